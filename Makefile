@@ -1,0 +1,92 @@
+# Needs Python 3.11+ and make; everything else is installed into .venv by pip.
+#
+#   make PYTHON=python3.12 setup      another interpreter (used when .venv is first made)
+#   make TORCH=torch setup            another torch
+#   make test PYTEST_ARGS="-k anderson -x"
+
+PYTHON      ?= python3
+TORCH       ?= torch==2.13.0
+WORKERS     ?= 2
+PYTEST_ARGS ?=
+BENCH_ARGS  ?=
+
+# Relative on purpose: make splits words at spaces, and the checkout's path may hold some.
+VENV   := .venv
+PY     := $(VENV)/bin/python
+PIP    := $(PY) -m pip --disable-pip-version-check --quiet
+DEV    := $(VENV)/.stamp-dev
+DOCS   := $(VENV)/.stamp-docs
+BENCH  := $(VENV)/.stamp-bench
+# Material's notice about MkDocs 2 says nothing about our pages.
+MKDOCS := NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs
+# One thread a worker: the workers are the parallelism.
+PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --timeout=600
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+# Two pips must not write to one .venv, and the tests are parallel by themselves.
+.NOTPARALLEL:
+.PHONY: help setup demo test test-full lint types format docs docs-serve bench clean
+
+help: ## list the targets
+	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
+
+setup: $(DEV) ## make .venv and install the package with its dev extra
+	@:
+
+demo: $(DEV) ## solve and differentiate a small equilibrium, print a table
+	$(PY) examples/demo.py
+
+test: $(DEV) ## run the tests, without the slow ones
+	$(PYTEST) $(PYTEST_ARGS)
+
+test-full: $(DEV) ## run all the tests
+	$(PYTEST) -m "" $(PYTEST_ARGS)
+
+lint: $(DEV) ## check style and formatting
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+
+types: $(DEV) ## check the types of src, strictly
+	$(PY) -m mypy
+
+format: $(DEV) ## format, and fix what can be fixed
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+docs: $(DOCS) ## build the documentation into site/
+	$(MKDOCS) build --strict --quiet
+
+docs-serve: $(DOCS) ## serve the documentation while you write it
+	$(MKDOCS) serve --strict
+
+bench: $(BENCH) ## race the solvers against torchdeq, write results/
+	$(PY) benchmarks/solvers.py $(BENCH_ARGS)
+
+clean: ## remove caches and build outputs, keep .venv
+	rm -rf build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find src tests benchmarks examples -type d -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
+
+$(DEV): pyproject.toml
+	@test -x $(PY) || { \
+	  $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	    echo "equilibria needs Python 3.11 or newer; $(PYTHON) is: $$($(PYTHON) --version 2>&1)" >&2; \
+	    echo "Name another interpreter: make PYTHON=python3.12 setup" >&2; \
+	    exit 1; \
+	  }; \
+	  echo "making $(VENV)"; \
+	  $(PYTHON) -m venv $(VENV); \
+	}
+	@echo "installing into $(VENV) (once, and after pyproject.toml changes)"
+	@$(PIP) install --upgrade pip
+	@$(PIP) install "$(TORCH)"
+	@$(PIP) install -e ".[dev]"
+	@touch $@
+
+$(DOCS): pyproject.toml $(DEV)
+	@$(PIP) install -e ".[docs]"
+	@touch $@
+
+$(BENCH): pyproject.toml $(DEV)
+	@$(PIP) install -e ".[bench]"
+	@touch $@

@@ -1,0 +1,251 @@
+"""Imports go down the order of dependence only, and the core needs torch alone.
+
+    engine ← solvers, adjoints, ops ← entry ← problems ← nn ← models
+           ← training, evaluation, theory ← experiments ← cli
+
+The files are read, not imported: imports inside functions and under ``TYPE_CHECKING`` count too.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = "equilibria"
+SOURCE = Path(__file__).resolve().parent.parent / "src" / PACKAGE
+
+# A room, or a module beside the rooms, may import the ranks before its own and nothing else.
+RANKS: tuple[tuple[str, ...], ...] = (
+    ("engine",),
+    ("solvers", "adjoints", "ops"),
+    ("entry",),
+    ("problems",),
+    ("nn",),
+    ("models",),
+    ("training", "evaluation", "theory"),
+    ("experiments",),
+    ("cli",),
+    ("__main__",),
+)
+CORE = frozenset({"engine", "solvers", "adjoints", "ops", "entry", "problems", "nn"})
+CORE_DEPENDENCIES = frozenset({"torch"})
+
+# The package's own __init__ re-exports every room; ROOT stands for it.
+ROOT = "the package root"
+# Modules with no imports of ours, open to all.
+LEAVES = frozenset({"_version"})
+
+
+def _allowed() -> dict[str, frozenset[str]]:
+    """For each room, the other rooms that it may import."""
+    allowed: dict[str, frozenset[str]] = {leaf: frozenset() for leaf in LEAVES}
+    below = LEAVES
+    for rank in RANKS:
+        allowed.update(dict.fromkeys(rank, below))
+        below |= frozenset(rank)
+        if "models" in rank:
+            # Data stands beside the models: the engine's trees are all that it may use.
+            allowed["data"] = LEAVES | {"engine"}
+            below |= {"data"}
+    allowed[ROOT] = below
+    return allowed
+
+
+ALLOWED = _allowed()
+
+
+def _room(module: str) -> str:
+    """``equilibria.solvers.anderson`` → ``solvers``; ``equilibria`` → ROOT."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else ROOT
+
+
+def _name(path: Path) -> tuple[str, bool]:
+    """A path relative to the package, as a dotted name, and whether it is a package."""
+    parts = [PACKAGE, *path.with_suffix("").parts]
+    if parts[-1] == "__init__":
+        return ".".join(parts[:-1]), True
+    return ".".join(parts), False
+
+
+def _imports(tree: ast.AST, module: str, is_package: bool) -> Iterator[tuple[int, str]]:
+    """Line and absolute dotted name of everything that is imported, wherever it is imported."""
+    package = module.split(".") if is_package else module.split(".")[:-1]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module.split(".") if node.module else []
+            if node.level:
+                if node.level > len(package):
+                    yield node.lineno, "." * node.level + ".".join(base)
+                    continue
+                base = package[: len(package) - node.level + 1] + base
+            for alias in node.names:
+                # `from equilibria import solvers` names a room; any other name is the root's.
+                names_room = base == [PACKAGE] and alias.name in ALLOWED
+                yield node.lineno, ".".join([*base, alias.name] if names_room else base)
+        elif isinstance(node, ast.Call):
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else None
+            called = node.func.id if isinstance(node.func, ast.Name) else called
+            if called in ("import_module", "__import__"):
+                # A name that is not written out cannot be checked, so it does not pass.
+                match node.args:
+                    case [ast.Constant(value=str(name)), *_] if not name.startswith("."):
+                        yield node.lineno, name
+                    case _:
+                        yield node.lineno, "(computed at run time)"
+
+
+def violations(source: str, path: Path) -> list[str]:
+    """What `source`, at `path` relative to the package, imports against the order."""
+    module, is_package = _name(path)
+    room = _room(module)
+    if room not in ALLOWED:
+        return [f"{path}: {room!r} has no rank; give it one in {Path(__file__).name}"]
+    found = []
+    for line, name in _imports(ast.parse(source), module, is_package):
+        where = f"{path}:{line}: {room}"
+        top = name.split(".")[0]
+        if top == PACKAGE:
+            target = _room(name)
+            if target != room and target not in ALLOWED[room]:
+                found.append(f"{where} may not import {target} ({name})")
+        elif not top or top.startswith("("):
+            found.append(f"{where} imports a name that cannot be checked: {name}")
+        elif (
+            room in CORE | LEAVES | {ROOT}
+            and top not in CORE_DEPENDENCIES
+            and top not in sys.stdlib_module_names
+        ):
+            found.append(f"{where} is core and may not import {top}; the core needs torch alone")
+    return found
+
+
+def test_imports_go_downwards_only() -> None:
+    paths = sorted(SOURCE.rglob("*.py"))
+    assert paths, f"no sources under {SOURCE}"
+    found = [
+        violation
+        for path in paths
+        for violation in violations(path.read_text(encoding="utf-8"), path.relative_to(SOURCE))
+    ]
+    assert not found, "\n" + "\n".join(found)
+
+
+# The checker itself, on sources that were never written.
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        pytest.param("engine/tree.py", "import torch\nfrom math import sqrt", id="torch-stdlib"),
+        pytest.param("engine/__init__.py", "from .tree import norm", id="same-room-package"),
+        pytest.param("engine/tree.py", "from .norms import norm", id="same-room"),
+        pytest.param("solvers/picard.py", "from equilibria.engine.tree import norm", id="down"),
+        pytest.param("solvers/picard.py", "from ..engine.tree import norm", id="down-relative"),
+        pytest.param("solvers/picard.py", "from .. import engine", id="down-relative-room"),
+        pytest.param("solvers/picard.py", "from equilibria import engine", id="down-room"),
+        pytest.param("solvers/deep/a.py", "from ...engine import norm", id="down-from-subpackage"),
+        pytest.param("entry.py", "from .solvers import Anderson", id="entry-solvers"),
+        pytest.param("entry.py", "from .adjoints import Implicit", id="entry-adjoints"),
+        pytest.param("problems/problem.py", "from ..entry import fixed_point", id="problems-entry"),
+        pytest.param("__init__.py", "from .cli import main\nfrom . import nn", id="root-any"),
+        pytest.param("__init__.py", "from ._version import __version__", id="root-version"),
+        pytest.param("engine/tree.py", "from .._version import __version__", id="leaf"),
+        pytest.param("data/arrow.py", "import pyarrow\nfrom ..engine import tree", id="data"),
+        pytest.param("training/fit.py", "import lightning\nfrom ..data import a", id="extras"),
+        pytest.param("cli/main.py", "import typer\nfrom ..experiments import a", id="cli"),
+        pytest.param("models/zoo.py", "import timm", id="models-are-not-core"),
+        pytest.param("engine/tree.py", "x = 'import numpy'  # import scipy", id="text"),
+        pytest.param(
+            "engine/tree.py", "import importlib\nimportlib.import_module('math')", id="dynamic"
+        ),
+    ],
+)
+def test_checker_accepts(path: str, source: str) -> None:
+    assert violations(source, Path(path)) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "source", "named"),
+    [
+        pytest.param("engine/a.py", "import equilibria.solvers", "solvers", id="up"),
+        pytest.param("engine/a.py", "import equilibria.solvers.picard as p", "solvers", id="up-as"),
+        pytest.param("engine/a.py", "from equilibria.adjoints import X", "adjoints", id="up-from"),
+        pytest.param("engine/a.py", "from ..solvers.picard import X", "solvers", id="up-relative"),
+        pytest.param("engine/a.py", "from .. import solvers", "solvers", id="up-relative-room"),
+        pytest.param("engine/a.py", "from equilibria import entry", "entry", id="up-room"),
+        pytest.param("engine/__init__.py", "from ..nn import X", "nn", id="up-from-package"),
+        pytest.param("engine/b/c.py", "from ...nn import X", "nn", id="up-from-subpackage"),
+        pytest.param("engine/a.py", "import math, equilibria.nn", "nn", id="up-second-name"),
+        pytest.param(
+            "engine/a.py", "def f():\n    from ..nn import X", "a.py:2", id="inside-function"
+        ),
+        pytest.param(
+            "engine/a.py",
+            "class A:\n    async def f(self):\n        import equilibria.cli",
+            "cli",
+            id="inside-method",
+        ),
+        pytest.param(
+            "engine/a.py",
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from ..problems import P",
+            "problems",
+            id="type-checking",
+        ),
+        pytest.param(
+            "engine/a.py", "try:\n    from ..ops import k\nexcept ImportError: ...", "ops", id="try"
+        ),
+        pytest.param(
+            "engine/a.py",
+            "import importlib\nimportlib.import_module('equilibria.nn')",
+            "nn",
+            id="dynamic",
+        ),
+        pytest.param(
+            "engine/a.py",
+            "from importlib import import_module\nimport_module('.nn', 'equilibria')",
+            "cannot be checked",
+            id="dynamic-relative",
+        ),
+        pytest.param("engine/a.py", "__import__(name)", "cannot be checked", id="dynamic-computed"),
+        pytest.param("solvers/a.py", "from ..adjoints import X", "adjoints", id="same-rank-1"),
+        pytest.param("adjoints/a.py", "from ..solvers import X", "solvers", id="same-rank-2"),
+        pytest.param("ops/a.py", "from ..solvers import X", "solvers", id="same-rank-3"),
+        pytest.param("solvers/a.py", "from ..ops import X", "ops", id="same-rank-4"),
+        pytest.param("theory/a.py", "from ..training import X", "training", id="same-rank-5"),
+        pytest.param("solvers/a.py", "from ..entry import fixed_point", "entry", id="entry-above"),
+        pytest.param("entry.py", "from .problems import Problem", "problems", id="entry-below"),
+        pytest.param("data/a.py", "from ..solvers import X", "solvers", id="data-up"),
+        pytest.param("models/a.py", "from ..data import X", "data", id="models-data"),
+        pytest.param("models/a.py", "from ..training import X", "training", id="models-up"),
+        pytest.param("experiments/a.py", "from ..cli import X", "cli", id="experiments-up"),
+        pytest.param("nn/a.py", "import equilibria as eq", "root", id="root"),
+        pytest.param("nn/a.py", "from equilibria import Anderson", "root", id="root-name"),
+        pytest.param("nn/a.py", "from .. import *", "root", id="root-star"),
+        pytest.param("nn/a.py", "from .... import x", "cannot be checked", id="beyond-root"),
+        pytest.param("engine/a.py", "import numpy as np", "numpy", id="core-third-party"),
+        pytest.param("nn/a.py", "from scipy.linalg import solve", "scipy", id="core-from"),
+        pytest.param("entry.py", "def f():\n    import rich", "rich", id="core-inside-function"),
+        pytest.param("__init__.py", "import numpy", "numpy", id="root-third-party"),
+        pytest.param("_version.py", "from .engine import X", "engine", id="leaf-imports"),
+        pytest.param("attic/a.py", "import math", "no rank", id="unknown-room"),
+        pytest.param("nn/a.py", "import equilibria.attic", "attic", id="unknown-target"),
+    ],
+)
+def test_checker_catches(path: str, source: str, named: str) -> None:
+    found = violations(source, Path(path))
+    assert len(found) == 1
+    assert named in found[0]
+
+
+def test_every_room_has_one_rank() -> None:
+    rooms = [room for rank in RANKS for room in rank]
+    assert len(rooms) == len(set(rooms))
+    assert set(rooms) >= CORE
