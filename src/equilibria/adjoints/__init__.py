@@ -1,0 +1,8 @@
+"""How gradients pass an equilibrium, one file each."""
+
+from .implicit import Implicit
+from .one_step import OneStep
+from .phantom import Phantom
+from .unrolled import Unrolled
+
+__all__ = ["Implicit", "OneStep", "Phantom", "Unrolled"]

@@ -1,0 +1,238 @@
+"""Which tensors a map depends on, arguments and captured ones alike.
+
+The implicit gradient must reach everything that T uses, each dependency once: where T uses both a
+weight W and a feature h(x; W), the gradient to W must not also run through h. So T is evaluated
+once on stand-ins: fresh leaves in place of its arguments and of captured intermediate tensors.
+Captured leaves (parameters) stand for themselves and are read off the graph of that evaluation.
+An intermediate tensor that the closure does not show is found by watching a second evaluation;
+what cannot be found is an error, never a missing gradient.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import types
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from equilibria.engine.maps import Map
+from equilibria.engine.tree import Leaves
+
+Edge = tuple[Any, int]
+
+
+def edge_of(tensor: Tensor) -> Edge:
+    """The place of a tensor in the autograd graph."""
+    edge = torch.autograd.graph.get_gradient_edge(tensor)
+    return edge.node, edge.output_nr
+
+
+@dataclass
+class Evaluation:
+    """f = T(z) with a graph that ends at ``inside`` (z) and ``stand_ins`` (for ``sources``)."""
+
+    inside: Leaves
+    outputs: Leaves
+    sources: list[Tensor]
+    stand_ins: list[Tensor]
+
+
+def evaluate(fn: Map, z: Leaves, blown: Tensor | None = None) -> Evaluation:
+    """Evaluate T at z with a graph to everything it depends on.
+
+    Samples marked in ``blown`` [B] failed: NaN and infinity in their rows of the arguments and of
+    captured tensors are replaced by zero, so that they cannot reach the gradients of shared ones.
+    """
+    hidden = [t for t in _reachable(fn.fn) if t.requires_grad and not t.is_leaf]
+    sick = [] if blown is None else [t for t in _reachable(fn.fn) if _is_sick(t, blown)]
+    for attempt in range(2):
+        since = _sequence_number()
+        inside = [x.detach().requires_grad_() for x in z]
+        args, pairs = _stand_ins_for_args(fn.args, blown)
+        swapped = {id(t): (t, _clean(t.detach(), blown)) for t in (*hidden, *sick)}
+        for t, copy in swapped.values():
+            if t.requires_grad:
+                pairs.append((t, copy.requires_grad_()))
+        mode: Any = contextlib.nullcontext()
+        if swapped:
+            olds, news = zip(*swapped.values(), strict=True)
+            mode = Substitute(olds, news)
+        with torch.enable_grad(), mode:
+            outputs = fn.with_args(args)(inside)
+        known = {edge_of(copy): (source, copy) for source, copy in pairs}
+        stop = {edge_of(t) for t in inside}
+        found, unknown = _walk([edge_of(f) for f in outputs if f.requires_grad], stop, known, since)
+        if not unknown:
+            sources, copies = [s for s, _ in found], [c for _, c in found]
+            return Evaluation(inside, outputs, sources, copies)
+        if attempt == 0:
+            hidden = [t for t in watch(fn, z) if t.requires_grad and not t.is_leaf]
+    names = sorted({node.name() for node, _ in unknown})
+    raise RuntimeError(
+        "the map uses tensors of an earlier computation that cannot be traced (made by "
+        f"{', '.join(names)}). Pass them in args: fixed_point(fn, z0, (x, ...))."
+    )
+
+
+def _stand_ins_for_args(args: Any, blown: Tensor | None) -> tuple[Any, list[tuple[Tensor, Tensor]]]:
+    pairs: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def stand_in(t: Any) -> Any:
+        if not isinstance(t, Tensor):
+            return t
+        if not t.requires_grad:
+            return _clean(t, blown)
+        if id(t) not in pairs:
+            pairs[id(t)] = (t, _clean(t.detach(), blown).requires_grad_())
+        return pairs[id(t)][1]
+
+    return pytree.tree_map(stand_in, args), list(pairs.values())
+
+
+def _has_batch(t: Tensor, blown: Tensor) -> bool:
+    return t.is_floating_point() and t.dim() > 0 and t.shape[0] == blown.shape[0]
+
+
+def _is_sick(t: Tensor, blown: Tensor) -> bool:
+    return _has_batch(t, blown) and not bool(torch.isfinite(t.detach()).all())
+
+
+def _clean(t: Tensor, blown: Tensor | None) -> Tensor:
+    """t with NaN and infinity in the rows of failed samples replaced by zero."""
+    if blown is None or not _has_batch(t, blown):
+        return t
+    rows = blown.view(-1, *([1] * (t.dim() - 1)))
+    return torch.where(rows & ~torch.isfinite(t), 0.0, t)
+
+
+def _walk(
+    start: Iterable[Edge],
+    stop: set[Edge],
+    known: dict[Edge, tuple[Tensor, Tensor]],
+    since: int,
+) -> tuple[list[tuple[Tensor, Tensor]], set[Edge]]:
+    """(source, stand-in) pairs that the graph ends at, and edges to older nodes."""
+    found: dict[Edge, tuple[Tensor, Tensor]] = {}
+    unknown: set[Edge] = set()
+    seen: set[Any] = set()
+    stack = list(start)
+    while stack:
+        edge = stack.pop()
+        node = edge[0]
+        if node is None or edge in stop or edge in found:
+            continue
+        if edge in known:
+            found[edge] = known[edge]
+        elif hasattr(node, "variable"):
+            found[edge] = (node.variable, node.variable)
+        elif node._sequence_nr() < since:
+            unknown.add(edge)
+        elif node not in seen:
+            seen.add(node)
+            stack.extend(node.next_functions)
+    return list(found.values()), unknown
+
+
+def _sequence_number() -> int:
+    """The age that the next autograd node will have."""
+    with torch.enable_grad():
+        node = torch.zeros((), requires_grad=True).view(()).grad_fn
+    assert node is not None
+    return int(node._sequence_nr())
+
+
+def _reachable(fn: Callable[..., Any]) -> list[Tensor]:
+    """Tensors in the closure of a function: cells, defaults, partials, attributes of modules."""
+    found: list[Tensor] = []
+    _collect(fn, found, set(), 0)
+    return found
+
+
+def _collect(item: Any, found: list[Tensor], seen: set[int], depth: int) -> None:
+    if depth > 6 or id(item) in seen:
+        return
+    seen.add(id(item))
+    inner: Iterable[Any] = ()
+    if isinstance(item, Tensor):
+        found.append(item)
+    elif isinstance(item, (list, tuple)):
+        inner = item
+    elif isinstance(item, dict):
+        inner = item.values()
+    elif isinstance(item, nn.Module):
+        # Parameters are leaves, found on the graph itself; other attributes may be anything.
+        inner = [v for k, v in vars(item).items() if not k.startswith("_")]
+    elif isinstance(item, functools.partial):
+        inner = (item.func, item.args, item.keywords)
+    elif isinstance(item, types.MethodType):
+        inner = (item.__self__, item.__func__)
+    elif isinstance(item, types.FunctionType):
+        cells = [c for c in item.__closure__ or () if not _empty(c)]
+        inner = [c.cell_contents for c in cells] + list(item.__defaults__ or ())
+    elif hasattr(item, "__dict__") and not isinstance(item, (type, types.ModuleType)):
+        inner = vars(item).values()
+    for child in list(inner):
+        _collect(child, found, seen, depth + 1)
+
+
+def _empty(cell: types.CellType) -> bool:
+    try:
+        _ = cell.cell_contents
+    except ValueError:
+        return True
+    return False
+
+
+class _Watch(TorchFunctionMode):
+    """Notes every tensor that torch functions are given and that none of them made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given: dict[int, Tensor] = {}
+        self.made: dict[int, Tensor] = {}
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        for t in pytree.tree_leaves((args, kwargs)):
+            if isinstance(t, Tensor) and id(t) not in self.made:
+                self.given[id(t)] = t
+        out = func(*args, **kwargs)
+        for t in pytree.tree_leaves(out):
+            if isinstance(t, Tensor) and id(t) not in self.given:
+                self.made[id(t)] = t
+        return out
+
+
+def watch(fn: Map, z: Leaves) -> list[Tensor]:
+    """Evaluate T once and return the tensors it was fed from outside, other than z."""
+    mode = _Watch()
+    own = {id(x) for x in z}
+    with torch.no_grad(), mode:
+        fn(z)
+    return [t for key, t in mode.given.items() if key not in own]
+
+
+class Substitute(TorchFunctionMode):
+    """Feeds torch functions other tensors in place of given ones: a closure made explicit."""
+
+    def __init__(self, old: Sequence[Tensor], new: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.swap = {id(a): b for a, b in zip(old, new, strict=True)}
+        self.keep = list(old)  # ids stay valid while the tensors live
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        args, kwargs = pytree.tree_map(
+            lambda t: self.swap.get(id(t), t) if isinstance(t, Tensor) else t, (args, kwargs or {})
+        )
+        return func(*args, **kwargs)

@@ -1,0 +1,232 @@
+"""Implicit differentiation under torch.func and forward-mode AD.
+
+Transforms need every dependency of a solve as an explicit input. The map's closure is made
+explicit by watching one evaluation and substituting tensors in later ones; the solve is then a
+``torch.autograd.Function`` with its own rules. The rules of u = g + Jᵀu (reverse), t = c + Jt
+(forward) and of a batched solve (vmap) are solves of the same kind, so transforms nest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.utils import _pytree as pytree
+
+from equilibria.engine.iterate import Callback, Iterated, iterate
+from equilibria.engine.krylov import LinearIterated, LinearSolver
+from equilibria.engine.maps import Map
+from equilibria.engine.result import BackwardStats, warn_failures
+from equilibria.engine.solver import Solver
+from equilibria.engine.transforms import forward_mode_active
+from equilibria.engine.tree import Leaves
+
+from .backward import note_backward
+from .capture import Substitute, watch
+
+Explicit = Callable[[Leaves, Sequence[Tensor]], Leaves]
+"""(leaves of z, dependencies) ↦ leaves of T(z)."""
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """z = fn(z, deps). An affine one has its offset as the first ``count`` dependencies."""
+
+    fn: Explicit
+    count: int
+    solver: Solver | LinearSolver
+    rule: LinearSolver | Solver
+    stats: BackwardStats
+    affine: bool = False
+    callback: Callback | None = None
+
+
+def solve_functional(
+    fn: Map,
+    z0: Leaves,
+    solver: Solver,
+    rule: LinearSolver | Solver,
+    callback: Callback | None,
+    backward: BackwardStats,
+) -> Iterated:
+    """Solve with rules for vmap, reverse and forward mode."""
+    sources = [t for t in watch(fn, z0) if _tracked(t)]
+    explicit = make_explicit(fn, sources)
+    problem = _Problem(explicit, len(z0), solver, rule, backward, callback=callback)
+    out = _SolveFunction.apply(problem, *z0, *sources)
+    n = len(z0)
+    return Iterated(list(out[:n]), out[n], out[n + 1], out[n + 2], out[n + 3], solver.max_steps, 0)
+
+
+def make_explicit(fn: Map, sources: Sequence[Tensor]) -> Explicit:
+    """T as a function of z and of the tensors it depends on, wherever it finds them."""
+
+    def explicit(z: Leaves, deps: Sequence[Tensor]) -> Leaves:
+        with Substitute(sources, deps):
+            return fn(z)
+
+    return explicit
+
+
+def _tracked(t: Tensor) -> bool:
+    if t.requires_grad or torch._C._functorch.is_functorch_wrapped_tensor(t):
+        return True
+    return forward_mode_active() and forward_ad.unpack_dual(t).tangent is not None
+
+
+def _pull(fn: Callable[..., Any], *primals: Any) -> Callable[[Any], Any]:
+    return torch.func.vjp(fn, *primals)[1]
+
+
+def _push(fn: Callable[[Any], Any], primal: Any, tangent: Any) -> Any:
+    """The product of fn's Jacobian with a tangent, by transposing the transpose.
+
+    Reverse mode twice, because forward mode does not nest inside a dual level.
+    """
+    value, pull = torch.func.vjp(fn, primal)[:2]
+    start = pytree.tree_map(torch.zeros_like, value)
+    return _pull(lambda w: pull(w)[0], start)(tangent)[0]
+
+
+class _SolveFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(problem: _Problem, *tensors: Tensor) -> tuple[Tensor, ...]:
+        n = problem.count
+        z0, deps = [t.detach() for t in tensors[:n]], [t.detach() for t in tensors[n:]]
+        with torch.no_grad():
+            done = _run(problem, z0, deps)
+        value = [v.view_as(v) for v in done.value]
+        return (*value, done.result, done.steps, done.residual, done.relative)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        problem: _Problem = inputs[0]
+        n = problem.count
+        ctx.problem = problem
+        ctx.mark_non_differentiable(*output[n:])
+        ctx.save_for_backward(*output[:n], *inputs[1 + n :])
+        ctx.save_for_forward(*output[:n], *inputs[1 + n :])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        problem: _Problem = ctx.problem
+        n = problem.count
+        z, deps = list(ctx.saved_tensors[:n]), list(ctx.saved_tensors[n:])
+        found = backward_functional(
+            problem.fn, z, deps, list(grads[:n]), problem.rule, problem.stats
+        )
+        return (None, *([None] * n), *found)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> tuple[Any, ...]:
+        problem: _Problem = ctx.problem
+        fn, n = problem.fn, problem.count
+        z, deps = list(ctx.saved_tensors[:n]), list(ctx.saved_tensors[n:])
+        moves = [
+            torch.zeros_like(d) if t is None else t
+            for d, t in zip(deps, tangents[1 + n :], strict=True)
+        ]
+        offset = _push(lambda d: fn(z, d), deps, moves)
+
+        def tangent(t: Leaves, given: Sequence[Tensor]) -> Leaves:
+            start, at, rest = given[:n], list(given[n : 2 * n]), given[2 * n :]
+            pushed = _push(lambda x: fn(x, rest), at, t)
+            return [a + b for a, b in zip(start, pushed, strict=True)]
+
+        t = _solve_affine(tangent, offset, [*z, *deps], problem.rule, problem.stats)
+        return (*t, None, None, None, None)
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[Any, ...], problem: _Problem, *tensors: Tensor
+    ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        size, n = info.batch_size, problem.count
+        dims = in_dims[1:]
+        z0 = [
+            t.unsqueeze(0).expand(size, *t.shape) if d is None else t.movedim(d, 0)
+            for t, d in zip(tensors[:n], dims[:n], strict=True)
+        ]
+        deps = [
+            t if d is None else t.movedim(d, 0) for t, d in zip(tensors[n:], dims[n:], strict=True)
+        ]
+        dep_dims = [None if d is None else 0 for d in dims[n:]]
+        shapes = [t.shape for t in z0]
+
+        def batched(z: Leaves, given: Sequence[Tensor]) -> Leaves:
+            stacked = [x.unflatten(0, s[:2]) for x, s in zip(z, shapes, strict=True)]
+            if not any(d == 0 for d in dep_dims):
+                out = torch.vmap(lambda a: fn_one(a, given))(stacked)
+            else:
+                out = torch.vmap(fn_one, in_dims=(0, dep_dims))(stacked, list(given))
+            return [x.flatten(0, 1) for x in out]
+
+        def fn_one(z: Leaves, given: Sequence[Tensor]) -> Leaves:
+            return problem.fn(z, given)
+
+        wide = _Problem(batched, n, problem.solver, problem.rule, problem.stats, problem.affine)
+        out = _SolveFunction.apply(wide, *[x.flatten(0, 1) for x in z0], *deps)
+        split = tuple(x.unflatten(0, shapes[0][:2]) for x in out)
+        return split, (0,) * len(split)
+
+
+def backward_functional(
+    fn: Explicit,
+    z: Leaves,
+    deps: Sequence[Tensor],
+    g: Leaves,
+    rule: LinearSolver | Solver,
+    stats: BackwardStats,
+) -> Leaves:
+    """(∂T/∂deps)ᵀu with u = g + Jᵀu, differentiable in z, deps and g to any order."""
+    n = len(z)
+
+    def adjoint(u: Leaves, given: Sequence[Tensor]) -> Leaves:
+        offset, at, rest = given[:n], list(given[n : 2 * n]), given[2 * n :]
+        pulled = _pull(lambda x: fn(x, rest), at)(u)[0]
+        return [a + b for a, b in zip(offset, pulled, strict=True)]
+
+    u = _solve_affine(adjoint, g, [*z, *deps], rule, stats)
+    return list(_pull(lambda d: fn(z, d), list(deps))(u)[0])
+
+
+def _solve_affine(
+    fn: Explicit,
+    offset: Leaves,
+    rest: Sequence[Tensor],
+    rule: LinearSolver | Solver,
+    stats: BackwardStats,
+) -> Leaves:
+    """x = offset + Lx with L = fn(·, (0, rest)), differentiable in offset and rest."""
+    affine = _Problem(fn, len(offset), rule, rule, stats, affine=True)
+    return list(_SolveFunction.apply(affine, *offset, *offset, *rest)[: len(offset)])
+
+
+def _run(problem: _Problem, z0: Leaves, deps: list[Tensor]) -> Iterated:
+    n = problem.count
+    if problem.affine and isinstance(problem.solver, LinearSolver):
+        still = [torch.zeros_like(d) for d in deps[:n]] + deps[n:]
+
+        def identity_minus(v: Leaves) -> Leaves:
+            return [a - b for a, b in zip(v, problem.fn(v, still), strict=True)]
+
+        offset = problem.fn([torch.zeros_like(z) for z in z0], deps)
+        outcome = problem.solver.solve(identity_minus, offset)
+        note_backward(problem.stats, outcome)
+        relative = outcome.relative
+        return Iterated(outcome.value, outcome.result, outcome.steps, relative, relative, 0, 0)
+    assert isinstance(problem.solver, Solver)
+    spec = pytree.tree_structure(tuple(z0))
+    fn = Map(lambda z: tuple(problem.fn(list(z), deps)), (), spec, z0)
+    done = iterate(fn, z0, problem.solver, problem.callback)
+    if problem.affine:
+        relative = done.relative
+        note_backward(
+            problem.stats, LinearIterated(done.value, done.result, done.steps, relative, done.syncs)
+        )
+    elif done.counts is not None:
+        warn_failures(done.counts, stacklevel=2)
+    return done

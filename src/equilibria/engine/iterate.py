@@ -1,0 +1,247 @@
+"""The driver: evaluate, test in blocks, freeze each sample when it is done, compact, report.
+
+Every test reads one small vector from the device; between tests nothing waits. Convergence is
+tested every ``block`` steps; divergence, NaN and stagnation every ``HEALTH`` steps, and both at
+the last step. These moments depend on the step count alone, so that a sample's answer does not
+depend on its batch mates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .maps import Map
+from .result import Result
+from .solver import Point, Solver
+from .tree import Leaves, sample_norm, select_samples, where_sample
+
+HEALTH = 16
+"""Steps between two looks at divergence, NaN and stagnation."""
+
+Callback = Callable[[int, Leaves, Tensor], None]
+"""Called after each evaluation with (step, leaves of z, residual norms [B])."""
+
+
+@dataclass
+class Iterated:
+    """The raw outcome of a solve, on leaves."""
+
+    value: Leaves
+    result: Tensor
+    steps: Tensor
+    residual: Tensor
+    relative: Tensor
+    evaluations: int
+    syncs: int
+    counts: dict[Result, int] | None = None
+    """How many samples ended in which way, where the host knows it without waiting."""
+
+
+def iterate(fn: Map, z0: Leaves, solver: Solver, callback: Callback | None = None) -> Iterated:
+    """Solve z = T(z) from z0 by ``solver``."""
+    if solver.fixed_steps:
+        return _run_fixed(fn, z0, solver, callback)
+    return _Run(fn, z0, solver, callback).solve()
+
+
+def _norms(point: Point) -> tuple[Tensor, Tensor]:
+    return point.residual_norm, sample_norm([f.detach() for f in point.f])
+
+
+def _relative(residual: Tensor, scale: Tensor) -> Tensor:
+    # A residual of zero at T(z) = 0 is exact, not 0/0.
+    return residual / scale.clamp_min(torch.finfo(scale.dtype).tiny)
+
+
+def _run_fixed(fn: Map, z: Leaves, solver: Solver, callback: Callback | None) -> Iterated:
+    state = solver.init(z)
+    for step in range(1, solver.max_steps + 1):
+        point = Point(z, fn(z))
+        if step == 1:
+            residual, scale = _norms(point)
+            limit = solver.divergence * (residual + scale)
+        if callback is not None:
+            callback(step, z, point.residual_norm)
+        z, state = solver.step(point, state)
+    residual, scale = _norms(point)
+    code = torch.full_like(residual, int(Result.max_steps), dtype=torch.int8)
+    code = torch.where(residual == 0, int(Result.converged), code)
+    code = torch.where(residual > limit, int(Result.diverged), code)
+    finite = torch.isfinite(residual) & torch.isfinite(sample_norm([x.detach() for x in z]))
+    code = torch.where(finite, code, int(Result.nonfinite)).to(torch.int8)
+    steps = torch.full_like(code, solver.max_steps, dtype=torch.int32)
+    return Iterated(z, code, steps, residual, _relative(residual, scale), solver.max_steps, 0)
+
+
+class _Run:
+    """One solve with tolerances: the loop, and what is known of each sample so far."""
+
+    def __init__(self, fn: Map, z0: Leaves, solver: Solver, callback: Callback | None) -> None:
+        self.fn = fn
+        self.solver = solver
+        self.callback = callback
+        self.z = z0
+        self.rtol = max(solver.relative_tolerance(x.dtype) for x in z0)
+        self.block = solver.block_length(z0[0].device)
+        self.evaluations = 0
+        self.syncs = 0
+        self.total = self.left = z0[0].shape[0]
+        self.rows: Tensor | None = None  # after compaction: where the present rows came from
+        self.active: Tensor | None = None  # None: all
+        self.out: Iterated | None = None
+        self.counts: dict[Result, int] = {}
+        self.safe = z0  # the latest iterate known to be finite and bounded
+        self.compaction_checked = False
+
+    def solve(self) -> Iterated:
+        solver, step, last = self.solver, 0, self.solver.max_steps
+        state = solver.init(self.z)
+        while True:
+            step += 1
+            point = Point(self.z, self.fn(self.z))
+            self.evaluations += 1
+            if step == 1:
+                self._start(point)
+            if self.callback is not None:
+                self._report(step, point)
+            if step % HEALTH == 0 or step == last:
+                state = self._examine(point, state, step, final=step == last)
+            elif step % self.block == 0:
+                self._test(point, step)
+            if self.left == 0:
+                assert self.out is not None
+                self.out.evaluations, self.out.syncs = self.evaluations, self.syncs
+                self.out.counts = self.counts
+                return self.out
+            self.z, state = solver.step(point, state)
+            if solver.compact and self.active is not None and 2 * self.left <= len(self.active):
+                state = self._compact(state)
+
+    def _start(self, point: Point) -> None:
+        residual, scale = _norms(point)
+        self.safe_norms = (residual, scale)
+        self.limit = self.solver.divergence * (residual + scale)
+        self.best = torch.full_like(residual, float("inf"))
+        self.best_step = torch.zeros_like(residual)
+
+    def _passed(self, point: Point) -> tuple[Tensor, Tensor, Tensor]:
+        residual, scale = _norms(point)
+        # residual − rtol·scale: NaN where either is not finite, so that infinity never passes.
+        passed = torch.add(residual, scale, alpha=-self.rtol) <= self.solver.atol
+        if self.active is not None:
+            passed = passed & self.active
+        return passed, residual, scale
+
+    def _test(self, point: Point, step: int) -> None:
+        """Which samples have converged? One number is read."""
+        passed, residual, scale = self._passed(point)
+        self.syncs += 1
+        count = int(passed.sum())
+        if count:
+            self._record(passed, count, Result.converged, point.z, residual, scale, step)
+
+    def _examine(self, point: Point, state: Any, step: int, *, final: bool) -> Any:
+        """Converged, diverged, NaN, stagnated, out of steps? Four numbers are read at once."""
+        passed, residual, scale = self._passed(point)
+        alive = ~passed if self.active is None else self.active & ~passed
+        infinite = alive & ~torch.isfinite(residual + scale)
+        diverged = alive & (residual > self.limit) & ~infinite
+        improved = residual < 0.99 * self.best
+        self.best = torch.where(improved, residual, self.best)
+        self.best_step = torch.where(improved, step, self.best_step)
+        stuck = alive & ~improved & ~infinite & ~diverged
+        ended = stuck & (step - self.best_step >= self.solver.patience)
+        masks = [passed, infinite, diverged, ended, stuck]
+        self.syncs += 1
+        counts = torch.stack(masks).sum(1).tolist()
+
+        blown = {Result.nonfinite: 1, Result.diverged: 2}
+        for code, i in blown.items():
+            if counts[i]:
+                self._record(masks[i], counts[i], code, self.safe, *self.safe_norms, step)
+        if counts[0]:
+            self._record(passed, counts[0], Result.converged, point.z, residual, scale, step)
+        giving_up = counts[3] > 0 or (final and self.left > 0)
+        if giving_up:
+            z, r, s = point.z, residual, scale
+            kept = self.solver.fallback(point, state)
+            if kept is not None:
+                z, r, s = kept
+            if counts[3]:
+                self._record(ended, counts[3], Result.stagnated, z, r, s, step)
+            if final and self.left:
+                rest = ~ended if self.active is None else self.active
+                self._record(rest, self.left, Result.max_steps, z, r, s, step)
+        self.safe, self.safe_norms = point.z, (residual, scale)
+        if counts[4] and self.left:
+            state = self.solver.restart(state, stuck)
+        return state
+
+    def _record(
+        self,
+        mask: Tensor,
+        count: int,
+        code: Result,
+        z: Leaves,
+        residual: Tensor,
+        scale: Tensor,
+        step: int,
+    ) -> None:
+        """Freeze the samples of ``mask``: write down their value and numbers."""
+        self.counts[code] = self.counts.get(code, 0) + count
+        relative = _relative(residual, scale)
+        codes = torch.full_like(residual, int(code), dtype=torch.int8)
+        steps = torch.full_like(residual, step, dtype=torch.int32)
+        if self.out is None and count == self.left == self.total:
+            self.out = Iterated(z, codes, steps, residual, relative, 0, 0)
+            self.left = 0
+            return
+        new = [*z, residual, relative, codes, steps]
+        if self.out is None:
+            old = new
+        else:
+            out = self.out
+            old = [*out.value, out.residual, out.relative, out.result, out.steps]
+            if self.rows is None:
+                old = where_sample(mask, new, old)
+            else:
+                merged = where_sample(mask, new, select_samples(old, self.rows))
+                old = [x.index_copy(0, self.rows, y) for x, y in zip(old, merged, strict=True)]
+        n = len(z)
+        self.out = Iterated(old[:n], old[n + 2], old[n + 3], old[n], old[n + 1], 0, 0)
+        self.active = ~mask if self.active is None else self.active & ~mask
+        self.left -= count
+
+    def _compact(self, state: Any) -> Any:
+        """Keep the rows that are still active. The host reads which they are."""
+        assert self.active is not None
+        self.syncs += 1
+        index = self.active.nonzero()[:, 0]
+        part = self.fn.take(index)
+        if not self.compaction_checked:
+            self.fn.check_take(index, self.z, part)
+            self.compaction_checked = True
+        self.fn = part
+        self.rows = index if self.rows is None else self.rows.index_select(0, index)
+        self.z = select_samples(self.z, index)
+        self.safe = select_samples(self.safe, index)
+        norms = [*self.safe_norms, self.limit, self.best, self.best_step]
+        first, second, self.limit, self.best, self.best_step = select_samples(norms, index)
+        self.safe_norms = (first, second)
+        self.active = None
+        return self.solver.take(state, index)
+
+    def _report(self, step: int, point: Point) -> None:
+        """Tell the callback; rows that were compacted away stand at their final value."""
+        assert self.callback is not None
+        z, norm = point.z, point.residual_norm
+        if self.rows is not None and self.out is not None:
+            rows, out = self.rows, self.out
+            z = [b.index_copy(0, rows, x) for b, x in zip(out.value, z, strict=True)]
+            norm = out.residual.index_copy(0, rows, norm)
+        self.callback(step, z, norm)

@@ -1,0 +1,280 @@
+"""Linear systems A x = b by products with A alone: GMRES with restart, and CG.
+
+Every sample of the batch has its own Krylov space, its own coefficients and its own stopping;
+samples share only the call of A. The small systems run in float32 or better, and so do the
+bases of half-precision systems.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .history import History
+from .options import check_number, options
+from .result import Result
+from .tree import Leaves, accumulation_dtype, sample_dot, sample_norm, scale_samples, where_sample
+
+MatVec = Callable[[Leaves], Leaves]
+
+_DEFAULT_RTOL = {
+    torch.float64: 1e-10,
+    torch.float32: 1e-5,
+    torch.float16: 4e-3,
+    torch.bfloat16: 2e-2,
+}
+
+
+@dataclass
+class LinearIterated:
+    """x, and a sample each: result code, steps, ‖b − Ax‖/‖b‖."""
+
+    value: Leaves
+    result: Tensor
+    steps: Tensor
+    relative: Tensor
+    syncs: int
+
+
+@options
+class LinearSolver(ABC):
+    """Options shared by the Krylov solvers: stop at ‖b − Ax‖ ≤ atol + rtol·‖b‖, per sample."""
+
+    rtol: float | None = None
+    """Relative tolerance; None takes one for the dtype (1e-5 in float32, 1e-10 in float64)."""
+    atol: float = 0.0
+    max_steps: int = 100
+    """Products with A, at most."""
+    block: int | None = None
+    """Steps between two tests; None takes 1 on the CPU and 4 on a GPU."""
+
+    def __post_init__(self) -> None:
+        check_number(self, "rtol", low=0.0, optional=True)
+        check_number(self, "atol", low=0.0)
+        check_number(self, "max_steps", low=1, integer=True)
+        check_number(self, "block", low=1, integer=True, optional=True)
+
+    @abstractmethod
+    def solve(self, matvec: MatVec, b: Leaves, x0: Leaves | None = None) -> LinearIterated:
+        """Solve A x = b from x0 (zero if None)."""
+
+    def targets(self, b: Leaves) -> tuple[Tensor, Tensor]:
+        """‖b‖ and the absolute tolerance, [B] each."""
+        rtol = self.rtol
+        if rtol is None:
+            rtol = max(_DEFAULT_RTOL[x.dtype] for x in b)
+        norm = sample_norm(b)
+        return norm, self.atol + rtol * norm
+
+    def block_length(self, device: torch.device) -> int:
+        return self.block or (1 if device.type == "cpu" else 4)
+
+
+def _widened(matvec: MatVec, b: Leaves) -> tuple[MatVec, Leaves, list[torch.dtype]]:
+    """Run half-precision systems on float32 vectors; A still sees its own dtype."""
+    dtypes = [x.dtype for x in b]
+    if all(accumulation_dtype(d) == d for d in dtypes):
+        return matvec, b, dtypes
+
+    def wide(v: Leaves) -> Leaves:
+        out = matvec([x.to(d) for x, d in zip(v, dtypes, strict=True)])
+        return [y.to(x.dtype) for x, y in zip(v, out, strict=True)]
+
+    return wide, [x.to(accumulation_dtype(x.dtype)) for x in b], dtypes
+
+
+def _axpy(a: Sequence[Tensor], x: Sequence[Tensor], sign: float = 1.0) -> Leaves:
+    return [torch.add(p, q, alpha=sign) for p, q in zip(a, x, strict=True)]
+
+
+def _finish(
+    x: Leaves, dtypes: list[torch.dtype], done: Tensor, steps: Tensor, relative: Tensor, syncs: int
+) -> LinearIterated:
+    code = torch.where(done, int(Result.converged), int(Result.max_steps))
+    finite = torch.isfinite(sample_norm(x)) & torch.isfinite(relative)
+    code = torch.where(finite, code, int(Result.nonfinite)).to(torch.int8)
+    value = [v.to(d) for v, d in zip(x, dtypes, strict=True)]
+    return LinearIterated(value, code, steps.to(torch.int32), relative, syncs)
+
+
+@options
+class GMRES(LinearSolver):
+    """Least ‖b − Ax‖ over the Krylov space of A, restarted every ``restart`` products.
+
+    The residual norm is known at each step without solving: with n the left null vector of the
+    Hessenberg matrix H̄ (n₀ = 1), min_y ‖βe₁ − H̄y‖ = β/‖n‖, and a new column adds one entry to n.
+    """
+
+    restart: int = 20
+    """Size of the Krylov space before it is started anew; memory is restart + 3 states."""
+
+    def __post_init__(self) -> None:
+        LinearSolver.__post_init__(self)
+        check_number(self, "restart", low=1, integer=True)
+
+    def solve(self, matvec: MatVec, b: Leaves, x0: Leaves | None = None) -> LinearIterated:
+        matvec, b, dtypes = _widened(matvec, b)
+        norm, target = self.targets(b)
+        x = (
+            [torch.zeros_like(v) for v in b]
+            if x0 is None
+            else [v.to(c.dtype) for v, c in zip(x0, b, strict=True)]
+        )
+        residual = b if x0 is None else _axpy(b, matvec(x), -1.0)
+        current = sample_norm(residual)
+        done = current <= target
+        steps = torch.zeros_like(norm)
+        taken = syncs = 0
+        while True:
+            cycle = _Cycle(
+                matvec, residual, current, done, min(self.restart, self.max_steps - taken)
+            )
+            cycle.run(target, self.block_length(b[0].device), taken)
+            x = _axpy(x, cycle.correction())
+            current, done = cycle.current, cycle.done
+            steps = torch.where(cycle.steps > 0, cycle.steps, steps)
+            taken += cycle.size
+            syncs += cycle.syncs
+            if cycle.all_done or taken >= self.max_steps:
+                break
+            residual = _axpy(b, matvec(x), -1.0)
+            fresh = sample_norm(residual)
+            current = torch.where(done, current, fresh)
+        tiny = torch.finfo(norm.dtype).tiny
+        return _finish(x, dtypes, done, steps, current / norm.clamp_min(tiny), syncs)
+
+
+class _Cycle:
+    """One Arnoldi run of a GMRES solve. Samples that are done keep still."""
+
+    def __init__(
+        self, matvec: MatVec, residual: Leaves, norm: Tensor, done: Tensor, limit: int
+    ) -> None:
+        self.matvec = matvec
+        self.norm = norm
+        self.tiny = torch.finfo(norm.dtype).tiny
+        self.current, self.done = norm, done
+        self.limit = limit
+        self.basis = History(residual, limit + 1)
+        self.vector = scale_samples(1.0 / norm.clamp_min(self.tiny), residual)
+        self.basis.write(0, self.vector)
+        self.columns: list[Tensor] = []  # column j of H̄: [B, j + 2]
+        self.null = [torch.ones_like(norm)]  # entries of the left null vector
+        self.coefficients = torch.zeros(norm.shape[0], limit, dtype=norm.dtype, device=norm.device)
+        self.steps = torch.zeros_like(norm)
+        self.size = self.syncs = 0
+        self.all_done = False
+
+    def run(self, target: Tensor, block: int, taken: int) -> None:
+        weight = torch.ones_like(self.norm)  # ‖n‖²
+        while self.size < self.limit:
+            weight = self._extend(weight)
+            last = self.size == self.limit
+            if not last and (taken + self.size) % block:
+                continue
+            estimate = self.norm * weight.rsqrt()
+            passed = estimate <= target
+            ended = ~self.done if last else passed & ~self.done
+            self.syncs += 1
+            some, every = torch.stack([ended.any(), (passed | self.done).all()]).tolist()
+            if some:
+                y = self._least_squares()
+                self.coefficients = torch.where(
+                    ended.unsqueeze(1),
+                    torch.nn.functional.pad(y, (0, self.limit - self.size)),
+                    self.coefficients,
+                )
+                self.current = torch.where(ended, estimate, self.current)
+                self.steps = torch.where(ended, float(taken + self.size), self.steps)
+                self.done = self.done | passed
+            if every:
+                self.all_done = True
+                return
+
+    def _extend(self, weight: Tensor) -> Tensor:
+        """One product with A, orthogonalized twice against the basis; returns the new ‖n‖²."""
+        w = self.matvec(self.vector)
+        column = self.basis.dot(w)
+        w = _axpy(w, self.basis.combine(column), -1.0)
+        again = self.basis.dot(w)
+        w = _axpy(w, self.basis.combine(again), -1.0)
+        column = column + again
+        length = sample_norm(w)
+        # A direction that is rounding noise beside the column is a breakdown: the space is full.
+        noise = 4 * torch.finfo(length.dtype).eps * torch.linalg.vector_norm(column, dim=1)
+        length = torch.where(length > noise, length, 0.0)
+        self.size += 1
+        inverse = torch.where(length > 0, 1.0 / length.clamp_min(self.tiny), 0.0)
+        self.vector = scale_samples(inverse, w)
+        self.basis.write(self.size, self.vector)
+        self.columns.append(torch.cat([column, length.unsqueeze(1)], 1))
+        entry = (torch.stack(self.null, 1) * column).sum(1) / length.clamp_min(self.tiny).neg()
+        self.null.append(entry)
+        return weight + entry * entry
+
+    def _least_squares(self) -> Tensor:
+        """y = argmin ‖βe₁ − H̄y‖, [B, size], by QR; directions of a breakdown get zero."""
+        size = self.size
+        hessenberg = torch.stack(
+            [torch.nn.functional.pad(c, (0, size + 1 - c.shape[1])) for c in self.columns], 2
+        )
+        q, r = torch.linalg.qr(hessenberg)
+        right = self.norm.unsqueeze(1) * q[:, 0, :]
+        diagonal = torch.diagonal(r, dim1=1, dim2=2)
+        largest = diagonal.abs().amax(1, keepdim=True)
+        dead = diagonal.abs() <= 4 * torch.finfo(r.dtype).eps * largest
+        right = torch.where(dead, 0.0, right)
+        r = torch.where(dead.unsqueeze(1) | dead.unsqueeze(2), torch.eye(size).to(r), r)
+        solved: Tensor = torch.linalg.solve_triangular(r, right.unsqueeze(-1), upper=True)
+        return solved.squeeze(-1)
+
+    def correction(self) -> Leaves:
+        """Σ yⱼvⱼ of the cycle; zero for samples that were done before it."""
+        padded = torch.nn.functional.pad(self.coefficients[:, : self.size], (0, 1))
+        return self.basis.combine(padded[:, : self.basis.used])
+
+
+@options
+class CG(LinearSolver):
+    """Conjugate gradients, for A symmetric positive definite; 4 states of memory.
+
+    A sample that meets a direction with pᵀAp ≤ 0 (A is not positive definite) stops there and is
+    reported as not converged.
+    """
+
+    def solve(self, matvec: MatVec, b: Leaves, x0: Leaves | None = None) -> LinearIterated:
+        matvec, b, dtypes = _widened(matvec, b)
+        norm, target = self.targets(b)
+        x = (
+            [torch.zeros_like(v) for v in b]
+            if x0 is None
+            else [v.to(c.dtype) for v, c in zip(x0, b, strict=True)]
+        )
+        r = b if x0 is None else _axpy(b, matvec(x), -1.0)
+        p, rr = r, sample_dot(r, r)
+        block = self.block_length(b[0].device)
+        active = rr.sqrt() > target
+        steps, syncs, tiny = torch.zeros_like(norm), 0, torch.finfo(norm.dtype).tiny
+        for step in range(1, self.max_steps + 1):
+            ap = matvec(p)
+            curvature = sample_dot(p, ap)
+            active = active & (curvature > 0)
+            alpha = torch.where(active, rr / curvature.clamp_min(tiny), 0.0)
+            x = _axpy(x, scale_samples(alpha, p))
+            r = _axpy(r, scale_samples(alpha, ap), -1.0)
+            new = sample_dot(r, r)
+            steps = torch.where(active, float(step), steps)
+            beta = torch.where(active, new / rr.clamp_min(tiny), 0.0)
+            p = where_sample(active, _axpy(r, scale_samples(beta, p)), p)
+            rr = torch.where(active, new, rr)
+            active = active & (rr.sqrt() > target)
+            if step % block == 0 or step == self.max_steps:
+                syncs += 1
+                if not bool(active.any()):
+                    break
+        left = rr.sqrt()
+        return _finish(x, dtypes, left <= target, steps, left / norm.clamp_min(tiny), syncs)

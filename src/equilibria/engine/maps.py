@@ -1,0 +1,111 @@
+"""The map T of a solve: the user's function on leaves, checked once, counted, sliced by sample."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from .tree import Leaves, TreeSpec, map_tensors, select_samples, unflatten
+
+
+class Map:
+    """z ↦ T(z, *args) on lists of leaves.
+
+    The first call checks structure, shapes and devices and says what differs. Where T answers in
+    another floating dtype (autocast), leaves are brought back to the dtype of z.
+    """
+
+    def __init__(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], spec: TreeSpec, like: Sequence[Tensor]
+    ) -> None:
+        self.fn = fn
+        self.args = args
+        self.spec = spec
+        self.batch = like[0].shape[0]
+        self.evaluations = 0
+        self._single = spec.is_leaf()
+        self._checked = False
+
+    def __call__(self, z: Leaves) -> Leaves:
+        self.evaluations += 1
+        if self._single:
+            out = self.fn(z[0], *self.args)
+            if self._checked and out.dtype == z[0].dtype:
+                return [out]
+            found: list[Any] = [out]
+        else:
+            out = self.fn(unflatten(z, self.spec), *self.args)
+            found, spec = pytree.tree_flatten(out)
+            if spec != self.spec:
+                raise ValueError(
+                    f"the map must return the structure of z0, {self.spec}, but returned {spec}."
+                )
+        if not self._checked:
+            self._check(z, found)
+        return [f if f.dtype == x.dtype else f.to(x.dtype) for f, x in zip(found, z, strict=True)]
+
+    def _check(self, z: Leaves, found: list[Any]) -> None:
+        for i, (x, f) in enumerate(zip(z, found, strict=True)):
+            name = "the map" if len(z) == 1 else f"leaf {i} of the map's output"
+            if not isinstance(f, Tensor):
+                raise TypeError(
+                    f"{name} returned a {type(f).__name__}; it must return a tensor shaped as z0, "
+                    f"{tuple(x.shape)}."
+                )
+            if f.shape != x.shape:
+                raise ValueError(
+                    f"{name} returned shape {tuple(f.shape)} for a state of shape "
+                    f"{tuple(x.shape)}; T(z) and z must have one shape."
+                )
+            if not f.is_floating_point():
+                raise TypeError(f"{name} returned dtype {f.dtype} for a state of {x.dtype}.")
+            if f.device != x.device:
+                raise ValueError(f"{name} returned device {f.device} for a state on {x.device}.")
+        self._checked = True
+
+    def with_args(self, args: tuple[Any, ...]) -> Map:
+        """The same function on other arguments."""
+        other = object.__new__(Map)
+        other.__dict__.update(self.__dict__)
+        other.args = args
+        return other
+
+    def take(self, index: Tensor) -> Map:
+        """The same map on some samples only: each tensor in args is indexed in dim 0."""
+        for t in pytree.tree_leaves(self.args):
+            if isinstance(t, Tensor) and (t.dim() == 0 or t.shape[0] != self.batch):
+                raise ValueError(
+                    f"compact=True needs every tensor in args to carry the batch of {self.batch}"
+                    f" in dim 0, but one has shape {tuple(t.shape)}. Let the function capture "
+                    "weights and other shared tensors (a closure or a module) instead of passing "
+                    "them in args."
+                )
+        args = map_tensors(lambda t: select_samples([t], index)[0], self.args)
+        return Map(self.fn, args, self.spec, [index])
+
+    def check_take(self, index: Tensor, z: Leaves, part: Map) -> None:
+        """Raise unless the map treats samples apart, so that a part can be solved alone."""
+        whole = select_samples(self(z), index)
+        try:
+            alone = part(select_samples(z, index))
+        except (RuntimeError, ValueError, IndexError) as error:
+            raise ValueError(_NOT_SEPARABLE + f" Evaluating a part failed with: {error}") from error
+        for a, b in zip(whole, alone, strict=True):
+            finite = torch.isfinite(a) & torch.isfinite(b)
+            gap = torch.where(finite, a - b, 0).float().norm()
+            if (
+                gap
+                > 100 * torch.finfo(a.dtype).eps ** 0.75 * torch.where(finite, a, 0).float().norm()
+            ):
+                raise ValueError(_NOT_SEPARABLE)
+
+
+_NOT_SEPARABLE = (
+    "compact=True cannot slice this map: on part of the batch it answers differently. Pass every "
+    "per-sample tensor (such as the layer's input) in args, not through a closure, and keep "
+    "samples independent (no batch statistics)."
+)

@@ -1,0 +1,76 @@
+"""Frozen, keyword-only options whose errors say what was given, what is allowed, what to do."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, TypeVar, dataclass_transform
+
+T = TypeVar("T")
+
+
+def _helpful_init(cls: type, init: Callable[..., None]) -> Callable[..., None]:
+    allowed = [f.name for f in dataclasses.fields(cls) if f.init]
+
+    @functools.wraps(init)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        name = type(self).__name__
+        if args:
+            raise TypeError(
+                f"{name} takes keyword options only, got {len(args)} positional value(s) "
+                f"{args!r}; write {name}({', '.join(f'{a}=...' for a in allowed[: len(args)])})"
+            )
+        unknown = [key for key in kwargs if key not in allowed]
+        if unknown:
+            close = difflib.get_close_matches(unknown[0], allowed, n=1)
+            hint = f" Did you mean '{close[0]}'?" if close else ""
+            given = f"{unknown[0]}={kwargs[unknown[0]]!r}"
+            raise TypeError(
+                f"{name} has no option '{unknown[0]}' (got {given}).{hint}"
+                f" It takes: {', '.join(allowed) or 'no options'}."
+            )
+        init(self, **kwargs)
+
+    return __init__
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+def options(cls: type[T]) -> type[T]:
+    """Make ``cls`` a frozen, keyword-only dataclass whose constructor rejects typos helpfully."""
+    made = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+    made.__init__ = _helpful_init(made, made.__init__)  # type: ignore[method-assign]
+    return made
+
+
+def check_number(
+    owner: object,
+    name: str,
+    *,
+    low: float = -math.inf,
+    high: float = math.inf,
+    low_open: bool = False,
+    high_open: bool = False,
+    integer: bool = False,
+    optional: bool = False,
+) -> None:
+    """Raise unless ``owner.name`` is a finite number inside the interval (or None if optional)."""
+    value = getattr(owner, name)
+    if optional and value is None:
+        return
+    kind = "an integer" if integer else "a number"
+    allowed = f"{kind} in {'(' if low_open or low == -math.inf else '['}{low:g}, {high:g}" + (
+        ")" if high_open or high == math.inf else "]"
+    )
+    if optional:
+        allowed += " or None"
+    where = f"{type(owner).__name__}({name}={value!r})"
+    if isinstance(value, bool) or not isinstance(value, (int,) if integer else (int, float)):
+        raise TypeError(f"{where}: expected {allowed}, got {type(value).__name__}.")
+    inside = (value > low if low_open else value >= low) and (
+        value < high if high_open else value <= high
+    )
+    if math.isnan(value) or math.isinf(value) or not inside:
+        raise ValueError(f"{where} is out of range: expected {allowed}.")

@@ -1,0 +1,126 @@
+"""What a solve returns: the value, one result code a sample, and the numbers behind them."""
+
+from __future__ import annotations
+
+import enum
+import warnings
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+V = TypeVar("V")
+
+
+class Result(enum.IntEnum):
+    """How the solve of one sample ended. Only ``converged`` means that the test was passed."""
+
+    converged = 0
+    max_steps = 1
+    diverged = 2
+    nonfinite = 3
+    stagnated = 4
+
+    @property
+    def message(self) -> str:
+        """One sentence: what happened and what helps."""
+        return _MESSAGES[self]
+
+
+_MESSAGES = {
+    Result.converged: "the residual passed the tolerance",
+    Result.max_steps: "the step limit came first: raise max_steps, loosen rtol, or use Anderson",
+    Result.diverged: "the residual grew without bound: damp the solver, or bound the map's norm",
+    Result.nonfinite: "NaN or infinity appeared: check this sample's input and the map's scale",
+    Result.stagnated: "the residual stopped falling: loosen rtol (the dtype may not resolve it), "
+    "damp the solver, or use float64",
+}
+
+
+class ConvergenceWarning(UserWarning):
+    """Some samples did not converge, forward or backward."""
+
+
+class NotConvergedError(RuntimeError):
+    """Raised with ``throw=True``; carries the Solution as ``.solution``."""
+
+    def __init__(self, message: str, solution: object) -> None:
+        super().__init__(message)
+        self.solution = solution
+
+
+@dataclass
+class BackwardStats:
+    """What the adjoint's linear solves did; filled in when gradients are computed."""
+
+    solves: int = 0
+    unconverged: int = 0
+    """Number of (sample, backward solve) pairs that missed the tolerance."""
+    masked: int = 0
+    """Number of samples whose gradient was set to zero: their forward solve blew up."""
+    steps: Tensor | None = None
+    """Steps a sample of the latest backward solve, [B]."""
+    residual: Tensor | None = None
+    """Relative residual a sample of the latest backward solve, [B]."""
+
+
+@dataclass(frozen=True)
+class Stats:
+    """One entry a sample, [B]."""
+
+    steps: Tensor
+    """Evaluations of the map until this sample stopped."""
+    residual: Tensor
+    """‖T(z) − z‖ of the returned z. After a fixed-step solve: of the iterate before it."""
+    relative: Tensor
+    """The same over ‖T(z)‖, which the tolerance rtol is compared with."""
+    evaluations: int
+    """Calls of the map in the forward solve (of the whole batch or what was left of it)."""
+    syncs: int
+    """How often the host waited for the device."""
+    backward: BackwardStats = field(default_factory=BackwardStats)
+
+
+@dataclass(frozen=True)
+class Solution(Generic[V]):
+    """A solved fixed point: ``value`` (shaped as z0), ``result`` codes [B], ``stats``."""
+
+    value: V
+    result: Tensor
+    stats: Stats
+
+    @property
+    def converged(self) -> Tensor:
+        """[B] bool: which samples passed the tolerance."""
+        return self.result == int(Result.converged)
+
+    def counts(self) -> dict[Result, int]:
+        """How many samples ended in which way (synchronizes)."""
+        found = torch.bincount(self.result.long().flatten(), minlength=len(Result)).tolist()
+        return {code: found[code] for code in Result if found[code]}
+
+    def summary(self) -> str:
+        """A line a person can read (synchronizes)."""
+        parts = [f"{n} {code.name}" for code, n in self.counts().items()]
+        steps, relative = self.stats.steps, self.stats.relative
+        return (
+            f"{', '.join(parts)}; steps {int(steps.min())} to {int(steps.max())}, "
+            f"relative residual up to {float(relative.max()):.2e}"
+        )
+
+
+def describe_failures(counts: dict[Result, int], what: str = "fixed_point") -> str | None:
+    """What to tell a user about samples that did not converge, or None if all did."""
+    failed = {code: n for code, n in counts.items() if code is not Result.converged and n}
+    if not failed:
+        return None
+    total = sum(counts.values())
+    parts = [f"{n} of {total} samples {code.name} ({code.message})" for code, n in failed.items()]
+    return f"{what} did not converge for all samples: " + "; ".join(parts) + "."
+
+
+def warn_failures(counts: dict[Result, int], stacklevel: int, what: str = "fixed_point") -> None:
+    message = describe_failures(counts, what)
+    if message is not None:
+        warnings.warn(message, ConvergenceWarning, stacklevel=stacklevel + 1)

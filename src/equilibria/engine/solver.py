@@ -1,0 +1,112 @@
+"""What a fixed-point solver is: options, a state, and one step. The loop is not its business.
+
+To add a solver, subclass :class:`Solver` with ``@options``, and write ``init`` and ``step``
+(docs/write-your-own-solver.md has one in two dozen lines). The driver in ``iterate.py`` evaluates
+the map, tests convergence, freezes, compacts and reports, for every solver alike.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .options import check_number, options
+from .tree import Leaves, map_tensors, sample_norm
+
+_DEFAULT_RTOL = {
+    torch.float64: 1e-8,
+    torch.float32: 1e-4,
+    torch.float16: 4e-3,
+    torch.bfloat16: 2e-2,
+}
+
+
+class Point:
+    """An iterate z with f = T(z); the residual f − z and its norm are computed when asked, once."""
+
+    __slots__ = ("_norm", "_residual", "f", "z")
+
+    def __init__(self, z: Leaves, f: Leaves) -> None:
+        self.z = z
+        self.f = f
+        self._residual: Leaves | None = None
+        self._norm: Tensor | None = None
+
+    @property
+    def residual(self) -> Leaves:
+        if self._residual is None:
+            self._residual = [a - b for a, b in zip(self.f, self.z, strict=True)]
+        return self._residual
+
+    @property
+    def residual_norm(self) -> Tensor:
+        """‖T(z) − z‖, [B], without a graph."""
+        if self._norm is None:
+            self._norm = sample_norm([r.detach() for r in self.residual])
+        return self._norm
+
+
+@options
+class Solver(ABC):
+    """Options that every solver shares; ``init`` and ``step`` are what a solver adds.
+
+    A sample has converged when ‖T(z) − z‖ ≤ atol + rtol·‖T(z)‖. With ``rtol=0, atol=0`` the solve
+    runs exactly ``max_steps`` steps and never waits for the device.
+    """
+
+    rtol: float | None = None
+    """Relative tolerance; None takes one that the dtype can reach (1e-4 in float32)."""
+    atol: float = 0.0
+    """Absolute tolerance."""
+    max_steps: int = 100
+    """Evaluations of the map, at most."""
+    block: int | None = None
+    """Steps between two tests of convergence; None takes 1 on the CPU and 4 on a GPU."""
+    compact: bool = False
+    """Drop finished samples from the batch once they are more than half of it."""
+    divergence: float = 1e4
+    """A residual this many times the start's ‖T(z0)‖ + ‖T(z0) − z0‖ ends a sample as diverged."""
+    patience: int = 48
+    """Steps without a fall of the residual by 1% that end a sample as stagnated."""
+
+    def __post_init__(self) -> None:
+        check_number(self, "rtol", low=0.0, optional=True)
+        check_number(self, "atol", low=0.0)
+        check_number(self, "max_steps", low=1, integer=True)
+        check_number(self, "block", low=1, integer=True, optional=True)
+        check_number(self, "divergence", low=1.0, low_open=True)
+        check_number(self, "patience", low=1, integer=True)
+
+    @abstractmethod
+    def init(self, z: Leaves) -> Any:
+        """The solver's state before the first step: a tree of tensors with the batch in dim 0."""
+
+    @abstractmethod
+    def step(self, point: Point, state: Any) -> tuple[Leaves, Any]:
+        """From z and f = T(z) to the next iterate. Samples must not mix; no host sync."""
+
+    def restart(self, state: Any, stalled: Tensor) -> Any:
+        """Told which samples [B] made no progress lately; may forget their history."""
+        return state
+
+    def take(self, state: Any, index: Tensor) -> Any:
+        """The state of some samples only (compaction)."""
+        return map_tensors(lambda t: t.index_select(0, index), state)
+
+    def fallback(self, point: Point, state: Any) -> tuple[Leaves, Tensor, Tensor] | None:
+        """(z, ‖T(z) − z‖, ‖T(z)‖) to return for samples that did not converge, if any."""
+        return None
+
+    @property
+    def fixed_steps(self) -> bool:
+        """Whether this is a fixed-step solve: no tolerance, no test, no synchronization."""
+        return self.rtol == 0.0 and self.atol == 0.0
+
+    def relative_tolerance(self, dtype: torch.dtype) -> float:
+        return _DEFAULT_RTOL[dtype] if self.rtol is None else self.rtol
+
+    def block_length(self, device: torch.device) -> int:
+        return self.block or (1 if device.type == "cpu" else 4)

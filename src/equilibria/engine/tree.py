@@ -1,0 +1,148 @@
+"""States are tensors or trees of tensors with the batch in dim 0 of each leaf.
+
+Leaves are never concatenated. A leaf that must be seen as a matrix [B, N] (inner products,
+histories) is *viewed* so through its ``Layout``, which follows the leaf's own memory order:
+a channels_last leaf stays channels_last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+Leaves = list[Tensor]
+TreeSpec = pytree.TreeSpec
+
+
+def flatten_state(tree: Any, what: str = "z0") -> tuple[Leaves, TreeSpec]:
+    """Flatten and check a state: floating tensors, one batch size, at least one sample."""
+    leaves, spec = pytree.tree_flatten(tree)
+    if not leaves:
+        raise ValueError(
+            f"{what} holds no tensor; give a tensor or a tree (tuple, dict) of tensors."
+        )
+    for i, leaf in enumerate(leaves):
+        name = what if len(leaves) == 1 else f"leaf {i} of {what}"
+        if not isinstance(leaf, Tensor):
+            raise TypeError(
+                f"{name} is a {type(leaf).__name__}; every leaf must be a torch.Tensor."
+            )
+        if not leaf.is_floating_point():
+            raise TypeError(
+                f"{name} has dtype {leaf.dtype}; a fixed point needs a floating dtype "
+                "(bfloat16, float16, float32, float64). Convert it with .float() or .double()."
+            )
+        if leaf.dim() == 0:
+            raise ValueError(f"{name} is a scalar; the batch stands in dim 0, so write it as [1].")
+    sizes = [leaf.shape[0] for leaf in leaves]
+    if len(set(sizes)) != 1:
+        raise ValueError(f"the leaves of {what} differ in batch size (dim 0): {sizes}.")
+    if sizes[0] == 0:
+        raise ValueError(f"{what} has batch size zero: there is nothing to solve.")
+    if len({leaf.device for leaf in leaves}) != 1:
+        raise ValueError(f"the leaves of {what} lie on different devices.")
+    return leaves, spec
+
+
+def unflatten(leaves: Sequence[Tensor], spec: TreeSpec) -> Any:
+    return pytree.tree_unflatten(list(leaves), spec)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a leaf [B, ...] is viewed as [B, N] in its own memory order, and back."""
+
+    permutation: tuple[int, ...] | None
+    inverse: tuple[int, ...] | None
+    permuted_shape: tuple[int, ...]
+
+    @staticmethod
+    def of(leaf: Tensor) -> Layout:
+        order: list[int] = list(range(leaf.dim()))
+        if leaf.dim() > 2 and not leaf.is_contiguous():
+            strides = leaf.stride()
+            order[1:] = sorted(order[1:], key=lambda d: -strides[d])
+        if order == list(range(leaf.dim())):
+            return Layout(None, None, tuple(leaf.shape))
+        inverse = [order.index(d) for d in range(leaf.dim())]
+        return Layout(tuple(order), tuple(inverse), tuple(leaf.shape[d] for d in order))
+
+    def flat(self, leaf: Tensor) -> Tensor:
+        """[B, ...] → [B, N], a view where the leaf has this layout."""
+        moved = leaf if self.permutation is None else leaf.permute(self.permutation)
+        return moved.reshape(moved.shape[0], -1)
+
+    def leaf(self, flat: Tensor) -> Tensor:
+        """[B, N] → [B, ...], the inverse of :meth:`flat`; always a view."""
+        moved = flat.view(flat.shape[0], *self.permuted_shape[1:])
+        return moved if self.inverse is None else moved.permute(self.inverse)
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Sums, norms and small systems run in float32 or better."""
+    return dtype if dtype in (torch.float32, torch.float64) else torch.float32
+
+
+def sample_norm(leaves: Sequence[Tensor]) -> Tensor:
+    """‖·‖₂ of each sample over all leaves, [B], in float32 or better."""
+    norms: list[Tensor] = [
+        torch.linalg.vector_norm(
+            x, dim=tuple(range(1, x.dim())) or None, dtype=accumulation_dtype(x.dtype)
+        )
+        if x.dim() > 1
+        else x.to(accumulation_dtype(x.dtype)).abs()
+        for x in leaves
+    ]
+    if len(norms) == 1:
+        return norms[0]
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms), dim=0)
+    return total
+
+
+def sample_dot(a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:
+    """⟨a, b⟩ of each sample over all leaves, [B], in float32 or better."""
+    total: Tensor | None = None
+    for x, y in zip(a, b, strict=True):
+        acc = accumulation_dtype(x.dtype)
+        product = x.to(acc) * y.to(acc)
+        part = product if x.dim() == 1 else product.flatten(1).sum(1)
+        total = part if total is None else total + part
+    assert total is not None
+    return total
+
+
+def scale_samples(scale: Tensor, leaves: Sequence[Tensor]) -> Leaves:
+    """scale[b]·leaf[b]: computed in the wider of both dtypes, returned in the leaf's."""
+    return [(x * scale.view(-1, *([1] * (x.dim() - 1)))).to(x.dtype) for x in leaves]
+
+
+def where_sample(mask: Tensor, a: Sequence[Tensor], b: Sequence[Tensor]) -> Leaves:
+    """Per sample: a where mask [B], else b."""
+    return [
+        torch.where(mask.view(-1, *([1] * (x.dim() - 1))), x, y) for x, y in zip(a, b, strict=True)
+    ]
+
+
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+def select_samples(leaves: Sequence[Tensor], index: Tensor) -> Leaves:
+    """Some samples of each leaf, in the leaf's own memory format."""
+    picked = []
+    for x in leaves:
+        part = x.index_select(0, index)
+        last = _CHANNELS_LAST.get(x.dim())
+        if last is not None and not x.is_contiguous() and x.is_contiguous(memory_format=last):
+            part = part.contiguous(memory_format=last)
+        picked.append(part)
+    return picked
+
+
+def map_tensors(fn: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    """Apply ``fn`` to the tensors of a tree, leaving other leaves as they are."""
+    return pytree.tree_map(lambda t: fn(t) if isinstance(t, Tensor) else t, tree)

@@ -1,0 +1,158 @@
+"""The entry points: where a map, a solver and an adjoint meet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .adjoints import Implicit
+from .adjoints.implicit import attach_linear
+from .engine.adjoint import Adjoint
+from .engine.iterate import Callback
+from .engine.krylov import GMRES, LinearSolver
+from .engine.maps import Map
+from .engine.result import (
+    BackwardStats,
+    NotConvergedError,
+    Result,
+    Solution,
+    Stats,
+    describe_failures,
+    warn_failures,
+)
+from .engine.solver import Solver
+from .engine.transforms import transforms_active
+from .engine.tree import Leaves, flatten_state, unflatten
+from .solvers import Anderson
+
+TrajectoryCallback = Callable[[int, Any, Tensor], None]
+
+
+def fixed_point(
+    fn: Callable[..., Any],
+    z0: Any,
+    args: Any = (),
+    *,
+    solver: Solver | None = None,
+    adjoint: Adjoint | None = None,
+    throw: bool = False,
+    callback: TrajectoryCallback | None = None,
+) -> Solution[Any]:
+    """Solve z = fn(z, *args) from z0, with gradients.
+
+    Parameters
+    ----------
+    fn:
+        The map T. Takes the state and ``args``, returns the state's shape.
+    z0:
+        Where to start: a floating tensor [B, ...] or a tree (tuple, list, dict) of such tensors.
+        To warm-start, give the value of an earlier solution.
+    args:
+        A tuple of further arguments (anything else is one argument). Gradients reach them, and
+        everything that ``fn`` captures, alike. With ``compact=True`` every tensor among them must
+        carry the batch in dim 0.
+    solver:
+        How to solve; ``Anderson()`` if not given.
+    adjoint:
+        How gradients pass the answer; ``Implicit()`` if not given.
+    throw:
+        Raise :class:`NotConvergedError` (which holds the solution) where the default warns.
+    callback:
+        Called after each evaluation with (step, z, ‖T(z) − z‖ [B]), for trajectories. It must not
+        change z. A callback that reads values makes a GPU solve wait at each step.
+
+    Returns
+    -------
+    Solution
+        ``value`` as z0, ``result`` codes [B], ``stats`` (steps, residual, …).
+    """
+    solver = Anderson() if solver is None else solver
+    adjoint = Implicit() if adjoint is None else adjoint
+    _check_arguments(fn, solver, adjoint)
+    leaves, spec = flatten_state(z0)
+    map_ = Map(fn, args if isinstance(args, tuple) else (args,), spec, leaves)
+    observe = _observer(callback, spec)
+    backward = BackwardStats()
+    under_transform = transforms_active()
+    if throw and under_transform:
+        raise ValueError("throw=True cannot be used under torch.func transforms; read sol.result.")
+    done = adjoint.run(map_, leaves, solver, observe, backward)
+    stats = Stats(done.steps, done.residual, done.relative, done.evaluations, done.syncs, backward)
+    solution: Solution[Any] = Solution(unflatten(done.value, spec), done.result, stats)
+    if done.counts is not None and set(done.counts) != {Result.converged}:
+        if throw:
+            raise NotConvergedError(describe_failures(done.counts) or "", solution)
+        warn_failures(done.counts, stacklevel=2)
+    elif throw and done.counts is None:
+        counts = solution.counts()
+        if Result.diverged in counts or Result.nonfinite in counts:
+            raise NotConvergedError(describe_failures(counts) or "", solution)
+    return solution
+
+
+def _check_arguments(fn: object, solver: object, adjoint: object) -> None:
+    if not callable(fn):
+        raise TypeError(f"fn must be callable as fn(z, *args), got {type(fn).__name__}.")
+    if not isinstance(solver, Solver):
+        raise TypeError(
+            f"solver must be a solver object such as Anderson(memory=5), got {solver!r}."
+        )
+    if not isinstance(adjoint, Adjoint):
+        raise TypeError(f"adjoint must be an object such as Implicit(), got {adjoint!r}.")
+
+
+def _observer(callback: TrajectoryCallback | None, spec: Any) -> Callback | None:
+    if callback is None:
+        return None
+
+    def observe(step: int, z: Leaves, residual: Tensor) -> None:
+        callback(step, unflatten([x.detach() for x in z], spec), residual)
+
+    return observe
+
+
+def linear_solve(
+    matvec: Callable[[Any], Any],
+    b: Any,
+    *,
+    x0: Any = None,
+    solver: LinearSolver | None = None,
+    throw: bool = False,
+) -> Solution[Any]:
+    """Solve A x = b, A given by ``matvec(x)``, for each sample of the batch by itself.
+
+    ``b`` is a tensor [B, ...] or a tree of them; ``solver`` is ``GMRES()`` (default) or ``CG()``
+    where A is symmetric positive definite. Gradients reach b and what ``matvec`` captures.
+    ``stats.residual`` and ``stats.relative`` hold ‖b − Ax‖ and ‖b − Ax‖/‖b‖.
+    """
+    solver = GMRES() if solver is None else solver
+    if not isinstance(solver, LinearSolver):
+        raise TypeError(f"solver must be GMRES(...) or CG(...), got {solver!r}.")
+    if transforms_active():
+        raise RuntimeError(
+            "linear_solve has no rule for torch.func or forward-mode AD; write the system as a "
+            "fixed point, fixed_point(lambda x: x + b - A(x), b), which has."
+        )
+    right, spec = flatten_state(b, "b")
+    start = None if x0 is None else flatten_state(x0, "x0")[0]
+    product = Map(matvec, (), spec, right)
+    with torch.no_grad():
+        done = solver.solve(product, [x.detach() for x in right], start)
+    backward = BackwardStats()
+    value = done.value
+    if torch.is_grad_enabled():
+        value = attach_linear(product, right, value, solver, backward)
+    residual = done.relative * torch.linalg.vector_norm(
+        torch.stack([x.detach().flatten(1).to(done.relative.dtype).norm(dim=1) for x in right]),
+        dim=0,
+    )
+    stats = Stats(done.steps, residual, done.relative, product.evaluations, done.syncs, backward)
+    solution: Solution[Any] = Solution(unflatten(value, spec), done.result, stats)
+    counts = solution.counts()
+    if throw and set(counts) != {Result.converged}:
+        raise NotConvergedError(describe_failures(counts, "linear_solve") or "", solution)
+    warn_failures(counts, stacklevel=2, what="linear_solve")
+    return solution

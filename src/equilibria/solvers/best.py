@@ -1,0 +1,78 @@
+"""BestIterate: whatever the solver, samples that do not converge return their best iterate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from equilibria.engine.solver import Point, Solver
+from equilibria.engine.tree import Leaves, sample_norm, select_samples, where_sample
+
+
+@dataclass
+class BestState:
+    inner: Any
+    z: Leaves
+    norm: Tensor | None
+    scale: Tensor | None
+
+
+class BestIterate(Solver):
+    """Wrap a solver: a sample that fails to converge gets its iterate of least ‖T(z) − z‖.
+
+    Costs two passes over the state a step, which is why it is a wrapper and not the rule.
+    """
+
+    inner: Solver
+
+    def __init__(self, inner: Solver) -> None:
+        wraps: object = inner
+        if not isinstance(wraps, Solver) or isinstance(wraps, BestIterate):
+            raise TypeError(
+                f"BestIterate wraps a solver such as Anderson(), got {type(inner).__name__}."
+            )
+        object.__setattr__(self, "inner", inner)
+        for name in Solver.__dataclass_fields__:
+            object.__setattr__(self, name, getattr(inner, name))
+
+    def __repr__(self) -> str:
+        return f"BestIterate({self.inner!r})"
+
+    def init(self, z: Leaves) -> BestState:
+        return BestState(self.inner.init(z), z, None, None)
+
+    def step(self, point: Point, state: BestState) -> tuple[Leaves, BestState]:
+        best = self._update(point, state)
+        z, best.inner = self.inner.step(point, state.inner)
+        return z, best
+
+    def _update(self, point: Point, state: BestState) -> BestState:
+        norm, scale = point.residual_norm, sample_norm([f.detach() for f in point.f])
+        if state.norm is None or state.scale is None:
+            return BestState(state.inner, point.z, norm, scale)
+        better = norm < state.norm
+        return BestState(
+            state.inner,
+            where_sample(better, point.z, state.z),
+            torch.where(better, norm, state.norm),
+            torch.where(better, scale, state.scale),
+        )
+
+    def restart(self, state: BestState, stalled: Tensor) -> BestState:
+        return BestState(self.inner.restart(state.inner, stalled), state.z, state.norm, state.scale)
+
+    def take(self, state: BestState, index: Tensor) -> BestState:
+        norms = [x for x in (state.norm, state.scale) if x is not None]
+        norm, scale = select_samples(norms, index) if norms else (None, None)
+        return BestState(
+            self.inner.take(state.inner, index), select_samples(state.z, index), norm, scale
+        )
+
+    def fallback(self, point: Point, state: BestState) -> tuple[Leaves, Tensor, Tensor]:
+        best = self._update(point, state)
+        assert best.norm is not None
+        assert best.scale is not None
+        return best.z, best.norm, best.scale

@@ -1,0 +1,129 @@
+"""Broyden's good method with limited memory, for roots of g(z) = T(z) − z."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from equilibria.engine.history import History
+from equilibria.engine.options import check_number, options
+from equilibria.engine.solver import Point, Solver
+from equilibria.engine.tree import Leaves, sample_dot, scale_samples
+
+
+@dataclass
+class BroydenState:
+    """The inverse Jacobian H = −I + Σᵢ uᵢvᵢᵀ and the step s that led here from residual g."""
+
+    u: History
+    v: History
+    valid: Tensor | None  # [B, m]: 0 where a sample was restarted; None before the first step
+    s: Leaves
+    g: Leaves
+    norm: Tensor  # ‖g‖
+    rank: int
+
+
+@options
+class Broyden(Solver):
+    """z ← z − Hg,  H ← H + (s − Hy)sᵀH / sᵀHy  (good Broyden),  g = T(z) − z, H₀ = −I.
+
+    After ``memory`` updates H starts again from its latest secant pair, so memory does not grow:
+    2m + 4 states. A sample whose residual jumps by a factor of ten forgets its H (its mates keep
+    theirs), and an update with |sᵀHy| < safeguard·‖s‖² is skipped.
+    """
+
+    memory: int = 10
+    """m, rank-one updates that are kept."""
+    safeguard: float | None = 1e-3
+    """Skip updates that are nearly singular, and restart samples that jump; None: never."""
+
+    def __post_init__(self) -> None:
+        Solver.__post_init__(self)
+        check_number(self, "memory", low=1, integer=True)
+        check_number(
+            self, "safeguard", low=0.0, high=1.0, low_open=True, high_open=True, optional=True
+        )
+
+    def init(self, z: Leaves) -> BroydenState:
+        norm = torch.zeros(0, device=z[0].device)
+        return BroydenState(History(z, self.memory), History(z, self.memory), None, [], [], norm, 0)
+
+    def step(self, point: Point, state: BroydenState) -> tuple[Leaves, BroydenState]:
+        g, norm = point.residual, point.residual_norm
+        if state.valid is None:
+            valid = torch.ones(norm.shape[0], self.memory, dtype=norm.dtype, device=norm.device)
+            return point.f, replace(state, valid=valid, s=g, g=g, norm=norm)
+        s, valid = state.s, state.valid
+        if state.rank == self.memory:
+            state.u.clear()
+            state.v.clear()
+            valid = torch.ones_like(valid)
+            state = replace(state, rank=0, valid=valid)
+        if state.rank == 0:
+            # H = −I, but s may come from another H: form Hy = g_old − g itself.
+            h_g = [-x for x in g]
+            h_y = [old - new for old, new in zip(state.g, g, strict=True)]
+            v = [-x for x in s]
+        else:
+            usable = valid[:, : state.rank]
+            h_g = _minus(state.u.combine(state.v.dot(g) * usable), g)
+            # s = −H g_old by construction, so that Hy = Hg + s.
+            h_y = [a + b for a, b in zip(h_g, s, strict=True)]
+            v = _minus(state.v.combine(state.u.dot(s) * usable), s)
+        inverse, restarted = self._safe_inverse(sample_dot(s, h_y), sample_dot(s, s), norm, state)
+        u = scale_samples(inverse, _minus(s, h_y))
+        v_g = sample_dot(v, g)
+        step = _minus([-x for x in h_g], scale_samples(v_g, u))
+        if restarted is not None:
+            # H = −I for these samples: the step is g, and no earlier update counts.
+            state = self.restart(state, restarted)
+            mask = [restarted.view(-1, *([1] * (x.dim() - 1))) for x in g]
+            step = [torch.where(m, a, b) for m, a, b in zip(mask, g, step, strict=True)]
+        state.u.write(state.rank, u)
+        state.v.write(state.rank, v)
+        z = [a + b for a, b in zip(point.z, step, strict=True)]
+        return z, replace(state, s=step, g=g, norm=norm, rank=state.rank + 1)
+
+    def _safe_inverse(
+        self, denominator: Tensor, ss: Tensor, norm: Tensor, state: BroydenState
+    ) -> tuple[Tensor, Tensor | None]:
+        """1/sᵀHy, zero where the update is to be skipped; and which samples start afresh."""
+        tiny = torch.finfo(ss.dtype).tiny
+        if self.safeguard is None:
+            usable, restarted = denominator.abs() > tiny, None
+        else:
+            restarted = norm > 10.0 * state.norm
+            usable = (denominator.abs() > self.safeguard * ss + tiny) & ~restarted
+        inverse = torch.where(usable, 1.0 / torch.where(usable, denominator, 1.0), 0.0)
+        return inverse, restarted
+
+    def restart(self, state: BroydenState, stalled: Tensor) -> BroydenState:
+        if state.valid is None:
+            return state
+        # The slot about to be written stays usable; earlier ones are forgotten.
+        return replace(state, valid=_forget(state.valid, stalled, state.rank))
+
+    def take(self, state: BroydenState, index: Tensor) -> BroydenState:
+        if state.valid is None:
+            return state
+        return BroydenState(
+            state.u.take(index),
+            state.v.take(index),
+            state.valid.index_select(0, index),
+            [x.index_select(0, index) for x in state.s],
+            [x.index_select(0, index) for x in state.g],
+            state.norm.index_select(0, index),
+            state.rank,
+        )
+
+
+def _minus(a: Leaves, b: Leaves) -> Leaves:
+    return [x - y for x, y in zip(a, b, strict=True)]
+
+
+def _forget(valid: Tensor, mask: Tensor, rank: int) -> Tensor:
+    past = torch.arange(valid.shape[1], device=valid.device) < rank
+    return torch.where(mask.unsqueeze(1) & past, 0.0, valid)
