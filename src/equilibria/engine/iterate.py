@@ -18,7 +18,7 @@ from torch import Tensor
 from .maps import Map
 from .result import Result
 from .solver import Point, Solver
-from .tree import Leaves, sample_norm, select_samples, where_sample
+from .tree import Leaves, sample_norm, select_samples, where_sample, without_graph
 
 HEALTH = 16
 """Steps between two looks at divergence, NaN and stagnation."""
@@ -50,7 +50,7 @@ def iterate(fn: Map, z0: Leaves, solver: Solver, callback: Callback | None = Non
 
 
 def _norms(point: Point) -> tuple[Tensor, Tensor]:
-    return point.residual_norm, sample_norm([f.detach() for f in point.f])
+    return point.residual_norm, sample_norm(without_graph(point.f))
 
 
 def _relative(residual: Tensor, scale: Tensor) -> Tensor:
@@ -61,7 +61,7 @@ def _relative(residual: Tensor, scale: Tensor) -> Tensor:
 def _run_fixed(fn: Map, z: Leaves, solver: Solver, callback: Callback | None) -> Iterated:
     state = solver.init(z)
     for step in range(1, solver.max_steps + 1):
-        point = Point(z, fn(z))
+        point = Point(z, fn(z), solver.residual_memory(state))
         if step == 1:
             residual, scale = _norms(point)
             limit = solver.divergence * (residual + scale)
@@ -72,7 +72,7 @@ def _run_fixed(fn: Map, z: Leaves, solver: Solver, callback: Callback | None) ->
     code = torch.full_like(residual, int(Result.max_steps), dtype=torch.int8)
     code = torch.where(residual == 0, int(Result.converged), code)
     code = torch.where(residual > limit, int(Result.diverged), code)
-    finite = torch.isfinite(residual) & torch.isfinite(sample_norm([x.detach() for x in z]))
+    finite = torch.isfinite(residual) & torch.isfinite(sample_norm(without_graph(z)))
     code = torch.where(finite, code, int(Result.nonfinite)).to(torch.int8)
     steps = torch.full_like(code, solver.max_steps, dtype=torch.int32)
     return Iterated(z, code, steps, residual, _relative(residual, scale), solver.max_steps, 0)
@@ -87,7 +87,7 @@ class _Run:
         self.callback = callback
         self.z = z0
         self.rtol = max(solver.relative_tolerance(x.dtype) for x in z0)
-        self.block = solver.block_length(z0[0].device)
+        self.block = solver.block_length(z0)
         self.evaluations = 0
         self.syncs = 0
         self.total = self.left = z0[0].shape[0]
@@ -103,7 +103,7 @@ class _Run:
         state = solver.init(self.z)
         while True:
             step += 1
-            point = Point(self.z, self.fn(self.z))
+            point = Point(self.z, self.fn(self.z), solver.residual_memory(state))
             self.evaluations += 1
             if step == 1:
                 self._start(point)
@@ -141,7 +141,7 @@ class _Run:
         """Which samples have converged? One number is read."""
         passed, residual, scale = self._passed(point)
         self.syncs += 1
-        count = int(passed.sum())
+        count = int(torch.count_nonzero(passed))
         if count:
             self._record(passed, count, Result.converged, point.z, residual, scale, step)
 

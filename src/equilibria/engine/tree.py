@@ -78,22 +78,26 @@ class Layout:
         return moved.reshape(moved.shape[0], -1)
 
     def leaf(self, flat: Tensor) -> Tensor:
-        """[B, N] → [B, ...], the inverse of :meth:`flat`; always a view."""
+        """[B, N] or [B, 1, N] → [B, ...], the inverse of :meth:`flat`; always a view."""
         moved = flat.view(flat.shape[0], *self.permuted_shape[1:])
         return moved if self.inverse is None else moved.permute(self.inverse)
 
 
+_WIDE = (torch.float32, torch.float64)
+
+
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Sums, norms and small systems run in float32 or better."""
-    return dtype if dtype in (torch.float32, torch.float64) else torch.float32
+    return dtype if dtype in _WIDE else torch.float32
 
 
 def sample_norm(leaves: Sequence[Tensor]) -> Tensor:
     """‖·‖₂ of each sample over all leaves, [B], in float32 or better."""
+    if len(leaves) == 1 and leaves[0].dim() == 2 and leaves[0].dtype in _WIDE:
+        norm: Tensor = torch.linalg.vector_norm(leaves[0], dim=1)
+        return norm
     norms: list[Tensor] = [
-        torch.linalg.vector_norm(
-            x, dim=tuple(range(1, x.dim())) or None, dtype=accumulation_dtype(x.dtype)
-        )
+        torch.linalg.vector_norm(x, dim=tuple(range(1, x.dim())), dtype=accumulation_dtype(x.dtype))
         if x.dim() > 1
         else x.to(accumulation_dtype(x.dtype)).abs()
         for x in leaves
@@ -102,6 +106,11 @@ def sample_norm(leaves: Sequence[Tensor]) -> Tensor:
         return norms[0]
     total: Tensor = torch.linalg.vector_norm(torch.stack(norms), dim=0)
     return total
+
+
+def without_graph(leaves: Sequence[Tensor]) -> Leaves:
+    """The leaves, detached where they carry a graph."""
+    return [x.detach() if x.requires_grad else x for x in leaves]
 
 
 def sample_dot(a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -10,26 +10,40 @@ from torch import Tensor
 from equilibria.engine.history import History
 from equilibria.engine.options import check_number, options
 from equilibria.engine.solver import Point, Solver
-from equilibria.engine.tree import Leaves, accumulation_dtype, sample_norm, scale_samples
+from equilibria.engine.tree import Leaves, accumulation_dtype
+
+_RIDGE = {torch.float32: 1e-5, torch.float64: 1e-12}
 
 
 @dataclass
 class AndersonState:
-    """Directions r̂ᵢ = rᵢ/‖rᵢ‖, candidates zᵢ + βrᵢ, the Gram matrix of r̂, and 1/‖rᵢ‖."""
+    """Residuals rᵢ, candidates zᵢ + βrᵢ, and the Gram matrix of the rᵢ."""
 
-    directions: History
+    residuals: History
     candidates: History
-    gram: Tensor  # [B, m, m], ridge on the diagonal
-    inverse_norm: Tensor  # [B, m]; 0 marks a slot that a sample must not use
-    count: int  # steps taken
+    gram: Tensor  # [B, m, m]
+    ones: Tensor  # [B, m, 1]; 0 marks a slot that a sample must not use
+    ridge: Tensor  # [m, m]: 1 + λ on the diagonal, 1 elsewhere
+    floor: Tensor  # [m, m]: a smallest number on the diagonal, so that r = 0 can be solved
+    count: int = 0  # steps taken
+    restarted: bool = False  # whether any sample ever was
+    views: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # of gram, by slot
+
+    def lines(self, slot: int, used: int) -> tuple[Tensor, Tensor]:
+        """Row and column ``slot`` of the Gram matrix, [B, used], as views made once."""
+        if slot not in self.views or self.views[slot][0].shape[1] != used:
+            self.views[slot] = (self.gram[:, slot, :used], self.gram[:, :used, slot])
+        return self.views[slot]
 
 
 @options
 class Anderson(Solver):
     """z ← Σᵢ αᵢ(zᵢ + βrᵢ),  α = argmin ‖Σᵢ αᵢrᵢ‖² + λ Σᵢ αᵢ²‖rᵢ‖²,  Σα = 1,  rᵢ = T(zᵢ) − zᵢ.
 
-    The ridge is relative to each residual's own size, so scaling the problem changes nothing.
-    One row of the Gram matrix is computed a step. State memory: 2m + 2 states.
+    The ridge is relative to each residual's own size, so scaling the problem changes nothing: α is
+    (G + λ diag G)⁻¹1 up to its sum, G the Gram matrix of the residuals, of which one row is
+    computed a step. A sample whose residual stops falling forgets its history and starts anew.
+    State memory: 2m + 2 states.
     """
 
     memory: int = 5
@@ -37,7 +51,7 @@ class Anderson(Solver):
     damping: float = 1.0
     """β in (0, 1]."""
     ridge: float | None = None
-    """λ; None takes one for the dtype of the small system (1e-6 in float32, 1e-12 in float64)."""
+    """λ; None takes one for the dtype of the small system (1e-5 in float32, 1e-12 in float64)."""
 
     def __post_init__(self) -> None:
         Solver.__post_init__(self)
@@ -46,93 +60,81 @@ class Anderson(Solver):
         check_number(self, "ridge", low=0.0, low_open=True, optional=True)
 
     def init(self, z: Leaves) -> AndersonState:
-        dtype = _small_dtype(z)
-        device = z[0].device
-        ridge = self.ridge or (1e-12 if dtype == torch.float64 else 1e-6)
-        gram = (1.0 + ridge) * torch.eye(self.memory, dtype=dtype, device=device)
+        wide = [accumulation_dtype(x.dtype) for x in z]
+        dtype = torch.float64 if torch.float64 in wide else torch.float32
+        m, batch = self.memory, z[0].shape[0]
+        eye = torch.eye(m, dtype=dtype, device=z[0].device)
         return AndersonState(
-            History(z, self.memory),
-            History(z, self.memory),
-            gram.repeat(z[0].shape[0], 1, 1),
-            torch.zeros(z[0].shape[0], self.memory, dtype=dtype, device=device),
-            0,
+            History(z, m),
+            History(z, m),
+            eye.new_zeros(batch, m, m),
+            eye.new_ones(batch, m, 1),
+            1.0 + (self.ridge or _RIDGE[dtype]) * eye,
+            16 * torch.finfo(dtype).tiny * eye,
         )
+
+    def residual_memory(self, state: AndersonState) -> Leaves | None:
+        """Residuals are written where they are kept."""
+        if state.residuals.functional:
+            return None
+        return state.residuals.slot(state.count % self.memory)
 
     def step(self, point: Point, state: AndersonState) -> tuple[Leaves, AndersonState]:
         slot = state.count % self.memory
-        # Where autograd watches, the norm is part of the graph: r̂ has length one by derivation too.
-        watched = state.directions.functional
-        norm = sample_norm(point.residual) if watched else point.residual_norm
-        norm = norm.to(state.gram.dtype)
-        inverse = 1.0 / norm.clamp_min(torch.finfo(norm.dtype).tiny * 4)
-        direction = scale_samples(inverse, point.residual)
-        if self.damping == 1.0:
-            candidate = point.f
-        else:
-            candidate = [
-                torch.lerp(z, f, self.damping) for z, f in zip(point.z, point.f, strict=True)
-            ]
-        if self.memory == 1:
-            return candidate, replace(state, count=state.count + 1)
-        state.directions.write(slot, direction)
+        candidate = point.f
+        if self.damping != 1.0:
+            pairs = zip(point.z, point.f, strict=True)
+            candidate = [torch.lerp(z, f, self.damping) for z, f in pairs]
+        state.residuals.write(slot, point.residual)
         state.candidates.write(slot, candidate)
-        row = state.directions.dot(direction)
-        state = self._insert(state, slot, row, inverse)
+        state = self._insert(state, slot, state.residuals.dot_slot(slot))
         if state.count == 1:
             return candidate, state
-        used = state.directions.used
-        weights = _solve(state.gram[:, :used, :used], state.inverse_norm[:, :used])
-        return state.candidates.combine(weights), state
+        used = state.residuals.used
+        gram, ones = state.gram, state.ones
+        if used < self.memory:
+            gram, ones = gram[:, :used, :used], ones[:, :used]
+        solution = torch.linalg.solve_ex(gram, ones).result
+        weights = solution / solution.sum(1, keepdim=True)
+        return state.candidates.combine(weights.transpose(1, 2)), state
 
-    def _insert(
-        self, state: AndersonState, slot: int, row: Tensor, inverse: Tensor
-    ) -> AndersonState:
-        """Write one row and column of the Gram matrix; the diagonal 1 + λ stands already."""
-        used = row.shape[1]
-        diagonal = state.gram[:, slot, slot]
-        live = row * (state.inverse_norm[:, :used] != 0)
-        if state.directions.functional:
-            # Same values without writing in place, so that autograd and torch.func can follow.
+    def _insert(self, state: AndersonState, slot: int, row: Tensor) -> AndersonState:
+        """Write one row and column of the Gram matrix, with the ridge; row [B, 1, used]."""
+        used = row.shape[2]
+        if row.dtype != state.gram.dtype:
+            row = row.to(state.gram.dtype)
+        if state.restarted:
+            here = torch.arange(self.memory, device=row.device).view(1, -1, 1) == slot
+            state = replace(state, ones=torch.where(here, 1.0, state.ones), views={})
+            row = row * state.ones[:, :used].transpose(1, 2)
+        line = row.squeeze(1)
+        if state.residuals.functional:
+            # The same values without writing in place, so that autograd and torch.func can follow.
             here = torch.arange(self.memory, device=row.device) == slot
-            full = torch.nn.functional.pad(live, (0, self.memory - used))
-            full = torch.where(here, diagonal.unsqueeze(1), full)
+            full = torch.nn.functional.pad(line, (0, self.memory - used))
+            full = torch.addcmul(state.floor[slot], full, state.ridge[slot])
             gram = torch.where(here.view(1, -1, 1), full.unsqueeze(1), state.gram)
             gram = torch.where(here.view(1, 1, -1), full.unsqueeze(2), gram)
-            inverse_norm = torch.where(here, inverse.unsqueeze(1), state.inverse_norm)
-            return replace(state, gram=gram, inverse_norm=inverse_norm, count=state.count + 1)
-        live[:, slot] = diagonal
-        state.gram[:, slot, :used] = live
-        state.gram[:, :used, slot] = live
-        state.inverse_norm[:, slot] = inverse
+            return replace(state, gram=gram, count=state.count + 1)
+        across, down = state.lines(slot, used)
+        across.copy_(line)
+        torch.addcmul(state.floor[slot, :used], line, state.ridge[slot, :used], out=down)
         state.count += 1
         return state
 
     def restart(self, state: AndersonState, stalled: Tensor) -> AndersonState:
         """Forget the history of stalled samples: their slots become unusable, not their mates'."""
-        eye = torch.diag_embed(torch.diagonal(state.gram, dim1=1, dim2=2))
+        eye = torch.eye(self.memory, dtype=state.gram.dtype, device=state.gram.device)
         gram = torch.where(stalled.view(-1, 1, 1), eye, state.gram)
-        inverse_norm = torch.where(stalled.view(-1, 1), 0.0, state.inverse_norm)
-        return replace(state, gram=gram, inverse_norm=inverse_norm)
+        ones = torch.where(stalled.view(-1, 1, 1), 0.0, state.ones)
+        return replace(state, gram=gram, ones=ones, restarted=True, views={})
 
     def take(self, state: AndersonState, index: Tensor) -> AndersonState:
-        return AndersonState(
-            state.directions.take(index),
-            state.candidates.take(index),
-            state.gram.index_select(0, index),
-            state.inverse_norm.index_select(0, index),
-            state.count,
+        return replace(
+            state,
+            residuals=state.residuals.take(index),
+            candidates=state.candidates.take(index),
+            gram=state.gram.index_select(0, index),
+            ones=state.ones.index_select(0, index),
+            views={},
         )
-
-
-def _small_dtype(z: Leaves) -> torch.dtype:
-    wide = [accumulation_dtype(x.dtype) for x in z]
-    return torch.float64 if torch.float64 in wide else torch.float32
-
-
-def _solve(gram: Tensor, inverse_norm: Tensor) -> Tensor:
-    """α ∝ D⁻¹(Ĝ + λI)⁻¹D⁻¹1 with D = diag‖rᵢ‖, Σα = 1: [B, n]."""
-    # Only ratios of the 1/‖rᵢ‖ matter; scaled to at most 1 they cannot overflow.
-    scaled = inverse_norm / inverse_norm.amax(1, keepdim=True)
-    solution = torch.linalg.solve_ex(gram, scaled.unsqueeze(-1)).result.squeeze(-1)
-    weights: Tensor = scaled * solution
-    return weights / weights.sum(1, keepdim=True)

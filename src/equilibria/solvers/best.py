@@ -61,6 +61,9 @@ class BestIterate(Solver):
             torch.where(better, scale, state.scale),
         )
 
+    def residual_memory(self, state: BestState) -> Leaves | None:
+        return self.inner.residual_memory(state.inner)
+
     def restart(self, state: BestState, stalled: Tensor) -> BestState:
         return BestState(self.inner.restart(state.inner, stalled), state.z, state.norm, state.scale)
 
