@@ -43,35 +43,26 @@ def fixed_point(
 ) -> Solution[Any]:
     """Solve z = fn(z, *args) from z0, with gradients.
 
-    Parameters
-    ----------
-    fn:
-        The map T. Takes the state and ``args``, returns the state's shape.
-    z0:
-        Where to start: a floating tensor [B, ...] or a tree (tuple, list, dict) of such tensors.
-        To warm-start, give the value of an earlier solution.
-    args:
-        A tuple of further arguments (anything else is one argument). Gradients reach them, and
-        everything that ``fn`` captures, alike. With ``compact=True`` every tensor among them must
-        carry the batch in dim 0.
-    solver:
-        How to solve; ``Anderson()`` if not given.
-    adjoint:
-        How gradients pass the answer; ``Implicit()`` if not given.
-    throw:
-        Raise :class:`NotConvergedError` (which holds the solution) where the default warns.
-    callback:
-        Called after each evaluation with (step, z, ‖T(z) − z‖ [B]), for trajectories. It must not
-        change z. A callback that reads values makes a GPU solve wait at each step.
+    Args:
+        fn: The map T. Takes the state and ``args``, returns the state's shape.
+        z0: Where to start: a floating tensor [B, ...] or a tree (tuple, list, dict) of such
+            tensors. To warm-start, give the value of an earlier solution.
+        args: A tuple of further arguments (anything else is one argument). Gradients reach them,
+            and everything that ``fn`` captures, alike. With ``compact=True`` every tensor among
+            them must carry the batch in dim 0.
+        solver: How to solve; ``Anderson()`` if not given.
+        adjoint: How gradients pass the answer; ``Implicit()`` if not given.
+        throw: Raise ``NotConvergedError`` (which holds the solution) where the default warns.
+        callback: Called after each evaluation with (step, z, ‖T(z) − z‖ [B]), for trajectories. It
+            must not change z. A callback that reads values makes a GPU solve wait at each step.
 
-    Returns
-    -------
-    Solution
-        ``value`` as z0, ``result`` codes [B], ``stats`` (steps, residual, …).
+    Returns:
+        A ``Solution``: ``value`` as z0, ``result`` codes [B], ``stats`` (steps, residual, …).
     """
     solver = Anderson() if solver is None else solver
     adjoint = Implicit() if adjoint is None else adjoint
     _check_arguments(fn, solver, adjoint)
+    solver = solver.for_map()
     leaves, spec = flatten_state(z0)
     map_ = Map(fn, args if isinstance(args, tuple) else (args,), spec, leaves)
     observe = _observer(callback, spec)

@@ -89,6 +89,8 @@ class Solution(Generic[V]):
     value: V
     result: Tensor
     stats: Stats
+    choice: str = ""
+    """Which solver ran and why, where it was chosen for the problem (``Auto``)."""
 
     @property
     def converged(self) -> Tensor:

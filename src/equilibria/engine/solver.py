@@ -8,6 +8,8 @@ the map, tests convergence, freezes, compacts and reports, for every solver alik
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -53,6 +55,19 @@ class Point:
         if self._norm is None:
             self._norm = sample_norm(without_graph(self.residual))
         return self._norm
+
+
+Bounds = Callable[[], tuple[float | Tensor, float | Tensor]]
+"""Gives (m, L) with m·I ⪯ ∇²(smooth part of G) ⪯ L·I, a number or one per sample; may be dear."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a problem will be solved with, and why."""
+
+    solver: Solver
+    tau: float | Tensor
+    reason: str
 
 
 @options
@@ -110,6 +125,17 @@ class Solver(ABC):
     def fallback(self, point: Point, state: Any) -> tuple[Leaves, Tensor, Tensor] | None:
         """(z, ‖T(z) − z‖, ‖T(z)‖) to return for samples that did not converge, if any."""
         return None
+
+    def for_map(self) -> Solver:
+        """The solver to use on a plain map, of which no bounds are known."""
+        return self
+
+    def for_problem(self, bounds: Bounds) -> Choice:
+        """The solver and the step τ of the map T_τ to use on a problem with these bounds.
+
+        Solvers of fixed points take the layer's own map (τ = 1) and do not look at the bounds.
+        """
+        return Choice(self, 1.0, f"{type(self).__name__} was asked for")
 
     @property
     def fixed_steps(self) -> bool:

@@ -1,8 +1,10 @@
 """Fixed-point solvers, one file each."""
 
 from .anderson import Anderson
+from .auto import Auto
 from .best import BestIterate
 from .broyden import Broyden
 from .picard import Picard
+from .proximal_gradient import ProximalGradient
 
-__all__ = ["Anderson", "BestIterate", "Broyden", "Picard"]
+__all__ = ["Anderson", "Auto", "BestIterate", "Broyden", "Picard", "ProximalGradient"]

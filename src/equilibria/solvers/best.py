@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from equilibria.engine.solver import Point, Solver
+from equilibria.engine.solver import Bounds, Choice, Point, Solver
 from equilibria.engine.tree import Leaves, sample_norm, select_samples, where_sample
 
 
@@ -40,6 +40,13 @@ class BestIterate(Solver):
 
     def __repr__(self) -> str:
         return f"BestIterate({self.inner!r})"
+
+    def for_map(self) -> Solver:
+        return BestIterate(self.inner.for_map())
+
+    def for_problem(self, bounds: Bounds) -> Choice:
+        choice = self.inner.for_problem(bounds)
+        return Choice(BestIterate(choice.solver), choice.tau, choice.reason)
 
     def init(self, z: Leaves) -> BestState:
         return BestState(self.inner.init(z), z, None, None)

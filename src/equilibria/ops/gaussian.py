@@ -1,0 +1,95 @@
+"""The Gaussian message over rows: v = rM, s = ⟨r, v⟩, message = exp(−γs)·v.
+
+This is the inner operation of GEQ's Algorithm 1 (GEQ full, Eq 16) written with M = W_hW_hᵀ, so
+that no hidden tensor of width c_hid is ever made. These are the plain PyTorch forms; they are
+differentiable to any order and have no data-dependent control flow.
+
+Exponentials and energies are computed in float32 or better. For huge γs the weight exp(−γs)
+underflows to 0 and so do the message and all its derivatives: 0 is always multiplied into finite
+factors, never into an overflowed one. All that is asked is that rM is finite in its own dtype.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["gaussian_energies", "gaussian_message", "gaussian_message_jvp", "gaussian_weights"]
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float32 for half precisions, the dtype itself for float32 and float64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _per_row(gamma: float | Tensor) -> float | Tensor:
+    """γ of shape [B] as [B, 1], to stand beside energies [B, P]; scalars unchanged."""
+    return gamma.unsqueeze(-1) if isinstance(gamma, Tensor) and gamma.ndim == 1 else gamma
+
+
+def _apply_metric(rows: Tensor, metric: Tensor | None) -> Tensor:
+    return rows if metric is None else rows @ metric
+
+
+def _row_inner(a: Tensor, b: Tensor) -> Tensor:
+    """⟨aᵢ, bᵢ⟩ over the last dimension, in float32 or better. [B, P, k] → [B, P]."""
+    dtype = accumulation_dtype(a.dtype)
+    return (a.to(dtype) * b.to(dtype)).sum(-1)
+
+
+def _energies(rows: Tensor, v: Tensor) -> Tensor:
+    # M is positive semidefinite, so a negative sum is rounding, and a large γ would turn it into
+    # a weight above 1. An overflowed sum becomes the largest finite number: then weight 0 times s
+    # is 0 in the derivative in γ, not NaN.
+    s = _row_inner(rows, v)
+    return s.clamp(0.0, torch.finfo(s.dtype).max)
+
+
+def gaussian_energies(rows: Tensor, metric: Tensor | None = None) -> Tensor:
+    """sᵢ = rᵢMrᵢᵀ = ‖rᵢW_h‖². rows [B, P, k], metric [k, k] or None (identity) → [B, P]."""
+    return _energies(rows, _apply_metric(rows, metric))
+
+
+def gaussian_weights(energies: Tensor, gamma: float | Tensor) -> Tensor:
+    """eᵢ = exp(−γsᵢ). energies [B, P], gamma [B] or a scalar → [B, P]."""
+    t = _per_row(gamma) * energies
+    # Beyond the cut exp(−t) is exactly 0. The clamp ends the graph there with a mask, so that no
+    # derivative of any order multiplies that 0 by an overflowed γ.
+    cut = 750.0 if t.dtype == torch.float64 else 110.0
+    return torch.exp(-t.clamp_max(cut))
+
+
+def gaussian_message(
+    rows: Tensor, metric: Tensor | None, gamma: float | Tensor
+) -> tuple[Tensor, Tensor]:
+    """(exp(−γsᵢ)·rᵢM, sᵢ) with sᵢ = rᵢMrᵢᵀ (GEQ full, Eq 16 and Algorithm 1).
+
+    Args:
+        rows: r, [B, P, k].
+        metric: M = W_hW_hᵀ, [k, k], symmetric positive semidefinite; None is the identity.
+        gamma: γ > 0, [B] or a scalar.
+
+    Returns:
+        The message [B, P, k] in the dtype of rM, and the energies s [B, P] (without γ) in
+        float32 or better.
+    """
+    v = _apply_metric(rows, metric)
+    s = _energies(rows, v)
+    e = gaussian_weights(s, gamma).unsqueeze(-1)
+    return (e * v).to(v.dtype), s
+
+
+def gaussian_message_jvp(
+    rows: Tensor, tangent: Tensor, metric: Tensor | None, gamma: float | Tensor
+) -> Tensor:
+    """d(e·rM)[t] = e·(tM − 2γ⟨t, rM⟩ rM): the derivative of the message at rows along tangent.
+
+    rows and tangent [B, P, k] → [B, P, k]. In the metric's own coordinates h = rW_h this is the
+    block e^{−s}(I − 2γhhᵀ) of MATH fact 1.
+    """
+    v = _apply_metric(rows, metric)
+    e = gaussian_weights(_energies(rows, v), gamma)
+    # The weight first: 0·⟨t, v⟩ is 0, while γ⟨t, v⟩v alone may overflow.
+    slope = (2.0 * e * _per_row(gamma)) * _row_inner(tangent, v)
+    tm = _apply_metric(tangent, metric)
+    return (e.unsqueeze(-1) * tm - slope.unsqueeze(-1) * v).to(tm.dtype)

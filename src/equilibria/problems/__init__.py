@@ -1,0 +1,101 @@
+"""Hidden problems: priors, couplings, regularizers, γ policies, and what is made of them."""
+
+from .custom_prior import CustomPrior, NonMonotoneActivation, NotNonexpansive
+from .feature_map import (
+    gaussian_feature_map,
+    truncated_gaussian_coupling,
+    truncation_error_bound,
+)
+from .gamma import (
+    FixedGamma,
+    GammaPolicy,
+    LearnedGamma,
+    MeanPatchEnergy,
+    MinPatchEnergy,
+    as_gamma,
+)
+from .gaussian import GAUSSIAN_CONCAVITY, Gaussian
+from .hsic import HSIC
+from .kernels import (
+    Coupling,
+    Curvature,
+    DegenerateKernelWarning,
+    Linear,
+    Polynomial,
+    Sigmoidal,
+)
+from .norms import NormBound
+from .operators import (
+    ConvOperator,
+    DenseOperator,
+    LinearOperator,
+    ModuleOperator,
+    SeparableConvOperator,
+    as_operator,
+)
+from .patches import Patches
+from .priors import (
+    Box,
+    Free,
+    LeakyNonNegative,
+    NonNegative,
+    Prior,
+    ShiftedNonNegative,
+    SoftThreshold,
+    WithL1,
+)
+from .priors_smooth import Logistic, Softplus, Tanh
+from .problem import AffineProblem, HiddenProblem, MoreauProblem, Problem
+from .regularizers import L1, Decorrelation, FeatureIncay, Regularizer, SquaredNorm
+
+__all__ = [
+    "GAUSSIAN_CONCAVITY",
+    "HSIC",
+    "L1",
+    "AffineProblem",
+    "Box",
+    "ConvOperator",
+    "Coupling",
+    "Curvature",
+    "CustomPrior",
+    "Decorrelation",
+    "DegenerateKernelWarning",
+    "DenseOperator",
+    "FeatureIncay",
+    "FixedGamma",
+    "Free",
+    "GammaPolicy",
+    "Gaussian",
+    "HiddenProblem",
+    "LeakyNonNegative",
+    "LearnedGamma",
+    "Linear",
+    "LinearOperator",
+    "Logistic",
+    "MeanPatchEnergy",
+    "MinPatchEnergy",
+    "ModuleOperator",
+    "MoreauProblem",
+    "NonMonotoneActivation",
+    "NonNegative",
+    "NormBound",
+    "NotNonexpansive",
+    "Patches",
+    "Polynomial",
+    "Prior",
+    "Problem",
+    "Regularizer",
+    "SeparableConvOperator",
+    "ShiftedNonNegative",
+    "Sigmoidal",
+    "SoftThreshold",
+    "Softplus",
+    "SquaredNorm",
+    "Tanh",
+    "WithL1",
+    "as_gamma",
+    "as_operator",
+    "gaussian_feature_map",
+    "truncated_gaussian_coupling",
+    "truncation_error_bound",
+]

@@ -1,0 +1,220 @@
+"""γ policies: how the width of the Gaussian kernel is set from a sample's own patches.
+
+γ is a constant of one solve: a policy sees the patch energies Eᵢ = ‖c̃ᵢ‖² = ‖(row i of c)W_h‖² at
+z = 0 and returns one γ per sample. It is detached from the input (only a learned γ carries a
+gradient), and it never looks at batch mates.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from equilibria.engine.options import check_number
+
+__all__ = [
+    "FixedGamma",
+    "GammaPolicy",
+    "LearnedGamma",
+    "MeanPatchEnergy",
+    "MinPatchEnergy",
+    "as_gamma",
+]
+
+_FLOOR = 1e-12
+
+
+class GammaPolicy(ABC):
+    """γ = policy(energies): one positive number per sample. energies [B, P] → [B]."""
+
+    @abstractmethod
+    def __call__(self, energies: Tensor) -> Tensor:
+        """γ [B], float32 or better, from the energies [B, P] of each sample's patches at z = 0."""
+
+    @property
+    @abstractmethod
+    def input_dependent(self) -> bool:
+        """Whether γ changes with the input, which changes the map x → z* even when detached."""
+
+    @property
+    @abstractmethod
+    def lipschitz_factor(self) -> float | None:
+        """F in Lip(x → z*) ≤ F·(μ/m)·‖x → c̃‖ (MATH fact 5), or None where no constant exists.
+
+        It is 1 for a γ that does not depend on the input (where a sharper bound is known too).
+        """
+
+
+def _check_energies(energies: Tensor) -> Tensor:
+    """Detached energies in float32 or better."""
+    if energies.ndim != 2 or energies.shape[1] == 0:
+        raise ValueError(
+            f"A γ policy takes patch energies [B, P] with P ≥ 1, got shape {tuple(energies.shape)}."
+        )
+    return energies.detach().to(torch.promote_types(energies.dtype, torch.float32))
+
+
+@dataclass(frozen=True)
+class FixedGamma(GammaPolicy):
+    """γ = value for every input (KerDEQ: 0.5)."""
+
+    value: float = 0.5
+
+    def __post_init__(self) -> None:
+        check_number(self, "value", low=0.0, low_open=True)
+
+    def __call__(self, energies: Tensor) -> Tensor:
+        return torch.full_like(_check_energies(energies)[:, 0], float(self.value))
+
+    @property
+    def input_dependent(self) -> bool:
+        return False
+
+    @property
+    def lipschitz_factor(self) -> float | None:
+        return 1.0
+
+
+@dataclass(frozen=True)
+class MinPatchEnergy(GammaPolicy):
+    """γ = scale / minᵢ Eᵢ (GEQ §4.1), with Eᵢ at z = 0.
+
+    No Lipschitz constant of x → z* exists that does not grow with the number of patches: one patch
+    of small energy moves the γ of all the others.
+
+    Args:
+        scale: 0.2 in the paper.
+        floor: an energy below this counts as this, so that a zero patch gives a large finite γ.
+    """
+
+    scale: float = 0.2
+    floor: float = _FLOOR
+
+    def __post_init__(self) -> None:
+        check_number(self, "scale", low=0.0, low_open=True)
+        check_number(self, "floor", low=0.0, low_open=True)
+
+    def __call__(self, energies: Tensor) -> Tensor:
+        return self.scale / _check_energies(energies).amin(-1).clamp_min(self.floor)
+
+    @property
+    def input_dependent(self) -> bool:
+        return True
+
+    @property
+    def lipschitz_factor(self) -> float | None:
+        return None
+
+
+@dataclass(frozen=True)
+class MeanPatchEnergy(GammaPolicy):
+    """γ = scale / meanᵢ Eᵢ, with Eᵢ at z = 0: the default.
+
+    Its Lipschitz factor is 1 + 2(3/2)^{3/2}e^{−3/2}/√scale: with E the mean energy and P patches,
+    |dγ| ≤ 2γ‖dc̃‖/√(PE), each patch's message e^{−γ‖h‖²}h moves by at most
+    (3/2)^{3/2}e^{−3/2}γ^{−3/2} per unit of γ, and γE = scale. Where the floor acts γ is constant.
+
+    Args:
+        scale: 0.2 by default.
+        floor: a mean energy below this counts as this, so that a zero input gives a finite γ.
+    """
+
+    scale: float = 0.2
+    floor: float = _FLOOR
+
+    def __post_init__(self) -> None:
+        check_number(self, "scale", low=0.0, low_open=True)
+        check_number(self, "floor", low=0.0, low_open=True)
+
+    def __call__(self, energies: Tensor) -> Tensor:
+        return self.scale / _check_energies(energies).mean(-1).clamp_min(self.floor)
+
+    @property
+    def input_dependent(self) -> bool:
+        return True
+
+    @property
+    def lipschitz_factor(self) -> float | None:
+        return 1.0 + 2.0 * math.pow(1.5 / math.e, 1.5) / math.sqrt(self.scale)
+
+
+@dataclass(frozen=True)
+class LearnedGamma(GammaPolicy):
+    """γ = exp(ρ) with a learned ρ, positive by construction.
+
+    The policy holds no parameter. A layer makes one from ``initial_parameter()``, owns it, and
+    hands ``policy.bind(parameter)`` to the coupling.
+    """
+
+    init: float = 0.5
+
+    def __post_init__(self) -> None:
+        check_number(self, "init", low=0.0, low_open=True)
+
+    def initial_parameter(self) -> Tensor:
+        """ρ₀ = log(init), a scalar tensor for the layer to wrap."""
+        return torch.tensor(math.log(self.init))
+
+    def gamma_from(self, parameter: Tensor) -> Tensor:
+        """γ = exp(ρ), in float32 or better, with its gradient."""
+        return torch.exp(parameter.to(torch.promote_types(parameter.dtype, torch.float32)))
+
+    def bind(self, parameter: Tensor) -> GammaPolicy:
+        """A policy whose γ is exp(parameter), a scalar or one per sample, gradient included."""
+        return _BoundGamma(self.gamma_from(parameter))
+
+    def __call__(self, energies: Tensor) -> Tensor:
+        raise ValueError(
+            "LearnedGamma holds no parameter and cannot give a γ by itself: own a parameter "
+            "ρ = policy.initial_parameter() and pass gamma=policy.bind(ρ)."
+        )
+
+    @property
+    def input_dependent(self) -> bool:
+        return False
+
+    @property
+    def lipschitz_factor(self) -> float | None:
+        return 1.0
+
+
+@dataclass(frozen=True, eq=False)
+class _BoundGamma(GammaPolicy):
+    """The γ of a layer's own parameter, the same for every input."""
+
+    gamma: Tensor
+
+    def __call__(self, energies: Tensor) -> Tensor:
+        if self.gamma.ndim > 1 or (
+            self.gamma.ndim == 1 and self.gamma.shape[0] not in (1, energies.shape[0])
+        ):
+            raise ValueError(
+                f"A learned γ is a scalar or [B]: got shape {tuple(self.gamma.shape)} for a batch "
+                f"of {energies.shape[0]}."
+            )
+        return self.gamma.expand(energies.shape[0])
+
+    @property
+    def input_dependent(self) -> bool:
+        return False
+
+    @property
+    def lipschitz_factor(self) -> float | None:
+        return 1.0
+
+
+def as_gamma(gamma: float | GammaPolicy) -> GammaPolicy:
+    """A policy from a positive number or a policy."""
+    if isinstance(gamma, GammaPolicy):
+        return gamma
+    if isinstance(gamma, bool) or not isinstance(gamma, (int, float)):
+        raise TypeError(
+            f"gamma takes a positive number or a GammaPolicy, got {type(gamma).__name__} {gamma!r}."
+        )
+    if not (math.isfinite(gamma) and gamma > 0):
+        raise ValueError(f"gamma={gamma!r} is out of range: γ must be a positive finite number.")
+    return FixedGamma(float(gamma))

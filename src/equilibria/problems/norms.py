@@ -1,0 +1,195 @@
+"""‖W‖₂ of linear maps: an estimate from below beside a rigorous upper bound.
+
+Convolutions. A zero-padded convolution on a finite map, with any padding, is a compression
+(rows and columns left out) of the bi-infinite one, so ‖K‖ ≤ sup_θ ‖K̂(θ)‖₂ with the symbol
+K̂(θ) = Σ_a K_a e^{i⟨a,θ⟩}. With stride s the inputs fall into s² phases and the same holds for the
+polyphase kernel of ⌈k/s⌉ taps, which is exact where the unstrided kernel's norm is only a bound.
+
+From a grid to the supremum. With unit u, v and a phase chosen at the maximiser θ°, the function
+f(θ) = Re e^{iφ}u*K̂(θ)v is, along each axis and after centering, a real function of exponential
+type d = (taps − 1)/2 with f(θ°) = sup|f| = M, and then f(θ° + t) ≥ M cos(dt) for |t| ≤ π/d
+(Ehlich–Zeller; Duffin–Schaeffer). The nearest of N > 2d equispaced points is within π/N, one axis
+after the other, so sup ‖K̂‖ ≤ max_grid ‖K̂‖ / (cos(πd₁/N₁) cos(πd₂/N₂)).
+
+Everything is computed in float64, detached, with a slack for its rounding; nothing here belongs
+in a solver's loop.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = [
+    "NormBound",
+    "convolution_norm_upper",
+    "dense_norm",
+    "metric_root",
+    "patched_kernel",
+    "power_norm",
+]
+
+_EPS = torch.finfo(torch.float64).eps
+# Samples per tap and axis: cos(π/32)² = 0.990, so the grid costs at most 1% of the bound.
+_SAMPLES_PER_TAP = 16
+_CHUNK = 1 << 21  # complex numbers per block of symbols (32 MiB)
+
+
+@dataclass(frozen=True)
+class NormBound:
+    """‖W‖₂ between an estimate from below and a proven upper bound (inf where none is known)."""
+
+    estimate: float
+    upper: float
+
+
+def exact(t: Tensor) -> Tensor:
+    """The same numbers in float64, detached (on the CPU where the device has no float64)."""
+    device = torch.device("cpu") if t.device.type == "mps" else t.device
+    return t.detach().to(device=device, dtype=torch.float64)
+
+
+def _finite(t: Tensor, what: str) -> Tensor:
+    t = exact(t)
+    if not bool(torch.isfinite(t).all()):
+        raise ValueError(f"{what} holds NaN or infinite entries: it has no norm.")
+    return t
+
+
+def dense_norm(matrix: Tensor) -> NormBound:
+    """‖A‖₂ by a float64 SVD; the upper bound adds the SVD's backward error. matrix [m, n]."""
+    a = _finite(matrix, "The matrix")
+    if a.numel() == 0:
+        return NormBound(0.0, 0.0)
+    sigma = float(torch.linalg.svdvals(a)[0])
+    return NormBound(sigma, sigma * (1.0 + 16 * _EPS * sum(a.shape)))
+
+
+def metric_root(metric: Tensor) -> tuple[Tensor, float]:
+    """R with RRᵀ = M (float64, null directions left out), and a rigorous upper bound on ‖R‖₂.
+
+    M [k, k] must be symmetric positive semidefinite up to rounding in its own dtype → R [k, rank].
+    """
+    m = _finite(metric, "The metric M")
+    values, vectors = torch.linalg.eigh(0.5 * (m + m.mT))
+    top = max(float(values[-1]), 0.0)
+    rounding = 8 * len(values) * max(torch.finfo(metric.dtype).eps, _EPS)
+    size = float(m.abs().max())
+    if float(values[0]) < -rounding * max(top, size):
+        raise ValueError(
+            "The metric M = W_hW_hᵀ must be positive semidefinite: its smallest eigenvalue is "
+            f"{float(values[0]):.3e}, its largest {float(values[-1]):.3e}."
+        )
+    keep = values > 0
+    root = vectors[:, keep] * values[keep].sqrt()
+    # Eigenvalues that rounding made negative are dropped from R but not from the bound's slack.
+    slack = 16 * len(values) * _EPS
+    return root, math.sqrt(top * (1.0 + slack))
+
+
+def _polyphase(weight: Tensor, stride: tuple[int, int]) -> Tensor:
+    """[G, o, i, kh, kw] with stride s → stride 1: [G, o, i·s_h·s_w, ⌈kh/s_h⌉, ⌈kw/s_w⌉]."""
+    g, o, i, kh, kw = weight.shape
+    sh, sw = stride
+    padded = F.pad(weight, (0, -kw % sw, 0, -kh % sh))
+    th, tw = padded.shape[-2] // sh, padded.shape[-1] // sw
+    phases = padded.reshape(g, o, i, th, sh, tw, sw).permute(0, 1, 2, 4, 6, 3, 5)
+    return phases.reshape(g, o, i * sh * sw, th, tw)
+
+
+def _roots_of_unity(points: Sequence[int], n: int, taps: int, device: torch.device) -> Tensor:
+    angles = torch.outer(
+        torch.tensor(points, dtype=torch.float64), torch.arange(taps, dtype=torch.float64)
+    )
+    return torch.polar(torch.ones_like(angles), angles * (2.0 * math.pi / n)).to(device)
+
+
+def convolution_norm_upper(
+    weight: Tensor, *, stride: tuple[int, int] = (1, 1), groups: int = 1
+) -> float:
+    """Rigorous sup_θ ‖K̂(θ)‖₂ of a convolution, for every map size and every zero padding.
+
+    weight [out, in/groups, kh, kw] → float, at most 1.0% above the supremum (exact for one tap).
+    """
+    w = _finite(weight, "The convolution kernel")
+    w = _polyphase(w.reshape(groups, -1, *w.shape[1:]), stride)
+    g, o, i, th, tw = w.shape
+    nh, nw = (max(1, _SAMPLES_PER_TAP * (taps - 1)) for taps in (th, tw))
+    # A real kernel has K̂(−θ) = conj K̂(θ): half of the last axis is enough.
+    eh = _roots_of_unity(range(nh), nh, th, w.device)
+    ew = _roots_of_unity(range(nw // 2 + 1), nw, tw, w.device)
+    half = torch.einsum("lb,goiab->lgoia", ew, w.to(ew.dtype))
+    best = 0.0
+    step = max(1, _CHUNK // max(1, g * o * i * ew.shape[0]))
+    for start in range(0, nh, step):
+        symbol = torch.einsum("ja,lgoia->jlgoi", eh[start : start + step], half).flatten(0, 2)
+        gram = symbol @ symbol.mH if o <= i else symbol.mH @ symbol
+        # λmax ≤ ‖·‖_F: an eigenvalue problem only where it could raise the maximum.
+        gram = gram[torch.linalg.matrix_norm(gram) > best]
+        if gram.shape[0]:
+            best = max(best, float(torch.linalg.eigvalsh(gram).amax()))
+    shrink = math.cos(math.pi * (th - 1) / 2 / nh) * math.cos(math.pi * (tw - 1) / 2 / nw)
+    # Rounding: the symbol's entries, the Gram matrix and the eigenvalue, relative to Frobenius.
+    rounding = 16 * _EPS * (o + i + th * tw) * math.sqrt(th * tw) * float(w.norm())
+    return math.sqrt(best) / shrink + rounding
+
+
+def patched_kernel(
+    weight: Tensor, root: Tensor, *, stride: tuple[int, int], channels: int, size: int
+) -> tuple[Tensor, tuple[int, int]]:
+    """The convolution that A: z → (patch rows of Wz)R is, with its stride s·p.
+
+    A patch is p × p outputs of the stride-s convolution W, so A reads windows of k + s(p − 1)
+    pixels every s·p pixels. weight [C, in, kh, kw], root [c_s·p², m] →
+    [(C/c_s)·m, in, kh + s(p−1), kw + s(p−1)].
+    """
+    w = exact(weight)
+    out, cin, kh, kw = w.shape
+    sh, sw = stride
+    grouped = w.reshape(out // channels, channels, cin, kh, kw)
+    r = exact(root).reshape(channels, size, size, -1)
+    height, width = kh + sh * (size - 1), kw + sw * (size - 1)
+    full = w.new_zeros(out // channels, r.shape[-1], cin, height, width)
+    for i in range(size):
+        for j in range(size):
+            window = full[..., sh * i : sh * i + kh, sw * j : sw * j + kw]
+            window += torch.einsum("gcxab,cm->gmxab", grouped, r[:, i, j])
+    return full.flatten(0, 1), (sh * size, sw * size)
+
+
+@torch.no_grad()
+def power_norm(
+    gram: Callable[[Tensor], Tensor],
+    shape: Sequence[int],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    iterations: int = 300,
+    rtol: float = 1e-7,
+) -> float:
+    """√λmax of a positive semidefinite map z → AᵀAz by power iteration: from below, up to rounding.
+
+    Two fixed starts run side by side in the batch; each Rayleigh quotient is at most ‖A‖², and the
+    larger is returned. Stops when a step changes it by less than ``rtol``.
+    """
+    source = torch.Generator().manual_seed(0)
+    work = torch.promote_types(dtype, torch.float32)
+    v = torch.randn((2, *shape), generator=source, dtype=work).to(device)
+    dims = tuple(range(1, v.ndim))
+    tiny = torch.finfo(work).tiny
+    best = 0.0
+    for _ in range(iterations):
+        v = v / v.square().sum(dims, keepdim=True).sqrt().clamp_min(tiny)
+        image = gram(v.to(dtype)).to(work)
+        current = float((v * image).sum(dims).amax())
+        if current <= best * (1.0 + rtol):
+            best = max(best, current)
+            break
+        best = current
+        v = image
+    return math.sqrt(max(best, 0.0))

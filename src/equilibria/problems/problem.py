@@ -1,0 +1,404 @@
+"""A hidden problem: what an equilibrium layer solves.
+
+    ``G(z; x) = sum f(z) + |z|^2/2 + q(z; x) [+ R(z)]``,   ``T_tau(z) = prox_{tau f}(z - tau g(z))``
+
+with ``g`` the gradient of the smooth part. ``z* = T_tau(z*)`` iff ``0 in dG(z*)``, for every
+``tau > 0``; ``T_1(z) = prox_f(-grad q(z))`` is the layer.
+
+Two ways to add a regularizer (paper 003, section 5.1), which are two problems:
+
+- ``regularize="gradient"`` minimizes ``G + R`` (Theorem 4). A non-smooth ``R`` (L1) joins the
+  prior instead: ``prox_{tau (f + w|.|)}`` is exact for every separable ``f`` (see ``WithL1``).
+- ``regularize="prox"`` minimizes ``G + env R``, the Moreau envelope
+  ``env R(z) = min_u R(u) + |u - z|^2/2``: the paper's ``T(prox_R(z))``. Its gradient is
+  ``z - prox_R(z)``. The fixed points of ``prox_G o prox_R`` are the minimizers of this sum.
+
+A regularizer that couples the batch enters ``objective`` as ``R/B`` in every sample, so that the
+sum over the batch is the function whose gradient ``step`` uses.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from equilibria.problems.kernels import Coupling, Curvature, per_sample_sum
+from equilibria.problems.priors import Prior, WithL1, at_least_float32, check_step
+from equilibria.problems.regularizers import L1, Regularizer
+
+__all__ = ["AffineProblem", "HiddenProblem", "MoreauProblem", "Problem"]
+
+
+def per_sample(tau: float | Tensor, z: Tensor) -> float | Tensor:
+    """A number, or one step per sample ``[B]`` shaped to broadcast over ``z``."""
+    tau = check_step(tau)
+    if isinstance(tau, Tensor) and tau.ndim == 1 and z.ndim > 1:
+        if tau.shape[0] not in (1, z.shape[0]):
+            raise ValueError(
+                f"tau got shape {tuple(tau.shape)} for a batch of {z.shape[0]}, takes one number "
+                "per sample"
+            )
+        return tau.reshape(-1, *[1] * (z.ndim - 1))
+    return tau
+
+
+class HiddenProblem(ABC):
+    """What solvers, certificates and layers may ask of a problem. ``z`` is ``[B, *state]``."""
+
+    @abstractmethod
+    def objective(self, z: Tensor) -> Tensor:
+        """``G(z)``: ``[B]``, float32 or better; ``+inf`` outside the domain of the prior."""
+
+    @abstractmethod
+    def gradient(self, z: Tensor) -> Tensor:
+        """The gradient of the smooth part of ``G``, the shape of ``z``."""
+
+    @abstractmethod
+    def step(self, z: Tensor, tau: float | Tensor = 1.0) -> Tensor:
+        """``T_tau(z)``, a map whose fixed points are the stationary points of ``G``.
+
+        ``tau`` is a number or one per sample ``[B]``.
+        """
+
+    @abstractmethod
+    def minimal_subgradient(self, z: Tensor) -> Tensor:
+        """An element of ``dG(z)`` that vanishes iff ``z`` is stationary; the shape of ``z``.
+
+        ``inf`` where the prior is infinite.
+        """
+
+    @abstractmethod
+    def curvature(self) -> Curvature:
+        """``m`` and ``L``: bounds on the Hessian of the smooth part, valid for every ``z``."""
+
+    @abstractmethod
+    def inputs(self) -> tuple[Tensor, ...]:
+        """The tensors ``[B, ...]`` through which the problem depends on the sample."""
+
+    @abstractmethod
+    def with_inputs(self, *inputs: Tensor) -> HiddenProblem:
+        """The same problem on other tensors in place of ``inputs()``."""
+
+    @abstractmethod
+    def default_start(self, shape: Sequence[int] | None = None) -> Tensor:
+        """A state to start a solver from; ``shape`` ``[B, *state]`` where the input has less."""
+
+    @abstractmethod
+    def snap(self, z: Tensor, tau: float) -> Tensor:
+        """``z`` after a proximal step of a tiny ``tau``: onto the domain and the kinks beside it.
+
+        For states that carry rounding from a change of variable; moves ``z`` by about
+        ``tau`` times its gradient, and by nothing at a stationary point.
+        """
+
+    def stationarity(self, z: Tensor) -> Tensor:
+        """``dist(0, dG(z))`` per sample: ``[B]``, float32 or better."""
+        least = self.minimal_subgradient(z).flatten(1)
+        norm: Tensor = torch.linalg.vector_norm(least, dim=1)
+        return norm
+
+    def moreau(self, alpha: float) -> MoreauProblem:
+        """The skip connection ``alpha T + (1 - alpha) I`` (paper 003, Table 1, row 2)."""
+        return MoreauProblem(self, alpha)
+
+    def affine(self, matrix: float | Tensor, shift: Tensor | None = None) -> AffineProblem:
+        """The change of variable ``z = A y + shift`` (paper 003, Table 1, row 3)."""
+        return AffineProblem(self, matrix, shift)
+
+
+@dataclass(frozen=True, eq=False)
+class Problem(HiddenProblem):
+    """``G(z) = sum f(z) + |z|^2/2 + q(z)``, plus ``R(z)`` or its Moreau envelope.
+
+    ``coupling`` is bound to its input, so a problem is made for a batch and thrown away.
+    """
+
+    prior: Prior
+    coupling: Coupling
+    regularizer: Regularizer | None = None
+    regularize: Literal["gradient", "prox"] = "gradient"
+    _prior: Prior = field(init=False, repr=False)  # with the non-smooth regularizer, if any
+    _smooth: Regularizer | None = field(init=False, repr=False)  # what is left of it
+
+    def __post_init__(self) -> None:
+        parts: list[tuple[str, object, type]] = [
+            ("prior", self.prior, Prior),
+            ("coupling", self.coupling, Coupling),
+        ]
+        if self.regularizer is not None:
+            parts.append(("regularizer", self.regularizer, Regularizer))
+        for name, part, kind in parts:
+            if not isinstance(part, kind):
+                got = type(part).__name__
+                raise TypeError(f"Problem: {name} got a {got}, takes a {kind.__name__}")
+        if self.regularize not in ("gradient", "prox"):
+            raise ValueError(
+                f"Problem: regularize got {self.regularize!r}, takes 'gradient' or 'prox'"
+            )
+        prior, smooth = self.prior, self.regularizer
+        if smooth is not None and self.regularize == "prox" and not smooth.has_prox:
+            raise ValueError(
+                f"Problem: regularize='prox' needs a regularizer with a closed prox (SquaredNorm, "
+                f"L1), got {type(smooth).__name__}; use regularize='gradient'"
+            )
+        if smooth is not None and self.regularize == "gradient" and not smooth.smooth:
+            if not isinstance(smooth, L1):
+                raise ValueError(
+                    f"Problem: regularize='gradient' takes a smooth regularizer or L1, got "
+                    f"{type(smooth).__name__}; use regularize='prox'"
+                )
+            prior, smooth = WithL1(prior, smooth.weight), None
+        object.__setattr__(self, "_prior", prior)
+        object.__setattr__(self, "_smooth", smooth)
+
+    @property
+    def effective_prior(self) -> Prior:
+        """The prior whose prox ``step`` takes: ``f``, or ``f + w|.|`` with an L1 regularizer."""
+        return self._prior
+
+    def inputs(self) -> tuple[Tensor, ...]:
+        return self.coupling.inputs()
+
+    def with_inputs(self, *inputs: Tensor) -> Problem:
+        other = copy.copy(self)
+        object.__setattr__(other, "coupling", self.coupling.with_inputs(*inputs))
+        return other
+
+    def default_start(self, shape: Sequence[int] | None = None) -> Tensor:
+        return self.coupling.default_start(shape)
+
+    def _force(self, z: Tensor) -> Tensor:
+        """The gradient of the smooth part without ``|z|^2/2``."""
+        force = self.coupling.grad(z)
+        if self._smooth is None:
+            return force
+        if self.regularize == "prox":
+            return force + (z - self._smooth.prox(z))
+        return force + self._smooth.grad(z)
+
+    def _penalty(self, regularizer: Regularizer, z: Tensor) -> Tensor:
+        """``R`` or its envelope: ``[B]``, or ``R/B`` for all where it couples the batch."""
+        if self.regularize == "prox":
+            wide = at_least_float32(z)
+            near = regularizer.prox(wide)
+            return regularizer.value(near) + 0.5 * per_sample_sum((near - wide) ** 2)
+        value = regularizer.value(z)
+        return value / z.shape[0] if regularizer.couples_batch else value
+
+    def objective(self, z: Tensor) -> Tensor:
+        wide = at_least_float32(z)
+        prior = per_sample_sum(self._prior.value(z))
+        total = prior + 0.5 * per_sample_sum(wide * wide) + self.coupling.value(z)
+        return total if self._smooth is None else total + self._penalty(self._smooth, z)
+
+    def gradient(self, z: Tensor) -> Tensor:
+        return z + self._force(z)
+
+    def step(self, z: Tensor, tau: float | Tensor = 1.0) -> Tensor:
+        tau = per_sample(tau, z)
+        if isinstance(tau, float) and tau == 1.0:
+            return self._prior.prox(-self._force(z))
+        moved = ((1.0 - tau) * z - tau * self._force(z)).to(z.dtype)
+        return self._prior.prox(moved, tau)
+
+    def snap(self, z: Tensor, tau: float) -> Tensor:
+        return self.step(z, tau)
+
+    def minimal_subgradient(self, z: Tensor) -> Tensor:
+        """The element of least norm of ``dG(z)``: entrywise 0 moved into ``df(z) + g``."""
+        g = at_least_float32(self.gradient(z))
+        lower, upper = self._prior.subdifferential(z)
+        return torch.where(lower + g > 0, lower + g, (upper + g).clamp(max=0.0))
+
+    def curvature(self) -> Curvature:
+        return self._with_rest(self.coupling.curvature())
+
+    def local_curvature(self, z: Tensor) -> Curvature:
+        """Bounds at this ``z`` (of the coupling; those of a regularizer stay global)."""
+        return self._with_rest(self.coupling.local_curvature(z))
+
+    def _with_rest(self, q: Curvature) -> Curvature:
+        """Add the identity of ``|z|^2/2`` and the regularizer to the bounds of ``q``."""
+        if self._smooth is None:
+            return Curvature(1.0 + q.lower, 1.0 + q.upper, q.rigorous, q.note)
+        r = self._smooth.curvature()
+        if self.regularize == "prox":  # h/(1+h) is increasing: the envelope's Hessian
+            ends = [1.0 if h == math.inf else h / (1.0 + h) for h in (r.lower, r.upper)]
+            r = Curvature(ends[0], ends[1], r.rigorous, f"envelope of: {r.note}")
+        note = f"{q.note}; {r.note}"
+        lower, upper = 1.0 + q.lower + r.lower, 1.0 + q.upper + r.upper
+        return Curvature(lower, upper, q.rigorous and r.rigorous, note)
+
+
+@dataclass(frozen=True, eq=False)
+class MoreauProblem(HiddenProblem):
+    """``z -> alpha T(z) + (1 - alpha) z``: a skip connection, ``0 < alpha <= 1``.
+
+    What stays true. The fixed points are those of ``T``, for every ``T``; a Lipschitz constant
+    ``k`` of ``T`` becomes ``alpha k + 1 - alpha``. Paper 003 (Table 1) calls this the prox of
+    ``alpha M_phi^{1-alpha}``, which holds where ``T = prox_phi``, as for its layer
+    ``W' sigma(W z + c)``. The map ``T = prox_f(-grad q)`` of a general problem is not a prox, so
+    here ``objective``, ``gradient``, ``stationarity`` and ``curvature`` are those of ``G`` itself,
+    whose minimizers the envelope ``alpha M_G^{1-alpha}`` shares.
+    """
+
+    problem: HiddenProblem
+    alpha: float
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.alpha <= 1.0:
+            raise ValueError(f"moreau: alpha got {self.alpha!r}, takes 0 < alpha <= 1")
+
+    def inputs(self) -> tuple[Tensor, ...]:
+        return self.problem.inputs()
+
+    def with_inputs(self, *inputs: Tensor) -> MoreauProblem:
+        return dataclasses.replace(self, problem=self.problem.with_inputs(*inputs))
+
+    def default_start(self, shape: Sequence[int] | None = None) -> Tensor:
+        return self.problem.default_start(shape)
+
+    def objective(self, z: Tensor) -> Tensor:
+        return self.problem.objective(z)
+
+    def gradient(self, z: Tensor) -> Tensor:
+        return self.problem.gradient(z)
+
+    def step(self, z: Tensor, tau: float | Tensor = 1.0) -> Tensor:
+        return self.alpha * self.problem.step(z, tau) + (1.0 - self.alpha) * z
+
+    def snap(self, z: Tensor, tau: float) -> Tensor:
+        return self.problem.snap(z, tau)
+
+    def minimal_subgradient(self, z: Tensor) -> Tensor:
+        return self.problem.minimal_subgradient(z)
+
+    def curvature(self) -> Curvature:
+        return self.problem.curvature()
+
+
+@dataclass(frozen=True, eq=False)
+class AffineProblem(HiddenProblem):
+    """``G(A y + shift)`` in the variable ``y``, with the layer ``A^{-1}(T(A y + shift) - shift)``.
+
+    ``matrix`` is a number (scaling) or an invertible ``[n, n]`` matrix on the flattened state;
+    ``shift`` broadcasts to ``z``. What stays true. Fixed points correspond, ``z* = A y* + shift``,
+    for every invertible ``A``. The step is a proximal-gradient step of ``G(A .)`` only when ``A``
+    is orthogonal (``orthogonal``); otherwise it is the step of ``G`` in other coordinates, and
+    descends in the metric of ``A``. ``minimal_subgradient`` is ``A' s`` with ``s`` the least
+    subgradient of ``G``: its norm is the exact distance when ``A`` is a multiple of an orthogonal
+    matrix and an upper bound otherwise, zero exactly at stationary points in both cases.
+
+    ``A y + shift`` is rounded, and a rounded 0 is no longer at the kink of a ReLU or inside its
+    domain. So ``objective`` forgives a state outside the domain by rounding alone, and
+    ``minimal_subgradient`` looks at the state after a proximal step of sqrt(eps) (``snap``).
+    """
+
+    problem: HiddenProblem
+    matrix: float | Tensor
+    shift: Tensor | None = None
+    _spread: tuple[float, float] = field(init=False, repr=False)  # extreme singular values
+
+    def __post_init__(self) -> None:
+        if isinstance(self.matrix, Tensor):
+            if self.matrix.ndim != 2 or self.matrix.shape[0] != self.matrix.shape[1]:
+                got = tuple(self.matrix.shape)
+                raise ValueError(f"affine: matrix got shape {got}, takes a square matrix [n, n]")
+            values = torch.linalg.svdvals(self.matrix.detach().double())
+            spread = float(values[-1]), float(values[0])
+        else:
+            spread = abs(float(self.matrix)), abs(float(self.matrix))
+        if not (math.isfinite(spread[1]) and spread[0] > 1e-12 * spread[1]):
+            raise ValueError(
+                f"affine: matrix got singular values from {spread[0]:.3g} to {spread[1]:.3g}, "
+                "takes an invertible matrix or a nonzero number"
+            )
+        object.__setattr__(self, "_spread", spread)
+
+    def inputs(self) -> tuple[Tensor, ...]:
+        return self.problem.inputs()
+
+    def with_inputs(self, *inputs: Tensor) -> AffineProblem:
+        other = copy.copy(self)  # the singular values of the matrix stay as they are
+        object.__setattr__(other, "problem", self.problem.with_inputs(*inputs))
+        return other
+
+    def default_start(self, shape: Sequence[int] | None = None) -> Tensor:
+        return self.from_state(self.problem.default_start(shape))
+
+    @property
+    def orthogonal(self) -> bool:
+        """Whether the layer stays a proximal-gradient step of ``G(A .)`` (to 1e-6)."""
+        return abs(self._spread[0] - 1.0) < 1e-6 and abs(self._spread[1] - 1.0) < 1e-6
+
+    def _apply(self, y: Tensor, *, transpose: bool = False) -> Tensor:
+        if not isinstance(self.matrix, Tensor):
+            return float(self.matrix) * y
+        matrix = self.matrix.to(y.dtype)
+        moved = y.flatten(1) @ (matrix if transpose else matrix.mT)
+        return moved.reshape(y.shape)
+
+    def to_state(self, y: Tensor) -> Tensor:
+        """``z = A y + shift``."""
+        z = self._apply(y)
+        return z if self.shift is None else z + self.shift
+
+    def from_state(self, z: Tensor) -> Tensor:
+        """``y = A^{-1}(z - shift)``."""
+        if self.shift is not None:
+            z = z - self.shift
+        if not isinstance(self.matrix, Tensor):
+            return z / float(self.matrix)
+        wide = at_least_float32(z)  # no factorization in half precision
+        solved: Tensor = torch.linalg.solve(self.matrix.to(wide.dtype), wide.flatten(1).mT)
+        return solved.mT.reshape(z.shape).to(z.dtype)
+
+    def objective(self, z: Tensor) -> Tensor:
+        state = self.to_state(z)
+        value = self.problem.objective(state)
+        eps = torch.finfo(state.dtype).eps
+        near = self.problem.snap(state, eps)
+        moved = (near - state).abs().flatten(1).amax(1)
+        size = state.abs().flatten(1).amax(1) + self._spread[1] * z.abs().flatten(1).sum(1)
+        excused = value.isinf() & (moved <= 64.0 * eps * (1.0 + size))
+        return torch.where(excused, self.problem.objective(near), value)
+
+    def gradient(self, z: Tensor) -> Tensor:
+        return self._apply(self.problem.gradient(self.to_state(z)), transpose=True)
+
+    def step(self, z: Tensor, tau: float | Tensor = 1.0) -> Tensor:
+        return self.from_state(self.problem.step(self.to_state(z), tau))
+
+    def snap(self, z: Tensor, tau: float) -> Tensor:
+        return self.from_state(self.problem.snap(self.to_state(z), tau))
+
+    def minimal_subgradient(self, z: Tensor) -> Tensor:
+        state = self.to_state(z)
+        state = self.problem.snap(state, math.sqrt(torch.finfo(state.dtype).eps))
+        least = self.problem.minimal_subgradient(state)
+        empty = least.isinf()
+        pulled = self._apply(torch.where(empty, 0.0, least), transpose=True)
+        lost = empty.flatten(1).any(1).reshape(-1, *[1] * (z.ndim - 1))
+        return torch.where(lost, math.inf, pulled)
+
+    def curvature(self) -> Curvature:
+        base = self.problem.curvature()
+        size = self.matrix.shape[0] if isinstance(self.matrix, Tensor) else 1
+        slack = 1e-14 * size * self._spread[1]  # more than the error of an SVD in float64
+        low, high = max(self._spread[0] - slack, 0.0) ** 2, (self._spread[1] + slack) ** 2
+        # m A'A is at least m sigma_min^2 for m >= 0 and m sigma_max^2 below; the reverse for L.
+        lower = torch.as_tensor(base.lower, dtype=torch.float64)
+        upper = torch.as_tensor(base.upper, dtype=torch.float64)
+        lower = torch.where(lower >= 0, lower * low, lower * high)
+        upper = torch.where(upper >= 0, upper * high, upper * low)
+        note = f"{base.note}; in the variable y, singular values of A by SVD in float64"
+        ends = [float(t) if t.ndim == 0 else t for t in (lower, upper)]
+        return Curvature(ends[0], ends[1], base.rigorous, note)

@@ -1,0 +1,136 @@
+"""γ policies: formulas, positivity, independence of batch mates, Lipschitz factors."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy.optimize import minimize_scalar
+
+from equilibria.problems.gamma import (
+    FixedGamma,
+    GammaPolicy,
+    LearnedGamma,
+    MeanPatchEnergy,
+    MinPatchEnergy,
+    as_gamma,
+)
+from tests.problems.test_operators import randn
+
+ENERGIES = torch.tensor([[1.0, 2.0, 6.0], [0.5, 0.25, 4.0]], dtype=torch.float64)
+
+
+def test_formulas() -> None:
+    np.testing.assert_array_equal(FixedGamma(0.7)(ENERGIES).numpy(), [0.7, 0.7])
+    np.testing.assert_allclose(MinPatchEnergy(0.2)(ENERGIES).numpy(), [0.2, 0.8], rtol=1e-15)
+    np.testing.assert_allclose(
+        MeanPatchEnergy(0.3)(ENERGIES).numpy(), [0.3 / 3.0, 0.9 / 4.75], rtol=1e-15
+    )
+
+
+@pytest.mark.parametrize("policy", [FixedGamma(), MinPatchEnergy(), MeanPatchEnergy()])
+def test_per_sample_and_detached(policy: GammaPolicy) -> None:
+    energies = ENERGIES.clone().requires_grad_()
+    both = policy(energies)
+    assert not both.requires_grad
+    for i in range(2):
+        torch.testing.assert_close(policy(energies[i : i + 1]), both[i : i + 1], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("policy", [MinPatchEnergy(), MeanPatchEnergy()])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_zero_energy_gives_a_finite_gamma(policy: GammaPolicy, dtype: torch.dtype) -> None:
+    gamma = policy(torch.zeros(2, 3, dtype=dtype))
+    assert gamma.dtype in (torch.float32, torch.float64)
+    np.testing.assert_allclose(gamma.double().numpy(), 0.2 / 1e-12, rtol=1e-6)
+
+
+def test_scaling_the_input_scales_gamma() -> None:
+    for policy in (MinPatchEnergy(), MeanPatchEnergy()):
+        torch.testing.assert_close(policy(1e-4 * ENERGIES), 1e4 * policy(ENERGIES))
+
+
+def test_lipschitz_factors() -> None:
+    assert FixedGamma().lipschitz_factor == 1.0
+    assert LearnedGamma().lipschitz_factor == 1.0
+    assert MinPatchEnergy().lipschitz_factor is None
+    assert MinPatchEnergy().input_dependent
+    assert MeanPatchEnergy().input_dependent
+    assert not FixedGamma().input_dependent
+    assert not LearnedGamma().input_dependent
+    assert MeanPatchEnergy(0.2).lipschitz_factor == pytest.approx(2.833, abs=5e-4)
+
+
+@pytest.mark.parametrize("scale", [0.05, 0.2, 1.0])
+def test_mean_factor_from_its_own_derivation(scale: float) -> None:
+    """1 + 2·max_h|d(e^{−γh²}h)/dγ|·γ^{3/2}/√scale, the maximum found numerically at γ = 1."""
+    found = minimize_scalar(lambda h: -(h**3) * math.exp(-h * h), bounds=(0.1, 4), method="bounded")
+    expected = 1 - 2 * found.fun / math.sqrt(scale)
+    assert MeanPatchEnergy(scale).lipschitz_factor == pytest.approx(expected, rel=1e-8)
+
+
+def test_mean_rule_moves_messages_within_its_factor() -> None:
+    """c̃ → (e^{−γᵢ‖c̃ᵢ‖²}c̃ᵢ) with the mean rule's γ(c̃) is Lipschitz with the factor, by Jacobians."""
+    factor = MeanPatchEnergy(0.2).lipschitz_factor
+    assert factor is not None
+
+    def messages(flat: torch.Tensor) -> torch.Tensor:
+        h = flat.reshape(4, 2)
+        e = h.square().sum(-1)
+        return (torch.exp(-0.2 / e.mean() * e)[:, None] * h).flatten()
+
+    worst = 0.0
+    for seed in range(300):
+        h = randn(8, seed=seed) * torch.exp(randn(4, seed=seed + 1000)).repeat_interleave(2)
+        jacobian = torch.func.jacrev(messages)(h)
+        worst = max(worst, float(torch.linalg.matrix_norm(jacobian, 2)))
+    assert 0.3 < worst <= factor
+
+
+def test_learned_gamma_is_positive_and_has_a_gradient() -> None:
+    policy = LearnedGamma(0.5)
+    rho = policy.initial_parameter().double().requires_grad_()
+    gamma = policy.bind(rho)(ENERGIES)
+    torch.testing.assert_close(gamma, torch.full((2,), 0.5, dtype=torch.float64), rtol=1e-7, atol=0)
+    (grad,) = torch.autograd.grad(gamma.sum(), rho)
+    assert float(grad) == pytest.approx(2 * 0.5, rel=1e-7)  # dγ/dρ = γ, two samples
+    assert policy.gamma_from(torch.tensor(-50.0)) > 0
+    per_sample = policy.bind(torch.tensor([0.0, 1.0]))(ENERGIES)
+    np.testing.assert_allclose(per_sample.numpy(), [1.0, math.e], rtol=1e-6)
+    with pytest.raises(ValueError, match="bind"):
+        policy(ENERGIES)
+    with pytest.raises(ValueError, match="batch of 2"):
+        policy.bind(torch.zeros(3))(ENERGIES)
+    assert not policy.bind(rho).input_dependent
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (lambda: FixedGamma(0.0), ValueError, "value=0.0"),
+        (lambda: FixedGamma(-1.0), ValueError, "value=-1.0"),
+        (lambda: FixedGamma(math.nan), ValueError, "value=nan"),
+        (lambda: MinPatchEnergy(0.0), ValueError, "scale=0.0"),
+        (lambda: MeanPatchEnergy(-0.2), ValueError, "scale=-0.2"),
+        (lambda: MeanPatchEnergy(0.2, floor=0.0), ValueError, "floor=0.0"),
+        (lambda: LearnedGamma(0.0), ValueError, "init=0.0"),
+        (lambda: as_gamma(0.0), ValueError, "gamma=0.0"),
+        (lambda: as_gamma(-2), ValueError, "gamma=-2"),
+        (lambda: as_gamma(math.inf), ValueError, "gamma=inf"),
+        (lambda: as_gamma("mean"), TypeError, "'mean'"),  # type: ignore[arg-type]
+        (lambda: as_gamma(True), TypeError, "bool"),
+        (lambda: FixedGamma()(torch.ones(3)), ValueError, r"\[B, P\]"),
+        (lambda: MeanPatchEnergy()(torch.ones(3, 0)), ValueError, "P ≥ 1"),
+    ],
+)
+def test_bad_values_are_named(make, error: type[Exception], words: str) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(error, match=words):
+        make()
+
+
+def test_as_gamma() -> None:
+    policy = MeanPatchEnergy()
+    assert as_gamma(policy) is policy
+    assert as_gamma(2) == FixedGamma(2.0)

@@ -1,0 +1,681 @@
+"""The Gaussian coupling, dense and over patches, against loops, differences and dense SVDs."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.optimize import brentq, minimize
+from torch import Tensor
+
+from equilibria.problems.gamma import FixedGamma, LearnedGamma, MeanPatchEnergy, MinPatchEnergy
+from equilibria.problems.gaussian import GAUSSIAN_CONCAVITY, Gaussian
+from equilibria.problems.kernels import Coupling
+from equilibria.problems.operators import (
+    ConvOperator,
+    DenseOperator,
+    LinearOperator,
+    ModuleOperator,
+    SeparableConvOperator,
+)
+from equilibria.problems.patches import Patches
+from tests.problems.test_kernels import central_gradient
+from tests.problems.test_operators import conv_matrix, randn
+from tests.problems.test_patches import rows_by_loops
+
+B = 2 * math.exp(-1.5)
+
+
+@dataclass
+class Case:
+    """A Gaussian coupling and, apart from it, the dense A and c̃ of its formula."""
+
+    operator: LinearOperator
+    c: Tensor
+    gamma: Tensor
+    patches: Patches | None
+    hidden: Tensor | None
+    state: tuple[int, ...]
+    rows: Callable[[np.ndarray], np.ndarray]  # one sample's Wz, flat → [P, k]
+    matrix: np.ndarray  # W
+
+    @property
+    def hidden_matrix(self) -> np.ndarray:
+        width = self.rows(np.zeros(self.matrix.shape[0])).shape[1]
+        return np.eye(width) if self.hidden is None else self.hidden.numpy()
+
+    @property
+    def blocks(self) -> np.ndarray:
+        """A as [P, hidden, n]: column by column."""
+        columns = [self.rows(column) @ self.hidden_matrix for column in self.matrix.T]
+        return np.stack(columns, -1)
+
+    def coupling(self, **options: object) -> Gaussian:
+        return Gaussian(
+            self.operator, self.c, self.gamma, patches=self.patches, hidden=self.hidden, **options
+        )  # type: ignore[arg-type]
+
+    def objective(self, b: int) -> Callable[[np.ndarray], float]:
+        """−(1/2γ)Σ exp(−γ‖rᵢW_h‖²), as printed."""
+        gamma, c = float(self.gamma[b]), self.c[b].flatten().numpy()
+
+        def q(z: np.ndarray) -> float:
+            h = self.rows(c - self.matrix @ z) @ self.hidden_matrix
+            return -float(np.exp(-gamma * np.square(h).sum(1)).sum()) / (2 * gamma)
+
+        return q
+
+    def hessian(self, b: int, z: np.ndarray) -> np.ndarray:
+        """ΣAᵢᵀe^{−sᵢ}(I − 2γhᵢhᵢᵀ)Aᵢ, dense."""
+        gamma, c = float(self.gamma[b]), self.c[b].flatten().numpy()
+        h = self.rows(c - self.matrix @ z) @ self.hidden_matrix
+        total = np.zeros((z.size, z.size))
+        for a_i, h_i in zip(self.blocks, h, strict=True):
+            block = np.eye(h_i.size) - 2 * gamma * np.outer(h_i, h_i)
+            total += math.exp(-gamma * float(h_i @ h_i)) * a_i.T @ block @ a_i
+        return total
+
+
+def dense_case(
+    seed: int,
+    *,
+    out: int = 4,
+    n: int = 3,
+    hid: int | None = None,
+    mu: float | None = None,
+    gamma: float = 0.5,
+    batch: int = 2,
+) -> Case:
+    weight = randn(out, n, seed=seed)
+    hidden = None if hid is None else randn(out, hid, seed=seed + 1)
+    if mu is not None:
+        a = weight if hidden is None else hidden.T @ weight
+        weight = weight * (mu / float(torch.linalg.matrix_norm(a, 2)))
+    gammas = gamma * torch.linspace(1.0, 1.5, batch, dtype=torch.float64)
+    return Case(
+        DenseOperator(weight),
+        randn(batch, out, seed=seed + 2),
+        gammas,
+        None,
+        hidden,
+        (n,),
+        lambda r: r[None],
+        weight.numpy(),
+    )
+
+
+def conv_case(
+    seed: int,
+    *,
+    stride: int = 1,
+    size: int = 2,
+    hid: int | None = 5,
+    mu: float | None = None,
+    gamma: float = 0.5,
+    n: int = 4,
+    batch: int = 2,
+) -> Case:
+    weight = 0.4 * randn(4, 2, 3, 3, seed=seed)
+    patches = Patches(channels=2, size=size)
+    hidden = None if hid is None else 0.4 * randn(patches.width, hid, seed=seed + 1)
+    m = (n - 1) // stride + 1
+    gammas = gamma * torch.linspace(1.0, 1.5, batch, dtype=torch.float64)
+    case = Case(
+        ConvOperator(weight, stride),
+        randn(batch, 4, m, m, seed=seed + 2),
+        gammas,
+        patches,
+        hidden,
+        (2, n, n),
+        lambda r: rows_by_loops(r.reshape(1, 4, m, m), 2, size)[0],
+        conv_matrix(weight, n, n, stride=stride, padding=1),
+    )
+    if mu is not None:
+        factor = mu / norm(case)
+        case.operator = ConvOperator(weight * factor, stride)
+        case.matrix = case.matrix * factor
+    return case
+
+
+def norm(case: Case) -> float:
+    a = case.blocks
+    return float(np.linalg.svd(a.reshape(-1, a.shape[-1]), compute_uv=False)[0])
+
+
+CASES: dict[str, Callable[..., Case]] = {
+    "dense": dense_case,
+    "dense-hidden": lambda seed, **o: dense_case(seed, hid=6, **o),
+    "dense-narrow": lambda seed, **o: dense_case(seed, hid=1, **o),
+    "conv": conv_case,
+    "conv-stride": lambda seed, **o: conv_case(seed, stride=2, n=8, **o),
+    "conv-pixels": lambda seed, **o: conv_case(seed, size=1, hid=None, **o),
+}
+
+
+def states(case: Case, seed: int = 77) -> Tensor:
+    return 0.5 * randn(case.c.shape[0], *case.state, seed=seed)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_value_gradient_and_hvp(name: str) -> None:
+    case = CASES[name](5)
+    coupling, z = case.coupling(), states(case)
+    v = randn(*z.shape, seed=3)
+    value, grad, hvp = coupling.value(z), coupling.grad(z), coupling.hvp(z, v)
+    assert value.shape == (2,)
+    assert grad.shape == z.shape
+    for b in range(2):
+        q, at = case.objective(b), z[b].flatten().numpy()
+        assert float(value[b]) == pytest.approx(q(at), rel=1e-12)
+        found = grad[b].flatten().numpy()
+        np.testing.assert_allclose(found, central_gradient(q, at, 1e-3), rtol=1e-7, atol=1e-9)
+        product = case.hessian(b, at) @ v[b].flatten().numpy()
+        np.testing.assert_allclose(hvp[b].flatten().numpy(), product, rtol=1e-10, atol=1e-12)
+
+
+def test_energies_are_those_of_the_hidden_rows() -> None:
+    case = conv_case(1)
+    z = states(case)
+    r = case.c[0].flatten().numpy() - case.matrix @ z[0].flatten().numpy()
+    expected = np.square(case.rows(r) @ case.hidden_matrix).sum(1)
+    np.testing.assert_allclose(case.coupling().energies(z)[0].numpy(), expected, rtol=1e-11)
+
+
+@pytest.mark.parametrize("name", ["dense-hidden", "conv-stride"])
+def test_autograd_agrees_in_state_and_parameters(name: str) -> None:
+    case = CASES[name](2)
+    z = states(case).requires_grad_()
+    coupling = case.coupling()
+    (grad,) = torch.autograd.grad(coupling.value(z).sum(), z)
+    torch.testing.assert_close(grad, coupling.grad(z), rtol=1e-11, atol=1e-13)
+    v = randn(*z.shape, seed=9)
+    (hv,) = torch.autograd.grad((coupling.grad(z) * v).sum(), z)
+    torch.testing.assert_close(hv, coupling.hvp(z, v), rtol=1e-11, atol=1e-13)
+    if name == "dense-hidden":
+        run = lambda w, c, g, h, z: Gaussian(w, c, g, hidden=h).grad(z)
+        assert isinstance(case.operator, DenseOperator)
+        assert case.hidden is not None
+        leaves = [case.operator.weight, case.c, case.gamma, case.hidden, z.detach()]
+        args = tuple(t.clone().requires_grad_() for t in leaves)
+        assert torch.autograd.gradcheck(run, args)
+        assert torch.autograd.gradgradcheck(run, args)
+
+
+def test_metric_in_place_of_hidden() -> None:
+    case = conv_case(3)
+    assert case.hidden is not None
+    z = states(case)
+    by_metric = Gaussian(
+        case.operator, case.c, case.gamma, patches=case.patches, metric=case.hidden @ case.hidden.T
+    )
+    torch.testing.assert_close(by_metric.grad(z), case.coupling().grad(z), rtol=1e-11, atol=1e-14)
+    assert by_metric.mu_upper() == pytest.approx(case.coupling().mu_upper(), rel=1e-10)
+
+
+# MATH §2 fact 1: the spectrum of ∇²q
+
+
+def _hvp_matrix(coupling: Coupling, z: Tensor, b: int) -> np.ndarray:
+    """∇²q(z_b) from Hessian-vector products with every unit vector."""
+    n = z[b].numel()
+    columns = []
+    for i in range(n):
+        e = torch.zeros_like(z)
+        e[b].view(-1)[i] = 1.0
+        columns.append(coupling.hvp(z, e)[b].flatten().numpy())
+    return np.stack(columns, -1)
+
+
+@given(
+    name=st.sampled_from(sorted(CASES)),
+    seed=st.integers(0, 10**6),
+    log_gamma=st.floats(-3, 3),
+    mu=st.floats(0.1, 3.0),
+    energy=st.floats(0.0, 4.0),
+)
+@settings(max_examples=100, deadline=None)
+def test_fact_1_spectrum_within_its_bounds(
+    name: str, seed: int, log_gamma: float, mu: float, energy: float
+) -> None:
+    gamma = 10.0**log_gamma
+    case = CASES[name](seed, mu=mu, gamma=gamma, batch=1)
+    # Residuals of every size around s = 1.5, the dangerous one, whatever γ.
+    case.c = case.c * math.sqrt(energy / gamma)
+    z = states(case, seed) * (0.1 / math.sqrt(gamma))
+    hessian = case.hessian(0, z[0].flatten().numpy())
+    spectrum = np.linalg.eigvalsh(hessian)
+    true_mu = norm(case)
+    assert true_mu == pytest.approx(mu, rel=1e-9)
+    assert spectrum[0] >= -B * mu**2 * (1 + 1e-9)
+    assert spectrum[-1] <= mu**2 * (1 + 1e-9)
+    coupling = case.coupling()
+    tight = not isinstance(case.operator, DenseOperator)
+    for curvature in (
+        coupling.curvature(),
+        coupling.curvature(tight=tight),
+        coupling.local_curvature(z),
+        coupling.local_curvature(z, tight=tight),
+    ):
+        assert curvature.rigorous
+        rounding = 1e-13 * mu**2  # of the oracle's eigenvalues: a lower bound may be exactly 0
+        assert float(curvature.lower) <= spectrum[0] + rounding
+        assert spectrum[-1] <= float(curvature.upper) + rounding
+    everywhere, here = coupling.curvature(), coupling.local_curvature(z)
+    assert float(everywhere.lower) <= float(here.lower)
+    assert float(here.upper) <= float(everywhere.upper)
+
+
+@pytest.mark.parametrize("gamma", [1e-3, 1.0, 1e3])
+@pytest.mark.parametrize("mu", [0.1, 1.0, 1.49, 3.0])
+@pytest.mark.parametrize("name", ["dense", "dense-hidden", "conv", "conv-stride"])
+def test_fact_1_is_attained(name: str, mu: float, gamma: float) -> None:
+    """hᵢ along the blocks of A's top left singular vector with s = 1.5, and hᵢ = 0: both ends.
+
+    Both are inputs c that someone could meet, so neither side of the bound can be improved.
+    """
+    case = CASES[name](1, mu=mu, gamma=gamma, batch=1)
+    a = case.blocks
+    left, _, _ = np.linalg.svd(a.reshape(-1, a.shape[-1]), full_matrices=False)
+    top = left[:, 0].reshape(a.shape[:2])
+    z = states(case) * 0.0
+    h = top / np.linalg.norm(top, axis=1, keepdims=True) * math.sqrt(1.5 / gamma)
+    rows = torch.from_numpy(h @ np.linalg.pinv(case.hidden_matrix))
+    reached = rows.numpy() @ case.hidden_matrix
+    np.testing.assert_allclose(reached, h, atol=1e-9 * float(np.abs(h).max()))
+    shape = case.c.shape
+    flat = rows if case.patches is None else case.patches.merge(rows[None], shape)
+    for c, ratio_of in (
+        (flat.reshape(shape), lambda w: w[0] / (-B * mu**2)),
+        (torch.zeros(shape, dtype=torch.float64), lambda w: w[-1] / mu**2),
+    ):
+        case.c = c
+        hessian = _hvp_matrix(case.coupling(), z, 0)
+        np.testing.assert_allclose(hessian, hessian.T, atol=1e-10 * mu**2)
+        ratio = ratio_of(np.linalg.eigvalsh(hessian))
+        assert ratio == pytest.approx(1.0, abs=1e-6)
+        assert ratio <= 1 + 1e-9
+
+
+def test_fact_1_by_an_adversary() -> None:
+    """A search that knows nothing of the construction comes to the same ends, and not past them."""
+    case = dense_case(4, out=3, n=2, hid=3, mu=1.3, gamma=1.0, batch=1)
+
+    def end(c: np.ndarray, side: int) -> float:
+        case.c = torch.from_numpy(c)[None]
+        hessian = case.hessian(0, np.zeros(2))
+        return float(np.linalg.eigvalsh(hessian)[side])
+
+    lows, highs = [], []
+    for seed in range(6):
+        start = randn(3, seed=seed).numpy()
+        lows.append(minimize(lambda c: end(c, 0), start, method="Nelder-Mead").fun)
+        highs.append(-minimize(lambda c: -end(c, -1), start, method="Nelder-Mead").fun)
+    mu2 = 1.3**2
+    assert 0.999 <= min(lows) / (-B * mu2) <= 1 + 1e-9
+    assert 0.999 <= max(highs) / mu2 <= 1 + 1e-9
+
+
+def test_hessian_by_torch_func_of_an_independent_objective() -> None:
+    """The dense Hessian of −(1/2γ)Σexp(−γ‖(unfold(c − conv z))W_h‖²), by forward-over-reverse."""
+    case = conv_case(8, batch=1)
+    assert isinstance(case.operator, ConvOperator)
+    assert case.hidden is not None
+    weight, hidden, gamma = case.operator.weight, case.hidden, float(case.gamma[0])
+
+    def q(z: Tensor) -> Tensor:
+        r = case.c - torch.nn.functional.conv2d(z.reshape(1, *case.state), weight, padding=1)
+        # unfold of two channels at a time: columns are 2×2 patches, entries (channel, i, j)
+        groups = [torch.nn.functional.unfold(g, 2, stride=2)[0].T for g in r.split(2, dim=1)]
+        h = torch.cat(groups) @ hidden
+        return -torch.exp(-gamma * h.square().sum(1)).sum() / (2 * gamma)
+
+    z = states(case)
+    oracle = torch.func.hessian(q)(z[0].flatten())
+    made = _hvp_matrix(case.coupling(), z, 0)
+    np.testing.assert_allclose(made, oracle.numpy(), rtol=1e-9, atol=1e-12)
+    oracle_grad = torch.func.grad(q)(z[0].flatten())
+    torch.testing.assert_close(case.coupling().grad(z)[0].flatten(), oracle_grad)
+
+
+def test_local_curvature_where_it_must_bite() -> None:
+    weight = torch.eye(2, dtype=torch.float64)
+    z = torch.zeros(3, 2, dtype=torch.float64)
+    c = torch.tensor([[0.0, 0.0], [math.sqrt(0.25), 0.0], [3.0, 0.0]], dtype=torch.float64)
+    local = Gaussian(weight, c, 1.0).local_curvature(z)
+    np.testing.assert_allclose(local.lower, [0, 0, math.exp(-9) * -17], atol=2e-10)  # type: ignore[arg-type]
+    np.testing.assert_allclose(
+        local.upper,
+        [1.0, math.exp(-0.25), math.exp(-9)],
+        atol=2e-10,  # type: ignore[arg-type]
+    )
+    narrow = Gaussian(weight[:1], c[:, :1], 1.0).local_curvature(z)
+    np.testing.assert_allclose(
+        narrow.upper,
+        [1.0, 0.5 * math.exp(-0.25), 0.0],
+        atol=2e-10,  # type: ignore[arg-type]
+    )
+
+
+# MATH §2 fact 3: three equilibria just beyond the bound
+
+
+def test_fact_3_three_equilibria_of_the_scalar_map() -> None:
+    w, c, gamma = 1.55, 1.880956005, 1.0
+    coupling = Gaussian(
+        torch.tensor([[w]], dtype=torch.float64), torch.tensor([[c]], dtype=torch.float64), gamma
+    )
+    residual = lambda z: z + float(coupling.grad(torch.tensor([[z]], dtype=torch.float64)))
+    grid = np.linspace(-1.0, 2.0, 3001)
+    signs = np.sign([residual(float(z)) for z in grid])
+    found = [
+        brentq(residual, grid[i], grid[i + 1], xtol=1e-14)
+        for i in range(len(grid) - 1)
+        if signs[i] != signs[i + 1]
+    ]
+    np.testing.assert_allclose(found, [0.2396931, 0.4203373, 0.5820372], atol=5e-8)
+    # The equation written apart: z = w(c − wz)exp(−(c − wz)²).
+    for z in found:
+        assert w * (c - w * z) * math.exp(-((c - w * z) ** 2)) == pytest.approx(z, abs=1e-12)
+    one = torch.ones(1, 1, dtype=torch.float64)
+    slopes = [-float(coupling.hvp(z * one, one)) for z in found]
+    assert slopes[0] < 1
+    assert slopes[1] > 1, "the middle one is unstable"
+    assert slopes[2] < 1
+    assert coupling.curvature().lower == pytest.approx(-B * w * w, rel=1e-12)
+    assert 1 + float(coupling.curvature().lower) < 0, "and the bound does not certify it"
+
+
+@pytest.mark.parametrize("mu", [1.0, 1.4, 1.496])
+def test_fact_3_only_one_below_the_bound(mu: float) -> None:
+    """z + ∇q(z) is increasing for μ < 1.4969, so it has one zero, for every c."""
+    z = torch.linspace(-4, 4, 20_001, dtype=torch.float64)[:, None]
+    weight = torch.full((1, 1), mu, dtype=torch.float64)
+    for c in np.linspace(-4, 4, 17):
+        coupling = Gaussian(weight, torch.full_like(z, float(c)), 1.0)
+        assert (torch.diff((z + coupling.grad(z))[:, 0]) > 0).all()
+
+
+# μ
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("seed", range(4))
+def test_mu_bounds_the_dense_norm(name: str, seed: int) -> None:
+    case = CASES[name](seed)
+    sigma, coupling = norm(case), case.coupling()
+    loose, tight = coupling.mu(case.state), coupling.mu(case.state, tight=True)
+    for bound in (loose, tight):
+        assert sigma <= bound.upper
+        assert bound.estimate <= sigma * (1 + 1e-12)
+        assert bound.estimate >= 0.98 * sigma
+    assert tight.upper <= loose.upper
+    if isinstance(case.operator, DenseOperator):
+        assert loose.upper <= sigma * (1 + 1e-9)
+
+
+def test_tight_mu_is_near_the_norm_on_a_large_map() -> None:
+    case = conv_case(0, n=12, batch=1)
+    sigma, coupling = norm(case), case.coupling()
+    assert sigma <= coupling.mu_upper(tight=True) <= 1.06 * sigma
+    assert coupling.mu_upper() > 1.1 * sigma
+
+
+def test_product_bound_is_near_where_hidden_is_orthogonal() -> None:
+    """W_h = 2Q: A is 2W up to a rotation of every row, so ‖W‖‖W_h‖ has nothing to lose."""
+    case = conv_case(0, n=16, batch=1)
+    case.hidden = 2 * torch.linalg.qr(randn(8, 8)).Q
+    sigma = 2 * float(np.linalg.svd(case.matrix, compute_uv=False)[0])
+    for tight in (False, True):
+        upper = case.coupling().mu_upper(tight=tight)
+        assert 0.95 * upper <= sigma <= upper
+
+
+def test_mu_through_separable_grouped_and_module_operators() -> None:
+    depthwise, pointwise = 0.4 * randn(2, 1, 3, 3), randn(4, 2, 1, 1, seed=1)
+    case = conv_case(0)
+    composed = conv_matrix(pointwise, 4, 4) @ conv_matrix(depthwise, 4, 4, padding=1, groups=2)
+    grouped = 0.4 * randn(4, 1, 3, 3, seed=5)
+    plain = ConvOperator(depthwise[:, :1].repeat(2, 2, 1, 1))
+    module = ModuleOperator(plain, plain.adjoint, (2, 4, 4), dtype=torch.float64)
+    for operator, matrix in (
+        (SeparableConvOperator(depthwise, pointwise), composed),
+        (ConvOperator(grouped, groups=2), conv_matrix(grouped, 4, 4, padding=1, groups=2)),
+        (module, conv_matrix(plain.weight, 4, 4, padding=1)),
+    ):
+        case.operator, case.matrix = operator, matrix
+        sigma = norm(case)
+        for tight in (False, True):
+            bound = case.coupling().mu((2, 4, 4), tight=tight)
+            assert 0.98 * sigma <= bound.estimate <= bound.upper
+            assert sigma <= bound.upper
+        z = states(case)
+        q, at = case.objective(0), z[0].flatten().numpy()
+        np.testing.assert_allclose(
+            case.coupling().grad(z)[0].flatten().numpy(), central_gradient(q, at, 1e-3), atol=1e-8
+        )
+
+
+def test_an_unknown_norm_gives_an_empty_certificate_and_a_bound_a_full_one() -> None:
+    scale = lambda t: 0.5 * t
+    c = randn(1, 3000)
+    unknown = Gaussian(ModuleOperator(scale, scale, (3000,)), c, 1e-4)
+    for curvature in (unknown.curvature(), unknown.local_curvature(c)):
+        assert (curvature.lower, curvature.upper) == (-math.inf, math.inf)
+        assert "norm_bound" in curvature.note
+    known = Gaussian(ModuleOperator(scale, scale, (3000,), norm_bound=0.5), c, 1e-4)
+    assert known.curvature().upper == 0.25
+    local = known.local_curvature(c)
+    assert not local.rigorous, "its energies are those of a float32 module"
+    assert 0 < float(local.upper) < 0.25
+
+
+def test_norms_are_never_computed_on_the_hot_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = conv_case(0)
+    coupling, z = case.coupling(), states(case)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a norm inside the hot path")
+
+    for name in ("svdvals", "eigvalsh", "eigh", "matrix_norm"):
+        monkeypatch.setattr(torch.linalg, name, refuse)
+    coupling.value(z), coupling.grad(z), coupling.hvp(z, z), coupling.energies(z)
+    with pytest.raises(AssertionError, match="hot path"):
+        coupling.curvature()
+    monkeypatch.undo()
+    upper = coupling.mu_upper()
+    monkeypatch.setattr(torch.linalg, "eigvalsh", refuse)
+    assert coupling.mu_upper() == upper
+
+
+# γ
+
+
+def test_policy_sees_each_sample_alone_at_zero() -> None:
+    case = conv_case(6)
+    options = {"patches": case.patches, "hidden": case.hidden}
+    for policy, reduce in ((MeanPatchEnergy(0.2), np.mean), (MinPatchEnergy(0.2), np.min)):
+        both = Gaussian(case.operator, case.c, policy, **options)  # type: ignore[arg-type]
+        assert both.policy is policy
+        for b in range(2):
+            rows = case.rows(case.c[b].flatten().numpy()) @ case.hidden_matrix
+            expected = 0.2 / reduce(np.square(rows).sum(1))
+            assert float(both.gamma[b]) == pytest.approx(expected, rel=1e-11)
+            alone = Gaussian(case.operator, case.c[b : b + 1], policy, **options)  # type: ignore[arg-type]
+            assert float(alone.gamma[0]) == float(both.gamma[b])
+    leaf = case.c.clone().requires_grad_()
+    assert not Gaussian(case.operator, leaf, MeanPatchEnergy(), **options).gamma.requires_grad  # type: ignore[arg-type]
+
+
+def test_fixed_and_learned_gamma() -> None:
+    case = dense_case(0)
+    z = states(case)
+    fixed = Gaussian(case.operator, case.c, 0.3)
+    assert fixed.policy == FixedGamma(0.3)
+    rho = torch.tensor(math.log(0.3), dtype=torch.float64, requires_grad=True)
+    learned = Gaussian(case.operator, case.c, LearnedGamma().bind(rho))
+    torch.testing.assert_close(learned.grad(z), fixed.grad(z))
+    h = 1e-6
+    up, down = (
+        float(Gaussian(case.operator, case.c, 0.3 * math.exp(e)).value(z).sum()) for e in (h, -h)
+    )
+    (grad,) = torch.autograd.grad(learned.value(z).sum(), rho)
+    assert float(grad) == pytest.approx((up - down) / (2 * h), rel=1e-7)
+    scalar = Gaussian(case.operator, case.c, torch.tensor(0.3, dtype=torch.float64))
+    torch.testing.assert_close(scalar.grad(z), fixed.grad(z))
+
+
+@pytest.mark.parametrize("policy", [MeanPatchEnergy(), MinPatchEnergy()])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_zero_input_gives_finite_numbers(policy: MeanPatchEnergy, dtype: torch.dtype) -> None:
+    weight = randn(4, 3).to(dtype).requires_grad_()
+    coupling = Gaussian(weight, torch.zeros(2, 4, dtype=dtype), policy)
+    for z in (torch.zeros(2, 3, dtype=dtype), torch.ones(2, 3, dtype=dtype)):
+        z = z.requires_grad_()
+        outputs = (coupling.value(z), coupling.grad(z), coupling.hvp(z, z))
+        grads = torch.autograd.grad(sum(t.float().sum() for t in outputs), (z, weight))
+        for t in (*outputs, *grads):
+            assert torch.isfinite(t).all()
+
+
+# Formats, dtypes, transforms
+
+
+def test_channels_last_in_channels_last_out() -> None:
+    case = conv_case(9)
+    coupling, z = case.coupling(), states(case)
+    last = Gaussian(
+        case.operator,
+        case.c.contiguous(memory_format=torch.channels_last),
+        case.gamma,
+        patches=case.patches,
+        hidden=case.hidden,
+    )
+    zl = z.contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(last.grad(zl), coupling.grad(z), rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(last.value(zl), coupling.value(z), rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(last.hvp(zl, zl), coupling.hvp(z, z), rtol=1e-12, atol=1e-14)
+    message_like = last._residual(zl)
+    rows = last._rows(message_like)
+    assert last._merge(rows, message_like).is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 3e-2), (torch.float16, 5e-3)])
+def test_half_precision(dtype: torch.dtype, tolerance: float) -> None:
+    case = dense_case(3, out=16, n=12, hid=16, gamma=0.1)
+    assert isinstance(case.operator, DenseOperator)
+    assert case.hidden is not None
+    parts = (0.3 * case.operator.weight, case.c, 0.3 * case.hidden)
+    weight, c, hidden = (t.to(dtype) for t in parts)
+    z = states(case).to(dtype)
+    low = Gaussian(weight, c, 0.1, hidden=hidden)
+    high = Gaussian(weight.double(), c.double(), 0.1, hidden=hidden.double())
+    assert low.gamma.dtype == torch.float32
+    assert low.value(z).dtype == torch.float32
+    grad = low.grad(z)
+    assert grad.dtype == dtype
+    exact = high.grad(z.double())
+    assert (grad.double() - exact).norm() <= tolerance * exact.norm()
+
+
+@pytest.mark.parametrize("name", ["dense-hidden", "conv"])
+def test_compile_vmap_and_copies(name: str) -> None:
+    case = CASES[name](7)
+    coupling, z = case.coupling(), states(case)
+    run = lambda t: (coupling.value(t), coupling.grad(t), coupling.hvp(t, t))
+    expected = run(z)
+    compiled = torch.compile(run, fullgraph=True, dynamic=False, backend="aot_eager")(z)
+    stacked = torch.func.vmap(run)(torch.stack([z, 2 * z]))
+    copied = copy.deepcopy(coupling)
+    for a, b, d, e in zip(expected, compiled, stacked, (copied.value(z),) * 3, strict=True):
+        torch.testing.assert_close(b, a)
+        torch.testing.assert_close(d[0], a)
+        assert torch.equal(e, expected[0])
+
+    def whole(weight_c: Tensor, t: Tensor) -> Tensor:
+        made = Gaussian(
+            case.operator, weight_c, MeanPatchEnergy(), patches=case.patches, hidden=case.hidden
+        )
+        return made.grad(t)
+
+    metric = 2.0 * torch.eye(coupling.width, dtype=torch.float64)
+    by_metric = lambda c, g, t: Gaussian(
+        case.operator, c, g, patches=case.patches, metric=metric
+    ).grad(t)
+    traced = torch.compile(by_metric, fullgraph=True, dynamic=False, backend="aot_eager")
+    args = (case.c, case.gamma, z)
+    torch.testing.assert_close(traced(*args), by_metric(*args))
+    mapped = torch.func.vmap(by_metric)(*(torch.stack([t, 2 * t]) for t in args))
+    torch.testing.assert_close(mapped[0], by_metric(*args))
+    built = torch.compile(whole, fullgraph=True, dynamic=False, backend="aot_eager")
+    torch.testing.assert_close(built(case.c, z), whole(case.c, z))
+
+
+def test_samples_do_not_touch_each_other() -> None:
+    case = conv_case(2)
+    z = states(case)
+    broken = case.c.clone()
+    broken[1] = math.nan
+    options = {"patches": case.patches, "hidden": case.hidden}
+    good = Gaussian(case.operator, case.c, MeanPatchEnergy(), **options)  # type: ignore[arg-type]
+    bad = Gaussian(case.operator, broken, MeanPatchEnergy(), **options)  # type: ignore[arg-type]
+    assert torch.equal(good.grad(z)[0], bad.grad(z)[0])
+    assert torch.equal(good.value(z)[0], bad.value(z)[0])
+
+
+_W, _C = torch.zeros(4, 3), torch.ones(2, 4)
+_K, _R = torch.zeros(4, 2, 3, 3), torch.ones(2, 4, 4, 4)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (lambda: Gaussian(_W, _C[:, :3]), ValueError, r"shape of Wz.*\[B, 4\].*\[B, 3\]"),
+        (lambda: Gaussian(_W, _C, 0.0), ValueError, r"gamma=0\.0"),
+        (lambda: Gaussian(_W, _C, -1), ValueError, r"gamma=-1"),
+        (lambda: Gaussian(_W, _C, torch.tensor([1.0, 0.0])), ValueError, "positive"),
+        (lambda: Gaussian(_W, _C, torch.tensor([1.0, math.nan])), ValueError, "positive"),
+        (lambda: Gaussian(_W, _C, torch.ones(3)), ValueError, r"\[B\] = \[2\]"),
+        (lambda: Gaussian(_W, _C, "mean"), TypeError, "'mean'"),
+        (lambda: Gaussian(_W, _C, LearnedGamma()), ValueError, "bind"),
+        (lambda: Gaussian(_W, _C, hidden=torch.ones(3, 5)), ValueError, r"\[4, c_hid\]"),
+        (lambda: Gaussian(_W, _C, metric=torch.ones(3, 3)), ValueError, r"\[4, 4\]"),
+        (lambda: Gaussian(_W, _C, metric=torch.ones(4, 4).triu()), ValueError, "symmetric"),
+        (
+            lambda: Gaussian(_W, _C, metric=torch.eye(4), hidden=torch.eye(4)),
+            ValueError,
+            "not both",
+        ),
+        (lambda: Gaussian(_W, _C, metric=-torch.eye(4)).curvature(), ValueError, "semidefinite"),
+        (lambda: Gaussian(_W, _C, patches=Patches(channels=2, size=1)), ValueError, "feature map"),
+        (lambda: Gaussian(_K, _R, patches=Patches(channels=3, size=1)), ValueError, "channels=3"),
+        (lambda: Gaussian(_K, _R, patches=Patches(channels=2, size=3)), ValueError, "size=3"),
+        (lambda: Gaussian(_K, _R[:, :3]), ValueError, r"\[B, 3, 4, 4\]"),
+        (lambda: Gaussian(_K, _R).grad(torch.zeros(2, 2, 5, 4)), ValueError, r"\(2, 4, 5, 4\)"),
+        (lambda: Gaussian(_K, _R).grad(torch.zeros(1, 2, 4, 4)), ValueError, r"\(1, 2, 4, 4\)"),
+        (lambda: Gaussian(_W, _C).grad(torch.zeros(2, 5)), ValueError, r"\[B, 3\]"),
+        (lambda: Gaussian(_K, _R).default_start(), ValueError, "shape"),
+        (lambda: Gaussian(_K, _R).default_start((2, 2, 3, 4)), ValueError, r"\(2, 2, 3, 4\)"),
+        (lambda: Gaussian(_K, _R).mu(), ValueError, "in_shape"),
+    ],
+)
+def test_bad_input_is_named(make, error: type[Exception], words: str) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(error, match=words):
+        make()
+
+
+def test_default_start_is_zero_in_the_state_space() -> None:
+    assert torch.equal(Gaussian(_W, _C).default_start(), torch.zeros(2, 3))
+    assert torch.equal(Gaussian(_K, _R).default_start((2, 2, 4, 4)), torch.zeros(2, 2, 4, 4))
+
+
+def test_constant() -> None:
+    """2e^{−3/2} is the depth of e^{−s}(1 − 2s), by a fine grid."""
+    s = np.linspace(0, 10, 1_000_001)
+    assert float((np.exp(-s) * (1 - 2 * s)).min()) == pytest.approx(-GAUSSIAN_CONCAVITY, abs=1e-10)

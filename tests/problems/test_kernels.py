@@ -1,0 +1,272 @@
+"""Linear, polynomial and sigmoid couplings against objectives written apart from them."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from equilibria.problems.kernels import (
+    Coupling,
+    Curvature,
+    DegenerateKernelWarning,
+    Linear,
+    Polynomial,
+    Sigmoidal,
+)
+from equilibria.problems.operators import ConvOperator
+from tests.problems.test_operators import conv_matrix, randn
+
+Objective = Callable[[np.ndarray, np.ndarray, np.ndarray], float]
+
+
+def _printed(d: int) -> Objective:
+    return lambda m, c, z: -(float(c @ z) ** d) - 0.5 * float(np.square(m @ z).sum())
+
+
+def _offset(d: int) -> Objective:
+    return lambda m, c, z: -((1 + float(c @ z)) ** d) - 0.5 * float(np.square(m @ z).sum())
+
+
+def _silent_printed(W: object, c: Tensor, degree: int) -> Polynomial:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DegenerateKernelWarning)
+        return Polynomial(W, c, degree, offset=0.0)  # type: ignore[arg-type]
+
+
+CASES: dict[str, tuple[Callable[..., Coupling], Objective]] = {
+    "linear": (Linear, lambda m, c, z: -float(c @ z) - 0.5 * float(np.square(m @ z).sum())),
+    "polynomial-2": (lambda W, c: Polynomial(W, c), _offset(2)),
+    "polynomial-3": (lambda W, c: Polynomial(W, c, degree=3), _offset(3)),
+    "polynomial-4": (lambda W, c: Polynomial(W, c, 4, 1.0), _offset(4)),
+    "printed-2": (lambda W, c: _silent_printed(W, c, 2), _printed(2)),
+    "printed-3": (lambda W, c: _silent_printed(W, c, 3), _printed(3)),
+    "sigmoid": (
+        Sigmoidal,
+        lambda m, c, z: -math.tanh(float(c @ z)) - 0.5 * float(np.square(m @ z).sum()),
+    ),
+}
+
+
+def central_gradient(f: Callable[[np.ndarray], float], z: np.ndarray, h: float) -> np.ndarray:
+    """Fourth-order central differences."""
+    grad = np.zeros_like(z)
+    for i in range(z.size):
+        e = np.zeros_like(z)
+        e[i] = h
+        grad[i] = (8 * (f(z + e) - f(z - e)) - (f(z + 2 * e) - f(z - 2 * e))) / (12 * h)
+    return grad
+
+
+def central_hessian(f: Callable[[np.ndarray], float], z: np.ndarray, h: float) -> np.ndarray:
+    rows = []
+    for i in range(z.size):
+        e = np.zeros_like(z)
+        e[i] = h
+        rows.append((central_gradient(f, z + e, h) - central_gradient(f, z - e, h)) / (2 * h))
+    return np.stack(rows)
+
+
+def _example(conv: bool, seed: int) -> tuple[object, np.ndarray, Tensor, Tensor]:
+    """(W, its matrix, c, z), batch 2."""
+    if conv:
+        weight = 0.4 * randn(3, 2, 3, 3, seed=seed)
+        matrix = conv_matrix(weight, 3, 2, padding=1)
+        shape: tuple[int, ...] = (2, 2, 3, 2)
+        return (
+            ConvOperator(weight),
+            matrix,
+            0.3 * randn(*shape, seed=seed + 1),
+            randn(*shape, seed=seed + 2),
+        )
+    weight = 0.5 * randn(4, 5, seed=seed)
+    return weight, weight.numpy(), 0.5 * randn(2, 5, seed=seed + 1), randn(2, 5, seed=seed + 2)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("conv", [False, True], ids=["dense", "conv"])
+def test_value_gradient_and_hvp(name: str, conv: bool) -> None:
+    make, objective = CASES[name]
+    W, matrix, c, z = _example(conv, seed=11)
+    coupling = make(W, c)
+    v = randn(*z.shape, seed=5)
+    value, grad, hvp = coupling.value(z), coupling.grad(z), coupling.hvp(z, v)
+    assert value.shape == (2,)
+    for b in range(2):
+        f = lambda t, b=b: objective(matrix, c[b].flatten().numpy(), t)
+        at = z[b].flatten().numpy()
+        assert float(value[b]) == pytest.approx(f(at), rel=1e-12)
+        np.testing.assert_allclose(
+            grad[b].flatten().numpy(), central_gradient(f, at, 1e-3), rtol=1e-7, atol=1e-7
+        )
+        hessian = central_hessian(f, at, 1e-3)
+        np.testing.assert_allclose(
+            hvp[b].flatten().numpy(), hessian @ v[b].flatten().numpy(), rtol=1e-4, atol=1e-4
+        )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_autograd_agrees_to_third_order(name: str) -> None:
+    make, _ = CASES[name]
+    weight, _, c, z = _example(False, seed=3)
+    assert isinstance(weight, Tensor)
+    z = z.requires_grad_()
+    coupling = make(weight, c)
+    (grad,) = torch.autograd.grad(coupling.value(z).sum(), z, create_graph=True)
+    torch.testing.assert_close(grad, coupling.grad(z), rtol=1e-12, atol=1e-12)
+    v = randn(*z.shape, seed=9)
+    (hv,) = torch.autograd.grad((coupling.grad(z) * v).sum(), z)
+    torch.testing.assert_close(hv, coupling.hvp(z, v), rtol=1e-12, atol=1e-12)
+    args = (weight.clone().requires_grad_(), c.clone().requires_grad_(), z)
+    run = lambda w, c, z: make(w, c).grad(z)
+    assert torch.autograd.gradcheck(run, args)
+    assert torch.autograd.gradgradcheck(run, args)
+
+
+def _within(curvature: Curvature, eigenvalues: np.ndarray, b: int) -> None:
+    lower, upper = (
+        float(t[b]) if isinstance(t, Tensor) else t for t in (curvature.lower, curvature.upper)
+    )
+    size = max(1.0, float(np.abs(eigenvalues).max()))
+    assert lower <= eigenvalues[0] + 1e-12 * size
+    assert eigenvalues[-1] <= upper + 1e-12 * size
+    assert curvature.rigorous
+
+
+def _dense_hessian(name: str, m: np.ndarray, c: np.ndarray, z: np.ndarray) -> np.ndarray:
+    """∇²q by hand from Table 4: −φ″(⟨c, z⟩)ccᵀ − WᵀW."""
+    t = float(c @ z)
+    bend = {
+        "linear": 0.0,
+        "polynomial-2": 2.0,
+        "polynomial-3": 6 * (1 + t),
+        "polynomial-4": 12 * (1 + t) ** 2,
+        "printed-2": 2.0,
+        "printed-3": 6 * t,
+        "sigmoid": -2 * math.tanh(t) / math.cosh(t) ** 2,
+    }[name]
+    return -bend * np.outer(c, c) - m.T @ m
+
+
+@given(seed=st.integers(0, 10**6), scale=st.floats(0.1, 5.0), name=st.sampled_from(sorted(CASES)))
+@settings(max_examples=80, deadline=None)
+def test_curvature_bounds_hold(seed: int, scale: float, name: str) -> None:
+    make, _ = CASES[name]
+    weight, matrix, c, z = _example(False, seed)
+    c, z = scale * c, scale * z
+    coupling = make(weight, c)
+    glob, local = coupling.curvature(), coupling.local_curvature(z)
+    for b in range(2):
+        hessian = _dense_hessian(name, matrix, c[b].numpy(), z[b].numpy())
+        eigenvalues = np.linalg.eigvalsh(hessian)
+        _within(glob, eigenvalues, b)
+        _within(local, eigenvalues, b)
+
+
+def test_bounds_are_attained() -> None:
+    """c along the top singular direction of W: nothing is left between spectrum and bound."""
+    weight = torch.diag(torch.tensor([1.5, 0.2], dtype=torch.float64))
+    c = torch.tensor([[2.0, 0.0]], dtype=torch.float64)
+    assert Linear(weight, c).curvature().lower == pytest.approx(-2.25, rel=1e-12)
+    assert float(Polynomial(weight, c).curvature().lower) == pytest.approx(-10.25, rel=1e-12)
+    k = 4 / (3 * math.sqrt(3))
+    bound = Sigmoidal(weight, c).curvature()
+    assert float(bound.lower) == pytest.approx(-2.25 - 4 * k, rel=1e-12)
+    for sign in (1, -1):  # 2t(1 − t²) is extreme at t = ±1/√3
+        z = torch.tensor([[sign * math.atanh(1 / math.sqrt(3)) / 2, 0.0]], dtype=torch.float64)
+        top = float(Sigmoidal(weight, c).hvp(z, torch.eye(2, dtype=torch.float64)[:1])[0, 0])
+        assert top == pytest.approx(sign * 4 * k - 2.25, rel=1e-12)
+
+
+def test_polynomials_of_higher_degree_say_that_they_are_unbounded() -> None:
+    W, _, c, _ = _example(False, 0)
+    odd, even = Polynomial(W, c, 3).curvature(), Polynomial(W, c, 4).curvature()  # type: ignore[arg-type]
+    assert (odd.lower, odd.upper) == (-math.inf, math.inf)
+    assert (even.lower, even.upper) == (-math.inf, 0.0)
+    assert "local_curvature" in odd.note
+
+
+def test_printed_polynomial_warns_and_starts_away_from_zero() -> None:
+    W, _, c, _ = _example(False, 0)
+    with pytest.warns(DegenerateKernelWarning, match="degenerate"):
+        printed = Polynomial(W, c, 2, offset=0.0)  # type: ignore[arg-type]
+    zero = torch.zeros_like(c)
+    assert not printed.grad(zero).any(), "T(0) = 0 is the degeneracy"
+    start = printed.default_start(c.shape)
+    torch.testing.assert_close(start.norm(dim=1), torch.ones(2, dtype=torch.float64))
+    assert (torch.relu(-printed.grad(start)).norm(dim=1) > 0.1).all()
+    blank = _silent_printed(W, torch.zeros_like(c), 2)
+    assert torch.equal(blank.default_start(), zero)
+    usable = Polynomial(W, c)  # type: ignore[arg-type]
+    assert torch.equal(usable.default_start(), zero)
+    assert usable.grad(zero).any()
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (lambda W, c: Polynomial(W, c, 1), ValueError, "degree=1"),
+        (lambda W, c: Polynomial(W, c, 2.0), TypeError, r"degree=2\.0"),
+        (lambda W, c: Polynomial(W, c, True), TypeError, "degree=True"),
+        (lambda W, c: Polynomial(W, c, 2, 0.5), ValueError, r"offset=0\.5"),
+        (lambda W, c: Linear(W, c[:, :3]), ValueError, r"Linear: c has the shape.*\[B, 5\]"),
+        (lambda W, c: Linear(W, c[0]), ValueError, r"batch first"),
+        (lambda W, c: Linear(W, c.long()), TypeError, r"int64"),
+        (lambda W, c: Linear(W[0], c), ValueError, r"\(5,\)"),
+        (lambda W, c: Linear(W, c).grad(c[:, :2]), ValueError, r"\(2, 2\)"),
+        (lambda W, c: Sigmoidal(W, c).hvp(c, c[:1]), ValueError, r"\(1, 5\)"),
+        (lambda W, c: Sigmoidal(W, c).default_start((2, 4)), ValueError, r"\(2, 4\)"),
+    ],
+)
+def test_bad_input_is_named(make, error: type[Exception], words: str) -> None:  # type: ignore[no-untyped-def]
+    W, _, c, _ = _example(False, 0)
+    with pytest.raises(error, match=words):
+        make(W, c)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_half_precision_values_are_float32(name: str) -> None:
+    make, _ = CASES[name]
+    W, _, c, z = _example(False, 1)
+    assert isinstance(W, Tensor)
+    low = make(W.bfloat16(), c.bfloat16())
+    exact = make(W.bfloat16().double(), c.bfloat16().double())
+    z = z.bfloat16()
+    assert low.value(z).dtype == torch.float32
+    assert low.grad(z).dtype == torch.bfloat16
+    torch.testing.assert_close(low.grad(z).double(), exact.grad(z.double()), rtol=3e-2, atol=3e-2)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_compile_vmap_and_channels_last(name: str) -> None:
+    make, _ = CASES[name]
+    W, _, c, z = _example(True, 4)
+    coupling = make(W, c)
+    both = lambda t: (coupling.value(t), coupling.grad(t), coupling.hvp(t, t))
+    expected = both(z)
+    compiled = torch.compile(both, fullgraph=True, dynamic=False, backend="aot_eager")
+    stacked = torch.func.vmap(both)(torch.stack([z, z]))
+    last = both(z.contiguous(memory_format=torch.channels_last))
+    for a, b, d, e in zip(expected, compiled(z), stacked, last, strict=True):
+        torch.testing.assert_close(b, a)
+        torch.testing.assert_close(d, torch.stack([a, a]))
+        torch.testing.assert_close(e, a)
+
+
+def test_norms_are_lazy_and_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    real = ConvOperator.norm_upper
+    monkeypatch.setattr(ConvOperator, "norm_upper", lambda op: calls.append(1) or real(op))
+    W, _, c, z = _example(True, 2)
+    coupling = Linear(W, c)  # type: ignore[arg-type]
+    coupling.value(z), coupling.grad(z), coupling.hvp(z, z)
+    assert not calls
+    coupling.curvature(), coupling.local_curvature(z)
+    assert len(calls) == 1

@@ -1,0 +1,228 @@
+"""Norm bounds against dense SVDs of matrices built entry by entry."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from equilibria.problems.norms import (
+    convolution_norm_upper,
+    dense_norm,
+    metric_root,
+    patched_kernel,
+    power_norm,
+)
+from equilibria.problems.operators import ConvOperator, SeparableConvOperator
+from equilibria.problems.patches import Patches
+from tests.problems.test_operators import conv_matrix, randn
+
+
+def spectral(matrix: np.ndarray) -> float:
+    return float(np.linalg.svd(matrix, compute_uv=False)[0])
+
+
+def symbol_supremum(weight: Tensor, stride: int = 1, points: int = 96) -> float:
+    """sup_θ of the infinite convolution's norm, by a fine grid and the folding of frequencies.
+
+    Downsampling by s folds the s² frequencies that differ by 2π/s: the symbol of the strided map
+    at φ is the row [K̂(θ)] over those θ, divided by s.
+    """
+    w = weight.double().numpy()
+    kh, kw = w.shape[2:]
+    best = 0.0
+    for a in range(points):
+        for b in range(points // 2 + 1):
+            blocks = []
+            for i, j in np.ndindex(stride, stride):
+                th = (2 * np.pi * a / points + 2 * np.pi * i) / stride
+                tw = (2 * np.pi * b / points + 2 * np.pi * j) / stride
+                phase = np.exp(1j * (th * np.arange(kh)[:, None] + tw * np.arange(kw)[None]))
+                blocks.append((w * phase).sum((2, 3)) / stride)
+            best = max(best, float(np.linalg.norm(np.concatenate(blocks, 1), 2)))
+    return best
+
+
+@given(
+    m=st.integers(1, 8), n=st.integers(1, 8), seed=st.integers(0, 10**6), scale=st.floats(1e-6, 1e6)
+)
+@settings(max_examples=50, deadline=None)
+def test_dense_upper_is_above_and_tight(m: int, n: int, seed: int, scale: float) -> None:
+    a = scale * randn(m, n, seed=seed)
+    bound, sigma = dense_norm(a), spectral(a.numpy())
+    assert sigma <= bound.upper <= sigma * (1 + 1e-12)
+    assert bound.estimate <= bound.upper
+    assert bound.estimate == pytest.approx(sigma, rel=1e-13)
+
+
+def test_degenerate_matrices() -> None:
+    assert dense_norm(torch.zeros(3, 2)).upper == 0.0
+    assert dense_norm(torch.zeros(0, 2)).upper == 0.0
+    for bad in (math.nan, math.inf):
+        with pytest.raises(ValueError, match="NaN or infinite"):
+            dense_norm(torch.full((2, 2), bad))
+        with pytest.raises(ValueError, match="NaN or infinite"):
+            convolution_norm_upper(torch.full((1, 1, 3, 3), bad))
+
+
+@pytest.mark.parametrize(
+    ("out", "cin", "k", "stride"),
+    [
+        (2, 3, 3, 1),
+        (3, 2, 5, 1),
+        (2, 2, 7, 1),
+        (3, 2, 3, 2),
+        (2, 2, 2, 2),
+        (2, 2, 5, 3),
+        (2, 2, 4, 1),
+        (3, 3, 1, 2),
+    ],
+)
+@pytest.mark.parametrize("seed", range(3))
+def test_convolution_upper_against_the_infinite_supremum(
+    out: int, cin: int, k: int, stride: int, seed: int
+) -> None:
+    weight = randn(out, cin, k, k, seed=seed)
+    upper = convolution_norm_upper(weight, stride=(stride, stride))
+    reference = symbol_supremum(weight, stride)  # from below, by 0.2% at most on this grid
+    assert reference <= upper <= 1.03 * reference
+
+
+def test_supremum_off_the_grid_is_still_covered() -> None:
+    """The peak of a kernel is placed between grid points, where sampling alone falls short."""
+    taps = torch.arange(3.0, dtype=torch.float64) - 1
+    step = 2 * math.pi / 32
+    for shift in np.linspace(0.0, 1.0, 9):
+        peak = torch.cos(taps * step * (5 + float(shift)))
+        weight = torch.outer(peak, peak)[None, None]
+        fine = np.linspace(-np.pi, np.pi, 200_001)
+        line = sum(float(peak[i]) * np.exp(1j * fine * i) for i in range(3))
+        assert float(np.abs(line).max()) ** 2 <= convolution_norm_upper(weight)
+
+
+@given(
+    out=st.integers(1, 3),
+    cin=st.integers(1, 3),
+    k=st.sampled_from([1, 3, 5]),
+    stride=st.sampled_from([1, 2]),
+    groups=st.sampled_from([1, 2]),
+    height=st.integers(2, 6),
+    width=st.integers(2, 6),
+    seed=st.integers(0, 10**6),
+)
+@settings(max_examples=40, deadline=None)
+def test_convolution_upper_is_above_every_finite_matrix(
+    out: int, cin: int, k: int, stride: int, groups: int, height: int, width: int, seed: int
+) -> None:
+    weight = randn(out * groups, cin, k, k, seed=seed)
+    op = ConvOperator(weight, stride, groups=groups)
+    sigma = spectral(
+        conv_matrix(weight, height, width, stride=stride, padding=k // 2, groups=groups)
+    )
+    bound = op.norm((cin * groups, height, width))
+    assert sigma <= bound.upper
+    assert bound.estimate <= sigma * (1 + 1e-12)
+    assert bound.estimate >= 0.98 * sigma
+    assert bound.estimate <= bound.upper
+
+
+def test_bound_is_approached_by_large_maps() -> None:
+    weight = randn(2, 2, 3, 3)
+    sigma = spectral(conv_matrix(weight, 16, 16, padding=1))
+    upper = convolution_norm_upper(weight)
+    assert 0.93 * upper <= sigma <= upper
+
+
+@pytest.mark.parametrize(("out", "cin", "groups"), [(1, 1, 1), (3, 1, 3), (3, 2, 1)])
+def test_work_in_small_blocks_skips_no_maximum(
+    out: int, cin: int, groups: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Frequencies are left out only where they cannot raise the maximum of those before."""
+    for seed in range(8):
+        weight = randn(out, cin, 3, 3, seed=seed)
+        whole = convolution_norm_upper(weight, groups=groups)
+        with monkeypatch.context() as patch:
+            patch.setattr("equilibria.problems.norms._CHUNK", 1)
+            assert convolution_norm_upper(weight, groups=groups) == pytest.approx(whole, rel=1e-12)
+
+
+def test_polyphase_is_better_than_the_unstrided_bound() -> None:
+    weight = randn(2, 2, 3, 3)
+    strided = convolution_norm_upper(weight, stride=(2, 2))
+    assert strided < 0.9 * convolution_norm_upper(weight)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_1x1_convolution_and_group_blocks_are_exact(seed: int) -> None:
+    weight = randn(4, 3, 1, 1, seed=seed)
+    assert convolution_norm_upper(weight) == pytest.approx(
+        spectral(weight[:, :, 0, 0].numpy()), rel=1e-12
+    )
+    grouped = convolution_norm_upper(weight, groups=2)
+    blocks = [spectral(b.numpy()) for b in weight[:, :, 0, 0].chunk(2)]
+    assert grouped == pytest.approx(max(blocks), rel=1e-12)
+
+
+def test_grouped_bound_is_that_of_the_worst_group() -> None:
+    weight = randn(6, 2, 3, 3)
+    upper = ConvOperator(weight, groups=3).norm_upper()
+    reference = max(symbol_supremum(block) for block in weight.chunk(3))
+    assert reference <= upper <= 1.03 * reference
+
+
+def test_separable_bound_is_that_of_the_composed_symbol() -> None:
+    depthwise, pointwise = randn(3, 1, 3, 3), randn(4, 3, 1, 1, seed=1)
+    op = SeparableConvOperator(depthwise, pointwise)
+    matrix = conv_matrix(pointwise, 6, 6) @ conv_matrix(depthwise, 6, 6, padding=1, groups=3)
+    sigma = spectral(matrix)
+    upper = op.norm_upper()
+    product = convolution_norm_upper(depthwise, groups=3) * convolution_norm_upper(pointwise)
+    assert sigma <= upper < product
+    composed = pointwise * depthwise[:, 0]
+    assert upper <= 1.03 * symbol_supremum(composed)
+    estimate = op.norm((3, 6, 6)).estimate
+    assert 0.98 * sigma <= estimate <= sigma * (1 + 1e-12)
+
+
+def test_metric_root_squares_to_the_metric() -> None:
+    hidden = randn(6, 3)
+    root, upper = metric_root(hidden @ hidden.T)
+    torch.testing.assert_close(root @ root.T, hidden @ hidden.T, rtol=0, atol=1e-12)
+    sigma = spectral(hidden.numpy())
+    assert sigma <= upper <= sigma * (1 + 1e-12)
+    with pytest.raises(ValueError, match="semidefinite"):
+        metric_root(torch.diag(torch.tensor([1.0, -0.1])))
+
+
+@pytest.mark.parametrize(("stride", "size", "k"), [(1, 2, 3), (2, 2, 3), (1, 1, 3), (1, 3, 1)])
+def test_patched_kernel_is_convolution_then_patches_then_hidden(
+    stride: int, size: int, k: int
+) -> None:
+    weight, hidden = randn(4, 3, k, k), randn(2 * size * size, 5, seed=1)
+    n = 6 * stride
+    z = randn(2, 3, n, n, seed=2)
+    rows = Patches(channels=2, size=size).split(ConvOperator(weight, stride)(z)) @ hidden
+    kernel, step = patched_kernel(weight, hidden, stride=(stride, stride), channels=2, size=size)
+    made = ConvOperator(kernel, step, padding=k // 2)(z)
+    # [B, group·m, h, w] → the rows' order (group, h, w), m inside
+    made = made.reshape(2, 2, 5, -1).transpose(2, 3).reshape(2, -1, 5)
+    torch.testing.assert_close(made, rows, rtol=0, atol=1e-12)
+
+
+def test_power_iteration_of_zero_and_of_a_diagonal() -> None:
+    options = {"dtype": torch.float64, "device": torch.device("cpu")}
+    assert power_norm(lambda v: 0.0 * v, (4,), **options) == 0.0  # type: ignore[arg-type]
+    scales = torch.tensor([3.0, 1.0, 0.5], dtype=torch.float64)
+    sigma = power_norm(lambda v: scales**2 * v, (3,), **options)  # type: ignore[arg-type]
+    assert sigma == pytest.approx(3.0, rel=1e-6)
+    assert sigma <= 3.0 + 1e-14
+
+
+def test_norms_do_not_build_graphs() -> None:
+    weight = randn(2, 2, 3, 3).requires_grad_()
+    assert isinstance(ConvOperator(weight).norm((2, 4, 4)).upper, float)
