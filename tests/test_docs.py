@@ -1,0 +1,42 @@
+"""Every Python block of the README and the docs runs as printed, page by page.
+
+A block after the line ``<!-- not run: reason -->`` is left out.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+BLOCK = re.compile(r"(<!-- not run: [^\n]* -->\n+)?^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+
+
+def blocks(page: Path) -> list[str]:
+    return [code for skipped, code in BLOCK.findall(page.read_text("utf-8")) if not skipped]
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p)], ids=lambda p: p.name)
+def test_code_blocks_run_as_printed(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(ROOT))
+    monkeypatch.setenv("MPLBACKEND", "Agg")
+    torch.manual_seed(0)
+    namespace: dict[str, object] = {"__name__": "__main__"}
+    before = torch.get_default_dtype()
+    try:
+        for number, code in enumerate(blocks(page), 1):
+            where = f"{page.name}, block {number}"
+            exec(compile(code, where, "exec", dont_inherit=True), namespace)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def test_blocks_are_found() -> None:
+    assert sum(len(blocks(p)) for p in PAGES) >= 8
