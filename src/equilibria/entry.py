@@ -25,8 +25,11 @@ from .engine.result import (
 )
 from .engine.solver import Solver
 from .engine.transforms import transforms_active
-from .engine.tree import Leaves, flatten_state, unflatten
+from .engine.tree import Leaves, flatten_state, sample_norm, unflatten
 from .solvers import Anderson
+
+# Made once: torch.compile traces their use but not their construction.
+_SOLVER, _ADJOINT, _LINEAR = Anderson(), Implicit(), GMRES()
 
 TrajectoryCallback = Callable[[int, Any, Tensor], None]
 
@@ -59,8 +62,8 @@ def fixed_point(
     Returns:
         A ``Solution``: ``value`` as z0, ``result`` codes [B], ``stats`` (steps, residual, …).
     """
-    solver = Anderson() if solver is None else solver
-    adjoint = Implicit() if adjoint is None else adjoint
+    solver = _SOLVER if solver is None else solver
+    adjoint = _ADJOINT if adjoint is None else adjoint
     _check_arguments(fn, solver, adjoint)
     solver = solver.for_map()
     leaves, spec = flatten_state(z0)
@@ -105,6 +108,14 @@ def _observer(callback: TrajectoryCallback | None, spec: Any) -> Callback | None
     return observe
 
 
+def _check_start(x0: Any, right: Leaves, spec: Any) -> Leaves:
+    start, found = flatten_state(x0, "x0")
+    shapes = [tuple(x.shape) for x in start], [tuple(x.shape) for x in right]
+    if found != spec or shapes[0] != shapes[1]:
+        raise ValueError(f"x0 must be shaped as b, {shapes[1]}, but is {shapes[0]}.")
+    return start
+
+
 def linear_solve(
     matvec: Callable[[Any], Any],
     b: Any,
@@ -119,7 +130,7 @@ def linear_solve(
     where A is symmetric positive definite. Gradients reach b and what ``matvec`` captures.
     ``stats.residual`` and ``stats.relative`` hold ‖b − Ax‖ and ‖b − Ax‖/‖b‖.
     """
-    solver = GMRES() if solver is None else solver
+    solver = _LINEAR if solver is None else solver
     if not isinstance(solver, LinearSolver):
         raise TypeError(f"solver must be GMRES(...) or CG(...), got {solver!r}.")
     if transforms_active():
@@ -128,7 +139,7 @@ def linear_solve(
             "fixed point, fixed_point(lambda x: x + b - A(x), b), which has."
         )
     right, spec = flatten_state(b, "b")
-    start = None if x0 is None else flatten_state(x0, "x0")[0]
+    start = None if x0 is None else _check_start(x0, right, spec)
     product = Map(matvec, (), spec, right)
     with torch.no_grad():
         done = solver.solve(product, [x.detach() for x in right], start)
@@ -136,10 +147,7 @@ def linear_solve(
     value = done.value
     if torch.is_grad_enabled():
         value = attach_linear(product, right, value, solver, backward)
-    residual = done.relative * torch.linalg.vector_norm(
-        torch.stack([x.detach().flatten(1).to(done.relative.dtype).norm(dim=1) for x in right]),
-        dim=0,
-    )
+    residual = done.relative * sample_norm([x.detach() for x in right])
     stats = Stats(done.steps, residual, done.relative, product.evaluations, done.syncs, backward)
     solution: Solution[Any] = Solution(unflatten(value, spec), done.result, stats)
     counts = solution.counts()

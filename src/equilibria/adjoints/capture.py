@@ -44,34 +44,31 @@ class Evaluation:
     stand_ins: list[Tensor]
 
 
-def evaluate(fn: Map, z: Leaves, blown: Tensor | None = None) -> Evaluation:
-    """Evaluate T at z with a graph to everything it depends on.
-
-    Samples marked in ``blown`` [B] failed: NaN and infinity in their rows of the arguments and of
-    captured tensors are replaced by zero, so that they cannot reach the gradients of shared ones.
-    """
-    hidden = [t for t in _reachable(fn.fn) if t.requires_grad and not t.is_leaf]
-    sick = [] if blown is None else [t for t in _reachable(fn.fn) if _is_sick(t, blown)]
+def evaluate(fn: Map, z: Leaves) -> Evaluation:
+    """Evaluate T at z with a graph to everything it depends on."""
+    compiled = is_compiled(fn.fn)
+    hidden = [t for t in reachable(fn.fn) if t.requires_grad and not t.is_leaf and not compiled]
     for attempt in range(2):
         since = _sequence_number()
         inside = [x.detach().requires_grad_() for x in z]
-        args, pairs = _stand_ins_for_args(fn.args, blown)
-        swapped = {id(t): (t, _clean(t.detach(), blown)) for t in (*hidden, *sick)}
-        for t, copy in swapped.values():
-            if t.requires_grad:
-                pairs.append((t, copy.requires_grad_()))
+        args, pairs = _stand_ins_for_args(fn.args)
         mode: Any = contextlib.nullcontext()
-        if swapped:
-            olds, news = zip(*swapped.values(), strict=True)
-            mode = Substitute(olds, news)
+        if hidden:
+            copies = [t.detach().requires_grad_() for t in hidden]
+            pairs += zip(hidden, copies, strict=True)
+            mode = Substitute(hidden, copies)
         with torch.enable_grad(), mode:
             outputs = fn.with_args(args)(inside)
+        if hidden:
+            outputs = mode.swapped(outputs)
         known = {edge_of(copy): (source, copy) for source, copy in pairs}
         stop = {edge_of(t) for t in inside}
         found, unknown = _walk([edge_of(f) for f in outputs if f.requires_grad], stop, known, since)
         if not unknown:
             sources, copies = [s for s, _ in found], [c for _, c in found]
             return Evaluation(inside, outputs, sources, copies)
+        if compiled:
+            break
         if attempt == 0:
             hidden = [t for t in watch(fn, z) if t.requires_grad and not t.is_leaf]
     names = sorted({node.name() for node, _ in unknown})
@@ -81,35 +78,17 @@ def evaluate(fn: Map, z: Leaves, blown: Tensor | None = None) -> Evaluation:
     )
 
 
-def _stand_ins_for_args(args: Any, blown: Tensor | None) -> tuple[Any, list[tuple[Tensor, Tensor]]]:
+def _stand_ins_for_args(args: Any) -> tuple[Any, list[tuple[Tensor, Tensor]]]:
     pairs: dict[int, tuple[Tensor, Tensor]] = {}
 
     def stand_in(t: Any) -> Any:
-        if not isinstance(t, Tensor):
+        if not isinstance(t, Tensor) or not t.requires_grad:
             return t
-        if not t.requires_grad:
-            return _clean(t, blown)
         if id(t) not in pairs:
-            pairs[id(t)] = (t, _clean(t.detach(), blown).requires_grad_())
+            pairs[id(t)] = (t, t.detach().requires_grad_())
         return pairs[id(t)][1]
 
     return pytree.tree_map(stand_in, args), list(pairs.values())
-
-
-def _has_batch(t: Tensor, blown: Tensor) -> bool:
-    return t.is_floating_point() and t.dim() > 0 and t.shape[0] == blown.shape[0]
-
-
-def _is_sick(t: Tensor, blown: Tensor) -> bool:
-    return _has_batch(t, blown) and not bool(torch.isfinite(t.detach()).all())
-
-
-def _clean(t: Tensor, blown: Tensor | None) -> Tensor:
-    """t with NaN and infinity in the rows of failed samples replaced by zero."""
-    if blown is None or not _has_batch(t, blown):
-        return t
-    rows = blown.view(-1, *([1] * (t.dim() - 1)))
-    return torch.where(rows & ~torch.isfinite(t), 0.0, t)
 
 
 def _walk(
@@ -148,21 +127,39 @@ def _sequence_number() -> int:
     return int(node._sequence_nr())
 
 
-def _reachable(fn: Callable[..., Any]) -> list[Tensor]:
+def reachable(fn: Callable[..., Any]) -> list[Tensor]:
     """Tensors in the closure of a function: cells, defaults, partials, attributes of modules."""
-    found: list[Tensor] = []
+    found: list[Any] = []
     _collect(fn, found, set(), 0)
-    return found
+    return [t for t in found if isinstance(t, Tensor)]
 
 
-def _collect(item: Any, found: list[Tensor], seen: set[int], depth: int) -> None:
+def reachable_modules(fn: Callable[..., Any]) -> list[nn.Module]:
+    """Modules in the closure of a function, those inside others left out."""
+    found: list[Any] = []
+    _collect(fn, found, set(), 0)
+    modules = [m for m in found if isinstance(m, nn.Module)]
+    inner = {id(c) for m in modules for c in m.modules() if c is not m}
+    return [m for m in modules if id(m) not in inner]
+
+
+def is_compiled(fn: Callable[..., Any]) -> bool:
+    """Whether torch.compile made the function or something it calls from its closure."""
+    found: list[Any] = []
+    _collect(fn, found, set(), 0)
+    return any(hasattr(f, "_torchdynamo_orig_callable") for f in (fn, *found))
+
+
+def _collect(item: Any, found: list[Any], seen: set[int], depth: int) -> None:
     if depth > 6 or id(item) in seen:
         return
     seen.add(id(item))
     inner: Iterable[Any] = ()
-    if isinstance(item, Tensor):
+    if isinstance(item, (Tensor, nn.Module)) or callable(item):
         found.append(item)
-    elif isinstance(item, (list, tuple)):
+    if isinstance(item, Tensor):
+        return
+    if isinstance(item, (list, tuple)):
         inner = item
     elif isinstance(item, dict):
         inner = item.values()
@@ -215,9 +212,13 @@ class _Watch(TorchFunctionMode):
 def watch(fn: Map, z: Leaves) -> list[Tensor]:
     """Evaluate T once and return the tensors it was fed from outside, other than z."""
     mode = _Watch()
-    own = {id(x) for x in z}
+    # Copies, so that a tensor which is the start and an argument too is seen as the latter.
+    inside = [x.detach() for x in z]
+    own = {id(x) for x in inside}
     with torch.no_grad(), mode:
-        fn(z)
+        out = fn(inside)
+    # A tensor that the map returns as it found it went through no torch function.
+    mode.given |= {id(t): t for t in out if id(t) not in mode.made}
     return [t for key, t in mode.given.items() if key not in own]
 
 
@@ -228,6 +229,10 @@ class Substitute(TorchFunctionMode):
         super().__init__()
         self.swap = {id(a): b for a, b in zip(old, new, strict=True)}
         self.keep = list(old)  # ids stay valid while the tensors live
+
+    def swapped(self, leaves: Sequence[Tensor]) -> Leaves:
+        """Tensors that a function returned as it found them, replaced too."""
+        return [self.swap.get(id(t), t) for t in leaves]
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None

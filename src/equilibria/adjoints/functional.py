@@ -8,13 +8,15 @@ explicit by watching one evaluation and substituting tensors in later ones; the 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils import _pytree as pytree
 
 from equilibria.engine.iterate import Callback, Iterated, iterate
@@ -22,11 +24,12 @@ from equilibria.engine.krylov import LinearIterated, LinearSolver
 from equilibria.engine.maps import Map
 from equilibria.engine.result import BackwardStats, warn_failures
 from equilibria.engine.solver import Solver
-from equilibria.engine.transforms import forward_mode_active
-from equilibria.engine.tree import Leaves
+from equilibria.engine.transforms import forward_levels, forward_mode_active
+from equilibria.engine.tree import Leaves, where_sample
 
 from .backward import note_backward
-from .capture import Substitute, watch
+from .capture import Substitute, reachable_modules, watch
+from .quarantine import FAILED, clean
 
 Explicit = Callable[[Leaves, Sequence[Tensor]], Leaves]
 """(leaves of z, dependencies) ↦ leaves of T(z)."""
@@ -43,6 +46,15 @@ class _Problem:
     stats: BackwardStats
     affine: bool = False
     callback: Callback | None = None
+    count_of: _Counts = field(default_factory=lambda: _Counts())
+
+
+@dataclass
+class _Counts:
+    """What a forward solve did, told by the host."""
+
+    evaluations: int = 0
+    syncs: int = 0
 
 
 def solve_functional(
@@ -54,20 +66,40 @@ def solve_functional(
     backward: BackwardStats,
 ) -> Iterated:
     """Solve with rules for vmap, reverse and forward mode."""
+    if forward_levels() > 1:
+        raise RuntimeError(
+            "forward-mode AD over forward-mode AD has no rule here; use reverse over forward or "
+            "forward over reverse, as torch.func.hessian does (jacfwd of jacrev)."
+        )
     sources = [t for t in watch(fn, z0) if _tracked(t)]
     explicit = make_explicit(fn, sources)
     problem = _Problem(explicit, len(z0), solver, rule, backward, callback=callback)
     out = _SolveFunction.apply(problem, *z0, *sources)
     n = len(z0)
-    return Iterated(list(out[:n]), out[n], out[n + 1], out[n + 2], out[n + 3], solver.max_steps, 0)
+    counts = problem.count_of
+    return Iterated(
+        list(out[:n]), out[n], out[n + 1], out[n + 2], out[n + 3], counts.evaluations, counts.syncs
+    )
 
 
 def make_explicit(fn: Map, sources: Sequence[Tensor]) -> Explicit:
-    """T as a function of z and of the tensors it depends on, wherever it finds them."""
+    """T as a function of z and of the tensors it depends on, wherever it finds them.
+
+    Modules are remembered with the tensors they hold now: by the time of a backward pass
+    ``torch.func.functional_call`` has put others in their place.
+    """
+    held = [
+        (m, dict([*m.named_parameters(), *m.named_buffers()])) for m in reachable_modules(fn.fn)
+    ]
 
     def explicit(z: Leaves, deps: Sequence[Tensor]) -> Leaves:
-        with Substitute(sources, deps):
-            return fn(z)
+        mode = Substitute(sources, deps)
+        with contextlib.ExitStack() as stack:
+            for module, tensors in held:
+                stack.enter_context(_reparametrize_module(module, tensors))
+            stack.enter_context(mode)
+            out = fn(z)
+        return mode.swapped(out)
 
     return explicit
 
@@ -108,29 +140,30 @@ class _SolveFunction(torch.autograd.Function):
         n = problem.count
         ctx.problem = problem
         ctx.mark_non_differentiable(*output[n:])
-        ctx.save_for_backward(*output[:n], *inputs[1 + n :])
-        ctx.save_for_forward(*output[:n], *inputs[1 + n :])
+        ctx.save_for_backward(*output[: n + 1], *inputs[1 + n :])
+        ctx.save_for_forward(*output[: n + 1], *inputs[1 + n :])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         problem: _Problem = ctx.problem
         n = problem.count
-        z, deps = list(ctx.saved_tensors[:n]), list(ctx.saved_tensors[n:])
-        found = backward_functional(
-            problem.fn, z, deps, list(grads[:n]), problem.rule, problem.stats
-        )
+        z, deps, failed = _saved(ctx)
+        zero = [torch.zeros_like(g) for g in grads[:n]]
+        g = where_sample(failed, zero, grads[:n])
+        found = backward_functional(problem.fn, z, deps, g, problem.rule, problem.stats)
         return (None, *([None] * n), *found)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> tuple[Any, ...]:
         problem: _Problem = ctx.problem
         fn, n = problem.fn, problem.count
-        z, deps = list(ctx.saved_tensors[:n]), list(ctx.saved_tensors[n:])
+        z, deps, failed = _saved(ctx)
         moves = [
             torch.zeros_like(d) if t is None else t
             for d, t in zip(deps, tangents[1 + n :], strict=True)
         ]
         offset = _push(lambda d: fn(z, d), deps, moves)
+        offset = where_sample(failed, [torch.zeros_like(x) for x in offset], offset)
 
         def tangent(t: Leaves, given: Sequence[Tensor]) -> Leaves:
             start, at, rest = given[:n], list(given[n : 2 * n]), given[2 * n :]
@@ -144,6 +177,8 @@ class _SolveFunction(torch.autograd.Function):
     def vmap(
         info: Any, in_dims: tuple[Any, ...], problem: _Problem, *tensors: Tensor
     ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        if problem.callback is not None:
+            raise RuntimeError("a callback cannot follow a solve under vmap; call it without one.")
         size, n = info.batch_size, problem.count
         dims = in_dims[1:]
         z0 = [
@@ -171,6 +206,15 @@ class _SolveFunction(torch.autograd.Function):
         out = _SolveFunction.apply(wide, *[x.flatten(0, 1) for x in z0], *deps)
         split = tuple(x.unflatten(0, shapes[0][:2]) for x in out)
         return split, (0,) * len(split)
+
+
+def _saved(ctx: Any) -> tuple[Leaves, list[Tensor], Tensor]:
+    """z*, the dependencies with failed samples cleaned, and which samples [B] failed."""
+    n = ctx.problem.count
+    saved = ctx.saved_tensors
+    result = saved[n]
+    failed = (result == int(FAILED[0])) | (result == int(FAILED[1]))
+    return list(saved[:n]), [clean(d, failed) for d in saved[n + 1 :]], failed
 
 
 def backward_functional(
@@ -222,6 +266,7 @@ def _run(problem: _Problem, z0: Leaves, deps: list[Tensor]) -> Iterated:
     spec = pytree.tree_structure(tuple(z0))
     fn = Map(lambda z: tuple(problem.fn(list(z), deps)), (), spec, z0)
     done = iterate(fn, z0, problem.solver, problem.callback)
+    problem.count_of.evaluations, problem.count_of.syncs = done.evaluations, done.syncs
     if problem.affine:
         relative = done.relative
         note_backward(

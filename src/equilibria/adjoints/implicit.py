@@ -9,7 +9,6 @@ a graph is asked for (second derivatives), the same rule is applied to it, so ev
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,19 +18,18 @@ from torch.utils import _pytree as pytree
 from equilibria.engine.adjoint import Adjoint
 from equilibria.engine.iterate import Callback, Iterated, iterate
 from equilibria.engine.jacobian import pull
-from equilibria.engine.krylov import GMRES, LinearSolver, MatVec
+from equilibria.engine.krylov import GMRES, LinearSolver
 from equilibria.engine.maps import Map
 from equilibria.engine.options import options
-from equilibria.engine.result import BackwardStats, Result
+from equilibria.engine.result import BackwardStats
 from equilibria.engine.solver import Solver
 from equilibria.engine.transforms import outside_compile, transforms_active
-from equilibria.engine.tree import Leaves, where_sample
+from equilibria.engine.tree import Leaves
 
-from .backward import note_backward, solve_adjoint
 from .capture import Evaluation, evaluate
-from .functional import backward_functional, make_explicit, solve_functional
-
-_BLOWN = {Result.diverged, Result.nonfinite}
+from .functional import Explicit, make_explicit, solve_functional
+from .quarantine import FAILED, failed_samples, quarantine
+from .rules import Rule, SolveRule
 
 
 @options
@@ -74,39 +72,20 @@ class Implicit(Adjoint):
 def _attach_outside_compile(
     fn: Map, done: Iterated, solver: LinearSolver | Solver, stats: BackwardStats
 ) -> Leaves:
-    blown = None
-    if done.counts is None or _BLOWN & set(done.counts):
-        blown = (done.result == int(Result.diverged)) | (done.result == int(Result.nonfinite))
-        stats.masked = sum((done.counts or {}).get(code, 0) for code in _BLOWN)
-    return attach(fn, done.value, _Rule(solver, stats, blown))
+    failed = failed_samples(done)
+    if failed is not None:
+        fn = quarantine(fn, failed)
+        stats.masked = -1 if done.counts is None else sum(done.counts.get(c, 0) for c in FAILED)
+    return attach(fn, done.value, SolveRule(solver, stats, failed))
 
 
-@dataclass
-class _Rule:
-    """How the backward system is solved, and where its numbers go."""
-
-    solver: LinearSolver | Solver
-    stats: BackwardStats
-    blown: Tensor | None = None  # samples whose gradient is to be zero
-
-    def mask(self, g: Leaves) -> Leaves:
-        if self.blown is None:
-            return g
-        return where_sample(~self.blown, g, [torch.zeros_like(x) for x in g])
-
-    def solve(self, transpose: MatVec, g: Leaves) -> Leaves:
-        """u with u − transpose(u) = g."""
-        outcome = solve_adjoint(self.solver, transpose, self.mask(g))
-        note_backward(self.stats, outcome)
-        return self.mask(outcome.value)
-
-
-def attach(fn: Map, z: Leaves, rule: _Rule) -> Leaves:
-    """Leaves with the value of z whose gradient is the implicit one."""
-    graph = evaluate(fn, z, rule.blown)
+def attach(fn: Map, z: Leaves, rule: Rule) -> Leaves:
+    """Leaves with the value of z whose gradient the rule gives."""
+    graph = evaluate(fn, z)
     if not graph.sources:
         return z
-    return list(_ImplicitFunction.apply(fn, graph, rule, len(z), *z, *graph.sources))
+    explicit = make_explicit(fn, graph.sources)
+    return list(_ImplicitFunction.apply(explicit, graph, rule, len(z), *z, *graph.sources))
 
 
 def attach_linear(
@@ -118,7 +97,7 @@ def attach_linear(
         return tuple(p + q - r for p, q, r in zip(state, right, product(list(state)), strict=True))
 
     spec = pytree.tree_structure(tuple(b))
-    return attach(Map(richardson, (tuple(b),), spec, b), x, _Rule(solver, stats))
+    return attach(Map(richardson, (tuple(b),), spec, b), x, SolveRule(solver, stats))
 
 
 class _ImplicitFunction(torch.autograd.Function):
@@ -126,25 +105,24 @@ class _ImplicitFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, fn: Map, graph: Evaluation, rule: _Rule, count: int, *tensors: Tensor
+        ctx: Any, explicit: Explicit, graph: Evaluation, rule: Rule, count: int, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.fn, ctx.graph, ctx.rule = fn, graph, rule
+        ctx.explicit, ctx.graph, ctx.rule = explicit, graph, rule
         outputs = tuple(t.view_as(t) for t in tensors[:count])
-        ctx.save_for_backward(*outputs)
+        # Sources are saved so that autograd notices when one is changed before a second order.
+        ctx.save_for_backward(*outputs, *tensors[count:])
         return outputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         graph: Evaluation = ctx.graph
-        rule: _Rule = ctx.rule
+        rule: Rule = ctx.rule
         n = len(graph.inside)
         nothing = [None] * (4 + n)
         if torch.is_grad_enabled():
-            z, sources = list(ctx.saved_tensors), graph.sources
-            explicit = make_explicit(ctx.fn, sources)
-            found = backward_functional(
-                explicit, z, sources, rule.mask(list(grads)), rule.solver, rule.stats
-            )
+            saved = ctx.saved_tensors
+            z, sources = list(saved[:n]), list(saved[n:])
+            found = rule.differentiable(ctx.explicit, z, sources, list(grads))
             return (*nothing, *found)
 
         def transpose(v: Leaves) -> Leaves:

@@ -13,6 +13,7 @@ from equilibria.engine.solver import Solver
 from equilibria.engine.tree import Leaves
 
 from .detached import solve_detached
+from .quarantine import cut_off, failed_samples, quarantine
 
 
 @options
@@ -32,5 +33,8 @@ class OneStep(Adjoint):
     ) -> Iterated:
         done = solve_detached(fn, z0, solver, callback)
         if torch.is_grad_enabled():
-            done.value = fn(done.value)
+            failed = failed_samples(done)
+            if failed is not None:
+                fn = quarantine(fn, failed)
+            done.value = cut_off(failed, fn(done.value), done.value)
         return done

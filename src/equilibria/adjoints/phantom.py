@@ -8,7 +8,6 @@ import torch
 
 from equilibria.engine.adjoint import Adjoint
 from equilibria.engine.iterate import Callback, Iterated
-from equilibria.engine.jacobian import pull
 from equilibria.engine.maps import Map
 from equilibria.engine.options import check_number, options
 from equilibria.engine.result import BackwardStats
@@ -17,6 +16,9 @@ from equilibria.engine.transforms import outside_compile, transforms_active
 from equilibria.engine.tree import Leaves
 
 from .detached import solve_detached
+from .implicit import attach
+from .quarantine import cut_off, failed_samples, quarantine
+from .rules import SeriesRule
 
 
 @options
@@ -54,53 +56,28 @@ class Phantom(Adjoint):
             )
         done = solve_detached(fn, z0, solver, callback)
         if torch.is_grad_enabled():
+            failed = failed_samples(done)
+            if failed is not None:
+                fn = quarantine(fn, failed)
             if self.form == "unrolled":
-                done.value = self._unrolled(fn, done.value)
+                done.value = self._unrolled(fn, done.value, failed)
             else:
-                done.value = self._neumann(fn, done.value)
+                done.value = self._neumann(fn, done.value, backward, failed)
         return done
 
-    def _unrolled(self, fn: Map, z: Leaves) -> Leaves:
+    def _unrolled(self, fn: Map, solution: Leaves, failed: torch.Tensor | None) -> Leaves:
+        z = solution
         for _ in range(self.steps):
             f = fn(z)
             if self.damping == 1.0:
                 z = f
             else:
                 z = [torch.lerp(a, b, self.damping) for a, b in zip(z, f, strict=True)]
+            z = cut_off(failed, z, solution)
         return z
 
     @outside_compile("the Neumann form reads the autograd graph; compile the map instead")
-    def _neumann(self, fn: Map, z: Leaves) -> Leaves:
-        inside = [x.detach().requires_grad_() for x in z]
-        outputs = fn(inside)
-        values = [f.detach() for f in outputs]
-        if not any(f.requires_grad for f in outputs):
-            return values
-
-        def series(grads: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-            term = [self.damping * g for g in grads]
-            total = list(term)
-            for _ in range(self.steps - 1):
-                pulled = pull(outputs, inside, term)
-                term = [
-                    torch.add((1.0 - self.damping) * t, p, alpha=self.damping)
-                    for t, p in zip(term, pulled, strict=True)
-                ]
-                total = [a + b for a, b in zip(total, term, strict=True)]
-            return tuple(total)
-
-        return list(_Series.apply(series, *outputs))
-
-
-class _Series(torch.autograd.Function):
-    """f ↦ f, whose incoming gradient is replaced by a Neumann series of it."""
-
-    @staticmethod
-    def forward(ctx, series, *outputs):  # type: ignore[no-untyped-def]
-        ctx.series = series
-        return tuple(f.view_as(f) for f in outputs)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, *grads):  # type: ignore[no-untyped-def]
-        return (None, *ctx.series(grads))
+    def _neumann(
+        self, fn: Map, z: Leaves, stats: BackwardStats, failed: torch.Tensor | None
+    ) -> Leaves:
+        return attach(fn, z, SeriesRule(self.steps, self.damping, stats, failed))

@@ -19,8 +19,8 @@ _BMM_WIDE_OUTPUT = torch.cuda.is_available() and "out_dtype" in (torch.bmm.__doc
 
 
 def must_be_functional() -> bool:
-    """Whether buffers may not be written in place: a graph is recorded, or torch.func runs."""
-    return torch.is_grad_enabled() or functorch_active()
+    """Whether buffers may not be written in place: a graph is recorded, or something traces."""
+    return torch.is_grad_enabled() or functorch_active() or torch.compiler.is_compiling()
 
 
 class History:

@@ -18,7 +18,14 @@ from torch import Tensor
 from .maps import Map
 from .result import Result
 from .solver import Point, Solver
-from .tree import Leaves, sample_norm, select_samples, where_sample, without_graph
+from .tree import (
+    Leaves,
+    place_samples,
+    sample_norm,
+    select_samples,
+    where_sample,
+    without_graph,
+)
 
 HEALTH = 16
 """Steps between two looks at divergence, NaN and stagnation."""
@@ -44,9 +51,25 @@ class Iterated:
 
 def iterate(fn: Map, z0: Leaves, solver: Solver, callback: Callback | None = None) -> Iterated:
     """Solve z = T(z) from z0 by ``solver``."""
+    if torch.is_autocast_enabled(z0[0].device.type):
+        return _run_in_state_dtype(fn, z0, solver, callback)
     if solver.fixed_steps:
         return _run_fixed(fn, z0, solver, callback)
     return _Run(fn, z0, solver, callback).solve()
+
+
+def _run_in_state_dtype(fn: Map, z0: Leaves, solver: Solver, callback: Callback | None) -> Iterated:
+    """Under autocast the map keeps it, but the solver's own algebra stays in the state's dtype."""
+    device = z0[0].device.type
+    dtype, cache = torch.get_autocast_dtype(device), torch.is_autocast_cache_enabled()
+    inner = fn.fn
+
+    def cast(z: Any, *args: Any) -> Any:
+        with torch.autocast(device, dtype=dtype, cache_enabled=cache):
+            return inner(z, *args)
+
+    with torch.autocast(device, enabled=False):
+        return iterate(Map(cast, fn.args, fn.spec, z0), z0, solver, callback)
 
 
 def _norms(point: Point) -> tuple[Tensor, Tensor]:
@@ -58,8 +81,19 @@ def _relative(residual: Tensor, scale: Tensor) -> Tensor:
     return residual / scale.clamp_min(torch.finfo(scale.dtype).tiny)
 
 
-def _run_fixed(fn: Map, z: Leaves, solver: Solver, callback: Callback | None) -> Iterated:
-    state = solver.init(z)
+def _hold(point: Point, following: Leaves, limit: Tensor) -> Leaves:
+    """Where a graph is recorded, samples that blow up stand still.
+
+    Their codes say what happened; but once their numbers overflow, even a zero gradient into them
+    turns into NaN for the weights that they share with the others.
+    """
+    if not torch.is_grad_enabled():
+        return following
+    return where_sample(point.residual_norm <= limit, following, point.z)
+
+
+def _run_fixed(fn: Map, z0: Leaves, solver: Solver, callback: Callback | None) -> Iterated:
+    z, state = z0, solver.init(z0)
     for step in range(1, solver.max_steps + 1):
         point = Point(z, fn(z), solver.residual_memory(state))
         if step == 1:
@@ -67,15 +101,31 @@ def _run_fixed(fn: Map, z: Leaves, solver: Solver, callback: Callback | None) ->
             limit = solver.divergence * (residual + scale)
         if callback is not None:
             callback(step, z, point.residual_norm)
-        z, state = solver.step(point, state)
+        last = state
+        following, state = solver.step(point, state)
+        z = _hold(point, following, limit)
+        if step < solver.max_steps:
+            del point, following  # so that the map's own memory does not come on top of theirs
     residual, scale = _norms(point)
+    kept = solver.fallback(point, last)
+    if kept is not None:
+        z, residual, scale = kept
     code = torch.full_like(residual, int(Result.max_steps), dtype=torch.int8)
-    code = torch.where(residual == 0, int(Result.converged), code)
+    exact = 2 * max(torch.finfo(x.dtype).eps for x in z) * scale
+    code = torch.where(residual <= exact, int(Result.converged), code)
     code = torch.where(residual > limit, int(Result.diverged), code)
     finite = torch.isfinite(residual) & torch.isfinite(sample_norm(without_graph(z)))
     code = torch.where(finite, code, int(Result.nonfinite)).to(torch.int8)
+    z = where_sample(finite, z, z0)
     steps = torch.full_like(code, solver.max_steps, dtype=torch.int32)
     return Iterated(z, code, steps, residual, _relative(residual, scale), solver.max_steps, 0)
+
+
+def _count(mask: Tensor) -> int:
+    """How many are true: the host's read of a test."""
+    if mask.device.type == "cpu" and mask.shape[0] <= 128:
+        return sum(mask.tolist())  # ten times faster than a kernel, for so few
+    return int(torch.count_nonzero(mask))
 
 
 class _Run:
@@ -118,7 +168,9 @@ class _Run:
                 self.out.evaluations, self.out.syncs = self.evaluations, self.syncs
                 self.out.counts = self.counts
                 return self.out
-            self.z, state = solver.step(point, state)
+            following, state = solver.step(point, state)
+            self.z = _hold(point, following, self.limit)
+            del point, following  # so that the map's own memory does not come on top of theirs
             if solver.compact and self.active is not None and 2 * self.left <= len(self.active):
                 state = self._compact(state)
 
@@ -141,7 +193,7 @@ class _Run:
         """Which samples have converged? One number is read."""
         passed, residual, scale = self._passed(point)
         self.syncs += 1
-        count = int(torch.count_nonzero(passed))
+        count = _count(passed)
         if count:
             self._record(passed, count, Result.converged, point.z, residual, scale, step)
 
@@ -211,7 +263,7 @@ class _Run:
                 old = where_sample(mask, new, old)
             else:
                 merged = where_sample(mask, new, select_samples(old, self.rows))
-                old = [x.index_copy(0, self.rows, y) for x, y in zip(old, merged, strict=True)]
+                old = place_samples(old, self.rows, merged)
         n = len(z)
         self.out = Iterated(old[:n], old[n + 2], old[n + 3], old[n], old[n + 1], 0, 0)
         self.active = ~mask if self.active is None else self.active & ~mask
@@ -225,6 +277,7 @@ class _Run:
         part = self.fn.take(index)
         if not self.compaction_checked:
             self.fn.check_take(index, self.z, part)
+            self.evaluations += 2
             self.compaction_checked = True
         self.fn = part
         self.rows = index if self.rows is None else self.rows.index_select(0, index)
@@ -242,6 +295,6 @@ class _Run:
         z, norm = point.z, point.residual_norm
         if self.rows is not None and self.out is not None:
             rows, out = self.rows, self.out
-            z = [b.index_copy(0, rows, x) for b, x in zip(out.value, z, strict=True)]
-            norm = out.residual.index_copy(0, rows, norm)
+            z = place_samples(out.value, rows, z)
+            norm = place_samples([out.residual], rows, [norm])[0]
         self.callback(step, z, norm)

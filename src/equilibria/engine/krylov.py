@@ -91,12 +91,29 @@ def _axpy(a: Sequence[Tensor], x: Sequence[Tensor], sign: float = 1.0) -> Leaves
     return [torch.add(p, q, alpha=sign) for p, q in zip(a, x, strict=True)]
 
 
+def _begin(matvec: MatVec, b: Leaves, x0: Leaves | None) -> tuple[Leaves, Leaves, int]:
+    """The start x, its residual b − Ax, and the products that this cost."""
+    if x0 is None:
+        return [torch.zeros_like(v) for v in b], b, 0
+    x = [v.to(c.dtype) for v, c in zip(x0, b, strict=True)]
+    return x, _axpy(b, matvec(x), -1.0), 1
+
+
 def _finish(
-    x: Leaves, dtypes: list[torch.dtype], done: Tensor, steps: Tensor, relative: Tensor, syncs: int
+    x: Leaves,
+    dtypes: list[torch.dtype],
+    done: Tensor,
+    steps: Tensor,
+    relative: Tensor,
+    syncs: int,
+    stuck: Tensor | None = None,
 ) -> LinearIterated:
     code = torch.where(done, int(Result.converged), int(Result.max_steps))
+    if stuck is not None:
+        code = torch.where(stuck, int(Result.stagnated), code)
     finite = torch.isfinite(sample_norm(x)) & torch.isfinite(relative)
     code = torch.where(finite, code, int(Result.nonfinite)).to(torch.int8)
+    x = where_sample(finite, x, [torch.zeros_like(v) for v in x])
     value = [v.to(d) for v, d in zip(x, dtypes, strict=True)]
     return LinearIterated(value, code, steps.to(torch.int32), relative, syncs)
 
@@ -119,33 +136,39 @@ class GMRES(LinearSolver):
     def solve(self, matvec: MatVec, b: Leaves, x0: Leaves | None = None) -> LinearIterated:
         matvec, b, dtypes = _widened(matvec, b)
         norm, target = self.targets(b)
-        x = (
-            [torch.zeros_like(v) for v in b]
-            if x0 is None
-            else [v.to(c.dtype) for v, c in zip(x0, b, strict=True)]
-        )
-        residual = b if x0 is None else _axpy(b, matvec(x), -1.0)
+        x, residual, taken = _begin(matvec, b, x0)
         current = sample_norm(residual)
         done = current <= target
-        steps = torch.zeros_like(norm)
-        taken = syncs = 0
+        steps, stuck = torch.zeros_like(norm), torch.zeros_like(done)
+        block, syncs = self.block_length(b[0].device), 0
         while True:
-            cycle = _Cycle(
-                matvec, residual, current, done, min(self.restart, self.max_steps - taken)
-            )
-            cycle.run(target, self.block_length(b[0].device), taken)
+            limit = max(1, min(self.restart, self.max_steps - taken))
+            cycle = _Cycle(matvec, residual, current, done, limit)
+            cycle.run(target, block, taken)
             x = _axpy(x, cycle.correction())
             current, done = cycle.current, cycle.done
             steps = torch.where(cycle.steps > 0, cycle.steps, steps)
             taken += cycle.size
             syncs += cycle.syncs
-            if cycle.all_done or taken >= self.max_steps:
+            verify = cycle.any_broken
+            if (cycle.all_done and not verify) or taken + 1 > self.max_steps:
                 break
             residual = _axpy(b, matvec(x), -1.0)
-            fresh = sample_norm(residual)
-            current = torch.where(done, current, fresh)
+            taken += 1
+            true = sample_norm(residual)
+            current = torch.where(done & ~cycle.broken, current, true)
+            if verify:
+                # Where the space was exhausted the estimate rests on rounding: the residual rules.
+                done = torch.where(cycle.broken, true <= 2 * target, done)
+                gaining = ~done & (true < 0.99 * cycle.norm)
+                stuck = ~done & ~gaining
+                syncs += 1
+                if not bool(gaining.any()):
+                    break
+            if taken + 1 > self.max_steps:
+                break
         tiny = torch.finfo(norm.dtype).tiny
-        return _finish(x, dtypes, done, steps, current / norm.clamp_min(tiny), syncs)
+        return _finish(x, dtypes, done, steps, current / norm.clamp_min(tiny), syncs, stuck)
 
 
 class _Cycle:
@@ -160,14 +183,17 @@ class _Cycle:
         self.current, self.done = norm, done
         self.limit = limit
         self.basis = History(residual, limit + 1)
-        self.vector = scale_samples(1.0 / norm.clamp_min(self.tiny), residual)
+        # Samples that are done stand still: their direction is zero.
+        scale = torch.where(done, 0.0, 1.0 / norm.clamp_min(self.tiny))
+        self.vector = scale_samples(scale, residual)
         self.basis.write(0, self.vector)
         self.columns: list[Tensor] = []  # column j of H̄: [B, j + 2]
         self.null = [torch.ones_like(norm)]  # entries of the left null vector
         self.coefficients = torch.zeros(norm.shape[0], limit, dtype=norm.dtype, device=norm.device)
         self.steps = torch.zeros_like(norm)
+        self.broken = torch.zeros_like(done)  # samples whose Krylov space is exhausted
         self.size = self.syncs = 0
-        self.all_done = False
+        self.all_done = self.any_broken = False
 
     def run(self, target: Tensor, block: int, taken: int) -> None:
         weight = torch.ones_like(self.norm)  # ‖n‖²
@@ -180,7 +206,8 @@ class _Cycle:
             passed = estimate <= target
             ended = ~self.done if last else passed & ~self.done
             self.syncs += 1
-            some, every = torch.stack([ended.any(), (passed | self.done).all()]).tolist()
+            read = [ended.any(), (passed | self.done).all(), self.broken.any()]
+            some, every, self.any_broken = torch.stack(read).tolist()
             if some:
                 y = self._least_squares()
                 self.coefficients = torch.where(
@@ -205,14 +232,23 @@ class _Cycle:
         column = column + again
         length = sample_norm(w)
         # A direction that is rounding noise beside the column is a breakdown: the space is full.
-        noise = 4 * torch.finfo(length.dtype).eps * torch.linalg.vector_norm(column, dim=1)
-        length = torch.where(length > noise, length, 0.0)
+        eps, size = torch.finfo(length.dtype).eps, torch.linalg.vector_norm(column, dim=1)
+        length = torch.where(length > 100 * eps * size, length, 0.0)
+        self.broken = self.broken | ((length == 0) & ~self.done)
         self.size += 1
         inverse = torch.where(length > 0, 1.0 / length.clamp_min(self.tiny), 0.0)
         self.vector = scale_samples(inverse, w)
         self.basis.write(self.size, self.vector)
         self.columns.append(torch.cat([column, length.unsqueeze(1)], 1))
-        entry = (torch.stack(self.null, 1) * column).sum(1) / length.clamp_min(self.tiny).neg()
+        null = torch.stack(self.null, 1)
+        product = (null * column).sum(1)
+        # At a breakdown n·h is either clearly not zero (the system is solved) or is rounding
+        # (A is singular and nothing more can be gained).
+        solved = product.abs() > 100 * eps * size * torch.linalg.vector_norm(null, dim=1)
+        ending = torch.where(solved, 1.0 / eps, 0.0)
+        entry = torch.where(length > 0, -product * inverse, ending * weight.sqrt())
+        # So sudden a fall of the residual is a breakdown too, seen through rounding.
+        self.broken = self.broken | ((entry * entry > weight / eps) & ~self.done)
         self.null.append(entry)
         return weight + entry * entry
 
@@ -226,7 +262,7 @@ class _Cycle:
         right = self.norm.unsqueeze(1) * q[:, 0, :]
         diagonal = torch.diagonal(r, dim1=1, dim2=2)
         largest = diagonal.abs().amax(1, keepdim=True)
-        dead = diagonal.abs() <= 4 * torch.finfo(r.dtype).eps * largest
+        dead = diagonal.abs() <= 64 * torch.finfo(r.dtype).eps * largest
         right = torch.where(dead, 0.0, right)
         r = torch.where(dead.unsqueeze(1) | dead.unsqueeze(2), torch.eye(size).to(r), r)
         solved: Tensor = torch.linalg.solve_triangular(r, right.unsqueeze(-1), upper=True)
@@ -249,17 +285,12 @@ class CG(LinearSolver):
     def solve(self, matvec: MatVec, b: Leaves, x0: Leaves | None = None) -> LinearIterated:
         matvec, b, dtypes = _widened(matvec, b)
         norm, target = self.targets(b)
-        x = (
-            [torch.zeros_like(v) for v in b]
-            if x0 is None
-            else [v.to(c.dtype) for v, c in zip(x0, b, strict=True)]
-        )
-        r = b if x0 is None else _axpy(b, matvec(x), -1.0)
+        x, r, taken = _begin(matvec, b, x0)
         p, rr = r, sample_dot(r, r)
         block = self.block_length(b[0].device)
         active = rr.sqrt() > target
         steps, syncs, tiny = torch.zeros_like(norm), 0, torch.finfo(norm.dtype).tiny
-        for step in range(1, self.max_steps + 1):
+        for step in range(1 + taken, self.max_steps + 1):
             ap = matvec(p)
             curvature = sample_dot(p, ap)
             active = active & (curvature > 0)

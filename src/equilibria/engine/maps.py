@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from .tree import Leaves, TreeSpec, map_tensors, select_samples, unflatten
+from .tree import Leaves, TreeSpec, map_tensors, sample_norm, select_samples, unflatten
 
 
 class Map:
@@ -96,11 +96,9 @@ class Map:
             raise ValueError(_NOT_SEPARABLE + f" Evaluating a part failed with: {error}") from error
         for a, b in zip(whole, alone, strict=True):
             finite = torch.isfinite(a) & torch.isfinite(b)
-            gap = torch.where(finite, a - b, 0).float().norm()
-            if (
-                gap
-                > 100 * torch.finfo(a.dtype).eps ** 0.75 * torch.where(finite, a, 0).float().norm()
-            ):
+            gap = sample_norm([torch.where(finite, a - b, 0)])
+            size = sample_norm([torch.where(finite, a, 0)])
+            if bool((gap > 100 * torch.finfo(a.dtype).eps ** 0.75 * size).any()):
                 raise ValueError(_NOT_SEPARABLE)
 
 

@@ -26,6 +26,14 @@ def forward_mode_active() -> bool:
     return not torch.compiler.is_compiling() and forward_ad._current_level >= 0
 
 
+def forward_levels() -> int:
+    """How many torch.func.jvp (or jacfwd) are at work around here."""
+    if not functorch_active():
+        return 0
+    stack = torch._C._functorch.get_interpreter_stack() or []
+    return sum(level.key() == torch._C._functorch.TransformType.Jvp for level in stack)
+
+
 def transforms_active() -> bool:
     """True where gradients are not plain reverse-mode autograd."""
     if torch.compiler.is_compiling():

@@ -152,6 +152,11 @@ def select_samples(leaves: Sequence[Tensor], index: Tensor) -> Leaves:
     return picked
 
 
+def place_samples(leaves: Sequence[Tensor], index: Tensor, parts: Sequence[Tensor]) -> Leaves:
+    """The leaves with some samples replaced, in their own memory format."""
+    return [x.clone().index_copy_(0, index, p) for x, p in zip(leaves, parts, strict=True)]
+
+
 def map_tensors(fn: Callable[[Tensor], Tensor], tree: Any) -> Any:
     """Apply ``fn`` to the tensors of a tree, leaving other leaves as they are."""
     return pytree.tree_map(lambda t: fn(t) if isinstance(t, Tensor) else t, tree)

@@ -37,10 +37,18 @@ __all__ = ["HSIC"]
 
 
 @functools.lru_cache(maxsize=64)
-def _frequencies(length: int, count: int, seed: int) -> Tensor:
-    """Standard normal frequencies ``[length, count]``, float64, the same for the same seed."""
+def _drawn(length: int, count: int, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(length, count, generator=generator, dtype=torch.float64)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _frequencies(length: int, count: int, seed: int) -> Tensor:
+    """Standard normal frequencies ``[length, count]``, float64, the same for the same seed.
+
+    A constant to torch.compile, which traces neither a generator nor a cache.
+    """
+    return _drawn(length, count, seed)
 
 
 def _center(features: Tensor) -> Tensor:

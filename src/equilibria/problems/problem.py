@@ -384,10 +384,9 @@ class AffineProblem(HiddenProblem):
         state = self.to_state(z)
         state = self.problem.snap(state, math.sqrt(torch.finfo(state.dtype).eps))
         least = self.problem.minimal_subgradient(state)
-        empty = least.isinf()
-        pulled = self._apply(torch.where(empty, 0.0, least), transpose=True)
-        lost = empty.flatten(1).any(1).reshape(-1, *[1] * (z.ndim - 1))
-        return torch.where(lost, math.inf, pulled)
+        pulled = self._apply(torch.where(least.isinf(), 0.0, least), transpose=True)
+        outside = self.objective(z).isinf().reshape(-1, *[1] * (z.ndim - 1))
+        return torch.where(outside, math.inf, pulled)
 
     def curvature(self) -> Curvature:
         base = self.problem.curvature()

@@ -10,7 +10,7 @@ from torch import Tensor
 from equilibria.engine.history import History
 from equilibria.engine.options import check_number, options
 from equilibria.engine.solver import Point, Solver
-from equilibria.engine.tree import Leaves, accumulation_dtype
+from equilibria.engine.tree import Leaves, accumulation_dtype, sample_norm, without_graph
 
 _RIDGE = {torch.float32: 1e-5, torch.float64: 1e-12}
 
@@ -96,6 +96,8 @@ class Anderson(Solver):
             gram, ones = gram[:, :used, :used], ones[:, :used]
         solution = torch.linalg.solve_ex(gram, ones).result
         weights = solution / solution.sum(1, keepdim=True)
+        if state.residuals.functional:
+            weights = _settle(weights, slot, point)
         return state.candidates.combine(weights.transpose(1, 2)), state
 
     def _insert(self, state: AndersonState, slot: int, row: Tensor) -> AndersonState:
@@ -138,3 +140,14 @@ class Anderson(Solver):
             ones=state.ones.index_select(0, index),
             views={},
         )
+
+
+def _settle(weights: Tensor, slot: int, point: Point) -> Tensor:
+    """Where only rounding is left of the residual, take T(z) itself; weights [B, n, 1].
+
+    The combination would differ by rounding, but its derivative divides by the residual.
+    """
+    eps = max(torch.finfo(x.dtype).eps for x in point.z)
+    settled = point.residual_norm <= 16 * eps * sample_norm(without_graph(point.f))
+    unit = (torch.arange(weights.shape[1], device=weights.device) == slot).to(weights.dtype)
+    return torch.where(settled.view(-1, 1, 1), unit.view(1, -1, 1), weights)

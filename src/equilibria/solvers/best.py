@@ -38,6 +38,12 @@ class BestIterate(Solver):
         for name in Solver.__dataclass_fields__:
             object.__setattr__(self, name, getattr(inner, name))
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BestIterate) and self.inner == other.inner
+
+    def __hash__(self) -> int:
+        return hash((BestIterate, self.inner))
+
     def __repr__(self) -> str:
         return f"BestIterate({self.inner!r})"
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from equilibria.engine.history import History
 from equilibria.engine.options import check_number, options
 from equilibria.engine.solver import Point, Solver
-from equilibria.engine.tree import Leaves, sample_dot, scale_samples
+from equilibria.engine.tree import Leaves, sample_dot, scale_samples, where_sample
 
 
 @dataclass
@@ -24,6 +24,7 @@ class BroydenState:
     g: Leaves
     norm: Tensor  # ‖g‖
     rank: int
+    fresh: Tensor | None = None  # [B]: samples whose H was reset after the step s was taken
 
 
 @options
@@ -70,8 +71,10 @@ class Broyden(Solver):
         else:
             usable = valid[:, : state.rank]
             h_g = _minus(state.u.combine(state.v.dot(g) * usable), g)
-            # s = −H g_old by construction, so that Hy = Hg + s.
+            # s = −H g_old by construction, so that Hy = Hg + s; not so where H was reset since.
             h_y = [a + b for a, b in zip(h_g, s, strict=True)]
+            if state.fresh is not None:
+                h_y = where_sample(state.fresh, _minus(state.g, g), h_y)
             v = _minus(state.v.combine(state.u.dot(s) * usable), s)
         inverse, restarted = self._safe_inverse(sample_dot(s, h_y), sample_dot(s, s), norm, state)
         u = scale_samples(inverse, _minus(s, h_y))
@@ -79,13 +82,13 @@ class Broyden(Solver):
         step = _minus([-x for x in h_g], scale_samples(v_g, u))
         if restarted is not None:
             # H = −I for these samples: the step is g, and no earlier update counts.
-            state = self.restart(state, restarted)
+            state = replace(state, valid=_forget(valid, restarted, state.rank))
             mask = [restarted.view(-1, *([1] * (x.dim() - 1))) for x in g]
             step = [torch.where(m, a, b) for m, a, b in zip(mask, g, step, strict=True)]
         state.u.write(state.rank, u)
         state.v.write(state.rank, v)
         z = [a + b for a, b in zip(point.z, step, strict=True)]
-        return z, replace(state, s=step, g=g, norm=norm, rank=state.rank + 1)
+        return z, replace(state, s=step, g=g, norm=norm, rank=state.rank + 1, fresh=None)
 
     def _safe_inverse(
         self, denominator: Tensor, ss: Tensor, norm: Tensor, state: BroydenState
@@ -104,7 +107,8 @@ class Broyden(Solver):
         if state.valid is None:
             return state
         # The slot about to be written stays usable; earlier ones are forgotten.
-        return replace(state, valid=_forget(state.valid, stalled, state.rank))
+        fresh = stalled if state.fresh is None else stalled | state.fresh
+        return replace(state, valid=_forget(state.valid, stalled, state.rank), fresh=fresh)
 
     def take(self, state: BroydenState, index: Tensor) -> BroydenState:
         if state.valid is None:
@@ -117,6 +121,7 @@ class Broyden(Solver):
             [x.index_select(0, index) for x in state.g],
             state.norm.index_select(0, index),
             state.rank,
+            None if state.fresh is None else state.fresh.index_select(0, index),
         )
 
 

@@ -1,0 +1,289 @@
+"""Bounds on the operator norm of weights, ‖W‖₂ ≤ bound, through torch.nn.utils.parametrize.
+
+An equilibrium layer contracts, or has a strongly convex problem, when its weights are bounded. A
+parametrization holds them there while they train: ``layer.W.weight`` is always the bounded one,
+``layer.W.parametrizations.weight.original`` is what the optimizer moves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from equilibria.engine.options import check_number, options
+from equilibria.problems.operators import ConvOperator, DenseOperator, LinearOperator
+
+__all__ = ["Constraint", "NormBounded", "OperatorNorm", "WeightNormalized", "constrain"]
+
+_KRYLOV = 24  # vectors of one Lanczos run
+_RESTARTS = 40
+
+
+@options
+class NormBounded:
+    """‖W‖₂ ≤ bound: W is scaled by min(1, bound/σ(W)), and the gradient passes through σ.
+
+    σ comes from power iteration and is an estimate from below: between two training steps the norm
+    may exceed the bound by a little, and on maps larger than ``size`` × ``size`` by a little more
+    (a 3 × 3 convolution on any map, against 16 × 16 pixels: 0.5% for 64 channels, 2% for 3). A
+    certificate therefore takes ``operator.norm_upper()``, which is proven (and up to 1% above the
+    truth for convolutions), not this number.
+    """
+
+    bound: float = 0.95
+    """The wanted bound, positive."""
+    size: int = 16
+    """Convolutions: pixels of the map on which σ is taken."""
+    steps: int = 1
+    """Power iterations for each evaluation in training mode."""
+
+    def __post_init__(self) -> None:
+        check_number(self, "bound", low=0.0, low_open=True)
+        check_number(self, "size", low=1, integer=True)
+        check_number(self, "steps", low=1, integer=True)
+
+
+@options
+class WeightNormalized:
+    """W = g·V/‖V‖ row by row (Salimans and Kingma), as in the papers; no bound on ‖W‖₂."""
+
+    dim: int = 0
+    """The dimension that keeps its own g; 0 is one g for each output."""
+
+    def __post_init__(self) -> None:
+        check_number(self, "dim", low=0, integer=True)
+
+
+Constraint = NormBounded | WeightNormalized | None
+
+
+class OperatorNorm(nn.Module):
+    """W ↦ W·min(1, bound/σ(W)),  σ(W) = ‖Wv‖ = uᵀWv,  v the leading right singular vector.
+
+    W is a matrix [out, in] or a convolution kernel [out, in/groups, k, k]; σ of a kernel is that of
+    the zero-padded convolution itself on a ``size`` × ``size`` map, not of the reshaped kernel.
+    v is a buffer: converged when the parametrization is registered or a weight is assigned, moved
+    by ``steps`` power iterations for each evaluation in training mode, and fixed in eval mode, so
+    that eval is deterministic. Derivatives take v as a constant: the first is that of σ itself,
+    dσ = ⟨u vᵀ, dW⟩.
+
+    A weight that is assigned (``layer.W.weight = value``) and exceeds the bound is scaled onto it.
+    """
+
+    v: Tensor | None
+
+    def __init__(
+        self,
+        bound: float,
+        *,
+        size: int = 16,
+        steps: int = 1,
+        stride: int | tuple[int, int] = 1,
+        padding: int | tuple[int, int] | str = "same",
+        groups: int = 1,
+    ) -> None:
+        super().__init__()
+        checked = NormBounded(bound=bound, size=size, steps=steps)
+        self.bound, self.size, self.steps = checked.bound, checked.size, checked.steps
+        self.stride, self.padding, self.groups = stride, padding, groups
+        self.register_buffer("v", None)
+
+    def operator(self, weight: Tensor) -> LinearOperator:
+        """The linear map whose norm is bounded."""
+        if weight.ndim == 2:
+            return DenseOperator(weight)
+        if weight.ndim == 4:
+            return ConvOperator(weight, self.stride, self.padding, self.groups)
+        raise ValueError(
+            "OperatorNorm bounds a matrix [out, in] or a kernel [out, in, k, k], got a weight of "
+            f"shape {tuple(weight.shape)}."
+        )
+
+    def sigma(self, weight: Tensor) -> Tensor:
+        """‖Wv‖, in float32 or better, with its gradient: a scalar."""
+        work = torch.promote_types(weight.dtype, torch.float32)
+        with without_autocast(weight):
+            # A clone: the buffer moves in place, and an older graph may still need this value.
+            v = _unit(self._vector().to(work, copy=True))
+            norm: Tensor = torch.linalg.vector_norm(self.operator(weight.to(work))(v))
+        return norm
+
+    def forward(self, weight: Tensor) -> Tensor:
+        if self.training:
+            self._iterate(weight)
+        # min(1, bound/σ) without a division by σ = 0, and exactly 1 inside the bound.
+        return (weight / (self.sigma(weight) / self.bound).clamp_min(1.0)).to(weight.dtype)
+
+    @torch.no_grad()
+    def right_inverse(self, weight: Tensor) -> Tensor:
+        """The weight itself; v is converged on it."""
+        w = self.operator(weight.detach().to(torch.promote_types(weight.dtype, torch.float32)))
+        shape = (1, *self._input_shape(weight))
+        if weight.is_meta:
+            found = weight.new_empty(shape)
+        elif not bool(torch.isfinite(weight).all()):
+            raise ValueError("OperatorNorm: the weight holds NaN or infinite entries.")
+        else:
+            found = leading_vector(w, shape).to(weight.dtype)
+        if self.v is not None and self.v.shape == found.shape:
+            self.v.copy_(found)
+        else:
+            self.v = found
+        return weight
+
+    def _vector(self) -> Tensor:
+        if self.v is None:
+            raise RuntimeError(
+                "OperatorNorm has not seen a weight yet: register it with constrain(module, "
+                "'weight', NormBounded(...)) or torch.nn.utils.parametrize."
+            )
+        return self.v
+
+    def _input_shape(self, weight: Tensor) -> tuple[int, ...]:
+        if weight.ndim == 2:
+            return (weight.shape[1],)
+        return (weight.shape[1] * self.groups, self.size, self.size)
+
+    @torch.no_grad()
+    def _iterate(self, weight: Tensor) -> None:
+        """v ← WᵀWv/‖WᵀWv‖, ``steps`` times."""
+        work = torch.promote_types(weight.dtype, torch.float32)
+        stored = self._vector()
+        with without_autocast(weight):
+            w = self.operator(weight.detach().to(work))
+            v = stored.to(work)
+            for _ in range(self.steps):
+                v = _unit(w.adjoint(w(v), v.shape[1:]))
+        stored.copy_(v)
+
+    def extra_repr(self) -> str:
+        return f"bound={self.bound}, size={self.size}, steps={self.steps}"
+
+
+class RowNorm(nn.Module):
+    """(g, V) ↦ g·V/‖V‖ with one norm for each index of ``dim``.
+
+    The parametrization of ``torch.nn.utils.parametrizations.weight_norm``, and its state_dict
+    (original0 = g, original1 = V); torch's leaves a hook behind that cannot be pickled.
+    """
+
+    def __init__(self, dim: int = 0) -> None:
+        super().__init__()
+        self.dim = dim
+
+    def forward(self, g: Tensor, v: Tensor) -> Tensor:
+        return g * v / self._norm(v)
+
+    def right_inverse(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return self._norm(weight), weight
+
+    def _norm(self, v: Tensor) -> Tensor:
+        dims = [d for d in range(v.ndim) if d != self.dim]
+        norm: Tensor = torch.linalg.vector_norm(v, dim=dims, keepdim=True)
+        return norm
+
+
+def without_autocast(like: Tensor) -> contextlib.AbstractContextManager[object]:
+    """Full precision inside, where the device knows autocast at all (meta does not)."""
+    if like.is_meta:
+        return contextlib.nullcontext()
+    return torch.autocast(like.device.type, enabled=False)
+
+
+def _unit(v: Tensor) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(v)
+    return v / norm.clamp_min(torch.finfo(v.dtype).tiny)
+
+
+@torch.no_grad()
+def leading_vector(w: LinearOperator, shape: tuple[int, ...]) -> Tensor:
+    """The leading right singular vector of W by restarted Lanczos on WᵀW. shape [1, *in] → same.
+
+    The start is fixed: no random numbers of the caller are used up.
+    """
+    start = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    v = _unit(start.to(w.device, w.dtype))
+    # ‖WᵀWv − σ²v‖ ≤ tolerance·σ² bounds the relative error of σ² by its tolerance; as a rule the
+    # error is its square, and training goes on refining v anyway.
+    tolerance = 1e-6 if v.dtype == torch.float64 else 1e-3
+    breakdown = torch.finfo(v.dtype).eps ** 0.5
+    for _ in range(_RESTARTS):
+        basis, images = [v.flatten()], []
+        while True:
+            last = basis[-1]
+            images.append(w.adjoint(w(last.view(shape)), shape[1:]).flatten())
+            rest = images[-1]
+            for _again in range(2):  # twice is enough to be orthogonal to rounding
+                known = torch.stack(basis)
+                rest = rest - known.mT @ (known @ rest)
+            size = torch.linalg.vector_norm(rest)
+            scale = torch.linalg.vector_norm(images[0])
+            if len(basis) == min(_KRYLOV, v.numel()) or not bool(size > breakdown * scale):
+                break
+            basis.append(rest / size)
+        known, mapped = torch.stack(basis), torch.stack(images)
+        projected = known @ mapped.mT
+        _values, vectors = torch.linalg.eigh(0.5 * (projected + projected.mT))
+        top = vectors[:, -1]
+        v = _unit((top @ known).view(shape))
+        gram_v = top @ mapped
+        theta = torch.linalg.vector_norm(gram_v)
+        if not bool(torch.linalg.vector_norm(gram_v - theta * v.flatten()) > tolerance * theta):
+            break
+    return v
+
+
+def constrain(module: nn.Module, name: str, spec: Constraint) -> nn.Module:
+    """Put the parameter ``name`` of ``module`` under a constraint, in place; None leaves it free.
+
+    Convolutions (nn.Conv2d) are bounded with their own stride, padding and groups. The constrained
+    module deep-copies, saves and loads as ever, and pickles, which torch's parametrized modules do
+    not by themselves.
+    """
+    if spec is None:
+        return module
+    if isinstance(spec, NormBounded):
+        made: dict[str, Any] = {}
+        if isinstance(module, nn.Conv2d):
+            if module.padding_mode != "zeros" or tuple(module.dilation) != (1, 1):
+                raise ValueError(
+                    f"NormBounded takes zero-padded convolutions of dilation 1, got {module}."
+                )
+            padding = (0, 0) if module.padding == "valid" else module.padding
+            made = {"stride": module.stride, "padding": padding, "groups": module.groups}
+        bounded = OperatorNorm(spec.bound, size=spec.size, steps=spec.steps, **made)
+        parametrize.register_parametrization(module, name, bounded)
+    elif isinstance(spec, WeightNormalized):
+        parametrize.register_parametrization(module, name, RowNorm(spec.dim), unsafe=True)
+    else:
+        raise TypeError(
+            f"constraint={spec!r}: expected NormBounded(bound=...), WeightNormalized() or None."
+        )
+    _make_picklable(module)
+    return module
+
+
+def _make_picklable(module: nn.Module) -> None:
+    """A parametrized module has a class of its own, made on the fly: teach it to be rebuilt."""
+    type(module).__reduce_ex__ = _reduce  # type: ignore[assignment, method-assign]
+
+
+def _reduce(module: nn.Module, protocol: Any) -> tuple[Any, ...]:
+    base: Any = type(module).__bases__[0]
+    names = tuple(getattr(module, "parametrizations", ()))
+    return _rebuild, (base, names), base.__getstate__(module)
+
+
+def _rebuild(base: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
+    """An empty module with its parametrized properties; pickle fills in the state afterwards."""
+    module = base.__new__(base)
+    nn.Module.__init__(module)
+    for name in names:
+        module.register_buffer(name, torch.empty(0))
+        parametrize.register_parametrization(module, name, nn.Identity(), unsafe=True)
+    _make_picklable(module)
+    return module

@@ -1,0 +1,206 @@
+"""GEQ: the equilibrium layer of the Gaussian kernel, vector and convolutional; and KerDEQ."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from equilibria.engine.adjoint import Adjoint
+from equilibria.engine.solver import Solver
+from equilibria.problems import (
+    GAUSSIAN_CONCAVITY,
+    FixedGamma,
+    GammaPolicy,
+    Gaussian,
+    HiddenProblem,
+    LearnedGamma,
+    MeanPatchEnergy,
+    NonNegative,
+    Patches,
+    Prior,
+    Problem,
+    as_gamma,
+)
+from equilibria.problems.norms import convolution_norm_upper, dense_norm, exact, patched_kernel
+
+from .constraints import Constraint, NormBounded, constrain
+from .weighted import WeightedLayer
+
+__all__ = ["GEQ", "KerDEQ"]
+
+
+class GEQ(WeightedLayer):
+    """z* = argmin 1ᵀf(z) + ½‖z‖² − (1/2γ) Σᵢ exp(−γ‖(Ux + b − Wz)ᵢW_h‖²) (GEQ Eq 5–6, Eq 16).
+
+    The layer map is T(z) = prox_f(Wᵀ·unpatch(eᵢrᵢM)), rᵢ the patches of Ux + b − Wz,
+    eᵢ = exp(−γrᵢMrᵢᵀ) and M = W_hW_hᵀ; no hidden tensor of width ``hidden`` is ever made.
+
+    With patches it is convolutional: x [B, in_channels, H, W] → z [B, channels, H, W], U and W are
+    k × k, W_h is [c_s·p², hidden]. Without, it is a layer of vectors: x [B, in_channels] →
+    z [B, channels], W [mid, channels], U [mid, in_channels], W_h [mid, hidden], and a sample is one
+    patch. ``hidden=None`` leaves W_h out (W_h = I: Eq 5–6 as written).
+
+    With ``NormBounded(bound=β)`` W is held at ‖W‖ ≤ β and W_h at ‖W_h‖ ≤ 1, so that μ ≤ β: T
+    contracts with factor β² for β < 1, and the equilibrium is unique for β < 1.4969 (MATH §2). The
+    bounds are nominal; ``problem(x).coupling.mu_upper()`` proves one.
+
+    Args:
+        channels: channels of z.
+        mid: channels of Ux and Wz.
+        in_channels: channels of x; None: ``channels``.
+        patch: how Wz is cut; ``patch.channels`` must divide ``mid``, ``patch.size`` H and W.
+        hidden: columns of W_h, or None.
+        gamma: γ, a positive number or a policy. A ``LearnedGamma`` becomes the parameter
+            ``log_gamma``.
+        kernel_size: odd; with patches only.
+        prior: its proximal operator is the activation; NonNegative() is ReLU.
+        constraint: ``NormBounded(bound=...)``, ``WeightNormalized()`` (on W and W_h) or None.
+        bias: whether Ux has a bias.
+        solver, adjoint: Auto() and Implicit() if not given.
+    """
+
+    log_gamma: nn.Parameter | None
+
+    def __init__(
+        self,
+        channels: int,
+        mid: int,
+        *,
+        in_channels: int | None = None,
+        patch: Patches | None = None,
+        hidden: int | None = 64,
+        gamma: float | GammaPolicy = MeanPatchEnergy(0.2),  # noqa: B008 — frozen
+        kernel_size: int = 3,
+        prior: Prior = NonNegative(),  # noqa: B008
+        constraint: Constraint = NormBounded(bound=0.95),  # noqa: B008
+        bias: bool = True,
+        solver: Solver | None = None,
+        adjoint: Adjoint | None = None,
+    ) -> None:
+        if patch is not None and not isinstance(patch, Patches):
+            raise TypeError(f"{type(self).__name__}(patch={patch!r}): expected Patches(...).")
+        super().__init__(
+            channels,
+            mid,
+            in_channels=in_channels,
+            features=mid,
+            kernel_size=None if patch is None else kernel_size,
+            prior=prior,
+            constraint=constraint,
+            bias=bias,
+            solver=solver,
+            adjoint=adjoint,
+        )
+        if patch is not None and mid % patch.channels:
+            raise ValueError(
+                f"{type(self).__name__}(mid={mid}): patches of {patch.channels} channels do not "
+                f"divide it, {mid} % {patch.channels} = {mid % patch.channels}."
+            )
+        self.patch = patch
+        self.hidden = hidden
+        self.gamma = as_gamma(gamma)
+        self.W_h: nn.Module | None = None
+        if hidden is not None:
+            self._check_size("hidden", hidden)
+            self.W_h = self._metric_weight(mid if patch is None else patch.width, hidden)
+        self.log_gamma = None
+        if isinstance(self.gamma, LearnedGamma):
+            self.log_gamma = nn.Parameter(self.gamma.initial_parameter())
+
+    def _metric_weight(self, width: int, hidden: int) -> nn.Module:
+        """W_h [width, hidden], orthogonal at the start: M is the identity or a projection."""
+        module = nn.Linear(hidden, width, bias=False)
+        nn.init.orthogonal_(module.weight)
+        bounded = self.constraint
+        if isinstance(bounded, NormBounded):
+            bounded = NormBounded(bound=1.0, steps=bounded.steps)
+        return constrain(module, "weight", bounded)
+
+    def hidden_weight(self) -> Tensor | None:
+        """W_h [c_s·p², hidden] (or [mid, hidden]), its constraint evaluated; None: identity."""
+        weight: Any = None if self.W_h is None else self.W_h.weight
+        return weight  # type: ignore[no-any-return]
+
+    def problem(self, x: Tensor) -> Problem:
+        """G(·; x). In training mode this moves the power iteration of the constraints."""
+        c = self.features(x)
+        if self.patch is not None:
+            self.patch.check(c.shape)
+        policy = self.gamma
+        if isinstance(policy, LearnedGamma) and self.log_gamma is not None:
+            policy = policy.bind(self.log_gamma)
+        hidden = self.hidden_weight()
+        coupling = Gaussian(self.operator(), c, policy, patches=self.patch, hidden=hidden)
+        return Problem(self.prior, coupling)
+
+    def nominal_bounds(self, problem: HiddenProblem) -> tuple[Any, Any] | None:
+        mu = self.nominal_norm()
+        return None if mu is None else (1.0 - GAUSSIAN_CONCAVITY * mu**2, 1.0 + mu**2)
+
+    @torch.no_grad()
+    def input_norm_upper(self) -> float:
+        """A proven upper bound on the norm of x ↦ (patch rows of Ux)W_h (MATH fact 5).
+
+        Dense: ‖W_hᵀU‖₂ by SVD. Convolutional: the smaller of ‖U‖‖W_h‖ and the bound on the one
+        strided convolution that the map is.
+        """
+        hidden = self.hidden_weight()
+        u = self.input_operator()
+        if hidden is None:
+            return u.norm_upper()
+        weight, w_h = exact(self.U.weight), exact(hidden)  # type: ignore[arg-type]
+        # Float64 rounding of the products with W_h, by the size of their terms.
+        width = w_h.shape[0]
+        slack = 4 * torch.finfo(torch.float64).eps * width * float(w_h.norm() * weight.norm())
+        if self.patch is None:
+            return dense_norm(w_h.mT @ weight).upper + slack
+        kernel, stride = patched_kernel(
+            weight,
+            w_h,
+            stride=(1, 1),
+            channels=self.patch.channels,
+            size=self.patch.size,
+        )
+        # One term of W_h may stand at p² places of the kernel, so the slack counts each.
+        through = convolution_norm_upper(kernel, stride=stride) + self.patch.size**2 * slack
+        return min(u.norm_upper() * dense_norm(w_h).upper, through)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, patch={self.patch!r}, gamma={self.gamma!r}"
+
+
+class KerDEQ(GEQ):
+    """GEQ with a constant γ = 0.5 and patches of 4 channels × 4 × 4 pixels (KerDEQ; MATH §4)."""
+
+    def __init__(
+        self,
+        channels: int,
+        mid: int,
+        *,
+        in_channels: int | None = None,
+        patch: Patches | None = Patches(channels=4, size=4),  # noqa: B008
+        hidden: int | None = 64,
+        gamma: float | GammaPolicy = FixedGamma(0.5),  # noqa: B008
+        kernel_size: int = 3,
+        prior: Prior = NonNegative(),  # noqa: B008
+        constraint: Constraint = NormBounded(bound=0.95),  # noqa: B008
+        bias: bool = True,
+        solver: Solver | None = None,
+        adjoint: Adjoint | None = None,
+    ) -> None:
+        super().__init__(
+            channels,
+            mid,
+            in_channels=in_channels,
+            patch=patch,
+            hidden=hidden,
+            gamma=gamma,
+            kernel_size=kernel_size,
+            prior=prior,
+            constraint=constraint,
+            bias=bias,
+            solver=solver,
+            adjoint=adjoint,
+        )

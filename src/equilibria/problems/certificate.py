@@ -1,0 +1,304 @@
+"""Certificates: what is proven about the equilibrium of a layer, and about the z that it returned.
+
+``certify(layer, x)`` looks at the hidden problem G = f + g with m ⪯ ∇²g ⪯ L. The layer's map T has
+the factor ρ = max(|1 − m|, |L − 1|). ρ < 1: T is a contraction. m > 0: G is strongly convex, so
+there is one equilibrium z*, and ‖z − z*‖ ≤ (1 + ρ/m)·‖z − T(z)‖ for every z (MATH §2, facts 2–4).
+"""
+
+from __future__ import annotations
+
+import copy
+import enum
+import math
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from equilibria.engine.result import ConvergenceWarning, Solution
+from equilibria.problems.casting import in_double, unwrap
+from equilibria.problems.certificate_text import describe
+from equilibria.problems.error_bounds import (
+    global_bound,
+    local_bound,
+    local_modulus,
+    tight_curvature,
+)
+from equilibria.problems.gaussian import Gaussian
+from equilibria.problems.lipschitz import (
+    Variable,
+    features_norm,
+    global_lipschitz,
+    local_lipschitz,
+)
+from equilibria.problems.norms import NormBound, exact, metric_root
+from equilibria.problems.problem import HiddenProblem, Problem
+from equilibria.problems.rounding import UNIT, residual_rounding
+from equilibria.problems.solving import minimize
+
+__all__ = ["Certifiable", "Certificate", "Guarantee", "Numbers", "certify"]
+
+
+class Guarantee(enum.StrEnum):
+    """What is proven about a sample's equilibrium, strongest first."""
+
+    contraction = "contraction"
+    """One equilibrium; plain iteration z ← T(z) converges to it at the rate ρ < 1."""
+    strong_convexity = "strong convexity"
+    """One equilibrium; T_τ with τ = 2/(m + L) converges to it."""
+    local = "local"
+    """G is strongly convex around z: an equilibrium there is a strict local minimizer. One is
+    proven to exist where the error bound is finite; there may be others elsewhere."""
+    none = "none"
+    """Nothing is proven."""
+
+
+@runtime_checkable
+class Certifiable(Protocol):
+    """What ``certify`` asks of a layer. It may also have ``input_norm_upper() -> float``.
+
+    That is a rigorous bound on the norm of x → c̃, the (patch rows of Ux)W_h of a Gaussian
+    coupling or Ux of the others; with it the Lipschitz constants are in x, without it in c.
+    """
+
+    def problem(self, x: Tensor) -> HiddenProblem: ...
+
+    def solve(self, x: Tensor) -> Solution[Tensor]: ...
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """What the bounds were made of; None where the problem has no such number."""
+
+    norm: NormBound | None
+    """‖W‖₂."""
+    hidden_norm: float | None
+    """An upper bound on ‖W_h‖₂ (Gaussian coupling)."""
+    mu: NormBound | None
+    """μ = ‖z → (rows of Wz)W_h‖₂ (Gaussian coupling); bounds use ``upper``."""
+    gamma: str | None
+    """The γ policy (Gaussian coupling)."""
+    input_norm: float | None
+    """An upper bound on ‖x → c̃‖₂, where the layer gives one."""
+
+
+@dataclass(frozen=True, eq=False)
+class Certificate:
+    """What is proven for a batch; [B] tensors are float64. ``print`` it to read it."""
+
+    kinds: tuple[Guarantee, ...]
+    """The guarantee of each sample; ``kind`` is the weakest."""
+    contraction: float | Tensor
+    """ρ = max(|1 − m|, |L − 1|), a Lipschitz constant of T; one number, or [B] where it depends on
+    the input (so also ``modulus`` and ``smoothness``)."""
+    modulus: float | Tensor
+    """m: G is strongly convex with this modulus where it is positive; rounded down."""
+    smoothness: float | Tensor
+    """L ≥ ∇²g; rounded up."""
+    modulus_local: Tensor
+    """The same as ``modulus``, from the Hessian at this z; −inf where not known. [B]."""
+    objective: Tensor
+    """G(z), [B]."""
+    stationarity: Tensor
+    """dist(0, ∂G(z)), [B]; inf outside the domain of the prior."""
+    residual: Tensor
+    """‖z − T(z)‖ as computed in float64, [B]."""
+    error_bound: Tensor
+    """‖z − z*‖ is at most this, rounding included; inf where nothing is proven. For ``local`` z* is
+    the only equilibrium that close. [B]."""
+    rounding: Tensor
+    """The exact residual is within this of ``residual``; ``error_bound`` has it paid for. [B]."""
+    lipschitz: float | None
+    """A Lipschitz constant of x → z* for all inputs, or None; ``lipschitz_note`` says why."""
+    lipschitz_note: str
+    lipschitz_local: Tensor | None
+    """The same at this input alone, [B]; ``lipschitz_local_note`` says what is held fixed."""
+    lipschitz_local_note: str
+    lipschitz_in: Variable
+    """Whether both are in the layer's input x or, where its norm is not known, in c."""
+    numbers: Numbers
+    solver: str
+    """What made z, and how it ended."""
+    rigorous: bool
+    """Whether every bound is proven; False where an estimate had to be used (see ``notes``)."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def certified(self) -> Tensor:
+        """Which samples have exactly one equilibrium, [B] bool."""
+        strong = (Guarantee.contraction, Guarantee.strong_convexity)
+        return torch.tensor([kind in strong for kind in self.kinds], device=self.residual.device)
+
+    @property
+    def unique(self) -> bool:
+        """Whether every sample is certified to have exactly one equilibrium."""
+        return bool(self.certified.all())
+
+    @property
+    def kind(self) -> Guarantee:
+        """The weakest guarantee in the batch."""
+        order = list(Guarantee)
+        return max(self.kinds, key=order.index) if self.kinds else Guarantee.none
+
+    def __str__(self) -> str:
+        return describe(self)
+
+
+@torch.no_grad()
+def certify(
+    layer: Certifiable | HiddenProblem, x: Tensor | None = None, z: Tensor | None = None
+) -> Certificate:
+    """What is proven about the equilibrium of ``layer`` at x, and about z.
+
+    ``certify(layer, x)`` solves with the layer's own solver (of a copy in eval mode: the layer is
+    left as it is); ``certify(layer, x, z)`` judges a given state [B, *state], at any stage of a
+    solve. ``certify(problem, z=z)`` takes a problem in place of the layer.
+
+    The problem is the one that the layer made in its own dtype: its constrained weights, c and γ,
+    cast up to float64 without computing them anew, and z is what the layer returned. So the
+    function certified is the one that is computed, and the bounds contain the rounding of the
+    layer's iterations; the rounding of c = Ux + b belongs to the input. All else is in float64,
+    with its own rounding bounded (``rounding``) and added.
+    """
+    if isinstance(layer, HiddenProblem):
+        if x is not None:
+            raise TypeError("A problem is bound to its input: call certify(problem, z=z).")
+        problem, input_norm = layer, None
+        z, solver = _solve(lambda: minimize(problem), z)
+    elif isinstance(layer, Certifiable):
+        if x is None:
+            raise TypeError(f"certify({type(layer).__name__}, x) needs the input x [B, ...].")
+        model = copy.deepcopy(layer).eval() if isinstance(layer, nn.Module) else layer
+        problem = model.problem(x)
+        bound = getattr(model, "input_norm_upper", None)
+        input_norm = None if bound is None else float(bound())
+        z, solver = _solve(lambda: model.solve(x), z)
+    else:
+        raise TypeError(
+            "certify takes a layer with problem(x) and solve(x), or a Problem, got "
+            f"{type(layer).__name__}."
+        )
+    # cuDNN may take a transform for a convolution in float64, which has other error bounds.
+    direct = torch.backends.cudnn.flags(enabled=False) if z.is_cuda else nullcontext()
+    with direct:
+        return _certify(problem, z, input_norm, solver)
+
+
+def _solve(run: Callable[[], Solution[Tensor]], z: Tensor | None) -> tuple[Tensor, str]:
+    """z itself, or the solver's answer; its warnings become a line of the certificate."""
+    if z is not None:
+        return z, "z was given"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        found = run()
+    return found.value, "; ".join(part for part in (found.choice, found.summary()) if part)
+
+
+def _number(values: Tensor) -> float | Tensor:
+    return float(values) if values.ndim == 0 else values
+
+
+def _certify(
+    given: HiddenProblem, state: Tensor, input_norm: float | None, solver: str
+) -> Certificate:
+    plain = unwrap(in_double(given), exact(state))
+    problem, z, notes = plain.problem, plain.z, list(plain.notes)
+    batch = z.shape[0]
+    if isinstance(problem, Problem):
+        problem.coupling.check_state(z)
+    regularizer = problem.regularizer if isinstance(problem, Problem) else None
+    together = regularizer is not None and regularizer.couples_batch
+    if together:
+        notes.append("the regularizer couples the batch: error bounds are those of all samples")
+
+    curvature = tight_curvature(problem)
+    lower, upper = (
+        torch.as_tensor(t, dtype=z.dtype, device=z.device)
+        for t in (curvature.lower, curvature.upper)
+    )
+    lower, upper = (
+        (lower - 16 * UNIT * (1.0 + lower.abs())),
+        upper + 16 * UNIT * (1.0 + upper.abs()),
+    )
+    if together:
+        lower, upper = lower.min(), upper.max()
+    factor = torch.maximum((1.0 - lower).abs(), (upper - 1.0).abs())
+    m, high, rho = (t.expand(batch) for t in (lower, upper, factor))
+
+    image = problem.step(z)
+    residual = torch.linalg.vector_norm((z - image).flatten(1), dim=1)
+    off, derived = residual_rounding(problem, z, image)
+    if not derived:
+        notes.append("rounding is an estimate: none is derived for this kind of problem")
+    if not curvature.rigorous:
+        notes.append("the bounds on the Hessian are estimates")
+    near = local_modulus(problem, z)
+    finite = (residual + off).isfinite()
+    error = torch.minimum(
+        global_bound(problem, z, residual + off, m, high, together=together),
+        local_bound(problem, z, image, residual + off, off, m, high),
+    )
+    error = torch.where(finite, error, math.inf)
+    objective = problem.objective(z)
+    outside = int((objective.isinf() & finite).sum())
+    if outside:
+        notes.append(
+            f"{outside} of {batch} states lie outside the domain of the prior, where G is infinite "
+            "(a solver extrapolated); T(z) lies inside, within the residual of z"
+        )
+    kinds = _kinds(finite, rho < 1, m > 0, near > 0)
+
+    reach = input_norm
+    if reach is None:
+        reach = features_norm(problem.coupling) if isinstance(problem, Problem) else math.inf
+    lipschitz, lipschitz_note = global_lipschitz(problem, _number(lower), input_norm)
+    local, local_note = local_lipschitz(problem, z, error, _number(lower), reach)
+    return Certificate(
+        kinds=kinds,
+        contraction=_number(plain.relaxation * factor + (1.0 - plain.relaxation)),
+        modulus=_number(lower),
+        smoothness=_number(upper),
+        modulus_local=torch.maximum(near, m),
+        objective=objective,
+        stationarity=problem.stationarity(z),
+        residual=residual,
+        error_bound=plain.scale * (error + plain.off),
+        rounding=off,
+        lipschitz=None if lipschitz is None else plain.scale * lipschitz,
+        lipschitz_note=lipschitz_note,
+        lipschitz_local=None if local is None else plain.scale * local,
+        lipschitz_local_note=local_note,
+        lipschitz_in="c" if input_norm is None else "x",
+        numbers=_numbers(problem, z, input_norm),
+        solver=solver,
+        rigorous=derived and curvature.rigorous,
+        notes=tuple(notes),
+    )
+
+
+def _kinds(
+    finite: Tensor, contracts: Tensor, convex: Tensor, locally: Tensor
+) -> tuple[Guarantee, ...]:
+    found = torch.where(locally, 2, 3)
+    found = torch.where(convex, 1, found)
+    found = torch.where(convex & contracts, 0, found)
+    order = list(Guarantee)
+    return tuple(order[i] for i in torch.where(finite, found, 3).tolist())
+
+
+def _numbers(problem: HiddenProblem, z: Tensor, input_norm: float | None) -> Numbers:
+    if not isinstance(problem, Problem):
+        return Numbers(None, None, None, None, input_norm)
+    q = problem.coupling
+    operator = getattr(q, "operator", None)
+    norm = None if operator is None else operator.norm(tuple(z.shape[1:]))
+    if not isinstance(q, Gaussian):
+        return Numbers(norm, None, None, None, input_norm)
+    hidden = 1.0 if q.metric is None else metric_root(q.metric)[1]
+    gamma = "given for each sample" if q.policy is None else repr(q.policy)
+    mu = q.mu(tuple(z.shape[1:]), tight=True)
+    return Numbers(norm, hidden, mu, gamma, input_norm)

@@ -1,0 +1,157 @@
+"""‖z − z*‖ from above: a posteriori bounds for the minimizer of G, with rounding paid for.
+
+G = f + g with a convex f and m ⪯ ∇²g ⪯ L. For every τ > 0 the point z⁺ = T_τ(z) has the subgradient
+u = (z − z⁺)/τ − (∇g(z) − ∇g(z⁺)) ∈ ∂G(z⁺), ‖u‖ ≤ max(|1/τ − m|, |L − 1/τ|)·‖z − z⁺‖. So
+
+    m > 0:   ‖z − z*‖ ≤ (1 + max(|1/τ − m|, |L − 1/τ|)/m)·‖z − T_τ(z)‖       (MATH fact 4)
+    m > 0:   ‖z − z*‖ ≤ dist(0, ∂G(z))/m
+
+by strong convexity; the smallest is taken. Whatever m, if ∇²g(y) ⪰ m₀ > 0 at a point y and ∇²g is
+K-Lipschitz, G is strongly convex with modulus m₀ − Kr on the ball of radius r around y. Its
+minimizer ẑ over that ball satisfies ‖ẑ − y‖ ≤ s/(m₀ − Kr) for s = dist(0, ∂G(y)) (the normal of the
+ball only helps), which is inside the ball if r(m₀ − Kr) > s. So if m₀² > 4Ks there is exactly one
+equilibrium within r = 2s/(m₀ + √(m₀² − 4Ks)) of y, and it is a strict local minimizer.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from equilibria.problems.gaussian import Gaussian
+from equilibria.problems.kernels import Curvature
+from equilibria.problems.lipschitz import hessian_lipschitz
+from equilibria.problems.problem import HiddenProblem, Problem
+from equilibria.problems.rounding import (
+    UNIT,
+    has_piecewise_prox,
+    residual_rounding,
+    subgradient_rounding,
+)
+
+__all__ = ["global_bound", "local_bound", "local_modulus", "optimal_step", "tight_curvature"]
+
+_UP = 1.0 + 32 * UNIT  # the last few operations of a bound, each rounded once
+
+
+def _norm(t: Tensor) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(t.flatten(1), dim=1)
+    return norm
+
+
+def _smaller(a: Tensor, b: Tensor) -> Tensor:
+    """The smaller bound; NaN is no bound."""
+    a, b = (torch.where(t.isnan(), math.inf, t) for t in (a, b))
+    return torch.minimum(a, b)
+
+
+def _pool(t: Tensor, together: bool) -> Tensor:
+    """Norms [B]; where samples are coupled, the norm over the batch for each of them."""
+    return torch.linalg.vector_norm(t).expand_as(t) if together else t
+
+
+def optimal_step(m: Tensor, upper: Tensor) -> Tensor:
+    """τ = 2/(m + L), where T_τ has the factor (L − m)/(L + m); 1 where that is no step."""
+    tau = 2.0 / (m + upper)
+    return torch.where((m > 0) & tau.isfinite() & (tau > 0), tau, 1.0)
+
+
+def global_bound(
+    problem: HiddenProblem,
+    z: Tensor,
+    gap: Tensor,
+    m: Tensor,
+    upper: Tensor,
+    *,
+    together: bool = False,
+) -> Tensor:
+    """The smallest of the bounds for m > 0, inf elsewhere. gap [B] ≥ ‖z − T(z)‖; m, L [B] → [B].
+
+    T_τ with τ = 2/(m + L) and the subgradient are used where their rounding is derived.
+    """
+    factor = torch.maximum((1.0 - m).abs(), (upper - 1.0).abs())
+    best = (1.0 + factor / m) * _pool(gap, together)
+    if isinstance(problem, Problem) and has_piecewise_prox(problem.effective_prior):
+        least = problem.minimal_subgradient(z)
+        off = subgradient_rounding(problem, z, least)
+        if off is not None:
+            best = _smaller(best, _pool(_norm(least) + off, together) / m)
+            tau = optimal_step(m, upper)
+            image = problem.step(z, tau)
+            off = residual_rounding(problem, z, image, tau)[0]
+            factor = torch.maximum((1.0 / tau - m).abs(), (upper - 1.0 / tau).abs())
+            best = _smaller(best, (1.0 + factor / m) * _pool(_norm(z - image) + off, together))
+    best = torch.where(best.isnan(), math.inf, best * _UP)
+    return torch.where(m > 0, best, math.inf)
+
+
+def tight_curvature(problem: HiddenProblem, z: Tensor | None = None) -> Curvature:
+    """m ⪯ ∇²g ⪯ L everywhere, or at z, with the closest bound on μ that the coupling has."""
+    if not isinstance(problem, Problem):
+        if z is None:
+            return problem.curvature()
+        return Curvature(-math.inf, math.inf, True, "no local bound is known")
+    q = problem.coupling
+    if not isinstance(q, Gaussian) or math.isinf(q.mu_upper()):
+        return problem.curvature() if z is None else problem.local_curvature(z)
+    wide, whole = q.curvature(), problem.curvature()
+    here = q.curvature(tight=True) if z is None else q.local_curvature(z, tight=True)
+    rest = (1.0, 1.0)  # of |z|²/2, and of the regularizer
+    if problem.regularizer is not None:
+        rest = (float(whole.lower - wide.lower), float(whole.upper - wide.upper))
+    return Curvature(
+        here.lower + rest[0], here.upper + rest[1], here.rigorous and whole.rigorous, here.note
+    )
+
+
+def local_modulus(problem: HiddenProblem, z: Tensor) -> Tensor:
+    """m₀ [B] with ∇²g(z) ⪰ m₀ at this z; −inf where nothing is known."""
+    found = tight_curvature(problem, z)
+    if not found.rigorous:
+        return z.new_full((z.shape[0],), -math.inf)
+    lower = torch.as_tensor(found.lower, dtype=z.dtype, device=z.device).expand(z.shape[0])
+    lower = lower - 16 * UNIT * (1.0 + lower.abs())
+    return torch.where(lower.isnan(), -math.inf, lower)
+
+
+def _radius(m: Tensor, s: Tensor, bend: Tensor) -> Tensor:
+    """2s/(m + √(m² − 4Ks)) where m > 0 and m² > 4Ks, else inf."""
+    left = m * m * (1.0 - 16 * UNIT) - 4.0 * bend * s * (1.0 + 16 * UNIT)
+    found = 2.0 * s / (m + left.clamp_min(0.0).sqrt()) * _UP
+    return torch.where((m > 0) & (left > 0) & found.isfinite(), found, math.inf)
+
+
+def local_bound(
+    problem: HiddenProblem,
+    z: Tensor,
+    image: Tensor,
+    gap: Tensor,
+    off: Tensor,
+    m: Tensor,
+    upper: Tensor,
+) -> Tensor:
+    """A radius around z that holds exactly one equilibrium, or inf where none is proven. [B].
+
+    ``image`` is the computed T(z), ``off`` a bound on its error, ``gap`` ≥ ‖z − T(z)‖. Two centers
+    are tried: T(z), for every prior, and z itself where the subgradient is known.
+    """
+    nothing = torch.full_like(gap, math.inf)
+    if not isinstance(problem, Problem) or (
+        problem.regularizer is not None and problem.regularizer.couples_batch
+    ):
+        return nothing
+    found = hessian_lipschitz(problem.coupling)
+    if found is None:
+        return nothing
+    bend = torch.as_tensor(found, dtype=gap.dtype, device=gap.device)
+    factor = torch.maximum((1.0 - m).abs(), (upper - 1.0).abs())
+    around = _radius(local_modulus(problem, image) - bend * off, factor * gap, bend)
+    best = (gap + around) * _UP
+    if has_piecewise_prox(problem.effective_prior):
+        least = problem.minimal_subgradient(z)
+        extra = subgradient_rounding(problem, z, least)
+        if extra is not None:
+            best = _smaller(best, _radius(local_modulus(problem, z), _norm(least) + extra, bend))
+    return torch.where(best.isnan(), math.inf, best)

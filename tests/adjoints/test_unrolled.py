@@ -1,0 +1,285 @@
+"""Unrolled: the contract, derivatives of every order, memory, and what cannot be unrolled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import gradcheck, gradgradcheck
+
+import equilibria as eq
+from tests.contracts.adjoint_contract import (
+    CLOSE,
+    FORWARD,
+    GENERAL,
+    LAPS,
+    TANH,
+    TREE,
+    AdjointContract,
+    Problem,
+    assert_close,
+    contraction,
+    dense_of,
+    exact_propagator,
+    flat,
+    loss_of,
+)
+
+FEW = eq.Picard(rtol=0.0, atol=0.0, max_steps=4)
+
+
+class TestUnrolled(AdjointContract):
+    solver = LAPS
+    tolerant = eq.Picard(rtol=1e-13)
+
+    def make_adjoint(self) -> Any:
+        return eq.Unrolled()
+
+
+class TestUnrolledWithCheckpoint(AdjointContract):
+    solver = LAPS
+    tolerant = eq.Picard(rtol=1e-13)
+    under_transforms = False
+
+    def make_adjoint(self) -> Any:
+        return eq.Unrolled(checkpoint=True)
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+@pytest.mark.parametrize("problem", GENERAL, ids=lambda p: p.name)
+def test_gradcheck_and_gradgradcheck(problem: Problem, checkpoint: bool) -> None:
+    """The iterate after four steps is differentiated exactly, converged or not."""
+
+    def run(*parameters: Tensor) -> Tensor:
+        adjoint = eq.Unrolled(checkpoint=checkpoint)
+        return flat(
+            eq.fixed_point(problem.fn, problem.start, parameters, solver=FEW, adjoint=adjoint).value
+        )
+
+    assert gradcheck(run, problem.leaves(), fast_mode=True)
+    assert gradgradcheck(run, problem.leaves(), fast_mode=True)
+
+
+@pytest.mark.parametrize(
+    "solver",
+    [
+        eq.Picard(rtol=0.0, atol=0.0, max_steps=5, damping=0.7),
+        eq.Anderson(rtol=0.0, atol=0.0, max_steps=5, memory=3),
+        eq.Anderson(rtol=0.0, atol=0.0, max_steps=7, memory=3, damping=0.8),
+        eq.Broyden(rtol=0.0, atol=0.0, max_steps=5, memory=3),
+        eq.BestIterate(eq.Picard(rtol=0.0, atol=0.0, max_steps=5)),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("problem", [TANH, TREE], ids=lambda p: p.name)
+def test_every_solver_is_differentiated_through(solver: Any, problem: Problem) -> None:
+    def run(*parameters: Tensor) -> Tensor:
+        return flat(
+            eq.fixed_point(
+                problem.fn, problem.start, parameters, solver=solver, adjoint=eq.Unrolled()
+            ).value
+        )
+
+    assert gradcheck(run, problem.leaves())
+
+
+def test_the_start_gets_its_gradient() -> None:
+    """dz_K/dz_0 after K = 4 steps, by hand."""
+    weight, x = TANH.parameters
+    start = torch.full_like(TANH.start, 0.3).requires_grad_()
+    value = eq.fixed_point(TANH.fn, start, (weight, x), solver=FEW, adjoint=eq.Unrolled()).value
+    by_hand = start
+    for _ in range(4):
+        by_hand = torch.tanh(by_hand @ weight.T + x)
+    torch.testing.assert_close(value, by_hand, rtol=1e-14, atol=1e-14)
+    found = torch.autograd.grad(loss_of(value), start)
+    assert_close(found, torch.autograd.grad(loss_of(by_hand), start), rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("solver", [eq.Picard(rtol=1e-13), FORWARD], ids=["picard", "anderson"])
+def test_solves_with_a_tolerance_approach_the_implicit_gradient(solver: Any) -> None:
+    """Samples stop at different steps; each is differentiated up to where it stopped.
+
+    The derivative of the iterates converges behind the iterates: z to 1e-13 gives gradients of
+    √ of that or better, whatever the solver does with its history.
+    """
+    weight, x = TANH.leaves()
+    with torch.no_grad():
+        x[0] *= 20.0  # saturated: this sample is done early
+    sol = eq.fixed_point(TANH.fn, TANH.start, (weight, x), solver=solver, adjoint=eq.Unrolled())
+    assert len(set(sol.stats.steps.tolist())) > 1
+    found = torch.autograd.grad(loss_of(sol.value), (weight, x))
+    reference = eq.fixed_point(TANH.fn, TANH.start, (weight, x), solver=FORWARD)
+    wanted = torch.autograd.grad(loss_of(reference.value), (weight, x))
+    assert_close(found, wanted, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "solver",
+    [
+        eq.Anderson(rtol=0.0, atol=0.0, max_steps=60),
+        eq.Anderson(rtol=0.0, atol=0.0, max_steps=60, memory=2),
+        eq.Broyden(rtol=0.0, atol=0.0, max_steps=60),
+        eq.Picard(rtol=0.0, atol=0.0, max_steps=60),
+    ],
+    ids=["anderson", "anderson2", "broyden", "picard"],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_steps_past_convergence_do_not_spoil_the_gradient(solver: Any, dtype: torch.dtype) -> None:
+    """When the residual is rounding noise, 1/‖r‖ in a solver must not blow up its derivative."""
+    weight, x = (p.detach().to(dtype).requires_grad_() for p in TANH.leaves())
+    start = TANH.start.to(dtype)
+    sol = eq.fixed_point(TANH.fn, start, (weight, x), solver=solver, adjoint=eq.Unrolled())
+    found = torch.autograd.grad(loss_of(sol.value), (weight, x))
+    wanted = dense_of("tanh").gradients(exact_propagator)
+    # Derivatives of differences of rounding noise lose half the digits at most.
+    tolerance = torch.finfo(dtype).eps ** 0.5
+    assert_close([f.double() for f in found], wanted, rtol=tolerance, atol=tolerance)
+
+
+def test_compaction_leaves_the_gradient_as_it_is() -> None:
+    weight = TANH.parameters[0]
+    x = torch.linspace(0.0, 8.0, 32, dtype=torch.float64).view(8, 4).requires_grad_()
+    found = []
+    for compact in (False, True):
+        solver = eq.Picard(rtol=1e-12, compact=compact)
+        value = eq.fixed_point(
+            lambda z, x: TANH.fn(z, weight, x),
+            torch.zeros_like(x),
+            (x,),
+            solver=solver,
+            adjoint=eq.Unrolled(),
+        ).value
+        found.append(torch.autograd.grad(value.sin().sum(), x)[0])
+    assert_close(found[1:], found[:1])
+
+
+def saved_numbers(adjoint: Any, steps: int) -> int:
+    """How many numbers a graph keeps, each storage counted once: a map with a wide inside."""
+    inner, outer = contraction(50, 64, 4).requires_grad_(), contraction(51, 4, 64)
+    kept: dict[int, Tensor] = {}
+
+    def pack(t: Tensor) -> Tensor:
+        kept[t.untyped_storage().data_ptr()] = t
+        return t
+
+    def wide(z: Tensor, inner: Tensor) -> Tensor:
+        return torch.tanh(torch.tanh(z @ inner.T) @ outer.T + 0.1)
+
+    solver = eq.Picard(rtol=0.0, atol=0.0, max_steps=steps)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        eq.fixed_point(wide, TANH.start, (inner,), solver=solver, adjoint=adjoint)
+    return sum(t.untyped_storage().nbytes() // 8 for t in kept.values())
+
+
+def test_memory_grows_with_the_steps_and_by_the_iterates_alone_with_checkpoint() -> None:
+    """A step keeps z [3, 4] and the inside [3, 64]; with checkpoint, z alone."""
+    plain = saved_numbers(eq.Unrolled(), 40) - saved_numbers(eq.Unrolled(), 10)
+    sparing = [saved_numbers(eq.Unrolled(checkpoint=True), k) for k in (10, 40)]
+    assert plain >= 30 * 3 * (4 + 64)
+    assert 0 < sparing[1] - sparing[0] <= 30 * 3 * 4 * 2
+
+
+def test_checkpoint_recomputes_each_evaluation_once_and_changes_no_digit() -> None:
+    weight, x = TANH.leaves()
+    calls = 0
+
+    def counted(z: Tensor, w: Tensor, x: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return TANH.fn(z, w, x)
+
+    found = []
+    for checkpoint, wanted_calls in ((False, (4, 4)), (True, (4, 8))):
+        calls = 0
+        value = eq.fixed_point(
+            counted,
+            TANH.start,
+            (weight, x),
+            solver=FEW,
+            adjoint=eq.Unrolled(checkpoint=checkpoint),
+        ).value
+        forward = calls
+        found.append(torch.autograd.grad(loss_of(value), (weight, x)))
+        assert (forward, calls) == wanted_calls
+    assert_close(found[1], found[0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("transform", [torch.func.jacrev, torch.func.jacfwd, torch.func.vmap])
+def test_a_tolerance_under_transforms_says_what_to_use(transform: Any) -> None:
+    weight, x = TANH.parameters
+
+    def run(x: Tensor) -> Tensor:
+        x = x.view(-1, 4)
+        return eq.fixed_point(
+            TANH.fn, torch.zeros_like(x), (weight, x), adjoint=eq.Unrolled()
+        ).value
+
+    with pytest.raises(RuntimeError, match=r"Implicit\(\)"):
+        transform(run)(x)
+
+
+def test_checkpoint_under_torch_func_says_what_to_use() -> None:
+    weight, x = TANH.parameters
+    adjoint = eq.Unrolled(checkpoint=True)
+    with pytest.raises(RuntimeError, match="checkpoint=False"):
+        torch.func.grad(
+            lambda x: loss_of(
+                eq.fixed_point(TANH.fn, TANH.start, (weight, x), solver=FEW, adjoint=adjoint).value
+            )
+        )(x)
+
+
+def test_fixed_steps_under_transforms_equal_plain_autograd() -> None:
+    weight, x = TANH.parameters
+
+    def run(x: Tensor) -> Tensor:
+        return eq.fixed_point(
+            TANH.fn, TANH.start, (weight, x), solver=FEW, adjoint=eq.Unrolled()
+        ).value
+
+    def by_hand(x: Tensor) -> Tensor:
+        z = TANH.start
+        for _ in range(4):
+            z = torch.tanh(z @ weight.T + x)
+        return z
+
+    wanted = torch.autograd.functional.jacobian(by_hand, x)
+    assert_close([torch.func.jacrev(run)(x), torch.func.jacfwd(run)(x)], [wanted, wanted])
+    curvature = torch.func.hessian(lambda x: loss_of(run(x)))(x)
+    assert_close([curvature], [torch.autograd.functional.hessian(lambda x: loss_of(by_hand(x)), x)])
+
+
+def test_plain_dual_numbers() -> None:
+    weight, x = TANH.parameters
+    direction = torch.ones_like(x)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, direction)
+        value = eq.fixed_point(
+            TANH.fn, TANH.start, (weight, dual), solver=LAPS, adjoint=eq.Unrolled()
+        ).value
+        pushed = torch.autograd.forward_ad.unpack_dual(value).tangent
+    wanted = torch.tensordot(dense_of("tanh").sensitivities()[1], direction, 2)
+    assert_close([pushed.flatten()], [wanted])
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+@pytest.mark.parametrize(
+    "solver",
+    [FEW, eq.Anderson(rtol=0.0, atol=0.0, max_steps=4, memory=3)],
+    ids=["picard", "anderson"],
+)
+def test_fixed_steps_compile_to_one_graph(solver: Any, checkpoint: bool) -> None:
+    weight, x = TANH.leaves()
+
+    def run(w: Tensor, x: Tensor) -> Tensor:
+        adjoint = eq.Unrolled(checkpoint=checkpoint)
+        return eq.fixed_point(TANH.fn, TANH.start, (w, x), solver=solver, adjoint=adjoint).value
+
+    value = torch.compile(run, fullgraph=True, backend="aot_eager")(weight, x)
+    plain = run(weight, x)
+    torch.testing.assert_close(value, plain, **CLOSE)
+    found = torch.autograd.grad(loss_of(value), (weight, x))
+    assert_close(found, torch.autograd.grad(loss_of(plain), (weight, x)))

@@ -1,0 +1,860 @@
+"""The battery that every adjoint inherits.
+
+A subclass names its adjoint, the solver it goes with, and its *propagator*: the matrix M(J) that
+the adjoint puts in place of (I − J)⁻¹, so that the gradient to a parameter θ is
+
+    (∂T/∂θ)ᵀ M(J)ᵀ g,    J = ∂T/∂z at z*,  g = ∂L/∂z*.
+
+The oracle solves for z* with scipy, forms J and ∂T/∂θ densely in float64 over the whole batch and
+applies this formula; it shares nothing with the library but the map.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import pickle
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.optimize
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+from torch.utils import _pytree as pytree
+
+import equilibria as eq
+
+# Both solves run to 1e-12 and I − J has a condition number below 10 in every problem here, so that
+# the gradient is right to about 1e-10; one order is left for sums over the batch.
+CLOSE = {"rtol": 1e-9, "atol": 1e-9}
+
+FORWARD = eq.Anderson(rtol=1e-13, max_steps=400)
+LAW = settings(
+    deadline=None,
+    derandomize=True,
+    # The laws are inherited: one test function, several classes.
+    suppress_health_check=[HealthCheck.differing_executors],
+)
+LAPS = eq.Picard(rtol=0.0, atol=0.0, max_steps=70)  # maps here halve the error: 2⁻⁷⁰ < eps
+
+
+# --------------------------------------------------------------------------------------------
+# Problems: a map, a start, and the tensors it depends on.
+# --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Problem:
+    """z = fn(z, *parameters), ‖J‖ ≤ about 1/2."""
+
+    name: str
+    fn: Callable[..., Any]
+    start: Any
+    parameters: tuple[Tensor, ...]
+
+    def leaves(self) -> tuple[Tensor, ...]:
+        """Fresh copies of the parameters, wanting gradients."""
+        return tuple(p.clone().requires_grad_() for p in self.parameters)
+
+
+def draw(seed: int, *shape: int, scale: float = 1.0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return scale * torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def contraction(seed: int, rows: int, columns: int, norm: float = 0.5) -> Tensor:
+    weight = draw(seed, rows, columns)
+    return norm * weight / torch.linalg.matrix_norm(weight, 2)
+
+
+def tanh_map(z: Tensor, weight: Tensor, x: Tensor) -> Tensor:
+    return torch.tanh(z @ weight.T + x)
+
+
+def deep_map(
+    z: Tensor, outer: Tensor, inner: Tensor, bias: Tensor, scale: Tensor, x: Tensor
+) -> Tensor:
+    return scale * torch.tanh(torch.sin(z @ inner.T + bias) @ outer.T + x)
+
+
+def tree_map(
+    state: dict[str, Tensor], across: Tensor, back: Tensor, x: Tensor
+) -> dict[str, Tensor]:
+    a, b = state["a"], state["b"]
+    return {
+        "a": torch.tanh(b.flatten(1) @ across.T + x),
+        "b": 0.5 * torch.sin(a @ back.T).view_as(b) + 0.1 * b,
+    }
+
+
+def conv_map(z: Tensor, kernel: Tensor, x: Tensor) -> Tensor:
+    return torch.tanh(nn.functional.conv2d(z, kernel, padding=1) + x)
+
+
+def symmetric_map(z: Tensor, weight: Tensor, x: Tensor) -> Tensor:
+    """A gradient step, x − ∇E(z): J = −WᵀDW is symmetric and I − J positive definite."""
+    return x - torch.tanh(z @ weight.T) @ weight
+
+
+def symmetric_conv_map(z: Tensor, kernel: Tensor, x: Tensor) -> Tensor:
+    inner = torch.tanh(nn.functional.conv2d(z, kernel, padding=1))
+    return x - nn.functional.conv_transpose2d(inner, kernel, padding=1)
+
+
+TANH = Problem(
+    "tanh",
+    tanh_map,
+    torch.zeros(3, 4, dtype=torch.float64),
+    (contraction(1, 4, 4), draw(2, 3, 4)),
+)
+DEEP = Problem(
+    "several",
+    deep_map,
+    torch.zeros(2, 4, dtype=torch.float64),
+    (
+        contraction(3, 4, 5, 0.7),
+        contraction(4, 5, 4, 0.7),
+        draw(5, 5),
+        torch.tensor(0.9, dtype=torch.float64),
+        draw(6, 2, 4),
+    ),
+)
+TREE = Problem(
+    "tree",
+    tree_map,
+    {
+        "a": torch.zeros(2, 3, dtype=torch.float64),
+        "b": torch.zeros(2, 2, 2, dtype=torch.float64),
+    },
+    (contraction(7, 3, 4), contraction(8, 4, 3), draw(9, 2, 3)),
+)
+CONV = Problem(
+    "conv",
+    conv_map,
+    torch.zeros(2, 2, 3, 2, dtype=torch.float64),
+    (draw(10, 2, 2, 3, 3, scale=0.09), draw(11, 2, 2, 3, 2)),
+)
+SYMMETRIC = Problem(
+    "symmetric",
+    symmetric_map,
+    torch.zeros(3, 4, dtype=torch.float64),
+    (contraction(12, 5, 4, 0.7), draw(13, 3, 4)),
+)
+SYMMETRIC_CONV = Problem(
+    "symmetric_conv",
+    symmetric_conv_map,
+    torch.zeros(2, 2, 3, 2, dtype=torch.float64),
+    (draw(14, 2, 2, 3, 3, scale=0.12), draw(15, 2, 2, 3, 2)),
+)
+GENERAL = (TANH, DEEP, TREE, CONV, SYMMETRIC)
+ONLY_SYMMETRIC = (SYMMETRIC, SYMMETRIC_CONV)
+
+
+# --------------------------------------------------------------------------------------------
+# Oracle: scipy for z*, dense algebra for gradients.
+# --------------------------------------------------------------------------------------------
+
+
+def flat(tree: Any) -> Tensor:
+    return torch.cat([leaf.reshape(-1) for leaf in pytree.tree_leaves(tree)])
+
+
+def unflat(vector: Tensor, like: Any) -> Any:
+    leaves, spec = pytree.tree_flatten(like)
+    parts = torch.split(vector, [leaf.numel() for leaf in leaves])
+    return pytree.tree_unflatten(
+        [p.view(x.shape) for p, x in zip(parts, leaves, strict=True)], spec
+    )
+
+
+def weights_of_loss(z: Tensor) -> Tensor:
+    """Coefficients of the loss Σ cᵢzᵢ + ½Σ zᵢ², on the flat state."""
+    return torch.linspace(-1.0, 2.0, z.numel(), dtype=torch.float64).to(z.dtype)
+
+
+def loss_of(value: Any) -> Tensor:
+    z = flat(value)
+    return (weights_of_loss(z) * z).sum() + 0.5 * (z * z).sum()
+
+
+def solve_dense(fn: Callable[..., Any], start: Any, parameters: Sequence[Tensor]) -> Tensor:
+    """z* as a flat vector, by scipy."""
+
+    def gap(v: np.ndarray) -> np.ndarray:
+        z = torch.from_numpy(v)
+        return (flat(fn(unflat(z, start), *parameters)) - z).numpy()
+
+    with torch.no_grad():
+        found = scipy.optimize.root(gap, flat(start).numpy(), tol=1e-14)
+        assert np.abs(gap(found.x)).max() < 1e-12
+    return torch.from_numpy(found.x)
+
+
+@dataclass(frozen=True)
+class Dense:
+    """z*, J = ∂T/∂z and ∂T/∂θ of the whole batch as one vector."""
+
+    z: Tensor
+    jacobian: Tensor
+    partials: tuple[Tensor, ...]
+
+    def gradients(self, propagator: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        g = weights_of_loss(self.z) + self.z
+        u = propagator(self.jacobian).T @ g
+        return [torch.tensordot(u, p, 1) for p in self.partials]
+
+    def sensitivities(self) -> list[Tensor]:
+        """∂z*/∂θ, [N, *θ.shape]."""
+        inverse = torch.linalg.inv(torch.eye(len(self.z), dtype=torch.float64) - self.jacobian)
+        return [torch.tensordot(inverse, p, 1) for p in self.partials]
+
+
+def dense(fn: Callable[..., Any], start: Any, parameters: Sequence[Tensor]) -> Dense:
+    fixed = [p.detach() for p in parameters]
+    z = solve_dense(fn, start, fixed)
+    jacobian = torch.autograd.functional.jacobian(lambda v: flat(fn(unflat(v, start), *fixed)), z)
+    partials = torch.autograd.functional.jacobian(
+        lambda *p: flat(fn(unflat(z, start), *p)), tuple(fixed)
+    )
+    return Dense(z, jacobian, tuple(partials))
+
+
+@functools.cache
+def dense_of(name: str) -> Dense:
+    problem = {p.name: p for p in (*GENERAL, *ONLY_SYMMETRIC)}[name]
+    return dense(problem.fn, problem.start, problem.parameters)
+
+
+def exact_propagator(jacobian: Tensor) -> Tensor:
+    """(I − J)⁻¹: the implicit function theorem."""
+    return torch.linalg.inv(torch.eye(len(jacobian), dtype=jacobian.dtype) - jacobian)
+
+
+def series_propagator(steps: int, damping: float) -> Callable[[Tensor], Tensor]:
+    """β Σ_{k<steps} (βJ + (1 − β)I)ᵏ: phantom gradients."""
+
+    def propagator(jacobian: Tensor) -> Tensor:
+        eye = torch.eye(len(jacobian), dtype=jacobian.dtype)
+        one = damping * jacobian + (1.0 - damping) * eye
+        return damping * sum(torch.linalg.matrix_power(one, k) for k in range(steps))
+
+    return propagator
+
+
+def assert_close(
+    found: Sequence[Tensor | None], wanted: Sequence[Tensor], **tolerance: Any
+) -> None:
+    for a, b in zip(found, wanted, strict=True):
+        assert a is not None
+        torch.testing.assert_close(a, b, **(tolerance or CLOSE))
+
+
+def quiet(call: Callable[[], Any]) -> Any:
+    """Run something whose ConvergenceWarning is expected and tested elsewhere."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", eq.ConvergenceWarning)
+        return call()
+
+
+def attempt(call: Callable[[], Any]) -> tuple[Any, str]:
+    """(answer, "") or (None, message of the RuntimeError or ValueError)."""
+    try:
+        return call(), ""
+    except (RuntimeError, ValueError) as error:
+        return None, str(error)
+
+
+# A name that a map can find in no closure.
+GLOBAL_FEATURE: Tensor | None = None
+
+
+def map_with_a_global(z: Tensor, weight: Tensor) -> Tensor:
+    return torch.tanh(z @ weight.T + GLOBAL_FEATURE)
+
+
+class Holder:
+    """Anything with a method and an attribute."""
+
+    def __init__(self, feature: Tensor, fn: Callable[..., Tensor]) -> None:
+        self.feature = feature
+        self.fn = fn
+
+    def map(self, z: Tensor, weight: Tensor) -> Tensor:
+        return self.fn(z, weight, self.feature)
+
+
+class HoldingModule(nn.Module):
+    """A feature of this forward pass kept on a module: a plain attribute, not a parameter."""
+
+    def __init__(self, weight: Tensor, fn: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight.detach().clone())
+        self.fn = fn
+        self.inner = nn.Module()
+
+    def forward(self, z: Tensor) -> Tensor:
+        return self.fn(z, self.weight, self.inner.feature)
+
+
+def ways_to_capture(fn: Callable[..., Tensor]) -> dict[str, Callable[[Tensor, Tensor], Any]]:
+    """(weight, feature) ↦ (map, args): every way by which a map may come to its feature."""
+
+    def as_argument(weight: Tensor, feature: Tensor) -> Any:
+        return fn, (weight, feature)
+
+    def nested_arguments(weight: Tensor, feature: Tensor) -> Any:
+        return lambda z, box: fn(z, box["w"][0], box["x"]), ({"w": [weight], "x": feature},)
+
+    def closure(weight: Tensor, feature: Tensor) -> Any:
+        return lambda z: fn(z, weight, feature), ()
+
+    def nested_lambda(weight: Tensor, feature: Tensor) -> Any:
+        def outer() -> Callable[[Tensor], Tensor]:
+            return lambda z: (lambda y: fn(y, weight, feature))(z)
+
+        return lambda z: outer()(z), ()
+
+    def partial(weight: Tensor, feature: Tensor) -> Any:
+        return functools.partial(lambda z, w, x: fn(z, w, x), x=feature), (weight,)
+
+    def default_argument(weight: Tensor, feature: Tensor) -> Any:
+        def map_(z: Tensor, w: Tensor = weight, x: Tensor = feature) -> Tensor:
+            return fn(z, w, x)
+
+        return map_, ()
+
+    def keyword_default(weight: Tensor, feature: Tensor) -> Any:
+        def map_(z: Tensor, *, w: Tensor = weight, x: Tensor = feature) -> Tensor:
+            return fn(z, w, x)
+
+        return map_, ()
+
+    def bound_method(weight: Tensor, feature: Tensor) -> Any:
+        return Holder(feature, fn).map, (weight,)
+
+    def inside_a_list(weight: Tensor, feature: Tensor) -> Any:
+        box = [{"deep": (feature,)}]
+        return lambda z: fn(z, weight, box[0]["deep"][0]), ()
+
+    def object_argument(weight: Tensor, feature: Tensor) -> Any:
+        return lambda z, w, holder: holder.map(z, w), (weight, Holder(feature, fn))
+
+    return {
+        way.__name__: way
+        for way in (
+            as_argument,
+            nested_arguments,
+            closure,
+            nested_lambda,
+            partial,
+            default_argument,
+            keyword_default,
+            bound_method,
+            inside_a_list,
+            object_argument,
+        )
+    }
+
+
+WAYS = tuple(ways_to_capture(tanh_map))
+
+
+# --------------------------------------------------------------------------------------------
+# The battery
+# --------------------------------------------------------------------------------------------
+
+
+class AdjointContract:
+    """Inherit, write ``make_adjoint`` and, where it is not the implicit one, ``propagator``."""
+
+    solver: eq.Anderson | eq.Picard = FORWARD
+    tolerant: eq.Anderson | eq.Picard = FORWARD
+    """A solver that stops by its residual."""
+    symmetric = False
+    """The adjoint asks for a symmetric J."""
+    under_transforms = True
+    """torch.func and forward mode work."""
+    twice = True
+    """A second backward pass through the gradient works (it may be a clear error)."""
+
+    def make_adjoint(self) -> Any:
+        raise NotImplementedError
+
+    def loose_adjoint(self, rtol: float | None) -> Any:
+        """The same adjoint with another tolerance (None: the dtype's), where it has one."""
+        return self.make_adjoint()
+
+    def propagator(self, jacobian: Tensor) -> Tensor:
+        return exact_propagator(jacobian)
+
+    # helpers
+
+    @property
+    def problems(self) -> tuple[Problem, ...]:
+        return ONLY_SYMMETRIC if self.symmetric else GENERAL
+
+    @property
+    def base(self) -> Problem:
+        return self.problems[0]
+
+    def solve(self, fn: Any, start: Any, args: Any = (), **options: Any) -> Any:
+        options = {"solver": self.solver, "adjoint": self.make_adjoint(), **options}
+        return eq.fixed_point(fn, start, args, **options)
+
+    def wanted(self, problem: Problem) -> list[Tensor]:
+        return dense_of(problem.name).gradients(self.propagator)
+
+    # values and gradients
+
+    def test_value_and_gradients_equal_the_dense_formula(self) -> None:
+        for problem in self.problems:
+            parameters = problem.leaves()
+            value = self.solve(problem.fn, problem.start, parameters).value
+            torch.testing.assert_close(flat(value), dense_of(problem.name).z, **CLOSE)
+            found = torch.autograd.grad(loss_of(value), parameters)
+            assert_close(found, self.wanted(problem))
+
+    @pytest.mark.parametrize("way", WAYS)
+    @pytest.mark.parametrize("leaf", [True, False], ids=["leaf", "intermediate"])
+    def test_gradients_reach_what_is_captured(self, way: str, leaf: bool) -> None:
+        """Leaves, and tensors made by an earlier computation, however the map holds them."""
+        weight, x = self.base.leaves()
+        held = (weight, x) if leaf else (1.0 * weight, x.clone())
+        fn, args = ways_to_capture(self.base.fn)[way](*held)
+        value = self.solve(fn, self.base.start, args).value
+        assert_close(torch.autograd.grad(loss_of(value), (weight, x)), self.wanted(self.base))
+
+    def test_gradients_reach_an_intermediate_held_in_a_global(self) -> None:
+        weight, x = TANH.leaves()
+        if self.symmetric:
+            pytest.skip("the map with a global is not symmetric")
+        global GLOBAL_FEATURE
+        GLOBAL_FEATURE = x.clone()
+        try:
+            value = self.solve(map_with_a_global, TANH.start, (weight,)).value
+            found = torch.autograd.grad(loss_of(value), (weight, x))
+        finally:
+            GLOBAL_FEATURE = None
+        assert_close(found, self.wanted(TANH))
+
+    def test_gradients_reach_an_intermediate_held_by_a_submodule(self) -> None:
+        weight, x = self.base.leaves()
+        module = HoldingModule(weight, self.base.fn)
+        module.inner.feature = 1.0 * x
+        value = self.solve(module, self.base.start).value
+        found = torch.autograd.grad(loss_of(value), (module.weight, x))
+        assert_close(found, self.wanted(self.base))
+
+    @pytest.mark.parametrize("way", ["as_argument", "closure", "bound_method"])
+    def test_weight_used_upstream_and_inside_is_counted_once_each(self, way: str) -> None:
+        """T uses W and h(x; W): the total derivative is ∂/∂W + (∂h/∂W)ᵀ∂/∂h, no more, no less."""
+        weight, x = self.base.leaves()
+        feature = x + 0.3 * (weight * weight).sum()
+        fn, args = ways_to_capture(self.base.fn)[way](weight, feature)
+        value = self.solve(fn, self.base.start, args).value
+        found = torch.autograd.grad(loss_of(value), (weight, x))
+
+        reference = dense(self.base.fn, self.base.start, (weight, feature))
+        to_weight, to_feature = reference.gradients(self.propagator)
+        through = 0.6 * weight.detach() * to_feature.sum()
+        assert_close(found, [to_weight + through, to_feature])
+
+    @pytest.mark.parametrize("leaf", [True, False], ids=["leaf", "intermediate"])
+    def test_a_tensor_given_twice_gets_the_sum_of_both(self, leaf: bool) -> None:
+        _, x = self.base.leaves()
+        weight = self.base.parameters[0]
+        given_ = x if leaf else 1.0 * x
+
+        def fn(z: Tensor, a: Tensor, b: Tensor) -> Tensor:
+            return self.base.fn(z, weight, 0.5 * a + 0.25 * b + 0.25 * given_)
+
+        value = self.solve(fn, self.base.start, (given_, given_)).value
+        (found,) = torch.autograd.grad(loss_of(value), x)
+        assert_close([found], self.wanted(self.base)[1:])
+
+    def test_arguments_that_cannot_be_differentiated_pass_through(self) -> None:
+        weight, x = self.base.leaves()
+
+        def fn(z: Tensor, w: Tensor, order: Tensor, name: str, none: None, x: Tensor) -> Tensor:
+            assert name == "name"
+            assert none is None
+            return self.base.fn(z, w, x[order])
+
+        order = torch.arange(len(x))
+        value = self.solve(fn, self.base.start, (weight, order, "name", None, x.detach())).value
+        found = torch.autograd.grad(loss_of(value), weight)
+        assert_close(found, self.wanted(self.base)[:1])
+
+    def test_nothing_to_differentiate_gives_a_value_without_a_graph(self) -> None:
+        value = self.solve(self.base.fn, self.base.start, self.base.parameters).value
+        assert not value.requires_grad
+
+    @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+    def test_without_grad_mode_the_value_is_the_same_and_has_no_graph(self, context: Any) -> None:
+        parameters = self.base.leaves()
+        with context():
+            value = self.solve(self.base.fn, self.base.start, parameters).value
+        assert not value.requires_grad
+        torch.testing.assert_close(flat(value), dense_of(self.base.name).z, **CLOSE)
+
+    def test_a_leaf_of_the_state_may_be_an_argument_itself(self) -> None:
+        """A tree that carries its input along: T((z, h), x) = (…, x)."""
+        if self.symmetric:
+            pytest.skip("the Jacobian of such a tree is not symmetric")
+        weight, x = self.base.leaves()
+
+        def fn(state: tuple[Tensor, Tensor], w: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.base.fn(state[0], w, state[1]), x
+
+        start = (self.base.start, torch.zeros_like(x))
+        value = self.solve(fn, start, (weight, x)).value
+        found = torch.autograd.grad(loss_of(value), (weight, x))
+        reference = dense(fn, start, (weight, x))
+        assert_close(found, reference.gradients(self.propagator))
+
+    def test_a_leaf_of_the_state_may_be_constant(self) -> None:
+        if self.symmetric:
+            pytest.skip("the Jacobian of such a tree is not symmetric")
+        weight, _ = self.base.leaves()
+        x = self.base.parameters[1]
+
+        def fn(state: tuple[Tensor, Tensor], w: Tensor) -> tuple[Tensor, Tensor]:
+            return self.base.fn(state[0], w, state[1]), x
+
+        start = (self.base.start, torch.zeros_like(x))
+        value = self.solve(fn, start, (weight,)).value
+        found = torch.autograd.grad(loss_of(value[0]), weight)
+        z = dense_of(self.base.name).z
+        reference = dense(fn, start, (weight,))
+        g = torch.cat([weights_of_loss(z) + z, torch.zeros_like(flat(x))])
+        u = self.propagator(reference.jacobian).T @ g
+        assert_close(found, [torch.tensordot(u, reference.partials[0], 1)])
+
+    def test_one_number_a_sample(self) -> None:
+        """States [B] without further dimensions: z = a·tanh(z) + x, dz/dx by M(J)."""
+        x = draw(20, 5).requires_grad_()
+        sol = self.solve(lambda z, x: 0.5 * torch.tanh(z) + x, torch.zeros(5).double(), (x,))
+        (found,) = torch.autograd.grad(sol.value.sum(), x)
+        slope = 0.5 / torch.cosh(sol.value.detach()) ** 2
+        assert_close([found], [self.propagator(torch.diag(slope)).diagonal()])
+
+    def test_channels_last_state_gets_the_same_gradient(self) -> None:
+        problem = SYMMETRIC_CONV if self.symmetric else CONV
+        parameters = problem.leaves()
+        start = problem.start.contiguous(memory_format=torch.channels_last)
+        sol = self.solve(problem.fn, start, parameters)
+        found = torch.autograd.grad(loss_of(sol.value), parameters)
+        assert_close(found, self.wanted(problem))
+
+    def test_the_start_may_be_the_input_itself(self) -> None:
+        """z0 = x, one tensor in two roles: the gradient of x is that of its role in the map."""
+        weight, x = self.base.leaves()
+        value = self.solve(self.base.fn, x, (weight, x)).value
+        found = torch.autograd.grad(loss_of(value), (weight, x))
+        assert_close(found, self.wanted(self.base))
+
+    def test_parametrized_modules(self) -> None:
+        """Weights computed inside the map: weight_norm and spectral_norm, module as the map."""
+        torch.manual_seed(0)
+        for wrap in (parametrizations.weight_norm, parametrizations.spectral_norm):
+            linear = wrap(nn.Linear(4, 4, bias=False)).double().eval()
+            parameters = tuple(linear.parameters())
+            x = self.base.parameters[1]
+
+            def fn(z: Tensor, linear: nn.Module = linear, x: Tensor = x) -> Tensor:
+                if self.symmetric:
+                    return symmetric_map(z, 0.4 * linear.weight, x)
+                return torch.tanh(0.4 * linear(z) + x)
+
+            value = self.solve(fn, self.base.start).value
+            found = torch.autograd.grad(loss_of(value), parameters)
+
+            names = [name for name, _ in linear.named_parameters()]
+
+            def functional(
+                z: Tensor, *given_: Tensor, linear: nn.Module = linear, names: list[str] = names
+            ) -> Tensor:
+                eye = torch.eye(4, dtype=torch.float64)
+                replaced = dict(zip(names, given_, strict=True))
+                weight = torch.func.functional_call(linear, replaced, (eye,)).T
+                if self.symmetric:
+                    return symmetric_map(z, 0.4 * weight, self.base.parameters[1])
+                return torch.tanh(0.4 * z @ weight.T + self.base.parameters[1])
+
+            wanted = dense(functional, self.base.start, parameters).gradients(self.propagator)
+            # spectral_norm divides by an estimate of the norm: the same in both evaluations.
+            assert_close(found, wanted)
+
+    def test_shared_module_parameters_accumulate_grad(self) -> None:
+        """loss.backward() fills .grad of a module's parameters."""
+        weight, x = self.base.leaves()
+        loss_of(self.solve(lambda z: self.base.fn(z, weight, x), self.base.start).value).backward()
+        assert_close([weight.grad, x.grad], self.wanted(self.base))
+
+    # laws
+
+    @settings(parent=LAW, max_examples=6)
+    @given(scale=st.sampled_from([1e-5, 1.0, 1e5, 1e-12, 3.0]), seed=st.integers(0, 99))
+    def test_gradient_is_linear_in_the_scale_of_the_loss(self, scale: float, seed: int) -> None:
+        weight, x = self.base.leaves()
+        value = self.solve(self.base.fn, self.base.start, (weight, x)).value
+        c = draw(seed, *value.shape)
+        one = torch.autograd.grad((c * value).sum(), (weight, x), retain_graph=True)
+        scaled = torch.autograd.grad((scale * c * value).sum(), (weight, x))
+        # Relative: only the last digits may differ, by the rounding of scale·c.
+        assert_close([s / scale for s in scaled], one, rtol=1e-9, atol=1e-12)
+
+    @settings(parent=LAW, max_examples=5)
+    @given(seed=st.integers(0, 99), order=st.permutations(range(3)))
+    def test_gradient_of_a_sample_does_not_depend_on_its_mates(
+        self, seed: int, order: list[int]
+    ) -> None:
+        weight = self.base.parameters[0]
+        x = draw(seed, 3, *self.base.start.shape[1:]).requires_grad_()
+        start = torch.zeros_like(x)
+        value = self.solve(lambda z, x: self.base.fn(z, weight, x), start, (x,)).value
+        (together,) = torch.autograd.grad(value.sin().sum(), x)
+        for i in order:
+            alone = x[i : i + 1].detach().requires_grad_()
+            one = self.solve(
+                lambda z, x: self.base.fn(z, weight, x), start[i : i + 1], (alone,)
+            ).value
+            torch.testing.assert_close(
+                torch.autograd.grad(one.sin().sum(), alone)[0][0], together[i], **CLOSE
+            )
+
+    # bad samples
+
+    def check_bad_batch(self, way: str, solver: Any, create_graph: bool = False) -> Any:
+        """Samples 0 and 3 are healthy; 1 has a NaN in its input; 2 has no fixed point (z < 5eᶻ)."""
+        healthy = [0, 3]
+        weight = self.base.parameters[0].clone().requires_grad_()
+        x = draw(30, 4, 4)
+        x[1, 2] = float("nan")
+        x.requires_grad_()
+        bend = torch.tensor([0.0, 0.0, 5.0, 0.0], dtype=torch.float64).view(4, 1)
+        start = torch.zeros(4, 4, dtype=torch.float64)
+
+        def fn(z: Tensor, weight: Tensor, x: Tensor, bend: Tensor) -> Tensor:
+            return self.base.fn(z, weight, x) + torch.where(bend > 0, bend * torch.exp(z), 0.0)
+
+        def run(x: Tensor, bend: Tensor, start: Tensor) -> Any:
+            if way == "args":
+                return self.solve(fn, start, (weight, x, bend), solver=solver)
+            h = 1.0 * x if way == "intermediate" else x
+            return self.solve(lambda z: fn(z, weight, h, bend), start, solver=solver)
+
+        sol = quiet(lambda: run(x, bend, start))
+        assert sol.converged.tolist()[1:3] == [False, False]
+        loss = (sol.value[healthy] ** 2).sum()
+        found = quiet(lambda: torch.autograd.grad(loss, (weight, x), create_graph=create_graph))
+        alone = x.detach()[healthy].requires_grad_()
+        fine = run(alone, bend[healthy], start[healthy])
+        wanted = torch.autograd.grad((fine.value**2).sum(), (weight, alone))
+        torch.testing.assert_close(sol.value[healthy], fine.value, **CLOSE)
+        assert_close([found[0], found[1][healthy]], wanted)
+        assert torch.isfinite(found[1]).all()
+        return sol
+
+    @pytest.mark.parametrize("way", ["args", "closure", "intermediate"])
+    def test_bad_samples_do_not_harm_the_gradients_of_others(self, way: str) -> None:
+        """A NaN input and a divergent sample: the rest's gradients are those of the rest alone."""
+        self.check_bad_batch(way, self.tolerant)
+
+    @pytest.mark.parametrize("way", ["args", "closure"])
+    def test_bad_samples_do_no_harm_after_a_fixed_number_of_steps(self, way: str) -> None:
+        self.check_bad_batch(way, LAPS)
+
+    # graphs
+
+    def test_two_backward_passes_with_retain_graph_agree(self) -> None:
+        weight, x = self.base.leaves()
+        loss = loss_of(self.solve(self.base.fn, self.base.start, (weight, x)).value)
+        first = torch.autograd.grad(loss, (weight, x), retain_graph=True)
+        second = torch.autograd.grad(loss, (weight, x))
+        assert_close(second, first, rtol=0, atol=0)
+
+    def test_two_losses_of_one_solve(self) -> None:
+        """Gradients add up: ∇(L₁ + L₂) = ∇L₁ + ∇L₂ from one graph."""
+        weight, x = self.base.leaves()
+        value = self.solve(self.base.fn, self.base.start, (weight, x)).value
+        parts = [value.sin().sum(), (value**3).sum()]
+        found = [torch.autograd.grad(p, weight, retain_graph=True)[0] for p in parts]
+        both = torch.autograd.grad(parts[0] + parts[1], weight)
+        assert_close(both, [found[0] + found[1]])
+
+    def test_a_second_backward_without_retain_graph_raises_or_is_right(self) -> None:
+        weight, x = self.base.leaves()
+        loss = loss_of(self.solve(self.base.fn, self.base.start, (weight, x)).value)
+        first = torch.autograd.grad(loss, (weight, x))
+        second, error = attempt(lambda: torch.autograd.grad(loss, (weight, x)))
+        if second is None:
+            assert "second time" in error
+        else:
+            assert_close(second, first)
+
+    @pytest.mark.parametrize("create_graph", [False, True])
+    @pytest.mark.parametrize("which", [0, 1], ids=["weight", "input"])
+    def test_parameter_modified_in_place_before_backward_raises_or_is_right(
+        self, which: int, create_graph: bool
+    ) -> None:
+        """The gradient at the old parameters, or an error; never one at a mixture of both.
+
+        (x enters by a sum, which saves nothing, so that its old value is not needed.)
+        """
+        if create_graph and not self.twice:
+            pytest.skip("first order only")
+        parameters = self.base.leaves()
+        loss = loss_of(self.solve(self.base.fn, self.base.start, parameters).value)
+        with torch.no_grad():
+            parameters[which].mul_(1.5)
+        found, error = attempt(
+            lambda: torch.autograd.grad(loss, parameters, create_graph=create_graph)
+        )
+        if found is None:
+            assert "modified" in error
+        else:
+            assert_close([f.detach() for f in found], self.wanted(self.base))
+
+    def test_value_modified_in_place_raises_or_is_right(self) -> None:
+        weight, x = self.base.leaves()
+        value = self.solve(self.base.fn, self.base.start, (weight, x)).value
+        loss_of(value)
+        found, error = attempt(lambda: torch.autograd.grad(value.mul_(2.0).sum(), (weight, x)))
+        if found is None:
+            assert "inplace" in error or "in-place" in error or "modified" in error
+        else:
+            reference = self.solve(self.base.fn, self.base.start, (weight, x)).value
+            assert_close(found, torch.autograd.grad(2.0 * reference.sum(), (weight, x)))
+
+    def test_start_is_never_written_to(self) -> None:
+        start = torch.ones_like(self.base.start)
+        weight, x = self.base.leaves()
+        loss_of(self.solve(self.base.fn, start, (weight, x)).value).backward()
+        assert torch.equal(start, torch.ones_like(start))
+
+    def test_nothing_outlives_the_solution(self) -> None:
+        """No reference cycle: tensors die with their last name, without the collector's help."""
+        weight, x = self.base.leaves()
+
+        def use_and_forget() -> weakref.ref[Tensor]:
+            feature = 1.0 * x
+            sol = self.solve(lambda z: self.base.fn(z, weight, feature), self.base.start)
+            torch.autograd.grad(loss_of(sol.value), (weight, x))
+            return weakref.ref(feature)
+
+        gc.collect()
+        gc.disable()
+        try:
+            assert use_and_forget()() is None
+        finally:
+            gc.enable()
+
+    # precision
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+    def test_low_precision_gradient_is_near_the_float64_one(self, dtype: torch.dtype) -> None:
+        weight, x = (p.detach().to(dtype).requires_grad_() for p in self.base.leaves())
+        start = self.base.start.to(dtype)
+        solver = eq.Anderson() if self.solver is FORWARD else self.solver
+        adjoint = self.loose_adjoint(None)
+        sol = self.solve(self.base.fn, start, (weight, x), solver=solver, adjoint=adjoint)
+        assert sol.value.dtype == dtype
+        found = torch.autograd.grad(loss_of(sol.value), (weight, x))
+        exact = [p.detach().double() for p in (weight, x)]
+        wanted = dense(self.base.fn, self.base.start, exact).gradients(self.propagator)
+        # The solves stop at this relative residual by default. ‖(I − J)⁻¹‖ ≤ 2 turns it into an
+        # error at most twice as large; it enters by z* and by u. Rounding adds eps likewise.
+        stop = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}[dtype]
+        bound = 4.0 * (stop + torch.finfo(dtype).eps)
+        for a, b in zip(found, wanted, strict=True):
+            assert a.dtype == dtype
+            assert (a.double() - b).norm() <= bound * b.norm()
+
+    def test_autocast_keeps_the_state_and_gives_near_gradients(self) -> None:
+        """bf16 autocast inside, float32 state and gradients outside."""
+        weight, x = (p.detach().float().requires_grad_() for p in self.base.leaves())
+        start = self.base.start.float()
+        solver = eq.Anderson(rtol=2e-2) if self.solver is FORWARD else self.solver
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            value = self.solve(
+                self.base.fn, start, (weight, x), solver=solver, adjoint=self.loose_adjoint(2e-2)
+            ).value
+        assert value.dtype == torch.float32
+        found = torch.autograd.grad(loss_of(value), (weight, x))
+        # As for bf16 states: rounding of eps(bf16) = 2⁻⁷ and the tolerance above, doubled twice.
+        bound = 4.0 * (2e-2 + torch.finfo(torch.bfloat16).eps)
+        for a, b in zip(found, self.wanted(self.base), strict=True):
+            assert a.dtype == torch.float32
+            assert (a.double() - b).norm() <= bound * b.norm()
+
+    # transforms
+
+    def functional_gradient(self) -> Any:
+        """Gradients by torch.func.grad."""
+        problem = self.base
+        return torch.func.grad(
+            lambda w, x: loss_of(self.solve(problem.fn, problem.start, (w, x)).value),
+            argnums=(0, 1),
+        )(*problem.parameters)
+
+    def test_torch_func_grad_is_right_or_a_clear_error(self) -> None:
+        if self.under_transforms:
+            assert_close(self.functional_gradient(), self.wanted(self.base))
+        else:
+            with pytest.raises(RuntimeError, match=r"torch\.func"):
+                self.functional_gradient()
+
+    def test_gradients_a_sample_by_vmap_of_grad(self) -> None:
+        if not self.under_transforms:
+            pytest.skip("refused, see the test of torch.func.grad")
+        weight, x = self.base.parameters
+
+        def loss(w: Tensor, x: Tensor) -> Tensor:
+            start = torch.zeros_like(x).unsqueeze(0)
+            value = self.solve(self.base.fn, start, (w, x.unsqueeze(0))).value
+            return value.sin().sum()
+
+        found = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(weight, x)
+        for i in range(len(x)):
+            w = weight.clone().requires_grad_()
+            value = self.solve(self.base.fn, self.base.start[i : i + 1], (w, x[i : i + 1])).value
+            assert_close([found[i]], torch.autograd.grad(value.sin().sum(), w))
+
+    # objects
+
+    def test_options_copy_pickle_compare_and_print(self) -> None:
+        adjoint = self.make_adjoint()
+        for other in (copy.deepcopy(adjoint), pickle.loads(pickle.dumps(adjoint))):
+            assert other == adjoint
+            assert hash(other) == hash(adjoint)
+            assert repr(other) == repr(adjoint)
+        assert repr(adjoint).startswith(type(adjoint).__name__ + "(")
+
+    def test_unknown_option_is_an_error_that_names_it(self) -> None:
+        with pytest.raises(TypeError, match="momentum"):
+            type(self.make_adjoint())(momentum=0.9)
+
+    def test_options_are_frozen(self) -> None:
+        with pytest.raises(AttributeError):
+            self.make_adjoint().steps = 3
+
+    def test_a_divergent_solve_is_never_called_converged(self) -> None:
+        """z = eᶻ + x has no solution for x = 1."""
+        x = torch.ones(2, 3, dtype=torch.float64, requires_grad=True)
+        for solver in (self.solver, self.tolerant, eq.Picard(), eq.Broyden()):
+            sol = quiet(
+                lambda solver=solver: self.solve(
+                    lambda z, x: torch.exp(z) + x, torch.zeros_like(x), (x,), solver=solver
+                )
+            )
+            assert not sol.converged.any()

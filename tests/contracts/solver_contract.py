@@ -1,0 +1,847 @@
+"""What every fixed-point solver owes its users. Inherit, name the solver, and get every test.
+
+Two hooks: ``solver(**options)`` makes one; ``accelerated`` says whether it solves affine maps of
+small size in a few steps whatever their spectrum (Anderson, Broyden) or needs a contraction.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+import equilibria as eq
+from equilibria import ConvergenceWarning, Result, Solution
+from equilibria.engine.solver import Solver
+
+from . import problems
+from .problems import Problem, norm
+
+# One law is checked for several solvers: the battery is a base class.
+law = settings(
+    max_examples=10,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.differing_executors],
+)
+
+HEALTH_INTERVAL = 16
+"""Documented in engine/iterate.py: divergence, NaN and stagnation are looked at this often."""
+
+RTOL = 1e-8
+"""Tolerance of the float64 solves below: far from rounding (1e-16), far from a guess."""
+
+
+def solve(problem: Problem, solver: Solver, **options: Any) -> Solution[Any]:
+    return eq.fixed_point(problem.fn, problem.z0, problem.args, solver=solver, **options)
+
+
+def solve_quietly(problem: Problem, solver: Solver, **options: Any) -> Solution[Any]:
+    """Where a sample is meant to fail: the warning is another test's business."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        return solve(problem, solver, **options)
+
+
+def codes(solution: Solution[Any]) -> list[Result]:
+    return [Result(c) for c in solution.result.tolist()]
+
+
+def assert_answers(problem: Problem, solution: Solution[Any], rtol: float = RTOL) -> None:
+    """Every sample converged, and lies within gain·rtol·‖T(z)‖ of the known answer."""
+    assert codes(solution) == [Result.converged] * problem.batch
+    residual, scale = problem.residual(solution.value)
+    # 1e-12: rounding of the residual itself, beside a tolerance of 1e-8.
+    assert (residual <= rtol * scale * (1 + 1e-6) + 1e-12 * scale).all()
+    assert (problem.error(solution.value) <= problem.gain * (rtol + 1e-12) * scale * 1.001).all()
+
+
+def assert_same(left: Any, right: Any, rtol: float = 1e-11) -> None:
+    """Equal up to rounding that a few dozen steps may pile up; float64."""
+    for a, b in zip(pytree.tree_leaves(left), pytree.tree_leaves(right), strict=True):
+        scale = float(b.abs().max()) or 1.0
+        torch.testing.assert_close(a, b, rtol=0, atol=rtol * scale)
+
+
+class SolverContract:
+    """Inherited by the tests of each solver."""
+
+    accelerated: ClassVar[bool] = True
+    returns_last_iterate: ClassVar[bool] = True
+    """Whether a sample that did not converge gets its last iterate (BestIterate: another one)."""
+    stiff_steps: ClassVar[int] = 180
+    """An accelerated solver's limit on problems.stiff: a tenth of Picard's ln(1e-8)/ln(0.99)."""
+
+    def solver(self, **options: Any) -> Solver:
+        raise NotImplementedError("name the solver under test")
+
+    def precise(self, **options: Any) -> Solver:
+        """Tight enough for error bounds, and tested at each step so that counts are exact."""
+        return self.solver(**{"rtol": RTOL, "max_steps": 4000, "block": 1, **options})
+
+    # ------------------------------------------------------------------ answers
+
+    @pytest.mark.parametrize("radius", [0.0, 0.3, 0.95])
+    def test_linear_map_reaches_the_dense_solution(self, radius: float) -> None:
+        problem = problems.linear(radius=radius)
+        assert_answers(problem, solve(problem, self.precise()))
+
+    @pytest.mark.parametrize("radius", [0.5, 0.95])
+    def test_tanh_map_reaches_scipys_root(self, radius: float) -> None:
+        problem = problems.tanh(radius=radius)
+        assert_answers(problem, solve(problem, self.precise()))
+
+    @pytest.mark.parametrize("radius", [0.5, 0.95])
+    def test_rotations_with_complex_spectrum(self, radius: float) -> None:
+        problem = problems.rotation(radius)
+        assert_answers(problem, solve(problem, self.precise()))
+
+    def test_stiff_map(self) -> None:
+        problem = problems.stiff()
+        solution = solve(problem, self.precise())
+        assert_answers(problem, solution)
+        if self.accelerated:
+            assert int(solution.stats.steps.max()) < self.stiff_steps
+
+    def test_nearly_singular_map_is_solved_or_reported(self) -> None:
+        """I − A has an eigenvalue of 1e-5: no silence, no NaN, and right where converged."""
+        problem = problems.nearly_singular()
+        solution = solve_quietly(problem, self.precise(max_steps=300))
+        assert torch.isfinite(solution.value).all()
+        residual, scale = problem.residual(solution.value)
+        passed = residual <= RTOL * scale * (1 + 1e-6) + 1e-12 * scale
+        assert torch.equal(solution.converged, passed)
+        if self.accelerated:
+            assert_answers(problem, solution)
+
+    def test_mixed_difficulty_each_sample_at_its_own_pace(self) -> None:
+        problem = problems.mixed()
+        solution = solve(problem, self.precise())
+        assert_answers(problem, solution)
+        steps = solution.stats.steps.tolist()
+        assert steps[0] <= 2  # A = 0: T(z0) is the answer
+        assert steps[0] < steps[2] < steps[-1]
+
+    def test_from_the_answer_nothing_is_to_do(self) -> None:
+        problem = problems.tanh()
+        solution = eq.fixed_point(
+            problem.fn, problem.answer, problem.args, solver=self.precise(rtol=1e-10)
+        )
+        assert solution.stats.steps.tolist() == [1] * problem.batch
+        assert torch.equal(solution.value, problem.answer)
+
+    def test_identity_and_zero_maps(self) -> None:
+        z0 = problems.randn(3, 4, seed=0)
+        same = eq.fixed_point(lambda z: z, z0, solver=self.precise())
+        assert torch.equal(same.value, z0)
+        assert same.stats.residual.tolist() == [0.0] * 3
+        zero = eq.fixed_point(lambda z: 0.5 * z, torch.zeros(3, 4), solver=self.solver())
+        assert codes(zero) == [Result.converged] * 3  # 0 ≤ rtol·0, and no 0/0
+        assert zero.stats.relative.tolist() == [0.0] * 3
+
+    def test_one_sample_of_one_number(self) -> None:
+        solution = eq.fixed_point(torch.cos, torch.zeros(1, dtype=torch.float64),
+                                  solver=self.precise())  # fmt: skip
+        # Dottie's number. |cos'| < 0.68 there: gain 1/(1 − 0.68) ≤ 3.2 with T(z) ≤ 1.
+        assert abs(float(solution.value) - 0.7390851332151607) < 3.2 * RTOL
+
+    # ------------------------------------------------------------------ stopping
+
+    @pytest.mark.parametrize(("rtol", "atol"), [(1e-3, 0.0), (0.0, 1e-3), (1e-4, 1e-2)])
+    def test_stops_by_the_documented_test(self, rtol: float, atol: float) -> None:
+        """‖T(z) − z‖ ≤ atol + rtol·‖T(z)‖ at the returned z, and at no z before it."""
+        problem = problems.mixed()
+        trajectory: list[Tensor] = []
+        solution = solve(
+            problem,
+            self.precise(rtol=rtol, atol=atol, block=1),
+            callback=lambda step, z, residual: trajectory.append(z.clone()),
+        )
+        assert solution.converged.all()
+        tests = []
+        for z in trajectory:
+            residual, scale = problem.residual(z)
+            tests.append(residual <= atol + rtol * scale)
+        first = torch.stack(tests).int().argmax(0) + 1
+        assert solution.stats.steps.tolist() == first.tolist()
+
+    def test_residual_in_stats_is_that_of_the_value(self) -> None:
+        """For every way to end: recompute ‖T(z) − z‖ and ‖T(z) − z‖/‖T(z)‖ at the value."""
+        base = problems.with_bad_sample(problems.EXPLODES, place=2)
+        for max_steps in (3, 20, 90):
+            solution = solve_quietly(base, self.precise(max_steps=max_steps))
+            residual, scale = base.residual(solution.value)
+            torch.testing.assert_close(solution.stats.residual, residual, rtol=1e-9, atol=1e-14)
+            torch.testing.assert_close(
+                solution.stats.relative, residual / scale, rtol=1e-9, atol=1e-14
+            )
+
+    def test_step_limit_is_kept_and_reported(self) -> None:
+        problem, seen = problems.recording(problems.mixed())
+        problem.z0[0] = problem.answer[0]
+        with torch.no_grad():
+            solution = solve_quietly(problem, self.solver(rtol=1e-12, max_steps=4))
+        assert len(seen) == solution.stats.evaluations == 4
+        assert codes(solution)[0] == Result.converged
+        assert codes(solution)[-1] == Result.max_steps
+        assert int(solution.stats.steps[-1]) == 4
+        assert torch.isfinite(solution.value).all()
+
+    def test_warns_once_with_counts_and_advice(self) -> None:
+        problem = problems.mixed()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            solution = eq.fixed_point(
+                problem.fn, problem.z0, problem.args, solver=self.solver(rtol=1e-12, max_steps=4)
+            )
+        assert [w.category for w in caught] == [ConvergenceWarning]
+        left = int((solution.result == Result.max_steps).sum())
+        text = str(caught[0].message)
+        assert f"{left} of {problem.batch} samples max_steps" in text
+        assert "raise max_steps" in text
+        assert caught[0].filename == __file__  # points at the caller's line
+
+    def test_throw_raises_and_hands_over_the_solution(self) -> None:
+        problem = problems.mixed()
+        with pytest.raises(eq.NotConvergedError, match="max_steps") as caught:
+            solve(problem, self.solver(rtol=1e-12, max_steps=4), throw=True)
+        assert codes(caught.value.solution)[-1] == Result.max_steps
+        assert solve(problem, self.precise(), throw=True).converged.all()
+
+    def test_unreachable_tolerance_ends_without_convergence(self) -> None:
+        """Below rounding: stagnated (or an exact hit), long before a large max_steps."""
+        problem = problems.linear(radius=0.9).to(torch.float32)
+        solution = solve_quietly(problem, self.solver(rtol=1e-12, max_steps=5000))
+        assert set(codes(solution)) <= {Result.stagnated, Result.converged}
+        residual, _ = problem.residual(solution.value)
+        assert (residual[solution.converged] == 0).all()
+        assert solution.stats.evaluations < 500
+        # Stagnation is no harm: within rounding (2⁻²⁴, a sum of 8 + 1 terms) of the answer.
+        _, scale = problem.residual(solution.value)
+        assert (problem.error(solution.value) <= problem.gain * scale * 9 * 2.0**-23).all()
+
+    # ------------------------------------------------------------------ per sample
+
+    @law
+    @given(seed=st.integers(0, 10**6), batch=st.integers(2, 5))
+    def test_batch_mates_do_not_matter(self, seed: int, batch: int) -> None:
+        problem = problems.mixed(batch, seed=seed)
+        together = solve(problem, self.precise())
+        for i in range(batch):
+            alone = solve(problem.take([i]), self.precise())
+            assert int(alone.stats.steps) == int(together.stats.steps[i])
+            assert_same(alone.value[0], together.value[i])
+            torch.testing.assert_close(
+                alone.stats.relative[0], together.stats.relative[i], rtol=1e-2, atol=1e-14
+            )
+
+    @law
+    @given(seed=st.integers(0, 10**6), order=st.permutations(range(5)))
+    def test_permuted_samples_give_permuted_answers(self, seed: int, order: list[int]) -> None:
+        problem = problems.mixed(5, seed=seed)
+        straight = solve(problem, self.precise())
+        permuted = solve(problem.take(order), self.precise())
+        assert permuted.stats.steps.tolist() == straight.stats.steps[order].tolist()
+        assert_same(permuted.value, straight.value[order])
+
+    @pytest.mark.parametrize("place", [0, 2, 4])
+    @pytest.mark.parametrize("fault", [*problems.FAULTS, "nan_input"])
+    def test_bad_sample_is_contained_and_reported(self, fault: str, place: int) -> None:
+        if fault == "nan_input":
+            problem = problems.mixed(5)
+            problem.args[1][place] = float("nan")
+        else:
+            problem = problems.with_bad_sample(problems.FAULTS[fault], place)
+        mates = [i for i in range(5) if i != place]
+        solution = solve_quietly(problem, self.precise())
+        expected = solve(problem.take(mates), self.precise())
+        assert_same(solution.value[mates], expected.value)
+        assert solution.stats.steps[mates].tolist() == expected.stats.steps.tolist()
+        assert_answers(problem.take(mates), expected)
+        bad = codes(solution)[place]
+        assert bad != Result.converged
+        assert torch.isfinite(solution.value[place]).all()
+        if "nan" in fault and fault != "nan_later":
+            assert bad == Result.nonfinite
+            assert int(solution.stats.steps[place]) == HEALTH_INTERVAL
+            assert torch.equal(solution.value[place], problem.z0[place])
+
+    def test_bad_samples_are_named_in_the_warning(self) -> None:
+        problem = problems.with_bad_sample(problems.NAN, 1)
+        with pytest.warns(ConvergenceWarning, match=r"1 of 5 samples nonfinite .*NaN"):
+            solve(problem, self.precise())
+        with pytest.raises(eq.NotConvergedError, match="nonfinite"):
+            solve(problem, self.precise(), throw=True)
+
+    @pytest.mark.parametrize("max_steps", [1, 7, 40])
+    def test_map_that_returns_nan_at_once(self, max_steps: int) -> None:
+        z0 = problems.randn(3, 4, seed=0)
+        with pytest.warns(ConvergenceWarning, match="3 of 3 samples nonfinite"):
+            solution = eq.fixed_point(
+                lambda z: z * float("nan"), z0, solver=self.precise(max_steps=max_steps)
+            )
+        assert codes(solution) == [Result.nonfinite] * 3
+        assert torch.equal(solution.value, z0)
+
+    def test_infinite_map_never_counts_as_converged(self) -> None:
+        """∞ ≤ rtol·∞ holds; it must not pass."""
+        solution = None
+        with pytest.warns(ConvergenceWarning, match="nonfinite"):
+            solution = eq.fixed_point(
+                lambda z: torch.full_like(z, float("inf")), torch.zeros(2, 3), solver=self.solver()
+            )
+        assert codes(solution) == [Result.nonfinite] * 2
+        assert torch.isfinite(solution.value).all()
+
+    def test_finished_sample_is_frozen(self) -> None:
+        """Its value is the iterate at its own last step, however long the others run."""
+        problem = problems.mixed()
+        trajectory: list[Tensor] = []
+        solution = solve(
+            problem, self.precise(), callback=lambda step, z, r: trajectory.append(z.clone())
+        )
+        steps = solution.stats.steps.tolist()
+        assert len(trajectory) == max(steps) == solution.stats.evaluations
+        for i, step in enumerate(steps):
+            assert torch.equal(solution.value[i], trajectory[step - 1][i])
+        cut = solve_quietly(problem, self.precise(max_steps=steps[2] + 1))
+        for i in range(3):
+            assert torch.equal(cut.value[i], solution.value[i])
+
+    # ------------------------------------------------------------------ blocks and the host
+
+    @pytest.mark.parametrize("block", [1, 4, 7])
+    def test_host_reads_are_counted_and_bounded(self, block: int) -> None:
+        problem = problems.mixed()
+        solver = self.precise(block=block)
+        with torch.no_grad(), problems.HostReads() as reads:
+            solution = solve(problem, solver)
+        steps = solution.stats.evaluations
+        assert reads.count == solution.stats.syncs
+        assert solution.stats.syncs <= steps // block + steps // HEALTH_INTERVAL + 1
+
+    @pytest.mark.parametrize("block", [3, 8])
+    def test_convergence_is_tested_once_a_block(self, block: int) -> None:
+        problem = problems.mixed()
+        solution = solve(problem, self.precise(block=block))
+        assert_answers(problem, solution)
+        for step in solution.stats.steps.tolist():
+            assert step % block == 0 or step % HEALTH_INTERVAL == 0
+
+    def test_fixed_steps_never_read_from_the_device(self) -> None:
+        problem, seen = problems.recording(problems.with_bad_sample(problems.NAN, 1))
+        with torch.no_grad(), problems.HostReads() as reads:
+            solution = solve(problem, self.solver(rtol=0.0, atol=0.0, max_steps=20))
+        assert reads.count == 0
+        assert solution.stats.syncs == 0
+        assert len(seen) == solution.stats.evaluations == 20
+        assert solution.stats.steps.tolist() == [20] * 5
+        assert codes(solution)[1] == Result.nonfinite
+        assert Result.diverged not in codes(solution)
+
+    @pytest.mark.parametrize("steps", [1, 2, 9])
+    def test_fixed_steps_are_the_same_steps(self, steps: int) -> None:
+        """k fixed steps end at the iterate that a solve with a tolerance sees at step k + 1."""
+        if not self.returns_last_iterate:
+            pytest.skip("returns another iterate by design")
+        problem = problems.tanh()
+        trajectory: list[Tensor] = []
+        solve_quietly(
+            problem,
+            self.solver(rtol=1e-15, max_steps=15),
+            callback=lambda step, z, r: trajectory.append(z.clone()),
+        )
+        solution = solve(problem, self.solver(rtol=0.0, max_steps=steps))
+        assert torch.equal(solution.value, trajectory[steps])
+
+    def test_fixed_steps_survive_an_exact_hit_and_report_failures(self) -> None:
+        """A = 0 is solved after one step or a few; 30 steps must not spoil it (0/0)."""
+        problem = problems.with_bad_sample(problems.EXPLODES, 2)
+        solution = solve(problem, self.solver(rtol=0.0, max_steps=30))
+        found = codes(solution)
+        assert found[0] in (Result.converged, Result.max_steps)
+        assert float(problem.error(solution.value)[0]) < 1e-14 * float(norm(problem.answer)[0])
+        assert found[2] != Result.converged
+        nan = problems.with_bad_sample(problems.NAN, 2)
+        with pytest.raises(eq.NotConvergedError, match="nonfinite"):
+            solve(nan, self.solver(rtol=0.0, max_steps=5), throw=True)
+
+    def test_fixed_steps_compile_into_one_graph(self) -> None:
+        problem = problems.tanh(batch=3, size=4)
+        solver = self.solver(rtol=0.0, atol=0.0, max_steps=5)
+
+        def run(z0: Tensor, *args: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            solution = eq.fixed_point(problem.fn, z0, args, solver=solver)
+            return solution.value, solution.result, solution.stats.residual
+
+        torch._dynamo.reset()
+        compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+        with torch.no_grad():
+            expected = run(problem.z0, *problem.args)
+            found = compiled(problem.z0, *problem.args)
+        assert_same(found[0], expected[0])
+        assert torch.equal(found[1], expected[1])
+        assert_same(found[2], expected[2])
+
+    @pytest.mark.gpu
+    @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+    def test_fixed_steps_capture_into_a_cuda_graph(self) -> None:
+        problem = problems.tanh(batch=3, size=4)
+        z0, *args = (t.cuda() for t in (problem.z0, *problem.args))
+        solver = self.solver(rtol=0.0, atol=0.0, max_steps=5)
+
+        def run() -> Tensor:
+            return eq.fixed_point(problem.fn, z0, tuple(args), solver=solver).value
+
+        with torch.no_grad():
+            expected = run()
+            side = torch.cuda.Stream()
+            with torch.cuda.stream(side):
+                run()
+            torch.cuda.current_stream().wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                found = run()
+            graph.replay()
+        assert_same(found, expected)
+
+    @pytest.mark.gpu
+    @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+    def test_no_hidden_wait_on_the_gpu(self) -> None:
+        """With torch raising at each wait, fixed steps run through."""
+        problem = problems.tanh(batch=3, size=4)
+        z0, *args = (t.cuda() for t in (problem.z0, *problem.args))
+        solver = self.solver(rtol=0.0, atol=0.0, max_steps=8)
+        with torch.no_grad():
+            eq.fixed_point(problem.fn, z0, tuple(args), solver=solver)
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                eq.fixed_point(problem.fn, z0, tuple(args), solver=solver)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+    # ------------------------------------------------------------------ compaction
+
+    @law
+    @given(seed=st.integers(0, 10**6), order=st.permutations(range(6)))
+    def test_compaction_changes_no_answer(self, seed: int, order: list[int]) -> None:
+        problem = problems.mixed(6, seed=seed).take(order)
+        plain = solve(problem, self.precise())
+        compact = solve(problem, self.precise(compact=True))
+        assert compact.stats.steps.tolist() == plain.stats.steps.tolist()
+        assert codes(compact) == codes(plain)
+        assert_same(compact.value, plain.value)
+
+    def test_compaction_shrinks_what_the_map_sees(self) -> None:
+        """Once at least half of the batch is done it is cut: never twice the rows at work."""
+        problem, seen = problems.recording(problems.mixed())
+        rows: list[int] = []
+        solution = solve(
+            problem, self.precise(compact=True), callback=lambda *a: rows.append(len(seen[-1]))
+        )
+        steps = solution.stats.steps
+        assert len(rows) == int(steps.max())
+        assert rows[0] == 6
+        for done, present in enumerate(rows):
+            left = int((steps > done).sum())
+            assert left <= present < 2 * left + (left == 6)
+        assert min(rows) <= 3
+
+    def test_every_evaluation_is_counted(self) -> None:
+        for compact in (False, True):
+            problem, seen = problems.recording(problems.mixed())
+            with torch.no_grad():
+                solution = solve(problem, self.precise(compact=compact))
+            assert solution.stats.evaluations == len(seen)
+
+    @pytest.mark.parametrize("fault", [*problems.FAULTS])
+    def test_compaction_with_a_bad_sample(self, fault: str) -> None:
+        problem = problems.with_bad_sample(problems.FAULTS[fault], 3)
+        plain = solve_quietly(problem, self.precise(max_steps=200))
+        compact = solve_quietly(problem, self.precise(max_steps=200, compact=True))
+        mates = [0, 1, 2, 4]
+        assert compact.stats.steps[mates].tolist() == plain.stats.steps[mates].tolist()
+        assert_same(compact.value[mates], plain.value[mates])
+        assert codes(compact)[3] != Result.converged
+        assert torch.isfinite(compact.value[3]).all()
+        if fault != "explodes":  # a chaotic iteration repeats no digit, nor need it
+            assert codes(compact) == codes(plain)
+            assert_same(compact.value[3], plain.value[3])
+
+    def test_compaction_of_trees(self) -> None:
+        for problem in problems.trees(problems.mixed()).values():
+            plain = solve(problem, self.precise())
+            compact = solve(problem, self.precise(compact=True))
+            assert compact.stats.steps.tolist() == plain.stats.steps.tolist()
+            assert_same(compact.value, plain.value)
+
+    def test_compaction_keeps_channels_last(self) -> None:
+        base = problems.convolution(batch=4)
+        base.args[0][1:] *= torch.tensor([0.0, 1e-9, 1.0]).view(-1, 1, 1, 1)
+        z0 = base.args[0].clone(memory_format=torch.channels_last)
+        z0[0] = base.answer[0]  # two of four samples start at their answer and finish at once
+        problem, seen = problems.recording(problems.replace(base, z0=z0))
+        last = torch.channels_last
+        told: list[bool] = []
+        solution = solve(
+            problem,
+            self.precise(rtol=1e-6, compact=True),
+            callback=lambda step, z, r: told.append(z.is_contiguous(memory_format=last)),
+        )
+        assert {len(z) for z in seen} > {4}
+        assert solution.value.is_contiguous(memory_format=last)
+        assert all(z.is_contiguous(memory_format=last) for z in seen)
+        assert all(told)
+
+    def test_compaction_reports_whole_batches_to_the_callback(self) -> None:
+        problem = problems.mixed()
+        trajectory: list[Tensor] = []
+        solution = solve(
+            problem,
+            self.precise(compact=True),
+            callback=lambda step, z, r: trajectory.append((z.clone(), r.clone())),
+        )
+        assert all(z.shape == problem.z0.shape and len(r) == 6 for z, r in trajectory)
+        for i, step in enumerate(solution.stats.steps.tolist()):
+            assert_same(solution.value[i], trajectory[step - 1][0][i])
+        assert torch.equal(trajectory[-1][0][:3], solution.value[:3])
+
+    def test_compaction_refuses_a_closure_over_samples(self) -> None:
+        problem = problems.mixed()
+        matrix, offset = problem.args
+        fn = lambda z: problems.apply_affine(z, matrix, offset)
+        with pytest.raises(ValueError, match=r"compact=True .*in args, not through a closure"):
+            eq.fixed_point(fn, problem.z0, solver=self.precise(compact=True))
+        # Without compaction the same closure is welcome.
+        assert_answers(problem, eq.fixed_point(fn, problem.z0, solver=self.precise()))
+
+    def test_compaction_refuses_samples_that_mix(self) -> None:
+        """Batch statistics: a part of the batch would get another answer."""
+        problem = problems.mixed()
+        fn = lambda z, a, b: problems.apply_affine(z, a, b) + 0.1 * z.mean(0, keepdim=True)
+        with pytest.raises(ValueError, match="no batch statistics"):
+            eq.fixed_point(
+                fn, problem.z0, problem.args, solver=self.precise(rtol=1e-4, compact=True)
+            )
+
+    @pytest.mark.parametrize("batch", [6, 8])
+    def test_compaction_refuses_shared_weights_in_args(self, batch: int) -> None:
+        """Also where the weight's first dimension happens to equal the batch (8)."""
+        problem = problems.mixed(batch, size=8)
+        weight = problems.linear(1, 8, 0.5).args[0][0]
+        speed = torch.linspace(0.0, 1.9, batch, dtype=torch.float64)[:, None]
+        fn = lambda z, x, s, w: s * (z @ w.T) + x
+        with pytest.raises(ValueError, match="compact=True"):
+            eq.fixed_point(
+                fn,
+                problem.z0,
+                (problem.args[1], speed, weight),
+                solver=self.precise(compact=True),
+            )
+
+    # ------------------------------------------------------------------ scale
+
+    @pytest.mark.parametrize("exponent", [-27, 27])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+    def test_power_of_two_scale_changes_no_bit(self, exponent: int, dtype: torch.dtype) -> None:
+        """Scaling by 2^k is exact in floating point, so that every step is the same."""
+        for base in (problems.mixed().to(dtype), problems.tanh().to(dtype)):
+            one = solve(base, self.solver(max_steps=1000))
+            other = solve(problems.scaled(base, 2.0**exponent), self.solver(max_steps=1000))
+            assert torch.equal(other.stats.steps, one.stats.steps)
+            assert torch.equal(other.value, one.value * 2.0**exponent)
+
+    @law
+    @given(exponent=st.floats(-8, 8))
+    def test_any_scale_takes_the_same_steps(self, exponent: float) -> None:
+        factor = 10.0**exponent
+        for base in (problems.mixed(), problems.rotation()):
+            one = solve(base, self.precise())
+            other = solve(problems.scaled(base, factor), self.precise())
+            assert other.stats.steps.tolist() == one.stats.steps.tolist()
+            assert_same(other.value / factor, one.value)
+            torch.testing.assert_close(
+                other.stats.relative, one.stats.relative, rtol=1e-2, atol=1e-14
+            )
+
+    def test_samples_of_very_different_scale_in_one_batch(self) -> None:
+        factors = torch.logspace(-8, 8, 5, dtype=torch.float64)[:, None]
+        one = problems.linear(1, radius=0.9)
+        base = problems.affine(one.args[0].expand(5, 8, 8).clone())
+        base.args[1][:] = one.args[1] * factors
+        solution = solve(base, self.precise())
+        assert len(set(solution.stats.steps.tolist())) == 1
+        relative = problems.norm(solution.value / factors - one.answer) / norm(one.answer)
+        _, scale = base.residual(solution.value)
+        assert (
+            relative <= one.gain * RTOL * 1.1 * (scale / factors[:, 0]) / norm(one.answer)
+        ).all()
+
+    # ------------------------------------------------------------------ dtypes
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+    def test_every_dtype_at_its_default_tolerance(self, dtype: torch.dtype) -> None:
+        problem = problems.linear(radius=0.7).to(dtype)
+        solution = solve(problem, self.solver())
+        assert solution.value.dtype == dtype
+        assert solution.converged.all()
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        assert solution.stats.residual.dtype == solution.stats.relative.dtype == wide
+        assert solution.result.dtype == torch.int8
+        assert solution.stats.steps.dtype == torch.int32
+        rtol = self.solver().relative_tolerance(dtype)
+        # The residual test, and rounding of A, b, z and of T's nine-term sums.
+        _, scale = problem.residual(solution.value)
+        allowed = problem.gain * (rtol + 10 * torch.finfo(dtype).eps) * scale
+        assert (problem.error(solution.value) <= allowed).all()
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    def test_half_precision_with_many_features(self, dtype: torch.dtype) -> None:
+        """Norms and products over 4096 features would lose all digits if summed up in half."""
+        x = problems.randn(2, 4096, seed=0).to(dtype)
+        solution = eq.fixed_point(lambda z, x: 0.5 * torch.tanh(z) + x, x, x, solver=self.solver())
+        assert solution.converged.all()
+        assert torch.isfinite(solution.value).all()
+        exact = x.double()
+        for _ in range(60):
+            exact = 0.5 * torch.tanh(exact) + x.double()
+        rtol = self.solver().relative_tolerance(dtype)
+        error = norm(solution.value.double() - exact) / norm(exact)
+        assert (error <= 2 * (rtol + 4 * torch.finfo(dtype).eps)).all()
+
+    def test_half_precision_residual_is_summed_in_float32(self) -> None:
+        """The reported residual agrees with a float64 one to float32 digits, not to half ones."""
+        x = problems.randn(2, 4096, seed=0).to(torch.bfloat16)
+        fn = lambda z, x: 0.5 * torch.tanh(z) + x
+        solution = eq.fixed_point(fn, x, x, solver=self.solver())
+        # T(z) − z is a bfloat16 tensor, each entry rounded; its norm must not be.
+        difference = (fn(solution.value, x) - solution.value).double()
+        torch.testing.assert_close(
+            solution.stats.residual.double(), norm(difference), rtol=1e-5, atol=0
+        )
+
+    def test_map_that_answers_in_another_dtype(self) -> None:
+        """As under autocast: T computes in bfloat16, the state stays float32."""
+        problem = problems.linear(radius=0.5).to(torch.float32)
+        fn = lambda z, a, b: problem.fn(z.bfloat16(), a.bfloat16(), b.bfloat16())
+        solution = eq.fixed_point(fn, problem.z0, problem.args, solver=self.solver(rtol=2e-2))
+        assert solution.value.dtype == torch.float32
+        assert solution.converged.all()
+
+    # ------------------------------------------------------------------ trees and memory formats
+
+    @pytest.mark.parametrize("kind", ["tuple", "list", "dict", "nested"])
+    def test_tree_states(self, kind: str) -> None:
+        flat = problems.mixed()
+        problem = problems.trees(flat)[kind]
+        solution = solve(problem, self.precise())
+        assert pytree.tree_structure(solution.value) == pytree.tree_structure(problem.z0)
+        assert_answers(problem, solution)
+        assert solution.stats.steps.tolist() == solve(flat, self.precise()).stats.steps.tolist()
+
+    def test_tree_with_leaves_of_different_dtype(self) -> None:
+        base = problems.linear(radius=0.8)
+        matrix, offset = base.args
+        dtypes = {"single": torch.float32, "double": torch.float64}
+
+        def fn(z: dict[str, Tensor], a: Tensor, b: Tensor) -> dict[str, Tensor]:
+            joined = torch.cat([z["single"].double(), z["double"]], 1)
+            out = problems.apply_affine(joined, a, b)
+            return {"single": out[:, :3].float(), "double": out[:, 3:]}
+
+        z0 = {"single": base.z0[:, :3].float(), "double": base.z0[:, 3:]}
+        seen: list[dict[str, Tensor]] = []
+        solution = eq.fixed_point(
+            fn,
+            z0,
+            (matrix, offset),
+            solver=self.solver(),
+            callback=lambda step, z, r: seen.append(z),
+        )
+        assert solution.converged.all()
+        for z in (*seen, solution.value):
+            assert {k: v.dtype for k, v in z.items()} == dtypes
+        joined = torch.cat([solution.value["single"].double(), solution.value["double"]], 1)
+        rtol = self.solver().relative_tolerance(torch.float32)  # what the poorer leaf can reach
+        assert (base.error(joined) <= base.gain * (rtol + 1e-6) * norm(joined) * 1.1).all()
+
+    def test_channels_last_states_stay_so(self) -> None:
+        last = torch.channels_last
+        base = problems.convolution(memory_format=last)
+        problem, seen = problems.recording(base)
+        solution = solve(problem, self.precise())
+        assert len(seen) > 3
+        assert all(z.is_contiguous(memory_format=last) for z in seen)
+        assert solution.value.is_contiguous(memory_format=last)
+        assert_answers(base, solution)
+        usual = solve(problems.convolution(memory_format=torch.contiguous_format), self.precise())
+        assert usual.value.is_contiguous()
+        assert_same(solution.value, usual.value)
+
+    def test_channels_last_3d_states_stay_so(self) -> None:
+        last = torch.channels_last_3d
+        x = problems.randn(2, 3, 2, 4, 5, seed=0).contiguous(memory_format=last)
+        seen: list[Tensor] = []
+
+        def fn(z: Tensor, x: Tensor) -> Tensor:
+            seen.append(z)
+            return 0.6 * torch.cos(z) + x
+
+        solution = eq.fixed_point(fn, torch.zeros_like(x), x, solver=self.precise())
+        assert all(z.is_contiguous(memory_format=last) for z in (*seen, solution.value))
+        usual = eq.fixed_point(
+            fn, torch.zeros(x.shape).double(), x.contiguous(), solver=self.precise()
+        )
+        assert_same(solution.value, usual.value)
+
+    # ------------------------------------------------------------------ use
+
+    def test_warm_start_converges_at_once(self) -> None:
+        for problem in (problems.mixed(), problems.tanh(), problems.stiff()):
+            first = solve(problem, self.precise())
+            again = solve(problems.replace(problem, z0=first.value), self.precise())
+            assert again.stats.steps.tolist() == [1] * problem.batch
+            assert torch.equal(again.value, first.value)
+
+    def test_warm_start_near_the_answer_takes_fewer_steps(self) -> None:
+        problem = problems.tanh(radius=0.95)
+        cold = solve(problem, self.precise())
+        near = problems.replace(problem, z0=cold.value * (1 + 1e-5))
+        assert (solve(near, self.precise()).stats.steps < cold.stats.steps).all()
+
+    def test_callback_sees_the_trajectory(self) -> None:
+        problem, seen = problems.recording(problems.linear(radius=0.6))
+        told: list[tuple[int, Tensor, Tensor]] = []
+        with torch.no_grad():
+            solve(problem, self.precise(), callback=lambda *a: told.append(a))
+        assert [step for step, _, _ in told] == list(range(1, len(seen) + 1))
+        for (_, z, residual), given_to_map in zip(told, list(seen), strict=True):
+            assert torch.equal(z, given_to_map)
+            assert not z.requires_grad
+            torch.testing.assert_close(residual, problem.residual(z)[0], rtol=1e-9, atol=1e-15)
+
+    def test_callback_changes_nothing(self) -> None:
+        problem = problems.mixed()
+        plain = solve(problem, self.precise())
+        watched = solve(problem, self.precise(), callback=lambda step, z, r: None)
+        assert torch.equal(plain.value, watched.value)
+        assert plain.stats.syncs == watched.stats.syncs
+
+    def test_inputs_are_left_alone(self) -> None:
+        problem = problems.mixed()
+        before = [t.clone() for t in (problem.z0, *problem.args)]
+        solve(problem, self.precise())
+        solve(problem, self.precise(compact=True))
+        solve(problem, self.solver(rtol=0.0, max_steps=7))
+        for now, then in zip((problem.z0, *problem.args), before, strict=True):
+            assert torch.equal(now, then)
+
+    def test_solver_object_carries_no_state(self) -> None:
+        """One object solves inside a solve of its own, and twice with the same answer."""
+        solver = self.precise()
+        inner = problems.linear(2, radius=0.5)
+        outer = problems.linear(2, radius=0.4, seed=9)
+        expected = solve(outer, solver).value
+
+        def fn(z: Tensor, a: Tensor, b: Tensor) -> Tensor:
+            assert_answers(inner, solve(inner, solver))
+            return outer.fn(z, a, b)
+
+        nested = eq.fixed_point(fn, outer.z0, outer.args, solver=solver)
+        assert torch.equal(nested.value, expected)
+
+    def test_recorded_graph_changes_no_number(self) -> None:
+        """Where autograd watches every step, buffers are not reused; the iterates are the same."""
+        problem = problems.mixed()
+        matrix, offset = problem.args
+        for options in ({"rtol": RTOL, "max_steps": 2000}, {"rtol": 0.0, "max_steps": 12}):
+            plain = solve_quietly(problem, self.solver(**options))
+            watched = eq.fixed_point(
+                problem.fn,
+                problem.z0,
+                (matrix.clone().requires_grad_(), offset),
+                solver=self.solver(**options),
+                adjoint=eq.Unrolled(),
+            )
+            assert watched.value.requires_grad
+            assert watched.stats.steps.tolist() == plain.stats.steps.tolist()
+            assert_same(watched.value.detach(), plain.value)
+
+    def test_exception_of_the_map_passes_and_harms_nothing(self) -> None:
+        class Mine(Exception):
+            pass
+
+        problem = problems.linear()
+        solver = self.precise()
+        calls = 0
+
+        def fn(z: Tensor, *args: Tensor) -> Tensor:
+            nonlocal calls
+            calls += 1
+            if calls == 3:
+                raise Mine("from the map")
+            return problem.fn(z, *args)
+
+        before = torch.is_grad_enabled()
+        with pytest.raises(Mine, match="from the map"):
+            eq.fixed_point(fn, problem.z0, problem.args, solver=solver)
+        assert torch.is_grad_enabled() == before
+        assert_answers(problem, solve(problem, solver))
+
+    # ------------------------------------------------------------------ options
+
+    def test_options_are_frozen_comparable_and_portable(self) -> None:
+        solver = self.solver(rtol=1e-3, max_steps=17)
+        with pytest.raises(AttributeError):
+            solver.rtol = 0.1  # type: ignore[misc]
+        assert solver == self.solver(rtol=1e-3, max_steps=17)
+        assert hash(solver) == hash(self.solver(rtol=1e-3, max_steps=17))
+        assert solver != self.solver(rtol=1e-3, max_steps=18)
+        for twin in (pickle.loads(pickle.dumps(solver)), copy.deepcopy(solver)):
+            assert twin == solver
+            problem = problems.linear(radius=0.3)
+            assert torch.equal(solve(problem, twin).value, solve(problem, solver).value)
+        assert "max_steps=17" in repr(solver)
+
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [
+            ("rtol", -1e-3),
+            ("atol", -1.0),
+            ("rtol", float("nan")),
+            ("atol", float("inf")),
+            ("max_steps", 0),
+            ("max_steps", -5),
+            ("block", 0),
+            ("divergence", 1.0),
+            ("patience", 0),
+        ],
+    )
+    def test_option_out_of_range_names_itself(self, name: str, value: float) -> None:
+        with pytest.raises(ValueError, match=rf"{name}={value!r}\) is out of range: expected a"):
+            self.solver(**{name: value})
+
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [("rtol", "1e-3"), ("max_steps", 2.5), ("max_steps", True), ("block", 1.0), ("atol", None)],
+    )
+    def test_option_of_a_wrong_type_names_itself(self, name: str, value: object) -> None:
+        with pytest.raises(TypeError, match=rf"{name}=.* expected a.*got {type(value).__name__}"):
+            self.solver(**{name: value})
+
+    def test_unknown_option_names_itself_and_the_near_miss(self) -> None:
+        with pytest.raises(TypeError) as caught:
+            self.solver(max_step=7)
+        text = str(caught.value)
+        assert "no option 'max_step'" in text
+        assert "max_step=7" in text
+        assert "Did you mean 'max_steps'?" in text
+        assert "It takes: rtol, atol, max_steps, block, compact" in text

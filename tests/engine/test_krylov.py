@@ -1,0 +1,597 @@
+"""GMRES, CG and ``linear_solve`` against numpy's dense solves, and their gradients."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import equilibria as eq
+from equilibria import CG, GMRES, ConvergenceWarning, NotConvergedError, Result
+from equilibria.engine.krylov import LinearSolver
+from tests.contracts import problems
+from tests.contracts.problems import norm, randn
+
+law = settings(max_examples=25, deadline=None, derandomize=True)
+RTOL = 1e-10  # the default in float64
+
+
+def times(matrix: Tensor) -> Callable[[Tensor], Tensor]:
+    """x ↦ A x, a matrix a sample."""
+    return lambda x: (matrix @ x.unsqueeze(-1)).squeeze(-1)
+
+
+def dense(matrix: Tensor, b: Tensor) -> Tensor:
+    return torch.from_numpy(np.linalg.solve(matrix.numpy(), b.numpy()[..., None])[..., 0])
+
+
+def positive(batch: int, size: int, seed: int, least: float = 0.1) -> Tensor:
+    """Symmetric, eigenvalues from ``least`` to 1."""
+    values = torch.linspace(least, 1.0, size, dtype=torch.float64).expand(batch, size)
+    q = problems.orthogonal(batch, size, seed)
+    return q * values.unsqueeze(1) @ q.mT
+
+
+def assert_solved(matrix: Tensor, b: Tensor, found: Any, rtol: float = RTOL) -> None:
+    """Converged, ‖b − Ax‖ ≤ rtol‖b‖, and so ‖x − x*‖ ≤ ‖A⁻¹‖ rtol ‖b‖."""
+    assert found.result.tolist() == [Result.converged] * len(b)
+    inverse = 1 / torch.linalg.svdvals(matrix)[:, -1]
+    largest = torch.linalg.svdvals(matrix)[:, 0]
+    # The recursion's residual drifts from the true one by rounding of the iterates' size.
+    drift = 1e-13 * (1 + largest * inverse)
+    residual = norm(b - times(matrix)(found.value))
+    assert (residual <= (rtol * 1.01 + drift) * norm(b)).all()
+    assert (norm(found.value - dense(matrix, b)) <= inverse * (rtol * 1.01 + drift) * norm(b)).all()
+
+
+SOLVERS = [GMRES(), CG()]
+both = pytest.mark.parametrize("solver", SOLVERS, ids=["GMRES", "CG"])
+
+# ---------------------------------------------------------------------- answers
+
+
+@law
+@given(seed=st.integers(0, 10**6), batch=st.integers(1, 4), size=st.integers(1, 12))
+def test_gmres_on_nonsymmetric_systems(seed: int, batch: int, size: int) -> None:
+    matrix = torch.eye(size).double() - problems.linear(batch, size, 0.9, seed).args[0]
+    b = randn(batch, size, seed=seed + 7)
+    found = eq.linear_solve(times(matrix), b)
+    assert_solved(matrix, b, found)
+    assert int(found.stats.steps.max()) <= size
+
+
+@law
+@given(seed=st.integers(0, 10**6), batch=st.integers(1, 4), size=st.integers(1, 12))
+def test_cg_on_positive_systems(seed: int, batch: int, size: int) -> None:
+    matrix, b = positive(batch, size, seed), randn(batch, size, seed=seed + 7)
+    found = eq.linear_solve(times(matrix), b, solver=CG())
+    assert_solved(matrix, b, found)
+    assert int(found.stats.steps.max()) <= size + 2  # n in exact arithmetic
+
+
+@pytest.mark.parametrize("restart", [3, 20])
+def test_gmres_with_complex_spectrum(restart: int) -> None:
+    matrix = torch.eye(4).double() - problems.rotation(0.9).args[0]
+    b = randn(3, 4, seed=0)
+    assert_solved(matrix, b, eq.linear_solve(times(matrix), b, solver=GMRES(restart=restart)))
+
+
+def test_gmres_on_indefinite_systems() -> None:
+    values = torch.tensor([[-3.0, -1.0, -0.1, 0.2, 1.0, 2.0]]).double()
+    q = problems.orthogonal(1, 6, 0)
+    matrix = q * values.unsqueeze(1) @ q.mT
+    b = randn(1, 6, seed=1)
+    assert_solved(matrix, b, eq.linear_solve(times(matrix), b))
+
+
+@pytest.mark.parametrize("restart", [1, 2, 5])
+def test_gmres_restarted_on_definite_systems(restart: int) -> None:
+    """A positive definite symmetric part: every restart length converges."""
+    matrix = positive(3, 10, 0, 0.3) + 0.2 * (
+        randn(3, 10, 10, seed=1) - randn(3, 10, 10, seed=1).mT
+    )
+    b = randn(3, 10, seed=2)
+    found = eq.linear_solve(times(matrix), b, solver=GMRES(restart=restart, max_steps=2000))
+    assert_solved(matrix, b, found)
+    assert int(found.stats.steps.max()) > restart
+
+
+def test_gmres_on_the_shift_needs_the_whole_space() -> None:
+    """The cyclic shift makes no progress for n − 1 steps, and none at all if restarted before."""
+    n = 8
+    matrix = torch.roll(torch.eye(n).double(), 1, 0).expand(2, n, n)
+    b = torch.zeros(2, n).double()
+    b[:, 0] = torch.tensor([1.0, -3.0])
+    found = eq.linear_solve(times(matrix), b)
+    assert_solved(matrix, b, found)
+    assert found.stats.steps.tolist() == [n, n]
+    with pytest.warns(ConvergenceWarning, match="2 of 2 samples max_steps"):
+        stuck = eq.linear_solve(times(matrix), b, solver=GMRES(restart=4, max_steps=40))
+    np.testing.assert_allclose(stuck.stats.relative, 1.0, rtol=1e-12)
+
+
+def test_gmres_takes_as_many_steps_as_distinct_eigenvalues() -> None:
+    values = torch.tensor([[1.0, 1, 1, 2, 2, 5], [1.0, 2, 3, 4, 5, 6]]).double()
+    q = problems.orthogonal(2, 6, 0)
+    matrix = q * values.unsqueeze(1) @ q.mT
+    b = randn(2, 6, seed=0)
+    found = eq.linear_solve(times(matrix), b)
+    assert_solved(matrix, b, found)
+    assert found.stats.steps.tolist() == [3, 6]
+
+
+@pytest.mark.parametrize("gap", [1e-4, 1e-7])
+def test_nearly_singular_systems(gap: float) -> None:
+    matrix = torch.eye(8).double() - problems.nearly_singular(gap=gap).args[0]
+    b = randn(3, 8, seed=0)
+    for solver in SOLVERS:
+        found = eq.linear_solve(times(matrix), b, solver=solver)
+        assert_solved(matrix, b, found)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_ill_conditioned_system_needs_an_orthogonal_basis(symmetric: bool) -> None:
+    """Singular values 1e-6 … 1: a basis orthogonalized once, or wrongly, never gets there."""
+    n = 30
+    values = torch.logspace(-6, 0, n, dtype=torch.float64)
+    left = problems.orthogonal(2, n, 0)
+    right = left if symmetric else problems.orthogonal(2, n, 1)
+    matrix = left * values @ right.mT
+    b = times(matrix)(randn(2, n, seed=3))
+    found = eq.linear_solve(times(matrix), b, solver=GMRES(restart=60))
+    assert found.converged.all()
+    assert int(found.stats.steps.max()) <= n
+    assert (norm(b - times(matrix)(found.value)) <= 1.01 * RTOL * norm(b)).all()
+
+
+def test_far_from_normal_system_is_solved_or_reported() -> None:
+    """A Jordan-like block with eigenvalues 1e-10 … 1: what is called converged must be."""
+    n = 20
+    values = torch.logspace(-10, 0, n, dtype=torch.float64)
+    matrix = (torch.diag(values) + torch.diag(torch.ones(n - 1).double(), 1))[None]
+    b = times(matrix)(randn(1, n, seed=3))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        found = eq.linear_solve(times(matrix), b, solver=GMRES(restart=60))
+    residual = norm(b - times(matrix)(found.value)) / norm(b)
+    assert bool(found.converged[0]) == (float(residual[0]) <= 1.01 * RTOL)
+    assert float(found.stats.relative[0]) >= 0.5 * float(residual[0]) - 1e-13
+
+
+@pytest.mark.parametrize("rotated", [False, True])
+@pytest.mark.parametrize("solver", [GMRES(), GMRES(restart=3)])
+def test_singular_inconsistent_system_is_never_called_converged(
+    rotated: bool, solver: GMRES
+) -> None:
+    """b has a part outside the range of A: no x exists; the best residual is that part."""
+    values = torch.tensor([1.0, 2, 3, 4, 5, 0]).double()
+    q = problems.orthogonal(3, 6, 0) if rotated else torch.eye(6).double().expand(3, 6, 6)
+    matrix = q * values @ q.mT
+    b = randn(3, 6, seed=1)
+    with pytest.warns(ConvergenceWarning, match="did not converge"):
+        found = eq.linear_solve(times(matrix), b, solver=solver)
+    assert not found.converged.any()
+    assert torch.isfinite(found.value).all()
+    outside = (q[:, :, -1] * b).sum(1).abs() / norm(b)
+    assert (found.stats.relative >= 0.9 * outside).all()
+    residual = norm(b - times(matrix)(found.value)) / norm(b)
+    np.testing.assert_allclose(found.stats.relative, residual, rtol=1e-3)
+
+
+def test_singular_consistent_system_is_solved() -> None:
+    q = problems.orthogonal(3, 6, 0)
+    values = torch.tensor([1.0, 2, 3, 4, 5, 0]).double()
+    matrix = q * values @ q.mT
+    b = times(matrix)(randn(3, 6, seed=1))
+    for solver in SOLVERS:
+        found = eq.linear_solve(times(matrix), b, solver=solver)
+        assert found.converged.all()
+        # b itself is in the range only to rounding: allow that beside rtol.
+        assert (norm(b - times(matrix)(found.value)) <= 2 * RTOL * norm(b)).all()
+        assert (norm(found.value) <= 10 * norm(b)).all()
+
+
+def test_hard_breakdown_is_reported() -> None:
+    """A = [[0, 1], [0, 0]], b = e₂: A e₂ = e₁, A e₁ = 0; the space is full and holds no answer."""
+    matrix = torch.tensor([[[0.0, 1.0], [0.0, 0.0]]]).double()
+    with pytest.warns(ConvergenceWarning):
+        found = eq.linear_solve(times(matrix), torch.tensor([[0.0, 1.0]]).double())
+    assert not found.converged.any()
+    assert torch.isfinite(found.value).all()
+    np.testing.assert_allclose(found.stats.relative, 1.0)
+
+
+@both
+def test_lucky_breakdown(solver: LinearSolver) -> None:
+    """b is an eigenvector, a sum of two, or generic: 1, 2 and n steps in one batch."""
+    matrix = positive(3, 5, 0)
+    vectors = torch.linalg.eigh(matrix).eigenvectors
+    b = torch.stack([vectors[0, :, 1], vectors[1, :, 1] + vectors[1, :, 4], randn(5, seed=1)])
+    found = eq.linear_solve(times(matrix), b, solver=solver)
+    assert_solved(matrix, b, found)
+    assert found.stats.steps.tolist()[:2] == [1, 2]
+    assert int(found.stats.steps[2]) >= 4
+
+
+@both
+def test_identity_takes_one_step(solver: LinearSolver) -> None:
+    b = randn(3, 4, seed=0)
+    found = eq.linear_solve(lambda x: x, b, solver=solver)
+    torch.testing.assert_close(found.value, b, rtol=1e-14, atol=0)
+    assert found.stats.steps.tolist() == [1] * 3
+
+
+@both
+def test_zero_right_hand_side_has_the_zero_answer(solver: LinearSolver) -> None:
+    matrix = positive(3, 4, 0)
+    b = randn(3, 4, seed=1)
+    b[1] = 0
+    found = eq.linear_solve(times(matrix), b, solver=solver)
+    assert found.converged.all()
+    assert found.value[1].tolist() == [0.0] * 4
+    assert float(found.stats.relative[1]) == 0.0
+    assert int(found.stats.steps[1]) == 0
+    assert_solved(matrix[[0, 2]], b[[0, 2]], eq.linear_solve(times(matrix[[0, 2]]), b[[0, 2]],
+                                                             solver=solver))  # fmt: skip
+    everywhere = eq.linear_solve(times(matrix), torch.zeros(3, 4).double(), solver=solver)
+    assert everywhere.value.abs().sum() == 0
+    assert everywhere.converged.all()
+
+
+# ---------------------------------------------------------------------- per sample
+
+
+@both
+@law
+@given(seed=st.integers(0, 10**6))
+def test_batch_mates_do_not_matter(solver: LinearSolver, seed: int) -> None:
+    scales = torch.tensor([1.0, 0.5, 0.1, 0.01]).double()[:, None, None]
+    matrix = torch.eye(7).double() - (1 - scales) * positive(4, 7, seed, 0.0)
+    b = randn(4, 7, seed=seed + 1)
+    together = eq.linear_solve(times(matrix), b, solver=solver)
+    assert_solved(matrix, b, together)
+    for i in range(4):
+        alone = eq.linear_solve(times(matrix[[i]]), b[[i]], solver=solver)
+        assert int(alone.stats.steps) == int(together.stats.steps[i])
+        torch.testing.assert_close(alone.value[0], together.value[i], rtol=1e-9, atol=1e-11)
+
+
+@both
+def test_samples_of_different_difficulty_and_scale(solver: LinearSolver) -> None:
+    values = torch.stack([torch.linspace(least, 1, 9) for least in (1.0, 0.5, 1e-3)]).double()
+    q = problems.orthogonal(3, 9, 0)
+    matrix = q * values.unsqueeze(1) @ q.mT
+    b = randn(3, 9, seed=0) * torch.tensor([[1e-8], [1.0], [1e8]]).double()
+    found = eq.linear_solve(times(matrix), b, solver=solver)
+    assert_solved(matrix, b, found)
+    steps = found.stats.steps.tolist()
+    assert steps[0] == 1
+    assert steps[0] < steps[1] <= steps[2]
+
+
+@both
+@pytest.mark.parametrize("exponent", [-27, 27])
+def test_power_of_two_scale_changes_no_bit(solver: LinearSolver, exponent: int) -> None:
+    matrix = positive(3, 6, 0)
+    for dtype in (torch.float32, torch.float64):
+        a, b = matrix.to(dtype), randn(3, 6, seed=0).to(dtype)
+        one = eq.linear_solve(times(a), b, solver=solver)
+        other = eq.linear_solve(times(a), b * 2.0**exponent, solver=solver)
+        assert torch.equal(other.value, one.value * 2.0**exponent)
+        assert torch.equal(other.stats.steps, one.stats.steps)
+        assert torch.equal(other.stats.relative, one.stats.relative)
+
+
+@both
+@pytest.mark.parametrize("where", ["matrix", "b"])
+def test_nan_sample_is_contained(solver: LinearSolver, where: str) -> None:
+    matrix, b = positive(3, 5, 0), randn(3, 5, seed=1)
+    mates = [0, 2]
+    expected = eq.linear_solve(times(matrix[mates]), b[mates], solver=solver)
+    (matrix if where == "matrix" else b)[1] = float("nan")
+    with pytest.warns(ConvergenceWarning, match="1 of 3 samples"):
+        found = eq.linear_solve(times(matrix), b, solver=solver)
+    assert found.converged.tolist() == [True, False, True]
+    torch.testing.assert_close(found.value[mates], expected.value, rtol=1e-12, atol=1e-13)
+    assert found.stats.steps[mates].tolist() == expected.stats.steps.tolist()
+
+
+@both
+def test_finished_sample_survives_the_restarts_of_its_mate(solver: LinearSolver) -> None:
+    """A = 0.3·I (exact after one step, residual zero) beside one that takes long."""
+    matrix, b = positive(2, 12, 0, 1e-2), randn(2, 12, seed=1)
+    matrix[0] = 0.3 * torch.eye(12)
+    made = GMRES(restart=4, max_steps=4000) if isinstance(solver, GMRES) else solver
+    found = eq.linear_solve(times(matrix), b, solver=made)
+    assert_solved(matrix, b, found)
+    assert int(found.stats.steps[0]) == 1
+    alone = eq.linear_solve(times(matrix[:1]), b[:1], solver=made)
+    torch.testing.assert_close(found.value[0], alone.value[0], rtol=1e-13, atol=1e-14)
+
+
+def test_cg_on_an_indefinite_sample_says_so() -> None:
+    matrix = positive(3, 5, 0)
+    matrix[1] = -matrix[1]
+    b = randn(3, 5, seed=1)
+    with pytest.warns(ConvergenceWarning, match="1 of 3 samples"):
+        found = eq.linear_solve(times(matrix), b, solver=CG())
+    assert found.converged.tolist() == [True, False, True]
+    assert torch.isfinite(found.value).all()
+    assert_solved(matrix[[0, 2]], b[[0, 2]], eq.linear_solve(times(matrix[[0, 2]]), b[[0, 2]],
+                                                             solver=CG()))  # fmt: skip
+    # GMRES minds no signs.
+    assert_solved(matrix, b, eq.linear_solve(times(matrix), b))
+
+
+@both
+def test_step_limit_is_reported_with_the_true_residual(solver: LinearSolver) -> None:
+    matrix, b = positive(3, 20, 0, 1e-3), randn(3, 20, seed=1)
+    cut = type(solver)(max_steps=6)
+    with pytest.warns(ConvergenceWarning, match="3 of 3 samples max_steps"):
+        found = eq.linear_solve(times(matrix), b, solver=cut)
+    assert found.stats.steps.tolist() == [6] * 3
+    residual = norm(b - times(matrix)(found.value))
+    np.testing.assert_allclose(found.stats.residual, residual, rtol=1e-9)
+    np.testing.assert_allclose(found.stats.relative, residual / norm(b), rtol=1e-9)
+    with pytest.raises(NotConvergedError, match="max_steps") as caught:
+        eq.linear_solve(times(matrix), b, solver=cut, throw=True)
+    assert torch.equal(caught.value.solution.value, found.value)
+
+
+def test_gmres_minimizes_the_residual_over_the_krylov_space() -> None:
+    """After k steps: no better x in span{b, Ab, …}; by numpy's least squares."""
+    matrix = torch.eye(10).double() - problems.linear(2, 10, 0.9).args[0]
+    b = randn(2, 10, seed=3)
+    for k in (1, 3, 5):
+        with pytest.warns(ConvergenceWarning):
+            found = eq.linear_solve(times(matrix), b, solver=GMRES(max_steps=k))
+        for i in range(2):
+            a, right = matrix[i].numpy(), b[i].numpy()
+            space = np.stack([np.linalg.matrix_power(a, j) @ right for j in range(k)], 1)
+            best = np.linalg.norm(right - a @ space @ np.linalg.lstsq(a @ space, right)[0])
+            np.testing.assert_allclose(found.stats.residual[i], best, rtol=1e-8)
+
+
+# ---------------------------------------------------------------------- starts, blocks, counts
+
+
+@both
+def test_start_at_the_answer(solver: LinearSolver) -> None:
+    matrix, b = positive(3, 6, 0), randn(3, 6, seed=1)
+    answer = dense(matrix, b)
+    found = eq.linear_solve(times(matrix), b, x0=answer, solver=solver)
+    assert found.stats.steps.tolist() == [0] * 3
+    assert torch.equal(found.value, answer)
+
+
+@both
+def test_start_elsewhere_gives_the_same_answer(solver: LinearSolver) -> None:
+    matrix, b = positive(3, 6, 0), randn(3, 6, seed=1)
+    for x0 in (randn(3, 6, seed=2), dense(matrix, b) * (1 + 1e-6)):
+        kept = x0.clone()
+        assert_solved(matrix, b, eq.linear_solve(times(matrix), b, x0=x0, solver=solver))
+        assert torch.equal(x0, kept)
+    # Where b is zero too: one step of the identity, up to float32 rounding of the start.
+    found = type(solver)(atol=1e-6).solve(lambda v: v, [torch.zeros(1, 2)], [torch.ones(1, 2)])
+    assert found.result.tolist() == [Result.converged]
+    assert float(found.value[0].abs().max()) <= 2.0**-22
+
+
+@both
+@pytest.mark.parametrize("x0", [torch.zeros(3, 5), torch.zeros(2, 6), torch.zeros(1, 6)])
+def test_start_of_another_shape_is_refused(solver: LinearSolver, x0: Tensor) -> None:
+    matrix, b = positive(3, 6, 0), randn(3, 6, seed=1)
+    with pytest.raises(ValueError, match="x0"):
+        eq.linear_solve(times(matrix), b, x0=x0.double(), solver=solver)
+    with pytest.raises(ValueError, match="x0"):
+        eq.linear_solve(times(matrix), b, x0=(b, b), solver=solver)
+
+
+@both
+@pytest.mark.parametrize("block", [1, 3, 8])
+def test_host_reads_are_counted_and_bounded(solver: LinearSolver, block: int) -> None:
+    matrix, b = positive(3, 20, 0, 0.05), randn(3, 20, seed=1)
+    made = type(solver)(block=block)
+    right, product = [b], times(matrix)
+    with problems.HostReads() as reads, torch.no_grad():
+        found = made.solve(lambda v: [product(v[0])], right)
+    steps = int(found.steps.max())
+    assert reads.count == found.syncs
+    assert found.syncs <= steps // block + 2
+    assert found.result.tolist() == [0] * 3
+
+
+@both
+def test_products_are_counted(solver: LinearSolver) -> None:
+    matrix, b = positive(3, 12, 0, 0.01), randn(3, 12, seed=1)
+    calls = 0
+
+    def product(x: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return times(matrix)(x)
+
+    with torch.no_grad():
+        found = eq.linear_solve(product, b, solver=solver)
+    assert found.stats.evaluations == calls
+    assert calls <= int(found.stats.steps.max()) + 2
+    calls = 0
+    limited = type(solver)(max_steps=7, rtol=1e-14)
+    with torch.no_grad(), pytest.warns(ConvergenceWarning):
+        eq.linear_solve(product, b, solver=limited)
+    assert calls <= 7  # "products with A, at most"
+
+
+def test_limit_of_products_includes_those_of_restarts() -> None:
+    """max_steps is documented as products with A, at most."""
+    calls = 0
+    matrix, b = positive(1, 12, 0, 1e-4), randn(1, 12, seed=1)
+
+    def product(x: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return times(matrix)(x)
+
+    with torch.no_grad(), pytest.warns(ConvergenceWarning):
+        eq.linear_solve(product, b, solver=GMRES(restart=3, max_steps=21))
+    assert calls <= 21
+
+
+# ---------------------------------------------------------------------- states
+
+
+@both
+@pytest.mark.parametrize("kind", ["tuple", "list", "dict", "nested"])
+def test_trees(solver: LinearSolver, kind: str) -> None:
+    matrix, b = positive(4, 8, 0), randn(4, 8, seed=1)
+    flat = problems.replace(problems.linear(4, 8), fn=lambda x, m: times(m)(x), args=(matrix,))
+    tree = problems.trees(problems.replace(flat, z0=b, answer=dense(matrix, b)))[kind]
+    found = eq.linear_solve(lambda x: tree.fn(x, matrix), tree.z0, solver=solver)
+    straight = eq.linear_solve(times(matrix), b, solver=solver)
+    assert found.stats.steps.tolist() == straight.stats.steps.tolist()
+    assert (tree.error(found.value) <= 11 * RTOL * norm(b)).all()  # ‖A⁻¹‖ = 10
+
+
+@both
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_lower_precision(solver: LinearSolver, dtype: torch.dtype) -> None:
+    matrix, b = positive(3, 8, 0, 0.5).to(dtype), randn(3, 8, seed=1).to(dtype)
+    found = eq.linear_solve(times(matrix), b, solver=solver)
+    assert found.value.dtype == dtype
+    assert found.stats.relative.dtype == torch.float32
+    assert found.converged.all()
+    exact = dense(matrix.double(), b.double())
+    rtol = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-5}[dtype]
+    # ‖A⁻¹‖ = 2; rounding of the answer and of eight-term products beside the tolerance.
+    allowed = 2 * (rtol + 8 * torch.finfo(dtype).eps) * norm(b)
+    assert (norm(found.value.double() - exact) <= allowed).all()
+
+
+def test_channels_last_right_hand_side() -> None:
+    problem = problems.convolution()
+    b = problem.args[0]
+    found = eq.linear_solve(lambda x: x - problem.fn(x, torch.zeros_like(b)), b)
+    assert found.value.is_contiguous(memory_format=torch.channels_last)
+    assert (problem.error(found.value) <= problem.gain * RTOL * 1.01 * norm(b)).all()
+
+
+# ---------------------------------------------------------------------- gradients
+
+
+@both
+def test_gradients_to_b_and_the_captured_matrix(solver: LinearSolver) -> None:
+    b = randn(2, 4, seed=1).requires_grad_()
+    free = (0.3 * randn(4, 4, seed=0)).requires_grad_()
+
+    def answer(b: Tensor, free: Tensor) -> Tensor:
+        matrix = free @ free.mT + torch.eye(4).double()  # an intermediate that the closure holds
+        return eq.linear_solve(lambda x: x @ matrix, b, solver=type(solver)(rtol=1e-13)).value
+
+    assert torch.autograd.gradcheck(answer, (b, free))
+    assert torch.autograd.gradgradcheck(answer, (b, free))
+
+
+def test_gradients_of_a_nonsymmetric_system() -> None:
+    """The backward system is the transposed one: a symmetric test would not see it."""
+    b = randn(2, 4, seed=1).requires_grad_()
+    matrix = (torch.eye(4).double() + 0.4 * randn(4, 4, seed=0)).requires_grad_()
+    solve = lambda b, m: eq.linear_solve(lambda x: x @ m.T, b, solver=GMRES(rtol=1e-13)).value
+    assert torch.autograd.gradcheck(solve, (b, matrix))
+    expected = torch.linalg.solve(matrix, b.unsqueeze(-1)).squeeze(-1)
+    weights = randn(2, 4, seed=5)
+    ours = torch.autograd.grad((solve(b, matrix) * weights).sum(), (b, matrix))
+    dense = torch.autograd.grad((expected * weights).sum(), (b, matrix))
+    for left, right in zip(ours, dense, strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-9, atol=1e-11)
+
+
+def test_gradients_of_a_tree() -> None:
+    matrix = (torch.eye(5).double() + 0.3 * randn(5, 5, seed=0)).requires_grad_()
+    b = randn(2, 5, seed=1).requires_grad_()
+
+    def answer(b: Tensor, matrix: Tensor) -> Tensor:
+        def product(x: dict[str, Tensor]) -> dict[str, Tensor]:
+            out = torch.cat([x["p"], x["q"]], 1) @ matrix.T
+            return {"p": out[:, :2], "q": out[:, 2:]}
+
+        right = {"p": b[:, :2], "q": b[:, 2:]}
+        found = eq.linear_solve(product, right, solver=GMRES(rtol=1e-13)).value
+        return torch.cat([found["p"], found["q"]], 1)
+
+    assert torch.autograd.gradcheck(answer, (b, matrix))
+
+
+@pytest.mark.parametrize("factor", [1e-8, 1.0, 1e8])
+def test_gradients_do_not_depend_on_the_scale_of_the_loss(factor: float) -> None:
+    matrix = (torch.eye(4).double() + 0.4 * randn(4, 4, seed=0)).requires_grad_()
+    b = randn(2, 4, seed=1)
+    found = eq.linear_solve(lambda x: x @ matrix.T, b)
+    (ours,) = torch.autograd.grad(factor * found.value.square().sum(), matrix)
+    exact = torch.linalg.solve(matrix, b.unsqueeze(-1)).squeeze(-1)
+    (dense,) = torch.autograd.grad(exact.square().sum(), matrix)
+    torch.testing.assert_close(ours / factor, dense, rtol=1e-7, atol=1e-9)
+    assert found.stats.backward.solves == 1
+    assert found.stats.backward.unconverged == 0
+
+
+def test_no_graph_where_none_is_asked_for() -> None:
+    matrix, b = positive(2, 4, 0), randn(2, 4, seed=0)
+    assert not eq.linear_solve(times(matrix), b).value.requires_grad
+    with torch.no_grad():
+        assert not eq.linear_solve(times(matrix), b.requires_grad_()).value.requires_grad
+
+
+def test_transforms_are_refused_with_a_way_out() -> None:
+    b = randn(2, 3, seed=0)
+    with pytest.raises(RuntimeError, match=r"fixed_point\(lambda x: x \+ b - A\(x\), b\)"):
+        torch.func.grad(lambda b: eq.linear_solve(lambda x: 2 * x, b).value.sum())(b)
+
+
+# ---------------------------------------------------------------------- options and bad input
+
+
+@pytest.mark.parametrize(
+    ("cls", "options", "message"),
+    [
+        (GMRES, {"restart": 0}, r"GMRES\(restart=0\) is out of range: expected an integer in \[1"),
+        (GMRES, {"rtol": -1e-3}, r"rtol=-0.001\)"),
+        (CG, {"atol": -1.0}, r"atol=-1.0\)"),
+        (CG, {"max_steps": 0}, r"max_steps=0\)"),
+        (CG, {"block": 0}, r"block=0\)"),
+    ],
+)
+def test_options_out_of_range(cls: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        cls(**options)
+
+
+def test_solver_must_be_a_linear_one() -> None:
+    for wrong in (eq.Anderson(), "gmres", GMRES):
+        with pytest.raises(TypeError, match=r"solver must be GMRES\(\.\.\.\) or CG\(\.\.\.\)"):
+            eq.linear_solve(lambda x: x, torch.ones(1, 2), solver=wrong)
+
+
+def test_exception_of_the_product_passes() -> None:
+    def product(x: Tensor) -> Tensor:
+        raise ZeroDivisionError("mine")
+
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        eq.linear_solve(product, torch.ones(1, 2))
+    assert torch.is_grad_enabled()
+
+
+def test_absolute_tolerance() -> None:
+    matrix, b = positive(3, 40, 0, 0.1), randn(3, 40, seed=0)
+    for solver in (GMRES(rtol=0.0, atol=1e-3), CG(rtol=0.0, atol=1e-3)):
+        found = eq.linear_solve(times(matrix), b, solver=solver)
+        assert found.converged.all()
+        residual = norm(b - times(matrix)(found.value))
+        assert (residual <= 1.01e-3).all()
+        assert (residual > 1e-9).all()  # it stopped by the tolerance, not by chance

@@ -1,0 +1,147 @@
+"""Options: frozen, keyword-only, and errors that name the option, the value and what is allowed."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import equilibria as eq
+from equilibria.engine.options import check_number, options
+
+law = settings(max_examples=60, deadline=None, derandomize=True)
+
+OPTION_CLASSES = [
+    eq.Picard,
+    eq.Anderson,
+    eq.Broyden,
+    eq.GMRES,
+    eq.CG,
+    eq.Implicit,
+    eq.Phantom,
+    eq.OneStep,
+    eq.Unrolled,
+]
+
+
+@options
+class Example:
+    ratio: float = 0.5
+    count: int = 3
+    limit: float | None = None
+
+    def __post_init__(self) -> None:
+        check_number(self, "ratio", low=0.0, high=1.0, low_open=True)
+        check_number(self, "count", low=1, integer=True)
+        check_number(self, "limit", low=0.0, high=2.0, high_open=True, optional=True)
+
+
+@law
+@given(value=st.floats(allow_nan=True, allow_infinity=True))
+def test_interval_is_half_open(value: float) -> None:
+    inside = 0 < value <= 1  # false for NaN
+    if inside:
+        assert Example(ratio=value).ratio == value
+        return
+    with pytest.raises(ValueError, match=r"Example\(ratio=.*\(0, 1\]"):
+        Example(ratio=value)
+
+
+@law
+@given(value=st.floats(-3, 3))
+def test_optional_interval_open_above(value: float) -> None:
+    if 0 <= value < 2:
+        assert Example(limit=value).limit == value
+    else:
+        with pytest.raises(ValueError, match=r"expected a number in \[0, 2\) or None"):
+            Example(limit=value)
+    assert Example(limit=None).limit is None
+
+
+@law
+@given(value=st.integers(-10, 10))
+def test_integer_bounded_below(value: int) -> None:
+    if value >= 1:
+        assert Example(count=value).count == value
+    else:
+        with pytest.raises(ValueError, match=r"expected an integer in \[1, inf\)"):
+            Example(count=value)
+
+
+@pytest.mark.parametrize("value", ["3", True, 2.0, None, [3]])
+def test_wrong_types_are_named(value: Any) -> None:
+    with pytest.raises(TypeError, match=rf"count=.*expected an integer.*{type(value).__name__}"):
+        Example(count=value)
+
+
+def test_integers_are_numbers() -> None:
+    assert Example(ratio=1).ratio == 1
+
+
+def test_positional_values_are_refused_with_the_way_to_write_it() -> None:
+    with pytest.raises(TypeError, match=r"keyword options only.*Example\(ratio=\.\.\., count="):
+        Example(0.5, 3)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("cls", OPTION_CLASSES)
+def test_unknown_options_name_value_choices_and_near_miss(cls: Any) -> None:
+    fields = [f.name for f in dataclasses.fields(cls)]
+    with pytest.raises(TypeError) as caught:
+        cls(tolernace_of_nothing=1.25)
+    text = str(caught.value)
+    assert cls.__name__ in text
+    assert "tolernace_of_nothing=1.25" in text
+    assert "Did you mean" not in text
+    assert all(name in text for name in fields) or (not fields and "no options" in text)
+    if fields:
+        near = fields[0] + "x"
+        with pytest.raises(TypeError, match=rf"no option '{near}'.*Did you mean '{fields[0]}'\?"):
+            cls(**{near: 1})
+
+
+@pytest.mark.parametrize("cls", OPTION_CLASSES)
+def test_options_are_frozen_equal_hashable_and_portable(cls: Any) -> None:
+    made = cls()
+    assert made == cls()
+    assert hash(made) == hash(cls())
+    assert pickle.loads(pickle.dumps(made)) == made
+    assert dataclasses.replace(made) == made
+    for field in dataclasses.fields(cls):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(made, field.name, 1)
+    assert not math.isnan(hash(made))
+
+
+@pytest.mark.parametrize("cls", OPTION_CLASSES)
+def test_signature_shows_the_options(cls: Any) -> None:
+    """Editors and help() read it; the helpful constructor must not hide it."""
+    shown = inspect.signature(cls).parameters
+    assert list(shown) == [f.name for f in dataclasses.fields(cls)]
+    assert all(p.kind is p.KEYWORD_ONLY for p in shown.values())
+
+
+@pytest.mark.parametrize(
+    ("solver", "adjoint", "message"),
+    [
+        ("anderson", None, r"solver must be a solver object such as Anderson\(memory=5\)"),
+        (eq.Anderson, None, "solver must be a solver object"),
+        (eq.GMRES(), None, "solver must be a solver object"),
+        (None, "implicit", r"adjoint must be an object such as Implicit\(\)"),
+        (None, eq.Implicit, "adjoint must be an object"),
+    ],
+)
+def test_entry_point_refuses_what_is_no_solver(solver: Any, adjoint: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        eq.fixed_point(lambda z: z, torch.zeros(1, 1), solver=solver, adjoint=adjoint)
+
+
+def test_entry_point_refuses_what_is_no_map() -> None:
+    with pytest.raises(TypeError, match="fn must be callable"):
+        eq.fixed_point(torch.zeros(1), torch.zeros(1, 1))  # type: ignore[arg-type]

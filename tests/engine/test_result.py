@@ -1,0 +1,121 @@
+"""Results: codes, messages, counts, warnings, errors that carry the solution."""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+
+import pytest
+import torch
+
+import equilibria as eq
+from equilibria import ConvergenceWarning, NotConvergedError, Result, Solution, Stats
+from equilibria.engine.result import describe_failures
+from tests.contracts import problems
+
+
+def made(*codes: Result) -> Solution[torch.Tensor]:
+    n = len(codes)
+    stats = Stats(torch.arange(1, n + 1), torch.ones(n), torch.linspace(0.1, 0.2, n), 9, 4)
+    return Solution(torch.zeros(n, 2), torch.tensor([int(c) for c in codes]), stats)
+
+
+def test_the_five_ways_to_end() -> None:
+    assert [r.name for r in Result] == [
+        "converged",
+        "max_steps",
+        "diverged",
+        "nonfinite",
+        "stagnated",
+    ]
+    assert Result.converged == 0
+    assert len({r.message for r in Result}) == 5
+    for code in list(Result)[1:]:
+        assert ":" in code.message  # what happened: what helps
+
+
+def test_counts_and_converged() -> None:
+    solution = made(Result.converged, Result.nonfinite, Result.converged, Result.stagnated)
+    assert solution.converged.tolist() == [True, False, True, False]
+    assert solution.counts() == {Result.converged: 2, Result.nonfinite: 1, Result.stagnated: 1}
+
+
+def test_summary_is_a_line_for_people() -> None:
+    text = made(Result.converged, Result.diverged).summary()
+    assert "1 converged, 1 diverged" in text
+    assert "steps 1 to 2" in text
+    assert "2.00e-01" in text
+    assert "\n" not in text
+
+
+def test_description_of_failures() -> None:
+    assert describe_failures({Result.converged: 4}) is None
+    assert describe_failures({}) is None
+    text = describe_failures({Result.converged: 3, Result.diverged: 2, Result.max_steps: 1})
+    assert text is not None
+    assert "2 of 6 samples diverged" in text
+    assert "1 of 6 samples max_steps" in text
+    assert "converged (" not in text
+    assert Result.diverged.message in text
+
+
+def test_solution_is_frozen() -> None:
+    solution = made(Result.converged)
+    with pytest.raises(AttributeError):
+        solution.value = torch.ones(1)  # type: ignore[misc]
+    with pytest.raises(AttributeError):
+        solution.stats.steps = torch.ones(1)  # type: ignore[misc]
+
+
+def test_solution_of_a_solve_pickles() -> None:
+    problem = problems.linear()
+    with torch.no_grad():
+        solution = eq.fixed_point(problem.fn, problem.z0, problem.args)
+    again = pickle.loads(pickle.dumps(solution))
+    assert torch.equal(again.value, solution.value)
+    assert torch.equal(again.stats.residual, solution.stats.residual)
+
+
+def test_convergence_says_nothing() -> None:
+    problem = problems.linear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        eq.fixed_point(problem.fn, problem.z0, problem.args, throw=True)
+    assert caught == []
+
+
+def test_warning_names_every_kind_of_failure_once() -> None:
+    problem = problems.with_bad_sample(problems.NAN, 0)
+    problem.args[2][1] = problems.GROWS
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        eq.fixed_point(problem.fn, problem.z0, problem.args, solver=eq.Picard(rtol=1e-8))
+    assert len(caught) == 1
+    text = str(caught[0].message)
+    assert issubclass(caught[0].category, ConvergenceWarning)
+    assert "1 of 5 samples nonfinite" in text
+    assert "1 of 5 samples diverged" in text
+    assert caught[0].filename == __file__
+
+
+def test_error_carries_the_solution_and_is_no_warning() -> None:
+    problem = problems.with_bad_sample(problems.NAN, 0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with pytest.raises(NotConvergedError) as raised:
+            eq.fixed_point(problem.fn, problem.z0, problem.args, throw=True)
+    assert caught == []
+    solution = raised.value.solution
+    assert isinstance(solution, Solution)
+    assert solution.counts()[Result.nonfinite] == 1
+    assert torch.isfinite(solution.value).all()
+
+
+def test_linear_solve_warns_by_its_own_name() -> None:
+    shift = torch.roll(torch.eye(6, dtype=torch.float64), 1, 0)
+    b = problems.randn(2, 6, seed=0)
+    with pytest.warns(ConvergenceWarning, match=r"linear_solve did not .* 2 of 2 samples") as seen:
+        eq.linear_solve(lambda x: x @ shift.T, b, solver=eq.GMRES(max_steps=3))
+    assert seen[0].filename == __file__
+    with pytest.raises(NotConvergedError, match="linear_solve"):
+        eq.linear_solve(lambda x: x @ shift.T, b, solver=eq.GMRES(max_steps=3), throw=True)

@@ -1,0 +1,181 @@
+"""Trees of tensors: checks, norms and products over leaves against numpy, memory order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import equilibria as eq
+from equilibria.engine.tree import (
+    Layout,
+    flatten_state,
+    sample_dot,
+    sample_norm,
+    scale_samples,
+    select_samples,
+    unflatten,
+    where_sample,
+)
+from tests.contracts.problems import randn
+
+law = settings(max_examples=30, deadline=None, derandomize=True)
+shapes = st.lists(st.integers(1, 3), max_size=3).map(tuple)
+DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
+
+
+def leaves_of(batch: int, kinds: list[tuple[int, ...]], seed: int) -> list[Tensor]:
+    return [randn(batch, *shape, seed=seed + i) for i, shape in enumerate(kinds)]
+
+
+def rows(leaves: list[Tensor]) -> np.ndarray:
+    return np.concatenate([x.double().reshape(len(x), -1).numpy() for x in leaves], 1)
+
+
+@law
+@given(batch=st.integers(1, 4), kinds=st.lists(shapes, min_size=1, max_size=3), seed=st.integers(0))
+def test_norms_and_products_over_leaves(
+    batch: int, kinds: list[tuple[int, ...]], seed: int
+) -> None:
+    a, b = leaves_of(batch, kinds, seed % 999), leaves_of(batch, kinds, seed % 999 + 50)
+    np.testing.assert_allclose(sample_norm(a), np.linalg.norm(rows(a), axis=1), rtol=1e-14)
+    expected = (rows(a) * rows(b)).sum(1)
+    np.testing.assert_allclose(sample_dot(a, b), expected, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_sums_run_in_float32(dtype: torch.dtype) -> None:
+    """10⁴ numbers of size 0.1: in half precision the sum would stall; in float16 1e5² overflows."""
+    x = torch.full((2, 10_000), 0.1, dtype=dtype)
+    exact = np.linalg.norm(rows([x]), axis=1)
+    assert sample_norm([x]).dtype == sample_dot([x], [x]).dtype == torch.float32
+    np.testing.assert_allclose(sample_norm([x]), exact, rtol=1e-5)
+    np.testing.assert_allclose(sample_dot([x], [x]), exact**2, rtol=1e-5)
+    large = torch.full((1, 4), 6e4, dtype=dtype)
+    np.testing.assert_allclose(sample_norm([large]), np.linalg.norm(rows([large])), rtol=1e-5)
+
+
+def test_scaling_and_choosing_by_sample() -> None:
+    leaves = leaves_of(3, [(2, 2), (), (4,)], 0)
+    scale = torch.tensor([2.0, 0.0, -1.0], dtype=torch.float64)
+    scaled = scale_samples(scale, leaves)
+    np.testing.assert_allclose(rows(scaled), rows(leaves) * scale.numpy()[:, None])
+    mask = torch.tensor([True, False, True])
+    chosen = where_sample(mask, leaves, scaled)
+    np.testing.assert_array_equal(
+        rows(chosen), np.where(mask.numpy()[:, None], rows(leaves), rows(scaled))
+    )
+    half = scale_samples(torch.tensor([1e-6]), [torch.full((1, 2), 6e4, dtype=torch.float16)])
+    assert half[0].dtype == torch.float16
+    assert float(half[0][0, 0]) == pytest.approx(0.06, rel=2e-3)  # 1e-6 alone underflows in half
+
+
+MEMORY_ORDERS: dict[str, Any] = {
+    "contiguous": lambda: randn(3, 2, 4, 5, seed=0),
+    "channels_last": lambda: randn(3, 2, 4, 5, seed=0).contiguous(
+        memory_format=torch.channels_last
+    ),
+    "channels_last_3d": lambda: randn(3, 2, 4, 5, 2, seed=0).contiguous(
+        memory_format=torch.channels_last_3d
+    ),
+    "transposed": lambda: randn(3, 5, 4, seed=0).transpose(1, 2),
+    "sliced": lambda: randn(3, 8, seed=0)[:, ::2],
+    "expanded": lambda: randn(1, 4, 2, seed=0).expand(3, 4, 2),
+    "one number": lambda: randn(3, seed=0),
+}
+
+
+@pytest.mark.parametrize("kind", MEMORY_ORDERS)
+def test_layout_goes_there_and_back(kind: str) -> None:
+    leaf = MEMORY_ORDERS[kind]()
+    layout = Layout.of(leaf)
+    flat = layout.flat(leaf)
+    assert flat.shape == (3, leaf[0].numel())
+    assert torch.equal(layout.leaf(flat), leaf)
+
+
+@pytest.mark.parametrize("kind", ["contiguous", "channels_last", "channels_last_3d", "transposed"])
+def test_layout_is_a_view_in_the_leafs_own_order(kind: str) -> None:
+    leaf = MEMORY_ORDERS[kind]()
+    layout = Layout.of(leaf)
+    assert layout.flat(leaf).data_ptr() == leaf.data_ptr()
+    fresh = layout.leaf(torch.zeros(3, leaf[0].numel(), dtype=leaf.dtype))
+    assert fresh.stride() == leaf.stride()
+
+
+@pytest.mark.parametrize("kind", MEMORY_ORDERS)
+def test_selected_samples_keep_values_and_format(kind: str) -> None:
+    leaf = MEMORY_ORDERS[kind]()
+    (part,) = select_samples([leaf], torch.tensor([2, 0]))
+    assert torch.equal(part, leaf[[2, 0]])
+    if kind.startswith("channels_last"):
+        fmt = torch.channels_last if kind == "channels_last" else torch.channels_last_3d
+        assert part.is_contiguous(memory_format=fmt)
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        torch.zeros(2, 3),
+        (torch.zeros(2, 3), torch.ones(2)),
+        {"a": torch.zeros(2, 1), "b": [torch.ones(2, 2), (torch.zeros(2),)]},
+    ],
+)
+def test_flatten_and_back(tree: Any) -> None:
+    leaves, spec = flatten_state(tree)
+    again, spec_again = flatten_state(unflatten(leaves, spec))
+    assert spec == spec_again
+    assert all(a is b for a, b in zip(leaves, again, strict=True))
+
+
+BAD_STATES = [
+    ((), ValueError, "holds no tensor"),
+    ({}, ValueError, "holds no tensor"),
+    (1.5, TypeError, "is a float; every leaf must be a torch.Tensor"),
+    ((torch.zeros(2, 2), None), TypeError, "leaf 1 of z0 is a NoneType"),
+    (np.zeros((2, 3)), TypeError, "is a ndarray"),
+    (torch.zeros(2, 3, dtype=torch.long), TypeError, r"torch.int64.*floating.*\.float\(\)"),
+    (torch.zeros(2, 3, dtype=torch.bool), TypeError, "torch.bool"),
+    (torch.zeros(2, 3, dtype=torch.complex64), TypeError, "torch.complex64"),
+    ({"a": torch.zeros(2), "b": torch.zeros(2).int()}, TypeError, "leaf 1 of z0 has dtype"),
+    (torch.tensor(1.0), ValueError, r"is a scalar.*\[1\]"),
+    (torch.zeros(0, 3), ValueError, "batch size zero"),
+    ((torch.zeros(2, 3), torch.zeros(3, 3)), ValueError, r"differ in batch size .*\[2, 3\]"),
+]
+
+
+@pytest.mark.parametrize(("tree", "kind", "message"), BAD_STATES)
+def test_bad_states_are_refused_with_reasons(tree: Any, kind: type, message: str) -> None:
+    def never(*args: Any) -> Any:
+        raise AssertionError("the map must not be called")
+
+    with pytest.raises(kind, match=message):
+        flatten_state(tree)
+    with pytest.raises(kind, match=message):
+        eq.fixed_point(never, tree)
+    with pytest.raises(kind, match=message.replace("z0", "b")):
+        eq.linear_solve(never, tree)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_floating_states_are_welcome(dtype: torch.dtype) -> None:
+    solution = eq.fixed_point(lambda z: 0.25 * z + 1, torch.zeros(2, 3, dtype=dtype))
+    assert solution.value.dtype == dtype
+    assert solution.converged.all()
+
+
+def test_samples_without_features() -> None:
+    """Nothing to solve for is solved, or refused by name; not a crash inside."""
+    try:
+        solution = eq.fixed_point(lambda z: 0.5 * z, torch.zeros(2, 0), solver=eq.Picard())
+    except ValueError as error:
+        refused = str(error)
+    else:
+        refused = "z0"
+        assert solution.converged.all()
+    assert "z0" in refused

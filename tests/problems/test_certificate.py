@@ -1,0 +1,608 @@
+"""certify: what it says about layers and problems, and what it does with bad samples and calls."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+import warnings
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from equilibria.engine.result import Solution
+from equilibria.nn import GEQ, EquilibriumLayer, NormBounded, OptEq, PolynomialEq, SigmoidEq
+from equilibria.problems.casting import in_double
+from equilibria.problems.certificate import Certificate, Guarantee, certify
+from equilibria.problems.gamma import FixedGamma, GammaPolicy, MeanPatchEnergy, MinPatchEnergy
+from equilibria.problems.gaussian import Gaussian
+from equilibria.problems.kernels import Coupling, Curvature, Linear, Polynomial, Sigmoidal
+from equilibria.problems.operators import ModuleOperator
+from equilibria.problems.patches import Patches
+from equilibria.problems.priors import Box, Free, NonNegative, Prior
+from equilibria.problems.priors_smooth import Tanh
+from equilibria.problems.problem import Problem
+from equilibria.problems.regularizers import Decorrelation, Regularizer, SquaredNorm
+from equilibria.problems.solving import minimize
+from equilibria.solvers import Picard
+from tests.problems.test_operators import randn
+
+CONCAVITY = 2 * math.exp(-1.5)
+
+
+class TinyLayer(nn.Module):
+    """A Gaussian layer of vectors in float32, with nothing but what certify asks for."""
+
+    def __init__(self, mu: float = 0.9, gamma: float | GammaPolicy = 0.5, steps: int = 200) -> None:
+        super().__init__()
+        w = randn(7, 5, seed=1)
+        self.W = nn.Parameter((w * (mu / torch.linalg.matrix_norm(w, 2))).float())
+        self.U = nn.Linear(3, 7)
+        with torch.no_grad():
+            self.U.weight.copy_(randn(7, 3, seed=2))
+            self.U.bias.copy_(randn(7, seed=3))
+        self.gamma = gamma
+        self.steps = steps
+
+    def problem(self, x: Tensor) -> Problem:
+        return Problem(NonNegative(), Gaussian(self.W, self.U(x), self.gamma))
+
+    def solve(self, x: Tensor) -> Solution[Tensor]:
+        return minimize(self.problem(x), solver=Picard(max_steps=self.steps))
+
+    def input_norm_upper(self) -> float:
+        return float(np.linalg.norm(self.U.weight.detach().double().numpy(), 2)) * (1 + 1e-14)
+
+
+def equilibrium(w: Tensor, c: Tensor, gamma: Tensor | float, prox=lambda v: np.maximum(v, 0)):  # type: ignore[no-untyped-def]
+    """T_{1/2} to the end in numpy float64, on the numbers as given; prox for indicators only."""
+    wn, cn = w.detach().double().numpy(), c.detach().double().numpy()
+    g = np.broadcast_to(np.asarray(gamma, dtype=float).reshape(-1, 1), (len(cn), 1))
+    z = np.zeros((len(cn), wn.shape[1]))
+    for _ in range(4000):
+        r = cn - z @ wn.T
+        last = z
+        z = prox(0.5 * z + 0.5 * (np.exp(-g * np.square(r).sum(1, keepdims=True)) * r) @ wn)
+        if np.abs(z - last).max() <= 1e-16 * np.abs(z).max():
+            break
+    return z
+
+
+def errors(z: Tensor, exact: np.ndarray) -> np.ndarray:
+    return np.linalg.norm(z.detach().double().flatten(1).numpy() - exact, axis=1)
+
+
+# A layer
+
+
+def test_a_layer_in_float32_is_certified_as_the_function_it_computes() -> None:
+    """z* of the float32 weights and features, in float64: within the bound, and not by much."""
+    layer, x = TinyLayer(), randn(64, 3, dtype=torch.float32)
+    found = certify(layer, x)
+    z = layer.solve(x).value
+    true = errors(z, equilibrium(layer.W, layer.U(x), 0.5))
+    bound = found.error_bound.numpy()
+    assert (true <= bound).all()
+    assert (bound <= 6 * true + 1e-9).all()
+    assert found.kind is Guarantee.contraction
+    assert found.unique
+    assert found.rigorous
+    mu = float(np.linalg.norm(layer.W.detach().double().numpy(), 2))
+    assert found.contraction == pytest.approx(mu**2, rel=1e-12)
+    assert found.modulus == pytest.approx(1 - CONCAVITY * mu**2, rel=1e-12)
+    assert found.smoothness == pytest.approx(1 + mu**2, rel=1e-12)
+    assert found.numbers.mu is not None
+    assert found.numbers.mu.upper == pytest.approx(mu, rel=1e-12)
+    assert found.lipschitz_in == "x"
+    for values in (found.objective, found.stationarity, found.residual, found.rounding):
+        assert values.shape == (64,)
+        assert values.dtype == torch.float64
+    assert (found.rounding < 1e-13).all()
+    assert "converged" in found.solver
+
+
+def test_objective_stationarity_and_residual_are_those_of_the_formulas() -> None:
+    layer, x = TinyLayer(), randn(5, 3, dtype=torch.float32)
+    z = torch.relu(randn(5, 5, seed=9, dtype=torch.float32))
+    found = certify(layer, x, z)
+    w, c, s = (t.detach().double().numpy() for t in (layer.W, layer.U(x), z))
+    r = c - s @ w.T
+    e = np.exp(-0.5 * np.square(r).sum(1))
+    force = (e[:, None] * r) @ w
+    np.testing.assert_allclose(found.objective, 0.5 * np.square(s).sum(1) - e, rtol=1e-12)
+    gap = np.linalg.norm(s - np.maximum(force, 0), axis=1)
+    np.testing.assert_allclose(found.residual, gap, rtol=1e-12)
+    g = s - force
+    least = np.where(s > 0, g, np.minimum(g, 0))
+    np.testing.assert_allclose(found.stationarity, np.linalg.norm(least, axis=1), rtol=1e-12)
+    assert found.solver == "z was given"
+
+
+@pytest.mark.parametrize("kind", ["tiny", "geq"])
+def test_certify_leaves_the_layer_as_it_is(kind: str) -> None:
+    """GEQ's norm constraint moves its power iteration in training mode: not here."""
+    layer = TinyLayer() if kind == "tiny" else GEQ(5, 7, in_channels=3, hidden=4)
+    x = randn(4, 3, dtype=torch.float32)
+    layer.train()
+    before = copy.deepcopy(layer.state_dict())
+    certify(layer, x.requires_grad_())
+    assert layer.training
+    assert all(torch.equal(t, before[name]) for name, t in layer.state_dict().items())
+    assert all(p.grad is None and p.requires_grad for p in layer.parameters())
+
+
+def test_an_unconverged_answer_gets_an_honest_bound_and_no_warning() -> None:
+    layer, x = TinyLayer(steps=2), randn(32, 3, dtype=torch.float32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = certify(layer, x)
+    true = errors(equilibrium_start(layer, x, 2), equilibrium(layer.W, layer.U(x), 0.5))
+    assert (found.error_bound.numpy() > 1e-3).any()
+    assert (true <= found.error_bound.numpy()).all()
+    assert "max_steps" in found.solver
+
+
+def equilibrium_start(layer: TinyLayer, x: Tensor, steps: int) -> Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return minimize(layer.problem(x), solver=Picard(max_steps=steps)).value
+
+
+def test_a_residual_of_zero_still_pays_for_rounding() -> None:
+    """z with fl(T(z)) = z exactly, away from the exact z* = c/(1 − w²) of rational arithmetic."""
+    tested = 0
+    for k in range(1, 60):
+        w, c = torch.tensor([[k / 61.0]]).double(), torch.tensor([[0.1 * k]]).double()
+        problem = Problem(Free(), Linear(w, c))
+        z = c.clone()
+        for _ in range(20000):
+            z, last = problem.step(z), z
+            if bool(z == last):
+                break
+        found = certify(problem, z=z)
+        if float(found.residual) == 0.0:
+            exact = Fraction(float(c)) / (1 - Fraction(float(w)) ** 2)
+            true = abs(Fraction(float(z)) - exact)
+            tested += true > 0
+            assert true <= Fraction(float(found.error_bound))
+            assert float(found.error_bound) < 1e-10
+    assert tested > 20
+
+
+@pytest.mark.parametrize("where", ["x", "z"])
+@pytest.mark.parametrize("gamma", [0.5, MeanPatchEnergy(), MinPatchEnergy()], ids=repr)
+def test_a_nan_sample_loses_its_guarantee_and_no_other_does(
+    where: str, gamma: float | GammaPolicy
+) -> None:
+    layer, x = TinyLayer(gamma=gamma), randn(6, 3, dtype=torch.float32)
+    z = layer.solve(x).value.detach()
+    clean = certify(layer, x, z)
+    (x if where == "x" else z)[2, 1] = math.nan
+    found = certify(layer, x, z)
+    others = [0, 1, 3, 4, 5]
+    assert found.kinds[2] is Guarantee.none
+    assert found.error_bound[2] == math.inf
+    assert not found.certified[2]
+    assert not found.unique
+    for name in ("residual", "error_bound", "objective", "stationarity", "rounding"):
+        a, b = getattr(found, name)[others], getattr(clean, name)[others]
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=0)
+    assert all(found.kinds[i] is Guarantee.contraction for i in others)
+    assert found.lipschitz == clean.lipschitz
+    assert "1 of 6 samples" in str(found)
+
+
+def test_an_infinite_or_huge_state_is_no_error() -> None:
+    layer, x = TinyLayer(), randn(3, 3, dtype=torch.float32)
+    z = torch.ones(3, 5)
+    z[0, 0], z[1] = math.inf, 1e30
+    found = certify(layer, x, z)
+    assert found.kinds[0] is Guarantee.none
+    assert found.error_bound[0] == math.inf
+    assert found.error_bound[1] > 1e29
+    assert found.error_bound[2] < 100
+
+
+def test_a_sample_is_judged_alone() -> None:
+    layer, x = TinyLayer(gamma=MeanPatchEnergy()), randn(6, 3, dtype=torch.float32)
+    z = torch.rand(6, 5, generator=torch.Generator().manual_seed(0))
+    together = certify(layer, x, z)
+    for i in range(6):
+        alone = certify(layer, x[i : i + 1], z[i : i + 1])
+        assert float(alone.error_bound) == pytest.approx(float(together.error_bound[i]), rel=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_other_precisions(dtype: torch.dtype) -> None:
+    layer, x = TinyLayer().to(dtype), randn(4, 3).to(dtype)
+    z = torch.relu(randn(4, 5)).to(dtype)
+    found = certify(layer, x, z)
+    exact = equilibrium(layer.W, layer.U(x), 0.5)
+    assert (errors(z, exact) <= found.error_bound.numpy()).all()
+
+
+def test_policies_decide_the_lipschitz_constant_of_a_layer() -> None:
+    x = randn(4, 3, dtype=torch.float32)
+    fixed, mean, least = (
+        certify(TinyLayer(gamma=g), x)
+        for g in (FixedGamma(0.5), MeanPatchEnergy(), MinPatchEnergy())
+    )
+    assert fixed.lipschitz is not None
+    assert mean.lipschitz is not None
+    assert fixed.lipschitz < mean.lipschitz
+    assert least.lipschitz is None
+    assert "MinPatchEnergy" in least.lipschitz_note
+    assert least.lipschitz_local is not None
+    assert "γ held fixed" in least.lipschitz_local_note
+
+
+# The layers of the library
+
+
+LAYERS = {
+    "geq": lambda: (GEQ(6, 8, in_channels=5, hidden=4), randn(5, 5, dtype=torch.float32)),
+    "geq_conv": lambda: (
+        GEQ(4, 8, patch=Patches(channels=4, size=2), hidden=8, in_channels=3),
+        randn(3, 3, 4, 4, dtype=torch.float32),
+    ),
+    "geq_convex": lambda: (
+        GEQ(6, 8, in_channels=5, hidden=4, constraint=NormBounded(bound=1.4)),
+        randn(5, 5, dtype=torch.float32),
+    ),
+    "opteq": lambda: (OptEq(6, 9, in_channels=5), randn(5, 5, dtype=torch.float32)),
+    "opteq_hidden": lambda: (
+        OptEq(4, 6, form="hidden", kernel_size=3, nu=1.3),
+        randn(3, 4, 5, 5, dtype=torch.float32),
+    ),
+    "sigmoid": lambda: (
+        SigmoidEq(6, 8, constraint=NormBounded(bound=0.5)),
+        0.2 * randn(5, 6, dtype=torch.float32),
+    ),
+    "polynomial": lambda: (
+        PolynomialEq(6, 8, constraint=NormBounded(bound=0.5)),
+        0.1 * randn(5, 6, dtype=torch.float32),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(LAYERS))
+def test_layers_of_the_library_are_certified(name: str) -> None:
+    """z* by 3,000 short steps of the problem in float64; the layer's answer is within the bound."""
+    torch.manual_seed(0)
+    layer, x = LAYERS[name]()
+    layer.eval()
+    with torch.no_grad():
+        found = certify(layer, x)
+        z = layer.solve(x).value
+        problem = in_double(layer.problem(x))
+        exact = z.double()
+        tau = 1.0 / torch.as_tensor(problem.curvature().upper, dtype=torch.float64)
+        for _ in range(3000):
+            exact = problem.step(exact, tau)
+    assert found.rigorous
+    proven = torch.isfinite(found.error_bound)
+    if name in ("geq", "geq_conv", "geq_convex", "opteq", "opteq_hidden"):
+        assert found.unique
+        assert found.lipschitz is not None
+        assert proven.all()
+    true = (z.double() - exact).flatten(1).norm(dim=1)
+    assert (true <= found.error_bound).all()
+    assert found.lipschitz_in == "x"
+    assert "Certificate" in str(found)
+
+
+def test_a_layer_made_of_a_problem_function_has_its_constants_in_c() -> None:
+    w = nn.Linear(4, 6, bias=False)
+    layer = EquilibriumLayer(
+        lambda x, W, U: Problem(NonNegative(), Gaussian(W, U(x), 0.5)), W=w, U=nn.Linear(3, 6)
+    )
+    found = certify(layer, randn(4, 3, dtype=torch.float32))
+    assert found.lipschitz_in == "c"
+    assert found.numbers.input_norm is None
+
+
+@given(
+    mu=st.floats(0.1, 1.45),
+    log_gamma=st.floats(-3, 3),
+    steps=st.integers(0, 40),
+    seed=st.integers(0, 10_000),
+    box=st.booleans(),
+)
+@settings(deadline=None, derandomize=True, max_examples=120)
+def test_the_bound_holds_for_any_layer_at_any_step(
+    mu: float, log_gamma: float, steps: int, seed: int, box: bool
+) -> None:
+    w = randn(5, 3, seed=seed)
+    w = (w * (mu / torch.linalg.matrix_norm(w, 2))).float()
+    gamma = 10**log_gamma
+    c = (randn(8, 5, seed=seed + 1) * math.sqrt(0.5 / gamma)).float()
+    prior: Prior = Box(-0.1, 0.4) if box else NonNegative()
+    problem = Problem(prior, Gaussian(w, c, gamma))
+    z = torch.zeros(8, 3)
+    for _ in range(steps):
+        z = problem.step(z)
+    found = certify(problem, z=z)
+    clip = (-0.1, 0.4) if box else (0.0, math.inf)
+    # γ as the problem holds it, in float32: that is the function being computed.
+    exact = equilibrium(w, c, problem.coupling.gamma, lambda v: np.clip(v, *clip))
+    left = 1e-12 * (1 + np.abs(exact).max()) + 1e-12  # of the oracle
+    assert (errors(z, exact) <= found.error_bound.numpy() + left).all()
+
+
+# Problems of other kinds
+
+
+def test_a_problem_is_certified_with_and_without_a_state() -> None:
+    problem = TinyLayer().problem(randn(4, 3, dtype=torch.float32))
+    found = certify(problem)
+    assert (found.error_bound < 1e-3).all()
+    assert found.lipschitz_in == "c"
+    far = certify(problem, z=torch.ones(4, 5))
+    assert (far.error_bound > found.error_bound).all()
+
+
+def test_a_skip_connection_keeps_the_bound_and_slows_the_contraction() -> None:
+    problem = TinyLayer().problem(randn(4, 3, dtype=torch.float32))
+    z = torch.ones(4, 5)
+    plain, skip = certify(problem, z=z), certify(problem.moreau(0.3), z=z)
+    torch.testing.assert_close(plain.error_bound, skip.error_bound)
+    assert skip.contraction == pytest.approx(0.3 * plain.contraction + 0.7, rel=1e-12)
+    assert "α = 0.3" in str(skip)
+
+
+def test_a_change_of_variable_bounds_the_distance_in_the_new_variable() -> None:
+    problem = TinyLayer().problem(randn(40, 3, dtype=torch.float32))
+    matrix = randn(5, 5, seed=4) + 2 * torch.eye(5, dtype=torch.float64)
+    shift = randn(5, seed=5)
+    other = problem.affine(matrix, shift)
+    y = randn(40, 5, seed=6)
+    exact = equilibrium(problem.coupling.operator.weight, problem.coupling.c, 0.5)
+    goal = np.linalg.solve(matrix.numpy(), (exact - shift.numpy()).T).T
+    found = certify(other, z=y)
+    assert (errors(y, goal) <= found.error_bound.numpy()).all()
+    assert found.kind is Guarantee.contraction
+    # A unit of z is 20 units of y, more than any slack of the bound.
+    scaled = certify(problem.affine(0.05), z=y)
+    assert (errors(y, exact / 0.05) <= scaled.error_bound.numpy()).all()
+    assert (scaled.error_bound.numpy() <= 6 * errors(y, exact / 0.05)).all()
+
+
+def test_a_regularizer_enters_the_modulus() -> None:
+    c = randn(3, 7)
+    w = TinyLayer(mu=1.6).W.detach().double()
+    z = torch.zeros(3, 5, dtype=torch.float64)
+    assert not certify(Problem(Free(), Gaussian(w, c, 0.5)), z=z).unique
+    found = certify(Problem(Free(), Gaussian(w, c, 0.5), SquaredNorm(0.4)), z=z)
+    assert found.unique
+    assert found.modulus == pytest.approx(1.4 - CONCAVITY * 2.56, rel=1e-6)
+
+
+def test_a_regularizer_without_bounds_proves_nothing() -> None:
+    c, w = randn(3, 7), randn(7, 5) * 0.1
+    found = certify(Problem(Free(), Gaussian(w, c, 0.5), Decorrelation(0.1)), z=randn(3, 5))
+    assert found.kind is Guarantee.none
+    assert found.error_bound.isinf().all()
+    assert found.lipschitz is None
+
+
+@dataclasses.dataclass(frozen=True)
+class Mean(Regularizer):
+    """R(Z) = ½‖Σ_b z_b‖²/B: couples the batch, Hessian between 0 and 1."""
+
+    convex: ClassVar[bool] = True
+    couples_batch: ClassVar[bool] = True
+
+    def value(self, z: Tensor) -> Tensor:
+        return 0.5 * z.sum(0).square().sum() / z.shape[0]
+
+    def grad(self, z: Tensor) -> Tensor:
+        return (z.sum(0) / z.shape[0]).expand_as(z)
+
+    def curvature(self) -> Curvature:
+        return Curvature(0.0, 1.0, True, "mean")
+
+
+def test_samples_that_a_regularizer_couples_share_their_error() -> None:
+    """One sample is at its equilibrium to all appearances; what moves it is another's error."""
+    w, c = randn(7, 5) * 0.05, randn(4, 7)
+    problem = Problem(Free(), Gaussian(w, c, 0.5), Mean())
+    exact = torch.zeros(4, 5, dtype=torch.float64)
+    for _ in range(2000):
+        exact = problem.step(exact, 0.5)
+    assert float((problem.step(exact) - exact).abs().max()) < 1e-15
+    z = exact.clone()
+    z[0] += 1.0
+    found = certify(problem, z=z)
+    true = (z - exact).norm(dim=1)
+    assert (true <= found.error_bound).all()
+    assert (found.error_bound == found.error_bound[0]).all()
+    assert "couples the batch" in str(found)
+
+
+class Quadratic(Coupling):
+    """q = z'Hz/2 − c'z: a coupling that the library does not know."""
+
+    def __init__(self, h: Tensor, c: Tensor) -> None:
+        self.h, self.c = h, c
+
+    def inputs(self) -> tuple[Tensor, ...]:
+        return (self.c,)
+
+    def with_inputs(self, *inputs: Tensor) -> Quadratic:
+        return Quadratic(self.h, *inputs)
+
+    def value(self, z: Tensor) -> Tensor:
+        return 0.5 * ((z @ self.h) * z).sum(1) - (self.c * z).sum(1)
+
+    def grad(self, z: Tensor) -> Tensor:
+        return z @ self.h - self.c
+
+    def hvp(self, z: Tensor, v: Tensor) -> Tensor:
+        return v @ self.h
+
+    def curvature(self) -> Curvature:
+        values = torch.linalg.eigvalsh(self.h)
+        return Curvature(float(values[0]), float(values[-1]), True, "eigenvalues")
+
+    def local_curvature(self, z: Tensor) -> Curvature:
+        return self.curvature()
+
+    def check_state(self, z: Tensor) -> None:
+        if z.shape != self.c.shape:
+            raise ValueError("shape")
+
+    def default_start(self, shape: Sequence[int] | None = None) -> Tensor:
+        return torch.zeros_like(self.c)
+
+
+def test_a_coupling_of_the_user_is_certified_and_said_to_be_estimated() -> None:
+    h = randn(4, 4)
+    h = (h @ h.T) * 0.3
+    c, z = randn(6, 4, seed=1), randn(6, 4, seed=2)
+    problem = Problem(Free(), Quadratic(h.float(), c.float()))
+    found = certify(problem, z=z)
+    exact = torch.linalg.solve(
+        torch.eye(4, dtype=torch.float64) + h.float().double(), c.float().double().T
+    ).T
+    true = (z - exact).norm(dim=1)
+    assert (true <= found.error_bound).all()
+    assert (found.error_bound <= 3 * true * (1 + float(problem.curvature().upper))).all()
+    assert not found.rigorous
+    assert "estimate" in str(found)
+    assert found.lipschitz is None
+    assert "Quadratic" in found.lipschitz_note
+
+
+def test_local_certificates_of_the_sigmoid_kernel_name_the_equilibrium_nearby() -> None:
+    w = TinyLayer(mu=0.5).W.detach().double()
+    c = randn(60, 5, seed=3) * 0.6
+    wn, cn = w.numpy(), c.numpy()
+    exact = np.zeros((60, 5))
+    for _ in range(6000):
+        t = np.tanh((cn * exact).sum(1, keepdims=True))
+        exact = 0.7 * exact + 0.3 * (exact @ wn.T @ wn + (1 - t**2) * cn)
+    z = torch.from_numpy(exact) + 1e-4 * randn(60, 5, seed=4)
+    found = certify(Problem(Free(), Sigmoidal(w, c)), z=z)
+    kinds = set(found.kinds)
+    assert Guarantee.local in kinds
+    local = np.array([kind is Guarantee.local for kind in found.kinds])
+    bound = found.error_bound.numpy()
+    assert np.isfinite(bound[local]).sum() > 10
+    assert (errors(z, exact) <= bound).all()
+    assert bound[np.isfinite(bound)].max() < 0.05
+
+
+def test_the_polynomial_kernel_of_degree_four_is_local_without_a_bound() -> None:
+    c, z = randn(3, 4, seed=1) * 0.05, torch.zeros(3, 4, dtype=torch.float64)
+    found = certify(Problem(NonNegative(), Polynomial(randn(4, 4) * 0.1, c, degree=4)), z=z)
+    assert set(found.kinds) == {Guarantee.local}
+    assert found.error_bound.isinf().all()
+    assert found.lipschitz_local is not None
+    assert found.lipschitz_local.isinf().all()
+
+
+def test_a_module_in_float32_is_evaluated_in_float64() -> None:
+    forward, backward = nn.Linear(5, 7, bias=False), nn.Linear(7, 5, bias=False)
+    with torch.no_grad():
+        forward.weight.mul_(0.8)
+        backward.weight.copy_(forward.weight.T)
+    c, z = randn(4, 7, dtype=torch.float32), torch.rand(4, 5)
+    problem = Problem(NonNegative(), Gaussian(ModuleOperator(forward, backward, (5,)), c, 0.5))
+    found = certify(problem, z=z)
+    plain = certify(Problem(NonNegative(), Gaussian(forward.weight.detach(), c, 0.5)), z=z)
+    torch.testing.assert_close(found.residual, plain.residual, rtol=1e-12, atol=0)
+    assert not found.rigorous
+    assert forward.weight.dtype == torch.float32
+
+
+def test_a_metric_that_rounding_made_indefinite_is_certified_as_the_nearest_one() -> None:
+    hidden = randn(6, 2, dtype=torch.float32)
+    w, c = randn(6, 4, dtype=torch.float32) * 0.1, randn(3, 6, dtype=torch.float32)
+    problem = Problem(NonNegative(), Gaussian(w, c, 0.5, hidden=hidden))
+    metric = problem.coupling.metric.double()
+    assert float(torch.linalg.eigvalsh(metric)[0]) < -1e-10
+    found = in_double(problem).coupling.metric
+    assert float(torch.linalg.eigvalsh(found)[0]) > -1e-14
+    assert float((found - metric).abs().max()) < 1e-6
+    assert certify(problem, z=torch.zeros(3, 4)).rigorous
+
+
+# The face
+
+
+def example() -> Certificate:
+    layer = TinyLayer()
+    return certify(layer, randn(4, 3, dtype=torch.float32))
+
+
+def test_a_certificate_is_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        example().modulus = 3.0  # type: ignore[misc]
+
+
+def test_the_printout_is_aligned_and_names_every_number() -> None:
+    text = str(example())
+    lines = text.splitlines()
+    assert lines[0] == "Certificate for 4 samples: proven, in float64"
+    names = ["guarantee", "unique", "contraction ρ", "modulus m", "smoothness L", "objective"]
+    names += ["stationarity", "residual", "‖z − z*‖ ≤", "rounding", "Lipschitz in x", "μ", "γ"]
+    for name in names:
+        assert any(line.strip().startswith(name) for line in lines)
+    starts = {len(line) - len(line[2:].lstrip()) for line in lines[1:] if line[2:3] != " "}
+    assert starts == {2}
+    values = next(line for line in lines if line.startswith("  residual"))
+    assert "min" in values
+    assert "median" in values
+    assert "max" in values
+    assert max(len(line.split("  ")[1]) for line in lines[1:]) <= 16
+    assert not any(line != line.rstrip() for line in lines)
+
+
+def test_one_sample_and_mixed_kinds_print() -> None:
+    layer = TinyLayer()
+    assert "1 sample:" in str(certify(layer, randn(1, 3, dtype=torch.float32)))
+    w = torch.tensor([[1.55]], dtype=torch.float64)
+    c = torch.full((3, 1), 1.880956005, dtype=torch.float64)
+    z = torch.tensor([[0.2396931], [0.4203373], [0.5820372]], dtype=torch.float64)
+    text = str(certify(Problem(Free(), Gaussian(w, c, 1.0)), z=z))
+    assert "local: a strict local minimizer; others may exist (2 of 3 samples)" in text
+    assert "none: nothing is proven (1 of 3 samples)" in text
+    assert "certified for 0 of 3 samples" in text
+
+
+def test_a_state_outside_the_domain_is_told() -> None:
+    layer, x = TinyLayer(), randn(3, 3, dtype=torch.float32)
+    z = layer.solve(x).value.detach().clone()
+    z[1, 0] = -1e-6
+    found = certify(layer, x, z)
+    assert found.objective[1] == math.inf
+    assert found.error_bound[1] < 1e-3
+    assert "1 of 3 states lie outside the domain" in str(found)
+
+
+def test_calls_that_cannot_be_meant() -> None:
+    layer, x = TinyLayer(), randn(4, 3, dtype=torch.float32)
+    problem = layer.problem(x)
+    with pytest.raises(TypeError, match=r"certify\(problem, z=z\)"):
+        certify(problem, x)
+    with pytest.raises(TypeError, match="needs the input x"):
+        certify(layer)
+    with pytest.raises(TypeError, match="got Linear"):
+        certify(nn.Linear(3, 3), x)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="takes states"):
+        certify(layer, x, torch.zeros(4, 6))
+    with pytest.raises(ValueError, match="c is"):
+        certify(layer, x, torch.zeros(3, 5))
+    w = randn(7, 5, dtype=torch.float32)
+    narrow = ModuleOperator(lambda z: z @ w.T, lambda y: y @ w, (5,))
+    with pytest.raises(TypeError, match="float64"):
+        certify(Problem(Tanh(), Gaussian(narrow, randn(4, 7).float(), 0.5)), z=torch.zeros(4, 5))
+    with pytest.raises(ValueError, match="NaN"):
+        certify(Problem(Free(), Linear(w.T @ w * math.nan, x @ w[:3])), z=torch.zeros(4, 5))

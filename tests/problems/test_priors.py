@@ -1,0 +1,450 @@
+"""Priors against functions written apart from them, minimized and integrated numerically."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from itertools import pairwise
+from typing import NamedTuple
+
+import mpmath as mp
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.optimize import minimize_scalar
+from scipy.special import spence, xlogy
+from torch import Tensor
+from torch.autograd import gradcheck, gradgradcheck
+
+from equilibria.problems.priors import (
+    Box,
+    Free,
+    LeakyNonNegative,
+    NonNegative,
+    Prior,
+    ShiftedNonNegative,
+    SoftThreshold,
+    WithL1,
+)
+from equilibria.problems.priors_smooth import Logistic, Softplus, Tanh
+
+Scalar = Callable[[float], float]
+
+
+class Case(NamedTuple):
+    prior: Prior
+    f: Scalar  # written here, with numpy and scipy alone
+    sigma: Scalar
+    domain: tuple[float, float]
+
+
+def _inside(low: float, high: float, f: Scalar) -> Scalar:
+    return lambda z: f(z) if low <= z <= high else math.inf
+
+
+def _tanh_f(z: float) -> float:
+    return float(0.5 * (xlogy(1 + z, 1 + z) + xlogy(1 - z, 1 - z) - z * z))
+
+
+def _logistic_f(z: float) -> float:
+    return float(xlogy(z, z) + xlogy(1 - z, 1 - z) - 0.5 * z * z)
+
+
+def _softplus_f(z: float) -> float:
+    return float(spence(-math.expm1(-z)))  # scipy's spence(1 - x) is Li_2(x)
+
+
+INF = math.inf
+SMOOTH = {
+    "tanh": Case(Tanh(), _inside(-1, 1, _tanh_f), math.tanh, (-1, 1)),
+    "logistic": Case(
+        Logistic(), _inside(0, 1, _logistic_f), lambda v: 0.5 + 0.5 * math.tanh(v / 2), (0, 1)
+    ),
+    "softplus": Case(
+        Softplus(), _inside(0, INF, _softplus_f), lambda v: float(np.logaddexp(v, 0)), (0, INF)
+    ),
+}
+CASES = {
+    "free": Case(Free(), lambda z: 0.0, lambda v: v, (-INF, INF)),
+    "relu": Case(NonNegative(), _inside(0, INF, lambda z: 0.0), lambda v: max(v, 0), (0, INF)),
+    "box": Case(
+        Box(-0.3, 1.2),
+        _inside(-0.3, 1.2, lambda z: 0.0),
+        lambda v: min(max(v, -0.3), 1.2),
+        (-0.3, 1.2),
+    ),
+    "half-box": Case(
+        Box(-INF, 0.7), _inside(-INF, 0.7, lambda z: 0.0), lambda v: min(v, 0.7), (-INF, 0.7)
+    ),
+    "soft": Case(
+        SoftThreshold(0.4),
+        lambda z: 0.4 * abs(z),
+        lambda v: math.copysign(max(abs(v) - 0.4, 0), v),
+        (-INF, INF),
+    ),
+    "shifted": Case(
+        ShiftedNonNegative(0.4),
+        _inside(0, INF, lambda z: 0.4 * z),
+        lambda v: max(v - 0.4, 0),
+        (0, INF),
+    ),
+    "shifted-left": Case(
+        ShiftedNonNegative(-0.7),
+        _inside(0, INF, lambda z: -0.7 * z),
+        lambda v: max(v + 0.7, 0),
+        (0, INF),
+    ),
+    "leaky": Case(
+        LeakyNonNegative(0.2),
+        lambda z: 0.5 * (1 / 0.2 - 1) * min(z, 0) ** 2,
+        lambda v: v if v > 0 else 0.2 * v,
+        (-INF, INF),
+    ),
+    **SMOOTH,
+}
+# f + w|z| has no activation of its own to compare with; everything else applies.
+SUMS = {
+    f"{name}+l1": Case(
+        WithL1(case.prior, 0.25),
+        lambda z, f=case.f: f(z) + 0.25 * abs(z),  # type: ignore[misc]
+        math.nan,  # type: ignore[arg-type]
+        case.domain,
+    )
+    for name, case in CASES.items()
+}
+ALL = {**CASES, **SUMS}
+TAUS = (1e-3, 0.1, 0.9, 1.0, 3.0, 1e3)
+
+each = pytest.mark.parametrize("case", ALL.values(), ids=ALL)
+each_plain = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+each_smooth = pytest.mark.parametrize("case", SMOOTH.values(), ids=SMOOTH)
+
+
+def t64(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def interior(case: Case) -> list[float]:
+    low, high = max(case.domain[0], -4.0), min(case.domain[1], 4.0)
+    return [low + (high - low) * k / 41 for k in range(1, 41)]
+
+
+# --- value ------------------------------------------------------------------------------------
+
+
+@each
+def test_value_is_f_and_infinite_outside(case: Case) -> None:
+    points = [*interior(case), -5.0, -1.0, 0.0, 1.0, 1.2, 1.2000001, -0.3, 0.7, 5.0]
+    got = case.prior.value(t64(*points))
+    want = t64(*(case.f(z) for z in points))
+    torch.testing.assert_close(got, want, rtol=1e-13, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", SMOOTH)
+def test_value_is_the_integral_of_the_inverse_activation(name: str) -> None:
+    """f(b) - f(a) = int_a^b (sigma^{-1}(t) - t) dt, by quadrature with 30 digits."""
+    inverse = {
+        "tanh": mp.atanh,
+        "logistic": lambda t: mp.log(t / (1 - t)),
+        "softplus": lambda t: mp.log(mp.expm1(t)),
+    }[name]
+    case = SMOOTH[name]
+    ends = {"tanh": (-1, 1), "logistic": (0, 1), "softplus": (0, 30)}[name]
+    cuts = {"tanh": [-0.999, -0.3, 0.5], "logistic": [1e-9, 0.2, 0.9999], "softplus": [1e-9, 0.7]}
+    with mp.workdps(30):
+        points = [ends[0], *cuts[name], ends[1]]
+        for a, b in pairwise(points):
+            want = float(mp.quad(lambda t: inverse(t) - t, [a, 0.5 * (a + b), b]))
+            got = case.prior.value(t64(b)) - case.prior.value(t64(a))
+            assert abs(float(got) - want) < 1e-10
+
+
+def test_softplus_value_is_the_dilogarithm_to_full_accuracy() -> None:
+    points = [*np.logspace(-12, 2, 60), math.log(2), math.nextafter(math.log(2), 1), 1e4]
+    got = Softplus().value(t64(*points))
+    with mp.workdps(30):
+        want = t64(*(float(mp.polylog(2, mp.exp(-mp.mpf(z)))) for z in points))
+    torch.testing.assert_close(got, want, rtol=2e-15, atol=1e-300)
+
+
+# --- prox -------------------------------------------------------------------------------------
+
+
+@each
+@pytest.mark.parametrize("tau", TAUS)
+def test_prox_minimizes(case: Case, tau: float) -> None:
+    """Against a bounded scalar minimizer of f(z) + (z - v)^2 / (2 tau)."""
+    points = [-30.0, -2.1, -1.0, -0.41, -0.1, 0.0, 0.2, 0.65, 1.0, 1.7, 30.0]
+    got = case.prior.prox(t64(*points), tau)
+    for v, z in zip(points, got.tolist(), strict=True):
+        low = max(case.domain[0], -1.0 - abs(v) - 10 * tau)
+        high = min(case.domain[1], 1.0 + abs(v) + 10 * tau)
+
+        def objective(x: float, v: float = v) -> float:
+            return tau * case.f(x) + 0.5 * (x - v) ** 2
+
+        best = minimize_scalar(objective, bounds=(low, high), options={"xatol": 1e-12}).x
+        # The minimizer cannot see below sqrt(eps); that our z is no worse is seen exactly.
+        assert abs(z - best) < 3e-6 * max(1.0, abs(v), min(tau, 1e3) ** 0.5)
+        # f itself is rounded here, at about 1e-16, and the objective carries tau f.
+        assert objective(z) <= objective(best) + 1e-15 * max(100.0, abs(objective(best)), tau)
+
+
+@pytest.mark.parametrize("name", SMOOTH)
+def test_smooth_prox_solves_its_equation_to_the_last_digit(name: str) -> None:
+    """For tau over 24 decades and v to 1e4, against bisection with 40 digits."""
+    sigma = {
+        "tanh": mp.tanh,
+        "logistic": lambda u: 1 / (1 + mp.exp(-u)),
+        "softplus": lambda u: mp.log1p(mp.exp(u)) if u < 90 else u + mp.exp(-u),
+    }[name]
+    rng = np.random.default_rng(0)
+    taus = np.exp(rng.uniform(math.log(1e-12), math.log(1e12), 160))
+    vs = np.where(rng.random(160) < 0.5, rng.uniform(-3, 3, 160), rng.uniform(-1e4, 1e4, 160))
+    vs[:24] = rng.choice([1.0, -1.0, 1 - 1e-9, 1 + 1e-9, 0.0, 1e-8, 0.5], 24)
+    got = SMOOTH[name].prior.prox(torch.tensor(vs), torch.tensor(taus))
+    with mp.workdps(40):
+        for v, tau, z in zip(vs.tolist(), taus.tolist(), got.tolist(), strict=True):
+            t, target = mp.mpf(tau), mp.mpf(v)
+            width = abs((1 - t) * (sigma(target) - target)) / min(mp.mpf(1), t) + mp.mpf(1e-30)
+            low, high = target - width, target + width
+            for _ in range(160):
+                middle = (low + high) / 2
+                above = t * middle + (1 - t) * sigma(middle) > target
+                low, high = (low, middle) if above else (middle, high)
+            want = float(sigma((low + high) / 2))
+            assert abs(z - want) <= 4e-16 * max(1.0, abs(want)), (v, tau)
+
+
+@each_plain
+def test_activation_is_the_known_function(case: Case) -> None:
+    points = [-1e4, -40.0, -3.0, -0.4, -0.1, 0.0, 0.3, 0.4, 1.0, 2.5, 25.0, 40.0, 1e4]
+    want = t64(*(case.sigma(v) for v in points))
+    torch.testing.assert_close(case.prior.activation(t64(*points)), want, rtol=1e-14, atol=1e-15)
+    ones = torch.ones(len(points), dtype=torch.float64)
+    torch.testing.assert_close(case.prior.prox(t64(*points), ones), want, rtol=1e-14, atol=1e-15)
+
+
+@each
+@settings(max_examples=40, deadline=None)
+@given(a=st.floats(-1e3, 1e3), b=st.floats(-1e3, 1e3), tau=st.floats(1e-6, 1e6), near=st.booleans())
+def test_prox_is_firmly_nonexpansive(
+    case: Case, a: float, b: float, tau: float, near: bool
+) -> None:
+    if near:
+        b = a + 1e-3 * b
+    z = case.prior.prox(t64(a, b), tau)
+    assert bool(case.prior.value(z).isfinite().all())
+    dz, dv = float(z[0] - z[1]), a - b
+    slack = 1e-12 * (1 + abs(a) + abs(b) + abs(float(z[0])))
+    assert dz * dz <= dz * dv + slack * (abs(dz) + abs(dv) + 1)
+
+
+@each_plain
+def test_expansion_is_the_largest_slope(case: Case) -> None:
+    v = torch.linspace(-16, 16, 64001, dtype=torch.float64)
+    slopes = case.prior.activation(v).diff() / v.diff()
+    assert float(slopes.max()) == pytest.approx(case.prior.expansion, abs=1e-5)
+
+
+# --- subdifferential, conjugate ----------------------------------------------------------------
+
+
+@each
+def test_subdifferential_has_the_one_sided_derivatives_at_its_ends(case: Case) -> None:
+    kinks = [e for e in (-0.3, 0.0, 0.7, 1.2) if case.f(e) < INF and e not in SMOOTH_ENDS(case)]
+    points = interior(case) + kinks
+    lower, upper = case.prior.subdifferential(t64(*points))
+    h = 1e-6
+    for z, low, high in zip(points, lower.tolist(), upper.tolist(), strict=True):
+        right, left = (case.f(z + h) - case.f(z)) / h, (case.f(z) - case.f(z - h)) / h
+        assert high == pytest.approx(right, abs=2e-4) or (high == INF and right == INF)
+        assert low == pytest.approx(left, abs=2e-4) or (low == -INF and left == -INF)
+
+
+def SMOOTH_ENDS(case: Case) -> tuple[float, ...]:
+    """Ends where the derivative is infinite, which differences cannot show."""
+    plain = case.prior.prior if isinstance(case.prior, WithL1) else case.prior
+    return case.domain if any(plain is c.prior for c in SMOOTH.values()) else ()
+
+
+@each
+def test_distance_is_to_the_interval_and_infinite_outside(case: Case) -> None:
+    z = t64(*interior(case))
+    g = torch.linspace(-2, 2, z.numel(), dtype=torch.float64)
+    lower, upper = case.prior.subdifferential(z)
+    want = [
+        0.0 if lo <= -y <= hi else min(abs(lo + y), abs(hi + y))
+        for lo, hi, y in zip(lower.tolist(), upper.tolist(), g.tolist(), strict=True)
+    ]
+    torch.testing.assert_close(case.prior.subgradient_distance(z, g), t64(*want))
+    outside = [e for e in (case.domain[0] - 0.1, case.domain[1] + 0.1) if math.isfinite(e)]
+    for e in outside:
+        assert float(case.prior.subgradient_distance(t64(e), t64(0.3))) == INF
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@each_smooth
+def test_a_saturated_activation_is_stationary(case: Case, dtype: torch.dtype) -> None:
+    """sigma(v) rounds to an end of the domain, where v - z must still count as a subgradient."""
+    v = torch.tensor([-1000.0, 1000.0], dtype=dtype)
+    z = case.prior.activation(v)
+    ends = [k for k in (0, 1) if math.isfinite(case.domain[k])]
+    assert all(float(z[k]) == case.domain[k] for k in ends)
+    residual = case.prior.subgradient_distance(z, z - v)
+    assert bool((residual <= 1e-3).all())
+    wrong = case.prior.subgradient_distance(z, z + v)  # the force pulls back inside
+    assert all(float(wrong[k]) > 100 for k in ends)
+
+
+@each_plain
+def test_conjugate_is_the_supremum(case: Case) -> None:
+    if not case.prior.has_conjugate:
+        with pytest.raises(NotImplementedError, match="conjugate"):
+            case.prior.conjugate(t64(0.0))
+        return
+    zs = {span: np.linspace(-span, span, 40001) for span in (20.0, 40.0)}
+    fs = {span: np.array([case.f(z) for z in grid]) for span, grid in zs.items()}
+    for y in (-2.0, -0.71, -0.7, -0.4, -0.1, 0.0, 0.3, 0.4, 0.41, 2.0):
+        near, far = (float(np.max(y * zs[s] - fs[s])) for s in zs)
+        got = float(case.prior.conjugate(t64(y)))
+        if far > near + 1e-2:
+            assert got == INF
+        else:
+            assert got == pytest.approx(far, abs=5e-3)  # the grid's own error: |y| times its step
+
+
+# --- derivatives ------------------------------------------------------------------------------
+
+
+@each_smooth
+@pytest.mark.parametrize("tau", [1e-3, 0.3, 1.0, 1.7, 40.0])
+def test_prox_has_right_first_and_second_derivatives_in_v_and_tau(case: Case, tau: float) -> None:
+    v = t64(-20.0, -1.3, -1.0, -0.2, 0.0, 0.3, 0.5, 1.0, 4.0).requires_grad_()
+    steps = torch.full_like(v, tau, requires_grad=True)
+    eps = 1e-6 * min(1.0, tau)
+    assert gradcheck(case.prior.prox, (v, steps), eps=eps, atol=1e-5)
+    assert gradgradcheck(case.prior.prox, (v, steps), eps=eps, atol=1e-4, rtol=1e-3)
+
+
+@each_smooth
+def test_prox_has_the_right_third_derivative(case: Case) -> None:
+    def f(v: Tensor) -> Tensor:
+        return case.prior.prox(v, torch.tensor(0.4, dtype=torch.float64))
+
+    second = torch.func.grad(torch.func.grad(f))
+    for point in (-0.7, 0.2, 0.9):
+        h = 1e-5
+        want = (second(t64(point + h)[0]) - second(t64(point - h)[0])) / (2 * h)
+        got = torch.func.grad(second)(t64(point)[0])
+        assert float(got) == pytest.approx(float(want), rel=1e-6, abs=1e-6)
+
+
+@each_smooth
+def test_value_has_right_derivatives_inside(case: Case) -> None:
+    z = t64(0.05, 0.2, 0.5, 0.6931, 0.6932, 0.9).requires_grad_()
+    assert gradcheck(case.prior.value, z, eps=1e-7)
+    assert gradgradcheck(case.prior.value, z, eps=1e-7, atol=1e-4)
+
+
+@each
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_no_nan_at_edges_and_extremes(case: Case, dtype: torch.dtype) -> None:
+    info = torch.finfo(dtype)
+    raw = [-1e4, -1.0, -0.3, -info.tiny, 0.0, info.tiny, 0.5, 1.0 - info.eps / 2, 1.0, 1.2, 1e4]
+    z = torch.tensor(raw, dtype=dtype, requires_grad=True)
+    value = case.prior.value(z)
+    assert value.dtype in (torch.float32, torch.float64)
+    assert not bool(value.isnan().any())
+    assert not bool((value == -INF).any())
+    finite = value.isfinite()
+    (slope,) = torch.autograd.grad(value[finite].sum(), z)
+    assert bool(slope.isfinite().all())
+    for end in case.prior.subdifferential(z):
+        assert not bool(end.isnan().any())
+    for tau in (1e-6, 0.5, 1.0, 2.0, 1e6):
+        moved = case.prior.prox(z, tau)
+        assert moved.dtype == dtype
+        assert not bool(moved.isnan().any())
+        fits = case.prior.prox(z.detach().double(), tau).abs() < info.max
+        assert bool(case.prior.value(moved)[fits].isfinite().all())
+        (slope,) = torch.autograd.grad(moved.sum(), z)
+        assert bool(slope.isfinite().all())
+        assert float(slope.min()) >= -info.eps
+        assert float(slope.max()) <= 1 + 4 * info.eps
+
+
+@each
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tau", [0.3, 1.0, 4.0])
+def test_low_precision_agrees_with_float64(case: Case, dtype: torch.dtype, tau: float) -> None:
+    v = torch.linspace(-6, 6, 97).to(dtype)
+    eps = torch.finfo(dtype).eps
+    want = case.prior.prox(v.double(), tau)
+    for step in (tau, torch.full((97,), tau)):
+        got = case.prior.prox(v, step)
+        assert got.dtype == dtype
+        assert float((got.double() - want).abs().max()) <= 4 * eps * 6
+    z = want.to(dtype)
+    assert bool(case.prior.value(z).isfinite().all())  # a rounded end of a box is still inside
+    inside = case.prior.value(z.double()).isfinite()
+    error = case.prior.value(z).double() - case.prior.value(z.double())
+    assert float(error[inside].abs().max()) <= 1e-5
+
+
+# --- transforms, compilation, errors -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", [*CASES.values(), SUMS["tanh+l1"]], ids=[*CASES, "tanh+l1"])
+def test_vmap_and_compile(case: Case) -> None:
+    v = torch.linspace(-2, 2, 12, dtype=torch.float64).reshape(3, 4)
+    tau = t64(0.4, 1.0, 2.5)
+    rows = torch.stack([case.prior.prox(v[k], float(tau[k])) for k in range(3)])
+    torch.testing.assert_close(torch.func.vmap(case.prior.prox)(v, tau), rows)
+
+    def everything(v: Tensor, tau: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        z = case.prior.prox(v, tau[:, None])
+        return z, case.prior.value(z), case.prior.subgradient_distance(z, z - v)
+
+    torch.compiler.reset()
+    compiled = torch.compile(everything, fullgraph=True, backend="aot_eager")
+    for got, want in zip(compiled(v, tau), everything(v, tau), strict=True):
+        torch.testing.assert_close(got, want)
+    torch.testing.assert_close(everything(v, tau)[0], rows)
+
+
+def test_soft_threshold_is_free_with_l1() -> None:
+    v = torch.linspace(-3, 3, 61, dtype=torch.float64)
+    for tau in (0.2, 1.0, 5.0):
+        torch.testing.assert_close(
+            WithL1(Free(), 0.4).prox(v, tau), SoftThreshold(0.4).prox(v, tau), rtol=0, atol=1e-15
+        )
+
+
+@pytest.mark.parametrize(
+    ("make", "names"),
+    [
+        (lambda: Box(1.0, 1.0), ["Box", "lower", "upper", "1.0"]),
+        (lambda: Box(math.nan, 1.0), ["Box", "nan"]),
+        (lambda: SoftThreshold(-0.1), ["SoftThreshold", "weight", "-0.1"]),
+        (lambda: SoftThreshold("a"), ["SoftThreshold", "weight", "'a'"]),
+        (lambda: ShiftedNonNegative(math.inf), ["ShiftedNonNegative", "weight", "inf"]),
+        (lambda: LeakyNonNegative(0.0), ["LeakyNonNegative", "slope", "0.0", "NonNegative"]),
+        (lambda: LeakyNonNegative(1.1), ["slope", "1.1"]),
+        (lambda: WithL1(Free(), -1.0), ["WithL1", "weight", "-1.0"]),
+        (lambda: NonNegative().prox(t64(1.0), 0.0), ["tau", "0.0", "positive"]),
+        (lambda: Tanh().prox(t64(1.0), -2.0), ["tau", "-2.0"]),
+        (lambda: SoftThreshold(1.0).prox(t64(1.0), math.nan), ["tau", "nan"]),
+    ],
+)
+def test_bad_options_are_named(make: Callable[[], object], names: list[str]) -> None:
+    with pytest.raises(ValueError) as error:  # noqa: PT011 - the text is checked below
+        make()
+    assert all(name in str(error.value) for name in names)
+
+
+def test_integers_are_refused() -> None:
+    with pytest.raises(TypeError, match="floating point"):
+        NonNegative().value(torch.tensor([1, 2]))

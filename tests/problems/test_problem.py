@@ -1,0 +1,590 @@
+"""Problems against independent minimizers: scipy L-BFGS-B, cvxpy, and a coupling of our own."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+
+import cvxpy as cp
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.optimize import minimize
+from torch import Tensor
+from torch.autograd import gradcheck, gradgradcheck
+
+from equilibria.problems.gaussian import Gaussian
+from equilibria.problems.hsic import HSIC
+from equilibria.problems.kernels import Coupling, Curvature, Linear, Sigmoidal
+from equilibria.problems.patches import Patches
+from equilibria.problems.priors import (
+    Box,
+    Free,
+    LeakyNonNegative,
+    NonNegative,
+    Prior,
+    ShiftedNonNegative,
+    SoftThreshold,
+    WithL1,
+)
+from equilibria.problems.priors_smooth import Logistic, Softplus, Tanh
+from equilibria.problems.problem import HiddenProblem, Problem
+from equilibria.problems.regularizers import (
+    L1,
+    Decorrelation,
+    FeatureIncay,
+    Regularizer,
+    SquaredNorm,
+)
+
+Array = np.ndarray
+N = 5
+
+
+class Quadratic(Coupling):
+    """``q(z) = z'Hz/2 - c'z`` with any symmetric H, apart from the library's own couplings."""
+
+    def __init__(self, h: Tensor, c: Tensor) -> None:
+        self.h = h
+        self.c = c
+
+    def value(self, z: Tensor) -> Tensor:
+        return 0.5 * ((z @ self.h) * z).sum(1) - (self.c * z).sum(1)
+
+    def grad(self, z: Tensor) -> Tensor:
+        return z @ self.h - self.c
+
+    def hvp(self, z: Tensor, v: Tensor) -> Tensor:
+        return v @ self.h
+
+    def curvature(self) -> Curvature:
+        values = torch.linalg.eigvalsh(self.h)
+        return Curvature(float(values[0]), float(values[-1]), True, "eigenvalues")
+
+    def local_curvature(self, z: Tensor) -> Curvature:
+        return self.curvature()
+
+    def check_state(self, z: Tensor) -> None:
+        if z.shape != self.c.shape:
+            raise ValueError("shape")
+
+    def default_start(self, shape: Sequence[int] | None = None) -> Tensor:
+        return torch.zeros_like(self.c)
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def weight(norm: float, rows: int = 4, seed: int = 0) -> Tensor:
+    w = draw(rows, N, seed=seed)
+    return norm * w / torch.linalg.matrix_norm(w, 2)
+
+
+def quadratic(seed: int = 0, low: float = -0.8, high: float = 1.5) -> Quadratic:
+    q, _ = torch.linalg.qr(draw(N, N, seed=seed))
+    return Quadratic(
+        q @ torch.diag(torch.linspace(low, high, N, dtype=torch.float64)) @ q.T,
+        1.5 * draw(3, N, seed=seed + 1),
+    )
+
+
+def solve(problem: HiddenProblem, start: Tensor, tau: float | None = None) -> Tensor:
+    """Plain proximal-gradient iteration with the step the curvature gives."""
+    bounds = problem.curvature()
+    step = tau or 2.0 / float(torch.as_tensor(bounds.lower + bounds.upper).max())
+    z = start
+    for _ in range(4000):
+        new = problem.step(z, step)
+        if float((new - z).abs().max()) < 1e-14:
+            return new
+        z = new
+    return z
+
+
+# --- against scipy and cvxpy --------------------------------------------------------------------
+
+
+def scipy_minimizer(problem: Problem, bounds: tuple[float | None, float | None]) -> Array:
+    """L-BFGS-B with bounds per sample on the coupling alone, f and ½|z|² written here."""
+    shape = problem.coupling.default_start().shape
+
+    def fun(flat: Array) -> tuple[float, Array]:
+        z = torch.tensor(flat.reshape(shape))
+        value = float(problem.coupling.value(z).sum()) + 0.5 * float(flat @ flat)
+        return value, (flat + problem.coupling.grad(z).numpy().ravel())
+
+    best = minimize(
+        fun,
+        np.full(math.prod(shape), 0.1),
+        jac=True,
+        method="L-BFGS-B",
+        bounds=[bounds] * math.prod(shape),
+        options={"ftol": 1e-16, "gtol": 1e-11, "maxiter": 5000, "maxcor": 30},
+    )
+    return np.asarray(best.x.reshape(shape))
+
+
+BOUNDED: dict[str, tuple[Prior, tuple[float | None, float | None]]] = {
+    "free": (Free(), (None, None)),
+    "relu": (NonNegative(), (0.0, None)),
+    "box": (Box(-0.2, 0.3), (-0.2, 0.3)),
+}
+
+
+def couplings() -> dict[str, Coupling]:
+    image = draw(2, 4, 4, 4, seed=5)
+    kernel = draw(4, 2, 3, 3, seed=6)
+    return {
+        "quadratic": quadratic(),
+        "linear": Linear(weight(0.95), draw(3, N, seed=2)),
+        "sigmoid": Sigmoidal(weight(0.6), 0.6 * torch.nn.functional.normalize(draw(3, N), dim=1)),
+        "gaussian": Gaussian(weight(1.3), 1.5 * draw(3, 4, seed=3), gamma=0.5),
+        "gaussian patches": Gaussian(
+            1.2 * kernel / kernel.abs().sum((1, 2, 3)).max(),
+            image,
+            gamma=0.3,
+            patches=Patches(channels=2, size=2),
+            hidden=torch.linalg.qr(draw(8, 8))[0][:, :5],
+        ),
+    }
+
+
+@pytest.mark.parametrize("prior", BOUNDED)
+@pytest.mark.parametrize("name", couplings())
+def test_solution_is_the_minimizer_scipy_finds(name: str, prior: str) -> None:
+    coupling = couplings()[name]
+    problem = Problem(BOUNDED[prior][0], coupling)
+    shape = (2, 2, 4, 4) if name == "gaussian patches" else (3, N)
+    if name == "gaussian patches":
+        coupling.default_start = lambda given=None: torch.zeros(shape, dtype=torch.float64)  # type: ignore[method-assign]
+    start = torch.zeros(shape, dtype=torch.float64)
+    z = solve(problem, start)
+    want = scipy_minimizer(problem, BOUNDED[prior][1])
+    np.testing.assert_allclose(z.numpy(), want, atol=1e-6)
+    assert float(problem.stationarity(z).max()) < 1e-11
+    assert float(problem.stationarity(start).max()) > 1e-2
+    ours, theirs = problem.objective(z), problem.objective(torch.tensor(want))
+    assert bool((ours <= theirs + 1e-12).all())
+
+
+def _cvx_prior(name: str, z: cp.Variable) -> tuple[cp.Expression, list[cp.Constraint]]:
+    """f as cvxpy writes it; for tanh and sigmoid f + ½|z|² is an entropy."""
+    half = 0.5 * cp.sum_squares(z)
+    return {
+        "free": (half, []),
+        "relu": (half, [z >= 0]),
+        "box": (half, [z >= -0.2, z <= 0.3]),
+        "soft": (half + 0.4 * cp.norm1(z), []),
+        "shifted": (half + 0.3 * cp.sum(z), [z >= 0]),
+        "leaky": (half + 0.5 * (1 / 0.2 - 1) * cp.sum_squares(cp.neg(z)), []),
+        "tanh": (-0.5 * cp.sum(cp.entr(1 + z) + cp.entr(1 - z)), []),
+        "logistic": (-cp.sum(cp.entr(z) + cp.entr(1 - z)), []),
+    }[name]
+
+
+CVX: dict[str, Prior] = {
+    "free": Free(),
+    "relu": NonNegative(),
+    "box": Box(-0.2, 0.3),
+    "soft": SoftThreshold(0.4),
+    "shifted": ShiftedNonNegative(0.3),
+    "leaky": LeakyNonNegative(0.2),
+    "tanh": Tanh(),
+    "logistic": Logistic(),
+}
+CVX_REGULARIZERS: dict[str, tuple[Regularizer | None, Callable[[cp.Variable], cp.Expression]]] = {
+    "none": (None, lambda z: 0.0),
+    "squared": (SquaredNorm(0.6), lambda z: 0.3 * cp.sum_squares(z)),
+    "l1": (L1(0.35), lambda z: 0.35 * cp.norm1(z)),
+}
+
+
+def cvx_solve(program: cp.Problem) -> None:
+    """As far as the solver gets. With exponential cones it stops short of 1e-12 and warns; how
+    good the answer is, the comparison at 1e-6 says.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Solution may be inaccurate")
+        tolerance = dict.fromkeys(("tol_gap_abs", "tol_gap_rel", "tol_feas"), 1e-12)
+        program.solve(solver=cp.CLARABEL, **tolerance)
+
+
+@pytest.mark.parametrize("regularizer", CVX_REGULARIZERS)
+@pytest.mark.parametrize("prior", CVX)
+def test_solution_is_the_minimizer_cvxpy_finds(prior: str, regularizer: str) -> None:
+    """Convex quadratic q, every prior cvxpy can write, gradient-form regularizers (Theorem 4)."""
+    coupling = quadratic(seed=4, low=0.05, high=1.4)
+    ours, theirs = CVX_REGULARIZERS[regularizer]
+    problem = Problem(CVX[prior], coupling, ours)
+    z = solve(problem, torch.full((3, N), 0.1, dtype=torch.float64))
+    assert float(problem.stationarity(z).max()) < 1e-9
+    h, values = coupling.h.numpy(), problem.objective(z)
+    for k in range(3):
+        x = cp.Variable(N)
+        f, constraints = _cvx_prior(prior, x)
+        goal = f + 0.5 * cp.quad_form(x, cp.psd_wrap(h)) - coupling.c[k].numpy() @ x + theirs(x)
+        program = cp.Problem(cp.Minimize(goal), constraints)
+        cvx_solve(program)
+        np.testing.assert_allclose(z[k].numpy(), x.value, atol=1e-6)
+        assert float(values[k]) == pytest.approx(program.value, abs=1e-8)
+
+
+@pytest.mark.parametrize("regularizer", [SquaredNorm(0.6), L1(0.35)], ids=["squared", "l1"])
+def test_prox_form_minimizes_the_moreau_envelope(regularizer: Regularizer) -> None:
+    """min over z and u of G(z) + R(u) + |u - z|²/2 jointly, by cvxpy: not the gradient form."""
+    coupling = quadratic(seed=4, low=0.05, high=1.4)
+    problem = Problem(NonNegative(), coupling, regularizer, regularize="prox")
+    z = solve(problem, torch.zeros(3, N, dtype=torch.float64))
+    assert float(problem.stationarity(z).max()) < 1e-11
+    for k in range(3):
+        x, u = cp.Variable(N), cp.Variable(N)
+        r = 0.3 * cp.sum_squares(u) if isinstance(regularizer, SquaredNorm) else 0.35 * cp.norm1(u)
+        q = 0.5 * cp.quad_form(x, cp.psd_wrap(coupling.h.numpy())) - coupling.c[k].numpy() @ x
+        goal = 0.5 * cp.sum_squares(x) + q + r + 0.5 * cp.sum_squares(u - x)
+        program = cp.Problem(cp.Minimize(goal), [x >= 0])
+        cvx_solve(program)
+        np.testing.assert_allclose(z[k].numpy(), x.value, atol=1e-6)
+        assert float(problem.objective(z)[k]) == pytest.approx(program.value, abs=1e-8)
+    other = solve(Problem(NonNegative(), coupling, regularizer), torch.zeros_like(z))
+    assert float((z - other).abs().max()) > 2e-2
+
+
+def test_prox_form_is_the_fixed_point_of_prox_G_after_prox_R() -> None:
+    """OptEq's T(prox_R(z)) with T = prox_G: dense algebra for G quadratic, R a squared norm."""
+    coupling = quadratic(seed=4, low=0.05, high=1.4)
+    problem = Problem(Free(), coupling, SquaredNorm(0.3), regularize="prox")
+    z = solve(problem, torch.zeros(3, N, dtype=torch.float64))
+    after = torch.linalg.solve(2 * torch.eye(N) + coupling.h, (coupling.c + z / 1.3).T).T
+    torch.testing.assert_close(after, z, rtol=0, atol=1e-12)
+
+
+# --- the parts --------------------------------------------------------------------------------
+
+PRIORS: dict[str, Prior] = {
+    **CVX,
+    "softplus": Softplus(),
+    "relu+l1": WithL1(NonNegative(), 0.2),
+}
+REGULARIZERS: dict[str, tuple[Regularizer | None, str]] = {
+    "none": (None, "gradient"),
+    "squared": (SquaredNorm(0.6), "gradient"),
+    "squared prox": (SquaredNorm(0.6), "prox"),
+    "l1": (L1(0.2), "gradient"),
+    "l1 prox": (L1(0.2), "prox"),
+    "incay": (FeatureIncay(0.2, 0.5), "gradient"),
+    "decorrelation": (Decorrelation(0.05), "gradient"),
+    "hsic": (HSIC(0.05), "gradient"),
+}
+
+
+def build(prior: str, regularizer: str, coupling: Coupling | None = None) -> Problem:
+    r, form = REGULARIZERS[regularizer]
+    if coupling is None and r is not None and r.couples_batch:
+        # Features away from zero rows, where the Hessian of decorrelation is unbounded.
+        coupling = Quadratic(0.1 * torch.eye(N, dtype=torch.float64), 1 + draw(3, N, seed=3).abs())
+    coupling = coupling or Gaussian(weight(0.9), draw(3, 4, seed=3), gamma=0.5)
+    return Problem(PRIORS[prior], coupling, r, form)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("regularizer", REGULARIZERS)
+@pytest.mark.parametrize("prior", PRIORS)
+def test_every_step_has_the_same_fixed_point_and_it_is_stationary(
+    prior: str, regularizer: str
+) -> None:
+    problem = build(prior, regularizer)
+    z = solve(problem, torch.full((3, N), 0.3, dtype=torch.float64), tau=0.8)
+    assert float(problem.stationarity(z).max()) < 1e-8
+    for tau in (0.2, 1.0, 1.7):
+        assert float((problem.step(z, tau) - z).abs().max()) < 1e-10
+    per_sample = torch.tensor([0.2, 1.0, 1.7], dtype=torch.float64)
+    moved = torch.stack([problem.step(z + 0.1, float(t))[k] for k, t in enumerate(per_sample)])
+    torch.testing.assert_close(problem.step(z + 0.1, per_sample), moved)
+
+
+@pytest.mark.parametrize("regularizer", REGULARIZERS)
+def test_stationary_points_are_local_minimizers_of_the_objective(regularizer: str) -> None:
+    """The objective is the function whose stationary points these are: it rises around them."""
+    for prior in ("relu", "tanh", "softplus", "relu+l1"):
+        problem = build(prior, regularizer)
+        z = solve(problem, torch.full((3, N), 0.3, dtype=torch.float64), tau=0.8)
+        base = problem.objective(z).sum()
+        assert bool(base.isfinite())
+        for seed in range(12):
+            size = (1e-3, 1e-2)[seed % 2]
+            around = problem.effective_prior.prox(z + size * draw(3, N, seed=seed), 1e-9)
+            assert float(problem.objective(around).sum() - base) > -1e-12
+
+
+@pytest.mark.parametrize("regularizer", REGULARIZERS)
+def test_gradient_is_the_derivative_of_the_smooth_part(regularizer: str) -> None:
+    problem = build("free", regularizer)
+    smooth = regularizer != "l1"  # L1 in gradient form lives in the prior
+    z = draw(3, N, seed=7).requires_grad_()
+    value = problem.objective(z).sum()
+    if not smooth:
+        value = value - 0.2 * z.abs().sum()
+    (want,) = torch.autograd.grad(value, z)
+    torch.testing.assert_close(problem.gradient(z), want, rtol=1e-10, atol=1e-12)
+
+
+def test_batch_coupled_objective_sums_to_the_whole() -> None:
+    problem = build("relu", "decorrelation")
+    plain = Problem(NonNegative(), problem.coupling)
+    z = draw(3, N).abs()
+    whole = problem.objective(z).sum() - plain.objective(z).sum()
+    torch.testing.assert_close(whole, Decorrelation(0.05).value(z))
+
+
+def test_stationarity_is_the_distance_to_the_subdifferential() -> None:
+    """Against the least norm over random elements of the normal cone, at a point with zeros."""
+    z = torch.relu(draw(1, N, seed=3)) * torch.tensor([1.0, 0, 1, 0, 1], dtype=torch.float64)
+    problem = Problem(NonNegative(), Gaussian(weight(0.9), draw(1, 4, seed=3), gamma=0.5), L1(0.2))
+    g = problem.gradient(z)[0].numpy()
+    x = cp.Variable(N)
+    zero = z[0].numpy() == 0
+    constraints = [x[k] <= 0.2 if zero[k] else x[k] == 0.2 for k in range(N)]
+    program = cp.Problem(cp.Minimize(cp.norm(x + g)), constraints)
+    program.solve(solver=cp.CLARABEL)
+    assert float(problem.stationarity(z)) == pytest.approx(program.value, abs=1e-7)
+    assert float(problem.stationarity(z - 5.0)) == math.inf
+    assert float(problem.objective(z - 5.0)) == math.inf
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 10**6), low=st.floats(-0.9, 0.5), spread=st.floats(0.01, 4))
+def test_stationarity_over_the_modulus_bounds_the_error(
+    seed: int, low: float, spread: float
+) -> None:
+    """|z - z*| <= dist(0, dG(z))/m for strongly convex G, and curvature gives that m."""
+    coupling = quadratic(seed, low, low + spread)
+    problem = Problem(NonNegative(), coupling)
+    bounds = problem.curvature()
+    assert bounds.lower == pytest.approx(1 + low, abs=1e-9)
+    assert bounds.upper == pytest.approx(1 + low + spread, abs=1e-9)
+    best = solve(problem, torch.zeros(3, N, dtype=torch.float64))
+    z = torch.relu(best + 0.1 * draw(3, N, seed=seed + 1))
+    error = torch.linalg.vector_norm(z - best, dim=1)
+    assert bool((error <= problem.stationarity(z) / float(bounds.lower) * (1 + 1e-9) + 1e-9).all())
+
+
+@pytest.mark.parametrize("regularizer", ["none", "squared", "squared prox", "l1 prox", "incay"])
+def test_curvature_holds_on_the_hessian(regularizer: str) -> None:
+    coupling = Gaussian(weight(1.1), 0.8 * draw(3, 4, seed=3), gamma=0.5)
+    problem = build("free", regularizer, coupling)
+    bounds = problem.curvature()
+    assert bounds.rigorous
+    for seed in range(30):
+        z = 2 * draw(3, N, seed=seed)
+        local = problem.local_curvature(z)
+        for k in range(3):
+            one = torch.func.jacrev(problem.gradient)(z)[k, :, k]
+            values = torch.linalg.eigvalsh(0.5 * (one + one.T))
+            for end in (bounds, local):
+                low = torch.as_tensor(end.lower).expand(3)[k]
+                high = torch.as_tensor(end.upper).expand(3)[k]
+                assert float(low) - 1e-9 <= float(values[0])
+                assert float(values[-1]) <= float(high) + 1e-9
+    if regularizer == "squared prox":
+        assert float(bounds.upper) == pytest.approx(1 + 1.1**2 + 0.6 / 1.6, abs=1e-6)
+
+
+# --- transforms of Table 1 ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("alpha", [0.05, 0.5, 1.0])
+def test_moreau_keeps_the_fixed_point(alpha: float) -> None:
+    problem = build("tanh", "none")
+    skip = problem.moreau(alpha)
+    start = torch.full((3, N), 0.3, dtype=torch.float64)
+    z = solve(problem, start, tau=0.8)
+    torch.testing.assert_close(solve(skip, start, tau=1.0), z, rtol=0, atol=1e-11)
+    other = z + 0.1
+    torch.testing.assert_close(skip.step(other), alpha * problem.step(other) + (1 - alpha) * other)
+    torch.testing.assert_close(skip.objective(other), problem.objective(other))
+    torch.testing.assert_close(skip.stationarity(other), problem.stationarity(other))
+    assert skip.curvature() == problem.curvature()
+
+
+@pytest.mark.parametrize("kind", ["scale", "rotation", "general"])
+def test_affine_keeps_the_fixed_points_and_says_what_else(kind: str) -> None:
+    problem = build("relu", "none", quadratic(seed=4, low=0.05, high=1.4))
+    matrix: float | Tensor = {
+        "scale": -1.7,
+        "rotation": torch.linalg.qr(draw(N, N, seed=8))[0],
+        "general": draw(N, N, seed=8) + 3 * torch.eye(N, dtype=torch.float64),
+    }[kind]
+    shift = draw(N, seed=9)
+    moved = problem.affine(matrix, shift)
+    dense = matrix if isinstance(matrix, Tensor) else matrix * torch.eye(N, dtype=torch.float64)
+    z = solve(problem, torch.zeros(3, N, dtype=torch.float64))
+    y = torch.linalg.solve(dense, (z - shift).T).T
+    torch.testing.assert_close(moved.to_state(y), z)
+    torch.testing.assert_close(moved.from_state(z), y)
+    torch.testing.assert_close(moved.step(y), y, rtol=0, atol=1e-11)
+    torch.testing.assert_close(moved.objective(y), problem.objective(z))
+    assert float(moved.stationarity(y).max()) < 1e-10
+    assert moved.orthogonal == (kind == "rotation")
+    far = y + 0.1
+    # The chain rule, and the proximal-gradient step of G(A .) where the prior allows a check.
+    free = build("free", "none", quadratic(seed=4, low=0.05, high=1.4)).affine(matrix, shift)
+    live = far.clone().requires_grad_()
+    (want,) = torch.autograd.grad(free.objective(live).sum(), live)
+    torch.testing.assert_close(free.gradient(far), want)
+    torch.testing.assert_close(free.stationarity(far), torch.linalg.vector_norm(want, dim=1))
+    is_gradient_step = torch.allclose(free.step(far, 0.4), far - 0.4 * want)
+    assert is_gradient_step == (kind == "rotation")
+    hessian = torch.func.jacrev(free.gradient)(far)[0, :, 0]
+    values = torch.linalg.eigvalsh(hessian)
+    bounds = free.curvature()
+    assert float(bounds.lower) <= float(values[0]) + 1e-12
+    assert float(values[-1]) <= float(bounds.upper) + 1e-12
+
+
+def test_affine_of_an_indefinite_problem_and_outside_the_domain() -> None:
+    problem = build("relu", "none", quadratic(seed=4, low=-3.0, high=-2.0))
+    matrix = torch.diag(torch.tensor([0.5, 1, 1, 1, 3], dtype=torch.float64))
+    moved = problem.affine(matrix)
+    bounds = moved.curvature()  # m = -2, L = -1 before
+    assert bounds.lower == pytest.approx(-18.0, rel=1e-9)
+    assert bounds.upper == pytest.approx(-0.25, rel=1e-9)
+    y = torch.ones(3, N, dtype=torch.float64)
+    y[1, 2] = -1.0
+    assert moved.stationarity(y)[[0, 2]].isfinite().all()
+    assert float(moved.stationarity(y)[1]) == math.inf
+
+
+def test_affine_stationarity_is_an_upper_bound_of_the_distance() -> None:
+    """dist(0, A'(g + cone)) by cvxpy is at most the norm returned, and both vanish together."""
+    problem = Problem(NonNegative(), Quadratic(quadratic(seed=4).h, draw(1, N)))
+    matrix = draw(N, N, seed=8) + 2 * torch.eye(N, dtype=torch.float64)
+    moved = problem.affine(matrix)
+    z = torch.relu(draw(1, N, seed=3))
+    y = moved.from_state(z)  # A y is z up to rounding: the zeros are zeros no more
+    assert not torch.equal(moved.to_state(y), z)
+    assert bool(moved.objective(y).isfinite().all())
+    zero = (z[0] == 0).numpy()
+    assert 0 < zero.sum() < N
+    x = cp.Variable(N)
+    constraints = [x[k] <= 0 if zero[k] else x[k] == 0 for k in range(N)]
+    goal = cp.norm(matrix.numpy().T @ (problem.gradient(z)[0].numpy() + x))
+    least = cp.Problem(cp.Minimize(goal), constraints).solve(solver=cp.CLARABEL)
+    size = torch.linalg.matrix_norm(matrix, 2)
+    assert 1e-3 < least <= float(moved.stationarity(y)) + 1e-6
+    assert float(moved.stationarity(y)) <= float(size * problem.stationarity(z)) + 1e-6
+
+
+def test_transforms_compose() -> None:
+    problem = build("softplus", "none")
+    both = problem.affine(2.0).moreau(0.5).affine(-1.0)
+    z = solve(problem, torch.full((3, N), 0.3, dtype=torch.float64), tau=0.8)
+    torch.testing.assert_close(both.step(-z / 2), -z / 2, rtol=0, atol=1e-11)
+
+
+# --- derivatives, types, compilation, errors ----------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("prior", "regularizer"),
+    [
+        ("tanh", "none"),
+        ("logistic", "squared prox"),
+        ("softplus", "incay"),
+        ("tanh", "decorrelation"),
+        ("softplus", "hsic"),
+    ],
+)
+def test_step_is_twice_differentiable(prior: str, regularizer: str) -> None:
+    c = draw(2, 4, seed=3).requires_grad_()
+    w = weight(0.9).requires_grad_()
+    z = (0.3 + 0.1 * draw(2, N).abs()).requires_grad_()
+    tau = torch.tensor([0.6, 1.4], dtype=torch.float64, requires_grad=True)
+
+    def step(z: Tensor, c: Tensor, w: Tensor, tau: Tensor) -> Tensor:
+        return build(prior, regularizer, Gaussian(w, c, gamma=0.5)).step(z, tau)
+
+    assert gradcheck(step, (z, c, w, tau))
+    assert gradgradcheck(lambda z, c: step(z, c, w.detach(), tau.detach()), (z, c), atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("regularizer", REGULARIZERS)
+def test_low_precision(dtype: torch.dtype, regularizer: str) -> None:
+    w, c, z = weight(0.9), draw(3, 4, seed=3), draw(3, N).abs()
+    low = build("relu", regularizer, Gaussian(w.to(dtype), c.to(dtype), gamma=0.5))
+    high = build(
+        "relu", regularizer, Gaussian(w.to(dtype).double(), c.to(dtype).double(), gamma=0.5)
+    )
+    state, wide = z.to(dtype), z.to(dtype).double()
+    eps = torch.finfo(dtype).eps
+    for tau in (1.0, 0.7, torch.tensor([0.5, 1.0, 1.5])):
+        got = low.step(state, tau)
+        assert got.dtype == dtype
+        assert float((got.double() - high.step(wide, tau)).abs().max()) <= 16 * eps
+    for name in ("objective", "stationarity"):
+        got, want = getattr(low, name)(state), getattr(high, name)(wide)
+        assert got.dtype == torch.float32
+        assert got.shape == (3,)
+        assert float((got.double() - want).abs().max()) <= 32 * eps
+
+
+def test_a_step_of_one_does_not_touch_the_old_state() -> None:
+    """T(z) = prox_f(-grad q(z)) exactly: no (1 - 1) z that turns an infinity into NaN."""
+
+    class Constant(Quadratic):
+        def grad(self, z: Tensor) -> Tensor:
+            return -self.c
+
+    problem = Problem(NonNegative(), Constant(torch.zeros(N, N), draw(3, N)))
+    z = torch.full((3, N), math.inf, dtype=torch.float64)
+    torch.testing.assert_close(problem.step(z), torch.relu(draw(3, N)))
+
+
+@pytest.mark.parametrize("prior", ["relu", "tanh"])
+def test_compile_fullgraph(prior: str) -> None:
+    c, w, z = draw(3, 4, seed=3), weight(0.9), draw(3, N).abs() / 4
+
+    def run(z: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        problem = Problem(PRIORS[prior], Gaussian(w, c, gamma=0.5), SquaredNorm(0.1))
+        return problem.step(z, 0.7), problem.objective(z), problem.stationarity(z)
+
+    torch.compiler.reset()
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    for got, want in zip(compiled(z, c), run(z, c), strict=True):
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "names"),
+    [
+        (lambda q: Problem("relu", q), TypeError, ["prior", "str", "Prior"]),  # type: ignore[arg-type]
+        (lambda q: Problem(NonNegative(), torch.ones(2)), TypeError, ["coupling", "Tensor"]),  # type: ignore[arg-type]
+        (lambda q: Problem(Free(), q, 0.1), TypeError, ["regularizer", "float"]),  # type: ignore[arg-type]
+        (
+            lambda q: Problem(Free(), q, L1(), "grad"),  # type: ignore[arg-type]
+            ValueError,
+            ["regularize", "'grad'", "'gradient'", "'prox'"],
+        ),
+        (
+            lambda q: Problem(Free(), q, HSIC(), "prox"),
+            ValueError,
+            ["prox", "HSIC", "SquaredNorm", "L1"],
+        ),
+        (lambda q: Problem(Free(), q).moreau(0.0), ValueError, ["alpha", "0.0"]),
+        (lambda q: Problem(Free(), q).moreau(1.5), ValueError, ["alpha", "1.5"]),
+        (lambda q: Problem(Free(), q).affine(0.0), ValueError, ["matrix", "invertible"]),
+        (lambda q: Problem(Free(), q).affine(torch.ones(2, 3)), ValueError, ["(2, 3)", "square"]),
+        (lambda q: Problem(Free(), q).affine(torch.ones(3, 3)), ValueError, ["singular values"]),
+        (lambda q: Problem(Free(), q).step(q.c, -1.0), ValueError, ["tau", "-1.0"]),
+        (lambda q: Problem(Free(), q).step(q.c, torch.ones(2)), ValueError, ["tau", "(2,)", "3"]),
+    ],
+)
+def test_bad_input_is_named(
+    make: Callable[[Quadratic], object], kind: type[Exception], names: list[str]
+) -> None:
+    with pytest.raises(kind) as error:
+        make(quadratic())
+    assert all(name in str(error.value) for name in names)

@@ -1,0 +1,140 @@
+"""BestIterate: the contract around Anderson, and the best of the trajectory where it fails."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from equilibria import Anderson, BestIterate, Broyden, Picard, Result
+from equilibria.engine.solver import Solver
+from tests.contracts import problems
+from tests.contracts.solver_contract import (
+    SolverContract,
+    assert_same,
+    codes,
+    solve,
+    solve_quietly,
+)
+
+
+class TestBestOfAnderson(SolverContract):
+    returns_last_iterate = False
+
+    def solver(self, **options: Any) -> BestIterate:
+        return BestIterate(Anderson(**options))
+
+
+class TestBestOfPicard(SolverContract):
+    accelerated = False
+    returns_last_iterate = False
+
+    def solver(self, **options: Any) -> BestIterate:
+        return BestIterate(Picard(**options))
+
+
+def restless(batch: int = 4) -> problems.Problem:
+    """Eigenvalues −1.02 … −1.08 beside small ones: the residual falls first, then grows."""
+    growing = torch.linspace(-1.02, -1.08, batch)
+    spectrum = torch.stack([torch.tensor([float(g), 0.5, 0.3, 0.1]) for g in growing])
+    problem = problems.symmetric(spectrum)
+    # Start where the growing direction is hardly touched.
+    return problems.replace(problem, z0=problem.answer + 1e-3 * problems.randn(batch, 4, seed=5))
+
+
+def best_of(problem: problems.Problem, solver: Solver) -> tuple[Tensor, Tensor]:
+    """The trajectory's iterate of least residual a sample, and that residual."""
+    iterates: list[Tensor] = []
+    solve_quietly(problem, solver, callback=lambda step, z, r: iterates.append(z.clone()))
+    residuals = torch.stack([problem.residual(z)[0] for z in iterates])
+    least, at = residuals.min(0)
+    return torch.stack([iterates[k][i] for i, k in enumerate(at.tolist())]), least
+
+
+@pytest.mark.parametrize("inner", [Picard, Anderson, Broyden])
+@pytest.mark.parametrize("compact", [False, True])
+def test_failing_sample_gets_its_best_iterate(inner: type[Solver], compact: bool) -> None:
+    problem = restless()
+    steps = 15 if inner is Picard else 4  # the others would have solved it by then
+    options = {"rtol": 1e-15, "max_steps": steps, "compact": compact}
+    expected, least = best_of(problem, inner(**options))
+    solution = solve_quietly(problem, BestIterate(inner(**options)))
+    failed = ~solution.converged
+    assert failed.any()
+    assert_same(solution.value[failed], expected[failed])
+    torch.testing.assert_close(
+        solution.stats.residual[failed], least[failed], rtol=1e-9, atol=1e-15
+    )
+
+
+def test_best_is_better_than_last() -> None:
+    problem = restless()
+    options = {"rtol": 1e-12, "max_steps": 60}
+    last = solve_quietly(problem, Picard(**options))
+    best = solve_quietly(problem, BestIterate(Picard(**options)))
+    assert codes(last) == codes(best) == [Result.max_steps] * 4
+    assert (best.stats.residual < 0.5 * last.stats.residual).all()
+
+
+def test_best_iterate_of_a_stagnating_sample() -> None:
+    problem = problems.rotation(1.0)
+    solution = solve_quietly(problem, BestIterate(Picard(max_steps=200)))
+    assert codes(solution) == [Result.stagnated] * 3
+    _, least = best_of(problem, Picard(max_steps=200))
+    torch.testing.assert_close(solution.stats.residual, least, rtol=1e-9, atol=0)
+
+
+def test_best_iterate_after_compaction_belongs_to_its_own_sample() -> None:
+    easy = problems.linear(4, 4, 0.2)
+    hard = restless(2)
+    problem = problems.Problem(
+        problems.apply_affine,
+        torch.cat([hard.z0[:1], easy.z0, hard.z0[1:]]),
+        tuple(torch.cat([h[:1], e, h[1:]]) for h, e in zip(hard.args, easy.args, strict=True)),
+        torch.cat([hard.answer[:1], easy.answer, hard.answer[1:]]),
+        torch.cat([hard.gain[:1], easy.gain, hard.gain[1:]]),
+    )
+    solver = Picard(rtol=1e-8, max_steps=60, compact=True)
+    expected, least = best_of(hard, Picard(rtol=1e-8, max_steps=60))
+    problem, seen = problems.recording(problem)
+    solution = solve_quietly(problem, BestIterate(solver))
+    assert min(len(z) for z in seen) <= 3
+    assert codes(solution) == [Result.max_steps, *[Result.converged] * 4, Result.max_steps]
+    assert_same(solution.value[[0, 5]], expected)
+    torch.testing.assert_close(solution.stats.residual[[0, 5]], least, rtol=1e-9, atol=0)
+
+
+def test_fixed_steps_return_the_best_iterate_too() -> None:
+    """A fixed-step solve has no sample that converged: each gets its best of the k evaluated."""
+    problem = restless()
+    expected, _ = best_of(problem, Picard(rtol=1e-15, max_steps=60))
+    solution = solve(problem, BestIterate(Picard(rtol=0.0, max_steps=60)))
+    assert_same(solution.value, expected)
+
+
+def test_converged_samples_are_those_of_the_inner_solver() -> None:
+    problem = problems.mixed()
+    inner = Anderson(rtol=1e-8, max_steps=200)
+    assert torch.equal(solve(problem, BestIterate(inner)).value, solve(problem, inner).value)
+
+
+def test_wrappers_of_different_solvers_differ() -> None:
+    assert BestIterate(Anderson()) == BestIterate(Anderson())
+    assert BestIterate(Anderson()) != BestIterate(Picard())
+    assert BestIterate(Anderson(memory=3)) != BestIterate(Anderson(memory=4))
+    assert BestIterate(Anderson()) != Anderson()
+
+
+def test_options_of_the_inner_solver_hold() -> None:
+    wrapped = BestIterate(Anderson(rtol=1e-3, max_steps=9, memory=3))
+    assert (wrapped.rtol, wrapped.max_steps) == (1e-3, 9)
+    assert repr(wrapped).startswith("BestIterate(Anderson(")
+    assert "memory=3" in repr(wrapped)
+
+
+@pytest.mark.parametrize("inner", [Anderson, None, "anderson", BestIterate(Picard())])
+def test_wraps_solvers_only(inner: object) -> None:
+    with pytest.raises(TypeError, match="BestIterate wraps a solver such as"):
+        BestIterate(inner)  # type: ignore[arg-type]

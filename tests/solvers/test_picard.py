@@ -1,0 +1,141 @@
+"""Picard: the contract, and that its steps are applications of the map."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import equilibria as eq
+from equilibria import Picard, Result
+from tests.contracts import problems
+from tests.contracts.solver_contract import (
+    HEALTH_INTERVAL,
+    SolverContract,
+    assert_answers,
+    codes,
+    solve,
+    solve_quietly,
+)
+
+
+class TestPicard(SolverContract):
+    accelerated = False
+
+    def solver(self, **options: Any) -> Picard:
+        return Picard(**options)
+
+
+class TestDampedPicard(SolverContract):
+    accelerated = False
+
+    def solver(self, **options: Any) -> Picard:
+        return Picard(damping=0.7, **options)
+
+    def test_mixed_difficulty_each_sample_at_its_own_pace(self) -> None:
+        """Damping makes even A = 0 take steps; the order of difficulty stays."""
+        problem = problems.mixed()
+        solution = solve(problem, self.precise())
+        assert_answers(problem, solution)
+        steps = solution.stats.steps.tolist()
+        assert steps[0] < steps[2] < steps[-1]
+
+
+@pytest.mark.parametrize("steps", [1, 2, 17, 40])
+def test_fixed_steps_are_exactly_that_many_applications(steps: int) -> None:
+    problem = problems.tanh()
+    solution = solve(problem, Picard(rtol=0.0, atol=0.0, max_steps=steps))
+    z = problem.z0
+    for _ in range(steps):
+        z = problem.fn(z, *problem.args)
+    assert torch.equal(solution.value, z)
+
+
+@settings(deadline=None, derandomize=True, max_examples=20)
+@given(damping=st.floats(0.05, 1.0), steps=st.integers(1, 12))
+def test_damped_step_is_the_weighted_mean(damping: float, steps: int) -> None:
+    problem = problems.tanh(batch=2, size=3)
+    solution = solve(problem, Picard(rtol=0.0, damping=damping, max_steps=steps))
+    z = problem.z0
+    for _ in range(steps):
+        z = (1 - damping) * z + damping * problem.fn(z, *problem.args)
+    torch.testing.assert_close(solution.value, z, rtol=1e-13, atol=1e-14)
+
+
+def test_damping_solves_where_the_plain_iteration_diverges() -> None:
+    """Eigenvalue −1.5: plain Picard grows by 1.5 a step, β = 0.5 shrinks by 0.25."""
+    problem = problems.symmetric(torch.tensor([[-1.5, -1.0, 0.3]]))
+    assert_answers(problem, solve(problem, Picard(rtol=1e-8, damping=0.5)))
+    plain = solve_quietly(problem, Picard(rtol=1e-8))
+    assert codes(plain) == [Result.diverged]
+
+
+def test_step_count_is_the_theoretical_one() -> None:
+    """T = az + b from 0: residual aᵏ⁻¹b at step k; stops at the first k below the tolerance."""
+    rate = torch.tensor([[0.1], [0.5], [0.9]], dtype=torch.float64)
+    solution = eq.fixed_point(lambda z, a: a * z + 1, torch.zeros(3, 1).double(), rate,
+                              solver=Picard(rtol=1e-6, max_steps=500, block=1))  # fmt: skip
+    expected = []
+    for a in rate[:, 0].tolist():
+        z, step = 0.0, 1
+        while abs(a * z + 1 - z) > 1e-6 * abs(a * z + 1):
+            z, step = a * z + 1, step + 1
+        expected.append(step)
+    assert solution.stats.steps.tolist() == expected
+
+
+def test_linear_growth_is_called_divergence() -> None:
+    problem = problems.with_bad_sample(problems.GROWS, 1)
+    solution = solve_quietly(problem, Picard(rtol=1e-8, max_steps=4000))
+    assert codes(solution)[1] == Result.diverged
+    assert int(solution.stats.steps[1]) == HEALTH_INTERVAL
+    assert torch.equal(solution.value[1], problem.z0[1])  # the last iterate known to be bounded
+    assert codes(solution).count(Result.converged) == 4
+
+
+def test_divergence_option_sets_the_bound() -> None:
+    """3z + 1 from 0 has ‖T(z0)‖ + ‖T(z0) − z0‖ = 2; at step 16 the residual is 3¹⁵ ≈ 1.4e7."""
+    fn = lambda z: 3 * z + 1
+    z0 = torch.zeros(1, 1, dtype=torch.float64)
+    bound = 3.0**15 / 2
+    for divergence, code in ((bound * 0.99, Result.diverged), (bound * 1.01, Result.max_steps)):
+        with pytest.warns(eq.ConvergenceWarning, match=code.name):
+            solution = eq.fixed_point(fn, z0, solver=Picard(divergence=divergence, max_steps=16))
+        assert codes(solution) == [code]
+
+
+def test_fixed_steps_report_an_exact_hit() -> None:
+    solution = solve(problems.mixed(), Picard(rtol=0.0, max_steps=3))
+    assert codes(solution) == [Result.converged, *[Result.max_steps] * 5]
+    assert float(solution.stats.residual[0]) == 0.0
+
+
+def test_fixed_steps_report_divergence() -> None:
+    problem = problems.with_bad_sample(problems.GROWS, 1)
+    solution = solve(problem, Picard(rtol=0.0, max_steps=20))
+    assert codes(solution)[1] == Result.diverged
+    assert Result.diverged not in codes(solution)[2:]
+
+
+def test_pure_rotation_stagnates() -> None:
+    """‖Tz − z‖ never falls: stagnated after ``patience`` steps, not after max_steps."""
+    problem = problems.rotation(1.0)
+    for patience in (16, 48):
+        solution = solve_quietly(problem, Picard(max_steps=1000, patience=patience))
+        assert codes(solution) == [Result.stagnated] * 3
+        assert set(solution.stats.steps.tolist()) == {16 + patience}
+
+
+def test_slow_but_steady_is_not_stagnation() -> None:
+    problem = problems.symmetric(torch.tensor([[0.999, 0.2]]))
+    solution = solve(problem, Picard(rtol=1e-6, max_steps=20000))
+    assert_answers(problem, solution, rtol=1e-6)
+
+
+@pytest.mark.parametrize("damping", [0.0, -0.1, 1.5])
+def test_damping_out_of_range(damping: float) -> None:
+    with pytest.raises(ValueError, match=rf"Picard\(damping={damping}\).*\(0, 1\]"):
+        Picard(damping=damping)
