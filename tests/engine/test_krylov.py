@@ -264,6 +264,19 @@ def test_batch_mates_do_not_matter(solver: LinearSolver, seed: int) -> None:
 
 
 @both
+def test_finished_sample_is_frozen(solver: LinearSolver) -> None:
+    """At a loose tolerance: it gains nothing from the steps that its mate still takes."""
+    matrix, b = positive(2, 15, 0, 1e-3), randn(2, 15, seed=1)
+    matrix[0] = positive(1, 15, 3, 0.3)[0]
+    made = type(solver)(rtol=1e-2)
+    alone = eq.linear_solve(times(matrix[:1]), b[:1], solver=made)
+    together = eq.linear_solve(times(matrix), b, solver=made)
+    assert int(alone.stats.steps[0]) == int(together.stats.steps[0]) < int(together.stats.steps[1])
+    assert float(alone.stats.relative[0]) > 1e-4  # there was something to gain
+    torch.testing.assert_close(together.value[:1], alone.value, rtol=1e-11, atol=1e-12)
+
+
+@both
 def test_samples_of_different_difficulty_and_scale(solver: LinearSolver) -> None:
     values = torch.stack([torch.linspace(least, 1, 9) for least in (1.0, 0.5, 1e-3)]).double()
     q = problems.orthogonal(3, 9, 0)

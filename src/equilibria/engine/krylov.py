@@ -143,10 +143,10 @@ class GMRES(LinearSolver):
         block, syncs = self.block_length(b[0].device), 0
         while True:
             limit = max(1, min(self.restart, self.max_steps - taken))
-            cycle = _Cycle(matvec, residual, current, done, limit)
+            cycle = _Cycle(matvec, residual, current, done | stuck, limit)
             cycle.run(target, block, taken)
             x = _axpy(x, cycle.correction())
-            current, done = cycle.current, cycle.done
+            current, done = cycle.current, cycle.done & ~stuck
             steps = torch.where(cycle.steps > 0, cycle.steps, steps)
             taken += cycle.size
             syncs += cycle.syncs
@@ -156,11 +156,11 @@ class GMRES(LinearSolver):
             residual = _axpy(b, matvec(x), -1.0)
             taken += 1
             true = sample_norm(residual)
-            current = torch.where(done & ~cycle.broken, current, true)
+            current = torch.where((done & ~cycle.broken) | stuck, current, true)
             if verify:
                 # Where the space was exhausted the estimate rests on rounding: the residual rules.
                 done = torch.where(cycle.broken, true <= 2 * target, done)
-                gaining = ~done & (true < 0.99 * cycle.norm)
+                gaining = ~done & ~stuck & (true < 0.99 * cycle.norm)
                 stuck = ~done & ~gaining
                 syncs += 1
                 if not bool(gaining.any()):
@@ -264,7 +264,11 @@ class _Cycle:
         largest = diagonal.abs().amax(1, keepdim=True)
         dead = diagonal.abs() <= 64 * torch.finfo(r.dtype).eps * largest
         right = torch.where(dead, 0.0, right)
-        r = torch.where(dead.unsqueeze(1) | dead.unsqueeze(2), torch.eye(size).to(r), r)
+        r = torch.where(
+            dead.unsqueeze(1) | dead.unsqueeze(2),
+            torch.eye(size, dtype=r.dtype, device=r.device),
+            r,
+        )
         solved: Tensor = torch.linalg.solve_triangular(r, right.unsqueeze(-1), upper=True)
         return solved.squeeze(-1)
 

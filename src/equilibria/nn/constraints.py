@@ -205,7 +205,9 @@ def leading_vector(w: LinearOperator, shape: tuple[int, ...]) -> Tensor:
 
     The start is fixed: no random numbers of the caller are used up.
     """
-    start = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    source = torch.Generator("cpu").manual_seed(0)
+    # The device is named: the caller may be inside `with torch.device("cuda")`.
+    start = torch.randn(shape, generator=source, dtype=torch.float64, device="cpu")
     v = _unit(start.to(w.device, w.dtype))
     # ‖WᵀWv − σ²v‖ ≤ tolerance·σ² bounds the relative error of σ² by its tolerance; as a rule the
     # error is its square, and training goes on refining v anyway.

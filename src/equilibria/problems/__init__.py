@@ -1,5 +1,6 @@
 """Hidden problems: priors, couplings, regularizers, γ policies, and what is made of them."""
 
+from .certificate import Certificate, Guarantee, certify
 from .custom_prior import CustomPrior, NonMonotoneActivation, NotNonexpansive
 from .feature_map import (
     gaussian_feature_map,
@@ -47,6 +48,7 @@ from .priors import (
 from .priors_smooth import Logistic, Softplus, Tanh
 from .problem import AffineProblem, HiddenProblem, MoreauProblem, Problem
 from .regularizers import L1, Decorrelation, FeatureIncay, Regularizer, SquaredNorm
+from .solving import minimize
 
 __all__ = [
     "GAUSSIAN_CONCAVITY",
@@ -54,6 +56,7 @@ __all__ = [
     "L1",
     "AffineProblem",
     "Box",
+    "Certificate",
     "ConvOperator",
     "Coupling",
     "Curvature",
@@ -66,6 +69,7 @@ __all__ = [
     "Free",
     "GammaPolicy",
     "Gaussian",
+    "Guarantee",
     "HiddenProblem",
     "LeakyNonNegative",
     "LearnedGamma",
@@ -95,7 +99,9 @@ __all__ = [
     "WithL1",
     "as_gamma",
     "as_operator",
+    "certify",
     "gaussian_feature_map",
+    "minimize",
     "truncated_gaussian_coupling",
     "truncation_error_bound",
 ]
