@@ -116,7 +116,7 @@ class TestImplicitPicard(ImplicitContract):
 # Derivatives ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("problem", [*GENERAL, ONLY_SYMMETRIC[1]], ids=lambda p: p.name)
+@pytest.mark.parametrize("problem", GENERAL, ids=lambda p: p.name)
 def test_gradcheck_of_every_kind_of_map(problem: Problem) -> None:
     """Against finite differences, to all parameters at once."""
 

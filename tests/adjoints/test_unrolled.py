@@ -265,11 +265,17 @@ def test_plain_dual_numbers() -> None:
     assert_close([pushed.flatten()], [wanted])
 
 
-@pytest.mark.parametrize("checkpoint", [False, True])
 @pytest.mark.parametrize(
-    "solver",
-    [FEW, eq.Anderson(rtol=0.0, atol=0.0, max_steps=4, memory=3)],
-    ids=["picard", "anderson"],
+    ("solver", "checkpoint"),
+    [
+        (FEW, False),
+        (FEW, True),
+        (eq.Anderson(rtol=0.0, atol=0.0, max_steps=4, memory=3), False),
+        pytest.param(
+            eq.Anderson(rtol=0.0, atol=0.0, max_steps=4, memory=3), True, marks=pytest.mark.slow
+        ),
+    ],
+    ids=["picard", "picard-checkpoint", "anderson", "anderson-checkpoint"],
 )
 def test_fixed_steps_compile_to_one_graph(solver: Any, checkpoint: bool) -> None:
     weight, x = TANH.leaves()

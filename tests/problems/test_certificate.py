@@ -424,6 +424,11 @@ def test_samples_that_a_regularizer_couples_share_their_error() -> None:
     assert (true <= found.error_bound).all()
     assert (found.error_bound == found.error_bound[0]).all()
     assert "couples the batch" in str(found)
+    # A modulus for each sample becomes that of the worst: their error is one.
+    c = torch.tensor([[0.1, 0.0], [0.9, 0.0]], dtype=torch.float64)
+    w = torch.zeros(2, 2, dtype=torch.float64)
+    mixed = certify(Problem(Free(), Sigmoidal(w, c), Mean()), z=torch.zeros_like(c))
+    assert mixed.modulus == pytest.approx(1 - 4 / (3 * math.sqrt(3)) * 0.81, rel=1e-12)
 
 
 class Quadratic(Coupling):

@@ -6,6 +6,8 @@ numpy's longdouble, whose own rounding is 2048 times finer than what is bounded.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -217,6 +219,38 @@ def test_the_least_subgradient_is_within_its_bound(kind: str) -> None:
         off = np.abs(wide(problem.stationarity(z)) - exact)
         assert (off <= bound.numpy()).all()
         assert float(bound.max()) <= 1e-9 * float(exact.max())
+
+
+@needs_long
+def test_the_error_of_the_exponent_is_counted() -> None:
+    """c ≈ Wz, both large: what cancels in r is doubled and multiplied by γs in the weight."""
+    count = 2000
+    rng = np.random.default_rng(0)
+    w, z = 1e3, torch.from_numpy(rng.uniform(0.5, 2, (count, 1)))
+    gamma = 1e6
+    apart = torch.from_numpy(rng.uniform(2.5, 3.5, (count, 1)) / math.sqrt(gamma))
+    q = Gaussian(torch.tensor([[w]], dtype=torch.float64), w * z + apart, gamma)
+    used = check(Problem(Free(), q), z, gaussian_force(q, np.array([[w]]), z), lambda v, t: v)
+    assert used > 0.1
+
+
+@needs_long
+def test_the_error_of_a_cancelling_inner_product_is_counted() -> None:
+    """t = ⟨c, z⟩ is small and its terms are not: the slope φ′(t) carries their rounding."""
+    rng = np.random.default_rng(1)
+    c = rng.uniform(1e3, 2e3, (500, 6))
+    z = rng.uniform(0.5, 1, (500, 6))
+    z[:, 3:] = -z[:, :3] * c[:, :3] / c[:, 3:] * (1 + 1e-8 * rng.standard_normal((500, 3)))
+    w = torch.full((6, 6), 1e-4, dtype=torch.float64)
+    cl, zl = c.astype(Long), z.astype(Long)
+    t = (cl * zl).sum(1, keepdims=True)
+    gram = zl @ w.numpy().astype(Long).T @ w.numpy().astype(Long)
+    state, features = torch.from_numpy(z), torch.from_numpy(c)
+    for q, slope in [
+        (Sigmoidal(w, features), 1 / np.cosh(t) ** 2),
+        (Polynomial(w, features, degree=3), 3 * (1 + t) ** 2),
+    ]:
+        check(Problem(Free(), q), state, gram + slope * cl, lambda v, t: v)
 
 
 def test_no_bound_is_derived_for_smooth_priors_away_from_step_one() -> None:

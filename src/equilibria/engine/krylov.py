@@ -62,11 +62,11 @@ class LinearSolver(ABC):
     def solve(self, matvec: MatVec, b: Leaves, x0: Leaves | None = None) -> LinearIterated:
         """Solve A x = b from x0 (zero if None)."""
 
-    def targets(self, b: Leaves) -> tuple[Tensor, Tensor]:
-        """‖b‖ and the absolute tolerance, [B] each."""
+    def targets(self, b: Leaves, dtypes: list[torch.dtype]) -> tuple[Tensor, Tensor]:
+        """‖b‖ and the absolute tolerance, [B] each, for a system given in these dtypes."""
         rtol = self.rtol
         if rtol is None:
-            rtol = max(_DEFAULT_RTOL[x.dtype] for x in b)
+            rtol = max(_DEFAULT_RTOL[dtype] for dtype in dtypes)
         norm = sample_norm(b)
         return norm, self.atol + rtol * norm
 
@@ -135,7 +135,7 @@ class GMRES(LinearSolver):
 
     def solve(self, matvec: MatVec, b: Leaves, x0: Leaves | None = None) -> LinearIterated:
         matvec, b, dtypes = _widened(matvec, b)
-        norm, target = self.targets(b)
+        norm, target = self.targets(b, dtypes)
         x, residual, taken = _begin(matvec, b, x0)
         current = sample_norm(residual)
         done = current <= target
@@ -160,10 +160,9 @@ class GMRES(LinearSolver):
             if verify:
                 # Where the space was exhausted the estimate rests on rounding: the residual rules.
                 done = torch.where(cycle.broken, true <= 2 * target, done)
-                gaining = ~done & ~stuck & (true < 0.99 * cycle.norm)
-                stuck = ~done & ~gaining
+                stuck = stuck | (cycle.broken & ~done & (true >= 0.99 * cycle.norm))
                 syncs += 1
-                if not bool(gaining.any()):
+                if bool((done | stuck).all()):
                     break
             if taken + 1 > self.max_steps:
                 break
@@ -288,7 +287,7 @@ class CG(LinearSolver):
 
     def solve(self, matvec: MatVec, b: Leaves, x0: Leaves | None = None) -> LinearIterated:
         matvec, b, dtypes = _widened(matvec, b)
-        norm, target = self.targets(b)
+        norm, target = self.targets(b, dtypes)
         x, r, taken = _begin(matvec, b, x0)
         p, rr = r, sample_dot(r, r)
         block = self.block_length(b[0].device)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch
@@ -16,11 +15,9 @@ from equilibria.engine.tree import Leaves
 from equilibria.problems import (
     ConvOperator,
     DenseOperator,
-    Free,
     HiddenProblem,
     LinearOperator,
     Prior,
-    Problem,
 )
 from equilibria.problems.norms import NormBound
 from equilibria.problems.solving import minimize
@@ -178,9 +175,7 @@ class WeightedLayer(EquilibriumLayer):
             bounds = self.nominal_bounds(problem)
             if bounds is not None:
                 chosen["solver"] = _Decided(choice=solver.for_problem(lambda: bounds))
-        found = minimize(problem, start, **chosen)
-        prior = problem.effective_prior if isinstance(problem, Problem) else Free()
-        return dataclasses.replace(found, value=into_domain(prior, found.value))
+        return minimize(problem, start, **chosen)
 
     def extra_repr(self) -> str:
         kernel = f", kernel_size={self.kernel_size}" if self.convolutional else ""
@@ -188,17 +183,6 @@ class WeightedLayer(EquilibriumLayer):
         return (
             f"{parts}, prior={self.prior!r}, constraint={self.constraint!r}, {super().extra_repr()}"
         )
-
-
-def into_domain(prior: Prior, z: Tensor) -> Tensor:
-    """z moved to the nearest point where f is finite, entry by entry.
-
-    Solvers that extrapolate may end a little outside (ReLU: −1e-6), where G is infinite. The domain
-    is convex and holds z*, so this brings z no farther from z*, and its derivative there is z*'s.
-    """
-    if isinstance(prior, Free):
-        return z
-    return torch.where(torch.isinf(prior.value(z)), prior.prox(z, 1e-12), z)
 
 
 @options

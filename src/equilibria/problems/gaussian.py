@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Sequence
 from typing import Self
@@ -141,7 +140,8 @@ class Gaussian(Coupling):
         return self.c, self.gamma
 
     def with_inputs(self, *inputs: Tensor) -> Self:
-        other = copy.copy(self)
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__)
         other.c, other.gamma = inputs
         return other
 

@@ -6,7 +6,6 @@ T(z) = prox_f(−∇q(z)). Here: linear, polynomial, sigmoid; gaussian.py has th
 
 from __future__ import annotations
 
-import copy
 import math
 import warnings
 from abc import ABC, abstractmethod
@@ -106,7 +105,8 @@ class Coupling(ABC):
 
     def with_inputs(self, *inputs: Tensor) -> Self:
         """The same coupling on other tensors in place of ``inputs()``, not checked anew."""
-        other = copy.copy(self)
+        other = object.__new__(type(self))  # copy.copy is not traced by every torch.compile
+        other.__dict__.update(self.__dict__)
         (other.c,) = inputs
         return other
 

@@ -19,7 +19,6 @@ sum over the batch is the function whose gradient ``step`` uses.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import math
 from abc import ABC, abstractmethod
@@ -31,7 +30,7 @@ import torch
 from torch import Tensor
 
 from equilibria.problems.kernels import Coupling, Curvature, per_sample_sum
-from equilibria.problems.priors import Prior, WithL1, at_least_float32, check_step
+from equilibria.problems.priors import Free, Prior, WithL1, at_least_float32, check_step
 from equilibria.problems.regularizers import L1, Regularizer
 
 __all__ = ["AffineProblem", "HiddenProblem", "MoreauProblem", "Problem"]
@@ -98,6 +97,10 @@ class HiddenProblem(ABC):
         For states that carry rounding from a change of variable; moves ``z`` by about
         ``tau`` times its gradient, and by nothing at a stationary point.
         """
+
+    def into_domain(self, z: Tensor) -> Tensor:
+        """``z`` moved to the nearest point where ``G`` is finite."""
+        return z
 
     def stationarity(self, z: Tensor) -> Tensor:
         """``dist(0, dG(z))`` per sample: ``[B]``, float32 or better."""
@@ -168,12 +171,19 @@ class Problem(HiddenProblem):
         return self.coupling.inputs()
 
     def with_inputs(self, *inputs: Tensor) -> Problem:
-        other = copy.copy(self)
-        object.__setattr__(other, "coupling", self.coupling.with_inputs(*inputs))
+        other = object.__new__(type(self))  # copy.copy is not traced by every torch.compile
+        other.__dict__.update(self.__dict__)
+        other.__dict__["coupling"] = self.coupling.with_inputs(*inputs)
         return other
 
     def default_start(self, shape: Sequence[int] | None = None) -> Tensor:
         return self.coupling.default_start(shape)
+
+    def into_domain(self, z: Tensor) -> Tensor:
+        """Entry by entry. The domain of ``f`` is convex and holds ``z*``: no farther from it."""
+        if isinstance(self._prior, Free):
+            return z
+        return torch.where(torch.isinf(self._prior.value(z)), self._prior.prox(z, 1e-12), z)
 
     def _force(self, z: Tensor) -> Tensor:
         """The gradient of the smooth part without ``|z|^2/2``."""
@@ -327,8 +337,9 @@ class AffineProblem(HiddenProblem):
         return self.problem.inputs()
 
     def with_inputs(self, *inputs: Tensor) -> AffineProblem:
-        other = copy.copy(self)  # the singular values of the matrix stay as they are
-        object.__setattr__(other, "problem", self.problem.with_inputs(*inputs))
+        other = object.__new__(type(self))  # the singular values of the matrix stay as they are
+        other.__dict__.update(self.__dict__)
+        other.__dict__["problem"] = self.problem.with_inputs(*inputs)
         return other
 
     def default_start(self, shape: Sequence[int] | None = None) -> Tensor:

@@ -57,4 +57,5 @@ def minimize(
         throw=throw,
         callback=callback,
     )
-    return dataclasses.replace(found, choice=choice.reason)
+    # Solvers that extrapolate may end a little outside (ReLU: −1e-6), where G is infinite.
+    return dataclasses.replace(found, value=problem.into_domain(found.value), choice=choice.reason)

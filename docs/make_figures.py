@@ -1,0 +1,156 @@
+"""Draw the figures of the docs: python docs/make_figures.py (writes docs/assets/figures/*.svg)."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import matplotlib as mpl
+import matplotlib.pyplot as plt
+import torch
+
+import equilibria as eq
+
+OUT = Path(__file__).parent / "assets" / "figures"
+# Okabe and Ito: distinct for every kind of color vision.
+COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]
+
+
+def save(figure: plt.Figure, name: str) -> None:
+    figure.tight_layout()
+    figure.savefig(OUT / f"{name}.svg", metadata={"Date": None})
+    plt.close(figure)
+
+
+def problem() -> None:
+    """The objective along three solvers, and G over a plane of two unknowns."""
+    torch.manual_seed(0)
+    weight = torch.randn(24, 12, dtype=torch.float64)
+    weight = 1.4 * weight / torch.linalg.matrix_norm(weight, 2)
+    c = 1.5 * torch.randn(1, 24, dtype=torch.float64)
+    made = eq.Problem(eq.NonNegative(), eq.Gaussian(weight, c, gamma=0.002))
+    best = eq.minimize(made, solver=eq.ProximalGradient(rtol=1e-13)).value
+    floor = float(made.objective(best)[0])
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6))
+    solvers = {
+        "ProximalGradient (accelerated)": eq.ProximalGradient(rtol=1e-10),
+        "ProximalGradient (plain)": eq.ProximalGradient(accelerate=False, rtol=1e-10),
+        "Anderson on T": eq.Anderson(rtol=1e-10),
+        "Picard on T (oscillates)": eq.Picard(rtol=1e-10, max_steps=40),
+    }
+    for (name, solver), color in zip(solvers.items(), COLORS, strict=False):
+        seen: list[float] = []
+
+        def note(step: int, z: torch.Tensor, _: torch.Tensor, seen: list[float] = seen) -> None:
+            seen.append(float(made.objective(z)[0]) - floor)
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", eq.ConvergenceWarning)
+            eq.minimize(made, solver=solver, callback=note)
+        left.semilogy([max(s, 1e-16) for s in seen], label=name, color=color)
+    left.set(xlabel="step", ylabel="G(z) − min G", title="The objective falls", xlim=(0, 40))
+    left.legend(fontsize=7)
+    w = torch.tensor([[1.2, 0.3], [-0.2, 1.0]], dtype=torch.float64)
+    flat = eq.Problem(
+        eq.NonNegative(), eq.Gaussian(w, torch.tensor([[1.2, 0.9]]).double(), gamma=0.8)
+    )
+    grid = torch.linspace(0, 1.6, 121, dtype=torch.float64)
+    a, b = torch.meshgrid(grid, grid, indexing="xy")
+    points = torch.stack([a.flatten(), b.flatten()], 1)
+    many = flat.with_inputs(*(t.expand(len(points), *t.shape[1:]) for t in flat.inputs()))
+    right.contourf(a, b, many.objective(points).view_as(a), levels=24, cmap="cividis")
+    path: list[torch.Tensor] = []
+    start = torch.tensor([[1.5, 0.2]]).double()
+    eq.minimize(flat, start, solver=eq.Picard(), callback=lambda k, z, r: path.append(z[0].clone()))
+    line = torch.stack(path)
+    right.plot(line[:, 0], line[:, 1], "o-", color="white", ms=3, lw=1, label="z ← T(z)")
+    right.set(xlabel="z₁", ylabel="z₂", title="G over the plane, and a solve")
+    right.legend(fontsize=7, facecolor="0.3", labelcolor="white")
+    save(figure, "problem")
+
+
+def kernels() -> None:
+    """q and −∇q of each kernel in one dimension."""
+    z = torch.linspace(-2.5, 4.0, 400, dtype=torch.float64).view(-1, 1)
+    c = torch.full_like(z, 1.0)
+    w = torch.tensor([[0.8]], dtype=torch.float64)
+    made = {
+        "linear": eq.Linear(w, c),
+        "polynomial, (1 + cz)²": eq.Polynomial(w, 0.3 * c, degree=2),
+        "sigmoid": eq.Sigmoidal(w, c),
+        "Gaussian, γ = 1": eq.Gaussian(w, c, gamma=1.0),
+        "Gaussian, γ = 0.2": eq.Gaussian(w, c, gamma=0.2),
+    }
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4))
+    for (name, coupling), color in zip(made.items(), COLORS, strict=False):
+        left.plot(z[:, 0], coupling.value(z), label=name, color=color)
+        right.plot(z[:, 0], -coupling.grad(z)[:, 0], label=name, color=color)
+    left.set(xlabel="z", ylabel="q(z)", title="coupling q", ylim=(-6, 1))
+    right.set(xlabel="z", ylabel="−q′(z)", title="its message −∇q", ylim=(-2, 4))
+    left.legend(fontsize=7)
+    save(figure, "kernels")
+
+
+def priors() -> None:
+    """f and its activation σ = prox_f."""
+    made = {
+        "NonNegative (ReLU)": eq.NonNegative(),
+        "Box (clipped ReLU)": eq.Box(lower=0.0, upper=1.0),
+        "SoftThreshold": eq.SoftThreshold(0.5),
+        "LeakyNonNegative": eq.LeakyNonNegative(0.1),
+        "Tanh": eq.Tanh(),
+        "Logistic (sigmoid)": eq.Logistic(),
+        "Softplus": eq.Softplus(),
+    }
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4))
+    z = torch.linspace(-1.5, 2.0, 701, dtype=torch.float64)
+    v = torch.linspace(-3.0, 3.0, 601, dtype=torch.float64)
+    for (name, prior), color in zip(made.items(), COLORS, strict=True):
+        value = prior.value(z)
+        left.plot(z[value.isfinite()], value[value.isfinite()], label=name, color=color)
+        right.plot(v, prior.activation(v), label=name, color=color)
+    left.set(xlabel="z", ylabel="f(z)", title="prior f (drawn where it is finite)", ylim=(-1.2, 2))
+    right.set(xlabel="v", ylabel="σ(v)", title="activation σ = prox f")
+    right.legend(fontsize=7)
+    save(figure, "priors")
+
+
+def certificate() -> None:
+    """The bound beside the true error, and what is certified for which μ."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4))
+    torch.manual_seed(0)
+    for mu, color in zip((0.6, 0.95, 1.3), COLORS, strict=False):
+        weight = torch.randn(32, 16, dtype=torch.float64)
+        weight = mu * weight / torch.linalg.matrix_norm(weight, 2)
+        made = eq.Problem(
+            eq.NonNegative(),
+            eq.Gaussian(weight, torch.randn(1, 32, dtype=torch.float64), gamma=0.02),
+        )
+        exact = eq.minimize(made, solver=eq.ProximalGradient(rtol=1e-15, max_steps=2000)).value
+        states: list[torch.Tensor] = []
+        solver = eq.ProximalGradient(accelerate=False, rtol=1e-11)
+        eq.minimize(made, solver=solver, callback=lambda k, z, r, s=states: s.append(z.clone()))
+        errors = [float((z - exact).norm()) for z in states]
+        bounds = [float(eq.certify(made, z=z).error_bound[0]) for z in states]
+        left.semilogy(errors, color=color, label=f"true error, μ = {mu}")
+        left.semilogy(bounds, "--", color=color, label=f"certified bound, μ = {mu}")
+    left.set(xlabel="step", ylabel="‖z − z*‖", title="The bound holds at every step")
+    left.legend(fontsize=6)
+    mus = torch.linspace(0.01, 1.8, 300, dtype=torch.float64)
+    modulus = 1 - 2 * torch.exp(torch.tensor(-1.5)).double() * mus**2
+    right.axvspan(0, 1, color=COLORS[2], alpha=0.25, label="contraction: unique, T converges")
+    right.axvspan(1, 1.4969, color=COLORS[4], alpha=0.25, label="convex: unique, T_τ converges")
+    right.axvspan(1.4969, 1.8, color=COLORS[1], alpha=0.25, label="several equilibria exist")
+    right.plot(mus, modulus, color="black", label="modulus m = 1 − 2e^{−3/2}μ²")
+    right.plot(mus, mus**2, ":", color="black", label="factor of T: μ²")
+    right.set(xlabel="μ = ‖A‖", ylim=(-0.5, 2), xlim=(0, 1.8), title="Gaussian layer, every γ")
+    right.legend(fontsize=6)
+    save(figure, "certificate")
+
+
+if __name__ == "__main__":
+    mpl.use("Agg")
+    mpl.rcParams["svg.hashsalt"] = "equilibria"
+    OUT.mkdir(parents=True, exist_ok=True)
+    for draw in (problem, kernels, priors, certificate):
+        draw()

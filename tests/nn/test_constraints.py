@@ -1,0 +1,386 @@
+"""Operator-norm bounds: against dense SVDs of materialized matrices and convolutions."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
+
+from equilibria.nn import NormBounded, OperatorNorm, WeightNormalized, constrain, constraints
+from equilibria.nn.constraints import leading_vector
+from equilibria.problems import ConvOperator, DenseOperator
+from tests.problems.test_operators import conv_matrix, randn
+
+SIZE = 6
+
+
+def linear(seed: int = 0, scale: float = 1.0) -> nn.Linear:
+    module = nn.Linear(5, 7, bias=False).double()
+    module.weight.data = scale * randn(7, 5, seed=seed)
+    return module
+
+
+def conv(seed: int = 0, scale: float = 1.0, **options: Any) -> nn.Conv2d:
+    module = nn.Conv2d(4, 6, 3, **{"padding": 1, "bias": False, **options}).double()
+    module.weight.data = scale * randn(*module.weight.shape, seed=seed)
+    return module
+
+
+def norm_of(module: nn.Module) -> float:
+    """‖W‖₂ from the definition: the convolution written out as a matrix on SIZE × SIZE pixels."""
+    weight = module.weight.detach()
+    if isinstance(module, nn.Conv2d):
+        matrix = conv_matrix(
+            weight,
+            SIZE,
+            SIZE,
+            stride=module.stride[0],
+            padding=module.padding[0],
+            groups=module.groups,
+        )
+    else:
+        matrix = weight.numpy()
+    return float(np.linalg.norm(matrix, 2))
+
+
+MODULES = {
+    "dense": linear,
+    "conv": conv,
+    "strided": lambda **o: conv(stride=2, **o),
+    "grouped": lambda **o: conv(groups=2, **o),
+    "valid": lambda **o: conv(padding=0, **o),
+}
+
+
+@pytest.mark.parametrize("kind", list(MODULES))
+@pytest.mark.parametrize("bound", [0.5, 1.3])
+def test_a_large_weight_lands_on_the_bound(kind: str, bound: float) -> None:
+    module = MODULES[kind](scale=2.0)
+    free = module.weight.detach().clone()
+    constrain(module, "weight", NormBounded(bound=bound, size=SIZE))
+    assert norm_of(module) == pytest.approx(bound, rel=1e-8)
+    ratio = module.weight.detach() / free  # only scaled
+    torch.testing.assert_close(ratio, ratio.flatten()[0].expand_as(ratio))
+
+
+@pytest.mark.parametrize("kind", list(MODULES))
+def test_a_small_weight_is_left_alone(kind: str) -> None:
+    module = MODULES[kind](scale=0.01)
+    free = module.weight.detach().clone()
+    constrain(module, "weight", NormBounded(bound=0.95, size=SIZE))
+    assert torch.equal(module.weight, free)
+
+
+def test_the_reshaped_kernel_would_be_wrong() -> None:
+    """The norm of the convolution is not that of its kernel as a matrix [out, in·k·k]."""
+    module = conv()
+    reshaped = float(np.linalg.norm(module.weight.detach().flatten(1).numpy(), 2))
+    assert abs(reshaped - norm_of(module)) > 0.2 * reshaped
+
+
+def test_the_norm_on_larger_maps_exceeds_the_bound_by_little_and_is_reported() -> None:
+    module = nn.Conv2d(8, 12, 3, padding=1, bias=False).double()
+    module.weight.data = randn(12, 8, 3, 3)
+    constrain(module, "weight", NormBounded(bound=0.95))
+    estimate = ConvOperator(module.weight).norm((8, 40, 40)).estimate
+    upper = ConvOperator(module.weight).norm_upper()
+    assert 0.95 < estimate < 0.95 * 1.02
+    assert estimate <= upper < 0.95 * 1.03
+
+
+@pytest.mark.parametrize("shape", [(3, 3), (7, 2), (1, 9), (40, 60)])
+def test_the_leading_vector_is_that_of_the_svd(shape: tuple[int, int]) -> None:
+    weight = randn(*shape, seed=3)
+    v = leading_vector(DenseOperator(weight), (1, shape[1]))[0]
+    expected = torch.linalg.svd(weight)[2][0]
+    # A gap of a few percent and a residual of 1e-6: the vector is right to about 1e-5.
+    assert abs(float(v @ expected)) == pytest.approx(1.0, abs=1e-8)
+
+
+def test_the_leading_vector_of_zero_and_of_a_projection() -> None:
+    zero = leading_vector(DenseOperator(torch.zeros(3, 4)), (1, 4))
+    assert torch.isfinite(zero).all()
+    one = leading_vector(DenseOperator(torch.eye(4)), (1, 4))
+    assert float(one.norm()) == pytest.approx(1.0, abs=1e-5)
+
+
+def test_construction_under_a_default_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`with torch.device(...)` hands its device to every factory call that names none."""
+    seen: list[object] = []
+    randn = torch.randn
+    monkeypatch.setattr(
+        torch, "randn", lambda *a, **o: (seen.append(o.get("device")), randn(*a, **o))[1]
+    )
+    leading_vector(DenseOperator(torch.eye(3)), (1, 3))
+    assert seen == ["cpu"]
+
+
+def test_construction_uses_no_random_numbers() -> None:
+    module = linear()
+    torch.manual_seed(0)
+    expected = torch.rand(1)
+    torch.manual_seed(0)
+    constrain(module, "weight", NormBounded())
+    assert torch.equal(torch.rand(1), expected)
+
+
+# ---------------------------------------------------------------------- training
+
+
+def test_power_iteration_follows_a_moving_weight() -> None:
+    module = constrain(conv(scale=2.0), "weight", NormBounded(bound=0.9, size=SIZE)).train()
+    original = module.parametrizations.weight.original
+    drift = 0.05 * randn(*original.shape, seed=9)
+    for _ in range(20):
+        with torch.no_grad():
+            original += drift
+        _ = module.weight
+        assert norm_of(module.train(False)) <= 0.9 * 1.05
+        module.train()
+    for _ in range(200):
+        _ = module.weight
+    # The two largest singular values lie close, so even 200 iterations leave a little.
+    assert norm_of(module.eval()) == pytest.approx(0.9, rel=2e-3)
+
+
+def test_more_steps_follow_closer() -> None:
+    def lag(steps: int) -> float:
+        module = constrain(linear(scale=2.0), "weight", NormBounded(bound=0.9, steps=steps))
+        module.parametrizations.weight.original.data = randn(7, 5, seed=11)
+        _ = module.train().weight
+        return norm_of(module.eval()) / 0.9
+
+    assert lag(8) < lag(1) + 1e-12
+    assert lag(30) == pytest.approx(1.0, rel=1e-4)
+
+
+def test_eval_does_not_move_the_vector_and_training_does() -> None:
+    module = constrain(conv(scale=2.0), "weight", NormBounded(size=SIZE))
+    module.parametrizations.weight.original.data.add_(randn(6, 4, 3, 3, seed=4))
+    vector = module.parametrizations.weight[0].v
+    before = vector.clone()
+    module.eval()
+    first = module.weight
+    assert torch.equal(first, module.weight)
+    assert torch.equal(vector, before)
+    module.train()
+    _ = module.weight
+    assert not torch.equal(vector, before)
+
+
+@pytest.mark.parametrize("kind", ["dense", "conv"])
+@pytest.mark.parametrize("scale", [2.0, 0.01])
+def test_gradient_passes_through_the_norm(kind: str, scale: float) -> None:
+    module = MODULES[kind](scale=scale)
+    bounded = OperatorNorm(0.8, size=SIZE)
+    bounded.right_inverse(module.weight)
+    bounded.eval()
+    weight = module.weight.detach().requires_grad_()
+    assert torch.autograd.gradcheck(bounded, (weight,))
+    assert torch.autograd.gradgradcheck(bounded, (weight,))
+
+
+def test_the_gradient_is_that_of_the_true_norm() -> None:
+    """At a converged v, d(W·bound/‖W‖₂) with the SVD's own derivative."""
+    weight = randn(7, 5).requires_grad_()
+    bounded = OperatorNorm(0.8)
+    bounded.right_inverse(weight)
+    bounded.eval()
+    cotangent = randn(7, 5, seed=5)
+    (ours,) = torch.autograd.grad((bounded(weight) * cotangent).sum(), weight)
+    exact = weight * 0.8 / torch.linalg.svdvals(weight)[0]
+    (expected,) = torch.autograd.grad((exact * cotangent).sum(), weight)
+    torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-7)
+    # Along W itself nothing can change: the gradient is orthogonal to W.
+    assert abs(float((ours * weight).sum().detach())) < 1e-12
+
+
+def test_two_evaluations_in_one_graph_while_the_vector_moves() -> None:
+    module = constrain(conv(scale=2.0), "weight", NormBounded(size=SIZE)).train()
+    (module.weight.square().sum() + module.weight.sum()).backward()
+    assert torch.isfinite(module.parametrizations.weight.original.grad).all()
+
+
+def test_a_zero_weight_has_a_gradient() -> None:
+    module = constrain(linear(scale=0.0), "weight", NormBounded()).train()
+    module.weight.sum().backward()
+    expected = torch.ones(7, 5, dtype=torch.float64)
+    assert torch.equal(module.parametrizations.weight.original.grad, expected)
+
+
+def test_assignment() -> None:
+    module = constrain(conv(scale=2.0), "weight", NormBounded(bound=0.9, size=SIZE)).eval()
+    small = 0.02 * randn(6, 4, 3, 3, seed=8)
+    module.weight = small
+    torch.testing.assert_close(module.weight, small)
+    module.weight = 5.0 * randn(6, 4, 3, 3, seed=8)
+    assert norm_of(module) == pytest.approx(0.9, rel=1e-8)
+    with pytest.raises(ValueError, match="NaN"):
+        module.weight = torch.full((6, 4, 3, 3), float("nan"), dtype=torch.float64)
+
+
+# ---------------------------------------------------------------------- copies, precisions
+
+
+@pytest.mark.parametrize("spec", [NormBounded(size=SIZE), WeightNormalized()], ids=repr)
+@pytest.mark.parametrize("kind", ["dense", "conv"])
+def test_copies(kind: str, spec: Any) -> None:
+    module = constrain(MODULES[kind](scale=2.0), "weight", spec).train()
+    _ = module.weight
+    module.eval()
+    for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert torch.equal(twin.weight, module.weight)
+        assert list(twin.state_dict()) == list(module.state_dict())
+        assert isinstance(twin, nn.Linear if kind == "dense" else nn.Conv2d)
+        assert parametrize.is_parametrized(twin, "weight")
+        before = module.weight.detach().clone()
+        twin.weight = 0.01 * torch.ones_like(before)
+        assert torch.equal(module.weight, before)
+    fresh = constrain(MODULES[kind](seed=5), "weight", spec).eval()
+    fresh.load_state_dict(module.state_dict(), strict=True)
+    assert torch.equal(fresh.weight, module.weight)
+
+
+def test_a_pickled_copy_of_a_copy_still_pickles() -> None:
+    module = constrain(linear(), "weight", NormBounded()).eval()
+    twin = pickle.loads(pickle.dumps(copy.deepcopy(pickle.loads(pickle.dumps(module)))))
+    assert torch.equal(twin.weight, module.weight)
+    shallow = copy.copy(module)
+    assert shallow.parametrizations is module.parametrizations
+
+
+def test_removal_leaves_the_bounded_weight() -> None:
+    module = constrain(linear(scale=2.0), "weight", NormBounded(bound=0.7)).eval()
+    expected = module.weight.detach().clone()
+    parametrize.remove_parametrizations(module, "weight")
+    assert torch.equal(module.weight, expected)
+    assert norm_of(module) == pytest.approx(0.7, rel=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_lower_precisions(dtype: torch.dtype) -> None:
+    module = constrain(conv(scale=2.0), "weight", NormBounded(bound=0.9, size=SIZE)).to(dtype)
+    for training in (True, False):
+        weight = module.train(training).weight
+        assert weight.dtype == dtype
+    sigma = float(np.linalg.norm(conv_matrix(weight, SIZE, SIZE, padding=1), 2))
+    assert sigma == pytest.approx(0.9, rel=8 * torch.finfo(dtype).eps)
+
+
+def test_autocast_leaves_the_norm_in_full_precision() -> None:
+    module = constrain(linear(scale=2.0).float(), "weight", NormBounded(bound=0.9)).eval()
+    expected = module.weight
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(module.weight, expected)
+
+
+def test_meta_device() -> None:
+    with torch.device("meta"):
+        module = constrain(nn.Conv2d(4, 6, 3, padding=1, bias=False), "weight", NormBounded())
+    assert module.weight.is_meta
+    real = module.to_empty(device="cpu")
+    state = constrain(conv().float(), "weight", NormBounded())
+    real.load_state_dict(state.state_dict())
+    assert torch.equal(real.eval().weight, state.eval().weight)
+
+
+def test_compiles_whole_in_training() -> None:
+    torch._dynamo.reset()
+    module = constrain(conv(scale=2.0), "weight", NormBounded(size=SIZE)).train()
+    twin = copy.deepcopy(module)
+    x = randn(2, 4, SIZE, SIZE)
+    compiled = torch.compile(twin, backend="aot_eager", fullgraph=True)
+    for _ in range(3):
+        expected, found = module(x), compiled(x)
+        torch.testing.assert_close(found, expected)
+    expected.sum().backward()
+    found.sum().backward()
+    torch.testing.assert_close(
+        twin.parametrizations.weight.original.grad, module.parametrizations.weight.original.grad
+    )
+
+
+# ---------------------------------------------------------------------- specs, errors
+
+
+def test_none_and_weight_normalization() -> None:
+    free = linear()
+    assert constrain(free, "weight", None) is free
+    assert not parametrize.is_parametrized(free)
+    module = linear(scale=2.0)
+    weight = module.weight.detach().clone()
+    constrain(module, "weight", WeightNormalized())
+    torch.testing.assert_close(module.weight, weight)  # a reparametrization: the same weight
+    names = dict(module.named_parameters())
+    g, v = (names[f"parametrizations.weight.original{i}"] for i in (0, 1))
+    rows = v.detach().norm(dim=1, keepdim=True)
+    torch.testing.assert_close(module.weight, g * v / rows)
+    torch.testing.assert_close(g.detach(), weight.norm(dim=1, keepdim=True))
+    peer = parametrizations.weight_norm(linear(scale=2.0))
+    assert list(peer.state_dict()) == list(module.state_dict())
+    moved = {k: t + 0.3 for k, t in module.state_dict().items()}
+    for one in (peer, module):
+        one.load_state_dict(moved)
+    torch.testing.assert_close(module.weight, peer.weight)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"bound": 0.0}, r"bound=0.0\) is out of range"),
+        ({"bound": -1.0}, "out of range"),
+        ({"bound": float("inf")}, "out of range"),
+        ({"steps": 0}, r"steps=0\) is out of range"),
+        ({"size": 0}, r"size=0\) is out of range"),
+    ],
+)
+def test_options_out_of_range(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        NormBounded(**options)
+    with pytest.raises(ValueError, match=message):
+        OperatorNorm(**{"bound": 0.9, **options})
+
+
+def test_errors() -> None:
+    with pytest.raises(TypeError, match="keyword options only"):
+        NormBounded(0.9)
+    with pytest.raises(TypeError, match="Did you mean 'bound'"):
+        NormBounded(bounds=0.9)
+    with pytest.raises(TypeError, match=r"expected NormBounded\(bound=...\)"):
+        constrain(linear(), "weight", 0.9)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"a matrix .* or a kernel"):
+        constrain(nn.Conv1d(2, 2, 3), "weight", NormBounded())
+    with pytest.raises(ValueError, match="dilation 1"):
+        constrain(nn.Conv2d(2, 2, 3, dilation=2), "weight", NormBounded())
+    with pytest.raises(ValueError, match="does not have a parameter"):
+        constrain(linear(), "wait", NormBounded())
+    with pytest.raises(RuntimeError, match="has not seen a weight yet"):
+        OperatorNorm(0.9)(torch.zeros(2, 2))
+    nan = linear()
+    nan.weight.data[0, 0] = float("nan")
+    with pytest.raises(ValueError, match="NaN"):
+        constrain(nan, "weight", NormBounded())
+
+
+def test_a_plain_parametrization_works_without_the_helper() -> None:
+    module = linear(scale=2.0)
+    parametrize.register_parametrization(module, "weight", OperatorNorm(0.6))
+    assert norm_of(module) == pytest.approx(0.6, rel=1e-8)
+    assert constraints.OperatorNorm is OperatorNorm
+
+
+def test_weights_of_a_module_with_an_unknown_kernel_are_taken_as_same_padded() -> None:
+    class Holder(nn.Module):
+        def __init__(self, weight: Tensor) -> None:
+            super().__init__()
+            self.kernel = nn.Parameter(weight)
+
+    holder = constrain(Holder(randn(3, 2, 3, 3)), "kernel", NormBounded(bound=0.5, size=SIZE))
+    matrix = conv_matrix(holder.kernel, SIZE, SIZE, padding=1)
+    assert np.linalg.norm(matrix, 2) == pytest.approx(0.5, rel=1e-8)

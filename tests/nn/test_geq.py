@@ -1,0 +1,446 @@
+"""GEQ and KerDEQ: against scipy's minimizers of an objective written down here in numpy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.optimize
+import torch
+from torch import Tensor, nn
+
+import equilibria as eq
+from equilibria.nn import GEQ, KerDEQ, NormBounded, WeightNormalized
+from equilibria.problems import (
+    Box,
+    FixedGamma,
+    Free,
+    LeakyNonNegative,
+    LearnedGamma,
+    MeanPatchEnergy,
+    MinPatchEnergy,
+    NonNegative,
+    Patches,
+    Prior,
+    SoftThreshold,
+    Tanh,
+)
+from equilibria.solvers import Auto
+from tests.contracts.layer_contract import EXACT, TIGHT, BoundedLayerContract
+from tests.problems.test_operators import conv_matrix, randn
+from tests.problems.test_patches import rows_by_loops
+
+
+class TestVectorGEQ(BoundedLayerContract):
+    in_channels = 3
+
+    def layer(self, **options: Any) -> GEQ:
+        return GEQ(4, 5, in_channels=3, **{"hidden": 6, "gamma": 0.4, **options})
+
+    def inputs(self, batch: int = 3) -> Tensor:
+        return torch.randn(batch, 3)
+
+
+class TestConvolutionalGEQ(BoundedLayerContract):
+    convolutional = True
+    in_channels = 2
+
+    def layer(self, **options: Any) -> GEQ:
+        patch = Patches(channels=2, size=2)
+        return GEQ(
+            3, 4, in_channels=2, patch=patch, **{"hidden": 5, "gamma": FixedGamma(0.3), **options}
+        )
+
+    def inputs(self, batch: int = 3) -> Tensor:
+        return torch.randn(batch, 2, 4, 4)
+
+
+class TestLearnedGammaGEQ(TestConvolutionalGEQ):
+    def layer(self, **options: Any) -> GEQ:
+        return super().layer(gamma=LearnedGamma(0.3), **options)
+
+    def test_the_layer_owns_the_parameter(self) -> None:
+        layer = self.layer()
+        assert "log_gamma" in dict(layer.named_parameters())
+        torch.testing.assert_close(layer.log_gamma.exp(), torch.tensor(0.3))
+        assert layer.problem(self.inputs()).coupling.gamma[0].item() == pytest.approx(0.3)
+
+
+class TestMeanGammaGEQ(TestConvolutionalGEQ):
+    exact_gradient = False
+
+    def layer(self, **options: Any) -> GEQ:
+        return super().layer(gamma=MeanPatchEnergy(0.2), **options)
+
+    def test_the_gradient_is_that_of_the_layer_with_its_gamma_held(self) -> None:
+        x = self.drawn(1).double()
+        layer = self.precise()
+        gamma = float(layer.problem(x).coupling.gamma)
+        held = self.precise()
+        held.gamma = FixedGamma(gamma)
+        found = []
+        for one in (layer, held):
+            at = x.clone().requires_grad_()
+            one(at).square().sum().backward()
+            found.append([at.grad, *(p.grad for p in one.parameters())])
+        for a, b in zip(*found, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
+
+
+class TestKerDEQ(BoundedLayerContract):
+    convolutional = True
+    in_channels = 3
+
+    def layer(self, **options: Any) -> KerDEQ:
+        return KerDEQ(3, 4, **{"hidden": 8, **options})
+
+    def inputs(self, batch: int = 3) -> Tensor:
+        return torch.randn(batch, 3, 4, 4)
+
+    def test_defaults_are_the_papers(self) -> None:
+        layer = KerDEQ(3, 4)
+        assert layer.gamma == FixedGamma(0.5)
+        assert layer.patch == Patches(channels=4, size=4)
+        assert layer.hidden_weight().shape == (64, 64)
+
+
+# ---------------------------------------------------------------------- the oracle
+
+
+@dataclass
+class Objective:
+    """G of one sample, from dense matrices and loops; nothing of the library but its weights."""
+
+    matrix: np.ndarray  # W, [out, n]
+    c: np.ndarray  # [out]
+    rows: Callable[[np.ndarray], np.ndarray]  # [out] → [P, k]
+    back: Callable[[np.ndarray], np.ndarray]  # its inverse
+    hidden: np.ndarray  # [k, h]
+    gamma: float
+
+    def smooth(self, z: np.ndarray) -> tuple[float, np.ndarray]:
+        """½‖z‖² + q(z) and its gradient, with the hidden tensor of Algorithm 1 made in full."""
+        h = self.rows(self.c - self.matrix @ z) @ self.hidden
+        e = np.exp(-self.gamma * (h**2).sum(1))
+        value = 0.5 * z @ z - e.sum() / (2 * self.gamma)
+        message = self.back((e[:, None] * h) @ self.hidden.T)
+        return value, z - self.matrix.T @ message
+
+    def minimize(self, prior: str, start: np.ndarray) -> np.ndarray:
+        n = len(start)
+        options = {"maxiter": 20000, "maxfun": 100000, "ftol": 1e-16, "gtol": 1e-11, "maxcor": 30}
+        if prior == "soft":  # z = p − m, 0.1·Σ(p + m)
+
+            def split(pm: np.ndarray) -> tuple[float, np.ndarray]:
+                value, slope = self.smooth(pm[:n] - pm[n:])
+                return value + 0.1 * pm.sum(), np.concatenate([slope + 0.1, 0.1 - slope])
+
+            pm = np.concatenate([np.maximum(start, 0), np.maximum(-start, 0)])
+            bounds = [(0, None)] * (2 * n)
+            x = scipy.optimize.minimize(
+                split, pm, jac=True, method="L-BFGS-B", bounds=bounds, options=options
+            ).x
+            return x[:n] - x[n:]
+
+        def whole(z: np.ndarray) -> tuple[float, np.ndarray]:
+            value, slope = self.smooth(z)
+            if prior == "tanh":  # f = z artanh z + ½log(1 − z²) − ½z²
+                f = z * np.arctanh(z) + 0.5 * np.log1p(-(z**2)) - 0.5 * z**2
+                return value + f.sum(), slope + np.arctanh(z) - z
+            if prior == "leaky":
+                below = np.minimum(z, 0)
+                return value + 0.5 * (1 / 0.2 - 1) * (below**2).sum(), slope + 4 * below
+            return value, slope
+
+        bound = {"relu": (0, None), "box": (-0.1, 0.2), "tanh": (-1 + 1e-12, 1 - 1e-12)}
+        bounds = [bound.get(prior, (None, None))] * n
+        start = np.clip(start, -0.05, 0.05)
+        return scipy.optimize.minimize(
+            whole, start, jac=True, method="L-BFGS-B", bounds=bounds, options=options
+        ).x
+
+
+PRIORS: dict[str, Prior] = {
+    "relu": NonNegative(),
+    "free": Free(),
+    "box": Box(-0.1, 0.2),
+    "soft": SoftThreshold(0.1),
+    "leaky": LeakyNonNegative(0.2),
+    "tanh": Tanh(),
+}
+
+
+def gamma_by_hand(rule: str, energies: np.ndarray) -> float:
+    return {"fixed": 0.4, "mean": 0.2 / energies.mean(), "min": 0.2 / energies.min()}[rule]
+
+
+POLICIES = {"fixed": FixedGamma(0.4), "mean": MeanPatchEnergy(0.2), "min": MinPatchEnergy(0.2)}
+
+
+def vector_objective(layer: GEQ, x: Tensor, rule: str) -> Objective:
+    w, u = layer.W.weight.detach().numpy(), layer.U.weight.detach().numpy()
+    c = u @ x.numpy() + layer.U.bias.detach().numpy()
+    weight = layer.hidden_weight()
+    hidden = np.eye(len(c)) if weight is None else weight.detach().numpy()
+    gamma = gamma_by_hand(rule, ((c[None] @ hidden) ** 2).sum(1))
+    return Objective(w, c, lambda r: r[None], lambda rows: rows[0], hidden, gamma)
+
+
+def conv_objective(layer: GEQ, x: Tensor, rule: str) -> Objective:
+    height, width = x.shape[1:]
+    pad = layer.kernel_size // 2
+    w = conv_matrix(layer.W.weight, height, width, padding=pad)
+    u = conv_matrix(layer.U.weight, height, width, padding=pad)
+    shape = (1, layer.mid, height, width)
+    bias = layer.U.bias.detach().numpy()[:, None, None] * np.ones(shape[1:])
+    c = u @ x.numpy().ravel() + bias.ravel()
+    p = layer.patch
+    order = rows_by_loops(np.arange(c.size).reshape(shape), p.channels, p.size)[0].astype(int)
+
+    def back(rows: np.ndarray) -> np.ndarray:
+        flat = np.empty(c.size)
+        flat[order] = rows
+        return flat
+
+    weight = layer.hidden_weight()
+    hidden = np.eye(p.width) if weight is None else weight.detach().numpy()
+    gamma = gamma_by_hand(rule, ((c[order] @ hidden) ** 2).sum(1))
+    return Objective(w, c, lambda r: r[order], back, hidden, gamma)
+
+
+@pytest.mark.parametrize("rule", list(POLICIES))
+@pytest.mark.parametrize("prior", list(PRIORS))
+def test_a_vector_layer_finds_scipys_minimizer(prior: str, rule: str) -> None:
+    torch.manual_seed(3)
+    layer = GEQ(5, 7, in_channels=4, hidden=6, gamma=POLICIES[rule], prior=PRIORS[prior])
+    layer = layer.double().eval()
+    layer.solver = TIGHT
+    x = randn(3, 4, seed=4)
+    z = layer(x).detach().numpy()
+    for i in range(3):
+        objective = vector_objective(layer, x[i], rule)
+        expected = objective.minimize(prior, 0.3 * randn(5, seed=i).numpy())
+        np.testing.assert_allclose(z[i], expected, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("prior", "rule"),
+    [("relu", "mean"), ("relu", "min"), ("box", "fixed"), ("soft", "mean"), ("tanh", "fixed")],
+)
+def test_a_convolutional_layer_finds_scipys_minimizer(prior: str, rule: str) -> None:
+    torch.manual_seed(3)
+    patch = Patches(channels=2, size=2)
+    layer = GEQ(
+        3, 4, in_channels=2, patch=patch, hidden=5, gamma=POLICIES[rule], prior=PRIORS[prior]
+    )
+    layer = layer.double().eval()
+    layer.solver = TIGHT
+    x = randn(2, 2, 6, 4, seed=4)
+    z = layer(x).detach().numpy()
+    for i in range(2):
+        objective = conv_objective(layer, x[i], rule)
+        expected = objective.minimize(prior, 0.3 * randn(72, seed=i).numpy())
+        np.testing.assert_allclose(z[i].ravel(), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("bound", [0.5, 1.2, 1.45])
+def test_beyond_contraction_the_default_solver_still_finds_it(bound: float) -> None:
+    """μ < 1.4969: G is strongly convex; above 1 plain iteration may oscillate."""
+    torch.manual_seed(1)
+    layer = GEQ(6, 8, gamma=0.7, constraint=NormBounded(bound=bound), solver=Auto(rtol=1e-11))
+    layer = layer.double()
+    layer.W.weight = 3.0 * torch.eye(8, 6, dtype=torch.float64)  # far above: lands on the bound
+    layer.eval()
+    assert np.linalg.norm(layer.W.weight.detach().numpy(), 2) == pytest.approx(bound, rel=1e-9)
+    x = randn(4, 6, seed=2)
+    solution = layer.solve(x)
+    assert bool(solution.converged.all())
+    assert ("ProximalGradient" in solution.choice) is (bound > 1)
+    for i in range(4):
+        objective = vector_objective(layer, x[i], "fixed")
+        objective.gamma = 0.7
+        for seed in range(3):
+            expected = objective.minimize("relu", randn(6, seed=seed).numpy())
+            np.testing.assert_allclose(solution.value[i].detach().numpy(), expected, atol=1e-6)
+
+
+def test_the_metric_form_equals_algorithm_1_with_its_hidden_tensor() -> None:
+    torch.manual_seed(0)
+    layer = GEQ(3, 4, patch=Patches(channels=2, size=2), hidden=5, gamma=0.6).double().eval()
+    x, z = randn(1, 3, 4, 4, seed=1), randn(1, 3, 4, 4, seed=2)
+    objective = conv_objective(layer, x[0], "fixed")
+    objective.gamma = 0.6
+    value, slope = objective.smooth(z.numpy().ravel())
+    problem = layer.problem(x)
+    np.testing.assert_allclose(problem.gradient(z).detach().numpy().ravel(), slope, atol=1e-12)
+    got = (problem.coupling.value(z) + 0.5 * z.square().sum()).item()
+    assert got == pytest.approx(value, abs=1e-12)
+
+
+def test_without_hidden_it_is_equation_6() -> None:
+    layer = GEQ(4, 5, hidden=None, gamma=0.8).double().eval()
+    x, z = randn(2, 4, seed=1), randn(2, 4, seed=2)
+    w = layer.W.weight
+    r = layer.U(x) - z @ w.mT
+    expected = torch.relu(torch.exp(-0.8 * r.square().sum(1, keepdim=True)) * (r @ w))
+    torch.testing.assert_close(layer.problem(x).step(z), expected)
+    assert layer.hidden_weight() is None
+
+
+# ---------------------------------------------------------------------- weights and norms
+
+
+def test_mu_is_within_the_bound() -> None:
+    torch.manual_seed(0)
+    layer = GEQ(3, 4, patch=Patches(channels=2, size=2), hidden=5).double().eval()
+    for size in (4, 8):
+        w = conv_matrix(layer.W.weight, size, size, padding=1)
+        assert np.linalg.norm(w, 2) <= 0.95 * 1.001
+    assert np.linalg.norm(layer.hidden_weight().detach().numpy(), 2) <= 1 + 1e-6
+    coupling = layer.problem(randn(1, 3, 4, 4)).coupling
+    assert coupling.mu((3, 4, 4)).estimate <= 0.95 * 1.001
+    assert coupling.mu_upper() <= 0.95 * 1.04  # the plane is 2% above 16 × 16 pixels, here
+
+
+def test_the_input_norm_of_a_vector_layer_is_exact() -> None:
+    layer = GEQ(4, 5, in_channels=3, hidden=6).double().eval()
+    through = layer.hidden_weight().detach().numpy().T @ layer.U.weight.detach().numpy()
+    assert layer.input_norm_upper() == pytest.approx(np.linalg.norm(through, 2), rel=1e-12)
+    bare = GEQ(4, 5, in_channels=3, hidden=None).double()
+    expected = np.linalg.norm(bare.U.weight.detach().numpy(), 2)
+    assert bare.input_norm_upper() == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("hidden", [2, 5, None])
+def test_the_input_norm_of_a_convolution_is_a_close_upper_bound(hidden: int | None) -> None:
+    torch.manual_seed(2)
+    patch = Patches(channels=2, size=2)
+    layer = GEQ(3, 4, in_channels=2, patch=patch, hidden=hidden).double().eval()
+    upper = layer.input_norm_upper()
+    weight = layer.hidden_weight()
+    w_h = np.eye(8) if weight is None else weight.detach().numpy()
+    norms = []
+    for size in (4, 12):
+        u = conv_matrix(layer.U.weight, size, size, padding=1)
+        order = rows_by_loops(np.arange(4 * size * size).reshape(1, 4, size, size), 2, 2)[0]
+        through = np.concatenate([w_h.T @ u[rows] for rows in order.astype(int)])
+        norms.append(np.linalg.norm(through, 2))
+    assert norms[0] < norms[1] <= upper
+    # 12 pixels are within 4% of the plane, and the bound within 1% of that.
+    assert upper <= 1.05 * norms[1]
+    product = layer.input_operator().norm_upper() * np.linalg.norm(w_h, 2)
+    assert upper <= product * (1 + 1e-9)
+    x, y = randn(1, 2, 4, 4, seed=1), randn(1, 4, 4, 4, seed=2)
+    op = layer.input_operator()
+    torch.testing.assert_close((op(x) * y).sum(), (x * op.adjoint(y)).sum())
+    torch.testing.assert_close(op(x) + layer.U.bias[:, None, None], layer.features(x))
+
+
+@pytest.mark.parametrize("constraint", [None, WeightNormalized(), NormBounded(bound=0.5)])
+def test_every_constraint(constraint: Any) -> None:
+    torch.manual_seed(0)
+    options = {"solver": TIGHT, "adjoint": EXACT, "constraint": constraint, "gamma": 0.5}
+    layer = GEQ(4, 4, patch=Patches(channels=2, size=2), **options).double()
+    names = set(dict(layer.named_parameters()))
+    if isinstance(constraint, WeightNormalized):
+        assert "W_h.parametrizations.weight.original0" in names
+    small = 0.1 * randn(4, 4, 3, 3)  # contracts in all three cases
+    layer.W.weight = nn.Parameter(small) if constraint is None else small
+    z = layer(randn(2, 4, 4, 4))
+    z.square().sum().backward()
+    assert all(p.grad is not None for p in layer.parameters())
+
+
+def test_the_constraint_is_evaluated_once_in_a_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    from equilibria.nn.constraints import OperatorNorm
+
+    layer = GEQ(3, 4, patch=Patches(channels=2, size=2))
+    calls: list[int] = []
+    forward = OperatorNorm.forward
+    monkeypatch.setattr(
+        OperatorNorm, "forward", lambda self, w: (calls.append(1), forward(self, w))[1]
+    )
+    layer(torch.randn(2, 3, 4, 4)).sum().backward()
+    assert len(calls) == 2  # W and W_h
+
+
+def test_parameters_of_the_papers_size() -> None:
+    """MATH §4: U and W of the six branches with 256 channels are 9·256·960·2 numbers."""
+    total = 0
+    for mid in (64, 128, 128, 128, 256, 256):
+        with torch.device("meta"):
+            layer = GEQ(256, mid, patch=Patches(channels=8, size=2), bias=False)
+        total += sum(
+            p.numel() for name, p in layer.named_parameters() if not name.startswith("W_h")
+        )
+    assert total == 9 * 256 * 960 * 2
+
+
+# ---------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"patch": Patches(channels=3, size=2)}, r"mid=4.*do not divide it, 4 % 3 = 1"),
+        ({"kernel_size": 4}, "odd kernel"),
+        ({"kernel_size": 0}, "at least 1"),
+        ({"gamma": 0.0}, "γ must be a positive"),
+        ({"gamma": -1.0}, "γ must be a positive"),
+        ({"gamma": math.inf}, "γ must be a positive"),
+        ({"hidden": 0}, "hidden=0"),
+        ({"in_channels": 0}, "in_channels=0"),
+        ({"in_channels": 2.0}, "in_channels=2.0"),
+    ],
+)
+def test_bad_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        GEQ(3, 4, **{"patch": Patches(channels=2, size=2), **options})
+
+
+def test_bad_sizes_and_types() -> None:
+    with pytest.raises(ValueError, match="channels=0"):
+        GEQ(0, 4)
+    with pytest.raises(ValueError, match="mid=-1"):
+        GEQ(3, -1)
+    with pytest.raises(TypeError, match="expected Patches"):
+        GEQ(3, 4, patch=(2, 2))
+    with pytest.raises(TypeError, match="gamma takes a positive number"):
+        GEQ(3, 4, gamma="mean")
+
+
+@pytest.mark.parametrize("shape", [(5, 4), (4, 5)])
+def test_a_map_that_the_patch_does_not_divide(shape: tuple[int, int]) -> None:
+    layer = GEQ(3, 4, patch=Patches(channels=2, size=2))
+    with pytest.raises(ValueError, match=r"5 % 2 = 1"):
+        layer(torch.randn(1, 3, *shape))
+
+
+def test_the_face_of_the_design() -> None:
+    layer = GEQ(64, 128, patch=Patches(channels=8, size=2), gamma=MeanPatchEnergy(0.2))
+    x = torch.randn(2, 64, 8, 8)
+    z = layer(x)
+    problem = layer.problem(x)
+    assert z.shape == x.shape
+    assert problem.objective(z).shape == (2,)
+    assert problem.stationarity(z).shape == (2,)
+    assert layer.hidden_weight().shape == (32, 64)
+
+
+def test_a_layer_runs_under_vmap_free_jacobians() -> None:
+    """jacrev of a layer in eval mode equals finite differences."""
+    torch.manual_seed(0)
+    layer = GEQ(3, 4, gamma=0.5, solver=TIGHT, adjoint=eq.Implicit()).double().eval()
+    x = randn(1, 3)
+    jacobian = torch.func.jacrev(lambda x: layer(x)[0])(x)[:, 0]
+    step = 1e-6
+    columns = []
+    for i in range(3):
+        shift = torch.zeros_like(x)
+        shift[0, i] = step
+        columns.append((layer(x + shift)[0] - layer(x - shift)[0]) / (2 * step))
+    torch.testing.assert_close(jacobian, torch.stack(columns, 1).detach(), rtol=1e-5, atol=1e-7)

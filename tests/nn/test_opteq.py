@@ -1,0 +1,345 @@
+"""OptEq in both forms: against cvxpy, scipy and dense algebra."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cvxpy as cp
+import numpy as np
+import pytest
+import scipy.optimize
+import torch
+from torch import Tensor
+
+from equilibria.nn import NormBounded, OptEq, WeightNormalized
+from equilibria.problems import (
+    Box,
+    Free,
+    LeakyNonNegative,
+    NonNegative,
+    Prior,
+    Softplus,
+    SoftThreshold,
+    Tanh,
+)
+from equilibria.solvers import Auto
+from tests.contracts.layer_contract import TIGHT, BoundedLayerContract
+from tests.problems.test_operators import conv_matrix, randn
+
+
+class TestStateForm(BoundedLayerContract):
+    in_channels = 3
+
+    def layer(self, **options: Any) -> OptEq:
+        return OptEq(4, 5, in_channels=3, **options)
+
+    def inputs(self, batch: int = 3) -> Tensor:
+        return torch.randn(batch, 3)
+
+
+class TestHiddenForm(TestStateForm):
+    def layer(self, **options: Any) -> OptEq:
+        return OptEq(4, 5, in_channels=3, form="hidden", **options)
+
+
+class TestConvolutionalStateForm(BoundedLayerContract):
+    convolutional = True
+    in_channels = 2
+
+    def layer(self, **options: Any) -> OptEq:
+        return OptEq(3, 4, in_channels=2, kernel_size=3, **{"prior": Tanh(), **options})
+
+    def inputs(self, batch: int = 3) -> Tensor:
+        return torch.randn(batch, 2, 4, 4)
+
+
+class TestConvolutionalHiddenForm(TestConvolutionalStateForm):
+    def layer(self, **options: Any) -> OptEq:
+        return OptEq(3, 4, in_channels=2, kernel_size=3, form="hidden", nu=1.3, **options)
+
+
+# ---------------------------------------------------------------------- oracles
+
+
+def made(channels: int = 4, mid: int = 5, **options: Any) -> OptEq:
+    torch.manual_seed(2)
+    return OptEq(channels, mid, in_channels=3, solver=TIGHT, **options).double().eval()
+
+
+def matrices(layer: OptEq, x: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """W as a matrix, and c = Ux + b, one row a sample."""
+    bias = layer.U.bias.detach().numpy()
+    w, u = layer.W.weight, layer.U.weight
+    if layer.convolutional:
+        height, width = x.shape[2:]
+        big_w = conv_matrix(w, height, width, padding=1)
+        big_u = conv_matrix(u, height, width, padding=1)
+        return big_w, x.flatten(1).numpy() @ big_u.T + np.repeat(bias, height * width)
+    return w.detach().numpy(), x.numpy() @ u.detach().numpy().T + bias
+
+
+def cvxpy_hidden(w: np.ndarray, c: np.ndarray, nu: float, prior: str) -> np.ndarray:
+    """argmin f(ζ) + ½ζᵀ(I − WWᵀ/ν)ζ − cᵀζ."""
+    zeta = cp.Variable(len(c))
+    quadratic = np.eye(len(c)) - w @ w.T / nu
+    cost = 0.5 * cp.quad_form(zeta, cp.psd_wrap(quadratic)) - c @ zeta
+    limits = []
+    if prior == "relu":
+        limits = [zeta >= 0]
+    elif prior == "box":
+        limits = [zeta >= -0.2, zeta <= 0.4]
+    elif prior == "soft":
+        cost = cost + 0.3 * cp.norm1(zeta)
+    cp.Problem(cp.Minimize(cost), limits).solve(
+        solver=cp.CLARABEL, tol_gap_abs=1e-11, tol_gap_rel=1e-11, tol_feas=1e-10
+    )
+    return zeta.value
+
+
+PRIORS: dict[str, Prior] = {
+    "relu": NonNegative(),
+    "free": Free(),
+    "box": Box(-0.2, 0.4),
+    "soft": SoftThreshold(0.3),
+}
+
+
+@pytest.mark.parametrize("nu", [1.0, 2.5])
+@pytest.mark.parametrize("prior", list(PRIORS))
+def test_the_hidden_form_finds_cvxpys_minimizer(prior: str, nu: float) -> None:
+    layer = made(form="hidden", prior=PRIORS[prior], nu=nu)
+    x = randn(3, 3, seed=5)
+    zeta = layer(x).detach().numpy()
+    w, c = matrices(layer, x)
+    for i in range(3):
+        np.testing.assert_allclose(zeta[i], cvxpy_hidden(w, c[i], nu, prior), atol=1e-6)
+
+
+def test_the_convolutional_hidden_form_finds_cvxpys_minimizer() -> None:
+    layer = made(3, 4, form="hidden", kernel_size=3)
+    x = randn(2, 3, 4, 5, seed=5)
+    zeta = layer(x).detach().flatten(1).numpy()
+    w, c = matrices(layer, x)
+    for i in range(2):
+        np.testing.assert_allclose(zeta[i], cvxpy_hidden(w, c[i], 1.0, "relu"), atol=1e-6)
+
+
+@pytest.mark.parametrize("kernel_size", [None, 3])
+@pytest.mark.parametrize("nu", [1.0, 2.5])
+def test_the_state_form_solves_equation_3_and_minimizes_its_objective(
+    kernel_size: int | None, nu: float
+) -> None:
+    """½‖z‖² − (1/ν)1ᵀσ̃(Wz + c) with σ̃ = ½max(v, 0)² for ReLU, by scipy."""
+    layer = made(kernel_size=kernel_size, nu=nu)
+    x = randn(2, 3, seed=5) if kernel_size is None else randn(2, 3, 3, 4, seed=5)
+    z = layer(x).detach()
+    w, c = matrices(layer, x)
+    flat = z.flatten(1).numpy()
+    for i in range(2):
+        active = np.maximum(w @ flat[i] + c[i], 0)
+        np.testing.assert_allclose(flat[i], w.T @ active / nu, atol=1e-11)
+
+        def objective(z: np.ndarray, c: np.ndarray = c[i]) -> tuple[float, np.ndarray]:
+            on = np.maximum(w @ z + c, 0)
+            return 0.5 * z @ z - 0.5 * (on**2).sum() / nu, z - w.T @ on / nu
+
+        options = {"maxiter": 5000, "ftol": 1e-16, "gtol": 1e-11}
+        start = randn(flat.shape[1], seed=i).numpy()
+        found = scipy.optimize.minimize(
+            objective, start, jac=True, method="L-BFGS-B", options=options
+        )
+        np.testing.assert_allclose(flat[i], found.x, atol=1e-6)
+        problem = layer.problem(x)
+        assert float(problem.objective(z)[i].detach()) == pytest.approx(found.fun, abs=1e-10)
+
+
+ACTIVATIONS = {
+    "relu": (NonNegative(), lambda v: np.maximum(v, 0)),
+    "tanh": (Tanh(), np.tanh),
+    "softplus": (Softplus(), lambda v: np.logaddexp(0, v)),
+    "leaky": (LeakyNonNegative(0.2), lambda v: np.where(v > 0, v, 0.2 * v)),
+    "soft": (SoftThreshold(0.3), lambda v: np.sign(v) * np.maximum(np.abs(v) - 0.3, 0)),
+}
+
+
+@pytest.mark.parametrize("activation", list(ACTIVATIONS))
+@pytest.mark.parametrize("kernel_size", [None, 3])
+@pytest.mark.parametrize("nu", [1.0, 1.7])
+def test_the_two_forms_are_one_layer(activation: str, kernel_size: int | None, nu: float) -> None:
+    prior, sigma = ACTIVATIONS[activation]
+    options: dict[str, Any] = {"prior": prior, "kernel_size": kernel_size, "nu": nu}
+    state, hidden = made(form="state", **options), made(form="hidden", **options)
+    hidden.load_state_dict(state.state_dict())
+    x = randn(2, 3, seed=5) if kernel_size is None else randn(2, 3, 4, 4, seed=5)
+    z, zeta = state(x), hidden(x)
+    torch.testing.assert_close(hidden.to_state(zeta), z, rtol=0, atol=1e-11)
+    torch.testing.assert_close(state.to_hidden(z, x), zeta, rtol=0, atol=1e-11)
+    w, c = matrices(state, x)
+    flat = zeta.detach().flatten(1).numpy()
+    np.testing.assert_allclose(flat, sigma(flat @ w @ w.T / nu + c), atol=1e-11)
+    # Their minima agree as well (Toland): ½‖z‖² − ψ(z) = G(ζ)/ν at the solution.
+    left = state.problem(x).objective(z)
+    torch.testing.assert_close(left, hidden.problem(x).objective(zeta) / nu, rtol=0, atol=1e-10)
+
+
+def test_both_forms_give_the_same_gradients() -> None:
+    x = randn(2, 3, seed=5)
+    found = []
+    for form in ("state", "hidden"):
+        layer = made(form=form)
+        z = layer(x) if form == "state" else layer.to_state(layer(x))
+        z.square().sum().backward()
+        found.append([p.grad for p in layer.parameters()])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-9)
+
+
+# ---------------------------------------------------------------------- Theorem 1
+
+
+def square(nu: float = 1.0, prior: Prior | None = None) -> OptEq:
+    layer = made(4, 4, nu=nu, prior=prior or NonNegative())
+    layer.W.weight = 0.7 * torch.eye(4, dtype=torch.float64) + 0.1 * randn(4, 4, seed=6)
+    return layer
+
+
+@pytest.mark.parametrize("nu", [1.0, 1.6])
+def test_theorem_1_the_equilibrium_minimizes_phi(nu: float) -> None:
+    """cvxpy minimizes φ in a = W⁻ᵀz ≥ 0: ½νaᵀa − cᵀa − ½‖Wᵀa‖² (Eq 4, σ̃*(0) = 0)."""
+    layer = square(nu)
+    x = randn(6, 3, seed=5)
+    z = layer(x)
+    phi = layer.objective_state(z, x).detach().numpy()
+    assert np.isfinite(phi).all()
+    w, c = matrices(layer, x)
+    on_the_edge = 0
+    for i in range(6):
+        a = cp.Variable(4)
+        quadratic = cp.quad_form(a, cp.psd_wrap(nu * np.eye(4) - w @ w.T))
+        problem = cp.Problem(cp.Minimize(0.5 * quadratic - c[i] @ a), [a >= 0])
+        problem.solve(solver=cp.CLARABEL, tol_gap_abs=1e-11, tol_gap_rel=1e-11, tol_feas=1e-10)
+        np.testing.assert_allclose(z[i].detach().numpy(), w.T @ a.value, atol=1e-6)
+        assert phi[i] == pytest.approx(problem.value, abs=1e-9)
+        on_the_edge += int((a.value < 1e-8).any())
+    assert on_the_edge >= 3  # the case that the paper's printed ∞ would exclude
+
+
+@pytest.mark.parametrize("activation", ["relu", "tanh", "softplus", "leaky"])
+def test_theorem_1_the_layer_is_the_prox_of_phi(activation: str) -> None:
+    """T(y) = argmin φ(z) + ½‖z − y‖² for any y, by scipy on our own φ in ζ = νW⁻ᵀz."""
+    nu = 1.3
+    layer = square(nu, ACTIVATIONS[activation][0])
+    x, y = randn(1, 3, seed=5), randn(1, 4, seed=7)
+    image = layer.problem(x).step(y)
+    w, _c = matrices(layer, x)
+    low, high = {"relu": (0, None), "tanh": (-1, 1), "softplus": (0, None)}.get(
+        activation, (None, None)
+    )
+
+    def prox_objective(zeta: np.ndarray) -> float:
+        z = torch.from_numpy(w.T @ zeta / nu)[None]
+        value = layer.objective_state(z, x, tolerance=1e-7) + 0.5 * (z - y).square().sum()
+        return float(value.detach())
+
+    # Powell needs no derivative, so nothing of the library's gradients enters.
+    limit = 5.0
+    bounds = scipy.optimize.Bounds(
+        [-limit if low is None else low + 1e-12] * 4, [limit if high is None else high - 1e-12] * 4
+    )
+    start = np.full(4, 0.3)
+    found = scipy.optimize.minimize(
+        prox_objective, start, method="Powell", bounds=bounds, options={"xtol": 1e-9, "ftol": 1e-15}
+    )
+    np.testing.assert_allclose(image[0].detach().numpy(), w.T @ found.x / nu, atol=2e-6)
+
+
+def test_phi_is_infinite_outside_and_says_where_it_is_closed() -> None:
+    layer = square()
+    x = randn(1, 3, seed=5)
+    outside = -(layer.W.weight.mT @ torch.ones(4, dtype=torch.float64))[None]
+    assert torch.isinf(layer.objective_state(outside, x)).all()
+    with pytest.raises(ValueError, match=r"square matrix W only.*mid=5"):
+        made().objective_state(randn(1, 4), x)
+    with pytest.raises(ValueError, match="kernel_size=3"):
+        made(4, 4, kernel_size=3).objective_state(randn(1, 4, 4, 4), randn(1, 3, 4, 4))
+    layer.W.weight = torch.ones(4, 4, dtype=torch.float64)
+    with pytest.raises(ValueError, match="invertible"):
+        layer.objective_state(randn(1, 4), x)
+
+
+def test_nu_needed() -> None:
+    layer = made(constraint=None)
+    layer.W.weight.data.mul_(5.0)
+    top = np.linalg.norm(layer.W.weight.detach().numpy(), 2)
+    assert layer.nu_needed() == pytest.approx(top**2, rel=1e-9)
+    scaled = made(constraint=None, nu=1.01 * layer.nu_needed())
+    scaled.load_state_dict(layer.state_dict())
+    x = randn(4, 3, seed=5)
+    solution = scaled.solve(x, solver=Auto(rtol=1e-10, max_steps=2000))
+    assert bool(solution.converged.all())
+    z = solution.value
+    w, c = matrices(scaled, x)
+    expected = np.maximum(z.detach().numpy() @ w.T + c, 0) @ w / scaled.nu
+    np.testing.assert_allclose(z.detach().numpy(), expected, atol=1e-8)
+
+
+def test_the_linear_twin_of_a_geq_of_equal_size() -> None:
+    """MOptEq (MATH §1): the hidden form keeps U: C → mid, so the sizes of U and W agree."""
+    from equilibria.nn import GEQ
+    from equilibria.problems import Patches
+
+    geq = GEQ(8, 12, patch=Patches(channels=4, size=2), hidden=None)
+    twin = OptEq(8, 12, kernel_size=3, form="hidden")
+    assert sum(p.numel() for p in geq.parameters()) == sum(p.numel() for p in twin.parameters())
+    assert twin(torch.randn(2, 8, 4, 4)).shape == (2, 12, 4, 4)
+
+
+# ---------------------------------------------------------------------- the rest
+
+
+@pytest.mark.parametrize("constraint", [None, WeightNormalized(), NormBounded(bound=0.4)])
+def test_every_constraint(constraint: Any) -> None:
+    layer = made(constraint=constraint)
+    with torch.no_grad():
+        for p in layer.W.parameters():
+            p.mul_(0.5)
+    z = layer(randn(2, 3))
+    z.sum().backward()
+    assert all(p.grad is not None for p in layer.parameters())
+
+
+def test_input_norm() -> None:
+    layer = made()
+    expected = np.linalg.norm(layer.U.weight.detach().numpy(), 2)
+    assert layer.input_norm_upper() == pytest.approx(expected, rel=1e-12)
+    conv = made(3, 4, kernel_size=3)
+    big = np.linalg.norm(conv_matrix(conv.U.weight, 12, 12, padding=1), 2)
+    assert big <= conv.input_norm_upper() <= 1.05 * big
+
+
+def test_norm_needs_a_size_for_convolutions() -> None:
+    layer = made(3, 4, kernel_size=3)
+    with pytest.raises(ValueError, match="needs size"):
+        layer.norm()
+    found = layer.norm(6)
+    expected = np.linalg.norm(conv_matrix(layer.W.weight, 6, 6, padding=1), 2)
+    assert found.estimate == pytest.approx(expected, rel=1e-4)
+    assert found.upper >= expected
+    dense = made()
+    expected = np.linalg.norm(dense.W.weight.detach().numpy(), 2)
+    assert dense.norm().estimate == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"form": "both"}, "form='both'"),
+        ({"nu": 0.0}, "nu=0.0"),
+        ({"nu": float("inf")}, "nu=inf"),
+        ({"kernel_size": 2}, "odd kernel"),
+        ({"mid": 0}, "mid=0"),
+    ],
+)
+def test_bad_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        OptEq(**{"channels": 3, "mid": 4, **options})
