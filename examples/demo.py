@@ -1,6 +1,6 @@
 """Solve a small equilibrium with every solver, differentiate it with every adjoint, print a table.
 
-    python examples/demo.py
+python examples/demo.py
 """
 
 from __future__ import annotations

@@ -385,6 +385,8 @@ class AdjointContract:
     """torch.func and forward mode work."""
     twice = True
     """A second backward pass through the gradient works (it may be a clear error)."""
+    contains_overflow_in_fixed_steps = True
+    """A sample that overflows in a fixed-step solve does not reach shared weights."""
 
     def make_adjoint(self) -> Any:
         raise NotImplementedError
@@ -634,14 +636,16 @@ class AdjointContract:
 
     # bad samples
 
-    def check_bad_batch(self, way: str, solver: Any, create_graph: bool = False) -> Any:
+    def check_bad_batch(
+        self, way: str, solver: Any, create_graph: bool = False, overflow: bool = True
+    ) -> Any:
         """Samples 0 and 3 are healthy; 1 has a NaN in its input; 2 has no fixed point (z < 5eᶻ)."""
-        healthy = [0, 3]
+        healthy = [0, 3] if overflow else [0, 2, 3]
         weight = self.base.parameters[0].clone().requires_grad_()
         x = draw(30, 4, 4)
         x[1, 2] = float("nan")
         x.requires_grad_()
-        bend = torch.tensor([0.0, 0.0, 5.0, 0.0], dtype=torch.float64).view(4, 1)
+        bend = torch.tensor([0.0, 0.0, 5.0 * overflow, 0.0], dtype=torch.float64).view(4, 1)
         start = torch.zeros(4, 4, dtype=torch.float64)
 
         def fn(z: Tensor, weight: Tensor, x: Tensor, bend: Tensor) -> Tensor:
@@ -654,7 +658,7 @@ class AdjointContract:
             return self.solve(lambda z: fn(z, weight, h, bend), start, solver=solver)
 
         sol = quiet(lambda: run(x, bend, start))
-        assert sol.converged.tolist()[1:3] == [False, False]
+        assert not any(sol.converged.tolist()[i] for i in range(4) if i not in healthy)
         loss = (sol.value[healthy] ** 2).sum()
         found = quiet(lambda: torch.autograd.grad(loss, (weight, x), create_graph=create_graph))
         alone = x.detach()[healthy].requires_grad_()
@@ -672,7 +676,7 @@ class AdjointContract:
 
     @pytest.mark.parametrize("way", ["args", "closure"])
     def test_bad_samples_do_no_harm_after_a_fixed_number_of_steps(self, way: str) -> None:
-        self.check_bad_batch(way, LAPS)
+        self.check_bad_batch(way, LAPS, overflow=self.contains_overflow_in_fixed_steps)
 
     # graphs
 

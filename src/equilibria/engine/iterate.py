@@ -136,7 +136,7 @@ class _Run:
         self.solver = solver
         self.callback = callback
         self.z = z0
-        self.rtol = max(solver.relative_tolerance(x) for x in z0)
+        self.rtol = max(solver.relative_tolerance(x.dtype, x.device.type) for x in z0)
         self.block = solver.block_length(z0)
         self.evaluations = 0
         self.syncs = 0

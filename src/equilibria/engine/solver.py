@@ -147,12 +147,12 @@ class Solver(ABC):
         """Whether this is a fixed-step solve: no tolerance, no test, no synchronization."""
         return self.rtol == 0.0 and self.atol == 0.0
 
-    def relative_tolerance(self, leaf: Tensor) -> float:
+    def relative_tolerance(self, dtype: torch.dtype, device: str = "cpu") -> float:
         if self.rtol is not None:
             return self.rtol
-        if leaf.is_cuda and leaf.dtype == torch.float32 and torch.backends.cudnn.allow_tf32:
+        if device == "cuda" and dtype == torch.float32 and torch.backends.cudnn.allow_tf32:
             return _TF32_RTOL
-        return _DEFAULT_RTOL[leaf.dtype]
+        return _DEFAULT_RTOL[dtype]
 
     def block_length(self, z: Leaves) -> int:
         if self.block is not None:
