@@ -157,11 +157,11 @@ def test_converged_at_the_last_step_counts() -> None:
 
 def test_compaction_happens_again_and_again() -> None:
     problem, seen = problems.recording(problems.mixed(12))
-    plain = solve(problem, Picard(rtol=1e-8, max_steps=2000))
+    plain = solve(problem, Picard(rtol=1e-8, max_steps=2000, block=1))
     seen.clear()
     order = [7, 3, 11, 0, 5, 9, 1, 10, 2, 8, 6, 4]
     shuffled = problems.replace(problem.take(order), fn=problem.fn)
-    compact = solve(shuffled, Picard(rtol=1e-8, max_steps=2000, compact=True))
+    compact = solve(shuffled, Picard(rtol=1e-8, max_steps=2000, block=1, compact=True))
     assert len({len(z) for z in seen}) >= 4
     assert_same(compact.value, plain.value[order])
     assert compact.stats.steps.tolist() == plain.stats.steps[order].tolist()

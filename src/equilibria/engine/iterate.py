@@ -1,9 +1,9 @@
 """The driver: evaluate, test in blocks, freeze each sample when it is done, compact, report.
 
 Every test reads one small vector from the device; between tests nothing waits. Convergence is
-tested every ``block`` steps; divergence, NaN and stagnation every ``HEALTH`` steps, and both at
-the last step. These moments depend on the step count alone, so that a sample's answer does not
-depend on its batch mates.
+tested at the first step and every ``block`` steps; divergence, NaN and stagnation every ``HEALTH``
+steps; and all at the last step. These moments depend on the step count alone, so that a sample's
+answer does not depend on its batch mates.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class _Run:
                 self._report(step, point)
             if step % HEALTH == 0 or step == last:
                 state = self._examine(point, state, step, final=step == last)
-            elif step % self.block == 0:
+            elif step % self.block == 0 or step == 1:  # step 1: a warm start may be the answer
                 self._test(point, step)
             if self.left == 0:
                 assert self.out is not None

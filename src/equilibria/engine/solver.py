@@ -90,8 +90,8 @@ class Solver(ABC):
     max_steps: int = 100
     """Evaluations of the map, at most."""
     block: int | None = None
-    """Steps between two tests of convergence; None takes 4 on a GPU, and on the CPU 1, or 2 where a
-    sample's state is so small (4,096 numbers) that a test costs as much as a step."""
+    """Steps between two tests of convergence; None takes 4 on a GPU and where a sample's state is
+    so small (4,096 numbers) that a test costs as much as a step, else 1."""
     compact: bool = False
     """Drop finished samples from the batch once they are more than half of it."""
     divergence: float = 1e4
@@ -159,4 +159,4 @@ class Solver(ABC):
             return self.block
         if z[0].device.type != "cpu":
             return 4
-        return 2 if sum(x[0].numel() for x in z) <= 4096 else 1
+        return 4 if sum(x[0].numel() for x in z) <= 4096 else 1
