@@ -83,8 +83,8 @@ class Solver(ABC):
     """
 
     rtol: float | None = None
-    """Relative tolerance; None takes one that the dtype can reach (1e-8 in float64, 1e-4 in float32,
-    but 1e-3 on a GPU where convolutions may use TF32, 4e-3 in float16, 2e-2 in bfloat16)."""
+    """Relative tolerance; None takes one that the dtype can reach: 1e-8 in float64, 1e-4 in float32
+    (1e-3 on a GPU where convolutions may use TF32), 4e-3 in float16, 2e-2 in bfloat16."""
     atol: float = 0.0
     """Absolute tolerance."""
     max_steps: int = 100

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from equilibria.engine.adjoint import Adjoint
@@ -38,14 +40,25 @@ def minimize(
         return found.lower, found.upper
 
     choice = chooser.for_problem(bounds)
-    # One step a sample must follow its sample when finished ones are dropped (compact=True).
-    per_sample = isinstance(choice.tau, Tensor) and choice.tau.ndim == 1
-    args = (*problem.inputs(), choice.tau) if per_sample else problem.inputs()
+    tau = choice.tau
+    args: tuple[Tensor, ...] = ()
+    step: Callable[..., Tensor]
+    if torch.compiler.is_compiling():
+        # Nothing looks at the arguments of a traced solve, and not every compiler can follow
+        # how a problem is rebuilt on others.
+        def step(z: Tensor) -> Tensor:
+            return problem.step(z, tau)
+    elif isinstance(tau, Tensor) and tau.ndim == 1:
+        # One step a sample must follow its sample when finished ones are dropped (compact=True).
+        args = (*problem.inputs(), tau)
 
-    def step(z: Tensor, *inputs: Tensor) -> Tensor:
-        if per_sample:
+        def step(z: Tensor, *inputs: Tensor) -> Tensor:
             return problem.with_inputs(*inputs[:-1]).step(z, inputs[-1])
-        return problem.with_inputs(*inputs).step(z, choice.tau)
+    else:
+        args = problem.inputs()
+
+        def step(z: Tensor, *inputs: Tensor) -> Tensor:
+            return problem.with_inputs(*inputs).step(z, tau)
 
     start = problem.default_start() if z0 is None else z0
     found = fixed_point(
