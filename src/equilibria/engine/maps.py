@@ -25,7 +25,7 @@ class Map:
         self.fn = fn
         self.args = args
         self.spec = spec
-        self.batch = like[0].shape[0]
+        self.batch = like[0].shape[0] if like else 0
         self.evaluations = 0
         self._single = spec.is_leaf()
         self._checked = False
@@ -69,9 +69,8 @@ class Map:
 
     def with_args(self, args: tuple[Any, ...]) -> Map:
         """The same function on other arguments."""
-        other = object.__new__(Map)
-        other.__dict__.update(self.__dict__)
-        other.args = args
+        other = Map(self.fn, args, self.spec, ())
+        other.batch, other._checked = self.batch, self._checked
         return other
 
     def take(self, index: Tensor) -> Map:
