@@ -84,9 +84,12 @@ class Options:
     quick: bool
     seed: int
     clock: str
+    only: tuple[tuple[int, int], ...] = ()
 
     @property
     def cells(self) -> list[tuple[int, int]]:
+        if self.only:
+            return list(self.only)
         return QUICK if self.quick else [(b, n) for n in STATES for b in BATCHES]
 
     @property
@@ -323,6 +326,14 @@ def main() -> None:
     )
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--quick", action="store_true", help="a few sizes, about a minute")
+    parser.add_argument(
+        "--cell",
+        action="append",
+        default=[],
+        metavar="BATCHxSTATE",
+        help="only this size, such as 512x8192; may be given again",
+    )
+    parser.add_argument("--commit", help="recorded where git is not at hand")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, help="CPU threads; torch's default if not given")
     parser.add_argument(
@@ -344,16 +355,20 @@ def main() -> None:
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     warnings.simplefilter("ignore")  # solves that are made not to converge say so
-    options = Options(torch.device(kind), args.quick, args.seed, args.clock)
+    only = tuple(_cell(parser, given) for given in args.cell)
+    options = Options(torch.device(kind), args.quick, args.seed, args.clock, only)
     eq = find_equilibria()
     peer, version = find_torchdeq(args.torchdeq)
     command = f"python benchmarks/solvers.py --device {kind} --seed {args.seed}"
     command += "" if args.threads is None else f" --threads {args.threads}"
     command += "" if args.clock == "wall" else f" --clock {args.clock}"
     command += " --quick" if args.quick else ""
+    command += "".join(f" --cell {given}" for given in args.cell)
     meta = describe_run(
         command, args.seed, options.device, equilibria=eq.__version__, torchdeq=version
     )
+    if args.commit:
+        meta["commit"] = args.commit
     notes = NOTES
     if peer is None:
         notes = f"**torchdeq is missing: {version}. Only equilibria was measured.**\n\n" + NOTES
@@ -374,10 +389,17 @@ def main() -> None:
     tables = [*tables, *extra]
     for table in tables:
         show(table)
-    name = f"solvers_{kind}" + ("_quick" if args.quick else "")
+    name = f"solvers_{kind}" + ("_quick" if args.quick else "") + ("_cells" if only else "")
     data = {"checks": checks, **bench.rows, **({"cuda": cuda} if cuda else {})}
     for path in write(args.out, name, meta, notes, tables, data):
         print(f"wrote {path}")
+
+
+def _cell(parser: argparse.ArgumentParser, given: str) -> tuple[int, int]:
+    parts = given.split("x")
+    if len(parts) != 2 or not all(part.isdigit() and int(part) > 0 for part in parts):
+        parser.error(f"--cell {given}: expected BATCHxSTATE, such as 512x8192.")
+    return int(parts[0]), int(parts[1])
 
 
 def _run_all(todo: list[tuple[str, Callable[[], None]]], steps: Steps) -> None:

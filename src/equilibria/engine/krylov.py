@@ -188,7 +188,7 @@ class _Cycle:
         self.basis.write(0, self.vector)
         self.columns: list[Tensor] = []  # column j of H̄: [B, j + 2]
         self.null = [torch.ones_like(norm)]  # entries of the left null vector
-        self.coefficients = torch.zeros(norm.shape[0], limit, dtype=norm.dtype, device=norm.device)
+        self.columns_of = torch.zeros_like(norm)  # how many columns each sample's answer uses
         self.steps = torch.zeros_like(norm)
         self.broken = torch.zeros_like(done)  # samples whose Krylov space is exhausted
         self.size = self.syncs = 0
@@ -208,12 +208,7 @@ class _Cycle:
             read = [ended.any(), (passed | self.done).all(), self.broken.any()]
             some, every, self.any_broken = torch.stack(read).tolist()
             if some:
-                y = self._least_squares()
-                self.coefficients = torch.where(
-                    ended.unsqueeze(1),
-                    torch.nn.functional.pad(y, (0, self.limit - self.size)),
-                    self.coefficients,
-                )
+                self.columns_of = torch.where(ended, float(self.size), self.columns_of)
                 self.current = torch.where(ended, estimate, self.current)
                 self.steps = torch.where(ended, float(taken + self.size), self.steps)
                 self.done = self.done | passed
@@ -251,29 +246,26 @@ class _Cycle:
         self.null.append(entry)
         return weight + entry * entry
 
-    def _least_squares(self) -> Tensor:
-        """y = argmin ‖βe₁ − H̄y‖, [B, size], by QR; directions of a breakdown get zero."""
+    def correction(self) -> Leaves:
+        """Σ yⱼvⱼ, y = argmin ‖βe₁ − H̄y‖ over each sample's own columns; zero for earlier ones.
+
+        One QR for all: columns that a sample does not use, and directions of a breakdown, get zero.
+        """
         size = self.size
         hessenberg = torch.stack(
             [torch.nn.functional.pad(c, (0, size + 1 - c.shape[1])) for c in self.columns], 2
         )
-        q, r = torch.linalg.qr(hessenberg)
+        unused = torch.arange(size, device=self.norm.device) >= self.columns_of.unsqueeze(1)
+        q, r = torch.linalg.qr(torch.where(unused.unsqueeze(1), 0.0, hessenberg))
         right = self.norm.unsqueeze(1) * q[:, 0, :]
         diagonal = torch.diagonal(r, dim1=1, dim2=2)
         largest = diagonal.abs().amax(1, keepdim=True)
-        dead = diagonal.abs() <= 64 * torch.finfo(r.dtype).eps * largest
+        dead = unused | (diagonal.abs() <= 64 * torch.finfo(r.dtype).eps * largest)
         right = torch.where(dead, 0.0, right)
-        r = torch.where(
-            dead.unsqueeze(1) | dead.unsqueeze(2),
-            torch.eye(size, dtype=r.dtype, device=r.device),
-            r,
-        )
-        solved: Tensor = torch.linalg.solve_triangular(r, right.unsqueeze(-1), upper=True)
-        return solved.squeeze(-1)
-
-    def correction(self) -> Leaves:
-        """Σ yⱼvⱼ of the cycle; zero for samples that were done before it."""
-        padded = torch.nn.functional.pad(self.coefficients[:, : self.size], (0, 1))
+        eye = torch.eye(size, dtype=r.dtype, device=r.device)
+        r = torch.where(dead.unsqueeze(1) | dead.unsqueeze(2), eye, r)
+        solved = torch.linalg.solve_triangular(r, right.unsqueeze(-1), upper=True).squeeze(-1)
+        padded = torch.nn.functional.pad(solved, (0, 1))
         return self.basis.combine(padded[:, : self.basis.used])
 
 

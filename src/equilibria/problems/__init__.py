@@ -46,7 +46,8 @@ from .priors import (
     WithL1,
 )
 from .priors_smooth import Logistic, Softplus, Tanh
-from .problem import AffineProblem, HiddenProblem, MoreauProblem, Problem
+from .problem import HiddenProblem, Problem
+from .problem_transforms import AffineProblem, MoreauProblem
 from .regularizers import L1, Decorrelation, FeatureIncay, Regularizer, SquaredNorm
 from .solving import minimize
 

@@ -12,9 +12,11 @@ from torch import Tensor
 
 from equilibria.problems.gaussian import Gaussian
 from equilibria.problems.kernels import Coupling
+from equilibria.problems.module_operator import in_double as callable_in_double
 from equilibria.problems.norms import exact, metric_root
-from equilibria.problems.operators import LinearOperator, ModuleOperator, _in_double
-from equilibria.problems.problem import AffineProblem, HiddenProblem, MoreauProblem
+from equilibria.problems.operators import LinearOperator, ModuleOperator
+from equilibria.problems.problem import HiddenProblem
+from equilibria.problems.problem_transforms import AffineProblem, MoreauProblem
 
 __all__ = ["Plain", "in_double", "unwrap"]
 
@@ -26,8 +28,8 @@ def _module_in_double(w: ModuleOperator) -> ModuleOperator:
     upper = w.norm_upper()
     try:
         return ModuleOperator(
-            _in_double(w._forward),
-            _in_double(w._adjoint),
+            callable_in_double(w._forward),
+            callable_in_double(w._adjoint),
             w._in_shape,
             norm_bound=upper if math.isfinite(upper) else None,
             dtype=torch.float64,
