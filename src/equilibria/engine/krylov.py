@@ -247,26 +247,50 @@ class _Cycle:
         return weight + entry * entry
 
     def correction(self) -> Leaves:
-        """Σ yⱼvⱼ, y = argmin ‖βe₁ − H̄y‖ over each sample's own columns; zero for earlier ones.
-
-        One QR for all: columns that a sample does not use, and directions of a breakdown, get zero.
-        """
+        """Σ yⱼvⱼ, y = argmin ‖βe₁ − H̄y‖ over each sample's own columns; zero for earlier ones."""
         size = self.size
         hessenberg = torch.stack(
             [torch.nn.functional.pad(c, (0, size + 1 - c.shape[1])) for c in self.columns], 2
         )
         unused = torch.arange(size, device=self.norm.device) >= self.columns_of.unsqueeze(1)
-        q, r = torch.linalg.qr(torch.where(unused.unsqueeze(1), 0.0, hessenberg))
-        right = self.norm.unsqueeze(1) * q[:, 0, :]
-        diagonal = torch.diagonal(r, dim1=1, dim2=2)
-        largest = diagonal.abs().amax(1, keepdim=True)
-        dead = unused | (diagonal.abs() <= 64 * torch.finfo(r.dtype).eps * largest)
-        right = torch.where(dead, 0.0, right)
-        eye = torch.eye(size, dtype=r.dtype, device=r.device)
-        r = torch.where(dead.unsqueeze(1) | dead.unsqueeze(2), eye, r)
-        solved = torch.linalg.solve_triangular(r, right.unsqueeze(-1), upper=True).squeeze(-1)
+        hessenberg = torch.where(unused.unsqueeze(1), 0.0, hessenberg)
+        if hessenberg.dtype == torch.float32:
+            solved = _by_normal_equations(hessenberg, self.norm, unused)
+        else:
+            solved = _by_qr(hessenberg, self.norm, unused)
         padded = torch.nn.functional.pad(solved, (0, 1))
         return self.basis.combine(padded[:, : self.basis.used])
+
+
+def _by_qr(hessenberg: Tensor, beta: Tensor, unused: Tensor) -> Tensor:
+    """argmin ‖βe₁ − H̄y‖, [B, n]; unused columns and directions of a breakdown get zero."""
+    q, r = torch.linalg.qr(hessenberg)
+    right = beta.unsqueeze(1) * q[:, 0, :]
+    diagonal = torch.diagonal(r, dim1=1, dim2=2)
+    largest = diagonal.abs().amax(1, keepdim=True)
+    dead = unused | (diagonal.abs() <= 64 * torch.finfo(r.dtype).eps * largest)
+    right = torch.where(dead, 0.0, right)
+    eye = torch.eye(r.shape[1], dtype=r.dtype, device=r.device)
+    r = torch.where(dead.unsqueeze(1) | dead.unsqueeze(2), eye, r)
+    solved: Tensor = torch.linalg.solve_triangular(r, right.unsqueeze(-1), upper=True)
+    return solved.squeeze(-1)
+
+
+def _by_normal_equations(hessenberg: Tensor, beta: Tensor, unused: Tensor) -> Tensor:
+    """The same for float32, in float64: squaring the condition costs no digit that float32 has.
+
+    A batched QR runs matrix by matrix on a GPU; this is one call.
+    """
+    h = hessenberg.double()
+    gram = h.mT @ h
+    diagonal = torch.diagonal(gram, dim1=1, dim2=2)
+    floor = 1e-13 * diagonal.amax(1, keepdim=True) + torch.finfo(torch.float64).tiny
+    empty = unused | (diagonal <= floor)
+    shift = torch.where(empty, 1.0, floor)
+    right = torch.where(empty, 0.0, beta.double().unsqueeze(1) * h[:, 0, :])
+    system = gram + torch.diag_embed(shift)
+    solved: Tensor = torch.linalg.solve_ex(system, right.unsqueeze(-1)).result
+    return solved.squeeze(-1).to(hessenberg.dtype)
 
 
 @options
