@@ -158,9 +158,7 @@ def feature_map() -> None:
     for gamma, color in zip((0.1, 0.5, 2.0), COLORS, strict=False):
         exact = -torch.exp(-gamma * (c - y).square().sum(1)) / (2 * gamma)
         terms = range(1, 41)
-        errors = [
-            (truncated_gaussian_coupling(c, y, gamma, k) - exact).abs().max() for k in terms
-        ]
+        errors = [(truncated_gaussian_coupling(c, y, gamma, k) - exact).abs().max() for k in terms]
         bounds = [truncation_error_bound(c, y, gamma, k).max() for k in terms]
         axis.semilogy(terms, errors, color=color, label=f"error, γ = {gamma}")
         axis.semilogy(terms, bounds, "--", color=color, label=f"bound, γ = {gamma}")

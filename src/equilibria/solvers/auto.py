@@ -17,6 +17,7 @@ from .picard import Picard
 from .proximal_gradient import ProximalGradient
 
 _EASY = 0.3
+_SHARED = tuple(f.name for f in dataclasses.fields(Solver))
 
 
 @options
@@ -51,7 +52,7 @@ class Auto(Solver):
         return Choice(chosen, choice.tau, reason)
 
     def _as(self, kind: type[Solver]) -> Solver:
-        shared = {f.name: getattr(self, f.name) for f in dataclasses.fields(Solver)}
+        shared = {name: getattr(self, name) for name in _SHARED}
         if kind is ProximalGradient and self.max_steps == Solver.max_steps:
             shared["max_steps"] = ProximalGradient.max_steps
         return kind(**shared)
