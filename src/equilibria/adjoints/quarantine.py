@@ -66,9 +66,7 @@ def sick_samples(fn: Map, like: Tensor) -> Tensor | None:
     """[B] bool: samples with NaN or infinity in what the map is given; None if it has no rows."""
     given = [t for t in pytree.tree_leaves(fn.args) if has_batch(t, like)]
     rows = [
-        ~torch.isfinite(t.detach() if t.dim() == 1 else t.detach().flatten(1))
-        .view(len(t), -1)
-        .all(1)
+        ~torch.isfinite(t.detach()).reshape(t.shape[0], -1).all(1)
         for t in (*given, *_captured_rows(fn, like))
     ]
     return torch.stack(rows).any(0) if rows else None
