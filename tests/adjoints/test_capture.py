@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import equilibria as eq
-from equilibria.adjoints.capture import Substitute, evaluate, watch
+from equilibria.adjoints.capture import Substitute, evaluate, survey, watch
 from equilibria.engine.maps import Map
 from equilibria.engine.tree import flatten_state
 from tests.contracts.adjoint_contract import (
@@ -243,3 +243,24 @@ def test_random_maps_of_many_captured_tensors_against_plain_autograd() -> None:
         for _ in range(80):
             z = fn(z)
         assert_close(found, torch.autograd.grad(loss_of(z), leaves))
+
+
+def test_a_large_closure_is_not_searched_and_its_tensors_are_found_all_the_same() -> None:
+    """A list longer than a map's own is passed over; watching finds what the map uses of it."""
+    weight = (0.3 * torch.eye(4, dtype=torch.float64)).requires_grad_()
+    x = torch.randn(2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    feature = 2.0 * x.requires_grad_()
+    crowd = [torch.zeros(1) for _ in range(5000)]
+    crowd[4321] = feature
+    fn = lambda z: torch.tanh(z @ weight + crowd[4321])
+    assert not any(t is feature for t in survey(fn).tensors)
+    start = torch.zeros(2, 4, dtype=torch.float64)
+    tight = eq.Anderson(rtol=1e-12)
+    adjoint = eq.Implicit(solver=eq.GMRES(rtol=1e-12))
+    found = eq.fixed_point(fn, start, solver=tight, adjoint=adjoint).value.sum()
+    again = eq.fixed_point(
+        lambda z, h: torch.tanh(z @ weight + h), start, (feature,), solver=tight, adjoint=adjoint
+    ).value.sum()
+    wanted = torch.autograd.grad(again, (weight, x), retain_graph=True)
+    for a, b in zip(torch.autograd.grad(found, (weight, x)), wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)

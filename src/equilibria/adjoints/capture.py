@@ -42,12 +42,14 @@ class Evaluation:
     outputs: Leaves
     sources: list[Tensor]
     stand_ins: list[Tensor]
+    modules: list[nn.Module]
 
 
 def evaluate(fn: Map, z: Leaves) -> Evaluation:
     """Evaluate T at z with a graph to everything it depends on."""
-    compiled = is_compiled(fn.fn)
-    hidden = [t for t in reachable(fn.fn) if t.requires_grad and not t.is_leaf and not compiled]
+    closure = survey(fn.fn)
+    compiled = closure.compiled
+    hidden = [t for t in closure.tensors if t.requires_grad and not t.is_leaf and not compiled]
     for attempt in range(2):
         since = _sequence_number()
         inside = [x.detach().requires_grad_() for x in z]
@@ -66,7 +68,7 @@ def evaluate(fn: Map, z: Leaves) -> Evaluation:
         found, unknown = _walk([edge_of(f) for f in outputs if f.requires_grad], stop, known, since)
         if not unknown:
             sources, copies = [s for s, _ in found], [c for _, c in found]
-            return Evaluation(inside, outputs, sources, copies)
+            return Evaluation(inside, outputs, sources, copies, closure.modules)
         if compiled:
             break
         if attempt == 0:
@@ -127,31 +129,36 @@ def _sequence_number() -> int:
     return int(node._sequence_nr())
 
 
-def reachable(fn: Callable[..., Any]) -> list[Tensor]:
-    """Tensors in the closure of a function: cells, defaults, partials, attributes of modules."""
-    found: list[Any] = []
-    _collect(fn, found, set(), 0)
-    return [t for t in found if isinstance(t, Tensor)]
+@dataclass(frozen=True)
+class Closure:
+    """What a function can reach: through cells, defaults, partials, methods and attributes."""
+
+    tensors: list[Tensor]
+    modules: list[nn.Module]
+    """Those inside others left out."""
+    compiled: bool
+    """Whether torch.compile made the function or something that it calls."""
 
 
-def reachable_modules(fn: Callable[..., Any]) -> list[nn.Module]:
-    """Modules in the closure of a function, those inside others left out."""
+# Beyond these a closure holds more than a map (a trainer, a data set). What is not looked at is
+# still found on the graph or by watching, only later.
+_DEPTH, _OBJECTS, _ITEMS = 6, 2000, 256
+
+
+def survey(fn: Callable[..., Any]) -> Closure:
+    """Look through the closure of a function once."""
     found: list[Any] = []
     _collect(fn, found, set(), 0)
     modules = [m for m in found if isinstance(m, nn.Module)]
-    inner = {id(c) for m in modules for c in m.modules() if c is not m}
-    return [m for m in modules if id(m) not in inner]
-
-
-def is_compiled(fn: Callable[..., Any]) -> bool:
-    """Whether torch.compile made the function or something it calls from its closure."""
-    found: list[Any] = []
-    _collect(fn, found, set(), 0)
-    return any(hasattr(f, "_torchdynamo_orig_callable") for f in (fn, *found))
+    if len(modules) > 1:
+        inner = {id(c) for m in modules for c in m.modules() if c is not m}
+        modules = [m for m in modules if id(m) not in inner]
+    compiled = any(hasattr(f, "_torchdynamo_orig_callable") for f in (fn, *found))
+    return Closure([t for t in found if isinstance(t, Tensor)], modules, compiled)
 
 
 def _collect(item: Any, found: list[Any], seen: set[int], depth: int) -> None:
-    if depth > 6 or id(item) in seen:
+    if depth > _DEPTH or len(seen) > _OBJECTS or id(item) in seen:
         return
     seen.add(id(item))
     inner: Iterable[Any] = ()
@@ -160,9 +167,9 @@ def _collect(item: Any, found: list[Any], seen: set[int], depth: int) -> None:
     if isinstance(item, Tensor):
         return
     if isinstance(item, (list, tuple)):
-        inner = item
+        inner = item if len(item) <= _ITEMS else ()
     elif isinstance(item, dict):
-        inner = item.values()
+        inner = item.values() if len(item) <= _ITEMS else ()
     elif isinstance(item, nn.Module):
         # Parameters are leaves, found on the graph itself; other attributes may be anything.
         inner = [v for k, v in vars(item).items() if not k.startswith("_")]

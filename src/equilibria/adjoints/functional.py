@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils import _pytree as pytree
@@ -28,7 +28,7 @@ from equilibria.engine.transforms import forward_levels, forward_mode_active
 from equilibria.engine.tree import Leaves, where_sample
 
 from .backward import note_backward
-from .capture import Substitute, reachable_modules, watch
+from .capture import Substitute, survey, watch
 from .quarantine import FAILED, clean
 
 Explicit = Callable[[Leaves, Sequence[Tensor]], Leaves]
@@ -72,7 +72,7 @@ def solve_functional(
             "forward over reverse, as torch.func.hessian does (jacfwd of jacrev)."
         )
     sources = [t for t in watch(fn, z0) if _tracked(t)]
-    explicit = make_explicit(fn, sources)
+    explicit = make_explicit(fn, sources, survey(fn.fn).modules)
     problem = _Problem(explicit, len(z0), solver, rule, backward, callback=callback)
     out = _SolveFunction.apply(problem, *z0, *sources)
     n = len(z0)
@@ -82,15 +82,13 @@ def solve_functional(
     )
 
 
-def make_explicit(fn: Map, sources: Sequence[Tensor]) -> Explicit:
+def make_explicit(fn: Map, sources: Sequence[Tensor], modules: Sequence[nn.Module]) -> Explicit:
     """T as a function of z and of the tensors it depends on, wherever it finds them.
 
     Modules are remembered with the tensors they hold now: by the time of a backward pass
     ``torch.func.functional_call`` has put others in their place.
     """
-    held = [
-        (m, dict([*m.named_parameters(), *m.named_buffers()])) for m in reachable_modules(fn.fn)
-    ]
+    held = [(m, dict([*m.named_parameters(), *m.named_buffers()])) for m in modules]
 
     def explicit(z: Leaves, deps: Sequence[Tensor]) -> Leaves:
         mode = Substitute(sources, deps)

@@ -84,7 +84,7 @@ def attach(fn: Map, z: Leaves, rule: Rule) -> Leaves:
     graph = evaluate(fn, z)
     if not graph.sources:
         return z
-    explicit = make_explicit(fn, graph.sources)
+    explicit = make_explicit(fn, graph.sources, graph.modules)
     return list(_ImplicitFunction.apply(explicit, graph, rule, len(z), *z, *graph.sources))
 
 

@@ -18,7 +18,7 @@ from equilibria.engine.maps import Map
 from equilibria.engine.result import Result
 from equilibria.engine.tree import Leaves, where_sample
 
-from .capture import Substitute, reachable
+from .capture import Substitute, survey
 
 FAILED = (Result.diverged, Result.nonfinite)
 
@@ -76,7 +76,8 @@ def _captured_rows(fn: Map, like: Tensor) -> list[Tensor]:
     """Captured tensors that may hold one row a sample (a compiled graph cannot look for them)."""
     if torch.compiler.is_compiling():
         return []
-    return [t for t in reachable(fn.fn) if has_batch(t, like) and not isinstance(t, nn.Parameter)]
+    held = survey(fn.fn).tensors
+    return [t for t in held if has_batch(t, like) and not isinstance(t, nn.Parameter)]
 
 
 def pinned(fn: Map, failed: Tensor, at: Leaves) -> Map:
