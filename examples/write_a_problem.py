@@ -18,11 +18,11 @@ import equilibria as eq
 def main(out: str) -> None:
     torch.manual_seed(0)
     layer = eq.nn.EquilibriumLayer(
-        lambda x, W, U: eq.Problem(eq.NonNegative(), eq.Gaussian(W, U(x), gamma=0.5), eq.L1(0.05)),
+        lambda x, W, U: eq.Problem(eq.NonNegative(), eq.Gaussian(W, U(x), gamma=0.1), eq.L1(0.01)),
         W=nn.Linear(8, 16, bias=False),
         U=nn.Linear(4, 16),
-    )
-    x = torch.randn(6, 4)
+    ).double()
+    x = 2.0 * torch.randn(6, 4, dtype=torch.float64)
     problem = layer.problem(x)
     curve: list[torch.Tensor] = []
     solution = layer.solve(x, callback=lambda k, z, r: curve.append(problem.objective(z).detach()))
@@ -32,7 +32,7 @@ def main(out: str) -> None:
     print("‖dL/dW‖ =", float(layer.W.weight.grad.norm()))
     gap = torch.stack(curve) - problem.objective(solution.value).detach()
     mpl.use("Agg")
-    plt.semilogy(gap.clamp_min(1e-9))
+    plt.semilogy(gap.clamp_min(1e-17))
     plt.xlabel("step")
     plt.ylabel("G(z) − G(z*)")
     plt.title("The objective of six samples")
