@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Any
 
 import torch
@@ -69,8 +70,9 @@ class _ScalarKernelLayer(WeightedLayer):
         size = inner(c, c).clamp_min(self.radius**2).sqrt()  # no square root near zero
         return (c * (self.radius / size).view(-1, *[1] * (c.ndim - 1))).to(c.dtype)
 
+    @abstractmethod
     def _coupling(self, c: Tensor) -> Coupling:
-        raise NotImplementedError
+        """The coupling of this kernel on the features c."""
 
     def problem(self, x: Tensor) -> Problem:
         """G(·; x). In training mode this moves W's power iteration."""
