@@ -1,7 +1,7 @@
 """Imports go down the order of dependence only, and the core needs torch alone.
 
     engine ← solvers, adjoints, ops ← entry ← problems ← nn ← models
-           ← training, evaluation, theory ← experiments ← cli
+           ← training, evaluation, theory, sklearn ← experiments ← cli
 
 The files are read, not imported: imports inside functions and under ``TYPE_CHECKING`` count too.
 """
@@ -26,7 +26,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("problems",),
     ("nn",),
     ("models",),
-    ("training", "evaluation", "theory"),
+    ("training", "evaluation", "theory", "sklearn"),
     ("experiments",),
     ("cli",),
     ("__main__",),
@@ -93,7 +93,7 @@ def _imports(tree: ast.AST, module: str, is_package: bool) -> Iterator[tuple[int
         elif isinstance(node, ast.Call):
             called = node.func.attr if isinstance(node.func, ast.Attribute) else None
             called = node.func.id if isinstance(node.func, ast.Name) else called
-            if called in ("import_module", "__import__"):
+            if called in ("import_module", "_import_module", "__import__"):
                 # A name that is not written out cannot be checked, so it does not pass.
                 match node.args:
                     case [ast.Constant(value=str(name)), *_] if not name.startswith("."):

@@ -1,5 +1,8 @@
 """Equilibrium layers whose answer is the solution of a problem you can read, with a certificate."""
 
+from importlib import import_module as _import_module
+from types import ModuleType as _ModuleType
+
 from . import nn
 from ._version import __version__
 from .adjoints import Implicit, OneStep, Phantom, Unrolled
@@ -100,3 +103,26 @@ __all__ = [
     "nn",
     "spectral_radius",
 ]
+
+
+def __getattr__(name: str) -> _ModuleType:
+    """The rooms above the core, imported when first used: they may need an extra."""
+    match name:
+        case "data":
+            return _import_module("equilibria.data")
+        case "evaluation":
+            return _import_module("equilibria.evaluation")
+        case "models":
+            return _import_module("equilibria.models")
+        case "sklearn":
+            return _import_module("equilibria.sklearn")
+        case "theory":
+            return _import_module("equilibria.theory")
+        case "training":
+            return _import_module("equilibria.training")
+    raise AttributeError(f"module 'equilibria' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    rooms = ["data", "evaluation", "models", "sklearn", "theory", "training"]
+    return sorted([*__all__, *rooms])

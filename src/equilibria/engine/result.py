@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import enum
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
+
+from .tree import map_tensors
 
 V = TypeVar("V")
 
@@ -96,6 +98,11 @@ class Solution(Generic[V]):
     def converged(self) -> Tensor:
         """[B] bool: which samples passed the tolerance."""
         return self.result == int(Result.converged)
+
+    def detach(self) -> Solution[V]:
+        """The same without a graph."""
+        value = map_tensors(lambda t: t.detach(), self.value)
+        return replace(self, value=value)
 
     def counts(self) -> dict[Result, int]:
         """How many samples ended in which way (synchronizes)."""

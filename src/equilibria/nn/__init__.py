@@ -5,13 +5,17 @@ from .constraints import NormBounded, OperatorNorm, WeightNormalized, constrain
 from .geq import GEQ, KerDEQ
 from .kernel_twins import PolynomialEq, SigmoidEq
 from .layer import EquilibriumLayer
+from .map_layer import MapLayer
+from .observing import Observed, equilibrium_layers, observe
 from .opteq import OptEq
 
 __all__ = [
     "GEQ",
     "EquilibriumLayer",
     "KerDEQ",
+    "MapLayer",
     "NormBounded",
+    "Observed",
     "OperatorNorm",
     "OptEq",
     "PolynomialEq",
@@ -19,4 +23,6 @@ __all__ = [
     "WeightNormalized",
     "constrain",
     "constraints",
+    "equilibrium_layers",
+    "observe",
 ]

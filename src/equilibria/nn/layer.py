@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,8 @@ from equilibria.engine.solver import Solver
 from equilibria.problems import HiddenProblem
 from equilibria.problems.solving import minimize
 from equilibria.solvers import Auto
+
+from .observing import report
 
 
 class EquilibriumLayer(nn.Module):
@@ -31,6 +33,8 @@ class EquilibriumLayer(nn.Module):
 
     Or subclass it and write the method ``problem(x)``, as GEQ and OptEq do.
     """
+
+    is_equilibrium: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -85,7 +89,9 @@ class EquilibriumLayer(nn.Module):
 
     def forward(self, x: Tensor, z0: Tensor | None = None) -> Tensor:
         """z*, [B, *state]; ``z0`` is a warm start."""
-        return self.solve(x, z0).value
+        solution = self.solve(x, z0)
+        report(self, solution)
+        return solution.value
 
     def extra_repr(self) -> str:
         return f"solver={self.solver!r}, adjoint={self.adjoint!r}"

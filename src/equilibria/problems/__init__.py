@@ -1,6 +1,6 @@
 """Hidden problems: priors, couplings, regularizers, γ policies, and what is made of them."""
 
-from .certificate import Certificate, Guarantee, certify
+from .certificate import Certificate, certify
 from .custom_prior import CustomPrior, NonMonotoneActivation, NotNonexpansive
 from .feature_map import (
     gaussian_feature_map,
@@ -16,6 +16,7 @@ from .gamma import (
     as_gamma,
 )
 from .gaussian import GAUSSIAN_CONCAVITY, Gaussian
+from .guarantee import Guarantee, Guaranteed
 from .hsic import HSIC
 from .kernels import (
     Coupling,
@@ -25,6 +26,7 @@ from .kernels import (
     Polynomial,
     Sigmoidal,
 )
+from .map_certificate import CompositeCertificate, MapCertificate
 from .norms import NormBound
 from .operators import (
     ConvOperator,
@@ -58,6 +60,7 @@ __all__ = [
     "AffineProblem",
     "Box",
     "Certificate",
+    "CompositeCertificate",
     "ConvOperator",
     "Coupling",
     "Curvature",
@@ -71,12 +74,14 @@ __all__ = [
     "GammaPolicy",
     "Gaussian",
     "Guarantee",
+    "Guaranteed",
     "HiddenProblem",
     "LeakyNonNegative",
     "LearnedGamma",
     "Linear",
     "LinearOperator",
     "Logistic",
+    "MapCertificate",
     "MeanPatchEnergy",
     "MinPatchEnergy",
     "ModuleOperator",

@@ -8,13 +8,12 @@ there is one equilibrium z*, and ‖z − z*‖ ≤ (1 + ρ/m)·‖z − T(z)‖
 from __future__ import annotations
 
 import copy
-import enum
 import math
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, overload, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +28,7 @@ from equilibria.problems.error_bounds import (
     tight_curvature,
 )
 from equilibria.problems.gaussian import Gaussian
+from equilibria.problems.guarantee import Guarantee, Guaranteed
 from equilibria.problems.lipschitz import (
     Variable,
     features_norm,
@@ -43,20 +43,6 @@ from equilibria.problems.solving import minimize
 __all__ = ["Certifiable", "Certificate", "Guarantee", "Numbers", "certify"]
 
 
-class Guarantee(enum.StrEnum):
-    """What is proven about a sample's equilibrium, strongest first."""
-
-    contraction = "contraction"
-    """One equilibrium; plain iteration z ← T(z) converges to it at the rate ρ < 1."""
-    strong_convexity = "strong convexity"
-    """One equilibrium; T_τ with τ = 2/(m + L) converges to it."""
-    local = "local"
-    """G is strongly convex around z: an equilibrium there is a strict local minimizer. One is
-    proven to exist where the error bound is finite; there may be others elsewhere."""
-    none = "none"
-    """Nothing is proven."""
-
-
 @runtime_checkable
 class Certifiable(Protocol):
     """What ``certify`` asks of a layer. It may also have ``input_norm_upper() -> float``.
@@ -68,6 +54,13 @@ class Certifiable(Protocol):
     def problem(self, x: Tensor) -> HiddenProblem: ...
 
     def solve(self, x: Tensor) -> Solution[Tensor]: ...
+
+
+@runtime_checkable
+class SelfCertifying(Protocol):
+    """A layer with no hidden problem (a map, several branches) says by itself what is proven."""
+
+    def certify(self, x: Tensor, z: Any = None) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -87,7 +80,7 @@ class Numbers:
 
 
 @dataclass(frozen=True, eq=False)
-class Certificate:
+class Certificate(Guaranteed):
     """What is proven for a batch; [B] tensors are float64. ``print`` it to read it."""
 
     kinds: tuple[Guarantee, ...]
@@ -127,36 +120,29 @@ class Certificate:
     """Whether every bound is proven; False where an estimate had to be used (see ``notes``)."""
     notes: tuple[str, ...] = ()
 
-    @property
-    def certified(self) -> Tensor:
-        """Which samples have exactly one equilibrium, [B] bool."""
-        strong = (Guarantee.contraction, Guarantee.strong_convexity)
-        return torch.tensor([kind in strong for kind in self.kinds], device=self.residual.device)
-
-    @property
-    def unique(self) -> bool:
-        """Whether every sample is certified to have exactly one equilibrium."""
-        return bool(self.certified.all())
-
-    @property
-    def kind(self) -> Guarantee:
-        """The weakest guarantee in the batch."""
-        order = list(Guarantee)
-        return max(self.kinds, key=order.index) if self.kinds else Guarantee.none
-
     def __str__(self) -> str:
         return describe(self)
 
 
-@torch.no_grad()
+@overload
+def certify(layer: SelfCertifying, x: Tensor | None = None, z: Any = None) -> Any: ...
+
+
+@overload
 def certify(
     layer: Certifiable | HiddenProblem, x: Tensor | None = None, z: Tensor | None = None
-) -> Certificate:
+) -> Certificate: ...
+
+
+@torch.no_grad()
+def certify(layer: Any, x: Tensor | None = None, z: Any = None) -> Any:
     """What is proven about the equilibrium of ``layer`` at x, and about z.
 
     ``certify(layer, x)`` solves with the layer's own solver (of a copy in eval mode: the layer is
     left as it is); ``certify(layer, x, z)`` judges a given state [B, *state], at any stage of a
-    solve. ``certify(problem, z=z)`` takes a problem in place of the layer.
+    solve. ``certify(problem, z=z)`` takes a problem in place of the layer. A layer with a method
+    ``certify(x, z)`` (those without a hidden problem: MonotoneDEQ, DeepOptEq, DEQ, MultiBranch)
+    is asked itself, and answers with a ``MapCertificate`` or a ``CompositeCertificate``.
 
     The problem is the one that the layer made in its own dtype: its constrained weights, c and γ,
     cast up to float64 without computing them anew, and z is what the layer returned. So the
@@ -169,9 +155,10 @@ def certify(
             raise TypeError("A problem is bound to its input: call certify(problem, z=z).")
         problem, input_norm = layer, None
         z, solver = _solve(lambda: minimize(problem), z)
+    elif isinstance(layer, SelfCertifying):
+        return layer.certify(_needed(layer, x), z)
     elif isinstance(layer, Certifiable):
-        if x is None:
-            raise TypeError(f"certify({type(layer).__name__}, x) needs the input x [B, ...].")
+        x = _needed(layer, x)
         model = copy.deepcopy(layer).eval() if isinstance(layer, nn.Module) else layer
         problem = model.problem(x)
         bound = getattr(model, "input_norm_upper", None)
@@ -179,13 +166,20 @@ def certify(
         z, solver = _solve(lambda: model.solve(x), z)
     else:
         raise TypeError(
-            "certify takes a layer with problem(x) and solve(x), or a Problem, got "
+            "certify takes a layer with problem(x) and solve(x), one with certify(x, z), or a "
+            "Problem, got "
             f"{type(layer).__name__}."
         )
     # cuDNN may take a transform for a convolution in float64, which has other error bounds.
     direct = torch.backends.cudnn.flags(enabled=False) if z.is_cuda else nullcontext()
     with direct:
         return _certify(problem, z, input_norm, solver)
+
+
+def _needed(layer: object, x: Tensor | None) -> Tensor:
+    if x is None:
+        raise TypeError(f"certify({type(layer).__name__}, x) needs the input x [B, ...].")
+    return x
 
 
 def _solve(run: Callable[[], Solution[Tensor]], z: Tensor | None) -> tuple[Tensor, str]:
@@ -283,11 +277,15 @@ def _certify(
 def _kinds(
     finite: Tensor, contracts: Tensor, convex: Tensor, locally: Tensor
 ) -> tuple[Guarantee, ...]:
-    found = torch.where(locally, 2, 3)
-    found = torch.where(convex, 1, found)
-    found = torch.where(convex & contracts, 0, found)
-    order = list(Guarantee)
-    return tuple(order[i] for i in torch.where(finite, found, 3).tolist())
+    found: list[Guarantee] = []
+    columns = (t.tolist() for t in (finite, contracts, convex, locally))
+    for known, contracting, strongly, near in zip(*columns, strict=True):
+        if known and strongly:
+            best = Guarantee.contraction if contracting else Guarantee.strong_convexity
+        else:
+            best = Guarantee.local if known and near else Guarantee.none
+        found.append(best)
+    return tuple(found)
 
 
 def _numbers(problem: HiddenProblem, z: Tensor, input_norm: float | None) -> Numbers:

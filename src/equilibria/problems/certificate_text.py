@@ -6,14 +6,17 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from equilibria.problems.guarantee import Guaranteed
+
 if TYPE_CHECKING:
     from equilibria.problems.certificate import Certificate
 
-__all__ = ["describe"]
+__all__ = ["describe", "either", "guarantee_rows", "lines", "spread"]
 
 _WORDS = {
     "contraction": "one equilibrium, and plain iteration converges to it",
     "strong convexity": "one equilibrium (G is strongly convex)",
+    "strong monotonicity": "one equilibrium (I − W is strongly monotone)",
     "local": "a strict local minimizer; others may exist",
     "none": "nothing is proven",
 }
@@ -23,7 +26,7 @@ def _one(value: float) -> str:
     return f"{value:.4g}"
 
 
-def _spread(values: Tensor) -> str:
+def spread(values: Tensor) -> str:
     """One number, or min, median and max; NaN samples are counted apart."""
     flat = values.detach().flatten().double().cpu()
     known = flat[~flat.isnan()]
@@ -37,11 +40,11 @@ def _spread(values: Tensor) -> str:
     return f"{text} ({lost} NaN)" if lost else text
 
 
-def _any(value: float | Tensor) -> str:
-    return _spread(value) if isinstance(value, Tensor) else _one(value)
+def either(value: float | Tensor) -> str:
+    return spread(value) if isinstance(value, Tensor) else _one(value)
 
 
-def _guarantee(certificate: Certificate) -> list[tuple[str, str]]:
+def guarantee_rows(certificate: Guaranteed) -> list[tuple[str, str]]:
     counts = {str(kind): 0 for kind in certificate.kinds}
     for kind in certificate.kinds:
         counts[str(kind)] += 1
@@ -77,27 +80,33 @@ def describe(certificate: Certificate) -> str:
     unique = "yes" if c.unique else f"certified for {certain} of {total} samples"
     lipschitz = "none" if c.lipschitz is None else _one(c.lipschitz)
     rows = [
-        *_guarantee(c),
+        *guarantee_rows(c),
         ("unique", unique),
-        ("contraction ρ", _any(c.contraction)),
-        ("modulus m", _any(c.modulus)),
-        ("smoothness L", _any(c.smoothness)),
-        ("modulus at z", _spread(c.modulus_local)),
-        ("objective", _spread(c.objective)),
-        ("stationarity", _spread(c.stationarity)),
-        ("residual", _spread(c.residual)),
-        ("‖z − z*‖ ≤", _spread(c.error_bound)),
-        ("rounding", f"{_spread(c.rounding)} (of the residual; paid for in the bound)"),
+        ("contraction ρ", either(c.contraction)),
+        ("modulus m", either(c.modulus)),
+        ("smoothness L", either(c.smoothness)),
+        ("modulus at z", spread(c.modulus_local)),
+        ("objective", spread(c.objective)),
+        ("stationarity", spread(c.stationarity)),
+        ("residual", spread(c.residual)),
+        ("‖z − z*‖ ≤", spread(c.error_bound)),
+        ("rounding", f"{spread(c.rounding)} (of the residual; paid for in the bound)"),
         (f"Lipschitz in {c.lipschitz_in}", f"{lipschitz} ({c.lipschitz_note})"),
     ]
     if c.lipschitz_local is not None:
-        text = f"{_spread(c.lipschitz_local)} ({c.lipschitz_local_note})"
+        text = f"{spread(c.lipschitz_local)} ({c.lipschitz_local_note})"
         rows.append(("  at this input", text))
     rows += [*_origins(c), ("solver", c.solver)]
     rows += [("note", note) for note in c.notes]
+    return lines(c, rows, rigorous=c.rigorous)
+
+
+def lines(certificate: Guaranteed, rows: list[tuple[str, str]], *, rigorous: bool) -> str:
+    """A heading and aligned rows of (name, text)."""
+    total = len(certificate.kinds)
     width = max(len(name) for name, _ in rows)
     samples = "1 sample" if total == 1 else f"{total} samples"
-    status = "proven, in float64" if c.rigorous else "partly estimated, see the notes"
-    lines = [f"Certificate for {samples}: {status}"]
-    lines += [f"  {name:<{width}}  {text}".rstrip() for name, text in rows]
-    return "\n".join(lines)
+    status = "proven, in float64" if rigorous else "partly estimated, see the notes"
+    made = [f"Certificate for {samples}: {status}"]
+    made += [f"  {name:<{width}}  {text}".rstrip() for name, text in rows]
+    return "\n".join(made)

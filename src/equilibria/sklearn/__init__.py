@@ -1,0 +1,1 @@
+"""Equilibrium estimators that behave as scikit-learn expects."""

@@ -1,0 +1,1 @@
+"""What the papers prove, as code to call on your own model."""

@@ -1,0 +1,1 @@
+"""Train a network: Lightning underneath, one configuration on top."""
