@@ -1,0 +1,146 @@
+"""The fused Gaussian patch message beside its plain twin: time, and share of the copy bandwidth.
+
+    python benchmarks/gaussian_op.py --out results
+
+Needs a CUDA device. For each shape: forward and backward, fused, plain and plain under
+torch.compile, medians of device events; bytes are those that a perfect kernel must move (forward
+a, c → out; backward a, c, g → dr). Errors are against float64. Writes gaussian_op.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+try:
+    import equilibria as eq
+except ImportError:
+    sys.path.insert(0, str(Path(__file__).parent.parent / "src"))
+    import equilibria as eq
+
+from equilibria.ops.gaussian_patches import fused_message, plain_message
+
+SHAPES = [
+    # batch, channels, pixels, c_s, p
+    (512, 64, 32, 8, 2),
+    (512, 128, 16, 8, 2),
+    (512, 256, 8, 8, 2),
+    (512, 256, 32, 8, 2),
+    (256, 64, 64, 4, 4),
+    (512, 128, 32, 32, 2),
+    (512, 48, 32, 3, 2),
+]
+
+
+def median_ms(run: Any, repeats: int = 50) -> float:
+    for _ in range(5):
+        run()
+    times = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end))
+    return sorted(times)[repeats // 2]
+
+
+def copy_bandwidth() -> float:
+    """Bytes a second of a large device-to-device copy, read plus written."""
+    source = torch.randn(2**28, device="cuda")
+    target = torch.empty_like(source)
+    ms = median_ms(lambda: target.copy_(source))
+    return 2 * source.numel() * 4 / (ms * 1e-3)
+
+
+def inputs(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[list[Tensor], tuple[int, int]]:
+    batch, channels, pixels, group, size = shape
+    width = group * size * size
+    big = [
+        torch.randn(batch, channels, pixels, pixels, device="cuda", dtype=dtype).to(
+            memory_format=torch.channels_last
+        )
+        for _ in range(3)
+    ]
+    hidden = torch.randn(width, 2 * width, device="cuda") / (2 * width) ** 0.5
+    metric = (hidden @ hidden.T).to(dtype)
+    gamma = torch.rand(batch, device="cuda") / width + 0.2 / width
+    return [*big, metric, gamma], (group, size)
+
+
+def relative(found: Tensor, true: Tensor) -> float:
+    return float((found.double() - true).norm() / true.norm())
+
+
+def measure(shape: tuple[int, ...], dtype: torch.dtype, speed: float) -> dict[str, Any]:
+    (a, c, g, metric, gamma), cut = inputs(shape, dtype)
+    row: dict[str, Any] = {"shape": shape, "dtype": str(dtype)}
+    leaves = [a.requires_grad_(), c.requires_grad_(), metric.requires_grad_()]
+    few = slice(0, 8)
+    wide = [t[few].detach().double().requires_grad_() for t in (a, c)]
+    wide_metric = metric.detach().double().requires_grad_()
+    true = plain_message(*wide, wide_metric, gamma[few].double(), *cut)
+    true_grads = torch.autograd.grad(true, [*wide, wide_metric], g[few].double())
+    forms = {"fused": fused_message, "plain": plain_message}
+    for name, form in forms.items():
+        small = [a[few].detach().requires_grad_(), c[few].detach().requires_grad_(), leaves[2]]
+        out = form(*small, gamma[few], *cut)
+        grads = torch.autograd.grad(out, small, g[few])
+        row[f"{name}_error"] = relative(out.detach(), true.detach())
+        row[f"{name}_gradient_errors"] = [
+            relative(x, y) for x, y in zip(grads, true_grads, strict=True)
+        ]
+    forms["compiled"] = torch.compile(plain_message)
+    size = a.numel() * a.element_size()
+    for name, form in forms.items():
+        with torch.no_grad():
+            row[f"{name}_forward_ms"] = median_ms(lambda form=form: form(a, c, metric, gamma, *cut))
+        out = form(a, c, metric, gamma, *cut)
+        row[f"{name}_backward_ms"] = median_ms(
+            lambda out=out: torch.autograd.grad(out, leaves, g, retain_graph=True)
+        )
+    row["forward_share_of_copy"] = 3 * size / (row["fused_forward_ms"] * 1e-3) / speed
+    row["backward_share_of_copy"] = 4 * size / (row["fused_backward_ms"] * 1e-3) / speed
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", default="results")
+    parser.add_argument("--commit", default="", help="recorded where git is not at hand")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("gaussian_op.py needs a CUDA device.")
+    torch.manual_seed(0)
+    speed = copy_bandwidth()
+    record: dict[str, Any] = {
+        "command": "python benchmarks/gaussian_op.py " + " ".join(sys.argv[1:]),
+        "commit": options.commit,
+        "version": eq.__version__,
+        "torch": torch.__version__,
+        "machine": torch.cuda.get_device_name(),
+        "copy_bytes_per_second": speed,
+        "rows": [],
+    }
+    Path(options.out).mkdir(parents=True, exist_ok=True)
+    for dtype in (torch.bfloat16, torch.float32):
+        for shape in SHAPES:
+            torch._dynamo.reset()
+            row = measure(shape, dtype, speed)
+            record["rows"].append(row)
+            print({k: v if isinstance(v, (str, tuple, list)) else round(v, 5) for k, v in row.items()})
+            path = Path(options.out) / "gaussian_op.json"
+            path.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

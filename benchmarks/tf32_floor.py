@@ -1,0 +1,101 @@
+"""How small a relative residual can float32 reach on this GPU, with TF32 and without?
+
+    python benchmarks/tf32_floor.py --out results
+
+The default tolerance for float32 on CUDA rests on this. Writes tf32_floor.json: for GEQ and OptEq
+layers and both settings of TF32 the least ‖T(z) − z‖/‖T(z)‖ that a solver reaches in 300 steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import equilibria as eq
+
+
+def floor(layer: eq.nn.EquilibriumLayer, x: torch.Tensor, solver: Any) -> dict[str, float]:
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        found = layer.solve(x, solver=eq.BestIterate(solver))
+    relative = found.stats.relative
+    return {
+        "best": float(relative.min()),
+        "median": float(relative.median()),
+        "worst": float(relative.max()),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", default="results")
+    parser.add_argument("--commit", default="")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("tf32_floor.py needs a CUDA device.")
+    rows = []
+    for tf32 in (True, False):
+        torch.backends.cudnn.allow_tf32 = tf32
+        torch.backends.cuda.matmul.allow_tf32 = tf32
+        for channels, pixels in ((16, 32), (64, 16), (256, 8)):
+            for bound in (0.9, 1.2):
+                torch.manual_seed(0)
+                patch = eq.Patches(channels=8, size=2)
+                constraint = eq.nn.NormBounded(bound=bound)
+                layers = {
+                    "GEQ": eq.nn.GEQ(
+                        channels,
+                        channels,
+                        in_channels=channels,
+                        patch=patch,
+                        kernel_size=3,
+                        constraint=constraint,
+                    )
+                }
+                if bound < 1:
+                    layers["OptEq"] = eq.nn.OptEq(
+                        channels,
+                        channels,
+                        in_channels=channels,
+                        kernel_size=3,
+                        constraint=constraint,
+                    )
+                x = torch.randn(16, channels, pixels, pixels, device="cuda")
+                for kind, layer in layers.items():
+                    layer = layer.cuda().eval()
+                    for name, solver in {
+                        "Picard 0.8": eq.Picard(rtol=1e-9, max_steps=300, damping=0.8),
+                        "Anderson": eq.Anderson(rtol=1e-9, max_steps=300),
+                    }.items():
+                        row = {
+                            "tf32": tf32,
+                            "layer": kind,
+                            "channels": channels,
+                            "pixels": pixels,
+                            "bound": bound,
+                            "solver": name,
+                            **floor(layer, x, solver),
+                        }
+                        rows.append(row)
+                        print(row, flush=True)
+    record = {
+        "command": "python benchmarks/tf32_floor.py " + " ".join(sys.argv[1:]),
+        "commit": options.commit,
+        "torch": torch.__version__,
+        "machine": torch.cuda.get_device_name(),
+        "rows": rows,
+    }
+    Path(options.out).mkdir(parents=True, exist_ok=True)
+    (Path(options.out) / "tf32_floor.json").write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
