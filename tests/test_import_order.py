@@ -32,7 +32,8 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("__main__",),
 )
 CORE = frozenset({"engine", "solvers", "adjoints", "ops", "entry", "problems", "nn"})
-CORE_DEPENDENCIES = frozenset({"torch"})
+# Triton comes with the GPU builds of torch; ops/ looks for it only there.
+CORE_DEPENDENCIES = frozenset({"torch", "triton"})
 
 # The package's own __init__ re-exports every room; ROOT stands for it.
 ROOT = "the package root"

@@ -15,6 +15,7 @@ from equilibria.ops.gaussian import (
     gaussian_message_jvp,
     gaussian_weights,
 )
+from equilibria.ops.gaussian_patches import can_fuse, fused_message
 from equilibria.problems.gamma import GammaPolicy, as_gamma
 from equilibria.problems.kernels import Coupling, Curvature
 from equilibria.problems.norms import (
@@ -189,7 +190,16 @@ class Gaussian(Coupling):
         return -0.5 * weights.sum(-1) / self.gamma
 
     def grad(self, z: Tensor) -> Tensor:
-        r = self._residual(z)
+        if self.patches is not None and self.metric is not None:
+            self.check_state(z)
+            cut = self.patches.channels, self.patches.size
+            image = self.operator(z)
+            if can_fuse(image, self.c, self.metric, *cut):
+                message = fused_message(image, self.c, self.metric, self.gamma, *cut)
+                return self.operator.adjoint(message, z.shape[1:])
+            r = image - self.c
+        else:
+            r = self._residual(z)
         message, _ = gaussian_message(self._rows(r), self.metric, self.gamma)
         return self.operator.adjoint(self._merge(message, r), z.shape[1:])
 

@@ -1,0 +1,131 @@
+"""The Triton kernels of the Gaussian patch message as differentiable operations.
+
+Eagerly they run in an autograd Function, which costs a launch and little else. Under torch.compile
+they are operations registered with torch, which the compiler plans memory and fusion around. A
+derivative of the derivative is that of the plain form: right to any order, fused to the first.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import triton_op, wrap_triton
+
+from . import gaussian_triton as kernels
+from .gaussian import gaussian_message
+
+__all__ = ["message"]
+
+
+def message(
+    a: Tensor, c: Tensor, metric: Tensor, gamma: Tensor, channels: int, size: int
+) -> Tensor:
+    """merge(exp(−γsᵢ)·rᵢM), r = a − c; M in the kernel's order of columns, gamma [B] float32."""
+    if torch.compiler.is_compiling():
+        found: Tensor = _operation(a, c, metric, gamma, channels, size)
+        return found
+    found = _Message.apply(a, c, metric, gamma, channels, size)  # type: ignore[no-untyped-call]
+    return found
+
+
+def _direct(kernel: Any) -> Any:
+    return kernel
+
+
+class _Message(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, a: Tensor, c: Tensor, metric: Tensor, gamma: Tensor, channels: int, size: int
+    ) -> Tensor:
+        ctx.save_for_backward(a, c, metric, gamma)
+        ctx.cut = channels, size
+        return kernels.forward(a, c, metric, gamma, channels, size, _direct)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        saved, needs, (g,) = ctx.saved_tensors, ctx.needs_input_grad[:4], gradients
+        if torch.is_grad_enabled():
+            return (*_differentiable(saved, needs, g, *ctx.cut), None, None)
+        a, c, metric, gamma = saved
+        channels, size = ctx.cut
+        found = kernels.backward(
+            a, c, metric, gamma, g, channels, size, needs[2], needs[3], _direct
+        )
+        return (*_spread(found, needs, saved[2].dtype), None, None)
+
+
+def _spread(
+    found: tuple[Tensor, Tensor, Tensor], needs: tuple[bool, ...], dtype: torch.dtype
+) -> tuple[Tensor | None, ...]:
+    """Gradients of a, c, M and γ from those of r = a − c, M and γ."""
+    dr, dm, dgamma = found
+    return (
+        dr,
+        -dr if needs[1] else None,
+        dm.to(dtype) if needs[2] else None,
+        dgamma if needs[3] else None,
+    )
+
+
+def _differentiable(
+    saved: tuple[Tensor, ...], needs: tuple[bool, ...], g: Tensor, channels: int, size: int
+) -> list[Tensor | None]:
+    """The same gradients with a graph, by the plain form."""
+    # A view of each: one tensor may have been given twice.
+    inputs = [t.view_as(t) if t.requires_grad else t for t in saved]
+    wanted = [t for t, asked in zip(inputs, needs, strict=True) if asked]
+    out = plain_in_kernel_order(inputs[0], inputs[1], inputs[2], inputs[3], channels, size)
+    found = iter(torch.autograd.grad(out, wanted, g, create_graph=True))
+    return [next(found) if asked else None for asked in needs]
+
+
+def plain_in_kernel_order(
+    a: Tensor, c: Tensor, metric: Tensor, gamma: Tensor, channels: int, size: int
+) -> Tensor:
+    """The plain form with columns in the order (dy, dx, channel)."""
+    b, n, h, w = a.shape
+    r = (a - c).reshape(b, n // channels, channels, h // size, size, w // size, size)
+    rows = r.permute(0, 1, 3, 5, 4, 6, 2).reshape(b, -1, channels * size * size)
+    found, _ = gaussian_message(rows, metric, gamma)
+    blocks = found.reshape(b, n // channels, h // size, w // size, size, size, channels)
+    return blocks.permute(0, 1, 6, 2, 4, 3, 5).reshape(b, n, h, w)
+
+
+@triton_op("equilibria::gaussian_patches", mutates_args=())
+def _operation(
+    a: Tensor, c: Tensor, metric: Tensor, gamma: Tensor, channels: int, size: int
+) -> Tensor:
+    return kernels.forward(a, c, metric, gamma, channels, size, wrap_triton)
+
+
+@triton_op("equilibria::gaussian_patches_backward", mutates_args=())
+def _pullback(
+    a: Tensor,
+    c: Tensor,
+    metric: Tensor,
+    gamma: Tensor,
+    g: Tensor,
+    channels: int,
+    size: int,
+    with_metric: bool,
+    with_gamma: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return kernels.backward(
+        a, c, metric, gamma, g, channels, size, with_metric, with_gamma, wrap_triton
+    )
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.save_for_backward(*inputs[:4])
+    ctx.cut = inputs[4:6]
+
+
+def _back(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+    saved, needs = ctx.saved_tensors, ctx.needs_input_grad[:4]
+    found = _pullback(*saved, g, *ctx.cut, needs[2], needs[3])
+    return (*_spread(found, needs, saved[2].dtype), None, None)
+
+
+_operation.register_autograd(_back, setup_context=_keep)

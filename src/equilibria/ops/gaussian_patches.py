@@ -1,0 +1,86 @@
+"""The Gaussian message of a feature map, patch by patch: fused on a GPU, plain elsewhere.
+
+    gaussian_patch_message(a, c, M, γ) = merge(exp(−γsᵢ)·rᵢM),  r = a − c cut into rows rᵢ
+
+(GEQ full, Algorithm 1.) The fused form reads a and c once and writes the message; the plain one is
+``gaussian_message`` between ``Patches.split`` and ``Patches.merge``. Both are differentiable to any
+order in a, c, M and γ.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from equilibria.engine.transforms import functorch_active, transforms_active
+
+from .gaussian import gaussian_message
+
+__all__ = ["can_fuse", "fused_message", "merge_rows", "permuted", "plain_message", "split_rows"]
+
+_WIDEST = 128
+"""Rows longer than this do not fit the registers."""
+
+# Registered with torch when the package is imported: torch.compile cannot follow it later.
+_FUSED = bool(torch.version.cuda or torch.version.hip) and find_spec("triton") is not None
+if _FUSED:
+    from .gaussian_fused import message as _message
+
+
+def split_rows(r: Tensor, channels: int, size: int) -> Tensor:
+    """[B, C, H, W] → [B, P, c_s·p²], columns in the order (channel, dy, dx)."""
+    b, c, h, w = r.shape
+    blocks = r.reshape(b, c // channels, channels, h // size, size, w // size, size)
+    return blocks.permute(0, 1, 3, 5, 2, 4, 6).reshape(b, -1, channels * size * size)
+
+
+def merge_rows(rows: Tensor, like: Tensor, channels: int, size: int) -> Tensor:
+    """The inverse, in the memory format of ``like``."""
+    b, c, h, w = like.shape
+    blocks = rows.reshape(b, c // channels, h // size, w // size, channels, size, size)
+    if like.stride(1) == 1 and c > 1:
+        pixels = blocks.permute(0, 2, 5, 3, 6, 1, 4).reshape(b, h, w, c)
+        return pixels.contiguous().permute(0, 3, 1, 2)
+    return blocks.permute(0, 1, 4, 2, 5, 3, 6).reshape(b, c, h, w).contiguous()
+
+
+def plain_message(
+    a: Tensor, c: Tensor, metric: Tensor, gamma: Tensor, channels: int, size: int
+) -> Tensor:
+    """The message in plain PyTorch: the twin, and the oracle, of the fused form."""
+    r = a - c
+    message, _ = gaussian_message(split_rows(r, channels, size), metric, gamma)
+    return merge_rows(message, r, channels, size)
+
+
+def can_fuse(a: Tensor, c: Tensor, metric: Tensor | None, channels: int, size: int) -> bool:
+    """Whether the fused form serves: a GPU, one dtype of 16 or 32 bits, short rows, no torch.func.
+
+    Maps that are not channels-last are left to the plain form, which reads them in better order.
+    """
+    if not _FUSED or a.device.type != "cuda" or metric is None or channels * size * size > _WIDEST:
+        return False
+    if a.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return False
+    if not a.dtype == c.dtype == metric.dtype or a.stride(1) != 1 or a.shape[1] < 2:
+        return False
+    # Offsets are 32-bit integers.
+    return a.numel() < 2**31 and not transforms_active() and not functorch_active()
+
+
+def permuted(metric: Tensor, channels: int, size: int) -> Tensor:
+    """M with rows and columns from the order (channel, dy, dx) to (dy, dx, channel)."""
+    k, p = channels, size
+    m = metric.view(k, p, p, k, p, p).permute(1, 2, 0, 4, 5, 3)
+    return m.reshape(k * p * p, k * p * p).contiguous()
+
+
+def fused_message(
+    a: Tensor, c: Tensor, metric: Tensor, gamma: Tensor, channels: int, size: int
+) -> Tensor:
+    """The message by the Triton kernel. a, c [B, C, H, W], metric [k, k], gamma [B] or scalar."""
+    rate = gamma.to(torch.float32).expand(a.shape[0]).contiguous()
+    found: Tensor = _message(a, c, permuted(metric, channels, size), rate, channels, size)
+    return found

@@ -1,0 +1,194 @@
+"""The Gaussian patch message in one pass over memory, forward and backward, in Triton.
+
+    r = a − c cut into rows rᵢ,  v = rᵢM,  s = ⟨rᵢ, v⟩,  e = exp(−γs),  out = e·v
+
+Forward reads a and c and writes out; backward reads a, c and the incoming gradient g and writes
+
+    dr = e·(gM − 2γ⟨g, v⟩v),   dM = Σᵢ rᵢᵀ(e·g − γe⟨g, v⟩rᵢ),   dγ = −Σᵢ se⟨g, v⟩
+
+A row is c_s channels of p × p pixels, read where it lies: no tensor of rows is made. Columns are
+taken in the order (dy, dx, channel), in which a channels-last row is runs of c_s numbers; M is
+permuted to it by the caller. The plain twin, and the oracle, is ``ops/gaussian.py``.
+"""
+
+# A kernel is Triton's language, not Python: its parameters are pointers and tiles without types.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+__all__ = ["backward", "forward"]
+
+_WAVES = 4  # programs a multiprocessor: each loops over its share of the rows
+
+
+@triton.jit
+def _offsets(
+    rows, columns, groups, across, down, sb, sc, sh, sw, CS: tl.constexpr, P: tl.constexpr
+):
+    """Where ``rows`` lie: row → (sample, y, x, group), column → (dy, dx, channel)."""
+    group = rows % groups
+    x = (rows // groups) % across
+    y = (rows // (groups * across)) % down
+    sample = rows // (groups * across * down)
+    start = sample * sb + (y * P) * sh + (x * P) * sw + (group * CS) * sc
+    dy = columns // (P * CS)
+    dx = (columns // CS) % P
+    channel = columns % CS
+    inside = dy * sh + dx * sw + channel * sc
+    return start[:, None] + inside[None, :], sample
+
+
+@triton.jit
+def _forward_kernel(
+    a, c, metric, gamma, out,
+    count, groups, across, down,
+    asb, asc, ash, asw, csb, csc, csh, csw, osb, osc, osh, osw,
+    CS: tl.constexpr, P: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    columns = tl.arange(0, COLUMNS)
+    live = columns < WIDTH
+    square = columns[:, None] * WIDTH + columns[None, :]
+    m = tl.load(metric + square, mask=live[:, None] & live[None, :], other=0.0)
+    for block in range(tl.program_id(0), tl.cdiv(count, ROWS), tl.num_programs(0)):
+        rows = block * ROWS + tl.arange(0, ROWS)
+        mask = (rows < count)[:, None] & live[None, :]
+        at, sample = _offsets(rows, columns, groups, across, down, asb, asc, ash, asw, CS, P)
+        ct, _ = _offsets(rows, columns, groups, across, down, csb, csc, csh, csw, CS, P)
+        left = tl.load(a + at, mask=mask, other=0.0).to(tl.float32)
+        right = tl.load(c + ct, mask=mask, other=0.0).to(tl.float32)
+        r = (left - right).to(m.dtype)
+        v = tl.dot(r, m, input_precision=PRECISION)
+        s = tl.maximum(tl.sum(r.to(tl.float32) * v, 1), 0.0)
+        rate = tl.load(gamma + sample, mask=rows < count, other=0.0)
+        e = tl.exp(-tl.minimum(rate * s, 110.0))
+        ot, _ = _offsets(rows, columns, groups, across, down, osb, osc, osh, osw, CS, P)
+        tl.store(out + ot, (e[:, None] * v).to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _backward_kernel(
+    a, c, metric, gamma, g, dr, partial, dgamma,
+    count, groups, across, down,
+    asb, asc, ash, asw, csb, csc, csh, csw, gsb, gsc, gsh, gsw, osb, osc, osh, osw,
+    CS: tl.constexpr, P: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
+    WITH_METRIC: tl.constexpr, WITH_GAMMA: tl.constexpr,
+):  # fmt: skip
+    columns = tl.arange(0, COLUMNS)
+    live = columns < WIDTH
+    square = columns[:, None] * WIDTH + columns[None, :]
+    m = tl.load(metric + square, mask=live[:, None] & live[None, :], other=0.0)
+    dm = tl.zeros((COLUMNS, COLUMNS), dtype=tl.float32)
+    for block in range(tl.program_id(0), tl.cdiv(count, ROWS), tl.num_programs(0)):
+        rows = block * ROWS + tl.arange(0, ROWS)
+        mask = (rows < count)[:, None] & live[None, :]
+        at, sample = _offsets(rows, columns, groups, across, down, asb, asc, ash, asw, CS, P)
+        ct, _ = _offsets(rows, columns, groups, across, down, csb, csc, csh, csw, CS, P)
+        gt, _ = _offsets(rows, columns, groups, across, down, gsb, gsc, gsh, gsw, CS, P)
+        left = tl.load(a + at, mask=mask, other=0.0).to(tl.float32)
+        right = tl.load(c + ct, mask=mask, other=0.0).to(tl.float32)
+        up = tl.load(g + gt, mask=mask, other=0.0)
+        r = (left - right).to(m.dtype)
+        v = tl.dot(r, m, input_precision=PRECISION)
+        s = tl.maximum(tl.sum(r.to(tl.float32) * v, 1), 0.0)
+        rate = tl.load(gamma + sample, mask=rows < count, other=0.0)
+        e = tl.exp(-tl.minimum(rate * s, 110.0))
+        e = tl.where(rate * s >= 110.0, 0.0, e)
+        gm = tl.dot(up.to(m.dtype), m, input_precision=PRECISION)
+        wide = up.to(tl.float32)
+        along = e * tl.sum(wide * v, 1)
+        back = e[:, None] * gm - (2.0 * rate * along)[:, None] * v
+        ot, _ = _offsets(rows, columns, groups, across, down, osb, osc, osh, osw, CS, P)
+        tl.store(dr + ot, back.to(dr.dtype.element_ty), mask=mask)
+        if WITH_METRIC:
+            pull = e[:, None] * wide - (rate * along)[:, None] * r.to(tl.float32)
+            dm += tl.dot(tl.trans(r), pull.to(m.dtype), input_precision=PRECISION)
+        if WITH_GAMMA:
+            tl.store(dgamma + rows, -s * along, mask=rows < count)
+    if WITH_METRIC:
+        place = tl.program_id(0) * WIDTH * WIDTH + square
+        tl.store(partial + place, dm, mask=live[:, None] & live[None, :])
+
+
+def _blocks(width: int) -> tuple[int, int]:
+    """(rows, columns) of a tile: about 4,096 numbers, and what a matrix unit takes."""
+    columns = max(16, triton.next_power_of_2(width))
+    return max(16, min(256, 4096 // columns)), int(columns)
+
+
+def _layout(t: Tensor, channels: int, size: int) -> tuple[int, int, int, int]:
+    """(rows, channel groups, patches across, patches down) of a map [B, C, H, W]."""
+    b, c, h, w = t.shape
+    groups, down, across = c // channels, h // size, w // size
+    return b * groups * down * across, groups, across, down
+
+
+def _precision(metric: Tensor) -> str:
+    if metric.dtype != torch.float32:
+        return "ieee"  # a half-precision product is exact before it is summed
+    # Three products of ten bits each make a float32 one on the matrix units.
+    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "tf32x3"
+
+
+def _programs(t: Tensor, count: int, rows: int) -> int:
+    """Enough programs to fill the chip, each looping over its share."""
+    if t.device.type != "cuda":
+        return min(int(triton.cdiv(count, rows)), 2)  # the interpreter
+    chip = torch.cuda.get_device_properties(t.device).multi_processor_count
+    return min(int(triton.cdiv(count, rows)), _WAVES * chip)
+
+
+def forward(
+    a: Tensor, c: Tensor, metric: Tensor, gamma: Tensor, channels: int, size: int, wrap: Any
+) -> Tensor:
+    """e·v for every row of a − c. a, c [B, C, H, W]; metric [k, k] permuted; gamma [B] float32."""
+    count, groups, across, down = _layout(a, channels, size)
+    rows, columns = _blocks(channels * size * size)
+    out = torch.empty_like(a)
+    wrap(_forward_kernel)[(_programs(a, count, rows),)](
+        a, c, metric, gamma, out,
+        count, groups, across, down,
+        *a.stride(), *c.stride(), *out.stride(),
+        CS=channels, P=size, WIDTH=channels * size * size, ROWS=rows, COLUMNS=columns,
+        PRECISION=_precision(metric), num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def backward(
+    a: Tensor,
+    c: Tensor,
+    metric: Tensor,
+    gamma: Tensor,
+    g: Tensor,
+    channels: int,
+    size: int,
+    with_metric: bool,
+    with_gamma: bool,
+    wrap: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dr [B, C, H, W], dM [k, k] float32, dγ [B] float32); the last two empty if not asked for."""
+    count, groups, across, down = _layout(a, channels, size)
+    width = channels * size * size
+    rows, columns = _blocks(width)
+    programs = _programs(a, count, rows)
+    dr = torch.empty_like(a)
+    partial = a.new_empty((programs if with_metric else 0, width, width), dtype=torch.float32)
+    dgamma = a.new_empty(count if with_gamma else 0, dtype=torch.float32)
+    wrap(_backward_kernel)[(programs,)](
+        a, c, metric, gamma, g, dr, partial, dgamma,
+        count, groups, across, down,
+        *a.stride(), *c.stride(), *g.stride(), *dr.stride(),
+        CS=channels, P=size, WIDTH=width, ROWS=rows, COLUMNS=columns,
+        PRECISION=_precision(metric), WITH_METRIC=with_metric, WITH_GAMMA=with_gamma, num_warps=4,
+    )  # fmt: skip
+    per_sample = dgamma.view(a.shape[0], -1).sum(1) if with_gamma else dgamma
+    return dr, partial.sum(0), per_sample
