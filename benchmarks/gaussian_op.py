@@ -11,6 +11,7 @@ and backward less that of forward. Errors are against float64. Writes gaussian_o
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 import time
@@ -138,12 +139,43 @@ def measure(shape: tuple[int, ...], dtype: torch.dtype, speed: float) -> dict[st
     return row
 
 
+def tune(speed: float) -> list[dict[str, Any]]:
+    """Tile, warps and waves on two shapes in bf16: shares of the copy bandwidth."""
+    from equilibria.ops import gaussian_triton as kernels
+
+    found = []
+    for shape in (SHAPES[0], SHAPES[3], SHAPES[4]):
+        (a, c, g, metric, gamma), cut = inputs(shape, torch.bfloat16)
+        size = a.numel() * a.element_size()
+        for tile, warps, waves in itertools.product((2048, 4096, 8192), (4, 8), (4, 8, 16)):
+            kernels._TILE, kernels._WARPS, kernels._WAVES = tile, warps, waves
+
+            def forward() -> None:
+                kernels.forward(a, c, metric, gamma, *cut, lambda kernel: kernel)
+
+            def backward() -> None:
+                kernels.backward(a, c, metric, gamma, g, *cut, True, False, lambda kernel: kernel)
+
+            row = {
+                "shape": shape,
+                "tile": tile,
+                "warps": warps,
+                "waves": waves,
+                "forward": 3 * size / (median_ms(forward) * 1e-3) / speed,
+                "backward": 4 * size / (median_ms(backward) * 1e-3) / speed,
+            }
+            found.append(row)
+            print(row, flush=True)
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", default="results")
     parser.add_argument("--commit", default="", help="recorded where git is not at hand")
+    parser.add_argument("--tune", action="store_true", help="try tiles, warps and waves instead")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("gaussian_op.py needs a CUDA device.")
@@ -159,6 +191,11 @@ def main() -> None:
         "rows": [],
     }
     Path(options.out).mkdir(parents=True, exist_ok=True)
+    if options.tune:
+        record["rows"] = tune(speed)
+        path = Path(options.out) / "gaussian_op_tuning.json"
+        path.write_text(json.dumps(record, indent=1) + "\n")
+        return
     for dtype in (torch.bfloat16, torch.float32):
         for shape in SHAPES:
             torch._dynamo.reset()

@@ -1,1 +1,27 @@
-"""Whole networks by name, baselines beside them."""
+"""Whole networks by name, baselines beside them; saved and loaded without unpickling anything.
+
+::
+
+    model = models.create("geq_digits", num_classes=10)
+    models.save(model, "digits.safetensors", extra={"classes": list("0123456789")})
+    model = models.load("digits.safetensors")
+"""
+
+from .checkpoint import ModelFileError, load, read_header, save
+from .network import ModelConfig, Network, count_parameters
+from .registry import ModelCard
+from .table import create, describe, names
+
+__all__ = [
+    "ModelCard",
+    "ModelConfig",
+    "ModelFileError",
+    "Network",
+    "count_parameters",
+    "create",
+    "describe",
+    "load",
+    "names",
+    "read_header",
+    "save",
+]

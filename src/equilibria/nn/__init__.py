@@ -2,6 +2,7 @@
 
 from . import constraints
 from .constraints import NormBounded, OperatorNorm, WeightNormalized, constrain
+from .deep_opteq import DeepOptEq, training_way
 from .geq import GEQ, KerDEQ
 from .kernel_twins import PolynomialEq, SigmoidEq
 from .layer import EquilibriumLayer
@@ -11,6 +12,7 @@ from .opteq import OptEq
 
 __all__ = [
     "GEQ",
+    "DeepOptEq",
     "EquilibriumLayer",
     "KerDEQ",
     "MapLayer",
@@ -25,4 +27,5 @@ __all__ = [
     "constraints",
     "equilibrium_layers",
     "observe",
+    "training_way",
 ]

@@ -26,6 +26,8 @@ from torch import Tensor
 __all__ = ["backward", "forward"]
 
 _WAVES = 4  # programs a multiprocessor: each loops over its share of the rows
+_TILE = 4096  # numbers a tile
+_WARPS = 4
 
 
 @triton.jit
@@ -119,9 +121,9 @@ def _backward_kernel(
 
 
 def _blocks(width: int) -> tuple[int, int]:
-    """(rows, columns) of a tile: about 4,096 numbers, and what a matrix unit takes."""
+    """(rows, columns) of a tile: about _TILE numbers, and what a matrix unit takes."""
     columns = max(16, triton.next_power_of_2(width))
-    return max(16, min(256, 4096 // columns)), int(columns)
+    return max(16, min(256, _TILE // columns)), int(columns)
 
 
 def _layout(t: Tensor, channels: int, size: int) -> tuple[int, int, int, int]:
@@ -158,7 +160,7 @@ def forward(
         count, groups, across, down,
         *a.stride(), *c.stride(), *out.stride(),
         CS=channels, P=size, WIDTH=channels * size * size, ROWS=rows, COLUMNS=columns,
-        PRECISION=_precision(metric), num_warps=4,
+        PRECISION=_precision(metric), num_warps=_WARPS,
     )  # fmt: skip
     return out
 
@@ -188,7 +190,7 @@ def backward(
         count, groups, across, down,
         *a.stride(), *c.stride(), *g.stride(), *dr.stride(),
         CS=channels, P=size, WIDTH=width, ROWS=rows, COLUMNS=columns,
-        PRECISION=_precision(metric), WITH_METRIC=with_metric, WITH_GAMMA=with_gamma, num_warps=4,
+        PRECISION=_precision(metric), WITH_METRIC=with_metric, WITH_GAMMA=with_gamma, num_warps=_WARPS,
     )  # fmt: skip
     per_sample = dgamma.view(a.shape[0], -1).sum(1) if with_gamma else dgamma
     return dr, partial.sum(0), per_sample

@@ -6,5 +6,14 @@ from .best import BestIterate
 from .broyden import Broyden
 from .picard import Picard
 from .proximal_gradient import ProximalGradient
+from .sequential_averaging import SequentialAveraging
 
-__all__ = ["Anderson", "Auto", "BestIterate", "Broyden", "Picard", "ProximalGradient"]
+__all__ = [
+    "Anderson",
+    "Auto",
+    "BestIterate",
+    "Broyden",
+    "Picard",
+    "ProximalGradient",
+    "SequentialAveraging",
+]
