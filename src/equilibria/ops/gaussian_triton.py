@@ -190,7 +190,8 @@ def backward(
         count, groups, across, down,
         *a.stride(), *c.stride(), *g.stride(), *dr.stride(),
         CS=channels, P=size, WIDTH=width, ROWS=rows, COLUMNS=columns,
-        PRECISION=_precision(metric), WITH_METRIC=with_metric, WITH_GAMMA=with_gamma, num_warps=_WARPS,
+        PRECISION=_precision(metric), WITH_METRIC=with_metric, WITH_GAMMA=with_gamma,
+        num_warps=_WARPS,
     )  # fmt: skip
     per_sample = dgamma.view(a.shape[0], -1).sum(1) if with_gamma else dgamma
     return dr, partial.sum(0), per_sample
