@@ -4,8 +4,8 @@
 
 Needs a CUDA device. For each shape: forward and backward, fused, plain and plain under
 torch.compile; bytes are those that a perfect kernel must move (forward
-a, c → out; backward a, c, g → dr). Times are of a CUDA graph's replay; backward is that of forward
-and backward less that of forward. Errors are against float64. Writes gaussian_op.json.
+a, c → out; backward a, c, g → dr). Kernels are timed as CUDA graphs, without launches from Python;
+the three forms in a queue of calls. Errors are against float64. Writes gaussian_op.json.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ except ImportError:
     sys.path.insert(0, str(Path(__file__).parent.parent / "src"))
     import equilibria as eq
 
-from equilibria.ops.gaussian_patches import fused_message, plain_message
+from equilibria.ops.gaussian_patches import fused_message, permuted, plain_message
 
 SHAPES = [
     # batch, channels, pixels, c_s, p
@@ -40,6 +40,10 @@ SHAPES = [
     (512, 128, 32, 32, 2),
     (512, 48, 32, 3, 2),
 ]
+
+
+if torch.cuda.is_available():
+    from equilibria.ops import gaussian_triton as kernels
 
 
 def median_ms(run: Any, repeats: int = 40) -> float:
@@ -62,6 +66,20 @@ def median_ms(run: Any, repeats: int = 40) -> float:
         torch.cuda.synchronize()
         times.append(start.elapsed_time(end))
     return sorted(times)[repeats // 2]
+
+
+def queued_ms(run: Any, calls: int = 20) -> float:
+    """Of one of many calls in a row: the device's time where it is longer than the launch."""
+    for _ in range(3):
+        run()
+    torch.cuda.synchronize()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(calls):
+        run()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / calls
 
 
 def launch_ms(run: Any, repeats: int = 100) -> float:
@@ -125,18 +143,20 @@ def measure(shape: tuple[int, ...], dtype: torch.dtype, speed: float) -> dict[st
     wanted = [leaves[0], leaves[2]]  # the gradient of c is that of a, negated by the caller
     for name, form in forms.items():
         with torch.no_grad():
-            row[f"{name}_forward_ms"] = median_ms(lambda form=form: form(a, c, metric, gamma, *cut))
-
-        def both(form: Any = form) -> None:
-            torch.autograd.grad(form(a, c.detach(), metric, gamma, *cut), wanted, g)
-
-        row[f"{name}_backward_ms"] = median_ms(both) - row[f"{name}_forward_ms"]
+            row[f"{name}_forward_ms"] = queued_ms(partial(form, a, c, metric, gamma, *cut))
+        out = form(a, c.detach(), metric, gamma, *cut)
+        pull = partial(torch.autograd.grad, out, wanted, g, retain_graph=True)
+        row[f"{name}_backward_ms"] = queued_ms(pull)
+    given = (a.detach(), c.detach(), permuted(metric.detach(), *cut), gamma.float())
+    forward = median_ms(partial(kernels.forward, *given, *cut, _direct))
+    backward = median_ms(partial(kernels.backward, *given, g, *cut, True, False, _direct))
+    row |= {"kernel_forward_ms": forward, "kernel_backward_ms": backward}
     with torch.no_grad():
         row["fused_launch_ms"] = launch_ms(
             lambda: fused_message(a[few], c[few], metric, gamma[few], *cut)
         )
-    row["forward_share_of_copy"] = 3 * size / (row["fused_forward_ms"] * 1e-3) / speed
-    row["backward_share_of_copy"] = 4 * size / (row["fused_backward_ms"] * 1e-3) / speed
+    row["forward_share_of_copy"] = 3 * size / (forward * 1e-3) / speed
+    row["backward_share_of_copy"] = 4 * size / (backward * 1e-3) / speed
     return row
 
 
@@ -146,8 +166,6 @@ def _direct(kernel: Any) -> Any:
 
 def tune(speed: float) -> list[dict[str, Any]]:
     """Tile, warps and waves on two shapes in bf16: shares of the copy bandwidth."""
-    from equilibria.ops import gaussian_triton as kernels
-
     found = []
     for shape in (SHAPES[0], SHAPES[3]):
         (a, c, g, metric, gamma), cut = inputs(shape, torch.bfloat16)

@@ -1,0 +1,99 @@
+"""``equilibria``: its commands, and what happens when one fails."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+import warnings
+from typing import Annotated
+
+import click
+import typer
+
+from equilibria import __version__
+
+from . import certify, data, evaluate, info, models, predict, train
+from .console import error_console
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="equilibria",
+    help="Train, evaluate and certify equilibrium networks: layers whose output is the solution "
+    "of an optimization problem.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"equilibria {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    """Train, evaluate and certify equilibrium networks."""
+
+
+app.command("train")(train.train)
+app.command("evaluate")(evaluate.evaluate)
+app.command("predict")(predict.predict)
+app.command("certify")(certify.certify)
+app.command("models")(models.models)
+app.add_typer(data.app, name="data")
+app.command("info")(info.info)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line. Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
+    given = sys.argv[1:] if arguments is None else arguments
+    debug = "--debug" in given
+    warnings.showwarning = _warn
+    try:
+        # --debug may stand anywhere; the callback above documents it.
+        code = app(args=[a for a in given if a != "--debug"], standalone_mode=False)
+    except click.exceptions.Abort:
+        error_console.print("interrupted", style="yellow")
+        raise SystemExit(130) from None
+    except KeyboardInterrupt as stopped:
+        error_console.print(str(stopped) or "interrupted", style="yellow", markup=False)
+        raise SystemExit(130) from None
+    except click.ClickException as wrong:
+        wrong.show()
+        raise SystemExit(wrong.exit_code) from None
+    except BrokenPipeError:
+        sys.stderr.close()  # `equilibria models | head`: the reader has left
+        raise SystemExit(0) from None
+    except Exception as error:
+        if debug:
+            traceback.print_exc()
+        else:
+            error_console.print("[bold red]error:[/] ", end="")
+            error_console.print(_said(error), markup=False, highlight=False)
+            error_console.print("(--debug shows where)", style="dim")
+        raise SystemExit(1) from None
+    raise SystemExit(code if isinstance(code, int) else 0)
+
+
+def _said(error: Exception) -> str:
+    """The message; the kind of error too where the message alone says little."""
+    text = str(error).strip()
+    if isinstance(error, KeyError) or not text or len(text) < 12:
+        return f"{type(error).__name__}: {text}"
+    return text
+
+
+def _warn(message: Warning | str, *_: object, **__: object) -> None:
+    """A warning as a line for people: no file, no source."""
+    error_console.print("[yellow]warning:[/] ", end="")
+    error_console.print(str(message), markup=False, highlight=False)

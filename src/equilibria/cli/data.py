@@ -1,0 +1,66 @@
+"""``equilibria data``: what data sets there are, fetching them, checking them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Column, Table
+
+from .console import output, print_json
+
+__all__ = ["app"]
+
+app = typer.Typer(help="List, download and check data sets.", no_args_is_help=True)
+
+Root = Annotated[
+    Path | None, typer.Option("--root", help="The folder that holds the data, if you have it.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@app.command("list")
+def list_(as_json: Json = False) -> None:
+    """The data sets known by name. Any folder of class folders works as well."""
+    from equilibria import data
+
+    cards = [data.describe(name) for name in data.names()]
+    if as_json:
+        print_json([vars(card) for card in cards])
+        return
+    table = Table(Column("name", no_wrap=True), "task", "classes", "images", "what it is")
+    for card in cards:
+        table.add_row(card.name, card.task, str(card.num_classes), card.images, card.text)
+    output().print(table)
+
+
+@app.command()
+def download(
+    name: Annotated[str, typer.Argument(help="A name from `equilibria data list`.")],
+    root: Root = None,
+) -> None:
+    """Fetch a data set into the local cache (or into --root) and decode it once."""
+    from equilibria import data
+
+    for split in data.describe(name).splits:
+        loaded = data.load(name, split, root=root, download=True)
+        output().print(f"{name} {split}: {len(loaded):,} images, {len(loaded.classes)} classes")
+
+
+@app.command()
+def check(
+    name: Annotated[str, typer.Argument(help="A name, or a folder of class folders.")],
+    root: Root = None,
+    as_json: Json = False,
+) -> None:
+    """Read every image of a data set and compare what is known of it: counts, classes, means."""
+    from equilibria import data
+
+    report = data.check(name, root=root)
+    if as_json:
+        print_json(report.to_dict())
+    else:
+        output().print(report.table())
+    if not report.ok:
+        raise typer.Exit(1)

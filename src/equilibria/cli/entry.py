@@ -1,0 +1,19 @@
+"""Where the command starts: nothing is imported here that an extra would have to bring."""
+
+from __future__ import annotations
+
+import sys
+
+
+def run() -> None:
+    """Run the command line; without its extra, say how to get it."""
+    try:
+        import typer  # noqa: F401
+    except ImportError:
+        sys.stderr.write(
+            'The command line needs the train extra: pip install "equilibria[train]"\n'
+        )
+        raise SystemExit(1) from None
+    from equilibria.cli.app import main
+
+    main()

@@ -1,0 +1,107 @@
+"""``equilibria evaluate``: how good a trained network is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from .console import fail, output, print_json
+from .loading import Batch, Converged, Device, Root, Weights, device_of, load, solver_of
+
+
+def evaluate(
+    weights: Weights,
+    data: Annotated[
+        str | None,
+        typer.Option("--data", help="A name or a folder; what it was trained on if not given."),
+    ] = None,
+    root: Root = None,
+    split: Annotated[str, typer.Option(help="Which part of the data.")] = "test",
+    batch_size: Batch = 256,
+    device: Device = None,
+    converged: Converged = None,
+    certify: Annotated[
+        int, typer.Option(min=0, help="Certify every layer on this many images; 0 for none.")
+    ] = 64,
+    corruptions: Annotated[
+        bool, typer.Option("--corruptions", help="Also under 19 corruptions at 5 severities.")
+    ] = False,
+    severities: Annotated[
+        str, typer.Option(help="Severities of the corruptions, 1 to 5.")
+    ] = "1,2,3,4,5",
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many images.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Write report.json and pictures into this folder.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Accuracy, calibration, solver statistics and certificates on a data set."""
+    from equilibria import evaluation
+
+    model, dataset = prepared(weights, data, root, split, device, limit)
+    report = evaluation.evaluate(
+        model,
+        dataset,
+        batch_size=batch_size,
+        certify=certify,
+        progress=not as_json,
+        solver=solver_of(converged),
+    )
+    found: dict[str, Any] = report.to_dict()
+    written = [] if out is None else report.save(out)
+    if not as_json:
+        output().print(report.table())
+    if corruptions:
+        study = evaluation.corruption_study(
+            model,
+            dataset,
+            severities=_severities(severities),
+            batch_size=batch_size,
+            progress=not as_json,
+        )
+        found["corruptions"] = study.to_dict()
+        written += [] if out is None else study.save(out)
+        if not as_json:
+            output().print(study.table())
+    if as_json:
+        print_json(found)
+    elif written:
+        output().print("wrote " + ", ".join(str(path) for path in written), soft_wrap=True)
+
+
+def prepared(
+    weights: Path,
+    data: str | None,
+    root: Path | None,
+    split: str,
+    device: str | None,
+    limit: int | None = None,
+) -> tuple[Any, Any]:
+    """The network and the data to judge it on, on the device."""
+    from equilibria import data as room
+
+    target = device_of(device)
+    model = load(weights, target)
+    extra: dict[str, Any] = getattr(model, "extra", {})
+    name = data or extra.get("data")
+    if name is None:
+        raise fail("these weights do not say what they were trained on.", "Give --data.")
+    size = extra.get("image_size")
+    square = size[0] if isinstance(size, list) and len(set(size)) == 1 else size
+    dataset = room.load(name, split, root=root, image_size=square)
+    dataset = dataset.with_normalization_of(extra) if extra.get("mean") else dataset
+    if limit is not None:
+        dataset = dataset.subset(range(min(limit, len(dataset))))
+    return model, dataset
+
+
+def _severities(text: str) -> tuple[int, ...]:
+    try:
+        found = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        found = ()
+    if not found or any(not 1 <= s <= 5 for s in found):
+        raise fail(f"--severities {text}: expected numbers from 1 to 5, such as 1,3,5.")
+    return found

@@ -1,0 +1,57 @@
+"""``equilibria predict``: image files in, labels with confidence out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from .console import fail, output, print_json, write_json
+from .loading import Batch, Converged, Device, Weights, device_of, load, solver_of
+
+
+def predict(
+    weights: Weights,
+    images: Annotated[list[Path], typer.Argument(help="Image files, or folders of them.")],
+    top: Annotated[int, typer.Option(min=1, help="How many labels an image.")] = 1,
+    batch_size: Batch = 64,
+    device: Device = None,
+    converged: Converged = None,
+    on_corrupt: Annotated[
+        str, typer.Option(help="What to do with a file that is no readable image: raise or skip.")
+    ] = "raise",
+    out: Annotated[Path | None, typer.Option(help="Write the answers to this JSON file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Classify images with a trained network."""
+    from equilibria import evaluation
+
+    if on_corrupt not in ("raise", "skip"):
+        raise fail(f"--on-corrupt {on_corrupt}: expected raise or skip.")
+    model = load(weights, device_of(device))
+    answers = evaluation.predict_files(
+        model,
+        images,
+        top=top,
+        batch_size=batch_size,
+        skip_corrupt=on_corrupt == "skip",
+        solver=solver_of(converged),
+        progress=not as_json,
+    )
+    found = [answer.to_dict() for answer in answers]
+    if out is not None:
+        write_json(out, found)
+    if as_json:
+        print_json(found)
+        return
+    table = Table("file", "label", "confidence", "solver")
+    for answer in answers:
+        state = "–" if answer.steps is None else f"{answer.steps} steps"
+        state += "" if answer.converged in (None, True) else ", not converged"
+        for place, (label, confidence) in enumerate(answer.labels):
+            first = place == 0
+            name = str(answer.file) if first else ""
+            table.add_row(name, label, f"{confidence:.1%}", state if first else "")
+    output().print(table)

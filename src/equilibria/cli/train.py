@@ -1,0 +1,109 @@
+"""``equilibria train``: everything by flags, or from one YAML file, or both."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from equilibria.training.config import TrainConfig
+
+from .console import error_console, fail, output, print_json
+from .flags import existing, from_flags, pairs, with_flags
+
+__all__ = ["train"]
+
+_PANELS = {
+    "What": ("model", "data", "data_root", "download", "image_size", "out", "seed"),
+    "Training": (
+        *("epochs", "batch_size", "optimizer", "lr", "schedule", "weight_decay"),
+        *("label_smoothing", "augment", "validation", "ema", "clip", "early_stop", "select"),
+    ),
+    "Machine": (
+        *("accelerator", "devices", "nodes", "strategy", "precision"),
+        *("channels_last", "compile", "workers"),
+    ),
+}
+
+
+@with_flags(TrainConfig, _PANELS)
+def train(
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            "--config", "-c", help="A YAML file of options; flags on the command line go first."
+        ),
+    ] = None,
+    option: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--option",
+            "-o",
+            metavar="KEY=VALUE",
+            help="An option of the model, such as bound=1.2; may be repeated.",
+        ),
+    ] = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(help="Go on with this run: its folder, or its last.ckpt."),
+    ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace a run that is in the folder.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the resolved configuration and stop.")
+    ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    **given: Any,
+) -> None:
+    """Train a network. Without options: a small GEQ on the digits, in half a minute.
+
+    The run's folder holds the weights (model.safetensors), the last checkpoint, the history and
+    the resolved configuration. Ctrl-C saves and says how to go on.
+    """
+    from equilibria import training
+
+    settings = _settings(config, resume, option or [], from_flags(TrainConfig, given))
+    if dry_run:
+        typer.echo(settings.resolved().to_yaml(), nl=False)
+        return
+    try:
+        result = training.fit(
+            settings, resume=resume, overwrite=overwrite, progress=not (quiet or as_json)
+        )
+    except training.RunExistsError as error:
+        raise fail(
+            str(error), "--resume FOLDER goes on with it, --overwrite replaces it."
+        ) from None
+    if as_json:
+        print_json({"folder": str(result.folder), "metrics": result.metrics})
+        return
+    table = Table("result", "value")
+    for name, value in result.metrics.items():
+        table.add_row(name, f"{value:.4g}")
+    output().print(table)
+    error_console.print(
+        f"weights in {result.weights}\nnext: equilibria evaluate {result.folder}",
+        style="dim",
+        soft_wrap=True,
+    )
+
+
+def _settings(
+    config: Path | None, resume: Path | None, option: list[str], given: dict[str, Any]
+) -> TrainConfig:
+    """Defaults, then the file (or the resumed run's own), then the flags."""
+    existing(resume)
+    file = existing(config)
+    if file is None and resume is not None:
+        folder = resume if resume.is_dir() else resume.parent
+        own = folder / "config.yaml"
+        file = own if own.exists() else None
+    base = TrainConfig() if file is None else TrainConfig.from_yaml(file)
+    chosen = pairs("option", option)
+    if chosen:
+        given["model_options"] = {**base.model_options, **given.get("model_options", {}), **chosen}
+    return base.with_overrides(given)

@@ -1,0 +1,217 @@
+"""Labels and confidences for image files, with the preprocessing stored beside the weights."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from equilibria.engine.result import Solution
+from equilibria.engine.solver import Solver
+from equilibria.nn import observe
+
+__all__ = ["Prediction", "predict_files"]
+
+_SUFFIXES = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".webp"})
+_MOST_PIXELS = 2**26  # 67 megapixels: what is larger is more likely an attack than a picture
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a network says of one image."""
+
+    file: Path
+    labels: tuple[tuple[str, float], ...]
+    """The likeliest classes with their probabilities, best first."""
+    steps: int | None
+    """Evaluations of the map, the most that any layer took; None without equilibrium layers."""
+    converged: bool | None
+    """Whether every layer's solve passed its tolerance; None where it runs fixed steps."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as plain values."""
+        return {
+            "file": str(self.file),
+            "labels": [{"label": label, "confidence": p} for label, p in self.labels],
+            "steps": self.steps,
+            "converged": self.converged,
+        }
+
+
+def predict_files(
+    model: nn.Module,
+    paths: Iterable[str | Path],
+    *,
+    top: int = 1,
+    batch_size: int = 64,
+    skip_corrupt: bool = False,
+    solver: Solver | None = None,
+    progress: bool = False,
+) -> list[Prediction]:
+    """Classify image files (folders are searched), one Prediction a readable file, in order.
+
+    ``model`` comes from ``models.load``: its ``config`` says channels and size, its ``extra`` the
+    classes, mean and std that it was trained with. ``solver`` replaces that of every layer. A file
+    that is no image raises a ValueError that names it, or with ``skip_corrupt`` is left out and
+    named in a warning.
+    """
+    from equilibria.evaluation.solving import with_solver
+
+    if top < 1:
+        raise ValueError(f"top={top}: expected at least 1.")
+    files = _files(paths)
+    extra, config = _preprocessing(model)
+    if extra.get("task") == "segmentation":
+        raise ValueError(
+            f"{config.name} segments images; predict_files names one class an image. Use a "
+            "classification network, or call the model."
+        )
+    size = _size(extra.get("image_size") or config.image_size)
+    classes = tuple(extra.get("classes") or (str(i) for i in range(config.num_classes)))
+    used = with_solver(model, solver).eval()
+    device = next(used.parameters()).device
+    normalize = _normalizer(extra, config.in_channels, device)
+    found: list[Prediction] = []
+    skipped: list[str] = []
+    for batch in _batches(files, batch_size, progress):
+        kept, pictures = [], []
+        for file in batch:
+            try:
+                pictures.append(read_image(file, config.in_channels, size))
+                kept.append(file)
+            except ValueError as error:
+                if not skip_corrupt:
+                    raise
+                skipped.append(str(error))
+        if not kept:
+            continue
+        with torch.no_grad(), warnings.catch_warnings(), observe(used) as seen:
+            warnings.simplefilter("ignore")  # convergence is a field of the answer
+            logits = used(normalize(torch.stack(pictures).to(device)))
+        if logits.shape[1] != len(classes):
+            raise ValueError(f"the model has {logits.shape[1]} classes, its file {len(classes)}.")
+        found += _answers(kept, logits.float().softmax(1), classes, top, seen.solutions)
+    if skipped:
+        warnings.warn(f"skipped {len(skipped)} files; the first: {skipped[0]}", stacklevel=2)
+    return found
+
+
+def read_image(file: Path, channels: int, size: tuple[int, int]) -> Tensor:
+    """An image file as uint8 [channels, H, W]: the middle part of that shape, resized."""
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        with Image.open(file) as picture:
+            if picture.width * picture.height > _MOST_PIXELS:
+                raise ValueError(
+                    f"{file}: {picture.width} × {picture.height} pixels are more than "
+                    f"{_MOST_PIXELS:,}; scale it down first."
+                )
+            # The file may be of any mode, with a palette or alpha.
+            plain = picture.convert("L" if channels == 1 else "RGB")
+    except FileNotFoundError:
+        raise ValueError(f"{file}: no such file.") from None
+    except (UnidentifiedImageError, OSError, SyntaxError, Image.DecompressionBombError) as error:
+        raise ValueError(f"{file}: not a readable image ({error}).") from None
+    height, width = size
+    # The largest part of the wanted shape, in the middle.
+    scale = min(plain.width / width, plain.height / height)
+    across, down = scale * width, scale * height
+    left, top = (plain.width - across) / 2, (plain.height - down) / 2
+    if (plain.width, plain.height) != (width, height):
+        box = (left, top, left + across, top + down)
+        plain = plain.resize((width, height), Image.Resampling.BILINEAR, box=box)
+    pixels = torch.frombuffer(bytearray(plain.tobytes()), dtype=torch.uint8)
+    return pixels.view(height, width, 1 if channels == 1 else 3).permute(2, 0, 1).contiguous()
+
+
+def _size(given: Any) -> tuple[int, int]:
+    sides = given if isinstance(given, (list, tuple)) else (given, given)
+    if len(sides) != 2 or any(not isinstance(s, int) or s < 1 for s in sides):
+        raise ValueError(f"the file stores image_size={given!r}: expected one or two integers.")
+    return int(sides[0]), int(sides[1])
+
+
+def _files(paths: Iterable[str | Path]) -> list[Path]:
+    found: list[Path] = []
+    for path in map(Path, paths):
+        if path.is_dir():
+            inside = sorted(p for p in path.rglob("*") if p.suffix.lower() in _SUFFIXES)
+            if not inside:
+                kinds = ", ".join(sorted(_SUFFIXES))
+                raise ValueError(f"{path}: the folder holds no image ({kinds}).")
+            found += inside
+        else:
+            found.append(path)
+    if not found:
+        raise ValueError("predict_files got no path: give image files or folders of them.")
+    return found
+
+
+def _preprocessing(model: nn.Module) -> tuple[dict[str, Any], Any]:
+    config = getattr(model, "config", None)
+    if config is None:
+        raise TypeError(
+            f"{type(model).__name__} has no config: make it with equilibria.models.create or load "
+            "it with equilibria.models.load."
+        )
+    return dict(getattr(model, "extra", None) or {}), config
+
+
+def _normalizer(extra: dict[str, Any], channels: int, device: torch.device) -> Any:
+    mean = torch.tensor(extra.get("mean") or [0.0] * channels, device=device).view(1, -1, 1, 1)
+    std = torch.tensor(extra.get("std") or [1.0] * channels, device=device).view(1, -1, 1, 1)
+    if mean.shape[1] != channels or std.shape[1] != channels:
+        raise ValueError(
+            f"the file stores {mean.shape[1]} means and {std.shape[1]} standard deviations for a "
+            f"model of {channels} channels."
+        )
+
+    def normalize(images: Tensor) -> Tensor:
+        return (images.float() / 255.0 - mean) / std
+
+    return normalize
+
+
+def _batches(files: list[Path], size: int, progress: bool) -> Iterable[list[Path]]:
+    batches = [files[i : i + size] for i in range(0, len(files), size)]
+    if not progress or len(batches) < 2:
+        return batches
+    from rich.console import Console
+    from rich.progress import track
+
+    console = Console(stderr=True)
+    return track(batches, description="predicting", console=console, transient=True)
+
+
+def _answers(
+    files: Sequence[Path],
+    probabilities: Tensor,
+    classes: tuple[str, ...],
+    top: int,
+    solutions: dict[str, list[Solution[Any]]],
+) -> list[Prediction]:
+    found = [solution for each in solutions.values() for solution in each]
+    steps = converged = None
+    if found:
+        steps = torch.stack([s.stats.steps.cpu() for s in found]).amax(0).tolist()
+        tested = [s.converged.cpu() for s in found if s.stats.syncs > 0]
+        converged = torch.stack(tested).all(0).tolist() if tested else None
+    best = probabilities.topk(min(top, len(classes)), dim=1)
+    answers = []
+    for i, file in enumerate(files):
+        pairs = zip(best.indices[i].tolist(), best.values[i].tolist(), strict=True)
+        answers.append(
+            Prediction(
+                file=file,
+                labels=tuple((classes[k], p) for k, p in pairs),
+                steps=None if steps is None else steps[i],
+                converged=None if converged is None else converged[i],
+            )
+        )
+    return answers
