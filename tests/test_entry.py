@@ -442,3 +442,29 @@ def test_laps_return_a_value_of_the_last_step() -> None:
         for adjoint in (eq.Implicit(), eq.Unrolled())
     ]
     torch.testing.assert_close(ends[0], ends[1], rtol=1e-14, atol=1e-14)
+
+
+@pytest.mark.parametrize("adjoint", [eq.Implicit(), eq.Phantom(steps=2), eq.Unrolled()])
+def test_autocast_with_plain_modules(adjoint: object) -> None:
+    """Autocast keeps casts of weights; one made inside the solve has no graph."""
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(6, 6)
+    with torch.no_grad():
+        linear.weight.mul_(0.5)
+    x = torch.randn(4, 6)
+
+    def gradient(low: bool) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=low):
+            solution = eq.fixed_point(
+                lambda z, x: torch.tanh(linear(z) + x),
+                torch.zeros(4, 6, dtype=torch.bfloat16 if low else torch.float32),
+                x.bfloat16() if low else x,
+                adjoint=adjoint,
+            )
+            # The weight is used once more, after the solve and in the same region.
+            loss = solution.value.float().square().sum() + linear(x).float().square().sum()
+        (found,) = torch.autograd.grad(loss, linear.weight)
+        return found
+
+    exact = gradient(False)
+    assert float((gradient(True) - exact).norm() / exact.norm()) < 0.1

@@ -14,6 +14,7 @@ from .engine.adjoint import Adjoint
 from .engine.iterate import Callback
 from .engine.krylov import GMRES, LinearSolver
 from .engine.maps import Map
+from .engine.precision import uncached
 from .engine.result import (
     BackwardStats,
     NotConvergedError,
@@ -73,7 +74,8 @@ def fixed_point(
     under_transform = transforms_active()
     if throw and under_transform:
         raise ValueError("throw=True cannot be used under torch.func transforms; read sol.result.")
-    done = adjoint.run(map_, leaves, solver, observe, backward)
+    with uncached(leaves[0]):
+        done = adjoint.run(map_, leaves, solver, observe, backward)
     stats = Stats(done.steps, done.residual, done.relative, done.evaluations, done.syncs, backward)
     solution: Solution[Any] = Solution(unflatten(done.value, spec), done.result, stats)
     if done.counts is not None and set(done.counts) != {Result.converged}:
@@ -141,12 +143,13 @@ def linear_solve(
     right, spec = flatten_state(b, "b")
     start = None if x0 is None else _check_start(x0, right, spec)
     product = Map(matvec, (), spec, right)
-    with torch.no_grad():
+    with torch.no_grad(), uncached(right[0]):
         done = solver.solve(product, [x.detach() for x in right], start)
     backward = BackwardStats()
     value = done.value
     if torch.is_grad_enabled():
-        value = attach_linear(product, right, value, solver, backward)
+        with uncached(right[0]):
+            value = attach_linear(product, right, value, solver, backward)
     residual = done.relative * sample_norm([x.detach() for x in right])
     stats = Stats(done.steps, residual, done.relative, product.evaluations, done.syncs, backward)
     solution: Solution[Any] = Solution(unflatten(value, spec), done.result, stats)

@@ -608,3 +608,19 @@ def test_absolute_tolerance() -> None:
         residual = norm(b - times(matrix)(found.value))
         assert (residual <= 1.01e-3).all()
         assert (residual > 1e-9).all()  # it stopped by the tolerance, not by chance
+
+
+@pytest.mark.parametrize("size", [3e-23, 1e-30, 1e22, 1e30])
+@pytest.mark.parametrize("solver", [GMRES(rtol=1e-5), CG(rtol=1e-5)])
+def test_the_size_of_b_does_not_matter(size: float, solver: LinearSolver) -> None:
+    """In float32 the square of 3e-23 is not a normal number."""
+    torch.manual_seed(0)
+    root = torch.randn(6, 6, dtype=torch.float64)
+    matrix = torch.eye(6, dtype=torch.float64) + 0.1 * root @ root.T
+    b = torch.randn(3, 6, dtype=torch.float64)
+    b[1] *= size
+    expected = torch.linalg.solve(matrix, b.T).T
+    found = eq.linear_solve(lambda v: v @ matrix.float(), b.float(), solver=solver)
+    assert bool(found.converged.all())
+    error = (found.value.double() - expected).norm(dim=1) / expected.norm(dim=1)
+    assert float(error.max()) < 1e-4

@@ -5,17 +5,19 @@ from __future__ import annotations
 import sys
 import traceback
 import warnings
-from typing import Annotated
+from typing import Annotated, Any
 
-import click
 import typer
 
-from equilibria import __version__
+from equilibria._version import __version__
 
 from . import certify, data, evaluate, info, models, predict, train
 from .console import error_console
 
 __all__ = ["app", "main"]
+
+# ClickException: newer versions of typer have a click of their own inside.
+_WrongUsage: Any = typer.BadParameter.__mro__[2]
 
 app = typer.Typer(
     name="equilibria",
@@ -62,13 +64,13 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         # --debug may stand anywhere; the callback above documents it.
         code = app(args=[a for a in given if a != "--debug"], standalone_mode=False)
-    except click.exceptions.Abort:
+    except typer.Abort:
         error_console.print("interrupted", style="yellow")
         raise SystemExit(130) from None
     except KeyboardInterrupt as stopped:
         error_console.print(str(stopped) or "interrupted", style="yellow", markup=False)
         raise SystemExit(130) from None
-    except click.ClickException as wrong:
+    except _WrongUsage as wrong:
         wrong.show()
         raise SystemExit(wrong.exit_code) from None
     except BrokenPipeError:

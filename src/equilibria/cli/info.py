@@ -10,7 +10,7 @@ import torch
 import typer
 from rich.table import Table
 
-from equilibria import __version__
+from equilibria._version import __version__
 
 from .console import output, print_json
 

@@ -64,6 +64,6 @@ def load(path: Path, device: torch.device) -> nn.Module:
 
 def solver_of(rtol: float | None) -> Any:
     """The solver to evaluate with, or None for the network's own."""
-    from equilibria import Auto
+    from equilibria.solvers import Auto
 
     return None if rtol is None else Auto(rtol=rtol)

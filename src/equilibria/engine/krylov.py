@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -58,17 +58,31 @@ class LinearSolver(ABC):
         check_number(self, "max_steps", low=1, integer=True)
         check_number(self, "block", low=1, integer=True, optional=True)
 
-    @abstractmethod
     def solve(self, matvec: MatVec, b: Leaves, x0: Leaves | None = None) -> LinearIterated:
         """Solve A x = b from x0 (zero if None)."""
-
-    def targets(self, b: Leaves, dtypes: list[torch.dtype]) -> tuple[Tensor, Tensor]:
-        """‖b‖ and the absolute tolerance, [B] each, for a system given in these dtypes."""
+        matvec, b, dtypes = _widened(matvec, b)
+        # Near 1, so that squares of small or large entries neither vanish nor overflow. Powers of
+        # two: no digit of the answer changes.
+        scale = _power_of_two(b)
+        b = scale_samples(1.0 / scale, b)
+        start = None
+        if x0 is not None:
+            wide = [x.to(c.dtype) for x, c in zip(x0, b, strict=True)]
+            start = scale_samples(1.0 / scale, wide)
         rtol = self.rtol
         if rtol is None:
             rtol = max(_DEFAULT_RTOL[dtype] for dtype in dtypes)
         norm = sample_norm(b)
-        return norm, self.atol + rtol * norm
+        done = self.run(matvec, b, start, norm, self.atol / scale + rtol * norm)
+        value = scale_samples(scale, done.value)
+        value = [v.to(d) for v, d in zip(value, dtypes, strict=True)]
+        return replace(done, value=value)
+
+    @abstractmethod
+    def run(
+        self, matvec: MatVec, b: Leaves, x0: Leaves | None, norm: Tensor, target: Tensor
+    ) -> LinearIterated:
+        """The same for a b of ordinary size, with ‖b‖ and the absolute tolerance, [B] each."""
 
     def block_length(self, device: torch.device) -> int:
         return self.block or (1 if device.type == "cpu" else 4)
@@ -87,6 +101,14 @@ def _widened(matvec: MatVec, b: Leaves) -> tuple[MatVec, Leaves, list[torch.dtyp
     return wide, [x.to(accumulation_dtype(x.dtype)) for x in b], dtypes
 
 
+def _power_of_two(b: Leaves) -> Tensor:
+    """2^⌊log₂ max|b|⌋ of each sample, [B]; 1 where b is zero or not finite."""
+    largest = torch.stack([x.reshape(x.shape[0], -1).abs().amax(1) for x in b]).amax(0)
+    exponent = torch.frexp(largest).exponent.clamp(-100, 100)
+    scale = torch.ldexp(torch.ones_like(largest), exponent)
+    return torch.where((largest > 0) & largest.isfinite(), scale, 1.0)
+
+
 def _axpy(a: Sequence[Tensor], x: Sequence[Tensor], sign: float = 1.0) -> Leaves:
     return [torch.add(p, q, alpha=sign) for p, q in zip(a, x, strict=True)]
 
@@ -95,13 +117,11 @@ def _begin(matvec: MatVec, b: Leaves, x0: Leaves | None) -> tuple[Leaves, Leaves
     """The start x, its residual b − Ax, and the products that this cost."""
     if x0 is None:
         return [torch.zeros_like(v) for v in b], b, 0
-    x = [v.to(c.dtype) for v, c in zip(x0, b, strict=True)]
-    return x, _axpy(b, matvec(x), -1.0), 1
+    return x0, _axpy(b, matvec(x0), -1.0), 1
 
 
 def _finish(
     x: Leaves,
-    dtypes: list[torch.dtype],
     done: Tensor,
     steps: Tensor,
     relative: Tensor,
@@ -114,8 +134,7 @@ def _finish(
     finite = torch.isfinite(sample_norm(x)) & torch.isfinite(relative)
     code = torch.where(finite, code, int(Result.nonfinite)).to(torch.int8)
     x = where_sample(finite, x, [torch.zeros_like(v) for v in x])
-    value = [v.to(d) for v, d in zip(x, dtypes, strict=True)]
-    return LinearIterated(value, code, steps.to(torch.int32), relative, syncs)
+    return LinearIterated(x, code, steps.to(torch.int32), relative, syncs)
 
 
 @options
@@ -133,9 +152,9 @@ class GMRES(LinearSolver):
         LinearSolver.__post_init__(self)
         check_number(self, "restart", low=1, integer=True)
 
-    def solve(self, matvec: MatVec, b: Leaves, x0: Leaves | None = None) -> LinearIterated:
-        matvec, b, dtypes = _widened(matvec, b)
-        norm, target = self.targets(b, dtypes)
+    def run(
+        self, matvec: MatVec, b: Leaves, x0: Leaves | None, norm: Tensor, target: Tensor
+    ) -> LinearIterated:
         x, residual, taken = _begin(matvec, b, x0)
         current = sample_norm(residual)
         done = current <= target
@@ -167,7 +186,7 @@ class GMRES(LinearSolver):
             if taken + 1 > self.max_steps:
                 break
         tiny = torch.finfo(norm.dtype).tiny
-        return _finish(x, dtypes, done, steps, current / norm.clamp_min(tiny), syncs, stuck)
+        return _finish(x, done, steps, current / norm.clamp_min(tiny), syncs, stuck)
 
 
 class _Cycle:
@@ -301,9 +320,9 @@ class CG(LinearSolver):
     reported as not converged.
     """
 
-    def solve(self, matvec: MatVec, b: Leaves, x0: Leaves | None = None) -> LinearIterated:
-        matvec, b, dtypes = _widened(matvec, b)
-        norm, target = self.targets(b, dtypes)
+    def run(
+        self, matvec: MatVec, b: Leaves, x0: Leaves | None, norm: Tensor, target: Tensor
+    ) -> LinearIterated:
         x, r, taken = _begin(matvec, b, x0)
         p, rr = r, sample_dot(r, r)
         block = self.block_length(b[0].device)
@@ -327,4 +346,4 @@ class CG(LinearSolver):
                 if not bool(active.any()):
                     break
         left = rr.sqrt()
-        return _finish(x, dtypes, left <= target, steps, left / norm.clamp_min(tiny), syncs)
+        return _finish(x, left <= target, steps, left / norm.clamp_min(tiny), syncs)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from equilibria.data import read_image
 from equilibria.engine.result import Solution
 from equilibria.engine.solver import Solver
 from equilibria.nn import observe
@@ -18,7 +19,6 @@ from equilibria.nn import observe
 __all__ = ["Prediction", "predict_files"]
 
 _SUFFIXES = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".webp"})
-_MOST_PIXELS = 2**26  # 67 megapixels: what is larger is more likely an attack than a picture
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def predict_files(
         kept, pictures = [], []
         for file in batch:
             try:
-                pictures.append(read_image(file, config.in_channels, size))
+                pictures.append(_read(file, config.in_channels, size))
                 kept.append(file)
             except ValueError as error:
                 if not skip_corrupt:
@@ -101,40 +101,19 @@ def predict_files(
     return found
 
 
-def read_image(file: Path, channels: int, size: tuple[int, int]) -> Tensor:
-    """An image file as uint8 [channels, H, W]: the middle part of that shape, resized."""
-    from PIL import Image, UnidentifiedImageError
-
-    try:
-        with Image.open(file) as picture:
-            if picture.width * picture.height > _MOST_PIXELS:
-                raise ValueError(
-                    f"{file}: {picture.width} × {picture.height} pixels are more than "
-                    f"{_MOST_PIXELS:,}; scale it down first."
-                )
-            # The file may be of any mode, with a palette or alpha.
-            plain = picture.convert("L" if channels == 1 else "RGB")
-    except FileNotFoundError:
-        raise ValueError(f"{file}: no such file.") from None
-    except (UnidentifiedImageError, OSError, SyntaxError, Image.DecompressionBombError) as error:
-        raise ValueError(f"{file}: not a readable image ({error}).") from None
-    height, width = size
-    # The largest part of the wanted shape, in the middle.
-    scale = min(plain.width / width, plain.height / height)
-    across, down = scale * width, scale * height
-    left, top = (plain.width - across) / 2, (plain.height - down) / 2
-    if (plain.width, plain.height) != (width, height):
-        box = (left, top, left + across, top + down)
-        plain = plain.resize((width, height), Image.Resampling.BILINEAR, box=box)
-    pixels = torch.frombuffer(bytearray(plain.tobytes()), dtype=torch.uint8)
-    return pixels.view(height, width, 1 if channels == 1 else 3).permute(2, 0, 1).contiguous()
+def _read(file: Path, channels: int, size: int) -> Tensor:
+    """uint8 [channels, size, size]: the middle square, resized."""
+    if not file.exists():
+        raise ValueError(f"{file}: no such file.")
+    return read_image(file, channels, size)
 
 
-def _size(given: Any) -> tuple[int, int]:
-    sides = given if isinstance(given, (list, tuple)) else (given, given)
-    if len(sides) != 2 or any(not isinstance(s, int) or s < 1 for s in sides):
-        raise ValueError(f"the file stores image_size={given!r}: expected one or two integers.")
-    return int(sides[0]), int(sides[1])
+def _size(given: Any) -> int:
+    """The side of the square images that the network was trained on."""
+    sides = set(given) if isinstance(given, (list, tuple)) else {given}
+    if len(sides) != 1 or not all(isinstance(s, int) and s > 0 for s in sides):
+        raise ValueError(f"the file stores image_size={given!r}: expected the side of a square.")
+    return int(sides.pop())
 
 
 def _files(paths: Iterable[str | Path]) -> list[Path]:

@@ -4,6 +4,8 @@ from .anderson import Anderson
 from .auto import Auto
 from .best import BestIterate
 from .broyden import Broyden
+from .forward_backward import ForwardBackward
+from .peaceman_rachford import PeacemanRachford
 from .picard import Picard
 from .proximal_gradient import ProximalGradient
 from .sequential_averaging import SequentialAveraging
@@ -13,6 +15,8 @@ __all__ = [
     "Auto",
     "BestIterate",
     "Broyden",
+    "ForwardBackward",
+    "PeacemanRachford",
     "Picard",
     "ProximalGradient",
     "SequentialAveraging",

@@ -1,0 +1,143 @@
+"""Linear filters of images: separable ones as matrices, B x Aᵀ, and sampling between pixels.
+
+A matrix holds the border rule, any reach and any resizing alike, and its product is exact to
+float64 on every device, where a convolution may be done in TF32.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+__all__ = [
+    "Border",
+    "bilinear",
+    "border_index",
+    "box_resize",
+    "correlate",
+    "gaussian",
+    "gaussian_matrix",
+    "separable",
+    "zoom",
+]
+
+_LARGE = 7
+"""From this width on, a kernel is applied by Fourier transforms."""
+
+Border = Literal["nearest", "reflect", "mirror"]
+"""aaa|abc|ccc, cba|abc|cba, cb|abc|ba."""
+
+
+def border_index(index: Tensor, size: int, border: Border) -> Tensor:
+    """Where an index outside 0 … size − 1 reads, for any distance."""
+    if border == "nearest" or size == 1:
+        return index.clamp(0, size - 1)
+    if border == "reflect":
+        wrapped = index.remainder(2 * size)
+        return torch.minimum(wrapped, 2 * size - 1 - wrapped)
+    wrapped = index.remainder(2 * size - 2)
+    return torch.minimum(wrapped, 2 * size - 2 - wrapped)
+
+
+def separable(x: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """rows · x · columnsᵀ for x [..., H, W], in float64, returned in the dtype of x."""
+    rows, columns = rows.to(x.device, torch.float64), columns.to(x.device, torch.float64)
+    return (rows @ x.double() @ columns.mT).to(x.dtype)
+
+
+def gaussian_matrix(size: int, sigma: float, radius: int, border: Border) -> Tensor:
+    """[size, size]: correlation with exp(−d²/2σ²), |d| ≤ radius, normalized."""
+    if sigma <= 0.0 or radius == 0:
+        return torch.eye(size, dtype=torch.float64)
+    offsets = torch.arange(-radius, radius + 1)
+    weights = torch.exp(-0.5 * (offsets.double() / sigma) ** 2)
+    weights /= weights.sum()
+    places = border_index(torch.arange(size)[:, None] + offsets, size, border)
+    matrix = torch.zeros(size, size, dtype=torch.float64)
+    return matrix.scatter_add(1, places, weights.expand(size, -1))
+
+
+def gaussian(
+    x: Tensor, sigma: float, *, truncate: float = 4.0, border: Border = "nearest"
+) -> Tensor:
+    """Gaussian blur of the last two dimensions; the kernel ends at truncate·σ."""
+    radius = int(truncate * sigma + 0.5)
+    rows, columns = (gaussian_matrix(n, sigma, radius, border) for n in x.shape[-2:])
+    return separable(x, rows, columns)
+
+
+def _zoom_matrix(size: int, factor: float) -> Tensor:
+    """[size, size]: cut the middle, stretch it linearly by ``factor``, cut the middle again."""
+    cut = math.ceil(size / factor)
+    top = (size - cut) // 2
+    stretched = round(cut * factor)
+    trim = (stretched - size) // 2
+    step = (cut - 1) / (stretched - 1) if stretched > 1 else 0.0
+    at = (torch.arange(size, dtype=torch.float64) + trim) * step
+    low = at.floor().clamp(0, cut - 1).long()
+    high = (low + 1).clamp_max(cut - 1)
+    share = (at - low)[:, None]
+    matrix = torch.zeros(size, size, dtype=torch.float64)
+    matrix.scatter_add_(1, top + low[:, None], 1.0 - share)
+    return matrix.scatter_add_(1, top + high[:, None], share)
+
+
+def zoom(x: Tensor, factor: float) -> Tensor:
+    """Zoom into the middle of [..., H, W] by factor ≥ 1, the size kept."""
+    rows, columns = (_zoom_matrix(n, factor) for n in x.shape[-2:])
+    return separable(x, rows, columns)
+
+
+def _box_matrix(size: int, target: int) -> Tensor:
+    """[target, size]: the mean of the pixels whose centers lie under each target pixel."""
+    scale = size / target
+    reach = max(scale, 1.0)
+    center = (torch.arange(target, dtype=torch.float64)[:, None] + 0.5) * scale
+    offset = (torch.arange(size, dtype=torch.float64) + 0.5 - center) / reach
+    inside = ((offset > -0.5) & (offset <= 0.5)).double()
+    return inside / inside.sum(1, keepdim=True)
+
+
+def box_resize(x: Tensor, height: int, width: int) -> Tensor:
+    """Resize [..., H, W] with the box filter, as Pillow does it (``Image.Resampling.BOX``)."""
+    return separable(x, _box_matrix(x.shape[-2], height), _box_matrix(x.shape[-1], width))
+
+
+def correlate(x: Tensor, kernel: Tensor) -> Tensor:
+    """Correlation of every plane of [N, C, H, W] with an odd kernel [k, k], border ``mirror``."""
+    reach = kernel.shape[-1] // 2
+    for dim in (-2, -1):
+        size = x.shape[dim]
+        places = border_index(torch.arange(-reach, size + reach), size, "mirror")
+        x = x.index_select(dim, places.to(x.device))
+    planes = x.flatten(0, -3).double()
+    kernel = kernel.to(x.device, torch.float64)
+    if kernel.shape[-1] < _LARGE:
+        found = F.conv2d(planes.unsqueeze(1), kernel[None, None]).squeeze(1)
+    else:
+        height, width = planes.shape[-2:]
+        product = torch.fft.rfft2(planes) * torch.fft.rfft2(kernel, s=(height, width)).conj()
+        found = torch.fft.irfft2(product, s=(height, width))
+        found = found[..., : height - 2 * reach, : width - 2 * reach]
+    return found.reshape(x.shape[:-2] + found.shape[-2:]).to(x.dtype)
+
+
+def bilinear(x: Tensor, rows: Tensor, columns: Tensor, border: Border) -> Tensor:
+    """x [N, C, H, W] read at (rows, columns) [N, H', W'], between pixels linearly."""
+    height, width = x.shape[-2:]
+    top, left = rows.floor(), columns.floor()
+    down, right = (rows - top)[:, None].to(x.dtype), (columns - left)[:, None].to(x.dtype)
+    flat = x.flatten(2)
+    total = torch.zeros((), dtype=x.dtype, device=x.device)
+    for dy, dx in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        i = border_index(top.long() + dy, height, border)
+        j = border_index(left.long() + dx, width, border)
+        places = (i * width + j).flatten(1)[:, None].expand(-1, x.shape[1], -1)
+        values = flat.gather(2, places).unflatten(2, rows.shape[1:])
+        weight = (down if dy else 1 - down) * (right if dx else 1 - right)
+        total = total + weight * values
+    return total

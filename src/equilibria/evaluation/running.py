@@ -1,0 +1,209 @@
+"""Run a model over a data set: checked, in eval mode, batch by batch, with a bar."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from equilibria.data.image_data import ImageData
+from equilibria.engine.result import ConvergenceWarning
+
+from .checks import check_whole
+from .extras import rich_module
+
+__all__ = [
+    "batches",
+    "check_logits",
+    "check_pair",
+    "device_of",
+    "evaluating",
+    "model_input",
+    "model_name",
+    "on_device",
+    "progress_bar",
+    "steps_in",
+]
+
+
+def model_name(model: nn.Module) -> str:
+    """The name that it was created by, or its class."""
+    return str(getattr(getattr(model, "config", None), "name", type(model).__name__))
+
+
+def steps_in(dataset: ImageData, batch_size: int) -> int:
+    """How many batches there are."""
+    return -(-len(dataset) // check_whole("batch_size", batch_size, 1))
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[nn.Module]:
+    """``model`` in eval mode inside the block; afterwards every module is in its own mode again.
+
+    Solves that do not converge do not warn here: the statistics count them.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ConvergenceWarning)
+            yield model
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def device_of(model: nn.Module) -> torch.device:
+    for held in (*model.parameters(), *model.buffers()):
+        return held.device
+    return torch.device("cpu")
+
+
+def model_input(model: nn.Module, dataset: ImageData, images: Tensor) -> Tensor:
+    """uint8 images normalized as the data say, in the dtype of the model."""
+    x = dataset.normalize(images)
+    for held in model.parameters():
+        if held.is_floating_point():
+            return x.to(held.dtype)
+    return x
+
+
+def on_device(model: nn.Module, device: torch.device | str | None) -> nn.Module:
+    """The model itself, or a copy where it lives on another device: the given one never moves."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"expected a model (torch.nn.Module), got {type(model).__name__}.")
+    if device is None:
+        return model
+    wanted, here = torch.device(device), device_of(model)
+    same = wanted.type == here.type and wanted.index in (None, here.index)
+    return model if same else copy.deepcopy(model).to(wanted)
+
+
+def check_pair(
+    model: nn.Module, dataset: ImageData, *, classes: int | None = None, task: str | None = None
+) -> list[str]:
+    """Raise where the model cannot be judged on these data; what is odd comes back as notes.
+
+    ``classes``: what the model should tell apart, if not the classes of the data set.
+    """
+    if not isinstance(dataset, ImageData):
+        raise TypeError(
+            f"expected data from equilibria.data.load(...), got {type(dataset).__name__}."
+        )
+    where = f"{dataset.name} ({dataset.split_name})"
+    if len(dataset) == 0:
+        raise ValueError(f"{where} is empty: there is nothing to evaluate on.")
+    if task is not None and dataset.task != task:
+        raise ValueError(f"{where} is a data set for {dataset.task}; this takes {task}.")
+    config = getattr(model, "config", None)
+    name = model_name(model)
+    channels = getattr(config, "in_channels", None)
+    if channels is not None and channels != dataset.channels:
+        words = {1: "1 channel (gray)", 3: "3 channels (RGB)"}
+        takes, has = (words.get(n, f"{n} channels") for n in (channels, dataset.channels))
+        raise ValueError(
+            f"{name} takes images of {takes}, and {where} has {has}: convert the images, or "
+            f"train a model with in_channels={dataset.channels}."
+        )
+    wanted = len(dataset.classes) if classes is None else classes
+    known = getattr(config, "num_classes", None)
+    if known is not None and known != wanted:
+        raise ValueError(_class_mismatch(name, known, wanted, where))
+    return _notes(model, dataset) if classes is None else []
+
+
+def _class_mismatch(name: str, known: int, wanted: int, where: str) -> str:
+    return (
+        f"{name} tells {known} classes apart and {where} asks for {wanted}: take the data set "
+        f"that it was trained on, or a model with num_classes={wanted}."
+    )
+
+
+def _notes(model: nn.Module, dataset: ImageData) -> list[str]:
+    """What was saved with the weights against what the data say."""
+    extra: Any = getattr(model, "extra", None) or {}
+    notes: list[str] = []
+    if not isinstance(extra, dict):
+        return notes
+    names = extra.get("classes")
+    if names and list(names) != list(dataset.classes):
+        notes.append(
+            "the model's class names differ from the data's (first: "
+            f"{names[0]!r}, {dataset.classes[0]!r}): is the order the same?"
+        )
+    for key, mine in (("mean", dataset.mean), ("std", dataset.std)):
+        theirs = extra.get(key)
+        if theirs and (
+            len(theirs) != len(mine)
+            or max(abs(a - b) for a, b in zip(theirs, mine, strict=True)) > 1e-3
+        ):
+            notes.append(
+                f"the model was trained with {key}={_short(theirs)}, the data are normalized by "
+                f"{_short(mine)}: dataset.with_normalization_of(model.extra) takes the model's"
+            )
+    return notes
+
+
+def _short(numbers: Sequence[float]) -> str:
+    return "(" + ", ".join(f"{n:.4g}" for n in numbers) + ")"
+
+
+def check_logits(logits: Any, dataset: ImageData, classes: int, name: str) -> Tensor:
+    """Raise unless these are logits [B, K] (or [B, K, H, W]) for this task."""
+    where = f"{dataset.name} ({dataset.split_name})"
+    if not isinstance(logits, Tensor):
+        raise TypeError(f"{name} returned {type(logits).__name__}; expected a tensor of logits.")
+    dims = 2 if dataset.task == "classification" else 4
+    shape = "[B, K]" if dims == 2 else "[B, K, H, W]"
+    if logits.ndim != dims:
+        raise ValueError(
+            f"{name} returned a tensor of shape {tuple(logits.shape)}; {dataset.task} on {where} "
+            f"takes logits {shape}."
+        )
+    if logits.shape[1] != classes:
+        raise ValueError(_class_mismatch(name, logits.shape[1], classes, where))
+    return logits
+
+
+def batches(
+    dataset: ImageData, batch_size: int, device: torch.device
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """(uint8 images [B, C, H, W], targets) in order, on the device."""
+    check_whole("batch_size", batch_size, 1)
+    for start in range(0, len(dataset), batch_size):
+        rows = slice(start, min(start + batch_size, len(dataset)))
+        yield dataset.images[rows].to(device), dataset.targets[rows].to(device)
+
+
+@contextmanager
+def progress_bar(total: int, text: str, shown: bool) -> Iterator[Any]:
+    """A function ``advance(text=None)`` that moves a bar on the terminal.
+
+    Silent if not shown, and where the errors do not go to a terminal.
+    """
+    rich = rich_module() if shown else None
+    console = None if rich is None else rich.console.Console(stderr=True)
+    if rich is None or console is None or not console.is_terminal:
+        yield lambda text=None: None
+        return
+    parts = rich.progress
+    bar = parts.Progress(
+        parts.TextColumn("{task.description}"),
+        parts.BarColumn(),
+        parts.MofNCompleteColumn(),
+        parts.TimeRemainingColumn(),
+        console=console,
+        transient=True,
+    )
+    with bar:
+        task = bar.add_task(text, total=total)
+
+        def advance(text: str | None = None) -> None:
+            bar.update(task, advance=1, **({} if text is None else {"description": text}))
+
+        yield advance

@@ -1,0 +1,126 @@
+"""The tables of a report, for rich."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from equilibria.problems import CompositeCertificate, Guaranteed
+
+from .certifying import certificate_dict
+from .extras import rich_module
+from .solver_statistics import SolverStatistics, layer_label
+
+if TYPE_CHECKING:
+    from .report import Report
+
+__all__ = [
+    "certificate_table",
+    "metrics_table",
+    "number",
+    "percent",
+    "solver_table",
+    "summary_line",
+]
+
+_SHARES = ("accuracy", "pixel accuracy", "mIoU", "agreement")
+
+
+def percent(value: float) -> str:
+    return "–" if value != value else f"{100 * value:.2f}%"
+
+
+def number(value: Any, digits: int = 4) -> str:
+    if value is None or (isinstance(value, float) and value != value):
+        return "–"
+    if isinstance(value, dict):
+        return number(value["max"], digits)
+    return f"{value:.{digits}g}"
+
+
+def _cell(name: str, value: float) -> str:
+    return percent(value) if name in _SHARES or name.startswith("top-") else f"{value:.4f}"
+
+
+def metrics_table(report: Report) -> Any:
+    """The headline numbers; in a second column those at the equilibria, if they were asked for."""
+    rich = rich_module()
+    metrics, converged = report.metrics, report.converged
+    table = rich.table.Table(title=f"{report.model} on {report.dataset} ({report.split})")
+    table.add_column("")
+    table.add_column("as it is" if converged is not None else "value", justify="right")
+    if converged is not None:
+        table.add_column("at equilibrium", justify="right")
+    other = {} if converged is None else converged.metrics.headline
+    for name, value in metrics.headline.items():
+        row = [name, _cell(name, value)]
+        if converged is not None:
+            row.append(_cell(name, other[name]))
+        table.add_row(*row)
+    if converged is not None:
+        table.add_row("same prediction", "", percent(converged.agreement))
+    if metrics.nonfinite:
+        table.add_row("not finite", f"{len(metrics.nonfinite):,} samples")
+    return table
+
+
+def summary_line(report: Report) -> str:
+    """What stands under the table."""
+    samples = f"{report.metrics.samples:,} samples, {len(report.classes)} classes"
+    return f"{samples}; {report.parameters:,} parameters; {report.seconds:.1f} s on {report.device}"
+
+
+def solver_table(report: Report) -> Any:
+    """Steps, residuals and shares of every layer."""
+    rich = rich_module()
+    table = rich.table.Table(title="solves")
+    table.add_column("layer", overflow="fold")
+    table.add_column("solver", overflow="fold")
+    names = ("steps", "residual", "at 95%", "converged", "≤ 1e-3")
+    for name in names:
+        table.add_column(name, justify="right")
+    columns: list[Mapping[str, SolverStatistics]] = [report.statistics]
+    if report.converged is not None:
+        columns.append(report.converged.statistics)
+    for statistics in columns:
+        for name, part in statistics.items():
+            steps = f"{part.mean_steps:.4g}"
+            if not part.fixed_steps:
+                steps += f" (max {part.max_steps})"
+            table.add_row(
+                layer_label(name),
+                part.solver.split("(")[0] + (f" → {part.chosen}" if part.chosen else ""),
+                steps,
+                number(float(part.residual[3]), 2),
+                number(float(part.residual[5]), 2),
+                "fixed steps" if part.fixed_steps else percent(part.converged),
+                percent(part.settled),
+            )
+        table.add_section()
+    return table
+
+
+def certificate_table(
+    certificate: CompositeCertificate | Mapping[str, Guaranteed],
+) -> Any:
+    """What is proven of every layer: guarantee, share unique, worst bound on the error."""
+    rich = rich_module()
+    found = certificate_dict(certificate)
+    samples = max((part["samples"] for part in found.values()), default=0)
+    table = rich.table.Table(title=f"certificates ({samples} samples)")
+    table.add_column("layer", overflow="fold")
+    table.add_column("guarantee")
+    for name in ("unique", "contraction ≤", "‖z − z*‖ ≤ (worst)", "Lipschitz"):
+        table.add_column(name, justify="right")
+    table.add_column("proven")
+    for name, part in found.items():
+        table.add_row(
+            name,
+            part["kind"],
+            "–" if part["unique"] is None else percent(part["unique"]),
+            number(part["contraction"]),
+            number(part["error_bound"], 3),
+            number(part["lipschitz"]),
+            "yes" if part["rigorous"] else "partly",
+        )
+    return table

@@ -1,0 +1,95 @@
+"""Networks of one monotone layer (Winston and Kolter 2020): one convolution, or three tiers."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from equilibria.engine.adjoint import Adjoint
+from equilibria.engine.solver import Solver
+from equilibria.nn.monotone import MonotoneDEQ
+from equilibria.nn.monotone_adjoint import TransposedSplitting
+from equilibria.solvers.peaceman_rachford import PeacemanRachford
+
+from . import options as opt
+from .network import Network, Shape
+from .registry import ModelSpec
+
+__all__ = ["SPECS", "MonotoneNet"]
+
+_SOLVER = PeacemanRachford(rtol=1e-2, max_steps=50)
+_ADJOINT = TransposedSplitting()
+
+
+class MonotoneNet(Network):
+    """One monotone layer on the image itself, average pooling, a linear map of all its pixels.
+
+    With one entry in ``channels`` it is the single convolution of the paper, else the tiers of the
+    multi-tier one, whose coarsest is read. The linear map takes every pixel, so ``image_size`` is
+    the one size that the network accepts.
+    """
+
+    def __init__(
+        self,
+        shape: Shape,
+        *,
+        channels: tuple[int, ...],
+        pool: int,
+        m: float,
+        solver: Solver,
+        adjoint: Adjoint,
+    ) -> None:
+        super().__init__(shape.in_channels)
+        unit = pool * 2 ** (len(channels) - 1)
+        if shape.image_size % unit:
+            raise ValueError(
+                f"image_size={shape.image_size} is no multiple of {unit}: {len(channels)} tier(s) "
+                f"halve it {len(channels) - 1} time(s), and it is pooled by {pool}."
+            )
+        self.image_size = shape.image_size
+        self.layer = MonotoneDEQ(
+            channels if len(channels) > 1 else channels[0],
+            in_channels=shape.in_channels,
+            kernel_size=3,
+            m=m,
+            solver=solver,
+            adjoint=adjoint,
+        )
+        self.pool = nn.AvgPool2d(pool)
+        side = shape.image_size // unit
+        self.head = nn.Linear(channels[-1] * side * side, shape.num_classes)
+
+    def logits(self, x: Tensor) -> Tensor:
+        if x.shape[-2:] != (self.image_size, self.image_size):
+            raise ValueError(
+                f"this network reads {self.image_size} × {self.image_size} pixels, got "
+                f"{x.shape[-2]} × {x.shape[-1]}; create it with image_size=..."
+            )
+        z = self.layer(x)
+        last: Tensor = z if isinstance(z, Tensor) else z[-1]
+        out: Tensor = self.head(self.pool(last).flatten(1))
+        return out
+
+
+def _spec(name: str, text: str, channels: tuple[int, ...], pool: int, count: int) -> ModelSpec:
+    return ModelSpec(
+        name,
+        MonotoneNet,
+        text,
+        in_channels=3,
+        image_size=32,
+        options={
+            "channels": opt.integers(channels, "channels of each tier"),
+            "pool": opt.integer(pool, "average pooling before the head", high=256),
+            "m": opt.number(1.0, "modulus of strong monotonicity", low=0.0, high=1e6),
+            "solver": opt.solver(_SOLVER),
+            "adjoint": opt.adjoint(_ADJOINT),
+        },
+        paper="Winston and Kolter 2020; OptEq Table 4",
+        paper_parameters=count,
+    )
+
+
+SPECS = (
+    _spec("mondeq_single", "one monotone convolution of 81 channels", (81,), 4, 172_218),
+    _spec("mondeq_multi", "monotone convolutions in three tiers", (16, 32, 60), 1, 170_194),
+)

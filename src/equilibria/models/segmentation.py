@@ -1,0 +1,151 @@
+"""Networks that label each pixel: a deep OptEq backbone (paper 003 §7.5) and FCN baselines."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import pairwise
+
+from torch import Tensor, nn
+
+from equilibria.engine.adjoint import Adjoint
+from equilibria.engine.solver import Solver
+from equilibria.problems import Regularizer
+
+from . import options as opt
+from .deep_opteq import Constraint, Form, deep_layer, solving
+from .network import Network, Shape, upsample
+from .registry import ModelSpec
+from .resnet import BASIC_18, Basic, Trunk
+from .stacks import Block, ExplicitPair
+
+__all__ = ["FCN", "SPECS", "Backbone", "DeepOptEqSegmenter", "ExplicitSegmenter"]
+
+_CHANNELS = 128
+_MIDS = (256, 512, 512)
+
+
+class Backbone(Network):
+    """Two stride-2 convolutions, a backbone at a quarter of the pixels, a score for each pixel.
+
+    x [B, C, H, W] → [B, num_classes, H, W]; the scores are brought back by bilinear interpolation,
+    so H and W need not be multiples of anything.
+    """
+
+    def __init__(self, shape: Shape, channels: int, backbone: nn.Module) -> None:
+        super().__init__(shape.in_channels)
+        half = (channels + 1) // 2
+        self.stem = nn.Sequential(
+            *_halving(shape.in_channels, half),
+            *_halving(half, channels),
+        )
+        self.backbone = backbone
+        self.head = nn.Sequential(
+            nn.BatchNorm2d(channels), nn.ReLU(), nn.Conv2d(channels, shape.num_classes, 1)
+        )
+
+    def logits(self, x: Tensor) -> Tensor:
+        return upsample(self.head(self.backbone(self.stem(x))), x)
+
+
+def _halving(before: int, after: int) -> list[nn.Module]:
+    conv = nn.Conv2d(before, after, 3, stride=2, padding=1, bias=False)
+    return [conv, nn.BatchNorm2d(after), nn.ReLU()]
+
+
+class DeepOptEqSegmenter(Backbone):
+    """The backbone is a deep OptEq of three blocks, 256, 512 and 512 (paper 003 §7.5)."""
+
+    def __init__(
+        self,
+        shape: Shape,
+        *,
+        channels: int,
+        mids: tuple[int, ...],
+        alpha: float | tuple[float, ...],
+        learn_alpha: bool,
+        constraint: Constraint,
+        regularizer: Regularizer | None,
+        regularize: Form,
+        solver: Solver,
+        adjoint: Adjoint,
+    ) -> None:
+        layer = deep_layer(
+            channels,
+            mids,
+            alpha=alpha,
+            learn_alpha=learn_alpha,
+            constraint=constraint,
+            regularizer=regularizer,
+            regularize=regularize,
+            solver=solver,
+            adjoint=adjoint,
+        )
+        super().__init__(shape, channels, layer)
+
+
+class ExplicitSegmenter(Backbone):
+    """Its explicit twin: each block becomes a residual pair of convolutions of equal size."""
+
+    def __init__(self, shape: Shape, *, channels: int, mids: tuple[int, ...]) -> None:
+        pairs = [Block(channels, channels, partial(ExplicitPair, mid=mid)) for mid in mids]
+        super().__init__(shape, channels, nn.Sequential(*pairs))
+
+
+class FCN(Network):
+    """FCN-8s (Shelhamer, Long and Darrell) on a ResNet-18: scores at strides 8, 16, 32, summed.
+
+    Each coarser score is brought up by bilinear interpolation and added to the next finer one.
+    """
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__(shape.in_channels)
+        self.trunk = Trunk(shape.in_channels, Basic, BASIC_18, "imagenet")
+        self.scores = nn.ModuleList(
+            nn.Conv2d(c, shape.num_classes, 1) for c in self.trunk.channels[1:]
+        )
+
+    def logits(self, x: Tensor) -> Tensor:
+        maps = self.trunk(x)[1:]
+        scores = [score(m) for score, m in zip(self.scores, maps, strict=True)]
+        out: Tensor = scores[-1]
+        for _, finer in pairwise(reversed(scores)):
+            out = upsample(out, finer) + finer
+        return upsample(out, x)
+
+
+_SIZE = 180  # CamVid as shared: 240 × 180 pixels
+_SHARED = {
+    "channels": opt.integer(_CHANNELS, "channels of the backbone"),
+    "mids": opt.integers(_MIDS, "channels of each block"),
+}
+
+SPECS = (
+    ModelSpec(
+        "deep_opteq_seg",
+        DeepOptEqSegmenter,
+        "deep OptEq backbone of three blocks at a quarter of the pixels",
+        in_channels=3,
+        image_size=_SIZE,
+        options={**_SHARED, **solving()},
+        task="segmentation",
+        paper="OptEq §7.5, Table 10 (no count printed)",
+    ),
+    ModelSpec(
+        "fcn_seg",
+        ExplicitSegmenter,
+        "explicit twin of deep_opteq_seg: two convolutions for each block",
+        in_channels=3,
+        image_size=_SIZE,
+        options=_SHARED,
+        task="segmentation",
+    ),
+    ModelSpec(
+        "fcn_resnet18",
+        FCN,
+        "FCN-8s on a ResNet-18",
+        in_channels=3,
+        image_size=_SIZE,
+        task="segmentation",
+        paper="Shelhamer, Long and Darrell 2017",
+    ),
+)

@@ -1,0 +1,264 @@
+"""Deep OptEq (paper 003, Eq 5–6): z = f_L ∘ … ∘ f_1(z), f_l(z) = α_l W_lᵀσ(W_l z + c_l) + (1−α_l)z.
+
+The three ways of Algorithm 1 to train it, or any other layer, are in ``training_way``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from equilibria.engine.adjoint import Adjoint
+from equilibria.engine.result import Solution
+from equilibria.engine.solver import Solver
+from equilibria.entry import fixed_point
+from equilibria.problems import MapCertificate, NonNegative, Prior, Regularizer
+
+from .constraints import Constraint, NormBounded
+from .deep_opteq_blocks import BoundBlock, OptEqBlock
+from .deep_opteq_certificate import certify_deep_opteq
+from .deep_opteq_options import block_sizes, check_regularizer, odd_kernel, size, start_alphas
+from .deep_opteq_training import TrainingWay, training_way
+from .map_layer import MapLayer
+from .weighted import _autocasts, _channels_last
+
+__all__ = ["DeepOptEq", "TrainingWay", "training_way"]
+
+Step = Callable[..., Tensor]
+
+
+class DeepOptEq(MapLayer):
+    """z = T(z) = f_L ∘ … ∘ f_1(z),  f_l(z) = α_l W_lᵀσ(W_l z + U_l x + b_l) + (1−α_l)z  (Eq 5–6).
+
+    With L_σ‖W_l‖² ≤ 1 each f_l is the proximal operator of α_l·M_{φ_l}^{1−α_l}, so nonexpansive
+    (Theorems 1 and 2); with ‖W_l‖ < 1 it contracts with the factor α_l L_σ‖W_l‖² + 1 − α_l, and T
+    with the product of them. L = 1 and α = 1 is ``OptEq(form="state")``.
+
+    A feature regularizer R (§5.1; it carries its weight, the paper's γR) enters the map in front of
+    the blocks, in one of two forms, which are two problems:
+
+    - ``regularize="gradient"``: T(z − ∂R(z)). L = 1: the minimizer of Φ + R (Theorem 4), where
+      Φ = αM_φ^{1−α}, which is φ itself for α = 1.
+    - ``regularize="prox"``: T(prox_R(z)), where R has a closed prox. L = 1: the minimizer of
+      Φ + env R, the Moreau envelope min_u R(u) + ½‖u − z‖², and *not* of Φ + R.
+
+    Decorrelation and HSIC compare samples, so that an answer depends on batch mates; GMRES, which
+    takes samples apart, may then miss its tolerance: use ``Implicit(solver=Anderson())``. The other
+    way to regularize (§5.2) is the solver ``SequentialAveraging``.
+
+    Dense without ``kernel_size``: x [B, in_channels], z [B, channels], W_l [mids[l], channels].
+    Convolutional with it: x [B, in_channels, H, W], z [B, channels, H, W]. The solver starts at
+    z₀ = x where x has the shape of z (Algorithm 1), else at zero.
+
+    Args:
+        channels: channels of z.
+        mids: channels of W_l z and U_l x, one number a block; its length is L.
+        in_channels: channels of x; None: ``channels``.
+        kernel_size: None for vectors, else odd.
+        separable: W_l and U_l are depthwise-separable convolutions, pointwise ∘ depthwise.
+        alpha: α in (0, 1], one number or one a block.
+        learn_alpha: make each α_l a parameter, sigmoid(``alpha_logits``), started at ``alpha``.
+        prior: f with σ = prox_f.
+        constraint: on every W_l: ``NormBounded(bound=...)``, ``WeightNormalized()`` or None.
+        bias: whether U_l x has a bias b_l.
+        regularizer: R of §5.1, or None.
+        regularize: its form, see above.
+        solver, adjoint: Anderson() and Implicit() if not given.
+    """
+
+    blocks: nn.ModuleList
+    """Block l has ``W`` and ``U`` (with its bias b)."""
+    alpha: tuple[float, ...] | None
+    """Fixed α_l, or None where they are learned; ``alphas()`` gives both."""
+    alpha_logits: nn.Parameter | None
+
+    def __init__(
+        self,
+        channels: int,
+        mids: Sequence[int],
+        *,
+        in_channels: int | None = None,
+        kernel_size: int | None = None,
+        separable: bool = False,
+        alpha: float | Sequence[float] = 0.8,
+        learn_alpha: bool = False,
+        prior: Prior = NonNegative(),  # noqa: B008
+        constraint: Constraint = NormBounded(bound=0.95),  # noqa: B008
+        bias: bool = True,
+        regularizer: Regularizer | None = None,
+        regularize: Literal["gradient", "prox"] = "gradient",
+        solver: Solver | None = None,
+        adjoint: Adjoint | None = None,
+    ) -> None:
+        super().__init__(solver, adjoint)
+        inputs = channels if in_channels is None else in_channels
+        self.channels = size("channels", channels)
+        self.in_channels = size("in_channels", inputs)
+        self.mids = block_sizes(mids)
+        self.kernel_size = odd_kernel(kernel_size, separable)
+        self.separable = separable
+        if not isinstance(prior, Prior):
+            raise TypeError(f"DeepOptEq(prior={prior!r}): expected a prior such as NonNegative().")
+        check_regularizer(regularizer, regularize)
+        self.prior = prior
+        self.constraint = constraint
+        self.regularizer = regularizer
+        self.regularize = regularize
+        values = start_alphas(alpha, len(self.mids), learned=learn_alpha)
+        self.alpha = None if learn_alpha else values
+        self.register_parameter("alpha_logits", None)
+        if learn_alpha:
+            logits = [math.log(a) - math.log1p(-a) for a in values]
+            self.alpha_logits = nn.Parameter(torch.tensor(logits))
+        self.blocks = nn.ModuleList(
+            OptEqBlock(
+                channels,
+                mid,
+                inputs,
+                kernel_size=kernel_size,
+                separable=separable,
+                constraint=constraint,
+                bias=bias,
+            )
+            for mid in self.mids
+        )
+
+    # ------------------------------------------------------------------ the map
+
+    @property
+    def convolutional(self) -> bool:
+        return self.kernel_size is not None
+
+    def alphas(self) -> Tensor:
+        """α_1 … α_L [L], in the dtype and on the device of the weights; learned ones with graph."""
+        weight = next(self.blocks.parameters())
+        if self.alpha_logits is None:
+            return torch.tensor(self.alpha, dtype=weight.dtype, device=weight.device)
+        # A sigmoid that has underflowed would make a block the identity: stay inside (0, 1].
+        logits = self.alpha_logits
+        return logits.sigmoid().clamp_min(torch.finfo(logits.dtype).tiny)
+
+    def _factors(self) -> Sequence[float | Tensor]:
+        """α_l as numbers where they are fixed: no transfer to the device in a solve."""
+        return self.alphas().unbind() if self.alpha is None else self.alpha
+
+    def each_block(self) -> list[OptEqBlock]:
+        """``blocks`` with their type."""
+        return [block for block in self.blocks if isinstance(block, OptEqBlock)]
+
+    def bound_blocks(self) -> list[BoundBlock]:
+        """The blocks with their constraints and α evaluated once, for a whole solve.
+
+        In training mode this moves the power iteration of ``NormBounded``.
+        """
+        pairs = zip(self.each_block(), self._factors(), strict=True)
+        return [BoundBlock(block.operator(), factor, self.prior) for block, factor in pairs]
+
+    def bound_step(self) -> Step:
+        """(z, c_1, …, c_L) ↦ T(z; x) with the weights evaluated once; see ``bound_blocks``."""
+        # The closure holds what the map uses and not the layer: adjoints look through it.
+        blocks, regularizer, form = self.bound_blocks(), self.regularizer, self.regularize
+
+        def step(z: Tensor, *c: Tensor) -> Tensor:
+            z = _regularized(z, regularizer, form)
+            for block, part in zip(blocks, c, strict=True):
+                z = block(z, part)
+            return z
+
+        return step
+
+    def inject(self, x: Tensor) -> tuple[Tensor, ...]:
+        """c_l = U_l x + b_l for each block, [B, mids[l], ...], checked."""
+        self.check_input(x)
+        return tuple(block.U(x) for block in self.each_block())
+
+    def step(self, z: Tensor, *injected: Tensor) -> Tensor:
+        """T(z; x), the regularizer of §5.1 included. A solve evaluates the weights once instead."""
+        return self.bound_step()(z, *injected)
+
+    def block_step(self, l: int, z: Tensor, c_l: Tensor) -> Tensor:
+        """f_l(z) of one block, l = 0 … L − 1, without the regularizer; c_l = ``inject(x)[l]``."""
+        block = BoundBlock(self.each_block()[l].operator(), self._factors()[l], self.prior)
+        return block(z, c_l)
+
+    def regularized(self, z: Tensor) -> Tensor:
+        """z − ∂R(z) or prox_R(z), what the blocks are applied to; z itself without R."""
+        return _regularized(z, self.regularizer, self.regularize)
+
+    def start(self, x: Tensor, *injected: Tensor) -> Tensor:
+        """z₀ = x (Algorithm 1) where x has the shape of z, else zero; in the precision of c."""
+        c = injected[0]
+        if self.in_channels == self.channels:
+            # A sample with NaN must fail by its c and not carry NaN through an unrolled graph.
+            return torch.where(torch.isfinite(x), x, 0.0).to(c.dtype)
+        zeros = c.new_zeros(x.shape[0], self.channels, *x.shape[2:])
+        return zeros.to(memory_format=torch.channels_last) if _channels_last(x) else zeros
+
+    def solve(self, x: Tensor, z0: Tensor | None = None, **options: Any) -> Solution[Tensor]:
+        """Solve for x and tell all: value, result codes, stats. Options as ``fixed_point``."""
+        injected = self.inject(x)
+        start = self.start(x, *injected) if z0 is None else z0
+        self.check_state(start, x)
+        chosen = {"solver": self.solver, "adjoint": self.adjoint, **options}
+        return fixed_point(self.bound_step(), start, injected, **chosen)
+
+    # ------------------------------------------------------------------ what is proven
+
+    def certify(self, x: Tensor, z: Tensor | None = None) -> MapCertificate:
+        """What is proven of the fixed point for x, and of z (None: the layer's own answer)."""
+        return certify_deep_opteq(self, x, z)
+
+    # ------------------------------------------------------------------ checks and words
+
+    def check_input(self, x: Tensor) -> None:
+        """Raise unless x is a floating tensor [B, in] or [B, in, H, W] in the layer's dtype."""
+        pixels = ", H, W" if self.convolutional else ""
+        expected = f"[B, {self.in_channels}{pixels}]"
+        if not isinstance(x, Tensor):
+            raise TypeError(f"DeepOptEq takes a tensor {expected}, got {type(x).__name__}.")
+        if x.ndim != (4 if self.convolutional else 2) or x.shape[1] != self.in_channels:
+            raise ValueError(f"DeepOptEq takes x {expected}, got shape {tuple(x.shape)}.")
+        if not x.is_floating_point():
+            raise TypeError(f"DeepOptEq takes a floating-point x, got {x.dtype}; use x.float().")
+        weight = next(self.blocks.parameters())
+        if x.dtype != weight.dtype and not _autocasts(x):
+            raise TypeError(
+                f"DeepOptEq has weights of {weight.dtype} and got x of {x.dtype}: use "
+                f"x.to({weight.dtype}), layer.to({x.dtype}), or torch.autocast."
+            )
+        if x.device != weight.device:
+            raise ValueError(
+                f"DeepOptEq lives on {weight.device} and got x on {x.device}: move one of them."
+            )
+
+    def check_state(self, z: object, x: Tensor) -> None:
+        """Raise unless z is shaped as the state for x."""
+        expected = (x.shape[0], self.channels, *x.shape[2:])
+        if not isinstance(z, Tensor) or tuple(z.shape) != expected:
+            got = tuple(z.shape) if isinstance(z, Tensor) else type(z).__name__
+            raise ValueError(
+                f"the state of DeepOptEq for x {tuple(x.shape)} is {expected}, got z0 {got}."
+            )
+
+    def extra_repr(self) -> str:
+        kernel = "" if self.kernel_size is None else f", kernel_size={self.kernel_size}"
+        kernel += ", separable=True" if self.separable else ""
+        alpha = "learned" if self.alpha is None else self.alpha
+        regularizer = ""
+        if self.regularizer is not None:
+            regularizer = f", regularizer={self.regularizer!r}, regularize={self.regularize!r}"
+        return (
+            f"{self.channels}, {self.mids}, in_channels={self.in_channels}{kernel}, alpha={alpha}, "
+            f"prior={self.prior!r}, constraint={self.constraint!r}{regularizer}, "
+            f"{super().extra_repr()}"
+        )
+
+
+def _regularized(z: Tensor, regularizer: Regularizer | None, form: str) -> Tensor:
+    if regularizer is None:
+        return z
+    return regularizer.prox(z) if form == "prox" else z - regularizer.grad(z)

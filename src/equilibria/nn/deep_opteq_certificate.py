@@ -1,0 +1,228 @@
+"""The certificate of a deep OptEq: T = f_L ∘ … ∘ f_1 ∘ T_R contracts with a product of factors.
+
+∂f_l/∂z = α_l W_lᵀ diag(σ′) W_l + (1 − α_l)I is symmetric with 0 ≤ σ′ ≤ L_σ, so that f_l has the
+Lipschitz constant q_l = α_l L_σ‖W_l‖² + 1 − α_l, and α_l L_σ‖W_l‖ in c_l. With r that of the
+regularizing step T_R (max|1 − h| over the Hessian's bounds h, or 1/(1 + h) for a prox),
+
+    ρ = r q_1 ⋯ q_L,    ‖z − z*‖ ≤ ‖z − T(z)‖/(1 − ρ),
+    ‖z*(x) − z*(x′)‖ ≤ Σ_l α_l L_σ‖W_l‖‖U_l‖ (q_{l+1} ⋯ q_L)/(1 − ρ) · ‖x − x′‖.
+
+Rounding. Each computed block is within δ_l of the exact one at the same argument (error analysis
+of ``problems/rounding.py``), and an error of its argument passes with q_l: E_l = q_l E_{l−1} + δ_l.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from equilibria.engine.result import ConvergenceWarning
+from equilibria.problems import Free, Guarantee, MapCertificate, Problem, Regularizer
+from equilibria.problems.activated import Activated
+from equilibria.problems.norms import exact
+from equilibria.problems.regularizers import L1, FeatureIncay, SquaredNorm
+from equilibria.problems.rounding import UNIT, residual_rounding
+
+from .deep_opteq_blocks import BoundBlock
+
+if TYPE_CHECKING:
+    from .deep_opteq import DeepOptEq
+
+__all__ = ["certify_deep_opteq", "regularizer_factor"]
+
+_UP = 1.0 + 32 * UNIT  # a few operations, each rounded once, from above
+_NONEXPANSIVE = 1.0 + 1e-10  # a proven bound on a norm of 1 is a little above it
+_SAFETY = 2.0  # terms of order u², and the rounding of the bounds themselves
+
+
+def _norm(t: Tensor) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(t.flatten(1), dim=1)
+    return norm
+
+
+@dataclass(frozen=True)
+class _Exact:
+    """The layer's numbers in float64, as they were in its own dtype, with proven bounds."""
+
+    blocks: list[BoundBlock]
+    alphas: list[float]
+    norms: list[float]
+    """‖W_l‖, from above."""
+    input_norms: list[float]
+    """‖U_l‖, from above."""
+    expansion: float
+
+    @property
+    def factors(self) -> list[float]:
+        """q_l, from above."""
+        pairs = zip(self.alphas, self.norms, strict=True)
+        return [(a * self.expansion * w * w + (1.0 - a)) * _UP for a, w in pairs]
+
+    def sensitivity(self) -> float:
+        """A Lipschitz constant of x ↦ T(z; x): Σ_l α_l L_σ‖W_l‖‖U_l‖ q_{l+1} ⋯ q_L, from above."""
+        total = 0.0
+        for q, a, w, u in zip(self.factors, self.alphas, self.norms, self.input_norms, strict=True):
+            total = (q * total + a * self.expansion * w * u) * _UP
+        return total
+
+
+def regularizer_factor(regularizer: Regularizer | None, form: str) -> float:
+    """r, a Lipschitz constant of z − ∂R(z) or prox_R(z), from above; inf where none is known."""
+    if regularizer is None:
+        return 1.0
+    bounds = regularizer.curvature()
+    low, high = float(bounds.lower), float(bounds.upper)
+    if regularizer.couples_batch or not bounds.rigorous:
+        return math.inf
+    if form == "prox":
+        return _UP / (1.0 + low) if regularizer.convex and low >= 0.0 else math.inf
+    return max(abs(1.0 - low), abs(1.0 - high)) * _UP
+
+
+def _regularizer_rounding(
+    regularizer: Regularizer | None, z: Tensor, moved: Tensor
+) -> tuple[Tensor, bool]:
+    """How far the computed z − ∂R(z) or prox_R(z) is from the exact one, [B]; whether derived."""
+    size = z.abs() + moved.abs()
+    if regularizer is None:
+        return torch.zeros_like(_norm(z)), True
+    if isinstance(regularizer, (SquaredNorm, L1)):
+        # A product or quotient and a sum, or a difference of two: each term at most this.
+        return _SAFETY * 8 * UNIT * _norm(size + regularizer.weight * (1.0 + z.abs())), True
+    n = z[0].numel() + 64
+    if isinstance(regularizer, FeatureIncay):
+        return _SAFETY * n * UNIT * _norm(size + regularizer.grad(z).abs()), True
+    return _SAFETY * n * UNIT * _norm(size), False
+
+
+def _evaluate(
+    layer: DeepOptEq, numbers: _Exact, z: Tensor, c: Sequence[Tensor]
+) -> tuple[Tensor, Tensor, bool]:
+    """T(z) in float64, a bound on its distance from the exact one [B]; whether that is derived."""
+    state = layer.regularized(z)
+    off, derived = _regularizer_rounding(layer.regularizer, z, state)
+    for block, q, part in zip(numbers.blocks, numbers.factors, c, strict=True):
+        image = block.image(state, part)
+        problem = Problem(Free(), Activated(block.operator, part, block.prior))
+        # It bounds the error of the image, and some more for that of a norm.
+        own, known = residual_rounding(problem, state, image)
+        own = own + _SAFETY * 8 * UNIT * _norm(state.abs() + image.abs())  # of the skip
+        off, derived = q * off + own, derived and known
+        state = block(state, part)
+    return state, off * _UP, derived
+
+
+def certify_deep_opteq(layer: DeepOptEq, x: Tensor, z: Tensor | None = None) -> MapCertificate:
+    """See ``DeepOptEq.certify``. The layer is left as it is."""
+    model = copy.deepcopy(layer).eval()
+    with torch.no_grad():
+        text = "z was given"
+        if z is None:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", ConvergenceWarning)
+                found = model.solve(x)
+            z, text = found.value, found.summary()
+        c = [exact(part) for part in model.inject(x)]
+        model.check_state(z, x)
+        # cuDNN may take a transform for a convolution in float64, which has other error bounds.
+        direct = torch.backends.cudnn.flags(enabled=False) if z.is_cuda else nullcontext()
+        with direct:
+            return _certify(model, _exactly(model), exact(z), c, text)
+
+
+def _exactly(model: DeepOptEq) -> _Exact:
+    blocks = []
+    for block in model.bound_blocks():
+        operator = block.operator.cast(torch.float64)
+        blocks.append(BoundBlock(operator, float(block.alpha), block.prior))
+    inputs = [block.input_operator().cast(torch.float64) for block in model.each_block()]
+    return _Exact(
+        blocks,
+        [float(block.alpha) for block in blocks],
+        [block.operator.norm_upper() for block in blocks],
+        [operator.norm_upper() for operator in inputs],
+        model.prior.expansion,
+    )
+
+
+def _certify(
+    model: DeepOptEq, numbers: _Exact, z: Tensor, c: Sequence[Tensor], solver: str
+) -> MapCertificate:
+    r = regularizer_factor(model.regularizer, model.regularize)
+    rho = math.prod(numbers.factors) * r * (1.0 + 4 * len(numbers.blocks) * UNIT)
+    image, off, derived = _evaluate(model, numbers, z, c)
+    gap = z - image
+    residual = _norm(gap)
+    n = z[0].numel() + 4
+    off = off + _SAFETY * (n + 1) * UNIT * residual  # of the difference and of its norm
+    finite = (residual + off).isfinite()
+    contracts = rho < 1.0
+    error = (residual + off) / (1.0 - rho) * _UP if contracts else torch.full_like(off, math.inf)
+    error = torch.where(finite, error, math.inf)
+    kind = Guarantee.contraction if contracts else Guarantee.none
+    kinds = tuple(kind if known else Guarantee.none for known in finite.tolist())
+    lipschitz, why = None, "the fixed point is not certified to be unique"
+    if contracts:
+        lipschitz = numbers.sensitivity() / (1.0 - rho) * _UP
+        why = "every input: Σ α_l L_σ‖W_l‖‖U_l‖ q_{l+1}⋯q_L/(1 − ρ)"
+    return MapCertificate(
+        kinds=kinds,
+        residual=residual,
+        error_bound=error,
+        rounding=off,
+        contraction=rho if math.isfinite(rho) else None,
+        modulus=None,
+        lipschitz=lipschitz,
+        lipschitz_note=why,
+        solver=solver,
+        rigorous=derived,
+        numbers=_words(numbers, model, r),
+        notes=tuple(_notes(numbers, model, r, rho, derived=derived)),
+    )
+
+
+def _words(numbers: _Exact, model: DeepOptEq, r: float) -> dict[str, str]:
+    def row(values: list[float]) -> str:
+        return ", ".join(f"{value:.4g}" for value in values)
+
+    found = {
+        "α_l": row(numbers.alphas) + (" (learned)" if model.alpha is None else ""),
+        "‖W_l‖": f"at most {row(numbers.norms)}",
+        "‖U_l‖": f"at most {row(numbers.input_norms)}",
+        "factors q_l": row(numbers.factors),
+    }
+    if model.regularizer is not None:
+        found["regularizer"] = f"{model.regularizer!r} ({model.regularize} form), factor {r:.4g}"
+    return found
+
+
+def _notes(numbers: _Exact, model: DeepOptEq, r: float, rho: float, *, derived: bool) -> list[str]:
+    notes = []
+    if not derived:
+        notes.append("rounding is an estimate: none is derived for this regularizer")
+    if model.regularizer is not None and model.regularizer.couples_batch:
+        notes.append("the regularizer couples the samples of a batch: nothing is derived for it")
+    elif not math.isfinite(r):
+        notes.append("no Lipschitz constant of the regularizing step is known")
+    if rho < 1.0:
+        return notes
+    steep = [w for w in numbers.norms if numbers.expansion * w * w > _NONEXPANSIVE]
+    if not steep and r <= _NONEXPANSIVE:
+        notes.append(
+            "T is nonexpansive, to rounding, but not proven to contract: it may have one fixed "
+            "point, many or none; where it has some, SequentialAveraging tends to that of least R"
+        )
+    elif steep:
+        notes.append(
+            f"{len(steep)} of {len(numbers.norms)} blocks are not proven nonexpansive "
+            f"(L_σ‖W_l‖² up to {numbers.expansion * max(steep) ** 2:.4g}); lower the bound of W"
+        )
+    return notes

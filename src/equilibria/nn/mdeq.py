@@ -1,0 +1,243 @@
+"""MDEQ: one equilibrium of feature maps at several scales (Bai, Koltun and Kolter 2020)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from equilibria.engine.adjoint import Adjoint
+from equilibria.engine.options import check_number
+from equilibria.engine.solver import Solver
+
+from .constraints import Constraint, WeightNormalized
+from .deq_base import MonitoredMapLayer
+from .mdeq_blocks import Fusion, ScaleBlock
+from .precision import autocasts, lowered, solving_dtype
+from .residual_block import check_groups, check_kernel, check_sizes
+
+__all__ = ["MDEQ"]
+
+
+class MDEQ(MonitoredMapLayer):
+    """z* = fuse(h_1(z*_1, x), h_2(z*_2), …, h_n(z*_n)), z_i [B, channels[i], H/2^i, W/2^i].
+
+    One residual block a scale (``ScaleBlock``), then an exchange of all scales with all
+    (``Fusion``): strided 3 × 3 convolutions down, 1 × 1 and nearest pixels up. The input x
+    [B, channels[0], H, W] (a stem's features) is injected at the finest scale alone. The state is a
+    tuple of tensors, the finest first; ``layer(x)`` returns that tuple, for ``MDEQClassifier`` or
+    ``MDEQSegmenter``.
+
+    The networks of the paper for CIFAR-10 are, with ``MDEQStem`` and ``MDEQClassifier``,
+
+    | channels | head channels | final | pointwise | parameters | the paper |
+    |---|---|---|---|---|---|
+    | (32, 64, 128, 256) | (10, 20, 40, 80) | 1280 | yes | 10,006,958 | 10 M |
+    | (24, 24) | (8, 16) | 340 | no | 169,670 | 170 k |
+
+    with ``post_affine=False``, ten classes, dropout 0.3 and 0.25. The authors' own configuration
+    files have the heads (14, 28, 56, 112) to 1680 and (8, 16) to 200, with which we count
+    11,097,438 and 158,890: the paper's round numbers are not theirs to the digit.
+
+    Weights under a constraint are evaluated once a solve. Dropout is variational: one mask a
+    sample, channel and block, drawn once a solve in training mode, so that the map stays one map.
+    Group norm after every convolution makes the map blind to the scale of its weights, and with all
+    its gains at 1 (``calm=1``, the authors' start) no solver finds a fixed point of an untrained
+    MDEQ: they train a shallow weight-tied network first. With ``calm=0.2`` the gains start so that
+    the input speaks louder than the state, and the untrained layer converges (ours; measured:
+    9 to 25 Anderson steps to 1e-4, spectral radius 0.35 to 0.75). To train the shallow network
+    first all the same, set ``layer.solver, layer.adjoint = Picard(rtol=0.0, max_steps=10),
+    Unrolled()``.
+
+    Args:
+        channels: of each scale, the finest first.
+        expansion: the widening inside the blocks.
+        groups: of the group norms; must divide each entry of ``channels``.
+        blocks: residual blocks a scale, a number or one for each; all but the first see no input.
+        kernel_size: of the blocks, odd.
+        dropout: probability in [0, 1) that a channel is left out.
+        affine, post_affine: whether the group norms of blocks and exchange, and those after the
+            fusion, have weights of their own.
+        constraint: on the blocks' kernels and the 1 × 1 kernels of the fusion;
+            ``WeightNormalized()`` in the paper.
+        calm: in (0, 1], see above; 1.0 where ``affine=False``.
+        jacobian_weight, jacobian_samples: as in DEQ.
+        solver, adjoint: Anderson() and Implicit() if not given. The authors' Broyden takes as many
+            steps and twice the memory.
+    """
+
+    def __init__(
+        self,
+        channels: Sequence[int],
+        *,
+        expansion: int = 5,
+        groups: int = 8,
+        blocks: int | Sequence[int] = 1,
+        kernel_size: int = 3,
+        dropout: float = 0.0,
+        affine: bool = True,
+        post_affine: bool = True,
+        constraint: Constraint = WeightNormalized(),  # noqa: B008 — frozen
+        calm: float = 0.2,
+        jacobian_weight: float = 0.0,
+        jacobian_samples: int = 1,
+        solver: Solver | None = None,
+        adjoint: Adjoint | None = None,
+    ) -> None:
+        super().__init__(solver, adjoint, jacobian_weight, jacobian_samples)
+        self.channels = _counts("channels", channels, None)
+        self.blocks = _counts("blocks", blocks, len(self.channels))
+        sizes = {"expansion": expansion, "groups": groups, "kernel_size": kernel_size}
+        check_sizes("MDEQ", sizes)
+        check_kernel("MDEQ", kernel_size)
+        for i, c in enumerate(self.channels):
+            check_groups("MDEQ", f"channels[{i}]", c, groups)
+        self.dropout = dropout
+        check_number(self, "dropout", low=0.0, high=1.0, high_open=True)
+
+        self.calm = calm
+        check_number(self, "calm", low=0.0, high=1.0, low_open=True)
+        if calm != 1.0 and not affine:
+            raise ValueError(
+                f"MDEQ(affine=False, calm={calm:g}): there are no gains; use calm=1.0."
+            )
+
+        def scale(i: int, c: int, count: int) -> nn.ModuleList:
+            return nn.ModuleList(
+                ScaleBlock(
+                    c,
+                    expansion=expansion,
+                    groups=groups,
+                    kernel_size=kernel_size,
+                    affine=affine,
+                    constraint=constraint,
+                    calm=calm,
+                    injected=i == k == 0,
+                )
+                for k in range(count)
+            )
+
+        pairs = zip(self.channels, self.blocks, strict=True)
+        self.scales = nn.ModuleList(scale(i, c, n) for i, (c, n) in enumerate(pairs))
+        self.fusion: Fusion | None = None
+        if len(self.channels) > 1:
+            self.fusion = Fusion(
+                self.channels,
+                groups=groups,
+                affine=affine,
+                post_affine=post_affine,
+                constraint=constraint,
+                calm=calm,
+            )
+
+    # ------------------------------------------------------------------ the map
+
+    def inject(self, x: Tensor) -> tuple[Any, ...]:
+        """x, checked, and in training mode the dropout masks [B, C, 1, 1] of this solve."""
+        self.check_input(x)
+        if not self.training or self.dropout == 0.0:
+            return x, ()
+        keep = 1.0 - self.dropout
+        masks = [
+            torch.empty(x.shape[0], c, 1, 1, dtype=x.dtype, device=x.device).bernoulli_(keep) / keep
+            for c, count in zip(self.channels, self.blocks, strict=True)
+            for _ in range(count)
+        ]
+        return x, tuple(masks)
+
+    def start(self, x: Tensor, *injected: Any) -> tuple[Tensor, ...]:
+        """Zero at every scale, in the memory format of x."""
+        height, width = x.shape[2:]
+        last = x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
+        form = torch.channels_last if last else torch.contiguous_format
+        return tuple(
+            torch.empty(
+                (x.shape[0], c, height >> i, width >> i),
+                dtype=solving_dtype(x),
+                device=x.device,
+                memory_format=form,
+            ).zero_()
+            for i, c in enumerate(self.channels)
+        )
+
+    def weights(self) -> tuple[Tensor, ...]:
+        """The kernels under a constraint, evaluated, in the order in which the map uses them."""
+        convs: list[nn.Module] = []
+        for blocks in self._blocks():
+            convs += [conv for block in blocks for conv in (block.conv1, block.conv2)]
+        if self.fusion is not None:
+            convs += list(self.fusion.mix)
+        kernels: list[Any] = [conv.weight for conv in convs]
+        return tuple(lowered(kernel) for kernel in kernels)
+
+    def _blocks(self) -> list[list[ScaleBlock]]:
+        return [list(scale) for scale in self.scales]  # type: ignore[call-overload]
+
+    def step(self, z: Any, *injected: Any) -> tuple[Tensor, ...]:
+        """T(z; x)."""
+        return self._map(self.weights(), z, *injected)
+
+    def bound_step(self) -> Callable[..., Any]:
+        weights = self.weights()
+
+        def step(z: Any, *injected: Any) -> tuple[Tensor, ...]:
+            return self._map(weights, z, *injected)
+
+        return step
+
+    def _map(
+        self, weights: tuple[Tensor, ...], z: Any, x: Tensor, masks: tuple[Tensor, ...]
+    ) -> tuple[Tensor, ...]:
+        kernels, rest = iter(weights), iter(masks)
+        h = []
+        for i, blocks in enumerate(self._blocks()):
+            out = z[i]
+            for k, block in enumerate(blocks):
+                injection = x if i == k == 0 else None
+                out = block(out, kernels, injection, next(rest, None))
+            h.append(out)
+        return (h[0],) if self.fusion is None else self.fusion(h, kernels)
+
+    def check_input(self, x: Tensor) -> None:
+        """Raise unless x is [B, channels[0], H, W] with H and W divisible by 2^(scales − 1)."""
+        wanted = f"[B, {self.channels[0]}, H, W]"
+        if not isinstance(x, Tensor):
+            raise TypeError(f"MDEQ takes a tensor {wanted}, got {type(x).__name__}.")
+        if x.ndim != 4 or x.shape[1] != self.channels[0]:
+            raise ValueError(f"MDEQ takes x {wanted}, got shape {tuple(x.shape)}.")
+        if not x.is_floating_point():
+            raise TypeError(f"MDEQ takes a floating-point x, got {x.dtype}; use x.float().")
+        weight = next(self.parameters())
+        if x.dtype != weight.dtype and not autocasts(x):
+            raise TypeError(
+                f"MDEQ has weights of {weight.dtype} and got x of {x.dtype}: use "
+                f"x.to({weight.dtype}), layer.to({x.dtype}), or torch.autocast."
+            )
+        if x.device != weight.device:
+            raise ValueError(
+                f"MDEQ lives on {weight.device} and got x on {x.device}: move one of them."
+            )
+        factor = 2 ** (len(self.channels) - 1)
+        if x.shape[2] % factor or x.shape[3] % factor:
+            raise ValueError(
+                f"MDEQ with {len(self.channels)} scales halves the map {len(self.channels) - 1} "
+                f"times: H and W must be multiples of {factor}, got {tuple(x.shape[2:])}. Pad or "
+                "crop the input."
+            )
+
+    def extra_repr(self) -> str:
+        return f"{self.channels}, dropout={self.dropout:g}, {super().extra_repr()}"
+
+
+def _counts(name: str, value: object, length: int | None) -> tuple[int, ...]:
+    """A tuple of positive integers; one number stands for ``length`` of them."""
+    if length is not None and isinstance(value, int):
+        value = (value,) * length
+    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
+        raise TypeError(f"MDEQ({name}={value!r}): expected a sequence of integers.")
+    if length is not None and len(value) != length:
+        raise ValueError(f"MDEQ({name}={value!r}): expected {length} entries, one a scale.")
+    check_sizes("MDEQ", {f"{name}[{i}]": v for i, v in enumerate(value)})
+    return tuple(value)

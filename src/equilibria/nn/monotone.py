@@ -1,0 +1,310 @@
+"""MonotoneDEQ: an equilibrium layer that has one equilibrium whatever its weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from equilibria.engine.adjoint import Adjoint
+from equilibria.engine.options import check_number
+from equilibria.engine.result import Solution
+from equilibria.engine.solver import Solver
+from equilibria.entry import fixed_point
+from equilibria.problems import MapCertificate, NonNegative, Prior
+from equilibria.problems.monotone_inclusion import MonotoneInclusion
+from equilibria.problems.norms import convolution_norm_upper, dense_norm
+from equilibria.solvers.forward_backward import SplittingSolver
+from equilibria.solvers.peaceman_rachford import PeacemanRachford
+
+from .map_layer import MapLayer
+from .monotone_adjoint import TransposedSplitting
+from .monotone_certificate import certify_monotone
+from .monotone_weights import DenseWeights, TieredWeights
+
+__all__ = ["MonotoneDEQ"]
+
+
+class MonotoneDEQ(MapLayer):
+    """z = σ(Wz + Ux + b), W = (1 − m)I − AᵀA + B − Bᵀ  (paper 004, Eq 3.1–3.3; Winston and Kolter).
+
+    I − W ⪰ mI for every A and B, so the inclusion 0 ∈ (I − W)z − (Ux + b) + ∂f(z), σ = prox_f, has
+    exactly one solution, also where the map σ(Wz + Ux + b) expands and plain iteration diverges.
+
+    - dense: ``channels`` a number, no ``kernel_size``; x [B, in_channels], z [B, channels].
+    - convolutional: with an odd ``kernel_size``; x [B, in_channels, H, W], z [B, channels, H, W].
+    - multi-tier: ``channels`` a sequence (c₀, c₁, …); z is a tuple ([B, c₀, H, W],
+      [B, c₁, H/2, W/2], …), coupled downwards by stride-2 convolutions; x enters the first tier. H
+      and W must be divisible by 2 for each tier after the first.
+
+    Args:
+        channels: channels of z, one number or one a tier.
+        in_channels: channels of x; None: those of (the first tier of) z.
+        kernel_size: None for vectors, else odd: the size of U, A, B (and of the down-sampling).
+        m: the modulus of strong monotonicity, above 0.
+        padding: of every convolution. "zeros": maps are zero beyond their edges (monDEQ pads x
+            by k//2 and holds the border of z at zero, which is the same; our z has no border).
+            "circular": maps are tori.
+        prior: f with σ = prox_f.
+        bias: whether Ux has a bias.
+        solver: ``PeacemanRachford()`` if not given: it converges for every W with about the m/L-th
+            part of the steps of ``ForwardBackward()``, at the price of one inverse a solve.
+            Other solvers (Anderson, Broyden, Picard) run on the layer's own map σ(Wz + c), where
+            convergence is not guaranteed if ‖W‖ ≥ 1.
+        adjoint: ``TransposedSplitting()`` if not given: implicit gradients, the backward system
+            solved by the transposed splitting. All other adjoints work, on the splitting's step.
+    """
+
+    def __init__(
+        self,
+        channels: int | Sequence[int],
+        *,
+        in_channels: int | None = None,
+        kernel_size: int | None = None,
+        m: float = 1.0,
+        padding: Literal["zeros", "circular"] = "zeros",
+        prior: Prior = NonNegative(),  # noqa: B008
+        bias: bool = True,
+        solver: Solver | None = None,
+        adjoint: Adjoint | None = None,
+    ) -> None:
+        super().__init__(
+            PeacemanRachford() if solver is None else solver,
+            TransposedSplitting() if adjoint is None else adjoint,
+        )
+        self.channels = self._check_channels(channels, kernel_size)
+        if in_channels is not None:
+            self._check_size("in_channels", in_channels)
+        self.in_channels = self.channels[0] if in_channels is None else in_channels
+        self.kernel_size = kernel_size
+        self.m = m
+        check_number(self, "m", low=0.0, low_open=True)
+        if padding not in ("zeros", "circular"):
+            raise ValueError(f"MonotoneDEQ(padding={padding!r}): expected 'zeros' or 'circular'.")
+        self.padding = padding
+        if not isinstance(prior, Prior):
+            raise TypeError(
+                f"MonotoneDEQ(prior={prior!r}): expected a prior such as NonNegative()."
+            )
+        self.prior = prior
+        self.U: nn.Module
+        self.W: DenseWeights | TieredWeights
+        if kernel_size is None:
+            self.U = nn.Linear(self.in_channels, self.channels[0], bias=bias)
+            self.W = DenseWeights(self.channels[0], float(m))
+        else:
+            self.U = nn.Conv2d(
+                self.in_channels,
+                self.channels[0],
+                kernel_size,
+                padding=kernel_size // 2,
+                padding_mode=padding,
+                bias=bias,
+            )
+            self.W = TieredWeights(self.channels, kernel_size, float(m), padding)
+
+    def _check_channels(
+        self, channels: int | Sequence[int], kernel_size: int | None
+    ) -> tuple[int, ...]:
+        several = isinstance(channels, (list, tuple))
+        found: tuple[Any, ...] = tuple(channels) if isinstance(channels, Sequence) else (channels,)
+        for value in found:
+            self._check_size("channels", value)
+        if not found:
+            raise ValueError("MonotoneDEQ(channels=()): expected at least one tier.")
+        if kernel_size is None:
+            if several:
+                raise ValueError(
+                    f"MonotoneDEQ(channels={channels!r}): several tiers are convolutional; give "
+                    "kernel_size, an odd number such as 3."
+                )
+            return found
+        self._check_size("kernel_size", kernel_size)
+        if kernel_size % 2 == 0:
+            raise ValueError(
+                f"MonotoneDEQ(kernel_size={kernel_size}): A and B need an odd kernel size, whose "
+                "taps lie symmetrically around a pixel."
+            )
+        return found
+
+    def _check_size(self, name: str, value: object) -> None:
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"MonotoneDEQ({name}={value!r}): expected an integer of at least 1.")
+
+    # ------------------------------------------------------------------ the map
+
+    @property
+    def convolutional(self) -> bool:
+        """Whether x and z are maps."""
+        return self.kernel_size is not None
+
+    @property
+    def tiers(self) -> int:
+        """How many maps the state has; with one it is a tensor, else a tuple."""
+        return len(self.channels)
+
+    def state_sizes(self, x: Tensor) -> list[tuple[int, int]]:
+        """The pixels of each tier for the input x."""
+        if not self.convolutional:
+            return []
+        height, width = x.shape[2:]
+        return [(height >> i, width >> i) for i in range(self.tiers)]
+
+    def check_input(self, x: Tensor) -> None:
+        """Raise unless x is a floating tensor of the right shape, in the layer's dtype."""
+        pixels = ", H, W" if self.convolutional else ""
+        expected = f"[B, {self.in_channels}{pixels}]"
+        if not isinstance(x, Tensor):
+            raise TypeError(f"MonotoneDEQ takes a tensor {expected}, got {type(x).__name__}.")
+        if x.ndim != (4 if self.convolutional else 2) or x.shape[1] != self.in_channels:
+            raise ValueError(f"MonotoneDEQ takes x {expected}, got shape {tuple(x.shape)}.")
+        if not x.is_floating_point():
+            raise TypeError(f"MonotoneDEQ takes a floating-point x, got {x.dtype}; use x.float().")
+        weight = next(self.U.parameters())
+        casts = not x.is_meta and torch.is_autocast_enabled(x.device.type)
+        if x.dtype != weight.dtype and not casts:
+            raise TypeError(
+                f"MonotoneDEQ has weights of {weight.dtype} and got x of {x.dtype}: use "
+                f"x.to({weight.dtype}), layer.to({x.dtype}), or torch.autocast."
+            )
+        if x.device != weight.device:
+            raise ValueError(
+                f"MonotoneDEQ lives on {weight.device} and got x on {x.device}: move one of them."
+            )
+        if self.kernel_size is not None:
+            self._check_pixels(x, self.kernel_size)
+
+    def _check_pixels(self, x: Tensor, kernel_size: int) -> None:
+        unit = 1 << (self.tiers - 1)
+        size = tuple(x.shape[2:])
+        if min(size) < 1 or size[0] % unit or size[1] % unit:
+            raise ValueError(
+                f"MonotoneDEQ with {self.tiers} tiers halves its maps {self.tiers - 1} times: H "
+                f"and W must be multiples of {unit}, got x of {size[0]} × {size[1]} pixels."
+            )
+        least = kernel_size - 1
+        if self.padding == "circular" and min(size) // unit < least:
+            raise ValueError(
+                f"MonotoneDEQ(padding='circular', kernel_size={kernel_size}) needs maps of at "
+                f"least {least} pixels in its last tier, got {min(size) // unit} (x has {size[0]} "
+                f"× {size[1]})."
+            )
+
+    def inject(self, x: Tensor) -> tuple[Tensor]:
+        """(c,), c = Ux + b, checked."""
+        self.check_input(x)
+        return (self.U(x),)
+
+    def inclusion(self, x: Tensor) -> MonotoneInclusion:
+        """0 ∈ (I − W)z − c + ∂f(z) for inputs of this size, W composed once."""
+        return MonotoneInclusion(self.W.operator(self.state_sizes(x)), self.prior, self.tiers)
+
+    def step(self, z: Any, *injected: Any) -> Any:
+        """T(z; x) = σ(Wz + c), the layer's own map."""
+        (c,) = injected
+        return self.inclusion(c).step(z, c)
+
+    def start(self, x: Tensor, *injected: Any) -> Any:
+        """Zero, in the memory format of x and in the precision of c."""
+        (c,) = injected
+        shapes = self._state_shapes(x)
+        last = (
+            x.ndim == 4
+            and x.is_contiguous(memory_format=torch.channels_last)
+            and not x.is_contiguous()
+        )
+        parts = [c.new_zeros(shape) for shape in shapes]
+        if last:
+            parts = [part.to(memory_format=torch.channels_last) for part in parts]
+        return parts[0] if self.tiers == 1 else tuple(parts)
+
+    def _state_shapes(self, x: Tensor) -> list[tuple[int, ...]]:
+        sizes: list[Any] = self.state_sizes(x) or [()]
+        return [(x.shape[0], c, *size) for c, size in zip(self.channels, sizes, strict=True)]
+
+    def _check_start(self, x: Tensor, z0: Any) -> Any:
+        shapes = self._state_shapes(x)
+        found = (z0,) if self.tiers == 1 else z0
+        fits = (
+            isinstance(found, (tuple, list))
+            and len(found) == len(shapes)
+            and all(isinstance(part, Tensor) for part in found)
+            and all(tuple(part.shape) == s for part, s in zip(found, shapes, strict=True))
+        )
+        if not fits:
+            given = [tuple(getattr(part, "shape", ())) for part in found]
+            raise ValueError(
+                f"MonotoneDEQ: z0 must be shaped as the state, {shapes}, but is {given}."
+            )
+        return z0 if self.tiers == 1 else tuple(z0)
+
+    # ------------------------------------------------------------------ the solve
+
+    def solve(self, x: Tensor, z0: Any = None, **options: Any) -> Solution[Any]:
+        """Solve for x and tell all. Options as ``fixed_point``: solver, adjoint, throw, callback.
+
+        With a splitting, steps and residuals are those of its own map (Peaceman–Rachford's u).
+        """
+        (c,) = self.inject(x)
+        inclusion = self.inclusion(x)
+        start = self.start(x, c) if z0 is None else self._check_start(x, z0)
+        chosen = {"adjoint": self.adjoint, **options}
+        solver = chosen.pop("solver", self.solver)
+        if not isinstance(solver, SplittingSolver):
+            found = fixed_point(inclusion.step, start, (c,), solver=solver, **chosen)
+            # Solvers that extrapolate may end a little outside of the prior's domain.
+            value = inclusion.into_domain(found.value)
+            reason = f"{type(solver).__name__} on the layer's own map"
+            return dataclasses.replace(found, value=value, choice=reason)
+        splitting = solver.split(inclusion, start, c)
+        if chosen.get("callback") is not None:
+            chosen["callback"] = _reading(chosen["callback"], splitting.read)
+        found = fixed_point(
+            splitting.step,
+            splitting.start,
+            splitting.inputs,
+            solver=solver.iteration,
+            **chosen,
+        )
+        value = splitting.read(found.value)
+        return dataclasses.replace(found, value=value, choice=splitting.reason)
+
+    # ------------------------------------------------------------------ what is proven
+
+    def bounds(self) -> tuple[float, float]:
+        """(m, L), proven for these weights: I − W ⪰ mI rounded down, L ≥ ‖I − W‖ rounded up."""
+        with torch.no_grad():
+            operator = self.W.operator([(1, 1)] * self.tiers)
+            return operator.modulus_lower(), operator.norm_uppers()[0]
+
+    def input_norm_upper(self) -> float:
+        """A proven upper bound on ‖U‖₂."""
+        weight: Any = self.U.weight
+        if self.convolutional:
+            return convolution_norm_upper(weight)
+        return dense_norm(weight).upper
+
+    def certify(self, x: Tensor, z: Any = None) -> MapCertificate:
+        """What is proven at x, and about z (None: the layer's own answer); see docs/monotone.md."""
+        return certify_monotone(self, x, z)
+
+    def extra_repr(self) -> str:
+        channels = self.channels[0] if self.tiers == 1 else self.channels
+        kernel = f", kernel_size={self.kernel_size}, padding={self.padding!r}"
+        parts = f"{channels}, in_channels={self.in_channels}{kernel if self.convolutional else ''}"
+        return f"{parts}, m={self.m:g}, prior={self.prior!r}, {super().extra_repr()}"
+
+
+def _reading(
+    callback: Callable[[int, Any, Tensor], None], read: Callable[[Any], Any]
+) -> Callable[[int, Any, Tensor], None]:
+    """A callback that is shown z where the engine iterates u."""
+
+    def shown(step: int, u: Any, residual: Tensor) -> None:
+        with torch.no_grad():
+            callback(step, read(u), residual)
+
+    return shown

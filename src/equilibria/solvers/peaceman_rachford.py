@@ -1,0 +1,80 @@
+"""Peaceman–Rachford splitting: reflect in the prior, reflect in the linear part."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from equilibria.engine.options import options
+
+from .forward_backward import Inclusion, Splitting, SplittingSolver, blend
+
+__all__ = ["PeacemanRachford", "peaceman_rachford_factor"]
+
+
+def peaceman_rachford_factor(m: float, upper: float, alpha: float) -> float:
+    """√(1 − 4αm/(1 + 2αm + α²L²)) ≥ the Lipschitz constant of the step.
+
+    With w = Vu the reflection is (2V − I)u = (I − αM)w against u = (I + αM)w, M = I − W, and
+    (1 − 2αt + α²s)/(1 + 2αt + α²s) falls in t = ⟨Mw, w⟩/‖w‖² ≥ m and rises in s ≤ L²; the other
+    reflection, 2prox − I, is nonexpansive.
+    """
+    square = alpha * alpha * upper * upper
+    return math.sqrt(max(0.0, 1.0 - 4.0 * alpha * m / (1.0 + 2.0 * alpha * m + square)))
+
+
+@options
+class PeacemanRachford(SplittingSolver):
+    """u ← (2V − I)(2 prox_{αf} − I)u + 2αVc,  z = prox_{αf}(u),  V = (I + α(I − W))⁻¹.
+
+    Converges for every α > 0, with the factor √(1 − 4αm/(1 + 2αm + α²L²)): about 1 − m/L a step
+    where forward-backward has 1 − m²/(2L²). V is computed once a solve (a dense inverse, or one by
+    FFT for convolutions), serves the backward pass too, and is kept nowhere. The default step is
+    √n/‖I − W‖_F, one over the root mean square of the singular values: in our trials within a small
+    factor of the best, whatever the scale of W.
+
+    The state that the engine iterates is u, so ``stats.residual`` is ‖S(u) − u‖; a warm start z
+    becomes u = z − α((I − W)z − c), which is the fixed point where z is the solution.
+    """
+
+    max_steps: int = 500
+    patience: int = 96
+
+    def split(self, inclusion: Inclusion, z0: Any, c: Tensor) -> Splitting:
+        """The Peaceman–Rachford step, on the space where the resolvent is cheap."""
+        space = inclusion.lifted()
+        alpha = self.step_size(inclusion)
+        inverse = space.resolvent(alpha)
+        source, start = inclusion.lift(c), inclusion.lift(z0)
+
+        def step(u: Any, shift: Tensor) -> Any:
+            reflected = blend(2.0, space.prox(u, alpha), -1.0, u)
+            return blend(2.0, inverse(_add(reflected, shift)), -1.0, reflected)
+
+        def read(u: Any) -> Any:
+            return inclusion.drop(space.prox(u, alpha))
+
+        first = blend(1.0 - alpha, start, alpha, space.argument(start, source))
+        given = "√n/‖I − W‖_F" if self.alpha is None else f"{self.alpha:g}"
+        reason = f"PeacemanRachford with the step α = {given}"
+        return Splitting(step, _finite(first), (alpha * source,), read, reason)
+
+    def step_size(self, inclusion: Inclusion) -> float | Tensor:
+        """α as given; or √n/‖I − W‖_F as a number on the device."""
+        return inclusion.scale().reciprocal() if self.alpha is None else self.alpha
+
+
+def _finite(u: Any) -> Any:
+    """u with zero for NaN and infinity: a sample whose c has them fails, but returns a number,
+    at which the gradients of the weights it shares with the others can be taken."""
+    if isinstance(u, Tensor):
+        return torch.where(torch.isfinite(u), u, 0.0)
+    return tuple(_finite(part) for part in u)
+
+
+def _add(z: Any, c: Tensor) -> Any:
+    """z + c, c in the first part of a state of several."""
+    return z + c if isinstance(z, Tensor) else (z[0] + c, *z[1:])

@@ -1,0 +1,312 @@
+"""The commands end to end on the digits: what they print, write, and exit with."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+import equilibria as eq
+from equilibria.cli.app import main
+
+
+def run(*arguments: str | Path) -> int:
+    """The exit code of ``equilibria ARGUMENTS``."""
+    with pytest.raises(SystemExit) as ended:
+        main([str(a) for a in arguments])
+    code = ended.value.code
+    assert isinstance(code, int)
+    return code
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one epoch."""
+    folder = tmp_path_factory.mktemp("cli") / "run"
+    assert run("train", "--epochs", "1", "--batch-size", "128", "--quiet", "--out", folder) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pictures")
+    digits = eq.data.load("digits", "test")
+    for i in range(3):
+        Image.fromarray(digits.images[i, 0].numpy()).save(folder / f"{i}.png")
+    return folder
+
+
+# ---------------------------------------------------------------------- train
+
+
+def test_train_writes_a_run(trained: Path) -> None:
+    for name in ("config.yaml", "history.csv", "last.ckpt", "model.safetensors", "result.json"):
+        assert (trained / name).stat().st_size > 0, name
+    model = eq.models.load(trained / "model.safetensors")
+    assert model.extra["data"] == "digits"
+
+
+def test_train_prints_its_resolved_configuration(capsys: pytest.CaptureFixture[str]) -> None:
+    import yaml
+
+    code = run(
+        *("train", "--dry-run", "--lr", "0.03", "--augment", "crop,flip", "--no-nesterov"),
+        *("-o", "bound=0.9", "-o", "depth=2", "--epochs", "7"),
+    )
+    assert code == 0
+    found = yaml.safe_load(capsys.readouterr().out)
+    assert found["lr"] == 0.03
+    assert found["augment"] == ["crop", "flip"]
+    assert found["nesterov"] is False
+    assert found["model_options"] == {"bound": 0.9, "depth": 2}
+    assert found["epochs"] == 7
+    assert found["out"] == str(Path("runs") / "digits-geq_digits")
+
+
+def test_flags_go_before_the_file_and_the_file_before_the_defaults(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import yaml
+
+    file = tmp_path / "run.yaml"
+    file.write_text("lr: 0.5\nepochs: 9\nmodel_options: {bound: 0.8}\n")
+    assert run("train", "--dry-run", "--config", file, "--epochs", "3", "-o", "depth=2") == 0
+    found = yaml.safe_load(capsys.readouterr().out)
+    assert (found["lr"], found["epochs"], found["momentum"]) == (0.5, 3, 0.9)
+    assert found["model_options"] == {"bound": 0.8, "depth": 2}
+
+
+def test_every_option_of_a_run_is_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    import dataclasses
+
+    from equilibria.cli.flags import described
+    from equilibria.training import TrainConfig
+
+    helps = described(TrainConfig)
+    assert run("train", "--help") == 0
+    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    for field in dataclasses.fields(TrainConfig):
+        assert f"--{field.name.replace('_', '-')}" in text, field.name
+        assert helps[field.name], field.name
+
+
+def test_a_folder_with_a_run_is_not_overwritten_by_accident(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = (trained / "model.safetensors").read_bytes()
+    assert run("train", "--epochs", "1", "--quiet", "--out", trained) == 1
+    said = capsys.readouterr().err
+    assert "--resume" in said
+    assert "--overwrite" in said
+    assert (trained / "model.safetensors").read_bytes() == before
+
+
+def test_resume_takes_the_runs_own_configuration(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import shutil
+
+    import yaml
+
+    copy = tmp_path / "run"
+    shutil.copytree(trained, copy)
+    assert run("train", "--resume", copy, "--dry-run") == 0
+    assert yaml.safe_load(capsys.readouterr().out)["batch_size"] == 128
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--lr", "-1"], "lr"),
+        (["--model", "geq_digit"], "geq_digits"),
+        (["--data", "no_such_data"], "no_such_data"),
+        (["--schedule", "sometimes"], "onecycle"),
+        (["--augment", "[crop"], "--augment"),
+        (["--option", "bound"], "key=value"),
+        (["--option", "bounds=1"], "bound"),
+        (["--config", "no-such.yaml"], "no-such.yaml"),
+        (["--resume", "no-such-run"], "no-such-run"),
+        (["--epochs", "many"], "many"),
+        (["--learning-rate", "1"], "learning-rate"),
+    ],
+)
+def test_wrong_options_say_what_is_wrong(
+    arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = run("train", "--quiet", "--out", tmp_path / "run", *arguments)
+    assert code in (1, 2)
+    text = capsys.readouterr().err
+    assert said in text
+    assert "Traceback" not in text
+    assert not (tmp_path / "run" / "model.safetensors").exists()
+
+
+# ---------------------------------------------------------------------- evaluate
+
+
+def test_evaluate_agrees_with_a_count_by_hand(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = run("evaluate", trained, "--json", "--certify", "4", "--out", tmp_path / "report")
+    assert code == 0
+    found = json.loads(capsys.readouterr().out)
+    model = eq.models.load(trained / "model.safetensors").eval()
+    digits = eq.data.load("digits", "test")
+    mean, std = (torch.tensor(model.extra[key]).view(1, -1, 1, 1) for key in ("mean", "std"))
+    with torch.no_grad():
+        said = model((digits.images.float() / 255 - mean) / std).argmax(1)
+    right = float((said == digits.targets).double().mean())
+    assert found["metrics"]["accuracy"] == pytest.approx(right, abs=2 / len(digits))
+    assert (tmp_path / "report" / "report.json").exists()
+    assert (tmp_path / "report" / "reliability.png").stat().st_size > 1000
+
+
+def test_evaluate_at_the_converged_equilibrium_and_under_corruptions(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = run(
+        *("evaluate", trained, "--limit", "16", "--certify", "0", "--converged", "1e-3"),
+        *("--corruptions", "--severities", "1", "--json"),
+    )
+    assert code == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["converged"] is not None
+    assert found["metrics"]["samples"] == 16
+    assert found["corruptions"]
+
+
+def test_evaluate_refuses_nonsense(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("evaluate", trained / "nothing") == 1
+    assert "equilibria train" in capsys.readouterr().err
+    assert run("evaluate", trained, "--corruptions", "--severities", "9", "--limit", "2") == 1
+    assert "1 to 5" in capsys.readouterr().err
+    assert run("evaluate", trained, "--device", "abacus") == 1
+    assert "expected cpu" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------- certify
+
+
+def test_certify_gives_the_numbers_of_the_layers(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("certify", trained, "--images", "3", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["unique"] is True
+    model = eq.models.load(trained / "model.safetensors")
+    assert len(found["layers"]) == len(eq.nn.equilibrium_layers(model))
+    for layer in found["layers"]:
+        assert layer["modulus"] > 0
+        assert layer["error_bound"] >= layer["residual"] >= 0
+
+
+def test_certify_exits_with_1_where_nothing_is_proven(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = eq.models.create("geq_digits", constraint=eq.nn.NormBounded(bound=20.0))
+    with torch.no_grad():
+        for layer in eq.nn.equilibrium_layers(model).values():
+            layer.W.parametrizations.weight.original.mul_(40.0)
+    digits = eq.data.load("digits")
+    extra = {"data": "digits", "mean": digits.mean, "std": digits.std, "classes": digits.classes}
+    eq.models.save(model, tmp_path / "wild.safetensors", extra=extra)
+    assert run("certify", tmp_path / "wild.safetensors", "--images", "2") == 1
+    assert "no" in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------------- predict
+
+
+def test_predict_names_the_class_of_a_file(
+    trained: Path, pictures: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("predict", trained, pictures, "--top", "3", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [Path(each["file"]).name for each in found] == ["0.png", "1.png", "2.png"]
+    model = eq.models.load(trained / "model.safetensors").eval()
+    digits = eq.data.load("digits", "test").with_normalization_of(model.extra)
+    with torch.no_grad():
+        expected = model(digits.normalize(digits.images[:3])).softmax(1)
+    for each, truth in zip(found, expected, strict=True):
+        assert len(each["labels"]) == 3
+        best = each["labels"][0]
+        assert best["label"] == str(int(truth.argmax()))
+        assert best["confidence"] == pytest.approx(float(truth.max()), abs=5e-3)
+        assert each["steps"] >= 1
+
+
+def test_a_corrupt_image_is_named_and_refused_or_skipped(
+    trained: Path, pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad = tmp_path / "bad.png"
+    bad.write_bytes((pictures / "0.png").read_bytes()[:40])
+    assert run("predict", trained, pictures / "0.png", bad) == 1
+    assert "bad.png" in capsys.readouterr().err
+    with pytest.warns(UserWarning, match=r"bad\.png"):
+        assert run("predict", trained, pictures / "0.png", bad, "--on-corrupt", "skip") == 0
+    assert run("predict", trained, tmp_path / "none.png") == 1
+    assert "no such file" in capsys.readouterr().err
+    (tmp_path / "empty").mkdir()
+    assert run("predict", trained, tmp_path / "empty") == 1
+    assert "no image" in capsys.readouterr().err
+
+
+def test_predict_reads_any_mode_and_size(trained: Path, tmp_path: Path) -> None:
+    for mode in ("RGB", "RGBA", "P", "1", "I;16"):
+        Image.new(mode, (33, 20)).save(tmp_path / f"{mode.replace(';', '')}.png")
+    assert run("predict", trained, tmp_path, "--json") == 0
+
+
+# ---------------------------------------------------------------------- the rest
+
+
+def test_models_are_listed_with_their_sizes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("models", "geq_dig*", "--json") == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    model = eq.models.create("geq_digits")
+    assert found["parameters"] == sum(p.numel() for p in model.parameters())
+    assert run("models", "*", "--no-count") == 0
+    assert "resnet18_cifar" in capsys.readouterr().out
+    assert run("models", "nothing*") == 1
+
+
+def test_data_is_listed_and_checked(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("data", "list", "--json") == 0
+    assert {"digits", "cifar10"} <= {card["name"] for card in json.loads(capsys.readouterr().out)}
+    assert run("data", "check", "digits") == 0
+    assert run("data", "check", "nowhere") == 1
+
+
+def test_info_names_the_versions(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("info", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["torch"] == torch.__version__
+    assert found["equilibria"] == eq.__version__
+    assert run("--version") == 0
+    assert eq.__version__ in capsys.readouterr().out
+
+
+def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--debug", "train", "--lr", "-1", "--dry-run") == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_without_a_command_there_is_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run() in (0, 2)
+    assert "train" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_python_m_equilibria_is_the_command() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "equilibria", "info", "--json"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert json.loads(done.stdout)["equilibria"] == eq.__version__

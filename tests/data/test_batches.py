@@ -1,0 +1,294 @@
+"""Batches: what comes out, in which order, the same again, from memory and from disk."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from equilibria import data
+from equilibria.data import Batches, ImageData
+from equilibria.data.lazy import LazyImages
+from tests.data.made_files import write_class_folders
+
+
+def made(count: int = 23, lazy: bool = False, masks: bool = False) -> ImageData:
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 256, (count, 3, 6, 5), dtype=torch.uint8, generator=generator)
+    images[:, 0, 0, 0] = torch.arange(count, dtype=torch.uint8)  # each tells its number
+    targets = torch.arange(count) % 4
+    if masks:
+        targets = torch.randint(0, 4, (count, 6, 5), generator=generator)
+    rows = LazyImages(lambda i: images[i], torch.arange(count), (3, 6, 5))
+    return ImageData(
+        images=rows if lazy else images,
+        targets=targets,
+        classes=("a", "b", "c", "d"),
+        name="made",
+        split_name="train",
+        mean=(0.5, 0.4, 0.3),
+        std=(0.2, 0.25, 0.3),
+        task="segmentation" if masks else "classification",
+        ignore_index=255 if masks else None,
+    )
+
+
+def numbers(dataset: ImageData, x: torch.Tensor) -> list[int]:
+    """Which samples a batch holds, by the pixel that tells."""
+    pixel = x[:, 0, 0, 0].double() * dataset.std[0] + dataset.mean[0]
+    return (pixel * 255).round().long().tolist()
+
+
+SOURCES = pytest.mark.parametrize("lazy", [False, True], ids=["memory", "lazy"])
+
+
+@SOURCES
+def test_in_order_normalized(lazy: bool) -> None:
+    dataset = made(lazy=lazy)
+    batches = Batches(dataset, 5)
+    assert len(batches) == 5
+    got = list(batches)
+    assert [len(x) for x, _ in got] == [5, 5, 5, 5, 3]
+    x, y = torch.cat([x for x, _ in got]), torch.cat([y for _, y in got])
+    pixels = made().images.numpy().astype(np.float64) / 255
+    mean, std = np.array(dataset.mean).reshape(3, 1, 1), np.array(dataset.std).reshape(3, 1, 1)
+    np.testing.assert_allclose(x, (pixels - mean) / std, atol=1e-5)
+    assert y.tolist() == [k % 4 for k in range(23)]
+    assert x.dtype == torch.float32
+    assert x.is_contiguous()
+
+
+@SOURCES
+def test_an_epoch_holds_every_sample_once_with_its_label(lazy: bool) -> None:
+    dataset = made(lazy=lazy)
+    batches = Batches(dataset, 4, shuffle=True, seed=1)
+    for epoch in range(3):
+        batches.set_epoch(epoch)
+        seen: list[int] = []
+        for x, y in batches:
+            inside = numbers(dataset, x)
+            assert y.tolist() == [k % 4 for k in inside]
+            seen += inside
+        assert sorted(seen) == list(range(23))
+        assert seen != list(range(23))
+
+
+AUGMENT = data.Augmentation(
+    [data.Crop(padding=2), data.Flip(), data.Cutout(size=2), data.ColorJitter()]
+)
+
+
+def epoch_of(batches: Batches, epoch: int, start: int = 0) -> list[tuple[torch.Tensor, Any]]:
+    batches.set_epoch(epoch, start)
+    return list(batches)
+
+
+def same(a: list[Any], b: list[Any]) -> bool:
+    return len(a) == len(b) and all(
+        torch.equal(p, q)
+        for one, two in zip(a, b, strict=True)
+        for p, q in zip(one, two, strict=True)
+    )
+
+
+@SOURCES
+def test_an_epoch_depends_on_seed_and_number_alone(lazy: bool) -> None:
+    batches = Batches(made(lazy=lazy), 4, shuffle=True, seed=3, augment=AUGMENT)
+    first, second = epoch_of(batches, 0), epoch_of(batches, 1)
+    assert not same(first, second)
+    torch.manual_seed(1234)
+    fresh = Batches(made(lazy=lazy), 4, shuffle=True, seed=3, augment=AUGMENT)
+    assert same(epoch_of(fresh, 1), second)
+    assert same(epoch_of(batches, 0), first)
+    assert same(list(batches), first)  # without set_epoch the epoch repeats
+    other = Batches(made(lazy=lazy), 4, shuffle=True, seed=4, augment=AUGMENT)
+    assert not same(epoch_of(other, 0), first)
+
+
+def test_lazy_and_memory_give_the_same_batches() -> None:
+    one = Batches(made(), 4, shuffle=True, augment=AUGMENT)
+    two = Batches(made(lazy=True), 4, shuffle=True, augment=AUGMENT)
+    three = Batches(made(), 4, shuffle=True, augment=AUGMENT, resident=False)
+    assert same(list(one), list(two))
+    assert same(list(one), list(three))
+
+
+@SOURCES
+def test_going_on_in_the_middle_of_an_epoch(lazy: bool) -> None:
+    batches = Batches(made(lazy=lazy), 4, shuffle=True, augment=AUGMENT)
+    whole = epoch_of(batches, 5)
+    assert same(epoch_of(batches, 5, start=2), whole[2:])
+    assert same(list(batches), whole)  # the start counts once
+    assert epoch_of(batches, 5, start=6) == []
+    with pytest.raises(ValueError, match="start goes from 0 to 6"):
+        batches.set_epoch(0, start=7)
+
+
+def test_ranks_share_an_epoch_and_draw_their_own_numbers() -> None:
+    dataset = made()
+    seen = []
+    for rank in range(3):
+        batches = Batches(dataset, 4, shuffle=True, seed=2, rank=rank, world=3)
+        batches.set_epoch(1)
+        assert len(batches) == 2
+        seen.append([numbers(dataset, x) for x, _ in batches])
+    assert sorted(k for rank in seen for batch in rank for k in batch) == list(range(23))
+    flat = made(24)
+    flat.images.fill_(7)
+    drawn = [
+        next(iter(Batches(flat, 4, augment=data.Cutout(size=2, fill=1.0), rank=rank, world=2)))[0]
+        for rank in (0, 1)
+    ]
+    assert not torch.equal(*drawn)
+
+
+def test_every_batch_of_every_epoch_draws_its_own_numbers() -> None:
+    flat = made(8)
+    flat.images.fill_(7)  # what differs is the augmentation alone
+    batches = Batches(flat, 4, augment=data.Cutout(size=2, fill=1.0))
+    drawn = [x for epoch in range(2) for x, _ in epoch_of(batches, epoch)]
+    assert len(drawn) == 4
+    assert all(not torch.equal(drawn[a], drawn[b]) for a in range(4) for b in range(a))
+
+
+def test_drop_last() -> None:
+    batches = Batches(made(), 4, drop_last=True)
+    assert [len(x) for x, _ in batches] == [4] * 5 == [4] * len(batches)
+
+
+@SOURCES
+def test_masks_come_along_and_move_with_their_images(lazy: bool) -> None:
+    dataset = made(masks=True, lazy=lazy)
+    plain = torch.cat([y for _, y in Batches(dataset, 4)])
+    assert torch.equal(plain, dataset.targets)
+    flip = Batches(dataset, 4, augment=data.Flip(p=1.0))
+    assert torch.equal(torch.cat([y for _, y in flip]), dataset.targets.flip(-1))
+    x = torch.cat([x for x, _ in flip])
+    assert torch.equal(x, torch.cat([x for x, _ in Batches(dataset, 4)]).flip(-1))
+
+
+def test_functions_are_augmentations_too() -> None:
+    dataset = made()
+    half = Batches(dataset, 23, augment=lambda x, generator: x / 2)
+    (x, _), (full, _) = next(iter(half)), next(iter(Batches(dataset, 23)))
+    mean, std = (torch.tensor(v).view(1, 3, 1, 1) for v in (dataset.mean, dataset.std))
+    torch.testing.assert_close(x * std + mean, (full * std + mean) / 2)
+    masked = made(masks=True)
+    turned = Batches(masked, 23, augment=lambda x, y, generator: (x, 3 - y))
+    assert torch.equal(next(iter(turned))[1], 3 - masked.targets)
+
+
+def test_soft_labels_of_mixup() -> None:
+    batches = Batches(made(), 6, augment=data.Mixup(num_classes=4))
+    _, y = next(iter(batches))
+    assert y.shape == (6, 4)
+    torch.testing.assert_close(y.sum(1), torch.ones(6))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("augment", [None, AUGMENT])
+def test_dtype_and_memory_format(dtype: torch.dtype, augment: Any) -> None:
+    dataset = made()
+    for last in (False, True):
+        batches = Batches(dataset, 6, dtype=dtype, channels_last=last, augment=augment)
+        x, _ = next(iter(batches))
+        assert x.dtype == dtype
+        form = torch.channels_last if last else torch.contiguous_format
+        assert x.is_contiguous(memory_format=form)
+
+
+def test_no_gradients_are_kept() -> None:
+    x, _ = next(iter(Batches(made(), 4, augment=AUGMENT)))
+    assert not x.requires_grad
+    assert x.grad_fn is None
+
+
+def test_lazy_batches_are_made_ahead_and_no_further() -> None:
+    images = made().images
+    assert isinstance(images, torch.Tensor)
+    seen: set[int] = set()
+    lock = threading.Lock()
+
+    def read(i: int) -> torch.Tensor:
+        with lock:
+            seen.add(i)
+        return images[i]
+
+    dataset = made()
+    lazy = ImageData(**{**vars(dataset), "images": LazyImages(read, torch.arange(23), (3, 6, 5))})
+    stream = iter(Batches(lazy, 2, prefetch=3))
+    assert seen == set()
+    next(stream)
+    until = time.monotonic() + 5
+    while len(seen) < 6 and time.monotonic() < until:
+        time.sleep(0.01)
+    assert seen == set(range(6))  # the first batch and two more
+    stream.close()  # type: ignore[attr-defined]
+    assert not [t for t in threading.enumerate() if t.name.startswith("batches")]
+
+
+def test_an_error_while_reading_reaches_the_loop(tmp_path: Path) -> None:
+    write_class_folders(tmp_path / "train", {"a": 4, "b": 4})
+    dataset = data.load(tmp_path, lazy=True)
+    (tmp_path / "train" / "b" / "001.png").write_bytes(b"x")
+    with pytest.raises(data.CorruptImageError, match=r"001\.png"):
+        list(Batches(dataset, 3))
+
+
+def test_two_loops_at_a_time_do_not_mix() -> None:
+    batches = Batches(made(lazy=True), 4, shuffle=True, augment=AUGMENT)
+    pairs = list(zip(batches, batches, strict=True))
+    assert all(torch.equal(a[0], b[0]) for a, b in pairs)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": torch.int64}, "floating dtype"),
+        ({"prefetch": 0}, "prefetch=0"),
+        ({"augment": "crop"}, "expected a Transform"),
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"rank": 1}, "rank=1"),
+        ({"batch_size": 30, "drop_last": True}, "fill no batch"),
+    ],
+)
+def test_wrong_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        Batches(made(), **{"batch_size": 4, **options})
+
+
+def test_a_lazy_set_cannot_be_resident() -> None:
+    with pytest.raises(ValueError, match="lazy=False"):
+        Batches(made(lazy=True), 4, resident=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_nothing_waits_and_the_order_is_the_same() -> None:
+    augment = data.Augmentation([AUGMENT, data.RandAugment()])
+    dataset = made()
+    batches = Batches(dataset, 4, shuffle=True, device="cuda", augment=augment)
+    assert batches.resident
+    list(batches)  # kernels are loaded now
+    batches.set_epoch(1)
+    stream = iter(batches)
+    next(stream)  # the order goes over once an epoch
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        rest = list(stream)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len(rest) == 5
+    plain = Batches(dataset, 4, shuffle=True, device="cuda")
+    here = Batches(dataset, 4, shuffle=True)
+    away = Batches(dataset, 4, shuffle=True, device="cuda", resident=False)
+    for (x, y), (u, v), (p, q) in zip(plain, here, away, strict=True):
+        torch.testing.assert_close(x.cpu(), u)
+        torch.testing.assert_close(p.cpu(), u)
+        assert torch.equal(y.cpu(), v)
+        assert torch.equal(q.cpu(), v)

@@ -1,0 +1,226 @@
+"""Folders of class folders, with and without splits; Tiny ImageNet's and ImageNet-100's ways."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from equilibria import data
+from equilibria.data import CorruptImageError, DataError, DataNotFoundError
+from tests.data.made_files import pictures, png, write_class_folders
+
+
+def stacked(written: dict[Path, np.ndarray]) -> np.ndarray:
+    return np.stack([written[path] for path in sorted(written)]).transpose(0, 3, 1, 2)
+
+
+def test_splits_in_folders(tmp_path: Path) -> None:
+    train = write_class_folders(tmp_path / "train", {"cat": 4, "dog": 3})
+    held = write_class_folders(tmp_path / "test", {"dog": 2}, seed=9)
+    found = data.load(tmp_path)
+    assert np.array_equal(found.images, stacked(train))
+    assert found.targets.tolist() == [0, 0, 0, 0, 1, 1, 1]
+    assert found.classes == ("cat", "dog")
+    test = data.load(str(tmp_path), "test")
+    assert test.targets.tolist() == [1, 1]  # numbered as in train
+    assert test.classes == ("cat", "dog")
+    assert np.array_equal(test.images, stacked(held))
+    with pytest.raises(DataError, match=r"no split 'val'; it has: test, train"):
+        data.load(tmp_path, "val")
+
+
+def test_val_stands_in_for_test(tmp_path: Path) -> None:
+    write_class_folders(tmp_path / "train", {"a": 2, "b": 2})
+    write_class_folders(tmp_path / "validation", {"a": 1, "b": 1})
+    assert data.load(tmp_path, "test").split_name == "val"
+    assert data.load(tmp_path, "valid").split_name == "val"
+
+
+def test_one_folder_is_split_once_and_for_all(tmp_path: Path) -> None:
+    written = write_class_folders(tmp_path, {"a": 20, "b": 10})
+    train, test = data.load(tmp_path), data.load(tmp_path, "test")
+    assert np.bincount(test.targets).tolist() == [4, 2]
+    both = {bytes(image.numpy().tobytes()) for part in (train, test) for image in part.images}
+    assert both == {p.transpose(2, 0, 1).tobytes() for p in written.values()}
+    assert len(train) + len(test) == 30
+    again = data.load(tmp_path, "test")
+    assert np.array_equal(again.images, test.images)
+
+
+def test_a_class_may_be_called_train(tmp_path: Path) -> None:
+    write_class_folders(tmp_path, {"car": 5, "train": 5})
+    assert data.load(tmp_path).classes == ("car", "train")
+
+
+def test_other_files_are_passed_over(tmp_path: Path) -> None:
+    write_class_folders(tmp_path / "train", {"a": 2, "b": 2})
+    (tmp_path / "train" / "a" / "notes.txt").write_text("x")
+    (tmp_path / "train" / "a" / ".hidden.png").write_text("x")
+    (tmp_path / "train" / ".git").mkdir()
+    (tmp_path / "train" / "__pycache__").mkdir()
+    (tmp_path / "train" / "a" / "deep").mkdir()
+    (tmp_path / "train" / "a" / "deep" / "z.PNG").write_bytes(png(pictures(1)[0]))
+    found = data.load(tmp_path)
+    assert found.targets.tolist() == [0, 0, 0, 1, 1]
+
+
+def test_a_corrupt_image_among_good_ones(tmp_path: Path) -> None:
+    written = write_class_folders(tmp_path / "train", {"a": 3, "b": 3})
+    bad = tmp_path / "train" / "a" / "001.png"
+    bad.write_bytes(bad.read_bytes()[:50])
+    with pytest.raises(CorruptImageError, match=r"001\.png: not a readable image"):
+        data.load(tmp_path)
+    with pytest.warns(UserWarning, match=r"skipped 1 of 6 .*001\.png") as seen:
+        found = data.load(tmp_path, on_corrupt="skip")
+    assert len(seen) == 1
+    assert found.targets.tolist() == [0, 0, 1, 1, 1]
+    del written[bad]
+    assert np.array_equal(found.images, stacked(written))
+
+
+def test_the_first_image_may_be_the_corrupt_one(tmp_path: Path) -> None:
+    write_class_folders(tmp_path / "train", {"a": 2, "b": 2})
+    (tmp_path / "train" / "a" / "000.png").write_bytes(b"")
+    with pytest.warns(UserWarning, match="skipped 1 of 4"):
+        assert len(data.load(tmp_path, on_corrupt="skip")) == 3
+
+
+def test_all_corrupt(tmp_path: Path) -> None:
+    for name in write_class_folders(tmp_path / "train", {"a": 2, "b": 2}):
+        name.write_bytes(b"x")
+    with pytest.raises(CorruptImageError, match="none of the 4 images can be read"):
+        data.load(tmp_path, on_corrupt="skip")
+    with pytest.raises(CorruptImageError, match="none of the 4 images can be read"):
+        data.load(tmp_path, on_corrupt="skip", image_size=4)
+
+
+def test_sizes_that_differ(tmp_path: Path) -> None:
+    write_class_folders(tmp_path / "train", {"a": 2, "b": 2})
+    (tmp_path / "train" / "b" / "001.png").write_bytes(png(pictures(1, 8, 9)[0]))
+    with pytest.raises(DataError, match=r"001\.png is 9 × 8 pixels.*pass image_size"):
+        data.load(tmp_path)
+    with pytest.raises(DataError, match=r"001\.png is 9 × 8 pixels.*pass image_size"):
+        data.load(tmp_path, lazy=True).images[:]
+    assert tuple(data.load(tmp_path, image_size=5).images.shape) == (4, 3, 5, 5)
+
+
+def test_gray_if_asked(tmp_path: Path) -> None:
+    write_class_folders(tmp_path / "train", {"a": 2, "b": 2})
+    found = data.load(tmp_path, channels=1)
+    assert tuple(found.images.shape) == (4, 1, 6, 6)
+    assert len(found.std) == 1
+
+
+def test_empty_folder(tmp_path: Path) -> None:
+    with pytest.raises(DataNotFoundError, match="is empty; expected one folder"):
+        data.load(tmp_path)
+
+
+def test_a_folder_of_other_things(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("x")
+    (tmp_path / "a").mkdir()
+    with pytest.raises(DataError, match=r"no data that can be read \(it holds: a, notes\.txt\)"):
+        data.load(tmp_path)
+
+
+def test_one_class(tmp_path: Path) -> None:
+    write_class_folders(tmp_path, {"cat": 3})
+    with pytest.raises(DataError, match=r"one class only \(cat\).*two at least"):
+        data.load(tmp_path)
+
+
+def test_an_empty_class(tmp_path: Path) -> None:
+    write_class_folders(tmp_path / "train", {"a": 2, "b": 2})
+    (tmp_path / "train" / "c").mkdir()
+    with pytest.raises(DataError, match=r"the class 'c' has no image \(\.bmp"):
+        data.load(tmp_path)
+
+
+def test_a_class_that_train_does_not_have(tmp_path: Path) -> None:
+    write_class_folders(tmp_path / "train", {"a": 2, "b": 2})
+    write_class_folders(tmp_path / "test", {"a": 2, "z": 2})
+    with pytest.raises(DataError, match=r"test has 1 class\(es\) that train does not have: z"):
+        data.load(tmp_path, "test")
+
+
+def test_no_such_folder(tmp_path: Path) -> None:
+    with pytest.raises(DataNotFoundError, match=r"no data set has that name.*digits, mnist"):
+        data.load(str(tmp_path / "nothing"))
+    file = tmp_path / "file"
+    file.write_text("x")
+    with pytest.raises(DataNotFoundError, match="is a file"):
+        data.load(file)
+
+
+def test_a_path_is_a_folder_even_with_a_known_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_class_folders(tmp_path / "digits", {"a": 5, "b": 5})
+    monkeypatch.chdir(tmp_path)
+    assert data.load(Path("digits")).classes == ("a", "b")
+    assert len(data.load("digits").classes) == 10
+
+
+def test_tiny_imagenet(tmp_path: Path) -> None:
+    top = tmp_path / "tiny-imagenet-200"
+    for name in ("n02", "n01"):
+        write_class_folders(top / "train" / name, {"images": 3}, size=64)
+    images = write_class_folders(top / "val", {"images": 4}, seed=5, size=64)
+    lines = [f"{k:03d}.png\t{'n02' if k % 2 else 'n01'}\t0\t0\t9\t9" for k in (2, 0, 3, 1)]
+    (top / "val" / "val_annotations.txt").write_text("\n".join(lines) + "\n")
+    write_class_folders(top / "test", {"images": 2}, size=64)  # no labels there
+    (top / "words.txt").write_text("n00\tnothing\nn01\tgoldfish, Carassius\nn02\tbullfrog\n")
+    train = data.load("tiny-imagenet", root=tmp_path)
+    assert train.targets.tolist() == [0, 0, 0, 1, 1, 1]
+    assert train.classes == ("goldfish", "bullfrog")
+    val = data.load("tiny-imagenet", "test", root=tmp_path)
+    assert val.split_name == "val"
+    assert val.targets.tolist() == [0, 0, 1, 1]
+    ordered = [images[top / "val" / "images" / f"{k:03d}.png"] for k in (2, 0, 3, 1)]
+    assert np.array_equal(val.images, np.stack(ordered).transpose(0, 3, 1, 2))
+
+
+@pytest.mark.parametrize("line", ["../../secret.png\tn01", "a.png\tn09", "a.png", "/etc/x\tn01"])
+def test_a_list_that_points_elsewhere(tmp_path: Path, line: str) -> None:
+    for name in ("n02", "n01"):
+        write_class_folders(tmp_path / "train" / name, {"images": 1})
+    (tmp_path / "val").mkdir()
+    (tmp_path / "val" / "val_annotations.txt").write_text(line + "\n")
+    with pytest.raises(DataError, match=r"val_annotations\.txt line 1"):
+        data.load("tiny-imagenet", "val", root=tmp_path)
+
+
+def test_imagenet_100_as_it_is_packed(tmp_path: Path) -> None:
+    write_class_folders(tmp_path / "train.X1", {"n01": 2})
+    write_class_folders(tmp_path / "train.X2", {"n02": 1, "n03": 2})
+    write_class_folders(tmp_path / "val.X", {"n01": 1, "n02": 1, "n03": 1})
+    names = {"n01": "crane", "n02": "crane", "n03": "robin, American robin"}
+    (tmp_path / "Labels.json").write_text(json.dumps(names))
+    found = data.load("imagenet-100", root=tmp_path, image_size=6)
+    assert found.targets.tolist() == [0, 0, 1, 2, 2]
+    assert found.classes == ("n01", "n02", "robin")  # two cranes keep their ids
+    assert len(data.load("imagenet-100", "val", root=tmp_path)) == 3
+    (tmp_path / "Labels.json").write_text("[")
+    with pytest.raises(DataError, match=r"Labels\.json"):
+        data.load("imagenet-100", root=tmp_path)
+
+
+def test_imagenette(tmp_path: Path) -> None:
+    for split in ("train", "val"):
+        write_class_folders(tmp_path / "imagenette2-320" / split, {"n03888257": 1, "n01440764": 2})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = data.load("imagenette", root=tmp_path)
+    assert found.classes == ("tench", "parachute")
+    assert tuple(found.images.shape) == (3, 3, 224, 224)
+
+
+def test_images_without_labels_are_no_class(tmp_path: Path) -> None:
+    write_class_folders(tmp_path / "train", {"a": 2, "b": 2})
+    write_class_folders(tmp_path / "test", {"images": 2})
+    with pytest.raises(DataError, match=r"no split 'test'; it has: train"):
+        data.load(tmp_path, "test")

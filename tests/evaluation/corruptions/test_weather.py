@@ -1,0 +1,187 @@
+"""Snow, fog and frost against numpy, with the random numbers given."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from scipy import ndimage
+
+from equilibria.evaluation.corruptions import weather
+from equilibria.evaluation.corruptions.frost_texture import frost_texture
+from equilibria.evaluation.corruptions.randomness import Noise
+from tests.evaluation.standins import picture_tensor, pictures
+
+
+class Given:
+    """Random numbers that the test knows, in place of those of an image."""
+
+    def __init__(self, count: int, seed: int = 0) -> None:
+        self.draw = np.random.default_rng(seed)
+        self.keys = [torch.zeros(count, dtype=torch.long)] * 2
+        self.made: dict[int, np.ndarray] = {}
+
+    def uniform(self, stream: int, *shape: int) -> torch.Tensor:
+        self.made[stream] = self.draw.random((len(self.keys[0]), *shape))
+        return torch.from_numpy(self.made[stream])
+
+    def normal(self, stream: int, *shape: int) -> torch.Tensor:
+        self.made[stream] = self.draw.normal(size=(len(self.keys[0]), *shape))
+        return torch.from_numpy(self.made[stream])
+
+
+def given(count: int = 1, seed: int = 0) -> tuple[Given, Noise]:
+    made = Given(count, seed)
+    return made, cast(Any, made)
+
+
+def numpy_plasma(size: int, decay: float, fields: list[np.ndarray]) -> np.ndarray:
+    """Diamond-square on a torus, point by point; ``fields`` are uniform numbers, level by level."""
+    a = np.zeros((size, size))
+    step, wobble = size, 100.0
+    numbers = iter(fields)
+    while step >= 2:
+        half = step // 2
+        places = range(0, size, step)
+        square, above, beside = (next(numbers) for _ in range(3))
+        for i, y in enumerate(places):
+            for j, x in enumerate(places):
+                corners = [a[y, x], a[(y + step) % size, x], a[y, (x + step) % size]]
+                corners.append(a[(y + step) % size, (x + step) % size])
+                jump = wobble * (wobble * (2 * square[i, j] - 1))
+                a[y + half, x + half] = sum(corners) / 4 + jump
+        for i, y in enumerate(places):
+            for j, x in enumerate(places):
+                near = [a[y, x], a[y, (x + step) % size]]
+                near += [a[y + half, x + half], a[(y - half) % size, x + half]]
+                a[y, x + half] = sum(near) / 4 + wobble * wobble * (2 * above[i, j] - 1)
+        for i, y in enumerate(places):
+            for j, x in enumerate(places):
+                near = [a[y, x], a[(y + step) % size, x]]
+                near += [a[y + half, x + half], a[y + half, (x - half) % size]]
+                a[y + half, x] = sum(near) / 4 + wobble * wobble * (2 * beside[i, j] - 1)
+        step, wobble = half, wobble / decay
+    a -= a.min()
+    return a / a.max()
+
+
+@pytest.mark.parametrize("size", [2, 8, 32])
+def test_plasma_point_by_point(size: int) -> None:
+    known, noise = given(2)
+    found = weather.plasma(size, 1.75, noise)
+    for row in range(2):
+        fields = [known.made[stream][row] for stream in sorted(known.made)]
+        expected = numpy_plasma(size, 1.75, fields)
+        np.testing.assert_allclose(found[row].numpy(), expected, atol=1e-12)
+    assert float(found.min()) == 0.0
+    assert float(found.max()) == 1.0
+
+
+@pytest.mark.parametrize(("height", "width"), [(32, 32), (20, 28)])
+def test_fog(height: int, width: int) -> None:
+    x = (picture_tensor(1).double() / 255)[..., :height, :width]
+    known, noise = given()
+    found = weather.fog(x, (0.75, 2.5), noise)
+    fields = [known.made[stream][0] for stream in sorted(known.made)]
+    cloud = numpy_plasma(32, 2.5, fields)[:height, :width]
+    image, top = x[0].numpy(), float(x.max())
+    np.testing.assert_allclose(found[0].numpy(), (image + 0.75 * cloud) * top / (top + 0.75))
+
+
+def test_snow() -> None:
+    """No zoom, so that a loop over taps is enough of an oracle."""
+    mean, deviation, threshold, radius, sigma, kept = 0.1, 0.2, 0.3, 8, 3.0, 0.9
+    image = pictures(1)[0] / 255
+    known, noise = given()
+    x = torch.from_numpy(image).permute(2, 0, 1)[None]
+    found = weather.snow(x, (mean, deviation, 1.0, threshold, radius, sigma, kept), noise)
+    flakes = mean + deviation * known.made[0][0, 0]
+    flakes[flakes < threshold] = 0
+    flakes = np.clip(flakes, 0, 1)
+    angle = math.radians(90 * known.made[1][0] - 135)
+    assert -135 <= math.degrees(angle) <= -45
+    weights = np.exp(-(np.arange(17) ** 2) / (2 * sigma**2))
+    weights /= weights.sum()
+    padded, smeared = np.pad(flakes, 17, mode="edge"), np.zeros((32, 32))
+    for i, weight in enumerate(weights):
+        down = math.ceil(i * math.sin(angle) - 0.5)
+        right = math.ceil(i * math.cos(angle) - 0.5)
+        smeared += weight * padded[17 + down : 49 + down, 17 + right : 49 + right]
+    gray = image @ [0.299, 0.587, 0.114]
+    white = np.maximum(image, (1.5 * gray + 0.5)[..., None])
+    expected = kept * image + (1 - kept) * white
+    expected = expected + (smeared + np.rot90(smeared, 2))[..., None]
+    np.testing.assert_allclose(found[0].permute(1, 2, 0).numpy(), expected, atol=1e-6)
+
+
+def test_snow_zooms_its_flakes() -> None:
+    x = torch.zeros(1, 1, 64, 64)
+    fine, coarse = (
+        weather.snow(x, (0.3, 0.3, zoom, 0.6, 0, 1.0, 1.0), given()[1])[0, 0].numpy()
+        for zoom in (1.0, 4.0)
+    )
+
+    def roughness(field: np.ndarray) -> float:
+        return float(np.abs(np.diff(field)).mean() / field.mean())
+
+    assert roughness(coarse) < 0.6 * roughness(fine)
+
+
+def test_luminance_of_gray_is_itself() -> None:
+    gray = torch.rand(2, 1, 4, 4)
+    assert weather.luminance(gray) is gray
+    color = weather.luminance(gray.expand(2, 3, 4, 4))
+    torch.testing.assert_close(color, gray)
+
+
+def test_frost_textures_have_the_colors_and_spread_that_they_promise() -> None:
+    images = picture_tensor(64)
+    texture = frost_texture(32, 32, Noise(images, (0,)))
+    assert texture.shape == (64, 3, 32, 32)
+    assert float(texture.min()) >= 0.0
+    assert float(texture.max()) <= 1.0
+    means = 255 * texture.mean((2, 3))
+    known = np.array([[78, 149, 166], [201, 205, 215], [138, 153, 165], [112, 123, 135]])
+    distance = np.abs(means.numpy()[:, None] - known).max(2).min(1)
+    assert distance.max() < 6.0
+    nearest = np.abs(means.numpy()[:, None] - known).max(2).argmin(1)
+    assert set(nearest) == {0, 1, 2, 3}
+    # The one that stands twice in the table is drawn twice as often: 2 of 5.
+    assert 12 <= (nearest == 1).sum() <= 40
+    # Neighbors are alike, far pixels are not: structure, neither white noise nor a flat color.
+    gray = texture.mean(1).numpy()
+    gray = gray - gray.mean((1, 2), keepdims=True)
+    near = (gray[:, :, 1:] * gray[:, :, :-1]).mean() / (gray**2).mean()
+    far = (gray[:, :, 16:] * gray[:, :, :-16]).mean() / (gray**2).mean()
+    assert 0.3 < near < 0.95
+    assert far < near - 0.2
+
+
+def test_frost_textures_are_crystals_not_isotropic_noise() -> None:
+    """Needles: in a window the gradient prefers a direction, more than that of blurred noise."""
+
+    def coherence(field: np.ndarray) -> float:
+        smooth = ndimage.gaussian_filter(field, 1.0)
+        dy, dx = np.gradient(smooth)
+        a, b, c = (ndimage.gaussian_filter(t, 6.0) for t in (dx * dx, dx * dy, dy * dy))
+        return float((np.sqrt((a - c) ** 2 + 4 * b * b) / (a + c)).mean())
+
+    texture = frost_texture(128, 128, Noise(picture_tensor(4), (0,))).mean(1).numpy()
+    draw = np.random.default_rng(0)
+    plain = np.mean([coherence(draw.normal(size=(128, 128))) for _ in range(4)])
+    assert np.mean([coherence(field) for field in texture]) > 1.25 * plain
+
+
+def test_frost_is_a_mixture() -> None:
+    images = picture_tensor(2)
+    x = images.double() / 255
+    noise = Noise(images, (3,))
+    found = weather.frost(x, (0.75, 0.45), noise)
+    torch.testing.assert_close(found, 0.75 * x + 0.45 * frost_texture(32, 32, noise))
+    gray = weather.frost(x[:, :1], (0.75, 0.45), noise)
+    texture = frost_texture(32, 32, noise)
+    expected = 0.299 * texture[:, 0] + 0.587 * texture[:, 1] + 0.114 * texture[:, 2]
+    torch.testing.assert_close(gray[:, 0], 0.75 * x[:, 0] + 0.45 * expected)

@@ -1,0 +1,157 @@
+"""GradCAM: the gradient is the implicit one, checked against dense algebra by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+import equilibria as eq
+from equilibria.evaluation import gradcam, save_gradcam
+from equilibria.evaluation.saliency import gradcam_layer
+from equilibria.nn.monotone import MonotoneDEQ
+from tests.evaluation.standins import random_data, tiny_geq
+
+TIGHT = eq.Auto(rtol=1e-13, max_steps=2000)
+
+
+def by_hand(model: nn.Sequential, x: Tensor, classes: Tensor) -> Tensor:
+    """GradCAM at the stem: ∂logit/∂A by ∂z*/∂A = (I − ∂T/∂z)⁻¹ ∂T/∂A, dense, image by image."""
+    stem, layer, head = model[0], model[1], model[2:]
+    maps = []
+    for image, chosen in zip(x, classes, strict=True):
+        features = stem(image[None]).detach()
+        z = layer.solve(features, solver=TIGHT).value.detach()
+
+        def step(z: Tensor, a: Tensor) -> Tensor:
+            out: Tensor = layer.problem(a).step(z)
+            return out
+
+        in_z, in_a = torch.autograd.functional.jacobian(step, (z, features))
+        size = z.numel()
+        in_z, in_a = in_z.reshape(size, size), in_a.reshape(size, features.numel())
+        leaf = z.clone().requires_grad_()
+        (outer,) = torch.autograd.grad(head(leaf)[0, chosen], leaf)
+        through = torch.linalg.solve(torch.eye(size).double() - in_z, in_a)
+        slope = (outer.flatten() @ through).reshape(features.shape)
+        weight = slope.mean((2, 3), keepdim=True)
+        maps.append(torch.relu((weight * features).sum(1)))
+    return torch.cat(maps).detach()
+
+
+def test_the_gradient_is_the_implicit_one() -> None:
+    model = tiny_geq(solver=TIGHT).double()
+    with torch.no_grad():
+        model[1].U.weight *= 3  # so that the equilibrium matters
+    x = torch.randn(3, 1, 8, 8, dtype=torch.float64)
+    classes = torch.tensor([0, 2, 1])
+    found = gradcam(
+        model,
+        x,
+        classes,
+        "0",
+        normalize=False,
+        adjoint=eq.Implicit(solver=eq.GMRES(rtol=1e-12)),
+    )
+    expected = by_hand(model, x, classes)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-12)
+    assert float(expected.amax((1, 2)).min()) > 0
+    # And it differs from the gradient of one step, which an adjoint of training might give.
+    rough = gradcam(model, x, classes, "0", normalize=False, adjoint=eq.OneStep())
+    assert float((rough - expected).abs().max() / expected.max()) > 1e-2
+
+
+def test_at_the_equilibrium_layer_itself() -> None:
+    model = tiny_geq(solver=TIGHT).double()
+    x = torch.randn(2, 1, 8, 8, dtype=torch.float64)
+    z = model[:2](x).detach().requires_grad_()
+    logits = model[2:](z)
+    classes = logits.argmax(1)
+    (slope,) = torch.autograd.grad(logits.gather(1, classes[:, None]).sum(), z)
+    expected = torch.relu((slope.mean((2, 3), keepdim=True) * z).sum(1)).detach()
+    found = gradcam(model, x, normalize=False)
+    torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-12)
+    scaled = gradcam(model, x, layer=model[1])
+    torch.testing.assert_close(
+        scaled, expected / expected.amax((1, 2), keepdim=True).clamp_min(1e-30)
+    )
+
+
+def test_small_maps_are_stretched_to_the_image() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 2, 3, stride=2, padding=1), nn.Flatten(), nn.Linear(32, 3))
+    found = gradcam(model, torch.randn(2, 1, 8, 8))
+    assert found.shape == (2, 8, 8)
+    assert float(found.min()) >= 0.0
+    assert float(found.max()) <= 1.0
+
+
+def test_the_layer_that_is_taken() -> None:
+    x = torch.randn(1, 1, 8, 8)
+    assert gradcam_layer(tiny_geq(), x) == "1"
+    plain = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Conv2d(2, 2, 3), nn.Flatten())
+    assert gradcam_layer(plain, x) == "2"
+    with pytest.raises(ValueError, match="name a layer"):
+        gradcam_layer(nn.Sequential(nn.Flatten(), nn.Linear(64, 2)), x)
+
+
+def test_tiers_are_added() -> None:
+    """A layer with two maps, of which the head reads the second alone."""
+
+    class Tiers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = MonotoneDEQ((2, 3), in_channels=1, kernel_size=3)
+            self.head = nn.Linear(3, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.head(self.layer(x)[1].mean((2, 3)))
+            return out
+
+    torch.manual_seed(0)
+    model, x = Tiers(), torch.randn(2, 1, 8, 8)
+    found = gradcam(model, x, 1, normalize=False)
+    z = model.layer(x)[1].detach()
+    weight = model.head.weight[1].detach() / z[0, 0].numel()
+    expected = torch.relu((weight[:, None, None] * z).sum(1, keepdim=True))
+    expected = nn.functional.interpolate(expected, (8, 8), mode="bilinear")[:, 0]
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-6)
+
+
+def test_the_model_is_left_as_it_is() -> None:
+    model = tiny_geq().train()
+    gradcam(model, torch.randn(2, 1, 8, 8))
+    assert model.training
+    assert all(p.grad is None and p.requires_grad for p in model.parameters())
+    assert isinstance(model[1].adjoint, eq.Implicit)
+    assert not any(m._forward_hooks for m in model.modules())
+
+
+def test_wrong_input() -> None:
+    model, x = tiny_geq(), torch.randn(2, 1, 8, 8)
+    with pytest.raises(ValueError, match=r"no layer 'nowhere' .* there are: 0, 1"):
+        gradcam(model, x, layer="nowhere")
+    with pytest.raises(ValueError, match="no module of this model"):
+        gradcam(model, x, layer=nn.Conv2d(1, 1, 1))
+    with pytest.raises(ValueError, match="lies inside an equilibrium"):
+        gradcam(model, x, layer=model[1].U)
+    with pytest.raises(ValueError, match="the classes 0 to 2"):
+        gradcam(model, x, 3)
+    with pytest.raises(ValueError, match="one for each of the 2 images"):
+        gradcam(model, x, torch.tensor([0, 1, 2]))
+    with pytest.raises(ValueError, match=r"\[B, C, H, W\], got shape \(1, 8, 8\)"):
+        gradcam(model, x[0])
+    with pytest.raises(ValueError, match="'3' gives no maps"):
+        gradcam(model, x, layer="3")
+    with pytest.raises(ValueError, match=r"logits \[B, K\]"):
+        gradcam(nn.Conv2d(1, 2, 1), x)
+
+
+def test_the_picture(tmp_path: Path) -> None:
+    path = save_gradcam(tiny_geq(), random_data(5), tmp_path / "new" / "cam.png", index=range(9))
+    with Image.open(path) as picture:
+        assert picture.size[0] > picture.size[1] > 300
+    with pytest.raises(ValueError, match="names no image"):
+        save_gradcam(tiny_geq(), random_data(5), tmp_path / "cam.png", index=[7])

@@ -1,0 +1,165 @@
+"""The six-branch networks: scales, fusion, and the balance of kernels with a bounded state."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import equilibria as eq
+from equilibria import models
+from equilibria.models.branches import BalancedBranches, BranchNet
+from tests.models.small import images, make
+
+
+def _network(name: str, **more: object) -> BranchNet:
+    model = make(name, **more)
+    assert isinstance(model, BranchNet)
+    return model.eval()
+
+
+def test_forward_is_pool_solve_resize_average() -> None:
+    model = _network("geq_cifar_5m", image_size=16, scales=(1, 2, 4), mids=(8, 8, 8))
+    x = images(model)
+    with torch.no_grad():
+        features = model.stem(x)
+        states = []
+        for branch, factor in zip(model.branches.branches, (1, 2, 4), strict=True):
+            given = F.avg_pool2d(features, factor)
+            states.append(branch(given))
+        assert [z.shape[-1] for z in states] == [16, 8, 4]
+        # The average is taken at the middle scale: down by pooling, up by repetition.
+        down = F.avg_pool2d(states[0], 2)
+        up = states[2].repeat_interleave(2, 2).repeat_interleave(2, 3)
+        fused = (down + states[1] + up) / 3
+        torch.testing.assert_close(model.branches(features), fused)
+        torch.testing.assert_close(model(x), model.head(model.fusion(fused)))
+
+
+@pytest.mark.parametrize(
+    ("name", "scales", "output"),
+    [
+        ("geq_cifar_5m", [32, 16, 8, 8, 4, 4], 8),
+        ("mopteq_sigmoid_cifar_8m", [32, 16, 8, 8, 4, 4], 8),
+        ("kerdeq_imagenet_13m", [64, 32, 16, 16, 8, 8], 16),
+    ],
+)
+def test_the_papers_scales(name: str, scales: list[int], output: int) -> None:
+    with torch.device("meta"):
+        model = models.create(name)
+    assert isinstance(model, BranchNet)
+    assert [scale[0] for scale in model.branches.scales] == scales
+    assert model.branches.output == (output, output)
+
+
+@pytest.mark.parametrize(
+    ("name", "layer", "patch", "gamma"),
+    [
+        ("geq_cifar_5m", "GEQ", (8, 2), eq.MeanPatchEnergy(0.2)),
+        ("geq_imagenet_6m", "GEQ", (8, 2), eq.MeanPatchEnergy(0.2)),
+        ("kerdeq_cifar_5m", "GEQ", (8, 2), eq.FixedGamma(0.5)),
+        ("kerdeq_imagenet_6m", "GEQ", (4, 4), eq.FixedGamma(0.5)),
+        ("mopteq_cifar_5m", "OptEq", None, None),
+        ("mopteq_polynomial_cifar_5m", "PolynomialEq", None, None),
+        ("mopteq_sigmoid_cifar_5m", "SigmoidEq", None, None),
+    ],
+)
+def test_the_papers_layers(
+    name: str, layer: str, patch: tuple[int, int] | None, gamma: object
+) -> None:
+    with torch.device("meta"):
+        model = models.create(name)
+    assert isinstance(model, BranchNet)
+    for branch in model.branches.branches:
+        assert type(branch).__name__ == layer
+        assert branch.kernel_size == 3
+        assert branch.adjoint == eq.Phantom(steps=5, damping=0.8)
+        assert isinstance(branch.solver, eq.Anderson)
+        # Below the largest norm at which the kernel is certified to have one equilibrium.
+        assert branch.constraint.bound < (1.4969 if layer == "GEQ" else 1.0)
+        if patch is not None:
+            assert branch.patch == eq.Patches(channels=patch[0], size=patch[1])
+            assert branch.gamma == gamma
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "geq_cifar_5m",
+        "kerdeq_cifar_5m",
+        "mopteq_cifar_5m",
+        "mopteq_polynomial_cifar_5m",
+        "mopteq_sigmoid_cifar_5m",
+    ],
+)
+def test_every_sample_is_certified_unique(name: str) -> None:
+    model = _network(name)
+    given = model.stem(images(model)).detach()
+    certificate = eq.certify(model.branches, given)
+    assert certificate.unique
+    # ... and the ten steps came close to the one equilibrium of each branch.
+    assert float(model.branches.output_error(certificate).max()) < 1e-2
+
+
+def test_kerdeq_starts_where_messages_live() -> None:
+    # γE near ½ at the start: e^{-γE} neither dead nor flat.
+    model = _network("kerdeq_cifar_5m", channels=32, mids=(32, 32, 32), hidden=32)
+    given = model.stem.train()(images(model, batch=16)).detach()
+    layer = model.branches.branches[0]
+    with torch.no_grad():
+        energy = layer.patch.split(layer.U(given)) @ layer.hidden_weight()
+    mean = 0.5 * float(energy.square().sum(-1).mean())
+    assert 0.2 < mean < 1.2
+
+
+def test_balanced_branches_scale_by_the_root_of_their_entries() -> None:
+    torch.manual_seed(0)
+    layers = [eq.nn.SigmoidEq(4, 6, kernel_size=3, radius=0.5) for _ in range(2)]
+    branches = BalancedBranches(layers, [8, 4], output=4)
+    states = [torch.randn(3, 4, 8, 8), torch.randn(3, 4, 4, 4)]
+    expected = 0.5 * (
+        math.sqrt(4 * 64) * F.avg_pool2d(states[0], 2) + math.sqrt(4 * 16) * states[1]
+    )
+    torch.testing.assert_close(branches.merge(states), expected)
+
+
+def test_balanced_output_error_bounds_the_true_error() -> None:
+    torch.manual_seed(0)
+    layers = [
+        eq.nn.SigmoidEq(
+            4,
+            6,
+            kernel_size=3,
+            radius=0.75,
+            constraint=eq.nn.NormBounded(bound=0.7),
+            solver=eq.Picard(rtol=0.0, atol=0.0, max_steps=steps),
+        )
+        for steps in (2, 4)
+    ]
+    branches = BalancedBranches(layers, [8, 4], output=4).eval()
+    # Weights on their bound, so that two steps are not enough.
+    with torch.no_grad():
+        for layer in layers:
+            layer.W.weight = 5.0 * layer.W.weight
+    x = torch.randn(6, 4, 8, 8)
+    with torch.no_grad():
+        short = branches(x)
+        bound = branches.output_error(branches.certify(x))
+        for layer in layers:
+            layer.solver = eq.ProximalGradient(rtol=1e-7, max_steps=2000)
+        exact = branches(x)
+    error = (short - exact).flatten(1).norm(dim=1).double()
+    assert float(error.min()) > 1e-4
+    assert bool((error <= bound).all())
+    assert bool((bound < 1e3 * error).all())
+
+
+def test_bad_layouts() -> None:
+    with pytest.raises(ValueError, match=r"geq_cifar_5m: image_size=24 is no multiple of 16"):
+        models.create("geq_cifar_5m", image_size=24)
+    with pytest.raises(ValueError, match=r"give 2 and 6 branches"):
+        models.create("geq_cifar_5m", mids=(8, 8))
+    with pytest.raises(ValueError, match=r"patches of 8 channels do not divide"):
+        models.create("geq_cifar_5m", channels=8, mids=(12, 8, 8), scales=(1, 2, 2), image_size=8)

@@ -1,0 +1,151 @@
+"""Parameter counts, by hand and beside the papers'. Nothing is allocated."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from equilibria import models
+
+
+def count(name: str, num_classes: int | None = None) -> int:
+    classes = models.describe(name).paper_classes if num_classes is None else num_classes
+    with torch.device("meta"):
+        return models.count_parameters(models.create(name, classes))
+
+
+# Six branches: U (with bias) and W, 3 × 3, per branch; W_h; a batch norm has two numbers a channel.
+def _six_branches(
+    channels: int, mids: list[int], patch: int, hidden: int, stem: int, extra: int, classes: int
+) -> int:
+    branches = sum(2 * 9 * channels * mid + mid + patch * hidden for mid in mids)
+    norms = 2 * channels * (extra + 2)
+    return branches + stem + extra * 9 * channels**2 + norms + channels * classes + classes
+
+
+CIFAR_5M = [64, 128, 128, 128, 256, 256]
+CIFAR_8M = [80, 160, 160, 160, 320, 320]
+IMAGENET_6M = [32, 64, 128, 128, 256, 256]
+IMAGENET_13M = [48, 96, 192, 192, 384, 384]
+
+
+@pytest.mark.parametrize(
+    ("name", "by_hand", "thousands"),
+    [
+        ("geq_cifar_5m", _six_branches(256, CIFAR_5M, 32, 64, 27 * 256, 1, 10), 5_040),
+        ("geq_cifar_8m", _six_branches(320, CIFAR_8M, 32, 64, 27 * 320, 1, 10), 7_860),
+        # The second stem convolution is the third of the three C → C convolutions.
+        ("geq_imagenet_6m", _six_branches(256, IMAGENET_6M, 32, 128, 147 * 256, 3, 100), 5_840),
+        ("geq_imagenet_13m", _six_branches(384, IMAGENET_13M, 32, 128, 147 * 384, 3, 100), 13_060),
+        ("kerdeq_cifar_5m", _six_branches(256, CIFAR_5M, 32, 64, 27 * 256, 1, 10), 5_040),
+        ("kerdeq_imagenet_6m", _six_branches(256, IMAGENET_6M, 64, 128, 147 * 256, 3, 100), 5_870),
+        ("mopteq_cifar_8m", _six_branches(320, CIFAR_8M, 0, 0, 27 * 320, 1, 10), 7_850),
+    ],
+)
+def test_six_branches_by_hand(name: str, by_hand: int, thousands: int) -> None:
+    assert count(name) == by_hand
+    assert round(by_hand, -4) == thousands * 1000
+
+
+@pytest.mark.parametrize(
+    ("name", "paper"),
+    [
+        ("geq_cifar_5m", 5.0e6),
+        ("geq_cifar_8m", 8.0e6),
+        ("geq_imagenet_6m", 6.0e6),
+        ("geq_imagenet_13m", 13.0e6),
+        ("kerdeq_cifar_5m", 5.0e6),
+        ("kerdeq_cifar_8m", 8.0e6),
+        ("kerdeq_imagenet_6m", 6.0e6),
+        ("kerdeq_imagenet_13m", 13.0e6),
+        ("mopteq_cifar_8m", 8.0e6),
+        ("mopteq_imagenet_13m", 13.0e6),
+        ("deep_opteq_199k", 199e3),
+        ("deep_opteq_162k", 162e3),
+        ("deep_opteq_1m4", 1.4e6),
+        ("mdeq_cifar", 10e6),
+        ("mondeq_single", 172e3),
+        ("resnet18_cifar", 11.17e6),
+        ("resnet50_cifar", 23.5e6),
+        ("resnet18_imagenet", 11.69e6),
+        ("resnet50_imagenet", 25.56e6),
+    ],
+)
+def test_within_three_percent_of_the_paper(name: str, paper: float) -> None:
+    assert count(name) == pytest.approx(paper, rel=0.03)
+    card = models.describe(name)
+    assert card.paper_parameters is not None
+    assert card.paper_parameters == pytest.approx(paper, rel=0.002)
+
+
+@pytest.mark.parametrize(
+    ("name", "classes", "published"),
+    [
+        ("resnet18_cifar", 10, 11_173_962),
+        ("resnet50_cifar", 10, 23_520_842),
+        ("resnet18_imagenet", 1000, 11_689_512),
+        ("resnet50_imagenet", 1000, 25_557_032),
+        ("mondeq_single", 10, 172_218),
+    ],
+)
+def test_published_to_the_digit(name: str, classes: int, published: int) -> None:
+    assert count(name, classes) == published
+
+
+def test_multi_tier_monotone_lacks_only_the_weights_of_a_zero_border() -> None:
+    # The authors' head reads the last tier with a border of one pixel that is always zero: 10 × 10
+    # instead of 8 × 8 pixels of 60 channels, for 10 classes.
+    assert count("mondeq_multi") + (100 - 64) * 60 * 10 == 170_194
+
+
+def test_deep_opteq_by_hand() -> None:
+    for name, m, mids in (
+        ("deep_opteq_199k", 30, [16, 32, 64, 128, 128]),
+        ("deep_opteq_162k", 30, [16, 32, 64, 64, 128]),
+        ("deep_opteq_1m4", 64, [64, 128, 256, 256, 512]),
+    ):
+        kernels = sum(2 * 9 * m * n + n for n in mids)
+        assert count(name) == kernels + 27 * m + 2 * 2 * m + 10 * m + 10
+
+
+def test_imagenet_deep_opteq_as_described_not_as_printed() -> None:
+    # Table 6 prints 18 M and 40 M, which its own parts do not add up to (AUDIT D).
+    classifier = 512 * 1024 + 1024 * 2048 + 2 * (1024 + 2048) + 2048 * 1000 + 1000
+    small = 5 * (2 * (9 * 512 + 512 * 512) + 512)
+    # conv 7 × 7, then 3 and 4 bottlenecks: the first two stages of a ResNet-50
+    extractor = 1_444_928
+    assert count("deep_opteq_small") == extractor + small + classifier
+    assert models.describe("deep_opteq_small").paper_parameters == 18_000_000
+    middle = 3 * (2 * (25 * 512 + 512 * 1024) + 1024 + 2 * (9 * 512 + 512 * 512) + 512)
+    wide = count("deep_opteq_middle") - middle - classifier
+    assert wide == pytest.approx(4.13e6, rel=0.01)
+    assert models.describe("deep_opteq_middle").paper_parameters == 40_000_000
+
+
+@pytest.mark.parametrize("size", ["digits", "mnist", "cifar_3m", "cifar_5m", "cifar_8m"])
+def test_twins_are_of_equal_size(size: str) -> None:
+    geq = count(f"geq_stack_{size}")
+    for kind in ("opteq", "explicit"):
+        assert count(f"{kind}_stack_{size}") == pytest.approx(geq, rel=0.03)
+    goal = {"cifar_3m": 2.79e6, "cifar_5m": 5.0e6, "cifar_8m": 8.0e6}
+    if size in goal:
+        assert geq == pytest.approx(goal[size], rel=0.03)
+
+
+@pytest.mark.parametrize("data", ["digits", "mnist"])
+def test_small_twins_are_of_equal_size(data: str) -> None:
+    geq = count(f"geq_{data}")
+    assert geq < 100_000
+    for kind in ("opteq", "explicit"):
+        assert count(f"{kind}_{data}") == pytest.approx(geq, rel=0.03)
+
+
+def test_segmentation_twins_are_of_equal_size() -> None:
+    assert count("fcn_seg", 11) == pytest.approx(count("deep_opteq_seg", 11), rel=0.03)
+
+
+@pytest.mark.parametrize("kernel", ["polynomial", "sigmoid"])
+def test_other_kernels_are_of_the_size_of_the_linear_one(kernel: str) -> None:
+    for size in ("cifar_5m", "cifar_8m"):
+        linear = count(f"mopteq_{size}")
+        assert count(f"mopteq_{kernel}_{size}") == pytest.approx(linear, rel=0.03)

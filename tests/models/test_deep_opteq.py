@@ -1,0 +1,108 @@
+"""Networks of a deep OptEq layer, and their segmenters."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import equilibria as eq
+from equilibria import models
+from equilibria.models.deep_opteq import DeepOptEqImageNet, DeepOptEqNet
+from equilibria.solvers import SequentialAveraging
+from tests.models.small import images, make
+
+
+def test_the_state_starts_at_the_features_and_is_an_equilibrium() -> None:
+    model = make("deep_opteq_199k").eval()
+    assert isinstance(model, DeepOptEqNet)
+    with torch.no_grad():
+        x = model.extractor(images(model))
+        layer = model.layer
+        assert torch.equal(layer.start(x, *layer.inject(x)), x)
+        z = layer(x)
+        # f_L ∘ … ∘ f_1 written out with convolutions: αWᵀReLU(Wz + Ux + b) + (1 − α)z.
+        out = z
+        for block in layer.blocks:
+            weight = block.W.weight
+            c = nn.functional.conv2d(x, block.U.weight, block.U.bias, padding=1)
+            inner = (nn.functional.conv2d(out, weight, padding=1) + c).relu()
+            back = nn.functional.conv_transpose2d(inner, weight, padding=1)
+            out = 0.8 * back + 0.2 * out
+        assert float((out - z).norm() / z.norm()) < 1e-4
+
+
+def test_options_of_the_paper() -> None:
+    model = make(
+        "deep_opteq_199k",
+        alpha=(0.5, 1.0),
+        regularizer=eq.SquaredNorm(0.1),
+        regularize="prox",
+        solver=SequentialAveraging(regularizer=eq.SquaredNorm(1.0)),
+        adjoint=eq.Unrolled(),
+    )
+    assert isinstance(model, DeepOptEqNet)
+    assert model.layer.alpha == (0.5, 1.0)
+    assert model.layer.regularizer == eq.SquaredNorm(0.1)
+    assert model.layer.regularize == "prox"
+    assert model.layer.solver == SequentialAveraging(regularizer=eq.SquaredNorm(1.0))
+    assert torch.isfinite(model(images(model))).all()
+    learned = make("deep_opteq_199k", learn_alpha=True)
+    plain = make("deep_opteq_199k")
+    more = models.count_parameters(learned) - models.count_parameters(plain)
+    assert more == 2  # one a block
+    with pytest.raises(ValueError, match=r"deep_opteq_199k: .*alpha=\(0.5, 0.5, 0.5\)"):
+        make("deep_opteq_199k", alpha=(0.5, 0.5, 0.5))
+
+
+def test_middle_alternates_its_kernels() -> None:
+    with torch.device("meta"):
+        model = models.create("deep_opteq_middle")
+    assert isinstance(model, DeepOptEqImageNet)
+    kernels = [block.W.depthwise.weight.shape for block in model.layer.blocks]
+    assert kernels == [(512, 1, 5, 5), (512, 1, 3, 3)] * 3
+    mids = [block.W.pointwise.weight.shape[0] for block in model.layer.blocks]
+    assert mids == [1024, 512] * 3
+    injected = [block.U.depthwise.weight.shape[-1] for block in model.layer.blocks]
+    assert injected == [5, 3] * 3
+
+
+def test_a_layer_of_mixed_kernels_still_solves_and_certifies() -> None:
+    # The blocks of Middle, small: one layer whose first block was replaced by a 5 × 5 one.
+    from equilibria.nn.deep_opteq_blocks import OptEqBlock
+
+    torch.manual_seed(0)
+    layer = eq.nn.DeepOptEq(4, (6, 4), kernel_size=3, separable=True).eval()
+    layer.blocks[0] = OptEqBlock(
+        4,
+        6,
+        4,
+        kernel_size=5,
+        separable=True,
+        constraint=eq.nn.NormBounded(bound=0.95),
+        bias=True,
+    ).eval()
+    x = torch.randn(3, 4, 8, 8)
+    certificate = eq.certify(layer, x)
+    assert certificate.unique
+    assert float(certificate.error_bound.max()) < 1e-2
+
+
+@pytest.mark.parametrize("name", ["deep_opteq_seg", "fcn_seg", "fcn_resnet18", "mdeq_seg"])
+def test_segmenters_keep_any_number_of_pixels(name: str) -> None:
+    model = make(name).eval()
+    with torch.no_grad():
+        for height, width in ((33, 47), (64, 32)):
+            assert model(torch.randn(1, 3, height, width)).shape == (1, 5, height, width)
+
+
+@pytest.mark.parametrize("name", ["deep_opteq_seg", "fcn_seg", "fcn_resnet18"])
+def test_segmenters_answer_where_the_image_changes(name: str) -> None:
+    # A change in one corner moves the scores there much more than in the opposite one.
+    model = make(name).eval()
+    x = torch.zeros(1, 3, 96, 96)
+    y = x.clone()
+    y[..., :16, :16] = 3.0
+    with torch.no_grad():
+        moved = (model(y) - model(x)).abs().sum(1)[0]
+    assert float(moved[:16, :16].mean()) > 5 * float(moved[-16:, -16:].mean())

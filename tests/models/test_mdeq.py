@@ -1,0 +1,43 @@
+"""MDEQ networks: layout, padding, head."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from equilibria import models
+from equilibria.models.mdeq import MDEQNet, MDEQSegmentation
+from tests.models.small import make
+
+
+def test_the_papers_layout() -> None:
+    with torch.device("meta"):
+        model = models.create("mdeq_cifar")
+    assert isinstance(model, MDEQNet)
+    assert model.layer.channels == (32, 64, 128, 256)
+    assert model.layer.dropout == 0.3
+
+
+def test_sizes_that_do_not_divide_are_refused_when_it_is_built() -> None:
+    with pytest.raises(ValueError, match=r"mdeq_cifar: image_size=28 is no multiple of 8"):
+        models.create("mdeq_cifar", image_size=28)
+
+
+def test_padding_repeats_the_edge_and_is_cut_off_again() -> None:
+    model = make("mdeq_seg").eval()
+    assert isinstance(model, MDEQSegmentation)
+    assert model.multiple == 8
+    x = torch.randn(1, 3, 13, 16)
+    below = x[:, :, -1:].expand(-1, -1, 3, -1)
+    with torch.no_grad():
+        whole = model(torch.cat([x, below], 2))
+        torch.testing.assert_close(model(x), whole[:, :, :13])
+
+
+def test_overrides_reach_the_layer() -> None:
+    model = make("mdeq_cifar", dropout=0.1, jacobian_weight=0.25, groups=4)
+    assert isinstance(model, MDEQNet)
+    assert model.layer.dropout == 0.1
+    assert model.layer.jacobian_weight == 0.25
+    with pytest.raises(ValueError, match=r"mdeq_cifar: .*groups"):
+        make("mdeq_cifar", groups=5)

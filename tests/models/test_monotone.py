@@ -1,0 +1,41 @@
+"""Monotone networks: the head's pixels, and one equilibrium whatever the weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import equilibria as eq
+from equilibria import models
+from equilibria.models.monotone import MonotoneNet
+from tests.models.small import images, make
+
+
+def test_reads_one_size_alone() -> None:
+    model = make("mondeq_single")
+    with pytest.raises(ValueError, match=r"reads 8 × 8 pixels, got 16 × 16; create it with"):
+        model(torch.randn(1, 3, 16, 16))
+    with pytest.raises(ValueError, match="mondeq_multi: image_size=30 is no multiple of 4"):
+        models.create("mondeq_multi", image_size=30)
+
+
+def test_logits_read_the_coarsest_tier() -> None:
+    model = make("mondeq_multi").eval()
+    assert isinstance(model, MonotoneNet)
+    x = images(model)
+    with torch.no_grad():
+        z = model.layer(x)
+        assert [tuple(t.shape[1:]) for t in z] == [(4, 8, 8), (6, 4, 4)]
+        pooled = z[-1].reshape(3, 6, 2, 2, 2, 2).mean((3, 5))
+        torch.testing.assert_close(model(x), model.head(pooled.flatten(1)))
+
+
+def test_unique_for_weights_of_any_size() -> None:
+    model = make("mondeq_single", m=0.5).eval()
+    assert isinstance(model, MonotoneNet)
+    assert model.layer.m == 0.5
+    with torch.no_grad():
+        model.layer.W.g.mul_(3.0)
+        certificate = eq.certify(model.layer, images(model))
+    assert certificate.unique
+    assert certificate.kind == "strong monotonicity"

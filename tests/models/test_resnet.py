@@ -1,0 +1,89 @@
+"""ResNets written by hand: their arithmetic, strides and stages."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from equilibria.models.resnet import Basic, Bottleneck, Trunk
+
+
+def _norm(x: Tensor, norm: nn.Module) -> Tensor:
+    """Batch norm in eval mode, from its definition."""
+    assert isinstance(norm, nn.BatchNorm2d)
+    assert norm.running_mean is not None
+    assert norm.running_var is not None
+    scale = norm.weight / (norm.running_var + norm.eps).sqrt()
+    return (x - norm.running_mean.view(-1, 1, 1)) * scale.view(-1, 1, 1) + norm.bias.view(-1, 1, 1)
+
+
+def _stir(module: nn.Module) -> None:
+    """Batch norms that do something."""
+    for part in module.modules():
+        if isinstance(part, nn.BatchNorm2d):
+            for value in (part.weight, part.bias, part.running_mean):
+                nn.init.normal_(value)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+def test_basic_block_from_its_formula(stride: int) -> None:
+    torch.manual_seed(0)
+    block = Basic(6, 8, stride, 8).eval()
+    _stir(block)
+    x = torch.randn(2, 6, 8, 8)
+    with torch.no_grad():
+        first = F.conv2d(x, block.body[0].weight, stride=stride, padding=1)
+        inner = _norm(first, block.body[1]).relu()
+        second = _norm(F.conv2d(inner, block.body[3].weight, padding=1), block.body[4])
+        across = F.conv2d(x, block.shortcut[0].weight, stride=stride)  # type: ignore[index]
+        expected = (second + _norm(across, block.shortcut[1])).relu()  # type: ignore[index]
+        torch.testing.assert_close(block(x), expected)
+
+
+@pytest.mark.parametrize(("before", "stride"), [(6, 1), (6, 2), (16, 1)])
+def test_bottleneck_from_its_formula(before: int, stride: int) -> None:
+    torch.manual_seed(0)
+    block = Bottleneck(before, 4, stride, 4).eval()
+    _stir(block)
+    x = torch.randn(2, before, 8, 8)
+    body = block.body
+    with torch.no_grad():
+        out = _norm(F.conv2d(x, body[0].weight), body[1]).relu()
+        out = _norm(F.conv2d(out, body[3].weight, stride=stride, padding=1), body[4]).relu()
+        out = _norm(F.conv2d(out, body[6].weight), body[7])
+        if before == 16:
+            across = x
+            assert isinstance(block.shortcut, nn.Identity)
+        else:
+            across = F.conv2d(x, block.shortcut[0].weight, stride=stride)  # type: ignore[index]
+            across = _norm(across, block.shortcut[1])  # type: ignore[index]
+        torch.testing.assert_close(block(x), (out + across).relu())
+
+
+@pytest.mark.parametrize(
+    ("stem", "sizes"), [("cifar", [32, 16, 8, 4]), ("imagenet", [16, 8, 4, 2])]
+)
+def test_pixels_and_channels_of_the_stages(stem: str, sizes: list[int]) -> None:
+    side = 32 if stem == "cifar" else 64
+    with torch.device("meta"):
+        for block, channels in (
+            (Basic, [64, 128, 256, 512]),
+            (Bottleneck, [256, 512, 1024, 2048]),
+        ):
+            trunk = Trunk(3, block, (1, 1, 1, 1), stem)  # type: ignore[arg-type]
+            maps = trunk(torch.zeros(2, 3, side, side))
+            assert [tuple(m.shape) for m in maps] == [
+                (2, c, s, s) for c, s in zip(channels, sizes, strict=True)
+            ]
+            assert trunk.channels == channels
+
+
+def test_two_stages_of_a_resnet_50_are_what_the_opteq_paper_takes() -> None:
+    with torch.device("meta"):
+        trunk = Trunk(3, Bottleneck, (3, 4), "imagenet")
+        assert trunk(torch.zeros(1, 3, 224, 224))[-1].shape == (1, 512, 28, 28)
+        wide = Trunk(3, Bottleneck, (3, 4), "imagenet", widen=2)
+        assert wide(torch.zeros(1, 3, 224, 224))[-1].shape == (1, 512, 28, 28)
+    assert wide.stages[0][0].body[3].weight.shape == (128, 128, 3, 3)  # type: ignore[index]

@@ -1,0 +1,179 @@
+"""The stacks: equal to the measured benchmark network, twins that differ in the layer alone."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from torch import nn
+
+import equilibria as eq
+from equilibria import models
+from equilibria.models.stacks import Block, ExplicitPair
+
+BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "geq_cifar.py"
+
+
+def _benchmark() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("geq_cifar_benchmark", BENCHMARK)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_cifar_3m_is_laid_out_as_the_benchmarks_network() -> None:
+    with torch.device("meta"):
+        model = models.create("geq_stack_cifar_3m")
+        measured = _benchmark().network(bound=1.2, steps=4, phantom=3)
+    ours, theirs = model.state_dict(), measured.state_dict()
+    assert [v.shape for v in ours.values()] == [v.shape for v in theirs.values()]
+    assert [k.split(".")[-1] for k in ours] == [k.split(".")[-1] for k in theirs]
+    assert models.count_parameters(model) == 2_788_298
+    layers = zip(
+        eq.nn.equilibrium_layers(model).values(),
+        eq.nn.equilibrium_layers(measured).values(),
+        strict=True,
+    )
+    for mine, other in layers:
+        assert mine.solver == other.solver == eq.Picard(rtol=0.0, max_steps=4, damping=0.8)
+        assert mine.adjoint == other.adjoint == eq.Phantom(steps=3, damping=0.8)
+        assert mine.gamma == other.gamma
+        assert mine.patch == other.patch
+        assert mine.constraint == other.constraint == eq.nn.NormBounded(bound=1.2)
+
+
+@pytest.mark.slow
+def test_cifar_3m_is_the_benchmarks_network_to_the_bit() -> None:
+    # Same seed, same order of construction: the weights are the same numbers, not just shapes.
+    torch.manual_seed(5)
+    model = models.create("geq_stack_cifar_3m")
+    torch.manual_seed(5)
+    measured = _benchmark().network(bound=1.2, steps=4, phantom=3)
+    pairs = zip(model.state_dict().values(), measured.state_dict().values(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+    x = torch.randn(2, 3, 32, 32)
+    assert torch.equal(model(x), measured(x))
+
+
+def test_block_is_skip_plus_layer_of_norm() -> None:
+    torch.manual_seed(0)
+    block = Block(3, 5, lambda a, b: nn.Conv2d(a, b, 1)).eval()
+    x = torch.randn(2, 3, 4, 4)
+    scaled = x / (1 + 1e-5) ** 0.5  # a fresh batch norm in eval mode
+    assert isinstance(block.skip, nn.Conv2d)
+    weight = block.skip.weight.flatten(1)
+    skip = torch.einsum("oc,bchw->bohw", weight, x)
+    expected = skip + block.layer(scaled)
+    torch.testing.assert_close(block(x), expected)
+    same = Block(4, 4, lambda a, b: nn.Conv2d(a, b, 1))
+    assert isinstance(same.skip, nn.Identity)
+
+
+def test_explicit_pair_sees_its_input_through_relu() -> None:
+    torch.manual_seed(0)
+    pair = ExplicitPair(3, 4, 5).eval()
+    x = torch.randn(2, 3, 6, 6)
+    torch.testing.assert_close(pair(x), pair(x.clamp_min(0)))
+    assert (pair(x) - pair(-x)).abs().max() > 1e-3
+    assert pair.first.weight.shape == (5, 3, 3, 3)
+    assert pair.second.weight.shape == (4, 5, 3, 3)
+
+
+@pytest.mark.parametrize("kind", ["geq", "opteq", "explicit"])
+def test_twins_share_everything_but_the_layer(kind: str) -> None:
+    model = models.create(f"{kind}_digits")
+    found = [type(m.layer).__name__ for m in model.modules() if isinstance(m, Block)]
+    assert found == [{"geq": "GEQ", "opteq": "OptEq", "explicit": "ExplicitPair"}[kind]] * 2
+    shapes = {
+        key: tuple(value.shape) for key, value in model.state_dict().items() if ".layer." not in key
+    }
+    other = models.create("geq_digits").state_dict()
+    assert shapes == {k: tuple(v.shape) for k, v in other.items() if ".layer." not in k}
+
+
+def test_the_small_geq_and_opteq_are_certified() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4, 1, 8, 8)
+    for name in ("geq_digits", "opteq_digits"):
+        model = models.create(name).eval()
+        layer = model.stages[0].layer  # type: ignore[index, union-attr]
+        inside = model.stages[0].norm(model.stem(x)).detach()  # type: ignore[index, union-attr]
+        certificate = eq.certify(layer, inside)
+        assert certificate.unique
+        assert certificate.kind == "contraction"
+        assert float(certificate.error_bound.max()) < 1e-2
+
+
+@pytest.mark.parametrize(
+    ("name", "size"), [("geq_digits", 6), ("geq_stack_cifar_3m", 36), ("opteq_stack_digits", 9)]
+)
+def test_sizes_that_do_not_divide_are_refused_when_it_is_built(name: str, size: int) -> None:
+    with pytest.raises(ValueError, match=rf"{name}: image_size={size} is no multiple of \d"):
+        models.create(name, image_size=size)
+
+
+def test_overrides_reach_the_layers() -> None:
+    model = models.create(
+        "geq_digits",
+        widths=(8, 8, 16),
+        depth=2,
+        hidden=3,
+        patch=eq.Patches(channels=2, size=1),
+        gamma=eq.FixedGamma(0.7),
+        constraint=eq.nn.WeightNormalized(),
+        solver=eq.Broyden(memory=4),
+        adjoint=eq.OneStep(),
+    )
+    layers = list(eq.nn.equilibrium_layers(model).values())
+    assert len(layers) == 6
+    assert [layer.channels for layer in layers] == [8, 8, 8, 8, 16, 16]
+    for layer in layers:
+        assert layer.hidden == 3
+        assert layer.patch == eq.Patches(channels=2, size=1)
+        assert layer.gamma == eq.FixedGamma(0.7)
+        assert layer.constraint == eq.nn.WeightNormalized()
+        assert layer.solver == eq.Broyden(memory=4)
+        assert layer.adjoint == eq.OneStep()
+
+
+def _digits() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    datasets = pytest.importorskip("sklearn.datasets")
+    selection = pytest.importorskip("sklearn.model_selection")
+    data = datasets.load_digits()
+    x = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16
+    y = torch.tensor(data.target)
+    train, test = selection.train_test_split(
+        range(len(y)), test_size=0.2, stratify=data.target, random_state=0
+    )
+    mean, deviation = x[train].mean(), x[train].std()
+    x = (x - mean) / deviation
+    return x[train], y[train], x[test], y[test]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["geq_digits", "opteq_digits", "explicit_digits"])
+def test_learns_digits(name: str) -> None:
+    """At least 98% on a held-out fifth after ten epochs of plain training."""
+    x, y, test_x, test_y = _digits()
+    torch.manual_seed(0)
+    model = models.create(name)
+    epochs, batch = 10, 64
+    steps = epochs * (len(x) // batch)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=3e-3, total_steps=steps)
+    for _ in range(epochs):
+        for index in torch.randperm(len(x)).split(batch)[: len(x) // batch]:
+            logits = model(x[index])
+            loss = nn.functional.cross_entropy(logits, y[index], label_smoothing=0.05)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+    with torch.no_grad():
+        accuracy = float((model.eval()(test_x).argmax(1) == test_y).float().mean())
+    assert accuracy >= 0.98

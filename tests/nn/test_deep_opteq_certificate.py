@@ -1,0 +1,324 @@
+"""The certificate of a deep OptEq: bounds against numpy in extended precision, and what it says."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import equilibria as eq
+from equilibria import L1, Decorrelation, FeatureIncay, LeakyNonNegative, SquaredNorm, Tanh
+from equilibria.nn import NormBounded
+from equilibria.nn.deep_opteq import DeepOptEq
+from equilibria.nn.deep_opteq_certificate import regularizer_factor
+from equilibria.problems import Guarantee, MapCertificate
+from tests.nn.test_deep_opteq import FORMS, drawn, made, matrices
+from tests.problems.test_operators import randn
+
+Long = np.longdouble  # 64 bits of mantissa: its own rounding is 2000 times below float64's
+
+REGULARIZED: dict[str, tuple[dict[str, Any], Callable[[np.ndarray], np.ndarray]]] = {
+    "none": ({}, lambda z: z),
+    "squared": ({"regularizer": SquaredNorm(0.25)}, lambda z: z - Long(0.25) * z),
+    "squared prox": (
+        {"regularizer": SquaredNorm(0.25), "regularize": "prox"},
+        lambda z: z / Long(1.25),
+    ),
+    "l1 prox": (
+        {"regularizer": L1(0.0625), "regularize": "prox"},
+        lambda z: np.sign(z) * np.maximum(np.abs(z) - Long(0.0625), 0),
+    ),
+    "incay": (
+        {"regularizer": FeatureIncay(0.03125, 1.0)},
+        lambda z: z * (1 + 4 * Long(0.03125) / ((z * z).sum() + 2) ** 2),
+    ),
+}
+
+
+def extended_map(
+    layer: DeepOptEq, x: Tensor, inside: Callable[[np.ndarray], np.ndarray], i: int
+) -> Callable[[np.ndarray], np.ndarray]:
+    """T of sample i in extended precision, on the numbers of the layer; c is what it computes."""
+    shown = [block.operator for block in layer.bound_blocks()]
+    pairs = []
+    size = (layer.channels, *x.shape[2:])
+    for operator, c in zip(shown, layer.inject(x), strict=True):
+        basis = torch.eye(math.prod(size), dtype=torch.float64).reshape(-1, *size)
+        w = operator(basis).flatten(1).T.detach().numpy().astype(Long)
+        pairs.append((w, c[i].flatten().detach().numpy().astype(Long)))
+    alphas = [Long(a) for a in layer.alphas().tolist()]
+
+    def t(z: np.ndarray) -> np.ndarray:
+        z = inside(z)
+        for (w, c), alpha in zip(pairs, alphas, strict=True):
+            z = alpha * (w.T @ np.maximum(w @ z + c, 0)) + (1 - alpha) * z
+        return z
+
+    return t
+
+
+@pytest.mark.parametrize("kind", list(REGULARIZED))
+@pytest.mark.parametrize("form", ["dense", "convolution"])
+def test_the_error_bound_and_its_rounding(kind: str, form: str) -> None:
+    """At rough, fine and exact states: ‖z − z*‖ ≤ bound, and the residual is within its rounding.
+
+    (A separable W is one matrix for the oracle, but two rounded products for the layer, so that
+    only the other two are compared to the last digit.)
+    """
+    options, inside = REGULARIZED[kind]
+    layer, x = made(form, **options), drawn(form)
+    exact_state = layer(x).detach()
+    for scale in (1.0, 1e-6, 0.0):
+        z = exact_state + scale * randn(*exact_state.shape, seed=3)
+        found = layer.certify(x, z)
+        assert isinstance(found, MapCertificate)
+        assert found.rigorous
+        assert found.kind == Guarantee.contraction
+        for i in range(2):
+            t = extended_map(layer, x, inside, i)
+            state = z[i].flatten().numpy().astype(Long)
+            answer = state
+            for _ in range(300):
+                answer = t(answer)
+            distance = float(np.linalg.norm((state - answer).astype(float)))
+            bound = float(found.error_bound[i])
+            assert distance <= bound
+            if scale:
+                assert bound <= 60 * distance
+            residual = (state - t(state)).astype(Long)
+            size = np.sqrt((residual * residual).sum())
+            off = abs(float(size - Long(float(found.residual[i]))))
+            assert off <= float(found.rounding[i])
+            assert float(found.rounding[i]) < 1e-11
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(
+    seed=st.integers(0, 10**6),
+    alpha=st.floats(0.05, 1.0),
+    bound=st.floats(0.1, 0.99),
+    form=st.sampled_from(list(FORMS)),
+    scale=st.sampled_from([1e-3, 1.0, 1e3]),
+)
+def test_no_two_states_come_apart_faster_than_the_factor(
+    seed: int, alpha: float, bound: float, form: str, scale: float
+) -> None:
+    layer = made(form, alpha=alpha, constraint=NormBounded(bound=bound, size=8))
+    x = drawn(form, 1)
+    found = layer.certify(x)
+    shape = (1, 4, *x.shape[2:])
+    c = layer.inject(x)
+    a, b = scale * randn(*shape, seed=seed), scale * randn(*shape, seed=seed + 1)
+    with torch.no_grad():
+        moved = layer.step(a, *c) - layer.step(b, *c)
+    assert isinstance(found.contraction, float)
+    assert float(moved.norm()) <= found.contraction * float((a - b).norm()) * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("form", list(FORMS))
+def test_the_factor_is_the_product_of_the_blocks(form: str) -> None:
+    layer, x = made(form, alpha=(0.3, 1.0, 0.7), prior=LeakyNonNegative(0.5)), drawn(form)
+    expected = 1.0
+    for (w, _), alpha in zip(matrices(layer, x), (0.3, 1.0, 0.7), strict=True):
+        expected *= alpha * np.linalg.norm(w, 2) ** 2 + 1 - alpha
+    found = layer.certify(x).contraction
+    assert isinstance(found, float)
+    # Convolutions: ‖W‖ is bounded for maps of every size, not for this small one alone.
+    assert expected <= found <= (expected * (1 + 1e-12) if form == "dense" else 1.0)
+
+
+def test_the_factor_and_the_lipschitz_constant_are_reached() -> None:
+    """W_l and U_l multiples of orthogonal matrices, all units on: T is linear, bounds are sharp."""
+    layer = made(mids=(3, 3), channels=3, alpha=(0.5, 0.8))
+    turn, other = torch.linalg.qr(randn(2, 3, 3, seed=1)).Q
+    for block, norm, reach in zip(layer.blocks, (0.9, 0.6), (2.0, 0.7), strict=True):
+        block.W.weight = norm * turn
+        with torch.no_grad():
+            block.U.weight.copy_(reach * other)
+            block.U.bias.fill_(100.0)
+    x = drawn(batch=1)
+    found = layer.certify(x)
+    first, second = 0.5 * 0.81 + 0.5, 0.8 * 0.36 + 0.2
+    assert found.contraction == pytest.approx(first * second, rel=1e-12)
+    c = layer.inject(x)
+    a = randn(1, 3, seed=2)
+    with torch.no_grad():
+        moved = layer.step(a, *c) - layer.step(torch.zeros_like(a), *c)
+    torch.testing.assert_close(moved.norm() / a.norm(), torch.tensor(first * second).double())
+    expected = (second * 0.5 * 0.9 * 2.0 + 0.8 * 0.6 * 0.7) / (1 - first * second)
+    assert found.lipschitz == pytest.approx(expected, rel=1e-12)
+    jacobian = torch.autograd.functional.jacobian(layer, x).reshape(3, 3)
+    assert float(torch.linalg.matrix_norm(jacobian, 2)) == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("form", list(FORMS))
+@pytest.mark.parametrize("prior", [Tanh(), eq.NonNegative()], ids=["tanh", "relu"])
+def test_the_lipschitz_constant_bounds_the_jacobian(form: str, prior: Any) -> None:
+    layer, x = made(form, prior=prior), drawn(form, 1)
+    known = layer.certify(x).lipschitz
+    assert known is not None
+    jacobian = torch.autograd.functional.jacobian(layer, x)
+    steepest = float(torch.linalg.matrix_norm(jacobian.reshape(-1, x.numel()), 2))
+    assert steepest <= known
+    if form == "dense":
+        assert known < 40 * steepest
+
+
+def test_one_block_has_the_constants_of_opteq() -> None:
+    from equilibria.nn import OptEq
+
+    deep = made(mids=(5,), alpha=1.0)
+    twin = OptEq(4, 5, in_channels=3).double().eval()
+    twin.W.load_state_dict(deep.blocks[0].W.state_dict())
+    twin.U.load_state_dict(deep.blocks[0].U.state_dict())
+    x = drawn()
+    ours, theirs = deep.certify(x), eq.certify(twin, x)
+    assert ours.contraction == pytest.approx(theirs.contraction, rel=1e-12)
+    assert ours.lipschitz == pytest.approx(theirs.lipschitz, rel=1e-10)
+    # α does not move the fixed point: the same constant in x, whatever α.
+    for alpha in (0.2, 0.7):
+        relaxed = made(mids=(5,), alpha=alpha)
+        assert relaxed.certify(x).lipschitz == pytest.approx(ours.lipschitz, rel=1e-9)
+
+
+# ---------------------------------------------------------------------- regularizers
+
+
+@pytest.mark.parametrize(
+    ("regularizer", "form", "expected"),
+    [
+        (None, "gradient", 1.0),
+        (SquaredNorm(0.3), "gradient", 0.7),
+        (SquaredNorm(1.5), "gradient", 0.5),
+        (SquaredNorm(3.0), "gradient", 2.0),
+        (SquaredNorm(0.3), "prox", 1 / 1.3),
+        (L1(0.3), "prox", 1.0),
+        # [−w/ε², w/4ε²] = [−0.4, 0.1]
+        (FeatureIncay(0.1, 0.5), "gradient", 1.4),
+        (Decorrelation(), "gradient", math.inf),
+    ],
+)
+def test_the_factor_of_the_regularizing_step(regularizer: Any, form: str, expected: float) -> None:
+    found = regularizer_factor(regularizer, form)
+    assert expected <= found <= expected * (1 + 1e-13)
+
+
+def test_a_regularizer_across_the_batch_certifies_nothing() -> None:
+    layer = made(regularizer=Decorrelation(0.01))
+    found = layer.certify(drawn(), randn(2, 4, seed=1))
+    assert found.kinds == (Guarantee.none,) * 2
+    assert found.contraction is None
+    assert found.lipschitz is None
+    assert not found.rigorous
+    assert torch.isinf(found.error_bound).all()
+    assert "couples the samples" in str(found)
+
+
+# ---------------------------------------------------------------------- no contraction
+
+
+@pytest.mark.parametrize(
+    ("norm", "text"),
+    [(1.0, "nonexpansive, to rounding, but not proven"), (1.3, "not proven nonexpansive")],
+)
+def test_without_a_contraction_it_says_what_is_known(norm: float, text: str) -> None:
+    layer = made(mids=(4, 4), constraint=None)
+    with torch.no_grad():
+        for block in layer.blocks:
+            block.W.weight.copy_(norm * torch.linalg.qr(randn(4, 4, seed=1)).Q)
+    found = layer.certify(drawn(), torch.zeros(2, 4, dtype=torch.float64))
+    assert found.kinds == (Guarantee.none,) * 2
+    assert not found.unique
+    assert torch.isinf(found.error_bound).all()
+    assert found.lipschitz is None
+    assert found.contraction is not None
+    assert found.contraction >= 1.0
+    assert text in str(found)
+
+
+def test_one_contracting_block_is_enough() -> None:
+    """Theorem 3's premise: all ‖W_l‖ ≤ 1 and one below; even one above 1 may be made good."""
+    layer = made(mids=(4, 4), constraint=None, alpha=0.5)
+    with torch.no_grad():
+        for block, norm in zip(layer.blocks, (1.2, 0.4), strict=True):
+            block.W.weight.copy_(norm * torch.linalg.qr(randn(4, 4, seed=1)).Q)
+    found = layer.certify(drawn())
+    assert found.kind == Guarantee.contraction
+    assert found.contraction == pytest.approx((0.72 + 0.5) * (0.08 + 0.5), rel=1e-12)
+
+
+# ---------------------------------------------------------------------- how it is asked for
+
+
+@pytest.mark.parametrize("form", list(FORMS))
+def test_the_layer_is_left_as_it_was(form: str) -> None:
+    layer = made(form, learn_alpha=True).train()
+    before = copy.deepcopy(layer.state_dict())
+    found = eq.certify(layer, drawn(form))
+    assert isinstance(found, MapCertificate)
+    assert layer.training
+    for name, value in layer.state_dict().items():
+        assert torch.equal(value, before[name]), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_answer_of_a_lower_precision_is_judged_in_float64(dtype: torch.dtype) -> None:
+    """The bound holds for what the layer returned, its own rounding included."""
+    layer = made(learn_alpha=True, solver=None, adjoint=None).to(dtype)
+    x = drawn().to(dtype)
+    found = layer.certify(x)
+    assert found.error_bound.dtype == torch.float64
+    assert found.kind == Guarantee.contraction
+    with torch.no_grad():
+        z, c = layer(x), [part.double() for part in layer.inject(x)]
+        alphas = layer.alphas().double().tolist()
+        weights = [block.operator.weight.double() for block in layer.bound_blocks()]
+    answer = z.double()
+    for _ in range(2000):
+        for w, part, alpha in zip(weights, c, alphas, strict=True):
+            answer = alpha * torch.relu(answer @ w.mT + part) @ w + (1 - alpha) * answer
+    distance = (z.double() - answer).norm(dim=1)
+    assert (distance <= found.error_bound).all()
+    assert (found.error_bound < 100 * (distance + 1e-7)).all()
+
+
+def test_a_state_that_is_not_finite_certifies_nothing_for_itself_alone() -> None:
+    layer, x = made(), drawn()
+    z = layer(x).detach()
+    z[1, 0] = float("nan")
+    found = layer.certify(x, z)
+    assert found.kinds == (Guarantee.contraction, Guarantee.none)
+    assert torch.isinf(found.error_bound).tolist() == [False, True]
+    assert found.certified.tolist() == [True, False]
+
+
+def test_states_of_a_wrong_shape_and_missing_inputs() -> None:
+    layer = made()
+    with pytest.raises(ValueError, match=r"state of DeepOptEq .* is \(2, 4\)"):
+        layer.certify(drawn(), torch.zeros(3, 4, dtype=torch.float64))
+    with pytest.raises(TypeError, match="needs the input x"):
+        eq.certify(layer)
+    with pytest.raises(ValueError, match="takes x"):
+        layer.certify(torch.zeros(2, 7, dtype=torch.float64))
+
+
+def test_it_can_be_read() -> None:
+    text = str(made(learn_alpha=True, regularizer=SquaredNorm(0.1)).certify(drawn()))
+    for part in (
+        "one equilibrium",
+        "(learned)",
+        "‖W_l‖",
+        "at most",
+        "factors q_l",
+        "gradient form",
+    ):
+        assert part in text
+    assert "z was given" in str(made().certify(drawn(), torch.zeros(2, 4, dtype=torch.float64)))

@@ -1,0 +1,492 @@
+"""DEQ and RepeatedBlock: any block, its fixed point, its weight-tied twin."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.optimize
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+import equilibria as eq
+from equilibria.nn import DEQ, NormBounded, OperatorNorm, RepeatedBlock, ResidualBlock, constrain
+from tests.contracts.layer_contract import EXACT, TIGHT, LayerContract
+from tests.problems.test_operators import randn
+
+PICARD = eq.Picard(rtol=1e-13, max_steps=500)
+
+
+class TanhBlock(nn.Module):
+    """tanh(Wz + Ux + b), a contraction for small W."""
+
+    def __init__(self, inputs: int = 4, width: int = 5, scale: float = 0.5) -> None:
+        super().__init__()
+        self.W = nn.Linear(width, width, bias=False)
+        self.U = nn.Linear(inputs, width)
+        with torch.no_grad():
+            self.W.weight.mul_(scale)
+
+    def forward(self, z: Tensor, x: Tensor) -> Tensor:
+        return torch.tanh(self.W(z) + self.U(x))
+
+
+class PairBlock(nn.Module):
+    """A state of two parts: (tanh(A v + x), ½cos(B u))."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.A = nn.Linear(3, 4, bias=False)
+        self.B = nn.Linear(4, 3, bias=False)
+
+    def forward(self, z: dict[str, Tensor], x: Tensor) -> dict[str, Tensor]:
+        return {"u": torch.tanh(self.A(z["v"]) + x), "v": 0.5 * torch.cos(self.B(z["u"]))}
+
+
+def pair_start(x: Tensor) -> dict[str, Tensor]:
+    return {"u": torch.zeros_like(x), "v": x.new_zeros(x.shape[0], 3)}
+
+
+class NormedBlock(nn.Module):
+    """½tanh(BN(Wz) + x)."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.W = nn.Linear(width, width)
+        self.norm = nn.BatchNorm1d(width)
+
+    def forward(self, z: Tensor, x: Tensor) -> Tensor:
+        return 0.5 * torch.tanh(self.norm(self.W(z)) + x)
+
+
+def made(seed: int = 0, **options: Any) -> DEQ:
+    torch.manual_seed(seed)
+    return DEQ(TanhBlock(), **{"start": (5,), **options}).double()
+
+
+class MapContract(LayerContract):
+    """The layer's contract, less what asks for a hidden problem or for a prior."""
+
+    def test_the_answer_is_a_stationary_point_of_the_problem(self) -> None:
+        layer, x = self.precise(), self.drawn().double()
+        with torch.no_grad():
+            z = layer(x)
+            assert float((layer.block(z, x) - z).abs().max()) < 1e-10
+
+    def test_the_objective_is_finite_and_no_lower_anywhere_near(self) -> None:
+        pytest.skip("a general map minimizes nothing")
+
+    def test_the_map_compiles(self) -> None:
+        torch._dynamo.reset()
+        layer, x = self.made().eval(), self.drawn(2)
+        with torch.no_grad():
+            z = layer(x)
+        step = torch.compile(lambda z: layer.step(z, x), backend="aot_eager", fullgraph=True)
+        torch.testing.assert_close(step(z), layer.step(z, x), rtol=1e-5, atol=1e-6)
+
+    def test_wrong_number_of_channels(self) -> None:
+        layer, x = self.made(), self.drawn()
+        with pytest.raises((ValueError, RuntimeError)):
+            layer(torch.cat([x, x], 1))
+
+    def test_wrong_number_of_dimensions(self) -> None:
+        pytest.skip("the block decides what it takes")
+
+    def test_wrong_dtype_says_what_to_do(self) -> None:
+        layer, x = self.made(), self.drawn()
+        with pytest.raises(TypeError, match="floating-point"):
+            layer(x.long())
+        with pytest.raises(TypeError, match="takes a tensor"):
+            layer(None)
+        with pytest.raises(TypeError, match="takes a tensor"):
+            layer({"a": 1.0})
+
+    def test_wrong_start(self) -> None:
+        layer, x = self.made(), self.drawn()
+        z = layer(x).detach()
+        with pytest.raises((ValueError, RuntimeError)):
+            layer(x, torch.cat([z, z], 1))
+
+    def test_wrong_options(self) -> None:
+        with pytest.raises(TypeError, match="solver must be a solver object"):
+            self.layer(solver="anderson")
+        with pytest.raises(TypeError, match="adjoint must be an object"):
+            self.layer(adjoint="implicit")
+        with pytest.raises(ValueError, match=r"jacobian_weight=-1.* is out of range"):
+            self.layer(jacobian_weight=-1.0)
+        with pytest.raises(TypeError, match=r"jacobian_samples=1.5.*an integer"):
+            self.layer(jacobian_samples=1.5)
+
+    def test_repr_names_the_parts(self) -> None:
+        assert "solver=" in repr(self.layer())
+
+
+class TestVectorDEQ(MapContract):
+    def layer(self, **options: Any) -> DEQ:
+        return DEQ(TanhBlock(), start=(5,), **options)
+
+    def inputs(self, batch: int = 3) -> Tensor:
+        return torch.randn(batch, 4)
+
+
+class TestResidualDEQ(MapContract):
+    """Paper 004, Eq 4.1, with default start: zero, shaped as x."""
+
+    convolutional = True
+
+    def layer(self, **options: Any) -> DEQ:
+        return DEQ(ResidualBlock(4, 8, groups=2), **options)
+
+    def inputs(self, batch: int = 3) -> Tensor:
+        return 2.0 * torch.randn(batch, 4, 6, 6)
+
+    def test_deepcopy_of_a_trained_layer_trains_on(self) -> None:
+        pytest.skip("group norm fixes the size of z, which that test wants to shrink")
+
+    def test_zero_input_gives_no_nan(self) -> None:
+        layer = self.made()
+        x = torch.zeros_like(self.drawn()).requires_grad_()
+        # Group norm of an almost constant map divides by nearly nothing: no fixed point is near.
+        z = layer.solve(x, solver=eq.Picard(rtol=0.0, max_steps=5), adjoint=eq.Unrolled()).value
+        z.sum().backward()
+        assert torch.isfinite(z).all()
+        assert x.grad is not None
+        assert torch.isfinite(x.grad).all()
+
+
+# ---------------------------------------------------------------------- fixed points and gradients
+
+
+def test_fixed_points_agree_with_scipy() -> None:
+    layer, x = made(solver=TIGHT), randn(3, 4)
+    w, u, b = (
+        t.detach().numpy() for t in (*layer.block.W.parameters(), *layer.block.U.parameters())
+    )
+    for sample, found in zip(x.numpy(), layer(x).detach().numpy(), strict=True):
+
+        def gap(z: Any, sample: Any = sample) -> Any:
+            return np.tanh(w @ z + u @ sample + b) - z
+
+        root = scipy.optimize.root(gap, np.zeros(5), tol=1e-13)
+        assert root.success
+        np.testing.assert_allclose(found, root.x, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("solver", [TIGHT, PICARD, eq.Broyden(rtol=1e-13, max_steps=300)], ids=repr)
+def test_every_solver_finds_it(solver: Any) -> None:
+    layer, x = made(solver=solver), randn(3, 4)
+    torch.testing.assert_close(layer.block(layer(x), x), layer(x), rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize(
+    "adjoint",
+    [EXACT, eq.Phantom(steps=50, damping=1.0), eq.Unrolled()],
+    ids=["implicit", "phantom", "unrolled"],
+)
+def test_gradients_with_every_adjoint(adjoint: Any) -> None:
+    layer, x = made(solver=PICARD, adjoint=adjoint), randn(2, 4)
+    names, values = zip(*layer.named_parameters(), strict=True)
+
+    def run(x: Tensor, *values: Tensor) -> Tensor:
+        return functional_call(layer, dict(zip(names, values, strict=True)), (x,))
+
+    inputs = [t.detach().clone().requires_grad_() for t in (x, *values)]
+    assert torch.autograd.gradcheck(run, inputs, atol=1e-7, rtol=1e-5)
+
+
+def test_second_derivatives() -> None:
+    layer = made(solver=TIGHT, adjoint=EXACT)
+    assert torch.autograd.gradgradcheck(layer, (randn(1, 4).requires_grad_(),), atol=1e-6)
+
+
+def test_a_state_that_is_a_tree() -> None:
+    torch.manual_seed(0)
+    layer = DEQ(PairBlock(), start=pair_start, solver=TIGHT, adjoint=EXACT).double()
+    x = randn(3, 4).requires_grad_()
+    z = layer(x)
+    image = layer.block(z, x)
+    for name in ("u", "v"):
+        torch.testing.assert_close(z[name], image[name], rtol=0, atol=1e-11)
+    assert torch.autograd.gradcheck(lambda t: tuple(layer(t).values()), (x,), atol=1e-6)
+    assert layer.spectral_radius(x, z).shape == (3,)
+    assert layer.certify(x).residual.max() < 1e-10
+    twin = layer.repeated(60)(x)
+    torch.testing.assert_close(twin["u"], z["u"], rtol=0, atol=1e-9)
+
+
+def test_an_input_that_is_a_tree() -> None:
+    layer = DEQ(lambda z, x: torch.tanh(0.5 * z + x["a"] * x["b"]), start=(3,), solver=TIGHT)
+    x = {"a": randn(2, 3).requires_grad_(), "b": randn(2, 3)}
+    z = layer(x)
+    torch.testing.assert_close(torch.tanh(0.5 * z + x["a"] * x["b"]), z, rtol=0, atol=1e-10)
+    z.sum().backward()
+    assert x["a"].grad is not None
+    with pytest.raises(TypeError, match=r"cannot guess the shape.*start="):
+        DEQ(lambda z, x: z)(x)
+
+
+def test_a_learned_start_trains_through_unrolled_steps() -> None:
+    layer = DEQ(
+        TanhBlock(),
+        start=nn.Linear(4, 5),
+        solver=eq.Picard(rtol=0.0, max_steps=2),
+        adjoint=eq.Unrolled(),
+    )
+    layer(torch.randn(3, 4)).sum().backward()
+    assert layer.initial.weight.grad.abs().max() > 0
+    assert "initial.weight" in layer.state_dict()
+
+
+# ---------------------------------------------------------------------- the weight-tied twin
+
+
+@pytest.mark.parametrize("repeats", [1, 2, 6])
+def test_repeated_block_is_so_many_picard_steps(repeats: int) -> None:
+    layer, x = made(), randn(3, 4)
+    solver = eq.Picard(rtol=0.0, max_steps=repeats)
+    expected = layer.solve(x, solver=solver, adjoint=eq.Unrolled())
+    twin = layer.repeated(repeats)
+    assert torch.equal(twin(x), expected.value)
+    assert torch.equal(layer.repeat(x, repeats), expected.value)
+    w, u, b = (
+        p.detach().numpy() for p in (*layer.block.W.parameters(), *layer.block.U.parameters())
+    )
+    z = np.zeros((3, 5))
+    for _ in range(repeats):
+        z = np.tanh(z @ w.T + x.numpy() @ u.T + b)
+    np.testing.assert_allclose(twin(x).detach().numpy(), z, rtol=1e-12)
+    expected.value.sum().backward()
+    by_steps = [p.grad.clone() for p in layer.parameters()]
+    layer.zero_grad()
+    twin(x).sum().backward()
+    for a, p in zip(by_steps, layer.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, a)
+
+
+def test_the_twin_tends_to_the_equilibrium_and_shares_the_block() -> None:
+    layer, x = made(solver=TIGHT), randn(3, 4)
+    z = layer(x)
+    gaps = [float((layer.repeated(k)(x) - z).detach().norm()) for k in (6, 11, 18, 200)]
+    assert gaps == sorted(gaps, reverse=True)
+    assert gaps[-1] < 1e-10
+    twin = layer.repeated(6)
+    assert twin.block is layer.block
+    back = twin.deq(solver=TIGHT)
+    assert back.block is layer.block
+    assert back.initial == layer.initial
+    assert torch.equal(back(x), z)
+    assert not eq.nn.equilibrium_layers(twin)
+
+
+def test_state_dicts_go_both_ways() -> None:
+    layer, x = made(seed=0), randn(3, 4)
+    other = RepeatedBlock(TanhBlock(), repeats=3, start=(5,)).double()
+    assert list(other.state_dict()) == list(layer.state_dict())
+    other.load_state_dict(layer.state_dict())
+    assert torch.equal(other(x), layer.repeated(3)(x))
+    fresh = made(seed=1)
+    fresh.load_state_dict(other.state_dict())
+    assert torch.equal(fresh(x), layer(x))
+    twin = pickle.loads(pickle.dumps(other))
+    assert torch.equal(copy.deepcopy(twin)(x), other(x))
+    warm = other(x, layer(x).detach())
+    torch.testing.assert_close(warm, layer(x), rtol=1e-6, atol=1e-7)
+
+
+# ---------------------------------------------------------------------- parts that move in training
+
+
+def test_batch_norm_stands_still_in_a_solve_and_moves_once() -> None:
+    torch.manual_seed(0)
+    layer = DEQ(NormedBlock(), solver=TIGHT, adjoint=EXACT).double()
+    block, x = layer.block, randn(6, 4)
+    assert layer.training
+    assert not block.norm.training
+    before = copy.deepcopy(block)
+    z = layer(x)
+    assert int(block.norm.num_batches_tracked) == 1
+    # Independent: the statistics that one evaluation at z* moves, by their definition.
+    features = (z @ block.W.weight.mT + block.W.bias).detach()
+    torch.testing.assert_close(block.norm.running_mean, 0.1 * features.mean(0))
+    torch.testing.assert_close(block.norm.running_var, 0.9 + 0.1 * features.var(0))
+    z.sum().backward()  # the graph holds the statistics of the solve
+    torch.testing.assert_close(before.eval()(z, x), z, rtol=0, atol=1e-10)
+    alone = copy.deepcopy(layer)
+    alone.block = before
+    torch.testing.assert_close(alone(x[:2]), z[:2], rtol=0, atol=1e-10)
+    layer.eval()
+    layer(x)
+    assert int(block.norm.num_batches_tracked) == 1
+    layer.train()
+    assert not block.norm.training
+    layer.repeated(4)(x)
+    assert int(block.norm.num_batches_tracked) == 2
+
+
+def test_the_gradient_is_that_of_the_statistics_before_they_moved() -> None:
+    torch.manual_seed(0)
+    layer = DEQ(NormedBlock(), solver=TIGHT, adjoint=EXACT).double()
+    layer.block.norm.momentum = 0.9
+    still, x = copy.deepcopy(layer).eval(), randn(6, 4)
+    for one in (layer, still):
+        one(x).square().sum().backward()
+    assert not torch.equal(layer.block.norm.running_var, still.block.norm.running_var)
+    for a, b in zip(layer.parameters(), still.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+
+
+def test_batch_norm_gradients_hold_the_statistics() -> None:
+    torch.manual_seed(0)
+    layer = DEQ(NormedBlock(), solver=TIGHT, adjoint=EXACT).double()
+    layer.block.norm.momentum = 0.0  # so that every call sees the same map
+    assert torch.autograd.gradcheck(layer, (randn(3, 4).requires_grad_(),), atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["ours", "torch"])
+def test_power_iterations_move_once_a_forward(kind: str) -> None:
+    torch.manual_seed(0)
+    block = TanhBlock(scale=4.0)
+    if kind == "ours":
+        constrain(block.W, "weight", NormBounded(bound=0.9))
+        norm = block.W.parametrizations.weight[0]
+    else:
+        nn.utils.parametrizations.spectral_norm(block.W)
+        norm = block.W.parametrizations.weight[0]
+    with torch.no_grad():
+        for p in block.W.parametrizations.weight.parameters():
+            p.copy_(torch.randn(p.shape))
+    layer = DEQ(block, start=(5,), solver=eq.Anderson(rtol=1e-10)).double()
+    x = randn(3, 4)
+    moves = 0
+    plain = type(norm)._iterate if kind == "ours" else type(norm)._power_method
+
+    def counted(self: Any, *args: Any) -> Any:
+        nonlocal moves
+        moves += 1
+        return plain(self, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(norm), "_iterate" if kind == "ours" else "_power_method", counted)
+        first = layer.solve(x)
+        assert moves == 1
+        assert bool(first.converged.all())
+        first.value.sum().backward()
+        layer.eval()(x)
+        assert moves == 1
+    assert isinstance(norm, OperatorNorm) == (kind == "ours")
+
+
+def test_dropout_in_the_block_is_refused() -> None:
+    block = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5))
+    with pytest.raises(ValueError, match=r"Dropout\(p=0.5.* at '1'.*new mask at every evaluation"):
+        DEQ(block)
+    with pytest.raises(ValueError, match="no fixed point"):
+        RepeatedBlock(nn.Dropout2d(0.1), repeats=2)
+    assert isinstance(DEQ(nn.Sequential(nn.Dropout(0.0))), DEQ)
+
+
+# ---------------------------------------------------------------------- the Jacobian
+
+
+def jacobians(layer: DEQ, x: Tensor, z: Tensor) -> Tensor:
+    rows = [
+        torch.autograd.functional.jacobian(
+            lambda v, i=i: layer.block(v[None], x[i : i + 1])[0], z[i]
+        )
+        for i in range(len(x))
+    ]
+    return torch.stack(rows)
+
+
+def test_penalty_is_the_frobenius_norm_in_the_mean() -> None:
+    layer, x = made(), randn(3, 4)
+    z = layer(x).detach()
+    exact = jacobians(layer, x, z).square().sum((1, 2)) / 5
+    found = layer.jacobian_penalty(x, z, samples=4000, generator=torch.Generator().manual_seed(0))
+    # The relative deviation of one draw is at most √2, of 4,000 2.3 percent: three of them.
+    torch.testing.assert_close(found, exact, rtol=0.07, atol=0)
+
+
+def test_penalty_has_the_gradient_of_its_formula() -> None:
+    layer, x = made(), randn(2, 4).requires_grad_()
+    z = layer(x).detach()
+    weight, bias = layer.block.W.weight, layer.block.U
+
+    def formula(w: Tensor, x: Tensor) -> Tensor:
+        # J = diag(1 − tanh²)W.
+        slope = 1 - torch.tanh(z @ w.mT + bias(x)).square()
+        return (slope.unsqueeze(2) * w).square().sum() / 5 / 2
+
+    expected = torch.autograd.grad(formula(weight, x), [weight, x])
+    torch.manual_seed(0)
+    found = layer.jacobian_penalty(x, z, samples=4000).mean()
+    for a, b in zip(torch.autograd.grad(found, [weight, x]), expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0.08 * float(b.abs().max()))
+
+
+def test_forward_with_penalty_and_collect_penalties_agree() -> None:
+    layer, x = made(jacobian_weight=0.3, jacobian_samples=2), randn(3, 4)
+    torch.manual_seed(5)
+    z, penalty = layer.forward_with_penalty(x)
+    torch.manual_seed(5)
+    with eq.nn.collect_penalties(layer) as found:
+        assert torch.equal(layer(x), z)
+    torch.testing.assert_close(found.total(), 0.3 * penalty.mean())
+    torch.manual_seed(5)
+    torch.testing.assert_close(layer.jacobian_penalty(x, z), penalty)
+
+
+def test_training_with_the_penalty_lowers_the_radius() -> None:
+    torch.manual_seed(0)
+    layer = DEQ(TanhBlock(scale=1.8), start=(5,), jacobian_weight=1.0).double()
+    x = randn(8, 4)
+    before = layer.spectral_radius(x).mean()
+    optimizer = torch.optim.Adam(layer.parameters(), lr=0.02)
+    for _ in range(30):
+        optimizer.zero_grad()
+        with eq.nn.collect_penalties(layer) as found:
+            layer(x)
+        found.total().backward()
+        optimizer.step()
+    assert layer.spectral_radius(x).mean() < 0.7 * before
+
+
+def test_spectral_radius_is_the_largest_eigenvalue() -> None:
+    layer, x = made(solver=TIGHT), randn(3, 4)
+    z = layer(x).detach()
+    exact = np.abs(np.linalg.eigvals(jacobians(layer, x, z).detach().numpy())).max(1)
+    np.testing.assert_allclose(layer.spectral_radius(x, z).numpy(), exact, rtol=1e-8)
+    np.testing.assert_allclose(layer.spectral_radius(x).numpy(), exact, rtol=1e-6)
+
+
+# ---------------------------------------------------------------------- bad input
+
+
+def test_errors() -> None:
+    with pytest.raises(TypeError, match=r"block='tanh'.*block\(z, x\)"):
+        DEQ("tanh")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"start=\[5\].*shape of one sample"):
+        DEQ(TanhBlock(), start=[5])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"start\[1\]=0.*at least 1"):
+        DEQ(TanhBlock(), start=(5, 0))
+    with pytest.raises(ValueError, match=r"contraction=-0.5.*out of range"):
+        DEQ(TanhBlock(), contraction=-0.5)
+    with pytest.raises(ValueError, match=r"RepeatedBlock\(repeats=0\).*at least 1"):
+        RepeatedBlock(TanhBlock(), repeats=0)
+    with pytest.raises(ValueError, match=r"DEQ.repeat\(repeats=1.5\)"):
+        made().repeat(randn(1, 4), 1.5)  # type: ignore[arg-type]
+    captured = TanhBlock()
+    with pytest.raises(ValueError, match=r"captures 'captured'.*nn.Module with forward"):
+        DEQ(lambda z, x: captured(z, x))
+    with pytest.raises(ValueError, match="T\\(z\\) and z must have one shape"):
+        DEQ(lambda z, x: z[:, :2], start=(4,))(torch.zeros(2, 4))
+
+
+def test_finished_samples_may_be_dropped() -> None:
+    layer, x = made(solver=eq.Anderson(compact=True, rtol=1e-9)), randn(16, 4)
+    x[::2] *= 1e-3
+    torch.testing.assert_close(layer(x), made(solver=TIGHT)(x), rtol=1e-7, atol=1e-8)

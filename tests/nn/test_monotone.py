@@ -1,0 +1,658 @@
+"""MonotoneDEQ against numpy: Newton for the equilibrium, the implicit formula for gradients."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.func import functional_call
+from torch.utils import _pytree as pytree
+
+import equilibria as eq
+from equilibria.nn import MonotoneDEQ, TransposedSplitting
+from equilibria.solvers import ForwardBackward, PeacemanRachford
+from tests.contracts.layer_contract import EXACT, LayerContract
+from tests.problems.test_monotone_operator import modulus, numpy_w
+from tests.problems.test_monotone_tiers import conv_matrix, tier_matrix
+
+Array = NDArray[np.float64]
+
+# A fall by 1e-12 of what is left: splittings converge linearly, and float64 resolves 1e-16.
+PR = PeacemanRachford(rtol=1e-12)
+FB = ForwardBackward(rtol=1e-13, max_steps=5000)
+
+
+# ---------------------------------------------------------------------- the layer contract
+
+
+class MonotoneContract(LayerContract):
+    """The battery of every layer; a monotone layer has an inclusion where others have G."""
+
+    laps = PeacemanRachford(rtol=0.0, atol=0.0, max_steps=3)
+    tight = PR
+
+    def test_the_answer_is_a_stationary_point_of_the_problem(self) -> None:
+        layer, x = self.precise(), self.drawn().double()
+        with torch.no_grad():
+            z, inclusion = layer(x), layer.inclusion(x)
+            (c,) = layer.inject(x)
+            v = inclusion.argument(z, c)
+        assert float((torch.relu(v) - z).abs().max()) < 1e-10
+        # 0 ∈ z − v + ∂f(z): the multiplier v − z is zero where z > 0 and at most zero elsewhere.
+        multiplier = v - z
+        assert float(multiplier[z > 0].abs().max()) < 1e-10
+        assert float(multiplier[z == 0].max()) < 1e-10
+
+    def test_the_objective_is_finite_and_no_lower_anywhere_near(self) -> None:
+        pytest.skip("W is not symmetric: a monotone layer has no objective")
+
+    def test_the_map_compiles(self) -> None:
+        torch._dynamo.reset()
+        layer, x = self.made().eval(), self.drawn(2)
+        with torch.no_grad():
+            z, inclusion = layer(x), layer.inclusion(x)
+            (c,) = layer.inject(x)
+        step = torch.compile(inclusion.step, backend="aot_eager", fullgraph=True)
+        torch.testing.assert_close(step(z, c), inclusion.step(z, c), rtol=1e-5, atol=1e-6)
+
+    def test_wrong_options(self) -> None:
+        with pytest.raises(TypeError, match="solver must be a solver object"):
+            self.layer(solver="anderson")
+        with pytest.raises(TypeError, match="adjoint must be an object"):
+            self.layer(adjoint="implicit")
+        with pytest.raises(TypeError, match="expected a prior"):
+            self.layer(prior="relu")
+        with pytest.raises(ValueError, match=r"MonotoneDEQ\(m=0.0\)"):
+            self.layer(m=0.0)
+
+
+class SlowCompile(MonotoneContract):
+    """Compiled with the full battery only: one form is enough for every day."""
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize(
+        ("adjoint", "training"), [(eq.Phantom(steps=2), True), (eq.Unrolled(), False)]
+    )
+    def test_a_fixed_step_layer_compiles_whole(self, adjoint: Any, training: bool) -> None:
+        super().test_a_fixed_step_layer_compiles_whole(adjoint, training)
+
+
+class TestDense(SlowCompile):
+    def layer(self, **options: Any) -> MonotoneDEQ:
+        return MonotoneDEQ(5, in_channels=4, **{"m": 0.4, **options})
+
+    def inputs(self, batch: int = 3) -> Tensor:
+        return torch.randn(batch, 4)
+
+
+class TestConvolutional(MonotoneContract):
+    convolutional = True
+
+    def layer(self, **options: Any) -> MonotoneDEQ:
+        return MonotoneDEQ(3, in_channels=2, kernel_size=3, **{"m": 0.5, **options})
+
+    def inputs(self, batch: int = 3) -> Tensor:
+        return torch.randn(batch, 2, 5, 4)
+
+
+class TestCircularForwardBackward(SlowCompile):
+    convolutional = True
+    laps = ForwardBackward(rtol=0.0, atol=0.0, max_steps=3)
+    tight = FB
+
+    def layer(self, **options: Any) -> MonotoneDEQ:
+        options = {"solver": ForwardBackward(), **options}
+        return MonotoneDEQ(2, in_channels=2, kernel_size=3, padding="circular", **options)
+
+    def inputs(self, batch: int = 3) -> Tensor:
+        return torch.randn(batch, 2, 4, 5)
+
+
+# ---------------------------------------------------------------------- oracles
+
+
+def newton(
+    w: Array, c: Array, sigma: Callable[[Array], Array], slope: Callable[[Array], Array]
+) -> Array:
+    """z = σ(Wz + c), sample by sample, by semi-smooth Newton with a line search."""
+    found = []
+    for row in c:
+        z = sigma(row)
+        for _ in range(200):
+            v = w @ z + row
+            miss = z - sigma(v)
+            size = np.linalg.norm(miss)
+            if size < 1e-14 * (1 + np.linalg.norm(z)):
+                break
+            move = -np.linalg.solve(np.eye(len(z)) - slope(v)[:, None] * w, miss)
+            t = 1.0
+            while t > 1e-6:
+                trial = z + t * move
+                if np.linalg.norm(trial - sigma(w @ trial + row)) < (1 - 1e-4 * t) * size:
+                    break
+                t /= 2
+            z = z + t * move
+        assert np.linalg.norm(z - sigma(w @ z + row)) < 1e-12 * (1 + np.linalg.norm(z))
+        found.append(z)
+    return np.stack(found)
+
+
+RELU = (lambda v: np.maximum(v, 0.0), lambda v: (v > 0).astype(float))
+ACTIVATIONS: dict[str, tuple[Any, Any, Any]] = {
+    "relu": (eq.NonNegative(), *RELU),
+    "tanh": (eq.Tanh(), np.tanh, lambda v: 1 - np.tanh(v) ** 2),
+    "soft": (
+        eq.SoftThreshold(0.2),
+        lambda v: np.sign(v) * np.maximum(np.abs(v) - 0.2, 0),
+        lambda v: (np.abs(v) > 0.2).astype(float),
+    ),
+    "box": (
+        eq.Box(-0.3, 0.8),
+        lambda v: np.clip(v, -0.3, 0.8),
+        lambda v: ((v > -0.3) & (v < 0.8)).astype(float),
+    ),
+    "leaky": (
+        eq.LeakyNonNegative(0.1),
+        lambda v: np.where(v > 0, v, 0.1 * v),
+        lambda v: np.where(v > 0, 1.0, 0.1),
+    ),
+}
+
+
+def array(t: Tensor) -> Array:
+    return t.detach().double().numpy()
+
+
+def matrix_w(layer: MonotoneDEQ, x: Tensor) -> Array:
+    """W from the layer's parameters, pixel by pixel in numpy."""
+    weights: Any = layer.W
+    if layer.kernel_size is None:
+        return numpy_w(array(weights.A), array(weights.B), layer.m)
+
+    def scaled(kernels: Any, lengths: Tensor | None) -> list[Array]:
+        return [
+            float(array(lengths)[i]) * array(k) / np.sqrt((array(k) ** 2).sum())  # type: ignore[arg-type]
+            for i, k in enumerate(kernels)
+        ]
+
+    sizes = [(x.shape[2] >> i, x.shape[3] >> i) for i in range(layer.tiers)]
+    parts = [
+        scaled(weights.A, weights.g),
+        scaled(weights.B, weights.h),
+        scaled(weights.N, weights.g_down),
+    ]
+    return tier_matrix(*parts, layer.m, sizes, layer.padding)
+
+
+def matrix_u(layer: MonotoneDEQ, x: Tensor) -> Array:
+    """U as a matrix from flat x to the flat state; zero below the first tier."""
+    u: Any = layer.U
+    if layer.kernel_size is None:
+        return array(u.weight)
+    first = conv_matrix(array(u.weight), tuple(x.shape[2:]), layer.padding)
+    rest = sum(c * (x.shape[2] >> i) * (x.shape[3] >> i) for i, c in enumerate(layer.channels))
+    return np.concatenate([first, np.zeros((rest - len(first), first.shape[1]))])
+
+
+def flat(z: Any) -> Array:
+    return np.concatenate([array(t).reshape(len(t), -1) for t in pytree.tree_leaves(z)], 1)
+
+
+FORMS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
+    "dense": ({"channels": 6, "in_channels": 4}, (3, 4)),
+    "conv": ({"channels": 3, "in_channels": 2, "kernel_size": 3}, (2, 2, 4, 5)),
+    "circular": (
+        {"channels": 3, "in_channels": 2, "kernel_size": 3, "padding": "circular"},
+        (2, 2, 4, 5),
+    ),
+    "tiers": ({"channels": (2, 3, 2), "in_channels": 2, "kernel_size": 3}, (2, 2, 8, 4)),
+    "circular tiers": (
+        {"channels": (2, 3), "in_channels": 2, "kernel_size": 3, "padding": "circular"},
+        (2, 2, 4, 6),
+    ),
+}
+each_form = pytest.mark.parametrize("form", list(FORMS))
+
+
+def drawn(form: str, *, stretch: float = 2.0, **options: Any) -> tuple[MonotoneDEQ, Tensor]:
+    """A layer of this form in float64 with ‖W‖ above 1, and an input."""
+    sizes, shape = FORMS[form]
+    torch.manual_seed(0)
+    layer = MonotoneDEQ(**{"m": 0.4, **sizes, **options}).double()
+    with torch.no_grad():
+        for name, p in layer.named_parameters():
+            if name.startswith("W."):
+                p.mul_(stretch)
+    return layer, torch.randn(shape, dtype=torch.float64)
+
+
+# ---------------------------------------------------------------------- answers
+
+
+@each_form
+@pytest.mark.parametrize(("solver", "m"), [(PR, 0.4), (FB, 2.0)], ids=["pr", "fb"])
+def test_the_equilibrium_is_newtons(form: str, solver: Any, m: float) -> None:
+    """With a larger m for forward-backward, whose steps go with (L/m)²."""
+    layer, x = drawn(form, m=m, solver=solver)
+    w, u = matrix_w(layer, x), matrix_u(layer, x)
+    assert np.linalg.norm(w, 2) > 1.2  # where plain iteration has no right to converge
+    solution = layer.solve(x)
+    assert solution.converged.all()
+    c = flat(x) @ u.T + flat(_bias(layer, x))
+    np.testing.assert_allclose(flat(solution.value), newton(w, c, *RELU), atol=1e-9)
+
+
+def _bias(layer: MonotoneDEQ, x: Tensor) -> tuple[Tensor, ...]:
+    """b as a state: one number a channel of the first tier."""
+    bias: Any = layer.U.bias
+    parts = [torch.zeros_like(t) for t in pytree.tree_leaves(layer.start(x, layer.U(x)))]
+    parts[0] = parts[0] + bias.detach().reshape(1, -1, *[1] * (parts[0].ndim - 2))
+    return tuple(parts)
+
+
+@pytest.mark.parametrize("name", list(ACTIVATIONS))
+@pytest.mark.parametrize(
+    "solver", [PR, FB, eq.Anderson(rtol=1e-13, max_steps=400)], ids=lambda s: type(s).__name__
+)
+def test_every_prior_and_solver(name: str, solver: Any) -> None:
+    prior, sigma, slope = ACTIVATIONS[name]
+    layer, x = drawn("dense", stretch=1.3, prior=prior, solver=solver, bias=False)
+    expected = newton(matrix_w(layer, x), flat(x) @ matrix_u(layer, x).T, sigma, slope)
+    solution = layer.solve(x)
+    assert solution.converged.all()
+    np.testing.assert_allclose(flat(solution.value), expected, atol=1e-9)
+
+
+def test_plain_iteration_diverges_where_the_splittings_converge() -> None:
+    layer, x = drawn("dense", stretch=4.0, prior=eq.Free())
+    with pytest.warns(eq.ConvergenceWarning, match="diverged"):
+        plain = layer.solve(x, solver=eq.Picard(max_steps=500))
+    assert not plain.converged.any()
+    assert layer.solve(x).converged.all()
+    expected = np.linalg.solve(np.eye(6) - matrix_w(layer, x), array(layer.U(x)).T).T
+    np.testing.assert_allclose(flat(layer.solve(x, solver=PR).value), expected, atol=1e-9)
+
+
+@each_form
+def test_the_state_is_shaped_as_promised(form: str) -> None:
+    layer, x = drawn(form)
+    z = layer(x)
+    if layer.tiers == 1:
+        assert isinstance(z, Tensor)
+        assert z.shape == (len(x), layer.channels[0], *x.shape[2:])
+    else:
+        assert isinstance(z, tuple)
+        for i, part in enumerate(z):
+            size = tuple(n >> i for n in x.shape[2:])
+            assert part.shape == (len(x), layer.channels[i], *size)
+    torch.testing.assert_close(layer.step(z, *layer.inject(x)), z, rtol=1e-5, atol=1e-6)
+
+
+@each_form
+@pytest.mark.parametrize("solver", [PR, FB], ids=["pr", "fb"])
+def test_a_warm_start_is_an_answer(form: str, solver: Any) -> None:
+    layer, x = drawn(form, m=2.0, stretch=1.0, solver=solver)
+    cold = layer.solve(x)
+    loose = type(solver)(rtol=1e-8, block=1)
+    warm = layer.solve(x, cold.detach().value, solver=loose)
+    assert (warm.stats.steps == 1).all()
+
+
+def test_compaction_changes_no_answer() -> None:
+    layer, x = drawn("tiers")
+    x = torch.cat([x, 1e-3 * x, 30.0 * x])
+    whole = layer.solve(x, solver=PR)
+    parts = layer.solve(x, solver=PeacemanRachford(rtol=1e-12, compact=True))
+    np.testing.assert_allclose(flat(parts.value), flat(whole.value), atol=1e-9)
+
+
+@pytest.mark.parametrize("solver", [PR, FB], ids=["pr", "fb"])
+def test_a_bad_sample_harms_no_other_forward_or_backward(solver: Any) -> None:
+    layer, x = drawn("tiers", m=2.0, stretch=1.0, solver=solver)
+    layer(x[:1])[-1].square().sum().backward()
+    # Of U's own gradient nothing can be said: it is a product with x.
+    alone = [p.grad.clone() for p in layer.W.parameters() if p.grad is not None]
+    layer.zero_grad()
+    x[1, 0, 0, 0] = float("nan")
+    with pytest.warns(eq.ConvergenceWarning):
+        solution = layer.solve(x)
+    assert solution.converged.tolist() == [True, False]
+    solution.value[-1][0].square().sum().backward()
+    for expected, p in zip(alone, layer.W.parameters(), strict=True):
+        assert p.grad is not None
+        torch.testing.assert_close(p.grad, expected, rtol=1e-7, atol=1e-9)
+
+
+def test_the_callback_sees_the_state() -> None:
+    layer, x = drawn("conv")
+    seen: list[tuple[int, ...]] = []
+    layer.solve(x, callback=lambda step, z, residual: seen.append(tuple(z.shape)))
+    assert set(seen) == {(2, 3, 4, 5)}
+    assert len(seen) > 3
+
+
+def test_a_solution_says_what_ran() -> None:
+    layer, x = drawn("dense")
+    assert "PeacemanRachford with the step α = √n" in layer.solve(x).choice
+    assert (
+        "ForwardBackward with the step α = 0.01"
+        in layer.solve(x, solver=ForwardBackward(alpha=0.01, max_steps=10**4)).choice
+    )
+    own = layer.solve(x, solver=eq.Broyden(max_steps=500))
+    assert own.choice == "Broyden on the layer's own map"
+
+
+# ---------------------------------------------------------------------- gradients
+
+
+def gradients(layer: MonotoneDEQ, x: Tensor, pulled: list[Array]) -> dict[str, Array]:
+    """Σ⟨pulled, z*⟩ differentiated by the implicit function theorem in numpy; dense, ReLU.
+
+    (I − DW)ᵀy = g, G = Dy zᵀ: ∂A = −A(G + Gᵀ), ∂B = G − Gᵀ, ∂U = Dy xᵀ, ∂b = Dy (paper 004, 3.2.2).
+    """
+    weights: Any = layer.W
+    w, u = matrix_w(layer, x), matrix_u(layer, x)
+    a = array(weights.A)
+    bias: Any = layer.U.bias
+    c = flat(x) @ u.T + array(bias)
+    z = newton(w, c, *RELU)
+    total = {
+        "W.A": np.zeros_like(w),
+        "W.B": np.zeros_like(w),
+        "U.weight": np.zeros_like(u),
+        "U.bias": np.zeros(len(w)),
+    }
+    for i in range(len(x)):
+        d = np.diag((w @ z[i] + c[i] > 0).astype(float))
+        y = d @ np.linalg.solve((np.eye(len(w)) - d @ w).T, pulled[i])
+        outer = np.outer(y, z[i])
+        total["W.A"] -= a @ (outer + outer.T)
+        total["W.B"] += outer - outer.T
+        total["U.weight"] += np.outer(y, flat(x)[i])
+        total["U.bias"] += y
+    return total
+
+
+@pytest.mark.parametrize(
+    "solver", [PR, FB, eq.Anderson(rtol=1e-13, max_steps=400)], ids=lambda s: type(s).__name__
+)
+@pytest.mark.parametrize(
+    "adjoint", [TransposedSplitting(), EXACT, eq.Unrolled()], ids=lambda a: type(a).__name__
+)
+def test_gradients_by_the_implicit_function_theorem(solver: Any, adjoint: Any) -> None:
+    layer, x = drawn("dense", stretch=1.3, solver=solver, adjoint=adjoint)
+    z = layer(x)
+    pulled = torch.randn_like(z)
+    (z * pulled).sum().backward()
+    expected = gradients(layer, x, list(array(pulled)))
+    # Unrolled differentiates the iterate, which is within 1e-12 of the answer; its gradient
+    # converges a little later, by the same factor.
+    for name, p in layer.named_parameters():
+        assert p.grad is not None
+        np.testing.assert_allclose(
+            array(p.grad), expected[name], rtol=1e-6, atol=1e-8, err_msg=name
+        )
+
+
+@each_form
+@pytest.mark.parametrize("kind", [PeacemanRachford, ForwardBackward])
+def test_gradcheck(form: str, kind: Any) -> None:
+    """To x and every parameter, backward by the transposed splitting."""
+    layer, x = drawn(form, m=3.0, stretch=0.7, solver=kind(rtol=1e-13))
+    names, values = zip(*layer.named_parameters(), strict=True)
+
+    def run(x: Tensor, *values: Tensor) -> Any:
+        return functional_call(layer, dict(zip(names, values, strict=True)), (x,))
+
+    inputs = [t.detach().clone().requires_grad_() for t in (x[:1], *values)]
+    assert torch.autograd.gradcheck(run, inputs, atol=1e-6, rtol=1e-4, fast_mode=True)
+
+
+@pytest.mark.parametrize(
+    ("form", "kind"),
+    [
+        ("dense", PeacemanRachford),
+        ("dense", ForwardBackward),
+        pytest.param("conv", PeacemanRachford, marks=pytest.mark.slow),
+        pytest.param("conv", ForwardBackward, marks=pytest.mark.slow),
+        pytest.param("tiers", PeacemanRachford, marks=pytest.mark.slow),
+        pytest.param("circular tiers", ForwardBackward, marks=pytest.mark.slow),
+    ],
+)
+def test_gradgradcheck(form: str, kind: Any) -> None:
+    layer, x = drawn(form, m=2.0, stretch=0.7, solver=kind(rtol=1e-13))
+    names, values = zip(*layer.named_parameters(), strict=True)
+
+    def run(x: Tensor, *values: Tensor) -> Any:
+        return functional_call(layer, dict(zip(names, values, strict=True)), (x,))
+
+    inputs = [t.detach().clone().requires_grad_() for t in (x[:1], *values)]
+    assert torch.autograd.gradgradcheck(run, inputs, atol=1e-6, rtol=1e-4, fast_mode=True)
+
+
+@pytest.mark.parametrize(
+    ("form", "solver"), [("dense", PR), ("tiers", PR), ("dense", FB), ("conv", FB)]
+)
+def test_phantom_gradients_tend_to_the_implicit_ones(form: str, solver: Any) -> None:
+    found = []
+    for adjoint in (None, eq.Phantom(steps=80, damping=1.0), eq.OneStep()):
+        layer, x = drawn(form, m=2.0, stretch=1.0, solver=solver, adjoint=adjoint)
+        x.requires_grad_()
+        sum(t.square().sum() for t in pytree.tree_leaves(layer(x))).backward()
+        assert x.grad is not None
+        found.append(flat(x.grad))
+    exact, phantom, one = found
+    np.testing.assert_allclose(phantom, exact, atol=1e-5 * np.abs(exact).max())
+    assert np.vdot(one, exact) > 0  # biased, but downhill
+
+
+def test_the_backward_solve_is_told() -> None:
+    layer, x = drawn("tiers")
+    solution = layer.solve(x)
+    solution.value[-1].square().sum().backward()
+    told = solution.stats.backward
+    assert told.solves == 1
+    assert told.unconverged == 0
+    assert told.steps is not None
+    assert told.residual is not None
+    assert (told.steps > 1).all()
+    assert (told.residual <= 1e-8).all()
+
+
+def test_the_backward_solve_is_the_transposed_splitting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No Krylov space: u ← g + Jᵀu; only a solver that is no splitting takes GMRES."""
+
+    def refused(*args: Any, **options: Any) -> Any:
+        raise AssertionError("GMRES")
+
+    monkeypatch.setattr(eq.GMRES, "solve", refused)
+    for solver in (PR, ForwardBackward()):
+        layer, x = drawn("dense", m=1.0, stretch=1.0, solver=solver)
+        solution = layer.solve(x)
+        solution.value.square().sum().backward()
+        forward, backward = solution.stats.steps.max(), solution.stats.backward.steps
+        assert backward is not None
+        assert int(backward.max()) <= 2 * int(forward)  # the same contraction factor
+    with pytest.raises(AssertionError, match="GMRES"):
+        layer.solve(x, solver=eq.Anderson()).value.square().sum().backward()
+
+
+def test_fixed_steps_forward_converge_backward() -> None:
+    """Five steps forward; backward as many as the tolerance of the dtype takes."""
+    layer, x = drawn("dense", solver=PeacemanRachford(rtol=0.0, atol=0.0, max_steps=5))
+    solution = layer.solve(x)
+    solution.value.square().sum().backward()
+    told = solution.stats.backward
+    assert told.unconverged == 0
+    assert told.steps is not None
+    assert int(told.steps.max()) > 5
+
+
+def test_jacrev_and_vmap() -> None:
+    layer, x = drawn("dense", stretch=1.0, solver=PR)
+    found = torch.func.vmap(torch.func.jacrev(lambda x: layer(x[None])[0]))(x)
+    w, u = matrix_w(layer, x), matrix_u(layer, x)
+    z = layer(x)
+    for i in range(len(x)):
+        d = np.diag((array(z[i]) > 0).astype(float))
+        expected = np.linalg.solve(np.eye(6) - d @ w, d @ u)
+        np.testing.assert_allclose(array(found[i]), expected, atol=1e-9)
+
+
+# ---------------------------------------------------------------------- a module like any other
+
+
+@each_form
+def test_a_solve_leaves_nothing_on_the_module(form: str) -> None:
+    """The resolvent is as large as W; it must not be kept, copied or saved."""
+    layer, x = drawn(form)
+    before = pickle.dumps(layer)
+    layer(x)
+    assert pickle.dumps(layer) == before
+    names = set(layer.state_dict())
+    assert names == {name for name, _ in layer.named_parameters()}
+
+
+def test_several_tiers_travel() -> None:
+    layer, x = drawn("tiers")
+    layer, x = layer.float(), x.float()
+    expected = layer(x)
+    for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        for a, b in zip(twin(x), expected, strict=True):
+            assert torch.equal(a, b)
+    last = layer(x.to(memory_format=torch.channels_last))
+    for a, b in zip(last, expected, strict=True):
+        assert a.is_contiguous(memory_format=torch.channels_last)
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+    half = copy.deepcopy(layer).to(torch.bfloat16)(x.to(torch.bfloat16))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cast = layer(x)
+    sum(t.float().square().sum() for t in cast).backward()
+    assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in layer.parameters())
+    for low in (half, cast):
+        for a, b in zip(low, expected, strict=True):
+            assert a.dtype == torch.bfloat16
+            torch.testing.assert_close(
+                a.float(), b, rtol=0, atol=0.1 * float(b.detach().abs().max())
+            )
+
+
+def test_autocast_casts_the_weights_once_a_solve() -> None:
+    for form in ("dense", "tiers"):
+        layer, x = drawn(form)
+        layer, x = layer.float(), x.float()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            operator: Any = layer.inclusion(x).operator
+        kernels = [operator.weight] if form == "dense" else [*operator.kernels, *operator.n]
+        assert {k.dtype for k in kernels} == {torch.bfloat16}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("solver", [PeacemanRachford, ForwardBackward])
+def test_several_tiers_compile(solver: Any) -> None:
+    torch._dynamo.reset()
+    layer, x = drawn("tiers", solver=solver(rtol=0.0, atol=0.0, max_steps=3))
+    with torch.no_grad():
+        compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+        for a, b in zip(compiled(x), layer(x), strict=True):
+            torch.testing.assert_close(a, b)
+
+
+def test_negative_scales_keep_the_layer_monotone() -> None:
+    """monotone_op_net's g multiplies AᵀA: below zero it is lost there, and NaN under a root."""
+    layer, x = drawn("tiers")
+    weights: Any = layer.W
+    with torch.no_grad():
+        weights.g.fill_(-2.0)
+        weights.g_down.fill_(-1.5)
+    w = matrix_w(layer, x)
+    assert modulus(w) >= layer.m - 1e-12
+    assert layer.solve(x).converged.all()
+
+
+def test_observed_by_name() -> None:
+    layer, x = drawn("dense")
+    with eq.nn.observe(layer) as seen:
+        layer(x)
+    assert len(seen.solutions[""]) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "count"),
+    [
+        # monotone_op_net's CIFAR-10 models without their linear heads: U, A, B, the down-sampling
+        # and a scale each. With heads on 8 × 8 means of 4 × 4 pixels and on 10 × 10 pixels (8 × 8
+        # and the border of zeros): 172,218 and 170,194.
+        ({"channels": 81}, 3 * 81 * 9 + 81 + 2 * 81 * 81 * 9 + 2),
+        (
+            {"channels": (16, 32, 60)},
+            3 * 16 * 9 + 16 + 2 * 9 * (16**2 + 32**2 + 60**2) + 9 * (16 * 32 + 32 * 60) + 8,
+        ),
+    ],
+)
+def test_parameter_counts_of_the_published_models(options: dict[str, Any], count: int) -> None:
+    layer = MonotoneDEQ(in_channels=3, kernel_size=3, **options)
+    assert sum(p.numel() for p in layer.parameters()) == count
+    heads = {81: 81 * 8 * 8 * 10 + 10, 16: 60 * 10 * 10 * 10 + 10}
+    published = {81: 172_218, 16: 170_194}
+    assert count + heads[layer.channels[0]] == published[layer.channels[0]]
+
+
+# ---------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_an_even_kernel_is_refused(size: int) -> None:
+    with pytest.raises(ValueError, match=rf"kernel_size={size}\): A and B need an odd"):
+        MonotoneDEQ(3, kernel_size=size)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"channels": 0}, r"channels=0\): expected an integer"),
+        ({"channels": ()}, "at least one tier"),
+        ({"channels": (4, 8)}, "several tiers are convolutional; give kernel_size"),
+        ({"channels": (4, -1), "kernel_size": 3}, r"channels=-1\)"),
+        ({"channels": 4, "kernel_size": 0}, r"kernel_size=0\): expected an integer"),
+        ({"channels": 4, "in_channels": 1.5}, r"in_channels=1.5\)"),
+        ({"channels": 4, "padding": "reflect"}, r"padding='reflect'\): expected 'zeros'"),
+        ({"channels": 4, "m": -0.1}, r"m=-0.1\) is out of range"),
+    ],
+)
+def test_bad_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        MonotoneDEQ(**options)
+
+
+def test_maps_that_do_not_halve() -> None:
+    layer = MonotoneDEQ((2, 2, 2), in_channels=1, kernel_size=3)
+    with pytest.raises(ValueError, match="multiples of 4, got x of 8 × 6 pixels"):
+        layer(torch.zeros(1, 1, 8, 6))
+
+
+def test_maps_too_small_to_wrap() -> None:
+    layer = MonotoneDEQ((2, 2), in_channels=1, kernel_size=5, padding="circular")
+    with pytest.raises(ValueError, match=r"at least 4 pixels in its last tier, got 3"):
+        layer(torch.zeros(1, 1, 6, 8))
+
+
+def test_a_start_of_another_shape() -> None:
+    layer, x = drawn("tiers")
+    z = layer(x)
+    for wrong in (z[0], z[:2], (z[0], z[2], z[1]), "zero"):
+        with pytest.raises(ValueError, match="z0 must be shaped as the state"):
+            layer.solve(x, wrong)
+
+
+def test_a_step_outside_the_bound() -> None:
+    layer, x = drawn("conv", solver=ForwardBackward(alpha=50.0))
+    with pytest.raises(ValueError, match=r"alpha=50\) is outside \(0, 2m/L²\)"):
+        layer(x)

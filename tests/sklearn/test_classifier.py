@@ -1,0 +1,327 @@
+"""The classifier: against a numpy forward pass, other classifiers, and its own promises."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sklearn.base import clone
+from sklearn.datasets import load_digits, load_iris, load_wine
+from sklearn.exceptions import NotFittedError
+from sklearn.model_selection import (
+    GridSearchCV,
+    StratifiedKFold,
+    cross_val_score,
+    train_test_split,
+)
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+from sklearn.utils import check_random_state
+from torch import nn
+
+import equilibria as eq
+from equilibria.sklearn import EquilibriumClassifier
+
+QUICK: dict[str, Any] = {"hidden": 10, "max_iter": 12, "lr": 0.03, "random_state": 0}
+
+
+@pytest.fixture(scope="module")
+def iris() -> tuple[np.ndarray, np.ndarray]:
+    return load_iris(return_X_y=True)
+
+
+@pytest.fixture(scope="module")
+def quick(iris: tuple[np.ndarray, np.ndarray]) -> EquilibriumClassifier:
+    return EquilibriumClassifier(**QUICK).fit(*iris)
+
+
+def test_probabilities_by_hand(
+    quick: EquilibriumClassifier, iris: tuple[np.ndarray, np.ndarray]
+) -> None:
+    """z ← relu(Wᵀr exp(−γ‖r‖²)), r = Ux̂ + b − Wz, γ = 0.2/‖Ux̂ + b‖²; softmax(Vz + a)."""
+    x = iris[0]
+    layer, head = quick.module_.layer, quick.module_.head
+    w, u, b = (t.detach().numpy() for t in (layer.W.weight, layer.U.weight, layer.U.bias))
+    c = ((x - x.mean(0)) / x.std(0)) @ u.T + b
+    gamma = 0.2 / (c**2).sum(1, keepdims=True)
+    z = np.zeros((len(x), 10))
+    for _ in range(2000):
+        r = c - z @ w.T
+        z = np.maximum(np.exp(-gamma * (r**2).sum(1, keepdims=True)) * (r @ w), 0.0)
+    logits = z @ head.weight.detach().numpy().T + head.bias.detach().numpy()
+    expected = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+    np.testing.assert_allclose(quick.predict_proba(x), expected, atol=1e-6)
+    np.testing.assert_allclose(quick.predict_log_proba(x), np.log(expected), atol=1e-5)
+    np.testing.assert_array_equal(quick.predict(x), expected.argmax(1))
+
+
+def test_good_out_of_the_box(iris: tuple[np.ndarray, np.ndarray]) -> None:
+    model = EquilibriumClassifier(random_state=0)
+    assert cross_val_score(model, *iris, cv=3).mean() >= 0.93
+    assert cross_val_score(model, *load_wine(return_X_y=True), cv=3).mean() >= 0.95
+
+
+def test_digits_out_of_the_box() -> None:
+    x, y = load_digits(return_X_y=True)
+    train, test, y_train, y_test = train_test_split(x, y, test_size=0.2, random_state=0, stratify=y)
+    model = EquilibriumClassifier(random_state=0).fit(train, y_train)
+    assert model.score(test, y_test) >= 0.96
+    assert model.n_iter_ == len(model.loss_curve_) <= 60
+    assert model.loss_ == model.loss_curve_[-1] < 0.05
+
+
+@pytest.mark.slow
+def test_digits_in_five_folds() -> None:
+    x, y = load_digits(return_X_y=True)
+    folds = StratifiedKFold(5, shuffle=True, random_state=0)
+    scores = cross_val_score(EquilibriumClassifier(random_state=0), x, y, cv=folds)
+    assert scores.mean() >= 0.965
+
+
+@pytest.mark.parametrize("layer", ["opteq", "deep_opteq", "explicit"])
+def test_other_layers(layer: str, iris: tuple[np.ndarray, np.ndarray]) -> None:
+    model = EquilibriumClassifier(layer=layer, max_iter=30, random_state=0).fit(*iris)
+    assert model.score(*iris) >= 0.93
+
+
+def test_the_seed_decides(iris: tuple[np.ndarray, np.ndarray]) -> None:
+    x, y = iris
+    torch_state, numpy_state = torch.get_rng_state(), np.random.get_state()[1].copy()  # noqa: NPY002
+    options = {**QUICK, "batch_size": 40}
+    one = EquilibriumClassifier(**options).fit(x, y).predict_proba(x)
+    torch.manual_seed(99)
+    torch.set_rng_state(torch_state)
+    two = EquilibriumClassifier(**options).fit(x, y).predict_proba(x)
+    np.testing.assert_array_equal(one, two)
+    assert torch.equal(torch.get_rng_state(), torch_state)
+    np.testing.assert_array_equal(np.random.get_state()[1], numpy_state)  # noqa: NPY002
+    other = EquilibriumClassifier(**{**options, "random_state": 1}).fit(x, y).predict_proba(x)
+    assert np.abs(other - one).max() > 1e-3
+
+
+def test_labels_of_any_kind(iris: tuple[np.ndarray, np.ndarray]) -> None:
+    x, y = iris
+    names = np.array(["setosa", "versicolor", "virginica"])[y]
+    model = EquilibriumClassifier(**QUICK).fit(x, names)
+    assert model.classes_.tolist() == ["setosa", "versicolor", "virginica"]
+    assert set(model.predict(x)) <= set(names)
+    assert model.score(x, names) > 0.8
+
+
+class TestWeights:
+    def test_classes_are_samples(self, iris: tuple[np.ndarray, np.ndarray]) -> None:
+        x, y = iris
+        by_class = EquilibriumClassifier(class_weight={0: 1.0, 1: 5.0, 2: 0.5}, **QUICK).fit(x, y)
+        weight = np.array([1.0, 5.0, 0.5])[y]
+        by_sample = EquilibriumClassifier(**QUICK).fit(x, y, sample_weight=weight)
+        np.testing.assert_allclose(by_class.predict_proba(x), by_sample.predict_proba(x))
+
+    def test_balanced(self, iris: tuple[np.ndarray, np.ndarray]) -> None:
+        x, y = iris[0][:110], iris[1][:110]
+        balanced = EquilibriumClassifier(class_weight="balanced", **QUICK).fit(x, y)
+        weight = (110 / (3 * np.bincount(y)))[y]
+        by_sample = EquilibriumClassifier(**QUICK).fit(x, y, sample_weight=7.0 * weight)
+        np.testing.assert_allclose(balanced.predict_proba(x), by_sample.predict_proba(x), rtol=1e-5)
+        plain = EquilibriumClassifier(**QUICK).fit(x, y)
+        assert np.abs(plain.predict_proba(x) - balanced.predict_proba(x)).max() > 1e-2
+
+    def test_rows_of_weight_zero_are_not_there(self, iris: tuple[np.ndarray, np.ndarray]) -> None:
+        x, y = iris
+        weight = np.arange(150) % 3 > 0
+        wild = np.where(weight[:, None], x, 1e6)
+        ours = EquilibriumClassifier(**QUICK).fit(wild, y, sample_weight=weight.astype(float))
+        theirs = EquilibriumClassifier(**QUICK).fit(x[weight], y[weight])
+        np.testing.assert_allclose(ours.predict_proba(x), theirs.predict_proba(x))
+
+
+class TestEarlyStopping:
+    def test_keeps_the_best_weights(self, iris: tuple[np.ndarray, np.ndarray]) -> None:
+        x, y = iris
+        model = EquilibriumClassifier(
+            early_stopping=True, validation_fraction=0.2, n_iter_no_change=5, random_state=0
+        ).fit(x, y)
+        assert model.n_iter_ == len(model.validation_scores_) < 60
+        _, held = model._split(y, check_random_state(0))
+        assert len(held) == 30
+        assert np.bincount(y[held]).tolist() == [10, 10, 10]
+        assert model.score(x[held], y[held]) == pytest.approx(max(model.validation_scores_))
+
+    def test_labels_too_rare_to_split_evenly(self) -> None:
+        x = np.random.default_rng(0).standard_normal((12, 2))
+        y = np.array([0] * 6 + [1] * 5 + [2])
+        model = EquilibriumClassifier(early_stopping=True, **QUICK).fit(x, y)
+        assert model.classes_.tolist() == [0, 1, 2]
+
+
+class TestPartialFit:
+    def test_learns_from_a_stream(self, iris: tuple[np.ndarray, np.ndarray]) -> None:
+        x, y = iris
+        order = np.random.default_rng(0).permutation(150)
+        model = EquilibriumClassifier(hidden=16, lr=0.02, random_state=0)
+        for _ in range(15):
+            for part in np.array_split(order, 3):
+                model.partial_fit(x[part], y[part], classes=[0, 1, 2])
+        assert model.n_iter_ == 45
+        assert model.score(x, y) > 0.9
+
+    def test_goes_on_from_a_pickle_as_if_nothing_had_been(
+        self, iris: tuple[np.ndarray, np.ndarray]
+    ) -> None:
+        x, y = iris
+        options = {**QUICK, "batch_size": 40}
+        through = EquilibriumClassifier(**options)
+        stopped = EquilibriumClassifier(**options)
+        for number in range(4):
+            through.partial_fit(x, y, classes=[0, 1, 2])
+            if number == 2:
+                stopped = pickle.loads(pickle.dumps(stopped))
+            stopped.partial_fit(x, y, classes=[0, 1, 2])
+        np.testing.assert_array_equal(through.predict_proba(x), stopped.predict_proba(x))
+
+    def test_after_fit(self, iris: tuple[np.ndarray, np.ndarray]) -> None:
+        model = EquilibriumClassifier(**QUICK).fit(*iris)
+        model.partial_fit(*iris)
+        assert model.n_iter_ == 13
+
+    def test_errors(self, iris: tuple[np.ndarray, np.ndarray]) -> None:
+        x, y = iris
+        with pytest.raises(ValueError, match="classes must be passed"):
+            EquilibriumClassifier(**QUICK).partial_fit(x, y)
+        with pytest.raises(ValueError, match=r"labels \[2\].*not in classes=\[0, 1\]"):
+            EquilibriumClassifier(**QUICK).partial_fit(x, y, classes=[0, 1])
+        with pytest.raises(ValueError, match="class_weight as a dict"):
+            EquilibriumClassifier(class_weight="balanced", **QUICK).partial_fit(x, y, [0, 1, 2])
+
+
+class TestHousekeeping:
+    def test_pickle_copy_clone(
+        self, quick: EquilibriumClassifier, iris: tuple[np.ndarray, np.ndarray]
+    ) -> None:
+        x = iris[0]
+        expected = quick.predict_proba(x)
+        for other in (pickle.loads(pickle.dumps(quick)), copy.deepcopy(quick)):
+            np.testing.assert_array_equal(other.predict_proba(x), expected)
+        with pytest.raises(NotFittedError):
+            clone(quick).predict(x)
+
+    def test_pipeline_and_grid(self, iris: tuple[np.ndarray, np.ndarray]) -> None:
+        pipeline = make_pipeline(StandardScaler(), EquilibriumClassifier(**QUICK))
+        grid = GridSearchCV(
+            pipeline,
+            {"equilibriumclassifier__layer": ["geq", "explicit"]},
+            cv=2,
+        ).fit(*iris)
+        assert grid.best_score_ > 0.8
+
+    def test_verbose(
+        self, iris: tuple[np.ndarray, np.ndarray], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        EquilibriumClassifier(**{**QUICK, "max_iter": 2}, verbose=True).fit(*iris)
+        assert capsys.readouterr().out.count("loss") == 2
+
+    def test_stops_when_nothing_improves(self, iris: tuple[np.ndarray, np.ndarray]) -> None:
+        model = EquilibriumClassifier(**QUICK, tol=1e3, n_iter_no_change=3).fit(*iris)
+        assert model.n_iter_ == 4
+
+    def test_constant_schedule_is_another_training(
+        self, quick: EquilibriumClassifier, iris: tuple[np.ndarray, np.ndarray]
+    ) -> None:
+        other = EquilibriumClassifier(**QUICK, schedule="constant").fit(*iris)
+        assert other.loss_curve_[-1] < quick.loss_curve_[-1]
+
+    def test_float32(self, iris: tuple[np.ndarray, np.ndarray]) -> None:
+        model = EquilibriumClassifier(**QUICK, dtype="float32").fit(*iris)
+        assert next(model.module_.parameters()).dtype == torch.float32
+        assert model.score(*iris) > 0.8
+
+    def test_one_class(self) -> None:
+        x = np.random.default_rng(0).standard_normal((5, 2))
+        model = EquilibriumClassifier(**QUICK).fit(x, np.full(5, 7))
+        np.testing.assert_array_equal(model.predict(x), 7)
+        np.testing.assert_array_equal(model.predict_proba(x), 1.0)
+
+    def test_a_layer_of_ones_own(self, iris: tuple[np.ndarray, np.ndarray]) -> None:
+        def layer(features: int, hidden: int) -> nn.Module:
+            return eq.nn.GEQ(hidden, 2 * hidden, in_channels=features, adjoint=eq.Implicit())
+
+        model = EquilibriumClassifier(**QUICK, layer=layer).fit(*iris)
+        assert model.module_.layer.mid == 20
+        assert model.score(*iris) > 0.8
+
+
+class TestCertify:
+    def test_of_the_defaults(
+        self, quick: EquilibriumClassifier, iris: tuple[np.ndarray, np.ndarray]
+    ) -> None:
+        certificate = quick.certify(iris[0][:20])
+        assert certificate.unique
+        assert len(certificate.kinds) == 20
+        assert certificate.kind == "contraction"
+        assert float(certificate.error_bound.max()) < 1e-5
+        assert certificate.contraction <= 0.96**2
+
+    def test_deep(self, iris: tuple[np.ndarray, np.ndarray]) -> None:
+        model = EquilibriumClassifier(layer="deep_opteq", **QUICK).fit(*iris)
+        assert model.certify(iris[0][:5]).unique
+
+    def test_explicit_has_none(self, iris: tuple[np.ndarray, np.ndarray]) -> None:
+        model = EquilibriumClassifier(layer="explicit", **QUICK).fit(*iris)
+        with pytest.raises(TypeError, match="no equilibrium to certify"):
+            model.certify(iris[0])
+        with pytest.raises(NotFittedError):
+            EquilibriumClassifier().certify(iris[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"hidden": 0}, "hidden=0.*at least 1"),
+        ({"hidden": 2.5}, "hidden=2.5"),
+        ({"max_iter": True}, "max_iter=True"),
+        ({"layer": "mlp"}, "'geq', 'opteq'"),
+        ({"bound": 0.0}, r"bound=0.0.*\(0, inf\)"),
+        ({"bound": 1.0, "layer": "opteq"}, r"bound=1.0.*\(0, 1\)"),
+        ({"lr": -1.0}, "lr=-1.0"),
+        ({"lr": "fast"}, "lr='fast'"),
+        ({"weight_decay": -0.1}, r"\[0, inf\)"),
+        ({"validation_fraction": 1.0}, "validation_fraction=1.0"),
+        ({"schedule": "step"}, "'cosine' or 'constant'"),
+        ({"dtype": "float16"}, "'float64' or 'float32'"),
+        ({"device": "toaster"}, "device='toaster'"),
+    ],
+)
+def test_bad_options(
+    options: dict[str, Any], message: str, iris: tuple[np.ndarray, np.ndarray]
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        EquilibriumClassifier(**options).fit(*iris)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there(iris: tuple[np.ndarray, np.ndarray]) -> None:
+    with pytest.raises(ValueError, match="sees no GPU"):
+        EquilibriumClassifier(device="cuda").fit(*iris)
+    assert EquilibriumClassifier(device="auto", **QUICK).fit(*iris).device_.type == "cpu"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu(iris: tuple[np.ndarray, np.ndarray]) -> None:
+    model = EquilibriumClassifier(device="cuda", **QUICK).fit(*iris)
+    assert model.module_.head.weight.is_cuda
+    cpu = EquilibriumClassifier(**QUICK).fit(*iris)
+    np.testing.assert_allclose(model.predict_proba(iris[0]), cpu.predict_proba(iris[0]), atol=1e-2)
+    again = pickle.loads(pickle.dumps(model))
+    np.testing.assert_allclose(again.predict_proba(iris[0]), model.predict_proba(iris[0]))
+
+
+def test_weights_that_are_all_zero_or_negative(iris: tuple[np.ndarray, np.ndarray]) -> None:
+    x, y = iris
+    with pytest.raises(ValueError, match="zero"):
+        EquilibriumClassifier().fit(x, y, sample_weight=np.zeros(150))
+    with pytest.raises(ValueError, match="egative"):
+        EquilibriumClassifier().fit(x, y, sample_weight=-np.ones(150))

@@ -1,0 +1,111 @@
+"""The regressor: beside Ridge, on several columns, in a stream."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+from sklearn.datasets import load_diabetes, make_friedman1
+from sklearn.linear_model import RidgeCV
+from sklearn.model_selection import KFold, cross_val_score
+from sklearn.utils import check_random_state
+
+from equilibria.sklearn import EquilibriumRegressor
+
+QUICK: dict[str, Any] = {"hidden": 10, "max_iter": 40, "lr": 0.05, "random_state": 0}
+
+
+def data(rows: int = 120, columns: int = 1) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((rows, 3)) * [1.0, 10.0, 0.1] + 5.0
+    mix = rng.standard_normal((3, columns))
+    y = 1e3 * ((x - 5.0) / [1.0, 10.0, 0.1]) @ mix + 7e3
+    return x, y[:, 0] if columns == 1 else y
+
+
+def test_diabetes_beside_ridge() -> None:
+    x, y = load_diabetes(return_X_y=True)
+    folds = KFold(3, shuffle=True, random_state=0)
+    ours = cross_val_score(EquilibriumRegressor(random_state=0), x, y, cv=folds).mean()
+    ridge = cross_val_score(RidgeCV(np.logspace(-3, 3, 13)), x, y, cv=folds).mean()
+    assert ours > ridge - 0.05
+
+
+def test_what_a_line_cannot_do() -> None:
+    x, y = make_friedman1(300, 6, noise=0.5, random_state=0)
+    folds = KFold(3, shuffle=True, random_state=0)
+    ours = cross_val_score(EquilibriumRegressor(random_state=0), x, y, cv=folds).mean()
+    ridge = cross_val_score(RidgeCV(np.logspace(-3, 3, 13)), x, y, cv=folds).mean()
+    assert ours > ridge + 0.05
+
+
+def test_units_of_the_target_do_not_matter() -> None:
+    x, y = data()
+    one = EquilibriumRegressor(**QUICK).fit(x, y).predict(x)
+    two = EquilibriumRegressor(**QUICK).fit(x, 1e-6 * y - 3.0).predict(x)
+    np.testing.assert_allclose((two + 3.0) * 1e6, one, rtol=1e-5)
+    assert 1 - ((one - y) ** 2).mean() / y.var() > 0.9
+
+
+def test_several_columns() -> None:
+    x, y = data(columns=3)
+    model = EquilibriumRegressor(**QUICK).fit(x, y)
+    assert model.n_outputs_ == 3
+    assert model.predict(x).shape == y.shape
+    assert model.score(x, y) > 0.9
+    column = EquilibriumRegressor(**QUICK).fit(x, y[:, :1])
+    assert column.predict(x).shape == (120, 1)
+
+
+def test_a_constant_target() -> None:
+    x, _ = data()
+    model = EquilibriumRegressor(**QUICK).fit(x, np.full(120, 42.0))
+    np.testing.assert_allclose(model.predict(x), 42.0, atol=0.5)
+
+
+def test_loss_is_half_the_squared_error() -> None:
+    """The last epoch's loss, taken before its last tiny step, beside the final predictions."""
+    x, y = data()
+    model = EquilibriumRegressor(**QUICK).fit(x, y)
+    expected = 0.5 * ((model.predict(x) - y) ** 2).mean() / y.var()
+    assert model.loss_ == pytest.approx(expected, rel=0.05)
+
+
+def test_stream_and_pickle() -> None:
+    x, y = data()
+    through, stopped = EquilibriumRegressor(**QUICK), EquilibriumRegressor(**QUICK)
+    for number in range(20):
+        part = slice(number % 3 * 40, number % 3 * 40 + 40)
+        through.partial_fit(x[part], y[part])
+        if number == 10:
+            stopped = pickle.loads(pickle.dumps(stopped))
+        stopped.partial_fit(x[part], y[part])
+    np.testing.assert_array_equal(through.predict(x), stopped.predict(x))
+    assert through.score(x, y) > 0.6
+    with pytest.raises(ValueError, match="2 columns, and the first call of partial_fit had 1"):
+        through.partial_fit(x, np.stack([y, y], 1))
+    assert through.predict(x).shape == (120,)
+
+
+def test_early_stopping_keeps_the_best() -> None:
+    x, y = load_diabetes(return_X_y=True)
+    model = EquilibriumRegressor(
+        hidden=32, early_stopping=True, n_iter_no_change=4, random_state=0
+    ).fit(x, y)
+    assert model.n_iter_ < 60
+    _, held = model._split(y, check_random_state(0))
+    assert len(held) == 45
+    assert model.score(x[held], y[held]) == pytest.approx(max(model.validation_scores_), abs=1e-3)
+
+
+def test_a_loss_that_is_not_finite() -> None:
+    x, y = data()
+    with pytest.raises(RuntimeError, match=r"loss is .* after epoch .*Lower lr"):
+        EquilibriumRegressor(layer="explicit", lr=1e200, weight_decay=0.0).fit(x, y)
+
+
+def test_certificate() -> None:
+    x, y = data()
+    assert EquilibriumRegressor(**QUICK).fit(x, y).certify(x[:4]).unique

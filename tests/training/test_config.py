@@ -1,0 +1,187 @@
+"""TrainConfig: helpful refusals, a YAML round trip, overrides."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import equilibria as eq
+from equilibria.training import TrainConfig
+
+
+def test_the_defaults_are_the_digits() -> None:
+    config = TrainConfig()
+    assert (config.model, config.data) == ("geq_digits", "digits")
+    assert str(config.folder) == "runs/digits-geq_digits"
+
+
+def test_it_is_frozen_and_takes_keywords_only() -> None:
+    config = TrainConfig()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.lr = 0.3  # type: ignore[misc]
+    with pytest.raises(TypeError, match="keyword options only"):
+        TrainConfig("geq_digits")  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"epohcs": 3}, "Did you mean 'epochs'"),
+        ({"optimizer": "smg"}, "did you mean 'sgd'"),
+        ({"schedule": "cosin"}, "did you mean 'cosine'"),
+        ({"precision": "bf16-mxed"}, "did you mean 'bf16-mixed'"),
+        ({"strategy": "ddp_spawn"}, "expected one of|did you mean"),
+        ({"augment": ["corp"]}, "augment.*Did you mean 'crop'"),
+        ({"augment": "crop"}, "expected a list"),
+        ({"augment": [{"crop": 4}]}, "options are a mapping"),
+        ({"augment": [{"crop": {}, "flip": {}}]}, "a name or"),
+        ({"augment": [{"crop": {"paddding": 2}}]}, "augment.*padding"),
+        ({"lr": 0.0}, r"lr=0.0\) is out of range"),
+        ({"lr": "fast"}, "expected a number"),
+        ({"lr": True}, "got bool"),
+        ({"epochs": 0}, "epochs=0"),
+        ({"epochs": 2.5}, "expected an integer"),
+        ({"batch_size": -1}, "batch_size"),
+        ({"momentum": 1.0}, "momentum"),
+        ({"momentum": 0.0}, "Nesterov"),
+        ({"ema": 1.0}, "ema"),
+        ({"validation": 1.0}, "validation"),
+        ({"validation": 0.0, "early_stop": 3}, "nothing is held out"),
+        ({"validation": 0.0, "select": "best"}, "nothing is held out"),
+        ({"label_smoothing": 1.0}, "label_smoothing"),
+        ({"clip": 0.0}, "clip"),
+        ({"schedule": "step"}, "needs milestones"),
+        ({"milestones": [3]}, "belongs to schedule='step'"),
+        ({"schedule": "step", "milestones": [40]}, "goes beyond"),
+        ({"schedule": "step", "milestones": [9, 3]}, "rising"),
+        ({"devices": 0}, "at least 1"),
+        ({"devices": "two"}, "at least 1"),
+        ({"compile": "yes"}, "True or False"),
+        ({"model": ""}, "non-empty"),
+        ({"model_options": 3}, "mapping"),
+        ({"model_options": {"solver": object()}}, "cannot be stored"),
+        ({"jacobian_weight": 1.0, "compile": True}, "choose one"),
+        ({"strategy": "fsdp", "ema": 0.9}, "not averaged"),
+    ],
+)
+def test_a_wrong_value_is_refused_with_a_remedy(given: dict[str, Any], said: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=said):
+        TrainConfig(**given)
+
+
+def test_numbers_written_as_text_are_numbers() -> None:
+    # PyYAML reads 1e-3, without a dot, as text.
+    assert yaml.safe_load("1e-3") == "1e-3"
+    assert TrainConfig(lr="1e-3").lr == 0.001  # type: ignore[arg-type]
+    assert TrainConfig(lr=1).lr == 1.0
+
+
+def test_short_names_of_precisions() -> None:
+    found = [TrainConfig(precision=p).precision for p in (32, "bf16", "16", 64)]  # type: ignore[arg-type]
+    assert found == ["32-true", "bf16-mixed", "16-mixed", "64-true"]
+
+
+def test_objects_in_model_options_become_plain() -> None:
+    solver = eq.Picard(max_steps=4, rtol=0.0)
+    config = TrainConfig(model_options={"solver": solver, "widths": (8, 16)})
+    stored = config.model_options["solver"]
+    assert stored["kind"] == "Picard"
+    assert stored["max_steps"] == 4
+    assert config.model_options["widths"] == [8, 16]
+    again = TrainConfig(**yaml.safe_load(config.to_yaml()))
+    assert again == config
+
+
+configs = st.fixed_dictionaries(
+    {},
+    optional={
+        "epochs": st.integers(31, 500),
+        "batch_size": st.integers(1, 4096),
+        "lr": st.floats(1e-6, 10.0),
+        "weight_decay": st.floats(0.0, 1.0),
+        "ema": st.none() | st.floats(0.001, 0.9999),
+        "clip": st.none() | st.floats(1e-3, 1e3),
+        "warmup": st.none() | st.floats(0.0, 0.99),
+        "devices": st.integers(1, 8) | st.just("auto") | st.lists(st.integers(0, 7), min_size=1),
+        "augment": st.lists(st.sampled_from(["flip", "cutout", {"crop": {"padding": 2}}])),
+        "model_options": st.dictionaries(
+            st.text("abc", min_size=1), st.integers() | st.booleans() | st.none() | st.text("xyz:")
+        ),
+        "data": st.text("ab/ :#-é", min_size=1),
+        "out": st.none() | st.text("ab/ :#-é", min_size=1),
+        "seed": st.integers(0, 2**32 - 1),
+    },
+)
+
+
+@given(configs)
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_yaml_brings_everything_back(options: dict[str, Any]) -> None:
+    config = TrainConfig(**options)
+    assert TrainConfig(**yaml.safe_load(config.to_yaml())) == config
+
+
+def test_a_step_schedule_comes_back_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    config = TrainConfig(schedule="step", milestones=(3, 7), epochs=9, out=str(tmp_path))
+    text = config.to_yaml(path)
+    assert path.read_text("utf-8") == text
+    assert TrainConfig.from_yaml(path) == config
+
+
+def test_a_file_may_hold_a_part(tmp_path: Path) -> None:
+    path = tmp_path / "part.yaml"
+    path.write_text("epochs: 3\nlr: 1e-2\naugment: [flip, {crop: {padding: 2}}]\n", "utf-8")
+    config = TrainConfig.from_yaml(path)
+    assert (config.epochs, config.lr) == (3, 0.01)
+    assert config.augment == ("flip", {"crop": {"padding": 2}})
+    path.write_text("", "utf-8")
+    assert TrainConfig.from_yaml(path) == TrainConfig()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("epohcs: 3\n", "part.yaml.*Did you mean 'epochs'"),
+        ("- 1\n- 2\n", "name: value"),
+        ("lr: [1\n", "not valid YAML"),
+        ("!!python/object/apply:os.system ['true']\n", "not valid YAML"),
+        ("1: 2\n", "name: value"),
+    ],
+)
+def test_a_bad_file_is_named(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "part.yaml"
+    path.write_text(text, "utf-8")
+    with pytest.raises((TypeError, ValueError), match=said):
+        TrainConfig.from_yaml(path)
+
+
+def test_a_missing_or_binary_file(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="no configuration file"):
+        TrainConfig.from_yaml(tmp_path / "none.yaml")
+    (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe\x00\x01")
+    with pytest.raises(ValueError, match="UTF-8"):
+        TrainConfig.from_yaml(tmp_path / "bytes.yaml")
+
+
+def test_overrides_are_checked_again() -> None:
+    config = TrainConfig(epochs=5)
+    other = config.with_overrides({"lr": 0.2}, seed=3)
+    assert (other.epochs, other.lr, other.seed) == (5, 0.2, 3)
+    assert config.lr != 0.2
+    assert config.differences(other) == {"lr": (config.lr, 0.2), "seed": (0, 3)}
+    with pytest.raises(TypeError, match="Did you mean 'seed'"):
+        config.with_overrides(sed=1)
+
+
+def test_resolved_writes_defaults_out() -> None:
+    config = TrainConfig(schedule="cosine").resolved()
+    assert config.warmup == 0.05
+    assert config.out == "runs/digits-geq_digits"
+    assert config.resolved() == config

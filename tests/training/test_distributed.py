@@ -1,0 +1,126 @@
+"""Two processes on the CPU take the steps that one takes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from equilibria.training import read_checkpoint
+
+from .small import config, run
+
+ROOT = Path(__file__).parent.parent.parent
+
+SCRIPT = """
+import json, os, sys
+sys.path.insert(0, {root!r})
+from pathlib import Path
+import torch
+from tests.training.small import config, run
+
+torch.set_num_threads(1)
+options = json.loads(sys.argv[2])
+resume = options.pop("resume", None)
+place = config(Path(sys.argv[1]), devices=2, strategy="ddp", **options)
+result = run(place, resume=resume)
+rank = int(os.environ.get("LOCAL_RANK", "0"))
+torch.save(
+    {{"state": result.model.state_dict(), "history": result.history}},
+    Path(sys.argv[1]) / f"rank{{rank}}.pt",
+)
+"""
+
+
+def two(tmp_path: Path, out: Path, **options: Any) -> list[dict[str, Any]]:
+    """What the two processes of a run ended with."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(root=str(ROOT)))
+    clean = {k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "RANK", "WORLD_SIZE")}
+    done = subprocess.run(
+        [sys.executable, str(script), str(out), json.dumps(options)],
+        env={**clean, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return [torch.load(out / f"rank{k}.pt") for k in range(2)]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
+def test_two_processes_end_alike_and_close_to_one(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"epochs": 3, "ema": 0.9, "log_every": 2, "lr": 0.02}
+    first, second = two(tmp_path, tmp_path / "two", **options)
+    for name, value in first["state"].items():
+        assert torch.equal(value, second["state"][name]), name
+    for a, b in zip(first["history"], second["history"], strict=True):
+        assert {k: a[k] for k in a if k.startswith("val_")} == {
+            k: b[k] for k in b if k.startswith("val_")
+        }
+    one = run(config(tmp_path / "one", **options))
+    # The same images in every step; batch norm sees half of them at a time.
+    for a, b in zip(first["history"], one.history, strict=True):
+        assert a["step"] == b["step"]
+        assert a["train_loss"] == pytest.approx(b["train_loss"], rel=0.1)
+        assert a["val_accuracy"] == pytest.approx(b["val_accuracy"], abs=0.15)
+    result = json.loads((tmp_path / "two" / "result.json").read_text("utf-8"))
+    assert result["processes"] == 2
+    # The checkpoint is one that a single process can read.
+    standing = read_checkpoint(tmp_path / "two" / "last.ckpt")["equilibria"]["standing"]
+    assert standing == {"epoch": 3, "batch": 0, "step": 18}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name == "nt", reason="signals of POSIX")
+def test_ctrl_c_stops_both_processes_at_one_step(tmp_path: Path) -> None:
+    out = tmp_path / "two"
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(root=str(ROOT)))
+    process = subprocess.Popen(
+        [sys.executable, str(script), str(out), json.dumps({"epochs": 500, "log_every": 3})],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,  # a group of its own, as a terminal makes it
+    )
+    began = time.monotonic()
+    while not (out / "last.ckpt").exists() and time.monotonic() - began < 200:
+        time.sleep(0.2)
+    os.killpg(process.pid, signal.SIGINT)
+    text, _ = process.communicate(timeout=200)
+    assert process.returncode != 0
+    assert "Go on with" in text
+    saved = read_checkpoint(out / "last.ckpt")["equilibria"]
+    assert saved["exact"]
+    assert saved["standing"]["step"] >= 6
+
+
+def test_a_batch_that_cannot_be_shared(tmp_path: Path) -> None:
+    from equilibria.training.standing import Standing
+    from equilibria.training.streams import ImageStreams
+
+    from .small import digits
+
+    train, valid = digits()
+    with pytest.raises(ValueError, match="multiple of 3"):
+        ImageStreams(
+            train,
+            valid,
+            config(tmp_path),
+            Standing(),
+            device=torch.device("cpu"),
+            rank=0,
+            world=3,
+        )

@@ -1,0 +1,105 @@
+"""On a GPU: no step waits for the device, NaN is found all the same, mixed precision trains."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+import equilibria as eq
+from equilibria.training import NonFiniteLoss, TrainConfig, fit
+
+from .small import digits
+from .test_nonfinite import Poisoned, poison
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+class NoWaiting(pl.Callback):
+    """From the third to the tenth step every wait for the device is an error."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        self.steps += 1
+        if self.steps == 2:
+            torch.cuda.set_sync_debug_mode("error")
+        elif self.steps == 10:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_a_step_never_waits_for_the_device(tmp_path: Path, optimizer: str, precision: str) -> None:
+    model = eq.models.create(
+        "geq_digits",
+        widths=(16,),
+        depth=1,
+        hidden=16,
+        solver=eq.Picard(rtol=0.0, atol=0.0, max_steps=4, damping=0.8),
+        adjoint=eq.Phantom(steps=3, damping=0.8),
+    )
+    settings = TrainConfig(
+        epochs=2,
+        batch_size=16,
+        lr=0.01,
+        optimizer=optimizer,
+        precision=precision,
+        ema=0.9,
+        clip=1.0,
+        channels_last=True,
+        augment=["flip", {"crop": {"padding": 1}}],
+        log_every=1000,
+        accelerator="gpu",
+        out=str(tmp_path),
+    )
+    watch = NoWaiting()
+    try:
+        result = fit(settings, data=digits(), model=model, progress=False, callbacks=[watch])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert watch.steps > 10
+    assert math.isfinite(result.metrics["train_loss"])
+    assert next(result.model.parameters()).device.type == "cpu"
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_nan_is_found_later_and_kept_from_the_weights(tmp_path: Path, optimizer: str) -> None:
+    target = poison(77).cuda()
+    model = Poisoned(target, after=6)
+    settings = TrainConfig(
+        epochs=3,
+        batch_size=32,
+        lr=0.01,
+        optimizer=optimizer,
+        log_every=4,
+        accelerator="gpu",
+        out=str(tmp_path),
+    )
+    with pytest.raises(NonFiniteLoss) as caught:
+        fit(settings, data=digits(), model=model, progress=False)
+    report = caught.value.report
+    assert [report["indices"][k] for k in report["bad_samples"]] == [77]
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
+def test_float16_scales_its_loss(tmp_path: Path) -> None:
+    settings = TrainConfig(
+        model_options={"widths": [16], "depth": 1, "hidden": 16},
+        epochs=2,
+        lr=0.02,
+        clip=1.0,
+        precision="16-mixed",
+        accelerator="gpu",
+        out=str(tmp_path),
+    )
+    result = fit(settings, data=digits(), progress=False)
+    assert math.isfinite(result.metrics["train_loss"])

@@ -1,0 +1,206 @@
+"""The LightningModule: its losses and metrics against plain numpy."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import equilibria as eq
+from equilibria.training import EquilibriumModule, TrainConfig, fit
+
+from .small import Pixels, Tiny, config, digits, masks, run
+
+
+def module(model: nn.Module, classes: int = 10, **more: Any) -> EquilibriumModule:
+    options = {k: more.pop(k) for k in ("label_smoothing", "jacobian_weight") if k in more}
+    return EquilibriumModule(model, TrainConfig(**options), num_classes=classes, **more)
+
+
+def log_softmax(logits: Tensor) -> Any:
+    x = logits.detach().double().numpy()
+    x = x - x.max(1, keepdims=True)
+    return x - np.log(np.exp(x).sum(1, keepdims=True))
+
+
+def test_label_smoothing_is_its_formula() -> None:
+    torch.manual_seed(0)
+    logits, y = torch.randn(6, 10), torch.randint(0, 10, (6,))
+    q = np.full((6, 10), 0.1 / 10)
+    q[np.arange(6), y.numpy()] += 0.9
+    expected = -(q * log_softmax(logits)).sum(1).mean()
+    assert float(module(nn.Flatten()).loss(logits, y, 0.1)) == pytest.approx(expected, rel=1e-6)
+
+
+def test_half_precision_logits_are_summed_in_float32() -> None:
+    torch.manual_seed(0)
+    logits, y = torch.randn(64, 10).bfloat16(), torch.randint(0, 10, (64,))
+    expected = -log_softmax(logits.float())[np.arange(64), y.numpy()].mean()
+    assert float(module(nn.Flatten()).loss(logits, y, 0.0)) == pytest.approx(expected, rel=1e-6)
+
+
+def test_ignored_pixels_do_not_count() -> None:
+    torch.manual_seed(0)
+    logits, y = torch.randn(2, 3, 4, 4), torch.randint(0, 3, (2, 4, 4))
+    y[0, :2] = 255
+    ours = module(nn.Flatten(), 3, task="segmentation", ignore_index=255)
+    rows = np.moveaxis(log_softmax(logits), 1, -1)
+    keep = (y != 255).numpy()
+    picked = -np.take_along_axis(rows, np.where(keep, y.numpy(), 0)[..., None], -1)[..., 0]
+    assert float(ours.loss(logits, y, 0.0)) == pytest.approx(picked[keep].mean(), rel=1e-6)
+    each = [picked[k][keep[k]].mean() for k in range(2)]
+    assert ours.losses(logits, y).tolist() == pytest.approx(each, rel=1e-6)
+    nothing = torch.full_like(y, 255)
+    assert float(ours.loss(logits, nothing, 0.1)) == 0.0
+
+
+def test_a_step_adds_loss_and_right_answers_to_the_tally() -> None:
+    torch.manual_seed(0)
+    model = Tiny()
+    ours = module(model)
+    train, _ = digits()
+    x, y = next(iter(eq.data.Batches(train, 32)))
+    loss = ours.training_step((x, y), 0)
+    ours.tally.read()
+    with torch.no_grad():
+        right = int((model(x).argmax(1) == y).sum())
+    assert ours.tally.total["count"] == 32
+    assert ours.tally.total["right"] == right
+    assert ours.tally.means()["loss"] == pytest.approx(loss.item())
+    assert ours.tally.solver_means()["solver_steps"] == 3.0
+
+
+def test_only_every_log_step_is_watched() -> None:
+    model = Tiny()
+    ours = module(model)
+    train, _ = digits()
+    batch = next(iter(eq.data.Batches(train, 8)))
+    for step in range(ours.config.log_every + 1):
+        assert ours.step == step
+        ours.training_step(batch, step)
+        ours.on_train_batch_end()
+    ours.tally.read()
+    assert ours.tally.solver_counts["solver_steps"] == 2
+
+
+def test_mixed_labels_are_trained_on(tmp_path: Path) -> None:
+    result = run(config(tmp_path, epochs=2, augment=["mixup", {"cutmix": {"alpha": 0.5}}]))
+    assert math.isfinite(result.metrics["train_loss"])
+    assert 0.0 < result.metrics["train_accuracy"] <= 1.0
+
+
+def test_the_jacobian_penalty_shrinks_the_jacobian(tmp_path: Path) -> None:
+    def size(model: nn.Module) -> float:
+        assert isinstance(model, Tiny)
+        x, _ = next(iter(eq.data.Batches(digits()[1], 64)))
+        h = model.norm(x.flatten(1)).detach()
+        problem = model.geq.problem(h)
+        torch.manual_seed(0)
+        values = eq.jacobian_penalty(problem.step, model.geq(h), samples=20)
+        return values.mean().item()
+
+    free = run(config(tmp_path / "a"))
+    bound = run(config(tmp_path / "b", jacobian_weight=5.0))
+    assert size(bound.model) < 0.5 * size(free.model)
+
+
+def test_segmentation_reports_the_mean_intersection_over_union(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    data = masks()
+    settings = config(tmp_path, epochs=2, batch_size=16, lr=0.05)
+    train, valid = data.subset(range(48)), data.subset(range(48, 64))
+    result = fit(settings, data=(train, valid), model=Pixels(3), progress=False)
+    x, y = next(iter(eq.data.Batches(valid, 16)))
+    with torch.no_grad():
+        guess = result.model(x).argmax(1)
+    keep = y != 255
+    ious = []
+    for c in range(3):
+        both = int(((guess == c) & (y == c) & keep).sum())
+        either = int((((guess == c) | (y == c)) & keep).sum())
+        if either:
+            ious.append(both / either)
+    assert result.metrics["val_miou"] == pytest.approx(sum(ious) / len(ious), rel=1e-5)
+    accuracy = float((guess == y)[keep].float().mean())
+    assert result.metrics["val_accuracy"] == pytest.approx(accuracy, rel=1e-5)
+    logits = result.model(x).detach()
+    rows = np.moveaxis(log_softmax(logits), 1, -1)
+    picked = -np.take_along_axis(rows, np.where(keep, y.numpy(), 0)[..., None], -1)[..., 0]
+    assert result.metrics["val_loss"] == pytest.approx(picked[keep.numpy()].mean(), rel=1e-5)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "64-true"])
+def test_precisions(tmp_path: Path, precision: str) -> None:
+    result = run(config(tmp_path, epochs=2, precision=precision))
+    assert math.isfinite(result.metrics["train_loss"])
+    wanted = torch.float64 if precision == "64-true" else torch.float32
+    assert {p.dtype for p in result.model.parameters()} == {wanted}
+
+
+def test_clipping_bounds_the_step(tmp_path: Path) -> None:
+    """Plain SGD of rate 1 moves the weights by the clipped norm and no further."""
+    torch.manual_seed(0)
+    model = Tiny()
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    settings = config(
+        tmp_path,
+        epochs=1,
+        batch_size=192,
+        lr=1.0,
+        momentum=0.0,
+        nesterov=False,
+        weight_decay=0.0,
+        schedule="constant",
+        clip=0.01,
+    )
+    result = fit(settings, data=digits(), model=model, progress=False)
+    moved = [(p.detach() - before[n]).flatten() for n, p in result.model.named_parameters()]
+    assert float(torch.cat(moved).norm()) == pytest.approx(0.01, rel=1e-3)
+
+
+@pytest.mark.slow
+def test_the_compiled_model_trains_and_its_solver_is_seen(tmp_path: Path) -> None:
+    plain = run(config(tmp_path / "a", epochs=2))
+    compiled = run(config(tmp_path / "b", epochs=2, compile=True))
+    assert compiled.metrics["train_loss"] == pytest.approx(plain.metrics["train_loss"], rel=1e-3)
+    assert compiled.metrics["solver_steps"] == 3.0
+    assert compiled.model.state_dict().keys() == plain.model.state_dict().keys()
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec")  # Lightning's own use of torch
+def test_lightning_alone_can_train_it() -> None:
+    """The last block of docs/training.md."""
+    page = Path(__file__).parent.parent.parent / "docs" / "training.md"
+    code = page.read_text("utf-8").split("```python\n")[-1].split("```")[0]
+    small = TrainConfig(model_options={"widths": [8], "depth": 1, "hidden": 8})
+    scope: dict[str, Any] = {"training": eq.training, "models": eq.models, "config": small}
+    exec(compile(code, "training.md", "exec"), scope)
+    module, trainer = scope["module"], scope["trainer"]
+    assert module.step == trainer.global_step == 11
+    logged = trainer.callback_metrics
+    assert float(logged["val_accuracy"]) == pytest.approx(module.validation["val_accuracy"])
+    assert 0.0 < float(logged["train_loss"]) < 5.0
+    assert float(logged["solver_steps"]) >= 1.0
+    assert not module.tally._pending
+
+
+def test_channels_last(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    settings = config(tmp_path, epochs=1, batch_size=16, channels_last=True)
+    data = masks()
+    seen = []
+
+    class Look(Pixels):
+        def forward(self, x: Tensor) -> Tensor:
+            weight = self.second.weight
+            seen.append(weight.is_contiguous(memory_format=torch.channels_last))
+            return super().forward(x)
+
+    fit(settings, data=(data, None), model=Look(3), progress=False)
+    assert seen
+    assert all(seen)
