@@ -48,7 +48,17 @@ from .problems import (
     certify,
     minimize,
 )
-from .solvers import Anderson, Auto, BestIterate, Broyden, Picard, ProximalGradient
+from .solvers import (
+    Anderson,
+    Auto,
+    BestIterate,
+    Broyden,
+    ForwardBackward,
+    PeacemanRachford,
+    Picard,
+    ProximalGradient,
+    SequentialAveraging,
+)
 
 __all__ = [
     "CG",
@@ -66,6 +76,7 @@ __all__ = [
     "Decorrelation",
     "FeatureIncay",
     "FixedGamma",
+    "ForwardBackward",
     "Free",
     "Gaussian",
     "Implicit",
@@ -79,12 +90,14 @@ __all__ = [
     "NotConvergedError",
     "OneStep",
     "Patches",
+    "PeacemanRachford",
     "Phantom",
     "Picard",
     "Polynomial",
     "Problem",
     "ProximalGradient",
     "Result",
+    "SequentialAveraging",
     "ShiftedNonNegative",
     "Sigmoidal",
     "SoftThreshold",

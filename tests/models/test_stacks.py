@@ -63,8 +63,11 @@ def test_cifar_3m_is_the_benchmarks_network_to_the_bit() -> None:
 def test_block_is_skip_plus_layer_of_norm() -> None:
     torch.manual_seed(0)
     block = Block(3, 5, lambda a, b: nn.Conv2d(a, b, 1)).eval()
+    with torch.no_grad():
+        block.norm.weight.fill_(3.0)
+        block.norm.bias.fill_(0.5)
     x = torch.randn(2, 3, 4, 4)
-    scaled = x / (1 + 1e-5) ** 0.5  # a fresh batch norm in eval mode
+    scaled = 3.0 * x / (1 + 1e-5) ** 0.5 + 0.5  # running mean 0 and variance 1
     assert isinstance(block.skip, nn.Conv2d)
     weight = block.skip.weight.flatten(1)
     skip = torch.einsum("oc,bchw->bohw", weight, x)
@@ -94,6 +97,15 @@ def test_twins_share_everything_but_the_layer(kind: str) -> None:
     }
     other = models.create("geq_digits").state_dict()
     assert shapes == {k: tuple(v.shape) for k, v in other.items() if ".layer." not in k}
+
+
+@pytest.mark.parametrize("size", ["digits", "stack_digits", "stack_mnist", "stack_cifar_3m"])
+def test_bounds_lie_where_the_equilibrium_is_unique(size: str) -> None:
+    for kind, largest in (("geq", 1.4969), ("opteq", 1.0)):
+        with torch.device("meta"):
+            model = models.create(f"{kind}_{size}")
+        for layer in eq.nn.equilibrium_layers(model).values():
+            assert layer.constraint.bound < largest
 
 
 def test_the_small_geq_and_opteq_are_certified() -> None:

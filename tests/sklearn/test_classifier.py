@@ -182,6 +182,17 @@ class TestPartialFit:
             stopped.partial_fit(x, y, classes=[0, 1, 2])
         np.testing.assert_array_equal(through.predict_proba(x), stopped.predict_proba(x))
 
+    def test_three_calls_are_three_epochs(self, iris: tuple[np.ndarray, np.ndarray]) -> None:
+        """The optimizer's moments go on: the same as fit without a schedule."""
+        x, y = iris
+        options = {**QUICK, "layer": "explicit", "max_iter": 3}
+        whole = EquilibriumClassifier(**options, schedule="constant").fit(x, y)
+        parts = EquilibriumClassifier(**options)
+        for _ in range(3):
+            parts.partial_fit(x, y, classes=[0, 1, 2])
+        np.testing.assert_allclose(parts.predict_proba(x), whole.predict_proba(x), rtol=1e-6)
+        np.testing.assert_allclose(parts.loss_curve_, whole.loss_curve_, rtol=1e-6)
+
     def test_after_fit(self, iris: tuple[np.ndarray, np.ndarray]) -> None:
         model = EquilibriumClassifier(**QUICK).fit(*iris)
         model.partial_fit(*iris)

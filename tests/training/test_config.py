@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -185,3 +187,16 @@ def test_resolved_writes_defaults_out() -> None:
     assert config.warmup == 0.05
     assert config.out == "runs/digits-geq_digits"
     assert config.resolved() == config
+
+
+def test_a_configuration_needs_no_lightning_and_fit_says_what_to_install() -> None:
+    code = (
+        "import sys, equilibria as eq\n"
+        "eq.training.TrainConfig()\n"
+        "assert 'lightning' not in sys.modules\n"
+        "sys.modules['lightning'] = None\n"
+        "try:\n    eq.training.fit\n"
+        "except ImportError as error:\n    print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert 'pip install "equilibria[train]"' in done.stdout

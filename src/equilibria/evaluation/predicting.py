@@ -16,6 +16,8 @@ from equilibria.engine.result import Solution
 from equilibria.engine.solver import Solver
 from equilibria.nn import observe
 
+from .running import evaluating
+
 __all__ = ["Prediction", "predict_files"]
 
 _SUFFIXES = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".webp"})
@@ -73,7 +75,7 @@ def predict_files(
         )
     size = _size(extra.get("image_size") or config.image_size)
     classes = tuple(extra.get("classes") or (str(i) for i in range(config.num_classes)))
-    used = with_solver(model, solver).eval()
+    used = with_solver(model, solver)
     device = next(used.parameters()).device
     normalize = _normalizer(extra, config.in_channels, device)
     found: list[Prediction] = []
@@ -90,7 +92,7 @@ def predict_files(
                 skipped.append(str(error))
         if not kept:
             continue
-        with torch.no_grad(), warnings.catch_warnings(), observe(used) as seen:
+        with torch.no_grad(), evaluating(used), observe(used) as seen, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # convergence is a field of the answer
             logits = used(normalize(torch.stack(pictures).to(device)))
         if logits.shape[1] != len(classes):

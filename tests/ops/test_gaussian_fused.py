@@ -1,0 +1,161 @@
+"""The Triton kernels against the plain form: in Triton's interpreter here, on a GPU where there is one.
+
+The interpreter is chosen when Triton is first imported, so its tests run in a process of their own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from equilibria.ops.gaussian_patches import (
+    can_fuse,
+    fused_message,
+    merge_rows,
+    permuted,
+    plain_message,
+    split_rows,
+)
+from equilibria.problems import Patches
+
+# batch, channels, height, width, c_s, p: also rows of 12 and 27, which fill no power of two.
+SHAPES = [(2, 16, 4, 6, 8, 2), (3, 6, 4, 4, 3, 2), (1, 32, 8, 8, 4, 4), (2, 6, 6, 3, 3, 3)]
+
+_SCRIPT = """
+import json, torch
+from equilibria.ops import gaussian_fused, gaussian_triton as kernels
+from equilibria.ops.gaussian_patches import permuted, plain_message
+
+def relative(found, true):
+    return float((found.detach().double() - true.detach()).norm() / true.detach().norm())
+
+def inputs(shape, dtype, layout):
+    b, c, h, w, group, size = shape
+    torch.manual_seed(0)
+    k = group * size * size
+    a, q, g = (torch.randn(b, c, h, w).to(dtype).to(memory_format=layout) for _ in range(3))
+    root = torch.randn(k, 2 * k) / k
+    metric, gamma = (root @ root.T).to(dtype), torch.rand(b) + 0.3
+    return [t.requires_grad_() for t in (a, q, metric, gamma)], g, (group, size)
+
+rows = []
+for shape in json.loads(input()):
+    for dtype in (torch.float32, torch.bfloat16):
+        for layout in (torch.channels_last, torch.contiguous_format):
+            leaves, g, cut = inputs(shape, dtype, layout)
+            a, q, metric, gamma = leaves
+            out = gaussian_fused.message(a, q, permuted(metric, *cut), gamma, *cut)
+            grads = torch.autograd.grad(out, leaves, g)
+            wide = [t.detach().double().requires_grad_() for t in leaves]
+            true = plain_message(*wide, *cut)
+            exact = torch.autograd.grad(true, wide, g.double())
+            errors = [relative(out, true)]
+            errors += [relative(x, y) for x, y in zip(grads, exact)]
+            rows.append({"shape": shape, "dtype": str(dtype), "errors": errors,
+                         "layout": out.is_contiguous(memory_format=layout)})
+leaves, g, cut = inputs((2, 4, 4, 4, 4, 2), torch.float32, torch.channels_last)
+orders = []
+forms = (
+    lambda a, q, m, y: gaussian_fused.message(a, q, permuted(m, *cut), y, *cut),
+    lambda a, q, m, y: plain_message(a, q, m, y, *cut),
+)
+for form in forms:
+    first = torch.autograd.grad(form(*leaves).sin().sum(), leaves, create_graph=True)
+    second = torch.autograd.grad(sum(x.square().sum() for x in first), leaves, create_graph=True)
+    third = torch.autograd.grad(sum(x.square().sum() for x in second), leaves)
+    orders.append([*second, *third])
+higher = [relative(x, y.double()) for x, y in zip(*orders)]
+same = leaves[0]
+twice = gaussian_fused.message(same, same, permuted(leaves[2], *cut), leaves[3], *cut)
+print(json.dumps({"rows": rows, "higher": higher, "of_zero": float(twice.abs().max())}))
+"""
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> Any:
+    if find_spec("triton") is None:
+        pytest.skip("Triton is not installed")
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", _SCRIPT],
+        input=json.dumps(SHAPES),
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+def test_the_kernels_agree_with_the_plain_form_in_float64(interpreted: Any) -> None:
+    assert len(interpreted["rows"]) == 4 * len(SHAPES)
+    for row in interpreted["rows"]:
+        bound = 2e-6 if row["dtype"] == "torch.float32" else 1e-2
+        assert max(row["errors"]) < bound, row
+        assert row["layout"], row
+
+
+def test_second_and_third_derivatives(interpreted: Any) -> None:
+    assert max(interpreted["higher"]) < 1e-5
+    assert interpreted["of_zero"] == 0.0
+
+
+def test_rows_are_those_of_patches() -> None:
+    r = torch.randn(2, 6, 4, 8)
+    patches = Patches(channels=3, size=2)
+    assert torch.equal(split_rows(r, 3, 2), patches.split(r))
+    for layout in (torch.contiguous_format, torch.channels_last):
+        like = r.to(memory_format=layout)
+        merged = merge_rows(split_rows(like, 3, 2), like, 3, 2)
+        assert torch.equal(merged, r)
+        assert merged.is_contiguous(memory_format=layout)
+
+
+def test_columns_are_permuted_as_the_kernel_reads_them() -> None:
+    metric = torch.arange(12.0 * 12).view(12, 12)
+    moved = permuted(metric, 3, 2)
+    for row, column in ((0, 5), (7, 2), (11, 11)):
+        # Kernel order (dy, dx, channel) → ours (channel, dy, dx).
+        places = [(j % 3) * 4 + j // 3 for j in (row, column)]
+        assert moved[row, column] == metric[places[0], places[1]]
+
+
+def test_the_cpu_takes_the_plain_form() -> None:
+    x = torch.randn(2, 8, 4, 4)
+    assert not can_fuse(x, x, torch.eye(32), 8, 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [*SHAPES, (64, 64, 16, 16, 32, 2)])
+def test_on_the_gpu(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    batch, channels, height, width, group, size = shape
+    torch.manual_seed(0)
+    k = group * size * size
+
+    def drawn() -> Tensor:
+        x = torch.randn(batch, channels, height, width, device="cuda", dtype=dtype)
+        return x.to(memory_format=torch.channels_last)
+
+    a, c, g = drawn().requires_grad_(), drawn().requires_grad_(), drawn()
+    root = torch.randn(k, 2 * k, device="cuda") / k
+    metric = (root @ root.T).to(dtype).requires_grad_()
+    gamma = torch.rand(batch, device="cuda") + 0.3
+    assert can_fuse(a, c, metric, group, size)
+    out = fused_message(a, c, metric, gamma, group, size)
+    grads = torch.autograd.grad(out, (a, c, metric), g)
+    wide = [t.detach().double().requires_grad_() for t in (a, c, metric)]
+    true = plain_message(*wide, gamma.double(), group, size)
+    exact = torch.autograd.grad(true, wide, g.double())
+    bound = 1e-5 if dtype == torch.float32 else 2e-2
+    for found, right in zip((out, *grads), (true, *exact), strict=True):
+        assert float((found.double() - right).norm() / right.norm()) < bound
