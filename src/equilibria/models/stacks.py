@@ -203,7 +203,7 @@ _FAST = Picard(rtol=0.0, atol=0.0, max_steps=4, damping=0.8)
 _FAST_ADJOINT = Phantom(steps=3, damping=0.8)
 # Small networks on a CPU: solved to a tolerance, with the exact gradient (a loose backward solve is
 # enough for training), so that steps, residuals and certificates mean what they say.
-_EXACT = Anderson(max_steps=50)
+_EXACT = Anderson()
 _EXACT_ADJOINT = Implicit(solver=GMRES(rtol=1e-2))
 
 

@@ -6,7 +6,6 @@ import copy
 import math
 import sys
 from abc import abstractmethod
-from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
@@ -24,13 +23,13 @@ from equilibria.engine.adjoint import Adjoint
 from equilibria.engine.solver import Solver
 from equilibria.problems import certify
 
+from .checking import DTYPES, check_parameters, torch_device
 from .fitting import Fitting, Plateau, Rows, cosine
 from .moments import Array, Moments
-from .network import LAYERS, LayerChoice, Network, build, training_solver
+from .network import LayerChoice, Network, build, training_solver
 
 __all__ = ["BaseEquilibrium"]
 
-_DTYPES = {"float32": torch.float32, "float64": torch.float64}
 _CHUNK = 4096  # rows solved at once in predictions
 
 
@@ -102,7 +101,7 @@ class BaseEquilibrium(BaseEstimator):  # type: ignore[misc, unused-ignore]
 
     def _fit(self, x: Array, y: Array, weight: Array, outputs: int) -> None:
         """Train anew on checked rows: x [n, features], y as for ``_encode``, weight [n]."""
-        self._check_parameters()
+        check_parameters(self)
         random = check_random_state(self.random_state)
         kept = weight > 0  # a row of weight zero is no row
         x, y, weight = x[kept], y[kept], weight[kept]
@@ -145,7 +144,7 @@ class BaseEquilibrium(BaseEstimator):  # type: ignore[misc, unused-ignore]
 
     def _partial_fit(self, x: Array, y: Array, weight: Array, outputs: int, first: bool) -> None:
         """One pass over checked rows, from where the last one ended."""
-        self._check_parameters()
+        check_parameters(self)
         if first:
             random = check_random_state(self.random_state)
             self._begin(x.shape[1], outputs, random)
@@ -170,8 +169,8 @@ class BaseEquilibrium(BaseEstimator):  # type: ignore[misc, unused-ignore]
             adjoint=self.adjoint,
             seed=int(random.randint(2**31)),
         )
-        self.device_ = self._device()
-        self.module_: Network = network.to(device=self.device_, dtype=_DTYPES[self.dtype]).eval()
+        self.device_ = torch_device(self.device)
+        self.module_: Network = network.to(device=self.device_, dtype=DTYPES[self.dtype]).eval()
         self._input_moments = Moments.none(features)
         self._shuffle_seed = 0
         self._optimizer_state = None
@@ -196,8 +195,8 @@ class BaseEquilibrium(BaseEstimator):  # type: ignore[misc, unused-ignore]
     def _rows(self, x: Array, y: Array, weight: Array) -> Rows:
         target = torch.as_tensor(self._encode(y))
         if target.is_floating_point():
-            target = target.to(_DTYPES[self.dtype])
-        relative = torch.as_tensor(weight / weight.mean(), dtype=_DTYPES[self.dtype])
+            target = target.to(DTYPES[self.dtype])
+        relative = torch.as_tensor(weight / weight.mean(), dtype=DTYPES[self.dtype])
         return Rows(self._input(x), target.to(self.device_), relative.to(self.device_))
 
     def _note(self, loss: float) -> None:
@@ -216,7 +215,7 @@ class BaseEquilibrium(BaseEstimator):  # type: ignore[misc, unused-ignore]
 
     def _input(self, x: Array) -> Tensor:
         made = torch.as_tensor(self._input_moments.standardized(x))
-        return made.to(device=self.device_, dtype=_DTYPES[self.dtype])
+        return made.to(device=self.device_, dtype=DTYPES[self.dtype])
 
     @torch.no_grad()
     def _outputs(self, x: Tensor) -> Tensor:
@@ -248,11 +247,6 @@ class BaseEquilibrium(BaseEstimator):  # type: ignore[misc, unused-ignore]
 
     # ------------------------------------------------------------------ checks, copies
 
-    def _device(self) -> torch.device:
-        if self.device == "auto":
-            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        return torch.device(self.device)
-
     def _weights(self, sample_weight: Any, x: Array) -> Array:
         found: Array = _check_sample_weight(
             sample_weight,
@@ -263,47 +257,6 @@ class BaseEquilibrium(BaseEstimator):  # type: ignore[misc, unused-ignore]
         if not found.any():
             raise ValueError("sample_weight is zero for every row; at least one must be positive.")
         return found
-
-    def _check_parameters(self) -> None:
-        name = type(self).__name__
-        if not callable(self.layer) and self.layer not in LAYERS:
-            raise ValueError(
-                f"{name}(layer={self.layer!r}): expected one of {', '.join(map(repr, LAYERS))}, or "
-                "a callable (in_features, hidden) -> nn.Module."
-            )
-        for key in ("hidden", "max_iter", "batch_size", "n_iter_no_change"):
-            value = getattr(self, key)
-            if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
-                raise ValueError(f"{name}({key}={value!r}): expected an integer of at least 1.")
-        limits = {
-            "bound": (0.0, 1.0 if self.layer in ("opteq", "deep_opteq") else math.inf, True),
-            "lr": (0.0, math.inf, True),
-            "weight_decay": (0.0, math.inf, False),
-            "tol": (0.0, math.inf, False),
-            "validation_fraction": (0.0, 1.0, True),
-        }
-        for key, (low, high, is_open) in limits.items():
-            value = getattr(self, key)
-            real = isinstance(value, Real) and not isinstance(value, bool)
-            if not real or not (low < value if is_open else low <= value) or not value < high:
-                ends = f"{'(' if is_open else '['}{low:g}, {high:g})"
-                raise ValueError(f"{name}({key}={value!r}): expected a number in {ends}.")
-        if self.schedule not in ("cosine", "constant"):
-            raise ValueError(
-                f"{name}(schedule={self.schedule!r}): expected 'cosine' or 'constant'."
-            )
-        if self.dtype not in _DTYPES:
-            raise ValueError(f"{name}(dtype={self.dtype!r}): expected 'float64' or 'float32'.")
-        try:
-            device = self._device()
-        except RuntimeError as error:
-            raise ValueError(
-                f"{name}(device={self.device!r}): expected 'cpu', 'cuda', 'cuda:0', …, or 'auto'."
-            ) from error
-        if device.type == "cuda" and not torch.cuda.is_available():
-            raise ValueError(
-                f"{name}(device={self.device!r}): torch sees no GPU here; use 'auto' or 'cpu'."
-            )
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickles hold tensors of the CPU, so that they open on a machine without a GPU."""
