@@ -51,7 +51,7 @@ def train(name: str, out: Path, epochs: int, seed: int, test: Any) -> Trained:
         data="digits",
         epochs=epochs,
         batch_size=64,
-        lr=0.05,
+        lr=0.1,
         label_smoothing=0.0,
         augment=({"crop": {"padding": 1, "mode": "zero"}},),
         seed=seed,

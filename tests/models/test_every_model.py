@@ -13,7 +13,7 @@ from torch import nn
 
 import equilibria as eq
 from equilibria import models
-from tests.models.small import LARGE, NAMES, images, make
+from tests.models.small import KINDS, LARGE, NAMES, images, make
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -189,3 +189,19 @@ def test_compiles_whole(name: str) -> None:
         expected = model(x)
         compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
         torch.testing.assert_close(compiled(x), expected)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_runs_under_autocast(name: str) -> None:
+    model = make(name)
+    x = images(model)
+    with torch.no_grad():
+        exact = model.eval()(x)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            rough = model(x)
+    assert float((rough.float() - exact).norm() / exact.norm()) < 0.03
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = model.train()(x).float().square().mean()
+    loss.backward()
+    grads = [p.grad for p in model.parameters()]
+    assert all(g is not None and bool(torch.isfinite(g).all()) for g in grads)

@@ -226,3 +226,23 @@ def test_power_iteration_of_zero_and_of_a_diagonal() -> None:
 def test_norms_do_not_build_graphs() -> None:
     weight = randn(2, 2, 3, 3).requires_grad_()
     assert isinstance(ConvOperator(weight).norm((2, 4, 4)).upper, float)
+
+
+def test_a_known_kernel_is_not_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    from equilibria.problems import norms
+
+    weight = torch.randn(3, 2, 3, 3, dtype=torch.float64)
+    first = norms.convolution_norm_upper(weight)
+
+    def dear(*_: object) -> float:
+        raise AssertionError("the bound of this kernel is known")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(norms, "_symbol_norm_upper", dear)
+        assert norms.convolution_norm_upper(weight.clone()) == first
+        for other in (2 * weight, weight.float()):  # other contents, other bits
+            with pytest.raises(AssertionError, match="known"):
+                norms.convolution_norm_upper(other)
+        with pytest.raises(AssertionError, match="known"):
+            norms.convolution_norm_upper(weight, stride=(2, 2))
+    assert norms.convolution_norm_upper(2 * weight) == pytest.approx(2 * first)

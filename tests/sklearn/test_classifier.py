@@ -137,6 +137,17 @@ class TestWeights:
         theirs = EquilibriumClassifier(**QUICK).fit(x[weight], y[weight])
         np.testing.assert_allclose(ours.predict_proba(x), theirs.predict_proba(x))
 
+    def test_a_label_without_weight_is_never_said(
+        self, iris: tuple[np.ndarray, np.ndarray]
+    ) -> None:
+        x, y = iris
+        model = EquilibriumClassifier(**QUICK).fit(x, y, sample_weight=(y != 1).astype(float))
+        assert model.classes_.tolist() == [0, 1, 2]
+        np.testing.assert_array_equal(model.predict_proba(x)[:, 1], 0.0)
+        np.testing.assert_allclose(model.predict_proba(x).sum(1), 1.0)
+        model.partial_fit(x, y)  # now it has been seen
+        assert model.predict_proba(x)[:, 1].min() > 0.0
+
 
 class TestEarlyStopping:
     def test_keeps_the_best_weights(self, iris: tuple[np.ndarray, np.ndarray]) -> None:

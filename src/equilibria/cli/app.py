@@ -60,10 +60,12 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the command line. Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
     given = sys.argv[1:] if arguments is None else arguments
     debug = "--debug" in given
-    warnings.showwarning = _warn
     try:
         # --debug may stand anywhere; the callback above documents it.
-        code = app(args=[a for a in given if a != "--debug"], standalone_mode=False)
+        arguments = [a for a in given if a != "--debug"]
+        with warnings.catch_warnings():
+            warnings.showwarning = _warn
+            code = app(args=arguments, prog_name="equilibria", standalone_mode=False)
     except typer.Abort:
         error_console.print("interrupted", style="yellow")
         raise SystemExit(130) from None

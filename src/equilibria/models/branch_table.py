@@ -44,13 +44,13 @@ _SIZES = (
 )
 
 
-def _shared(size: _Size, channels: int, bound: float) -> dict[str, opt.Option]:
+def _shared(size: _Size, channels: int, constraint: NormBounded) -> dict[str, opt.Option]:
     return {
         "channels": opt.integer(channels, "channels of z and of the stem"),
         "mids": opt.integers(size.mids, "channels of U and W, one a branch"),
         "scales": opt.integers(_SCALES, "how much coarser each branch is than the stem"),
         "fusion": opt.integer(size.fusion, "3 × 3 convolutions after the average", low=0, high=64),
-        "constraint": opt.constraint(NormBounded(bound=bound)),
+        "constraint": opt.constraint(constraint),
         "solver": opt.solver(SOLVER),
         "adjoint": opt.adjoint(ADJOINT),
     }
@@ -65,7 +65,7 @@ def _gaussian(size: _Size, patch: Patches, *, kerdeq: bool) -> ModelSpec:
         in_channels=3,
         image_size=size.image_size,
         options={
-            **_shared(size, size.channels, 1.2),
+            **_shared(size, size.channels, NormBounded(bound=1.2)),
             "patch": opt.patch(patch),
             "hidden": opt.integer(size.hidden, "columns of W_h"),
             "gamma": opt.gamma(gamma),
@@ -87,7 +87,7 @@ def _linear(size: _Size) -> ModelSpec:
         "six parallel OptEq branches: the linear kernel",
         in_channels=3,
         image_size=size.image_size,
-        options=_shared(size, size.channels, 0.95),
+        options=_shared(size, size.channels, opt.linear_bound(0.95)),
         paper="GEQ, Tables 1–2",
         paper_parameters=size.parameters if size.name in _PRINTED else None,
         paper_classes=size.classes,
@@ -108,7 +108,7 @@ def _kernel(
         in_channels=3,
         image_size=size.image_size,
         options={
-            **_shared(size, channels, 0.7),
+            **_shared(size, channels, opt.linear_bound(0.7)),
             "radius": opt.number(radius, "‖Ux + b‖ is scaled to at most this", low=0.0, high=1e6),
         },
         paper="GEQ, Table 5 (no count printed)",

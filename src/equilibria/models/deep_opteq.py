@@ -40,7 +40,7 @@ def solving() -> dict[str, opt.Option]:
     return {
         "alpha": opt.numbers(0.8, "α of the blocks, one or one a block", low=0.0, high=1.0),
         "learn_alpha": opt.flag(False, "make each α a parameter"),
-        "constraint": opt.constraint(NormBounded(bound=0.95)),
+        "constraint": opt.constraint(opt.linear_bound(0.95)),
         "regularizer": opt.regularizer(None),
         "regularize": opt.choice(
             "gradient", "how the regularizer enters the map", ("gradient", "prox")

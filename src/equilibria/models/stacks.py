@@ -235,7 +235,7 @@ def _family(
         "constraint": opt.constraint(NormBounded(bound=bound)),
     }
     # The linear kernel is strongly convex below 1 only, where the Gaussian one goes to 1.4969.
-    linear = {"constraint": opt.constraint(NormBounded(bound=min(bound, 0.95)))}
+    linear = {"constraint": opt.constraint(opt.linear_bound(min(bound, 0.95)))}
     return (
         ModelSpec(
             f"geq{stack}_{suffix}",

@@ -39,7 +39,9 @@ class NormBounded:
     size: int = 16
     """Convolutions: pixels of the map on which σ is taken."""
     steps: int = 1
-    """Power iterations for each evaluation in training mode."""
+    """Power iterations for each evaluation in training mode. One follows SGD on convolutions; small
+    dense weights under AdamW move faster (a norm of 1.38 was seen under a bound of 0.95) and want
+    10, where it was 1.02."""
 
     def __post_init__(self) -> None:
         check_number(self, "bound", low=0.0, low_open=True)

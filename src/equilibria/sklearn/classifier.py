@@ -136,6 +136,7 @@ class EquilibriumClassifier(ClassifierMixin, BaseEquilibrium):  # type: ignore[m
         if self.class_weight is not None:
             weight = weight * compute_sample_weight(self.class_weight, y)
         self.classes_ = np.unique(y)
+        self._present = np.isin(self.classes_, y[weight > 0])
         self._fit(x, y, weight, len(self.classes_))
         return self
 
@@ -165,6 +166,8 @@ class EquilibriumClassifier(ClassifierMixin, BaseEquilibrium):  # type: ignore[m
         weight = self._weights(sample_weight, x)
         if self.class_weight is not None:
             weight = weight * compute_sample_weight(self.class_weight, y)
+        # In a stream a label may still come; after fit one whose rows all had weight zero may not.
+        self._present = np.isin(self.classes_, y) | (True if first else self._present)
         self._partial_fit(x, y, weight, len(self.classes_), first)
         return self
 
@@ -185,6 +188,11 @@ class EquilibriumClassifier(ClassifierMixin, BaseEquilibrium):  # type: ignore[m
         return found
 
     # ------------------------------------------------------------------ for the base
+
+    def _predicted(self, X: Any) -> Array:
+        """Logits; −inf for labels whose rows all had weight zero."""
+        outputs = super()._predicted(X)
+        return np.where(self._present, outputs, -np.inf)
 
     def _encode(self, y: Array) -> Array:
         return np.searchsorted(self.classes_, y)
