@@ -111,7 +111,7 @@ class TrainConfig:
     channels_last: bool = False
     """Memory format of images and convolutions; faster with tensor cores."""
     compile: bool = False
-    """torch.compile the model."""
+    """torch.compile the training step's model; takes minutes, pays in long runs on a GPU."""
     early_stop: int | None = None
     """Stop after this many epochs without a better validation; None: never."""
     select: str = "last"

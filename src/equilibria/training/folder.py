@@ -99,6 +99,13 @@ class RunFolder:
         write_json(self.result, result)
 
 
+def _command() -> str:
+    """What was typed: the program by its name, without the folder it lies in."""
+    program = Path(sys.argv[0])
+    name = "equilibria" if program.name == "__main__.py" else program.name
+    return shlex.join([name, *sys.argv[1:]])
+
+
 def provenance(started: datetime, device: torch.device, seed: int) -> dict[str, Any]:
     """What made the numbers: the command, versions, the machine, the time."""
     import lightning
@@ -108,7 +115,7 @@ def provenance(started: datetime, device: torch.device, seed: int) -> dict[str, 
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
     return {
-        "command": shlex.join(sys.argv),
+        "command": _command(),
         "version": __version__,
         "torch": str(torch.__version__),
         "lightning": lightning.__version__,

@@ -75,7 +75,7 @@ class EquilibriumModule(pl.LightningModule):
         self._batch: tuple[Tensor, Tensor] | None = None
         self._trained = [p for p in model.parameters() if p.requires_grad]
         # Not an attribute that torch registers: the compiled model is the model itself.
-        self.__dict__["_compiled"] = torch.compile(model) if config.compile else None
+        self.__dict__["_compiled"] = torch.compile(model, dynamic=False) if config.compile else None
         metrics = need("torchmetrics")
         kept = {"num_classes": num_classes, "ignore_index": ignore_index, "validate_args": False}
         self.val_accuracy = metrics.MulticlassAccuracy(average="micro", **kept)
@@ -93,7 +93,9 @@ class EquilibriumModule(pl.LightningModule):
     # ------------------------------------------------------------------ forward and loss
 
     def forward(self, x: Tensor) -> Tensor:
-        compiled = self.__dict__["_compiled"]
+        # Steps of training alone: validation would compile a graph without gradients, and one
+        # more for its last, shorter batch, each of which takes as long as the first.
+        compiled = self.__dict__["_compiled"] if self.model.training else None
         found: Tensor = self.model(x) if compiled is None else compiled(x)
         return found
 
