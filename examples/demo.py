@@ -1,6 +1,6 @@
 """Train a GEQ, its linear twin (OptEq) and an explicit twin of equal size on the digits.
 
-    python examples/demo.py [--out demo] [--epochs 12]
+    python examples/demo.py [--out demo] [--epochs 15]
 
 Prints accuracy, calibration, solver steps and certificate of all three in one table and writes
 demo/report.html with the curves. Needs no download: the digits come with scikit-learn.
@@ -50,10 +50,6 @@ def train(name: str, out: Path, epochs: int, seed: int, test: Any) -> Trained:
         model=MODELS[name],
         data="digits",
         epochs=epochs,
-        batch_size=64,
-        lr=0.1,
-        label_smoothing=0.0,
-        augment=({"crop": {"padding": 1, "mode": "zero"}},),
         seed=seed,
         out=str(out / "runs" / MODELS[name]),
     )
@@ -247,7 +243,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, default=Path("demo"), help="folder of the report")
-    parser.add_argument("--epochs", type=int, default=12)
+    parser.add_argument("--epochs", type=int, default=15)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     console = Console()

@@ -109,8 +109,8 @@ def certificate_table(
     samples = max((part["samples"] for part in found.values()), default=0)
     table = rich.table.Table(title=f"certificates ({samples} samples)")
     table.add_column("layer", overflow="fold")
-    table.add_column("guarantee")
-    for name in ("unique", "contraction ≤", "‖z − z*‖ ≤ (worst)", "Lipschitz"):
+    table.add_column("guarantee", min_width=11)
+    for name in ("unique", "ρ ≤", "‖z − z*‖ ≤", "Lipschitz"):
         table.add_column(name, justify="right")
     table.add_column("proven")
     for name, part in found.items():
