@@ -23,8 +23,8 @@ from .deep_opteq_blocks import BoundBlock, OptEqBlock
 from .deep_opteq_certificate import certify_deep_opteq
 from .deep_opteq_options import block_sizes, check_regularizer, odd_kernel, size, start_alphas
 from .deep_opteq_training import TrainingWay, training_way
+from .inputs import channels_last, check_input
 from .map_layer import MapLayer
-from .weighted import _autocasts, _channels_last
 
 __all__ = ["DeepOptEq", "TrainingWay", "training_way"]
 
@@ -196,7 +196,7 @@ class DeepOptEq(MapLayer):
             # A sample with NaN must fail by its c and not carry NaN through an unrolled graph.
             return torch.where(torch.isfinite(x), x, 0.0).to(c.dtype)
         zeros = c.new_zeros(x.shape[0], self.channels, *x.shape[2:])
-        return zeros.to(memory_format=torch.channels_last) if _channels_last(x) else zeros
+        return zeros.to(memory_format=torch.channels_last) if channels_last(x) else zeros
 
     def solve(self, x: Tensor, z0: Tensor | None = None, **options: Any) -> Solution[Tensor]:
         """Solve for x and tell all: value, result codes, stats. Options as ``fixed_point``."""
@@ -216,24 +216,7 @@ class DeepOptEq(MapLayer):
 
     def check_input(self, x: Tensor) -> None:
         """Raise unless x is a floating tensor [B, in] or [B, in, H, W] in the layer's dtype."""
-        pixels = ", H, W" if self.convolutional else ""
-        expected = f"[B, {self.in_channels}{pixels}]"
-        if not isinstance(x, Tensor):
-            raise TypeError(f"DeepOptEq takes a tensor {expected}, got {type(x).__name__}.")
-        if x.ndim != (4 if self.convolutional else 2) or x.shape[1] != self.in_channels:
-            raise ValueError(f"DeepOptEq takes x {expected}, got shape {tuple(x.shape)}.")
-        if not x.is_floating_point():
-            raise TypeError(f"DeepOptEq takes a floating-point x, got {x.dtype}; use x.float().")
-        weight = next(self.blocks.parameters())
-        if x.dtype != weight.dtype and not _autocasts(x):
-            raise TypeError(
-                f"DeepOptEq has weights of {weight.dtype} and got x of {x.dtype}: use "
-                f"x.to({weight.dtype}), layer.to({x.dtype}), or torch.autocast."
-            )
-        if x.device != weight.device:
-            raise ValueError(
-                f"DeepOptEq lives on {weight.device} and got x on {x.device}: move one of them."
-            )
+        check_input(self, x, self.in_channels, convolutional=self.convolutional)
 
     def check_state(self, z: object, x: Tensor) -> None:
         """Raise unless z is shaped as the state for x."""

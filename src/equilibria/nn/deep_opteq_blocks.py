@@ -19,7 +19,7 @@ from equilibria.problems import (
 )
 
 from .constraints import Constraint, NormBounded, OperatorNorm, constrain
-from .weighted import _autocast
+from .precision import lowered
 
 __all__ = ["BoundBlock", "OptEqBlock", "SeparableConv"]
 
@@ -102,7 +102,7 @@ class SeparableConv(nn.Module):
         depthwise, pointwise = self.depthwise.weight, self.pointwise.weight
         if self.norm is not None:
             pointwise = (pointwise / self.norm.excess(self._packed())).to(pointwise.dtype)
-        return SeparableConvOperator(_autocast(depthwise), _autocast(pointwise))
+        return SeparableConvOperator(lowered(depthwise), lowered(pointwise))
 
     def forward(self, z: Tensor) -> Tensor:
         out = self.operator()(z)
@@ -171,5 +171,5 @@ class OptEqBlock(nn.Module):
 def _operator(module: nn.Module) -> LinearOperator:
     if isinstance(module, SeparableConv):
         return module.operator()
-    weight = _autocast(module.weight)
+    weight = lowered(module.weight)
     return DenseOperator(weight) if weight.ndim == 2 else ConvOperator(weight)

@@ -14,8 +14,9 @@ from equilibria.engine.solver import Solver
 
 from .constraints import Constraint, WeightNormalized
 from .deq_base import MonitoredMapLayer
+from .inputs import channels_last, check_input
 from .mdeq_blocks import Fusion, ScaleBlock
-from .precision import autocasts, lowered, solving_dtype
+from .precision import lowered, solving_dtype
 from .residual_block import check_groups, check_kernel, check_sizes
 
 __all__ = ["MDEQ"]
@@ -150,8 +151,7 @@ class MDEQ(MonitoredMapLayer):
     def start(self, x: Tensor, *injected: Any) -> tuple[Tensor, ...]:
         """Zero at every scale, in the memory format of x."""
         height, width = x.shape[2:]
-        last = x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
-        form = torch.channels_last if last else torch.contiguous_format
+        form = torch.channels_last if channels_last(x) else torch.contiguous_format
         return tuple(
             torch.empty(
                 (x.shape[0], c, height >> i, width >> i),
@@ -202,23 +202,7 @@ class MDEQ(MonitoredMapLayer):
 
     def check_input(self, x: Tensor) -> None:
         """Raise unless x is [B, channels[0], H, W] with H and W divisible by 2^(scales − 1)."""
-        wanted = f"[B, {self.channels[0]}, H, W]"
-        if not isinstance(x, Tensor):
-            raise TypeError(f"MDEQ takes a tensor {wanted}, got {type(x).__name__}.")
-        if x.ndim != 4 or x.shape[1] != self.channels[0]:
-            raise ValueError(f"MDEQ takes x {wanted}, got shape {tuple(x.shape)}.")
-        if not x.is_floating_point():
-            raise TypeError(f"MDEQ takes a floating-point x, got {x.dtype}; use x.float().")
-        weight = next(self.parameters())
-        if x.dtype != weight.dtype and not autocasts(x):
-            raise TypeError(
-                f"MDEQ has weights of {weight.dtype} and got x of {x.dtype}: use "
-                f"x.to({weight.dtype}), layer.to({x.dtype}), or torch.autocast."
-            )
-        if x.device != weight.device:
-            raise ValueError(
-                f"MDEQ lives on {weight.device} and got x on {x.device}: move one of them."
-            )
+        check_input(self, x, self.channels[0], convolutional=True)
         factor = 2 ** (len(self.channels) - 1)
         if x.shape[2] % factor or x.shape[3] % factor:
             raise ValueError(

@@ -20,6 +20,7 @@ from equilibria.problems.norms import convolution_norm_upper, dense_norm
 from equilibria.solvers.forward_backward import SplittingSolver
 from equilibria.solvers.peaceman_rachford import PeacemanRachford
 
+from .inputs import channels_last, check_input
 from .map_layer import MapLayer
 from .monotone_adjoint import TransposedSplitting
 from .monotone_certificate import certify_monotone
@@ -155,25 +156,7 @@ class MonotoneDEQ(MapLayer):
 
     def check_input(self, x: Tensor) -> None:
         """Raise unless x is a floating tensor of the right shape, in the layer's dtype."""
-        pixels = ", H, W" if self.convolutional else ""
-        expected = f"[B, {self.in_channels}{pixels}]"
-        if not isinstance(x, Tensor):
-            raise TypeError(f"MonotoneDEQ takes a tensor {expected}, got {type(x).__name__}.")
-        if x.ndim != (4 if self.convolutional else 2) or x.shape[1] != self.in_channels:
-            raise ValueError(f"MonotoneDEQ takes x {expected}, got shape {tuple(x.shape)}.")
-        if not x.is_floating_point():
-            raise TypeError(f"MonotoneDEQ takes a floating-point x, got {x.dtype}; use x.float().")
-        weight = next(self.U.parameters())
-        casts = not x.is_meta and torch.is_autocast_enabled(x.device.type)
-        if x.dtype != weight.dtype and not casts:
-            raise TypeError(
-                f"MonotoneDEQ has weights of {weight.dtype} and got x of {x.dtype}: use "
-                f"x.to({weight.dtype}), layer.to({x.dtype}), or torch.autocast."
-            )
-        if x.device != weight.device:
-            raise ValueError(
-                f"MonotoneDEQ lives on {weight.device} and got x on {x.device}: move one of them."
-            )
+        check_input(self, x, self.in_channels, convolutional=self.convolutional)
         if self.kernel_size is not None:
             self._check_pixels(x, self.kernel_size)
 
@@ -211,13 +194,8 @@ class MonotoneDEQ(MapLayer):
         """Zero, in the memory format of x and in the precision of c."""
         (c,) = injected
         shapes = self._state_shapes(x)
-        last = (
-            x.ndim == 4
-            and x.is_contiguous(memory_format=torch.channels_last)
-            and not x.is_contiguous()
-        )
         parts = [c.new_zeros(shape) for shape in shapes]
-        if last:
+        if channels_last(x):
             parts = [part.to(memory_format=torch.channels_last) for part in parts]
         return parts[0] if self.tiers == 1 else tuple(parts)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -20,6 +22,8 @@ def solving_dtype(like: Tensor) -> torch.dtype:
     return like.dtype
 
 
-def lowered(weight: Tensor) -> Tensor:
+def lowered(weight: Any) -> Tensor:
     """The weight in autocast's precision, to be cast once a solve, not at each evaluation."""
-    return weight.to(solving_dtype(weight))
+    given: Tensor = weight  # an attribute of a module may be anything, for a type checker
+    wanted = solving_dtype(given)
+    return given if given.dtype == wanted else given.to(wanted)

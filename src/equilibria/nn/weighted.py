@@ -24,7 +24,9 @@ from equilibria.problems.solving import minimize
 from equilibria.solvers import Auto, ProximalGradient
 
 from .constraints import Constraint, NormBounded, constrain
+from .inputs import channels_last, check_input
 from .layer import EquilibriumLayer
+from .precision import lowered
 
 # How far the true norm may lie above the nominal bound (map size, one power iteration a step).
 _MARGIN = 1.02
@@ -99,25 +101,7 @@ class WeightedLayer(EquilibriumLayer):
 
     def check_input(self, x: Tensor) -> None:
         """Raise unless x is a floating tensor [B, in] or [B, in, H, W] in the layer's dtype."""
-        name = type(self).__name__
-        pixels = ", H, W" if self.convolutional else ""
-        expected = f"[B, {self.in_channels}{pixels}]"
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} takes a tensor {expected}, got {type(x).__name__}.")
-        if x.ndim != (4 if self.convolutional else 2) or x.shape[1] != self.in_channels:
-            raise ValueError(f"{name} takes x {expected}, got shape {tuple(x.shape)}.")
-        if not x.is_floating_point():
-            raise TypeError(f"{name} takes a floating-point x, got {x.dtype}; use x.float().")
-        weight = next(self.U.parameters())
-        if x.dtype != weight.dtype and not _autocasts(x):
-            raise TypeError(
-                f"{name} has weights of {weight.dtype} and got x of {x.dtype}: use "
-                f"x.to({weight.dtype}), layer.to({x.dtype}), or torch.autocast."
-            )
-        if x.device != weight.device:
-            raise ValueError(
-                f"{name} lives on {weight.device} and got x on {x.device}: move one of them."
-            )
+        check_input(self, x, self.in_channels, convolutional=self.convolutional)
 
     def features(self, x: Tensor) -> Tensor:
         """c = Ux + b, checked."""
@@ -127,7 +111,7 @@ class WeightedLayer(EquilibriumLayer):
 
     def operator(self) -> LinearOperator:
         """W, its constraint evaluated once; under autocast already in the lower precision."""
-        weight = _autocast(self.W.weight)
+        weight = lowered(self.W.weight)
         return ConvOperator(weight) if self.convolutional else DenseOperator(weight)
 
     def input_operator(self) -> LinearOperator:
@@ -152,7 +136,7 @@ class WeightedLayer(EquilibriumLayer):
         """Zero, in the memory format of x and in the precision of c."""
         c = problem.inputs()[0]
         zeros = c.new_zeros(x.shape[0], self.state_channels, *x.shape[2:])
-        return zeros.to(memory_format=torch.channels_last) if _channels_last(x) else zeros
+        return zeros.to(memory_format=torch.channels_last) if channels_last(x) else zeros
 
     def nominal_bounds(self, problem: HiddenProblem) -> tuple[Any, Any] | None:
         """(m, L) from the constraint instead of the weights, to choose a solver; None: not known.
@@ -199,20 +183,3 @@ class _Decided(Solver):
 
     def step(self, point: Point, state: Any) -> tuple[Leaves, Any]:
         return self.choice.solver.step(point, state)
-
-
-def _autocast(weight: Any) -> Tensor:
-    """The weight in autocast's precision: cast once for a solve, not at each evaluation."""
-    if _autocasts(weight) and weight.dtype == torch.float32:
-        return weight.to(torch.get_autocast_dtype(weight.device.type))  # type: ignore[no-any-return]
-    return weight  # type: ignore[no-any-return]
-
-
-def _autocasts(t: Tensor) -> bool:
-    return not t.is_meta and torch.is_autocast_enabled(t.device.type)
-
-
-def _channels_last(x: Tensor) -> bool:
-    return (
-        x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
-    )
