@@ -19,7 +19,8 @@ from equilibria import L1, Decorrelation, FeatureIncay, LeakyNonNegative, Square
 from equilibria.nn import NormBounded
 from equilibria.nn.deep_opteq import DeepOptEq
 from equilibria.nn.deep_opteq_certificate import regularizer_factor
-from equilibria.problems import Guarantee, MapCertificate
+from equilibria.nn.opteq import OptEq
+from equilibria.problems import CustomPrior, Guarantee, MapCertificate, WithL1
 from tests.nn.test_deep_opteq import FORMS, drawn, made, matrices
 from tests.problems.test_operators import randn
 
@@ -308,6 +309,31 @@ def test_states_of_a_wrong_shape_and_missing_inputs() -> None:
         eq.certify(layer)
     with pytest.raises(ValueError, match="takes x"):
         layer.certify(torch.zeros(2, 7, dtype=torch.float64))
+
+
+def test_samples_of_a_custom_activation_are_an_estimate() -> None:
+    """Slope 0.1 up to 20, then 1: a factor read off the samples around zero would be ten times
+    too small, and the error bound with it."""
+
+    def steep_far_out(v: Tensor) -> Tensor:
+        return 0.1 * v.clamp(-20, 20) + torch.relu(v - 20) - torch.relu(-v - 20)
+
+    for prior in (CustomPrior(steep_far_out), WithL1(CustomPrior(steep_far_out), 0.1)):
+        layer = DeepOptEq(3, (3,), alpha=1.0, prior=prior, constraint=None, bias=False).double()
+        block = layer.each_block()[0]
+        with torch.no_grad():
+            block.W.weight.copy_(0.99 * torch.eye(3, dtype=torch.float64))
+            block.U.weight.copy_(30.0 * torch.eye(3))
+        x = torch.ones(2, 3, dtype=torch.float64)
+        # z = 0.99(0.99z + 30 − 18 − λ)
+        weight = prior.weight if isinstance(prior, WithL1) else 0.0
+        exact = torch.full_like(x, 0.99 * (12.0 - weight) / (1.0 - 0.99**2))
+        found = eq.certify(layer, x, exact + 0.5)
+        assert (found.error_bound >= 0.5 * math.sqrt(3) * (1 - 1e-12)).all()
+        assert not found.rigorous
+        assert any("CustomPrior" in note for note in found.notes)
+        assert not eq.certify(OptEq(3, 3, prior=prior, form="state"), x.float()).rigorous
+        assert not eq.certify(OptEq(3, 3, prior=prior), x.float()).rigorous
 
 
 def test_it_can_be_read() -> None:

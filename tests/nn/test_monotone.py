@@ -647,7 +647,7 @@ def test_maps_too_small_to_wrap() -> None:
 def test_a_start_of_another_shape() -> None:
     layer, x = drawn("tiers")
     z = layer(x)
-    for wrong in (z[0], z[:2], (z[0], z[2], z[1]), "zero"):
+    for wrong in (z[0], z[:2], (z[0], z[2], z[1]), "zero", 5, 1.0):
         with pytest.raises(ValueError, match="z0 must be shaped as the state"):
             layer.solve(x, wrong)
 

@@ -36,6 +36,10 @@ from tests.problems.test_operators import randn
 
 PATCH = eq.Patches(channels=2, size=2)
 LAPS = eq.Picard(rtol=0.0, max_steps=3)
+SPLITTINGS = (
+    eq.PeacemanRachford(rtol=1e-12, max_steps=2000),
+    eq.ForwardBackward(rtol=1e-13, max_steps=100_000, patience=10_000),
+)
 
 
 def opteq(**options: Any) -> OptEq:
@@ -404,6 +408,36 @@ def test_training_moves_the_branches() -> None:
         count = int(norm.num_batches_tracked)
         whole(torch.randn(3, 4, 4, 4)).sum().backward()
         assert int(norm.num_batches_tracked) == count + 1
+
+
+@pytest.mark.parametrize("z0", [False, True])
+def test_a_joint_solve_splits_monotone_branches(z0: bool) -> None:
+    """Their own maps σ(Wz + c) expand here; the splitting that the layer would take contracts."""
+    torch.manual_seed(0)
+    layers = [MonotoneDEQ(3, kernel_size=3, m=0.1, solver=s) for s in SPLITTINGS]
+    for layer in layers:
+        layer.W.g.data.mul_(2.0)  # type: ignore[operator]
+    apart = MultiBranch(layers, (4, 2)).double()
+    joint = MultiBranch(layers, (4, 2), joint=True, solver=TIGHT).double()
+    x = randn(2, 3, 4, 4).requires_grad_()
+    expected = apart.solve(x)
+    found = joint.solve(x, [z.detach() for z in expected.value] if z0 else None)
+    for a, b in zip(found.value, expected.value, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+    grads = [torch.autograd.grad(joint.merge(s.value).sum(), x)[0] for s in (found, expected)]
+    torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-6)
+    if z0:
+        assert found.stats.steps.max() <= 3
+
+
+@pytest.mark.parametrize("scale", [(8, 4), (4, 8), (2, 8)])
+def test_scales_that_differ_from_the_output_along_one_axis(scale: tuple[int, int]) -> None:
+    model = MultiBranch([opteq(), opteq()], (8, scale))
+    z = torch.randn(2, 4, *scale)
+    zero = torch.zeros(2, 4, 8, 8)
+    expected = z.repeat_interleave(8 // scale[0], 2).repeat_interleave(8 // scale[1], 3) / 2
+    torch.testing.assert_close(model.merge((zero, z)), expected)
+    assert model(torch.randn(2, 3, 8, 8)).shape == (2, 4, 8, 8)
 
 
 # ---------------------------------------------------------------------- bad input

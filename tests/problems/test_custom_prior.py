@@ -214,6 +214,13 @@ def test_expansion_is_measured() -> None:
     assert BUILT["relu"].expansion == pytest.approx(1.0)
 
 
+def test_expansion_is_measured_outside_of_the_domain_too() -> None:
+    def steep_far_out(v: Tensor) -> Tensor:
+        return 0.1 * v.clamp(-20, 20) + F.relu(v - 20) - F.relu(-v - 20)
+
+    assert CustomPrior(steep_far_out).expansion == pytest.approx(1.0)
+
+
 def test_pickles() -> None:
     prior = pickle.loads(pickle.dumps(CustomPrior(torch.tanh)))
     assert float(prior.value(t64(0.5))) == float(BUILT["tanh"].value(t64(0.5)))

@@ -102,9 +102,13 @@ def _widened(matvec: MatVec, b: Leaves) -> tuple[MatVec, Leaves, list[torch.dtyp
 
 
 def _power_of_two(b: Leaves) -> Tensor:
-    """2^⌊log₂ max|b|⌋ of each sample, [B]; 1 where b is zero or not finite."""
+    """2^k of each sample with max|b| in [½, 1)·2^k, [B]; 1 where b is zero or not finite.
+
+    k stops short of the ends of the dtype, where 2^k or 2^{−k} would not be a normal number.
+    """
     largest = torch.stack([x.reshape(x.shape[0], -1).abs().amax(1) for x in b]).amax(0)
-    exponent = torch.frexp(largest).exponent.clamp(-100, 100)
+    end = 1000 if largest.dtype == torch.float64 else 100
+    exponent = torch.frexp(largest).exponent.clamp(-end, end)
     scale = torch.ldexp(torch.ones_like(largest), exponent)
     return torch.where((largest > 0) & largest.isfinite(), scale, 1.0)
 

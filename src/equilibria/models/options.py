@@ -130,12 +130,8 @@ def adjoint(default: Adjoint) -> Option:
 
 
 def linear_bound(bound: float) -> NormBounded:
-    """‖W‖ ≤ bound < 1 for kernels that lose their one equilibrium at 1 (the Gaussian: at 1.4969).
-
-    Four power iterations a training step instead of one: where weights move fast, one lags behind,
-    and ‖W‖ was seen at 1.4 under a nominal bound of 0.95 (AdamW, digits).
-    """
-    return NormBounded(bound=bound, steps=4)
+    """‖W‖ ≤ bound < 1 for kernels that lose their one equilibrium at 1 (the Gaussian: at 1.4969)."""
+    return NormBounded(bound=bound)
 
 
 def constraint(default: NormBounded | WeightNormalized) -> Option:

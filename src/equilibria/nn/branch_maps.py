@@ -11,10 +11,12 @@ from torch import Tensor, nn
 
 from equilibria.engine.result import Solution
 from equilibria.problems import HiddenProblem
+from equilibria.solvers.forward_backward import SplittingSolver
 
 from .deq_base import MonitoredMapLayer
 from .layer import EquilibriumLayer
 from .map_layer import MapLayer
+from .monotone import MonotoneDEQ
 from .observing import report
 
 __all__ = ["BranchMap", "branch_map", "solve_branch"]
@@ -33,7 +35,10 @@ class BranchMap:
 
 
 def branch_map(layer: nn.Module, x: Tensor, z0: Any) -> BranchMap:
-    """T_τ of the layer's problem with the τ that its own solver would take, or T of its map."""
+    """T_τ of the layer's problem with the τ that its own solver would take, or T of its map.
+
+    Of a monotone layer with a splitting solver it is the map of that splitting.
+    """
     if isinstance(layer, EquilibriumLayer):
         return _of_problem(layer, x, z0)
     if isinstance(layer, MapLayer):
@@ -54,6 +59,8 @@ def solve_branch(layer: Any, x: Tensor, z0: Any, options: dict[str, Any]) -> Sol
 
 
 def _of_map(layer: MapLayer, x: Tensor, z0: Any) -> BranchMap:
+    if isinstance(layer, MonotoneDEQ) and isinstance(layer.solver, SplittingSolver):
+        return _of_inclusion(layer, layer.solver, x, z0)
     injected = layer.inject(x)
     start = layer.start(x, *injected) if z0 is None else z0
     bound = getattr(layer, "bound_step", None)
@@ -71,6 +78,18 @@ def _of_map(layer: MapLayer, x: Tensor, z0: Any) -> BranchMap:
             report(layer, solution)
 
     return BranchMap(step, start, injected, finish, tell)
+
+
+def _of_inclusion(layer: MonotoneDEQ, solver: SplittingSolver, x: Tensor, z0: Any) -> BranchMap:
+    """The step of the layer's own splitting: σ(Wz + c) may expand, and this contracts always."""
+    splitting = layer.split(solver, x, z0)
+    return BranchMap(
+        splitting.step,
+        splitting.start,
+        splitting.inputs,
+        splitting.read,
+        lambda solution: report(layer, solution),
+    )
 
 
 def _of_problem(layer: EquilibriumLayer, x: Tensor, z0: Tensor | None) -> BranchMap:

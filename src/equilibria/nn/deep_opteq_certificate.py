@@ -27,6 +27,7 @@ from torch import Tensor
 from equilibria.engine.result import ConvergenceWarning
 from equilibria.problems import Free, Guarantee, MapCertificate, Problem, Regularizer
 from equilibria.problems.activated import Activated
+from equilibria.problems.custom_prior import is_sampled
 from equilibria.problems.norms import exact
 from equilibria.problems.regularizers import L1, FeatureIncay, SquaredNorm
 from equilibria.problems.rounding import UNIT, residual_rounding
@@ -183,7 +184,7 @@ def _certify(
         lipschitz=lipschitz,
         lipschitz_note=why,
         solver=solver,
-        rigorous=derived,
+        rigorous=derived and not is_sampled(model.prior),
         numbers=_words(numbers, model, r),
         notes=tuple(_notes(numbers, model, r, rho, derived=derived)),
     )
@@ -208,6 +209,11 @@ def _notes(numbers: _Exact, model: DeepOptEq, r: float, rho: float, *, derived: 
     notes = []
     if not derived:
         notes.append("rounding is an estimate: none is derived for this regularizer")
+    if is_sampled(model.prior):
+        notes.append(
+            "the slope L_σ of the activation is the largest at the samples that CustomPrior took; "
+            "that it is nowhere larger, and its rounding, are assumed"
+        )
     if model.regularizer is not None and model.regularizer.couples_batch:
         notes.append("the regularizer couples the samples of a batch: nothing is derived for it")
     elif not math.isfinite(r):

@@ -21,6 +21,9 @@ def check_input(layer: nn.Module, x: object, channels: int, *, convolutional: bo
         raise TypeError(f"{name} takes a tensor {expected}, got {type(x).__name__}.")
     if x.ndim != (4 if convolutional else 2) or x.shape[1] != channels:
         raise ValueError(f"{name} takes x {expected}, got shape {tuple(x.shape)}.")
+    if x.numel() == 0:
+        what = "batch size zero" if x.shape[0] == 0 else "no pixels"
+        raise ValueError(f"{name} got x {tuple(x.shape)} with {what}: there is nothing to solve.")
     if not x.is_floating_point():
         raise TypeError(f"{name} takes a floating-point x, got {x.dtype}; use x.float().")
     weight = next(layer.parameters())

@@ -17,7 +17,7 @@ from equilibria.entry import fixed_point
 from equilibria.problems import MapCertificate, NonNegative, Prior
 from equilibria.problems.monotone_inclusion import MonotoneInclusion
 from equilibria.problems.norms import convolution_norm_upper, dense_norm
-from equilibria.solvers.forward_backward import SplittingSolver
+from equilibria.solvers.forward_backward import Splitting, SplittingSolver
 from equilibria.solvers.peaceman_rachford import PeacemanRachford
 
 from .inputs import channels_last, check_input
@@ -213,7 +213,8 @@ class MonotoneDEQ(MapLayer):
             and all(tuple(part.shape) == s for part, s in zip(found, shapes, strict=True))
         )
         if not fits:
-            given = [tuple(getattr(part, "shape", ())) for part in found]
+            parts = found if isinstance(found, (tuple, list)) else (found,)
+            given = [tuple(getattr(part, "shape", ())) or type(part).__name__ for part in parts]
             raise ValueError(
                 f"MonotoneDEQ: z0 must be shaped as the state, {shapes}, but is {given}."
             )
@@ -226,18 +227,16 @@ class MonotoneDEQ(MapLayer):
 
         With a splitting, steps and residuals are those of its own map (Peaceman–Rachford's u).
         """
-        (c,) = self.inject(x)
-        inclusion = self.inclusion(x)
-        start = self.start(x, c) if z0 is None else self._check_start(x, z0)
         chosen = {"adjoint": self.adjoint, **options}
         solver = chosen.pop("solver", self.solver)
         if not isinstance(solver, SplittingSolver):
+            inclusion, start, c = self._prepared(x, z0)
             found = fixed_point(inclusion.step, start, (c,), solver=solver, **chosen)
             # Solvers that extrapolate may end a little outside of the prior's domain.
             value = inclusion.into_domain(found.value)
             reason = f"{type(solver).__name__} on the layer's own map"
             return dataclasses.replace(found, value=value, choice=reason)
-        splitting = solver.split(inclusion, start, c)
+        splitting = self.split(solver, x, z0)
         if chosen.get("callback") is not None:
             chosen["callback"] = _reading(chosen["callback"], splitting.read)
         found = fixed_point(
@@ -249,6 +248,15 @@ class MonotoneDEQ(MapLayer):
         )
         value = splitting.read(found.value)
         return dataclasses.replace(found, value=value, choice=splitting.reason)
+
+    def split(self, solver: SplittingSolver, x: Tensor, z0: Any = None) -> Splitting:
+        """The map that ``solver`` iterates for x, and how its fixed point gives z."""
+        return solver.split(*self._prepared(x, z0))
+
+    def _prepared(self, x: Tensor, z0: Any) -> tuple[MonotoneInclusion, Any, Tensor]:
+        (c,) = self.inject(x)
+        start = self.start(x, c) if z0 is None else self._check_start(x, z0)
+        return self.inclusion(x), start, c
 
     # ------------------------------------------------------------------ what is proven
 

@@ -26,7 +26,8 @@ import torch
 from torch import Tensor
 
 from equilibria.engine.result import ConvergenceWarning
-from equilibria.problems import CustomPrior, Guarantee, MapCertificate, Prior, WithL1
+from equilibria.problems import Guarantee, MapCertificate, Prior, WithL1
+from equilibria.problems.custom_prior import is_sampled
 from equilibria.problems.monotone_inclusion import MonotoneInclusion
 from equilibria.problems.monotone_operator import MonotoneOperator, States
 from equilibria.problems.norms import exact
@@ -97,7 +98,7 @@ def _certify(
             f"the rounding of W exceeds the modulus m = {layer.m:g}: take a wider dtype or a "
             "larger m"
         )
-    sampled = _sampled(layer.prior)
+    sampled = is_sampled(layer.prior)
     if sampled:
         notes.append(
             "the activation is monotone and nonexpansive at the samples that CustomPrior took; "
@@ -149,13 +150,6 @@ def _shift(prior: Prior) -> float:
     """What the prior's prox adds to its argument."""
     inner = _shift(prior.prior) if isinstance(prior, WithL1) else 0.0
     return inner + abs(float(getattr(prior, "weight", 0.0)))
-
-
-def _sampled(prior: Prior) -> bool:
-    """Whether an activation is known from samples alone."""
-    if isinstance(prior, WithL1):
-        return _sampled(prior.prior)
-    return isinstance(prior, CustomPrior)
 
 
 def _error_bound(

@@ -276,6 +276,6 @@ def _resize(z: Tensor, size: tuple[int, int]) -> Tensor:
     height, width = z.shape[2:]
     if (height, width) == size:
         return z
-    if height >= size[0]:
+    if height >= size[0] and width >= size[1]:
         return F.avg_pool2d(z, (height // size[0], width // size[1]))
     return F.interpolate(z, size=size, mode="nearest")

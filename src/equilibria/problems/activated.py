@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from equilibria.problems.custom_prior import is_sampled
 from equilibria.problems.kernels import Coupling, Curvature, per_sample_sum
 from equilibria.problems.operators import LinearOperator
 from equilibria.problems.priors import Prior, at_least_float32
@@ -95,7 +96,9 @@ class Activated(Coupling):
     def curvature(self) -> Curvature:
         """−(L_σ/ν)‖W‖² ≤ ∇²q ≤ 0."""
         lower = -self.prior.expansion * self.norm_upper() ** 2 / self.nu
-        return Curvature(lower, 0.0, True, "every z: ∇²q = −(1/ν)Wᵀ diag(σ′)W, 0 ≤ σ′ ≤ L_σ")
+        note = "every z: ∇²q = −(1/ν)Wᵀ diag(σ′)W, 0 ≤ σ′ ≤ L_σ"
+        # The L_σ of a sampled activation is a measurement.
+        return Curvature(lower, 0.0, not is_sampled(self.prior), note)
 
     def local_curvature(self, z: Tensor) -> Curvature:
         """The global bounds: σ′ jumps at kinks, where a bound at one point says nothing."""

@@ -22,9 +22,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from equilibria.problems.priors import Prior, at_least_float32, check_step, interval
+from equilibria.problems.priors import Prior, WithL1, at_least_float32, check_step, interval
 
-__all__ = ["CustomPrior", "NonMonotoneActivation", "NotNonexpansive"]
+__all__ = ["CustomPrior", "NonMonotoneActivation", "NotNonexpansive", "is_sampled"]
 
 _SLACK = 1e-9  # of a slope on the grid: rounding in sigma, not a license
 _REACH = 1e8  # the table ends here on both sides
@@ -153,9 +153,11 @@ class CustomPrior(Prior):
                 "its value, takes an elementwise function of tensors"
             )
         _check(grid, heights)
-        self._expansion = float((heights.diff() / grid.diff()).clamp(0.0, 1.0).max())
         grid = self._extend(grid)
-        _check(grid, _evaluate(activation, grid))
+        heights = _evaluate(activation, grid)
+        _check(grid, heights)
+        # Outside of the domain too: what is steep there only is steep.
+        self._expansion = float((heights.diff() / grid.diff()).clamp(0.0, 1.0).max())
         self._tables = {torch.device("cpu"): self._tabulate(grid)}
 
     def __repr__(self) -> str:
@@ -164,7 +166,7 @@ class CustomPrior(Prior):
 
     @property
     def expansion(self) -> float:
-        """The largest slope met on the grid (a measurement, not a bound)."""
+        """The largest slope met on the grid (a measurement, not a bound: see ``is_sampled``)."""
         return self._expansion
 
     def _extend(self, grid: Tensor) -> Tensor:
@@ -311,3 +313,10 @@ class CustomPrior(Prior):
 
     def _miss(self, u: Tensor, v: Tensor, tau: Tensor) -> Tensor:
         return tau * u + (1.0 - tau) * self.sigma(u).detach() - v
+
+
+def is_sampled(prior: Prior) -> bool:
+    """Whether an activation is known from samples alone: what rests on it is not proven."""
+    if isinstance(prior, WithL1):
+        return is_sampled(prior.prior)
+    return isinstance(prior, CustomPrior)
