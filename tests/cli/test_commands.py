@@ -7,6 +7,7 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -211,7 +212,8 @@ def test_certify_exits_with_1_where_nothing_is_proven(
 ) -> None:
     model = eq.models.create("geq_digits", constraint=eq.nn.NormBounded(bound=20.0))
     with torch.no_grad():
-        for layer in eq.nn.equilibrium_layers(model).values():
+        layers: list[Any] = list(eq.nn.equilibrium_layers(model).values())
+        for layer in layers:
             layer.W.parametrizations.weight.original.mul_(40.0)
     digits = eq.data.load("digits")
     extra = {"data": "digits", "mean": digits.mean, "std": digits.std, "classes": digits.classes}
@@ -247,12 +249,14 @@ def test_a_corrupt_image_is_named_and_refused_or_skipped(
     bad = tmp_path / "bad.png"
     bad.write_bytes((pictures / "0.png").read_bytes()[:40])
     assert run("predict", trained, pictures / "0.png", bad) == 1
-    assert "bad.png" in capsys.readouterr().err.replace("\n", "")
+    said = capsys.readouterr().err.replace("\n", "")
+    assert "bad.png" in said
+    assert "--on-corrupt skip" in said
     with warnings.catch_warnings():
         warnings.simplefilter("always")
         assert run("predict", trained, pictures / "0.png", bad, "--on-corrupt", "skip") == 0
     said = capsys.readouterr().err
-    assert "warning: skipped 1 files" in said
+    assert "warning: skipped 1 file" in said
     assert "bad.png" in said.replace("\n", "")
     assert run("predict", trained, tmp_path / "none.png") == 1
     assert "no such file" in " ".join(capsys.readouterr().err.split())

@@ -164,4 +164,6 @@ def test_what_does_not_fit_is_refused(changes: dict[str, Any], message: str) -> 
 
 def test_ignored_pixels_are_no_labels() -> None:
     targets = torch.full((40, 4, 5), 255)
-    made(targets=targets, task="segmentation", ignore_index=255)
+    kept = made(targets=targets, task="segmentation", ignore_index=255)
+    assert torch.equal(kept.targets, targets)
+    assert kept.ignore_index == 255

@@ -624,3 +624,14 @@ def test_the_size_of_b_does_not_matter(size: float, solver: LinearSolver) -> Non
     assert bool(found.converged.all())
     error = (found.value.double() - expected).norm(dim=1) / expected.norm(dim=1)
     assert float(error.max()) < 1e-4
+
+
+@pytest.mark.parametrize("size", [1e-300, 1e-200, 1e200, 1e300])
+@pytest.mark.parametrize("solver", [GMRES(), CG()])
+def test_the_size_of_b_does_not_matter_in_float64(size: float, solver: LinearSolver) -> None:
+    """1e-200 squared is zero, and zero for an answer would pass as converged."""
+    matrix, b = positive(3, 5, 0), randn(3, 5, seed=1)
+    expected = dense(matrix, b)
+    found = eq.linear_solve(times(matrix), size * b, solver=solver)
+    assert bool(found.converged.all())
+    assert float((norm(found.value / size - expected) / norm(expected)).max()) < 1e-8

@@ -45,13 +45,43 @@ def test_the_table_shows_the_numbers(report: Report) -> None:
         "as it is",
         "at equilibrium",
         "same prediction",
-        "Auto → Anderson",
+        "→ Anderson",
         "fixed steps",
         "contraction",
         "30 samples, 3 classes",
     ):
         assert part in text, part
     assert max(len(line) for line in text.splitlines()) <= 100
+
+
+def test_a_layers_name_and_every_column_fit_into_80(report: Report) -> None:
+    import dataclasses
+    import io
+
+    from rich.console import Console
+
+    name = "stages.0.layer"
+    only = dataclasses.replace(
+        report,
+        statistics={name: next(iter(report.statistics.values()))},
+        converged=None,
+        certificate={name: next(iter(dict(report.certificate or {}).values()))},
+    )
+    console = Console(file=io.StringIO(), width=80)
+    console.print(only.table())
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert text.count(name) == 2
+    for column in ("≤ 1e-3", "proven"):
+        assert column in text
+    assert "Sequential on made up (test)" in text
+
+
+def test_no_guarantee_is_no_proof() -> None:
+    from equilibria.evaluation.tables import _proven
+
+    assert _proven({"kind": "none", "rigorous": True}) == "nothing"
+    assert _proven({"kind": "contraction", "rigorous": True}) == "yes"
+    assert _proven({"kind": "contraction", "rigorous": False}) == "partly"
 
 
 def test_json_is_strict_and_complete(report: Report, tmp_path: Path) -> None:

@@ -342,3 +342,19 @@ def test_errors() -> None:
         layer(torch.zeros(1, 8, 8, 8).double())
     with pytest.raises(ValueError, match=r"lives on cpu and got x on meta"):
         layer(torch.zeros(1, 8, 8, 8, device="meta"))
+
+
+def test_looking_at_the_spectral_radius_changes_nothing() -> None:
+    """A layer in training keeps its power iterations and draws no dropout mask."""
+    torch.manual_seed(0)
+    bounded = eq.nn.NormBounded(bound=0.9)
+    layer = eq.nn.MDEQ((4, 8), groups=2, dropout=0.2, constraint=bounded).train()
+    x = torch.randn(2, 4, 4, 4)
+    before = {name: value.clone() for name, value in layer.state_dict().items()}
+    drawn = torch.get_rng_state()
+    found = layer.spectral_radius(x, generator=torch.Generator().manual_seed(0))
+    assert found.shape == (2,)
+    assert layer.training
+    assert torch.equal(torch.get_rng_state(), drawn)
+    for name, value in layer.state_dict().items():
+        assert torch.equal(value, before[name]), name

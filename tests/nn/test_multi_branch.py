@@ -36,6 +36,8 @@ from tests.problems.test_operators import randn
 
 PATCH = eq.Patches(channels=2, size=2)
 LAPS = eq.Picard(rtol=0.0, max_steps=3)
+PATIENT = eq.Picard(rtol=1e-12, max_steps=20_000, patience=5000)
+LONG = eq.Implicit(solver=eq.GMRES(max_steps=500, restart=60))
 SPLITTINGS = (
     eq.PeacemanRachford(rtol=1e-12, max_steps=2000),
     eq.ForwardBackward(rtol=1e-13, max_steps=100_000, patience=10_000),
@@ -414,11 +416,11 @@ def test_training_moves_the_branches() -> None:
 def test_a_joint_solve_splits_monotone_branches(z0: bool) -> None:
     """Their own maps σ(Wz + c) expand here; the splitting that the layer would take contracts."""
     torch.manual_seed(0)
-    layers = [MonotoneDEQ(3, kernel_size=3, m=0.1, solver=s) for s in SPLITTINGS]
+    layers = [MonotoneDEQ(3, kernel_size=3, m=0.5, solver=s) for s in SPLITTINGS]
     for layer in layers:
         layer.W.g.data.mul_(2.0)  # type: ignore[operator]
     apart = MultiBranch(layers, (4, 2)).double()
-    joint = MultiBranch(layers, (4, 2), joint=True, solver=TIGHT).double()
+    joint = MultiBranch(layers, (4, 2), joint=True, solver=PATIENT, adjoint=LONG).double()
     x = randn(2, 3, 4, 4).requires_grad_()
     expected = apart.solve(x)
     found = joint.solve(x, [z.detach() for z in expected.value] if z0 else None)
@@ -479,6 +481,11 @@ def test_errors() -> None:
     tuples = MultiBranch([MDEQ((8, 8))], (8,))
     with pytest.raises(ValueError, match=r"branch 0 must be a feature map.*got a tuple"):
         tuples(torch.randn(1, 8, 8, 8))
+
+    for joint in (False, True):
+        deep = MultiBranch([DeepOptEq(3, (2,), kernel_size=3)], (8,), joint=joint)
+        with pytest.raises(ValueError, match="the state of DeepOptEq for x"):
+            deep.solve(torch.zeros(1, 3, 8, 8), [torch.zeros(1, 3, 4, 4)])
 
     class Odd(nn.Module):
         is_equilibrium = True

@@ -39,6 +39,24 @@ def test_the_line_of_an_epoch() -> None:
     assert "mIoU 50.00%" in epoch_line({**ROW, "val_miou": 0.5}, 10)
 
 
+def test_in_80_columns_the_bar_is_one_line_with_every_number(
+    monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "80")
+    display = RichDisplay()
+    display.start(90, 391, 10, 0)
+    display.step(10, 390)
+    display.numbers(
+        {"loss": 0.5, "accuracy": 0.75, "solver_steps": 4, "residual": 1e-3, "converged": 1.0}
+    )
+    display._bar.refresh()
+    display.close()
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capfd.readouterr().err)
+    assert "epoch 11/90 390/391 loss 0.500 · acc 75% · 4.0 steps · res 1e-03 · 100% conv" in shown
+
+
 def test_the_bar_shows_everything(monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")

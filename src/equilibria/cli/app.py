@@ -12,7 +12,8 @@ import typer
 from equilibria._version import __version__
 
 from . import certify, data, evaluate, info, models, predict, train
-from .console import error_console
+from .console import complain, error_console, stop
+from .wording import as_flags
 
 __all__ = ["app", "main"]
 
@@ -70,7 +71,7 @@ def main(arguments: list[str] | None = None) -> None:
         error_console.print("interrupted", style="yellow")
         raise SystemExit(130) from None
     except KeyboardInterrupt as stopped:
-        error_console.print(str(stopped) or "interrupted", style="yellow", markup=False)
+        stop(str(stopped))
         raise SystemExit(130) from None
     except _WrongUsage as wrong:
         wrong.show()
@@ -82,8 +83,7 @@ def main(arguments: list[str] | None = None) -> None:
         if debug:
             traceback.print_exc()
         else:
-            error_console.print("[bold red]error:[/] ", end="")
-            error_console.print(_said(error), markup=False, highlight=False)
+            complain("error:", as_flags(_said(error)), "bold red")
             error_console.print("(--debug shows where)", style="dim")
         raise SystemExit(1) from None
     raise SystemExit(code if isinstance(code, int) else 0)
@@ -99,5 +99,4 @@ def _said(error: Exception) -> str:
 
 def _warn(message: Warning | str, *_: object, **__: object) -> None:
     """A warning as a line for people: no file, no source."""
-    error_console.print("[yellow]warning:[/] ", end="")
-    error_console.print(str(message), markup=False, highlight=False)
+    complain("warning:", as_flags(str(message)), "yellow")

@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
-__all__ = ["error_console", "fail", "finite", "output", "print_json", "write_json"]
+__all__ = [
+    "complain",
+    "error_console",
+    "fail",
+    "finite",
+    "make_folder",
+    "output",
+    "print_json",
+    "stop",
+    "write_json",
+]
 
 error_console = Console(stderr=True)
 
@@ -20,13 +32,25 @@ def output() -> Console:
     return Console()
 
 
+def complain(label: str, message: str, style: str) -> None:
+    """One message on stderr, its label in color; wrapped as one text."""
+    error_console.print(Text.assemble((label, style), " ", message))
+
+
 def fail(message: str, hint: str = "") -> typer.Exit:
     """Say what went wrong, and give the exception to raise: ``raise fail(...)``."""
-    error_console.print("[bold red]error:[/] ", end="")
-    error_console.print(message, markup=False, highlight=False)
+    complain("error:", message, "bold red")
     if hint:
         error_console.print(hint, markup=False, highlight=False, style="dim")
     return typer.Exit(1)
+
+
+def stop(message: str = "") -> typer.Exit:
+    """Say that the user stopped it, and give the exception to raise: ``raise stop(...)``."""
+    # Soft: a command to copy must not be cut by a line's end.
+    said = message or "interrupted"
+    error_console.print(said, style="yellow", markup=False, highlight=False, soft_wrap=True)
+    return typer.Exit(130)
 
 
 def finite(value: Any) -> Any:
@@ -43,6 +67,19 @@ def finite(value: Any) -> Any:
 def print_json(value: Any) -> None:
     """One JSON document on stdout, and nothing else."""
     typer.echo(json.dumps(finite(value), indent=1, default=str))
+
+
+def make_folder(path: Path) -> Path:
+    """The folder, made where it is missing; an error that names the flag if it cannot be."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise fail(f"--out {path}: this is a file; expected a folder.") from None
+    except OSError as error:
+        raise fail(f"--out {path}: the folder cannot be made ({error.strerror}).") from None
+    if not os.access(path, os.W_OK):
+        raise fail(f"--out {path}: the folder cannot be written to.")
+    return path
 
 
 def write_json(path: Path, value: Any) -> Path:

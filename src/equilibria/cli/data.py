@@ -29,9 +29,9 @@ def list_(as_json: Json = False) -> None:
     if as_json:
         print_json([vars(card) for card in cards])
         return
-    table = Table(Column("name", no_wrap=True), "task", "classes", "images", "what it is")
+    table = Table(Column("name", no_wrap=True), "classes", "images", "what it is")
     for card in cards:
-        table.add_row(card.name, card.task, str(card.num_classes), card.images, card.text)
+        table.add_row(card.name, str(card.num_classes), card.images, card.text)
     output().print(table)
 
 

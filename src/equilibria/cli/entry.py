@@ -8,7 +8,9 @@ import sys
 def run() -> None:
     """Run the command line; without its extra, say how to get it."""
     try:
+        import rich  # noqa: F401
         import typer  # noqa: F401
+        import yaml  # type: ignore[import-untyped, unused-ignore]  # noqa: F401
     except ImportError:
         sys.stderr.write(
             'The command line needs the train extra: pip install "equilibria[train]"\n'

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .console import fail, output, print_json
+from .console import fail, make_folder, output, print_json
 from .loading import Batch, Converged, Device, Root, Weights, device_of, load, solver_of
 
 
@@ -40,6 +40,11 @@ def evaluate(
     """Accuracy, calibration, solver statistics and certificates on a data set."""
     from equilibria import evaluation
 
+    # What is wrong with the flags is said before minutes are spent.
+    levels = _severities(severities) if corruptions else ()
+    solver = solver_of(converged)
+    if out is not None:
+        make_folder(out)
     model, dataset = prepared(weights, data, root, split, device, limit)
     report = evaluation.evaluate(
         model,
@@ -47,7 +52,7 @@ def evaluate(
         batch_size=batch_size,
         certify=certify,
         progress=not as_json,
-        solver=solver_of(converged),
+        solver=solver,
     )
     found: dict[str, Any] = report.to_dict()
     written = [] if out is None else report.save(out)
@@ -57,7 +62,7 @@ def evaluate(
         study = evaluation.corruption_study(
             model,
             dataset,
-            severities=_severities(severities),
+            severities=levels,
             batch_size=batch_size,
             progress=not as_json,
         )
@@ -91,7 +96,15 @@ def prepared(
     size = extra.get("image_size")
     square = size[0] if isinstance(size, list) and len(set(size)) == 1 else size
     dataset = room.load(name, split, root=root, image_size=square)
-    dataset = dataset.with_normalization_of(extra) if extra.get("mean") else dataset
+    if extra.get("mean"):
+        channels, given = len(extra["mean"]), dataset.images.shape[1]
+        if channels != given:
+            raise fail(
+                f"the network was trained on images of {channels} channel(s), those of {name} "
+                f"have {given}.",
+                "Give --data with images like those that it was trained on.",
+            )
+        dataset = dataset.with_normalization_of(extra)
     if limit is not None:
         dataset = dataset.subset(range(min(limit, len(dataset))))
     return model, dataset

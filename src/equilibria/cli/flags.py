@@ -16,6 +16,8 @@ from typing import Annotated, Any
 
 import typer
 
+from .wording import help_text
+
 __all__ = ["described", "existing", "from_flags", "pairs", "with_flags"]
 
 _SIMPLE = (bool, int, float, str)
@@ -56,14 +58,25 @@ def _default_text(value: Any) -> str:
     return ("on" if value else "off") if isinstance(value, bool) else str(value)
 
 
-def with_flags(kind: type, panels: Mapping[str, tuple[str, ...]]) -> Callable[[Any], Any]:
+def _help(text: str, default: Any) -> str:
+    """The field's description for the command line, with its default where that says something."""
+    said = help_text(text)
+    return said if "not given:" in said else f"{said} (default: {_default_text(default)})"
+
+
+def with_flags(
+    kind: type,
+    panels: Mapping[str, tuple[str, ...]],
+    texts: Mapping[str, str] = types.MappingProxyType({}),
+) -> Callable[[Any], Any]:
     """Decorate a command ``f(..., **given)``: every field of ``kind`` becomes a flag.
 
     A flag that is not given is not in ``given``, so that a file can stand between the flags and the
     defaults. ``panels`` groups the flags in the help; fields in no panel come under "Other".
+    ``texts`` replaces the description of a field whose flag is written otherwise than in Python.
     """
     hints = typing.get_type_hints(kind)
-    helps = described(kind)
+    helps = {**described(kind), **texts}
     places = {name: panel for panel, names in panels.items() for name in names}
 
     def parameter(field: dataclasses.Field[Any]) -> inspect.Parameter:
@@ -74,7 +87,7 @@ def with_flags(kind: type, panels: Mapping[str, tuple[str, ...]]) -> Callable[[A
         flag = f"--{field.name.replace('_', '-')}"
         option = typer.Option(
             f"{flag}/--no-{flag[2:]}" if simple is bool else flag,
-            help=f"{helps.get(field.name, '')} (default: {_default_text(default)})",
+            help=_help(helps.get(field.name, ""), default),
             show_default=False,
             rich_help_panel=places.get(field.name, "Other"),
         )
@@ -140,7 +153,7 @@ def pairs(name: str, given: list[str]) -> dict[str, Any]:
         key, sign, value = text.partition("=")
         if not sign or not key.strip():
             raise typer.BadParameter(
-                f"{text!r}: expected key=value, such as bound=1.2.", param_hint=f"--{name}"
+                f"{text!r}: expected key=value, such as depth=2.", param_hint=f"--{name}"
             )
         try:
             found[key.strip()] = yaml.safe_load(value)

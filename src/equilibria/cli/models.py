@@ -20,7 +20,10 @@ def models(
     ] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """List the networks, their size beside the papers', and what they are."""
+    """List the networks, their size beside the papers', and what they are.
+
+    For a single one its options follow: `equilibria train --option NAME=VALUE` sets them.
+    """
     from equilibria import models as room
 
     names = room.names(pattern, task)
@@ -56,6 +59,11 @@ def models(
             str(row["text"]),
         )
     output().print(table)
+    if len(names) == 1:
+        options = Table(Column("option", no_wrap=True), "default: what it is")
+        for name, text in room.describe(names[0]).options.items():
+            options.add_row(name, str(text))
+        output().print(options)
 
 
 def _size(count: object) -> str:

@@ -31,15 +31,20 @@ def predict(
     if on_corrupt not in ("raise", "skip"):
         raise fail(f"--on-corrupt {on_corrupt}: expected raise or skip.")
     model = load(weights, device_of(device))
-    answers = evaluation.predict_files(
-        model,
-        images,
-        top=top,
-        batch_size=batch_size,
-        skip_corrupt=on_corrupt == "skip",
-        solver=solver_of(converged),
-        progress=not as_json,
-    )
+    try:
+        answers = evaluation.predict_files(
+            model,
+            images,
+            top=top,
+            batch_size=batch_size,
+            skip_corrupt=on_corrupt == "skip",
+            solver=solver_of(converged),
+            progress=not as_json,
+        )
+    except ValueError as error:
+        if "not a readable image" not in str(error):
+            raise
+        raise fail(str(error), "--on-corrupt skip goes on without such files.") from error
     found = [answer.to_dict() for answer in answers]
     if out is not None:
         write_json(out, found)

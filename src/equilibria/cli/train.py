@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,8 +11,9 @@ from rich.table import Table
 
 from equilibria.training.config import TrainConfig
 
-from .console import error_console, fail, output, print_json
+from .console import error_console, fail, output, print_json, stop
 from .flags import existing, from_flags, pairs, with_flags
+from .wording import as_flags
 
 __all__ = ["train"]
 
@@ -28,7 +30,17 @@ _PANELS = {
 }
 
 
-@with_flags(TrainConfig, _PANELS)
+_TEXTS = {
+    "augment": "Names in order, such as crop,flip or 'flip,{crop: {padding: 2}}'; known: crop, "
+    "flip, cutout, resized_crop, color_jitter, rand_augment, mixup, cutmix.",
+    "model_options": "Options of the model as one mapping, '{depth: 2}'; --option sets one.",
+    "milestones": "Epochs after which the schedule step multiplies the rate by --drop: 30,60.",
+    "drop": "What the rate is multiplied by at each of --milestones.",
+    "data_root": "The folder that holds the data; not given: the local cache.",
+}
+
+
+@with_flags(TrainConfig, _PANELS, _TEXTS)
 def train(
     config: Annotated[
         Path | None,
@@ -42,7 +54,7 @@ def train(
             "--option",
             "-o",
             metavar="KEY=VALUE",
-            help="An option of the model, such as bound=1.2; may be repeated.",
+            help="An option of the model, such as depth=2; may be repeated.",
         ),
     ] = None,
     resume: Annotated[
@@ -75,9 +87,10 @@ def train(
             settings, resume=resume, overwrite=overwrite, progress=not (quiet or as_json)
         )
     except training.RunExistsError as error:
-        raise fail(
-            str(error), "--resume FOLDER goes on with it, --overwrite replaces it."
-        ) from None
+        raise fail(as_flags(str(error))) from None
+    except KeyboardInterrupt as stopped:
+        # Here, not in main: typer turns it into an exit without its message.
+        raise stop(as_flags(str(stopped))) from None
     if as_json:
         print_json({"folder": str(result.folder), "metrics": result.metrics})
         return
@@ -86,10 +99,20 @@ def train(
         table.add_row(name, f"{value:.4g}")
     output().print(table)
     error_console.print(
-        f"weights in {result.weights}\nnext: equilibria evaluate {result.folder}",
+        f"weights in {result.weights}\nnext: {_next(result.folder, settings)}",
         style="dim",
+        markup=False,
+        highlight=False,
         soft_wrap=True,
     )
+
+
+def _next(folder: Path, settings: TrainConfig) -> str:
+    """The command that evaluates the run, to be copied."""
+    words = ["equilibria", "evaluate", str(folder)]
+    if settings.data_root is not None:
+        words += ["--root", str(settings.data_root)]
+    return shlex.join(words)
 
 
 def _settings(

@@ -1,13 +1,14 @@
-"""Autocast around a solve."""
+"""Autocast around a solve, and whether float32 products are rounded to TF32."""
 
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["autocasts", "uncached"]
+__all__ = ["autocasts", "convolutions_take_tf32", "products_take_tf32", "uncached"]
 
 
 def autocasts(t: Tensor) -> bool:
@@ -27,3 +28,24 @@ def uncached(like: Tensor) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext()
     device = like.device.type
     return torch.autocast(device, dtype=torch.get_autocast_dtype(device), cache_enabled=False)
+
+
+# torch has two ways to set this. The older names raise where the newer ones were used.
+
+
+def convolutions_take_tf32() -> bool:
+    """Whether cuDNN may round float32 to TF32."""
+    try:
+        return bool(torch.backends.cudnn.allow_tf32)
+    except RuntimeError:
+        newer: Any = torch.backends.cudnn
+        return bool(newer.conv.fp32_precision == "tf32")
+
+
+def products_take_tf32() -> bool:
+    """Whether float32 products of matrices on a GPU may round to TF32."""
+    try:
+        return bool(torch.backends.cuda.matmul.allow_tf32)
+    except RuntimeError:
+        newer: Any = torch.backends.cuda.matmul
+        return bool(newer.fp32_precision == "tf32")

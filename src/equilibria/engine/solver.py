@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .options import check_number, options
+from .precision import convolutions_take_tf32, products_take_tf32
 from .tree import Leaves, map_tensors, sample_norm, without_graph
 
 _DEFAULT_RTOL = {
@@ -151,7 +152,8 @@ class Solver(ABC):
     def relative_tolerance(self, dtype: torch.dtype, device: str = "cpu") -> float:
         if self.rtol is not None:
             return self.rtol
-        if device == "cuda" and dtype == torch.float32 and torch.backends.cudnn.allow_tf32:
+        coarse = device == "cuda" and dtype == torch.float32
+        if coarse and (convolutions_take_tf32() or products_take_tf32()):
             return _TF32_RTOL
         return _DEFAULT_RTOL[dtype]
 

@@ -36,6 +36,7 @@ def rich_module() -> Any:
     """``rich``, with its tables and progress bars."""
     try:
         import rich
+        import rich.box
         import rich.console
         import rich.progress
         import rich.table

@@ -20,7 +20,9 @@ from .running import evaluating
 
 __all__ = ["Prediction", "predict_files"]
 
-_SUFFIXES = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".webp"})
+_SUFFIXES = frozenset(
+    {".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
+)
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,8 @@ def predict_files(
             raise ValueError(f"the model has {logits.shape[1]} classes, its file {len(classes)}.")
         found += _answers(kept, logits.float().softmax(1), classes, top, seen.solutions)
     if skipped:
-        warnings.warn(f"skipped {len(skipped)} files; the first: {skipped[0]}", stacklevel=2)
+        noun = "file" if len(skipped) == 1 else "files"
+        warnings.warn(f"skipped {len(skipped)} {noun}; the first: {skipped[0]}", stacklevel=2)
     return found
 
 

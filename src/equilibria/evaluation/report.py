@@ -73,9 +73,9 @@ class Report:
         rich = rich_module()
         parts: list[Any] = [metrics_table(self), summary_line(self)]
         if self.statistics:
-            parts.append(solver_table(self))
+            parts += ["", solver_table(self)]
         if self.certificate is not None:
-            parts.append(certificate_table(self.certificate))
+            parts += ["", certificate_table(self.certificate)]
         parts += [f"note: {note}" for note in self.notes]
         return rich.console.Group(*parts)
 

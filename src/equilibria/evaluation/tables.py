@@ -38,6 +38,19 @@ def number(value: Any, digits: int = 4) -> str:
     return f"{value:.{digits}g}"
 
 
+def _narrow(title: str) -> Any:
+    """A table without edges: seven columns and a layer's whole name fit into 80."""
+    rich = rich_module()
+    return rich.table.Table(
+        title=title,
+        title_justify="left",
+        box=rich.box.SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+        collapse_padding=True,
+    )
+
+
 def _cell(name: str, value: float) -> str:
     return percent(value) if name in _SHARES or name.startswith("top-") else f"{value:.4f}"
 
@@ -46,7 +59,8 @@ def metrics_table(report: Report) -> Any:
     """The headline numbers; in a second column those at the equilibria, if they were asked for."""
     rich = rich_module()
     metrics, converged = report.metrics, report.converged
-    table = rich.table.Table(title=f"{report.model} on {report.dataset} ({report.split})")
+    title = f"{report.model} on {report.dataset} ({report.split})"
+    table = rich.table.Table(title=title, min_width=len(title))
     table.add_column("")
     table.add_column("as it is" if converged is not None else "value", justify="right")
     if converged is not None:
@@ -72,8 +86,7 @@ def summary_line(report: Report) -> str:
 
 def solver_table(report: Report) -> Any:
     """Steps, residuals and shares of every layer."""
-    rich = rich_module()
-    table = rich.table.Table(title="solves")
+    table = _narrow("solves")
     table.add_column("layer", overflow="fold")
     table.add_column("solver", overflow="fold")
     names = ("steps", "residual", "at 95%", "converged", "≤ 1e-3")
@@ -89,7 +102,7 @@ def solver_table(report: Report) -> Any:
                 steps += f" (max {part.max_steps})"
             table.add_row(
                 layer_label(name),
-                part.solver.split("(")[0] + (f" → {part.chosen}" if part.chosen else ""),
+                part.solver.split("(")[0] + (f"\n→ {part.chosen}" if part.chosen else ""),
                 steps,
                 number(float(part.residual[3]), 2),
                 number(float(part.residual[5]), 2),
@@ -100,14 +113,20 @@ def solver_table(report: Report) -> Any:
     return table
 
 
+def _proven(part: Mapping[str, Any]) -> str:
+    """How far the row is a proof; where there is no guarantee, of nothing."""
+    if part["kind"] == "none":
+        return "nothing"
+    return "yes" if part["rigorous"] else "partly"
+
+
 def certificate_table(
     certificate: CompositeCertificate | Mapping[str, Guaranteed],
 ) -> Any:
     """What is proven of every layer: guarantee, share unique, worst bound on the error."""
-    rich = rich_module()
     found = certificate_dict(certificate)
     samples = max((part["samples"] for part in found.values()), default=0)
-    table = rich.table.Table(title=f"certificates ({samples} samples)")
+    table = _narrow(f"certificates ({samples} samples)")
     table.add_column("layer", overflow="fold")
     table.add_column("guarantee", min_width=11)
     for name in ("unique", "ρ ≤", "‖z − z*‖ ≤", "Lipschitz"):
@@ -121,6 +140,6 @@ def certificate_table(
             number(part["contraction"]),
             number(part["error_bound"], 3),
             number(part["lipschitz"]),
-            "yes" if part["rigorous"] else "partly",
+            _proven(part),
         )
     return table

@@ -130,7 +130,7 @@ def adjoint(default: Adjoint) -> Option:
 
 
 def linear_bound(bound: float) -> NormBounded:
-    """‖W‖ ≤ bound < 1 for kernels that lose their one equilibrium at 1 (the Gaussian: at 1.4969)."""
+    """‖W‖ ≤ bound < 1 for kernels with one equilibrium below 1 (the Gaussian: below 1.4969)."""
     return NormBounded(bound=bound)
 
 

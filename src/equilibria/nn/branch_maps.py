@@ -63,6 +63,9 @@ def _of_map(layer: MapLayer, x: Tensor, z0: Any) -> BranchMap:
         return _of_inclusion(layer, layer.solver, x, z0)
     injected = layer.inject(x)
     start = layer.start(x, *injected) if z0 is None else z0
+    check = getattr(layer, "check_state", None)
+    if check is not None:
+        check(start, x)
     bound = getattr(layer, "bound_step", None)
     step = layer.step if bound is None else bound()
 

@@ -143,8 +143,11 @@ class MonitoredMapLayer(MapLayer):
         """max |λ(J)| of each sample at z (z* if not given), an estimate by Arnoldi; [B].
 
         Below 1, plain iteration started close enough finds z*; above 1 it leaves it. That is a
-        statement about this z alone.
+        statement about this z alone. It is taken on a copy in eval mode: looking changes nothing.
         """
+        if self.training:
+            still = copy.deepcopy(self).eval()
+            return still.spectral_radius(x, z, steps=steps, generator=generator)
         with torch.no_grad():
             fn, injected = self.bound_step(), self.inject(x)
             if z is None:

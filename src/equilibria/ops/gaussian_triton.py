@@ -23,6 +23,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from equilibria.engine.precision import products_take_tf32
+
 __all__ = ["backward", "forward"]
 
 _WAVES = 4  # programs a multiprocessor: each loops over its share of the rows
@@ -137,7 +139,7 @@ def _precision(metric: Tensor) -> str:
     if metric.dtype != torch.float32:
         return "ieee"  # a half-precision product is exact before it is summed
     # Three products of ten bits each make a float32 one on the matrix units.
-    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "tf32x3"
+    return "tf32" if products_take_tf32() else "tf32x3"
 
 
 def _programs(t: Tensor, count: int, rows: int) -> int:

@@ -30,6 +30,7 @@ from equilibria.problems.error_bounds import (
 )
 from equilibria.problems.gaussian import Gaussian
 from equilibria.problems.guarantee import Guarantee, Guaranteed
+from equilibria.problems.kernels import Curvature
 from equilibria.problems.lipschitz import (
     Variable,
     features_norm,
@@ -211,17 +212,7 @@ def _certify(
         notes.append("the regularizer couples the batch: error bounds are those of all samples")
 
     curvature = tight_curvature(problem)
-    lower, upper = (
-        torch.as_tensor(t, dtype=z.dtype, device=z.device)
-        for t in (curvature.lower, curvature.upper)
-    )
-    lower, upper = (
-        (lower - 16 * UNIT * (1.0 + lower.abs())),
-        upper + 16 * UNIT * (1.0 + upper.abs()),
-    )
-    if together:
-        lower, upper = lower.min(), upper.max()
-    factor = torch.maximum((1.0 - lower).abs(), (upper - 1.0).abs())
+    lower, upper, factor = _outward(curvature, z, together=together)
     m, high, rho = (t.expand(batch) for t in (lower, upper, factor))
 
     image = problem.step(z)
@@ -279,6 +270,19 @@ def _certify(
         rigorous=derived and curvature.rigorous and not sampled,
         notes=tuple(notes),
     )
+
+
+def _outward(curvature: Curvature, z: Tensor, *, together: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """m rounded down, L rounded up, and ρ = max(|1 − m|, |L − 1|); of the worst where together."""
+    lower, upper = (
+        torch.as_tensor(t, dtype=z.dtype, device=z.device)
+        for t in (curvature.lower, curvature.upper)
+    )
+    lower = lower - 16 * UNIT * (1.0 + lower.abs())
+    upper = upper + 16 * UNIT * (1.0 + upper.abs())
+    if together:
+        lower, upper = lower.min(), upper.max()
+    return lower, upper, torch.maximum((1.0 - lower).abs(), (upper - 1.0).abs())
 
 
 def _kinds(

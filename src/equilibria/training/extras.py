@@ -17,6 +17,10 @@ def need(name: str) -> ModuleType:
                 import rich
 
                 return rich
+            case "safetensors":
+                import safetensors.torch
+
+                return safetensors.torch
             case "tensorboard":
                 import torch.utils.tensorboard
 

@@ -14,6 +14,7 @@ from torch import nn
 from equilibria.data import ImageData
 
 from .config import TrainConfig
+from .extras import need
 from .progress import RichDisplay, SilentDisplay
 from .randomness import keep_random_state
 from .running import Run, TrainResult, process_rank
@@ -55,6 +56,7 @@ def fit(
             f"fit takes a TrainConfig, got {type(config).__name__}; TrainConfig.from_yaml(path) "
             "reads a file."
         )
+    need("safetensors")  # now, not when the weights are to be saved
     display = RichDisplay() if progress and process_rank() == 0 else SilentDisplay()
     try:
         with keep_random_state(), _quiet():

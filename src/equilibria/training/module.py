@@ -139,7 +139,9 @@ class EquilibriumModule(pl.LightningModule):
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         x, y = batch
         self._batch = batch
-        watched = self.step % self.config.log_every == 0
+        # The first step of an epoch too: a short one would have no statistics otherwise.
+        per_epoch = self.steps_per_epoch or self.config.log_every
+        watched = self.step % self.config.log_every == 0 or self.step % per_epoch == 0
         penalty: Tensor | None = None
         if self._penalty.active:
             with self._penalty.collect() as found:

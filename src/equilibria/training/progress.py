@@ -12,6 +12,7 @@ from .extras import need
 __all__ = ["RichDisplay", "SilentDisplay", "epoch_line"]
 
 _REFRESH = 0.1  # seconds between two movements of the bar
+_WIDE = 110  # columns that the bar, the time and the numbers in full words need
 
 
 class SilentDisplay:
@@ -57,11 +58,13 @@ class RichDisplay(SilentDisplay):
         )
 
         self._console = Console(stderr=True, highlight=False)
+        # In a narrow terminal rich would drop the count of batches to make room for the numbers.
+        self._short = self._console.width < _WIDE
+        wide = [] if self._short else [BarColumn(bar_width=20), TimeRemainingColumn()]
         self._bar = Progress(
             TextColumn("{task.description}"),
-            BarColumn(bar_width=20),
             MofNCompleteColumn(),
-            TimeRemainingColumn(),
+            *wide,
             TextColumn("{task.fields[numbers]}"),
             console=self._console,
             transient=True,
@@ -88,7 +91,7 @@ class RichDisplay(SilentDisplay):
             self._bar.update(self._task, completed=batch, description=self._title(epoch))
 
     def numbers(self, latest: Mapping[str, float]) -> None:
-        self._bar.update(self._task, numbers=_numbers(latest))
+        self._bar.update(self._task, numbers=_numbers(latest, short=self._short))
 
     def validating(self) -> None:
         self._bar.update(self._task, description="validating")
@@ -104,17 +107,21 @@ class RichDisplay(SilentDisplay):
         self._bar.stop()
 
 
-def _numbers(latest: Mapping[str, float]) -> str:
+_FORMS = {
+    "loss": ("loss {:.3f}", "loss {:.3f}"),
+    "accuracy": ("acc {:.1%}", "acc {:.0%}"),
+    "solver_steps": ("{:.1f} steps", "{:.1f} steps"),
+    "residual": ("residual {:.1e}", "res {:.0e}"),
+    "converged": ("{:.0%} converged", "{:.0%} conv"),
+    "failed": ("{:.1%} failed", "{:.0%} failed"),
+}
+
+
+def _numbers(latest: Mapping[str, float], *, short: bool = False) -> str:
     """loss 0.412 · acc 87.5% · 4.0 steps · residual 3.1e-03 · 100% converged."""
     parts = []
-    for name, form in (
-        ("loss", "loss {:.3f}"),
-        ("accuracy", "acc {:.1%}"),
-        ("solver_steps", "{:.1f} steps"),
-        ("residual", "residual {:.1e}"),
-        ("converged", "{:.0%} converged"),
-        ("failed", "{:.1%} failed"),
-    ):
+    for name, forms in _FORMS.items():
+        form = forms[short]
         value = latest.get(name, math.nan)
         if math.isfinite(value) and not (name == "failed" and value == 0.0):
             parts.append(form.format(value))

@@ -153,7 +153,11 @@ def test_nothing_in_nothing_out() -> None:
 def test_black_images() -> None:
     black = torch.zeros(1, 3, 16, 16, dtype=torch.uint8)
     for kind in CORRUPTIONS:
-        corrupt(black, kind, 5)
+        found = corrupt(black, kind, 5)
+        assert found.dtype == torch.uint8, kind
+        assert found.shape == black.shape, kind
+        if "blur" in kind or kind in ("contrast", "pixelate", "jpeg_compression"):
+            assert int(found.max()) <= 1, kind  # nothing to spread, nothing to lose
 
 
 def test_errors_say_what_is_allowed() -> None:
