@@ -110,11 +110,14 @@ def test_second_and_third_derivatives(interpreted: Any) -> None:
 
 def test_rows_are_those_of_patches() -> None:
     r = torch.randn(2, 6, 4, 8)
-    patches = Patches(channels=3, size=2)
-    assert torch.equal(split_rows(r, 3, 2), patches.split(r))
+    rows = split_rows(r, 3, 2)
+    assert torch.equal(rows, Patches(channels=3, size=2).split(r))
+    # Patch 5 of a sample: group 0, second row of patches, second column; channels first.
+    assert torch.equal(rows[1, 5], r[1, 0:3, 2:4, 2:4].flatten())
     for layout in (torch.contiguous_format, torch.channels_last):
         like = r.to(memory_format=layout)
-        merged = merge_rows(split_rows(like, 3, 2), like, 3, 2)
+        last = layout == torch.channels_last
+        merged = merge_rows(split_rows(like, 3, 2), r.shape, 3, 2, channels_last=last)
         assert torch.equal(merged, r)
         assert merged.is_contiguous(memory_format=layout)
 

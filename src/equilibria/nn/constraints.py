@@ -41,8 +41,8 @@ class NormBounded:
     steps: int = 4
     """Power iterations for each evaluation in training mode. While weights move fast the norm runs
     ahead of its estimate: under a bound of 0.95, in the first epochs of small convolutional layers
-    at a high learning rate, it was seen to reach 1.7 with one step and 1.25 with four (AdamW on
-    small dense weights: 1.38 with one, 1.02 with ten). It falls back as the rate does."""
+    at a high learning rate, it reached 1.7 with one and 1.25 with four (benchmarks/norm_lag.py).
+    It falls back as the rate does. Small dense weights under AdamW want more still."""
 
     def __post_init__(self) -> None:
         check_number(self, "bound", low=0.0, low_open=True)

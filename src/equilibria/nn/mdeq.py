@@ -47,9 +47,8 @@ class MDEQ(MonitoredMapLayer):
     Group norm after every convolution makes the map blind to the scale of its weights, and with all
     its gains at 1 (``calm=1``, the authors' start) no solver finds a fixed point of an untrained
     MDEQ: they train a shallow weight-tied network first. With ``calm=0.2`` the gains start so that
-    the input speaks louder than the state, and the untrained layer converges (ours; measured:
-    9 to 25 Anderson steps to 1e-4, spectral radius 0.35 to 0.75). To train the shallow network
-    first all the same, set ``layer.solver, layer.adjoint = Picard(rtol=0.0, max_steps=10),
+    the input speaks louder than the state, and the untrained layer converges (ours). To train the
+    shallow network first all the same, set ``layer.solver, layer.adjoint = Picard(rtol=0.0, max_steps=10),
     Unrolled()``.
 
     Args:

@@ -9,6 +9,7 @@ order in a, c, M and γ.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.util import find_spec
 
 import torch
@@ -36,11 +37,13 @@ def split_rows(r: Tensor, channels: int, size: int) -> Tensor:
     return blocks.permute(0, 1, 3, 5, 2, 4, 6).reshape(b, -1, channels * size * size)
 
 
-def merge_rows(rows: Tensor, like: Tensor, channels: int, size: int) -> Tensor:
-    """The inverse, in the memory format of ``like``."""
-    b, c, h, w = like.shape
+def merge_rows(
+    rows: Tensor, shape: Sequence[int], channels: int, size: int, *, channels_last: bool
+) -> Tensor:
+    """The inverse, [B, P, c_s·p²] → ``shape`` [B, C, H, W], lying in memory as asked: one copy."""
+    b, c, h, w = shape
     blocks = rows.reshape(b, c // channels, h // size, w // size, channels, size, size)
-    if like.stride(1) == 1 and c > 1:
+    if channels_last:
         pixels = blocks.permute(0, 2, 5, 3, 6, 1, 4).reshape(b, h, w, c)
         return pixels.contiguous().permute(0, 3, 1, 2)
     return blocks.permute(0, 1, 4, 2, 5, 3, 6).reshape(b, c, h, w).contiguous()
@@ -52,7 +55,8 @@ def plain_message(
     """The message in plain PyTorch: the twin, and the oracle, of the fused form."""
     r = a - c
     message, _ = gaussian_message(split_rows(r, channels, size), metric, gamma)
-    return merge_rows(message, r, channels, size)
+    last = r.stride(1) == 1 and r.shape[1] > 1
+    return merge_rows(message, r.shape, channels, size, channels_last=last)
 
 
 def can_fuse(a: Tensor, c: Tensor, metric: Tensor | None, channels: int, size: int) -> bool:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from equilibria.engine.options import check_number, options
+from equilibria.ops.gaussian_patches import merge_rows, split_rows
 
 __all__ = ["Patches"]
 
@@ -68,10 +69,7 @@ class Patches:
         if r.ndim != 4:
             raise ValueError(f"Patches.split takes [B, C, H, W], got shape {tuple(r.shape)}.")
         self.check(r.shape)
-        b, c, h, w = r.shape
-        k, p = self.channels, self.size
-        blocks = r.reshape(b, c // k, k, h // p, p, w // p, p)
-        return blocks.permute(0, 1, 3, 5, 2, 4, 6).reshape(b, -1, self.width)
+        return split_rows(r, self.channels, self.size)
 
     def merge(
         self,
@@ -88,16 +86,11 @@ class Patches:
                 f"Patches.merge(memory_format={memory_format}): expected torch.contiguous_format "
                 "or torch.channels_last."
             )
-        b, c, h, w = shape
-        expected = (b, self.count(shape), self.width)
+        expected = (shape[0], self.count(shape), self.width)
         if tuple(rows.shape) != expected:
             raise ValueError(
                 f"Patches.merge: a map of shape {tuple(shape)} has rows of shape {expected}, "
                 f"got {tuple(rows.shape)}."
             )
-        k, p = self.channels, self.size
-        blocks = rows.reshape(b, c // k, h // p, w // p, k, p, p)
-        if memory_format == torch.channels_last:
-            pixels = blocks.permute(0, 2, 5, 3, 6, 1, 4).reshape(b, h, w, c)
-            return pixels.contiguous().permute(0, 3, 1, 2)
-        return blocks.permute(0, 1, 4, 2, 5, 3, 6).reshape(b, c, h, w).contiguous()
+        last = memory_format == torch.channels_last
+        return merge_rows(rows, shape, self.channels, self.size, channels_last=last)
