@@ -48,8 +48,8 @@ class MDEQ(MonitoredMapLayer):
     its gains at 1 (``calm=1``, the authors' start) no solver finds a fixed point of an untrained
     MDEQ: they train a shallow weight-tied network first. With ``calm=0.2`` the gains start so that
     the input speaks louder than the state, and the untrained layer converges (ours). To train the
-    shallow network first all the same, set ``layer.solver, layer.adjoint = Picard(rtol=0.0, max_steps=10),
-    Unrolled()``.
+    shallow network first all the same, set
+    ``layer.solver, layer.adjoint = Picard(rtol=0.0, max_steps=10), Unrolled()``.
 
     Args:
         channels: of each scale, the finest first.
