@@ -11,7 +11,7 @@ import typer
 
 from equilibria._version import __version__
 
-from . import certify, data, evaluate, info, models, predict, train
+from . import certify, data, evaluate, info, models, predict, theory, train
 from .console import complain, error_console, stop
 from .wording import as_flags
 
@@ -54,6 +54,7 @@ app.command("predict")(predict.predict)
 app.command("certify")(certify.certify)
 app.command("models")(models.models)
 app.add_typer(data.app, name="data")
+app.add_typer(theory.app, name="theory")
 app.command("info")(info.info)
 
 

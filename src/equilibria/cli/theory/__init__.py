@@ -1,0 +1,14 @@
+"""``equilibria theory``: bounds, tangent kernels, trajectories, landscapes, the audit."""
+
+from __future__ import annotations
+
+import typer
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    help="What the papers prove, on your own model: bounds, tangent kernels, solver paths, loss "
+    "landscapes, and an audit of every proposition.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+)
