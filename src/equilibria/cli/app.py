@@ -11,7 +11,7 @@ import typer
 
 from equilibria._version import __version__
 
-from . import certify, data, evaluate, info, models, predict, theory, train
+from . import bench, certify, data, evaluate, info, models, predict, reproduce, theory, train
 from .console import complain, error_console, stop
 from .wording import as_flags
 
@@ -52,9 +52,11 @@ app.command("train")(train.train)
 app.command("evaluate")(evaluate.evaluate)
 app.command("predict")(predict.predict)
 app.command("certify")(certify.certify)
+app.command("bench")(bench.bench)
 app.command("models")(models.models)
 app.add_typer(data.app, name="data")
 app.add_typer(theory.app, name="theory")
+app.command("reproduce")(reproduce.reproduce)
 app.command("info")(info.info)
 
 

@@ -59,7 +59,8 @@ def load(path: Path, device: torch.device) -> nn.Module:
             f"{where}.",
             "Give the run folder that `equilibria train` printed, or its model.safetensors.",
         )
-    return models.load(file, device=str(device)).eval()
+    # Published weights may be stored in half precision; images come in float32.
+    return models.load(file, device=str(device), dtype=torch.float32).eval()
 
 
 def solver_of(rtol: float | None) -> Any:

@@ -25,7 +25,7 @@ _PANELS = {
     ),
     "Machine": (
         *("accelerator", "devices", "nodes", "strategy", "precision"),
-        *("channels_last", "compile", "workers"),
+        *("channels_last", "compile", "cuda_graphs", "workers"),
     ),
 }
 

@@ -9,7 +9,15 @@ from equilibria.nn import NormBounded, PolynomialEq, SigmoidEq
 from equilibria.problems import FixedGamma, MeanPatchEnergy, Patches
 
 from . import options as opt
-from .branches import ADJOINT, SOLVER, geq_branches, kernel_branches, mopteq_branches
+from .branches import (
+    ADJOINT,
+    EXPRESS,
+    EXPRESS_ADJOINT,
+    SOLVER,
+    geq_branches,
+    kernel_branches,
+    mopteq_branches,
+)
 from .registry import ModelSpec
 
 __all__ = ["SPECS"]
@@ -66,6 +74,8 @@ def _gaussian(size: _Size, patch: Patches, *, kerdeq: bool) -> ModelSpec:
         image_size=size.image_size,
         options={
             **_shared(size, size.channels, NormBounded(bound=1.2)),
+            "solver": opt.solver(EXPRESS),
+            "adjoint": opt.adjoint(EXPRESS_ADJOINT),
             "patch": opt.patch(patch),
             "hidden": opt.integer(size.hidden, "columns of W_h"),
             "gamma": opt.gamma(gamma),

@@ -25,7 +25,11 @@ _CHUNK = 1 << 24
 
 
 def save(
-    model: nn.Module, path: str | os.PathLike[str], *, extra: Mapping[str, Any] | None = None
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    extra: Mapping[str, Any] | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Path:
     """Write the weights and the configuration of a network to one file.
 
@@ -37,6 +41,8 @@ def save(
         path: where to; its folder must exist.
         extra: what should travel with it, in JSON's types: class names, mean and deviation,
             metrics. None keeps ``model.extra``.
+        dtype: what floating weights are rounded to, such as torch.float16 for half the size; None
+            keeps them as they are.
 
     Returns:
         The path.
@@ -59,18 +65,27 @@ def save(
         "extra": _extra_text(network.extra if extra is None else extra),
     }
     tensors = {
-        name: value.detach().cpu().contiguous().clone()
+        name: _rounded(value.detach(), dtype).cpu().contiguous().clone()
         for name, value in network.state_dict().items()
     }
     _write(place, _safetensors().torch.save(tensors, metadata))
     return place
 
 
-def load(path: str | os.PathLike[str], *, device: str | torch.device = "cpu") -> Network:
+def _rounded(value: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return value if dtype is None or not value.is_floating_point() else value.to(dtype)
+
+
+def load(
+    path: str | os.PathLike[str],
+    *,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype | None = None,
+) -> Network:
     """The network of a file that ``save`` wrote, in evaluation mode.
 
     ``model.config`` says what it is, ``model.extra`` what was saved with it. The dtype is the
-    file's. Names, shapes and dtypes are checked against the network that the configuration
+    file's if not given. Names, shapes and dtypes are checked against the network that the configuration
     describes before a weight is taken over.
 
     Raises:
@@ -80,7 +95,7 @@ def load(path: str | os.PathLike[str], *, device: str | torch.device = "cpu") ->
     header = read_header(path)
     model = _build(path, header)
     _check_weights(path, header["tensors"], model.state_dict())
-    tensors = _read(path)
+    tensors = {name: _rounded(value, dtype) for name, value in _read(path).items()}
     # The network was laid out without memory; the file's tensors become its weights.
     model.load_state_dict(tensors, strict=True, assign=True)
     model.extra = header["extra"]

@@ -10,7 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from equilibria.ops.pooling import average_pool
+
 __all__ = [
+    "AveragePool",
     "ModelConfig",
     "Network",
     "Shape",
@@ -97,6 +100,20 @@ def features_to_logits(channels: int, num_classes: int) -> nn.Sequential:
         nn.Flatten(),
         nn.Linear(channels, num_classes),
     )
+
+
+class AveragePool(nn.Module):
+    """Means over blocks of ``size`` × ``size`` pixels, which must divide the map."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size
+
+    def forward(self, x: Tensor) -> Tensor:
+        return average_pool(x, self.size, self.size)
+
+    def extra_repr(self) -> str:
+        return str(self.size)
 
 
 def upsample(x: Tensor, like: Tensor) -> Tensor:

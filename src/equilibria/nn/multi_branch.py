@@ -18,6 +18,7 @@ from equilibria.engine.adjoint import Adjoint
 from equilibria.engine.result import ConvergenceWarning, Solution
 from equilibria.engine.solver import Solver
 from equilibria.entry import fixed_point
+from equilibria.ops.pooling import average_pool
 from equilibria.problems.certificate import certify
 from equilibria.problems.guarantee import Guaranteed
 from equilibria.problems.map_certificate import CompositeCertificate
@@ -129,9 +130,11 @@ class MultiBranch(nn.Module):
                     "factors."
                 )
         pooled = {size: x}
-        for scale in self.scales:
+        for scale in sorted(set(self.scales), reverse=True):
             if scale not in pooled:
-                pooled[scale] = F.avg_pool2d(x, (size[0] // scale[0], size[1] // scale[1]))
+                finer = min(s for s in pooled if s[0] % scale[0] == 0 and s[1] % scale[1] == 0)
+                factors = finer[0] // scale[0], finer[1] // scale[1]
+                pooled[scale] = average_pool(pooled[finer], *factors)
         return tuple(pooled[scale] for scale in self.scales)
 
     def solve(self, x: Tensor, z0: Sequence[Any] | None = None, **options: Any) -> BranchSolution:
@@ -277,5 +280,5 @@ def _resize(z: Tensor, size: tuple[int, int]) -> Tensor:
     if (height, width) == size:
         return z
     if height >= size[0] and width >= size[1]:
-        return F.avg_pool2d(z, (height // size[0], width // size[1]))
+        return average_pool(z, height // size[0], width // size[1])
     return F.interpolate(z, size=size, mode="nearest")

@@ -20,7 +20,7 @@ from equilibria.problems import (
     Prior,
 )
 from equilibria.problems.norms import NormBound
-from equilibria.problems.solving import minimize
+from equilibria.problems.solving import minimize_from
 from equilibria.solvers import Auto, ProximalGradient
 
 from .constraints import Constraint, NormBounded, constrain
@@ -159,7 +159,8 @@ class WeightedLayer(EquilibriumLayer):
             bounds = self.nominal_bounds(problem)
             if bounds is not None:
                 chosen["solver"] = _Decided(choice=solver.for_problem(lambda: bounds))
-        return minimize(problem, start, **chosen)
+        zero = z0 is None and type(self).start is WeightedLayer.start
+        return minimize_from(problem, start, zero_start=zero, **chosen)
 
     def extra_repr(self) -> str:
         kernel = f", kernel_size={self.kernel_size}" if self.convolutional else ""

@@ -16,7 +16,7 @@ from torch.library import triton_op, wrap_triton
 from . import gaussian_triton as kernels
 from .gaussian import gaussian_message
 
-__all__ = ["message"]
+__all__ = ["message", "row_energies"]
 
 
 def message(
@@ -28,6 +28,14 @@ def message(
         return found
     found = _Message.apply(a, c, metric, gamma, channels, size)  # type: ignore[no-untyped-call]
     return found
+
+
+def row_energies(c: Tensor, metric: Tensor, channels: int, size: int) -> Tensor:
+    """⟨rᵢM, rᵢ⟩ of every row of c, [B, P] float32, without a gradient."""
+    if torch.compiler.is_compiling():
+        found: Tensor = _energies(c, metric, channels, size)
+        return found
+    return kernels.energies(c, metric, channels, size, _direct)
 
 
 def _direct(kernel: Any) -> Any:
@@ -98,6 +106,11 @@ def _operation(
     a: Tensor, c: Tensor, metric: Tensor, gamma: Tensor, channels: int, size: int
 ) -> Tensor:
     return kernels.forward(a, c, metric, gamma, channels, size, wrap_triton)
+
+
+@triton_op("equilibria::gaussian_patch_energies", mutates_args=())
+def _energies(c: Tensor, metric: Tensor, channels: int, size: int) -> Tensor:
+    return kernels.energies(c, metric, channels, size, wrap_triton)
 
 
 @triton_op("equilibria::gaussian_patches_backward", mutates_args=())

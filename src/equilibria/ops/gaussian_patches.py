@@ -17,17 +17,27 @@ from torch import Tensor
 
 from equilibria.engine.transforms import functorch_active, transforms_active
 
-from .gaussian import gaussian_message
+from .gaussian import gaussian_energies, gaussian_message
 
-__all__ = ["can_fuse", "fused_message", "merge_rows", "permuted", "plain_message", "split_rows"]
+__all__ = [
+    "TRITON",
+    "can_fuse",
+    "fused_message",
+    "merge_rows",
+    "patch_energies",
+    "permuted",
+    "plain_message",
+    "split_rows",
+]
 
 _WIDEST = 128
 """Rows longer than this do not fit the registers."""
 
 # Registered with torch when the package is imported: torch.compile cannot follow it later.
-_FUSED = bool(torch.version.cuda or torch.version.hip) and find_spec("triton") is not None
-if _FUSED:
+TRITON = bool(torch.version.cuda or torch.version.hip) and find_spec("triton") is not None
+if TRITON:
     from .gaussian_fused import message as _message
+    from .gaussian_fused import row_energies as _row_energies
 
 
 def split_rows(r: Tensor, channels: int, size: int) -> Tensor:
@@ -64,7 +74,7 @@ def can_fuse(a: Tensor, c: Tensor, metric: Tensor | None, channels: int, size: i
 
     Maps that are not channels-last are left to the plain form, which reads them in better order.
     """
-    if not _FUSED or a.device.type != "cuda" or metric is None or channels * size * size > _WIDEST:
+    if not TRITON or a.device.type != "cuda" or metric is None or channels * size * size > _WIDEST:
         return False
     if a.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return False
@@ -88,3 +98,12 @@ def fused_message(
     rate = gamma.to(torch.float32).expand(a.shape[0]).contiguous()
     found: Tensor = _message(a, c, permuted(metric, channels, size), rate, channels, size)
     return found
+
+
+@torch.no_grad()
+def patch_energies(c: Tensor, metric: Tensor | None, channels: int, size: int) -> Tensor:
+    """⟨rᵢM, rᵢ⟩ of every patch of c, [B, P] in float32 or better, in no order that is promised."""
+    if metric is not None and can_fuse(c, c, metric, channels, size):
+        found: Tensor = _row_energies(c, permuted(metric, channels, size), channels, size)
+        return found
+    return gaussian_energies(split_rows(c, channels, size), metric)

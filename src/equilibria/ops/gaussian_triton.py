@@ -9,6 +9,10 @@ Forward reads a and c and writes out; backward reads a, c and the incoming gradi
 A row is c_s channels of p × p pixels, read where it lies: no tensor of rows is made. Columns are
 taken in the order (dy, dx, channel), in which a channels-last row is runs of c_s numbers; M is
 permuted to it by the caller. The plain twin, and the oracle, is ``ops/gaussian.py``.
+
+Both are linear in something that callers scale: forward writes scale·out, backward takes scale·g
+for g. A sample with γ < 0 is read as if a = c (its message is 0): so samples that failed, whose
+numbers may be NaN, are kept out at no cost.
 """
 
 # A kernel is Triton's language, not Python: its parameters are pointers and tiles without types.
@@ -25,7 +29,7 @@ from torch import Tensor
 
 from equilibria.engine.precision import products_take_tf32
 
-__all__ = ["backward", "forward"]
+__all__ = ["backward", "energies", "forward"]
 
 _WAVES = 4  # programs a multiprocessor: each loops over its share of the rows
 _TILE = 4096  # numbers a tile
@@ -51,7 +55,7 @@ def _offsets(
 
 @triton.jit
 def _forward_kernel(
-    a, c, metric, gamma, out,
+    a, c, metric, gamma, out, scale,
     count, groups, across, down,
     asb, asc, ash, asw, csb, csc, csh, csw, osb, osc, osh, osw,
     CS: tl.constexpr, P: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
@@ -68,18 +72,40 @@ def _forward_kernel(
         ct, _ = _offsets(rows, columns, groups, across, down, csb, csc, csh, csw, CS, P)
         left = tl.load(a + at, mask=mask, other=0.0).to(tl.float32)
         right = tl.load(c + ct, mask=mask, other=0.0).to(tl.float32)
-        r = (left - right).to(m.dtype)
+        rate = tl.load(gamma + sample, mask=rows < count, other=0.0)
+        # Chosen after the loads, which then wait for nothing. A NaN is not a failure: it must show.
+        r = tl.where((rate < 0.0)[:, None], 0.0, left - right).to(m.dtype)
         v = tl.dot(r, m, input_precision=PRECISION)
         s = tl.maximum(tl.sum(r.to(tl.float32) * v, 1), 0.0)
-        rate = tl.load(gamma + sample, mask=rows < count, other=0.0)
-        e = tl.exp(-tl.minimum(rate * s, 110.0))
+        e = scale * tl.exp(-tl.minimum(rate * s, 110.0))
         ot, _ = _offsets(rows, columns, groups, across, down, osb, osc, osh, osw, CS, P)
         tl.store(out + ot, (e[:, None] * v).to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
+def _energy_kernel(
+    c, metric, out,
+    count, groups, across, down, csb, csc, csh, csw,
+    CS: tl.constexpr, P: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    columns = tl.arange(0, COLUMNS)
+    live = columns < WIDTH
+    square = columns[:, None] * WIDTH + columns[None, :]
+    m = tl.load(metric + square, mask=live[:, None] & live[None, :], other=0.0)
+    for block in range(tl.program_id(0), tl.cdiv(count, ROWS), tl.num_programs(0)):
+        rows = block * ROWS + tl.arange(0, ROWS)
+        mask = (rows < count)[:, None] & live[None, :]
+        at, _ = _offsets(rows, columns, groups, across, down, csb, csc, csh, csw, CS, P)
+        r = tl.load(c + at, mask=mask, other=0.0).to(m.dtype)
+        v = tl.dot(r, m, input_precision=PRECISION)
+        s = tl.maximum(tl.sum(r.to(tl.float32) * v, 1), 0.0)
+        tl.store(out + rows, s, mask=rows < count)
+
+
+@triton.jit
 def _backward_kernel(
-    a, c, metric, gamma, g, dr, partial, dgamma,
+    a, c, metric, gamma, g, dr, partial, dgamma, scale,
     count, groups, across, down,
     asb, asc, ash, asw, csb, csc, csh, csw, gsb, gsc, gsh, gsw, osb, osc, osh, osw,
     CS: tl.constexpr, P: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
@@ -100,11 +126,13 @@ def _backward_kernel(
         left = tl.load(a + at, mask=mask, other=0.0).to(tl.float32)
         right = tl.load(c + ct, mask=mask, other=0.0).to(tl.float32)
         up = tl.load(g + gt, mask=mask, other=0.0)
-        r = (left - right).to(m.dtype)
+        rate = tl.load(gamma + sample, mask=rows < count, other=0.0)
+        failed = (rate < 0.0)[:, None]
+        r = tl.where(failed, 0.0, left - right).to(m.dtype)
+        up = tl.where(failed, 0.0, up)
         v = tl.dot(r, m, input_precision=PRECISION)
         s = tl.maximum(tl.sum(r.to(tl.float32) * v, 1), 0.0)
-        rate = tl.load(gamma + sample, mask=rows < count, other=0.0)
-        e = tl.exp(-tl.minimum(rate * s, 110.0))
+        e = scale * tl.exp(-tl.minimum(rate * s, 110.0))
         e = tl.where(rate * s >= 110.0, 0.0, e)
         gm = tl.dot(up.to(m.dtype), m, input_precision=PRECISION)
         wide = up.to(tl.float32)
@@ -151,16 +179,40 @@ def _programs(t: Tensor, count: int, rows: int) -> int:
 
 
 def forward(
-    a: Tensor, c: Tensor, metric: Tensor, gamma: Tensor, channels: int, size: int, wrap: Any
+    a: Tensor,
+    c: Tensor,
+    metric: Tensor,
+    gamma: Tensor,
+    channels: int,
+    size: int,
+    wrap: Any,
+    scale: float = 1.0,
 ) -> Tensor:
-    """e·v for every row of a − c. a, c [B, C, H, W]; metric [k, k] permuted; gamma [B] float32."""
+    """scale·e·v for every row of a − c, lying in memory as c.
+
+    a, c [B, C, H, W]; metric [k, k] permuted; gamma [B] float32.
+    """
     count, groups, across, down = _layout(a, channels, size)
     rows, columns = _blocks(channels * size * size)
-    out = torch.empty_like(a)
+    out = torch.empty_like(c)
     wrap(_forward_kernel)[(_programs(a, count, rows),)](
-        a, c, metric, gamma, out,
+        a, c, metric, gamma, out, scale,
         count, groups, across, down,
         *a.stride(), *c.stride(), *out.stride(),
+        CS=channels, P=size, WIDTH=channels * size * size, ROWS=rows, COLUMNS=columns,
+        PRECISION=_precision(metric), num_warps=_WARPS,
+    )  # fmt: skip
+    return out
+
+
+def energies(c: Tensor, metric: Tensor, channels: int, size: int, wrap: Any) -> Tensor:
+    """⟨rᵢM, rᵢ⟩ of every row of c, [B, P] float32, rows in the order (y, x, group)."""
+    count, groups, across, down = _layout(c, channels, size)
+    rows, columns = _blocks(channels * size * size)
+    out = c.new_empty((c.shape[0], count // c.shape[0]), dtype=torch.float32)
+    wrap(_energy_kernel)[(_programs(c, count, rows),)](
+        c, metric, out,
+        count, groups, across, down, *c.stride(),
         CS=channels, P=size, WIDTH=channels * size * size, ROWS=rows, COLUMNS=columns,
         PRECISION=_precision(metric), num_warps=_WARPS,
     )  # fmt: skip
@@ -178,17 +230,18 @@ def backward(
     with_metric: bool,
     with_gamma: bool,
     wrap: Any,
+    scale: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dr [B, C, H, W], dM [k, k] float32, dγ [B] float32); the last two empty if not asked for."""
     count, groups, across, down = _layout(a, channels, size)
     width = channels * size * size
     rows, columns = _blocks(width)
     programs = _programs(a, count, rows)
-    dr = torch.empty_like(a)
+    dr = torch.empty_like(c)
     partial = a.new_empty((programs if with_metric else 0, width, width), dtype=torch.float32)
     dgamma = a.new_empty(count if with_gamma else 0, dtype=torch.float32)
     wrap(_backward_kernel)[(programs,)](
-        a, c, metric, gamma, g, dr, partial, dgamma,
+        a, c, metric, gamma, g, dr, partial, dgamma, scale,
         count, groups, across, down,
         *a.stride(), *c.stride(), *g.stride(), *dr.stride(),
         CS=channels, P=size, WIDTH=width, ROWS=rows, COLUMNS=columns,

@@ -15,7 +15,8 @@ from equilibria.ops.gaussian import (
     gaussian_message_jvp,
     gaussian_weights,
 )
-from equilibria.ops.gaussian_patches import can_fuse, fused_message
+from equilibria.ops.gaussian_patches import can_fuse, fused_message, patch_energies
+from equilibria.ops.gaussian_planes import can_unshuffle, merge_planes, plane_rows
 from equilibria.problems.gamma import GammaPolicy, as_gamma
 from equilibria.problems.kernels import Coupling, Curvature
 from equilibria.problems.norms import (
@@ -97,10 +98,18 @@ class Gaussian(Coupling):
             self.gamma = self._check_gamma(gamma)
         else:
             self.policy = as_gamma(gamma)
-            with torch.no_grad():
-                energies = gaussian_energies(self._rows(c), self.metric)
-            self.gamma = self.policy(energies)
+            self.gamma = self.policy(self._start_energies())
         self._mu_upper: dict[bool, float] = {}
+
+    def _start_energies(self) -> Tensor:
+        """‖rᵢW_h‖² at z = 0, where r = c. [B, P]."""
+        with torch.no_grad():
+            if self.patches is None:
+                return gaussian_energies(self._rows(self.c), self.metric)
+            cut = self.patches.channels, self.patches.size
+            if can_unshuffle(self.c):
+                return gaussian_energies(plane_rows(self.c, *cut), self.metric)
+            return patch_energies(self.c, self.metric, *cut)
 
     def _make_metric(self, hidden: Tensor | None, metric: Tensor | None) -> Tensor | None:
         if hidden is not None and metric is not None:
@@ -190,16 +199,28 @@ class Gaussian(Coupling):
         return -0.5 * weights.sum(-1) / self.gamma
 
     def grad(self, z: Tensor) -> Tensor:
+        return self._pull(z, down=False)
+
+    def descent(self, z: Tensor) -> Tensor:
+        """−∇q(z) = Wᵀ·merge(e^{−γsᵢ}rᵢM), r = c − Wz: the sign costs no pass."""
+        return self._pull(z, down=True)
+
+    def _pull(self, z: Tensor, *, down: bool) -> Tensor:
+        """Wᵀ of the message of Wz − c, or of c − Wz: messages are odd in r."""
+        self.check_state(z)
+        image = self.operator(z)
+        first, second = (self.c, image) if down else (image, self.c)
         if self.patches is not None and self.metric is not None:
-            self.check_state(z)
             cut = self.patches.channels, self.patches.size
-            image = self.operator(z)
             if can_fuse(image, self.c, self.metric, *cut):
-                message = fused_message(image, self.c, self.metric, self.gamma, *cut)
+                message = fused_message(first, second, self.metric, self.gamma, *cut)
                 return self.operator.adjoint(message, z.shape[1:])
-            r = image - self.c
+            r = first - second
+            if can_unshuffle(r):
+                message, _ = gaussian_message(plane_rows(r, *cut), self.metric, self.gamma)
+                return self.operator.adjoint(merge_planes(message, r.shape, cut[1]), z.shape[1:])
         else:
-            r = self._residual(z)
+            r = first - second
         message, _ = gaussian_message(self._rows(r), self.metric, self.gamma)
         return self.operator.adjoint(self._merge(message, r), z.shape[1:])
 

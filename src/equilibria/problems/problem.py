@@ -28,8 +28,16 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
+from equilibria.problems.gaussian import Gaussian
 from equilibria.problems.kernels import Coupling, Curvature, per_sample_sum
-from equilibria.problems.priors import Free, Prior, WithL1, at_least_float32, check_step
+from equilibria.problems.priors import (
+    Free,
+    NonNegative,
+    Prior,
+    WithL1,
+    at_least_float32,
+    check_step,
+)
 from equilibria.problems.regularizers import L1, Regularizer
 
 if TYPE_CHECKING:
@@ -189,6 +197,8 @@ class Problem(HiddenProblem):
         """Entry by entry. The domain of ``f`` is convex and holds ``z*``: no farther from it."""
         if isinstance(self._prior, Free):
             return z
+        if type(self._prior) is NonNegative and not torch.is_grad_enabled():
+            return torch.relu(z)  # the same in one pass; its gradient at 0 is another
         return torch.where(torch.isinf(self._prior.value(z)), self._prior.prox(z, 1e-12), z)
 
     def _force(self, z: Tensor) -> Tensor:
@@ -199,6 +209,12 @@ class Problem(HiddenProblem):
         if self.regularize == "prox":
             return force + (z - self._smooth.prox(z))
         return force + self._smooth.grad(z)
+
+    def _push(self, z: Tensor) -> Tensor:
+        """Minus the force."""
+        if self._smooth is None and isinstance(self.coupling, Gaussian):
+            return self.coupling.descent(z)
+        return -self._force(z)
 
     def _penalty(self, regularizer: Regularizer, z: Tensor) -> Tensor:
         """``R`` or its envelope: ``[B]``, or ``R/B`` for all where it couples the batch."""
@@ -220,9 +236,13 @@ class Problem(HiddenProblem):
 
     def step(self, z: Tensor, tau: float | Tensor = 1.0) -> Tensor:
         tau = per_sample(tau, z)
+        pushed = self._push(z)
         if isinstance(tau, float) and tau == 1.0:
-            return self._prior.prox(-self._force(z))
-        moved = ((1.0 - tau) * z - tau * self._force(z)).to(z.dtype)
+            return self._prior.prox(pushed)
+        if isinstance(tau, float):
+            moved = torch.add((1.0 - tau) * z, pushed, alpha=tau).to(z.dtype)
+        else:
+            moved = ((1.0 - tau) * z + tau * pushed).to(z.dtype)
         return self._prior.prox(moved, tau)
 
     def snap(self, z: Tensor, tau: float) -> Tensor:

@@ -11,11 +11,12 @@ from torch import Tensor
 
 from equilibria.engine.adjoint import Adjoint
 from equilibria.engine.result import Solution
-from equilibria.engine.solver import Solver
+from equilibria.engine.solver import Choice, Solver
 from equilibria.entry import TrajectoryCallback, fixed_point
 from equilibria.solvers import Auto
 
-from .problem import HiddenProblem
+from .express import express, serves
+from .problem import HiddenProblem, Problem
 
 
 def minimize(
@@ -33,6 +34,29 @@ def minimize(
     m ⪯ ∇²g ⪯ L and says in ``Solution.choice`` what it took. Gradients by ``adjoint`` reach the
     input c and all weights. Where G is not convex the answer is a stationary point.
     """
+    start = problem.default_start() if z0 is None else z0
+    return minimize_from(
+        problem,
+        start,
+        zero_start=z0 is None and type(problem) is Problem,
+        solver=solver,
+        adjoint=adjoint,
+        throw=throw,
+        callback=callback,
+    )
+
+
+def minimize_from(
+    problem: HiddenProblem,
+    start: Tensor,
+    *,
+    zero_start: bool,
+    solver: Solver | None = None,
+    adjoint: Adjoint | None = None,
+    throw: bool = False,
+    callback: TrajectoryCallback | None = None,
+) -> Solution[Tensor]:
+    """``minimize`` from a start that the caller may know to be zero, which saves work."""
     chooser = Auto() if solver is None else solver
 
     def bounds() -> tuple[Any, Any]:
@@ -40,6 +64,10 @@ def minimize(
         return found.lower, found.upper
 
     choice = chooser.for_problem(bounds)
+    if callback is None and not throw and _may_take_express(problem, choice, adjoint):
+        assert isinstance(problem, Problem)
+        quick = express(problem, start, choice, adjoint, zero_start=zero_start)
+        return dataclasses.replace(quick, choice=choice.reason)
     tau = choice.tau
     args: tuple[Tensor, ...] = ()
     step: Callable[..., Tensor]
@@ -60,7 +88,6 @@ def minimize(
         def step(z: Tensor, *inputs: Tensor) -> Tensor:
             return problem.with_inputs(*inputs).step(z, tau)
 
-    start = problem.default_start() if z0 is None else z0
     found = fixed_point(
         step,
         start,
@@ -72,3 +99,8 @@ def minimize(
     )
     # Solvers that extrapolate may end a little outside (ReLU: −1e-6), where G is infinite.
     return dataclasses.replace(found, value=problem.into_domain(found.value), choice=choice.reason)
+
+
+def _may_take_express(problem: HiddenProblem, choice: Choice, adjoint: Adjoint | None) -> bool:
+    # A compiler follows the general path; the express lane has nothing left to fuse.
+    return not torch.compiler.is_compiling() and serves(problem, choice, adjoint)

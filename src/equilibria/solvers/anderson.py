@@ -81,10 +81,7 @@ class Anderson(Solver):
 
     def step(self, point: Point, state: AndersonState) -> tuple[Leaves, AndersonState]:
         slot = state.count % self.memory
-        candidate = point.f
-        if self.damping != 1.0:
-            pairs = zip(point.z, point.f, strict=True)
-            candidate = [torch.lerp(z, f, self.damping) for z, f in pairs]
+        candidate = self._candidate(point, state, slot)
         state.residuals.write(slot, point.residual)
         state.candidates.write(slot, candidate)
         state = self._insert(state, slot, state.residuals.dot_slot(slot))
@@ -99,6 +96,18 @@ class Anderson(Solver):
         if state.residuals.functional:
             weights = _settle(weights, slot, point)
         return state.candidates.combine(weights.transpose(1, 2)), state
+
+    def _candidate(self, point: Point, state: AndersonState, slot: int) -> Leaves:
+        """z + βr, written where it is kept."""
+        if self.damping == 1.0:
+            return point.f
+        pairs = zip(point.z, point.f, strict=True)
+        if state.candidates.functional or state.count == 0:  # the first is returned as it is
+            return [torch.lerp(z, f, self.damping) for z, f in pairs]
+        kept = state.candidates.slot(slot)
+        for (z, f), out in zip(pairs, kept, strict=True):
+            torch.lerp(z, f, self.damping, out=out)
+        return kept
 
     def _insert(self, state: AndersonState, slot: int, row: Tensor) -> AndersonState:
         """Write one row and column of the Gram matrix, with the ridge; row [B, 1, used]."""

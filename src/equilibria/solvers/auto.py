@@ -14,7 +14,7 @@ from equilibria.engine.tree import Leaves
 
 from .anderson import Anderson
 from .picard import Picard
-from .proximal_gradient import ProximalGradient
+from .proximal_gradient import ProximalGradient, proximal_step
 
 _EASY = 0.3
 _SHARED = tuple(f.name for f in dataclasses.fields(Solver))
@@ -24,11 +24,13 @@ _SHARED = tuple(f.name for f in dataclasses.fields(Solver))
 class Auto(Solver):
     """Choose by the contraction factor ρ = max(|1 − m|, |L − 1|) of the layer's map, and say so.
 
-    ρ ≤ 0.3: Picard (a step gains half a digit, nothing beats it). ρ < 1: Anderson. ρ ≥ 1, where
-    plain iteration may oscillate: ProximalGradient, which converges wherever m > 0 and descends
-    everywhere. The tolerances and limits given here are handed on; ``max_steps`` is at least 500
-    for ProximalGradient unless it was set. ``Solution.choice`` says what was chosen and why.
-    On a plain fixed point, where no bounds are known, Auto is Anderson.
+    ρ ≤ 0.3: Picard (a step gains half a digit, nothing beats it). ρ < 1: Anderson, damped by
+    β = min(1, 2/(m + L)), which centers the spectrum of I − J. ρ ≥ 1, where plain iteration may
+    oscillate: Anderson on T_τ with τ = 2/(m + L) if m > 0, for then T_τ contracts with the factor
+    (L − m)/(L + m); else ProximalGradient, which descends everywhere. The tolerances and limits
+    given here are handed on; ``max_steps`` is at least 500 for ProximalGradient unless it was set.
+    ``Solution.choice`` says what was chosen and why. On a plain fixed point, where no bounds are
+    known, Auto is Anderson.
     """
 
     def for_problem(self, bounds: Bounds) -> Choice:
@@ -40,22 +42,31 @@ class Auto(Solver):
         if factor <= _EASY:
             return Choice(self._as(Picard), 1.0, f"Picard: {known}, so plain iteration is fastest")
         if factor < 1.0:
-            return Choice(self._as(Anderson), 1.0, f"Anderson: {known}")
+            damping = min(1.0, float((2.0 / (m + upper)).min()))
+            return Choice(self._as(Anderson, damping=damping), 1.0, f"Anderson: {known}")
         if not bool(torch.isfinite(upper).all()):
             return Choice(
                 self._as(Anderson), 1.0, "Anderson: no bound on the curvature is known (local only)"
             )
+        why = f"plain iteration is no contraction ({known})"
+        if bool((m > 0).all()):
+            tau = proximal_step(modulus, smoothness, accelerate=False)
+            rate = float(((upper - m) / (upper + m)).max())
+            reason = (
+                f"Anderson on ProximalGradient's step T_τ: {why}; G is strongly convex, and T_τ "
+                f"contracts with {rate:.3g}"
+            )
+            return Choice(self._as(Anderson), tau, reason)
         chosen = self._as(ProximalGradient)
-        convex = "strongly convex" if bool((m > 0).all()) else "not certified convex"
         choice = chosen.for_problem(lambda: (modulus, smoothness))
-        reason = f"ProximalGradient: plain iteration is no contraction ({known}); G is {convex}"
+        reason = f"ProximalGradient: {why}; G is not certified convex"
         return Choice(chosen, choice.tau, reason)
 
-    def _as(self, kind: type[Solver]) -> Solver:
+    def _as(self, kind: type[Solver], **own: Any) -> Solver:
         shared = {name: getattr(self, name) for name in _SHARED}
         if kind is ProximalGradient and self.max_steps == Solver.max_steps:
             shared["max_steps"] = ProximalGradient.max_steps
-        return kind(**shared)
+        return kind(**shared, **own)
 
     def for_map(self) -> Solver:
         return self._as(Anderson)

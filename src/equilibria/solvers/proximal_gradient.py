@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -76,6 +77,9 @@ def proximal_step(
     modulus: float | Tensor, smoothness: float | Tensor, *, accelerate: bool
 ) -> float | Tensor:
     """τ = 1/L with acceleration, 2/(m + L) without (1/L where m ≤ 0 or is not known)."""
+    if isinstance(modulus, float) and isinstance(smoothness, float) and 0 < smoothness < math.inf:
+        known = not accelerate and 0.0 < modulus < math.inf
+        return 2.0 / (modulus + smoothness) if known else 1.0 / smoothness
     m = torch.as_tensor(modulus, dtype=torch.float64)
     upper = torch.as_tensor(smoothness, dtype=torch.float64)
     if bool(torch.isinf(upper).any()) or bool((upper <= 0).any()):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from .config import TrainConfig
 from .extras import need
+from .graphs import GraphedModel
 from .storing import SaveError
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CheckpointError",
     "EquilibriumModule",
+    "GraphedModel",
     "Interrupted",
     "NonFiniteLoss",
     "RunExistsError",

@@ -33,7 +33,7 @@ FORMAT = 1
 _FREE = frozenset(
     {
         *("out", "data_root", "download", "workers", "log_every", "on_corrupt"),
-        *("accelerator", "devices", "nodes", "strategy", "compile", "early_stop"),
+        *("accelerator", "devices", "nodes", "strategy", "compile", "cuda_graphs", "early_stop"),
     }
 )
 

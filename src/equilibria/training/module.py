@@ -14,6 +14,7 @@ from equilibria.nn import observe
 
 from .config import TrainConfig
 from .extras import need
+from .graphs import GraphedModel
 from .nonfinite import Guard, NonFiniteLoss, describe, examine
 from .optimizers import gradient_norm, make_optimizer, scale_gradients
 from .penalty import JacobianPenalty
@@ -75,7 +76,7 @@ class EquilibriumModule(pl.LightningModule):
         self._batch: tuple[Tensor, Tensor] | None = None
         self._trained = [p for p in model.parameters() if p.requires_grad]
         # Not an attribute that torch registers: the compiled model is the model itself.
-        self.__dict__["_compiled"] = torch.compile(model, dynamic=False) if config.compile else None
+        self.__dict__["_compiled"] = _made_fast(model, config)
         metrics = need("torchmetrics")
         kept = {"num_classes": num_classes, "ignore_index": ignore_index, "validate_args": False}
         self.val_accuracy = metrics.MulticlassAccuracy(average="micro", **kept)
@@ -136,6 +137,13 @@ class EquilibriumModule(pl.LightningModule):
 
     # ------------------------------------------------------------------ training
 
+    def on_fit_start(self) -> None:
+        if self.config.cuda_graphs and self.device.type != "cuda":
+            raise ValueError(
+                f"TrainConfig(cuda_graphs=True): this run is on {self.device.type}, and CUDA graphs "
+                "need a CUDA device; leave cuda_graphs out."
+            )
+
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         x, y = batch
         self._batch = batch
@@ -182,7 +190,7 @@ class EquilibriumModule(pl.LightningModule):
     def _run(self, x: Tensor, watched: bool) -> Tensor:
         if not watched:
             return self.forward(x)
-        if self.config.compile:
+        if self.__dict__["_compiled"] is not None:
             logits = self.forward(x)
             self._watch_apart(x[:_WATCHED])
             return logits
@@ -193,7 +201,7 @@ class EquilibriumModule(pl.LightningModule):
 
     @torch.no_grad()
     def _watch_apart(self, x: Tensor) -> None:
-        """A compiled solve cannot be seen: solve a few samples again, in eval mode, uncompiled."""
+        """A compiled or replayed solve cannot be seen: solve a few samples again, in eval mode."""
         modes = [(m, m.training) for m in self.model.modules()]
         self.model.eval()
         try:
@@ -291,6 +299,16 @@ class EquilibriumModule(pl.LightningModule):
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": schedule, "interval": "step", "frequency": 1},
         }
+
+
+def _made_fast(model: nn.Module, config: TrainConfig) -> Callable[[Tensor], Tensor] | None:
+    """The model as training steps call it, if not as it is."""
+    if config.cuda_graphs:
+        return GraphedModel(model)
+    if config.compile:
+        compiled: Callable[[Tensor], Tensor] = torch.compile(model, dynamic=False)
+        return compiled
+    return None
 
 
 def _raise(report: dict[str, Any]) -> NoReturn:

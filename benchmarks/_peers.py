@@ -1,0 +1,108 @@
+"""The six-branch GEQ and the GEQ stack as a peer would write them: plain PyTorch under torchdeq."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class PeerMap:
+    """z ↦ ReLU(Wᵀ·unpatch(eᵢrᵢW_hW_hᵀ)) of a GEQ layer at one input (Algorithm 1)."""
+
+    def __init__(self, layer: Any, x: Tensor) -> None:
+        self.cs, self.p = layer.patch.channels, layer.patch.size
+        self.weight, self.hidden = layer.W.weight, layer.hidden_weight()
+        self.c = layer.U(x)
+        with torch.no_grad():
+            h = self._rows(self.c) @ self.hidden.to(self.c.dtype)
+            self.gamma = 0.2 / h.float().square().sum(-1).mean(1)
+        self.pixels = x.shape[2:]
+        self.channels = layer.channels
+
+    def _rows(self, r: Tensor) -> Tensor:
+        b, c, h, w = r.shape
+        r = r.reshape(b, c // self.cs, self.cs, h // self.p, self.p, w // self.p, self.p)
+        return r.permute(0, 1, 3, 5, 2, 4, 6).reshape(b, -1, self.cs * self.p**2)
+
+    def _merge(self, rows: Tensor, shape: torch.Size) -> Tensor:
+        b, c, h, w = shape
+        blocks = rows.reshape(b, c // self.cs, h // self.p, w // self.p, self.cs, self.p, self.p)
+        return blocks.permute(0, 1, 4, 2, 5, 3, 6).reshape(b, c, h, w)
+
+    def __call__(self, z: Tensor) -> Tensor:
+        r = self.c - F.conv2d(z, self.weight, padding=self.weight.shape[2] // 2)
+        rows = self._rows(r)
+        h = rows @ self.hidden
+        e = torch.exp(-self.gamma[:, None] * h.float().square().sum(-1))
+        message = e[..., None] * (h @ self.hidden.mT)
+        merged = self._merge(message, r.shape)
+        out = F.conv_transpose2d(
+            merged, self.weight.to(merged.dtype), padding=self.weight.shape[2] // 2
+        )
+        return torch.relu(out).to(z.dtype)
+
+    def start(self, x: Tensor) -> Tensor:
+        return torch.zeros(
+            x.shape[0], self.channels, *self.pixels, device=x.device, dtype=torch.float32
+        )
+
+
+class PeerBranches(nn.Module):
+    """The network of ``model`` (geq_cifar_*), its six branches solved as one by torchdeq."""
+
+    def __init__(self, model: Any, deq: Any) -> None:
+        super().__init__()
+        self.model, self.deq = model, deq
+        self.states: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        whole = self.model.branches
+        inputs = whole.split(self.model.stem(x))
+        maps = [PeerMap(layer, u) for layer, u in zip(whole.branches, inputs, strict=True)]
+
+        def step(*states: Tensor) -> tuple[Tensor, ...]:
+            return tuple(f(z) for f, z in zip(maps, states, strict=True))
+
+        start = tuple(f.start(u) for f, u in zip(maps, inputs, strict=True))
+        found, _info = self.deq(step, start)
+        states = list(found[-1])
+        self.states = [z.detach() for z in states]
+        out: Tensor = self.model.head(self.model.fusion(whole.merge(states)))
+        return out
+
+
+class PeerLayer(nn.Module):
+    """One GEQ layer solved by torchdeq, in the place of the layer itself."""
+
+    def __init__(self, layer: Any, deq: Any) -> None:
+        super().__init__()
+        self.layer, self.deq = layer, deq
+        self.state: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        f = PeerMap(self.layer, x)
+        found, _info = self.deq(f, f.start(x))
+        value = found[-1]
+        value = value[0] if isinstance(value, (list, tuple)) else value
+        self.state = value.detach()
+        return value.to(x.dtype)
+
+
+@torch.no_grad()
+def residuals(layer: Any, x: Tensor, z: Tensor, samples: int = 16) -> Tensor:
+    """‖T(z) − z‖/‖T(z)‖ of the first samples, in float64, [samples]."""
+    import copy
+
+    exact = copy.deepcopy(layer).double().eval()
+    with torch.autocast(x.device.type, enabled=False):
+        problem = exact.problem(x[:samples].double())
+        here = z[:samples].double()
+        there = problem.step(here)
+    moved = (there - here).flatten(1).norm(dim=1)
+    return moved / there.flatten(1).norm(dim=1)
+
+
+__all__ = ["PeerBranches", "PeerLayer", "PeerMap", "residuals"]

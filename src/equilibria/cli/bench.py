@@ -1,0 +1,188 @@
+"""``equilibria bench``: where the time of a network goes, and what would help."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from .console import fail, make_folder, output, print_json
+from .flags import pairs
+from .loading import Batch, Device, Root, device_of, load
+
+__all__ = ["bench"]
+
+
+def bench(
+    weights: Annotated[
+        Path | None,
+        typer.Argument(help="A trained network: model.safetensors, or the folder of a run."),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="A network by name, with weights at random, instead.")
+    ] = None,
+    option: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--option",
+            "-o",
+            metavar="KEY=VALUE",
+            help="With --model: an option of it, such as depth=2; may be repeated.",
+        ),
+    ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option("--data", help="Images to run on: a name or a folder; else random ones."),
+    ] = None,
+    root: Root = None,
+    shape: Annotated[
+        str | None,
+        typer.Option(help="Random images of this shape, such as 3,32,32; else the network's own."),
+    ] = None,
+    batch_size: Batch = 64,
+    device: Device = None,
+    precision: Annotated[
+        str, typer.Option(help="32-true, bf16-mixed or 16-mixed, as in training.")
+    ] = "32-true",
+    channels_last: Annotated[
+        bool, typer.Option("--channels-last", help="Memory format of images and convolutions.")
+    ] = False,
+    compile_: Annotated[
+        bool,
+        typer.Option("--compile", help="Time it compiled; the parts are of the eager network."),
+    ] = False,
+    train: Annotated[bool, typer.Option(help="Time a training step too.")] = True,
+    repeats: Annotated[int, typer.Option(min=1, help="Rounds of measurement, at most.")] = 20,
+    budget: Annotated[
+        float, typer.Option(min=0.0, help="Seconds of rounds a pass, after which no more begin.")
+    ] = 20.0,
+    try_: Annotated[
+        bool, typer.Option("--try", help="Measure each suggestion beside the network as it is.")
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="Write bench.json and bench.png into this folder.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Where the time goes: map, solver, adjoint, rest; steps per sample; and what would help.
+
+    A copy of the network runs real training steps and inferences. The optimizer's rate is 0, so
+    that its weights stay as they are.
+    """
+    from equilibria.evaluation import timing
+
+    if (weights is None) == (model is None):
+        raise fail("give weights or --model, one of them.", "`equilibria models` lists the names.")
+    if data is not None and shape is not None:
+        raise fail("--data and --shape: give one of them.")
+    if option and model is None:
+        raise fail("--option is for --model; trained weights have their options.")
+    if out is not None:
+        make_folder(out)
+    target = device_of(device)
+    options = pairs("option", option or [])
+    images = None if data is None else _loaded(data, root, weights, target)
+    if weights is not None:
+        network: Any = load(weights, target)
+    else:
+        network = _created(str(model), {**_sizes(images, shape), **options}).to(target)
+    x, y = (
+        _random(network, shape, batch_size)
+        if images is None
+        else _batch(network, images, batch_size)
+    )
+    profile = timing.profile_model(
+        network,
+        x,
+        y,
+        train=train,
+        repeats=repeats,
+        budget=budget,
+        precision=precision,
+        channels_last=channels_last,
+        compile=compile_,
+        try_suggestions=try_,
+        progress=not as_json,
+    )
+    written = [] if out is None else profile.save(out)
+    if as_json:
+        print_json(profile.to_dict())
+        return
+    console = output()
+    for table in profile.tables():
+        console.print(table)
+        console.print()
+    if written:
+        console.print("wrote " + ", ".join(str(path) for path in written), soft_wrap=True)
+
+
+def _loaded(data: str, root: Path | None, weights: Path | None, device: Any) -> Any:
+    """The test images, of the size that the weights were trained on."""
+    from equilibria import data as room
+
+    size = None
+    if weights is not None:
+        network: Any = load(weights, device)
+        size = network.extra.get("image_size")
+        size = size[0] if isinstance(size, list) and len(set(size)) == 1 else size
+    return room.load(data, "test", root=root, image_size=size)
+
+
+def _sizes(images: Any, shape: str | None) -> dict[str, int]:
+    """What a network by name must take: the shape asked for, or that of the images."""
+    if images is not None:
+        return {
+            "num_classes": len(images.classes),
+            "in_channels": images.channels,
+            "image_size": int(images.images.shape[-1]),
+        }
+    if shape is None:
+        return {}
+    channels, height, width = _parsed(shape)
+    if height != width:
+        raise fail(f"--shape {shape}: networks by name take square images.")
+    return {"in_channels": channels, "image_size": height}
+
+
+def _created(name: str, options: dict[str, Any]) -> Any:
+    from equilibria import models
+
+    return models.create(name, **options)
+
+
+def _parsed(shape: str) -> tuple[int, int, int]:
+    try:
+        found = tuple(int(part) for part in shape.split(","))
+    except ValueError:
+        found = ()
+    if len(found) != 3 or min(found) < 1:
+        raise fail(f"--shape {shape}: expected channels,height,width, such as 3,32,32.")
+    return found[0], found[1], found[2]
+
+
+def _random(network: Any, shape: str | None, batch: int) -> tuple[Any, None]:
+    """Standard normal images, as normalized ones are."""
+    import torch
+
+    if shape is not None:
+        size = _parsed(shape)
+    else:
+        config = network.config
+        size = (config.in_channels, config.image_size, config.image_size)
+    draw = torch.Generator().manual_seed(0)
+    return torch.randn(batch, *size, generator=draw), None
+
+
+def _batch(network: Any, images: Any, batch: int) -> tuple[Any, Any]:
+    """The first images, normalized as the network was trained, and their targets."""
+    from equilibria.evaluation.running import check_pair, model_input
+
+    if getattr(network, "extra", {}).get("mean"):
+        images = images.with_normalization_of(network.extra)
+    check_pair(network, images)
+    part = images.subset(range(min(batch, len(images))))
+    targets = part.targets.long()
+    if images.ignore_index is not None:
+        targets = targets.masked_fill(targets == images.ignore_index, -100)
+    return model_input(network, part, part.images), targets

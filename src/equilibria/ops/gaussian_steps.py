@@ -1,0 +1,163 @@
+"""The Gaussian message and its derivative without autograd, for solves that know what they need.
+
+    message(a) = scale·e·v,   pull(a, g) = (dr, dM, dγ) of ⟨scale·g, e·v⟩,   r = a − c cut into rows
+
+Fused on a GPU where ``can_fuse`` allows it, plain elsewhere; both leave out samples that failed.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .gaussian import gaussian_message, gaussian_message_jvp
+from .gaussian_patches import TRITON, can_fuse, merge_rows, permuted, split_rows
+
+__all__ = ["PatchMessage", "blank", "residual_norms", "threshold_sum"]
+
+
+class PatchMessage:
+    """The message of one batch: c [B, C, H, W], metric M [k, k], gamma [B], cut = (c_s, p).
+
+    ``failed`` [B] names samples that are read as if a = c, so that their NaN reaches nothing.
+    """
+
+    def __init__(
+        self,
+        c: Tensor,
+        metric: Tensor,
+        gamma: Tensor,
+        cut: tuple[int, int],
+        failed: Tensor | None = None,
+    ) -> None:
+        self.c, self.metric, self.cut = c, metric.to(c.dtype), cut
+        self.failed = failed
+        self.fused = can_fuse(c, c, self.metric, *cut)
+        wide = torch.promote_types(gamma.dtype, torch.float32)
+        self.gamma = gamma.to(wide).expand(c.shape[0])
+        if failed is not None:
+            self.gamma = torch.where(failed, 1.0, self.gamma)  # it may be NaN there
+        if self.fused:
+            self._metric = permuted(self.metric, *cut)
+            rate = self.gamma.to(torch.float32)
+            # The kernels know a failed sample by γ < 0.
+            self._rate = (rate if failed is None else torch.where(failed, -1.0, rate)).contiguous()
+
+    def message(self, a: Tensor | None, scale: float) -> Tensor:
+        """scale·e·v, [B, C, H, W] lying in memory as c; None is a = 0."""
+        if self.fused:
+            from . import gaussian_triton as kernels
+
+            given = self.c.new_zeros(()).expand_as(self.c) if a is None else a
+            return kernels.forward(
+                given, self.c, self._metric, self._rate, *self.cut, _direct, scale
+            )
+        rows = self._rows(a)
+        message, _ = gaussian_message(rows, self.metric, self.gamma)
+        return self._merge(scale * message)
+
+    def pull(
+        self, a: Tensor, g: Tensor, scale: float, *, with_metric: bool, with_gamma: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """(dr [B, C, H, W], dM [k, k] or None, dγ [B] or None) of ⟨scale·g, message⟩."""
+        if self.fused:
+            from . import gaussian_triton as kernels
+
+            dr, dm, dgamma = kernels.backward(
+                a,
+                self.c,
+                self._metric,
+                self._rate,
+                g,
+                *self.cut,
+                with_metric,
+                with_gamma,
+                _direct,
+                scale,
+            )
+            found = self._restored(dm) if with_metric else None
+            return dr, found, dgamma if with_gamma else None
+        return self._plain_pull(a, g, scale, with_metric, with_gamma)
+
+    def _plain_pull(
+        self, a: Tensor, g: Tensor, scale: float, with_metric: bool, with_gamma: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        rows, up = self._rows(a), scale * split_rows(g, *self.cut)
+        # The derivative of the message is symmetric: what pushes forward pulls back.
+        dr = self._merge(gaussian_message_jvp(rows, up, self.metric, self.gamma))
+        if not (with_metric or with_gamma):
+            return dr, None, None
+        message, s = gaussian_message(rows, self.metric, self.gamma)
+        along = (up.to(s.dtype) * message.to(s.dtype)).sum(-1)  # e⟨g, v⟩, [B, P]
+        dm = dgamma = None
+        if with_metric:
+            e = torch.exp(-self.gamma.unsqueeze(-1) * s).unsqueeze(-1)
+            weight = (self.gamma.unsqueeze(-1) * along).unsqueeze(-1)
+            wide = rows.to(s.dtype)
+            dm = torch.einsum("bpi,bpj->ij", wide, e * up.to(s.dtype) - weight * wide)
+        if with_gamma:
+            dgamma = -(s * along).sum(-1)
+        return dr, dm, dgamma
+
+    def _rows(self, a: Tensor | None) -> Tensor:
+        r = -self.c if a is None else a - self.c
+        if self.failed is not None:
+            r = torch.where(self.failed.view(-1, 1, 1, 1), 0.0, r)
+        return split_rows(r, *self.cut)
+
+    def _merge(self, rows: Tensor) -> Tensor:
+        last = self.c.stride(1) == 1 and self.c.shape[1] > 1
+        return merge_rows(rows, self.c.shape, *self.cut, channels_last=last).to(self.c.dtype)
+
+    def _restored(self, dm: Tensor) -> Tensor:
+        """Rows and columns from the kernels' order (dy, dx, channel) to (channel, dy, dx)."""
+        k, p = self.cut
+        blocks = dm.view(p, p, k, p, p, k).permute(2, 0, 1, 5, 3, 4)
+        return blocks.reshape(dm.shape)
+
+
+def residual_norms(f: Tensor, z: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(‖f − z‖, ‖f‖) of every sample, [B], in float32 or better; None is z = 0."""
+    if _vectors(f, f if z is None else z):
+        from .pointwise_triton import residual_norms as fused
+
+        return fused(f, z)
+    wide = torch.promote_types(f.dtype, torch.float32)
+    scale: Tensor = torch.linalg.vector_norm(f.flatten(1), dim=1, dtype=wide)
+    if z is None:
+        return scale, scale
+    moved: Tensor = torch.linalg.vector_norm((f - z).flatten(1), dim=1, dtype=wide)
+    return moved, scale
+
+
+def threshold_sum(z: Tensor, g: Tensor, d: Tensor, y: Tensor, kappa: float) -> Tensor:
+    """g + κd + y where z > 0, else 0."""
+    if _vectors(z, g, d, y):
+        from .pointwise_triton import masked_sum
+
+        return masked_sum(z, g, d, y, kappa)
+    return torch.where(z > 0, torch.add(g, d, alpha=kappa) + y, 0.0)
+
+
+def blank(z: Tensor, failed: Tensor) -> Tensor:
+    """z, in place, with zeros for the samples of ``failed`` [B]; the others are not touched."""
+    if _vectors(z):
+        from .pointwise_triton import blank as fused
+
+        return fused(z, failed)
+    return z.masked_fill_(failed.view(-1, *[1] * (z.ndim - 1)), 0.0)
+
+
+def _vectors(*tensors: Tensor) -> bool:
+    """Whether the kernels serve: on a GPU, of one dtype, dense and alike in memory."""
+    first = tensors[0]
+    if not TRITON or not first.is_cuda or first.dtype == torch.float64:
+        return False
+    dense = first.is_contiguous() or first.is_contiguous(memory_format=torch.channels_last)
+    return dense and all(
+        t.dtype == first.dtype and t.stride() == first.stride() for t in tensors[1:]
+    )
+
+
+def _direct(kernel: object) -> object:
+    return kernel

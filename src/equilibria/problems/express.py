@@ -1,0 +1,254 @@
+"""The express lane: a fixed number of steps on a Gaussian patch problem, with nothing between them.
+
+    z ← T_τ(z) = ReLU((1 − τ)z − τWᵀm(Wz − c)),   m(r) = e·rM patch by patch,   ``max_steps`` times
+
+and, in the backward pass, u = Σₖ (Jᵀ)ᵏ g for k < ``steps`` of Phantom(form="neumann"), J = ∂T_τ/∂z:
+
+    Jᵀu = (1 − τ)d − τWᵀH(Wd),   d = u where z > 0,   H = the derivative of m, which is symmetric.
+
+The answer is that of the general path (any solver, any adjoint, autograd), which is its oracle.
+What is saved is everything around the arithmetic: one kernel a message, the update inside the
+second convolution, no pass for tests and clean-ups, no graph in the forward pass. Backward keeps c
+and z alone and evaluates Wz again. The active set is that of the returned z (at an equilibrium
+z > 0 is where the argument of the ReLU is positive).
+
+A sample that diverges or meets NaN returns its start, gets no gradient and harms no other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from equilibria.adjoints import Phantom
+from equilibria.engine.adjoint import Adjoint
+from equilibria.engine.result import BackwardStats, Result, Solution, Stats
+from equilibria.engine.solver import Choice, Solver
+from equilibria.engine.transforms import functorch_active, transforms_active
+from equilibria.ops.gaussian_steps import PatchMessage, blank, residual_norms, threshold_sum
+from equilibria.solvers import Picard, ProximalGradient
+
+from .convolutions import ConvOperator
+from .gaussian import Gaussian
+from .priors import NonNegative
+from .problem import HiddenProblem, Problem
+
+__all__ = ["express", "serves"]
+
+
+def serves(problem: HiddenProblem, choice: Choice, adjoint: Adjoint | None) -> bool:
+    """Whether the express lane gives what these options ask for."""
+    if not isinstance(problem, Problem) or problem.regularizer is not None:
+        return False
+    q = problem.coupling
+    if type(problem.prior) is not NonNegative or type(q) is not Gaussian:
+        return False
+    if q.patches is None or q.metric is None or not _plain(q.operator, q.c):
+        return False
+    if not isinstance(choice.tau, float) or not _steps_alone(choice.solver):
+        return False
+    if transforms_active() or functorch_active():
+        return False
+    if not torch.is_grad_enabled():
+        return True
+    return isinstance(adjoint, Phantom) and adjoint.form == "neumann" and adjoint.damping == 1.0
+
+
+def _steps_alone(solver: Solver) -> bool:
+    """Whether a step of the solver is the map itself, a given number of times."""
+    if not solver.fixed_steps:
+        return False
+    if isinstance(solver, ProximalGradient):
+        return not solver.accelerate
+    return type(solver) is Picard and solver.damping == 1.0
+
+
+def _plain(w: object, c: Tensor) -> bool:
+    """A convolution that keeps the pixels, in the precision of c."""
+    if type(w) is not ConvOperator or w.groups != 1 or w.stride != (1, 1):
+        return False
+    kh, kw = w.weight.shape[2:]
+    return kh % 2 == kw % 2 == 1 and w.padding == (kh // 2, kw // 2) and w.weight.dtype == c.dtype
+
+
+@dataclass
+class _Lane:
+    """What is fixed in one solve, and what it found."""
+
+    tau: float
+    steps: int
+    terms: int
+    cut: tuple[int, int]
+    divergence: float
+    zero_start: bool
+    residual: Tensor | None = None
+    scale: Tensor | None = None
+    code: Tensor | None = None
+
+
+def express(
+    problem: Problem, z0: Tensor, choice: Choice, adjoint: Adjoint | None, *, zero_start: bool
+) -> Solution[Tensor]:
+    """Solve from z0 [B, C, H, W]; ``zero_start`` says that z0 = 0, which saves a convolution."""
+    q = problem.coupling
+    assert isinstance(q, Gaussian)
+    assert isinstance(q.operator, ConvOperator)
+    assert q.patches is not None
+    assert q.metric is not None
+    assert isinstance(choice.tau, float)
+    q.check_state(z0)
+    lane = _Lane(
+        tau=choice.tau,
+        steps=choice.solver.max_steps,
+        terms=adjoint.steps if isinstance(adjoint, Phantom) else 1,
+        cut=(q.patches.channels, q.patches.size),
+        divergence=choice.solver.divergence,
+        zero_start=zero_start,
+    )
+    with torch.autocast(z0.device.type, enabled=False):
+        value: Tensor = _Express.apply(  # type: ignore[no-untyped-call]
+            q.c, q.operator.weight, q.metric, q.gamma, z0.to(q.c.dtype), lane
+        )
+    assert lane.residual is not None
+    assert lane.scale is not None
+    assert lane.code is not None
+    relative = lane.residual / lane.scale.clamp_min(torch.finfo(lane.scale.dtype).tiny)
+    steps = torch.full_like(lane.code, lane.steps, dtype=torch.int32)
+    stats = Stats(steps, lane.residual, relative, lane.steps, 0, BackwardStats())
+    return Solution(value, lane.code, stats)
+
+
+class _Express(torch.autograd.Function):
+    """(c, W, M, γ, z₀) ↦ z after ``steps`` steps; gradients by the truncated series."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, c: Tensor, weight: Tensor, metric: Tensor, gamma: Tensor, z0: Tensor, lane: _Lane
+    ) -> Tensor:
+        kernel = PatchMessage(c, metric, gamma, lane.cut)
+        weight = _laid_out(weight, z0)
+        flipped = _laid_out(weight.flip(2, 3).transpose(0, 1), z0)
+        z: Tensor | None = None if lane.zero_start else z0
+        # At stride 1 the adjoint of a convolution is the one with the flipped kernel.
+        for step in range(lane.steps):
+            a = None if z is None else _convolve(z, weight)
+            following = _advance(kernel.message(a, -lane.tau), flipped, z, 1.0 - lane.tau)
+            if step in (0, lane.steps - 1):
+                residual, scale = residual_norms(following, z)
+                if step == 0:
+                    limit = lane.divergence * (residual + scale)
+            z = following
+        assert z is not None
+        failed = _judge(lane, residual, scale, limit, z.dtype)
+        if lane.zero_start:
+            z = blank(z, failed)
+            clean = z
+        else:
+            rows = failed.view(-1, 1, 1, 1)
+            clean = blank(z.clone(), failed)
+            z = torch.where(rows, z0, z)
+        ctx.lane = lane
+        ctx.save_for_backward(c, weight, flipped, metric, gamma, clean, failed)
+        return z
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "Phantom(form='neumann') has no second derivative; use Phantom(form='unrolled') or "
+                "Implicit()."
+            )
+        c, weight, flipped, metric, gamma, z, failed = ctx.saved_tensors
+        lane: _Lane = ctx.lane
+        needs = ctx.needs_input_grad
+        kernel = PatchMessage(c, metric, gamma, lane.cut, failed)
+        g = _as(gradients[0], z)
+        a = _convolve(z, weight)
+        d: Tensor = torch.ops.aten.threshold_backward(g, z, 0)
+        for _ in range(lane.terms - 1):
+            p = _convolve(d, weight)
+            dr, _m, _y = kernel.pull(a, p, -lane.tau, with_metric=False, with_gamma=False)
+            d = threshold_sum(z, g, d, _convolve(dr, flipped), 1.0 - lane.tau)
+        p = _convolve(d, weight)
+        # Minus the gradient of a, which is that of c; its sign is undone for the rest.
+        dc, dm, dgamma = kernel.pull(a, p, lane.tau, with_metric=needs[2], with_gamma=needs[3])
+        dw = None
+        if needs[1]:
+            dw = _weight_gradient(d, kernel.message(a, -lane.tau), weight)
+            dw = dw - _weight_gradient(z, dc, weight)
+        return (
+            dc if needs[0] else None,
+            dw,
+            None if dm is None else -dm.to(metric.dtype),
+            None if dgamma is None else -dgamma.to(gamma.dtype),
+            None,
+            None,
+        )
+
+
+def _judge(
+    lane: _Lane, residual: Tensor, scale: Tensor, limit: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """Write down each sample's result; the mask [B] of those that failed."""
+    infinite = ~torch.isfinite(residual + scale)
+    diverged = (residual > limit) & ~infinite
+    code = torch.full_like(residual, int(Result.max_steps), dtype=torch.int8)
+    exact = residual <= 2 * torch.finfo(dtype).eps * scale
+    code = torch.where(exact, int(Result.converged), code)
+    code = torch.where(diverged, int(Result.diverged), code)
+    lane.code = torch.where(infinite, int(Result.nonfinite), code).to(torch.int8)
+    lane.residual, lane.scale = residual, scale
+    return infinite | diverged
+
+
+def _laid_out(weight: Tensor, like: Tensor) -> Tensor:
+    """The weight in the memory format of the maps: a convolution would bring it there each time."""
+    last = like.is_contiguous(memory_format=torch.channels_last) and not like.is_contiguous()
+    layout = torch.channels_last if last else torch.contiguous_format
+    return weight.contiguous(memory_format=layout)
+
+
+def _padding(weight: Tensor) -> list[int]:
+    return [weight.shape[2] // 2, weight.shape[3] // 2]
+
+
+def _convolve(x: Tensor, weight: Tensor) -> Tensor:
+    return F.conv2d(x, weight, None, 1, _padding(weight))
+
+
+def _advance(message: Tensor, flipped: Tensor, z: Tensor | None, kappa: float) -> Tensor:
+    """ReLU(κz + Wᵀ·message), in one kernel where cuDNN has it."""
+    pad = _padding(flipped)
+    if message.is_cuda and message.dtype != torch.float64 and torch.backends.cudnn.enabled:
+        if z is None or kappa == 0.0:
+            out: Tensor = torch.cudnn_convolution_relu(
+                message, flipped, None, [1, 1], pad, [1, 1], 1
+            )
+            return out
+        out = torch.cudnn_convolution_add_relu(
+            message, flipped, z, kappa, None, [1, 1], pad, [1, 1], 1
+        )
+        return out
+    found = F.conv2d(message, flipped, None, 1, pad)
+    return found.relu_() if z is None else found.add_(z, alpha=kappa).relu_()
+
+
+def _weight_gradient(x: Tensor, g: Tensor, weight: Tensor) -> Tensor:
+    """The gradient of ⟨g, Wx⟩ in W."""
+    pad = _padding(weight)
+    found: Tensor = torch.ops.aten.convolution_backward(
+        g, x, weight, None, [1, 1], pad, [1, 1], False, [0, 0], 1, [False, True, False]
+    )[1]
+    return found
+
+
+def _as(g: Tensor, like: Tensor) -> Tensor:
+    """g in the dtype of ``like``, lying in memory as it does."""
+    g = g.to(like.dtype)
+    if g.stride() == like.stride():
+        return g
+    return torch.empty_like(like).copy_(g)

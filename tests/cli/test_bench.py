@@ -1,0 +1,78 @@
+"""``equilibria bench`` end to end on small networks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import equilibria as eq
+from equilibria.cli.app import main
+
+SMALL = ("-o", "widths=[8, 8]", "--batch-size", "8", "--repeats", "1", "--device", "cpu")
+
+
+def run(*arguments: str | Path) -> int:
+    """The exit code of ``equilibria ARGUMENTS``."""
+    with pytest.raises(SystemExit) as ended:
+        main([str(a) for a in arguments])
+    code = ended.value.code
+    assert isinstance(code, int)
+    return code
+
+
+def test_a_network_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("bench", "--model", "geq_digits", *SMALL, "--out", tmp_path / "b") == 0
+    said = capsys.readouterr().out
+    for word in ("images a second", "map", "solver", "adjoint", "rest", "steps per sample", "help"):
+        assert word in said
+    assert sorted(p.name for p in (tmp_path / "b").iterdir()) == ["bench.json", "bench.png"]
+    found = json.loads((tmp_path / "b" / "bench.json").read_text())
+    assert found["shape"] == [8, 1, 8, 8]
+    groups = found["train"]["groups"]
+    assert sum(groups.values()) == pytest.approx(sum(found["train"]["parts"].values()))
+
+
+def test_trained_weights_on_their_data_as_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = eq.models.create("geq_digits", widths=[8, 8])
+    file = tmp_path / "model.safetensors"
+    eq.models.save(model, file)
+    code = run(
+        *("bench", file, "--data", "digits", "--batch-size", "8", "--repeats", "1"),
+        *("--device", "cpu", "--no-train", "--json"),
+    )
+    assert code == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["train"] is None
+    assert found["inference"]["batch"] == 8
+    assert found["inference"]["layers"][0]["evaluations"] > 0
+
+
+def test_a_shape_lays_the_network_out(capsys: pytest.CaptureFixture[str]) -> None:
+    code = run("bench", "--model", "geq_digits", *SMALL, "--shape", "3,16,16", "--json")
+    assert code == 0
+    assert json.loads(capsys.readouterr().out)["shape"] == [8, 3, 16, 16]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "weights or --model"),
+        (("somewhere", "--model", "geq_digits"), "weights or --model"),
+        (("--model", "geq_digit"), "Did you mean geq_digits"),
+        (("--model", "geq_digits", "--shape", "3,x"), "channels,height,width"),
+        (("--model", "geq_digits", "--shape", "1,8,16"), "square"),
+        (("--model", "geq_digits", "--shape", "1,8,8", "--data", "digits"), "one of them"),
+        (("--model", "geq_digits", "--precision", "fp4"), "--precision fp4"),
+        (("nowhere",), "nowhere"),
+        (("nowhere", "-o", "depth=2"), "--option is for --model"),
+    ],
+)
+def test_wrong_usage_says_what_to_do(
+    arguments: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("bench", *arguments, "--device", "cpu") == 1
+    assert said in " ".join(capsys.readouterr().err.split())

@@ -1,0 +1,89 @@
+"""The message and its derivative without autograd, against autograd in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from equilibria.ops.gaussian_patches import patch_energies, plain_message
+from equilibria.ops.gaussian_steps import PatchMessage, blank, residual_norms, threshold_sum
+
+CUT = (3, 2)
+
+
+def drawn(batch: int = 3) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    a, c, g = (torch.randn(batch, 6, 4, 8, dtype=torch.float64) for _ in range(3))
+    root = torch.randn(12, 20, dtype=torch.float64) / 4
+    return a, c, g, root @ root.T, torch.rand(batch, dtype=torch.float64) + 0.1
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("scale", [1.0, -0.7])
+def test_message_and_pullback(layout: torch.memory_format, scale: float) -> None:
+    a, c, g, metric, gamma = drawn()
+    a, c, g = (t.to(memory_format=layout) for t in (a, c, g))
+    kernel = PatchMessage(c, metric, gamma, CUT)
+    leaves = [t.clone().requires_grad_() for t in (a, metric, gamma)]
+    right = scale * plain_message(leaves[0], c, leaves[1], leaves[2], *CUT)
+    found = kernel.message(a, scale)
+    torch.testing.assert_close(found, right.detach())
+    assert found.is_contiguous(memory_format=layout)
+    grads = torch.autograd.grad(right, leaves, g)
+    pulled = kernel.pull(a, g, scale, with_metric=True, with_gamma=True)
+    for mine, true in zip(pulled, grads, strict=True):
+        assert mine is not None
+        torch.testing.assert_close(mine, true)
+    alone = kernel.pull(a, g, scale, with_metric=False, with_gamma=False)
+    assert alone[1] is alone[2] is None
+    torch.testing.assert_close(alone[0], grads[0])
+
+
+def test_no_image_is_an_image_of_zeros() -> None:
+    a, c, _, metric, gamma = drawn()
+    kernel = PatchMessage(c, metric, gamma, CUT)
+    torch.testing.assert_close(kernel.message(None, 0.5), kernel.message(torch.zeros_like(a), 0.5))
+
+
+def test_failed_samples_send_and_receive_nothing() -> None:
+    a, c, g, metric, gamma = drawn()
+    sound = PatchMessage(c[[0, 2]], metric, gamma[[0, 2]], CUT)
+    right = sound.pull(a[[0, 2]], g[[0, 2]], 1.0, with_metric=True, with_gamma=True)
+    for t in (a, c, gamma):
+        t[1] = float("nan")
+    g[1] = 0.0
+    failed = torch.tensor([False, True, False])
+    kernel = PatchMessage(c, metric, gamma, CUT, failed)
+    assert float(kernel.message(a, 1.0)[1].abs().max()) == 0.0
+    dr, dm, dgamma = kernel.pull(a, g, 1.0, with_metric=True, with_gamma=True)
+    assert dgamma is not None
+    assert float(dr[1].abs().max()) == float(dgamma[1].abs()) == 0.0
+    torch.testing.assert_close(dm, right[1])
+
+
+def test_energies_are_those_of_the_rows() -> None:
+    _, c, _, metric, _ = drawn()
+    found = patch_energies(c, metric, *CUT)
+    first = c[1, 0:3, 0:2, 0:2].flatten()
+    torch.testing.assert_close(found[1, 0], first @ metric @ first)
+    assert found.shape == (3, 16)
+    assert not found.requires_grad
+
+
+def test_the_small_passes() -> None:
+    z, g, d = drawn()[:3]
+    y = torch.randn_like(z)
+    found = threshold_sum(z, g, d, y, 0.3)
+    right = torch.where(z > 0, g + 0.3 * d + y, torch.zeros_like(z))
+    torch.testing.assert_close(found, right)
+    moved, scale = residual_norms(z, g)
+    torch.testing.assert_close(moved, (z - g).flatten(1).norm(dim=1))
+    torch.testing.assert_close(scale, z.flatten(1).norm(dim=1))
+    assert torch.equal(*residual_norms(z, None))
+    sick = z.clone()
+    sick[2] = float("inf")
+    cleaned = blank(sick, torch.tensor([False, False, True]))
+    assert cleaned is sick
+    assert float(cleaned[2].abs().max()) == 0.0
+    assert torch.equal(cleaned[:2], z[:2])

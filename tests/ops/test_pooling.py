@@ -1,0 +1,111 @@
+"""Average pooling of whole blocks against torch's own, and the kernels in Triton's interpreter."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from equilibria.ops.pooling import average_pool
+
+BLOCKS = [(1, 1), (2, 2), (2, 4), (8, 1)]
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_it_is_the_mean_of_blocks(block: tuple[int, int]) -> None:
+    x = torch.randn(2, 3, 8, 8, dtype=torch.float64)
+    found = average_pool(x, *block)
+    for i, j in ((0, 0), (8 // block[0] - 1, 8 // block[1] - 1)):
+        rows, columns = (
+            slice(i * block[0], (i + 1) * block[0]),
+            slice(j * block[1], (j + 1) * block[1]),
+        )
+        right = x[:, :, rows, columns].mean((2, 3))
+        torch.testing.assert_close(found[:, :, i, j], right)
+
+
+def test_blocks_must_divide_the_map() -> None:
+    with pytest.raises(ValueError, match="blocks of 3 × 2 do not divide a map of 8 × 8"):
+        average_pool(torch.randn(1, 2, 8, 8), 3, 2)
+
+
+_SCRIPT = """
+import json, torch, torch.nn.functional as F
+from equilibria.ops import pointwise_triton as points, pooling_triton as pools
+
+def off(a, b):
+    return float((a.double() - b.double()).abs().max())
+
+torch.manual_seed(0)
+last = {"memory_format": torch.channels_last}
+x, z, g, d, y = (torch.randn(3, 20, 8, 12).to(**last) for _ in range(5))
+up = torch.randn(3, 20, 4, 3).to(**last)
+found = {
+    "pool": off(pools.pool(x, 2, 4), F.avg_pool2d(x, (2, 4))),
+    "spread": off(pools.spread(up, 2, 4), F.interpolate(up, scale_factor=(2, 4)) / 8),
+    "layout": float(not pools.pool(x, 2, 4).is_contiguous(**last)),
+    "masked_sum": off(points.masked_sum(z, g, d, y, 0.3), torch.where(z > 0, g + 0.3 * d + y, 0.0)),
+}
+poisoned = g.clone()
+poisoned[z <= 0] = float("nan")
+found["masked_nan"] = off(points.masked_sum(z, poisoned, d, y, 0.3).isnan().sum(), torch.zeros(()))
+moved, scale = points.residual_norms(x, z)
+found["moved"] = off(moved, (x - z).flatten(1).norm(dim=1))
+found["scale"] = off(scale, x.flatten(1).norm(dim=1))
+alone, _ = points.residual_norms(x, None)
+found["alone"] = off(alone, x.flatten(1).norm(dim=1))
+sick = x.clone(memory_format=torch.preserve_format)
+sick[1] = float("nan")
+blank = points.blank(sick, torch.tensor([False, True, False]))
+found["blank"] = off(blank[1], torch.zeros_like(blank[1])) + off(blank[[0, 2]], x[[0, 2]])
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> Any:
+    if find_spec("triton") is None:
+        pytest.skip("Triton is not installed")
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", _SCRIPT],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+def test_the_kernels_agree_with_torch(interpreted: Any) -> None:
+    assert len(interpreted) == 9
+    for name, off in interpreted.items():
+        assert off < (1e-4 if name in ("moved", "scale", "alone") else 1e-6), (name, off)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_the_gpu(dtype: torch.dtype) -> None:
+    x = torch.randn(16, 40, 16, 16, device="cuda", dtype=dtype)
+    x = x.to(memory_format=torch.channels_last).requires_grad_()
+    found = average_pool(x, 4, 2)
+    g = torch.randn_like(found).requires_grad_()
+    (dx,) = torch.autograd.grad(found, x, g, create_graph=True)
+    (again,) = torch.autograd.grad(dx.float().square().sum(), g)
+    exact = x.detach().double().requires_grad_()
+    right = F.avg_pool2d(exact, (4, 2))
+    (right_dx,) = torch.autograd.grad(right, exact, g.detach().double())
+    tolerance = 1e-6 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(found.double(), right, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(dx.double(), right_dx, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(
+        again.double(), 2 * g.detach().double() / 8, rtol=tolerance, atol=tolerance
+    )

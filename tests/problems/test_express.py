@@ -1,0 +1,248 @@
+"""The express lane against the general path, autograd and finite differences, on a CPU and a GPU.
+
+The oracle of the solve is a plain loop over ``problem.step``; that of the gradient is the truncated
+series written out with autograd, and at many terms the implicit gradient of the general path.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import equilibria as eq
+from equilibria.engine.result import Result
+from equilibria.problems import solving
+from equilibria.problems.express import serves
+
+PATCH = eq.Patches(channels=4, size=2)
+
+
+def layer(
+    steps: int = 30, terms: int = 4, *, gamma: Any = None, bound: float = 1.2, **changes: Any
+) -> eq.nn.GEQ:
+    torch.manual_seed(0)
+    options: dict[str, Any] = {
+        "patch": PATCH,
+        "hidden": 8,
+        "gamma": eq.MeanPatchEnergy(0.2) if gamma is None else gamma,
+        "constraint": eq.nn.NormBounded(bound=bound),
+        "solver": fixed(steps),
+        "adjoint": eq.Phantom(steps=terms, damping=1.0, form="neumann"),
+        **changes,
+    }
+    made = eq.nn.GEQ(6, 8, in_channels=5, **options).double()
+    return made.eval()
+
+
+def fixed(steps: int, tau: float | None = None) -> eq.ProximalGradient:
+    return eq.ProximalGradient(rtol=0.0, atol=0.0, max_steps=steps, accelerate=False, tau=tau)
+
+
+def images(batch: int = 3) -> Tensor:
+    torch.manual_seed(1)
+    return torch.randn(batch, 5, 4, 6, dtype=torch.float64)
+
+
+def taken(module: eq.nn.GEQ, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether each solve inside took the lane."""
+    seen: list[bool] = []
+
+    def note(*given: Any) -> bool:
+        seen.append(serves(*given))
+        return seen[-1]
+
+    monkeypatch.setattr(solving, "serves", note)
+    module(x)
+    return seen
+
+
+def by_hand(module: eq.nn.GEQ, x: Tensor, steps: int) -> Tensor:
+    problem = module.problem(x)
+    z = torch.zeros(x.shape[0], 6, *x.shape[2:], dtype=x.dtype)
+    tau = module.solver.for_problem(lambda: module.nominal_bounds(problem)).tau  # type: ignore[arg-type, return-value]
+    with torch.no_grad():
+        for _ in range(steps):
+            z = problem.step(z, tau)
+    return z
+
+
+def gradients(module: eq.nn.GEQ, x: Tensor, weight: Tensor) -> list[Tensor]:
+    given = x.clone().requires_grad_()
+    value = module(given)
+    return list(torch.autograd.grad((value * weight).sum(), [given, *module.parameters()]))
+
+
+@pytest.mark.parametrize("steps", [1, 2, 7])
+def test_the_steps_are_those_of_the_problem(steps: int) -> None:
+    made, x = layer(steps), images()
+    solution = made.solve(x)
+    torch.testing.assert_close(solution.value, by_hand(made, x, steps), rtol=1e-12, atol=1e-13)
+    before = by_hand(made, x, steps - 1)
+    moved = (solution.value - before).flatten(1).norm(dim=1)
+    torch.testing.assert_close(solution.stats.residual, moved.detach(), rtol=1e-8, atol=1e-14)
+    assert solution.stats.evaluations == steps
+    assert "step from the bounds" in str(solution.choice)
+
+
+def test_a_warm_start_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, x = layer(60), images()
+    answer = made.solve(x).value.detach()
+    made.solver = fixed(1)
+    seen: list[bool] = []
+    monkeypatch.setattr(solving, "serves", lambda *a: seen.append(serves(*a)) or seen[-1])
+    again = made.solve(x, answer)
+    assert seen == [True]
+    torch.testing.assert_close(again.value, answer, rtol=1e-9, atol=1e-10)
+    assert float(again.stats.relative.max()) < 1e-9
+
+
+@pytest.mark.parametrize("terms", [1, 2, 5])
+@pytest.mark.parametrize(
+    "gamma", [eq.MeanPatchEnergy(0.2), eq.FixedGamma(0.3), eq.LearnedGamma(0.2)]
+)
+def test_the_gradient_is_the_series_written_out(terms: int, gamma: Any) -> None:
+    made, x = layer(80, terms, gamma=gamma), images()
+    weight = torch.randn(3, 6, 4, 6, dtype=torch.float64)
+    found = gradients(made, x, weight)
+    # Oracle: u = Σ (Jᵀ)ᵏ g by autograd at the equilibrium, then (∂T/∂θ)ᵀu.
+    given = x.clone().requires_grad_()
+    problem = made.problem(given)
+    tau = made.solver.for_problem(lambda: made.nominal_bounds(problem)).tau  # type: ignore[arg-type, return-value]
+    z = by_hand(made, x, 80).requires_grad_()
+    out = problem.step(z, tau)
+    u = term = weight
+    for _ in range(terms - 1):
+        term = torch.autograd.grad(out, z, term, retain_graph=True)[0]
+        u = u + term
+    right = torch.autograd.grad(out, [given, *made.parameters()], u)
+    for a, b in zip(found, right, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-10)
+
+
+def test_with_many_terms_it_is_the_implicit_gradient() -> None:
+    made, x = layer(200, 200, bound=0.8), images()
+    weight = torch.randn(3, 6, 4, 6, dtype=torch.float64)
+    found = gradients(made, x, weight)
+    exact = copy.deepcopy(made)
+    exact.solver, exact.adjoint = eq.Picard(rtol=1e-13, max_steps=2000), eq.Implicit()
+    for a, b in zip(found, gradients(exact, x, weight), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"adjoint": eq.Phantom(steps=3, damping=0.8, form="neumann")},
+        {"adjoint": eq.Phantom(steps=3, damping=1.0)},
+        {"adjoint": eq.Implicit()},
+        {"solver": eq.ProximalGradient(rtol=0.0, atol=0.0, max_steps=4)},
+        {"solver": eq.Picard(rtol=0.0, atol=0.0, max_steps=4, damping=0.8)},
+        {"solver": eq.Picard(max_steps=400)},
+        {"prior": eq.SoftThreshold(0.1)},
+        {"hidden": None},
+        {"patch": None, "kernel_size": 3},
+    ],
+)
+def test_what_it_does_not_serve_takes_the_general_path(
+    changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = layer(40, 3, **changes)
+    x = images() if made.patch is not None else torch.randn(3, 5, dtype=torch.float64)
+    assert taken(made, x, monkeypatch) == [False]
+
+
+def test_without_gradients_any_adjoint_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = layer(5, adjoint=eq.Implicit())
+    with torch.no_grad():
+        assert taken(made, images(), monkeypatch) == [True]
+
+
+def test_a_sample_that_fails_returns_its_start_and_harms_nobody() -> None:
+    made, x = layer(10, 3), images()
+    weight = torch.randn(3, 6, 4, 6, dtype=torch.float64)
+    good = made.solve(x[[0, 2]])
+    sick = x.clone()
+    sick[1, 0, 0, 0] = float("nan")
+    solution = made.solve(sick)
+    assert solution.result.tolist()[1] == int(Result.nonfinite)
+    assert float(solution.value[1].detach().abs().max()) == 0.0
+    torch.testing.assert_close(solution.value[[0, 2]], good.value, rtol=1e-12, atol=1e-13)
+    grads = torch.autograd.grad((solution.value * weight).sum(), list(made.W.parameters()))
+    clean = torch.autograd.grad((good.value * weight[[0, 2]]).sum(), list(made.W.parameters()))
+    for a, b in zip(grads, clean, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+def test_divergence_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step far too long on a problem that is not convex: codes, zeros, no NaN."""
+    made, x = layer(40, 2, bound=40.0, gamma=eq.FixedGamma(1e-6)), images()
+    made.solver = eq.ProximalGradient(
+        rtol=0.0, atol=0.0, max_steps=12, accelerate=False, tau=6.0, divergence=10.0
+    )
+    with torch.no_grad():
+        made.W.weight = made.W.weight * 40.0 / made.W.weight.norm()  # type: ignore[union-attr, operator]
+    solution = made.solve(x)
+    assert set(solution.result.tolist()) == {int(Result.diverged)}
+    assert float(solution.value.detach().abs().max()) == 0.0
+    for g in torch.autograd.grad(solution.value.sum(), list(made.parameters())):
+        assert float(g.abs().max()) == 0.0
+
+
+def test_second_derivatives_are_refused() -> None:
+    made, x = layer(3, 2), images().requires_grad_()
+    first = torch.autograd.grad
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        first(made(x).sum(), x, create_graph=True)
+
+
+def test_memory_formats_pass_through() -> None:
+    made, x = layer(4, 2), images()
+    last = copy.deepcopy(made).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    z = last(x.to(memory_format=torch.channels_last))
+    assert z.is_contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(z, made(x), rtol=1e-10, atol=1e-12)
+
+
+def test_autocast_keeps_the_state_in_its_dtype() -> None:
+    made = layer(4, 2).float()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        z = made(images().float())
+    assert z.dtype == torch.bfloat16
+    exact = made(images().float())
+    assert float((z.float() - exact).detach().norm() / exact.detach().norm()) < 3e-2
+    z.float().sum().backward()
+    weight = made.U.weight
+    assert isinstance(weight, Tensor)
+    assert weight.grad is not None
+    assert weight.grad.dtype == torch.float32
+
+
+def test_a_compiled_layer_answers_the_same() -> None:
+    made, x = layer(4, 2), images()
+    with torch.no_grad():
+        compiled: Any = torch.compile(made, backend="eager")
+        torch.testing.assert_close(compiled(x), made(x), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("cast", [False, True])
+def test_on_the_gpu(cast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = layer(30, 3, patch=eq.Patches(channels=8, size=2))
+    x = images().to(memory_format=torch.channels_last)
+    weight = torch.randn(3, 6, 4, 6, dtype=torch.float64)
+    right = [made(x).detach(), *gradients(made, x, weight)]
+    device = copy.deepcopy(made).float().cuda().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    with torch.autocast("cuda", dtype=torch.bfloat16, enabled=cast):
+        given = x.float().cuda().requires_grad_()
+        value = device(given)
+    total = (value.float() * weight.float().cuda()).sum()
+    found = [value.detach(), *torch.autograd.grad(total, [given, *device.parameters()])]
+    for a, b in zip(found, right, strict=True):
+        off = float((a.double().cpu() - b).norm() / b.norm())
+        assert off < (0.15 if cast else 1e-4), off
