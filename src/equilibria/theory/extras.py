@@ -37,10 +37,11 @@ def numpy_module() -> Any:
 def scipy_module() -> Any:
     """``scipy``, with its integrators, optimizers and special functions."""
     try:
-        import scipy
-        import scipy.integrate
-        import scipy.optimize
-        import scipy.special
+        import scipy  # type: ignore[import-untyped]
+        import scipy.integrate  # type: ignore[import-untyped]
+        import scipy.optimize  # type: ignore[import-untyped]
+        import scipy.special  # type: ignore[import-untyped]
+        import scipy.stats  # type: ignore[import-untyped]
     except ImportError as error:
         raise _missing("scipy", "this study", "analysis") from error
     return scipy

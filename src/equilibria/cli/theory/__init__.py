@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import typer
 
+from . import audit, bounds, dynamics, landscape, ntk, trajectory
+
 __all__ = ["app"]
 
 app = typer.Typer(
@@ -12,3 +14,10 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
 )
+
+app.command("bounds")(bounds.bounds)
+app.command("ntk")(ntk.ntk)
+app.command("landscape")(landscape.landscape)
+app.command("trajectory")(trajectory.trajectory)
+app.command("dynamics")(dynamics.dynamics)
+app.command("audit")(audit.audit)

@@ -1,0 +1,30 @@
+"""Loss landscapes around trained weights (paper 004, §4.2; Li et al. 2018).
+
+``measure_landscape`` measures Φ(a, b) = L(θ* + a d₁ + b d₂) on a grid, ``random_directions`` and
+``training_plane`` give the directions, ``repeated`` the weight-tied twin repeat-K, ``Surface`` is
+what comes back and is saved, and the figures draw it.
+"""
+
+from .directions import Direction, TrainingPlane, random_directions, training_plane
+from .measuring import Grid, measure_landscape
+from .pictures import contour_figure, curve_figure, surface_figure
+from .scoring import cross_entropy, squared_error
+from .surface import LandscapeFileError, Surface
+from .twins import repeated
+
+__all__ = [
+    "Direction",
+    "Grid",
+    "LandscapeFileError",
+    "Surface",
+    "TrainingPlane",
+    "contour_figure",
+    "cross_entropy",
+    "curve_figure",
+    "measure_landscape",
+    "random_directions",
+    "repeated",
+    "squared_error",
+    "surface_figure",
+    "training_plane",
+]

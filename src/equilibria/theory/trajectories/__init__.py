@@ -1,0 +1,28 @@
+"""The way of a solver to an equilibrium, and how it changes (paper 004, §4.1).
+
+``record_path`` writes down every iterate of a layer's solve with its residual (Eq 4.2),
+``at_scale`` draws the layer's weights anew at a scale (§4.1.1), ``follow_training`` and
+``training_recorder`` look at a training's checkpoints (§4.1.2), and the figures draw it.
+"""
+
+from .layers import at_scale, layer_input
+from .pca import PCA, principal_components
+from .pictures import class_figure, path_figure, residual_figure, training_figure
+from .recording import SolverPath, record_path
+from .training import TrainingPath, follow_training, training_recorder
+
+__all__ = [
+    "PCA",
+    "SolverPath",
+    "TrainingPath",
+    "at_scale",
+    "class_figure",
+    "follow_training",
+    "layer_input",
+    "path_figure",
+    "principal_components",
+    "record_path",
+    "residual_figure",
+    "training_figure",
+    "training_recorder",
+]

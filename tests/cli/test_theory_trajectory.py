@@ -1,0 +1,116 @@
+"""``equilibria theory trajectory`` end to end on the digits."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import equilibria as eq
+from equilibria.cli.app import main
+
+
+def run(*arguments: str | Path) -> int:
+    """The exit code of ``equilibria theory trajectory ARGUMENTS``."""
+    with pytest.raises(SystemExit) as ended:
+        main(["theory", "trajectory", *(str(a) for a in arguments)])
+    code = ended.value.code
+    assert isinstance(code, int)
+    return code
+
+
+@pytest.fixture(autouse=True)
+def _coarse_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pictures of few pixels: what is drawn is the same, and the tests are faster."""
+    from matplotlib.figure import Figure
+
+    plain = Figure.savefig
+
+    def coarse(self: Any, path: Any, **options: Any) -> None:
+        plain(self, path, **{**options, "dpi": 30})
+
+    monkeypatch.setattr(Figure, "savefig", coarse)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Three networks of one kind, as if of three epochs."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    data = eq.data.load("digits", "train")
+    extra = {"data": "digits", "mean": list(data.mean), "std": list(data.std)}
+    written = []
+    torch.manual_seed(0)
+    model = eq.models.create("geq_digits", widths=(8, 8), depth=1)
+    for epoch in range(3):
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight += 0.02 * torch.randn_like(weight)
+        written.append(eq.models.save(model, folder / f"epoch{epoch}.safetensors", extra=extra))
+    return written
+
+
+SMALL = ("--images", "12", "--steps", "12")
+
+
+def test_scales_without_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = run(*SMALL, "--init-scales", "1,0.01", "--out", tmp_path / "out", "--json")
+    assert code == 0
+    printed = capsys.readouterr()
+    assert "untrained" in printed.err
+    assert "fresh weights" in " ".join(printed.err.split())
+    found = json.loads(printed.out)
+    assert found == json.loads((tmp_path / "out" / "trajectory.json").read_text())
+    last = {(row["network"], row["solver"]): row["last_residual"] for row in found["rows"]}
+    # The thesis' §4.1.1: at N(0, 0.01) the solver settles, at N(0, 1) it does not.
+    for solver in ("picard", "anderson", "broyden"):
+        assert last["std 0.01", solver] < 0.1 * last["std 1", solver]
+    assert len(found["rows"][0]["mean_residual"]) == 12
+    for name in ("residuals.png", "residuals.svg", "paths.png", "paths.svg"):
+        assert (tmp_path / "out" / name).stat().st_size > 1000
+    assert not (tmp_path / "out" / "classes.png").exists()
+
+
+def test_checkpoints_are_drawn_by_class(
+    checkpoints: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = run(*checkpoints, *SMALL, "--solvers", "own,anderson", "--out", tmp_path)
+    assert code == 0
+    printed = capsys.readouterr()
+    assert "untrained" not in printed.err
+    assert "epoch2" in printed.out
+    assert "wrote" in printed.out
+    found = json.loads((tmp_path / "trajectory.json").read_text())
+    assert list(found["between_classes"]) == ["epoch0", "epoch1", "epoch2"]
+    assert all(0 <= v <= 1 for v in found["between_classes"].values())
+    assert {row["solver"] for row in found["rows"]} == {"own", "anderson"}
+    assert all(math.isfinite(row["last_residual"]) for row in found["rows"])
+    for name in ("classes.svg", "training.svg"):
+        assert (tmp_path / name).stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--init-scales", "1,x"), "--init-scales 1,x: expected positive numbers"),
+        (("--init-scales", "-1"), "--init-scales -1: expected positive numbers"),
+        (("--solvers", "newton"), "--solvers newton: expected some of picard"),
+        (("--layer", "none"), "no equilibrium layer 'none'"),
+        (("--model", "resnet18_cifar"), "has no equilibrium layer"),
+        (("--model", "nothing"), "there is no model 'nothing'"),
+        (("weights", "--model", "geq_digits"), "not both"),
+        (("nowhere.safetensors",), "there is no nowhere.safetensors"),
+    ],
+)
+def test_wrong_usage_is_said(
+    arguments: tuple[str, ...],
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run(*arguments, *SMALL, "--out", tmp_path / "out") == 1
+    assert said in " ".join(capsys.readouterr().err.split())
+    assert not list((tmp_path / "out").glob("*.png"))
