@@ -4,7 +4,8 @@
 
 Float32, images of CIFAR's shape, W at its norm bound as in trained networks. "created" is the
 network as eq.models.create gives it; "best" is channels-last, four fixed steps of damped Anderson
-and Implicit(GMRES(rtol=1e-2)); "auto" is each layer's own default solver at rtol=1e-3. torchdeq
+and Implicit(GMRES(rtol=3e-2)), the error that the residual of z leaves in the gradient anyway;
+"auto" is each layer's own default solver at rtol=1e-3, with Implicit(GMRES(rtol=1e-2)). torchdeq
 gets the loosest tolerance with which its worst residual ‖z − T(z)‖/‖z‖ (float64, of all samples and
 layers) is at most twice that of "best". A training step is forward, loss and backward. All rows
 are timed in turn, round by round; torchdeq's other solvers than Anderson, which take two to six
@@ -62,7 +63,7 @@ def with_options(model: nn.Module, solver: Any, adjoint: Any) -> nn.Module:
 
 def best(model: nn.Module, steps: int) -> nn.Module:
     solver = eq.Anderson(rtol=0.0, atol=0.0, max_steps=steps, damping=0.7)
-    return with_options(model, solver, eq.Implicit(solver=eq.GMRES(rtol=1e-2)))
+    return with_options(model, solver, eq.Implicit(solver=eq.GMRES(rtol=3e-2)))
 
 
 def auto(model: nn.Module) -> nn.Module:

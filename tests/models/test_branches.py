@@ -75,8 +75,14 @@ def test_the_papers_layers(
     for branch in model.branches.branches:
         assert type(branch).__name__ == layer
         assert branch.kernel_size == 3
-        assert branch.adjoint == eq.Phantom(steps=5, damping=0.8)
-        assert isinstance(branch.solver, eq.Anderson)
+        if layer == "GEQ":  # the express lane
+            assert branch.adjoint == eq.Phantom(steps=5, damping=1.0, form="neumann")
+            assert isinstance(branch.solver, eq.ProximalGradient)
+            assert branch.solver.fixed_steps
+            assert not branch.solver.accelerate
+        else:
+            assert branch.adjoint == eq.Phantom(steps=5, damping=0.8)
+            assert isinstance(branch.solver, eq.Anderson)
         # Below the largest norm at which the kernel is certified to have one equilibrium.
         assert branch.constraint.bound < (1.4969 if layer == "GEQ" else 1.0)
         if patch is not None:

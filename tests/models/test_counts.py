@@ -129,7 +129,8 @@ def test_twins_are_of_equal_size(size: str) -> None:
         assert count(f"{kind}_stack_{size}") == pytest.approx(geq, rel=0.03)
     goal = {"cifar_3m": 2.79e6, "cifar_5m": 5.0e6, "cifar_8m": 8.0e6}
     if size in goal:
-        assert geq == pytest.approx(goal[size], rel=0.03)
+        # At most what the name says, up to rounding: the papers' accuracies are at a size.
+        assert 0.85 * goal[size] < geq <= goal[size]
 
 
 @pytest.mark.parametrize("data", ["digits", "mnist"])

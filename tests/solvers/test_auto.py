@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import pytest
+import torch
 
 import equilibria as eq
 from tests.contracts.solver_contract import SolverContract
@@ -21,7 +22,7 @@ class TestAutoOnMaps(SolverContract):
     [
         ((0.9, 1.1), eq.Picard, "plain iteration"),
         ((0.5, 1.8), eq.Anderson, "0.8"),
-        ((0.2, 2.6), eq.ProximalGradient, "strongly convex"),
+        ((0.2, 2.6), eq.Anderson, "strongly convex"),
         ((-0.5, 2.6), eq.ProximalGradient, "not certified convex"),
         ((-math.inf, math.inf), eq.Anderson, "no bound"),
     ],
@@ -33,11 +34,46 @@ def test_choice_follows_the_contraction_factor(
     assert type(choice.solver) is chosen
     assert choice.solver.rtol == 1e-5
     assert says in choice.reason
-    assert (choice.tau == 1.0) == (chosen is not eq.ProximalGradient)
+    contracts = max(abs(1.0 - bounds[0]), abs(bounds[1] - 1.0)) < 1.0
+    assert (choice.tau == 1.0) == (contracts or math.isinf(bounds[1]))
+
+
+def test_steps_center_the_spectrum() -> None:
+    far = eq.Auto().for_problem(lambda: (0.2, 2.6))
+    assert far.tau == pytest.approx(2.0 / 2.8)
+    assert far.solver.damping == 1.0
+    near = eq.Auto().for_problem(lambda: (0.5, 1.9))
+    assert (near.tau, near.solver.damping) == (1.0, pytest.approx(2.0 / 2.4))
+    assert eq.Auto().for_problem(lambda: (0.4, 1.1)).solver.damping == 1.0
+
+
+def test_a_step_for_each_sample() -> None:
+    m, upper = torch.tensor([0.2, 0.5]), torch.tensor([2.6, 2.2])
+    tau = eq.Auto().for_problem(lambda: (m, upper)).tau
+    torch.testing.assert_close(tau, 2.0 / (m + upper).double())
+
+
+def test_a_problem_whose_plain_iteration_expands_is_solved() -> None:
+    # G(z) = |z|²/2 + |Az − c|²/2 on z ≥ 0, ‖A‖ = 1.4: an independent NNLS is the oracle.
+    nnls = pytest.importorskip("scipy.optimize").nnls
+    random = torch.Generator().manual_seed(0)
+    a = torch.randn(12, 9, generator=random, dtype=torch.float64)
+    a = 1.4 * a / torch.linalg.matrix_norm(a, 2)
+    c = torch.randn(3, 12, generator=random, dtype=torch.float64)
+    bounds = (1.0, 1.0 + 1.4**2)
+    choice = eq.Auto(rtol=1e-11).for_problem(lambda: bounds)
+    assert isinstance(choice.solver, eq.Anderson)
+    tau = choice.tau
+    step = lambda z: torch.relu((1 - tau) * z - tau * ((z @ a.T - c) @ a))
+    sol = eq.fixed_point(step, torch.zeros(3, 9, dtype=torch.float64), solver=choice.solver)
+    stacked = torch.cat([a, torch.eye(9, dtype=torch.float64)]).numpy()
+    for z, target in zip(sol.value, c, strict=True):
+        known, _ = nnls(stacked, torch.cat([target, torch.zeros(9)]).numpy())
+        torch.testing.assert_close(z, torch.as_tensor(known), atol=1e-9, rtol=0)
 
 
 def test_limits_are_handed_on() -> None:
-    far = lambda: (0.1, 3.0)
+    far = lambda: (-0.1, 3.0)
     assert eq.Auto(max_steps=7).for_problem(far).solver.max_steps == 7
     assert eq.Auto().for_problem(far).solver.max_steps == eq.ProximalGradient().max_steps
     assert eq.BestIterate(eq.Auto()).for_problem(far).solver.inner == eq.ProximalGradient()

@@ -278,7 +278,7 @@ def _specs() -> Iterator[ModelSpec]:
     for suffix, widths, depth in (
         ("cifar_3m", (64, 128, 256), 2),
         ("cifar_5m", (64, 128, 256), 3),
-        ("cifar_8m", (80, 160, 320), 3),
+        ("cifar_8m", (96, 192, 320), 3),
     ):
         yield from _family(
             suffix,

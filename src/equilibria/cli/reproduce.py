@@ -1,0 +1,224 @@
+"""``equilibria reproduce``: the papers' tables and figures, beside ours."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from .console import error_console, fail, make_folder, output, print_json, stop
+from .flags import pairs
+from .loading import device_of
+from .wording import as_flags
+
+__all__ = ["reproduce"]
+
+_LIST = "list"
+
+
+def reproduce(
+    name: Annotated[
+        str, typer.Argument(metavar="ID", help="A table or figure, or 'list' for all of them.")
+    ],
+    smoke: Annotated[
+        bool,
+        typer.Option(
+            "--smoke", help="Tiny networks on the digits, in a minute: a test, no result."
+        ),
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the trainings with their options and stop.")
+    ] = False,
+    seeds: Annotated[str, typer.Option(help="A training for each: 0,1,2.")] = "0",
+    only: Annotated[
+        list[str] | None,
+        typer.Option("--only", metavar="ROW", help="Only this row; may be repeated."),
+    ] = None,
+    epochs: Annotated[
+        int | None, typer.Option(min=1, help="Other epochs than the recipe's; the table says so.")
+    ] = None,
+    change: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Another option of `equilibria train` than the recipe's, such as batch_size=256; "
+            "may be repeated, and the table says so.",
+        ),
+    ] = None,
+    stand_in: Annotated[
+        bool,
+        typer.Option(
+            "--stand-in", help="Take other data where the paper's are not at hand; it is said."
+        ),
+    ] = False,
+    minutes: Annotated[
+        float | None,
+        typer.Option(help="Stop training after this long; the same command goes on from there."),
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cpu, cuda, cuda:1 …; a GPU where there is one if not given.")
+    ] = None,
+    data_root: Annotated[
+        Path | None, typer.Option("--data-root", help="The folder that holds the data.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Where tables and the log are written.")] = Path(
+        "results/reproduce"
+    ),
+    runs: Annotated[Path, typer.Option(help="Where trainings are kept.")] = Path("runs/reproduce"),
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bars.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Train what a table of a paper needs and print the paper's numbers beside ours.
+
+    Trainings are kept and shared between tables; Ctrl-C saves, and the same command goes on. The
+    test images are looked at once, when a training is over.
+    """
+    from equilibria import experiments
+
+    if name == _LIST:
+        _show_list(out, data_root, as_json)
+        return
+    overrides = {**pairs("set", change or []), **({} if epochs is None else {"epochs": epochs})}
+    if device is not None:
+        device_of(device)
+    try:
+        experiment = experiments.describe(name)
+        choices = experiments.Choices(
+            seeds=_seeds(seeds),
+            only=tuple(only or ()),
+            smoke=smoke,
+            stand_in=stand_in,
+            overrides=overrides,
+            device=device,
+            data_root=data_root,
+            out=out,
+            runs=runs,
+            minutes=minutes,
+            progress=not (quiet or as_json),
+        )
+        planned = experiments.plan(experiment.cells_of(choices.only), choices)
+    except (ValueError, TypeError) as error:
+        raise fail(as_flags(str(error))) from None
+    if dry_run:
+        _show_plan(experiment, planned, as_json)
+        return
+    make_folder(out)
+    told = None if quiet or as_json else _tell
+    try:
+        result = experiments.reproduce(name, choices, tell=told)
+    except KeyboardInterrupt as stopped:
+        said = str(stopped).split(" Go on with")[0] or "interrupted."
+        raise stop(f"{said}\nThe same command goes on from there.") from None
+    if as_json:
+        print_json(result.to_dict())
+        return
+    output().print(experiments.rich_table(result))
+    for note in experiment.notes:
+        error_console.print(f"- {note}", style="dim", markup=False, highlight=False)
+    if result.status == "not run":
+        raise fail(
+            "nothing was run.", "See the state of each row; --stand-in, --data-root, --smoke."
+        )
+
+
+def _tell(text: str) -> None:
+    error_console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _seeds(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise fail(f"--seeds {text}: expected whole numbers, such as 0,1,2.") from None
+
+
+def _cost(minutes: int) -> str:
+    return f"{minutes} min" if minutes < 120 else f"{minutes / 60:,.0f} h"
+
+
+def _show_list(out: Path, data_root: Path | None, as_json: bool) -> None:
+    from equilibria import experiments
+
+    found = experiments.listing(out, data_root)
+    if as_json:
+        print_json(
+            [
+                {
+                    "id": one.experiment.id,
+                    "paper": one.experiment.paper,
+                    "title": one.experiment.title,
+                    "gpu_minutes": one.experiment.minutes,
+                    "data": list(one.experiment.data),
+                    "missing": list(one.missing),
+                    "status": one.status,
+                    "measured": one.measured,
+                    "cells": len(one.experiment.cells),
+                }
+                for one in found
+            ]
+        )
+        return
+    table = Table(caption="cost: GPU time of one seed, estimated for one H200; ✗: not at hand")
+    table.add_column("id", no_wrap=True)
+    for title in ("what", "cost", "data", "status"):
+        table.add_column(title, justify="right" if title == "cost" else "left")
+    paper = ""
+    for one in found:
+        if one.experiment.paper != paper:
+            paper = one.experiment.paper
+            table.add_section()
+            table.add_row(paper, style="bold")
+        table.add_row(
+            one.experiment.id,
+            one.experiment.title,
+            _cost(one.experiment.minutes),
+            ", ".join(n + (" ✗" if n in one.missing else "") for n in one.experiment.data),
+            _status(one),
+        )
+    output().print(table)
+
+
+def _status(one: Any) -> str:
+    if not one.measured:
+        return str(one.status)
+    return f"{one.status} ({one.measured} of {len(one.experiment.cells)})"
+
+
+def _show_plan(experiment: Any, planned: list[Any], as_json: bool) -> None:
+    """Every training with the options that differ from the defaults."""
+    from equilibria.training.config import TrainConfig
+
+    usual = TrainConfig()
+    rows = [
+        {
+            "job": one.job.name,
+            "seed": one.seed,
+            "key": one.key,
+            "folder": str(one.folder),
+            "measures": list(one.job.measures),
+            "classes": one.job.classes,
+            "trained": one.job.trained,
+            "stands_in": one.stands_in,
+            "missing": one.missing,
+            "options": {
+                k: now for k, (now, _) in one.config.differences(usual).items() if k != "out"
+            },
+        }
+        for one in planned
+    ]
+    if as_json:
+        print_json({"id": experiment.id, "jobs": rows})
+        return
+    console = output()
+    console.print(f"{experiment.id}: {len(rows)} training(s)", highlight=False)
+    for row in rows:
+        note = f" [{row['missing']} is not at hand]" if row["missing"] else ""
+        note += f" [{row['stands_in']} stands in]" if row["stands_in"] else ""
+        line = f"\n{row['job']}, seed {row['seed']}{note}\n  folder: {row['folder']}"
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        console.print(f"  measures: {', '.join(row['measures'])}", markup=False, highlight=False)
+        for key, value in row["options"].items():
+            console.print(f"  {key}: {value}", markup=False, highlight=False, soft_wrap=True)

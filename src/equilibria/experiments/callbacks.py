@@ -1,0 +1,70 @@
+"""Beside a training: a limit of time, and copies of the weights on the way."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+
+from equilibria.training.storing import write_bytes
+
+__all__ = ["Deadline", "Snapshots", "snapshot_epochs"]
+
+
+class Deadline(pl.Callback):
+    """Stops a training as Ctrl-C does, after a step: everything is saved, and can go on."""
+
+    def __init__(self, at: float) -> None:
+        super().__init__()
+        self.at = at
+        """A time of ``time.monotonic()``."""
+        self.asked = False
+
+    def on_train_batch_end(self, *_: Any, **__: Any) -> None:
+        if not self.asked and time.monotonic() >= self.at:
+            self.asked = True
+            signal.raise_signal(signal.SIGINT)
+
+
+def snapshot_epochs(epochs: int) -> tuple[int, ...]:
+    """The start, one epoch, a quarter, half, the end (thesis, Figure 4.3)."""
+    return (0, 1, max(1, epochs // 4), max(1, epochs // 2), epochs)
+
+
+class Snapshots(pl.Callback):
+    """Writes the weights to ``folder/weights_<epoch>.safetensors`` after chosen epochs."""
+
+    def __init__(self, folder: Path, epochs: tuple[int, ...]) -> None:
+        super().__init__()
+        self.folder = folder
+        self.epochs = frozenset(epochs)
+        self.done = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"done": self.done}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        self.done = int(state_dict["done"])
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.done == 0:
+            self._write(pl_module)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.done += 1
+        self._write(pl_module)
+
+    def _write(self, module: pl.LightningModule) -> None:
+        if self.done not in self.epochs:
+            return
+        import safetensors.torch
+
+        model: Any = module.model
+        tensors = {k: v.detach().cpu().contiguous().clone() for k, v in model.state_dict().items()}
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / f"weights_{self.done}.safetensors"
+        write_bytes(path, safetensors.torch.save(tensors))

@@ -1,0 +1,53 @@
+"""A figure of a paper from our numbers: lines or bars, one color a column."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from equilibria.theory import pictures
+
+from .results import CellResult, Result, result_path
+
+__all__ = ["draw"]
+
+
+def draw(result: Result, folder: Path) -> Result:
+    """Save the picture beside the table, where any cell was measured; the result names it."""
+    columns = _columns(result)
+    if not columns:
+        return result
+    rows = result.experiment.rows
+    figure = pictures.new_figure(max(5.2, 0.45 * len(rows) + 2.0), 4.2)
+    axes = figure.subplots()
+    for number, (column, cells) in enumerate(columns.items()):
+        color = pictures.COLORS[number % len(pictures.COLORS)]
+        places = [rows.index(found.cell.row) for found in cells]
+        means = [found.mean or 0.0 for found in cells]
+        spread = [found.std or 0.0 for found in cells]
+        if result.experiment.picture == "bars":
+            width = 0.8 / len(columns)
+            shifted = [p + width * (number - (len(columns) - 1) / 2) for p in places]
+            axes.bar(shifted, means, width, yerr=spread, color=color, label=column)
+        else:
+            marker = pictures.MARKERS[number % len(pictures.MARKERS)]
+            style = pictures.STYLES[number % len(pictures.STYLES)]
+            axes.errorbar(
+                places, means, spread, color=color, marker=marker, linestyle=style, label=column
+            )
+    axes.set_xticks(range(len(rows)), rows, rotation=60, ha="right", fontsize=7)
+    axes.set_ylabel("ours")
+    axes.legend(fontsize=7)
+    axes.set_title(f"{result.experiment.id}: {result.status}", fontsize=8)
+    stem = result_path(folder, result.experiment.id, result.smoke, result.change)
+    written = pictures.save_picture(figure, stem.with_suffix(""))
+    return dataclasses.replace(result, files=tuple(path.name for path in written))
+
+
+def _columns(result: Result) -> dict[str, list[CellResult]]:
+    """Measured cells by column."""
+    found: dict[str, list[CellResult]] = {}
+    for cell in result.cells:
+        if cell.samples:
+            found.setdefault(cell.cell.column, []).append(cell)
+    return found

@@ -1,0 +1,213 @@
+"""What is read off a trained network: numbers in the units of the papers' tables.
+
+Accuracies, IoU and shares are in percent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
+
+import torch
+from torch import nn
+
+from equilibria import evaluation
+from equilibria.data import ImageData
+from equilibria.evaluation.running import batches, evaluating, model_input
+from equilibria.models import count_parameters
+from equilibria.nn.observing import equilibrium_layers, observe
+
+from .measures_thesis import landscape_measure, path_measure, training_paths
+from .measures_time import throughput, times
+from .scene import Scene
+from .supplying import known_classes
+
+__all__ = ["MEASURES", "Measure"]
+
+Measure = Callable[[Scene], dict[str, float]]
+_CERTIFIED = 16
+_SALIENT = 64
+
+
+def _size(model: nn.Module) -> dict[str, float]:
+    count = count_parameters(model)
+    return {"parameters_k": count / 1e3, "parameters_m": count / 1e6}
+
+
+def quality(scene: Scene) -> dict[str, float]:
+    """Accuracy, top-5, NLL, calibration, size; steps and residual of the layers."""
+    report = evaluation.evaluate(
+        scene.model,
+        scene.test,
+        batch_size=scene.batch_size,
+        certify=0,  # takes minutes for wide layers: a measure of its own
+        progress=scene.progress,
+        nonfinite="report",
+    )
+    metrics = report.metrics
+    assert isinstance(metrics, evaluation.ClassificationMetrics)
+    found = {
+        "accuracy": 100 * metrics.accuracy,
+        "top5": 100 * metrics.top_k,
+        "nll": metrics.nll,
+        "ece": 100 * metrics.ece,
+        "nonfinite": float(len(metrics.nonfinite)),
+        "test_seconds": report.seconds,
+        **_size(scene.model),
+    }
+    if report.statistics:
+        middle = [float(part.residual[3]) for part in report.statistics.values()]
+        found["median_residual"] = max(middle)
+        found["steps"] = max(part.mean_steps for part in report.statistics.values())
+    return found
+
+
+def certificate(scene: Scene) -> dict[str, float]:
+    """The share of 16 test images whose equilibrium is proven unique, in the worst layer."""
+    found = evaluation.certify_dataset(scene.model, scene.test, _CERTIFIED)
+    shares = [float(part.certified.double().mean()) for part in found.values()]
+    return {"certified": 100 * min(shares)}
+
+
+def segmentation(scene: Scene) -> dict[str, float]:
+    """mIoU, mean accuracy of the classes, share of right pixels."""
+    report = evaluation.evaluate(
+        scene.model,
+        scene.test,
+        batch_size=min(scene.batch_size, 16),
+        certify=0,
+        progress=scene.progress,
+        nonfinite="report",
+    )
+    metrics = report.metrics
+    assert isinstance(metrics, evaluation.SegmentationMetrics)
+    share = metrics.per_class
+    return {
+        "miou": 100 * metrics.miou,
+        "macc": 100 * float(share[~share.isnan()].mean()),
+        "aacc": 100 * metrics.accuracy,
+        **_size(scene.model),
+    }
+
+
+def corruptions(scene: Scene) -> dict[str, float]:
+    """Accuracy under each of the 19 corruptions, mean over five severities (smoke: over one)."""
+    study = evaluation.corruption_study(
+        scene.model,
+        scene.test,
+        severities=(3,) if scene.smoke else (1, 2, 3, 4, 5),
+        batch_size=scene.batch_size,
+        progress=scene.progress,
+    )
+    found = {f"corruption.{kind}": 100 * value for kind, value in study.by_kind.items()}
+    found |= {"corruption.mean": 100 * study.mean_accuracy, "corruption.clean": 100 * study.clean}
+    study.save(scene.folder)
+    return found
+
+
+def known_and_unknown(scene: Scene) -> dict[str, float]:
+    """KerDEQ Table 3: accuracy and KL on learned classes, KL to uniform on the others."""
+    found = evaluation.known_unknown_kl(
+        scene.model,
+        scene.test,
+        known_classes(scene.test),
+        batch_size=scene.batch_size,
+        progress=scene.progress,
+    )
+    return {
+        "known.accuracy": 100 * found.accuracy,
+        "known.kl": found.known_kl,
+        "unknown.kl": found.unknown_kl,
+        **_size(scene.model),
+    }
+
+
+def superclass(scene: Scene) -> dict[str, float]:
+    """GEQ Table 3: accuracy on superclasses, for learned and for unseen classes."""
+    found = evaluation.superclass_accuracy(
+        scene.model, scene.test, batch_size=scene.batch_size, progress=scene.progress
+    )
+    return {
+        "known_accuracy": 100 * found.known_accuracy,
+        "unknown_accuracy": 100 * found.unknown_accuracy,
+        **_size(scene.model),
+    }
+
+
+def saliency(scene: Scene) -> dict[str, float]:
+    """GradCAM: the share of a map's mass in the fifth of its pixels where it is largest.
+
+    A flat map has 20, one of zeros counts as flat; a map of one bright spot has 100. The picture
+    lies in the run folder.
+    """
+    part = scene.test.subset(range(min(_SALIENT, len(scene.test))))
+    shares = []
+    for images, _ in batches(part, 8, scene.device):
+        maps = evaluation.gradcam(scene.model, model_input(scene.model, part, images)).flatten(1)
+        top = maps.topk(max(1, maps.shape[1] // 5), dim=1).values.sum(1)
+        mass = maps.sum(1)
+        shares.append(torch.where(mass > 0, top / mass, 0.2))
+    evaluation.save_gradcam(scene.model, part, scene.folder / "gradcam.png")
+    return {"focus": 100 * float(torch.cat(shares).mean())}
+
+
+@torch.no_grad()
+def features(scene: Scene) -> dict[str, float]:
+    """Mean of |z| and of z² over the equilibria of the test images (OptEq Table 3)."""
+    total, count = torch.zeros(2, dtype=torch.float64, device=scene.device), 0
+    for z in _equilibria(scene.model, scene.test, scene):
+        total += torch.stack([z.double().abs().sum(), z.double().square().sum()])
+        count += z.numel()
+    absolute, square = (total / count).tolist()
+    return {"mean_absolute": absolute, "mean_square": square}
+
+
+def _equilibria(model: nn.Module, test: ImageData, scene: Scene) -> Iterator[torch.Tensor]:
+    for images, _ in batches(test, scene.batch_size, scene.device):
+        with evaluating(model), observe(model) as seen:
+            model(model_input(model, test, images))
+            for solutions in seen.solutions.values():
+                for found in solutions:
+                    yield found.value
+
+
+@torch.no_grad()
+def residual(scene: Scene) -> dict[str, float]:
+    """‖z − T(z)‖₂/‖z‖₂ of a batch, mean over the test batches (OptEq Table 8)."""
+    layers = equilibrium_layers(scene.model)
+    ratios: list[torch.Tensor] = []
+
+    def watch(layer: nn.Module, inputs: tuple[torch.Tensor, ...], z: torch.Tensor) -> None:
+        after = layer.step(z, *layer.inject(*inputs))  # type: ignore[operator]
+        ratios.append((z - after).double().norm() / z.double().norm())
+
+    hooks = [layer.register_forward_hook(watch) for layer in layers.values()]
+    try:
+        with evaluating(scene.model):
+            for images, _ in batches(scene.test, scene.batch_size, scene.device):
+                scene.model(model_input(scene.model, scene.test, images))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return {"residual": float(torch.stack(ratios).mean())}
+
+
+MEASURES: Mapping[str, Measure] = MappingProxyType(
+    {
+        "quality": quality,
+        "certificate": certificate,
+        "segmentation": segmentation,
+        "corruptions": corruptions,
+        "known and unknown": known_and_unknown,
+        "superclass": superclass,
+        "saliency": saliency,
+        "features": features,
+        "residual": residual,
+        "times": times,
+        "throughput": throughput,
+        "paths": path_measure,
+        "training paths": training_paths,
+        "landscape": landscape_measure,
+    }
+)
+"""name → what a job measures."""

@@ -1,0 +1,171 @@
+"""Chapter 4 of the thesis: numbers and pictures of solver paths and of loss landscapes."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from equilibria.solvers import Anderson
+from equilibria.theory import pictures
+from equilibria.theory.landscapes import Grid, contour_figure, measure_landscape
+from equilibria.theory.trajectories import (
+    PCA,
+    SolverPath,
+    layer_input,
+    principal_components,
+    record_path,
+)
+from equilibria.training.preparing import read_weights
+
+from .scene import Scene
+
+__all__ = ["landscape_measure", "path_measure", "training_paths"]
+
+_SAMPLES, _STEPS, _DRAWN = 256, 50, 10
+_TOLERANCE = 1e-2
+_EXAMPLES, _GRID = 1024, 51
+
+
+def _path(model: nn.Module, scene: Scene) -> tuple[SolverPath, Tensor]:
+    """The path of Anderson for the first test images, and their classes [B]."""
+    count = min(16 if scene.smoke else _SAMPLES, len(scene.test))
+    images = scene.test.images[slice(0, count)].to(scene.device)
+    layer, given = layer_input(model, scene.test.normalize(images))
+    solver = Anderson(rtol=_TOLERANCE, max_steps=_STEPS)
+    path = record_path(layer, given, solver=solver, steps=_STEPS)
+    return path, torch.as_tensor(scene.test.targets[slice(0, count)]).cpu()
+
+
+def _first_step(states: Tensor) -> float:
+    """The first step's share of the length of a path [K, B, n], mean over samples, in percent.
+
+    100: one leap and rest. Samples that blew up are left out.
+    """
+    lengths = states.diff(dim=0).double().norm(dim=2)
+    total = lengths.sum(0)
+    kept = torch.isfinite(total) & (total > 0)
+    return 100.0 * float((lengths[0][kept] / total[kept]).mean())
+
+
+def _separation(points: Tensor, classes: Tensor) -> float:
+    """Variance between the class means over the whole variance of points [B, n], in percent."""
+    points = points.double()
+    center = points.mean(0)
+    between = sum(
+        float((classes == k).sum()) * float((points[classes == k].mean(0) - center).square().sum())
+        for k in classes.unique().tolist()
+    )
+    whole = float((points - center).square().sum())
+    return 100.0 * between / whole if whole else 0.0
+
+
+def _states(path: SolverPath) -> Tensor:
+    assert path.states is not None
+    return path.states
+
+
+def _plane(path: SolverPath) -> PCA:
+    return principal_components(_states(path), 2)
+
+
+def path_measure(scene: Scene) -> dict[str, float]:
+    """Figures 4.1 and 4.2: the residual by step, and how the path lies in a plane."""
+    path, classes = _path(scene.model, scene)
+    curve, plane = path.mean_curve(), _plane(path)
+    found = {f"path.residual.{k}": float(curve[k - 1]) for k in (5, 20, 50)}
+    found["path.settled"] = 100.0 * float((path.steps_to(_TOLERANCE) > 0).double().mean())
+    found["path.first_step"] = _first_step(_states(path))
+    found["path.plane"] = 100.0 * float(plane.explained.sum())
+    figure = pictures.new_figure(8.0, 3.4)
+    left, right = figure.subplots(1, 2)
+    left.semilogy(range(1, path.steps + 1), curve.tolist(), color=pictures.COLORS[0])
+    left.set(xlabel="step", ylabel="relative residual (Eq 4.2)")
+    _draw(right, plane.project(_states(path)), classes)
+    pictures.save_picture(figure, scene.folder / "paths")
+    return found
+
+
+def _draw(axes: Any, points: Tensor, classes: Tensor) -> None:
+    """Some paths [K, B, 2] in their plane, a color for each class."""
+    for b in range(min(_DRAWN, points.shape[1])):
+        color = pictures.COLORS[int(classes[b]) % len(pictures.COLORS)]
+        axes.plot(*points[:, b].T.tolist(), color=color, linewidth=0.8, marker=".", markersize=3)
+    axes.set(xlabel="first component", ylabel="second component")
+
+
+def training_paths(scene: Scene) -> dict[str, float]:
+    """Figure 4.3: paths of the solver at the start, and after 1, a quarter, half, all epochs."""
+    from .thesis import STAGES
+
+    files = sorted(
+        (scene.folder / "snapshots").glob("weights_*.safetensors"),
+        key=lambda p: int(p.stem.split("_")[1]),
+    )
+    if not files:
+        raise FileNotFoundError(
+            f"{scene.folder / 'snapshots'} holds no weights: they are written while training. "
+            "Remove the run's folder and train again."
+        )
+    # A short run has fewer moments than stages: the end stands for those that coincide with it.
+    by_stage = dict(zip(STAGES, _spread(files, len(STAGES)), strict=True))
+    found: dict[str, float] = {}
+    figure = pictures.new_figure(2.6 * len(STAGES), 2.8)
+    panels = figure.subplots(1, len(STAGES))
+    for axes, (stage, file) in zip(panels, by_stage.items(), strict=True):
+        model = copy.deepcopy(scene.model)
+        model.load_state_dict(read_weights(file))
+        path, classes = _path(model.eval(), scene)
+        steps = path.steps_to(_TOLERANCE)
+        found[f"stage.{stage}.first_step"] = _first_step(_states(path))
+        found[f"stage.{stage}.separation"] = _separation(_states(path)[-1], classes)
+        taken = torch.where(steps > 0, steps, path.steps).double().mean()
+        found[f"stage.{stage}.steps"] = float(taken)
+        _draw(axes, _plane(path).project(_states(path)), classes)
+        axes.set_title(stage, fontsize=8)
+    pictures.save_picture(figure, scene.folder / "training_paths")
+    return found
+
+
+def _spread(files: list[Any], count: int) -> list[Any]:
+    return files if len(files) == count else (files + [files[-1]] * count)[:count]
+
+
+def local_minima(loss: Tensor) -> int:
+    """Points of a grid [H, W] below all their neighbors (up to eight); a hole is no neighbor."""
+    padded = torch.nn.functional.pad(loss.nan_to_num(nan=torch.inf), (1, 1, 1, 1), value=torch.inf)
+    height, width = loss.shape
+    lowest = torch.isfinite(loss)
+    for i in range(3):
+        for j in range(3):
+            if (i, j) != (1, 1):
+                lowest &= loss < padded[i : i + height, j : j + width]
+    return int(lowest.sum())
+
+
+def landscape_measure(scene: Scene) -> dict[str, float]:
+    """Figures 4.4 and 4.5: Φ(a, b) around the weights, 51 × 51 over [−1, 1]², filter-normalized.
+
+    Rows are kept as they are measured, so that an interrupted landscape goes on.
+    """
+    count = min(32 if scene.smoke else _EXAMPLES, len(scene.train))
+    surface = measure_landscape(
+        scene.model,
+        scene.train.subset(range(count)),
+        grid=Grid(points=5 if scene.smoke else _GRID),
+        name=scene.folder.name.rsplit("-", 1)[0],
+        seed=scene.seed,
+        batch_size=scene.batch_size,
+        file=scene.folder / "landscape.safetensors",
+        overwrite=True,
+        progress=scene.progress,
+    )
+    pictures.save_picture(contour_figure([surface]), scene.folder / "landscape")
+    return {
+        "landscape.center": surface.center_loss(),
+        "landscape.flat": 100.0 * surface.small_loss_share(1.0),
+        "landscape.minima": float(local_minima(surface.loss)),
+        "landscape.holes": float(surface.holes.sum()),
+    }

@@ -1,0 +1,195 @@
+"""One job: trained or taken up where it was left, measured once, and remembered in its folder."""
+
+from __future__ import annotations
+
+import csv
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from equilibria import models, training
+from equilibria.data import ImageData
+from equilibria.training.preparing import read_weights
+from equilibria.training.storing import write_json
+
+from .callbacks import Deadline, Snapshots, snapshot_epochs
+from .choices import Choices
+from .log import Log
+from .measures import MEASURES
+from .networks import build, is_network
+from .planning import Planned
+from .provenance import made_by
+from .scene import Scene
+from .supplying import Supplied, supply
+
+__all__ = ["Outcome", "chosen_device", "remembered", "run_job"]
+
+_FILE = "measured.json"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a job gave."""
+
+    values: dict[str, float]
+    seconds: float
+    """Of training and measuring, over all calls that it took."""
+    made_by: dict[str, Any]
+
+
+def chosen_device(name: str | None) -> torch.device:
+    """The device asked for; a GPU where there is one."""
+    if name is not None:
+        return torch.device(name)
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def remembered(planned: Planned) -> Outcome | None:
+    """What was measured of this job before, if all that is asked for was."""
+    kept = _read(planned.folder)
+    if any(name not in kept["measures"] for name in planned.job.measures):
+        return None
+    values: dict[str, float] = {}
+    for name in planned.job.measures:
+        values |= kept["measures"][name]
+    return Outcome(values, float(kept["seconds"]), kept["made_by"])
+
+
+def run_job(
+    planned: Planned, choices: Choices, log: Log, *, deadline: float | None = None
+) -> Outcome:
+    """Train (or go on, or load), measure what was not measured yet, and say what came out.
+
+    The test images are looked at when the training is over, and once: a measure that is in the
+    folder is not made again. Failures are logged and raised.
+    """
+    found = remembered(planned)
+    if found is not None:
+        return found
+    began = time.perf_counter()
+    try:
+        images = supply(planned, progress=choices.progress)
+        model = _network(planned, images, choices, deadline)
+        _measure_all(planned, choices, model, images)
+    except KeyboardInterrupt:
+        log.add(planned, "interrupted", time.perf_counter() - began)
+        raise
+    except Exception as error:
+        spent = time.perf_counter() - began
+        log.add(planned, "failed", spent, error=f"{type(error).__name__}: {error}"[:500])
+        raise
+    found = remembered(planned)
+    assert found is not None
+    log.add(planned, "done", time.perf_counter() - began, found.values, **_where(found.made_by))
+    return found
+
+
+def _where(made: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: made[name] for name in ("commit", "device", "command")}
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    path = folder / _FILE
+    if not path.exists():
+        return {"measures": {}, "seconds": 0.0, "made_by": {}}
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
+def _measure_all(planned: Planned, choices: Choices, model: nn.Module, images: Supplied) -> None:
+    """Each measure is written as soon as it is made: a later one that fails takes none along."""
+    device = chosen_device(choices.device)
+    scene = Scene(
+        model=model.to(device).eval(),
+        train=images.train,
+        test=images.test,
+        folder=planned.folder,
+        device=device,
+        batch_size=min(512, max(16, 2 * planned.config.batch_size)),
+        train_batch=planned.config.batch_size,
+        precision=planned.config.precision,
+        seed=planned.seed,
+        progress=choices.progress,
+        smoke=planned.smoke,
+    )
+    planned.folder.mkdir(parents=True, exist_ok=True)
+    for name in planned.job.measures:
+        kept = _read(planned.folder)
+        if name in kept["measures"]:
+            continue
+        began = time.perf_counter()
+        kept["measures"][name] = MEASURES[name](scene)
+        spent = time.perf_counter() - began
+        kept["seconds"] = round((kept["seconds"] or _training_seconds(planned)) + spent, 1)
+        kept["made_by"] = made_by(device)
+        kept["settings"] = planned.config.with_overrides(out=None, data_root=None).to_dict()
+        write_json(planned.folder / _FILE, kept)
+
+
+def _training_seconds(planned: Planned) -> float:
+    """Of all epochs, also those before an interruption."""
+    history = planned.folder / "history.csv"
+    if not history.exists():
+        return 0.0
+    with history.open(encoding="utf-8") as file:
+        return sum(float(row["seconds"]) for row in csv.DictReader(file) if row.get("seconds"))
+
+
+def _network(
+    planned: Planned, images: Supplied, choices: Choices, deadline: float | None
+) -> nn.Module:
+    if not planned.job.trained:
+        torch.manual_seed(planned.seed)
+        return _create(planned, images.train)
+    weights = planned.folder / "model.safetensors"
+    if weights.exists() and (planned.folder / "result.json").exists():
+        model = _create(planned, images.train)
+        model.load_state_dict(read_weights(weights))
+        return model
+    return _train(planned, images, choices, deadline)
+
+
+def _create(planned: Planned, train: ImageData) -> nn.Module:
+    """The network with fresh weights, laid out for the images."""
+    config = planned.config
+    if is_network(config.model):
+        return build(config.model, train.num_classes, train.channels, config.model_options)
+    height, width = train.images.shape[2:]
+    return models.create(
+        config.model,
+        train.num_classes,
+        in_channels=train.channels,
+        image_size=int(height) if height == width else None,
+        **config.model_options,
+    )
+
+
+def _train(
+    planned: Planned, images: Supplied, choices: Choices, deadline: float | None
+) -> nn.Module:
+    own: list[Any] = [] if deadline is None else [Deadline(deadline)]
+    if "training paths" in planned.job.measures:
+        epochs = snapshot_epochs(planned.config.epochs)
+        own.append(Snapshots(planned.folder / "snapshots", epochs))
+    given: dict[str, Any] = {}
+    if is_network(planned.config.model):
+        torch.manual_seed(planned.seed)
+        given["model"] = _create(planned, images.train)
+    left = planned.folder / "last.ckpt"
+    # A folder without a checkpoint holds a run that did not come to the end of its first epoch.
+    result = training.fit(
+        planned.config,
+        data=(images.train, images.held_out),
+        resume=planned.folder if left.exists() else None,
+        overwrite=not left.exists(),
+        progress=choices.progress,
+        callbacks=own,
+        **given,
+    )
+    return result.model

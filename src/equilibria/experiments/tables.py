@@ -1,0 +1,98 @@
+"""Reproduced tables for people: for the terminal (rich) and as Markdown."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .results import MEASURED, NOT_RUN, CellResult, Result
+
+__all__ = ["markdown", "rich_table", "rows_of"]
+
+
+def rows_of(result: Result) -> list[list[str]]:
+    """Row, column, the paper's number, ours, state: one line a cell, in order."""
+    return [
+        [
+            found.cell.row,
+            found.cell.column,
+            "–" if found.cell.published is None else found.cell.published.text,
+            found.ours,
+            _state(found),
+        ]
+        for found in result.cells
+    ]
+
+
+def _state(found: CellResult) -> str:
+    if found.status == MEASURED:
+        return MEASURED + (f": {found.cell.note}" if found.cell.note else "")
+    if found.outdated:
+        return f"{found.status}: measured by an earlier recipe"
+    if found.samples:
+        return f"{found.status}: {found.samples[0].stands_in}"
+    if found.status == NOT_RUN and found.why:
+        return f"{NOT_RUN}: {found.why}"
+    return f"{found.status}{': ' if found.cell.note else ''}{found.cell.note}"
+
+
+_TITLES = ("row", "what", "paper", "ours", "state")
+
+
+def _heading(result: Result) -> str:
+    smoke = "SMOKE TEST, NO RESULT: " if result.smoke else ""
+    return f"{smoke}{result.experiment.paper}, {result.experiment.id}: {result.experiment.title}"
+
+
+def rich_table(result: Result) -> Any:
+    """For ``Console.print``."""
+    from rich.table import Table
+
+    table = Table(title=_heading(result), caption=_caption(result))
+    for title in _TITLES:
+        table.add_column(title, justify="right" if title in ("paper", "ours") else "left")
+    last = ""
+    for row, *rest in rows_of(result):
+        table.add_row(row if row != last else "", *rest)
+        last = row
+    return table
+
+
+def _caption(result: Result) -> str:
+    change = f" Changed recipe: {result.change}." if result.change else ""
+    return f"{result.status}; {result.seconds:,.0f} s of training and measuring.{change}"
+
+
+def markdown(result: Result) -> str:
+    """The page that stands beside the JSON."""
+    experiment, made = result.experiment, result.made_by
+    lines = [f"# {_heading(result)}", ""]
+    if result.smoke:
+        lines += [
+            "Tiny networks, a few hundred digits, two epochs: this shows that the code runs. The "
+            "numbers under *ours* mean nothing.",
+            "",
+        ]
+    lines += [f"Paper: {experiment.source}.", ""]
+    if experiment.claim:
+        lines += [f"The paper's reading: {experiment.claim}", ""]
+    lines += [f"State: **{result.status}**. Seeds: {', '.join(map(str, result.seeds))}."]
+    if result.change:
+        lines[-1] += f" The recipe was changed: {result.change}."
+    lines += ["", f"| {' | '.join(_TITLES)} |", "|---|---|---:|---:|---|"]
+    lines += [f"| {' | '.join(_cell(text) for text in row)} |" for row in rows_of(result)]
+    lines += ["", "*Ours* is mean ± standard deviation (number of seeds).", ""]
+    lines += [f"- {note}" for note in experiment.notes]
+    lines += [
+        "",
+        f"Written by `{made.get('command', '')}`, commit {made.get('commit', 'unknown')}, "
+        f"equilibria {made.get('version', '')}, torch {made.get('torch', '')}, on "
+        f"{made.get('device', '')}, "
+        f"{made.get('date', '')}; {result.seconds:,.0f} s of training and measuring.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _cell(text: str) -> str:
+    """Text that does not end a column of a Markdown table."""
+    return text.replace("|", "\\|")

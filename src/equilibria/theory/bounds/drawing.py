@@ -1,0 +1,55 @@
+"""Curves as a picture: one panel each, one color a layer, one line style a kind of number."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from equilibria.theory.pictures import COLORS, MARKERS, new_figure
+
+from .curves import Curves
+
+__all__ = ["draw_curves"]
+
+_STYLE = {"printed": "--", "derived": ":", "ours": "-", "ours, other": "-."}
+_FAMILY = {"GEQ": 0, "OptEq": 4}
+
+
+def draw_curves(panels: Sequence[Curves], *, width: float = 5.2, height: float = 4.4) -> Any:
+    """A figure with one panel a ``Curves``, values on a logarithmic axis; a legend below each."""
+    if not panels:
+        raise ValueError("draw_curves needs one panel or more.")
+    figure = new_figure(width * len(panels), height)
+    for index, panel in enumerate(panels):
+        axes = figure.add_subplot(1, len(panels), index + 1)
+        for line in panel.lines:
+            number = _FAMILY.get(line.family, 2)
+            values = [_drawn(v) for v in line.values]
+            if all(math.isnan(v) for v in values):
+                continue
+            measured = line.role == "measured"
+            axes.plot(
+                panel.x,
+                values,
+                color=COLORS[number],
+                linestyle="none" if measured else _STYLE[line.role],
+                marker=MARKERS[number % len(MARKERS)] if measured else None,
+                markersize=4,
+                linewidth=1.4,
+                label=line.label,
+            )
+        axes.set_yscale("log")
+        axes.set_xlabel(panel.axis)
+        axes.set_ylabel(panel.unit)
+        axes.set_title(panel.title, fontsize=10)
+        axes.grid(alpha=0.25, linewidth=0.5)
+        axes.legend(
+            fontsize=7, frameon=False, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.2)
+        )
+    return figure
+
+
+def _drawn(value: float | None) -> float:
+    """NaN where there is no number, or none that a logarithm has."""
+    return math.nan if value is None or not math.isfinite(value) or value <= 0.0 else value

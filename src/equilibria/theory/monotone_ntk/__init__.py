@@ -1,0 +1,70 @@
+"""Monotone DEQ and the NTK thesis (paper 004, chapter 3), in closed form and in float64.
+
+``ThesisModel`` z = σ(Wz + Ux), f = uᵀz; ``find_equilibrium``; the Jacobians of Lemmas 3.2.1–3.2.3
+and the kernel K of Proposition 4; Conditions 1, 2 and 2′ with the radii searched for; gradient flow
+and gradient descent with the guaranteed curve beside the loss.
+"""
+
+from .conditions import (
+    CONDITIONS,
+    Condition,
+    ConditionReport,
+    Inequality,
+    Ingredients,
+    Radii,
+    check_condition,
+    ingredients,
+    smallest_singular,
+)
+from .drawing import draw_outcome
+from .equilibrium import Equilibrium, find_equilibrium, sensitivities
+from .jacobians import (
+    OutputJacobians,
+    StateJacobians,
+    commutation_matrix,
+    output_jacobians,
+    residual_jacobians,
+    state_jacobians,
+    weight_jacobians,
+)
+from .kernel import ClosedFormKernel, closed_form_gradient, closed_form_kernel, square_loss
+from .model import ThesisModel
+from .radii import search_radii
+from .runs import Run, gradient_descent, gradient_flow
+from .scenarios import SCENARIOS, Outcome, Scenario, run_scenario
+
+__all__ = [
+    "CONDITIONS",
+    "SCENARIOS",
+    "ClosedFormKernel",
+    "Condition",
+    "ConditionReport",
+    "Equilibrium",
+    "Inequality",
+    "Ingredients",
+    "Outcome",
+    "OutputJacobians",
+    "Radii",
+    "Run",
+    "Scenario",
+    "StateJacobians",
+    "ThesisModel",
+    "check_condition",
+    "closed_form_gradient",
+    "closed_form_kernel",
+    "commutation_matrix",
+    "draw_outcome",
+    "find_equilibrium",
+    "gradient_descent",
+    "gradient_flow",
+    "ingredients",
+    "output_jacobians",
+    "residual_jacobians",
+    "run_scenario",
+    "search_radii",
+    "sensitivities",
+    "smallest_singular",
+    "square_loss",
+    "state_jacobians",
+    "weight_jacobians",
+]

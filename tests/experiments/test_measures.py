@@ -1,0 +1,218 @@
+"""Numbers that are read off networks, against dense algebra and counting by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import equilibria as eq
+from equilibria.data import ImageData
+from equilibria.experiments import measures, measures_thesis, measures_time
+from equilibria.experiments.networks import ResidualNet
+from equilibria.experiments.scene import Scene
+
+
+class Shift(nn.Module):
+    """(z, x) ↦ A z + x, ‖A‖ = ½."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        a = torch.randn(64, 64)
+        self.a = nn.Parameter(0.5 * a / torch.linalg.matrix_norm(a, 2))
+
+    def forward(self, z: Tensor, x: Tensor) -> Tensor:
+        return z @ self.a.T + x
+
+
+class Affine(nn.Module):
+    """z* = A z* + x on the 64 pixels of a digit; z* = (I − A)⁻¹ x."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        block = Shift()
+        self.a = block.a.detach()
+        solver = eq.Picard(rtol=0.0, atol=0.0, max_steps=steps)
+        self.layer = eq.nn.DEQ(block, solver=solver)
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.layer(x.flatten(1)))
+        return logits
+
+
+def _digits(count: int = 32) -> ImageData:
+    return eq.data.load("digits", "test", progress=False).subset(range(count))
+
+
+def _scene(model: nn.Module, folder: Path, data: ImageData | None = None) -> Scene:
+    data = _digits() if data is None else data
+    return Scene(
+        model=model.eval(),
+        train=data,
+        test=data,
+        folder=folder,
+        device=torch.device("cpu"),
+        batch_size=16,
+        train_batch=8,
+        precision="32-true",
+        seed=0,
+        progress=False,
+        smoke=True,
+    )
+
+
+def test_residual_is_table_8s(tmp_path: Path) -> None:
+    model = Affine(steps=4)
+    found = measures.residual(_scene(model, tmp_path))["residual"]
+    data, a = _digits(), model.a.double()
+    x = data.normalize(torch.as_tensor(data.images)).flatten(1).double()
+    expected = []
+    for rows in x.split(16):
+        z = torch.zeros_like(rows)
+        for _ in range(4):
+            z = z @ a.T + rows
+        expected.append(float((z - (z @ a.T + rows)).norm() / z.norm()))
+    assert found == pytest.approx(sum(expected) / 2, rel=1e-4)
+
+
+def test_features_are_means_over_the_equilibria(tmp_path: Path) -> None:
+    model = Affine(steps=60)
+    found = measures.features(_scene(model, tmp_path))
+    data = _digits()
+    x = data.normalize(torch.as_tensor(data.images)).flatten(1).double()
+    z = torch.linalg.solve(torch.eye(64).double() - model.a.double(), x.T).T
+    assert found["mean_absolute"] == pytest.approx(float(z.abs().mean()), rel=1e-5)
+    assert found["mean_square"] == pytest.approx(float(z.square().mean()), rel=1e-5)
+
+
+def test_quality_counts_right_predictions(tmp_path: Path) -> None:
+    model = Affine(steps=60)
+    found = measures.quality(_scene(model, tmp_path))
+    data = _digits()
+    with torch.no_grad():
+        guess = model(data.normalize(torch.as_tensor(data.images))).argmax(1)
+    right = int((guess == torch.as_tensor(data.targets)).sum())
+    assert found["accuracy"] == pytest.approx(100 * right / 32)
+    assert found["parameters_k"] == pytest.approx((64 * 64 + 64 * 10 + 10) / 1000)
+
+
+def test_certificate_of_a_contraction(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    proven = eq.models.create("geq_digits", widths=[4], depth=1)
+    assert measures.certificate(_scene(proven, tmp_path))["certified"] == 100.0
+    assert measures.certificate(_scene(Affine(steps=60), tmp_path))["certified"] == 0.0
+
+
+@settings(deadline=None)
+@given(
+    st.integers(3, 7).flatmap(
+        lambda n: st.lists(
+            st.lists(st.integers(0, 6), min_size=n, max_size=n), min_size=n, max_size=n
+        )
+    )
+)
+def test_local_minima_are_counted(rows: list[list[int]]) -> None:
+    grid = torch.tensor(rows, dtype=torch.float64)
+    n, expected = len(rows), 0
+    for i in range(n):
+        for j in range(n):
+            around = [
+                rows[a][b]
+                for a in range(max(0, i - 1), min(n, i + 2))
+                for b in range(max(0, j - 1), min(n, j + 2))
+                if (a, b) != (i, j)
+            ]
+            expected += all(rows[i][j] < value for value in around)
+    assert measures_thesis.local_minima(grid) == expected
+
+
+def test_a_bowl_has_one_minimum_and_a_hole_is_none() -> None:
+    axis = torch.linspace(-1, 1, 11, dtype=torch.float64)
+    bowl = axis[:, None].square() + axis[None].square()
+    assert measures_thesis.local_minima(bowl) == 1
+    bowl[0, 0] = torch.nan
+    assert measures_thesis.local_minima(bowl) == 1
+    bowl[5, 5] = torch.nan
+    assert measures_thesis.local_minima(bowl) == 0  # its four neighbors tie
+
+
+def test_first_steps_share_of_a_path() -> None:
+    # One sample goes 3, then 1; the other leaps once; the third blows up and is left out.
+    points = torch.tensor([[0.0, 0.0, 0.0], [3.0, 2.0, 1.0], [4.0, 2.0, torch.inf]])
+    assert measures_thesis._first_step(points[..., None]) == pytest.approx(100 * (0.75 + 1.0) / 2)
+
+
+def test_separation_is_the_share_between_classes() -> None:
+    points = torch.tensor([[0.0], [2.0], [10.0], [12.0]])
+    classes = torch.tensor([0, 0, 1, 1])
+    # Means 1 and 11 about 6: 4·25 of a whole of 36 + 16 + 16 + 36.
+    assert measures_thesis._separation(points, classes) == pytest.approx(100 * 100 / 104)
+    assert measures_thesis._separation(torch.zeros(4, 1), classes) == 0.0
+
+
+def test_paths_settle_for_small_weights_only(tmp_path: Path) -> None:
+    found = {}
+    for std in (0.01, 1.0):
+        torch.manual_seed(0)
+        scene = _scene(ResidualNet(10, 1, channels=16, inner=16, std=std), tmp_path)
+        found[std] = measures_thesis.path_measure(scene)
+    assert found[0.01]["path.settled"] == 100.0
+    assert found[0.01]["path.residual.20"] < 1e-2 < found[1.0]["path.residual.20"]
+    assert found[0.01]["path.first_step"] > found[1.0]["path.first_step"]
+    assert (tmp_path / "paths.png").exists()
+    assert (tmp_path / "paths.svg").exists()
+
+
+def test_landscape_of_a_network(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    scene = _scene(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)), tmp_path)
+    found = measures_thesis.landscape_measure(scene)
+    x = scene.train.normalize(torch.as_tensor(scene.train.images))
+    with torch.no_grad():
+        loss = nn.functional.cross_entropy(scene.model(x), torch.as_tensor(scene.train.targets))
+    assert found["landscape.center"] == pytest.approx(float(loss), rel=1e-5)
+    assert 0.0 < found["landscape.flat"] <= 100.0
+    assert found["landscape.holes"] == 0.0
+
+
+def test_times_leave_the_network_as_it_is(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = ResidualNet(10, 1, channels=16, inner=16, repeats=2)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    scene = _scene(model, tmp_path)
+    found = measures_time.times(scene) | measures_time.throughput(scene)
+    assert all(value > 0 for value in found.values())
+    after = model.state_dict()
+    assert all(torch.equal(before[k], after[k]) for k in before)
+    assert not model.training
+
+
+def test_saliency_is_a_share(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = ResidualNet(10, 1, channels=16, inner=16, repeats=1)
+    found = measures.saliency(_scene(model, tmp_path, _digits(8)))
+    assert 20.0 <= found["focus"] <= 100.0
+    assert (tmp_path / "gradcam.png").exists()
+
+
+def test_segmentation_of_two_classes(tmp_path: Path) -> None:
+    digits = _digits(8)
+    images = torch.as_tensor(digits.images)
+    ink = dataclasses.replace(
+        digits, targets=(images[:, 0] > 127).long(), classes=("paper", "ink"), task="segmentation"
+    )
+
+    class Perfect(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            dark = x[:, 0] * ink.std[0] + ink.mean[0] > 127.5 / 255
+            return torch.stack([~dark, dark], 1).float()
+
+    found = measures.segmentation(_scene(Perfect(), tmp_path, ink))
+    assert (found["miou"], found["macc"], found["aacc"]) == (100.0, 100.0, 100.0)

@@ -1,0 +1,140 @@
+"""Names of trainings: what changes them, and what does not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from equilibria.experiments import Choices, describe, plan
+from equilibria.experiments.planning import Planned, plan_of
+
+from . import tiny
+
+
+def _one(**changes: Any) -> Planned:
+    given = {
+        k: changes.pop(k) for k in ("recipe", "options", "classes", "measures") if k in changes
+    }
+    return plan_of(tiny.job(**given), Choices(**changes))[0]
+
+
+def test_where_it_runs_does_not_change_what_it_is(tmp_path: Path) -> None:
+    here = _one()
+    there = _one(runs=tmp_path, out=tmp_path, device="cuda:1", minutes=3.0, progress=False)
+    assert (here.key, here.group) == (there.key, there.group)
+    assert there.folder == tmp_path / f"tiny-{here.key}"
+    assert there.config.accelerator == "cuda"
+    assert there.config.devices == (1,)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"overrides": {"lr": 0.01}},
+        {"overrides": {"epochs": 3}},
+        {"smoke": True},
+        {"classes": "first half"},
+        {"options": {"widths": [8], "depth": 1}},
+        {"recipe": {**tiny.RECIPE, "batch_size": 32}},
+    ],
+)
+def test_what_matters_changes_the_name(change: dict[str, Any]) -> None:
+    assert _one(**change).key != _one().key
+    assert _one(**change).group != _one().group
+
+
+def test_compiling_does_not_change_the_name() -> None:
+    assert _one(overrides={"compile": True}).key == _one().key
+
+
+def test_what_is_measured_does_not_change_the_training() -> None:
+    assert _one(measures=("features",)).key == _one().key
+
+
+def test_seeds_share_a_group() -> None:
+    first, second = plan_of(tiny.job(), Choices(seeds=(0, 1)))
+    assert first.group == second.group
+    assert first.key != second.key
+    assert (first.config.seed, second.config.seed) == (0, 1)
+
+
+def test_a_job_of_several_cells_is_one_training_with_all_measures() -> None:
+    figure, tables = describe("geq-figure2"), describe("geq-table1")
+    found = plan((*figure.cells, *tables.cells), Choices())
+    one = [p for p in found if p.job.name == "cifar10-geq_cifar_8m"]
+    assert len(one) == 1
+    assert set(one[0].job.measures) == {"quality", "corruptions", "certificate"}
+
+
+def test_tables_share_trainings() -> None:
+    ours = {p.key for p in plan(describe("geq-table1").cells, Choices())}
+    theirs = {p.key for p in plan(describe("kerdeq-table1").cells, Choices())}
+    # ResNet-18, MDEQ and MOptEq on both sets, and KerDEQ 5M.
+    assert len(ours & theirs) == 8
+
+
+def test_milestones_move_with_the_epochs() -> None:
+    def milestones(**overrides: Any) -> tuple[int, ...]:
+        cells = describe("opteq-table8").cells
+        return plan(cells, Choices(overrides=overrides))[0].config.milestones
+
+    assert milestones() == (30, 60, 90, 120, 150, 180)
+    assert milestones(epochs=20) == (3, 6, 9, 12, 15, 18)
+    assert milestones(schedule="onecycle") == ()
+    assert milestones(epochs=20, milestones=[7]) == (7,)
+
+
+@settings(deadline=None)
+@given(epochs=st.integers(1, 400))
+def test_any_number_of_epochs_can_be_asked_for(epochs: int) -> None:
+    job = describe("opteq-table8").jobs[0]
+    found = plan_of(job, Choices(overrides={"epochs": epochs}, smoke=False))[0].config
+    assert found.epochs == epochs
+    assert all(1 <= m < epochs for m in found.milestones)
+
+
+def test_missing_data_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EQUILIBRIA_DATA", str(tmp_path / "cache"))
+    job = describe("opteq-table10").jobs[0]
+    assert plan_of(job, Choices(data_root=tmp_path))[0].missing == "cityscapes"
+    asked = plan_of(job, Choices(data_root=tmp_path, stand_in=True))[0]
+    assert (asked.stands_in, asked.missing) == ("camvid", "cityscapes")  # neither is there
+
+
+def test_data_that_stand_in(tmp_path: Path) -> None:
+    job = tiny.job(data="nowhere", stand_in={"data": "digits", "epochs": 1})
+    alone = plan_of(job, Choices(data_root=tmp_path))[0]
+    assert (alone.missing, alone.stands_in) == ("nowhere", "")
+    found = plan_of(job, Choices(data_root=tmp_path, stand_in=True))[0]
+    assert (found.missing, found.stands_in) == ("", "digits")
+    assert (found.config.data, found.config.epochs) == ("digits", 1)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"seeds": ()}, "at least one"),
+        ({"seeds": (1, 1)}, "none of them twice"),
+        ({"seeds": (-1,)}, "whole numbers"),
+        ({"minutes": 0.0}, "out of range"),
+        ({"overrides": {"model": "x"}}, "the table decides"),
+        ({"overrides": {"lrr": 1}}, "Did you mean 'lr'"),
+        ({"overrides": {"epochs": 0}}, "at least 1"),
+        ({"overrides": {"epochs": 1.5}}, "whole number"),
+    ],
+)
+def test_choices_are_checked(wrong: dict[str, Any], words: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=words):
+        Choices(**wrong)
+
+
+def test_rows_are_checked() -> None:
+    with pytest.raises(ValueError, match="no row 'GEQ 9M'"):
+        describe("geq-table1").cells_of(("GEQ 9M",))
+    cells = describe("geq-table1").cells_of(("GEQ 5M",))
+    assert {cell.row for cell in cells} == {"GEQ 5M"}
+    assert len(plan(cells, Choices())) == 2

@@ -1,0 +1,141 @@
+"""Means, states and files of reproduced tables."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from equilibria.experiments import Cell, Published
+from equilibria.experiments.results import (
+    CellResult,
+    Result,
+    Sample,
+    earlier_samples,
+    merged,
+    read_result,
+    result_path,
+    status_of,
+)
+from equilibria.experiments.tables import markdown, rich_table
+
+from . import tiny
+
+
+def _sample(seed: int, value: float = 90.0, group: str = "a", stands_in: str = "") -> Sample:
+    return Sample(seed, value, group, 10.0, {"device": "cpu"}, stands_in)
+
+
+def _result(samples: tuple[Sample, ...], **changes: Any) -> Result:
+    table = tiny.table()
+    cells = tuple(
+        CellResult(cell, samples if cell.job is not None else (), group="a") for cell in table.cells
+    )
+    made: dict[str, Any] = {"smoke": False, "change": "", "made_by": {}, **changes}
+    return Result(table, cells, **made)
+
+
+def test_mean_and_standard_deviation_over_seeds() -> None:
+    values = [94.1, 94.9, 95.0]
+    found = CellResult(tiny.table().cells[0], tuple(_sample(i, v) for i, v in enumerate(values)))
+    assert found.mean == pytest.approx(sum(values) / 3)
+    assert found.std == pytest.approx(statistics.stdev(values))
+    assert found.ours == "94.67 ± 0.49 (3)"
+    assert CellResult(tiny.table().cells[0], (_sample(0),)).std is None
+
+
+@pytest.mark.parametrize(
+    ("cells", "smoke", "change", "expected"),
+    [
+        (["measured", "measured"], False, "", "measured"),
+        (["measured", "quoted"], False, "", "measured"),
+        (["measured", "not run"], False, "", "partly"),
+        (["measured"], False, "epochs=2", "partly"),
+        (["measured", "stand-in data"], False, "", "stand-in data"),
+        (["not run", "quoted"], False, "", "not run"),
+        (["measured"], True, "", "smoke only"),
+        (["partly", "measured"], False, "", "partly"),
+    ],
+)
+def test_state_of_a_table(cells: list[str], smoke: bool, change: str, expected: str) -> None:
+    assert status_of(cells, smoke, change) == expected
+
+
+def test_seeds_of_earlier_calls_are_kept() -> None:
+    kept = merged([_sample(1, 5.0)], [_sample(0, 1.0), _sample(1, 2.0)], "a")
+    assert [(s.seed, s.value) for s in kept] == [(0, 1.0), (1, 5.0)]
+
+
+def test_settings_are_not_mixed() -> None:
+    kept = merged([_sample(1, 5.0, "new")], [_sample(0, 1.0, "old")], "new")
+    assert [(s.seed, s.value) for s in kept] == [(1, 5.0)]
+
+
+def test_numbers_of_an_earlier_recipe_stay_until_there_are_new_ones() -> None:
+    kept = merged([], [_sample(0, 1.0, "old")], "new")
+    found = CellResult(tiny.table().cells[0], kept, group="new")
+    assert found.outdated
+    assert found.status == "partly"
+
+
+def test_real_data_are_not_replaced_by_what_stands_in() -> None:
+    kept = merged([_sample(0, 5.0, "b", "digits")], [_sample(0, 1.0)], "b")
+    assert [s.value for s in kept] == [1.0]
+    back = merged([_sample(0, 1.0)], [_sample(0, 5.0, "b", "digits")], "a")
+    assert [s.value for s in back] == [1.0]
+
+
+def test_a_smoke_test_or_a_changed_recipe_never_takes_the_place_of_a_result(tmp_path: Path) -> None:
+    paths = {
+        result_path(tmp_path, "x", smoke=False),
+        result_path(tmp_path, "x", smoke=True),
+        result_path(tmp_path, "x", smoke=False, change="epochs=2"),
+        result_path(tmp_path, "x", smoke=False, change="epochs=3"),
+    }
+    assert len(paths) == 4
+
+
+def test_files_and_back(tmp_path: Path) -> None:
+    result = _result((_sample(0, 91.25), _sample(2, 92.25)))
+    paths = result.save(tmp_path)
+    assert [p.name for p in paths] == ["tiny-table.json", "tiny-table.md"]
+    kept = json.loads(paths[0].read_text())
+    assert kept["status"] == "measured"
+    assert kept["cells"][0]["published"] == {"text": "90 ± 1%", "value": 90.0, "spread": 1.0}
+    assert kept["cells"][0]["mean"] == 91.75
+    back = earlier_samples(paths[0])
+    assert back[("net", "accuracy in %")] == list(result.cells[0].samples)
+    page = paths[1].read_text()
+    assert "| net | accuracy in % | 90 ± 1% | 91.75 ± 0.71 (2) | measured |" in page
+    assert "| other | accuracy in % | 95% | – | quoted |" in page
+
+
+def test_smoke_says_so_everywhere(tmp_path: Path) -> None:
+    result = _result((_sample(0),), smoke=True)
+    assert "SMOKE TEST, NO RESULT" in markdown(result)
+    assert "SMOKE TEST, NO RESULT" in str(rich_table(result).title)
+    assert result.save(tmp_path)[0].parent.name == "smoke"
+    assert result.to_dict()["warning"]
+
+
+def test_seconds_count_a_training_once() -> None:
+    assert _result((_sample(0), _sample(1))).seconds == 20.0  # two cells, two runs
+
+
+def test_a_damaged_file_is_no_result(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    for text in ("{", "[]", "{}"):
+        path.write_text(text)
+        assert read_result(path) is None
+    assert read_result(tmp_path / "nothing.json") is None
+
+
+def test_pipes_do_not_break_the_table() -> None:
+    cell = Cell(row="mean |z|", column="c", published=Published.read("1"))
+    table = tiny.table()
+    result = Result(table, (CellResult(cell),), False, "", {})
+    line = next(row for row in markdown(result).splitlines() if "mean" in row and "±" not in row)
+    assert line.replace("\\|", "").count("|") == 6

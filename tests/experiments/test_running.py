@@ -1,0 +1,190 @@
+"""A tiny table from start to end: trained once, measured once, logged, taken up again."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from equilibria import experiments, training
+from equilibria.experiments import reproduce, running
+from equilibria.experiments.log import read_log
+from equilibria.experiments.measures import MEASURES
+from equilibria.experiments.scene import Scene
+
+from . import tiny
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """How often networks were trained and judged."""
+    counts = {"fit": 0, "quality": 0}
+    fit, quality = training.fit, MEASURES["quality"]
+
+    def counting_fit(*arguments: Any, **options: Any) -> Any:
+        counts["fit"] += 1
+        return fit(*arguments, **options)
+
+    def counting_quality(scene: Scene) -> dict[str, float]:
+        counts["quality"] += 1
+        return quality(scene)
+
+    monkeypatch.setattr(training, "fit", counting_fit)
+    monkeypatch.setattr(running, "MEASURES", {**MEASURES, "quality": counting_quality})
+    return counts
+
+
+def test_trains_and_judges_once(tmp_path: Path, counted: dict[str, int]) -> None:
+    first = reproduce(tiny.table(), tiny.choices(tmp_path))
+    assert first.status == "measured"
+    assert counted == {"fit": 1, "quality": 1}
+    again = reproduce(tiny.table(), tiny.choices(tmp_path))
+    assert counted == {"fit": 1, "quality": 1}
+    assert [c.mean for c in again.cells] == [c.mean for c in first.cells]
+    assert first.cells[0].mean is not None
+    assert 10.0 < first.cells[0].mean <= 100.0
+    # widths [4]: by hand 4·9 (stem) + BN 8 + two 3×3 of 4×4 (288) + BN 8 + head BN 8 + 50.
+    assert first.cells[1].mean == pytest.approx((36 + 8 + 288 + 8 + 8 + 50) / 1000)
+
+
+def test_another_table_takes_the_training_and_measures_what_is_new(
+    tmp_path: Path, counted: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reproduce(tiny.table(), tiny.choices(tmp_path))
+    new = {**running.MEASURES, "new": lambda scene: {"answer": 42.0}}
+    monkeypatch.setattr(running, "MEASURES", new)
+    job = tiny.job(measures=("quality", "new"))
+    cell = experiments.Cell(row="r", column="c", job=job, metric="answer")
+    other = dataclasses.replace(tiny.table(), id="other", cells=(cell,))
+    assert reproduce(other, tiny.choices(tmp_path)).cells[0].mean == 42.0
+    assert counted == {"fit": 1, "quality": 1}
+
+
+def test_the_log_has_every_run(tmp_path: Path) -> None:
+    reproduce(tiny.table(), tiny.choices(tmp_path, overrides={"epochs": 1}))
+    (line,) = read_log(tmp_path / "results")
+    assert line["outcome"] == "done"
+    assert (line["id"], line["job"], line["change"]) == ("tiny-table", "tiny", "epochs=1")
+    assert line["result"]["accuracy"] > 0
+    assert line["seconds"] > 0
+    assert {"commit", "device", "command", "date", "key", "seed"} <= set(line)
+    kept = json.loads((tmp_path / "results" / "tiny-table--epochs=1.json").read_text())
+    assert kept["status"] == "partly"
+    assert kept["change"] == "epochs=1"
+
+
+def test_a_failure_is_logged_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(scene: Scene) -> dict[str, float]:
+        raise RuntimeError("the measure broke")
+
+    monkeypatch.setattr(running, "MEASURES", {**MEASURES, "broken": broken})
+    bad = tiny.job("bad", measures=("broken",), recipe={**tiny.RECIPE, "lr": 0.04})
+    table = tiny.table()
+    mixed = dataclasses.replace(
+        table,
+        cells=(experiments.Cell(row="bad", column="accuracy in %", job=bad), *table.cells),
+    )
+    result = reproduce(mixed, tiny.choices(tmp_path, overrides={"epochs": 1}))
+    assert result.cells[0].why == "failed: RuntimeError: the measure broke"
+    assert result.cells[1].mean is not None
+    assert result.status == "partly"
+    assert [line["outcome"] for line in read_log(tmp_path / "results")] == ["failed", "done"]
+    with pytest.raises(RuntimeError, match="the measure broke"):
+        reproduce(mixed, tiny.choices(tmp_path, smoke=True))
+
+
+def test_a_limit_of_time_saves_and_the_next_call_goes_on(tmp_path: Path) -> None:
+    whole = reproduce(tiny.table(), tiny.choices(tmp_path / "whole"))
+    parts = tiny.choices(tmp_path / "parts", minutes=1e-9)
+    for _ in range(2):  # a step or more each, then stopped
+        with pytest.raises(KeyboardInterrupt):
+            reproduce(tiny.table(), parts)
+    outcomes = [line["outcome"] for line in read_log(tmp_path / "parts" / "results")]
+    assert outcomes == ["interrupted", "interrupted"]
+    result = reproduce(tiny.table(), tiny.choices(tmp_path / "parts"))
+    # On one CPU an interrupted training repeats the uninterrupted one bit for bit.
+    assert result.cells[0].mean == whole.cells[0].mean
+
+
+def test_no_training_is_begun_when_the_time_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from equilibria.experiments import reproducing
+
+    begun: list[int] = []
+
+    def instant(planned: Any, *_: Any, **__: Any) -> running.Outcome:
+        begun.append(planned.seed)
+        return running.Outcome({"accuracy": 1.0, "parameters_k": 1.0}, 0.0, {})
+
+    monkeypatch.setattr(reproducing, "run_job", instant)
+    with pytest.raises(KeyboardInterrupt, match="minutes are over"):
+        reproduce(tiny.table(), tiny.choices(tmp_path, seeds=(0, 1), minutes=1e-9))
+    assert begun == [0]
+    kept = json.loads((tmp_path / "results" / "tiny-table.json").read_text())
+    assert kept["cells"][0]["n"] == 1  # what was done is in the table
+
+
+def test_seeds_are_averaged_over_calls(tmp_path: Path) -> None:
+    short = {"overrides": {"epochs": 1}}
+    reproduce(tiny.table(), tiny.choices(tmp_path, **short))
+    result = reproduce(tiny.table(), tiny.choices(tmp_path, seeds=(1,), **short))
+    assert [s.seed for s in result.cells[0].samples] == [0, 1]
+    assert result.cells[0].std is not None
+    assert result.seeds == (0, 1)
+
+
+def test_missing_data_leave_a_row_out(tmp_path: Path) -> None:
+    table = tiny.table(data="nowhere")
+    told: list[str] = []
+    result = reproduce(table, tiny.choices(tmp_path, data_root=tmp_path), tell=told.append)
+    assert result.status == "not run"
+    assert result.cells[0].why == "nowhere is not at hand"
+    assert told == ["1/1 tiny, seed 0: left out, nowhere is not at hand"]
+
+
+def test_stand_in_is_said(tmp_path: Path) -> None:
+    table = tiny.table(data="nowhere", stand_in={"data": "digits", "epochs": 1})
+    result = reproduce(table, tiny.choices(tmp_path, data_root=tmp_path, stand_in=True))
+    assert result.status == "stand-in data"
+    assert "stand-in data: digits" in experiments.markdown(result)
+
+
+def test_held_out_images_are_the_same_for_every_seed(tmp_path: Path) -> None:
+    from equilibria.experiments.planning import plan_of
+    from equilibria.experiments.supplying import supply
+
+    first, second = (
+        supply(p, progress=False) for p in plan_of(tiny.job(), tiny.choices(tmp_path, seeds=(0, 7)))
+    )
+    assert first.held_out is not None
+    assert second.held_out is not None
+    assert torch.equal(torch.as_tensor(first.held_out.images), second.held_out.images)
+    assert len(first.train) + len(first.held_out) == 1438
+    assert len(first.test) == 359
+
+
+def test_listing_reads_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from equilibria.experiments import reproducing
+
+    out = tmp_path / "results"
+    monkeypatch.setattr(reproducing, "EXPERIMENTS", {"tiny-table": tiny.table()})
+
+    def state() -> tuple[str, int]:
+        (found,) = experiments.listing(out, None)
+        return found.status, found.measured
+
+    assert state() == ("not run", 0)
+    short = {"overrides": {"epochs": 1}}
+    reproduce(tiny.table(), tiny.choices(tmp_path, smoke=True))
+    assert state() == ("smoke only", 0)
+    reproduce(tiny.table(), tiny.choices(tmp_path, **short))
+    assert state() == ("partly (epochs=1)", 2)
+    reproduce(tiny.table(), tiny.choices(tmp_path))
+    assert state() == ("measured", 2)
