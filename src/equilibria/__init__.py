@@ -125,6 +125,8 @@ def __getattr__(name: str) -> _ModuleType:
             return _import_module("equilibria.data")
         case "evaluation":
             return _import_module("equilibria.evaluation")
+        case "experiments":
+            return _import_module("equilibria.experiments")
         case "models":
             return _import_module("equilibria.models")
         case "sklearn":
@@ -137,5 +139,5 @@ def __getattr__(name: str) -> _ModuleType:
 
 
 def __dir__() -> list[str]:
-    rooms = ["data", "evaluation", "models", "sklearn", "theory", "training"]
+    rooms = ["data", "evaluation", "experiments", "models", "sklearn", "theory", "training"]
     return sorted([*__all__, *rooms])

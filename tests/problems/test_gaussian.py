@@ -679,3 +679,22 @@ def test_constant() -> None:
     """2e^{−3/2} is the depth of e^{−s}(1 − 2s), by a fine grid."""
     s = np.linspace(0, 10, 1_000_001)
     assert float((np.exp(-s) * (1 - 2 * s)).min()) == pytest.approx(-GAUSSIAN_CONCAVITY, abs=1e-10)
+
+
+@pytest.mark.parametrize("down", [False, True])
+def test_channels_last_maps_give_the_same_force(down: bool) -> None:
+    weight, c = randn(8, 6, 3, 3, seed=1), randn(2, 8, 4, 6, seed=2)
+    hidden, z = randn(8, 5, seed=3), randn(2, 6, 4, 6, seed=4)
+    patches = Patches(channels=2, size=2)
+    found = []
+    for layout in (torch.contiguous_format, torch.channels_last):
+        q = Gaussian(
+            weight, c.to(memory_format=layout), MeanPatchEnergy(0.3), patches=patches, hidden=hidden
+        )
+        moved = z.to(memory_format=layout)
+        found.append(q.descent(moved) if down else q.grad(moved))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=1e-12)
+    zz = z.clone().requires_grad_()
+    q = Gaussian(weight, c, MeanPatchEnergy(0.3), patches=patches, hidden=hidden)
+    slope = torch.autograd.grad(q.value(zz).sum(), zz)[0]
+    torch.testing.assert_close(found[0], -slope if down else slope, rtol=1e-10, atol=1e-12)

@@ -300,3 +300,45 @@ def test_operators_copy_compile_and_vmap() -> None:
     compiled = torch.compile(there, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(z[0]), expected[0])
     torch.testing.assert_close(copy.deepcopy(op)(z[0]), op(z[0]))
+
+
+def wide_convolution() -> tuple[Tensor, Tensor, Tensor]:
+    """A weight and two channels-last maps, large enough for Winograd's form."""
+    last = torch.channels_last
+    z = randn(2, 64, 16, 16, seed=1, dtype=torch.float32).to(memory_format=last)
+    y = randn(2, 72, 16, 16, seed=2, dtype=torch.float32).to(memory_format=last)
+    return randn(72, 64, 3, 3, dtype=torch.float32), z, y
+
+
+def test_channels_last_maps_on_a_cpu_take_another_path_to_the_same_numbers() -> None:
+    weight, z, y = wide_convolution()
+    fast, plain = ConvOperator(weight), ConvOperator(weight.double())
+    assert fast._winograd_serves(z)
+    for found, exact in (
+        (fast(z), plain(z.double())),
+        (fast.adjoint(y), plain.adjoint(y.double())),
+    ):
+        assert found.is_contiguous(memory_format=torch.channels_last)
+        assert float((found - exact).norm() / exact.norm()) < 1e-5
+    weight.mul_(2.0)  # the transformed weight must not outlive the weight
+    assert float((fast(z) - 2 * plain(z.double())).norm() / plain(z.double()).norm()) < 1e-5
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_zero_is_mapped_to_zero_and_the_weight_keeps_its_gradient(
+    stride: int, layout: torch.memory_format
+) -> None:
+    weight = randn(5, 4, 3, 3).requires_grad_()
+    op = ConvOperator(weight, stride)
+    zero = torch.zeros(2, 4, 6, 8, dtype=torch.float64).to(memory_format=layout)
+    with torch.no_grad():
+        image = op(zero)
+    assert image.shape == (2, *op.output_shape((4, 6, 8)))
+    assert image.is_contiguous(memory_format=layout)
+    assert not image.any()
+    almost = zero.clone()
+    almost[1, 3, 5, 7] = 1.0
+    with torch.no_grad():
+        assert op(almost).any()
+    assert torch.autograd.grad(op(zero).sum(), weight)[0].shape == weight.shape

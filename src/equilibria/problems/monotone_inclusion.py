@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from equilibria.engine.transforms import functorch_active
 from equilibria.problems.monotone_operator import MonotoneOperator, States
 from equilibria.problems.priors import Prior
 
@@ -119,7 +120,7 @@ def _cropped(z: Tensor, border: int) -> Tensor:
 
 def _formatted(value: Tensor, like: Tensor) -> Tensor:
     """``value`` in the memory format of ``like``: FFT and circular padding lose it."""
-    if value.ndim != 4:
+    if value.ndim != 4 or functorch_active():  # vmap knows no memory formats
         return value
     last = like.is_contiguous(memory_format=torch.channels_last) and not like.is_contiguous()
     return value.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
