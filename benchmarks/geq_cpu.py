@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _geq_ablation import switched_off
 from _geq_peer import Peer, Watch, through_torchdeq
 from _report import _commit, _cpu_model
 from torch import Tensor, nn
@@ -223,6 +224,24 @@ def measure(name: str, threads: int, batch: int, rounds: int, steps: int) -> dic
     return {"rows": rows, "ratios": ratios(rows)}
 
 
+def ablation(name: str, threads: int, batch: int, rounds: int, steps: int) -> dict[str, Any]:
+    """Seconds of the row "best" with each idea switched off, and with the layout of torchdeq."""
+    torch.set_num_threads(threads)
+    made = best(created(name), steps)
+    x, y = torch.randn(batch, 3, 32, 32), torch.arange(batch) % 10
+    last = x.to(memory_format=torch.channels_last)
+    plain = copy.deepcopy(made).to(memory_format=torch.contiguous_format)
+    found: dict[str, Any] = {}
+    for what, run, other in (
+        ("inference", inference(made, last), inference(plain, x)),
+        ("training", training(made, last, y), training(plain, x, y)),
+    ):
+        runs = switched_off(run, training=what == "training") | {"channels first": other}
+        found[what] = race(runs, set(), rounds)
+        _say(what, found[what])
+    return {"without": found}
+
+
 def ratios(rows: dict[str, Any]) -> dict[str, Any]:
     """How often ours fits into theirs: of least wall times and of least processor times."""
     found: dict[str, Any] = {}
@@ -251,13 +270,16 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=4, help="of Anderson in the row 'best'")
+    parser.add_argument("--ablate", action="store_true", help="each idea switched off instead")
     parser.add_argument("--out", default="results")
     options = parser.parse_args()
     warnings.simplefilter("ignore", eq.ConvergenceWarning)
-    part = measure(options.network, options.threads, options.batch, options.rounds, options.steps)
+    how = ablation if options.ablate else measure
+    part = how(options.network, options.threads, options.batch, options.rounds, options.steps)
     file = Path(options.out) / "geq_cpu.json"
     record: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
-    record[f"{options.network}, {options.threads} threads"] = {
+    what = ", ideas one by one" if options.ablate else ""
+    record[f"{options.network}, {options.threads} threads{what}"] = {
         "command": "python benchmarks/geq_cpu.py " + " ".join(sys.argv[1:]),
         "commit": _commit() or "working tree",
         "version": eq.__version__,
@@ -272,7 +294,7 @@ def main() -> None:
     partial = file.with_suffix(".part")
     partial.write_text(json.dumps(record, indent=1) + "\n")
     partial.replace(file)
-    for key, ratio in part["ratios"].items():
+    for key, ratio in part.get("ratios", {}).items():
         print(key, ratio)
 
 

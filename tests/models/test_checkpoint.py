@@ -318,3 +318,20 @@ def test_mixed_precisions(model: models.Network, tmp_path: Path) -> None:
     path = models.save(model, tmp_path / "m")
     with pytest.raises(models.ModelFileError, match="mixes the precisions F16, F32"):
         models.load(path)
+
+
+def test_half_precision_on_disk_full_precision_in_memory(tmp_path: Path) -> None:
+    model = models.create("geq_digits")
+    whole = models.save(model, tmp_path / "whole.safetensors")
+    half = models.save(model, tmp_path / "half.safetensors", dtype=torch.float16)
+    assert half.stat().st_size < 0.6 * whole.stat().st_size
+    back = models.load(half, dtype=torch.float32)
+    for (name, mine), theirs in zip(
+        back.state_dict().items(), model.state_dict().values(), strict=True
+    ):
+        if theirs.is_floating_point():
+            assert mine.dtype == torch.float32, name
+            assert torch.equal(mine, theirs.half().float()), name
+        else:
+            assert torch.equal(mine, theirs), name
+    assert next(models.load(half).parameters()).dtype == torch.float16

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
 
 from .iterate import Callback, Iterated
 from .maps import Map
@@ -12,9 +13,34 @@ from .solver import Solver
 from .tree import Leaves
 
 
+class Watch:
+    """Told when a solve that is one operation begins and ends, forward and backward; does nothing.
+
+    A profiler hands out one of its own (see ``Adjoint.watch``).
+    """
+
+    def solving(self, evaluations: int) -> AbstractContextManager[object]:
+        """Around a forward solve of so many evaluations."""
+        return nullcontext()
+
+    def pulling(self, terms: int) -> AbstractContextManager[object]:
+        """Around its backward pass of so many terms."""
+        return nullcontext()
+
+
 @options
 class Adjoint(ABC):
     """Final subclasses: Implicit, Phantom, OneStep, Unrolled."""
+
+    @property
+    def plain(self) -> Adjoint:
+        """The adjoint itself, without what may have been put around it to watch it."""
+        return self
+
+    @property
+    def watch(self) -> Watch:
+        """Who is told of solves that do not go through ``run``."""
+        return Watch()
 
     @abstractmethod
     def run(

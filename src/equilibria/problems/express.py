@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from equilibria.adjoints import Phantom
-from equilibria.engine.adjoint import Adjoint
+from equilibria.engine.adjoint import Adjoint, Watch
 from equilibria.engine.result import BackwardStats, Result, Solution, Stats
 from equilibria.engine.solver import Choice, Solver
 from equilibria.engine.transforms import functorch_active, transforms_active
@@ -55,7 +55,8 @@ def serves(problem: HiddenProblem, choice: Choice, adjoint: Adjoint | None) -> b
         return False
     if not torch.is_grad_enabled():
         return True
-    return isinstance(adjoint, Phantom) and adjoint.form == "neumann" and adjoint.damping == 1.0
+    asked = None if adjoint is None else adjoint.plain
+    return isinstance(asked, Phantom) and asked.form == "neumann" and asked.damping == 1.0
 
 
 def _steps_alone(solver: Solver) -> bool:
@@ -85,6 +86,7 @@ class _Lane:
     cut: tuple[int, int]
     divergence: float
     zero_start: bool
+    watch: Watch
     residual: Tensor | None = None
     scale: Tensor | None = None
     code: Tensor | None = None
@@ -101,15 +103,17 @@ def express(
     assert q.metric is not None
     assert isinstance(choice.tau, float)
     q.check_state(z0)
+    asked = None if adjoint is None else adjoint.plain
     lane = _Lane(
         tau=choice.tau,
         steps=choice.solver.max_steps,
-        terms=adjoint.steps if isinstance(adjoint, Phantom) else 1,
+        terms=asked.steps if isinstance(asked, Phantom) else 1,
         cut=(q.patches.channels, q.patches.size),
         divergence=choice.solver.divergence,
         zero_start=zero_start,
+        watch=Watch() if adjoint is None else adjoint.watch,
     )
-    with torch.autocast(z0.device.type, enabled=False):
+    with torch.autocast(z0.device.type, enabled=False), lane.watch.solving(lane.steps):
         value: Tensor = _Express.apply(  # type: ignore[no-untyped-call]
             q.c, q.operator.weight, q.metric, q.gamma, z0.to(q.c.dtype), lane
         )
@@ -162,32 +166,37 @@ class _Express(torch.autograd.Function):
                 "Phantom(form='neumann') has no second derivative; use Phantom(form='unrolled') or "
                 "Implicit()."
             )
-        c, weight, flipped, metric, gamma, z, failed = ctx.saved_tensors
         lane: _Lane = ctx.lane
-        needs = ctx.needs_input_grad
-        kernel = PatchMessage(c, metric, gamma, lane.cut, failed)
-        g = _as(gradients[0], z)
-        a = _convolve(z, weight)
-        d: Tensor = torch.ops.aten.threshold_backward(g, z, 0)
-        for _ in range(lane.terms - 1):
-            p = _convolve(d, weight)
-            dr, _m, _y = kernel.pull(a, p, -lane.tau, with_metric=False, with_gamma=False)
-            d = threshold_sum(z, g, d, _convolve(dr, flipped), 1.0 - lane.tau)
+        with lane.watch.pulling(lane.terms):
+            return (*_pull(lane, ctx.saved_tensors, gradients[0], ctx.needs_input_grad), None, None)
+
+
+def _pull(
+    lane: _Lane, saved: tuple[Tensor, ...], gradient: Tensor, needs: tuple[bool, ...]
+) -> tuple[Tensor | None, ...]:
+    """Gradients of c, W, M and γ."""
+    c, weight, flipped, metric, gamma, z, failed = saved
+    kernel = PatchMessage(c, metric, gamma, lane.cut, failed)
+    g = _as(gradient, z)
+    a = _convolve(z, weight)
+    d: Tensor = torch.ops.aten.threshold_backward(g, z, 0)
+    for _ in range(lane.terms - 1):
         p = _convolve(d, weight)
-        # Minus the gradient of a, which is that of c; its sign is undone for the rest.
-        dc, dm, dgamma = kernel.pull(a, p, lane.tau, with_metric=needs[2], with_gamma=needs[3])
-        dw = None
-        if needs[1]:
-            dw = _weight_gradient(d, kernel.message(a, -lane.tau), weight)
-            dw = dw - _weight_gradient(z, dc, weight)
-        return (
-            dc if needs[0] else None,
-            dw,
-            None if dm is None else -dm.to(metric.dtype),
-            None if dgamma is None else -dgamma.to(gamma.dtype),
-            None,
-            None,
-        )
+        dr, _m, _y = kernel.pull(a, p, -lane.tau, with_metric=False, with_gamma=False)
+        d = threshold_sum(z, g, d, _convolve(dr, flipped), 1.0 - lane.tau)
+    p = _convolve(d, weight)
+    # Minus the gradient of a, which is that of c; its sign is undone for the rest.
+    dc, dm, dgamma = kernel.pull(a, p, lane.tau, with_metric=needs[2], with_gamma=needs[3])
+    dw = None
+    if needs[1]:
+        dw = _weight_gradient(d, kernel.message(a, -lane.tau), weight)
+        dw = dw - _weight_gradient(z, dc, weight)
+    return (
+        dc if needs[0] else None,
+        dw,
+        None if dm is None else -dm.to(metric.dtype),
+        None if dgamma is None else -dgamma.to(gamma.dtype),
+    )
 
 
 def _judge(

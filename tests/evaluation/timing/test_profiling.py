@@ -211,3 +211,31 @@ def test_marks_are_events_on_a_gpu() -> None:
     assert found.train.waits == 0
     assert found.train.memory.peak > 0
     assert found.train.group("map") > 0
+
+
+def test_the_express_lane_is_seen_and_counted() -> None:
+    """Map and update are one operation there: no time is the solver's, and the counts are right."""
+    torch.manual_seed(0)
+    model = eq.models.create("geq_stack_cifar_3m", widths=(8, 16), depth=1, image_size=8)
+    found = profile_model(model, torch.randn(2, 3, 8, 8), repeats=3, budget=0.5)
+    assert found.train is not None
+    for one in (found.train, found.inference):
+        assert one.parts["solver"] == 0.0
+        assert one.parts["map"] > 0.0
+        for layer in one.layers:
+            assert layer.evaluations == 4
+            trained = one.kind == "train"
+            assert (layer.graph_evaluations, layer.products) == ((1, 3) if trained else (0, 0))
+            assert (layer.seconds["adjoint_map"] > 0.0) == trained
+    assert "express lane" not in [s.name for s in found.suggestions]
+
+
+def test_fixed_steps_on_the_general_path_are_shown_the_express_lane() -> None:
+    torch.manual_seed(0)
+    model = eq.models.create("geq_stack_digits", widths=(8,), depth=1)
+    found = profile_model(
+        model, torch.randn(4, 1, 8, 8), repeats=3, budget=0.5, try_suggestions=True
+    )
+    idea = next(s for s in found.suggestions if s.name == "express lane")
+    assert idea.measured is not None
+    assert "1 Gaussian layers" in idea.reason

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from equilibria.adjoints import Unrolled
-from equilibria.engine.adjoint import Adjoint
+from equilibria.engine.adjoint import Adjoint, Watch
 from equilibria.engine.iterate import Callback, Iterated
 from equilibria.engine.maps import Map
 from equilibria.engine.options import options
@@ -99,6 +99,14 @@ class Timed(Adjoint):
     line: Timeline
     name: str
 
+    @property
+    def plain(self) -> Adjoint:
+        return self.inner.plain
+
+    @property
+    def watch(self) -> Watch:
+        return _ExpressWatch(self.line, self.name)
+
     def run(
         self,
         fn: Map,
@@ -117,6 +125,30 @@ class Timed(Adjoint):
                 value.register_hook(_switch(line, (name, ADJOINT_SOLVER)))
         line.to(before)
         return done
+
+
+class _ExpressWatch(Watch):
+    """The express lane: map and update are one operation, and so are products and their sum."""
+
+    __slots__ = ("_line", "_name")
+
+    def __init__(self, line: Timeline, name: str) -> None:
+        self._line, self._name = line, name
+
+    @contextmanager
+    def solving(self, evaluations: int) -> Iterator[None]:
+        before = self._line.to((self._name, MAP))
+        self._line.count((self._name, EVALUATIONS), evaluations)
+        yield
+        self._line.to(before)
+
+    @contextmanager
+    def pulling(self, terms: int) -> Iterator[None]:
+        self._line.to((self._name, ADJOINT_MAP))
+        self._line.count((self._name, GRAPHS))  # Wz and the message, evaluated again
+        self._line.count((self._name, PRODUCTS), terms)
+        yield
+        self._line.to(("", BACKWARD))
 
 
 def _switch(line: Timeline, key: tuple[str, str], *, counted: str = "") -> Callable[[Any], None]:

@@ -9,9 +9,12 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from equilibria.adjoints import Implicit
+from equilibria.adjoints import Implicit, Phantom
 from equilibria.engine.krylov import LinearSolver
+from equilibria.nn import GEQ, NormBounded
 from equilibria.nn.constraints import OperatorNorm
+from equilibria.problems import NonNegative
+from equilibria.solvers import ProximalGradient
 
 from .ideas import GAIN, Case, Idea
 from .instrument import solving_layers
@@ -165,6 +168,67 @@ def compiling(case: Case) -> Idea | None:
     return Idea(said, settings={"compiled": True})
 
 
+def cuda_graphs(case: Case) -> Idea | None:
+    """Kernels that are launched one by one from Python leave a fast device waiting."""
+    work = case.work
+    if work.device.type != "cuda" or case.main.kind != "train" or work.called is not work.model:
+        return None
+    layers = solving_layers(work.model).values()
+    if not layers or not all(m.solver.fixed_steps for m in layers):
+        return None
+    if any(isinstance(m.adjoint, Implicit) for m in layers):
+        return None
+    said = Suggestion(
+        "CUDA graphs",
+        "every solve has fixed steps: the step can be replayed without launches from Python",
+        "--cuda-graphs, or training.GraphedModel(model)",
+        None,
+    )
+    return Idea(said)
+
+
+def express_lane(case: Case) -> Idea | None:
+    """Gaussian patch layers with a ReLU have a solve that is one operation."""
+    names = [
+        name
+        for name, layer in solving_layers(case.work.model).items()
+        if isinstance(layer, GEQ)
+        and layer.patch is not None
+        and layer.hidden is not None
+        and type(layer.prior) is NonNegative
+        and isinstance(layer.constraint, NormBounded)
+        and layer.solver.fixed_steps
+        and not _takes_express(layer)
+    ]
+    if case.main.kind != "train" or not names:
+        return None
+
+    def edit(model: nn.Module) -> None:
+        for name, layer in solving_layers(model).items():
+            if name in names:
+                steps = layer.solver.max_steps
+                layer.solver = ProximalGradient(
+                    rtol=0.0, atol=0.0, max_steps=steps, accelerate=False
+                )
+                terms = getattr(layer.adjoint, "steps", 3)
+                layer.adjoint = Phantom(steps=terms, damping=1.0, form="neumann")
+
+    said = Suggestion(
+        "express lane",
+        f"{len(names)} Gaussian layers take fixed steps on the general path",
+        "solver=eq.ProximalGradient(rtol=0, atol=0, max_steps=4, accelerate=False), "
+        'adjoint=eq.Phantom(steps=3, damping=1.0, form="neumann")',
+        None,
+    )
+    return Idea(said, edit)
+
+
+def _takes_express(layer: GEQ) -> bool:
+    adjoint, solver = layer.adjoint, layer.solver
+    series = isinstance(adjoint, Phantom) and adjoint.form == "neumann" and adjoint.damping == 1.0
+    return series and isinstance(solver, ProximalGradient) and not solver.accelerate
+
+
 MACHINE_RULES: tuple[Callable[[Case], Idea | None], ...] = (
     looser_adjoint,
     fewer_power_iterations,
@@ -172,4 +236,6 @@ MACHINE_RULES: tuple[Callable[[Case], Idea | None], ...] = (
     low_precision,
     memory_format,
     compiling,
+    cuda_graphs,
+    express_lane,
 )

@@ -76,8 +76,8 @@ class Timeline:
         self._marks.append((self._now(), key))
         return before
 
-    def count(self, key: Key) -> None:
-        self.counts[key] += 1
+    def count(self, key: Key, times: int = 1) -> None:
+        self.counts[key] += times
 
     def _now(self) -> Any:
         if self._cuda is None:
