@@ -75,7 +75,18 @@ for form in forms:
 higher = [relative(x, y.double()) for x, y in zip(*orders)]
 same = leaves[0]
 twice = gaussian_fused.message(same, same, permuted(leaves[2], *cut), leaves[3], *cut)
-print(json.dumps({"rows": rows, "higher": higher, "of_zero": float(twice.abs().max())}))
+far = torch.full_like(same.detach(), 1e20)
+dr, _, dgamma = kernels.backward(
+    far, torch.zeros_like(far), torch.eye(16), leaves[3].detach(), g, *cut,
+    False, True, lambda kernel: kernel,
+)
+huge = [float(dr.abs().max()), float(dgamma.abs().max())]
+far[0, 0, 0, 0] = float("nan")
+shown = kernels.forward(
+    far, torch.zeros_like(far), torch.eye(16), leaves[3].detach(), *cut, lambda kernel: kernel
+)
+huge.append(float(shown[0].isnan().any()) + 10.0 * float(shown[1].isnan().any()))
+print(json.dumps({"rows": rows, "higher": higher, "of_zero": float(twice.abs().max()), "huge": huge}))
 """
 
 
@@ -163,3 +174,34 @@ def test_on_the_gpu(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     for found, right in zip((out, *grads), (true, *exact), strict=True):
         off = (found.detach().double() - right.detach()).norm()
         assert float(off / right.detach().norm()) < bound
+
+
+def test_energies_beyond_the_largest_number(interpreted: Any) -> None:
+    """As in the plain twin: weight 0 times an energy is 0, not NaN."""
+    # The third: a NaN shows in its own sample, and in no other.
+    assert interpreted["huge"] == [0.0, 0.0, 1.0]
+
+
+def test_wide_rows_are_left_to_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    from equilibria.ops import gaussian_patches as patches
+
+    monkeypatch.setattr(patches, "TRITON", True)
+    x = torch.empty(2, 32, 4, 4, device="meta").to(memory_format=torch.channels_last)
+
+    class OnGPU:
+        """A tensor that says that it lies on a GPU."""
+
+        device = type("Device", (), {"type": "cuda"})()
+        dtype, shape = x.dtype, x.shape
+
+        def stride(self, _: int) -> int:
+            return 1
+
+        def numel(self) -> int:
+            return x.numel()
+
+    given: Any = OnGPU()
+    assert patches.can_fuse(given, given, given, 32, 2)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert not patches.can_fuse(given, given, given, 32, 2)
+    assert patches.can_fuse(given, given, given, 8, 2)

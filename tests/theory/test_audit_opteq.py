@@ -14,7 +14,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from equilibria.theory import audit
-from equilibria.theory.audit import opteq_deep, opteq_features, opteq_layer, opteq_training
+from equilibria.theory.audit import (
+    opteq_deep,
+    opteq_features,
+    opteq_layer,
+    opteq_networks,
+    opteq_training,
+)
 from equilibria.theory.audit.cyclic import cyclic_deep
 from equilibria.theory.audit.drawing import ACTIVATIONS
 
@@ -203,12 +209,12 @@ def test_a_wrong_gradient_of_the_library_is_caught(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_wrong_converter_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = opteq_deep.to_hidden_units
+    real = opteq_networks.to_hidden_units
 
     def wrong(network: torch.nn.Sequential, skips: object) -> object:
         return real(network, None)  # forgets the input skips
 
-    monkeypatch.setattr(opteq_deep, "to_hidden_units", wrong)
+    monkeypatch.setattr(opteq_networks, "to_hidden_units", wrong)
     assert quick("opteq.lemma1").verdict == "fails"
 
 

@@ -13,7 +13,7 @@ import equilibria as eq
 from equilibria.problems import Gaussian, MeanPatchEnergy
 from equilibria.problems.kernels import Curvature
 from equilibria.theory import audit
-from equilibria.theory.audit import ours_gaussian, ours_lipschitz
+from equilibria.theory.audit import ours_errors, ours_lipschitz
 from equilibria.theory.audit.drawing import ACTIVATIONS
 from equilibria.theory.audit.ours_layers import THRESHOLD, B, GaussLayer, draw_gauss
 from equilibria.theory.audit.solving import newton
@@ -180,13 +180,13 @@ def test_a_lipschitz_constant_that_is_too_small_is_caught(monkeypatch: pytest.Mo
 
 
 def test_an_error_bound_that_is_too_small_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = ours_gaussian.certify
+    real = ours_errors.certify
 
     def wrong(problem: object, z: torch.Tensor) -> object:
         found = real(problem, z=z)  # type: ignore[call-overload]
         return dataclasses.replace(found, error_bound=0.5 * found.error_bound)
 
-    monkeypatch.setattr(ours_gaussian, "certify", wrong)
+    monkeypatch.setattr(ours_errors, "certify", wrong)
     assert run("ours.certificate", trials=200, seconds=2.0).verdict == "fails"
 
 

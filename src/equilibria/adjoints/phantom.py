@@ -12,7 +12,12 @@ from equilibria.engine.maps import Map
 from equilibria.engine.options import check_number, options
 from equilibria.engine.result import BackwardStats
 from equilibria.engine.solver import Solver
-from equilibria.engine.transforms import outside_compile, transforms_active
+from equilibria.engine.transforms import (
+    forward_levels,
+    forward_mode_active,
+    outside_compile,
+    transforms_active,
+)
 from equilibria.engine.tree import Leaves
 
 from .detached import solve_detached
@@ -49,7 +54,8 @@ class Phantom(Adjoint):
         callback: Callback | None,
         backward: BackwardStats,
     ) -> Iterated:
-        if self.form == "neumann" and transforms_active():
+        derived = torch.is_grad_enabled() or forward_mode_active() or forward_levels() > 0
+        if self.form == "neumann" and transforms_active() and derived:
             raise RuntimeError(
                 "Phantom(form='neumann') is a first-order rule of plain autograd; under torch.func "
                 "or forward-mode AD use Phantom(form='unrolled') or Implicit()."

@@ -152,7 +152,10 @@ class Result:
             "made_by": dict(self.made_by),
             "notes": list(experiment.notes),
             "files": list(self.files),
-            "cells": [cell.to_dict() for cell in self.cells],
+            "cells": [
+                {**cell.to_dict(), **({"status": SMOKE} if self.smoke and cell.samples else {})}
+                for cell in self.cells
+            ],
         }
 
     def save(self, folder: Path) -> list[Path]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .results import MEASURED, NOT_RUN, CellResult, Result
+from .results import MEASURED, NOT_RUN, SMOKE, CellResult, Result
 
 __all__ = ["markdown", "rich_table", "rows_of"]
 
@@ -17,7 +17,7 @@ def rows_of(result: Result) -> list[list[str]]:
             found.cell.column,
             "–" if found.cell.published is None else found.cell.published.text,
             found.ours,
-            _state(found),
+            SMOKE if result.smoke and found.samples else _state(found),
         ]
         for found in result.cells
     ]

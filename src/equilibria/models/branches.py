@@ -41,8 +41,8 @@ are fixed: nothing waits for the device, and the whole network compiles."""
 EXPRESS = ProximalGradient(rtol=0.0, atol=0.0, max_steps=5, accelerate=False)
 EXPRESS_ADJOINT = Phantom(steps=5, damping=1.0, form="neumann")
 """For the Gaussian kernel: five steps of the certificate's size leave less residual than ten of
-Anderson's in bf16, and as many terms of the backward series; fifteen times faster on an H200
-(docs/performance.md). ``solver`` and ``adjoint`` take the papers' way back."""
+Anderson's in bf16, and as many terms of the backward series; a training step is 6.8 times as fast
+on an H200 (docs/performance.md). ``solver`` and ``adjoint`` take the papers' way back."""
 
 
 class BalancedBranches(MultiBranch):

@@ -73,7 +73,22 @@ def save(
 
 
 def _rounded(value: Tensor, dtype: torch.dtype | None) -> Tensor:
-    return value if dtype is None or not value.is_floating_point() else value.to(dtype)
+    """A floating tensor in another precision; one that would overflow there is an error."""
+    if dtype is None or not value.is_floating_point():
+        return value
+    if dtype not in _PRECISIONS:
+        allowed = ", ".join(str(d) for d in _PRECISIONS)
+        raise ValueError(f"dtype={dtype}: weights are kept in one of {allowed}.")
+    rounded = value.to(dtype)
+    if bool((torch.isfinite(value) & ~torch.isfinite(rounded)).any()):
+        raise ValueError(
+            f"dtype={dtype}: a weight or statistic of size {float(value.abs().max()):.3g} does not "
+            "fit; take torch.bfloat16 or torch.float32."
+        )
+    return rounded
+
+
+_PRECISIONS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def load(

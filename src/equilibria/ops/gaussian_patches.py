@@ -33,6 +33,9 @@ __all__ = [
 _WIDEST = 128
 """Rows longer than this do not fit the registers."""
 
+_WIDEST_COMPILED = 64
+"""Beyond this a compiler's own kernels are faster (results/gaussian_op.json)."""
+
 # Registered with torch when the package is imported: torch.compile cannot follow it later.
 TRITON = bool(torch.version.cuda or torch.version.hip) and find_spec("triton") is not None
 if TRITON:
@@ -75,6 +78,8 @@ def can_fuse(a: Tensor, c: Tensor, metric: Tensor | None, channels: int, size: i
     Maps that are not channels-last are left to the plain form, which reads them in better order.
     """
     if not TRITON or a.device.type != "cuda" or metric is None or channels * size * size > _WIDEST:
+        return False
+    if torch.compiler.is_compiling() and channels * size * size > _WIDEST_COMPILED:
         return False
     if a.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return False

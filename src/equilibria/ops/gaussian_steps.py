@@ -82,7 +82,7 @@ class PatchMessage:
     def _plain_pull(
         self, a: Tensor, g: Tensor, scale: float, with_metric: bool, with_gamma: bool
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        rows, up = self._rows(a), scale * split_rows(g, *self.cut)
+        rows, up = self._rows(a), scale * split_rows(self._sound(g), *self.cut)
         # The derivative of the message is symmetric: what pushes forward pulls back.
         dr = self._merge(gaussian_message_jvp(rows, up, self.metric, self.gamma))
         if not (with_metric or with_gamma):
@@ -100,10 +100,11 @@ class PatchMessage:
         return dr, dm, dgamma
 
     def _rows(self, a: Tensor | None) -> Tensor:
-        r = -self.c if a is None else a - self.c
-        if self.failed is not None:
-            r = torch.where(self.failed.view(-1, 1, 1, 1), 0.0, r)
-        return split_rows(r, *self.cut)
+        return split_rows(self._sound(-self.c if a is None else a - self.c), *self.cut)
+
+    def _sound(self, t: Tensor) -> Tensor:
+        """t with zeros for the samples that failed."""
+        return t if self.failed is None else torch.where(self.failed.view(-1, 1, 1, 1), 0.0, t)
 
     def _merge(self, rows: Tensor) -> Tensor:
         last = self.c.stride(1) == 1 and self.c.shape[1] > 1

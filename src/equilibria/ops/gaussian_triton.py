@@ -54,6 +54,24 @@ def _offsets(
 
 
 @triton.jit
+def _energy(r, v):
+    """⟨r, v⟩ of each row: not negative by rounding, and not infinite, as in the plain twin.
+
+    By comparisons: Triton's maximum and minimum would hide a NaN, which must show.
+    """
+    s = tl.sum(r.to(tl.float32) * v, 1)
+    s = tl.where(s < 0.0, 0.0, s)
+    return tl.where(s > 3.0e38, 3.0e38, s)
+
+
+@triton.jit
+def _weight(rate, s):
+    """exp(−γs), cut where it is 0 anyway."""
+    t = rate * s
+    return tl.exp(-tl.where(t > 110.0, 110.0, t))
+
+
+@triton.jit
 def _forward_kernel(
     a, c, metric, gamma, out, scale,
     count, groups, across, down,
@@ -76,8 +94,8 @@ def _forward_kernel(
         # Chosen after the loads, which then wait for nothing. A NaN is not a failure: it must show.
         r = tl.where((rate < 0.0)[:, None], 0.0, left - right).to(m.dtype)
         v = tl.dot(r, m, input_precision=PRECISION)
-        s = tl.maximum(tl.sum(r.to(tl.float32) * v, 1), 0.0)
-        e = scale * tl.exp(-tl.minimum(rate * s, 110.0))
+        s = _energy(r, v)
+        e = scale * _weight(rate, s)
         ot, _ = _offsets(rows, columns, groups, across, down, osb, osc, osh, osw, CS, P)
         tl.store(out + ot, (e[:, None] * v).to(out.dtype.element_ty), mask=mask)
 
@@ -99,7 +117,7 @@ def _energy_kernel(
         at, _ = _offsets(rows, columns, groups, across, down, csb, csc, csh, csw, CS, P)
         r = tl.load(c + at, mask=mask, other=0.0).to(m.dtype)
         v = tl.dot(r, m, input_precision=PRECISION)
-        s = tl.maximum(tl.sum(r.to(tl.float32) * v, 1), 0.0)
+        s = _energy(r, v)
         tl.store(out + rows, s, mask=rows < count)
 
 
@@ -131,8 +149,8 @@ def _backward_kernel(
         r = tl.where(failed, 0.0, left - right).to(m.dtype)
         up = tl.where(failed, 0.0, up)
         v = tl.dot(r, m, input_precision=PRECISION)
-        s = tl.maximum(tl.sum(r.to(tl.float32) * v, 1), 0.0)
-        e = scale * tl.exp(-tl.minimum(rate * s, 110.0))
+        s = _energy(r, v)
+        e = scale * _weight(rate, s)
         e = tl.where(rate * s >= 110.0, 0.0, e)
         gm = tl.dot(up.to(m.dtype), m, input_precision=PRECISION)
         wide = up.to(tl.float32)

@@ -9,8 +9,13 @@ and, in the backward pass, u = Σₖ (Jᵀ)ᵏ g for k < ``steps`` of Phantom(fo
 The answer is that of the general path (any solver, any adjoint, autograd), which is its oracle.
 What is saved is everything around the arithmetic: one kernel a message, the update inside the
 second convolution, no pass for tests and clean-ups, no graph in the forward pass. Backward keeps c
-and z alone and evaluates Wz again. The active set is that of the returned z (at an equilibrium
-z > 0 is where the argument of the ReLU is positive).
+and z alone and evaluates Wz again.
+
+The gradient takes the returned z for the active set, where the general path takes T(z), one
+convolution later. At an equilibrium the two are one; after four steps they differ in a few entries,
+and the gradients by some percent, as both do from the exact one (their series is cut off too).
+
+The output is kept for the backward pass: what follows must not change it in place.
 
 A sample that diverges or meets NaN returns its start, gets no gradient and harms no other.
 """
@@ -232,7 +237,8 @@ def _convolve(x: Tensor, weight: Tensor) -> Tensor:
 def _advance(message: Tensor, flipped: Tensor, z: Tensor | None, kappa: float) -> Tensor:
     """ReLU(κz + Wᵀ·message), in one kernel where cuDNN has it."""
     pad = _padding(flipped)
-    if message.is_cuda and message.dtype != torch.float64 and torch.backends.cudnn.enabled:
+    fused = message.is_cuda and torch.backends.cudnn.enabled and torch.version.hip is None
+    if fused and message.dtype != torch.float64:
         if z is None or kappa == 0.0:
             out: Tensor = torch.cudnn_convolution_relu(
                 message, flipped, None, [1, 1], pad, [1, 1], 1

@@ -97,7 +97,8 @@ def to_deep_opteq(
     Beside W_{l+1}W_lᵀ = A_{l+1} the loop must carry nothing back, W_1W_Lᵀ = 0. That can be had from
     three stages on; with fewer, or with ``reset=True``, a first block with W = 0 forgets the state
     instead (the paper, too, has one block more than the network has stages). For α < 1 the skip
-    (1 − α)z carries every W_lᵀσ_l around the loop, and no such construction is known.
+    (1 − α)z carries every W_lᵀσ_l around the loop; another construction, in which every layer holds
+    all hidden units, works there (``audit/cyclic.py``), but its equilibrium may not be the only one.
 
     Args:
         network: an ``nn.Sequential`` of Linear and activations, the first a Linear, all

@@ -32,8 +32,12 @@ class GraphedModel:
     """Calls ``model`` in training mode by CUDA graphs, captured at the first batch of each shape.
 
     The gradients are those of the eager model (of first order: a graph has no second). What runs
-    in Python inside the model (hooks, observers) runs at capture alone. Batches of more than
-    ``shapes`` different shapes, and models in eval mode, run eagerly.
+    in Python inside the model (hooks, observers) runs at capture alone. One graph holds one pass:
+    a forward must be followed by its backward before the next forward of the same shape.
+
+    Run eagerly: models in eval mode, an x that wants a gradient, and whatever comes after
+    ``shapes`` captures (a shape, a memory format, an autocast dtype or a set of trained parameters
+    that was not seen before asks for a new one).
     """
 
     def __init__(self, model: nn.Module, *, shapes: int = 1) -> None:
@@ -42,15 +46,23 @@ class GraphedModel:
         self._graphed: dict[Any, nn.Module] = {}
 
     def __call__(self, x: Tensor) -> Tensor:
-        if not x.is_cuda or not self.model.training or not torch.is_grad_enabled():
+        eager = not x.is_cuda or not self.model.training or not torch.is_grad_enabled()
+        if eager or x.requires_grad:
             return self.model(x)  # type: ignore[no-any-return]
-        key = (tuple(x.shape), x.stride(), x.dtype)
+        key = self._key(x)
         if key not in self._graphed:
             if len(self._graphed) >= self.shapes:
                 return self.model(x)  # type: ignore[no-any-return]
             self._graphed[key] = self._capture(x)
         out: Tensor = self._graphed[key](x)
         return out
+
+    def _key(self, x: Tensor) -> Any:
+        """What a captured pass depends on beside the values."""
+        device = x.device.type
+        cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        trained = tuple(p.requires_grad for p in self.model.parameters())
+        return (tuple(x.shape), x.stride(), x.dtype, cast, trained)
 
     def _capture(self, x: Tensor) -> nn.Module:
         device = x.device.type
@@ -63,12 +75,14 @@ class GraphedModel:
         with _kept(self.model), cast:
             try:
                 torch.cuda.make_graphed_callables(shell, (x.detach().clone(),))
+            except torch.OutOfMemoryError:
+                raise
             except RuntimeError as error:
                 raise RuntimeError(
-                    "the model cannot be captured as a CUDA graph: something in its forward or "
-                    "backward pass waits for the host (a solver with a tolerance, a value read in "
-                    "Python). Use solvers with fixed steps (rtol=0, atol=0, max_steps=...), or "
-                    f"cuda_graphs=False. Torch says: {str(error).splitlines()[0]}"
+                    f"the model cannot be captured as a CUDA graph: {str(error).splitlines()[0]} "
+                    "As a rule something in its forward or backward pass waits for the host (a "
+                    "solver with a tolerance, a value read in Python): use solvers with fixed "
+                    "steps (rtol=0, atol=0, max_steps=...), or leave cuda_graphs out."
                 ) from error
         return shell
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from . import ours_gaussian, ours_kernels, ours_lipschitz
+from . import ours_errors, ours_gaussian, ours_kernels, ours_lipschitz
 from .claims import Claim
 
 __all__ = ["CLAIMS"]
 
 CLAIMS: tuple[Claim, ...] = (
     *ours_gaussian.CLAIMS,
+    *ours_errors.CLAIMS,
     *ours_lipschitz.CLAIMS,
     *ours_kernels.CLAIMS,
 )

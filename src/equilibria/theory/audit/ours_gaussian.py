@@ -1,7 +1,7 @@
-"""Our facts 1–4 on the Gaussian layer: curvature, contraction, uniqueness, error bounds.
+"""Our facts 1–3 on the Gaussian layer: curvature, contraction, uniqueness.
 
-The bounds are the library's (``Problem.curvature``, ``certify``); eigenvalues, equilibria and
-distances are the audit's own.
+The bounds are the library's (``Problem.curvature``); eigenvalues and equilibria are the audit's
+own.
 """
 
 from __future__ import annotations
@@ -12,22 +12,15 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from equilibria.problems import certify
 from equilibria.problems.lipschitz import GAUSSIAN_BEND
 
 from .claims import Claim, Trial, Variant
-from .drawing import ACTIVATIONS, integer, norm, normal, uniform
-from .ours_layers import THRESHOLD, B, GaussLayer, draw_gauss
+from .drawing import integer, norm, normal, uniform
+from .ours_layers import THRESHOLD, GaussLayer, draw_gauss, scalar_layer
 from .searching import climb, evolve
 from .solving import Unsolved, bisect, newton
 
 __all__ = ["CLAIMS"]
-
-
-def _scalar_layer(a: Tensor, c: Tensor, gamma: float, name: str = "identity") -> GaussLayer:
-    """n = 1: patches of one channel with rows a [P] and features c [P]."""
-    one = torch.ones(1, 1, dtype=torch.float64)
-    return GaussLayer(a[:, None], one, c, gamma, ACTIVATIONS[name])
 
 
 def _number(value: float | Tensor) -> float:
@@ -66,7 +59,7 @@ def _fact1_adversarial(draw: torch.Generator) -> Iterator[Trial | None]:
     """n = 1 and two patches: energies moved by optimizers; both ends are nearly reached."""
 
     def attempt(at: Tensor) -> Trial | None:
-        layer = _scalar_layer(at[:2], at[2:4], math.exp(float(at[4].clamp(-4, 4))))
+        layer = scalar_layer(at[:2], at[2:4], math.exp(float(at[4].clamp(-4, 4))))
         return None if layer.mu < 1e-2 else _curvature_ratio(layer, at[5:6])
 
     yield from climb(attempt, (normal(draw, 6) for _ in range(2)), evaluations=150)
@@ -79,7 +72,7 @@ def _fact1_sharp(draw: torch.Generator) -> Trial:
     ends = []
     for energy in (0.0, 1.5):
         c = torch.tensor([math.sqrt(energy / gamma)], dtype=torch.float64)
-        layer = _scalar_layer(torch.tensor([mu], dtype=torch.float64), c, gamma)
+        layer = scalar_layer(torch.tensor([mu], dtype=torch.float64), c, gamma)
         ends.append(float(torch.autograd.functional.hessian(layer.value, zero)))
     bounds = layer.problem().coupling.curvature()
     ratio = max(_number(bounds.upper) / ends[0], _number(bounds.lower) / ends[1])
@@ -133,7 +126,7 @@ def _step_adversarial(draw: torch.Generator, *, best: bool) -> Iterator[Trial | 
         def attempt(at: Tensor, mu: float = mu) -> Trial | None:
             if norm(at[:3]) < 1e-6 or abs(float(at[7] - at[6])) < 1e-6:
                 return None
-            layer = _scalar_layer(at[:3] * (mu / norm(at[:3])), at[3:6], 1.0)
+            layer = scalar_layer(at[:3] * (mu / norm(at[:3])), at[3:6], 1.0)
             return _step_ratio(layer, at[6:7], at[7:8], best=best)
 
         yield from climb(attempt, (normal(draw, 8) for _ in range(2)), evaluations=250)
@@ -161,7 +154,7 @@ def _fact3_adversarial(draw: torch.Generator) -> Iterator[Trial | None]:
     def attempt(at: Tensor) -> Trial | None:
         if norm(at[:2]) < 1e-6 or abs(float(at[4] - at[5])) < 1e-6:
             return None
-        layer = _scalar_layer(at[:2] * (1.49 / norm(at[:2])), at[2:4], 1.0)
+        layer = scalar_layer(at[:2] * (1.49 / norm(at[:2])), at[2:4], 1.0)
         return Trial(_convexity_ratio(layer, at[4:5], at[5:6]), layer.case())
 
     yield from climb(attempt, (normal(draw, 6) for _ in range(2)), evaluations=250)
@@ -211,95 +204,13 @@ def _fact3_sharp(draw: torch.Generator) -> Trial:
         roots.append(bisect(lambda t, sign=sign: sign * rise(t), low, high))  # type: ignore[misc]
     c = torch.tensor([level / math.sqrt(gamma)], dtype=torch.float64)
     name = ("identity", "relu")[integer(draw, 0, 1)]
-    layer = _scalar_layer(torch.tensor([mu], dtype=torch.float64), c, gamma, name)
+    layer = scalar_layer(torch.tensor([mu], dtype=torch.float64), c, gamma, name)
     states = [(layer.c - t / math.sqrt(gamma)) / mu for t in roots]
     after = layer.problem(len(states)).step(layer.state(*states)).flatten(1)
     left = max(norm(a - z) for a, z in zip(after, states, strict=True))
     ratio = max(3.0 / len(states), left / (1e-9 * (1.0 + norm(layer.c))))
     case = {"mu": mu, "gamma": gamma, "c": layer.c, "activation": name, "equilibria": states}
     return Trial(ratio, case)
-
-
-# ----------------------------------------------------------------------------------------- fact 4
-
-
-def _near(draw: torch.Generator, star: Tensor) -> Tensor:
-    far: float = 10.0 ** uniform(draw, -5.0, 0.7)
-    return star + far * normal(draw, len(star))
-
-
-def _fact4(draw: torch.Generator, *, simple: bool) -> Trial:
-    """‖T_τ(z) − z*‖ ≤ max(|1/τ − m|, |L − 1/τ|)‖R‖/m, or ‖z − z*‖ ≤ (1 + μ²/m)‖z − T(z)‖."""
-    layer = draw_gauss(draw, 0.05, 1.45)
-    star = layer.equilibrium()
-    z = _near(draw, star)
-    m, top = layer.modulus, 1.0 + layer.mu**2
-    taus = (2.0 / (m + top), 1.0, uniform(draw, 0.05, 2.0))
-    tau = 1.0 if simple else taus[integer(draw, 0, 2)]
-    after = layer.problem().step(layer.state(z), tau).flatten()
-    gap = norm(z - after)
-    factor = max(abs(1.0 / tau - m), abs(top - 1.0 / tau))
-    true, allowed = norm(after - star), factor / m * gap
-    if simple:
-        true, allowed = norm(z - star), (1.0 + layer.mu**2 / m) * gap
-    case = {**layer.case(), "z": z, "tau": tau, "error": true, "bound": allowed}
-    return Trial(true / (allowed + 1e-11 * (1.0 + norm(star)) / m), case)
-
-
-def _tightness(layer: GaussLayer, z: Tensor, *, usual: bool) -> Trial | None:
-    """The bound over the true error, against what is claimed of it."""
-    star = layer.equilibrium()
-    true = norm(z - star)
-    if true < 1e-6:
-        return None
-    gap = norm(z - layer.problem().step(layer.state(z)).flatten())
-    if usual:
-        ratio = gap / (1.0 - layer.mu**2) / (10.0 * true)
-    else:
-        ratio = (1.0 + layer.mu**2 / layer.modulus) * gap / (2.0 * (1.0 + 1.0 / (1.0 - B)) * true)
-    return Trial(ratio, {**layer.case(), "z": z, "z*": star})
-
-
-def _tight(draw: torch.Generator, high: float, *, usual: bool) -> Trial | None:
-    layer = draw_gauss(draw, 0.05, high)
-    return _tightness(layer, _near(draw, layer.equilibrium()), usual=usual)
-
-
-def _tight_adversarial(
-    draw: torch.Generator, high: float, *, usual: bool
-) -> Iterator[Trial | None]:
-    """n = 1, identity: energies near 0 make the residual (1 + μ²) times the error."""
-
-    def attempt(at: Tensor) -> Trial | None:
-        mu = high / (1.0 + math.exp(-float(at[0].clamp(-30, 30))))
-        layer = _scalar_layer(torch.tensor([mu], dtype=torch.float64), at[1:2], 1.0)
-        return _tightness(layer, layer.equilibrium() + 0.1 * at[2:3], usual=usual)
-
-    starts = (torch.tensor([4.0, 0.1, 0.5], dtype=torch.float64) for _ in range(1))
-    yield from climb(attempt, starts, evaluations=300)
-    yield from climb(attempt, (normal(draw, 3) for _ in range(2)), evaluations=200)
-
-
-@torch.no_grad()
-def _certificate(draw: torch.Generator) -> Trial | None:
-    """certify's error_bound against the equilibrium that Newton finds from z, eight states each."""
-    layer = draw_gauss(draw, 0.05, 2.2, flat=True)
-    try:
-        star = layer.equilibrium(normal(draw, layer.w.shape[1]))
-    except Unsolved:
-        return None
-    states = [star + normal(draw, len(star)) * 10.0 ** (-k) for k in range(8)]
-    found = certify(layer.problem(8), z=layer.state(*states))
-    ratios = []
-    for z, bound in zip(states, found.error_bound.tolist(), strict=True):
-        if math.isinf(bound):
-            continue
-        # Beyond the threshold the certificate speaks of the only equilibrium that close to z.
-        known = star if layer.modulus > 0 else newton(layer, layer.slope, z)[0]
-        ratios.append((norm(z - known) - 1e-11 * (1.0 + norm(star))) / bound)
-    if not ratios:
-        return None
-    return Trial(max(ratios), {**layer.case(), "kinds": [str(kind) for kind in found.kinds]})
 
 
 CLAIMS = (
@@ -370,65 +281,5 @@ CLAIMS = (
                 adversarial=lambda draw: _step_adversarial(draw, best=True),
             ),
         ),
-    ),
-    Claim(
-        id="ours.fact4",
-        paper="ours",
-        where="Fact 4, error from the residual, any step",
-        statement=r"$\|T_\tau(z) - z^*\| \le \max(|1/\tau - m|, |L - 1/\tau|)"
-        r"\,\|z - T_\tau(z)\|/m$.",
-        variants=(Variant(name="ours", random=lambda draw: _fact4(draw, simple=False), cost=2.0),),
-    ),
-    Claim(
-        id="ours.fact4.plain",
-        paper="ours",
-        where="Fact 4, error from the residual, plain step",
-        statement=r"$\|z - z^*\| \le (1 + \mu^2/m)\|z - T(z)\|$ for every $\mu < 1.4969$.",
-        variants=(Variant(name="ours", random=lambda draw: _fact4(draw, simple=True), cost=2.0),),
-    ),
-    Claim(
-        id="ours.fact4.tight",
-        paper="ours",
-        where="Fact 4 is at most 5.61 times the error",
-        statement=r"For $\mu \le 1$ the bound $(1 + \mu^2/m)\|z - T(z)\|$ is at most "
-        r"$2(1 + 1/(1 - 2e^{-3/2})) = 5.61$ times the true error.",
-        variants=(
-            Variant(
-                name="ours",
-                random=lambda draw: _tight(draw, 0.999, usual=False),
-                adversarial=lambda draw: _tight_adversarial(draw, 0.999, usual=False),
-                cost=2.0,
-            ),
-        ),
-    ),
-    Claim(
-        id="ours.fact4.usual",
-        paper="ours",
-        where="The usual bound is not that tight",
-        statement=r"For $\mu < 1$ the usual bound $\|z - T(z)\|/(1 - \mu^2)$ is at most ten times "
-        r"the true error.",
-        variants=(
-            Variant(
-                name="for every mu < 1",
-                random=lambda draw: _tight(draw, 0.999, usual=True),
-                adversarial=lambda draw: _tight_adversarial(draw, 0.999, usual=True),
-                cost=2.0,
-            ),
-            Variant(
-                name="mu at most 0.9045",
-                needs=r"$\mu^2 \le 9/11$, $\mu \le 0.9045$",
-                random=lambda draw: _tight(draw, 0.9045, usual=True),
-                adversarial=lambda draw: _tight_adversarial(draw, 0.9045, usual=True),
-                cost=2.0,
-            ),
-        ),
-    ),
-    Claim(
-        id="ours.certificate",
-        paper="ours",
-        where="certify: the error bound",
-        statement=r"`certify(problem, z).error_bound` is at least $\|z - z^*\|$; where only a "
-        r"local guarantee is given ($\mu > 1.4969$), there is an equilibrium that close to $z$.",
-        variants=(Variant(name="ours", random=_certificate, cost=10.0),),
     ),
 )

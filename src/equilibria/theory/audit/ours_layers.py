@@ -30,7 +30,7 @@ from equilibria.problems import (
 from .drawing import ACTIVATIONS, Activation, choice, integer, normal, spectral, uniform, weights
 from .solving import solve
 
-__all__ = ["PRIORS", "THRESHOLD", "B", "GaussLayer", "draw_gauss"]
+__all__ = ["PRIORS", "THRESHOLD", "B", "GaussLayer", "draw_gauss", "scalar_layer"]
 
 B = 2.0 * math.exp(-1.5)
 THRESHOLD = math.exp(0.75) / math.sqrt(2.0)
@@ -162,3 +162,9 @@ def draw_gauss(
     if made.mu < 1e-6:  # W_h may annihilate W
         return draw_gauss(draw, low, high, flat=flat, activations=activations)
     return GaussLayer(w * (mu / made.mu), hidden, c, gamma, sigma)
+
+
+def scalar_layer(a: Tensor, c: Tensor, gamma: float, name: str = "identity") -> GaussLayer:
+    """n = 1: patches of one channel with rows a [P] and features c [P]."""
+    one = torch.ones(1, 1, dtype=torch.float64)
+    return GaussLayer(a[:, None], one, c, gamma, ACTIVATIONS[name])
