@@ -152,3 +152,24 @@ def test_the_defaults_reach_98_percent_on_digits(tmp_path: Path) -> None:
     with torch.no_grad():
         accuracy = float((result.model(x).argmax(1) == y).double().mean())
     assert accuracy >= 0.98
+
+
+@pytest.mark.parametrize("ema", [None, 0.9])
+def test_epochs_may_be_kept(tmp_path: Path, ema: float | None) -> None:
+    folder = tmp_path / "run"
+    small = {"model": "geq_digits", "model_options": SMALL, "data": "digits"}
+    settings = config(folder, epochs=3, keep_every=2, ema=ema, **small)
+    result = fit(settings, progress=False)
+    kept = sorted((folder / "epochs").iterdir())
+    assert [p.name for p in kept] == ["epoch_0000.safetensors", "epoch_0002.safetensors"]
+    start, middle = (eq.models.load(p) for p in kept)
+    assert middle.extra["metrics"]["epoch"] == 2
+    assert middle.extra["metrics"]["val_loss"] == result.history[1]["val_loss"]
+    last = eq.models.load(result.weights).state_dict()
+    for state in (start.state_dict(), middle.state_dict()):
+        assert state.keys() == last.keys()
+        assert not torch.equal(state["stem.weight"], last["stem.weight"])
+    # A new run in the same folder leaves none of the old one's behind.
+    (folder / "epochs" / "mine.txt").write_text("not a run's")
+    fit(config(folder, epochs=1, **small), progress=False, overwrite=True)
+    assert [p.name for p in (folder / "epochs").iterdir()] == ["mine.txt"]

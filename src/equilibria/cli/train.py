@@ -22,6 +22,7 @@ _PANELS = {
     "Training": (
         *("epochs", "batch_size", "optimizer", "lr", "schedule", "weight_decay"),
         *("label_smoothing", "augment", "validation", "ema", "clip", "early_stop", "select"),
+        "keep_every",
     ),
     "Machine": (
         *("accelerator", "devices", "nodes", "strategy", "precision"),

@@ -32,7 +32,7 @@ FORMAT = 1
 # What may change on resume: none of it changes what is computed, beyond rounding.
 _FREE = frozenset(
     {
-        *("out", "data_root", "download", "workers", "log_every", "on_corrupt"),
+        *("out", "data_root", "download", "workers", "log_every", "on_corrupt", "keep_every"),
         *("accelerator", "devices", "nodes", "strategy", "compile", "cuda_graphs", "early_stop"),
     }
 )

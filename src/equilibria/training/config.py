@@ -122,6 +122,9 @@ class TrainConfig:
     """Stop after this many epochs without a better validation; None: never."""
     select: str = "last"
     """Which epoch's weights are saved at the end: the "last" or the "best" on validation."""
+    keep_every: int | None = None
+    """Keep the weights of every so many epochs too, and those of the start, in the folder "epochs"
+    of the run: for trajectories, tangent kernels and landscapes along training; None: not kept."""
     seed: int = 0
     """Of the weights, the order, the augmentation and the held-out images."""
     accelerator: str = "auto"
@@ -165,7 +168,7 @@ class TrainConfig:
     def _check_numbers(self) -> None:
         for name in ("epochs", "batch_size", "nodes", "log_every"):
             check_number(self, name, low=1, integer=True)
-        for name in ("image_size", "early_stop"):
+        for name in ("image_size", "early_stop", "keep_every"):
             check_number(self, name, low=1, integer=True, optional=True)
         check_number(self, "workers", low=0, integer=True)
         check_number(self, "seed", low=0, high=2**32 - 1, integer=True)
@@ -221,6 +224,11 @@ class TrainConfig:
             raise ValueError(
                 "TrainConfig(jacobian_weight=..., compile=True): a compiled layer cannot be "
                 "looked into for its Jacobian; choose one of the two."
+            )
+        if self.strategy == "fsdp" and self.keep_every is not None:
+            raise ValueError(
+                "TrainConfig(strategy='fsdp', keep_every=...): sharded weights are gathered at the "
+                "end alone; leave keep_every out."
             )
         if self.strategy == "fsdp" and (self.ema is not None or self.select == "best"):
             raise ValueError(

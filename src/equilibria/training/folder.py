@@ -28,6 +28,7 @@ _FILES = (
     "nonfinite.json",
 )
 _LOGS = "tensorboard"
+_EPOCHS = "epochs"
 
 
 class RunExistsError(FileExistsError):
@@ -46,6 +47,12 @@ class RunFolder:
         self.result = path / "result.json"
         self.nonfinite = path / "nonfinite.json"
         self.logs = path / _LOGS
+        self.epochs = path / _EPOCHS
+
+    def epoch(self, number: int) -> Path:
+        """Where the weights of an epoch are kept; its folder is made."""
+        self.epochs.mkdir(exist_ok=True)
+        return self.epochs / f"epoch_{number:04d}.safetensors"
 
     def holds_run(self) -> bool:
         """Whether a run has been here."""
@@ -80,6 +87,8 @@ class RunFolder:
             (self.path / name).unlink(missing_ok=True)
         if self.logs.is_dir() and not self.logs.is_symlink():
             shutil.rmtree(self.logs)
+        for kept in self.epochs.glob("epoch_[0-9][0-9][0-9][0-9].safetensors"):
+            kept.unlink()
 
     def write_config(self, config: TrainConfig) -> None:
         write_text(self.config, config.to_yaml())

@@ -64,10 +64,11 @@ class RunKeeper(Checkpoint):
         display: SilentDisplay,
         average: WeightAverage | None,
         save_best: Callable[[dict[str, float]], None],
+        keep_epoch: Callable[[int, dict[str, float]], None],
     ) -> None:
         self.config, self.folder, self.per_epoch = config, folder, per_epoch
         self.request, self.display, self.average = request, display, average
-        self.save_best = save_best
+        self.save_best, self.keep_epoch = save_best, keep_epoch
         self.standing = Standing()
         self.history: list[dict[str, Any]] = []
         self.ranking = Ranking()
@@ -148,6 +149,8 @@ class RunKeeper(Checkpoint):
         if trainer.is_global_zero:
             self._log = ScalarLog(self.folder.logs, self.standing.step)
         here = self.standing
+        if self.config.keep_every is not None and here.step == 0:
+            self.keep_epoch(0, {})
         self.display.start(self.config.epochs, self.per_epoch, here.epoch, here.batch)
 
     def begin_step(self) -> None:
@@ -306,10 +309,16 @@ class RunKeeper(Checkpoint):
         return row
 
     def _judge(self, trainer: pl.Trainer, row: dict[str, Any]) -> None:
-        """Is this the best epoch so far, and is it time to stop?"""
-        if self.ranking.improved_by(row) and self.config.select == "best":
+        """Is this the best epoch so far, is it one to keep, and is it time to stop?"""
+        better = self.ranking.improved_by(row) and self.config.select == "best"
+        every = self.config.keep_every
+        kept = every is not None and self.standing.epoch % every == 0
+        if better or kept:
             with nullcontext() if self.average is None else self.average.in_place():
-                self.save_best(row)
+                if better:
+                    self.save_best(row)
+                if kept:
+                    self.keep_epoch(self.standing.epoch, row)
         stop = self.ranking.waited(row) >= (self.config.early_stop or math.inf)
         self.finished = stop or self.standing.epoch >= self.config.epochs
         if stop:

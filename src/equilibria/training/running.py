@@ -104,6 +104,7 @@ class Run:
             display=self.display,
             average=average,
             save_best=self._save_best,
+            keep_epoch=self._keep_epoch,
         )
         if self.saved and self._complete():
             # Everything is trained; what may be missing are the files at the end.
@@ -268,6 +269,10 @@ class Run:
     def _save_best(self, row: dict[str, float]) -> None:
         if self.main:
             save_weights(self.made, self.folder.weights, self.config, row)
+
+    def _keep_epoch(self, epoch: int, row: dict[str, float]) -> None:
+        if self.main:
+            save_weights(self.made, self.folder.epoch(epoch), self.config, row)
 
     def _finish(
         self,
