@@ -100,19 +100,20 @@ def test_a_warm_start_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     assert float(again.stats.relative.max()) < 1e-9
 
 
-@pytest.mark.parametrize("terms", [1, 2, 5])
+@pytest.mark.parametrize(("steps", "terms"), [(1, 1), (2, 2), (4, 3), (80, 5)])
 @pytest.mark.parametrize(
     "gamma", [eq.MeanPatchEnergy(0.2), eq.FixedGamma(0.3), eq.LearnedGamma(0.2)]
 )
-def test_the_gradient_is_the_series_written_out(terms: int, gamma: Any) -> None:
-    made, x = layer(80, terms, gamma=gamma), images()
+def test_the_gradient_is_the_series_written_out(steps: int, terms: int, gamma: Any) -> None:
+    """Also far from the equilibrium, where the active sets of z and T(z) differ."""
+    made, x = layer(steps, terms, gamma=gamma), images()
     weight = torch.randn(3, 6, 4, 6, dtype=torch.float64)
     found = gradients(made, x, weight)
-    # Oracle: u = Σ (Jᵀ)ᵏ g by autograd at the equilibrium, then (∂T/∂θ)ᵀu.
+    # Oracle: u = Σ (Jᵀ)ᵏ g by autograd at the returned z, then (∂T/∂θ)ᵀu.
     given = x.clone().requires_grad_()
     problem = made.problem(given)
     tau = made.solver.for_problem(lambda: made.nominal_bounds(problem)).tau  # type: ignore[arg-type, return-value]
-    z = by_hand(made, x, 80).requires_grad_()
+    z = by_hand(made, x, steps).requires_grad_()
     out = problem.step(z, tau)
     u = term = weight
     for _ in range(terms - 1):
@@ -121,6 +122,15 @@ def test_the_gradient_is_the_series_written_out(terms: int, gamma: Any) -> None:
     right = torch.autograd.grad(out, [given, *made.parameters()], u)
     for a, b in zip(found, right, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-10)
+
+
+def test_the_general_path_gives_the_same_after_four_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, x = layer(4, 3), images()
+    weight = torch.randn(3, 6, 4, 6, dtype=torch.float64)
+    found = gradients(made, x, weight)
+    monkeypatch.setattr(solving, "serves", lambda *_: False)
+    for a, b in zip(found, gradients(made, x, weight), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
 def test_with_many_terms_it_is_the_implicit_gradient() -> None:

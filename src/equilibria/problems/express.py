@@ -4,16 +4,13 @@
 
 and, in the backward pass, u = Σₖ (Jᵀ)ᵏ g for k < ``steps`` of Phantom(form="neumann"), J = ∂T_τ/∂z:
 
-    Jᵀu = (1 − τ)d − τWᵀH(Wd),   d = u where z > 0,   H = the derivative of m, which is symmetric.
+    Jᵀu = (1 − τ)d − τWᵀH(Wd),   d = u where T_τ(z) > 0,   H = the derivative of m (symmetric).
 
 The answer is that of the general path (any solver, any adjoint, autograd), which is its oracle.
 What is saved is everything around the arithmetic: one kernel a message, the update inside the
 second convolution, no pass for tests and clean-ups, no graph in the forward pass. Backward keeps c
-and z alone and evaluates Wz again.
-
-The gradient takes the returned z for the active set, where the general path takes T(z), one
-convolution later. At an equilibrium the two are one; after four steps they differ in a few entries,
-and the gradients by some percent, as both do from the exact one (their series is cut off too).
+and z alone and evaluates T_τ(z) again. (Its active set is needed: that of z itself, which would save
+a convolution, is one step older, and after few steps the gradients are worse with it.)
 
 The output is kept for the backward pass: what follows must not change it in place.
 
@@ -184,17 +181,19 @@ def _pull(
     kernel = PatchMessage(c, metric, gamma, lane.cut, failed)
     g = _as(gradient, z)
     a = _convolve(z, weight)
-    d: Tensor = torch.ops.aten.threshold_backward(g, z, 0)
+    message = kernel.message(a, -lane.tau)
+    active = _advance(message, flipped, z, 1.0 - lane.tau)
+    d: Tensor = torch.ops.aten.threshold_backward(g, active, 0)
     for _ in range(lane.terms - 1):
         p = _convolve(d, weight)
         dr, _m, _y = kernel.pull(a, p, -lane.tau, with_metric=False, with_gamma=False)
-        d = threshold_sum(z, g, d, _convolve(dr, flipped), 1.0 - lane.tau)
+        d = threshold_sum(active, g, d, _convolve(dr, flipped), 1.0 - lane.tau)
     p = _convolve(d, weight)
     # Minus the gradient of a, which is that of c; its sign is undone for the rest.
     dc, dm, dgamma = kernel.pull(a, p, lane.tau, with_metric=needs[2], with_gamma=needs[3])
     dw = None
     if needs[1]:
-        dw = _weight_gradient(d, kernel.message(a, -lane.tau), weight)
+        dw = _weight_gradient(d, message, weight)
         dw = dw - _weight_gradient(z, dc, weight)
     return (
         dc if needs[0] else None,

@@ -2,8 +2,9 @@
 
 A claim holds its statement, where it stands, and one or more readings (variants): the printed one
 first, then repaired ones. A reading is a function that makes one random trial, and perhaps one
-that makes adversarial trials (families, optimizer searches, known counterexamples). The verdict is
-computed from the trials (verdicts.py), never written by hand.
+that makes adversarial trials (families, optimizer searches, known counterexamples); hill climbing
+on the random trial's draws (climbing.py) comes on top. The verdict is computed from the trials
+(records.py), never written by hand.
 """
 
 from __future__ import annotations
@@ -43,6 +44,9 @@ class Variant:
     tolerance: slack for rounding in ratio ≤ 1 + tolerance.
     needs: the extra condition or change that this reading adds, one clause; "" for the printed one.
     cost: relative cost of one random trial; the runner divides the trial count by it.
+    climbs: whether hill climbing may push the ratio up. Not where the ratio is the rounding of an
+        equality, which would be what it finds.
+    proof: the argument that proves this reading, one clause; "" where trials are all there is.
     """
 
     name: str
@@ -51,6 +55,8 @@ class Variant:
     tolerance: float = 1e-6
     needs: str = ""
     cost: float = 1.0
+    climbs: bool = True
+    proof: str = ""
 
     def __post_init__(self) -> None:
         if not self.name:

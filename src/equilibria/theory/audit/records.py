@@ -25,7 +25,10 @@ from .claims import Claim, Trial
 __all__ = ["Outcome", "Record", "Settings", "Verdict", "Worst", "read_records", "write_records"]
 
 Verdict = Literal["holds", "holds under", "fails", "vacuous"]
-Source = Literal["random", "adversarial"]
+Source = Literal["random", "adversarial", "climb"]
+
+FEW = 100
+"""Below so many trials a verdict is said to rest on few."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,12 +50,16 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class Worst:
-    """The trial with the largest ratio; ``index`` names it within its source."""
+    """The trial with the largest ratio; ``index`` names it within its source.
+
+    Of a climb it counts the moves, and ``start`` is the random trial that it began from.
+    """
 
     source: Source
     index: int
     ratio: float
     case: Mapping[str, Any]
+    start: int | None = None
 
 
 def badness(ratio: float) -> float:
@@ -62,7 +69,10 @@ def badness(ratio: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """One reading after its trials. Draws that miss the premise are in ``vacuous`` alone."""
+    """One reading after its trials. Draws that miss the premise are in ``vacuous`` alone.
+
+    ``adversarial`` counts families, optimizer searches and the moves of ``climbs``, which it holds.
+    """
 
     name: str
     needs: str
@@ -73,6 +83,8 @@ class Outcome:
     violations: int
     worst: Worst | None
     seconds: float
+    climbs: int = 0
+    proof: str = ""
 
     @property
     def trials(self) -> int:
@@ -85,6 +97,11 @@ class Outcome:
         if self.trials == 0:
             return "vacuous"
         return "fails" if self.violations else "holds"
+
+    @property
+    def few(self) -> bool:
+        """Whether a verdict other than ``fails`` rests on fewer than ``FEW`` trials."""
+        return self.verdict == "holds" and self.trials < FEW
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,20 +136,24 @@ class Record:
         """The verdict in words, with the numbers that it rests on."""
         first, verdict = self.printed, self.verdict
         if verdict == "holds":
-            return f"holds in all {first.trials:,} trials"
+            return f"holds in all {first.trials:,} trials{_few(first)}"
         if verdict == "vacuous":
             return f"vacuous: the premise was met in none of {first.vacuous:,} draws"
         violated = f"violated in {first.violations:,} of {first.trials:,} trials"
         if self.repair is None:
             return f"fails ({violated})"
-        return f"holds under: {self.repair.needs} (as printed {violated})"
+        return f"holds under: {self.repair.needs}{_few(self.repair)} ({first.name}: {violated})"
 
     def answers(self, claim: Claim, settings: Settings) -> bool:
         """Whether this record is that of ``claim`` as it reads now, under these settings."""
-        readings = [(o.name, o.needs, o.tolerance) for o in self.outcomes]
-        wanted = [(v.name, v.needs, v.tolerance) for v in claim.variants]
+        readings = [(o.name, o.needs, o.tolerance, o.proof) for o in self.outcomes]
+        wanted = [(v.name, v.needs, v.tolerance, v.proof) for v in claim.variants]
         same = (self.id, self.statement, self.settings) == (claim.id, claim.statement, settings)
         return same and readings == wanted
+
+
+def _few(outcome: Outcome) -> str:
+    return f" (few trials: {outcome.trials})" if outcome.few else ""
 
 
 def plain(value: Any) -> Any:
@@ -152,8 +173,10 @@ def plain(value: Any) -> Any:
     return number if math.isfinite(number) else str(number)
 
 
-def worst_of(source: Source, index: int, trial: Trial) -> Worst:
-    return Worst(source=source, index=index, ratio=float(trial.ratio), case=plain(trial.case))
+def worst_of(source: Source, index: int, trial: Trial, start: int | None = None) -> Worst:
+    return Worst(
+        source=source, index=index, ratio=float(trial.ratio), case=plain(trial.case), start=start
+    )
 
 
 def write_records(path: Path, records: Iterable[Record], *, about: Mapping[str, Any]) -> Path:
