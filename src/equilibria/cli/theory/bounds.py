@@ -13,9 +13,19 @@ import typer
 from rich import box
 from rich.table import Column, Table
 
-from equilibria.cli.console import error_console, fail, finite, make_folder, output, print_json
+from equilibria.cli.console import (
+    complain,
+    error_console,
+    fail,
+    finite,
+    make_folder,
+    output,
+    print_json,
+)
 from equilibria.cli.evaluate import prepared
 from equilibria.cli.loading import Device, Root, device_of
+
+from .trajectory import say_if_fewer
 
 __all__ = ["bounds"]
 
@@ -56,18 +66,30 @@ def bounds(
 
     if weights is None and (data is not None or root is not None):
         raise fail("--data and --root are for a trained network: give its WEIGHTS too.")
+    if not 0.0 < margin < float("inf"):
+        raise fail(f"--margin {margin:g}: expected a positive number, such as 0.05.")
+    if not 0.0 < delta < 1.0:
+        raise fail(f"--delta {delta:g}: expected a probability between 0 and 1, such as 0.05.")
     if out is not None:
         make_folder(out)
     numbers: dict[str, Any] = {"pairs": pairs, "draws": draws, "seed": seed}
     panels: dict[str, Any] = {}
     with _telling(not as_json) as told:
         if weights is not None:
-            model, dataset = prepared(weights, data, root, split, device, images)
+            model, whole = prepared(weights, data, root, split, device)
+            say_if_fewer("--images", images, whole)
+            dataset = whole.subset(range(min(images, len(whole))))
+            _say_if_fewer_pairs(pairs, len(dataset))
             x = dataset.normalize(dataset.images[slice(0, len(dataset))]).to(device_of(device))
             found = room.network_bounds(model, x, told=told, **numbers)
         else:
             told("training a GEQ and an OptEq on the digits")
             pair = room.demonstration_pair(width=width, epochs=epochs, seed=seed)
+            there = len(pair[0].x)
+            if images > there:
+                text = f"--images {images}: there are {there} training digits; all are taken."
+                complain("note:", text, "yellow")
+            _say_if_fewer_pairs(pairs, min(images, there))
             found = room.compare_bounds(
                 pair, margin=margin, delta=delta, images=images, told=told, **numbers
             )
@@ -89,6 +111,12 @@ def bounds(
     _show(found, full)
     if written:
         output().print("wrote " + ", ".join(str(path) for path in written), soft_wrap=True)
+
+
+def _say_if_fewer_pairs(pairs: int, images: int) -> None:
+    if pairs > images // 2:
+        text = f"--pairs {pairs}: {images} images make {images // 2}; so many are taken."
+        complain("note:", text, "yellow")
 
 
 @contextmanager

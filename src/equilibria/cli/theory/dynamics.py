@@ -33,7 +33,7 @@ def dynamics(
         ),
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="All scenarios.")] = False,
-    seed: Annotated[int, typer.Option(help="Of the usual initialization and its data.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of the usual initialization and its data.")] = 0,
     out: Annotated[
         Path | None, typer.Option(help="A folder for the pictures and dynamics.json.")
     ] = None,

@@ -113,7 +113,7 @@ def landscape(
             plane, grid = _plane(found, grid)
             found = dict([list(found.items())[-1]])
         surfaces = []
-        for name, network in _with_twins(found, twins).items():
+        for name, network, is_twin in _with_twins(found, twins):
             file = out / f"{name.replace('/', '-').replace(' ', '-')}.landscape.safetensors"
             try:
                 surface = room.measure_landscape(
@@ -123,7 +123,8 @@ def landscape(
                     grid=grid,
                     name=name,
                     seed=seed,
-                    solver=None if "repeat-" in name else solver,
+                    # A twin's steps are counted: it has no tolerance to meet.
+                    solver=None if is_twin else solver,
                     batch_size=batch_size,
                     file=file,
                     overwrite=overwrite,
@@ -151,13 +152,14 @@ def _solver(rtol: float | None, max_steps: int) -> Any:
     return None if rtol is None else Anderson(rtol=rtol, max_steps=max_steps)
 
 
-def _with_twins(found: dict[str, Any], repeats: list[int]) -> dict[str, Any]:
+def _with_twins(found: dict[str, Any], repeats: list[int]) -> list[tuple[str, Any, bool]]:
+    """(name, network, whether it is a twin) of every network, each before its twins."""
     from equilibria.theory.landscapes import repeated
 
-    made = {}
+    made: list[tuple[str, Any, bool]] = []
     for name, network in found.items():
-        made[name] = network
-        made |= {f"{name} repeat-{k}": repeated(network, k) for k in repeats}
+        made.append((name, network, False))
+        made += [(f"{name} repeat-{k}", repeated(network, k), True) for k in repeats]
     return made
 
 

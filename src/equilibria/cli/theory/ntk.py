@@ -14,6 +14,8 @@ from equilibria.cli.console import error_console, fail, make_folder, output, pri
 from equilibria.cli.evaluate import prepared
 from equilibria.cli.loading import Device, Root, device_of, load
 
+from .trajectory import say_if_fewer
+
 __all__ = ["ntk"]
 
 
@@ -182,6 +184,7 @@ def _images(dataset: Any, samples: int, seed: int, device: str | None) -> tuple[
 
     if dataset.task != "classification":
         raise fail(f"{dataset.name} is for segmentation; expected images with one class each.")
+    say_if_fewer("--samples", samples, dataset)
     order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(seed))
     part = dataset.subset(order[:samples])
     x = dataset.normalize(part.images[torch.arange(len(part))])
@@ -226,14 +229,17 @@ def _show(study: Any) -> None:
         more = (row["alignment"], row["drift"])
         table.add_row(row["network"], *(f"{v:.4g}" for v in (*numbers, *more)))
     output().print(table)
-    last = list(study.kernels.values())[-1]
+    name, last = list(study.kernels.items())[-1]
     if last.relative_error is not None:
         output().print(f"projected: relative error of the kernel about {last.relative_error:.2g}")
     if last.parts:
-        shares = Table("layer", "of the trace", "of the parameters")
+        shares = Table(
+            *("layer", "of the trace", "of the parameters"),
+            title=f"layers of {name}" + (", the last" if len(study.kernels) > 1 else ""),
+        )
         total = sum(last.sizes.values())
-        for name, share in sorted(last.shares().items(), key=lambda pair: -pair[1]):
-            shares.add_row(name, f"{share:.2%}", f"{last.sizes[name] / total:.2%}")
+        for layer, share in sorted(last.shares().items(), key=lambda pair: -pair[1]):
+            shares.add_row(layer, f"{share:.2%}", f"{last.sizes[layer] / total:.2%}")
         output().print(shares)
     if study.training is not None:
         found = study.training

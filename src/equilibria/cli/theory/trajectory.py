@@ -20,7 +20,7 @@ from equilibria.cli.console import (
 from equilibria.cli.evaluate import prepared
 from equilibria.cli.loading import Device, Root, device_of, load
 
-__all__ = ["images_of", "networks", "numbers_of", "trajectory"]
+__all__ = ["images_of", "networks", "numbers_of", "say_if_fewer", "trajectory"]
 
 _THESIS = "residual_deq"
 
@@ -63,7 +63,7 @@ def trajectory(
             "--init-scales",
             metavar="STD,STD",
             help="Draw the layer's weights anew with these standard deviations (the thesis: "
-            "1,0.01) and set them side by side.",
+            "1,0.01) and set them side by side. A layer with a norm bound clips them.",
         ),
     ] = "",
     seed: Annotated[int, typer.Option(min=0, help="Of the images and of drawn weights.")] = 0,
@@ -83,7 +83,7 @@ def trajectory(
     found, dataset = networks(weights or [], model, data, root, split, device, seed)
     x, labels = images_of(dataset, images, seed, device)
     last = next(reversed(found.values()))
-    groups = {f"std {s:g}": room.at_scale(last, s, seed=seed) for s in scales} if scales else found
+    groups = _scaled(last, scales, seed) if scales else found
     recorded: dict[str, dict[str, Any]] = {}
     with error_console.status("following the solvers"):
         for name, network in groups.items():
@@ -116,6 +116,20 @@ def trajectory(
         return
     _show(rows)
     output().print("wrote " + ", ".join(str(path) for path in written), soft_wrap=True)
+
+
+def _scaled(network: Any, scales: list[float], seed: int) -> dict[str, Any]:
+    """The network at each scale, named by it, and by the scale in effect where a bound clips it."""
+    from equilibria.theory import trajectories as room
+
+    made = {}
+    for std in scales:
+        scaled = room.at_scale(network, std, seed=seed)
+        held = room.clipped_stds(scaled, std).values()
+        low, high = (f"{f(held, default=std):.2g}" for f in (min, max))
+        effect = f" ({low if low == high else f'{low} to {high}'} in effect)" if held else ""
+        made[f"std {std:g}{effect}"] = scaled
+    return made
 
 
 def _row(group: str, solver: str, path: Any) -> dict[str, Any]:
@@ -220,12 +234,20 @@ def _names(weights: list[Path]) -> list[str]:
     return [f"{i + 1} {name}".strip() for i, name in enumerate(short)]
 
 
+def say_if_fewer(flag: str, count: int, dataset: Any) -> None:
+    """A note where more images are asked for than there are."""
+    if count > len(dataset):
+        there = f"{dataset.name} ({dataset.split_name}) has {len(dataset)}"
+        complain("note:", f"{flag} {count}: {there}; all of them are taken.", "yellow")
+
+
 def images_of(dataset: Any, count: int, seed: int, device: str | None) -> tuple[Any, Any]:
     """(x [B, C, H, W] as the networks take it, labels [B]) of images drawn by the seed."""
     import torch
 
     if dataset.task != "classification":
         raise fail(f"{dataset.name} is for segmentation; expected images with one class each.")
+    say_if_fewer("--images", count, dataset)
     order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(seed))
     part = dataset.subset(order[:count])
     x = dataset.normalize(part.images[torch.arange(len(part))])

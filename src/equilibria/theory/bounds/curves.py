@@ -30,6 +30,7 @@ __all__ = [
 ]
 
 NORMS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0, 1.1, 1.2, 1.3)
+_EXCESS = r"excess over $\hat L_\eta$"
 Told = Callable[[str], None]
 Role = Literal["measured", "printed", "derived", "ours", "ours, other"]
 
@@ -232,7 +233,7 @@ def margin_curves_norm(
         rows[family] = [
             margin_report(rescaled(layer, mu), x, head, labels, margin=margin) for mu in norms
         ]
-    return Curves("Proposition 2", "‖W‖₂", "excess over L̂_η", tuple(norms), _margin_lines(rows))
+    return Curves("Proposition 2", "‖W‖₂", _EXCESS, tuple(norms), _margin_lines(rows))
 
 
 def margin_curves_width(
@@ -250,4 +251,4 @@ def margin_curves_width(
             family = "GEQ" if isinstance(layer, GEQ) else "OptEq"
             rows.setdefault(family, []).append(margin_report(layer, x, head, labels, margin=margin))
     axis = tuple(float(width) for width in widths)
-    return Curves("Proposition 2", "width", "excess over L̂_η", axis, _margin_lines(rows))
+    return Curves("Proposition 2", "width", _EXCESS, axis, _margin_lines(rows))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from equilibria.theory.pictures import COLORS, MARKERS, new_figure
+from equilibria.theory.scales import plain_ticks
 
 from .curves import Curves
 
@@ -17,7 +18,10 @@ _FAMILY = {"GEQ": 0, "OptEq": 4}
 
 
 def draw_curves(panels: Sequence[Curves], *, width: float = 5.2, height: float = 4.4) -> Any:
-    """A figure with one panel a ``Curves``, values on a logarithmic axis; a legend below each."""
+    """A figure with one panel a ``Curves``, values on a logarithmic axis; a legend below each.
+
+    A value of zero, which such an axis lacks, is a hollow ▽ at its bottom, marked "0".
+    """
     if not panels:
         raise ValueError("draw_curves needs one panel or more.")
     figure = new_figure(width * len(panels), height)
@@ -40,6 +44,8 @@ def draw_curves(panels: Sequence[Curves], *, width: float = 5.2, height: float =
                 label=line.label,
             )
         axes.set_yscale("log")
+        plain_ticks(axes)
+        _zeros(axes, panel)
         axes.set_xlabel(panel.axis)
         axes.set_ylabel(panel.unit)
         axes.set_title(panel.title, fontsize=10)
@@ -48,6 +54,29 @@ def draw_curves(panels: Sequence[Curves], *, width: float = 5.2, height: float =
             fontsize=7, frameon=False, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.2)
         )
     return figure
+
+
+def _zeros(axes: Any, panel: Curves) -> None:
+    """▽ at the bottom where a line is zero; several at one place stand side by side."""
+    from matplotlib.transforms import ScaledTranslation
+
+    taken: dict[float, int] = {}
+    for line in panel.lines:
+        color = COLORS[_FAMILY.get(line.family, 2)]
+        for x, value in zip(panel.x, line.values, strict=True):
+            if value != 0.0 or value is None:
+                continue
+            place = taken.setdefault(x, 0)
+            taken[x] += 1
+            # In points from the place itself: the size of the panel does not matter.
+            aside = ScaledTranslation(-10 * place / 72, 4 / 72, axes.figure.dpi_scale_trans)
+            at = axes.get_xaxis_transform() + aside
+            look = {"color": color, "markerfacecolor": "white", "markersize": 6}
+            axes.plot([x], [0.0], marker="v", linestyle="none", transform=at, **look)
+            words = {"ha": "center", "va": "bottom", "fontsize": 7, "color": color}
+            axes.annotate(
+                "0", (x, 0.0), xycoords=at, xytext=(0, 4), textcoords="offset points", **words
+            )
 
 
 def _drawn(value: float | None) -> float:

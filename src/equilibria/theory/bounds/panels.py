@@ -48,7 +48,9 @@ def demonstration_curves(
     mean = torch.full((_WIDTH, _WIDTH), 0.9 / _WIDTH, dtype=torch.float64)
     similarity = [
         similarity_curves(random, draws=draws, seed=seed, title="W random, ‖W‖ = 0.9"),
-        similarity_curves(mean, draws=draws, seed=seed, title="W = 0.9·11ᵀ/n"),
+        similarity_curves(
+            mean, draws=draws, seed=seed, title=r"W = 0.9 $\mathbf{1}\mathbf{1}^\top$/n"
+        ),
     ]
     told("margin bounds")
 

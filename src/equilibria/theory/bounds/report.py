@@ -36,8 +36,8 @@ class Assumption:
 
 
 def number(value: Any) -> str:
-    """Four digits; a word for None, true and false."""
-    if value is None:
+    """Four digits; a dash for None and for no finite number, a word for true and false."""
+    if value is None or (isinstance(value, float) and not math.isfinite(value)):
         return "–"
     if isinstance(value, bool):
         return "yes" if value else "no"

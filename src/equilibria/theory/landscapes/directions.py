@@ -2,7 +2,8 @@
 
 Filter normalization (Li et al. 2018): every filter of a random direction gets the norm of the
 weights' filter at the same place, so that a step of 1 changes each filter by its own size, however
-the network is scaled.
+the network is scaled. A weight with a norm bound (``NormBounded``) is moved by its raw parameter
+and then scaled back onto the bound, so there the step that acts is not the filter's norm.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from equilibria.theory.extras import numpy_module
 from equilibria.theory.pictures import COLORS, GRAY, MARKERS, SEQUENTIAL, STYLES, new_figure
+from equilibria.theory.scales import plain_ticks
 
 from .surface import Surface
 
@@ -48,8 +49,9 @@ def contour_figure(
     figure = new_figure(2.6 * columns + 1.0, 2.5 * rows + 0.3)
     axes = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
     drawn = None
+    cut = any(bool((g[torch.isfinite(g)] > edges[-1]).any()) for g in grids)
     for axis, surface, grid in zip(axes.flat, given, grids, strict=False):
-        drawn = _contours(axis, surface, grid, edges, log and channel == "loss")
+        drawn = _contours(axis, surface, grid, edges, log and channel == "loss", cut)
         axis.set_title(surface.name)
         axis.set_facecolor(GRAY)
         axis.set_aspect("equal")
@@ -83,7 +85,7 @@ def surface_figure(surface: Surface, *, log: bool = False, top: float | None = N
     axis = figure.add_subplot(projection="3d")
     heights = numpy.ma.masked_invalid(shown.numpy())
     low, high = float(heights.min()), float(heights.max())
-    axis.plot_surface(
+    drawn = axis.plot_surface(
         *(a.numpy(), b.numpy(), heights.filled(numpy.nan)),
         cmap=SEQUENTIAL,
         vmin=low,
@@ -97,7 +99,9 @@ def surface_figure(surface: Surface, *, log: bool = False, top: float | None = N
         part.set_major_locator(MaxNLocator(5))
     axis.set_xlabel("along $d_1$")
     axis.set_ylabel("along $d_2$")
-    axis.set_zlabel("$\\log_{10}$ loss" if log else "loss")
+    label = "$\\log_{10}$ loss" if log else "loss"
+    axis.set_zlabel(label)
+    figure.colorbar(drawn, ax=axis, label=label, shrink=0.6, pad=0.12)
     axis.set_title(given.name)
     return figure
 
@@ -122,6 +126,7 @@ def curve_figure(surfaces: Sequence[Surface], *, log: bool = False) -> Any:
             accuracy.plot(surface.a.numpy(), 100 * right.numpy(), **look)
     if log:
         loss.set_yscale("log")
+        plain_ticks(loss)
     loss.set_ylabel("loss")
     accuracy.set_ylabel("accuracy (%)")
     for axis in (loss, accuracy):
@@ -173,7 +178,7 @@ def _levels(grids: Sequence[Tensor], log: bool, count: int, top: float | None) -
     return numpy.linspace(low, high, count + 1)
 
 
-def _contours(axis: Any, surface: Surface, grid: Tensor, edges: Any, log: bool) -> Any:
+def _contours(axis: Any, surface: Surface, grid: Tensor, edges: Any, log: bool, cut: bool) -> Any:
     from matplotlib.colors import LogNorm, Normalize
 
     numpy = numpy_module()
@@ -182,8 +187,10 @@ def _contours(axis: Any, surface: Surface, grid: Tensor, edges: Any, log: bool) 
     shown = numpy.ma.masked_invalid(grid.T.numpy())
     shown = numpy.ma.clip(shown, edges[0], None)
     norm = (LogNorm if log else Normalize)(edges[0], edges[-1])
+    # The color bar's arrow says that something lies above the top, so only where it does.
+    over = "max" if cut else "neither"
     drawn = axis.contourf(
-        a, b, shown, levels=edges, norm=norm, cmap=SEQUENTIAL, extend="max", zorder=1
+        a, b, shown, levels=edges, norm=norm, cmap=SEQUENTIAL, extend=over, zorder=1
     )
     axis.contour(a, b, shown, levels=edges[1:-1:2], colors="white", linewidths=0.3, zorder=2)
     if "failed" in surface.values:

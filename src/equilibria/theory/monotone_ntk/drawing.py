@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from equilibria.theory.pictures import COLORS, GRAY, STYLES, new_figure, save_picture
+from equilibria.theory.scales import plain_ticks
 
 from .scenarios import Outcome
 
@@ -34,10 +35,37 @@ def _loss(axis: Any, outcome: Outcome) -> None:
     axis.semilogy(run.times, _positive(run.loss), color=COLORS[0], label=r"$L(\theta)$")
     rate = r"$e^{-\lambda_0^2t/2}L_0$" if run.kind == "flow" else r"$(1-\eta\lambda_0^2/4)^kL_0$"
     word = "guaranteed" if outcome.report.holds else "not guaranteed"
-    bound = _positive(run.guaranteed)
-    axis.semilogy(run.times, bound, STYLES[1], color=COLORS[4], label=f"{rate}, {word}")
+    look: dict[str, Any] = {"color": COLORS[4], "label": f"{rate}, {word}"}
+    zero = next((i for i, value in enumerate(run.guaranteed) if value <= 0.0), None)
+    if zero is None:
+        axis.semilogy(run.times, run.guaranteed, STYLES[1], **look)
+    else:
+        _falling_to_zero(axis, outcome, zero, look)
     axis.set_ylabel("loss")
+    plain_ticks(axis)
     axis.legend(fontsize=7)
+
+
+def _falling_to_zero(axis: Any, outcome: Outcome, zero: int, look: dict[str, Any]) -> None:
+    """The guaranteed curve, at the bottom of the axis where it is zero, which it says."""
+    run = outcome.run
+    shown = [value for value in (*run.loss, *run.guaranteed) if 0.0 < value < float("inf")]
+    floor = min(shown, default=1.0) / 10.0
+    curve = [value if value > 0.0 else floor for value in run.guaranteed]
+    places = range(zero, len(curve))
+    axis.semilogy(
+        *(run.times, curve, STYLES[1]), marker="v", markevery=list(places), clip_on=False, **look
+    )
+    axis.set_ylim(bottom=floor)
+    word = f"0 from {'time' if run.kind == 'flow' else 'step'} {run.times[zero]:g}"
+    axis.annotate(
+        word,
+        (run.times[zero], floor),
+        xytext=(6, 6),
+        textcoords="offset points",
+        color=look["color"],
+        fontsize=8,
+    )
 
 
 def _conditioning(axis: Any, outcome: Outcome) -> None:
@@ -52,6 +80,7 @@ def _conditioning(axis: Any, outcome: Outcome) -> None:
     if run.lambda0 > 0:
         axis.axhline(run.lambda0**2 / 4, color=GRAY, linestyle=":", label=r"$\lambda_0^2/4$")
     axis.set_ylabel("conditioning")
+    plain_ticks(axis)
     axis.legend(fontsize=7)
 
 
@@ -67,6 +96,7 @@ def _radii(axis: Any, outcome: Outcome) -> None:
         axis.semilogy(run.times, _positive(shares), style, color=COLORS[index], label=label)
     axis.axhline(1.0, color=GRAY, linestyle=":", label="the ball's edge")
     axis.set_ylabel("share of the radius")
+    plain_ticks(axis)
     axis.legend(fontsize=7)
 
 

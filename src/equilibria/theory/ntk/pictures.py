@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from equilibria.theory.pictures import COLORS, GRAY, MARKERS, STYLES, new_figure, save_picture
+from equilibria.theory.scales import plain_ticks
 
 from .dynamics import TrainingComparison
 from .spectrum import Spectrum
@@ -36,13 +37,20 @@ def save_spectra(spectra: Mapping[str, Spectrum], stem: Path) -> list[Path]:
             linestyle=STYLES[i % len(STYLES)],
             label=f"{name} (effective rank {found.effective_rank:.3g})",
         )
-    axes.set(xlabel="number", ylabel="eigenvalue of the tangent kernel")
-    axes.legend(frameon=False)
+    axes.set(xlabel="index", ylabel="eigenvalue of the tangent kernel")
+    plain_ticks(axes)
+    # Below: inside it would lie on a curve that falls from corner to corner.
+    figure.legend(loc="outside lower center", frameon=False)
     return save_picture(figure, stem)
 
 
-def save_shares(shares: Mapping[str, float], sizes: Mapping[str, int], stem: Path) -> list[Path]:
-    """tr K_layer/tr K beside the layer's share of the parameters, the largest on top."""
+def save_shares(
+    shares: Mapping[str, float], sizes: Mapping[str, int], stem: Path, *, name: str = ""
+) -> list[Path]:
+    """tr K_layer/tr K beside the layer's share of the parameters, the largest on top.
+
+    ``name`` is of the network, for the title.
+    """
     ranked = sorted(shares, key=lambda name: -shares[name])
     kept, rest = ranked[:_MOST], ranked[_MOST:]
     total = sum(sizes.values())
@@ -69,6 +77,7 @@ def save_shares(shares: Mapping[str, float], sizes: Mapping[str, int], stem: Pat
     axes.set_yticks(list(rows), kept)
     axes.invert_yaxis()
     axes.set_xlabel("share")
+    axes.set_title(name, fontsize="medium")
     axes.legend(frameon=False, loc="lower right")
     return save_picture(figure, stem)
 
@@ -104,6 +113,7 @@ def save_training(found: TrainingComparison, stem: Path) -> list[Path]:
         label="predicted by the kernel at step 0",
     )
     axes.set(xlabel="step of gradient descent", ylabel="loss")
+    plain_ticks(axes)
     axes.legend(frameon=False)
     said = "it diverged" if found.diverged else f"drift of the kernel {found.drift:.2g}"
     axes.set_title(said, loc="right", color=GRAY, fontsize="medium")

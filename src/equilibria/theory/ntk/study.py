@@ -87,9 +87,9 @@ class KernelStudy:
         text.write_text(json.dumps(_plain(self.to_dict()), indent=1) + "\n", encoding="utf-8")
         written = [text, self._write_tensors(folder / "ntk.safetensors")]
         written += save_spectra(self.spectra, folder / "spectrum")
-        last = list(self.kernels.values())[-1]
+        name, last = list(self.kernels.items())[-1]
         if last.parts:
-            written += save_shares(last.shares(), last.sizes, folder / "layers")
+            written += save_shares(last.shares(), last.sizes, folder / "layers", name=name)
         if len(self.kernels) > 1:
             rows = self.rows()
             drift, distance = ([row[key] for row in rows] for key in ("drift", "distance"))

@@ -5,7 +5,7 @@
 ``training_recorder`` look at a training's checkpoints (§4.1.2), and the figures draw it.
 """
 
-from .layers import at_scale, layer_input
+from .layers import at_scale, clipped_stds, layer_input
 from .pca import PCA, principal_components
 from .pictures import class_figure, path_figure, residual_figure, training_figure
 from .recording import SolverPath, record_path
@@ -17,6 +17,7 @@ __all__ = [
     "TrainingPath",
     "at_scale",
     "class_figure",
+    "clipped_stds",
     "follow_training",
     "layer_input",
     "path_figure",

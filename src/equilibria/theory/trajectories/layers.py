@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from equilibria.nn import equilibrium_layers
 
-__all__ = ["at_scale", "layer_input"]
+__all__ = ["at_scale", "clipped_stds", "layer_input"]
+
+_CLIPPED = 0.9  # of the standard deviation that was asked for
 
 
 class _Reached(Exception):
@@ -64,23 +68,72 @@ def at_scale(model: nn.Module, std: float, *, seed: int = 0) -> nn.Module:
 
     Vectors (biases, gains of norms) and all that lies outside of these layers stay as they are. In
     the thesis N(0, 0.01) means the standard deviation 0.01, as in the code that its block is from.
+
+    The numbers drawn are those of the weight that acts. Where a layer holds its norm within a bound
+    (``NormBounded``), a larger draw is scaled back onto the bound: a warning says to what, and
+    ``clipped_stds`` gives the numbers.
     """
     if not 0 < std < float("inf"):
         raise ValueError(f"std={std!r}: expected a positive number, such as 1.0 or 0.01.")
     made = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(seed)
-    drawn = 0
-    for layer in equilibrium_layers(made).values():
-        for weight in layer.parameters():
-            if weight.ndim >= 2:
-                # On the CPU in float32: the same numbers on every device and in every precision.
-                fresh = torch.randn(weight.shape, generator=generator) * std
-                with torch.no_grad():
-                    weight.copy_(fresh.to(weight))
-                drawn += 1
-    if not drawn:
+    found = _matrices(made)
+    if not found:
         raise ValueError(f"{type(model).__name__} has no equilibrium layer with weights to draw.")
+    for owner, attribute in found.values():
+        weight: Tensor = getattr(owner, attribute)
+        # On the CPU in float32: the same numbers on every device and in every precision.
+        fresh = (torch.randn(weight.shape, generator=generator) * std).to(weight)
+        with torch.no_grad():
+            if parametrize.is_parametrized(owner, attribute):
+                # Assigned, not written into its raw parameter: what a constraint keeps about the
+                # weight (the leading singular vector) is then that of the new one.
+                setattr(owner, attribute, fresh)
+            else:
+                weight.copy_(fresh)
+    clipped = clipped_stds(made, std)
+    if clipped:
+        told = ", ".join(f"{name} {value:.3g}" for name, value in clipped.items())
+        warnings.warn(
+            f"std={std:g} was asked for, and the norm bound of these weights holds them at a "
+            f"smaller standard deviation: {told}. Build the layer with constraint=None to look at "
+            "this scale.",
+            stacklevel=2,
+        )
     return made
+
+
+@torch.no_grad()
+def clipped_stds(model: nn.Module, std: float) -> dict[str, float]:
+    """name → standard deviation √(Σw²/n) in effect, of weights that a constraint keeps below std.
+
+    Of the equilibrium layers' constrained kernels and matrices in a model that ``at_scale`` made;
+    empty if all have the scale that was asked for, within 10%.
+    """
+    found = {}
+    for name, (owner, attribute) in _matrices(model).items():
+        if parametrize.is_parametrized(owner, attribute):
+            weight: Tensor = getattr(owner, attribute)
+            effective = float(weight.double().square().mean().sqrt())
+            if effective < _CLIPPED * std:
+                found[name] = effective
+    return found
+
+
+def _matrices(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
+    """name → (module, attribute) of the equilibrium layers' kernels and matrices, each once."""
+    found: dict[str, tuple[nn.Module, str]] = {}
+    for prefix, layer in equilibrium_layers(model).items():
+        for path, weight in layer.named_parameters():
+            # W.parametrizations.weight.original, or original0, original1, is the weight of W.
+            place, _, rest = path.partition("parametrizations.")
+            owner, _, attribute = path.rpartition(".")
+            if rest:
+                owner, attribute = place.rstrip("."), rest.split(".")[0]
+            if weight.ndim >= 2:
+                name = ".".join(part for part in (prefix, owner, attribute) if part)
+                found[name] = (layer.get_submodule(owner), attribute)
+    return found
 
 
 @contextmanager

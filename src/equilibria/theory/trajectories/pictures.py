@@ -16,6 +16,8 @@ from .training import TrainingPath
 
 __all__ = ["class_figure", "path_figure", "residual_figure", "training_figure"]
 
+# A moment whose states are this much larger than those of the middle one has diverged.
+_FLUNG = 10.0
 # Ten classes need ten looks: eight colors, two of them again with another marker.
 _TEN = (*COLORS[:6], "#999999", "#000000", "#8B4513", "#F0E442")
 
@@ -78,7 +80,20 @@ def path_figure(groups: Mapping[str, SolverPath], *, samples: int = 8) -> Any:
         _ways(axis, plane.project(states), [_TEN[i % len(_TEN)] for i in range(states.shape[1])])
         axis.set_title(title)
         _label(axis, plane)
+    _path_legend(figure)
     return figure
+
+
+def _path_legend(figure: Any) -> None:
+    from matplotlib.lines import Line2D
+
+    looks: dict[str, dict[str, Any]] = {
+        "start": {"marker": "o", "markerfacecolor": "white", "linestyle": "none"},
+        "end": {"marker": "x", "linestyle": "none"},
+        "one color a sample": {"marker": ".", "markersize": 3},
+    }
+    handles = [Line2D([], [], color=GRAY, label=text, **look) for text, look in looks.items()]
+    figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False, fontsize=8)
 
 
 def class_figure(training: TrainingPath, *, names: Mapping[int, str] | None = None) -> Any:
@@ -112,13 +127,17 @@ def class_figure(training: TrainingPath, *, names: Mapping[int, str] | None = No
 def training_figure(training: TrainingPath, *, panels: int = 6, columns: int = 3) -> Any:
     """The mean way of every class through the solver, a panel for each moment (Figure 4.3).
 
-    All panels share one plane, of all iterates of all moments. Thin lines are samples.
+    All panels share one plane and one frame, of all iterates of all moments; a moment whose states
+    are more than ten times as large as those of the middle one (a training that diverged) counts
+    for neither, and its panel says that it leaves the frame. Thin lines are samples.
     """
     count = len(training.paths)
     wanted = min(panels, count)
     # Evenly spread, the first and the last among them.
     shown = [round(i * (count - 1) / max(1, wanted - 1)) for i in range(wanted)]
-    plane = training.plane(whole=True)
+    steady = _steady(training)
+    kept = [path for path, calm in zip(training.paths, steady, strict=True) if calm]
+    plane = principal_components(torch.cat([_kept(path) for path in kept]))
     columns = min(columns, len(shown))
     rows = -(-len(shown) // columns)
     figure = new_figure(2.6 * columns + 0.8, 2.5 * rows)
@@ -131,7 +150,9 @@ def training_figure(training: TrainingPath, *, panels: int = 6, columns: int = 3
         for i, label in enumerate(training.classes):
             look = {"color": colors[label], "marker": MARKERS[i % len(MARKERS)], "markersize": 2.5}
             axis.plot(*means[:, i].T.numpy(), linewidth=1.2, label=str(label), **look)
-        axis.set_title(f"after {training.moments[index]}", fontsize=9)
+        beyond = "" if steady[index] else ", leaves the frame"
+        axis.set_title(f"after {training.moments[index]}{beyond}", fontsize=9)
+    _frame(axes.flat[0], plane, [training.paths[i] for i in shown if steady[i]])
     for axis in axes.flat[len(shown) :]:
         axis.set_visible(False)
     for axis in axes[:, 0]:
@@ -141,6 +162,32 @@ def training_figure(training: TrainingPath, *, panels: int = 6, columns: int = 3
     handles, texts = axes.flat[0].get_legend_handles_labels()
     figure.legend(handles, texts, loc="outside right center", frameon=False, title="class")
     return figure
+
+
+def _steady(training: TrainingPath) -> list[bool]:
+    """Of each moment: whether its finite states are of the size of most others."""
+    sizes = []
+    for path in training.paths:
+        size = torch.linalg.vector_norm(_kept(path).double(), dim=-1)
+        finite = size[torch.isfinite(size)]
+        sizes.append(float(finite.max()) if len(finite) else float("inf"))
+    middle = sorted(sizes)[(len(sizes) - 1) // 2]
+    return [size <= _FLUNG * middle or middle == 0.0 for size in sizes]
+
+
+def _frame(axis: Any, plane: PCA, paths: list[SolverPath]) -> None:
+    """The limits of axes that are shared: the box of these ways, with a margin."""
+    points = [plane.project(_kept(path)).reshape(-1, 2) for path in paths]
+    if not points:
+        return
+    found = torch.cat(points)
+    found = found[torch.isfinite(found).all(1)]
+    if not len(found):
+        return
+    low, high = found.amin(0), found.amax(0)
+    margin = torch.where(high > low, 0.05 * (high - low), 1.0)
+    axis.set_xlim(float(low[0] - margin[0]), float(high[0] + margin[0]))
+    axis.set_ylim(float(low[1] - margin[1]), float(high[1] + margin[1]))
 
 
 def _ways(axis: Any, ways: Tensor, colors: list[str], *, faint: bool = False) -> None:
