@@ -34,7 +34,7 @@ help: ## list the targets
 setup: $(DEV) ## make .venv and install the package with its dev extra
 	@:
 
-demo: $(DEV) ## solve and differentiate a small equilibrium, print a table
+demo: $(DEV) ## train a GEQ beside its twins on digits, certify it, write demo/report.html
 	$(PY) examples/demo.py
 
 test: $(DEV) ## run the tests, without the slow ones

@@ -93,3 +93,15 @@ def test_wrong_options_say_what_is_wrong(
     assert run(*arguments, "--out", tmp_path / "no") in (1, 2)
     assert said in capsys.readouterr().err
     assert not (tmp_path / "no").exists()
+
+
+def test_the_table_names_the_reading_and_the_help_says_what_repeats(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    assert run("--paper", "ours", "--only", "ours.polynomial", *QUICK) == 0
+    said = capsys.readouterr().out
+    assert "holds under: offset 1 (few trials)" in said
+    assert "$" not in said
+    assert run("--help") == 0
+    assert capsys.readouterr().out.count("May be repeated") == 2

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 import equilibria as eq
 from equilibria.cli.app import main
@@ -68,10 +69,53 @@ def test_missing_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "there is no" in " ".join(capsys.readouterr().err.split())
 
 
-def test_a_margin_out_of_range(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(*SMALL, "--margin", "-1", "--out", tmp_path / "o") == 1
-    assert "margin" in capsys.readouterr().err
-    assert not any((tmp_path / "o").iterdir())
+@pytest.mark.parametrize(
+    ("flag", "value", "said"),
+    [
+        ("--margin", "-1", "--margin -1: expected a positive number"),
+        ("--margin", "nan", "--margin nan: expected a positive number"),
+        ("--delta", "2", "--delta 2: expected a probability between 0 and 1"),
+        ("--delta", "0", "--delta 0: expected a probability between 0 and 1"),
+    ],
+)
+def test_numbers_out_of_range_are_refused_before_training(
+    flag: str,
+    value: str,
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def trained(**_: object) -> None:
+        raise AssertionError("it was trained first")
+
+    monkeypatch.setattr("equilibria.theory.bounds.demonstration_pair", trained)
+    assert run(*SMALL, flag, value, "--out", tmp_path / "o") == 1
+    assert said in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "o").exists()
+
+
+def test_fewer_images_than_asked_for_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from equilibria.theory import bounds as room
+
+    digits = eq.data.load("digits", "test").subset(range(3))
+    monkeypatch.setattr("equilibria.data.load", lambda *_, **__: digits)
+    model = eq.models.create("geq_digits", widths=(8, 8), hidden=8)
+    file = eq.models.save(model, tmp_path / "model.safetensors", extra={"data": "digits"})
+    seen: list[int] = []
+
+    def bounds(model: object, x: torch.Tensor, **_: object) -> room.Comparison:
+        seen.append(len(x))
+        return room.Comparison(())
+
+    monkeypatch.setattr(room, "network_bounds", bounds)
+    assert run(file, "--images", "100000", "--pairs", "4") == 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert "--images 100000: digits (test) has 3; all of them are taken" in said
+    assert "--pairs 4: 3 images make 1" in said
+    assert seen == [3]
 
 
 def test_out_is_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,6 +27,8 @@ def test_pictures_and_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert found["condition_holds"]
     assert not found["rate_kept"]
     assert found["run"]["loss"][1] == pytest.approx(4.5)
+    # The guaranteed curve is zero from its first step on, which the picture says.
+    assert "0 from step 1" in (out / "counterexample.svg").read_text("utf-8")
     printed = capsys.readouterr().out
     assert "counterexample" in printed
     assert "theorem is" in printed
@@ -44,6 +46,8 @@ def test_wrong_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "--all" in capsys.readouterr().err
     assert run("--scenario", "nope") == 1
     assert "guaranteed-flow" in capsys.readouterr().err
+    assert run("--scenario", "counterexample", "--seed", "-1") == 2
+    assert "--seed" in capsys.readouterr().err
     file = tmp_path / "file"
     file.write_text("x")
     assert run("--scenario", "counterexample", "--out", file) == 1

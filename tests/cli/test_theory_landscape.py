@@ -83,6 +83,26 @@ def test_a_network_beside_its_weight_tied_twins(
     assert abs(found[0]["center_loss"] - loss) < 1e-4
 
 
+def test_the_tolerance_is_kept_whatever_a_run_is_called(
+    checkpoints: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from equilibria.theory import landscapes
+
+    named = tmp_path / "repeat-run.safetensors"
+    named.write_bytes(checkpoints[0].read_bytes())
+    plain, solvers = landscapes.measure_landscape, {}
+
+    def watched(*arguments: Any, **options: Any) -> Any:
+        solvers[options["name"]] = options["solver"]
+        return plain(*arguments, **options)
+
+    monkeypatch.setattr(landscapes, "measure_landscape", watched)
+    out = ("--curve", "--rtol", "0.5", "--repeats", "2", "--out", tmp_path / "out")
+    assert run(named, *SMALL, *out) == 0
+    assert solvers["repeat-run"].rtol == 0.5
+    assert solvers["repeat-run repeat-2"] is None
+
+
 def test_redraw_needs_no_network(
     checkpoints: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -45,6 +45,7 @@ def test_the_drift_between_two_checkpoints(
     said = capsys.readouterr().out
     assert "effective" in said
     assert "head.4" in said
+    assert "layers of after, the last" in said
     assert "wrote" in said
     found = json.loads((out / "ntk.json").read_text())
     assert [row["network"] for row in found["networks"]] == ["before", "after"]
@@ -68,6 +69,17 @@ def test_the_drift_between_two_checkpoints(
         ["ntk.json", "ntk.safetensors"]
         + [f"{s}.{e}" for s in ("spectrum", "layers", "drift") for e in ("png", "svg")]
     )
+
+
+def test_fewer_samples_than_asked_for_are_told(
+    checkpoints: list[Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digits = eq.data.load("digits", "train", progress=False).subset(range(3))
+    monkeypatch.setattr("equilibria.data.load", lambda *_, **__: digits)
+    assert run(checkpoints[0], "--samples", "100", "--outputs", "0", "--json") == 0
+    printed = capsys.readouterr()
+    assert "--samples 100: digits (train) has 3; all of them" in " ".join(printed.err.split())
+    assert json.loads(printed.out)["samples"] == 3
 
 
 def test_a_named_network_projected_as_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -74,6 +74,36 @@ def test_scales_without_weights(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert not (tmp_path / "out" / "classes.png").exists()
 
 
+@pytest.mark.filterwarnings("default:std=1 was asked for")
+def test_a_bounded_layer_is_named_by_the_scale_in_effect(
+    checkpoints: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ("--init-scales", "1,0.001", "--solvers", "picard", "--out", tmp_path, "--json")
+    assert run(checkpoints[0], *SMALL, *arguments) == 0
+    printed = capsys.readouterr()
+    assert "holds them at a smaller standard deviation" in " ".join(printed.err.split())
+    first, second = (row["network"] for row in json.loads(printed.out)["rows"])
+    assert first.startswith("std 1 (bounded: 0.")
+    assert second == "std 0.001"
+    assert first in (tmp_path / "residuals.svg").read_text("utf-8")
+
+
+def test_fewer_images_than_asked_for_are_told(
+    checkpoints: list[Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    digits = eq.data.load("digits", "test").subset(range(5))
+    monkeypatch.setattr("equilibria.data.load", lambda *_, **__: digits)
+    arguments = ("--images", "100000", "--steps", "2", "--solvers", "own", "--out", tmp_path)
+    assert run(checkpoints[0], *arguments, "--json") == 0
+    printed = capsys.readouterr()
+    said = " ".join(printed.err.split())
+    assert "--images 100000: digits (test) has 5; all of them are taken" in said
+    assert json.loads(printed.out)["data"]["images"] == 5
+
+
 def test_checkpoints_are_drawn_by_class(
     checkpoints: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

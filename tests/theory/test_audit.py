@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import math
@@ -42,12 +43,16 @@ def claim(*variants: Variant, id: str = "test.claim") -> Claim:
 @pytest.mark.parametrize(
     ("ratios", "verdict", "said"),
     [
-        ([1.0], "holds", "holds in all 20 trials"),
+        ([1.0], "holds", "holds in all 20 trials (few trials)"),
         ([1.0 + 2e-6], "fails", "fails (violated in 20 of 20 trials)"),
         ([math.nan], "fails", "fails"),
         ([math.inf], "fails", "fails"),
         ([None], "vacuous", "none of 20 draws"),
-        ([2.0, 0.5], "holds under", "holds under: change 1 (as printed violated in 20 of 20"),
+        (
+            [2.0, 0.5],
+            "holds under",
+            "holds under: change 1 (few trials: 20) (as printed: violated in 20",
+        ),
         ([2.0, 3.0, 0.5], "holds under", "holds under: change 2"),
         ([2.0, None], "fails", "fails"),
         ([0.5, 2.0], "holds", "holds in all 20"),
@@ -170,7 +175,7 @@ def test_finished_claims_are_kept(tmp_path: Path) -> None:
             calls.append(name)
             return Trial(math.inf if name == "b" else 0.5, {"z": torch.ones(2), "nan": math.nan})
 
-        return claim(Variant(name="as printed", random=one), id=name)
+        return claim(Variant(name="as printed", random=one, climbs=False), id=name)
 
     file = tmp_path / "deep" / "audit.json"
     first = audit.run_audit([counted("a"), counted("b")], QUICK, out=file)
@@ -272,15 +277,40 @@ def test_the_page_shows_the_counterexample() -> None:
     text = page.audit_page(found, "equilibria theory audit")
     rows = [line for line in text.splitlines() if line.startswith("| ")]
     assert any("as \\| printed" in row and "**fails**" in row for row in rows)
-    assert any("repaired" in row and row.endswith("| holds |") for row in rows)
-    assert all(row.replace("\\|", "").count("|") in (3, 7) for row in rows)
+    assert any("repaired" in row and row.endswith("| holds (few trials) |") for row in rows)
+    assert all(row.replace("\\|", "").count("|") in (3, 8) for row in rows)
     assert "### Here {#ours-bad}" in text
     assert "(#ours-bad)" in text
-    assert "holds under: $x > 0$ (as printed violated in 20 of 20 trials)" in text
+    assert "holds under: $x > 0$ (few trials: 20) (as | printed: violated in 20 of 20" in text
     assert "| W | `[[1, 2]]` |" in text
     assert "| k | `7` |" in text
     assert "1.0000004" in text
-    assert "1 hold; 1 more hold with a change; 0 fail; 1 have a premise" in text
+    assert "- **ours**, of 3: hold as we state them 1; hold with a change 1; premise met by" in text
+    assert all(row.split(" | ")[4] == "–" for row in rows if "| 20 |" in row)
+
+
+def test_the_page_counts_by_paper_and_names_proofs() -> None:
+    held = dataclasses.replace(constant(0.5), proof="by $a = b$")
+    lied = dataclasses.replace(constant(2.0, "also", "this"), proof="by nothing")
+    many = Settings(trials=records.FEW)
+    found = [
+        audit.run_claim(claim(held, lied, id="ours.a"), many),
+        audit.run_claim(dataclasses.replace(claim(constant(3.0), id="geq.b"), paper="GEQ"), many),
+    ]
+    text = page.audit_page(found, "equilibria theory audit")
+    assert "- **ours**, of 1: hold as we state them 1." in text
+    assert "- **GEQ**, of 1: fail in every reading 1." in text
+    assert "| holds (proven) |" in text
+    assert "Proof: by $a = b$." in text
+    assert "by nothing" not in text  # a trial contradicts it
+    assert found[0].answers(claim(held, lied, id="ours.a"), many)
+    assert not found[0].answers(claim(constant(0.5), lied, id="ours.a"), many)
+
+
+def test_a_first_reading_is_called_by_its_name() -> None:
+    wide = constant(2.0, "for every mu")
+    found = audit.run_claim(claim(wide, constant(0.5, "small mu", "mu < 1")), Settings(trials=100))
+    assert found.sentence() == "holds under: mu < 1 (for every mu: violated in 100 of 100 trials)"
 
 
 # ----------------------------------------------------------------------- ingredients and solvers

@@ -15,6 +15,7 @@ from equilibria.theory.audit import kerdeq as kerdeq_claims
 from equilibria.theory.audit.claims import Claim, Trial, Variant
 from equilibria.theory.audit.geq_layers import below, geq, one_neuron, opteq, scalar_geq
 from equilibria.theory.audit.geq_similarity_trials import family, measured, sample_pair
+from equilibria.theory.bounds import similarity_formulas as formulas
 from tests.theory.bounds.layers import drawn
 
 CLAIMS = {claim.id: claim for claim in (*geq_claims.CLAIMS, *kerdeq_claims.CLAIMS)}
@@ -167,6 +168,22 @@ def test_similarity_of_the_identity_is_eq_15() -> None:
     s = measured(g, kind="identity", n=8, mu=0.5, theta=1.2, gamma=None, draws=3000)
     exact = (1 / 8) * one_neuron(1.2) / (1 - 0.25) ** 2
     assert abs(s.kappa - exact) < 5 * s.error
+
+
+def test_eq_15_is_tried_as_an_equality_where_it_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By closed form z = σ(c)/(1 − μ²); a bound that is too large fails as one too small does."""
+    reading = variant("geq.prop4.eq15", "W = μI")
+    trials = [reading.random(torch.Generator().manual_seed(seed)) for seed in range(5)]
+    for trial in trials:
+        assert trial is not None
+        assert trial.ratio < 0.2
+        assert trial.case["kappa"] == pytest.approx(trial.case["Eq 15"], rel=1e-2, abs=1e-6)
+    real = formulas.eq15
+    for factor in (0.999, 1.001):
+        monkeypatch.setattr(formulas, "eq15", lambda *sizes, f=factor: f * real(*sizes))
+        wrong = reading.random(torch.Generator().manual_seed(0))
+        assert wrong is not None
+        assert wrong.ratio > 1.0
 
 
 def test_a_ratio_counts_its_standard_error() -> None:

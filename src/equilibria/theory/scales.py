@@ -22,7 +22,7 @@ def plain_ticks(axes: Any) -> None:
     powers = [t for t in LogLocator(10.0).tick_values(low, high) if low <= t <= high]
     if len(powers) >= _FEWEST:
         return
-    axes.yaxis.set_major_locator(MaxNLocator(5))
+    axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _plain(value)))
     axes.yaxis.set_minor_locator(NullLocator())
 

@@ -116,6 +116,34 @@ def test_a_picture_leaves_gaps_and_empty_lines_out() -> None:
         draw_curves([])
 
 
+def test_a_zero_stands_at_the_bottom() -> None:
+    lines = (
+        Line("GEQ, a", "GEQ", "measured", (1e-3, 1e-4)),
+        Line("GEQ, b", "GEQ", "printed", (1.0, 0.0)),
+        Line("OptEq, c", "OptEq", "printed", (2.0, 0.0)),
+    )
+    axes = draw_curves([Curves("t", "x", "y", (0.0, 1.0), lines)]).axes[0]
+    marks = axes.lines[3:]
+    assert [m.get_marker() for m in marks] == ["v", "v"]
+    assert [t.get_text() for t in axes.texts] == ["0", "0"]
+    axes.figure.canvas.draw()
+    places = [m.get_transform().transform((1.0, 0.0)) for m in marks]
+    bottom, at = axes.bbox.y0, axes.transData.transform((1.0, 1e-4))
+    for place in places:
+        # Inside, and below every point, with room for the 0 between.
+        assert bottom < place[1] < at[1] - 20
+    assert places[0][0] == pytest.approx(at[0])
+    assert places[1][0] < places[0][0] - 5  # beside the first, not upon it
+    plain = draw_curves([Curves("t", "x", "y", (0.0, 1.0), lines[:1])]).axes[0]
+    assert not plain.texts
+
+
+def test_the_search_is_seeded() -> None:
+    layers, x = [opteq(drawn(2, 3, 3, 1), drawn(3, 3, 2, 0.8))], drawn(4, 4, 2, 1.0)
+    first, second = (lipschitz_curves(layers, x, norms=(0.5,), seed=1) for _ in range(2))
+    assert first == second
+
+
 def test_a_network_layer_by_layer() -> None:
     model = nn.Sequential(geq(drawn(0, 3, 3, 0.7), drawn(1, 3, 2, 0.8), 0.5))
     (panel,) = network_curves(network_bounds(model, drawn(4, 4, 2, 1.0), pairs=1, draws=2))[

@@ -74,6 +74,11 @@ def test_refusing_keeps_the_reason_of_an_assumption_only() -> None:
         refusing(kept, "Eq 3", wrong, 1.0)
 
 
+@pytest.mark.parametrize("value", [None, float("inf"), float("nan")])
+def test_what_is_no_number_is_a_dash(value: float | None) -> None:
+    assert number(value) == "–"
+
+
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
 def test_positive_numbers_only(value: float) -> None:
     with pytest.raises(ValueError, match="gamma="):

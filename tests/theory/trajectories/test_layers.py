@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import equilibria as eq
-from equilibria.theory.trajectories import at_scale, layer_input
+from equilibria.theory.trajectories import at_scale, clipped_stds, layer_input
 
 
 def network() -> nn.Sequential:
@@ -72,6 +73,35 @@ def test_kernels_inside_the_layer_have_the_scale(std: float) -> None:
 def _kernels(model: nn.Module) -> list[torch.Tensor]:
     layers = [m for m in model.modules() if isinstance(m, eq.nn.ResidualBlock)]
     return [conv.weight.detach() for m in layers for conv in (m.conv1, m.conv2)]
+
+
+def test_a_bounded_layer_clips_and_says_to_what() -> None:
+    torch.manual_seed(0)
+    layer = eq.nn.OptEq(32, 32, constraint=eq.nn.NormBounded(bound=0.9)).eval()
+    with pytest.warns(UserWarning, match=r"std=1 was asked for.*W\.weight 0\.0"):
+        made = at_scale(layer, 1.0, seed=2)
+    weight = made.W.weight.detach().double().numpy()  # type: ignore[union-attr, operator]
+    # The weight that acts is a draw of N(0, 1), scaled onto the bound: its norm is 0.9 exactly.
+    assert np.linalg.norm(weight, 2) == pytest.approx(0.9, rel=1e-3)
+    held = clipped_stds(made, 1.0)
+    assert held["W.weight"] == pytest.approx(weight.std(), rel=0.05)
+    assert held["W.weight"] < 0.1
+    # Inside the bound nothing is clipped, and nothing is said.
+    small = at_scale(layer, 0.01, seed=2)
+    assert clipped_stds(small, 0.01) == {}
+    inside = small.W.weight.detach()  # type: ignore[union-attr, operator]
+    assert float(inside.std()) == pytest.approx(0.01, rel=0.1)
+    ratio = inside.double().numpy() / weight
+    np.testing.assert_allclose(ratio, ratio.mean(), rtol=1e-4)
+
+
+def test_row_norms_keep_the_scale() -> None:
+    torch.manual_seed(0)
+    layer = eq.nn.OptEq(32, 32, constraint=eq.nn.WeightNormalized())
+    made = at_scale(layer, 1.0)
+    drawn: torch.Tensor = made.W.weight  # type: ignore[union-attr, assignment]
+    assert float(drawn.detach().std()) == pytest.approx(1.0, rel=0.1)
+    assert clipped_stds(made, 1.0) == {}
 
 
 def test_errors_of_at_scale() -> None:

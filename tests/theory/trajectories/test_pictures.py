@@ -69,6 +69,34 @@ def test_paths_are_projections_of_the_states() -> None:
         np.testing.assert_allclose(np.abs(drawn), np.abs(expected), atol=1e-6)
 
 
+def test_the_marks_of_paths_are_explained() -> None:
+    legend = path_figure({"one": path()}).legends[0]
+    assert [t.get_text() for t in legend.get_texts()] == ["start", "end", "one color a sample"]
+
+
+def test_one_diverging_moment_does_not_set_the_frame() -> None:
+    calm = training()
+    framed = training_figure(calm)
+    limits = framed.axes[0].get_xlim(), framed.axes[0].get_ylim()
+    flung = path(3)
+    assert flung.states is not None
+    flung.states.mul_(1e6)
+    wild = TrainingPath((*calm.moments, "epoch 3"), calm.labels, (*calm.paths, flung))
+    figure = training_figure(wild)
+    np.testing.assert_allclose((figure.axes[0].get_xlim(), figure.axes[0].get_ylim()), limits)
+    titles = [a.get_title() for a in figure.axes[:4]]
+    assert titles[2:] == ["after epoch 2", "after epoch 3, leaves the frame"]
+
+
+def test_the_frame_holds_every_way() -> None:
+    figure = training_figure(training())
+    for axis in figure.axes:
+        (left, right), (low, high) = axis.get_xlim(), axis.get_ylim()
+        for line in axis.get_lines():
+            x, y = (np.asarray(part) for part in line.get_data())
+            assert ((x >= left) & (x <= right) & (y >= low) & (y <= high)).all()
+
+
 def test_training_pictures_name_classes_and_moments(tmp_path: Path) -> None:
     figure = class_figure(training(), names={1: "one"})
     assert [t.get_text() for t in figure.axes[0].get_legend().get_texts()] == ["0", "one", "2"]

@@ -31,17 +31,25 @@ def audit(
     seconds: Annotated[
         float,
         typer.Option(
-            help="At most so much processor time for a reading's random trials, and as long again "
-            "for its adversarial ones."
+            help="At most so much processor time for a reading's random trials, as long again for "
+            "its adversarial ones, and a fifth of it for hill climbing."
         ),
     ] = 20.0,
     only: Annotated[
         list[str] | None,
-        typer.Option("--only", metavar="ID", help="These claims; patterns such as 'opteq.lemma*'."),
+        typer.Option(
+            "--only",
+            metavar="ID",
+            help="These claims; patterns such as 'opteq.lemma*'. May be repeated.",
+        ),
     ] = None,
     paper: Annotated[
         list[str] | None,
-        typer.Option("--paper", metavar="NAME", help="GEQ, KerDEQ, OptEq, 'NTK thesis', ours."),
+        typer.Option(
+            "--paper",
+            metavar="NAME",
+            help="GEQ, KerDEQ, OptEq, 'NTK thesis', ours. May be repeated.",
+        ),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of all random trials.")] = 0,
     show: Annotated[
@@ -54,7 +62,7 @@ def audit(
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress bar.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """What holds: random trials, then adversarial ones; the verdict is counted, not written.
+    """What holds: random trials, adversarial ones, hill climbing; the verdict is counted.
 
     Each claim is tried as printed and, where that fails, with the change that repairs it. Ctrl-C
     keeps the claims that are done; the same command goes on from there.
@@ -144,8 +152,12 @@ def _table(records: Any) -> Table:
         worst = record.printed.worst
         ratio = "–" if worst is None else ratio_text(worst.ratio)
         said = Text(record.verdict, style=_STYLES[record.verdict])
+        decisive = record.printed
         if record.verdict == "holds under":
-            said.append(f": {record.repair.needs}")
+            decisive = record.repair
+            said.append(f": {decisive.name}")
+        if decisive.few:
+            said.append(" (few trials)", style="dim")
         table.add_row(record.id, record.where, f"{record.printed.trials:,}", ratio, said)
     return table
 

@@ -127,8 +127,8 @@ def _scaled(network: Any, scales: list[float], seed: int) -> dict[str, Any]:
         scaled = room.at_scale(network, std, seed=seed)
         held = room.clipped_stds(scaled, std).values()
         low, high = (f"{f(held, default=std):.2g}" for f in (min, max))
-        effect = f" ({low if low == high else f'{low} to {high}'} in effect)" if held else ""
-        made[f"std {std:g}{effect}"] = scaled
+        held_at = f" (bounded: {low if low == high else f'{low} to {high}'})" if held else ""
+        made[f"std {std:g}{held_at}"] = scaled
     return made
 
 

@@ -1,8 +1,8 @@
 """The adversary that every reading has: hill climbing on the numbers that a random trial draws.
 
 A trial is a function of what it draws: ratio(ω), ω = (normals, uniforms, integers). ``Tape`` keeps
-ω and plays it back changed, so a trial need not know that it is being pushed. From the random trials
-with the largest ratios
+ω and plays it back changed, so a trial need not know that it is being pushed. From the random
+trials with the largest ratios
 
     ω′ = ω + sξ,  kept iff ratio(ω′) ≥ ratio(ω),  s ← 1.6s where it is kept, 0.85s where not:
 
@@ -51,9 +51,7 @@ class Tape(TorchFunctionMode):
         self.draw, self.known = draw, known
         self.made: list[Drawn] = []
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         found = func(*args, **kwargs)
         if kwargs.get("generator") is not self.draw or func not in _KINDS:
@@ -93,7 +91,7 @@ def climb_draws(
 def _tried(random: Draw, moves: torch.Generator) -> Trial | None:
     try:
         return random(moves)
-    except (Unsolved, torch.linalg.LinAlgError):
+    except (Unsolved, torch.linalg.LinAlgError):  # type: ignore[attr-defined]
         return None  # a draw that no random trial makes may be beyond the trial's own solvers
 
 
@@ -126,5 +124,3 @@ def _pushed(drawn: Drawn, size: float, moves: torch.Generator) -> Drawn:
         return drawn._replace(value=(old + step).clamp(-REACH, REACH))
     inside = 1.0 - (1.0 - (old + 0.5 * step).abs()).abs()
     return drawn._replace(value=inside.clamp(0.0, 1.0 - torch.finfo(old.dtype).eps))
-
-

@@ -11,6 +11,7 @@ from .geq_similarity_trials import (
     eq14_family,
     eq15,
     eq15_family,
+    eq15_identity,
     eq48,
     eq58,
     eq58_worst,
@@ -26,19 +27,21 @@ __all__ = ["CLAIMS", "EQ15_READINGS", "FREE_OF_ANGLE"]
 
 EQ15_READINGS = (
     Variant(
-        name="as printed", random=variant(eq15, gaussian=False), adversarial=eq15_family, cost=30
+        name="as printed", random=variant(eq15, gaussian=False), adversarial=eq15_family, cost=10
     ),
     Variant(
         name="W = μI",
-        random=variant(eq15, gaussian=False, kind="identity"),
-        needs="W = μI, where it is an equality",
-        cost=30,
+        random=eq15_identity,
+        needs="W = μI, where it is an equality (tried as one)",
+        cost=2,
+        proof="z = σ(Ux)/(1 − μ²), then Lemma 3 for one neuron",
     ),
     Variant(
         name="ours: free of the angle",
         random=variant(free_of_angle, gaussian=False),
-        needs="E[U²]‖x₁‖‖x₂‖/(1 − μ²)² on the right, by Cauchy and Schwarz",
-        cost=30,
+        needs="E[U²]‖x₁‖‖x₂‖/(1 − μ²)² on the right",
+        cost=10,
+        proof="Cauchy and Schwarz with ‖z‖ ≤ ‖Ux‖/(1 − μ²)",
     ),
 )
 
@@ -47,7 +50,8 @@ FREE_OF_ANGLE = Variant(
     random=variant(free_of_angle_geq, gaussian=True),
     adversarial=eq14_family(free_of_angle_geq),
     needs="min(Λ(μ)²E[U²]‖x₁‖‖x₂‖, μ²/(2eγn)) on the right",
-    cost=30,
+    cost=10,
+    proof="Cauchy and Schwarz with ‖z‖ ≤ Λ(μ)‖Ux‖ (fact 5) and ‖z‖ ≤ μ max √(s/γ)e^{−s}",
 )
 
 CLAIMS: tuple[Claim, ...] = (
@@ -124,13 +128,13 @@ CLAIMS: tuple[Claim, ...] = (
                 name="as printed",
                 random=variant(eq14, gaussian=True),
                 adversarial=eq14_family(eq14),
-                cost=30,
+                cost=10,
             ),
             Variant(
                 name="W = μI, D with B²",
                 random=variant(eq14_derived, gaussian=True, kind="identity"),
                 needs="W = μI and D = e^{γ‖W‖²B²}",
-                cost=30,
+                cost=10,
             ),
             FREE_OF_ANGLE,
         ),
@@ -147,7 +151,7 @@ CLAIMS: tuple[Claim, ...] = (
                 name="as printed",
                 random=variant(eq48, gaussian=True),
                 adversarial=eq14_family(eq48),
-                cost=30,
+                cost=10,
             ),
         ),
         note="Its own proof ends with the 1/4 of Eq 14 (Eq 58–59).",

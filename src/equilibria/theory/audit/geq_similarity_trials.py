@@ -26,6 +26,7 @@ __all__ = [
     "eq14_family",
     "eq15",
     "eq15_family",
+    "eq15_identity",
     "eq48",
     "eq58",
     "eq58_worst",
@@ -184,6 +185,26 @@ def variant(
 
 def eq15(s: Similarity) -> float:
     return formulas.eq15(*s.start())
+
+
+def eq15_identity(g: torch.Generator) -> Trial:
+    """W = μI, where neurons do not meet: κ by quadrature, and Eq 15 as an equality.
+
+    (Ux₁, Ux₂) of a neuron is ‖x‖√E[U²]·r(cos φ, cos(φ − θ)), φ uniform and ∫r³e^{−r²/2}dr = 2;
+    z(rc) = rz(c), so κ = E[U²]‖x₁‖‖x₂‖(1/π)∫z(cos φ)z(cos(φ − θ))dφ, z by the layer's iteration.
+    """
+    mu, theta = uniform(g, 0.1, 0.95), uniform(g, 0.0, 1.0) * math.pi
+    variance, sizes = 1.0 / integer(g, 2, 24), log_uniform(g, 0.1, 9.0)
+    points = 2000
+    phi = torch.arange(points, dtype=torch.float64) * (2 * math.pi / points)
+    w = torch.tensor([[mu]], dtype=torch.float64)
+    z = opteq(w, torch.stack([phi.cos(), (phi - theta).cos()])[..., None]).squeeze(-1)
+    scale = variance * sizes
+    kappa = scale * float((z[0] * z[1]).mean()) * 2.0
+    limit = formulas.eq15(variance, sizes, theta, mu)
+    # The integrand has kinks: the trapezoidal rule is right to about 1e-6 of the size at θ = 0.
+    ratio = abs(kappa - limit) / (1e-5 * scale / (1 - mu**2) ** 2)
+    return Trial(ratio, {"mu": mu, "theta/pi": theta / math.pi, "kappa": kappa, "Eq 15": limit})
 
 
 def eq15_family(g: torch.Generator) -> Iterator[Trial]:

@@ -137,7 +137,7 @@ CLAIMS: tuple[Claim, ...] = (
         r"(\sin\theta_0 + (\pi-\theta_0)\cos\theta_0)}{2\pi(1-\beta_{\max}\mu^2)^2}$, "
         r"$D = e^{\gamma\|W\|_2B}$.",
         variants=(
-            Variant(name="as printed", random=_theorem3, adversarial=_theorem3_family, cost=30),
+            Variant(name="as printed", random=_theorem3, adversarial=_theorem3_family, cost=10),
             FREE_OF_ANGLE,
         ),
         note="‖U‖₂, the largest singular value and not squared, stands where the proof of GEQ's "

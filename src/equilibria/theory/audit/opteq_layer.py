@@ -6,6 +6,7 @@ With ψ(z) = (1/ν)1ᵀσ̃(Wz + c) the layer is ∇ψ, and ψ*(f(v)) = ⟨f(v),
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -115,7 +116,9 @@ def _prox_ratio(layer: Layer, z: Tensor, v: Tensor) -> tuple[float, str]:
     """‖Δf‖²/⟨Δf, Δz⟩ (φ convex), and f(z) against f(v) in φ(u) + ½‖u − z‖²."""
     change, moved = layer(z) - layer(v), z - v
     across = float(change @ moved)
-    firm = float(change @ change) / across if across > 1e-12 else 0.0
+    # Rounding of f enters ⟨Δf, Δz⟩ at 1e-16 of this size; a change that small says nothing.
+    slack = 1e-12 * (1.0 + norm(moved) * (norm(layer(z)) + norm(layer(v))))
+    firm = float(change @ change) / (across + slack) if across > -slack else math.inf
     best = layer.conjugate(z) - float(layer(z) @ z)
     other = layer.conjugate(v) - float(layer(v) @ z)
     prox = 1.0 + (best - other) / (1e-3 + abs(best) + abs(other))

@@ -209,7 +209,7 @@ CLAIMS = (
             Variant(
                 name="with Q_0 = half the smallest eigenvalue of K(0)",
                 random=_training,
-                cost=100.0,
+                cost=20.0,
             ),
         ),
         note=r"The constants are in an appendix that we do not have; we take $Q_0 = \lambda_{\min}"

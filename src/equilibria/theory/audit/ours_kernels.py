@@ -142,7 +142,14 @@ CLAIMS = (
         where="Fact 6, linear kernel",
         statement=r"$z = \sigma(W^\top Wz + c)$: factor $\|W\|_2^2$, modulus $1 - \|W\|_2^2$, "
         r"Lipschitz constant $1/(1 - \|W\|_2^2)$ in $c$; tried with the numbers of `certify`.",
-        variants=(Variant(name="ours", random=_linear, cost=8.0),),
+        variants=(
+            Variant(
+                name="ours",
+                random=_linear,
+                cost=4.0,
+                proof=r"$\nabla^2q = -W^\top W$, and $\sigma$ does not expand",
+            ),
+        ),
     ),
     Claim(
         id="ours.fact6.sigmoid",
@@ -150,21 +157,43 @@ CLAIMS = (
         where="Fact 6, sigmoid kernel",
         statement=r"$-(\frac{4}{3\sqrt3}\|c\|^2 + \|W\|^2) \le \nabla^2q \le "
         r"\frac{4}{3\sqrt3}\|c\|^2$.",
-        variants=(Variant(name="ours", random=_sigmoid, cost=2.0),),
+        variants=(
+            Variant(
+                name="ours",
+                random=_sigmoid,
+                cost=2.0,
+                proof=r"$\nabla^2q = 2t(1-t^2)cc^\top - W^\top W$, and $|2t(1-t^2)| \le "
+                r"\frac{4}{3\sqrt3}$ on $[-1, 1]$",
+            ),
+        ),
     ),
     Claim(
         id="ours.fact6.unique",
         paper="ours",
         where="Fact 6, sigmoid kernel, uniqueness",
         statement=r"One equilibrium for the inputs with $\|W\|^2 + 0.7698\|c\|^2 < 1$.",
-        variants=(Variant(name="ours", random=_sigmoid_unique, cost=8.0),),
+        variants=(
+            Variant(
+                name="ours",
+                random=_sigmoid_unique,
+                cost=4.0,
+                proof="the bound on the Hessian makes $G$ strongly convex",
+            ),
+        ),
     ),
     Claim(
         id="ours.fact6.polynomial",
         paper="ours",
         where="Fact 6, polynomial kernel, d = 2",
         statement=r"$-2\|c\|^2 - \|W\|^2 \le \nabla^2q \le 0$.",
-        variants=(Variant(name="ours", random=_polynomial, cost=2.0),),
+        variants=(
+            Variant(
+                name="ours",
+                random=_polynomial,
+                cost=2.0,
+                proof=r"$\nabla^2q = -2cc^\top - W^\top W$",
+            ),
+        ),
     ),
     Claim(
         id="ours.polynomial",
@@ -178,6 +207,7 @@ CLAIMS = (
                 name="offset 1",
                 needs=r"$q = -(1 + \langle c, z\rangle)^d - \frac12\|Wz\|^2$",
                 random=lambda draw: _degenerate(draw, offset=1.0),
+                proof=r"$-\nabla q(0) = d\,c$",
             ),
         ),
         note=r"$T(0) = 0$ for every $x$ as printed: zero is an equilibrium of every input.",

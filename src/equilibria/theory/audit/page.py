@@ -7,10 +7,14 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from .records import Outcome, Record
+from .records import FEW, Outcome, Record
 
 __all__ = ["audit_page", "claim_section", "ratio_text"]
 
+_WHY_NONE = (
+    "the random trials already violate the reading or never met its premise, or it has no "
+    "continuous parameter, or the ratio is one of rounding, which a search would only enlarge"
+)
 _MARKS = {"holds": "holds", "fails": "**fails**", "vacuous": "vacuous"}
 
 
@@ -28,19 +32,20 @@ def anchor(identifier: str) -> str:
 
 
 def audit_page(records: Sequence[Record], command: str) -> str:
-    """The whole page, without a title: counts, the table, the sections by paper."""
-    counts = dict.fromkeys(("holds", "holds under", "fails", "vacuous"), 0)
-    for record in records:
-        counts[record.verdict] += 1
+    """The whole page, without a title: counts by paper, the table, the sections by paper."""
     trials = sum(outcome.trials for record in records for outcome in record.outcomes)
+    papers = dict.fromkeys(record.paper for record in records)
     lines = [
-        f"`{command}` wrote this: {len(records)} claims, {trials:,} trials. As printed, "
-        f"{counts['holds']} hold; {counts['holds under']} more hold with a change; "
-        f"{counts['fails']} fail; {counts['vacuous']} have a premise that no draw met.",
+        f"`{command}` wrote this: {len(records)} claims, {trials:,} trials.",
+        "",
+        *(_count(paper, [r for r in records if r.paper == paper]) for paper in papers),
+        "",
+        f"In the table, – under *adversarial* means none: {_WHY_NONE}. *Few trials* means fewer "
+        f"than {FEW}; *proven*, that the section of the claim names a proof.",
         "",
         *_table(records),
     ]
-    for paper in dict.fromkeys(record.paper for record in records):
+    for paper in papers:
         lines += ["", f"## {paper}"]
         for record in records:
             if record.paper == paper:
@@ -48,10 +53,25 @@ def audit_page(records: Sequence[Record], command: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _count(paper: str, records: Sequence[Record]) -> str:
+    """One line: of how many claims the first reading holds, a later one, none."""
+    counts = dict.fromkeys(("holds", "holds under", "fails", "vacuous"), 0)
+    for record in records:
+        counts[record.verdict] += 1
+    parts = {
+        "holds": "hold as we state them" if paper == "ours" else "hold as printed",
+        "holds under": "hold with a change",
+        "fails": "fail in every reading",
+        "vacuous": "premise met by no draw",
+    }
+    told = "; ".join(f"{text} {counts[key]}" for key, text in parts.items() if counts[key])
+    return f"- **{paper}**, of {len(records)}: {told}."
+
+
 def _table(records: Iterable[Record]) -> list[str]:
     lines = [
-        "| paper | claim | reading | trials | worst ratio | verdict |",
-        "| --- | --- | --- | ---: | ---: | --- |",
+        "| paper | claim | reading | random | adversarial | worst ratio | verdict |",
+        "| --- | --- | --- | ---: | ---: | ---: | --- |",
     ]
     for record in records:
         link = f"[{_cell(record.where)}](#{anchor(record.id)})"
@@ -62,12 +82,20 @@ def _table(records: Iterable[Record]) -> list[str]:
                 record.paper if first else "",
                 link if first else "",
                 _cell(outcome.name),
-                f"{outcome.trials:,}",
+                f"{outcome.random:,}",
+                f"{outcome.adversarial:,}" if outcome.adversarial else "–",
                 worst,
-                _MARKS[outcome.verdict],
+                _verdict(outcome),
             ]
             lines.append("| " + " | ".join(cells) + " |")
     return lines
+
+
+def _verdict(outcome: Outcome) -> str:
+    marks = ["few trials"] * outcome.few
+    if outcome.proof and outcome.verdict == "holds":
+        marks.append("proven")
+    return _MARKS[outcome.verdict] + (f" ({', '.join(marks)})" if marks else "")
 
 
 def _cell(text: str) -> str:
@@ -101,20 +129,29 @@ def _trimmed(text: str) -> str:
 def _reading(outcome: Outcome) -> str:
     needs = f" ({outcome.needs})" if outcome.needs else ""
     parts = [f"{outcome.random:,} random and {outcome.adversarial:,} adversarial trials"]
+    if outcome.climbs:
+        parts[0] += f" ({outcome.climbs:,} by hill climbing)"
     if outcome.vacuous:
         parts.append(f"{outcome.vacuous:,} draws outside the premise")
     if outcome.violations:
         parts.append(f"{outcome.violations:,} violated")
     if outcome.worst is not None:
         parts.append(f"worst ratio {ratio_text(outcome.worst.ratio)}")
-    return f"- *{outcome.name}*{needs}: {', '.join(parts)}."
+    if outcome.few:
+        parts.append("few trials")
+    # A proof that a trial contradicts is no proof: the page must not call it one.
+    proof = f" Proof: {outcome.proof}." if outcome.proof and not outcome.violations else ""
+    return f"- *{outcome.name}*{needs}: {', '.join(parts)}.{proof}"
 
 
 def _counterexample(outcome: Outcome) -> list[str]:
     assert outcome.worst is not None
     worst = outcome.worst
+    which = f"{worst.source} trial {worst.index}"
+    if worst.source == "climb":
+        which = f"move {worst.index} of the climb from random trial {worst.start}"
     rows = [
-        f"Counterexample ({worst.source} trial {worst.index}, ratio {ratio_text(worst.ratio)}):",
+        f"Counterexample ({which}, ratio {ratio_text(worst.ratio)}):",
         "",
         "| | |",
         "| --- | --- |",

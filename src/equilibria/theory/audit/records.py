@@ -136,7 +136,7 @@ class Record:
         """The verdict in words, with the numbers that it rests on."""
         first, verdict = self.printed, self.verdict
         if verdict == "holds":
-            return f"holds in all {first.trials:,} trials{_few(first)}"
+            return f"holds in all {first.trials:,} trials" + " (few trials)" * first.few
         if verdict == "vacuous":
             return f"vacuous: the premise was met in none of {first.vacuous:,} draws"
         violated = f"violated in {first.violations:,} of {first.trials:,} trials"

@@ -1,7 +1,8 @@
 """Running an audit: random trials, adversarial ones, then hill climbing, each under a clock.
 
 Hill climbing starts from the random trials with the largest ratios; a reading that is already
-violated is left as it is. The clock counts processor time, so that other work on the machine does not make it a smaller audit.
+violated is left as it is. The clock counts processor time, so that other work on the machine does
+not make it a smaller audit.
 
 Random trial i of a reading is drawn from a generator seeded by (seed, claim, reading, i) alone, so
 ``rerun`` repeats a counterexample without the trials before it, and a slower machine makes fewer of
@@ -84,7 +85,6 @@ class _Tally:
             if self.worst is None or new > old or _length(found) < _length(self.worst):
                 self.worst = found
 
-
     def starts(self) -> list[int]:
         """The random trials with the largest ratios, the earlier of equals first."""
         return [-place for _, place in sorted(self.ranked, reverse=True)[:STARTS]]
@@ -126,9 +126,7 @@ def _random(
         index += 1
 
 
-def _adversarial(
-    claim: Claim, variant: Variant, seed: int
-) -> Iterator[tuple[int, Trial | None]]:
+def _adversarial(claim: Claim, variant: Variant, seed: int) -> Iterator[tuple[int, Trial | None]]:
     """All adversarial trials in order: they share one stream, so none can be jumped over."""
     if variant.adversarial is None:
         return

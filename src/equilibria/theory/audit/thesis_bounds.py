@@ -204,9 +204,10 @@ CLAIMS: tuple[Claim, ...] = (
             name="with J",
             random=_any_gate(True),
             needs=r"$J(I - W^\top J)^{-1}u$ on the left",
+            proof=r"$(I - JW)^{-1}J = (J^{-1} - W)^{-1}$ for invertible $J$, and "
+            r"$J^{-1} - W \succeq mI$; by continuity for every $J$",
         ),
-        note=r"With $J$ invertible $(I - JW)^{-1}J = (J^{-1} - W)^{-1}$ and $J^{-1} - W \succeq I "
-        r"- W \succeq mI$; the proof's $\|R_G\| \le 1$ does not follow.",
+        note=r"The proof's $\|R_G\| \le 1$ does not follow.",
     ),
     _claim(
         "lemma3.3.3",

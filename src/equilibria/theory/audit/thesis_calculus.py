@@ -280,7 +280,7 @@ CLAIMS: tuple[Claim, ...] = (
         "Lemma 3.2.2",
         r"$\partial \mathrm{vec} Z/\partial \mathrm{vec} W = Q^{-1}D[Z^\top \otimes I_n]$, times "
         r"$P_A$ and $P_B$ for $A$ and $B$; $Q^{-1}D[X^\top \otimes I_n]$ for $U$.",
-        Variant(name="as printed", random=_of_state(False), cost=20.0),
+        Variant(name="as printed", random=_of_state(False), cost=10.0),
     ),
     _claim(
         "lemmaC.0.2",
@@ -288,11 +288,11 @@ CLAIMS: tuple[Claim, ...] = (
         r"$\partial \mathrm{vec} Z/\partial \mathrm{vec} A = Q^{-1}D[I \otimes Z]P_A$ with $P_A = "
         r"(I + K)(I \otimes A^\top)$, $-Q^{-1}D[I \otimes Z]P_B$ for $B$, $-Q^{-1}D[I \otimes X]$ "
         "for $U$.",
-        Variant(name="as printed", random=_of_state(True), cost=20.0),
+        Variant(name="as printed", random=_of_state(True), cost=10.0),
         Variant(
             name="as in the main text",
             random=_of_state(False),
-            cost=20.0,
+            cost=10.0,
             needs="the signs and the factors of Lemma 3.2.2",
         ),
         note="The sizes fit only where N = n; the signs and the order of the factors are wrong.",
@@ -302,15 +302,15 @@ CLAIMS: tuple[Claim, ...] = (
         "Lemma 3.2.3",
         r"$\partial L/\partial A = (\hat y - y)^\top(u^\top \otimes I_N)Q^{-1}D[Z^\top \otimes "
         r"I_n]P_A$, and so for $B$ and $U$.",
-        Variant(name="as printed", random=_of_loss(True), cost=20.0),
-        Variant(name="swapped", random=_of_loss(False), cost=20.0, needs=_SWAPPED),
+        Variant(name="as printed", random=_of_loss(True), cost=10.0),
+        Variant(name="swapped", random=_of_loss(False), cost=10.0, needs=_SWAPPED),
     ),
     _claim(
         "prop4",
         "Proposition 4, Eq 3.7",
         r"$d\hat y/dt = -K(t)(\hat y - y)$ with $K = J_A^\top J_A + J_B^\top J_B + J_U^\top J_U + "
         r"Z^\top Z$ (read as $JJ^\top$, the only product of size $N$).",
-        Variant(name="as printed", random=_of_outputs(True), cost=20.0),
-        Variant(name="swapped", random=_of_outputs(False), cost=20.0, needs=_SWAPPED),
+        Variant(name="as printed", random=_of_outputs(True), cost=10.0),
+        Variant(name="swapped", random=_of_outputs(False), cost=10.0, needs=_SWAPPED),
     ),
 )

@@ -122,9 +122,14 @@ def lipschitz_curves(
     x: Tensor,
     norms: Sequence[float] = NORMS,
     *,
+    seed: int = 0,
     told: Told = lambda _: None,
 ) -> Curves:
-    """Proposition 3 over μ = ‖W‖: bounds and measured constants of each layer, W rescaled."""
+    """Proposition 3 over μ = ‖W‖: bounds and measured constants of each layer, W rescaled.
+
+    ``seed`` is of the search for what is measured.
+    """
+    generator = torch.Generator().manual_seed(seed)
     lines: list[Line] = []
     for layer in layers:
         gaussian = isinstance(layer, GEQ)
@@ -134,7 +139,7 @@ def lipschitz_curves(
             if not gaussian and mu >= 1.0:
                 rows.append(dict.fromkeys(("measured", "Eq 12", "ours"), None))
                 continue
-            r = lipschitz_report(rescaled(layer, mu), x)
+            r = lipschitz_report(rescaled(layer, mu), x, generator=generator)
             if gaussian:
                 row = {"measured": r.measured, "Eq 11": r.printed, "ours, Λ(μ)": r.fixed}
                 rows.append({**row, "ours, at the data": r.at_data})

@@ -20,7 +20,8 @@ _FAMILY = {"GEQ": 0, "OptEq": 4}
 def draw_curves(panels: Sequence[Curves], *, width: float = 5.2, height: float = 4.4) -> Any:
     """A figure with one panel a ``Curves``, values on a logarithmic axis; a legend below each.
 
-    A value of zero, which such an axis lacks, is a hollow ▽ at its bottom, marked "0".
+    A value of zero, which such an axis lacks, stands at its bottom, marked "0": a bound's as a
+    hollow ▽, a measured one as the line's own marker.
     """
     if not panels:
         raise ValueError("draw_curves needs one panel or more.")
@@ -57,22 +58,34 @@ def draw_curves(panels: Sequence[Curves], *, width: float = 5.2, height: float =
 
 
 def _zeros(axes: Any, panel: Curves) -> None:
-    """▽ at the bottom where a line is zero; several at one place stand side by side."""
+    """Marks at the bottom where a line is zero; several at one place stand side by side."""
     from matplotlib.transforms import ScaledTranslation
 
+    if not any(value == 0.0 for line in panel.lines for value in line.values):
+        return
+    low, high = axes.get_ylim()
+    axes.set_ylim(low * (low / high) ** 0.12, high)  # room below all points
     taken: dict[float, int] = {}
     for line in panel.lines:
-        color = COLORS[_FAMILY.get(line.family, 2)]
+        number = _FAMILY.get(line.family, 2)
+        color = COLORS[number]
+        measured = line.role == "measured"
+        look: dict[str, Any] = {
+            "color": color,
+            "marker": MARKERS[number % len(MARKERS)] if measured else "v",
+            "markerfacecolor": color if measured else "white",
+            "markersize": 4 if measured else 6,
+            "linestyle": "none",
+        }
         for x, value in zip(panel.x, line.values, strict=True):
-            if value != 0.0 or value is None:
+            if value != 0.0:
                 continue
             place = taken.setdefault(x, 0)
             taken[x] += 1
             # In points from the place itself: the size of the panel does not matter.
             aside = ScaledTranslation(-10 * place / 72, 4 / 72, axes.figure.dpi_scale_trans)
             at = axes.get_xaxis_transform() + aside
-            look = {"color": color, "markerfacecolor": "white", "markersize": 6}
-            axes.plot([x], [0.0], marker="v", linestyle="none", transform=at, **look)
+            axes.plot([x], [0.0], transform=at, **look)
             words = {"ha": "center", "va": "bottom", "fontsize": 7, "color": color}
             axes.annotate(
                 "0", (x, 0.0), xycoords=at, xytext=(0, 4), textcoords="offset points", **words

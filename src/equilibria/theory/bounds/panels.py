@@ -40,7 +40,7 @@ def demonstration_curves(
     """{"lipschitz", "similarity", "margin"}: the panels of each picture."""
     first = pair[0]
     x = first.x[:images]
-    lipschitz = lipschitz_curves([one.layer for one in pair], x, told=told)
+    lipschitz = lipschitz_curves([one.layer for one in pair], x, seed=seed, told=told)
     told("similarity over the angle")
     generator = torch.Generator().manual_seed(seed)
     random = torch.randn(_WIDTH, _WIDTH, generator=generator, dtype=torch.float64)
@@ -49,7 +49,7 @@ def demonstration_curves(
     similarity = [
         similarity_curves(random, draws=draws, seed=seed, title="W random, ‖W‖ = 0.9"),
         similarity_curves(
-            mean, draws=draws, seed=seed, title=r"W = 0.9 $\mathbf{1}\mathbf{1}^\top$/n"
+            mean, draws=draws, seed=seed, title=r"W = 0.9 $\mathbf{1}\,\mathbf{1}^\top$/n"
         ),
     ]
     told("margin bounds")

@@ -27,7 +27,8 @@ def _axes(width: float = 5.2, height: float = 3.6) -> tuple[Any, Any]:
 
 def save_spectra(spectra: Mapping[str, Spectrum], stem: Path) -> list[Path]:
     """Eigenvalues, largest first, of one kernel or several, on logarithmic axes."""
-    figure, axes = _axes()
+    columns = 1 if len(spectra) < 3 else 2
+    figure, axes = _axes(5.2, 3.6 + 0.2 * -(-len(spectra) // columns))
     for i, (name, found) in enumerate(spectra.items()):
         values = found.eigenvalues[: found.rank].tolist()
         axes.loglog(
@@ -40,7 +41,7 @@ def save_spectra(spectra: Mapping[str, Spectrum], stem: Path) -> list[Path]:
     axes.set(xlabel="index", ylabel="eigenvalue of the tangent kernel")
     plain_ticks(axes)
     # Below: inside it would lie on a curve that falls from corner to corner.
-    figure.legend(loc="outside lower center", frameon=False)
+    figure.legend(loc="outside lower center", ncols=columns, fontsize=8, frameon=False)
     return save_picture(figure, stem)
 
 
