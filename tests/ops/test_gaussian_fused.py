@@ -86,7 +86,8 @@ shown = kernels.forward(
     far, torch.zeros_like(far), torch.eye(16), leaves[3].detach(), *cut, lambda kernel: kernel
 )
 huge.append(float(shown[0].isnan().any()) + 10.0 * float(shown[1].isnan().any()))
-print(json.dumps({"rows": rows, "higher": higher, "of_zero": float(twice.abs().max()), "huge": huge}))
+zero = float(twice.abs().max())
+print(json.dumps({"rows": rows, "higher": higher, "of_zero": zero, "huge": huge}))
 """
 
 

@@ -100,8 +100,8 @@ def load(
     """The network of a file that ``save`` wrote, in evaluation mode.
 
     ``model.config`` says what it is, ``model.extra`` what was saved with it. The dtype is the
-    file's if not given. Names, shapes and dtypes are checked against the network that the configuration
-    describes before a weight is taken over.
+    file's if not given. Names, shapes and dtypes are checked against the network that the
+    configuration describes before a weight is taken over.
 
     Raises:
         FileNotFoundError: no such file.

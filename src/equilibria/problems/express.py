@@ -9,8 +9,8 @@ and, in the backward pass, u = Σₖ (Jᵀ)ᵏ g for k < ``steps`` of Phantom(fo
 The answer is that of the general path (any solver, any adjoint, autograd), which is its oracle.
 What is saved is everything around the arithmetic: one kernel a message, the update inside the
 second convolution, no pass for tests and clean-ups, no graph in the forward pass. Backward keeps c
-and z alone and evaluates T_τ(z) again. (Its active set is needed: that of z itself, which would save
-a convolution, is one step older, and after few steps the gradients are worse with it.)
+and z alone and evaluates T_τ(z) again. (Its active set is needed: that of z itself, which would
+save a convolution, is one step older, and after few steps the gradients are worse with it.)
 
 The output is kept for the backward pass: what follows must not change it in place.
 

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from equilibria.engine.dense import inverse_each
 from equilibria.problems.monotone_geometry import (
     Geometry,
     Plane,
@@ -227,7 +228,7 @@ class TieredMonotone(MonotoneOperator):
             n = symbol(down, shift, rows, cols)
             system = alpha * (symbol(phases, origin, rows, cols) + n.mH @ n)
         eye = torch.eye(system.shape[-1], dtype=system.dtype, device=system.device)
-        inverse: Tensor = torch.linalg.inv_ex(eye + system).inverse
+        inverse = inverse_each(eye + system)
         return inverse.mT
 
 

@@ -140,8 +140,8 @@ class EquilibriumModule(pl.LightningModule):
     def on_fit_start(self) -> None:
         if self.config.cuda_graphs and self.device.type != "cuda":
             raise ValueError(
-                f"TrainConfig(cuda_graphs=True): this run is on {self.device.type}, and CUDA graphs "
-                "need a CUDA device; leave cuda_graphs out."
+                f"TrainConfig(cuda_graphs=True): this run is on {self.device.type}, and CUDA "
+                "graphs need a CUDA device; leave cuda_graphs out."
             )
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from equilibria.engine.dense import solve_each
 from equilibria.engine.result import ConvergenceWarning
 from equilibria.solvers.peaceman_rachford import PeacemanRachford
 
@@ -102,5 +103,5 @@ def _solve(W: Tensor, D: Tensor, right: Tensor, *, transposed: bool) -> Tensor:
         on = D[:, first : first + chunk].T
         systems = eye - (W.T * on[:, None, :] if transposed else on[:, :, None] * W)
         columns = right[:, first : first + chunk].T
-        parts.append(torch.linalg.solve(systems, columns))
+        parts.append(solve_each(systems, columns))
     return torch.cat(parts).T.contiguous()

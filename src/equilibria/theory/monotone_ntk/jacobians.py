@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from equilibria.engine.dense import solve_each
+
 from .equilibrium import Equilibrium, find_equilibrium, sensitivities
 from .model import ThesisModel, check_count, check_data
 
@@ -103,7 +105,7 @@ def state_jacobians(
 
     def through(part: Tensor) -> Tensor:
         blocks = part.reshape(X.shape[1], model.width, -1)
-        solved: Tensor = torch.linalg.solve(Q, blocks)
+        solved = solve_each(Q, blocks)
         return -solved.reshape(part.shape)
 
     W, A, B, U = (through(part) for part in (parts.W, parts.A, parts.B, parts.U))
