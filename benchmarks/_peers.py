@@ -1,4 +1,4 @@
-"""The six-branch GEQ and the GEQ stack as a peer would write them: plain PyTorch under torchdeq."""
+"""The six-branch GEQ as a peer would write it: plain PyTorch under torchdeq, all branches as one."""
 
 from __future__ import annotations
 
@@ -74,23 +74,6 @@ class PeerBranches(nn.Module):
         return out
 
 
-class PeerLayer(nn.Module):
-    """One GEQ layer solved by torchdeq, in the place of the layer itself."""
-
-    def __init__(self, layer: Any, deq: Any) -> None:
-        super().__init__()
-        self.layer, self.deq = layer, deq
-        self.state: Tensor | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        f = PeerMap(self.layer, x)
-        found, _info = self.deq(f, f.start(x))
-        value = found[-1]
-        value = value[0] if isinstance(value, (list, tuple)) else value
-        self.state = value.detach()
-        return value.to(x.dtype)
-
-
 @torch.no_grad()
 def residuals(layer: Any, x: Tensor, z: Tensor, samples: int = 16) -> Tensor:
     """‖T(z) − z‖/‖T(z)‖ of the first samples, in float64, [samples]."""
@@ -105,4 +88,4 @@ def residuals(layer: Any, x: Tensor, z: Tensor, samples: int = 16) -> Tensor:
     return moved / there.flatten(1).norm(dim=1)
 
 
-__all__ = ["PeerBranches", "PeerLayer", "PeerMap", "residuals"]
+__all__ = ["PeerBranches", "PeerMap", "residuals"]
