@@ -1,4 +1,4 @@
-"""The six-branch GEQ as a peer would write it: plain PyTorch under torchdeq, all branches as one."""
+"""The six-branch GEQ as a peer would write it: plain PyTorch, all branches as one in torchdeq."""
 
 from __future__ import annotations
 
