@@ -79,6 +79,10 @@ class Coupling(ABC):
     def grad(self, z: Tensor) -> Tensor:
         """∇q(z). [B, *state] → [B, *state]."""
 
+    def descent(self, z: Tensor) -> Tensor:
+        """−∇q(z), what the layer's map takes; a coupling may have it without a pass for the sign."""
+        return -self.grad(z)
+
     @abstractmethod
     def hvp(self, z: Tensor, v: Tensor) -> Tensor:
         """∇²q(z)·v. [B, *state] each → [B, *state]."""

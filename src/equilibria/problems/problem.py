@@ -28,7 +28,6 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from equilibria.problems.gaussian import Gaussian
 from equilibria.problems.kernels import Coupling, Curvature, per_sample_sum
 from equilibria.problems.priors import (
     Free,
@@ -212,9 +211,7 @@ class Problem(HiddenProblem):
 
     def _push(self, z: Tensor) -> Tensor:
         """Minus the force."""
-        if self._smooth is None and isinstance(self.coupling, Gaussian):
-            return self.coupling.descent(z)
-        return -self._force(z)
+        return self.coupling.descent(z) if self._smooth is None else -self._force(z)
 
     def _penalty(self, regularizer: Regularizer, z: Tensor) -> Tensor:
         """``R`` or its envelope: ``[B]``, or ``R/B`` for all where it couples the batch."""
