@@ -80,7 +80,7 @@ class Coupling(ABC):
         """∇q(z). [B, *state] → [B, *state]."""
 
     def descent(self, z: Tensor) -> Tensor:
-        """−∇q(z), what the layer's map takes; a coupling may have it without a pass for the sign."""
+        """−∇q(z), what the layer's map takes; it may be had without a pass for the sign."""
         return -self.grad(z)
 
     @abstractmethod
