@@ -48,20 +48,19 @@ def test_mean_and_standard_deviation_over_seeds() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cells", "smoke", "change", "expected"),
+    ("cells", "smoke", "expected"),
     [
-        (["measured", "measured"], False, "", "measured"),
-        (["measured", "quoted"], False, "", "measured"),
-        (["measured", "not run"], False, "", "partly"),
-        (["measured"], False, "epochs=2", "partly"),
-        (["measured", "stand-in data"], False, "", "stand-in data"),
-        (["not run", "quoted"], False, "", "not run"),
-        (["measured"], True, "", "smoke only"),
-        (["partly", "measured"], False, "", "partly"),
+        (["measured", "measured"], False, "measured"),
+        (["measured", "quoted"], False, "measured"),
+        (["measured", "not run"], False, "partly"),
+        (["measured", "stand-in data"], False, "stand-in data"),
+        (["not run", "quoted"], False, "not run"),
+        (["measured"], True, "smoke only"),
+        (["partly", "measured"], False, "partly"),
     ],
 )
-def test_state_of_a_table(cells: list[str], smoke: bool, change: str, expected: str) -> None:
-    assert status_of(cells, smoke, change) == expected
+def test_state_of_a_table(cells: list[str], smoke: bool, expected: str) -> None:
+    assert status_of(cells, smoke) == expected
 
 
 def test_seeds_of_earlier_calls_are_kept() -> None:

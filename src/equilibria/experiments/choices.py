@@ -10,7 +10,15 @@ from typing import Any
 from equilibria.engine.options import check_number, options
 from equilibria.training.config import TrainConfig
 
-__all__ = ["Choices"]
+__all__ = ["MACHINE", "Choices"]
+
+MACHINE = frozenset(
+    {
+        *("out", "data_root", "download", "accelerator", "devices", "nodes", "strategy"),
+        *("workers", "log_every", "compile", "cuda_graphs", "on_corrupt"),
+    }
+)
+"""Where and on what machine something is run does not change what it is."""
 
 # What belongs to the plan, not to the recipe.
 _RESERVED = ("model", "data", "data_root", "out", "seed", "accelerator", "devices", "model_options")
@@ -60,8 +68,9 @@ class Choices:
 
     @property
     def change(self) -> str:
-        """The overrides in words, ``epochs=2, lr=0.1``; empty where there are none."""
-        return ", ".join(f"{name}={value}" for name, value in sorted(self.overrides.items()))
+        """The overrides in words, ``epochs=2, lr=0.1``; empty where none changes the recipe."""
+        made = {name: self.overrides[name] for name in sorted(self.overrides)}
+        return ", ".join(f"{name}={value}" for name, value in made.items() if name not in MACHINE)
 
 
 def _loose(overrides: Mapping[str, Any]) -> dict[str, Any]:

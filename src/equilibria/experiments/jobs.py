@@ -80,7 +80,7 @@ def cifar(
         classes=classes,
         measures=measures,
         rate=speed if rate is None else rate,
-        stand_in={} if data == "cifar10" or classes == "superclass" else {"data": "cifar10"},
+        stand_in={} if data == "cifar10" else {"data": "cifar10"},
         smoke=dict(tiny if smoke is None else smoke),
     )
 

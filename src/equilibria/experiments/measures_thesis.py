@@ -25,6 +25,7 @@ from .scene import Scene
 __all__ = ["landscape_measure", "path_measure", "training_paths"]
 
 _SAMPLES, _STEPS, _DRAWN = 256, 50, 10
+_SPANNED = 32  # samples whose paths span the plane: all 256 would be 13,056 points of 37,632
 _TOLERANCE = 1e-2
 _EXAMPLES, _GRID = 1024, 51
 
@@ -68,7 +69,7 @@ def _states(path: SolverPath) -> Tensor:
 
 
 def _plane(path: SolverPath) -> PCA:
-    return principal_components(_states(path), 2)
+    return principal_components(_states(path)[:, :_SPANNED], 2)
 
 
 def path_measure(scene: Scene) -> dict[str, float]:

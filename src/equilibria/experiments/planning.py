@@ -12,19 +12,11 @@ from typing import Any
 
 from equilibria.training.config import TrainConfig
 
-from .choices import Choices
+from .choices import MACHINE, Choices
 from .declaring import Cell, Job
 from .supplying import at_hand
 
 __all__ = ["Planned", "plan"]
-
-# Where and on what machine something is run does not change what it is.
-_MACHINE = frozenset(
-    {
-        *("out", "data_root", "download", "accelerator", "devices", "nodes", "strategy"),
-        *("workers", "log_every", "compile", "on_corrupt"),
-    }
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,13 +100,18 @@ def _planned(job: Job, seed: int, choices: Choices, there: bool) -> Planned:
     return Planned(
         job=job,
         seed=seed,
-        config=config.with_overrides(out=str(choices.runs / f"{job.name}-{key}")),
+        config=config.with_overrides(out=str(choices.runs / f"{_name(job, stands_in)}-{key}")),
         key=key,
         group=group,
         stands_in=stands_in,
         missing=missing,
         smoke=choices.smoke,
     )
+
+
+def _name(job: Job, stands_in: str) -> str:
+    """A network on data that stand in is the one of the tables on those data."""
+    return job.name.replace(job.data, stands_in, 1) if stands_in else job.name
 
 
 def _smoke_recipe(job: Job) -> dict[str, Any]:
@@ -151,7 +148,7 @@ def _machine(device: str | None) -> dict[str, Any]:
 
 
 def _key(job: Job, config: TrainConfig, smoke: bool, *, seed: bool = True) -> str:
-    said = {k: v for k, v in config.to_dict().items() if k not in _MACHINE}
+    said = {k: v for k, v in config.to_dict().items() if k not in MACHINE}
     if not seed:
         said.pop("seed")
     said |= {"classes": job.classes, "trained": job.trained, "smoke": smoke}

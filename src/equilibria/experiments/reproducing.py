@@ -15,7 +15,6 @@ from .provenance import made_by
 from .registry import EXPERIMENTS, describe
 from .results import (
     NOT_RUN,
-    PARTLY,
     SMOKE,
     CellResult,
     Result,
@@ -182,15 +181,13 @@ def listing(out: Path, data_root: Path | None) -> list[Listed]:
 
 
 def _standing(out: Path, name: str) -> tuple[str, int]:
-    """(state, cells measured): the result first, then a changed recipe, then a smoke test."""
-    whole = read_result(result_path(out, name, smoke=False))
-    if whole is not None and whole["status"] != NOT_RUN:
-        return str(whole["status"]), sum(cell["n"] > 0 for cell in whole["cells"])
-    for path in sorted(out.glob(f"{name}--*.json")):
-        changed = read_result(path)
-        if changed is not None and changed["status"] != NOT_RUN:
-            count = sum(cell["n"] > 0 for cell in changed["cells"])
-            return f"{PARTLY} ({changed['change']})", count
-    if read_result(result_path(out, name, smoke=True)) is not None:
-        return SMOKE, 0
-    return NOT_RUN, 0
+    """(state, cells measured): the declared recipe first, then changed ones by name, then smoke."""
+    files = [result_path(out, name, smoke=False), *sorted(out.glob(f"{name}--*.json"))]
+    found = [one for one in map(read_result, files) if one is not None]
+    ran = [one for one in found if one["status"] != NOT_RUN]
+    if ran:
+        states = [one["status"] + (f" ({one['change']})" * bool(one["change"])) for one in ran]
+        places = {(c["row"], c["column"]) for one in ran for c in one["cells"] if c["n"] > 0}
+        return "; ".join(states), len(places)
+    smoke = read_result(result_path(out, name, smoke=True))
+    return (NOT_RUN if smoke is None else SMOKE), 0

@@ -120,7 +120,7 @@ class Result:
     @property
     def status(self) -> str:
         """The state of the whole table."""
-        return status_of((cell.status for cell in self.cells), self.smoke, self.change)
+        return status_of((cell.status for cell in self.cells), self.smoke)
 
     @property
     def seeds(self) -> tuple[int, ...]:
@@ -170,7 +170,7 @@ class Result:
         return [path, page]
 
 
-def status_of(cells: Iterable[str], smoke: bool, change: str) -> str:
+def status_of(cells: Iterable[str], smoke: bool) -> str:
     """The state of a table from that of its cells; what is only quoted does not count."""
     found = [status for status in cells if status != QUOTED]
     ran = [status for status in found if status != NOT_RUN]
@@ -180,7 +180,7 @@ def status_of(cells: Iterable[str], smoke: bool, change: str) -> str:
         return SMOKE
     if STAND_IN in ran:
         return STAND_IN
-    return PARTLY if len(ran) < len(found) or PARTLY in ran or change else MEASURED
+    return PARTLY if len(ran) < len(found) or PARTLY in ran else MEASURED
 
 
 def result_path(folder: Path, name: str, smoke: bool, change: str = "") -> Path:

@@ -75,9 +75,8 @@ def markdown(result: Result) -> str:
     lines += [f"Paper: {experiment.source}.", ""]
     if experiment.claim:
         lines += [f"The paper's reading: {experiment.claim}", ""]
-    lines += [f"State: **{result.status}**. Seeds: {', '.join(map(str, result.seeds))}."]
-    if result.change:
-        lines[-1] += f" The recipe was changed: {result.change}."
+    change = f", by a changed recipe: {result.change}" if result.change else ""
+    lines += [f"State: **{result.status}**{change}. Seeds: {', '.join(map(str, result.seeds))}."]
     lines += ["", f"| {' | '.join(_TITLES)} |", "|---|---|---:|---:|---|"]
     lines += [f"| {' | '.join(_cell(text) for text in row)} |" for row in rows_of(result)]
     lines += ["", "*Ours* is mean ± standard deviation (number of seeds).", ""]

@@ -88,7 +88,7 @@ _FIGURE_2 = Experiment(
             ("variance in the plane, in %", "path.plane"),
         )
     ),
-    notes=("The pictures lie in the run folders; 256 test images, ten of them drawn.",),
+    notes=("The pictures lie in the run folders; 256 test images, ten of them drawn; the plane is that of 32 paths.",),
 )
 
 _TRAINED = _residual("mnist", "trained", {}, measures=("quality", "training paths"), epochs=40)
