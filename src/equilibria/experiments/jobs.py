@@ -105,7 +105,12 @@ def imagenet(
         measures=measures,
         rate=min(speed, RATES["imagenet"]),
         images=9_000 if data == "imagenette" else 114_000,
-        stand_in={"data": "cifar10", "image_size": pixels, "epochs": 20},
+        stand_in={
+            "data": "cifar10",
+            "image_size": pixels,
+            "epochs": 20,
+            "augment": ["crop", "flip"],
+        },
         smoke=dict(tiny),
     )
 

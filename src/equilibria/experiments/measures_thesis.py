@@ -27,7 +27,7 @@ __all__ = ["landscape_measure", "path_measure", "training_paths"]
 _SAMPLES, _STEPS, _DRAWN = 256, 50, 10
 _SPANNED = 32  # samples whose paths span the plane: all 256 would be 13,056 points of 37,632
 _TOLERANCE = 1e-2
-_EXAMPLES, _GRID = 1024, 51
+_EXAMPLES, _GRID = 1024, 25
 
 
 def _path(model: nn.Module, scene: Scene) -> tuple[SolverPath, Tensor]:
@@ -147,7 +147,7 @@ def local_minima(loss: Tensor) -> int:
 
 
 def landscape_measure(scene: Scene) -> dict[str, float]:
-    """Figures 4.4 and 4.5: Φ(a, b) around the weights, 51 × 51 over [−1, 1]², filter-normalized.
+    """Figures 4.4 and 4.5: Φ(a, b) around the weights, 25 × 25 over [−1, 1]², filter-normalized.
 
     Rows are kept as they are measured, so that an interrupted landscape goes on.
     """

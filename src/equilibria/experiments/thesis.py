@@ -88,7 +88,10 @@ _FIGURE_2 = Experiment(
             ("variance in the plane, in %", "path.plane"),
         )
     ),
-    notes=("The pictures lie in the run folders; 256 test images, ten of them drawn; the plane is that of 32 paths.",),
+    notes=(
+        "The pictures lie in the run folders; 256 test images, ten of them drawn; the plane is "
+        "that of 32 paths.",
+    ),
 )
 
 _TRAINED = _residual("mnist", "trained", {}, measures=("quality", "training paths"), epochs=40)
@@ -153,7 +156,7 @@ _FIGURE_4 = Experiment(
     ),
     notes=(
         "Adam, rate 0.001, cosine, batches of 100, 50 epochs (§4.2.1); filter-normalized "
-        "directions, [-1, 1] by [-1, 1], 51 × 51, loss on 1,024 training images.",
+        "directions, [-1, 1] by [-1, 1], 25 × 25, loss on 1,024 training images.",
     ),
 )
 
