@@ -73,7 +73,7 @@ def test_the_log_has_every_run(tmp_path: Path) -> None:
     assert line["seconds"] > 0
     assert {"commit", "device", "command", "date", "key", "seed"} <= set(line)
     kept = json.loads((tmp_path / "results" / "tiny-table--epochs=1.json").read_text())
-    assert kept["status"] == "partly"
+    assert kept["status"] == "measured"
     assert kept["change"] == "epochs=1"
 
 

@@ -231,7 +231,11 @@ _FIGURE_2 = Experiment(
             "GEQ stack 8M (ours)": "geq_stack_cifar_8m",
         }
     ),
-    notes=(*_RECIPE, "The corruptions are made by evaluation/corruptions, not read from a file."),
+    notes=(
+        *_RECIPE,
+        "The corruptions are made by evaluation/corruptions, not read from a file, of the first "
+        "2,000 test images.",
+    ),
     picture="bars",
 )
 

@@ -125,7 +125,11 @@ _FIGURE_2 = Experiment(
             "ResNet-18": "resnet18_cifar",
         }
     ),
-    notes=(*_RECIPE, "The corruptions are made by evaluation/corruptions, not read from a file."),
+    notes=(
+        *_RECIPE,
+        "The corruptions are made by evaluation/corruptions, not read from a file, of the first "
+        "2,000 test images.",
+    ),
     picture="bars",
 )
 
