@@ -246,3 +246,42 @@ def test_a_known_kernel_is_not_computed_again(monkeypatch: pytest.MonkeyPatch) -
         with pytest.raises(AssertionError, match="known"):
             norms.convolution_norm_upper(weight, stride=(2, 2))
     assert norms.convolution_norm_upper(2 * weight) == pytest.approx(2 * first)
+
+
+@pytest.mark.parametrize(
+    ("shape", "stride"), [((96, 80, 3, 3), 1), ((80, 128, 2, 3), 1), ((96, 72, 4, 4), 2)]
+)
+def test_wide_kernels_by_cholesky_against_singular_values(
+    shape: tuple[int, int, int, int], stride: int
+) -> None:
+    """Above 64 channels few eigenvalues are computed: the bound is still one, and no looser."""
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    # One strong frequency that a random start of the power iteration hardly sees.
+    outer = torch.outer(torch.ones(shape[0]), torch.linspace(-1, 1, shape[1])).double()
+    weight += 0.5 * outer[:, :, None, None] * (-1.0) ** torch.arange(shape[2])[:, None]
+    rows, columns = -(-shape[2] // stride), -(-shape[3] // stride)
+    padded = np.zeros((shape[0], shape[1], rows * stride, columns * stride))
+    padded[:, :, : shape[2], : shape[3]] = weight.numpy()
+    phases = padded.reshape(shape[0], shape[1], rows, stride, columns, stride)
+    kernel = phases.transpose(0, 1, 3, 5, 2, 4).reshape(shape[0], -1, rows, columns)
+    grid = np.fft.fft2(kernel, s=(16 * max(rows - 1, 1), 16 * max(columns - 1, 1)))
+    true = np.linalg.norm(grid.transpose(2, 3, 0, 1), ord=2, axis=(2, 3)).max()
+    upper = convolution_norm_upper(weight, stride=(stride, stride))
+    assert true <= upper <= true * 1.0101
+
+
+def test_largest_finds_what_power_iteration_misses() -> None:
+    """The largest eigenvalue sits where the fixed start sees nothing: Cholesky must object."""
+    from equilibria.problems import norms
+
+    n = 80
+    start = torch.randn(n, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    hidden = torch.randn(n, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    hidden -= start[:, 0] * (start[:, 0] @ hidden) / start.square().sum()
+    hidden /= hidden.norm()
+    seen = start[:, 0] / start.norm()
+    grams = torch.stack([torch.outer(seen, seen), 3.0 * torch.outer(hidden, hidden)])
+    grams = (grams + 0.1 * torch.eye(n)).to(torch.complex128)
+    found = norms._largest(grams, 0.0)
+    assert 3.1 <= found <= 3.1 * (1.0 + 2e-6)
+    assert norms._largest(grams, 5.0) == 5.0
