@@ -182,6 +182,34 @@ def test_evaluate_at_the_converged_equilibrium_and_under_corruptions(
     assert found["corruptions"]
 
 
+def test_evaluate_reports_the_flip_apart(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ("--certify", "0", "--json")
+    assert run("evaluate", trained, *flags) == 0
+    plain = json.loads(capsys.readouterr().out)
+    assert run("evaluate", trained, *flags, "--flip", "--out", tmp_path) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert plain["flip"] is None
+    assert found["metrics"] == plain["metrics"]
+    assert found["layers"] == plain["layers"]
+    model = eq.models.load(trained / "model.safetensors").eval()
+    digits = eq.data.load("digits", "test")
+    mean, std = (torch.tensor(model.extra[key]).view(1, -1, 1, 1) for key in ("mean", "std"))
+    assert isinstance(digits.images, torch.Tensor)
+    x = (digits.images.float() / 255 - mean) / std
+    with torch.no_grad():
+        p = (model(x).softmax(1) + model(torch.flip(x, dims=[3])).softmax(1)) / 2
+    own = p[torch.arange(len(p)), digits.targets]
+    right = float((p.argmax(1) == digits.targets).double().mean())
+    assert found["flip"]["accuracy"] == pytest.approx(right, abs=2 / len(digits))
+    assert found["flip"]["nll"] == pytest.approx(float(-own.log().mean()), rel=1e-3)
+    assert found["flip"]["nll"] != found["metrics"]["nll"]
+    assert json.loads((tmp_path / "report.json").read_text("utf-8"))["flip"] == found["flip"]
+    assert run("evaluate", trained, "--certify", "0", "--limit", "16", "--flip") == 0
+    assert "with flip" in capsys.readouterr().out
+
+
 def test_evaluate_refuses_nonsense(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("evaluate", trained / "nothing") == 1
     assert "equilibria train" in capsys.readouterr().err

@@ -22,6 +22,14 @@ def evaluate(
     batch_size: Batch = 256,
     device: Device = None,
     converged: Converged = None,
+    flip: Annotated[
+        bool,
+        typer.Option(
+            "--flip",
+            help="Also, reported apart, with test-time flip: the mean of the probabilities of each "
+            "image and its mirror image. The plain numbers stay.",
+        ),
+    ] = False,
     certify: Annotated[
         int, typer.Option(min=0, help="Certify every layer on this many images; 0 for none.")
     ] = 64,
@@ -53,6 +61,7 @@ def evaluate(
         certify=certify,
         progress=not as_json,
         solver=solver,
+        flip=flip,
     )
     found: dict[str, Any] = report.to_dict()
     written = [] if out is None else report.save(out)

@@ -15,6 +15,7 @@ from equilibria.nn.observing import equilibrium_layers, observe
 
 from .certifying import certify_model
 from .checks import check_whole
+from .flipping import log_probabilities, mean_log_probabilities, mirrored
 from .metrics import ClassificationMeter, ClassificationMetrics, check_finite
 from .report import Converged, Metrics, Report
 from .running import (
@@ -38,33 +39,49 @@ __all__ = ["evaluate", "judge"]
 OnNonFinite = Literal["raise", "report"]
 
 
-class _Watch:
-    """One model under test: its metrics and its solves."""
+def _meter(dataset: ImageData) -> ClassificationMeter | SegmentationMeter:
+    classes = len(dataset.classes)
+    if dataset.task == "classification":
+        return ClassificationMeter(classes)
+    return SegmentationMeter(classes, dataset.ignore_index)
 
-    def __init__(self, model: nn.Module, dataset: ImageData, name: str) -> None:
-        classes = len(dataset.classes)
+
+class _Watch:
+    """One model under test: its metrics and its solves; apart from them the metrics with flip."""
+
+    def __init__(
+        self, model: nn.Module, dataset: ImageData, name: str, *, flip: bool = False
+    ) -> None:
         self.model, self.dataset, self.name = model, dataset, name
-        self.meter: ClassificationMeter | SegmentationMeter = (
-            ClassificationMeter(classes)
-            if dataset.task == "classification"
-            else SegmentationMeter(classes, dataset.ignore_index)
-        )
+        self.meter = _meter(dataset)
         self.recorder = SolverRecorder(model)
+        self.flipped = _meter(dataset) if flip else None
 
     def run(self, x: Tensor, y: Tensor) -> Tensor:
         with observe(self.model) as seen:
-            try:
-                logits = self.model(x)
-            except Exception as error:
-                error.add_note(
-                    f"while {self.name} ran on a batch of {self.dataset.name}, shape "
-                    f"{tuple(x.shape)}, {x.dtype}, on {x.device}."
-                )
-                raise
-        logits = check_logits(logits, self.dataset, len(self.dataset.classes), self.name)
+            logits = self._logits(x)
         self.meter.update(logits, y)
         self.recorder.add(seen)
-        return logits.argmax(1)
+        guess = logits.argmax(1)
+        if self.flipped is not None:
+            # A new tensor: a second pass may write over the logits of the first (CUDA graphs).
+            own = log_probabilities(logits)
+            other = self._logits(mirrored(x))
+            if other.ndim == 4:
+                other = mirrored(other)
+            self.flipped.update(mean_log_probabilities(own, log_probabilities(other)), y)
+        return guess
+
+    def _logits(self, x: Tensor) -> Tensor:
+        try:
+            logits = self.model(x)
+        except Exception as error:
+            error.add_note(
+                f"while {self.name} ran on a batch of {self.dataset.name}, shape "
+                f"{tuple(x.shape)}, {x.dtype}, on {x.device}."
+            )
+            raise
+        return check_logits(logits, self.dataset, len(self.dataset.classes), self.name)
 
 
 @torch.no_grad()
@@ -77,6 +94,7 @@ def evaluate(
     certify: int = 64,
     progress: bool = True,
     solver: Solver | None = None,
+    flip: bool = False,
     nonfinite: OnNonFinite = "raise",
 ) -> Report:
     """How good ``model`` is on ``dataset``: a Report to print, save or read.
@@ -96,17 +114,22 @@ def evaluate(
         solver: beside the model as it is, judge a copy in which this solves every layer, such as
             ``eq.Auto(rtol=1e-5)``: what the network gives at its equilibria. See
             ``Report.converged``.
+        flip: beside the plain metrics, which stay as they are, also those of the mean of the
+            softmax probabilities of each image and its mirror image: one more pass of the model as
+            it is. Statistics and certificates are of the plain pass. See ``Report.flip``.
         nonfinite: what to do with samples whose logits are NaN or infinite: "raise" names them,
             "report" counts them as wrong and lists them.
     """
     if nonfinite not in ("raise", "report"):
         raise ValueError(f"nonfinite={nonfinite!r}: expected 'raise' or 'report'.")
+    if not isinstance(flip, bool):
+        raise TypeError(f"flip={flip!r}: expected True or False.")
     check_whole("certify", certify, 0)
     total = steps_in(dataset, batch_size)
     model = on_device(model, device)
     notes = check_pair(model, dataset)
     at, name = device_of(model), model_name(model)
-    watches = [_Watch(model, dataset, name)]
+    watches = [_Watch(model, dataset, name, flip=flip)]
     if solver is not None and equilibrium_layers(model):
         watches.append(_Watch(with_solver(model, solver), dataset, f"{name} with {solver!r}"))
     elif solver is not None:
@@ -128,10 +151,13 @@ def evaluate(
     results: list[tuple[Metrics, dict[str, SolverStatistics]]] = [
         (watch.meter.compute(), watch.recorder.compute()) for watch in watches
     ]
+    flipped = None if watches[0].flipped is None else watches[0].flipped.compute()
     seconds = time.perf_counter() - began
     for watch, (metrics, _) in zip(watches, results, strict=True):
         if nonfinite == "raise":
             check_finite(metrics.nonfinite, len(dataset), watch.name, optional=True)
+    if flipped is not None and nonfinite == "raise":
+        check_finite(flipped.nonfinite, len(dataset), f"{name} on mirror images", optional=True)
     certificate: Any = None
     if certify > 0 and equilibrium_layers(model):
         first = dataset.images[slice(0, min(certify, len(dataset)))].to(at)
@@ -158,6 +184,7 @@ def evaluate(
         statistics=statistics,
         converged=converged,
         certificate=certificate,
+        flip=flipped,
         notes=tuple(notes),
     )
 

@@ -54,6 +54,7 @@ class Report:
     parameters: int
     device: str
     seconds: float
+    """Of all passes: also those at the equilibria and of mirror images, if asked for."""
     metrics: Metrics
     statistics: Mapping[str, SolverStatistics]
     """Of each equilibrium layer, by name; empty for a network without any."""
@@ -61,6 +62,9 @@ class Report:
     """With the solver that was asked for, or None."""
     certificate: CompositeCertificate | Mapping[str, Guaranteed] | None
     """On the first samples, or None where none was asked for or there are no layers."""
+    flip: Metrics | None = None
+    """With test-time flip (the mean of the probabilities of each image and its mirror image), or
+    None where it was not asked for. ``metrics`` and ``accuracy`` are always without."""
     notes: tuple[str, ...] = ()
 
     @property
@@ -101,6 +105,7 @@ class Report:
             "metrics": self.metrics.to_dict(),
             "layers": {name: part.to_dict() for name, part in self.statistics.items()},
             "converged": None if self.converged is None else self.converged.to_dict(),
+            "flip": None if self.flip is None else self.flip.to_dict(),
             "certificates": None
             if self.certificate is None
             else certificate_dict(self.certificate),
@@ -113,7 +118,8 @@ class Report:
         """Write report.json and the pictures into ``folder`` (made if missing); what was written.
 
         reliability.png (classification), confusion.png, per_class.png, solver.png (where there are
-        equilibrium layers), certificate.txt (where there is one).
+        equilibrium layers), certificate.txt (where there is one). The pictures are of the plain
+        metrics; those with flip are in report.json.
         """
         out = Path(folder)
         out.mkdir(parents=True, exist_ok=True)

@@ -56,25 +56,25 @@ def _cell(name: str, value: float) -> str:
 
 
 def metrics_table(report: Report) -> Any:
-    """The headline numbers; in a second column those at the equilibria, if they were asked for."""
+    """The headline numbers; in columns of their own those at the equilibria and with flip."""
     rich = rich_module()
-    metrics, converged = report.metrics, report.converged
+    converged = report.converged
+    columns = {"as it is": report.metrics}
+    if converged is not None:
+        columns["at equilibrium"] = converged.metrics
+    if report.flip is not None:
+        columns["with flip"] = report.flip
     title = f"{report.model} on {report.dataset} ({report.split})"
     table = rich.table.Table(title=title, min_width=len(title))
-    table.add_column("")
-    table.add_column("as it is" if converged is not None else "value", justify="right")
-    if converged is not None:
-        table.add_column("at equilibrium", justify="right")
-    other = {} if converged is None else converged.metrics.headline
-    for name, value in metrics.headline.items():
-        row = [name, _cell(name, value)]
-        if converged is not None:
-            row.append(_cell(name, other[name]))
-        table.add_row(*row)
+    for name in ("", *columns) if len(columns) > 1 else ("", "value"):
+        table.add_column(name, justify="right" if name else "left")
+    for name in report.metrics.headline:
+        table.add_row(name, *(_cell(name, part.headline[name]) for part in columns.values()))
     if converged is not None:
         table.add_row("same prediction", "", percent(converged.agreement))
-    if metrics.nonfinite:
-        table.add_row("not finite", f"{len(metrics.nonfinite):,} samples")
+    bad = [len(part.nonfinite) for part in columns.values()]
+    if any(bad):
+        table.add_row("not finite", *(f"{count:,} samples" for count in bad))
     return table
 
 
