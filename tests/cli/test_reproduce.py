@@ -57,6 +57,10 @@ def test_dry_run_prints_trainings_and_writes_nothing(
         (("geq-table1", "--set", "lrr=1"), "Did you mean 'lr'"),
         (("geq-table1", "--set", "data=x"), "the table decides it"),
         (("geq-table1", "--device", "cuda:99x"), "--device"),
+        (("geq-table1", "geq-tabel2"), "Did you mean geq-table2"),
+        (("geq-table1", "list"), "'list' stands alone; it was given with geq-table1"),
+        (("geq-table1", "geq-table1"), "none of them twice"),
+        (("geq-table1", "geq-table2", "--only", "GEQ 9M"), "none of these tables has a row"),
     ],
 )
 def test_wrong_usage_is_said_and_costs_nothing(
@@ -70,6 +74,61 @@ def test_wrong_usage_is_said_and_costs_nothing(
     assert run(*arguments) == 1
     assert words in " ".join(capsys.readouterr().err.split())
     assert list(tmp_path.iterdir()) == []
+
+
+def test_several_ids_are_planned_together(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run("geq-table1", "kerdeq-table1", "--dry-run", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [one["id"] for one in found] == ["geq-table1", "kerdeq-table1"]
+    keys = [{job["key"] for job in one["jobs"]} for one in found]
+    assert len(keys[0] & keys[1]) == 8
+    assert run("geq-table1", "kerdeq-table1", "--dry-run") == 0
+    shown = capsys.readouterr().out
+    assert f"together: {len(keys[0] | keys[1])} training(s), shared ones once" in shown
+    assert run("geq-table1", "kerdeq-table1", "--only", "GEQ 5M", "--dry-run", "--json") == 0
+    (only,) = json.loads(capsys.readouterr().out)
+    assert only["id"] == "geq-table1"
+    assert run("geq-table1", "--parallel", "0", "--dry-run") == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_two_ids_in_one_call(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    places = ("--out", tmp_path / "out", "--runs", tmp_path / "runs", "--device", "cpu")
+    assert run("thesis-figure4.2", "thesis-figure4.1", "--smoke", "--json", *places) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [one["id"] for one in found] == ["thesis-figure4.2", "thesis-figure4.1"]
+    assert {one["status"] for one in found} == {"smoke only"}
+    for one in found:
+        kept = json.loads((tmp_path / "out" / "smoke" / f"{one['id']}.json").read_text())
+        assert kept["cells"] == one["cells"]
+    assert run("thesis-figure4.2", "thesis-figure4.1", "--smoke", *places) == 0
+    shown = capsys.readouterr()
+    assert shown.out.index("thesis-figure4.2") < shown.out.index("thesis-figure4.1")
+    assert "done before" in shown.err
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    places = ("--out", tmp_path / "out", "--runs", tmp_path / "runs", "--device", "cpu")
+    ids = ("opteq-table9", "kerdeq-table3")
+    assert run(*ids, "--smoke", "--parallel", "2", *places) == 0
+    shown = capsys.readouterr()
+    assert "opteq-table9" in shown.out
+    assert "kerdeq-table3" in shown.out
+    lines = [line for line in shown.err.splitlines() if "seed 0" in line]
+    # Table 9 is times alone: its jobs come last and one by one.
+    kinds = ["times" if ", times:" in line else "train" for line in lines]
+    assert kinds == sorted(kinds, key=("train", "times").index)
+    after = [line.split(": ")[1].split()[0] for line in lines if ", times:" in line]
+    assert after == ["started", "done"] * (len(after) // 2)
+    assert run(*ids, "--smoke", "--json", *places) == 0
+    for one in json.loads(capsys.readouterr().out):
+        assert one["status"] == "smoke only"
+        assert all(cell["n"] == 1 for cell in one["cells"] if cell["status"] != "quoted")
 
 
 def test_nothing_at_hand_is_a_failure_that_says_why(

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from equilibria.experiments import Choices, describe, plan
+from equilibria.experiments import Cell, Choices, cells_asked, describe, plan
 from equilibria.experiments.planning import Planned, plan_of
 
 from . import tiny
@@ -24,7 +24,9 @@ def _one(**changes: Any) -> Planned:
 
 def test_where_it_runs_does_not_change_what_it_is(tmp_path: Path) -> None:
     here = _one()
-    there = _one(runs=tmp_path, out=tmp_path, device="cuda:1", minutes=3.0, progress=False)
+    there = _one(
+        runs=tmp_path, out=tmp_path, device="cuda:1", minutes=3.0, progress=False, parallel=8
+    )
     assert (here.key, here.group) == (there.key, there.group)
     assert there.folder == tmp_path / f"tiny-{here.key}"
     assert there.config.accelerator == "cuda"
@@ -77,6 +79,29 @@ def test_tables_share_trainings() -> None:
     assert len(ours & theirs) == 8
 
 
+def test_equal_trainings_are_one_whatever_they_are_called() -> None:
+    jobs = [tiny.job("a"), tiny.job("b", measures=("features", "quality")), tiny.job("a", data="x")]
+    cells = [Cell(row=str(k), column="c", job=job) for k, job in enumerate(jobs)]
+    first, second = plan(cells, Choices(seeds=(3,), stand_in=True))
+    assert (first.job.name, first.job.measures) == ("a", ("quality", "features"))
+    assert (second.job.data, second.missing) == ("x", "x")  # the same name is not the same training
+
+
+def test_cells_of_several_tables() -> None:
+    one, two = describe("geq-table1"), describe("kerdeq-table1")
+    both = cells_asked([one, two])
+    assert [(e.id, len(c)) for e, c in both] == [(e.id, len(e.cells)) for e in (one, two)]
+    ((found, cells),) = cells_asked([one, two], ("GEQ 5M",))
+    assert found is one
+    assert {cell.row for cell in cells} == {"GEQ 5M"}
+    with pytest.raises(ValueError, match="none of these tables has a row 'GEQ 9M'"):
+        cells_asked([one, two], ("GEQ 5M", "GEQ 9M"))
+    with pytest.raises(ValueError, match="none of them twice"):
+        cells_asked([one, one])
+    with pytest.raises(ValueError, match="at least one"):
+        cells_asked([])
+
+
 def test_milestones_move_with_the_epochs() -> None:
     def milestones(**overrides: Any) -> tuple[int, ...]:
         cells = describe("opteq-table8").cells
@@ -121,6 +146,8 @@ def test_data_that_stand_in(tmp_path: Path) -> None:
         ({"seeds": (1, 1)}, "none of them twice"),
         ({"seeds": (-1,)}, "whole numbers"),
         ({"minutes": 0.0}, "out of range"),
+        ({"parallel": 0}, "out of range"),
+        ({"parallel": 1.5}, "expected an integer"),
         ({"overrides": {"model": "x"}}, "the table decides"),
         ({"overrides": {"lrr": 1}}, "Did you mean 'lr'"),
         ({"overrides": {"epochs": 0}}, "at least 1"),
@@ -138,3 +165,16 @@ def test_rows_are_checked() -> None:
     cells = describe("geq-table1").cells_of(("GEQ 5M",))
     assert {cell.row for cell in cells} == {"GEQ 5M"}
     assert len(plan(cells, Choices())) == 2
+
+
+def test_what_stands_in_is_the_training_of_the_tables_on_those_data(tmp_path: Path) -> None:
+    """CIFAR-10 for CIFAR-100: one folder, whichever table asked for it."""
+    named = tiny.job("cifar100-tiny", data="cifar100", stand_in={"data": "digits"})
+    (found,) = plan_of(named, tiny.choices(tmp_path, stand_in=True))
+    assert found.stands_in == "digits"
+    assert found.folder.name == f"digits-tiny-{found.key}"
+
+
+def test_options_of_the_machine_are_no_change_of_the_recipe(tmp_path: Path) -> None:
+    asked = tiny.choices(tmp_path, overrides={"compile": True, "cuda_graphs": False, "lr": 0.1})
+    assert asked.change == "lr=0.1"

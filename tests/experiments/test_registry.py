@@ -22,6 +22,7 @@ IDS = (
     *("opteq-table9", "opteq-table10"),
     *("thesis-figure4.1", "thesis-figure4.2", "thesis-figure4.3", "thesis-figure4.4"),
     "thesis-figure4.5",
+    *("ours-ablation", "ours-stack"),
 )
 
 # id → row by row, the numbers of the paper from left to right. GEQ: main text, Tables 1–3, and

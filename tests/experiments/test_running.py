@@ -64,6 +64,60 @@ def test_another_table_takes_the_training_and_measures_what_is_new(
     assert counted == {"fit": 1, "quality": 1}
 
 
+def _second(job: experiments.Job, metric: str, **changes: Any) -> experiments.Experiment:
+    cell = experiments.Cell(row="r", column="c", job=job, metric=metric)
+    return dataclasses.replace(tiny.table(), id="other", cells=(cell,), **changes)
+
+
+def test_several_tables_share_a_training_and_unite_what_they_measure(
+    tmp_path: Path, counted: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[str] = []
+    new = {**running.MEASURES, "new": lambda scene: {"answer": 42.0}}
+    network = running._network
+
+    def counting(planned: Any, *rest: Any) -> Any:
+        loaded.append(planned.job.name)
+        return network(planned, *rest)
+
+    monkeypatch.setattr(running, "MEASURES", new)
+    monkeypatch.setattr(running, "_network", counting)
+    # The same training by another name: one folder, one model.
+    other = _second(tiny.job("alias", measures=("new",)), "answer")
+    told: list[str] = []
+    found = experiments.reproduce_all(
+        [tiny.table(), other], tiny.choices(tmp_path), tell=told.append
+    )
+    assert [result.experiment.id for result in found] == ["tiny-table", "other"]
+    assert [result.status for result in found] == ["measured", "measured"]
+    assert found[1].cells[0].mean == 42.0
+    assert counted == {"fit": 1, "quality": 1}
+    assert loaded == ["tiny"]
+    assert [text.split(":")[0] for text in told] == ["1/1 tiny, seed 0"]
+    (line,) = read_log(tmp_path / "results")
+    assert line["id"] == "tiny-table, other"
+    assert line["result"]["answer"] == 42.0
+    assert {path.name for path in (tmp_path / "results").glob("*.json")} == {
+        "tiny-table.json",
+        "other.json",
+    }
+
+
+def test_a_measure_that_fails_for_one_table_leaves_the_other_its_number(tmp_path: Path) -> None:
+    bad = _second(tiny.job(measures=("quality", "no such measure")), "answer")
+    found = experiments.reproduce_all([tiny.table(), bad], tiny.choices(tmp_path))
+    assert [result.status for result in found] == ["measured", "not run"]
+    assert found[1].cells[0].why == "failed: KeyError: 'no such measure'"
+
+
+def test_rows_of_several_tables(tmp_path: Path) -> None:
+    other = _second(tiny.job("b", recipe={**tiny.RECIPE, "lr": 0.02}), "accuracy")
+    choices = tiny.choices(tmp_path, only=("r",), overrides={"epochs": 1})
+    (found,) = experiments.reproduce_all([tiny.table(), other], choices)
+    assert found.experiment.id == "other"
+    assert [folder.name[:2] for folder in (tmp_path / "runs").iterdir()] == ["b-"]
+
+
 def test_the_log_has_every_run(tmp_path: Path) -> None:
     reproduce(tiny.table(), tiny.choices(tmp_path, overrides={"epochs": 1}))
     (line,) = read_log(tmp_path / "results")
@@ -119,9 +173,12 @@ def test_no_training_is_begun_when_the_time_is_over(
 
     begun: list[int] = []
 
-    def instant(planned: Any, *_: Any, **__: Any) -> running.Outcome:
+    def instant(planned: Any, *_: Any, **__: Any) -> None:
         begun.append(planned.seed)
-        return running.Outcome({"accuracy": 1.0, "parameters_k": 1.0}, 0.0, {})
+        quality = {"accuracy": 1.0, "parameters_k": 1.0}
+        kept = {"measures": {"quality": quality}, "seconds": 0.0, "made_by": {}}
+        planned.folder.mkdir(parents=True)
+        (planned.folder / "measured.json").write_text(json.dumps(kept))
 
     monkeypatch.setattr(reproducing, "run_job", instant)
     with pytest.raises(KeyboardInterrupt, match="minutes are over"):
@@ -185,6 +242,43 @@ def test_listing_reads_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     reproduce(tiny.table(), tiny.choices(tmp_path, smoke=True))
     assert state() == ("smoke only", 0)
     reproduce(tiny.table(), tiny.choices(tmp_path, **short))
-    assert state() == ("partly (epochs=1)", 2)
+    assert state() == ("measured (epochs=1)", 2)
     reproduce(tiny.table(), tiny.choices(tmp_path))
-    assert state() == ("measured", 2)
+    assert state() == ("measured; measured (epochs=1)", 2)
+
+
+def test_gathering_trains_nothing_and_takes_a_part(tmp_path: Path, counted: dict[str, int]) -> None:
+    """Another machine measured the quality and not the rest: the table has what there is."""
+    reproduce(tiny.table(), tiny.choices(tmp_path))
+    before = dict(counted)
+    job = tiny.job(measures=("quality", "new"))
+    cells = (
+        experiments.Cell(row="r", column="accuracy", job=job),
+        experiments.Cell(row="r", column="answer", job=job, metric="answer"),
+        experiments.Cell(row="s", column="accuracy", job=tiny.job("else", options={"depth": 2})),
+    )
+    other = dataclasses.replace(tiny.table(), id="other", cells=cells)
+    found = reproduce(other, tiny.choices(tmp_path, gather=True))
+    assert [cell.status for cell in found.cells] == ["measured", "not run", "not run"]
+    assert found.status == "partly"
+    assert counted == before
+    assert len(read_log(tmp_path / "results")) == 1
+
+
+@pytest.mark.parametrize(
+    ("graphs", "compiled", "device", "expected"),
+    [
+        (True, False, "cuda", True),
+        (True, False, "cpu", False),
+        (True, True, "cuda", False),
+        (False, False, "cuda", False),
+    ],
+)
+def test_graphs_where_they_fit(
+    tmp_path: Path, graphs: bool, compiled: bool, device: str, expected: bool
+) -> None:
+    from equilibria.experiments.running import _made_fast
+
+    asked = tiny.choices(tmp_path, device=device, overrides={"compile": compiled})
+    (one,) = experiments.plan([tiny.table(graphs=graphs).cells[0]], asked)
+    assert _made_fast(one, asked).cuda_graphs is expected

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from equilibria.data import ImageData
+from equilibria.experiments import supplying
 from equilibria.experiments.planning import plan_of
 from equilibria.experiments.supplying import Supplied, at_hand, supply
 
@@ -31,6 +33,46 @@ def test_superclasses_of_a_smoke_test_leave_a_class_unseen(tmp_path: Path) -> No
     assert found.train.classes == ("below 5", "from 5 on")
     assert found.held_out is not None
     assert found.test.superclass_names == ("below 5", "from 5 on")
+
+
+def test_cifar10_stands_in_with_vehicles_and_animals(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship")
+    images = ImageData(
+        images=torch.zeros(40, 3, 4, 4, dtype=torch.uint8),
+        targets=torch.arange(40) % 10,
+        classes=(*names, "truck"),
+        name="cifar10",
+        split_name="train",
+        mean=(0.5,) * 3,
+        std=(0.25,) * 3,
+    )
+    monkeypatch.setattr(supplying, "_read", lambda *given: images)
+    found = _supplied(tmp_path, data="cifar10", classes="superclass")
+    assert found.train.classes == ("vehicles", "animals")
+    above = found.test.superclass_of
+    assert above is not None
+    assert [int(a) for a in above] == [0, 0, 1, 1, 1, 1, 1, 1, 0, 0]
+    # Of each superclass the last class is unseen: the truck and the horse.
+    assert found.held_out is not None
+    assert len(found.train) + len(found.held_out) == 32
+
+
+def test_images_are_read_once_for_all_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    supplying._read.cache_clear()
+    calls: list[str] = []
+    load = supplying.room.load
+
+    def counting(name: str, split: str, **options: Any) -> Any:
+        calls.append(split)
+        return load(name, split, **options)
+
+    monkeypatch.setattr(supplying.room, "load", counting)
+    for seed in (1, 2):
+        (one,) = plan_of(tiny.job(), tiny.choices(tmp_path, seeds=(seed,)))
+        supply(one, progress=False)
+    assert sorted(calls) == ["test", "train"]
 
 
 def test_segmentation_smoke_has_a_class_for_each_pixel(tmp_path: Path) -> None:

@@ -19,8 +19,12 @@ _LIST = "list"
 
 
 def reproduce(
-    name: Annotated[
-        str, typer.Argument(metavar="ID", help="A table or figure, or 'list' for all of them.")
+    names: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="ID",
+            help="Tables or figures: what they share is trained once. Or 'list' for all of them.",
+        ),
     ],
     smoke: Annotated[
         bool,
@@ -58,6 +62,20 @@ def reproduce(
         float | None,
         typer.Option(help="Stop training after this long; the same command goes on from there."),
     ] = None,
+    gather: Annotated[
+        bool,
+        typer.Option(
+            "--gather", help="Train nothing: write the tables of what the run folders hold."
+        ),
+    ] = False,
+    parallel: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="N trainings at once, each in a process of its own; times are measured alone.",
+        ),
+    ] = 1,
     device: Annotated[
         str | None, typer.Option(help="cpu, cuda, cuda:1 …; a GPU where there is one if not given.")
     ] = None,
@@ -71,21 +89,23 @@ def reproduce(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bars.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Train what a table of a paper needs and print the paper's numbers beside ours.
+    """Train what tables of the papers need and print the papers' numbers beside ours.
 
     Trainings are kept and shared between tables; Ctrl-C saves, and the same command goes on. The
     test images are looked at once, when a training is over.
     """
     from equilibria import experiments
 
-    if name == _LIST:
+    if _LIST in names:
+        if len(names) > 1:
+            others = " ".join(name for name in names if name != _LIST) or _LIST
+            raise fail(f"'list' stands alone; it was given with {others}.")
         _show_list(out, data_root, as_json)
         return
     overrides = {**pairs("set", change or []), **({} if epochs is None else {"epochs": epochs})}
     if device is not None:
         device_of(device)
     try:
-        experiment = experiments.describe(name)
         choices = experiments.Choices(
             seeds=_seeds(seeds),
             only=tuple(only or ()),
@@ -97,30 +117,43 @@ def reproduce(
             out=out,
             runs=runs,
             minutes=minutes,
+            parallel=parallel,
+            gather=gather,
             progress=not (quiet or as_json),
         )
-        planned = experiments.plan(experiment.cells_of(choices.only), choices)
+        asked = experiments.cells_asked(map(experiments.describe, names), choices.only)
+        plans = {one.id: experiments.plan(cells, choices) for one, cells in asked}
     except (ValueError, TypeError) as error:
         raise fail(as_flags(str(error))) from None
     if dry_run:
-        _show_plan(experiment, planned, as_json)
+        _show_plans(plans, len(names) > 1, as_json)
         return
     make_folder(out)
     told = None if quiet or as_json else _tell
     try:
-        result = experiments.reproduce(name, choices, tell=told)
+        results = experiments.reproduce_all(names, choices, tell=told)
     except KeyboardInterrupt as stopped:
         said = str(stopped).split(" Go on with")[0] or "interrupted."
         raise stop(f"{said}\nThe same command goes on from there.") from None
     if as_json:
-        print_json(result.to_dict())
+        found = [result.to_dict() for result in results]
+        print_json(found if len(names) > 1 else found[0])
         return
-    output().print(experiments.rich_table(result))
-    for note in experiment.notes:
-        error_console.print(f"- {note}", style="dim", markup=False, highlight=False)
-    if result.status == "not run":
+    _show_results(results)
+
+
+def _show_results(results: list[Any]) -> None:
+    from equilibria import experiments
+
+    for result in results:
+        output().print(experiments.rich_table(result))
+        for note in result.experiment.notes:
+            error_console.print(f"- {note}", style="dim", markup=False, highlight=False)
+    idle = [result.experiment.id for result in results if result.status == "not run"]
+    if idle:
         raise fail(
-            "nothing was run.", "See the state of each row; --stand-in, --data-root, --smoke."
+            f"nothing was run of {', '.join(idle)}.",
+            "See the state of each row; --stand-in, --data-root, --smoke.",
         )
 
 
@@ -187,12 +220,30 @@ def _status(one: Any) -> str:
     return f"{one.status} ({one.measured} of {len(one.experiment.cells)})"
 
 
-def _show_plan(experiment: Any, planned: list[Any], as_json: bool) -> None:
-    """Every training with the options that differ from the defaults."""
+def _show_plans(plans: dict[str, list[Any]], several: bool, as_json: bool) -> None:
+    """Every training of every id; what ids share stands under each."""
+    rows = {name: _plan_rows(planned) for name, planned in plans.items()}
+    if as_json:
+        found = [{"id": name, "jobs": jobs} for name, jobs in rows.items()]
+        print_json(found if several else found[0])
+        return
+    console = output()
+    for name, jobs in rows.items():
+        console.print(f"{name}: {len(jobs)} training(s)", highlight=False)
+        for row in jobs:
+            _show_job(console, row)
+        console.print()
+    if several:
+        keys = {row["key"] for jobs in rows.values() for row in jobs}
+        console.print(f"together: {len(keys)} training(s), shared ones once", highlight=False)
+
+
+def _plan_rows(planned: list[Any]) -> list[dict[str, Any]]:
+    """Each training with the options that differ from the defaults."""
     from equilibria.training.config import TrainConfig
 
     usual = TrainConfig()
-    rows = [
+    return [
         {
             "job": one.job.name,
             "seed": one.seed,
@@ -209,16 +260,13 @@ def _show_plan(experiment: Any, planned: list[Any], as_json: bool) -> None:
         }
         for one in planned
     ]
-    if as_json:
-        print_json({"id": experiment.id, "jobs": rows})
-        return
-    console = output()
-    console.print(f"{experiment.id}: {len(rows)} training(s)", highlight=False)
-    for row in rows:
-        note = f" [{row['missing']} is not at hand]" if row["missing"] else ""
-        note += f" [{row['stands_in']} stands in]" if row["stands_in"] else ""
-        line = f"\n{row['job']}, seed {row['seed']}{note}\n  folder: {row['folder']}"
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
-        console.print(f"  measures: {', '.join(row['measures'])}", markup=False, highlight=False)
-        for key, value in row["options"].items():
-            console.print(f"  {key}: {value}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _show_job(console: Any, row: dict[str, Any]) -> None:
+    note = f" [{row['missing']} is not at hand]" if row["missing"] else ""
+    note += f" [{row['stands_in']} stands in]" if row["stands_in"] else ""
+    line = f"\n{row['job']}, seed {row['seed']}{note}\n  folder: {row['folder']}"
+    console.print(line, markup=False, highlight=False, soft_wrap=True)
+    console.print(f"  measures: {', '.join(row['measures'])}", markup=False, highlight=False)
+    for key, value in row["options"].items():
+        console.print(f"  {key}: {value}", markup=False, highlight=False, soft_wrap=True)

@@ -17,8 +17,8 @@ from .registry import describe, names
 
 if TYPE_CHECKING:
     from .log import read_log
-    from .planning import Planned, plan
-    from .reproducing import Listed, listing, reproduce
+    from .planning import Planned, cells_asked, plan
+    from .reproducing import Listed, listing, reproduce, reproduce_all
     from .results import Result
     from .tables import markdown, rich_table
 
@@ -31,6 +31,7 @@ __all__ = [
     "Planned",
     "Published",
     "Result",
+    "cells_asked",
     "describe",
     "listing",
     "markdown",
@@ -38,6 +39,7 @@ __all__ = [
     "plan",
     "read_log",
     "reproduce",
+    "reproduce_all",
     "rich_table",
 ]
 

@@ -48,6 +48,11 @@ class Choices:
     """Where trainings are kept."""
     minutes: float | None = None
     """Stop training after this long, as by Ctrl-C: the same command goes on from there."""
+    parallel: int = 1
+    """Trainings at once, each in a process of its own. Times are measured alone, after the rest."""
+    gather: bool = False
+    """Train and measure nothing: the tables of what the run folders hold, such as those that
+    another machine filled."""
     progress: bool = True
     """Whether to show bars."""
 
@@ -58,6 +63,7 @@ class Choices:
             if type(seed) is not int or not 0 <= seed < 2**32:
                 raise ValueError(f"seeds={self.seeds}: expected whole numbers from 0 to 2³² − 1.")
         check_number(self, "minutes", low=0.0, low_open=True, optional=True)
+        check_number(self, "parallel", low=1, integer=True)
         taken = [name for name in self.overrides if name in _RESERVED]
         if taken:
             raise ValueError(

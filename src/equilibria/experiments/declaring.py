@@ -33,6 +33,8 @@ class Job:
     """Names of ``measures.MEASURES``."""
     trained: bool = True
     """False: the network is measured as it is drawn (throughput, paths at the start)."""
+    graphs: bool = False
+    """Whether the training step is replayed as CUDA graphs on a GPU: for fixed steps."""
     rate: float = 5000.0
     """Images a second that a training on one H200 sees: an estimate, for the cost."""
     images: int = 45_000

@@ -38,7 +38,8 @@ def draw(result: Result, folder: Path) -> Result:
     axes.set_xticks(range(len(rows)), rows, rotation=60, ha="right", fontsize=7)
     axes.set_ylabel("ours")
     axes.legend(fontsize=7)
-    axes.set_title(f"{result.experiment.id}: {result.status}", fontsize=8)
+    change = f" ({result.change})" if result.change else ""
+    axes.set_title(f"{result.experiment.id}: {result.status}{change}", fontsize=8)
     stem = result_path(folder, result.experiment.id, result.smoke, result.change)
     written = pictures.save_picture(figure, stem.with_suffix(""))
     return dataclasses.replace(result, files=tuple(path.name for path in written))

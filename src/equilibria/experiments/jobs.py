@@ -64,21 +64,26 @@ def cifar(
     *,
     tag: str = "",
     options: Mapping[str, Any] | None = None,
+    recipe: Mapping[str, Any] | None = None,
     classes: str = "all",
     measures: tuple[str, ...] = ("quality",),
     smoke: Mapping[str, Any] | None = None,
     rate: float | None = None,
 ) -> Job:
-    """A network on CIFAR by the recipe that all rows share; CIFAR-10 stands in for CIFAR-100."""
+    """A network on CIFAR by the recipe that all rows share; CIFAR-10 stands in for CIFAR-100.
+
+    ``recipe`` holds what a row changes in it.
+    """
     speed, tiny = family(model)
     return Job(
         name=f"{data}-{model}{'-' if tag else ''}{tag}",
         model=model,
         options=dict(options or {}),
         data=data,
-        recipe=recipes.CIFAR,
+        recipe={**recipes.CIFAR, **recipe} if recipe else recipes.CIFAR,
         classes=classes,
         measures=measures,
+        graphs=True,
         rate=speed if rate is None else rate,
         stand_in={} if data == "cifar10" else {"data": "cifar10"},
         smoke=dict(tiny if smoke is None else smoke),
@@ -153,6 +158,7 @@ def deep_opteq(
         data="cifar10",
         recipe=recipes.OPTEQ,
         measures=measures,
+        graphs=unrolled,
         rate=RATES["unrolled"] if unrolled else speed,
         smoke={**tiny, **(smoke or {})},
     )

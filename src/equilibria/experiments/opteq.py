@@ -161,8 +161,8 @@ _TABLE_4 = Experiment(
                 "",
             ),
             ("no Reg", "162 k", "85.7%", deep_opteq("deep_opteq_162k", "plain", unrolling()), ""),
-            ("Neural ODE", "172 k", "53.7%", None, "quoted: no neural ODE here"),
-            ("Aug. Neural ODE", "172 k", "60.6%", None, "quoted: no neural ODE here"),
+            ("Neural ODE", "172 k", "53.7%", None, "no neural ODE here"),
+            ("Aug. Neural ODE", "172 k", "60.6%", None, "no neural ODE here"),
             ("MON, single conv", "172 k", "74.1%", deep_opteq("mondeq_single", "recipe", {}), ""),
             (
                 "MON, single conv (large)",

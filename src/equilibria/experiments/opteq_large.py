@@ -16,7 +16,7 @@ __all__ = ["EXPERIMENTS"]
 
 _PAPER = "OptEq"
 _DECORRELATION = {"kind": "Decorrelation", "weight": 0.01, "features": "channels"}
-_QUOTED = "quoted: this network is not in the table of models"
+_QUOTED = "this network is not in the table of models"
 
 
 def _imagenet(model: str, tag: str = "", options: Mapping[str, Any] | None = None) -> Job:

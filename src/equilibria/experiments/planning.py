@@ -13,10 +13,10 @@ from typing import Any
 from equilibria.training.config import TrainConfig
 
 from .choices import MACHINE, Choices
-from .declaring import Cell, Job
+from .declaring import Cell, Experiment, Job
 from .supplying import at_hand
 
-__all__ = ["Planned", "plan"]
+__all__ = ["Planned", "cells_asked", "plan"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,17 +40,45 @@ class Planned:
     def folder(self) -> Path:
         return self.config.folder
 
+    def measuring(self, measures: tuple[str, ...]) -> Planned:
+        """The same training, other measures."""
+        return dataclasses.replace(self, job=dataclasses.replace(self.job, measures=measures))
+
+
+def cells_asked(
+    experiments: Iterable[Experiment], only: tuple[str, ...] = ()
+) -> list[tuple[Experiment, tuple[Cell, ...]]]:
+    """Each table with the cells of these rows; no rows given: all.
+
+    Tables that have none of the rows are left out; a row that no table has is an error, and so is
+    a table that is given twice.
+    """
+    given = list(experiments)
+    ids = [one.id for one in given]
+    if not ids or len(set(ids)) != len(ids):
+        said = ", ".join(ids) or "none"
+        raise ValueError(f"tables given: {said}; expected at least one, none of them twice.")
+    if len(given) == 1:
+        return [(given[0], given[0].cells_of(only))]
+    wrong = [row for row in only if not any(row in one.rows for one in given)]
+    if wrong:
+        known = "; ".join(f"{one.id}: {', '.join(map(repr, one.rows))}" for one in given)
+        raise ValueError(f"none of these tables has a row {wrong[0]!r}; their rows are {known}.")
+    found = [(one, tuple(row for row in only if row in one.rows)) for one in given]
+    return [(one, one.cells_of(rows)) for one, rows in found if rows or not only]
+
 
 def plan(cells: Iterable[Cell], choices: Choices) -> list[Planned]:
     """Every training that the cells need, each once, seeds innermost.
 
-    A job that two cells measure differently is one training.
+    Cells may be those of several tables. What they measure of one training, whatever they call it,
+    is united: it is one folder, and the weights are loaded once.
     """
-    given = list(cells)
+    jobs = {id(cell.job): cell.job for cell in cells if cell.job is not None}
     made: dict[str, Planned] = {}
-    for name in dict.fromkeys(_jobs(given)):
-        for found in plan_of(_merged(name, given), choices):
-            made.setdefault(found.key, found)
+    for job in jobs.values():
+        for found in plan_of(job, choices):
+            made[found.key] = _united(made.get(found.key, found), found)
     return list(made.values())
 
 
@@ -60,15 +88,10 @@ def plan_of(job: Job, choices: Choices) -> list[Planned]:
     return [_planned(job, seed, choices, there) for seed in choices.seeds]
 
 
-def _jobs(cells: Iterable[Cell]) -> list[str]:
-    return [cell.job.name for cell in cells if cell.job is not None]
-
-
-def _merged(name: str, cells: Iterable[Cell]) -> Job:
-    """The job of this name with the measures of all cells that use it."""
-    found = [cell.job for cell in cells if cell.job is not None and cell.job.name == name]
-    measures = tuple(dict.fromkeys(m for job in found for m in job.measures))
-    return dataclasses.replace(found[0], measures=measures)
+def _united(first: Planned, second: Planned) -> Planned:
+    """The first of two plans of one training, with what either measures."""
+    measures = tuple(dict.fromkeys((*first.job.measures, *second.job.measures)))
+    return first.measuring(measures)
 
 
 def _planned(job: Job, seed: int, choices: Choices, there: bool) -> Planned:

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from . import geq, kerdeq, opteq, opteq_large, thesis
+from . import geq, kerdeq, opteq, opteq_large, ours, thesis
 from .declaring import Experiment
 
 __all__ = ["EXPERIMENTS", "describe", "names"]
@@ -21,6 +21,7 @@ def _ordered() -> dict[str, Experiment]:
             key=lambda e: int(e.id.removeprefix("opteq-table")),
         ),
         *thesis.EXPERIMENTS,
+        *ours.EXPERIMENTS,
     )
     return {experiment.id: experiment for experiment in every}
 

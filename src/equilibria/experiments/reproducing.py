@@ -1,16 +1,17 @@
-"""``reproduce``: from an id to a table with the paper's numbers beside ours."""
+"""``reproduce``: from ids to tables with the papers' numbers beside ours."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from .choices import Choices
 from .declaring import Cell, Experiment
 from .log import Log
-from .planning import Planned, plan, plan_of
+from .planning import Planned, cells_asked, plan, plan_of
+from .pooling import Pool, Task, split
 from .provenance import made_by
 from .registry import EXPERIMENTS, describe
 from .results import (
@@ -24,10 +25,10 @@ from .results import (
     read_result,
     result_path,
 )
-from .running import Outcome, chosen_device, remembered, run_job
+from .running import Outcome, chosen_device, complete, is_trained, remembered, run_job
 from .supplying import at_hand
 
-__all__ = ["Listed", "listing", "reproduce"]
+__all__ = ["Listed", "listing", "reproduce", "reproduce_all"]
 
 Tell = Callable[[str], None]
 
@@ -46,18 +47,69 @@ def reproduce(
         The table, as written to ``choices.out``. Jobs whose data are not at hand are left out and
         the table says so. Ctrl-C keeps what is done: the same call goes on from there.
     """
+    return reproduce_all([experiment], choices, tell=tell)[0]
+
+
+def reproduce_all(
+    experiments: Iterable[str | Experiment],
+    choices: Choices | None = None,
+    *,
+    tell: Tell | None = None,
+) -> list[Result]:
+    """``reproduce`` for several tables at once: what they share is trained and loaded once.
+
+    Rows of ``choices.only`` have to be in one of the tables; those that have none of them are left
+    out of the answer.
+    """
     choices = Choices() if choices is None else choices
-    found = describe(experiment) if isinstance(experiment, str) else experiment
-    say: Tell = (lambda text: None) if tell is None else tell
-    done = _Done({}, {})
+    given = [describe(one) if isinstance(one, str) else one for one in experiments]
+    asked = cells_asked(given, choices.only)
+    planned = plan([cell for _, cells in asked for cell in cells], choices)
+    done = _Done({one.key: one for one in planned}, {}, choices.gather)
     try:
-        _run_all(found, choices, done, say)
+        _run_all(planned, _users(asked, choices), choices, done, tell or (lambda text: None))
     except BaseException:
-        if done.outcomes:  # what is done is shown, whatever ended the rest
-            _table(found, choices, done).save(choices.out)
+        for experiment, cells in asked:  # what is done is shown, whatever ended the rest
+            result, fresh = _table(experiment, cells, choices, done)
+            if fresh:
+                result.save(choices.out)
         raise
-    result = _table(found, choices, done)
-    if found.picture:
+    return [_written(*one, choices, done) for one in asked]
+
+
+@dataclass(frozen=True)
+class _Done:
+    """By the key of a training: where it is kept, and why it gave nothing if it did not."""
+
+    planned: Mapping[str, Planned]
+    failures: dict[str, str]
+    part: bool
+    """Whether a run counts of which not all is measured."""
+
+    def outcome(self, run: Planned) -> Outcome | None:
+        """What was measured of it; equal trainings by several names are in the first's folder."""
+        kept = self.planned.get(run.key)
+        if kept is None:
+            return None
+        return remembered(kept.measuring(run.job.measures), part=self.part)
+
+
+def _users(
+    asked: Sequence[tuple[Experiment, Sequence[Cell]]], choices: Choices
+) -> dict[str, list[str]]:
+    """By the key of a training: the tables that ask for it."""
+    found: dict[str, list[str]] = {}
+    for experiment, cells in asked:
+        for one in plan(cells, choices):
+            found.setdefault(one.key, []).append(experiment.id)
+    return found
+
+
+def _written(
+    experiment: Experiment, cells: Sequence[Cell], choices: Choices, done: _Done
+) -> Result:
+    result, _ = _table(experiment, cells, choices, done)
+    if experiment.picture:
         from .drawing import draw
 
         result = draw(result, choices.out)
@@ -65,67 +117,107 @@ def reproduce(
     return result
 
 
-@dataclass(frozen=True)
-class _Done:
-    """By the key of a training: what it gave, or why it gave nothing."""
-
-    outcomes: dict[str, Outcome]
-    failures: dict[str, str]
-
-
-def _run_all(experiment: Experiment, choices: Choices, done: _Done, say: Tell) -> None:
-    """Every training in turn. One that fails is logged and said, and the others go on."""
-    planned = plan(experiment.cells_of(choices.only), choices)
-    log = Log(choices.out, experiment.id, choices.change)
+def _run_all(
+    planned: Sequence[Planned],
+    users: Mapping[str, Sequence[str]],
+    choices: Choices,
+    done: _Done,
+    say: Tell,
+) -> None:
+    """Every training. One that fails is logged and said, and the others go on."""
+    if choices.gather:
+        say(f"nothing is trained: {len(planned)} run folder(s) of {choices.runs} are read")
+        return
     deadline = None if choices.minutes is None else time.monotonic() + 60.0 * choices.minutes
-    worked = False
+    tasks = []
     for number, one in enumerate(planned, 1):
         label = f"{number}/{len(planned)} {one.job.name}, seed {one.seed}"
+        log = Log(choices.out, ", ".join(users[one.key]), choices.change)
         if one.missing:
             say(f"{label}: left out, {one.missing} is not at hand")
-            continue
-        known = remembered(one)
-        say(f"{label}: {'done before' if known else f'in {one.folder}'}")
+        elif complete(one):
+            say(f"{label}: done before")
+        else:
+            tasks.append(Task(one, label, log))
+    run = _in_turn if choices.parallel == 1 else _side_by_side
+    run(tasks, choices, deadline, done.failures, say)
+
+
+def _in_turn(
+    tasks: Sequence[Task],
+    choices: Choices,
+    deadline: float | None,
+    failures: dict[str, str],
+    say: Tell,
+) -> None:
+    for number, task in enumerate(tasks):
         # The first training gets its step in any case: calls that are too short get on too.
-        if not known and worked and deadline is not None and time.monotonic() >= deadline:
+        if number and deadline is not None and time.monotonic() >= deadline:
             raise KeyboardInterrupt(f"The {choices.minutes:g} minutes are over.")
-        worked = worked or not known
+        say(f"{task.label}: in {task.planned.folder}")
         try:
-            done.outcomes[one.key] = known or run_job(one, choices, log, deadline=deadline)
+            run_job(task.planned, choices, task.log, deadline=deadline)
         except Exception as error:
             if choices.smoke:  # a test: nothing may be passed over
                 raise
-            done.failures[one.key] = f"failed: {type(error).__name__}: {str(error)[:200]}"
-            say(f"{label}: {done.failures[one.key]}")
+            failures[task.planned.key] = f"failed: {type(error).__name__}: {str(error)[:200]}"
+            say(f"{task.label}: {failures[task.planned.key]}")
 
 
-def _table(experiment: Experiment, choices: Choices, done: _Done) -> Result:
+def _side_by_side(
+    tasks: Sequence[Task],
+    choices: Choices,
+    deadline: float | None,
+    failures: dict[str, str],
+    say: Tell,
+) -> None:
+    """Trainings at once; measures of time after all of them, one after another."""
+    parts = [(task, *split(task.planned)) for task in tasks]
+    beside = [replace(task, planned=part) for task, part, _ in parts if part]
+    alone = [
+        replace(task, planned=part, label=f"{task.label}, times") for task, _, part in parts if part
+    ]
+    pool = Pool(choices, deadline, say, len(beside) + len(alone), failures)
+    with pool.bar():
+        pool.run(beside, choices.parallel)
+        # A training that failed is not begun again for the sake of its times.
+        ready = [t for t in alone if not t.planned.job.trained or is_trained(t.planned.folder)]
+        pool.run(ready, 1)
+
+
+def _table(
+    experiment: Experiment, asked: Sequence[Cell], choices: Choices, done: _Done
+) -> tuple[Result, bool]:
+    """(the table as the run folders and the earlier table have it, whether a run is in it)."""
     path = result_path(choices.out, experiment.id, choices.smoke, choices.change)
     earlier = earlier_samples(path)
-    wanted = {(cell.row, cell.column) for cell in experiment.cells_of(choices.only)}
-    runs_of = {job.name: plan_of(job, choices) for job in experiment.jobs}
-    cells = []
+    wanted = {(cell.row, cell.column) for cell in asked}
+    jobs = {id(cell.job): cell.job for cell in experiment.cells if cell.job is not None}
+    runs_of = {which: plan_of(job, choices) for which, job in jobs.items()}
+    cells, fresh = [], False
     for cell in experiment.cells:
         place = (cell.row, cell.column)
-        runs = [] if cell.job is None else runs_of[cell.job.name]
-        new = _samples(cell, runs, done.outcomes) if place in wanted else []
+        runs = [] if cell.job is None else runs_of[id(cell.job)]
+        new = _samples(cell, runs, done) if place in wanted else []
+        fresh = fresh or bool(new)
         group = runs[0].group if runs else ""
         found = merged(new, earlier.get(place, []), group)
         cells.append(CellResult(cell, found, _why(runs, done, place in wanted), group))
-    return Result(
+    result = Result(
         experiment=experiment,
         cells=tuple(cells),
         smoke=choices.smoke,
         change=choices.change,
         made_by=made_by(chosen_device(choices.device)),
     )
+    return result, fresh
 
 
-def _samples(cell: Cell, runs: list[Planned], outcomes: Mapping[str, Outcome]) -> list[Sample]:
+def _samples(cell: Cell, runs: Sequence[Planned], done: _Done) -> list[Sample]:
     made = []
     for run in runs:
-        outcome = outcomes.get(run.key)
-        if outcome is None:
+        outcome = done.outcome(run)
+        if outcome is None or (done.part and cell.metric not in outcome.values):
             continue
         if cell.metric not in outcome.values:
             raise KeyError(
@@ -145,7 +237,7 @@ def _samples(cell: Cell, runs: list[Planned], outcomes: Mapping[str, Outcome]) -
     return made
 
 
-def _why(runs: list[Planned], done: _Done, wanted: bool) -> str:
+def _why(runs: Sequence[Planned], done: _Done, wanted: bool) -> str:
     """Why a cell has no number."""
     for run in runs:
         if run.missing:

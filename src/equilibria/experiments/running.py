@@ -15,6 +15,7 @@ from torch import nn
 
 from equilibria import models, training
 from equilibria.data import ImageData
+from equilibria.training.config import TrainConfig
 from equilibria.training.preparing import read_weights
 from equilibria.training.storing import write_json
 
@@ -28,7 +29,7 @@ from .provenance import made_by
 from .scene import Scene
 from .supplying import Supplied, supply
 
-__all__ = ["Outcome", "chosen_device", "remembered", "run_job"]
+__all__ = ["Outcome", "chosen_device", "complete", "is_trained", "remembered", "run_job"]
 
 _FILE = "measured.json"
 
@@ -50,15 +51,28 @@ def chosen_device(name: str | None) -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def remembered(planned: Planned) -> Outcome | None:
-    """What was measured of this job before, if all that is asked for was."""
+def remembered(planned: Planned, *, part: bool = False) -> Outcome | None:
+    """What was measured of this job before, if all that is asked for was; or ``part`` of it."""
     kept = _read(planned.folder)
-    if any(name not in kept["measures"] for name in planned.job.measures):
+    there = [name for name in planned.job.measures if name in kept["measures"]]
+    if not there if part else len(there) < len(planned.job.measures):
         return None
     values: dict[str, float] = {}
-    for name in planned.job.measures:
+    for name in there:
         values |= kept["measures"][name]
     return Outcome(values, float(kept["seconds"]), kept["made_by"])
+
+
+def complete(planned: Planned) -> bool:
+    """Whether nothing is left to do: all is measured, or nothing is asked for but to train."""
+    if planned.job.measures:
+        return remembered(planned) is not None
+    return not planned.job.trained or is_trained(planned.folder)
+
+
+def is_trained(folder: Path) -> bool:
+    """Whether the folder holds the weights of a complete training."""
+    return all((folder / name).exists() for name in ("model.safetensors", "result.json"))
 
 
 def run_job(
@@ -70,7 +84,7 @@ def run_job(
     folder is not made again. Failures are logged and raised.
     """
     found = remembered(planned)
-    if found is not None:
+    if found is not None and complete(planned):
         return found
     began = time.perf_counter()
     try:
@@ -86,7 +100,8 @@ def run_job(
         raise
     found = remembered(planned)
     assert found is not None
-    log.add(planned, "done", time.perf_counter() - began, found.values, **_where(found.made_by))
+    made = found.made_by or made_by(chosen_device(choices.device))
+    log.add(planned, "done", time.perf_counter() - began, found.values, **_where(made))
     return found
 
 
@@ -123,9 +138,11 @@ def _measure_all(planned: Planned, choices: Choices, model: nn.Module, images: S
         kept = _read(planned.folder)
         if name in kept["measures"]:
             continue
-        began = time.perf_counter()
+        began, at = time.perf_counter(), time.time()
         kept["measures"][name] = MEASURES[name](scene)
         spent = time.perf_counter() - began
+        # When it was made, in seconds of Unix time: shows what ran beside it.
+        kept.setdefault("intervals", {})[name] = [round(at, 3), round(at + spent, 3)]
         kept["seconds"] = round((kept["seconds"] or _training_seconds(planned)) + spent, 1)
         kept["made_by"] = made_by(device)
         kept["settings"] = planned.config.with_overrides(out=None, data_root=None).to_dict()
@@ -147,10 +164,9 @@ def _network(
     if not planned.job.trained:
         torch.manual_seed(planned.seed)
         return _create(planned, images.train)
-    weights = planned.folder / "model.safetensors"
-    if weights.exists() and (planned.folder / "result.json").exists():
+    if is_trained(planned.folder):
         model = _create(planned, images.train)
-        model.load_state_dict(read_weights(weights))
+        model.load_state_dict(read_weights(planned.folder / "model.safetensors"))
         return model
     return _train(planned, images, choices, deadline)
 
@@ -170,6 +186,14 @@ def _create(planned: Planned, train: ImageData) -> nn.Module:
     )
 
 
+def _made_fast(planned: Planned, choices: Choices) -> TrainConfig:
+    """Graphs where the job can have them: the numbers stay, launches from Python go."""
+    fits = planned.job.graphs and not planned.config.compile
+    if not fits or chosen_device(choices.device).type != "cuda":
+        return planned.config
+    return planned.config.with_overrides(cuda_graphs=True)
+
+
 def _train(
     planned: Planned, images: Supplied, choices: Choices, deadline: float | None
 ) -> nn.Module:
@@ -184,7 +208,7 @@ def _train(
     left = planned.folder / "last.ckpt"
     # A folder without a checkpoint holds a run that did not come to the end of its first epoch.
     result = training.fit(
-        planned.config,
+        _made_fast(planned, choices),
         data=(images.train, images.held_out),
         resume=planned.folder if left.exists() else None,
         overwrite=not left.exists(),

@@ -77,19 +77,66 @@ def markdown(result: Result) -> str:
         lines += [f"The paper's reading: {experiment.claim}", ""]
     change = f", by a changed recipe: {result.change}" if result.change else ""
     lines += [f"State: **{result.status}**{change}. Seeds: {', '.join(map(str, result.seeds))}."]
-    lines += ["", f"| {' | '.join(_TITLES)} |", "|---|---|---:|---:|---|"]
-    lines += [f"| {' | '.join(_cell(text) for text in row)} |" for row in rows_of(result)]
-    lines += ["", "*Ours* is mean ± standard deviation (number of seeds).", ""]
+    lines += ["", *_wide(result), ""]
+    lines += ["Ours / the paper's; ours is mean ± standard deviation (number of seeds).", ""]
+    lines += [*_remarks(result), ""]
     lines += [f"- {note}" for note in experiment.notes]
     lines += [
         "",
+        f"Numbers from {_machines(result)}; {result.seconds:,.0f} s of training and measuring.",
         f"Written by `{made.get('command', '')}`, commit {made.get('commit', 'unknown')}, "
-        f"equilibria {made.get('version', '')}, torch {made.get('torch', '')}, on "
-        f"{made.get('device', '')}, "
-        f"{made.get('date', '')}; {result.seconds:,.0f} s of training and measuring.",
+        f"equilibria {made.get('version', '')}, {made.get('date', '')}.",
         "",
     ]
     return "\n".join(lines)
+
+
+def _wide(result: Result) -> list[str]:
+    """A line for each row of the table, a column for each of its columns: ours / the paper's."""
+    columns = result.experiment.columns
+    found = {(one.cell.row, one.cell.column): one for one in result.cells}
+    lines = [f"| | {' | '.join(map(_cell, columns))} |", "|---|" + "---:|" * len(columns)]
+    for row in result.experiment.rows:
+        texts = [_pair(found.get((row, column))) for column in columns]
+        lines.append(f"| {_cell(row)} | {' | '.join(map(_cell, texts))} |")
+    return lines
+
+
+def _pair(found: CellResult | None) -> str:
+    if found is None:
+        return ""
+    paper = "" if found.cell.published is None else f" / {found.cell.published.text}"
+    return f"{found.ours}{paper}"
+
+
+def _remarks(result: Result) -> list[str]:
+    """What is to be said of cells: why there is no number, whose data, notes; each once."""
+    said: dict[str, list[str]] = {}
+    for row, column, _, _, state in rows_of(result):
+        if state not in (MEASURED, SMOKE):
+            said.setdefault(state, []).append(f"{row}, {column}")
+    return [f"- {state}: {_named(places)}" for state, places in said.items()]
+
+
+def _named(places: list[str]) -> str:
+    """Some places by name, the rest as a number."""
+    shown = "; ".join(places[:_NAMED])
+    more = len(places) - _NAMED
+    return _cell(shown + (f"; and {more} more." if more > 0 else "."))
+
+
+_NAMED = 4
+
+
+def _machines(result: Result) -> str:
+    """Where the numbers were made, each machine and commit once; a table may have several."""
+    found = {
+        f"{by.get('device', 'an unknown machine')}, torch {by.get('torch', '?')}, commit "
+        f"{by.get('commit', 'unknown')}"
+        for cell in result.cells
+        for by in (sample.made_by for sample in cell.samples)
+    }
+    return "; ".join(sorted(found)) or "nowhere yet"
 
 
 def _cell(text: str) -> str:
