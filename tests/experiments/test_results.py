@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from equilibria.experiments import Cell, Published
+from equilibria.experiments.drawing import copy_pictures
 from equilibria.experiments.results import (
     CellResult,
     Result,
@@ -141,3 +142,14 @@ def test_pipes_do_not_break_the_table() -> None:
     result = Result(table, (CellResult(cell),), False, "", {})
     line = next(row for row in markdown(result).splitlines() if row.startswith("| mean"))
     assert line.replace("\\|", "").count("|") == 3
+
+
+def test_pictures_of_the_measures_stand_beside_the_table(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "paths.png").write_bytes(b"a picture")
+    (run / "corruptions.png").write_bytes(b"not this one")
+    result = copy_pictures(_result((_sample(0),)), [("job", run)], tmp_path / "out")
+    assert result.files == ("tiny-table--job--paths.png",)
+    assert (tmp_path / "out" / result.files[0]).read_bytes() == b"a picture"
+    assert f"]({result.files[0]})" in markdown(result)

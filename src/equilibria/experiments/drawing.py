@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 from equilibria.theory import pictures
 
 from .results import CellResult, Result, result_path
 
-__all__ = ["draw"]
+__all__ = ["copy_pictures", "draw"]
 
 
 def draw(result: Result, folder: Path) -> Result:
@@ -43,6 +45,24 @@ def draw(result: Result, folder: Path) -> Result:
     stem = result_path(folder, result.experiment.id, result.smoke, result.change)
     written = pictures.save_picture(figure, stem.with_suffix(""))
     return dataclasses.replace(result, files=tuple(path.name for path in written))
+
+
+# What measures draw into a run's folder and what a figure of a paper shows; the corruptions' own
+# picture is left there, for the figure has all networks in one.
+_DRAWN = ("paths.png", "training_paths.png", "landscape.png", "gradcam.png")
+
+
+def copy_pictures(result: Result, runs: Iterable[tuple[str, Path]], folder: Path) -> Result:
+    """Put what was drawn for the jobs (name, run folder) beside the table; the result names it."""
+    stem = result_path(folder, result.experiment.id, result.smoke, result.change).with_suffix("")
+    names = []
+    for job, run in dict(runs).items():
+        for found in (run / name for name in _DRAWN):
+            if found.exists():
+                stem.parent.mkdir(parents=True, exist_ok=True)
+                names.append(f"{stem.name}--{job}--{found.name}")
+                shutil.copyfile(found, stem.parent / names[-1])
+    return dataclasses.replace(result, files=(*result.files, *names))
 
 
 def _columns(result: Result) -> dict[str, list[CellResult]]:

@@ -257,7 +257,7 @@ _FIGURE_3 = Experiment(
     cells=(*_saliency("MOptEqs", "mopteq_imagenet_13m"), *_saliency("GEQ", "geq_imagenet_13m")),
     notes=(
         "The number is ours: the share of a map's mass in the fifth of its pixels where it is "
-        "largest, mean over 64 test images. The pictures lie in the run folders.",
+        "largest, mean over 64 test images.",
     ),
 )
 

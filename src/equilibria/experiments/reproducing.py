@@ -9,6 +9,7 @@ from pathlib import Path
 
 from .choices import Choices
 from .declaring import Cell, Experiment
+from .drawing import copy_pictures, draw
 from .log import Log
 from .planning import Planned, cells_asked, plan, plan_of
 from .pooling import Pool, Task, split
@@ -110,11 +111,17 @@ def _written(
 ) -> Result:
     result, _ = _table(experiment, cells, choices, done)
     if experiment.picture:
-        from .drawing import draw
-
         result = draw(result, choices.out)
+    result = copy_pictures(result, _drawn_in(cells, choices, done), choices.out)
     result.save(choices.out)
     return result
+
+
+def _drawn_in(cells: Sequence[Cell], choices: Choices, done: _Done) -> list[tuple[str, Path]]:
+    """Jobs with the folders of their first seed."""
+    jobs = {cell.job.name: cell.job for cell in cells if cell.job is not None}
+    first = {name: plan_of(job, choices)[0] for name, job in jobs.items()}
+    return [(name, done.planned[run.key].folder) for name, run in first.items()]
 
 
 def _run_all(

@@ -80,6 +80,8 @@ def markdown(result: Result) -> str:
     lines += ["", *_wide(result), ""]
     lines += ["Ours / the paper's; ours is mean ± standard deviation (number of seeds).", ""]
     lines += [*_remarks(result), ""]
+    pictures = [name for name in result.files if name.endswith(".png")]
+    lines += [line for name in pictures for line in (f"![{name}]({name})", "")]
     lines += [f"- {note}" for note in experiment.notes]
     lines += [
         "",

@@ -70,7 +70,6 @@ _FIGURE_1 = Experiment(
     notes=(
         "Anderson on Eq 4.1 with 48 channels, 256 test images; the residual is Eq 4.2, mean over "
         "samples. 0.01 is the standard deviation, as in the code that the block comes from.",
-        "The curves lie in the run folders.",
     ),
 )
 
@@ -88,10 +87,7 @@ _FIGURE_2 = Experiment(
             ("variance in the plane, in %", "path.plane"),
         )
     ),
-    notes=(
-        "The pictures lie in the run folders; 256 test images, ten of them drawn; the plane is "
-        "that of 32 paths.",
-    ),
+    notes=("256 test images, ten of them drawn; the plane is that of 32 paths.",),
 )
 
 _TRAINED = _residual("mnist", "trained", {}, measures=("quality", "training paths"), epochs=40)
