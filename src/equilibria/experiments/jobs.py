@@ -35,7 +35,7 @@ _FAMILIES: tuple[tuple[str, str, Mapping[str, Any]], ...] = (
     ("mopteq_imagenet_", "imagenet", _COARSE),
     ("geq_cifar_", "branches", _GAUSSIAN),
     ("kerdeq_cifar_", "branches", _GAUSSIAN),
-    ("mopteq_", "branches", _BRANCHES),
+    ("mopteq_", "linear branches", _BRANCHES),
     ("mdeq_", "mdeq", _MDEQ),
     ("resnet18_cifar", "resnet18", {"image_size": 8}),
     ("resnet50_cifar", "resnet50", {"image_size": 8}),

@@ -96,17 +96,19 @@ THESIS = _recipe(
 )
 """Thesis §4.2.1: Adam (AdamW without decay is Adam), rate 0.001, cosine, batches of 100."""
 
-# Training images a second on an H200. Measured: six branches 5,195 and explicit stacks 54,019
-# (MATH §4), GEQ stacks 19,200 (results/geq_step.json). The others are guesses from those.
+# Training images a second on an H200. Measured alone: Gaussian branches 20,150 and GEQ stacks
+# 28,519 at 3 M (results/geq_step.json), 17,200 at 5 M, 10,100 at 8 M, explicit stacks 54,019 at 3 M
+# (MATH §4), ResNet-18 22,000. The others are guesses, some from trainings that shared a GPU.
 RATES: Mapping[str, float] = MappingProxyType(
     {
-        "branches": 5200.0,
+        "branches": 15_000.0,
+        "linear branches": 5000.0,
         "one branch": 20_000.0,
-        "stack": 19_000.0,
-        "explicit": 54_000.0,
-        "resnet18": 25_000.0,
+        "stack": 15_000.0,
+        "explicit": 40_000.0,
+        "resnet18": 22_000.0,
         "resnet50": 9000.0,
-        "mdeq": 3000.0,
+        "mdeq": 2000.0,
         "deep opteq": 8000.0,
         "unrolled": 4000.0,
         "mondeq": 3000.0,
