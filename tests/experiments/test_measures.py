@@ -216,3 +216,16 @@ def test_segmentation_of_two_classes(tmp_path: Path) -> None:
 
     found = measures.segmentation(_scene(Perfect(), tmp_path, ink))
     assert (found["miou"], found["macc"], found["aacc"]) == (100.0, 100.0, 100.0)
+
+
+def test_flip_is_the_mean_of_two_predictions(tmp_path: Path) -> None:
+    scene = _scene(Affine(30), tmp_path)
+    found = measures.flipped(scene)
+    x = scene.test.normalize(torch.as_tensor(scene.test.images)).float()
+    with torch.no_grad():
+        both = [scene.model(image).double().softmax(1) for image in (x, x.flip(3))]
+    mean = (both[0] + both[1]) / 2
+    right = mean.argmax(1) == torch.as_tensor(scene.test.targets)
+    assert found["flip.accuracy"] == pytest.approx(100 * float(right.double().mean()))
+    chosen = mean[torch.arange(len(mean)), torch.as_tensor(scene.test.targets)]
+    assert found["flip.nll"] == pytest.approx(float(-chosen.log().mean()), rel=1e-6)

@@ -60,6 +60,16 @@ def _pairs(columns: Sequence[tuple[str, str]], rows: Sequence[tuple[str, ...]]) 
         if model.startswith(_PROVEN):
             job = cifar(model, measures=("quality", "certificate"))
             made.append(Cell(row=row, column="certified unique, in %", job=job, metric="certified"))
+        if "_stack_" in model:
+            job = cifar(model, measures=("quality", "flip"))
+            made.append(
+                Cell(
+                    row=row,
+                    column="CIFAR-10 with test-time flip, in %",
+                    job=job,
+                    metric="flip.accuracy",
+                )
+            )
     return tuple(made)
 
 

@@ -63,6 +63,26 @@ def quality(scene: Scene) -> dict[str, float]:
     return found
 
 
+def flipped(scene: Scene) -> dict[str, float]:
+    """Accuracy and calibration with the mean of an image's and its mirror image's probabilities."""
+    report = evaluation.evaluate(
+        scene.model,
+        scene.test,
+        batch_size=scene.batch_size,
+        certify=0,
+        progress=scene.progress,
+        flip=True,
+        nonfinite="report",
+    )
+    metrics = report.flip
+    assert isinstance(metrics, evaluation.ClassificationMetrics)
+    return {
+        "flip.accuracy": 100 * metrics.accuracy,
+        "flip.nll": metrics.nll,
+        "flip.ece": 100 * metrics.ece,
+    }
+
+
 def certificate(scene: Scene) -> dict[str, float]:
     """The share of 16 test images whose equilibrium is proven unique, in the worst layer."""
     found = evaluation.certify_dataset(scene.model, scene.test, _CERTIFIED)
@@ -202,6 +222,7 @@ def residual(scene: Scene) -> dict[str, float]:
 MEASURES: Mapping[str, Measure] = MappingProxyType(
     {
         "quality": quality,
+        "flip": flipped,
         "certificate": certificate,
         "segmentation": segmentation,
         "corruptions": corruptions,
