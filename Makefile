@@ -55,7 +55,7 @@ format: $(DEV) ## format, and fix what can be fixed
 	$(PY) -m ruff format .
 
 docs: $(DOCS) ## build the documentation into site/
-	$(MKDOCS) build --strict --quiet
+	$(MKDOCS) build --strict
 
 docs-serve: $(DOCS) ## serve the documentation while you write it
 	$(MKDOCS) serve --strict

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import statistics
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from equilibria.experiments import Cell, Published
+from equilibria.experiments import Cell, Published, drawing
 from equilibria.experiments.drawing import copy_pictures
 from equilibria.experiments.results import (
     CellResult,
@@ -153,3 +154,39 @@ def test_pictures_of_the_measures_stand_beside_the_table(tmp_path: Path) -> None
     assert result.files == ("tiny-table--job--paths.png",)
     assert (tmp_path / "out" / result.files[0]).read_bytes() == b"a picture"
     assert f"]({result.files[0]})" in markdown(result)
+
+
+class _Axes:
+    """Takes note of what is drawn."""
+
+    def __init__(self) -> None:
+        self.lines: list[tuple[list[int], list[float], str]] = []
+
+    def errorbar(
+        self, places: list[int], means: list[float], spread: list[float], **options: Any
+    ) -> None:
+        self.lines.append((places, means, options["label"]))
+
+
+def test_no_line_through_what_was_not_measured() -> None:
+    rows = ("c = 2, p = 2", "c = 4, p = 2", "c = 8, p = 2", "p = 1, c = 8", "p = 2, c = 8")
+    cells = [
+        CellResult(Cell(row=row, column="x"), (_sample(0, value),))
+        for row, value in ((rows[0], 1.0), (rows[2], 3.0), (rows[4], 5.0))
+    ]
+    axes = _Axes()
+    drawing._lines(axes, rows, cells, "x", 0)
+    (first, means, label), (second, others, again) = axes.lines
+    assert (first, second) == ([0, 1, 2], [3, 4])
+    assert means[0] == 1.0
+    assert math.isnan(means[1])
+    assert means[2] == 3.0
+    assert math.isnan(others[0])
+    assert others[1] == 5.0
+    assert (label, again) == ("x", "")
+
+
+def test_the_legend_names_what_stands_in() -> None:
+    cell = CellResult(Cell(row="r", column="x"), (_sample(0, stands_in="cifar10"),))
+    assert drawing._instead([cell]) == " (cifar10 stands in)"
+    assert drawing._instead([CellResult(Cell(row="r", column="x"), (_sample(0),))]) == ""

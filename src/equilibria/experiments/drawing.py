@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from equilibria.theory import pictures
 
@@ -23,20 +25,11 @@ def draw(result: Result, folder: Path) -> Result:
     figure = pictures.new_figure(max(5.2, 0.45 * len(rows) + 2.0), 4.2)
     axes = figure.subplots()
     for number, (column, cells) in enumerate(columns.items()):
-        color = pictures.COLORS[number % len(pictures.COLORS)]
-        places = [rows.index(found.cell.row) for found in cells]
-        means = [found.mean or 0.0 for found in cells]
-        spread = [found.std or 0.0 for found in cells]
+        label = column + _instead(cells)
         if result.experiment.picture == "bars":
-            width = 0.8 / len(columns)
-            shifted = [p + width * (number - (len(columns) - 1) / 2) for p in places]
-            axes.bar(shifted, means, width, yerr=spread, color=color, label=column)
+            _bars(axes, rows, cells, label, number, len(columns))
         else:
-            marker = pictures.MARKERS[number % len(pictures.MARKERS)]
-            style = pictures.STYLES[number % len(pictures.STYLES)]
-            axes.errorbar(
-                places, means, spread, color=color, marker=marker, linestyle=style, label=column
-            )
+            _lines(axes, rows, cells, label, number)
     axes.set_xticks(range(len(rows)), rows, rotation=60, ha="right", fontsize=7)
     axes.set_ylabel("ours")
     axes.legend(fontsize=7)
@@ -45,6 +38,51 @@ def draw(result: Result, folder: Path) -> Result:
     stem = result_path(folder, result.experiment.id, result.smoke, result.change)
     written = pictures.save_picture(figure, stem.with_suffix(""))
     return dataclasses.replace(result, files=tuple(path.name for path in written))
+
+
+def _instead(cells: Sequence[CellResult]) -> str:
+    names = {sample.stands_in for cell in cells for sample in cell.samples if sample.stands_in}
+    return f" ({', '.join(sorted(names))} stands in)" if names else ""
+
+
+def _bars(
+    axes: Any, rows: Sequence[str], cells: Sequence[CellResult], label: str, number: int, count: int
+) -> None:
+    width = 0.8 / count
+    shift = width * (number - (count - 1) / 2)
+    places = [rows.index(found.cell.row) + shift for found in cells]
+    means, spread = zip(*((found.mean, found.std or 0.0) for found in cells), strict=True)
+    axes.bar(places, means, width, yerr=spread, color=_pick(pictures.COLORS, number), label=label)
+
+
+def _lines(
+    axes: Any, rows: Sequence[str], cells: Sequence[CellResult], label: str, number: int
+) -> None:
+    """A line for each quantity that the rows vary; none through a row without a number."""
+    found = {cell.cell.row: cell for cell in cells}
+    for quantity in dict.fromkeys(_varied(row) for row in rows):
+        mine = [row for row in rows if _varied(row) == quantity]
+        means = [found[row].mean if row in found else math.nan for row in mine]
+        spread = [(found[row].std or 0.0) if row in found else 0.0 for row in mine]
+        axes.errorbar(
+            [rows.index(row) for row in mine],
+            means,
+            spread,
+            color=_pick(pictures.COLORS, number),
+            marker=_pick(pictures.MARKERS, number),
+            linestyle=_pick(pictures.STYLES, number),
+            label=label,
+        )
+        label = ""
+
+
+def _varied(row: str) -> str:
+    """``γ`` of the row "γ = 0.5"; rows that name no quantity vary the same."""
+    return row.split(" = ")[0] if " = " in row else ""
+
+
+def _pick(values: Sequence[Any], number: int) -> Any:
+    return values[number % len(values)]
 
 
 # What measures draw into a run's folder and what a figure of a paper shows; the corruptions' own

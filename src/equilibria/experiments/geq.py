@@ -14,7 +14,8 @@ _PAPER = "GEQ"
 _RECIPE = (
     "The paper names SGD with momentum, a step schedule and RandAugment, and no epochs or rate: "
     "the recipe is ours, the same for every row (experiments/recipes.py).",
-    "5,000 training images are held out for choices; the test set is judged once, at the end.",
+    "A tenth of the training images is held out for choices (5,000 of CIFAR); the test set is "
+    "judged once, at the end.",
 )
 # MOptEqs of 10 M on ImageNette: the widths of the 13 M network times 7/8.
 TEN_MILLION = {"channels": 336, "mids": [42, 84, 168, 168, 336, 336]}

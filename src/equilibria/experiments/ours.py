@@ -13,7 +13,8 @@ _PAPER = "ours"
 _NOTES = (
     "One change at a time, everything else as in the first row; the recipe is that of the GEQ "
     "tables (experiments/recipes.py).",
-    "5,000 training images are held out for choices; the test set is judged once, at the end.",
+    "A tenth of the training images is held out for choices; the test set is judged once, at the "
+    "end.",
 )
 
 

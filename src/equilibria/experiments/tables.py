@@ -82,10 +82,16 @@ def markdown(result: Result) -> str:
     lines += [*_remarks(result), ""]
     pictures = [name for name in result.files if name.endswith(".png")]
     lines += [line for name in pictures for line in (f"![{name}]({name})", "")]
+    if result.change and experiment.notes:
+        lines += [f"The notes speak of the recipe as declared; here {result.change}:", ""]
     lines += [f"- {note}" for note in experiment.notes]
     lines += [
         "",
-        f"Numbers from {_machines(result)}; {result.seconds:,.0f} s of training and measuring.",
+        f"Numbers from {_machines(result)}; {result.seconds:,.0f} s of training and measuring, "
+        "longer where trainings ran side by side. They were made by:",
+        "",
+        *(f"- `{command}`" for command in _commands(result)),
+        "",
         f"Written by `{made.get('command', '')}`, commit {made.get('commit', 'unknown')}, "
         f"equilibria {made.get('version', '')}, {made.get('date', '')}.",
         "",
@@ -128,6 +134,12 @@ def _named(places: list[str]) -> str:
 
 
 _NAMED = 4
+
+
+def _commands(result: Result) -> list[str]:
+    """What was typed for the numbers, each once."""
+    samples = (sample for cell in result.cells for sample in cell.samples)
+    return sorted({str(sample.made_by.get("command", "unknown")) for sample in samples})
 
 
 def _machines(result: Result) -> str:
