@@ -178,3 +178,11 @@ def test_what_stands_in_is_the_training_of_the_tables_on_those_data(tmp_path: Pa
 def test_options_of_the_machine_are_no_change_of_the_recipe(tmp_path: Path) -> None:
     asked = tiny.choices(tmp_path, overrides={"compile": True, "cuda_graphs": False, "lr": 0.1})
     assert asked.change == "lr=0.1"
+
+
+def test_keys_stay_what_they_were() -> None:
+    """Published results are found by these. An option that TrainConfig gains goes to _NEWER."""
+    cell = next(c for c in describe("geq-table1").cells if c.row == "GEQ stack 5M (ours)")
+    assert [one.key for one in plan([cell], Choices())] == ["970f00be4c"]
+    (few,) = plan([cell], Choices(overrides={"samples": 100}))
+    assert few.key != "970f00be4c"

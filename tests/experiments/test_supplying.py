@@ -121,3 +121,17 @@ def test_a_folder_of_images_is_read(tmp_path: Path) -> None:
     assert found.held_out is not None
     assert (len(found.held_out), len(found.test)) == (2, 8)
     assert found.train.classes == ("a", "b")
+
+
+def test_a_few_samples_leave_what_is_held_out(tmp_path: Path) -> None:
+    every = _supplied(tmp_path)
+    (one,) = plan_of(tiny.job(), tiny.choices(tmp_path, overrides={"samples": 50}))
+    found = supply(one, progress=False)
+    assert len(found.train) == 50
+    counts = torch.bincount(torch.as_tensor(found.train.targets))
+    assert int(counts.min()) >= 4  # ten classes, of each its share
+    assert found.held_out is not None
+    assert every.held_out is not None
+    assert torch.equal(
+        torch.as_tensor(found.held_out.images), torch.as_tensor(every.held_out.images)
+    )

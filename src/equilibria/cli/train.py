@@ -21,7 +21,16 @@ _PANELS = {
     "What": ("model", "data", "data_root", "download", "image_size", "out", "seed"),
     "Training": (
         *("epochs", "batch_size", "optimizer", "lr", "schedule", "weight_decay"),
-        *("label_smoothing", "augment", "validation", "ema", "clip", "early_stop", "select"),
+        *(
+            "label_smoothing",
+            "augment",
+            "validation",
+            "samples",
+            "ema",
+            "clip",
+            "early_stop",
+            "select",
+        ),
         "keep_every",
     ),
     "Machine": (

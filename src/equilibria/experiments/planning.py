@@ -170,8 +170,14 @@ def _machine(device: str | None) -> dict[str, Any]:
     return {"accelerator": kind, **({"devices": [int(index)]} if index else {})}
 
 
+_NEWER = {"samples": None}
+"""Options of TrainConfig that came after the first results, with their defaults: where they are not
+set they say nothing, so that results stay those of today's recipe."""
+
+
 def _key(job: Job, config: TrainConfig, smoke: bool, *, seed: bool = True) -> str:
     said = {k: v for k, v in config.to_dict().items() if k not in MACHINE}
+    said = {k: v for k, v in said.items() if k not in _NEWER or v != _NEWER[k]}
     if not seed:
         said.pop("seed")
     said |= {"classes": job.classes, "trained": job.trained, "smoke": smoke}

@@ -15,6 +15,7 @@ from equilibria import data as room
 from equilibria.data import IGNORE, DataError, ImageData
 from equilibria.data.finding import find_named
 from equilibria.evaluation import select_classes, superclass_split
+from equilibria.training.preparing import few
 
 if TYPE_CHECKING:
     from .planning import Planned
@@ -80,6 +81,8 @@ def supply(planned: Planned, *, progress: bool = True) -> Supplied:
             f"{job.name}: classes={job.classes!r}; expected 'all', 'first half' or 'superclass'."
         )
     train, held_out = _hold_out(planned, whole, progress)
+    if config.samples is not None:
+        train = train.subset(few(train, config.samples, _HELD_OUT_SEED))
     if (test.mean, test.std) != (train.mean, train.std):
         test = test.with_normalization(train.mean, train.std)
     return Supplied(train, held_out, test)

@@ -72,6 +72,9 @@ class TrainConfig:
     """What to do with an image that cannot be read: "raise" or "skip"."""
     validation: float = 0.1
     """Share of the training images held out, stratified by class; 0: none."""
+    samples: int | None = None
+    """Train on only so many images, of each class its share, drawn by the seed; None: on all that
+    are not held out."""
     augment: tuple[Any, ...] = ()
     """Names, or names with options, in order: ``("flip", {"crop": {"padding": 2}})``; crop, flip,
     cutout, resized_crop, color_jitter, rand_augment, mixup and cutmix are known."""
@@ -168,7 +171,7 @@ class TrainConfig:
     def _check_numbers(self) -> None:
         for name in ("epochs", "batch_size", "nodes", "log_every"):
             check_number(self, name, low=1, integer=True)
-        for name in ("image_size", "early_stop", "keep_every"):
+        for name in ("image_size", "samples", "early_stop", "keep_every"):
             check_number(self, name, low=1, integer=True, optional=True)
         check_number(self, "workers", low=0, integer=True)
         check_number(self, "seed", low=0, high=2**32 - 1, integer=True)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from equilibria import data as room
@@ -94,14 +95,34 @@ def _load(config: TrainConfig, progress: bool) -> tuple[ImageData, ImageData | N
         on_corrupt=config.on_corrupt,  # type: ignore[arg-type]
         progress=progress,
     )
-    if config.validation == 0.0:
-        return whole, None, None
-    train, valid = whole.split(config.validation, config.seed)
-    labels = whole.targets if whole.task == "classification" else None
-    mask = held_out(
-        labels if isinstance(labels, Tensor) else None, len(whole), config.validation, config.seed
-    )
-    return train, valid, (~mask).nonzero().flatten()
+    train, valid, kept = whole, None, None
+    if config.validation > 0.0:
+        train, valid = whole.split(config.validation, config.seed)
+        mask = held_out(_labels(whole), len(whole), config.validation, config.seed)
+        kept = (~mask).nonzero().flatten()
+    if config.samples is not None:
+        chosen = few(train, config.samples, config.seed)
+        train = train.subset(chosen)
+        kept = chosen.nonzero().flatten() if kept is None else kept[chosen]
+    return train, valid, kept
+
+
+def _labels(images: ImageData) -> Tensor | None:
+    labels = images.targets if images.task == "classification" else None
+    return labels if isinstance(labels, Tensor) else None
+
+
+def few(images: ImageData, samples: int, seed: int) -> Tensor:
+    """[N] bool: ``samples`` of them, of each class its share, drawn by the seed."""
+    count = len(images)
+    if samples > count:
+        raise ValueError(
+            f"samples={samples}: {images.name} has {count} training images; give at most as many, "
+            "or leave samples out for all of them."
+        )
+    if samples == count:
+        return torch.ones(count, dtype=torch.bool)
+    return held_out(_labels(images), count, samples / count, seed)
 
 
 def _check_data(data: Any) -> tuple[ImageData, ImageData | None]:
