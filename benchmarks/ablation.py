@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import platform
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 from equilibria import data, models
 from equilibria.evaluation.running import evaluating, model_input
 from equilibria.evaluation.solving import with_solver
+from equilibria.experiments.provenance import made_by
 from equilibria.nn.observing import equilibrium_layers
 from equilibria.solvers import Auto, ProximalGradient
 
@@ -49,9 +49,7 @@ def main() -> None:
     made = {
         "weights": given.weights.name,
         "images": len(test),
-        "device": given.device,
-        "torch": torch.__version__,
-        "machine": platform.machine(),
+        "made_by": made_by(torch.device(given.device)),
         "rows": rows,
     }
     given.out.parent.mkdir(parents=True, exist_ok=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -282,3 +283,91 @@ def test_graphs_where_they_fit(
     asked = tiny.choices(tmp_path, device=device, overrides={"compile": compiled})
     (one,) = experiments.plan([tiny.table(graphs=graphs).cells[0]], asked)
     assert _made_fast(one, asked).cuda_graphs is expected
+
+
+@pytest.mark.parametrize("change", [{"cuda_graphs": False}, {"jacobian_weight": 0.1}])
+def test_graphs_can_be_left_out(tmp_path: Path, change: dict[str, Any]) -> None:
+    from equilibria.experiments.running import _made_fast
+
+    asked = tiny.choices(tmp_path, device="cuda", overrides=change)
+    (one,) = experiments.plan([tiny.table(graphs=True).cells[0]], asked)
+    assert not _made_fast(one, asked).cuda_graphs
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_number_that_is_none_costs_no_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: float
+) -> None:
+    monkeypatch.setattr(running, "MEASURES", {**MEASURES, "odd": lambda scene: {"x": value}})
+    job = tiny.job(measures=("quality", "odd"))
+    cells = (
+        experiments.Cell(row="r", column="x", job=job, metric="x"),
+        experiments.Cell(row="r", column="accuracy", job=job),
+    )
+    odd = dataclasses.replace(tiny.table(), id="odd", cells=cells)
+    for _ in range(2):  # the second reads the files
+        found = reproduce(odd, tiny.choices(tmp_path)).cells
+        assert not math.isfinite(found[0].values[0])
+        assert found[1].values[0] > 0
+
+
+def test_what_was_measured_counts_where_a_later_measure_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(scene: Scene) -> dict[str, float]:
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(running, "MEASURES", {**MEASURES, "late": fails})
+    job = tiny.job(measures=("quality", "late"))
+    cells = (
+        experiments.Cell(row="r", column="accuracy", job=job),
+        experiments.Cell(row="r", column="x", job=job, metric="x"),
+    )
+    found = reproduce(
+        dataclasses.replace(tiny.table(), id="late", cells=cells), tiny.choices(tmp_path)
+    )
+    assert [cell.status for cell in found.cells] == ["measured", "not run"]
+    assert found.cells[1].why.startswith("failed: RuntimeError")
+
+
+def test_a_damaged_file_of_numbers_is_measured_anew(
+    tmp_path: Path, counted: dict[str, int]
+) -> None:
+    reproduce(tiny.table(), tiny.choices(tmp_path))
+    (kept,) = (tmp_path / "runs").glob("*/measured.json")
+    kept.write_text(kept.read_text()[:40])
+    found = reproduce(tiny.table(), tiny.choices(tmp_path, gather=True, out=tmp_path / "other"))
+    assert found.status == "not run"
+    assert found.cells[0].why == "no run folder has it"
+    assert reproduce(tiny.table(), tiny.choices(tmp_path)).status == "measured"
+    assert counted == {"fit": 1, "quality": 2}
+
+
+def test_gathering_takes_the_papers_data_before_what_stands_in(tmp_path: Path) -> None:
+    """The data are not on this machine; the run on them is."""
+    job = tiny.job("cifar100-tiny", data="cifar100", stand_in={"data": "digits"})
+    table = dataclasses.replace(
+        tiny.table(), cells=(experiments.Cell(row="r", column="accuracy", job=job),)
+    )
+    asked = tiny.choices(tmp_path, gather=True, stand_in=True, data_root=tmp_path / "nothing")
+    assert experiments.plan(table.cells, asked)[0].stands_in == "digits"
+    (real,) = experiments.plan(table.cells, tiny.choices(tmp_path, gather=True))
+    real.folder.mkdir(parents=True)
+    kept = {"measures": {"quality": {"accuracy": 77.0}}, "seconds": 1.0, "made_by": {}}
+    (real.folder / "measured.json").write_text(json.dumps(kept))
+    (cell,) = reproduce(table, asked).cells
+    assert (cell.status, cell.values) == ("measured", [77.0])
+
+
+def test_the_list_knows_an_earlier_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from equilibria.experiments import reproducing
+
+    choices = tiny.choices(tmp_path)
+    reproduce(tiny.table(), choices)
+    for table, expected in (
+        (tiny.table(), ("measured", 2)),
+        (tiny.table(recipe={**tiny.RECIPE, "lr": 0.01}), ("partly", 2)),
+    ):
+        monkeypatch.setattr(reproducing, "EXPERIMENTS", {"tiny-table": table})
+        (line,) = experiments.listing(choices.out, None)
+        assert (line.status, line.measured) == expected

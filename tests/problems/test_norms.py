@@ -281,7 +281,27 @@ def test_largest_finds_what_power_iteration_misses() -> None:
     hidden /= hidden.norm()
     seen = start[:, 0] / start.norm()
     grams = torch.stack([torch.outer(seen, seen), 3.0 * torch.outer(hidden, hidden)])
-    grams = (grams + 0.1 * torch.eye(n)).to(torch.complex128)
+    # So near to the others that twelve iterations do not bring it up out of the rounding.
+    grams = (grams + 2.0 * torch.eye(n)).to(torch.complex128)
     found = norms._largest(grams, 0.0)
-    assert 3.1 <= found <= 3.1 * (1.0 + 2e-6)
-    assert norms._largest(grams, 5.0) == 5.0
+    assert 5.0 <= found <= 5.0 * (1.0 + 2e-6)
+    assert norms._largest(grams, 50.0) == 50.0
+
+
+def test_what_cholesky_lets_pass_is_below_the_bound() -> None:
+    """Two eigenvalues closer than the tolerance: the smaller is computed, the larger let pass."""
+    from equilibria.problems import norms
+
+    plain = torch.eye(80, dtype=torch.complex128)
+    larger = plain.clone()
+    larger[0, 0] += 5e-7  # one direction that the power iteration hardly sees
+    grams = torch.stack([plain * (1.0 + 1e-9), larger])
+    assert norms._largest(grams, 0.0) >= 1.0 + 5e-7
+
+
+@pytest.mark.parametrize("scale", [1e-200, 1e-85, 1e85])
+def test_the_bound_scales_with_the_kernel(scale: float) -> None:
+    weight = torch.randn(4, 4, 3, 3, generator=torch.Generator().manual_seed(0)).double()
+    plain = convolution_norm_upper(weight)
+    assert convolution_norm_upper(scale * weight) == pytest.approx(scale * plain, rel=1e-9)
+    assert convolution_norm_upper(torch.zeros(2, 2, 3, 3)) == 0.0

@@ -138,8 +138,14 @@ def reproduce(
     if as_json:
         found = [result.to_dict() for result in results]
         print_json(found if len(names) > 1 else found[0])
-        return
-    _show_results(results)
+    else:
+        _show_results(results)
+    idle = [result.experiment.id for result in results if result.status == "not run"]
+    if idle:
+        raise fail(
+            f"nothing was run of {', '.join(idle)}.",
+            "See the state of each row; --stand-in, --data-root, --smoke.",
+        )
 
 
 def _show_results(results: list[Any]) -> None:
@@ -149,12 +155,6 @@ def _show_results(results: list[Any]) -> None:
         output().print(experiments.rich_table(result))
         for note in result.experiment.notes:
             error_console.print(f"- {note}", style="dim", markup=False, highlight=False)
-    idle = [result.experiment.id for result in results if result.status == "not run"]
-    if idle:
-        raise fail(
-            f"nothing was run of {', '.join(idle)}.",
-            "See the state of each row; --stand-in, --data-root, --smoke.",
-        )
 
 
 def _tell(text: str) -> None:

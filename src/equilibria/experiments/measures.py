@@ -6,6 +6,7 @@ Accuracies, IoU and shares are in percent.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import MappingProxyType
 
 import torch
@@ -61,6 +62,21 @@ def quality(scene: Scene) -> dict[str, float]:
         found["median_residual"] = max(middle)
         found["steps"] = max(part.mean_steps for part in report.statistics.values())
     return found
+
+
+def held_out(scene: Scene) -> dict[str, float]:
+    """Accuracy on the images that were held out: what choices are made by."""
+    if scene.held_out is None:
+        raise ValueError("nothing was held out (validation=0): there is nothing to choose by.")
+    report = evaluation.evaluate(
+        scene.model,
+        scene.held_out,
+        batch_size=scene.batch_size,
+        certify=0,
+        progress=scene.progress,
+        nonfinite="report",
+    )
+    return {"held_out.accuracy": 100 * report.accuracy}
 
 
 def flipped(scene: Scene) -> dict[str, float]:
@@ -195,6 +211,19 @@ def _equilibria(model: nn.Module, test: ImageData, scene: Scene) -> Iterator[tor
                     yield found.value
 
 
+@contextmanager
+def _without_tf32() -> Iterator[None]:
+    kept = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    try:
+        with torch.backends.cudnn.flags(
+            enabled=True, benchmark=torch.backends.cudnn.benchmark, allow_tf32=False
+        ):
+            yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = kept
+
+
 @torch.no_grad()
 def residual(scene: Scene) -> dict[str, float]:
     """‖z − T(z)‖₂/‖z‖₂ of a batch, mean over the test batches (OptEq Table 8).
@@ -210,7 +239,7 @@ def residual(scene: Scene) -> dict[str, float]:
 
     hooks = [layer.register_forward_hook(watch) for layer in layers.values()]
     try:
-        with evaluating(scene.model), torch.backends.cudnn.flags(allow_tf32=False):
+        with evaluating(scene.model), _without_tf32():
             for images, _ in batches(scene.test, scene.batch_size, scene.device):
                 scene.model(model_input(scene.model, scene.test, images))
     finally:
@@ -222,6 +251,7 @@ def residual(scene: Scene) -> dict[str, float]:
 MEASURES: Mapping[str, Measure] = MappingProxyType(
     {
         "quality": quality,
+        "held out": held_out,
         "flip": flipped,
         "certificate": certificate,
         "segmentation": segmentation,

@@ -84,8 +84,16 @@ def plan(cells: Iterable[Cell], choices: Choices) -> list[Planned]:
 
 def plan_of(job: Job, choices: Choices) -> list[Planned]:
     """One training for each seed."""
-    there = choices.smoke or at_hand(job.data, choices.data_root)
+    if choices.gather:  # what counts is what was trained, wherever the data lie
+        there = not (choices.stand_in and job.stand_in) or _was_run(job, choices)
+    else:
+        there = choices.smoke or at_hand(job.data, choices.data_root)
     return [_planned(job, seed, choices, there) for seed in choices.seeds]
+
+
+def _was_run(job: Job, choices: Choices) -> bool:
+    """Whether a run on the job's own data is kept."""
+    return any(_planned(job, seed, choices, True).folder.is_dir() for seed in choices.seeds)
 
 
 def _united(first: Planned, second: Planned) -> Planned:
@@ -106,7 +114,8 @@ def _planned(job: Job, seed: int, choices: Choices, there: bool) -> Planned:
             if choices.stand_in and job.stand_in:
                 recipe = _override(recipe, job.stand_in)
                 stands_in = str(job.stand_in["data"])
-            missing = "" if stands_in and at_hand(stands_in, choices.data_root) else job.data
+            known = stands_in and (choices.gather or at_hand(stands_in, choices.data_root))
+            missing = "" if known else job.data
     recipe = _override(recipe, choices.overrides)
     where = {} if choices.data_root is None else {"data_root": str(choices.data_root)}
     config = TrainConfig(

@@ -80,7 +80,8 @@ class _Worker:
 
     def _listen(self) -> None:
         assert self.process.stdout is not None
-        with contextlib.suppress(EOFError, pickle.UnpicklingError):  # ended, perhaps in a word
+        # It ended, perhaps in the middle of a word: whatever unpickling says of that.
+        with contextlib.suppress(Exception):
             while True:
                 self.events.put((self, pickle.load(self.process.stdout)))
         self.events.put((self, ("exit", self.process.wait())))

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from .choices import Choices
 from .declaring import Cell, Experiment
@@ -25,6 +26,7 @@ from .results import (
     merged,
     read_result,
     result_path,
+    status_of,
 )
 from .running import Outcome, chosen_device, complete, is_trained, remembered, run_job
 from .supplying import at_hand
@@ -71,9 +73,8 @@ def reproduce_all(
         _run_all(planned, _users(asked, choices), choices, done, tell or (lambda text: None))
     except BaseException:
         for experiment, cells in asked:  # what is done is shown, whatever ended the rest
-            result, fresh = _table(experiment, cells, choices, done)
-            if fresh:
-                result.save(choices.out)
+            if _table(experiment, cells, choices, done)[1]:
+                _written(experiment, cells, choices, done)
         raise
     return [_written(*one, choices, done) for one in asked]
 
@@ -84,15 +85,18 @@ class _Done:
 
     planned: Mapping[str, Planned]
     failures: dict[str, str]
-    part: bool
-    """Whether a run counts of which not all is measured."""
+    gathered: bool = False
 
     def outcome(self, run: Planned) -> Outcome | None:
         """What was measured of it; equal trainings by several names are in the first's folder."""
         kept = self.planned.get(run.key)
         if kept is None:
             return None
-        return remembered(kept.measuring(run.job.measures), part=self.part)
+        return remembered(kept.measuring(run.job.measures), part=True)
+
+    def complete(self, run: Planned) -> bool:
+        """Whether all that its job measures is there."""
+        return complete(self.planned[run.key].measuring(run.job.measures))
 
 
 def _users(
@@ -133,7 +137,8 @@ def _run_all(
 ) -> None:
     """Every training. One that fails is logged and said, and the others go on."""
     if choices.gather:
-        say(f"nothing is trained: {len(planned)} run folder(s) of {choices.runs} are read")
+        there = sum(one.folder.is_dir() for one in planned)
+        say(f"nothing is trained: {there} of {len(planned)} run folders are in {choices.runs}")
         return
     deadline = None if choices.minutes is None else time.monotonic() + 60.0 * choices.minutes
     tasks = []
@@ -215,6 +220,7 @@ def _table(
         cells=tuple(cells),
         smoke=choices.smoke,
         change=choices.change,
+        overrides=choices.overrides,
         made_by=made_by(chosen_device(choices.device)),
     )
     return result, fresh
@@ -224,9 +230,11 @@ def _samples(cell: Cell, runs: Sequence[Planned], done: _Done) -> list[Sample]:
     made = []
     for run in runs:
         outcome = done.outcome(run)
-        if outcome is None or (done.part and cell.metric not in outcome.values):
+        if outcome is None:
             continue
         if cell.metric not in outcome.values:
+            if not done.complete(run):  # a measure that failed or was not come to
+                continue
             raise KeyError(
                 f"{run.job.name} was measured and has no {cell.metric!r}; it has: "
                 f"{', '.join(outcome.values)}."
@@ -251,6 +259,8 @@ def _why(runs: Sequence[Planned], done: _Done, wanted: bool) -> str:
             return f"{run.missing} is not at hand"
         if run.key in done.failures:
             return done.failures[run.key]
+        if wanted and run.key in done.planned and done.gathered:
+            return "no run folder has it"
     return "" if wanted or not runs else "not asked for"
 
 
@@ -272,21 +282,46 @@ def listing(out: Path, data_root: Path | None) -> list[Listed]:
     return [
         Listed(
             experiment,
-            *_standing(out, experiment.id),
+            *_standing(out, experiment),
             tuple(name for name in experiment.data if not there[name]),
         )
         for experiment in EXPERIMENTS.values()
     ]
 
 
-def _standing(out: Path, name: str) -> tuple[str, int]:
+def _standing(out: Path, experiment: Experiment) -> tuple[str, int]:
     """(state, cells measured): the declared recipe first, then changed ones by name, then smoke."""
-    files = [result_path(out, name, smoke=False), *sorted(out.glob(f"{name}--*.json"))]
-    found = [one for one in map(read_result, files) if one is not None]
-    ran = [one for one in found if one["status"] != NOT_RUN]
-    if ran:
-        states = [one["status"] + (f" ({one['change']})" * bool(one["change"])) for one in ran]
-        places = {(c["row"], c["column"]) for one in ran for c in one["cells"] if c["n"] > 0}
+    name = experiment.id
+    states, places = [], set()
+    for path in (result_path(out, name, smoke=False), *sorted(out.glob(f"{name}--*.json"))):
+        kept = read_result(path)
+        if kept is None:
+            continue
+        cells = _today(experiment, kept, earlier_samples(path))
+        status = status_of((cell.status for cell in cells), smoke=False)
+        if status != NOT_RUN:
+            states.append(status + (f" ({kept['change']})" if kept["change"] else ""))
+            places |= {(c.cell.row, c.cell.column) for c in cells if c.samples}
+    if states:
         return "; ".join(states), len(places)
     smoke = read_result(result_path(out, name, smoke=True))
     return (NOT_RUN if smoke is None else SMOKE), 0
+
+
+def _today(
+    experiment: Experiment,
+    kept: Mapping[str, Any],
+    samples: Mapping[tuple[str, str], list[Sample]],
+) -> list[CellResult]:
+    """The cells of today's table with the samples of a file: those of an earlier recipe show."""
+    choices = Choices(overrides=kept.get("overrides", {}), gather=True)
+    jobs = {cell.job.name: cell.job for cell in experiment.cells if cell.job is not None}
+    groups = {name: plan_of(job, choices)[0].group for name, job in jobs.items()}
+    return [
+        CellResult(
+            cell,
+            tuple(samples.get((cell.row, cell.column), ())),
+            group="" if cell.job is None else groups[cell.job.name],
+        )
+        for cell in experiment.cells
+    ]

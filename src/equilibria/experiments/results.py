@@ -116,6 +116,8 @@ class Result:
     """Overrides of the recipe, in words."""
     made_by: Mapping[str, Any]
     files: tuple[str, ...] = field(default=())
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    """The same as values."""
 
     @property
     def status(self) -> str:
@@ -147,6 +149,7 @@ class Result:
             else "",
             "status": self.status,
             "change": self.change,
+            "overrides": dict(self.overrides),
             "seeds": list(self.seeds),
             "seconds": round(self.seconds, 1),
             "made_by": dict(self.made_by),
@@ -206,7 +209,9 @@ def earlier_samples(path: Path) -> dict[tuple[str, str], list[Sample]]:
     if kept is None:
         return {}
     return {
-        (cell["row"], cell["column"]): [Sample(**sample) for sample in cell["samples"]]
+        (cell["row"], cell["column"]): [
+            Sample(**{**sample, "value": float(sample["value"])}) for sample in cell["samples"]
+        ]
         for cell in kept["cells"]
     }
 

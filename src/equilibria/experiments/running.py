@@ -59,7 +59,8 @@ def remembered(planned: Planned, *, part: bool = False) -> Outcome | None:
         return None
     values: dict[str, float] = {}
     for name in there:
-        values |= kept["measures"][name]
+        # What is not finite is kept as text: JSON has no word for it.
+        values |= {metric: float(value) for metric, value in kept["measures"][name].items()}
     return Outcome(values, float(kept["seconds"]), kept["made_by"])
 
 
@@ -110,11 +111,13 @@ def _where(made: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read(folder: Path) -> dict[str, Any]:
-    path = folder / _FILE
-    if not path.exists():
-        return {"measures": {}, "seconds": 0.0, "made_by": {}}
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return found
+    """What was measured; nothing where the file is damaged: it is then measured anew."""
+    empty = {"measures": {}, "seconds": 0.0, "made_by": {}}
+    try:
+        found = json.loads((folder / _FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return empty
+    return {**empty, **found} if isinstance(found, dict) else empty
 
 
 def _measure_all(planned: Planned, choices: Choices, model: nn.Module, images: Supplied) -> None:
@@ -132,6 +135,7 @@ def _measure_all(planned: Planned, choices: Choices, model: nn.Module, images: S
         seed=planned.seed,
         progress=choices.progress,
         smoke=planned.smoke,
+        held_out=images.held_out,
     )
     planned.folder.mkdir(parents=True, exist_ok=True)
     for name in planned.job.measures:
@@ -188,10 +192,12 @@ def _create(planned: Planned, train: ImageData) -> nn.Module:
 
 def _made_fast(planned: Planned, choices: Choices) -> TrainConfig:
     """Graphs where the job can have them: the numbers stay, launches from Python go."""
-    fits = planned.job.graphs and not planned.config.compile
-    if not fits or chosen_device(choices.device).type != "cuda":
-        return planned.config
-    return planned.config.with_overrides(cuda_graphs=True)
+    config = planned.config
+    free = not config.compile and not config.jacobian_weight and config.strategy == "auto"
+    asked = choices.overrides.get("cuda_graphs", planned.job.graphs)
+    if not (asked and free) or chosen_device(choices.device).type != "cuda":
+        return config
+    return config.with_overrides(cuda_graphs=True)
 
 
 def _train(

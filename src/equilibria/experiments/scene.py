@@ -31,3 +31,5 @@ class Scene:
     seed: int
     progress: bool
     smoke: bool
+    held_out: ImageData | None = None
+    """What choices may look at."""

@@ -25,11 +25,13 @@ __all__ = ["START", "order_of", "work"]
 
 # The parent's paths and command line come first: they lead to the modules that read the rest.
 START = """
-import pickle, sys
+import os, pickle, sys
+answers = os.dup(1)
+os.dup2(2, 1)  # what is printed on the way, also by an import, is no answer
 try:
     sys.path[:], sys.argv[:] = pickle.load(sys.stdin.buffer)
     from equilibria.experiments.working import work
-    work()
+    work(answers)
 except KeyboardInterrupt:
     raise SystemExit(130) from None
 """
@@ -87,13 +89,12 @@ class _Sent(Log):
         self.send(("log", outcome, seconds, result, more))
 
 
-def work() -> None:
-    """Carry out the one order that stdin holds, and say how it ended."""
+def work(descriptor: int) -> None:
+    """Carry out the one order that stdin holds, and say to the descriptor how it ended."""
     # Where a shell started the parent in the background, Ctrl-C would be ignored from birth.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     order: _Order = pickle.load(sys.stdin.buffer)
-    answers = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)  # what is printed on the way is no answer
+    answers = os.fdopen(descriptor, "wb", buffering=0)
     threading.Thread(target=_outlive_nobody, daemon=True).start()
 
     def send(message: tuple[Any, ...]) -> None:

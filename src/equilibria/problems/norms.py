@@ -141,7 +141,11 @@ def _fingerprint(w: Tensor, stride: tuple[int, int], groups: int) -> bytes:
 
 
 def _symbol_norm_upper(w: Tensor, stride: tuple[int, int], groups: int) -> float:
-    w = _polyphase(w.reshape(groups, -1, *w.shape[1:]), stride)
+    scale = float(w.abs().max()) if w.numel() else 0.0
+    if scale == 0.0:
+        return 0.0
+    # Squares of tiny entries would underflow, and the bound with them.
+    w = _polyphase((w / scale).reshape(groups, -1, *w.shape[1:]), stride)
     g, o, i, th, tw = w.shape
     nh, nw = (max(1, _SAMPLES_PER_TAP * (taps - 1)) for taps in (th, tw))
     # A real kernel has K̂(−θ) = conj K̂(θ): half of the last axis is enough.
@@ -156,7 +160,7 @@ def _symbol_norm_upper(w: Tensor, stride: tuple[int, int], groups: int) -> float
     shrink = math.cos(math.pi * (th - 1) / 2 / nh) * math.cos(math.pi * (tw - 1) / 2 / nw)
     # Rounding: the symbol's entries, the Gram matrix and the eigenvalue, relative to Frobenius.
     rounding = 16 * _EPS * (o + i + th * tw) * math.sqrt(th * tw) * float(w.norm())
-    return math.sqrt(best) / shrink + rounding
+    return scale * (math.sqrt(best) / shrink + rounding)
 
 
 _CHEAP = 64  # rows up to which eigenvalues cost less than what avoids them
@@ -170,7 +174,7 @@ def _largest(gram: Tensor, best: float) -> float:
     these are computed where a few power iterations see the largest, and the rest is compared.
     """
     # λmax ≤ ‖·‖_F: what cannot raise the maximum needs nothing.
-    gram = gram[torch.linalg.matrix_norm(gram) > best]
+    gram = gram[~(torch.linalg.matrix_norm(gram) <= best)]
     n = gram.shape[-1]
     if gram.shape[0] == 0:
         return best

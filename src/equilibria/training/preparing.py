@@ -113,7 +113,11 @@ def _labels(images: ImageData) -> Tensor | None:
 
 
 def few(images: ImageData, samples: int, seed: int) -> Tensor:
-    """[N] bool: ``samples`` of them, of each class its share, drawn by the seed."""
+    """[N] bool: ``samples`` of them, of each class its share, drawn by the seed.
+
+    Every class has one in and, where one is left out, one out: tiny numbers come out larger, and
+    such as are nearly all smaller.
+    """
     count = len(images)
     if samples > count:
         raise ValueError(
@@ -122,7 +126,9 @@ def few(images: ImageData, samples: int, seed: int) -> Tensor:
         )
     if samples == count:
         return torch.ones(count, dtype=torch.bool)
-    return held_out(_labels(images), count, samples / count, seed)
+    if 2 * samples <= count:
+        return held_out(_labels(images), count, samples / count, seed)
+    return ~held_out(_labels(images), count, (count - samples) / count, seed)
 
 
 def _check_data(data: Any) -> tuple[ImageData, ImageData | None]:
