@@ -36,16 +36,23 @@ def _size(model: nn.Module) -> dict[str, float]:
     return {"parameters_k": count / 1e3, "parameters_m": count / 1e6}
 
 
-def quality(scene: Scene) -> dict[str, float]:
-    """Accuracy, top-5, NLL, calibration, size; steps and residual of the layers."""
-    report = evaluation.evaluate(
+def _judged(
+    scene: Scene, images: ImageData, *, batch_size: int | None = None, flip: bool = False
+) -> evaluation.Report:
+    return evaluation.evaluate(
         scene.model,
-        scene.test,
-        batch_size=scene.batch_size,
+        images,
+        batch_size=scene.batch_size if batch_size is None else batch_size,
         certify=0,  # takes minutes for wide layers: a measure of its own
         progress=scene.progress,
+        flip=flip,
         nonfinite="report",
     )
+
+
+def quality(scene: Scene) -> dict[str, float]:
+    """Accuracy, top-5, NLL, calibration, size; steps and residual of the layers."""
+    report = _judged(scene, scene.test)
     metrics = report.metrics
     assert isinstance(metrics, evaluation.ClassificationMetrics)
     found = {
@@ -68,28 +75,13 @@ def held_out(scene: Scene) -> dict[str, float]:
     """Accuracy on the images that were held out: what choices are made by."""
     if scene.held_out is None:
         raise ValueError("nothing was held out (validation=0): there is nothing to choose by.")
-    report = evaluation.evaluate(
-        scene.model,
-        scene.held_out,
-        batch_size=scene.batch_size,
-        certify=0,
-        progress=scene.progress,
-        nonfinite="report",
-    )
+    report = _judged(scene, scene.held_out)
     return {"held_out.accuracy": 100 * report.accuracy}
 
 
 def flipped(scene: Scene) -> dict[str, float]:
     """Accuracy and calibration with the mean of an image's and its mirror image's probabilities."""
-    report = evaluation.evaluate(
-        scene.model,
-        scene.test,
-        batch_size=scene.batch_size,
-        certify=0,
-        progress=scene.progress,
-        flip=True,
-        nonfinite="report",
-    )
+    report = _judged(scene, scene.test, flip=True)
     metrics = report.flip
     assert isinstance(metrics, evaluation.ClassificationMetrics)
     return {
@@ -108,14 +100,7 @@ def certificate(scene: Scene) -> dict[str, float]:
 
 def segmentation(scene: Scene) -> dict[str, float]:
     """mIoU, mean accuracy of the classes, share of right pixels."""
-    report = evaluation.evaluate(
-        scene.model,
-        scene.test,
-        batch_size=min(scene.batch_size, 16),
-        certify=0,
-        progress=scene.progress,
-        nonfinite="report",
-    )
+    report = _judged(scene, scene.test, batch_size=min(scene.batch_size, 16))
     metrics = report.metrics
     assert isinstance(metrics, evaluation.SegmentationMetrics)
     share = metrics.per_class
