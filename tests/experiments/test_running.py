@@ -229,10 +229,10 @@ def test_held_out_images_are_the_same_for_every_seed(tmp_path: Path) -> None:
 
 
 def test_listing_reads_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from equilibria.experiments import reproducing
+    from equilibria.experiments import standing
 
     out = tmp_path / "results"
-    monkeypatch.setattr(reproducing, "EXPERIMENTS", {"tiny-table": tiny.table()})
+    monkeypatch.setattr(standing, "EXPERIMENTS", {"tiny-table": tiny.table()})
 
     def state() -> tuple[str, int]:
         (found,) = experiments.listing(out, None)
@@ -360,7 +360,7 @@ def test_gathering_takes_the_papers_data_before_what_stands_in(tmp_path: Path) -
 
 
 def test_the_list_knows_an_earlier_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from equilibria.experiments import reproducing
+    from equilibria.experiments import standing
 
     choices = tiny.choices(tmp_path)
     reproduce(tiny.table(), choices)
@@ -368,6 +368,6 @@ def test_the_list_knows_an_earlier_recipe(tmp_path: Path, monkeypatch: pytest.Mo
         (tiny.table(), ("measured", 2)),
         (tiny.table(recipe={**tiny.RECIPE, "lr": 0.01}), ("partly", 2)),
     ):
-        monkeypatch.setattr(reproducing, "EXPERIMENTS", {"tiny-table": table})
+        monkeypatch.setattr(standing, "EXPERIMENTS", {"tiny-table": table})
         (line,) = experiments.listing(choices.out, None)
         assert (line.status, line.measured) == expected

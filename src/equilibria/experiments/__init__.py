@@ -18,8 +18,9 @@ from .registry import describe, names
 if TYPE_CHECKING:
     from .log import read_log
     from .planning import Planned, cells_asked, plan
-    from .reproducing import Listed, listing, reproduce, reproduce_all
+    from .reproducing import reproduce, reproduce_all
     from .results import Result
+    from .standing import Listed, listing
     from .tables import markdown, rich_table
 
 __all__ = [
@@ -48,9 +49,9 @@ def __getattr__(name: str) -> Any:
     """What needs Lightning and the extras is imported when first used."""
     if name not in __all__:
         raise AttributeError(f"module 'equilibria.experiments' has no attribute {name!r}")
-    from . import log, planning, reproducing, results, tables
+    from . import log, planning, reproducing, results, standing, tables
 
-    rooms = (log, planning, reproducing, results, tables)
+    rooms = (log, planning, reproducing, results, standing, tables)
     found = next(getattr(room, name) for room in rooms if name in room.__all__)
     globals()[name] = found
     return found

@@ -98,7 +98,7 @@ THESIS = _recipe(
 
 # Training images a second on an H200. Measured alone: Gaussian branches 20,150 and GEQ stacks
 # 28,519 at 3 M (results/geq_step.json), 17,200 at 5 M, 10,100 at 8 M, explicit stacks 54,019 at 3 M
-# (MATH §4), ResNet-18 22,000. The others are guesses, some from trainings that shared a GPU.
+# (a probe), ResNet-18 22,000. The others are guesses, some from trainings that shared a GPU.
 RATES: Mapping[str, float] = MappingProxyType(
     {
         "branches": 15_000.0,

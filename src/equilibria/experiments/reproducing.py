@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from .choices import Choices
 from .declaring import Cell, Experiment
@@ -15,23 +14,11 @@ from .log import Log
 from .planning import Planned, cells_asked, plan, plan_of
 from .pooling import Pool, Task, split
 from .provenance import made_by
-from .registry import EXPERIMENTS, describe
-from .results import (
-    NOT_RUN,
-    SMOKE,
-    CellResult,
-    Result,
-    Sample,
-    earlier_samples,
-    merged,
-    read_result,
-    result_path,
-    status_of,
-)
+from .registry import describe
+from .results import CellResult, Result, Sample, earlier_samples, merged, result_path
 from .running import Outcome, chosen_device, complete, is_trained, remembered, run_job
-from .supplying import at_hand
 
-__all__ = ["Listed", "listing", "reproduce", "reproduce_all"]
+__all__ = ["reproduce", "reproduce_all"]
 
 Tell = Callable[[str], None]
 
@@ -262,66 +249,3 @@ def _why(runs: Sequence[Planned], done: _Done, wanted: bool) -> str:
         if wanted and run.key in done.planned and done.gathered:
             return "no run folder has it"
     return "" if wanted or not runs else "not asked for"
-
-
-@dataclass(frozen=True)
-class Listed:
-    """A line of ``reproduce list``."""
-
-    experiment: Experiment
-    status: str
-    measured: int
-    """Cells with a number of ours."""
-    missing: tuple[str, ...]
-    """Data that are not at hand."""
-
-
-def listing(out: Path, data_root: Path | None) -> list[Listed]:
-    """Every id with its state, as the files in ``out`` have it."""
-    there = {name: at_hand(name, data_root) for e in EXPERIMENTS.values() for name in e.data}
-    return [
-        Listed(
-            experiment,
-            *_standing(out, experiment),
-            tuple(name for name in experiment.data if not there[name]),
-        )
-        for experiment in EXPERIMENTS.values()
-    ]
-
-
-def _standing(out: Path, experiment: Experiment) -> tuple[str, int]:
-    """(state, cells measured): the declared recipe first, then changed ones by name, then smoke."""
-    name = experiment.id
-    states, places = [], set()
-    for path in (result_path(out, name, smoke=False), *sorted(out.glob(f"{name}--*.json"))):
-        kept = read_result(path)
-        if kept is None:
-            continue
-        cells = _today(experiment, kept, earlier_samples(path))
-        status = status_of((cell.status for cell in cells), smoke=False)
-        if status != NOT_RUN:
-            states.append(status + (f" ({kept['change']})" if kept["change"] else ""))
-            places |= {(c.cell.row, c.cell.column) for c in cells if c.samples}
-    if states:
-        return "; ".join(states), len(places)
-    smoke = read_result(result_path(out, name, smoke=True))
-    return (NOT_RUN if smoke is None else SMOKE), 0
-
-
-def _today(
-    experiment: Experiment,
-    kept: Mapping[str, Any],
-    samples: Mapping[tuple[str, str], list[Sample]],
-) -> list[CellResult]:
-    """The cells of today's table with the samples of a file: those of an earlier recipe show."""
-    choices = Choices(overrides=kept.get("overrides", {}), gather=True)
-    jobs = {cell.job.name: cell.job for cell in experiment.cells if cell.job is not None}
-    groups = {name: plan_of(job, choices)[0].group for name, job in jobs.items()}
-    return [
-        CellResult(
-            cell,
-            tuple(samples.get((cell.row, cell.column), ())),
-            group="" if cell.job is None else groups[cell.job.name],
-        )
-        for cell in experiment.cells
-    ]
