@@ -195,3 +195,90 @@ def test_learns_digits(name: str) -> None:
     with torch.no_grad():
         accuracy = float((model.eval()(test_x).argmax(1) == test_y).float().mean())
     assert accuracy >= 0.98
+
+
+def _normalized(x: torch.Tensor) -> torch.Tensor:
+    """What a fresh BatchNorm2d does in training mode, written out."""
+    mean = x.mean((0, 2, 3), keepdim=True)
+    return (x - mean) / (x.var((0, 2, 3), keepdim=True, unbiased=False) + 1e-5).sqrt()
+
+
+def test_norms_stand_where_they_are_asked_for() -> None:
+    torch.manual_seed(0)
+    x = 3 * torch.randn(4, 3, 6, 6) + 1
+
+    def rectified(_: int, __: int) -> nn.Module:
+        return nn.ReLU()
+
+    made = {norm: Block(3, 3, rectified, norm=norm)(x) for norm in ("before", "after", "both")}
+    torch.testing.assert_close(made["before"], x + _normalized(x).relu())
+    torch.testing.assert_close(made["after"], x + _normalized(x.relu()))
+    torch.testing.assert_close(made["both"], x + _normalized(_normalized(x).relu()))
+    # What a rectified layer adds has one sign, and both behind a norm.
+    assert (made["before"] - x).min() >= -1e-6
+    assert (made["both"] - x).min() < -0.1
+
+
+def test_a_shifted_block_is_the_layer_on_a_map_with_a_border_of_zeros() -> None:
+    torch.manual_seed(0)
+    block = Block(4, 4, lambda a, b: nn.AvgPool2d(2, ceil_mode=False), shift=1).eval()
+    x = torch.randn(2, 4, 6, 6)
+    with pytest.raises(RuntimeError, match="size"):
+        block(x)  # the layer must keep the pixels
+
+    def patched(r: torch.Tensor) -> torch.Tensor:
+        """Each pixel becomes the mean of its 2 × 2 patch."""
+        small = r.unflatten(3, (-1, 2)).unflatten(2, (-1, 2)).mean((3, 5))
+        return small.repeat_interleave(2, 2).repeat_interleave(2, 3)
+
+    class Mean(nn.Module):
+        def forward(self, r: torch.Tensor) -> torch.Tensor:
+            return patched(r)
+
+    found = Block(4, 4, lambda a, b: Mean(), norm="after", shift=1)(x)
+    border = torch.zeros(2, 4, 8, 8)
+    border[:, :, 1:7, 1:7] = x
+    torch.testing.assert_close(found, x + _normalized(patched(border)[:, :, 1:7, 1:7]))
+    # A pixel of the middle is in one patch with its neighbors of the other side.
+    inner = patched(border)[0, 0, 2, 2]
+    torch.testing.assert_close(inner, x[0, 0, 1:3, 1:3].mean())
+
+
+def test_every_second_layer_of_a_stage_is_shifted_by_half_a_patch() -> None:
+    model = models.create("geq_stack_digits", depth=3, shift=True)
+    shifts = [m.shift for m in model.modules() if isinstance(m, Block)]
+    assert shifts == [0, 1, 0, 0, 1, 0]
+    assert model(torch.randn(2, 1, 8, 8)).shape == (2, 10)
+    with pytest.raises(ValueError, match=r"patches of 1 pixel\(s\) have no whole half"):
+        models.create("geq_stack_digits", shift=True, patch=eq.problems.Patches(channels=4, size=1))
+
+
+@pytest.mark.parametrize("norm", ["before", "after", "both"])
+@pytest.mark.parametrize("kind", ["geq", "opteq", "explicit"])
+def test_norms_survive_a_file(kind: str, norm: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = models.create(f"{kind}_stack_digits", norm=norm)
+    x = torch.randn(3, 1, 8, 8)
+    model(x)  # moves the running means
+    model.eval()
+    models.save(model, tmp_path / "model.safetensors")
+    again = models.load(tmp_path / "model.safetensors").eval()
+    assert again.config.options["norm"] == norm
+    torch.testing.assert_close(again(x), model(x))
+    norms = sum(isinstance(m, nn.BatchNorm2d) for m in again.modules())
+    head, inside = 1, 4 * (kind == "explicit")
+    assert norms == head + inside + 4 * (2 if norm == "both" else 1)
+
+
+def test_files_from_before_there_was_a_choice_of_norm_load_as_they_were() -> None:
+    model = models.create("geq_stack_digits").eval()
+    assert not [key for key in model.state_dict() if ".after" in key]
+    weights = Path(__file__).parents[2] / "results" / "weights" / "geq_stack_cifar_5m.safetensors"
+    loaded = models.load(weights, dtype=torch.float32)
+    assert loaded.config.options["norm"] == "before"
+    assert loaded.config.options["shift"] is False
+
+
+def test_an_unknown_norm_names_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"norm='behind'.*'before', 'after', 'both'"):
+        models.create("geq_digits", norm="behind")
