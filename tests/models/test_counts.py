@@ -109,7 +109,7 @@ def test_deep_opteq_by_hand() -> None:
 
 
 def test_imagenet_deep_opteq_as_described_not_as_printed() -> None:
-    # Table 6 prints 18 M and 40 M, which its own parts do not add up to (AUDIT D).
+    # Table 6 prints 18 M and 40 M, which its own parts do not add up to (docs/models.md).
     classifier = 512 * 1024 + 1024 * 2048 + 2 * (1024 + 2048) + 2048 * 1000 + 1000
     small = 5 * (2 * (9 * 512 + 512 * 512) + 512)
     # conv 7 × 7, then 3 and 4 bottlenecks: the first two stages of a ResNet-50

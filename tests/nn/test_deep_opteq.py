@@ -447,7 +447,7 @@ SQUARED, ABSOLUTE = (lambda v: 0.15 * cp.sum_squares(v)), (lambda v: 0.2 * cp.no
 def test_each_form_minimizes_its_own_objective(
     regularizer: Any, form: str, penalty: Any, alpha: float
 ) -> None:
-    """Theorem 4 for the gradient form; the Moreau envelope for the prox form (AUDIT A9)."""
+    """Theorem 4 for the gradient form; the Moreau envelope for the prox form."""
     layer, x, w, c = square(regularizer, form, alpha)
     z = layer(x).detach().numpy()
     for i in range(4):
@@ -578,7 +578,7 @@ def test_sam_finds_the_fixed_point_of_least_norm() -> None:
 )
 @pytest.mark.parametrize("bias", [True, False])
 def test_parameter_counts(channels: int, mids: tuple[int, ...], paper: int, bias: bool) -> None:
-    """One convolution as the extractor, W_l and U_l both 3 × 3, a linear head (AUDIT D)."""
+    """One convolution as the extractor, W_l and U_l both 3 × 3, a linear head (docs/models.md)."""
     with torch.device("meta"):
         model = nn.Sequential(
             nn.Conv2d(3, channels, 3, padding=1, bias=bias),

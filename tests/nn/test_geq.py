@@ -369,7 +369,7 @@ def test_the_constraint_is_evaluated_once_in_a_forward(monkeypatch: pytest.Monke
 
 
 def test_parameters_of_the_papers_size() -> None:
-    """MATH §4: U and W of the six branches with 256 channels are 9·256·960·2 numbers."""
+    """docs/models.md: U and W of the six branches with 256 channels are 9·256·960·2 numbers."""
     total = 0
     for mid in (64, 128, 128, 128, 256, 256):
         with torch.device("meta"):

@@ -284,7 +284,7 @@ def test_nu_needed() -> None:
 
 
 def test_the_linear_twin_of_a_geq_of_equal_size() -> None:
-    """MOptEq (MATH §1): the hidden form keeps U: C → mid, so the sizes of U and W agree."""
+    """MOptEq (docs/models.md): the hidden form keeps U: C → mid, so the sizes of U and W agree."""
     from equilibria.nn import GEQ
     from equilibria.problems import Patches
 

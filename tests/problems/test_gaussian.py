@@ -219,7 +219,7 @@ def test_metric_in_place_of_hidden() -> None:
     assert by_metric.mu_upper() == pytest.approx(case.coupling().mu_upper(), rel=1e-10)
 
 
-# MATH §2 fact 1: the spectrum of ∇²q
+# docs/facts.md, fact 1: the spectrum of ∇²q
 
 
 def _hvp_matrix(coupling: Coupling, z: Tensor, b: int) -> np.ndarray:
@@ -363,7 +363,7 @@ def test_local_curvature_where_it_must_bite() -> None:
     )
 
 
-# MATH §2 fact 3: three equilibria just beyond the bound
+# docs/facts.md, fact 3: three equilibria just beyond the bound
 
 
 def test_fact_3_three_equilibria_of_the_scalar_map() -> None:

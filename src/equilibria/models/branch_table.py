@@ -1,4 +1,4 @@
-"""The sizes of the papers' six-branch networks (GEQ A.7, KerDEQ; MATH §4)."""
+"""The sizes of the papers' six-branch networks (GEQ A.7, KerDEQ; docs/models.md)."""
 
 from __future__ import annotations
 

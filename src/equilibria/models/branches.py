@@ -1,4 +1,4 @@
-"""Six parallel branches at several scales: GEQ, KerDEQ, MOptEq and its kernels (MATH §4).
+"""Six parallel branches at several scales: GEQ, KerDEQ, MOptEq and its kernels (docs/models.md).
 
     images → stem → branches at S, S/2, S/4, S/4, S/8, S/8 pixels → average → fusion → head
 

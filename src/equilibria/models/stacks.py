@@ -1,4 +1,4 @@
-"""Equilibrium layers in sequence with skips, and their twins of equal size (ours; MATH §4).
+"""Equilibrium layers in sequence with skips, and their twins of equal size (ours; docs/models.md).
 
     x ↦ skip(x) + layer(norm(x)),    layer one of GEQ, OptEq, two explicit convolutions.
 

@@ -43,8 +43,8 @@ class GEQ(WeightedLayer):
     patch. ``hidden=None`` leaves W_h out (W_h = I: Eq 5–6 as written).
 
     With ``NormBounded(bound=β)`` W is held at ‖W‖ ≤ β and W_h at ‖W_h‖ ≤ 1, so that μ ≤ β: T
-    contracts with factor β² for β < 1, and the equilibrium is unique for β < 1.4969 (MATH §2). The
-    bounds are nominal; ``problem(x).coupling.mu_upper()`` proves one.
+    contracts with factor β² for β < 1, and the equilibrium is unique for β < 1.4969 (docs/facts.md,
+    fact 3). The bounds are nominal; ``problem(x).coupling.mu_upper()`` proves one.
 
     Args:
         channels: channels of z.
@@ -141,7 +141,7 @@ class GEQ(WeightedLayer):
 
     @torch.no_grad()
     def input_norm_upper(self) -> float:
-        """A proven upper bound on the norm of x ↦ (patch rows of Ux)W_h (MATH fact 5).
+        """A proven upper bound on the norm of x ↦ (patch rows of Ux)W_h (docs/facts.md, fact 5).
 
         Dense: ‖W_hᵀU‖₂ by SVD. Convolutional: the smaller of ‖U‖‖W_h‖ and the bound on the one
         strided convolution that the map is.
@@ -172,7 +172,7 @@ class GEQ(WeightedLayer):
 
 
 class KerDEQ(GEQ):
-    """GEQ with a constant γ = 0.5 and patches of 4 channels × 4 × 4 pixels (KerDEQ; MATH §4)."""
+    """GEQ with a constant γ = 0.5 and patches of 4 channels × 4 × 4 pixels (docs/models.md)."""
 
     def __init__(
         self,

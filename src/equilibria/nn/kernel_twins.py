@@ -155,8 +155,9 @@ class PolynomialEq(_ScalarKernelLayer):
 class SigmoidEq(_ScalarKernelLayer):
     """T(z) = prox_f(WᵀWz + (1 − tanh²⟨c, z⟩)c), c = Ux + b (GEQ full, Table 4).
 
-    Strongly convex, with one equilibrium, for the inputs with ‖W‖² + 0.7698‖c‖² < 1 (MATH fact 6);
-    bounded below for every input when ‖W‖ < 1. ``radius`` as in PolynomialEq.
+    Strongly convex, with one equilibrium, for the inputs with ‖W‖² + 0.7698‖c‖² < 1
+    (docs/facts.md, fact 6); bounded below for every input when ‖W‖ < 1. ``radius`` as in
+    PolynomialEq.
 
     Args:
         channels, mid, in_channels, kernel_size, prior, constraint, bias, adjoint: as in OptEq.

@@ -85,7 +85,7 @@ def gaussian_message_jvp(
     """d(e·rM)[t] = e·(tM − 2γ⟨t, rM⟩ rM): the derivative of the message at rows along tangent.
 
     rows and tangent [B, P, k] → [B, P, k]. In the metric's own coordinates h = rW_h this is the
-    block e^{−s}(I − 2γhhᵀ) of MATH fact 1.
+    block e^{−s}(I − 2γhhᵀ) of docs/facts.md, fact 1.
     """
     v = _apply_metric(rows, metric)
     e = gaussian_weights(_energies(rows, v), gamma)

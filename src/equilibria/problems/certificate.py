@@ -2,7 +2,8 @@
 
 ``certify(layer, x)`` looks at the hidden problem G = f + g with m ⪯ ∇²g ⪯ L. The layer's map T has
 the factor ρ = max(|1 − m|, |L − 1|). ρ < 1: T is a contraction. m > 0: G is strongly convex, so
-there is one equilibrium z*, and ‖z − z*‖ ≤ (1 + ρ/m)·‖z − T(z)‖ for every z (MATH §2, facts 2–4).
+there is one equilibrium z*, and ‖z − z*‖ ≤ (1 + ρ/m)·‖z − T(z)‖ for every z
+(docs/facts.md, facts 2–4).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 G = f + g with a convex f and m ⪯ ∇²g ⪯ L. For every τ > 0 the point z⁺ = T_τ(z) has the subgradient
 u = (z − z⁺)/τ − (∇g(z) − ∇g(z⁺)) ∈ ∂G(z⁺), ‖u‖ ≤ max(|1/τ − m|, |L − 1/τ|)·‖z − z⁺‖. So
 
-    m > 0:   ‖z − z*‖ ≤ (1 + max(|1/τ − m|, |L − 1/τ|)/m)·‖z − T_τ(z)‖       (MATH fact 4)
+    m > 0:   ‖z − z*‖ ≤ (1 + max(|1/τ − m|, |L − 1/τ|)/m)·‖z − T_τ(z)‖       (docs/facts.md, fact 4)
     m > 0:   ‖z − z*‖ ≤ dist(0, ∂G(z))/m
 
 by strong convexity; the smallest is taken. Whatever m, if ∇²g(y) ⪰ m₀ > 0 at a point y and ∇²g is

@@ -43,7 +43,7 @@ class GammaPolicy(ABC):
     @property
     @abstractmethod
     def lipschitz_factor(self) -> float | None:
-        """F in Lip(x → z*) ≤ F·(μ/m)·‖x → c̃‖ (MATH fact 5), or None where no constant exists.
+        """F in Lip(x → z*) ≤ F·(μ/m)·‖x → c̃‖ (docs/facts.md, fact 5), or None: there is none.
 
         It is 1 for a γ that does not depend on the input (where a sharper bound is known too).
         """

@@ -39,7 +39,7 @@ from equilibria.problems.patches import Patches
 __all__ = ["GAUSSIAN_CONCAVITY", "Gaussian"]
 
 GAUSSIAN_CONCAVITY = 2.0 * math.exp(-1.5)
-"""b = 2e^{−3/2} = 0.4463: −bμ²I ⪯ ∇²q ⪯ μ²I for every γ and every input (MATH fact 1)."""
+"""b = 2e^{−3/2} = 0.4463: −bμ²I ⪯ ∇²q ⪯ μ²I for every γ and every input (docs/facts.md, fact 1)."""
 
 _UNKNOWN = Curvature(
     -math.inf, math.inf, True, "no bound on the norm of W is known; give ModuleOperator norm_bound"
@@ -287,7 +287,7 @@ class Gaussian(Coupling):
         return NormBound(min(estimate, upper), upper)
 
     def curvature(self, *, tight: bool = False) -> Curvature:
-        """−2e^{−3/2}μ² ≤ ∇²q ≤ μ², whatever γ and z (MATH fact 1)."""
+        """−2e^{−3/2}μ² ≤ ∇²q ≤ μ², whatever γ and z (docs/facts.md, fact 1)."""
         mu2 = self.mu_upper(tight=tight) ** 2
         if math.isinf(mu2):
             return _UNKNOWN

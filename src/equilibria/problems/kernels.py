@@ -314,7 +314,7 @@ class Sigmoidal(_WithLinearTerm):
 
     @torch.no_grad()
     def curvature(self) -> Curvature:
-        """−k‖c‖² − ‖W‖² ≤ ∇²q ≤ k‖c‖² with k = 4/(3√3) = 0.7698 (MATH fact 6)."""
+        """−k‖c‖² − ‖W‖² ≤ ∇²q ≤ k‖c‖² with k = 4/(3√3) = 0.7698 (docs/facts.md, fact 6)."""
         bend = SIGMOID_CURVATURE * self._squared_norm()
         return Curvature(
             -bend - self.norm_upper() ** 2,

@@ -1,6 +1,6 @@
 """How far z* moves when the input does: Lipschitz constants of c → z*, global and at one input.
 
-Gaussian coupling, γ fixed (MATH §2 fact 5; AUDIT A2). Two inputs, monotone ∂f, and the mean Hessian
+Gaussian coupling, γ fixed (docs/facts.md, fact 5). Two inputs, monotone ∂f, and the mean Hessian
 block B with −bI ⪯ B ⪯ βI give  a‖Δz‖² ≤ ⟨AΔz, B(Δc̃ − AΔz)⟩,  where a = 1 plus the modulus of the
 regularizer. Since B² ⪯ (β − b)B + bβI,
 

@@ -3,7 +3,7 @@
     Eq 11   L_geq = κμ²/(1 − κμ²),  κ = β_max + √γBμ        (printed; with b = 0 it is proven)
     Eq 12   L_opteq = μ/(1 − μ²)
     ours    κ = β_max + 0.1972·√γ·max‖h‖ in place of κ      (with or without a bias)
-    ours    Λ(μ)·‖x → c̃‖, for every input, sharp            (MATH fact 5; γ fixed)
+    ours    Λ(μ)·‖x → c̃‖, for every input, sharp            (docs/facts.md, fact 5; γ fixed)
 
 Why κ. φ(t) = te^{−t²} has |φ′(ξ)| = e^{−ξ²}|1 − 2ξ²| ≤ e^{−ξ²} + Cξ with C = max 2e^{−s}(s − 1)/√s
 = 0.1972, so |φ(a) − φ(b)| ≤ (e^{−a²} + Cb)|a − b| for 0 ≤ a ≤ b, and for vectors the collinear case
