@@ -17,6 +17,7 @@ from equilibria._version import __version__
 
 from .header import FORMAT, ModelFileError, read_header
 from .network import ModelConfig, Network
+from .quantized import FIELD, QuantizationError, dequantize, layout, make_note, quantize, scale_name
 from .table import create
 
 __all__ = ["ModelFileError", "load", "read_header", "save"]
@@ -42,7 +43,9 @@ def save(
         extra: what should travel with it, in JSON's types: class names, mean and deviation,
             metrics. None keeps ``model.extra``.
         dtype: what floating weights are rounded to, such as torch.float16 for half the size; None
-            keeps them as they are.
+            keeps them as they are. torch.int8 keeps parameters of two or more dimensions in eight
+            bits with a scale for each row, which moves a weight by max|w|/254 of its row at most;
+            the rest is kept in float32, large buffers in float16.
 
     Returns:
         The path.
@@ -54,6 +57,7 @@ def save(
             f"models.save takes a network made by models.create, got {type(network).__name__} "
             "without a configuration. For a module of your own use safetensors.torch.save_model."
         )
+    _check_dtype(dtype, (*_PRECISIONS, torch.int8))
     place = Path(path)
     if place.is_dir() or not place.parent.is_dir():
         what = "is a folder" if place.is_dir() else f"lies in no folder ({place.parent})"
@@ -64,26 +68,48 @@ def save(
         "library": __version__,
         "extra": _extra_text(network.extra if extra is None else extra),
     }
+    state = {name: value.detach() for name, value in network.state_dict().items()}
+    if dtype == torch.int8:
+        state, note = _in_eight_bits(state, layout(network))
+        metadata[FIELD] = json.dumps(note)
+        dtype = None
     tensors = {
-        name: _rounded(value.detach(), dtype).cpu().contiguous().clone()
-        for name, value in network.state_dict().items()
+        name: _rounded(name, value, dtype).cpu().contiguous().clone()
+        for name, value in state.items()
     }
     _write(place, _safetensors().torch.save(tensors, metadata))
     return place
 
 
-def _rounded(value: Tensor, dtype: torch.dtype | None) -> Tensor:
+def _in_eight_bits(
+    state: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors of a quantized file, scales among them, and the note for its metadata."""
+    made: dict[str, Tensor] = {}
+    names = [name for name, dtype in dtypes.items() if dtype == torch.int8]
+    for name, value in state.items():
+        if dtypes[name] == torch.int8:
+            made[name], made[scale_name(name)] = quantize(name, value)
+        else:
+            made[name] = _rounded(name, value, dtypes[name])
+    return made, make_note(names)
+
+
+def _check_dtype(dtype: torch.dtype | None, allowed: tuple[torch.dtype, ...]) -> None:
+    if dtype is not None and dtype not in allowed:
+        known = ", ".join(str(d) for d in allowed)
+        raise ValueError(f"dtype={dtype}: weights are kept in one of {known}.")
+
+
+def _rounded(name: str, value: Tensor, dtype: torch.dtype | None) -> Tensor:
     """A floating tensor in another precision; one that would overflow there is an error."""
     if dtype is None or not value.is_floating_point():
         return value
-    if dtype not in _PRECISIONS:
-        allowed = ", ".join(str(d) for d in _PRECISIONS)
-        raise ValueError(f"dtype={dtype}: weights are kept in one of {allowed}.")
     rounded = value.to(dtype)
     if bool((torch.isfinite(value) & ~torch.isfinite(rounded)).any()):
         raise ValueError(
             f"dtype={dtype}: a weight or statistic of size {float(value.abs().max()):.3g} does not "
-            "fit; take torch.bfloat16 or torch.float32."
+            f"fit ({name}); take torch.bfloat16 or torch.float32."
         )
     return rounded
 
@@ -100,17 +126,23 @@ def load(
     """The network of a file that ``save`` wrote, in evaluation mode.
 
     ``model.config`` says what it is, ``model.extra`` what was saved with it. The dtype is the
-    file's if not given. Names, shapes and dtypes are checked against the network that the
-    configuration describes before a weight is taken over.
+    file's if not given, and float32 for a file in eight bits, whose weights are q·s. Names, shapes
+    and dtypes are checked against the network that the configuration describes before a weight is
+    taken over.
 
     Raises:
         FileNotFoundError: no such file.
         ModelFileError: damaged, no model of this library, or weights of another network.
     """
+    _check_dtype(dtype, _PRECISIONS)
     header = read_header(path)
     model = _build(path, header)
-    _check_weights(path, header["tensors"], model.state_dict())
-    tensors = {name: _rounded(value, dtype) for name, value in _read(path).items()}
+    _check_weights(path, header, model)
+    stored = _read(path)
+    if header[FIELD] is not None:
+        stored = _in_full(path, stored, header[FIELD]["tensors"])
+        dtype = torch.float32 if dtype is None else dtype
+    tensors = {name: _rounded(name, value, dtype) for name, value in stored.items()}
     # The network was laid out without memory; the file's tensors become its weights.
     model.load_state_dict(tensors, strict=True, assign=True)
     model.extra = header["extra"]
@@ -124,6 +156,19 @@ def _read(path: str | os.PathLike[str]) -> dict[str, Tensor]:
         return {name: value.clone() for name, value in library.torch.load_file(path).items()}
     except library.SafetensorError as error:
         raise ModelFileError(f"{path} cannot be read: {error}.") from error
+
+
+def _in_full(
+    path: str | os.PathLike[str], stored: Mapping[str, Tensor], names: list[str]
+) -> dict[str, Tensor]:
+    """The tensors of a quantized file with q·s in the place of q and s."""
+    made = dict(stored)
+    try:
+        for name in names:
+            made[name] = dequantize(name, made[name], made.pop(scale_name(name)))
+    except QuantizationError as error:
+        raise ModelFileError(f"{path} is not a usable model file: {error}.") from error
+    return made
 
 
 def _build(path: str | os.PathLike[str], header: Mapping[str, Any]) -> Network:
@@ -140,10 +185,35 @@ def _build(path: str | os.PathLike[str], header: Mapping[str, Any]) -> Network:
         ) from error
 
 
-def _check_weights(
+def _check_weights(path: str | os.PathLike[str], header: Mapping[str, Any], model: Network) -> None:
+    """Names, shapes and dtypes; floating-point weights may all be of another precision."""
+    note, wanted = header[FIELD], model.state_dict()
+    scales = set() if note is None else {scale_name(name) for name in note["tensors"]}
+    found = {name: entry for name, entry in header["tensors"].items() if name not in scales}
+    _check_names(path, found, wanted)
+    floating = {found[name]["dtype"] for name, value in wanted.items() if value.is_floating_point()}
+    if note is None and len(floating) > 1:
+        raise ModelFileError(f"{path} mixes the precisions {', '.join(sorted(floating))}.")
+    dtypes = {} if note is None else layout(model)
+    for name, value in wanted.items():
+        entry = found[name]
+        if entry["shape"] != tuple(value.shape):
+            raise ModelFileError(
+                f"{path} does not fit its network: {name} has shape {entry['shape']}, expected "
+                f"{tuple(value.shape)}."
+            )
+        free = note is None and value.is_floating_point()
+        allowed = _FLOATS if free else (_DTYPES[dtypes.get(name, value.dtype)],)
+        if entry["dtype"] not in allowed:
+            raise ModelFileError(
+                f"{path} does not fit its network: {name} has dtype {entry['dtype']}, expected "
+                f"{' or '.join(allowed)}."
+            )
+
+
+def _check_names(
     path: str | os.PathLike[str], found: Mapping[str, Any], wanted: Mapping[str, Tensor]
 ) -> None:
-    """Names, shapes and dtypes; floating-point weights may all be of another precision."""
     missing = [name for name in wanted if name not in found]
     foreign = [name for name in found if name not in wanted]
     if missing or foreign:
@@ -153,26 +223,18 @@ def _check_weights(
         if foreign:
             parts.append(f"{len(foreign)} that the network does not have ({_some(foreign)})")
         raise ModelFileError(f"{path} does not fit its network: tensors {' and '.join(parts)}.")
-    floating = {found[name]["dtype"] for name, value in wanted.items() if value.is_floating_point()}
-    if len(floating) > 1:
-        raise ModelFileError(f"{path} mixes the precisions {', '.join(sorted(floating))}.")
-    for name, value in wanted.items():
-        entry = found[name]
-        if entry["shape"] != tuple(value.shape):
-            raise ModelFileError(
-                f"{path} does not fit its network: {name} has shape {entry['shape']}, expected "
-                f"{tuple(value.shape)}."
-            )
-        allowed = _FLOATS if value.is_floating_point() else (_DTYPES[value.dtype],)
-        if entry["dtype"] not in allowed:
-            raise ModelFileError(
-                f"{path} does not fit its network: {name} has dtype {entry['dtype']}, expected "
-                f"{' or '.join(allowed)}."
-            )
 
 
 _FLOATS = ("F64", "F32", "BF16", "F16")
-_DTYPES = {torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL"}
+_DTYPES = {
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.int8: "I8",
+    torch.float16: "F16",
+    torch.float32: "F32",
+}
 
 
 def _some(names: list[str]) -> str:

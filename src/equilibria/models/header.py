@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+from .quantized import FIELD, QuantizationError, check_note
+
 __all__ = ["FORMAT", "ModelFileError", "read_header"]
 
 FORMAT = "equilibria-model/1"
@@ -41,8 +43,9 @@ def read_header(path: str | os.PathLike[str]) -> dict[str, Any]:
     """What a model file says of itself; no tensor is loaded and nothing is ever unpickled.
 
     Returns a dictionary with ``config`` (name, num_classes, in_channels, image_size, options),
-    ``library`` (the version that wrote it), ``extra``, ``tensors`` (name → dtype and shape) and
-    ``bytes`` (the size of the file).
+    ``library`` (the version that wrote it), ``extra``, ``quantization`` (which tensors are in eight
+    bits, and how; None where none is), ``tensors`` (name → dtype and shape) and ``bytes`` (the size
+    of the file).
 
     Raises:
         FileNotFoundError: no such file.
@@ -62,7 +65,12 @@ def read_header(path: str | os.PathLike[str]) -> dict[str, Any]:
     entries = _json(place, "its header", text)
     metadata = entries.pop("__metadata__", {})
     tensors = _check_tensors(place, entries, total - 8 - length)
-    return {**_check_metadata(place, metadata), "tensors": tensors, "bytes": total}
+    said = _check_metadata(place, metadata)
+    try:
+        check_note(said[FIELD], tensors)
+    except QuantizationError as error:
+        _refuse(place, str(error))
+    return {**said, "tensors": tensors, "bytes": total}
 
 
 def _refuse(path: Path, why: str) -> NoReturn:
@@ -176,8 +184,12 @@ def _check_metadata(path: Path, metadata: Any) -> dict[str, Any]:
     for key, kind in {**wanted, "options": dict}.items():
         if not isinstance(config.get(key), kind):
             _refuse(path, f"its config has {key}={config.get(key)!r}, expected {kind.__name__}")
+    note = metadata.get(FIELD)
+    if FIELD in metadata and not isinstance(note, str):
+        _refuse(path, f"its metadata has {FIELD}={note!r}, expected a text of JSON")
     return {
         "config": config,
         "library": metadata["library"],
         "extra": _json(path, "its extra", metadata["extra"]),
+        FIELD: None if note is None else _json(path, f"its {FIELD}", note),
     }

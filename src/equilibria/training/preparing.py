@@ -218,8 +218,12 @@ def _save_plain(model: nn.Module, path: Path, extra: Mapping[str, Any]) -> None:
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """The tensors of model.safetensors, on the CPU."""
+    """The tensors of model.safetensors, on the CPU; weights in eight bits come in float32."""
     import safetensors.torch
 
+    with safetensors.safe_open(path, framework="pt") as file:
+        quantized = "quantization" in (file.metadata() or {})
+    if quantized:
+        return models.load(path).state_dict()
     found: dict[str, Tensor] = safetensors.torch.load_file(path, device="cpu")
     return found
