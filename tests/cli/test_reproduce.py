@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from equilibria.cli.app import main
-from equilibria.experiments import names
+from equilibria.experiments import describe, names
 
 
 def run(*arguments: str | Path) -> int:
@@ -74,6 +80,123 @@ def test_wrong_usage_is_said_and_costs_nothing(
     assert run(*arguments) == 1
     assert words in " ".join(capsys.readouterr().err.split())
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("geq-table1", "--gather", "--parallel", "4"), "leave out --parallel 4, or"),
+        (("geq-table1", "--gather", "--parallel", "1"), "leave out --parallel 1, or"),
+        (("geq-table1", "--gather", "--minutes", "9"), "leave out --minutes 9.0, or"),
+        (("geq-table1", "--gather", "--device", "cpu"), "leave out --device cpu, or"),
+        (("geq-table1", "--gather", "--data-root", "."), "leave out --data-root ., or"),
+        (("geq-table1", "--dry-run", "--gather"), "leave out --dry-run, or"),
+        (
+            ("geq-table1", "--minutes", "9", "--gather", "--parallel", "4"),
+            "leave out --minutes 9.0, --parallel 4, or leave out --gather to train",
+        ),
+        (("list", "--gather", "--seeds", "0"), "--json; leave out --seeds 0, --gather."),
+        (("list", "--smoke"), "leave out --smoke."),
+        (("geq-table1", "--epochs", "3", "--set", "epochs=4"), "3, and --set epochs=4"),
+    ],
+)
+def test_flags_that_would_do_nothing_are_wrong_usage(
+    arguments: tuple[str, ...],
+    words: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(*arguments) == 2
+    said = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert words in said
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_gathering_takes_what_decides_the_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    chosen = ("--stand-in", "--epochs", "2", "--seeds", "0,1", "--only", "GEQ", "--set", "lr=0.1")
+    assert run("geq-table3", "--gather", *chosen) == 1  # there is nothing
+    assert "nothing was run of geq-table3" in capsys.readouterr().err
+    assert (tmp_path / "results" / "reproduce" / "geq-table3--epochs=2-lr=0.1.md").exists()
+
+
+def test_rows_of_nothing_are_a_sentence_and_notes_stand_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    places = ("--out", tmp_path / "out", "--runs", tmp_path / "runs")
+    ids = ("geq-table1", "kerdeq-table1")
+    assert run(*ids, "--gather", *places) == 1
+    shown = capsys.readouterr()
+    assert len(shown.out.splitlines()) < 15  # 92 cells
+    for row in (row for name in ids for row in describe(name).rows):
+        assert row in " ".join(shown.out.split())
+    notes = [note for name in ids for note in describe(name).notes]
+    assert len(set(notes)) < len(notes)
+    for note in notes:
+        assert shown.err.count(note) == 1
+    assert f"written: {tmp_path / 'out' / 'geq-table1.md'}" in shown.err
+    assert run(*ids, "--gather", "-q", *places) == 1
+    quiet = capsys.readouterr()
+    assert quiet.out == shown.out
+    assert quiet.err.startswith("error: nothing was run of geq-table1, kerdeq-table1.")
+
+
+_ENDING = """
+import atexit, os, signal, sys, time
+from equilibria import experiments
+from equilibria.cli.app import main
+
+def again():
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(0.2)
+
+def stopped(*_, **__):
+    raise KeyboardInterrupt("The 9 minutes are over.")
+
+atexit.register(again)
+experiments.reproduce_all = stopped
+main(["reproduce", "geq-table3", "--out", sys.argv[1]])
+"""
+
+
+def test_ctrl_c_as_the_interpreter_ends_is_not_heard(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _ENDING, str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.stderr == "The 9 minutes are over.\nThe same command goes on from there.\n"
+    assert ended.returncode == 130
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("pause", [0.05, 0.4])
+def test_ctrl_c_twice_is_quiet_and_leaves_nothing_half_written(
+    pause: float, tmp_path: Path
+) -> None:
+    program = "from equilibria.cli.app import main; main()"
+    flags = ("--smoke", "--epochs", "100000", "--parallel", "2", "--device", "cpu")
+    places = ("--out", str(tmp_path / "out"), "--runs", str(tmp_path / "runs"))
+    command = [sys.executable, "-c", program, "reproduce", "kerdeq-table3", *flags, *places]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as started:
+        while len(list(tmp_path.rglob("last.ckpt"))) < 2 and started.poll() is None:
+            time.sleep(0.02)
+        started.send_signal(signal.SIGINT)
+        time.sleep(pause)
+        started.send_signal(signal.SIGINT)
+        said = started.communicate(timeout=120)[1]
+    assert started.returncode == 130
+    assert "Traceback" not in said
+    assert "Exception ignored" not in said
+    assert said.endswith("interrupted.\nThe same command goes on from there.\n")
+    workers = [int(pid) for pid in re.findall(r"process (\d+)", said)]
+    assert len(workers) == 2
+    for pid in workers:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+    assert list(tmp_path.rglob(".*")) == []
 
 
 def test_several_ids_are_planned_together(

@@ -186,3 +186,11 @@ def test_keys_stay_what_they_were() -> None:
     assert [one.key for one in plan([cell], Choices())] == ["970f00be4c"]
     (few,) = plan([cell], Choices(overrides={"samples": 100}))
     assert few.key != "970f00be4c"
+
+
+@pytest.mark.parametrize("given", [{"minutes": 9.0}, {"parallel": 4}])
+def test_what_is_of_trainings_is_refused_where_nothing_is_trained(given: dict[str, Any]) -> None:
+    (said,) = (f"{name}={value}" for name, value in given.items())
+    with pytest.raises(ValueError, match=f"gather=True, .*{said}.*leave them out"):
+        Choices(gather=True, **given)
+    assert Choices(gather=True).gather

@@ -34,7 +34,7 @@ from equilibria.experiments.log import Log, read_log
 from equilibria.experiments.planning import Planned, plan_of
 from equilibria.experiments.pooling import Pool, Task, split
 from equilibria.experiments.registry import EXPERIMENTS
-from equilibria.experiments.working import order_of
+from equilibria.experiments.working import START, order_of
 
 from . import tiny
 
@@ -229,7 +229,11 @@ _FAKE = """
 import os, pickle, signal, sys, time
 name, folder = pickle.load(sys.stdin.buffer)
 caught = []
-signal.signal(signal.SIGINT, lambda *_: caught.append(time.time()))
+def catch(*_):
+    caught.append(time.time())
+    open(f"{folder}/{name}.caught{len(caught)}", "w").close()
+signal.signal(signal.SIGINT, catch)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 began = time.time()
 def say(*message):
     sys.stdout.buffer.write(pickle.dumps(message))
@@ -245,9 +249,12 @@ if name == "mumbles":
     sys.stdout.buffer.write(pickle.dumps(("end", "done", ""))[:-4])
     raise SystemExit(0)
 open(f"{folder}/{name}.ready", "w").close()
-while time.time() - began < (60 if name == "waits" else 0.4) and not caught:
+long = name == "waits" or name.startswith("lingers")
+while time.time() - began < (60 if long else 0.4) and not caught:
     time.sleep(0.01)
 time.sleep(0.3 if caught else 0)
+while name.startswith("lingers") and len(caught) < (2 if name == "lingers" else 9):
+    time.sleep(0.01)
 with open(f"{folder}/{name}", "w") as file:
     file.write(f"{began} {time.time()} {len(caught)}")
 if name == "fails":
@@ -345,6 +352,36 @@ def test_ctrl_c_is_passed_on_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("fake")
+@pytest.mark.parametrize(("name", "presses"), [("lingers", 2), ("lingers long", 3)])
+def test_ctrl_c_again_asks_again_and_then_ends_it(name: str, presses: int, tmp_path: Path) -> None:
+    choices, told = tiny.choices(tmp_path), list[str]()
+    ready = choices.out / f"{name}.ready"
+    (task, never) = tasks([name, "never"], choices)
+    task.planned.folder.mkdir(parents=True)
+    left: list[Path] = []
+
+    def press() -> None:
+        pid = pid_in(told[0])
+        left.append(task.planned.folder / f".last.ckpt.{pid}.part")
+        left.append(task.planned.folder / f".last.ckpt.{pid}1.part")  # of somebody else
+        for path in left:
+            path.touch()
+        for number in range(presses):
+            if number:  # the one before has reached it
+                soon((choices.out / f"{name}.caught{number}").exists, lambda: None).join()
+            os.kill(os.getpid(), signal.SIGINT)
+
+    soon(ready.exists, press)
+    with pytest.raises(KeyboardInterrupt):
+        pool(choices, told).run([task, never], 1)
+    assert not alive(pid_in(told[0]))
+    assert told[-1].startswith(f"{name}: stopped after")
+    assert [line["outcome"] for line in read_log(choices.out)] == ["interrupted"]
+    assert [path.exists() for path in left] == [False, True]
+    assert (choices.out / name).exists() == (presses == 2)  # the other was killed
+
+
+@pytest.mark.usefixtures("fake")
 def test_after_the_time_only_the_first_are_begun(tmp_path: Path) -> None:
     choices, told = tiny.choices(tmp_path, minutes=1e-9), list[str]()
     one = pool(choices, told, deadline=time.monotonic())
@@ -354,6 +391,79 @@ def test_after_the_time_only_the_first_are_begun(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):  # the part that runs alone is not begun either
         one.run(tasks(["d"], choices), 1)
     assert not any(text.startswith("d") for text in told)
+
+
+# ---------------------------------------------------------------------------- Ctrl-C in a worker
+
+_WORK = """
+import atexit, signal, sys, time
+def say(text):
+    sys.stderr.write(text + chr(10))
+    sys.stderr.flush()
+def work(answers):
+    atexit.register(lambda: (say("ending"), time.sleep(0.4)))
+    say("working")
+    try:
+        time.sleep({seconds})
+    finally:
+        say("saving")
+        time.sleep(0.4)
+        say("saved")
+"""
+
+
+def _worker(folder: Path, seconds: float) -> subprocess.Popen[bytes]:
+    """START with a room of its own: no torch, and work that only waits."""
+    room = folder / "equilibria" / "experiments"
+    room.mkdir(parents=True)
+    for package in (room.parent, room):
+        (package / "__init__.py").touch()
+    (room / "working.py").write_text(_WORK.format(seconds=seconds))
+    with pooling._blocked(signal.SIGINT):
+        worker = subprocess.Popen(
+            [sys.executable, "-P", "-c", START],
+            stdin=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+    assert worker.stdin is not None
+    worker.stdin.write(pickle.dumps(([str(folder), *sys.path], ["equilibria"])))
+    worker.stdin.flush()
+    return worker
+
+
+def _told(worker: subprocess.Popen[bytes], *heeded: str) -> list[str]:
+    """What it says; a Ctrl-C is sent at each of these lines."""
+    assert worker.stderr is not None
+    found = []
+    for line in worker.stderr:
+        found.append(line.decode().strip())
+        if found[-1] in heeded:
+            time.sleep(0.05)
+            worker.send_signal(signal.SIGINT)
+    worker.wait()
+    worker.stderr.close()
+    assert worker.stdin is not None
+    worker.stdin.close()
+    return found
+
+
+def test_a_worker_ends_in_silence_however_often_it_is_asked(tmp_path: Path) -> None:
+    worker = _worker(tmp_path, 60)
+    assert _told(worker, "working", "saving", "ending") == ["working", "saving", "saved", "ending"]
+    assert worker.returncode == 130
+
+
+def test_a_worker_that_is_done_is_not_interrupted(tmp_path: Path) -> None:
+    worker = _worker(tmp_path, 0)
+    assert _told(worker, "ending") == ["working", "saving", "saved", "ending"]
+    assert worker.returncode == 0
+
+
+def test_a_worker_that_is_asked_as_it_starts_ends_in_silence(tmp_path: Path) -> None:
+    worker = _worker(tmp_path, 60)
+    worker.send_signal(signal.SIGINT)
+    assert not set(_told(worker)) - {"working", "saving", "saved", "ending"}
+    assert worker.returncode == 130
 
 
 # ---------------------------------------------------------------------------- orders

@@ -64,6 +64,11 @@ class Choices:
                 raise ValueError(f"seeds={self.seeds}: expected whole numbers from 0 to 2³² − 1.")
         check_number(self, "minutes", low=0.0, low_open=True, optional=True)
         check_number(self, "parallel", low=1, integer=True)
+        if self.gather and (self.minutes is not None or self.parallel > 1):
+            raise ValueError(
+                f"gather=True, minutes={self.minutes}, parallel={self.parallel}: nothing is "
+                "trained, and minutes and parallel are of trainings; leave them out, or gather."
+            )
         taken = [name for name in self.overrides if name in _RESERVED]
         if taken:
             raise ValueError(

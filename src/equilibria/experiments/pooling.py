@@ -7,6 +7,7 @@ stdin, does what a single run does, and answers by stdout. Only the parent write
 from __future__ import annotations
 
 import contextlib
+import math
 import pickle
 import queue
 import signal
@@ -22,6 +23,7 @@ from typing import Any
 from equilibria.training.extras import need
 
 from .choices import Choices
+from .interrupting import held
 from .log import Log
 from .planning import Planned
 from .running import complete
@@ -33,6 +35,7 @@ TIMING = frozenset({"throughput", "times"})
 """Measures of time: true only where nothing else runs."""
 
 _LOOK = 0.5  # seconds after which a worker that ended unheard is noticed
+_DEATH = 10.0  # seconds that a killed process may take: one that hangs in a driver is left
 
 
 @dataclass(frozen=True)
@@ -65,12 +68,13 @@ class _Worker:
         self.end: tuple[str, str] | None = None
         # A session of its own: Ctrl-C in the terminal reaches the parent alone, which passes it on
         # once. A second one would cut the step in two.
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", "-c", START],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,
-        )
+        with _blocked(signal.SIGINT):  # until START is ready for it; the process inherits this
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-c", START],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                start_new_session=True,
+            )
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it died at once: the listener will say so
             self.process.stdin.write(order)
@@ -94,6 +98,22 @@ class _Worker:
         for pipe in (self.process.stdin, self.process.stdout):
             with contextlib.suppress(OSError):
                 pipe.close()  # type: ignore[union-attr]
+
+    def sweep(self) -> None:
+        """Remove what an end in the middle of a file left beside it (``storing.write_bytes``)."""
+        for part in self.task.planned.folder.rglob(f".*.{self.process.pid}.part"):
+            with contextlib.suppress(OSError):
+                part.unlink()
+
+
+@contextlib.contextmanager
+def _blocked(number: signal.Signals) -> Iterator[None]:
+    """The signal waits, here and in a process that is started here."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {number})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _death(code: int) -> str:
@@ -135,7 +155,9 @@ class Pool:
                     self._begin(waiting.popleft(), at_once)
                 if not self._alive:
                     break
-                self._hear(*self._events.get())
+                # With a limit: Ctrl-C that another thread takes does not wake one that waits.
+                with contextlib.suppress(queue.Empty):
+                    self._hear(*self._events.get(timeout=_LOOK))
         except BaseException:
             self._stop()
             raise
@@ -177,8 +199,9 @@ class Pool:
 
     def _begin(self, task: Task, at_once: int) -> None:
         order = order_of(task.planned, self.choices, at_once, self.until)
-        worker = _Worker(task, order, self._events)
-        self._alive.append(worker)
+        with held():  # a process that runs is on the list
+            worker = _Worker(task, order, self._events)
+            self._alive.append(worker)
         self._begun += 1
         where = f"in {task.planned.folder} (process {worker.process.pid})"
         self.say(f"{task.label}: started {where}")
@@ -197,6 +220,7 @@ class Pool:
     def _ended(self, worker: _Worker, code: int) -> None:
         self._alive.remove(worker)
         worker.close()
+        worker.sweep()
         task, spent = worker.task, worker.seconds
         how, why = worker.end or ("interrupted" if self._stopping else "failed", _death(code))
         if not worker.logged and how != "done":
@@ -217,23 +241,31 @@ class Pool:
     def _stop(self) -> None:
         """Ask the workers to save and end, and wait; Ctrl-C asks again, then ends them."""
         self._stopping = True
-        if self._alive:
-            self.say(f"stopping: {len(self._alive)} training(s) finish their step and save")
-        for how in (signal.SIGINT, signal.SIGINT, signal.SIGKILL):
-            for worker in self._alive:
-                worker.process.send_signal(how)
-            try:
+        for again in (False, True):
+            with contextlib.suppress(KeyboardInterrupt):
+                if self._alive and not again:
+                    self.say(f"stopping: {len(self._alive)} training(s) finish their step and save")
+                self._signal(signal.SIGINT)
                 self._drain()
-            except KeyboardInterrupt:
-                continue
-            return
+                return
+        with held():
+            self._signal(signal.SIGKILL)
+            self._drain(time.monotonic() + _DEATH)
 
-    def _drain(self) -> None:
-        while self._alive:
+    def _signal(self, number: signal.Signals) -> None:
+        for worker in self._alive:
+            worker.process.send_signal(number)
+
+    def _drain(self, until: float = math.inf) -> None:
+        """Hear the workers to their ends, or as long as there is time."""
+        while self._alive and time.monotonic() < until:
             try:
-                self._hear(*self._events.get(timeout=_LOOK))
+                event = self._events.get(timeout=_LOOK)
+                with held():  # an end is logged whole
+                    self._hear(*event)
             except queue.Empty:
                 # Ctrl-C may have come between taking an event and heeding it.
                 for worker in list(self._alive):
                     if not worker.listener.is_alive():
-                        self._ended(worker, worker.process.wait())
+                        with held():
+                            self._ended(worker, worker.process.wait())

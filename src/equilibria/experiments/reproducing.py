@@ -10,6 +10,7 @@ from pathlib import Path
 from .choices import Choices
 from .declaring import Cell, Experiment
 from .drawing import copy_pictures, draw
+from .interrupting import held
 from .log import Log
 from .planning import Planned, cells_asked, plan, plan_of
 from .pooling import Pool, Task, split
@@ -59,9 +60,10 @@ def reproduce_all(
     try:
         _run_all(planned, _users(asked, choices), choices, done, tell or (lambda text: None))
     except BaseException:
-        for experiment, cells in asked:  # what is done is shown, whatever ended the rest
-            if _table(experiment, cells, choices, done)[1]:
-                _written(experiment, cells, choices, done)
+        with held():
+            for experiment, cells in asked:  # what is done is shown, whatever ended the rest
+                if _table(experiment, cells, choices, done)[1]:
+                    _written(experiment, cells, choices, done)
         raise
     return [_written(*one, choices, done) for one in asked]
 
@@ -101,10 +103,11 @@ def _written(
     experiment: Experiment, cells: Sequence[Cell], choices: Choices, done: _Done
 ) -> Result:
     result, _ = _table(experiment, cells, choices, done)
-    if experiment.picture:
-        result = draw(result, choices.out)
-    result = copy_pictures(result, _drawn_in(cells, choices, done), choices.out)
-    result.save(choices.out)
+    with held():  # files are whole, and a page has its pictures
+        if experiment.picture:
+            result = draw(result, choices.out)
+        result = copy_pictures(result, _drawn_in(cells, choices, done), choices.out)
+        result.save(choices.out)
     return result
 
 

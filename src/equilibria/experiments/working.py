@@ -25,17 +25,30 @@ __all__ = ["START", "order_of", "work"]
 
 # The parent's paths and command line come first: they lead to the modules that read the rest.
 START = """
-import os, pickle, sys
+import os, pickle, signal, sys
+
+def once(*_):
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the way out is not cut by another
+    raise KeyboardInterrupt
+
 answers = os.dup(1)
 os.dup2(2, 1)  # what is printed on the way, also by an import, is no answer
 try:
-    sys.path[:], sys.argv[:] = pickle.load(sys.stdin.buffer)
-    from equilibria.experiments.working import work
-    work(answers)
+    try:
+        # Set here: where a shell started the parent in the background, it is ignored from birth.
+        signal.signal(signal.SIGINT, once)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        sys.path[:], sys.argv[:] = pickle.load(sys.stdin.buffer)
+        from equilibria.experiments.working import work
+        work(answers)
+    finally:
+        # All is saved and said: an interpreter that is interrupted as it ends prints tracebacks.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
 except KeyboardInterrupt:
     raise SystemExit(130) from None
 """
-"""What a worker's interpreter runs; its stdin holds what ``order_of`` gives."""
+"""What a worker's interpreter runs; its stdin holds what ``order_of`` gives. It is started with
+Ctrl-C blocked, which would else end the start of an interpreter with a traceback."""
 
 
 @dataclass(frozen=True)
@@ -91,8 +104,6 @@ class _Sent(Log):
 
 def work(descriptor: int) -> None:
     """Carry out the one order that stdin holds, and say to the descriptor how it ended."""
-    # Where a shell started the parent in the background, Ctrl-C would be ignored from birth.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     order: _Order = pickle.load(sys.stdin.buffer)
     answers = os.fdopen(descriptor, "wb", buffering=0)
     threading.Thread(target=_outlive_nobody, daemon=True).start()
