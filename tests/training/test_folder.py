@@ -112,3 +112,19 @@ def test_json_of_numbers_that_json_does_not_know(tmp_path: Path) -> None:
 def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(SaveError, match="nothing was there before"):
         write_bytes(tmp_path / "none" / "file", b"x")
+
+
+def test_ctrl_c_in_the_middle_of_a_write_leaves_the_old_file_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "weights"
+    write_bytes(path, b"old")
+
+    def interrupted(_: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("equilibria.training.storing.os.fsync", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write_bytes(path, b"new")
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]

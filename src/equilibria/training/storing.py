@@ -35,6 +35,10 @@ def write_bytes(path: Path, content: bytes | memoryview) -> None:
             f"could not write {path} ({len(content):,} bytes): {error.strerror or error}; {old}. "
             "Free some space or check the folder's permissions",
         ) from error
+    except BaseException:  # Ctrl-C: nothing half-written stays behind
+        with contextlib.suppress(OSError):
+            beside.unlink(missing_ok=True)
+        raise
 
 
 def write_text(path: Path, text: str) -> None:
