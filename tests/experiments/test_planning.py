@@ -194,3 +194,18 @@ def test_what_is_of_trainings_is_refused_where_nothing_is_trained(given: dict[st
     with pytest.raises(ValueError, match=f"gather=True, .*{said}.*leave them out"):
         Choices(gather=True, **given)
     assert Choices(gather=True).gather
+
+
+@pytest.mark.parametrize(("size", "name"), [("5M", "5m"), ("8M", "8m")])
+def test_rows_that_say_norm_after_train_it(size: str, name: str) -> None:
+    """And their folders are those of the runs in results/cifar10_geq_stack_*_after."""
+    cells = describe("geq-table1").cells_of((f"GEQ stack {size}, norm after (ours)",))
+    jobs = [cell.job for cell in cells if cell.job is not None]
+    assert len(jobs) == 6
+    assert {(job.model, str(job.options)) for job in jobs} == {
+        (f"geq_stack_cifar_{name}", "{'norm': 'after'}")
+    }
+    changed = {"epochs": 100, "validation": 0.0} if size == "8M" else {}
+    keys = {"5M": "a15a962ee1", "8M": "ccb6cb8c7a"}
+    planned = plan(cells, Choices(overrides=changed))
+    assert keys[size] in {one.key for one in planned if one.job.data == "cifar10"}

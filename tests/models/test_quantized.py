@@ -28,6 +28,7 @@ FAMILIES = [
     *("deep_opteq_199k", "mondeq_multi", "mdeq_cifar", "explicit_digits", "deep_opteq_seg"),
 ]
 STEM = "stem.weight"
+BUFFER = "stages.0.layer.W_h.parametrizations.weight.0.v"
 
 
 @pytest.fixture
@@ -284,10 +285,25 @@ def test_weights_that_are_no_numbers(model: models.Network, tmp_path: Path, bad:
     key = "stages.2.layer.W.parametrizations.weight.original"
     with torch.no_grad():
         model.get_parameter(key)[3, 1, 0, 2] = bad
-    with pytest.raises(ValueError, match=rf"{key} holds NaN or infinite weights.*dtype=None"):
+    with pytest.raises(ValueError, match=rf"{key} holds NaN or infinity.*dtype=None"):
         models.save(model, path, dtype=torch.int8)
     assert path.read_bytes() == old
     assert [p.name for p in tmp_path.iterdir()] == ["m"]
+
+
+@pytest.mark.parametrize("key", ["head.0.bias", "head.0.running_var", BUFFER])
+def test_what_is_not_quantized_is_finite_too(
+    model: models.Network, tmp_path: Path, key: str
+) -> None:
+    path = models.save(model, tmp_path / "m", dtype=torch.int8)
+    model.state_dict()[key].view(-1)[1] = float("nan")
+    with pytest.raises(ValueError, match=rf"{key} holds NaN or infinity"):
+        models.save(model, tmp_path / "other", dtype=torch.int8)
+    tensors, metadata = _contents(path)
+    tensors[key].view(-1)[1] = float("inf")
+    safetensors.torch.save_file(tensors, path, metadata)
+    with pytest.raises(models.ModelFileError, match=rf"{key} holds NaN or infinity"):
+        models.load(path)
 
 
 @pytest.mark.parametrize("dtype", [torch.int16, torch.uint8, torch.complex64, torch.bool, "int8"])
@@ -468,7 +484,6 @@ BODIES: dict[str, tuple[Change, str]] = {
     "a norm in half": (_tensor(FROZEN, lambda w: w.half()), r"has dtype F16, expected F32"),
     "missing": (_tensor("head.4.bias", None), r"1 missing \(head.4.bias\)"),
 }
-BUFFER = "stages.0.layer.W_h.parametrizations.weight.0.v"
 
 
 @pytest.mark.parametrize("case", HEADERS)

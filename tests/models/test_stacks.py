@@ -292,6 +292,13 @@ def test_files_from_before_there_was_a_choice_of_norm_load_as_they_were(tmp_path
     assert torch.equal(loaded(x), model(x))
 
 
+def test_a_shift_wants_a_second_layer() -> None:
+    with pytest.raises(ValueError, match=r"every second layer of a stage, and depth=1 has none"):
+        models.create("geq_digits", shift=True)
+
+
 def test_an_unknown_norm_names_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"Block\(norm='behind'\).*'before', 'after', 'both'"):
+        Block(3, 3, lambda a, b: nn.Identity(), norm="behind")
     with pytest.raises(ValueError, match=r"norm='behind'.*'before', 'after', 'both'"):
         models.create("geq_digits", norm="behind")

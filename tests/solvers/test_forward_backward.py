@@ -54,7 +54,7 @@ def states(seed: int, batch: int = 8, n: int = 6) -> Tensor:
 
 
 def rotation() -> MonotoneInclusion:
-    """I − W = [[1, −1], [1, 1]]: m = 1, L = √2, 2m/L² = 1 (docs/what-holds.md)."""
+    """I − W = [[1, −1], [1, 1]]: m = 1, L = √2, 2m/L² = 1."""
     b = torch.tensor([[0.0, 1.0], [0.0, 0.0]], dtype=torch.float64)
     return MonotoneInclusion(DenseMonotone(torch.zeros_like(b), b, 1.0), eq.Free(), 1)
 

@@ -17,7 +17,16 @@ from equilibria._version import __version__
 
 from .header import FORMAT, ModelFileError, read_header
 from .network import ModelConfig, Network
-from .quantized import FIELD, QuantizationError, dequantize, layout, make_note, quantize, scale_name
+from .quantized import (
+    FIELD,
+    QuantizationError,
+    check_finite,
+    dequantize,
+    layout,
+    make_note,
+    quantize,
+    scale_name,
+)
 from .table import create
 
 __all__ = ["ModelFileError", "load", "read_header", "save"]
@@ -91,6 +100,7 @@ def _in_eight_bits(
         if dtypes[name] == torch.int8:
             made[name], made[scale_name(name)] = quantize(name, value)
         else:
+            check_finite(name, value)
             made[name] = _rounded(name, value, dtypes[name])
     return made, make_note(names)
 
@@ -166,6 +176,8 @@ def _in_full(
     try:
         for name in names:
             made[name] = dequantize(name, made[name], made.pop(scale_name(name)))
+        for name, value in made.items():
+            check_finite(name, value)
     except QuantizationError as error:
         raise ModelFileError(f"{path} is not a usable model file: {error}.") from error
     return made

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 __all__ = [
     "FIELD",
     "QuantizationError",
+    "check_finite",
     "check_note",
     "dequantize",
     "layout",
@@ -56,6 +57,15 @@ def _stored_as(value: Tensor) -> torch.dtype:
     return torch.int8 if isinstance(value, nn.Parameter) else torch.float16
 
 
+def check_finite(name: str, value: Tensor) -> None:
+    """Raise where a floating tensor holds NaN or infinity; one of integers never does."""
+    if value.is_floating_point() and not bool(torch.isfinite(value).all()):
+        raise QuantizationError(
+            f"{name} holds NaN or infinity, and a file in eight bits (dtype=torch.int8) holds "
+            "finite numbers alone; repair it, or save with dtype=None to keep it as it is"
+        )
+
+
 def quantize(name: str, weight: Tensor) -> tuple[Tensor, Tensor]:
     """w [R, …] ↦ q = round(w/s) in int8 [R, …] and s = max|w|/127 in float32 [R].
 
@@ -64,11 +74,7 @@ def quantize(name: str, weight: Tensor) -> tuple[Tensor, Tensor]:
     """
     # Exact to float32's rounding: a quotient in float32 misses ties by up to 8e-6 of a step.
     exact = weight.detach().cpu().double()
-    if not bool(torch.isfinite(exact).all()):
-        raise QuantizationError(
-            f"dtype=torch.int8: {name} holds NaN or infinite weights, and eight bits hold finite "
-            "ones alone; repair the weights, or save with dtype=None to keep them as they are."
-        )
+    check_finite(name, exact)
     scale = (exact.abs().flatten(1).amax(1) / _LARGEST).float()
     scale[scale < torch.finfo(torch.float32).tiny] = 1.0
     whole = torch.round(exact / _column(scale.double(), exact.ndim)).clamp_(-_LARGEST, _LARGEST)
@@ -146,18 +152,19 @@ def _names(given: Any) -> list[str]:
             f"its quantization has tensors={given!r}, expected a list of names; write the file "
             "with models.save"
         )
+    seen: set[str] = set()
     for name in given:
         if not isinstance(name, str):
             raise QuantizationError(
                 f"its quantization names the tensor {name!r}, expected a text; write the file with "
                 "models.save"
             )
-    if len(set(given)) != len(given):
-        twice = next(name for name in given if given.count(name) > 1)
-        raise QuantizationError(
-            f"its quantization names {twice!r} twice, expected once; write the file with "
-            "models.save"
-        )
+        if name in seen:
+            raise QuantizationError(
+                f"its quantization names {name!r} twice, expected once; write the file with "
+                "models.save"
+            )
+        seen.add(name)
     return given
 
 

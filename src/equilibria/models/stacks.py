@@ -53,6 +53,10 @@ class Block(nn.Module):
         self, before: int, after: int, layer: Layer, *, norm: str = "before", shift: int = 0
     ) -> None:
         super().__init__()
+        if norm not in NORMS:
+            raise ValueError(
+                f"Block(norm={norm!r}): expected one of {', '.join(map(repr, NORMS))}."
+            )
         self.norm = nn.Identity() if norm == "after" else nn.BatchNorm2d(before)
         self.skip = nn.Identity() if before == after else nn.Conv2d(before, after, 1, bias=False)
         self.layer = layer(before, after)
@@ -106,7 +110,7 @@ class StackNet(Network):
         widths: tuple[int, ...],
         depth: int,
         layer: Layer,
-        norm: str,
+        norm: str = "before",
         divisor: int = 1,
         shift: int = 0,
     ) -> None:
@@ -212,6 +216,11 @@ def _geq(
         raise ValueError(
             f"shift=True moves patches by half their size, but patches of {patch.size} pixel(s) "
             "have no whole half: use Patches of an even size, or shift=False."
+        )
+    if shift and depth < 2:
+        raise ValueError(
+            f"shift=True moves the patches of every second layer of a stage, and depth={depth} has "
+            "none: use depth=2 or more, or shift=False."
         )
     layer = partial(
         geq_layer,
@@ -342,7 +351,7 @@ def _specs() -> Iterator[ModelSpec]:
             patch=Patches(channels=8, size=2),
             hidden=64,
             bound=1.2,
-            # The norm before U has a shift of its own.
+            # The norm before U has a shift of its own (with norm="after" U has neither).
             bias=False,
             solver=_EXPRESS,
             adjoint=_EXPRESS_ADJOINT,

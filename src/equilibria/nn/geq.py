@@ -172,7 +172,7 @@ class GEQ(WeightedLayer):
 
 
 class KerDEQ(GEQ):
-    """GEQ with a constant γ = 0.5 and patches of 4 channels × 4 × 4 pixels (docs/models.md)."""
+    """GEQ with a constant γ = 0.5 and patches of 4 channels × 4 × 4 pixels (KerDEQ)."""
 
     def __init__(
         self,

@@ -17,6 +17,7 @@ from equilibria import models
 from equilibria._version import __version__
 from equilibria.data import ImageData
 from equilibria.data.splitting import held_out
+from equilibria.models.quantized import FIELD
 
 from .config import TrainConfig
 from .storing import SaveError, write_bytes
@@ -222,7 +223,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     import safetensors.torch
 
     with safetensors.safe_open(path, framework="pt") as file:
-        quantized = "quantization" in (file.metadata() or {})
+        quantized = FIELD in (file.metadata() or {})
     if quantized:
         return models.load(path).state_dict()
     found: dict[str, Tensor] = safetensors.torch.load_file(path, device="cpu")
