@@ -1,6 +1,6 @@
 """A trained stack with fewer steps, more steps, and without its equilibrium layers.
 
-    python benchmarks/ablation.py results/weights/geq_stack_cifar_5m.safetensors --data-root FOLDER
+    python benchmarks/ablation.py results/weights/geq_stack_cifar_8m.safetensors --data-root FOLDER
 
 The weights stay as they were trained (four steps); only what a layer does at prediction changes.
 "without": a layer adds nothing, so that skips, norms, stem and head are left.
