@@ -12,6 +12,7 @@ from equilibria.experiments import Cell, Experiment, Published
 from equilibria.experiments.registry import EXPERIMENTS
 from equilibria.experiments.results import CellResult, Result, Sample
 from equilibria.experiments.tables import rich_table
+from equilibria.experiments.terminal import Shown
 
 from . import tiny
 
@@ -125,7 +126,7 @@ def _full(experiment: Experiment) -> Result:
     return Result(experiment, tuple(cells), False, "epochs=10", {})
 
 
-@pytest.mark.parametrize("width", [80, 160, 300])
+@pytest.mark.parametrize("width", [40, 80, 160, 300])
 @pytest.mark.parametrize("name", list(EXPERIMENTS))
 def test_no_number_and_no_name_is_cut_in_any_table(name: str, width: int) -> None:
     made = _full(EXPERIMENTS[name])
@@ -143,4 +144,13 @@ def test_no_number_and_no_name_is_cut_in_any_table(name: str, width: int) -> Non
     grid = [line for line in lines if line.startswith("│")]
     if width == 300:  # a line a row
         assert len(grid) == len({c.cell.row for c in kept})
-    assert len(lines) < 2 * len(kept) + 3 * len(made.experiment.rows) + 25
+    lines_a_cell = 4 if width == 40 else 2
+    assert len(lines) < lines_a_cell * len(kept) + 4 * len(made.experiment.rows) + 35
+
+
+def test_a_notebook_shows_the_table() -> None:
+    made = _full(EXPERIMENTS["geq-table1"])
+    shows = Shown(made)._repr_mimebundle_()
+    assert "ResNet-18" in shows["text/plain"]
+    assert shows["text/html"].startswith("<pre")
+    assert "95.25 ± 1.00 (3) / 93.5 ± 0.2%" in shows["text/html"]

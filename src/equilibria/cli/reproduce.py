@@ -18,7 +18,7 @@ from .wording import as_flags
 __all__ = ["reproduce"]
 
 _LIST = "list"
-_OF_LIST = frozenset({"out", "data_root", "as_json", "quiet"})
+_OF_LIST = frozenset({"out", "data_root", "as_json"})
 _OF_TRAINING = frozenset({"parallel", "minutes", "device", "data_root", "dry_run"})
 
 _Names = Annotated[
@@ -158,15 +158,22 @@ def reproduce(
 
 
 def _given(context: typer.Context) -> dict[str, str]:
-    """The flags of this call, as they were typed, by the names of their parameters."""
+    """The flags of this call with their values, by the names of their parameters."""
     found = {}
     for parameter in context.command.params:
         name = str(parameter.name)
         source = context.get_parameter_source(name)
         if name != "names" and source is not None and source.name == "COMMANDLINE":
             value = context.params[name]
-            found[name] = parameter.opts[0] + ("" if value is True else f" {value}")
+            each = value if isinstance(value, list) else [value]
+            found[name] = ", ".join(_flag(parameter.opts[0], one) for one in each)
     return found
+
+
+def _flag(name: str, value: Any) -> str:
+    if value is True:
+        return name
+    return f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}"
 
 
 def _check_together(names: list[str], given: dict[str, str], gather: bool) -> None:

@@ -38,7 +38,8 @@ def _pages(results: list[Any], out: Path) -> list[str]:
     """Where the whole tables stand, also the rows of which nothing is ours."""
     from equilibria.experiments.results import result_path
 
-    found = [result_path(out, r.experiment.id, r.smoke, r.change) for r in results]
+    made = [r for r in results if r.status != "not run"]
+    found = [result_path(out, r.experiment.id, r.smoke, r.change) for r in made]
     return [f"written: {path.with_suffix('.md')} and .json" for path in found]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Mapping
 from dataclasses import field
 from pathlib import Path
@@ -64,6 +65,11 @@ class Choices:
                 raise ValueError(f"seeds={self.seeds}: expected whole numbers from 0 to 2³² − 1.")
         check_number(self, "minutes", low=0.0, low_open=True, optional=True)
         check_number(self, "parallel", low=1, integer=True)
+        if self.parallel > 1 and not hasattr(signal, "pthread_sigmask"):
+            raise ValueError(
+                f"parallel={self.parallel}: trainings side by side are stopped by signals that "
+                "this system does not have; leave it out."
+            )
         if self.gather and (self.minutes is not None or self.parallel > 1):
             raise ValueError(
                 f"gather=True, minutes={self.minutes}, parallel={self.parallel}: nothing is "
@@ -81,7 +87,12 @@ class Choices:
     def change(self) -> str:
         """The overrides in words, ``epochs=2, lr=0.1``; empty where none changes the recipe."""
         made = {name: self.overrides[name] for name in sorted(self.overrides)}
-        return ", ".join(f"{name}={value}" for name, value in made.items() if name not in MACHINE)
+        return ", ".join(f"{n}={_word(value)}" for n, value in made.items() if n not in MACHINE)
+
+
+def _word(value: Any) -> str:
+    """0.0 and 0 are one training, and so one word."""
+    return f"{value:g}" if isinstance(value, float) and float(f"{value:g}") == value else str(value)
 
 
 def _loose(overrides: Mapping[str, Any]) -> dict[str, Any]:

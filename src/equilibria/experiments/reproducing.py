@@ -103,6 +103,8 @@ def _written(
     experiment: Experiment, cells: Sequence[Cell], choices: Choices, done: _Done
 ) -> Result:
     result, _ = _table(experiment, cells, choices, done)
+    if choices.gather and not any(found.samples for found in result.cells):
+        return result  # a wrong word on the command line leaves no empty page behind
     with held():  # files are whole, and a page has its pictures
         if experiment.picture:
             result = draw(result, choices.out)

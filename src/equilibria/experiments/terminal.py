@@ -6,6 +6,7 @@ for each cell, under the name of its row, where it is not.
 
 from __future__ import annotations
 
+import io
 import textwrap
 from collections.abc import Sequence
 from itertools import starmap
@@ -22,6 +23,7 @@ __all__ = ["Shown"]
 _HEADS = (60, 24, 16, 12, 0)  # widths that a heading may be wrapped to; no word is cut
 _NAMES = (60, 26)  # the same of a row's name
 _FEW = 3  # rows that are named beside a column
+_NOTEBOOK = 160  # characters of a line
 _EDGES = 3  # a column's: a space on each side, and a line
 
 
@@ -39,10 +41,23 @@ class Shown:
 
         yield Text(heading(self.result), style="bold")
         if self.rows:
-            yield self._wide(options.max_width) or self._long()
+            yield self._wide(options.max_width) or self._long(options.max_width)
         yield Text(self._caption(), style="dim")
         for remark in (*self._absent(), *self._partial()):
             yield Text(f"- {remark}")
+
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
+        """What a notebook shows."""
+        from rich.console import Console
+
+        console = Console(file=io.StringIO(), record=True, width=_NOTEBOOK, force_jupyter=False)
+        console.print(self)
+        plain = console.export_text(clear=False)
+        page = '<pre style="white-space:pre;overflow-x:auto">{code}</pre>'
+        return {
+            "text/plain": plain,
+            "text/html": console.export_html(inline_styles=True, code_format=page),
+        }
 
     def _wide(self, room: int) -> Any:
         """A line a row; None where numbers would have to be cut."""
@@ -58,20 +73,26 @@ class Shown:
                     return _grid(grid)
         return None
 
-    def _long(self) -> Any:
-        """A line a cell, under the names of the rows."""
+    def _long(self, room: int) -> Any:
+        """A line a cell, under the names of the rows; two where its number leaves no room."""
         from rich.table import Table
         from rich.text import Text
 
+        cells = {row: [f for f in self._of(row) if _has_number(f)] for row in self.rows}
+        numbers = _width([pair(found) for each in cells.values() for found in each])
+        names = _width([found.cell.column for each in cells.values() for found in each])
+        beside = numbers + 2 * _EDGES + min(names, _NAMES[-1]) < room
         table = Table()
-        table.add_column("what")
-        table.add_column("ours / paper", justify="right", no_wrap=True)
-        for row in self.rows:
+        table.add_column("what", overflow="fold")
+        if beside:
+            table.add_column("ours / paper", justify="right", no_wrap=True)
+        for row, each in cells.items():
             table.add_section()
             table.add_row(Text(row, style="bold"))
-            for found in self._of(row):
-                if _has_number(found):
-                    table.add_row(Text(found.cell.column), Text(pair(found)))
+            for found in each:
+                texts = [Text(found.cell.column), Text(pair(found), justify="right")]
+                for line in [texts] if beside else [[text] for text in texts]:
+                    table.add_row(*line)
         return table
 
     def _of(self, row: str) -> list[CellResult]:
