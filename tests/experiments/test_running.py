@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +166,34 @@ def test_a_limit_of_time_saves_and_the_next_call_goes_on(tmp_path: Path) -> None
     result = reproduce(tiny.table(), tiny.choices(tmp_path / "parts"))
     # On one CPU an interrupted training repeats the uninterrupted one bit for bit.
     assert result.cells[0].mean == whole.cells[0].mean
+
+
+def test_ctrl_c_as_a_training_ends_begins_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from equilibria.training.keeper import RunKeeper
+
+    save = RunKeeper.save
+
+    def pressed(self: RunKeeper, *given: Any) -> None:
+        if self.finished:
+            signal.raise_signal(signal.SIGINT)
+        save(self, *given)
+
+    asked, told = tiny.choices(tmp_path, seeds=(0, 1), overrides={"epochs": 1}), list[str]()
+    with monkeypatch.context() as patch:
+        patch.setattr(RunKeeper, "save", pressed)
+        with pytest.raises(KeyboardInterrupt, match="training is complete"):
+            reproduce(tiny.table(), asked, tell=told.append)
+    assert len(told) == 1  # the second seed is not begun
+    (run,) = (tmp_path / "runs").iterdir()
+    weights = run / "model.safetensors"
+    made = weights.stat().st_mtime_ns
+    assert running.is_trained(run)
+    assert reproduce(tiny.table(), asked).cells[0].mean is not None
+    assert weights.stat().st_mtime_ns == made  # measured, not trained again
+    outcomes = [line["outcome"] for line in read_log(tmp_path / "results")]
+    assert outcomes == ["interrupted", "done", "done"]
 
 
 def test_no_training_is_begun_when_the_time_is_over(

@@ -12,9 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from equilibria.training import Interrupted, read_checkpoint
+from equilibria.training.folder import RunFolder
 from equilibria.training.interrupts import StopRequest, listen
+from equilibria.training.keeper import RunKeeper
 
 from .small import SignalAt, config, run, same_rows, same_weights
 
@@ -73,6 +77,81 @@ def test_sigterm_saves_too(tmp_path: Path) -> None:
     found = run(config(tmp_path / "cut"), resume=tmp_path / "cut")
     assert same_weights(found.model, expected.model)
     assert same_rows(found.history, expected.history)
+
+
+def _press_in(hook: str, epoch: int, monkeypatch: pytest.MonkeyPatch, times: int = 1) -> None:
+    """Ctrl-C as a method of the keeper begins, once so many epochs are behind it."""
+    method = getattr(RunKeeper, hook)
+    left = [times]
+
+    def pressed(self: RunKeeper, *arguments: Any, **options: Any) -> Any:
+        while self.standing.epoch == epoch and left[0]:
+            left[0] -= 1
+            signal.raise_signal(signal.SIGINT)
+        return method(self, *arguments, **options)
+
+    monkeypatch.setattr(RunKeeper, hook, pressed)
+
+
+@pytest.mark.parametrize(
+    ("hook", "epoch"), [("on_validation_start", 2), ("save", 3), ("on_train_end", 3)]
+)
+def test_after_the_last_batch_the_run_is_completed_and_the_wish_is_kept(
+    hook: str, epoch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = run(config(tmp_path / "whole", ema=0.9))
+    folder = tmp_path / "cut"
+    _press_in(hook, epoch, monkeypatch)
+    with pytest.raises(Interrupted, match="training is complete") as caught:
+        run(config(folder, ema=0.9))
+    assert str(folder) in str(caught.value)
+    assert "Go on with" not in str(caught.value)
+    assert caught.value.checkpoint == folder / "last.ckpt"
+    assert caught.value.exact
+    names = {path.name for path in expected.folder.iterdir()}
+    assert {path.name for path in folder.iterdir()} == names
+    found = load_file(folder / "model.safetensors")
+    assert all(torch.equal(found[k], v) for k, v in load_file(expected.weights).items())
+    monkeypatch.undo()
+    again = run(config(folder, ema=0.9), resume=folder)
+    assert same_rows(again.history, expected.history)
+
+
+def test_as_the_result_is_written_it_waits_and_twice_it_can_be_made_up_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = RunFolder.write_result
+    for times, words in ((1, "training is complete"), (2, "Go on with")):
+        folder = tmp_path / str(times)
+
+        def pressed(self: RunFolder, *given: Any, presses: int = times) -> None:
+            for _ in range(presses):
+                signal.raise_signal(signal.SIGINT)
+            write(self, *given)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(RunFolder, "write_result", pressed)
+            with pytest.raises(Interrupted, match=words):
+                run(config(folder, epochs=1))
+        assert (folder / "result.json").exists() == (times == 1)
+        run(config(folder, epochs=1), resume=folder)
+        assert (folder / "result.json").exists()
+
+
+def test_the_command_says_that_it_is_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from equilibria.cli.app import main
+
+    _press_in("save", 1, monkeypatch)
+    words = ["--epochs", "1", "--samples", "64", "--accelerator", "cpu", "--out", str(tmp_path)]
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "--quiet", *words])
+    assert ended.value.code == 130
+    said = capsys.readouterr().err
+    assert "the training is complete" in said
+    assert "--resume" not in said
+    assert (tmp_path / "result.json").exists()
 
 
 SCRIPT = """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,24 +9,33 @@ from typing import Any
 
 import lightning.pytorch as pl
 
+from equilibria.training.keeper import RunKeeper
 from equilibria.training.storing import write_bytes
 
 __all__ = ["Deadline", "Snapshots", "snapshot_epochs"]
 
 
 class Deadline(pl.Callback):
-    """Stops a training as Ctrl-C does, after a step: everything is saved, and can go on."""
+    """Stops a training as Ctrl-C does, after a step: everything is saved, and can go on.
+
+    It asks the run's keeper. A signal would go to the main thread, whichever thread trains.
+    """
 
     def __init__(self, at: float) -> None:
         super().__init__()
         self.at = at
         """A time of ``time.monotonic()``."""
-        self.asked = False
 
-    def on_train_batch_end(self, *_: Any, **__: Any) -> None:
-        if not self.asked and time.monotonic() >= self.at:
-            self.asked = True
-            signal.raise_signal(signal.SIGINT)
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
+        if time.monotonic() >= self.at:
+            _keeper(trainer).request.asked = True
+
+
+def _keeper(trainer: pl.Trainer) -> RunKeeper:
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, RunKeeper):
+            return callback
+    raise RuntimeError("Deadline stops runs of equilibria.training.fit; this trainer is another's.")
 
 
 def snapshot_epochs(epochs: int) -> tuple[int, ...]:

@@ -157,7 +157,9 @@ class Pool:
                     break
                 # With a limit: Ctrl-C that another thread takes does not wake one that waits.
                 with contextlib.suppress(queue.Empty):
-                    self._hear(*self._events.get(timeout=_LOOK))
+                    event = self._events.get(timeout=_LOOK)
+                    with held():  # an end is logged whole
+                        self._hear(*event)
         except BaseException:
             self._stop()
             raise

@@ -25,18 +25,25 @@ __all__ = ["START", "order_of", "work"]
 
 # The parent's paths and command line come first: they lead to the modules that read the rest.
 START = """
-import os, pickle, signal, sys
+import os, pickle, signal, sys, time
 
-def once(*_):
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the way out is not cut by another
-    raise KeyboardInterrupt
+PAUSE = 1.0  # seconds in which the way out is not cut by another Ctrl-C
+raised = float("-inf")
+
+def heed(*_):
+    # Not once for all: an exception that lands in a __del__ is lost, and the next has to count.
+    global raised
+    now = time.monotonic()
+    if now - raised >= PAUSE:
+        raised = now
+        raise KeyboardInterrupt
 
 answers = os.dup(1)
 os.dup2(2, 1)  # what is printed on the way, also by an import, is no answer
 try:
     try:
         # Set here: where a shell started the parent in the background, it is ignored from birth.
-        signal.signal(signal.SIGINT, once)
+        signal.signal(signal.SIGINT, heed)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         sys.path[:], sys.argv[:] = pickle.load(sys.stdin.buffer)
         from equilibria.experiments.working import work

@@ -16,6 +16,7 @@ __all__ = ["Interrupted", "Stop", "StopRequest", "listen"]
 class Interrupted(KeyboardInterrupt):
     """The run was interrupted; ``checkpoint`` is what it can be resumed from, if anything.
 
+    One that was asked to stop as its last epoch ended is complete, which the message says.
     ``exact`` says whether resuming repeats the uninterrupted run bit for bit (on the CPU): it does
     unless the interruption cut a step in two.
     """
@@ -31,7 +32,7 @@ class Stop(Exception):
 
 
 class StopRequest:
-    """Whether somebody asked to stop."""
+    """Whether somebody asked to stop: Ctrl-C, or a callback that sets ``asked``, in any thread."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -47,11 +48,13 @@ def listen(request: StopRequest, tell: Callable[[], Any]) -> Iterator[None]:
         yield
         return
     before = signal.getsignal(signal.SIGINT)
+    pressed = False  # not request.asked: a callback may have set that, and this is the first Ctrl-C
 
     def handle(number: int, frame: FrameType | None) -> None:
-        if request.asked:
+        nonlocal pressed
+        if pressed:
             raise KeyboardInterrupt
-        request.asked = True
+        pressed = request.asked = True
         tell()
 
     signal.signal(signal.SIGINT, handle)

@@ -197,7 +197,8 @@ class RunKeeper(Checkpoint):
         self.display.epoch(row, self.config.epochs)
         self._judge(trainer, row)
         self.save(trainer, module)
-        if not self.finished and self._asked(trainer, module):
+        # Over processes all have to ask. A run that is finished goes on to write its files.
+        if self._asked(trainer, module) and not self.finished:
             raise Stop
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

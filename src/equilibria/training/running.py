@@ -118,7 +118,9 @@ class Run:
         try:
             with listen(request, self._tell_stopping):
                 trainer.fit(module, datamodule=streams, ckpt_path=path)
-        except Stop:
+                device, world = trainer.strategy.root_device, trainer.world_size
+                result = self._finish(keeper, device, world, trainer)
+        except (Stop, KeyboardInterrupt):  # the latter: a second Ctrl-C as the files were written
             raise self._interrupted(keeper) from None
         except SystemExit as error:  # how Lightning ends after a KeyboardInterrupt, and on SIGTERM
             if isinstance(error, SIGTERMException) or isinstance(
@@ -126,7 +128,9 @@ class Run:
             ):
                 raise self._interrupted(keeper) from None
             raise
-        return self._finish(keeper, trainer.strategy.root_device, trainer.world_size, trainer)
+        if request.asked:  # too late to cut anything short; who asked wants nothing to follow
+            raise self._completed(result)
+        return result
 
     # ------------------------------------------------------------------ before
 
@@ -251,6 +255,14 @@ class Run:
             f"resume={str(self.folder.path)!r}).",
             self.folder.checkpoint,
             exact=keeper.exact,
+        )
+
+    @staticmethod
+    def _completed(result: TrainResult) -> Interrupted:
+        return Interrupted(
+            f"Interrupted as the last epoch ended: the training is complete, with all its files in "
+            f"{result.folder}. There is nothing left to resume.",
+            result.checkpoint,
         )
 
     # ------------------------------------------------------------------ after
