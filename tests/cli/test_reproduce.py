@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,21 @@ def test_dry_run_prints_trainings_and_writes_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.fixture
+def refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., str]:
+    """What a call says that ends with this code; it leaves nothing behind."""
+
+    def said(arguments: tuple[str, ...], code: int) -> str:
+        monkeypatch.chdir(tmp_path)
+        assert run(*arguments) == code
+        assert list(tmp_path.iterdir()) == []
+        return " ".join(capsys.readouterr().err.replace("│", " ").split())
+
+    return said
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -69,17 +85,10 @@ def test_dry_run_prints_trainings_and_writes_nothing(
         (("geq-table1", "geq-table2", "--only", "GEQ 9M"), "none of these tables has a row"),
     ],
 )
-def test_wrong_usage_is_said_and_costs_nothing(
-    arguments: tuple[str, ...],
-    words: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+def test_wrong_values_are_said_and_cost_nothing(
+    arguments: tuple[str, ...], words: str, refused: Callable[..., str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert run(*arguments) == 1
-    assert words in " ".join(capsys.readouterr().err.split())
-    assert list(tmp_path.iterdir()) == []
+    assert words in refused(arguments, 1)
 
 
 @pytest.mark.parametrize(
@@ -103,17 +112,9 @@ def test_wrong_usage_is_said_and_costs_nothing(
     ],
 )
 def test_flags_that_would_do_nothing_are_wrong_usage(
-    arguments: tuple[str, ...],
-    words: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    arguments: tuple[str, ...], words: str, refused: Callable[..., str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert run(*arguments) == 2
-    said = " ".join(capsys.readouterr().err.replace("│", " ").split())
-    assert words in said
-    assert list(tmp_path.iterdir()) == []
+    assert words in refused(arguments, 2)
 
 
 def test_gathering_takes_what_decides_the_table(

@@ -93,7 +93,7 @@ _TINY = {"widths": [32, 32], "depth": 1, "hidden": 8, "image_size": 8}
 
 def _changed(tag: str, options: dict[str, Any] | None = None, **recipe: Any) -> Job:
     # A shift wants a second layer.
-    tiny = {**_TINY, "depth": 2} if tag == "shift" else _TINY
+    tiny = {**_TINY, "depth": 2} if options and options.get("shift") else _TINY
     return cifar(_THREE, tag=tag, options=options, recipe=recipe, smoke=tiny)
 
 
