@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from equilibria import models
 from equilibria.experiments import Cell, Choices, cells_asked, describe, plan
 from equilibria.experiments.planning import Planned, plan_of
 
@@ -186,6 +188,23 @@ def test_keys_stay_what_they_were() -> None:
     assert [one.key for one in plan([cell], Choices())] == ["970f00be4c"]
     (few,) = plan([cell], Choices(overrides={"samples": 100}))
     assert few.key != "970f00be4c"
+
+
+def test_a_model_with_new_defaults_is_trained_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The configuration does not spell defaults out, so that the revision has to be in the key."""
+    cell = next(c for c in describe("geq-table1").cells if c.row == "GEQ stack 5M (ours)")
+    known = models.describe
+
+    def revised(name: str) -> models.ModelCard:
+        return dataclasses.replace(known(name), revision=1)
+
+    monkeypatch.setattr(models, "describe", revised)
+    (one,) = plan([cell], Choices())
+    assert one.key != "970f00be4c"
+    monkeypatch.undo()
+    linear = next(c for c in describe("ours-ablation").cells if "linear" in c.row)
+    (one,) = plan([linear], Choices(overrides={"epochs": 10}))
+    assert one.key != "a3c9bd2792"  # four steps of the certificate's size
 
 
 @pytest.mark.parametrize("given", [{"minutes": 9.0}, {"parallel": 4}])

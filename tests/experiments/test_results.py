@@ -199,3 +199,30 @@ def test_the_legend_names_what_stands_in() -> None:
     cell = CellResult(Cell(row="r", column="x"), (_sample(0, stands_in="cifar10"),))
     assert drawing._instead([cell]) == " (cifar10 stands in)"
     assert drawing._instead([CellResult(Cell(row="r", column="x"), (_sample(0),))]) == ""
+
+
+@pytest.mark.parametrize("residual", [None, 0.02, 0.1, 0.9])
+def test_a_network_that_stops_far_from_its_equilibrium_is_named(residual: float | None) -> None:
+    """Above a tenth; the worst seed counts, and a smoke test has nothing to say."""
+    near = dataclasses.replace(_sample(0), residual=None if residual is None else 0.01)
+    samples = (near, dataclasses.replace(_sample(1), residual=residual))
+    page = markdown(_result(samples))
+    console = Console(file=io.StringIO(), width=300)
+    console.print(rich_table(_result(samples)))
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    for text in (page, shown):
+        assert ("far from the equilibrium" in text) is (residual == 0.9)
+        assert ("(0.9)" in text) is (residual == 0.9)
+    assert "far from" not in markdown(_result(samples, smoke=True))
+
+
+def test_files_from_before_residuals_were_kept_are_read(tmp_path: Path) -> None:
+    kept = dataclasses.replace(_sample(0), residual=0.5)
+    path, _ = _result((kept,)).save(tmp_path)
+    assert {s.residual for found in earlier_samples(path).values() for s in found} == {0.5}
+    old = json.loads(path.read_text())
+    for cell in old["cells"]:
+        for sample in cell["samples"]:
+            del sample["residual"]
+    path.write_text(json.dumps(old))
+    assert {s.residual for found in earlier_samples(path).values() for s in found} == {None}

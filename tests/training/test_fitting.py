@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import equilibria as eq
+from equilibria.engine.result import ConvergenceWarning
 from equilibria.training import Interrupted, TrainConfig, fit
 
 from .small import RaiseAt, Tiny, config, digits, masks, run, same_weights
@@ -92,6 +93,16 @@ def test_without_validation(tmp_path: Path) -> None:
     result = fit(config(tmp_path, epochs=1), data=(digits()[0], None), model=Tiny(), progress=False)
     assert "val_loss" not in result.history[0]
     assert set(result.metrics) == {"train_loss", "train_accuracy", "solver_steps", "residual"}
+
+
+def test_steps_that_end_far_from_the_equilibrium_are_said(tmp_path: Path) -> None:
+    """One step from zero is the whole state. The run is kept even where the warning is an error."""
+    model = Tiny()
+    model.geq.solver = eq.Picard(rtol=0.0, atol=0.0, max_steps=1)
+    with pytest.raises(ConvergenceWarning, match=r"after 1 step the .* by 1 of its size .*max_steps"):
+        fit(config(tmp_path, epochs=1), data=digits(), model=model, progress=False)
+    for name in ("model.safetensors", "result.json", "history.csv"):
+        assert (tmp_path / name).exists()
 
 
 def test_a_set_smaller_than_a_batch_is_one_batch(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 import equilibria as eq
-from equilibria.training.watching import solver_numbers
+from equilibria.engine.result import ConvergenceWarning
+from equilibria.training.watching import solver_numbers, warn_unsettled
 
 
 def layer(solver: eq.Picard) -> eq.nn.GEQ:
@@ -68,3 +69,11 @@ def test_a_model_without_solves_has_no_numbers() -> None:
     with eq.nn.observe(model) as seen:
         model(torch.randn(2, 3))
     assert solver_numbers(model, seen) is None
+
+
+def test_only_a_large_residual_is_worth_a_warning() -> None:
+    """Networks without a solve have no such row; warnings are errors here."""
+    for row in ({}, {"residual": math.nan, "solver_steps": 4.0}, {"residual": 0.1}):
+        warn_unsettled(row)
+    with pytest.warns(ConvergenceWarning, match=r"after 4 steps the state still moves by 0\.46"):
+        warn_unsettled({"residual": 0.456, "solver_steps": 4.0})

@@ -239,6 +239,7 @@ def _samples(cell: Cell, runs: Sequence[Planned], done: _Done) -> list[Sample]:
                 seconds=outcome.seconds,
                 made_by=outcome.made_by,
                 stands_in=run.stands_in,
+                residual=outcome.values.get("median_residual"),
             )
         )
     return made

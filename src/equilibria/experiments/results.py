@@ -31,6 +31,9 @@ class Sample:
     seconds: float
     made_by: Mapping[str, Any]
     stands_in: str = ""
+    residual: float | None = None
+    """‖T(z) − z‖/‖T(z)‖ after the network's steps: the median over the test images, of the worst
+    layer. None where the run did not look at it."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,11 @@ class CellResult:
     def std(self) -> float | None:
         """Sample standard deviation over seeds; None below two."""
         return statistics.stdev(self.values) if len(self.samples) > 1 else None
+
+    @property
+    def residual(self) -> float | None:
+        """The largest of its samples."""
+        return max((s.residual for s in self.samples if s.residual is not None), default=None)
 
     @property
     def status(self) -> str:

@@ -116,7 +116,22 @@ def _remarks(result: Result) -> list[str]:
     for row, column, _, _, state in rows_of(result):
         if state not in (MEASURED, SMOKE):
             said.setdefault(state, []).append(f"{row}, {column}")
-    return [f"- {state}: {_named(places)}" for state, places in said.items()]
+    remarks = [f"{state}: {_named(places)}" for state, places in said.items()]
+    return [f"- {remark}" for remark in (*remarks, *unsettled(result))]
+
+
+def unsettled(result: Result) -> list[str]:
+    """A line on the rows whose networks stop far from their equilibrium, where there are such."""
+    if result.smoke:
+        return []
+    far: dict[str, float] = {}
+    for found in result.cells:
+        if found.residual is not None and found.residual > _FAR:
+            far[found.cell.row] = max(found.residual, far.get(found.cell.row, 0.0))
+    if not far:
+        return []
+    rows = "; ".join(f"{row} ({residual:.2g})" for row, residual in far.items())
+    return [f"far from the equilibrium after its steps (median relative residual): {_cell(rows)}."]
 
 
 def _named(places: list[str]) -> str:
@@ -127,6 +142,7 @@ def _named(places: list[str]) -> str:
 
 
 _NAMED = 4
+_FAR = 0.1  # of a relative residual: a tenth of the state still moves in one more step
 
 
 def _commands(result: Result) -> list[str]:

@@ -13,7 +13,7 @@ from itertools import starmap
 from typing import TYPE_CHECKING, Any
 
 from .results import MEASURED, SMOKE, CellResult, Result
-from .tables import caption, heading, pair, rows_of
+from .tables import caption, heading, pair, rows_of, unsettled
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -43,7 +43,7 @@ class Shown:
         if self.rows:
             yield self._wide(options.max_width) or self._long(options.max_width)
         yield Text(self._caption(), style="dim")
-        for remark in (*self._absent(), *self._partial()):
+        for remark in (*self._absent(), *self._partial(), *unsettled(self.result)):
             yield Text(f"- {remark}")
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:

@@ -37,6 +37,8 @@ class ModelCard:
     image_size: int
     options: Mapping[str, str]
     """What ``create`` takes by keyword: name → default and meaning."""
+    revision: int = 0
+    """How often a default has changed: results of an earlier revision are of another network."""
 
     def __str__(self) -> str:
         count = "–" if self.paper_parameters is None else f"{self.paper_parameters:,}"
@@ -65,6 +67,7 @@ class ModelSpec:
     paper: str = "ours"
     paper_parameters: int | None = None
     paper_classes: int = 10
+    revision: int = 0
 
     def card(self) -> ModelCard:
         return ModelCard(
@@ -80,6 +83,7 @@ class ModelSpec:
                 name: f"{short(option.default)}: {option.about}"
                 for name, option in self.options.items()
             },
+            revision=self.revision,
         )
 
     def parse(self, overrides: Mapping[str, Any]) -> dict[str, Any]:

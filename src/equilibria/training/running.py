@@ -30,6 +30,7 @@ from .randomness import seed_all
 from .standing import Standing
 from .storing import write_bytes, write_json
 from .streams import ImageStreams
+from .watching import warn_unsettled
 
 __all__ = ["Run", "TrainResult", "process_rank"]
 
@@ -327,6 +328,8 @@ class Run:
             )
         if trainer is not None:
             trainer.strategy.barrier("result written")
+        if self.main:  # everything is written, also where a warning is an error
+            warn_unsettled(row)
         return TrainResult(
             folder=self.folder.path,
             weights=self.folder.weights,

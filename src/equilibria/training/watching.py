@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from equilibria.engine.result import Result
+from equilibria.engine.result import ConvergenceWarning, Result
 from equilibria.nn import Observed, equilibrium_layers
 
-__all__ = ["SOLVER_FIELDS", "solver_numbers"]
+__all__ = ["SOLVER_FIELDS", "solver_numbers", "warn_unsettled"]
+
+_FAR = 0.1  # of the residual
 
 SOLVER_FIELDS = ("solver_steps", "residual", "converged", "failed")
 """Means over samples and layers: evaluations of the map; ‖T(z) − z‖/‖T(z)‖; the share that passed
@@ -50,3 +54,22 @@ def solver_numbers(model: nn.Module, seen: Observed) -> Tensor | None:
             torch.cat(failed).mean(),
         ]
     )
+
+
+def warn_unsettled(row: Mapping[str, Any]) -> None:
+    """Say it where the steps of a training end far from the equilibrium: nothing else shows it.
+
+    A solve with a tolerance says itself that it missed it; a fixed number of steps tests none.
+    """
+    residual = float(row.get("residual", float("nan")))
+    if residual > _FAR:
+        count = f"{row['solver_steps']:.3g}"
+        steps = f"{count} step{'' if count == '1' else 's'}"
+        warnings.warn(
+            f"the layers stop far from their equilibrium: after {steps} the state still moves by "
+            f"{residual:.2g} of its size in one more. What was trained are these steps, not the "
+            "equilibrium. Raise max_steps of the solver, try Picard() or Anderson() in its place, "
+            "or bound the norm of W lower.",
+            ConvergenceWarning,
+            stacklevel=2,
+        )
