@@ -229,3 +229,21 @@ def test_flip_is_the_mean_of_two_predictions(tmp_path: Path) -> None:
     assert found["flip.accuracy"] == pytest.approx(100 * float(right.double().mean()))
     chosen = mean[torch.arange(len(mean)), torch.as_tensor(scene.test.targets)]
     assert found["flip.nll"] == pytest.approx(float(-chosen.log().mean()), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("end", "epochs"), [(1, [0, 1, 1, 1, 1]), (3, [0, 1, 1, 1, 3]), (6, [0, 1, 1, 3, 6])]
+)
+def test_stages_of_a_short_run_are_the_epochs_they_name(
+    end: int, epochs: list[int], tmp_path: Path
+) -> None:
+    """Half of three epochs is one, not the end."""
+    for epoch in set(epochs):
+        (tmp_path / f"weights_{epoch}.safetensors").touch()
+    found = measures_thesis._snapshots(tmp_path)
+    assert [epoch for epoch, _ in found] == epochs
+    assert [file.name for _, file in found] == [f"weights_{e}.safetensors" for e in epochs]
+    (tmp_path / f"weights_{end}.safetensors").unlink()
+    (tmp_path / f"weights_{end + 9}.safetensors").touch()
+    with pytest.raises(FileNotFoundError, match=r"holds the weights of epochs \[0.* alone"):
+        measures_thesis._snapshots(tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from equilibria.theory.trajectories import (
 )
 from equilibria.training.preparing import read_weights
 
+from .callbacks import snapshot_epochs
 from .scene import Scene
 
 __all__ = ["landscape_measure", "path_measure", "training_paths"]
@@ -101,21 +103,11 @@ def training_paths(scene: Scene) -> dict[str, float]:
     """Figure 4.3: paths of the solver at the start, and after 1, a quarter, half, all epochs."""
     from .thesis import STAGES
 
-    files = sorted(
-        (scene.folder / "snapshots").glob("weights_*.safetensors"),
-        key=lambda p: int(p.stem.split("_")[1]),
-    )
-    if not files:
-        raise FileNotFoundError(
-            f"{scene.folder / 'snapshots'} holds no weights: they are written while training. "
-            "Remove the run's folder and train again."
-        )
-    # A short run has fewer moments than stages: the end stands for those that coincide with it.
-    by_stage = dict(zip(STAGES, _spread(files, len(STAGES)), strict=True))
     found: dict[str, float] = {}
     figure = pictures.new_figure(2.6 * len(STAGES), 2.8)
     panels = figure.subplots(1, len(STAGES))
-    for axes, (stage, file) in zip(panels, by_stage.items(), strict=True):
+    moments = zip(STAGES, _snapshots(scene.folder / "snapshots"), strict=True)
+    for axes, (stage, (epoch, file)) in zip(panels, moments, strict=True):
         model = copy.deepcopy(scene.model)
         model.load_state_dict(read_weights(file))
         path, classes = _path(model.eval(), scene)
@@ -125,13 +117,24 @@ def training_paths(scene: Scene) -> dict[str, float]:
         taken = torch.where(steps > 0, steps, path.steps).double().mean()
         found[f"stage.{stage}.steps"] = float(taken)
         _draw(axes, _plane(path).project(_states(path)), classes)
-        axes.set_title(stage, fontsize=8)
+        axes.set_title(f"{stage} (epoch {epoch})", fontsize=8)
     pictures.save_picture(figure, scene.folder / "training_paths")
     return found
 
 
-def _spread(files: list[Any], count: int) -> list[Any]:
-    return files if len(files) == count else (files + [files[-1]] * count)[:count]
+def _snapshots(folder: Path) -> list[tuple[int, Path]]:
+    """Epoch and weights of each stage. In a short run stages fall together, on the same epoch."""
+    files = {int(p.stem.split("_")[1]): p for p in folder.glob("weights_*.safetensors")}
+    wanted = snapshot_epochs(max(files, default=0))
+    missing = sorted(set(wanted) - set(files))
+    if missing or not max(files):
+        held = f"the weights of epochs {sorted(files)} alone" if files else "no weights"
+        raise FileNotFoundError(
+            f"{folder} holds {held}, where Figure 4.3 looks at the start, one epoch, a quarter, "
+            "half and all: they are written while training. Remove the run's folder and train "
+            "again."
+        )
+    return [(epoch, files[epoch]) for epoch in wanted]
 
 
 def local_minima(loss: Tensor) -> int:
