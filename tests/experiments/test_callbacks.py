@@ -10,10 +10,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import safetensors.torch
+import torch
 
-from equilibria.experiments.callbacks import Deadline
+from equilibria.experiments.callbacks import Deadline, Snapshots
 from equilibria.training import Interrupted, read_checkpoint
-from tests.training.small import SignalAt, config, run
+from tests.training.small import RaiseAt, SignalAt, config, run
 
 
 def _standing(folder: Path) -> dict[str, int]:
@@ -73,3 +75,24 @@ def test_a_trainer_of_somebody_else_is_refused() -> None:
     other: Any = SimpleNamespace(callbacks=[])
     with pytest.raises(RuntimeError, match=r"equilibria\.training\.fit"):
         Deadline(0.0).on_train_batch_end(other)
+
+
+@pytest.mark.parametrize("cut", ["first epoch", "validation"])
+def test_snapshots_of_a_training_that_was_cut_in_its_first_epoch(cut: str, tmp_path: Path) -> None:
+    """By Ctrl-C after step 2, and by a second one in the first validation."""
+    kinds = {
+        "first epoch": SignalAt(2),
+        "validation": RaiseAt(1, KeyboardInterrupt(), "on_validation_batch_end"),
+    }
+    epochs = (0, 1, 2, 3)
+    run(config(tmp_path / "a"), callbacks=[Snapshots(tmp_path / "whole", epochs)])
+    with pytest.raises(Interrupted):
+        run(config(tmp_path / "b"), callbacks=[Snapshots(tmp_path / "cut", epochs), kinds[cut]])
+    again = [Snapshots(tmp_path / "cut", epochs)]
+    run(config(tmp_path / "b"), resume=tmp_path / "b", callbacks=again)
+    for epoch in epochs:
+        one, other = (
+            safetensors.torch.load_file(tmp_path / name / f"weights_{epoch}.safetensors")
+            for name in ("whole", "cut")
+        )
+        assert all(torch.equal(one[k], other[k]) for k in one), epoch

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,14 +51,12 @@ class Snapshots(pl.Callback):
         self.epochs = frozenset(epochs)
         self.done = 0
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"done": self.done}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        self.done = int(state_dict["done"])
-
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self.done == 0:
+        # Inside an epoch the weights are those of no moment; at its end they are written again,
+        # for what cut the validation short may have kept them from being so.
+        here = _keeper(trainer).standing
+        self.done = here.epoch
+        if here.batch == 0:
             self._write(pl_module)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -18,7 +18,7 @@ from equilibria.evaluation.running import batches, evaluating, model_input
 from equilibria.models import count_parameters
 from equilibria.nn.observing import equilibrium_layers, observe
 
-from .measures_thesis import landscape_measure, path_measure, training_paths
+from .measures_thesis import landscape_measure, landscape_of_test, path_measure, training_paths
 from .measures_time import throughput, times
 from .scene import Scene
 from .supplying import known_classes
@@ -251,6 +251,7 @@ MEASURES: Mapping[str, Measure] = MappingProxyType(
         "paths": path_measure,
         "training paths": training_paths,
         "landscape": landscape_measure,
+        "landscape of test images": landscape_of_test,
     }
 )
 """name → what a job measures."""

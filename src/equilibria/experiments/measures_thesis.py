@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from equilibria.data import ImageData
 from equilibria.solvers import Anderson
 from equilibria.theory import pictures
 from equilibria.theory.landscapes import Grid, contour_figure, measure_landscape
@@ -24,7 +25,7 @@ from equilibria.training.preparing import read_weights
 from .callbacks import snapshot_epochs
 from .scene import Scene
 
-__all__ = ["landscape_measure", "path_measure", "training_paths"]
+__all__ = ["landscape_measure", "landscape_of_test", "path_measure", "training_paths"]
 
 _SAMPLES, _STEPS, _DRAWN = 256, 50, 10
 _SPANNED = 32  # samples whose paths span the plane: all 256 would be 13,056 points of 37,632
@@ -32,14 +33,14 @@ _TOLERANCE = 1e-2
 _EXAMPLES, _GRID = 1024, 25
 
 
-def _path(model: nn.Module, scene: Scene) -> tuple[SolverPath, Tensor]:
-    """The path of Anderson for the first test images, and their classes [B]."""
-    count = min(16 if scene.smoke else _SAMPLES, len(scene.test))
-    images = scene.test.images[slice(0, count)].to(scene.device)
-    layer, given = layer_input(model, scene.test.normalize(images))
+def _path(model: nn.Module, scene: Scene, data: ImageData) -> tuple[SolverPath, Tensor]:
+    """The path of Anderson for the first images of ``data``, and their classes [B]."""
+    count = min(16 if scene.smoke else _SAMPLES, len(data))
+    images = torch.as_tensor(data.images[slice(0, count)]).to(scene.device)
+    layer, given = layer_input(model, data.normalize(images))
     solver = Anderson(rtol=_TOLERANCE, max_steps=_STEPS)
     path = record_path(layer, given, solver=solver, steps=_STEPS)
-    return path, torch.as_tensor(scene.test.targets[slice(0, count)]).cpu()
+    return path, torch.as_tensor(data.targets[slice(0, count)]).cpu()
 
 
 def _first_step(states: Tensor) -> float:
@@ -76,7 +77,7 @@ def _plane(path: SolverPath) -> PCA:
 
 def path_measure(scene: Scene) -> dict[str, float]:
     """Figures 4.1 and 4.2: the residual by step, and how the path lies in a plane."""
-    path, classes = _path(scene.model, scene)
+    path, classes = _path(scene.model, scene, scene.test)
     curve, plane = path.mean_curve(), _plane(path)
     found = {f"path.residual.{k}": float(curve[k - 1]) for k in (5, 20, 50)}
     found["path.settled"] = 100.0 * float((path.steps_to(_TOLERANCE) > 0).double().mean())
@@ -100,7 +101,7 @@ def _draw(axes: Any, points: Tensor, classes: Tensor) -> None:
 
 
 def training_paths(scene: Scene) -> dict[str, float]:
-    """Figure 4.3: paths of the solver at the start, and after 1, a quarter, half, all epochs."""
+    """Figure 4.3: paths of training images at the start, after 1, a quarter, half, all epochs."""
     from .thesis import STAGES
 
     found: dict[str, float] = {}
@@ -110,7 +111,7 @@ def training_paths(scene: Scene) -> dict[str, float]:
     for axes, (stage, (epoch, file)) in zip(panels, moments, strict=True):
         model = copy.deepcopy(scene.model)
         model.load_state_dict(read_weights(file))
-        path, classes = _path(model.eval(), scene)
+        path, classes = _path(model.eval(), scene, scene.train)
         steps = path.steps_to(_TOLERANCE)
         found[f"stage.{stage}.first_step"] = _first_step(_states(path))
         found[f"stage.{stage}.separation"] = _separation(_states(path)[-1], classes)
@@ -150,14 +151,24 @@ def local_minima(loss: Tensor) -> int:
 
 
 def landscape_measure(scene: Scene) -> dict[str, float]:
-    """Figures 4.4 and 4.5: Φ(a, b) around the weights, 25 × 25 over [−1, 1]², filter-normalized.
+    """Figure 4.4, of training images."""
+    return _landscape(scene, scene.train)
+
+
+def landscape_of_test(scene: Scene) -> dict[str, float]:
+    """Figure 4.5, of test images: ImageNet has 50 a class, the first 1,024 are of 21 classes."""
+    return _landscape(scene, scene.test)
+
+
+def _landscape(scene: Scene, data: ImageData) -> dict[str, float]:
+    """Φ(a, b) around the weights, 25 × 25 over [−1, 1]², filter-normalized.
 
     Rows are kept as they are measured, so that an interrupted landscape goes on.
     """
-    count = min(32 if scene.smoke else _EXAMPLES, len(scene.train))
+    count = min(32 if scene.smoke else _EXAMPLES, len(data))
     surface = measure_landscape(
         scene.model,
-        scene.train.subset(range(count)),
+        data.subset(range(count)),
         grid=Grid(points=5 if scene.smoke else _GRID),
         name=scene.folder.name.rsplit("-", 1)[0],
         seed=scene.seed,
