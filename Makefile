@@ -19,8 +19,9 @@ DOCS   := $(VENV)/.stamp-docs
 BENCH  := $(VENV)/.stamp-bench
 # Material's notice about MkDocs 2 says nothing about our pages.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs
-# One thread a worker: the workers are the parallelism.
-PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --timeout=600
+# One thread a worker: the workers are the parallelism. Compiled files spare the tests that start
+# processes of their own a compilation of the whole package each.
+PYTEST := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --timeout=600
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:

@@ -30,7 +30,9 @@ def run(*arguments: str | Path) -> int:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of one epoch."""
     folder = tmp_path_factory.mktemp("cli") / "run"
-    assert run("train", "--epochs", "1", "--batch-size", "128", "--quiet", "--out", folder) == 0
+    small = ("-o", "widths=[8, 16]", "-o", "hidden=16")
+    flags = ("--epochs", "1", "--batch-size", "128", *small, "--quiet")
+    assert run("train", *flags, "--out", folder) == 0
     return folder
 
 
@@ -238,7 +240,8 @@ def test_certify_gives_the_numbers_of_the_layers(
 def test_certify_exits_with_1_where_nothing_is_proven(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = eq.models.create("geq_digits", constraint=eq.nn.NormBounded(bound=20.0))
+    small = {"widths": (8, 8), "hidden": 8}
+    model = eq.models.create("geq_digits", **small, constraint=eq.nn.NormBounded(bound=20.0))
     with torch.no_grad():
         layers: list[Any] = list(eq.nn.equilibrium_layers(model).values())
         for layer in layers:

@@ -150,10 +150,16 @@ def test_rows_of_nothing_are_a_sentence_and_notes_stand_once(
     assert quiet.err.startswith("error: nothing was run of geq-table1, kerdeq-table1.")
 
 
-_ENDING = """
+_PROCESS = """
 import atexit, os, signal, sys, time
 from equilibria import experiments
 from equilibria.cli.app import main
+
+try:
+    main(["reproduce", "list"])
+except SystemExit as ended:
+    assert ended.code == 0, ended.code
+signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a process that has just begun
 
 def again():
     os.kill(os.getpid(), signal.SIGINT)
@@ -168,11 +174,30 @@ main(["reproduce", "geq-table3", "--out", sys.argv[1]])
 """
 
 
-def test_ctrl_c_as_the_interpreter_ends_is_not_heard(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", _ENDING, str(tmp_path)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert ended.stderr == "The 9 minutes are over.\nThe same command goes on from there.\n"
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess[bytes]:
+    """One process for two tests: its imports take seconds."""
+    return subprocess.run(
+        [sys.executable, "-c", _PROCESS, str(tmp_path_factory.mktemp("ended"))],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        check=False,
+        timeout=120,
+    )
+
+
+def test_ctrl_c_as_the_interpreter_ends_is_not_heard(
+    ended: subprocess.CompletedProcess[bytes],
+) -> None:
+    said = b"The 9 minutes are over.\nThe same command goes on from there.\n"
+    assert ended.stderr == said
     assert ended.returncode == 130
+
+
+def test_a_terminal_without_the_signs_gets_question_marks(
+    ended: subprocess.CompletedProcess[bytes],
+) -> None:
+    assert b"cifar10 ?" in ended.stdout, ended.stderr
 
 
 @pytest.mark.slow
@@ -298,15 +323,3 @@ def test_every_id_smokes(name: str, tmp_path: Path, capsys: pytest.CaptureFixtur
         if cell["status"] != "quoted":
             assert cell["n"] == 1, cell
             assert isinstance(cell["mean"], float), cell
-
-
-def test_a_terminal_without_the_signs_gets_question_marks() -> None:
-    ended = subprocess.run(
-        [sys.executable, "-m", "equilibria", "reproduce", "list"],
-        env={**os.environ, "PYTHONIOENCODING": "ascii"},
-        capture_output=True,
-        check=False,
-        timeout=120,
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert b"cifar10 ?" in ended.stdout
