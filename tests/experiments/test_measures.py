@@ -170,16 +170,25 @@ def test_paths_settle_for_small_weights_only(tmp_path: Path) -> None:
     assert (tmp_path / "paths.svg").exists()
 
 
-def test_landscape_of_a_network(tmp_path: Path) -> None:
+@pytest.mark.parametrize("of", ["train", "test"])
+def test_landscape_of_a_network(of: str, tmp_path: Path) -> None:
+    """Figure 4.4 is of training images, Figure 4.5 of test images."""
     torch.manual_seed(0)
     scene = _scene(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)), tmp_path)
-    found = measures_thesis.landscape_measure(scene)
-    x = scene.train.normalize(torch.as_tensor(scene.train.images))
+    scene = dataclasses.replace(scene, test=scene.train.subset(range(0, len(scene.train), 2)))
+    measure, name = {
+        "train": (measures_thesis.landscape_measure, "landscape"),
+        "test": (measures_thesis.landscape_of_test, "test_landscape"),
+    }[of]
+    found = measure(scene)
+    data = getattr(scene, of)
+    x = data.normalize(torch.as_tensor(data.images))
     with torch.no_grad():
-        loss = nn.functional.cross_entropy(scene.model(x), torch.as_tensor(scene.train.targets))
-    assert found["landscape.center"] == pytest.approx(float(loss), rel=1e-5)
-    assert 0.0 < found["landscape.flat"] <= 100.0
-    assert found["landscape.holes"] == 0.0
+        loss = nn.functional.cross_entropy(scene.model(x), torch.as_tensor(data.targets))
+    assert found[f"{name}.center"] == pytest.approx(float(loss), rel=1e-5)
+    assert 0.0 < found[f"{name}.flat"] <= 100.0
+    assert found[f"{name}.holes"] == 0.0
+    assert (tmp_path / f"{name}.png").exists()
 
 
 def test_times_leave_the_network_as_it_is(tmp_path: Path) -> None:
@@ -240,10 +249,9 @@ def test_stages_of_a_short_run_are_the_epochs_they_name(
     """Half of three epochs is one, not the end."""
     for epoch in set(epochs):
         (tmp_path / f"weights_{epoch}.safetensors").touch()
-    found = measures_thesis._snapshots(tmp_path)
+    found = measures_thesis._snapshots(tmp_path, end)
     assert [epoch for epoch, _ in found] == epochs
     assert [file.name for _, file in found] == [f"weights_{e}.safetensors" for e in epochs]
     (tmp_path / f"weights_{end}.safetensors").unlink()
-    (tmp_path / f"weights_{end + 9}.safetensors").touch()
     with pytest.raises(FileNotFoundError, match=r"holds the weights of epochs \[0.* alone"):
-        measures_thesis._snapshots(tmp_path)
+        measures_thesis._snapshots(tmp_path, end)

@@ -513,7 +513,8 @@ def test_training_paths_of_scalar_maps(tmp_path: Path) -> None:
     data, x = _digits(300)
     stages = {"start": 0, "after 1 epoch": 1, "after a quarter": 2, "after half": 4}
     slopes = dict(zip((*stages.values(), 8), (0.005, 0.1, 0.3, 0.5, 0.7), strict=True))
-    scene = _scene(Scaled(0.9), data, tmp_path)
+    # The paths are those of training images; the test images are others.
+    scene = _scene(Scaled(0.9), data.subset(range(260, 300)), tmp_path, train=data, epochs=8)
     with pytest.raises(FileNotFoundError, match="holds no weights"):
         measures_thesis.training_paths(scene)
     folder = tmp_path / "snapshots"
@@ -544,7 +545,8 @@ def test_stages_of_a_short_training(epochs: int, tmp_path: Path) -> None:
     for epoch in set(moments):
         weights = dict(Scaled(0.1 + 0.1 * epoch).state_dict())
         safetensors.torch.save_file(weights, folder / f"weights_{epoch}.safetensors")
-    found = measures_thesis.training_paths(_scene(Scaled(0.9), data, tmp_path))
+    scene = _scene(Scaled(0.9), data, tmp_path, epochs=epochs)
+    found = measures_thesis.training_paths(scene)
     stages = ("start", "after 1 epoch", "after a quarter", "after half", "at the end")
     for stage, epoch in zip(stages, moments, strict=True):
         expected = pytest.approx(90.0 - 10.0 * epoch, rel=1e-3)

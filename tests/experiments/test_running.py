@@ -400,3 +400,19 @@ def test_the_list_knows_an_earlier_recipe(tmp_path: Path, monkeypatch: pytest.Mo
         monkeypatch.setattr(standing, "EXPERIMENTS", {"tiny-table": table})
         (line,) = experiments.listing(choices.out, None)
         assert (line.status, line.measured) == expected
+
+
+def test_a_stop_in_the_last_validation_does_not_lose_the_end(tmp_path: Path) -> None:
+    """All is trained then, so that no callback runs again."""
+    cells = experiments.describe("thesis-figure4.3").cells
+    choices = tiny.choices(tmp_path, smoke=True)
+    (planned,) = experiments.plan(cells, choices)
+    log = running.Log(tmp_path, "thesis-figure4.3", "")
+    first = running.run_job(planned, choices, log)
+    end = planned.folder / "snapshots" / f"weights_{planned.config.epochs}.safetensors"
+    kept = end.read_bytes()
+    for path in (end, *(planned.folder / n for n in ("measured.json", "result.json"))):
+        path.unlink()
+    again = running.run_job(planned, choices, log)
+    assert end.read_bytes() == kept
+    assert again.values["stage.at the end.steps"] == first.values["stage.at the end.steps"]

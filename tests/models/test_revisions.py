@@ -33,13 +33,13 @@ def _defaults(name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", models.names())
 def test_a_changed_default_has_a_new_revision(name: str) -> None:
-    """An option that came later may be missing in the file: its default is what there was."""
     written = json.loads(_FILE.read_text(encoding="utf-8"))
     assert name in written, f"{name} is new: {_AGAIN}"
     found, kept = _defaults(name), written[name]
     assert found["revision"] == kept["revision"], f"{name} has a new revision: {_AGAIN}"
     words = found["options"]
-    changed = [o for o, word in kept["options"].items() if words.get(o) != word]
+    assert set(words) == set(kept["options"]), f"{name} has other options: {_AGAIN}"
+    changed = [o for o, word in kept["options"].items() if words[o] != word]
     assert not changed, f"{name}: the default of {changed} changed: raise its revision, {_AGAIN}"
 
 

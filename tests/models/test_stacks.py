@@ -132,7 +132,7 @@ def test_the_small_geq_and_opteq_are_certified() -> None:
 
 @pytest.mark.parametrize("name", ["geq_stack_cifar_3m", "opteq_stack_cifar_3m"])
 def test_the_few_steps_of_a_stack_come_near_the_equilibrium(name: str) -> None:
-    """Of the linear twin too: the certificate's step, 2/(m + L), had left 0.4 here."""
+    """Of the linear twin too: with the certificate's step, 2/(m + L), the last had moved 0.4."""
     torch.manual_seed(0)
     model = models.create(name, widths=(16, 32), depth=1, image_size=8).train()
     x = torch.randn(8, 3, 8, 8)

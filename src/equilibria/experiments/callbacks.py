@@ -34,7 +34,10 @@ def _keeper(trainer: pl.Trainer) -> RunKeeper:
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, RunKeeper):
             return callback
-    raise RuntimeError("Deadline stops runs of equilibria.training.fit; this trainer is another's.")
+    raise RuntimeError(
+        "Deadline and Snapshots belong to runs of equilibria.training.fit, and this trainer is "
+        "another's."
+    )
 
 
 def snapshot_epochs(epochs: int) -> tuple[int, ...]:
@@ -52,8 +55,8 @@ class Snapshots(pl.Callback):
         self.done = 0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # Inside an epoch the weights are those of no moment; at its end they are written again,
-        # for what cut the validation short may have kept them from being so.
+        # A run resumed inside an epoch has nothing to write. At an epoch's end it writes again: a
+        # stop in the validation came before on_train_epoch_end.
         here = _keeper(trainer).standing
         self.done = here.epoch
         if here.batch == 0:
@@ -64,12 +67,17 @@ class Snapshots(pl.Callback):
         self._write(pl_module)
 
     def _write(self, module: pl.LightningModule) -> None:
-        if self.done not in self.epochs:
-            return
+        if self.done in self.epochs:
+            self.write(module.model, self.done)
+
+    def write(self, model: Any, epoch: int) -> None:
+        """Keep the weights of ``model`` as those after ``epoch``."""
         import safetensors.torch
 
-        model: Any = module.model
         tensors = {k: v.detach().cpu().contiguous().clone() for k, v in model.state_dict().items()}
         self.folder.mkdir(parents=True, exist_ok=True)
-        path = self.folder / f"weights_{self.done}.safetensors"
-        write_bytes(path, safetensors.torch.save(tensors))
+        write_bytes(self.path(epoch), safetensors.torch.save(tensors))
+
+    def path(self, epoch: int) -> Path:
+        """Where the weights after ``epoch`` are."""
+        return self.folder / f"weights_{epoch}.safetensors"

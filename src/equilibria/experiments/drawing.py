@@ -87,7 +87,13 @@ def _pick(values: Sequence[Any], number: int) -> Any:
 
 # What measures draw into a run's folder and what a figure of a paper shows; the corruptions' own
 # picture is left there, for the figure has all networks in one.
-_DRAWN = ("paths.png", "training_paths.png", "landscape.png", "gradcam.png")
+_DRAWN = (
+    "paths.png",
+    "training_paths.png",
+    "landscape.png",
+    "test_landscape.png",
+    "gradcam.png",
+)
 
 
 def copy_pictures(result: Result, runs: Iterable[tuple[str, Path]], folder: Path) -> Result:

@@ -5,6 +5,7 @@ Accuracies, IoU and shares are in percent.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
@@ -66,7 +67,7 @@ def quality(scene: Scene) -> dict[str, float]:
     }
     if report.statistics:
         middle = [float(part.residual[3]) for part in report.statistics.values()]
-        found["median_residual"] = max(middle)
+        found["median_residual"] = math.nan if any(map(math.isnan, middle)) else max(middle)
         found["steps"] = max(part.mean_steps for part in report.statistics.values())
     return found
 
@@ -249,7 +250,7 @@ MEASURES: Mapping[str, Measure] = MappingProxyType(
         "times": times,
         "throughput": throughput,
         "paths": path_measure,
-        "training paths": training_paths,
+        "paths of training images": training_paths,
         "landscape": landscape_measure,
         "landscape of test images": landscape_of_test,
     }

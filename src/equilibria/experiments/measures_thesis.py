@@ -107,7 +107,7 @@ def training_paths(scene: Scene) -> dict[str, float]:
     found: dict[str, float] = {}
     figure = pictures.new_figure(2.6 * len(STAGES), 2.8)
     panels = figure.subplots(1, len(STAGES))
-    moments = zip(STAGES, _snapshots(scene.folder / "snapshots"), strict=True)
+    moments = zip(STAGES, _snapshots(scene.folder / "snapshots", scene.epochs), strict=True)
     for axes, (stage, (epoch, file)) in zip(panels, moments, strict=True):
         model = copy.deepcopy(scene.model)
         model.load_state_dict(read_weights(file))
@@ -123,17 +123,15 @@ def training_paths(scene: Scene) -> dict[str, float]:
     return found
 
 
-def _snapshots(folder: Path) -> list[tuple[int, Path]]:
+def _snapshots(folder: Path, end: int) -> list[tuple[int, Path]]:
     """Epoch and weights of each stage. In a short run stages fall together, on the same epoch."""
     files = {int(p.stem.split("_")[1]): p for p in folder.glob("weights_*.safetensors")}
-    wanted = snapshot_epochs(max(files, default=0))
-    missing = sorted(set(wanted) - set(files))
-    if missing or not max(files):
+    wanted = snapshot_epochs(end)
+    if set(wanted) - set(files):
         held = f"the weights of epochs {sorted(files)} alone" if files else "no weights"
         raise FileNotFoundError(
-            f"{folder} holds {held}, where Figure 4.3 looks at the start, one epoch, a quarter, "
-            "half and all: they are written while training. Remove the run's folder and train "
-            "again."
+            f"{folder} holds {held}, where Figure 4.3 looks at epochs {sorted(set(wanted))}: they "
+            "are written while training. Remove the run's folder and train again."
         )
     return [(epoch, files[epoch]) for epoch in wanted]
 
@@ -152,15 +150,15 @@ def local_minima(loss: Tensor) -> int:
 
 def landscape_measure(scene: Scene) -> dict[str, float]:
     """Figure 4.4, of training images."""
-    return _landscape(scene, scene.train)
+    return _landscape(scene, scene.train, "landscape")
 
 
 def landscape_of_test(scene: Scene) -> dict[str, float]:
-    """Figure 4.5, of test images: ImageNet has 50 a class, the first 1,024 are of 21 classes."""
-    return _landscape(scene, scene.test)
+    """Figure 4.5, of test images; ImageNet's own are 50 a class, the first 1,024 of 21 classes."""
+    return _landscape(scene, scene.test, "test_landscape")
 
 
-def _landscape(scene: Scene, data: ImageData) -> dict[str, float]:
+def _landscape(scene: Scene, data: ImageData, name: str) -> dict[str, float]:
     """Φ(a, b) around the weights, 25 × 25 over [−1, 1]², filter-normalized.
 
     Rows are kept as they are measured, so that an interrupted landscape goes on.
@@ -173,14 +171,14 @@ def _landscape(scene: Scene, data: ImageData) -> dict[str, float]:
         name=scene.folder.name.rsplit("-", 1)[0],
         seed=scene.seed,
         batch_size=scene.batch_size,
-        file=scene.folder / "landscape.safetensors",
+        file=scene.folder / f"{name}.safetensors",
         overwrite=True,
         progress=scene.progress,
     )
-    pictures.save_picture(contour_figure([surface]), scene.folder / "landscape")
+    pictures.save_picture(contour_figure([surface]), scene.folder / name)
     return {
-        "landscape.center": surface.center_loss(),
-        "landscape.flat": 100.0 * surface.small_loss_share(1.0),
-        "landscape.minima": float(local_minima(surface.loss)),
-        "landscape.holes": float(surface.holes.sum()),
+        f"{name}.center": surface.center_loss(),
+        f"{name}.flat": 100.0 * surface.small_loss_share(1.0),
+        f"{name}.minima": float(local_minima(surface.loss)),
+        f"{name}.holes": float(surface.holes.sum()),
     }

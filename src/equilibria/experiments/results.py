@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import statistics
 from collections.abc import Iterable, Mapping
@@ -32,8 +33,8 @@ class Sample:
     made_by: Mapping[str, Any]
     stands_in: str = ""
     residual: float | None = None
-    """‖T(z) − z‖/‖T(z)‖ after the network's steps: the median over the test images, of the worst
-    layer. None where the run did not look at it."""
+    """‖T(z) − z‖/‖T(z)‖ of the last step: the median over the test images, of the worst layer. None
+    where the run did not look at it."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +68,8 @@ class CellResult:
 
     @property
     def residual(self) -> float | None:
-        """The largest of its samples."""
-        return max((s.residual for s in self.samples if s.residual is not None), default=None)
+        """The largest of its samples; NaN where one is."""
+        return largest(s.residual for s in self.samples if s.residual is not None)
 
     @property
     def status(self) -> str:
@@ -106,6 +107,12 @@ class CellResult:
             "note": self.cell.note,
             "samples": [vars(sample) for sample in self.samples],
         }
+
+
+def largest(values: Iterable[float]) -> float | None:
+    """The maximum, and NaN where one is NaN, wherever it stands; None of nothing."""
+    found = list(values)
+    return math.nan if any(map(math.isnan, found)) else max(found, default=None)
 
 
 def _digits(cell: Cell, value: float) -> str:
@@ -217,11 +224,19 @@ def earlier_samples(path: Path) -> dict[tuple[str, str], list[Sample]]:
     if kept is None:
         return {}
     return {
-        (cell["row"], cell["column"]): [
-            Sample(**{**sample, "value": float(sample["value"])}) for sample in cell["samples"]
-        ]
+        (cell["row"], cell["column"]): [_sample(sample) for sample in cell["samples"]]
         for cell in kept["cells"]
     }
+
+
+def _sample(kept: Mapping[str, Any]) -> Sample:
+    """Numbers that JSON does not know are kept as text; older files have no residual."""
+    residual = kept.get("residual")
+    numbers = {
+        "value": float(kept["value"]),
+        "residual": None if residual is None else float(residual),
+    }
+    return Sample(**{**kept, **numbers})
 
 
 def merged(new: Iterable[Sample], old: Iterable[Sample], group: str) -> tuple[Sample, ...]:

@@ -136,6 +136,7 @@ def _measure_all(planned: Planned, choices: Choices, model: nn.Module, images: S
         progress=choices.progress,
         smoke=planned.smoke,
         held_out=images.held_out,
+        epochs=planned.config.epochs,
     )
     planned.folder.mkdir(parents=True, exist_ok=True)
     for name in planned.job.measures:
@@ -204,9 +205,11 @@ def _train(
     planned: Planned, images: Supplied, choices: Choices, deadline: float | None
 ) -> nn.Module:
     own: list[Any] = [] if deadline is None else [Deadline(deadline)]
-    if "training paths" in planned.job.measures:
+    snapshots: Snapshots | None = None
+    if "paths of training images" in planned.job.measures:
         epochs = snapshot_epochs(planned.config.epochs)
-        own.append(Snapshots(planned.folder / "snapshots", epochs))
+        snapshots = Snapshots(planned.folder / "snapshots", epochs)
+        own.append(snapshots)
     given: dict[str, Any] = {}
     if is_network(planned.config.model):
         torch.manual_seed(planned.seed)
@@ -222,4 +225,7 @@ def _train(
         callbacks=own,
         **given,
     )
+    end = planned.config.epochs
+    if snapshots is not None and not snapshots.path(end).exists():
+        snapshots.write(result.model, end)  # stopped in the last validation, with all trained
     return result.model

@@ -33,3 +33,5 @@ class Scene:
     smoke: bool
     held_out: ImageData | None = None
     """What choices may look at."""
+    epochs: int = 0
+    """Of the whole training."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from .results import MEASURED, NOT_RUN, SMOKE, CellResult, Result
+from equilibria.training.watching import UNSETTLED
+
+from .results import MEASURED, NOT_RUN, SMOKE, CellResult, Result, largest
 
 __all__ = ["markdown", "rich_table", "rows_of"]
 
@@ -121,17 +123,22 @@ def _remarks(result: Result) -> list[str]:
 
 
 def unsettled(result: Result) -> list[str]:
-    """A line on the rows whose networks stop far from their equilibrium, where there are such."""
+    """A line on the trainings whose last step still moves the state, where there are such."""
     if result.smoke:
         return []
-    far: dict[str, float] = {}
+    seen: dict[str, list[float]] = {}
     for found in result.cells:
-        if found.residual is not None and found.residual > _FAR:
-            far[found.cell.row] = max(found.residual, far.get(found.cell.row, 0.0))
+        if found.cell.job is not None and found.residual is not None:
+            seen.setdefault(found.cell.job.name, []).append(found.residual)
+    worst = {name: largest(residuals) for name, residuals in seen.items()}
+    far = {name: r for name, r in worst.items() if r is not None and not r <= UNSETTLED}
     if not far:
         return []
-    rows = "; ".join(f"{row} ({residual:.2g})" for row, residual in far.items())
-    return [f"far from the equilibrium after its steps (median relative residual): {_cell(rows)}."]
+    named = "; ".join(f"{name} ({residual:.2g})" for name, residual in far.items())
+    return [
+        "not at their equilibrium; the last step still moved the state (by this share of it, the "
+        f"median over the test images): {_cell(named)}."
+    ]
 
 
 def _named(places: list[str]) -> str:
@@ -142,7 +149,6 @@ def _named(places: list[str]) -> str:
 
 
 _NAMED = 4
-_FAR = 0.1  # of a relative residual: a tenth of the state still moves in one more step
 
 
 def _commands(result: Result) -> list[str]:

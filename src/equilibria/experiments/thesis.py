@@ -90,7 +90,9 @@ _FIGURE_2 = Experiment(
     notes=("256 test images, ten of them drawn; the plane is that of 32 paths.",),
 )
 
-_TRAINED = _residual("mnist", "trained", {}, measures=("quality", "training paths"), epochs=40)
+_TRAINED = _residual(
+    "mnist", "trained", {}, measures=("quality", "paths of training images"), epochs=40
+)
 
 _FIGURE_3 = Experiment(
     id="thesis-figure4.3",
@@ -124,17 +126,17 @@ def _landscape(row: str, repeats: int | None) -> list[Cell]:
         {} if repeats is None else {"repeats": repeats},
         measures=("quality", "landscape"),
     )
-    return _landscape_cells(row, job)
+    return _landscape_cells(row, job, "landscape")
 
 
-def _landscape_cells(row: str, job: Job) -> list[Cell]:
+def _landscape_cells(row: str, job: Job, measured: str) -> list[Cell]:
     return [
         Cell(row=row, column=column, job=job, metric=metric)
         for column, metric in (
             ("accuracy in %", "accuracy"),
-            ("loss at the minimizer", "landscape.center"),
-            ("share of the plane within 1 of it, in %", "landscape.flat"),
-            ("local minima on the grid", "landscape.minima"),
+            ("loss at the minimizer", f"{measured}.center"),
+            ("share of the plane within 1 of it, in %", f"{measured}.flat"),
+            ("local minima on the grid", f"{measured}.minima"),
         )
     ]
 
@@ -171,11 +173,11 @@ _FIGURE_5 = Experiment(
     title="loss landscape of an MDEQ, 1,024 images of ImageNet",
     source=f"thesis, Figure 4.5: {_PICTURE}",
     claim="One minimum: the landscape looks invex.",
-    cells=tuple(_landscape_cells("MDEQ", _MDEQ)),
+    cells=tuple(_landscape_cells("MDEQ", _MDEQ, "test_landscape")),
     notes=(
         "The thesis took an MDEQ trained on ImageNet; ours has 10 M parameters and is trained on "
         "ImageNet-100, the network of GEQ Table 2. As there, the loss is that of the first 1,024 "
-        "test images, sorted by class, 50 of each.",
+        "test images (ImageNet's own are sorted by class, 50 of each).",
     ),
 )
 

@@ -68,6 +68,7 @@ class ModelSpec:
     paper_parameters: int | None = None
     paper_classes: int = 10
     revision: int = 0
+    """Raised by one whenever a default changes; tests/models/test_revisions.py watches."""
 
     def card(self) -> ModelCard:
         return ModelCard(

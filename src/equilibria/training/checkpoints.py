@@ -15,6 +15,8 @@ import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import Tensor, nn
 
+from equilibria import models
+
 from .config import TrainConfig
 from .storing import write_bytes
 
@@ -24,6 +26,7 @@ __all__ = [
     "check_checkpoint",
     "find_checkpoint",
     "read_checkpoint",
+    "revision_of",
 ]
 
 ENTRY = "equilibria"
@@ -116,6 +119,13 @@ def check_checkpoint(
             + "\n".join(rows)
             + "\nResume with the configuration saved beside it (config.yaml), or start a new run."
         )
+    then, now = checkpoint[ENTRY].get("revision", 0), revision_of(config)
+    if then != now:
+        raise CheckpointError(
+            f"{path} was begun with other defaults of {config.model} (revision {then}, now {now}; "
+            "the changelog says what changed): going on would train two networks in one. Start a "
+            "new run."
+        )
     prefix = "model."
     stored = {
         name.removeprefix(prefix): tuple(value.shape)
@@ -129,6 +139,12 @@ def check_checkpoint(
             + "\n".join(_mismatches(stored, built))
             + f"\nThe model here is {type(model).__name__} with {len(built)} tensors."
         )
+
+
+def revision_of(config: TrainConfig) -> int:
+    """Of the named model's defaults; 0 for a model that is no name of ours."""
+    known = config.model in models.names()
+    return models.describe(config.model).revision if known else 0
 
 
 def _mismatches(

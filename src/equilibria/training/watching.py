@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -12,9 +13,11 @@ from torch import Tensor, nn
 from equilibria.engine.result import ConvergenceWarning, Result
 from equilibria.nn import Observed, equilibrium_layers
 
-__all__ = ["SOLVER_FIELDS", "solver_numbers", "warn_unsettled"]
+__all__ = ["SOLVER_FIELDS", "UNSETTLED", "solver_numbers", "warn_unsettled"]
 
-_FAR = 0.1  # of the residual
+UNSETTLED = 0.1
+"""A relative residual above which a state is not near its equilibrium: the last step moved a tenth
+of it."""
 
 SOLVER_FIELDS = ("solver_steps", "residual", "converged", "failed")
 """Means over samples and layers: evaluations of the map; ‖T(z) − z‖/‖T(z)‖; the share that passed
@@ -57,19 +60,18 @@ def solver_numbers(model: nn.Module, seen: Observed) -> Tensor | None:
 
 
 def warn_unsettled(row: Mapping[str, Any]) -> None:
-    """Say it where the steps of a training end far from the equilibrium: nothing else shows it.
+    """Say it where fixed steps of a training end far from the equilibrium: nothing else shows it.
 
-    A solve with a tolerance says itself that it missed it; a fixed number of steps tests none.
+    A solve with a tolerance says itself that it missed it, and has a share converged.
     """
-    residual = float(row.get("residual", float("nan")))
-    if residual > _FAR:
+    residual = float(row.get("residual", math.nan))
+    if residual > UNSETTLED and math.isnan(row.get("converged", math.nan)):
         count = f"{row['solver_steps']:.3g}"
         steps = f"{count} step{'' if count == '1' else 's'}"
         warnings.warn(
-            f"the layers stop far from their equilibrium: after {steps} the state still moves by "
-            f"{residual:.2g} of its size in one more. What was trained are these steps, not the "
-            "equilibrium. Raise max_steps of the solver, try Picard() or Anderson() in its place, "
-            "or bound the norm of W lower.",
+            f"the layers are not at their equilibrium: the last of {steps} still moved the state "
+            f"by {residual:.2g} of its size. What was trained are these steps. Raise max_steps of "
+            "the solver, or try another: Picard(), Anderson().",
             ConvergenceWarning,
             stacklevel=2,
         )
