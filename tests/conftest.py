@@ -1,8 +1,15 @@
-"""For every test: what collecting has made is left out of garbage collection."""
+"""For every test: Ctrl-C is heard, and what collecting has made is no garbage."""
 
 from __future__ import annotations
 
 import gc
+import signal
+
+
+def pytest_configure() -> None:
+    """A shell's background job is born deaf to Ctrl-C, and some tests press it."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish() -> None:

@@ -133,6 +133,12 @@ def test_the_log_has_every_run(tmp_path: Path) -> None:
     assert kept["change"] == "epochs=1"
 
 
+def test_a_smoke_test_is_no_line_of_the_log(tmp_path: Path) -> None:
+    reproduce(tiny.table(), tiny.choices(tmp_path, smoke=True))
+    assert not read_log(tmp_path / "results")
+    assert {line["smoke"] for line in read_log(tmp_path / "results" / "smoke")} == {True}
+
+
 def test_a_failure_is_logged_and_the_others_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

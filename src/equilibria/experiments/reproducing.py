@@ -133,10 +133,12 @@ def _run_all(
         say(f"nothing is trained: {there} of {len(planned)} run folders are in {choices.runs}")
         return
     deadline = None if choices.minutes is None else time.monotonic() + 60.0 * choices.minutes
+    # A smoke test is no experiment: its lines stand beside its pages.
+    folder = choices.out / "smoke" if choices.smoke else choices.out
     tasks = []
     for number, one in enumerate(planned, 1):
         label = f"{number}/{len(planned)} {one.job.name}, seed {one.seed}"
-        log = Log(choices.out, ", ".join(users[one.key]), choices.change)
+        log = Log(folder, ", ".join(users[one.key]), choices.change)
         if one.missing:
             say(f"{label}: left out, {one.missing} is not at hand")
         elif complete(one):
