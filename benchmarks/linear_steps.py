@@ -25,8 +25,6 @@ SOLVERS = {
     "2/(m + L)": eq.ProximalGradient(rtol=0.0, atol=0.0, accelerate=False),
     "1": eq.Picard(rtol=0.0, atol=0.0),
 }
-
-
 EXACT = eq.Anderson(rtol=1e-7, max_steps=500)
 
 

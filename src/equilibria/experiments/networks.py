@@ -54,7 +54,7 @@ class ResidualNet(nn.Module):
         self.layer: nn.Module = (
             DEQ(
                 block,
-                # A few samples take all steps: without them the batch is through in half the time.
+                # A few samples take all steps. The others leave the batch, which halves its time.
                 solver=Anderson(rtol=rtol, max_steps=max_steps, compact=True),
                 adjoint=Implicit(solver=GMRES(rtol=rtol)),
             )
