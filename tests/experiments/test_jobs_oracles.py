@@ -27,11 +27,11 @@ from equilibria.experiments.callbacks import Snapshots, snapshot_epochs
 from equilibria.experiments.declaring import Cell, Job
 from equilibria.experiments.planning import Planned, plan_of
 from equilibria.experiments.running import _create
-from equilibria.experiments.scene import Scene
 from equilibria.training import Interrupted
 from tests.training.small import SignalAt, config, run
 
 from . import tiny
+from .scenes import scene_of
 
 Array = npt.NDArray[np.float64]
 Step = Callable[[Array], Array]
@@ -342,7 +342,7 @@ def test_a_trained_row_of_table_3_is_penalized_as_it_says(kind: str, tmp_path: P
         (planned,) = plan_of(job, tiny.choices(tmp_path, smoke=True))
         other = _create(planned, given.train)
         other.load_state_dict(model.state_dict())  # the same weights with another λ
-        scene = _scene(other, given.test, folder)
+        scene = scene_of(other, given.test, folder, batch_size=24, smoke=True)
         found = measures.features(scene)
         assert found["mean_absolute"] == pytest.approx(np.abs(z).mean(), rel=1e-4)
         assert found["mean_square"] == pytest.approx((z**2).mean(), rel=1e-4)
@@ -359,22 +359,6 @@ def test_a_trained_row_of_table_3_is_penalized_as_it_says(kind: str, tmp_path: P
     expected = _minimizer(kind, value, 0.8, _dense(weights.w[0], 8), c)
     assert np.abs(expected).max() > 1e-3
     assert z.ravel() == pytest.approx(expected, abs=1e-4 * np.abs(expected).max())
-
-
-def _scene(model: nn.Module, test: ImageData, folder: Path) -> Scene:
-    return Scene(
-        model=model.eval(),
-        train=test,
-        test=test,
-        folder=folder,
-        device=torch.device("cpu"),
-        batch_size=24,
-        train_batch=8,
-        precision="32-true",
-        seed=0,
-        progress=False,
-        smoke=True,
-    )
 
 
 # ---------------------------------------------------------------------- Table 8
@@ -399,7 +383,7 @@ def test_table_8_takes_the_steps_that_it_names(tmp_path: Path) -> None:
         with torch.no_grad():  # initial weights are small: let T contract slowly
             for block in model.layer.blocks:
                 block.W.weight = 10 * block.W.weight
-        scene = dataclasses.replace(_scene(model, test, tmp_path), batch_size=8)
+        scene = scene_of(model, test, tmp_path, batch_size=8, smoke=True)
         found = measures.residual(scene)["residual"]
         steps = re.fullmatch(r"Unrolling \(K=(\d+)\)", row)
         if steps is None:

@@ -17,6 +17,8 @@ from equilibria.experiments import measures, measures_thesis, measures_time
 from equilibria.experiments.networks import ResidualNet
 from equilibria.experiments.scene import Scene
 
+from .scenes import scene_of
+
 
 class Shift(nn.Module):
     """(z, x) ↦ A z + x, ‖A‖ = ½."""
@@ -52,20 +54,7 @@ def _digits(count: int = 32) -> ImageData:
 
 
 def _scene(model: nn.Module, folder: Path, data: ImageData | None = None) -> Scene:
-    data = _digits() if data is None else data
-    return Scene(
-        model=model.eval(),
-        train=data,
-        test=data,
-        folder=folder,
-        device=torch.device("cpu"),
-        batch_size=16,
-        train_batch=8,
-        precision="32-true",
-        seed=0,
-        progress=False,
-        smoke=True,
-    )
+    return scene_of(model, _digits() if data is None else data, folder, smoke=True)
 
 
 def test_residual_is_table_8s(tmp_path: Path) -> None:
@@ -157,40 +146,6 @@ def test_separation_is_the_share_between_classes() -> None:
     assert measures_thesis._separation(torch.zeros(4, 1), classes) == 0.0
 
 
-def test_paths_settle_for_small_weights_only(tmp_path: Path) -> None:
-    found = {}
-    for std in (0.01, 1.0):
-        torch.manual_seed(0)
-        scene = _scene(ResidualNet(10, 1, channels=16, inner=16, std=std), tmp_path)
-        found[std] = measures_thesis.path_measure(scene)
-    assert found[0.01]["path.settled"] == 100.0
-    assert found[0.01]["path.residual.20"] < 1e-2 < found[1.0]["path.residual.20"]
-    assert found[0.01]["path.first_step"] > found[1.0]["path.first_step"]
-    assert (tmp_path / "paths.png").exists()
-    assert (tmp_path / "paths.svg").exists()
-
-
-@pytest.mark.parametrize("of", ["train", "test"])
-def test_landscape_of_a_network(of: str, tmp_path: Path) -> None:
-    """Figure 4.4 is of training images, Figure 4.5 of test images."""
-    torch.manual_seed(0)
-    scene = _scene(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)), tmp_path)
-    scene = dataclasses.replace(scene, test=scene.train.subset(range(0, len(scene.train), 2)))
-    measure, name = {
-        "train": (measures_thesis.landscape_measure, "landscape"),
-        "test": (measures_thesis.landscape_of_test, "test_landscape"),
-    }[of]
-    found = measure(scene)
-    data = getattr(scene, of)
-    x = data.normalize(torch.as_tensor(data.images))
-    with torch.no_grad():
-        loss = nn.functional.cross_entropy(scene.model(x), torch.as_tensor(data.targets))
-    assert found[f"{name}.center"] == pytest.approx(float(loss), rel=1e-5)
-    assert 0.0 < found[f"{name}.flat"] <= 100.0
-    assert found[f"{name}.holes"] == 0.0
-    assert (tmp_path / f"{name}.png").exists()
-
-
 def test_times_leave_the_network_as_it_is(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = ResidualNet(10, 1, channels=16, inner=16, repeats=2)
@@ -238,20 +193,3 @@ def test_flip_is_the_mean_of_two_predictions(tmp_path: Path) -> None:
     assert found["flip.accuracy"] == pytest.approx(100 * float(right.double().mean()))
     chosen = mean[torch.arange(len(mean)), torch.as_tensor(scene.test.targets)]
     assert found["flip.nll"] == pytest.approx(float(-chosen.log().mean()), rel=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("end", "epochs"), [(1, [0, 1, 1, 1, 1]), (3, [0, 1, 1, 1, 3]), (6, [0, 1, 1, 3, 6])]
-)
-def test_stages_of_a_short_run_are_the_epochs_they_name(
-    end: int, epochs: list[int], tmp_path: Path
-) -> None:
-    """Half of three epochs is one, not the end."""
-    for epoch in set(epochs):
-        (tmp_path / f"weights_{epoch}.safetensors").touch()
-    found = measures_thesis._snapshots(tmp_path, end)
-    assert [epoch for epoch, _ in found] == epochs
-    assert [file.name for _, file in found] == [f"weights_{e}.safetensors" for e in epochs]
-    (tmp_path / f"weights_{end}.safetensors").unlink()
-    with pytest.raises(FileNotFoundError, match=r"holds the weights of epochs \[0.* alone"):
-        measures_thesis._snapshots(tmp_path, end)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,61 +10,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-import safetensors.torch
 import torch
 from torch import Tensor, nn
 
 import equilibria as eq
 from equilibria import evaluation
 from equilibria.data import ImageData
-from equilibria.experiments import measures, measures_thesis, measures_time, supplying
+from equilibria.experiments import measures, measures_time, supplying
 from equilibria.experiments.geq import KINDS
 from equilibria.experiments.planning import plan_of
-from equilibria.experiments.scene import Scene
 
 from . import tiny
-
-Array = npt.NDArray[np.float64]
-
+from .scenes import Array, Linear, TwoLayers, contraction, digits, iterates, numbered, scene_of
 
 # ---------------------------------------------------------------------- what is measured
-
-
-def _scene(model: nn.Module, test: ImageData, folder: Path, **changes: Any) -> Scene:
-    made = Scene(
-        model=model.eval(),
-        train=test,
-        test=test,
-        folder=folder,
-        device=torch.device("cpu"),
-        batch_size=16,
-        train_batch=8,
-        precision="32-true",
-        seed=0,
-        progress=False,
-        smoke=False,
-    )
-    return dataclasses.replace(made, **changes)
-
-
-def _numbered(targets: Any, classes: int, pixels: int = 2, **more: Any) -> ImageData:
-    """Images that hold their own number, so that a model can look up an answer for each.
-
-    Two pixels of 256 values; the mirror image has them exchanged.
-    """
-    made = np.zeros((len(targets), 1, pixels, pixels), dtype=np.uint8)
-    number = np.arange(len(targets))
-    made[:, 0, 0, 0], made[:, 0, 0, -1] = number // 256, number % 256
-    given: dict[str, Any] = {
-        "images": torch.from_numpy(made),
-        "targets": torch.as_tensor(targets).long(),
-        "classes": tuple(f"class {k}" for k in range(classes)),
-        "name": "numbered",
-        "split_name": "test",
-        "mean": (0.0,),
-        "std": (1.0,),
-    }
-    return ImageData(**{**given, **more})
 
 
 class LookUp(nn.Module):
@@ -117,7 +74,7 @@ def test_quality_by_numpy(tmp_path: Path) -> None:
     targets = np.random.default_rng(1).integers(0, 12, 200)
     logits = _logits(200, 12, seed=0)
     logits[7, 3] = np.nan  # counts as wrong, and is in no mean of the others
-    found = measures.quality(_scene(LookUp(logits), _numbered(targets, 12), tmp_path))
+    found = measures.quality(scene_of(LookUp(logits), numbered(targets, 12), tmp_path))
     kept = np.arange(200) != 7
     p = _softmax(logits[kept])
     order = np.argsort(-logits[kept], axis=1)
@@ -133,8 +90,8 @@ def test_quality_by_numpy(tmp_path: Path) -> None:
 def test_held_out_judges_the_part_for_choices(tmp_path: Path) -> None:
     logits = _logits(60, 4, seed=2)
     targets = np.random.default_rng(3).integers(0, 4, 60)
-    whole = _numbered(targets, 4)
-    scene = _scene(LookUp(logits), whole.subset(range(20)), tmp_path)
+    whole = numbered(targets, 4)
+    scene = scene_of(LookUp(logits), whole.subset(range(20)), tmp_path)
     with pytest.raises(ValueError, match="nothing was held out"):
         measures.held_out(scene)
     scene = dataclasses.replace(scene, held_out=whole.subset(range(20, 60)))
@@ -147,8 +104,8 @@ def test_flip_is_the_mean_of_probabilities(tmp_path: Path) -> None:
     targets = np.random.default_rng(4).integers(0, 6, 150)
     one, other = _logits(151, 6, seed=5), _logits(151, 6, seed=6)
     # Number 0 is its own mirror image, so the images are numbered from 1.
-    images = _numbered(np.r_[0, targets], 6).subset(range(1, 151))
-    found = measures.flipped(_scene(LookUp(one, other), images, tmp_path))
+    images = numbered(np.r_[0, targets], 6).subset(range(1, 151))
+    found = measures.flipped(scene_of(LookUp(one, other), images, tmp_path))
     p = (_softmax(one[1:]) + _softmax(other[1:])) / 2
     assert found["flip.accuracy"] == pytest.approx(100 * (p.argmax(1) == targets).mean())
     assert found["flip.nll"] == pytest.approx(-np.log(p[np.arange(150), targets]).mean())
@@ -173,10 +130,10 @@ def test_segmentation_by_numpy(tmp_path: Path) -> None:
             number = (255 * x[:, 0, 0, -1]).round().long()
             return nn.functional.one_hot(torch.from_numpy(guess)[number], 7).movedim(3, 1).float()
 
-    images = _numbered(
+    images = numbered(
         truth, 7, pixels=5, task="segmentation", ignore_index=255
     )  # class 6: neither guessed nor there
-    found = measures.segmentation(_scene(Fixed(), images, tmp_path))
+    found = measures.segmentation(scene_of(Fixed(), images, tmp_path))
     counted = truth != 255
     t, g = truth[counted], guess[counted]
     both = [((t == k) & (g == k)).sum() for k in range(7)]
@@ -209,7 +166,7 @@ def _numbers(images: ImageData) -> npt.NDArray[np.int64]:
 def test_known_and_unknown_by_equation_13(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """KerDEQ §4.3: KL(p, q) = Σ p log p − p log q, to the prediction and to uniform."""
     targets = np.random.default_rng(8).permutation(np.arange(300) % 10)
-    images = _numbered(targets, 10)
+    images = numbered(targets, 10)
     job = tiny.job(data="cifar10", classes="first half")
     given = _supplied(job, images, tmp_path, monkeypatch)
     assert given.held_out is not None
@@ -218,7 +175,7 @@ def test_known_and_unknown_by_equation_13(tmp_path: Path, monkeypatch: pytest.Mo
     assert torch.as_tensor(given.train.targets).tolist() == targets[_numbers(given.train)].tolist()
 
     logits = _logits(300, 5, seed=9)
-    found = measures.known_and_unknown(_scene(LookUp(logits), given.test, tmp_path))
+    found = measures.known_and_unknown(scene_of(LookUp(logits), given.test, tmp_path))
 
     def kl(p: Array, q: Array) -> Array:
         terms = np.where(p > 0, p * np.log(np.where(p > 0, p, 1.0)), 0.0) - p * np.log(q)
@@ -240,7 +197,7 @@ def test_superclasses_as_in_cifar_100(tmp_path: Path, monkeypatch: pytest.Monkey
     generator = np.random.default_rng(10)
     above = generator.permutation(np.arange(100) % 20)
     targets = generator.permutation(np.repeat(np.arange(100), 10))
-    images = _numbered(
+    images = numbered(
         targets,
         100,
         superclasses=torch.from_numpy(above[targets]),
@@ -261,7 +218,7 @@ def test_superclasses_as_in_cifar_100(tmp_path: Path, monkeypatch: pytest.Monkey
     logits = _logits(1000, 20, seed=11)
     sure = generator.random(1000) < np.where(np.isin(targets, unseen), 0.5, 0.9)
     logits[np.flatnonzero(sure), above[targets[sure]]] += 20.0
-    found = measures.superclass(_scene(LookUp(logits), given.test, tmp_path))
+    found = measures.superclass(scene_of(LookUp(logits), given.test, tmp_path))
     right, new = logits.argmax(1) == above[targets], np.isin(targets, unseen)
     assert found["known_accuracy"] == pytest.approx(100 * right[~new].mean())
     assert found["unknown_accuracy"] == pytest.approx(100 * right[new].mean())
@@ -273,7 +230,7 @@ def test_what_is_held_out_is_the_same_for_every_seed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float
 ) -> None:
     targets = np.random.default_rng(12).permutation(np.arange(400) % 10)
-    images = _numbered(targets, 10)
+    images = numbered(targets, 10)
     job = tiny.job(data="cifar10", recipe={**tiny.RECIPE, "validation": share})
     parts = []
     for seed in (0, 5):
@@ -289,61 +246,14 @@ def test_what_is_held_out_is_the_same_for_every_seed(
 # ---------------------------------------------------------------------- equilibria
 
 
-class Linear(nn.Module):
-    """(z, x) ↦ A z + x."""
-
-    def __init__(self, a: Array) -> None:
-        super().__init__()
-        self.a = nn.Parameter(torch.from_numpy(a))
-
-    def forward(self, z: Tensor, x: Tensor) -> Tensor:
-        return z @ self.a.T + x
-
-
-class TwoLayers(nn.Module):
-    """Two linear equilibria of K₁ and K₂ plain steps, the second on what the first gives."""
-
-    def __init__(self, first: Array, second: Array, steps: tuple[int, int]) -> None:
-        super().__init__()
-        plain = [eq.Picard(rtol=0.0, atol=0.0, max_steps=k) for k in steps]
-        self.one = eq.nn.DEQ(Linear(first), solver=plain[0])
-        self.two: nn.Module = eq.nn.DEQ(Linear(second), solver=plain[1])
-        self.head = nn.Linear(64, 10).double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.two(self.one(x.flatten(1))))
-        return logits
-
-
-def _contraction(seed: int, norm: float) -> Array:
-    drawn = np.random.default_rng(seed).standard_normal((64, 64))
-    made: Array = norm * drawn / np.linalg.norm(drawn, 2)
-    return made
-
-
-def _digits(count: int) -> tuple[ImageData, Array]:
-    """Digits, and what a network is given of them."""
-    data = eq.data.load("digits", "test", progress=False).subset(range(count))
-    pixels = torch.as_tensor(data.images).numpy().reshape(count, 64) / 255.0
-    return data, (pixels - data.mean[0]) / data.std[0]
-
-
-def _iterates(a: Array, x: Array, steps: int) -> Array:
-    """z^[0] = 0 … z^[steps], [steps + 1, B, n]."""
-    found = [np.zeros_like(x)]
-    for _ in range(steps):
-        found.append(found[-1] @ a.T + x)
-    return np.stack(found)
-
-
 def test_layers_of_a_network_are_all_looked_at(tmp_path: Path) -> None:
     """OptEq Tables 3 and 8: features and residuals over all equilibria, batch by batch."""
-    a, b = _contraction(0, 0.8), _contraction(1, 0.6)
-    data, x = _digits(40)  # batches of 16, 16 and 8
+    a, b = contraction(0, 0.8), contraction(1, 0.6)
+    data, x = digits(40)  # batches of 16, 16 and 8
     model = TwoLayers(a, b, (3, 5))
-    scene = _scene(model, data, tmp_path)
-    first = _iterates(a, x, 4)
-    second = _iterates(b, first[3], 6)
+    scene = scene_of(model, data, tmp_path)
+    first = iterates(a, x, 4)
+    second = iterates(b, first[3], 6)
     ratios = []
     for rows in (slice(0, 16), slice(16, 32), slice(32, 40)):
         for path, k in ((first, 3), (second, 5)):
@@ -367,7 +277,7 @@ def test_layers_of_a_network_are_all_looked_at(tmp_path: Path) -> None:
 
 
 def test_the_worst_layer_is_certified(tmp_path: Path) -> None:
-    data, _ = _digits(16)
+    data, _ = digits(16)
 
     class Both(nn.Module):
         def __init__(self, second: nn.Module) -> None:
@@ -382,10 +292,10 @@ def test_the_worst_layer_is_certified(tmp_path: Path) -> None:
             return logits
 
     torch.manual_seed(0)
-    proven = _scene(Both(nn.Identity()), data, tmp_path)
+    proven = scene_of(Both(nn.Identity()), data, tmp_path)
     assert measures.certificate(proven) == {"certified": 100.0}
-    block = Linear(_contraction(0, 0.5)).float()
-    unproven = _scene(Both(eq.nn.DEQ(block)), data, tmp_path)
+    block = Linear(contraction(0, 0.5)).float()
+    unproven = scene_of(Both(eq.nn.DEQ(block)), data, tmp_path)
     assert measures.certificate(unproven) == {"certified": 0.0}
 
 
@@ -401,7 +311,7 @@ def test_focus_is_the_share_of_the_top_fifth(
 
     monkeypatch.setattr(evaluation, "gradcam", gradcam)
     monkeypatch.setattr(evaluation, "save_gradcam", lambda *given: None)
-    found = measures.saliency(_scene(nn.Identity(), _numbered([0] * 70, 2), tmp_path))
+    found = measures.saliency(scene_of(nn.Identity(), numbered([0] * 70, 2), tmp_path))
     shares = [
         np.sort(one)[-9:].sum() / one.sum() if one.any() else 0.2
         for one in maps[:64].reshape(64, 49)
@@ -423,7 +333,7 @@ def test_corruptions_are_of_the_first_2000_images(
         return SimpleNamespace(by_kind=by_kind, mean_accuracy=0.5, clean=0.75, save=save)
 
     monkeypatch.setattr(evaluation, "corruption_study", study)
-    scene = _scene(nn.Identity(), _numbered([0] * 2100, 2), tmp_path, smoke=smoke)
+    scene = scene_of(nn.Identity(), numbered([0] * 2100, 2), tmp_path, smoke=smoke)
     found = measures.corruptions(scene)
     assert seen["images"].tolist() == list(range(2000))
     assert seen["severities"] == ((3,) if smoke else (1, 2, 3, 4, 5))
@@ -456,7 +366,7 @@ def test_times_are_of_eighty_batches_of_125(
 
     clock = SimpleNamespace(perf_counter=lambda: now[0])
     monkeypatch.setattr(measures_time, "time", clock)
-    scene = _scene(Slow(), _numbered([0, 1] * 15, 2), tmp_path)
+    scene = scene_of(Slow(), numbered([0, 1] * 15, 2), tmp_path)
     assert measures_time.times(scene) == {
         "seconds.forward": pytest.approx(160.0),
         "seconds.backward": pytest.approx(240.0),
@@ -470,181 +380,3 @@ def test_times_are_of_eighty_batches_of_125(
     assert found["images_per_second"] == pytest.approx(96 / 5.0)
     assert set(seen) == {96}
     assert found["parameters_m"] == pytest.approx(1e-6)
-
-
-# ---------------------------------------------------------------------- the thesis: paths
-
-
-class Scaled(nn.Module):
-    """z = a z + x: Anderson goes 0, x, x/(1 − a) and stays there."""
-
-    def __init__(self, a: float) -> None:
-        super().__init__()
-
-        class Block(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.a = nn.Parameter(torch.tensor(a))
-
-            def forward(self, z: Tensor, x: Tensor) -> Tensor:
-                return self.a * z + x
-
-        self.layer = eq.nn.DEQ(Block())
-        self.head = nn.Linear(64, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.layer(x.flatten(1)))
-        return logits
-
-
-def _between(points: Array, classes: npt.NDArray[np.int64]) -> float:
-    """1 − the variance within classes over the whole variance."""
-    within = sum(
-        ((points[classes == k] - points[classes == k].mean(0)) ** 2).sum() for k in set(classes)
-    )
-    return float(1.0 - within / ((points - points.mean(0)) ** 2).sum())
-
-
-def test_training_paths_of_scalar_maps(tmp_path: Path) -> None:
-    """Figure 4.3. The first step is x of x/(1 − a): the share 1 − a of the way.
-
-    Relative residuals are 1 at 0, a/(1 + a) at x, then 0: two or three evaluations to 1e-2.
-    """
-    data, x = _digits(300)
-    stages = {"start": 0, "after 1 epoch": 1, "after a quarter": 2, "after half": 4}
-    slopes = dict(zip((*stages.values(), 8), (0.005, 0.1, 0.3, 0.5, 0.7), strict=True))
-    # The paths are those of training images; the test images are others.
-    scene = _scene(Scaled(0.9), data.subset(range(260, 300)), tmp_path, train=data, epochs=8)
-    with pytest.raises(FileNotFoundError, match="holds no weights"):
-        measures_thesis.training_paths(scene)
-    folder = tmp_path / "snapshots"
-    folder.mkdir()
-    for epoch, a in slopes.items():
-        weights = dict(Scaled(a).state_dict())
-        safetensors.torch.save_file(weights, folder / f"weights_{epoch}.safetensors")
-    found = measures_thesis.training_paths(scene)
-    classes = torch.as_tensor(data.targets).numpy()[:256]  # 256 samples are looked at
-    for stage, epoch in {**stages, "at the end": 8}.items():
-        a = slopes[epoch]
-        assert found[f"stage.{stage}.first_step"] == pytest.approx(100 * (1 - a), rel=1e-3)
-        assert found[f"stage.{stage}.steps"] == (3.0 if a / (1 + a) > 1e-2 else 2.0)
-        expected = 100 * _between(x[:256], classes)
-        assert found[f"stage.{stage}.separation"] == pytest.approx(expected, rel=1e-3)
-    assert (tmp_path / "training_paths.png").exists()
-    own = scene.model.state_dict()["layer.block.a"]
-    assert float(own) == pytest.approx(0.9)
-
-
-@pytest.mark.parametrize("epochs", [2, 5])
-def test_stages_of_a_short_training(epochs: int, tmp_path: Path) -> None:
-    """A quarter and half of it are whole epochs, the first at least."""
-    data, _ = _digits(20)
-    folder = tmp_path / "snapshots"
-    folder.mkdir()
-    moments = {2: (0, 1, 1, 1, 2), 5: (0, 1, 1, 2, 5)}[epochs]
-    for epoch in set(moments):
-        weights = dict(Scaled(0.1 + 0.1 * epoch).state_dict())
-        safetensors.torch.save_file(weights, folder / f"weights_{epoch}.safetensors")
-    scene = _scene(Scaled(0.9), data, tmp_path, epochs=epochs)
-    found = measures_thesis.training_paths(scene)
-    stages = ("start", "after 1 epoch", "after a quarter", "after half", "at the end")
-    for stage, epoch in zip(stages, moments, strict=True):
-        expected = pytest.approx(90.0 - 10.0 * epoch, rel=1e-3)
-        assert found[f"stage.{stage}.first_step"] == expected
-
-
-def test_a_path_by_its_powers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Figures 4.1 and 4.2 with plain steps: z^[k] = Σ_{i<k} Aⁱ x, Eq 4.2, the plane by an SVD."""
-    monkeypatch.setattr(
-        measures_thesis,
-        "Anderson",
-        lambda rtol, max_steps: eq.Picard(rtol=rtol, max_steps=max_steps),
-    )
-    a = 0.9 * np.linalg.qr(_contraction(3, 1.0))[0]
-    data, x = _digits(40)
-    model = TwoLayers(a, a, (1, 1)).float()
-    model.two = nn.Identity()
-    found = measures_thesis.path_measure(_scene(model, data, tmp_path))
-    path = _iterates(a, x, 50)
-    relative = np.linalg.norm(np.diff(path, axis=0), axis=2) / np.linalg.norm(path[1:], axis=2)
-    for k in (5, 20, 50):
-        expected = relative[k - 1].mean()
-        assert found[f"path.residual.{k}"] == pytest.approx(expected, rel=1e-4)
-    assert found["path.settled"] == pytest.approx(100 * (relative <= 1e-2).any(0).mean())
-    lengths = np.linalg.norm(np.diff(path[:50], axis=0), axis=2)
-    shares = lengths[0] / lengths.sum(0)
-    assert found["path.first_step"] == pytest.approx(100 * shares.mean(), rel=1e-4)
-    points = path[:50, :32].reshape(-1, 64)
-    values = np.linalg.svd(points - points.mean(0), compute_uv=False) ** 2
-    assert found["path.plane"] == pytest.approx(100 * values[:2].sum() / values.sum(), rel=1e-4)
-
-
-# ---------------------------------------------------------------------- the thesis: landscapes
-
-
-class Rows(nn.Module):
-    """Logits w_k·t, k = 1, 2, 3, of one number t an image: a filter of a direction is ±w_k."""
-
-    def __init__(self, w: tuple[float, float, float], root: bool = False) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.tensor(w, dtype=torch.float64)[:, None])
-        self.root = root
-
-    def forward(self, x: Tensor) -> Tensor:
-        w = (self.w + 0.05).sqrt() if self.root else self.w  # no number for a weight below −0.05
-        return x[:, 0, 0, -1, None].double() @ w.T
-
-
-def _surface(w: Array, root: bool, signs: Array, t: Array, y: Any, points: int) -> Array:
-    """Φ(a, b) = mean cross-entropy at w_k(1 + s_k a + s'_k b), [points, points]."""
-    axis = np.linspace(-1, 1, points)
-    moved = 1 + axis[:, None, None] * signs[0] + axis[None, :, None] * signs[1]
-    with np.errstate(invalid="ignore"):
-        weights = np.sqrt(w * moved + 0.05) if root else w * moved
-    logits = weights[:, :, None] * t[:, None]  # [points, points, N, 3]
-    peak = logits.max(3, keepdims=True)
-    spread = np.log(np.exp(logits - peak).sum(3)) + peak[..., 0]
-    loss: Array = (spread - np.take_along_axis(logits, y[None, None, :, None], 3)[..., 0]).mean(2)
-    return loss
-
-
-def _lowest(loss: Array) -> int:
-    """Points strictly below all their neighbors on the grid, holes aside."""
-    n, count = len(loss), 0
-    for i, j in itertools.product(range(n), range(n)):
-        near = loss[max(0, i - 1) : i + 2, max(0, j - 1) : j + 2]
-        others = near[~np.isnan(near)]
-        count += bool((others > loss[i, j]).sum() == len(others) - 1) and not math.isnan(loss[i, j])
-    return count
-
-
-@pytest.mark.parametrize(("root", "smoke"), [(False, False), (True, False), (False, True)])
-def test_landscape_in_closed_form(tmp_path: Path, root: bool, smoke: bool) -> None:
-    """Figures 4.4 and 4.5: with one number a filter its normalized step is the number itself."""
-    targets = np.random.default_rng(14).integers(0, 3, 1100)
-    deviation = 0.02 if smoke else 0.2
-    data = _numbered(targets, 3, std=(deviation,))
-    w = np.array([2.0, 0.5, 1.3])
-    model = Rows((2.0, 0.5, 1.3), root)
-    # Of seed 0 both directions have the same signs: a plane in which all lies on one line.
-    scene = _scene(model, data, tmp_path, smoke=smoke, seed=3, batch_size=512)
-    found = measures_thesis.landscape_measure(scene)
-    count, points, step = (32, 5, 1) if smoke else (1024, 25, 6)
-    t = (np.arange(1100) % 256 / 255.0 / deviation)[:count]
-    kept = safetensors.torch.load_file(tmp_path / "landscape.safetensors")["values.loss"].numpy()
-    fits = []
-    for drawn in itertools.product((-1.0, 1.0), repeat=6):  # which of the signs were drawn
-        made = _surface(w, root, np.reshape(drawn, (2, 3)), t, targets[:count], 5)
-        if np.allclose(made, kept[::step, ::step], rtol=1e-5, equal_nan=True):
-            fits.append(np.reshape(drawn, (2, 3)))
-    assert len(fits) == 1
-    loss = _surface(w, root, fits[0], t, targets[:count], points)
-    assert np.allclose(loss, kept, rtol=1e-5, equal_nan=True)
-    center = loss[points // 2, points // 2]
-    assert found["landscape.center"] == pytest.approx(center, rel=1e-6)
-    with np.errstate(invalid="ignore"):
-        assert found["landscape.flat"] == pytest.approx(100 * (loss <= center + 1.0).mean())
-    assert found["landscape.minima"] == _lowest(loss)
-    assert found["landscape.holes"] == np.isnan(loss).sum()
-    assert bool(found["landscape.holes"]) == root
-    assert 0.0 < found["landscape.flat"] < 100.0
