@@ -21,12 +21,10 @@ from equilibria.training import (
     Interrupted,
     SaveError,
     TrainConfig,
-    checkpoints,
     fit,
     read_checkpoint,
     storing,
 )
-from equilibria.training.checkpoints import revision_of
 
 from .small import RaiseAt, Tiny, config, digits, run, same_weights
 
@@ -44,9 +42,9 @@ def test_a_run_begun_with_other_defaults_is_not_resumed(
     cut: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Half of it would be another network's. A checkpoint without a revision is of the first."""
-    assert revision_of(TrainConfig(model="opteq_stack_cifar_3m", data="cifar10")) == 1
-    assert revision_of(TrainConfig(model="geq_digits", data="digits")) == 0
-    monkeypatch.setattr(checkpoints, "revision_of", lambda config: 1)
+    assert TrainConfig(model="opteq_stack_cifar_3m", data="cifar10").model_revision == 1
+    assert TrainConfig(model="geq_digits", data="digits").model_revision == 0
+    monkeypatch.setattr(TrainConfig, "model_revision", 1)
     with pytest.raises(CheckpointError, match=r"other defaults .*revision 0, now 1.* new run"):
         run(config(cut, ema=0.9), resume=cut)
 

@@ -5,7 +5,6 @@ Accuracies, IoU and shares are in percent.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
@@ -67,7 +66,7 @@ def quality(scene: Scene) -> dict[str, float]:
     }
     if report.statistics:
         middle = [float(part.residual[3]) for part in report.statistics.values()]
-        found["median_residual"] = math.nan if any(map(math.isnan, middle)) else max(middle)
+        found["median_residual"] = float(torch.tensor(middle, dtype=torch.float64).max())  # or NaN
         found["steps"] = max(part.mean_steps for part in report.statistics.values())
     return found
 

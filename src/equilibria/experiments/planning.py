@@ -10,12 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from equilibria import models
 from equilibria.training.config import TrainConfig
 
 from .choices import MACHINE, Choices
 from .declaring import Cell, Experiment, Job
-from .networks import is_network
 from .supplying import at_hand
 
 __all__ = ["Planned", "cells_asked", "plan"]
@@ -192,12 +190,7 @@ def _key(job: Job, config: TrainConfig, smoke: bool, *, seed: bool = True) -> st
     if not seed:
         said.pop("seed")
     said |= {"classes": job.classes, "trained": job.trained, "smoke": smoke}
-    if revision := _revision(config.model):
-        said["revision"] = revision
+    if config.model_revision:
+        said["revision"] = config.model_revision
     text = json.dumps(said, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:10]
-
-
-def _revision(model: str) -> int:
-    """Of the network's defaults, which the configuration does not spell out."""
-    return 0 if is_network(model) else models.describe(model).revision

@@ -15,8 +15,6 @@ import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import Tensor, nn
 
-from equilibria import models
-
 from .config import TrainConfig
 from .storing import write_bytes
 
@@ -26,7 +24,6 @@ __all__ = [
     "check_checkpoint",
     "find_checkpoint",
     "read_checkpoint",
-    "revision_of",
 ]
 
 ENTRY = "equilibria"
@@ -119,7 +116,7 @@ def check_checkpoint(
             + "\n".join(rows)
             + "\nResume with the configuration saved beside it (config.yaml), or start a new run."
         )
-    then, now = checkpoint[ENTRY].get("revision", 0), revision_of(config)
+    then, now = checkpoint[ENTRY].get("revision", 0), config.model_revision
     if then != now:
         raise CheckpointError(
             f"{path} was begun with other defaults of {config.model} (revision {then}, now {now}; "
@@ -139,12 +136,6 @@ def check_checkpoint(
             + "\n".join(_mismatches(stored, built))
             + f"\nThe model here is {type(model).__name__} with {len(built)} tensors."
         )
-
-
-def revision_of(config: TrainConfig) -> int:
-    """Of the named model's defaults; 0 for a model that is no name of ours."""
-    known = config.model in models.names()
-    return models.describe(config.model).revision if known else 0
 
 
 def _mismatches(

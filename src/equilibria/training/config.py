@@ -245,6 +245,14 @@ class TrainConfig:
         return _WARMUP[self.schedule] if self.warmup is None else self.warmup
 
     @property
+    def model_revision(self) -> int:
+        """Of the named model's defaults, which are not spelled out here; 0 for no name of ours."""
+        from equilibria import models
+
+        known = self.model in models.names()
+        return models.describe(self.model).revision if known else 0
+
+    @property
     def folder(self) -> Path:
         """Where the run is written: ``out`` or its default."""
         if self.out is not None:

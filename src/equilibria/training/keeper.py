@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from equilibria._version import __version__
 
 from .averaging import WeightAverage
-from .checkpoints import ENTRY, FORMAT, revision_of
+from .checkpoints import ENTRY, FORMAT
 from .config import TrainConfig
 from .folder import RunFolder
 from .interrupts import Stop, StopRequest
@@ -113,7 +113,7 @@ class RunKeeper(Checkpoint):
             "format": FORMAT,
             "version": __version__,
             "config": self.config.to_dict(),
-            "revision": revision_of(self.config),
+            "revision": self.config.model_revision,
             "standing": vars(self.standing).copy(),
             "finished": self.finished,
             "exact": self.exact,
