@@ -58,6 +58,9 @@ def _shared(size: _Size, channels: int, constraint: NormBounded) -> dict[str, op
         "mids": opt.integers(size.mids, "channels of U and W, one a branch"),
         "scales": opt.integers(_SCALES, "how much coarser each branch is than the stem"),
         "fusion": opt.integer(size.fusion, "3 × 3 convolutions after the average", low=0, high=64),
+        "reading": opt.choice(
+            "parallel", "whether a branch also sees those before it", ("parallel", "chain")
+        ),
         "constraint": opt.constraint(constraint),
         "solver": opt.solver(SOLVER),
         "adjoint": opt.adjoint(ADJOINT),

@@ -1,6 +1,9 @@
-"""Six parallel branches at several scales: GEQ, KerDEQ, MOptEq and its kernels (docs/models.md).
+"""Six branches at several scales: GEQ, KerDEQ, MOptEq and its kernels (docs/models.md).
 
     images → stem → branches at S, S/2, S/4, S/4, S/8, S/8 pixels → average → fusion → head
+
+The papers do not say whether a branch sees the others: ``reading`` is "parallel", where every
+branch reads the stem alone, or "chain", where it also reads the sum of the branches before it.
 
 "Output channels" of the papers are those of z and of the stem, "mid channels" those of U and W, all
 3 × 3. That leaves the papers' counts short by one more 3 × 3 convolution for CIFAR and by two for
@@ -9,10 +12,10 @@ ImageNet, which we put after the fusion.
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +25,7 @@ from equilibria.engine.adjoint import Adjoint
 from equilibria.engine.solver import Solver
 from equilibria.nn import GEQ, NormBounded, OptEq, PolynomialEq, SigmoidEq, WeightNormalized
 from equilibria.nn.multi_branch import MultiBranch
-from equilibria.problems import CompositeCertificate, FixedGamma, GammaPolicy, Patches
+from equilibria.problems import FixedGamma, GammaPolicy, Patches
 from equilibria.solvers import Anderson, ProximalGradient
 
 from .network import Network, Shape, features_to_logits
@@ -53,22 +56,9 @@ class BalancedBranches(MultiBranch):
     the coarsest, and all of them under the ε of a batch norm.
     """
 
-    def _sizes(self) -> list[float]:
-        return [
-            math.sqrt(layer.state_channels * scale[0] * scale[1])  # type: ignore[operator]
-            for layer, scale in zip(self.branches, self.scales, strict=True)
-        ]
-
-    def merge(self, states: Sequence[Tensor]) -> Tensor:
-        return super().merge([size * z for size, z in zip(self._sizes(), states, strict=True)])
-
-    def output_error(self, certificate: CompositeCertificate) -> Tensor:
-        pairs = zip(certificate.parts.items(), self._sizes(), strict=True)
-        scaled = {
-            name: dataclasses.replace(part, error_bound=size * part.error_bound)  # type: ignore[type-var, attr-defined]
-            for (name, part), size in pairs
-        }
-        return super().output_error(CompositeCertificate(scaled, certificate.note))
+    def gain(self, i: int) -> float:
+        height, width = self.scales[i]
+        return math.sqrt(self.branches[i].state_channels * height * width)  # type: ignore[operator]
 
 
 class BranchNet(Network):
@@ -85,6 +75,7 @@ class BranchNet(Network):
         layer: makes a branch.
         divisor: pixels of a patch, which must divide every branch's map.
         balanced: see BalancedBranches.
+        reading: "parallel" or "chain", see above.
     """
 
     def __init__(
@@ -99,6 +90,7 @@ class BranchNet(Network):
         layer: Layer,
         divisor: int = 1,
         balanced: bool = False,
+        reading: str = "parallel",
     ) -> None:
         super().__init__(shape.in_channels)
         if len(mids) != len(scales):
@@ -116,7 +108,8 @@ class BranchNet(Network):
         self.stem = nn.Sequential(*stem)
         kind = BalancedBranches if balanced else MultiBranch
         middle = sorted(pixels)[len(pixels) // 2]
-        self.branches = kind([layer(channels, mid) for mid in mids], pixels, output=middle)
+        layers = [layer(channels, mid) for mid in mids]
+        self.branches = kind(layers, pixels, output=middle, chain=reading == "chain")
         mixed: list[nn.Module] = []
         for _ in range(fusion):
             mixed += [nn.BatchNorm2d(channels), nn.ReLU()]
@@ -151,17 +144,13 @@ def _normalized(before: int, after: int, size: int, stride: int = 1) -> list[nn.
 def geq_branches(
     shape: Shape,
     *,
-    channels: int,
-    mids: tuple[int, ...],
-    scales: tuple[int, ...],
-    fusion: int,
-    downsample: bool,
     patch: Patches,
     hidden: int,
     gamma: GammaPolicy,
     constraint: Constraint,
     solver: Solver,
     adjoint: Adjoint,
+    **sizes: Any,
 ) -> BranchNet:
     """Branches of the Gaussian kernel: GEQ, and KerDEQ with its constant γ."""
 
@@ -180,16 +169,7 @@ def geq_branches(
             _fit_energy(made, gamma.value * patch.width)
         return made
 
-    return BranchNet(
-        shape,
-        channels=channels,
-        mids=mids,
-        scales=scales,
-        fusion=fusion,
-        downsample=downsample,
-        layer=layer,
-        divisor=patch.size,
-    )
+    return BranchNet(shape, layer=layer, divisor=patch.size, **sizes)
 
 
 @torch.no_grad()
@@ -207,14 +187,10 @@ def _fit_energy(layer: GEQ, scale: float) -> None:
 def mopteq_branches(
     shape: Shape,
     *,
-    channels: int,
-    mids: tuple[int, ...],
-    scales: tuple[int, ...],
-    fusion: int,
-    downsample: bool,
     constraint: Constraint,
     solver: Solver,
     adjoint: Adjoint,
+    **sizes: Any,
 ) -> BranchNet:
     """The linear kernel: z = Wᵀσ(Wz + Ux + b), σ in the space of Wz, which keeps the GEQ's size."""
 
@@ -229,30 +205,18 @@ def mopteq_branches(
             adjoint=adjoint,
         )
 
-    return BranchNet(
-        shape,
-        channels=channels,
-        mids=mids,
-        scales=scales,
-        fusion=fusion,
-        downsample=downsample,
-        layer=layer,
-    )
+    return BranchNet(shape, layer=layer, **sizes)
 
 
 def kernel_branches(
     shape: Shape,
     *,
     kernel: type[PolynomialEq] | type[SigmoidEq],
-    channels: int,
-    mids: tuple[int, ...],
-    scales: tuple[int, ...],
-    fusion: int,
-    downsample: bool,
     radius: float,
     constraint: Constraint,
     solver: Solver,
     adjoint: Adjoint,
+    **sizes: Any,
 ) -> BranchNet:
     """The polynomial or the sigmoid kernel, c = Ux + b scaled into a ball where G is convex."""
     layer = partial(
@@ -263,13 +227,4 @@ def kernel_branches(
         solver=solver,
         adjoint=adjoint,
     )
-    return BranchNet(
-        shape,
-        channels=channels,
-        mids=mids,
-        scales=scales,
-        fusion=fusion,
-        downsample=downsample,
-        layer=layer,
-        balanced=True,
-    )
+    return BranchNet(shape, layer=layer, balanced=True, **sizes)
