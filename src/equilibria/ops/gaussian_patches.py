@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from torch import Tensor
 from equilibria.engine.transforms import functorch_active, transforms_active
 
 from .gaussian import gaussian_energies, gaussian_message
+from .gaussian_planes import can_unshuffle, merge_planes, plane_rows
 
 __all__ = [
     "TRITON",
@@ -27,6 +29,7 @@ __all__ = [
     "patch_energies",
     "permuted",
     "plain_message",
+    "restored",
     "split_rows",
 ]
 
@@ -96,6 +99,12 @@ def permuted(metric: Tensor, channels: int, size: int) -> Tensor:
     return m.reshape(k * p * p, k * p * p).contiguous()
 
 
+def restored(metric: Tensor, channels: int, size: int) -> Tensor:
+    """The inverse of ``permuted``: from the order (dy, dx, channel) to (channel, dy, dx)."""
+    k, p = channels, size
+    return metric.view(p, p, k, p, p, k).permute(2, 0, 1, 5, 3, 4).reshape(metric.shape)
+
+
 def fused_message(
     a: Tensor, c: Tensor, metric: Tensor, gamma: Tensor, channels: int, size: int
 ) -> Tensor:
@@ -105,10 +114,84 @@ def fused_message(
     return found
 
 
-@torch.no_grad()
 def patch_energies(c: Tensor, metric: Tensor | None, channels: int, size: int) -> Tensor:
-    """⟨rᵢM, rᵢ⟩ of every patch of c, [B, P] in float32 or better, in no order that is promised."""
-    if metric is not None and can_fuse(c, c, metric, channels, size):
-        found: Tensor = _row_energies(c, permuted(metric, channels, size), channels, size)
-        return found
-    return gaussian_energies(split_rows(c, channels, size), metric)
+    """⟨rᵢM, rᵢ⟩ of every patch of c, [B, P] in float32 or better, in no order that is promised.
+
+    Differentiable to any order in c and M; for the backward pass c and M alone are kept.
+    """
+    if torch.compiler.is_compiling() or transforms_active():
+        if metric is not None and can_fuse(c, c, metric, channels, size):
+            fused: Tensor = _row_energies(c, permuted(metric, channels, size), channels, size)
+            return fused
+        return gaussian_energies(split_rows(c, channels, size), metric)
+    found: Tensor = _Energies.apply(c, metric, channels, size)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Energies(torch.autograd.Function):
+    """(c, M) ↦ s; the gradients are dc = 2gᵢ·cᵢM and dM = Σᵢ gᵢ·cᵢᵀcᵢ."""
+
+    @staticmethod
+    def forward(ctx: Any, c: Tensor, metric: Tensor | None, channels: int, size: int) -> Tensor:
+        ctx.save_for_backward(c, metric)
+        ctx.cut = channels, size
+        ctx.fused = metric is not None and can_fuse(c, c, metric, channels, size)
+        if ctx.fused:
+            from . import gaussian_triton as kernels
+
+            assert metric is not None
+            moved = permuted(metric, channels, size)
+            return kernels.energies(c, moved, channels, size, kernels.direct)
+        rows = plane_rows if can_unshuffle(c) else split_rows
+        return gaussian_energies(rows(c, channels, size), metric)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (c, metric), (g,), (channels, size) = ctx.saved_tensors, gradients, ctx.cut
+        with_metric = ctx.needs_input_grad[1]
+        # The kernels take the rows in the order of the planes.
+        planes = ctx.fused or can_unshuffle(c)
+        if torch.is_grad_enabled():
+            return (*_differentiable(c, metric, g, ctx.cut, planes, ctx.needs_input_grad[:2]),)
+        if ctx.fused:
+            from . import gaussian_triton as kernels
+
+            moved = permuted(metric, channels, size)
+            dc, dm = kernels.energies_backward(
+                c, moved, g.contiguous(), channels, size, with_metric, kernels.direct
+            )
+            found = restored(dm, channels, size).to(metric.dtype) if with_metric else None
+            return dc, found, None, None
+        up = g.unsqueeze(-1)
+        rows = plane_rows(c, channels, size) if planes else split_rows(c, channels, size)
+        # A sample without a gradient may hold NaN, and 0·NaN is no 0.
+        rows = torch.where(up == 0, 0.0, rows)
+        v = rows if metric is None else rows @ metric.to(rows.dtype)
+        moved = (2.0 * up * v).to(c.dtype)
+        if planes:
+            dc = merge_planes(moved, c.shape, size)
+        else:
+            last = c.stride(1) == 1 and c.shape[1] > 1
+            dc = merge_rows(moved, c.shape, channels, size, channels_last=last)
+        if not with_metric:
+            return dc, None, None, None
+        wide = rows.to(g.dtype)
+        dm = torch.einsum("bpi,bpj->ij", wide, up * wide)
+        return dc, dm.to(metric.dtype), None, None
+
+
+def _differentiable(
+    c: Tensor,
+    metric: Tensor | None,
+    g: Tensor,
+    cut: tuple[int, int],
+    planes: bool,
+    needs: tuple[bool, ...],
+) -> list[Tensor | None]:
+    """The gradients of the energies in c and M with a graph, and None twice for the cut."""
+    inputs = [None if t is None else t.view_as(t) for t in (c, metric)]
+    rows = plane_rows if planes else split_rows
+    out = gaussian_energies(rows(inputs[0], *cut), inputs[1])
+    wanted = [t for t, asked in zip(inputs, needs, strict=True) if asked]
+    found = iter(torch.autograd.grad(out, wanted, g, create_graph=True))
+    return [*(next(found) if asked else None for asked in needs), None, None]
