@@ -127,7 +127,7 @@ class MinPatchEnergy(_PatchEnergy):
     """
 
     def _reduced(self, energies: Tensor) -> Tensor:
-        return energies.amin(-1)
+        return energies.min(-1).values  # amin has the gradient NaN at a NaN, whatever comes in
 
     @property
     def lipschitz_factor(self) -> float | None:
