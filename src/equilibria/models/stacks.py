@@ -331,6 +331,7 @@ def _family(
             options={**shared, **gaussian, **solving},
             in_channels=in_channels,
             image_size=image_size,
+            revision=1,  # 0 had MeanPatchEnergy(detach=True)
         ),
         ModelSpec(
             f"opteq{stack}_{suffix}",
