@@ -16,10 +16,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from equilibria.ops.gaussian import gaussian_energies
 from equilibria.ops.gaussian_patches import (
     can_fuse,
     fused_message,
     merge_rows,
+    patch_energies,
     permuted,
     plain_message,
     split_rows,
@@ -189,17 +191,52 @@ def test_on_the_gpu(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     a, c, g = drawn().requires_grad_(), drawn().requires_grad_(), drawn()
     root = torch.randn(k, 2 * k, device="cuda") / k
     metric = (root @ root.T).to(dtype).requires_grad_()
-    gamma = torch.rand(batch, device="cuda") + 0.3
+    gamma = (torch.rand(batch, device="cuda") + 0.3).requires_grad_()
     assert can_fuse(a, c, metric, group, size)
-    out = fused_message(a, c, metric, gamma, group, size)
-    grads = torch.autograd.grad(out, (a, c, metric), g)
-    wide = [t.detach().double().requires_grad_() for t in (a, c, metric)]
-    true = plain_message(*wide, gamma.double(), group, size)
+    leaves = (a, c, metric, gamma)
+    out = fused_message(*leaves, group, size)
+    grads = torch.autograd.grad(out, leaves, g)
+    wide = [t.detach().double().requires_grad_() for t in leaves]
+    true = plain_message(*wide, group, size)
     exact = torch.autograd.grad(true, wide, g.double())
     bound = 1e-5 if dtype == torch.float32 else 2e-2
     for found, right in zip((out, *grads), (true, *exact), strict=True):
         off = (found.detach().double() - right.detach()).norm()
         assert float(off / right.detach().norm()) < bound
+
+
+def _energy_gradients(energies: Any, c: Tensor, metric: Tensor, cut: tuple[int, int]) -> Any:
+    """Of a function that sees every patch, but not their order."""
+    total = energies(c, metric, *cut).log().square().sum()
+    return torch.autograd.grad(total, (c, metric))
+
+
+def _plain_energies(c: Tensor, metric: Tensor, channels: int, size: int) -> Tensor:
+    return gaussian_energies(split_rows(c, channels, size), metric)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [*SHAPES, (64, 64, 16, 16, 8, 2)])
+def test_energies_on_the_gpu(shape: tuple[int, ...], dtype: torch.dtype, compiled: bool) -> None:
+    batch, channels, height, width, group, size = shape
+    torch.manual_seed(0)
+    k = group * size * size
+    c = torch.randn(batch, channels, height, width, device="cuda", dtype=dtype)
+    c = c.to(memory_format=torch.channels_last).requires_grad_()
+    root = torch.randn(k, 2 * k, device="cuda") / k
+    metric = (root @ root.T).to(dtype).requires_grad_()
+    assert can_fuse(c, c, metric, group, size)
+    torch._dynamo.reset()  # another shape is another graph, and their number is limited
+    form: Any = torch.compile(patch_energies, backend="aot_eager") if compiled else patch_energies
+    found = _energy_gradients(form, c, metric, (group, size))
+    wide = [t.detach().double().requires_grad_() for t in (c, metric)]
+    right = _energy_gradients(_plain_energies, *wide, (group, size))
+    for mine, true in zip(found, right, strict=True):
+        off = float((mine.double() - true).norm() / true.norm())
+        assert off < (1e-5 if dtype == torch.float32 else 2e-2), off
 
 
 def test_energies_beyond_the_largest_number(interpreted: Any) -> None:
