@@ -136,62 +136,68 @@ class _Energies(torch.autograd.Function):
         ctx.save_for_backward(c, metric)
         ctx.cut = channels, size
         ctx.fused = metric is not None and can_fuse(c, c, metric, channels, size)
+        # The kernels, too, take the rows in the order of the planes.
+        ctx.planes = ctx.fused or can_unshuffle(c)
         if ctx.fused:
             from . import gaussian_triton as kernels
 
             assert metric is not None
-            moved = permuted(metric, channels, size)
-            return kernels.energies(c, moved, channels, size, kernels.direct)
-        rows = plane_rows if can_unshuffle(c) else split_rows
-        return gaussian_energies(rows(c, channels, size), metric)
+            given = permuted(metric, channels, size)
+            return kernels.energies(c, given, channels, size, kernels.direct)
+        return _energies(c, metric, ctx.cut, ctx.planes)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (c, metric), (g,), (channels, size) = ctx.saved_tensors, gradients, ctx.cut
-        with_metric = ctx.needs_input_grad[1]
-        # The kernels take the rows in the order of the planes.
-        planes = ctx.fused or can_unshuffle(c)
+        (c, metric), (g,), needs = ctx.saved_tensors, gradients, ctx.needs_input_grad[:2]
         if torch.is_grad_enabled():
-            return (*_differentiable(c, metric, g, ctx.cut, planes, ctx.needs_input_grad[:2]),)
+            inputs = [t.view_as(t) for t in (c, metric) if t is not None]
+            out = _energies(inputs[0], inputs[1] if len(inputs) == 2 else None, ctx.cut, ctx.planes)
+            wanted = [t for t, asked in zip(inputs, needs, strict=False) if asked]
+            found = iter(torch.autograd.grad(out, wanted, g, create_graph=True))
+            return (*(next(found) if asked else None for asked in needs), None, None)
         if ctx.fused:
             from . import gaussian_triton as kernels
 
-            moved = permuted(metric, channels, size)
+            channels, size = ctx.cut
             dc, dm = kernels.energies_backward(
-                c, moved, g.contiguous(), channels, size, with_metric, kernels.direct
+                c,
+                permuted(metric, channels, size),
+                g.contiguous(),
+                channels,
+                size,
+                needs[1],
+                kernels.direct,
             )
-            found = restored(dm, channels, size).to(metric.dtype) if with_metric else None
-            return dc, found, None, None
-        up = g.unsqueeze(-1)
-        rows = plane_rows(c, channels, size) if planes else split_rows(c, channels, size)
-        # A sample without a gradient may hold NaN, and 0·NaN is no 0.
-        rows = torch.where(up == 0, 0.0, rows)
-        v = rows if metric is None else rows @ metric.to(rows.dtype)
-        moved = (2.0 * up * v).to(c.dtype)
-        if planes:
-            dc = merge_planes(moved, c.shape, size)
-        else:
-            last = c.stride(1) == 1 and c.shape[1] > 1
-            dc = merge_rows(moved, c.shape, channels, size, channels_last=last)
-        if not with_metric:
-            return dc, None, None, None
-        wide = rows.to(g.dtype)
-        dm = torch.einsum("bpi,bpj->ij", wide, up * wide)
-        return dc, dm.to(metric.dtype), None, None
+            back = restored(dm, channels, size).to(metric.dtype) if needs[1] else None
+            return dc, back, None, None
+        return (*_plain_pull(c, metric, g, ctx.cut, ctx.planes, needs[1]), None, None)
 
 
-def _differentiable(
+def _energies(c: Tensor, metric: Tensor | None, cut: tuple[int, int], planes: bool) -> Tensor:
+    return gaussian_energies(plane_rows(c, *cut) if planes else split_rows(c, *cut), metric)
+
+
+def _plain_pull(
     c: Tensor,
     metric: Tensor | None,
     g: Tensor,
     cut: tuple[int, int],
     planes: bool,
-    needs: tuple[bool, ...],
-) -> list[Tensor | None]:
-    """The gradients of the energies in c and M with a graph, and None twice for the cut."""
-    inputs = [None if t is None else t.view_as(t) for t in (c, metric)]
-    rows = plane_rows if planes else split_rows
-    out = gaussian_energies(rows(inputs[0], *cut), inputs[1])
-    wanted = [t for t, asked in zip(inputs, needs, strict=True) if asked]
-    found = iter(torch.autograd.grad(out, wanted, g, create_graph=True))
-    return [*(next(found) if asked else None for asked in needs), None, None]
+    with_metric: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """(dc, dM or None) of Σᵢ gᵢsᵢ."""
+    up = g.unsqueeze(-1)
+    rows = plane_rows(c, *cut) if planes else split_rows(c, *cut)
+    # A sample without a gradient may hold NaN, and 0·NaN is no 0.
+    rows = torch.where(up == 0, 0.0, rows)
+    v = rows if metric is None else rows @ metric.to(rows.dtype)
+    back = (2.0 * up * v).to(c.dtype)
+    if planes:
+        dc = merge_planes(back, c.shape, cut[1])
+    else:
+        last = c.stride(1) == 1 and c.shape[1] > 1
+        dc = merge_rows(back, c.shape, *cut, channels_last=last)
+    if metric is None or not with_metric:
+        return dc, None
+    wide = rows.to(g.dtype)
+    return dc, torch.einsum("bpi,bpj->ij", wide, up * wide).to(metric.dtype)
