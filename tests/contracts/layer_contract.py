@@ -1,8 +1,7 @@
 """What every layer owes its users. Inherit, name the layer and an input, and get every test.
 
 Hooks: ``layer(**options)`` makes a small layer (float32, options go to its constructor),
-``inputs(batch)`` an input for it. A layer whose γ depends on the input has a gradient that holds γ
-fixed on purpose: it says ``exact_gradient = False`` and tests its gradient by itself.
+``inputs(batch)`` an input for it.
 """
 
 from __future__ import annotations
@@ -58,7 +57,6 @@ class LayerContract:
     """Inherited by the tests of each layer."""
 
     convolutional: ClassVar[bool] = False
-    exact_gradient: ClassVar[bool] = True
     tight: ClassVar[Solver] = TIGHT
     laps: ClassVar[Solver] = LAPS
     in_channels: ClassVar[int]
@@ -126,8 +124,6 @@ class LayerContract:
                 assert (problem.objective(near) >= least - 1e-3 * (1 + least.abs())).all()
 
     def test_gradients_to_the_input_and_every_parameter(self) -> None:
-        if not self.exact_gradient:
-            pytest.skip("the gradient holds γ fixed; tested by itself")
         layer, x = self.precise(), self.drawn(2).double()
         names, values = zip(*parameters(layer).items(), strict=True)
 

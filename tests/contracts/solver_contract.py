@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import pytest
@@ -415,18 +416,15 @@ class SolverContract:
 
     @pytest.mark.gpu
     @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-    def test_no_hidden_wait_on_the_gpu(self) -> None:
+    def test_no_hidden_wait_on_the_gpu(self, forbid_waits: Callable[[bool], None]) -> None:
         """With torch raising at each wait, fixed steps run through."""
         problem = problems.tanh(batch=3, size=4)
         z0, *args = (t.cuda() for t in (problem.z0, *problem.args))
         solver = self.solver(rtol=0.0, atol=0.0, max_steps=8)
         with torch.no_grad():
             eq.fixed_point(problem.fn, z0, tuple(args), solver=solver)
-            torch.cuda.set_sync_debug_mode("error")
-            try:
-                eq.fixed_point(problem.fn, z0, tuple(args), solver=solver)
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
+            forbid_waits(True)
+            eq.fixed_point(problem.fn, z0, tuple(args), solver=solver)
 
     # ------------------------------------------------------------------ compaction
 

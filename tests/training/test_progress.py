@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from equilibria.training import fit
 from equilibria.training.progress import RichDisplay, epoch_line
+from tests.optional import optional
 
 from .small import RaiseAt, Tiny, config, digits, run
+
+accumulator = optional("tensorboard.backend.event_processing.event_accumulator")
 
 ROW: dict[str, Any] = {
     "epoch": 3,
@@ -93,7 +95,7 @@ def test_silence_is_silence(tmp_path: Path, capfd: Any) -> None:
 
 
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    events = EventAccumulator(str(folder / "tensorboard"))
+    events = accumulator.EventAccumulator(str(folder / "tensorboard"))
     events.Reload()
     return {
         name: [(e.step, e.value) for e in events.Scalars(name)] for name in events.Tags()["scalars"]

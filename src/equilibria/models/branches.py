@@ -264,6 +264,7 @@ def _gaussian_spec(size: _Size, patch: Patches, *, kerdeq: bool) -> ModelSpec:
         paper="KerDEQ, Tables 1–2" if kerdeq else "GEQ, Tables 1–2 and A.7",
         paper_parameters=size.parameters,
         paper_classes=size.classes,
+        revision=0 if kerdeq else 1,  # 0 had MeanPatchEnergy(detach=True)
     )
 
 

@@ -263,8 +263,9 @@ def _family(
         **solving,
         "solver": opt.solver(linear_solver or solver),
     }
+    # Revision 0 of the GEQ stacks had MeanPatchEnergy(detach=True).
     made: tuple[tuple[str, Any, str, dict[str, opt.Option], int], ...] = (
-        ("geq", _geq, f"{layers} in sequence, GEQ with skips", {**gaussian, **solving}, 0),
+        ("geq", _geq, f"{layers} in sequence, GEQ with skips", {**gaussian, **solving}, 1),
         ("opteq", _opteq, f"linear twin of geq{stack}_{suffix}: OptEq layers", linear, revision),
         (
             "explicit",
