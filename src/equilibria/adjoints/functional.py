@@ -244,9 +244,7 @@ def backward_functional(
     return list(_pull(lambda d: fn(z, d), list(deps))(u)[0])
 
 
-def _solve_affine(
-    fn: Explicit, offset: Leaves, rest: Sequence[Tensor], how: Backward
-) -> Leaves:
+def _solve_affine(fn: Explicit, offset: Leaves, rest: Sequence[Tensor], how: Backward) -> Leaves:
     """x = offset + Lx with L = fn(·, (0, rest)), differentiable in offset and rest."""
     affine = _Problem(fn, len(offset), how.solver, how, affine=True)
     return list(_SolveFunction.apply(affine, *offset, *offset, *rest)[: len(offset)])
@@ -264,7 +262,6 @@ def _run(problem: _Problem, z0: Leaves, deps: list[Tensor]) -> Iterated:
             coupled=how.coupled,
             group=how.group,
         )
-        how.coupled = how.coupled or found.coupled
         note_backward(how.stats, found)
         relative = found.relative
         return Iterated(found.value, found.result, found.steps, relative, relative, 0, 0)

@@ -68,7 +68,6 @@ class SolveRule(Rule):
 
     def apply(self, transpose: MatVec, g: Leaves) -> Leaves:
         outcome = solve_adjoint(self.solver, transpose, g, coupled=self.coupled)
-        self.coupled = self.coupled or outcome.coupled
         note_backward(self.stats, outcome)
         return outcome.value
 

@@ -9,8 +9,8 @@ A sample that is done stands still, and each later test looks at it again, at no
 evaluated at its final value. If its residual has grown, the map couples samples (batch statistics,
 a regularizer across the batch). From there on, or from the start where coupling was declared, the
 batch is one sample to the solver: one history, one set of coefficients, no compaction, and it is
-done when every sample passes its test at the same z. Where steps are differentiated, and where a
-residual does not fall, one evaluation asks for coupling (``Map.couples``).
+done when every sample passes its test at the same z. Where steps are differentiated, and in a
+solve that takes long, one evaluation asks for coupling (``Map.couples``).
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ class _Run:
             self.evaluations += 1
             if self.first:
                 self._start(point, step)
-                if torch.is_grad_enabled():
+                if torch.is_grad_enabled() and solver.joins:
                     self._ask(point)
             if self.callback is not None:
                 self._report(step, point)
@@ -231,7 +231,8 @@ class _Run:
                 continue
             self.z, state = self._advance(point, state)
             del point  # so that the map's own memory does not come on top of it
-            if solver.compact and self.active is not None and 2 * self.left <= len(self.active):
+            few = self.active is not None and 2 * self.left <= len(self.active)
+            if solver.compact and few and not self.coupled:
                 state = self._compact(state)
 
     def _advance(self, point: Point, state: Any) -> tuple[Leaves, Any]:
@@ -247,7 +248,7 @@ class _Run:
 
     def _ask(self, point: Point) -> None:
         """Look for coupling, once a solve."""
-        if self.asked or self.coupled or self.rows is not None or not self.solver.joins:
+        if self.asked or self.coupled or self.rows is not None:
             return
         before, self.asked = self.fn.evaluations, True
         self.coupled = self.found_coupled = self.fn.couples(point.z, point.f)
@@ -359,8 +360,9 @@ class _Run:
                 rest = ~ended if self.active is None else self.active
                 self._record(rest, self.left, Result.max_steps, z, r, s, step)
         self.safe, self.safe_norms = point.z, (residual, scale)
-        if counts[4] and self.left:
+        if self.left and self.solver.joins and step >= 2 * HEALTH:
             self._ask(point)
+        if counts[4] and self.left:
             state = self.solver.restart(state, stuck)
         return state
 

@@ -86,8 +86,8 @@ class LinearSolver(ABC):
         """Solve A x = b from x0 (zero if None), and evaluate b − Ax.
 
         Where it is larger than it should be, one more product tells whether A couples samples; if
-        so, the system is solved on from there as one (``group`` samples together; None: all), as it
-        is from the start with ``coupled``.
+        so, the system is solved again as one (``group`` samples together; None: all), as it is at
+        once with ``coupled``.
         """
         size = len(b[0]) if group is None else group
         if coupled and size > 1:
@@ -95,7 +95,7 @@ class LinearSolver(ABC):
         done = self._solve(matvec, b, x0)
         check = _Check(matvec, b, done, self._tolerance(b), self.atol)
         if check.read() and size > 1 and check.couples():
-            joined = self._solve_joined(matvec, b, done.value, size)
+            joined = self._solve_joined(matvec, b, x0, size)
             joined.steps, joined.syncs = joined.steps + done.steps, joined.syncs + check.syncs
             return joined
         return check.outcome()
@@ -165,7 +165,9 @@ class _Check:
         self.relative = self.residual / norm.clamp_min(torch.finfo(norm.dtype).tiny)
         # Twice the tolerance, because recursions round; and the rounding of x and Ax themselves.
         eps = max(torch.finfo(x.dtype).eps for x in b)
-        x = scale_samples(1.0 / self.scale, [v.to(d) for v, d in zip(done.value, wide, strict=True)])
+        x = scale_samples(
+            1.0 / self.scale, [v.to(d) for v, d in zip(done.value, wide, strict=True)]
+        )
         rounding = 4 * eps * (sample_norm(x) + sample_norm(self.product))
         self.allowed = 2 * (atol / self.scale + rtol * norm) + rounding
         self.missed = ~(self.residual <= self.allowed) & (done.result != int(Result.nonfinite))
@@ -183,13 +185,16 @@ class _Check:
         return bool(missed)
 
     def couples(self) -> bool:
-        """Is the worst sample's row of Ax another one when the other samples of x are zero?"""
+        """Is the worst sample's row of Av anything but zero for a v that is zero there?"""
         excess = torch.where(self.missed, self.residual / self.allowed, -1.0)
         worst = torch.arange(len(excess), device=excess.device) == excess.argmax()
-        alone = where_sample(worst, self.done.value, [torch.zeros_like(v) for v in self.done.value])
-        gap = sample_norm(_axpy(self._apply(alone), self.product, -1.0))
+        x = self.done.value
+        some = [torch.arange(v.numel(), device=v.device).cos().to(v.dtype).view_as(v) for v in x]
+        found = sample_norm(
+            self.matvec(where_sample(worst, [torch.zeros_like(v) for v in x], some))
+        )
         self.syncs += 1
-        return bool((worst & (gap > 0.1 * self.residual)).any())
+        return bool((worst & (found > 4 * torch.finfo(x[0].dtype).eps * found.mean())).any())
 
     def outcome(self) -> LinearIterated:
         """What was believed converged and is not, and not because A rounds so much, is not."""
@@ -197,7 +202,8 @@ class _Check:
         if self.surprised:
             # A times 1.1x rounds differently from A times x: half-precision or TF32 products.
             again = scale_samples(
-                torch.full_like(self.scale, 1 / 1.1), self._apply([1.1 * v for v in self.done.value])
+                torch.full_like(self.scale, 1 / 1.1),
+                self._apply([1.1 * v for v in self.done.value]),
             )
             noise = sample_norm(_axpy(again, self.product, -1.0))
             wrong = self.missed & ~(self.residual <= self.allowed + 16 * noise)
