@@ -134,9 +134,12 @@ def linear_solve(
 ) -> Solution[Any]:
     """Solve A x = b, A given by ``matvec(x)``, for each sample of the batch by itself.
 
+    Where A turns out to couple samples, the batch is solved as one system.
+
     ``b`` is a tensor [B, ...] or a tree of them; ``solver`` is ``GMRES()`` (default) or ``CG()``
     where A is symmetric positive definite. Gradients reach b and what ``matvec`` captures.
-    ``stats.residual`` and ``stats.relative`` hold ‖b − Ax‖ and ‖b − Ax‖/‖b‖.
+    ``stats.residual`` and ``stats.relative`` hold ‖b − Ax‖ and ‖b − Ax‖/‖b‖ of the x returned (of
+    the batch, for each sample, where A couples samples).
     """
     solver = _LINEAR if solver is None else solver
     if not isinstance(solver, LinearSolver):

@@ -114,8 +114,9 @@ class LinearSolver(ABC):
         check.read()
         found = check.outcome()
         numbers = (found.result, found.steps, found.relative)
-        each = (repeat_samples(x, size) for x in numbers)
-        return LinearIterated(part_samples(found.value), *each, found.syncs, coupled=True)
+        result, steps, relative = (repeat_samples(x, size) for x in numbers)
+        value = part_samples(found.value)
+        return LinearIterated(value, result, steps, relative, found.syncs, coupled=True)
 
     def _tolerance(self, b: Leaves) -> float:
         return max(_DEFAULT_RTOL[x.dtype] for x in b) if self.rtol is None else self.rtol
