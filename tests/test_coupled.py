@@ -376,6 +376,10 @@ def test_linear_solve_with_an_operator_across_the_batch(
     right = b.detach().flatten()
     wanted = torch.linalg.solve(matrix, right)
     torch.testing.assert_close(sol.value.detach().flatten(), wanted, rtol=1e-8, atol=1e-8)
+    left = float((right - matrix @ sol.value.detach().flatten()).norm())
+    stated = sol.stats.residual
+    if batch > 1 and len(stated.unique()) == 1:
+        assert float(stated[0]) == pytest.approx(left, rel=1e-3, abs=1e-14)
     g = incoming(seed + 1, b.detach(), "all")
     found = torch.autograd.grad((sol.value * g).sum(), (b, leaf))
     u = torch.linalg.solve(matrix.T, g.flatten())

@@ -159,7 +159,10 @@ def linear_solve(
     if torch.is_grad_enabled():
         with uncached(right[0]):
             value = attach_linear(product, right, value, solver, backward, done.coupled)
-    residual = done.relative * sample_norm([x.detach() for x in right])
+    norm = sample_norm([x.detach() for x in right])
+    if done.coupled:
+        norm = torch.linalg.vector_norm(norm).expand_as(norm)
+    residual = done.relative * norm
     stats = Stats(done.steps, residual, done.relative, product.evaluations, done.syncs, backward)
     solution: Solution[Any] = Solution(unflatten(value, spec), done.result, stats)
     counts = solution.counts()

@@ -195,7 +195,8 @@ class _Check:
             self.matvec(where_sample(worst, [torch.zeros_like(v) for v in x], some))
         )
         self.syncs += 1
-        return bool((worst & (found > 4 * torch.finfo(x[0].dtype).eps * found.mean())).any())
+        size = found.nan_to_num(0.0, 0.0, 0.0).mean()  # a mate may have NaN, and keeps it
+        return bool((worst & (found > 4 * torch.finfo(x[0].dtype).eps * size)).any())
 
     def outcome(self) -> LinearIterated:
         """What was believed converged and is not, and not because A rounds so much, is not."""
