@@ -76,7 +76,7 @@ def _attach_outside_compile(
     if failed is not None:
         fn = quarantine(fn, failed)
         stats.masked = -1 if done.counts is None else sum(done.counts.get(c, 0) for c in FAILED)
-    return attach(fn, done.value, SolveRule(solver, stats, failed))
+    return attach(fn, done.value, SolveRule(solver, stats, failed, coupled=done.coupled))
 
 
 def attach(fn: Map, z: Leaves, rule: Rule) -> Leaves:
@@ -89,7 +89,7 @@ def attach(fn: Map, z: Leaves, rule: Rule) -> Leaves:
 
 
 def attach_linear(
-    product: Map, b: Leaves, x: Leaves, solver: LinearSolver, stats: BackwardStats
+    product: Map, b: Leaves, x: Leaves, solver: LinearSolver, stats: BackwardStats, coupled: bool
 ) -> Leaves:
     """Leaves with the value of x = A⁻¹b, differentiable in b and what A captures."""
 
@@ -97,7 +97,8 @@ def attach_linear(
         return tuple(p + q - r for p, q, r in zip(state, right, product(list(state)), strict=True))
 
     spec = pytree.tree_structure(tuple(b))
-    return attach(Map(richardson, (tuple(b),), spec, b), x, SolveRule(solver, stats))
+    rule = SolveRule(solver, stats, coupled=coupled)
+    return attach(Map(richardson, (tuple(b),), spec, b), x, rule)
 
 
 class _ImplicitFunction(torch.autograd.Function):

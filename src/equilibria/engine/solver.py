@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -100,6 +100,10 @@ class Solver(ABC):
     """A residual this many times the start's ‖T(z0)‖ + ‖T(z0) − z0‖ ends a sample as diverged."""
     patience: int = 48
     """Steps without a fall of the residual by 1% that end a sample as stagnated."""
+
+    joins: ClassVar[bool] = True
+    """Whether samples that the map couples may be handed to ``step`` as one sample [1, B, ...].
+    False where a step looks at the shape of a state."""
 
     def __post_init__(self) -> None:
         check_number(self, "rtol", low=0.0, optional=True)

@@ -94,6 +94,7 @@ def minimize_from(
         args,
         solver=choice.solver,
         adjoint=adjoint,
+        coupled=problem.couples_batch,
         throw=throw,
         callback=callback,
     )
