@@ -71,6 +71,8 @@ def made(seed: int = 0, **options: Any) -> DEQ:
 class MapContract(LayerContract):
     """The layer's contract, less what asks for a hidden problem or for a prior."""
 
+    infinite_inputs_fail = False
+
     def test_the_answer_is_a_stationary_point_of_the_problem(self) -> None:
         layer, x = self.precise(), self.drawn().double()
         with torch.no_grad():

@@ -29,7 +29,7 @@ from equilibria.engine.tree import Leaves, where_sample
 
 from .backward import note_backward
 from .capture import Substitute, survey, watch
-from .quarantine import FAILED, clean
+from .quarantine import FAILED, clean, lend
 
 Explicit = Callable[[Leaves, Sequence[Tensor]], Leaves]
 """(leaves of z, dependencies) ↦ leaves of T(z)."""
@@ -207,12 +207,13 @@ class _SolveFunction(torch.autograd.Function):
 
 
 def _saved(ctx: Any) -> tuple[Leaves, list[Tensor], Tensor]:
-    """z*, the dependencies with failed samples cleaned, and which samples [B] failed."""
+    """z* and the dependencies with failed samples cleaned, and which samples [B] failed."""
     n = ctx.problem.count
     saved = ctx.saved_tensors
     result = saved[n]
     failed = (result == int(FAILED[0])) | (result == int(FAILED[1]))
-    return list(saved[:n]), [clean(d, failed) for d in saved[n + 1 :]], failed
+    z = [lend(x, failed) for x in saved[:n]]
+    return z, [clean(d, failed) for d in saved[n + 1 :]], failed
 
 
 def backward_functional(

@@ -200,7 +200,7 @@ class DeepOptEq(MapLayer):
 
     def solve(self, x: Tensor, z0: Tensor | None = None, **options: Any) -> Solution[Tensor]:
         """Solve for x and tell all: value, result codes, stats. Options as ``fixed_point``."""
-        injected = self.inject(x)
+        injected = self.injected(x)
         start = self.start(x, *injected) if z0 is None else z0
         self.check_state(start, x)
         chosen = {"solver": self.solver, "adjoint": self.adjoint, **options}
