@@ -85,7 +85,9 @@ class Unrolled(Adjoint):
         """Fixed steps of which the host sees nothing: samples whose T(z0) is not finite are out."""
         with torch.no_grad():
             first = fn([z.detach() for z in z0])
-        finite = [torch.isfinite(f).flatten(1).all(1) if f.dim() > 1 else f.isfinite() for f in first]
+        finite = [
+            torch.isfinite(f).flatten(1).all(1) if f.dim() > 1 else f.isfinite() for f in first
+        ]
         sick = ~torch.stack(finite).all(0)
         again = self._stored(cleaned(fn, sick), z0)
         done = iterate(again, [lend(z, sick) for z in z0], solver, callback)

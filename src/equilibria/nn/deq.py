@@ -82,7 +82,8 @@ class DEQ(BlockHolder, MonitoredMapLayer):
         return self.begin(x)
 
     def after_solve(self, z: Any, failed: Tensor | None, *injected: Any) -> None:
-        self.move(z, *injected, failed=failed)
+        (x,) = injected
+        self.move(z, x, failed)
 
     def contraction_bound(self) -> float | None:
         """The ρ that was given, or what the block says of itself; None: not known."""

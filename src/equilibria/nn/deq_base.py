@@ -56,7 +56,7 @@ class MonitoredMapLayer(MapLayer):
         return self.step
 
     def injected(self, x: Any) -> tuple[Any, ...]:
-        """``inject(x)`` as it is: x enters the map itself, which tells bad samples by its answer."""
+        """``inject(x)`` as it is: x enters the map itself, whose answer shows bad samples."""
         return self.inject(x)
 
     def after_solve(self, z: Any, failed: Tensor | None, *injected: Any) -> None:

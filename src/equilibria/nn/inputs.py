@@ -55,7 +55,9 @@ def contained(x: Any) -> tuple[Any, Tensor | None]:
     if x.ndim == 0 or x.numel() == 0:
         return x, None
     wide = x.detach()
-    size = wide if x.ndim == 1 else torch.linalg.vector_norm(wide, torch.inf, tuple(range(1, x.ndim)))
+    size = (
+        wide if x.ndim == 1 else torch.linalg.vector_norm(wide, torch.inf, tuple(range(1, x.ndim)))
+    )
     bad = ~torch.isfinite(size)
     if host_may_read(bad) and not bool(bad.any()):
         return x, None

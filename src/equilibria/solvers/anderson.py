@@ -162,5 +162,5 @@ def _balanced(gram: Tensor, ones: Tensor) -> Tensor:
     """
     unit = gram.detach().diagonal(dim1=1, dim2=2).rsqrt().unsqueeze(2)
     right = unit / unit.amax(1, keepdim=True)
-    solution = right * torch.linalg.solve_ex(unit * gram * unit.mT, right * ones).result
+    solution: Tensor = right * torch.linalg.solve_ex(unit * gram * unit.mT, right * ones).result
     return solution / solution.sum(1, keepdim=True)
