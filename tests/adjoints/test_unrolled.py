@@ -27,7 +27,7 @@ from tests.contracts.adjoint_contract import (
     flat,
     loss_of,
 )
-from tests.contracts.layer_contract import close_the_hosts_eyes
+from tests.contracts.problems import as_on_a_gpu
 
 MAX_STEPS = eq.Result.max_steps
 FEW = eq.Picard(rtol=0.0, atol=0.0, max_steps=4)
@@ -305,7 +305,7 @@ def test_infinite_inputs_with_finite_answers_are_ordinary(
     Beside them a sample whose input is NaN, which alone fails. ``blind``: as on a GPU.
     """
     if blind:
-        close_the_hosts_eyes(monkeypatch)
+        as_on_a_gpu(monkeypatch)
     weight, x = draw(80, 4, 4, scale=0.2).requires_grad_(), draw(81, 3, 4)
     edge = torch.zeros(3, 4, dtype=torch.float64)
     edge[0, 1:3] = edge[2, 0] = float("-inf")

@@ -32,6 +32,7 @@ from torch.nn.utils import parametrizations
 from torch.utils import _pytree as pytree
 
 import equilibria as eq
+from tests.contracts.problems import as_on_a_gpu
 
 # Both solves run to 1e-12 and I − J has a condition number below 10 in every problem here, so that
 # the gradient is right to about 1e-10; one order is left for sums over the batch.
@@ -710,6 +711,35 @@ class AdjointContract:
     @pytest.mark.parametrize("way", ["args", "closure"])
     def test_bad_samples_do_no_harm_after_a_fixed_number_of_steps(self, way: str) -> None:
         self.check_bad_batch(way, LAPS)
+
+    def spoilt(self) -> tuple[Tensor, Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
+        """A weight; the loss of the healthy samples beside a NaN input; that of them alone."""
+        weight, x = self.base.parameters
+        x = x.repeat(2, *([1] * (x.dim() - 1)))[:4]
+        x[1].view(-1)[2] = NAN
+        rest = [0, 2, 3]
+
+        def of(w: Tensor, x: Tensor) -> Tensor:
+            sol = self.solve(lambda z: self.base.fn(z, w, x), torch.zeros_like(x), solver=LAPS)
+            return sol.value
+
+        return weight, lambda w: loss_of(of(w, x)[rest]), lambda w: loss_of(of(w, x[rest]))
+
+    def test_a_nan_input_does_no_harm_where_the_host_does_not_look(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Fixed steps on a GPU: which samples failed is not read."""
+        weight, beside, alone = self.spoilt()
+        w = weight.clone().requires_grad_()
+        wanted = torch.autograd.grad(alone(w), w)
+        as_on_a_gpu(monkeypatch)
+        assert_close(torch.autograd.grad(beside(w), w), wanted)
+
+    def test_a_nan_input_does_no_harm_under_torch_func(self) -> None:
+        if not self.under_transforms:
+            pytest.skip("refused, see the test of torch.func.grad")
+        weight, beside, alone = self.spoilt()
+        assert_close([torch.func.grad(beside)(weight)], [torch.func.grad(alone)(weight)])
 
     @settings(parent=LAW, max_examples=14)
     @given(

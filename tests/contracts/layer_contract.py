@@ -21,10 +21,10 @@ from torch.func import functional_call
 from torch.nn.utils.parametrize import ParametrizationList
 
 import equilibria as eq
-from equilibria.adjoints import quarantine, unrolled
 from equilibria.engine.solver import Solver
-from equilibria.nn import EquilibriumLayer, inputs
+from equilibria.nn import EquilibriumLayer
 from equilibria.solvers import ProximalGradient
+from tests.contracts.problems import as_on_a_gpu
 
 TIGHT = eq.Anderson(rtol=1e-13, max_steps=600)
 LAPS = eq.Picard(rtol=0.0, atol=0.0, max_steps=3)
@@ -55,12 +55,6 @@ def settle(layer: nn.Module) -> None:
         _SETTLED[key] = [b.clone() for b in layer.buffers()]
     for buffer, settled in zip(layer.buffers(), _SETTLED[key], strict=True):
         buffer.copy_(settled)
-
-
-def close_the_hosts_eyes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let adjoints and layers run as on a GPU: no value may be read."""
-    for module in (quarantine, unrolled, inputs):
-        monkeypatch.setattr(module, "host_may_read", lambda t: False)
 
 
 class LayerContract:
@@ -221,7 +215,7 @@ class LayerContract:
         if math.isinf(value) and not self.infinite_inputs_fail:
             pytest.skip("the map may answer an infinite input with a finite state")
         if blind:
-            close_the_hosts_eyes(monkeypatch)
+            as_on_a_gpu(monkeypatch)
         options: dict[str, Any] = {} if adjoint is None else {"adjoint": adjoint}
         if fixed:
             options["solver"] = self.laps

@@ -29,7 +29,7 @@ from equilibria.engine.tree import Leaves, where_sample
 
 from .backward import note_backward
 from .capture import Substitute, survey, watch
-from .quarantine import FAILED, clean, lend
+from .quarantine import FAILED, clean, has_batch, lend
 
 Explicit = Callable[[Leaves, Sequence[Tensor]], Leaves]
 """(leaves of z, dependencies) ↦ leaves of T(z)."""
@@ -71,7 +71,8 @@ def solve_functional(
             "forward-mode AD over forward-mode AD has no rule here; use reverse over forward or "
             "forward over reverse, as torch.func.hessian does (jacfwd of jacrev)."
         )
-    sources = [t for t in watch(fn, z0) if _tracked(t)]
+    # What may hold a row a sample is a dependency too: NaN of failed samples is cleaned there.
+    sources = [t for t in watch(fn, z0) if _tracked(t) or _may_hold_samples(t, z0)]
     explicit = make_explicit(fn, sources, survey(fn.fn).modules)
     problem = _Problem(explicit, len(z0), solver, rule, backward, callback=callback)
     out = _SolveFunction.apply(problem, *z0, *sources)
@@ -106,6 +107,10 @@ def _tracked(t: Tensor) -> bool:
     if t.requires_grad or torch._C._functorch.is_functorch_wrapped_tensor(t):
         return True
     return forward_mode_active() and forward_ad.unpack_dual(t).tangent is not None
+
+
+def _may_hold_samples(t: Tensor, z0: Leaves) -> bool:
+    return t.is_floating_point() and has_batch(t, z0[0])
 
 
 def _pull(fn: Callable[..., Any], *primals: Any) -> Callable[[Any], Any]:

@@ -15,7 +15,7 @@ from equilibria.engine.maps import Map
 from equilibria.engine.options import options
 from equilibria.engine.result import BackwardStats, Result
 from equilibria.engine.solver import Solver
-from equilibria.engine.transforms import functorch_active, transforms_active
+from equilibria.engine.transforms import transforms_active
 from equilibria.engine.tree import Leaves, where_sample
 
 from .detached import refuse_data_dependence
@@ -50,7 +50,7 @@ class Unrolled(Adjoint):
                 "Unrolled(checkpoint=True) recomputes by plain autograd; under torch.func or "
                 "forward-mode AD use checkpoint=False, or Implicit(), which stores no steps."
             )
-        if not torch.is_grad_enabled() or functorch_active():
+        if not torch.is_grad_enabled():
             return iterate(fn, z0, solver, callback)
         if solver.fixed_steps and not host_may_read(z0[0]):
             return self._run_unseen(fn, z0, solver, callback)
