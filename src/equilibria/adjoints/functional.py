@@ -29,7 +29,7 @@ from equilibria.engine.tree import Leaves, where_sample
 
 from .backward import note_backward, solve_adjoint
 from .capture import Substitute, survey, watch
-from .quarantine import FAILED, clean
+from .quarantine import FAILED, clean, has_batch, lend
 
 Explicit = Callable[[Leaves, Sequence[Tensor]], Leaves]
 """(leaves of z, dependencies) ↦ leaves of T(z)."""
@@ -82,7 +82,8 @@ def solve_functional(
             "forward-mode AD over forward-mode AD has no rule here; use reverse over forward or "
             "forward over reverse, as torch.func.hessian does (jacfwd of jacrev)."
         )
-    sources = [t for t in watch(fn, z0) if _tracked(t)]
+    # What may hold a row a sample is a dependency too: NaN of failed samples is cleaned there.
+    sources = [t for t in watch(fn, z0) if _tracked(t) or _may_hold_samples(t, z0)]
     explicit = make_explicit(fn, sources, survey(fn.fn).modules)
     how = Backward(rule, backward, len(z0[0]), fn.coupled)
     problem = _Problem(explicit, len(z0), solver, how, callback=callback)
@@ -120,6 +121,10 @@ def _tracked(t: Tensor) -> bool:
     if t.requires_grad or torch._C._functorch.is_functorch_wrapped_tensor(t):
         return True
     return forward_mode_active() and forward_ad.unpack_dual(t).tangent is not None
+
+
+def _may_hold_samples(t: Tensor, z0: Leaves) -> bool:
+    return t.is_floating_point() and has_batch(t, z0[0])
 
 
 def _pull(fn: Callable[..., Any], *primals: Any) -> Callable[[Any], Any]:
@@ -221,12 +226,13 @@ class _SolveFunction(torch.autograd.Function):
 
 
 def _saved(ctx: Any) -> tuple[Leaves, list[Tensor], Tensor]:
-    """z*, the dependencies with failed samples cleaned, and which samples [B] failed."""
+    """z* and the dependencies with failed samples cleaned, and which samples [B] failed."""
     n = ctx.problem.count
     saved = ctx.saved_tensors
     result = saved[n]
     failed = (result == int(FAILED[0])) | (result == int(FAILED[1]))
-    return list(saved[:n]), [clean(d, failed) for d in saved[n + 1 :]], failed
+    z = [lend(x, failed) for x in saved[:n]]
+    return z, [clean(d, failed) for d in saved[n + 1 :]], failed
 
 
 def backward_functional(

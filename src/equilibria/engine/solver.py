@@ -62,6 +62,16 @@ class Point:
             self._norm = sample_norm(without_graph(self.residual))
         return self._norm
 
+    @property
+    def settled(self) -> Tensor:
+        """Whether only rounding is left of the residual, [B].
+
+        A combination of earlier iterates then differs from T(z) by rounding, but its derivative
+        divides by the residual: where a graph is recorded, take T(z) itself.
+        """
+        eps = max(torch.finfo(x.dtype).eps for x in self.z)
+        return self.residual_norm <= 16 * eps * sample_norm(without_graph(self.f))
+
 
 Bounds = Callable[[], tuple[float | Tensor, float | Tensor]]
 """Gives (m, L) with m·I ⪯ ∇²(smooth part of G) ⪯ L·I, a number or one per sample; may be dear."""

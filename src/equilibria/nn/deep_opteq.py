@@ -199,7 +199,7 @@ class DeepOptEq(MapLayer):
 
     def solve(self, x: Tensor, z0: Tensor | None = None, **options: Any) -> Solution[Tensor]:
         """Solve for x and tell all: value, result codes, stats. Options as ``fixed_point``."""
-        injected = self.inject(x)
+        injected = self.injected(x)
         start = self.start(x, *injected) if z0 is None else z0
         self.check_state(start, x)
         coupled = self.regularizer is not None and self.regularizer.couples_batch
