@@ -1,0 +1,30 @@
+"""The adversarial search of tests/adversarial.py: a short one always, ten minutes in test-full."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.adversarial import search
+
+
+def test_a_short_search_finds_nothing_wrong() -> None:
+    count, failures = search(seed=0, cases=300)
+    assert count == 300
+    assert not failures, "\n".join(failures)
+
+
+def test_a_search_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
+    state = tmp_path / "search.json"
+    assert search(seed=1, cases=8, state=state)[0] == 8
+    assert search(seed=1, cases=12, state=state)[0] == 12
+    assert search(seed=1, cases=12, state=state)[0] == 12  # nothing is left to do
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_ten_minutes_find_nothing_wrong() -> None:
+    count, failures = search(seed=2, seconds=600.0)
+    assert count > 5000
+    assert not failures, "\n".join(failures)
