@@ -42,6 +42,8 @@ def config(options: argparse.Namespace, model: str, variant: str, seed: int, out
     chosen: dict[str, Any] = {"gamma": VARIANTS[variant]}
     if "stack" in model:
         chosen["norm"] = "after"
+    elif "cifar" in model:
+        chosen["reading"] = "chain"
     # Digits and the like are too small, and not made, to be flipped and cut.
     augment = ("crop", "flip", {"cutout": {"size": 16}}) if "cifar" in options.data else ()
     return TrainConfig(
