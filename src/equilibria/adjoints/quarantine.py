@@ -59,7 +59,7 @@ def quarantine(fn: Map, failed: Tensor) -> Map:
         with Substitute(held, cleaned):
             return inner(z, *given)
 
-    return Map(substituted, args, fn.spec, [failed])
+    return Map(substituted, args, fn.spec, [failed], fn.surrogate)
 
 
 def sick_samples(fn: Map, like: Tensor) -> Tensor | None:
@@ -88,7 +88,7 @@ def pinned(fn: Map, failed: Tensor, at: Leaves) -> Map:
         leaves = pytree.tree_leaves(z)
         return pytree.tree_unflatten(inner(where_sample(failed, at, leaves)), spec)
 
-    return Map(held, (), spec, at)
+    return Map(held, fn.args, spec, at, fn.surrogate)
 
 
 def cut_off(failed: Tensor | None, value: Leaves, constant: Leaves) -> Leaves:

@@ -68,7 +68,7 @@ class Unrolled(Adjoint):
         def recomputed(z: Any, *args: Any) -> Any:
             return checkpoint(inner, z, *args, use_reentrant=False)
 
-        return Map(recomputed, fn.args, fn.spec, like)
+        return Map(recomputed, fn.args, fn.spec, like, fn.surrogate)
 
     def _run_fixed(
         self, fn: Map, z0: Leaves, solver: Solver, callback: Callback | None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,6 +11,26 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .tree import Leaves, TreeSpec, map_tensors, sample_norm, select_samples, unflatten
+
+
+@dataclass(frozen=True, eq=False)
+class Surrogate:
+    """A map S that is iterated in place of T: ``fixed_point(Surrogate(...), u0, args)``.
+
+    Convergence is judged by ‖T(z) − z‖ of the z that u stands for, so that a tolerance means the
+    same whatever S is.
+    """
+
+    step: Callable[..., Any]
+    """(u, *args) ↦ S(u)."""
+    own: Callable[..., tuple[Any, Any]]
+    """(u, *args) ↦ (z, T(z)), two states."""
+    near: Callable[..., float | Tensor]
+    """args ↦ about ‖S(u) − u‖ / ‖T(z) − z‖ near the solution, a number or [B]. ``own`` is evaluated
+    where S says that it may pass; so this costs or saves time, and decides nothing."""
+
+    def __call__(self, u: Any, *args: Any) -> Any:
+        return self.step(u, *args)
 
 
 class Map:
@@ -20,9 +41,15 @@ class Map:
     """
 
     def __init__(
-        self, fn: Callable[..., Any], args: tuple[Any, ...], spec: TreeSpec, like: Sequence[Tensor]
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        spec: TreeSpec,
+        like: Sequence[Tensor],
+        surrogate: Surrogate | None = None,
     ) -> None:
-        self.fn = fn
+        self.surrogate = fn if isinstance(fn, Surrogate) else surrogate
+        self.fn = fn.step if isinstance(fn, Surrogate) else fn
         self.args = args
         self.spec = spec
         self.batch = like[0].shape[0] if like else 0
@@ -48,6 +75,15 @@ class Map:
             self._check(z, found)
         return [f if f.dtype == x.dtype else f.to(x.dtype) for f, x in zip(found, z, strict=True)]
 
+    def judged(self, z: Leaves, f: Leaves) -> tuple[Leaves, Leaves]:
+        """The state and its image whose distance is the residual: z and f = T(z) themselves, or
+        what they stand for."""
+        if self.surrogate is None:
+            return z, f
+        with torch.no_grad():
+            pair = self.surrogate.own(unflatten([x.detach() for x in z], self.spec), *self.args)
+        return pytree.tree_leaves(pair[0]), pytree.tree_leaves(pair[1])
+
     def _check(self, z: Leaves, found: list[Any]) -> None:
         for i, (x, f) in enumerate(zip(z, found, strict=True)):
             name = "the map" if len(z) == 1 else f"leaf {i} of the map's output"
@@ -69,7 +105,7 @@ class Map:
 
     def with_args(self, args: tuple[Any, ...]) -> Map:
         """The same function on other arguments."""
-        other = Map(self.fn, args, self.spec, ())
+        other = Map(self.fn, args, self.spec, (), self.surrogate)
         other.batch, other._checked = self.batch, self._checked
         return other
 
@@ -84,7 +120,7 @@ class Map:
                     "them in args."
                 )
         args = map_tensors(lambda t: select_samples([t], index)[0], self.args)
-        return Map(self.fn, args, self.spec, [index])
+        return Map(self.fn, args, self.spec, [index], self.surrogate)
 
     def check_take(self, index: Tensor, z: Leaves, part: Map) -> None:
         """Raise unless the map treats samples apart, so that a part can be solved alone."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -99,7 +99,10 @@ class Solver(ABC):
     divergence: float = 1e4
     """A residual this many times the start's ‖T(z0)‖ + ‖T(z0) − z0‖ ends a sample as diverged."""
     patience: int = 48
-    """Steps without a fall of the residual by 1% that end a sample as stagnated."""
+    """Steps without a fall of the residual by 1% (of ProximalGradient and splittings, which
+    converge slowly but surely: without any fall) that end a sample as stagnated."""
+    fall: ClassVar[float] = 0.99
+    """A residual below this times the least one so far counts as a fall."""
 
     def __post_init__(self) -> None:
         check_number(self, "rtol", low=0.0, optional=True)
