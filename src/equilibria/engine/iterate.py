@@ -86,17 +86,21 @@ def _wrapped(
     z0: Leaves,
 ) -> Map:
     """The map with its step, and what it is judged by, wrapped."""
-    s = fn.surrogate
-    if s is not None:
-        s = Surrogate(wrap(fn.fn), wrap(s.own), lambda *a: s.near(*a[len(a) - len(fn.args) :]))
-    return Map(wrap(fn.fn), args, fn.spec, z0, s)
+    given, count, surrogate = fn.surrogate, len(fn.args), None
+    if given is not None:
+
+        def near(*both: Any) -> float | Tensor:
+            return given.near(*both[len(both) - count :])
+
+        surrogate = Surrogate(fn.fn, wrap(given.own), near, given.dtype)
+    return Map(wrap(fn.fn), args, fn.spec, z0, surrogate)
 
 
 def _exact_norms(fn: Map, point: Point) -> tuple[Tensor, Tensor]:
     """‖T(z) − z‖ and ‖T(z)‖ of each sample, [B] each, right at any scale."""
     if fn.surrogate is None:
         return point.residual_norm, sample_norm(without_graph(point.f))
-    z, image = fn.judged(point.z, point.f)
+    z, image = fn.judged(fn.surrogate, point.z)
     return sample_norm([a - b for a, b in zip(image, z, strict=True)]), sample_norm(image)
 
 
@@ -163,7 +167,7 @@ def _hold(point: Point, following: Leaves, limit: Tensor | None) -> Leaves:
 
 def _run_fixed(fn: Map, z0: Leaves, solver: Solver, callback: Callback | None) -> Iterated:
     z, state = z0, solver.init(z0)
-    hold, epsilons = None, [torch.finfo(x.dtype).eps for x in z0]
+    hold, epsilons = None, [torch.finfo(d).eps for d in fn.dtypes(z0)]
     for step in range(1, solver.max_steps + 1):
         point = Point(z, fn(z), solver.residual_memory(state))
         if step == 1:
@@ -237,7 +241,8 @@ class _Run:
         self.solver = solver
         self.callback = callback
         self.z = z0
-        self.tolerances = [solver.relative_tolerance(x.dtype, x.device.type) for x in z0]
+        device = z0[0].device.type
+        self.tolerances = [solver.relative_tolerance(d, device) for d in fn.dtypes(z0)]
         self.rtol = max(self.tolerances)
         self.in_units = inverse is not None
         self.atol: float | Tensor = solver.atol if inverse is None else solver.atol * inverse
@@ -333,7 +338,7 @@ class _Run:
         surrogate = self.fn.surrogate
         slack = 1.0 if surrogate is None else surrogate.near(*self.fn.args)
         passed = self._passed(residual, scale, slack)
-        # Beside an ordinary scale a residual that underflows is small and one that overflows is not.
+        # Beside an ordinary scale a residual that underflows passes, one that overflows does not.
         strange = ~(ordinary(scale) | scale.isnan())
         if self.active is not None:
             strange = strange & self.active

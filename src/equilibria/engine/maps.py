@@ -28,6 +28,8 @@ class Surrogate:
     near: Callable[..., float | Tensor]
     """args ↦ about ‖S(u) − u‖ / ‖T(z) − z‖ near the solution, a number or [B]. ``own`` is evaluated
     where S says that it may pass; so this costs or saves time, and decides nothing."""
+    dtype: torch.dtype | None
+    """The precision that T(z) has, where it is not that of u: tolerances are those of this."""
 
     def __call__(self, u: Any, *args: Any) -> Any:
         return self.step(u, *args)
@@ -75,14 +77,16 @@ class Map:
             self._check(z, found)
         return [f if f.dtype == x.dtype else f.to(x.dtype) for f, x in zip(found, z, strict=True)]
 
-    def judged(self, z: Leaves, f: Leaves) -> tuple[Leaves, Leaves]:
-        """The state and its image whose distance is the residual: z and f = T(z) themselves, or
-        what they stand for."""
-        if self.surrogate is None:
-            return z, f
+    def judged(self, surrogate: Surrogate, z: Leaves) -> tuple[Leaves, Leaves]:
+        """What z stands for, and its image under the map that is meant."""
         with torch.no_grad():
-            pair = self.surrogate.own(unflatten([x.detach() for x in z], self.spec), *self.args)
+            pair = surrogate.own(unflatten([x.detach() for x in z], self.spec), *self.args)
         return pytree.tree_leaves(pair[0]), pytree.tree_leaves(pair[1])
+
+    def dtypes(self, z: Leaves) -> list[torch.dtype]:
+        """The precision of each leaf of T(z)."""
+        of_all = None if self.surrogate is None else self.surrogate.dtype
+        return [of_all or x.dtype for x in z]
 
     def _check(self, z: Leaves, found: list[Any]) -> None:
         for i, (x, f) in enumerate(zip(z, found, strict=True)):

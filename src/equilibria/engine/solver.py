@@ -103,6 +103,8 @@ class Solver(ABC):
     converge slowly but surely: without any fall) that end a sample as stagnated."""
     fall: ClassVar[float] = 0.99
     """A residual below this times the least one so far counts as a fall."""
+    accelerated: ClassVar[bool] = False
+    """Whether there is no faster solver to recommend."""
 
     def __post_init__(self) -> None:
         check_number(self, "rtol", low=0.0, optional=True)

@@ -52,6 +52,7 @@ class Anderson(Solver):
     """β in (0, 1]."""
     ridge: float | None = None
     """λ; None takes one for the dtype of the small system (1e-5 in float32, 1e-12 in float64)."""
+    accelerated = True
 
     def __post_init__(self) -> None:
         Solver.__post_init__(self)
