@@ -271,5 +271,5 @@ def _run(problem: _Problem, z0: Leaves, deps: list[Tensor]) -> Iterated:
             problem.stats, LinearIterated(done.value, done.result, done.steps, relative, done.syncs)
         )
     elif done.counts is not None:
-        warn_failures(done.counts, stacklevel=2)
+        warn_failures(done.counts, stacklevel=2, options=problem.solver, dtype=z0[0].dtype)
     return done
