@@ -131,7 +131,8 @@ def _leaf_norm(x: Tensor) -> Tensor:
         return x.to(wide).abs()
     dims = tuple(range(1, x.dim()))
     if wide != torch.float64 and x.device.type != "mps":
-        return torch.linalg.vector_norm(x, dim=dims, dtype=torch.float64).to(wide)
+        wider: Tensor = torch.linalg.vector_norm(x, dim=dims, dtype=torch.float64)
+        return wider.to(wide)
     largest = x.detach().to(wide).abs().amax(dims, keepdim=True)
     unit = torch.where((largest > 0) & (largest < torch.inf), largest, 1.0)
     norm: Tensor = torch.linalg.vector_norm(x / unit, dim=dims)

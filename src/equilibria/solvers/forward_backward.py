@@ -24,8 +24,6 @@ from equilibria.engine.solver import Bounds, Choice, Point, Solver
 from equilibria.engine.transforms import functorch_active
 from equilibria.engine.tree import Leaves, accumulation_dtype
 
-from .picard import Picard
-
 __all__ = [
     "ForwardBackward",
     "Inclusion",
@@ -105,12 +103,18 @@ def _cast(z: Any, dtype: torch.dtype) -> Any:
 
 
 @options
-class SplittingIteration(Picard):
+class SplittingIteration(Solver):
     """u ← S(u): what the engine runs for a splitting, forward and (on S's transposed Jacobian)
     backward."""
 
     fall = 1.0
     accelerated = True
+
+    def init(self, z: Leaves) -> None:
+        return None
+
+    def step(self, point: Point, state: None) -> tuple[Leaves, None]:
+        return point.f, None
 
 
 @options
