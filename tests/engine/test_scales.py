@@ -16,7 +16,7 @@ from torch import Tensor
 
 import equilibria as eq
 from equilibria.engine.result import ConvergenceWarning, describe_failures
-from equilibria.engine.tree import ordinary, quick_norm, sample_norm
+from equilibria.engine.tree import quick_norm, sample_norm, strange
 
 SOLVERS = [eq.Picard(), eq.Picard(damping=0.7), eq.Anderson(), eq.Anderson(damping=0.5)]
 SOLVERS += [eq.Broyden(), eq.ProximalGradient(), eq.Auto(), eq.BestIterate(eq.Anderson())]
@@ -56,7 +56,7 @@ def test_norms_are_right_at_every_scale(seed: int, dtype: torch.dtype, where: fl
         exact = np.linalg.norm(rows, axis=1)
         norm = sample_norm(leaves)
         np.testing.assert_allclose(norm.double().numpy() / size, exact, rtol=1e-6)
-        if bool(ordinary(norm).all()):
+        if not bool(strange(norm).any()):
             torch.testing.assert_close(quick_norm(leaves), norm, rtol=1e-6, atol=0)
 
 
@@ -123,7 +123,7 @@ def test_converged_means_the_tolerance(
 ) -> None:
     """‖z − T(z)‖ ≤ rtol‖T(z)‖ by an evaluation in float64 on the same numbers."""
     if dtype == torch.float16:
-        power = power // 12
+        power, start = power // 12, min(start, 1.0)
     size = 10.0 ** (8 * power if dtype == torch.float64 else power)
     w, b = matrix(6, 0.9, seed).to(dtype), (randn(4, 6, seed=seed) * size).to(dtype)
     z0 = (start * randn(4, 6, seed=seed + 1)).to(dtype)

@@ -21,12 +21,12 @@ from .solver import Point, Solver
 from .tree import (
     Leaves,
     flatten_state,
-    ordinary,
     place_samples,
     quick_norm,
     sample_norm,
     scale_samples,
     select_samples,
+    strange,
     unflatten,
     where_sample,
     without_graph,
@@ -117,7 +117,7 @@ def _unit(residual: Tensor, scale: Tensor) -> Tensor:
     size = torch.maximum(residual, scale)
     end = 1000 if size.dtype == torch.float64 else 100
     unit = torch.ldexp(torch.ones_like(size), torch.frexp(size).exponent.clamp(-end, end))
-    return torch.where(ordinary(size) | (size == 0) | ~torch.isfinite(size), 1.0, unit)
+    return torch.where(strange(size) & (size > 0) & torch.isfinite(size), unit, 1.0)
 
 
 def _in_units(
@@ -297,10 +297,9 @@ class _Run:
         self.best = torch.full_like(residual, float("inf"))
         self.best_step = torch.zeros_like(residual)
 
-    def _passed(self, residual: Tensor, scale: Tensor, slack: float | Tensor = 1.0) -> Tensor:
-        """residual ≤ atol + rtol·scale, of samples that are still active; infinity never passes."""
-        passed = residual <= slack * (self.atol + self.rtol * scale)
-        passed = passed & (scale < torch.inf)
+    def _passed(self, residual: Tensor, scale: Tensor) -> Tensor:
+        """residual ≤ atol + rtol·scale, of samples that are still active."""
+        passed = torch.add(residual, scale, alpha=-self.rtol) <= self.atol
         return passed if self.active is None else passed & self.active
 
     def _exactly(
@@ -309,42 +308,41 @@ class _Run:
         """Which samples have converged, ‖T(z) − z‖ and ‖T(z)‖; [B] each."""
         residual, scale = _exact_norms(self.fn, point) if norms is None else norms
         judged = _weighted(self.fn, point, residual, self.tolerances)
-        return self._passed(judged, scale), residual, scale
+        return self._passed(judged, scale) & (scale < torch.inf), residual, scale
 
     def _test_start(self, point: Point) -> Tensor | None:
         """Is the start the answer? If not: the units to solve in, where they are not all 1."""
         passed, residual, scale = self._exactly(point, self.safe_norms)
-        unit = _unit(residual, scale)
+        odd = strange(torch.maximum(residual, scale)) & ~passed
         self.syncs += 1
-        count, extreme = torch.stack([passed, (unit != 1.0) & ~passed]).sum(1).tolist()
+        count, extreme = _counts(passed, odd)
         if extreme and not self.in_units:
-            return unit
+            unit = _unit(residual, scale)
+            self.syncs += 1
+            if bool((unit != 1.0).any()):
+                return unit
         if count:
             self._record(passed, count, Result.converged, point.z, residual, scale, 1)
         return None
 
     def _again(self, unit: Tensor) -> Iterated:
         done = _in_units(self.fn, self.start, self.solver, self.callback, unit)
-        done.evaluations, done.syncs = done.evaluations + 1, done.syncs + 1
+        done.evaluations, done.syncs = done.evaluations + 1, done.syncs + self.syncs
         return done
 
     def _test(self, point: Point, step: int) -> None:
-        """Which samples have converged? Two numbers are read; the exact test follows if it may
-        find some."""
-        residual, scale = (
-            quick_norm(without_graph(point.residual)),
-            quick_norm(without_graph(point.f)),
-        )
+        """Which samples have converged? Two numbers are read; an exact test follows where the
+        quick one is not enough."""
+        residual = quick_norm(without_graph(point.residual))
+        scale = quick_norm(without_graph(point.f))
         surrogate = self.fn.surrogate
-        slack = 1.0 if surrogate is None else surrogate.near(*self.fn.args)
-        passed = self._passed(residual, scale, slack)
+        slack = None if surrogate is None else surrogate.near(*self.fn.args)
+        passed = self._passed(residual if slack is None else residual / slack, scale)
         # Beside an ordinary scale a residual that underflows passes, one that overflows does not.
-        strange = ~(ordinary(scale) | scale.isnan())
-        if self.active is not None:
-            strange = strange & self.active
+        odd = strange(scale) if self.active is None else strange(scale) & self.active
         self.syncs += 1
-        count, odd = _counts(passed, strange)
-        if odd or (count and (surrogate is not None or len(set(self.tolerances)) > 1)):
+        count, unsure = _counts(passed, odd)
+        if unsure or (count and (surrogate is not None or len(set(self.tolerances)) > 1)):
             passed, residual, scale = self._exactly(point)
             self.syncs += 1
             count = int(torch.count_nonzero(passed))

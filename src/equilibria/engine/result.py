@@ -50,7 +50,7 @@ def _advice(code: Result, options: object, dtype: torch.dtype | None) -> str:
     elif code is Result.diverged:
         found = [*damp, "bound the norm of the map"]
     elif code is Result.nonfinite:
-        found = ["check the input of these samples and the scale of the map"]
+        found = ["check this sample's input and the map's scale"]
     else:
         found = ["loosen rtol (the dtype may not resolve it)", *damp]
         if dtype is not torch.float64:

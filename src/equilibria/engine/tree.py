@@ -92,14 +92,14 @@ _ORDINARY = {torch.float32: (2.0**-30, 2.0**40), torch.float64: (2.0**-400, 2.0*
 """Where squares of a norm, and of what rounding leaves of it, are ordinary numbers."""
 
 
-def ordinary(norm: Tensor) -> Tensor:
-    """[B] bool: whether ``quick_norm`` is right, and products of such vectors are too."""
+def strange(norm: Tensor) -> Tensor:
+    """[B] bool: whether ``quick_norm`` may be wrong here, and products of such vectors too."""
     low, high = _ORDINARY[norm.dtype]
-    return (norm > low) & (norm < high)
+    return norm.clamp(low, high) != norm
 
 
 def quick_norm(leaves: Sequence[Tensor]) -> Tensor:
-    """``sample_norm`` where that is ``ordinary``; elsewhere squares may under- or overflow."""
+    """``sample_norm`` where that is not ``strange``: squares may under- or overflow there."""
     if len(leaves) == 1 and leaves[0].dim() == 2 and leaves[0].dtype in _ORDINARY:
         norm: Tensor = torch.linalg.vector_norm(leaves[0], dim=1)
         return norm

@@ -122,7 +122,7 @@ class PolynomialEq(_ScalarKernelLayer):
         solver: Solver | None = None,
         adjoint: Adjoint | None = None,
     ) -> None:
-        if solver is None and isinstance(degree, int) and degree % 2:
+        if solver is None and degree in range(3, 99, 2):
             solver = Anderson()
         super().__init__(
             channels,

@@ -13,9 +13,9 @@ from equilibria.engine.solver import Point, Solver
 from equilibria.engine.tree import (
     Leaves,
     accumulation_dtype,
-    ordinary,
     sample_norm,
     scale_samples,
+    strange,
     without_graph,
 )
 
@@ -117,8 +117,8 @@ class Anderson(Solver):
         """
         if state.inverse is None:
             size = torch.maximum(point.residual_norm, sample_norm(without_graph(point.f)))
-            usual = ordinary(size) | (size == 0)
-            state = replace(state, inverse=torch.where(usual, 1.0, 1.0 / size))
+            odd = strange(size) & (size > 0)
+            state = replace(state, inverse=torch.where(odd, 1.0 / size, 1.0))
         assert state.inverse is not None
         if state.residuals.functional:
             state.residuals.write(slot, scale_samples(state.inverse, point.residual))
