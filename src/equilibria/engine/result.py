@@ -92,7 +92,7 @@ class Stats:
     steps: Tensor
     """Evaluations of the map until this sample stopped."""
     residual: Tensor
-    """‖T(z) − z‖ of the returned z and the layer's own map. After a fixed-step solve: of the iterate
+    """‖T(z) − z‖ of the returned z, T the layer's own map. After a fixed-step solve: of the iterate
     before it."""
     relative: Tensor
     """The same over ‖T(z)‖, which the tolerance rtol is compared with."""
