@@ -119,7 +119,8 @@ class Timed(Adjoint):
         before = line.to((name, SOLVER))
         args = _gated(fn.args, line) if torch.is_grad_enabled() else fn.args
         timed = _timed(fn.fn, line, name, unrolled=isinstance(self.inner, Unrolled))
-        done = self.inner.run(Map(timed, args, fn.spec, z0), z0, solver, callback, backward)
+        map_ = Map(timed, args, fn.spec, z0, fn.surrogate)
+        done = self.inner.run(map_, z0, solver, callback, backward)
         for value in done.value:
             if value.requires_grad:
                 value.register_hook(_switch(line, (name, ADJOINT_SOLVER)))
