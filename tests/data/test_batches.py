@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from equilibria import data
-from equilibria.data import Batches, ImageData
-from equilibria.data.lazy import LazyImages
+from equilibria.data import Batches, ImageData, LazyImages
 from tests.data.made_files import write_class_folders
 
 

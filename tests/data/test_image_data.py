@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from equilibria.data import DataError, ImageData
-from equilibria.data.lazy import LazyImages
+from equilibria.data import DataError, ImageData, LazyImages
 
 
 def made(**changes: Any) -> ImageData:

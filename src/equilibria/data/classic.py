@@ -27,7 +27,7 @@ from .sources import DataError, Found
 
 _PIXELS = 3 * 32 * 32
 _MOST_BYTES = 2**32
-_CIFAR = {
+_CIFAR: dict[str, dict[str, tuple[str, ...]]] = {
     "cifar10": {"train": tuple(f"data_batch_{k}" for k in range(1, 6)), "test": ("test_batch",)},
     "cifar100": {"train": ("train",), "test": ("test",)},
 }
@@ -223,20 +223,23 @@ class _Reader(pickle.Unpickler):
         raise _RefusedError("it refers to objects outside of itself")
 
 
-def _value(found: Any, outermost: bool = True) -> Any:
-    """Plain values of what a pickle holds."""
-    if isinstance(found, dict) and outermost:
-        return {str(_value(key, False)): _value(item, False) for key, item in found.items()}
-    if isinstance(found, list | tuple):
-        return [_value(item, False) for item in found]
+def _value(found: Any, depth: int = 0) -> Any:
+    """Plain values of what a pickle holds: a dict, of lists, of text, numbers and arrays.
+
+    No deeper: a pickle can hold the same list a thousand times in another, and so on.
+    """
+    if isinstance(found, dict) and depth == 0 and len(found) <= 16:
+        return {str(_value(key, 2)): _value(item, 1) for key, item in found.items()}
+    if isinstance(found, list | tuple) and depth < 2:
+        return [_value(item, 2) for item in found]
     if isinstance(found, bytes):
         return found.decode("latin-1")
     if found is None or isinstance(found, str | int | float):
         return found
     match type(found).__name__, found:
-        case "_reconstruct", _Remembered(state=(_, shape, kind, fortran, data)):
+        case "_reconstruct", _Remembered(state=(_, shape, kind, fortran, data)) if depth < 2:
             return _array(data, kind, shape, bool(fortran))
-        case "_frombuffer", _Remembered(args=(data, kind, shape, order)):
+        case "_frombuffer", _Remembered(args=(data, kind, shape, order)) if depth < 2:
             return _array(data, kind, shape, order == "F")
         case "encode", _Remembered(args=(str(text), "latin1" | "latin-1")):
             return text
@@ -247,9 +250,11 @@ def _value(found: Any, outermost: bool = True) -> Any:
 
 def _array(data: Any, kind: Any, shape: Any, fortran: bool) -> Tensor:
     if isinstance(data, _Remembered):
-        data = _value(data)
+        data = _value(data, 2)
     data = data.encode("latin-1") if isinstance(data, str) else data
-    name = str(_value(kind.args[0])) if isinstance(kind, _Remembered) and kind.args else "unknown"
+    name = (
+        str(_value(kind.args[0], 2)) if isinstance(kind, _Remembered) and kind.args else "unknown"
+    )
     dtype = _DTYPES.get(name.lstrip("<|="))
     if dtype is None or not isinstance(data, bytes | bytearray):
         raise _RefusedError(f"it holds an array of type {name}; expected uint8")

@@ -122,5 +122,5 @@ def _findings(
     mean = [255 * m for m in data.measure()[0]]
     known = card.train_mean if card is not None and split == "train" else ()
     close = all(abs(a - b) < _TOLERANCE for a, b in zip(mean, known, strict=False))
-    shown = [", ".join(f"{value:.3f}" for value in values) for values in (mean, known)]
-    return [*found, one("mean of 255", *shown, ok=close)]
+    shown, wanted = (", ".join(f"{value:.3f}" for value in values) for values in (mean, known))
+    return [*found, one("mean of 255", shown, wanted, close)]

@@ -140,7 +140,7 @@ class Rows:
     With ``ids``, row i is long: ``ids`` [256] of its values, none of which may be −1.
     """
 
-    column: Encoded
+    column: Sequence[Encoded]
     decode: Callable[[bytes], Tensor]
     shape: tuple[int, ...]
     ids: Tensor | None = None
@@ -150,14 +150,14 @@ class Rows:
 
         Another shape is an error of the call, not of the image: images of one set have one size.
         """
-        row = _read_row(self.column, i, self.decode)
+        row = _read_row(self.column[i], self.decode)
         if tuple(row.shape) != self.shape:
             raise DataError(
-                f"{self.column.name(i)} is {row.shape[-1]} × {row.shape[-2]} pixels, the first "
+                f"{self.column[i]} is {row.shape[-1]} × {row.shape[-2]} pixels, the first "
                 f"image {self.shape[-1]} × {self.shape[-2]}; images of one set need one size: pass "
                 "image_size=…"
             )
-        return row if self.ids is None else _classes(row, self.ids, lambda _: self.column.name(i))
+        return row if self.ids is None else _classes(row[None], self.ids, self.column[i : i + 1])[0]
 
 
 def decode(
@@ -178,8 +178,9 @@ def decode(
             source = torch.stack([reshape_pixels(image, channels, size) for image in source])
         return source, _labels(found, where), found
     square, index = task == "classification", torch.arange(len(source))
-    shape = (size, size)
-    if size is None or not square:
+    if square and size is not None:
+        shape = (size, size)
+    else:
         look = partial(image_shape, size=size, square=square)
         shape = _first_shape(source, look, on_corrupt == "raise", where)
     read = Rows(
@@ -217,7 +218,7 @@ def decode(
             write_copy(path, tensors)
     if found.masks is None or found.mask_ids is None:
         return tensors["images"], _labels(found, where), found
-    return tensors["images"], _classes(tensors["masks"], found.mask_ids, found.masks.name), found
+    return tensors["images"], _classes(tensors["masks"], found.mask_ids, found.masks), found
 
 
 def _readable(failures: dict[int, str] | None, count: int, where: str) -> Tensor:
@@ -238,23 +239,23 @@ def _readable(failures: dict[int, str] | None, count: int, where: str) -> Tensor
     return torch.tensor([i for i in range(count) if i not in failures])
 
 
-def _read_row(column: Encoded, i: int, decode: Callable[[bytes], T]) -> T:
+def _read_row(row: Encoded, decode: Callable[[bytes], T]) -> T:
     try:
-        return decode(column.read(i))
+        return decode(row.read_bytes())
     except (CorruptImageError, OSError) as error:
         raise CorruptImageError(
-            f"{column.name(i)}: not a readable image ({error}). Repair or remove it, or pass "
+            f"{row}: not a readable image ({error}). Repair or remove it, or pass "
             "on_corrupt='skip' to go on without it."
         ) from error
 
 
 def _first_shape(
-    source: Encoded, look: Callable[[bytes], tuple[int, int]], stop: bool, where: str
+    source: Sequence[Encoded], look: Callable[[bytes], tuple[int, int]], stop: bool, where: str
 ) -> tuple[int, int]:
     """(height, width) of every image, by the first that can be read."""
-    for i in range(len(source)):
+    for row in source:
         try:
-            return _read_row(source, i, look)
+            return _read_row(row, look)
         except CorruptImageError:
             if stop:
                 raise
@@ -267,14 +268,14 @@ def _labels(found: Found, where: str) -> Tensor:
     return found.targets
 
 
-def _classes(masks: Tensor, ids: Tensor, name: Callable[[int], str]) -> Tensor:
-    """Long, as ``masks``: ``ids`` of every value of uint8 masks; −1 in ``ids`` is refused."""
+def _classes(masks: Tensor, ids: Tensor, column: Sequence[Encoded]) -> Tensor:
+    """Long [N, H, W]: ``ids`` of every value of uint8 masks; −1 in ``ids`` is refused, by name."""
     found = ids[masks.long()]
     wrong = found < 0
     if bool(wrong.any()):
         first = wrong.nonzero()[0]
         raise DataError(
-            f"{name(int(first[0]))}: the mask has the value {int(masks[tuple(first)])}, which "
+            f"{column[int(first[0])]}: the mask has the value {int(masks[tuple(first)])}, which "
             "stands for no class."
         )
     return found
@@ -294,7 +295,7 @@ def read_copy(path: Path | None, shapes: dict[str, torch.Size]) -> dict[str, Ten
     with contextlib.suppress(Exception):  # nothing depends on copies: else the sources are decoded
         from safetensors.torch import load_file
 
-        found: dict[str, Tensor] = load_file(path)
+        found: dict[str, Tensor] = load_file(path or "")
         if {kind: tensor.shape for kind, tensor in found.items()} == shapes:
             return found
     return None

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .catalog import CITYSCAPES_IDS, IMAGENETTE_WNIDS, DataCard, resolve_split
 from .parquet import camvid_ids
-from .sources import IGNORE, IMAGE_SUFFIXES, DataError, Files, Found
+from .sources import IGNORE, IMAGE_SUFFIXES, DataError, Found
 
 # "train.X1" … "train.X4" and "val.X": how ImageNet-100 is commonly packed.
 _SPLITS = {
@@ -124,7 +124,7 @@ def _found(
     shown = _shown_names(where, classes) if split != "all" else {}
     paths = [path for path, _ in rows]
     return Found(
-        Files(paths),
+        paths,
         torch.tensor([number[name] for _, name in rows]),
         tuple(shown.get(name, name) for name in classes),
         split,
@@ -195,4 +195,4 @@ def _paired(
             f"{alone[0][0]}, whose mask would be {alone[0][1]}."
         )
     files = tuple(path for pair in zip(images, masks, strict=True) for path in pair)
-    return Found(Files(images), None, card.classes, split, files, Files(masks), ids)
+    return Found(images, None, card.classes, split, files, masks, ids)

@@ -257,9 +257,8 @@ def fetch(card: DataCard, folder: Path, *, progress: bool = True) -> None:
         report = huggingface_hub.HfApi(endpoint=url).verify_repo_checksums(card.hub, **repository)
     # The client may raise the errors of the HTTP library below it, which changed over the years.
     except Exception as error:
-        raise DataNotFoundError(
-            f"{url}/datasets/{card.hub} cannot be fetched ({error})."
-        ) from error
+        reason = " ".join(str(error).split())
+        raise DataNotFoundError(f"{url}/datasets/{card.hub}: not fetched ({reason}).") from error
     finally:
         if silenced:
             utils.enable_progress_bars()

@@ -9,7 +9,7 @@ import json
 import re
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +44,11 @@ def read_parquet(folder: Path, asked: str, card: DataCard | None) -> Found | Non
     if sum(files.rows) == 0:
         raise DataError(f"{files.paths[0]}: the {split} split has no rows.")
     image = files.choose(files.images(), _IMAGES, "an image column")
-    column = ImageColumn(files, image)
+    column = ImageColumn(files, image).rows()
     if card is not None and card.task == "segmentation":
         others = [name for name in files.images() if name != image]
         mask = files.choose(others, _MASKS, "a second image column with the masks")
-        masks = ImageColumn(files, mask)
+        masks = ImageColumn(files, mask).rows()
         return Found(column, None, card.classes, split, files.paths, masks, camvid_ids())
     label = files.choose(files.integers(), _LABELS, "a column of integer labels")
     known = (card.classes, card.num_classes) if card is not None else ((), 0)
@@ -105,10 +105,13 @@ class ParquetFiles:
             self.rows.append(meta.num_rows)
             self.bytes += sum(meta.row_group(k).total_byte_size for k in range(meta.num_row_groups))
             self.schema = self.schema or schema
-            if schema.names != self.schema.names:
+            if not schema.equals(self.schema):
+                kinds = [
+                    ", ".join(f"{f.name} ({f.type})" for f in s) for s in (schema, self.schema)
+                ]
                 raise DataError(
-                    f"{path} has columns {', '.join(schema.names)}, {paths[0].name} "
-                    f"{', '.join(self.schema.names)}: they are not parts of one data set."
+                    f"{path} has columns {kinds[0]}, {paths[0].name} {kinds[1]}: they are not "
+                    "parts of one data set."
                 )
 
     def images(self) -> list[str]:
@@ -150,14 +153,11 @@ class ParquetFiles:
         """A column of labels, long [N], and the names of its classes: the file's, or ``classes``,
         or numbers. An empty or impossible label is an error that names its row.
         """
-        parts = []
-        for path, table in zip(self.paths, self.tables(column), strict=True):
-            values = table.column(column)
-            if values.null_count:
-                row = values.is_null().to_pylist().index(True)
-                raise DataError(f"{path} row {row}: {column} is empty; every image needs a label.")
-            parts.append(torch.from_numpy(values.to_numpy().astype("int64")))
-        labels = torch.cat(parts)
+        values = self.column(column)
+        if values.null_count:
+            empty = self.row_name(values.is_null().to_pylist().index(True))
+            raise DataError(f"{empty}: {column} is empty; every image needs a label.")
+        labels = torch.from_numpy(values.to_numpy().astype("int64"))
         names = self._features().get(column, {}).get("names")
         classes = tuple(str(name) for name in names) if isinstance(names, list) else classes
         classes = classes or tuple(str(k) for k in range(count or int(labels.max()) + 1))
@@ -171,14 +171,20 @@ class ParquetFiles:
             )
         return labels, classes
 
-    def tables(self, column: str) -> Iterator[Any]:
-        """One column of each file."""
+    def batches(self, column: str) -> Iterator[Any]:
+        """A column in pieces of 1,024 rows, file after file."""
         import pyarrow.parquet as pq
 
         for path in self.paths:
-            with _reading(path):
-                table = pq.read_table(path, columns=[column], partitioning=None)
-            yield table
+            with _reading(path), pq.ParquetFile(path) as file:
+                yield from file.iter_batches(1024, columns=[column])
+
+    def column(self, column: str) -> Any:
+        """A whole column, in memory."""
+        import pyarrow as pa  # type: ignore[import-untyped, unused-ignore]
+
+        schema = pa.schema([self.schema.field(column)])
+        return pa.Table.from_batches(self.batches(column), schema).column(0)
 
     def row_name(self, i: int) -> str:
         """The file of row ``i``, and the row in it."""
@@ -203,18 +209,16 @@ class ImageColumn:
     """
 
     def __init__(self, files: ParquetFiles, column: str) -> None:
-        self._files, self._column = files, column
+        self.files, self._column = files, column
         self._values: Any = None
         self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ImageColumn, (self._files, self._column)
+        return ImageColumn, (self.files, self._column)
 
-    def __len__(self) -> int:
-        return sum(self._files.rows)
-
-    def name(self, i: int) -> str:
-        return self._files.row_name(i)
+    def rows(self) -> list[ImageRow]:
+        """Every image of the column."""
+        return [ImageRow(self, i) for i in range(sum(self.files.rows))]
 
     def read(self, i: int) -> bytes:
         if self._values is None:
@@ -230,28 +234,37 @@ class ImageColumn:
         import pyarrow as pa  # type: ignore[import-untyped, unused-ignore]
         import pyarrow.compute as pc  # type: ignore[import-untyped, unused-ignore]
 
-        if self._files.bytes > _IN_MEMORY:
-            key = fingerprint("arrow", self._column, files=self._files.paths)
-            path = cache_dir() / "arrow" / f"{key}.arrow"
-            if not path.exists():
-                self._write(path)
-            table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
-        else:
-            table = pa.concat_tables(self._files.tables(self._column))
-        values = table.column(self._column)
+        values = (
+            self._mapped() if self.files.bytes > _IN_MEMORY else self.files.column(self._column)
+        )
         # A missing struct has no bytes either: struct_field carries the nulls down.
         return pc.struct_field(values, "bytes") if pa.types.is_struct(values.type) else values
 
-    def _write(self, path: Path) -> None:
+    def _mapped(self) -> Any:
         import pyarrow as pa
-        import pyarrow.parquet as pq
 
-        schema = pa.schema([self._files.schema.field(self._column)])
-        with replacing(path) as made, pa.ipc.new_file(str(made), schema) as writer:
-            for source in self._files.paths:
-                with _reading(source), pq.ParquetFile(source) as file:
-                    for batch in file.iter_batches(batch_size=1024, columns=[self._column]):
-                        writer.write_batch(batch)
+        key = fingerprint("arrow", self._column, files=self.files.paths)
+        path = cache_dir() / "arrow" / f"{key}.arrow"
+        if not path.exists():
+            schema = pa.schema([self.files.schema.field(self._column)])
+            with replacing(path) as made, pa.ipc.new_file(str(made), schema) as writer:
+                for batch in self.files.batches(self._column):
+                    writer.write_batch(batch)
+        return pa.ipc.open_file(pa.memory_map(str(path))).read_all().column(0)
+
+
+@dataclass(frozen=True, slots=True)
+class ImageRow:
+    """One image of a column, named by its file and row."""
+
+    column: ImageColumn
+    i: int
+
+    def __str__(self) -> str:
+        return self.column.files.row_name(self.i)
+
+    def read_bytes(self) -> bytes:
+        return self.column.read(self.i)
 
 
 @contextlib.contextmanager

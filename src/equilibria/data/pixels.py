@@ -126,7 +126,7 @@ def _tensor(image: Any) -> Tensor:
 def _resized(image: Any, size: int | None, square: bool, nearest: bool = False) -> Any:
     if size is None:
         return image
-    target, box = _target(*image.size, size, square)
+    target, box = _target(image.width, image.height, size, square)
     if target == image.size:
         return image
     how = _pillow().Resampling

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
@@ -45,55 +45,17 @@ class CorruptImageError(DataError):
 
 
 class Encoded(Protocol):
-    """A column of encoded images."""
+    """An encoded image: a Path, or a row of a table; ``str`` names it in messages."""
 
-    def __len__(self) -> int: ...
-
-    def name(self, i: int) -> str:
-        """What to call image ``i`` in a message: its file, or its file and row."""
-
-    def read(self, i: int) -> bytes:
-        """The bytes of image ``i``; raises OSError where they cannot be read."""
-
-
-@dataclass(frozen=True)
-class Files:
-    """One image a file."""
-
-    paths: Sequence[Path]
-
-    def __len__(self) -> int:
-        return len(self.paths)
-
-    def name(self, i: int) -> str:
-        return str(self.paths[i])
-
-    def read(self, i: int) -> bytes:
-        return self.paths[i].read_bytes()
-
-
-@dataclass(frozen=True)
-class Chosen:
-    """Some images of a column, in an order of their own."""
-
-    column: Encoded
-    index: Sequence[int]
-
-    def __len__(self) -> int:
-        return len(self.index)
-
-    def name(self, i: int) -> str:
-        return self.column.name(self.index[i])
-
-    def read(self, i: int) -> bytes:
-        return self.column.read(self.index[i])
+    def read_bytes(self) -> bytes:
+        """Its bytes; raises OSError where they cannot be read."""
 
 
 @dataclass(frozen=True, eq=False)
 class Found:
     """What a reader found for one split, before anything is decoded."""
 
-    images: Encoded | Tensor
+    images: Sequence[Encoded] | Tensor
     """Encoded images, or uint8 [N, C, H, W] where the files store plain pixels."""
     targets: Tensor | None
     """Labels, long [N]; None where there are masks."""
@@ -102,7 +64,7 @@ class Found:
     """The split that was read: "val" where "test" was asked for and there is no other."""
     files: tuple[Path, ...]
     """The files behind it; with their sizes and times they are the key of the decoded copy."""
-    masks: Encoded | None = None
+    masks: Sequence[Encoded] | None = None
     mask_ids: Tensor | None = None
     """Long [256]: the class of each value in a mask, or IGNORE."""
     superclasses: Tensor | None = None
@@ -110,13 +72,16 @@ class Found:
 
     def chosen(self, index: Tensor, split: str | None = None) -> Found:
         """The samples at ``index`` (long), under the name of another split if one is given."""
-        images, rows = self.images, index.tolist()
+
+        def take(rows: Any) -> Any:
+            return rows[index] if isinstance(rows, Tensor) else rows and [rows[i] for i in index]
+
         return replace(
             self,
-            images=images[index] if isinstance(images, Tensor) else Chosen(images, rows),
-            targets=None if self.targets is None else self.targets[index],
-            masks=None if self.masks is None else Chosen(self.masks, rows),
-            superclasses=None if self.superclasses is None else self.superclasses[index],
+            images=take(self.images),
+            targets=take(self.targets),
+            masks=take(self.masks),
+            superclasses=take(self.superclasses),
             split=self.split if split is None else split,
         )
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from equilibria.data.places import cache_dir, fingerprint, replacing
+from equilibria.data.sources import cache_dir, fingerprint, replacing
 
 
 def test_the_variable_names_the_cache(own_cache: Path) -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from equilibria import data
-from equilibria.data import DataError, DataNotFoundError
-from equilibria.data.from_parquet import parquet_files
+from equilibria.data import DataError, DataNotFoundError, parquet
+from equilibria.data.parquet import ImageColumn, ParquetFiles, parquet_files
 from tests.data.made_files import pictures, png, write_parquet
 
 
@@ -152,21 +156,11 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
 
 def test_no_rows(tmp_path: Path) -> None:
     write_parquet(tmp_path / "train.parquet", {"img": [b"x"], "label": [0]})
-    import pyarrow.parquet as pq
-
     pq.write_table(
         pq.read_table(tmp_path / "train.parquet").slice(0, 0), tmp_path / "train.parquet"
     )
     with pytest.raises(DataError, match="no rows"):
         data.load(tmp_path)
-
-
-def test_a_truncated_file_through_load(tmp_path: Path) -> None:
-    path = tmp_path / "cifar10" / "train-00000-of-00001.parquet"
-    write_split(path)
-    path.write_bytes(path.read_bytes()[:-30])
-    with pytest.raises(DataError, match="not a readable Parquet file"):
-        data.load("cifar10", root=tmp_path)
 
 
 def test_a_missing_split_is_told(tmp_path: Path) -> None:
@@ -195,3 +189,97 @@ def test_other_files_alone_are_no_set(tmp_path: Path) -> None:
     write_parquet(tmp_path / "notes.parquet", {"img": [b"x"], "label": [0]})
     with pytest.raises(DataNotFoundError, match="cifar10"):
         data.load("cifar10", root=tmp_path)
+
+
+BYTES = [png(p) for p in pictures(11)]
+LIMITS = pytest.mark.parametrize("limit", [2**31, 0], ids=["in-memory", "mapped"])
+
+
+def two_files(folder: Path) -> list[Path]:
+    files = [folder / "a.parquet", folder / "b.parquet"]
+    write_parquet(files[0], {"img": BYTES[:6], "label": [0, 1, 2, 0, 1, 2]}, {"label": "xyz"})
+    write_parquet(files[1], {"img": BYTES[6:], "label": [2, 2, 2, 1, 0]}, {"label": "xyz"})
+    return files
+
+
+@LIMITS
+def test_rows_across_files(
+    tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch, limit: int
+) -> None:
+    monkeypatch.setattr(parquet, "_IN_MEMORY", limit)
+    files = ParquetFiles(two_files(tmp_path))
+    rows = ImageColumn(files, "img").rows()
+    assert [row.read_bytes() for row in rows] == BYTES
+    assert str(rows[5]).endswith("a.parquet row 5")
+    assert str(rows[6]).endswith("b.parquet row 0")
+    assert len(list(own_cache.rglob("*.arrow"))) == (1 if limit == 0 else 0)
+    again = ImageColumn(files, "img").rows()  # reads the mapped file that is there
+    assert again[9].read_bytes() == BYTES[9]
+    assert pickle.loads(pickle.dumps(rows[3])).read_bytes() == BYTES[3]
+
+
+def test_labels_and_names(tmp_path: Path) -> None:
+    files = ParquetFiles(two_files(tmp_path))
+    labels, classes = files.labels("label")
+    assert labels.tolist() == [0, 1, 2, 0, 1, 2, 2, 2, 2, 1, 0]
+    assert classes == ("x", "y", "z")
+    assert (files.images(), files.integers()) == (["img"], ["label"])
+
+
+@pytest.mark.parametrize("note", [None, "{", "[]", '{"info": {"features": 3}}'])
+def test_plain_binary_columns_are_images_too(tmp_path: Path, note: str | None) -> None:
+    """Without the hub's description of the columns, or with one that cannot be read."""
+    path = tmp_path / "a.parquet"
+    table = pa.table({"img": pa.array(BYTES), "label": list(range(11))})
+    pq.write_table(table.replace_schema_metadata({"huggingface": note} if note else None), path)
+    files = ParquetFiles([path])
+    assert files.images() == ["img"]
+    assert ImageColumn(files, "img").read(4) == BYTES[4]
+    assert files.labels("label")[1] == tuple(str(k) for k in range(11))
+
+
+@LIMITS
+def test_a_row_without_bytes_is_an_error_when_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int
+) -> None:
+    monkeypatch.setattr(parquet, "_IN_MEMORY", limit)
+    path = tmp_path / "a.parquet"
+    write_parquet(path, {"img": [BYTES[0], None], "label": [0, 1]})
+    column = ImageColumn(ParquetFiles([path]), "img")
+    assert column.read(0) == BYTES[0]
+    with pytest.raises(OSError, match="no bytes"):
+        column.read(1)
+
+
+def test_an_empty_label_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    write_parquet(path, {"img": BYTES[:3], "label": [0, None, 1]})
+    with pytest.raises(DataError, match=r"a\.parquet row 1: label is empty"):
+        ParquetFiles([path]).labels("label")
+
+
+@pytest.mark.parametrize("keep", [0, 10, 0.5, 0.99])
+def test_a_truncated_file_is_named(tmp_path: Path, keep: float) -> None:
+    path = tmp_path / "cifar10" / "train-00000-of-00001.parquet"
+    write_split(path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[: int(keep if keep > 1 else keep * len(whole))])
+    with pytest.raises(DataError, match=r"1\.parquet is not a readable Parquet.*fetch it again"):
+        data.load("cifar10", root=tmp_path)
+
+
+def test_damage_inside_is_named(tmp_path: Path) -> None:
+    path = two_files(tmp_path)[0]
+    whole = bytearray(path.read_bytes())
+    whole[4:600] = bytes(596)  # the pages of the first column
+    path.write_bytes(bytes(whole))
+    with pytest.raises(DataError, match=r"a\.parquet is not a readable Parquet file"):
+        ImageColumn(ParquetFiles([path]), "img").read(0)
+
+
+@pytest.mark.parametrize("column", [{"image": BYTES}, {"img": list(range(11))}])
+def test_files_of_different_sets_are_refused(tmp_path: Path, column: dict[str, list[Any]]) -> None:
+    files = two_files(tmp_path)
+    write_parquet(files[1], {**column, "label": list(range(11))})
+    with pytest.raises(DataError, match="not parts of one data set"):
+        ParquetFiles(files)
