@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -84,19 +84,25 @@ class LazyImages:
         return LazyImages(self._read, chosen, self.shape[1:], self.dtype)
 
     def decoded(
-        self, index: Any, failures: dict[int, str] | None = None, bar: str | None = None
+        self,
+        index: Any,
+        failures: dict[int, str] | None = None,
+        bar: str | None = None,
+        keep: bool = True,
     ) -> Tensor:
-        """The rows at ``index``, with a progress bar if it has a name.
+        """The rows at ``index``, with a progress bar if it has a name; none without ``keep``.
 
         With ``failures``, the reason why a row cannot be read is noted there instead of raised.
         """
         rows = self._index[as_index(index, len(self))].tolist()
-        out = torch.empty((len(rows), *self.shape[1:]), dtype=self.dtype)
+        out = torch.empty((len(rows) if keep else 0, *self.shape[1:]), dtype=self.dtype)
 
         def fill(places: range) -> None:
             for k in places:
                 try:
-                    out[k] = self._row(rows[k])
+                    row = self._row(rows[k])
+                    if keep:
+                        out[k] = row
                 except CorruptImageError as error:
                     if failures is None:
                         raise
@@ -176,7 +182,7 @@ def decode(
     if isinstance(source, Tensor):
         if source.shape[1] != channels or size not in (None, source.shape[2]):
             source = torch.stack([reshape_pixels(image, channels, size) for image in source])
-        return source, _labels(found, where), found
+        return source, cast(Tensor, found.targets), found
     square, index = task == "classification", torch.arange(len(source))
     if square and size is not None:
         shape = (size, size)
@@ -199,14 +205,13 @@ def decode(
     if lazy:
         if failures is not None:  # the count has to be known before the first batch
             for stack in stacks.values():
-                for start in range(0, len(stack), 1024):
-                    stack.decoded(slice(start, start + 1024), failures)
+                stack.decoded(slice(None), failures, bar, keep=False)
         kept = _readable(failures, len(source), where)
-        rows = stacks["images"].subset(kept)
+        rows, found = stacks["images"].subset(kept), found.chosen(kept)
         if found.mask_ids is None:
-            return rows, _labels(found.chosen(kept), where), found.chosen(kept)
+            return rows, cast(Tensor, found.targets), found
         read = replace(read, ids=found.mask_ids)
-        return rows, LazyImages(read, kept, shape, torch.int64), found.chosen(kept)
+        return rows, LazyImages(read, kept, shape, torch.int64), found
     path = _copy_path(found, task, name, channels, size) if cache else None
     tensors = read_copy(path, {kind: stack.shape for kind, stack in stacks.items()})
     if tensors is None:
@@ -217,7 +222,7 @@ def decode(
         else:
             write_copy(path, tensors)
     if found.masks is None or found.mask_ids is None:
-        return tensors["images"], _labels(found, where), found
+        return tensors["images"], cast(Tensor, found.targets), found
     return tensors["images"], _classes(tensors["masks"], found.mask_ids, found.masks), found
 
 
@@ -260,12 +265,6 @@ def _first_shape(
             if stop:
                 raise
     raise CorruptImageError(f"{where}: none of the {len(source)} images can be read.")
-
-
-def _labels(found: Found, where: str) -> Tensor:
-    if found.targets is None:
-        raise DataError(f"{where}: there are no labels.")
-    return found.targets
 
 
 def _classes(masks: Tensor, ids: Tensor, column: Sequence[Encoded]) -> Tensor:

@@ -73,8 +73,10 @@ class Found:
     def chosen(self, index: Tensor, split: str | None = None) -> Found:
         """The samples at ``index`` (long), under the name of another split if one is given."""
 
+        places = index.tolist()
+
         def take(rows: Any) -> Any:
-            return rows[index] if isinstance(rows, Tensor) else rows and [rows[i] for i in index]
+            return rows[index] if isinstance(rows, Tensor) else rows and [rows[i] for i in places]
 
         return replace(
             self,
