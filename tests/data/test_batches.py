@@ -19,7 +19,7 @@ from tests.data.made_files import write_class_folders
 def made(count: int = 23, lazy: bool = False, masks: bool = False) -> ImageData:
     generator = torch.Generator().manual_seed(0)
     images = torch.randint(0, 256, (count, 3, 6, 5), dtype=torch.uint8, generator=generator)
-    images[:, 0, 0, 0] = torch.arange(count, dtype=torch.uint8)  # each tells its number
+    images[:, 0, 0, 0] = torch.arange(count, dtype=torch.uint8)  # each image holds its number
     targets = torch.arange(count) % 4
     if masks:
         targets = torch.randint(0, 4, (count, 6, 5), generator=generator)
@@ -38,7 +38,7 @@ def made(count: int = 23, lazy: bool = False, masks: bool = False) -> ImageData:
 
 
 def numbers(dataset: ImageData, x: torch.Tensor) -> list[int]:
-    """Which samples a batch holds, by the pixel that tells."""
+    """Which samples a batch holds, by the pixel that holds the number."""
     pixel = x[:, 0, 0, 0].double() * dataset.std[0] + dataset.mean[0]
     return (pixel * 255).round().long().tolist()
 

@@ -228,6 +228,10 @@ def test_a_download_that_was_interrupted_goes_on(
         data.load("cifar10", split)
     expected = {"train": 10, "test": 2}[split]
     assert len(data.load("cifar10", split, download=True, progress=False)) == expected
+    count = len(server.asked)
+    with pytest.raises(DataError, match=r"no split 'val'.*Hold out part of train"):
+        data.load("cifar10", "val", download=True)  # no copy has it: the hub is not asked
+    assert len(server.asked) == count
 
 
 def test_a_connection_that_breaks_is_taken_up_again(

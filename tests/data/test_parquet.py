@@ -60,6 +60,8 @@ def test_files_that_name_no_split_are_split(tmp_path: Path) -> None:
     train, test = data.load(tmp_path), data.load(tmp_path, "test")
     assert (len(train), len(test)) == (16, 4)
     assert np.bincount(test.targets).tolist() == [2, 2]
+    with pytest.raises(DataNotFoundError, match="cifar10"):
+        data.load("cifar10", root=tmp_path)  # it is not said to be that set
 
 
 def test_named_sets_use_what_is_known_of_them(tmp_path: Path) -> None:
@@ -152,6 +154,8 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     write_split(tmp_path / "train-00002-of-00003.parquet")
     with pytest.raises(DataError, match=r"2 of 3 parts; missing: train-00001-of-00003\.parquet"):
         data.load(tmp_path)
+    with pytest.raises(DataError, match=r"no split 'test'; it has: train"):
+        data.load(tmp_path, "test")
 
 
 def test_no_rows(tmp_path: Path) -> None:
@@ -161,12 +165,6 @@ def test_no_rows(tmp_path: Path) -> None:
     )
     with pytest.raises(DataError, match="no rows"):
         data.load(tmp_path)
-
-
-def test_a_missing_split_is_told(tmp_path: Path) -> None:
-    write_split(tmp_path / "train.parquet")
-    with pytest.raises(DataError, match=r"no split 'test'; it has: train"):
-        data.load(tmp_path, "test")
 
 
 def test_a_corrupt_image_in_a_row(tmp_path: Path) -> None:
@@ -183,12 +181,6 @@ def test_a_corrupt_image_in_a_row(tmp_path: Path) -> None:
         assert np.array_equal(found.images[:], pixels[[0, 1, 2, 4]].transpose(0, 3, 1, 2))
     with pytest.raises(data.CorruptImageError, match="row 3"):
         data.load(tmp_path, lazy=True).images[2:4]
-
-
-def test_other_files_alone_are_no_set(tmp_path: Path) -> None:
-    write_parquet(tmp_path / "notes.parquet", {"img": [b"x"], "label": [0]})
-    with pytest.raises(DataNotFoundError, match="cifar10"):
-        data.load("cifar10", root=tmp_path)
 
 
 BYTES = [png(p) for p in pictures(11)]
@@ -216,10 +208,6 @@ def test_rows_across_files(
     again = ImageColumn(files, "img").rows()  # reads the mapped file that is there
     assert again[9].read_bytes() == BYTES[9]
     assert pickle.loads(pickle.dumps(rows[3])).read_bytes() == BYTES[3]
-
-
-def test_labels_and_names(tmp_path: Path) -> None:
-    files = ParquetFiles(two_files(tmp_path))
     labels, classes = files.labels("label")
     assert labels.tolist() == [0, 1, 2, 0, 1, 2, 2, 2, 2, 1, 0]
     assert classes == ("x", "y", "z")

@@ -418,7 +418,7 @@ def _smooth(x: Tensor) -> Tensor:
     if min(x.shape[2:]) < 3:
         return x
     kernel = x.new_ones(x.shape[1], 1, 3, 3)
-    kernel[:, :, 1, 1] = 5
+    kernel[:, :, 1, 1].fill_(5)  # waits for no device, unlike a tensor made on the host
     inner = functional.conv2d(x, kernel / 13, groups=x.shape[1]).clamp(0, 1)
     smooth = x.clone()
     smooth[:, :, 1:-1, 1:-1] = inner

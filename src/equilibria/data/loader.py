@@ -152,15 +152,17 @@ def find_named(
         if not root.is_dir() and not download:
             raise DataNotFoundError(f"root={str(root)!r}: there is no such folder.")
         places = {root: f"the folder {root} (root=…)", **places}
+    # A download that was interrupted goes on; a split that no copy has is an error at once.
+    fetches = download and bool(card.hub) and split_of(split) in (*card.splits, "test")
     tried = []
     for place, text in places.items():
         try:
             found = _inside(place, split, card)
         except PartMissingError as error:
-            if not download or not card.hub:  # a download that was interrupted goes on below
+            if not fetches:
                 raise
-            text += f": {error}"
-            found = None
+            tried.append(f"{text}: {error}")
+            continue
         if found is not None:
             return found
         tried.append(text)
