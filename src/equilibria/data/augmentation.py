@@ -2,7 +2,7 @@
 
 Ours and not kornia's, to keep three promises: a batch depends on (seed, epoch, batch) alone, while
 kornia draws from torch's global generator; every sample draws its own operations; and the recipes
-need torch alone. ``benchmarks/augmentation.py`` compares the times: neither is faster throughout.
+need torch alone. ``benchmarks/augmentation.py`` compares the times.
 """
 
 from __future__ import annotations
@@ -331,7 +331,7 @@ class RandAugment(Transform):
                 index = _sent(where.nonzero().flatten(), x.device)
                 m = _sent(level[where], x.device)
                 m = 1 + 0.03 * m if name in _BLENDS else m.abs() / _STEPS
-                x = x.index_copy(0, index, change_color(x[index], name, m.to(x.dtype)).to(x.dtype))
+                x = x.index_copy(0, index, change_color(x[index], name, m.to(x.dtype)))
         return x, y
 
 
