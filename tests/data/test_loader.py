@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import threading
@@ -250,6 +251,20 @@ def test_a_wrong_sum_is_thrown_away(server: Hub, tmp_path: Path, own_cache: Path
     with pytest.raises(DataError, match=r"another checksum .*train-00000-of-00001\.parquet"):
         data.load("cifar10", download=True, progress=False)
     assert list((own_cache / "cifar10").rglob("*.parquet")) == []
+
+
+@pytest.mark.parametrize("name", ["../../escape.parquet", "/tmp/escape.parquet"])
+def test_a_name_that_leaves_the_folder_is_not_written(
+    server: Hub, tmp_path: Path, own_cache: Path, name: str
+) -> None:
+    serve_cifar(server, tmp_path)
+    server.files[f"plain_text/{name}"] = b"x"
+    server.files[name] = b"x"
+    with contextlib.suppress(DataError):
+        data.load("cifar10", download=True, progress=False)
+    escaped = [*tmp_path.rglob("escape*"), *own_cache.parent.rglob("escape*")]
+    assert [path for path in escaped if own_cache / "cifar10" not in path.parents] == []
+    assert not Path("/tmp/escape.parquet").exists()
 
 
 def test_nothing_there(server: Hub) -> None:

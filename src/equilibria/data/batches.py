@@ -162,17 +162,10 @@ class Batches:
         images, targets = dataset.images, dataset.targets
         if isinstance(images, LazyImages) or isinstance(targets, LazyImages):
             return False
-        if self.device.type == "cpu" or _same(images.device, self.device):
+        named = torch.empty(0, device=self.device).device  # "cuda" names the current one
+        if self.device.type == "cpu" or images.device == named:
             return True
         size = sum(t.numel() * t.element_size() for t in (images, targets))
         if self.device.type == "cuda":
             return size < _SHARE_OF_MEMORY * torch.cuda.mem_get_info(self.device)[0]
         return size < 2**31
-
-
-def _same(a: torch.device, b: torch.device) -> bool:
-    """Whether ``a`` is the device that ``b`` names; "cuda" names the current one."""
-    if a.type != b.type or b.type != "cuda":
-        return a.type == b.type
-    named: int | None = b.index
-    return bool(a.index == (torch.cuda.current_device() if named is None else named))

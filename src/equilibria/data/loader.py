@@ -6,6 +6,7 @@ import os
 import urllib.parse
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -248,15 +249,11 @@ def fetch(card: DataCard, folder: Path, *, progress: bool = True) -> None:
     silenced = not progress and not utils.are_progress_bars_disabled()
     if silenced:
         utils.disable_progress_bars()
-    wanted, repository = (
-        f"{card.hub_folder}/*.parquet",
-        {"repo_type": "dataset", "local_dir": folder},
-    )
+    here: dict[str, Any] = {"repo_type": "dataset", "local_dir": folder}
+    pattern = f"{card.hub_folder}/*.parquet"
     try:
-        huggingface_hub.snapshot_download(
-            card.hub, allow_patterns=wanted, endpoint=url, **repository
-        )
-        report = huggingface_hub.HfApi(endpoint=url).verify_repo_checksums(card.hub, **repository)
+        huggingface_hub.snapshot_download(card.hub, allow_patterns=pattern, endpoint=url, **here)
+        report = huggingface_hub.HfApi(endpoint=url).verify_repo_checksums(card.hub, **here)
     # The client may raise the errors of the HTTP library below it, which changed over the years.
     except Exception as error:
         reason = " ".join(str(error).split())
