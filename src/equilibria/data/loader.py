@@ -72,7 +72,7 @@ def load(
             one set of which a fifth is held out as test), Parquet files, CIFAR's or MNIST's own
             files. A ``Path`` is always a folder.
         split: train, val or test. Where test labels are withheld, test is val.
-        root: a folder that holds the named set, or a folder called like it.
+        root: a folder that holds the files of the named set, or a folder with its name.
         download: fetch from the hub what is in neither ``root`` nor the cache; into ``root`` if it
             is given.
         image_size: classification: the middle square, resized to this; segmentation: the shorter
@@ -216,7 +216,7 @@ def _find_folder(path: Path, split: str) -> Found:
 
 
 def _inside(root: Path, split: str, card: DataCard) -> Found | None:
-    """The split from a folder, or from a folder in it that is called like the set."""
+    """The split from a folder, or from a folder in it that has the name of the set."""
     inner = ("", *_INNER.get(card.name, ()))
     folders = [base / part for base in (root / card.name, root) for part in inner]
     return _first([folder for folder in folders if folder != cache_dir()], split, card)
