@@ -78,8 +78,15 @@ class Unrolled(Adjoint):
         def recomputed(z: Any, *args: Any) -> Any:
             return checkpoint(inner, z, *args, use_reentrant=False)
 
-        couples = {"coupled": fn.coupled, "group": fn.group}
-        return Map(recomputed, fn.args, fn.spec, like, fn.surrogate, **couples)
+        return Map(
+            recomputed,
+            fn.args,
+            fn.spec,
+            like,
+            fn.surrogate,
+            coupled=fn.coupled,
+            group=fn.group,
+        )
 
     def _run_unseen(
         self, fn: Map, z0: Leaves, solver: Solver, callback: Callback | None

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from equilibria import data as room
-from equilibria.data import IGNORE, DataError, ImageData
-from equilibria.data.finding import find_named
+from equilibria.data import IGNORE, DataError, ImageData, find_named
 from equilibria.evaluation import select_classes, superclass_split
 from equilibria.training.preparing import few
 

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from equilibria import data as room
 from equilibria import models
 from equilibria._version import __version__
-from equilibria.data import ImageData
-from equilibria.data.splitting import held_out
+from equilibria.data import ImageData, held_out
 from equilibria.models.quantized import FIELD
 
 from .config import TrainConfig
