@@ -8,7 +8,7 @@ from io import BytesIO
 import torch
 from torch import Tensor
 
-from equilibria.evaluation.extras import pillow_image
+from equilibria.engine.optional import needs
 
 from .filters import (
     ImageNoise,
@@ -246,7 +246,8 @@ def pixelate(x: Tensor, share: float, noise: ImageNoise) -> Tensor:
 
 def jpeg_compression(x: Tensor, quality: int, noise: ImageNoise) -> Tensor:
     """Encode as JPEG and decode, by Pillow, on the CPU."""
-    Image = pillow_image()
+    with needs("pillow", "JPEG compression"):
+        from PIL import Image
     levels = (x * 255).round().to(torch.uint8).cpu()
     made = torch.empty_like(levels)
     size, mode = (x.shape[3], x.shape[2]), "L" if x.shape[1] == 1 else "RGB"

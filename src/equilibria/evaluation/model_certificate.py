@@ -20,9 +20,8 @@ from equilibria.problems import (
     certify,
 )
 
-from .checks import check_whole
-from .running import check_pair, device_of, evaluating, model_input
-from .solver_statistics import layer_label
+from .layer_solvers import layer_label
+from .model_on_data import check_pair, check_whole, device_of, evaluating, model_input
 
 __all__ = ["certificate_dict", "certify_dataset", "certify_model"]
 

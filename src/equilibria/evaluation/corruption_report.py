@@ -14,24 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from equilibria.data.image_data import ImageData
+from equilibria.engine.files import json_value, write_json
 
 from .corruptions import SEVERITIES, Scale, check_kinds, check_severities, corrupt
-from .extras import matplotlib_figure, rich_module
+from .figures import save_accuracies
 from .metrics import ClassificationMeter
-from .pictures import BLUE, ORANGE, save_figure
-from .plain import plain, write_json
-from .running import (
-    batches,
-    check_logits,
-    check_pair,
-    device_of,
-    evaluating,
-    model_input,
-    model_name,
-    on_device,
-    progress_bar,
-    steps_in,
-)
+from .model_on_data import check_pair, evaluating, logits_of, model_name, on_device
+from .rich_output import make_table
 
 __all__ = ["CorruptionReport", "corruption_study"]
 
@@ -76,7 +65,7 @@ class CorruptionReport:
         return float((own / other).mean())
 
     def to_dict(self) -> dict[str, Any]:
-        made: dict[str, Any] = plain(
+        made: dict[str, Any] = json_value(
             {
                 "model": self.model,
                 "dataset": self.dataset,
@@ -101,61 +90,34 @@ class CorruptionReport:
 
     def table(self) -> Any:
         """For ``rich.print``."""
-        table = rich_module().table.Table(
-            title=f"{self.model} on {self.dataset} ({self.split}), corrupted: accuracy in %",
+        rows = []
+        for kind, values, ece, lost in zip(
+            self.kinds, self.accuracy, self.ece, self.nonfinite.sum(1).tolist(), strict=True
+        ):
+            note = f" ({lost} not finite)" if lost else ""
+            cells = [f"{100 * float(a):.1f}" for a in (*values, values.mean())]
+            rows.append([kind + note, *cells, f"{float(ece.mean()):.3f}"])
+        return make_table(
+            f"{self.model} on {self.dataset} ({self.split}), corrupted: accuracy in %",
+            ["corruption", *map(str, self.severities), "mean", "ECE"],
+            rows,
+            boxed=True,
             caption=f"clean {100 * self.clean:.2f}, mean under corruption "
             f"{100 * self.mean_accuracy:.2f}; {self.samples:,} samples, seed {self.seed}",
         )
-        table.add_column("corruption")
-        for severity in self.severities:
-            table.add_column(str(severity), justify="right")
-        table.add_column("mean", justify="right")
-        table.add_column("ECE", justify="right")
-        for i, kind in enumerate(self.kinds):
-            cells = [f"{100 * float(a):.1f}" for a in self.accuracy[i]]
-            mean = f"{100 * float(self.accuracy[i].mean()):.1f}"
-            lost = int(self.nonfinite[i].sum())
-            note = f" ({lost} not finite)" if lost else ""
-            table.add_row(kind + note, *cells, mean, f"{float(self.ece[i].mean()):.3f}")
-        return table
 
     def save(self, folder: Path | str) -> list[Path]:
         """Write corruptions.json and corruptions.png into ``folder`` (made if missing)."""
         out = Path(folder)
-        out.mkdir(parents=True, exist_ok=True)
-        return [
-            write_json(self.to_dict(), out / "corruptions.json"),
-            self._picture(out / "corruptions.png"),
-        ]
-
-    def _picture(self, path: Path) -> Path:
-        """Left the mean of each kind against the clean accuracy, right every severity."""
-        rows = len(self.kinds)
-        figure = matplotlib_figure(9.5, max(2.6, 1.5 + 0.27 * rows))
-        left, right = figure.subplots(1, 2, sharey=True, width_ratios=[1.3, 1.0])
-        places = range(rows)
-        left.barh(places, (100 * self.accuracy.mean(1)).tolist(), color=BLUE)
-        left.axvline(100 * self.clean, color=ORANGE, linewidth=2)
-        left.set_yticks(places, [kind.replace("_", " ") for kind in self.kinds], fontsize=8)
-        left.set(xlim=(0, 101), xlabel="accuracy in %, mean over severities")
-        left.set_ylim(rows - 0.4, -0.6)
-        shown = right.imshow(
-            (100 * self.accuracy).tolist(), vmin=0, vmax=100, cmap="viridis", aspect="auto"
-        )
-        for i in places:
-            for j in range(len(self.severities)):
-                value = 100 * float(self.accuracy[i, j])
-                color = "black" if value > 60 else "white"
-                right.text(j, i, f"{value:.0f}", ha="center", va="center", color=color, fontsize=7)
-        right.set_xticks(range(len(self.severities)), [str(s) for s in self.severities])
-        right.set_xlabel("severity")
-        figure.colorbar(shown, ax=right, label="accuracy in %")
-        figure.suptitle(
+        title = (
             f"{self.model} on {self.dataset} ({self.split}): clean {100 * self.clean:.1f}% (line), "
-            f"mean under corruption {100 * self.mean_accuracy:.1f}%",
-            fontsize=10,
+            f"mean under corruption {100 * self.mean_accuracy:.1f}%"
         )
-        return save_figure(figure, path)
+        cells = (self.accuracy, self.clean, self.kinds, self.severities)
+        return [
+            write_json(out / "corruptions.json", self.to_dict()),
+            save_accuracies(*cells, out / "corruptions.png", title),
+        ]
 
 
 @torch.no_grad()
@@ -180,24 +142,26 @@ def corruption_study(
     names, levels = check_kinds(kinds), check_severities(severities)
     model = on_device(model, device)
     check_pair(model, dataset, task="classification")
-    at, label = device_of(model), model_name(model)
     classes = len(dataset.classes)
     cells = [(kind, severity) for kind in names for severity in levels]
     meters = {cell: ClassificationMeter(classes) for cell in [None, *cells]}
-    steps = steps_in(dataset, batch_size) * len(meters)
-    with evaluating(model), progress_bar(steps, "clean", progress) as advance:
-        for images, y in batches(dataset, batch_size, at):
-            for cell, meter in meters.items():
-                changed = images
-                if cell is not None:
-                    changed = corrupt(images, cell[0], cell[1], seed=seed, scale=scale)
-                x = model_input(model, dataset, changed)
-                meter.update(check_logits(model(x), dataset, classes, label), y)
-                advance("clean" if cell is None else f"{cell[0]} {cell[1]}")
+
+    def change(images: Tensor, cell: tuple[str, int] | None) -> Tensor:
+        return images if cell is None else corrupt(images, *cell, seed=seed, scale=scale)
+
+    options: dict[str, Any] = {"batch_size": batch_size, "progress": progress, "text": "clean"}
+    with evaluating(model):
+        for cell, logits, y in logits_of(
+            model, dataset, classes, cases=list(meters), change=change, **options
+        ):
+            meters[cell].update(logits, y)
     found = {cell: meter.compute() for cell, meter in meters.items()}
-    shape = (len(names), len(levels))
+
+    def table(values: list[Any], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype).view(len(names), len(levels))
+
     return CorruptionReport(
-        model=label,
+        model=model_name(model),
         dataset=dataset.name,
         split=dataset.split_name,
         samples=len(dataset),
@@ -205,7 +169,7 @@ def corruption_study(
         kinds=names,
         severities=levels,
         clean=found[None].accuracy,
-        accuracy=torch.tensor([found[c].accuracy for c in cells], dtype=torch.float64).view(shape),
-        ece=torch.tensor([found[c].ece for c in cells], dtype=torch.float64).view(shape),
-        nonfinite=torch.tensor([len(found[c].nonfinite) for c in cells]).view(shape),
+        accuracy=table([found[c].accuracy for c in cells], torch.float64),
+        ece=table([found[c].ece for c in cells], torch.float64),
+        nonfinite=table([len(found[c].nonfinite) for c in cells], torch.long),
     )

@@ -1,19 +1,23 @@
-"""What the solvers did over a data set: steps, residuals, result codes, layer by layer."""
+"""The solvers of a model's equilibrium layers: what they did over a data set, or others instead."""
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from equilibria.engine.adjoint import Adjoint
 from equilibria.engine.result import Result, Solution
 from equilibria.engine.solver import Solver
 from equilibria.nn.observing import Observed, equilibrium_layers
 from equilibria.solvers import Auto
+from equilibria.solvers.forward_backward import SplittingSolver
 
-__all__ = ["SolverRecorder", "SolverStatistics", "layer_label"]
+__all__ = ["SolverRecorder", "SolverStatistics", "layer_label", "replaced", "with_solver"]
 
 SETTLED = 1e-3
 """A relative residual at which a fixed-step solve may be called settled."""
@@ -22,6 +26,44 @@ SETTLED = 1e-3
 def layer_label(name: str) -> str:
     """The name of a layer in tables; a model that is a layer itself has none."""
     return name or "(the model)"
+
+
+def with_solver(model: nn.Module, solver: Solver | None) -> nn.Module:
+    """A deep copy in which ``solver`` solves every equilibrium layer; for None the model itself.
+
+    A solver with tolerances, ``eq.Auto(rtol=1e-5)``, shows what a network gives at its equilibria,
+    where it was trained with a few fixed steps.
+    """
+    return model if solver is None else replaced(model, solver=solver)
+
+
+def replaced(
+    model: nn.Module, *, solver: Solver | None = None, adjoint: Adjoint | None = None
+) -> nn.Module:
+    """A deep copy in which every layer has this solver, this adjoint, or both; None keeps its own.
+
+    Layers inside layers (the branches of a MultiBranch) are changed too. ``Auto`` leaves a layer
+    that is solved by operator splitting its splitting (Anderson may fail there) and gives it its
+    tolerances.
+    """
+    for name, given, kind in (("solver", solver, Solver), ("adjoint", adjoint, Adjoint)):
+        if given is not None and not isinstance(given, kind):
+            raise TypeError(f"{name}={given!r}: expected a {name} object of this library, or None.")
+    made = copy.deepcopy(model)
+    for module in made.modules():
+        if solver is not None and isinstance(getattr(module, "solver", None), Solver):
+            module.solver = _suited(solver, module.solver)  # type: ignore[assignment]
+        if adjoint is not None and isinstance(getattr(module, "adjoint", None), Adjoint):
+            module.adjoint = adjoint  # type: ignore[assignment]
+    return made
+
+
+def _suited(solver: Solver, own: object) -> Solver:
+    """``solver``, or ``own`` with its tolerances where that is a splitting and Auto may choose."""
+    if not (isinstance(solver, Auto) and isinstance(own, SplittingSolver)):
+        return solver
+    steps = max(own.max_steps, solver.max_steps)
+    return dataclasses.replace(own, rtol=solver.rtol, atol=solver.atol, max_steps=steps)
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,6 +127,7 @@ class SolverRecorder:
         self._layers: dict[str, Any] = dict(equilibrium_layers(model))
         self._kept: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {}
         self._chosen: dict[str, set[str]] = {}
+        self._backward: dict[str, list[Tensor]] = {}
 
     def add(self, seen: Observed) -> None:
         """Take what was seen, and let go of the states."""
@@ -107,6 +150,12 @@ class SolverRecorder:
         stats = found.stats
         self._kept.setdefault(name, []).append((found.result, stats.steps, stats.relative))
         self._chosen.setdefault(name, set()).add(found.choice.split(":")[0])
+        if stats.backward.steps is not None:
+            self._backward.setdefault(name, []).append(stats.backward.steps.long().flatten())
+
+    def backward(self) -> dict[str, Tensor]:
+        """By layer, entry s counts the samples whose backward solve took s steps."""
+        return {name: torch.bincount(torch.cat(s)).cpu() for name, s in self._backward.items()}
 
     def compute(self) -> dict[str, SolverStatistics]:
         """By layer, in the order of the model; here the host waits."""

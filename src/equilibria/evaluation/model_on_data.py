@@ -1,10 +1,10 @@
-"""Run a model over a data set: checked, in eval mode, batch by batch, with a bar."""
+"""A model over a data set: checked against each other, in eval mode, batch by batch, with a bar."""
 
 from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,21 +14,31 @@ from torch import Tensor, nn
 from equilibria.data.image_data import ImageData
 from equilibria.engine.result import ConvergenceWarning
 
-from .checks import check_whole
-from .extras import rich_module
+from .rich_output import progress_bar
 
 __all__ = [
     "batches",
     "check_logits",
     "check_pair",
+    "check_whole",
     "device_of",
     "evaluating",
+    "logits_of",
     "model_input",
     "model_name",
     "on_device",
-    "progress_bar",
     "steps_in",
 ]
+
+
+def check_whole(name: str, value: object, low: int) -> int:
+    """An integer of at least ``low``, or an error that names the argument."""
+    wanted = f"{name}={value!r}: expected an integer of at least {low}."
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(wanted)
+    if value < low:
+        raise ValueError(wanted)
+    return value
 
 
 def model_name(model: nn.Module) -> str:
@@ -36,9 +46,21 @@ def model_name(model: nn.Module) -> str:
     return str(getattr(getattr(model, "config", None), "name", type(model).__name__))
 
 
-def steps_in(dataset: ImageData, batch_size: int) -> int:
-    """How many batches there are."""
-    return -(-len(dataset) // check_whole("batch_size", batch_size, 1))
+def device_of(model: nn.Module) -> torch.device:
+    for held in (*model.parameters(), *model.buffers()):
+        return held.device
+    return torch.device("cpu")
+
+
+def on_device(model: nn.Module, device: torch.device | str | None) -> nn.Module:
+    """The model itself, or a copy where it lives on another device: the given one never moves."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"expected a model (torch.nn.Module), got {type(model).__name__}.")
+    if device is None:
+        return model
+    wanted, here = torch.device(device), device_of(model)
+    same = wanted.type == here.type and wanted.index in (None, here.index)
+    return model if same else copy.deepcopy(model).to(wanted)
 
 
 @contextmanager
@@ -58,12 +80,6 @@ def evaluating(model: nn.Module) -> Iterator[nn.Module]:
             module.training = mode
 
 
-def device_of(model: nn.Module) -> torch.device:
-    for held in (*model.parameters(), *model.buffers()):
-        return held.device
-    return torch.device("cpu")
-
-
 def model_input(model: nn.Module, dataset: ImageData, images: Tensor) -> Tensor:
     """uint8 images normalized as the data say, in the dtype of the model."""
     x = dataset.normalize(images)
@@ -73,15 +89,45 @@ def model_input(model: nn.Module, dataset: ImageData, images: Tensor) -> Tensor:
     return x
 
 
-def on_device(model: nn.Module, device: torch.device | str | None) -> nn.Module:
-    """The model itself, or a copy where it lives on another device: the given one never moves."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"expected a model (torch.nn.Module), got {type(model).__name__}.")
-    if device is None:
-        return model
-    wanted, here = torch.device(device), device_of(model)
-    same = wanted.type == here.type and wanted.index in (None, here.index)
-    return model if same else copy.deepcopy(model).to(wanted)
+def steps_in(dataset: ImageData, batch_size: int) -> int:
+    """How many batches there are."""
+    return -(-len(dataset) // check_whole("batch_size", batch_size, 1))
+
+
+def batches(
+    dataset: ImageData, batch_size: int, device: torch.device
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """(uint8 images [B, C, H, W], targets) in order, on the device."""
+    check_whole("batch_size", batch_size, 1)
+    for start in range(0, len(dataset), batch_size):
+        rows = slice(start, min(start + batch_size, len(dataset)))
+        yield dataset.images[rows].to(device), dataset.targets[rows].to(device)
+
+
+def logits_of(
+    model: nn.Module,
+    dataset: ImageData,
+    classes: int,
+    *,
+    batch_size: int,
+    progress: bool,
+    text: str,
+    cases: Sequence[Any] = (None,),
+    change: Callable[[Tensor, Any], Tensor] | None = None,
+) -> Iterator[tuple[Any, Tensor, Tensor]]:
+    """(case, logits, targets) of every batch in every case, its images changed to suit.
+
+    Images are read once. To be run under ``torch.no_grad`` and ``evaluating(model)``.
+    """
+    name = model_name(model)
+    total = steps_in(dataset, batch_size) * len(cases)
+    with progress_bar(total, text, progress) as advance:
+        for images, y in batches(dataset, batch_size, device_of(model)):
+            for case in cases:
+                changed = images if change is None else change(images, case)
+                logits = model(model_input(model, dataset, changed))
+                yield case, check_logits(logits, dataset, classes, name), y
+                advance(text if case is None else " ".join(map(str, case)))
 
 
 def check_pair(
@@ -100,8 +146,7 @@ def check_pair(
         raise ValueError(f"{where} is empty: there is nothing to evaluate on.")
     if task is not None and dataset.task != task:
         raise ValueError(f"{where} is a data set for {dataset.task}; this takes {task}.")
-    config = getattr(model, "config", None)
-    name = model_name(model)
+    config, name = getattr(model, "config", None), model_name(model)
     channels = getattr(config, "in_channels", None)
     if channels is not None and channels != dataset.channels:
         words = {1: "1 channel (gray)", 3: "3 channels (RGB)"}
@@ -142,15 +187,14 @@ def _notes(model: nn.Module, dataset: ImageData) -> list[str]:
             len(theirs) != len(mine)
             or max(abs(a - b) for a, b in zip(theirs, mine, strict=True)) > 1e-3
         ):
+            short = [
+                "(" + ", ".join(f"{n:.4g}" for n in numbers) + ")" for numbers in (theirs, mine)
+            ]
             notes.append(
-                f"the model was trained with {key}={_short(theirs)}, the data are normalized by "
-                f"{_short(mine)}: dataset.with_normalization_of(model.extra) takes the model's"
+                f"the model was trained with {key}={short[0]}, the data are normalized by "
+                f"{short[1]}: dataset.with_normalization_of(model.extra) takes the model's"
             )
     return notes
-
-
-def _short(numbers: Sequence[float]) -> str:
-    return "(" + ", ".join(f"{n:.4g}" for n in numbers) + ")"
 
 
 def check_logits(logits: Any, dataset: ImageData, classes: int, name: str) -> Tensor:
@@ -158,8 +202,7 @@ def check_logits(logits: Any, dataset: ImageData, classes: int, name: str) -> Te
     where = f"{dataset.name} ({dataset.split_name})"
     if not isinstance(logits, Tensor):
         raise TypeError(f"{name} returned {type(logits).__name__}; expected a tensor of logits.")
-    dims = 2 if dataset.task == "classification" else 4
-    shape = "[B, K]" if dims == 2 else "[B, K, H, W]"
+    dims, shape = (2, "[B, K]") if dataset.task == "classification" else (4, "[B, K, H, W]")
     if logits.ndim != dims:
         raise ValueError(
             f"{name} returned a tensor of shape {tuple(logits.shape)}; {dataset.task} on {where} "
@@ -168,42 +211,3 @@ def check_logits(logits: Any, dataset: ImageData, classes: int, name: str) -> Te
     if logits.shape[1] != classes:
         raise ValueError(_class_mismatch(name, logits.shape[1], classes, where))
     return logits
-
-
-def batches(
-    dataset: ImageData, batch_size: int, device: torch.device
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """(uint8 images [B, C, H, W], targets) in order, on the device."""
-    check_whole("batch_size", batch_size, 1)
-    for start in range(0, len(dataset), batch_size):
-        rows = slice(start, min(start + batch_size, len(dataset)))
-        yield dataset.images[rows].to(device), dataset.targets[rows].to(device)
-
-
-@contextmanager
-def progress_bar(total: int, text: str, shown: bool) -> Iterator[Any]:
-    """A function ``advance(text=None)`` that moves a bar on the terminal.
-
-    Silent if not shown, and where the errors do not go to a terminal.
-    """
-    rich = rich_module() if shown else None
-    console = None if rich is None else rich.console.Console(stderr=True)
-    if rich is None or console is None or not console.is_terminal:
-        yield lambda text=None: None
-        return
-    parts = rich.progress
-    bar = parts.Progress(
-        parts.TextColumn("{task.description}"),
-        parts.BarColumn(),
-        parts.MofNCompleteColumn(),
-        parts.TimeRemainingColumn(),
-        console=console,
-        transient=True,
-    )
-    with bar:
-        task = bar.add_task(text, total=total)
-
-        def advance(text: str | None = None) -> None:
-            bar.update(task, advance=1, **({} if text is None else {"description": text}))
-
-        yield advance

@@ -16,7 +16,9 @@ from equilibria.engine.result import Solution
 from equilibria.engine.solver import Solver
 from equilibria.nn import observe
 
-from .running import evaluating
+from .layer_solvers import with_solver
+from .model_on_data import check_whole, evaluating
+from .rich_output import progress_bar
 
 __all__ = ["Prediction", "predict_files"]
 
@@ -64,12 +66,16 @@ def predict_files(
     that is no image raises a ValueError that names it, or with ``skip_corrupt`` is left out and
     named in a warning.
     """
-    from equilibria.evaluation.solving import with_solver
-
-    if top < 1:
-        raise ValueError(f"top={top}: expected at least 1.")
+    check_whole("top", top, 1)
+    check_whole("batch_size", batch_size, 1)
     files = _files(paths)
-    extra, config = _preprocessing(model)
+    config = getattr(model, "config", None)
+    if config is None:
+        raise TypeError(
+            f"{type(model).__name__} has no config: make it with equilibria.models.create or load "
+            "it with equilibria.models.load."
+        )
+    extra = dict(getattr(model, "extra", None) or {})
     if extra.get("task") == "segmentation":
         raise ValueError(
             f"{config.name} segments images; predict_files names one class an image. Use a "
@@ -82,35 +88,35 @@ def predict_files(
     normalize = _normalizer(extra, config.in_channels, device)
     found: list[Prediction] = []
     skipped: list[str] = []
-    for batch in _batches(files, batch_size, progress):
-        kept, pictures = [], []
-        for file in batch:
-            try:
-                pictures.append(_read(file, config.in_channels, size))
-                kept.append(file)
-            except ValueError as error:
-                if not skip_corrupt:
-                    raise
-                skipped.append(str(error))
-        if not kept:
-            continue
-        with torch.no_grad(), evaluating(used), observe(used) as seen, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # convergence is a field of the answer
-            logits = used(normalize(torch.stack(pictures).to(device)))
-        if logits.shape[1] != len(classes):
-            raise ValueError(f"the model has {logits.shape[1]} classes, its file {len(classes)}.")
-        found += _answers(kept, logits.float().softmax(1), classes, top, seen.solutions)
+    starts = range(0, len(files), batch_size)
+    with progress_bar(len(starts), "predicting", progress and len(starts) > 1) as advance:
+        for start in starts:
+            kept, images = [], []
+            for file in files[start : start + batch_size]:
+                try:
+                    if not file.exists():
+                        raise ValueError(f"{file}: no such file.")
+                    # uint8 [channels, size, size]: the middle square, resized.
+                    images.append(read_image(file, config.in_channels, size))
+                    kept.append(file)
+                except ValueError as error:
+                    if not skip_corrupt:
+                        raise
+                    skipped.append(str(error))
+            if kept:
+                with torch.no_grad(), evaluating(used), observe(used) as seen:
+                    warnings.simplefilter("ignore")  # convergence is a field of the answer
+                    logits = used(normalize(torch.stack(images).to(device)))
+                if logits.shape[1] != len(classes):
+                    raise ValueError(
+                        f"the model has {logits.shape[1]} classes, its file {len(classes)}."
+                    )
+                found += _answers(kept, logits.float().softmax(1), classes, top, seen.solutions)
+            advance()
     if skipped:
         noun = "file" if len(skipped) == 1 else "files"
         warnings.warn(f"skipped {len(skipped)} {noun}; the first: {skipped[0]}", stacklevel=2)
     return found
-
-
-def _read(file: Path, channels: int, size: int) -> Tensor:
-    """uint8 [channels, size, size]: the middle square, resized."""
-    if not file.exists():
-        raise ValueError(f"{file}: no such file.")
-    return read_image(file, channels, size)
 
 
 def _size(given: Any) -> int:
@@ -137,16 +143,6 @@ def _files(paths: Iterable[str | Path]) -> list[Path]:
     return found
 
 
-def _preprocessing(model: nn.Module) -> tuple[dict[str, Any], Any]:
-    config = getattr(model, "config", None)
-    if config is None:
-        raise TypeError(
-            f"{type(model).__name__} has no config: make it with equilibria.models.create or load "
-            "it with equilibria.models.load."
-        )
-    return dict(getattr(model, "extra", None) or {}), config
-
-
 def _normalizer(extra: dict[str, Any], channels: int, device: torch.device) -> Any:
     mean = torch.tensor(extra.get("mean") or [0.0] * channels, device=device).view(1, -1, 1, 1)
     std = torch.tensor(extra.get("std") or [1.0] * channels, device=device).view(1, -1, 1, 1)
@@ -160,17 +156,6 @@ def _normalizer(extra: dict[str, Any], channels: int, device: torch.device) -> A
         return (images.float() / 255.0 - mean) / std
 
     return normalize
-
-
-def _batches(files: list[Path], size: int, progress: bool) -> Iterable[list[Path]]:
-    batches = [files[i : i + size] for i in range(0, len(files), size)]
-    if not progress or len(batches) < 2:
-        return batches
-    from rich.console import Console
-    from rich.progress import track
-
-    console = Console(stderr=True)
-    return track(batches, description="predicting", console=console, transient=True)
 
 
 def _answers(
@@ -187,15 +172,15 @@ def _answers(
         tested = [s.converged.cpu() for s in found if s.stats.syncs > 0]
         converged = torch.stack(tested).all(0).tolist() if tested else None
     best = probabilities.topk(min(top, len(classes)), dim=1)
-    answers = []
-    for i, file in enumerate(files):
-        pairs = zip(best.indices[i].tolist(), best.values[i].tolist(), strict=True)
-        answers.append(
-            Prediction(
-                file=file,
-                labels=tuple((classes[k], p) for k, p in pairs),
-                steps=None if steps is None else steps[i],
-                converged=None if converged is None else converged[i],
-            )
+    return [
+        Prediction(
+            file=file,
+            labels=tuple(
+                (classes[k], p)
+                for k, p in zip(best.indices[i].tolist(), best.values[i].tolist(), strict=True)
+            ),
+            steps=None if steps is None else steps[i],
+            converged=None if converged is None else converged[i],
         )
-    return answers
+        for i, file in enumerate(files)
+    ]

@@ -1,0 +1,854 @@
+"""profile_model: where the time of a model goes, and what to do about it.
+
+Whole passes are timed as they are. The parts (map, solver, adjoint, rest) come from passes with
+marks around every map, solve and adjoint (``solve_marks``), run in turn with those. Operators, the
+memory of a CPU and the waits of a GPU come from a pass under torch.profiler.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import gc
+import os
+import platform
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+from equilibria.adjoints import Implicit
+from equilibria.engine.files import json_value, write_json
+from equilibria.engine.krylov import LinearSolver
+from equilibria.engine.result import ConvergenceWarning
+from equilibria.engine.solver import Solver
+from equilibria.engine.tree import flatten_state
+from equilibria.nn.constraints import OperatorNorm
+from equilibria.nn.observing import equilibrium_layers, observe
+from equilibria.solvers import Anderson, ForwardBackward
+from equilibria.solvers.forward_backward import SplittingSolver
+
+from .figures import save_bars
+from .layer_solvers import SolverRecorder, SolverStatistics, layer_label
+from .model_on_data import check_whole, device_of, model_name
+from .rich_output import as_text, group, make_table, progress_bar
+from .solve_marks import PARTS, Marks, marked, solving_layers
+
+__all__ = [
+    "LayerProfile",
+    "Memory",
+    "PassProfile",
+    "Profile",
+    "Spread",
+    "Suggestion",
+    "peak_memory",
+    "profile_model",
+    "quiet",
+    "seconds_of",
+]
+
+Run = Callable[[], object]
+_INNER = ("map", "solver", "adjoint_map", "adjoint_solver")
+GROUPS = {
+    "map": ("map",),
+    "solver": ("solver",),
+    "adjoint": ("adjoint_map", "adjoint_solver"),
+    "rest": tuple(part for part in PARTS if part not in _INNER),
+}
+"""The four questions, and the parts that answer each."""
+PRECISIONS = {"32-true": None, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+"""As in training: the dtype of autocast, or None for the model's own."""
+_WARM = 2
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median and quartiles of repeated measurements, in seconds."""
+
+    median: float
+    low: float
+    high: float
+    count: int
+
+    @staticmethod
+    def of(values: list[float]) -> Spread:
+        several = values if len(values) > 1 else 2 * values
+        low, middle, high = statistics.quantiles(several, n=4, method="inclusive")
+        return Spread(middle, low, high, len(values))
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes at the peak of a pass beyond what was held before it (weights, batch, optimizer)."""
+
+    peak: int
+    held: int
+    method: str
+    """Who counted: the caching allocator of a GPU, or the profiler on a CPU."""
+
+
+@dataclass(frozen=True, eq=False)
+class LayerProfile:
+    """One equilibrium layer in one pass."""
+
+    name: str
+    seconds: Mapping[str, float]
+    """By part: map, solver, adjoint_map, adjoint_solver."""
+    evaluations: int
+    """Of T in the solve."""
+    graph_evaluations: int
+    """Of T with a graph, for the adjoint."""
+    products: int
+    """With the transposed Jacobian of T, in the backward pass."""
+    statistics: SolverStatistics | None
+    """Steps per sample as a histogram, residuals, result codes."""
+    backward_steps: Tensor | None
+    """Long: entry s counts the samples whose backward solve took s steps; None: no such solve."""
+
+    @property
+    def total(self) -> float:
+        return sum(self.seconds.values())
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "name": layer_label(self.name),
+            "seconds": self.seconds,
+            "evaluations": self.evaluations,
+            "graph_evaluations": self.graph_evaluations,
+            "products": self.products,
+            "solves": None if self.statistics is None else self.statistics.to_dict(),
+            "backward_steps_histogram": self.backward_steps,
+        }
+
+
+@dataclass(frozen=True, eq=False)
+class PassProfile:
+    """A training step or an inference: how long as it runs, and where the time goes."""
+
+    kind: str
+    """"train" or "inference"."""
+    batch: int
+    seconds: Spread
+    """As it runs, without any mark."""
+    eager: Spread
+    """Without marks and not compiled, which is what the parts are of; else the same."""
+    marked: Spread
+    """With marks, run in turn with ``eager``."""
+    overhead: float
+    """What the marks cost, as a share: the median over rounds of marked/eager, less 1."""
+    parts: Mapping[str, float]
+    """Seconds by part (see ``PARTS``) of the marked pass of median length."""
+    layers: tuple[LayerProfile, ...]
+    operators: tuple[tuple[str, int, float], ...]
+    """By torch.profiler: (name, calls, seconds of its own), the most expensive first."""
+    memory: Memory
+    waits: int | None
+    """Times that the host waited for the GPU; None where there is none."""
+    idle: float
+    """Share of the pass in which the GPU ran no kernel; 0 on a CPU."""
+
+    @property
+    def images_per_second(self) -> float:
+        return self.batch / self.seconds.median
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
+
+    def group(self, name: str) -> float:
+        """Seconds of "map", "solver", "adjoint" or "rest"."""
+        return sum(self.parts[part] for part in GROUPS[name])
+
+    def share(self, *parts: str) -> float:
+        """Of the marked pass, 0 to 1."""
+        return sum(self.parts[part] for part in parts) / self.total
+
+    @property
+    def steps(self) -> Tensor | None:
+        """Long: entry s counts the solves of s steps, of all layers together; None without any."""
+        known = [p.statistics.histogram for p in self.layers if p.statistics is not None]
+        length = max((len(h) for h in known), default=0)
+        padded = [nn.functional.pad(h, (0, length - len(h))) for h in known]
+        return torch.stack(padded).sum(0) if known else None
+
+    def to_dict(self) -> dict[str, Any]:
+        names = ("name", "calls", "seconds")
+        return {
+            "kind": self.kind,
+            "batch": self.batch,
+            "seconds": asdict(self.seconds),
+            "images_per_second": self.images_per_second,
+            "eager_seconds": asdict(self.eager),
+            "marked_seconds": asdict(self.marked),
+            "overhead_of_marks": self.overhead,
+            "groups": {name: self.group(name) for name in GROUPS},
+            "parts": self.parts,
+            "layers": [layer.to_dict() for layer in self.layers],
+            "operators": [dict(zip(names, row, strict=True)) for row in self.operators],
+            "memory": asdict(self.memory),
+            "host_waits": self.waits,
+            "device_idle": self.idle,
+        }
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """What to do, why, and by how much it may help."""
+
+    name: str
+    reason: str
+    """From measured numbers."""
+    do: str
+    """What to write."""
+    predicted: float | None
+    """Times as fast, at best, by what was measured; None: only a trial can tell."""
+    measured: float | None = None
+    """Times as fast, tried side by side in this run."""
+    change: float | None = None
+    """How much the tried model's answer differs: ‖a − b‖/‖b‖."""
+    note: str = ""
+    """Why a trial failed, or what it leaves open."""
+
+
+@dataclass(frozen=True, eq=False)
+class Profile:
+    """Where the time goes, and what to do about it."""
+
+    model: str
+    parameters: int
+    shape: tuple[int, ...]
+    device: str
+    machine: str
+    threads: int
+    precision: str
+    compiled: bool
+    train: PassProfile | None
+    inference: PassProfile
+    suggestions: tuple[Suggestion, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def main(self) -> PassProfile:
+        """The training step where it was measured."""
+        return self.inference if self.train is None else self.train
+
+    def to_dict(self) -> dict[str, Any]:
+        """In types that JSON has."""
+        found = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        found["train"] = None if self.train is None else self.train.to_dict()
+        found["inference"] = self.inference.to_dict()
+        found["suggestions"] = [asdict(s) for s in self.suggestions]
+        return dict(json_value(found))
+
+    def tables(self) -> list[Any]:
+        """For ``rich.print``: times, layers, operators, what would help, notes."""
+        main, passes = self.main, [p for p in (self.train, self.inference) if p is not None]
+        rows = [
+            ["time", *(_ms(p.seconds.median) for p in passes)],
+            ["  quartiles", *(f"{_ms(p.seconds.low)} to {_ms(p.seconds.high)}" for p in passes)],
+            ["images a second", *(f"{p.images_per_second:,.4g}" for p in passes)],
+        ]
+        for name, parts in GROUPS.items():
+            lines = {name: parts, **{f"  {PARTS[part]}": (part,) for part in parts}}
+            for label, some in lines.items():
+                if label == name or (len(parts) > 1 and any(p.share(*some) for p in passes)):
+                    shares = [p.share(*some) for p in passes]
+                    cells = (_ms(p.total * s) for p, s in zip(passes, shares, strict=True))
+                    rows.append(
+                        [label, *(f"{c} {s:4.0%}" for c, s in zip(cells, shares, strict=True))]
+                    )
+        rows.append(["peak memory", *(f"{p.memory.peak / 2**20:,.1f} MiB" for p in passes)])
+        if main.waits is not None:
+            rows.append(["the host waited for the GPU", *(f"{p.waits} times" for p in passes)])
+            rows.append(["the GPU was idle", *(f"{p.idle:.0%}" for p in passes)])
+        rows.append(["the marks cost", *(f"{p.overhead:+.0%}" for p in passes)])
+        title = (
+            f"{self.model}, {self.parameters:,} parameters, {'×'.join(map(str, self.shape))}, "
+            f"{self.precision}{', compiled' * self.compiled}, {self.device} ({self.machine})"
+        )
+        names = ["training step" if p.kind == "train" else "inference" for p in passes]
+        found = [make_table(title, ["", *names], rows)]
+        if main.layers:
+            found.append(_layer_table(main))
+        rows = [[name, f"{calls:,}", _ms(s)] for name, calls, s in main.operators[:8]]
+        found.append(make_table(f"operators, {main.kind}", ("", "calls", "time"), rows))
+        rows = []
+        for s in self.suggestions:
+            change = "" if s.change is None else f"the answer changes by {s.change:.1e}"
+            why = "\n".join(filter(None, (f"{s.reason}.", s.do, change, s.note)))
+            gains = ["–" if g is None else f"{g:.2f}×" for g in (s.predicted, s.measured)]
+            rows.append([s.name, why.replace("[", "\\["), *gains])
+        title = f"what would help the {main.kind} pass" + (
+            ": nothing that is known" if not rows else ""
+        )
+        found.append(
+            make_table(title, ("what", "why, and how", "at best", "measured"), rows, left=2)
+        )
+        return [*found, *(f"note: {note}" for note in self.notes)]
+
+    def __str__(self) -> str:
+        return as_text(group(*self.tables()))
+
+    def save(self, folder: str | Path) -> list[Path]:
+        """Write bench.json and bench.png; the paths."""
+        out, main = Path(folder), self.main
+        bars = {
+            p.kind: {name: p.group(name) for name in GROUPS}
+            for p in (self.train, self.inference)
+            if p is not None
+        }
+        for layer in sorted(main.layers, key=lambda p: -p.total):
+            adjoint = sum(layer.seconds[part] for part in GROUPS["adjoint"])
+            bars[layer_label(layer.name)] = {**layer.seconds, "adjoint": adjoint}
+        title = f"{self.model}, batch {main.batch}, {self.precision}, {self.device}"
+        return [
+            write_json(out / "bench.json", self.to_dict()),
+            save_bars(bars, main.steps, out / "bench.png", title),
+        ]
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1.0 else f"{1e3 * seconds:.3g} ms"
+
+
+def _layer_table(main: PassProfile) -> Any:
+    rows = []
+    for layer in main.layers:
+        seconds, found = layer.seconds, layer.statistics
+        times = (
+            seconds["map"],
+            seconds["solver"],
+            layer.total - seconds["map"] - seconds["solver"],
+        )
+        steps = residual = "–"
+        if found is not None:
+            taken = found.histogram.nonzero()[:, 0].tolist()
+            steps = "–".join(map(str, sorted({taken[0], taken[-1]})))
+            residual = f"{float(found.residual[3]):.1e}"
+        counts = (layer.evaluations, layer.graph_evaluations, layer.products)
+        cells = [*(f"{1e3 * s:.3g}" for s in times), *map(str, counts), steps, residual]
+        rows.append([layer_label(layer.name), f"{layer.total / main.total:.0%}", *cells])
+    names = ("layer", "share", "map", "solver", "adjoint", "T", "graph", "Jᵀ", "steps", "residual")
+    return make_table(
+        "layers: ms, evaluations (T, with a graph, Jᵀ), steps per sample", names, rows
+    )
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """No garbage collection inside: it would fall on whoever happens to run."""
+    gc.collect()
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def seconds_of(run: Run, device: torch.device) -> float:
+    """One run: by events in the stream on a GPU, by the wall clock elsewhere."""
+    if device.type != "cuda":
+        start = time.perf_counter()
+        run()
+        return time.perf_counter() - start
+    torch.cuda.synchronize(device)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record(torch.cuda.current_stream(device))
+    run()
+    end.record(torch.cuda.current_stream(device))
+    torch.cuda.synchronize(device)
+    return float(begin.elapsed_time(end)) * 1e-3
+
+
+def peak_memory(run: Run, device: torch.device, held: int) -> Memory:
+    """Of one pass; ``held`` is what is reported for a CPU, where no allocator can be asked."""
+    if device.type != "cuda":
+        return _profiled(run, device, held)[1]
+    torch.cuda.synchronize(device)
+    gc.collect()
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    run()
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device) - before
+    return Memory(peak, before, "CUDA's caching allocator")
+
+
+def _profiled(run: Run, device: torch.device, held: int) -> tuple[Any, Memory]:
+    """Operators of a run by torch.profiler, and its peak of memory on a CPU."""
+    cuda = device.type == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it writes on stderr
+    with quiet(), profile(activities=activities, profile_memory=not cuda) as found:
+        run()
+        if cuda:
+            torch.cuda.synchronize(device)
+    now = most = 0
+    for event in sorted(found.events(), key=lambda e: float(e.time_range.end)):
+        now += int(event.self_cpu_memory_usage)
+        most = max(most, now)
+    return found.key_averages(), Memory(most, held, "torch.profiler's record of allocations")
+
+
+@dataclass(eq=False)
+class _Workload:
+    """One training step and one inference of a copy of a model on one batch: what is timed."""
+
+    model: nn.Module
+    x: Tensor
+    y: Any
+    loss: Callable[[Any, Any], Tensor]
+    optimizer: torch.optim.Optimizer | None
+    dtype: torch.dtype | None
+    called: Callable[[Tensor], Any]
+    """What is called: the model, or its compiled form."""
+
+    @staticmethod
+    def of(
+        model: nn.Module,
+        x: Tensor,
+        y: Any,
+        *,
+        loss: Callable[[Any, Any], Tensor] | None,
+        optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None,
+        precision: str,
+        channels_last: bool,
+        compiled: bool,
+    ) -> _Workload:
+        own = copy.deepcopy(getattr(model, "_orig_mod", model))
+        if channels_last:
+            own = own.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            x = x.contiguous(memory_format=torch.channels_last) if x.ndim == 4 else x
+        trained = [p for p in own.parameters() if p.requires_grad]
+        # SGD at a rate of 0 does all of its work, and the weights stay where they are.
+        still = (
+            torch.optim.SGD(trained, lr=0.0, momentum=0.9, weight_decay=5e-4) if trained else None
+        )
+        made = optimizer(trained) if optimizer is not None and trained else still
+        called: Any = torch.compile(own) if compiled else own
+        dtype = PRECISIONS[precision]
+        work = _Workload(own, x, y, loss or nn.functional.cross_entropy, made, dtype, called)
+        if y is None and loss is None:
+            out = work.answer()
+            if not isinstance(out, Tensor) or out.ndim < 2 or not out.is_floating_point():
+                got = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
+                raise ValueError(
+                    f"the model returned {got}, for which no labels can be made up: logits "
+                    "[B, K, ...] are expected. Give y and loss (a function of output and y)."
+                )
+            draw = torch.Generator().manual_seed(0)
+            shape = (out.shape[0], *out.shape[2:])
+            work.y = torch.randint(0, out.shape[1], shape, generator=draw).to(out.device)
+        return work
+
+    def cast(self) -> Any:
+        if self.dtype is None:
+            return nullcontext()
+        return torch.autocast(self.x.device.type, dtype=self.dtype)
+
+    @contextmanager
+    def mode(self, kind: str) -> Iterator[None]:
+        """Train or eval mode; solves that miss their tolerance are counted, not warned of."""
+        self.model.train(kind == "train")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ConvergenceWarning)
+            yield
+
+    def answer(self) -> Any:
+        """The output in eval mode, by the model that is not compiled."""
+        with self.mode("inference"), torch.no_grad(), self.cast():
+            return self.model(self.x)
+
+    def run(self, kind: str, marks: Marks | None = None, *, eager: bool = True) -> None:
+        """Once: forward, loss, backward and optimizer, or a forward pass without a graph."""
+        model, to = self.model if eager else self.called, marks.to if marks else lambda *_: None
+        to("", "forward")
+        with torch.set_grad_enabled(kind == "train"), self.cast():
+            out = model(self.x)
+            if kind == "train":
+                to("", "loss")
+                loss = self.loss(out, self.y)
+        if kind == "train":
+            del out
+            to("", "backward")
+            if marks is not None:
+                marks.in_backward = True
+            if self.optimizer is not None:
+                self.optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            to("", "optimizer")
+            if self.optimizer is not None:
+                self.optimizer.step()
+        to("", "end")
+
+    def held(self) -> int:
+        """Bytes of weights, batch and optimizer."""
+        state = [] if self.optimizer is None else list(self.optimizer.state.values())
+        moments = [t for one in state for t in one.values() if isinstance(t, Tensor)]
+        tensors = [*self.model.parameters(), *self.model.buffers(), self.x, *moments]
+        return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def _pass(
+    work: _Workload, kind: str, repeats: int, budget: float, advance: Callable[..., None]
+) -> PassProfile:
+    """Time it with and without marks, in turn; then profile it and watch its solves."""
+    device, compiled = work.x.device, work.called is not work.model
+
+    def with_marks() -> tuple[float, dict[tuple[str, str], float], Marks]:
+        marks = Marks(device)
+        with marked(work.model, marks):
+            seconds = seconds_of(lambda: work.run(kind, marks), device)
+        return seconds, marks.seconds(), marks
+
+    rounds = []
+    with work.mode(kind):
+        with quiet():
+            for number in range(_WARM + repeats):
+                if number == _WARM:
+                    began, rounds = time.perf_counter(), []
+                first = with_marks() if number % 2 else None
+                eager = seconds_of(lambda: work.run(kind), device)
+                as_it_is = eager
+                if compiled:
+                    as_it_is = seconds_of(lambda: work.run(kind, eager=False), device)
+                rounds.append((as_it_is, eager, first or with_marks()))
+                advance()
+                if number >= _WARM + 2 and time.perf_counter() - began > budget:
+                    break
+        recorder = SolverRecorder(work.model)
+        with observe(work.model) as seen:
+            work.run(kind)
+        recorder.add(seen)
+        work.model.zero_grad(set_to_none=True)
+        averages, memory = _profiled(lambda: work.run(kind), device, work.held())
+        if device.type == "cuda":
+            memory = peak_memory(lambda: work.run(kind), device, work.held())
+    # The pass of median length: its parts still add up.
+    _, parts, marks = sorted((r[2] for r in rounds), key=lambda m: m[0])[len(rounds) // 2]
+    total = sum(parts.values())
+    field = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
+    operators = sorted(
+        ((str(e.key), int(e.count), 1e-6 * float(getattr(e, field))) for e in averages),
+        key=lambda row: -row[2],
+    )
+    solves, backward = recorder.compute(), recorder.backward()
+    counted = ("evaluations", "graph_evaluations", "products")
+    return PassProfile(
+        kind=kind,
+        batch=work.x.shape[0],
+        seconds=Spread.of([r[0] for r in rounds]),
+        eager=Spread.of([r[1] for r in rounds]),
+        marked=Spread.of([r[2][0] for r in rounds]),
+        overhead=statistics.median(m[0] / eager for _, eager, m in rounds) - 1.0,
+        parts={part: sum(s for (_, p), s in parts.items() if p == part) for part in PARTS},
+        layers=tuple(
+            LayerProfile(
+                name,
+                {part: parts.get((name, part), 0.0) for part in _INNER},
+                *(marks.counts[name, what] for what in counted),
+                solves.get(name),
+                backward.get(name),
+            )
+            for name in solving_layers(work.model)
+        ),
+        operators=tuple(operators[:20]),
+        memory=memory,
+        # One wait is the profiler's own.
+        waits=max(sum(n for key, n, _ in operators if "Synchronize" in key) - 1, 0)
+        if device.type == "cuda"
+        else None,
+        idle=max(1.0 - sum(s for *_, s in operators) / total, 0.0)
+        if device.type == "cuda"
+        else 0.0,
+    )
+
+
+def profile_model(
+    model: nn.Module,
+    x: Tensor,
+    y: Any = None,
+    *,
+    train: bool = True,
+    repeats: int = 10,
+    budget: float = 20.0,
+    precision: str = "32-true",
+    channels_last: bool = False,
+    compile: bool = False,
+    loss: Callable[[Any, Any], Tensor] | None = None,
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
+    try_suggestions: bool = False,
+    progress: bool = False,
+) -> Profile:
+    """Seconds of a training step and of an inference on the batch x, split into parts.
+
+    The parts are: evaluations of the map; the rest of the solves; the adjoints (products with the
+    transposed Jacobian, and the rest); everything else. They come from passes with marks around
+    every map, solve and adjoint, run in turn with passes without any: ``overhead`` says what the
+    marks cost. On a GPU marks are events in the stream, so that nothing waits for them.
+
+    A copy of the model runs; the user's own keeps its weights and statistics. Of a compiled model
+    (or ``compile=True``) the whole is timed compiled and the parts are those of the same model run
+    eagerly: what a compiler has fused cannot be told apart.
+
+    Args:
+        model: on the device to measure on; x is moved there.
+        x: a batch as the model takes it, [B, ...].
+        y: targets; None: labels at random for logits [B, K, ...].
+        train: measure the training step too.
+        repeats: timed passes at most.
+        budget: seconds after which no further timed pass begins; three are run anyway.
+        precision: "32-true", "bf16-mixed" or "16-mixed" (autocast).
+        channels_last: memory format of the weights and of x.
+        compile: time the model as torch.compile makes it.
+        loss: loss(output, y); cross-entropy if not given.
+        optimizer: from parameters to an optimizer; if not given SGD with momentum and a rate of 0,
+            which does all of its work and leaves the weights, and so the solver's steps, as they
+            are.
+        try_suggestions: measure each suggestion side by side, where it can be tried.
+        progress: a bar on stderr.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"expected a model (torch.nn.Module), got {type(model).__name__}.")
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x must be a batch, a tensor [B, ...], got {type(x).__name__}.")
+    if x.ndim < 1 or x.shape[0] < 1:
+        raise ValueError(f"x must be a batch [B, ...] with B ≥ 1, got shape {tuple(x.shape)}.")
+    check_whole("repeats", repeats, 1)
+    if not budget >= 0.0:
+        raise ValueError(f"budget={budget!r}: expected seconds, a number of at least 0.")
+    known = {name.split("-")[0]: name for name in PRECISIONS} | {n: n for n in PRECISIONS}
+    if precision not in known:
+        raise ValueError(f"precision={precision!r}: expected one of {', '.join(PRECISIONS)}.")
+    plain: nn.Module = getattr(model, "_orig_mod", model)
+    device = device_of(model)
+    settings: dict[str, Any] = {
+        "loss": loss,
+        "optimizer": optimizer,
+        "precision": known[precision],
+        "channels_last": channels_last,
+        "compiled": compile or plain is not model,
+    }
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        x, y = x.to(device), y.to(device) if isinstance(y, Tensor) else y
+        work = _Workload.of(model, x, y, **settings)
+        kinds = ["train", "inference"] if train and work.optimizer is not None else ["inference"]
+        with progress_bar((repeats + _WARM) * len(kinds), "timing", progress) as advance:
+            passes = {kind: _pass(work, kind, repeats, budget, advance) for kind in kinds}
+        main = passes[kinds[0]]
+        ideas = list(_suggest(work.model, main, settings, work.x))
+        said = [one for one, _, _ in ideas]
+        if try_suggestions:
+            with progress_bar(len(ideas), "trying", progress) as advance:
+                for number, (one, change, other) in enumerate(ideas):
+                    # Both are new: a model that has trained has other running statistics.
+                    base = _Workload.of(plain, x, work.y, **settings)
+                    changed = copy.deepcopy(plain)
+                    change(changed)
+                    said[number] = _tried(one, base, changed, {**settings, **other}, main)
+                    advance()
+    return Profile(
+        model=model_name(plain),
+        parameters=sum(p.numel() for p in model.parameters()),
+        shape=tuple(x.shape),
+        device=str(device),
+        machine=torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else platform.processor() or platform.machine(),
+        threads=torch.get_num_threads(),
+        precision=known[precision],
+        compiled=settings["compiled"],
+        train=passes.get("train"),
+        inference=passes["inference"],
+        suggestions=tuple(sorted(said, key=lambda s: -(s.measured or s.predicted or 1.0))),
+        notes=tuple(_notes(work, main, wanted=train)),
+    )
+
+
+def _notes(work: _Workload, main: PassProfile, *, wanted: bool) -> Iterator[str]:
+    if work.called is not work.model:
+        faster = main.eager.median / main.seconds.median
+        yield (
+            "compiled: the whole is timed compiled, and the parts are those of the same model run "
+            f"eagerly, which takes {faster:.2f} times as long; what was fused cannot be split"
+        )
+    if wanted and work.optimizer is None:
+        yield "no parameter takes a gradient: only inference was measured"
+    layers, outer = solving_layers(work.model), equilibrium_layers(work.model)
+    hidden = [n for n in outer if not any(m == n or m.startswith(f"{n}.") for m in layers)]
+    if hidden:
+        names = ", ".join(map(layer_label, hidden))
+        yield f"these layers have no adjoint of this library and count as rest: {names}"
+    silent = [layer_label(layer.name) for layer in main.layers if layer.statistics is None]
+    if silent:
+        yield f"did not run in this pass: {', '.join(silent)}"
+    if not outer:
+        yield "the model has no equilibrium layer: all of its time is rest"
+
+
+_Idea = tuple[Suggestion, Callable[[nn.Module], object], dict[str, Any]]
+"""What to do, a change of a copy of the model in place, and other settings: to try it."""
+
+
+def _suggest(
+    model: nn.Module, main: PassProfile, settings: Mapping[str, Any], x: Tensor
+) -> Iterator[_Idea]:
+    """What to do about the parts that are large: at best they take no time at all."""
+    layers = solving_layers(model)
+    seen = {layer.name: layer.statistics for layer in main.layers}
+    splitting = [n for n, m in layers.items() if isinstance(m.solver, SplittingSolver)]
+    tolerant = [n for n, s in seen.items() if s and not s.fixed_steps and n not in splitting]
+
+    def idea(
+        name: str, parts: str, where: list[str], change: Any, reason: str, do: str
+    ) -> Iterator[_Idea]:
+        """``change(layer)`` of the layers ``where``, if the parts take 30% of the pass."""
+        share = main.share(*parts.split())
+
+        def edit(copied: nn.Module) -> None:
+            for one in where:
+                change(copied.get_submodule(one))
+
+        if where and share > 0.3:
+            reason = f"{share:.0%} of the pass {reason}"
+            yield Suggestion(name, reason, do, 1 / max(1 - share, 1e-3)), edit, {}
+
+    def solver(**options: Any) -> Callable[[Any], None]:
+        """A change of these options of a layer's solver."""
+
+        def change(layer: Any) -> None:
+            layer.solver = dataclasses.replace(layer.solver, **options)
+
+        return change
+
+    def other(kind: type[Solver], steps: int = 0) -> Callable[[Any], None]:
+        """A change to a solver of this kind with the same tolerances."""
+
+        def change(layer: Any) -> None:
+            own = layer.solver
+            most = steps or own.max_steps
+            layer.solver = kind(rtol=own.rtol, atol=own.atol, max_steps=most)
+
+        return change
+
+    def rtol(name: str) -> float:
+        return layers[name].solver.relative_tolerance(torch.float32, x.device.type)  # type: ignore[no-any-return]
+
+    steps = max((seen[n].max_steps for n in tolerant), default=1)  # type: ignore[union-attr]
+    loosest = max(map(rtol, tolerant), default=0.0)
+    late = [
+        n
+        for n in tolerant
+        if (s := seen[n]) and s.mean_steps < 0.7 * s.max_steps and not layers[n].solver.compact
+    ]
+    plain = [n for n in tolerant if not isinstance(layers[n].solver, Anderson)]
+    exact = [
+        n
+        for n, m in layers.items()
+        if isinstance(m.adjoint, Implicit) and isinstance(m.adjoint.solver, LinearSolver)
+    ]
+
+    def looser_adjoint(layer: Any) -> None:
+        inner = dataclasses.replace(layer.adjoint.solver, rtol=max(loosest, 1e-3))
+        layer.adjoint = dataclasses.replace(layer.adjoint, solver=inner)
+
+    yield from idea(
+        *("fixed steps", "solver", tolerant, solver(rtol=0.0, atol=0.0, max_steps=steps)),
+        "is the solver's own work (tests, norms, algebra), not the map",
+        f"dataclasses.replace(layer.solver, rtol=0.0, atol=0.0, max_steps={steps}): no tests, no "
+        "waits, compiles whole; or block=8 to test less often",
+    )
+    yield from idea(
+        *("solver Anderson", "map solver", plain, other(Anderson)),
+        "is in solves by other solvers than Anderson, which often takes fewer steps",
+        "layer.solver = eq.Anderson(rtol=..., max_steps=...)",
+    )
+    yield from idea(
+        *("looser tolerance", "map solver", tolerant, solver(rtol=10.0 * loosest)),
+        "is in solves to a tolerance",
+        f"solver with rtol={10.0 * loosest:.0e}, ten times as large; check the accuracy",
+    )
+    yield from idea(
+        *("compaction", "map solver", late if len(x) >= 8 else [], solver(compact=True)),
+        "is in solves whose samples are mostly done long before the slowest",
+        "solver with compact=True: finished samples leave the batch",
+    )
+    yield from idea(
+        *("forward-backward", "prepare", splitting, other(ForwardBackward, 500)),
+        "prepares solves: the resolvent of Peaceman–Rachford is made anew while weights move",
+        "layer.solver = eq.ForwardBackward(...): more steps, and nothing to factorize",
+    )
+    yield from idea(
+        *("looser adjoint", "adjoint_map adjoint_solver", exact, looser_adjoint),
+        "is in backward solves: gradients cannot be better than the point they are taken at",
+        "adjoint=eq.Implicit(solver=eq.GMRES(rtol=1e-3)), or eq.Phantom(...)",
+    )
+    norms = [n for n, m in model.named_modules() if isinstance(m, OperatorNorm) and m.steps > 1]
+    yield from idea(
+        *("fewer power iterations", "norm", norms, lambda norm: setattr(norm, "steps", 1)),
+        "is in norm constraints",
+        "NormBounded(bound=..., steps=1): the bound then lags more while weights move fast (check "
+        "with certify)",
+    )
+
+    def setting(name: str, reason: str, do: str, **changed: Any) -> _Idea:
+        return Suggestion(name, reason, do, None), lambda _: None, changed
+
+    cuda = x.device.type == "cuda"
+    if main.idle > 0.3:
+        reason = f"the GPU is idle for {main.idle:.0%} of the pass: kernels wait for their launch"
+        yield setting("larger batch", reason, f"--batch-size {2 * len(x)}, or --cuda-graphs")
+    if cuda and settings["precision"] == "32-true" and torch.cuda.is_bf16_supported():
+        reason, do = "float32 on a GPU whose tensor cores take bf16", "--precision bf16-mixed"
+        yield setting("bf16", reason, do, precision="bf16-mixed")
+    weights = [m.weight for m in model.modules() if isinstance(m, nn.Conv2d)]
+    if not all(w.is_contiguous(memory_format=torch.channels_last) for w in weights) and x.ndim == 4:
+        do = "model.to(memory_format=torch.channels_last), and x too"
+        yield setting("channels last", "convolutions run on NCHW maps", do, channels_last=True)
+    explicit = (
+        m.solver.fixed_steps and not isinstance(m.adjoint, Implicit) for m in layers.values()
+    )
+    if cuda and not settings["compiled"] and all(explicit):
+        reason = "every solve has fixed steps and an adjoint that compiles: the network fuses whole"
+        yield setting("torch.compile", reason, "torch.compile(model), or --compile", compiled=True)
+
+
+def _tried(
+    said: Suggestion, base: _Workload, model: nn.Module, other: dict[str, Any], main: PassProfile
+) -> Suggestion:
+    """Both run in turn; a change that fails says why and costs nothing else."""
+    try:
+        work = _Workload.of(model, base.x, base.y, **other)
+        change = _relative_change(work.answer(), base.answer())
+        times: dict[_Workload, list[float]] = {base: [], work: []}
+        with base.mode(main.kind), work.mode(main.kind), quiet():
+            for number in range(_WARM + max(main.seconds.count, 3)):
+                for one in (base, work) if number % 2 else (work, base):
+                    run = functools.partial(one.run, main.kind, eager=False)
+                    times[one].append(seconds_of(run, one.x.device))
+    except (ValueError, TypeError, RuntimeError, NotImplementedError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            torch.cuda.empty_cache()
+        note = f"could not be tried: {str(error).splitlines()[0][:200]}"
+        return dataclasses.replace(said, note=note)
+    before, after = (statistics.median(column[_WARM:]) for column in times.values())
+    return dataclasses.replace(said, measured=before / after, change=change)
+
+
+def _relative_change(a: Any, b: Any) -> float:
+    """‖a − b‖/‖b‖ over all leaves."""
+    ours, theirs = (
+        torch.cat([t.detach().double().flatten() for t in flatten_state(v)[0]]) for v in (a, b)
+    )
+    return float((ours - theirs).norm() / theirs.norm().clamp_min(1e-300))
