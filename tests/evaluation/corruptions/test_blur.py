@@ -9,8 +9,8 @@ import pytest
 import torch
 from scipy import ndimage
 
-from equilibria.evaluation.corruptions import blur
-from equilibria.evaluation.corruptions.randomness import Noise
+from equilibria.evaluation.corruptions import distortions as blur
+from equilibria.evaluation.corruptions.filters import ImageNoise as Noise
 from tests.evaluation.standins import picture_tensor, pictures
 
 X = picture_tensor(3).double() / 255

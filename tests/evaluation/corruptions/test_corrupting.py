@@ -139,7 +139,7 @@ def test_other_seeds_draw_other_noise() -> None:
 
 
 def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    from equilibria.evaluation.corruptions import corrupting
+    from equilibria.evaluation import corruptions as corrupting
 
     whole = corrupt(IMAGES[:7], "snow", 2)
     monkeypatch.setattr(corrupting, "_CHUNK", 2 * 3 * 32 * 32)

@@ -12,8 +12,8 @@ import torch
 from PIL import Image
 from scipy import ndimage
 
-from equilibria.evaluation.corruptions import digital
-from equilibria.evaluation.corruptions.randomness import Noise
+from equilibria.evaluation.corruptions import distortions as digital
+from equilibria.evaluation.corruptions.filters import ImageNoise as Noise
 from tests.evaluation.corruptions.test_weather import given
 from tests.evaluation.standins import picture_tensor, pictures
 

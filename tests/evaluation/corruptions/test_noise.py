@@ -7,8 +7,8 @@ import pytest
 import torch
 from scipy import stats
 
-from equilibria.evaluation.corruptions import noise
-from equilibria.evaluation.corruptions.randomness import Noise
+from equilibria.evaluation.corruptions import distortions as noise
+from equilibria.evaluation.corruptions.filters import ImageNoise as Noise
 
 
 def flat(value: int, size: int = 64) -> tuple[torch.Tensor, Noise]:

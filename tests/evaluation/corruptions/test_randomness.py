@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from scipy import stats
 
-from equilibria.evaluation.corruptions.randomness import Noise
+from equilibria.evaluation.corruptions.filters import ImageNoise as Noise
 
 
 def images(count: int = 4, seed: int = 0) -> torch.Tensor:

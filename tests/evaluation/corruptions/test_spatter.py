@@ -7,8 +7,8 @@ import pytest
 import torch
 from scipy import ndimage
 
-from equilibria.evaluation.corruptions import spatter
-from equilibria.evaluation.corruptions.randomness import Noise
+from equilibria.evaluation.corruptions import weather as spatter
+from equilibria.evaluation.corruptions.filters import ImageNoise as Noise
 from tests.evaluation.standins import picture_tensor
 
 # Levels of a liquid layer, and the edges that OpenCV 5.0.0 finds: cv2.Canny(levels, 50, 150).

@@ -11,8 +11,8 @@ import torch
 from scipy import ndimage
 
 from equilibria.evaluation.corruptions import weather
-from equilibria.evaluation.corruptions.frost_texture import frost_texture
-from equilibria.evaluation.corruptions.randomness import Noise
+from equilibria.evaluation.corruptions.filters import ImageNoise as Noise
+from equilibria.evaluation.corruptions.weather import frost_texture
 from tests.evaluation.standins import picture_tensor, pictures
 
 

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 import equilibria as eq
+from equilibria.engine.files import json_value
 from equilibria.evaluation import certify_dataset, certify_model
-from equilibria.evaluation.certifying import certificate_dict
-from equilibria.evaluation.plain import plain
+from equilibria.evaluation.model_certificate import certificate_dict
 from equilibria.nn.multi_branch import MultiBranch
 from equilibria.problems import CompositeCertificate, Guarantee
 from tests.evaluation.standins import random_data, tiny_geq
-from tests.evaluation.test_solver_statistics import Scaled
+from tests.evaluation.test_layer_solvers import Scaled
 
 
 def two_dense() -> nn.Sequential:
@@ -132,7 +132,7 @@ def test_a_layer_without_a_proof_says_so() -> None:
     assert found.kind is Guarantee.none
     assert not found.rigorous
     assert "neither certify(x, z) nor problem(x)" in str(found)
-    numbers = plain(certificate_dict(found))
+    numbers = json_value(certificate_dict(found))
     assert numbers["1"]["error_bound"] == {"min": None, "median": None, "max": None}
     json.dumps(numbers, allow_nan=False)
 
