@@ -10,23 +10,11 @@ from torch import nn
 
 import equilibria as eq
 from equilibria.engine.options import options
-from equilibria.evaluation.timing.instrument import instrumented, solving_layers
-from equilibria.evaluation.timing.timeline import (
-    ADJOINT_MAP,
-    ADJOINT_SOLVER,
-    BACKWARD,
-    FORWARD,
-    LOSS,
-    MAP,
-    OPTIMIZER,
-    PREPARE,
-    SOLVER,
-    Timeline,
-)
-from equilibria.evaluation.timing.workload import Workload
+from equilibria.evaluation.solve_marks import Marks, marked, solving_layers
+from equilibria.evaluation.timing import _Workload
 
-from . import fakes
-from .fakes import Clock, SlowLayer, SlowPicard, SlowSGD, clock, slow_loss, slow_model
+from . import slow_clock as fakes
+from .slow_clock import Clock, SlowLayer, SlowPicard, SlowSGD, clock, slow_loss, slow_model
 
 __all__ = ["clock"]
 
@@ -34,27 +22,29 @@ STEPS = 6
 FIXED = SlowPicard(rtol=0.0, atol=0.0, max_steps=STEPS)
 
 
-def workload(model: nn.Module) -> Workload:
+def run(model: nn.Module, kind: str = "train") -> Marks:
     x = torch.randn(5, 3, generator=torch.Generator().manual_seed(1))
-    y = torch.tensor([0, 1, 0, 1, 1])
-    return Workload.of(
-        model, x, y, loss=slow_loss, optimizer=lambda parameters: SlowSGD(parameters, lr=0.0)
+    work = _Workload.of(
+        model,
+        x,
+        torch.tensor([0, 1, 0, 1, 1]),
+        loss=slow_loss,
+        optimizer=lambda parameters: SlowSGD(parameters, lr=0.0),
+        precision="32-true",
+        channels_last=False,
+        compiled=False,
     )
+    marks = Marks(torch.device("cpu"))
+    with work.mode(kind), marked(work.model, marks):
+        work.run(kind, marks)
+    return marks
 
 
-def by_part(line: Timeline) -> dict[str, float]:
+def by_part(marks: Marks) -> dict[str, float]:
     found: dict[str, float] = {}
-    for (_, part), seconds in line.seconds().items():
+    for (_, part), seconds in marks.seconds().items():
         found[part] = found.get(part, 0.0) + seconds
     return found
-
-
-def run(model: nn.Module, *, train: bool = True) -> Timeline:
-    work = workload(model)
-    line = Timeline(torch.device("cpu"))
-    with work.mode(train=train), instrumented(work.model, line):
-        (work.step if train else work.infer)(line)
-    return line
 
 
 # What each adjoint evaluates with a graph, and how many products it takes, for these weights.
@@ -76,44 +66,44 @@ ADJOINTS: dict[str, tuple[Any, int, int | None]] = {
 @pytest.mark.parametrize("name", ADJOINTS)
 def test_every_part_of_a_training_step_is_found(clock: Clock, name: str) -> None:
     adjoint, graphs, products = ADJOINTS[name]
-    line = run(slow_model(SlowLayer(solver=FIXED, adjoint=adjoint)))
-    found, layer = by_part(line), "1"
-    counted = line.counts[layer, "products"]
-    assert line.counts[layer, "evaluations"] == STEPS
-    assert line.counts[layer, "graph_evaluations"] == graphs
+    marks = run(slow_model(SlowLayer(solver=FIXED, adjoint=adjoint)))
+    found, layer = by_part(marks), "1"
+    counted = marks.counts[layer, "products"]
+    assert marks.counts[layer, "evaluations"] == STEPS
+    assert marks.counts[layer, "graph_evaluations"] == graphs
     assert products is None or counted == products
     assert counted > 0
-    assert found[MAP] == STEPS * fakes.MAP
-    assert found[SOLVER] == STEPS * fakes.STEP
-    assert found[ADJOINT_MAP] == graphs * fakes.MAP + counted * fakes.MAP_BACK
-    assert found.get(ADJOINT_SOLVER, 0.0) == 0.0
-    assert found[PREPARE] == fakes.INJECT
-    assert found[FORWARD] == 2 * fakes.OUTER
-    assert found[LOSS] == fakes.LOSS
-    assert found[BACKWARD] == 2 * fakes.OUTER_BACK + fakes.LOSS_BACK + fakes.INJECT_BACK
-    assert found[OPTIMIZER] == fakes.OPTIMIZER
+    assert found["map"] == STEPS * fakes.MAP
+    assert found["solver"] == STEPS * fakes.STEP
+    assert found["adjoint_map"] == graphs * fakes.MAP + counted * fakes.MAP_BACK
+    assert found.get("adjoint_solver", 0.0) == 0.0
+    assert found["prepare"] == fakes.INJECT
+    assert found["forward"] == 2 * fakes.OUTER
+    assert found["loss"] == fakes.LOSS
+    assert found["backward"] == 2 * fakes.OUTER_BACK + fakes.LOSS_BACK + fakes.INJECT_BACK
+    assert found["optimizer"] == fakes.OPTIMIZER
     assert sum(found.values()) == clock.now
 
 
 @pytest.mark.parametrize("checkpoint", [False, True])
 def test_an_unrolled_solve_is_the_solves_own(clock: Clock, checkpoint: bool) -> None:
-    line = run(slow_model(SlowLayer(solver=FIXED, adjoint=eq.Unrolled(checkpoint=checkpoint))))
-    found = by_part(line)
+    marks = run(slow_model(SlowLayer(solver=FIXED, adjoint=eq.Unrolled(checkpoint=checkpoint))))
+    found = by_part(marks)
     again = STEPS * fakes.MAP if checkpoint else 0.0
-    assert found[MAP] == STEPS * fakes.MAP
-    assert found[SOLVER] == STEPS * fakes.STEP
-    assert found[ADJOINT_MAP] == again + STEPS * fakes.MAP_BACK
-    assert found[BACKWARD] == 2 * fakes.OUTER_BACK + fakes.LOSS_BACK + fakes.INJECT_BACK
+    assert found["map"] == STEPS * fakes.MAP
+    assert found["solver"] == STEPS * fakes.STEP
+    assert found["adjoint_map"] == again + STEPS * fakes.MAP_BACK
+    assert found["backward"] == 2 * fakes.OUTER_BACK + fakes.LOSS_BACK + fakes.INJECT_BACK
     assert sum(found.values()) == clock.now
 
 
 def test_an_adjoint_that_is_a_slow_solver_is_charged_for_it(clock: Clock) -> None:
     back = SlowPicard(rtol=0.0, atol=0.0, max_steps=7)
-    line = run(slow_model(SlowLayer(solver=FIXED, adjoint=eq.Implicit(solver=back))))
-    found = by_part(line)
-    assert found[ADJOINT_SOLVER] == 7 * fakes.STEP
-    assert found[SOLVER] == STEPS * fakes.STEP
-    assert found[ADJOINT_MAP] == fakes.MAP + 8 * fakes.MAP_BACK
+    marks = run(slow_model(SlowLayer(solver=FIXED, adjoint=eq.Implicit(solver=back))))
+    found = by_part(marks)
+    assert found["adjoint_solver"] == 7 * fakes.STEP
+    assert found["solver"] == STEPS * fakes.STEP
+    assert found["adjoint_map"] == fakes.MAP + 8 * fakes.MAP_BACK
 
 
 @options
@@ -136,11 +126,11 @@ class SlowOneStep(eq.OneStep):
 
 
 def test_what_an_adjoint_does_beside_the_map_is_its_solvers(clock: Clock) -> None:
-    line = run(slow_model(SlowLayer(solver=FIXED, adjoint=eq.Implicit(solver=SlowGMRES()))))
-    assert line.seconds()["1", ADJOINT_SOLVER] == 2.0
-    line = run(slow_model(SlowLayer(solver=FIXED, adjoint=SlowOneStep())))
-    assert line.seconds()["1", ADJOINT_SOLVER] == 1.0
-    assert line.seconds()["1", SOLVER] == STEPS * fakes.STEP
+    marks = run(slow_model(SlowLayer(solver=FIXED, adjoint=eq.Implicit(solver=SlowGMRES()))))
+    assert marks.seconds()["1", "adjoint_solver"] == 2.0
+    marks = run(slow_model(SlowLayer(solver=FIXED, adjoint=SlowOneStep())))
+    assert marks.seconds()["1", "adjoint_solver"] == 1.0
+    assert marks.seconds()["1", "solver"] == STEPS * fakes.STEP
 
 
 class Pair(SlowLayer):
@@ -160,21 +150,23 @@ class Pair(SlowLayer):
 
 
 def test_a_state_of_several_tensors_counts_once(clock: Clock) -> None:
-    line = run(slow_model(Pair(solver=FIXED, adjoint=eq.Phantom(steps=3))))
-    assert line.counts["1", "products"] == 3
-    assert line.counts["1", "graph_evaluations"] == 3
-    found = by_part(line)
-    assert found[ADJOINT_MAP] + found.get(ADJOINT_SOLVER, 0.0) == 3 * (fakes.MAP + fakes.MAP_BACK)
-    assert found[BACKWARD] == 2 * fakes.OUTER_BACK + fakes.LOSS_BACK + fakes.INJECT_BACK
+    marks = run(slow_model(Pair(solver=FIXED, adjoint=eq.Phantom(steps=3))))
+    assert marks.counts["1", "products"] == 3
+    assert marks.counts["1", "graph_evaluations"] == 3
+    found = by_part(marks)
+    assert found["adjoint_map"] + found.get("adjoint_solver", 0.0) == 3 * (
+        fakes.MAP + fakes.MAP_BACK
+    )
+    assert found["backward"] == 2 * fakes.OUTER_BACK + fakes.LOSS_BACK + fakes.INJECT_BACK
 
 
 def test_an_inference_has_no_adjoint(clock: Clock) -> None:
-    found = by_part(run(slow_model(SlowLayer(solver=FIXED)), train=False))
+    found = by_part(run(slow_model(SlowLayer(solver=FIXED)), "inference"))
     assert found == {
-        FORWARD: 2 * fakes.OUTER,
-        PREPARE: fakes.INJECT,
-        SOLVER: STEPS * fakes.STEP,
-        MAP: STEPS * fakes.MAP,
+        "forward": 2 * fakes.OUTER,
+        "prepare": fakes.INJECT,
+        "solver": STEPS * fakes.STEP,
+        "map": STEPS * fakes.MAP,
     }
 
 
@@ -185,9 +177,9 @@ def test_layers_are_told_apart(clock: Clock) -> None:
     )
     seconds = run(slow_model(first, second)).seconds()
     for name, steps, phantom in (("1", STEPS, 2), ("2", 2, 4)):
-        assert seconds[name, MAP] == steps * fakes.MAP
-        assert seconds[name, SOLVER] == steps * fakes.STEP
-        assert seconds[name, ADJOINT_MAP] == phantom * (fakes.MAP + fakes.MAP_BACK)
+        assert seconds[name, "map"] == steps * fakes.MAP
+        assert seconds[name, "solver"] == steps * fakes.STEP
+        assert seconds[name, "adjoint_map"] == phantom * (fakes.MAP + fakes.MAP_BACK)
 
 
 def test_marks_change_no_gradient_and_leave_nothing_behind() -> None:
@@ -197,12 +189,12 @@ def test_marks_change_no_gradient_and_leave_nothing_behind() -> None:
     x = torch.randn(3, 1, 4, 4, dtype=torch.float64)
     own = layer.adjoint
     found = []
-    for marked in (False, True):
+    for with_marks in (False, True):
         model.zero_grad()
-        line = Timeline(torch.device("cpu"))
+        marks = Marks(torch.device("cpu"))
         layer.W.parametrizations.weight[0].eval()  # the power iteration stands still
-        if marked:
-            with instrumented(model, line):
+        if with_marks:
+            with marked(model, marks):
                 model(x).square().sum().backward()
         else:
             model(x).square().sum().backward()
@@ -218,7 +210,7 @@ def test_marks_change_no_gradient_and_leave_nothing_behind() -> None:
 def test_all_is_as_before_after_an_error() -> None:
     layer = SlowLayer()
     own = layer.adjoint
-    with pytest.raises(ZeroDivisionError), instrumented(layer, Timeline(torch.device("cpu"))):
+    with pytest.raises(ZeroDivisionError), marked(layer, Marks(torch.device("cpu"))):
         _ = 1 // 0
     assert layer.adjoint is own
     assert not layer._forward_hooks
@@ -232,8 +224,8 @@ def test_branches_count_one_by_one_and_a_joint_one_as_a_whole() -> None:
     joint = eq.nn.MultiBranch([branch(), branch()], (4, 2), joint=True)
     model = nn.ModuleDict({"apart": apart, "joint": joint})
     assert list(solving_layers(model)) == ["apart.branches.0", "apart.branches.1", "joint"]
-    line = Timeline(torch.device("cpu"))
-    with instrumented(apart, line):
+    marks = Marks(torch.device("cpu"))
+    with marked(apart, marks):
         apart(torch.randn(2, 4, 4, 4)).sum().backward()
-    assert line.counts["branches.0", "evaluations"] > 0
-    assert line.counts["branches.1", "products"] > 0
+    assert marks.counts["branches.0", "evaluations"] > 0
+    assert marks.counts["branches.1", "products"] > 0

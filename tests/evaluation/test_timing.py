@@ -9,15 +9,29 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from hypothesis import given as drawn
+from hypothesis import strategies as st
+from torch import Tensor, nn
 
 import equilibria as eq
-from equilibria.evaluation.timing import Profile, profile_model
-from equilibria.evaluation.timing.profiling import _middle
-from equilibria.evaluation.timing.tables import binned
+from equilibria.evaluation import timing
+from equilibria.evaluation.layer_solvers import SolverStatistics
+from equilibria.evaluation.solve_marks import PARTS
+from equilibria.evaluation.timing import (
+    LayerProfile,
+    Memory,
+    PassProfile,
+    Profile,
+    Spread,
+    Suggestion,
+    _suggest,
+    peak_memory,
+    profile_model,
+)
+from equilibria.nn.constraints import OperatorNorm
 
-from . import fakes
-from .fakes import Clock, SlowLayer, SlowPicard, SlowSGD, clock, slow_loss, slow_model
+from . import slow_clock as fakes
+from .slow_clock import Clock, SlowLayer, SlowPicard, SlowSGD, clock, slow_loss, slow_model
 
 __all__ = ["clock"]
 
@@ -173,22 +187,6 @@ def test_the_budget_ends_the_rounds(clock: Clock) -> None:
     assert found.inference.seconds.count == 3
 
 
-def test_the_middle_half_is_kept() -> None:
-    assert sorted(_middle([5.0, 1.0, 9.0, 2.0, 4.0, 3.0, 8.0, 7.0])) == [0, 4, 5, 7]
-    assert _middle([2.0]) == [0]
-
-
-def test_bins_hold_every_solve() -> None:
-    histogram = torch.zeros(60, dtype=torch.long)
-    histogram[[3, 17, 40, 59]] = torch.tensor([1, 2, 3, 4])
-    found = binned(histogram, rows=12)
-    assert len(found) <= 12
-    assert found[0][0] == 3
-    assert found[-1][1] == 59
-    assert sum(count for *_, count in found) == 10
-    assert binned(torch.tensor([0, 0, 5])) == [(2, 2, 5)]
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's
 def test_a_compiled_model_is_timed_as_a_whole() -> None:
@@ -213,7 +211,7 @@ def test_marks_are_events_on_a_gpu() -> None:
     assert found.train.group("map") > 0
 
 
-def test_the_express_lane_is_seen_and_counted() -> None:
+def test_the_fused_path_is_seen_and_counted() -> None:
     """Map and update are one operation there: no time is the solver's, and the counts are right."""
     torch.manual_seed(0)
     model = eq.models.create("geq_stack_cifar_3m", widths=(8, 16), depth=1, image_size=8)
@@ -227,15 +225,199 @@ def test_the_express_lane_is_seen_and_counted() -> None:
             trained = one.kind == "train"
             assert (layer.graph_evaluations, layer.products) == ((1, 3) if trained else (0, 0))
             assert (layer.seconds["adjoint_map"] > 0.0) == trained
-    assert "express lane" not in [s.name for s in found.suggestions]
 
 
-def test_fixed_steps_on_the_general_path_are_shown_the_express_lane() -> None:
-    torch.manual_seed(0)
-    model = eq.models.create("geq_stack_digits", widths=(8,), depth=1)
-    found = profile_model(
-        model, torch.randn(4, 1, 8, 8), repeats=3, budget=0.5, try_suggestions=True
+CPU = torch.device("cpu")
+
+
+@drawn(st.lists(st.floats(1e-6, 1e3), min_size=1, max_size=30))
+def test_a_spread_is_what_sorting_gives(values: list[float]) -> None:
+    found = Spread.of(values)
+    at = torch.tensor([0.25, 0.5, 0.75]).double()
+    exact = torch.quantile(torch.tensor(values, dtype=torch.float64), at)
+    torch.testing.assert_close(torch.tensor([found.low, found.median, found.high]).double(), exact)
+    assert found.count == len(values)
+
+
+def test_the_peak_counts_what_is_alive_at_once() -> None:
+    x = torch.zeros(1000)
+    weight = torch.ones(100, requires_grad=True)
+
+    def chain() -> None:
+        a = x * 2  # 4000 bytes
+        b = a * 2  # 8000
+        del a
+        c = b + 1  # 8000 again
+        c.add_(1)  # in place: nothing new
+        d = c.view(10, 100)  # a view: nothing new
+        del b, c
+        torch.cat([d.flatten(), d.flatten()])  # 4000 + 8000
+
+    def step() -> None:
+        y = (weight.exp() * 1.0).exp()  # exp saves its output, twice
+        y.sum().backward()
+        weight.grad = None
+
+    found = peak_memory(chain, CPU, held=7)
+    assert found.held == 7
+    assert 12000 <= found.peak < 14000  # the allocator rounds up
+    assert peak_memory(step, CPU, held=0).peak >= 1200
+
+
+class Linear(eq.nn.MapLayer):
+    """z* = a z* + x, a of each sample in the first column."""
+
+    def inject(self, x: Tensor) -> tuple[Tensor, ...]:
+        return (x,)
+
+    def step(self, z: Tensor, *injected: Tensor) -> Tensor:
+        return injected[0][:, :1] * z + injected[0]
+
+    def start(self, x: Tensor, *injected: Tensor) -> Tensor:
+        return torch.zeros_like(x)
+
+
+def samples(*rates: float) -> Tensor:
+    x = torch.ones(len(rates), 3)
+    x[:, 0] = torch.tensor(rates)
+    return x
+
+
+def suggested(
+    model: nn.Module, parts: dict[str, float], steps: list[int], x: Tensor
+) -> dict[str, tuple[Suggestion, Any, dict[str, Any]]]:
+    """Of a pass that is made up: ``parts`` in seconds, ``steps`` of the samples."""
+    whole = dict.fromkeys(PARTS, 0.0) | parts
+    histogram = torch.bincount(torch.tensor(steps))
+    solver: Any = getattr(model, "solver", None)
+    fixed = solver is None or solver.fixed_steps
+    statistics = SolverStatistics("", "", len(x), {}, fixed, histogram, torch.zeros(7), 1.0)
+    inner = ("map", "solver", "adjoint_map", "adjoint_solver")
+    one = LayerProfile("", {p: whole[p] for p in inner}, 1, 1, 1, statistics, None)
+    spread, memory = Spread(1.0, 1.0, 1.0, 1), Memory(0, 0, "")
+    main = PassProfile(
+        *("train", len(x), spread, spread, spread, 0.0, whole),
+        *((one,) if solver is not None else (), (), memory, None, 0.0),
     )
-    idea = next(s for s in found.suggestions if s.name == "express lane")
-    assert idea.measured is not None
-    assert "1 Gaussian layers" in idea.reason
+    settings = {"precision": "32-true", "compiled": False}
+    return {idea[0].name: idea for idea in _suggest(model, main, settings, x)}
+
+
+IMPLICIT = eq.Implicit(solver=eq.GMRES(rtol=1e-8))
+BOUNDED = eq.nn.NormBounded(bound=0.9, steps=4)
+# Layer, the part that is large, steps of the samples, and what is suggested for it alone.
+CASES: dict[str, tuple[Any, str, list[int], dict[str, Any]]] = {
+    "fixed steps": (
+        Linear(solver=eq.Anderson(rtol=1e-4)),
+        "solver",
+        [9, 4],
+        {"solver": eq.Anderson(rtol=0.0, atol=0.0, max_steps=9)},
+    ),
+    "solver Anderson": (
+        Linear(solver=eq.Picard(rtol=1e-4, max_steps=77)),
+        "map",
+        [9, 9],
+        {"solver": eq.Anderson(rtol=1e-4, max_steps=77)},
+    ),
+    "looser tolerance": (
+        Linear(solver=eq.Anderson(rtol=1e-4)),
+        "map",
+        [9, 9],
+        {"solver": eq.Anderson(rtol=1e-3)},
+    ),
+    "compaction": (
+        Linear(solver=eq.Anderson(rtol=1e-4)),
+        "map",
+        [4] * 7 + [40],
+        {"solver": eq.Anderson(rtol=1e-4, compact=True)},
+    ),
+    "forward-backward": (
+        eq.nn.MonotoneDEQ(3, solver=eq.PeacemanRachford(rtol=1e-4)),
+        "prepare",
+        [5, 5],
+        {"solver": eq.ForwardBackward(rtol=1e-4, max_steps=500)},
+    ),
+    "looser adjoint": (
+        Linear(solver=eq.Picard(rtol=1e-2), adjoint=IMPLICIT),
+        "adjoint_map",
+        [5, 5],
+        {"adjoint": eq.Implicit(solver=eq.GMRES(rtol=1e-2))},
+    ),
+    "fewer power iterations": (eq.nn.GEQ(3, 3, hidden=None, constraint=BOUNDED), "norm", [5], {}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_to_do_about_a_large_part(name: str) -> None:
+    layer, part, steps, expected = CASES[name]
+    x = samples(*[0.5] * len(steps))
+    rest = {"forward": 4.0} if part != "forward" else {"loss": 4.0}
+    found = suggested(layer, {part: 6.0, **rest}, steps, x)[name]
+    assert found[0].predicted == pytest.approx(10 / 4)
+    assert "60%" in found[0].reason
+    changed = copy.deepcopy(layer)
+    found[1](changed)
+    for attribute, value in expected.items():
+        assert getattr(changed, attribute) == value
+    if name == "fewer power iterations":
+        assert {m.steps for m in changed.modules() if isinstance(m, OperatorNorm)} == {1}
+    # Where the part is small there is nothing to do about it.
+    assert name not in suggested(layer, {part: 1.0, "loss": 9.0}, steps, x)
+
+
+def test_channels_last_is_suggested_until_it_is_done() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten())
+    x = torch.randn(2, 3, 6, 6)
+    found = suggested(model, {"forward": 1.0}, [1], x)
+    assert found["channels last"][2] == {"channels_last": True}
+    done = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    assert suggested(done, {"forward": 1.0}, [1], x) == {}
+
+
+class Trained(nn.Module):
+    """x ↦ U z*(x): something to train behind the equilibrium."""
+
+    def __init__(self, **how: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = Linear(**how)
+        self.head = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.layer(x))
+        return out
+
+
+def test_a_trial_measures_gain_and_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ideas(model: nn.Module, *_: Any) -> Any:
+        def to_anderson(copied: Any) -> None:
+            copied.layer.solver = eq.Anderson(rtol=1e-6)
+
+        def broken(copied: Any) -> None:
+            copied.head = nn.Linear(4, 2)
+
+        yield Suggestion("broken", "", "", None), broken, {}
+        yield Suggestion("Anderson", "", "", 2.0), to_anderson, {}
+
+    monkeypatch.setattr(timing, "_suggest", ideas)
+    model = Trained(solver=eq.Picard(rtol=1e-7, max_steps=3000, block=1))
+    found = profile_model(model, samples(0.99, 0.99), repeats=3, try_suggestions=True)
+    good, bad = found.suggestions
+    # Over a thousand steps against a handful.
+    assert good.name == "Anderson"
+    assert good.measured is not None
+    assert good.measured > 5
+    assert good.change is not None
+    assert good.change < 1e-3
+    assert bad.measured is None
+    assert bad.note.startswith("could not be tried: ")
+    assert isinstance(model.layer.solver, eq.Picard)  # the given model is as it was
+    assert "the answer changes by" in str(found)
+
+
+def test_operators_are_those_of_the_profiler(profile: Profile) -> None:
+    names = [name for name, _, _ in profile.main.operators]
+    seconds = [s for _, _, s in profile.main.operators]
+    assert any("convolution" in name for name in names)
+    assert seconds == sorted(seconds, reverse=True)
+    assert seconds[0] > 0.0

@@ -13,7 +13,7 @@ import equilibria as eq
 from equilibria.engine.options import options
 from equilibria.engine.solver import Point
 from equilibria.engine.tree import Leaves
-from equilibria.evaluation.timing import measuring, profiling, timeline
+from equilibria.evaluation import solve_marks, timing
 
 
 class Clock:
@@ -31,7 +31,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """Takes the place of the time module where time is measured."""
     CLOCK.now = 0.0
     fake = SimpleNamespace(perf_counter=CLOCK.perf_counter)
-    for module in (timeline, measuring, profiling):
+    for module in (solve_marks, timing):
         monkeypatch.setattr(module, "time", fake)
     return CLOCK
 
