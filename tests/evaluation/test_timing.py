@@ -355,8 +355,8 @@ def test_what_to_do_about_a_large_part(name: str) -> None:
     found = suggested(layer, {part: 6.0, **rest}, steps, x)[name]
     assert found[0].predicted == pytest.approx(10 / 4)
     assert "60%" in found[0].reason
-    changed = copy.deepcopy(layer)
-    found[1](changed)
+    changed = found[1]
+    assert changed is not layer
     for attribute, value in expected.items():
         assert getattr(changed, attribute) == value
     if name == "fewer power iterations":
@@ -390,14 +390,11 @@ class Trained(nn.Module):
 
 def test_a_trial_measures_gain_and_change(monkeypatch: pytest.MonkeyPatch) -> None:
     def ideas(model: nn.Module, *_: Any) -> Any:
-        def to_anderson(copied: Any) -> None:
-            copied.layer.solver = eq.Anderson(rtol=1e-6)
-
-        def broken(copied: Any) -> None:
-            copied.head = nn.Linear(4, 2)
-
+        broken, other = copy.deepcopy(model), copy.deepcopy(model)
+        broken.head = nn.Linear(4, 2)  # type: ignore[assignment]
+        other.layer.solver = eq.Anderson(rtol=1e-6)  # type: ignore[union-attr, assignment]
         yield Suggestion("broken", "", "", None), broken, {}
-        yield Suggestion("Anderson", "", "", 2.0), to_anderson, {}
+        yield Suggestion("Anderson", "", "", 2.0), other, {}
 
     monkeypatch.setattr(timing, "_suggest", ideas)
     model = Trained(solver=eq.Picard(rtol=1e-7, max_steps=3000, block=1))

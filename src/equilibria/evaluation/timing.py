@@ -18,7 +18,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from equilibria.engine.solver import Solver
 from equilibria.engine.tree import flatten_state
 from equilibria.nn.constraints import OperatorNorm
 from equilibria.nn.observing import equilibrium_layers, observe
-from equilibria.solvers import Anderson, ForwardBackward
+from equilibria.solvers import Anderson, ForwardBackward, PeacemanRachford
 from equilibria.solvers.forward_backward import SplittingSolver
 
 from .figures import save_bars
@@ -125,7 +125,7 @@ class LayerProfile:
             "evaluations": self.evaluations,
             "graph_evaluations": self.graph_evaluations,
             "products": self.products,
-            "solves": None if self.statistics is None else self.statistics.to_dict(),
+            "solves": self.statistics,
             "backward_steps_histogram": self.backward_steps,
         }
 
@@ -185,16 +185,16 @@ class PassProfile:
         return {
             "kind": self.kind,
             "batch": self.batch,
-            "seconds": asdict(self.seconds),
+            "seconds": self.seconds,
             "images_per_second": self.images_per_second,
-            "eager_seconds": asdict(self.eager),
-            "marked_seconds": asdict(self.marked),
+            "eager_seconds": self.eager,
+            "marked_seconds": self.marked,
             "overhead_of_marks": self.overhead,
             "groups": {name: self.group(name) for name in GROUPS},
             "parts": self.parts,
-            "layers": [layer.to_dict() for layer in self.layers],
+            "layers": self.layers,
             "operators": [dict(zip(names, row, strict=True)) for row in self.operators],
-            "memory": asdict(self.memory),
+            "memory": self.memory,
             "host_waits": self.waits,
             "device_idle": self.idle,
         }
@@ -243,11 +243,7 @@ class Profile:
 
     def to_dict(self) -> dict[str, Any]:
         """In types that JSON has."""
-        found = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        found["train"] = None if self.train is None else self.train.to_dict()
-        found["inference"] = self.inference.to_dict()
-        found["suggestions"] = [asdict(s) for s in self.suggestions]
-        return dict(json_value(found))
+        return dict(json_value(vars(self)))
 
     def tables(self) -> list[Any]:
         """For ``rich.print``: times, layers, operators, what would help, notes."""
@@ -374,7 +370,7 @@ def seconds_of(run: Run, device: torch.device) -> float:
 def peak_memory(run: Run, device: torch.device, held: int) -> Memory:
     """Of one pass; ``held`` is what is reported for a CPU, where no allocator can be asked."""
     if device.type != "cuda":
-        return _profiled(run, device, held)[1]
+        return _profiled(run, device, held)[2]
     torch.cuda.synchronize(device)
     gc.collect()
     torch.cuda.reset_peak_memory_stats(device)
@@ -385,20 +381,36 @@ def peak_memory(run: Run, device: torch.device, held: int) -> Memory:
     return Memory(peak, before, "CUDA's caching allocator")
 
 
-def _profiled(run: Run, device: torch.device, held: int) -> tuple[Any, Memory]:
-    """Operators of a run by torch.profiler, and its peak of memory on a CPU."""
+def _profiled(
+    run: Run, device: torch.device, held: int
+) -> tuple[tuple[tuple[str, int, float], ...], int | None, Memory]:
+    """By torch.profiler: operators (kernels of a GPU), waits for a GPU, peak of memory on a CPU."""
     cuda = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it writes on stderr
-    with quiet(), profile(activities=activities, profile_memory=not cuda) as found:
+    with quiet(), profile(activities=activities, profile_memory=not cuda, acc_events=True) as found:
         run()
         if cuda:
             torch.cuda.synchronize(device)
+    averages: Any = found.key_averages()
+    rows = [
+        (
+            str(e.key),
+            int(e.count),
+            1e-6 * (e.self_device_time_total if cuda else e.self_cpu_time_total),
+        )
+        for e in averages
+        if e.device_type.name == ("CUDA" if cuda else "CPU") and not e.is_user_annotation
+    ]
+    # Not cudaDeviceSynchronize, which is the profiler's and ours.
+    named = [e for e in averages if e.key in ("cudaStreamSynchronize", "cudaEventSynchronize")]
     now = most = 0
     for event in sorted(found.events(), key=lambda e: float(e.time_range.end)):
         now += int(event.self_cpu_memory_usage)
         most = max(most, now)
-    return found.key_averages(), Memory(most, held, "torch.profiler's record of allocations")
+    memory = Memory(most, held, "torch.profiler's record of allocations")
+    waits = sum(e.count for e in named) if cuda else None
+    return tuple(sorted(rows, key=lambda row: -row[2])), waits, memory
 
 
 @dataclass(eq=False)
@@ -512,7 +524,7 @@ def _pass(
             seconds = seconds_of(lambda: work.run(kind, marks), device)
         return seconds, marks.seconds(), marks
 
-    rounds = []
+    rounds: list[tuple[float, float, tuple[float, dict[tuple[str, str], float], Marks]]] = []
     with work.mode(kind):
         with quiet():
             for number in range(_WARM + repeats):
@@ -532,19 +544,12 @@ def _pass(
             work.run(kind)
         recorder.add(seen)
         work.model.zero_grad(set_to_none=True)
-        averages, memory = _profiled(lambda: work.run(kind), device, work.held())
+        operators, waits, memory = _profiled(lambda: work.run(kind), device, work.held())
         if device.type == "cuda":
             memory = peak_memory(lambda: work.run(kind), device, work.held())
     # The pass of median length: its parts still add up.
     _, parts, marks = sorted((r[2] for r in rounds), key=lambda m: m[0])[len(rounds) // 2]
-    total = sum(parts.values())
-    field = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
-    operators = sorted(
-        ((str(e.key), int(e.count), 1e-6 * float(getattr(e, field))) for e in averages),
-        key=lambda row: -row[2],
-    )
     solves, backward = recorder.compute(), recorder.backward()
-    counted = ("evaluations", "graph_evaluations", "products")
     return PassProfile(
         kind=kind,
         batch=work.x.shape[0],
@@ -557,19 +562,18 @@ def _pass(
             LayerProfile(
                 name,
                 {part: parts.get((name, part), 0.0) for part in _INNER},
-                *(marks.counts[name, what] for what in counted),
+                marks.counts[name, "evaluations"],
+                marks.counts[name, "graph_evaluations"],
+                marks.counts[name, "products"],
                 solves.get(name),
                 backward.get(name),
             )
             for name in solving_layers(work.model)
         ),
-        operators=tuple(operators[:20]),
+        operators=operators[:20],
         memory=memory,
-        # One wait is the profiler's own.
-        waits=max(sum(n for key, n, _ in operators if "Synchronize" in key) - 1, 0)
-        if device.type == "cuda"
-        else None,
-        idle=max(1.0 - sum(s for *_, s in operators) / total, 0.0)
+        waits=waits,
+        idle=max(1.0 - sum(s for *_, s in operators) / sum(parts.values()), 0.0)
         if device.type == "cuda"
         else 0.0,
     )
@@ -651,11 +655,8 @@ def profile_model(
         said = [one for one, _, _ in ideas]
         if try_suggestions:
             with progress_bar(len(ideas), "trying", progress) as advance:
-                for number, (one, change, other) in enumerate(ideas):
-                    # Both are new: a model that has trained has other running statistics.
-                    base = _Workload.of(plain, x, work.y, **settings)
-                    changed = copy.deepcopy(plain)
-                    change(changed)
+                for number, (one, changed, other) in enumerate(ideas):
+                    base = _Workload.of(work.model, x, work.y, **settings)
                     said[number] = _tried(one, base, changed, {**settings, **other}, main)
                     advance()
     return Profile(
@@ -697,131 +698,138 @@ def _notes(work: _Workload, main: PassProfile, *, wanted: bool) -> Iterator[str]
         yield "the model has no equilibrium layer: all of its time is rest"
 
 
-_Idea = tuple[Suggestion, Callable[[nn.Module], object], dict[str, Any]]
-"""What to do, a change of a copy of the model in place, and other settings: to try it."""
+def _tolerant(layer: Any) -> bool:
+    solver = layer.solver
+    return not (solver.fixed_steps or isinstance(solver, SplittingSolver))
+
+
+def _solver(layer: Any, **options: Any) -> bool:
+    layer.solver = dataclasses.replace(layer.solver, **options)
+    return True
+
+
+def _other(layer: Any, kind: type[Solver], steps: int) -> bool:
+    own, layer.solver = layer.solver, kind(max_steps=steps)
+    return _solver(layer, rtol=own.rtol, atol=own.atol)
+
+
+def _rtol(layer: Any) -> float:
+    return float(layer.solver.relative_tolerance(torch.float32, device_of(layer).type))
+
+
+def _looser_adjoint(layer: Any, _: SolverStatistics) -> bool:
+    own = layer.adjoint
+    if not (isinstance(own, Implicit) and isinstance(own.solver, LinearSolver)):
+        return False
+    solver = dataclasses.replace(own.solver, rtol=max(_rtol(layer), 1e-3))
+    layer.adjoint = dataclasses.replace(own, solver=solver)
+    return True
+
+
+def _one_power_iteration(layer: nn.Module, _: SolverStatistics) -> bool:
+    norms = [m for m in layer.modules() if isinstance(m, OperatorNorm) and m.steps > 1]
+    for norm in norms:
+        norm.steps = 1
+    return bool(norms)
+
+
+_ADVICE: tuple[tuple[str, str, Callable[[Any, SolverStatistics], bool], str, str], ...] = (
+    (
+        *("fixed steps", "solver"),
+        lambda m, s: _tolerant(m) and _solver(m, rtol=0.0, atol=0.0, max_steps=s.max_steps),
+        "is the solver's own work (tests, norms, algebra), not the map",
+        "dataclasses.replace(layer.solver, rtol=0.0, atol=0.0, max_steps=...): no tests, no waits, "
+        "compiles whole; or block=8 to test less often",
+    ),
+    (
+        *("solver Anderson", "map solver"),
+        lambda m, s: (
+            _tolerant(m)
+            and not isinstance(m.solver, Anderson)
+            and _other(m, Anderson, m.solver.max_steps)
+        ),
+        "is in solves by other solvers than Anderson, which often takes fewer steps",
+        "layer.solver = eq.Anderson(rtol=..., max_steps=...)",
+    ),
+    (
+        *("looser tolerance", "map solver"),
+        lambda m, s: _tolerant(m) and _solver(m, rtol=10.0 * _rtol(m)),
+        "is in solves to a tolerance",
+        "solver with 10 times its rtol; check the accuracy on your data",
+    ),
+    (
+        *("compaction", "map solver"),
+        lambda m, s: (
+            _tolerant(m)
+            and s.solves >= 8
+            and s.mean_steps < 0.7 * s.max_steps
+            and not m.solver.compact
+            and _solver(m, compact=True)
+        ),
+        "is in solves whose samples are mostly done long before the slowest",
+        "solver with compact=True: finished samples leave the batch",
+    ),
+    (
+        *("forward-backward", "prepare"),
+        lambda m, s: isinstance(m.solver, PeacemanRachford) and _other(m, ForwardBackward, 500),
+        "prepares solves: the resolvent of Peaceman–Rachford is made anew while weights move",
+        "layer.solver = eq.ForwardBackward(...): more steps, and nothing to factorize",
+    ),
+    (
+        *("looser adjoint", "adjoint_map adjoint_solver"),
+        _looser_adjoint,
+        "is in backward solves: gradients cannot be better than the point they are taken at",
+        "adjoint=eq.Implicit(solver=eq.GMRES(rtol=1e-3)), or eq.Phantom(...)",
+    ),
+    (
+        *("fewer power iterations", "norm"),
+        _one_power_iteration,
+        "is in norm constraints",
+        "NormBounded(bound=..., steps=1): the bound lags more while weights move fast; certify",
+    ),
+)
+"""Name, parts, change of a layer with these statistics (False: not for it), reason, what to do."""
 
 
 def _suggest(
     model: nn.Module, main: PassProfile, settings: Mapping[str, Any], x: Tensor
-) -> Iterator[_Idea]:
-    """What to do about the parts that are large: at best they take no time at all."""
-    layers = solving_layers(model)
-    seen = {layer.name: layer.statistics for layer in main.layers}
-    splitting = [n for n, m in layers.items() if isinstance(m.solver, SplittingSolver)]
-    tolerant = [n for n, s in seen.items() if s and not s.fixed_steps and n not in splitting]
+) -> Iterator[tuple[Suggestion, nn.Module, dict[str, Any]]]:
+    """What to do about parts above 30%, with a changed copy and settings to try it with.
 
-    def idea(
-        name: str, parts: str, where: list[str], change: Any, reason: str, do: str
-    ) -> Iterator[_Idea]:
-        """``change(layer)`` of the layers ``where``, if the parts take 30% of the pass."""
-        share = main.share(*parts.split())
-
-        def edit(copied: nn.Module) -> None:
-            for one in where:
-                change(copied.get_submodule(one))
-
-        if where and share > 0.3:
+    At best such a part takes no time at all.
+    """
+    seen = {p.name: p.statistics for p in main.layers if p.statistics is not None}
+    for name, parts, change, reason, do in _ADVICE:
+        share, changed = main.share(*parts.split()), copy.deepcopy(model)
+        layers = [(changed.get_submodule(n), s) for n, s in seen.items()]
+        if share > 0.3 and sum(change(layer, s) for layer, s in layers):
             reason = f"{share:.0%} of the pass {reason}"
-            yield Suggestion(name, reason, do, 1 / max(1 - share, 1e-3)), edit, {}
+            yield Suggestion(name, reason, do, 1 / max(1 - share, 1e-3)), changed, {}
 
-    def solver(**options: Any) -> Callable[[Any], None]:
-        """A change of these options of a layer's solver."""
-
-        def change(layer: Any) -> None:
-            layer.solver = dataclasses.replace(layer.solver, **options)
-
-        return change
-
-    def other(kind: type[Solver], steps: int = 0) -> Callable[[Any], None]:
-        """A change to a solver of this kind with the same tolerances."""
-
-        def change(layer: Any) -> None:
-            own = layer.solver
-            most = steps or own.max_steps
-            layer.solver = kind(rtol=own.rtol, atol=own.atol, max_steps=most)
-
-        return change
-
-    def rtol(name: str) -> float:
-        return layers[name].solver.relative_tolerance(torch.float32, x.device.type)  # type: ignore[no-any-return]
-
-    steps = max((seen[n].max_steps for n in tolerant), default=1)  # type: ignore[union-attr]
-    loosest = max(map(rtol, tolerant), default=0.0)
-    late = [
-        n
-        for n in tolerant
-        if (s := seen[n]) and s.mean_steps < 0.7 * s.max_steps and not layers[n].solver.compact
-    ]
-    plain = [n for n in tolerant if not isinstance(layers[n].solver, Anderson)]
-    exact = [
-        n
-        for n, m in layers.items()
-        if isinstance(m.adjoint, Implicit) and isinstance(m.adjoint.solver, LinearSolver)
-    ]
-
-    def looser_adjoint(layer: Any) -> None:
-        inner = dataclasses.replace(layer.adjoint.solver, rtol=max(loosest, 1e-3))
-        layer.adjoint = dataclasses.replace(layer.adjoint, solver=inner)
-
-    yield from idea(
-        *("fixed steps", "solver", tolerant, solver(rtol=0.0, atol=0.0, max_steps=steps)),
-        "is the solver's own work (tests, norms, algebra), not the map",
-        f"dataclasses.replace(layer.solver, rtol=0.0, atol=0.0, max_steps={steps}): no tests, no "
-        "waits, compiles whole; or block=8 to test less often",
-    )
-    yield from idea(
-        *("solver Anderson", "map solver", plain, other(Anderson)),
-        "is in solves by other solvers than Anderson, which often takes fewer steps",
-        "layer.solver = eq.Anderson(rtol=..., max_steps=...)",
-    )
-    yield from idea(
-        *("looser tolerance", "map solver", tolerant, solver(rtol=10.0 * loosest)),
-        "is in solves to a tolerance",
-        f"solver with rtol={10.0 * loosest:.0e}, ten times as large; check the accuracy",
-    )
-    yield from idea(
-        *("compaction", "map solver", late if len(x) >= 8 else [], solver(compact=True)),
-        "is in solves whose samples are mostly done long before the slowest",
-        "solver with compact=True: finished samples leave the batch",
-    )
-    yield from idea(
-        *("forward-backward", "prepare", splitting, other(ForwardBackward, 500)),
-        "prepares solves: the resolvent of Peaceman–Rachford is made anew while weights move",
-        "layer.solver = eq.ForwardBackward(...): more steps, and nothing to factorize",
-    )
-    yield from idea(
-        *("looser adjoint", "adjoint_map adjoint_solver", exact, looser_adjoint),
-        "is in backward solves: gradients cannot be better than the point they are taken at",
-        "adjoint=eq.Implicit(solver=eq.GMRES(rtol=1e-3)), or eq.Phantom(...)",
-    )
-    norms = [n for n, m in model.named_modules() if isinstance(m, OperatorNorm) and m.steps > 1]
-    yield from idea(
-        *("fewer power iterations", "norm", norms, lambda norm: setattr(norm, "steps", 1)),
-        "is in norm constraints",
-        "NormBounded(bound=..., steps=1): the bound then lags more while weights move fast (check "
-        "with certify)",
-    )
-
-    def setting(name: str, reason: str, do: str, **changed: Any) -> _Idea:
-        return Suggestion(name, reason, do, None), lambda _: None, changed
-
-    cuda = x.device.type == "cuda"
-    if main.idle > 0.3:
-        reason = f"the GPU is idle for {main.idle:.0%} of the pass: kernels wait for their launch"
-        yield setting("larger batch", reason, f"--batch-size {2 * len(x)}, or --cuda-graphs")
-    if cuda and settings["precision"] == "32-true" and torch.cuda.is_bf16_supported():
-        reason, do = "float32 on a GPU whose tensor cores take bf16", "--precision bf16-mixed"
-        yield setting("bf16", reason, do, precision="bf16-mixed")
+    cuda, solving = x.device.type == "cuda", solving_layers(model).values()
     weights = [m.weight for m in model.modules() if isinstance(m, nn.Conv2d)]
-    if not all(w.is_contiguous(memory_format=torch.channels_last) for w in weights) and x.ndim == 4:
-        do = "model.to(memory_format=torch.channels_last), and x too"
-        yield setting("channels last", "convolutions run on NCHW maps", do, channels_last=True)
-    explicit = (
-        m.solver.fixed_steps and not isinstance(m.adjoint, Implicit) for m in layers.values()
-    )
-    if cuda and not settings["compiled"] and all(explicit):
-        reason = "every solve has fixed steps and an adjoint that compiles: the network fuses whole"
-        yield setting("torch.compile", reason, "torch.compile(model), or --compile", compiled=True)
+    last = all(w.is_contiguous(memory_format=torch.channels_last) for w in weights)
+    whole = all(m.solver.fixed_steps and not isinstance(m.adjoint, Implicit) for m in solving)
+    plain = cuda and settings["precision"] == "32-true" and torch.cuda.is_bf16_supported()
+    launched = f"the GPU is idle for {main.idle:.0%} of the pass: kernels wait for their launch"
+    for wanted, name, reason, do, other in (
+        (main.idle > 0.3, "larger batch", launched, "a larger --batch-size, or --cuda-graphs", {}),
+        (
+            *(plain, "bf16", "float32 on a GPU whose tensor cores take bf16"),
+            *("--precision bf16-mixed (torch.autocast)", {"precision": "bf16-mixed"}),
+        ),
+        (
+            *(x.ndim == 4 and not last, "channels last", "convolutions run on NCHW maps"),
+            *("model.to(memory_format=torch.channels_last), x too", {"channels_last": True}),
+        ),
+        (
+            *(cuda and whole and not settings["compiled"], "torch.compile"),
+            "every solve has fixed steps and an adjoint that compiles: the network fuses whole",
+            *("torch.compile(model), or --compile", {"compiled": True}),
+        ),
+    ):
+        if wanted:
+            yield Suggestion(name, reason, do, None), copy.deepcopy(model), other
 
 
 def _tried(
