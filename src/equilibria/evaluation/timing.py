@@ -656,8 +656,9 @@ def profile_model(
         if try_suggestions:
             with progress_bar(len(ideas), "trying", progress) as advance:
                 for number, (one, changed, other) in enumerate(ideas):
-                    base = _Workload.of(work.model, x, work.y, **settings)
-                    said[number] = _tried(one, base, changed, {**settings, **other}, main)
+                    if other or changed is not work.model:
+                        base = _Workload.of(work.model, x, work.y, **settings)
+                        said[number] = _tried(one, base, changed, {**settings, **other}, main)
                     advance()
     return Profile(
         model=model_name(plain),
@@ -829,7 +830,7 @@ def _suggest(
         ),
     ):
         if wanted:
-            yield Suggestion(name, reason, do, None), copy.deepcopy(model), other
+            yield Suggestion(name, reason, do, None), model, other
 
 
 def _tried(
