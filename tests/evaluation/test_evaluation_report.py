@@ -18,8 +18,6 @@ from PIL import Image
 from torch import Tensor, nn
 
 import equilibria as eq
-from equilibria import models
-from equilibria.data import load
 from equilibria.evaluation import (
     ClassificationMetrics,
     NonFiniteError,
@@ -28,17 +26,10 @@ from equilibria.evaluation import (
     classification_metrics,
     evaluate,
     evaluation_report,
+    model_on_data,
     segmentation_metrics,
 )
-from equilibria.evaluation import (
-    model_on_data as running,
-)
-from equilibria.evaluation.evaluation_report import (
-    _log_probabilities as log_probabilities,
-)
-from equilibria.evaluation.evaluation_report import (
-    _mean_log_probabilities as mean_log_probabilities,
-)
+from equilibria.evaluation.evaluation_report import _log_probabilities, _mean_log_probabilities
 from equilibria.evaluation.figures import save_confusion, save_per_class
 from tests.evaluation.standins import FromTable, dataset, random_data, table_data, tiny_geq
 
@@ -145,31 +136,25 @@ def test_logits_that_are_not_finite_are_named() -> None:
     assert report.to_dict()["metrics"]["nonfinite"] == [3]
 
 
-def test_a_class_count_that_does_not_fit() -> None:
-    with pytest.raises(ValueError, match=r"Sequential tells 4 classes apart .* asks for 3"):
-        evaluate(tiny_geq(4), random_data(classes=3), progress=False)
-    with pytest.raises(ValueError, match="geq_digits tells 7 classes apart"):
-        evaluate(models.create("geq_digits", 7), random_data(classes=3), progress=False)
+@pytest.mark.parametrize(
+    ("given", "error", "match"),
+    [
+        ({"nonfinite": "skip"}, ValueError, "nonfinite='skip'"),
+        ({"certify": -1}, ValueError, "certify=-1"),
+        ({"batch_size": 0}, ValueError, "batch_size=0"),
+        ({"solver": "auto"}, TypeError, "solver='auto'"),
+        ({"flip": "no"}, TypeError, "flip='no': expected True or False"),
+    ],
+)
+def test_wrong_arguments(given: Any, error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        evaluate(tiny_geq(), random_data(), **{"progress": False, **given})
 
 
-def test_gray_against_color() -> None:
-    with pytest.raises(ValueError, match=r"geq_digits takes images of 1 channel \(gray\)"):
-        evaluate(models.create("geq_digits", 3), random_data(channels=3), progress=False)
-    with pytest.raises(RuntimeError) as caught:  # no config: torch's error, and where it came from
+def test_an_error_inside_the_model_says_where_it_came_from() -> None:
+    with pytest.raises(RuntimeError) as caught:
         evaluate(tiny_geq(channels=3), random_data(channels=1), progress=False)
     assert "ran on a batch of made up, shape (20, 1, 8, 8)" in caught.value.__notes__[0]
-
-
-def test_wrong_arguments() -> None:
-    data, model = random_data(), tiny_geq()
-    with pytest.raises(ValueError, match="nonfinite='skip'"):
-        evaluate(model, data, nonfinite="skip")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="certify=-1"):
-        evaluate(model, data, certify=-1)
-    with pytest.raises(ValueError, match="batch_size=0"):
-        evaluate(model, data, batch_size=0)
-    with pytest.raises(TypeError, match="solver='auto'"):
-        evaluate(model, data, solver="auto", progress=False)  # type: ignore[arg-type]
 
 
 def test_a_solver_for_a_network_without_layers_is_noted() -> None:
@@ -177,35 +162,6 @@ def test_a_solver_for_a_network_without_layers_is_noted() -> None:
     report = evaluate(model, random_data(), progress=False, solver=eq.Auto())
     assert report.converged is None
     assert "has no equilibrium layers" in report.notes[0]
-
-
-def test_the_bar(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FORCE_COLOR", "1")  # what rich takes for a terminal
-    evaluate(nn.Sequential(nn.Flatten(), nn.Linear(64, 3)), random_data(), batch_size=10)
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert "evaluating Sequential" in err
-
-
-def test_a_network_of_ours_on_digits() -> None:
-    """Trained for a moment: far better than chance, and the report says how its solves went."""
-    torch.manual_seed(0)
-    train, test = load("digits", "train", progress=False), load("digits", "test", progress=False)
-    model = models.create("geq_digits")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
-    order = torch.randperm(len(train))[:768]
-    for index in order.split(64):
-        x, y = train.normalize(train.images[index]), train.targets[index]
-        loss = nn.functional.cross_entropy(model(x), y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    report = evaluate(model, test, certify=0, progress=False, solver=eq.Auto(rtol=1e-5))
-    assert report.accuracy > 0.6
-    assert report.metrics.samples == len(test)
-    assert report.converged is not None
-    assert report.converged.agreement > 0.99
-    assert all(part.settled > 0.99 for part in report.converged.statistics.values())
 
 
 Array = NDArray[np.float64]
@@ -327,7 +283,7 @@ def test_one_more_pass_a_batch_and_no_more_reading(
     ran: list[bool] = []
 
     def counting(*args: Any) -> Any:
-        for images, y in running.batches(*args):
+        for images, y in model_on_data.batches(*args):
             read.append(len(y))
             yield images, y
 
@@ -366,23 +322,6 @@ def test_the_mirror_image_of_a_map_is_mirrored_back() -> None:
         confusion(softmax(one)),
         confusion((softmax(one) + softmax(other)) / 2),
     )
-
-
-class Bands(nn.Module):
-    """Logits [B, 3, H, W] of each pixel by itself: mirroring the image mirrors them, exactly."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([x, x.square(), 0.5 - x], dim=1)
-
-
-def test_a_map_that_moves_with_the_image_keeps_its_metrics() -> None:
-    draw = torch.Generator().manual_seed(0)
-    images = torch.randint(0, 256, (3, 1, 4, 7), generator=draw, dtype=torch.uint8)
-    data = dataset(images, torch.randint(0, 3, (3, 4, 7), generator=draw), 3)
-    report = evaluate(Bands(), data, progress=False, flip=True)
-    assert report.flip is not None
-    assert torch.equal(report.flip.confusion, report.metrics.confusion)
-    assert report.flip.headline == report.metrics.headline
 
 
 def sided(left: Tensor, right: Tensor, targets: Tensor, classes: int) -> Any:
@@ -467,28 +406,23 @@ def test_in_the_table_and_in_the_saved_report(tmp_path: Path) -> None:
     assert "with flip" not in str(evaluate(sharp_linear(), random_data(4), progress=False))
 
 
-def test_flip_is_yes_or_no() -> None:
-    with pytest.raises(TypeError, match="flip='no': expected True or False"):
-        evaluate(sharp_linear(), random_data(), flip="no")  # type: ignore[arg-type]
-
-
 rows = st.lists(st.floats(-300, 300, width=32), min_size=4, max_size=4)
 
 
 @given(rows, rows, st.floats(-1e4, 1e4))
 def test_laws_of_the_mean(first: list[float], second: list[float], shift: float) -> None:
     a, b = torch.tensor([first]), torch.tensor([second])
-    one, other = log_probabilities(a), log_probabilities(b)
-    found = mean_log_probabilities(one, other)
-    assert torch.equal(found, mean_log_probabilities(other, one))
-    assert torch.equal(mean_log_probabilities(one, one), one)
+    one, other = _log_probabilities(a), _log_probabilities(b)
+    found = _mean_log_probabilities(one, other)
+    assert torch.equal(found, _mean_log_probabilities(other, one))
+    assert torch.equal(_mean_log_probabilities(one, one), one)
     np.testing.assert_allclose(
         found.numpy(), np.logaddexp(one.numpy(), other.numpy()) - math.log(2), rtol=0, atol=1e-12
     )
     np.testing.assert_allclose(found.exp().numpy(), (softmax(a) + softmax(b)) / 2, atol=1e-13)
     # −log is convex: with flip, no NLL is above the mean of the two.
     assert bool((-found <= -(one + other) / 2 + 1e-12).all())
-    shifted = mean_log_probabilities(one, log_probabilities(b.double() + shift))
+    shifted = _mean_log_probabilities(one, _log_probabilities(b.double() + shift))
     np.testing.assert_allclose(shifted.numpy(), found.numpy(), rtol=0, atol=1e-8)
 
 
@@ -523,28 +457,6 @@ def test_the_table_shows_the_numbers(report: Report) -> None:
     ):
         assert part in text, part
     assert max(len(line) for line in text.splitlines()) <= 100
-
-
-def test_a_layers_name_and_every_column_fit_into_80(report: Report) -> None:
-    import dataclasses
-    import io
-
-    from rich.console import Console
-
-    name = "stages.0.layer"
-    only = dataclasses.replace(
-        report,
-        statistics={name: next(iter(report.statistics.values()))},
-        converged=None,
-        certificate={name: next(iter(dict(report.certificate or {}).values()))},
-    )
-    console = Console(file=io.StringIO(), width=80)
-    console.print(only.table())
-    text = console.file.getvalue()  # type: ignore[attr-defined]
-    assert text.count(name) == 2
-    for column in ("≤ 1e-3", "proven"):
-        assert column in text
-    assert "Sequential on made up (test)" in text
 
 
 def test_json_is_strict_and_complete(report: Report, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import equilibria as eq
 from equilibria.evaluation import replaced, with_solver
-from equilibria.evaluation.layer_solvers import SolverRecorder, layer_label
+from equilibria.evaluation.layer_solvers import SolverRecorder
 from equilibria.nn import observe
 from equilibria.nn.map_layer import MapLayer
 from equilibria.nn.monotone import MonotoneDEQ
@@ -96,12 +96,6 @@ def test_branches_are_told_one_by_one() -> None:
     found = recorder.compute()
     assert list(found) == ["0.branches.0", "0.branches.1"]
     assert all(part.solves == 3 for part in found.values())
-
-
-def test_layers_that_never_ran_and_names() -> None:
-    assert SolverRecorder(tiny_geq()).compute() == {}
-    assert layer_label("") == "(the model)"
-    assert layer_label("a.b") == "a.b"
 
 
 def test_every_layer_of_a_copy_is_changed_and_the_model_is_not() -> None:
