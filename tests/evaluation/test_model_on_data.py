@@ -77,19 +77,6 @@ def test_channels_and_classes_must_fit() -> None:
         model_on_data.check_pair(model, [1, 2])  # type: ignore[arg-type]
 
 
-def test_empty_data() -> None:
-    class Empty(type(random_data())):  # type: ignore[misc]
-        def __post_init__(self) -> None: ...
-
-    data = random_data()
-    empty = Empty(
-        **{f: getattr(data, f) for f in data.__dataclass_fields__ if f != "images"},
-        images=data.images[:0],
-    )
-    with pytest.raises(ValueError, match=r"made up \(test\) is empty"):
-        model_on_data.check_pair(nn.Linear(1, 1), empty)
-
-
 def test_what_was_saved_with_the_weights_is_compared() -> None:
     data = random_data()
     model = with_config(in_channels=1, num_classes=3)

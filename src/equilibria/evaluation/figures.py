@@ -217,7 +217,7 @@ def save_bars(
             axes[0].barh(place, width, left=left, label=part if place == 0 else None, **look)
             left += width
     axes[0].set_yticks(range(len(names)), names, fontsize=7)
-    axes[0].set(xlabel="milliseconds (profiled)", ylim=(len(names) - 0.4, -0.6))
+    axes[0].set(xlabel="milliseconds (with marks)", ylim=(len(names) - 0.4, -0.6))
     axes[0].legend(ncols=4, fontsize=8, loc="lower left", bbox_to_anchor=(0.0, 1.0), frameon=False)
     if histogram is not None:
         steps = histogram.nonzero()[:, 0]

@@ -142,8 +142,6 @@ def check_pair(
             f"expected data from equilibria.data.load(...), got {type(dataset).__name__}."
         )
     where = f"{dataset.name} ({dataset.split_name})"
-    if len(dataset) == 0:
-        raise ValueError(f"{where} is empty: there is nothing to evaluate on.")
     if task is not None and dataset.task != task:
         raise ValueError(f"{where} is a data set for {dataset.task}; this takes {task}.")
     config, name = getattr(model, "config", None), model_name(model)

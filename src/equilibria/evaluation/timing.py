@@ -400,7 +400,8 @@ def _profiled(
             1e-6 * (e.self_device_time_total if cuda else e.self_cpu_time_total),
         )
         for e in averages
-        if e.device_type.name == ("CUDA" if cuda else "CPU") and not e.is_user_annotation
+        if e.device_type.name == ("CUDA" if cuda else "CPU")
+        and not getattr(e, "is_user_annotation", False)
     ]
     # Not cudaDeviceSynchronize, which is the profiler's and ours.
     named = [e for e in averages if e.key in ("cudaStreamSynchronize", "cudaEventSynchronize")]

@@ -104,28 +104,27 @@ def _class_numbers(dataset: ImageData, given: Sequence[int | str]) -> list[int]:
     return numbers
 
 
-def _targets(dataset: ImageData) -> Tensor:
+def _labels(dataset: ImageData, classes: Sequence[int | str]) -> tuple[tuple[str, ...], Tensor]:
+    """(names, label of each class of the data): 0, 1, … in the order given, −1 for the others."""
+    numbers = _class_numbers(dataset, classes)
     if dataset.task != "classification" or not isinstance(dataset.targets, Tensor):
         raise ValueError(f"{dataset.name} is a data set for {dataset.task}; this needs classes.")
-    return dataset.targets
+    table = torch.full((len(dataset.classes),), -1)
+    table[numbers] = torch.arange(len(numbers))
+    return tuple(dataset.classes[k] for k in numbers), table.to(dataset.targets.device)
 
 
 def select_classes(dataset: ImageData, classes: Sequence[int | str]) -> ImageData:
     """The samples of these classes alone, labeled 0, 1, … in the order given: to train on."""
-    numbers = _class_numbers(dataset, classes)
-    targets = _targets(dataset)
-    table = torch.full((len(dataset.classes),), -1, dtype=torch.long, device=targets.device)
-    table[torch.tensor(numbers, device=targets.device)] = torch.arange(
-        len(numbers), device=targets.device
-    )
-    chosen = (table[targets] >= 0).nonzero()[:, 0].cpu()
+    names, table = _labels(dataset, classes)
+    labels = table[dataset.targets]
+    chosen = (labels >= 0).nonzero()[:, 0]
     if len(chosen) == 0:
         raise ValueError(
             f"{dataset.name} ({dataset.split_name}) has no sample of the classes {list(classes)}."
         )
-    part = dataset.subset(chosen)
-    names = tuple(dataset.classes[k] for k in numbers)
-    return dataclasses.replace(part, targets=table[_targets(part)], classes=names)
+    part = dataset.subset(chosen.cpu())
+    return dataclasses.replace(part, targets=labels[chosen].to(part.targets.device), classes=names)
 
 
 @torch.no_grad()
@@ -142,27 +141,23 @@ def known_unknown_kl(
 
     Its output i stands for ``known_classes[i]`` (the paper: the first five of CIFAR-10).
     """
-    numbers = _class_numbers(dataset, known_classes)
-    targets = _targets(dataset)
+    names, table = _labels(dataset, known_classes)
     model = on_device(model, device)
-    check_pair(model, dataset, classes=len(numbers), task="classification")
-    table = torch.full((len(dataset.classes),), -1, dtype=torch.long)
-    table[torch.tensor(numbers)] = torch.arange(len(numbers))
-    known_total = int((table[targets.cpu()] >= 0).sum())
+    check_pair(model, dataset, classes=len(names), task="classification")
+    known_total = int((table[dataset.targets] >= 0).sum())
     if known_total in (0, len(dataset)):
         kind = "known" if known_total == 0 else "unknown"
         raise ValueError(
             f"{dataset.name} ({dataset.split_name}) has no sample of {kind} classes "
-            f"(known: {', '.join(dataset.classes[k] for k in numbers)}); both are needed."
+            f"(known: {', '.join(names)}); both are needed."
         )
-    at = device_of(model)
-    table = table.to(at)
-    sums = torch.zeros(3, dtype=torch.float64, device=at)
+    sums = torch.zeros(3, dtype=torch.float64, device=device_of(model))
     bad = []
+    table = table.to(sums.device)
     options: dict[str, Any] = {"batch_size": batch_size, "progress": progress}
     with evaluating(model):
         for _, logits, y in logits_of(
-            model, dataset, len(numbers), text="known and unknown", **options
+            model, dataset, len(names), text="known and unknown", **options
         ):
             bad.append(~logits.isfinite().all(1))
             log_p = logits.double().log_softmax(1)
@@ -171,13 +166,13 @@ def known_unknown_kl(
             right = known & (log_p.argmax(1) == own)
             loss = -log_p.gather(1, own.clamp_min(0)[:, None])[:, 0]
             # p·log p is 0 at p = 0, where log p may be −inf.
-            certainty = math.log(len(numbers)) + torch.xlogy(log_p.exp(), log_p.exp()).sum(1)
+            certainty = math.log(len(names)) + torch.xlogy(log_p.exp(), log_p.exp()).sum(1)
             sums += torch.stack([right.double().sum(), loss[known].sum(), certainty[~known].sum()])
     check_finite(tuple(torch.cat(bad).nonzero()[:, 0].tolist()), len(dataset), model_name(model))
     right_sum, loss_sum, certainty_sum = sums.tolist()
     unknown_total = len(dataset) - known_total
     return KnownUnknown(
-        classes=tuple(dataset.classes[k] for k in numbers),
+        classes=names,
         known_samples=known_total,
         unknown_samples=unknown_total,
         accuracy=right_sum / known_total,

@@ -108,7 +108,12 @@ def _line_noise(key: Tensor, at: Tensor) -> Tensor:
 
 
 def frost_texture(height: int, width: int, noise: ImageNoise) -> Tensor:
-    """[N, 3, height, width] in 0 … 1, float64."""
+    """Frost on a window, [N, 3, height, width] in 0 … 1, float64.
+
+    The published corruption crops five photographs, which we may not ship. Here each image gets a
+    texture of its own, with the mean color and the spread of one of the five: crystals that grow
+    from random seeds, their needles along a direction of their own, under a slow shade.
+    """
     device = noise.keys[0].device
     side = float(max(height, width))
     rows = (torch.arange(height, device=device, dtype=torch.float64) / side)[:, None]
