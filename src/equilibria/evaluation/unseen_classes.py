@@ -104,27 +104,30 @@ def _class_numbers(dataset: ImageData, given: Sequence[int | str]) -> list[int]:
     return numbers
 
 
-def _labels(dataset: ImageData, classes: Sequence[int | str]) -> tuple[tuple[str, ...], Tensor]:
-    """(names, label of each class of the data): 0, 1, … in the order given, −1 for the others."""
+def _labels(
+    dataset: ImageData, classes: Sequence[int | str]
+) -> tuple[tuple[str, ...], Tensor, Tensor]:
+    """(names, label of each class of the data, of each sample): 0, 1, … as given, −1 for others."""
     numbers = _class_numbers(dataset, classes)
     if dataset.task != "classification" or not isinstance(dataset.targets, Tensor):
         raise ValueError(f"{dataset.name} is a data set for {dataset.task}; this needs classes.")
     table = torch.full((len(dataset.classes),), -1)
     table[numbers] = torch.arange(len(numbers))
-    return tuple(dataset.classes[k] for k in numbers), table.to(dataset.targets.device)
+    labels = table[dataset.targets.cpu()]
+    return tuple(dataset.classes[k] for k in numbers), table, labels
 
 
 def select_classes(dataset: ImageData, classes: Sequence[int | str]) -> ImageData:
     """The samples of these classes alone, labeled 0, 1, … in the order given: to train on."""
-    names, table = _labels(dataset, classes)
-    labels = table[dataset.targets]
+    names, _, labels = _labels(dataset, classes)
     chosen = (labels >= 0).nonzero()[:, 0]
     if len(chosen) == 0:
         raise ValueError(
             f"{dataset.name} ({dataset.split_name}) has no sample of the classes {list(classes)}."
         )
-    part = dataset.subset(chosen.cpu())
-    return dataclasses.replace(part, targets=labels[chosen].to(part.targets.device), classes=names)
+    part = dataset.subset(chosen)
+    targets = labels[chosen].to(dataset.targets.device)
+    return dataclasses.replace(part, targets=targets, classes=names)
 
 
 @torch.no_grad()
@@ -141,10 +144,10 @@ def known_unknown_kl(
 
     Its output i stands for ``known_classes[i]`` (the paper: the first five of CIFAR-10).
     """
-    names, table = _labels(dataset, known_classes)
+    names, table, labels = _labels(dataset, known_classes)
     model = on_device(model, device)
     check_pair(model, dataset, classes=len(names), task="classification")
-    known_total = int((table[dataset.targets] >= 0).sum())
+    known_total = int((labels >= 0).sum())
     if known_total in (0, len(dataset)):
         kind = "known" if known_total == 0 else "unknown"
         raise ValueError(
