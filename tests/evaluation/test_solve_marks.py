@@ -24,16 +24,14 @@ FIXED = SlowPicard(rtol=0.0, atol=0.0, max_steps=STEPS)
 
 def run(model: nn.Module, kind: str = "train") -> Marks:
     x = torch.randn(5, 3, generator=torch.Generator().manual_seed(1))
-    work = _Workload.of(
-        model,
-        x,
-        torch.tensor([0, 1, 0, 1, 1]),
-        loss=slow_loss,
-        optimizer=lambda parameters: SlowSGD(parameters, lr=0.0),
-        precision="32-true",
-        channels_last=False,
-        compiled=False,
-    )
+    settings = {
+        "loss": slow_loss,
+        "optimizer": lambda parameters: SlowSGD(parameters, lr=0.0),
+        "precision": "32-true",
+        "channels_last": False,
+        "compiled": False,
+    }
+    work = _Workload(model, x, torch.tensor([0, 1, 0, 1, 1]), settings)
     marks = Marks(torch.device("cpu"))
     with work.mode(kind), marked(work.model, marks):
         work.run(kind, marks)

@@ -257,11 +257,8 @@ class Profile:
             lines = {name: parts, **{f"  {PARTS[part]}": (part,) for part in parts}}
             for label, some in lines.items():
                 if label == name or (len(parts) > 1 and any(p.share(*some) for p in passes)):
-                    shares = [p.share(*some) for p in passes]
-                    cells = (_ms(p.total * s) for p, s in zip(passes, shares, strict=True))
-                    rows.append(
-                        [label, *(f"{c} {s:4.0%}" for c, s in zip(cells, shares, strict=True))]
-                    )
+                    shares = [(p.total, p.share(*some)) for p in passes]
+                    rows.append([label, *(f"{_ms(whole * s)} {s:4.0%}" for whole, s in shares)])
         rows.append(["peak memory", *(f"{p.memory.peak / 2**20:,.1f} MiB" for p in passes)])
         if main.waits is not None:
             rows.append(["the host waited for the GPU", *(f"{p.waits} times" for p in passes)])
@@ -283,12 +280,9 @@ class Profile:
             why = "\n".join(filter(None, (f"{s.reason}.", s.do, change, s.note)))
             gains = ["–" if g is None else f"{g:.2f}×" for g in (s.predicted, s.measured)]
             rows.append([s.name, why.replace("[", "\\["), *gains])
-        title = f"what would help the {main.kind} pass" + (
-            ": nothing that is known" if not rows else ""
-        )
-        found.append(
-            make_table(title, ("what", "why, and how", "at best", "measured"), rows, left=2)
-        )
+        title = f"what would help the {main.kind} pass{'' if rows else ': nothing that is known'}"
+        names = ["what", "why, and how", "at best", "measured"]
+        found.append(make_table(title, names, rows, left=2))
         return [*found, *(f"note: {note}" for note in self.notes)]
 
     def __str__(self) -> str:
@@ -320,11 +314,8 @@ def _layer_table(main: PassProfile) -> Any:
     rows = []
     for layer in main.layers:
         seconds, found = layer.seconds, layer.statistics
-        times = (
-            seconds["map"],
-            seconds["solver"],
-            layer.total - seconds["map"] - seconds["solver"],
-        )
+        adjoint = seconds["adjoint_map"] + seconds["adjoint_solver"]
+        times = (seconds["map"], seconds["solver"], adjoint)
         steps = residual = "–"
         if found is not None:
             taken = found.histogram.nonzero()[:, 0].tolist()
@@ -334,9 +325,8 @@ def _layer_table(main: PassProfile) -> Any:
         cells = [*(f"{1e3 * s:.3g}" for s in times), *map(str, counts), steps, residual]
         rows.append([layer_label(layer.name), f"{layer.total / main.total:.0%}", *cells])
     names = ("layer", "share", "map", "solver", "adjoint", "T", "graph", "Jᵀ", "steps", "residual")
-    return make_table(
-        "layers: ms, evaluations (T, with a graph, Jᵀ), steps per sample", names, rows
-    )
+    title = "layers: ms, evaluations (T, with a graph, Jᵀ), steps per sample"
+    return make_table(title, names, rows)
 
 
 @contextmanager
@@ -393,12 +383,9 @@ def _profiled(
         if cuda:
             torch.cuda.synchronize(device)
     averages: Any = found.key_averages()
+    name = "self_device_time_total" if cuda else "self_cpu_time_total"
     rows = [
-        (
-            str(e.key),
-            int(e.count),
-            1e-6 * (e.self_device_time_total if cuda else e.self_cpu_time_total),
-        )
+        (str(e.key), int(e.count), 1e-6 * float(getattr(e, name)))
         for e in averages
         if e.device_type.name == ("CUDA" if cuda else "CPU")
         and not getattr(e, "is_user_annotation", False)
@@ -414,46 +401,27 @@ def _profiled(
     return tuple(sorted(rows, key=lambda row: -row[2])), waits, memory
 
 
-@dataclass(eq=False)
 class _Workload:
     """One training step and one inference of a copy of a model on one batch: what is timed."""
 
-    model: nn.Module
-    x: Tensor
-    y: Any
-    loss: Callable[[Any, Any], Tensor]
-    optimizer: torch.optim.Optimizer | None
-    dtype: torch.dtype | None
-    called: Callable[[Tensor], Any]
-    """What is called: the model, or its compiled form."""
-
-    @staticmethod
-    def of(
-        model: nn.Module,
-        x: Tensor,
-        y: Any,
-        *,
-        loss: Callable[[Any, Any], Tensor] | None,
-        optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None,
-        precision: str,
-        channels_last: bool,
-        compiled: bool,
-    ) -> _Workload:
-        own = copy.deepcopy(getattr(model, "_orig_mod", model))
-        if channels_last:
-            own = own.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-            x = x.contiguous(memory_format=torch.channels_last) if x.ndim == 4 else x
-        trained = [p for p in own.parameters() if p.requires_grad]
-        # SGD at a rate of 0 does all of its work, and the weights stay where they are.
-        still = (
-            torch.optim.SGD(trained, lr=0.0, momentum=0.9, weight_decay=5e-4) if trained else None
+    def __init__(self, model: nn.Module, x: Tensor, y: Any, settings: Mapping[str, Any]) -> None:
+        """``settings``: loss, optimizer, precision, channels_last, compiled."""
+        self.model: nn.Module = copy.deepcopy(getattr(model, "_orig_mod", model))
+        self.x, self.y, self.dtype = x, y, PRECISIONS[settings["precision"]]
+        if settings["channels_last"]:
+            self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            self.x = x.contiguous(memory_format=torch.channels_last) if x.ndim == 4 else x
+        # What is called: the model, or its compiled form.
+        self.called: Any = torch.compile(self.model) if settings["compiled"] else self.model
+        self.loss = settings["loss"] or nn.functional.cross_entropy
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        # At a rate of 0 SGD does all of its work, and the weights stay where they are.
+        make = settings["optimizer"] or functools.partial(
+            torch.optim.SGD, lr=0.0, momentum=0.9, weight_decay=5e-4
         )
-        made = optimizer(trained) if optimizer is not None and trained else still
-        called: Any = torch.compile(own) if compiled else own
-        dtype = PRECISIONS[precision]
-        work = _Workload(own, x, y, loss or nn.functional.cross_entropy, made, dtype, called)
-        if y is None and loss is None:
-            out = work.answer()
+        self.optimizer: torch.optim.Optimizer | None = make(trained) if trained else None
+        if y is None and settings["loss"] is None:
+            out = self.answer()
             if not isinstance(out, Tensor) or out.ndim < 2 or not out.is_floating_point():
                 got = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
                 raise ValueError(
@@ -462,8 +430,7 @@ class _Workload:
                 )
             draw = torch.Generator().manual_seed(0)
             shape = (out.shape[0], *out.shape[2:])
-            work.y = torch.randint(0, out.shape[1], shape, generator=draw).to(out.device)
-        return work
+            self.y = torch.randint(0, out.shape[1], shape, generator=draw).to(out.device)
 
     def cast(self) -> Any:
         if self.dtype is None:
@@ -647,7 +614,7 @@ def profile_model(
     }
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         x, y = x.to(device), y.to(device) if isinstance(y, Tensor) else y
-        work = _Workload.of(model, x, y, **settings)
+        work = _Workload(model, x, y, settings)
         kinds = ["train", "inference"] if train and work.optimizer is not None else ["inference"]
         with progress_bar((repeats + _WARM) * len(kinds), "timing", progress) as advance:
             passes = {kind: _pass(work, kind, repeats, budget, advance) for kind in kinds}
@@ -658,7 +625,7 @@ def profile_model(
             with progress_bar(len(ideas), "trying", progress) as advance:
                 for number, (one, changed, other) in enumerate(ideas):
                     if other or changed is not work.model:
-                        base = _Workload.of(work.model, x, work.y, **settings)
+                        base = _Workload(work.model, x, work.y, settings)
                         said[number] = _tried(one, base, changed, {**settings, **other}, main)
                     advance()
     return Profile(
@@ -839,7 +806,7 @@ def _tried(
 ) -> Suggestion:
     """Both run in turn; a change that fails says why and costs nothing else."""
     try:
-        work = _Workload.of(model, base.x, base.y, **other)
+        work = _Workload(model, base.x, base.y, other)
         change = _relative_change(work.answer(), base.answer())
         times: dict[_Workload, list[float]] = {base: [], work: []}
         with base.mode(main.kind), work.mode(main.kind), quiet():
