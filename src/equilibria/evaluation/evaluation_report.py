@@ -49,10 +49,6 @@ Statistics: TypeAlias = Mapping[str, SolverStatistics]
 _SHARES = ("accuracy", "pixel accuracy", "mIoU", "top-")
 
 
-def _layers(statistics: Statistics) -> dict[str, Any]:
-    return {name: part.to_dict() for name, part in statistics.items()}
-
-
 @dataclass(frozen=True, eq=False)
 class Converged:
     """The same network with every layer solved by ``solver``."""
@@ -67,8 +63,8 @@ class Converged:
         return {
             "solver": self.solver,
             "agreement": self.agreement,
-            "metrics": self.metrics.to_dict(),
-            "layers": _layers(self.statistics),
+            "metrics": self.metrics,
+            "layers": self.statistics,
         }
 
 
@@ -162,26 +158,24 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """All numbers in types that JSON has; what is not finite is None."""
-        converged, flip, certificate = self.converged, self.flip, self.certificate
-        found: dict[str, Any] = json_value(
-            {
-                "model": self.model,
-                "dataset": self.dataset,
-                "split": self.split,
-                "task": self.task,
-                "classes": self.classes,
-                "parameters": self.parameters,
-                "device": self.device,
-                "seconds": self.seconds,
-                "metrics": self.metrics.to_dict(),
-                "layers": _layers(self.statistics),
-                "converged": None if converged is None else converged.to_dict(),
-                "flip": None if flip is None else flip.to_dict(),
-                "certificates": None if certificate is None else certificate_dict(certificate),
-                "notes": self.notes,
-            }
-        )
-        return found
+        proven = self.certificate
+        found = {
+            "model": self.model,
+            "dataset": self.dataset,
+            "split": self.split,
+            "task": self.task,
+            "classes": self.classes,
+            "parameters": self.parameters,
+            "device": self.device,
+            "seconds": self.seconds,
+            "metrics": self.metrics,
+            "layers": self.statistics,
+            "converged": self.converged,
+            "flip": self.flip,
+            "certificates": None if proven is None else certificate_dict(proven),
+            "notes": self.notes,
+        }
+        return dict(json_value(found))
 
     def save(self, folder: Path | str) -> list[Path]:
         """Write report.json and the pictures into ``folder`` (made if missing); what was written.
@@ -194,18 +188,15 @@ class Report:
         title = f"{self.model} on {self.dataset} ({self.split})"
         written = [write_json(out / "report.json", self.to_dict())]
         values, what = metrics.per_class, "accuracy"
-        if isinstance(metrics, ClassificationMetrics):
-            written.append(
-                figures.save_reliability(metrics.reliability, out / "reliability.png", title)
-            )
-        else:
+        if isinstance(metrics, SegmentationMetrics):
             values, what = metrics.iou, "IoU"
-        written.append(
-            figures.save_confusion(metrics.confusion, self.classes, out / "confusion.png", title)
-        )
-        written.append(
-            figures.save_per_class(values, self.classes, what, out / "per_class.png", title)
-        )
+        else:
+            path = out / "reliability.png"
+            written.append(figures.save_reliability(metrics.reliability, path, title))
+        path, confusion = out / "confusion.png", metrics.confusion
+        written.append(figures.save_confusion(confusion, self.classes, path, title))
+        path = out / "per_class.png"
+        written.append(figures.save_per_class(values, self.classes, what, path, title))
         if self.statistics:
             sets = {"as it is": self.statistics}
             if self.converged is not None:

@@ -256,7 +256,7 @@ class SuperclassResult:
         return self.unknown.accuracy
 
     def to_dict(self) -> dict[str, Any]:
-        return dict(json_value({"known": self.known.to_dict(), "unknown": self.unknown.to_dict()}))
+        return dict(json_value({"known": self.known, "unknown": self.unknown}))
 
     def table(self) -> Any:
         """For ``rich.print``."""
