@@ -198,13 +198,8 @@ def save_bars(
 ) -> Path:
     """Milliseconds by part, one bar a pass or a layer; beneath them the histogram of steps."""
     # Hatches are a second cue for print in gray.
-    looks = dict(
-        zip(
-            ("map", "solver", "adjoint", "rest"),
-            zip((BLUE, ORANGE, GREEN, GRAY), ("", "//", "..", "xx"), strict=True),
-            strict=True,
-        )
-    )
+    looks = {"map": (BLUE, ""), "solver": (ORANGE, "//"), "adjoint": (GREEN, "..")}
+    looks["rest"] = (GRAY, "xx")
     names = list(bars)[:shown]
     heights = [0.8 + 0.3 * len(names), 1.8][: 1 if histogram is None else 2]
     figure = _figure(6.4, 1.2 + 1.2 * sum(heights))
