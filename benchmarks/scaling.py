@@ -43,7 +43,7 @@ except ImportError:
 
 from _scaling import PHANTOM, Contestant, Point, layers
 
-from equilibria.evaluation.timing.measuring import Spread, peak_memory, quiet, seconds_of
+from equilibria.evaluation.timing import Spread, peak_memory, quiet, seconds_of
 
 BASE = {
     "cpu": {"batch": 16, "width": 16, "resolution": 16, "steps": 4},

@@ -14,7 +14,7 @@ from torch import nn
 
 from equilibria import evaluation
 from equilibria.data import ImageData
-from equilibria.evaluation.running import batches, evaluating, model_input
+from equilibria.evaluation import batches, evaluating, model_input
 from equilibria.models import count_parameters
 from equilibria.nn.observing import equilibrium_layers, observe
 

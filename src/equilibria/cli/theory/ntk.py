@@ -199,7 +199,7 @@ def _one_hot(targets: Any, classes: int) -> Any:
 
 def _implicit(model: Any, rtol: float) -> Any:
     from equilibria.adjoints import Implicit
-    from equilibria.evaluation.solving import replaced
+    from equilibria.evaluation import replaced
     from equilibria.solvers import Auto
 
     return replaced(model, solver=Auto(rtol=rtol), adjoint=Implicit())
