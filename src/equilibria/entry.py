@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .adjoints import Implicit
 from .adjoints.implicit import attach_linear
-from .engine.adjoint import Adjoint
+from .engine.adjoint import Adjoint, check_ways
 from .engine.iterate import Callback
 from .engine.krylov import GMRES, LinearSolver
 from .engine.maps import Map
@@ -24,7 +24,7 @@ from .engine.result import (
     describe_failures,
     warn_failures,
 )
-from .engine.solver import Solver
+from .engine.solver import SolverOptions
 from .engine.transforms import transforms_active
 from .engine.tree import Leaves, flatten_state, sample_norm, unflatten
 from .solvers import Anderson
@@ -40,7 +40,7 @@ def fixed_point(
     z0: Any,
     args: Any = (),
     *,
-    solver: Solver | None = None,
+    solver: SolverOptions | None = None,
     adjoint: Adjoint | None = None,
     coupled: bool = False,
     throw: bool = False,
@@ -68,10 +68,12 @@ def fixed_point(
     Returns:
         A ``Solution``: ``value`` as z0, ``result`` codes [B], ``stats`` (steps, residual, …).
     """
-    solver = _SOLVER if solver is None else solver
+    if not callable(fn):
+        raise TypeError(f"fn must be callable as fn(z, *args), got {type(fn).__name__}.")
+    asked = _SOLVER if solver is None else solver
     adjoint = _ADJOINT if adjoint is None else adjoint
-    _check_arguments(fn, solver, adjoint)
-    solver = solver.for_map()
+    check_ways(asked, adjoint)
+    solver = asked.for_map()
     leaves, spec = flatten_state(z0)
     given = args if isinstance(args, tuple) else (args,)
     map_ = Map(fn, given, spec, leaves, coupled=coupled)
@@ -94,17 +96,6 @@ def fixed_point(
         if Result.diverged in counts or Result.nonfinite in counts:
             raise NotConvergedError(describe_failures(counts, **about) or "", solution)
     return solution
-
-
-def _check_arguments(fn: object, solver: object, adjoint: object) -> None:
-    if not callable(fn):
-        raise TypeError(f"fn must be callable as fn(z, *args), got {type(fn).__name__}.")
-    if not isinstance(solver, Solver):
-        raise TypeError(
-            f"solver must be a solver object such as Anderson(memory=5), got {solver!r}."
-        )
-    if not isinstance(adjoint, Adjoint):
-        raise TypeError(f"adjoint must be an object such as Implicit(), got {adjoint!r}.")
 
 
 def _observer(callback: TrajectoryCallback | None, spec: Any) -> Callback | None:

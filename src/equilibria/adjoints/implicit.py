@@ -22,7 +22,7 @@ from equilibria.engine.krylov import GMRES, LinearSolver
 from equilibria.engine.maps import Map
 from equilibria.engine.options import options
 from equilibria.engine.result import BackwardStats
-from equilibria.engine.solver import Solver
+from equilibria.engine.solver import Solver, SolverOptions
 from equilibria.engine.transforms import outside_compile, transforms_active
 from equilibria.engine.tree import Leaves
 
@@ -41,11 +41,11 @@ class Implicit(Adjoint):
     forward solve diverged or met NaN get a zero gradient, and are counted.
     """
 
-    solver: LinearSolver | Solver = GMRES()
+    solver: LinearSolver | SolverOptions = GMRES()
     """Backward: GMRES (default), CG where J is symmetric, or any fixed-point solver."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.solver, (LinearSolver, Solver)):
+        if not isinstance(self.solver, (LinearSolver, SolverOptions)):
             raise TypeError(
                 f"Implicit(solver={self.solver!r}): expected GMRES(...), CG(...) or a fixed-point "
                 "solver such as Anderson(...)."
@@ -59,12 +59,15 @@ class Implicit(Adjoint):
         callback: Callback | None,
         backward: BackwardStats,
     ) -> Iterated:
+        given = self.solver
+        # Auto is Anderson here; a splitting, which refuses plain maps, is taken as it is.
+        own = given if isinstance(given, (LinearSolver, Solver)) else given.for_map()
         if transforms_active():
-            return solve_functional(fn, z0, solver, self.solver, callback, backward)
+            return solve_functional(fn, z0, solver, own, callback, backward)
         with torch.no_grad():
             done = iterate(fn, [z.detach() for z in z0], solver, callback)
         if torch.is_grad_enabled():
-            done.value = _attach_outside_compile(fn, done, self.solver, backward)
+            done.value = _attach_outside_compile(fn, done, own, backward)
         return done
 
 

@@ -3,7 +3,7 @@
 from .adjoint import Adjoint
 from .krylov import CG, GMRES, LinearSolver
 from .result import ConvergenceWarning, NotConvergedError, Result, Solution, Stats
-from .solver import Point, Solver
+from .solver import Point, Solver, SolverOptions
 from .spectral import jacobian_penalty, spectral_radius
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "Result",
     "Solution",
     "Solver",
+    "SolverOptions",
     "Stats",
     "jacobian_penalty",
     "spectral_radius",

@@ -87,8 +87,8 @@ class Choice:
 
 
 @options
-class Solver(ABC):
-    """Options that every solver shares; ``init`` and ``step`` are what a solver adds.
+class SolverOptions(ABC):
+    """Options that every solver shares, and ``Auto``: what may be given as ``solver=...``.
 
     A sample has converged when ‖T(z) − z‖ ≤ atol + rtol·‖T(z)‖. With ``rtol=0, atol=0`` the solve
     runs exactly ``max_steps`` steps and never waits for the device.
@@ -111,14 +111,6 @@ class Solver(ABC):
     patience: int = 48
     """Steps without a fall of the residual by 1% (of ProximalGradient and splittings, which
     converge slowly but surely: without any fall) that end a sample as stagnated."""
-    fall: ClassVar[float] = 0.99
-    """A residual below this times the least one so far counts as a fall."""
-    accelerated: ClassVar[bool] = False
-    """Whether there is no faster solver to recommend."""
-
-    joins: ClassVar[bool] = True
-    """Whether samples that the map couples may be handed to ``step`` as one sample [1, B, ...].
-    False where a step looks at the shape of a state."""
 
     def __post_init__(self) -> None:
         check_number(self, "rtol", low=0.0, optional=True)
@@ -127,6 +119,48 @@ class Solver(ABC):
         check_number(self, "block", low=1, integer=True, optional=True)
         check_number(self, "divergence", low=1.0, low_open=True)
         check_number(self, "patience", low=1, integer=True)
+
+    @abstractmethod
+    def for_map(self) -> Solver:
+        """The solver to use on a plain map, of which no bounds are known."""
+
+    @abstractmethod
+    def for_problem(self, bounds: Bounds) -> Choice:
+        """The solver and the step τ of the map T_τ to use on a problem with these bounds."""
+
+    @property
+    def fixed_steps(self) -> bool:
+        """Whether this is a fixed-step solve: no tolerance, no test, no synchronization."""
+        return self.rtol == 0.0 and self.atol == 0.0
+
+    def relative_tolerance(self, dtype: torch.dtype, device: str = "cpu") -> float:
+        if self.rtol is not None:
+            return self.rtol
+        coarse = device == "cuda" and dtype == torch.float32
+        if coarse and (convolutions_take_tf32() or products_take_tf32()):
+            return _TF32_RTOL
+        return _DEFAULT_RTOL[dtype]
+
+    def block_length(self, z: Leaves) -> int:
+        if self.block is not None:
+            return self.block
+        if z[0].device.type != "cpu":
+            return 4
+        return 4 if sum(x[0].numel() for x in z) <= 4096 else 1
+
+
+@options
+class Solver(SolverOptions):
+    """One step of an iteration: ``init`` and ``step`` are what a solver adds to the options."""
+
+    fall: ClassVar[float] = 0.99
+    """A residual below this times the least one so far counts as a fall."""
+    accelerated: ClassVar[bool] = False
+    """Whether there is no faster solver to recommend."""
+
+    joins: ClassVar[bool] = True
+    """Whether samples that the map couples may be handed to ``step`` as one sample [1, B, ...].
+    False where a step looks at the shape of a state."""
 
     @abstractmethod
     def init(self, z: Leaves) -> Any:
@@ -153,32 +187,8 @@ class Solver(ABC):
         return None
 
     def for_map(self) -> Solver:
-        """The solver to use on a plain map, of which no bounds are known."""
         return self
 
     def for_problem(self, bounds: Bounds) -> Choice:
-        """The solver and the step τ of the map T_τ to use on a problem with these bounds.
-
-        Solvers of fixed points take the layer's own map (τ = 1) and do not look at the bounds.
-        """
+        """The layer's own map (τ = 1); the bounds are not looked at."""
         return Choice(self, 1.0, f"{type(self).__name__} was asked for")
-
-    @property
-    def fixed_steps(self) -> bool:
-        """Whether this is a fixed-step solve: no tolerance, no test, no synchronization."""
-        return self.rtol == 0.0 and self.atol == 0.0
-
-    def relative_tolerance(self, dtype: torch.dtype, device: str = "cpu") -> float:
-        if self.rtol is not None:
-            return self.rtol
-        coarse = device == "cuda" and dtype == torch.float32
-        if coarse and (convolutions_take_tf32() or products_take_tf32()):
-            return _TF32_RTOL
-        return _DEFAULT_RTOL[dtype]
-
-    def block_length(self, z: Leaves) -> int:
-        if self.block is not None:
-            return self.block
-        if z[0].device.type != "cpu":
-            return 4
-        return 4 if sum(x[0].numel() for x in z) <= 4096 else 1

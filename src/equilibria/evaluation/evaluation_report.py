@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from equilibria.data.image_data import ImageData
 from equilibria.engine.files import json_value, write_json, write_text
-from equilibria.engine.solver import Solver
+from equilibria.engine.solver import SolverOptions
 from equilibria.models.network import count_parameters
 from equilibria.nn.observing import equilibrium_layers, observe
 from equilibria.problems import CompositeCertificate, Guaranteed
@@ -303,7 +303,7 @@ def evaluate(
     device: torch.device | str | None = None,
     certify: int = 64,
     progress: bool = True,
-    solver: Solver | None = None,
+    solver: SolverOptions | None = None,
     flip: bool = False,
     nonfinite: Literal["raise", "report"] = "raise",
 ) -> Report:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from equilibria.engine.adjoint import Adjoint
 from equilibria.engine.result import Result, Solution
-from equilibria.engine.solver import Solver
+from equilibria.engine.solver import SolverOptions
 from equilibria.nn.observing import Observed, equilibrium_layers
 from equilibria.solvers import Auto
 from equilibria.solvers.forward_backward import SplittingSolver
@@ -28,7 +28,7 @@ def layer_label(name: str) -> str:
     return name or "(the model)"
 
 
-def with_solver(model: nn.Module, solver: Solver | None) -> nn.Module:
+def with_solver(model: nn.Module, solver: SolverOptions | None) -> nn.Module:
     """A deep copy in which ``solver`` solves every equilibrium layer; for None the model itself.
 
     A solver with tolerances, ``eq.Auto(rtol=1e-5)``, shows what a network gives at its equilibria,
@@ -38,7 +38,7 @@ def with_solver(model: nn.Module, solver: Solver | None) -> nn.Module:
 
 
 def replaced(
-    model: nn.Module, *, solver: Solver | None = None, adjoint: Adjoint | None = None
+    model: nn.Module, *, solver: SolverOptions | None = None, adjoint: Adjoint | None = None
 ) -> nn.Module:
     """A deep copy in which every layer has this solver, this adjoint, or both; None keeps its own.
 
@@ -46,19 +46,19 @@ def replaced(
     that is solved by operator splitting its splitting (Anderson may fail there) and gives it its
     tolerances.
     """
-    for name, given, kind in (("solver", solver, Solver), ("adjoint", adjoint, Adjoint)):
+    for name, given, kind in (("solver", solver, SolverOptions), ("adjoint", adjoint, Adjoint)):
         if given is not None and not isinstance(given, kind):
             raise TypeError(f"{name}={given!r}: expected a {name} object of this library, or None.")
     made = copy.deepcopy(model)
     for module in made.modules():
-        if solver is not None and isinstance(getattr(module, "solver", None), Solver):
+        if solver is not None and isinstance(getattr(module, "solver", None), SolverOptions):
             module.solver = _suited(solver, module.solver)  # type: ignore[assignment]
         if adjoint is not None and isinstance(getattr(module, "adjoint", None), Adjoint):
             module.adjoint = adjoint  # type: ignore[assignment]
     return made
 
 
-def _suited(solver: Solver, own: object) -> Solver:
+def _suited(solver: SolverOptions, own: object) -> SolverOptions:
     """``solver``, or ``own`` with its tolerances where that is a splitting and Auto may choose."""
     if not (isinstance(solver, Auto) and isinstance(own, SplittingSolver)):
         return solver
@@ -180,7 +180,7 @@ class SolverRecorder:
             chosen=", ".join(sorted(self._chosen[name])) if isinstance(solver, Auto) else "",
             solves=len(result),
             results={code.name: counts[code] for code in Result if counts[code]},
-            fixed_steps=isinstance(solver, Solver) and solver.fixed_steps,
+            fixed_steps=isinstance(solver, SolverOptions) and solver.fixed_steps,
             histogram=torch.bincount(steps.long()),
             residual=quantiles,
             settled=float((residual <= SETTLED).double().mean()),

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from equilibria.data import read_image
 from equilibria.engine.result import Solution
-from equilibria.engine.solver import Solver
+from equilibria.engine.solver import SolverOptions
 from equilibria.nn import observe
 
 from .layer_solvers import with_solver
@@ -56,7 +56,7 @@ def predict_files(
     top: int = 1,
     batch_size: int = 64,
     skip_corrupt: bool = False,
-    solver: Solver | None = None,
+    solver: SolverOptions | None = None,
     progress: bool = False,
 ) -> list[Prediction]:
     """Classify image files (folders are searched), one Prediction a readable file, in order.

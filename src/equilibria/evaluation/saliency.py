@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from equilibria.adjoints import Implicit
 from equilibria.engine.adjoint import Adjoint
 from equilibria.engine.optional import needs
-from equilibria.engine.solver import Solver
+from equilibria.engine.solver import SolverOptions
 from equilibria.nn.observing import equilibrium_layers
 
 from .layer_solvers import replaced
@@ -142,7 +142,7 @@ def gradcam(
     *,
     normalize: bool = True,
     adjoint: Adjoint | None = None,
-    solver: Solver | None = None,
+    solver: SolverOptions | None = None,
 ) -> Tensor:
     """Saliency maps [B, H, W], of 0 … 1, for normalized images x [B, C, H, W].
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from equilibria.engine.adjoint import Adjoint
-from equilibria.engine.solver import Solver
+from equilibria.engine.solver import SolverOptions
 from equilibria.nn import NormBounded, WeightNormalized
 from equilibria.problems import GammaPolicy, Patches, Regularizer
 
@@ -117,10 +117,13 @@ def flag(default: bool, about: str) -> Option:
     return Option(default, about, "True or False", lambda v: isinstance(v, bool))
 
 
-def solver(default: Solver) -> Option:
+def solver(default: SolverOptions) -> Option:
     """How the equilibrium is found."""
     return _of(
-        default, "how the equilibrium is found", (Solver,), "a solver such as Picard(max_steps=4)"
+        default,
+        "how the equilibrium is found",
+        (SolverOptions,),
+        "a solver such as Picard(max_steps=4)",
     )
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from equilibria.adjoints import Implicit, Phantom
 from equilibria.engine.adjoint import Adjoint
 from equilibria.engine.krylov import GMRES
-from equilibria.engine.solver import Solver
+from equilibria.engine.solver import SolverOptions
 from equilibria.nn import GEQ, NormBounded, OptEq
 from equilibria.problems import MeanPatchEnergy, Patches
 from equilibria.solvers import Anderson, Picard, ProximalGradient
@@ -230,9 +230,9 @@ def _family(
     patch: Patches,
     hidden: int,
     bound: float,
-    solver: Solver,
+    solver: SolverOptions,
     adjoint: Adjoint,
-    linear_solver: Solver | None = None,
+    linear_solver: SolverOptions | None = None,
     revision: int = 0,
     bias: bool = True,
     stack: str = "_stack",

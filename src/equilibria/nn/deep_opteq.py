@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from equilibria.engine.adjoint import Adjoint
 from equilibria.engine.result import Solution
-from equilibria.engine.solver import Solver
+from equilibria.engine.solver import SolverOptions
 from equilibria.entry import fixed_point
 from equilibria.problems import MapCertificate, NonNegative, Prior, Regularizer
 
@@ -90,7 +90,7 @@ class DeepOptEq(MapLayer):
         bias: bool = True,
         regularizer: Regularizer | None = None,
         regularize: Literal["gradient", "prox"] = "gradient",
-        solver: Solver | None = None,
+        solver: SolverOptions | None = None,
         adjoint: Adjoint | None = None,
     ) -> None:
         super().__init__(solver, adjoint)

@@ -6,7 +6,7 @@ from typing import Any, Literal, TypedDict
 
 from equilibria.adjoints import Implicit, Unrolled
 from equilibria.engine.adjoint import Adjoint
-from equilibria.engine.solver import Solver
+from equilibria.engine.solver import SolverOptions
 from equilibria.problems import Regularizer
 from equilibria.solvers import Picard
 from equilibria.solvers.sequential_averaging import SequentialAveraging
@@ -17,7 +17,7 @@ __all__ = ["TrainingWay", "training_way"]
 class TrainingWay(TypedDict):
     """The two options of a layer that make a way to train it; None: the layer's own default."""
 
-    solver: Solver | None
+    solver: SolverOptions | None
     adjoint: Adjoint
 
 

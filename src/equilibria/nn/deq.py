@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 from equilibria.engine.adjoint import Adjoint
 from equilibria.engine.options import check_number
-from equilibria.engine.solver import Solver
+from equilibria.engine.solver import SolverOptions
 
 from .deq_base import MonitoredMapLayer
 from .deq_block import BlockHolder, Start
@@ -55,7 +55,7 @@ class DEQ(BlockHolder, MonitoredMapLayer):
         contraction: float | None = None,
         jacobian_weight: float = 0.0,
         jacobian_samples: int = 1,
-        solver: Solver | None = None,
+        solver: SolverOptions | None = None,
         adjoint: Adjoint | None = None,
     ) -> None:
         MonitoredMapLayer.__init__(self, solver, adjoint, jacobian_weight, jacobian_samples)

@@ -15,7 +15,7 @@ from equilibria.adjoints.quarantine import failed_codes, lend
 from equilibria.engine.adjoint import Adjoint
 from equilibria.engine.options import check_number
 from equilibria.engine.result import ConvergenceWarning, Solution
-from equilibria.engine.solver import Solver
+from equilibria.engine.solver import SolverOptions
 from equilibria.engine.spectral import jacobian_penalty, spectral_radius
 from equilibria.engine.tree import map_tensors
 from equilibria.entry import fixed_point
@@ -40,7 +40,7 @@ class MonitoredMapLayer(MapLayer):
 
     def __init__(
         self,
-        solver: Solver | None = None,
+        solver: SolverOptions | None = None,
         adjoint: Adjoint | None = None,
         jacobian_weight: float = 0.0,
         jacobian_samples: int = 1,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from equilibria.engine.adjoint import Adjoint
-from equilibria.engine.solver import Solver
+from equilibria.engine.solver import SolverOptions
 from equilibria.problems import (
     GAUSSIAN_CONCAVITY,
     FixedGamma,
@@ -78,7 +78,7 @@ class GEQ(WeightedLayer):
         prior: Prior = NonNegative(),  # noqa: B008
         constraint: Constraint = NormBounded(bound=0.95),  # noqa: B008
         bias: bool = True,
-        solver: Solver | None = None,
+        solver: SolverOptions | None = None,
         adjoint: Adjoint | None = None,
     ) -> None:
         if patch is not None and not isinstance(patch, Patches):
@@ -193,7 +193,7 @@ class KerDEQ(GEQ):
         prior: Prior = NonNegative(),  # noqa: B008
         constraint: Constraint = NormBounded(bound=0.95),  # noqa: B008
         bias: bool = True,
-        solver: Solver | None = None,
+        solver: SolverOptions | None = None,
         adjoint: Adjoint | None = None,
     ) -> None:
         super().__init__(

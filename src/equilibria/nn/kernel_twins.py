@@ -10,7 +10,7 @@ from torch import Tensor
 
 from equilibria.engine.adjoint import Adjoint
 from equilibria.engine.options import check_number
-from equilibria.engine.solver import Solver
+from equilibria.engine.solver import SolverOptions
 from equilibria.problems import (
     Coupling,
     HiddenProblem,
@@ -43,7 +43,7 @@ class _ScalarKernelLayer(WeightedLayer):
         prior: Prior,
         constraint: Constraint,
         bias: bool,
-        solver: Solver | None,
+        solver: SolverOptions | None,
         adjoint: Adjoint | None,
     ) -> None:
         super().__init__(
@@ -119,7 +119,7 @@ class PolynomialEq(_ScalarKernelLayer):
         prior: Prior = NonNegative(),  # noqa: B008
         constraint: Constraint = NormBounded(bound=0.95),  # noqa: B008
         bias: bool = True,
-        solver: Solver | None = None,
+        solver: SolverOptions | None = None,
         adjoint: Adjoint | None = None,
     ) -> None:
         if solver is None and degree in range(3, 99, 2):
@@ -178,7 +178,7 @@ class SigmoidEq(_ScalarKernelLayer):
         prior: Prior = NonNegative(),  # noqa: B008
         constraint: Constraint = NormBounded(bound=0.95),  # noqa: B008
         bias: bool = True,
-        solver: Solver | None = None,
+        solver: SolverOptions | None = None,
         adjoint: Adjoint | None = None,
     ) -> None:
         super().__init__(

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from equilibria.adjoints import Implicit
-from equilibria.engine.adjoint import Adjoint
+from equilibria.engine.adjoint import Adjoint, check_ways
 from equilibria.engine.result import Solution
-from equilibria.engine.solver import Solver
+from equilibria.engine.solver import SolverOptions
 from equilibria.problems import HiddenProblem
 from equilibria.problems.solving import minimize
 from equilibria.solvers import Auto
@@ -40,17 +40,14 @@ class EquilibriumLayer(nn.Module):
     def __init__(
         self,
         problem_fn: Callable[..., HiddenProblem] | None = None,
-        solver: Solver | None = None,
+        solver: SolverOptions | None = None,
         adjoint: Adjoint | None = None,
         **parts: nn.Module | nn.Parameter,
     ) -> None:
         super().__init__()
-        self.solver: Solver = Auto() if solver is None else solver
+        self.solver: SolverOptions = Auto() if solver is None else solver
         self.adjoint: Adjoint = Implicit() if adjoint is None else adjoint
-        if not isinstance(self.solver, Solver):
-            raise TypeError(f"solver must be a solver object such as Auto(), got {solver!r}.")
-        if not isinstance(self.adjoint, Adjoint):
-            raise TypeError(f"adjoint must be an object such as Implicit(), got {adjoint!r}.")
+        check_ways(self.solver, self.adjoint)
         self._problem_fn = problem_fn
         self._parts = tuple(parts)
         for name, part in parts.items():

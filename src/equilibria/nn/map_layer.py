@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from equilibria.adjoints import Implicit
-from equilibria.engine.adjoint import Adjoint
+from equilibria.engine.adjoint import Adjoint, check_ways
 from equilibria.engine.result import Solution
-from equilibria.engine.solver import Solver
+from equilibria.engine.solver import SolverOptions
 from equilibria.entry import fixed_point
 from equilibria.solvers import Anderson
 
@@ -29,14 +29,11 @@ class MapLayer(nn.Module, ABC):
 
     is_equilibrium: ClassVar[bool] = True
 
-    def __init__(self, solver: Solver | None = None, adjoint: Adjoint | None = None) -> None:
+    def __init__(self, solver: SolverOptions | None = None, adjoint: Adjoint | None = None) -> None:
         super().__init__()
-        self.solver: Solver = Anderson() if solver is None else solver
+        self.solver: SolverOptions = Anderson() if solver is None else solver
         self.adjoint: Adjoint = Implicit() if adjoint is None else adjoint
-        if not isinstance(self.solver, Solver):
-            raise TypeError(f"solver must be a solver object such as Anderson(), got {solver!r}.")
-        if not isinstance(self.adjoint, Adjoint):
-            raise TypeError(f"adjoint must be an object such as Implicit(), got {adjoint!r}.")
+        check_ways(self.solver, self.adjoint)
 
     @abstractmethod
     def inject(self, x: Tensor) -> tuple[Any, ...]:

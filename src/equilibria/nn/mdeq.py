@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from equilibria.engine.adjoint import Adjoint
 from equilibria.engine.options import check_number
-from equilibria.engine.solver import Solver
+from equilibria.engine.solver import SolverOptions
 
 from .constraints import Constraint, WeightNormalized
 from .deq_base import MonitoredMapLayer
@@ -83,7 +83,7 @@ class MDEQ(MonitoredMapLayer):
         calm: float = 0.2,
         jacobian_weight: float = 0.0,
         jacobian_samples: int = 1,
-        solver: Solver | None = None,
+        solver: SolverOptions | None = None,
         adjoint: Adjoint | None = None,
     ) -> None:
         super().__init__(solver, adjoint, jacobian_weight, jacobian_samples)

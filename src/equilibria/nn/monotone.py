@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from equilibria.engine.adjoint import Adjoint
 from equilibria.engine.options import check_number
 from equilibria.engine.result import Solution
-from equilibria.engine.solver import Solver
+from equilibria.engine.solver import SolverOptions
 from equilibria.entry import fixed_point
 from equilibria.problems import MapCertificate, NonNegative, Prior
 from equilibria.problems.monotone_inclusion import MonotoneInclusion
@@ -69,7 +69,7 @@ class MonotoneDEQ(MapLayer):
         padding: Literal["zeros", "circular"] = "zeros",
         prior: Prior = NonNegative(),  # noqa: B008
         bias: bool = True,
-        solver: Solver | None = None,
+        solver: SolverOptions | None = None,
         adjoint: Adjoint | None = None,
     ) -> None:
         super().__init__(

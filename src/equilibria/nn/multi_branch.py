@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from equilibria.adjoints import Implicit
-from equilibria.engine.adjoint import Adjoint
+from equilibria.engine.adjoint import Adjoint, check_ways
 from equilibria.engine.result import ConvergenceWarning, Solution
-from equilibria.engine.solver import Solver
+from equilibria.engine.solver import SolverOptions
 from equilibria.entry import fixed_point
 from equilibria.ops.pooling import average_pool
 from equilibria.problems.certificate import certify
@@ -81,7 +81,7 @@ class MultiBranch(nn.Module):
         fuse: Fuse = "average",
         chain: bool = False,
         joint: bool = False,
-        solver: Solver | None = None,
+        solver: SolverOptions | None = None,
         adjoint: Adjoint | None = None,
     ) -> None:
         super().__init__()
@@ -119,12 +119,9 @@ class MultiBranch(nn.Module):
         self.output = self.scales[0] if output is None else _pixels("output", output)
         self.fuse: Fuse = fuse
         self.joint = joint
-        self.solver: Solver = Anderson() if solver is None else solver
+        self.solver: SolverOptions = Anderson() if solver is None else solver
         self.adjoint: Adjoint = Implicit() if adjoint is None else adjoint
-        if not isinstance(self.solver, Solver):
-            raise TypeError(f"solver must be a solver object such as Anderson(), got {solver!r}.")
-        if not isinstance(self.adjoint, Adjoint):
-            raise TypeError(f"adjoint must be an object such as Implicit(), got {adjoint!r}.")
+        check_ways(self.solver, self.adjoint)
         for scale in self.scales:
             _ratio(scale, self.output)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from equilibria.engine.adjoint import Adjoint
 from equilibria.engine.options import check_number
-from equilibria.engine.solver import Solver
+from equilibria.engine.solver import SolverOptions
 from equilibria.problems import (
     ConvOperator,
     DenseOperator,
@@ -74,7 +74,7 @@ class OptEq(WeightedLayer):
         constraint: Constraint = NormBounded(bound=0.95),  # noqa: B008
         bias: bool = True,
         nu: float = 1.0,
-        solver: Solver | None = None,
+        solver: SolverOptions | None = None,
         adjoint: Adjoint | None = None,
     ) -> None:
         super().__init__(

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from equilibria.engine.adjoint import Adjoint
-from equilibria.engine.options import options
 from equilibria.engine.result import Solution
-from equilibria.engine.solver import Bounds, Choice, Point, Solver
-from equilibria.engine.tree import Leaves
+from equilibria.engine.solver import SolverOptions
 from equilibria.problems import (
     ConvOperator,
     DenseOperator,
@@ -21,7 +20,6 @@ from equilibria.problems import (
 )
 from equilibria.problems.norms import NormBound
 from equilibria.problems.solving import minimize_from
-from equilibria.solvers import Auto, ProximalGradient
 
 from .constraints import Constraint, NormBounded, constrain
 from .inputs import channels_last, check_input
@@ -50,7 +48,7 @@ class WeightedLayer(EquilibriumLayer):
         prior: Prior,
         constraint: Constraint,
         bias: bool,
-        solver: Solver | None,
+        solver: SolverOptions | None,
         adjoint: Adjoint | None,
     ) -> None:
         super().__init__(None, solver, adjoint)
@@ -153,13 +151,9 @@ class WeightedLayer(EquilibriumLayer):
     def solve(self, x: Tensor, z0: Tensor | None = None, **options: Any) -> Solution[Tensor]:
         problem, start = self.posed(x, z0)
         chosen = {"solver": self.solver, "adjoint": self.adjoint, **options}
-        solver = chosen["solver"]
-        if isinstance(solver, (Auto, ProximalGradient)):
-            bounds = self.nominal_bounds(problem)
-            if bounds is not None:
-                chosen["solver"] = _Decided(choice=solver.for_problem(lambda: bounds))
         zero = z0 is None and type(self).start is WeightedLayer.start
-        return minimize_from(problem, start, zero_start=zero, **chosen)
+        bounds = partial(self.nominal_bounds, problem)
+        return minimize_from(problem, start, bounds=bounds, zero_start=zero, **chosen)
 
     def extra_repr(self) -> str:
         kernel = f", kernel_size={self.kernel_size}" if self.convolutional else ""
@@ -167,19 +161,3 @@ class WeightedLayer(EquilibriumLayer):
         return (
             f"{parts}, prior={self.prior!r}, constraint={self.constraint!r}, {super().extra_repr()}"
         )
-
-
-@options
-class _Decided(Solver):
-    """A choice already made, handed on."""
-
-    choice: Choice
-
-    def for_problem(self, bounds: Bounds) -> Choice:
-        return self.choice
-
-    def init(self, z: Leaves) -> Any:
-        return self.choice.solver.init(z)
-
-    def step(self, point: Point, state: Any) -> tuple[Leaves, Any]:
-        return self.choice.solver.step(point, state)

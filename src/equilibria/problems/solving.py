@@ -12,7 +12,7 @@ from torch import Tensor
 from equilibria.engine.adjoint import Adjoint
 from equilibria.engine.maps import Surrogate
 from equilibria.engine.result import Solution
-from equilibria.engine.solver import Choice, Solver
+from equilibria.engine.solver import Choice, SolverOptions
 from equilibria.entry import TrajectoryCallback, fixed_point
 from equilibria.solvers import Auto
 from equilibria.solvers.forward_backward import proximal_slack
@@ -25,7 +25,7 @@ def minimize(
     problem: HiddenProblem,
     z0: Tensor | None = None,
     *,
-    solver: Solver | None = None,
+    solver: SolverOptions | None = None,
     adjoint: Adjoint | None = None,
     throw: bool = False,
     callback: TrajectoryCallback | None = None,
@@ -56,20 +56,26 @@ def minimize_from(
     problem: HiddenProblem,
     start: Tensor,
     *,
+    bounds: Callable[[], tuple[Any, Any] | None] = lambda: None,
     zero_start: bool,
-    solver: Solver | None = None,
+    solver: SolverOptions | None = None,
     adjoint: Adjoint | None = None,
     throw: bool = False,
     callback: TrajectoryCallback | None = None,
 ) -> Solution[Tensor]:
-    """``minimize`` from a start that the caller may know to be zero, which saves work."""
-    chooser = Auto() if solver is None else solver
+    """``minimize`` for a caller that knows more, which saves work.
 
-    def bounds() -> tuple[Any, Any]:
+    ``bounds`` gives (m, L) good enough to choose a solver by, or None; the start may be zero.
+    """
+
+    def known() -> tuple[Any, Any]:
+        nominal = bounds()
+        if nominal is not None:
+            return nominal
         found = problem.curvature()
         return found.lower, found.upper
 
-    choice = chooser.for_problem(bounds)
+    choice = (Auto() if solver is None else solver).for_problem(known)
     if callback is None and not throw and _may_take_express(problem, choice, adjoint):
         assert isinstance(problem, Problem)
         quick = express(problem, start, choice, adjoint, zero_start=zero_start)

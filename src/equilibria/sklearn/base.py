@@ -20,7 +20,7 @@ from sklearn.utils.validation import (  # type: ignore[import-untyped, unused-ig
 from torch import Tensor
 
 from equilibria.engine.adjoint import Adjoint
-from equilibria.engine.solver import Solver
+from equilibria.engine.solver import SolverOptions
 from equilibria.problems import certify
 
 from .checking import DTYPES, check_parameters, torch_device
@@ -53,7 +53,7 @@ class BaseEquilibrium(BaseEstimator):  # type: ignore[misc, unused-ignore]
         n_iter_no_change: int = 10,
         early_stopping: bool = False,
         validation_fraction: float = 0.1,
-        solver: Solver | None = None,
+        solver: SolverOptions | None = None,
         adjoint: Adjoint | None = None,
         random_state: Any = None,
         device: str = "cpu",

@@ -25,7 +25,7 @@ from sklearn.utils.validation import (  # type: ignore[import-untyped, unused-ig
 from torch import Tensor
 
 from equilibria.engine.adjoint import Adjoint
-from equilibria.engine.solver import Solver
+from equilibria.engine.solver import SolverOptions
 
 from .base import BaseEquilibrium
 from .fitting import Rows
@@ -98,7 +98,7 @@ class EquilibriumClassifier(ClassifierMixin, BaseEquilibrium):  # type: ignore[m
         early_stopping: bool = False,
         validation_fraction: float = 0.1,
         class_weight: dict[Any, float] | str | None = None,
-        solver: Solver | None = None,
+        solver: SolverOptions | None = None,
         adjoint: Adjoint | None = None,
         random_state: Any = None,
         device: str = "cpu",

@@ -12,7 +12,7 @@ from torch.nn.utils import parametrize
 
 from equilibria.adjoints import Phantom
 from equilibria.engine.adjoint import Adjoint
-from equilibria.engine.solver import Solver
+from equilibria.engine.solver import SolverOptions
 from equilibria.nn import GEQ, DeepOptEq, NormBounded, OperatorNorm, OptEq
 from equilibria.solvers import Auto
 
@@ -56,7 +56,7 @@ def build(
     outputs: int,
     *,
     bound: float,
-    solver: Solver | None,
+    solver: SolverOptions | None,
     adjoint: Adjoint | None,
     seed: int,
 ) -> Network:
@@ -75,7 +75,7 @@ def _layer(
     features: int,
     hidden: int,
     bound: float,
-    solver: Solver | None,
+    solver: SolverOptions | None,
     adjoint: Adjoint | None,
 ) -> nn.Module:
     if callable(choice):
@@ -122,7 +122,7 @@ def settle(network: Network) -> None:
 
 
 @contextmanager
-def training_solver(network: Network, solver: Solver | None) -> Iterator[None]:
+def training_solver(network: Network, solver: SolverOptions | None) -> Iterator[None]:
     """Within it, a layer with our default solver solves as closely as training needs.
 
     At its end the norm constraints are brought up to date.

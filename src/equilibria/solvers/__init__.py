@@ -1,7 +1,7 @@
-"""Fixed-point solvers, one file each."""
+"""Fixed-point solvers, one file each, and ``Auto``, which lets a function choose one."""
 
 from .anderson import Anderson
-from .auto import Auto
+from .auto import Auto, choose_solver
 from .best import BestIterate
 from .broyden import Broyden
 from .forward_backward import ForwardBackward
@@ -20,4 +20,5 @@ __all__ = [
     "Picard",
     "ProximalGradient",
     "SequentialAveraging",
+    "choose_solver",
 ]

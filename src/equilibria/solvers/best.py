@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from equilibria.engine.solver import Bounds, Choice, Point, Solver
+from equilibria.engine.solver import Bounds, Choice, Point, Solver, SolverOptions
 from equilibria.engine.tree import Leaves, sample_norm, select_samples, where_sample
 
 
@@ -26,16 +26,16 @@ class BestIterate(Solver):
     Costs two passes over the state a step, which is why it is a wrapper and not the rule.
     """
 
-    inner: Solver
+    inner: Any  # a Solver; or Auto, until for_map or for_problem has chosen one
 
-    def __init__(self, inner: Solver) -> None:
+    def __init__(self, inner: SolverOptions) -> None:
         wraps: object = inner
-        if not isinstance(wraps, Solver) or isinstance(wraps, BestIterate):
+        if not isinstance(wraps, SolverOptions) or isinstance(wraps, BestIterate):
             raise TypeError(
                 f"BestIterate wraps a solver such as Anderson(), got {type(inner).__name__}."
             )
         object.__setattr__(self, "inner", inner)
-        for name in Solver.__dataclass_fields__:
+        for name in SolverOptions.__dataclass_fields__:
             object.__setattr__(self, name, getattr(inner, name))
 
     def __eq__(self, other: object) -> bool:

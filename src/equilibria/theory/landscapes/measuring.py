@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from equilibria.data.image_data import ImageData
 from equilibria.engine.options import check_number, options
-from equilibria.engine.solver import Solver
+from equilibria.engine.solver import SolverOptions
 
 from .directions import Direction, TrainingPlane, random_directions
 from .fingerprints import fingerprint, text_fingerprint
@@ -61,7 +61,7 @@ def measure_landscape(
     name: str = "",
     seed: int = 0,
     loss: Loss = cross_entropy,
-    solver: Solver | None = None,
+    solver: SolverOptions | None = None,
     batch_size: int = 256,
     file: str | Path | None = None,
     overwrite: bool = False,

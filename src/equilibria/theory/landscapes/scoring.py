@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from equilibria.data.image_data import ImageData
 from equilibria.engine.result import ConvergenceWarning, Result
-from equilibria.engine.solver import Solver
+from equilibria.engine.solver import SolverOptions
 from equilibria.nn import equilibrium_layers, observe
 from equilibria.nn.residual_block import check_sizes
 from equilibria.solvers.forward_backward import SplittingSolver
@@ -42,7 +42,7 @@ def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def with_solver(
-    model: nn.Module, solver: Solver | None, *, keep_splittings: bool = True
+    model: nn.Module, solver: SolverOptions | None, *, keep_splittings: bool = True
 ) -> nn.Module:
     """A deep copy in eval mode; with another solver in every equilibrium layer if one is given.
 
@@ -52,18 +52,18 @@ def with_solver(
     made = copy.deepcopy(model).eval()
     if solver is None:
         return made
-    if not isinstance(solver, Solver):
+    if not isinstance(solver, SolverOptions):
         raise TypeError(f"solver={solver!r}: expected a solver such as Anderson(rtol=1e-2).")
     for layer in equilibrium_layers(made).values():
         for module in layer.modules():
             own = getattr(module, "solver", None)
-            if isinstance(own, Solver):
+            if isinstance(own, SolverOptions):
                 keep = keep_splittings and isinstance(own, SplittingSolver)
                 module.solver = _loosened(own, solver) if keep else solver  # type: ignore[assignment]
     return made
 
 
-def _loosened(own: Solver, given: Solver) -> Solver:
+def _loosened(own: SolverOptions, given: SolverOptions) -> SolverOptions:
     if isinstance(given, SplittingSolver):
         return given
     return dataclasses.replace(
@@ -82,7 +82,7 @@ class Scorer:
         *,
         loss: Loss = cross_entropy,
         batch_size: int = 256,
-        solver: Solver | None = None,
+        solver: SolverOptions | None = None,
     ) -> None:
         check_sizes("landscape", {"batch_size": batch_size})
         self.model = with_solver(model, solver)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from equilibria.engine.result import ConvergenceWarning
-from equilibria.engine.solver import Bounds, Choice, Point, Solver
+from equilibria.engine.solver import Bounds, Choice, Point, Solver, SolverOptions
 from equilibria.engine.tree import Leaves, sample_norm, without_graph
 from equilibria.nn.residual_block import check_sizes
 from equilibria.solvers.forward_backward import SplittingSolver
@@ -95,19 +95,20 @@ class _Recording:
         return kept
 
     def for_map(self) -> Solver:
-        return _recording(super().for_map(), self.log)  # type: ignore[misc]
+        made: Solver = _recording(super().for_map(), self.log)  # type: ignore[misc]
+        return made
 
     def for_problem(self, bounds: Bounds) -> Choice:
         choice = super().for_problem(bounds)  # type: ignore[misc]
         return Choice(_recording(choice.solver, self.log), choice.tau, choice.reason)
 
 
-def _recording(solver: Solver, log: _Log) -> Solver:
+def _recording(solver: Any, log: _Log) -> Any:
     """``solver`` of the same class, writing into ``log``."""
     if isinstance(solver, _Recording):
         return solver
     kind = type(solver)
-    made: Solver = object.__new__(type(f"Recording{kind.__name__}", (_Recording, kind), {}))
+    made = object.__new__(type(f"Recording{kind.__name__}", (_Recording, kind), {}))
     made.__dict__.update(solver.__dict__)
     made.__dict__["log"] = log
     if isinstance(made, SplittingSolver):
@@ -120,12 +121,12 @@ def _recording(solver: Solver, log: _Log) -> Solver:
 _NEVER = 1e-30
 
 
-def _unstoppable(solver: Solver, steps: int) -> Solver:
+def _unstoppable(solver: SolverOptions, steps: int) -> SolverOptions:
     """The same iteration, run for exactly ``steps`` evaluations whatever happens."""
     inner = getattr(solver, "inner", None)
-    if isinstance(inner, Solver):  # a wrapper such as BestIterate
+    if isinstance(inner, SolverOptions):  # a wrapper such as BestIterate
         kind: Any = type(solver)
-        wrapped: Solver = kind(_unstoppable(inner, steps))
+        wrapped: SolverOptions = kind(_unstoppable(inner, steps))
         return wrapped
     fixed = solver.fixed_steps
     return dataclasses.replace(
@@ -143,7 +144,7 @@ def record_path(
     layer: nn.Module,
     x: Any,
     *,
-    solver: Solver | None = None,
+    solver: SolverOptions | None = None,
     z0: Any = None,
     steps: int | None = None,
     keep_states: bool = True,
@@ -169,7 +170,7 @@ def record_path(
             f"{type(layer).__name__}. Of a network: layer, x = layer_input(network, images)."
         )
     chosen: Any = getattr(layer, "solver", None) if solver is None else solver
-    if not isinstance(chosen, Solver):
+    if not isinstance(chosen, SolverOptions):
         raise TypeError(f"solver must be a solver object such as Anderson(), got {chosen!r}.")
     if getattr(layer, "branches", None) is not None and not getattr(layer, "joint", False):
         raise TypeError(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from equilibria.engine.solver import Solver
+from equilibria.engine.solver import SolverOptions
 from equilibria.nn.residual_block import check_sizes
 from equilibria.theory.extras import lightning_module
 
@@ -83,7 +83,7 @@ def follow_training(
     *,
     moments: Sequence[str] | None = None,
     layer: str | None = None,
-    solver: Solver | None = None,
+    solver: SolverOptions | None = None,
     steps: int | None = None,
 ) -> TrainingPath:
     """The solver's way for the inputs x [B, ...] in each of a training's checkpoints.
@@ -108,7 +108,7 @@ def follow_training(
 
 
 def _path(
-    model: nn.Module, x: Any, layer: str | None, solver: Solver | None, steps: int | None
+    model: nn.Module, x: Any, layer: str | None, solver: SolverOptions | None, steps: int | None
 ) -> SolverPath:
     found, given = layer_input(model, x, layer)
     return record_path(found, given, solver=solver, steps=steps)
@@ -120,7 +120,7 @@ def training_recorder(
     *,
     every: int = 1,
     layer: str | None = None,
-    solver: Solver | None = None,
+    solver: SolverOptions | None = None,
     steps: int | None = None,
 ) -> Any:
     """A Lightning callback that records the solver's way for x at the start and after epochs.
