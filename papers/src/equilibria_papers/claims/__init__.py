@@ -1,0 +1,87 @@
+"""The audit: every proposition of the papers, and our own facts, against thousands of trials.
+
+``load_claims`` gathers the claims, ``run_audit`` tries them, ``audit_page`` writes what was found.
+The verdict of a claim is computed from its trials.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+
+from .claim import Claim, Trial, Variant
+from .page import audit_page, claim_section
+from .records import Outcome, Record, Settings, Worst, read_records, write_records
+from .running import Progress, rerun, run_audit, run_claim
+
+__all__ = [
+    "PAPERS",
+    "Claim",
+    "Outcome",
+    "Progress",
+    "Record",
+    "Settings",
+    "Trial",
+    "Variant",
+    "Worst",
+    "audit_page",
+    "claim_section",
+    "load_claims",
+    "read_records",
+    "rerun",
+    "run_audit",
+    "run_claim",
+    "write_records",
+]
+
+PAPERS = {
+    "GEQ": "geq",
+    "KerDEQ": "kerdeq",
+    "OptEq": "opteq",
+    "NTK thesis": "thesis",
+    "ours": "ours",
+}
+"""A paper's name → its short name, that of the file of its claims."""
+
+
+def load_claims(
+    papers: Sequence[str] | None = None, only: Sequence[str] | None = None
+) -> tuple[Claim, ...]:
+    """The claims of these papers (all if None) whose id matches one of the patterns in ``only``.
+
+    Patterns are those of a shell: ``opteq.lemma*``. An unknown paper, or a pattern that matches
+    nothing, is an error that lists what there is.
+    """
+    asked = list(PAPERS) if papers is None else [_paper(name) for name in papers]
+    found: list[Claim] = []
+    for name in PAPERS:
+        if name in asked:
+            found.extend(_claims_of(name))
+    if only is None:
+        return tuple(found)
+    for pattern in only:
+        if not any(fnmatchcase(claim.id, pattern) for claim in found):
+            raise ValueError(f"no claim matches {pattern!r}; there are: {[c.id for c in found]}.")
+    return tuple(c for c in found if any(fnmatchcase(c.id, pattern) for pattern in only))
+
+
+def _paper(name: str) -> str:
+    for known, file in PAPERS.items():
+        if name.casefold() in (known.casefold(), file):
+            return known
+    raise ValueError(f"there is no paper {name!r} here; there are: {list(PAPERS)}.")
+
+
+def _claims_of(paper: str) -> tuple[Claim, ...]:
+    """Imported where they are asked for: a paper's file imports much of the library."""
+    if paper == "GEQ":
+        from .geq import CLAIMS as found
+    elif paper == "KerDEQ":
+        from .kerdeq import CLAIMS as found
+    elif paper == "OptEq":
+        from .opteq import CLAIMS as found
+    elif paper == "NTK thesis":
+        from .thesis import CLAIMS as found
+    else:
+        from .ours import CLAIMS as found
+    return found

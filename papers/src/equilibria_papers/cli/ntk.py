@@ -1,0 +1,251 @@
+"""``equilibria theory ntk``: the tangent kernel of a network, or of several checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from equilibria.cli.console import error_console, fail, make_folder, output, print_json
+from equilibria.cli.evaluate import prepared
+from equilibria.cli.loading import Device, Root, device_of, load
+
+from .trajectory import say_if_fewer
+
+__all__ = ["ntk"]
+
+
+def ntk(
+    weights: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            help="Trained networks: model.safetensors or run folders. Several are checkpoints of "
+            "one training, and the drift of the kernel is from the first."
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", help="A network by name, untrained, in place of WEIGHTS."),
+    ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option("--data", help="A name or a folder; what it was trained on if not given."),
+    ] = None,
+    root: Root = None,
+    split: Annotated[str, typer.Option(help="Which part of the data.")] = "train",
+    samples: Annotated[int, typer.Option(min=2, help="How many images, drawn by --seed.")] = 128,
+    outputs: Annotated[
+        str,
+        typer.Option(help="all, trace (the mean over outputs), sum, or indices such as 3 or 0,1."),
+    ] = "all",
+    parameters: Annotated[
+        list[str] | None,
+        typer.Option("--parameters", help="Only parameters whose name fits, such as 'head.*'."),
+    ] = None,
+    layers: Annotated[bool, typer.Option(help="Also the share of each layer.")] = True,
+    projection: Annotated[
+        int | None,
+        typer.Option(min=1, help="Estimate from so many random combinations of the gradient."),
+    ] = None,
+    method: Annotated[str, typer.Option(help="auto, vmap or autograd.")] = "auto",
+    memory: Annotated[float, typer.Option(min=0.001, help="Gradients and kernels, in GiB.")] = 2.0,
+    batch_size: Annotated[
+        int | None, typer.Option("--batch-size", min=1, help="Images to differentiate at once.")
+    ] = None,
+    implicit: Annotated[
+        float | None,
+        typer.Option(
+            "--implicit",
+            metavar="RTOL",
+            help="Solve every layer to this relative residual and differentiate the equilibrium "
+            "itself, in place of the solver and the gradient that the network was trained with.",
+        ),
+    ] = None,
+    train_steps: Annotated[
+        int,
+        typer.Option(
+            "--train-steps",
+            min=0,
+            help="Also train a copy of the first network by so many steps of gradient descent on "
+            "the squared loss, beside what its kernel predicts.",
+        ),
+    ] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of the images, and of --model.")] = 0,
+    device: Device = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Write ntk.json, ntk.safetensors and pictures into this folder."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """The neural tangent kernel: spectrum, shares of the layers, fit to the labels, drift."""
+    from equilibria_papers import theory
+
+    chosen = _outputs(outputs)
+    if (not weights) == (model is None):
+        raise fail("give the weights of trained networks, or one --model by name.")
+    if out is not None:
+        make_folder(out)
+    networks, dataset = _networks(weights or [], model, data, root, split, device, seed)
+    if implicit is not None:
+        networks = {name: _implicit(each, implicit) for name, each in networks.items()}
+    x, y = _images(dataset, samples, seed, device)
+    budget = int(memory * 2**30)
+    options: dict[str, Any] = {"method": method, "memory": budget, "parameters": parameters or None}
+    shown = not as_json
+    compared = None
+    if train_steps:
+        with _bar("training", shown) as tell:
+            first = next(iter(networks.values()))
+            targets = _one_hot(y, dataset.num_classes)
+            compared = theory.compare_training(
+                first, x, targets, steps=train_steps, progress=tell, **options
+            )
+    with _bar("kernel", shown) as tell:
+        study = theory.study_kernels(
+            networks,
+            x,
+            y,
+            progress=tell,
+            training=compared,
+            about={"data": dataset.name, "split": dataset.split_name, "seed": seed},
+            outputs=chosen,
+            layers=layers,
+            projection=projection,
+            batch_size=batch_size,
+            **options,
+        )
+    written = [] if out is None else study.save(out)
+    if as_json:
+        print_json(study.to_dict())
+        return
+    _show(study)
+    if written:
+        output().print("wrote " + ", ".join(str(path) for path in written), soft_wrap=True)
+
+
+def _outputs(text: str) -> Any:
+    if text in ("all", "trace", "sum"):
+        return text
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise fail(
+            f"--outputs {text}: expected all, trace, sum, or indices such as 3 or 0,1."
+        ) from None
+
+
+def _networks(
+    weights: list[Path],
+    model: str | None,
+    data: str | None,
+    root: Path | None,
+    split: str,
+    device: str | None,
+    seed: int,
+) -> tuple[dict[str, Any], Any]:
+    """The networks by name, and the data."""
+    if model is None:
+        first, dataset = prepared(weights[0], data, root, split, device)
+        target = device_of(device)
+        return dict(
+            zip(_names(weights), [first, *(load(w, target) for w in weights[1:])], strict=True)
+        ), dataset
+    import torch
+
+    from equilibria import data as room
+    from equilibria import models
+
+    dataset = room.load(data or "digits", split, root=root)
+    torch.manual_seed(seed)
+    made = models.create(
+        model,
+        num_classes=dataset.num_classes,
+        in_channels=dataset.images.shape[1],
+        image_size=dataset.images.shape[-1],
+    )
+    return {model: made.to(device_of(device)).eval()}, dataset
+
+
+def _names(weights: list[Path]) -> list[str]:
+    """A short name for each: its folder's or its file's; numbered where two are the same."""
+    short = [w.parent.name if w.name == "model.safetensors" else w.stem for w in weights]
+    if len(set(short)) == len(short) and all(short):
+        return short
+    return [f"{i + 1} {name}".strip() for i, name in enumerate(short)]
+
+
+def _images(dataset: Any, samples: int, seed: int, device: str | None) -> tuple[Any, Any]:
+    import torch
+
+    if dataset.task != "classification":
+        raise fail(f"{dataset.name} is for segmentation; expected images with one class each.")
+    say_if_fewer("--samples", samples, dataset)
+    order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(seed))
+    part = dataset.subset(order[:samples])
+    x = dataset.normalize(part.images[torch.arange(len(part))])
+    return x.to(device_of(device)), part.targets
+
+
+def _one_hot(targets: Any, classes: int) -> Any:
+    import torch
+
+    return torch.nn.functional.one_hot(targets, classes).float()
+
+
+def _implicit(model: Any, rtol: float) -> Any:
+    from equilibria.adjoints import Implicit
+    from equilibria.evaluation.solving import replaced
+    from equilibria.solvers import Auto
+
+    return replaced(model, solver=Auto(rtol=rtol), adjoint=Implicit())
+
+
+@contextmanager
+def _bar(what: str, shown: bool) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar on stderr."""
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=error_console, transient=True, disable=not shown) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, of: bar.update(task, completed=done, total=of)
+
+
+def _show(study: Any) -> None:
+    table = Table("network", "λ_max", "λ_min", "condition", "effective rank", "alignment", "drift")
+    for row in study.rows():
+        numbers = (row[key] for key in ("largest", "smallest", "condition", "effective_rank"))
+        more = (row["alignment"], row["drift"])
+        table.add_row(row["network"], *(f"{v:.4g}" for v in (*numbers, *more)))
+    output().print(table)
+    name, last = list(study.kernels.items())[-1]
+    if last.relative_error is not None:
+        output().print(f"projected: relative error of the kernel about {last.relative_error:.2g}")
+    if last.parts:
+        shares = Table(
+            *("layer", "of the trace", "of the parameters"),
+            title=f"layers of {name}" + (", the last" if len(study.kernels) > 1 else ""),
+        )
+        total = sum(last.sizes.values())
+        for layer, share in sorted(last.shares().items(), key=lambda pair: -pair[1]):
+            shares.add_row(layer, f"{share:.2%}", f"{last.sizes[layer] / total:.2%}")
+        output().print(shares)
+    if study.training is not None:
+        found = study.training
+        ended = "it diverged" if found.diverged else f"drift of the kernel {found.drift:.3g}"
+        output().print(
+            f"gradient descent, {int(found.steps[-1])} steps: loss {float(found.actual[0]):.4g} → "
+            f"{float(found.actual[-1]):.4g}, predicted {float(found.predicted[-1]):.4g}; {ended}",
+            soft_wrap=True,
+        )

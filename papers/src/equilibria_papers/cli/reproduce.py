@@ -1,0 +1,238 @@
+"""``equilibria reproduce``: the papers' tables and figures, beside ours."""
+
+from __future__ import annotations
+
+import atexit
+import signal
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from equilibria.cli.console import error_console, fail, make_folder, print_json, stop
+from equilibria.cli.flags import pairs
+from equilibria.cli.loading import Device, device_of
+from .reproduce_views import show_list, show_plans, show_results
+from equilibria.cli.wording import as_flags
+
+__all__ = ["reproduce"]
+
+_LIST = "list"
+_OF_LIST = frozenset({"out", "data_root", "as_json"})
+_OF_TRAINING = frozenset({"parallel", "minutes", "device", "data_root", "dry_run"})
+
+_Names = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="ID",
+        help="Tables or figures: what they share is trained once. Or 'list' for all of them.",
+    ),
+]
+_Smoke = Annotated[
+    bool,
+    typer.Option("--smoke", help="Tiny networks on the digits, in a minute: a test, no result."),
+]
+_DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Print the trainings with their options and stop.")
+]
+_Seeds = Annotated[str, typer.Option(help="A training for each: 0,1,2.")]
+_Only = Annotated[
+    list[str] | None,
+    typer.Option("--only", metavar="ROW", help="Only this row; may be repeated."),
+]
+_Epochs = Annotated[
+    int | None, typer.Option(min=1, help="Other epochs than the recipe's; the table says so.")
+]
+_Change = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Another option of `equilibria train` than the recipe's, such as batch_size=256; "
+        "may be repeated, and the table says so.",
+    ),
+]
+_StandIn = Annotated[
+    bool,
+    typer.Option(
+        "--stand-in", help="Take other data where the paper's are not at hand; it is said."
+    ),
+]
+_Minutes = Annotated[
+    float | None,
+    typer.Option(help="Stop training after this long; the same command goes on from there."),
+]
+_Gather = Annotated[
+    bool,
+    typer.Option(
+        "--gather",
+        help="Train nothing: write the tables of what the run folders hold. Not with --parallel, "
+        "--minutes, --device, --data-root, --dry-run.",
+    ),
+]
+_Parallel = Annotated[
+    int,
+    typer.Option(
+        min=1,
+        metavar="N",
+        help="N trainings at once, each in a process of its own; times are measured alone.",
+    ),
+]
+_DataRoot = Annotated[
+    Path | None, typer.Option("--data-root", help="The folder that holds the data.")
+]
+_Out = Annotated[Path, typer.Option(help="Where tables and the log are written.")]
+_Runs = Annotated[Path, typer.Option(help="Where trainings are kept.")]
+_Quiet = Annotated[
+    bool, typer.Option("--quiet", "-q", help="The tables alone: no progress, no notes.")
+]
+_Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def reproduce(
+    context: typer.Context,
+    names: _Names,
+    smoke: _Smoke = False,
+    dry_run: _DryRun = False,
+    seeds: _Seeds = "0",
+    only: _Only = None,
+    epochs: _Epochs = None,
+    change: _Change = None,
+    stand_in: _StandIn = False,
+    minutes: _Minutes = None,
+    gather: _Gather = False,
+    parallel: _Parallel = 1,
+    device: Device = None,
+    data_root: _DataRoot = None,
+    out: _Out = Path("results/reproduce"),
+    runs: _Runs = Path("runs/reproduce"),
+    quiet: _Quiet = False,
+    as_json: _Json = False,
+) -> None:
+    """Train what tables of the papers need and print the papers' numbers beside ours.
+
+    Trainings are kept and shared between tables; Ctrl-C saves, and the same command goes on. The
+    test images are looked at once, when a training is over.
+    """
+    from equilibria_papers import tables as experiments
+
+    _check_together(names, _given(context), gather)
+    if names == [_LIST]:
+        show_list(out, data_root, as_json)
+        return
+    if device is not None:
+        device_of(device)
+    try:
+        choices = experiments.Choices(
+            seeds=_numbers(seeds),
+            only=tuple(only or ()),
+            smoke=smoke,
+            stand_in=stand_in,
+            overrides=_overrides(change or [], epochs),
+            device=device,
+            data_root=data_root,
+            out=out,
+            runs=runs,
+            minutes=minutes,
+            parallel=parallel,
+            gather=gather,
+            progress=not (quiet or as_json),
+        )
+        asked = experiments.cells_asked(map(experiments.describe, names), choices.only)
+        plans = {one.id: experiments.plan(cells, choices) for one, cells in asked}
+    except (ValueError, TypeError) as error:
+        raise fail(as_flags(str(error))) from None
+    if dry_run:
+        show_plans(plans, len(names) > 1, as_json)
+        return
+    make_folder(out)
+    results = _run(names, choices, quiet or as_json)
+    if as_json:
+        found = [result.to_dict() for result in results]
+        print_json(found if len(names) > 1 else found[0])
+    else:
+        show_results(results, out, quiet)
+    idle = [result.experiment.id for result in results if result.status == "not run"]
+    if idle:
+        raise fail(f"nothing was run of {', '.join(idle)}.", _instead(gather))
+
+
+def _given(context: typer.Context) -> dict[str, str]:
+    """The flags of this call with their values, by the names of their parameters."""
+    found = {}
+    for parameter in context.command.params:
+        name = str(parameter.name)
+        source = context.get_parameter_source(name)
+        if name != "names" and source is not None and source.name == "COMMANDLINE":
+            value = context.params[name]
+            each = value if isinstance(value, list) else [value]
+            found[name] = ", ".join(_flag(parameter.opts[0], one) for one in each)
+    return found
+
+
+def _flag(name: str, value: Any) -> str:
+    if value is True:
+        return name
+    return f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}"
+
+
+def _check_together(names: list[str], given: dict[str, str], gather: bool) -> None:
+    """Flags that would do nothing beside others are wrong usage."""
+    if _LIST in names:
+        if len(names) > 1:
+            others = " ".join(name for name in names if name != _LIST) or _LIST
+            raise fail(f"'list' stands alone; it was given with {others}.")
+        idle = [flag for name, flag in given.items() if name not in _OF_LIST]
+        if idle:
+            raise typer.BadParameter(
+                f"it takes --out, --data-root and --json; leave out {', '.join(idle)}.",
+                param_hint=_LIST,
+            )
+    idle = [flag for name, flag in given.items() if name in _OF_TRAINING]
+    if gather and idle:
+        raise typer.BadParameter(
+            f"it trains nothing and reads no data; leave out {', '.join(idle)}, or leave out "
+            "--gather to train.",
+            param_hint="--gather",
+        )
+
+
+def _overrides(change: list[str], epochs: int | None) -> dict[str, Any]:
+    found = pairs("set", change)
+    if epochs is None:
+        return found
+    if "epochs" in found:
+        raise typer.BadParameter(
+            f"{epochs}, and --set epochs={found['epochs']}: give one of them.",
+            param_hint="--epochs",
+        )
+    return {**found, "epochs": epochs}
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise fail(f"--seeds {text}: expected whole numbers, such as 0,1,2.") from None
+
+
+def _run(names: list[str], choices: Any, quiet: bool) -> list[Any]:
+    from equilibria_papers import tables as experiments
+
+    try:
+        return experiments.reproduce_all(names, choices, tell=None if quiet else _tell)
+    except KeyboardInterrupt as stopped:
+        # Another Ctrl-C while the interpreter ends would show where in it, or change the exit code.
+        atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
+        said = str(stopped).split(" Go on with")[0] or "interrupted."
+        raise stop(f"{said}\nThe same command goes on from there.") from None
+
+
+def _tell(text: str) -> None:
+    error_console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _instead(gather: bool) -> str:
+    if gather:
+        return "See the reasons above; --runs names the run folders, without --gather it trains."
+    return "See the reasons above; --stand-in, --data-root, --smoke."

@@ -1,0 +1,255 @@
+"""``equilibria theory trajectory``: the way of a solver, at a start and through a training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from equilibria.cli.console import (
+    complain,
+    error_console,
+    fail,
+    make_folder,
+    output,
+    print_json,
+    write_json,
+)
+from equilibria.cli.evaluate import prepared
+from equilibria.cli.loading import Device, Root, device_of, load
+
+__all__ = ["images_of", "networks", "numbers_of", "say_if_fewer", "trajectory"]
+
+_THESIS = "residual_deq"
+
+
+def trajectory(
+    weights: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            help="Trained networks: model.safetensors or run folders. Several are checkpoints of "
+            "one training, in its order; the states are then also drawn by class."
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            help=f"A network by name, untrained, in place of WEIGHTS; {_THESIS} is the "
+            "thesis' own, and what is taken if neither is given.",
+        ),
+    ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            "--data", help="A name or a folder; what it was trained on if not given, or digits."
+        ),
+    ] = None,
+    root: Root = None,
+    split: Annotated[str, typer.Option(help="Which part of the data.")] = "test",
+    images: Annotated[int, typer.Option(min=2, help="How many, drawn by --seed.")] = 64,
+    layer: Annotated[
+        str | None, typer.Option(help="Which equilibrium layer, by name; the first if not given.")
+    ] = None,
+    solvers: Annotated[
+        str, typer.Option(help="picard, anderson, broyden, own (the layer's), with commas.")
+    ] = "picard,anderson,broyden",
+    steps: Annotated[int, typer.Option(min=1, help="Evaluations of the map to follow.")] = 50,
+    init_scales: Annotated[
+        str,
+        typer.Option(
+            "--init-scales",
+            metavar="STD,STD",
+            help="Draw the layer's weights anew with these standard deviations (the thesis: "
+            "1,0.01) and set them side by side. A layer with a norm bound clips them.",
+        ),
+    ] = "",
+    seed: Annotated[int, typer.Option(min=0, help="Of the images and of drawn weights.")] = 0,
+    device: Device = None,
+    out: Annotated[
+        Path, typer.Option(help="Write trajectory.json and pictures into this folder.")
+    ] = Path("runs/trajectory"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Residuals and paths of z through the solver (Figures 4.1 to 4.3 of the thesis)."""
+    from equilibria_papers.theory import trajectories as room
+    from equilibria_papers.theory.pictures import save_picture
+
+    scales = numbers_of("--init-scales", init_scales, "1,0.01")
+    chosen = _solvers(solvers)
+    make_folder(out)
+    found, dataset = networks(weights or [], model, data, root, split, device, seed)
+    x, labels = images_of(dataset, images, seed, device)
+    last = next(reversed(found.values()))
+    groups = _scaled(last, scales, seed) if scales else found
+    recorded: dict[str, dict[str, Any]] = {}
+    with error_console.status("following the solvers"):
+        for name, network in groups.items():
+            part, given = room.layer_input(network, x, layer)
+            recorded[name] = {
+                label: room.record_path(part, given, solver=solver, steps=steps)
+                for label, solver in chosen.items()
+            }
+        preferred = "anderson" if "anderson" in chosen else next(iter(chosen))
+        drawn = {name: paths[preferred] for name, paths in recorded.items()}
+        written = save_picture(room.residual_figure(recorded), out / "residuals")
+        written += save_picture(room.path_figure(drawn), out / "paths")
+        training = None
+        if len(found) > 1 and not scales:
+            training = room.TrainingPath(tuple(found), labels.cpu(), tuple(drawn.values()))
+            written += save_picture(room.class_figure(training), out / "classes")
+            written += save_picture(room.training_figure(training), out / "training")
+    rows = [_row(g, s, path) for g, paths in recorded.items() for s, path in paths.items()]
+    record: dict[str, Any] = {
+        "data": {"name": dataset.name, "split": dataset.split_name, "images": len(x)},
+        "seed": seed,
+        "steps": steps,
+        "rows": rows,
+    }
+    if training is not None:
+        record["between_classes"] = dict(zip(found, training.spread().tolist(), strict=True))
+    written.append(write_json(out / "trajectory.json", record))
+    if as_json:
+        print_json(record)
+        return
+    _show(rows)
+    output().print("wrote " + ", ".join(str(path) for path in written), soft_wrap=True)
+
+
+def _scaled(network: Any, scales: list[float], seed: int) -> dict[str, Any]:
+    """The network at each scale, named by it, and by the scale in effect where a bound clips it."""
+    from equilibria_papers.theory import trajectories as room
+
+    made = {}
+    for std in scales:
+        scaled = room.at_scale(network, std, seed=seed)
+        held = room.clipped_stds(scaled, std).values()
+        low, high = (f"{f(held, default=std):.2g}" for f in (min, max))
+        held_at = f" (bounded: {low if low == high else f'{low} to {high}'})" if held else ""
+        made[f"std {std:g}{held_at}"] = scaled
+    return made
+
+
+def _row(group: str, solver: str, path: Any) -> dict[str, Any]:
+    reached = path.steps_to()
+    passed = reached > 0
+    return {
+        "network": group,
+        "solver": solver,
+        "tolerance": path.tolerance,
+        "converged": float(passed.double().mean()),
+        "median_steps": int(reached[passed].median()) if bool(passed.any()) else None,
+        "last_residual": float(path.mean_curve()[-1]),
+        "mean_residual": path.mean_curve().tolist(),
+        "residual_10": path.quantile_curve(0.1).tolist(),
+        "residual_90": path.quantile_curve(0.9).tolist(),
+    }
+
+
+def _show(rows: list[dict[str, Any]]) -> None:
+    table = Table("network", "solver", "tolerance", "converged", "median steps", "last residual")
+    for row in rows:
+        steps = "–" if row["median_steps"] is None else str(row["median_steps"])
+        table.add_row(
+            *(row["network"], row["solver"], f"{row['tolerance']:.0e}", f"{row['converged']:.0%}"),
+            *(steps, f"{row['last_residual']:.2e}"),
+        )
+    output().print(table)
+
+
+def _solvers(text: str) -> dict[str, Any]:
+    from equilibria.solvers import Anderson, Broyden, Picard
+
+    kinds = {"picard": Picard, "anderson": Anderson, "broyden": Broyden}
+    names = [part.strip().lower() for part in text.split(",") if part.strip()]
+    wrong = [name for name in names if name not in (*kinds, "own")]
+    if wrong or not names:
+        raise fail(f"--solvers {text}: expected some of {', '.join(kinds)}, own, with commas.")
+    return {name: None if name == "own" else kinds[name]() for name in names}
+
+
+def numbers_of(flag: str, text: str, example: str, *, whole: bool = False) -> list[Any]:
+    """The positive numbers of a list with commas; none for an empty text."""
+    kind = int if whole else float
+    try:
+        found = [kind(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        found = [0]
+    if any(not 0 < n < float("inf") for n in found):
+        raise fail(f"{flag} {text}: expected positive numbers with commas, such as {example}.")
+    return found
+
+
+def networks(
+    weights: list[Path],
+    model: str | None,
+    data: str | None,
+    root: Path | None,
+    split: str,
+    device: str | None,
+    seed: int,
+) -> tuple[dict[str, Any], Any]:
+    """The networks by name and the data; without weights a fresh network, which it says."""
+    if weights and model is not None:
+        raise fail("give the weights of trained networks or --model, not both.")
+    if weights:
+        first, dataset = prepared(weights[0], data, root, split, device)
+        target = device_of(device)
+        rest = [load(w, target) for w in weights[1:]]
+        return dict(zip(_names(weights), [first, *rest], strict=True)), dataset
+    from equilibria import data as room
+
+    name = model or _THESIS
+    target = device_of(device)
+    dataset = room.load(data or "digits", split, root=root)
+    complain(
+        "note:",
+        f"no weights were given, so this is {name} with fresh weights (seed {seed}), untrained.",
+        "yellow",
+    )
+    return {name: _fresh(name, dataset, seed).to(target).eval()}, dataset
+
+
+def _fresh(name: str, dataset: Any, seed: int) -> Any:
+    import torch
+
+    from equilibria import models
+    from equilibria_papers.tables.networks import NETWORKS
+
+    torch.manual_seed(seed)
+    channels, classes = int(dataset.images.shape[1]), dataset.num_classes
+    if name in NETWORKS:
+        return NETWORKS[name](classes, channels)
+    size = int(dataset.images.shape[-1])
+    return models.create(name, num_classes=classes, in_channels=channels, image_size=size)
+
+
+def _names(weights: list[Path]) -> list[str]:
+    """A short name for each: its folder's or its file's; numbered where two are the same."""
+    short = [w.parent.name if w.name == "model.safetensors" else w.stem for w in weights]
+    if len(set(short)) == len(short) and all(short):
+        return short
+    return [f"{i + 1} {name}".strip() for i, name in enumerate(short)]
+
+
+def say_if_fewer(flag: str, count: int, dataset: Any) -> None:
+    """A note where more images are asked for than there are."""
+    if count > len(dataset):
+        there = f"{dataset.name} ({dataset.split_name}) has {len(dataset)}"
+        complain("note:", f"{flag} {count}: {there}; all of them are taken.", "yellow")
+
+
+def images_of(dataset: Any, count: int, seed: int, device: str | None) -> tuple[Any, Any]:
+    """(x [B, C, H, W] as the networks take it, labels [B]) of images drawn by the seed."""
+    import torch
+
+    if dataset.task != "classification":
+        raise fail(f"{dataset.name} is for segmentation; expected images with one class each.")
+    say_if_fewer("--images", count, dataset)
+    order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(seed))
+    part = dataset.subset(order[:count])
+    x = dataset.normalize(part.images[torch.arange(len(part))])
+    target = device_of(device)
+    return x.to(target), part.targets.to(target)

@@ -1,0 +1,167 @@
+"""What the papers prove, as code to call on your own model.
+
+Paper 003 (OptEq): ``multi_block`` (Lemma 3), ``inclusion_residual`` (Theorem 2),
+``two_layer_objective`` (Corollary 1), ``wide_limit`` (Theorem 3), ``to_hidden_units`` (Lemma 1) and
+``to_deep_opteq`` (Lemma 2). Each states its assumptions and checks them.
+
+Papers 000–002 (GEQ, KerDEQ): ``bounds``, the calculators of the propositions: ``margin_report``,
+``lipschitz_report``, ``similarity_report``, ``feature_map_report``, ``compare_bounds``.
+
+Any model: ``empirical_ntk`` and what follows from it (``spectrum``, ``label_alignment``,
+``kernel_drift``, ``compare_training``), ``KernelMonitor`` along a run of training.
+
+Paper 004, chapter 3: ``ThesisModel``, ``closed_form_kernel``, ``search_radii`` and the runs of
+``monotone_ntk``.
+
+Paper 004, chapter 4: ``record_path``, ``follow_training`` (``trajectories``), ``measure_landscape``
+(``landscapes``), with their figures.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from .blocks import Block, as_blocks, deep_equilibrium
+from .bounds import (
+    AssumptionError,
+    compare_bounds,
+    demonstration_pair,
+    feature_map_report,
+    lipschitz_report,
+    margin_report,
+    network_bounds,
+    similarity_report,
+)
+from .converters import UnitNetwork, to_deep_opteq, to_hidden_units
+from .feed_forward import prior_of
+from .inclusion import inclusion_residual
+from .landscapes import (
+    Grid,
+    Surface,
+    measure_landscape,
+    random_directions,
+    repeated,
+    training_plane,
+)
+from .monitors import BallConditioning, KernelProbe, conditioning_on_ball
+from .monotone_ntk import (
+    ThesisModel,
+    closed_form_kernel,
+    commutation_matrix,
+    gradient_descent,
+    gradient_flow,
+    search_radii,
+)
+from .multi_block import MultiBlock, multi_block
+from .ntk import (
+    KernelStudy,
+    LinearCurve,
+    Projection,
+    Spectrum,
+    TangentKernel,
+    TrainingComparison,
+    compare_training,
+    empirical_ntk,
+    kernel_alignment,
+    kernel_distance,
+    kernel_drift,
+    label_alignment,
+    linear_gradient_descent,
+    linear_gradient_flow,
+    spectrum,
+    study_kernels,
+)
+from .trajectories import (
+    SolverPath,
+    TrainingPath,
+    at_scale,
+    follow_training,
+    layer_input,
+    record_path,
+    training_recorder,
+)
+from .two_layer import moreau_envelope, two_layer_objective
+from .wide_limit import (
+    WideLimitStudy,
+    approach_wide_limit,
+    to_wide_opteq,
+    wide_limit,
+    wide_objective,
+)
+
+if TYPE_CHECKING:
+    from .monitors import KernelMonitor
+
+__all__ = [
+    "AssumptionError",
+    "BallConditioning",
+    "Block",
+    "Grid",
+    "KernelMonitor",
+    "KernelProbe",
+    "KernelStudy",
+    "LinearCurve",
+    "MultiBlock",
+    "Projection",
+    "SolverPath",
+    "Spectrum",
+    "Surface",
+    "TangentKernel",
+    "ThesisModel",
+    "TrainingComparison",
+    "TrainingPath",
+    "UnitNetwork",
+    "WideLimitStudy",
+    "approach_wide_limit",
+    "as_blocks",
+    "at_scale",
+    "closed_form_kernel",
+    "commutation_matrix",
+    "compare_bounds",
+    "compare_training",
+    "conditioning_on_ball",
+    "deep_equilibrium",
+    "demonstration_pair",
+    "empirical_ntk",
+    "feature_map_report",
+    "follow_training",
+    "gradient_descent",
+    "gradient_flow",
+    "inclusion_residual",
+    "kernel_alignment",
+    "kernel_distance",
+    "kernel_drift",
+    "label_alignment",
+    "layer_input",
+    "linear_gradient_descent",
+    "linear_gradient_flow",
+    "lipschitz_report",
+    "margin_report",
+    "measure_landscape",
+    "moreau_envelope",
+    "multi_block",
+    "network_bounds",
+    "prior_of",
+    "random_directions",
+    "record_path",
+    "repeated",
+    "search_radii",
+    "similarity_report",
+    "spectrum",
+    "study_kernels",
+    "to_deep_opteq",
+    "to_hidden_units",
+    "to_wide_opteq",
+    "training_plane",
+    "training_recorder",
+    "two_layer_objective",
+    "wide_limit",
+    "wide_objective",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # A class of Lightning's kind, made when it is asked for: the room needs no Lightning.
+    if name == "KernelMonitor":
+        from .monitors import KernelMonitor
+
+        return KernelMonitor
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
