@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from equilibria import data, models
 from equilibria.evaluation.running import evaluating, model_input
 from equilibria.evaluation.solving import with_solver
-from equilibria_papers.tables.provenance import made_by
 from equilibria.nn.observing import equilibrium_layers
 from equilibria.solvers import Auto, ProximalGradient
+from equilibria_papers.tables.provenance import made_by
 
 
 def main() -> None:

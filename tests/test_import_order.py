@@ -4,7 +4,9 @@
            ← training, evaluation, sklearn ← cli
 
 The study of the papers (``equilibria_papers``) imports what the packages of the library export, and
-nothing of their insides. The files are read, not imported: imports inside functions and under ``TYPE_CHECKING`` count too.
+nothing of their insides.
+
+The files are read, not imported: imports inside functions and under ``TYPE_CHECKING`` count too.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ import pytest
 import safetensors.torch
 import torch
 
-from equilibria_papers.tables.callbacks import Deadline, Snapshots
 from equilibria.training import Interrupted, read_checkpoint
+from equilibria_papers.tables.callbacks import Deadline, Snapshots
 from tests.training.small import RaiseAt, SignalAt, config, run
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from equilibria import models
+from equilibria.models.table import REGISTRY
 from equilibria_papers.tables import Choices, Experiment, Job, describe, names, plan
 from equilibria_papers.tables.measures import MEASURES
 from equilibria_papers.tables.networks import is_network
 from equilibria_papers.tables.registry import EXPERIMENTS
-from equilibria.models.table import REGISTRY
 
 IDS = (
     *("geq-table1", "geq-table2", "geq-table3", "geq-table5"),

@@ -16,8 +16,8 @@ from equilibria.nn import NormBounded, WeightNormalized
 from equilibria.nn.deep_opteq import DeepOptEq
 from equilibria.problems import LeakyNonNegative, NonNegative, Prior, SquaredNorm, Tanh
 from equilibria_papers.theory import Block, as_blocks, deep_equilibrium
-from tests.problems.test_operators import conv_matrix
 from papers.tests.theory.oracles import Plain, equilibrium, random_layers
+from tests.problems.test_operators import conv_matrix
 
 
 def as_torch(layers: list[Plain]) -> list[Block]:

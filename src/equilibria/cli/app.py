@@ -87,7 +87,9 @@ def _plug_in() -> None:
         )(_absent)
 
 
-def _absent(context: typer.Context, rest: Annotated[list[str] | None, typer.Argument()] = None) -> None:
+def _absent(
+    context: typer.Context, rest: Annotated[list[str] | None, typer.Argument()] = None
+) -> None:
     raise fail(
         f"`equilibria {context.info_name}` comes with another distribution.",
         "pip install equilibria-papers",

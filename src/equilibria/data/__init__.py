@@ -5,6 +5,7 @@ from .cards import DataCard, describe, names
 from .checking import CheckReport, check
 from .color import ColorJitter
 from .errors import CorruptImageError, DataError, DataNotFoundError
+from .finding import find_named
 from .geometry import Crop, Cutout, Flip, ResizedCrop
 from .image_data import IGNORE, ImageData
 from .lazy import LazyImages
@@ -40,6 +41,7 @@ __all__ = [
     "cache_dir",
     "check",
     "describe",
+    "find_named",
     "load",
     "names",
     "read_image",

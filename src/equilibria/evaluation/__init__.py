@@ -7,6 +7,7 @@ from .judging import evaluate
 from .metrics import ClassificationMetrics, NonFiniteError, classification_metrics
 from .predicting import Prediction, predict_files
 from .report import Converged, Report
+from .running import batches, evaluating, model_input
 from .saliency import gradcam
 from .saliency_picture import save_gradcam
 from .segmentation import SegmentationMetrics, segmentation_metrics
@@ -30,14 +31,17 @@ __all__ = [
     "SegmentationMetrics",
     "SolverStatistics",
     "SuperclassResult",
+    "batches",
     "certify_dataset",
     "certify_model",
     "classification_metrics",
     "corrupt",
     "corruption_study",
     "evaluate",
+    "evaluating",
     "gradcam",
     "known_unknown_kl",
+    "model_input",
     "predict_files",
     "replaced",
     "save_corruption_sheet",

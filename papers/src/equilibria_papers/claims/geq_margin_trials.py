@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from equilibria.problems.gaussian import GAUSSIAN_CONCAVITY
-from equilibria.problems.lipschitz import gaussian_sensitivity
+from equilibria.problems import GAUSSIAN_CONCAVITY, gaussian_sensitivity
 from equilibria_papers.theory.bounds.margin_formulas import PacBayes, bracket_geq, bracket_opteq
 from equilibria_papers.theory.bounds.perturbation import Sizes, geq_change, opteq_change
 from equilibria_papers.theory.bounds.remarks import remark1_ratios

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from equilibria.problems.lipschitz import GAUSSIAN_BEND
+from equilibria.problems import GAUSSIAN_BEND
 
 from .claim import Claim, Trial, Variant
 from .drawing import integer, norm, normal, uniform

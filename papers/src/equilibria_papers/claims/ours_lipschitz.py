@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from equilibria.problems import MeanPatchEnergy, certify
-from equilibria.problems.lipschitz import gaussian_sensitivity
+from equilibria.problems import MeanPatchEnergy, certify, gaussian_sensitivity
 
 from .claim import Claim, Trial, Variant
 from .drawing import ACTIVATIONS, integer, norm, normal, spectral, uniform

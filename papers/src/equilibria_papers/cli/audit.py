@@ -10,7 +10,7 @@ import typer
 from rich.table import Column, Table
 from rich.text import Text
 
-from equilibria.cli.console import error_console, make_folder, output, print_json, stop
+from equilibria.cli import error_console, make_folder, output, print_json, stop
 
 __all__ = ["audit"]
 

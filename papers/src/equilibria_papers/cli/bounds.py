@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,17 +12,19 @@ import typer
 from rich import box
 from rich.table import Column, Table
 
-from equilibria.cli.console import (
+from equilibria.cli import (
+    Device,
+    Root,
     complain,
+    device_of,
     error_console,
     fail,
-    finite,
     make_folder,
     output,
+    prepared,
     print_json,
+    write_json,
 )
-from equilibria.cli.evaluate import prepared
-from equilibria.cli.loading import Device, Root, device_of
 
 from .trajectory import say_if_fewer
 
@@ -170,9 +171,7 @@ def _write(folder: Path, numbers: dict[str, Any], panels: dict[str, Any]) -> lis
 
     with tempfile.TemporaryDirectory(dir=folder, prefix=".partial-") as name:
         aside = Path(name)
-        text = json.dumps(finite(numbers), indent=1, default=str, ensure_ascii=False)
-        (aside / "bounds.json").write_text(text + "\n", encoding="utf-8")
-        made = [aside / "bounds.json"]
+        made = [write_json(aside / "bounds.json", numbers)]
         for stem, curves in panels.items():
             made += save_picture(draw_curves(curves), aside / stem)
         return [path.replace(folder / path.name) for path in made]

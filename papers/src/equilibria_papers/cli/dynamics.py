@@ -10,7 +10,7 @@ import typer
 from rich import box
 from rich.table import Column, Table
 
-from equilibria.cli.console import (
+from equilibria.cli import (
     error_console,
     fail,
     make_folder,

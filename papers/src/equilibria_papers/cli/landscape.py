@@ -9,8 +9,17 @@ import typer
 from rich import box
 from rich.table import Column, Table
 
-from equilibria.cli.console import fail, make_folder, output, print_json, stop, write_json
-from equilibria.cli.loading import Batch, Device, Root
+from equilibria.cli import (
+    Batch,
+    Device,
+    Root,
+    fail,
+    make_folder,
+    output,
+    print_json,
+    stop,
+    write_json,
+)
 
 from .trajectory import images_of, networks, numbers_of
 

@@ -10,9 +10,18 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from equilibria.cli.console import error_console, fail, make_folder, output, print_json
-from equilibria.cli.evaluate import prepared
-from equilibria.cli.loading import Device, Root, device_of, load
+from equilibria.cli import (
+    Device,
+    Root,
+    device_of,
+    error_console,
+    fail,
+    load,
+    make_folder,
+    output,
+    prepared,
+    print_json,
+)
 
 from .trajectory import say_if_fewer
 
@@ -199,7 +208,7 @@ def _one_hot(targets: Any, classes: int) -> Any:
 
 def _implicit(model: Any, rtol: float) -> Any:
     from equilibria.adjoints import Implicit
-    from equilibria.evaluation.solving import replaced
+    from equilibria.evaluation import replaced
     from equilibria.solvers import Auto
 
     return replaced(model, solver=Auto(rtol=rtol), adjoint=Implicit())

@@ -9,11 +9,19 @@ from typing import Annotated, Any
 
 import typer
 
-from equilibria.cli.console import error_console, fail, make_folder, print_json, stop
-from equilibria.cli.flags import pairs
-from equilibria.cli.loading import Device, device_of
+from equilibria.cli import (
+    Device,
+    as_flags,
+    device_of,
+    error_console,
+    fail,
+    make_folder,
+    pairs,
+    print_json,
+    stop,
+)
+
 from .reproduce_views import show_list, show_plans, show_results
-from equilibria.cli.wording import as_flags
 
 __all__ = ["reproduce"]
 

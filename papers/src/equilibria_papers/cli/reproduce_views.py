@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
-from equilibria.cli.console import error_console, output, print_json
+from equilibria.cli import error_console, output, print_json
 
 __all__ = ["show_list", "show_plans", "show_results"]
 
@@ -115,7 +115,7 @@ def show_plans(plans: dict[str, list[Any]], several: bool, as_json: bool) -> Non
 
 def _plan_rows(planned: list[Any]) -> list[dict[str, Any]]:
     """Each training with the options that differ from the defaults."""
-    from equilibria.training.config import TrainConfig
+    from equilibria.training import TrainConfig
 
     usual = TrainConfig()
     return [

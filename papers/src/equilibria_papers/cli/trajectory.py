@@ -8,17 +8,20 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from equilibria.cli.console import (
+from equilibria.cli import (
+    Device,
+    Root,
     complain,
+    device_of,
     error_console,
     fail,
+    load,
     make_folder,
     output,
+    prepared,
     print_json,
     write_json,
 )
-from equilibria.cli.evaluate import prepared
-from equilibria.cli.loading import Device, Root, device_of, load
 
 __all__ = ["images_of", "networks", "numbers_of", "say_if_fewer", "trajectory"]
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from equilibria.training.keeper import RunKeeper
-from equilibria.training.storing import write_bytes
+from equilibria.engine import write_bytes
+from equilibria.training import RunKeeper
 
 __all__ = ["Deadline", "Snapshots", "snapshot_epochs"]
 

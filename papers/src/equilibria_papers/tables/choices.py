@@ -8,8 +8,8 @@ from dataclasses import field
 from pathlib import Path
 from typing import Any
 
-from equilibria.engine.options import check_number, options
-from equilibria.training.config import TrainConfig
+from equilibria.engine import check_number, options
+from equilibria.training import TrainConfig
 
 __all__ = ["MACHINE", "Choices"]
 

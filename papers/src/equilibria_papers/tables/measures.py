@@ -14,9 +14,9 @@ from torch import nn
 
 from equilibria import evaluation
 from equilibria.data import ImageData
-from equilibria.evaluation.running import batches, evaluating, model_input
+from equilibria.evaluation import batches, evaluating, model_input
 from equilibria.models import count_parameters
-from equilibria.nn.observing import equilibrium_layers, observe
+from equilibria.nn import equilibrium_layers, observe
 
 from .measures_thesis import landscape_measure, landscape_of_test, path_measure, training_paths
 from .measures_time import throughput, times

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from equilibria.engine.result import ConvergenceWarning
+from equilibria.engine import ConvergenceWarning
 
 from .scene import Scene
 

@@ -9,9 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from equilibria.adjoints import Implicit
-from equilibria.engine.krylov import GMRES
-from equilibria.nn import DEQ, ResidualBlock
-from equilibria.nn.deq import RepeatedBlock
+from equilibria.engine import GMRES
+from equilibria.nn import DEQ, RepeatedBlock, ResidualBlock
 from equilibria.solvers import Anderson
 
 __all__ = ["NETWORKS", "ResidualNet"]

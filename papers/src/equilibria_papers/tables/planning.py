@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from equilibria.training.config import TrainConfig
+from equilibria.training import TrainConfig
 
 from .choices import MACHINE, Choices
 from .declaring import Cell, Experiment, Job

@@ -20,8 +20,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from equilibria.training.extras import need
-
 from .choices import Choices
 from .interrupting import held
 from .log import Log
@@ -177,7 +175,6 @@ class Pool:
         if not self.choices.progress:
             yield
             return
-        need("rich")
         from rich.console import Console
         from rich.progress import (
             BarColumn,

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from equilibria._version import __version__
+from equilibria import __version__
 
 __all__ = ["command", "commit", "device_name", "made_by", "now"]
 

@@ -12,10 +12,8 @@ import torch
 from torch import Tensor
 
 from equilibria import data as room
-from equilibria.data import IGNORE, DataError, ImageData
-from equilibria.data.finding import find_named
+from equilibria.data import IGNORE, DataError, ImageData, find_named
 from equilibria.evaluation import select_classes, superclass_split
-from equilibria.training.preparing import few
 
 if TYPE_CHECKING:
     from .planning import Planned
@@ -82,7 +80,7 @@ def supply(planned: Planned, *, progress: bool = True) -> Supplied:
         )
     train, held_out = _hold_out(planned, whole, progress)
     if config.samples is not None:
-        train = train.subset(few(train, config.samples, _HELD_OUT_SEED))
+        train = _few(train, config.samples)
     if (test.mean, test.std) != (train.mean, train.std):
         test = test.with_normalization(train.mean, train.std)
     return Supplied(train, held_out, test)
@@ -113,6 +111,18 @@ def _hold_out(
     if planned.config.validation == 0.0:
         return whole, None
     return whole.split(planned.config.validation, _HELD_OUT_SEED)
+
+
+def _few(images: ImageData, samples: int) -> ImageData:
+    """So many of the images, of each class its share."""
+    part = samples / len(images)
+    if part > 1.0:
+        raise ValueError(f"samples={samples}: {images.name} has {len(images)} training images.")
+    if part == 1.0:
+        return images
+    if part <= 0.5:
+        return images.split(part, _HELD_OUT_SEED)[1]
+    return images.split(1.0 - part, _HELD_OUT_SEED)[0]
 
 
 def _vehicles_and_animals(images: ImageData) -> ImageData:

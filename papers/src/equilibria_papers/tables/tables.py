@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from equilibria.training.watching import UNSETTLED
-
 from .results import MEASURED, NOT_RUN, SMOKE, CellResult, Result, largest
+
+UNSETTLED = 0.1
+"""A relative residual above which a state is not near its equilibrium."""
 
 __all__ = ["markdown", "rich_table", "rows_of"]
 

@@ -16,12 +16,11 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from equilibria import fixed_point
 from equilibria.adjoints import Implicit
-from equilibria.engine.result import Solution
-from equilibria.entry import fixed_point
-from equilibria.nn.deep_opteq import DeepOptEq
-from equilibria.problems import LinearOperator, NonNegative, Prior, as_operator
-from equilibria.problems.activated import Activated
+from equilibria.engine import Solution
+from equilibria.nn import DeepOptEq
+from equilibria.problems import Activated, LinearOperator, NonNegative, Prior, as_operator
 from equilibria.solvers import Anderson
 
 __all__ = ["SOLVER", "Block", "Deep", "as_blocks", "check_assumption", "deep_equilibrium"]

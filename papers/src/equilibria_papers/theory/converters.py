@@ -13,8 +13,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from equilibria.nn.deep_opteq import DeepOptEq
-from equilibria.nn.deep_opteq_blocks import BoundBlock, OptEqBlock
+from equilibria.nn import BoundBlock, DeepOptEq, OptEqBlock
 from equilibria.problems import Prior
 from equilibria.solvers import Picard
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from equilibria.problems.kernels import per_sample_sum
-
 from .blocks import Block, Deep, as_blocks, check_assumption
 
 __all__ = ["moreau_envelope", "two_layer_objective"]
@@ -24,8 +22,8 @@ def moreau_envelope(block: Block, z: Tensor) -> Tensor:
     """
     v = block.inverse(z)
     u = block.proximal(v).detach()
-    phi = per_sample_sum(u * v - 0.5 * u * u) - block.psi(v)
-    distance = per_sample_sum((u - z.double()).square())
+    phi = (u * v - 0.5 * u * u).flatten(1).sum(1) - block.psi(v)
+    distance = (u - z.double()).square().flatten(1).sum(1)
     return block.alpha * (phi + distance / (2.0 * (1.0 - block.alpha)))
 
 
@@ -62,4 +60,4 @@ def two_layer_objective(
             f"z1 and z0 are states of one shape, got {tuple(between.shape)} and {tuple(z0.shape)}."
         )
     total = moreau_envelope(blocks[0], between) + moreau_envelope(blocks[1], z0)
-    return total + 0.5 * per_sample_sum((between - z0).square())
+    return total + 0.5 * (between - z0).square().flatten(1).sum(1)

@@ -20,12 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from equilibria.engine.result import Solution
-from equilibria.entry import fixed_point
-from equilibria.nn import OptEq
-from equilibria.nn.deep_opteq import DeepOptEq
-from equilibria.nn.deep_opteq_blocks import OptEqBlock
-from equilibria.problems.kernels import per_sample_sum
+from equilibria import fixed_point
+from equilibria.engine import Solution
+from equilibria.nn import DeepOptEq, OptEq, OptEqBlock
 
 from .blocks import SOLVER, Block, Deep, as_blocks, check_assumption, deep_equilibrium
 from .multi_block import MultiBlock
@@ -84,7 +81,7 @@ def wide_objective(layer: Deep, x: Tensor | None, y: Tensor) -> Tensor:
     """
     blocks = as_blocks(layer, x)
     y = y.double()
-    half = 0.5 * per_sample_sum(y * y)
+    half = 0.5 * (y * y).flatten(1).sum(1)
     terms = [
         len(blocks) * share * (half - block.psi(y))
         for share, block in zip(_shares(blocks), blocks, strict=True)

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from equilibria.engine.result import ConvergenceWarning
-from equilibria.nn import GEQ, MultiBranch
-from equilibria.nn.observing import equilibrium_layers
+from equilibria.engine import ConvergenceWarning
+from equilibria.nn import GEQ, MultiBranch, equilibrium_layers
 
 from .demonstration import Demonstration
 from .feature_map import feature_map_report

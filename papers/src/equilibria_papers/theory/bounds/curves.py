@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from equilibria.nn import GEQ, OptEq
-from equilibria.problems.gamma import FixedGamma
-from equilibria.problems.norms import dense_norm
+from equilibria.problems import FixedGamma, dense_norm
 
 from .lipschitz import lipschitz_report
 from .margin import MarginReport, margin_report

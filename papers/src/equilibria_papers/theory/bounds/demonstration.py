@@ -11,9 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from equilibria.engine.result import ConvergenceWarning
-from equilibria.nn import GEQ, NormBounded, OptEq
-from equilibria.nn.constraints import constrain
+from equilibria.engine import ConvergenceWarning
+from equilibria.nn import GEQ, NormBounded, OptEq, constrain
 
 from .measuring import Provable
 

@@ -15,10 +15,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from equilibria.problems import Gaussian
-from equilibria.problems.feature_map import truncated_gaussian_coupling, truncation_error_bound
-from equilibria.problems.norms import exact as in_float64
-from equilibria.problems.norms import metric_root
+from equilibria.problems import (
+    Gaussian,
+    metric_root,
+    truncated_gaussian_coupling,
+    truncation_error_bound,
+)
 
 from .measuring import double, measure_layer
 from .report import Assumption, Report
@@ -69,15 +71,15 @@ def feature_map_report(
     exact = double(layer)
     q = exact.problem(x.detach().double()).coupling
     assert isinstance(q, Gaussian)
-    rows = q._rows(q.c).shape
+    rows = _rows(q, q.c).shape
     root = None if q.metric is None else metric_root(q.metric)[0]
 
     def projected(r: Tensor) -> Tensor:
-        made = in_float64(q._rows(r)).flatten(0, 1)
+        made = _rows(q, r).double().flatten(0, 1)
         return made if root is None else made @ root
 
     c, y = projected(q.c), projected(q.operator(n.z))
-    gamma = in_float64(q.gamma).repeat_interleave(rows[1])
+    gamma = q.gamma.double().repeat_interleave(rows[1])
     error, limit = [], []
     true = -torch.exp(-gamma * (c - y).square().sum(1)) / (2.0 * gamma)
     # γ differs by sample; scaling both vectors by √γ makes it 1 (and q scales with 1/γ).
@@ -109,3 +111,8 @@ def feature_map_report(
 def _width(n: int, terms: int) -> int | None:
     total = sum(n**k for k in range(terms))
     return total if total < 10**18 else None
+
+
+def _rows(q: Gaussian, r: Tensor) -> Tensor:
+    """The patches of r, a row each: [B, *out] → [B, P, k]."""
+    return r.flatten(1).unsqueeze(1) if q.patches is None else q.patches.split(r)

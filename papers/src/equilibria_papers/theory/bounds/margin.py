@@ -19,8 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from equilibria.nn import GEQ, OptEq
-from equilibria.problems.gamma import FixedGamma
-from equilibria.problems.norms import dense_norm
+from equilibria.problems import FixedGamma, dense_norm
 
 from .margin_formulas import PacBayes, bracket_geq, bracket_opteq, covered_scale, excess
 from .measuring import LayerNumbers, Provable, double, measure_layer

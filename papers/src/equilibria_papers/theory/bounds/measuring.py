@@ -16,10 +16,9 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from equilibria.engine.result import ConvergenceWarning
+from equilibria.engine import ConvergenceWarning
 from equilibria.nn import GEQ, OptEq
-from equilibria.problems import Gaussian, NonNegative, Problem
-from equilibria.problems.solving import minimize
+from equilibria.problems import Gaussian, NonNegative, Problem, minimize
 from equilibria.solvers import ProximalGradient
 
 from .report import Assumption

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from equilibria.adjoints import Implicit
-from equilibria.engine.krylov import GMRES
+from equilibria.engine import GMRES
 
 from .measuring import SOLVER, Provable, double, solved
 

@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from equilibria.nn import OptEq
-from equilibria.problems import Coupling, Gaussian, Linear, Problem
-from equilibria.problems.lipschitz import gaussian_sensitivity
+from equilibria.problems import Coupling, Gaussian, Linear, Problem, gaussian_sensitivity
 
 from .measuring import Provable, solved
 

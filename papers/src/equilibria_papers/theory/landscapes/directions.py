@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from equilibria.nn.residual_block import check_sizes
+from equilibria_papers.theory.checks import check_sizes
 from equilibria_papers.theory.trajectories.pca import principal_components
 
 __all__ = ["Direction", "TrainingPlane", "filter_dims", "random_directions", "training_plane"]

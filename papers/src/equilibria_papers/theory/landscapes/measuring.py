@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from equilibria.data.image_data import ImageData
-from equilibria.engine.options import check_number, options
-from equilibria.engine.solver import Solver
+from equilibria.data import ImageData
+from equilibria.engine import Solver, check_number, options
 
 from .directions import Direction, TrainingPlane, random_directions
 from .fingerprints import fingerprint, text_fingerprint

@@ -13,12 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from equilibria.data.image_data import ImageData
-from equilibria.engine.result import ConvergenceWarning, Result
-from equilibria.engine.solver import Solver
+from equilibria.data import ImageData
+from equilibria.engine import ConvergenceWarning, Result, Solver
 from equilibria.nn import equilibrium_layers, observe
-from equilibria.nn.residual_block import check_sizes
-from equilibria.solvers.forward_backward import SplittingSolver
+from equilibria.solvers import SplittingSolver
+from equilibria_papers.theory.checks import check_sizes
 
 from .directions import Direction
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import nn
 
 from equilibria.nn import equilibrium_layers
-from equilibria.nn.residual_block import check_sizes
 from equilibria.solvers import Picard
+from equilibria_papers.theory.checks import check_sizes
 
 from .scoring import with_solver
 

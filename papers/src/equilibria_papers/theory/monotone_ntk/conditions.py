@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from equilibria.engine.options import check_number, options
+from equilibria.engine import check_number, options
 
 from .equilibrium import Equilibrium, find_equilibrium
 from .kernel import square_loss

@@ -12,9 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from equilibria.engine.dense import solve_each
-from equilibria.engine.result import ConvergenceWarning
-from equilibria.solvers.peaceman_rachford import PeacemanRachford
+from equilibria.engine import ConvergenceWarning, solve_each
+from equilibria.solvers import PeacemanRachford
 
 from .model import ThesisModel, check_data
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from equilibria.engine.dense import solve_each
+from equilibria.engine import solve_each
 
 from .equilibrium import Equilibrium, find_equilibrium, sensitivities
 from .model import ThesisModel, check_count, check_data

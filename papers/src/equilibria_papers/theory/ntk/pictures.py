@@ -6,7 +6,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from equilibria_papers.theory.pictures import COLORS, GRAY, MARKERS, STYLES, new_figure, save_picture
+from equilibria_papers.theory.pictures import (
+    COLORS,
+    GRAY,
+    MARKERS,
+    STYLES,
+    new_figure,
+    save_picture,
+)
 from equilibria_papers.theory.scales import plain_ticks
 
 from .dynamics import TrainingComparison

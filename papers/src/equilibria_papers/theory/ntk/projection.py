@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import jvp, vmap
 
-from equilibria.engine.options import check_number, options
+from equilibria.engine import check_number, options
 
 from .contracting import Tell, work_type
 from .outputs import Outputs

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vjp, vmap
 
-from equilibria.nn.constraints import OperatorNorm
+from equilibria.nn import OperatorNorm
 
 from .outputs import Outputs
 

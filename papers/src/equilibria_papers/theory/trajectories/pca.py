@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from equilibria.nn.residual_block import check_sizes
+from equilibria_papers.theory.checks import check_sizes
 
 __all__ = ["PCA", "principal_components"]
 

@@ -11,11 +11,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from equilibria.engine.result import ConvergenceWarning
-from equilibria.engine.solver import Bounds, Choice, Point, Solver
-from equilibria.engine.tree import Leaves, sample_norm, without_graph
-from equilibria.nn.residual_block import check_sizes
-from equilibria.solvers.forward_backward import SplittingSolver
+from equilibria.engine import (
+    Bounds,
+    Choice,
+    ConvergenceWarning,
+    Leaves,
+    Point,
+    Solver,
+    sample_norm,
+    without_graph,
+)
+from equilibria.solvers import SplittingSolver
+from equilibria_papers.theory.checks import check_sizes
 
 __all__ = ["SolverPath", "record_path"]
 

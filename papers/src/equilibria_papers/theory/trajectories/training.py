@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from equilibria.engine.solver import Solver
-from equilibria.nn.residual_block import check_sizes
+from equilibria.engine import Solver
+from equilibria_papers.theory.checks import check_sizes
 from equilibria_papers.theory.extras import lightning_module
 
 from .layers import eval_copy, layer_input
