@@ -18,8 +18,9 @@ PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text
 
 def test_the_version_is_that_of_the_library() -> None:
     assert PROJECT["project"]["version"] == equilibria.__version__
-    assert f"equilibria[train,analysis]=={equilibria.__version__}" in (
-        PROJECT["project"]["dependencies"]
+    assert (
+        f"equilibria[train,analysis]=={equilibria.__version__}"
+        in (PROJECT["project"]["dependencies"])
     )
 
 
