@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -14,7 +15,7 @@ import safetensors.torch
 import torch
 
 from equilibria.training import Interrupted, read_checkpoint
-from equilibria_papers.tables.callbacks import Deadline, Snapshots
+from equilibria_papers.tables.callbacks import Snapshots, Stop, StopWhenAsked
 from tests.training.small import RaiseAt, SignalAt, config, run
 
 
@@ -29,7 +30,7 @@ def test_it_stops_after_a_step_without_a_signal(
     sent: list[int] = []
     monkeypatch.setattr(signal, "raise_signal", sent.append)
     with pytest.raises(Interrupted, match="Go on with"):
-        run(config(tmp_path), callbacks=[Deadline(time.monotonic())])
+        run(config(tmp_path), callbacks=[StopWhenAsked(Stop(time.time()))])
     assert _standing(tmp_path) == {"epoch": 0, "batch": 1, "step": 1}
     assert not sent
 
@@ -41,7 +42,7 @@ def test_outside_the_main_thread_it_stops_the_training_and_nothing_else(tmp_path
 
     def work() -> None:
         try:
-            caught.append(run(config(tmp_path), callbacks=[Deadline(time.monotonic())]))
+            caught.append(run(config(tmp_path), callbacks=[StopWhenAsked(Stop(time.time()))]))
         except Interrupted as stopped:
             caught.append(stopped)
 
@@ -58,7 +59,7 @@ def test_outside_the_main_thread_it_stops_the_training_and_nothing_else(tmp_path
 
 def test_ctrl_c_in_the_same_step_does_not_cut_it(tmp_path: Path) -> None:
     """The limit is no second Ctrl-C, nor is a Ctrl-C after it."""
-    late = Deadline(time.monotonic())
+    late = StopWhenAsked(Stop(time.time()))
     for folder, own in (("a", [SignalAt(1), late]), ("b", [late, SignalAt(1)])):
         with pytest.raises(Interrupted) as caught:
             run(config(tmp_path / folder), callbacks=own)
@@ -67,14 +68,22 @@ def test_ctrl_c_in_the_same_step_does_not_cut_it(tmp_path: Path) -> None:
 
 
 def test_before_its_time_it_does_nothing(tmp_path: Path) -> None:
-    result = run(config(tmp_path, epochs=1), callbacks=[Deadline(time.monotonic() + 1e6)])
+    result = run(config(tmp_path, epochs=1), callbacks=[StopWhenAsked(Stop(time.time() + 1e6))])
     assert result.history[-1]["epoch"] == 1
+
+
+def test_a_file_or_a_parent_that_is_gone_ask_too(tmp_path: Path) -> None:
+    file = tmp_path / "stop"
+    assert not Stop(file=file, parent=os.getppid()).asked()
+    assert Stop(parent=1_000_000_000).asked()
+    file.touch()
+    assert Stop(file=file).asked()
 
 
 def test_a_trainer_of_somebody_else_is_refused() -> None:
     other: Any = SimpleNamespace(callbacks=[])
     with pytest.raises(RuntimeError, match=r"equilibria\.training\.fit"):
-        Deadline(0.0).on_train_batch_end(other)
+        StopWhenAsked(Stop(0.0)).on_train_batch_end(other)
 
 
 @pytest.mark.parametrize("cut", ["first epoch", "validation"])

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from equilibria import training
 from equilibria_papers import tables as experiments
-from equilibria_papers import training
 from equilibria_papers.tables import reproduce, running
 from equilibria_papers.tables.log import read_log
 from equilibria_papers.tables.measures import MEASURES

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,22 +13,40 @@ import lightning.pytorch as pl
 from equilibria.engine import write_bytes
 from equilibria.training import RunKeeper
 
-__all__ = ["Deadline", "Snapshots", "snapshot_epochs"]
+__all__ = ["Snapshots", "Stop", "StopWhenAsked", "snapshot_epochs"]
 
 
-class Deadline(pl.Callback):
+@dataclass(frozen=True)
+class Stop:
+    """When trainings end before their end, in this process or in a worker."""
+
+    until: float | None = None
+    """A time of ``time.time()``: other clocks need not agree between processes."""
+    file: Path | None = None
+    """Where it exists, a stop is asked for."""
+    parent: int | None = None
+    """The process that waits for this one: where it is gone, nobody does."""
+
+    def late(self) -> bool:
+        return self.until is not None and time.time() >= self.until
+
+    def asked(self) -> bool:
+        gone = self.parent not in (None, os.getpid(), os.getppid())
+        return self.late() or gone or (self.file is not None and self.file.exists())
+
+
+class StopWhenAsked(pl.Callback):
     """Stops a training as Ctrl-C does, after a step: everything is saved, and can go on.
 
     It asks the run's keeper. A signal would go to the main thread, whichever thread trains.
     """
 
-    def __init__(self, at: float) -> None:
+    def __init__(self, stop: Stop) -> None:
         super().__init__()
-        self.at = at
-        """A time of ``time.monotonic()``."""
+        self.stop = stop
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
-        if time.monotonic() >= self.at:
+        if self.stop.asked():
             _keeper(trainer).request.asked = True
 
 
@@ -35,7 +55,7 @@ def _keeper(trainer: pl.Trainer) -> RunKeeper:
         if isinstance(callback, RunKeeper):
             return callback
     raise RuntimeError(
-        "Deadline and Snapshots belong to runs of equilibria.training.fit, and this trainer is "
+        "StopWhenAsked and Snapshots belong to runs of equilibria.training.fit; this trainer is "
         "another's."
     )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Mapping
 from dataclasses import field
 from pathlib import Path
@@ -50,7 +49,7 @@ class Choices:
     minutes: float | None = None
     """Stop training after this long, as by Ctrl-C: the same command goes on from there."""
     parallel: int = 1
-    """Trainings at once, each in a process of its own. Times are measured alone, after the rest."""
+    """Trainings at once, in so many processes. Times are measured alone, after the rest."""
     gather: bool = False
     """Train and measure nothing: the tables of what the run folders hold, such as those that
     another machine filled."""
@@ -65,11 +64,6 @@ class Choices:
                 raise ValueError(f"seeds={self.seeds}: expected whole numbers from 0 to 2³² − 1.")
         check_number(self, "minutes", low=0.0, low_open=True, optional=True)
         check_number(self, "parallel", low=1, integer=True)
-        if self.parallel > 1 and not hasattr(signal, "pthread_sigmask"):
-            raise ValueError(
-                f"parallel={self.parallel}: trainings side by side are stopped by signals that "
-                "this system does not have; leave it out."
-            )
         if self.gather and (self.minutes is not None or self.parallel > 1):
             raise ValueError(
                 f"gather=True, minutes={self.minutes}, parallel={self.parallel}: nothing is "

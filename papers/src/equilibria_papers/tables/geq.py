@@ -15,7 +15,7 @@ __all__ = ["EXPERIMENTS", "corruption_cells", "patch_cells", "sized"]
 _PAPER = "GEQ"
 _RECIPE = (
     "The paper names SGD with momentum, a step schedule and RandAugment, and no epochs or rate: "
-    "the recipe is ours, the same for every row (experiments/recipes.py).",
+    "the recipe is ours, the same for every row (tables/recipes.py).",
     "A tenth of the training images is held out for choices (5,000 of CIFAR); the test set is "
     "judged once, at the end.",
 )

@@ -12,7 +12,7 @@ __all__ = ["EXPERIMENTS"]
 _PAPER = "KerDEQ"
 _RECIPE = (
     "The paper's text has no epochs and no rate: the recipe is ours, the one of the GEQ tables "
-    "(experiments/recipes.py).",
+    "(tables/recipes.py).",
     "A tenth of the training images is held out for choices (5,000 of CIFAR); the test set is "
     "judged once, at the end.",
 )

@@ -13,7 +13,7 @@ __all__ = ["EXPERIMENTS"]
 _PAPER = "ours"
 _NOTES = (
     "One change at a time, everything else as in the first row; the recipe is that of the GEQ "
-    "tables (experiments/recipes.py).",
+    "tables (tables/recipes.py).",
     "Choices are made by the column of the held-out images; the test set is judged once, at the "
     "end.",
 )

@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from .callbacks import Stop
 from .choices import Choices
 from .declaring import Cell, Experiment
 from .drawing import copy_pictures, draw
 from .interrupting import held
 from .log import Log
+from .parallel import Task, run_beside, split
 from .planning import Planned, cells_asked, plan, plan_of
-from .pooling import Pool, Task, split
 from .provenance import made_by
 from .registry import describe
 from .results import CellResult, Result, Sample, earlier_samples, merged, result_path
@@ -132,7 +133,7 @@ def _run_all(
         there = sum(one.folder.is_dir() for one in planned)
         say(f"nothing is trained: {there} of {len(planned)} run folders are in {choices.runs}")
         return
-    deadline = None if choices.minutes is None else time.monotonic() + 60.0 * choices.minutes
+    stop = Stop(None if choices.minutes is None else time.time() + 60.0 * choices.minutes)
     # A smoke test is no experiment: its lines stand beside its pages.
     folder = choices.out / "smoke" if choices.smoke else choices.out
     tasks = []
@@ -145,50 +146,36 @@ def _run_all(
             say(f"{label}: done before")
         else:
             tasks.append(Task(one, label, log))
-    run = _in_turn if choices.parallel == 1 else _side_by_side
-    run(tasks, choices, deadline, done.failures, say)
+    if choices.parallel == 1:
+        _in_turn(tasks, choices, stop, done.failures, say)
+        return
+    # Trainings at once; measures of time after all of them, one after another.
+    parts = [(task, *split(task.planned)) for task in tasks]
+    beside = [replace(task, planned=part) for task, part, _ in parts if part]
+    run_beside(beside, choices, stop, done.failures, say)
+    alone = [
+        replace(task, planned=part, label=f"{task.label}, times") for task, _, part in parts if part
+    ]
+    # A training that failed is not begun again for the sake of its times.
+    ready = [t for t in alone if not t.planned.job.trained or is_trained(t.planned.folder)]
+    _in_turn(ready, choices, stop, done.failures, say)
 
 
 def _in_turn(
-    tasks: Sequence[Task],
-    choices: Choices,
-    deadline: float | None,
-    failures: dict[str, str],
-    say: Tell,
+    tasks: Sequence[Task], choices: Choices, stop: Stop, failures: dict[str, str], say: Tell
 ) -> None:
     for number, task in enumerate(tasks):
         # The first training gets its step in any case: calls that are too short get on too.
-        if number and deadline is not None and time.monotonic() >= deadline:
+        if number and stop.late():
             raise KeyboardInterrupt(f"The {choices.minutes:g} minutes are over.")
         say(f"{task.label}: in {task.planned.folder}")
         try:
-            run_job(task.planned, choices, task.log, deadline=deadline)
+            run_job(task.planned, choices, task.log, stop=stop)
         except Exception as error:
             if choices.smoke:  # a test: nothing may be passed over
                 raise
             failures[task.planned.key] = f"failed: {type(error).__name__}: {str(error)[:200]}"
             say(f"{task.label}: {failures[task.planned.key]}")
-
-
-def _side_by_side(
-    tasks: Sequence[Task],
-    choices: Choices,
-    deadline: float | None,
-    failures: dict[str, str],
-    say: Tell,
-) -> None:
-    """Trainings at once; measures of time after all of them, one after another."""
-    parts = [(task, *split(task.planned)) for task in tasks]
-    beside = [replace(task, planned=part) for task, part, _ in parts if part]
-    alone = [
-        replace(task, planned=part, label=f"{task.label}, times") for task, _, part in parts if part
-    ]
-    pool = Pool(choices, deadline, say, len(beside) + len(alone), failures)
-    with pool.bar():
-        pool.run(beside, choices.parallel)
-        # A training that failed is not begun again for the sake of its times.
-        ready = [t for t in alone if not t.planned.job.trained or is_trained(t.planned.folder)]
-        pool.run(ready, 1)
 
 
 def _table(

@@ -100,13 +100,21 @@ class CellResult:
             "job": None if self.cell.job is None else self.cell.job.name,
             "metric": self.cell.metric,
             "status": self.status,
-            "mean": self.mean,
-            "std": self.std,
+            "mean": in_json(self.mean),
+            "std": in_json(self.std),
             "n": len(self.samples),
             "why": self.why,
             "note": self.cell.note,
-            "samples": [vars(sample) for sample in self.samples],
+            "samples": [
+                {**vars(s), "value": in_json(s.value), "residual": in_json(s.residual)}
+                for s in self.samples
+            ],
         }
+
+
+def in_json(value: float | None) -> float | str | None:
+    """What is not finite as a word, which ``float`` reads: JSON has no number for it."""
+    return value if value is None or math.isfinite(value) else str(value)
 
 
 def largest(values: Iterable[float]) -> float | None:

@@ -19,13 +19,14 @@ from equilibria.data import ImageData
 from equilibria.engine import write_json
 from equilibria.training import TrainConfig
 
-from .callbacks import Deadline, Snapshots, snapshot_epochs
+from .callbacks import Snapshots, Stop, StopWhenAsked, snapshot_epochs
 from .choices import Choices
 from .log import Log
 from .measures import MEASURES
 from .networks import build, is_network
 from .planning import Planned
 from .provenance import made_by
+from .results import in_json
 from .scene import Scene
 from .supplying import Supplied, supply
 
@@ -76,9 +77,7 @@ def is_trained(folder: Path) -> bool:
     return all((folder / name).exists() for name in ("model.safetensors", "result.json"))
 
 
-def run_job(
-    planned: Planned, choices: Choices, log: Log, *, deadline: float | None = None
-) -> Outcome:
+def run_job(planned: Planned, choices: Choices, log: Log, *, stop: Stop | None = None) -> Outcome:
     """Train (or go on, or load), measure what was not measured yet, and say what came out.
 
     The test images are looked at when the training is over, and once: a measure that is in the
@@ -90,7 +89,7 @@ def run_job(
     began = time.perf_counter()
     try:
         images = supply(planned, progress=choices.progress)
-        model = _network(planned, images, choices, deadline)
+        model = _network(planned, images, choices, stop)
         _measure_all(planned, choices, model, images)
     except KeyboardInterrupt:
         log.add(planned, "interrupted", time.perf_counter() - began)
@@ -144,7 +143,8 @@ def _measure_all(planned: Planned, choices: Choices, model: nn.Module, images: S
         if name in kept["measures"]:
             continue
         began, at = time.perf_counter(), time.time()
-        kept["measures"][name] = MEASURES[name](scene)
+        values = MEASURES[name](scene)
+        kept["measures"][name] = {metric: in_json(value) for metric, value in values.items()}
         spent = time.perf_counter() - began
         # When it was made, in seconds of Unix time: shows what ran beside it.
         kept.setdefault("intervals", {})[name] = [round(at, 3), round(at + spent, 3)]
@@ -163,9 +163,7 @@ def _training_seconds(planned: Planned) -> float:
         return sum(float(row["seconds"]) for row in csv.DictReader(file) if row.get("seconds"))
 
 
-def _network(
-    planned: Planned, images: Supplied, choices: Choices, deadline: float | None
-) -> nn.Module:
+def _network(planned: Planned, images: Supplied, choices: Choices, stop: Stop | None) -> nn.Module:
     if not planned.job.trained:
         torch.manual_seed(planned.seed)
         return _create(planned, images.train)
@@ -173,7 +171,7 @@ def _network(
         model = _create(planned, images.train)
         model.load_state_dict(load_file(planned.folder / "model.safetensors"))
         return model
-    return _train(planned, images, choices, deadline)
+    return _train(planned, images, choices, stop)
 
 
 def _create(planned: Planned, train: ImageData) -> nn.Module:
@@ -201,10 +199,8 @@ def _made_fast(planned: Planned, choices: Choices) -> TrainConfig:
     return config.with_overrides(cuda_graphs=True)
 
 
-def _train(
-    planned: Planned, images: Supplied, choices: Choices, deadline: float | None
-) -> nn.Module:
-    own: list[Any] = [] if deadline is None else [Deadline(deadline)]
+def _train(planned: Planned, images: Supplied, choices: Choices, stop: Stop | None) -> nn.Module:
+    own: list[Any] = [] if stop is None else [StopWhenAsked(stop)]
     snapshots: Snapshots | None = None
     if "paths of training images" in planned.job.measures:
         epochs = snapshot_epochs(planned.config.epochs)
