@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 import equilibria as eq
 from equilibria_papers.theory import landscapes
-from equilibria_papers.theory.landscapes.scoring import Scorer
+from equilibria_papers.theory.landscapes.measuring import Scorer
 from equilibria_papers.theory.pictures import save_picture
 
 SOLVER = eq.Anderson(rtol=1e-2, max_steps=20)

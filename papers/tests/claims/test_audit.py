@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from equilibria_papers import claims as audit
-from equilibria_papers.claims import Claim, Settings, Trial, Variant, page, records, running
+from equilibria_papers.claims import Claim, Settings, Trial, Variant, page, running
+from equilibria_papers.claims import claim as records
 from equilibria_papers.claims.drawing import ACTIVATIONS, normal, spectral, weights
-from equilibria_papers.claims.programs import program, relu_prox
 from equilibria_papers.claims.searching import climb, evolve
-from equilibria_papers.claims.solving import Unsolved, bisect, newton, solve
+from equilibria_papers.claims.solving import Unsolved, bisect, newton, program, relu_prox, solve
 
 QUICK = Settings(trials=20, seconds=5.0)
 

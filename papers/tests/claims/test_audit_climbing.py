@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from equilibria_papers import claims as audit
 from equilibria_papers.claims import Claim, Settings, Trial, Variant, running
-from equilibria_papers.claims.climbing import REACH, SAMPLES, Tape, climb_draws
 from equilibria_papers.claims.drawing import integer, normal, uniform
+from equilibria_papers.claims.running import REACH, SAMPLES, Tape, climb_draws
 from equilibria_papers.claims.solving import Unsolved
 
 

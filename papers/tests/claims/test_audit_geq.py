@@ -14,8 +14,8 @@ from equilibria_papers.claims import geq as geq_claims
 from equilibria_papers.claims import kerdeq as kerdeq_claims
 from equilibria_papers.claims.claim import Claim, Trial, Variant
 from equilibria_papers.claims.geq_layers import below, geq, one_neuron, opteq, scalar_geq
-from equilibria_papers.claims.geq_similarity_trials import family, measured, sample_pair
-from equilibria_papers.theory.bounds import similarity_formulas as formulas
+from equilibria_papers.claims.geq_similarity import family, measured, sample_pair
+from equilibria_papers.theory.bounds import similarity as formulas
 from papers.tests.theory.bounds.layers import drawn
 
 CLAIMS = {claim.id: claim for claim in (*geq_claims.CLAIMS, *kerdeq_claims.CLAIMS)}

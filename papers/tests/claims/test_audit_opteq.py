@@ -21,8 +21,8 @@ from equilibria_papers.claims import (
     opteq_networks,
     opteq_training,
 )
-from equilibria_papers.claims.cyclic import cyclic_deep
 from equilibria_papers.claims.drawing import ACTIVATIONS
+from equilibria_papers.claims.opteq_networks import cyclic_deep
 
 EXPECTED = {
     "opteq.theorem1": "holds",

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 import equilibria as eq
 from equilibria.data import ImageData
-from equilibria_papers.tables import measures, measures_thesis, measures_time
+from equilibria_papers.tables import measures, measures_thesis
+from equilibria_papers.tables import measures as measures_time
+from equilibria_papers.tables.measures import Scene
 from equilibria_papers.tables.networks import ResidualNet
-from equilibria_papers.tables.scene import Scene
 
 from .scenes import scene_of
 

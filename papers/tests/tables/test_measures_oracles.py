@@ -16,7 +16,8 @@ from torch import Tensor, nn
 import equilibria as eq
 from equilibria import evaluation
 from equilibria.data import ImageData
-from equilibria_papers.tables import measures, measures_time, supplying
+from equilibria_papers.tables import measures, supplying
+from equilibria_papers.tables import measures as measures_time
 from equilibria_papers.tables.geq import KINDS
 from equilibria_papers.tables.planning import plan_of
 

@@ -26,9 +26,9 @@ from equilibria_papers.tables import (
     reproduce,
     reproduce_all,
 )
-from equilibria_papers.tables.log import read_log
 from equilibria_papers.tables.parallel import split
 from equilibria_papers.tables.planning import plan_of
+from equilibria_papers.tables.provenance import read_log
 
 from . import tiny
 

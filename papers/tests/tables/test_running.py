@@ -15,9 +15,8 @@ import torch
 from equilibria import training
 from equilibria_papers import tables as experiments
 from equilibria_papers.tables import reproduce, running
-from equilibria_papers.tables.log import read_log
-from equilibria_papers.tables.measures import MEASURES
-from equilibria_papers.tables.scene import Scene
+from equilibria_papers.tables.measures import MEASURES, Scene
+from equilibria_papers.tables.provenance import read_log
 
 from . import tiny
 
@@ -265,7 +264,7 @@ def test_held_out_images_are_the_same_for_every_seed(tmp_path: Path) -> None:
 
 
 def test_listing_reads_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from equilibria_papers.tables import standing
+    from equilibria_papers.tables import registry as standing
 
     out = tmp_path / "results"
     monkeypatch.setattr(standing, "EXPERIMENTS", {"tiny-table": tiny.table()})
@@ -396,7 +395,7 @@ def test_gathering_takes_the_papers_data_before_what_stands_in(tmp_path: Path) -
 
 
 def test_the_list_knows_an_earlier_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from equilibria_papers.tables import standing
+    from equilibria_papers.tables import registry as standing
 
     choices = tiny.choices(tmp_path)
     reproduce(tiny.table(), choices)

@@ -11,8 +11,7 @@ from rich.console import Console
 from equilibria_papers.tables import Cell, Experiment, Published
 from equilibria_papers.tables.registry import EXPERIMENTS
 from equilibria_papers.tables.results import CellResult, Result, Sample
-from equilibria_papers.tables.tables import rich_table
-from equilibria_papers.tables.terminal import Shown
+from equilibria_papers.tables.tables import Shown, rich_table
 
 from . import tiny
 

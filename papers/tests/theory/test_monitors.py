@@ -119,7 +119,7 @@ def test_the_points_lie_where_they_are_said_to(monkeypatch: pytest.MonkeyPatch) 
         seen.append(float((now - start).norm()))
         return empirical_ntk(moved, *args, **kwargs)
 
-    monkeypatch.setattr("equilibria_papers.theory.monitors.ball.empirical_ntk", watched)
+    monkeypatch.setattr("equilibria_papers.theory.monitors.empirical_ntk", watched)
     found = conditioning_on_ball(model, x, 1.5, points=4)
     assert seen == pytest.approx(found.distances.tolist())
     assert found.lambda_min == float(found.smallest.min())

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from equilibria_papers.theory.pictures import new_figure
-from equilibria_papers.theory.scales import plain_ticks
+from equilibria_papers.theory.pictures import new_figure, plain_ticks
 
 
 def labels(low: float, high: float) -> list[str]:

@@ -9,9 +9,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
-from .claim import Claim, Trial, Variant
+from .claim import (
+    Claim,
+    Outcome,
+    Record,
+    Settings,
+    Trial,
+    Variant,
+    Worst,
+    read_records,
+    write_records,
+)
 from .page import audit_page, claim_section
-from .records import Outcome, Record, Settings, Worst, read_records, write_records
 from .running import Progress, rerun, run_audit, run_claim
 
 __all__ = [

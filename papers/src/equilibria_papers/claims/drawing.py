@@ -13,19 +13,6 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-__all__ = [
-    "ACTIVATIONS",
-    "Activation",
-    "choice",
-    "integer",
-    "log_uniform",
-    "norm",
-    "normal",
-    "spectral",
-    "uniform",
-    "weights",
-]
-
 T = TypeVar("T")
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from . import geq_lipschitz, geq_margin, geq_problems, geq_similarity
 from .claim import Claim
 
-__all__ = ["CLAIMS"]
-
 CLAIMS: tuple[Claim, ...] = (
     *geq_problems.CLAIMS,
     *geq_margin.CLAIMS,

@@ -15,8 +15,6 @@ from torch import Tensor
 
 from .drawing import normal
 
-__all__ = ["below", "geq", "one_neuron", "opteq", "scalar_geq", "unit"]
-
 _B = 2.0 * math.exp(-1.5)
 
 

@@ -16,8 +16,6 @@ from .drawing import integer, log_uniform, normal, spectral, uniform, weights
 from .geq_layers import geq, opteq, scalar_geq, unit
 from .searching import climb
 
-__all__ = ["CLAIMS"]
-
 
 class _Pair:
     """A layer of Eq 6 (W, U, b, γ), two inputs, their equilibria, and the numbers of Prop 3."""

@@ -8,8 +8,6 @@ from .claim import Claim, Trial, Variant
 from .drawing import choice, integer, normal, uniform, weights
 from .geq_layers import geq, opteq
 
-__all__ = ["CLAIMS", "feature_map_trial"]
-
 _SMALL = 1e-8  # a residual counts as zero below this
 
 

@@ -7,17 +7,14 @@ from collections.abc import Iterator
 
 import torch
 
-from equilibria_papers.theory.bounds.remarks import kerdeq_remark1, remark1_ratios
-from equilibria_papers.theory.bounds.similarity_formulas import kerdeq_eq10
+from equilibria_papers.theory.bounds.report import kerdeq_remark1, remark1_ratios
+from equilibria_papers.theory.bounds.similarity import kerdeq_eq10
 
 from .claim import Claim, Trial, Variant
 from .drawing import choice, integer, log_uniform, uniform, weights
 from .geq_margin import margin_variants
 from .geq_problems import feature_map_trial
-from .geq_similarity import EQ15_READINGS, FREE_OF_ANGLE
-from .geq_similarity_trials import Similarity, measured
-
-__all__ = ["CLAIMS"]
+from .geq_similarity import EQ15_READINGS, FREE_OF_ANGLE, Similarity, measured
 
 
 def _remark1(g: torch.Generator) -> Trial | None:

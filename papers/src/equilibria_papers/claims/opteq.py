@@ -12,8 +12,6 @@ from . import (
 )
 from .claim import Claim
 
-__all__ = ["CLAIMS"]
-
 CLAIMS: tuple[Claim, ...] = (
     *opteq_layer.CLAIMS,
     *opteq_table1.CLAIMS,

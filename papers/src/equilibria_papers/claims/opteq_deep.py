@@ -17,10 +17,7 @@ from equilibria_papers.theory.multi_block import MultiBlock
 from .claim import Claim, Trial, Variant
 from .drawing import ACTIVATIONS, choice, integer, norm, normal, uniform, weights
 from .opteq_layer import Layer, off
-from .programs import program, relu_prox
-from .solving import solve
-
-__all__ = ["CLAIMS", "Deep"]
+from .solving import program, relu_prox, solve
 
 
 @dataclass(frozen=True)

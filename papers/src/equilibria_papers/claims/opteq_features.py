@@ -12,11 +12,7 @@ from equilibria.problems import Decorrelation, FeatureIncay
 from .claim import Claim, Trial, Variant
 from .drawing import ACTIVATIONS, integer, norm, normal, spectral, uniform
 from .opteq_layer import EXACT, Layer, draw_layer, off
-from .programs import relu_prox
-from .solving import bisect, solve
-
-__all__ = ["CLAIMS"]
-
+from .solving import bisect, relu_prox, solve
 
 # ---------------------------------------------------------------------- Theorem 4 and Section 5.1
 

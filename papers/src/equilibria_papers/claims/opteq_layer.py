@@ -25,11 +25,8 @@ from .drawing import (
     uniform,
     weights,
 )
-from .programs import relu_prox
 from .searching import climb
-from .solving import bisect, solve
-
-__all__ = ["CLAIMS", "EXACT", "Layer", "draw_layer", "off"]
+from .solving import bisect, relu_prox, solve
 
 EXACT = 1e-7
 """How far two computations of one point may lie apart, relative to its size."""

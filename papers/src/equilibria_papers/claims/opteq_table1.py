@@ -10,9 +10,7 @@ from torch import Tensor
 from .claim import Claim, Trial, Variant
 from .drawing import ACTIVATIONS, integer, norm, normal, spectral, uniform
 from .opteq_layer import EXACT, Layer, draw_layer, off
-from .programs import relu_prox
-
-__all__ = ["CLAIMS"]
+from .solving import relu_prox
 
 
 def _eq4(draw: torch.Generator, *, at_zero: float) -> Trial:

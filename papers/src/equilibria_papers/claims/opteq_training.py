@@ -17,10 +17,7 @@ from torch import Tensor
 
 from .claim import Claim, Trial, Variant
 from .drawing import integer, norm, normal, spectral, uniform, weights
-from .programs import program
-from .solving import solve
-
-__all__ = ["CLAIMS"]
+from .solving import program, solve
 
 _STEPS = 4096
 _TINY = 1e-4

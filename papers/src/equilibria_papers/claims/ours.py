@@ -5,8 +5,6 @@ from __future__ import annotations
 from . import ours_errors, ours_gaussian, ours_kernels, ours_lipschitz
 from .claim import Claim
 
-__all__ = ["CLAIMS"]
-
 CLAIMS: tuple[Claim, ...] = (
     *ours_gaussian.CLAIMS,
     *ours_errors.CLAIMS,

@@ -16,8 +16,6 @@ from .ours_layers import B, GaussLayer, draw_gauss, scalar_layer
 from .searching import climb
 from .solving import Unsolved, newton
 
-__all__ = ["CLAIMS"]
-
 
 def _near(draw: torch.Generator, star: Tensor) -> Tensor:
     far: float = 10.0 ** uniform(draw, -5.0, 0.7)

@@ -20,8 +20,6 @@ from .ours_layers import THRESHOLD, GaussLayer, draw_gauss, scalar_layer
 from .searching import climb, evolve
 from .solving import Unsolved, bisect, newton
 
-__all__ = ["CLAIMS"]
-
 
 def _number(value: float | Tensor) -> float:
     return float(torch.as_tensor(value).reshape(-1)[0])

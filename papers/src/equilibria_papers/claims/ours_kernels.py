@@ -23,8 +23,6 @@ from .drawing import ACTIVATIONS, Activation, choice, integer, norm, normal, uni
 from .ours_layers import PRIORS
 from .solving import newton, solve
 
-__all__ = ["CLAIMS"]
-
 _STEEP = 4.0 / (3.0 * math.sqrt(3.0))
 
 

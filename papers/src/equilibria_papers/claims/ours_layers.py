@@ -30,8 +30,6 @@ from equilibria.problems import (
 from .drawing import ACTIVATIONS, Activation, choice, integer, normal, spectral, uniform, weights
 from .solving import solve
 
-__all__ = ["PRIORS", "THRESHOLD", "B", "GaussLayer", "draw_gauss", "scalar_layer"]
-
 B = 2.0 * math.exp(-1.5)
 THRESHOLD = math.exp(0.75) / math.sqrt(2.0)
 """μ = 1.49694…, where 1 − 2e^{−3/2}μ² = 0."""

@@ -20,8 +20,6 @@ from .drawing import ACTIVATIONS, integer, norm, normal, spectral, uniform
 from .ours_layers import B, GaussLayer, draw_gauss
 from .searching import climb, evolve
 
-__all__ = ["CLAIMS"]
-
 Rule = Callable[[Tensor], float]
 """Patch energies at z = 0, [P] → γ."""
 

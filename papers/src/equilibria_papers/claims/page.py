@@ -7,9 +7,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from .records import FEW, Outcome, Record
-
-__all__ = ["audit_page", "claim_section", "ratio_text"]
+from .claim import FEW, Outcome, Record
 
 _WHY_NONE = (
     "the random trials already violate the reading or never met its premise, or it has no "

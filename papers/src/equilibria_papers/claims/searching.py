@@ -10,13 +10,10 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
+from scipy import optimize  # type: ignore[import-untyped]
 from torch import Tensor
 
-from equilibria_papers.theory.extras import scipy_module
-
 from .claim import Trial
-
-__all__ = ["climb", "evolve"]
 
 Try = Callable[[Tensor], Trial | None]
 METHODS = ("Nelder-Mead", "Powell")
@@ -55,7 +52,6 @@ def climb(
     evaluations: int = 300,
 ) -> Iterator[Trial | None]:
     """From every start, every method one after the other; one trial each."""
-    optimize = scipy_module().optimize
     for start in starts:
         for method in methods:
             watched = _Watched(attempt)
@@ -79,7 +75,6 @@ def evolve(
     population: int = 8,
 ) -> Iterator[Trial | None]:
     """Differential evolution in the box; one trial."""
-    optimize = scipy_module().optimize
     watched = _Watched(attempt)
     seed = int(torch.randint(2**31 - 1, (), generator=draw))
     optimize.differential_evolution(

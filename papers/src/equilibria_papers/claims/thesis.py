@@ -5,8 +5,6 @@ from __future__ import annotations
 from . import thesis_background, thesis_bounds, thesis_calculus, thesis_training
 from .claim import Claim
 
-__all__ = ["CLAIMS"]
-
 CLAIMS: tuple[Claim, ...] = (
     *thesis_background.CLAIMS,
     *thesis_calculus.CLAIMS,

@@ -12,8 +12,6 @@ from torch import Tensor
 from .claim import Claim, Trial, Variant
 from .drawing import integer, log_uniform, norm, normal, spectral, uniform
 
-__all__ = ["CLAIMS"]
-
 EXACT = 1e-8
 """How far two computations of one number may lie apart, relative to its size."""
 PAPER = "NTK thesis"

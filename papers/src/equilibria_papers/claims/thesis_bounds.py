@@ -16,8 +16,6 @@ from .drawing import integer, log_uniform, norm, normal, spectral
 from .searching import climb
 from .thesis_models import Case, draw_case, draw_model
 
-__all__ = ["CLAIMS"]
-
 PAPER = "NTK thesis"
 
 

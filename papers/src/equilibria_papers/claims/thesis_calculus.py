@@ -15,8 +15,6 @@ from .claim import Claim, Trial, Variant
 from .drawing import integer, log_uniform, norm, spectral, uniform
 from .thesis_models import Case, away_from_kinks, commutation, draw_case, draw_model, kron
 
-__all__ = ["CLAIMS"]
-
 PAPER = "NTK thesis"
 CLOSE = 1e-5
 """How far a formula may lie from finite differences, relative to its size."""

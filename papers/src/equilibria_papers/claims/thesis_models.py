@@ -19,16 +19,6 @@ from equilibria_papers.theory.monotone_ntk import (
 
 from .drawing import integer, log_uniform, norm, normal, spectral
 
-__all__ = [
-    "Case",
-    "away_from_kinks",
-    "commutation",
-    "draw_case",
-    "draw_model",
-    "kron",
-    "near_labels",
-]
-
 
 class Case(NamedTuple):
     """A model, X [d, N], y [N] and the equilibrium at X."""

@@ -26,8 +26,6 @@ from .claim import Claim, Trial, Variant
 from .drawing import integer, log_uniform, norm, normal, spectral, uniform
 from .thesis_models import Case, draw_case, near_labels
 
-__all__ = ["CLAIMS"]
-
 PAPER = "NTK thesis"
 Draw = Callable[[torch.Generator], Trial | None]
 

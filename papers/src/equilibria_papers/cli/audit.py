@@ -12,8 +12,6 @@ from rich.text import Text
 
 from equilibria.cli import error_console, make_folder, output, print_json, stop
 
-__all__ = ["audit"]
-
 _STYLES = {"holds": "green", "holds under": "yellow", "fails": "red", "vacuous": "magenta"}
 
 
@@ -124,7 +122,7 @@ def _run(
 
 def _write_page(room: Any, file: Path, trials: int, seconds: float, seed: int) -> None:
     """audit.md from all of audit.json, in the order of the papers."""
-    from equilibria_papers.claims.records import write_whole
+    from equilibria_papers.claims.claim import write_whole
 
     records = room.read_records(file)
     papers = list(room.PAPERS)

@@ -28,8 +28,6 @@ from equilibria.cli import (
 
 from .trajectory import say_if_fewer
 
-__all__ = ["bounds"]
-
 
 def bounds(
     weights: Annotated[
@@ -135,7 +133,7 @@ def _telling(shown: bool) -> Iterator[Callable[[str], None]]:
 
 
 def _show(found: Any, full: bool) -> None:
-    from equilibria_papers.theory.bounds.summary import summary
+    from equilibria_papers.theory.bounds.comparing import summary
 
     layers, rows = summary(found)
     if len(layers) <= 3:

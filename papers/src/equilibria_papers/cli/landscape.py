@@ -23,8 +23,6 @@ from equilibria.cli import (
 
 from .trajectory import images_of, networks, numbers_of
 
-__all__ = ["landscape"]
-
 
 def landscape(
     weights: Annotated[

@@ -25,8 +25,6 @@ from equilibria.cli import (
 
 from .trajectory import say_if_fewer
 
-__all__ = ["ntk"]
-
 
 def ntk(
     weights: Annotated[

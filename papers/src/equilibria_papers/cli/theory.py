@@ -6,8 +6,6 @@ import typer
 
 from . import audit, bounds, dynamics, landscape, ntk, trajectory
 
-__all__ = ["app"]
-
 app = typer.Typer(
     help="What the papers prove, on your own model: bounds, tangent kernels, solver paths, loss "
     "landscapes, and an audit of every proposition.",

@@ -23,8 +23,6 @@ from equilibria.cli import (
     write_json,
 )
 
-__all__ = ["images_of", "networks", "numbers_of", "say_if_fewer", "trajectory"]
-
 _THESIS = "residual_deq"
 
 

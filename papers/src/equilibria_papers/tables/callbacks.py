@@ -13,8 +13,6 @@ import lightning.pytorch as pl
 from equilibria.engine import write_bytes
 from equilibria.training import RunKeeper
 
-__all__ = ["Snapshots", "Stop", "StopWhenAsked", "snapshot_epochs"]
-
 
 @dataclass(frozen=True)
 class Stop:

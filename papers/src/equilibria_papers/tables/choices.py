@@ -10,8 +10,6 @@ from typing import Any
 from equilibria.engine import check_number, options
 from equilibria.training import TrainConfig
 
-__all__ = ["MACHINE", "Choices"]
-
 MACHINE = frozenset(
     {
         *("out", "data_root", "download", "accelerator", "devices", "nodes", "strategy"),

@@ -13,8 +13,6 @@ from equilibria_papers.theory import pictures
 
 from .results import CellResult, Result, result_path
 
-__all__ = ["copy_pictures", "draw"]
-
 
 def draw(result: Result, folder: Path) -> Result:
     """Save the picture beside the table, where any cell was measured; the result names it."""

@@ -6,11 +6,8 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from .declaring import Cell, Experiment, Job
-from .jobs import cifar, imagenet
-from .published import Published
-
-__all__ = ["EXPERIMENTS", "corruption_cells", "patch_cells", "sized"]
+from .declaring import Cell, Experiment, Job, Published
+from .recipes import cifar, imagenet
 
 _PAPER = "GEQ"
 _RECIPE = (

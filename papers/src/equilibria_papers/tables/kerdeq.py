@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from .declaring import Cell, Experiment, Job
+from .declaring import Cell, Experiment, Job, Published
 from .geq import corruption_cells, imagenet_cells, patch_cells, sized
-from .jobs import cifar, one_branch
-from .published import Published
-
-__all__ = ["EXPERIMENTS"]
+from .recipes import cifar, one_branch
 
 _PAPER = "KerDEQ"
 _RECIPE = (

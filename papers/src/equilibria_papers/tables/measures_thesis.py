@@ -23,9 +23,7 @@ from equilibria_papers.theory.trajectories import (
 )
 
 from .callbacks import snapshot_epochs
-from .scene import Scene
-
-__all__ = ["landscape_measure", "landscape_of_test", "path_measure", "training_paths"]
+from .supplying import Scene
 
 _SAMPLES, _STEPS, _DRAWN = 256, 50, 10
 _SPANNED = 32  # samples whose paths span the plane: all 256 would be 13,056 points of 37,632

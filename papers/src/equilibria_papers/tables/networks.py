@@ -13,8 +13,6 @@ from equilibria.engine import GMRES
 from equilibria.nn import DEQ, RepeatedBlock, ResidualBlock
 from equilibria.solvers import Anderson
 
-__all__ = ["NETWORKS", "ResidualNet"]
-
 _POOLED = 4
 
 

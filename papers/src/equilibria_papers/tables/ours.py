@@ -6,9 +6,7 @@ import dataclasses
 from typing import Any
 
 from .declaring import Cell, Experiment, Job
-from .jobs import cifar
-
-__all__ = ["EXPERIMENTS"]
+from .recipes import cifar
 
 _PAPER = "ours"
 _NOTES = (

@@ -28,11 +28,9 @@ from joblib.externals.loky import (
 
 from .callbacks import Stop
 from .choices import Choices
-from .log import Log
 from .planning import Planned
+from .provenance import Log
 from .running import complete, run_job
-
-__all__ = ["TIMING", "Task", "run_beside", "split"]
 
 TIMING = frozenset({"throughput", "times"})
 """Measures of time: true only where nothing else runs."""

@@ -16,8 +16,6 @@ from .choices import MACHINE, Choices
 from .declaring import Cell, Experiment, Job
 from .supplying import at_hand
 
-__all__ = ["Planned", "cells_asked", "plan"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,16 +14,37 @@ from .callbacks import Stop
 from .choices import Choices
 from .declaring import Cell, Experiment
 from .drawing import copy_pictures, draw
-from .interrupting import held
-from .log import Log
 from .parallel import Task, run_beside, split
 from .planning import Planned, cells_asked, plan, plan_of
-from .provenance import made_by
+from .provenance import Log, made_by
 from .registry import describe
 from .results import CellResult, Result, Sample, earlier_samples, merged, result_path
 from .running import Outcome, chosen_device, complete, is_trained, remembered, run_job
 
-__all__ = ["reproduce", "reproduce_all"]
+# Ctrl-C that has to wait: what must not be cut in two is finished first.
+
+
+@contextmanager
+def held() -> Iterator[None]:
+    """Ctrl-C inside the block interrupts at its end: a file is whole, a worker is on the list.
+
+    Blocks may be nested: the outermost interrupts. Outside the main thread Python gives no signals,
+    and the block changes nothing.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    # None: a handler that was not set by Python; there is no way to put that one back.
+    if threading.current_thread() is not threading.main_thread() or before is None:
+        yield
+        return
+    came: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, _: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if came:
+            signal.raise_signal(signal.SIGINT)
+
 
 Tell = Callable[[str], None]
 

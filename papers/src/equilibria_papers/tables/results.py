@@ -15,8 +15,6 @@ from equilibria.engine import write_json, write_text
 
 from .declaring import Cell, Experiment
 
-__all__ = ["CellResult", "Result", "Sample", "read_result", "result_path", "status_of"]
-
 MEASURED, PARTLY, STAND_IN = "measured", "partly", "stand-in data"
 SMOKE, NOT_RUN, QUOTED = "smoke only", "not run", "quoted"
 

@@ -21,16 +21,12 @@ from equilibria.training import TrainConfig
 
 from .callbacks import Snapshots, Stop, StopWhenAsked, snapshot_epochs
 from .choices import Choices
-from .log import Log
-from .measures import MEASURES
+from .measures import MEASURES, Scene
 from .networks import build, is_network
 from .planning import Planned
-from .provenance import made_by
+from .provenance import Log, made_by
 from .results import in_json
-from .scene import Scene
 from .supplying import Supplied, supply
-
-__all__ = ["Outcome", "chosen_device", "complete", "is_trained", "remembered", "run_job"]
 
 _FILE = "measured.json"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from equilibria import data as room
 from equilibria.data import IGNORE, DataError, ImageData, find_named
@@ -17,8 +17,6 @@ from equilibria.evaluation import select_classes, superclass_split
 
 if TYPE_CHECKING:
     from .planning import Planned
-
-__all__ = ["Supplied", "at_hand", "known_classes", "supply"]
 
 RANDOM = "random"
 """Images that nobody drew: for measurements of time."""
@@ -34,6 +32,30 @@ class Supplied:
     train: ImageData
     held_out: ImageData | None
     test: ImageData
+
+
+@dataclass(frozen=True, eq=False)
+class Scene:
+    """What a measure looks at: a network in eval mode, the images, and a folder to draw in."""
+
+    model: nn.Module
+    train: ImageData
+    test: ImageData
+    folder: Path
+    device: torch.device
+    batch_size: int
+    """Images at a time, of the test."""
+    train_batch: int
+    """Images of a training step."""
+    precision: str
+    """Of the training, in Lightning's words."""
+    seed: int
+    progress: bool
+    smoke: bool
+    held_out: ImageData | None = None
+    """What choices may look at."""
+    epochs: int = 0
+    """Of the whole training."""
 
 
 def _folder(name: str, root: Path | None) -> Path:

@@ -7,10 +7,7 @@ from typing import Any
 
 from . import recipes
 from .declaring import Cell, Experiment, Job
-from .jobs import imagenet
-from .recipes import RATES
-
-__all__ = ["EXPERIMENTS", "STAGES"]
+from .recipes import RATES, imagenet
 
 _PAPER = "NTK thesis"
 _PICTURE = "a picture, no number is printed; the numbers are ours"

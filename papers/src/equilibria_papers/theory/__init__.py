@@ -17,8 +17,6 @@ Paper 004, chapter 4: ``record_path``, ``follow_training`` (``trajectories``), `
 (``landscapes``), with their figures.
 """
 
-from typing import TYPE_CHECKING, Any
-
 from .blocks import Block, as_blocks, deep_equilibrium
 from .bounds import (
     AssumptionError,
@@ -32,7 +30,6 @@ from .bounds import (
 )
 from .converters import UnitNetwork, to_deep_opteq, to_hidden_units
 from .feed_forward import prior_of
-from .inclusion import inclusion_residual
 from .landscapes import (
     Grid,
     Surface,
@@ -41,7 +38,7 @@ from .landscapes import (
     repeated,
     training_plane,
 )
-from .monitors import BallConditioning, KernelProbe, conditioning_on_ball
+from .monitors import BallConditioning, KernelMonitor, KernelProbe, conditioning_on_ball
 from .monotone_ntk import (
     ThesisModel,
     closed_form_kernel,
@@ -50,7 +47,13 @@ from .monotone_ntk import (
     gradient_flow,
     search_radii,
 )
-from .multi_block import MultiBlock, multi_block
+from .multi_block import (
+    MultiBlock,
+    inclusion_residual,
+    moreau_envelope,
+    multi_block,
+    two_layer_objective,
+)
 from .ntk import (
     KernelStudy,
     LinearCurve,
@@ -78,7 +81,6 @@ from .trajectories import (
     record_path,
     training_recorder,
 )
-from .two_layer import moreau_envelope, two_layer_objective
 from .wide_limit import (
     WideLimitStudy,
     approach_wide_limit,
@@ -86,9 +88,6 @@ from .wide_limit import (
     wide_limit,
     wide_objective,
 )
-
-if TYPE_CHECKING:
-    from .monitors import KernelMonitor
 
 __all__ = [
     "AssumptionError",
@@ -156,12 +155,3 @@ __all__ = [
     "wide_limit",
     "wide_objective",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    # A class of Lightning's kind, made when it is asked for: the room needs no Lightning.
-    if name == "KernelMonitor":
-        from .monitors import KernelMonitor
-
-        return KernelMonitor
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -23,8 +23,6 @@ from equilibria.nn import DeepOptEq
 from equilibria.problems import Activated, LinearOperator, NonNegative, Prior, as_operator
 from equilibria.solvers import Anderson
 
-__all__ = ["SOLVER", "Block", "Deep", "as_blocks", "check_assumption", "deep_equilibrium"]
-
 # How far a norm that is meant to be 1 may lie above it: power iteration, rounding.
 _SLACK = 1e-6
 # Solves of this room: float64, to where rounding begins.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-__all__ = ["check_sizes"]
-
 
 def check_sizes(owner: str, sizes: Mapping[str, object]) -> None:
     """Raise unless every size is an integer of at least 1."""

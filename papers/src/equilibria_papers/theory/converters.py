@@ -19,8 +19,6 @@ from equilibria.solvers import Picard
 
 from .feed_forward import FeedForward, Skip, read_feed_forward
 
-__all__ = ["UnitNetwork", "to_deep_opteq", "to_hidden_units"]
-
 
 class UnitNetwork(nn.Module):
     """z_{k+1} = W̄_kᵀσ_k(W̄_k z_k + U_k x + b_k), z_1 = 0, y = W̄_out z + b_out (Eq 2).

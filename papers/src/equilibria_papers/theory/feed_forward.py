@@ -24,8 +24,6 @@ from equilibria.problems import (
     Tanh,
 )
 
-__all__ = ["FeedForward", "Stage", "prior_of", "read_feed_forward"]
-
 Skip = nn.Linear | Tensor | None
 
 

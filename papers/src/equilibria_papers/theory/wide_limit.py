@@ -27,14 +27,6 @@ from equilibria.nn import DeepOptEq, OptEq, OptEqBlock
 from .blocks import SOLVER, Block, Deep, as_blocks, check_assumption, deep_equilibrium
 from .multi_block import MultiBlock
 
-__all__ = [
-    "WideLimitStudy",
-    "approach_wide_limit",
-    "to_wide_opteq",
-    "wide_limit",
-    "wide_objective",
-]
-
 
 def _shares(blocks: Sequence[Block]) -> list[float]:
     """a_l/Σa, from the blocks' α."""

@@ -13,14 +13,16 @@ from torch import nn
 
 import equilibria as eq
 from equilibria_papers.theory.bounds import AssumptionError, margin_loss, margin_report
-from equilibria_papers.theory.bounds.margin_formulas import (
+from equilibria_papers.theory.bounds.margin import (
     PacBayes,
+    Sizes,
     bracket_geq,
     bracket_opteq,
     covered_scale,
     excess,
+    geq_change,
+    opteq_change,
 )
-from equilibria_papers.theory.bounds.perturbation import Sizes, geq_change, opteq_change
 from papers.tests.theory.bounds.layers import drawn, geq, iterate_geq, iterate_opteq, opteq
 
 

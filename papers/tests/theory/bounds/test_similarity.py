@@ -22,7 +22,7 @@ from equilibria_papers.theory.bounds import (
     similarity_report,
 )
 from equilibria_papers.theory.bounds.measuring import double
-from equilibria_papers.theory.bounds.similarity_draws import Draws, norms_of, state_bound
+from equilibria_papers.theory.bounds.similarity import Draws, norms_of, state_bound
 from papers.tests.theory.bounds.layers import drawn, geq, opteq
 
 

@@ -24,7 +24,7 @@ from equilibria_papers.theory.landscapes import (
     squared_error,
     training_plane,
 )
-from equilibria_papers.theory.landscapes.scoring import with_solver
+from equilibria_papers.theory.landscapes.measuring import with_solver
 
 
 def linear(seed: int = 0) -> tuple[nn.Linear, Tensor, Tensor]:

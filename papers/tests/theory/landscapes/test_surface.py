@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from equilibria_papers.theory.landscapes import LandscapeFileError, Surface
-from equilibria_papers.theory.landscapes.fingerprints import fingerprint
+from equilibria_papers.theory.landscapes.measuring import fingerprint
 
 
 def surface() -> Surface:

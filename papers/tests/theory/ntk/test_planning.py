@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from equilibria_papers.theory import empirical_ntk
-from equilibria_papers.theory.ntk.planning import make_plan, readable
+from equilibria_papers.theory.ntk.rows import make_plan, readable
 
 
 @settings(max_examples=100, deadline=None)

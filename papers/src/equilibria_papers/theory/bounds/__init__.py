@@ -6,29 +6,51 @@ Theorem 2, Remark 1), ``lipschitz_report`` (Proposition 3, Remark 2), ``similari
 Each report has the numbers, what they are made of, which assumptions hold, and our own bounds.
 """
 
-from .comparing import Comparison, compare_bounds, layer_inputs, network_bounds
+from .comparing import (
+    Comparison,
+    Demonstration,
+    compare_bounds,
+    demonstration_pair,
+    digit_vectors,
+    fresh_pair,
+    layer_inputs,
+    network_bounds,
+    summary,
+)
 from .curves import (
     Curves,
     Line,
+    demonstration_curves,
+    draw_curves,
     lipschitz_curves,
     margin_curves_norm,
     margin_curves_width,
+    network_curves,
     rescaled,
     similarity_curves,
 )
-from .demonstration import Demonstration, demonstration_pair, digit_vectors, fresh_pair
-from .drawing import draw_curves
 from .feature_map import FeatureMapReport, feature_map_report
 from .lipschitz import LipschitzReport, eq11, eq12, lipschitz_report, ours_at_the_data, remark2
 from .margin import MarginReport, margin_loss, margin_report
-from .measuring import LayerNumbers, measure_layer
-from .panels import demonstration_curves, network_curves
-from .remarks import kerdeq_remark1, remark1, remark1_ratios, remark3
-from .report import Assumption, AssumptionError, Report
-from .sensitivity import measured_around, measured_pairs
-from .similarity import SimilarityReport, similarity_report
-from .similarity_formulas import arc_cosine, eq14, eq15, eq48, kerdeq_eq10
-from .summary import summary
+from .measuring import LayerNumbers, measure_layer, measured_around, measured_pairs
+from .report import (
+    Assumption,
+    AssumptionError,
+    Report,
+    kerdeq_remark1,
+    remark1,
+    remark1_ratios,
+    remark3,
+)
+from .similarity import (
+    SimilarityReport,
+    arc_cosine,
+    eq14,
+    eq15,
+    eq48,
+    kerdeq_eq10,
+    similarity_report,
+)
 
 __all__ = [
     "Assumption",

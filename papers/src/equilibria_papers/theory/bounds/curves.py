@@ -12,21 +12,13 @@ from torch import Tensor, nn
 
 from equilibria.nn import GEQ, OptEq
 from equilibria.problems import FixedGamma, dense_norm
+from equilibria_papers.theory.pictures import COLORS, MARKERS, new_figure, plain_ticks
 
-from .lipschitz import lipschitz_report
+from .comparing import Comparison, Demonstration, fresh_pair
+from .lipschitz import LipschitzReport, lipschitz_report
 from .margin import MarginReport, margin_report
 from .measuring import Provable, double
 from .similarity import similarity_report
-
-__all__ = [
-    "Curves",
-    "Line",
-    "lipschitz_curves",
-    "margin_curves_norm",
-    "margin_curves_width",
-    "rescaled",
-    "similarity_curves",
-]
 
 NORMS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0, 1.1, 1.2, 1.3)
 _EXCESS = r"excess over $\hat L_\eta$"
@@ -256,3 +248,170 @@ def margin_curves_width(
             rows.setdefault(family, []).append(margin_report(layer, x, head, labels, margin=margin))
     axis = tuple(float(width) for width in widths)
     return Curves("Proposition 2", "width", _EXCESS, axis, _margin_lines(rows))
+
+
+# Curves as a picture: one panel each, one color a layer, one line style a kind of number.
+
+
+_STYLE = {"printed": "--", "derived": ":", "ours": "-", "ours, other": "-."}
+_FAMILY = {"GEQ": 0, "OptEq": 4}
+
+
+def draw_curves(panels: Sequence[Curves], *, width: float = 5.2, height: float = 4.4) -> Any:
+    """A figure with one panel a ``Curves``, values on a logarithmic axis; a legend below each.
+
+    A value of zero, which such an axis lacks, stands at its bottom, marked "0": a bound's as a
+    hollow ▽, a measured one as the line's own marker.
+    """
+    if not panels:
+        raise ValueError("draw_curves needs one panel or more.")
+    figure = new_figure(width * len(panels), height)
+    for index, panel in enumerate(panels):
+        axes = figure.add_subplot(1, len(panels), index + 1)
+        for line in panel.lines:
+            number = _FAMILY.get(line.family, 2)
+            values = [_drawn(v) for v in line.values]
+            if all(math.isnan(v) for v in values):
+                continue
+            measured = line.role == "measured"
+            axes.plot(
+                panel.x,
+                values,
+                color=COLORS[number],
+                linestyle="none" if measured else _STYLE[line.role],
+                marker=MARKERS[number % len(MARKERS)] if measured else None,
+                markersize=4,
+                linewidth=1.4,
+                label=line.label,
+            )
+        axes.set_yscale("log")
+        plain_ticks(axes)
+        _zeros(axes, panel)
+        axes.set_xlabel(panel.axis)
+        axes.set_ylabel(panel.unit)
+        axes.set_title(panel.title, fontsize=10)
+        axes.grid(alpha=0.25, linewidth=0.5)
+        axes.legend(
+            fontsize=7, frameon=False, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.2)
+        )
+    return figure
+
+
+def _zeros(axes: Any, panel: Curves) -> None:
+    """Marks at the bottom where a line is zero; several at one place stand side by side."""
+    from matplotlib.transforms import ScaledTranslation
+
+    if not any(value == 0.0 for line in panel.lines for value in line.values):
+        return
+    low, high = axes.get_ylim()
+    axes.set_ylim(low * (low / high) ** 0.12, high)  # room below all points
+    taken: dict[float, int] = {}
+    for line in panel.lines:
+        number = _FAMILY.get(line.family, 2)
+        color = COLORS[number]
+        measured = line.role == "measured"
+        look: dict[str, Any] = {
+            "color": color,
+            "marker": MARKERS[number % len(MARKERS)] if measured else "v",
+            "markerfacecolor": color if measured else "white",
+            "markersize": 4 if measured else 6,
+            "linestyle": "none",
+        }
+        for x, value in zip(panel.x, line.values, strict=True):
+            if value != 0.0:
+                continue
+            place = taken.setdefault(x, 0)
+            taken[x] += 1
+            # In points from the place itself: the size of the panel does not matter.
+            aside = ScaledTranslation(-10 * place / 72, 4 / 72, axes.figure.dpi_scale_trans)
+            at = axes.get_xaxis_transform() + aside
+            axes.plot([x], [0.0], transform=at, **look)
+            words = {"ha": "center", "va": "bottom", "fontsize": 7, "color": color}
+            axes.annotate(
+                "0", (x, 0.0), xycoords=at, xytext=(0, 4), textcoords="offset points", **words
+            )
+
+
+def _drawn(value: float | None) -> float:
+    """NaN where there is no number, or none that a logarithm has."""
+    return math.nan if value is None or not math.isfinite(value) or value <= 0.0 else value
+
+
+# The pictures of ``equilibria theory bounds``: which curves stand in which.
+
+
+_WIDTH = 32  # of the layers whose similarity is drawn
+
+
+def demonstration_curves(
+    pair: Sequence[Demonstration],
+    *,
+    images: int = 32,
+    draws: int = 128,
+    margin: float = 0.05,
+    seed: int = 0,
+    told: Told = lambda _: None,
+) -> dict[str, list[Curves]]:
+    """{"lipschitz", "similarity", "margin"}: the panels of each picture."""
+    first = pair[0]
+    x = first.x[:images]
+    lipschitz = lipschitz_curves([one.layer for one in pair], x, seed=seed, told=told)
+    told("similarity over the angle")
+    generator = torch.Generator().manual_seed(seed)
+    random = torch.randn(_WIDTH, _WIDTH, generator=generator, dtype=torch.float64)
+    random *= 0.9 / float(torch.linalg.matrix_norm(random, 2))
+    mean = torch.full((_WIDTH, _WIDTH), 0.9 / _WIDTH, dtype=torch.float64)
+    similarity = [
+        similarity_curves(random, draws=draws, seed=seed, title="W random, ‖W‖ = 0.9"),
+        similarity_curves(
+            mean, draws=draws, seed=seed, title=r"W = 0.9 $\mathbf{1}\,\mathbf{1}^\top$/n"
+        ),
+    ]
+    told("margin bounds")
+
+    def make(width: int) -> list[tuple[Provable, nn.Linear]]:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            layers = fresh_pair(width)
+            made: list[tuple[Provable, nn.Linear]] = []
+            for layer in layers:
+                # Norms as those of the pair, so that the width alone changes.
+                head = nn.Linear(width, 10)
+                with torch.no_grad():
+                    head.weight *= 0.85 / float(torch.linalg.matrix_norm(head.weight, 2))
+                made.append((rescaled(layer, 0.85), head))
+        return made
+
+    heads = [(one.layer, one.head) for one in pair]
+    return {
+        "lipschitz": [lipschitz],
+        "similarity": similarity,
+        "margin": [
+            margin_curves_norm(heads, first.x, first.labels, margin=margin),
+            margin_curves_width(make, first.x, first.labels, margin=margin),
+        ],
+    }
+
+
+def network_curves(found: Comparison) -> dict[str, list[Curves]]:
+    """{"lipschitz"}: printed, ours and measured over the layers of a network, in their order."""
+    reports = [r for r in found.reports if isinstance(r, LipschitzReport)]
+    lines: list[Line] = []
+    for family, gaussian in (("GEQ", True), ("OptEq", False)):
+        own: list[Any] = [r if (r.gamma is not None) == gaussian else None for r in reports]
+        if not any(own):
+            continue
+        values = {
+            "measured": [None if r is None else r.measured for r in own],
+            "Eq 11" if gaussian else "Eq 12": [None if r is None else r.printed for r in own],
+            "ours": [None if r is None else r.ours for r in own],
+            "ours, local": [None if r is None else r.local for r in own],
+        }
+        roles = ("measured", "printed", "ours", "ours, other")
+        for (label, numbers), role in zip(values.items(), roles, strict=True):
+            lines.append(Line(f"{family}, {label}", family, role, tuple(numbers)))  # type: ignore[arg-type]
+    axis = tuple(float(i + 1) for i in range(len(reports)))
+    title = "Proposition 3, layer by layer"
+    return {
+        "lipschitz": [Curves(title, "layer", "Lipschitz constant of x → z*", axis, tuple(lines))]
+    }

@@ -25,8 +25,6 @@ from equilibria.problems import (
 from .measuring import double, measure_layer
 from .report import Assumption, Report
 
-__all__ = ["FeatureMapReport", "feature_map_report"]
-
 _TERMS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 
 

@@ -30,19 +30,15 @@ from equilibria.problems import (
     tight_curvature,
 )
 
-from .measuring import LayerNumbers, Provable, double, measure_layer
+from .measuring import (
+    LayerNumbers,
+    Provable,
+    double,
+    measure_layer,
+    measured_around,
+    measured_pairs,
+)
 from .report import Assumption, AssumptionError, Report, check_positive, refusing
-from .sensitivity import measured_around, measured_pairs
-
-__all__ = [
-    "BEND",
-    "LipschitzReport",
-    "eq11",
-    "eq12",
-    "lipschitz_report",
-    "ours_at_the_data",
-    "remark2",
-]
 
 _PEAK = (3.0 + math.sqrt(17.0)) / 4.0
 BEND = 2.0 * math.exp(-_PEAK) * (_PEAK - 1.0) / math.sqrt(_PEAK) * (1.0 + 1e-14)

@@ -19,18 +19,183 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from equilibria.nn import GEQ
-from equilibria.problems import Gaussian, NonNegative
+from equilibria.nn import GEQ, OptEq
+from equilibria.problems import (
+    Coupling,
+    Gaussian,
+    Linear,
+    NonNegative,
+    Problem,
+    gaussian_sensitivity,
+)
 
-from .measuring import Provable, double
-from .remarks import remark3
-from .report import Assumption, AssumptionError, Report, number
-from .similarity_draws import Draws, norms_of, state_bound
-from .similarity_formulas import eq14, eq15, eq48, kerdeq_eq10, log_d_derived
+from .measuring import Provable, double, solved
+from .report import Assumption, AssumptionError, Report, check_positive, number, remark3
 
-__all__ = ["SimilarityReport", "similarity_report"]
+# The right sides of Proposition 4 (GEQ) and Theorem 3 (KerDEQ): bounds on the output similarity κ.
+#
+#     J(θ) = sin θ + (π − θ)cos θ,  K₀ = E[U²]‖x₁‖‖x₂‖J(θ)/2π      Lemma 3: one ReLU neuron of Ux
+#     Eq 15   κ_opteq ≤ K₀/(1 − μ²)²
+#     Eq 14   κ_geq ≤ μ²De^{−γσ_min(U)²‖x₁−x₂‖²/4}K₀/(1 − β_maxμ²)²,  D = e^{γB‖W‖²}
+#     Eq 48   the same without the 1/4
+#     KerDEQ Eq 10   the same with e^{−γ‖U‖₂‖x₁−x₂‖²} and D = e^{γ‖W‖B}
+#
+# Lemma 3 is about one neuron, so κ is divided by the width. All of these fail for some W: the
+# proofs
+# take zᵀWᵀWz′ ≤ ‖W‖²zᵀz′ entry by entry, which is false.
+
+
+def arc_cosine(theta: float) -> float:
+    """J(θ) = sin θ + (π − θ)cos θ for 0 ≤ θ ≤ π: from π down to 0."""
+    if not 0.0 <= theta <= math.pi:
+        raise ValueError(f"theta={theta!r}: expected an angle from 0 to π.")
+    left = math.pi - theta  # J = sin φ − φ cos φ of φ = π − θ, which falls like φ³/3
+    if left < 1e-3:
+        return left**3 / 3.0 * (1.0 - left**2 / 10.0)
+    return math.sin(left) - left * math.cos(left)
+
+
+def _one_neuron(variance: float, sizes: float, theta: float) -> float:
+    """K₀ with ``sizes`` = ‖x₁‖‖x₂‖."""
+    check_positive(variance=variance)
+    return variance * sizes * arc_cosine(theta) / (2.0 * math.pi)
+
+
+def _contracting(mu: float) -> None:
+    if not 0.0 <= mu < 1.0:
+        raise AssumptionError(f"Proposition 4 needs ‖W‖ ≤ μ < 1, and μ = {mu:.4g} here.")
+
+
+def eq15(variance: float, sizes: float, theta: float, mu: float) -> float:
+    """κ̄_opteq = K₀/(1 − μ²)² (Eq 15, Eq 49, KerDEQ Eq 11)."""
+    _contracting(mu)
+    return _one_neuron(variance, sizes, theta) / (1.0 - mu**2) ** 2
+
+
+def _gaussian(one: float, mu: float, beta_max: float, exponent: float) -> float:
+    _contracting(mu)
+    return mu**2 * math.exp(min(exponent, 700.0)) * one / (1.0 - beta_max * mu**2) ** 2
+
+
+def eq14(
+    variance: float,
+    sizes: float,
+    theta: float,
+    mu: float,
+    *,
+    gamma: float,
+    beta_max: float,
+    bound: float,
+    smallest: float,
+    distance: float,
+    quarter: float = 0.25,
+) -> float:
+    """κ̄_geq of Eq 14, D = e^{γBμ²}; ``quarter=1`` is the appendix' Eq 48."""
+    exponent = gamma * (bound * mu**2 - quarter * (smallest * distance) ** 2)
+    return _gaussian(_one_neuron(variance, sizes, theta), mu, beta_max, exponent)
+
+
+def eq48(variance: float, sizes: float, theta: float, mu: float, **numbers: float) -> float:
+    """κ̄_geq as the appendix restates it: γ in place of γ/4."""
+    return eq14(variance, sizes, theta, mu, quarter=1.0, **numbers)
+
+
+def kerdeq_eq10(
+    variance: float,
+    sizes: float,
+    theta: float,
+    mu: float,
+    *,
+    gamma: float,
+    beta_max: float,
+    bound: float,
+    largest: float,
+    distance: float,
+) -> float:
+    """κ̄_kerdeq of KerDEQ Eq 10: D = e^{γμB}, decay e^{−γ‖U‖₂‖x₁−x₂‖²}, both as printed."""
+    exponent = gamma * (bound * mu - largest * distance**2)
+    return _gaussian(_one_neuron(variance, sizes, theta), mu, beta_max, exponent)
+
+
+def log_d_derived(gamma: float, mu: float, bound: float) -> float:
+    """log D = γ‖W‖²B², what Eq 58 gives: ‖W(z₁ − z₂)‖² ≤ 2‖W‖²B² for z₁, z₂ ≥ 0."""
+    return gamma * mu**2 * bound**2
+
+
+# Equilibria of given inputs for many random U, and a bound on their norms for every U.
+
+
+def norms_of(t: Tensor) -> Tensor:
+    """‖·‖ of each sample. [B, ...] → [B]."""
+    found: Tensor = torch.linalg.vector_norm(t.flatten(1), dim=1)
+    return found
+
+
+class Draws:
+    """A layer (in float64, OptEq in the form of Eq 4) whose U is drawn anew; x [N, ...]."""
+
+    def __init__(self, exact: Provable, x: Tensor, deviation: float) -> None:
+        self.exact, self.x, self.deviation = exact, x, deviation
+        self.prior = exact.prior
+        self.coupling = exact.problem(x).coupling
+        self.norms: list[tuple[float, float]] = []
+        """(σ_min, σ_max) of each U drawn."""
+
+    def mu(self) -> float:
+        """A proven bound on ‖A‖ (GEQ) or ‖W‖/√ν (OptEq)."""
+        if isinstance(self.coupling, Gaussian):
+            return self.coupling.mu_upper(tight=True)
+        assert isinstance(self.exact, OptEq)
+        return self.exact.operator().norm_upper() / math.sqrt(self.exact.nu)
+
+    def features(self, generator: torch.Generator | None) -> Tensor:
+        """c = Ux for a fresh U, without a bias. [N, *mid]."""
+        weight: Any = self.exact.U.weight
+        drawn = torch.randn(weight.shape, dtype=torch.float64, generator=generator)
+        drawn = drawn.to(weight.device) * self.deviation
+        if self.exact.convolutional:
+            # The least singular value of a convolution is not at hand; 0 favors the papers.
+            self.norms.append((0.0, float(torch.linalg.matrix_norm(drawn.flatten(1), 2))))
+            return F.conv2d(self.x, drawn, padding=weight.shape[-1] // 2)
+        values = torch.linalg.svdvals(drawn)
+        least = float(values[-1]) if drawn.shape[0] >= drawn.shape[1] else 0.0
+        self.norms.append((least, float(values[0])))
+        return self.x @ drawn.mT
+
+    def solve(self, c: Tensor) -> tuple[Problem, Tensor]:
+        """The problem on the features c [N, *mid], and its equilibria [N, *state]."""
+        q = self.coupling
+        made: Coupling
+        if isinstance(q, Gaussian):
+            assert q.policy is not None  # a GEQ always has one
+            made = Gaussian(q.operator, c, q.policy, patches=q.patches, metric=q.metric)
+        else:
+            made = Linear(q.operator, c)
+        problem = Problem(self.prior, made)
+        start = c.new_zeros(len(c), self.exact.state_channels, *c.shape[2:])
+        return problem, solved(problem, start)
+
+
+def state_bound(problem: Problem, mu: float, z: Tensor) -> Tensor:
+    """s with ‖z*‖ ≤ s for every W of this μ (see ``similarity``); z gives the shape. [B]."""
+    q = problem.coupling
+    if not isinstance(q, Gaussian):
+        size = norms_of(q.c)
+        return size / (1.0 - mu**2) if mu < 1.0 else torch.full_like(size, math.inf)
+    energies = q.energies(torch.zeros_like(z))
+    features = energies.sum(1).sqrt()
+    cap = (energies.shape[1] / (2.0 * math.e * q.gamma)).sqrt()
+    if energies.shape[1] == 1:
+        # Far inputs: ‖h‖ ≥ ‖c̃‖ − μ‖z‖, and te^{−γt²} falls beyond 1/√(2γ).
+        least = features - mu**2 * cap
+        falling = least > (2.0 * q.gamma).rsqrt()
+        cap = torch.where(falling, least * torch.exp(-q.gamma * least.square()), cap)
+    near = gaussian_sensitivity(mu).to(features.device) * features
+    return torch.minimum(near, mu * cap)
+
 
 _ROWS = 1 << 12  # states solved at a time
 

@@ -6,11 +6,9 @@ what comes back and is saved, and the figures draw it.
 """
 
 from .directions import Direction, TrainingPlane, random_directions, training_plane
-from .measuring import Grid, measure_landscape
+from .measuring import Grid, cross_entropy, measure_landscape, repeated, squared_error
 from .pictures import contour_figure, curve_figure, surface_figure
-from .scoring import cross_entropy, squared_error
 from .surface import LandscapeFileError, Surface
-from .twins import repeated
 
 __all__ = [
     "Direction",

@@ -6,16 +6,21 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
-from equilibria_papers.theory.extras import numpy_module
-from equilibria_papers.theory.pictures import COLORS, GRAY, MARKERS, SEQUENTIAL, STYLES, new_figure
-from equilibria_papers.theory.scales import plain_ticks
+from equilibria_papers.theory.pictures import (
+    COLORS,
+    GRAY,
+    MARKERS,
+    SEQUENTIAL,
+    STYLES,
+    new_figure,
+    plain_ticks,
+)
 
 from .surface import Surface
-
-__all__ = ["contour_figure", "curve_figure", "surface_figure"]
 
 _FAILED = 0.5  # hatched where more than this share of the solves blew up
 _DECADES = 4.0  # the log scale goes this far below its top, at most
@@ -74,7 +79,6 @@ def surface_figure(surface: Surface, *, log: bool = False, top: float | None = N
     from matplotlib.ticker import MaxNLocator
 
     (given,) = _checked([surface], curve=False)
-    numpy = numpy_module()
     grid = _values(given, "loss")
     highest = float(grid[torch.isfinite(grid)].max()) if top is None else top
     shown = grid.clamp(max=highest)
@@ -162,7 +166,6 @@ def _values(surface: Surface, channel: str) -> Tensor:
 
 def _levels(grids: Sequence[Tensor], log: bool, count: int, top: float | None) -> Any:
     """Increasing edges that all the grids share."""
-    numpy = numpy_module()
     finite = torch.cat([g[torch.isfinite(g)] for g in grids])
     if not len(finite):
         raise ValueError("no value is finite: there is nothing to draw.")
@@ -181,7 +184,6 @@ def _levels(grids: Sequence[Tensor], log: bool, count: int, top: float | None) -
 def _contours(axis: Any, surface: Surface, grid: Tensor, edges: Any, log: bool, cut: bool) -> Any:
     from matplotlib.colors import LogNorm, Normalize
 
-    numpy = numpy_module()
     a, b = surface.a.numpy(), surface.b.numpy()
     # contourf takes [len(y), len(x)]: the first direction goes to the right.
     shown = numpy.ma.masked_invalid(grid.T.numpy())

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
-import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import safetensors
+import safetensors.torch
 import torch
 from torch import Tensor
 
-__all__ = ["LandscapeFileError", "Surface"]
+from equilibria.engine import write_bytes
 
 _FORMAT = "equilibria-landscape-1"
 
@@ -108,7 +108,7 @@ class Surface:
             "name": self.name,
             "about": json.dumps(dict(self.about), sort_keys=True),
         }
-        _write(place, _safetensors().torch.save(tensors, header))
+        write_bytes(place, safetensors.torch.save(tensors, header))
         return place
 
     @classmethod
@@ -117,12 +117,11 @@ class Surface:
         place = Path(path)
         if not place.is_file():
             raise FileNotFoundError(f"there is no landscape file {place}.")
-        library = _safetensors()
         try:
-            with library.safe_open(place, framework="pt") as file:
+            with safetensors.safe_open(place, framework="pt") as file:
                 header = file.metadata() or {}
                 tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-        except (library.SafetensorError, OSError) as error:
+        except (safetensors.SafetensorError, OSError) as error:
             raise LandscapeFileError(f"{place} cannot be read as a landscape: {error}.") from error
         if header.get("format") != _FORMAT:
             raise LandscapeFileError(
@@ -152,25 +151,3 @@ class Surface:
         except (KeyError, json.JSONDecodeError) as error:
             raise LandscapeFileError(f"{place} is damaged: it lacks {error}.") from error
         return made
-
-
-def _write(place: Path, data: bytes) -> None:
-    beside = place.with_name(f".{place.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        beside.write_bytes(data)
-        beside.replace(place)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            beside.unlink()
-        raise
-
-
-def _safetensors() -> Any:
-    try:
-        import safetensors
-        import safetensors.torch
-    except ImportError as error:
-        raise ImportError(
-            'landscape files need safetensors: pip install "equilibria[train]".'
-        ) from error
-    return safetensors

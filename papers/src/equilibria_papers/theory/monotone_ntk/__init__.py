@@ -14,24 +14,33 @@ from .conditions import (
     Radii,
     check_condition,
     ingredients,
+    search_radii,
     smallest_singular,
 )
-from .drawing import draw_outcome
-from .equilibrium import Equilibrium, find_equilibrium, sensitivities
-from .jacobians import (
+from .kernel import (
+    ClosedFormKernel,
     OutputJacobians,
     StateJacobians,
+    closed_form_gradient,
+    closed_form_kernel,
     commutation_matrix,
     output_jacobians,
     residual_jacobians,
+    square_loss,
     state_jacobians,
     weight_jacobians,
 )
-from .kernel import ClosedFormKernel, closed_form_gradient, closed_form_kernel, square_loss
-from .model import ThesisModel
-from .radii import search_radii
-from .runs import Run, gradient_descent, gradient_flow
-from .scenarios import SCENARIOS, Outcome, Scenario, run_scenario
+from .model import Equilibrium, ThesisModel, find_equilibrium, sensitivities
+from .runs import (
+    SCENARIOS,
+    Outcome,
+    Run,
+    Scenario,
+    draw_outcome,
+    gradient_descent,
+    gradient_flow,
+    run_scenario,
+)
 
 __all__ = [
     "CONDITIONS",

@@ -6,21 +6,36 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
+import numpy
+import scipy.integrate  # type: ignore[import-untyped]
 import torch
 from torch import Tensor
 
-from equilibria_papers.theory.extras import numpy_module, scipy_module
+from equilibria_papers.theory.pictures import (
+    COLORS,
+    GRAY,
+    STYLES,
+    new_figure,
+    plain_ticks,
+    save_picture,
+)
 
-from .conditions import smallest_singular
-from .equilibrium import Equilibrium, find_equilibrium
+from .conditions import (
+    ConditionReport,
+    Radii,
+    check_condition,
+    ingredients,
+    search_radii,
+    smallest_singular,
+)
 from .kernel import closed_form_gradient, closed_form_kernel, square_loss
-from .model import ThesisModel, check_data
-
-__all__ = ["Run", "gradient_descent", "gradient_flow"]
+from .model import Equilibrium, ThesisModel, check_data, find_equilibrium
 
 Progress = Callable[[float], None]
 """Told how much of the run is done, 0 to 1."""
@@ -205,7 +220,6 @@ class _Flow:
 def _adaptive_steps(
     flow: _Flow, points: int, method: str, rtol: float, most: int
 ) -> tuple[list[float], list[Tensor]]:
-    numpy, scipy = numpy_module(), scipy_module()
 
     def slope(t: float, theta: Any) -> Any:
         if flow.evaluations >= most:
@@ -314,3 +328,276 @@ def gradient_descent(
         evaluations=taken + 1,
         final=here,
     )
+
+
+# Runs in which the theorems of paper 004 can be seen to hold, to say nothing, and to fail.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """An initialization, data, the condition that is asked for, and how the run goes.
+
+    ``radii`` None: searched for. ``step`` None: what the condition allows (descent), or the largest
+    at which the linearized descent still falls, 1/λ_max(K(0)), where no condition holds.
+    """
+
+    name: str
+    text: str
+    build: Callable[[int], tuple[ThesisModel, Tensor, Tensor]]
+    condition: str
+    kind: str
+    radii: Radii | None = None
+    steps: int = 1000
+    method: str = "DOP853"
+    horizon: float = 20.0  # in units of 1/λ₀²
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """A scenario that was run. ``kept``: the guaranteed curve was above the loss at every point."""
+
+    scenario: Scenario
+    report: ConditionReport
+    run: Run
+    seed: int
+
+    @property
+    def kept(self) -> bool:
+        """Whether loss ≤ guaranteed loss at every recorded point, up to 1e-6."""
+        return self.run.worst <= 1.0 + 1e-6
+
+    @property
+    def verdict(self) -> str:
+        """What the run says about the theorem."""
+        if self.report.holds:
+            said = "keeps the rate" if self.kept else "BREAKS the rate: the theorem is false"
+            return f"{self.report.condition} holds; the run {said}"
+        said = "keeps the rate all the same" if self.kept else "does not keep the rate"
+        return f"{self.report.condition} does not hold, nothing is guaranteed; the run {said}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers, for JSON."""
+        return {
+            "scenario": self.scenario.name,
+            "text": self.scenario.text,
+            "seed": self.seed,
+            "verdict": self.verdict,
+            "condition_holds": self.report.holds,
+            "rate_kept": self.kept,
+            "report": self.report.to_dict(),
+            "run": self.run.to_dict(),
+        }
+
+
+def _diagonal(scale: float, m: float, tilt: float = 0.0) -> tuple[ThesisModel, Tensor, Tensor]:
+    """n = N = d = 2, A = B = 0, X = I, u = 0, ‖y‖ = 1, U = scale·I, less ``tilt`` off the diagonal.
+
+    With a tilt the arguments of the inactive units are −tilt and no longer at ReLU's kink; Z is the
+    same.
+    """
+    eye, zero = torch.eye(2, dtype=torch.float64), torch.zeros(2, 2, dtype=torch.float64)
+    U = scale * eye - tilt * (1.0 - eye)
+    model = ThesisModel(A=zero, B=zero, U=U, u=zero[0], m=m)
+    return model, eye, torch.tensor([0.6, 0.8], dtype=torch.float64)
+
+
+def _lazy(seed: int) -> tuple[ThesisModel, Tensor, Tensor]:
+    """A usual A and B, u = 0, and a U so large that Condition 1 holds with a slack of about 1.1.
+
+    λ₀ grows with U while ŷ = 0 does not; the best slack is all but linear in the size of U.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    drawn = ThesisModel.usual(8, 8, m=0.5, generator=generator)
+    X = torch.randn(8, 3, dtype=torch.float64, generator=generator)
+    y = torch.randn(3, dtype=torch.float64, generator=generator)
+    scale = 1e4
+    for _ in range(3):
+        U, u = scale * drawn.U, torch.zeros_like(drawn.u)
+        model = ThesisModel(A=drawn.A, B=drawn.B, U=U, u=u, m=drawn.m)
+        scale *= 1.1 / search_radii("1", ingredients(model, X, y)).slack
+    return model, X, y
+
+
+def _usual(seed: int) -> tuple[ThesisModel, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    model = ThesisModel.usual(16, 8, m=0.5, generator=generator)
+    X = torch.randn(8, 4, dtype=torch.float64, generator=generator)
+    return model, X, torch.randn(4, dtype=torch.float64, generator=generator)
+
+
+SCENARIOS: Mapping[str, Scenario] = MappingProxyType(
+    {
+        each.name: each
+        for each in (
+            Scenario(
+                name="guaranteed-flow",
+                text="gradient flow where Condition 1 holds: U = 20I less 1/2 off the diagonal",
+                build=lambda seed: _diagonal(20.0, 1.0, tilt=0.5),
+                condition="1",
+                kind="flow",
+            ),
+            Scenario(
+                name="guaranteed-descent",
+                text="gradient descent where the repaired Condition 2′ holds: U = 160I less 1 off "
+                "the diagonal",
+                build=lambda seed: _diagonal(160.0, 1.0, tilt=1.0),
+                condition="2'",
+                kind="descent",
+                steps=1200,
+            ),
+            Scenario(
+                name="guaranteed-random",
+                text="gradient flow where Condition 1 holds: random A, B, X, y, n = 8, N = 3, u = "
+                "0, and U scaled up until it does",
+                build=_lazy,
+                condition="1",
+                kind="flow",
+            ),
+            Scenario(
+                name="usual-flow",
+                text="gradient flow from a usual initialization, n = 16, N = 4",
+                build=_usual,
+                condition="1",
+                kind="flow",
+                method="fixed",  # it slides along kinks of the ReLU
+                horizon=3.0,
+            ),
+            Scenario(
+                name="usual-descent",
+                text="gradient descent from a usual initialization, n = 16, N = 4",
+                build=_usual,
+                condition="2'",
+                kind="descent",
+                steps=400,
+            ),
+            Scenario(
+                name="counterexample",
+                text="the printed Theorem 3.3.5 broken: Condition 2 as printed holds, η = 4/λ₀² is "
+                "allowed, and the loss grows ninefold a step",
+                build=lambda seed: _diagonal(10.0, 0.05),
+                condition="2",
+                kind="descent",
+                radii=Radii(A=1.0, B=1.0, U=5.0, u=0.1),
+                steps=6,
+            ),
+        )
+    }
+)
+
+
+def run_scenario(name: str, *, seed: int = 0, progress: Progress | None = None) -> Outcome:
+    """Check the scenario's condition (radii searched for unless it gives them) and run it."""
+    if name not in SCENARIOS:
+        raise ValueError(f"no scenario {name!r}; there are {', '.join(SCENARIOS)}.")
+    scenario = SCENARIOS[name]
+    model, X, y = scenario.build(seed)
+    given = ingredients(model, X, y)
+    if scenario.radii is None:
+        report = search_radii(scenario.condition, given)
+    else:
+        report = check_condition(scenario.condition, given, scenario.radii)
+    if scenario.kind == "flow":
+        horizon = scenario.horizon / given.lambda0**2
+        run = gradient_flow(model, X, y, method=scenario.method, horizon=horizon, progress=progress)
+    else:
+        step = report.step if report.holds else None
+        if step is None:
+            step = 1.0 / float(torch.linalg.eigvalsh(closed_form_kernel(model, X).total)[-1])
+        run = gradient_descent(model, X, y, step=step, steps=scenario.steps, progress=progress)
+    return Outcome(scenario=scenario, report=report, run=run, seed=seed)
+
+
+# One picture a run: the loss with the guaranteed curve, λ_min(K) and PL*, the radii used up.
+
+
+_SYMBOLS = {"A": "A", "B": "B", "U": "U", "u": "u", "b": "b"}
+
+
+def draw_outcome(outcome: Outcome, stem: Path) -> list[Path]:
+    """Write ``stem.png`` and ``stem.svg``; the paths."""
+    figure = new_figure(10.4, 3.4)
+    axes = figure.subplots(1, 3)
+    label = "time $t$" if outcome.run.kind == "flow" else "step $k$"
+    for axis in axes:
+        axis.set_xlabel(label)
+        axis.grid(visible=True, alpha=0.25)
+    _loss(axes[0], outcome)
+    _conditioning(axes[1], outcome)
+    _radii(axes[2], outcome)
+    figure.suptitle(outcome.verdict, fontsize=9)
+    return save_picture(figure, stem)
+
+
+def _loss(axis: Any, outcome: Outcome) -> None:
+    run = outcome.run
+    axis.semilogy(run.times, _positive(run.loss), color=COLORS[0], label=r"$L(\theta)$")
+    rate = r"$e^{-\lambda_0^2t/2}L_0$" if run.kind == "flow" else r"$(1-\eta\lambda_0^2/4)^kL_0$"
+    word = "guaranteed" if outcome.report.holds else "not guaranteed"
+    look: dict[str, Any] = {"color": COLORS[4], "label": f"{rate}, {word}"}
+    zero = next((i for i, value in enumerate(run.guaranteed) if value <= 0.0), None)
+    if zero is None:
+        axis.semilogy(run.times, run.guaranteed, STYLES[1], **look)
+    else:
+        _falling_to_zero(axis, outcome, zero, look)
+    axis.set_ylabel("loss")
+    plain_ticks(axis)
+    axis.legend(fontsize=7)
+
+
+def _falling_to_zero(axis: Any, outcome: Outcome, zero: int, look: dict[str, Any]) -> None:
+    """The guaranteed curve, at the bottom of the axis where it is zero, which it says."""
+    run = outcome.run
+    shown = [value for value in (*run.loss, *run.guaranteed) if 0.0 < value < float("inf")]
+    floor = min(shown, default=1.0) / 10.0
+    curve = [value if value > 0.0 else floor for value in run.guaranteed]
+    places = range(zero, len(curve))
+    axis.semilogy(
+        *(run.times, curve, STYLES[1]), marker="v", markevery=list(places), clip_on=False, **look
+    )
+    axis.set_ylim(bottom=floor)
+    word = f"0 from {'time' if run.kind == 'flow' else 'step'} {run.times[zero]:g}"
+    axis.annotate(
+        word,
+        (run.times[zero], floor),
+        xytext=(6, 6),
+        textcoords="offset points",
+        color=look["color"],
+        fontsize=8,
+    )
+
+
+def _conditioning(axis: Any, outcome: Outcome) -> None:
+    run = outcome.run
+    rows = (
+        (run.pl, r"$\|\nabla L\|^2/(2L)$"),
+        (run.kernel, r"$\lambda_{\min}(K)$"),
+        (tuple(s * s for s in run.features), r"$\sigma_{\min}(Z)^2$"),
+    )
+    for (values, label), color, style in zip(rows, COLORS, STYLES, strict=False):
+        axis.semilogy(run.times, _positive(values), style, color=color, label=label)
+    if run.lambda0 > 0:
+        axis.axhline(run.lambda0**2 / 4, color=GRAY, linestyle=":", label=r"$\lambda_0^2/4$")
+    axis.set_ylabel("conditioning")
+    plain_ticks(axis)
+    axis.legend(fontsize=7)
+
+
+def _radii(axis: Any, outcome: Outcome) -> None:
+    run, radii = outcome.run, outcome.report.radii
+    for index, (name, values) in enumerate(run.moved.items()):
+        radius = getattr(radii, "U" if name == "b" else name)
+        shares = [value / radius for value in values]
+        if max(shares) == 0.0:
+            continue  # a parameter that never moves has no place on a log axis
+        style = STYLES[index % len(STYLES)]
+        label = rf"$\|{_SYMBOLS[name]}-{_SYMBOLS[name]}(0)\|_F/R_{{{name}}}$"
+        axis.semilogy(run.times, _positive(shares), style, color=COLORS[index], label=label)
+    axis.axhline(1.0, color=GRAY, linestyle=":", label="the ball's edge")
+    axis.set_ylabel("share of the radius")
+    plain_ticks(axis)
+    axis.legend(fontsize=7)
+
+
+def _positive(values: Any) -> list[float]:
+    """NaN, which is not drawn, for what a log axis cannot show."""
+    return [value if value > 0 else float("nan") for value in values]

@@ -1,6 +1,5 @@
 """The empirical neural tangent kernel of any model: the kernel, its spectrum, its training."""
 
-from .comparing import kernel_alignment, kernel_distance, kernel_drift, label_alignment
 from .dynamics import (
     LinearCurve,
     TrainingComparison,
@@ -10,7 +9,14 @@ from .dynamics import (
 )
 from .kernel import TangentKernel, empirical_ntk
 from .projection import Projection
-from .spectrum import Spectrum, spectrum
+from .spectrum import (
+    Spectrum,
+    kernel_alignment,
+    kernel_distance,
+    kernel_drift,
+    label_alignment,
+    spectrum,
+)
 from .study import KernelStudy, study_kernels
 
 __all__ = [

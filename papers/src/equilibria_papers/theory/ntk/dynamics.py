@@ -17,20 +17,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from .comparing import kernel_distance, kernel_drift
-from .contracting import Tell
 from .kernel import TangentKernel, empirical_ntk
-from .parameters import Filter, select_parameters
-from .rows import Method, evaluating, flat_outputs, following
-from .spectrum import as_matrix
-
-__all__ = [
-    "LinearCurve",
-    "TrainingComparison",
-    "compare_training",
-    "linear_gradient_descent",
-    "linear_gradient_flow",
-]
+from .rows import Filter, Method, Tell, evaluating, flat_outputs, following, select_parameters
+from .spectrum import as_matrix, kernel_distance, kernel_drift
 
 _RATE = 0.2
 

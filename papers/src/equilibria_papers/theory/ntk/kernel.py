@@ -8,14 +8,26 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from .contracting import Tell, contract, work_type
-from .outputs import Choice, Outputs, choose_outputs
-from .parameters import Filter, Layers, group_names, select_parameters
-from .planning import Plan, make_plan, readable
 from .projection import Projection, gaussian_features, sparse_features, standard_error
-from .rows import Method, choose_rows, evaluating, flat_outputs
-
-__all__ = ["TangentKernel", "empirical_ntk"]
+from .rows import (
+    Choice,
+    Filter,
+    Layers,
+    Method,
+    Outputs,
+    Plan,
+    Tell,
+    choose_outputs,
+    choose_rows,
+    contract,
+    evaluating,
+    flat_outputs,
+    group_names,
+    make_plan,
+    readable,
+    select_parameters,
+    work_type,
+)
 
 _SAMPLES = 64
 """Pushed forward at once along a random direction."""

@@ -23,12 +23,7 @@ from torch.func import jvp, vmap
 
 from equilibria.engine import check_number, options
 
-from .contracting import Tell, work_type
-from .outputs import Outputs
-from .planning import Plan
-from .rows import Rows, functional
-
-__all__ = ["Projection", "gaussian_features", "sparse_features", "standard_error"]
+from .rows import Outputs, Plan, Rows, Tell, functional, work_type
 
 _SEEDS = 1 << 62
 _TOGETHER = 32

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
-import json
-import math
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from .comparing import kernel_distance, kernel_drift, label_alignment
-from .contracting import Tell
+from equilibria.engine import write_json
+from equilibria_papers.theory.pictures import (
+    COLORS,
+    GRAY,
+    MARKERS,
+    STYLES,
+    new_figure,
+    plain_ticks,
+    save_picture,
+)
+
 from .dynamics import TrainingComparison
 from .kernel import TangentKernel, empirical_ntk
-from .pictures import save_drift, save_shares, save_spectra, save_training
-from .spectrum import Spectrum, spectrum
-
-__all__ = ["KernelStudy", "study_kernels"]
+from .rows import Tell
+from .spectrum import Spectrum, kernel_distance, kernel_drift, label_alignment, spectrum
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,12 +86,13 @@ class KernelStudy:
         place.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".ntk", dir=place) as beside:
             made = self._write(Path(beside))
-            return [_moved(path, place / path.name) for path in made]
+            return [path.replace(place / path.name) for path in made]
 
     def _write(self, folder: Path) -> list[Path]:
-        text = folder / "ntk.json"
-        text.write_text(json.dumps(_plain(self.to_dict()), indent=1) + "\n", encoding="utf-8")
-        written = [text, self._write_tensors(folder / "ntk.safetensors")]
+        written = [
+            write_json(folder / "ntk.json", self.to_dict()),
+            self._write_tensors(folder / "ntk.safetensors"),
+        ]
         written += save_spectra(self.spectra, folder / "spectrum")
         name, last = list(self.kernels.items())[-1]
         if last.parts:
@@ -99,13 +106,6 @@ class KernelStudy:
         return written
 
     def _write_tensors(self, path: Path) -> Path:
-        try:
-            from safetensors.torch import save_file
-        except ImportError as error:
-            raise ImportError(
-                "saving kernels needs safetensors, which is not installed: "
-                'pip install "equilibria[train]".'
-            ) from error
         tensors = {}
         for name, kernel in self.kernels.items():
             tensors[f"{name}/kernel"] = kernel.matrix.cpu().contiguous()
@@ -114,21 +114,6 @@ class KernelStudy:
             tensors["targets"] = self.targets.cpu().contiguous()
         save_file(tensors, path)
         return path
-
-
-def _moved(path: Path, to: Path) -> Path:
-    return path.replace(to)
-
-
-def _plain(value: Any) -> Any:
-    """JSON has no NaN and no infinity: they become words."""
-    if isinstance(value, Mapping):
-        return {str(k): _plain(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(v) for v in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value
 
 
 def study_kernels(
@@ -169,3 +154,113 @@ def study_kernels(
             )
     kept = None if targets is None else torch.as_tensor(targets)
     return KernelStudy(made, kept, training, dict(about or {}))
+
+
+# Pictures of tangent kernels: spectra, shares of layers, drift, predicted and actual training.
+
+
+_MOST = 24
+"""Bars that can be read in a picture of one page; the rest is summed up."""
+
+
+def _axes(width: float = 5.2, height: float = 3.6) -> tuple[Any, Any]:
+    figure = new_figure(width, height)
+    axes = figure.add_subplot()
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def save_spectra(spectra: Mapping[str, Spectrum], stem: Path) -> list[Path]:
+    """Eigenvalues, largest first, of one kernel or several, on logarithmic axes."""
+    columns = 1 if len(spectra) < 3 else 2
+    figure, axes = _axes(5.2, 3.6 + 0.2 * -(-len(spectra) // columns))
+    for i, (name, found) in enumerate(spectra.items()):
+        values = found.eigenvalues[: found.rank].tolist()
+        axes.loglog(
+            range(1, len(values) + 1),
+            values,
+            color=COLORS[i % len(COLORS)],
+            linestyle=STYLES[i % len(STYLES)],
+            label=f"{name} (effective rank {found.effective_rank:.3g})",
+        )
+    axes.set(xlabel="index", ylabel="eigenvalue of the tangent kernel")
+    plain_ticks(axes)
+    # Below: inside it would lie on a curve that falls from corner to corner.
+    figure.legend(loc="outside lower center", ncols=columns, fontsize=8, frameon=False)
+    return save_picture(figure, stem)
+
+
+def save_shares(
+    shares: Mapping[str, float], sizes: Mapping[str, int], stem: Path, *, name: str = ""
+) -> list[Path]:
+    """tr K_layer/tr K beside the layer's share of the parameters, the largest on top.
+
+    ``name`` is of the network, for the title.
+    """
+    ranked = sorted(shares, key=lambda name: -shares[name])
+    kept, rest = ranked[:_MOST], ranked[_MOST:]
+    total = sum(sizes.values())
+    of_trace = [shares[n] for n in kept]
+    of_size = [sizes[n] / total for n in kept]
+    if rest:
+        kept = [*kept, f"{len(rest)} others"]
+        of_trace.append(sum(shares[n] for n in rest))
+        of_size.append(sum(sizes[n] for n in rest) / total)
+    figure, axes = _axes(5.2, 1.2 + 0.24 * len(kept))
+    rows = range(len(kept))
+    axes.barh(
+        [r - 0.2 for r in rows], of_trace, 0.4, color=COLORS[0], label="of the kernel's trace"
+    )
+    axes.barh(
+        [r + 0.2 for r in rows],
+        of_size,
+        0.4,
+        color=COLORS[1],
+        hatch="//",
+        edgecolor="white",
+        label="of the parameters",
+    )
+    axes.set_yticks(list(rows), kept)
+    axes.invert_yaxis()
+    axes.set_xlabel("share")
+    axes.set_title(name, fontsize="medium")
+    axes.legend(frameon=False, loc="lower right")
+    return save_picture(figure, stem)
+
+
+def save_drift(
+    names: Sequence[str], drift: Sequence[float], distance: Sequence[float], stem: Path
+) -> list[Path]:
+    """‖K − K_0‖/‖K_0‖ and 1 − cos∠(K, K_0) of the kernels of several networks."""
+    figure, axes = _axes()
+    places = range(len(names))
+    for i, (values, label) in enumerate(
+        ((drift, "drift ‖K − K₀‖/‖K₀‖"), (distance, "distance 1 − cos∠(K, K₀)"))
+    ):
+        axes.plot(
+            places, values, color=COLORS[i], linestyle=STYLES[i], marker=MARKERS[i], label=label
+        )
+    axes.set_xticks(list(places), names, rotation=20 if max(map(len, names)) > 8 else 0)
+    axes.set_ylabel("from the first network's kernel")
+    axes.legend(frameon=False)
+    return save_picture(figure, stem)
+
+
+def save_training(found: TrainingComparison, stem: Path) -> list[Path]:
+    """The loss of gradient descent, beside that of the linear model."""
+    figure, axes = _axes()
+    steps = found.steps.tolist()
+    axes.semilogy(steps, found.actual.tolist(), color=COLORS[0], label="network")
+    axes.semilogy(
+        steps,
+        found.predicted.tolist(),
+        color=COLORS[4],
+        linestyle="--",
+        label="predicted by the kernel at step 0",
+    )
+    axes.set(xlabel="step of gradient descent", ylabel="loss")
+    plain_ticks(axes)
+    axes.legend(frameon=False)
+    said = "it diverged" if found.diverged else f"drift of the kernel {found.drift:.2g}"
+    axes.set_title(said, loc="right", color=GRAY, fontsize="medium")
+    return save_picture(figure, stem)

@@ -5,11 +5,9 @@
 ``training_recorder`` look at a training's checkpoints (§4.1.2), and the figures draw it.
 """
 
-from .layers import at_scale, clipped_stds, layer_input
-from .pca import PCA, principal_components
 from .pictures import class_figure, path_figure, residual_figure, training_figure
-from .recording import SolverPath, record_path
-from .training import TrainingPath, follow_training, training_recorder
+from .recording import SolverPath, at_scale, clipped_stds, layer_input, record_path
+from .training import PCA, TrainingPath, follow_training, principal_components, training_recorder
 
 __all__ = [
     "PCA",

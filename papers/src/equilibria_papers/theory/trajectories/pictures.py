@@ -10,11 +10,8 @@ from torch import Tensor
 
 from equilibria_papers.theory.pictures import COLORS, GRAY, MARKERS, STYLES, new_figure
 
-from .pca import PCA, principal_components
 from .recording import SolverPath
-from .training import TrainingPath
-
-__all__ = ["class_figure", "path_figure", "residual_figure", "training_figure"]
+from .training import PCA, TrainingPath, principal_components
 
 # A moment whose states are this much larger than those of the middle one has diverged.
 _FLUNG = 10.0
