@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
 from .claim import (
+    PAPERS,
     Claim,
     Outcome,
     Record,
@@ -42,15 +43,6 @@ __all__ = [
     "run_claim",
     "write_records",
 ]
-
-PAPERS = {
-    "GEQ": "geq",
-    "KerDEQ": "kerdeq",
-    "OptEq": "opteq",
-    "NTK thesis": "thesis",
-    "ours": "ours",
-}
-"""A paper's name → its short name, that of the file of its claims."""
 
 
 def load_claims(

@@ -101,6 +101,34 @@ class Claim:
                 )
 
 
+PAPERS = {
+    "GEQ": "geq",
+    "KerDEQ": "kerdeq",
+    "OptEq": "opteq",
+    "NTK thesis": "thesis",
+    "ours": "ours",
+}
+"""A paper's name → its short name, with which the ids of its claims begin."""
+
+
+def printed(random: Draw, adversarial: Adversary | None = None, **more: Any) -> Variant:
+    """The reading that the paper prints."""
+    return Variant(name="as printed", random=random, adversarial=adversarial, **more)
+
+
+def reading(
+    name: str, needs: str, random: Draw, adversarial: Adversary | None = None, **more: Any
+) -> Variant:
+    """Another reading, and what it needs."""
+    return Variant(name=name, needs=needs, random=random, adversarial=adversarial, **more)
+
+
+def claim(id: str, where: str, statement: str, *variants: Variant, note: str = "") -> Claim:
+    """A claim of the paper that its id begins with."""
+    paper = next(name for name, short in PAPERS.items() if short == id.split(".")[0])
+    return Claim(id=id, paper=paper, where=where, statement=statement, variants=variants, note=note)
+
+
 # What an audit found: one outcome per reading, one record per claim, kept as JSON.
 #
 # The verdict is computed from the outcomes:

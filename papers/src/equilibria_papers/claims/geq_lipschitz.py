@@ -11,7 +11,7 @@ from torch import Tensor
 from equilibria_papers.theory.bounds.lipschitz import eq11, eq12, ours_at_the_data
 from equilibria_papers.theory.bounds.report import AssumptionError
 
-from .claim import Claim, Trial, Variant
+from .claim import Claim, Trial, claim, printed, reading
 from .drawing import integer, log_uniform, normal, spectral, uniform, weights
 from .geq_layers import geq, opteq, scalar_geq, unit
 from .searching import climb
@@ -181,83 +181,65 @@ def _remark2(g: torch.Generator, *, layer: bool, bias: bool) -> Trial | None:
 
 
 CLAIMS: tuple[Claim, ...] = (
-    Claim(
-        id="geq.prop3.eq11",
-        paper="GEQ",
-        where="Proposition 3, Eq 11",
-        statement=r"For the layer of Eq 6, $\|z^*(x_1) - z^*(x_2)\| \le \frac{\beta_{\max}\mu^2 + "
+    claim(
+        "geq.prop3.eq11",
+        "Proposition 3, Eq 11",
+        r"For the layer of Eq 6, $\|z^*(x_1) - z^*(x_2)\| \le \frac{\beta_{\max}\mu^2 + "
         r"\sqrt\gamma B\mu^3}{1 - \beta_{\max}\mu^2 - \sqrt\gamma B\mu^3}\|x_1 - x_2\|$.",
-        variants=(
-            Variant(
-                name="as printed",
-                random=lambda g: _against(_printed, _pair(g, bias=True)),
-                adversarial=_known,
-                cost=4,
-            ),
-            Variant(
-                name="without a bias",
-                random=lambda g: _against(_printed, _pair(g, bias=False)),
-                adversarial=lambda g: _search(g, bias=False),
-                needs="b = 0, as the proof writes the layer",
-                cost=4,
-            ),
-            Variant(
-                name="ours: from the largest residual",
-                random=lambda g: _against(_at_data, _pair(g, bias=True)),
-                needs="κ = β_max + 0.1972√γ·max‖Ux + b − Wz‖ in place of β_max + √γBμ",
-                cost=4,
-            ),
+        printed(lambda g: _against(_printed, _pair(g, bias=True)), _known, cost=4),
+        reading(
+            "without a bias",
+            "b = 0, as the proof writes the layer",
+            lambda g: _against(_printed, _pair(g, bias=False)),
+            lambda g: _search(g, bias=False),
+            cost=4,
+        ),
+        reading(
+            "ours: from the largest residual",
+            "κ = β_max + 0.1972√γ·max‖Ux + b − Wz‖ in place of β_max + √γBμ",
+            lambda g: _against(_at_data, _pair(g, bias=True)),
+            cost=4,
         ),
         note="The proof bounds ‖Ux − Wz‖ by norms of x and z alone; a bias is not in them. Without "
         "one the proof is sound, and 0.1972√γBμ³ would do for √γBμ³.",
     ),
-    Claim(
-        id="geq.prop3.eq12",
-        paper="GEQ",
-        where="Proposition 3, Eq 12",
-        statement=r"For $z = \sigma(W^\top Wz + Ux + b)$, $\|z^*(x_1) - z^*(x_2)\| \le "
+    claim(
+        "geq.prop3.eq12",
+        "Proposition 3, Eq 12",
+        r"For $z = \sigma(W^\top Wz + Ux + b)$, $\|z^*(x_1) - z^*(x_2)\| \le "
         r"\frac{\mu}{1-\mu^2}\|x_1 - x_2\|$.",
-        variants=(Variant(name="as printed", random=_eq12, adversarial=_eq12_worst, cost=4),),
+        printed(_eq12, _eq12_worst, cost=4),
     ),
-    Claim(
-        id="geq.eq44",
-        paper="GEQ",
-        where="Eq 44 (proof of Proposition 3)",
-        statement=r"$\|W^\top(Ux - Wz^*)\| \le B\mu^2$ without a bias.",
-        variants=(Variant(name="as printed", random=_eq44, adversarial=_eq44_worst, cost=4),),
+    claim(
+        "geq.eq44",
+        "Eq 44 (proof of Proposition 3)",
+        r"$\|W^\top(Ux - Wz^*)\| \le B\mu^2$ without a bias.",
+        printed(_eq44, _eq44_worst, cost=4),
         note="At an equilibrium ⟨Wz, r⟩ = ‖z‖²/β ≥ 0, so ‖r‖ ≤ ‖Ux‖ and no factor 2 is needed. "
         "It is not true of any x and z bounded by B.",
     ),
-    Claim(
-        id="geq.eq46",
-        paper="GEQ",
-        where="Eq 46 (proof of Proposition 3)",
-        statement=r"$|\beta_{x_1} - \beta_{x_2}| \le \sqrt\gamma\,\big|\|r_1\| - \|r_2\|\big|$.",
-        variants=(Variant(name="as printed", random=_eq46, cost=4),),
+    claim(
+        "geq.eq46",
+        "Eq 46 (proof of Proposition 3)",
+        r"$|\beta_{x_1} - \beta_{x_2}| \le \sqrt\gamma\,\big|\|r_1\| - \|r_2\|\big|$.",
+        printed(_eq46, cost=4),
     ),
-    Claim(
-        id="geq.remark2",
-        paper="GEQ",
-        where="Remark 2",
-        statement=r"If $\beta_{\max} < 0.8$, $B < 1$ and $\sqrt\gamma < 0.2$, then "
+    claim(
+        "geq.remark2",
+        "Remark 2",
+        r"If $\beta_{\max} < 0.8$, $B < 1$ and $\sqrt\gamma < 0.2$, then "
         r"$L_{geq} < L_{opteq}$.",
-        variants=(
-            Variant(
-                name="as printed",
-                random=lambda g: _remark2(g, layer=True, bias=False),
-                cost=4,
-            ),
-            Variant(
-                name="the algebra alone",
-                random=lambda g: _remark2(g, layer=False, bias=False),
-                needs="β_max, B and γ taken as free numbers, of no layer",
-            ),
-            Variant(
-                name="with a bias",
-                random=lambda g: _remark2(g, layer=True, bias=True),
-                needs="a bias, with which Eq 11 itself fails",
-                cost=4,
-            ),
+        printed(lambda g: _remark2(g, layer=True, bias=False), cost=4),
+        reading(
+            "the algebra alone",
+            "β_max, B and γ taken as free numbers, of no layer",
+            lambda g: _remark2(g, layer=False, bias=False),
+        ),
+        reading(
+            "with a bias",
+            "a bias, with which Eq 11 itself fails",
+            lambda g: _remark2(g, layer=True, bias=True),
+            cost=4,
         ),
         note="Without a bias γ‖Ux − Wz‖² ≤ γ‖Ux‖² < 0.04, so β_max > e^{−0.04} = 0.961: no layer "
         "of Proposition 3 meets the premise.",

@@ -20,7 +20,7 @@ from equilibria_papers.theory.bounds.margin import (
 )
 from equilibria_papers.theory.bounds.report import remark1_ratios
 
-from .claim import Claim, Trial, Variant
+from .claim import Claim, Trial, Variant, claim, printed, reading
 from .drawing import integer, log_uniform, normal, spectral, uniform, weights
 from .geq_layers import geq, opteq, scalar_geq
 from .searching import climb
@@ -313,11 +313,11 @@ def remark1_corner(g: torch.Generator) -> Iterator[Trial]:
 def margin_variants() -> tuple[Variant, ...]:
     """The readings of the GEQ half of Proposition 2."""
     return (
-        Variant(name="as printed", random=lambda g: prop2(g, gaussian=True)),
-        Variant(
-            name="ours: β moves",
-            random=lambda g: eq35(g, ours=True),
-            needs="γ fixed, strong convexity of G in place of a constant β, σ from a cover",
+        printed(lambda g: prop2(g, gaussian=True)),
+        reading(
+            "ours: β moves",
+            "γ fixed, strong convexity of G in place of a constant β, σ from a cover",
+            lambda g: eq35(g, ours=True),
             cost=4,
         ),
     )
@@ -326,180 +326,131 @@ def margin_variants() -> tuple[Variant, ...]:
 _PROOF = "the constants of its own proof: 4√(·/(M − 1)), B + 1, the factors 2 of Eq 31 and 37"
 
 CLAIMS: tuple[Claim, ...] = (
-    Claim(
-        id="geq.lemma1",
-        paper="GEQ",
-        where="Lemma 1, Eq 26",
-        statement=r"For $z = \sigma(Wz + Ux + b)$ with $\|W\|, \|\bar W\| \le m < 1$ the output "
+    claim(
+        "geq.lemma1",
+        "Lemma 1, Eq 26",
+        r"For $z = \sigma(Wz + Ux + b)$ with $\|W\|, \|\bar W\| \le m < 1$ the output "
         r"moves by at most $\|\Delta W\|\|Ux + b\|/(1-m)^2 + (\|\Delta Ux\| + \|\Delta b\|)"
         r"/(1-m)$.",
-        variants=(Variant(name="as printed", random=lemma1, cost=4),),
+        printed(lemma1, cost=4),
     ),
-    Claim(
-        id="geq.lemma2",
-        paper="GEQ",
-        where="Lemma 2, Eq 27",
-        statement=r"$L_0(f_w) \le \hat L_\eta(f_w) + 4\sqrt{(KL(w+u\|P) + \ln(6M/\delta))/(M-1)}$ "
+    claim(
+        "geq.lemma2",
+        "Lemma 2, Eq 27",
+        r"$L_0(f_w) \le \hat L_\eta(f_w) + 4\sqrt{(KL(w+u\|P) + \ln(6M/\delta))/(M-1)}$ "
         r"if the outputs move by less than $\eta/4$ with probability $1/2$.",
-        variants=(Variant(name="as printed", random=lemma2, cost=2),),
+        printed(lemma2, cost=2),
         note="Tried on linear classifiers of two Gaussian classes, error on fresh samples.",
     ),
-    Claim(
-        id="geq.eq29",
-        paper="GEQ",
-        where="Eq 29 (proof of Proposition 2)",
-        statement=r"$\|\Delta(W^\top W)\|_2 \le 2\omega\mu$ for $\|\Delta W\| \le \omega$.",
-        variants=(
-            Variant(
-                name="as printed",
-                random=lambda g: eq29(g, second=False),
-                adversarial=eq29_worst,
-            ),
-            Variant(
-                name="with ω²",
-                random=lambda g: eq29(g, second=True),
-                needs="2ωμ + ω² on the right",
-            ),
-        ),
+    claim(
+        "geq.eq29",
+        "Eq 29 (proof of Proposition 2)",
+        r"$\|\Delta(W^\top W)\|_2 \le 2\omega\mu$ for $\|\Delta W\| \le \omega$.",
+        printed(lambda g: eq29(g, second=False), eq29_worst),
+        reading("with ω²", "2ωμ + ω² on the right", lambda g: eq29(g, second=True)),
         note="The second-order term is dropped; so is that ‖W̄‖ may be larger than ‖W‖.",
     ),
-    Claim(
-        id="geq.eq30",
-        paper="GEQ",
-        where="Eq 30–31 (proof of Proposition 2, OptEq)",
-        statement=r"A move of all weights by $\omega$ moves OptEq's logits by at most "
+    claim(
+        "geq.eq30",
+        "Eq 30–31 (proof of Proposition 2, OptEq)",
+        r"A move of all weights by $\omega$ moves OptEq's logits by at most "
         r"$\frac{2\mu^2\omega(B+1)}{(1-m)^2} + \frac{2\mu\omega(B+1)}{1-m} + \omega$.",
-        variants=(
-            Variant(
-                name="as printed",
-                random=lambda g: eq30(g, power=2),
-                adversarial=lambda g: eq30_aligned(g, power=2),
-                cost=4,
-            ),
-            Variant(
-                name="Eq 31, first order",
-                random=lambda g: eq30(g, power=3),
-                tolerance=1e-2,
-                needs="2μ³ as in Eq 31, ω → 0",
-                cost=4,
-            ),
-            Variant(
-                name="ours: all orders",
-                random=lambda g: eq30(g, power=3, ours=True),
-                adversarial=lambda g: eq30_aligned(g, power=3, ours=True),
-                needs="‖W̄‖ as it becomes, and the terms in ω²",
-                cost=4,
-            ),
+        printed(lambda g: eq30(g, power=2), lambda g: eq30_aligned(g, power=2), cost=4),
+        reading(
+            "Eq 31, first order",
+            "2μ³ as in Eq 31, ω → 0",
+            lambda g: eq30(g, power=3),
+            tolerance=1e-2,
+            cost=4,
+        ),
+        reading(
+            "ours: all orders",
+            "‖W̄‖ as it becomes, and the terms in ω²",
+            lambda g: eq30(g, power=3, ours=True),
+            lambda g: eq30_aligned(g, power=3, ours=True),
+            cost=4,
         ),
     ),
-    Claim(
-        id="geq.eq33",
-        paper="GEQ",
-        where="Eq 33 (proof of Proposition 2, GEQ)",
-        statement=r"With $\beta$ held constant, a move of $Ux + b$ moves $z^*$ by at most "
+    claim(
+        "geq.eq33",
+        "Eq 33 (proof of Proposition 2, GEQ)",
+        r"With $\beta$ held constant, a move of $Ux + b$ moves $z^*$ by at most "
         r"$\beta_{\max}\|W\|/(1 - \beta_{\max}m)$ times as much.",
-        variants=(
-            Variant(
-                name="as printed",
-                random=lambda g: eq33_input(g, ours=False),
-                adversarial=eq33_known,
-            ),
-            Variant(
-                name="ours: β moves",
-                random=lambda g: eq33_input(g, ours=True),
-                needs="Λ(μ) in place of β_maxμ/(1 − β_maxm)",
-            ),
+        printed(lambda g: eq33_input(g, ours=False), eq33_known),
+        reading(
+            "ours: β moves",
+            "Λ(μ) in place of β_maxμ/(1 − β_maxm)",
+            lambda g: eq33_input(g, ours=True),
         ),
         note="β moves with the weights: the slope of te^{−t²} is e^{−s}(1 − 2s), not e^{−s}. At "
         "s = 1.5, w = 0.9 that is 2.566 times the right side, and about 2s − 1 times for large s. "
         "The GEQ half of Proposition 2 rests on this step.",
     ),
-    Claim(
-        id="geq.eq33.weights",
-        paper="GEQ",
-        where="Eq 33, a move of W (proof of Proposition 2, GEQ)",
-        statement=r"A move of $W$ alone moves $z^*$ by at most $\beta_{\max}\mu\|\Delta W_s\|\|Ux\|"
+    claim(
+        "geq.eq33.weights",
+        "Eq 33, a move of W (proof of Proposition 2, GEQ)",
+        r"A move of $W$ alone moves $z^*$ by at most $\beta_{\max}\mu\|\Delta W_s\|\|Ux\|"
         r"/(1-\beta_{\max}m)^2 + \beta_{\max}\|\Delta WUx\|/(1-\beta_{\max}m)$.",
-        variants=(
-            Variant(
-                name="as printed",
-                random=lambda g: eq33_weights(g, ours=False),
-                adversarial=lambda g: eq33_weights_worst(g, ours=False),
-            ),
-            Variant(
-                name="ours: β moves",
-                random=lambda g: eq33_weights(g, ours=True),
-                adversarial=lambda g: eq33_weights_worst(g, ours=True),
-                needs="ω(‖e^{−γ‖r‖²}r‖ + ‖W̄‖‖z‖)/(1 − 2e^{−3/2}‖W̄‖²) on the right",
-            ),
+        printed(lambda g: eq33_weights(g, ours=False), lambda g: eq33_weights_worst(g, ours=False)),
+        reading(
+            "ours: β moves",
+            "ω(‖e^{−γ‖r‖²}r‖ + ‖W̄‖‖z‖)/(1 − 2e^{−3/2}‖W̄‖²) on the right",
+            lambda g: eq33_weights(g, ours=True),
+            lambda g: eq33_weights_worst(g, ours=True),
         ),
     ),
-    Claim(
-        id="geq.eq35",
-        paper="GEQ",
-        where="Eq 35 (proof of Proposition 2, GEQ)",
-        statement=r"A move of all weights by $\omega$ moves GEQ's logits by at most "
+    claim(
+        "geq.eq35",
+        "Eq 35 (proof of Proposition 2, GEQ)",
+        r"A move of all weights by $\omega$ moves GEQ's logits by at most "
         r"$\frac{2\beta_{\max}\mu^3\omega(B+1)}{(1-\beta_{\max}m)^2} + \frac{(2\mu\beta_{\max}+1)"
         r"\mu\omega(B+1)}{1-\beta_{\max}m} + \omega$.",
-        variants=(
-            Variant(
-                name="as printed",
-                random=lambda g: eq35(g, ours=False),
-                adversarial=lambda g: eq35_search(g, ours=False),
-                cost=4,
-            ),
-            Variant(
-                name="ours: β moves",
-                random=lambda g: eq35(g, ours=True),
-                adversarial=lambda g: eq35_search(g, ours=True),
-                needs="strong convexity of G in place of a constant β",
-                cost=4,
-            ),
+        printed(lambda g: eq35(g, ours=False), lambda g: eq35_search(g, ours=False), cost=4),
+        reading(
+            "ours: β moves",
+            "strong convexity of G in place of a constant β",
+            lambda g: eq35(g, ours=True),
+            lambda g: eq35_search(g, ours=True),
+            cost=4,
         ),
     ),
-    Claim(
-        id="geq.prop2",
-        paper="GEQ",
-        where="Proposition 2, Eq 10 (OptEq)",
-        statement=r"The printed excess $\sqrt{16h\ln(24h)K^2\mathcal B_W/(\eta^2M) + "
+    claim(
+        "geq.prop2",
+        "Proposition 2, Eq 10 (OptEq)",
+        r"The printed excess $\sqrt{16h\ln(24h)K^2\mathcal B_W/(\eta^2M) + "
         r"\ln(M\sqrt M/\delta)/M}$ is at least what Lemma 2 and Eq 31 give.",
-        variants=(
-            Variant(name="as printed", random=lambda g: prop2(g, gaussian=False)),
-            Variant(
-                name="ours: all orders",
-                random=lambda g: eq30(g, power=3, ours=True),
-                needs=f"{_PROOF}; ‖W‖_F² for ‖WᵀW‖_F²; σ from a cover",
-                cost=4,
-            ),
+        printed(lambda g: prop2(g, gaussian=False)),
+        reading(
+            "ours: all orders",
+            f"{_PROOF}; ‖W‖_F² for ‖WᵀW‖_F²; σ from a cover",
+            lambda g: eq30(g, power=3, ours=True),
+            cost=4,
         ),
         note="Lemma 2's factor 4 (16 under the root), B + 1 and factors 2 are lost on the way. The "
         "bound itself may still be true: it exceeds 1 on every layer we met.",
     ),
-    Claim(
-        id="geq.prop2.geq",
-        paper="GEQ",
-        where="Proposition 2 (GEQ)",
-        statement="The printed excess of GEQ is at least what Lemma 2 and Eq 37 give.",
-        variants=margin_variants(),
+    claim(
+        "geq.prop2.geq",
+        "Proposition 2 (GEQ)",
+        "The printed excess of GEQ is at least what Lemma 2 and Eq 37 give.",
+        *margin_variants(),
         note="Heuristic besides: its proof holds β constant, and Eq 33 is false. Of what it ends "
         "with, Eq 35, no violation was found: its other terms are slack enough.",
     ),
-    Claim(
-        id="geq.prop2.size",
-        paper="GEQ",
-        where=r"Proposition 2, 𝓑_W",
-        statement=r"$\mathcal B_W$ with $\|W^\top W\|_F^2$ bounds the squared size of the weights "
+    claim(
+        "geq.prop2.size",
+        r"Proposition 2, 𝓑_W",
+        r"$\mathcal B_W$ with $\|W^\top W\|_F^2$ bounds the squared size of the weights "
         r"that the proof moves: $\|W\|_F^2 \le \|W^\top W\|_F^2$.",
-        variants=(Variant(name="as printed", random=frobenius),),
+        printed(frobenius),
         note="The proof moves W (Eq 29), so KL(w + u‖P) has ‖W‖_F², which is larger for ‖W‖ < 1.",
     ),
-    Claim(
-        id="geq.remark1",
-        paper="GEQ",
-        where="Remark 1",
-        statement=r"If $\beta_{\max} < 0.8$ and $\mu, m > 0.9$ then $\frac{\beta_{\max}\mu}"
+    claim(
+        "geq.remark1",
+        "Remark 1",
+        r"If $\beta_{\max} < 0.8$ and $\mu, m > 0.9$ then $\frac{\beta_{\max}\mu}"
         r"{1-\beta_{\max}m} < \frac{1}{1-m}$ and $\frac{2\mu\beta_{\max}+1}{1-\beta_{\max}m} \le "
         r"\frac{1}{1-m}$.",
-        variants=(Variant(name="as printed", random=remark1, adversarial=remark1_corner),),
+        printed(remark1, remark1_corner),
     ),
 )

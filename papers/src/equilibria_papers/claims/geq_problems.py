@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .claim import Claim, Trial, Variant
+from .claim import Claim, Trial, claim, printed, reading
 from .drawing import choice, integer, normal, uniform, weights
 from .geq_layers import geq, opteq
 
@@ -84,44 +84,36 @@ def feature_map_trial(g: torch.Generator, *, square: bool, half: bool, constant:
 
 
 CLAIMS: tuple[Claim, ...] = (
-    Claim(
-        id="geq.eq4",
-        paper="GEQ",
-        where="Eq 1 and 4",
-        statement=r"With $W = \tilde W^\top$ and $z = \tilde W^{-1\top}\tilde z$ the equilibrium "
+    claim(
+        "geq.eq4",
+        "Eq 1 and 4",
+        r"With $W = \tilde W^\top$ and $z = \tilde W^{-1\top}\tilde z$ the equilibrium "
         r"$\tilde z = \tilde W^\top\sigma(\tilde W\tilde z + Ux + b)$ becomes "
         r"$z = \sigma(W^\top Wz + Ux + b)$.",
-        variants=(Variant(name="as printed", random=_eq4),),
+        printed(_eq4),
     ),
-    Claim(
-        id="geq.table4",
-        paper="GEQ",
-        where="Eq 5–6, Table 4",
-        statement="The equilibrium equations of the linear, polynomial, sigmoid and Gaussian "
+    claim(
+        "geq.table4",
+        "Eq 5–6, Table 4",
+        "The equilibrium equations of the linear, polynomial, sigmoid and Gaussian "
         r"kernels are $z = \sigma(-\nabla q(z))$ of their hidden problems.",
-        variants=(Variant(name="as printed", random=_table4),),
+        printed(_table4),
     ),
-    Claim(
-        id="geq.prop1",
-        paper="GEQ",
-        where="Proposition 1, Eq 7",
-        statement=r"GEQ's output minimizes $1^\top f + \frac12\|z\|^2 - \lambda\langle\Phi(c), "
+    claim(
+        "geq.prop1",
+        "Proposition 1, Eq 7",
+        r"GEQ's output minimizes $1^\top f + \frac12\|z\|^2 - \lambda\langle\Phi(c), "
         r"\Phi(Wz)\rangle$ with $\lambda = e^{-\gamma\|c\|^2}e^{-\gamma\|Wz\|}$.",
-        variants=(
-            Variant(
-                name="as printed",
-                random=lambda g: feature_map_trial(g, square=False, half=False, constant=False),
-            ),
-            Variant(
-                name="with the square only",
-                random=lambda g: feature_map_trial(g, square=True, half=False, constant=False),
-                needs="‖Wz‖² in λ (exact only at γ = 1/2)",
-            ),
-            Variant(
-                name="with 1/2γ and the square",
-                random=lambda g: feature_map_trial(g, square=True, half=True, constant=False),
-                needs="λ = e^{−γ‖c‖²}e^{−γ‖Wz‖²} and a factor 1/(2γ)",
-            ),
+        printed(lambda g: feature_map_trial(g, square=False, half=False, constant=False)),
+        reading(
+            "with the square only",
+            "‖Wz‖² in λ (exact only at γ = 1/2)",
+            lambda g: feature_map_trial(g, square=True, half=False, constant=False),
+        ),
+        reading(
+            "with 1/2γ and the square",
+            "λ = e^{−γ‖c‖²}e^{−γ‖Wz‖²} and a factor 1/(2γ)",
+            lambda g: feature_map_trial(g, square=True, half=True, constant=False),
         ),
         note="Eq 7 drops 1/(2γ), and λ lacks a square. λ depends on z: a linear kernel of the "
         "features with λ held constant has another equilibrium.",

@@ -10,7 +10,7 @@ import torch
 from equilibria_papers.theory.bounds.report import kerdeq_remark1, remark1_ratios
 from equilibria_papers.theory.bounds.similarity import kerdeq_eq10
 
-from .claim import Claim, Trial, Variant
+from .claim import Claim, Trial, claim, printed, reading
 from .drawing import choice, integer, log_uniform, uniform, weights
 from .geq_margin import margin_variants
 from .geq_problems import feature_map_trial
@@ -67,84 +67,70 @@ def _theorem3_family(g: torch.Generator) -> Iterator[Trial]:
 _LIMIT = kerdeq_remark1(0.9)
 
 CLAIMS: tuple[Claim, ...] = (
-    Claim(
-        id="kerdeq.theorem1",
-        paper="KerDEQ",
-        where="Theorem 1",
-        statement=r"KerDEQ solves $\min 1^\top f + \frac12\|z\|^2 - \lambda\langle\Phi(c), "
+    claim(
+        "kerdeq.theorem1",
+        "Theorem 1",
+        r"KerDEQ solves $\min 1^\top f + \frac12\|z\|^2 - \lambda\langle\Phi(c), "
         r"\Phi(Wz)\rangle$, a linear kernel after an infinitely wide map.",
-        variants=(
-            Variant(
-                name="as printed",
-                random=lambda g: feature_map_trial(g, square=True, half=False, constant=True),
-            ),
-            Variant(
-                name="λ of z, with 1/2γ",
-                random=lambda g: feature_map_trial(g, square=True, half=True, constant=False),
-                needs="λ = e^{−γ‖c‖²}e^{−γ‖Wz‖²}/(2γ), a function of z",
-            ),
+        printed(lambda g: feature_map_trial(g, square=True, half=False, constant=True)),
+        reading(
+            "λ of z, with 1/2γ",
+            "λ = e^{−γ‖c‖²}e^{−γ‖Wz‖²}/(2γ), a function of z",
+            lambda g: feature_map_trial(g, square=True, half=True, constant=False),
         ),
         note="λ is not defined in the theorem; read as a constant, the norm of Wz is missing, and "
         "with it the term −e^{−γ‖r‖²}WᵀWz of the layer.",
     ),
-    Claim(
-        id="kerdeq.theorem2",
-        paper="KerDEQ",
-        where="Theorem 2",
-        statement="The margin bound of GEQ's Proposition 2, up to a constant: the right side with "
+    claim(
+        "kerdeq.theorem2",
+        "Theorem 2",
+        "The margin bound of GEQ's Proposition 2, up to a constant: the right side with "
         "constant 1 is at least what its proof gives.",
-        variants=margin_variants(),
+        *margin_variants(),
         note="Printed with O(·): a large enough constant repairs the factors lost, but not the β "
         "held constant in its proof.",
     ),
-    Claim(
-        id="kerdeq.remark1",
-        paper="KerDEQ",
-        where="Remark 1",
-        statement=r"With $\|W^\top W\|_2 = 0.9$ and $\mu = 0.9$ both terms of KerDEQ's bound are "
+    claim(
+        "kerdeq.remark1",
+        "Remark 1",
+        r"With $\|W^\top W\|_2 = 0.9$ and $\mu = 0.9$ both terms of KerDEQ's bound are "
         r"below OptEq's if $\beta_{\max} < 0.83$.",
-        variants=(
-            Variant(name="as printed", random=_remark1),
-            Variant(
-                name="as numbers",
-                random=lambda g: _remark1_limit(g, 0.9, 0.83),
-                adversarial=lambda g: _remark1_edge(0.9, 0.83),
-                needs="m = μ = 0.9 taken as free numbers",
-            ),
-            Variant(
-                name="μ = √0.9, β < 0.83",
-                random=lambda g: _remark1_limit(g, math.sqrt(0.9), 0.83),
-                adversarial=lambda g: _remark1_edge(math.sqrt(0.9), 0.83),
-                needs="μ = √m = 0.9487",
-            ),
-            Variant(
-                name="μ = √0.9, β < 0.8259",
-                random=lambda g: _remark1_limit(g, math.sqrt(0.9), _LIMIT),
-                adversarial=lambda g: _remark1_edge(math.sqrt(0.9), _LIMIT),
-                needs="μ = √m = 0.9487 and β_max < 0.8259",
-            ),
+        printed(_remark1),
+        reading(
+            "as numbers",
+            "m = μ = 0.9 taken as free numbers",
+            lambda g: _remark1_limit(g, 0.9, 0.83),
+            lambda g: _remark1_edge(0.9, 0.83),
+        ),
+        reading(
+            "μ = √0.9, β < 0.83",
+            "μ = √m = 0.9487",
+            lambda g: _remark1_limit(g, math.sqrt(0.9), 0.83),
+            lambda g: _remark1_edge(math.sqrt(0.9), 0.83),
+        ),
+        reading(
+            "μ = √0.9, β < 0.8259",
+            "μ = √m = 0.9487 and β_max < 0.8259",
+            lambda g: _remark1_limit(g, math.sqrt(0.9), _LIMIT),
+            lambda g: _remark1_edge(math.sqrt(0.9), _LIMIT),
         ),
         note="μ is the largest of four norms, ‖W‖ = √m = 0.9487 among them, so μ = 0.9 cannot be.",
     ),
-    Claim(
-        id="kerdeq.theorem3.eq10",
-        paper="KerDEQ",
-        where="Theorem 3, Eq 10",
-        statement=r"$\kappa_{kerdeq} \le \frac{\mu^2De^{-\gamma\|U\|_2\|x-y\|^2}E[U_i^2]\|x\|\|y\|"
+    claim(
+        "kerdeq.theorem3.eq10",
+        "Theorem 3, Eq 10",
+        r"$\kappa_{kerdeq} \le \frac{\mu^2De^{-\gamma\|U\|_2\|x-y\|^2}E[U_i^2]\|x\|\|y\|"
         r"(\sin\theta_0 + (\pi-\theta_0)\cos\theta_0)}{2\pi(1-\beta_{\max}\mu^2)^2}$, "
         r"$D = e^{\gamma\|W\|_2B}$.",
-        variants=(
-            Variant(name="as printed", random=_theorem3, adversarial=_theorem3_family, cost=10),
-            FREE_OF_ANGLE,
-        ),
+        printed(_theorem3, _theorem3_family, cost=10),
+        FREE_OF_ANGLE,
         note="‖U‖₂, the largest singular value and not squared, stands where the proof of GEQ's "
         "Eq 14 has σ_min(U)²/4.",
     ),
-    Claim(
-        id="kerdeq.theorem3.eq11",
-        paper="KerDEQ",
-        where="Theorem 3, Eq 11",
-        statement="The same bound on OptEq's similarity as GEQ's Eq 15.",
-        variants=EQ15_READINGS,
+    claim(
+        "kerdeq.theorem3.eq11",
+        "Theorem 3, Eq 11",
+        "The same bound on OptEq's similarity as GEQ's Eq 15.",
+        *EQ15_READINGS,
     ),
 )

@@ -14,7 +14,7 @@ from torch import Tensor
 from equilibria_papers.theory.blocks import Block
 from equilibria_papers.theory.multi_block import MultiBlock
 
-from .claim import Claim, Trial, Variant
+from .claim import Trial, claim, printed, reading
 from .drawing import ACTIVATIONS, choice, integer, norm, normal, uniform, weights
 from .opteq_layer import Layer, off
 from .solving import program, relu_prox, solve
@@ -259,84 +259,64 @@ def _contraction(draw: torch.Generator) -> Trial:
 
 
 CLAIMS = (
-    Claim(
-        id="opteq.lemma3",
-        paper="OptEq",
-        where="Lemma 3, Eq 7",
-        statement=r"$\tilde z^* = (z_1^*, \dots, z_{L-1}^*, z_0^*)$ of a deep OptEq solves "
+    claim(
+        "opteq.lemma3",
+        "Lemma 3, Eq 7",
+        r"$\tilde z^* = (z_1^*, \dots, z_{L-1}^*, z_0^*)$ of a deep OptEq solves "
         r"$\tilde z = \alpha\tilde W^\top\sigma(\tilde W\tilde z + \tilde Ux + \tilde b) + "
         r"(1-\alpha)P\tilde z$.",
-        variants=(
-            Variant(name="as printed", random=lambda draw: _lemma3(draw, inside=False), cost=2.0),
-            Variant(
-                name="with P inside",
-                needs=r"$\sigma(\tilde WP\tilde z + \dots)$, and "
-                r"$\tilde W = \mathrm{diag}(W_1, \dots, W_L)$",
-                random=lambda draw: _lemma3(draw, inside=True),
-                cost=2.0,
-            ),
+        printed(lambda draw: _lemma3(draw, inside=False), cost=2.0),
+        reading(
+            "with P inside",
+            r"$\sigma(\tilde WP\tilde z + \dots)$, and "
+            r"$\tilde W = \mathrm{diag}(W_1, \dots, W_L)$",
+            lambda draw: _lemma3(draw, inside=True),
+            cost=2.0,
         ),
         note="Block $l$ reads its predecessor; without $P$ inside it reads itself. The printed "
         r"$\tilde W$ has one block too many for $\mathbb R^{mL}$.",
     ),
-    Claim(
-        id="opteq.theorem2",
-        paper="OptEq",
-        where="Theorem 2, Eq 8",
-        statement=r"If $\|W_l\|_2 \le 1$, every solution of Eq 7 satisfies $0 \in \partial\Phi("
+    claim(
+        "opteq.theorem2",
+        "Theorem 2, Eq 8",
+        r"If $\|W_l\|_2 \le 1$, every solution of Eq 7 satisfies $0 \in \partial\Phi("
         r"\tilde z) + (I - P)\tilde z$ with $\Phi = \sum_i\alpha M_{\varphi_i}^{1-\alpha}(z_i)$.",
-        variants=(
-            Variant(name="as printed", random=lambda draw: _theorem2(draw, inside=False), cost=4.0),
-            Variant(
-                name="with P inside",
-                needs=r"Eq 7 with $P$ inside",
-                random=lambda draw: _theorem2(draw, inside=True),
-                cost=4.0,
-            ),
+        printed(lambda draw: _theorem2(draw, inside=False), cost=4.0),
+        reading(
+            "with P inside",
+            r"Eq 7 with $P$ inside",
+            lambda draw: _theorem2(draw, inside=True),
+            cost=4.0,
         ),
     ),
-    Claim(
-        id="opteq.corollary1",
-        paper="OptEq",
-        where="Corollary 1",
-        statement=r"For $L = 2$ the solution $(z_1, z_0)$ of Eq 7 minimizes $\alpha M_{\varphi_1}^"
+    claim(
+        "opteq.corollary1",
+        "Corollary 1",
+        r"For $L = 2$ the solution $(z_1, z_0)$ of Eq 7 minimizes $\alpha M_{\varphi_1}^"
         r"{1-\alpha}(z_1) + \alpha M_{\varphi_2}^{1-\alpha}(z_0) + \frac12\|z_1 - z_0\|^2$.",
-        variants=(
-            Variant(
-                name="as printed", random=lambda draw: _corollary1(draw, inside=False), cost=4.0
-            ),
-            Variant(
-                name="with P inside",
-                needs=r"Eq 7 with $P$ inside",
-                random=lambda draw: _corollary1(draw, inside=True),
-                cost=4.0,
-            ),
+        printed(lambda draw: _corollary1(draw, inside=False), cost=4.0),
+        reading(
+            "with P inside",
+            r"Eq 7 with $P$ inside",
+            lambda draw: _corollary1(draw, inside=True),
+            cost=4.0,
         ),
     ),
-    Claim(
-        id="opteq.theorem3",
-        paper="OptEq",
-        where="Theorem 3",
-        statement=r"If $\|W_i\|_2 \le 1$ with one strict, then as $\alpha \to 0$ all "
+    claim(
+        "opteq.theorem3",
+        "Theorem 3",
+        r"If $\|W_i\|_2 \le 1$ with one strict, then as $\alpha \to 0$ all "
         r"$z_i^*(\alpha)$ tend to the $y$ of $\min \sum_i\varphi_i(x_i) + \frac12\|x_i - y\|^2$. "
         r"Tried with a rate: $\max_l\|z_l(\alpha) - y\| \le \alpha kS/(1 - \alpha kL)$, "
         r"$k = 1 + 1/(1-q)$, $q$ the mean of $\|W_l\|^2$, $S = \sum_l\|\mathrm{prox}_{\varphi_l}(y)"
         r" - y\|$ (ours).",
-        variants=(
-            Variant(
-                name="as printed, with our rate",
-                random=_theorem3_random,
-                adversarial=_theorem3_adversarial,
-                cost=4.0,
-            ),
-        ),
+        reading("as printed, with our rate", "", _theorem3_random, _theorem3_adversarial, cost=4.0),
     ),
-    Claim(
-        id="opteq.section6.1",
-        paper="OptEq",
-        where="Section 6.1, after Theorem 5",
-        statement=r"One $\|W_i\|_2 < 1$ (the others $\le 1$) makes $\mathcal T$ contractive; tried "
+    claim(
+        "opteq.section6.1",
+        "Section 6.1, after Theorem 5",
+        r"One $\|W_i\|_2 < 1$ (the others $\le 1$) makes $\mathcal T$ contractive; tried "
         r"with the factor $\prod_l(1 - \alpha(1 - \|W_l\|^2))$.",
-        variants=(Variant(name="as printed", random=_contraction),),
+        printed(_contraction),
     ),
 )

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from equilibria.problems import Decorrelation, FeatureIncay
 
-from .claim import Claim, Trial, Variant
+from .claim import Trial, claim, printed, reading
 from .drawing import ACTIVATIONS, integer, norm, normal, spectral, uniform
 from .opteq_layer import EXACT, Layer, draw_layer, off
 from .solving import bisect, relu_prox, solve
@@ -210,123 +210,97 @@ def _convex_minimum(draw: torch.Generator) -> Trial:
 
 
 CLAIMS = (
-    Claim(
-        id="opteq.theorem4",
-        paper="OptEq",
-        where="Theorem 4; Table 1, row 5",
-        statement=r"The fixed point of $f \circ (\mathcal I - \gamma\,\partial\mathcal R_z)$ "
+    claim(
+        "opteq.theorem4",
+        "Theorem 4; Table 1, row 5",
+        r"The fixed point of $f \circ (\mathcal I - \gamma\,\partial\mathcal R_z)$ "
         r"minimizes the convex function $\varphi + \gamma\mathcal R_z$.",
-        variants=(
-            Variant(name="as printed", random=_theorem4, adversarial=_theorem4_smooth, cost=2.0),
-        ),
+        printed(_theorem4, _theorem4_smooth, cost=2.0),
     ),
-    Claim(
-        id="opteq.section5.1",
-        paper="OptEq",
-        where="Section 5.1, prox form",
-        statement=r"With $\mathcal T_{\mathcal R} = \mathrm{prox}_{\gamma\mathcal R_z}$ too, "
+    claim(
+        "opteq.section5.1",
+        "Section 5.1, prox form",
+        r"With $\mathcal T_{\mathcal R} = \mathrm{prox}_{\gamma\mathcal R_z}$ too, "
         r"$z = \mathcal T(\mathcal T_{\mathcal R}(z))$ belongs to the objective "
         r"$\varphi + \gamma\mathcal R_z$.",
-        variants=(
-            Variant(
-                name="as printed", random=lambda draw: _prox_form(draw, envelope=False), cost=2.0
-            ),
-            Variant(
-                name="with the envelope",
-                needs=r"the objective is $\varphi$ plus the envelope of $\gamma\mathcal R_z$",
-                random=lambda draw: _prox_form(draw, envelope=True),
-                cost=2.0,
-            ),
+        printed(lambda draw: _prox_form(draw, envelope=False), cost=2.0),
+        reading(
+            "with the envelope",
+            r"the objective is $\varphi$ plus the envelope of $\gamma\mathcal R_z$",
+            lambda draw: _prox_form(draw, envelope=True),
+            cost=2.0,
         ),
     ),
-    Claim(
-        id="opteq.table2.norm",
-        paper="OptEq",
-        where="Table 2, row 1 (feature decay)",
-        statement=r"$\mathrm{prox}_{\gamma\mathcal R}(z) = z/(1+\gamma)$ for "
+    claim(
+        "opteq.table2.norm",
+        "Table 2, row 1 (feature decay)",
+        r"$\mathrm{prox}_{\gamma\mathcal R}(z) = z/(1+\gamma)$ for "
         r"$\mathcal R = \frac12\|z\|^2$.",
-        variants=(Variant(name="as printed", random=lambda draw: _prox_row(draw, "norm")),),
+        printed(lambda draw: _prox_row(draw, "norm")),
     ),
-    Claim(
-        id="opteq.table2.l1",
-        paper="OptEq",
-        where="Table 2, row 2 (sparsity)",
-        statement=r"$\mathrm{prox}_{\gamma\mathcal R}(z) = (|z| - \gamma)_+ \odot \mathrm{sgn}(z)$ "
+    claim(
+        "opteq.table2.l1",
+        "Table 2, row 2 (sparsity)",
+        r"$\mathrm{prox}_{\gamma\mathcal R}(z) = (|z| - \gamma)_+ \odot \mathrm{sgn}(z)$ "
         r"for $\mathcal R = \|z\|_1$.",
-        variants=(Variant(name="as printed", random=lambda draw: _prox_row(draw, "l1")),),
+        printed(lambda draw: _prox_row(draw, "l1")),
     ),
-    Claim(
-        id="opteq.table2.incay",
-        paper="OptEq",
-        where="Table 2, row 3 (feature incay)",
-        statement=r"$\mathcal I - \gamma\,\partial\mathcal R$ is $(1 - 4\gamma/(\|z\|^2 + "
+    claim(
+        "opteq.table2.incay",
+        "Table 2, row 3 (feature incay)",
+        r"$\mathcal I - \gamma\,\partial\mathcal R$ is $(1 - 4\gamma/(\|z\|^2 + "
         r"2\epsilon)^2)z$ for $\mathcal R = 2/(\|z\|^2 + 2\epsilon)$.",
-        variants=(
-            Variant(name="as printed", random=lambda draw: _incay(draw, sign=-1.0)),
-            Variant(
-                name="plus",
-                needs=r"the sign is $+$",
-                random=lambda draw: _incay(draw, sign=1.0),
-            ),
-        ),
+        printed(lambda draw: _incay(draw, sign=-1.0)),
+        reading("plus", r"the sign is $+$", lambda draw: _incay(draw, sign=1.0)),
         note="The printed sign shrinks features; incay is meant to expand them.",
     ),
-    Claim(
-        id="opteq.table2.decorrelation",
-        paper="OptEq",
-        where="Table 2, row 4 (decorrelation)",
-        statement=r"$\mathcal I - \gamma\,\partial\mathcal R/\partial z_i$ is $z_i - (\mathcal I + "
+    claim(
+        "opteq.table2.decorrelation",
+        "Table 2, row 4 (decorrelation)",
+        r"$\mathcal I - \gamma\,\partial\mathcal R/\partial z_i$ is $z_i - (\mathcal I + "
         r"\mathrm{Proj}(z_i))\sum_{j\ne i}\mathrm{Proj}(z_j)\,z_i/\|z_i\|^2$ for $\mathcal R = "
         r"\frac12\sum_{i\ne j}\cos^2(z_i, z_j)$.",
-        variants=(
-            Variant(name="as printed", random=lambda draw: _decorrelation(draw, printed=True)),
-            Variant(
-                name="corrected",
-                needs=r"$z_i - 2\gamma(\mathcal I - \mathrm{Proj}(z_i))\sum_{j\ne i}"
-                r"\mathrm{Proj}(z_j)\,z_i/\|z_i\|^2$",
-                random=lambda draw: _decorrelation(draw, printed=False),
-            ),
+        printed(lambda draw: _decorrelation(draw, printed=True)),
+        reading(
+            "corrected",
+            r"$z_i - 2\gamma(\mathcal I - \mathrm{Proj}(z_i))\sum_{j\ne i}"
+            r"\mathrm{Proj}(z_j)\,z_i/\|z_i\|^2$",
+            lambda draw: _decorrelation(draw, printed=False),
         ),
     ),
-    Claim(
-        id="opteq.table2.convex",
-        paper="OptEq",
-        where="Table 2 under Theorem 4",
-        statement=r"With the $\mathcal R_z$ of Table 2 the fixed point minimizes "
+    claim(
+        "opteq.table2.convex",
+        "Table 2 under Theorem 4",
+        r"With the $\mathcal R_z$ of Table 2 the fixed point minimizes "
         r"$\varphi + \gamma\mathcal R_z$; tried with feature incay.",
-        variants=(
-            Variant(
-                name="as printed",
-                random=_incay_minimum,
-                adversarial=lambda draw: (
-                    _incay_points(w, 1.0, 0.2, torch.zeros(1).double()) for w in (0.3, 0.6, 0.9)
-                ),
+        printed(
+            _incay_minimum,
+            lambda draw: (
+                _incay_points(w, 1.0, 0.2, torch.zeros(1).double()) for w in (0.3, 0.6, 0.9)
             ),
-            Variant(
-                name="convex",
-                needs=r"$\mathcal R_z$ convex, as Theorem 4 asks; incay, decorrelation and HSIC "
-                "are not",
-                random=_convex_minimum,
-                cost=2.0,
-            ),
+        ),
+        reading(
+            "convex",
+            r"$\mathcal R_z$ convex, as Theorem 4 asks; incay, decorrelation and HSIC "
+            "are not",
+            _convex_minimum,
+            cost=2.0,
         ),
         note="A fixed point is a stationary point: with incay it can be a maximum.",
     ),
-    Claim(
-        id="opteq.eq13",
-        paper="OptEq",
-        where="Eq 13 and Table 2, row 4",
-        statement=r"$\frac12\|DZZ^\top D - I\|_F^2 = \frac12\sum_{i\ne j}"
+    claim(
+        "opteq.eq13",
+        "Eq 13 and Table 2, row 4",
+        r"$\frac12\|DZZ^\top D - I\|_F^2 = \frac12\sum_{i\ne j}"
         r"(z_i^\top z_j/\|z_i\|\|z_j\|)^2$.",
-        variants=(Variant(name="as printed", random=_eq13),),
+        printed(_eq13),
     ),
-    Claim(
-        id="opteq.section7.2.2",
-        paper="OptEq",
-        where="Section 7.2.2, setting 3",
-        statement=r"Feature incay is $1/(\|z\|^2 + \epsilon)$ (Section 7.2.2) and "
+    claim(
+        "opteq.section7.2.2",
+        "Section 7.2.2, setting 3",
+        r"Feature incay is $1/(\|z\|^2 + \epsilon)$ (Section 7.2.2) and "
         r"$2/(\|z\|^2 + 2\epsilon)$ (Tables 2 and 5): one function.",
-        variants=(Variant(name="as printed", random=_two_incays),),
+        printed(_two_incays),
         note=r"They differ by a factor of up to 2. We take the tables' form.",
     ),
 )

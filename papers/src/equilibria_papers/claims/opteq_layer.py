@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .claim import Claim, Trial, Variant
+from .claim import Trial, claim, printed, reading
 from .drawing import (
     ACTIVATIONS,
     Activation,
@@ -177,37 +177,32 @@ def _contractive(draw: torch.Generator) -> Trial:
 
 
 CLAIMS = (
-    Claim(
-        id="opteq.theorem1",
-        paper="OptEq",
-        where="Theorem 1",
-        statement=r"For a monotone $L_\sigma$-Lipschitz $\sigma$ and $\mu \ge L_\sigma\|W\|_2^2$, "
+    claim(
+        "opteq.theorem1",
+        "Theorem 1",
+        r"For a monotone $L_\sigma$-Lipschitz $\sigma$ and $\mu \ge L_\sigma\|W\|_2^2$, "
         r"$f(z) = \frac1\mu W^\top\sigma(Wz + Ux + b)$ is $\mathrm{prox}_\varphi$ of the convex "
         r"$\varphi = \psi^* - \frac12\|\cdot\|^2$, $\psi = \frac1\mu 1^\top\tilde\sigma(Wz+Ux+b)$, "
         r"and its fixed point minimizes $\varphi$.",
-        variants=(Variant(name="as printed", random=_theorem1, adversarial=_theorem1_adversarial),),
+        printed(_theorem1, _theorem1_adversarial),
     ),
-    Claim(
-        id="opteq.wellposed",
-        paper="OptEq",
-        where="Section 3.2, after Eq 4",
-        statement=r"Any $W$ that makes $\varphi$ strictly convex ensures the existence and "
+    claim(
+        "opteq.wellposed",
+        "Section 3.2, after Eq 4",
+        r"Any $W$ that makes $\varphi$ strictly convex ensures the existence and "
         r"uniqueness of the equilibrium.",
-        variants=(
-            Variant(
-                name="as printed",
-                random=_strictly_convex,
-                adversarial=lambda draw: (
-                    _softplus_gap(torch.ones(1).double(), torch.tensor([c]).double())
-                    for c in (-2.0, -0.5, 0.1, 1.0, 3.0)
-                ),
+        printed(
+            _strictly_convex,
+            lambda draw: (
+                _softplus_gap(torch.ones(1).double(), torch.tensor([c]).double())
+                for c in (-2.0, -0.5, 0.1, 1.0, 3.0)
             ),
-            Variant(
-                name="with a contraction",
-                needs=r"$L_\sigma\|W\|_2^2 < \mu$, so that $\varphi$ is strongly convex",
-                random=_contractive,
-                cost=2.0,
-            ),
+        ),
+        reading(
+            "with a contraction",
+            r"$L_\sigma\|W\|_2^2 < \mu$, so that $\varphi$ is strongly convex",
+            _contractive,
+            cost=2.0,
         ),
         note=r"Uniqueness follows from strict convexity, existence does not: softplus has "
         r"$\sigma' < 1$, so $W = 1$, $\mu = 1$ gives a strictly convex $\varphi$, and "

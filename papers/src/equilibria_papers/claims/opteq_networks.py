@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from equilibria_papers.theory.converters import to_deep_opteq, to_hidden_units
 
-from .claim import Claim, Trial, Variant
+from .claim import Trial, claim, printed, reading
 from .drawing import ACTIVATIONS, choice, integer, normal, uniform
 from .opteq_deep import Deep
 from .opteq_layer import Layer, off
@@ -165,35 +165,27 @@ def _lemma2_one(draw: torch.Generator) -> Trial:
 
 
 CLAIMS = (
-    Claim(
-        id="opteq.lemma1",
-        paper="OptEq",
-        where="Lemma 1",
-        statement=r"Every network $z_{k+1} = \sigma(W_kz_k + U_kx + b_k)$, $y = W_{L+1}z_L$ equals "
+    claim(
+        "opteq.lemma1",
+        "Lemma 1",
+        r"Every network $z_{k+1} = \sigma(W_kz_k + U_kx + b_k)$, $y = W_{L+1}z_L$ equals "
         r"$\bar z_{k+1} = \bar W_k^\top\sigma(\bar W_k\bar z_k + U_kx + b_k)$, "
         r"$y = \bar W_{L+1}\bar z_L$ for some $\bar W_k$ with $m \ge \max(n_k + n_{k+1})$.",
-        variants=(Variant(name="as printed", random=_lemma1, cost=2.0),),
+        printed(_lemma1, cost=2.0),
         note=r"Tried with the library's `to_hidden_units` at the least $m$. The $\bar W_k$ are not "
         r"bounded by 1, so Theorem 1 needs its $\mu$ for them.",
     ),
-    Claim(
-        id="opteq.lemma2",
-        paper="OptEq",
-        where="Lemma 2",
-        statement=r"For every feed-forward network with $L - 1$ hidden layers there is a deep OptEq"
+    claim(
+        "opteq.lemma2",
+        "Lemma 2",
+        r"For every feed-forward network with $L - 1$ hidden layers there is a deep OptEq"
         r" of $L$ layers (Eq 5, $\alpha \in (0, 1)$) with the same output.",
-        variants=(
-            Variant(
-                name="as printed, by our cyclic weights",
-                random=_lemma2,
-                climbs=False,  # large weights, small α: it would find their conditioning
-            ),
-            Variant(
-                name="alpha = 1, by the paper's products",
-                needs=r"$\alpha = 1$, and one layer more for fewer than three hidden layers",
-                random=_lemma2_one,
-                cost=8.0,
-            ),
+        reading("as printed, by our cyclic weights", "", _lemma2, climbs=False),
+        reading(
+            "alpha = 1, by the paper's products",
+            r"$\alpha = 1$, and one layer more for fewer than three hidden layers",
+            _lemma2_one,
+            cost=8.0,
         ),
         note=r"The skip carries every $W_l^\top\sigma_l$ around the loop, so the paper's products "
         r"$W_{l+1}W_l^\top = A_{l+1}$ do not do it for $\alpha < 1$. Weights with "

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from .claim import Claim, Trial, Variant
+from .claim import Trial, claim, printed, reading
 from .drawing import ACTIVATIONS, integer, norm, normal, spectral, uniform
 from .opteq_layer import EXACT, Layer, draw_layer, off
 from .solving import relu_prox
@@ -109,70 +109,57 @@ def _multivariate(draw: torch.Generator, *, definite: bool) -> Trial:
 
 
 CLAIMS = (
-    Claim(
-        id="opteq.eq4",
-        paper="OptEq",
-        where="Eq 4",
-        statement=r"For ReLU and invertible $W$ the equilibrium minimizes $\varphi(z) = "
+    claim(
+        "opteq.eq4",
+        "Eq 4",
+        r"For ReLU and invertible $W$ the equilibrium minimizes $\varphi(z) = "
         r"1^\top\tilde\sigma^*(W^{-\top}z) - \langle Ux+b, W^{-\top}z\rangle - \frac12\|z\|^2$ "
         r"with $\tilde\sigma^*(x) = \frac12x^2$ for $x > 0$ and $\infty$ for $x \le 0$.",
-        variants=(
-            Variant(name="as printed", random=lambda draw: _eq4(draw, at_zero=math.inf), cost=2.0),
-            Variant(
-                name="0 at 0",
-                needs=r"$\tilde\sigma^*(0) = 0$",
-                random=lambda draw: _eq4(draw, at_zero=0.0),
-                cost=2.0,
-            ),
+        printed(lambda draw: _eq4(draw, at_zero=math.inf), cost=2.0),
+        reading(
+            "0 at 0", r"$\tilde\sigma^*(0) = 0$", lambda draw: _eq4(draw, at_zero=0.0), cost=2.0
         ),
         note="Where a unit is off, the argument is 0, and the printed objective is infinite at the "
         "equilibrium.",
     ),
-    Claim(
-        id="opteq.table1.skip",
-        paper="OptEq",
-        where="Table 1, row 2 (skip connection)",
-        statement=r"$\alpha f(z) + (1-\alpha)z$ is the layer of $\alpha M_\varphi^{1-\alpha}$, "
+    claim(
+        "opteq.table1.skip",
+        "Table 1, row 2 (skip connection)",
+        r"$\alpha f(z) + (1-\alpha)z$ is the layer of $\alpha M_\varphi^{1-\alpha}$, "
         r"with the same equilibrium.",
-        variants=(Variant(name="as printed", random=_skip, cost=2.0),),
+        printed(_skip, cost=2.0),
     ),
-    Claim(
-        id="opteq.table1.affine",
-        paper="OptEq",
-        where="Table 1, row 3 (affine change of variable)",
-        statement=r"$\mathcal A^{-1}(W^\top\sigma(W\mathcal A(z) + Ux + b))$ is the layer, as in "
+    claim(
+        "opteq.table1.affine",
+        "Table 1, row 3 (affine change of variable)",
+        r"$\mathcal A^{-1}(W^\top\sigma(W\mathcal A(z) + Ux + b))$ is the layer, as in "
         r"Theorem 1 the proximal operator, of $\psi^*(\mathcal A(z)) - \frac12\|\mathcal "
         r"A(z)\|^2$, $\mathcal A$ invertible and affine.",
-        variants=(
-            Variant(name="as printed", random=lambda draw: _affine(draw, "prox")),
-            Variant(
-                name="orthogonal",
-                needs=r"the linear part of $\mathcal A$ is orthogonal",
-                random=lambda draw: _affine(draw, "orthogonal"),
-            ),
-            Variant(
-                name="fixed points only",
-                needs="read of the fixed points, not of the map",
-                random=lambda draw: _affine(draw, "fixed points"),
-                cost=2.0,
-            ),
+        printed(lambda draw: _affine(draw, "prox")),
+        reading(
+            "orthogonal",
+            r"the linear part of $\mathcal A$ is orthogonal",
+            lambda draw: _affine(draw, "orthogonal"),
+        ),
+        reading(
+            "fixed points only",
+            "read of the fixed points, not of the map",
+            lambda draw: _affine(draw, "fixed points"),
+            cost=2.0,
         ),
         note="A scaling changes the metric of the proximal term, so the map is the prox in another "
         "metric; its fixed points are right.",
     ),
-    Claim(
-        id="opteq.table1.multivariate",
-        paper="OptEq",
-        where="Table 1, row 4 (multivariate activation)",
-        statement=r"$W^\top S(Wz + Ux + b)$ belongs to $\frac12z^\top W^{-1}S^{-1}W^{-\top}z - "
+    claim(
+        "opteq.table1.multivariate",
+        "Table 1, row 4 (multivariate activation)",
+        r"$W^\top S(Wz + Ux + b)$ belongs to $\frac12z^\top W^{-1}S^{-1}W^{-\top}z - "
         r"\langle Ux+b, W^{-\top}z\rangle - \frac12\|z\|^2$: its equilibrium is the minimizer.",
-        variants=(
-            Variant(name="as printed", random=lambda draw: _multivariate(draw, definite=False)),
-            Variant(
-                name="definite",
-                needs=r"$S$ symmetric positive definite and $\|W^\top SW\|_2 < 1$",
-                random=lambda draw: _multivariate(draw, definite=True),
-            ),
+        printed(lambda draw: _multivariate(draw, definite=False)),
+        reading(
+            "definite",
+            r"$S$ symmetric positive definite and $\|W^\top SW\|_2 < 1$",
+            lambda draw: _multivariate(draw, definite=True),
         ),
         note="Table 1 says nothing of $S$. The gradient of the quadratic sees the symmetric part "
         "of $S^{-1}$ only.",

@@ -15,7 +15,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from .claim import Claim, Trial, Variant
+from .claim import Trial, claim, printed, reading
 from .drawing import integer, norm, normal, spectral, uniform, weights
 from .solving import program, solve
 
@@ -167,48 +167,37 @@ def _training(draw: torch.Generator) -> Trial:
 
 
 CLAIMS = (
-    Claim(
-        id="opteq.theorem5",
-        paper="OptEq",
-        where="Theorem 5",
-        statement=r"The iteration $z^k = \beta_k\mathcal S_{\lambda_k}(z^{k-1}) + (1-\beta_k)"
+    claim(
+        "opteq.theorem5",
+        "Theorem 5",
+        r"The iteration $z^k = \beta_k\mathcal S_{\lambda_k}(z^{k-1}) + (1-\beta_k)"
         r"\mathcal T(z^{k-1})$ with $\beta_k = \lambda_k = \rho/k^c$ (as printed), $\gamma = "
         r"1/(2L_z)$, $\rho, c > 0$, $\rho + 2c < 1$ converges to the minimizer of $\mathcal R_z$ "
         r"over $\mathrm{Fix}(\mathcal T)$.",
-        variants=(
-            Variant(
-                name="as printed",
-                random=lambda draw: _sam(draw, printed=True),
-                adversarial=lambda draw: _sam_families(draw, printed=True),
-                cost=8.0,
-            ),
-            Variant(
-                name="with exponents rho and c",
-                needs=r"$\beta_k = \eta/k^\rho$, $\lambda_k = \eta/k^c$, which uses the printed "
-                r"$\eta$ and is what $\rho + 2c < 1$ is for",
-                random=lambda draw: _sam(draw, printed=False),
-                adversarial=lambda draw: _sam_families(draw, printed=False),
-                cost=8.0,
-            ),
+        printed(
+            lambda draw: _sam(draw, printed=True),
+            lambda draw: _sam_families(draw, printed=True),
+            cost=8.0,
+        ),
+        reading(
+            "with exponents rho and c",
+            r"$\beta_k = \eta/k^\rho$, $\lambda_k = \eta/k^c$, which uses the printed "
+            r"$\eta$ and is what $\rho + 2c < 1$ is for",
+            lambda draw: _sam(draw, printed=False),
+            lambda draw: _sam_families(draw, printed=False),
+            cost=8.0,
         ),
         note="A limit cannot be tried, only a trend: up to step 4096 the error falls clearly, or "
         r"the iterate is within 0.02 of the fixed point of its own step; and that fixed point, at "
         r"$\beta = \lambda = 10^{-4}$, is within 0.02 of the minimizer. Convergence is slow, and "
         "slower still for a badly conditioned regularizer.",
     ),
-    Claim(
-        id="opteq.theorem6",
-        paper="OptEq",
-        where="Theorem 6 (informal)",
-        statement=r"Wide layers, singular values bounded below, a smooth strongly monotone "
+    claim(
+        "opteq.theorem6",
+        "Theorem 6 (informal)",
+        r"Wide layers, singular values bounded below, a smooth strongly monotone "
         r"$\sigma$, a small rate $\eta$: $\ell(\theta^t) \le \ell(\theta^0)(1 - \eta Q_0)^t$.",
-        variants=(
-            Variant(
-                name="with Q_0 = half the smallest eigenvalue of K(0)",
-                random=_training,
-                cost=20.0,
-            ),
-        ),
+        reading("with Q_0 = half the smallest eigenvalue of K(0)", "", _training, cost=20.0),
         note=r"The constants are in an appendix that we do not have; we take $Q_0 = \lambda_{\min}"
         r"(K(0))/2$, $K$ the tangent kernel, and $\eta = 0.2/\lambda_{\max}(K(0))$. So this is one "
         "instance of the claim, no proof or refutation.",

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from equilibria.problems import certify
 
-from .claim import Claim, Trial, Variant
+from .claim import Trial, claim, reading
 from .drawing import integer, norm, normal, uniform
 from .ours_layers import B, GaussLayer, draw_gauss, scalar_layer
 from .searching import climb
@@ -97,84 +97,75 @@ def _certificate(draw: torch.Generator) -> Trial | None:
 
 
 CLAIMS = (
-    Claim(
-        id="ours.fact4",
-        paper="ours",
-        where="Fact 4, error from the residual, any step",
-        statement=r"$\|T_\tau(z) - z^*\| \le \max(|1/\tau - m|, |L - 1/\tau|)"
+    claim(
+        "ours.fact4",
+        "Fact 4, error from the residual, any step",
+        r"$\|T_\tau(z) - z^*\| \le \max(|1/\tau - m|, |L - 1/\tau|)"
         r"\,\|z - T_\tau(z)\|/m$.",
-        variants=(
-            Variant(
-                name="ours",
-                random=lambda draw: _fact4(draw, simple=False),
-                cost=2.0,
-                proof=r"at $T_\tau(z)$ the objective has a subgradient of at most "
-                r"$\max(|1/\tau - m|, |L - 1/\tau|)\|z - T_\tau(z)\|$, and it is $m$-strongly "
-                "convex",
-            ),
+        reading(
+            "ours",
+            "",
+            lambda draw: _fact4(draw, simple=False),
+            cost=2.0,
+            proof=r"at $T_\tau(z)$ the objective has a subgradient of at most "
+            r"$\max(|1/\tau - m|, |L - 1/\tau|)\|z - T_\tau(z)\|$, and it is $m$-strongly "
+            "convex",
         ),
     ),
-    Claim(
-        id="ours.fact4.plain",
-        paper="ours",
-        where="Fact 4, error from the residual, plain step",
-        statement=r"$\|z - z^*\| \le (1 + \mu^2/m)\|z - T(z)\|$ for every $\mu < 1.4969$.",
-        variants=(
-            Variant(
-                name="ours",
-                random=lambda draw: _fact4(draw, simple=True),
-                cost=2.0,
-                proof=r"fact 4 at $\tau = 1$, where the maximum is $\mu^2$, and the triangle "
-                "inequality",
-            ),
+    claim(
+        "ours.fact4.plain",
+        "Fact 4, error from the residual, plain step",
+        r"$\|z - z^*\| \le (1 + \mu^2/m)\|z - T(z)\|$ for every $\mu < 1.4969$.",
+        reading(
+            "ours",
+            "",
+            lambda draw: _fact4(draw, simple=True),
+            cost=2.0,
+            proof=r"fact 4 at $\tau = 1$, where the maximum is $\mu^2$, and the triangle "
+            "inequality",
         ),
     ),
-    Claim(
-        id="ours.fact4.tight",
-        paper="ours",
-        where="Fact 4 is at most 5.61 times the error",
-        statement=r"For $\mu \le 1$ the bound $(1 + \mu^2/m)\|z - T(z)\|$ is at most "
+    claim(
+        "ours.fact4.tight",
+        "Fact 4 is at most 5.61 times the error",
+        r"For $\mu \le 1$ the bound $(1 + \mu^2/m)\|z - T(z)\|$ is at most "
         r"$2(1 + 1/(1 - 2e^{-3/2})) = 5.61$ times the true error.",
-        variants=(
-            Variant(
-                name="ours",
-                random=lambda draw: _tight(draw, 0.999, usual=False),
-                adversarial=lambda draw: _tight_adversarial(draw, 0.999, usual=False),
-                cost=2.0,
-                proof=r"$\|z - T(z)\| \le (1 + \mu^2)\|z - z^*\|$ by fact 2, and "
-                r"$(1 + \mu^2/m)(1 + \mu^2)$ grows with $\mu$",
-            ),
+        reading(
+            "ours",
+            "",
+            lambda draw: _tight(draw, 0.999, usual=False),
+            lambda draw: _tight_adversarial(draw, 0.999, usual=False),
+            cost=2.0,
+            proof=r"$\|z - T(z)\| \le (1 + \mu^2)\|z - z^*\|$ by fact 2, and "
+            r"$(1 + \mu^2/m)(1 + \mu^2)$ grows with $\mu$",
         ),
     ),
-    Claim(
-        id="ours.fact4.usual",
-        paper="ours",
-        where="The usual bound is not that tight",
-        statement=r"For $\mu < 1$ the usual bound $\|z - T(z)\|/(1 - \mu^2)$ is at most ten times "
+    claim(
+        "ours.fact4.usual",
+        "The usual bound is not that tight",
+        r"For $\mu < 1$ the usual bound $\|z - T(z)\|/(1 - \mu^2)$ is at most ten times "
         r"the true error.",
-        variants=(
-            Variant(
-                name="for every mu < 1",
-                random=lambda draw: _tight(draw, 0.999, usual=True),
-                adversarial=lambda draw: _tight_adversarial(draw, 0.999, usual=True),
-                cost=2.0,
-            ),
-            Variant(
-                name="mu at most 0.9045",
-                needs=r"$\mu^2 \le 9/11$, $\mu \le 0.9045$",
-                random=lambda draw: _tight(draw, 0.9045, usual=True),
-                adversarial=lambda draw: _tight_adversarial(draw, 0.9045, usual=True),
-                cost=2.0,
-                proof=r"$(1 + \mu^2)/(1 - \mu^2) \le 10$",
-            ),
+        reading(
+            "for every mu < 1",
+            "",
+            lambda draw: _tight(draw, 0.999, usual=True),
+            lambda draw: _tight_adversarial(draw, 0.999, usual=True),
+            cost=2.0,
+        ),
+        reading(
+            "mu at most 0.9045",
+            r"$\mu^2 \le 9/11$, $\mu \le 0.9045$",
+            lambda draw: _tight(draw, 0.9045, usual=True),
+            lambda draw: _tight_adversarial(draw, 0.9045, usual=True),
+            cost=2.0,
+            proof=r"$(1 + \mu^2)/(1 - \mu^2) \le 10$",
         ),
     ),
-    Claim(
-        id="ours.certificate",
-        paper="ours",
-        where="certify: the error bound",
-        statement=r"`certify(problem, z).error_bound` is at least $\|z - z^*\|$; where only a "
+    claim(
+        "ours.certificate",
+        "certify: the error bound",
+        r"`certify(problem, z).error_bound` is at least $\|z - z^*\|$; where only a "
         r"local guarantee is given ($\mu > 1.4969$), there is an equilibrium that close to $z$.",
-        variants=(Variant(name="ours", random=_certificate, cost=4.0),),
+        reading("ours", "", _certificate, cost=4.0),
     ),
 )

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from equilibria.problems import GAUSSIAN_BEND
 
-from .claim import Claim, Trial, Variant
+from .claim import Trial, claim, reading
 from .drawing import integer, norm, normal, uniform
 from .ours_layers import THRESHOLD, GaussLayer, draw_gauss, scalar_layer
 from .searching import climb, evolve
@@ -212,113 +212,99 @@ def _fact3_sharp(draw: torch.Generator) -> Trial:
 
 
 CLAIMS = (
-    Claim(
-        id="ours.fact1",
-        paper="ours",
-        where="Fact 1, curvature",
-        statement=r"$-2e^{-3/2}\mu^2I \preceq \nabla^2q \preceq \mu^2I$ for every $\gamma$ and "
+    claim(
+        "ours.fact1",
+        "Fact 1, curvature",
+        r"$-2e^{-3/2}\mu^2I \preceq \nabla^2q \preceq \mu^2I$ for every $\gamma$ and "
         r"input, $\mu$ the norm of $z \mapsto (\text{rows of }Wz)W_h$; at one $z$ "
         r"$\min(0, \min_ie^{-s_i}(1-2s_i))\mu^2$ and $\max_ie^{-s_i}\mu^2$.",
-        variants=(
-            Variant(
-                name="ours",
-                random=_fact1,
-                adversarial=_fact1_adversarial,
-                cost=2.0,
-                proof=r"$\nabla^2q = \sum_iA_i^\top e^{-s_i}(I - 2\gamma h_ih_i^\top)A_i$, and "
-                r"$-2e^{-3/2} \le e^{-s}(1 - 2s) \le e^{-s} \le 1$ for $s \ge 0$",
-            ),
+        reading(
+            "ours",
+            "",
+            _fact1,
+            _fact1_adversarial,
+            cost=2.0,
+            proof=r"$\nabla^2q = \sum_iA_i^\top e^{-s_i}(I - 2\gamma h_ih_i^\top)A_i$, and "
+            r"$-2e^{-3/2} \le e^{-s}(1 - 2s) \le e^{-s} \le 1$ for $s \ge 0$",
         ),
     ),
-    Claim(
-        id="ours.fact1.sharp",
-        paper="ours",
-        where="Fact 1, both ends are attained",
-        statement=r"For every $\mu$ and $\gamma$ there are layers with $\nabla^2q = \mu^2$ and "
+    claim(
+        "ours.fact1.sharp",
+        "Fact 1, both ends are attained",
+        r"For every $\mu$ and $\gamma$ there are layers with $\nabla^2q = \mu^2$ and "
         r"$= -2e^{-3/2}\mu^2$; the ratio is bound over attained.",
-        variants=(
-            Variant(
-                name="ours",
-                random=_fact1_sharp,
-                proof=r"$n = 1$ with $s = 0$, and with $s = 3/2$, where $e^{-s}(1 - 2s)$ is least",
-            ),
+        reading(
+            "ours",
+            "",
+            _fact1_sharp,
+            proof=r"$n = 1$ with $s = 0$, and with $s = 3/2$, where $e^{-s}(1 - 2s)$ is least",
         ),
     ),
-    Claim(
-        id="ours.bend",
-        paper="ours",
-        where="Lipschitz constant of the Hessian",
-        statement=r"$\|\nabla^2q(a) - \nabla^2q(b)\|_2 \le 1.9518\sqrt\gamma\,\mu^3\|a-b\|$.",
-        variants=(
-            Variant(
-                name="ours",
-                random=_bend,
-                proof=r"a symmetric trilinear form attains its norm at $u, u, u$, and "
-                r"$\max|(4a^3 - 6a)e^{-a^2}| = 1.9518$",
-            ),
+    claim(
+        "ours.bend",
+        "Lipschitz constant of the Hessian",
+        r"$\|\nabla^2q(a) - \nabla^2q(b)\|_2 \le 1.9518\sqrt\gamma\,\mu^3\|a-b\|$.",
+        reading(
+            "ours",
+            "",
+            _bend,
+            proof=r"a symmetric trilinear form attains its norm at $u, u, u$, and "
+            r"$\max|(4a^3 - 6a)e^{-a^2}| = 1.9518$",
         ),
     ),
-    Claim(
-        id="ours.fact2",
-        paper="ours",
-        where="Fact 2, contraction",
-        statement=r"$\|T(a) - T(b)\| \le \mu^2\|a-b\|$ for every $\gamma$ and prior, so $T$ "
+    claim(
+        "ours.fact2",
+        "Fact 2, contraction",
+        r"$\|T(a) - T(b)\| \le \mu^2\|a-b\|$ for every $\gamma$ and prior, so $T$ "
         r"contracts for $\mu < 1$.",
-        variants=(
-            Variant(
-                name="ours",
-                random=_fact2,
-                adversarial=lambda draw: _step_adversarial(draw, best=False),
-                proof=r"fact 1 bounds $\nabla q$'s Lipschitz constant by $\mu^2$, and a proximal "
-                "map does not expand",
-            ),
+        reading(
+            "ours",
+            "",
+            _fact2,
+            lambda draw: _step_adversarial(draw, best=False),
+            proof=r"fact 1 bounds $\nabla q$'s Lipschitz constant by $\mu^2$, and a proximal "
+            "map does not expand",
         ),
     ),
-    Claim(
-        id="ours.fact3",
-        paper="ours",
-        where="Fact 3, uniqueness",
-        statement=r"$G$ is strongly convex with modulus $m = 1 - 2e^{-3/2}\mu^2$; so there is one "
+    claim(
+        "ours.fact3",
+        "Fact 3, uniqueness",
+        r"$G$ is strongly convex with modulus $m = 1 - 2e^{-3/2}\mu^2$; so there is one "
         r"equilibrium for $\mu^2 < e^{3/2}/2$, $\mu < 1.4969$.",
-        variants=(
-            Variant(
-                name="ours",
-                random=_fact3,
-                adversarial=_fact3_adversarial,
-                proof=r"fact 1: $\nabla^2(\frac12\|z\|^2 + q) \succeq (1 - 2e^{-3/2}\mu^2)I$",
-            ),
+        reading(
+            "ours",
+            "",
+            _fact3,
+            _fact3_adversarial,
+            proof=r"fact 1: $\nabla^2(\frac12\|z\|^2 + q) \succeq (1 - 2e^{-3/2}\mu^2)I$",
         ),
     ),
-    Claim(
-        id="ours.fact3.sharp",
-        paper="ours",
-        where="Fact 3 is sharp",
-        statement=r"For every $\mu > e^{3/4}/\sqrt2 = 1.4969$ there is a layer with three "
+    claim(
+        "ours.fact3.sharp",
+        "Fact 3 is sharp",
+        r"For every $\mu > e^{3/4}/\sqrt2 = 1.4969$ there is a layer with three "
         r"equilibria: $n = 1$, $\sqrt\gamma c = \sqrt{3/2}(1 + \mu^2e^{-3/2})$.",
-        variants=(
-            Variant(
-                name="ours",
-                random=_fact3_sharp,
-                cost=4.0,
-                proof=r"$t \mapsto t(1 + \mu^2e^{-t^2})$ falls at $t^2 = 3/2$, so its value there "
-                "is taken three times",
-            ),
+        reading(
+            "ours",
+            "",
+            _fact3_sharp,
+            cost=4.0,
+            proof=r"$t \mapsto t(1 + \mu^2e^{-t^2})$ falls at $t^2 = 3/2$, so its value there "
+            "is taken three times",
         ),
     ),
-    Claim(
-        id="ours.fact3.rate",
-        paper="ours",
-        where="Fact 3, damped rate",
-        statement=r"With $\tau = 2/(m+L)$, $L = 1+\mu^2$, $T_\tau$ contracts with the factor "
+    claim(
+        "ours.fact3.rate",
+        "Fact 3, damped rate",
+        r"With $\tau = 2/(m+L)$, $L = 1+\mu^2$, $T_\tau$ contracts with the factor "
         r"$(L-m)/(L+m)$ for every $\mu < 1.4969$.",
-        variants=(
-            Variant(
-                name="ours",
-                random=_fact3_rate,
-                adversarial=lambda draw: _step_adversarial(draw, best=True),
-                proof=r"$\|I - \tau H\| \le \max(|1 - \tau m|, |\tau L - 1|)$ for "
-                r"$mI \preceq H \preceq LI$, and a proximal map does not expand",
-            ),
+        reading(
+            "ours",
+            "",
+            _fact3_rate,
+            lambda draw: _step_adversarial(draw, best=True),
+            proof=r"$\|I - \tau H\| \le \max(|1 - \tau m|, |\tau L - 1|)$ for "
+            r"$mI \preceq H \preceq LI$, and a proximal map does not expand",
         ),
     ),
 )

@@ -18,7 +18,7 @@ from equilibria.problems import (
     certify,
 )
 
-from .claim import Claim, Trial, Variant
+from .claim import Trial, claim, printed, reading
 from .drawing import ACTIVATIONS, Activation, choice, integer, norm, normal, uniform, weights
 from .ours_layers import PRIORS
 from .solving import newton, solve
@@ -134,79 +134,62 @@ def _degenerate(draw: torch.Generator, *, offset: float) -> Trial:
 
 
 CLAIMS = (
-    Claim(
-        id="ours.fact6.linear",
-        paper="ours",
-        where="Fact 6, linear kernel",
-        statement=r"$z = \sigma(W^\top Wz + c)$: factor $\|W\|_2^2$, modulus $1 - \|W\|_2^2$, "
+    claim(
+        "ours.fact6.linear",
+        "Fact 6, linear kernel",
+        r"$z = \sigma(W^\top Wz + c)$: factor $\|W\|_2^2$, modulus $1 - \|W\|_2^2$, "
         r"Lipschitz constant $1/(1 - \|W\|_2^2)$ in $c$; tried with the numbers of `certify`.",
-        variants=(
-            Variant(
-                name="ours",
-                random=_linear,
-                cost=4.0,
-                proof=r"$\nabla^2q = -W^\top W$, and $\sigma$ does not expand",
-            ),
+        reading(
+            "ours",
+            "",
+            _linear,
+            cost=4.0,
+            proof=r"$\nabla^2q = -W^\top W$, and $\sigma$ does not expand",
         ),
     ),
-    Claim(
-        id="ours.fact6.sigmoid",
-        paper="ours",
-        where="Fact 6, sigmoid kernel",
-        statement=r"$-(\frac{4}{3\sqrt3}\|c\|^2 + \|W\|^2) \le \nabla^2q \le "
+    claim(
+        "ours.fact6.sigmoid",
+        "Fact 6, sigmoid kernel",
+        r"$-(\frac{4}{3\sqrt3}\|c\|^2 + \|W\|^2) \le \nabla^2q \le "
         r"\frac{4}{3\sqrt3}\|c\|^2$.",
-        variants=(
-            Variant(
-                name="ours",
-                random=_sigmoid,
-                cost=2.0,
-                proof=r"$\nabla^2q = 2t(1-t^2)cc^\top - W^\top W$, and $|2t(1-t^2)| \le "
-                r"\frac{4}{3\sqrt3}$ on $[-1, 1]$",
-            ),
+        reading(
+            "ours",
+            "",
+            _sigmoid,
+            cost=2.0,
+            proof=r"$\nabla^2q = 2t(1-t^2)cc^\top - W^\top W$, and $|2t(1-t^2)| \le "
+            r"\frac{4}{3\sqrt3}$ on $[-1, 1]$",
         ),
     ),
-    Claim(
-        id="ours.fact6.unique",
-        paper="ours",
-        where="Fact 6, sigmoid kernel, uniqueness",
-        statement=r"One equilibrium for the inputs with $\|W\|^2 + 0.7698\|c\|^2 < 1$.",
-        variants=(
-            Variant(
-                name="ours",
-                random=_sigmoid_unique,
-                cost=4.0,
-                proof="the bound on the Hessian makes $G$ strongly convex",
-            ),
+    claim(
+        "ours.fact6.unique",
+        "Fact 6, sigmoid kernel, uniqueness",
+        r"One equilibrium for the inputs with $\|W\|^2 + 0.7698\|c\|^2 < 1$.",
+        reading(
+            "ours",
+            "",
+            _sigmoid_unique,
+            cost=4.0,
+            proof="the bound on the Hessian makes $G$ strongly convex",
         ),
     ),
-    Claim(
-        id="ours.fact6.polynomial",
-        paper="ours",
-        where="Fact 6, polynomial kernel, d = 2",
-        statement=r"$-2\|c\|^2 - \|W\|^2 \le \nabla^2q \le 0$.",
-        variants=(
-            Variant(
-                name="ours",
-                random=_polynomial,
-                cost=2.0,
-                proof=r"$\nabla^2q = -2cc^\top - W^\top W$",
-            ),
-        ),
+    claim(
+        "ours.fact6.polynomial",
+        "Fact 6, polynomial kernel, d = 2",
+        r"$-2\|c\|^2 - \|W\|^2 \le \nabla^2q \le 0$.",
+        reading("ours", "", _polynomial, cost=2.0, proof=r"$\nabla^2q = -2cc^\top - W^\top W$"),
     ),
-    Claim(
-        id="ours.polynomial",
-        paper="ours",
-        where="The polynomial kernel tells inputs apart",
-        statement=r"With $q = -\langle c, z\rangle^d - \frac12\|Wz\|^2$ (GEQ, Table 4) a solver "
+    claim(
+        "ours.polynomial",
+        "The polynomial kernel tells inputs apart",
+        r"With $q = -\langle c, z\rangle^d - \frac12\|Wz\|^2$ (GEQ, Table 4) a solver "
         r"started at 0 returns something that depends on $x$.",
-        variants=(
-            Variant(name="as printed", random=lambda draw: _degenerate(draw, offset=0.0)),
-            Variant(
-                name="offset 1",
-                needs=r"$q = -(1 + \langle c, z\rangle)^d - \frac12\|Wz\|^2$",
-                random=lambda draw: _degenerate(draw, offset=1.0),
-                proof=r"$-\nabla q(0) = d\,c$",
-            ),
+        printed(lambda draw: _degenerate(draw, offset=0.0)),
+        reading(
+            "offset 1",
+            r"$q = -(1 + \langle c, z\rangle)^d - \frac12\|Wz\|^2$",
+            lambda draw: _degenerate(draw, offset=1.0),
+            proof=r"$-\nabla q(0) = d\,c$",
         ),
         note=r"$T(0) = 0$ for every $x$ as printed: zero is an equilibrium of every input.",
     ),

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from equilibria.problems import MeanPatchEnergy, certify, gaussian_sensitivity
 
-from .claim import Claim, Trial, Variant
+from .claim import Trial, claim, reading
 from .drawing import ACTIVATIONS, integer, norm, normal, spectral, uniform
 from .ours_layers import B, GaussLayer, draw_gauss
 from .searching import climb, evolve
@@ -198,133 +198,120 @@ _SHARP = (
 )
 
 CLAIMS = (
-    Claim(
-        id="ours.fact5",
-        paper="ours",
-        where="Fact 5, Lipschitz constant for a fixed γ",
-        statement=r"$\|z^*(x_1) - z^*(x_2)\| \le \Lambda(\mu)\|\tilde c_1 - \tilde c_2\|$, "
+    claim(
+        "ours.fact5",
+        "Fact 5, Lipschitz constant for a fixed γ",
+        r"$\|z^*(x_1) - z^*(x_2)\| \le \Lambda(\mu)\|\tilde c_1 - \tilde c_2\|$, "
         r"$b = 2e^{-3/2}$: $\Lambda = \mu/(1+\mu^2)$ for $\mu^2 \le (1-b)/(1+b)$, "
         r"$(1-b)/(2\sqrt{1-b-b\mu^2})$ up to $\mu^2 = (1-b)/(b(1+b))$, $b\mu/(1-b\mu^2)$ above.",
-        variants=(
-            Variant(
-                name="ours",
-                random=lambda draw: _random_inputs(draw, None, "sharp"),
-                adversarial=lambda draw: _search_inputs(draw, None, "sharp"),
-                tolerance=1e-5,
-                cost=2.0,
-                proof=_SHARP,
-            ),
+        reading(
+            "ours",
+            "",
+            lambda draw: _random_inputs(draw, None, "sharp"),
+            lambda draw: _search_inputs(draw, None, "sharp"),
+            tolerance=1e-5,
+            cost=2.0,
+            proof=_SHARP,
         ),
     ),
-    Claim(
-        id="ours.fact5.sharp",
-        paper="ours",
-        where="Fact 5 is sharp",
-        statement=r"For every $\mu < 1.4969$ a layer with $n = 1$ and two patches, $s = 0$ and "
+    claim(
+        "ours.fact5.sharp",
+        "Fact 5 is sharp",
+        r"For every $\mu < 1.4969$ a layer with $n = 1$ and two patches, $s = 0$ and "
         r"$s = 3/2$, has the Lipschitz constant $\Lambda(\mu)$; the ratio is $\Lambda$ over met.",
-        variants=(
-            Variant(
-                name="ours",
-                random=_sharp,
-                tolerance=1e-3,
-                cost=8.0,
-                proof="the two blocks of this layer are the ends of the interval, so every step of "
-                "fact 5's proof is an equality",
-            ),
+        reading(
+            "ours",
+            "",
+            _sharp,
+            tolerance=1e-3,
+            cost=8.0,
+            proof="the two blocks of this layer are the ends of the interval, so every step of "
+            "fact 5's proof is an equality",
         ),
     ),
-    Claim(
-        id="ours.fact5.local",
-        paper="ours",
-        where="Fact 5 at one input",
-        statement=r"`certify(...).lipschitz_local` bounds $\|\partial z^*/\partial c\|_2$ there.",
-        variants=(Variant(name="ours", random=_local, cost=4.0),),
+    claim(
+        "ours.fact5.local",
+        "Fact 5 at one input",
+        r"`certify(...).lipschitz_local` bounds $\|\partial z^*/\partial c\|_2$ there.",
+        reading("ours", "", _local, cost=4.0),
     ),
-    Claim(
-        id="ours.fact5.rule",
-        paper="ours",
-        where="Fact 5 and the rule for γ",
-        statement=r"$\|z^*(x_1) - z^*(x_2)\| \le (\mu/m)\|\tilde c_1 - \tilde c_2\|$ whatever rule "
+    claim(
+        "ours.fact5.rule",
+        "Fact 5 and the rule for γ",
+        r"$\|z^*(x_1) - z^*(x_2)\| \le (\mu/m)\|\tilde c_1 - \tilde c_2\|$ whatever rule "
         r"gives $\gamma$, since $\gamma$ is detached.",
-        variants=(
-            Variant(
-                name="gamma = 0.2 / min energy (GEQ Section 4.1)",
-                random=lambda draw: _random_inputs(draw, _min_rule, "plain"),
-                adversarial=_any_rule,
-                tolerance=1e-5,
-                cost=2.0,
-            ),
-            Variant(
-                name="gamma fixed",
-                needs=r"$\gamma$ does not depend on the input",
-                random=lambda draw: _random_inputs(draw, None, "plain"),
-                adversarial=lambda draw: _search_inputs(draw, None, "plain"),
-                tolerance=1e-5,
-                cost=2.0,
-                proof=r"$-\nabla q$ moves by at most $\mu\|\tilde c_1 - \tilde c_2\|$, and the "
-                "objective is $m$-strongly convex",
-            ),
+        reading(
+            "gamma = 0.2 / min energy (GEQ Section 4.1)",
+            "",
+            lambda draw: _random_inputs(draw, _min_rule, "plain"),
+            _any_rule,
+            tolerance=1e-5,
+            cost=2.0,
+        ),
+        reading(
+            "gamma fixed",
+            r"$\gamma$ does not depend on the input",
+            lambda draw: _random_inputs(draw, None, "plain"),
+            lambda draw: _search_inputs(draw, None, "plain"),
+            tolerance=1e-5,
+            cost=2.0,
+            proof=r"$-\nabla q$ moves by at most $\mu\|\tilde c_1 - \tilde c_2\|$, and the "
+            "objective is $m$-strongly convex",
         ),
         note="Detaching changes the gradient, not the map. With the minimum of the patch energies "
         "no constant exists that does not grow with the number of patches.",
     ),
-    Claim(
-        id="ours.fact5.mean",
-        paper="ours",
-        where="Fact 5 for the mean rule",
-        statement=r"With $\gamma = 0.2/\text{mean energy}$ the constant is at most "
+    claim(
+        "ours.fact5.mean",
+        "Fact 5 for the mean rule",
+        r"With $\gamma = 0.2/\text{mean energy}$ the constant is at most "
         r"$(1 + 2(3/2)^{3/2}e^{-3/2}/\sqrt{0.2})\,\mu/m = 2.833\,\mu/m$.",
-        variants=(
-            Variant(
-                name="ours",
-                random=lambda draw: _random_inputs(draw, _mean_rule, "mean"),
-                adversarial=lambda draw: _search_inputs(draw, _mean_rule, "mean"),
-                tolerance=1e-5,
-                cost=2.0,
-                proof=r"$|d\gamma| \le 2\gamma|d\tilde c|/\sqrt{PE}$, "
-                r"$|d(e^{-\gamma h^2}h)/d\gamma| \le 0.40992\,\gamma^{-3/2}$ for each "
-                r"patch, and $\gamma E = 0.2$",
-            ),
+        reading(
+            "ours",
+            "",
+            lambda draw: _random_inputs(draw, _mean_rule, "mean"),
+            lambda draw: _search_inputs(draw, _mean_rule, "mean"),
+            tolerance=1e-5,
+            cost=2.0,
+            proof=r"$|d\gamma| \le 2\gamma|d\tilde c|/\sqrt{PE}$, "
+            r"$|d(e^{-\gamma h^2}h)/d\gamma| \le 0.40992\,\gamma^{-3/2}$ for each "
+            r"patch, and $\gamma E = 0.2$",
         ),
     ),
-    Claim(
-        id="ours.fact5.mean_sharp",
-        paper="ours",
-        where="The sharp constant and the mean rule",
-        statement=r"$\Lambda(\mu)$ of a fixed $\gamma$ also bounds the mean rule.",
-        variants=(
-            Variant(
-                name="gamma = 0.2 / mean energy",
-                random=lambda draw: _random_inputs(draw, _mean_rule, "sharp"),
-                adversarial=lambda draw: _search_inputs(draw, _mean_rule, "sharp"),
-                tolerance=1e-5,
-                cost=2.0,
-            ),
-            Variant(
-                name="gamma fixed",
-                needs=r"$\gamma$ does not depend on the input",
-                random=lambda draw: _random_inputs(draw, None, "sharp"),
-                tolerance=1e-5,
-                cost=2.0,
-                proof=_SHARP,
-            ),
+    claim(
+        "ours.fact5.mean_sharp",
+        "The sharp constant and the mean rule",
+        r"$\Lambda(\mu)$ of a fixed $\gamma$ also bounds the mean rule.",
+        reading(
+            "gamma = 0.2 / mean energy",
+            "",
+            lambda draw: _random_inputs(draw, _mean_rule, "sharp"),
+            lambda draw: _search_inputs(draw, _mean_rule, "sharp"),
+            tolerance=1e-5,
+            cost=2.0,
+        ),
+        reading(
+            "gamma fixed",
+            r"$\gamma$ does not depend on the input",
+            lambda draw: _random_inputs(draw, None, "sharp"),
+            tolerance=1e-5,
+            cost=2.0,
+            proof=_SHARP,
         ),
     ),
-    Claim(
-        id="ours.fact5.min",
-        paper="ours",
-        where="Fact 5: no constant for the min rule",
-        statement=r"With $\gamma = 0.2/\text{least energy}$ there are layers of $P + 1$ patches "
+    claim(
+        "ours.fact5.min",
+        "Fact 5: no constant for the min rule",
+        r"With $\gamma = 0.2/\text{least energy}$ there are layers of $P + 1$ patches "
         r"whose Lipschitz constant is at least $2(3/2)^{3/2}e^{-3/2}/\sqrt{0.2}\cdot\sqrt P\,\mu/m "
         r"= 1.833\sqrt P\,\mu/m$; the ratio is that over met.",
-        variants=(
-            Variant(
-                name="ours",
-                random=_min_growth,
-                tolerance=1e-4,
-                cost=2.0,
-                proof="the derivative of this equilibrium in the last patch, in closed form",
-            ),
+        reading(
+            "ours",
+            "",
+            _min_growth,
+            tolerance=1e-4,
+            cost=2.0,
+            proof="the derivative of this equilibrium in the last patch, in closed form",
         ),
     ),
 )

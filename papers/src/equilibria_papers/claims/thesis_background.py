@@ -9,12 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .claim import Claim, Trial, Variant
+from .claim import Claim, Trial, claim, printed, reading
 from .drawing import integer, log_uniform, norm, normal, spectral, uniform
 
 EXACT = 1e-8
 """How far two computations of one number may lie apart, relative to its size."""
-PAPER = "NTK thesis"
 
 
 # ---------------------------------------------------------------- monotone operators, 2.3
@@ -368,181 +367,162 @@ def _weight_tied(draw: torch.Generator) -> Trial:
     return Trial(norm(z[-n:] - wanted) / EXACT, {"depth": depth, "n": n})
 
 
-def _one(name: str, where: str, statement: str, *variants: Variant, note: str = "") -> Claim:
-    return Claim(
-        id=f"thesis.{name}",
-        paper=PAPER,
-        where=where,
-        statement=statement,
-        variants=variants,
-        note=note,
-    )
-
-
-def _printed(random: Callable[[torch.Generator], Trial | None], **more: object) -> Variant:
-    return Variant(name="as printed", random=random, **more)  # type: ignore[arg-type]
-
-
 CLAIMS: tuple[Claim, ...] = (
-    _one(
-        "lemma2.3.1",
+    claim(
+        "thesis.lemma2.3.1",
         "Lemma 2.3.1",
         r"$\partial f$ is maximal monotone iff $f$ is convex, closed and proper (tried: if, in one "
         "dimension, maximality by Minty's theorem).",
-        _printed(_subgradients),
+        printed(_subgradients),
     ),
-    _one(
-        "lemma2.3.2",
+    claim(
+        "thesis.lemma2.3.2",
         "Lemma 2.3.2",
         r"$F(x) = Wx + h$ is strongly monotone (with parameter $m$) if $W + W^\top \succeq mI$.",
-        _printed(_strongly(1.0)),
-        Variant(
-            name="twice",
-            random=_strongly(2.0),
-            needs=r"$W + W^\top \succeq 2mI$, as the thesis itself uses it afterwards",
+        printed(_strongly(1.0)),
+        reading(
+            "twice",
+            r"$W + W^\top \succeq 2mI$, as the thesis itself uses it afterwards",
+            _strongly(2.0),
         ),
         note=r"$\langle Wv, v\rangle = \frac12 v^\top(W + W^\top)v$ gives the modulus $m/2$.",
     ),
-    _one(
-        "prop1",
+    claim(
+        "thesis.prop1",
         "Proposition 1",
         r"$I - W \succeq mI$ iff $W = (1 - m)I - A^\top A + B - B^\top$ for some $A$, $B$.",
-        _printed(_parametrized),
+        printed(_parametrized),
     ),
-    _one(
-        "eq2.6",
+    claim(
+        "thesis.eq2.6",
         "Eq 2.6",
         r"$\|J\|_2 = \rho(J) = \max_i |\lambda_i(J)|$.",
-        _printed(_norm_is_radius(False)),
-        Variant(name="normal", random=_norm_is_radius(True), needs="J normal"),
+        printed(_norm_is_radius(False)),
+        reading("normal", "J normal", _norm_is_radius(True)),
         note="The spectral radius is not the largest singular value.",
     ),
-    _one(
-        "eq2.8",
+    claim(
+        "thesis.eq2.8",
         "Eq 2.8 and the line before",
         r"The smallest singular value of $I - J$ is (at least) $1 - \rho(J)$.",
-        _printed(_least_singular(False)),
-        Variant(
-            name="by the norm",
-            random=_least_singular(True),
-            needs=r"$\rho(J)$ read as $\|J\|_2 < 1$ and equality as $\ge$",
+        printed(_least_singular(False)),
+        reading(
+            "by the norm",
+            r"$\rho(J)$ read as $\|J\|_2 < 1$ and equality as $\ge$",
+            _least_singular(True),
         ),
     ),
-    _one(
-        "definition2.5.2",
+    claim(
+        "thesis.definition2.5.2",
         "Definition 2.5.2, third form",
         r"$L$-smoothness is equivalent to $\langle x - y, \nabla f(x) - \nabla f(y)\rangle \le "
         r"\frac1L \|\nabla f(x) - \nabla f(y)\|^2$.",
-        _printed(_cocoercive(False)),
-        Variant(
-            name="reversed",
-            random=_cocoercive(True),
-            needs=r"$\ge$ in place of $\le$, and $f$ convex",
-        ),
+        printed(_cocoercive(False)),
+        reading("reversed", r"$\ge$ in place of $\le$, and $f$ convex", _cocoercive(True)),
     ),
-    _one(
-        "prop2",
+    claim(
+        "thesis.prop2",
         "Proposition 2",
         r"For $\eta \le 1/L$ gradient descent on an $L$-smooth function falls by at least "
         r"$\frac\eta2\|\nabla L\|^2$ a step.",
-        _printed(_descent),
+        printed(_descent),
     ),
-    _one(
-        "theorem2.5.1",
+    claim(
+        "thesis.theorem2.5.1",
         "Theorem 2.5.1",
         r"With $\eta = 1/L$ an $\epsilon$-critical point is reached in $2L(L(\theta_0) - "
         r"L^*)/\epsilon^2$ iterations (printed with $\theta^*$ for $L^*$).",
-        _printed(_critical, cost=2.0),
+        printed(_critical, cost=2.0),
     ),
-    _one(
-        "lemma2.5.2",
+    claim(
+        "thesis.lemma2.5.2",
         "Lemma 2.5.2",
         r"$\frac1{2\mu}\|\nabla f(w)\|^2 \ge f(w) - f^* \ge \frac\mu2\|w - w^*\|^2$ where $f$ is "
         r"$\mu$-strongly convex.",
-        _printed(_gradient_bounds),
+        printed(_gradient_bounds),
     ),
-    _one(
-        "theorem2.5.3",
+    claim(
+        "thesis.theorem2.5.3",
         "Theorem 2.5.3",
         r"$L(\theta_t) - L^* \le (1 - \mu/L)^t(L(\theta_0) - L^*)$ for $\mu$-strongly convex "
         "functions.",
-        _printed(_rate),
+        printed(_rate),
     ),
-    _one(
-        "theorem2.5.4",
+    claim(
+        "thesis.theorem2.5.4",
         "Theorem 2.5.4 with Definition 2.5.3",
         r"$\|\nabla f\|^2 \ge \mu f$ gives $f(\theta_t) \le (1 - \mu/L)^t f(\theta_0)$ with "
         r"$\eta = 1/L$.",
-        _printed(_pl_rate(False), adversarial=_pl_family(False)),
-        Variant(
-            name="half the rate",
-            random=_pl_rate(True),
-            adversarial=_pl_family(True),
-            needs=r"the rate $1 - \mu/(2L)$, or $\frac12\|\nabla f\|^2 \ge \mu f$ in Definition "
+        printed(_pl_rate(False), adversarial=_pl_family(False)),
+        reading(
+            "half the rate",
+            r"the rate $1 - \mu/(2L)$, or $\frac12\|\nabla f\|^2 \ge \mu f$ in Definition "
             "2.5.3",
+            _pl_rate(True),
+            _pl_family(True),
         ),
         note=r"The definition lost the usual factor $\frac12$: $f = x^2/2$ has $\mu = 2$, $L = 1$, "
         "and the printed factor is −1.",
     ),
-    _one(
-        "path",
+    claim(
+        "thesis.path",
         "Section 2.6.1, trajectory length",
         r"$\|\theta(k) - \theta(0)\| \le \sum_i\|\theta(i+1) - \theta(i)\| \le "
         r"2\sqrt{L(\theta_0)/\mu}$ for $\eta \le 1/\beta$ under $\|\nabla L\|^2 \ge \mu L$ "
         "(tried on strongly convex functions).",
-        _printed(_path_length(2.0), cost=2.0),
-        Variant(
-            name="twice the length",
-            random=_path_length(4.0),
+        printed(_path_length(2.0), cost=2.0),
+        reading(
+            "twice the length",
+            r"$4\sqrt{L(\theta_0)/\mu}$, which the descent property gives for every function",
+            _path_length(4.0),
             cost=2.0,
-            needs=r"$4\sqrt{L(\theta_0)/\mu}$, which the descent property gives for every function",
         ),
     ),
-    _one(
-        "theorem2.6.1",
+    claim(
+        "thesis.theorem2.6.1",
         "Theorem 2.6.1",
         "A symmetric matrix has an orthonormal basis of eigenvectors and real eigenvalues.",
-        _printed(_spectral_theorem),
+        printed(_spectral_theorem),
     ),
-    _one(
-        "lemma2.6.2",
+    claim(
+        "thesis.lemma2.6.2",
         "Lemma 2.6.2, Eq 2.14",
         r"Under gradient flow on the squared loss $\frac1{2N}\|\hat y - y\|^2$ of Section 2.6, "
         r"$d\hat y/dt = -K(\hat y - y)$.",
-        _printed(_output_flow(True)),
-        Variant(
-            name="the sum",
-            random=_output_flow(False),
-            needs=r"the loss $\frac12\|\hat y - y\|^2$ of Eq 3.4, without $1/N$",
+        printed(_output_flow(True)),
+        reading(
+            "the sum",
+            r"the loss $\frac12\|\hat y - y\|^2$ of Eq 3.4, without $1/N$",
+            _output_flow(False),
         ),
     ),
-    _one(
-        "theorem2.6.3",
+    claim(
+        "thesis.theorem2.6.3",
         "Theorem 2.6.3 (informal)",
         r"PL* on a ball of radius $c\sqrt{L_0}$ gives $L(\theta_k) \le (1 - \kappa)^k L_0$ inside "
         r"it (tried with $\kappa = \mu/(2\beta)$, $c = 4/\sqrt\mu$ on $F = t + \epsilon\sin t$, "
         r"$t = M\theta$).",
-        _printed(_globally, cost=3.0),
+        printed(_globally, cost=3.0),
     ),
-    _one(
-        "theorem2.6.4",
+    claim(
+        "thesis.theorem2.6.4",
         "Theorem 2.6.4",
         r"$\lambda_{\min}(K) \ge \mu$ gives $\|\nabla L\|^2 \ge \mu L$.",
-        _printed(_uniformly_conditioned),
+        printed(_uniformly_conditioned),
         note=r"It gives $2\mu L$.",
     ),
-    _one(
-        "theoremA.0.1",
+    claim(
+        "thesis.theoremA.0.1",
         "Theorem A.0.1",
         r"$ds/dp = -(\partial g/\partial z)^{-1}\,\partial g/\partial p$ where $\partial "
         r"g/\partial z$ is invertible.",
-        _printed(_implicit_function, cost=3.0),
+        printed(_implicit_function, cost=3.0),
     ),
-    _one(
-        "theoremB.0.1",
+    claim(
+        "thesis.theoremB.0.1",
         "Theorem B.0.1",
         "An L-layer network is a weight-tied, input-injected network of depth L, with one "
         "nonlinearity of its own for each block of the wide state.",
-        _printed(_weight_tied),
+        printed(_weight_tied),
     ),
 )

@@ -11,13 +11,10 @@ from torch import Tensor
 
 from equilibria_papers.theory.monotone_ntk import ThesisModel, find_equilibrium
 
-from .claim import Claim, Trial, Variant
+from .claim import Claim, Trial, claim, printed, reading
 from .drawing import integer, log_uniform, norm, normal, spectral
 from .searching import climb
 from .thesis_models import Case, draw_case, draw_model
-
-PAPER = "NTK thesis"
-
 
 # ---------------------------------------------------------------- Lemmas 3.3.2, C.0.4, C.0.5
 
@@ -166,85 +163,57 @@ def _weight_change(draw: torch.Generator) -> Trial | None:
     return Trial(max(size / bound, 1.0 + 1e3 * abs(printed - size) / size), s.sizes())
 
 
-def _claim(name: str, where: str, statement: str, *variants: Variant, note: str = "") -> Claim:
-    return Claim(
-        id=f"thesis.{name}",
-        paper=PAPER,
-        where=where,
-        statement=statement,
-        variants=variants,
-        note=note,
-    )
-
-
 _GATED = r"$Q^{-1}D$ in place of $Q^{-1}$, which is all that the proofs of the theorems use"
 
 CLAIMS: tuple[Claim, ...] = (
-    _claim(
-        "lemma3.3.2",
+    claim(
+        "thesis.lemma3.3.2",
         "Lemma 3.3.2 (C.0.5)",
         r"$\|(u^\top \otimes I_N)Q^{-1}\| \le \|u\|/m$ (read with $I_N \otimes u^\top$).",
-        Variant(name="as printed", random=_rows(False), adversarial=_rows_family(False)),
-        Variant(
-            name="with D",
-            random=_rows(True),
-            adversarial=_rows_family(True),
-            needs=_GATED,
-        ),
+        printed(_rows(False), _rows_family(False)),
+        reading("with D", _GATED, _rows(True), _rows_family(True)),
         note=r"Units that are off still pass $u$ on: $(I - DW)^{-1}$ is not bounded by $1/m$.",
     ),
-    _claim(
-        "lemmaC.0.4",
+    claim(
+        "thesis.lemmaC.0.4",
         "Lemma C.0.4",
         r"$\|(I - W^\top J)^{-1}u\| \le \|u\|/m$ for diagonal $J$ with entries in $[0, 1]$.",
-        Variant(name="as printed", random=_any_gate(False)),
-        Variant(
-            name="with J",
-            random=_any_gate(True),
-            needs=r"$J(I - W^\top J)^{-1}u$ on the left",
+        printed(_any_gate(False)),
+        reading(
+            "with J",
+            r"$J(I - W^\top J)^{-1}u$ on the left",
+            _any_gate(True),
             proof=r"$(I - JW)^{-1}J = (J^{-1} - W)^{-1}$ for invertible $J$, and "
             r"$J^{-1} - W \succeq mI$; by continuity for every $J$",
         ),
         note=r"The proof's $\|R_G\| \le 1$ does not follow.",
     ),
-    _claim(
-        "lemma3.3.3",
+    claim(
+        "thesis.lemma3.3.3",
         "Lemma 3.3.3 (C.0.3)",
         r"$\|Z^*\|_F \le \|X\|_F\|U\|_2/m$.",
-        Variant(
-            name="as printed",
-            random=lambda draw: _state_norm(draw_case(draw)),
-            adversarial=_state_family,
-        ),
+        printed(lambda draw: _state_norm(draw_case(draw)), _state_family),
     ),
-    _claim(
-        "lemma3.3.4a",
+    claim(
+        "thesis.lemma3.3.4a",
         "Lemma 3.3.4, Eq 3.15 (C.5)",
         r"$\|Z(k) - Z(s)\|_F \le \|X\|_F(\|U(k) - U(s)\|/m + \|W(k) - W(s)\|\|U(s)\|/m^2)$.",
-        Variant(
-            name="as printed",
-            random=lambda draw: _state_change(*_moved(draw)),
-            adversarial=_change_family(_state_change),
-        ),
+        printed(lambda draw: _state_change(*_moved(draw)), _change_family(_state_change)),
     ),
-    _claim(
-        "lemma3.3.4b",
+    claim(
+        "thesis.lemma3.3.4b",
         "Lemma 3.3.4, second part (C.6)",
         r"$\|\hat y(k) - \hat y(s)\| \le \|X\|_F(\|u(k)\|\|U(k) - U(s)\|/m + \|u(k)\|\|W(k) - "
         r"W(s)\|\|U(s)\|/m^2 + \|U(s)\|\|u(k) - u(s)\|/m)$.",
-        Variant(
-            name="as printed",
-            random=lambda draw: _output_change(*_moved(draw)),
-            adversarial=_change_family(_output_change),
-        ),
+        printed(lambda draw: _output_change(*_moved(draw)), _change_family(_output_change)),
         note=r"The main text prints $y(s)$ for $\hat y(s)$.",
     ),
-    _claim(
-        "lemma3.3.6",
+    claim(
+        "thesis.lemma3.3.6",
         "Lemma 3.3.6",
         r"$\|\Delta_W\| = \|A^\top\Delta_A + \Delta_A^\top A + \Delta_A^\top\Delta_A + \Delta_B - "
         r"\Delta_B^\top\| \le 2\|A\|\|\Delta_A\| + \|\Delta_A\|^2 + 2\|\Delta_B\|$.",
-        Variant(name="as printed", random=_weight_change, tolerance=1e-5),
+        printed(_weight_change, tolerance=1e-5),
         note=r"The terms in $\Delta_A$ have the wrong sign, but the norm is the same: they are "
         "symmetric and the others skew, so that a transpose turns one sum into minus the other.",
     ),

@@ -11,11 +11,10 @@ from torch import Tensor
 
 from equilibria_papers.theory.monotone_ntk import ThesisModel, find_equilibrium
 
-from .claim import Claim, Trial, Variant
+from .claim import Claim, Trial, claim, printed, reading
 from .drawing import integer, log_uniform, norm, spectral, uniform
 from .thesis_models import Case, away_from_kinks, commutation, draw_case, draw_model, kron
 
-PAPER = "NTK thesis"
 CLOSE = 1e-5
 """How far a formula may lie from finite differences, relative to its size."""
 
@@ -219,96 +218,81 @@ def _contractive_random(closed: bool) -> Draw:
     return trial
 
 
-def _claim(name: str, where: str, statement: str, *variants: Variant, note: str = "") -> Claim:
-    return Claim(
-        id=f"thesis.{name}",
-        paper=PAPER,
-        where=where,
-        statement=statement,
-        variants=variants,
-        note=note,
-    )
-
-
 _SWAPPED = r"$I_N \otimes u^\top$ in place of $u^\top \otimes I_N$ (vec by columns)"
 
 CLAIMS: tuple[Claim, ...] = (
-    _claim(
-        "prop3",
+    claim(
+        "thesis.prop3",
         "Proposition 3",
         r"$L[T_\alpha] \le \sqrt{1 - 2\alpha m + \alpha^2 L[I - W]^2}$ for $T_\alpha = I - "
         r"\alpha(I - W)$.",
-        Variant(name="as printed", random=_contraction),
+        printed(_contraction),
     ),
-    _claim(
-        "section3.2.2",
+    claim(
+        "thesis.section3.2.2",
         "Section 3.2.2",
         r"$T_\alpha$ is contractive for every $\alpha \in (0, 2m/L^2]$.",
-        Variant(
-            name="as printed",
-            random=_contractive_random(True),
-            adversarial=_contractive(True),
-        ),
-        Variant(
-            name="open",
-            random=_contractive_random(False),
-            adversarial=_contractive(False),
-            needs=r"the open interval $\alpha < 2m/L^2$, as in Section 2.3.2",
+        printed(_contractive_random(True), _contractive(True)),
+        reading(
+            "open",
+            r"the open interval $\alpha < 2m/L^2$, as in Section 2.3.2",
+            _contractive_random(False),
+            _contractive(False),
         ),
         note=r"At the end $\|T_\alpha\| = 1$ where $I - W = mI + $ skew.",
     ),
-    _claim(
-        "lemma3.2.1",
+    claim(
+        "thesis.lemma3.2.1",
         "Lemma 3.2.1",
         r"$\partial g/\partial \mathrm{vec} A = -D[Z^\top \otimes I_n]P_A$, "
         r"$\partial g/\partial \mathrm{vec} B = -D[Z^\top \otimes I_n]P_B$, "
         r"$\partial g/\partial \mathrm{vec} U = -D[X^\top \otimes I_n]$, "
         r"$P_A = -(I + K)(I \otimes A^\top)$, $P_B = I - K$.",
-        Variant(name="as printed", random=_of_residual(False), cost=5.0),
+        printed(_of_residual(False), cost=5.0),
         note="The identity beside K must be of size n², printed as n.",
     ),
-    _claim(
-        "lemmaC.0.1",
+    claim(
+        "thesis.lemmaC.0.1",
         "Lemma C.0.1",
         "The same derivatives for one sample.",
-        Variant(name="as printed", random=_of_residual(True), cost=5.0),
+        printed(_of_residual(True), cost=5.0),
     ),
-    _claim(
-        "lemma3.2.2",
+    claim(
+        "thesis.lemma3.2.2",
         "Lemma 3.2.2",
         r"$\partial \mathrm{vec} Z/\partial \mathrm{vec} W = Q^{-1}D[Z^\top \otimes I_n]$, times "
         r"$P_A$ and $P_B$ for $A$ and $B$; $Q^{-1}D[X^\top \otimes I_n]$ for $U$.",
-        Variant(name="as printed", random=_of_state(False), cost=10.0),
+        printed(_of_state(False), cost=10.0),
     ),
-    _claim(
-        "lemmaC.0.2",
+    claim(
+        "thesis.lemmaC.0.2",
         "Lemma C.0.2",
         r"$\partial \mathrm{vec} Z/\partial \mathrm{vec} A = Q^{-1}D[I \otimes Z]P_A$ with $P_A = "
         r"(I + K)(I \otimes A^\top)$, $-Q^{-1}D[I \otimes Z]P_B$ for $B$, $-Q^{-1}D[I \otimes X]$ "
         "for $U$.",
-        Variant(name="as printed", random=_of_state(True), cost=10.0),
-        Variant(
-            name="as in the main text",
-            random=_of_state(False),
+        printed(_of_state(True), cost=10.0),
+        reading(
+            "as in the main text",
+            "the signs and the factors of Lemma 3.2.2",
+            _of_state(False),
             cost=10.0,
-            needs="the signs and the factors of Lemma 3.2.2",
         ),
         note="The sizes fit only where N = n; the signs and the order of the factors are wrong.",
     ),
-    _claim(
-        "lemma3.2.3",
+    claim(
+        "thesis.lemma3.2.3",
         "Lemma 3.2.3",
         r"$\partial L/\partial A = (\hat y - y)^\top(u^\top \otimes I_N)Q^{-1}D[Z^\top \otimes "
         r"I_n]P_A$, and so for $B$ and $U$.",
-        Variant(name="as printed", random=_of_loss(True), cost=10.0),
-        Variant(name="swapped", random=_of_loss(False), cost=10.0, needs=_SWAPPED),
+        printed(_of_loss(True), cost=10.0),
+        reading("swapped", _SWAPPED, _of_loss(False), cost=10.0),
     ),
-    _claim(
-        "prop4",
+    claim(
+        "thesis.prop4",
         "Proposition 4, Eq 3.7",
         r"$d\hat y/dt = -K(t)(\hat y - y)$ with $K = J_A^\top J_A + J_B^\top J_B + J_U^\top J_U + "
         r"Z^\top Z$ (read as $JJ^\top$, the only product of size $N$).",
-        Variant(name="as printed", random=_of_outputs(True), cost=10.0),
-        Variant(name="swapped", random=_of_outputs(False), cost=10.0, needs=_SWAPPED),
+        printed(_of_outputs(True), cost=10.0),
+        reading("swapped", _SWAPPED, _of_outputs(False), cost=10.0),
     ),
 )

@@ -22,11 +22,10 @@ from equilibria_papers.theory.monotone_ntk import (
     square_loss,
 )
 
-from .claim import Claim, Trial, Variant
+from .claim import Claim, Trial, Variant, claim, reading
 from .drawing import integer, log_uniform, norm, normal, spectral, uniform
 from .thesis_models import Case, draw_case, near_labels
 
-PAPER = "NTK thesis"
 Draw = Callable[[torch.Generator], Trial | None]
 
 
@@ -319,28 +318,17 @@ def _large_steps(draw: torch.Generator) -> Iterator[Trial | None]:
         yield attempt(draw)
 
 
-def _claim(name: str, where: str, statement: str, *variants: Variant, note: str = "") -> Claim:
-    return Claim(
-        id=f"thesis.{name}",
-        paper=PAPER,
-        where=where,
-        statement=statement,
-        variants=variants,
-        note=note,
-    )
-
-
 def _printed(random: Draw, cost: float, **more: Any) -> Variant:
     return Variant(name="as printed", random=random, cost=cost, **more)
 
 
 def _restored(random: Draw, needs: str = "the powers of $m$ of Lemmas 3.3.4 and 3.3.7") -> Variant:
-    return Variant(name="with the powers of m", random=random, needs=needs, cost=10.0)
+    return reading("with the powers of m", needs, random, cost=10.0)
 
 
 CLAIMS: tuple[Claim, ...] = (
-    _claim(
-        "theorem3.3.1",
+    claim(
+        "thesis.theorem3.3.1",
         "Theorem 3.3.1",
         r"Under Condition 1 and $n \ge N$, gradient flow keeps $L(\theta(t)) \le "
         r"e^{-\lambda_0^2t/2}L(\theta(0))$.",
@@ -349,78 +337,78 @@ CLAIMS: tuple[Claim, ...] = (
         r"one whose labels lie close to its outputs; at usual ones the best slack is about "
         r"$10^{-7}$. The proof prints $e^{-\lambda_0 s/4}$ for $e^{-\lambda_0^2s/4}$.",
     ),
-    _claim(
-        "condition2",
+    claim(
+        "thesis.condition2",
         "Condition 2",
         r"Condition 2 can be met: by initializations made for it, with $\lambda_0 > 0$ (the ratio "
         "is 1 over the least slack at the best radii).",
         _printed(_small_m, 5.0),
-        Variant(
-            name="with the powers of m",
-            random=_satisfiable("2m"),
-            cost=10.0,
-            needs="the powers of $m$ that Lemmas 3.3.4 and 3.3.7 carry; $u$ small, labels near the "
+        reading(
+            "with the powers of m",
+            "the powers of $m$ that Lemmas 3.3.4 and 3.3.7 carry; $u$ small, labels near the "
             "outputs",
-        ),
-        Variant(
-            name="Condition 2′",
-            random=_satisfiable("2'"),
+            _satisfiable("2m"),
             cost=10.0,
-            needs=r"the repaired Condition 2′: $16C_2 \le \lambda_0^2$ in place of (3.18), and "
+        ),
+        reading(
+            "Condition 2′",
+            r"the repaired Condition 2′: $16C_2 \le \lambda_0^2$ in place of (3.18), and "
             r"$\eta \le \lambda_0^2/(8C^2)$; $u$ small, labels near the outputs",
+            _satisfiable("2'"),
+            cost=10.0,
         ),
         note=r"As printed it needs $20Nm^2 \le 1$, so a small $m$, and there Theorem 3.3.5 is "
         r"false. With the powers of $m$: $\lambda_0^2 \le \|Z\|_F^2/N \le \|X\|_F^2\|U\|^2/(m^2N)$ "
         r"by Lemma 3.3.3, and (3.18) asks for $20\|X\|_F^2\|U\|^2/m^2$: $20N \le 1$, never.",
     ),
-    _claim(
-        "theorem3.3.5",
+    claim(
+        "thesis.theorem3.3.5",
         "Theorem 3.3.5",
         r"Under Condition 2, $n \ge N$ and the step sizes printed, $L(\theta_{k+1}) \le (1 - "
         r"\eta\lambda_0^2/4)L(\theta_k)$.",
         _printed(_printed_descent, 10.0, adversarial=_counterexample),
-        Variant(
-            name="Condition 2′",
-            random=_repaired_descent,
-            adversarial=_repaired_family,
+        reading(
+            "Condition 2′",
+            r"Condition 2′ and $\eta \le \lambda_0^2/(8C^2)$",
+            _repaired_descent,
+            _repaired_family,
             tolerance=1e-5,
             cost=20.0,
-            needs=r"Condition 2′ and $\eta \le \lambda_0^2/(8C^2)$",
         ),
         note=r"Without the powers of $m$ the condition is met by $m = 0.05$, $U = 10I$, where the "
         r"allowed $\eta = 4/\lambda_0^2$ makes the loss grow ninefold a step.",
     ),
-    _claim(
-        "lemma3.3.7",
+    claim(
+        "thesis.lemma3.3.7",
         "Lemma 3.3.7",
         r"While the parameters are in their balls, one step moves $U$, $u$, $A$, $B$ by at most "
         r"$\eta\|X\|_F\|\hat y - y\|$ times $\bar\lambda_u/m$, $\bar\lambda_U/m$, "
         r"$2\bar\lambda_{UuA}/m^2$, $2\bar\lambda_{Uu}/m^2$, and $W$ by $4\bar\lambda_{Uu}"
         r"(\bar\lambda_A^2 + \eta\lambda_0^2\bar\lambda_A^2/16 + 1)/m^2$.",
         _printed(_parameter_steps(near=False), 5.0, adversarial=_large_steps),
-        Variant(
-            name="with (3.16)",
-            random=_parameter_steps(near=True),
+        reading(
+            "with (3.16)",
+            "Eq 3.16 for the line on $W$, which the lemma does not state",
+            _parameter_steps(near=True),
             cost=10.0,
-            needs="Eq 3.16 for the line on $W$, which the lemma does not state",
         ),
     ),
-    _claim(
-        "prop5",
+    claim(
+        "thesis.prop5",
         "Proposition 5",
         r"The balls are not left: $\|A(k+1)\|_F \le \|A(0)\|_2 + R_A$ and so on, and $\|W(k+1) - "
         r"W(0)\|_F \le 16\|X\|_F\|\hat y_0 - y\|(3\bar\lambda_A^2 + "
         r"2)\bar\lambda_{Uu}/(\lambda_0^2m^2)$.",
         _printed(_stay(frobenius=True), 10.0),
-        Variant(
-            name="spectral norms",
-            random=_stay(frobenius=False),
+        reading(
+            "spectral norms",
+            r"$\|\cdot\|_2$ on the left, as $\bar\lambda$ is defined",
+            _stay(frobenius=False),
             cost=10.0,
-            needs=r"$\|\cdot\|_2$ on the left, as $\bar\lambda$ is defined",
         ),
     ),
-    _claim(
-        "prop6",
+    claim(
+        "thesis.prop6",
         "Proposition 6",
         r"$\sigma_{\min}(Z(k+1)) \ge \lambda_0/2$ under (3.16), (3.17) and hypotheses 1 and 3.",
         _printed(_features_stay(restored=False), 10.0),
@@ -431,8 +419,8 @@ CLAIMS: tuple[Claim, ...] = (
         note="The proof needs 16 for 8 in (3.17) and drops powers of $m$; no run was found in "
         "which the conclusion fails.",
     ),
-    _claim(
-        "lemma3.3.8",
+    claim(
+        "thesis.lemma3.3.8",
         "Lemma 3.3.8",
         r"$I_1 \le L(\eta^2C_{11}^2 + 2\eta^3\lambda_0^2C_{11}C_{12} + \eta^4\lambda_0C_{12}^2)$, "
         r"$C_{11} = \|X\|_F^2(\bar\lambda_u^2 + 4\bar\lambda_{Uu}^2 + 4\bar\lambda_{UuA}^2 + "
@@ -441,8 +429,8 @@ CLAIMS: tuple[Claim, ...] = (
         _restored(_progress("I1", restored=True)),
         note=r"The last term needs $\lambda_0^4$.",
     ),
-    _claim(
-        "lemma3.3.9",
+    claim(
+        "thesis.lemma3.3.9",
         "Lemma 3.3.9",
         r"$I_2 \le 2L(\eta(C_{11} - \bar\lambda_U^2\|X\|_F^2) + \eta^2\lambda_0^2C_{12})$.",
         _printed(_progress("I2", restored=False), 10.0),
@@ -450,8 +438,8 @@ CLAIMS: tuple[Claim, ...] = (
         note=r"$I_2 = -\eta\,r^\top(J_AJ_A^\top + J_BJ_B^\top + J_UJ_U^\top)r + O(\eta^2)$ is "
         "negative to first order; the proof bounds its size, which is what makes (3.18) so strict.",
     ),
-    _claim(
-        "lemma3.3.10",
+    claim(
+        "thesis.lemma3.3.10",
         "Lemma 3.3.10",
         r"$I_3 \le -\eta\frac{\lambda_0^2}{2}L(\theta_k)$ where $\sigma_{\min}(Z(k)) \ge "
         r"\lambda_0/2$ and $n \ge N$.",
