@@ -8,11 +8,11 @@ import math
 import pytest
 import torch
 
-from equilibria_papers.claims import thesis_training
+from equilibria_papers.claims import load_claims, thesis_training
 from equilibria_papers.claims.claim import Claim, Variant
-from equilibria_papers.claims.thesis import CLAIMS
 from equilibria_papers.theory.monotone_ntk import Radii, check_condition, ingredients
 
+CLAIMS = load_claims(["NTK thesis"])
 BY_ID = {claim.id.removeprefix("thesis."): claim for claim in CLAIMS}
 HOLD = {
     "lemma2.3.1",

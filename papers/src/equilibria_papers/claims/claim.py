@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
+
+from equilibria.engine import write_text
 
 
 class Trial(NamedTuple):
@@ -298,19 +299,7 @@ def write_records(path: Path, records: Iterable[Record], *, about: Mapping[str, 
     """``{**about, claims: […]}`` in one step: after Ctrl-C the old file or the new one is there."""
     made = {**about, "claims": [_as_json(record) for record in records]}
     text = json.dumps(plain(made), indent=1, ensure_ascii=False) + "\n"
-    return write_whole(path, text)
-
-
-def write_whole(path: Path, text: str) -> Path:
-    """Write a text beside its place, then put it there."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        beside.write_text(text, encoding="utf-8")
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
-    return path
+    return write_text(path, text)
 
 
 def _as_json(record: Record) -> dict[str, Any]:

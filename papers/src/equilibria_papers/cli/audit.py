@@ -11,6 +11,9 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from equilibria.cli import error_console, make_folder, output, print_json, stop
+from equilibria.engine import write_text
+
+from .common import Json, Quiet
 
 _STYLES = {"holds": "green", "holds under": "yellow", "fails": "red", "vacuous": "magenta"}
 
@@ -57,8 +60,8 @@ def audit(
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Run again what --out already holds.")
     ] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress bar.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    quiet: Quiet = False,
+    as_json: Json = False,
 ) -> None:
     """What holds: random trials, adversarial ones, hill climbing; the verdict is counted.
 
@@ -94,36 +97,19 @@ def audit(
 def _run(
     room: Any, claims: Any, settings: Any, file: Path | None, fresh: bool, *, shown: bool
 ) -> Any:
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-    )
+    from equilibria_papers.theory.progress import progress_bar
 
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    order = {claim.id: number for number, claim in enumerate(claims)}
-    with Progress(*columns, console=error_console, transient=True, disable=not shown) as bar:
-        whole = bar.add_task("claims", total=len(claims))
-        own = bar.add_task("", total=None)
+    order = {claim.id: number for number, claim in enumerate(claims, 1)}
+    with progress_bar("claims", shown) as update:
 
         def report(claim: Any, reading: str, done: int, total: int) -> None:
-            bar.update(whole, completed=order[claim.id])
-            bar.update(own, description=f"{claim.id}: {reading}", completed=done, total=total)
+            update(done, total, f"{order[claim.id]}/{len(claims)} {claim.id}: {reading}")
 
         return room.run_audit(claims, settings, out=file, fresh=fresh, progress=report)
 
 
 def _write_page(room: Any, file: Path, trials: int, seconds: float, seed: int) -> None:
     """audit.md from all of audit.json, in the order of the papers."""
-    from equilibria_papers.claims.claim import write_whole
-
     records = room.read_records(file)
     papers = list(room.PAPERS)
     order = {
@@ -136,7 +122,7 @@ def _write_page(room: Any, file: Path, trials: int, seconds: float, seed: int) -
     for flag, value, usual in defaults:
         if value != usual:
             command += [flag, f"{value:g}"]
-    write_whole(file.with_suffix(".md"), room.audit_page(records, shlex.join(command)))
+    write_text(file.with_suffix(".md"), room.audit_page(records, shlex.join(command)))
 
 
 def _table(records: Any) -> Table:

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich import box
-from rich.table import Column, Table
+from rich.table import Column
 
 from equilibria.cli import (
     Device,
@@ -26,7 +25,7 @@ from equilibria.cli import (
     write_json,
 )
 
-from .trajectory import say_if_fewer
+from .common import Data, Json, Split, narrow_table, say_if_fewer, say_written
 
 
 def bounds(
@@ -37,12 +36,9 @@ def bounds(
             "and an OptEq of equal size are trained on the digits first."
         ),
     ] = None,
-    data: Annotated[
-        str | None,
-        typer.Option("--data", help="A name or a folder; what it was trained on if not given."),
-    ] = None,
+    data: Data = None,
     root: Root = None,
-    split: Annotated[str, typer.Option(help="Which part of the data.")] = "test",
+    split: Split = "test",
     images: Annotated[int, typer.Option(min=2, help="Inputs to measure on.")] = 32,
     pairs: Annotated[int, typer.Option(min=1, help="Pairs of inputs for κ.")] = 4,
     draws: Annotated[int, typer.Option(min=2, help="Random U for κ.")] = 128,
@@ -58,7 +54,7 @@ def bounds(
     out: Annotated[
         Path | None, typer.Option(help="Write bounds.json and pictures into this folder.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Margin, Lipschitz and similarity bounds of GEQ beside OptEq: printed, ours, measured."""
     from equilibria_papers.theory import bounds as room
@@ -108,8 +104,7 @@ def bounds(
         print_json(told_of)
         return
     _show(found, full)
-    if written:
-        output().print("wrote " + ", ".join(str(path) for path in written), soft_wrap=True)
+    say_written(written)
 
 
 def _say_if_fewer_pairs(pairs: int, images: int) -> None:
@@ -124,12 +119,8 @@ def _telling(shown: bool) -> Iterator[Callable[[str], None]]:
     if not shown:
         yield lambda _: None
         return
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=error_console, transient=True) as bar:
-        task = bar.add_task("")
-        yield lambda text: bar.update(task, description=text)
+    with error_console.status("") as status:
+        yield status.update
 
 
 def _show(found: Any, full: bool) -> None:
@@ -142,13 +133,7 @@ def _show(found: Any, full: bool) -> None:
         kept = [(name, texts) for name, texts in rows if "Eq" in name or "measured" in name]
         heads = ["layer", *(name.removeprefix("Prop ") for name, _ in kept)]
         cells = [[layer, *(texts[i] for _, texts in kept)] for i, layer in enumerate(layers)]
-    table = Table(
-        *(Column(head, overflow="fold") for head in heads),
-        box=box.SIMPLE_HEAD,
-        show_edge=False,
-        pad_edge=False,
-        collapse_padding=True,
-    )
+    table = narrow_table(*(Column(head, overflow="fold") for head in heads))
     for row in cells:
         table.add_row(*row)
     output().print(table)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich import box
 from rich.table import Column, Table
 
 from equilibria.cli import (
-    error_console,
     fail,
     make_folder,
     output,
@@ -21,6 +20,8 @@ from equilibria.cli import (
 
 if TYPE_CHECKING:
     from equilibria_papers.theory.monotone_ntk import Outcome
+
+from .common import Json, Quiet, narrow_table
 
 
 def dynamics(
@@ -37,8 +38,8 @@ def dynamics(
     out: Annotated[
         Path | None, typer.Option(help="A folder for the pictures and dynamics.json.")
     ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress bar.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    quiet: Quiet = False,
+    as_json: Json = False,
 ) -> None:
     """Does training keep the rate that the NTK thesis proves? One run a scenario.
 
@@ -69,25 +70,14 @@ def dynamics(
 
 
 def _run(names: list[str], seed: int, *, shown: bool) -> list[Outcome]:
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
     from equilibria_papers.theory.monotone_ntk import run_scenario
+    from equilibria_papers.theory.progress import progress_bar
 
-    columns: tuple[Any, ...] = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.percentage:>3.0f} %"),
-        TimeElapsedColumn(),
-    )
     outcomes = []
-    with Progress(*columns, console=error_console, transient=True, disable=not shown) as bar:
-        for name in names:
-            task = bar.add_task(name, total=1.0)
-
-            def progress(done: float, task: Any = task) -> None:
-                bar.update(task, completed=done)
-
-            outcomes.append(run_scenario(name, seed=seed, progress=progress))
+    for name in names:
+        with progress_bar(name, shown) as update:
+            share = partial(update, total=1.0)
+            outcomes.append(run_scenario(name, seed=seed, progress=share))
     return outcomes
 
 
@@ -107,13 +97,9 @@ def _write(folder: Path, outcomes: list[Outcome], found: list[dict[str, Any]]) -
 
 
 def _table(outcomes: list[Outcome]) -> Table:
-    table = Table(
+    table = narrow_table(
         Column("scenario", overflow="fold"),
         *("slack", "holds", "loss at the end", "guaranteed", "worst ratio"),
-        box=box.SIMPLE_HEAD,
-        show_edge=False,
-        pad_edge=False,
-        collapse_padding=True,
     )
     for outcome in outcomes:
         run, report = outcome.run, outcome.report

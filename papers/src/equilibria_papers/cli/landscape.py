@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich import box
-from rich.table import Column, Table
+from rich.table import Column
 
 from equilibria.cli import (
     Batch,
@@ -21,7 +20,17 @@ from equilibria.cli import (
     write_json,
 )
 
-from .trajectory import images_of, networks, numbers_of
+from .common import (
+    Data,
+    Json,
+    Model,
+    Split,
+    images_of,
+    narrow_table,
+    networks,
+    numbers_of,
+    say_written,
+)
 
 
 def landscape(
@@ -31,18 +40,10 @@ def landscape(
             help="Trained networks: model.safetensors or run folders; several are set side by side."
         ),
     ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option("--model", help="A network by name, untrained, in place of WEIGHTS."),
-    ] = None,
-    data: Annotated[
-        str | None,
-        typer.Option(
-            "--data", help="A name or a folder; what it was trained on if not given, or digits."
-        ),
-    ] = None,
+    model: Model = None,
+    data: Data = None,
     root: Root = None,
-    split: Annotated[str, typer.Option(help="Which part of the data.")] = "train",
+    split: Split = "train",
     images: Annotated[int, typer.Option(min=1, help="How many, drawn by --seed.")] = 1024,
     points: Annotated[int, typer.Option(min=3, help="Of the grid in each direction; odd.")] = 51,
     radius: Annotated[float, typer.Option(help="The grid goes from −RADIUS to RADIUS.")] = 1.0,
@@ -94,7 +95,7 @@ def landscape(
     out: Annotated[
         Path, typer.Option(help="Write grids, landscape.json and pictures into this folder.")
     ] = Path("runs/landscape"),
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Loss and accuracy around the weights, along filter-normalized directions (Figures 4.4, 4.5).
 
@@ -150,7 +151,7 @@ def landscape(
         print_json(record)
         return
     _show(record)
-    output().print("wrote " + ", ".join(str(path) for path in written), soft_wrap=True)
+    say_written(written)
 
 
 def _solver(rtol: float | None, max_steps: int) -> Any:
@@ -208,14 +209,9 @@ def _draw(surfaces: list[Any], out: Path, log: bool, top: float | None) -> list[
 
 def _show(record: list[dict[str, Any]]) -> None:
     columns = ("loss", "accuracy", "highest", "within 1", "holes", "converged")
-    # Without edges seven columns and a network's whole name fit into 80.
-    table = Table(
+    table = narrow_table(
         Column("network", overflow="fold"),
         *(Column(name, justify="right", no_wrap=True) for name in columns),
-        box=box.SIMPLE_HEAD,
-        show_edge=False,
-        pad_edge=False,
-        collapse_padding=True,
     )
     for row in record:
         converged = row.get("converged")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,17 +11,13 @@ from rich.table import Table
 from equilibria.cli import (
     Device,
     Root,
-    device_of,
-    error_console,
     fail,
-    load,
     make_folder,
     output,
-    prepared,
     print_json,
 )
 
-from .trajectory import say_if_fewer
+from .common import Data, Json, Model, Split, images_of, networks, say_written
 
 
 def ntk(
@@ -34,16 +28,10 @@ def ntk(
             "one training, and the drift of the kernel is from the first."
         ),
     ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option("--model", help="A network by name, untrained, in place of WEIGHTS."),
-    ] = None,
-    data: Annotated[
-        str | None,
-        typer.Option("--data", help="A name or a folder; what it was trained on if not given."),
-    ] = None,
+    model: Model = None,
+    data: Data = None,
     root: Root = None,
-    split: Annotated[str, typer.Option(help="Which part of the data.")] = "train",
+    split: Split = "train",
     samples: Annotated[int, typer.Option(min=2, help="How many images, drawn by --seed.")] = 128,
     outputs: Annotated[
         str,
@@ -87,34 +75,35 @@ def ntk(
         Path | None,
         typer.Option(help="Write ntk.json, ntk.safetensors and pictures into this folder."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """The neural tangent kernel: spectrum, shares of the layers, fit to the labels, drift."""
     from equilibria_papers import theory
+    from equilibria_papers.theory.progress import progress_bar
 
     chosen = _outputs(outputs)
     if (not weights) == (model is None):
         raise fail("give the weights of trained networks, or one --model by name.")
     if out is not None:
         make_folder(out)
-    networks, dataset = _networks(weights or [], model, data, root, split, device, seed)
+    found, dataset = networks(weights or [], model, data, root, split, device, seed)
     if implicit is not None:
-        networks = {name: _implicit(each, implicit) for name, each in networks.items()}
-    x, y = _images(dataset, samples, seed, device)
+        found = {name: _implicit(each, implicit) for name, each in found.items()}
+    x, y = images_of(dataset, samples, seed, device, "--samples")
     budget = int(memory * 2**30)
     options: dict[str, Any] = {"method": method, "memory": budget, "parameters": parameters or None}
     shown = not as_json
     compared = None
     if train_steps:
-        with _bar("training", shown) as tell:
-            first = next(iter(networks.values()))
+        with progress_bar("training", shown) as tell:
+            first = next(iter(found.values()))
             targets = _one_hot(y, dataset.num_classes)
             compared = theory.compare_training(
                 first, x, targets, steps=train_steps, progress=tell, **options
             )
-    with _bar("kernel", shown) as tell:
+    with progress_bar("kernel", shown) as tell:
         study = theory.study_kernels(
-            networks,
+            found,
             x,
             y,
             progress=tell,
@@ -131,8 +120,7 @@ def ntk(
         print_json(study.to_dict())
         return
     _show(study)
-    if written:
-        output().print("wrote " + ", ".join(str(path) for path in written), soft_wrap=True)
+    say_written(written)
 
 
 def _outputs(text: str) -> Any:
@@ -144,58 +132,6 @@ def _outputs(text: str) -> Any:
         raise fail(
             f"--outputs {text}: expected all, trace, sum, or indices such as 3 or 0,1."
         ) from None
-
-
-def _networks(
-    weights: list[Path],
-    model: str | None,
-    data: str | None,
-    root: Path | None,
-    split: str,
-    device: str | None,
-    seed: int,
-) -> tuple[dict[str, Any], Any]:
-    """The networks by name, and the data."""
-    if model is None:
-        first, dataset = prepared(weights[0], data, root, split, device)
-        target = device_of(device)
-        return dict(
-            zip(_names(weights), [first, *(load(w, target) for w in weights[1:])], strict=True)
-        ), dataset
-    import torch
-
-    from equilibria import data as room
-    from equilibria import models
-
-    dataset = room.load(data or "digits", split, root=root)
-    torch.manual_seed(seed)
-    made = models.create(
-        model,
-        num_classes=dataset.num_classes,
-        in_channels=dataset.images.shape[1],
-        image_size=dataset.images.shape[-1],
-    )
-    return {model: made.to(device_of(device)).eval()}, dataset
-
-
-def _names(weights: list[Path]) -> list[str]:
-    """A short name for each: its folder's or its file's; numbered where two are the same."""
-    short = [w.parent.name if w.name == "model.safetensors" else w.stem for w in weights]
-    if len(set(short)) == len(short) and all(short):
-        return short
-    return [f"{i + 1} {name}".strip() for i, name in enumerate(short)]
-
-
-def _images(dataset: Any, samples: int, seed: int, device: str | None) -> tuple[Any, Any]:
-    import torch
-
-    if dataset.task != "classification":
-        raise fail(f"{dataset.name} is for segmentation; expected images with one class each.")
-    say_if_fewer("--samples", samples, dataset)
-    order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(seed))
-    part = dataset.subset(order[:samples])
-    x = dataset.normalize(part.images[torch.arange(len(part))])
-    return x.to(device_of(device)), part.targets
 
 
 def _one_hot(targets: Any, classes: int) -> Any:
@@ -210,23 +146,6 @@ def _implicit(model: Any, rtol: float) -> Any:
     from equilibria.solvers import Auto
 
     return replaced(model, solver=Auto(rtol=rtol), adjoint=Implicit())
-
-
-@contextmanager
-def _bar(what: str, shown: bool) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar on stderr."""
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
-
-    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=error_console, transient=True, disable=not shown) as bar:
-        task = bar.add_task(what, total=None)
-        yield lambda done, of: bar.update(task, completed=done, total=of)
 
 
 def _show(study: Any) -> None:

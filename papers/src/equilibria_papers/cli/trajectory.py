@@ -11,19 +11,15 @@ from rich.table import Table
 from equilibria.cli import (
     Device,
     Root,
-    complain,
-    device_of,
     error_console,
     fail,
-    load,
     make_folder,
     output,
-    prepared,
     print_json,
     write_json,
 )
 
-_THESIS = "residual_deq"
+from .common import THESIS, Data, Json, Split, images_of, networks, numbers_of, say_written
 
 
 def trajectory(
@@ -38,18 +34,13 @@ def trajectory(
         str | None,
         typer.Option(
             "--model",
-            help=f"A network by name, untrained, in place of WEIGHTS; {_THESIS} is the "
+            help=f"A network by name, untrained, in place of WEIGHTS; {THESIS} is the "
             "thesis' own, and what is taken if neither is given.",
         ),
     ] = None,
-    data: Annotated[
-        str | None,
-        typer.Option(
-            "--data", help="A name or a folder; what it was trained on if not given, or digits."
-        ),
-    ] = None,
+    data: Data = None,
     root: Root = None,
-    split: Annotated[str, typer.Option(help="Which part of the data.")] = "test",
+    split: Split = "test",
     images: Annotated[int, typer.Option(min=2, help="How many, drawn by --seed.")] = 64,
     layer: Annotated[
         str | None, typer.Option(help="Which equilibrium layer, by name; the first if not given.")
@@ -72,7 +63,7 @@ def trajectory(
     out: Annotated[
         Path, typer.Option(help="Write trajectory.json and pictures into this folder.")
     ] = Path("runs/trajectory"),
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Residuals and paths of z through the solver (Figures 4.1 to 4.3 of the thesis)."""
     from equilibria_papers.theory import trajectories as room
@@ -116,7 +107,7 @@ def trajectory(
         print_json(record)
         return
     _show(rows)
-    output().print("wrote " + ", ".join(str(path) for path in written), soft_wrap=True)
+    say_written(written)
 
 
 def _scaled(network: Any, scales: list[float], seed: int) -> dict[str, Any]:
@@ -169,88 +160,3 @@ def _solvers(text: str) -> dict[str, Any]:
     if wrong or not names:
         raise fail(f"--solvers {text}: expected some of {', '.join(kinds)}, own, with commas.")
     return {name: None if name == "own" else kinds[name]() for name in names}
-
-
-def numbers_of(flag: str, text: str, example: str, *, whole: bool = False) -> list[Any]:
-    """The positive numbers of a list with commas; none for an empty text."""
-    kind = int if whole else float
-    try:
-        found = [kind(part) for part in text.split(",") if part.strip()]
-    except ValueError:
-        found = [0]
-    if any(not 0 < n < float("inf") for n in found):
-        raise fail(f"{flag} {text}: expected positive numbers with commas, such as {example}.")
-    return found
-
-
-def networks(
-    weights: list[Path],
-    model: str | None,
-    data: str | None,
-    root: Path | None,
-    split: str,
-    device: str | None,
-    seed: int,
-) -> tuple[dict[str, Any], Any]:
-    """The networks by name and the data; without weights a fresh network, which it says."""
-    if weights and model is not None:
-        raise fail("give the weights of trained networks or --model, not both.")
-    if weights:
-        first, dataset = prepared(weights[0], data, root, split, device)
-        target = device_of(device)
-        rest = [load(w, target) for w in weights[1:]]
-        return dict(zip(_names(weights), [first, *rest], strict=True)), dataset
-    from equilibria import data as room
-
-    name = model or _THESIS
-    target = device_of(device)
-    dataset = room.load(data or "digits", split, root=root)
-    complain(
-        "note:",
-        f"no weights were given, so this is {name} with fresh weights (seed {seed}), untrained.",
-        "yellow",
-    )
-    return {name: _fresh(name, dataset, seed).to(target).eval()}, dataset
-
-
-def _fresh(name: str, dataset: Any, seed: int) -> Any:
-    import torch
-
-    from equilibria import models
-    from equilibria_papers.tables.networks import NETWORKS
-
-    torch.manual_seed(seed)
-    channels, classes = int(dataset.images.shape[1]), dataset.num_classes
-    if name in NETWORKS:
-        return NETWORKS[name](classes, channels)
-    size = int(dataset.images.shape[-1])
-    return models.create(name, num_classes=classes, in_channels=channels, image_size=size)
-
-
-def _names(weights: list[Path]) -> list[str]:
-    """A short name for each: its folder's or its file's; numbered where two are the same."""
-    short = [w.parent.name if w.name == "model.safetensors" else w.stem for w in weights]
-    if len(set(short)) == len(short) and all(short):
-        return short
-    return [f"{i + 1} {name}".strip() for i, name in enumerate(short)]
-
-
-def say_if_fewer(flag: str, count: int, dataset: Any) -> None:
-    """A note where more images are asked for than there are."""
-    if count > len(dataset):
-        there = f"{dataset.name} ({dataset.split_name}) has {len(dataset)}"
-        complain("note:", f"{flag} {count}: {there}; all of them are taken.", "yellow")
-
-
-def images_of(dataset: Any, count: int, seed: int, device: str | None) -> tuple[Any, Any]:
-    """(x [B, C, H, W] as the networks take it, labels [B]) of images drawn by the seed."""
-    import torch
-
-    if dataset.task != "classification":
-        raise fail(f"{dataset.name} is for segmentation; expected images with one class each.")
-    say_if_fewer("--images", count, dataset)
-    order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(seed))
-    part = dataset.subset(order[:count])
-    x = dataset.normalize(part.images[torch.arange(len(part))])
-    target = device_of(device)
-    return x.to(target), part.targets.to(target)

@@ -16,13 +16,13 @@ from equilibria_papers.theory.monotone_ntk import (
     closed_form_gradient,
     closed_form_kernel,
     commutation_matrix,
-    equilibrium,
     find_equilibrium,
     output_jacobians,
     residual_jacobians,
     square_loss,
     state_jacobians,
 )
+from equilibria_papers.theory.monotone_ntk import model as equilibrium
 
 from . import oracles
 

@@ -20,6 +20,7 @@ from equilibria.engine import ConvergenceWarning, Result, Solver, check_number, 
 from equilibria.nn import equilibrium_layers, observe
 from equilibria.solvers import Picard, SplittingSolver
 from equilibria_papers.theory.checks import check_sizes
+from equilibria_papers.theory.progress import progress_bar
 
 from .directions import Direction, TrainingPlane, random_directions
 from .surface import LandscapeFileError, Surface
@@ -310,7 +311,7 @@ def measure_landscape(
     place = None if file is None else Path(file)
     if place is not None:
         surface = _resumed(surface, place, overwrite)
-    with _bar(len(surface.a), int(surface.done.sum()), surface.name, progress) as advance:
+    with progress_bar(surface.name, progress) as update:
         for row in range(len(surface.a)):
             if bool(surface.done[row]):
                 continue
@@ -322,7 +323,7 @@ def measure_landscape(
                 surface.save(place)
             if on_row is not None:
                 on_row(surface)
-            advance()
+            update(int(surface.done.sum()), len(surface.a))
     return surface
 
 
@@ -408,35 +409,6 @@ def _measure_row(scorer: Scorer, surface: Surface, row: int) -> Tensor:
     with scorer.restored():
         columns = [scorer.at(first) if flat else scorer.at(first, float(b)) for b in surface.b]
     return torch.stack(columns, 1).cpu()
-
-
-@contextmanager
-def _bar(total: int, done: int, text: str, shown: bool) -> Iterator[Callable[[], None]]:
-    """A function that moves a bar by one row; silent if not shown, or where rich is not there."""
-    console: Any = None
-    if shown:
-        try:
-            from rich import progress
-            from rich.console import Console
-        except ImportError:
-            pass
-        else:
-            console = Console(stderr=True)
-    if console is None or not console.is_terminal:
-        yield lambda: None
-        return
-    bar = progress.Progress(
-        progress.TextColumn("{task.description}"),
-        progress.BarColumn(),
-        progress.MofNCompleteColumn(),
-        progress.TextColumn("rows"),
-        progress.TimeRemainingColumn(),
-        console=console,
-        transient=True,
-    )
-    with bar:
-        task = bar.add_task(text, total=total, completed=done)
-        yield lambda: bar.update(task, advance=1)
 
 
 # repeat-K: the weight-tied network that applies a layer's map K times (paper 004, §4.2.1).
