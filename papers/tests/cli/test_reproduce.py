@@ -14,17 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from equilibria.cli.app import main
 from equilibria_papers.tables import describe, names
 
+from .command import command
 
-def run(*arguments: str | Path) -> int:
-    """The exit code of ``equilibria reproduce ARGUMENTS``."""
-    with pytest.raises(SystemExit) as ended:
-        main(["reproduce", *[str(a) for a in arguments]])
-    code = ended.value.code
-    assert isinstance(code, int)
-    return code
+run = command("reproduce")
 
 
 def test_list_names_every_id(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,19 +8,15 @@ from typing import Any
 
 import pytest
 
-from equilibria.cli.app import main
 from equilibria_papers.claims import running
+
+from .command import command
 
 QUICK = ("--trials", "10", "--seconds", "0.5", "--quiet")
 FEW = ("--paper", "OptEq", "--only", "opteq.lemma3", "--only", "opteq.eq13")
 
 
-def run(*arguments: object) -> int:
-    with pytest.raises(SystemExit) as done:
-        main(["theory", "audit", *map(str, arguments)])
-    code = done.value.code
-    assert isinstance(code, int)
-    return code
+run = command("theory", "audit")
 
 
 def test_it_writes_a_record_and_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

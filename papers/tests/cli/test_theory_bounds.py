@@ -9,17 +9,13 @@ import pytest
 import torch
 
 import equilibria as eq
-from equilibria.cli.app import main
+
+from .command import command
 
 SMALL = ("--width", "6", "--epochs", "1", "--images", "6", "--pairs", "2", "--draws", "4")
 
 
-def run(*arguments: str | Path) -> int:
-    with pytest.raises(SystemExit) as ended:
-        main(["theory", "bounds", *(str(a) for a in arguments)])
-    code = ended.value.code
-    assert isinstance(code, int)
-    return code
+run = command("theory", "bounds")
 
 
 def test_the_pair_on_the_digits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

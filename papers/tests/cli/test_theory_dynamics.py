@@ -7,15 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from equilibria.cli.app import main
+from .command import command
 
-
-def run(*arguments: str | Path) -> int:
-    with pytest.raises(SystemExit) as ended:
-        main(["theory", "dynamics", *(str(a) for a in arguments)])
-    code = ended.value.code
-    assert isinstance(code, int)
-    return code
+run = command("theory", "dynamics")
 
 
 def test_pictures_and_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

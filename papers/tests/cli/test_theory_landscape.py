@@ -10,47 +10,11 @@ import pytest
 import torch
 
 import equilibria as eq
-from equilibria.cli.app import main
 from equilibria_papers.theory.landscapes import Surface
 
+from .command import command
 
-def run(*arguments: str | Path) -> int:
-    """The exit code of ``equilibria theory landscape ARGUMENTS``."""
-    with pytest.raises(SystemExit) as ended:
-        main(["theory", "landscape", *(str(a) for a in arguments)])
-    code = ended.value.code
-    assert isinstance(code, int)
-    return code
-
-
-@pytest.fixture(autouse=True)
-def _coarse_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pictures of few pixels: what is drawn is the same, and the tests are faster."""
-    from matplotlib.figure import Figure
-
-    plain = Figure.savefig
-
-    def coarse(self: Any, path: Any, **options: Any) -> None:
-        plain(self, path, **{**options, "dpi": 30})
-
-    monkeypatch.setattr(Figure, "savefig", coarse)
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Three networks of one kind, as if of three epochs."""
-    folder = tmp_path_factory.mktemp("checkpoints")
-    data = eq.data.load("digits", "train")
-    extra = {"data": "digits", "mean": list(data.mean), "std": list(data.std)}
-    torch.manual_seed(0)
-    model = eq.models.create("geq_digits", widths=(8, 8), depth=1)
-    written = []
-    for epoch in range(3):
-        with torch.no_grad():
-            for weight in model.parameters():
-                weight += 0.05 * torch.randn_like(weight)
-        written.append(eq.models.save(model, folder / f"epoch{epoch}.safetensors", extra=extra))
-    return written
+run = command("theory", "landscape")
 
 
 SMALL = ("--images", "16", "--points", "3")

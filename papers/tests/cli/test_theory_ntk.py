@@ -10,15 +10,10 @@ import torch
 from safetensors.torch import load_file
 
 import equilibria as eq
-from equilibria.cli.app import main
 
+from .command import command
 
-def run(*arguments: str | Path) -> int:
-    with pytest.raises(SystemExit) as ended:
-        main(["theory", "ntk", *map(str, arguments)])
-    code = ended.value.code
-    assert isinstance(code, int)
-    return code
+run = command("theory", "ntk")
 
 
 @pytest.fixture(scope="module")

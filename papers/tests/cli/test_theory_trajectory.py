@@ -5,52 +5,14 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 import equilibria as eq
-from equilibria.cli.app import main
 
+from .command import command
 
-def run(*arguments: str | Path) -> int:
-    """The exit code of ``equilibria theory trajectory ARGUMENTS``."""
-    with pytest.raises(SystemExit) as ended:
-        main(["theory", "trajectory", *(str(a) for a in arguments)])
-    code = ended.value.code
-    assert isinstance(code, int)
-    return code
-
-
-@pytest.fixture(autouse=True)
-def _coarse_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pictures of few pixels: what is drawn is the same, and the tests are faster."""
-    from matplotlib.figure import Figure
-
-    plain = Figure.savefig
-
-    def coarse(self: Any, path: Any, **options: Any) -> None:
-        plain(self, path, **{**options, "dpi": 30})
-
-    monkeypatch.setattr(Figure, "savefig", coarse)
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Three networks of one kind, as if of three epochs."""
-    folder = tmp_path_factory.mktemp("checkpoints")
-    data = eq.data.load("digits", "train")
-    extra = {"data": "digits", "mean": list(data.mean), "std": list(data.std)}
-    written = []
-    torch.manual_seed(0)
-    model = eq.models.create("geq_digits", widths=(8, 8), depth=1)
-    for epoch in range(3):
-        with torch.no_grad():
-            for weight in model.parameters():
-                weight += 0.02 * torch.randn_like(weight)
-        written.append(eq.models.save(model, folder / f"epoch{epoch}.safetensors", extra=extra))
-    return written
+run = command("theory", "trajectory")
 
 
 SMALL = ("--images", "12", "--steps", "12")
