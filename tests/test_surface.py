@@ -25,6 +25,7 @@ MOVED = {
     # The study of the papers is a distribution of its own.
     "equilibria.experiments.": "equilibria_papers.tables.",
     "equilibria.theory.": "equilibria_papers.theory.",
+    "equilibria.theory.monitors.": "equilibria_papers.theory.",  # now a module
     "equilibria.theory.audit": "equilibria_papers.claims",
 }
 # What begins so is gone, and why.

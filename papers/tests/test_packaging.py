@@ -40,12 +40,13 @@ def test_old_paths_name_the_new_ones(old: str, new: str) -> None:
 
 
 def test_without_the_papers_their_commands_say_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     bare = typer.Typer()
     monkeypatch.setattr(module, "app", bare)
     monkeypatch.setattr(module, "entry_points", lambda group: ())
     module._plug_in()
     for command in (["theory", "audit", "--only", "x"], ["reproduce", "list"], ["theory", "-h"]):
-        assert CliRunner().invoke(bare, command).exit_code == 1
-        assert "pip install equilibria-papers" in capsys.readouterr().err
+        found = CliRunner().invoke(bare, command)
+        assert found.exit_code == 1
+        assert "pip install equilibria-papers" in found.output

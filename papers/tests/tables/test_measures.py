@@ -21,9 +21,9 @@ from equilibria.data import ImageData
 from equilibria_papers.tables import measures, measures_thesis, supplying
 from equilibria_papers.tables import measures as measures_time
 from equilibria_papers.tables.geq import KINDS
-from equilibria_papers.tables.measures import Scene
 from equilibria_papers.tables.networks import ResidualNet
 from equilibria_papers.tables.planning import plan_of
+from equilibria_papers.tables.supplying import Scene
 
 from . import tiny
 from .scenes import Array, Linear, TwoLayers, contraction, digits, iterates, numbered, scene_of

@@ -242,10 +242,3 @@ def test_one_training_has_one_word_for_its_change() -> None:
     words = [Choices(overrides={"validation": v, "lr": 1e-05}).change for v in (0, 0.0)]
     assert words == ["lr=1e-05, validation=0"] * 2
     assert Choices(overrides={"lr": 0.1234567891}).change == "lr=0.1234567891"
-
-
-def test_trainings_side_by_side_need_signals(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr("signal.pthread_sigmask")
-    with pytest.raises(ValueError, match=r"parallel=2: .* this system does not have"):
-        Choices(parallel=2)
-    assert Choices(parallel=1).parallel == 1

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from joblib.externals.loky import (
+from joblib.externals.loky import (  # type: ignore[import-untyped]
     FIRST_COMPLETED,
     BrokenProcessPool,
     Future,
@@ -158,7 +158,7 @@ def _ended(
         failures[task.planned.key] = f"failed: {why}"
         if choices.smoke:  # a test: nothing may be passed over
             raise RuntimeError(f"{task.planned.job.name}, seed {task.planned.seed}: {why}")
-    return how == "interrupted"
+    return bool(how == "interrupted")
 
 
 @contextlib.contextmanager

@@ -21,12 +21,12 @@ from equilibria.training import TrainConfig
 
 from .callbacks import Snapshots, Stop, StopWhenAsked, snapshot_epochs
 from .choices import Choices
-from .measures import MEASURES, Scene
+from .measures import MEASURES
 from .networks import build, is_network
 from .planning import Planned
 from .provenance import Log, made_by
 from .results import in_json
-from .supplying import Supplied, supply
+from .supplying import Scene, Supplied, supply
 
 _FILE = "measured.json"
 

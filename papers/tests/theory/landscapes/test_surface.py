@@ -35,22 +35,6 @@ def test_there_and_back(tmp_path: Path) -> None:
     assert bool(torch.isnan(found.loss[1]).all())
 
 
-def test_a_failed_write_leaves_the_old_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = surface().save(tmp_path / "grid.safetensors")
-    before = file.read_bytes()
-
-    def full(self: Path, data: bytes) -> int:
-        raise OSError(28, "no space left")
-
-    monkeypatch.setattr(Path, "write_bytes", full)
-    with pytest.raises(OSError, match="no space"):
-        surface().save(file)
-    assert file.read_bytes() == before
-    assert [p.name for p in tmp_path.iterdir()] == ["grid.safetensors"]
-
-
 def test_files_of_other_kinds(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="no landscape file"):
         Surface.load(tmp_path / "none")
