@@ -1,4 +1,4 @@
-"""The claims of KerDEQ (paper 001): Theorems 1 to 3 and Remark 1."""
+"""The claims of KerDEQ (KerDEQ): Theorems 1 to 3 and Remark 1."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Paper 003, deep OptEq: Lemma 3, Theorems 2 and 3, Corollary 1, and when it contracts.
+"""OptEq, deep OptEq: Lemma 3, Theorems 2 and 3, Corollary 1, and when it contracts.
 
 f_l(z) = αW_lᵀσ(W_lz + c_l) + (1 − α)z, z = f_L ∘ … ∘ f_1(z); ‖W_l‖ ≤ 1 (Assumption 2).
 """

@@ -1,4 +1,4 @@
-"""Paper 003, regularized features: Theorem 4, the prox form of Section 5.1, Table 2, Eq 13."""
+"""OptEq, regularized features: Theorem 4, the prox form of Section 5.1, Table 2, Eq 13."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Paper 003, one layer: f(z) = (1/ν)Wᵀσ(Wz + c), Theorem 1 and well-posedness.
+"""OptEq, one layer: f(z) = (1/ν)Wᵀσ(Wz + c), Theorem 1 and well-posedness.
 
 With ψ(z) = (1/ν)1ᵀσ̃(Wz + c) the layer is ∇ψ, and ψ*(f(v)) = ⟨f(v), v⟩ − ψ(v) gives
 φ = ψ* − ½‖·‖² at every point of its domain without a conjugate to compute.

@@ -1,4 +1,4 @@
-"""Paper 003, Lemmas 1 and 2: feed-forward networks as OptEq layers."""
+"""OptEq, Lemmas 1 and 2: feed-forward networks as OptEq layers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .drawing import ACTIVATIONS, choice, integer, normal, uniform
 from .opteq_deep import Deep
 from .opteq_layer import Layer, off
 
-# Lemma 2 of paper 003 for every α in (0, 1): a deep OptEq that equals a feed-forward network.
+# Lemma 2 of OptEq for every α in (0, 1): a deep OptEq that equals a feed-forward network.
 #
 # **Ours**; the paper's proof covers α = 1. Let h = σ(Nh + v(x)) hold all hidden units of the
 # network,

@@ -1,4 +1,4 @@
-"""Paper 003, Eq 4 and Table 1: closed forms and modified objectives of one layer, for ReLU."""
+"""OptEq, Eq 4 and Table 1: closed forms and modified objectives of one layer, for ReLU."""
 
 from __future__ import annotations
 

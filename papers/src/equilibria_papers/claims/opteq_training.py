@@ -1,4 +1,4 @@
-"""Paper 003, Section 6: Theorem 5 (the modified SAM iteration) and Theorem 6 (training).
+"""OptEq, Section 6: Theorem 5 (the modified SAM iteration) and Theorem 6 (training).
 
 Both speak of limits. Theorem 5 is tried in two parts: by step K the error has fallen clearly, or
 the iterate follows the fixed points of its own steps, held at β_K and λ_K; and these fixed points,

@@ -174,7 +174,7 @@ def generator_for(seed: int, *names: object) -> torch.Generator:
 
 
 @dataclass
-class _Tally:
+class _Count:
     """What is counted while the trials of one reading run."""
 
     tolerance: float
@@ -304,45 +304,45 @@ def run_claim(claim: Claim, settings: Settings, progress: Progress = _silent) ->
 
 
 def _run_variant(claim: Claim, variant: Variant, settings: Settings, progress: Progress) -> Outcome:
-    tally, begin = _Tally(variant.tolerance), time.process_time()
+    seen, begin = _Count(variant.tolerance), time.process_time()
     wanted = max(1, round(settings.trials / variant.cost))
     progress(claim, variant.name, 0, wanted)
     for index, trial in _random(claim, variant, settings.seed):
-        tally.add("random", index, trial)
+        seen.add("random", index, trial)
         progress(claim, variant.name, index + 1, wanted)
         if index + 1 >= wanted or time.process_time() - begin > settings.seconds:
             break
     middle = time.process_time()
     for index, trial in _adversarial(claim, variant, settings.seed):
-        tally.add("adversarial", index, trial)
+        seen.add("adversarial", index, trial)
         progress(claim, variant.name, wanted, wanted)
         if time.process_time() - middle > settings.seconds:
             break
-    if variant.climbs and not tally.violations:
-        _climb_all(claim, variant, settings, tally)
+    if variant.climbs and not seen.violations:
+        _climb_all(claim, variant, settings, seen)
     return Outcome(
         name=variant.name,
         needs=variant.needs,
         tolerance=variant.tolerance,
-        random=tally.counts["random"],
-        adversarial=tally.counts["adversarial"] + tally.counts["climb"],
-        vacuous=tally.vacuous,
-        violations=tally.violations,
-        worst=tally.worst,
+        random=seen.counts["random"],
+        adversarial=seen.counts["adversarial"] + seen.counts["climb"],
+        vacuous=seen.vacuous,
+        violations=seen.violations,
+        worst=seen.worst,
         seconds=round(time.process_time() - begin, 3),
-        climbs=tally.counts["climb"],
+        climbs=seen.counts["climb"],
         proof=variant.proof,
     )
 
 
-def _climb_all(claim: Claim, variant: Variant, settings: Settings, tally: _Tally) -> None:
+def _climb_all(claim: Claim, variant: Variant, settings: Settings, seen: _Count) -> None:
     """From each start an equal part of the moves and of the clock."""
-    starts = tally.starts()
+    starts = seen.starts()
     for start in starts:
         begin = time.process_time()
         count = math.ceil(settings.trials / (5 * len(starts)))
         for index, trial in _climb(claim, variant, settings.seed, start, count):
-            tally.add("climb", index, trial, start)
+            seen.add("climb", index, trial, start)
             if time.process_time() - begin > settings.seconds / (5 * len(starts)):
                 break
 

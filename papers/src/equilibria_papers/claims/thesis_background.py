@@ -1,4 +1,4 @@
-"""Paper 004, chapter 2 and appendices A and B: what the thesis builds on."""
+"""The NTK thesis, chapter 2 and appendices A and B: what the thesis builds on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Paper 004, Lemmas 3.3.2–3.3.4 and 3.3.6: bounds at any parameters."""
+"""The NTK thesis, Lemmas 3.3.2–3.3.4 and 3.3.6: bounds at any parameters."""
 
 from __future__ import annotations
 

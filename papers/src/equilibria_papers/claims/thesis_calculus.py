@@ -1,4 +1,4 @@
-"""Paper 004, section 3.2 and Proposition 4: derivatives, against finite differences."""
+"""The NTK thesis, section 3.2 and Proposition 4: derivatives, against finite differences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random models of paper 004 for its trials, and its matrices written out in full."""
+"""Random models of the NTK thesis for its trials, and its matrices written out in full."""
 
 from __future__ import annotations
 

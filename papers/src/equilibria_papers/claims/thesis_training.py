@@ -1,4 +1,4 @@
-"""Paper 004, section 3.3: what is claimed of training, along real runs of it."""
+"""The NTK thesis, section 3.3: what is claimed of training, along real runs of it."""
 
 from __future__ import annotations
 

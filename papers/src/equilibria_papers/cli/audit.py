@@ -68,26 +68,26 @@ def audit(
     Each claim is tried as printed and, where that fails, with the change that repairs it. Ctrl-C
     keeps the claims that are done; the same command goes on from there.
     """
-    from equilibria_papers import claims as room
+    from equilibria_papers import claims as module
 
-    settings = room.Settings(trials=trials, seconds=seconds, seed=seed)
-    claims = room.load_claims(paper, [show] if show is not None else only)
+    settings = module.Settings(trials=trials, seconds=seconds, seed=seed)
+    claims = module.load_claims(paper, [show] if show is not None else only)
     folder = None if out is None else make_folder(out)
     file = None if folder is None else folder / "audit.json"
     try:
-        records = _run(room, claims, settings, file, fresh, shown=not quiet)
+        records = _run(module, claims, settings, file, fresh, shown=not quiet)
     except KeyboardInterrupt:
         if file is None or not file.exists():
             raise
-        _write_page(room, file, trials, seconds, seed)
+        _write_page(module, file, trials, seconds, seed)
         raise stop(f"interrupted; {file} keeps the claims that are done, run it again") from None
     if file is not None:
-        _write_page(room, file, trials, seconds, seed)
+        _write_page(module, file, trials, seconds, seed)
     if as_json:
         print_json([_plain(record) for record in records])
     elif show is not None:
         for record in records:
-            output().print(room.claim_section(record), markup=False, highlight=False)
+            output().print(module.claim_section(record), markup=False, highlight=False)
     else:
         output().print(_table(records))
         if folder is not None:
@@ -95,7 +95,7 @@ def audit(
 
 
 def _run(
-    room: Any, claims: Any, settings: Any, file: Path | None, fresh: bool, *, shown: bool
+    module: Any, claims: Any, settings: Any, file: Path | None, fresh: bool, *, shown: bool
 ) -> Any:
     from equilibria_papers.theory.progress import progress_bar
 
@@ -105,16 +105,16 @@ def _run(
         def report(claim: Any, reading: str, done: int, total: int) -> None:
             update(done, total, f"{order[claim.id]}/{len(claims)} {claim.id}: {reading}")
 
-        return room.run_audit(claims, settings, out=file, fresh=fresh, progress=report)
+        return module.run_audit(claims, settings, out=file, fresh=fresh, progress=report)
 
 
-def _write_page(room: Any, file: Path, trials: int, seconds: float, seed: int) -> None:
+def _write_page(module: Any, file: Path, trials: int, seconds: float, seed: int) -> None:
     """audit.md from all of audit.json, in the order of the papers."""
-    records = room.read_records(file)
-    papers = list(room.PAPERS)
+    records = module.read_records(file)
+    papers = list(module.PAPERS)
     order = {
         claim.id: number
-        for number, claim in enumerate(room.load_claims(sorted({r.paper for r in records})))
+        for number, claim in enumerate(module.load_claims(sorted({r.paper for r in records})))
     }
     records.sort(key=lambda r: (papers.index(r.paper), order.get(r.id, len(order))))
     command = ["equilibria", "theory", "audit", "--out", file.parent.name]
@@ -122,7 +122,7 @@ def _write_page(room: Any, file: Path, trials: int, seconds: float, seed: int) -
     for flag, value, usual in defaults:
         if value != usual:
             command += [flag, f"{value:g}"]
-    write_text(file.with_suffix(".md"), room.audit_page(records, shlex.join(command)))
+    write_text(file.with_suffix(".md"), module.audit_page(records, shlex.join(command)))
 
 
 def _table(records: Any) -> Table:

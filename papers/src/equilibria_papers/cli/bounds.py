@@ -57,7 +57,7 @@ def bounds(
     as_json: Json = False,
 ) -> None:
     """Margin, Lipschitz and similarity bounds of GEQ beside OptEq: printed, ours, measured."""
-    from equilibria_papers.theory import bounds as room
+    from equilibria_papers.theory import bounds as module
 
     if weights is None and (data is not None or root is not None):
         raise fail("--data and --root are for a trained network: give its WEIGHTS too.")
@@ -76,25 +76,25 @@ def bounds(
             dataset = whole.subset(range(min(images, len(whole))))
             _say_if_fewer_pairs(pairs, len(dataset))
             x = dataset.normalize(dataset.images[slice(0, len(dataset))]).to(device_of(device))
-            found = room.network_bounds(model, x, told=told, **numbers)
+            found = module.network_bounds(model, x, told=told, **numbers)
         else:
             told("training a GEQ and an OptEq on the digits")
-            pair = room.demonstration_pair(width=width, epochs=epochs, seed=seed)
+            pair = module.demonstration_pair(width=width, epochs=epochs, seed=seed)
             there = len(pair[0].x)
             if images > there:
                 text = f"--images {images}: there are {there} training digits; all are taken."
                 complain("note:", text, "yellow")
             _say_if_fewer_pairs(pairs, min(images, there))
-            found = room.compare_bounds(
+            found = module.compare_bounds(
                 pair, margin=margin, delta=delta, images=images, told=told, **numbers
             )
             if out is not None:
-                panels = room.demonstration_curves(
+                panels = module.demonstration_curves(
                     pair, images=images, draws=draws, margin=margin, seed=seed, told=told
                 )
         if weights is not None and out is not None:
             told("curves")
-            panels = room.network_curves(found)
+            panels = module.network_curves(found)
     told_of = {
         **found.to_dict(),
         "curves": {k: [c.to_dict() for c in v] for k, v in panels.items()},

@@ -69,11 +69,11 @@ def networks(
         target = device_of(device)
         rest = [load(w, target) for w in weights[1:]]
         return dict(zip(_names(weights), [first, *rest], strict=True)), dataset
-    from equilibria import data as room
+    from equilibria import data as module
 
     name = model or THESIS
     target = device_of(device)
-    dataset = room.load(data or "digits", split, root=root)
+    dataset = module.load(data or "digits", split, root=root)
     complain(
         "note:",
         f"no weights were given, so this is {name} with fresh weights (seed {seed}), untrained.",

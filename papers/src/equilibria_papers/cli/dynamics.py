@@ -1,4 +1,4 @@
-"""``equilibria theory dynamics``: paper 004's theorems beside runs of its model."""
+"""``equilibria theory dynamics``: the NTK thesis' theorems beside runs of its model."""
 
 from __future__ import annotations
 

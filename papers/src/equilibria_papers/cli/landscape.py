@@ -102,16 +102,16 @@ def landscape(
     Every row of the grid is kept as soon as it is measured: after an interruption the same command
     goes on where it was.
     """
-    from equilibria_papers.theory import landscapes as room
+    from equilibria_papers.theory import landscapes as module
 
     if redraw:
         if weights or model is not None:
             raise fail("--redraw draws measured grids: give no weights and no --model with it.")
-        surfaces = [room.Surface.load(file) for file in redraw]
+        surfaces = [module.Surface.load(file) for file in redraw]
         make_folder(out)
     else:
         twins = numbers_of("--repeats", repeats, "6,11,18", whole=True)
-        grid = room.Grid(points=points, radius=radius, dims=1 if curve else 2)
+        grid = module.Grid(points=points, radius=radius, dims=1 if curve else 2)
         solver = _solver(rtol, max_steps)
         make_folder(out)
         found, dataset = networks(weights or [], model, data, root, split, device, seed)
@@ -124,7 +124,7 @@ def landscape(
         for name, network, is_twin in _with_twins(found, twins):
             file = out / f"{name.replace('/', '-').replace(' ', '-')}.landscape.safetensors"
             try:
-                surface = room.measure_landscape(
+                surface = module.measure_landscape(
                     network,
                     pair,
                     plane,
@@ -190,19 +190,19 @@ def _plane(found: dict[str, Any], grid: Any) -> tuple[Any, Any]:
 
 
 def _draw(surfaces: list[Any], out: Path, log: bool, top: float | None) -> list[Path]:
-    from equilibria_papers.theory import landscapes as room
+    from equilibria_papers.theory import landscapes as module
     from equilibria_papers.theory.pictures import save_picture
 
     written: list[Path] = []
     curves = [s for s in surfaces if s.is_curve]
     planes = [s for s in surfaces if not s.is_curve]
     if curves:
-        written += save_picture(room.curve_figure(curves, log=log), out / "curves")
+        written += save_picture(module.curve_figure(curves, log=log), out / "curves")
     if planes:
-        written += save_picture(room.contour_figure(planes, log=log, top=top), out / "contours")
+        written += save_picture(module.contour_figure(planes, log=log, top=top), out / "contours")
     for surface in planes:
         stem = surface.name.replace("/", "-").replace(" ", "-")
-        figure = room.surface_figure(surface, log=log, top=top)
+        figure = module.surface_figure(surface, log=log, top=top)
         written += save_picture(figure, out / f"surface-{stem}")
     return written
 

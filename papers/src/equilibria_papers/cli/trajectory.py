@@ -66,7 +66,7 @@ def trajectory(
     as_json: Json = False,
 ) -> None:
     """Residuals and paths of z through the solver (Figures 4.1 to 4.3 of the thesis)."""
-    from equilibria_papers.theory import trajectories as room
+    from equilibria_papers.theory import trajectories as module
     from equilibria_papers.theory.pictures import save_picture
 
     scales = numbers_of("--init-scales", init_scales, "1,0.01")
@@ -79,20 +79,20 @@ def trajectory(
     recorded: dict[str, dict[str, Any]] = {}
     with error_console.status("following the solvers"):
         for name, network in groups.items():
-            part, given = room.layer_input(network, x, layer)
+            part, given = module.layer_input(network, x, layer)
             recorded[name] = {
-                label: room.record_path(part, given, solver=solver, steps=steps)
+                label: module.record_path(part, given, solver=solver, steps=steps)
                 for label, solver in chosen.items()
             }
         preferred = "anderson" if "anderson" in chosen else next(iter(chosen))
         drawn = {name: paths[preferred] for name, paths in recorded.items()}
-        written = save_picture(room.residual_figure(recorded), out / "residuals")
-        written += save_picture(room.path_figure(drawn), out / "paths")
+        written = save_picture(module.residual_figure(recorded), out / "residuals")
+        written += save_picture(module.path_figure(drawn), out / "paths")
         training = None
         if len(found) > 1 and not scales:
-            training = room.TrainingPath(tuple(found), labels.cpu(), tuple(drawn.values()))
-            written += save_picture(room.class_figure(training), out / "classes")
-            written += save_picture(room.training_figure(training), out / "training")
+            training = module.TrainingPath(tuple(found), labels.cpu(), tuple(drawn.values()))
+            written += save_picture(module.class_figure(training), out / "classes")
+            written += save_picture(module.training_figure(training), out / "training")
     rows = [_row(g, s, path) for g, paths in recorded.items() for s, path in paths.items()]
     record: dict[str, Any] = {
         "data": {"name": dataset.name, "split": dataset.split_name, "images": len(x)},
@@ -112,12 +112,12 @@ def trajectory(
 
 def _scaled(network: Any, scales: list[float], seed: int) -> dict[str, Any]:
     """The network at each scale, named by it, and by the scale in effect where a bound clips it."""
-    from equilibria_papers.theory import trajectories as room
+    from equilibria_papers.theory import trajectories as module
 
     made = {}
     for std in scales:
-        scaled = room.at_scale(network, std, seed=seed)
-        held = room.clipped_stds(scaled, std).values()
+        scaled = module.at_scale(network, std, seed=seed)
+        held = module.clipped_stds(scaled, std).values()
         low, high = (f"{f(held, default=std):.2g}" for f in (min, max))
         held_at = f" (bounded: {low if low == high else f'{low} to {high}'})" if held else ""
         made[f"std {std:g}{held_at}"] = scaled

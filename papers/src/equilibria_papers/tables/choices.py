@@ -39,7 +39,7 @@ class Choices:
     device: str | None = None
     """"cpu", "cuda", "cuda:1"; None: a GPU where there is one."""
     data_root: Path | None = None
-    """Where data sets are looked for; None: the data room's own places."""
+    """Where data sets are looked for; None: the places of equilibria.data."""
     out: Path = Path("results/reproduce")
     """Where tables are written."""
     runs: Path = Path("runs/reproduce")

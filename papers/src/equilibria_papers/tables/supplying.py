@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from equilibria import data as room
+from equilibria import data as module
 from equilibria.data import IGNORE, DataError, ImageData, find_named
 from equilibria.evaluation import select_classes, superclass_split
 
@@ -66,7 +66,7 @@ def at_hand(name: str, root: Path | None) -> bool:
     """Whether the training images can be read without a download."""
     if name == RANDOM:
         return True
-    if name not in room.names():
+    if name not in module.names():
         return _folder(name, root).is_dir()
     try:
         find_named(name, "train", root, False, False)
@@ -119,9 +119,9 @@ def _read(
 ) -> ImageData:
     """Read from disk once for all jobs of a table: decoding takes longer than a short training."""
     root = None if data_root is None else Path(data_root)
-    if name in room.names():
-        return room.load(name, split, root=root, image_size=image_size, progress=progress)
-    return room.load(_folder(name, root), split, image_size=image_size, progress=progress)
+    if name in module.names():
+        return module.load(name, split, root=root, image_size=image_size, progress=progress)
+    return module.load(_folder(name, root), split, image_size=image_size, progress=progress)
 
 
 def _hold_out(

@@ -225,7 +225,7 @@ class Shown:
             "text/html": console.export_html(inline_styles=True, code_format=page),
         }
 
-    def _wide(self, room: int) -> Any:
+    def _wide(self, width: int) -> Any:
         """A line a row; None where numbers would have to be cut."""
         given = {f.cell.column for row in self.rows for f in self._of(row) if _has_number(f)}
         columns = [one for one in self.result.experiment.columns if one in given]
@@ -235,11 +235,11 @@ class Shown:
             for head_width in _HEADS:
                 heads = [_wrapped(one, head_width) for one in columns]
                 grid = list(zip(["", *heads], [names, *texts], strict=True))
-                if sum(_width([head, *below]) + _EDGES for head, below in grid) < room:
+                if sum(_width([head, *below]) + _EDGES for head, below in grid) < width:
                     return _grid(grid)
         return None
 
-    def _long(self, room: int) -> Any:
+    def _long(self, width: int) -> Any:
         """A line a cell, under the names of the rows; two where its number leaves no room."""
         from rich.table import Table
         from rich.text import Text
@@ -247,7 +247,7 @@ class Shown:
         cells = {row: [f for f in self._of(row) if _has_number(f)] for row in self.rows}
         numbers = _width([pair(found) for each in cells.values() for found in each])
         names = _width([found.cell.column for each in cells.values() for found in each])
-        beside = numbers + 2 * _EDGES + min(names, _NAMES[-1]) < room
+        beside = numbers + 2 * _EDGES + min(names, _NAMES[-1]) < width
         table = Table()
         table.add_column("what", overflow="fold")
         if beside:

@@ -1,20 +1,20 @@
 """What the papers prove, as code to call on your own model.
 
-Paper 003 (OptEq): ``multi_block`` (Lemma 3), ``inclusion_residual`` (Theorem 2),
+OptEq: ``multi_block`` (Lemma 3), ``inclusion_residual`` (Theorem 2),
 ``two_layer_objective`` (Corollary 1), ``wide_limit`` (Theorem 3), ``to_hidden_units`` (Lemma 1) and
 ``to_deep_opteq`` (Lemma 2). Each states its assumptions and checks them.
 
-Papers 000–002 (GEQ, KerDEQ): ``bounds``, the calculators of the propositions: ``margin_report``,
+GEQ and KerDEQ: ``bounds``, the calculators of the propositions: ``margin_report``,
 ``lipschitz_report``, ``similarity_report``, ``feature_map_report``, ``compare_bounds``.
 
 Any model: ``empirical_ntk`` and what follows from it (``spectrum``, ``label_alignment``,
 ``kernel_drift``, ``compare_training``), ``KernelMonitor`` along a run of training.
 
-Paper 004, chapter 3: ``ThesisModel``, ``closed_form_kernel``, ``search_radii`` and the runs of
+The NTK thesis, chapter 3: ``ThesisModel``, ``closed_form_kernel``, ``search_radii`` and the runs of
 ``monotone_ntk``.
 
-Paper 004, chapter 4: ``record_path``, ``follow_training`` (``trajectories``), ``measure_landscape``
-(``landscapes``), with their figures.
+The NTK thesis, chapter 4: ``record_path``, ``follow_training`` (``trajectories``),
+``measure_landscape`` (``landscapes``), with their figures.
 """
 
 from .blocks import Block, as_blocks, deep_equilibrium

@@ -1,6 +1,6 @@
-"""The blocks of a deep OptEq at one input: f(z) = α prox_φ(z) + (1 − α)z (paper 003, Eq 6).
+"""The blocks of a deep OptEq at one input: f(z) = α prox_φ(z) + (1 − α)z (OptEq, Eq 6).
 
-What paper 003 proves of a deep OptEq is about its L maps at a given x, so everything in this room
+What OptEq proves of a deep OptEq is about its L maps at a given x, so everything here
 starts from a list of ``Block``: made by hand from weights, or by ``deep_blocks(layer, x)``.
 """
 
@@ -133,7 +133,7 @@ def _of_layer(layer: DeepOptEq, x: Tensor | None) -> tuple[Block, ...]:
         raise TypeError("a DeepOptEq has blocks at an input: give x.")
     if layer.regularizer is not None:
         raise ValueError(
-            f"this DeepOptEq has {layer.regularizer!r} in its map, and the results of paper 003 on "
+            f"this DeepOptEq has {layer.regularizer!r} in its map, and the results of OptEq on "
             "its blocks (Lemma 3, Theorems 2 and 3, Corollary 1) are about the map without. Make "
             "one with regularizer=None and the same weights."
         )

@@ -1,4 +1,4 @@
-"""Lemmas 1 and 2 (paper 003), by construction: feed-forward networks as OptEq weights.
+"""Lemmas 1 and 2 (OptEq), by construction: feed-forward networks as OptEq weights.
 
 Both rest on weights whose products are given: W̄_{k+1}W̄_kᵀ = W_{k+1}. Take the rows of W̄_{k+1} as
 W_{k+1}(W̄_k⁺)ᵀ, in the row space of W̄_k, plus orthonormal rows outside of it, which keep the rank

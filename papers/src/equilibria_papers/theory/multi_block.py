@@ -1,4 +1,4 @@
-"""Lemma 3 (paper 003): a deep OptEq is a one-layer OptEq of L blocks with a permutation.
+"""Lemma 3 (OptEq): a deep OptEq is a one-layer OptEq of L blocks with a permutation.
 
     z̃ = α W̃ᵀσ(W̃Pz̃ + Ũx + b̃) + (1 − α)Pz̃          (Eq 7, with P inside too)
 
@@ -120,7 +120,7 @@ def multi_block(layer: Deep, x: Tensor | None = None) -> MultiBlock:
     return MultiBlock(as_blocks(layer, x))
 
 
-# Theorem 2 (paper 003): what the equilibrium of a deep OptEq solves.
+# Theorem 2 (OptEq): what the equilibrium of a deep OptEq solves.
 #
 #     0 ∈ ∂Φ(z̃) + (I − P)z̃,   Φ(z̃) = Σ_l α_l M_{φ_l}^{1−α_l}(z_l)          (Eq 8)
 #
@@ -176,7 +176,7 @@ def inclusion_residual(
     return norm
 
 
-# Corollary 1 (paper 003): a deep OptEq of two layers minimizes one convex function.
+# Corollary 1 (OptEq): a deep OptEq of two layers minimizes one convex function.
 #
 #     min over z_1, z_0 of  α M_{φ_1}^{1−α}(z_1) + α M_{φ_2}^{1−α}(z_0) + ½‖z_1 − z_0‖²
 #

@@ -1,4 +1,4 @@
-"""Theorem 3 (paper 003): as α → 0 the blocks of a deep OptEq agree, on a wide one-layer OptEq.
+"""Theorem 3 (OptEq): as α → 0 the blocks of a deep OptEq agree, on a wide one-layer OptEq.
 
     Lz = Σ_l W_lᵀσ(W_l z + U_l x + b_l),   the y of   min Σ_l φ_l(x_l) + ½‖x_l − y‖²
 

@@ -119,11 +119,9 @@ def excess(squares: float, scale: float, entry: int, samples: int, delta: float)
 # How far the logits W_c z* + b_c move when every weight does: what a PAC-Bayes bound needs (ours).
 #
 # All weights move by at most ω in operator norm (a convolution by ω for each tap). Second-order
-# terms
-# are kept, ‖W̄‖ is what it becomes, and β moves as it must: G is strongly convex with the modulus
-# 1 − 2e^{−3/2}μ̄², so ‖z̄ − z‖ ≤ ‖∇q̄(z) − ∇q(z)‖/m̄. GEQ's proof holds β constant (Eq 33), which
-# is
-# false; this is not.
+# terms are kept, ‖W̄‖ is what it becomes, and β moves as it must: G is strongly convex with the
+# modulus 1 − 2e^{−3/2}μ̄², so ‖z̄ − z‖ ≤ ‖∇q̄(z) − ∇q(z)‖/m̄. GEQ's proof holds β constant (Eq 33),
+# which is false; this is not.
 
 
 @dataclass(frozen=True, kw_only=True)

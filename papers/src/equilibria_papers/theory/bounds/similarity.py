@@ -44,8 +44,7 @@ from .report import Assumption, AssumptionError, Report, check_positive, number,
 #     KerDEQ Eq 10   the same with e^{−γ‖U‖₂‖x₁−x₂‖²} and D = e^{γ‖W‖B}
 #
 # Lemma 3 is about one neuron, so κ is divided by the width. All of these fail for some W: the
-# proofs
-# take zᵀWᵀWz′ ≤ ‖W‖²zᵀz′ entry by entry, which is false.
+# proofs take zᵀWᵀWz′ ≤ ‖W‖²zᵀz′ entry by entry, which is false.
 
 
 def arc_cosine(theta: float) -> float:

@@ -1,4 +1,4 @@
-"""Loss landscapes around trained weights (paper 004, §4.2; Li et al. 2018).
+"""Loss landscapes around trained weights (the NTK thesis, §4.2; Li et al. 2018).
 
 ``measure_landscape`` measures Φ(a, b) = L(θ* + a d₁ + b d₂) on a grid, ``random_directions`` and
 ``training_plane`` give the directions, ``repeated`` the weight-tied twin repeat-K, ``Surface`` is

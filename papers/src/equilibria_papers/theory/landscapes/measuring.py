@@ -411,7 +411,7 @@ def _measure_row(scorer: Scorer, surface: Surface, row: int) -> Tensor:
     return torch.stack(columns, 1).cpu()
 
 
-# repeat-K: the weight-tied network that applies a layer's map K times (paper 004, §4.2.1).
+# repeat-K: the weight-tied network that applies a layer's map K times (the NTK thesis, §4.2.1).
 
 
 def repeated(model: nn.Module, repeats: int) -> nn.Module:

@@ -1,4 +1,4 @@
-"""Monotone DEQ and the NTK thesis (paper 004, chapter 3), in closed form and in float64.
+"""Monotone DEQ and the NTK thesis (chapter 3), in closed form and in float64.
 
 ``ThesisModel`` z = σ(Wz + Ux), f = uᵀz; ``find_equilibrium``; the Jacobians of Lemmas 3.2.1–3.2.3
 and the kernel K of Proposition 4; Conditions 1, 2 and 2′ with the radii searched for; gradient flow

@@ -1,4 +1,4 @@
-"""Conditions 1 and 2 of paper 004 on λ₀ = σ_min(Z(0)), as printed, restored, and repaired.
+"""Conditions 1 and 2 of the NTK thesis on λ₀ = σ_min(Z(0)), as printed, restored, and repaired.
 
 Each condition is a list of inequalities left ≥ right(R) in the radii R = (R_A, R_B, R_U, R_u) of
 the balls around the initial parameters, with λ̄ = ‖·‖₂ + R. Every right side is a posynomial of R.
@@ -365,10 +365,8 @@ def find_condition(name: str) -> Condition:
 # The radii that leave most slack: max over R of min over inequalities of left/right(R).
 #
 # Every right side is a posynomial of R, so log right is convex in log R and the search is a
-# geometric
-# program: the slack that it ends with is the best there is, up to the solver's tolerance. R_B
-# stands
-# in one inequality alone, which any large R_B satisfies, and is chosen last.
+# geometric program: the slack that it ends with is the best there is, up to the solver's tolerance.
+# R_B stands in one inequality alone, which any large R_B satisfies, and is chosen last.
 
 
 _FREE = ("A", "U", "u")

@@ -1,4 +1,4 @@
-"""The tangent kernel K(t) of Proposition 4 (paper 004) and the gradient, in closed form.
+"""The tangent kernel K(t) of Proposition 4 (the NTK thesis) and the gradient, in closed form.
 
 With vᵢᵀ = uᵀQᵢ⁻¹Dᵢ the Jacobian of f(xᵢ) = uᵀzᵢ is (Lemmas 3.2.2 and 3.2.3, matrix by matrix)
 
@@ -28,12 +28,12 @@ from .model import (
     sensitivities,
 )
 
-# Lemmas 3.2.1–3.2.3 (paper 004) as matrices, vec by columns: to read, and to check others against.
+# Lemmas 3.2.1–3.2.3 (the NTK thesis) as matrices, vec by columns: to read, and to check others
+# against.
 #
 # K is the commutation matrix, P_A = −(I + K)(I_n ⊗ Aᵀ), P_B = I − K and D, Q as in Lemma 3.2.1.
-# Where
-# the thesis prints uᵀ ⊗ I_N it must read I_N ⊗ uᵀ: vec stacks the samples' states. These are dense,
-# N n × n² entries; for the kernel alone take ``closed_form_kernel``.
+# Where the thesis prints uᵀ ⊗ I_N it must read I_N ⊗ uᵀ: vec stacks the samples' states. These are
+# dense, N n × n² entries; for the kernel alone take ``closed_form_kernel``.
 
 
 class StateJacobians(NamedTuple):

@@ -1,4 +1,4 @@
-"""The thesis' model (paper 004, Definition 3.2.1): a monotone DEQ with a linear readout.
+"""The model of the NTK thesis (Definition 3.2.1): a monotone DEQ with a linear readout.
 
 z = σ(Wz + Ux (+ b)),  W = (1 − m)I − AᵀA + B − Bᵀ,  σ = ReLU,  f(x) = uᵀz
 """
@@ -205,8 +205,7 @@ def check_data(model: ThesisModel, X: Tensor, y: Tensor | None = None) -> Tensor
 # The equilibrium of the thesis' model to machine precision: Newton on the pattern of signs.
 #
 # Where the pattern D = 1[Wz + c > 0] is known, z = (I − DW)⁻¹Dc. All systems are n × n, one a
-# sample:
-# Q = I − D(I_N ⊗ W) (Lemma 3.2.1) is block diagonal and is never formed.
+# sample: Q = I − D(I_N ⊗ W) (Lemma 3.2.1) is block diagonal and is never formed.
 
 
 _NEWTON = 40

@@ -330,7 +330,7 @@ def gradient_descent(
     )
 
 
-# Runs in which the theorems of paper 004 can be seen to hold, to say nothing, and to fail.
+# Runs in which the theorems of the NTK thesis can be seen to hold, to say nothing, and to fail.
 
 
 @dataclass(frozen=True, kw_only=True)

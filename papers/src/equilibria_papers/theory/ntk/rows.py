@@ -483,9 +483,9 @@ def make_plan(
         held: bytes that are needed all the time (the kernels, or the projected rows).
         batch_size: samples to differentiate at once; None decides.
     """
-    room = memory - held
+    left = memory - held
     least = outputs * itemsize * max(sizes.values())
-    if room < (_COPIES + 1) * least:
+    if left < (_COPIES + 1) * least:
         largest = max(sizes, key=lambda n: sizes[n])
         raise MemoryError(
             f"memory={readable(memory)} is too little: {readable(held)} for the kernel and "
@@ -493,11 +493,11 @@ def make_plan(
             f"{largest!r}. Give more memory, fewer samples or outputs ('trace', 'sum', an index), "
             "or a projection."
         )
-    passes = _split(sizes, room // ((_COPIES + 1) * outputs * itemsize))
+    passes = _split(sizes, left // ((_COPIES + 1) * outputs * itemsize))
     row = outputs * itemsize * max(sum(sizes[n] for n in names) for names in passes)
     wanted = max(1, _ROWS // outputs) if batch_size is None else batch_size
-    chunk = max(1, min(wanted, samples, room // ((_COPIES + 1) * row)))
-    resident = max(1, room // (chunk * row) - _COPIES)
+    chunk = max(1, min(wanted, samples, left // ((_COPIES + 1) * row)))
+    resident = max(1, left // (chunk * row) - _COPIES)
     return Plan(chunk, resident, passes)
 
 

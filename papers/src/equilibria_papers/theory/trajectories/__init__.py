@@ -1,4 +1,4 @@
-"""The way of a solver to an equilibrium, and how it changes (paper 004, §4.1).
+"""The way of a solver to an equilibrium, and how it changes (the NTK thesis, §4.1).
 
 ``record_path`` writes down every iterate of a layer's solve with its residual (Eq 4.2),
 ``at_scale`` draws the layer's weights anew at a scale (§4.1.1), ``follow_training`` and

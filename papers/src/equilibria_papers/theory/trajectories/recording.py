@@ -174,7 +174,7 @@ class SolverPath:
 
     ``states`` [K, B, n] holds z^[0] … z^[K−1], leaves of a tree side by side; None where they were
     not kept. ``residual`` [K, B] is ‖T(z) − z‖ and ``relative`` [K, B] the same over ‖T(z)‖
-    (paper 004, Eq 4.2). A sample that blew up has NaN or infinity from there on.
+    (the NTK thesis, Eq 4.2). A sample that blew up has NaN or infinity from there on.
     """
 
     solver: str

@@ -1,4 +1,4 @@
-"""How the states of a layer move through training, class by class (paper 004, §4.1.2)."""
+"""How the states of a layer move through training, class by class (the NTK thesis, §4.1.2)."""
 
 from __future__ import annotations
 
