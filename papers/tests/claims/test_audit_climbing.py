@@ -172,7 +172,7 @@ def test_it_finds_what_random_trials_miss() -> None:
 
 
 def test_it_starts_from_the_worst_random_trials() -> None:
-    tally = running._Tally(1e-6)
+    tally = running._Count(1e-6)
     for index, ratio in enumerate((0.1, 0.7, 0.3, 0.7, 0.2)):
         tally.add("random", index, Trial(ratio, {}))
     tally.add("adversarial", 9, Trial(0.9, {}))

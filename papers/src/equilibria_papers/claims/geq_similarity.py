@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -194,19 +195,13 @@ def eq15_family(g: torch.Generator) -> Iterator[Trial]:
         yield found.against(eq15(found))
 
 
-def eq14_family(
-    limit: Callable[[Similarity], float],
-) -> Callable[[torch.Generator], Iterator[Trial]]:
+def eq14_family(g: torch.Generator, limit: Callable[[Similarity], float]) -> Iterator[Trial]:
     """W = 0.9(I − 11ᵀ/n), γ = 0.3, θ near π; and θ = π, where the bound is 0."""
-
-    def trials(g: torch.Generator) -> Iterator[Trial]:
-        for n, theta in ((20, 0.98), (40, 0.98), (40, 0.99), (20, 1.0)):
-            found = measured(
-                g, kind="centering", n=n, mu=0.9, theta=theta * math.pi, gamma=0.3, draws=2000
-            )
-            yield found.against(limit(found))
-
-    return trials
+    for n, theta in ((20, 0.98), (40, 0.98), (40, 0.99), (20, 1.0)):
+        found = measured(
+            g, kind="centering", n=n, mu=0.9, theta=theta * math.pi, gamma=0.3, draws=2000
+        )
+        yield found.against(limit(found))
 
 
 def lemma3(g: torch.Generator, *, width: int | None) -> Trial:
@@ -315,7 +310,7 @@ FREE_OF_ANGLE = reading(
     "ours: free of the angle",
     "min(Λ(μ)²E[U²]‖x₁‖‖x₂‖, μ²/(2eγn)) on the right",
     variant(free_of_angle_geq, gaussian=True),
-    eq14_family(free_of_angle_geq),
+    partial(eq14_family, limit=free_of_angle_geq),
     cost=10,
     proof="Cauchy and Schwarz with ‖z‖ ≤ Λ(μ)‖Ux‖ (fact 5) and ‖z‖ ≤ μ max √(s/γ)e^{−s}",
 )
@@ -360,7 +355,7 @@ CLAIMS: tuple[Claim, ...] = (
         r"$\kappa_{geq} \le \frac{\mu^2De^{-\frac\gamma4\sigma_{\min}(U)^2\|x_1-x_2\|^2}"
         r"E[U_i^2]\|x_1\|\|x_2\|(\sin\theta_0 + (\pi-\theta_0)\cos\theta_0)}"
         r"{2\pi(1-\beta_{\max}\mu^2)^2}$, per neuron.",
-        printed(variant(eq14, gaussian=True), eq14_family(eq14), cost=10),
+        printed(variant(eq14, gaussian=True), partial(eq14_family, limit=eq14), cost=10),
         reading(
             "W = μI, D with B²",
             "W = μI and D = e^{γ‖W‖²B²}",
@@ -375,7 +370,7 @@ CLAIMS: tuple[Claim, ...] = (
         "geq.prop4.eq48",
         "Proposition 4 in the appendix, Eq 48",
         r"The same with $e^{-\gamma\sigma_{\min}(U)^2\|x_1-x_2\|^2}$, without the $1/4$.",
-        printed(variant(eq48, gaussian=True), eq14_family(eq48), cost=10),
+        printed(variant(eq48, gaussian=True), partial(eq14_family, limit=eq48), cost=10),
         note="Its own proof ends with the 1/4 of Eq 14 (Eq 58–59).",
     ),
     claim(

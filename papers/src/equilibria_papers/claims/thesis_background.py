@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -44,16 +45,13 @@ def _subgradients(draw: torch.Generator) -> Trial:
     return Trial((falls + miss) / EXACT, {"weights": w.tolist(), "knots": t.tolist(), "q": q})
 
 
-def _strongly(factor: float) -> Callable[[torch.Generator], Trial]:
-    def trial(draw: torch.Generator) -> Trial:
-        n, m = integer(draw, 1, 5), log_uniform(draw, 0.05, 3.0)
-        W = normal(draw, n, n)
-        low = float(torch.linalg.eigvalsh(W + W.T)[0])
-        W = W + 0.5 * (factor * m - low) * torch.eye(n, dtype=W.dtype)  # W + Wᵀ ⪰ factor·m·I
-        v = torch.linalg.eigh(W + W.T).eigenvectors[:, 0]
-        return Trial(m / float(v @ W @ v), {"n": n, "m": m})
-
-    return trial
+def _strongly(draw: torch.Generator, factor: float) -> Trial:
+    n, m = integer(draw, 1, 5), log_uniform(draw, 0.05, 3.0)
+    W = normal(draw, n, n)
+    low = float(torch.linalg.eigvalsh(W + W.T)[0])
+    W = W + 0.5 * (factor * m - low) * torch.eye(n, dtype=W.dtype)  # W + Wᵀ ⪰ factor·m·I
+    v = torch.linalg.eigh(W + W.T).eigenvectors[:, 0]
+    return Trial(m / float(v @ W @ v), {"n": n, "m": m})
 
 
 def _parametrized(draw: torch.Generator) -> Trial:
@@ -85,24 +83,18 @@ def _radius(J: Tensor) -> float:
     return float(torch.linalg.eigvals(J).abs().max())
 
 
-def _norm_is_radius(normal_only: bool) -> Callable[[torch.Generator], Trial]:
-    def trial(draw: torch.Generator) -> Trial:
-        J = _square(draw, normal_only=normal_only)
-        return Trial(spectral(J) / _radius(J), {"J": J.tolist()})
-
-    return trial
+def _norm_is_radius(draw: torch.Generator, normal_only: bool) -> Trial:
+    J = _square(draw, normal_only=normal_only)
+    return Trial(spectral(J) / _radius(J), {"J": J.tolist()})
 
 
-def _least_singular(by_norm: bool) -> Callable[[torch.Generator], Trial | None]:
-    def trial(draw: torch.Generator) -> Trial | None:
-        J = _square(draw)
-        size = spectral(J) if by_norm else _radius(J)
-        if size >= 1:
-            return None
-        least = float(torch.linalg.svdvals(torch.eye(len(J), dtype=J.dtype) - J)[-1])
-        return Trial((1 - size) / least, {"J": J.tolist()})
-
-    return trial
+def _least_singular(draw: torch.Generator, by_norm: bool) -> Trial | None:
+    J = _square(draw)
+    size = spectral(J) if by_norm else _radius(J)
+    if size >= 1:
+        return None
+    least = float(torch.linalg.svdvals(torch.eye(len(J), dtype=J.dtype) - J)[-1])
+    return Trial((1 - size) / least, {"J": J.tolist()})
 
 
 # ---------------------------------------------------------------- gradient descent, 2.5
@@ -144,15 +136,12 @@ def _smooth(draw: torch.Generator, *, waves: bool, strong: bool) -> tuple[Smooth
     return Smooth(H, normal(draw, k, n), normal(draw, k).abs(), waves), 3 * normal(draw, n)
 
 
-def _cocoercive(reverse: bool) -> Callable[[torch.Generator], Trial | None]:
-    def trial(draw: torch.Generator) -> Trial | None:
-        f, x = _smooth(draw, waves=False, strong=True)
-        y = x + normal(draw, len(x)) * log_uniform(draw, 1e-2, 3.0)
-        d = f.gradient(x) - f.gradient(y)
-        inner, square = float((x - y) @ d), float(d @ d) / f.smoothness
-        return Trial(square / inner if reverse else inner / square, {"n": len(x)})
-
-    return trial
+def _cocoercive(draw: torch.Generator, reverse: bool) -> Trial | None:
+    f, x = _smooth(draw, waves=False, strong=True)
+    y = x + normal(draw, len(x)) * log_uniform(draw, 1e-2, 3.0)
+    d = f.gradient(x) - f.gradient(y)
+    inner, square = float((x - y) @ d), float(d @ d) / f.smoothness
+    return Trial(square / inner if reverse else inner / square, {"n": len(x)})
 
 
 def _descent(draw: torch.Generator) -> Trial | None:
@@ -202,47 +191,37 @@ def _descend(f: Smooth, x: Tensor, factor: float, steps: int) -> Trial:
     return Trial(left / bound if bound > 0 else math.inf, case)
 
 
-def _pl_rate(half: bool) -> Callable[[torch.Generator], Trial]:
+def _pl_rate(draw: torch.Generator, half: bool) -> Trial:
     """‖∇f‖² ≥ μf holds with μ = 2λ_min(H) on a quadratic, with equality along an eigenvector."""
-
-    def trial(draw: torch.Generator) -> Trial:
-        n = integer(draw, 1, 4)
-        root = normal(draw, n, n)
-        H = root @ root.T + 0.05 * torch.eye(n, dtype=root.dtype)
-        f = Smooth(H, torch.zeros(1, n, dtype=H.dtype), torch.zeros(1, dtype=H.dtype), False)
-        factor = 1 - (0.5 if half else 1.0) * 2 * f.strength / f.smoothness
-        return _descend(f, normal(draw, n), factor, integer(draw, 1, 10))
-
-    return trial
+    n = integer(draw, 1, 4)
+    root = normal(draw, n, n)
+    H = root @ root.T + 0.05 * torch.eye(n, dtype=root.dtype)
+    f = Smooth(H, torch.zeros(1, n, dtype=H.dtype), torch.zeros(1, dtype=H.dtype), False)
+    factor = 1 - (0.5 if half else 1.0) * 2 * f.strength / f.smoothness
+    return _descend(f, normal(draw, n), factor, integer(draw, 1, 10))
 
 
-def _pl_family(half: bool) -> Callable[[torch.Generator], Iterator[Trial]]:
-    def trials(draw: torch.Generator) -> Iterator[Trial]:
-        # f = ½x²: ‖f′‖² = 2f, so μ = 2 and L = 1: the printed factor 1 − μ/L is −1.
-        one = torch.ones(1, 1, dtype=torch.float64)
-        f = Smooth(one, 0 * one, 0 * one[0], False)
-        yield _descend(f, one[0], 1 - (1.0 if half else 2.0), 1)
-        # f = x² + 3 sin²x = x² + (3/2)(1 − cos 2x), not convex: μ = 1/16 (Karimi et al.), L = 8.
-        wave = Smooth(2 * one, 2 * one, 1.5 * one[0], True)
-        for start in (0.5, 1.5, 2.5, 4.0, 9.0):
-            x = start * one[0]
-            yield _descend(wave, x, 1 - (0.5 if half else 1.0) / 16 / 8, 12)
-
-    return trials
+def _pl_family(draw: torch.Generator, half: bool) -> Iterator[Trial]:
+    # f = ½x²: ‖f′‖² = 2f, so μ = 2 and L = 1: the printed factor 1 − μ/L is −1.
+    one = torch.ones(1, 1, dtype=torch.float64)
+    f = Smooth(one, 0 * one, 0 * one[0], False)
+    yield _descend(f, one[0], 1 - (1.0 if half else 2.0), 1)
+    # f = x² + 3 sin²x = x² + (3/2)(1 − cos 2x), not convex: μ = 1/16 (Karimi et al.), L = 8.
+    wave = Smooth(2 * one, 2 * one, 1.5 * one[0], True)
+    for start in (0.5, 1.5, 2.5, 4.0, 9.0):
+        x = start * one[0]
+        yield _descend(wave, x, 1 - (0.5 if half else 1.0) / 16 / 8, 12)
 
 
-def _path_length(constant: float) -> Callable[[torch.Generator], Trial]:
-    def trial(draw: torch.Generator) -> Trial:
-        f, x = _smooth(draw, waves=False, strong=True)
-        mu, L = 2 * f.strength, f.smoothness  # ‖∇f‖² ≥ 2·strength·f
-        bound, length = constant * math.sqrt(f.value(x) / mu), 0.0
-        for _ in range(200):
-            g = f.gradient(x)
-            length += norm(g) / L
-            x = x - g / L
-        return Trial(length / bound, {"n": len(x), "mu": mu, "L": L})
-
-    return trial
+def _path_length(draw: torch.Generator, constant: float) -> Trial:
+    f, x = _smooth(draw, waves=False, strong=True)
+    mu, L = 2 * f.strength, f.smoothness  # ‖∇f‖² ≥ 2·strength·f
+    bound, length = constant * math.sqrt(f.value(x) / mu), 0.0
+    for _ in range(200):
+        g = f.gradient(x)
+        length += norm(g) / L
+        x = x - g / L
+    return Trial(length / bound, {"n": len(x), "mu": mu, "L": L})
 
 
 # ---------------------------------------------------------------- tangent kernels, 2.6
@@ -258,27 +237,23 @@ def _spectral_theorem(draw: torch.Generator) -> Trial:
     return Trial(error / EXACT, {"n": n})
 
 
-def _output_flow(mean: bool) -> Callable[[torch.Generator], Trial]:
+def _output_flow(draw: torch.Generator, mean: bool) -> Trial:
     """dŷ/dt along θ̇ = −∇L, by a central difference, against −K(ŷ − y), for a tanh network."""
+    d, h, N = integer(draw, 1, 3), integer(draw, 2, 5), integer(draw, 2, 4)
+    X, y = normal(draw, N, d), normal(draw, N)
+    theta = normal(draw, h * d + h)
 
-    def trial(draw: torch.Generator) -> Trial:
-        d, h, N = integer(draw, 1, 3), integer(draw, 2, 5), integer(draw, 2, 4)
-        X, y = normal(draw, N, d), normal(draw, N)
-        theta = normal(draw, h * d + h)
+    def outputs(v: Tensor) -> Tensor:
+        return torch.tanh(X @ v[: h * d].reshape(d, h)) @ v[h * d :] / h
 
-        def outputs(v: Tensor) -> Tensor:
-            return torch.tanh(X @ v[: h * d].reshape(d, h)) @ v[h * d :] / h
-
-        J: Tensor = torch.func.jacrev(outputs)(theta)
-        rest = outputs(theta) - y
-        move = -(J.T @ rest) / (N if mean else 1)
-        step = 1e-5 / (1 + norm(move))
-        speed = (outputs(theta + step * move) - outputs(theta - step * move)) / (2 * step)
-        wanted = -(J @ J.T) @ rest
-        rounding = 1e-9 * (1 + norm(move))  # of the difference, where K(ŷ − y) is small
-        return Trial(norm(speed - wanted) / (1e-5 * norm(wanted) + rounding), {"N": N, "hidden": h})
-
-    return trial
+    J: Tensor = torch.func.jacrev(outputs)(theta)
+    rest = outputs(theta) - y
+    move = -(J.T @ rest) / (N if mean else 1)
+    step = 1e-5 / (1 + norm(move))
+    speed = (outputs(theta + step * move) - outputs(theta - step * move)) / (2 * step)
+    wanted = -(J @ J.T) @ rest
+    rounding = 1e-9 * (1 + norm(move))  # of the difference, where K(ŷ − y) is small
+    return Trial(norm(speed - wanted) / (1e-5 * norm(wanted) + rounding), {"N": N, "hidden": h})
 
 
 def _warped(draw: torch.Generator) -> tuple[Tensor, float, Tensor, Tensor]:
@@ -379,11 +354,11 @@ CLAIMS: tuple[Claim, ...] = (
         "thesis.lemma2.3.2",
         "Lemma 2.3.2",
         r"$F(x) = Wx + h$ is strongly monotone (with parameter $m$) if $W + W^\top \succeq mI$.",
-        printed(_strongly(1.0)),
+        printed(partial(_strongly, factor=1.0)),
         reading(
             "twice",
             r"$W + W^\top \succeq 2mI$, as the thesis itself uses it afterwards",
-            _strongly(2.0),
+            partial(_strongly, factor=2.0),
         ),
         note=r"$\langle Wv, v\rangle = \frac12 v^\top(W + W^\top)v$ gives the modulus $m/2$.",
     ),
@@ -397,19 +372,19 @@ CLAIMS: tuple[Claim, ...] = (
         "thesis.eq2.6",
         "Eq 2.6",
         r"$\|J\|_2 = \rho(J) = \max_i |\lambda_i(J)|$.",
-        printed(_norm_is_radius(False)),
-        reading("normal", "J normal", _norm_is_radius(True)),
+        printed(partial(_norm_is_radius, normal_only=False)),
+        reading("normal", "J normal", partial(_norm_is_radius, normal_only=True)),
         note="The spectral radius is not the largest singular value.",
     ),
     claim(
         "thesis.eq2.8",
         "Eq 2.8 and the line before",
         r"The smallest singular value of $I - J$ is (at least) $1 - \rho(J)$.",
-        printed(_least_singular(False)),
+        printed(partial(_least_singular, by_norm=False)),
         reading(
             "by the norm",
             r"$\rho(J)$ read as $\|J\|_2 < 1$ and equality as $\ge$",
-            _least_singular(True),
+            partial(_least_singular, by_norm=True),
         ),
     ),
     claim(
@@ -417,8 +392,12 @@ CLAIMS: tuple[Claim, ...] = (
         "Definition 2.5.2, third form",
         r"$L$-smoothness is equivalent to $\langle x - y, \nabla f(x) - \nabla f(y)\rangle \le "
         r"\frac1L \|\nabla f(x) - \nabla f(y)\|^2$.",
-        printed(_cocoercive(False)),
-        reading("reversed", r"$\ge$ in place of $\le$, and $f$ convex", _cocoercive(True)),
+        printed(partial(_cocoercive, reverse=False)),
+        reading(
+            "reversed",
+            r"$\ge$ in place of $\le$, and $f$ convex",
+            partial(_cocoercive, reverse=True),
+        ),
     ),
     claim(
         "thesis.prop2",
@@ -453,13 +432,13 @@ CLAIMS: tuple[Claim, ...] = (
         "Theorem 2.5.4 with Definition 2.5.3",
         r"$\|\nabla f\|^2 \ge \mu f$ gives $f(\theta_t) \le (1 - \mu/L)^t f(\theta_0)$ with "
         r"$\eta = 1/L$.",
-        printed(_pl_rate(False), adversarial=_pl_family(False)),
+        printed(partial(_pl_rate, half=False), adversarial=partial(_pl_family, half=False)),
         reading(
             "half the rate",
             r"the rate $1 - \mu/(2L)$, or $\frac12\|\nabla f\|^2 \ge \mu f$ in Definition "
             "2.5.3",
-            _pl_rate(True),
-            _pl_family(True),
+            partial(_pl_rate, half=True),
+            partial(_pl_family, half=True),
         ),
         note=r"The definition lost the usual factor $\frac12$: $f = x^2/2$ has $\mu = 2$, $L = 1$, "
         "and the printed factor is −1.",
@@ -470,11 +449,11 @@ CLAIMS: tuple[Claim, ...] = (
         r"$\|\theta(k) - \theta(0)\| \le \sum_i\|\theta(i+1) - \theta(i)\| \le "
         r"2\sqrt{L(\theta_0)/\mu}$ for $\eta \le 1/\beta$ under $\|\nabla L\|^2 \ge \mu L$ "
         "(tried on strongly convex functions).",
-        printed(_path_length(2.0), cost=2.0),
+        printed(partial(_path_length, constant=2.0), cost=2.0),
         reading(
             "twice the length",
             r"$4\sqrt{L(\theta_0)/\mu}$, which the descent property gives for every function",
-            _path_length(4.0),
+            partial(_path_length, constant=4.0),
             cost=2.0,
         ),
     ),
@@ -489,11 +468,11 @@ CLAIMS: tuple[Claim, ...] = (
         "Lemma 2.6.2, Eq 2.14",
         r"Under gradient flow on the squared loss $\frac1{2N}\|\hat y - y\|^2$ of Section 2.6, "
         r"$d\hat y/dt = -K(\hat y - y)$.",
-        printed(_output_flow(True)),
+        printed(partial(_output_flow, mean=True)),
         reading(
             "the sum",
             r"the loss $\frac12\|\hat y - y\|^2$ of Eq 3.4, without $1/N$",
-            _output_flow(False),
+            partial(_output_flow, mean=False),
         ),
     ),
     claim(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -26,11 +27,8 @@ def _row_norm(W: Tensor, D: Tensor, u: Tensor, *, gated: bool) -> float:
     return norm(D * row if gated else row)
 
 
-def _rows(gated: bool) -> Callable[[torch.Generator], Trial | None]:
-    def trial(draw: torch.Generator) -> Trial | None:
-        return _rows_of(draw_case(draw), gated)
-
-    return trial
+def _rows(draw: torch.Generator, gated: bool) -> Trial | None:
+    return _rows_of(draw_case(draw), gated)
 
 
 def _rows_of(case: Case, gated: bool) -> Trial:
@@ -39,28 +37,25 @@ def _rows_of(case: Case, gated: bool) -> Trial:
     return Trial(worst * model.m / norm(model.u), case.sizes())
 
 
-def _rows_family(gated: bool) -> Callable[[torch.Generator], Iterator[Trial | None]]:
-    def trials(draw: torch.Generator) -> Iterator[Trial | None]:
-        # m = 1, A = 0, B = [[0, t], [0, 0]], Ux = (1, −1): the second unit is off, u = e₁.
-        for t in (1.0, 10.0, 1000.0):
-            B = torch.tensor([[0.0, t], [0.0, 0.0]], dtype=torch.float64)
-            U = torch.tensor([[1.0], [-1.0 - 2 * t]], dtype=torch.float64)
-            u = torch.tensor([1.0, 0.0], dtype=torch.float64)
-            model = ThesisModel(A=torch.zeros(2, 2), B=B, U=U, u=u, m=1.0)
-            X = torch.ones(1, 1, dtype=torch.float64)
-            yield _rows_of(Case(model, X, X[0], find_equilibrium(model, X)), gated)
+def _rows_family(draw: torch.Generator, gated: bool) -> Iterator[Trial | None]:
+    # m = 1, A = 0, B = [[0, t], [0, 0]], Ux = (1, −1): the second unit is off, u = e₁.
+    for t in (1.0, 10.0, 1000.0):
+        B = torch.tensor([[0.0, t], [0.0, 0.0]], dtype=torch.float64)
+        U = torch.tensor([[1.0], [-1.0 - 2 * t]], dtype=torch.float64)
+        u = torch.tensor([1.0, 0.0], dtype=torch.float64)
+        model = ThesisModel(A=torch.zeros(2, 2), B=B, U=U, u=u, m=1.0)
+        X = torch.ones(1, 1, dtype=torch.float64)
+        yield _rows_of(Case(model, X, X[0], find_equilibrium(model, X)), gated)
 
-        def attempt(at: Tensor) -> Trial:
-            n, at = 3, at.clamp(-30.0, 30.0)  # the printed ratio has no upper bound
-            W = _monotone(at[: 2 * n * n], n, 1.0)
-            D = (at[2 * n * n : 2 * n * n + n] > 0).double()
-            u = at[2 * n * n + n :]
-            return Trial(_row_norm(W, D, u, gated=gated) / (1e-12 + norm(u)), {"at": at.tolist()})
+    def attempt(at: Tensor) -> Trial:
+        n, at = 3, at.clamp(-30.0, 30.0)  # the printed ratio has no upper bound
+        W = _monotone(at[: 2 * n * n], n, 1.0)
+        D = (at[2 * n * n : 2 * n * n + n] > 0).double()
+        u = at[2 * n * n + n :]
+        return Trial(_row_norm(W, D, u, gated=gated) / (1e-12 + norm(u)), {"at": at.tolist()})
 
-        starts = [normal(draw, 2 * 9 + 6) for _ in range(2)]
-        yield from climb(attempt, starts, methods=("Powell",), evaluations=500)
-
-    return trials
+    starts = [normal(draw, 2 * 9 + 6) for _ in range(2)]
+    yield from climb(attempt, starts, methods=("Powell",), evaluations=500)
 
 
 def _monotone(entries: Tensor, n: int, m: float) -> Tensor:
@@ -68,19 +63,15 @@ def _monotone(entries: Tensor, n: int, m: float) -> Tensor:
     return (1 - m) * torch.eye(n, dtype=A.dtype) - A.T @ A + B - B.T
 
 
-def _any_gate(gated: bool) -> Callable[[torch.Generator], Trial]:
+def _any_gate(draw: torch.Generator, gated: bool) -> Trial:
     """Lemma C.0.4 for any diagonal J with entries in [0, 1]."""
-
-    def trial(draw: torch.Generator) -> Trial:
-        n = integer(draw, 1, 5)
-        model = draw_model(draw, n, 1, log_uniform(draw, 0.05, 3.0))
-        J = torch.rand(n, generator=draw, dtype=torch.float64)
-        if integer(draw, 0, 1):
-            J = J.round()
-        size = _row_norm(model.W, J, model.u, gated=gated)
-        return Trial(size * model.m / norm(model.u), {"n": n, "m": model.m, "J": J.tolist()})
-
-    return trial
+    n = integer(draw, 1, 5)
+    model = draw_model(draw, n, 1, log_uniform(draw, 0.05, 3.0))
+    J = torch.rand(n, generator=draw, dtype=torch.float64)
+    if integer(draw, 0, 1):
+        J = J.round()
+    size = _row_norm(model.W, J, model.u, gated=gated)
+    return Trial(size * model.m / norm(model.u), {"n": n, "m": model.m, "J": J.tolist()})
 
 
 # ---------------------------------------------------------------- Lemma 3.3.3
@@ -134,21 +125,17 @@ def _output_change(s: Case, k: Case) -> Trial | None:
 
 
 def _change_family(
-    measure: Callable[[Case, Case], Trial | None],
-) -> Callable[[torch.Generator], Iterator[Trial | None]]:
+    draw: torch.Generator, measure: Callable[[Case, Case], Trial | None]
+) -> Iterator[Trial | None]:
     """n = d = N = 1: z = Ux/(m + a²), so small a comes near to the bound."""
-
-    def trials(draw: torch.Generator) -> Iterator[Trial | None]:
-        one = torch.ones(1, 1, dtype=torch.float64)
-        for m in (0.05, 1.0):
-            for a in (1.0, 0.1, 0.01):
-                pair = []
-                for value in (0.0, a * math.sqrt(m)):
-                    model = ThesisModel(A=value * one, B=0 * one, U=one, u=one[0], m=m)
-                    pair.append(Case(model, one, one[0], find_equilibrium(model, one)))
-                yield measure(pair[0], pair[1])
-
-    return trials
+    one = torch.ones(1, 1, dtype=torch.float64)
+    for m in (0.05, 1.0):
+        for a in (1.0, 0.1, 0.01):
+            pair = []
+            for value in (0.0, a * math.sqrt(m)):
+                model = ThesisModel(A=value * one, B=0 * one, U=one, u=one[0], m=m)
+                pair.append(Case(model, one, one[0], find_equilibrium(model, one)))
+            yield measure(pair[0], pair[1])
 
 
 def _weight_change(draw: torch.Generator) -> Trial | None:
@@ -170,19 +157,19 @@ CLAIMS: tuple[Claim, ...] = (
         "thesis.lemma3.3.2",
         "Lemma 3.3.2 (C.0.5)",
         r"$\|(u^\top \otimes I_N)Q^{-1}\| \le \|u\|/m$ (read with $I_N \otimes u^\top$).",
-        printed(_rows(False), _rows_family(False)),
-        reading("with D", _GATED, _rows(True), _rows_family(True)),
+        printed(partial(_rows, gated=False), partial(_rows_family, gated=False)),
+        reading("with D", _GATED, partial(_rows, gated=True), partial(_rows_family, gated=True)),
         note=r"Units that are off still pass $u$ on: $(I - DW)^{-1}$ is not bounded by $1/m$.",
     ),
     claim(
         "thesis.lemmaC.0.4",
         "Lemma C.0.4",
         r"$\|(I - W^\top J)^{-1}u\| \le \|u\|/m$ for diagonal $J$ with entries in $[0, 1]$.",
-        printed(_any_gate(False)),
+        printed(partial(_any_gate, gated=False)),
         reading(
             "with J",
             r"$J(I - W^\top J)^{-1}u$ on the left",
-            _any_gate(True),
+            partial(_any_gate, gated=True),
             proof=r"$(I - JW)^{-1}J = (J^{-1} - W)^{-1}$ for invertible $J$, and "
             r"$J^{-1} - W \succeq mI$; by continuity for every $J$",
         ),
@@ -198,14 +185,20 @@ CLAIMS: tuple[Claim, ...] = (
         "thesis.lemma3.3.4a",
         "Lemma 3.3.4, Eq 3.15 (C.5)",
         r"$\|Z(k) - Z(s)\|_F \le \|X\|_F(\|U(k) - U(s)\|/m + \|W(k) - W(s)\|\|U(s)\|/m^2)$.",
-        printed(lambda draw: _state_change(*_moved(draw)), _change_family(_state_change)),
+        printed(
+            lambda draw: _state_change(*_moved(draw)),
+            partial(_change_family, measure=_state_change),
+        ),
     ),
     claim(
         "thesis.lemma3.3.4b",
         "Lemma 3.3.4, second part (C.6)",
         r"$\|\hat y(k) - \hat y(s)\| \le \|X\|_F(\|u(k)\|\|U(k) - U(s)\|/m + \|u(k)\|\|W(k) - "
         r"W(s)\|\|U(s)\|/m^2 + \|U(s)\|\|u(k) - u(s)\|/m)$.",
-        printed(lambda draw: _output_change(*_moved(draw)), _change_family(_output_change)),
+        printed(
+            lambda draw: _output_change(*_moved(draw)),
+            partial(_change_family, measure=_output_change),
+        ),
         note=r"The main text prints $y(s)$ for $\hat y(s)$.",
     ),
     claim(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -61,63 +62,57 @@ def _worst(pairs: list[tuple[Tensor, Tensor]], case: Case) -> Trial:
     return Trial(error / CLOSE, case.sizes())
 
 
-def _of_residual(one_sample: bool) -> Draw:
-    def trial(draw: torch.Generator) -> Trial | None:
-        case = draw_case(draw, low=0.2)
-        if one_sample:
-            X = case.X[:, :1].clone()
-            case = case._replace(X=X, found=find_equilibrium(case.model, X), y=case.y[:1])
-        if not away_from_kinks(case):
-            return None
-        Z, parts = case.found.Z, _matrices(case)
+def _of_residual(draw: torch.Generator, one_sample: bool) -> Trial | None:
+    case = draw_case(draw, low=0.2)
+    if one_sample:
+        X = case.X[:, :1].clone()
+        case = case._replace(X=X, found=find_equilibrium(case.model, X), y=case.y[:1])
+    if not away_from_kinks(case):
+        return None
+    Z, parts = case.found.Z, _matrices(case)
 
-        def g(model: ThesisModel) -> Tensor:
-            return _vec(Z - torch.relu(model.W @ Z + model.U @ case.X))
+    def g(model: ThesisModel) -> Tensor:
+        return _vec(Z - torch.relu(model.W @ Z + model.U @ case.X))
 
-        D = parts["D"]
-        return _worst(
-            [
-                (-D @ parts["Z"] @ parts["A"], _differences(case, "A", g)),
-                (-D @ parts["Z"] @ parts["B"], _differences(case, "B", g)),
-                (-D @ parts["X"], _differences(case, "U", g)),
-            ],
-            case,
-        )
-
-    return trial
+    D = parts["D"]
+    return _worst(
+        [
+            (-D @ parts["Z"] @ parts["A"], _differences(case, "A", g)),
+            (-D @ parts["Z"] @ parts["B"], _differences(case, "B", g)),
+            (-D @ parts["X"], _differences(case, "U", g)),
+        ],
+        case,
+    )
 
 
-def _of_state(appendix: bool) -> Draw:
-    def trial(draw: torch.Generator) -> Trial | None:
-        case = draw_case(draw, low=0.2)
-        if appendix:  # [I ⊗ Z] fits nothing unless N = n = d
-            n = integer(draw, 2, 3)
-            model = draw_model(draw, n, n, log_uniform(draw, 0.2, 3.0))
-            X = torch.randn(n, n, generator=draw, dtype=torch.float64)
-            case = Case(model, X, torch.zeros(n), find_equilibrium(model, X))
-        if not away_from_kinks(case):
-            return None
-        parts = _matrices(case)
-        solve = torch.linalg.solve(parts["Q"], parts["D"])
+def _of_state(draw: torch.Generator, appendix: bool) -> Trial | None:
+    case = draw_case(draw, low=0.2)
+    if appendix:  # [I ⊗ Z] fits nothing unless N = n = d
+        n = integer(draw, 2, 3)
+        model = draw_model(draw, n, n, log_uniform(draw, 0.2, 3.0))
+        X = torch.randn(n, n, generator=draw, dtype=torch.float64)
+        case = Case(model, X, torch.zeros(n), find_equilibrium(model, X))
+    if not away_from_kinks(case):
+        return None
+    parts = _matrices(case)
+    solve = torch.linalg.solve(parts["Q"], parts["D"])
 
-        def state(model: ThesisModel) -> Tensor:
-            return _vec(find_equilibrium(model, case.X, case.found).Z)
+    def state(model: ThesisModel) -> Tensor:
+        return _vec(find_equilibrium(model, case.X, case.found).Z)
 
-        by_a, by_b, by_u = parts["Z"] @ parts["A"], parts["Z"] @ parts["B"], parts["X"]
-        if appendix:
-            eye = torch.eye(case.model.width, dtype=torch.float64)
-            wide, wide_x = kron(eye, case.found.Z), kron(eye, case.X)
-            by_a, by_b, by_u = -wide @ parts["A"], -wide @ parts["B"], -wide_x
-        return _worst(
-            [
-                (solve @ by_a, _differences(case, "A", state)),
-                (solve @ by_b, _differences(case, "B", state)),
-                (solve @ by_u, _differences(case, "U", state)),
-            ],
-            case,
-        )
-
-    return trial
+    by_a, by_b, by_u = parts["Z"] @ parts["A"], parts["Z"] @ parts["B"], parts["X"]
+    if appendix:
+        eye = torch.eye(case.model.width, dtype=torch.float64)
+        wide, wide_x = kron(eye, case.found.Z), kron(eye, case.X)
+        by_a, by_b, by_u = -wide @ parts["A"], -wide @ parts["B"], -wide_x
+    return _worst(
+        [
+            (solve @ by_a, _differences(case, "A", state)),
+            (solve @ by_b, _differences(case, "B", state)),
+            (solve @ by_u, _differences(case, "U", state)),
+        ],
+        case,
+    )
 
 
 def _rows(case: Case, printed: bool) -> dict[str, Tensor]:
@@ -133,45 +128,39 @@ def _rows(case: Case, printed: bool) -> dict[str, Tensor]:
     }
 
 
-def _of_loss(printed: bool) -> Draw:
-    def trial(draw: torch.Generator) -> Trial | None:
-        case = draw_case(draw, low=0.2)
-        if not away_from_kinks(case):
-            return None
-        rest = case.found.Z.T @ case.model.u - case.y
+def _of_loss(draw: torch.Generator, printed: bool) -> Trial | None:
+    case = draw_case(draw, low=0.2)
+    if not away_from_kinks(case):
+        return None
+    rest = case.found.Z.T @ case.model.u - case.y
 
-        def loss(model: ThesisModel) -> Tensor:
-            gap = find_equilibrium(model, case.X, case.found).Z.T @ model.u - case.y
-            return 0.5 * (gap @ gap).reshape(1)
+    def loss(model: ThesisModel) -> Tensor:
+        gap = find_equilibrium(model, case.X, case.found).Z.T @ model.u - case.y
+        return 0.5 * (gap @ gap).reshape(1)
 
-        rows = _rows(case, printed)
-        return _worst(
-            [(rest[None] @ rows[name], _differences(case, name, loss)) for name in ("A", "B", "U")],
-            case,
-        )
-
-    return trial
+    rows = _rows(case, printed)
+    return _worst(
+        [(rest[None] @ rows[name], _differences(case, name, loss)) for name in ("A", "B", "U")],
+        case,
+    )
 
 
-def _of_outputs(printed: bool) -> Draw:
-    def trial(draw: torch.Generator) -> Trial | None:
-        case = draw_case(draw, low=0.2)
-        if not away_from_kinks(case):
-            return None
+def _of_outputs(draw: torch.Generator, printed: bool) -> Trial | None:
+    case = draw_case(draw, low=0.2)
+    if not away_from_kinks(case):
+        return None
 
-        def outputs(model: ThesisModel) -> Tensor:
-            return find_equilibrium(model, case.X, case.found).Z.T @ model.u
+    def outputs(model: ThesisModel) -> Tensor:
+        return find_equilibrium(model, case.X, case.found).Z.T @ model.u
 
-        rows = _rows(case, printed)
-        K = case.found.Z.T @ case.found.Z
-        wanted = K.clone()
-        for name, row in rows.items():
-            K = K + row @ row.T
-            own = _differences(case, name, outputs)
-            wanted = wanted + own @ own.T
-        return _worst([(K, wanted)], case)
-
-    return trial
+    rows = _rows(case, printed)
+    K = case.found.Z.T @ case.found.Z
+    wanted = K.clone()
+    for name, row in rows.items():
+        K = K + row @ row.T
+        own = _differences(case, name, outputs)
+        wanted = wanted + own @ own.T
+    return _worst([(K, wanted)], case)
 
 
 def _step_bound(W: Tensor, m: float, alpha: float) -> float:
@@ -188,34 +177,27 @@ def _contraction(draw: torch.Generator) -> Trial:
     return Trial(spectral(T) / _step_bound(W, model.m, alpha), {"m": model.m, "alpha": alpha})
 
 
-def _contractive(closed: bool) -> Callable[[torch.Generator], Iterator[Trial]]:
+def _contractive(draw: torch.Generator, closed: bool) -> Iterator[Trial]:
     """At α = 2m/L², or just below it: ‖T_α‖ must lie below 1 itself, not only at most at 1."""
-
-    def trials(draw: torch.Generator) -> Iterator[Trial]:
-        for t in (0.5, 1.0, 3.0):
-            # W = I − mI + skew of size t: I − W has all singular values √(m² + t²).
-            for m in (0.3, 1.0):
-                skew = torch.tensor([[0.0, t], [-t, 0.0]], dtype=torch.float64)
-                eye = torch.eye(2, dtype=torch.float64)
-                W = (1 - m) * eye + skew
-                alpha = 2 * m / (m * m + t * t) * (1.0 if closed else 1 - 1e-4)
-                size = spectral(eye - alpha * (eye - W))
-                ratio = size if size < 1 - 1e-9 else 1.0 + 1e-3
-                yield Trial(ratio, {"W": W.tolist(), "m": m, "alpha": alpha, "norm": size})
-
-    return trials
+    for t in (0.5, 1.0, 3.0):
+        # W = I − mI + skew of size t: I − W has all singular values √(m² + t²).
+        for m in (0.3, 1.0):
+            skew = torch.tensor([[0.0, t], [-t, 0.0]], dtype=torch.float64)
+            eye = torch.eye(2, dtype=torch.float64)
+            W = (1 - m) * eye + skew
+            alpha = 2 * m / (m * m + t * t) * (1.0 if closed else 1 - 1e-4)
+            size = spectral(eye - alpha * (eye - W))
+            ratio = size if size < 1 - 1e-9 else 1.0 + 1e-3
+            yield Trial(ratio, {"W": W.tolist(), "m": m, "alpha": alpha, "norm": size})
 
 
-def _contractive_random(closed: bool) -> Draw:
-    def trial(draw: torch.Generator) -> Trial:
-        model = draw_case(draw).model
-        eye = torch.eye(model.width, dtype=torch.float64)
-        end = 2 * model.m / spectral(eye - model.W) ** 2
-        alpha = end * (1.0 if closed and integer(draw, 0, 1) else uniform(draw, 0.01, 0.99))
-        size = spectral(eye - alpha * (eye - model.W))
-        return Trial(size if size < 1 - 1e-12 else 1.0 + 1e-3, {"m": model.m, "alpha": alpha})
-
-    return trial
+def _contractive_random(draw: torch.Generator, closed: bool) -> Trial:
+    model = draw_case(draw).model
+    eye = torch.eye(model.width, dtype=torch.float64)
+    end = 2 * model.m / spectral(eye - model.W) ** 2
+    alpha = end * (1.0 if closed and integer(draw, 0, 1) else uniform(draw, 0.01, 0.99))
+    size = spectral(eye - alpha * (eye - model.W))
+    return Trial(size if size < 1 - 1e-12 else 1.0 + 1e-3, {"m": model.m, "alpha": alpha})
 
 
 _SWAPPED = r"$I_N \otimes u^\top$ in place of $u^\top \otimes I_N$ (vec by columns)"
@@ -232,12 +214,12 @@ CLAIMS: tuple[Claim, ...] = (
         "thesis.section3.2.2",
         "Section 3.2.2",
         r"$T_\alpha$ is contractive for every $\alpha \in (0, 2m/L^2]$.",
-        printed(_contractive_random(True), _contractive(True)),
+        printed(partial(_contractive_random, closed=True), partial(_contractive, closed=True)),
         reading(
             "open",
             r"the open interval $\alpha < 2m/L^2$, as in Section 2.3.2",
-            _contractive_random(False),
-            _contractive(False),
+            partial(_contractive_random, closed=False),
+            partial(_contractive, closed=False),
         ),
         note=r"At the end $\|T_\alpha\| = 1$ where $I - W = mI + $ skew.",
     ),
@@ -248,21 +230,21 @@ CLAIMS: tuple[Claim, ...] = (
         r"$\partial g/\partial \mathrm{vec} B = -D[Z^\top \otimes I_n]P_B$, "
         r"$\partial g/\partial \mathrm{vec} U = -D[X^\top \otimes I_n]$, "
         r"$P_A = -(I + K)(I \otimes A^\top)$, $P_B = I - K$.",
-        printed(_of_residual(False), cost=5.0),
+        printed(partial(_of_residual, one_sample=False), cost=5.0),
         note="The identity beside K must be of size n², printed as n.",
     ),
     claim(
         "thesis.lemmaC.0.1",
         "Lemma C.0.1",
         "The same derivatives for one sample.",
-        printed(_of_residual(True), cost=5.0),
+        printed(partial(_of_residual, one_sample=True), cost=5.0),
     ),
     claim(
         "thesis.lemma3.2.2",
         "Lemma 3.2.2",
         r"$\partial \mathrm{vec} Z/\partial \mathrm{vec} W = Q^{-1}D[Z^\top \otimes I_n]$, times "
         r"$P_A$ and $P_B$ for $A$ and $B$; $Q^{-1}D[X^\top \otimes I_n]$ for $U$.",
-        printed(_of_state(False), cost=10.0),
+        printed(partial(_of_state, appendix=False), cost=10.0),
     ),
     claim(
         "thesis.lemmaC.0.2",
@@ -270,11 +252,11 @@ CLAIMS: tuple[Claim, ...] = (
         r"$\partial \mathrm{vec} Z/\partial \mathrm{vec} A = Q^{-1}D[I \otimes Z]P_A$ with $P_A = "
         r"(I + K)(I \otimes A^\top)$, $-Q^{-1}D[I \otimes Z]P_B$ for $B$, $-Q^{-1}D[I \otimes X]$ "
         "for $U$.",
-        printed(_of_state(True), cost=10.0),
+        printed(partial(_of_state, appendix=True), cost=10.0),
         reading(
             "as in the main text",
             "the signs and the factors of Lemma 3.2.2",
-            _of_state(False),
+            partial(_of_state, appendix=False),
             cost=10.0,
         ),
         note="The sizes fit only where N = n; the signs and the order of the factors are wrong.",
@@ -284,15 +266,15 @@ CLAIMS: tuple[Claim, ...] = (
         "Lemma 3.2.3",
         r"$\partial L/\partial A = (\hat y - y)^\top(u^\top \otimes I_N)Q^{-1}D[Z^\top \otimes "
         r"I_n]P_A$, and so for $B$ and $U$.",
-        printed(_of_loss(True), cost=10.0),
-        reading("swapped", _SWAPPED, _of_loss(False), cost=10.0),
+        printed(partial(_of_loss, printed=True), cost=10.0),
+        reading("swapped", _SWAPPED, partial(_of_loss, printed=False), cost=10.0),
     ),
     claim(
         "thesis.prop4",
         "Proposition 4, Eq 3.7",
         r"$d\hat y/dt = -K(t)(\hat y - y)$ with $K = J_A^\top J_A + J_B^\top J_B + J_U^\top J_U + "
         r"Z^\top Z$ (read as $JJ^\top$, the only product of size $N$).",
-        printed(_of_outputs(True), cost=10.0),
-        reading("swapped", _SWAPPED, _of_outputs(False), cost=10.0),
+        printed(partial(_of_outputs, printed=True), cost=10.0),
+        reading("swapped", _SWAPPED, partial(_of_outputs, printed=False), cost=10.0),
     ),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -130,14 +131,10 @@ def _repaired_family(draw: torch.Generator) -> Iterator[Trial | None]:
         yield _descent_trial(_diagonal(draw, 1.0, scale), "2'", None, 300, 1.0)
 
 
-def _satisfiable(condition: str) -> Draw:
+def _satisfiable(draw: torch.Generator, condition: str) -> Trial | None:
     """1/slack of the best radii, where u and ŷ − y are as small as the condition may ask."""
-
-    def trial(draw: torch.Generator) -> Trial | None:
-        made = near_labels(draw, condition, 1.0)
-        return None if made is None else _met(*made, condition)
-
-    return trial
+    made = near_labels(draw, condition, 1.0)
+    return None if made is None else _met(*made, condition)
 
 
 def _small_m(draw: torch.Generator) -> Trial:
@@ -347,14 +344,14 @@ CLAIMS: tuple[Claim, ...] = (
             "with the powers of m",
             "the powers of $m$ that Lemmas 3.3.4 and 3.3.7 carry; $u$ small, labels near the "
             "outputs",
-            _satisfiable("2m"),
+            partial(_satisfiable, condition="2m"),
             cost=10.0,
         ),
         reading(
             "Condition 2′",
             r"the repaired Condition 2′: $16C_2 \le \lambda_0^2$ in place of (3.18), and "
             r"$\eta \le \lambda_0^2/(8C^2)$; $u$ small, labels near the outputs",
-            _satisfiable("2'"),
+            partial(_satisfiable, condition="2'"),
             cost=10.0,
         ),
         note=r"As printed it needs $20Nm^2 \le 1$, so a small $m$, and there Theorem 3.3.5 is "

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -81,7 +82,8 @@ def _work(planned: Planned, choices: Choices, stop: Stop) -> tuple[str, str, lis
     """In a worker: how it ended, why, and the lines of the log."""
     log = _Kept()
     try:
-        run_job(planned, choices, log, stop=stop)
+        with contextlib.redirect_stdout(sys.stderr):  # stdout is for the tables
+            run_job(planned, choices, log, stop=stop)
         how, why = "done", ""
     except KeyboardInterrupt as stopped:
         how, why = "interrupted", str(stopped)
