@@ -28,8 +28,7 @@ from .bounds import (
     network_bounds,
     similarity_report,
 )
-from .converters import UnitNetwork, to_deep_opteq, to_hidden_units
-from .feed_forward import prior_of
+from .converters import UnitNetwork, prior_of, to_deep_opteq, to_hidden_units
 from .landscapes import (
     Grid,
     Surface,

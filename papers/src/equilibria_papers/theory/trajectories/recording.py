@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +26,7 @@ from equilibria.engine import (
 from equilibria.nn import equilibrium_layers
 from equilibria.solvers import SplittingSolver
 from equilibria_papers.theory.checks import check_sizes
+from equilibria_papers.theory.ntk.rows import evaluating
 
 # The layer of a network whose solve is looked at, its input, and other scales of its weights.
 
@@ -68,7 +67,7 @@ def layer_input(model: nn.Module, x: Any, name: str | None = None) -> tuple[nn.M
 
     handle = layer.register_forward_pre_hook(stop)
     try:
-        with torch.no_grad(), _eval_mode(model):
+        with torch.no_grad(), evaluating(model):
             model(x)
     except _Reached:
         pass
@@ -150,17 +149,6 @@ def _matrices(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
                 name = ".".join(part for part in (prefix, owner, attribute) if part)
                 found[name] = (layer.get_submodule(owner), attribute)
     return found
-
-
-@contextmanager
-def _eval_mode(model: nn.Module) -> Iterator[None]:
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
 
 
 def eval_copy(model: nn.Module) -> nn.Module:
