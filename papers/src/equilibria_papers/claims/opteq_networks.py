@@ -19,18 +19,16 @@ from .opteq_layer import Layer, off
 # Lemma 2 of OptEq for every α in (0, 1): a deep OptEq that equals a feed-forward network.
 #
 # **Ours**; the paper's proof covers α = 1. Let h = σ(Nh + v(x)) hold all hidden units of the
-# network,
-# N strictly block lower triangular. Let every layer of the deep OptEq have the units ζ_l = h, the
-# same v, and W_lW_kᵀ = G_{l−k}, a cyclic sequence. With a = 1 − α the state before layer l is
-# z_{l−1} = α/(1 − a^L) Σ_j a^j W_{l−1−j}ᵀh, so ζ_l = h is an equilibrium if
+# network, N strictly block lower triangular. Let every layer of the deep OptEq have the units ζ_l =
+# h, the same v, and W_lW_kᵀ = G_{l−k}, a cyclic sequence. With a = 1 − α the state before layer l
+# is z_{l−1} = α/(1 − a^L) Σ_j a^j W_{l−1−j}ᵀh, so ζ_l = h is an equilibrium if
 #
 #     Σ_{j<L} a^j G_{1+j} = N(1 − a^L)/α   ⇔   Σ_ω Ĝ(ω)/(ω̄ − a) = NL/α,   ω^L = 1.
 #
 # G is a Gram matrix iff every Ĝ(ω) is Hermitian positive semidefinite. For L ≥ 3 one complex pair
 # ω, ω̄ with Re ω ≤ 0 < a takes the antisymmetric part of N in the imaginary part of Ĝ(ω); a
-# multiple
-# of I in its real part keeps it semidefinite and, entering with a negative sign, does the same for
-# Ĝ(1), which takes the rest. For L = 2 there is one hidden layer and N = 0: Ĝ(1) = αI,
+# multiple of I in its real part keeps it semidefinite and, entering with a negative sign, does the
+# same for Ĝ(1), which takes the rest. For L = 2 there is one hidden layer and N = 0: Ĝ(1) = αI,
 # Ĝ(−1) = (1 + a)I, that is G_0 = I and G_1 = −aI.
 
 
@@ -190,7 +188,7 @@ CLAIMS = (
         note=r"The skip carries every $W_l^\top\sigma_l$ around the loop, so the paper's products "
         r"$W_{l+1}W_l^\top = A_{l+1}$ do not do it for $\alpha < 1$. Weights with "
         r"$W_lW_k^\top = G_{l-k}$, a cyclic sequence chosen in its Fourier domain, do, for every "
-        r"$\alpha$ and every $\sigma$ (`theory/audit/cyclic.py` has the proof). Neither bounds "
+        r"$\alpha$ and every $\sigma$ (`claims/opteq_networks.py` has the proof). Neither bounds "
         r"$\|W_l\|$ by 1: for $\alpha < 1$ other equilibria may exist beside this one.",
     ),
 )

@@ -43,16 +43,14 @@ from .solving import Unsolved
 # The adversary that every reading has: hill climbing on the numbers that a random trial draws.
 #
 # A trial is a function of what it draws: ratio(ω), ω = (normals, uniforms, integers). ``Tape``
-# keeps
-# ω and plays it back changed, so a trial need not know that it is being pushed. From the random
-# trials with the largest ratios
+# keeps ω and plays it back changed, so a trial need not know that it is being pushed. From the
+# random trials with the largest ratios
 #
 #     ω′ = ω + sξ,  kept iff ratio(ω′) ≥ ratio(ω),  s ← 1.6s where it is kept, 0.85s where not:
 #
 # normals move in [−6, 6], uniforms in [0, 1] (reflected), and now and then an integer is drawn
-# anew,
-# with whatever hangs on it. Draws of more than ``SAMPLES`` numbers are samples of an average, not
-# parameters: they are new in every trial, so that the search cannot fit their noise.
+# anew, with whatever hangs on it. Draws of more than ``SAMPLES`` numbers are samples of an average,
+# not parameters: they are new in every trial, so that the search cannot fit their noise.
 
 
 SAMPLES = 256

@@ -167,7 +167,7 @@ def family(model: str) -> tuple[float, Mapping[str, Any]]:
     for beginning, rate, smoke in _FAMILIES:
         if model.startswith(beginning):
             return RATES[rate], smoke
-    raise ValueError(f"{model!r} belongs to no family of jobs.py: add it to _FAMILIES.")
+    raise ValueError(f"{model!r} belongs to no family of recipes.py: add it to _FAMILIES.")
 
 
 def cifar(

@@ -261,8 +261,8 @@ def to_deep_opteq(
     three stages on; with fewer, or with ``reset=True``, a first block with W = 0 forgets the state
     instead (the paper, too, has one block more than the network has stages). For α < 1 the skip
     (1 − α)z carries every W_lᵀσ_l around the loop; another construction, in which every layer holds
-    all hidden units, works there (``audit/cyclic.py``), but its equilibrium need not be the only
-    one.
+    all hidden units, works there (``claims/opteq_networks.py``), but its equilibrium need not be
+    the only one.
 
     Args:
         network: an ``nn.Sequential`` of Linear and activations, the first a Linear, all

@@ -166,8 +166,7 @@ def _apart(now: list[Tensor], then: list[Tensor]) -> float:
 # Uniform conditioning on a ball: λ_min(K(θ)) and λ_max(K(θ)) for ‖θ − θ_0‖ ≤ R, by samples.
 #
 # What is found bounds the infimum from above and the supremum from below: points that were not
-# looked
-# at may be worse. Along a run ``KernelMonitor`` looks at the points that training visits.
+# looked at may be worse. Along a run ``KernelMonitor`` looks at the points that training visits.
 
 
 _SETTLE = 8

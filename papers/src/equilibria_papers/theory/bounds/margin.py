@@ -4,9 +4,8 @@
 
 three times: as printed, as its proof gives it, and ours. The GEQ half of the first two is
 heuristic: its proof holds β = e^{−γ‖Ux+b−Wz‖²} constant while the weights move (Eq 33 is off by
-2.57).
-Ours keeps all terms, counts ‖W‖_F² where the paper counts the smaller ‖WᵀW‖_F² (its own proof moves
-W, not WᵀW), and pays for choosing σ after training; see ``perturbation``.
+2.57). Ours keeps all terms, counts ‖W‖_F² where the paper counts the smaller ‖WᵀW‖_F² (its own
+proof moves W, not WᵀW), and pays for choosing σ after training; see ``geq_change``.
 """
 
 from __future__ import annotations
