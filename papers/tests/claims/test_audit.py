@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from equilibria_papers import claims as audit
-from equilibria_papers.claims import Claim, Settings, Trial, Variant, page, running
+from equilibria_papers.claims import Claim, Settings, Trial, Variant, page
+from equilibria_papers.claims import audit as running
 from equilibria_papers.claims import claim as records
 from equilibria_papers.claims.drawing import ACTIVATIONS, normal, spectral, weights
 from equilibria_papers.claims.searching import climb, evolve

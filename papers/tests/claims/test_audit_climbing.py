@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from equilibria_papers import claims as audit
-from equilibria_papers.claims import Claim, Settings, Trial, Variant, running
+from equilibria_papers.claims import Claim, Settings, Trial, Variant
+from equilibria_papers.claims import audit as running
+from equilibria_papers.claims.audit import REACH, SAMPLES, Tape, climb_draws
 from equilibria_papers.claims.drawing import integer, normal, uniform
-from equilibria_papers.claims.running import REACH, SAMPLES, Tape, climb_draws
 from equilibria_papers.claims.solving import Unsolved
 
 

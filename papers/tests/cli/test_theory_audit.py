@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from equilibria_papers.claims import running
+from equilibria_papers.claims import audit as running
 
 from .command import command
 

@@ -16,6 +16,7 @@ from rich.console import Console
 from equilibria_papers.tables import Cell, Experiment, Published, drawing
 from equilibria_papers.tables.drawing import copy_pictures
 from equilibria_papers.tables.registry import EXPERIMENTS
+from equilibria_papers.tables.rendering import Shown, markdown, rich_table
 from equilibria_papers.tables.results import (
     CellResult,
     Result,
@@ -26,7 +27,6 @@ from equilibria_papers.tables.results import (
     result_path,
     status_of,
 )
-from equilibria_papers.tables.tables import Shown, markdown, rich_table
 
 from . import tiny
 

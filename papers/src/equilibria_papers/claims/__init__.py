@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
+from .audit import Progress, rerun, run_audit, run_claim
 from .claim import (
     PAPERS,
     Claim,
@@ -23,7 +24,6 @@ from .claim import (
     write_records,
 )
 from .page import audit_page, claim_section
-from .running import Progress, rerun, run_audit, run_claim
 
 __all__ = [
     "PAPERS",

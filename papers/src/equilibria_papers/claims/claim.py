@@ -3,7 +3,7 @@
 A claim holds its statement, where it stands, and one or more readings (variants): the printed one
 first, then repaired ones. A reading is a function that makes one random trial, and perhaps one
 that makes adversarial trials (families, optimizer searches, known counterexamples); hill climbing
-on the random trial's draws (running.py) comes on top. The verdict is computed from the trials,
+on the random trial's draws (audit.py) comes on top. The verdict is computed from the trials,
 never written by hand.
 """
 

@@ -11,9 +11,9 @@ from .declaring import Cell, Experiment, Job, Published
 from .planning import Planned, cells_asked, plan
 from .provenance import read_log
 from .registry import Listed, describe, listing, names
+from .rendering import markdown, rich_table
 from .reproducing import reproduce, reproduce_all
 from .results import Result
-from .tables import markdown, rich_table
 
 __all__ = [
     "Cell",

@@ -184,7 +184,7 @@ class Result:
 
     def save(self, folder: Path) -> list[Path]:
         """Write the JSON and the Markdown; each is whole or not there."""
-        from .tables import markdown
+        from .rendering import markdown
 
         path = result_path(folder, self.experiment.id, self.smoke, self.change)
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -21,7 +21,7 @@ from equilibria_papers.theory.bounds import (
     kerdeq_eq10,
     similarity_report,
 )
-from equilibria_papers.theory.bounds.measuring import double
+from equilibria_papers.theory.bounds.layer_numbers import double
 from equilibria_papers.theory.bounds.similarity import Draws, norms_of, state_bound
 from papers.tests.theory.bounds.layers import drawn, geq, opteq
 

@@ -56,7 +56,7 @@ def test_wide_clouds_go_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator().manual_seed(0)
     cloud = torch.randn(3, 4, 25, generator=generator, dtype=torch.float64)
     whole = principal_components(cloud, 2)
-    monkeypatch.setattr("equilibria_papers.theory.trajectories.training._CHUNK", 4)
+    monkeypatch.setattr("equilibria_papers.theory.trajectories.training_path._CHUNK", 4)
     parts = principal_components(cloud, 2)
     torch.testing.assert_close(whole.components, parts.components)
     torch.testing.assert_close(whole.project(cloud), parts.project(cloud))

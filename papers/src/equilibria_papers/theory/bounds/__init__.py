@@ -30,9 +30,9 @@ from .curves import (
     similarity_curves,
 )
 from .feature_map import FeatureMapReport, feature_map_report
+from .layer_numbers import LayerNumbers, measure_layer, measured_around, measured_pairs
 from .lipschitz import LipschitzReport, eq11, eq12, lipschitz_report, ours_at_the_data, remark2
 from .margin import MarginReport, margin_loss, margin_report
-from .measuring import LayerNumbers, measure_layer, measured_around, measured_pairs
 from .report import (
     Assumption,
     AssumptionError,

@@ -14,9 +14,9 @@ from equilibria.engine import ConvergenceWarning
 from equilibria.nn import GEQ, MultiBranch, NormBounded, OptEq, constrain, equilibrium_layers
 
 from .feature_map import FeatureMapReport, feature_map_report
+from .layer_numbers import PAPERS_LAYERS, Provable
 from .lipschitz import LipschitzReport, lipschitz_report
 from .margin import MarginReport, margin_report
-from .measuring import PAPERS_LAYERS, Provable
 from .report import Report, number
 from .similarity import SimilarityReport, similarity_report
 

@@ -15,9 +15,9 @@ from equilibria.problems import FixedGamma, dense_norm
 from equilibria_papers.theory.pictures import COLORS, MARKERS, new_figure, plain_ticks
 
 from .comparing import Comparison, Demonstration, fresh_pair
+from .layer_numbers import Provable, double
 from .lipschitz import LipschitzReport, lipschitz_report
 from .margin import MarginReport, margin_report
-from .measuring import Provable, double
 from .similarity import similarity_report
 
 NORMS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0, 1.1, 1.2, 1.3)

@@ -22,7 +22,7 @@ from equilibria.problems import (
     truncation_error_bound,
 )
 
-from .measuring import double, measure_layer
+from .layer_numbers import double, measure_layer
 from .report import Assumption, Report
 
 _TERMS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)

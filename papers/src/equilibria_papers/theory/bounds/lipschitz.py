@@ -30,7 +30,7 @@ from equilibria.problems import (
     tight_curvature,
 )
 
-from .measuring import (
+from .layer_numbers import (
     LayerNumbers,
     Provable,
     double,

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from equilibria.nn import GEQ, OptEq
 from equilibria.problems import GAUSSIAN_CONCAVITY, FixedGamma, dense_norm, gaussian_sensitivity
 
-from .measuring import LayerNumbers, Provable, double, measure_layer
+from .layer_numbers import LayerNumbers, Provable, double, measure_layer
 from .report import Assumption, AssumptionError, Report, check_positive, refusing, remark1
 
 # The right sides of Proposition 2 (GEQ) and Theorem 2 (KerDEQ), printed and as proven.

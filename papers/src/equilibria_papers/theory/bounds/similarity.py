@@ -32,7 +32,7 @@ from equilibria.problems import (
     gaussian_sensitivity,
 )
 
-from .measuring import Provable, double, solved
+from .layer_numbers import Provable, double, solved
 from .report import Assumption, AssumptionError, Report, check_positive, number, remark3
 
 # The right sides of Proposition 4 (GEQ) and Theorem 3 (KerDEQ): bounds on the output similarity κ.

@@ -5,9 +5,9 @@
 what comes back and is saved, and the figures draw it.
 """
 
+from .contours import contour_figure, curve_figure, surface_figure
 from .directions import Direction, TrainingPlane, random_directions, training_plane
 from .measuring import Grid, cross_entropy, measure_landscape, repeated, squared_error
-from .pictures import contour_figure, curve_figure, surface_figure
 from .surface import LandscapeFileError, Surface
 
 __all__ = [

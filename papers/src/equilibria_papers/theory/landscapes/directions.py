@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from equilibria_papers.theory.checks import check_sizes
-from equilibria_papers.theory.trajectories.training import principal_components
+from equilibria_papers.theory.trajectories.training_path import principal_components
 
 Direction = dict[str, Tensor]
 """name of a parameter → step of its shape; parameters that stay where they are do not appear."""

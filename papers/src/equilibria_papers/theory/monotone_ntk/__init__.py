@@ -5,19 +5,7 @@ and the kernel K of Proposition 4; Conditions 1, 2 and 2′ with the radii searc
 and gradient descent with the guaranteed curve beside the loss.
 """
 
-from .conditions import (
-    CONDITIONS,
-    Condition,
-    ConditionReport,
-    Inequality,
-    Ingredients,
-    Radii,
-    check_condition,
-    ingredients,
-    search_radii,
-    smallest_singular,
-)
-from .kernel import (
+from .closed_form import (
     ClosedFormKernel,
     OutputJacobians,
     StateJacobians,
@@ -29,6 +17,18 @@ from .kernel import (
     square_loss,
     state_jacobians,
     weight_jacobians,
+)
+from .conditions import (
+    CONDITIONS,
+    Condition,
+    ConditionReport,
+    Inequality,
+    Ingredients,
+    Radii,
+    check_condition,
+    ingredients,
+    search_radii,
+    smallest_singular,
 )
 from .model import Equilibrium, ThesisModel, find_equilibrium, sensitivities
 from .runs import (

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from equilibria.engine import check_number, options
 
-from .kernel import square_loss
+from .closed_form import square_loss
 from .model import Equilibrium, ThesisModel, check_data, find_equilibrium
 
 

@@ -26,6 +26,7 @@ from equilibria_papers.theory.pictures import (
     save_picture,
 )
 
+from .closed_form import closed_form_gradient, closed_form_kernel, square_loss
 from .conditions import (
     ConditionReport,
     Radii,
@@ -34,7 +35,6 @@ from .conditions import (
     search_radii,
     smallest_singular,
 )
-from .kernel import closed_form_gradient, closed_form_kernel, square_loss
 from .model import Equilibrium, ThesisModel, check_data, find_equilibrium
 
 Progress = Callable[[float], None]

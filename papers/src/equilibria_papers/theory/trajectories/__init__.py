@@ -5,9 +5,15 @@
 ``training_recorder`` look at a training's checkpoints (§4.1.2), and the figures draw it.
 """
 
-from .pictures import class_figure, path_figure, residual_figure, training_figure
+from .path_figures import class_figure, path_figure, residual_figure, training_figure
 from .recording import SolverPath, at_scale, clipped_stds, layer_input, record_path
-from .training import PCA, TrainingPath, follow_training, principal_components, training_recorder
+from .training_path import (
+    PCA,
+    TrainingPath,
+    follow_training,
+    principal_components,
+    training_recorder,
+)
 
 __all__ = [
     "PCA",

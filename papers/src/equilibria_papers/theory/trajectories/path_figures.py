@@ -11,7 +11,7 @@ from torch import Tensor
 from equilibria_papers.theory.pictures import COLORS, GRAY, MARKERS, STYLES, new_figure
 
 from .recording import SolverPath
-from .training import PCA, TrainingPath, principal_components
+from .training_path import PCA, TrainingPath, principal_components
 
 # A moment whose states are this much larger than those of the middle one has diverged.
 _FLUNG = 10.0

@@ -6,7 +6,12 @@ import io
 import textwrap
 from collections.abc import Sequence
 from itertools import starmap
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+from rich.text import Text
 
 from .results import MEASURED, NOT_RUN, SMOKE, CellResult, Result, largest
 
@@ -48,7 +53,7 @@ def heading(result: Result) -> str:
 
 def rich_table(result: Result) -> Any:
     """For ``Console.print``: as the terminal is wide."""
-    from .tables import Shown
+    from .rendering import Shown
 
     return Shown(result)
 
@@ -182,10 +187,6 @@ def _cell(text: str) -> str:
 # for each cell, under the name of its row, where it is not.
 
 
-if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions, RenderResult
-
-
 _HEADS = (60, 24, 16, 12, 0)  # widths that a heading may be wrapped to; no word is cut
 _NAMES = (60, 26)  # the same of a row's name
 _FEW = 3  # rows that are named beside a column
@@ -203,8 +204,6 @@ class Shown:
         self.cells = {(found.cell.row, found.cell.column): found for found in result.cells}
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        from rich.text import Text
-
         yield Text(heading(self.result), style="bold")
         if self.rows:
             yield self._wide(options.max_width) or self._long(options.max_width)
@@ -214,8 +213,6 @@ class Shown:
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
         """What a notebook shows."""
-        from rich.console import Console
-
         console = Console(file=io.StringIO(), record=True, width=_NOTEBOOK, force_jupyter=False)
         console.print(self)
         plain = console.export_text(clear=False)
@@ -241,9 +238,6 @@ class Shown:
 
     def _long(self, width: int) -> Any:
         """A line a cell, under the names of the rows; two where its number leaves no room."""
-        from rich.table import Table
-        from rich.text import Text
-
         cells = {row: [f for f in self._of(row) if _has_number(f)] for row in self.rows}
         numbers = _width([pair(found) for each in cells.values() for found in each])
         names = _width([found.cell.column for each in cells.values() for found in each])
@@ -322,15 +316,10 @@ def _wrapped(text: str, width: int, indent: str = "") -> str:
 
 
 def _width(texts: Sequence[str]) -> int:
-    from rich.cells import cell_len
-
     return max((cell_len(line) for text in texts for line in text.splitlines()), default=0)
 
 
 def _grid(columns: Sequence[tuple[str, Sequence[str]]]) -> Any:
-    from rich.table import Table
-    from rich.text import Text
-
     table = Table()
     for number, (head, _) in enumerate(columns):
         table.add_column(Text(head), justify="right" if number else "left", no_wrap=True)
