@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from equilibria import training
-from equilibria_papers import tables as experiments
+from equilibria_papers import tables
 from equilibria_papers.tables import reproduce, running
 from equilibria_papers.tables.measures import MEASURES, Scene
 from equilibria_papers.tables.provenance import read_log
@@ -60,14 +60,14 @@ def test_another_table_takes_the_training_and_measures_what_is_new(
     new = {**running.MEASURES, "new": lambda scene: {"answer": 42.0}}
     monkeypatch.setattr(running, "MEASURES", new)
     job = tiny.job(measures=("quality", "new"))
-    cell = experiments.Cell(row="r", column="c", job=job, metric="answer")
+    cell = tables.Cell(row="r", column="c", job=job, metric="answer")
     other = dataclasses.replace(tiny.table(), id="other", cells=(cell,))
     assert reproduce(other, tiny.choices(tmp_path)).cells[0].mean == 42.0
     assert counted == {"fit": 1, "quality": 1}
 
 
-def _second(job: experiments.Job, metric: str, **changes: Any) -> experiments.Experiment:
-    cell = experiments.Cell(row="r", column="c", job=job, metric=metric)
+def _second(job: tables.Job, metric: str, **changes: Any) -> tables.Experiment:
+    cell = tables.Cell(row="r", column="c", job=job, metric=metric)
     return dataclasses.replace(tiny.table(), id="other", cells=(cell,), **changes)
 
 
@@ -87,9 +87,7 @@ def test_several_tables_share_a_training_and_unite_what_they_measure(
     # The same training by another name: one folder, one model.
     other = _second(tiny.job("alias", measures=("new",)), "answer")
     told: list[str] = []
-    found = experiments.reproduce_all(
-        [tiny.table(), other], tiny.choices(tmp_path), tell=told.append
-    )
+    found = tables.reproduce_all([tiny.table(), other], tiny.choices(tmp_path), tell=told.append)
     assert [result.experiment.id for result in found] == ["tiny-table", "other"]
     assert [result.status for result in found] == ["measured", "measured"]
     assert found[1].cells[0].mean == 42.0
@@ -107,7 +105,7 @@ def test_several_tables_share_a_training_and_unite_what_they_measure(
 
 def test_a_measure_that_fails_for_one_table_leaves_the_other_its_number(tmp_path: Path) -> None:
     bad = _second(tiny.job(measures=("quality", "no such measure")), "answer")
-    found = experiments.reproduce_all([tiny.table(), bad], tiny.choices(tmp_path))
+    found = tables.reproduce_all([tiny.table(), bad], tiny.choices(tmp_path))
     assert [result.status for result in found] == ["measured", "not run"]
     assert found[1].cells[0].why == "failed: KeyError: 'no such measure'"
 
@@ -115,7 +113,7 @@ def test_a_measure_that_fails_for_one_table_leaves_the_other_its_number(tmp_path
 def test_rows_of_several_tables(tmp_path: Path) -> None:
     other = _second(tiny.job("b", recipe={**tiny.RECIPE, "lr": 0.02}), "accuracy")
     choices = tiny.choices(tmp_path, only=("r",), overrides={"epochs": 1})
-    (found,) = experiments.reproduce_all([tiny.table(), other], choices)
+    (found,) = tables.reproduce_all([tiny.table(), other], choices)
     assert found.experiment.id == "other"
     assert [folder.name[:2] for folder in (tmp_path / "runs").iterdir()] == ["b-"]
 
@@ -150,7 +148,7 @@ def test_a_failure_is_logged_and_the_others_go_on(
     table = tiny.table()
     mixed = dataclasses.replace(
         table,
-        cells=(experiments.Cell(row="bad", column="accuracy in %", job=bad), *table.cells),
+        cells=(tables.Cell(row="bad", column="accuracy in %", job=bad), *table.cells),
     )
     result = reproduce(mixed, tiny.choices(tmp_path, overrides={"epochs": 1}))
     assert result.cells[0].why == "failed: RuntimeError: the measure broke"
@@ -246,7 +244,7 @@ def test_stand_in_is_said(tmp_path: Path) -> None:
     table = tiny.table(data="nowhere", stand_in={"data": "digits", "epochs": 1})
     result = reproduce(table, tiny.choices(tmp_path, data_root=tmp_path, stand_in=True))
     assert result.status == "stand-in data"
-    assert "stand-in data: digits" in experiments.markdown(result)
+    assert "stand-in data: digits" in tables.markdown(result)
 
 
 def test_held_out_images_are_the_same_for_every_seed(tmp_path: Path) -> None:
@@ -270,7 +268,7 @@ def test_listing_reads_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(standing, "EXPERIMENTS", {"tiny-table": tiny.table()})
 
     def state() -> tuple[str, int]:
-        (found,) = experiments.listing(out, None)
+        (found,) = tables.listing(out, None)
         return found.status, found.measured
 
     assert state() == ("not run", 0)
@@ -289,9 +287,9 @@ def test_gathering_trains_nothing_and_takes_a_part(tmp_path: Path, counted: dict
     before = dict(counted)
     job = tiny.job(measures=("quality", "new"))
     cells = (
-        experiments.Cell(row="r", column="accuracy", job=job),
-        experiments.Cell(row="r", column="answer", job=job, metric="answer"),
-        experiments.Cell(row="s", column="accuracy", job=tiny.job("else", options={"depth": 2})),
+        tables.Cell(row="r", column="accuracy", job=job),
+        tables.Cell(row="r", column="answer", job=job, metric="answer"),
+        tables.Cell(row="s", column="accuracy", job=tiny.job("else", options={"depth": 2})),
     )
     other = dataclasses.replace(tiny.table(), id="other", cells=cells)
     found = reproduce(other, tiny.choices(tmp_path, gather=True))
@@ -316,7 +314,7 @@ def test_graphs_where_they_fit(
     from equilibria_papers.tables.running import _made_fast
 
     asked = tiny.choices(tmp_path, device=device, overrides={"compile": compiled})
-    (one,) = experiments.plan([tiny.table(graphs=graphs).cells[0]], asked)
+    (one,) = tables.plan([tiny.table(graphs=graphs).cells[0]], asked)
     assert _made_fast(one, asked).cuda_graphs is expected
 
 
@@ -325,7 +323,7 @@ def test_graphs_can_be_left_out(tmp_path: Path, change: dict[str, Any]) -> None:
     from equilibria_papers.tables.running import _made_fast
 
     asked = tiny.choices(tmp_path, device="cuda", overrides=change)
-    (one,) = experiments.plan([tiny.table(graphs=True).cells[0]], asked)
+    (one,) = tables.plan([tiny.table(graphs=True).cells[0]], asked)
     assert not _made_fast(one, asked).cuda_graphs
 
 
@@ -336,8 +334,8 @@ def test_a_number_that_is_none_costs_no_table(
     monkeypatch.setattr(running, "MEASURES", {**MEASURES, "odd": lambda scene: {"x": value}})
     job = tiny.job(measures=("quality", "odd"))
     cells = (
-        experiments.Cell(row="r", column="x", job=job, metric="x"),
-        experiments.Cell(row="r", column="accuracy", job=job),
+        tables.Cell(row="r", column="x", job=job, metric="x"),
+        tables.Cell(row="r", column="accuracy", job=job),
     )
     odd = dataclasses.replace(tiny.table(), id="odd", cells=cells)
     for _ in range(2):  # the second reads the files
@@ -355,8 +353,8 @@ def test_what_was_measured_counts_where_a_later_measure_fails(
     monkeypatch.setattr(running, "MEASURES", {**MEASURES, "late": fails})
     job = tiny.job(measures=("quality", "late"))
     cells = (
-        experiments.Cell(row="r", column="accuracy", job=job),
-        experiments.Cell(row="r", column="x", job=job, metric="x"),
+        tables.Cell(row="r", column="accuracy", job=job),
+        tables.Cell(row="r", column="x", job=job, metric="x"),
     )
     found = reproduce(
         dataclasses.replace(tiny.table(), id="late", cells=cells), tiny.choices(tmp_path)
@@ -382,11 +380,11 @@ def test_gathering_takes_the_papers_data_before_what_stands_in(tmp_path: Path) -
     """The data are not on this machine; the run on them is."""
     job = tiny.job("cifar100-tiny", data="cifar100", stand_in={"data": "digits"})
     table = dataclasses.replace(
-        tiny.table(), cells=(experiments.Cell(row="r", column="accuracy", job=job),)
+        tiny.table(), cells=(tables.Cell(row="r", column="accuracy", job=job),)
     )
     asked = tiny.choices(tmp_path, gather=True, stand_in=True, data_root=tmp_path / "nothing")
-    assert experiments.plan(table.cells, asked)[0].stands_in == "digits"
-    (real,) = experiments.plan(table.cells, tiny.choices(tmp_path, gather=True))
+    assert tables.plan(table.cells, asked)[0].stands_in == "digits"
+    (real,) = tables.plan(table.cells, tiny.choices(tmp_path, gather=True))
     real.folder.mkdir(parents=True)
     kept = {"measures": {"quality": {"accuracy": 77.0}}, "seconds": 1.0, "made_by": {}}
     (real.folder / "measured.json").write_text(json.dumps(kept))
@@ -404,15 +402,15 @@ def test_the_list_knows_an_earlier_recipe(tmp_path: Path, monkeypatch: pytest.Mo
         (tiny.table(recipe={**tiny.RECIPE, "lr": 0.01}), ("partly", 2)),
     ):
         monkeypatch.setattr(standing, "EXPERIMENTS", {"tiny-table": table})
-        (line,) = experiments.listing(choices.out, None)
+        (line,) = tables.listing(choices.out, None)
         assert (line.status, line.measured) == expected
 
 
 def test_a_stop_in_the_last_validation_does_not_lose_the_end(tmp_path: Path) -> None:
     """All is trained then, so that no callback runs again."""
-    cells = experiments.describe("thesis-figure4.3").cells
+    cells = tables.describe("thesis-figure4.3").cells
     choices = tiny.choices(tmp_path, smoke=True)
-    (planned,) = experiments.plan(cells, choices)
+    (planned,) = tables.plan(cells, choices)
     log = running.Log(tmp_path, "thesis-figure4.3", "")
     first = running.run_job(planned, choices, log)
     end = planned.folder / "snapshots" / f"weights_{planned.config.epochs}.safetensors"

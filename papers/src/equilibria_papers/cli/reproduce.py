@@ -28,10 +28,10 @@ from equilibria.cli import (
 
 def show_results(results: list[Any], out: Path, quiet: bool) -> None:
     """The tables on stdout; unless quiet, their notes and pages on stderr, each once."""
-    from equilibria_papers import tables as experiments
+    from equilibria_papers import tables
 
     for result in results:
-        output().print(experiments.rich_table(result))
+        output().print(tables.rich_table(result))
     if quiet:
         return
     for line in (*_notes(results), *_pages(results, out)):
@@ -62,9 +62,9 @@ def _cost(minutes: int) -> str:
 
 
 def show_list(out: Path, data_root: Path | None, as_json: bool) -> None:
-    from equilibria_papers import tables as experiments
+    from equilibria_papers import tables
 
-    found = experiments.listing(out, data_root)
+    found = tables.listing(out, data_root)
     if as_json:
         print_json(
             [
@@ -258,7 +258,7 @@ def reproduce(
     Trainings are kept and shared between tables; Ctrl-C saves, and the same command goes on. The
     test images are looked at once, when a training is over.
     """
-    from equilibria_papers import tables as experiments
+    from equilibria_papers import tables
 
     _check_together(names, _given(context), gather)
     if names == [_LIST]:
@@ -267,7 +267,7 @@ def reproduce(
     if device is not None:
         device_of(device)
     try:
-        choices = experiments.Choices(
+        choices = tables.Choices(
             seeds=_numbers(seeds),
             only=tuple(only or ()),
             smoke=smoke,
@@ -282,8 +282,8 @@ def reproduce(
             gather=gather,
             progress=not (quiet or as_json),
         )
-        asked = experiments.cells_asked(map(experiments.describe, names), choices.only)
-        plans = {one.id: experiments.plan(cells, choices) for one, cells in asked}
+        asked = tables.cells_asked(map(tables.describe, names), choices.only)
+        plans = {one.id: tables.plan(cells, choices) for one, cells in asked}
     except (ValueError, TypeError) as error:
         raise fail(as_flags(str(error))) from None
     if dry_run:
@@ -361,10 +361,10 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _run(names: list[str], choices: Any, quiet: bool) -> list[Any]:
-    from equilibria_papers import tables as experiments
+    from equilibria_papers import tables
 
     try:
-        return experiments.reproduce_all(names, choices, tell=None if quiet else _tell)
+        return tables.reproduce_all(names, choices, tell=None if quiet else _tell)
     except KeyboardInterrupt as stopped:
         # Another Ctrl-C while the interpreter ends would show where in it, or change the exit code.
         atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)

@@ -118,13 +118,14 @@ def run_beside(
         try:
             with _ctrl_c(stop, say):
                 while waiting or running:
-                    # The first get their step in any case: calls that are too short get on too.
                     while waiting and len(running) < choices.parallel:
-                        if stop.asked() and begun >= choices.parallel:
+                        # Late, the first get their step all the same: short calls get on too.
+                        if stop.asked() and (begun >= choices.parallel or not stop.late()):
                             break
                         task = waiting.popleft()
                         executor = ProcessPoolExecutor(1, env={"OMP_NUM_THREADS": str(threads)})
-                        future = executor.submit(_work, task.planned, own, stop)
+                        with _ignored():  # by the worker, which is born here: it reads the file
+                            future = executor.submit(_work, task.planned, own, stop)
                         running[future] = _Running(task, executor, time.perf_counter())
                         begun += 1
                         say(f"{task.label}: started in {task.planned.folder}")
@@ -167,9 +168,6 @@ def _ended(
 def _ctrl_c(stop: Stop, say: Tell) -> Iterator[None]:
     """Ctrl-C makes the file that the workers look for; from then on it is what it was."""
     before, file = signal.getsignal(signal.SIGINT), stop.file
-    if threading.current_thread() is not threading.main_thread() or before is None:
-        yield
-        return
 
     def ask(*_: Any) -> None:
         signal.signal(signal.SIGINT, before)
@@ -177,7 +175,22 @@ def _ctrl_c(stop: Stop, say: Tell) -> Iterator[None]:
         file.touch()
         say("stopping: the trainings finish their step and save")
 
-    signal.signal(signal.SIGINT, ask)
+    with _handled(ask):
+        yield
+
+
+def _ignored() -> contextlib.AbstractContextManager[None]:
+    return _handled(signal.SIG_IGN)
+
+
+@contextlib.contextmanager
+def _handled(by: Any) -> Iterator[None]:
+    """Ctrl-C is handled so inside the block; outside the main thread nothing changes."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or before is None:
+        yield
+        return
+    signal.signal(signal.SIGINT, by)
     try:
         yield
     finally:
