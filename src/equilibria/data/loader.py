@@ -245,7 +245,8 @@ def fetch(card: DataCard, folder: Path, *, progress: bool = True) -> None:
         raise DataError(f"{HUB_VARIABLE}={url}: expected an address that begins with https://")
     with needs("huggingface_hub", "download=True"):
         import huggingface_hub
-        from huggingface_hub import utils
+        import huggingface_hub.utils
+    utils: Any = huggingface_hub.utils  # its switch of the bars is not in its list of exports
     silenced = not progress and not utils.are_progress_bars_disabled()
     if silenced:
         utils.disable_progress_bars()

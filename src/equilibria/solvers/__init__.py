@@ -4,7 +4,7 @@ from .anderson import Anderson
 from .auto import Auto, choose_solver
 from .best import BestIterate
 from .broyden import Broyden
-from .forward_backward import ForwardBackward
+from .forward_backward import ForwardBackward, SplittingSolver
 from .peaceman_rachford import PeacemanRachford
 from .picard import Picard
 from .proximal_gradient import ProximalGradient
@@ -20,5 +20,6 @@ __all__ = [
     "Picard",
     "ProximalGradient",
     "SequentialAveraging",
+    "SplittingSolver",
     "choose_solver",
 ]

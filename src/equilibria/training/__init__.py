@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .fitting import TrainResult, fit
     from .folder import RunExistsError
     from .interrupts import Interrupted
+    from .keeper import RunKeeper
     from .module import EquilibriumModule
     from .nonfinite import NonFiniteLoss
 
@@ -31,6 +32,7 @@ __all__ = [
     "Interrupted",
     "NonFiniteLoss",
     "RunExistsError",
+    "RunKeeper",
     "SaveError",
     "TrainConfig",
     "TrainResult",
@@ -46,9 +48,9 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'equilibria.training' has no attribute {name!r}")
     need("lightning")
-    from . import averaging, checkpoints, fitting, folder, interrupts, module, nonfinite
+    from . import averaging, checkpoints, fitting, folder, interrupts, keeper, module, nonfinite
 
-    rooms = (averaging, checkpoints, fitting, folder, interrupts, module, nonfinite)
+    rooms = (averaging, checkpoints, fitting, folder, interrupts, keeper, module, nonfinite)
     found = next(getattr(room, name) for room in rooms if name in room.__all__)
     globals()[name] = found
     return found
