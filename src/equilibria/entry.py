@@ -10,11 +10,10 @@ from torch import Tensor
 
 from .adjoints import Implicit
 from .adjoints.implicit import attach_linear
-from .engine.adjoint import Adjoint, check_ways
+from .engine.adjoint import Adjoint
 from .engine.iterate import Callback
 from .engine.krylov import GMRES, LinearSolver
 from .engine.maps import Map
-from .engine.precision import uncached
 from .engine.result import (
     BackwardStats,
     NotConvergedError,
@@ -25,7 +24,7 @@ from .engine.result import (
     warn_failures,
 )
 from .engine.solver import SolverOptions
-from .engine.transforms import transforms_active
+from .engine.transforms import transforms_active, uncached
 from .engine.tree import Leaves, flatten_state, sample_norm, unflatten
 from .solvers import Anderson
 
@@ -96,6 +95,16 @@ def fixed_point(
         if Result.diverged in counts or Result.nonfinite in counts:
             raise NotConvergedError(describe_failures(counts, **about) or "", solution)
     return solution
+
+
+def check_ways(solver: object, adjoint: object) -> None:
+    """Raise unless these say how to solve and how to differentiate."""
+    if not isinstance(solver, SolverOptions):
+        raise TypeError(
+            f"solver must be a solver object such as Anderson(memory=5) or Auto(), got {solver!r}."
+        )
+    if not isinstance(adjoint, Adjoint):
+        raise TypeError(f"adjoint must be an object such as Implicit(), got {adjoint!r}.")
 
 
 def _observer(callback: TrajectoryCallback | None, spec: Any) -> Callback | None:

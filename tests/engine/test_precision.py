@@ -16,7 +16,7 @@ import pytest
 _ASK = """
 import json, os, sys, torch
 from equilibria import Picard
-from equilibria.engine.precision import convolutions_take_tf32, products_take_tf32
+from equilibria.engine.transforms import convolutions_take_tf32, products_take_tf32
 
 def ask():
     own, usual = (Picard().relative_tolerance(torch.float32, kind) for kind in ("cuda", "cpu"))

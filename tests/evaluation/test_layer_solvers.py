@@ -13,7 +13,7 @@ import equilibria as eq
 from equilibria.evaluation import replaced, with_solver
 from equilibria.evaluation.layer_solvers import SolverRecorder
 from equilibria.nn import observe
-from equilibria.nn.map_layer import MapLayer
+from equilibria.nn.layer import MapLayer
 from equilibria.nn.monotone import MonotoneDEQ
 from equilibria.nn.multi_branch import MultiBranch
 from equilibria.solvers.peaceman_rachford import PeacemanRachford

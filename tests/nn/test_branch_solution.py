@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from equilibria.engine.result import BackwardStats, Result, Solution, Stats
-from equilibria.nn.branch_solution import BranchSolution, combine
+from equilibria.nn.multi_branch import BranchSolution, combine
 
 
 def part(

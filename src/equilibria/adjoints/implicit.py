@@ -17,12 +17,12 @@ from torch.utils import _pytree as pytree
 
 from equilibria.engine.adjoint import Adjoint
 from equilibria.engine.iterate import Callback, Iterated, iterate
-from equilibria.engine.jacobian import pull
 from equilibria.engine.krylov import GMRES, LinearSolver
 from equilibria.engine.maps import Map
 from equilibria.engine.options import options
 from equilibria.engine.result import BackwardStats
 from equilibria.engine.solver import Solver, SolverOptions
+from equilibria.engine.spectral import pull
 from equilibria.engine.transforms import outside_compile, transforms_active
 from equilibria.engine.tree import Leaves
 

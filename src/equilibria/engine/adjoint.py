@@ -9,7 +9,7 @@ from .iterate import Callback, Iterated
 from .maps import Map
 from .options import options
 from .result import BackwardStats
-from .solver import Solver, SolverOptions
+from .solver import Solver
 from .tree import Leaves
 
 
@@ -52,13 +52,3 @@ class Adjoint(ABC):
         backward: BackwardStats,
     ) -> Iterated:
         """Solve, and return leaves through which gradients flow in this adjoint's way."""
-
-
-def check_ways(solver: object, adjoint: object) -> None:
-    """Raise unless these say how to solve and how to differentiate."""
-    if not isinstance(solver, SolverOptions):
-        raise TypeError(
-            f"solver must be a solver object such as Anderson(memory=5) or Auto(), got {solver!r}."
-        )
-    if not isinstance(adjoint, Adjoint):
-        raise TypeError(f"adjoint must be an object such as Implicit(), got {adjoint!r}.")

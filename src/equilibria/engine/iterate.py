@@ -27,7 +27,6 @@ from .result import Result
 from .solver import Point, Solver
 from .tree import (
     Leaves,
-    flatten_state,
     join_samples,
     part_samples,
     place_samples,
@@ -37,10 +36,10 @@ from .tree import (
     scale_samples,
     select_samples,
     strange,
-    unflatten,
     where_sample,
     without_graph,
 )
+from .units import callback_in_units, choose_units, map_in_units
 
 HEALTH = 16
 """Steps between two looks at divergence, NaN and stagnation."""
@@ -70,12 +69,13 @@ def iterate(fn: Map, z0: Leaves, solver: Solver, callback: Callback | None = Non
     """Solve z = T(z) from z0 by ``solver``."""
     if torch.is_autocast_enabled(z0[0].device.type):
         return _run_in_state_dtype(fn, z0, solver, callback)
-    if solver.fixed_steps:
-        if not (fn.coupled and solver.joins):
-            return _run_fixed(fn, z0, solver, callback)
-        together, size = join_samples(z0, fn.group), fn.group
-        return _spread(_run_fixed(fn.joined(), together, solver, _each(callback, size)), size)
-    return _Run(fn, z0, solver, callback).solve()
+    if not solver.fixed_steps:
+        return _Run(fn, z0, solver, callback).solve()
+    if not (fn.coupled and solver.joins):
+        return _run_fixed(fn, z0, solver, callback)
+    size = fn.group
+    done = _run_fixed(fn.joined(), join_samples(z0, size), solver, _each(callback, size))
+    return _spread(done, size)
 
 
 def _run_in_state_dtype(fn: Map, z0: Leaves, solver: Solver, callback: Callback | None) -> Iterated:
@@ -105,14 +105,14 @@ def _spread(done: Iterated, size: int) -> Iterated:
     """The outcome of joined samples, for each: codes and numbers are those of its group."""
     numbers = (done.result, done.steps, done.residual, done.relative)
     result, steps, residual, relative = (repeat_samples(x, size) for x in numbers)
-    value, counts = part_samples(done.value), done.counts
-    if counts is not None:
-        counts = {code: n * size for code, n in counts.items()}
-    evaluations, syncs = done.evaluations, done.syncs
-    return Iterated(value, result, steps, residual, relative, evaluations, syncs, counts, True)
+    counts = None if done.counts is None else {code: n * size for code, n in done.counts.items()}
+    counted = done.evaluations, done.syncs, counts
+    return Iterated(
+        part_samples(done.value), result, steps, residual, relative, *counted, coupled=True
+    )
 
 
-def _judged(fn: Map, point: Point) -> tuple[Leaves, Leaves]:
+def _judged_leaves(fn: Map, point: Point) -> tuple[Leaves, Leaves]:
     """The leaves of T(z) − z and of T(z), of the map that is meant."""
     if fn.surrogate is None:
         return without_graph(point.residual), without_graph(point.f)
@@ -120,65 +120,17 @@ def _judged(fn: Map, point: Point) -> tuple[Leaves, Leaves]:
     return [a - b for a, b in zip(image, z, strict=True)], image
 
 
-def _exact_norms(fn: Map, point: Point) -> tuple[Tensor, Tensor]:
+def _judged_norms(fn: Map, point: Point) -> tuple[Tensor, Tensor]:
     """‖T(z) − z‖ and ‖T(z)‖ of each sample, [B] each, right at any scale."""
     if fn.surrogate is None:
         return point.residual_norm, sample_norm(without_graph(point.f))
-    residual, image = _judged(fn, point)
+    residual, image = _judged_leaves(fn, point)
     return sample_norm(residual), sample_norm(image)
 
 
 def _relative(residual: Tensor, scale: Tensor) -> Tensor:
     # A residual of zero at T(z) = 0 is exact, not 0/0.
     return torch.where(residual == 0, residual, residual / scale)
-
-
-def _unit(residual: Tensor, scale: Tensor) -> Tensor:
-    """2^k near the size of each sample's problem, [B]; 1 where that is ordinary, 0 or not finite.
-
-    The end of the exponents is left out, where 2^k or 2^{−k} would not be a normal number.
-    """
-    size = torch.maximum(residual, scale)
-    end = 1000 if size.dtype == torch.float64 else 100
-    unit = torch.ldexp(torch.ones_like(size), torch.frexp(size).exponent.clamp(-end, end))
-    return torch.where(strange(size) & (size > 0) & torch.isfinite(size), unit, 1.0)
-
-
-def _in_units(
-    fn: Map, z0: Leaves, solver: Solver, callback: Callback | None, unit: Tensor, size: int
-) -> Iterated:
-    """Solve for w = z/unit, in which the solver's products neither underflow nor overflow.
-
-    Units are powers of two: no digit of the answer changes.
-    """
-    inverse = 1.0 / unit
-
-    def scaled(inner: Callable[..., Any]) -> Callable[..., Any]:
-        def within(w: Any, up: Tensor, down: Tensor, *args: Any) -> Any:
-            leaves, spec = flatten_state(w, "z")
-            out = inner(unflatten(scale_samples(up, leaves), spec), *args)
-            flat, spec = flatten_state(out, "T(z)")
-            return unflatten(scale_samples(down, flat), spec)
-
-        return within
-
-    def shown(step: int, w: Leaves, residual: Tensor) -> None:
-        assert callback is not None
-        callback(step, scale_samples(unit, w), residual * unit)
-
-    w0 = scale_samples(inverse, z0)
-    run = _Run(
-        fn.wrapped(scaled, (unit, inverse, *fn.args)),
-        w0,
-        solver,
-        None if callback is None else shown,
-        inverse,
-        size,
-    )
-    done = run.solve()
-    if size:  # the outcome is of samples again
-        unit = repeat_samples(unit, size)
-    return replace(done, value=scale_samples(unit, done.value), residual=done.residual * unit)
 
 
 def _hold(point: Point, following: Leaves, limit: Tensor | None) -> Leaves:
@@ -192,21 +144,28 @@ def _hold(point: Point, following: Leaves, limit: Tensor | None) -> Leaves:
     return where_sample(point.residual_norm <= limit, following, point.z)
 
 
+def _hold_limit(fn: Map, point: Point, solver: Solver, limit: Tensor) -> Tensor:
+    """The limit for ‖S(u) − u‖ where S is iterated in place of T; T's own else."""
+    if fn.surrogate is None:
+        return limit
+    return solver.divergence * (point.residual_norm + sample_norm(without_graph(point.f)))
+
+
 def _run_fixed(fn: Map, z0: Leaves, solver: Solver, callback: Callback | None) -> Iterated:
     z, state = z0, solver.init(z0)
     hold, epsilons = None, [torch.finfo(d).eps for d in fn.dtypes(z0)]
     for step in range(1, solver.max_steps + 1):
         point = Point(z, fn(z), solver.residual_memory(state))
         if step == 1:
-            residual, scale = _exact_norms(fn, point)
+            residual, scale = _judged_norms(fn, point)
             limit = solver.divergence * (residual + scale)
             if torch.is_grad_enabled():
                 hold = _hold_limit(fn, point, solver, limit)
         if callback is not None:
-            callback(step, z, _exact_norms(fn, point)[0])
+            callback(step, z, _judged_norms(fn, point)[0])
         last = state
         if step == solver.max_steps:  # before the step, which may overwrite the residual
-            residual, scale = _exact_norms(fn, point)
+            residual, scale = _judged_norms(fn, point)
             judged = _weighted(point.residual, residual, epsilons)
         following, state = solver.step(point, state)
         z = _hold(point, following, hold)
@@ -225,13 +184,6 @@ def _run_fixed(fn: Map, z0: Leaves, solver: Solver, callback: Callback | None) -
     z = where_sample(finite, z, z0)
     steps = torch.full_like(code, solver.max_steps, dtype=torch.int32)
     return Iterated(z, code, steps, residual, _relative(residual, scale), solver.max_steps, 0)
-
-
-def _hold_limit(fn: Map, point: Point, solver: Solver, limit: Tensor) -> Tensor:
-    """The limit for ‖S(u) − u‖ where S is iterated in place of T; T's own else."""
-    if fn.surrogate is None:
-        return limit
-    return solver.divergence * (point.residual_norm + sample_norm(without_graph(point.f)))
 
 
 def _weighted(leaves: Leaves, norm: Tensor, tolerances: list[float]) -> Tensor:
@@ -253,6 +205,75 @@ def _count(masks: list[Tensor]) -> list[int]:
     return found
 
 
+class _Judge:
+    """When a sample has converged: ‖T(z) − z‖ ≤ atol + rtol·‖T(z)‖ of the map T that is meant.
+
+    The map that is iterated may be another (``Map.surrogate``), leaves may differ in precision, and
+    ``size`` coupled samples may be joined to one (0: none are), which passes when all of them do.
+    """
+
+    def __init__(
+        self, fn: Map, z0: Leaves, solver: Solver, inverse_unit: Tensor | None, size: int
+    ) -> None:
+        device = z0[0].device.type
+        self.fn, self.size = fn, size
+        self.tolerances = [solver.relative_tolerance(d, device) for d in fn.dtypes(z0)]
+        self.rtol = max(self.tolerances)
+        self.eps = max(torch.finfo(x.dtype).eps for x in z0)
+        self.atol: float | Tensor = solver.atol
+        if inverse_unit is not None:
+            self.atol = solver.atol * (repeat_samples(inverse_unit, size) if size else inverse_unit)
+
+    def norms(self, point: Point) -> tuple[Tensor, Tensor]:
+        """‖T(z) − z‖ and ‖T(z)‖ of each sample, [B] each, right at any scale."""
+        return _judged_norms(self.fn, point)
+
+    def passes(self, point: Point, residual: Tensor, scale: Tensor) -> Tensor:
+        """Which samples have converged, [B], by these norms of the point."""
+        if self.size:
+            off, image = (part_samples(x) for x in _judged_leaves(self.fn, point))
+            norm = _weighted(off, sample_norm(off), self.tolerances)
+            return self._within(norm, sample_norm(image)).unflatten(0, (-1, self.size)).all(1)
+        if self.fn.surrogate is None:
+            residual = _weighted(point.residual, residual, self.tolerances)
+        return self._within(residual, scale)
+
+    def quick(self, point: Point) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(passes, residual, scale, unsure), [B] each, from norms that are wrong at extreme scales.
+
+        Of a surrogate they are norms of its own, and passing says only that T's may be asked.
+        """
+        residual = quick_norm(without_graph(point.residual))
+        scale = quick_norm(without_graph(point.f))
+        surrogate = self.fn.surrogate
+        own = residual if surrogate is None else residual / surrogate.near(*self.fn.args)
+        # Beside an ordinary scale a residual that underflows passes, one that overflows not.
+        return self._within(own, scale), residual, scale, strange(scale)
+
+    @property
+    def quick_is_exact(self) -> bool:
+        """Whether ``quick`` decides at ordinary scales."""
+        return self.fn.surrogate is None and len(set(self.tolerances)) == 1
+
+    def fails_now(self, residual: Tensor, scale: Tensor) -> Tensor:
+        """Which samples, [B], fail by more than a map that does not round the same way twice."""
+        allowed = self.rtol * scale + self.atol
+        slack = torch.minimum(4 * self.eps * scale, 0.5 * allowed)
+        return (residual > allowed + slack) & torch.isfinite(residual)
+
+    def take(self, fn: Map, index: Tensor) -> None:
+        """Judge some samples only, by their map."""
+        self.fn = fn
+        if isinstance(self.atol, Tensor):
+            self.atol = self.atol.index_select(0, index)
+
+    def _within(self, residual: Tensor, scale: Tensor) -> Tensor:
+        """residual ≤ atol + rtol·scale; an infinite scale never passes."""
+        # residual − rtol·scale: NaN where either is NaN, or where both are infinite.
+        passed = torch.add(residual, scale, alpha=-self.rtol) <= self.atol
+        return passed & (scale < torch.inf)
+
+
 class _Run:
     """One solve with tolerances: the loop, and what is known of each sample so far."""
 
@@ -262,50 +283,39 @@ class _Run:
         z0: Leaves,
         solver: Solver,
         callback: Callback | None,
-        inverse: Tensor | None = None,
+        inverse_unit: Tensor | None = None,
         size: int = 0,
     ) -> None:
-        self.fn = fn
-        self.solver = solver
-        self.callback = callback
-        self.z = z0
-        device = z0[0].device.type
-        self.tolerances = [solver.relative_tolerance(d, device) for d in fn.dtypes(z0)]
-        self.rtol = max(self.tolerances)
-        self.in_units = inverse is not None
-        self.atol: float | Tensor = solver.atol if inverse is None else solver.atol * inverse
+        self.fn, self.solver, self.callback = fn, solver, callback
+        self.judge = _Judge(fn, z0, solver, inverse_unit, size)
+        self.in_units = inverse_unit is not None
         self.block = solver.block_length(z0)
-        self.evaluations = 0
-        self.syncs = 0
-        self.total = self.left = z0[0].shape[0]
+        self.evaluations = self.syncs = 0
+        self.start = self.frozen = z0  # as it was given; the values of samples that are done
         self.rows: Tensor | None = None  # after compaction: where the present rows came from
-        self.active: Tensor | None = None  # None: all
-        self.out: Iterated | None = None
-        self.counts: dict[Result, int] = {}
-        self.safe = z0  # the latest iterate known to be finite and bounded
-        self.hold: Tensor | None = None
         self.compaction_checked = False
-        self.settled: Tensor | None = None  # samples that are done because they passed; None: none
-        self.frozen = z0  # the values of samples that are done
-        self.coupled, self.found_coupled = fn.coupled, False
-        self.asked = False  # whether coupling was looked for
-        self.size = size  # samples in a joined group; 0: each is by itself
-        self.start = self.origin = z0
-        self.first = True
-        if size and isinstance(self.atol, Tensor):
-            self.atol = repeat_samples(self.atol, size)
+        self.hold: Tensor | None = None
+        self.coupled, self.asked = fn.coupled, False  # asked: whether coupling was looked for
+        self._begin(z0)
         if fn.coupled and solver.joins and not size:
             self._join(z0)
 
+    def _begin(self, z: Leaves) -> None:
+        """Nothing is known of any sample."""
+        self.z = self.safe = self.origin = z  # safe: the latest iterate known to be bounded
+        self.left = z[0].shape[0]
+        self.active: Tensor | None = None  # None: all
+        self.settled: Tensor | None = None  # samples that are done because they passed; None: none
+        self.out: Leaves = []  # of samples that are done: value, residual, relative, code, steps
+        self.counts: dict[Result, int] = {}
+        self.first, self.found_coupled = True, False
+
     def _join(self, z: Leaves) -> None:
         """Go on from z with each group of coupled samples as one sample."""
-        self.size = self.fn.group
-        self.z = self.safe = self.origin = join_samples(z, self.size)
-        self.fn, self.callback = self.fn.joined(), _each(self.callback, self.size)
-        self.total = self.left = self.z[0].shape[0]
-        self.active = self.out = self.settled = None
-        self.counts = {}
-        self.first, self.found_coupled = True, False
+        size = self.fn.group
+        self.fn, self.callback = self.fn.joined(), _each(self.callback, size)
+        self.judge.fn, self.judge.size = self.fn, size
+        self._begin(join_samples(z, size))
 
     def solve(self) -> Iterated:
         solver, step, last = self.solver, 0, self.solver.max_steps
@@ -329,10 +339,7 @@ class _Run:
             if self.callback is not None:
                 self._report(step, point)
             if self.left == 0:
-                assert self.out is not None
-                self.out.evaluations, self.out.syncs = self.evaluations, self.syncs
-                self.out.counts, self.out.coupled = self.counts, self.coupled
-                return _spread(self.out, self.size) if self.size else self.out
+                return self._outcome()
             if self.found_coupled and solver.joins and self.rows is None:
                 self._join(self._onset(point))
                 state = solver.init(self.z)
@@ -375,7 +382,7 @@ class _Run:
 
     def _start(self, point: Point, step: int) -> None:
         self.first = False
-        residual, scale = _exact_norms(self.fn, point)
+        residual, scale = self.judge.norms(point)
         self.safe_norms = (residual, scale)
         self.limit = self.solver.divergence * (residual + scale)
         if torch.is_grad_enabled():
@@ -383,40 +390,18 @@ class _Run:
         self.best = torch.full_like(residual, float("inf"))
         self.best_step = torch.full_like(residual, step - 1)
 
-    def _within(self, residual: Tensor, scale: Tensor) -> Tensor:
-        """residual ≤ atol + rtol·scale; an infinite scale never passes."""
-        # residual − rtol·scale: NaN where either is NaN, or where both are infinite.
-        passed = torch.add(residual, scale, alpha=-self.rtol) <= self.atol
-        return passed & (scale < torch.inf)
-
-    def _exactly(
-        self, point: Point, norms: tuple[Tensor, Tensor] | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Which active samples have converged, ‖T(z) − z‖ and ‖T(z)‖; [B] each, at any scale."""
-        residual, scale = _exact_norms(self.fn, point) if norms is None else norms
-        if self.size:
-            # Done when every sample passes by itself.
-            off, image = (part_samples(x) for x in _judged(self.fn, point))
-            passed = self._within(
-                _weighted(off, sample_norm(off), self.tolerances), sample_norm(image)
-            )
-            passed = passed.unflatten(0, (-1, self.size)).all(1)
-        elif self.fn.surrogate is None:
-            passed = self._within(_weighted(point.residual, residual, self.tolerances), scale)
-        else:
-            passed = self._within(residual, scale)
-        if self.active is not None:
-            passed = passed & self.active
-        return passed, residual, scale
+    def _still_active(self, mask: Tensor) -> Tensor:
+        return mask if self.active is None else mask & self.active
 
     def _test_start(self, point: Point) -> Tensor | None:
         """Is the start the answer? If not: the units to solve in, where they are not all 1."""
-        passed, residual, scale = self._exactly(point, self.safe_norms)
+        residual, scale = self.safe_norms
+        passed = self._still_active(self.judge.passes(point, residual, scale))
         odd = strange(torch.maximum(residual, scale)) & ~passed
         self.syncs += 1
         count, extreme = _count([passed, odd])
         if extreme and not self.in_units:
-            unit = _unit(residual, scale)
+            unit = choose_units(residual, scale)
             self.syncs += 1
             if bool((unit != 1.0).any()):
                 return unit
@@ -426,21 +411,25 @@ class _Run:
 
     def _again(self, unit: Tensor) -> Iterated:
         """The whole solve in other units."""
-        done = _in_units(self.fn, self.origin, self.solver, self.callback, unit, self.size)
-        done.evaluations, done.syncs = done.evaluations + self.evaluations, done.syncs + self.syncs
-        return done
+        size, inverse = self.judge.size, 1.0 / unit
+        fn, shown = map_in_units(self.fn, unit), callback_in_units(self.callback, unit)
+        w0 = scale_samples(inverse, self.origin)
+        done = _Run(fn, w0, self.solver, shown, inverse, size).solve()
+        if size:  # the outcome is of samples again
+            unit = repeat_samples(unit, size)
+        return replace(
+            done,
+            value=scale_samples(unit, done.value),
+            residual=done.residual * unit,
+            evaluations=done.evaluations + self.evaluations,
+            syncs=done.syncs + self.syncs,
+        )
 
     def _lost(self, residual: Tensor, scale: Tensor) -> list[Tensor]:
-        """[samples that had passed and, at the same z, do so no more], or nothing to ask.
-
-        A little room, for maps that do not round the same way twice.
-        """
-        if self.settled is None:
+        """[samples that had passed and, at the same z, do so no more], or nothing to ask."""
+        if self.settled is None or self.judge.size:
             return []
-        allowed = self.rtol * scale + self.atol
-        eps = max(torch.finfo(x.dtype).eps for x in self.z)
-        room = torch.minimum(4 * eps * scale, 0.5 * allowed)
-        return [self.settled & (residual > allowed + room) & torch.isfinite(residual)]
+        return [self.settled & self.judge.fails_now(residual, scale)]
 
     def _reopen(self, lost: Tensor, count: int) -> None:
         """Samples that had passed go on: the map couples them to others that moved."""
@@ -456,23 +445,17 @@ class _Run:
     def _test(self, point: Point, step: int) -> None:
         """Which samples have converged? Two or three numbers are read; an exact test follows where
         the quick one is not enough."""
-        surrogate, exact = self.fn.surrogate, bool(self.size)
+        exact = bool(self.judge.size)
         if not exact:
-            residual = quick_norm(without_graph(point.residual))
-            scale = quick_norm(without_graph(point.f))
-            near = 1.0 if surrogate is None else surrogate.near(*self.fn.args)
-            passed = self._within(residual if surrogate is None else residual / near, scale)
-            # Beside an ordinary scale a residual that underflows passes, one that overflows not.
-            odd = strange(scale)
-            if self.active is not None:
-                passed, odd = passed & self.active, odd & self.active
-            lost = self._lost(residual, scale) if surrogate is None else []
+            passed, residual, scale, odd = self.judge.quick(point)
+            passed, odd = self._still_active(passed), self._still_active(odd)
+            lost = self._lost(residual, scale) if self.fn.surrogate is None else []
             self.syncs += 1
             count, unsure, *regained = _count([passed, odd, *lost])
-            alike = surrogate is None and len(set(self.tolerances)) == 1
-            exact = unsure > 0 or (count > 0 and not alike)
+            exact = unsure > 0 or (count > 0 and not self.judge.quick_is_exact)
         if exact:
-            passed, residual, scale = self._exactly(point)
+            residual, scale = self.judge.norms(point)
+            passed = self._still_active(self.judge.passes(point, residual, scale))
             lost = self._lost(residual, scale)
             self.syncs += 1
             count, *regained = _count([passed, *lost])
@@ -483,7 +466,8 @@ class _Run:
 
     def _examine(self, point: Point, state: Any, step: int, *, final: bool) -> Any:
         """Converged, diverged, NaN, stagnated, out of steps? Four numbers are read at once."""
-        passed, residual, scale = self._exactly(point)
+        residual, scale = self.judge.norms(point)
+        passed = self._still_active(self.judge.passes(point, residual, scale))
         alive = ~passed if self.active is None else self.active & ~passed
         infinite = alive & ~(torch.isfinite(residual) & torch.isfinite(scale))
         diverged = alive & (residual > self.limit) & ~infinite
@@ -495,27 +479,22 @@ class _Run:
         lost = self._lost(residual, scale)
         masks = [passed, infinite, diverged, ended, stuck, *lost]
         self.syncs += 1
-        counts = torch.stack(masks).sum(1).tolist()
+        counts = _count(masks)
         if lost and counts[5]:
             self._reopen(lost[0], counts[5])
 
-        blown = {Result.nonfinite: 1, Result.diverged: 2}
-        for code, i in blown.items():
+        for code, i in ((Result.nonfinite, 1), (Result.diverged, 2)):
             if counts[i]:
                 self._record(masks[i], counts[i], code, self.safe, *self.safe_norms, step)
         if counts[0]:
             self._record(passed, counts[0], Result.converged, point.z, residual, scale, step)
-        giving_up = counts[3] > 0 or (final and self.left > 0)
-        if giving_up:
-            z, r, s = point.z, residual, scale
-            kept = self.solver.fallback(point, state)
-            if kept is not None:
-                z, r, s = kept
+        if counts[3] or (final and self.left):
+            best = self.solver.fallback(point, state) or (point.z, residual, scale)
             if counts[3]:
-                self._record(ended, counts[3], Result.stagnated, z, r, s, step)
+                self._record(ended, counts[3], Result.stagnated, *best, step)
             if final and self.left:
                 rest = ~ended if self.active is None else self.active
-                self._record(rest, self.left, Result.max_steps, z, r, s, step)
+                self._record(rest, self.left, Result.max_steps, *best, step)
         self.safe, self.safe_norms = point.z, (residual, scale)
         if self.left and self.solver.joins and step >= 2 * HEALTH:
             self._ask(point)
@@ -535,33 +514,31 @@ class _Run:
     ) -> None:
         """Freeze the samples of ``mask``: write down their value and numbers."""
         self.counts[code] = self.counts.get(code, 0) + count
-        relative = _relative(residual, scale)
+        self.left -= count
         codes = torch.full_like(residual, int(code), dtype=torch.int8)
         steps = torch.full_like(residual, step, dtype=torch.int32)
         if z is self.origin:
             z = [x.clone() for x in z]  # the answer is not the caller's own memory
-        if self.out is None and count == self.left == self.total:
-            self.out = Iterated(z, codes, steps, residual, relative, 0, 0)
-            self.left = 0
-            return
-        new = [*z, residual, relative, codes, steps]
-        if self.out is None:
-            old = new
+        kept = [*z, residual, _relative(residual, scale), codes, steps]
+        if not self.out:
+            self.out = kept
+        elif self.rows is None:
+            self.out = kept = where_sample(mask, kept, self.out)
         else:
-            out = self.out
-            old = [*out.value, out.residual, out.relative, out.result, out.steps]
-            if self.rows is None:
-                old = where_sample(mask, new, old)
-            else:
-                merged = where_sample(mask, new, select_samples(old, self.rows))
-                old = place_samples(old, self.rows, merged)
-        n = len(z)
-        self.frozen = old[:n] if self.rows is None or self.out is None else merged[:n]
+            kept = where_sample(mask, kept, select_samples(self.out, self.rows))
+            self.out = place_samples(self.out, self.rows, kept)
+        if not self.left:
+            return
+        self.frozen = kept[: len(z)]
         if code is Result.converged:
             self.settled = mask if self.settled is None else self.settled | mask
-        self.out = Iterated(old[:n], old[n + 2], old[n + 3], old[n], old[n + 1], 0, 0)
         self.active = ~mask if self.active is None else self.active & ~mask
-        self.left -= count
+
+    def _outcome(self) -> Iterated:
+        *value, residual, relative, code, steps = self.out
+        counted = self.evaluations, self.syncs, self.counts, self.coupled
+        done = Iterated(value, code, steps, residual, relative, *counted)
+        return _spread(done, self.judge.size) if self.judge.size else done
 
     def _compact(self, state: Any) -> Any:
         """Keep the rows that are still active. The host reads which they are."""
@@ -589,17 +566,14 @@ class _Run:
         self.safe_norms = (first, second)
         if self.hold is not None:
             self.hold = self.hold.index_select(0, index)
-        if isinstance(self.atol, Tensor):
-            self.atol = self.atol.index_select(0, index)
+        self.judge.take(part, index)
         self.active = self.settled = None
         return self.solver.take(state, index)
 
     def _report(self, step: int, point: Point) -> None:
         """Tell the callback; rows that were compacted away stand at their final value."""
         assert self.callback is not None
-        z, norm = point.z, _exact_norms(self.fn, point)[0]
-        if self.rows is not None and self.out is not None:
-            rows, out = self.rows, self.out
-            z = place_samples(out.value, rows, z)
-            norm = place_samples([out.residual], rows, [norm])[0]
+        z, norm = point.z, self.judge.norms(point)[0]
+        if self.rows is not None:
+            *z, norm = place_samples(self.out[: len(z) + 1], self.rows, [*z, norm])
         self.callback(step, z, norm)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .options import check_number, options
-from .precision import convolutions_take_tf32, products_take_tf32
+from .transforms import convolutions_take_tf32, products_take_tf32
 from .tree import Leaves, map_tensors, sample_norm, without_graph
 
 _DEFAULT_RTOL = {

@@ -1,17 +1,39 @@
-"""The Jacobian of a map at a point: its size (for regularization) and its spectral radius."""
+"""The Jacobian of a map at a point: products with its transpose, its size, its spectral radius."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from .history import History
-from .jacobian import pull
 from .maps import Map
 from .tree import Leaves, accumulation_dtype, flatten_state, sample_dot, sample_norm, scale_samples
+
+
+def pull(
+    outputs: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    v: Sequence[Tensor],
+    *,
+    create_graph: bool = False,
+) -> Leaves:
+    """(∂outputs/∂inputs)ᵀv; zero where an output does not depend on an input."""
+    live = [(f, c) for f, c in zip(outputs, v, strict=True) if f.requires_grad]
+    if not live:
+        return [torch.zeros_like(x) for x in inputs]
+    found = torch.autograd.grad(
+        [f for f, _ in live],
+        list(inputs),
+        [c for _, c in live],
+        retain_graph=True,
+        create_graph=create_graph,
+        allow_unused=True,
+    )
+    known = cast(tuple[Tensor | None, ...], found)
+    return [torch.zeros_like(x) if d is None else d for d, x in zip(known, inputs, strict=True)]
 
 
 def _prepare(fn: Callable[..., Any], z: Any, args: Any) -> tuple[Map, Leaves]:

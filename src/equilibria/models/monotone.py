@@ -6,8 +6,7 @@ from torch import Tensor, nn
 
 from equilibria.engine.adjoint import Adjoint
 from equilibria.engine.solver import Solver
-from equilibria.nn.monotone import MonotoneDEQ
-from equilibria.nn.monotone_adjoint import TransposedSplitting
+from equilibria.nn.monotone import MonotoneDEQ, TransposedSplitting
 from equilibria.solvers.peaceman_rachford import PeacemanRachford
 
 from . import options as opt

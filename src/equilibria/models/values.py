@@ -15,7 +15,7 @@ from typing import Any
 from equilibria.adjoints import Implicit, OneStep, Phantom, Unrolled
 from equilibria.engine.krylov import CG, GMRES
 from equilibria.nn import NormBounded, WeightNormalized
-from equilibria.nn.monotone_adjoint import TransposedSplitting
+from equilibria.nn.monotone import TransposedSplitting
 from equilibria.problems import (
     HSIC,
     L1,

@@ -1,24 +1,20 @@
 """Layers: parameters that make a problem from x, a solver for it, and an adjoint."""
 
 from . import constraints
-from .branch_solution import BranchSolution
 from .constraints import NormBounded, OperatorNorm, WeightNormalized, constrain
 from .deep_opteq import DeepOptEq, training_way
 from .deep_opteq_blocks import BoundBlock, OptEqBlock
-from .deq import DEQ, RepeatedBlock
+from .deq import DEQ, RepeatedBlock, ResidualBlock
 from .geq import GEQ, KerDEQ
 from .kernel_twins import PolynomialEq, SigmoidEq
-from .layer import EquilibriumLayer
-from .map_layer import MapLayer
+from .layer import EquilibriumLayer, MapLayer
 from .mdeq import MDEQ
 from .mdeq_heads import MDEQClassifier, MDEQSegmenter, MDEQStem
-from .monotone import MonotoneDEQ
-from .monotone_adjoint import TransposedSplitting
-from .multi_branch import MultiBranch
-from .observing import Observed, equilibrium_layers, observe
+from .monotone import MonotoneDEQ, TransposedSplitting
+from .multi_branch import BranchSolution, MultiBranch
+from .observing import Observed, Penalties, collect_penalties, equilibrium_layers, observe
 from .opteq import OptEq
-from .penalties import Penalties, collect_penalties
-from .residual_block import ResidualBlock
+from .weighted import LayerOptions
 
 __all__ = [
     "DEQ",
@@ -29,6 +25,7 @@ __all__ = [
     "DeepOptEq",
     "EquilibriumLayer",
     "KerDEQ",
+    "LayerOptions",
     "MDEQClassifier",
     "MDEQSegmenter",
     "MDEQStem",
@@ -54,3 +51,7 @@ __all__ = [
     "observe",
     "training_way",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -7,24 +7,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 import torch
 from torch import Tensor, nn
 
+from equilibria.adjoints import Implicit, Unrolled
 from equilibria.engine.adjoint import Adjoint
-from equilibria.engine.result import Solution
 from equilibria.engine.solver import SolverOptions
-from equilibria.entry import fixed_point
 from equilibria.problems import MapCertificate, NonNegative, Prior, Regularizer
+from equilibria.solvers import Picard, SequentialAveraging
 
 from .constraints import Constraint, NormBounded
 from .deep_opteq_blocks import BoundBlock, OptEqBlock
 from .deep_opteq_certificate import certify_deep_opteq
-from .deep_opteq_options import block_sizes, check_regularizer, odd_kernel, size, start_alphas
-from .deep_opteq_training import TrainingWay, training_way
-from .inputs import channels_last, check_input
-from .map_layer import MapLayer
+from .inputs import check_input, check_kernel, check_prior, check_sizes, zeros_like_input
+from .layer import MapLayer
 
 __all__ = ["DeepOptEq", "TrainingWay", "training_way"]
 
@@ -95,19 +93,24 @@ class DeepOptEq(MapLayer):
     ) -> None:
         super().__init__(solver, adjoint)
         inputs = channels if in_channels is None else in_channels
-        self.channels = size("channels", channels)
-        self.in_channels = size("in_channels", inputs)
-        self.mids = block_sizes(mids)
-        self.kernel_size = odd_kernel(kernel_size, separable)
+        check_sizes("DeepOptEq", {"channels": channels, "in_channels": inputs})
+        if kernel_size is not None:
+            check_kernel("DeepOptEq", kernel_size)
+        elif separable:
+            raise ValueError(
+                "DeepOptEq(separable=True) is for convolutions: give kernel_size as well."
+            )
+        check_prior("DeepOptEq", prior)
+        _check_regularizer(regularizer, regularize)
+        self.channels, self.in_channels = channels, inputs
+        self.mids = _block_sizes(mids)
+        self.kernel_size = kernel_size
         self.separable = separable
-        if not isinstance(prior, Prior):
-            raise TypeError(f"DeepOptEq(prior={prior!r}): expected a prior such as NonNegative().")
-        check_regularizer(regularizer, regularize)
         self.prior = prior
         self.constraint = constraint
         self.regularizer = regularizer
         self.regularize = regularize
-        values = start_alphas(alpha, len(self.mids), learned=learn_alpha)
+        values = _start_alphas(alpha, len(self.mids), learned=learn_alpha)
         self.alpha = None if learn_alpha else values
         self.register_parameter("alpha_logits", None)
         if learn_alpha:
@@ -194,17 +197,10 @@ class DeepOptEq(MapLayer):
         if self.in_channels == self.channels:
             # A sample with NaN must fail by its c and not carry NaN through an unrolled graph.
             return torch.where(torch.isfinite(x), x, 0.0).to(c.dtype)
-        zeros = c.new_zeros(x.shape[0], self.channels, *x.shape[2:])
-        return zeros.to(memory_format=torch.channels_last) if channels_last(x) else zeros
+        return zeros_like_input(c, x, self.channels)
 
-    def solve(self, x: Tensor, z0: Tensor | None = None, **options: Any) -> Solution[Tensor]:
-        """Solve for x and tell all: value, result codes, stats. Options as ``fixed_point``."""
-        injected = self.injected(x)
-        start = self.start(x, *injected) if z0 is None else z0
-        self.check_state(start, x)
-        coupled = self.regularizer is not None and self.regularizer.couples_batch
-        chosen = {"solver": self.solver, "adjoint": self.adjoint, "coupled": coupled, **options}
-        return fixed_point(self.bound_step(), start, injected, **chosen)
+    def couples_batch(self) -> bool:
+        return self.regularizer is not None and self.regularizer.couples_batch
 
     # ------------------------------------------------------------------ what is proven
 
@@ -245,3 +241,100 @@ def _regularized(z: Tensor, regularizer: Regularizer | None, form: str) -> Tenso
     if regularizer is None:
         return z
     return regularizer.prox(z) if form == "prox" else z - regularizer.grad(z)
+
+
+def _block_sizes(mids: object) -> tuple[int, ...]:
+    if isinstance(mids, (str, bytes)) or not isinstance(mids, Sequence) or not mids:
+        raise ValueError(
+            f"DeepOptEq(mids={mids!r}): expected the channels of each block, such as (16, 32, 64)."
+        )
+    check_sizes("DeepOptEq", {f"mids[{i}]": mid for i, mid in enumerate(mids)})
+    return tuple(mids)
+
+
+def _start_alphas(
+    alpha: float | Sequence[float], count: int, *, learned: bool
+) -> tuple[float, ...]:
+    values = tuple(alpha) if isinstance(alpha, Sequence) else (alpha,) * count
+    if len(values) != count:
+        raise ValueError(
+            f"DeepOptEq(alpha={alpha!r}) gives {len(values)} numbers for the {count} blocks of "
+            "mids: expected one for all, or one a block."
+        )
+    allowed = "(0, 1), which a sigmoid can reach," if learned else "(0, 1]"
+    for value in values:
+        given: object = value
+        number = isinstance(given, (int, float)) and not isinstance(given, bool)
+        if not number or not 0.0 < value <= 1.0 or (learned and value == 1.0):
+            raise ValueError(f"DeepOptEq(alpha={alpha!r}): expected numbers in {allowed} (Eq 6).")
+    return tuple(float(value) for value in values)
+
+
+def _check_regularizer(regularizer: object, regularize: object) -> None:
+    if regularize not in ("gradient", "prox"):
+        raise ValueError(f"DeepOptEq(regularize={regularize!r}): expected 'gradient' or 'prox'.")
+    if regularizer is None:
+        return
+    if not isinstance(regularizer, Regularizer):
+        raise TypeError(
+            f"DeepOptEq(regularizer={regularizer!r}): expected a regularizer such as "
+            "SquaredNorm(0.1) or None."
+        )
+    name = type(regularizer).__name__
+    if regularize == "prox" and not regularizer.has_prox:
+        raise ValueError(
+            f"DeepOptEq(regularize='prox') needs a regularizer with a closed prox (SquaredNorm, "
+            f"L1), got {name}; use regularize='gradient'."
+        )
+    if regularize == "gradient" and not regularizer.smooth:
+        raise ValueError(
+            f"DeepOptEq(regularize='gradient') takes a smooth regularizer, and {name} has a kink: "
+            "z − ∂R(z) jumps there. Use regularize='prox'."
+        )
+
+
+class TrainingWay(TypedDict):
+    """The two options of a layer that make a way to train it; None: the layer's own default."""
+
+    solver: SolverOptions | None
+    adjoint: Adjoint
+
+
+def training_way(
+    way: Literal["implicit", "sam", "unrolled"],
+    *,
+    steps: int = 20,
+    regularizer: Regularizer | None = None,
+    **options: Any,
+) -> TrainingWay:
+    """Algorithm 1 of paper 003: the solver and the adjoint of one of its three ways, for any layer.
+
+    ::
+
+        layer = eq.nn.DeepOptEq(30, (16, 32, 64), **training_way("sam", steps=20))
+
+    - ``"implicit"``: solve the fixed point by the layer's own solver, differentiate by the implicit
+      function theorem. Memory does not grow with the steps.
+    - ``"sam"``: K = ``steps`` steps of ``SequentialAveraging`` (Eq 11), differentiated step by
+      step; ``regularizer`` is its R (None: ½‖z‖²), ``options`` are the solver's (rho, c, …).
+    - ``"unrolled"``: K plain steps z ← T(z), differentiated step by step.
+
+    The way of a layer that exists is changed by setting ``layer.solver`` and ``layer.adjoint``.
+    """
+    if way == "sam":
+        averaging = SequentialAveraging(
+            regularizer=regularizer, rtol=0.0, atol=0.0, max_steps=steps, **options
+        )
+        return {"solver": averaging, "adjoint": Unrolled()}
+    if regularizer is not None or options:
+        given = sorted([*options, *(["regularizer"] if regularizer is not None else [])])
+        raise TypeError(
+            f"training_way({way!r}) takes no {', '.join(given)}: those belong to 'sam'. The "
+            "regularizer of §5.1 is an option of the layer."
+        )
+    if way == "unrolled":
+        plain = Picard(rtol=0.0, atol=0.0, max_steps=steps)
+        return {"solver": plain, "adjoint": Unrolled()}
+    if way == "implicit":
+        return {"solver": None, "adjoint": Implicit()}
+    raise ValueError(f"training_way({way!r}): expected 'implicit', 'sam' or 'unrolled'.")

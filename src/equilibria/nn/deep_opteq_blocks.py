@@ -19,7 +19,7 @@ from equilibria.problems import (
 )
 
 from .constraints import Constraint, NormBounded, OperatorNorm, constrain
-from .precision import lowered
+from .inputs import lowered
 
 __all__ = ["BoundBlock", "OptEqBlock", "SeparableConv"]
 

@@ -1,22 +1,351 @@
-"""DEQ: the fixed point of any block, and RepeatedBlock, the same block applied K times."""
+"""DEQ: the fixed point of any block; RepeatedBlock, the same block applied K times; ResidualBlock.
+
+``MonitoredMapLayer`` is what DEQ and MDEQ share: layers that are a map and nothing more are solved,
+watched and penalized by their Jacobian, and certified as far as that goes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.utils import _pytree as pytree
 
+from equilibria.adjoints.quarantine import failed_codes, lend
 from equilibria.engine.adjoint import Adjoint
 from equilibria.engine.options import check_number
+from equilibria.engine.result import ConvergenceWarning, Solution
 from equilibria.engine.solver import SolverOptions
+from equilibria.engine.spectral import jacobian_penalty, spectral_radius
+from equilibria.engine.transforms import uncached
+from equilibria.engine.tree import map_tensors
+from equilibria.entry import fixed_point
+from equilibria.problems.map_certificate import MapCertificate
 
-from .deq_base import MonitoredMapLayer
-from .deq_block import BlockHolder, Start
-from .residual_block import check_sizes
+from .constraints import Constraint, OperatorNorm, constrain
+from .deq_certificate import certify_map
+from .inputs import check_groups, check_kernel, check_sizes, solving_dtype
+from .layer import MapLayer, captured
+from .observing import collectors, report
 
-__all__ = ["DEQ", "RepeatedBlock"]
+__all__ = ["DEQ", "MonitoredMapLayer", "RepeatedBlock", "ResidualBlock"]
+
+
+class MonitoredMapLayer(MapLayer):
+    """z* = T(z*; x) with an eye on J = ∂T/∂z at z*. The base of DEQ and MDEQ.
+
+    Nothing is known of T beforehand: the penalty ‖J‖²_F keeps training from making it unstable
+    (Bai, Koltun and Kolter 2021), the spectral radius tells whether it did.
+    """
+
+    def __init__(
+        self,
+        solver: SolverOptions | None = None,
+        adjoint: Adjoint | None = None,
+        jacobian_weight: float = 0.0,
+        jacobian_samples: int = 1,
+    ) -> None:
+        super().__init__(solver, adjoint)
+        self.jacobian_weight = jacobian_weight
+        self.jacobian_samples = jacobian_samples
+        check_number(self, "jacobian_weight", low=0.0)
+        check_number(self, "jacobian_samples", low=1, integer=True)
+
+    def injected(self, x: Any) -> tuple[Any, ...]:
+        """``inject(x)`` as it is: x enters the map itself, whose answer shows bad samples."""
+        return self.inject(x)
+
+    def after_solve(self, z: Any, failed: Tensor | None, *injected: Any) -> None:
+        """Called once after a solve, for what moves in training mode; ``failed`` [B] blew up."""
+
+    def contraction_bound(self) -> float | None:
+        """ρ with ‖T(a; x) − T(b; x)‖ ≤ ρ‖a − b‖ for all a, b, x, or None where none is known."""
+        return None
+
+    def solve(self, x: Any, z0: Any = None, **options: Any) -> Solution[Any]:
+        return self._solve(x, z0, self.bound_step(), self.inject(x), options)
+
+    def forward(self, x: Any, z0: Any = None) -> Any:
+        """z*; ``z0`` is a warm start."""
+        return self.observed_solve(x, z0).value
+
+    def observed_solve(self, x: Any, z0: Any = None, **options: Any) -> Solution[Any]:
+        """``solve``, told to who observes this layer or collects its penalty."""
+        fn, injected = self.bound_step(), self.inject(x)
+        solution = self._solve(x, z0, fn, injected, options)
+        self.tell(solution, fn, injected)
+        return solution
+
+    def tell(
+        self, solution: Solution[Any], fn: Callable[..., Any], injected: tuple[Any, ...]
+    ) -> None:
+        """Hand the solution to who observes this layer, and its penalty to who collects them."""
+        report(self, solution)
+        wanted = collectors(self) if self.jacobian_weight > 0 else []
+        if wanted:
+            penalty = self.jacobian_weight * _mean(*self._penalty(solution, fn, injected))
+            for found in wanted:
+                found.add(self, penalty)
+
+    def _solve(
+        self,
+        x: Any,
+        z0: Any,
+        fn: Callable[..., Any],
+        injected: tuple[Any, ...],
+        options: dict[str, Any],
+    ) -> Solution[Any]:
+        start = self.start(x, *injected) if z0 is None else z0
+        chosen = {"solver": self.solver, "adjoint": self.adjoint, **options}
+        with uncached(pytree.tree_leaves(start)[0]):
+            found = fixed_point(fn, start, injected, **chosen)
+        self.after_solve(found.value, failed_codes(found.result), *injected)
+        return found
+
+    # ------------------------------------------------------------------ the Jacobian
+
+    def forward_with_penalty(self, x: Any, z0: Any = None) -> tuple[Any, Tensor]:
+        """(z*, ‖J‖²_F/n of each sample [B]), both with a graph, from one map.
+
+        Add ``layer.jacobian_weight * penalty.mean()`` to the loss. Samples whose solve blew up
+        have the penalty 0. ``collect_penalties`` does this for a whole model.
+        """
+        fn, injected = self.bound_step(), self.inject(x)
+        solution = self._solve(x, z0, fn, injected, {})
+        report(self, solution)
+        return solution.value, self._penalty(solution, fn, injected)[0]
+
+    def jacobian_penalty(
+        self,
+        x: Any,
+        z: Any,
+        *,
+        samples: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """‖J‖²_F/n of each sample at z, by Hutchinson, with a graph to the weights and to x; [B].
+
+        z is taken as a constant. With dropout the masks are drawn anew: ``forward_with_penalty``
+        takes those of the solve.
+        """
+        count = self.jacobian_samples if samples is None else samples
+        fn, injected = self.bound_step(), self.inject(x)
+        return jacobian_penalty(fn, z, injected, samples=count, generator=generator)
+
+    def spectral_radius(
+        self,
+        x: Any,
+        z: Any = None,
+        *,
+        steps: int = 30,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """max |λ(J)| of each sample at z (z* if not given), an estimate by Arnoldi; [B].
+
+        Below 1, plain iteration started close enough finds z*; above 1 it leaves it. That is a
+        statement about this z alone. It is taken on a copy in eval mode: looking changes nothing.
+        """
+        if self.training:
+            still = copy.deepcopy(self).eval()
+            return still.spectral_radius(x, z, steps=steps, generator=generator)
+        with torch.no_grad():
+            fn, injected = self.bound_step(), self.inject(x)
+            if z is None:
+                start = self.start(x, *injected)
+                z = fixed_point(fn, start, injected, solver=self.solver).value
+            return spectral_radius(fn, z, injected, steps=steps, generator=generator)
+
+    def _penalty(
+        self, solution: Solution[Any], fn: Callable[..., Any], injected: tuple[Any, ...]
+    ) -> tuple[Tensor, Tensor]:
+        """The penalty [B], zero for samples that failed, and which did not, [B]."""
+        failed = failed_codes(solution.result)
+        # Their inputs may hold NaN, and 0·NaN is NaN in the gradients of shared weights.
+        z, given = map_tensors(lambda t: lend(t, failed), (solution.value, injected))
+        values = jacobian_penalty(fn, z, given, samples=self.jacobian_samples)
+        if failed is None:
+            return values, torch.ones_like(values, dtype=torch.bool)
+        return torch.where(failed, 0.0, values), ~failed
+
+    # ------------------------------------------------------------------ the unrolled twin
+
+    def repeat(self, x: Any, repeats: int, z0: Any = None) -> Any:
+        """T applied ``repeats`` times, with a graph: the weight-tied network of that depth."""
+        check_sizes(type(self).__name__ + ".repeat", {"repeats": repeats})
+        fn, injected = self.bound_step(), self.inject(x)
+        z = self.start(x, *injected) if z0 is None else z0
+        for _ in range(repeats):
+            z = fn(z, *injected)
+        self.after_solve(z, None, *injected)
+        return z
+
+    # ------------------------------------------------------------------ certificate
+
+    @torch.no_grad()
+    def certify(self, x: Any, z: Any = None) -> MapCertificate:
+        """What is proven about the fixed point at x, and about z (the solver's if not given).
+
+        Of a map without structure nothing is: the certificate then holds the residual and, as a
+        note, the spectral radius. Where ``contraction_bound()`` gives a ρ < 1 the fixed point is
+        unique and ‖z − z*‖ ≤ ‖z − T(z)‖/(1 − ρ). A ρ that the Jacobian at z contradicts is refused.
+        """
+        model = copy.deepcopy(self).eval()
+        solver = "z was given"
+        if z is None:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", ConvergenceWarning)
+                found = model.solve(x)
+            z, solver = found.value, found.summary()
+        return certify_map(model, x, z, solver)
+
+    def extra_repr(self) -> str:
+        weight = f", jacobian_weight={self.jacobian_weight:g}" if self.jacobian_weight else ""
+        return super().extra_repr() + weight
+
+
+def _mean(values: Tensor, kept: Tensor) -> Tensor:
+    return values.sum() / kept.sum().clamp_min(1)
+
+
+Start = Callable[[Any], Any] | tuple[int, ...] | None
+"""Where to begin: None is zero, shaped as x; (n, ...) is zero, [B, n, ...]; or a function of x."""
+
+_MOVING = (_BatchNorm, OperatorNorm, _SpectralNorm)
+
+
+class BlockHolder(nn.Module):
+    """Holds ``block`` and ``initial``; the base of DEQ and of its weight-tied twin.
+
+    A fixed point z* = block(z*, x) exists only where every evaluation is of the same map. Modules
+    that change in training mode are therefore held still inside a solve and moved once after it,
+    and those that draw random numbers are refused (dropout).
+
+    In training mode ``nn.BatchNorm*`` of the block runs on its running statistics: batch statistics
+    would make the answer of a sample depend on its batch mates, and updates at every evaluation
+    would move the map under the solver. The statistics are moved once a forward, by one evaluation
+    at the answer. The same holds for the power iteration of ``NormBounded`` and of torch's
+    ``spectral_norm``. Group norm needs none of this.
+    """
+
+    block: Callable[..., Any]
+
+    def _hold(self, block: Callable[..., Any], start: Start) -> None:
+        name = type(self).__name__
+        if not callable(block):
+            raise TypeError(
+                f"{name}(block={block!r}): expected an nn.Module or a function, block(z, x) → z."
+            )
+        _check_start(name, start)
+        if isinstance(block, nn.Module):
+            _refuse_dropout(name, block)
+        else:
+            _refuse_captured(name, block)
+        self.block = block
+        self.initial = start
+        self.train(self.training)
+
+    def _moving(self) -> list[nn.Module]:
+        if not isinstance(self.block, nn.Module):
+            return []
+        return [m for m in self.block.modules() if isinstance(m, _MOVING)]
+
+    def train(self, mode: bool = True) -> Any:
+        """As ever, but the parts of the block that move in training mode stand still."""
+        super().train(mode)
+        for module in self._moving():
+            module.training = False
+        return self
+
+    def begin(self, x: Any) -> Any:
+        """z0 for the input x."""
+        if callable(self.initial):
+            return self.initial(x)
+        leaves = [t for t in pytree.tree_leaves(x) if isinstance(t, Tensor)]
+        if not leaves:
+            raise TypeError(
+                f"{type(self).__name__} takes a tensor [B, ...] or a tree of them, got "
+                f"{type(x).__name__}."
+            )
+        if self.initial is not None:
+            like = next((t for t in leaves if t.is_floating_point()), leaves[0])
+            return like.new_zeros(like.shape[0], *self.initial, dtype=solving_dtype(like))
+        if not isinstance(x, Tensor):
+            raise TypeError(
+                f"{type(self).__name__} got a tree of inputs and cannot guess the shape of the "
+                "state from it: give start=(n, ...) or start=lambda x: z0."
+            )
+        return torch.zeros_like(x, dtype=solving_dtype(x))
+
+    def move(self, z: Any, x: Any, failed: Tensor | None = None) -> None:
+        """Let running statistics and power iterations see the answer, once; training mode only.
+
+        In place of ``failed`` samples [B], which may hold NaN, they see a healthy one.
+        """
+        moving = self._moving() if self.training else []
+        if not moving:
+            return
+        z, x = map_tensors(lambda t: lend(t.detach(), failed), (z, x))
+        with torch.no_grad(), _moved(moving):
+            self.block(z, x)
+
+
+@contextmanager
+def _moved(modules: list[nn.Module]) -> Iterator[None]:
+    for module in modules:
+        if isinstance(module, _BatchNorm):
+            # The graph of the solve holds the old statistics: they must not change in place.
+            for name in ("running_mean", "running_var"):
+                value = getattr(module, name)
+                if value is not None:
+                    setattr(module, name, value.clone())
+        module.training = True
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.training = False
+
+
+def _check_start(owner: str, start: object) -> None:
+    if not (start is None or callable(start) or isinstance(start, tuple)):
+        raise TypeError(
+            f"{owner}(start={start!r}): expected None (zero, shaped as x), the shape of one "
+            "sample's state such as (8, 4, 4), or a function x → z0."
+        )
+    if isinstance(start, tuple):
+        check_sizes(owner, {f"start[{i}]": n for i, n in enumerate(start)})
+
+
+def _refuse_dropout(owner: str, block: nn.Module) -> None:
+    for path, module in block.named_modules():
+        if isinstance(module, _DropoutNd) and module.p > 0:
+            where = f" at '{path}'" if path else ""
+            raise ValueError(
+                f"{owner}: the block holds {module}{where}, which draws a new mask at every "
+                "evaluation, so that there is no fixed point in training mode. Draw the mask once "
+                "and give it to the block with the input, x = (features, mask), as MDEQ(dropout="
+                "...) does; or drop features before or after the layer."
+            )
+
+
+def _refuse_captured(owner: str, block: Callable[..., Any]) -> None:
+    """A captured module would neither train nor move with the layer."""
+    for name, held in captured(block):
+        if isinstance(held, (nn.Module, nn.Parameter)):
+            raise ValueError(
+                f"{owner}: the function given as block captures '{name}', which would not be "
+                "registered, copied or saved with the layer. Write the block as an nn.Module with "
+                "forward(z, x)."
+            )
 
 
 class DEQ(BlockHolder, MonitoredMapLayer):
@@ -137,3 +466,66 @@ class RepeatedBlock(BlockHolder):
 
     def extra_repr(self) -> str:
         return f"repeats={self.repeats}"
+
+
+class ResidualBlock(nn.Module):
+    """f(z, x) = norm(ReLU(z + norm(x + W₂ * norm(ReLU(W₁ * z))))) (paper 004, Eq 4.1).
+
+    * is a convolution without bias, norm is group norm; z and x are [B, channels, H, W], the inner
+    map is [B, inner, H, W]. Small weights (standard deviation 0.01) make f nearly constant in z at
+    the start, so that a solver needs few steps; with 1.0 the iteration is chaotic (§4.1.1).
+
+    Args:
+        channels: of z and x.
+        inner: of W₁ * z; None: ``channels``.
+        groups: of the group norms; must divide ``channels`` and ``inner``.
+        kernel_size: odd.
+        std: of the normal distribution that both kernels start from.
+        affine: whether the group norms have weights of their own.
+        constraint: on W₁ and W₂: ``WeightNormalized()``, ``NormBounded(...)`` or None.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        inner: int | None = None,
+        *,
+        groups: int = 8,
+        kernel_size: int = 3,
+        std: float = 0.01,
+        affine: bool = True,
+        constraint: Constraint = None,
+    ) -> None:
+        super().__init__()
+        inner = channels if inner is None else inner
+        sizes = {"channels": channels, "inner": inner, "groups": groups}
+        check_sizes("ResidualBlock", sizes)
+        check_kernel("ResidualBlock", kernel_size)
+        for name in ("channels", "inner"):
+            check_groups("ResidualBlock", name, sizes[name], groups)
+        self.std = std
+        check_number(self, "std", low=0.0, low_open=True)
+        self.channels, self.inner = channels, inner
+        first, second = (
+            nn.Conv2d(a, b, kernel_size, padding=kernel_size // 2, bias=False)
+            for a, b in ((channels, inner), (inner, channels))
+        )
+        for conv in (first, second):
+            nn.init.normal_(conv.weight, std=std)
+        self.conv1 = constrain(first, "weight", constraint)
+        self.conv2 = constrain(second, "weight", constraint)
+        self.norm1 = nn.GroupNorm(groups, inner, affine=affine)
+        self.norm2 = nn.GroupNorm(groups, channels, affine=affine)
+        self.norm3 = nn.GroupNorm(groups, channels, affine=affine)
+
+    def forward(self, z: Tensor, x: Tensor) -> Tensor:
+        """f(z, x), [B, channels, H, W]."""
+        for name, t in (("z", z), ("x", x)):
+            if t.ndim != 4 or t.shape[1] != self.channels:
+                raise ValueError(
+                    f"ResidualBlock takes {name} [B, {self.channels}, H, W], got shape "
+                    f"{tuple(t.shape)}."
+                )
+        inside = self.conv2(self.norm1(F.relu(self.conv1(z))))
+        out: Tensor = self.norm3(F.relu(z + self.norm2(x + inside)))
+        return out

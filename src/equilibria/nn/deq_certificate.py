@@ -17,7 +17,7 @@ from equilibria.problems.guarantee import Guarantee
 from equilibria.problems.map_certificate import MapCertificate
 
 if TYPE_CHECKING:
-    from .deq_base import MonitoredMapLayer
+    from .deq import MonitoredMapLayer
 
 __all__ = ["certify_map"]
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
-from equilibria.engine.adjoint import Adjoint
-from equilibria.engine.solver import SolverOptions
 from equilibria.problems import (
     GAUSSIAN_CONCAVITY,
     FixedGamma,
@@ -17,16 +15,15 @@ from equilibria.problems import (
     HiddenProblem,
     LearnedGamma,
     MeanPatchEnergy,
-    NonNegative,
     Patches,
-    Prior,
     Problem,
     as_gamma,
 )
 from equilibria.problems.norms import convolution_norm_upper, dense_norm, exact, patched_kernel
 
-from .constraints import Constraint, NormBounded, constrain
-from .weighted import WeightedLayer
+from .constraints import NormBounded, constrain
+from .inputs import check_sizes
+from .weighted import LayerOptions, WeightedLayer
 
 __all__ = ["GEQ", "KerDEQ"]
 
@@ -49,18 +46,14 @@ class GEQ(WeightedLayer):
     Args:
         channels: channels of z.
         mid: channels of Ux and Wz.
-        in_channels: channels of x; None: ``channels``.
         patch: how Wz is cut; ``patch.channels`` must divide ``mid``, ``patch.size`` H and W.
         hidden: columns of W_h, or None.
         gamma: γ, a positive number or a policy. A ``LearnedGamma`` becomes the parameter
             ``log_gamma``. Gradients pass γ, so that they are those of the function x ↦ z*;
             ``MeanPatchEnergy(0.2, detach=True)`` holds γ fixed in the backward pass, as the papers
             do.
-        kernel_size: odd; with patches only.
-        prior: its proximal operator is the activation; NonNegative() is ReLU.
-        constraint: ``NormBounded(bound=...)``, ``WeightNormalized()`` (on W and W_h) or None.
-        bias: whether Ux has a bias.
-        solver, adjoint: Auto() and Implicit() if not given.
+        options: see ``LayerOptions``. ``kernel_size`` goes with patches, where it is 3 if not
+            given; the constraint holds W_h too.
     """
 
     log_gamma: nn.Parameter | None
@@ -70,42 +63,34 @@ class GEQ(WeightedLayer):
         channels: int,
         mid: int,
         *,
-        in_channels: int | None = None,
         patch: Patches | None = None,
         hidden: int | None = 64,
         gamma: float | GammaPolicy = MeanPatchEnergy(0.2),  # noqa: B008 — frozen
-        kernel_size: int = 3,
-        prior: Prior = NonNegative(),  # noqa: B008
-        constraint: Constraint = NormBounded(bound=0.95),  # noqa: B008
-        bias: bool = True,
-        solver: SolverOptions | None = None,
-        adjoint: Adjoint | None = None,
+        **options: Unpack[LayerOptions],
     ) -> None:
+        name, kernel_size = type(self).__name__, options.get("kernel_size")
         if patch is not None and not isinstance(patch, Patches):
-            raise TypeError(f"{type(self).__name__}(patch={patch!r}): expected Patches(...).")
-        super().__init__(
-            channels,
-            mid,
-            in_channels=in_channels,
-            features=mid,
-            kernel_size=None if patch is None else kernel_size,
-            prior=prior,
-            constraint=constraint,
-            bias=bias,
-            solver=solver,
-            adjoint=adjoint,
-        )
+            raise TypeError(f"{name}(patch={patch!r}): expected Patches(...).")
+        if patch is not None:
+            options["kernel_size"] = 3 if kernel_size is None else kernel_size
+        elif kernel_size is not None:
+            raise ValueError(
+                f"{name}(kernel_size={kernel_size}) without patches: a layer of vectors has no "
+                "kernel. Give patch=Patches(channels=..., size=...) as well, or leave kernel_size "
+                "out."
+            )
+        super().__init__(channels, mid, features=mid, **options)
         if patch is not None and mid % patch.channels:
             raise ValueError(
-                f"{type(self).__name__}(mid={mid}): patches of {patch.channels} channels do not "
-                f"divide it, {mid} % {patch.channels} = {mid % patch.channels}."
+                f"{name}(mid={mid}): patches of {patch.channels} channels do not divide it, "
+                f"{mid} % {patch.channels} = {mid % patch.channels}."
             )
         self.patch = patch
         self.hidden = hidden
         self.gamma = as_gamma(gamma)
         self.W_h: nn.Module | None = None
         if hidden is not None:
-            self._check_size("hidden", hidden)
+            check_sizes(name, {"hidden": hidden})
             self.W_h = self._metric_weight(mid if patch is None else patch.width, hidden)
         self.log_gamma = None
         if isinstance(self.gamma, LearnedGamma):
@@ -185,28 +170,9 @@ class KerDEQ(GEQ):
         channels: int,
         mid: int,
         *,
-        in_channels: int | None = None,
         patch: Patches | None = Patches(channels=4, size=4),  # noqa: B008
         hidden: int | None = 64,
         gamma: float | GammaPolicy = FixedGamma(0.5),  # noqa: B008
-        kernel_size: int = 3,
-        prior: Prior = NonNegative(),  # noqa: B008
-        constraint: Constraint = NormBounded(bound=0.95),  # noqa: B008
-        bias: bool = True,
-        solver: SolverOptions | None = None,
-        adjoint: Adjoint | None = None,
+        **options: Unpack[LayerOptions],
     ) -> None:
-        super().__init__(
-            channels,
-            mid,
-            in_channels=in_channels,
-            patch=patch,
-            hidden=hidden,
-            gamma=gamma,
-            kernel_size=kernel_size,
-            prior=prior,
-            constraint=constraint,
-            bias=bias,
-            solver=solver,
-            adjoint=adjoint,
-        )
+        super().__init__(channels, mid, patch=patch, hidden=hidden, gamma=gamma, **options)

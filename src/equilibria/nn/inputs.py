@@ -1,18 +1,47 @@
-"""What every layer asks of its input, said in one way."""
+"""What every layer asks of its options and of its input, and the precision that it solves in."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from equilibria.adjoints.quarantine import has_batch, host_may_read, lend
+from equilibria.engine.transforms import autocasts
 from equilibria.engine.tree import map_tensors
+from equilibria.problems import Prior
 
-from .precision import autocasts
 
-__all__ = ["channels_last", "check_input", "contained", "marked"]
+def check_sizes(owner: str, sizes: Mapping[str, object], least: int = 1) -> None:
+    """Raise unless every size is an integer of at least ``least``."""
+    for name, value in sizes.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(f"{owner}({name}={value!r}): expected an integer of at least {least}.")
+
+
+def check_kernel(owner: str, kernel_size: int) -> None:
+    """Raise unless the kernel's taps lie symmetrically around a pixel."""
+    check_sizes(owner, {"kernel_size": kernel_size})
+    if kernel_size % 2 == 0:
+        raise ValueError(
+            f"{owner}(kernel_size={kernel_size}): 'same' padding needs an odd kernel size."
+        )
+
+
+def check_groups(owner: str, name: str, channels: int, groups: int) -> None:
+    """Group norm cuts channels into equal groups."""
+    if channels % groups:
+        raise ValueError(
+            f"{owner}: groups={groups} of the group norms must divide {name}={channels}, and "
+            f"{channels} % {groups} = {channels % groups}."
+        )
+
+
+def check_prior(owner: str, prior: object) -> None:
+    if not isinstance(prior, Prior):
+        raise TypeError(f"{owner}(prior={prior!r}): expected a prior such as NonNegative().")
 
 
 def check_input(layer: nn.Module, x: object, channels: int, *, convolutional: bool) -> None:
@@ -82,3 +111,26 @@ def channels_last(x: Tensor) -> bool:
     if x.ndim != 4 or x.is_contiguous():
         return False
     return x.is_contiguous(memory_format=torch.channels_last)
+
+
+def zeros_like_input(c: Tensor, x: Tensor, *channels: int) -> Tensor:
+    """Zeros [B, *channels, H, W] in the memory format of x and the precision of c."""
+    zeros = c.new_zeros(x.shape[0], *channels, *x.shape[2:])
+    return zeros.to(memory_format=torch.channels_last) if channels_last(x) else zeros
+
+
+def solving_dtype(like: Tensor) -> torch.dtype:
+    """The dtype for the state of a map on ``like``: autocast's in place of float32.
+
+    A map that rounds to bfloat16 inside has no fixed point to the tolerance of float32.
+    """
+    if like.dtype == torch.float32 and autocasts(like):
+        return torch.get_autocast_dtype(like.device.type)
+    return like.dtype
+
+
+def lowered(weight: Any) -> Tensor:
+    """The weight in autocast's precision, to be cast once a solve, not at each evaluation."""
+    given: Tensor = weight  # an attribute of a module may be anything, for a type checker
+    wanted = solving_dtype(given)
+    return given if given.dtype == wanted else given.to(wanted)

@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
-from equilibria.engine.adjoint import Adjoint
 from equilibria.engine.options import check_number
-from equilibria.engine.solver import SolverOptions
 from equilibria.problems import (
     Coupling,
     HiddenProblem,
-    NonNegative,
     Polynomial,
-    Prior,
     Problem,
     Sigmoidal,
 )
 from equilibria.problems.kernels import SIGMOID_CURVATURE, inner
 from equilibria.solvers import Anderson, ProximalGradient
 
-from .constraints import Constraint, NormBounded
-from .weighted import WeightedLayer
+from .weighted import LayerOptions, WeightedLayer
 
 __all__ = ["PolynomialEq", "SigmoidEq"]
 
@@ -37,27 +32,12 @@ class _ScalarKernelLayer(WeightedLayer):
         channels: int,
         mid: int,
         *,
-        in_channels: int | None,
-        kernel_size: int | None,
-        radius: float | None,
-        prior: Prior,
-        constraint: Constraint,
-        bias: bool,
-        solver: SolverOptions | None,
-        adjoint: Adjoint | None,
+        radius: float | None = None,
+        **options: Unpack[LayerOptions],
     ) -> None:
-        super().__init__(
-            channels,
-            mid,
-            in_channels=in_channels,
-            features=channels,
-            kernel_size=kernel_size,
-            prior=prior,
-            constraint=constraint,
-            bias=bias,
-            solver=ProximalGradient() if solver is None else solver,
-            adjoint=adjoint,
-        )
+        if options.get("solver") is None:
+            options["solver"] = ProximalGradient()
+        super().__init__(channels, mid, features=channels, **options)
         self.radius = radius
         check_number(self, "radius", low=0.0, low_open=True, optional=True)
 
@@ -80,10 +60,6 @@ class _ScalarKernelLayer(WeightedLayer):
     def start(self, problem: HiddenProblem, x: Tensor) -> Tensor:
         return problem.default_start()
 
-    def input_norm_upper(self) -> float:
-        """‖U‖₂: scaling into a ball does not expand."""
-        return super().input_norm_upper()
-
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, radius={self.radius}"
 
@@ -98,12 +74,14 @@ class PolynomialEq(_ScalarKernelLayer):
     number of pixels, so give ``radius`` to hold ‖c‖ ≤ radius.
 
     Args:
-        channels, mid, in_channels, kernel_size, prior, constraint, bias, adjoint: as in OptEq.
+        channels: channels of z and Ux.
+        mid: channels of Wz.
         degree: d ≥ 2.
         offset: a, 1.0 or 0.0.
         radius: scale c into the ball of this radius, sample by sample; None: leave it.
-        solver: ProximalGradient() if not given; Anderson() where d is odd and above 2, for then
-            no bound on the curvature is known from which to take a step.
+        options: see ``LayerOptions``. The solver is ProximalGradient() if not given; Anderson()
+            where d is odd and above 2, for then no bound on the curvature is known from which to
+            take a step.
     """
 
     def __init__(
@@ -113,29 +91,12 @@ class PolynomialEq(_ScalarKernelLayer):
         *,
         degree: int = 2,
         offset: float = 1.0,
-        in_channels: int | None = None,
-        kernel_size: int | None = None,
         radius: float | None = None,
-        prior: Prior = NonNegative(),  # noqa: B008
-        constraint: Constraint = NormBounded(bound=0.95),  # noqa: B008
-        bias: bool = True,
-        solver: SolverOptions | None = None,
-        adjoint: Adjoint | None = None,
+        **options: Unpack[LayerOptions],
     ) -> None:
-        if solver is None and degree in range(3, 99, 2):
-            solver = Anderson()
-        super().__init__(
-            channels,
-            mid,
-            in_channels=in_channels,
-            kernel_size=kernel_size,
-            radius=radius,
-            prior=prior,
-            constraint=constraint,
-            bias=bias,
-            solver=solver,
-            adjoint=adjoint,
-        )
+        if options.get("solver") is None and degree in range(3, 99, 2):
+            options["solver"] = Anderson()
+        super().__init__(channels, mid, radius=radius, **options)
         self.degree, self.offset = degree, offset
         # Checks both options, and warns of the kernel as printed, before the first input.
         Polynomial(torch.zeros(1, 1), torch.zeros(1, 1), degree, offset)
@@ -162,37 +123,12 @@ class SigmoidEq(_ScalarKernelLayer):
     PolynomialEq.
 
     Args:
-        channels, mid, in_channels, kernel_size, prior, constraint, bias, adjoint: as in OptEq.
-        radius: scale c into the ball of this radius, sample by sample; None: leave it.
-        solver: ProximalGradient() if not given.
+        channels: channels of z and Ux.
+        mid: channels of Wz.
+        radius: scale c into the ball of this radius, sample by sample; None: leave it. This does
+            not expand, so that ‖U‖₂ bounds the norm of x ↦ c.
+        options: see ``LayerOptions``. The solver is ProximalGradient() if not given.
     """
-
-    def __init__(
-        self,
-        channels: int,
-        mid: int,
-        *,
-        in_channels: int | None = None,
-        kernel_size: int | None = None,
-        radius: float | None = None,
-        prior: Prior = NonNegative(),  # noqa: B008
-        constraint: Constraint = NormBounded(bound=0.95),  # noqa: B008
-        bias: bool = True,
-        solver: SolverOptions | None = None,
-        adjoint: Adjoint | None = None,
-    ) -> None:
-        super().__init__(
-            channels,
-            mid,
-            in_channels=in_channels,
-            kernel_size=kernel_size,
-            radius=radius,
-            prior=prior,
-            constraint=constraint,
-            bias=bias,
-            solver=solver,
-            adjoint=adjoint,
-        )
 
     def _coupling(self, c: Tensor) -> Coupling:
         return Sigmoidal(self.operator(), c)

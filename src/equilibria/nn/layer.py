@@ -1,26 +1,58 @@
-"""An equilibrium layer: parameters that make a problem from x, a solver, an adjoint."""
+"""Layers whose forward is a solve: of a problem (EquilibriumLayer) or of a map (MapLayer)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from equilibria.adjoints import Implicit
-from equilibria.engine.adjoint import Adjoint, check_ways
+from equilibria.engine.adjoint import Adjoint
 from equilibria.engine.result import Solution
 from equilibria.engine.solver import SolverOptions
+from equilibria.entry import check_ways, fixed_point
 from equilibria.problems import HiddenProblem
-from equilibria.problems.solving import minimize
-from equilibria.solvers import Auto
+from equilibria.problems.solving import minimize_from
+from equilibria.solvers import Anderson, Auto
 
 from .inputs import contained, marked
 from .observing import report
 
+__all__ = ["EquilibriumLayer", "MapLayer"]
 
-class EquilibriumLayer(nn.Module):
+
+class _SolvedLayer(nn.Module):
+    """A solver and an adjoint; ``forward`` is ``solve``, shown to who observes the layer."""
+
+    is_equilibrium: ClassVar[bool] = True
+
+    def __init__(
+        self, solver: SolverOptions | None, adjoint: Adjoint | None, default: SolverOptions
+    ) -> None:
+        super().__init__()
+        self.solver: SolverOptions = default if solver is None else solver
+        self.adjoint: Adjoint = Implicit() if adjoint is None else adjoint
+        check_ways(self.solver, self.adjoint)
+
+    def solve(self, x: Any, z0: Any = None, **options: Any) -> Solution[Any]:
+        """Solve for x and tell all: value, result codes, stats. Options as ``fixed_point``."""
+        raise NotImplementedError
+
+    def forward(self, x: Any, z0: Any = None) -> Any:
+        """z*, [B, *state]; ``z0`` is a warm start."""
+        solution = self.solve(x, z0)
+        report(self, solution)
+        return solution.value
+
+    def extra_repr(self) -> str:
+        return f"solver={self.solver!r}, adjoint={self.adjoint!r}"
+
+
+class EquilibriumLayer(_SolvedLayer):
     """x ↦ z* = argmin_z G(z; x), a module whose forward is a solve and whose backward is exact.
 
     Give a function that writes down the problem, and by keyword the modules and parameters that it
@@ -35,8 +67,6 @@ class EquilibriumLayer(nn.Module):
     Or subclass it and write the method ``problem(x)``, as GEQ and OptEq do.
     """
 
-    is_equilibrium: ClassVar[bool] = True
-
     def __init__(
         self,
         problem_fn: Callable[..., HiddenProblem] | None = None,
@@ -44,10 +74,7 @@ class EquilibriumLayer(nn.Module):
         adjoint: Adjoint | None = None,
         **parts: nn.Module | nn.Parameter,
     ) -> None:
-        super().__init__()
-        self.solver: SolverOptions = Auto() if solver is None else solver
-        self.adjoint: Adjoint = Implicit() if adjoint is None else adjoint
-        check_ways(self.solver, self.adjoint)
+        super().__init__(solver, adjoint, Auto())
         self._problem_fn = problem_fn
         self._parts = tuple(parts)
         for name, part in parts.items():
@@ -57,8 +84,14 @@ class EquilibriumLayer(nn.Module):
                     f"{type(part).__name__}."
                 )
             setattr(self, name, part)
-        if problem_fn is not None:
-            _check_closure(problem_fn)
+        for name, held in captured(problem_fn):
+            # It would neither train nor move with the layer.
+            if isinstance(held, nn.Module) or (isinstance(held, Tensor) and held.requires_grad):
+                raise ValueError(
+                    f"problem_fn captures '{name}', which would not be registered, copied or saved "
+                    f"with the layer. Pass it by keyword, EquilibriumLayer(problem_fn, {name}="
+                    f"{name}), and take it as an argument: lambda x, {name}: ..."
+                )
 
     def problem(self, x: Tensor) -> HiddenProblem:
         """The problem that this layer solves for the input x [B, ...]."""
@@ -78,11 +111,25 @@ class EquilibriumLayer(nn.Module):
         """Where the solver starts for the input x; zero for most problems."""
         return problem.default_start()
 
+    def starts_at_zero(self) -> bool:
+        """Whether ``start`` is known to be zero, which saves work."""
+        return False
+
+    def nominal_bounds(self, problem: HiddenProblem) -> tuple[Any, Any] | None:
+        """(m, L) from a constraint instead of the weights, to choose a solver; None: not known.
+
+        No certificate uses them: those take the proven bounds of ``problem.curvature()``, which
+        cost too much for every training step.
+        """
+        return None
+
     def solve(self, x: Tensor, z0: Tensor | None = None, **options: Any) -> Solution[Tensor]:
         """Solve for x and tell all: value, result codes, stats, the solver's choice."""
         problem, start = self.posed(x, z0)
         chosen = {"solver": self.solver, "adjoint": self.adjoint, **options}
-        return minimize(problem, start, **chosen)
+        zero = z0 is None and self.starts_at_zero()
+        bounds = partial(self.nominal_bounds, problem)
+        return minimize_from(problem, start, bounds=bounds, zero_start=zero, **chosen)
 
     def posed(self, x: Tensor, z0: Tensor | None = None) -> tuple[HiddenProblem, Tensor]:
         """The problem of a solve and its start: ``problem(x)``, bad samples of x kept apart."""
@@ -95,30 +142,60 @@ class EquilibriumLayer(nn.Module):
             start = torch.where(bad.view(-1, *[1] * (start.ndim - 1)), 0.0, start)
         return problem.with_inputs(*marked(problem.inputs(), bad)), start
 
-    def forward(self, x: Tensor, z0: Tensor | None = None) -> Tensor:
-        """z*, [B, *state]; ``z0`` is a warm start."""
-        solution = self.solve(x, z0)
-        report(self, solution)
-        return solution.value
 
-    def extra_repr(self) -> str:
-        return f"solver={self.solver!r}, adjoint={self.adjoint!r}"
+class MapLayer(_SolvedLayer, ABC):
+    """z* = T(z*; x). Write ``inject``, ``step`` and ``start``; the rest is here.
+
+    The state is a tensor [B, ...] or a tree of them. What depends on x alone is computed once, in
+    ``inject``, not at every evaluation.
+    """
+
+    def __init__(self, solver: SolverOptions | None = None, adjoint: Adjoint | None = None) -> None:
+        super().__init__(solver, adjoint, Anderson())
+
+    @abstractmethod
+    def inject(self, x: Tensor) -> tuple[Any, ...]:
+        """Check x; what the map needs of it: tensors (or trees) with the batch in dim 0."""
+
+    @abstractmethod
+    def step(self, z: Any, *injected: Any) -> Any:
+        """T(z; x), shaped as z."""
+
+    @abstractmethod
+    def start(self, x: Tensor, *injected: Any) -> Any:
+        """Where the solver starts, [B, ...]."""
+
+    def bound_step(self) -> Callable[..., Any]:
+        """T for one solve: what depends on the weights alone may be computed here, once."""
+        return self.step
+
+    def check_state(self, z: Any, x: Tensor) -> None:
+        """Raise unless z is shaped as the state for x; a layer that knows the shape checks it."""
+
+    def couples_batch(self) -> bool:
+        """Whether T makes the samples of a batch depend on each other."""
+        return False
+
+    def injected(self, x: Tensor) -> tuple[Any, ...]:
+        """``inject(x)`` for a solve, bad samples of x kept from the weights that it applies."""
+        x, bad = contained(x)
+        found: tuple[Any, ...] = marked(self.inject(x), bad)
+        return found
+
+    def solve(self, x: Tensor, z0: Any = None, **options: Any) -> Solution[Any]:
+        """Solve for x and tell all: value, result codes, stats. Options as ``fixed_point``."""
+        injected = self.injected(x)
+        start = self.start(x, *injected) if z0 is None else z0
+        self.check_state(start, x)
+        ways = {"solver": self.solver, "adjoint": self.adjoint, "coupled": self.couples_batch()}
+        return fixed_point(self.bound_step(), start, injected, **{**ways, **options})
 
 
-def _check_closure(fn: Callable[..., Any]) -> None:
-    """A captured parameter would neither train nor move with the layer: say how to pass it."""
+def captured(fn: Any) -> Iterator[tuple[str, Any]]:
+    """The names and values that a function has from around it."""
     names = getattr(getattr(fn, "__code__", None), "co_freevars", ())
-    cells = getattr(fn, "__closure__", None) or ()
-    for name, cell in zip(names, cells, strict=True):
+    for name, cell in zip(names, getattr(fn, "__closure__", None) or (), strict=True):
         try:
-            held = cell.cell_contents
-        except ValueError:
+            yield name, cell.cell_contents
+        except ValueError:  # not assigned yet
             continue
-        if isinstance(held, (nn.Module, nn.Parameter)) or (
-            isinstance(held, torch.Tensor) and held.requires_grad
-        ):
-            raise ValueError(
-                f"problem_fn captures '{name}', which would not be registered, copied or saved "
-                f"with the layer. Pass it by keyword, EquilibriumLayer(problem_fn, {name}={name}), "
-                f"and take it as an argument: lambda x, {name}: ..."
-            )

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .residual_block import check_kernel, check_sizes
+from .inputs import check_kernel, check_sizes
 
 __all__ = ["MDEQClassifier", "MDEQSegmenter", "MDEQStem"]
 
@@ -147,7 +147,7 @@ class MDEQSegmenter(nn.Module):
     def __init__(self, channels: Sequence[int], num_classes: int, *, kernel_size: int = 1) -> None:
         super().__init__()
         self.channels = tuple(channels)
-        sizes = {"num_classes": num_classes, "kernel_size": kernel_size}
+        sizes = {"num_classes": num_classes}
         sizes |= {f"channels[{i}]": c for i, c in enumerate(self.channels)}
         check_sizes("MDEQSegmenter", sizes)
         check_kernel("MDEQSegmenter", kernel_size)

@@ -3,30 +3,164 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from equilibria.adjoints import Implicit
 from equilibria.engine.adjoint import Adjoint
-from equilibria.engine.options import check_number
-from equilibria.engine.result import Solution
-from equilibria.engine.solver import SolverOptions
+from equilibria.engine.iterate import Callback, Iterated
+from equilibria.engine.maps import Map
+from equilibria.engine.options import check_number, options
+from equilibria.engine.result import BackwardStats, Solution
+from equilibria.engine.solver import Solver, SolverOptions
+from equilibria.engine.transforms import functorch_active
+from equilibria.engine.tree import Leaves
 from equilibria.entry import fixed_point
 from equilibria.problems import MapCertificate, NonNegative, Prior
 from equilibria.problems.monotone_inclusion import MonotoneInclusion
+from equilibria.problems.monotone_operator import DenseMonotone, MonotoneOperator
+from equilibria.problems.monotone_tiers import TieredMonotone, make_geometry
 from equilibria.problems.norms import convolution_norm_upper, dense_norm
-from equilibria.solvers.forward_backward import Splitting, SplittingSolver
+from equilibria.solvers.forward_backward import (
+    Splitting,
+    SplittingIteration,
+    SplittingSolver,
+)
 from equilibria.solvers.peaceman_rachford import PeacemanRachford
 
-from .inputs import channels_last, check_input
-from .map_layer import MapLayer
-from .monotone_adjoint import TransposedSplitting
+from .inputs import (
+    channels_last,
+    check_input,
+    check_kernel,
+    check_prior,
+    check_sizes,
+    solving_dtype,
+)
+from .layer import MapLayer
 from .monotone_certificate import certify_monotone
-from .monotone_weights import DenseWeights, TieredWeights
 
-__all__ = ["MonotoneDEQ"]
+__all__ = ["MonotoneDEQ", "TransposedSplitting"]
+
+_KRYLOV = Implicit()
+_BACKWARD_STEPS = 500
+
+
+@options
+class TransposedSplitting(Adjoint):
+    """Implicit differentiation whose system u = g + Jᵀu is solved as the forward pass was.
+
+    J is the Jacobian of the splitting's step S. With D = diag prox′ ∈ [0, 1] and V the resolvent,
+
+        forward-backward:   u ← g + (I − α(I − Wᵀ))D u,
+        Peaceman–Rachford:  u ← g + (2D − I)(2Vᵀ − I) u,
+
+    the splittings of the transposed problem: the same step α, the same V, and the same contraction
+    factor as forward, so they converge wherever the forward solve does. After a solver that is no
+    splitting this is ``Implicit()``. The tolerance is the solver's, relative to the gradient that
+    leaves the solve, which is about α times u (and never below 4 units of rounding of u); a forward
+    solve of fixed steps has the default one of its dtype here.
+    """
+
+    def run(
+        self,
+        fn: Map,
+        z0: Leaves,
+        solver: Solver,
+        callback: Callback | None,
+        backward: BackwardStats,
+    ) -> Iterated:
+        return self._implicit(fn, z0, solver).run(fn, z0, solver, callback, backward)
+
+    def _implicit(self, fn: Map, z0: Leaves, solver: Solver) -> Implicit:
+        if not isinstance(solver, SplittingIteration):
+            return _KRYLOV
+        if not torch.is_grad_enabled():
+            return _KRYLOV  # no gradient will be asked for
+        if solver.fixed_steps:
+            solver = dataclasses.replace(
+                solver, rtol=None, max_steps=max(solver.max_steps, _BACKWARD_STEPS)
+            )
+        traced = torch.compiler.is_compiling() or functorch_active()
+        if fn.surrogate is not None and not traced:
+            share = min(1.0, float(fn.surrogate.near(*fn.args)) / 2)
+            rtol = share * solver.relative_tolerance(fn.dtypes(z0)[0], z0[0].device.type)
+            least = 4 * torch.finfo(z0[0].dtype).eps
+            solver = dataclasses.replace(solver, rtol=max(rtol, least))
+        return Implicit(solver=solver)
+
+
+class DenseWeights(nn.Module):
+    """A, B [n, n], drawn as ``nn.Linear`` draws (monDEQ's MONSingleFc)."""
+
+    def __init__(self, channels: int, m: float) -> None:
+        super().__init__()
+        self.m = m
+        self.A = nn.Parameter(torch.empty(channels, channels))
+        self.B = nn.Parameter(torch.empty(channels, channels))
+        for weight in (self.A, self.B):
+            nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
+
+    def operator(self, sizes: Sequence[tuple[int, int]]) -> MonotoneOperator:
+        """W as a matrix; ``sizes`` is empty."""
+        dtype = solving_dtype(self.A)
+        with torch.autocast(self.A.device.type, enabled=False):
+            return DenseMonotone(self.A, self.B, self.m, dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.A.shape[0]}, m={self.m:g}"
+
+
+class TieredWeights(nn.Module):
+    """Kernels in direction and length: Aᵢ = gᵢA/‖A‖_F, Bᵢ = hᵢB/‖B‖_F, Nᵢ = gᵢ′N/‖N‖_F.
+
+    g, g′ and h are learned and start at 1, as in monotone_op_net, which scales AᵀA by g itself:
+    there a g below zero ends monotonicity (one tier) or is NaN (several). Here its square stands,
+    so W is monotone wherever training goes.
+    """
+
+    def __init__(self, channels: Sequence[int], kernel_size: int, m: float, padding: str) -> None:
+        super().__init__()
+        self.m = m
+        self.kernel_size, self.padding = kernel_size, padding
+        self.A = nn.ParameterList([self._kernel(c, c) for c in channels])
+        self.B = nn.ParameterList([self._kernel(c, c) for c in channels])
+        steps = zip(channels[1:], channels[:-1], strict=True)
+        self.N = nn.ParameterList([self._kernel(o, i) for o, i in steps])
+        self.g = nn.Parameter(torch.ones(len(channels)))
+        self.h = nn.Parameter(torch.ones(len(channels)))
+        self.g_down = nn.Parameter(torch.ones(len(channels) - 1)) if len(channels) > 1 else None
+
+    def _kernel(self, outputs: int, inputs: int) -> nn.Parameter:
+        weight = nn.Parameter(torch.empty(outputs, inputs, self.kernel_size, self.kernel_size))
+        nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
+        return weight
+
+    def operator(self, sizes: Sequence[tuple[int, int]]) -> MonotoneOperator:
+        """W on maps of these sizes, one a tier."""
+        first = self.A[0]
+        geometry = make_geometry(self.padding, self.kernel_size)
+        dtype = solving_dtype(first)
+        with torch.autocast(first.device.type, enabled=False):
+            a = [_scaled(w, self.g[i]) for i, w in enumerate(self.A)]
+            b = [_scaled(w, self.h[i]) for i, w in enumerate(self.B)]
+            n = []
+            if self.g_down is not None:
+                n = [_scaled(w, self.g_down[i]) for i, w in enumerate(self.N)]
+            return TieredMonotone(a, b, n, self.m, sizes, geometry, dtype)
+
+    def extra_repr(self) -> str:
+        channels = tuple(w.shape[0] for w in self.A)
+        return f"{channels}, kernel_size={self.kernel_size}, m={self.m:g}, padding={self.padding!r}"
+
+
+def _scaled(weight: Tensor, length: Tensor) -> Tensor:
+    """length·weight/‖weight‖_F; zero stays zero."""
+    norm: Tensor = torch.linalg.vector_norm(weight)
+    return weight * (length / norm.clamp_min(torch.finfo(norm.dtype).tiny))
 
 
 class MonotoneDEQ(MapLayer):
@@ -78,7 +212,7 @@ class MonotoneDEQ(MapLayer):
         )
         self.channels = self._check_channels(channels, kernel_size)
         if in_channels is not None:
-            self._check_size("in_channels", in_channels)
+            check_sizes("MonotoneDEQ", {"in_channels": in_channels})
         self.in_channels = self.channels[0] if in_channels is None else in_channels
         self.kernel_size = kernel_size
         self.m = m
@@ -86,10 +220,7 @@ class MonotoneDEQ(MapLayer):
         if padding not in ("zeros", "circular"):
             raise ValueError(f"MonotoneDEQ(padding={padding!r}): expected 'zeros' or 'circular'.")
         self.padding = padding
-        if not isinstance(prior, Prior):
-            raise TypeError(
-                f"MonotoneDEQ(prior={prior!r}): expected a prior such as NonNegative()."
-            )
+        check_prior("MonotoneDEQ", prior)
         self.prior = prior
         self.U: nn.Module
         self.W: DenseWeights | TieredWeights
@@ -113,7 +244,7 @@ class MonotoneDEQ(MapLayer):
         several = isinstance(channels, (list, tuple))
         found: tuple[Any, ...] = tuple(channels) if isinstance(channels, Sequence) else (channels,)
         for value in found:
-            self._check_size("channels", value)
+            check_sizes("MonotoneDEQ", {"channels": value})
         if not found:
             raise ValueError("MonotoneDEQ(channels=()): expected at least one tier.")
         if kernel_size is None:
@@ -123,17 +254,8 @@ class MonotoneDEQ(MapLayer):
                     "kernel_size, an odd number such as 3."
                 )
             return found
-        self._check_size("kernel_size", kernel_size)
-        if kernel_size % 2 == 0:
-            raise ValueError(
-                f"MonotoneDEQ(kernel_size={kernel_size}): A and B need an odd kernel size, whose "
-                "taps lie symmetrically around a pixel."
-            )
+        check_kernel("MonotoneDEQ", kernel_size)
         return found
-
-    def _check_size(self, name: str, value: object) -> None:
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"MonotoneDEQ({name}={value!r}): expected an integer of at least 1.")
 
     # ------------------------------------------------------------------ the map
 

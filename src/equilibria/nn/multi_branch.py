@@ -6,6 +6,8 @@ import copy
 import math
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -14,25 +16,193 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from equilibria.adjoints import Implicit
-from equilibria.engine.adjoint import Adjoint, check_ways
-from equilibria.engine.result import ConvergenceWarning, Solution
+from equilibria.adjoints.quarantine import failed_codes
+from equilibria.engine.adjoint import Adjoint
+from equilibria.engine.result import BackwardStats, ConvergenceWarning, Result, Solution, Stats
 from equilibria.engine.solver import SolverOptions
-from equilibria.entry import fixed_point
+from equilibria.engine.transforms import uncached
+from equilibria.entry import check_ways, fixed_point
 from equilibria.ops.pooling import average_pool
 from equilibria.problems.certificate import certify
 from equilibria.problems.guarantee import Guaranteed
 from equilibria.problems.map_certificate import CompositeCertificate
+from equilibria.problems.solving import choice_for, step_of
 from equilibria.solvers import Anderson
+from equilibria.solvers.forward_backward import SplittingSolver
 
-from .branch_maps import BranchMap, branch_map, solve_branch
-from .branch_solution import BranchSolution, combine
+from .deq import MonitoredMapLayer
+from .layer import EquilibriumLayer, MapLayer
+from .monotone import MonotoneDEQ
 from .observing import report
-from .precision import uncached
 
-__all__ = ["MultiBranch"]
+__all__ = ["BranchSolution", "MultiBranch"]
 
 Pixels = int | tuple[int, int]
 Fuse = Literal["average", "sum", "concatenate"]
+
+
+# From best to worst; a sample of the whole ends as its worst branch did.
+_SEVERITY = (
+    Result.converged,
+    Result.max_steps,
+    Result.stagnated,
+    Result.diverged,
+    Result.nonfinite,
+)
+
+
+@dataclass(frozen=True)
+class BranchSolution(Solution[tuple[Tensor, ...]]):
+    """``value`` is the tuple of states; ``parts`` are the Solutions of the branches.
+
+    ``result`` is each sample's worst code; ``stats.steps`` and ``stats.relative`` are the largest,
+    ``stats.residual`` is that of all states together, and evaluations and syncs are sums.
+    """
+
+    parts: tuple[Solution[Tensor], ...] = ()
+
+    def detach(self) -> BranchSolution:
+        parts = tuple(part.detach() for part in self.parts)
+        return replace(self, value=tuple(part.value for part in parts), parts=parts)
+
+
+class _BranchBackward(BackwardStats):
+    """What the branches' backward solves did, read when asked: they are filled in later."""
+
+    def __init__(self, parts: Sequence[BackwardStats]) -> None:
+        object.__setattr__(self, "parts", tuple(parts))
+
+    def __getattribute__(self, name: str) -> Any:
+        if name not in _READ:
+            return object.__getattribute__(self, name)
+        found = [getattr(part, name) for part in object.__getattribute__(self, "parts")]
+        return _READ[name](found)
+
+
+def _masked(found: list[int]) -> int:
+    """−1 where a branch does not know."""
+    return -1 if min(found) < 0 else max(found)
+
+
+def _largest(found: list[Tensor | None]) -> Tensor | None:
+    known = [t for t in found if t is not None]
+    return torch.stack(known).amax(0) if known else None
+
+
+_READ: dict[str, Any] = {
+    "solves": sum,
+    "unconverged": sum,
+    "masked": _masked,
+    "steps": _largest,
+    "residual": _largest,
+}
+
+
+def worst(codes: Sequence[Tensor]) -> Tensor:
+    """The worst result code of each sample, [B], without waiting for the device."""
+    stacked = torch.stack(list(codes))
+    order = torch.zeros_like(stacked)
+    for rank, code in enumerate(_SEVERITY):
+        order = torch.where(stacked == int(code), rank, order)
+    found: Tensor = stacked.gather(0, order.argmax(0, keepdim=True))[0]
+    return found
+
+
+def combine(parts: Sequence[Solution[Tensor]]) -> BranchSolution:
+    """One Solution out of those of the branches, in their order."""
+    stats = [part.stats for part in parts]
+    backward: BackwardStats = BackwardStats()
+    if not torch.compiler.is_compiling():
+        backward = _BranchBackward([s.backward for s in stats])
+    together = Stats(
+        steps=torch.stack([s.steps for s in stats]).amax(0),
+        residual=torch.linalg.vector_norm(torch.stack([s.residual for s in stats]), dim=0),
+        relative=torch.stack([s.relative for s in stats]).amax(0),
+        evaluations=sum(s.evaluations for s in stats),
+        syncs=sum(s.syncs for s in stats),
+        backward=backward,
+    )
+    choices = [f"{i}: {part.choice}" for i, part in enumerate(parts) if part.choice]
+    return BranchSolution(
+        value=tuple(part.value for part in parts),
+        result=worst([part.result for part in parts]),
+        stats=together,
+        choice="; ".join(choices),
+        parts=tuple(parts),
+    )
+
+
+@dataclass(frozen=True)
+class BranchMap:
+    """z ↦ step(z, *args), started at ``start``; ``finish`` brings the answer into the domain."""
+
+    step: Callable[..., Any]
+    start: Any
+    args: tuple[Any, ...]
+    finish: Callable[[Any], Any]
+    tell: Callable[[Solution[Any]], None]
+    """Hands the branch's solution to who observes it."""
+
+
+def branch_map(layer: nn.Module, x: Tensor, z0: Any) -> BranchMap:
+    """T_τ of the layer's problem with the τ that its own solver would take, or T of its map.
+
+    Of a monotone layer with a splitting solver it is the map of that splitting.
+    """
+    if isinstance(layer, EquilibriumLayer):
+        return _of_problem(layer, x, z0)
+    if isinstance(layer, MapLayer):
+        return _of_map(layer, x, z0)
+    raise TypeError(
+        f"joint=True needs branches that are an EquilibriumLayer or a MapLayer, got "
+        f"{type(layer).__name__}; use joint=False, which asks each branch to solve by itself."
+    )
+
+
+def solve_branch(layer: Any, x: Tensor, z0: Any, options: dict[str, Any]) -> Solution[Any]:
+    """The branch's own solve, told to who observes it."""
+    if isinstance(layer, MonitoredMapLayer):
+        return layer.observed_solve(x, z0, **options)
+    found: Solution[Any] = layer.solve(x, z0, **options)
+    report(layer, found)
+    return found
+
+
+def _of_map(layer: MapLayer, x: Tensor, z0: Any) -> BranchMap:
+    if isinstance(layer, MonotoneDEQ) and isinstance(layer.solver, SplittingSolver):
+        return _of_inclusion(layer, layer.solver, x, z0)
+    injected = layer.injected(x)
+    start = layer.start(x, *injected) if z0 is None else z0
+    layer.check_state(start, x)
+    step = layer.bound_step()
+
+    def tell(solution: Solution[Any]) -> None:
+        if isinstance(layer, MonitoredMapLayer):
+            layer.after_solve(solution.value, failed_codes(solution.result), *injected)
+            layer.tell(solution, step, injected)
+        else:
+            report(layer, solution)
+
+    return BranchMap(step, start, injected, lambda z: z, tell)
+
+
+def _of_inclusion(layer: MonotoneDEQ, solver: SplittingSolver, x: Tensor, z0: Any) -> BranchMap:
+    """The step of the layer's own splitting: σ(Wz + c) may expand, and this contracts always."""
+    splitting = layer.split(solver, x, z0)
+    return BranchMap(
+        splitting.step,
+        splitting.start,
+        splitting.inputs,
+        splitting.read,
+        partial(report, layer),
+    )
+
+
+def _of_problem(layer: EquilibriumLayer, x: Tensor, z0: Tensor | None) -> BranchMap:
+    problem, start = layer.posed(x, z0)
+    choice = choice_for(problem, layer.solver, partial(layer.nominal_bounds, problem))
+    step, args = step_of(problem, choice.tau)
+    return BranchMap(step, start, args, problem.into_domain, partial(report, layer))
 
 
 class MultiBranch(nn.Module):

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import torch
 from torch import Tensor
 
-from equilibria.engine.adjoint import Adjoint
 from equilibria.engine.options import check_number
-from equilibria.engine.solver import SolverOptions
 from equilibria.problems import (
     ConvOperator,
     DenseOperator,
@@ -18,8 +16,6 @@ from equilibria.problems import (
     HiddenProblem,
     Linear,
     LinearOperator,
-    NonNegative,
-    Prior,
     Problem,
 )
 from equilibria.problems.activated import Activated
@@ -27,8 +23,7 @@ from equilibria.problems.kernels import per_sample_sum
 from equilibria.problems.priors import at_least_float32
 from equilibria.problems.transposed import TransposedOperator
 
-from .constraints import Constraint, NormBounded
-from .weighted import WeightedLayer
+from .weighted import LayerOptions, WeightedLayer
 
 __all__ = ["OptEq"]
 
@@ -52,14 +47,9 @@ class OptEq(WeightedLayer):
     Args:
         channels: channels of z.
         mid: channels of ζ, Ux and Wz.
-        in_channels: channels of x; None: ``channels``.
-        kernel_size: None for vectors, else odd.
         form: which of the two is solved and returned.
-        prior: f with σ = prox_f.
-        constraint: on W: ``NormBounded(bound=...)``, ``WeightNormalized()`` or None.
-        bias: whether Ux has a bias.
         nu: ν of Theorem 1, which asks ν ≥ L_σ‖W‖² (``nu_needed()``).
-        solver, adjoint: Auto() and Implicit() if not given.
+        options: see ``LayerOptions``.
     """
 
     def __init__(
@@ -67,28 +57,11 @@ class OptEq(WeightedLayer):
         channels: int,
         mid: int,
         *,
-        in_channels: int | None = None,
-        kernel_size: int | None = None,
         form: Literal["state", "hidden"] = "state",
-        prior: Prior = NonNegative(),  # noqa: B008
-        constraint: Constraint = NormBounded(bound=0.95),  # noqa: B008
-        bias: bool = True,
         nu: float = 1.0,
-        solver: SolverOptions | None = None,
-        adjoint: Adjoint | None = None,
+        **options: Unpack[LayerOptions],
     ) -> None:
-        super().__init__(
-            channels,
-            mid,
-            in_channels=in_channels,
-            features=mid,
-            kernel_size=kernel_size,
-            prior=prior,
-            constraint=constraint,
-            bias=bias,
-            solver=solver,
-            adjoint=adjoint,
-        )
+        super().__init__(channels, mid, features=mid, **options)
         if form not in ("state", "hidden"):
             raise ValueError(f"OptEq(form={form!r}): expected 'state' or 'hidden'.")
         self.form = form

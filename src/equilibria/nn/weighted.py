@@ -2,32 +2,49 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
+from typing import Any, TypedDict
 
-import torch
 from torch import Tensor, nn
 
 from equilibria.engine.adjoint import Adjoint
-from equilibria.engine.result import Solution
 from equilibria.engine.solver import SolverOptions
 from equilibria.problems import (
     ConvOperator,
     DenseOperator,
     HiddenProblem,
     LinearOperator,
+    NonNegative,
     Prior,
 )
 from equilibria.problems.norms import NormBound
-from equilibria.problems.solving import minimize_from
 
 from .constraints import Constraint, NormBounded, constrain
-from .inputs import channels_last, check_input
+from .inputs import check_input, check_kernel, check_prior, check_sizes, lowered, zeros_like_input
 from .layer import EquilibriumLayer
-from .precision import lowered
 
 # How far the true norm may lie above the nominal bound (map size, one power iteration a step).
 _MARGIN = 1.02
+
+
+class LayerOptions(TypedDict, total=False):
+    """Options that GEQ, KerDEQ, OptEq, PolynomialEq and SigmoidEq share, all by keyword."""
+
+    in_channels: int | None
+    """Channels of x; None: ``channels``."""
+    kernel_size: int | None
+    """None for vectors, x [B, in_channels]; odd for convolutions, x [B, in_channels, H, W]."""
+    prior: Prior
+    """f; its proximal operator σ = prox_f is the activation. NonNegative(), if not given, is
+    ReLU."""
+    constraint: Constraint
+    """On W: ``NormBounded(bound=...)``, ``WeightNormalized()`` or None (free);
+    NormBounded(bound=0.95) if not given."""
+    bias: bool
+    """Whether Ux has a bias; True if not given."""
+    solver: SolverOptions | None
+    """How the problem is solved; None: Auto(), unless the layer says otherwise."""
+    adjoint: Adjoint | None
+    """How gradients pass the answer; None: Implicit()."""
 
 
 class WeightedLayer(EquilibriumLayer):
@@ -42,45 +59,28 @@ class WeightedLayer(EquilibriumLayer):
         channels: int,
         mid: int,
         *,
-        in_channels: int | None,
         features: int,
-        kernel_size: int | None,
-        prior: Prior,
-        constraint: Constraint,
-        bias: bool,
-        solver: SolverOptions | None,
-        adjoint: Adjoint | None,
+        in_channels: int | None = None,
+        kernel_size: int | None = None,
+        prior: Prior = NonNegative(),  # noqa: B008 — frozen
+        constraint: Constraint = NormBounded(bound=0.95),  # noqa: B008
+        bias: bool = True,
+        solver: SolverOptions | None = None,
+        adjoint: Adjoint | None = None,
     ) -> None:
         super().__init__(None, solver, adjoint)
-        sizes = {"channels": channels, "mid": mid, "in_channels": in_channels}
-        for name, value in sizes.items():
-            if name == "in_channels" and value is None:
-                continue
-            self._check_size(name, value)
-        if kernel_size is not None:
-            self._check_size("kernel_size", kernel_size)
-            if kernel_size % 2 == 0:
-                raise ValueError(
-                    f"{type(self).__name__}(kernel_size={kernel_size}): 'same' padding needs an "
-                    "odd kernel size."
-                )
-        if not isinstance(prior, Prior):
-            raise TypeError(
-                f"{type(self).__name__}(prior={prior!r}): expected a prior such as NonNegative()."
-            )
-        self.channels, self.mid = channels, mid
+        name = type(self).__name__
         self.in_channels = channels if in_channels is None else in_channels
+        check_sizes(name, {"channels": channels, "mid": mid, "in_channels": self.in_channels})
+        if kernel_size is not None:
+            check_kernel(name, kernel_size)
+        check_prior(name, prior)
+        self.channels, self.mid = channels, mid
         self.kernel_size = kernel_size
         self.prior = prior
         self.constraint = constraint
         self.W = constrain(self._linear(channels, mid, False), "weight", constraint)
         self.U = self._linear(self.in_channels, features, bias)
-
-    def _check_size(self, name: str, value: object) -> None:
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(
-                f"{type(self).__name__}({name}={value!r}): expected an integer of at least 1."
-            )
 
     def _linear(self, inputs: int, outputs: int, bias: bool) -> nn.Module:
         if self.kernel_size is None:
@@ -130,30 +130,16 @@ class WeightedLayer(EquilibriumLayer):
         pixels = (size, size) if isinstance(size, int) else size
         return self.operator().norm((self.channels, *pixels))
 
-    def start(self, problem: HiddenProblem, x: Tensor) -> Tensor:
-        """Zero, in the memory format of x and in the precision of c."""
-        c = problem.inputs()[0]
-        zeros = c.new_zeros(x.shape[0], self.state_channels, *x.shape[2:])
-        return zeros.to(memory_format=torch.channels_last) if channels_last(x) else zeros
-
-    def nominal_bounds(self, problem: HiddenProblem) -> tuple[Any, Any] | None:
-        """(m, L) from the constraint instead of the weights, to choose a solver; None: not known.
-
-        No certificate uses them: those take the proven bounds of ``problem.curvature()``, which
-        cost too much for every training step.
-        """
-        return None
-
     def nominal_norm(self) -> float | None:
         """What the constraint says of ‖W‖₂, with a margin."""
         return _MARGIN * self.constraint.bound if isinstance(self.constraint, NormBounded) else None
 
-    def solve(self, x: Tensor, z0: Tensor | None = None, **options: Any) -> Solution[Tensor]:
-        problem, start = self.posed(x, z0)
-        chosen = {"solver": self.solver, "adjoint": self.adjoint, **options}
-        zero = z0 is None and type(self).start is WeightedLayer.start
-        bounds = partial(self.nominal_bounds, problem)
-        return minimize_from(problem, start, bounds=bounds, zero_start=zero, **chosen)
+    def start(self, problem: HiddenProblem, x: Tensor) -> Tensor:
+        """Zero, in the memory format of x and in the precision of c."""
+        return zeros_like_input(problem.inputs()[0], x, self.state_channels)
+
+    def starts_at_zero(self) -> bool:
+        return type(self).start is WeightedLayer.start
 
     def extra_repr(self) -> str:
         kernel = f", kernel_size={self.kernel_size}" if self.convolutional else ""

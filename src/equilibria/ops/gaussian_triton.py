@@ -31,7 +31,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from equilibria.engine.precision import products_take_tf32
+from equilibria.engine.transforms import products_take_tf32
 
 __all__ = ["backward", "direct", "energies", "energies_backward", "forward"]
 

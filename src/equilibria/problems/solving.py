@@ -67,39 +67,13 @@ def minimize_from(
 
     ``bounds`` gives (m, L) good enough to choose a solver by, or None; the start may be zero.
     """
-
-    def known() -> tuple[Any, Any]:
-        nominal = bounds()
-        if nominal is not None:
-            return nominal
-        found = problem.curvature()
-        return found.lower, found.upper
-
-    choice = (Auto() if solver is None else solver).for_problem(known)
+    choice = choice_for(problem, Auto() if solver is None else solver, bounds)
     if callback is None and not throw and _may_take_express(problem, choice, adjoint):
         assert isinstance(problem, Problem)
         quick = express(problem, start, choice, adjoint, zero_start=zero_start)
         return dataclasses.replace(quick, choice=choice.reason)
     tau = choice.tau
-    args: tuple[Tensor, ...] = ()
-    step: Callable[..., Tensor]
-    if torch.compiler.is_compiling():
-        # Nothing looks at the arguments of a traced solve, and not every compiler can follow
-        # how a problem is rebuilt on others.
-        def step(z: Tensor) -> Tensor:
-            return problem.step(z, tau)
-    elif isinstance(tau, Tensor) and tau.ndim == 1:
-        # One step a sample must follow its sample when finished ones are dropped (compact=True).
-        args = (*problem.inputs(), tau)
-
-        def step(z: Tensor, *inputs: Tensor) -> Tensor:
-            return problem.with_inputs(*inputs[:-1]).step(z, inputs[-1])
-    else:
-        args = problem.inputs()
-
-        def step(z: Tensor, *inputs: Tensor) -> Tensor:
-            return problem.with_inputs(*inputs).step(z, tau)
-
+    step, args = step_of(problem, tau)
     if not (isinstance(tau, float) and tau == 1.0) and not torch.compiler.is_compiling():
         step = _judged_by_own_map(problem, step, tau)
     found = fixed_point(
@@ -114,6 +88,38 @@ def minimize_from(
     )
     # Solvers that extrapolate may end a little outside (ReLU: −1e-6), where G is infinite.
     return dataclasses.replace(found, value=problem.into_domain(found.value), choice=choice.reason)
+
+
+def choice_for(
+    problem: HiddenProblem,
+    solver: SolverOptions,
+    nominal: Callable[[], tuple[Any, Any] | None] = lambda: None,
+) -> Choice:
+    """What the problem is solved with, by its nominal bounds (m, L), else by the proven ones."""
+
+    def bounds() -> tuple[Any, Any]:
+        known = nominal()
+        if known is not None:
+            return known
+        found = problem.curvature()
+        return found.lower, found.upper
+
+    return solver.for_problem(bounds)
+
+
+def step_of(
+    problem: HiddenProblem, tau: float | Tensor
+) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]]:
+    """T_τ of the problem, and its arguments."""
+    inputs = problem.inputs()
+    if torch.compiler.is_compiling():
+        # Nothing looks at the arguments of a traced solve, and not every compiler can follow
+        # how a problem is rebuilt on others.
+        return lambda z: problem.step(z, tau), ()
+    if isinstance(tau, Tensor) and tau.ndim == 1:
+        # One step a sample must follow its sample when finished ones are dropped (compact=True).
+        return lambda z, *c: problem.with_inputs(*c[:-1]).step(z, c[-1]), (*inputs, tau)
+    return lambda z, *c: problem.with_inputs(*c).step(z, tau), inputs
 
 
 def _judged_by_own_map(

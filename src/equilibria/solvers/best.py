@@ -75,7 +75,8 @@ class BestIterate(Solver):
         )
 
     def residual_memory(self, state: BestState) -> Leaves | None:
-        return self.inner.residual_memory(state.inner)
+        memory: Leaves | None = self.inner.residual_memory(state.inner)
+        return memory
 
     def restart(self, state: BestState, stalled: Tensor) -> BestState:
         return BestState(self.inner.restart(state.inner, stalled), state.z, state.norm, state.scale)

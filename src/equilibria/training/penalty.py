@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from equilibria.engine.spectral import jacobian_penalty
 from equilibria.nn import EquilibriumLayer, MapLayer, equilibrium_layers
-from equilibria.nn.penalties import collect_penalties
+from equilibria.nn.observing import collect_penalties
 
 __all__ = ["JacobianPenalty"]
 

@@ -245,7 +245,7 @@ def _recording(solver: Any, log: _Log) -> Any:
     if isinstance(solver, _Recording):
         return solver
     kind = type(solver)
-    made = object.__new__(type(f"Recording{kind.__name__}", (_Recording, kind), {}))
+    made: Any = object.__new__(type(f"Recording{kind.__name__}", (_Recording, kind), {}))
     made.__dict__.update(solver.__dict__)
     made.__dict__["log"] = log
     if isinstance(made, SplittingSolver):
