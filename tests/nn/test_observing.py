@@ -7,6 +7,9 @@ import torch
 from torch import Tensor, nn
 
 import equilibria as eq
+from equilibria.nn import DEQ, MultiBranch, ResidualBlock, collect_penalties
+from tests.nn.test_deq import TanhBlock
+from tests.problems.test_operators import randn
 
 
 class Network(nn.Module):
@@ -85,3 +88,88 @@ def test_a_compiled_model_runs_under_an_observer() -> None:
         out = compiled(x)
     assert len(seen) == 0
     torch.testing.assert_close(out, layer(x))
+
+
+# ---------------------------------------------------------------------- collect_penalties
+
+
+class Two(nn.Module):
+    def __init__(self, first: float, second: float) -> None:
+        super().__init__()
+        self.a = DEQ(TanhBlock(), start=(5,), jacobian_weight=first)
+        self.b = DEQ(TanhBlock(5), start=(5,), jacobian_weight=second)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.b(self.a(x))
+        return out
+
+
+def test_every_layer_and_call_is_collected_by_name() -> None:
+    torch.manual_seed(0)
+    model, x = Two(0.5, 2.0), torch.randn(3, 4)
+    with collect_penalties(model) as found:
+        model(x)
+        model(x)
+    assert {name: len(parts) for name, parts in found.parts.items()} == {"a": 2, "b": 2}
+    assert len(found) == 4
+    total = found.total()
+    assert isinstance(total, Tensor)
+    torch.testing.assert_close(total, sum(t for group in found.parts.values() for t in group))
+    total.backward()
+    assert model.a.block.W.weight.grad.abs().max() > 0
+    # The second layer's penalty reaches the first through its input.
+    assert model.a.block.U.weight.grad.abs().max() > 0
+
+
+def test_layers_without_a_weight_and_models_not_asked_for() -> None:
+    torch.manual_seed(0)
+    model, other, x = Two(0.5, 0.0), Two(1.0, 1.0), torch.randn(3, 4)
+    with collect_penalties(model) as found:
+        model(x)
+        other(x)
+    assert list(found.parts) == ["a"]
+    model(x)
+    assert len(found) == 1
+    with collect_penalties(Two(0.0, 0.0)) as none:
+        pass
+    assert none.total() == 0.0
+
+
+def test_the_penalty_is_that_of_the_exact_jacobian_in_the_mean() -> None:
+    torch.manual_seed(0)
+    layer = DEQ(TanhBlock(), start=(5,), jacobian_weight=3.0, jacobian_samples=4000).double()
+    x = randn(2, 4)
+    with torch.no_grad(), collect_penalties(layer) as found:
+        z = layer(x)
+    pre = z @ layer.block.W.weight.mT + layer.block.U(x)
+    j = (1 - torch.tanh(pre).square()).unsqueeze(2) * layer.block.W.weight
+    exact = 3.0 * j.square().sum((1, 2)).mean() / 5
+    torch.testing.assert_close(found.total(), exact.detach(), rtol=0.07, atol=0)
+
+
+def test_a_bad_sample_poisons_nothing() -> None:
+    torch.manual_seed(0)
+    layer, x = DEQ(TanhBlock(), start=(5,), jacobian_weight=1.0), torch.randn(3, 4)
+    x[1] = float("nan")
+    with pytest.warns(eq.ConvergenceWarning), collect_penalties(layer) as found:
+        layer(x)
+    total = found.total()
+    total.backward()  # type: ignore[union-attr]
+    assert torch.isfinite(total)  # type: ignore[arg-type]
+    for p in layer.parameters():
+        assert p.grad is not None
+        assert torch.isfinite(p.grad).all()
+    with pytest.warns(eq.ConvergenceWarning):
+        _, penalty = layer.forward_with_penalty(x)
+    assert (penalty > 0).tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize("joint", [False, True])
+def test_branches_are_collected_too(joint: bool) -> None:
+    torch.manual_seed(0)
+    layers = [DEQ(ResidualBlock(4, groups=2), jacobian_weight=w) for w in (1.0, 0.0)]
+    model, x = MultiBranch(layers, (4, 2), joint=joint), torch.randn(2, 4, 4, 4)
+    with collect_penalties(model) as found:
+        model(x)
+    assert list(found.parts) == ["branches.0"]
+    assert float(found.total().detach()) > 0  # type: ignore[union-attr]

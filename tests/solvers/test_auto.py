@@ -9,6 +9,8 @@ import pytest
 import torch
 
 import equilibria as eq
+from equilibria.engine import Solver
+from equilibria.solvers import choose_solver
 from tests.contracts.solver_contract import SolverContract
 
 
@@ -36,6 +38,18 @@ def test_choice_follows_the_contraction_factor(
     assert says in choice.reason
     contracts = max(abs(1.0 - bounds[0]), abs(bounds[1] - 1.0)) < 1.0
     assert (choice.tau == 1.0) == (contracts or math.isinf(bounds[1]))
+
+
+def test_auto_is_options_and_steps_nowhere() -> None:
+    auto = eq.Auto(rtol=1e-5, max_steps=7)
+    assert not isinstance(auto, Solver)
+    assert repr(auto).startswith("Auto(rtol=1e-05, atol=0.0, max_steps=7")
+    assert auto == eq.Auto(rtol=1e-5, max_steps=7) != eq.Auto()
+    assert auto.for_map() == eq.Anderson(rtol=1e-5, max_steps=7)
+    bounds = lambda: (0.5, 1.8)
+    assert auto.for_problem(bounds) == choose_solver(auto, bounds)
+    with pytest.raises(ValueError, match="max_steps=0"):
+        eq.Auto(max_steps=0)
 
 
 def test_steps_center_the_spectrum() -> None:
