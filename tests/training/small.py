@@ -116,8 +116,14 @@ class RaiseAt(pl.Callback):
 class SignalAt(RaiseAt):
     """A signal, as the terminal sends it for Ctrl-C, at the end of a step."""
 
-    def __init__(self, step: int, times: int = 1, number: int = signal.SIGINT) -> None:
-        super().__init__(step, KeyboardInterrupt())
+    def __init__(
+        self,
+        step: int,
+        times: int = 1,
+        number: int = signal.SIGINT,
+        hook: str = "on_train_batch_end",
+    ) -> None:
+        super().__init__(step, KeyboardInterrupt(), hook)
         self.times, self.number = times, number
 
     def _count(self, hook: str) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from equilibria.training import (
     CheckpointError,
@@ -80,15 +82,16 @@ def test_ctrl_c_in_the_middle_and_resume_is_exact(
 
 
 # A signal is heard between two steps; one at the last step of an epoch waits for validation.
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("step", [9, 12])
 def test_a_signal_stops_after_the_step_and_resume_is_exact(
-    tmp_path: Path, step: int, whole: tuple[TrainResult, list[float]]
+    tmp_path: Path, step: int, number: int, whole: tuple[TrainResult, list[float]]
 ) -> None:
     expected, losses = whole
     before, after = Losses(), Losses()
     place = config(tmp_path, **RICH)
     with pytest.raises(Interrupted):
-        run(place, dropout=0.2, callbacks=[before, SignalAt(step)])
+        run(place, dropout=0.2, callbacks=[before, SignalAt(step, number=number)])
     found = run(place, dropout=0.2, resume=tmp_path, callbacks=[after])
     assert len(before.values) == step
     assert before.values + after.values == losses
@@ -145,21 +148,136 @@ def test_an_interruption_inside_a_step_says_that_it_is_not_exact(tmp_path: Path)
     assert run(place, resume=tmp_path).history[-1]["epoch"] == 3
 
 
-def test_an_interruption_in_validation_loses_only_its_numbers(tmp_path: Path) -> None:
-    options = {**RICH, "log_every": 1}
+# Everything that the end of an epoch decides, and two batches of validation.
+EPOCH_END: dict[str, Any] = {
+    **{"epochs": 3, "batch_size": 16, "select": "best", "keep_every": 1, "ema": 0.9},
+    **{"schedule": "constant", "lr": 0.4},
+}
+
+
+@pytest.fixture(scope="module")
+def judged(tmp_path_factory: pytest.TempPathFactory) -> TrainResult:
+    return run(config(tmp_path_factory.mktemp("judged"), **EPOCH_END))
+
+
+def same_run(found: TrainResult, expected: TrainResult) -> bool:
+    """History, final weights and the kept weights, bit for bit."""
+    kept = [sorted((r.folder / "epochs").iterdir()) for r in (found, expected)]
+    return (
+        same_rows(found.history, expected.history)
+        and found.metrics == expected.metrics
+        and same_weights(found.model, expected.model)
+        and [p.name for p in kept[0]] == [p.name for p in kept[1]]
+        and all(
+            torch.equal(load_file(a)[k], v)
+            for a, b in zip(*kept, strict=True)
+            for k, v in load_file(b).items()
+        )
+    )
+
+
+@pytest.mark.parametrize("epoch", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("number", "times"), [(signal.SIGINT, 1), (signal.SIGTERM, 1), (signal.SIGTERM, 2)]
+)
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_batch_end"])
+def test_a_signal_at_the_end_of_an_epoch_is_exact(
+    tmp_path: Path, judged: TrainResult, hook: str, number: int, times: int, epoch: int
+) -> None:
+    step = 12 * (epoch + 1) if hook == "on_train_batch_end" else 2 * epoch + 1
+    place = config(tmp_path, **EPOCH_END)
+    with pytest.raises(Interrupted) as caught:
+        run(place, callbacks=[SignalAt(step, times, number, hook)])
+    assert caught.value.exact
+    assert same_run(run(place, resume=tmp_path), judged)
+
+
+@pytest.mark.parametrize("epoch", [0, 1, 2])
+def test_cut_in_validation_it_is_validated_on_resume(
+    tmp_path: Path, judged: TrainResult, epoch: int
+) -> None:
+    place = config(tmp_path, **EPOCH_END)
+    stop = RaiseAt(2 * epoch + 1, KeyboardInterrupt(), "on_validation_batch_end")
+    with pytest.raises(Interrupted) as caught:
+        run(place, callbacks=[stop])
+    assert caught.value.exact
+    saved = read_checkpoint(tmp_path / "last.ckpt")["equilibria"]["standing"]
+    assert saved == {"epoch": epoch, "batch": 12, "step": 12 * (epoch + 1)}
+    losses = Losses()
+    assert same_run(run(place, resume=tmp_path, callbacks=[losses]), judged)
+    assert len(losses.values) == 12 * (2 - epoch)
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+@pytest.mark.parametrize("name", ["model.safetensors", "epoch_0001.safetensors", "history.csv"])
+def test_cut_as_an_epoch_is_closed_it_is_closed_on_resume(
+    tmp_path: Path,
+    judged: TrainResult,
+    name: str,
+    moment: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A second Ctrl-C before or after a file of the first epoch is moved into its place."""
+    move, left = Path.replace, [1]
+
+    def cut(self: Path, target: Any) -> Any:
+        here = Path(target).name == name and left
+        if here and moment == "before":
+            left.clear()
+            raise KeyboardInterrupt
+        found = move(self, target)
+        if here:
+            left.clear()
+            raise KeyboardInterrupt
+        return found
+
+    place = config(tmp_path, **EPOCH_END)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", cut)
+        with pytest.raises(Interrupted) as caught:
+            run(place)
+    assert caught.value.exact
+    assert same_run(run(place, resume=tmp_path), judged)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("precision", ["64-true", "bf16-true", "bf16-mixed"])
+def test_every_precision_resumes_exactly(tmp_path: Path, precision: str, optimizer: str) -> None:
+    options = {"precision": precision, "ema": 0.9, "select": "best", "optimizer": optimizer}
+    options |= {"lr": 0.01, "epochs": 2}
     expected = run(config(tmp_path / "whole", **options))
     place = config(tmp_path / "cut", **options)
-    with pytest.raises(Interrupted) as caught:
-        run(place, callbacks=[RaiseAt(2, KeyboardInterrupt(), "on_validation_batch_end")])
-    assert caught.value.exact
-    found = run(place, resume=tmp_path / "cut")
-    assert "val_loss" not in found.history[1]
-    assert found.history[1]["train_loss"] == expected.history[1]["train_loss"]
-    assert same_weights(found.model, expected.model)
+    with pytest.raises(Interrupted):
+        run(place, callbacks=[RaiseAt(8, KeyboardInterrupt())])
+    cut, found = (read_checkpoint(tmp_path / n / "last.ckpt") for n in ("cut", "whole"))
+    found_result = run(place, resume=tmp_path / "cut")
+    assert {p.dtype for p in found_result.model.parameters()} == {
+        p.dtype for p in expected.model.parameters()
+    }
+    assert same_rows(found_result.history, expected.history)
+    assert same_weights(found_result.model, expected.model)
+    after = read_checkpoint(tmp_path / "cut" / "last.ckpt")
+    for part in ("state_dict", "optimizer_states", "callbacks"):
+        assert _tensors(after[part]) == _tensors(found[part]), part
+    assert _tensors(cut["state_dict"]) != _tensors(found["state_dict"])
+    # A run that is complete gives its result again.
+    assert same_weights(run(place, resume=tmp_path / "cut").model, expected.model)
 
 
-def test_a_complete_run_gives_its_result_again(tmp_path: Path) -> None:
-    place = config(tmp_path, ema=0.9)
+def _tensors(value: Any) -> list[tuple[Any, ...]]:
+    """Dtype and bytes of every tensor in a tree, but for the random numbers' own."""
+    if isinstance(value, torch.Tensor):
+        return [(value.dtype, value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())]
+    if isinstance(value, dict):
+        return [t for k, v in value.items() if k != "random" for t in _tensors(v)]
+    if isinstance(value, (list, tuple)):
+        return [t for v in value for t in _tensors(v)]
+    return []
+
+
+@pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-true"])
+def test_a_complete_run_gives_its_result_again(tmp_path: Path, precision: str) -> None:
+    place = config(tmp_path, ema=0.9, precision=precision)
     first = run(place)
     first.weights.unlink()
     again = run(place, resume=tmp_path)

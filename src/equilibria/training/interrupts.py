@@ -1,16 +1,15 @@
-"""Ctrl-C: the step in progress is finished, the run is saved, and the user is told how to go on."""
+"""Ctrl-C and SIGTERM: the step in progress is finished, the run is saved, and the user is told how to go on."""
 
 from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-__all__ = ["Interrupted", "Stop", "StopRequest", "listen"]
+__all__ = ["Interrupted", "Stop", "StopRequest"]
 
 
 class Interrupted(KeyboardInterrupt):
@@ -32,34 +31,41 @@ class Stop(Exception):
 
 
 class StopRequest:
-    """Whether somebody asked to stop: Ctrl-C, or a callback that sets ``asked``, in any thread."""
+    """Whether somebody asked to stop: Ctrl-C, SIGTERM, or a callback that sets ``asked``.
 
-    def __init__(self) -> None:
-        self.asked = False
-
-
-@contextmanager
-def listen(request: StopRequest, tell: Callable[[], Any]) -> Iterator[None]:
-    """Inside the block the first Ctrl-C sets ``request.asked``; the second interrupts at once.
-
-    Outside the main thread Python gives no signals, and the block changes nothing.
+    Inside a ``with`` block the first Ctrl-C and every SIGTERM set ``asked``, and the second Ctrl-C
+    interrupts at once. Outside the main thread Python gives no signals, and the block changes
+    nothing.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.getsignal(signal.SIGINT)
-    pressed = False  # not request.asked: a callback may have set that, and this is the first Ctrl-C
 
-    def handle(number: int, frame: FrameType | None) -> None:
-        nonlocal pressed
-        if pressed:
-            raise KeyboardInterrupt
-        pressed = request.asked = True
-        tell()
+    def __init__(self, tell: Callable[[], Any] = lambda: None) -> None:
+        self.asked = False
+        self._tell = tell
+        self._pressed = False  # not asked: a callback may have set that before the first Ctrl-C
+        self._before: dict[int, Any] = {}
 
-    signal.signal(signal.SIGINT, handle)
-    try:
-        yield
-    finally:
-        # None: a handler that was not set by Python; there is no way to put that one back.
-        signal.signal(signal.SIGINT, signal.SIG_DFL if before is None else before)
+    def __enter__(self) -> StopRequest:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
+        self.listen()
+        return self
+
+    def listen(self) -> None:
+        """Take the signals (again). Lightning's own handler of SIGTERM leaves its loops in the
+        middle of a validation, and that epoch would have no result."""
+        for number in self._before:
+            signal.signal(number, self._handle)
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            # None: a handler that was not set by Python; there is no way to put that one back.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT:
+            if self._pressed:
+                raise KeyboardInterrupt
+            self._pressed = True
+        if not self.asked:
+            self.asked = True
+            self._tell()

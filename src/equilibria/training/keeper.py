@@ -11,7 +11,6 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Checkpoint
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from equilibria._version import __version__
 
@@ -83,7 +82,9 @@ class RunKeeper(Checkpoint):
         self._window: dict[str, float] | None = None
         self._window_began = self._epoch_began = time.perf_counter()
         self._epoch_seen = 0.0
-        self._in_step = self._validating = False
+        self._in_step = False
+        self._ended: dict[str, Any] | None = None
+        """The random numbers after the last step of an epoch that is not yet closed."""
 
     # ------------------------------------------------------------------ state
 
@@ -93,7 +94,7 @@ class RunKeeper(Checkpoint):
             "history": [dict(row) for row in self.history],
             "ranking": {"best": list(self.ranking.best), "epoch": self.ranking.epoch},
             "finished": self.finished,
-            "random": random_state(),
+            "random": self._ended or random_state(),
             "tally": self._tally,
         }
 
@@ -153,6 +154,17 @@ class RunKeeper(Checkpoint):
         if self.config.keep_every is not None and here.step == 0:
             self.keep_epoch(0, {})
         self.display.start(self.config.epochs, self.per_epoch, here.epoch, here.batch)
+        self.request.listen()
+        if self._asked(trainer, module):
+            raise Stop
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.standing.batch == self.per_epoch:  # a run that was stopped in this validation
+            self._ended = self._random
+            if trainer.enable_validation:
+                trainer.validating = True
+                trainer.fit_loop.epoch_loop.val_loop.run()
+                trainer.training = True
 
     def begin_step(self) -> None:
         """Called before anything else in a step."""
@@ -173,6 +185,8 @@ class RunKeeper(Checkpoint):
         if logged:
             self._read(trainer, module)
         self.display.step(self.standing.epoch, self.standing.batch)
+        if self.standing.batch == self.per_epoch:
+            self._ended = random_state()
         # After the last batch the epoch is brought to its end first.
         asked = self._asked(trainer, module) if logged or trainer.world_size == 1 else False
         if asked and self.standing.batch < self.per_epoch:
@@ -180,24 +194,28 @@ class RunKeeper(Checkpoint):
             raise Stop
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._validating = True
         self.display.validating()
         self._share_buffers(trainer, _ours(pl_module))
-
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._validating = False
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         module = _ours(pl_module)
         self._check_finite(module)
-        row = self._close_epoch(trainer, module)
-        if trainer.is_global_zero:
-            self.folder.write_history(self.history)
+        module.tally.read()
+        if trainer.world_size > 1:
+            module.tally.reduce(module.device)
+        row = self._row(trainer, module)
+        better = self.ranking.better(row)
+        # Files first, then what the checkpoint will say of them: one that is written in between,
+        # on a second Ctrl-C, stands before all this, and it is done again.
+        self._write_epoch(trainer, row, best=better and self.config.select == "best")
+        self._begin_epoch(module, row, better)
+        self.finished = self.standing.epoch >= self.config.epochs
+        if self.ranking.waited(row) >= (self.config.early_stop or math.inf):
+            self.finished = trainer.should_stop = True
+        self.save(trainer, module)
         if self._log is not None:
             self._log.add("epoch", row, self.standing.step)
         self.display.epoch(row, self.config.epochs)
-        self._judge(trainer, row)
-        self.save(trainer, module)
         # Over processes all have to ask. A run that is finished goes on to write its files.
         if self._asked(trainer, module) and not self.finished:
             raise Stop
@@ -217,20 +235,14 @@ class RunKeeper(Checkpoint):
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
-        # SIGTERM, a second Ctrl-C, or one that came from elsewhere: save what there is. With more
-        # than one process the others are in the middle of something, and saving would hang.
-        stopped = isinstance(exception, (KeyboardInterrupt, SIGTERMException))
-        if stopped and trainer.world_size == 1:
-            module = _ours(pl_module)
+        # A second Ctrl-C, or one that came from elsewhere: save what there is. With more than one
+        # process the others are in the middle of something, and saving would hang.
+        if isinstance(exception, KeyboardInterrupt) and trainer.world_size == 1:
             if self.average is not None and self.average.average is not None:
                 self.average.average.restore()
             self.exact = not self._in_step
-            if self._validating or self.standing.batch == self.per_epoch:
-                module.validation = {}
-                self._close_epoch(trainer, module)
-                self.folder.write_history(self.history)
             if self.standing.step:
-                self.save(trainer, module)
+                self.save(trainer, _ours(pl_module))
         self.close()
 
     def close(self) -> None:
@@ -281,15 +293,12 @@ class RunKeeper(Checkpoint):
         self._window, self._window_began = dict(module.tally.total), now
         self.display.numbers(latest)
 
-    def _close_epoch(self, trainer: pl.Trainer, module: EquilibriumModule) -> dict[str, Any]:
-        """Make the row of the epoch that ends, and begin a new tally."""
+    def _row(self, trainer: pl.Trainer, module: EquilibriumModule) -> dict[str, Any]:
+        """The row of the epoch that ends, in the history."""
         tally = module.tally
-        tally.read()
-        if trainer.world_size > 1:
-            tally.reduce(module.device)
         seconds = time.perf_counter() - self._epoch_began
         means = tally.means()
-        row: dict[str, Any] = {
+        return {
             "epoch": self.standing.epoch + 1,
             "step": self.standing.step,
             "lr": trainer.optimizers[0].param_groups[0]["lr"],
@@ -300,31 +309,32 @@ class RunKeeper(Checkpoint):
             "seconds": round(seconds, 3),
             "images_per_second": round((tally.total["count"] - self._epoch_seen) / seconds, 1),
         }
+
+    def _write_epoch(self, trainer: pl.Trainer, row: dict[str, Any], *, best: bool) -> None:
+        """The files of an epoch: the history, and the weights if it is the best or one to keep."""
+        if trainer.is_global_zero:
+            self.folder.write_history([*self.history, row])
+        kept = self.config.keep_every is not None and row["epoch"] % self.config.keep_every == 0
+        if best or kept:
+            with nullcontext() if self.average is None else self.average.in_place():
+                if best:
+                    self.save_best(row)
+                if kept:
+                    self.keep_epoch(row["epoch"], row)
+
+    def _begin_epoch(self, module: EquilibriumModule, row: dict[str, Any], better: bool) -> None:
+        """The epoch of ``row`` is over: count it, and begin a new tally."""
         self.history.append(row)
+        if better:
+            self.ranking = self.ranking.after(row)
         self.standing.epoch += 1
         self.standing.batch = 0
+        self._ended = None
         module.tally = Tally()
         module.validation = {}
         self._epoch_seen = 0.0
         self._window = dict(module.tally.total)
         self._window_began = self._epoch_began = time.perf_counter()
-        return row
-
-    def _judge(self, trainer: pl.Trainer, row: dict[str, Any]) -> None:
-        """Is this the best epoch so far, is it one to keep, and is it time to stop?"""
-        better = self.ranking.improved_by(row) and self.config.select == "best"
-        every = self.config.keep_every
-        kept = every is not None and self.standing.epoch % every == 0
-        if better or kept:
-            with nullcontext() if self.average is None else self.average.in_place():
-                if better:
-                    self.save_best(row)
-                if kept:
-                    self.keep_epoch(self.standing.epoch, row)
-        stop = self.ranking.waited(row) >= (self.config.early_stop or math.inf)
-        self.finished = stop or self.standing.epoch >= self.config.epochs
-        if stop:
-            trainer.should_stop = True
 
 
 def _ours(module: pl.LightningModule) -> EquilibriumModule:

@@ -24,6 +24,8 @@ from .storing import SaveError, write_bytes
 
 __all__ = ["Prepared", "prepare", "read_weights", "save_weights"]
 
+_DTYPES = {"64-true": torch.float64, "16-true": torch.float16, "bf16-true": torch.bfloat16}
+
 
 @dataclass(frozen=True)
 class Prepared:
@@ -82,6 +84,9 @@ def prepare(
         model = _create(config, train)
     elif not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
+    if config.precision in _DTYPES:
+        # Before a checkpoint is read: Lightning converts after it, and float64 would be rounded.
+        model = model.to(_DTYPES[config.precision])
     sharded = copy.deepcopy(model) if config.strategy == "fsdp" else None
     return Prepared(train, valid, model, sharded, kept)
 

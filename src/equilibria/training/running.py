@@ -10,7 +10,6 @@ from typing import Any, NoReturn
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities import rank_zero_only
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import nn
 
 from equilibria import models
@@ -20,7 +19,7 @@ from .averaging import Average, WeightAverage
 from .checkpoints import ENTRY, WholeFiles, check_checkpoint, find_checkpoint, read_checkpoint
 from .config import TrainConfig
 from .folder import RunFolder, provenance
-from .interrupts import Interrupted, Stop, StopRequest, listen
+from .interrupts import Interrupted, Stop, StopRequest
 from .keeper import RunKeeper, StepCounter
 from .module import EquilibriumModule
 from .nonfinite import NonFiniteLoss, describe
@@ -95,7 +94,7 @@ class Run:
                     write_bytes(self.folder.weights, best.read_bytes())
 
     def go(self) -> TrainResult:
-        request = StopRequest()
+        request = StopRequest(self._tell_stopping)
         average = None if self.config.ema is None else WeightAverage(self.config.ema)
         keeper = RunKeeper(
             self.config,
@@ -117,16 +116,14 @@ class Run:
         module, streams = self._module(trainer, keeper)
         path = None if self.resume is None else str(self.resume)
         try:
-            with listen(request, self._tell_stopping):
+            with request:
                 trainer.fit(module, datamodule=streams, ckpt_path=path)
                 device, world = trainer.strategy.root_device, trainer.world_size
                 result = self._finish(keeper, device, world, trainer)
         except (Stop, KeyboardInterrupt):  # the latter: a second Ctrl-C as the files were written
             raise self._interrupted(keeper) from None
-        except SystemExit as error:  # how Lightning ends after a KeyboardInterrupt, and on SIGTERM
-            if isinstance(error, SIGTERMException) or isinstance(
-                error.__context__, KeyboardInterrupt
-            ):
+        except SystemExit as error:  # how Lightning ends after a KeyboardInterrupt
+            if isinstance(error.__context__, KeyboardInterrupt):
                 raise self._interrupted(keeper) from None
             raise
         if request.asked:  # too late to cut anything short; who asked wants nothing to follow

@@ -19,22 +19,21 @@ class Standing:
     step: int = 0
 
 
-@dataclass
+@dataclass(frozen=True)
 class Ranking:
     """The best epoch by validation: mean IoU or accuracy, and at equal ones the smaller loss."""
 
     best: tuple[float, float] = (-math.inf, -math.inf)
     epoch: int = 0
 
-    def improved_by(self, row: Mapping[str, Any]) -> bool:
-        """Whether the epoch of ``row`` is better than all before; it is then the best."""
-        if "val_loss" not in row:
-            return False
+    def better(self, row: Mapping[str, Any]) -> bool:
+        """Whether the epoch of ``row`` is better than all before."""
+        return "val_loss" in row and self.after(row).best > self.best
+
+    def after(self, row: Mapping[str, Any]) -> Ranking:
+        """The ranking whose best epoch is that of ``row``."""
         score = (row.get("val_miou", row["val_accuracy"]), -row["val_loss"])
-        if not score > self.best:
-            return False
-        self.best, self.epoch = score, row["epoch"]
-        return True
+        return Ranking(score, row["epoch"])
 
     def waited(self, row: Mapping[str, Any]) -> int:
         """Epochs since the best one."""

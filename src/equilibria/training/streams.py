@@ -26,9 +26,13 @@ class Stream:
         self._batches, self._epoch, self._start = batches, epoch, start
 
     def __len__(self) -> int:
-        return len(self._batches) - self._start
+        # Lightning does not begin an epoch of length 0, and one that is left with its validation
+        # has to be ended.
+        return max(1, len(self._batches) - self._start)
 
     def __iter__(self) -> Iterator[Batch]:
+        if self._start == len(self._batches):
+            return iter(())
         self._batches.set_epoch(self._epoch, self._start)
         return iter(self._batches)
 
