@@ -150,8 +150,13 @@ def test_an_interruption_inside_a_step_says_that_it_is_not_exact(tmp_path: Path)
 
 # Everything that the end of an epoch decides, and two batches of validation.
 EPOCH_END: dict[str, Any] = {
-    **{"epochs": 3, "batch_size": 16, "select": "best", "keep_every": 1, "ema": 0.9},
-    **{"schedule": "constant", "lr": 0.4},
+    "epochs": 3,
+    "batch_size": 16,
+    "select": "best",
+    "keep_every": 1,
+    "ema": 0.9,
+    "schedule": "constant",
+    "lr": 0.4,
 }
 
 

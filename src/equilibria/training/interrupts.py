@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: the step in progress is finished, the run is saved, and the user is told how to go on."""
+"""Ctrl-C and SIGTERM: the step in progress is finished and the run saved, to go on from there."""
 
 from __future__ import annotations
 
