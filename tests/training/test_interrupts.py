@@ -16,9 +16,8 @@ import torch
 from safetensors.torch import load_file
 
 from equilibria.training import Interrupted, read_checkpoint
-from equilibria.training.folder import RunFolder
-from equilibria.training.interrupts import StopRequest
-from equilibria.training.keeper import RunKeeper
+from equilibria.training import run as run_module
+from equilibria.training.run import Run, StopRequest
 
 from .small import SignalAt, config, run, same_rows
 
@@ -66,22 +65,22 @@ def test_twice_stops_at_once_and_still_saves(tmp_path: Path) -> None:
         run(config(tmp_path), callbacks=[SignalAt(3, times=2)])
     assert signal.getsignal(signal.SIGINT) is before
     assert caught.value.checkpoint == tmp_path / "last.ckpt"
-    standing = read_checkpoint(tmp_path / "last.ckpt")["equilibria"]["standing"]
-    assert standing == {"epoch": 0, "batch": 3, "step": 3}
+    found = read_checkpoint(tmp_path / "last.ckpt")["equilibria"]["progress"]
+    assert found == {"epoch": 0, "batch": 3, "step": 3}
 
 
 def _press_in(hook: str, epoch: int, monkeypatch: pytest.MonkeyPatch, times: int = 1) -> None:
-    """Ctrl-C as a method of the keeper begins, once so many epochs are behind it."""
-    method = getattr(RunKeeper, hook)
+    """Ctrl-C as a method of the run begins, once so many epochs are behind it."""
+    method = getattr(Run, hook)
     left = [times]
 
-    def pressed(self: RunKeeper, *arguments: Any, **options: Any) -> Any:
-        while self.standing.epoch == epoch and left[0]:
+    def pressed(self: Run, *arguments: Any, **options: Any) -> Any:
+        while self.progress.epoch == epoch and left[0]:
             left[0] -= 1
             signal.raise_signal(signal.SIGINT)
         return method(self, *arguments, **options)
 
-    monkeypatch.setattr(RunKeeper, hook, pressed)
+    monkeypatch.setattr(Run, hook, pressed)
 
 
 @pytest.mark.parametrize(
@@ -111,17 +110,17 @@ def test_after_the_last_batch_the_run_is_completed_and_the_wish_is_kept(
 def test_as_the_result_is_written_it_waits_and_twice_it_can_be_made_up_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = RunFolder.write_result
+    write = run_module.write_json
     for times, words in ((1, "training is complete"), (2, "Go on with")):
         folder = tmp_path / str(times)
 
-        def pressed(self: RunFolder, *given: Any, presses: int = times) -> None:
+        def pressed(*given: Any, presses: int = times) -> None:
             for _ in range(presses):
                 signal.raise_signal(signal.SIGINT)
-            write(self, *given)
+            write(*given)
 
         with monkeypatch.context() as patch:
-            patch.setattr(RunFolder, "write_result", pressed)
+            patch.setattr(run_module, "write_json", pressed)
             with pytest.raises(Interrupted, match=words):
                 run(config(folder, epochs=1))
         assert (folder / "result.json").exists() == (times == 1)

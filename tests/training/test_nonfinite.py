@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import equilibria as eq
 from equilibria.training import EquilibriumModule, NonFiniteLoss, TrainConfig, fit
 from equilibria.training.nonfinite import Guard
-from equilibria.training.optimizers import make_optimizer
+from equilibria.training.optimizer import make_optimizer
 
 from .small import config, digits
 

@@ -119,7 +119,7 @@ def test_resume_at_the_end_of_an_epoch_is_exact(tmp_path: Path, schedule: str) -
         # In the second epoch: the checkpoint is that of the end of the first.
         run(place, dropout=0.2, callbacks=[RaiseAt(8, RuntimeError("power cut"))])
     saved = read_checkpoint(tmp_path / "cut" / "last.ckpt")["equilibria"]
-    assert saved["standing"] == {"epoch": 1, "batch": 0, "step": 6}
+    assert saved["progress"] == {"epoch": 1, "batch": 0, "step": 6}
     found = run(place, dropout=0.2, resume=tmp_path / "cut" / "last.ckpt")
     assert same_rows(found.history, expected.history)
     assert same_weights(found.model, expected.model)
@@ -206,7 +206,7 @@ def test_cut_in_validation_it_is_validated_on_resume(
     with pytest.raises(Interrupted) as caught:
         run(place, callbacks=[stop])
     assert caught.value.exact
-    saved = read_checkpoint(tmp_path / "last.ckpt")["equilibria"]["standing"]
+    saved = read_checkpoint(tmp_path / "last.ckpt")["equilibria"]["progress"]
     assert saved == {"epoch": epoch, "batch": 12, "step": 12 * (epoch + 1)}
     losses = Losses()
     assert same_run(run(place, resume=tmp_path, callbacks=[losses]), judged)

@@ -8,8 +8,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from equilibria.training.keeper import RunKeeper
-from equilibria.training.storing import write_bytes
+from equilibria.engine.files import write_bytes
+from equilibria.training import Run
 
 __all__ = ["Deadline", "Snapshots", "snapshot_epochs"]
 
@@ -17,7 +17,7 @@ __all__ = ["Deadline", "Snapshots", "snapshot_epochs"]
 class Deadline(pl.Callback):
     """Stops a training as Ctrl-C does, after a step: everything is saved, and can go on.
 
-    It asks the run's keeper. A signal would go to the main thread, whichever thread trains.
+    It asks the run. A signal would go to the main thread, whichever thread trains.
     """
 
     def __init__(self, at: float) -> None:
@@ -27,12 +27,12 @@ class Deadline(pl.Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
         if time.monotonic() >= self.at:
-            _keeper(trainer).request.asked = True
+            _run(trainer).request.asked = True
 
 
-def _keeper(trainer: pl.Trainer) -> RunKeeper:
+def _run(trainer: pl.Trainer) -> Run:
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, RunKeeper):
+        if isinstance(callback, Run):
             return callback
     raise RuntimeError(
         "Deadline and Snapshots belong to runs of equilibria.training.fit, and this trainer is "
@@ -57,7 +57,7 @@ class Snapshots(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         # A run resumed inside an epoch has nothing to write. At an epoch's end it writes again: a
         # stop in the validation came before on_train_epoch_end.
-        here = _keeper(trainer).standing
+        here = _run(trainer).progress
         self.done = here.epoch
         if here.batch == 0:
             self._write(pl_module)

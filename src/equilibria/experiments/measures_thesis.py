@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from equilibria.data import ImageData
@@ -20,7 +21,6 @@ from equilibria.theory.trajectories import (
     principal_components,
     record_path,
 )
-from equilibria.training.preparing import read_weights
 
 from .callbacks import snapshot_epochs
 from .scene import Scene
@@ -110,7 +110,7 @@ def training_paths(scene: Scene) -> dict[str, float]:
     moments = zip(STAGES, _snapshots(scene.folder / "snapshots", scene.epochs), strict=True)
     for axes, (stage, (epoch, file)) in zip(panels, moments, strict=True):
         model = copy.deepcopy(scene.model)
-        model.load_state_dict(read_weights(file))
+        model.load_state_dict(load_file(file))
         path, classes = _path(model.eval(), scene, scene.train)
         steps = path.steps_to(_TOLERANCE)
         found[f"stage.{stage}.first_step"] = _first_step(_states(path))

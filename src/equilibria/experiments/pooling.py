@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from equilibria.training.extras import need
+from equilibria.engine.optional import needs
 
 from .choices import Choices
 from .interrupting import held
@@ -177,7 +177,8 @@ class Pool:
         if not self.choices.progress:
             yield
             return
-        need("rich")
+        with needs("rich", "the progress of several trainings"):
+            import rich  # noqa: F401
         from rich.console import Console
         from rich.progress import (
             BarColumn,

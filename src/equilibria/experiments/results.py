@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from equilibria.training.storing import write_json, write_text
+from equilibria.engine.files import write_json, write_text
 
 from .declaring import Cell, Experiment
 

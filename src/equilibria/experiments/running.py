@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from equilibria import models, training
 from equilibria.data import ImageData
+from equilibria.engine.files import write_json
 from equilibria.training.config import TrainConfig
-from equilibria.training.preparing import read_weights
-from equilibria.training.storing import write_json
 
 from .callbacks import Deadline, Snapshots, snapshot_epochs
 from .choices import Choices
@@ -171,7 +171,7 @@ def _network(
         return _create(planned, images.train)
     if is_trained(planned.folder):
         model = _create(planned, images.train)
-        model.load_state_dict(read_weights(planned.folder / "model.safetensors"))
+        model.load_state_dict(load_file(planned.folder / "model.safetensors"))
         return model
     return _train(planned, images, choices, deadline)
 

@@ -15,7 +15,7 @@ from equilibria import data as room
 from equilibria.data import IGNORE, DataError, ImageData
 from equilibria.data.finding import find_named
 from equilibria.evaluation import select_classes, superclass_split
-from equilibria.training.preparing import few
+from equilibria.training.run_data import few
 
 if TYPE_CHECKING:
     from .planning import Planned

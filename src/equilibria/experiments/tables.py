@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from equilibria.training.watching import UNSETTLED
+from equilibria.training.epoch_metrics import UNSETTLED
 
 from .results import MEASURED, NOT_RUN, SMOKE, CellResult, Result, largest
 

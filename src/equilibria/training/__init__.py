@@ -1,5 +1,7 @@
 """Train a network: Lightning underneath, one configuration on top.
 
+Here belongs what one training needs beyond Lightning: the configuration, the module, the folder of
+a run, and exact resuming. Data sets, networks and what compares trainings have their own packages.
 ::
 
     result = training.fit(training.TrainConfig(epochs=30, out="runs/first"))
@@ -8,50 +10,40 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from equilibria.engine.files import SaveError
+from equilibria.engine.optional import needs
+
 from .config import TrainConfig
-from .extras import need
-from .graphs import GraphedModel
-from .storing import SaveError
+from .graphed_model import GraphedModel
 
 if TYPE_CHECKING:
-    from .averaging import WeightAverage, settle_norms
-    from .checkpoints import CheckpointError, read_checkpoint
-    from .fitting import TrainResult, fit
-    from .folder import RunExistsError
-    from .interrupts import Interrupted
+    from .average import WeightAverage, settle_norms
+    from .checkpoint import CheckpointError, read_checkpoint
     from .module import EquilibriumModule
     from .nonfinite import NonFiniteLoss
+    from .run import Interrupted, Run, TrainResult, fit
+    from .run_folder import RunExistsError
 
-__all__ = [
-    "CheckpointError",
-    "EquilibriumModule",
-    "GraphedModel",
-    "Interrupted",
-    "NonFiniteLoss",
-    "RunExistsError",
-    "SaveError",
-    "TrainConfig",
-    "TrainResult",
-    "WeightAverage",
-    "fit",
-    "read_checkpoint",
-    "settle_norms",
-]
+__all__ = ["CheckpointError", "EquilibriumModule", "GraphedModel", "Interrupted", "NonFiniteLoss"]
+__all__ += ["Run", "RunExistsError", "SaveError", "TrainConfig", "TrainResult", "WeightAverage"]
+__all__ += ["fit", "read_checkpoint", "settle_norms"]
 
 
 def __getattr__(name: str) -> Any:
     """What needs Lightning is imported when first used: a command line's help need not wait."""
     if name not in __all__:
         raise AttributeError(f"module 'equilibria.training' has no attribute {name!r}")
-    need("lightning")
-    from . import averaging, checkpoints, fitting, folder, interrupts, module, nonfinite
-
-    rooms = (averaging, checkpoints, fitting, folder, interrupts, module, nonfinite)
-    found = next(getattr(room, name) for room in rooms if name in room.__all__)
-    globals()[name] = found
-    return found
+    with needs("lightning", "equilibria.training"):
+        import lightning.pytorch  # noqa: F401
+    for file in ("average", "checkpoint", "module", "nonfinite", "run", "run_folder"):
+        module = import_module(f".{file}", __name__)
+        if name in module.__all__:
+            globals()[name] = found = getattr(module, name)
+            return found
+    raise AssertionError(name)
 
 
 def __dir__() -> list[str]:

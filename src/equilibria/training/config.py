@@ -3,34 +3,35 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import field
 from pathlib import Path
 from typing import Any
 
+from equilibria.data import build_augmentation
+from equilibria.engine.optional import needs
 from equilibria.engine.options import check_number, options
-
-from .config_values import (
-    check_choice,
-    check_flag,
-    check_text,
-    parse_augment,
-    parse_devices,
-    parse_milestones,
-    parse_number,
-    parse_options,
-    parse_precision,
-    read_mapping,
-    write_mapping,
-)
+from equilibria.models.values import to_json
 
 __all__ = ["TrainConfig"]
 
-_FLOATS = (
-    *("lr", "momentum", "weight_decay", "drop", "warmup", "label_smoothing"),
-    *("ema", "clip", "validation", "jacobian_weight"),
-)
+_INF = math.inf
+# Name: lowest, highest, "(" or ")" where an end is open.
+_INTEGERS = {
+    **dict.fromkeys(("epochs", "batch_size", "nodes", "log_every"), (1, _INF)),
+    **dict.fromkeys(("image_size", "samples", "early_stop", "keep_every"), (1, _INF)),
+    "workers": (0, _INF),
+    "seed": (0, 2**32 - 1),
+}
+_FLOATS = {
+    **dict.fromkeys(("validation", "momentum", "warmup", "label_smoothing"), (0.0, 1.0, ")")),
+    **dict.fromkeys(("weight_decay", "jacobian_weight"), (0.0, _INF, "")),
+    **dict.fromkeys(("lr", "clip"), (0.0, _INF, "(")),
+    "drop": (0.0, 1.0, "("),
+    "ema": (0.0, 1.0, "()"),
+}
 _FLAGS = (
     *("nesterov", "decay_norms", "cycle_momentum", "channels_last"),
     *("compile", "cuda_graphs", "download"),
@@ -43,7 +44,13 @@ _CHOICES = {
     "accelerator": ("auto", "cpu", "gpu", "cuda", "mps"),
     # Spawned and forked processes cannot hand their history back: Lightning's own limit.
     "strategy": ("auto", "ddp", "ddp_find_unused_parameters_true", "fsdp"),
+    "precision": (
+        *("32-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true", "64-true"),
+        *("transformer-engine", "transformer-engine-float16"),
+    ),
 }
+_LOGGERS = ("tensorboard", "csv", "wandb", "mlflow")
+_PRECISIONS = {"32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed", "64": "64-true"}
 _WARMUP = {"onecycle": 0.25, "cosine": 0.05, "step": 0.0, "constant": 0.0}
 
 
@@ -63,7 +70,7 @@ class TrainConfig:
     data: str = "digits"
     """A name of ``data.names()`` or a folder."""
     data_root: str | None = None
-    """Where data sets are looked for; None: the data room's own places."""
+    """Where data sets are looked for; None: the usual places of ``equilibria.data``."""
     download: bool = False
     """Whether a data set that is not at hand may be fetched from the hub."""
     image_size: int | None = None
@@ -142,102 +149,108 @@ class TrainConfig:
     """Batches that threads make ready ahead, where the images are not all on the device."""
     log_every: int = 20
     """Steps between two readings of loss, accuracy and solver statistics."""
+    loggers: tuple[str, ...] = ("tensorboard",)
+    """Lightning's loggers that get these numbers: tensorboard, csv, wandb, mlflow."""
     out: str | None = None
     """Folder of the run; None: ``runs/<data>-<model>``."""
 
     def __post_init__(self) -> None:
-        def put(name: str, value: Any) -> None:
-            object.__setattr__(self, name, value)
-
-        for name in ("model", "data"):
-            check_text(self, name)
-        for name in ("out", "data_root"):
-            put(name, check_text(self, name, optional=True))
-        put("data", str(self.data))
-        for name in _FLOATS:
-            put(name, parse_number(getattr(self, name)))
+        defaults = {f.name: f.default for f in dataclasses.fields(self)}
+        read = {"devices": _devices, "milestones": _milestones, "augment": _augment}
+        read |= {"loggers": _loggers, "model_options": _model_options}
+        read |= dict.fromkeys(_FLOATS, _number)
+        for name in ("model", "data", "out", "data_root"):
+            optional = defaults[name] is None
+            value = getattr(self, name)
+            if not (value is None and optional):
+                if not isinstance(value, (str, Path)) or not str(value):
+                    allowed = "a non-empty text" + (" or None" if optional else "")
+                    self._refuse(name, f"expected {allowed}", TypeError)
+                object.__setattr__(self, name, str(value))
+        given = str(self.precision)
+        object.__setattr__(self, "precision", _PRECISIONS.get(given, given))
+        for name, parse in read.items():
+            object.__setattr__(self, name, parse(getattr(self, name)))
         for name in _FLAGS:
-            check_flag(self, name)
-        for name, allowed in _CHOICES.items():
-            check_choice(self, name, allowed)
-        put("model_options", parse_options(self.model_options))
-        put("augment", parse_augment(self.augment))
-        put("milestones", parse_milestones(self.milestones))
-        put("devices", parse_devices(self.devices))
-        put("precision", parse_precision(self.precision))
-        self._check_numbers()
+            if not isinstance(getattr(self, name), bool):
+                self._refuse(name, "expected True or False", TypeError)
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                self._refuse(name, _one_of(getattr(self, name), choices))
+        for name, (low, high) in _INTEGERS.items():
+            optional = defaults[name] is None
+            check_number(self, name, low=low, high=high, integer=True, optional=optional)
+        for name, (least, most, ends) in _FLOATS.items():
+            opened = {"low_open": "(" in ends, "high_open": ")" in ends}
+            optional = defaults[name] is None
+            check_number(self, name, low=least, high=most, optional=optional, **opened)
         self._check_together()
 
-    def _check_numbers(self) -> None:
-        for name in ("epochs", "batch_size", "nodes", "log_every"):
-            check_number(self, name, low=1, integer=True)
-        for name in ("image_size", "samples", "early_stop", "keep_every"):
-            check_number(self, name, low=1, integer=True, optional=True)
-        check_number(self, "workers", low=0, integer=True)
-        check_number(self, "seed", low=0, high=2**32 - 1, integer=True)
-        check_number(self, "validation", low=0.0, high=1.0, high_open=True)
-        check_number(self, "lr", low=0.0, low_open=True)
-        check_number(self, "momentum", low=0.0, high=1.0, high_open=True)
-        check_number(self, "weight_decay", low=0.0)
-        check_number(self, "drop", low=0.0, high=1.0, low_open=True)
-        check_number(self, "warmup", low=0.0, high=1.0, high_open=True, optional=True)
-        check_number(self, "label_smoothing", low=0.0, high=1.0, high_open=True)
-        check_number(self, "jacobian_weight", low=0.0)
-        check_number(self, "clip", low=0.0, low_open=True, optional=True)
-        check_number(self, "ema", low=0.0, high=1.0, low_open=True, high_open=True, optional=True)
+    def _refuse(self, name: str, why: str, kind: type[Exception] = ValueError) -> None:
+        value = getattr(self, name)
+        got = f", got {type(value).__name__}" if kind is TypeError else ""
+        raise kind(f"TrainConfig({name}={value!r}): {why}{got}.")
 
     def _check_together(self) -> None:
-        if self.schedule == "step" and not self.milestones:
-            raise ValueError(
-                "TrainConfig(schedule='step') needs milestones, the epochs after which the rate "
-                f"falls, such as milestones=({self.epochs // 2}, {self.epochs * 3 // 4})."
-            )
-        if self.schedule != "step" and self.milestones:
-            raise ValueError(
-                f"TrainConfig(milestones={self.milestones}) belongs to schedule='step', but the "
-                f"schedule is {self.schedule!r}: set schedule='step' or leave milestones out."
-            )
-        if self.milestones and self.milestones[-1] >= self.epochs:
-            raise ValueError(
-                f"TrainConfig(milestones={self.milestones}) goes beyond the run of "
-                f"{self.epochs} epochs: give milestones below {self.epochs}, or more epochs."
-            )
-        if self.nesterov and self.optimizer == "sgd" and self.momentum == 0.0:
-            raise ValueError(
-                "TrainConfig(nesterov=True, momentum=0.0): Nesterov's form needs a momentum; set "
-                "nesterov=False or a momentum such as 0.9."
-            )
-        if self.validation == 0.0 and (self.early_stop is not None or self.select == "best"):
-            raise ValueError(
-                "TrainConfig(validation=0): early_stop and select='best' compare validation "
-                "results, and nothing is held out; set validation=0.1 or leave them out."
-            )
-        if self.cuda_graphs and (self.compile or self.jacobian_weight):
-            other = "compile" if self.compile else "jacobian_weight"
-            raise ValueError(
-                f"TrainConfig(cuda_graphs=True, {other}={getattr(self, other)!r}): a captured step "
-                "is replayed as it is; choose one."
-            )
-        if self.cuda_graphs and (self.strategy != "auto" or self.nodes > 1):
-            raise ValueError(
-                f"TrainConfig(cuda_graphs=True, strategy={self.strategy!r}, nodes={self.nodes}): "
-                "graphs are for one GPU; leave cuda_graphs out to train on several."
-            )
-        if self.jacobian_weight and self.compile:
-            raise ValueError(
-                "TrainConfig(jacobian_weight=..., compile=True): a compiled layer cannot be "
-                "looked into for its Jacobian; choose one of the two."
-            )
-        if self.strategy == "fsdp" and self.keep_every is not None:
-            raise ValueError(
-                "TrainConfig(strategy='fsdp', keep_every=...): sharded weights are gathered at the "
-                "end alone; leave keep_every out."
-            )
-        if self.strategy == "fsdp" and (self.ema is not None or self.select == "best"):
-            raise ValueError(
-                "TrainConfig(strategy='fsdp'): sharded weights are not averaged or copied aside; "
-                "leave out ema and select='best', or use strategy='ddp'."
-            )
+        sharded, judged = self.strategy == "fsdp", self.early_stop is not None
+        judged = judged or self.select == "best"
+        several = self.strategy != "auto" or self.nodes > 1
+        rules = [
+            (
+                self.schedule == "step" and not self.milestones,
+                "schedule='step') needs milestones, the epochs after which the rate falls, such as "
+                f"milestones=({self.epochs // 2}, {self.epochs * 3 // 4}).",
+            ),
+            (
+                self.schedule != "step" and bool(self.milestones),
+                f"milestones={self.milestones}) belongs to schedule='step', but the schedule is "
+                f"{self.schedule!r}: set schedule='step' or leave milestones out.",
+            ),
+            (
+                bool(self.milestones) and self.milestones[-1] >= self.epochs,
+                f"milestones={self.milestones}) goes beyond the run of {self.epochs} epochs: give "
+                f"milestones below {self.epochs}, or more epochs.",
+            ),
+            (
+                self.nesterov and self.optimizer == "sgd" and self.momentum == 0.0,
+                "nesterov=True, momentum=0.0): Nesterov's form needs a momentum; set "
+                "nesterov=False or a momentum such as 0.9.",
+            ),
+            (
+                self.validation == 0.0 and judged,
+                "validation=0): early_stop and select='best' compare validation results, and "
+                "nothing is held out; set validation=0.1 or leave them out.",
+            ),
+            (
+                self.cuda_graphs and (self.compile or self.jacobian_weight > 0.0),
+                f"cuda_graphs=True, compile={self.compile}, "
+                f"jacobian_weight={self.jacobian_weight}): a captured step is replayed as it is; "
+                "choose one.",
+            ),
+            (
+                self.cuda_graphs and several,
+                f"cuda_graphs=True, strategy={self.strategy!r}, nodes={self.nodes}): graphs are "
+                "for one GPU; leave cuda_graphs out to train on several.",
+            ),
+            (
+                self.jacobian_weight > 0.0 and self.compile,
+                "jacobian_weight=..., compile=True): a compiled layer cannot be looked into for "
+                "its Jacobian; choose one of the two.",
+            ),
+            (
+                sharded and self.keep_every is not None,
+                "strategy='fsdp', keep_every=...): sharded weights are gathered at the end alone; "
+                "leave keep_every out.",
+            ),
+            (
+                sharded and (self.ema is not None or self.select == "best"),
+                "strategy='fsdp'): sharded weights are not averaged or copied aside; leave out ema "
+                "and select='best', or use strategy='ddp'.",
+            ),
+        ]
+        for broken, message in rules:
+            if broken:
+                raise ValueError(f"TrainConfig({message}")
 
     @property
     def warmup_share(self) -> float:
@@ -278,19 +291,35 @@ class TrainConfig:
     @classmethod
     def from_yaml(cls, path: str | Path) -> TrainConfig:
         """Read a file of ``name: value`` lines; names that are left out keep their default."""
-        given = read_mapping(Path(path))
+        with needs("yaml", "a configuration file"):
+            import yaml  # type: ignore[import-untyped, unused-ignore]
         try:
-            return cls(**given)
+            found = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+            if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
+                raise ValueError(f"expected lines 'name: value', got {str(found)[:60]!r}")
+            return cls(**found)
+        except FileNotFoundError:
+            raise FileNotFoundError(
+                f"there is no configuration file {path}; TrainConfig().to_yaml({str(path)!r}) "
+                "writes one with the defaults."
+            ) from None
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} is not a text file in UTF-8: {error}") from error
+        except yaml.YAMLError as error:
+            raise ValueError(f"{path} is not valid YAML: {error}") from error
         except (TypeError, ValueError) as error:
-            kind = TypeError if isinstance(error, TypeError) else ValueError
-            raise kind(f"{path}: {error}") from error
+            raise type(error)(f"{path}: {error}") from error
 
     def to_yaml(self, path: str | Path | None = None) -> str:
         """The text of a file that ``from_yaml`` reads; written there too if a path is given."""
-        text = write_mapping(self.to_dict())
+        with needs("yaml", "a configuration file"):
+            import yaml
+        made = yaml.safe_dump(
+            self.to_dict(), sort_keys=False, allow_unicode=True, default_flow_style=None
+        )
         if path is not None:
-            Path(path).write_text(text, encoding="utf-8")
-        return text
+            Path(path).write_text(made, encoding="utf-8")
+        return str(made)
 
     def differences(self, other: TrainConfig) -> dict[str, tuple[Any, Any]]:
         """Options whose values differ, name → (mine, the other's)."""
@@ -302,3 +331,85 @@ def _same(a: Any, b: Any) -> bool:
     if isinstance(a, float) and isinstance(b, (int, float)):
         return math.isclose(a, b, rel_tol=1e-12, abs_tol=0.0)
     return bool(a == b)
+
+
+def _one_of(given: object, choices: Sequence[str]) -> str:
+    """ "did you mean 'x'? Expected one of …"."""
+    close = difflib.get_close_matches(str(given), choices, n=1)
+    start = f"did you mean {close[0]!r}? Expected" if close else "expected"
+    return f"{start} one of {', '.join(map(repr, choices))}"
+
+
+def _number(value: Any) -> Any:
+    """An integer or the text of a number as a float: YAML reads ``1e-3`` as text."""
+    try:
+        return value if isinstance(value, bool) or value is None else float(value)
+    except (TypeError, ValueError):
+        return value
+
+
+def _plain(value: Any) -> Any:
+    """In the types of JSON."""
+    if isinstance(value, Mapping):
+        return {str(name): _plain(item) for name, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else to_json(value)
+
+
+def _model_options(value: Any) -> Any:
+    if not isinstance(value, Mapping):
+        raise TypeError(
+            f"TrainConfig(model_options={value!r}): expected a mapping from option to value, got "
+            f"{type(value).__name__}."
+        )
+    return _plain(value)
+
+
+def _augment(value: Any) -> tuple[Any, ...]:
+    """("flip", {"crop": {"padding": 2}}): each a name, or a name with its options."""
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise TypeError(
+            f"TrainConfig(augment={value!r}): expected a list such as ['crop', 'flip'] or "
+            "[{'crop': {'padding': 2}}, 'flip']."
+        )
+    plain = tuple(_plain(entry) for entry in value)
+    try:
+        build_augmentation(plain, num_classes=2)  # its errors know every name and option
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"TrainConfig(augment=...): {error}") from error
+    return plain
+
+
+def _loggers(value: Any) -> tuple[str, ...]:
+    found = tuple(value) if isinstance(value, (list, tuple)) else (value,)
+    for name in found:
+        if name not in _LOGGERS:
+            raise ValueError(f"TrainConfig(loggers={value!r}): {_one_of(name, _LOGGERS)}.")
+    return found
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _milestones(value: Any) -> tuple[int, ...]:
+    """Epochs, rising."""
+    found = tuple(value) if isinstance(value, (list, tuple)) else (None,)
+    whole = all(_whole(item) and item >= 1 for item in found)
+    if not whole or list(found) != sorted(set(found)):
+        raise ValueError(
+            f"TrainConfig(milestones={value!r}): expected a list of rising epochs, such as "
+            "[60, 120]."
+        )
+    return found
+
+
+def _devices(value: Any) -> int | str | tuple[int, ...]:
+    """A count, "auto", or the indices of the devices."""
+    if value == "auto" or (_whole(value) and value >= 1):
+        return value  # type: ignore[no-any-return]
+    if isinstance(value, (list, tuple)) and value and all(_whole(item) for item in value):
+        return tuple(value)
+    raise ValueError(
+        f"TrainConfig(devices={value!r}): expected a number of devices of at least 1, a list of "
+        "their indices, or 'auto'."
+    )

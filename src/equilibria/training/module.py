@@ -10,17 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from equilibria.engine.optional import needs
 from equilibria.nn import observe
 
 from .config import TrainConfig
-from .extras import need
-from .graphs import GraphedModel
+from .epoch_metrics import EpochMetrics, solver_numbers
+from .graphed_model import GraphedModel
 from .nonfinite import Guard, NonFiniteLoss, describe, examine
-from .optimizers import gradient_norm, make_optimizer, scale_gradients
+from .optimizer import gradient_norm, make_optimizer, make_schedule
 from .penalty import JacobianPenalty
-from .schedules import make_schedule
-from .tally import Tally
-from .watching import solver_numbers
 
 __all__ = ["EquilibriumModule"]
 
@@ -32,7 +30,7 @@ class EquilibriumModule(pl.LightningModule):
 
     The loss is cross entropy with label smoothing (and, if asked for, the Jacobian penalty);
     validation reports plain cross entropy, accuracy and, for segmentation, the mean intersection
-    over union. No number is read from the device in a step: ``tally`` keeps them for whoever asks.
+    over union. No number is read from the device in a step: ``metrics`` sums them there.
 
     Args:
         model: the network; its weights are the only state of this module.
@@ -42,7 +40,7 @@ class EquilibriumModule(pl.LightningModule):
         ignore_index: label of pixels that do not count.
         total_steps, steps_per_epoch: for the schedule; None: what the trainer plans.
 
-    Under ``fit`` a keeper counts, reads and logs. With a trainer of your own the module does so
+    Under ``fit`` the run counts, reads and logs. With a trainer of your own the module does so
     itself and logs train_loss, train_accuracy, val_loss, … with Lightning's ``log``.
     """
 
@@ -65,9 +63,9 @@ class EquilibriumModule(pl.LightningModule):
         self.total_steps, self.steps_per_epoch = total_steps, steps_per_epoch
         self.step = 0
         """Optimizer steps taken since the run began."""
-        self.kept = False
-        """Whether a keeper counts steps and reads the tally."""
-        self.tally = Tally()
+        self.counts = True
+        """Whether the module counts its steps and logs; not under ``fit``, where the run does."""
+        self.metrics = EpochMetrics()
         self.guard = Guard(deferred=False)
         self.on_nonfinite: Callable[[dict[str, Any]], NoReturn] = _raise
         self.validation: dict[str, float] = {}
@@ -77,11 +75,13 @@ class EquilibriumModule(pl.LightningModule):
         self._trained = [p for p in model.parameters() if p.requires_grad]
         # Not an attribute that torch registers: the compiled model is the model itself.
         self.__dict__["_compiled"] = _made_fast(model, config)
-        metrics = need("torchmetrics")
-        kept = {"num_classes": num_classes, "ignore_index": ignore_index, "validate_args": False}
-        self.val_accuracy = metrics.MulticlassAccuracy(average="micro", **kept)
-        self.val_iou = metrics.MulticlassJaccardIndex(**kept) if task == "segmentation" else None
-        self.val_loss = need("torchmetrics.aggregation").MeanMetric(nan_strategy="disable")
+        with needs("torchmetrics", "training"):
+            from torchmetrics.aggregation import MeanMetric
+            from torchmetrics.classification import MulticlassAccuracy, MulticlassJaccardIndex
+        labels = {"num_classes": num_classes, "ignore_index": ignore_index, "validate_args": False}
+        self.val_accuracy = MulticlassAccuracy(average="micro", **labels)
+        self.val_iou = MulticlassJaccardIndex(**labels) if task == "segmentation" else None
+        self.val_loss = MeanMetric(nan_strategy="disable")
 
     def __setattr__(self, name: str, value: Any) -> None:
         # Lightning notes the name of every hook that it calls as an attribute, some fifty times a
@@ -160,32 +160,27 @@ class EquilibriumModule(pl.LightningModule):
         loss = self.loss(logits, y, self.config.label_smoothing)
         total = loss if penalty is None else loss + penalty
         with torch.no_grad():
-            right = logits.argmax(1) == (
-                y.argmax(1) if y.is_floating_point() else y
-            )  # mixed labels
+            mixed = y.is_floating_point()
+            right = logits.argmax(1) == (y.argmax(1) if mixed else y)
             count: Tensor | int = right.numel()
             if self.ignore_index is not None:
                 counted = self._counted(y)
                 right, count = right & counted, counted.sum()
-            self.tally.add(
-                loss.detach(), right.sum(), count, None if penalty is None else penalty.detach()
-            )
+            self.metrics.add(loss.detach(), right.sum(), count)
         if self.guard.sees(total, self.step):
             self._report("loss", total)
         return total
 
     def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
-        if not self.kept:
+        if self.counts:
             self.step += 1
-            if (self.step - 1) % self.config.log_every == 0:
-                self.tally.read()
 
     def on_train_epoch_end(self) -> None:
-        if not self.kept:
-            self.tally.read()
-            means = {f"train_{name}": value for name, value in self.tally.means().items()}
-            self.log_dict({**means, **self.tally.solver_means()}, sync_dist=True)
-            self.tally = Tally()
+        if self.counts:
+            row = self.metrics.row()
+            means = {f"train_{name}": row.pop(name) for name in ("loss", "accuracy")}
+            self.log_dict({**means, **row}, sync_dist=True)
+            self.metrics = EpochMetrics()
 
     def _run(self, x: Tensor, watched: bool) -> Tensor:
         if not watched:
@@ -196,7 +191,7 @@ class EquilibriumModule(pl.LightningModule):
             return logits
         with observe(self.model) as seen:
             logits = self.forward(x)
-        self.tally.add_solver(solver_numbers(self.model, seen))
+        self.metrics.add_solver(solver_numbers(self.model, seen))
         return logits
 
     @torch.no_grad()
@@ -210,7 +205,7 @@ class EquilibriumModule(pl.LightningModule):
         finally:
             for module, mode in modes:
                 module.training = mode
-        self.tally.add_solver(solver_numbers(self.model, seen))
+        self.metrics.add_solver(solver_numbers(self.model, seen))
 
     def configure_gradient_clipping(
         self,
@@ -227,17 +222,16 @@ class EquilibriumModule(pl.LightningModule):
         norm = gradient_norm(self._trained)
         if norm is None:
             return
-        self.tally.add_norm(norm)
+        self.metrics.gradient_norm = norm
         if limit is not None:
-            scale_gradients(self._trained, limit, norm)
+            torch.nn.utils.clip_grads_with_norm_(self._trained, limit, norm)
         if self.config.precision.startswith("16"):
             return  # infinite gradients are how the loss scale finds its size; it skips them itself
         if self.guard.sees(norm, self.step):
             self._report("norm of the gradient", norm)
         if self.guard.deferred:
-            if self.trainer.world_size > 1:
-                self.guard.agree()
-            self.guard.protect(getattr(optimizer, "optimizer", optimizer))
+            inner = getattr(optimizer, "optimizer", optimizer)
+            self.guard.protect(inner, shared=self.trainer.world_size > 1)
 
     def _report(self, what: str, value: Tensor) -> NoReturn:
         assert self._batch is not None
@@ -271,7 +265,7 @@ class EquilibriumModule(pl.LightningModule):
         }
         if self.val_iou is not None:
             self.validation["val_miou"] = float(self.val_iou.compute())
-        if not self.kept:
+        if self.counts:
             self.log_dict(self.validation, sync_dist=True)
 
     # ------------------------------------------------------------------ optimization

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from equilibria.engine.result import ConvergenceWarning, Result
 from equilibria.nn import observe
 
-__all__ = ["Guard", "NonFiniteLoss", "examine"]
+__all__ = ["Guard", "NonFiniteLoss", "describe", "examine"]
 
 
 class NonFiniteLoss(RuntimeError):
@@ -43,46 +43,28 @@ class Guard:
 
     def sees(self, value: Tensor, step: int) -> bool:
         """Whether ``value`` is known to be bad now. Deferred: noted, False."""
-        if not self.deferred:
-            return not bool(torch.isfinite(value.detach()).all())
         bad = ~torch.isfinite(value.detach()).all()
+        if not self.deferred:
+            return bool(bad)
         if self._first is None:
             self._first = torch.full((), -1, dtype=torch.long, device=value.device)
         self._first = torch.where((self._first < 0) & bad, step, self._first)
         return False
 
-    def agree(self) -> None:
-        """Over all processes: what one of them saw, all have seen."""
+    def protect(self, optimizer: Optimizer, *, shared: bool = False) -> None:
+        """Make the fused ``optimizer`` leave the weights alone once a bad step was seen, with
+        ``shared`` by any process."""
         if self._first is not None:
-            # The largest number of a bad step; −1 where there is none. Bad gradients are shared
-            # anyway, so that the processes differ by the loss of one step at most.
-            torch.distributed.all_reduce(self._first, op=torch.distributed.ReduceOp.MAX)
-
-    def protect(self, optimizer: Optimizer) -> None:
-        """Make the fused ``optimizer`` leave the weights alone once a bad step was seen."""
-        if self._first is not None:
+            if shared:
+                # The largest number of a bad step; −1 where there is none. Bad gradients are shared
+                # anyway, so that the processes differ by the loss of one step at most.
+                torch.distributed.all_reduce(self._first, op=torch.distributed.ReduceOp.MAX)
             optimizer.found_inf = (self._first >= 0).float()  # type: ignore[attr-defined]
 
     def first_bad(self) -> int | None:
         """The first bad step so far, if any. Waits for the device."""
-        if self._first is None:
-            return None
-        step = int(self._first)
+        step = -1 if self._first is None else int(self._first)
         return step if step >= 0 else None
-
-
-def _numbers(x: Tensor) -> dict[str, Any]:
-    x = x.detach().float()
-    finite = x[torch.isfinite(x)]
-    found: dict[str, Any] = {"shape": list(x.shape), "nonfinite": int((~torch.isfinite(x)).sum())}
-    if finite.numel():
-        found |= {"min": float(finite.min()), "max": float(finite.max())}
-        found |= {"mean": float(finite.mean()), "std": float(finite.std(correction=0))}
-    return found
-
-
-def _bad_samples(x: Tensor) -> Tensor:
-    return (~torch.isfinite(x.detach().flatten(1))).any(1)
 
 
 @torch.no_grad()
@@ -102,12 +84,7 @@ def examine(
 
     def look(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            if (
-                not first
-                and isinstance(output, Tensor)
-                and output.is_floating_point()
-                and not bool(torch.isfinite(output).all())
-            ):
+            if not first and isinstance(output, Tensor) and _bad(output):
                 first.append({"module": name, "kind": type(module).__name__})
 
         return hook
@@ -123,27 +100,42 @@ def examine(
         for buffer, before in buffers:
             buffer.copy_(before)
     each = losses(logits, y)
-    bad = ~torch.isfinite(each)
     layers = {name: _solves(solutions) for name, solutions in seen.solutions.items() if solutions}
+    parameters = dict(model.named_parameters())
     return {
         "input": _numbers(x),
-        "input_bad_samples": _bad_samples(x).nonzero().flatten().tolist()[:most],
+        "input_bad_samples": _places(~torch.isfinite(x.flatten(1)).all(1))[:most],
         "labels": y.flatten().tolist()[:most] if y.ndim == 1 else [],
         "logits": _numbers(logits),
-        "bad_samples": bad.nonzero().flatten().tolist(),
+        "bad_samples": _places(~torch.isfinite(each)),
         "largest_losses": each.nan_to_num(nan=float("inf")).topk(min(5, len(each))).values.tolist(),
         "first_nonfinite_module": first[0] if first else None,
         "solvers": layers,
         "failed_layers": [name for name, found in layers.items() if found["failed"]],
-        "nonfinite_parameters": [
-            n for n, p in model.named_parameters() if not bool(torch.isfinite(p).all())
-        ][:most],
+        "nonfinite_parameters": [n for n, p in parameters.items() if _bad(p)][:most],
         "nonfinite_gradients": [
-            n
-            for n, p in model.named_parameters()
-            if p.grad is not None and not bool(torch.isfinite(p.grad).all())
+            n for n, p in parameters.items() if p.grad is not None and _bad(p.grad)
         ][:most],
     }
+
+
+def _bad(x: Tensor) -> bool:
+    return not bool(torch.isfinite(x.detach()).all())
+
+
+def _places(mask: Tensor) -> list[int]:
+    found: list[int] = mask.nonzero().flatten().tolist()
+    return found
+
+
+def _numbers(x: Tensor) -> dict[str, Any]:
+    x = x.detach().float()
+    finite = x[torch.isfinite(x)]
+    found: dict[str, Any] = {"shape": list(x.shape), "nonfinite": x.numel() - finite.numel()}
+    if finite.numel():
+        found |= {"min": float(finite.min()), "max": float(finite.max())}
+        found |= {"mean": float(finite.mean()), "std": float(finite.std(correction=0))}
+    return found
 
 
 def _solves(solutions: list[Any]) -> dict[str, Any]:
@@ -157,7 +149,7 @@ def _solves(solutions: list[Any]) -> dict[str, Any]:
         "steps_max": max(int(s.stats.steps.max()) for s in solutions),
         "relative_residual_max": float(relative.nan_to_num(nan=float("inf")).max()),
         "failed": int(failed.sum()),
-        "failed_samples": failed.nonzero().flatten().tolist()[:20],
+        "failed_samples": _places(failed)[:20],
     }
 
 
@@ -180,13 +172,11 @@ def describe(report: dict[str, Any]) -> str:
             f"The solver of layer {name!r} failed for {found['failed']} samples "
             f"({found['results']})."
         )
-    first = report["first_nonfinite_module"]
-    if first is not None:
+    if first := report["first_nonfinite_module"]:
         lines.append(
             f"The first non-finite output is that of {first['module']!r} ({first['kind']})."
         )
-    if report["nonfinite_gradients"]:
-        names = ", ".join(report["nonfinite_gradients"][:3])
+    if names := ", ".join(report["nonfinite_gradients"][:3]):
         lines.append(f"Gradients are not finite in {names}.")
     lines.append(
         "What helps: a lower lr, clip=1.0, a longer warmup, precision='32-true', or a tighter norm "

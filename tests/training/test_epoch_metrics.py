@@ -1,16 +1,73 @@
-"""Solver statistics as the progress bar shows them."""
+"""Sums over an epoch do not depend on when they are read; what is said of the solvers."""
 
 from __future__ import annotations
 
+import io
 import math
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 import equilibria as eq
 from equilibria.engine.result import ConvergenceWarning
-from equilibria.training.watching import solver_numbers, warn_unsettled
+from equilibria.training.epoch_metrics import EpochMetrics, solver_numbers, warn_unsettled
+
+steps = st.lists(st.tuples(st.floats(0, 10, width=32), st.integers(0, 32)), min_size=1, max_size=30)
+
+
+def stored(metrics: EpochMetrics) -> EpochMetrics:
+    """The same, from a file that needs no unpickling."""
+    file, found = io.BytesIO(), EpochMetrics()
+    torch.save(metrics.state_dict(), file)
+    file.seek(0)
+    found.load_state_dict(torch.load(file, weights_only=True))
+    return found
+
+
+@given(steps, st.sets(st.integers(0, 29)))
+def test_means_do_not_depend_on_when_they_are_read_or_stored(
+    rows: list[tuple[float, int]], reads: set[int]
+) -> None:
+    metrics, other = EpochMetrics(), EpochMetrics()
+    for k, (loss, right) in enumerate(rows):
+        for one in (metrics, other):
+            one.add(torch.tensor(loss), torch.tensor(right), 32)
+        if k in reads:
+            metrics.latest()
+            metrics = stored(metrics)
+    assert metrics.row() == other.row()
+    mean = math.fsum(loss for loss, _ in rows) / len(rows)
+    assert metrics.row()["loss"] == pytest.approx(mean)
+    assert metrics.row()["accuracy"] == pytest.approx(sum(r for _, r in rows) / 32 / len(rows))
+
+
+def test_the_latest_numbers_count_from_the_last_reading() -> None:
+    metrics = EpochMetrics()
+    metrics.add(torch.tensor(4.0), torch.tensor(1), 2)
+    assert metrics.latest()["loss"] == 4.0
+    assert math.isnan(metrics.latest()["loss"])
+    metrics.add(torch.tensor(1.0), torch.tensor(2), torch.tensor(2))
+    found = metrics.latest()
+    assert (found["loss"], found["accuracy"]) == (1.0, 1.0)
+    assert found["samples_per_second"] > 0
+    assert metrics.row() == {"loss": 2.5, "accuracy": 0.75}
+
+
+def test_solver_numbers_that_are_not_there_do_not_count() -> None:
+    metrics = EpochMetrics()
+    for converged in (math.nan, 0.5):
+        metrics.add_solver(torch.tensor([4.0, 0.25, converged, 0.0]))
+    metrics.add_solver(None)
+    found = stored(metrics).row()
+    assert {k: found[k] for k in ("solver_steps", "residual", "converged", "failed")} == {
+        "solver_steps": 4.0,
+        "residual": 0.25,
+        "converged": 0.5,
+        "failed": 0.0,
+    }
 
 
 def layer(solver: eq.Picard) -> eq.nn.GEQ:

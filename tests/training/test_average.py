@@ -14,7 +14,7 @@ from torch import nn
 
 import equilibria as eq
 from equilibria.training import settle_norms
-from equilibria.training.averaging import Average
+from equilibria.training.average import Average
 
 from .small import Tiny, config, digits, run, same_weights
 

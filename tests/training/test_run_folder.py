@@ -11,9 +11,8 @@ import pytest
 import torch
 
 import equilibria as eq
-from equilibria.training import RunExistsError, SaveError, TrainConfig
-from equilibria.training.folder import RunFolder, provenance
-from equilibria.training.storing import write_bytes, write_json
+from equilibria.training import RunExistsError, TrainConfig
+from equilibria.training.run_folder import RunFolder, provenance
 
 from .small import config, run
 
@@ -98,33 +97,3 @@ def test_history_with_uneven_rows(tmp_path: Path) -> None:
     folder.write_history([{"epoch": 1, "a": 0.1}, {"epoch": 2, "b": float("nan")}])
     text = (tmp_path / "history.csv").read_text()
     assert text == "epoch,a,b\n1,0.1,\n2,,nan\n"
-
-
-def test_json_of_numbers_that_json_does_not_know(tmp_path: Path) -> None:
-    write_json(tmp_path / "a.json", {"x": float("nan"), "y": [float("-inf"), 1.5], "z": None})
-    assert json.loads((tmp_path / "a.json").read_text()) == {
-        "x": "nan",
-        "y": ["-inf", 1.5],
-        "z": None,
-    }
-
-
-def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
-    with pytest.raises(SaveError, match="nothing was there before"):
-        write_bytes(tmp_path / "none" / "file", b"x")
-
-
-def test_ctrl_c_in_the_middle_of_a_write_leaves_the_old_file_and_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "weights"
-    write_bytes(path, b"old")
-
-    def interrupted(_: int) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("equilibria.training.storing.os.fsync", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        write_bytes(path, b"new")
-    assert path.read_bytes() == b"old"
-    assert list(tmp_path.iterdir()) == [path]

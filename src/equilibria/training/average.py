@@ -1,4 +1,4 @@
-"""EMA: the running average of the weights, which is what is validated and saved."""
+"""The running average of the weights, which is what is validated and saved."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ def settle_norms(model: nn.Module) -> None:
         if callable(settle):  # a module with a bound of its own kind
             settle()
         elif isinstance(module, parametrize.ParametrizationList):
-            bounded = module[0]
-            if isinstance(bounded, OperatorNorm):
+            if isinstance(bounded := module[0], OperatorNorm):
                 bounded.right_inverse(module.original)
 
 
@@ -44,22 +43,14 @@ class Average:
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.decay = decay
         self.updates = 0
-        self._live, self._copied = self._tensors(model)
-        self._mean = [
-            t.detach().to(torch.promote_types(t.dtype, torch.float32), copy=True)
-            for t in self._live
-        ]
         self._model = model
-        self._aside: list[Tensor] | None = None
-
-    @staticmethod
-    def _tensors(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
-        """What is averaged, and what is put aside unaveraged while the average is in place."""
         vectors = {id(m.v) for m in model.modules() if isinstance(m, OperatorNorm)}
-        buffers = list(model.buffers())
-        averaged: list[Tensor] = [p for p in model.parameters() if p.is_floating_point()]
-        averaged += [b for b in buffers if b.is_floating_point() and id(b) not in vectors]
-        return averaged, [b for b in buffers if id(b) in vectors]
+        tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
+        self._live = [t for t in tensors if t.is_floating_point() and id(t) not in vectors]
+        self._vectors = [t for t in tensors if id(t) in vectors]
+        wide = [torch.promote_types(t.dtype, torch.float32) for t in self._live]
+        self._mean = [t.detach().to(w, copy=True) for t, w in zip(self._live, wide, strict=True)]
+        self._aside: list[Tensor] | None = None
 
     @torch.no_grad()
     def update(self) -> None:
@@ -78,7 +69,7 @@ class Average:
     def apply(self) -> None:
         """Put the average into the model, in place, and keep its own weights aside."""
         if self._aside is None:
-            self._aside = [t.detach().clone() for t in (*self._live, *self._copied)]
+            self._aside = [t.detach().clone() for t in (*self._live, *self._vectors)]
             torch._foreach_copy_(self._live, self._mean)
             settle_norms(self._model)
 
@@ -86,7 +77,7 @@ class Average:
     def restore(self) -> None:
         """Give the model its own weights back, bit for bit."""
         if self._aside is not None:
-            torch._foreach_copy_([*self._live, *self._copied], self._aside)
+            torch._foreach_copy_([*self._live, *self._vectors], self._aside)
             self._aside = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -95,14 +86,17 @@ class Average:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        given = state["mean"]
-        found = [t.to(m) for t, m in zip(given, self._mean, strict=True)]
+        found = [t.to(m) for t, m in zip(state["mean"], self._mean, strict=True)]
         torch._foreach_copy_(self._mean, found)
         self.updates = int(state["updates"])
 
 
 class WeightAverage(pl.Callback):
-    """Keeps an ``Average`` of ``module.model``; puts it in place while the model is validated."""
+    """Keeps an ``Average`` of ``module.model``; puts it in place while the model is validated.
+
+    Lightning's EMAWeightAveraging averages singular vectors too, rounds to the weights' dtype at
+    each validation, and waits for the device at each step.
+    """
 
     def __init__(self, decay: float) -> None:
         self.decay = decay
@@ -111,7 +105,9 @@ class WeightAverage(pl.Callback):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         # Here the model is on its device; a checkpoint's state came before.
-        self.average = Average(_model(pl_module), self.decay)
+        model = pl_module.model
+        assert isinstance(model, nn.Module)
+        self.average = Average(model, self.decay)
         if self._loaded is not None:
             self.average.load_state_dict(self._loaded)
             self._loaded = None
@@ -125,6 +121,10 @@ class WeightAverage(pl.Callback):
             self.average.apply()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.restore()
+
+    def restore(self) -> None:
+        """Give the model its own weights back if it holds the average."""
         if self.average is not None:
             self.average.restore()
 
@@ -145,9 +145,3 @@ class WeightAverage(pl.Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._loaded = state_dict
-
-
-def _model(module: pl.LightningModule) -> nn.Module:
-    model = module.model
-    assert isinstance(model, nn.Module)
-    return model

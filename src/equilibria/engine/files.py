@@ -1,0 +1,75 @@
+"""Files that are whole or not there, and values as JSON: the one place that writes either.
+
+A file is written beside its place, flushed to the disk, then moved there: after a crash or Ctrl-C
+``path`` holds the old content or the new, never a part of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+__all__ = ["SaveError", "json_text", "json_value", "write_bytes", "write_json", "write_text"]
+
+
+class SaveError(OSError):
+    """A file could not be written. What stood there before is unchanged."""
+
+
+def write_bytes(path: Path | str, content: bytes | memoryview) -> Path:
+    """Write ``path`` in one step; its folder is made if missing."""
+    path = Path(path)
+    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with beside.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    except OSError as error:
+        old = "the earlier one is unchanged" if path.exists() else "nothing was there before"
+        raise SaveError(
+            error.errno,
+            f"could not write {path} ({len(content):,} bytes): {error.strerror or error}; {old}. "
+            "Free some space or check the folder's permissions",
+        ) from error
+    finally:
+        with contextlib.suppress(OSError):
+            beside.unlink(missing_ok=True)
+    return path
+
+
+def write_text(path: Path | str, text: str) -> Path:
+    """``write_bytes`` in UTF-8."""
+    return write_bytes(path, text.encode("utf-8"))
+
+
+def write_json(path: Path | str, value: Any) -> Path:
+    """``json_text(value)`` and a line's end, in one step."""
+    return write_text(path, json_text(value) + "\n")
+
+
+def json_text(value: Any) -> str:
+    """JSON, strictly: NaN and infinities are null."""
+    return json.dumps(json_value(value), indent=1, allow_nan=False, ensure_ascii=False)
+
+
+def json_value(value: Any) -> Any:
+    """The same in types that JSON has: tensors and arrays as lists, NaN and infinities as None."""
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): json_value(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, range)):
+        return [json_value(item) for item in value]
+    if hasattr(value, "tolist"):  # tensors, and numpy's arrays and numbers
+        return json_value(value.tolist())
+    return str(value)

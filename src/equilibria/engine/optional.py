@@ -1,0 +1,29 @@
+"""Packages that are not required: a missing one is an error that names the extra to install."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+__all__ = ["needs"]
+
+
+@contextmanager
+def needs(package: str, purpose: str, *, extra: str = "train") -> Iterator[None]:
+    """Import an optional package inside this block.
+
+        with needs("pyarrow", "Reading Parquet files"):
+            import pyarrow.parquet as pq
+
+    Where the import fails, the error reads: Reading Parquet files needs pyarrow, which cannot be
+    imported (No module named 'pyarrow'): pip install "equilibria[train]". The import itself stays
+    an ordinary statement, which type checkers and the test of the import order can read.
+    """
+    try:
+        yield
+    except ImportError as error:
+        raise ImportError(
+            f"{purpose} needs {package}, which cannot be imported ({error}): "
+            f'pip install "equilibria[{extra}]"',
+            name=error.name,
+        ) from error

@@ -1,0 +1,725 @@
+"""A run from its beginning to its files: ``fit``, and the callback that counts, logs and saves."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+import signal
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import lightning.pytorch as pl
+import safetensors.torch
+import torch
+from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.utilities import rank_zero_only
+from torch import nn
+
+from equilibria import models
+from equilibria._version import __version__
+from equilibria.data import ImageData
+from equilibria.engine.files import SaveError, write_bytes, write_json, write_text
+from equilibria.engine.optional import needs
+
+from .average import Average, WeightAverage
+from .checkpoint import (
+    ENTRY,
+    FORMAT,
+    CheckpointFile,
+    check_checkpoint,
+    find_checkpoint,
+    random_state,
+    read_checkpoint,
+    restore_random_state,
+    seed_all,
+)
+from .config import TrainConfig
+from .epoch_metrics import EpochMetrics, warn_unsettled
+from .module import EquilibriumModule
+from .nonfinite import NonFiniteLoss, describe
+from .progress import TrainingBar, epoch_line
+from .run_data import Progress, TrainBatches, load_data, validation_batches
+from .run_folder import RunFolder, provenance
+
+__all__ = ["Interrupted", "Run", "StopRequest", "TrainResult", "fit"]
+
+_DTYPES = {"64-true": torch.float64, "16-true": torch.float16, "bf16-true": torch.bfloat16}
+
+
+class Interrupted(KeyboardInterrupt):
+    """The run was interrupted; ``checkpoint`` is what it can be resumed from, if anything.
+
+    One that was asked to stop as its last epoch ended is complete, which the message says.
+    ``exact`` says whether resuming repeats the uninterrupted run bit for bit (on the CPU): it does
+    unless the interruption cut a step in two.
+    """
+
+    def __init__(self, message: str, checkpoint: Path | None, *, exact: bool = True) -> None:
+        super().__init__(message)
+        self.checkpoint = checkpoint
+        self.exact = exact
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a run left behind."""
+
+    folder: Path
+    weights: Path
+    """model.safetensors: the averaged weights where there is an average."""
+    checkpoint: Path
+    """last.ckpt, to resume from."""
+    metrics: dict[str, float]
+    """Of the epoch whose weights were saved."""
+    history: list[dict[str, Any]]
+    """One entry an epoch."""
+    model: nn.Module = field(repr=False)
+    """The model with those weights, on the CPU, in eval mode."""
+
+
+def fit(
+    config: TrainConfig,
+    *,
+    resume: str | Path | None = None,
+    data: tuple[ImageData, ImageData | None] | None = None,
+    progress: bool = True,
+    model: nn.Module | None = None,
+    overwrite: bool = False,
+    callbacks: Sequence[pl.Callback] = (),
+) -> TrainResult:
+    """Train a model as the configuration says, and write the run to its folder.
+
+    Args:
+        config: what to train, on what, how, where to.
+        resume: a checkpoint or the folder of a run, to go on from there. On one CPU the resumed run
+            repeats the uninterrupted one bit for bit, from the end of an epoch and from Ctrl-C.
+        data: (training, validation) instead of what ``config.data`` names; the second may be None.
+        progress: whether to show a bar and the lines of the epochs on stderr.
+        model: a network instead of the one that ``config.model`` names.
+        overwrite: whether a run that is in the folder may be replaced.
+        callbacks: of Lightning, beside our own.
+
+    Raises:
+        NonFiniteLoss: the loss became NaN; the report is in nonfinite.json.
+        Interrupted: Ctrl-C or SIGTERM; the run was saved, the message says how to go on.
+        CheckpointError: ``resume`` is no checkpoint, or one of another run.
+        RunExistsError: the folder holds a run, and neither resume nor overwrite was given.
+        SaveError: a file could not be written, say on a full disk; the older one is intact.
+    """
+    if not isinstance(config, TrainConfig):
+        raise TypeError(
+            f"fit takes a TrainConfig, got {type(config).__name__}; TrainConfig.from_yaml(path) "
+            "reads a file."
+        )
+    bar = TrainingBar() if progress and _rank() == 0 else None
+    before = random_state()
+    try:
+        with _quiet():
+            return Run(config, resume, data, model, bar, overwrite).go(callbacks)
+    finally:
+        restore_random_state(before)
+        if bar is not None:
+            bar.close()
+
+
+class StopRequest:
+    """Whether somebody asked to stop: Ctrl-C, SIGTERM, or a callback that sets ``asked``.
+
+    Inside a ``with`` block the first Ctrl-C and every SIGTERM set ``asked``, and the second Ctrl-C
+    interrupts at once. Outside the main thread Python gives no signals, and the block changes
+    nothing.
+    """
+
+    def __init__(self, say: Callable[[], Any] = lambda: None) -> None:
+        self.asked = False
+        self._say = say
+        self._pressed = False  # not asked: a callback may have set that before the first Ctrl-C
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> StopRequest:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
+        self.listen()
+        return self
+
+    def listen(self) -> None:
+        """Take the signals (again). Lightning's own handler of SIGTERM leaves its loops in the
+        middle of a validation, and that epoch would have no result."""
+        for number in self._before:
+            signal.signal(number, self._handle)
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            # None: a handler that was not set by Python; there is no way to put that one back.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+    def _handle(self, number: int, frame: Any) -> None:
+        if number == signal.SIGINT:
+            if self._pressed:
+                raise KeyboardInterrupt
+            self._pressed = True
+        if not self.asked:
+            self.asked = True
+            self._say()
+
+
+class _Stop(Exception):
+    """How a run leaves Lightning's loops: between two steps, after the checkpoint was written."""
+
+
+class _StepCounter(pl.Callback):
+    """Before all callbacks but the average: a step that an exception of a later one ends counts."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    def on_train_batch_start(self, *args: Any, **kwargs: Any) -> None:
+        self.run.in_step = True
+
+    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        self.run.progress.batch += 1
+        self.run.progress.step += 1
+        self.run.module.step = self.run.progress.step
+        self.run.in_step = False
+
+
+class Run(Checkpoint):
+    """One training: prepared, counted, logged, saved, stopped and ended. A callback, the last one.
+
+    ``progress`` says how far it has come; ``request.asked = True`` stops it after the step, as
+    Ctrl-C does. Lightning's ModelCheckpoint, EarlyStopping and OnExceptionCheckpoint are not used:
+    they keep no place inside an epoch, forget epochs before a change of ``early_stop``, and save a
+    step that was cut in two as if it were whole, so that a resumed run would be another one.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        resume: str | Path | None,
+        data: Any,
+        model: nn.Module | None,
+        bar: TrainingBar | None,
+        overwrite: bool,
+    ) -> None:
+        self.started, self.bar = datetime.now(UTC), bar
+        self.request = StopRequest(self._say_stopping)
+        self.progress = Progress()
+        self.history: list[dict[str, Any]] = []
+        self.best, self.best_epoch = (-math.inf, -math.inf), 0
+        self.finished = False
+        """All epochs done, or stopped early."""
+        self.in_step, self.exact = False, True
+        self.final_state: dict[str, Any] = {}
+        self._restored: dict[str, Any] = {}
+        self._ended: dict[str, Any] | None = None
+        """The random numbers after the last step of an epoch that is not yet closed."""
+        self.resume = None if resume is None else find_checkpoint(resume)
+        place = config.folder
+        if self.resume is not None and config.out is None:
+            place = self.resume.parent
+        self.folder = RunFolder(place)
+        self.config = config.with_overrides(out=str(place)).resolved()
+        continues = self.resume is not None and self.resume.parent.resolve() == place.resolve()
+        self.main = _rank() == 0
+        if self.main:
+            self.folder.check(resume=continues, overwrite=overwrite)
+        seed_all(config.seed)
+        self.data = load_data(self.config, data, progress=bar is not None)
+        self.model = _make_model(self.config, model, self.data.train)
+        # A copy stays whole where the strategy cuts the model in pieces.
+        self.whole = copy.deepcopy(self.model) if config.strategy == "fsdp" else self.model
+        self.saved: dict[str, Any] = {}
+        if self.resume is not None:
+            self.saved = read_checkpoint(self.resume)
+            check_checkpoint(self.resume, self.saved, self.config, self.model)
+            self.load_state_dict(self.saved["callbacks"][self.state_key])
+        self.average = None if config.ema is None else WeightAverage(config.ema)
+        if self.main:
+            # Not before all of the above went well: an old run is not lost to a typing error.
+            self.folder.open(resume=continues)
+            write_text(self.folder.config, self.config.to_yaml())
+            if self.resume is not None and not continues and config.select == "best":
+                best = RunFolder(self.resume.parent).weights
+                if best.exists():  # of an epoch before the checkpoint
+                    write_bytes(self.folder.weights, best.read_bytes())
+
+    def go(self, callbacks: Sequence[pl.Callback]) -> TrainResult:
+        """Train, and write what is written at the end."""
+        complete = self.progress.epoch >= self.config.epochs
+        if complete or (self.finished and self.config.early_stop is not None):
+            # Everything is trained; what may be missing are the files at the end.
+            self.final_state = self._stored_weights()
+            return self._finish(None)
+        self.saved = {}  # Lightning reads it again; two copies are not needed
+        trainer = self._trainer(callbacks)
+        place: dict[str, Any] = {"device": trainer.strategy.root_device}
+        place |= {"rank": trainer.global_rank, "world": trainer.world_size}
+        self.batches = TrainBatches(self.data, self.config, self.progress, **place)
+        valid = validation_batches(self.data, self.config, **place)
+        self.module = self._module(trainer)
+        try:
+            with self.request:
+                trainer.fit(self.module, self.batches, valid, ckpt_path=self.resume)
+                result = self._finish(trainer)
+        except (_Stop, KeyboardInterrupt):  # the latter: a second Ctrl-C at the end
+            raise self._interrupted() from None
+        except SystemExit as error:  # how Lightning ends after a KeyboardInterrupt
+            if isinstance(error.__context__, KeyboardInterrupt):
+                raise self._interrupted() from None
+            raise
+        if self.request.asked:  # too late to cut anything short; who asked wants nothing to follow
+            raise Interrupted(
+                "Interrupted as the last epoch ended: the training is complete, with all its files "
+                f"in {result.folder}. There is nothing left to resume.",
+                result.checkpoint,
+            )
+        return result
+
+    # ------------------------------------------------------------------ before
+
+    def _trainer(self, callbacks: Sequence[pl.Callback]) -> pl.Trainer:
+        config = self.config
+        own = [self.average, _StepCounter(self), self.bar]
+        strategy: Any = config.strategy
+        if strategy == "fsdp":
+            from lightning.pytorch.strategies import FSDPStrategy
+
+            strategy = FSDPStrategy(state_dict_type="full")
+        return pl.Trainer(
+            max_epochs=config.epochs - self.progress.epoch,
+            accelerator=config.accelerator,
+            devices=list(config.devices) if isinstance(config.devices, tuple) else config.devices,
+            num_nodes=config.nodes,
+            strategy=strategy,
+            precision=config.precision,  # type: ignore[arg-type]
+            callbacks=[*(c for c in own if c is not None), *callbacks, self],
+            plugins=[CheckpointFile()],
+            default_root_dir=self.folder.path,
+            logger=_loggers(config, self.folder, self.progress.step) or False,
+            log_every_n_steps=1,
+            enable_progress_bar=self.bar is not None,
+            enable_model_summary=False,
+            num_sanity_val_steps=0,
+            limit_val_batches=0 if self.data.valid is None else 1.0,
+            # The first epoch after a resume is shorter than the others.
+            reload_dataloaders_every_n_epochs=1,
+            # The batches are shared out already.
+            use_distributed_sampler=False,
+        )
+
+    def _module(self, trainer: pl.Trainer) -> EquilibriumModule:
+        if self.config.channels_last:
+            self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        module = EquilibriumModule(
+            self.model.train(),
+            self.config,
+            num_classes=self.data.train.num_classes,
+            task=self.data.train.task,
+            ignore_index=self.data.train.ignore_index,
+            total_steps=self.config.epochs * self.batches.per_epoch,
+            steps_per_epoch=self.batches.per_epoch,
+        )
+        module.counts = False
+        module.on_nonfinite = lambda found: self._nonfinite(found, trainer)
+        return module
+
+    # ------------------------------------------------------------------ the state in a checkpoint
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "progress": vars(self.progress).copy(),
+            "history": [dict(row) for row in self.history],
+            "best": [*self.best, self.best_epoch],
+            "finished": self.finished,
+            "random": self._ended or random_state(),
+            "metrics": self.module.metrics.state_dict(),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        vars(self.progress).update(state_dict["progress"])  # in place: the batches hold it too
+        self.history = [dict(row) for row in state_dict["history"]]
+        *best, self.best_epoch = state_dict["best"]
+        self.best = (best[0], best[1])
+        self.finished = state_dict["finished"]
+        self._restored = state_dict
+
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        checkpoint.pop("loops", None)
+        checkpoint[ENTRY] = {
+            "format": FORMAT,
+            "version": __version__,
+            "config": self.config.to_dict(),
+            "revision": self.config.model_revision,
+            "progress": vars(self.progress).copy(),
+            "finished": self.finished,
+            "exact": self.exact,
+        }
+
+    def save(self, trainer: pl.Trainer) -> None:
+        """Write last.ckpt, whole or not at all."""
+        try:
+            trainer.save_checkpoint(self.folder.checkpoint, weights_only=False)
+        except SaveError as error:
+            done = f"{self.progress.epoch} epochs and {self.progress.batch} batches"
+            raise SaveError(
+                error.errno,
+                f"{error.strerror}. The run stopped after {done}; resume from the checkpoint that "
+                f"is there with resume={str(self.folder.path)!r}",
+            ) from error
+
+    # ------------------------------------------------------------------ Lightning's hooks
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.module.step = self.progress.step
+        if self._restored:
+            self.module.metrics.load_state_dict(self._restored["metrics"])
+            if trainer.world_size == 1:
+                restore_random_state(self._restored["random"])
+        if trainer.global_rank:
+            seed_all(self.config.seed + self.progress.step + trainer.global_rank)
+        if self.config.keep_every is not None and self.progress.step == 0:
+            self._write_weights(self.folder.epoch(0), {})
+        self._set_title()
+        self.request.listen()
+        if self._asked(trainer):
+            raise _Stop
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.progress.batch == self.batches.per_epoch:  # stopped in its validation, or after it
+            self._ended = self._restored["random"]
+            if trainer.enable_validation:
+                trainer.validating = True
+                trainer.fit_loop.epoch_loop.val_loop.run()
+                trainer.training = True
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any
+    ) -> None:
+        logged = (self.progress.step - 1) % self.config.log_every == 0
+        last = self.progress.batch == self.batches.per_epoch
+        if logged:  # the one place in a step where the host waits for the device
+            self._check_finite()
+            latest = self.module.metrics.latest()
+            norm = self.module.metrics.gradient_norm
+            more = {
+                "lr": _rate(trainer),
+                "gradient_norm": math.nan if norm is None else float(norm),
+            }
+            self._log(trainer, "train", {**latest, **more})
+            if self.bar is not None:
+                self.bar.latest = latest
+        if last:
+            self._ended = random_state()
+        # After the last batch the epoch is brought to its end first.
+        if (logged or trainer.world_size == 1) and self._asked(trainer) and not last:
+            self.save(trainer)
+            raise _Stop
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._share_buffers(trainer)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._check_finite()
+        metrics = self.module.metrics
+        if trainer.world_size > 1:
+            metrics.reduce(self.module.device)
+        means = metrics.row()
+        row: dict[str, Any] = {
+            "epoch": self.progress.epoch + 1,
+            "step": self.progress.step,
+            "lr": _rate(trainer),
+            "train_loss": means.pop("loss"),
+            "train_accuracy": means.pop("accuracy"),
+            **self.module.validation,
+            **means,
+            **metrics.speed(),
+        }
+        # Files first, then what the checkpoint will say of them: one that is written in between, on
+        # a second Ctrl-C, stands before all this, and it is done again.
+        score = _score(row)
+        self._write_epoch(row, best=score > self.best and self.config.select == "best")
+        self.history.append(row)
+        if score > self.best:
+            self.best, self.best_epoch = score, row["epoch"]
+        self.progress.epoch, self.progress.batch, self._ended = row["epoch"], 0, None
+        self.module.metrics, self.module.validation = EpochMetrics(), {}
+        self.finished = row["epoch"] >= self.config.epochs
+        if row["epoch"] - self.best_epoch >= (self.config.early_stop or math.inf):
+            self.finished = trainer.should_stop = True
+        self.save(trainer)
+        self._log(trainer, "epoch", row)
+        self._set_title()
+        if self.bar is not None:
+            self.bar.say(epoch_line(row, self.config.epochs))
+        # Over processes all have to ask. A run that is finished goes on to write its files.
+        if self._asked(trainer) and not self.finished:
+            raise _Stop
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.average is not None and self.average.average is not None:
+            self.average.average.apply()
+        self._share_buffers(trainer)
+        self.final_state = {
+            name.removeprefix("model."): value.detach().to("cpu", copy=True)
+            for name, value in trainer.strategy.lightning_module_state_dict().items()
+            if name.startswith("model.")
+        }
+
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        # A second Ctrl-C, or one that came from elsewhere: save what there is. With more than one
+        # process the others are in the middle of something, and saving would hang.
+        if isinstance(exception, KeyboardInterrupt) and trainer.world_size == 1:
+            if self.average is not None:
+                self.average.restore()
+            self.exact = not self.in_step
+            if self.progress.step:
+                self.save(trainer)
+
+    # ------------------------------------------------------------------ the parts
+
+    def _share_buffers(self, trainer: pl.Trainer) -> None:
+        """The statistics of batch norms are each process's own: take those of the first."""
+        if trainer.world_size > 1 and self.config.strategy != "fsdp":
+            for buffer in self.model.buffers():
+                torch.distributed.broadcast(buffer, src=0)
+
+    def _asked(self, trainer: pl.Trainer) -> bool:
+        """Whether the run should stop; over processes, whether any of them was asked to."""
+        if trainer.world_size > 1:
+            flag = torch.tensor(float(self.request.asked), device=self.module.device)
+            torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX)
+            self.request.asked = bool(flag)
+        return self.request.asked
+
+    def _check_finite(self) -> None:
+        bad = self.module.guard.first_bad()
+        if bad is not None:
+            self.module.on_nonfinite({"deferred_step": bad})
+
+    def _log(self, trainer: pl.Trainer, group: str, values: Mapping[str, float]) -> None:
+        finite = {f"{group}/{k}": float(v) for k, v in values.items() if math.isfinite(v)}
+        for logger in trainer.loggers:
+            logger.log_metrics(finite, self.progress.step)
+
+    def _set_title(self) -> None:
+        if self.bar is not None:
+            epoch = min(self.progress.epoch + 1, self.config.epochs)
+            self.bar.title = f"epoch {epoch}/{self.config.epochs}"
+
+    def _say_stopping(self) -> None:
+        if self.bar is not None:
+            self.bar.say("stopping after this step; Ctrl-C again stops at once")
+
+    def _write_epoch(self, row: dict[str, Any], *, best: bool) -> None:
+        """The files of an epoch: the history, and the weights if it is the best or one to keep."""
+        if self.main:
+            self.folder.write_history([*self.history, row])
+        every = self.config.keep_every
+        kept = every is not None and row["epoch"] % every == 0
+        if best or kept:
+            with nullcontext() if self.average is None else self.average.in_place():
+                if best:
+                    self._write_weights(self.folder.weights, row)
+                if kept:
+                    self._write_weights(self.folder.epoch(row["epoch"]), row)
+
+    def _write_weights(self, path: Path, row: Mapping[str, Any]) -> None:
+        if self.main:
+            self.folder.write_weights(path, self.whole, self.data, self.config, row)
+
+    # ------------------------------------------------------------------ when it ends badly
+
+    def _nonfinite(self, found: dict[str, Any], trainer: pl.Trainer) -> NoReturn:
+        step = int(found.pop("deferred_step", self.progress.step))
+        epoch, number = divmod(step, self.batches.per_epoch)
+        if "what" not in found:
+            # Noted on the device some steps ago: make that batch again and look at it now. The
+            # weights have not moved since.
+            with trainer.precision_plugin.forward_context():
+                looked = self.module.examine(*self.batches.batch(epoch, number))
+            found = {"what": "loss or its gradient", "value": "NaN or infinite", **looked}
+        report = {
+            "epoch": epoch + 1,
+            "batch": number,
+            "step": step,
+            **found,
+            "indices": self.data.rows(self.batches.indices(epoch, number)),
+            "data": self.data.train.name,
+            "config": self.config.to_dict(),
+        }
+        # One name for each process that finds something.
+        rank = trainer.global_rank
+        path = self.folder.nonfinite.with_suffix(f".{rank}.json" if rank else ".json")
+        write_json(path, report)
+        raise NonFiniteLoss(f"{describe(report)} The report is {path}.", report, path)
+
+    def _interrupted(self) -> Interrupted:
+        here, folder = self.progress, self.folder
+        where = f"{here.epoch} of {self.config.epochs} epochs and {here.batch} batches of the next"
+        if not folder.checkpoint.exists():
+            return Interrupted(f"Interrupted after {where}; nothing was saved yet.", None)
+        exact = "" if self.exact else " A step was cut in two: going on is not bit for bit."
+        return Interrupted(
+            f"Interrupted after {where}. Saved {folder.checkpoint}.{exact} Go on with "
+            f"fit(TrainConfig.from_yaml({str(folder.config)!r}), resume={str(folder.path)!r}).",
+            folder.checkpoint,
+            exact=self.exact,
+        )
+
+    # ------------------------------------------------------------------ after
+
+    def _stored_weights(self) -> dict[str, Any]:
+        """The weights that a complete checkpoint stands for: its average, if it has one."""
+        state = self.saved["state_dict"]
+        self.model.load_state_dict({k.removeprefix("model."): v for k, v in state.items()})
+        if self.config.ema is not None:
+            average = Average(self.model, self.config.ema)
+            average.load_state_dict(self.saved["callbacks"]["WeightAverage"])
+            average.apply()
+        return dict(self.model.state_dict())
+
+    def _finish(self, trainer: pl.Trainer | None) -> TrainResult:
+        model, row = self.whole.cpu(), dict(self.history[-1])
+        if self.config.select == "best" and self.folder.weights.exists():
+            row = dict(self.history[self.best_epoch - 1])
+            if trainer is not None:
+                trainer.strategy.barrier("best weights written")
+            model.load_state_dict(safetensors.torch.load_file(self.folder.weights))
+        else:
+            model.load_state_dict(self.final_state)
+            self._write_weights(self.folder.weights, row)
+        metrics = {
+            name: float(value)
+            for name, value in row.items()
+            if name.startswith(("train_", "val_")) or name in ("solver_steps", "residual")
+        }
+        if self.main:
+            device = torch.device("cpu") if trainer is None else trainer.strategy.root_device
+            train, valid = self.data.train, self.data.valid
+            described = getattr(model, "config", None)
+            known = isinstance(described, models.ModelConfig)
+            self.folder.write_history(self.history)
+            write_json(
+                self.folder.result,
+                {
+                    "metrics": metrics,
+                    "epoch": row["epoch"],
+                    "epochs": len(self.history),
+                    "parameters": models.count_parameters(model),
+                    "model": described.to_dict() if known else {"name": type(model).__name__},
+                    "data": {
+                        "name": train.name,
+                        "train": len(train),
+                        "validation": 0 if valid is None else len(valid),
+                        "classes": train.num_classes,
+                    },
+                    "processes": 1 if trainer is None else trainer.world_size,
+                    "resumed": self.resume is not None,
+                    **provenance(self.started, device, self.config.seed),
+                },
+            )
+        if trainer is not None:
+            trainer.strategy.barrier("result written")
+        if self.main:  # everything is written, also where a warning is an error
+            warn_unsettled(row)
+        return TrainResult(
+            folder=self.folder.path,
+            weights=self.folder.weights,
+            checkpoint=self.folder.checkpoint,
+            metrics=metrics,
+            history=self.history,
+            model=model.eval(),
+        )
+
+
+def _score(row: Mapping[str, float]) -> tuple[float, float]:
+    """What the best epoch has most of: mean IoU or accuracy, and at equal ones a small loss."""
+    if "val_loss" not in row:
+        return (-math.inf, -math.inf)
+    return (row.get("val_miou", row["val_accuracy"]), -row["val_loss"])
+
+
+def _rate(trainer: pl.Trainer) -> float:
+    return float(trainer.optimizers[0].param_groups[0]["lr"])
+
+
+def _rank() -> int:
+    """This process among all, known before there is a trainer: from the environment."""
+    return int(getattr(rank_zero_only, "rank", 0) or 0)
+
+
+def _make_model(config: TrainConfig, given: nn.Module | None, train: ImageData) -> nn.Module:
+    if given is None:
+        card = models.describe(config.model)
+        if card.task != train.task:
+            raise ValueError(
+                f"{config.model} is a network for {card.task}, and {train.name} is data for "
+                f"{train.task}; models.names(task={train.task!r}) lists what fits."
+            )
+        height, width = train.images.shape[2:]
+        given = models.create(
+            config.model,
+            train.num_classes,
+            in_channels=train.channels,
+            image_size=int(height) if height == width else None,
+            **config.model_options,
+        )
+    elif not isinstance(given, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(given).__name__}.")
+    # Before a checkpoint is read: Lightning converts after it, and float64 would be rounded.
+    return given.to(_DTYPES[config.precision]) if config.precision in _DTYPES else given
+
+
+def _loggers(config: TrainConfig, folder: RunFolder, step: int) -> list[Any]:
+    """Lightning's loggers of the configuration; a resumed run drops what came after ``step``."""
+    from lightning.pytorch import loggers
+
+    made: list[Any] = []
+    for name in config.loggers:
+        with needs(name, f"loggers={config.loggers!r}"):
+            if name == "tensorboard":
+                purge = {"purge_step": step or None}
+                made.append(
+                    loggers.TensorBoardLogger(
+                        folder.path, folder.logs.name, "", default_hp_metric=False, **purge
+                    )
+                )
+            elif name == "csv":
+                made.append(loggers.CSVLogger(folder.path, "csv"))
+            elif name == "wandb":
+                made.append(
+                    loggers.WandbLogger(folder.path.name, folder.path, project="equilibria")
+                )
+            else:
+                made.append(loggers.MLFlowLogger("equilibria", folder.path.name))
+    return made
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without Lightning's remarks on what it found and what one could buy; warnings stay."""
+    found = [logging.getLogger(n) for n in ("lightning.pytorch", "lightning.fabric")]
+    levels = [logger.level for logger in found]
+    for logger in found:
+        logger.setLevel(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            # Lightning looks for workers of a DataLoader; our batches are made on the device.
+            warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+            # Lightning's use of a part of torch that has a new name.
+            warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.*")
+            yield
+    finally:
+        for logger, level in zip(found, levels, strict=True):
+            logger.setLevel(level)
