@@ -13,8 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import equilibria as eq
-from equilibria.training import settle_norms
-from equilibria.training.average import Average
+from equilibria.training import WeightAverage, settle_norms
 
 from .small import Tiny, config, digits, run, same_weights
 
@@ -22,7 +21,8 @@ from .small import Tiny, config, digits, run, same_weights
 def test_the_average_is_its_formula() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
-    average = Average(model, 0.8)
+    average = WeightAverage(0.8)
+    average.follow(model)
     tensors = [*model.parameters(), *(b for b in model.buffers() if b.is_floating_point())]
     expected = [t.detach().double().numpy().copy() for t in tensors]
     for step in range(1, 60):
@@ -47,7 +47,8 @@ def test_the_average_is_its_formula() -> None:
 def test_low_precision_is_averaged_in_float32() -> None:
     model = nn.Linear(1, 1, bias=False).to(torch.bfloat16)
     nn.init.ones_(model.weight)
-    average = Average(model, 0.999)
+    average = WeightAverage(0.999)
+    average.follow(model)
     average.updates = 10**6
     with torch.no_grad():
         model.weight.fill_(2.0)
@@ -78,7 +79,8 @@ def test_an_averaged_weight_keeps_its_norm_bound() -> None:
 
     layer.train()
     train(5.0, 1, 1, 1, 1, 1)
-    average = Average(layer, 0.5)
+    average = WeightAverage(0.5)
+    average.follow(layer)
     average.updates = 10**6
     train(0.1, 3, 1, 1, 1, 1)
     average.update()

@@ -27,7 +27,7 @@ from equilibria.training import (
     fit,
     read_checkpoint,
 )
-from equilibria.training.checkpoint import random_state, restore_random_state, seed_all
+from equilibria.training.run_folder import random_state, restore_random_state, seed_all
 
 from .small import RaiseAt, Tiny, config, digits, run, same_weights
 
@@ -122,7 +122,7 @@ def test_full_at_the_very_end_resume_writes_the_rest(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr("equilibria.training.run_folder.write_bytes", full)
+        patch.setattr("safetensors.torch.save", full)
         with pytest.raises(SaveError, match="resume from"):
             run(config(tmp_path / "full", ema=0.9))
     assert not (tmp_path / "full" / "model.safetensors").exists()

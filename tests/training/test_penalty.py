@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import equilibria as eq
-from equilibria.training.penalty import JacobianPenalty
+from equilibria.training.module import JacobianPenalty
 
 
 class Linear(eq.nn.MapLayer):

@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize
 
 from equilibria.nn import OperatorNorm
 
-__all__ = ["Average", "WeightAverage", "settle_norms"]
+__all__ = ["WeightAverage", "settle_norms"]
 
 
 @torch.no_grad()
@@ -27,30 +27,46 @@ def settle_norms(model: nn.Module) -> None:
         settle = getattr(module, "settle", None)
         if callable(settle):  # a module with a bound of its own kind
             settle()
-        elif isinstance(module, parametrize.ParametrizationList):
-            if isinstance(bounded := module[0], OperatorNorm):
-                bounded.right_inverse(module.original)
+        elif isinstance(module, parametrize.ParametrizationList) and isinstance(
+            bounded := module[0], OperatorNorm
+        ):
+            bounded.right_inverse(module.original)
 
 
-class Average:
+class WeightAverage(pl.Callback):
     """w̄ ← d·w̄ + (1 − d)·w after every step t = 1, 2, …, with d = min(decay, (1 + t)/(10 + t)).
 
-    The small d at first forgets the random start. Floating buffers (the statistics of batch norms)
-    are averaged alike; the singular vectors of norm bounds are not averaged but found again for w̄
-    (``settle_norms``); integers stay as they are. Weights below float32 are averaged in float32.
+    The small d at first forgets the random start. Floating buffers of ``module.model`` (the
+    statistics of batch norms) are averaged alike; the singular vectors of norm bounds are not
+    averaged but found again for w̄ (``settle_norms``); integers stay as they are. Weights below
+    float32 are averaged in float32. While the model is validated it holds the average.
+
+    Lightning's EMAWeightAveraging averages singular vectors too, rounds to the weights' dtype at
+    each validation, and waits for the device at each step.
     """
 
-    def __init__(self, model: nn.Module, decay: float) -> None:
+    def __init__(self, decay: float) -> None:
         self.decay = decay
         self.updates = 0
-        self._model = model
+        self._model: nn.Module | None = None
+        self._mean: list[Tensor] = []
+        self._aside: list[Tensor] = []
+        self._loaded: dict[str, Any] = {}
+
+    def follow(self, model: nn.Module) -> None:
+        """Begin with the weights of ``model``, or with those of a checkpoint that was loaded."""
         vectors = {id(m.v) for m in model.modules() if isinstance(m, OperatorNorm)}
         tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
+        self._model = model
         self._live = [t for t in tensors if t.is_floating_point() and id(t) not in vectors]
         self._vectors = [t for t in tensors if id(t) in vectors]
+        given = self._loaded.get("mean", self._live)
         wide = [torch.promote_types(t.dtype, torch.float32) for t in self._live]
-        self._mean = [t.detach().to(w, copy=True) for t, w in zip(self._live, wide, strict=True)]
-        self._aside: list[Tensor] | None = None
+        self._mean = [
+            g.detach().to(t.device, w, copy=True)
+            for g, t, w in zip(given, self._live, wide, strict=True)
+        ]
+        self.updates = int(self._loaded.get("updates", 0))
 
     @torch.no_grad()
     def update(self) -> None:
@@ -60,15 +76,10 @@ class Average:
         live = [t.detach().to(m.dtype) for t, m in zip(self._live, self._mean, strict=True)]
         torch._foreach_lerp_(self._mean, live, 1.0 - decay)
 
-    @property
-    def applied(self) -> bool:
-        """Whether the model holds the average now."""
-        return self._aside is not None
-
     @torch.no_grad()
     def apply(self) -> None:
         """Put the average into the model, in place, and keep its own weights aside."""
-        if self._aside is None:
+        if self._model is not None and not self._aside:
             self._aside = [t.detach().clone() for t in (*self._live, *self._vectors)]
             torch._foreach_copy_(self._live, self._mean)
             settle_norms(self._model)
@@ -76,72 +87,36 @@ class Average:
     @torch.no_grad()
     def restore(self) -> None:
         """Give the model its own weights back, bit for bit."""
-        if self._aside is not None:
+        if self._aside:
             torch._foreach_copy_([*self._live, *self._vectors], self._aside)
-            self._aside = None
-
-    def state_dict(self) -> dict[str, Any]:
-        """The averages in the order of the model's tensors, and the count of updates."""
-        return {"updates": self.updates, "mean": list(self._mean)}
-
-    @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        found = [t.to(m) for t, m in zip(state["mean"], self._mean, strict=True)]
-        torch._foreach_copy_(self._mean, found)
-        self.updates = int(state["updates"])
-
-
-class WeightAverage(pl.Callback):
-    """Keeps an ``Average`` of ``module.model``; puts it in place while the model is validated.
-
-    Lightning's EMAWeightAveraging averages singular vectors too, rounds to the weights' dtype at
-    each validation, and waits for the device at each step.
-    """
-
-    def __init__(self, decay: float) -> None:
-        self.decay = decay
-        self.average: Average | None = None
-        self._loaded: dict[str, Any] | None = None
-
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # Here the model is on its device; a checkpoint's state came before.
-        model = pl_module.model
-        assert isinstance(model, nn.Module)
-        self.average = Average(model, self.decay)
-        if self._loaded is not None:
-            self.average.load_state_dict(self._loaded)
-            self._loaded = None
-
-    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
-        if self.average is not None:
-            self.average.update()
-
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self.average is not None:
-            self.average.apply()
-
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.restore()
-
-    def restore(self) -> None:
-        """Give the model its own weights back if it holds the average."""
-        if self.average is not None:
-            self.average.restore()
+            self._aside = []
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """The model holds the average inside the block."""
-        if self.average is None or self.average.applied:
-            yield
-            return
-        self.average.apply()
+        self.apply()
         try:
             yield
         finally:
-            self.average.restore()
+            self.restore()
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        model = pl_module.model  # on its device now; a checkpoint's state came before
+        assert isinstance(model, nn.Module)
+        self.follow(model)
+
+    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        self.update()
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.apply()
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.restore()
 
     def state_dict(self) -> dict[str, Any]:
-        return {} if self.average is None else self.average.state_dict()
+        """The averages in the order of the model's tensors, and the count of updates."""
+        return {"updates": self.updates, "mean": list(self._mean)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._loaded = state_dict

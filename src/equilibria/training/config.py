@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,7 @@ _CHOICES = {
     ),
 }
 _LOGGERS = ("tensorboard", "csv", "wandb", "mlflow")
-_PRECISIONS = {"32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed", "64": "64-true"}
+_SHORT = {"32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed", "64": "64-true"}
 _WARMUP = {"onecycle": 0.25, "cosine": 0.05, "step": 0.0, "constant": 0.0}
 
 
@@ -155,21 +155,16 @@ class TrainConfig:
     """Folder of the run; None: ``runs/<data>-<model>``."""
 
     def __post_init__(self) -> None:
-        defaults = {f.name: f.default for f in dataclasses.fields(self)}
-        read = {"devices": _devices, "milestones": _milestones, "augment": _augment}
-        read |= {"loggers": _loggers, "model_options": _model_options}
-        read |= dict.fromkeys(_FLOATS, _number)
+        optional = {f.name for f in dataclasses.fields(self) if f.default is None}
         for name in ("model", "data", "out", "data_root"):
-            optional = defaults[name] is None
             value = getattr(self, name)
-            if not (value is None and optional):
-                if not isinstance(value, (str, Path)) or not str(value):
-                    allowed = "a non-empty text" + (" or None" if optional else "")
-                    self._refuse(name, f"expected {allowed}", TypeError)
-                object.__setattr__(self, name, str(value))
-        given = str(self.precision)
-        object.__setattr__(self, "precision", _PRECISIONS.get(given, given))
-        for name, parse in read.items():
+            if value is None and name in optional:
+                continue
+            if not isinstance(value, (str, Path)) or not str(value):
+                allowed = "a non-empty text" + (" or None" if name in optional else "")
+                self._refuse(name, f"expected {allowed}", TypeError)
+            object.__setattr__(self, name, str(value))
+        for name, parse in _PARSED.items():
             object.__setattr__(self, name, parse(getattr(self, name)))
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
@@ -177,13 +172,13 @@ class TrainConfig:
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 self._refuse(name, _one_of(getattr(self, name), choices))
-        for name, (low, high) in _INTEGERS.items():
-            optional = defaults[name] is None
-            check_number(self, name, low=low, high=high, integer=True, optional=optional)
-        for name, (least, most, ends) in _FLOATS.items():
-            opened = {"low_open": "(" in ends, "high_open": ")" in ends}
-            optional = defaults[name] is None
-            check_number(self, name, low=least, high=most, optional=optional, **opened)
+        for name, (least, most) in _INTEGERS.items():
+            limits: dict[str, Any] = {"low": least, "high": most, "optional": name in optional}
+            check_number(self, name, integer=True, **limits)
+        for name, (low, high, open_ends) in _FLOATS.items():
+            limits = {"low": low, "high": high, "optional": name in optional}
+            limits |= {"low_open": "(" in open_ends, "high_open": ")" in open_ends}
+            check_number(self, name, **limits)
         self._check_together()
 
     def _refuse(self, name: str, why: str, kind: type[Exception] = ValueError) -> None:
@@ -192,65 +187,41 @@ class TrainConfig:
         raise kind(f"TrainConfig({name}={value!r}): {why}{got}.")
 
     def _check_together(self) -> None:
-        sharded, judged = self.strategy == "fsdp", self.early_stop is not None
-        judged = judged or self.select == "best"
-        several = self.strategy != "auto" or self.nodes > 1
-        rules = [
-            (
-                self.schedule == "step" and not self.milestones,
-                "schedule='step') needs milestones, the epochs after which the rate falls, such as "
-                f"milestones=({self.epochs // 2}, {self.epochs * 3 // 4}).",
-            ),
-            (
-                self.schedule != "step" and bool(self.milestones),
-                f"milestones={self.milestones}) belongs to schedule='step', but the schedule is "
-                f"{self.schedule!r}: set schedule='step' or leave milestones out.",
-            ),
-            (
-                bool(self.milestones) and self.milestones[-1] >= self.epochs,
-                f"milestones={self.milestones}) goes beyond the run of {self.epochs} epochs: give "
-                f"milestones below {self.epochs}, or more epochs.",
-            ),
-            (
-                self.nesterov and self.optimizer == "sgd" and self.momentum == 0.0,
-                "nesterov=True, momentum=0.0): Nesterov's form needs a momentum; set "
-                "nesterov=False or a momentum such as 0.9.",
-            ),
-            (
-                self.validation == 0.0 and judged,
-                "validation=0): early_stop and select='best' compare validation results, and "
-                "nothing is held out; set validation=0.1 or leave them out.",
-            ),
-            (
-                self.cuda_graphs and (self.compile or self.jacobian_weight > 0.0),
-                f"cuda_graphs=True, compile={self.compile}, "
-                f"jacobian_weight={self.jacobian_weight}): a captured step is replayed as it is; "
-                "choose one.",
-            ),
-            (
-                self.cuda_graphs and several,
-                f"cuda_graphs=True, strategy={self.strategy!r}, nodes={self.nodes}): graphs are "
-                "for one GPU; leave cuda_graphs out to train on several.",
-            ),
-            (
-                self.jacobian_weight > 0.0 and self.compile,
-                "jacobian_weight=..., compile=True): a compiled layer cannot be looked into for "
-                "its Jacobian; choose one of the two.",
-            ),
-            (
-                sharded and self.keep_every is not None,
-                "strategy='fsdp', keep_every=...): sharded weights are gathered at the end alone; "
-                "leave keep_every out.",
-            ),
-            (
-                sharded and (self.ema is not None or self.select == "best"),
-                "strategy='fsdp'): sharded weights are not averaged or copied aside; leave out ema "
-                "and select='best', or use strategy='ddp'.",
-            ),
-        ]
-        for broken, message in rules:
-            if broken:
-                raise ValueError(f"TrainConfig({message}")
+        last = self.milestones[-1] if self.milestones else 0
+        if (self.schedule == "step") != bool(self.milestones) or last >= self.epochs:
+            raise ValueError(
+                f"TrainConfig(schedule={self.schedule!r}, milestones={self.milestones}, "
+                f"epochs={self.epochs}): schedule='step' needs milestones, the epochs after which "
+                "the rate falls, all before the end of the run, and no other schedule has them; "
+                f"such as milestones=({self.epochs // 2}, {self.epochs * 3 // 4})."
+            )
+        if self.nesterov and self.optimizer == "sgd" and self.momentum == 0.0:
+            raise ValueError(
+                "TrainConfig(nesterov=True, momentum=0.0): Nesterov's form needs a momentum; set "
+                "nesterov=False or a momentum such as 0.9."
+            )
+        if self.validation == 0.0 and (self.early_stop is not None or self.select == "best"):
+            raise ValueError(
+                "TrainConfig(validation=0): early_stop and select='best' compare validation "
+                "results, and nothing is held out; set validation=0.1 or leave them out."
+            )
+        if self.cuda_graphs + self.compile + (self.jacobian_weight > 0.0) > 1:
+            raise ValueError(
+                f"TrainConfig(cuda_graphs={self.cuda_graphs}, compile={self.compile}, "
+                f"jacobian_weight={self.jacobian_weight}): a captured or compiled step is run as "
+                "it is, and cannot be looked into for its Jacobian; choose one of the three."
+            )
+        if self.cuda_graphs and (self.strategy != "auto" or self.nodes > 1):
+            raise ValueError(
+                f"TrainConfig(cuda_graphs=True, strategy={self.strategy!r}, nodes={self.nodes}): "
+                "graphs are for one GPU; leave cuda_graphs out to train on several."
+            )
+        aside = self.ema is not None or self.keep_every is not None or self.select == "best"
+        if self.strategy == "fsdp" and aside:
+            raise ValueError(
+                "TrainConfig(strategy='fsdp'): sharded weights are not averaged or copied aside; "
+                "leave out ema, keep_every and select='best', or use strategy='ddp'."
+            )
 
     @property
     def warmup_share(self) -> float:
@@ -324,13 +295,7 @@ class TrainConfig:
     def differences(self, other: TrainConfig) -> dict[str, tuple[Any, Any]]:
         """Options whose values differ, name → (mine, the other's)."""
         mine, theirs = self.to_dict(), other.to_dict()
-        return {k: (mine[k], theirs[k]) for k in mine if not _same(mine[k], theirs[k])}
-
-
-def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, float) and isinstance(b, (int, float)):
-        return math.isclose(a, b, rel_tol=1e-12, abs_tol=0.0)
-    return bool(a == b)
+        return {k: (mine[k], theirs[k]) for k in mine if mine[k] != theirs[k]}
 
 
 def _one_of(given: object, choices: Sequence[str]) -> str:
@@ -413,3 +378,14 @@ def _devices(value: Any) -> int | str | tuple[int, ...]:
         f"TrainConfig(devices={value!r}): expected a number of devices of at least 1, a list of "
         "their indices, or 'auto'."
     )
+
+
+_PARSED: dict[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(_FLOATS, _number),
+    "augment": _augment,
+    "devices": _devices,
+    "loggers": _loggers,
+    "milestones": _milestones,
+    "model_options": _model_options,
+    "precision": lambda value: _SHORT.get(str(value), str(value)),
+}

@@ -103,12 +103,9 @@ def examine(
     layers = {name: _solves(solutions) for name, solutions in seen.solutions.items() if solutions}
     parameters = dict(model.named_parameters())
     return {
-        "input": _numbers(x),
+        "samples": len(x),
         "input_bad_samples": _places(~torch.isfinite(x.flatten(1)).all(1))[:most],
-        "labels": y.flatten().tolist()[:most] if y.ndim == 1 else [],
-        "logits": _numbers(logits),
         "bad_samples": _places(~torch.isfinite(each)),
-        "largest_losses": each.nan_to_num(nan=float("inf")).topk(min(5, len(each))).values.tolist(),
         "first_nonfinite_module": first[0] if first else None,
         "solvers": layers,
         "failed_layers": [name for name, found in layers.items() if found["failed"]],
@@ -125,16 +122,6 @@ def _bad(x: Tensor) -> bool:
 
 def _places(mask: Tensor) -> list[int]:
     found: list[int] = mask.nonzero().flatten().tolist()
-    return found
-
-
-def _numbers(x: Tensor) -> dict[str, Any]:
-    x = x.detach().float()
-    finite = x[torch.isfinite(x)]
-    found: dict[str, Any] = {"shape": list(x.shape), "nonfinite": x.numel() - finite.numel()}
-    if finite.numel():
-        found |= {"min": float(finite.min()), "max": float(finite.max())}
-        found |= {"mean": float(finite.mean()), "std": float(finite.std(correction=0))}
     return found
 
 
@@ -163,7 +150,7 @@ def describe(report: dict[str, Any]) -> str:
     if bad:
         named = [str(places[k]) for k in bad[:10] if k < len(places)]
         where = f", at {', '.join(named)} of the training images" if named else ""
-        lines.append(f"{len(bad)} of {report['input']['shape'][0]} samples are bad{where}.")
+        lines.append(f"{len(bad)} of {report['samples']} samples are bad{where}.")
     if report["input_bad_samples"]:
         lines.append("The images themselves hold NaN or infinity after augmentation.")
     for name in report["failed_layers"]:

@@ -27,14 +27,15 @@ _FORMS = {
 class TrainingBar(RichProgressBar):
     """Loss, accuracy, solver steps, residual and share converged beside Lightning's bar.
 
-    Where stderr is no terminal only the lines of the epochs are written.
+    Where stderr is no terminal only the lines of the epochs are written; with ``quiet`` nothing is.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, quiet: bool = False) -> None:
         super().__init__(refresh_rate=10, console_kwargs={"stderr": True})
+        self.quiet = quiet
         self.latest: Mapping[str, float] = {}
         self.title = ""
-        if not Console(stderr=True).is_terminal:
+        if quiet or not Console(stderr=True).is_terminal:
             self.disable()
 
     def get_metrics(
@@ -53,8 +54,9 @@ class TrainingBar(RichProgressBar):
 
     def say(self, text: str) -> None:
         """Write a line, above the bar where there is one."""
-        console = self._console if self.progress is not None and self._console else None
-        (console or Console(stderr=True)).print(text, markup=False, highlight=False, soft_wrap=True)
+        if not self.quiet:
+            console = self._console or Console(stderr=True)
+            console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
         """The run is over: stop the bar, and give rich's own console back to stdout."""

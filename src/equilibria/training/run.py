@@ -28,28 +28,30 @@ from equilibria.data import ImageData
 from equilibria.engine.files import SaveError, write_bytes, write_json, write_text
 from equilibria.engine.optional import needs
 
-from .average import Average, WeightAverage
-from .checkpoint import (
-    ENTRY,
-    FORMAT,
-    CheckpointFile,
-    check_checkpoint,
-    find_checkpoint,
-    random_state,
-    read_checkpoint,
-    restore_random_state,
-    seed_all,
-)
+from .average import WeightAverage
 from .config import TrainConfig
 from .epoch_metrics import EpochMetrics, warn_unsettled
 from .module import EquilibriumModule
 from .nonfinite import NonFiniteLoss, describe
 from .progress import TrainingBar, epoch_line
 from .run_data import Progress, TrainBatches, load_data, validation_batches
-from .run_folder import RunFolder, provenance
+from .run_folder import (
+    ENTRY,
+    FORMAT,
+    CheckpointFile,
+    RunFolder,
+    check_checkpoint,
+    find_checkpoint,
+    provenance,
+    random_state,
+    read_checkpoint,
+    restore_random_state,
+    seed_all,
+)
 
 __all__ = ["Interrupted", "Run", "StopRequest", "TrainResult", "fit"]
 
+_LIGHTNING = ("lightning.pytorch", "lightning.fabric")
 _DTYPES = {"64-true": torch.float64, "16-true": torch.float16, "bf16-true": torch.bfloat16}
 
 
@@ -118,15 +120,13 @@ def fit(
             f"fit takes a TrainConfig, got {type(config).__name__}; TrainConfig.from_yaml(path) "
             "reads a file."
         )
-    bar = TrainingBar() if progress and _rank() == 0 else None
-    before = random_state()
+    bar, before = TrainingBar(quiet=not progress or _rank() > 0), random_state()
     try:
-        with _quiet():
+        with _lightning_without_remarks():
             return Run(config, resume, data, model, bar, overwrite).go(callbacks)
     finally:
         restore_random_state(before)
-        if bar is not None:
-            bar.close()
+        bar.close()
 
 
 class StopRequest:
@@ -205,11 +205,13 @@ class Run(Checkpoint):
         resume: str | Path | None,
         data: Any,
         model: nn.Module | None,
-        bar: TrainingBar | None,
+        bar: TrainingBar,
         overwrite: bool,
     ) -> None:
         self.started, self.bar = datetime.now(UTC), bar
-        self.request = StopRequest(self._say_stopping)
+        self.request = StopRequest(
+            lambda: bar.say("stopping after this step; Ctrl-C again stops at once")
+        )
         self.progress = Progress()
         self.history: list[dict[str, Any]] = []
         self.best, self.best_epoch = (-math.inf, -math.inf), 0
@@ -231,7 +233,7 @@ class Run(Checkpoint):
         if self.main:
             self.folder.check(resume=continues, overwrite=overwrite)
         seed_all(config.seed)
-        self.data = load_data(self.config, data, progress=bar is not None)
+        self.data = load_data(self.config, data, progress=not bar.quiet)
         self.model = _make_model(self.config, model, self.data.train)
         # A copy stays whole where the strategy cuts the model in pieces.
         self.whole = copy.deepcopy(self.model) if config.strategy == "fsdp" else self.model
@@ -286,7 +288,7 @@ class Run(Checkpoint):
 
     def _trainer(self, callbacks: Sequence[pl.Callback]) -> pl.Trainer:
         config = self.config
-        own = [self.average, _StepCounter(self), self.bar]
+        own = [_StepCounter(self), self.bar]
         strategy: Any = config.strategy
         if strategy == "fsdp":
             from lightning.pytorch.strategies import FSDPStrategy
@@ -299,12 +301,11 @@ class Run(Checkpoint):
             num_nodes=config.nodes,
             strategy=strategy,
             precision=config.precision,  # type: ignore[arg-type]
-            callbacks=[*(c for c in own if c is not None), *callbacks, self],
+            callbacks=[*([self.average] if self.average else []), *own, *callbacks, self],
             plugins=[CheckpointFile()],
             default_root_dir=self.folder.path,
             logger=_loggers(config, self.folder, self.progress.step) or False,
             log_every_n_steps=1,
-            enable_progress_bar=self.bar is not None,
             enable_model_summary=False,
             num_sanity_val_steps=0,
             limit_val_batches=0 if self.data.valid is None else 1.0,
@@ -415,8 +416,7 @@ class Run(Checkpoint):
                 "gradient_norm": math.nan if norm is None else float(norm),
             }
             self._log(trainer, "train", {**latest, **more})
-            if self.bar is not None:
-                self.bar.latest = latest
+            self.bar.latest = latest
         if last:
             self._ended = random_state()
         # After the last batch the epoch is brought to its end first.
@@ -458,15 +458,14 @@ class Run(Checkpoint):
         self.save(trainer)
         self._log(trainer, "epoch", row)
         self._set_title()
-        if self.bar is not None:
-            self.bar.say(epoch_line(row, self.config.epochs))
+        self.bar.say(epoch_line(row, self.config.epochs))
         # Over processes all have to ask. A run that is finished goes on to write its files.
         if self._asked(trainer) and not self.finished:
             raise _Stop
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self.average is not None and self.average.average is not None:
-            self.average.average.apply()
+        if self.average is not None:
+            self.average.apply()
         self._share_buffers(trainer)
         self.final_state = {
             name.removeprefix("model."): value.detach().to("cpu", copy=True)
@@ -513,13 +512,8 @@ class Run(Checkpoint):
             logger.log_metrics(finite, self.progress.step)
 
     def _set_title(self) -> None:
-        if self.bar is not None:
-            epoch = min(self.progress.epoch + 1, self.config.epochs)
-            self.bar.title = f"epoch {epoch}/{self.config.epochs}"
-
-    def _say_stopping(self) -> None:
-        if self.bar is not None:
-            self.bar.say("stopping after this step; Ctrl-C again stops at once")
+        epoch = min(self.progress.epoch + 1, self.config.epochs)
+        self.bar.title = f"epoch {epoch}/{self.config.epochs}"
 
     def _write_epoch(self, row: dict[str, Any], *, best: bool) -> None:
         """The files of an epoch: the history, and the weights if it is the best or one to keep."""
@@ -583,10 +577,10 @@ class Run(Checkpoint):
         """The weights that a complete checkpoint stands for: its average, if it has one."""
         state = self.saved["state_dict"]
         self.model.load_state_dict({k.removeprefix("model."): v for k, v in state.items()})
-        if self.config.ema is not None:
-            average = Average(self.model, self.config.ema)
-            average.load_state_dict(self.saved["callbacks"]["WeightAverage"])
-            average.apply()
+        if self.average is not None:
+            self.average.load_state_dict(self.saved["callbacks"][self.average.state_key])
+            self.average.follow(self.model)
+            self.average.apply()
         return dict(self.model.state_dict())
 
     def _finish(self, trainer: pl.Trainer | None) -> TrainResult:
@@ -685,34 +679,23 @@ def _loggers(config: TrainConfig, folder: RunFolder, step: int) -> list[Any]:
     """Lightning's loggers of the configuration; a resumed run drops what came after ``step``."""
     from lightning.pytorch import loggers
 
-    made: list[Any] = []
-    for name in config.loggers:
-        with needs(name, f"loggers={config.loggers!r}"):
-            if name == "tensorboard":
-                purge = {"purge_step": step or None}
-                made.append(
-                    loggers.TensorBoardLogger(
-                        folder.path, folder.logs.name, "", default_hp_metric=False, **purge
-                    )
-                )
-            elif name == "csv":
-                made.append(loggers.CSVLogger(folder.path, "csv"))
-            elif name == "wandb":
-                made.append(
-                    loggers.WandbLogger(folder.path.name, folder.path, project="equilibria")
-                )
-            else:
-                made.append(loggers.MLFlowLogger("equilibria", folder.path.name))
-    return made
+    path, name, purge = folder.path, folder.path.name, {"purge_step": step or None}
+    make: dict[str, Callable[[], Any]] = {
+        "tensorboard": lambda: loggers.TensorBoardLogger(path, folder.logs.name, "", **purge),
+        "csv": lambda: loggers.CSVLogger(path, "csv"),
+        "wandb": lambda: loggers.WandbLogger(name, path, project="equilibria"),
+        "mlflow": lambda: loggers.MLFlowLogger("equilibria", name),
+    }
+    with needs(" and ".join(config.loggers), f"loggers={config.loggers!r}"):
+        return [make[kind]() for kind in config.loggers]
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Without Lightning's remarks on what it found and what one could buy; warnings stay."""
-    found = [logging.getLogger(n) for n in ("lightning.pytorch", "lightning.fabric")]
-    levels = [logger.level for logger in found]
-    for logger in found:
-        logger.setLevel(logging.WARNING)
+def _lightning_without_remarks() -> Iterator[None]:
+    """On what it found and what one could buy; warnings stay."""
+    levels = {name: logging.getLogger(name).level for name in _LIGHTNING}
+    for name in _LIGHTNING:
+        logging.getLogger(name).setLevel(logging.WARNING)
     try:
         with warnings.catch_warnings():
             # Lightning looks for workers of a DataLoader; our batches are made on the device.
@@ -721,5 +704,5 @@ def _quiet() -> Iterator[None]:
             warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.*")
             yield
     finally:
-        for logger, level in zip(found, levels, strict=True):
-            logger.setLevel(level)
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
