@@ -1,4 +1,4 @@
-"""The LightningModule: its losses and metrics against plain numpy."""
+"""The LightningModule: losses and metrics against numpy, the penalty against a dense Jacobian."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import equilibria as eq
 from equilibria.training import EquilibriumModule, TrainConfig, fit
+from equilibria.training.module import JacobianPenalty
 
 from .small import Pixels, Tiny, config, digits, masks, run
 
@@ -132,31 +133,14 @@ def test_segmentation_reports_the_mean_intersection_over_union(tmp_path: Path) -
     assert result.metrics["val_loss"] == pytest.approx(picked[keep.numpy()].mean(), rel=1e-5)
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "64-true"])
-def test_precisions(tmp_path: Path, precision: str) -> None:
-    result = run(config(tmp_path, epochs=2, precision=precision))
-    assert math.isfinite(result.metrics["train_loss"])
-    wanted = torch.float64 if precision == "64-true" else torch.float32
-    assert {p.dtype for p in result.model.parameters()} == {wanted}
-
-
 def test_clipping_bounds_the_step(tmp_path: Path) -> None:
     """Plain SGD of rate 1 moves the weights by the clipped norm and no further."""
     torch.manual_seed(0)
     model = Tiny()
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
-    settings = config(
-        tmp_path,
-        epochs=1,
-        batch_size=192,
-        lr=1.0,
-        momentum=0.0,
-        nesterov=False,
-        weight_decay=0.0,
-        schedule="constant",
-        clip=0.01,
-    )
-    result = fit(settings, data=digits(), model=model, progress=False)
+    plain: dict[str, Any] = {"momentum": 0.0, "nesterov": False, "weight_decay": 0.0, "lr": 1.0}
+    plain |= {"schedule": "constant", "epochs": 1, "batch_size": 192}
+    result = run(config(tmp_path, **plain, clip=0.01), model=model)
     moved = [(p.detach() - before[n]).flatten() for n, p in result.model.named_parameters()]
     assert float(torch.cat(moved).norm()) == pytest.approx(0.01, rel=1e-3)
 
@@ -201,3 +185,76 @@ def test_channels_last(tmp_path: Path) -> None:
     fit(settings, data=(data, None), model=Look(3), progress=False)
     assert seen
     assert all(seen)
+
+
+class Linear(eq.nn.MapLayer):
+    """z = Az/2 + x: its Jacobian is A/2 everywhere."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(solver=eq.Picard(max_steps=200))
+        self.weight = nn.Parameter(torch.linalg.qr(torch.randn(size, size)).Q)
+
+    def inject(self, x: Any) -> tuple[Any, ...]:
+        return (x,)
+
+    def step(self, z: Any, x: Any) -> Any:
+        return 0.5 * z @ self.weight.mT + x
+
+    def start(self, x: Any, *injected: Any) -> Any:
+        return torch.zeros_like(x)
+
+
+def total(penalty: JacobianPenalty, model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    with penalty.collect() as found:
+        model(x)
+    return torch.stack(found).sum()
+
+
+def test_it_estimates_the_frobenius_norm_of_every_layer() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        eq.nn.GEQ(5, 5, in_channels=3, hidden=None), nn.Linear(5, 6), Linear(6)
+    ).double()
+    x = torch.randn(64, 3, dtype=torch.float64)
+    penalty = JacobianPenalty(model, 2.0)
+    with torch.no_grad():
+        z = model[0](x)
+    problem = model[0].problem(x)
+    dense = torch.autograd.functional.jacobian(lambda s: problem.step(s).sum(0), z)
+    norms = dense.movedim(1, 0).flatten(1).square().sum(1) / 5
+    expected = 2.0 * (norms.mean() + 0.25)  # ‖A/2‖²_F/n = 1/4 for an orthogonal A
+    found = torch.stack([total(penalty, model, x).detach() for _ in range(30)]).mean()
+    assert float(found) == pytest.approx(float(expected), rel=0.08)
+
+
+def test_it_has_gradients() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Linear(6))
+    total(JacobianPenalty(model, 1.0), model, torch.randn(4, 6)).backward()
+    # E‖Jᵀv‖²/n falls as A shrinks.
+    assert float((model[0].weight.grad * model[0].weight.detach()).sum()) > 0.0
+
+
+def test_layers_with_a_weight_of_their_own_keep_it() -> None:
+    class Own(Linear):
+        jacobian_weight = 0.0
+
+    model = nn.Sequential(Own(3), Own(3))
+    model[1].jacobian_weight = 0.7
+    penalty = JacobianPenalty(model, 0.2)
+    assert (model[0].jacobian_weight, model[1].jacobian_weight) == (0.2, 0.7)
+    assert penalty.active
+
+
+def test_without_a_weight_nothing_is_collected() -> None:
+    model = nn.Sequential(Linear(3))
+    penalty = JacobianPenalty(model, 0.0)
+    assert not penalty.active
+    with penalty.collect() as found:
+        model(torch.randn(2, 3))
+    assert found == []
+
+
+def test_a_model_without_equilibrium_layers_is_refused() -> None:
+    with pytest.raises(ValueError, match="there is none"):
+        JacobianPenalty(nn.Linear(2, 2), 1.0)

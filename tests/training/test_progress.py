@@ -10,10 +10,9 @@ import pytest
 import rich
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from equilibria.training import fit
 from equilibria.training.progress import epoch_line
 
-from .small import RaiseAt, SignalAt, Tiny, config, digits, run
+from .small import config, raise_at, run, signal_at
 
 ROW: dict[str, Any] = {
     "epoch": 3,
@@ -49,8 +48,8 @@ def test_the_bar_shows_every_number_in_one_line(
         monkeypatch.setenv(name, value)
     settings = config(tmp_path, epochs=2, log_every=1)
     with pytest.raises(KeyboardInterrupt):
-        fit(settings, data=digits(), model=Tiny(), callbacks=[SignalAt(2)])
-    fit(settings, data=digits(), model=Tiny(), resume=tmp_path)
+        run(settings, progress=True, callbacks=[signal_at(2)])
+    run(settings, progress=True, resume=tmp_path)
     shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capfd.readouterr().err)
     numbers = r"loss: \d\.\d+ acc: \d+\.\d% steps: 3\.0 res: \d\.\de-\d\d"
     bar = r".*\d:\d\d:\d\d" if columns > 110 else ""
@@ -62,7 +61,7 @@ def test_the_bar_shows_every_number_in_one_line(
 
 
 def test_a_run_writes_a_line_for_each_epoch(tmp_path: Path, capfd: Any) -> None:
-    fit(config(tmp_path, epochs=2), data=digits(), model=Tiny(), progress=True)
+    run(config(tmp_path, epochs=2), progress=True)
     out, errors = capfd.readouterr()
     assert out == ""
     lines = [line for line in errors.splitlines() if line.startswith("epoch")]
@@ -97,7 +96,7 @@ def test_after_a_resume_no_step_is_logged_twice(tmp_path: Path) -> None:
     place = config(tmp_path, epochs=3, log_every=2)
     with pytest.raises(RuntimeError, match="power cut"):
         # The checkpoint is of step 6; steps 7, 9 and 11 are in the log already.
-        run(place, callbacks=[RaiseAt(11, RuntimeError("power cut"))])
+        run(place, callbacks=[raise_at(11, RuntimeError("power cut"))])
     run(place, resume=tmp_path)
     steps = [step for step, _ in scalars(tmp_path)["train/loss"]]
     assert steps == sorted(set(steps))

@@ -9,7 +9,8 @@ import torch
 
 import equilibria as eq
 from equilibria.training import TrainConfig
-from equilibria.training.run_data import Progress, TrainBatches, few, load_data
+from equilibria.training.progress import Progress
+from equilibria.training.run_data import TrainBatches, few, load_data
 
 from .small import config, digits
 

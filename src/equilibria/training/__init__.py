@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from .average import WeightAverage, settle_norms
     from .module import EquilibriumModule
     from .nonfinite import NonFiniteLoss
-    from .run import Interrupted, Run, TrainResult, fit
+    from .progress import Interrupted
+    from .run import Run, TrainResult, fit
     from .run_folder import CheckpointError, RunExistsError, read_checkpoint
 
 __all__ = ["CheckpointError", "EquilibriumModule", "GraphedModel", "Interrupted", "NonFiniteLoss"]
@@ -37,7 +38,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'equilibria.training' has no attribute {name!r}")
     with needs("lightning", "equilibria.training"):
         import lightning.pytorch  # noqa: F401
-    for file in ("average", "module", "nonfinite", "run", "run_folder"):
+    for file in ("average", "module", "nonfinite", "progress", "run", "run_folder"):
         module = import_module(f".{file}", __name__)
         if name in module.__all__:
             globals()[name] = found = getattr(module, name)

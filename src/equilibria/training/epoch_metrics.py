@@ -68,7 +68,7 @@ class EpochMetrics:
 
     def row(self) -> dict[str, float]:
         """Means over the epoch, as the history has them."""
-        return {**_means(self._sums.tolist(), [0.0] * 11)}
+        return _means(self._sums.tolist(), [0.0] * 11)
 
     def speed(self) -> dict[str, float]:
         """Seconds and images per second since the epoch began or was resumed."""
@@ -82,7 +82,11 @@ class EpochMetrics:
         torch.distributed.all_reduce(self._sums)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"sums": self._sums.tolist()}
+        """The sums, of all processes together."""
+        sums = self._sums.clone()
+        if torch.distributed.is_available() and torch.distributed.is_initialized() and sums[2] > 0:
+            torch.distributed.all_reduce(sums)
+        return {"sums": sums.tolist()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._start = self._window = list(state["sums"])

@@ -1,9 +1,14 @@
-"""What the user sees while a run goes on: Lightning's bar on stderr, and a line for each epoch."""
+"""How far a run has come: counted, shown by Lightning's bar and a line an epoch; and its end by
+Ctrl-C."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import signal
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -11,7 +16,7 @@ import rich
 from lightning.pytorch.callbacks import RichProgressBar
 from rich.console import Console
 
-__all__ = ["TrainingBar", "epoch_line"]
+__all__ = ["Interrupted", "Progress", "StopRequest", "TrainingBar", "epoch_line"]
 
 _WIDE = 110  # columns that the bar, the time and the numbers need
 _FORMS = {
@@ -22,6 +27,15 @@ _FORMS = {
     "converged": "conv {:.0%}",
     "failed": "failed {:.1%}",
 }
+
+
+@dataclass
+class Progress:
+    """How far a run has come: whole epochs, batches of the next one, steps in all."""
+
+    epoch: int = 0
+    batch: int = 0
+    step: int = 0
 
 
 class TrainingBar(RichProgressBar):
@@ -41,7 +55,8 @@ class TrainingBar(RichProgressBar):
     def get_metrics(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule
     ) -> dict[str, int | str | float | dict[str, float]]:
-        return dict(part.split(" ") for part in _numbers(self.latest))
+        found: dict[str, Any] = dict(part.split(" ") for part in _numbers(self.latest))
+        return found
 
     def configure_columns(self, trainer: pl.Trainer) -> list[Any]:
         # In a narrow terminal rich would drop the count of batches to make room for the numbers.
@@ -83,3 +98,60 @@ def epoch_line(row: Mapping[str, Any], epochs: int) -> str:
     held = [form.format(row[name]) for name, form in forms.items() if name in row]
     parts += ["validation " + " · ".join(held)] if held else []
     return "  ".join([*parts, f"{row['seconds']:.1f} s"])
+
+
+class Interrupted(KeyboardInterrupt):
+    """The run was interrupted; ``checkpoint`` is what it can be resumed from, if anything.
+
+    One that was asked to stop as its last epoch ended is complete, which the message says.
+    ``exact`` says whether resuming repeats the uninterrupted run bit for bit (on the CPU): it does
+    unless the interruption cut a step in two.
+    """
+
+    def __init__(self, message: str, checkpoint: Path | None, *, exact: bool = True) -> None:
+        super().__init__(message)
+        self.checkpoint = checkpoint
+        self.exact = exact
+
+
+class StopRequest:
+    """Whether somebody asked to stop: Ctrl-C, SIGTERM, or a callback that sets ``asked``.
+
+    Inside a ``with`` block the first Ctrl-C and every SIGTERM set ``asked``, and the second Ctrl-C
+    interrupts at once. Outside the main thread Python gives no signals, and the block changes
+    nothing.
+    """
+
+    def __init__(self, say: Callable[[], Any] = lambda: None) -> None:
+        self.asked = False
+        self.held = False
+        """Whether the second Ctrl-C waits: what is being changed belongs together."""
+        self._say = say
+        self._pressed = False  # not asked: a callback may have set that before the first Ctrl-C
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> StopRequest:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
+        self.listen()
+        return self
+
+    def listen(self) -> None:
+        """Take the signals (again). Lightning's own handler of SIGTERM leaves its loops in the
+        middle of a validation, and that epoch would have no result."""
+        for number in self._before:
+            signal.signal(number, self._handle)
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            # None: a handler that was not set by Python; there is no way to put that one back.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+    def _handle(self, number: int, frame: Any) -> None:
+        if number == signal.SIGINT:
+            if self._pressed and not self.held:
+                raise KeyboardInterrupt
+            self._pressed = True
+        if not self.asked:
+            self.asked = True
+            self._say()

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 import math
-import signal
-import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -18,7 +16,9 @@ from typing import Any, NoReturn
 import lightning.pytorch as pl
 import safetensors.torch
 import torch
+from lightning.pytorch import loggers
 from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.utilities import rank_zero_only
 from torch import nn
 
@@ -28,45 +28,19 @@ from equilibria.data import ImageData
 from equilibria.engine.files import SaveError, write_bytes, write_json, write_text
 from equilibria.engine.optional import needs
 
+from . import run_folder
 from .average import WeightAverage
 from .config import TrainConfig
 from .epoch_metrics import EpochMetrics, warn_unsettled
 from .module import EquilibriumModule
 from .nonfinite import NonFiniteLoss, describe
-from .progress import TrainingBar, epoch_line
-from .run_data import Progress, TrainBatches, load_data, validation_batches
-from .run_folder import (
-    ENTRY,
-    FORMAT,
-    CheckpointFile,
-    RunFolder,
-    check_checkpoint,
-    find_checkpoint,
-    provenance,
-    random_state,
-    read_checkpoint,
-    restore_random_state,
-    seed_all,
-)
+from .progress import Interrupted, Progress, StopRequest, TrainingBar, epoch_line
+from .run_data import TrainBatches, load_data, validation_batches
 
-__all__ = ["Interrupted", "Run", "StopRequest", "TrainResult", "fit"]
+__all__ = ["Run", "TrainResult", "fit"]
 
 _LIGHTNING = ("lightning.pytorch", "lightning.fabric")
 _DTYPES = {"64-true": torch.float64, "16-true": torch.float16, "bf16-true": torch.bfloat16}
-
-
-class Interrupted(KeyboardInterrupt):
-    """The run was interrupted; ``checkpoint`` is what it can be resumed from, if anything.
-
-    One that was asked to stop as its last epoch ended is complete, which the message says.
-    ``exact`` says whether resuming repeats the uninterrupted run bit for bit (on the CPU): it does
-    unless the interruption cut a step in two.
-    """
-
-    def __init__(self, message: str, checkpoint: Path | None, *, exact: bool = True) -> None:
-        super().__init__(message)
-        self.checkpoint = checkpoint
-        self.exact = exact
 
 
 @dataclass(frozen=True)
@@ -120,54 +94,13 @@ def fit(
             f"fit takes a TrainConfig, got {type(config).__name__}; TrainConfig.from_yaml(path) "
             "reads a file."
         )
-    bar, before = TrainingBar(quiet=not progress or _rank() > 0), random_state()
+    bar, before = TrainingBar(quiet=not progress or _rank() > 0), run_folder.random_state()
     try:
         with _lightning_without_remarks():
             return Run(config, resume, data, model, bar, overwrite).go(callbacks)
     finally:
-        restore_random_state(before)
+        run_folder.restore_random_state(before)
         bar.close()
-
-
-class StopRequest:
-    """Whether somebody asked to stop: Ctrl-C, SIGTERM, or a callback that sets ``asked``.
-
-    Inside a ``with`` block the first Ctrl-C and every SIGTERM set ``asked``, and the second Ctrl-C
-    interrupts at once. Outside the main thread Python gives no signals, and the block changes
-    nothing.
-    """
-
-    def __init__(self, say: Callable[[], Any] = lambda: None) -> None:
-        self.asked = False
-        self._say = say
-        self._pressed = False  # not asked: a callback may have set that before the first Ctrl-C
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> StopRequest:
-        if threading.current_thread() is threading.main_thread():
-            self._before = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
-        self.listen()
-        return self
-
-    def listen(self) -> None:
-        """Take the signals (again). Lightning's own handler of SIGTERM leaves its loops in the
-        middle of a validation, and that epoch would have no result."""
-        for number in self._before:
-            signal.signal(number, self._handle)
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            # None: a handler that was not set by Python; there is no way to put that one back.
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
-
-    def _handle(self, number: int, frame: Any) -> None:
-        if number == signal.SIGINT:
-            if self._pressed:
-                raise KeyboardInterrupt
-            self._pressed = True
-        if not self.asked:
-            self.asked = True
-            self._say()
 
 
 class _Stop(Exception):
@@ -194,9 +127,9 @@ class Run(Checkpoint):
     """One training: prepared, counted, logged, saved, stopped and ended. A callback, the last one.
 
     ``progress`` says how far it has come; ``request.asked = True`` stops it after the step, as
-    Ctrl-C does. Lightning's ModelCheckpoint, EarlyStopping and OnExceptionCheckpoint are not used:
-    they keep no place inside an epoch, forget epochs before a change of ``early_stop``, and save a
-    step that was cut in two as if it were whole, so that a resumed run would be another one.
+    Ctrl-C does. It saves and stops by itself, so that a resumed run is the uninterrupted one bit
+    for bit: Lightning's EarlyStopping forgets what came before a change of ``early_stop`` and knows
+    no second criterion, and OnExceptionCheckpoint saves a step that was cut in two as a whole one.
     """
 
     def __init__(
@@ -222,25 +155,25 @@ class Run(Checkpoint):
         self._restored: dict[str, Any] = {}
         self._ended: dict[str, Any] | None = None
         """The random numbers after the last step of an epoch that is not yet closed."""
-        self.resume = None if resume is None else find_checkpoint(resume)
+        self.resume = None if resume is None else run_folder.find_checkpoint(resume)
         place = config.folder
         if self.resume is not None and config.out is None:
             place = self.resume.parent
-        self.folder = RunFolder(place)
+        self.folder = run_folder.RunFolder(place)
         self.config = config.with_overrides(out=str(place)).resolved()
         continues = self.resume is not None and self.resume.parent.resolve() == place.resolve()
         self.main = _rank() == 0
         if self.main:
             self.folder.check(resume=continues, overwrite=overwrite)
-        seed_all(config.seed)
+        run_folder.seed_all(config.seed)
         self.data = load_data(self.config, data, progress=not bar.quiet)
         self.model = _make_model(self.config, model, self.data.train)
         # A copy stays whole where the strategy cuts the model in pieces.
         self.whole = copy.deepcopy(self.model) if config.strategy == "fsdp" else self.model
         self.saved: dict[str, Any] = {}
         if self.resume is not None:
-            self.saved = read_checkpoint(self.resume)
-            check_checkpoint(self.resume, self.saved, self.config, self.model)
+            self.saved = run_folder.read_checkpoint(self.resume)
+            run_folder.check_checkpoint(self.resume, self.saved, self.config, self.model)
             self.load_state_dict(self.saved["callbacks"][self.state_key])
         self.average = None if config.ema is None else WeightAverage(config.ema)
         if self.main:
@@ -248,7 +181,7 @@ class Run(Checkpoint):
             self.folder.open(resume=continues)
             write_text(self.folder.config, self.config.to_yaml())
             if self.resume is not None and not continues and config.select == "best":
-                best = RunFolder(self.resume.parent).weights
+                best = run_folder.RunFolder(self.resume.parent).weights
                 if best.exists():  # of an epoch before the checkpoint
                     write_bytes(self.folder.weights, best.read_bytes())
 
@@ -288,11 +221,9 @@ class Run(Checkpoint):
 
     def _trainer(self, callbacks: Sequence[pl.Callback]) -> pl.Trainer:
         config = self.config
-        own = [_StepCounter(self), self.bar]
+        own = [*([self.average] if self.average else []), _StepCounter(self), self.bar]
         strategy: Any = config.strategy
         if strategy == "fsdp":
-            from lightning.pytorch.strategies import FSDPStrategy
-
             strategy = FSDPStrategy(state_dict_type="full")
         return pl.Trainer(
             max_epochs=config.epochs - self.progress.epoch,
@@ -301,8 +232,8 @@ class Run(Checkpoint):
             num_nodes=config.nodes,
             strategy=strategy,
             precision=config.precision,  # type: ignore[arg-type]
-            callbacks=[*([self.average] if self.average else []), *own, *callbacks, self],
-            plugins=[CheckpointFile()],
+            callbacks=[*own, *callbacks, self],
+            plugins=[run_folder.CheckpointFile()],
             default_root_dir=self.folder.path,
             logger=_loggers(config, self.folder, self.progress.step) or False,
             log_every_n_steps=1,
@@ -339,7 +270,7 @@ class Run(Checkpoint):
             "history": [dict(row) for row in self.history],
             "best": [*self.best, self.best_epoch],
             "finished": self.finished,
-            "random": self._ended or random_state(),
+            "random": self._ended or run_folder.random_state(),
             "metrics": self.module.metrics.state_dict(),
         }
 
@@ -355,8 +286,8 @@ class Run(Checkpoint):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         checkpoint.pop("loops", None)
-        checkpoint[ENTRY] = {
-            "format": FORMAT,
+        checkpoint[run_folder.ENTRY] = {
+            "format": run_folder.FORMAT,
             "version": __version__,
             "config": self.config.to_dict(),
             "revision": self.config.model_revision,
@@ -381,12 +312,12 @@ class Run(Checkpoint):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.module.step = self.progress.step
-        if self._restored:
-            self.module.metrics.load_state_dict(self._restored["metrics"])
-            if trainer.world_size == 1:
-                restore_random_state(self._restored["random"])
+        if self._restored and trainer.world_size == 1:
+            run_folder.restore_random_state(self._restored["random"])
         if trainer.global_rank:
-            seed_all(self.config.seed + self.progress.step + trainer.global_rank)
+            run_folder.seed_all(self.config.seed + self.progress.step + trainer.global_rank)
+        elif self._restored:  # the sums of all processes
+            self.module.metrics.load_state_dict(self._restored["metrics"])
         if self.config.keep_every is not None and self.progress.step == 0:
             self._write_weights(self.folder.epoch(0), {})
         self._set_title()
@@ -411,14 +342,11 @@ class Run(Checkpoint):
             self._check_finite()
             latest = self.module.metrics.latest()
             norm = self.module.metrics.gradient_norm
-            more = {
-                "lr": _rate(trainer),
-                "gradient_norm": math.nan if norm is None else float(norm),
-            }
-            self._log(trainer, "train", {**latest, **more})
+            norms = {} if norm is None else {"gradient_norm": float(norm)}
+            self._log(trainer, "train", {**latest, **norms, "lr": _rate(trainer)})
             self.bar.latest = latest
         if last:
-            self._ended = random_state()
+            self._ended = run_folder.random_state()
         # After the last batch the epoch is brought to its end first.
         if (logged or trainer.world_size == 1) and self._asked(trainer) and not last:
             self.save(trainer)
@@ -447,11 +375,13 @@ class Run(Checkpoint):
         # a second Ctrl-C, stands before all this, and it is done again.
         score = _score(row)
         self._write_epoch(row, best=score > self.best and self.config.select == "best")
+        self.request.held = True
         self.history.append(row)
         if score > self.best:
             self.best, self.best_epoch = score, row["epoch"]
         self.progress.epoch, self.progress.batch, self._ended = row["epoch"], 0, None
         self.module.metrics, self.module.validation = EpochMetrics(), {}
+        self.request.held = False
         self.finished = row["epoch"] >= self.config.epochs
         if row["epoch"] - self.best_epoch >= (self.config.early_stop or math.inf):
             self.finished = trainer.should_stop = True
@@ -601,7 +531,7 @@ class Run(Checkpoint):
         if self.main:
             device = torch.device("cpu") if trainer is None else trainer.strategy.root_device
             train, valid = self.data.train, self.data.valid
-            described = getattr(model, "config", None)
+            described: Any = getattr(model, "config", None)
             known = isinstance(described, models.ModelConfig)
             self.folder.write_history(self.history)
             write_json(
@@ -620,7 +550,7 @@ class Run(Checkpoint):
                     },
                     "processes": 1 if trainer is None else trainer.world_size,
                     "resumed": self.resume is not None,
-                    **provenance(self.started, device, self.config.seed),
+                    **run_folder.provenance(self.started, device, self.config.seed),
                 },
             )
         if trainer is not None:
@@ -675,11 +605,10 @@ def _make_model(config: TrainConfig, given: nn.Module | None, train: ImageData) 
     return given.to(_DTYPES[config.precision]) if config.precision in _DTYPES else given
 
 
-def _loggers(config: TrainConfig, folder: RunFolder, step: int) -> list[Any]:
+def _loggers(config: TrainConfig, folder: run_folder.RunFolder, step: int) -> list[Any]:
     """Lightning's loggers of the configuration; a resumed run drops what came after ``step``."""
-    from lightning.pytorch import loggers
-
-    path, name, purge = folder.path, folder.path.name, {"purge_step": step or None}
+    path, name = folder.path, folder.path.name
+    purge: dict[str, Any] = {"purge_step": step or None}
     make: dict[str, Callable[[], Any]] = {
         "tensorboard": lambda: loggers.TensorBoardLogger(path, folder.logs.name, "", **purge),
         "csv": lambda: loggers.CSVLogger(path, "csv"),

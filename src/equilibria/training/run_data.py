@@ -15,8 +15,9 @@ from equilibria.data import Batches, ImageData, build_augmentation
 from equilibria.data.splitting import held_out
 
 from .config import TrainConfig
+from .progress import Progress
 
-__all__ = ["Progress", "RunData", "TrainBatches", "few", "load_data", "validation_batches"]
+__all__ = ["RunData", "TrainBatches", "few", "load_data", "validation_batches"]
 
 
 @dataclass(frozen=True)
@@ -32,15 +33,6 @@ class RunData:
     def rows(self, indices: list[int]) -> list[int]:
         """Training images by their place in the data as it was loaded."""
         return [int(k if self.kept is None else self.kept[k]) for k in indices]
-
-
-@dataclass
-class Progress:
-    """How far a run has come: whole epochs, batches of the next one, steps in all."""
-
-    epoch: int = 0
-    batch: int = 0
-    step: int = 0
 
 
 def load_data(config: TrainConfig, given: Any, *, progress: bool) -> RunData:
