@@ -19,7 +19,7 @@ from tests.training.small import RaiseAt, SignalAt, config, run
 
 
 def _standing(folder: Path) -> dict[str, int]:
-    found: dict[str, int] = read_checkpoint(folder / "last.ckpt")["equilibria"]["standing"]
+    found: dict[str, int] = read_checkpoint(folder / "last.ckpt")["equilibria"]["progress"]
     return found
 
 

@@ -93,32 +93,54 @@ class At(pl.Callback):
     """Calls ``act`` at the call number ``count`` of a hook."""
 
     def __init__(self, count: int, act: Any, hook: str = "on_train_batch_end") -> None:
-        self.count, self.act, self.seen = count, act, 0
-        setattr(self, hook, self._count)
+        self.count, self.act, self.hook, self.seen = count, act, hook, 0
 
-    def _count(self, *args: Any, **kwargs: Any) -> None:
-        self.seen += 1
-        if self.seen == self.count:
-            self.act()
+    def _called(self, hook: str) -> None:
+        if hook == self.hook:
+            self.seen += 1
+            if self.seen == self.count:
+                self.act()
+
+    def on_train_epoch_start(self, *args: Any, **kwargs: Any) -> None:
+        self._called("on_train_epoch_start")
+
+    def on_before_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        self._called("on_before_optimizer_step")
+
+    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        self._called("on_train_batch_end")
+
+    def on_validation_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        self._called("on_validation_batch_end")
 
 
-def raise_at(count: int, error: BaseException, hook: str = "on_train_batch_end") -> At:
-    def act() -> None:
-        raise error
+class RaiseAt(At):
+    """Raises, as a second Ctrl-C does."""
 
-    return At(count, act, hook)
+    def __init__(
+        self,
+        count: int,
+        error: BaseException | None = None,
+        hook: str = "on_train_batch_end",
+    ) -> None:
+        super().__init__(count, self._raise, hook)
+        self.error = error or KeyboardInterrupt()
+
+    def _raise(self) -> None:
+        raise self.error
 
 
-def ctrl_c_at(count: int, hook: str = "on_train_batch_end") -> At:
-    """As a second Ctrl-C: at once."""
-    return raise_at(count, KeyboardInterrupt(), hook)
+class SignalAt(At):
+    """A signal, as the terminal sends it for Ctrl-C."""
 
-
-def signal_at(
-    count: int, number: int = signal.SIGINT, times: int = 1, hook: str = "on_train_batch_end"
-) -> At:
-    """As the terminal sends it for Ctrl-C."""
-    return At(count, lambda: [signal.raise_signal(number) for _ in range(times)], hook)
+    def __init__(
+        self,
+        count: int,
+        times: int = 1,
+        number: int = signal.SIGINT,
+        hook: str = "on_train_batch_end",
+    ) -> None:
+        super().__init__(count, lambda: [signal.raise_signal(number) for _ in range(times)], hook)
 
 
 def config(out: Path, **options: Any) -> TrainConfig:

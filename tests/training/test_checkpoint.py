@@ -26,7 +26,7 @@ from equilibria.training import (
 )
 from equilibria.training.run_folder import random_state, restore_random_state, seed_all
 
-from .small import At, Tiny, assert_same_run, config, ctrl_c_at, run
+from .small import At, RaiseAt, Tiny, assert_same_run, config, run
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def cut(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run that was interrupted in its second epoch."""
     folder = tmp_path_factory.mktemp("cut")
     with pytest.raises(Interrupted):
-        run(config(folder, ema=0.9), callbacks=[ctrl_c_at(8)])
+        run(config(folder, ema=0.9), callbacks=[RaiseAt(8)])
     return folder
 
 

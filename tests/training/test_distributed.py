@@ -83,7 +83,9 @@ def test_two_processes_end_alike_and_close_to_one(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="signals of POSIX")
-def test_ctrl_c_stops_both_processes_at_one_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_both_processes_at_one_step(tmp_path: Path, number: int) -> None:
+    """Ctrl-C goes to the group, as from a terminal; SIGTERM to the first process alone."""
     out = tmp_path / "two"
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(root=str(ROOT)))
@@ -98,7 +100,7 @@ def test_ctrl_c_stops_both_processes_at_one_step(tmp_path: Path) -> None:
     began = time.monotonic()
     while not (out / "last.ckpt").exists() and time.monotonic() - began < 200:
         time.sleep(0.2)
-    os.killpg(process.pid, signal.SIGINT)
+    (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
     text, _ = process.communicate(timeout=200)
     assert process.returncode != 0
     assert "Go on with" in text

@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from equilibria.training.progress import epoch_line
 
-from .small import config, raise_at, run, signal_at
+from .small import RaiseAt, SignalAt, config, run
 
 ROW: dict[str, Any] = {
     "epoch": 3,
@@ -48,7 +48,7 @@ def test_the_bar_shows_every_number_in_one_line(
         monkeypatch.setenv(name, value)
     settings = config(tmp_path, epochs=2, log_every=1)
     with pytest.raises(KeyboardInterrupt):
-        run(settings, progress=True, callbacks=[signal_at(2)])
+        run(settings, progress=True, callbacks=[SignalAt(2)])
     run(settings, progress=True, resume=tmp_path)
     shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capfd.readouterr().err)
     numbers = r"loss: \d\.\d+ acc: \d+\.\d% steps: 3\.0 res: \d\.\de-\d\d"
@@ -96,7 +96,7 @@ def test_after_a_resume_no_step_is_logged_twice(tmp_path: Path) -> None:
     place = config(tmp_path, epochs=3, log_every=2)
     with pytest.raises(RuntimeError, match="power cut"):
         # The checkpoint is of step 6; steps 7, 9 and 11 are in the log already.
-        run(place, callbacks=[raise_at(11, RuntimeError("power cut"))])
+        run(place, callbacks=[RaiseAt(11, RuntimeError("power cut"))])
     run(place, resume=tmp_path)
     steps = [step for step, _ in scalars(tmp_path)["train/loss"]]
     assert steps == sorted(set(steps))

@@ -19,7 +19,7 @@ from equilibria.training import Interrupted, Run, TrainConfig, TrainResult, read
 from equilibria.training import run as run_module
 from equilibria.training.progress import StopRequest
 
-from .small import At, Losses, assert_same_run, config, ctrl_c_at, raise_at, run, signal_at
+from .small import At, Losses, RaiseAt, SignalAt, assert_same_run, config, run
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -98,7 +98,7 @@ def test_a_seed_repeats_a_run_bit_for_bit(tmp_path: Path, whole: Any) -> None:
 
 # The very first step, in the middle of an epoch, the first step of one.
 @pytest.mark.parametrize("step", [1, 17, 25])
-@pytest.mark.parametrize("stop", [ctrl_c_at, signal_at])
+@pytest.mark.parametrize("stop", [RaiseAt, SignalAt])
 def test_stopped_in_the_middle_of_an_epoch(
     tmp_path: Path, step: int, stop: Any, whole: Any
 ) -> None:
@@ -111,23 +111,23 @@ def test_stopped_in_the_middle_of_an_epoch(
 
 @pytest.mark.parametrize("name", [name for name in OPTIONS if name != "onecycle"])
 def test_whatever_is_trained(tmp_path: Path, name: str, whole: Any) -> None:
-    interrupted_and_resumed(tmp_path, name, whole, ctrl_c_at(17))
+    interrupted_and_resumed(tmp_path, name, whole, RaiseAt(17))
 
 
 def test_a_crash_goes_back_to_the_end_of_an_epoch(tmp_path: Path, whole: Any) -> None:
-    stop = raise_at(17, RuntimeError("power cut"))
+    stop = RaiseAt(17, RuntimeError("power cut"))
     interrupted_and_resumed(tmp_path, "onecycle", whole, stop, RuntimeError)
 
 
 @pytest.mark.parametrize("epoch", [0, 1, 2])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_batch_end"])
-def test_a_signal_at_the_end_of_an_epoch_waits_for_its_validation(
+def test_a_SignalAt_the_end_of_an_epoch_waits_for_its_validation(
     tmp_path: Path, whole: Any, hook: str, number: int, epoch: int
 ) -> None:
     count = 12 * (epoch + 1) if hook == "on_train_batch_end" else 2 * epoch + 1
     times = 2 if number == signal.SIGTERM else 1
-    stop = signal_at(count, number, times, hook)
+    stop = SignalAt(count, times, number, hook)
     error = interrupted_and_resumed(tmp_path, "constant", whole, stop)
     assert ("the training is complete" in str(error)) == (epoch == 2)
 
@@ -136,7 +136,7 @@ def test_a_signal_at_the_end_of_an_epoch_waits_for_its_validation(
 def test_cut_in_validation_it_is_validated_on_resume(
     tmp_path: Path, whole: Any, epoch: int
 ) -> None:
-    stop = ctrl_c_at(2 * epoch + 1, "on_validation_batch_end")
+    stop = RaiseAt(2 * epoch + 1, hook="on_validation_batch_end")
     error = interrupted_and_resumed(tmp_path, "constant", whole, stop)
     assert isinstance(error, Interrupted)
     assert error.exact
@@ -165,16 +165,16 @@ def test_cut_as_an_epoch_is_closed_it_is_closed_on_resume(
 def test_a_run_may_be_cut_twice(tmp_path: Path, whole: Any) -> None:
     place = config(tmp_path, **RICH)
     with pytest.raises(Interrupted):
-        run(place, dropout=0.2, callbacks=[ctrl_c_at(4)])
+        run(place, dropout=0.2, callbacks=[RaiseAt(4)])
     with pytest.raises(Interrupted):
-        run(place, dropout=0.2, resume=tmp_path, callbacks=[ctrl_c_at(5)])
+        run(place, dropout=0.2, resume=tmp_path, callbacks=[RaiseAt(5)])
     assert_same_run(run(place, dropout=0.2, resume=tmp_path), whole("onecycle")[0])
 
 
 def test_an_interruption_inside_a_step_says_that_it_is_not_exact(tmp_path: Path) -> None:
     place = config(tmp_path)
     with pytest.raises(Interrupted, match="not bit for bit") as caught:
-        run(place, callbacks=[ctrl_c_at(8, "on_before_optimizer_step")])
+        run(place, callbacks=[RaiseAt(8, hook="on_before_optimizer_step")])
     assert not caught.value.exact
     assert run(place, resume=tmp_path).history[-1]["epoch"] == 3
 
@@ -189,7 +189,7 @@ def test_more_epochs_where_the_schedule_allows_it(tmp_path: Path) -> None:
 
 def test_resume_in_the_folder_of_the_checkpoint_and_in_another(tmp_path: Path) -> None:
     with pytest.raises(Interrupted):
-        run(config(tmp_path / "a", select="best"), callbacks=[ctrl_c_at(8)])
+        run(config(tmp_path / "a", select="best"), callbacks=[RaiseAt(8)])
     before = (tmp_path / "a" / "last.ckpt").read_bytes()
     other = run(config(tmp_path / "b", select="best"), resume=tmp_path / "a")
     assert other.folder == tmp_path / "b"
@@ -232,7 +232,7 @@ def test_a_run_works_in_a_thread_and_leaves_the_signals_alone(tmp_path: Path) ->
 
 def test_twice_stops_at_once_and_still_saves(tmp_path: Path) -> None:
     with pytest.raises(Interrupted) as caught:
-        run(config(tmp_path), callbacks=[signal_at(3, times=2)])
+        run(config(tmp_path), callbacks=[SignalAt(3, times=2)])
     assert caught.value.checkpoint == tmp_path / "last.ckpt"
     found = read_checkpoint(tmp_path / "last.ckpt")["equilibria"]["progress"]
     assert found == {"epoch": 0, "batch": 3, "step": 3}
