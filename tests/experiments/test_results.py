@@ -230,10 +230,3 @@ def test_files_from_before_residuals_were_kept_are_read(tmp_path: Path) -> None:
             del sample["residual"]
     path.write_text(json.dumps(old))
     assert {s.residual for found in earlier_samples(path).values() for s in found} == {None}
-    unknown = _result((dataclasses.replace(kept, residual=math.nan),))
-    unknown.save(tmp_path)  # JSON has no word for it
-    assert all(
-        s.residual is not None and math.isnan(s.residual)
-        for found in earlier_samples(path).values()
-        for s in found
-    )

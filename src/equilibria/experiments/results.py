@@ -233,7 +233,7 @@ def _sample(kept: Mapping[str, Any]) -> Sample:
     """Numbers that JSON does not know are kept as text; older files have no residual."""
     residual = kept.get("residual")
     numbers = {
-        "value": float(kept["value"]),
+        "value": math.nan if kept["value"] is None else float(kept["value"]),
         "residual": None if residual is None else float(residual),
     }
     return Sample(**{**kept, **numbers})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -60,7 +61,10 @@ def remembered(planned: Planned, *, part: bool = False) -> Outcome | None:
     values: dict[str, float] = {}
     for name in there:
         # What is not finite is kept as text: JSON has no word for it.
-        values |= {metric: float(value) for metric, value in kept["measures"][name].items()}
+        values |= {
+            metric: math.nan if value is None else float(value)
+            for metric, value in kept["measures"][name].items()
+        }
     return Outcome(values, float(kept["seconds"]), kept["made_by"])
 
 

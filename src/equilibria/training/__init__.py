@@ -10,7 +10,6 @@ a run, and exact resuming. Data sets, networks and what compares trainings have 
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from equilibria.engine.files import SaveError
@@ -38,12 +37,12 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'equilibria.training' has no attribute {name!r}")
     with needs("lightning", "equilibria.training"):
         import lightning.pytorch  # noqa: F401
-    for file in ("average", "module", "nonfinite", "progress", "run", "run_folder"):
-        module = import_module(f".{file}", __name__)
-        if name in module.__all__:
-            globals()[name] = found = getattr(module, name)
-            return found
-    raise AssertionError(name)
+    from . import average, module, nonfinite, progress, run, run_folder
+
+    files = (average, module, nonfinite, progress, run, run_folder)
+    found = next(getattr(file, name) for file in files if name in file.__all__)
+    globals()[name] = found
+    return found
 
 
 def __dir__() -> list[str]:

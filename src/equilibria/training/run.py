@@ -221,7 +221,8 @@ class Run(Checkpoint):
 
     def _trainer(self, callbacks: Sequence[pl.Callback]) -> pl.Trainer:
         config = self.config
-        own = [*([self.average] if self.average else []), _StepCounter(self), self.bar]
+        own: list[pl.Callback] = [self.average] if self.average else []
+        own += [_StepCounter(self)] if self.bar.quiet else [_StepCounter(self), self.bar]
         strategy: Any = config.strategy
         if strategy == "fsdp":
             strategy = FSDPStrategy(state_dict_type="full")
@@ -237,6 +238,7 @@ class Run(Checkpoint):
             default_root_dir=self.folder.path,
             logger=_loggers(config, self.folder, self.progress.step) or False,
             log_every_n_steps=1,
+            enable_progress_bar=not self.bar.quiet,
             enable_model_summary=False,
             num_sanity_val_steps=0,
             limit_val_batches=0 if self.data.valid is None else 1.0,

@@ -296,7 +296,7 @@ def seed_all(seed: int) -> None:
 
 def random_state() -> dict[str, Any]:
     """Where all generators stand, in tensors and numbers that ``weights_only`` can load."""
-    state = _collect_rng_states()
+    state = _collect_rng_states(include_cuda=torch.cuda.is_initialized())
     if "numpy" in state:
         kind, keys, *rest = state["numpy"]
         state["numpy"] = (kind, keys.tolist(), *rest)
@@ -305,4 +305,6 @@ def random_state() -> dict[str, Any]:
 
 def restore_random_state(state: Mapping[str, Any]) -> None:
     """Put the generators back to where ``random_state`` found them."""
-    _set_rng_states(dict(state))
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    known = {name: value for name, value in state.items() if name != "torch.cuda"}
+    _set_rng_states({**known, "torch.cuda": state.get("torch.cuda", [])[:devices]})
