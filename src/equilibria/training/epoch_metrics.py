@@ -42,20 +42,22 @@ class EpochMetrics:
 
     def add(self, loss: Tensor, right: Tensor, count: Tensor | int) -> None:
         """A step: mean loss, number of right answers, of how many. Does not wait for the device."""
-        if self._sums.device != loss.device:
-            wide = torch.float32 if loss.device.type == "mps" else torch.float64
-            self._sums = self._sums.to(loss.device, wide)
+        sums = self._on(loss.device)
         if isinstance(count, int):
-            count = torch.full_like(loss, count, dtype=self._sums.dtype)
-        row = [loss.to(self._sums.dtype) * count, right.to(self._sums.dtype), count]
-        self._sums[:3] += torch.stack([value.to(self._sums.dtype) for value in row])
+            count = torch.full_like(loss, count, dtype=sums.dtype)
+        row = (loss.to(sums.dtype) * count, right, count)
+        sums[:3] += torch.stack([value.to(sums.dtype) for value in row])
 
     def add_solver(self, numbers: Tensor | None) -> None:
         """``SOLVER_FIELDS`` of a step, [4]; what is not finite does not count."""
         if numbers is not None:
-            numbers = numbers.to(self._sums)
-            found = torch.isfinite(numbers)
-            self._sums[3:] += torch.cat([torch.where(found, numbers, 0.0), found.to(numbers)])
+            sums, found = self._on(numbers.device), torch.isfinite(numbers)
+            sums[3:] += torch.cat([torch.where(found, numbers, 0.0), found]).to(sums.dtype)
+
+    def _on(self, device: torch.device) -> Tensor:
+        wide = torch.float32 if device.type == "mps" else torch.float64
+        self._sums = self._sums.to(device, wide, non_blocking=True)
+        return self._sums
 
     def latest(self) -> dict[str, float]:
         """Loss, accuracy and speed since the last call, solver means of the epoch. Waits for the

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import signal
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from rich.console import Console
 
 __all__ = ["Interrupted", "Progress", "StopRequest", "TrainingBar", "epoch_line"]
 
+_PAUSE = 0.1  # seconds between two movements of the bar
 _WIDE = 110  # columns that the bar, the time and the numbers need
 _FORMS = {
     "loss": "loss {:.3f}",
@@ -49,6 +51,7 @@ class TrainingBar(RichProgressBar):
         self.quiet = quiet
         self.latest: Mapping[str, float] = {}
         self.title = ""
+        self._moved = 0.0
         if quiet or not Console(stderr=True).is_terminal:
             self.disable()
 
@@ -57,6 +60,14 @@ class TrainingBar(RichProgressBar):
     ) -> dict[str, int | str | float | dict[str, float]]:
         found: dict[str, Any] = dict(part.split(" ") for part in _numbers(self.latest))
         return found
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *step: Any
+    ) -> None:
+        now, last = time.perf_counter(), step[-1] + 1 == self.total_train_batches
+        if last or now - self._moved > _PAUSE:  # a movement takes as long as a small step
+            self._moved = now
+            super().on_train_batch_end(trainer, pl_module, *step)
 
     def configure_columns(self, trainer: pl.Trainer) -> list[Any]:
         # In a narrow terminal rich would drop the count of batches to make room for the numbers.
