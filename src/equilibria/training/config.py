@@ -32,10 +32,6 @@ _FLOATS = {
     "drop": (0.0, 1.0, "("),
     "ema": (0.0, 1.0, "()"),
 }
-_FLAGS = (
-    *("nesterov", "decay_norms", "cycle_momentum", "channels_last"),
-    *("compile", "cuda_graphs", "download"),
-)
 _CHOICES = {
     "optimizer": ("sgd", "adamw"),
     "schedule": ("onecycle", "cosine", "step", "constant"),
@@ -166,9 +162,9 @@ class TrainConfig:
             object.__setattr__(self, name, str(value))
         for name, parse in _PARSED.items():
             object.__setattr__(self, name, parse(getattr(self, name)))
-        for name in _FLAGS:
-            if not isinstance(getattr(self, name), bool):
-                self._refuse(name, "expected True or False", TypeError)
+        for flag in dataclasses.fields(self):
+            if isinstance(flag.default, bool) and not isinstance(getattr(self, flag.name), bool):
+                self._refuse(flag.name, "expected True or False", TypeError)
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 self._refuse(name, _one_of(getattr(self, name), choices))

@@ -128,45 +128,34 @@ def _places(mask: Tensor) -> list[int]:
 def _solves(solutions: list[Any]) -> dict[str, Any]:
     """What the solver of a layer did in this batch."""
     result = torch.cat([s.result.flatten().long() for s in solutions])
-    relative = torch.cat([s.stats.relative.flatten().float() for s in solutions])
-    failed = (result == int(Result.diverged)) | (result == int(Result.nonfinite))
+    failed = _places((result == int(Result.diverged)) | (result == int(Result.nonfinite)))
     counts = {code.name: int((result == int(code)).sum()) for code in Result}
-    return {
-        "results": {name: n for name, n in counts.items() if n},
-        "steps_max": max(int(s.stats.steps.max()) for s in solutions),
-        "relative_residual_max": float(relative.nan_to_num(nan=float("inf")).max()),
-        "failed": int(failed.sum()),
-        "failed_samples": _places(failed)[:20],
-    }
+    results = {name: n for name, n in counts.items() if n}
+    return {"results": results, "failed": len(failed), "failed_samples": failed[:20]}
 
 
 def describe(report: dict[str, Any]) -> str:
     """The report in a few sentences, with what helps."""
+    bad, places = report["bad_samples"], report.get("indices") or []
+    named = ", ".join(str(places[k]) for k in bad[:10] if k < len(places))
+    where = f", at {named} of the training images" if named else ""
+    layers = [
+        f"The solver of layer {name!r} failed for {report['solvers'][name]['failed']} samples "
+        f"({report['solvers'][name]['results']})."
+        for name in report["failed_layers"]
+    ]
+    first = report["first_nonfinite_module"] or {}
+    gradients = ", ".join(report["nonfinite_gradients"][:3])
     lines = [
         f"the {report['what']} became {report['value']} in epoch {report['epoch']}, batch "
-        f"{report['batch']} (step {report['step']}); the weights are those before this step."
-    ]
-    bad, places = report["bad_samples"], report.get("indices") or []
-    if bad:
-        named = [str(places[k]) for k in bad[:10] if k < len(places)]
-        where = f", at {', '.join(named)} of the training images" if named else ""
-        lines.append(f"{len(bad)} of {report['samples']} samples are bad{where}.")
-    if report["input_bad_samples"]:
-        lines.append("The images themselves hold NaN or infinity after augmentation.")
-    for name in report["failed_layers"]:
-        found = report["solvers"][name]
-        lines.append(
-            f"The solver of layer {name!r} failed for {found['failed']} samples "
-            f"({found['results']})."
-        )
-    if first := report["first_nonfinite_module"]:
-        lines.append(
-            f"The first non-finite output is that of {first['module']!r} ({first['kind']})."
-        )
-    if names := ", ".join(report["nonfinite_gradients"][:3]):
-        lines.append(f"Gradients are not finite in {names}.")
-    lines.append(
+        f"{report['batch']} (step {report['step']}); the weights are those before this step.",
+        bad and f"{len(bad)} of {report['samples']} samples are bad{where}.",
+        report["input_bad_samples"]
+        and "The images themselves hold NaN or infinity after augmentation.",
+        *layers,
+        first and f"The first non-finite output is that of {first['module']!r} ({first['kind']}).",
+        gradients and f"Gradients are not finite in {gradients}.",
         "What helps: a lower lr, clip=1.0, a longer warmup, precision='32-true', or a tighter norm "
-        "bound on the layers."
-    )
-    return " ".join(lines)
+        "bound on the layers.",
+    ]
+    return " ".join(line for line in lines if line)

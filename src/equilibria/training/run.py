@@ -35,7 +35,7 @@ from .epoch_metrics import EpochMetrics, warn_unsettled
 from .module import EquilibriumModule
 from .nonfinite import NonFiniteLoss, describe
 from .progress import Interrupted, Progress, StopRequest, TrainingBar, epoch_line
-from .run_data import TrainBatches, load_data, validation_batches
+from .run_data import TrainBatches, load_data
 
 __all__ = ["Run", "TrainResult", "fit"]
 
@@ -197,11 +197,10 @@ class Run(Checkpoint):
         place: dict[str, Any] = {"device": trainer.strategy.root_device}
         place |= {"rank": trainer.global_rank, "world": trainer.world_size}
         self.batches = TrainBatches(self.data, self.config, self.progress, **place)
-        valid = validation_batches(self.data, self.config, **place)
         self.module = self._module(trainer)
         try:
             with self.request:
-                trainer.fit(self.module, self.batches, valid, ckpt_path=self.resume)
+                trainer.fit(self.module, self.batches, self.batches.valid, ckpt_path=self.resume)
                 result = self._finish(trainer)
         except (_Stop, KeyboardInterrupt):  # the latter: a second Ctrl-C at the end
             raise self._interrupted() from None
@@ -210,11 +209,9 @@ class Run(Checkpoint):
                 raise self._interrupted() from None
             raise
         if self.request.asked:  # too late to cut anything short; who asked wants nothing to follow
-            raise Interrupted(
-                "Interrupted as the last epoch ended: the training is complete, with all its files "
-                f"in {result.folder}. There is nothing left to resume.",
-                result.checkpoint,
-            )
+            said = "Interrupted as the last epoch ended: the training is complete, with all its"
+            said += f" files in {result.folder}. There is nothing left to resume."
+            raise Interrupted(said, result.checkpoint)
         return result
 
     # ------------------------------------------------------------------ before
@@ -532,41 +529,27 @@ class Run(Checkpoint):
         }
         if self.main:
             device = torch.device("cpu") if trainer is None else trainer.strategy.root_device
-            train, valid = self.data.train, self.data.valid
             described: Any = getattr(model, "config", None)
             known = isinstance(described, models.ModelConfig)
+            result = {
+                "metrics": metrics,
+                "epoch": row["epoch"],
+                "epochs": len(self.history),
+                "parameters": models.count_parameters(model),
+                "model": described.to_dict() if known else {"name": type(model).__name__},
+                "data": self.data.describe(),
+                "processes": 1 if trainer is None else trainer.world_size,
+                "resumed": self.resume is not None,
+            }
+            result |= run_folder.provenance(self.started, device, self.config.seed)
             self.folder.write_history(self.history)
-            write_json(
-                self.folder.result,
-                {
-                    "metrics": metrics,
-                    "epoch": row["epoch"],
-                    "epochs": len(self.history),
-                    "parameters": models.count_parameters(model),
-                    "model": described.to_dict() if known else {"name": type(model).__name__},
-                    "data": {
-                        "name": train.name,
-                        "train": len(train),
-                        "validation": 0 if valid is None else len(valid),
-                        "classes": train.num_classes,
-                    },
-                    "processes": 1 if trainer is None else trainer.world_size,
-                    "resumed": self.resume is not None,
-                    **run_folder.provenance(self.started, device, self.config.seed),
-                },
-            )
+            write_json(self.folder.result, result)
         if trainer is not None:
             trainer.strategy.barrier("result written")
         if self.main:  # everything is written, also where a warning is an error
             warn_unsettled(row)
-        return TrainResult(
-            folder=self.folder.path,
-            weights=self.folder.weights,
-            checkpoint=self.folder.checkpoint,
-            metrics=metrics,
-            history=self.history,
-            model=model.eval(),
-        )
+        files = (self.folder.path, self.folder.weights, self.folder.checkpoint)
+        return TrainResult(*files, metrics, self.history, model.eval())
 
 
 def _score(row: Mapping[str, float]) -> tuple[float, float]:

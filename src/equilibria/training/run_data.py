@@ -17,7 +17,7 @@ from equilibria.data.splitting import held_out
 from .config import TrainConfig
 from .progress import Progress
 
-__all__ = ["RunData", "TrainBatches", "few", "load_data", "validation_batches"]
+__all__ = ["RunData", "TrainBatches", "few", "load_data"]
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,11 @@ class RunData:
     kept: Tensor | None = None
     """Where the training images stand in the data before a part was held out, long [N]; None where
     the two parts were given."""
+
+    def describe(self) -> dict[str, Any]:
+        """Names and counts, for result.json."""
+        counts = {"train": len(self.train), "validation": len(self.valid or ())}
+        return {"name": self.train.name, **counts, "classes": self.train.num_classes}
 
     def rows(self, indices: list[int]) -> list[int]:
         """Training images by their place in the data as it was loaded."""
@@ -124,19 +129,27 @@ class TrainBatches:
         self, data: RunData, config: TrainConfig, progress: Progress, **place: Any
     ) -> None:
         self._progress = progress
+        if config.batch_size % place["world"]:
+            raise ValueError(
+                f"batch_size={config.batch_size} is shared by {place['world']} processes and does "
+                f"not divide evenly; take a multiple of {place['world']}."
+            )
+        size = config.batch_size // place["world"]
+        place |= {"channels_last": config.channels_last, "prefetch": max(1, config.workers)}
         self._batches = Batches(
             data.train,
-            _share(config, place["world"]),
+            size,
             shuffle=True,
             seed=config.seed,
             augment=build_augmentation(config.augment, num_classes=data.train.num_classes),
             # Whole batches, so that every step weighs the same and compiles once; a set smaller
             # than one batch is a batch.
             drop_last=len(data.train) >= config.batch_size,
-            channels_last=config.channels_last,
-            prefetch=max(1, config.workers),
             **place,
         )
+        # Without gradients twice as many fit.
+        self.valid = [] if data.valid is None else Batches(data.valid, 2 * size, **place)
+        """The batches of the held-out images."""
         self.per_epoch = len(self._batches)
         """Steps of a whole epoch."""
 
@@ -162,26 +175,5 @@ class TrainBatches:
         """Which training images batch ``number`` of an epoch is made of, in this process."""
         shards = self._batches.shards
         first, last = shards.bounds()[number]
-        found: list[int] = shards.order(self._batches.seed, epoch, shuffle=True)[
-            first:last
-        ].tolist()
-        return found
-
-
-def validation_batches(data: RunData, config: TrainConfig, **place: Any) -> Batches | list[Any]:
-    """The batches of the held-out images, if there are any."""
-    if data.valid is None:
-        return []
-    # Without gradients twice as many fit.
-    size = 2 * _share(config, place["world"])
-    prefetch = max(1, config.workers)
-    return Batches(data.valid, size, channels_last=config.channels_last, prefetch=prefetch, **place)
-
-
-def _share(config: TrainConfig, world: int) -> int:
-    if config.batch_size % world:
-        raise ValueError(
-            f"batch_size={config.batch_size} is shared by {world} processes and does not "
-            f"divide evenly; take a multiple of {world}."
-        )
-    return config.batch_size // world
+        order = shards.order(self._batches.seed, epoch, shuffle=True)
+        return [int(k) for k in order[first:last]]

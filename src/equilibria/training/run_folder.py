@@ -132,8 +132,8 @@ class RunFolder:
             if isinstance(getattr(model, "config", None), models.ModelConfig):
                 models.save(model, path, extra=extra)
             else:  # a module of the user's own: no configuration to build it from
-                state = {k: v.detach().cpu().contiguous() for k, v in model.state_dict().items()}
-                tensors = {name: value.clone() for name, value in state.items()}
+                state = model.state_dict().items()
+                tensors = {k: v.detach().cpu().contiguous().clone() for k, v in state}
                 metadata = {"library": __version__, "extra": json.dumps(extra)}
                 write_bytes(path, safetensors.torch.save(tensors, metadata))
         except OSError as error:
@@ -148,15 +148,14 @@ def provenance(started: datetime, device: torch.device, seed: int) -> dict[str, 
     """What made the numbers: the command, versions, the machine, the time."""
     import lightning
 
-    program, now = Path(sys.argv[0]), datetime.now(UTC)
+    # What was typed: the program by its name, without the folder it lies in.
+    program, now = Path(sys.argv[0]).name, datetime.now(UTC)
+    program = "equilibria" if program == "__main__.py" else program
     name = platform.processor() or platform.machine()
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
     return {
-        # What was typed: the program by its name, without the folder it lies in.
-        "command": shlex.join(
-            ["equilibria" if program.name == "__main__.py" else program.name, *sys.argv[1:]]
-        ),
+        "command": shlex.join([program, *sys.argv[1:]]),
         "version": __version__,
         "torch": str(torch.__version__),
         "lightning": lightning.__version__,
