@@ -27,7 +27,7 @@ PYTEST := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(PY) -m pytest -n $(
 .DELETE_ON_ERROR:
 # Two pips must not write to one .venv, and the tests are parallel by themselves.
 .NOTPARALLEL:
-.PHONY: help setup demo test test-full lint types format docs docs-serve bench clean
+.PHONY: help setup demo test test-full test-gpu lint types format docs docs-serve bench clean
 
 help: ## list the targets
 	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -43,6 +43,9 @@ test: $(DEV) ## run the tests, without the slow ones
 
 test-full: $(DEV) ## run all the tests
 	$(PYTEST) -m "" $(PYTEST_ARGS)
+
+test-gpu: $(DEV) ## run the tests that need a CUDA device, slow ones too, in one process
+	$(PY) -m pytest -m gpu -p no:cacheprovider $(PYTEST_ARGS)
 
 lint: $(DEV) ## check style and formatting
 	$(PY) -m ruff check .

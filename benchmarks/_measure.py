@@ -328,7 +328,7 @@ def cuda_sync_warnings(run: Run) -> int:
             run()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    return sum("synchroniz" in str(w.message) for w in caught)
+    return sum("called a synchronizing" in str(w.message) for w in caught)
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,16 @@
-"""For every test: Ctrl-C is heard, and what collecting has made is no garbage."""
+"""For every test: Ctrl-C is heard, and what collecting has made is no garbage. For GPU tests:
+waits for the device as errors.
+"""
 
 from __future__ import annotations
 
 import gc
 import signal
+import warnings
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
 
 
 def pytest_configure() -> None:
@@ -20,3 +27,23 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def forbid_waits() -> Iterator[Callable[[bool], None]]:
+    """``forbid_waits(True)``: from here on each wait for the GPU is an error; False ends it.
+
+    torch warns that the mode is a prototype, which our filters would turn into an error after the
+    mode was set. It is off after the test, whatever happened.
+    """
+
+    def switch(on: bool) -> None:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
+            torch.cuda.set_sync_debug_mode("error" if on else "default")
+
+    try:
+        yield switch
+    finally:
+        if torch.cuda.is_available():
+            switch(False)

@@ -42,6 +42,7 @@ def fixed_point(
     *,
     solver: Solver | None = None,
     adjoint: Adjoint | None = None,
+    coupled: bool = False,
     throw: bool = False,
     callback: TrajectoryCallback | None = None,
 ) -> Solution[Any]:
@@ -56,6 +57,10 @@ def fixed_point(
             them must carry the batch in dim 0.
         solver: How to solve; ``Anderson()`` if not given.
         adjoint: How gradients pass the answer; ``Implicit()`` if not given.
+        coupled: Say that ``fn`` makes the samples of a batch depend on each other (batch
+            statistics, a regularizer across the batch). The batch is then solved as one: it has
+            converged when every sample has, at the same z, and ``stats`` hold the batch's numbers.
+            Without it coupling is found out, at the cost of solves by sample before.
         throw: Raise ``NotConvergedError`` (which holds the solution) where the default warns.
         callback: Called after each evaluation with (step, z, ‖T(z) − z‖ [B]), for trajectories. It
             must not change z. A callback that reads values makes a GPU solve wait at each step.
@@ -68,7 +73,8 @@ def fixed_point(
     _check_arguments(fn, solver, adjoint)
     solver = solver.for_map()
     leaves, spec = flatten_state(z0)
-    map_ = Map(fn, args if isinstance(args, tuple) else (args,), spec, leaves)
+    given = args if isinstance(args, tuple) else (args,)
+    map_ = Map(fn, given, spec, leaves, coupled=coupled)
     observe = _observer(callback, spec)
     backward = BackwardStats()
     under_transform = transforms_active()
@@ -128,9 +134,12 @@ def linear_solve(
 ) -> Solution[Any]:
     """Solve A x = b, A given by ``matvec(x)``, for each sample of the batch by itself.
 
+    Where A turns out to couple samples, the batch is solved as one system.
+
     ``b`` is a tensor [B, ...] or a tree of them; ``solver`` is ``GMRES()`` (default) or ``CG()``
     where A is symmetric positive definite. Gradients reach b and what ``matvec`` captures.
-    ``stats.residual`` and ``stats.relative`` hold ‖b − Ax‖ and ‖b − Ax‖/‖b‖.
+    ``stats.residual`` and ``stats.relative`` hold ‖b − Ax‖ and ‖b − Ax‖/‖b‖ of the x returned (of
+    the batch, for each sample, where A couples samples).
     """
     solver = _LINEAR if solver is None else solver
     if not isinstance(solver, LinearSolver):
@@ -149,8 +158,11 @@ def linear_solve(
     value = done.value
     if torch.is_grad_enabled():
         with uncached(right[0]):
-            value = attach_linear(product, right, value, solver, backward)
-    residual = done.relative * sample_norm([x.detach() for x in right])
+            value = attach_linear(product, right, value, solver, backward, done.coupled)
+    norm = sample_norm([x.detach() for x in right])
+    if done.coupled:
+        norm = torch.linalg.vector_norm(norm).expand_as(norm)
+    residual = done.relative * norm
     stats = Stats(done.steps, residual, done.relative, product.evaluations, done.syncs, backward)
     solution: Solution[Any] = Solution(unflatten(value, spec), done.result, stats)
     counts = solution.counts()

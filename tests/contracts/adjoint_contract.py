@@ -32,6 +32,7 @@ from torch.nn.utils import parametrizations
 from torch.utils import _pytree as pytree
 
 import equilibria as eq
+from tests.contracts.problems import as_on_a_gpu
 
 # Both solves run to 1e-12 and I − J has a condition number below 10 in every problem here, so that
 # the gradient is right to about 1e-10; one order is left for sums over the batch.
@@ -157,6 +158,43 @@ SYMMETRIC_CONV = Problem(
 )
 GENERAL = (TANH, DEEP, TREE, CONV, SYMMETRIC)
 ONLY_SYMMETRIC = (SYMMETRIC, SYMMETRIC_CONV)
+
+
+# --------------------------------------------------------------------------------------------
+# Maps in which one sample may have no finite answer, or no finite derivative.
+# --------------------------------------------------------------------------------------------
+
+Mix = Callable[[Tensor, Tensor], Tensor]
+"""(z, weight) ↦ what is fed back, with a small Lipschitz constant."""
+
+
+@dataclass(frozen=True)
+class Hostile:
+    """z = fn(mix, z, weight, x): ``healthy`` bounds x of ordinary samples, ``bad`` is x of another.
+
+    Entry 0 of a healthy sample has x = ``edge`` where one is given: infinite and ordinary.
+    """
+
+    fn: Callable[[Mix, Tensor, Tensor, Tensor], Tensor]
+    healthy: tuple[float, float]
+    bad: float
+    edge: float | None = None
+
+
+NAN, INF = float("nan"), float("inf")
+HOSTILE = {
+    "sqrt": Hostile(lambda mix, z, w, x: torch.sqrt(mix(z, w) + x), (1.0, 2.0), -5.0),
+    "log": Hostile(lambda mix, z, w, x: torch.log(mix(z, w) + x), (2.0, 3.0), -5.0),
+    "division": Hostile(lambda mix, z, w, x: 1.0 / (x * (1.0 + mix(z, w))), (2.0, 3.0), 0.0),
+    "overflow": Hostile(lambda mix, z, w, x: torch.exp(x + mix(z, w).sin()), (-1.0, 0.0), 1e4),
+    "nan": Hostile(lambda mix, z, w, x: torch.tanh(mix(z, w) + x), (-1.0, 1.0), NAN),
+    "mask": Hostile(
+        lambda mix, z, w, x: torch.softmax(mix(z, w) + x, 1) + 0.1, (-1.0, 1.0), -INF, -INF
+    ),
+    "clamp": Hostile(
+        lambda mix, z, w, x: torch.maximum(mix(z, w) + 0.3, x), (-9.0, 0.0), NAN, -INF
+    ),
+}
 
 
 # --------------------------------------------------------------------------------------------
@@ -385,8 +423,6 @@ class AdjointContract:
     """torch.func and forward mode work."""
     twice = True
     """A second backward pass through the gradient works (it may be a clear error)."""
-    contains_overflow_in_fixed_steps = True
-    """A sample that overflows in a fixed-step solve does not reach shared weights."""
 
     def make_adjoint(self) -> Any:
         raise NotImplementedError
@@ -636,16 +672,14 @@ class AdjointContract:
 
     # bad samples
 
-    def check_bad_batch(
-        self, way: str, solver: Any, create_graph: bool = False, overflow: bool = True
-    ) -> Any:
+    def check_bad_batch(self, way: str, solver: Any, create_graph: bool = False) -> Any:
         """Samples 0 and 3 are healthy; 1 has a NaN in its input; 2 has no fixed point (z < 5eᶻ)."""
-        healthy = [0, 3] if overflow else [0, 2, 3]
+        healthy = [0, 3]
         weight = self.base.parameters[0].clone().requires_grad_()
         x = draw(30, 4, 4)
         x[1, 2] = float("nan")
         x.requires_grad_()
-        bend = torch.tensor([0.0, 0.0, 5.0 * overflow, 0.0], dtype=torch.float64).view(4, 1)
+        bend = torch.tensor([0.0, 0.0, 5.0, 0.0], dtype=torch.float64).view(4, 1)
         start = torch.zeros(4, 4, dtype=torch.float64)
 
         def fn(z: Tensor, weight: Tensor, x: Tensor, bend: Tensor) -> Tensor:
@@ -676,7 +710,122 @@ class AdjointContract:
 
     @pytest.mark.parametrize("way", ["args", "closure"])
     def test_bad_samples_do_no_harm_after_a_fixed_number_of_steps(self, way: str) -> None:
-        self.check_bad_batch(way, LAPS, overflow=self.contains_overflow_in_fixed_steps)
+        self.check_bad_batch(way, LAPS)
+
+    def spoilt(self) -> tuple[Tensor, Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
+        """A weight; the loss of the healthy samples beside a NaN input; that of them alone."""
+        weight, x = self.base.parameters
+        x = x.repeat(2, *([1] * (x.dim() - 1)))[:4]
+        x[1].view(-1)[2] = NAN
+        rest = [0, 2, 3]
+
+        def of(w: Tensor, x: Tensor) -> Tensor:
+            sol = self.solve(lambda z: self.base.fn(z, w, x), torch.zeros_like(x), solver=LAPS)
+            return sol.value
+
+        return weight, lambda w: loss_of(of(w, x)[rest]), lambda w: loss_of(of(w, x[rest]))
+
+    def test_a_nan_input_does_no_harm_where_the_host_does_not_look(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Fixed steps on a GPU: which samples failed is not read."""
+        weight, beside, alone = self.spoilt()
+        w = weight.clone().requires_grad_()
+        wanted = torch.autograd.grad(alone(w), w)
+        as_on_a_gpu(monkeypatch)
+        assert_close(torch.autograd.grad(beside(w), w), wanted)
+
+    def test_a_nan_input_does_no_harm_under_torch_func(self) -> None:
+        if not self.under_transforms:
+            pytest.skip("refused, see the test of torch.func.grad")
+        weight, beside, alone = self.spoilt()
+        assert_close([torch.func.grad(beside)(weight)], [torch.func.grad(alone)(weight)])
+
+    @settings(parent=LAW, max_examples=14)
+    @given(
+        kind=st.sampled_from(sorted(HOSTILE)),
+        sick_start=st.booleans(),
+        solver=st.integers(0, 3),
+        way=st.sampled_from(["args", "closure", "intermediate"]),
+        batch=st.integers(2, 4),
+        where=st.integers(0, 3),
+        seed=st.integers(0, 99),
+    )
+    def test_a_sample_without_a_finite_derivative_harms_no_weight(
+        self,
+        kind: str,
+        sick_start: bool,
+        solver: int,
+        way: str,
+        batch: int,
+        where: int,
+        seed: int,
+    ) -> None:
+        """Square roots, logarithms, masks: gradients are those of the rest, by dense algebra.
+
+        With three samples the weight has as many rows as the batch, and must not be taken for one.
+        """
+        map_, where = HOSTILE[kind], where % batch
+        rest = [i for i in range(batch) if i != where]
+        low, high = map_.healthy
+        weight = (0.1 * draw(seed, 3, 3).abs() + 0.01).requires_grad_()
+        x = low + (high - low) * draw(seed + 1, batch, 3).sigmoid()
+        if map_.edge is not None:
+            x[:, 0] = map_.edge
+        start = torch.ones(batch, 3, dtype=torch.float64)
+        if sick_start:
+            start[where, 1] = NAN
+        else:
+            x[where] = map_.bad
+        x.requires_grad_()
+
+        def mix(z: Tensor, w: Tensor) -> Tensor:
+            return w.mean() * z if self.symmetric else z @ w.T
+
+        def fn(z: Tensor, w: Tensor, x: Tensor) -> Tensor:
+            return map_.fn(mix, z, w, x)
+
+        # Derivatives of unrolled Anderson and Broyden steps come close, not to the last digits.
+        others = (FORWARD, eq.Broyden(rtol=1e-13)) if self.solver is FORWARD else ()
+        solvers = (LAPS, self.tolerant, *others)
+        chosen = solvers[solver % len(solvers)]
+        if way == "args":
+            sol = quiet(lambda: self.solve(fn, start, (weight, x), solver=chosen))
+        else:
+            h = 1.0 * x if way == "intermediate" else x
+            sol = quiet(lambda: self.solve(lambda z: fn(z, weight, h), start, solver=chosen))
+        assert sol.result[where] == eq.Result.nonfinite
+        assert not any(int(sol.result[i]) == eq.Result.nonfinite for i in rest)
+        found = torch.autograd.grad(loss_of(sol.value[rest]), (weight, x))
+        oracle = dense(fn, start[rest], (weight, x[rest]))
+        torch.testing.assert_close(flat(sol.value[rest]), oracle.z, **CLOSE)
+        assert_close([found[0], found[1][rest]], oracle.gradients(self.propagator))
+        assert torch.equal(found[1][where], torch.zeros(3, dtype=torch.float64))
+
+    # what is returned is what was judged
+
+    @pytest.mark.parametrize("fixed", [False, True])
+    def test_gradients_do_not_change_the_value(self, fixed: bool) -> None:
+        """Rough solves, whose answer a further step would move."""
+        parameters = self.base.leaves()
+        solver = eq.Picard(rtol=0.0, max_steps=2) if fixed else eq.Picard(rtol=1e-1)
+        found = self.solve(self.base.fn, self.base.start, parameters, solver=solver)
+        with torch.no_grad():
+            wanted = self.solve(self.base.fn, self.base.start, parameters, solver=solver)
+        assert torch.equal(found.value, wanted.value)
+        assert torch.equal(found.stats.residual, wanted.stats.residual)
+
+    def test_the_residual_stated_is_that_of_the_value(self) -> None:
+        """T = 1000z + 1e-8 passes atol = 1e-4 at once; five steps on, z is in the thousands."""
+        w = torch.tensor(1e3, dtype=torch.float64, requires_grad=True)
+        sol = self.solve(
+            lambda z: w * z + 1e-8,
+            torch.zeros(2, 3, dtype=torch.float64),
+            solver=eq.Picard(atol=1e-4),
+        )
+        assert sol.converged.all()
+        residual = (1e3 * sol.value + 1e-8 - sol.value).detach().norm(dim=1)
+        torch.testing.assert_close(sol.stats.residual, residual, rtol=1e-9, atol=0.0)
 
     # graphs
 

@@ -1,15 +1,16 @@
 """What every layer owes its users. Inherit, name the layer and an input, and get every test.
 
 Hooks: ``layer(**options)`` makes a small layer (float32, options go to its constructor),
-``inputs(batch)`` an input for it. A layer whose γ depends on the input has a gradient that holds γ
-fixed on purpose: it says ``exact_gradient = False`` and tests its gradient by itself.
+``inputs(batch)`` an input for it.
 """
 
 from __future__ import annotations
 
 import copy
 import io
+import math
 import pickle
+import warnings
 from typing import Any, ClassVar
 
 import pytest
@@ -22,6 +23,7 @@ import equilibria as eq
 from equilibria.engine.solver import Solver
 from equilibria.nn import EquilibriumLayer
 from equilibria.solvers import ProximalGradient
+from tests.contracts.problems import as_on_a_gpu
 
 TIGHT = eq.Anderson(rtol=1e-13, max_steps=600)
 LAPS = eq.Picard(rtol=0.0, atol=0.0, max_steps=3)
@@ -58,10 +60,10 @@ class LayerContract:
     """Inherited by the tests of each layer."""
 
     convolutional: ClassVar[bool] = False
-    exact_gradient: ClassVar[bool] = True
     tight: ClassVar[Solver] = TIGHT
     laps: ClassVar[Solver] = LAPS
     in_channels: ClassVar[int]
+    infinite_inputs_fail: ClassVar[bool] = True
 
     def layer(self, **options: Any) -> EquilibriumLayer:
         raise NotImplementedError("name the layer under test")
@@ -126,8 +128,6 @@ class LayerContract:
                 assert (problem.objective(near) >= least - 1e-3 * (1 + least.abs())).all()
 
     def test_gradients_to_the_input_and_every_parameter(self) -> None:
-        if not self.exact_gradient:
-            pytest.skip("the gradient holds γ fixed; tested by itself")
         layer, x = self.precise(), self.drawn(2).double()
         names, values = zip(*parameters(layer).items(), strict=True)
 
@@ -184,6 +184,56 @@ class LayerContract:
             solution = layer.solve(x)
         torch.testing.assert_close(solution.value[[0, 2]], alone, rtol=1e-9, atol=1e-10)
         assert solution.converged.tolist() == [True, False, True]
+
+    @pytest.mark.parametrize(
+        ("adjoint", "value", "fixed", "blind"),
+        [
+            (None, math.nan, False, False),
+            (None, math.inf, False, False),
+            (eq.Unrolled(), math.nan, False, False),
+            (eq.Unrolled(), math.nan, True, True),
+            (eq.Phantom(steps=2), math.inf, True, True),
+            (eq.Phantom(steps=2, damping=1.0, form="neumann"), math.nan, True, False),
+        ],
+    )
+    def test_one_bad_sample_harms_no_gradient(
+        self,
+        adjoint: Any,
+        value: float,
+        fixed: bool,
+        blind: bool,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        """Every weight of the layer gets the gradient of the batch without the bad sample.
+
+        ``blind``: as on a GPU, where the host does not wait to learn which samples failed.
+        """
+        if math.isinf(value) and not self.infinite_inputs_fail:
+            pytest.skip("the map may answer an infinite input with a finite state")
+        if blind:
+            as_on_a_gpu(monkeypatch)
+        options: dict[str, Any] = {} if adjoint is None else {"adjoint": adjoint}
+        if fixed:
+            options["solver"] = self.laps
+        layer, x = self.precise(**options), self.drawn(3).double()
+        bad = x.clone()
+        bad[1].view(-1)[0] = value
+        found, wanted = [], []
+        for given, rows, grads in ((bad, [0, 2], found), (x[[0, 2]], [0, 1], wanted)):
+            given.requires_grad_()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", eq.ConvergenceWarning)
+                solution = layer.solve(given)
+                loss = solution.value[rows].square().sum()
+                tensors = [given, *layer.parameters()]
+                grads += torch.autograd.grad(loss, tensors, allow_unused=True)
+            if given is bad:
+                assert solution.result[1] == eq.Result.nonfinite
+                assert torch.isfinite(solution.value).all()
+        assert torch.equal(found[0][1], torch.zeros_like(found[0][1]))
+        found[0] = found[0][[0, 2]]
+        for a, b in zip(found, wanted, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-9)
 
     def test_two_forwards_in_one_graph(self) -> None:
         layer = self.made().train()

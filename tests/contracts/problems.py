@@ -13,11 +13,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import pytest
 import scipy.optimize
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+
+from equilibria.adjoints import quarantine, unrolled
+from equilibria.nn import inputs
 
 
 @dataclass(frozen=True)
@@ -252,6 +256,12 @@ def recording(base: Problem) -> tuple[Problem, list[Any]]:
         return base.fn(z, *args)
 
     return replace(base, fn=fn), seen
+
+
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Adjoints and layers read no value that only a device knows, here on the CPU too."""
+    for module in (quarantine, unrolled, inputs):
+        monkeypatch.setattr(module, "host_may_read", lambda t: False)
 
 
 class HostReads(TorchFunctionMode):

@@ -179,8 +179,11 @@ def test_compaction_reads_are_counted() -> None:
 
 
 @pytest.mark.parametrize("solver", [eq.Picard, eq.Anderson, eq.Broyden])
-def test_fixed_steps_with_gradients_read_nothing(solver: type[Solver]) -> None:
+def test_fixed_steps_with_gradients_read_nothing(
+    solver: type[Solver], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Training with fixed steps: the forward pass does not wait, whatever the map captures."""
+    problems.as_on_a_gpu(monkeypatch)
     weight = (0.1 * problems.randn(4, 4, seed=0)).requires_grad_()
     x = problems.randn(3, 4, seed=1)
     made = solver(rtol=0.0, max_steps=6)

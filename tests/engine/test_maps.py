@@ -116,7 +116,7 @@ def test_part_of_a_map_indexes_every_tensor_in_args() -> None:
     z = problems.randn(6, 8, seed=3)
     part = fn.take(index)
     torch.testing.assert_close(part([z[index]])[0], fn([z])[0][index], rtol=1e-14, atol=0)
-    fn.check_take(index, [z], part)
+    fn.check_take(index, [z], fn([z]), part)
     again = part.take(torch.tensor([1]))
     torch.testing.assert_close(again([z[[1]]])[0], fn([z])[0][[1]], rtol=1e-14, atol=0)
 
@@ -135,7 +135,7 @@ def test_samples_that_mix_are_caught(leak: float) -> None:
     fn = wrap(lambda z: z + leak * z.mean(0), z)
     index = torch.tensor([0, 3])
     with pytest.raises(ValueError, match="no batch statistics"):
-        fn.check_take(index, [z], fn.take(index))
+        fn.check_take(index, [z], fn([z]), fn.take(index))
 
 
 def test_samples_that_mix_are_caught_beside_large_ones() -> None:
@@ -144,7 +144,7 @@ def test_samples_that_mix_are_caught_beside_large_ones() -> None:
     fn = wrap(lambda z: 0.5 * z + (torch.arange(3.0) if len(z) == 4 else 0.0), z)
     index = torch.tensor([0, 3])
     with pytest.raises(ValueError, match="compact=True"):
-        fn.check_take(index, [z], fn.take(index))
+        fn.check_take(index, [z], fn([z]), fn.take(index))
 
 
 def test_nan_rows_do_not_hide_a_mixture_nor_raise_one() -> None:
@@ -152,7 +152,7 @@ def test_nan_rows_do_not_hide_a_mixture_nor_raise_one() -> None:
     z[3] = float("nan")
     good = wrap(lambda z: 0.5 * z, z)
     index = torch.tensor([0, 3])
-    good.check_take(index, [z], good.take(index))
+    good.check_take(index, [z], good([z]), good.take(index))
     bad = wrap(lambda z: z + torch.arange(3.0) * len(z), z)
     with pytest.raises(ValueError, match="compact=True"):
-        bad.check_take(index, [z], bad.take(index))
+        bad.check_take(index, [z], bad([z]), bad.take(index))

@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import cvxpy as cp
 import numpy as np
 import pytest
 import scipy.optimize
@@ -35,7 +34,10 @@ from equilibria.nn.deep_opteq_blocks import SeparableConv
 from equilibria.problems import Guarantee
 from equilibria.solvers import SequentialAveraging
 from tests.contracts.layer_contract import EXACT, TIGHT, LayerContract
+from tests.optional import optional
 from tests.problems.test_operators import conv_matrix, randn
+
+cp = optional("cvxpy")
 
 # ---------------------------------------------------------------------- the contract
 

@@ -71,6 +71,8 @@ def made(seed: int = 0, **options: Any) -> DEQ:
 class MapContract(LayerContract):
     """The layer's contract, less what asks for a hidden problem or for a prior."""
 
+    infinite_inputs_fail = False
+
     def test_the_answer_is_a_stationary_point_of_the_problem(self) -> None:
         layer, x = self.precise(), self.drawn().double()
         with torch.no_grad():
@@ -490,3 +492,17 @@ def test_finished_samples_may_be_dropped() -> None:
     layer, x = made(solver=eq.Anderson(compact=True, rtol=1e-9)), randn(16, 4)
     x[::2] *= 1e-3
     torch.testing.assert_close(layer(x), made(solver=TIGHT)(x), rtol=1e-7, atol=1e-8)
+
+
+def test_a_bad_sample_moves_no_running_statistics() -> None:
+    """NaN in a running mean would be every later sample's. A healthy mate is counted instead."""
+    torch.manual_seed(0)
+    layer = DEQ(NormedBlock(), solver=TIGHT, adjoint=EXACT).double().train()
+    x = torch.randn(3, 4, dtype=torch.float64)
+    copies = copy.deepcopy(layer)
+    copies(x[[0, 0, 2]])
+    x[1, 0] = float("nan")
+    with pytest.warns(eq.ConvergenceWarning):
+        layer(x)
+    torch.testing.assert_close(layer.block.norm.running_mean, copies.block.norm.running_mean)
+    torch.testing.assert_close(layer.block.norm.running_var, copies.block.norm.running_var)

@@ -235,6 +235,11 @@ def test_batch_mates_and_bad_samples() -> None:
         solution = layer.solve(x)
     assert solution.converged.tolist() == [True, False, True]
     torch.testing.assert_close(solution.value[0][2], together[0][2], rtol=1e-8, atol=1e-9)
+    weights = list(layer.parameters())
+    found = torch.autograd.grad(sum(z[[0, 2]].sum() for z in solution.value), weights)
+    wanted = torch.autograd.grad(sum(z.sum() for z in layer(x[[0, 2]])), weights)
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-8)
 
 
 def test_copies() -> None:

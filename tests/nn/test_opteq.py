@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import cvxpy as cp
 import numpy as np
 import pytest
 import scipy.optimize
@@ -24,7 +23,10 @@ from equilibria.problems import (
 )
 from equilibria.solvers import Auto
 from tests.contracts.layer_contract import TIGHT, BoundedLayerContract
+from tests.optional import optional
 from tests.problems.test_operators import conv_matrix, randn
+
+cp = optional("cvxpy")
 
 
 class TestStateForm(BoundedLayerContract):

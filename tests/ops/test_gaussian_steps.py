@@ -68,7 +68,39 @@ def test_energies_are_those_of_the_rows() -> None:
     first = c[1, 0:3, 0:2, 0:2].flatten()
     torch.testing.assert_close(found[1, 0], first @ metric @ first)
     assert found.shape == (3, 16)
-    assert not found.requires_grad
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("given", [True, False])
+def test_energies_have_gradients_to_any_order(layout: torch.memory_format, given: bool) -> None:
+    _, c, _, metric, _ = drawn(2)
+    c = c[:, :, :2, :4].contiguous(memory_format=layout).requires_grad_()
+    leaves = (c, metric.clone().requires_grad_()) if given else (c,)
+
+    def energies(c: Tensor, metric: Tensor | None = None) -> Tensor:
+        return patch_energies(c, metric, *CUT)
+
+    assert torch.autograd.gradcheck(energies, leaves)
+    assert torch.autograd.gradgradcheck(energies, leaves)
+    (dc,) = torch.autograd.grad(energies(*leaves).sum(), c)
+    assert dc.is_contiguous(memory_format=layout)
+    # Under torch.func by the plain form.
+    pulled = torch.func.grad(lambda c: energies(c, *leaves[1:]).sum())(c)
+    torch.testing.assert_close(pulled, dc)
+
+
+def test_energies_keep_only_their_inputs() -> None:
+    """For the backward pass: no rows, and no product with M."""
+    _, c, _, metric, _ = drawn()
+    kept: list[Tensor] = []
+
+    def pack(t: Tensor) -> Tensor:
+        kept.append(t)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        patch_energies(c.requires_grad_(), metric, *CUT)
+    assert {t.data_ptr() for t in kept} == {c.data_ptr(), metric.data_ptr()}
 
 
 def test_the_small_passes() -> None:

@@ -187,6 +187,23 @@ def test_a_sample_that_fails_returns_its_start_and_harms_nobody() -> None:
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("express", [True, False])
+def test_half_precision_at_the_floor_of_gamma(
+    dtype: torch.dtype, express: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No energy, so γ = 2e11, a singular M and a given z0: s is rounding, and 2γ‖v‖² was 1e7."""
+    made = layer(2, 3, hidden=1, bias=False, patch=eq.Patches(channels=1, size=2)).to(dtype)
+    torch.manual_seed(2)
+    z0 = (20 * torch.randn(64, 6, 8, 8).abs()).to(dtype)
+    x = torch.zeros(64, 5, 8, 8, dtype=dtype, requires_grad=True)
+    if not express:
+        monkeypatch.setattr(solving, "serves", lambda *_: False)
+    value = made.solve(x, z0).value.float()
+    grads = torch.autograd.grad(value.sum(), [x, *made.parameters()])
+    assert all(bool(g.isfinite().all()) for g in grads)
+
+
 def test_divergence_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step far too long on a problem that is not convex: codes, zeros, no NaN."""
     made, x = layer(40, 2, bound=40.0, gamma=eq.FixedGamma(1e-6)), images()

@@ -30,11 +30,23 @@ def test_formulas() -> None:
     )
 
 
-@pytest.mark.parametrize("policy", [FixedGamma(), MinPatchEnergy(), MeanPatchEnergy()])
-def test_per_sample_and_detached(policy: GammaPolicy) -> None:
+@pytest.mark.parametrize(
+    ("policy", "moves"),
+    [
+        (FixedGamma(), False),
+        (MinPatchEnergy(), True),
+        (MeanPatchEnergy(), True),
+        (MinPatchEnergy(detach=True), False),
+        (MeanPatchEnergy(detach=True), False),
+    ],
+)
+def test_per_sample_with_a_gradient_unless_detached(policy: GammaPolicy, moves: bool) -> None:
     energies = ENERGIES.clone().requires_grad_()
     both = policy(energies)
-    assert not both.requires_grad
+    assert both.requires_grad is moves
+    if moves:
+        assert torch.autograd.gradcheck(policy, (energies,))
+        assert torch.autograd.gradgradcheck(policy, (energies,))
     for i in range(2):
         torch.testing.assert_close(policy(energies[i : i + 1]), both[i : i + 1], rtol=0, atol=0)
 
@@ -45,6 +57,18 @@ def test_zero_energy_gives_a_finite_gamma(policy: GammaPolicy, dtype: torch.dtyp
     gamma = policy(torch.zeros(2, 3, dtype=dtype))
     assert gamma.dtype in (torch.float32, torch.float64)
     np.testing.assert_allclose(gamma.double().numpy(), 0.2 / 1e-12, rtol=1e-6)
+
+
+@pytest.mark.parametrize("policy", [MinPatchEnergy(), MeanPatchEnergy()])
+def test_gradients_are_finite_at_the_floor_and_above(policy: GammaPolicy) -> None:
+    """Below the floor γ is constant; just above it its slope −0.2/E² is large and finite."""
+    energies = torch.tensor([[0.0, 0.0], [9e-13, 9e-13], [2e-12, 2e-12], [math.nan, 1.0]])
+    energies.requires_grad_()
+    gamma = policy(energies)
+    weight = torch.tensor([1.0, 1.0, 1.0, 0.0])
+    (slope,) = torch.autograd.grad((gamma * weight).sum(), energies)
+    np.testing.assert_array_equal(slope[[0, 1, 3]].numpy(), 0.0)
+    np.testing.assert_allclose(float(slope[2].sum()), -0.2 / 4e-24, rtol=1e-6)
 
 
 def test_scaling_the_input_scales_gamma() -> None:
@@ -115,6 +139,7 @@ def test_learned_gamma_is_positive_and_has_a_gradient() -> None:
         (lambda: MinPatchEnergy(0.0), ValueError, "scale=0.0"),
         (lambda: MeanPatchEnergy(-0.2), ValueError, "scale=-0.2"),
         (lambda: MeanPatchEnergy(0.2, floor=0.0), ValueError, "floor=0.0"),
+        (lambda: MeanPatchEnergy(0.2, detach=1), TypeError, "detach=1.*True or False"),  # type: ignore[arg-type]
         (lambda: LearnedGamma(0.0), ValueError, "init=0.0"),
         (lambda: as_gamma(0.0), ValueError, "gamma=0.0"),
         (lambda: as_gamma(-2), ValueError, "gamma=-2"),

@@ -510,7 +510,9 @@ def test_policy_sees_each_sample_alone_at_zero() -> None:
             alone = Gaussian(case.operator, case.c[b : b + 1], policy, **options)  # type: ignore[arg-type]
             assert float(alone.gamma[0]) == float(both.gamma[b])
     leaf = case.c.clone().requires_grad_()
-    assert not Gaussian(case.operator, leaf, MeanPatchEnergy(), **options).gamma.requires_grad  # type: ignore[arg-type]
+    for detach in (False, True):
+        made = Gaussian(case.operator, leaf, MeanPatchEnergy(detach=detach), **options)  # type: ignore[arg-type]
+        assert made.gamma.requires_grad is not detach
 
 
 def test_fixed_and_learned_gamma() -> None:

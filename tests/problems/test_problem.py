@@ -6,7 +6,6 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 
-import cvxpy as cp
 import numpy as np
 import pytest
 import torch
@@ -39,6 +38,9 @@ from equilibria.problems.regularizers import (
     Regularizer,
     SquaredNorm,
 )
+from tests.optional import optional
+
+cp = optional("cvxpy")
 
 Array = np.ndarray
 N = 5

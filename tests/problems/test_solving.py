@@ -109,3 +109,14 @@ def test_compaction_of_a_problem_with_steps_of_its_own() -> None:
     compact = eq.minimize(problem, solver=eq.ProximalGradient(rtol=1e-10, block=1, compact=True))
     assert plain.stats.steps.tolist() == compact.stats.steps.tolist()
     torch.testing.assert_close(plain.value, compact.value, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("solver", [eq.Anderson(rtol=1e-2), eq.Broyden(rtol=1e-2)], ids=["a", "b"])
+def test_the_residual_at_the_value_is_bounded_by_the_one_stated(solver: eq.Anderson) -> None:
+    """The value is the last iterate moved into z ≥ 0; T contracts with the factor 0.8² here."""
+    for seed in range(10):
+        weight, c = draw(0.8, seed)
+        problem = eq.Problem(eq.NonNegative(), eq.Gaussian(weight, c, gamma=0.1))
+        found = eq.minimize(problem, solver=solver)
+        residual = (problem.step(found.value) - found.value).norm(dim=1)
+        assert (residual <= 1.64 * found.stats.residual + 1e-12).all()

@@ -6,7 +6,6 @@ import math
 import warnings
 from typing import Any
 
-import cvxpy as cp
 import numpy as np
 import pytest
 import torch
@@ -19,6 +18,9 @@ from equilibria import HSIC, L1, Decorrelation, FeatureIncay, SquaredNorm
 from equilibria.solvers import SequentialAveraging
 from tests.contracts import problems
 from tests.contracts.solver_contract import SolverContract
+from tests.optional import optional
+
+cp = optional("cvxpy")
 
 
 class TestSequentialAveragingAsASolver(SolverContract):

@@ -145,7 +145,7 @@ class SignalAt(At):
 
 def config(out: Path, **options: Any) -> TrainConfig:
     given: dict[str, Any] = {"model": "tiny", "epochs": 3, "batch_size": 32, "lr": 0.1}
-    given |= {"log_every": 4, "out": str(out), "accelerator": "cpu"}
+    given |= {"log_every": 4, "out": str(out), "accelerator": "cpu", "loggers": []}
     return TrainConfig(**{**given, **options})
 
 

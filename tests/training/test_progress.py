@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import rich
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from equilibria.training.progress import epoch_line
+from tests.optional import optional
 
 from .small import RaiseAt, SignalAt, config, run
+
+accumulator = optional("tensorboard.backend.event_processing.event_accumulator")
 
 ROW: dict[str, Any] = {
     "epoch": 3,
@@ -74,7 +76,7 @@ def test_silence_is_silence(tmp_path: Path, capfd: Any) -> None:
 
 
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    events = EventAccumulator(str(folder / "tensorboard"))
+    events = accumulator.EventAccumulator(str(folder / "tensorboard"))
     events.Reload()
     return {
         name: [(e.step, e.value) for e in events.Scalars(name)] for name in events.Tags()["scalars"]
@@ -82,7 +84,7 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def test_tensorboard_has_the_numbers_of_the_run(tmp_path: Path) -> None:
-    result = run(config(tmp_path, epochs=2, log_every=4))
+    result = run(config(tmp_path, epochs=2, log_every=4, loggers=["tensorboard"]))
     found = scalars(tmp_path)
     assert [step for step, _ in found["train/loss"]] == [1, 5, 9]
     assert found["train/solver_steps"][0][1] == 3.0
@@ -93,7 +95,7 @@ def test_tensorboard_has_the_numbers_of_the_run(tmp_path: Path) -> None:
 
 
 def test_after_a_resume_no_step_is_logged_twice(tmp_path: Path) -> None:
-    place = config(tmp_path, epochs=3, log_every=2)
+    place = config(tmp_path, epochs=3, log_every=2, loggers=["tensorboard"])
     with pytest.raises(RuntimeError, match="power cut"):
         # The checkpoint is of step 6; steps 7, 9 and 11 are in the log already.
         run(place, callbacks=[RaiseAt(11, RuntimeError("power cut"))])

@@ -26,6 +26,7 @@ SMALL = {"widths": [8], "depth": 1, "hidden": 8}
 
 def test_a_named_model_on_digits_comes_back_from_its_file(tmp_path: Path) -> None:
     options: dict[str, Any] = {"model": "geq_digits", "model_options": SMALL, "ema": 0.9}
+    options["loggers"] = ["tensorboard"]
     result = fit(config(tmp_path, **options, epochs=1, batch_size=128), progress=False)
     assert not result.model.training
     loaded = eq.models.load(result.weights)

@@ -115,9 +115,11 @@ def test_a_run_begun_with_other_defaults_is_not_resumed(
 ) -> None:
     """Half of it would be another network's. A checkpoint without a revision is of the first."""
     assert TrainConfig(model="opteq_stack_cifar_3m", data="cifar10").model_revision == 1
-    assert TrainConfig(model="geq_digits", data="digits").model_revision == 0
-    monkeypatch.setattr(TrainConfig, "model_revision", 1)
-    with pytest.raises(CheckpointError, match=r"other defaults .*revision 0, now 1.* new run"):
+    assert TrainConfig(model="opteq_digits", data="digits").model_revision == 0
+    now = config(cut).model_revision
+    monkeypatch.setattr(TrainConfig, "model_revision", now + 1)
+    told = rf"other defaults .*revision {now}, now {now + 1}.* new run"
+    with pytest.raises(CheckpointError, match=told):
         run(config(cut, ema=0.9), resume=cut)
 
 

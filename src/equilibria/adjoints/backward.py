@@ -5,6 +5,8 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from equilibria.engine.iterate import iterate
@@ -12,24 +14,52 @@ from equilibria.engine.krylov import LinearIterated, LinearSolver, MatVec
 from equilibria.engine.maps import Map
 from equilibria.engine.result import BackwardStats, ConvergenceWarning, Result
 from equilibria.engine.solver import Solver
-from equilibria.engine.tree import Leaves
+from equilibria.engine.tree import Leaves, repeat_samples, sample_norm
 
 
-def solve_adjoint(solver: LinearSolver | Solver, transpose: MatVec, g: Leaves) -> LinearIterated:
-    """Solve u = g + Jᵀu; a fixed-point solver starts from g, a Krylov space is spanned by it."""
+def solve_adjoint(
+    solver: LinearSolver | Solver,
+    transpose: MatVec,
+    g: Leaves,
+    *,
+    coupled: bool = False,
+    group: int | None = None,
+) -> LinearIterated:
+    """Solve u = g + Jᵀu; a fixed-point solver starts from g, a Krylov space is spanned by it.
+
+    ``relative`` is ‖u − g − Jᵀu‖/‖g‖ of the u that is returned, of each sample, or of the batch
+    where J couples samples: said by ``coupled``, or found out.
+    """
     if isinstance(solver, LinearSolver):
 
         def identity_minus(v: Leaves) -> Leaves:
             return [a - b for a, b in zip(v, transpose(v), strict=True)]
 
-        return solver.solve(identity_minus, g)
+        return solver.solve(identity_minus, g, coupled=coupled, group=group)
 
     def affine(u: Any) -> Any:
         return tuple(a + b for a, b in zip(g, transpose(list(u)), strict=True))
 
     spec = pytree.tree_structure(tuple(g))
-    done = iterate(Map(affine, (), spec, g), g, solver)
-    return LinearIterated(done.value, done.result, done.steps, done.relative, done.syncs)
+    done = iterate(Map(affine, (), spec, g, coupled=coupled, group=group), g, solver)
+    residual, norm = done.residual, sample_norm(g)
+    if solver.fixed_steps:
+        # The last step was taken after the last evaluation.
+        step = zip(done.value, affine(done.value), strict=True)
+        residual = sample_norm([b - a for a, b in step])
+    if done.coupled:
+        size = len(norm) if group is None else group
+        norm = _together(norm, size)
+        residual = _together(residual, size) if solver.fixed_steps else residual
+    relative = residual / norm.clamp_min(torch.finfo(norm.dtype).tiny)
+    return LinearIterated(
+        done.value, done.result, done.steps, relative, done.syncs, coupled=done.coupled
+    )
+
+
+def _together(norm: Tensor, size: int) -> Tensor:
+    """The norm over each group of coupled samples, for every sample of it."""
+    return repeat_samples(torch.linalg.vector_norm(norm.unflatten(0, (-1, size)), dim=1), size)
 
 
 def note_backward(stats: BackwardStats, outcome: LinearIterated) -> None:

@@ -20,19 +20,31 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils import _pytree as pytree
 
 from equilibria.engine.iterate import Callback, Iterated, iterate
-from equilibria.engine.krylov import LinearIterated, LinearSolver
+from equilibria.engine.krylov import LinearSolver
 from equilibria.engine.maps import Map
 from equilibria.engine.result import BackwardStats, warn_failures
 from equilibria.engine.solver import Solver
 from equilibria.engine.transforms import forward_levels, forward_mode_active
 from equilibria.engine.tree import Leaves, where_sample
 
-from .backward import note_backward
+from .backward import note_backward, solve_adjoint
 from .capture import Substitute, survey, watch
-from .quarantine import FAILED, clean
+from .quarantine import FAILED, clean, has_batch, lend
 
 Explicit = Callable[[Leaves, Sequence[Tensor]], Leaves]
 """(leaves of z, dependencies) ↦ leaves of T(z)."""
+
+
+@dataclass
+class Backward:
+    """How the linear systems of a derivative are solved."""
+
+    solver: LinearSolver | Solver
+    stats: BackwardStats
+    group: int
+    """How many samples may depend on each other: the batch, without what vmap stacks on it."""
+    coupled: bool
+    """Whether they are known to."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +54,7 @@ class _Problem:
     fn: Explicit
     count: int
     solver: Solver | LinearSolver
-    rule: LinearSolver | Solver
-    stats: BackwardStats
+    how: Backward
     affine: bool = False
     callback: Callback | None = None
     count_of: _Counts = field(default_factory=lambda: _Counts())
@@ -71,15 +82,19 @@ def solve_functional(
             "forward-mode AD over forward-mode AD has no rule here; use reverse over forward or "
             "forward over reverse, as torch.func.hessian does (jacfwd of jacrev)."
         )
-    sources = [t for t in watch(fn, z0) if _tracked(t)]
+    # What may hold a row a sample is a dependency too: NaN of failed samples is cleaned there.
+    sources = [t for t in watch(fn, z0) if _tracked(t) or _may_hold_samples(t, z0)]
     explicit = make_explicit(fn, sources, survey(fn.fn).modules)
-    problem = _Problem(explicit, len(z0), solver, rule, backward, callback=callback)
+    how = Backward(rule, backward, len(z0[0]), fn.coupled)
+    problem = _Problem(explicit, len(z0), solver, how, callback=callback)
     out = _SolveFunction.apply(problem, *z0, *sources)
     n = len(z0)
     counts = problem.count_of
-    return Iterated(
+    done = Iterated(
         list(out[:n]), out[n], out[n + 1], out[n + 2], out[n + 3], counts.evaluations, counts.syncs
     )
+    done.coupled = how.coupled
+    return done
 
 
 def make_explicit(fn: Map, sources: Sequence[Tensor], modules: Sequence[nn.Module]) -> Explicit:
@@ -106,6 +121,10 @@ def _tracked(t: Tensor) -> bool:
     if t.requires_grad or torch._C._functorch.is_functorch_wrapped_tensor(t):
         return True
     return forward_mode_active() and forward_ad.unpack_dual(t).tangent is not None
+
+
+def _may_hold_samples(t: Tensor, z0: Leaves) -> bool:
+    return t.is_floating_point() and has_batch(t, z0[0])
 
 
 def _pull(fn: Callable[..., Any], *primals: Any) -> Callable[[Any], Any]:
@@ -148,7 +167,7 @@ class _SolveFunction(torch.autograd.Function):
         z, deps, failed = _saved(ctx)
         zero = [torch.zeros_like(g) for g in grads[:n]]
         g = where_sample(failed, zero, grads[:n])
-        found = backward_functional(problem.fn, z, deps, g, problem.rule, problem.stats)
+        found = backward_functional(problem.fn, z, deps, g, problem.how)
         return (None, *([None] * n), *found)
 
     @staticmethod
@@ -168,7 +187,7 @@ class _SolveFunction(torch.autograd.Function):
             pushed = _push(lambda x: fn(x, rest), at, t)
             return [a + b for a, b in zip(start, pushed, strict=True)]
 
-        t = _solve_affine(tangent, offset, [*z, *deps], problem.rule, problem.stats)
+        t = _solve_affine(tangent, offset, [*z, *deps], problem.how)
         return (*t, None, None, None, None)
 
     @staticmethod
@@ -200,28 +219,24 @@ class _SolveFunction(torch.autograd.Function):
         def fn_one(z: Leaves, given: Sequence[Tensor]) -> Leaves:
             return problem.fn(z, given)
 
-        wide = _Problem(batched, n, problem.solver, problem.rule, problem.stats, problem.affine)
+        wide = _Problem(batched, n, problem.solver, problem.how, problem.affine)
         out = _SolveFunction.apply(wide, *[x.flatten(0, 1) for x in z0], *deps)
         split = tuple(x.unflatten(0, shapes[0][:2]) for x in out)
         return split, (0,) * len(split)
 
 
 def _saved(ctx: Any) -> tuple[Leaves, list[Tensor], Tensor]:
-    """z*, the dependencies with failed samples cleaned, and which samples [B] failed."""
+    """z* and the dependencies with failed samples cleaned, and which samples [B] failed."""
     n = ctx.problem.count
     saved = ctx.saved_tensors
     result = saved[n]
     failed = (result == int(FAILED[0])) | (result == int(FAILED[1]))
-    return list(saved[:n]), [clean(d, failed) for d in saved[n + 1 :]], failed
+    z = [lend(x, failed) for x in saved[:n]]
+    return z, [clean(d, failed) for d in saved[n + 1 :]], failed
 
 
 def backward_functional(
-    fn: Explicit,
-    z: Leaves,
-    deps: Sequence[Tensor],
-    g: Leaves,
-    rule: LinearSolver | Solver,
-    stats: BackwardStats,
+    fn: Explicit, z: Leaves, deps: Sequence[Tensor], g: Leaves, how: Backward
 ) -> Leaves:
     """(∂T/∂deps)ᵀu with u = g + Jᵀu, differentiable in z, deps and g to any order."""
     n = len(z)
@@ -231,45 +246,44 @@ def backward_functional(
         pulled = _pull(lambda x: fn(x, rest), at)(u)[0]
         return [a + b for a, b in zip(offset, pulled, strict=True)]
 
-    u = _solve_affine(adjoint, g, [*z, *deps], rule, stats)
+    u = _solve_affine(adjoint, g, [*z, *deps], how)
     return list(_pull(lambda d: fn(z, d), list(deps))(u)[0])
 
 
-def _solve_affine(
-    fn: Explicit,
-    offset: Leaves,
-    rest: Sequence[Tensor],
-    rule: LinearSolver | Solver,
-    stats: BackwardStats,
-) -> Leaves:
+def _solve_affine(fn: Explicit, offset: Leaves, rest: Sequence[Tensor], how: Backward) -> Leaves:
     """x = offset + Lx with L = fn(·, (0, rest)), differentiable in offset and rest."""
-    affine = _Problem(fn, len(offset), rule, rule, stats, affine=True)
+    affine = _Problem(fn, len(offset), how.solver, how, affine=True)
     return list(_SolveFunction.apply(affine, *offset, *offset, *rest)[: len(offset)])
 
 
 def _run(problem: _Problem, z0: Leaves, deps: list[Tensor]) -> Iterated:
-    n = problem.count
-    if problem.affine and isinstance(problem.solver, LinearSolver):
+    how, n = problem.how, problem.count
+    if problem.affine:
         still = [torch.zeros_like(d) for d in deps[:n]] + deps[n:]
-
-        def identity_minus(v: Leaves) -> Leaves:
-            return [a - b for a, b in zip(v, problem.fn(v, still), strict=True)]
-
         offset = problem.fn([torch.zeros_like(z) for z in z0], deps)
-        outcome = problem.solver.solve(identity_minus, offset)
-        note_backward(problem.stats, outcome)
-        relative = outcome.relative
-        return Iterated(outcome.value, outcome.result, outcome.steps, relative, relative, 0, 0)
+        found = solve_adjoint(
+            how.solver,
+            lambda v: problem.fn(v, still),
+            offset,
+            coupled=how.coupled,
+            group=how.group,
+        )
+        note_backward(how.stats, found)
+        relative = found.relative
+        return Iterated(found.value, found.result, found.steps, relative, relative, 0, 0)
     assert isinstance(problem.solver, Solver)
     spec = pytree.tree_structure(tuple(z0))
-    fn = Map(lambda z: tuple(problem.fn(list(z), deps)), (), spec, z0)
+    fn = Map(
+        lambda z: tuple(problem.fn(list(z), deps)),
+        (),
+        spec,
+        z0,
+        coupled=how.coupled,
+        group=how.group,
+    )
     done = iterate(fn, z0, problem.solver, problem.callback)
+    how.coupled = how.coupled or done.coupled
     problem.count_of.evaluations, problem.count_of.syncs = done.evaluations, done.syncs
-    if problem.affine:
-        relative = done.relative
-        note_backward(
-            problem.stats, LinearIterated(done.value, done.result, done.steps, relative, done.syncs)
-        )
-    elif done.counts is not None:
+    if done.counts is not None:
         warn_failures(done.counts, stacklevel=2)
     return done

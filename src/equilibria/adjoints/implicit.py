@@ -28,7 +28,7 @@ from equilibria.engine.tree import Leaves
 
 from .capture import Evaluation, evaluate
 from .functional import Explicit, make_explicit, solve_functional
-from .quarantine import FAILED, failed_samples, quarantine
+from .quarantine import FAILED, cut_off, isolate, without_gradient
 from .rules import Rule, SolveRule
 
 
@@ -72,11 +72,14 @@ class Implicit(Adjoint):
 def _attach_outside_compile(
     fn: Map, done: Iterated, solver: LinearSolver | Solver, stats: BackwardStats
 ) -> Leaves:
-    failed = failed_samples(done)
-    if failed is not None:
-        fn = quarantine(fn, failed)
+    part = isolate(fn, done)
+    if part is None:
+        stats.masked = len(done.result)
+        return without_gradient(fn, done.value)
+    if part.failed is not None:
         stats.masked = -1 if done.counts is None else sum(done.counts.get(c, 0) for c in FAILED)
-    return attach(fn, done.value, SolveRule(solver, stats, failed))
+    rule = SolveRule(solver, stats, part.failed, coupled=done.coupled)
+    return cut_off(part.failed, attach(part.fn, part.z, rule), done.value)
 
 
 def attach(fn: Map, z: Leaves, rule: Rule) -> Leaves:
@@ -89,7 +92,7 @@ def attach(fn: Map, z: Leaves, rule: Rule) -> Leaves:
 
 
 def attach_linear(
-    product: Map, b: Leaves, x: Leaves, solver: LinearSolver, stats: BackwardStats
+    product: Map, b: Leaves, x: Leaves, solver: LinearSolver, stats: BackwardStats, coupled: bool
 ) -> Leaves:
     """Leaves with the value of x = A⁻¹b, differentiable in b and what A captures."""
 
@@ -97,7 +100,8 @@ def attach_linear(
         return tuple(p + q - r for p, q, r in zip(state, right, product(list(state)), strict=True))
 
     spec = pytree.tree_structure(tuple(b))
-    return attach(Map(richardson, (tuple(b),), spec, b), x, SolveRule(solver, stats))
+    rule = SolveRule(solver, stats, coupled=coupled)
+    return attach(Map(richardson, (tuple(b),), spec, b), x, rule)
 
 
 class _ImplicitFunction(torch.autograd.Function):

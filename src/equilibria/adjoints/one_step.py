@@ -13,14 +13,15 @@ from equilibria.engine.solver import Solver
 from equilibria.engine.tree import Leaves
 
 from .detached import solve_detached
-from .quarantine import cut_off, failed_samples, quarantine
+from .quarantine import carry, isolate, without_gradient
 
 
 @options
 class OneStep(Adjoint):
-    """z = T(z*) with z* held constant: the gradient with (I − J)⁻¹ replaced by I.
+    """The gradient of T(z*) with z* held constant: (I − J)⁻¹ replaced by I.
 
-    The cheapest adjoint; a descent direction where ‖J‖ is well below 1, and biased always.
+    The value is z* itself, the one that the solver judged, not T(z*). The cheapest adjoint; a
+    descent direction where ‖J‖ is well below 1, and biased always.
     """
 
     def run(
@@ -33,8 +34,9 @@ class OneStep(Adjoint):
     ) -> Iterated:
         done = solve_detached(fn, z0, solver, callback)
         if torch.is_grad_enabled():
-            failed = failed_samples(done)
-            if failed is not None:
-                fn = quarantine(fn, failed)
-            done.value = cut_off(failed, fn(done.value), done.value)
+            part = isolate(fn, done)
+            if part is None:
+                done.value = without_gradient(fn, done.value)
+            else:
+                done.value = carry(done.value, part.fn(part.z), part.failed)
         return done

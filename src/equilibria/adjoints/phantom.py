@@ -22,18 +22,22 @@ from equilibria.engine.tree import Leaves
 
 from .detached import solve_detached
 from .implicit import attach
-from .quarantine import cut_off, failed_samples, quarantine
+from .quarantine import Isolated, carry, cut_off, isolate, without_gradient
 from .rules import SeriesRule
 
 
 @options
 class Phantom(Adjoint):
-    """``steps`` updates z ← (1 − β)z + βT(z) from the detached solution, with a graph.
+    """The gradient of ``steps`` updates z ← (1 − β)z + βT(z) from the detached solution.
 
     Unrolled form (default): the steps are taken at the moving iterate, as in the papers
     (GEQ: 5 steps, β = 0.8). Neumann form: the graph of one evaluation at z* is reused,
     u = β Σₖ (βJᵀ + (1 − β)I)ᵏ g, k < steps, so that memory does not grow with ``steps``. Both
     approximate the implicit gradient and agree with it as ``steps`` grows where T contracts.
+
+    The value is the solver's own, which its residual and result code speak of; the papers return
+    the last of the updates. So a layer answers the same with and without gradients, and an update
+    that expands does not carry the answer away.
     """
 
     steps: int = 5
@@ -62,28 +66,27 @@ class Phantom(Adjoint):
             )
         done = solve_detached(fn, z0, solver, callback)
         if torch.is_grad_enabled():
-            failed = failed_samples(done)
-            if failed is not None:
-                fn = quarantine(fn, failed)
-            if self.form == "unrolled":
-                done.value = self._unrolled(fn, done.value, failed)
+            part = isolate(fn, done)
+            if part is None:
+                done.value = without_gradient(fn, done.value)
+            elif self.form == "unrolled":
+                done.value = carry(done.value, self._unrolled(part), part.failed)
             else:
-                done.value = self._neumann(fn, done.value, backward, failed)
+                found = self._neumann(part, backward)
+                done.value = cut_off(part.failed, found, done.value)
         return done
 
-    def _unrolled(self, fn: Map, solution: Leaves, failed: torch.Tensor | None) -> Leaves:
-        z = solution
+    def _unrolled(self, part: Isolated) -> Leaves:
+        z = part.z
         for _ in range(self.steps):
-            f = fn(z)
+            f = part.fn(z)
             if self.damping == 1.0:
                 z = f
             else:
                 z = [torch.lerp(a, b, self.damping) for a, b in zip(z, f, strict=True)]
-            z = cut_off(failed, z, solution)
+            z = cut_off(part.failed, z, part.z)
         return z
 
     @outside_compile("the Neumann form reads the autograd graph; compile the map instead")
-    def _neumann(
-        self, fn: Map, z: Leaves, stats: BackwardStats, failed: torch.Tensor | None
-    ) -> Leaves:
-        return attach(fn, z, SeriesRule(self.steps, self.damping, stats, failed))
+    def _neumann(self, part: Isolated, stats: BackwardStats) -> Leaves:
+        return attach(part.fn, part.z, SeriesRule(self.steps, self.damping, stats, part.failed))

@@ -1,12 +1,19 @@
 """Keep samples that failed from spoiling the gradients of the others.
 
-A zero gradient into a failed sample is not enough: where its numbers are NaN, 0·NaN is NaN, and it
-reaches the gradients of shared weights. So the differentiated evaluations run on inputs in which
-the NaN and infinities of failed samples are replaced by zero, and their answers are cut off.
+A zero gradient into a failed sample is not enough: where its numbers, or the derivatives at them,
+are not finite, 0·∞ is NaN, and it reaches the gradients of shared weights. So where gradients are
+taken a failed sample is computed as a copy of a healthy one: its rows of the state, of the
+arguments and of captured tensors are those of its mate. Then its answer is cut off.
+
+A tensor of B rows may be a weight that happens to have as many rows as the batch has samples. Its
+rows are exchanged only where this changes no digit of the healthy samples' answers. Where samples
+are coupled every exchange does; then NaN and infinity of failed samples become zero, no more.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,79 +23,63 @@ from torch.utils import _pytree as pytree
 from equilibria.engine.iterate import Iterated
 from equilibria.engine.maps import Map
 from equilibria.engine.result import Result
-from equilibria.engine.tree import Leaves, where_sample
+from equilibria.engine.transforms import transforms_active
+from equilibria.engine.tree import Leaves, map_tensors, sample_norm, where_sample
 
-from .capture import Substitute, survey
+from .capture import Substitute, evaluate, survey, watch
 
 FAILED = (Result.diverged, Result.nonfinite)
 
 
-def failed_samples(done: Iterated) -> Tensor | None:
+def host_may_read(t: Tensor) -> bool:
+    """Whether a number of t can be read without waiting for a device, and by eager code."""
+    compiling = torch.compiler.is_compiling()
+    return t.device.type == "cpu" and not compiling and not transforms_active()
+
+
+def failed_codes(result: Tensor) -> Tensor | None:
     """[B] bool: samples that diverged or met NaN; None where the host knows that there are none."""
+    failed: Tensor = (result == int(FAILED[0])) | (result == int(FAILED[1]))
+    return None if host_may_read(failed) and not bool(failed.any()) else failed
+
+
+def failed_samples(done: Iterated) -> Tensor | None:
+    """The same of a solve."""
     if done.counts is not None and not any(done.counts.get(code) for code in FAILED):
         return None
-    failed: Tensor = (done.result == int(FAILED[0])) | (done.result == int(FAILED[1]))
-    return failed
+    return failed_codes(done.result)
+
+
+def _rows(mask: Tensor, t: Tensor) -> Tensor:
+    """mask [B] shaped to broadcast over t [B, ...]."""
+    return mask.view(-1, *([1] * (t.dim() - 1)))
 
 
 def has_batch(t: Any, failed: Tensor) -> bool:
     """Whether t may hold one row a sample."""
-    if not isinstance(t, Tensor) or not t.is_floating_point():
-        return False
-    return t.dim() > 0 and t.shape[0] == failed.shape[0]
+    return isinstance(t, Tensor) and t.dim() > 0 and t.shape[0] == failed.shape[0]
 
 
 def clean(t: Tensor, failed: Tensor | None) -> Tensor:
     """t with NaN and infinity in the rows of failed samples replaced by zero."""
+    if failed is None or not has_batch(t, failed) or not t.is_floating_point():
+        return t
+    return torch.where(_rows(failed, t) & ~torch.isfinite(t), 0.0, t)
+
+
+def lend(t: Tensor, failed: Tensor | None) -> Tensor:
+    """t with the rows of failed samples replaced by a copy of the first healthy one, a constant.
+
+    Entries that are equal already stay, with their gradient. Where no sample is healthy NaN and
+    infinity become zero.
+    """
     if failed is None or not has_batch(t, failed):
         return t
-    rows = failed.view(-1, *([1] * (t.dim() - 1)))
-    return torch.where(rows & ~torch.isfinite(t), 0.0, t)
-
-
-def quarantine(fn: Map, failed: Tensor) -> Map:
-    """The map on cleaned arguments and cleaned captured tensors, with their graphs."""
-    args = pytree.tree_map(lambda t: clean(t, failed) if isinstance(t, Tensor) else t, fn.args)
-    held = _captured_rows(fn, failed)
-    if not held:
-        return fn.with_args(args)
-    cleaned = [clean(t, failed) for t in held]
-    inner = fn.fn
-
-    def substituted(z: Any, *given: Any) -> Any:
-        with Substitute(held, cleaned):
-            return inner(z, *given)
-
-    return Map(substituted, args, fn.spec, [failed])
-
-
-def sick_samples(fn: Map, like: Tensor) -> Tensor | None:
-    """[B] bool: samples with NaN or infinity in what the map is given; None if it has no rows."""
-    given = [t for t in pytree.tree_leaves(fn.args) if has_batch(t, like)]
-    rows = [
-        ~torch.isfinite(t.detach()).reshape(t.shape[0], -1).all(1)
-        for t in (*given, *_captured_rows(fn, like))
-    ]
-    return torch.stack(rows).any(0) if rows else None
-
-
-def _captured_rows(fn: Map, like: Tensor) -> list[Tensor]:
-    """Captured tensors that may hold one row a sample (a compiled graph cannot look for them)."""
-    if torch.compiler.is_compiling():
-        return []
-    held = survey(fn.fn).tensors
-    return [t for t in held if has_batch(t, like) and not isinstance(t, nn.Parameter)]
-
-
-def pinned(fn: Map, failed: Tensor, at: Leaves) -> Map:
-    """The map with the states of failed samples held at ``at``, where it is finite."""
-    inner, spec = fn, fn.spec
-
-    def held(z: Any, *_: Any) -> Any:
-        leaves = pytree.tree_leaves(z)
-        return pytree.tree_unflatten(inner(where_sample(failed, at, leaves)), spec)
-
-    return Map(held, (), spec, at)
+    first = torch.argmax((~failed).to(torch.int8)).view(1)
+    row = t.detach().index_select(0, first)
+    if t.is_floating_point():
+        row = torch.where(failed.all() & ~torch.isfinite(row), 0.0, row)
+    return torch.where(_rows(failed, t) & (t != row), row, t)
 
 
 def cut_off(failed: Tensor | None, value: Leaves, constant: Leaves) -> Leaves:
@@ -96,3 +87,141 @@ def cut_off(failed: Tensor | None, value: Leaves, constant: Leaves) -> Leaves:
     if failed is None:
         return value
     return where_sample(failed, constant, value)
+
+
+@dataclass(frozen=True)
+class Isolated:
+    """A map and a state at which it may be differentiated; ``failed`` [B] samples are copies."""
+
+    fn: Map
+    z: Leaves
+    failed: Tensor | None
+    apart: bool = True
+    """Whether failed samples are out of the way; not so where the map couples samples."""
+
+
+def isolate(fn: Map, done: Iterated) -> Isolated | None:
+    """Where to differentiate fn after a solve; None where the host knows that all samples failed.
+
+    Where the host does not know which samples failed (fixed steps on a GPU, compiled or under a
+    transform), their states are replaced, and of other tensors NaN and infinity alone.
+    """
+    failed = failed_samples(done)
+    if failed is None:
+        return Isolated(fn, done.value, None)
+    z = [lend(x, failed) for x in done.value]
+    if done.counts is None and not host_may_read(failed):
+        return Isolated(cleaned(fn, failed), z, failed)
+    if bool(failed.all()):
+        return None
+    separate = _separated(fn, done.value, z, failed)
+    if separate is None:
+        return Isolated(cleaned(fn, failed), done.value, failed, apart=False)
+    return Isolated(separate, z, failed)
+
+
+def cleaned(fn: Map, failed: Tensor) -> Map:
+    """The map on arguments and captured tensors without NaN and infinity in failed rows."""
+    held = [] if torch.compiler.is_compiling() else survey(fn.fn).tensors
+    held = [t for t in held if has_batch(t, failed) and not isinstance(t, nn.Parameter)]
+    tensors = [*_arguments(fn, failed), *held]
+    return _exchanged(fn, tensors, [clean(t, failed) for t in tensors])
+
+
+def _arguments(fn: Map, failed: Tensor) -> list[Tensor]:
+    return [t for t in pytree.tree_leaves(fn.args) if has_batch(t, failed)]
+
+
+def _exchanged(fn: Map, old: Sequence[Tensor], new: Sequence[Tensor]) -> Map:
+    """The map with other tensors in place of some of its arguments and of what it captures."""
+    swap = {id(a): b for a, b in zip(old, new, strict=True) if a is not b}
+    args = map_tensors(lambda t: swap.get(id(t), t), fn.args)
+    given = {id(t) for t in pytree.tree_leaves(fn.args)}
+    held = [t for t in old if id(t) in swap and id(t) not in given]
+    if not held:
+        return fn.with_args(args)
+    inner, others = fn.fn, [swap[id(t)] for t in held]
+
+    def substituted(z: Any, *given: Any) -> Any:
+        with Substitute(held, others):
+            return inner(z, *given)
+
+    like = [t for t in old if id(t) in swap]
+    return Map(substituted, args, fn.spec, like)
+
+
+@torch.no_grad()
+def _separated(fn: Map, z: Leaves, lent: Leaves, failed: Tensor) -> Map | None:
+    """The map whose failed samples are copies of a healthy one; None where that changes others."""
+    healthy = (~failed).nonzero()[:, 0]
+    tensors = {id(t): t for t in _arguments(fn, failed)}
+    if not survey(fn.fn).compiled:  # whose captured tensors cannot be exchanged
+        seen = [t for t in watch(fn, z) if has_batch(t, failed)]
+        tensors |= {id(t): t for t in seen if not isinstance(t, nn.Parameter)}
+    points = [(a, b) for a, b in zip(_nearby(z), _nearby(lent), strict=True)]
+    wanted = [_take(fn(at), healthy) for at, _ in points]
+
+    def unchanged(chosen: list[Tensor]) -> bool:
+        with torch.no_grad():
+            other = _exchanged(fn, chosen, [lend(t, failed) for t in chosen])
+            found = [_take(other(at), healthy) for _, at in points]
+        pairs = zip(found, wanted, strict=True)
+        return all(_equal(a, b) for f, w in pairs for a, b in zip(f, w, strict=True))
+
+    chosen = list(tensors.values())
+    if not unchanged(chosen):
+        if not unchanged([]):
+            return None
+        chosen = [t for t in chosen if unchanged([t])]
+    with torch.enable_grad():
+        return _exchanged(fn, chosen, [lend(t, failed) for t in chosen])
+
+
+def _nearby(z: Leaves) -> tuple[Leaves, Leaves]:
+    """z, and a point close to it: at z = 0 a weight would go unnoticed."""
+    size = sample_norm(z)
+    size = torch.where(size > 0, size, 1.0)
+    return z, [x + (1e-3 * _rows(size, x)).to(x.dtype) for x in z]
+
+
+def _take(leaves: Leaves, index: Tensor) -> Leaves:
+    return [x.index_select(0, index) for x in leaves]
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+def without_gradient(fn: Map, value: Leaves, *others: Tensor) -> Leaves:
+    """The value, with a gradient of zero to all that the map depends on and to ``others``."""
+    sources = [*evaluate(fn, value).sources, *(t for t in others if t.requires_grad)]
+    if not sources:
+        return value
+    return list(_Zero.apply(len(value), *[v.detach() for v in value], *sources))
+
+
+class _Zero(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.count = count
+        ctx.save_for_backward(*tensors[count:])
+        return tuple(t.view_as(t) for t in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        zeros = [torch.zeros_like(t) for t in ctx.saved_tensors]
+        return (None, *([None] * ctx.count), *zeros)
+
+
+def carry(value: Leaves, carrier: Leaves, failed: Tensor | None) -> Leaves:
+    """``value`` with the gradient of ``carrier``: none to failed samples, nor by what overflowed.
+
+    A step at the answer serves the gradient; the answer stays the one that was judged.
+    """
+    found = []
+    for v, c in zip(value, carrier, strict=True):
+        live = torch.isfinite(c.detach())
+        if failed is not None:
+            live = live & ~_rows(failed, c)
+        found.append(v + torch.where(live, c - c.detach(), 0.0))
+    return found

@@ -15,7 +15,7 @@ from equilibria.engine.solver import Solver
 from equilibria.engine.tree import Leaves, where_sample
 
 from .backward import note_backward, solve_adjoint
-from .functional import Explicit, backward_functional
+from .functional import Backward, Explicit, backward_functional
 
 
 @dataclass
@@ -24,6 +24,8 @@ class Rule(ABC):
 
     stats: BackwardStats
     failed: Tensor | None
+    coupled: bool = False
+    """Whether samples are known to depend on each other."""
 
     def mask(self, g: Leaves) -> Leaves:
         if self.failed is None:
@@ -34,7 +36,10 @@ class Rule(ABC):
         """u ≈ (I − Jᵀ)⁻¹g, transpose(v) = Jᵀv."""
         if self.failed is not None and self.stats.masked < 0:
             self.stats.masked = int(self.failed.sum())
-        return self.mask(self.apply(transpose, self.mask(g)))
+        if self.failed is None:
+            return self.apply(transpose, g)
+        # A failed sample is a constant: also to samples that it is coupled to.
+        return self.apply(lambda v: self.mask(transpose(v)), self.mask(g))
 
     @abstractmethod
     def apply(self, transpose: MatVec, g: Leaves) -> Leaves:
@@ -51,20 +56,26 @@ class SolveRule(Rule):
     """u solves u = g + Jᵀu: exact to the solver's tolerance, and differentiable to any order."""
 
     def __init__(
-        self, solver: LinearSolver | Solver, stats: BackwardStats, failed: Tensor | None = None
+        self,
+        solver: LinearSolver | Solver,
+        stats: BackwardStats,
+        failed: Tensor | None = None,
+        *,
+        coupled: bool = False,
     ) -> None:
-        super().__init__(stats, failed)
+        super().__init__(stats, failed, coupled)
         self.solver = solver
 
     def apply(self, transpose: MatVec, g: Leaves) -> Leaves:
-        outcome = solve_adjoint(self.solver, transpose, g)
+        outcome = solve_adjoint(self.solver, transpose, g, coupled=self.coupled)
         note_backward(self.stats, outcome)
         return outcome.value
 
     def differentiable(
         self, explicit: Explicit, z: Leaves, sources: Sequence[Tensor], g: Leaves
     ) -> Leaves:
-        return backward_functional(explicit, z, sources, self.mask(g), self.solver, self.stats)
+        how = Backward(self.solver, self.stats, len(z[0]), self.coupled)
+        return backward_functional(explicit, z, sources, self.mask(g), how)
 
 
 class SeriesRule(Rule):

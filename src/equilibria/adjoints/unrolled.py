@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from equilibria.engine.adjoint import Adjoint
@@ -13,21 +15,23 @@ from equilibria.engine.maps import Map
 from equilibria.engine.options import options
 from equilibria.engine.result import BackwardStats, Result
 from equilibria.engine.solver import Solver
-from equilibria.engine.transforms import functorch_active, transforms_active
-from equilibria.engine.tree import Leaves
+from equilibria.engine.transforms import transforms_active
+from equilibria.engine.tree import Leaves, where_sample
 
 from .detached import refuse_data_dependence
-from .quarantine import cut_off, failed_samples, pinned, quarantine, sick_samples
+from .quarantine import cleaned, cut_off, host_may_read, isolate, lend, without_gradient
 
 
 @options
 class Unrolled(Adjoint):
     """Back-propagate through every step; exact for the iterate returned, at the cost of memory.
 
-    The only adjoint through which z0 receives a gradient. A sample that overflows in a fixed-step
-    solve can spoil the gradients of shared weights here (nothing is known of it in time); with a
-    tolerance it cannot. With ``checkpoint=True`` each
-    evaluation of the map is recomputed in the backward pass, so that only iterates are stored.
+    The only adjoint through which z0 receives a gradient. Where a sample fails, the steps are taken
+    again with a healthy sample in its place, so that it cannot spoil shared weights. A fixed-step
+    solve on a GPU, or compiled, does not wait to learn of it: there samples are judged by T(z0),
+    at the cost of one evaluation, and one that overflows later can spoil them. With
+    ``checkpoint=True`` each evaluation of the map is recomputed in the backward pass, so that only
+    iterates are stored.
     """
 
     checkpoint: bool = False
@@ -46,17 +50,22 @@ class Unrolled(Adjoint):
                 "Unrolled(checkpoint=True) recomputes by plain autograd; under torch.func or "
                 "forward-mode AD use checkpoint=False, or Implicit(), which stores no steps."
             )
-        if not torch.is_grad_enabled() or functorch_active():
+        if not torch.is_grad_enabled():
             return iterate(fn, z0, solver, callback)
-        if solver.fixed_steps:
-            return self._run_fixed(fn, z0, solver, callback)
+        if solver.fixed_steps and not host_may_read(z0[0]):
+            return self._run_unseen(fn, z0, solver, callback)
         done = iterate(self._stored(fn, z0), z0, solver, callback)
-        failed = failed_samples(done)
-        if failed is not None:
-            # Their graph holds NaN or infinity, and 0·NaN is NaN: take the steps again without it.
-            clean = self._stored(quarantine(fn, failed), z0)
-            again = iterate(pinned(clean, failed, z0), z0, solver)
-            done.value = cut_off(failed, again.value, [x.detach() for x in done.value])
+        part = isolate(fn, done)
+        if part is None:
+            done.value = without_gradient(fn, done.value, *z0)
+        elif part.failed is not None:
+            # The graph holds NaN or infinity, and 0·NaN is NaN: take the steps again without it.
+            again = self._stored(part.fn, z0)
+            start = [lend(z, part.failed) for z in z0]
+            if not part.apart:
+                again = _pinned(again, part.failed, start)
+            value = iterate(again, start, solver).value
+            done.value = cut_off(part.failed, value, [x.detach() for x in done.value])
         return done
 
     def _stored(self, fn: Map, like: Leaves) -> Map:
@@ -70,15 +79,34 @@ class Unrolled(Adjoint):
 
         return Map(recomputed, fn.args, fn.spec, like)
 
-    def _run_fixed(
+    def _run_unseen(
         self, fn: Map, z0: Leaves, solver: Solver, callback: Callback | None
     ) -> Iterated:
-        """No sample is known to have failed in time: NaN inputs are solved as zero, and said."""
-        sick = sick_samples(fn, z0[0])
-        if sick is None:
-            return iterate(self._stored(fn, z0), z0, solver, callback)
-        clean = self._stored(quarantine(fn, torch.ones_like(sick)), z0)
-        done = iterate(clean, z0, solver, callback)
+        """Fixed steps of which the host sees nothing: samples whose T(z0) is not finite are out."""
+        with torch.no_grad():
+            first = fn([z.detach() for z in z0])
+        finite = [
+            torch.isfinite(f).flatten(1).all(1) if f.dim() > 1 else f.isfinite() for f in first
+        ]
+        sick = ~torch.stack(finite).all(0)
+        again = self._stored(cleaned(fn, sick), z0)
+        done = iterate(again, [lend(z, sick) for z in z0], solver, callback)
+        done.evaluations += 1
         done.result = torch.where(sick, int(Result.nonfinite), done.result).to(torch.int8)
-        done.value = cut_off(failed_samples(done), done.value, [z.detach() for z in z0])
+        done.residual, done.relative = (
+            torch.where(sick, float("nan"), t) for t in (done.residual, done.relative)
+        )
+        failed = (done.result == int(Result.diverged)) | (done.result == int(Result.nonfinite))
+        done.value = cut_off(failed, done.value, [z.detach() for z in z0])
         return done
+
+
+def _pinned(fn: Map, failed: Tensor, at: Leaves) -> Map:
+    """The map with the states of failed samples held at ``at``."""
+    inner, spec = fn, fn.spec
+
+    def held(z: Any, *_: Any) -> Any:
+        leaves = pytree.tree_leaves(z)
+        return pytree.tree_unflatten(inner(where_sample(failed, at, leaves)), spec)
+
+    return Map(held, (), spec, at)

@@ -4,6 +4,13 @@ Every test reads one small vector from the device; between tests nothing waits. 
 tested at the first step and every ``block`` steps; divergence, NaN and stagnation every ``HEALTH``
 steps; and all at the last step. These moments depend on the step count alone, so that a sample's
 answer does not depend on its batch mates.
+
+A sample that is done stands still, and each later test looks at it again, at no cost: T(z) was
+evaluated at its final value. If its residual has grown, the map couples samples (batch statistics,
+a regularizer across the batch). From there on, or from the start where coupling was declared, the
+batch is one sample to the solver: one history, one set of coefficients, no compaction, and it is
+done when every sample passes its test at the same z. Where steps are differentiated, and in a
+solve that takes long, one evaluation asks for coupling (``Map.couples``).
 """
 
 from __future__ import annotations
@@ -20,7 +27,10 @@ from .result import Result
 from .solver import Point, Solver
 from .tree import (
     Leaves,
+    join_samples,
+    part_samples,
     place_samples,
+    repeat_samples,
     sample_norm,
     select_samples,
     where_sample,
@@ -47,6 +57,8 @@ class Iterated:
     syncs: int
     counts: dict[Result, int] | None = None
     """How many samples ended in which way, where the host knows it without waiting."""
+    coupled: bool = False
+    """Whether samples are known to depend on each other."""
 
 
 def iterate(fn: Map, z0: Leaves, solver: Solver, callback: Callback | None = None) -> Iterated:
@@ -54,7 +66,10 @@ def iterate(fn: Map, z0: Leaves, solver: Solver, callback: Callback | None = Non
     if torch.is_autocast_enabled(z0[0].device.type):
         return _run_in_state_dtype(fn, z0, solver, callback)
     if solver.fixed_steps:
-        return _run_fixed(fn, z0, solver, callback)
+        if not (fn.coupled and solver.joins):
+            return _run_fixed(fn, z0, solver, callback)
+        together, size = join_samples(z0, fn.group), fn.group
+        return _spread(_run_fixed(fn.joined(), together, solver, _each(callback, size)), size)
     return _Run(fn, z0, solver, callback).solve()
 
 
@@ -69,7 +84,26 @@ def _run_in_state_dtype(fn: Map, z0: Leaves, solver: Solver, callback: Callback 
             return inner(z, *args)
 
     with torch.autocast(device, enabled=False):
-        return iterate(Map(cast, fn.args, fn.spec, z0), z0, solver, callback)
+        wrapped = Map(cast, fn.args, fn.spec, z0, coupled=fn.coupled, group=fn.group)
+        return iterate(wrapped, z0, solver, callback)
+
+
+def _each(callback: Callback | None, size: int) -> Callback | None:
+    """The callback of a solve whose samples are joined; each gets the norm of its group."""
+    if callback is None:
+        return None
+    return lambda step, z, norm: callback(step, part_samples(z), repeat_samples(norm, size))
+
+
+def _spread(done: Iterated, size: int) -> Iterated:
+    """The outcome of joined samples, for each: codes and numbers are those of its group."""
+    numbers = (done.result, done.steps, done.residual, done.relative)
+    result, steps, residual, relative = (repeat_samples(x, size) for x in numbers)
+    value, counts = part_samples(done.value), done.counts
+    if counts is not None:
+        counts = {code: n * size for code, n in counts.items()}
+    evaluations, syncs = done.evaluations, done.syncs
+    return Iterated(value, result, steps, residual, relative, evaluations, syncs, counts, True)
 
 
 def _norms(point: Point) -> tuple[Tensor, Tensor]:
@@ -121,11 +155,13 @@ def _run_fixed(fn: Map, z0: Leaves, solver: Solver, callback: Callback | None) -
     return Iterated(z, code, steps, residual, _relative(residual, scale), solver.max_steps, 0)
 
 
-def _count(mask: Tensor) -> int:
-    """How many are true: the host's read of a test."""
-    if mask.device.type == "cpu" and mask.shape[0] <= 128:
-        return sum(mask.tolist())  # ten times faster than a kernel, for so few
-    return int(torch.count_nonzero(mask))
+def _count(masks: list[Tensor]) -> list[int]:
+    """How many are true in each: the host's read of a test."""
+    stacked = masks[0].unsqueeze(0) if len(masks) == 1 else torch.stack(masks)
+    if stacked.device.type == "cpu" and stacked.shape[1] <= 128:
+        return [sum(row) for row in stacked.tolist()]  # faster than a kernel, for so few
+    found: list[int] = stacked.sum(1).tolist()
+    return found
 
 
 class _Run:
@@ -147,6 +183,25 @@ class _Run:
         self.counts: dict[Result, int] = {}
         self.safe = z0  # the latest iterate known to be finite and bounded
         self.compaction_checked = False
+        self.settled: Tensor | None = None  # samples that are done because they passed; None: none
+        self.frozen = z0  # the values of samples that are done
+        self.coupled, self.found_coupled = fn.coupled, False
+        self.asked = False  # whether coupling was looked for
+        self.size = 0  # samples in a joined group; 0: each is by itself
+        self.start = z0
+        self.first = True
+        if fn.coupled and solver.joins:
+            self._join(z0)
+
+    def _join(self, z: Leaves) -> None:
+        """Go on from z with each group of coupled samples as one sample."""
+        self.size = self.fn.group
+        self.z = self.safe = join_samples(z, self.size)
+        self.fn, self.callback = self.fn.joined(), _each(self.callback, self.size)
+        self.total = self.left = self.z[0].shape[0]
+        self.active = self.out = self.settled = None
+        self.counts = {}
+        self.first, self.found_coupled = True, False
 
     def solve(self) -> Iterated:
         solver, step, last = self.solver, 0, self.solver.max_steps
@@ -155,8 +210,10 @@ class _Run:
             step += 1
             point = Point(self.z, self.fn(self.z), solver.residual_memory(state))
             self.evaluations += 1
-            if step == 1:
-                self._start(point)
+            if self.first:
+                self._start(point, step)
+                if torch.is_grad_enabled() and solver.joins:
+                    self._ask(point)
             if self.callback is not None:
                 self._report(step, point)
             if step % HEALTH == 0 or step == last:
@@ -166,34 +223,104 @@ class _Run:
             if self.left == 0:
                 assert self.out is not None
                 self.out.evaluations, self.out.syncs = self.evaluations, self.syncs
-                self.out.counts = self.counts
-                return self.out
-            following, state = solver.step(point, state)
-            self.z = _hold(point, following, self.limit)
-            del point, following  # so that the map's own memory does not come on top of theirs
-            if solver.compact and self.active is not None and 2 * self.left <= len(self.active):
+                self.out.counts, self.out.coupled = self.counts, self.coupled
+                return _spread(self.out, self.size) if self.size else self.out
+            if self.found_coupled and solver.joins and self.rows is None:
+                self._join(self._onset(point))
+                state = solver.init(self.z)
+                continue
+            self.z, state = self._advance(point, state)
+            del point  # so that the map's own memory does not come on top of it
+            few = self.active is not None and 2 * self.left <= len(self.active)
+            if solver.compact and few and not self.coupled:
                 state = self._compact(state)
 
-    def _start(self, point: Point) -> None:
+    def _advance(self, point: Point, state: Any) -> tuple[Leaves, Any]:
+        """One step of the solver for the samples that are not done."""
+        if self.active is not None and torch.is_grad_enabled():
+            # Steps that are not taken must not be differentiated: 0 times infinity is NaN.
+            point = Point(point.z, where_sample(self.active, point.f, point.z))
+        following, state = self.solver.step(point, state)
+        following = _hold(point, following, self.limit)
+        if self.active is not None:
+            following = where_sample(self.active, following, self.frozen)
+        return following, state
+
+    def _ask(self, point: Point) -> None:
+        """Look for coupling, once a solve."""
+        if self.asked or self.coupled or self.rows is not None:
+            return
+        before, self.asked = self.fn.evaluations, True
+        self.coupled = self.found_coupled = self.fn.couples(point.z, point.f)
+        self.evaluations += self.fn.evaluations - before
+        self.syncs += self.fn.evaluations - before
+
+    def _onset(self, point: Point) -> Leaves:
+        """Where the joined solve starts.
+
+        Steps of samples apart from each other are not to be differentiated where they are coupled:
+        small differences of theirs grow.
+        """
+        if torch.is_grad_enabled():
+            return self.start
+        return point.z if self.active is None else where_sample(self.active, point.z, self.frozen)
+
+    def _start(self, point: Point, step: int) -> None:
+        self.first = False
         residual, scale = _norms(point)
         self.safe_norms = (residual, scale)
         self.limit = self.solver.divergence * (residual + scale)
         self.best = torch.full_like(residual, float("inf"))
-        self.best_step = torch.zeros_like(residual)
+        self.best_step = torch.full_like(residual, step - 1)
 
     def _passed(self, point: Point) -> tuple[Tensor, Tensor, Tensor]:
         residual, scale = _norms(point)
-        # residual − rtol·scale: NaN where either is not finite, so that infinity never passes.
-        passed = torch.add(residual, scale, alpha=-self.rtol) <= self.solver.atol
+        if self.size:
+            # Done when every sample passes by itself.
+            parts = (part_samples(without_graph(x)) for x in (point.residual, point.f))
+            passed = self._within(*(sample_norm(x) for x in parts))
+            passed = passed.unflatten(0, (-1, self.size)).all(1)
+        else:
+            passed = self._within(residual, scale)
         if self.active is not None:
             passed = passed & self.active
         return passed, residual, scale
 
+    def _within(self, residual: Tensor, scale: Tensor) -> Tensor:
+        # residual − rtol·scale: NaN where either is not finite, so that infinity never passes.
+        return torch.add(residual, scale, alpha=-self.rtol) <= self.solver.atol
+
+    def _lost(self, residual: Tensor, scale: Tensor) -> list[Tensor]:
+        """[samples that had passed and, at the same z, do so no more], or nothing to ask.
+
+        A little room, for maps that do not round the same way twice.
+        """
+        if self.settled is None:
+            return []
+        allowed = self.rtol * scale + self.solver.atol
+        eps = max(torch.finfo(x.dtype).eps for x in self.z)
+        room = torch.minimum(4 * eps * scale, 0.5 * allowed)
+        return [self.settled & (residual > allowed + room) & torch.isfinite(residual)]
+
+    def _reopen(self, lost: Tensor, count: int) -> None:
+        """Samples that had passed go on: the map couples them to others that moved."""
+        assert self.active is not None
+        assert self.settled is not None
+        self.coupled = self.found_coupled = True
+        self.active, self.settled = self.active | lost, self.settled & ~lost
+        self.left += count
+        self.counts[Result.converged] -= count
+        if not self.counts[Result.converged]:
+            del self.counts[Result.converged]
+
     def _test(self, point: Point, step: int) -> None:
-        """Which samples have converged? One number is read."""
+        """Which samples have converged? One number is read, or two."""
         passed, residual, scale = self._passed(point)
+        lost = self._lost(residual, scale)
         self.syncs += 1
-        count = _count(passed)
+        count, *regained = _count([passed, *lost])
+        if regained and regained[0]:
+            self._reopen(lost[0], regained[0])
         if count:
             self._record(passed, count, Result.converged, point.z, residual, scale, step)
 
@@ -208,9 +335,12 @@ class _Run:
         self.best_step = torch.where(improved, step, self.best_step)
         stuck = alive & ~improved & ~infinite & ~diverged
         ended = stuck & (step - self.best_step >= self.solver.patience)
-        masks = [passed, infinite, diverged, ended, stuck]
+        lost = self._lost(residual, scale)
+        masks = [passed, infinite, diverged, ended, stuck, *lost]
         self.syncs += 1
         counts = torch.stack(masks).sum(1).tolist()
+        if lost and counts[5]:
+            self._reopen(lost[0], counts[5])
 
         blown = {Result.nonfinite: 1, Result.diverged: 2}
         for code, i in blown.items():
@@ -230,6 +360,8 @@ class _Run:
                 rest = ~ended if self.active is None else self.active
                 self._record(rest, self.left, Result.max_steps, z, r, s, step)
         self.safe, self.safe_norms = point.z, (residual, scale)
+        if self.left and self.solver.joins and step >= 2 * HEALTH:
+            self._ask(point)
         if counts[4] and self.left:
             state = self.solver.restart(state, stuck)
         return state
@@ -265,6 +397,9 @@ class _Run:
                 merged = where_sample(mask, new, select_samples(old, self.rows))
                 old = place_samples(old, self.rows, merged)
         n = len(z)
+        self.frozen = old[:n] if self.rows is None or self.out is None else merged[:n]
+        if code is Result.converged:
+            self.settled = mask if self.settled is None else self.settled | mask
         self.out = Iterated(old[:n], old[n + 2], old[n + 3], old[n], old[n + 1], 0, 0)
         self.active = ~mask if self.active is None else self.active & ~mask
         self.left -= count
@@ -272,12 +407,19 @@ class _Run:
     def _compact(self, state: Any) -> Any:
         """Keep the rows that are still active. The host reads which they are."""
         assert self.active is not None
+        whole = None
+        if not self.compaction_checked:
+            whole = self.fn(self.z)
+            self.evaluations += 1
+            self._ask(Point(self.z, whole))
+            if self.found_coupled:
+                return state
         self.syncs += 1
         index = self.active.nonzero()[:, 0]
         part = self.fn.take(index)
-        if not self.compaction_checked:
-            self.fn.check_take(index, self.z, part)
-            self.evaluations += 2
+        if whole is not None:
+            self.fn.check_take(index, self.z, whole, part)
+            self.evaluations += 1
             self.compaction_checked = True
         self.fn = part
         self.rows = index if self.rows is None else self.rows.index_select(0, index)
@@ -286,7 +428,7 @@ class _Run:
         norms = [*self.safe_norms, self.limit, self.best, self.best_step]
         first, second, self.limit, self.best, self.best_step = select_samples(norms, index)
         self.safe_norms = (first, second)
-        self.active = None
+        self.active = self.settled = None
         return self.solver.take(state, index)
 
     def _report(self, step: int, point: Point) -> None:

@@ -1,8 +1,11 @@
 """Linear systems A x = b by products with A alone: GMRES with restart, and CG.
 
 Every sample of the batch has its own Krylov space, its own coefficients and its own stopping;
-samples share only the call of A. The small systems run in float32 or better, and so do the
-bases of half-precision systems.
+samples share only the call of A. Where A couples samples, the batch has one Krylov space. The small
+systems run in float32 or better, and so do the bases of half-precision systems.
+
+What a recursion believes of its residual holds where A takes samples apart and rounds little. So
+the residual b − Ax is evaluated once at the end, of the x that is returned.
 """
 
 from __future__ import annotations
@@ -17,7 +20,17 @@ from torch import Tensor
 from .history import History
 from .options import check_number, options
 from .result import Result
-from .tree import Leaves, accumulation_dtype, sample_dot, sample_norm, scale_samples, where_sample
+from .tree import (
+    Leaves,
+    accumulation_dtype,
+    join_samples,
+    part_samples,
+    repeat_samples,
+    sample_dot,
+    sample_norm,
+    scale_samples,
+    where_sample,
+)
 
 MatVec = Callable[[Leaves], Leaves]
 
@@ -31,13 +44,15 @@ _DEFAULT_RTOL = {
 
 @dataclass
 class LinearIterated:
-    """x, and a sample each: result code, steps, ‖b − Ax‖/‖b‖."""
+    """x, and a sample each: result code, steps, ‖b − Ax‖/‖b‖ (of the batch, where coupled)."""
 
     value: Leaves
     result: Tensor
     steps: Tensor
     relative: Tensor
     syncs: int
+    coupled: bool = False
+    """Whether samples are known to depend on each other."""
 
 
 @options
@@ -48,7 +63,8 @@ class LinearSolver(ABC):
     """Relative tolerance; None takes one for the dtype (1e-5 in float32, 1e-10 in float64)."""
     atol: float = 0.0
     max_steps: int = 100
-    """Products with A, at most."""
+    """Products with A, at most. One more evaluates the residual, and where that is too large two
+    more tell why."""
     block: int | None = None
     """Steps between two tests; None takes 1 on the CPU and 4 on a GPU."""
 
@@ -58,8 +74,56 @@ class LinearSolver(ABC):
         check_number(self, "max_steps", low=1, integer=True)
         check_number(self, "block", low=1, integer=True, optional=True)
 
-    def solve(self, matvec: MatVec, b: Leaves, x0: Leaves | None = None) -> LinearIterated:
-        """Solve A x = b from x0 (zero if None)."""
+    def solve(
+        self,
+        matvec: MatVec,
+        b: Leaves,
+        x0: Leaves | None = None,
+        *,
+        coupled: bool = False,
+        group: int | None = None,
+    ) -> LinearIterated:
+        """Solve A x = b from x0 (zero if None), and evaluate b − Ax.
+
+        Where it is larger than it should be, one more product tells whether A couples samples; if
+        so, the system is solved again as one (``group`` samples together; None: all), as it is at
+        once with ``coupled``.
+        """
+        size = len(b[0]) if group is None else group
+        if coupled and size > 1:
+            return self._solve_joined(matvec, b, x0, size)
+        done = self._solve(matvec, b, x0)
+        check = _Check(matvec, b, done, self._tolerance(b), self.atol)
+        if check.read() and size > 1 and check.couples():
+            joined = self._solve_joined(matvec, b, x0, size)
+            joined.steps, joined.syncs = joined.steps + done.steps, joined.syncs + check.syncs
+            return joined
+        return check.outcome()
+
+    def _solve_joined(
+        self, matvec: MatVec, b: Leaves, x0: Leaves | None, size: int
+    ) -> LinearIterated:
+        """The same with each group of coupled samples as one sample."""
+
+        def whole(v: Leaves) -> Leaves:
+            return join_samples(matvec(part_samples(v)), size)
+
+        right = join_samples(b, size)
+        done = self._solve(whole, right, None if x0 is None else join_samples(x0, size))
+        check = _Check(whole, right, done, self._tolerance(b), self.atol)
+        check.read()
+        found = check.outcome()
+        numbers = (found.result, found.steps, found.relative)
+        result, steps, relative = (repeat_samples(x, size) for x in numbers)
+        value = part_samples(found.value)
+        return LinearIterated(value, result, steps, relative, found.syncs, coupled=True)
+
+    def _tolerance(self, b: Leaves) -> float:
+        return max(_DEFAULT_RTOL[x.dtype] for x in b) if self.rtol is None else self.rtol
+
+    def _solve(self, matvec: MatVec, b: Leaves, x0: Leaves | None) -> LinearIterated:
+        """Each sample by itself; ``relative`` is what the recursion believes."""
+        rtol = self._tolerance(b)
         matvec, b, dtypes = _widened(matvec, b)
         # Near 1, so that squares of small or large entries neither vanish nor overflow. Powers of
         # two: no digit of the answer changes.
@@ -69,9 +133,6 @@ class LinearSolver(ABC):
         if x0 is not None:
             wide = [x.to(c.dtype) for x, c in zip(x0, b, strict=True)]
             start = scale_samples(1.0 / scale, wide)
-        rtol = self.rtol
-        if rtol is None:
-            rtol = max(_DEFAULT_RTOL[dtype] for dtype in dtypes)
         norm = sample_norm(b)
         done = self.run(matvec, b, start, norm, self.atol / scale + rtol * norm)
         value = scale_samples(scale, done.value)
@@ -86,6 +147,71 @@ class LinearSolver(ABC):
 
     def block_length(self, device: torch.device) -> int:
         return self.block or (1 if device.type == "cpu" else 4)
+
+
+class _Check:
+    """b − Ax of the x that is returned, and what it means where it is too large."""
+
+    def __init__(
+        self, matvec: MatVec, b: Leaves, done: LinearIterated, rtol: float, atol: float
+    ) -> None:
+        self.matvec, self.done, self.syncs = matvec, done, done.syncs
+        wide = [accumulation_dtype(x.dtype) for x in b]
+        right = [x.to(d) for x, d in zip(b, wide, strict=True)]
+        self.scale = _power_of_two(right)
+        self.product = self._apply(done.value)
+        right = scale_samples(1.0 / self.scale, right)
+        norm = sample_norm(right)
+        self.residual = sample_norm(_axpy(right, self.product, -1.0))
+        self.relative = self.residual / norm.clamp_min(torch.finfo(norm.dtype).tiny)
+        # Twice the tolerance, because recursions round; and the rounding of x and Ax themselves.
+        eps = max(torch.finfo(x.dtype).eps for x in b)
+        x = scale_samples(
+            1.0 / self.scale, [v.to(d) for v, d in zip(done.value, wide, strict=True)]
+        )
+        rounding = 4 * eps * (sample_norm(x) + sample_norm(self.product))
+        self.allowed = 2 * (atol / self.scale + rtol * norm) + rounding
+        self.missed = ~(self.residual <= self.allowed) & (done.result != int(Result.nonfinite))
+
+    def _apply(self, x: Leaves) -> Leaves:
+        out = self.matvec(x)
+        wide = [y.to(accumulation_dtype(y.dtype)) for y in out]
+        return scale_samples(1.0 / self.scale, wide)
+
+    def read(self) -> bool:
+        """Does any sample miss its tolerance?"""
+        self.syncs += 1
+        believed = self.missed & (self.done.result == int(Result.converged))
+        missed, self.surprised = torch.stack([self.missed, believed]).any(1).tolist()
+        return bool(missed)
+
+    def couples(self) -> bool:
+        """Is the worst sample's row of Av anything but zero for a v that is zero there?"""
+        excess = torch.where(self.missed, self.residual / self.allowed, -1.0)
+        worst = torch.arange(len(excess), device=excess.device) == excess.argmax()
+        x = self.done.value
+        some = [torch.arange(v.numel(), device=v.device).cos().to(v.dtype).view_as(v) for v in x]
+        found = sample_norm(
+            self.matvec(where_sample(worst, [torch.zeros_like(v) for v in x], some))
+        )
+        self.syncs += 1
+        size = found.nan_to_num(0.0, 0.0, 0.0).mean()  # a mate may have NaN, and keeps it
+        return bool((worst & (found > 4 * torch.finfo(x[0].dtype).eps * size)).any())
+
+    def outcome(self) -> LinearIterated:
+        """What was believed converged and is not, and not because A rounds so much, is not."""
+        code = self.done.result
+        if self.surprised:
+            # A times 1.1x rounds differently from A times x: half-precision or TF32 products.
+            again = scale_samples(
+                torch.full_like(self.scale, 1 / 1.1),
+                self._apply([1.1 * v for v in self.done.value]),
+            )
+            noise = sample_norm(_axpy(again, self.product, -1.0))
+            wrong = self.missed & ~(self.residual <= self.allowed + 16 * noise)
+            wrong = wrong & (code == int(Result.converged))
+            code = torch.where(wrong, int(Result.stagnated), code).to(torch.int8)
+        return replace(self.done, result=code, relative=self.relative, syncs=self.syncs)
 
 
 def _widened(matvec: MatVec, b: Leaves) -> tuple[MatVec, Leaves, list[torch.dtype]]:

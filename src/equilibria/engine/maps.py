@@ -9,7 +9,18 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from .tree import Leaves, TreeSpec, map_tensors, sample_norm, select_samples, unflatten
+from .tree import (
+    Leaves,
+    TreeSpec,
+    join_samples,
+    map_tensors,
+    part_samples,
+    sample_norm,
+    select_samples,
+    unflatten,
+    where_sample,
+    without_graph,
+)
 
 
 class Map:
@@ -17,15 +28,27 @@ class Map:
 
     The first call checks structure, shapes and devices and says what differs. Where T answers in
     another floating dtype (autocast), leaves are brought back to the dtype of z.
+
+    ``coupled`` says that samples are known to depend on each other. ``group`` is how many do: the
+    batch, or less where a solve under vmap has stacked several batches.
     """
 
     def __init__(
-        self, fn: Callable[..., Any], args: tuple[Any, ...], spec: TreeSpec, like: Sequence[Tensor]
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        spec: TreeSpec,
+        like: Sequence[Tensor],
+        *,
+        coupled: bool = False,
+        group: int | None = None,
     ) -> None:
         self.fn = fn
         self.args = args
         self.spec = spec
         self.batch = like[0].shape[0] if like else 0
+        self.coupled = coupled
+        self.group = self.batch if group is None else group
         self.evaluations = 0
         self._single = spec.is_leaf()
         self._checked = False
@@ -71,7 +94,38 @@ class Map:
         """The same function on other arguments."""
         other = Map(self.fn, args, self.spec, ())
         other.batch, other._checked = self.batch, self._checked
+        other.coupled, other.group = self.coupled, self.group
         return other
+
+    def joined(self) -> Map:
+        """The same map with each group of samples as one sample (``join_samples``)."""
+
+        def whole(z: Any) -> Any:
+            found = self(part_samples(pytree.tree_leaves(z)))
+            return unflatten(join_samples(found, self.group), self.spec)
+
+        return Map(whole, (), self.spec, ())
+
+    def couples(self, z: Leaves, f: Leaves) -> bool:
+        """Whether T mixes samples, at z with f = T(z). One evaluation and one read; two if so.
+
+        Every second sample is moved to its T(z): do the rows of the others change? Coupling that
+        runs only among the first, or only among the others, is not seen.
+        """
+        if self.group < 2:
+            return False
+        z, f = without_graph(z), without_graph(f)
+        still = torch.arange(self.batch, device=z[0].device) % 2 == 1
+        eps = max(torch.finfo(x.dtype).eps for x in z)
+        with torch.no_grad():
+            moved = self(where_sample(still, z, f))
+            gap = sample_norm([a - b for a, b in zip(moved, f, strict=True)])
+            changed = still & (gap > 4 * eps * sample_norm(f))
+            if not bool(changed.any()):
+                return False
+            # A map that answers differently each time (dropout, a power iteration) says nothing.
+            drift = sample_norm([a - b for a, b in zip(self(z), f, strict=True)])
+            return bool((changed & (gap > 4 * drift)).any())
 
     def take(self, index: Tensor) -> Map:
         """The same map on some samples only: each tensor in args is indexed in dim 0."""
@@ -86,9 +140,9 @@ class Map:
         args = map_tensors(lambda t: select_samples([t], index)[0], self.args)
         return Map(self.fn, args, self.spec, [index])
 
-    def check_take(self, index: Tensor, z: Leaves, part: Map) -> None:
-        """Raise unless the map treats samples apart, so that a part can be solved alone."""
-        whole = select_samples(self(z), index)
+    def check_take(self, index: Tensor, z: Leaves, f: Leaves, part: Map) -> None:
+        """Raise unless ``part`` answers as the whole map, f = T(z), does."""
+        whole = select_samples(f, index)
         try:
             alone = part(select_samples(z, index))
         except (RuntimeError, ValueError, IndexError) as error:

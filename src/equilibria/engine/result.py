@@ -64,7 +64,8 @@ class BackwardStats:
     steps: Tensor | None = None
     """Steps a sample of the latest backward solve, [B]."""
     residual: Tensor | None = None
-    """Relative residual a sample of the latest backward solve, [B]."""
+    """‖u − g − Jᵀu‖/‖g‖ of the latest backward solve's u, [B], evaluated when it was done; that of
+    the batch for each sample where J couples samples."""
 
 
 @dataclass(frozen=True)

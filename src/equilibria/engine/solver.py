@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -62,6 +62,16 @@ class Point:
             self._norm = sample_norm(without_graph(self.residual))
         return self._norm
 
+    @property
+    def settled(self) -> Tensor:
+        """Whether only rounding is left of the residual, [B].
+
+        A combination of earlier iterates then differs from T(z) by rounding, but its derivative
+        divides by the residual: where a graph is recorded, take T(z) itself.
+        """
+        eps = max(torch.finfo(x.dtype).eps for x in self.z)
+        return self.residual_norm <= 16 * eps * sample_norm(without_graph(self.f))
+
 
 Bounds = Callable[[], tuple[float | Tensor, float | Tensor]]
 """Gives (m, L) with m·I ⪯ ∇²(smooth part of G) ⪯ L·I, a number or one per sample; may be dear."""
@@ -100,6 +110,10 @@ class Solver(ABC):
     """A residual this many times the start's ‖T(z0)‖ + ‖T(z0) − z0‖ ends a sample as diverged."""
     patience: int = 48
     """Steps without a fall of the residual by 1% that end a sample as stagnated."""
+
+    joins: ClassVar[bool] = True
+    """Whether samples that the map couples may be handed to ``step`` as one sample [1, B, ...].
+    False where a step looks at the shape of a state."""
 
     def __post_init__(self) -> None:
         check_number(self, "rtol", low=0.0, optional=True)

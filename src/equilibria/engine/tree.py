@@ -137,6 +137,21 @@ def where_sample(mask: Tensor, a: Sequence[Tensor], b: Sequence[Tensor]) -> Leav
     ]
 
 
+def join_samples(leaves: Sequence[Tensor], size: int) -> Leaves:
+    """[G·size, ...] as [G, size, ...]: samples that depend on each other, seen as one sample."""
+    return [x.unflatten(0, (-1, size)) for x in leaves]
+
+
+def part_samples(leaves: Sequence[Tensor]) -> Leaves:
+    """The inverse of :func:`join_samples`."""
+    return [x.flatten(0, 1) for x in leaves]
+
+
+def repeat_samples(x: Tensor, size: int) -> Tensor:
+    """One entry a group, [G], as one entry a sample, [G·size]."""
+    return x.unsqueeze(1).expand(-1, size).flatten()
+
+
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 

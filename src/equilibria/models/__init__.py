@@ -7,10 +7,10 @@
     model = models.load("digits.safetensors")
 """
 
-from .checkpoint import ModelFileError, load, read_header, save
 from .network import ModelConfig, Network, count_parameters
 from .registry import ModelCard
 from .table import create, describe, names
+from .weights import ModelFileError, load, read_header, save
 
 __all__ = [
     "ModelCard",

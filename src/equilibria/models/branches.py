@@ -1,6 +1,9 @@
-"""Six parallel branches at several scales: GEQ, KerDEQ, MOptEq and its kernels (docs/models.md).
+"""Six branches at several scales: GEQ, KerDEQ, MOptEq and its kernels (docs/models.md).
 
     images → stem → branches at S, S/2, S/4, S/4, S/8, S/8 pixels → average → fusion → head
+
+The papers do not say whether a branch sees the others: ``reading`` is "parallel", where every
+branch reads the stem alone, or "chain", where it also reads the sum of the branches before it.
 
 "Output channels" of the papers are those of z and of the stem, "mid channels" those of U and W, all
 3 × 3. That leaves the papers' counts short by one more 3 × 3 convolution for CIFAR and by two for
@@ -9,37 +12,37 @@ ImageNet, which we put after the fusion.
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from equilibria.adjoints import Phantom
-from equilibria.engine.adjoint import Adjoint
-from equilibria.engine.solver import Solver
-from equilibria.nn import GEQ, NormBounded, OptEq, PolynomialEq, SigmoidEq, WeightNormalized
+from equilibria.nn import GEQ, NormBounded, OptEq, PolynomialEq, SigmoidEq
 from equilibria.nn.multi_branch import MultiBranch
-from equilibria.problems import CompositeCertificate, FixedGamma, GammaPolicy, Patches
+from equilibria.problems import FixedGamma, GammaPolicy, MeanPatchEnergy, Patches
 from equilibria.solvers import Anderson, ProximalGradient
 
+from . import options as opt
 from .network import Network, Shape, features_to_logits
+from .registry import ModelSpec
 
-__all__ = ["BalancedBranches", "BranchNet", "geq_branches", "kernel_branches", "mopteq_branches"]
+__all__ = ["SPECS", "BalancedBranches", "BranchNet"]
 
-Constraint = NormBounded | WeightNormalized | None
 Layer = Callable[[int, int], nn.Module]
 """(channels, mid) → an equilibrium layer whose state has ``channels`` channels."""
 
-SOLVER = Anderson(rtol=0.0, atol=0.0, max_steps=10, damping=0.8)
-ADJOINT = Phantom(steps=5, damping=0.8)
+_SOLVER = Anderson(rtol=0.0, atol=0.0, max_steps=10, damping=0.8)
+_ADJOINT = Phantom(steps=5, damping=0.8)
 """Forward Anderson, backward the phantom gradient z ← 0.2z + 0.8T(z), as in the papers. The steps
 are fixed: nothing waits for the device, and the whole network compiles."""
 
-EXPRESS = ProximalGradient(rtol=0.0, atol=0.0, max_steps=5, accelerate=False)
-EXPRESS_ADJOINT = Phantom(steps=5, damping=1.0, form="neumann")
+_FUSED = ProximalGradient(rtol=0.0, atol=0.0, max_steps=5, accelerate=False)
+_FUSED_ADJOINT = Phantom(steps=5, damping=1.0, form="neumann")
 """For the Gaussian kernel: five steps of the certificate's size leave less residual than ten of
 Anderson's in bf16, and as many terms of the backward series; a training step is 6.8 times as fast
 on an H200 (docs/performance.md). ``solver`` and ``adjoint`` take the papers' way back."""
@@ -53,22 +56,9 @@ class BalancedBranches(MultiBranch):
     the coarsest, and all of them under the ε of a batch norm.
     """
 
-    def _sizes(self) -> list[float]:
-        return [
-            math.sqrt(layer.state_channels * scale[0] * scale[1])  # type: ignore[operator]
-            for layer, scale in zip(self.branches, self.scales, strict=True)
-        ]
-
-    def merge(self, states: Sequence[Tensor]) -> Tensor:
-        return super().merge([size * z for size, z in zip(self._sizes(), states, strict=True)])
-
-    def output_error(self, certificate: CompositeCertificate) -> Tensor:
-        pairs = zip(certificate.parts.items(), self._sizes(), strict=True)
-        scaled = {
-            name: dataclasses.replace(part, error_bound=size * part.error_bound)  # type: ignore[type-var, attr-defined]
-            for (name, part), size in pairs
-        }
-        return super().output_error(CompositeCertificate(scaled, certificate.note))
+    def gain(self, i: int) -> float:
+        height, width = self.scales[i]
+        return math.sqrt(self.branches[i].state_channels * height * width)  # type: ignore[operator]
 
 
 class BranchNet(Network):
@@ -85,6 +75,7 @@ class BranchNet(Network):
         layer: makes a branch.
         divisor: pixels of a patch, which must divide every branch's map.
         balanced: see BalancedBranches.
+        reading: "parallel" or "chain", see above.
     """
 
     def __init__(
@@ -99,6 +90,7 @@ class BranchNet(Network):
         layer: Layer,
         divisor: int = 1,
         balanced: bool = False,
+        reading: str = "parallel",
     ) -> None:
         super().__init__(shape.in_channels)
         if len(mids) != len(scales):
@@ -116,7 +108,8 @@ class BranchNet(Network):
         self.stem = nn.Sequential(*stem)
         kind = BalancedBranches if balanced else MultiBranch
         middle = sorted(pixels)[len(pixels) // 2]
-        self.branches = kind([layer(channels, mid) for mid in mids], pixels, output=middle)
+        layers = [layer(channels, mid) for mid in mids]
+        self.branches = kind(layers, pixels, output=middle, chain=reading == "chain")
         mixed: list[nn.Module] = []
         for _ in range(fusion):
             mixed += [nn.BatchNorm2d(channels), nn.ReLU()]
@@ -148,48 +141,18 @@ def _normalized(before: int, after: int, size: int, stride: int = 1) -> list[nn.
     return [conv, nn.BatchNorm2d(after), nn.ReLU()]
 
 
-def geq_branches(
-    shape: Shape,
-    *,
-    channels: int,
-    mids: tuple[int, ...],
-    scales: tuple[int, ...],
-    fusion: int,
-    downsample: bool,
-    patch: Patches,
-    hidden: int,
-    gamma: GammaPolicy,
-    constraint: Constraint,
-    solver: Solver,
-    adjoint: Adjoint,
+def _geq(
+    shape: Shape, *, patch: Patches, gamma: GammaPolicy, options: dict[str, Any], **sizes: Any
 ) -> BranchNet:
     """Branches of the Gaussian kernel: GEQ, and KerDEQ with its constant γ."""
 
     def layer(channels: int, mid: int) -> nn.Module:
-        made = GEQ(
-            channels,
-            mid,
-            patch=patch,
-            hidden=hidden,
-            gamma=gamma,
-            constraint=constraint,
-            solver=solver,
-            adjoint=adjoint,
-        )
+        made = GEQ(channels, mid, patch=patch, gamma=gamma, **options)
         if isinstance(gamma, FixedGamma):
             _fit_energy(made, gamma.value * patch.width)
         return made
 
-    return BranchNet(
-        shape,
-        channels=channels,
-        mids=mids,
-        scales=scales,
-        fusion=fusion,
-        downsample=downsample,
-        layer=layer,
-        divisor=patch.size,
-    )
+    return BranchNet(shape, layer=layer, divisor=patch.size, **sizes)
 
 
 @torch.no_grad()
@@ -204,72 +167,168 @@ def _fit_energy(layer: GEQ, scale: float) -> None:
     weight.mul_(math.sqrt(0.5 / (scale / 6.0)))
 
 
-def mopteq_branches(
-    shape: Shape,
-    *,
-    channels: int,
-    mids: tuple[int, ...],
-    scales: tuple[int, ...],
-    fusion: int,
-    downsample: bool,
-    constraint: Constraint,
-    solver: Solver,
-    adjoint: Adjoint,
-) -> BranchNet:
+def _linear(shape: Shape, *, options: dict[str, Any], **sizes: Any) -> BranchNet:
     """The linear kernel: z = Wᵀσ(Wz + Ux + b), σ in the space of Wz, which keeps the GEQ's size."""
-
-    def layer(channels: int, mid: int) -> nn.Module:
-        return OptEq(
-            channels,
-            mid,
-            kernel_size=3,
-            form="state",
-            constraint=constraint,
-            solver=solver,
-            adjoint=adjoint,
-        )
-
-    return BranchNet(
-        shape,
-        channels=channels,
-        mids=mids,
-        scales=scales,
-        fusion=fusion,
-        downsample=downsample,
-        layer=layer,
-    )
+    layer = partial(OptEq, kernel_size=3, form="state", **options)
+    return BranchNet(shape, layer=layer, **sizes)
 
 
-def kernel_branches(
+def _bounded(
     shape: Shape,
     *,
     kernel: type[PolynomialEq] | type[SigmoidEq],
-    channels: int,
-    mids: tuple[int, ...],
-    scales: tuple[int, ...],
-    fusion: int,
-    downsample: bool,
-    radius: float,
-    constraint: Constraint,
-    solver: Solver,
-    adjoint: Adjoint,
+    options: dict[str, Any],
+    **sizes: Any,
 ) -> BranchNet:
     """The polynomial or the sigmoid kernel, c = Ux + b scaled into a ball where G is convex."""
-    layer = partial(
-        kernel,
-        kernel_size=3,
-        radius=radius,
-        constraint=constraint,
-        solver=solver,
-        adjoint=adjoint,
+    layer = partial(kernel, kernel_size=3, **options)
+    return BranchNet(shape, layer=layer, balanced=True, **sizes)
+
+
+_LAYER = ("constraint", "solver", "adjoint", "hidden", "radius")
+
+
+def _split(build: Callable[..., BranchNet], **fixed: Any) -> Callable[..., BranchNet]:
+    """``build`` with the options of the layers apart from those of the network."""
+
+    def built(shape: Shape, **given: Any) -> BranchNet:
+        own = {name: given.pop(name) for name in _LAYER if name in given}
+        return build(shape, options=own, **fixed, **given)
+
+    return built
+
+
+# ---------------------------------------------------------------------- the papers' sizes
+
+
+@dataclass(frozen=True)
+class _Size:
+    name: str
+    parameters: int
+    classes: int
+    channels: int
+    kernel_channels: int | None
+    """For the polynomial and sigmoid kernels (CIFAR in the paper), whose U goes to the space of z:
+    as many channels as bring them to the same size."""
+    mids: tuple[int, ...]
+    fusion: int
+    hidden: int
+    image_size: int
+    downsample: bool
+
+
+_SCALES = (1, 2, 4, 4, 8, 8)
+_SIZES = (
+    _Size("cifar_5m", 5_000_000, 10, 256, 224, (64, 128, 128, 128, 256, 256), 1, 64, 32, False),
+    _Size("cifar_8m", 8_000_000, 10, 320, 280, (80, 160, 160, 160, 320, 320), 1, 64, 32, False),
+    _Size(
+        "imagenet_6m", 6_000_000, 100, 256, None, (32, 64, 128, 128, 256, 256), 2, 128, 256, True
+    ),
+    _Size(
+        "imagenet_13m", 13_000_000, 100, 384, None, (48, 96, 192, 192, 384, 384), 2, 128, 256, True
+    ),
+)
+
+
+def _shared(size: _Size, channels: int, constraint: NormBounded) -> dict[str, opt.Option]:
+    return {
+        "channels": opt.integer(channels, "channels of z and of the stem"),
+        "mids": opt.integers(size.mids, "channels of U and W, one a branch"),
+        "scales": opt.integers(_SCALES, "how much coarser each branch is than the stem"),
+        "fusion": opt.integer(size.fusion, "3 × 3 convolutions after the average", low=0, high=64),
+        "reading": opt.choice(
+            "parallel", "whether a branch also sees those before it", ("parallel", "chain")
+        ),
+        "constraint": opt.constraint(constraint),
+        "solver": opt.solver(_SOLVER),
+        "adjoint": opt.adjoint(_ADJOINT),
+    }
+
+
+def _gaussian_spec(size: _Size, patch: Patches, *, kerdeq: bool) -> ModelSpec:
+    gamma = FixedGamma(0.5) if kerdeq else MeanPatchEnergy(0.2)
+    return ModelSpec(
+        f"{'kerdeq' if kerdeq else 'geq'}_{size.name}",
+        _split(_geq, downsample=size.downsample),
+        f"six parallel {'KerDEQ branches, γ = 0.5' if kerdeq else 'GEQ branches'}",
+        in_channels=3,
+        image_size=size.image_size,
+        options={
+            **_shared(size, size.channels, NormBounded(bound=1.2)),
+            "solver": opt.solver(_FUSED),
+            "adjoint": opt.adjoint(_FUSED_ADJOINT),
+            "patch": opt.patch(patch),
+            "hidden": opt.integer(size.hidden, "columns of W_h"),
+            "gamma": opt.gamma(gamma),
+        },
+        paper="KerDEQ, Tables 1–2" if kerdeq else "GEQ, Tables 1–2 and A.7",
+        paper_parameters=size.parameters,
+        paper_classes=size.classes,
+        revision=0 if kerdeq else 1,  # 0 had MeanPatchEnergy(detach=True)
     )
-    return BranchNet(
-        shape,
-        channels=channels,
-        mids=mids,
-        scales=scales,
-        fusion=fusion,
-        downsample=downsample,
-        layer=layer,
-        balanced=True,
+
+
+# The sizes in which the GEQ paper has MOptEq; the others are twins of the GEQ's.
+_PRINTED = ("cifar_8m", "imagenet_13m")
+
+
+def _linear_spec(size: _Size) -> ModelSpec:
+    return ModelSpec(
+        f"mopteq_{size.name}",
+        _split(_linear, downsample=size.downsample),
+        "six parallel OptEq branches: the linear kernel",
+        in_channels=3,
+        image_size=size.image_size,
+        options=_shared(size, size.channels, opt.linear_bound(0.95)),
+        paper="GEQ, Tables 1–2",
+        paper_parameters=size.parameters if size.name in _PRINTED else None,
+        paper_classes=size.classes,
     )
+
+
+def _bounded_spec(
+    size: _Size,
+    channels: int,
+    name: str,
+    kernel: type[PolynomialEq] | type[SigmoidEq],
+    radius: float,
+) -> ModelSpec:
+    return ModelSpec(
+        f"mopteq_{name}_{size.name}",
+        _split(_bounded, kernel=kernel, downsample=size.downsample),
+        f"six parallel branches of the {name} kernel",
+        in_channels=3,
+        image_size=size.image_size,
+        options={
+            **_shared(size, channels, opt.linear_bound(0.7)),
+            "radius": opt.number(radius, "‖Ux + b‖ is scaled to at most this", low=0.0, high=1e6),
+        },
+        paper="GEQ, Table 5 (no count printed)",
+    )
+
+
+# With ‖W‖ ≤ 0.7: ‖W‖² + 2‖c‖² and ‖W‖² + 0.7698‖c‖² stay below 1, so G is strongly convex.
+_POLYNOMIAL_RADIUS = 0.45
+_SIGMOID_RADIUS = 0.75
+
+
+def _specs(size: _Size) -> tuple[ModelSpec, ...]:
+    # KerDEQ cuts ImageNet's larger maps into larger patches.
+    kerdeq = Patches(channels=4, size=4) if size.downsample else Patches(channels=8, size=2)
+    made = (
+        _gaussian_spec(size, Patches(channels=8, size=2), kerdeq=False),
+        _gaussian_spec(size, kerdeq, kerdeq=True),
+        _linear_spec(size),
+    )
+    channels = size.kernel_channels
+    if channels is None:
+        return made
+    return (
+        *made,
+        _bounded_spec(size, channels, "polynomial", PolynomialEq, _POLYNOMIAL_RADIUS),
+        _bounded_spec(size, channels, "sigmoid", SigmoidEq, _SIGMOID_RADIUS),
+    )
+
+
+SPECS = tuple(spec for size in _SIZES for spec in _specs(size))
+"""geq_*, kerdeq_*, mopteq_*, mopteq_polynomial_*, mopteq_sigmoid_*."""

@@ -1,4 +1,4 @@
-"""Networks of one deep OptEq layer (paper 003): CIFAR sizes, ImageNet Small and Middle.
+"""Networks of one deep OptEq layer (Xie et al. 2021): CIFAR sizes, ImageNet Small and Middle.
 
 images → g(x) → z = f_L ∘ … ∘ f_1(z) → head
 """
@@ -6,17 +6,13 @@ images → g(x) → z = f_L ∘ … ∘ f_1(z) → head
 from __future__ import annotations
 
 from functools import partial
-from typing import Literal
+from typing import Any
 
 from torch import Tensor, nn
 
 from equilibria.adjoints import Phantom
-from equilibria.engine.adjoint import Adjoint
-from equilibria.engine.solver import Solver
-from equilibria.nn import NormBounded, WeightNormalized
 from equilibria.nn.deep_opteq import DeepOptEq
 from equilibria.nn.deep_opteq_blocks import OptEqBlock
-from equilibria.problems import Regularizer
 from equilibria.solvers import Anderson
 
 from . import options as opt
@@ -24,10 +20,7 @@ from .network import Network, Shape, features_to_logits
 from .registry import ModelSpec
 from .resnet import Bottleneck, Trunk
 
-__all__ = ["SPECS", "DeepOptEqImageNet", "DeepOptEqNet", "deep_layer", "solving"]
-
-Constraint = NormBounded | WeightNormalized | None
-Form = Literal["gradient", "prox"]
+__all__ = ["SPECS", "DeepOptEqImageNet", "DeepOptEqNet", "solving"]
 
 # T contracts by (0.8·0.95² + 0.2)⁵ = 0.67 or better with five blocks: eight accelerated steps leave
 # less than bfloat16 resolves. Fixed steps never wait for the device and compile whole.
@@ -50,37 +43,11 @@ def solving() -> dict[str, opt.Option]:
     }
 
 
-def deep_layer(
-    channels: int,
-    mids: tuple[int, ...],
-    *,
-    separable: bool = False,
-    alpha: float | tuple[float, ...],
-    learn_alpha: bool,
-    constraint: Constraint,
-    regularizer: Regularizer | None,
-    regularize: Form,
-    solver: Solver,
-    adjoint: Adjoint,
-) -> DeepOptEq:
-    """A deep OptEq with 3 × 3 kernels on features of as many channels as its state."""
-    return DeepOptEq(
-        channels,
-        mids,
-        kernel_size=3,
-        separable=separable,
-        alpha=alpha,
-        learn_alpha=learn_alpha,
-        constraint=constraint,
-        regularizer=regularizer,
-        regularize=regularize,
-        solver=solver,
-        adjoint=adjoint,
-    )
-
-
 class DeepOptEqNet(Network):
-    """One 3 × 3 convolution as g, a deep OptEq on all pixels, global pooling (paper 003 §7.1)."""
+    """One 3 × 3 convolution as g, a deep OptEq on all pixels, global pooling (OptEq §7.1).
+
+    ``options`` are those of ``nn.DeepOptEq``.
+    """
 
     def __init__(
         self,
@@ -88,13 +55,7 @@ class DeepOptEqNet(Network):
         *,
         channels: int,
         mids: tuple[int, ...],
-        alpha: float | tuple[float, ...],
-        learn_alpha: bool,
-        constraint: Constraint,
-        regularizer: Regularizer | None,
-        regularize: Form,
-        solver: Solver,
-        adjoint: Adjoint,
+        **options: Any,
     ) -> None:
         super().__init__(shape.in_channels)
         self.extractor = nn.Sequential(
@@ -102,17 +63,7 @@ class DeepOptEqNet(Network):
             nn.BatchNorm2d(channels),
             nn.ReLU(),
         )
-        self.layer = deep_layer(
-            channels,
-            mids,
-            alpha=alpha,
-            learn_alpha=learn_alpha,
-            constraint=constraint,
-            regularizer=regularizer,
-            regularize=regularize,
-            solver=solver,
-            adjoint=adjoint,
-        )
+        self.layer = DeepOptEq(channels, mids, kernel_size=3, **options)
         self.head = features_to_logits(channels, shape.num_classes)
 
     def logits(self, x: Tensor) -> Tensor:
@@ -139,29 +90,12 @@ class DeepOptEqImageNet(Network):
         widen: int,
         mids: tuple[int, ...],
         wide_kernels: bool,
-        alpha: float | tuple[float, ...],
-        learn_alpha: bool,
-        constraint: Constraint,
-        regularizer: Regularizer | None,
-        regularize: Form,
-        solver: Solver,
-        adjoint: Adjoint,
+        **options: Any,
     ) -> None:
         super().__init__(shape.in_channels)
         self.extractor = Trunk(shape.in_channels, Bottleneck, (3, 4), "imagenet", widen)
         channels = self.extractor.channels[-1]
-        self.layer = deep_layer(
-            channels,
-            mids,
-            separable=True,
-            alpha=alpha,
-            learn_alpha=learn_alpha,
-            constraint=constraint,
-            regularizer=regularizer,
-            regularize=regularize,
-            solver=solver,
-            adjoint=adjoint,
-        )
+        self.layer = DeepOptEq(channels, mids, kernel_size=3, separable=True, **options)
         if wide_kernels:
             for index in range(0, len(mids), 2):
                 self.layer.blocks[index] = OptEqBlock(
@@ -170,7 +104,7 @@ class DeepOptEqImageNet(Network):
                     channels,
                     kernel_size=5,
                     separable=True,
-                    constraint=constraint,
+                    constraint=options["constraint"],
                     bias=True,
                 )
         self.classifier = nn.Sequential(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from equilibria.adjoints import Phantom
-from equilibria.engine.adjoint import Adjoint
-from equilibria.engine.solver import Solver
 from equilibria.nn.mdeq import MDEQ
 from equilibria.nn.mdeq_heads import MDEQClassifier, MDEQSegmenter, MDEQStem
 from equilibria.solvers import Anderson
@@ -39,7 +39,10 @@ def _options(
 
 
 class MDEQNet(Network):
-    """Stem, one equilibrium of four scales, the bottleneck head of the paper."""
+    """Stem, one equilibrium of four scales, the bottleneck head of the paper.
+
+    ``options`` are those of ``nn.MDEQ``.
+    """
 
     def __init__(
         self,
@@ -48,27 +51,13 @@ class MDEQNet(Network):
         channels: tuple[int, ...],
         head_channels: tuple[int, ...],
         final_channels: int,
-        expansion: int,
-        groups: int,
-        dropout: float,
         downsample: int,
-        jacobian_weight: float,
-        solver: Solver,
-        adjoint: Adjoint,
+        **options: Any,
     ) -> None:
         super().__init__(shape.in_channels)
         _check_pixels(shape.image_size, channels, downsample)
         self.stem = MDEQStem(channels[0], in_channels=shape.in_channels, downsample=downsample)
-        self.layer = MDEQ(
-            channels,
-            expansion=expansion,
-            groups=groups,
-            dropout=dropout,
-            post_affine=False,
-            jacobian_weight=jacobian_weight,
-            solver=solver,
-            adjoint=adjoint,
-        )
+        self.layer = MDEQ(channels, post_affine=False, **options)
         self.head = MDEQClassifier(
             channels, shape.num_classes, head_channels=head_channels, final_channels=final_channels
         )
@@ -90,27 +79,13 @@ class MDEQSegmentation(Network):
         shape: Shape,
         *,
         channels: tuple[int, ...],
-        expansion: int,
-        groups: int,
-        dropout: float,
         downsample: int,
-        jacobian_weight: float,
-        solver: Solver,
-        adjoint: Adjoint,
+        **options: Any,
     ) -> None:
         super().__init__(shape.in_channels)
         self.multiple = 2 ** (downsample + len(channels) - 1)
         self.stem = MDEQStem(channels[0], in_channels=shape.in_channels, downsample=downsample)
-        self.layer = MDEQ(
-            channels,
-            expansion=expansion,
-            groups=groups,
-            dropout=dropout,
-            post_affine=False,
-            jacobian_weight=jacobian_weight,
-            solver=solver,
-            adjoint=adjoint,
-        )
+        self.layer = MDEQ(channels, post_affine=False, **options)
         self.head = MDEQSegmenter(channels, shape.num_classes)
 
     def logits(self, x: Tensor) -> Tensor:

@@ -10,20 +10,16 @@ fewer (norms, biases, running means) in float32. The scales of the tensor ``name
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
 __all__ = [
     "FIELD",
+    "KIND",
     "QuantizationError",
     "check_finite",
-    "check_note",
     "dequantize",
     "layout",
-    "make_note",
     "quantize",
     "scale_name",
 ]
@@ -31,7 +27,8 @@ __all__ = [
 FIELD = "quantization"
 """The field of a file's metadata that says what is quantized, and how."""
 _SUFFIX = ".scale."
-_KIND = {"version": 1, "scheme": "int8 rows", "suffix": _SUFFIX}
+KIND = {"version": 1, "scheme": "int8 rows", "suffix": _SUFFIX}
+"""What the metadata of a file in eight bits says of how it was made."""
 _LARGEST = 127
 
 
@@ -112,83 +109,3 @@ def dequantize(name: str, whole: Tensor, scale: Tensor) -> Tensor:
 def _column(scale: Tensor, ndim: int) -> Tensor:
     """[R] ↦ [R, 1, …] of ``ndim`` dimensions."""
     return scale.view(-1, *([1] * (ndim - 1)))
-
-
-def make_note(names: list[str]) -> dict[str, Any]:
-    """What the metadata of a file says of its quantized tensors, in JSON's types."""
-    return {**_KIND, "tensors": names}
-
-
-def check_note(note: Mapping[str, Any] | None, found: Mapping[str, Mapping[str, Any]]) -> None:
-    """The note against the dtypes and shapes in the file; None is a file without one."""
-    named: set[str] = set()
-    if note is not None:
-        _check_kind(note)
-        named.update(_names(note.get("tensors")))
-        for name in sorted(named):
-            _check_pair(name, found)
-    for name, entry in found.items():
-        if entry["dtype"] == "I8" and name not in named:
-            raise QuantizationError(
-                f"tensor {name!r} has dtype I8 and no scales: the field {FIELD!r} of its metadata "
-                "does not name it, expected of every tensor in int8; write the file with "
-                "models.save"
-            )
-
-
-def _check_kind(note: Mapping[str, Any]) -> None:
-    for key, known in _KIND.items():
-        given = note.get(key)
-        if type(given) is not type(known) or given != known:
-            raise QuantizationError(
-                f"its quantization has {key}={given!r}, and this version reads {known!r}; use the "
-                "version of the library that wrote the file, or write it with models.save"
-            )
-
-
-def _names(given: Any) -> list[str]:
-    if not isinstance(given, list):
-        raise QuantizationError(
-            f"its quantization has tensors={given!r}, expected a list of names; write the file "
-            "with models.save"
-        )
-    seen: set[str] = set()
-    for name in given:
-        if not isinstance(name, str):
-            raise QuantizationError(
-                f"its quantization names the tensor {name!r}, expected a text; write the file with "
-                "models.save"
-            )
-        if name in seen:
-            raise QuantizationError(
-                f"its quantization names {name!r} twice, expected once; write the file with "
-                "models.save"
-            )
-        seen.add(name)
-    return given
-
-
-def _check_pair(name: str, found: Mapping[str, Mapping[str, Any]]) -> None:
-    """A named tensor is there, in int8, and its scales are, one in float32 for each row."""
-    whole, scale = found.get(name), found.get(scale_name(name))
-    cure = "; write the file with models.save"
-    if whole is None:
-        raise QuantizationError(
-            f"its quantization names {name!r}, expected among its tensors and not there{cure}"
-        )
-    if whole["dtype"] != "I8" or len(whole["shape"]) < 2:
-        raise QuantizationError(
-            f"its quantization names {name!r}, which is {whole['dtype']} of shape "
-            f"{whole['shape']}, expected I8 of two or more dimensions{cure}"
-        )
-    rows = (whole["shape"][0],)
-    if scale is None:
-        raise QuantizationError(
-            f"the scales of {name!r} are missing, expected a tensor {scale_name(name)!r} in F32 "
-            f"of shape {rows}{cure}"
-        )
-    if scale["dtype"] != "F32" or tuple(scale["shape"]) != rows:
-        raise QuantizationError(
-            f"the scales of {name!r} are {scale['dtype']} of shape {scale['shape']}, expected F32 "
-            f"of shape {rows}{cure}"
-        )

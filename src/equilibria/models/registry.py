@@ -1,4 +1,4 @@
-"""Networks by name: one table, read only, and the three functions that look things up in it."""
+"""Networks by name: what a name stands for, and the three functions that look names up."""
 
 from __future__ import annotations
 
@@ -131,7 +131,12 @@ class Registry:
         return self._specs[name]
 
     def names(self, pattern: str = "*", task: str | None = None) -> list[str]:
-        """The names that match a glob pattern, sorted; of one task if given."""
+        """The names that match a glob pattern, sorted.
+
+        Args:
+            pattern: as of file names: "geq_*", "*_cifar_5m".
+            task: "classification" or "segmentation"; None: both.
+        """
         if task not in (None, "classification", "segmentation"):
             raise ValueError(f"task={task!r}: expected 'classification', 'segmentation' or None.")
         return sorted(
@@ -141,7 +146,7 @@ class Registry:
         )
 
     def describe(self, name: str) -> ModelCard:
-        """The card of a network."""
+        """The card of a network: what it is, its input, its options. Nothing is built."""
         return self.spec(name).card()
 
     def create(
@@ -153,7 +158,21 @@ class Registry:
         image_size: int | None = None,
         **overrides: Any,
     ) -> Network:
-        """Build a network; see ``models.create``."""
+        """Build a network by its name, with fresh weights from torch's random numbers.
+
+        Args:
+            name: one of ``names()``.
+            num_classes: logits of the head.
+            in_channels: channels of the images; None: what the model was made for.
+            image_size: pixels of a side that the network is laid out for; None: what it was made
+                for. Other sizes can be given to most networks, where their patches divide them.
+            overrides: options of the model, listed by ``describe(name).options``. Objects (solver,
+                adjoint, constraint, ...) may also be given as they stand in
+                ``model.config.options``.
+
+        Returns:
+            The network in training mode; ``model.config`` is all that is needed to build it again.
+        """
         spec = self.spec(name)
         options = spec.parse(overrides)
         shape = Shape(

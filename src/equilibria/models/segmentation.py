@@ -1,18 +1,17 @@
-"""Networks that label each pixel: a deep OptEq backbone (paper 003 §7.5) and FCN baselines."""
+"""Networks that label each pixel: a deep OptEq backbone (OptEq §7.5) and FCN baselines."""
 
 from __future__ import annotations
 
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 from torch import Tensor, nn
 
-from equilibria.engine.adjoint import Adjoint
-from equilibria.engine.solver import Solver
-from equilibria.problems import Regularizer
+from equilibria.nn import DeepOptEq
 
 from . import options as opt
-from .deep_opteq import Constraint, Form, deep_layer, solving
+from .deep_opteq import solving
 from .network import Network, Shape, upsample
 from .registry import ModelSpec
 from .resnet import BASIC_18, Basic, Trunk
@@ -53,34 +52,12 @@ def _halving(before: int, after: int) -> list[nn.Module]:
 
 
 class DeepOptEqSegmenter(Backbone):
-    """The backbone is a deep OptEq of three blocks, 256, 512 and 512 (paper 003 §7.5)."""
+    """The backbone is a deep OptEq of three blocks, 256, 512 and 512 (OptEq §7.5)."""
 
     def __init__(
-        self,
-        shape: Shape,
-        *,
-        channels: int,
-        mids: tuple[int, ...],
-        alpha: float | tuple[float, ...],
-        learn_alpha: bool,
-        constraint: Constraint,
-        regularizer: Regularizer | None,
-        regularize: Form,
-        solver: Solver,
-        adjoint: Adjoint,
+        self, shape: Shape, *, channels: int, mids: tuple[int, ...], **options: Any
     ) -> None:
-        layer = deep_layer(
-            channels,
-            mids,
-            alpha=alpha,
-            learn_alpha=learn_alpha,
-            constraint=constraint,
-            regularizer=regularizer,
-            regularize=regularize,
-            solver=solver,
-            adjoint=adjoint,
-        )
-        super().__init__(shape, channels, layer)
+        super().__init__(shape, channels, DeepOptEq(channels, mids, kernel_size=3, **options))
 
 
 class ExplicitSegmenter(Backbone):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -21,8 +22,8 @@ from equilibria.adjoints import Implicit, Phantom
 from equilibria.engine.adjoint import Adjoint
 from equilibria.engine.krylov import GMRES
 from equilibria.engine.solver import Solver
-from equilibria.nn import GEQ, NormBounded, OptEq, WeightNormalized
-from equilibria.problems import GammaPolicy, MeanPatchEnergy, Patches
+from equilibria.nn import GEQ, NormBounded, OptEq
+from equilibria.problems import MeanPatchEnergy, Patches
 from equilibria.solvers import Anderson, Picard, ProximalGradient
 
 from . import options as opt
@@ -144,59 +145,6 @@ class StackNet(Network):
         return out
 
 
-def geq_layer(
-    before: int,
-    after: int,
-    *,
-    patch: Patches,
-    hidden: int,
-    gamma: GammaPolicy,
-    constraint: NormBounded | WeightNormalized | None,
-    bias: bool,
-    solver: Solver,
-    adjoint: Adjoint,
-) -> GEQ:
-    """GEQ with as many channels in the middle as in its output."""
-    return GEQ(
-        after,
-        after,
-        in_channels=before,
-        patch=patch,
-        hidden=hidden,
-        gamma=gamma,
-        constraint=constraint,
-        bias=bias,
-        solver=solver,
-        adjoint=adjoint,
-    )
-
-
-def opteq_layer(
-    before: int,
-    after: int,
-    *,
-    constraint: NormBounded | WeightNormalized | None,
-    solver: Solver,
-    adjoint: Adjoint,
-) -> OptEq:
-    """The linear kernel in the form whose state lies in the space of Wz, as the GEQ's c does."""
-    return OptEq(
-        after,
-        after,
-        in_channels=before,
-        kernel_size=3,
-        form="hidden",
-        constraint=constraint,
-        solver=solver,
-        adjoint=adjoint,
-    )
-
-
-def explicit_layer(before: int, after: int) -> ExplicitPair:
-    """Two convolutions of the shapes of U and W."""
-    return ExplicitPair(before, after, after)
-
-
 def _geq(
     shape: Shape,
     *,
@@ -205,13 +153,9 @@ def _geq(
     norm: str,
     shift: bool,
     patch: Patches,
-    hidden: int,
-    gamma: GammaPolicy,
-    constraint: NormBounded | WeightNormalized | None,
-    bias: bool,
-    solver: Solver,
-    adjoint: Adjoint,
+    **options: Any,
 ) -> Network:
+    """GEQs with as many channels in the middle as in their output; options go to the layers."""
     if shift and patch.size % 2:
         raise ValueError(
             f"shift=True moves patches by half their size, but patches of {patch.size} pixel(s) "
@@ -222,16 +166,10 @@ def _geq(
             f"shift=True moves the patches of every second layer of a stage, and depth={depth} has "
             "none: use depth=2 or more, or shift=False."
         )
-    layer = partial(
-        geq_layer,
-        patch=patch,
-        hidden=hidden,
-        gamma=gamma,
-        constraint=constraint,
-        bias=bias,
-        solver=solver,
-        adjoint=adjoint,
-    )
+
+    def layer(before: int, after: int) -> nn.Module:
+        return GEQ(after, after, in_channels=before, patch=patch, **options)
+
     return StackNet(
         shape,
         widths=widths,
@@ -244,25 +182,27 @@ def _geq(
 
 
 def _opteq(
-    shape: Shape,
-    *,
-    widths: tuple[int, ...],
-    depth: int,
-    norm: str,
-    constraint: NormBounded | WeightNormalized | None,
-    solver: Solver,
-    adjoint: Adjoint,
+    shape: Shape, *, widths: tuple[int, ...], depth: int, norm: str, **options: Any
 ) -> Network:
-    layer = partial(opteq_layer, constraint=constraint, solver=solver, adjoint=adjoint)
+    """The linear kernel in the form whose state lies in the space of Wz, as the GEQ's c does."""
+
+    def layer(before: int, after: int) -> nn.Module:
+        return OptEq(after, after, in_channels=before, kernel_size=3, form="hidden", **options)
+
     return StackNet(shape, widths=widths, depth=depth, layer=layer, norm=norm)
 
 
 def _explicit(shape: Shape, *, widths: tuple[int, ...], depth: int, norm: str) -> Network:
-    return StackNet(shape, widths=widths, depth=depth, layer=explicit_layer, norm=norm)
+    """Two convolutions of the shapes of U and W in the place of each layer."""
+
+    def layer(before: int, after: int) -> nn.Module:
+        return ExplicitPair(before, after, after)
+
+    return StackNet(shape, widths=widths, depth=depth, layer=layer, norm=norm)
 
 
 # A few steps of the certificate's size and as many terms of the backward series: nothing waits for
-# the device, and Gaussian layers take the express lane (problems/express.py). Four such steps leave
+# the device, and Gaussian layers take the fused path (problems/express.py). Four such steps leave
 # the residual of six of damped iteration (docs/performance.md).
 _EXPRESS = ProximalGradient(rtol=0.0, atol=0.0, max_steps=4, accelerate=False)
 _EXPRESS_ADJOINT = Phantom(steps=3, damping=1.0, form="neumann")
@@ -293,14 +233,14 @@ def _family(
     solver: Solver,
     adjoint: Adjoint,
     linear_solver: Solver | None = None,
-    linear_revision: int = 0,
+    revision: int = 0,
     bias: bool = True,
     stack: str = "_stack",
 ) -> tuple[ModelSpec, ...]:
     """A GEQ stack, its linear twin and its explicit twin, of equal size.
 
-    ``linear_solver`` is the linear twin's; None: the same. ``linear_revision`` counts the changes
-    of its defaults.
+    ``linear_solver`` is the linear twin's; None: the same. ``revision`` counts the changes of its
+    defaults.
     """
     layers = f"{len(widths) * depth} layers of {' → '.join(map(str, widths))} channels"
     shared = {
@@ -323,32 +263,29 @@ def _family(
         **solving,
         "solver": opt.solver(linear_solver or solver),
     }
-    return (
-        ModelSpec(
-            f"geq{stack}_{suffix}",
-            _geq,
-            f"{layers} in sequence, GEQ with skips",
-            options={**shared, **gaussian, **solving},
-            in_channels=in_channels,
-            image_size=image_size,
-        ),
-        ModelSpec(
-            f"opteq{stack}_{suffix}",
-            _opteq,
-            f"linear twin of geq{stack}_{suffix}: OptEq layers",
-            options={**shared, **linear},
-            in_channels=in_channels,
-            image_size=image_size,
-            revision=linear_revision,
-        ),
-        ModelSpec(
-            f"explicit{stack}_{suffix}",
+    # Revision 0 of the GEQ stacks had MeanPatchEnergy(detach=True).
+    made: tuple[tuple[str, Any, str, dict[str, opt.Option], int], ...] = (
+        ("geq", _geq, f"{layers} in sequence, GEQ with skips", {**gaussian, **solving}, 1),
+        ("opteq", _opteq, f"linear twin of geq{stack}_{suffix}: OptEq layers", linear, revision),
+        (
+            "explicit",
             _explicit,
             f"explicit twin of geq{stack}_{suffix}: two convolutions for each layer",
-            options=shared,
+            {},
+            0,
+        ),
+    )
+    return tuple(
+        ModelSpec(
+            f"{name}{stack}_{suffix}",
+            build,
+            text,
+            options={**shared, **own},
             in_channels=in_channels,
             image_size=image_size,
-        ),
+            revision=count,
+        )
+        for name, build, text, own, count in made
     )
 
 
@@ -372,7 +309,7 @@ def _specs() -> Iterator[ModelSpec]:
             solver=_EXPRESS,
             adjoint=_EXPRESS_ADJOINT,
             linear_solver=_LINEAR,
-            linear_revision=1,  # 0 had the GEQ stack's solver
+            revision=1,  # 0 had the GEQ stack's solver
         )
     for suffix, image_size in (("digits", 8), ("mnist", 28)):
         small = partial(

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from equilibria.adjoints.quarantine import failed_codes
 from equilibria.engine.result import Solution
 from equilibria.problems import HiddenProblem
 from equilibria.solvers.forward_backward import SplittingSolver
@@ -61,7 +62,7 @@ def solve_branch(layer: Any, x: Tensor, z0: Any, options: dict[str, Any]) -> Sol
 def _of_map(layer: MapLayer, x: Tensor, z0: Any) -> BranchMap:
     if isinstance(layer, MonotoneDEQ) and isinstance(layer.solver, SplittingSolver):
         return _of_inclusion(layer, layer.solver, x, z0)
-    injected = layer.inject(x)
+    injected = layer.injected(x)
     start = layer.start(x, *injected) if z0 is None else z0
     check = getattr(layer, "check_state", None)
     if check is not None:
@@ -69,18 +70,14 @@ def _of_map(layer: MapLayer, x: Tensor, z0: Any) -> BranchMap:
     bound = getattr(layer, "bound_step", None)
     step = layer.step if bound is None else bound()
 
-    def finish(z: Any) -> Any:
-        if isinstance(layer, MonitoredMapLayer):
-            layer.after_solve(z, *injected)
-        return z
-
     def tell(solution: Solution[Any]) -> None:
         if isinstance(layer, MonitoredMapLayer):
+            layer.after_solve(solution.value, failed_codes(solution.result), *injected)
             layer.tell(solution, step, injected)
         else:
             report(layer, solution)
 
-    return BranchMap(step, start, injected, finish, tell)
+    return BranchMap(step, start, injected, lambda z: z, tell)
 
 
 def _of_inclusion(layer: MonotoneDEQ, solver: SplittingSolver, x: Tensor, z0: Any) -> BranchMap:
@@ -96,7 +93,7 @@ def _of_inclusion(layer: MonotoneDEQ, solver: SplittingSolver, x: Tensor, z0: An
 
 
 def _of_problem(layer: EquilibriumLayer, x: Tensor, z0: Tensor | None) -> BranchMap:
-    problem = layer.problem(x)
+    problem, start = layer.posed(x, z0)
 
     def bounds() -> tuple[Any, Any]:
         nominal = getattr(layer, "nominal_bounds", None)
@@ -110,7 +107,6 @@ def _of_problem(layer: EquilibriumLayer, x: Tensor, z0: Tensor | None) -> Branch
         report(layer, solution)
 
     tau = layer.solver.for_problem(bounds).tau
-    start = layer.start(problem, x) if z0 is None else z0
     step: Callable[..., Any]
     args: tuple[Any, ...] = problem.inputs()
     if torch.compiler.is_compiling():

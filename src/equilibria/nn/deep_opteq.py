@@ -46,9 +46,8 @@ class DeepOptEq(MapLayer):
     - ``regularize="prox"``: T(prox_R(z)), where R has a closed prox. L = 1: the minimizer of
       Φ + env R, the Moreau envelope min_u R(u) + ½‖u − z‖², and *not* of Φ + R.
 
-    Decorrelation and HSIC compare samples, so that an answer depends on batch mates; GMRES, which
-    takes samples apart, may then miss its tolerance: use ``Implicit(solver=Anderson())``. The other
-    way to regularize (§5.2) is the solver ``SequentialAveraging``.
+    Decorrelation and HSIC compare samples, so that an answer depends on batch mates, and the batch
+    is solved as one. The other way to regularize (§5.2) is the solver ``SequentialAveraging``.
 
     Dense without ``kernel_size``: x [B, in_channels], z [B, channels], W_l [mids[l], channels].
     Convolutional with it: x [B, in_channels, H, W], z [B, channels, H, W]. The solver starts at
@@ -200,10 +199,11 @@ class DeepOptEq(MapLayer):
 
     def solve(self, x: Tensor, z0: Tensor | None = None, **options: Any) -> Solution[Tensor]:
         """Solve for x and tell all: value, result codes, stats. Options as ``fixed_point``."""
-        injected = self.inject(x)
+        injected = self.injected(x)
         start = self.start(x, *injected) if z0 is None else z0
         self.check_state(start, x)
-        chosen = {"solver": self.solver, "adjoint": self.adjoint, **options}
+        coupled = self.regularizer is not None and self.regularizer.couples_batch
+        chosen = {"solver": self.solver, "adjoint": self.adjoint, "coupled": coupled, **options}
         return fixed_point(self.bound_step(), start, injected, **chosen)
 
     # ------------------------------------------------------------------ what is proven

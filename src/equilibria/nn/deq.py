@@ -81,8 +81,9 @@ class DEQ(BlockHolder, MonitoredMapLayer):
     def start(self, x: Any, *injected: Any) -> Any:
         return self.begin(x)
 
-    def after_solve(self, z: Any, *injected: Any) -> None:
-        self.move(z, *injected)
+    def after_solve(self, z: Any, failed: Tensor | None, *injected: Any) -> None:
+        (x,) = injected
+        self.move(z, x, failed)
 
     def contraction_bound(self) -> float | None:
         """The ρ that was given, or what the block says of itself; None: not known."""

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from equilibria.adjoints.quarantine import clean
+from equilibria.adjoints.quarantine import failed_codes, lend
 from equilibria.engine.adjoint import Adjoint
 from equilibria.engine.options import check_number
-from equilibria.engine.result import ConvergenceWarning, Result, Solution
+from equilibria.engine.result import ConvergenceWarning, Solution
 from equilibria.engine.solver import Solver
 from equilibria.engine.spectral import jacobian_penalty, spectral_radius
+from equilibria.engine.tree import map_tensors
 from equilibria.entry import fixed_point
 from equilibria.problems.map_certificate import MapCertificate
 
@@ -54,8 +55,12 @@ class MonitoredMapLayer(MapLayer):
         """T for one solve: what depends on the weights alone may be computed here, once."""
         return self.step
 
-    def after_solve(self, z: Any, *injected: Any) -> None:
-        """Called once after a solve, for what moves in training mode."""
+    def injected(self, x: Any) -> tuple[Any, ...]:
+        """``inject(x)`` as it is: x enters the map itself, whose answer shows bad samples."""
+        return self.inject(x)
+
+    def after_solve(self, z: Any, failed: Tensor | None, *injected: Any) -> None:
+        """Called once after a solve, for what moves in training mode; ``failed`` [B] blew up."""
 
     def contraction_bound(self) -> float | None:
         """ρ with ‖T(a; x) − T(b; x)‖ ≤ ρ‖a − b‖ for all a, b, x, or None where none is known."""
@@ -99,7 +104,7 @@ class MonitoredMapLayer(MapLayer):
         chosen = {"solver": self.solver, "adjoint": self.adjoint, **options}
         with uncached(pytree.tree_leaves(start)[0]):
             found = fixed_point(fn, start, injected, **chosen)
-        self.after_solve(found.value, *injected)
+        self.after_solve(found.value, failed_codes(found.result), *injected)
         return found
 
     # ------------------------------------------------------------------ the Jacobian
@@ -159,13 +164,12 @@ class MonitoredMapLayer(MapLayer):
         self, solution: Solution[Any], fn: Callable[..., Any], injected: tuple[Any, ...]
     ) -> tuple[Tensor, Tensor]:
         """The penalty [B], zero for samples that failed, and which did not, [B]."""
-        blown = (Result.diverged, Result.nonfinite)
-        failed = torch.stack([solution.result == int(code) for code in blown]).any(0)
+        failed = failed_codes(solution.result)
         # Their inputs may hold NaN, and 0·NaN is NaN in the gradients of shared weights.
-        given = pytree.tree_map(
-            lambda t: clean(t, failed) if isinstance(t, Tensor) else t, injected
-        )
-        values = jacobian_penalty(fn, solution.value, given, samples=self.jacobian_samples)
+        z, given = map_tensors(lambda t: lend(t, failed), (solution.value, injected))
+        values = jacobian_penalty(fn, z, given, samples=self.jacobian_samples)
+        if failed is None:
+            return values, torch.ones_like(values, dtype=torch.bool)
         return torch.where(failed, 0.0, values), ~failed
 
     # ------------------------------------------------------------------ the unrolled twin
@@ -177,7 +181,7 @@ class MonitoredMapLayer(MapLayer):
         z = self.start(x, *injected) if z0 is None else z0
         for _ in range(repeats):
             z = fn(z, *injected)
-        self.after_solve(z, *injected)
+        self.after_solve(z, None, *injected)
         return z
 
     # ------------------------------------------------------------------ certificate

@@ -18,6 +18,9 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.utils import _pytree as pytree
 
+from equilibria.adjoints.quarantine import lend
+from equilibria.engine.tree import map_tensors
+
 from .constraints import OperatorNorm
 from .precision import solving_dtype
 from .residual_block import check_sizes
@@ -89,12 +92,15 @@ class BlockHolder(nn.Module):
             )
         return torch.zeros_like(x, dtype=solving_dtype(x))
 
-    def move(self, z: Any, x: Any) -> None:
-        """Let running statistics and power iterations see the answer, once; training mode only."""
+    def move(self, z: Any, x: Any, failed: Tensor | None = None) -> None:
+        """Let running statistics and power iterations see the answer, once; training mode only.
+
+        In place of ``failed`` samples [B], which may hold NaN, they see a healthy one.
+        """
         moving = self._moving() if self.training else []
         if not moving:
             return
-        z, x = pytree.tree_map(lambda t: t.detach() if isinstance(t, Tensor) else t, (z, x))
+        z, x = map_tensors(lambda t: lend(t.detach(), failed), (z, x))
         with torch.no_grad(), _moved(moving):
             self.block(z, x)
 

@@ -53,7 +53,9 @@ class GEQ(WeightedLayer):
         patch: how Wz is cut; ``patch.channels`` must divide ``mid``, ``patch.size`` H and W.
         hidden: columns of W_h, or None.
         gamma: γ, a positive number or a policy. A ``LearnedGamma`` becomes the parameter
-            ``log_gamma``.
+            ``log_gamma``. Gradients pass γ, so that they are those of the function x ↦ z*;
+            ``MeanPatchEnergy(0.2, detach=True)`` holds γ fixed in the backward pass, as the papers
+            do.
         kernel_size: odd; with patches only.
         prior: its proximal operator is the activation; NonNegative() is ReLU.
         constraint: ``NormBounded(bound=...)``, ``WeightNormalized()`` (on W and W_h) or None.
@@ -110,12 +112,16 @@ class GEQ(WeightedLayer):
             self.log_gamma = nn.Parameter(self.gamma.initial_parameter())
 
     def _metric_weight(self, width: int, hidden: int) -> nn.Module:
-        """W_h [width, hidden], orthogonal at the start: M is the identity or a projection."""
+        """W_h [width, hidden], orthogonal at the start: M is the identity or a projection, scaled.
+
+        Under a bound of 1 it starts inside. At a norm of 1 rounding would decide on which side of
+        the bound's kink it is, and with it the gradient.
+        """
         module = nn.Linear(hidden, width, bias=False)
-        nn.init.orthogonal_(module.weight)
         bounded = self.constraint
         if isinstance(bounded, NormBounded):
             bounded = NormBounded(bound=1.0, steps=bounded.steps)
+        nn.init.orthogonal_(module.weight, gain=0.99 if isinstance(bounded, NormBounded) else 1.0)
         return constrain(module, "weight", bounded)
 
     def hidden_weight(self) -> Tensor | None:

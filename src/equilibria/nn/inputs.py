@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
+from equilibria.adjoints.quarantine import has_batch, host_may_read, lend
+from equilibria.engine.tree import map_tensors
+
 from .precision import autocasts
 
-__all__ = ["channels_last", "check_input"]
+__all__ = ["channels_last", "check_input", "contained", "marked"]
 
 
 def check_input(layer: nn.Module, x: object, channels: int, *, convolutional: bool) -> None:
@@ -36,6 +41,40 @@ def check_input(layer: nn.Module, x: object, channels: int, *, convolutional: bo
         raise ValueError(
             f"{name} lives on {weight.device} and got x on {x.device}: move one of them."
         )
+
+
+def contained(x: Any) -> tuple[Any, Tensor | None]:
+    """x without samples that hold NaN or infinity, and which [B] they are; None: there are none.
+
+    A weight that is applied to x before the solve would get the gradient 0·NaN of such a sample.
+    So it sees a copy of a healthy sample instead, and what the solve is given is ``marked``.
+    Without gradients nothing is done, and what is no batch of numbers is left to ``check_input``.
+    """
+    if not torch.is_grad_enabled() or not isinstance(x, Tensor) or not x.is_floating_point():
+        return x, None
+    if x.ndim == 0 or x.numel() == 0:
+        return x, None
+    wide = x.detach()
+    size = (
+        wide if x.ndim == 1 else torch.linalg.vector_norm(wide, torch.inf, tuple(range(1, x.ndim)))
+    )
+    bad = ~torch.isfinite(size)
+    if host_may_read(bad) and not bool(bad.any()):
+        return x, None
+    return lend(x, bad), bad
+
+
+def marked(tree: Any, bad: Tensor | None) -> Any:
+    """A tree of tensors with NaN for the samples of ``bad``, and no gradient from them."""
+    if bad is None:
+        return tree
+
+    def mark(t: Tensor) -> Tensor:
+        if not has_batch(t, bad) or not t.is_floating_point():
+            return t
+        return torch.where(bad.view(-1, *[1] * (t.ndim - 1)), torch.nan, t)
+
+    return map_tensors(mark, tree)
 
 
 def channels_last(x: Tensor) -> bool:

@@ -16,6 +16,7 @@ from equilibria.problems import HiddenProblem
 from equilibria.problems.solving import minimize
 from equilibria.solvers import Auto
 
+from .inputs import contained, marked
 from .observing import report
 
 
@@ -82,10 +83,20 @@ class EquilibriumLayer(nn.Module):
 
     def solve(self, x: Tensor, z0: Tensor | None = None, **options: Any) -> Solution[Tensor]:
         """Solve for x and tell all: value, result codes, stats, the solver's choice."""
-        problem = self.problem(x)
-        start = self.start(problem, x) if z0 is None else z0
+        problem, start = self.posed(x, z0)
         chosen = {"solver": self.solver, "adjoint": self.adjoint, **options}
         return minimize(problem, start, **chosen)
+
+    def posed(self, x: Tensor, z0: Tensor | None = None) -> tuple[HiddenProblem, Tensor]:
+        """The problem of a solve and its start: ``problem(x)``, bad samples of x kept apart."""
+        x, bad = contained(x)
+        problem = self.problem(x)
+        start = self.start(problem, x) if z0 is None else z0
+        if bad is None:
+            return problem, start
+        if z0 is None:
+            start = torch.where(bad.view(-1, *[1] * (start.ndim - 1)), 0.0, start)
+        return problem.with_inputs(*marked(problem.inputs(), bad)), start
 
     def forward(self, x: Tensor, z0: Tensor | None = None) -> Tensor:
         """z*, [B, *state]; ``z0`` is a warm start."""

@@ -14,6 +14,7 @@ from equilibria.engine.solver import Solver
 from equilibria.entry import fixed_point
 from equilibria.solvers import Anderson
 
+from .inputs import contained, marked
 from .observing import report
 
 __all__ = ["MapLayer"]
@@ -49,9 +50,15 @@ class MapLayer(nn.Module, ABC):
     def start(self, x: Tensor, *injected: Any) -> Any:
         """Where the solver starts, [B, ...]."""
 
+    def injected(self, x: Tensor) -> tuple[Any, ...]:
+        """``inject(x)`` for a solve, bad samples of x kept from the weights that it applies."""
+        x, bad = contained(x)
+        found: tuple[Any, ...] = marked(self.inject(x), bad)
+        return found
+
     def solve(self, x: Tensor, z0: Any = None, **options: Any) -> Solution[Any]:
         """Solve for x and tell all: value, result codes, stats. Options as ``fixed_point``."""
-        injected = self.inject(x)
+        injected = self.injected(x)
         start = self.start(x, *injected) if z0 is None else z0
         chosen = {"solver": self.solver, "adjoint": self.adjoint, **options}
         return fixed_point(self.step, start, injected, **chosen)

@@ -254,7 +254,7 @@ class MonotoneDEQ(MapLayer):
         return solver.split(*self._prepared(x, z0))
 
     def _prepared(self, x: Tensor, z0: Any) -> tuple[MonotoneInclusion, Any, Tensor]:
-        (c,) = self.inject(x)
+        (c,) = self.injected(x)
         start = self.start(x, c) if z0 is None else self._check_start(x, z0)
         return self.inclusion(x), start, c
 

@@ -1,11 +1,11 @@
-"""MultiBranch: equilibrium layers side by side, each at its own scale (MOptEq, GEQ §4)."""
+"""MultiBranch: equilibrium layers at several scales, side by side or in a chain (GEQ §4)."""
 
 from __future__ import annotations
 
 import copy
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -46,7 +46,12 @@ class MultiBranch(nn.Module):
 
     ``solve(x)`` gives the tuple of states and a sample's worst result code (``BranchSolution``,
     with the branches' own Solutions in ``parts``), ``certify(x)`` the certificates of all branches
-    at their own inputs, which together certify the whole: the branches do not see each other.
+    at their own inputs, which together certify the whole.
+
+    With ``chain=True`` a branch also sees the branches before it: branch i solves at
+    Pᵢx + Σ_{j<i} Rⱼyⱼ, where yⱼ = normⱼ(z*ⱼ) is its answer after a batch norm, and y is fused from
+    the yᵢ. Each branch still has its own certificate, at the input that it saw; ``output_error``
+    carries the error of a branch through those behind it.
 
     The branches are solved one after the other, each by its own solver and adjoint. With
     ``joint=True`` they are one fixed point on the tuple of states, by ``solver`` and ``adjoint``:
@@ -60,6 +65,7 @@ class MultiBranch(nn.Module):
         output: the pixels of y; None: the first branch's. Global mean pooling of y gives the same
             for every output, so a network that ends in it may take the smallest.
         fuse: "average", "sum", or "concatenate" (channels side by side).
+        chain: whether a branch also sees those before it; all have the channels of x then.
         joint: see above.
         solver, adjoint: with ``joint=True`` alone; Anderson() and Implicit() if not given.
     """
@@ -73,6 +79,7 @@ class MultiBranch(nn.Module):
         *,
         output: Pixels | None = None,
         fuse: Fuse = "average",
+        chain: bool = False,
         joint: bool = False,
         solver: Solver | None = None,
         adjoint: Adjoint | None = None,
@@ -99,7 +106,15 @@ class MultiBranch(nn.Module):
                 "MultiBranch takes solver and adjoint with joint=True; else each branch has its "
                 "own: give them to the layers."
             )
+        if chain and joint:
+            raise ValueError(
+                "MultiBranch(chain=True, joint=True): the branches of a chain are solved one after "
+                "the other; take one of the two."
+            )
         self.branches = nn.ModuleList(layers)
+        self.chain = chain
+        if chain:
+            self.norms = nn.ModuleList(nn.BatchNorm2d(_state_channels(b)) for b in layers)
         self.scales = tuple(_pixels(f"scales[{i}]", s) for i, s in enumerate(scales))
         self.output = self.scales[0] if output is None else _pixels("output", output)
         self.fuse: Fuse = fuse
@@ -139,12 +154,53 @@ class MultiBranch(nn.Module):
 
     def solve(self, x: Tensor, z0: Sequence[Any] | None = None, **options: Any) -> BranchSolution:
         """All states and how each sample ended. Options go to every branch's (or the one) solve."""
-        inputs = self.split(x)
-        starts = self._one_each("z0", z0)
-        branches = zip(self.branches, inputs, starts, strict=True)
+        return self._run(x, z0, options)[0]
+
+    def _run(
+        self, x: Tensor, z0: Sequence[Any] | None, options: dict[str, Any]
+    ) -> tuple[BranchSolution, list[Tensor]]:
+        """The solution, and the output of each branch: its state, normalized in a chain."""
+        inputs, starts = self.split(x), self._one_each("z0", z0)
         if self.joint:
-            return self._solve_jointly([branch_map(b, u, z) for b, u, z in branches], options)
-        return combine([solve_branch(b, u, z, options) for b, u, z in branches])
+            branches = zip(self.branches, inputs, starts, strict=True)
+            found = self._solve_jointly([branch_map(b, u, z) for b, u, z in branches], options)
+            return found, [self._output(i, z) for i, z in enumerate(found.value)]
+        parts: list[Solution[Any]] = []
+
+        def answer(i: int, seen: Tensor) -> Tensor:
+            parts.append(solve_branch(self.branches[i], seen, starts[i], options))
+            state: Tensor = parts[-1].value
+            return state
+
+        outputs = self._walk(inputs, answer)
+        return combine(parts), outputs
+
+    def _walk(
+        self, inputs: Sequence[Tensor], answer: Callable[[int, Tensor], Tensor]
+    ) -> list[Tensor]:
+        """The outputs of the branches; answer(i, what branch i sees) gives its state."""
+        outputs: list[Tensor] = []
+        total: Tensor | None = None
+        for i, (own, scale) in enumerate(zip(inputs, self.scales, strict=True)):
+            if total is not None:
+                total = _resize(total, scale)
+            state = answer(i, own if total is None else own + total)
+            _check_map(i, state, scale)
+            outputs.append(self._output(i, state))
+            if self.chain:
+                total = outputs[i] if total is None else total + outputs[i]
+        return outputs
+
+    def gain(self, i: int) -> float:
+        """What the state of branch i is multiplied with before it leaves the branch: 1."""
+        return 1.0
+
+    def _output(self, i: int, z: Tensor) -> Tensor:
+        scaled = z if self.gain(i) == 1.0 else self.gain(i) * z
+        if not self.chain:
+            return scaled
+        out: Tensor = self.norms[i](scaled)
+        return out
 
     def _one_each(self, name: str, states: Sequence[Any] | None) -> list[Any]:
         count = len(self.branches)
@@ -174,12 +230,13 @@ class MultiBranch(nn.Module):
         return BranchSolution(value, found.result, found.stats, choice, parts)
 
     def merge(self, states: Sequence[Tensor]) -> Tensor:
-        """Σᵢ Rᵢzᵢ, averaged, summed or side by side: [B, C, *output]."""
-        wanted = self.output
-        moved = []
+        """Σᵢ Rᵢyᵢ, averaged, summed or side by side, [B, C, *output]; in a chain yᵢ = normᵢ(zᵢ)."""
         for i, (z, scale) in enumerate(zip(states, self.scales, strict=True)):
             _check_map(i, z, scale)
-            moved.append(_resize(z, wanted))
+        return self._fuse([self._output(i, z) for i, z in enumerate(states)])
+
+    def _fuse(self, outputs: Sequence[Tensor]) -> Tensor:
+        moved = [_resize(y, self.output) for y in outputs]
         if self.fuse == "concatenate":
             return torch.cat(moved, 1)
         channels = [z.shape[1] for z in moved]
@@ -195,51 +252,97 @@ class MultiBranch(nn.Module):
 
     def forward(self, x: Tensor, z0: Sequence[Any] | None = None) -> Tensor:
         """y, [B, C, *output]; ``z0`` is a warm start, a state for each branch."""
-        solution = self.solve(x, z0)
+        solution, outputs = self._run(x, z0, {})
         report(self, solution)
-        return self.merge(solution.value)
+        return self._fuse(outputs)
 
     # ------------------------------------------------------------------ certificates
 
     def certify(self, x: Tensor, z: Sequence[Any] | None = None) -> CompositeCertificate:
         """The certificates of the branches at their own inputs, by "branch 0", "branch 1", …
 
-        ``output_error`` turns them into a bound for y.
+        ``output_error`` turns them into a bound for y. In a chain the input of a branch is made
+        from the states of those before it: the given ones, or those of a solve.
         """
+        quiet = copy.deepcopy(self).eval() if self.chain or (z is None and self.joint) else self
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore", ConvergenceWarning)
-            inputs = self.split(x)
-            if z is None and self.joint:
-                z = copy.deepcopy(self).eval().solve(x).value
-        states = self._one_each("z", z)
+            if z is None and (self.chain or self.joint):
+                z = quiet.solve(x).value
+            states = self._one_each("z", z)
+            seen = list(self.split(x))
+            if self.chain:
+                inputs, seen = tuple(seen), []
+
+                def given(i: int, own: Tensor) -> Tensor:
+                    seen.append(own)
+                    state: Tensor = states[i]
+                    return state
+
+                quiet._walk(inputs, given)
         found: dict[str, Guaranteed] = {}
         for i, branch in enumerate(self.branches):
             asked: Any = branch
-            found[f"branch {i}"] = certify(asked, inputs[i], states[i])
-        note = "branches do not see each other: the whole is certified where each of them is"
+            found[f"branch {i}"] = certify(asked, seen[i], states[i])
+        note = "the whole is certified where each branch is, at the input that it sees"
         return CompositeCertificate(found, note)
 
     def output_error(self, certificate: CompositeCertificate) -> Tensor:
-        """‖y − y*‖ ≤ (1/n) Σᵢ ‖Rᵢ‖·‖zᵢ − z*ᵢ‖, [B] in float64; inf where a branch has no bound.
+        """‖y − y*‖ ≤ (1/n) Σᵢ ‖Rᵢ‖·gᵢδᵢ, [B] in float64; inf where a branch has no bound.
 
-        Average pooling of k pixels has the norm 1/√k, nearest upsampling to k pixels √k. Rounding
-        of the fusion itself is not counted.
+        δᵢ bounds ‖zᵢ − z*ᵢ‖; in a chain gᵢ is the largest factor of the branch's norm (evaluation
+        mode), else 1. In a chain the input of branch i is itself off by Σ_{j<i} ‖Rⱼ‖gⱼδⱼ, which
+        its Lipschitz constant turns into an error of z*ᵢ; without one the bound is inf. Average
+        pooling of k pixels has the norm 1/√k, nearest upsampling to k pixels √k. Rounding of the
+        norms and of the fusion is not counted.
         """
-        bounds = []
-        for part, scale in zip(certificate.parts.values(), self.scales, strict=True):
+        bounds: list[Tensor] = []
+        for i, (part, scale) in enumerate(
+            zip(certificate.parts.values(), self.scales, strict=True)
+        ):
             error = getattr(part, "error_bound", None)
             error = torch.full_like(part.residual, math.inf) if error is None else error
-            area = (self.output[0] * self.output[1]) / (scale[0] * scale[1])
-            bounds.append(math.sqrt(area) * error.double().cpu())
-        stacked = torch.stack(bounds)
+            error = error.double().cpu()
+            if self.chain and i:
+                slope = getattr(part, "lipschitz", None)
+                seen = sum(
+                    (_resize_norm(self.scales[j], scale) * bounds[j] for j in range(i)),
+                    torch.zeros_like(error),
+                )
+                error = error + torch.where(
+                    seen > 0.0, seen * (math.inf if slope is None else slope), 0.0
+                )
+            bounds.append(self.gain(i) * self._norm_factor(i) * error)
+        stacked = torch.stack(
+            [_resize_norm(s, self.output) * e for s, e in zip(self.scales, bounds, strict=True)]
+        )
         if self.fuse == "concatenate":
             norm: Tensor = torch.linalg.vector_norm(stacked, dim=0)
             return norm
         return stacked.mean(0) if self.fuse == "average" else stacked.sum(0)
 
+    def _norm_factor(self, i: int) -> float:
+        """The Lipschitz constant of norm i in evaluation mode; 1 without a chain."""
+        if not self.chain:
+            return 1.0
+        norm: Any = self.norms[i]
+        spread = (norm.running_var.double() + norm.eps).sqrt()
+        return float((norm.weight.detach().double().abs() / spread).max()) * (1.0 + 1e-14)
+
     def extra_repr(self) -> str:
         joint = f", joint, solver={self.solver!r}, adjoint={self.adjoint!r}" if self.joint else ""
-        return f"scales={self.scales}, output={self.output}, fuse={self.fuse!r}{joint}"
+        chain = ", chain" if self.chain else ""
+        return f"scales={self.scales}, output={self.output}, fuse={self.fuse!r}{chain}{joint}"
+
+
+def _state_channels(layer: nn.Module) -> int:
+    channels = getattr(layer, "state_channels", None)
+    if not isinstance(channels, int):
+        raise TypeError(
+            f"MultiBranch(chain=True): a {type(layer).__name__} does not say the channels of its "
+            "state (state_channels); branches of a chain are GEQ, KerDEQ, OptEq or the like."
+        )
+    return channels
 
 
 def _check_map(i: int, z: object, scale: tuple[int, int]) -> None:
@@ -273,6 +376,11 @@ def _ratio(scale: tuple[int, int], output: tuple[int, int]) -> None:
             f"MultiBranch: a branch of {scale[0]} × {scale[1]} pixels cannot be pooled or "
             f"upsampled to the output of {output[0]} × {output[1]}: one must divide the other."
         )
+
+
+def _resize_norm(scale: tuple[int, int], output: tuple[int, int]) -> float:
+    """‖R‖ from one size to another."""
+    return math.sqrt((output[0] * output[1]) / (scale[0] * scale[1]))
 
 
 def _resize(z: Tensor, size: tuple[int, int]) -> Tensor:

@@ -151,8 +151,7 @@ class WeightedLayer(EquilibriumLayer):
         return _MARGIN * self.constraint.bound if isinstance(self.constraint, NormBounded) else None
 
     def solve(self, x: Tensor, z0: Tensor | None = None, **options: Any) -> Solution[Tensor]:
-        problem = self.problem(x)
-        start = self.start(problem, x) if z0 is None else z0
+        problem, start = self.posed(x, z0)
         chosen = {"solver": self.solver, "adjoint": self.adjoint, **options}
         solver = chosen["solver"]
         if isinstance(solver, (Auto, ProximalGradient)):

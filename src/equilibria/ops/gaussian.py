@@ -37,17 +37,23 @@ def _row_inner(a: Tensor, b: Tensor) -> Tensor:
     return (a.to(dtype) * b.to(dtype)).sum(-1)
 
 
-def _energies(rows: Tensor, v: Tensor) -> Tensor:
+def _energies(rows: Tensor, v: Tensor, metric: Tensor | None) -> Tensor:
     # M is positive semidefinite, so a negative sum is rounding, and a large γ would turn it into
     # a weight above 1. An overflowed sum becomes the largest finite number: then weight 0 times s
     # is 0 in the derivative in γ, not NaN.
     s = _row_inner(rows, v)
+    if metric is not None and v.dtype.itemsize == 2:
+        # s ≥ ‖v‖²/‖M‖. Where M is singular the rounding of v in half precision can leave s far
+        # below, and 2γe‖v‖² of the derivative, at most ‖M‖ in truth, overflows for a large γ. The
+        # trace is no less than the norm, and the 2 keeps healthy rows as they are.
+        trace = metric.diagonal().to(s.dtype).sum().clamp_min(torch.finfo(s.dtype).tiny)
+        s = torch.maximum(s, _row_inner(v, v) / (2.0 * trace))
     return s.clamp(0.0, torch.finfo(s.dtype).max)
 
 
 def gaussian_energies(rows: Tensor, metric: Tensor | None = None) -> Tensor:
     """sᵢ = rᵢMrᵢᵀ = ‖rᵢW_h‖². rows [B, P, k], metric [k, k] or None (identity) → [B, P]."""
-    return _energies(rows, _apply_metric(rows, metric))
+    return _energies(rows, _apply_metric(rows, metric), metric)
 
 
 def gaussian_weights(energies: Tensor, gamma: float | Tensor) -> Tensor:
@@ -74,7 +80,7 @@ def gaussian_message(
         float32 or better.
     """
     v = _apply_metric(rows, metric)
-    s = _energies(rows, v)
+    s = _energies(rows, v, metric)
     e = gaussian_weights(s, gamma).unsqueeze(-1)
     return (e * v).to(v.dtype), s
 
@@ -88,7 +94,7 @@ def gaussian_message_jvp(
     block e^{−s}(I − 2γhhᵀ) of docs/facts.md, fact 1.
     """
     v = _apply_metric(rows, metric)
-    e = gaussian_weights(_energies(rows, v), gamma)
+    e = gaussian_weights(_energies(rows, v, metric), gamma)
     # The weight first: 0·⟨t, v⟩ is 0, while γ⟨t, v⟩v alone may overflow.
     slope = (2.0 * e * _per_row(gamma)) * _row_inner(tangent, v)
     tm = _apply_metric(tangent, metric)

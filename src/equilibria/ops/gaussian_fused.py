@@ -30,18 +30,6 @@ def message(
     return found
 
 
-def row_energies(c: Tensor, metric: Tensor, channels: int, size: int) -> Tensor:
-    """⟨rᵢM, rᵢ⟩ of every row of c, [B, P] float32, without a gradient."""
-    if torch.compiler.is_compiling():
-        found: Tensor = _energies(c, metric, channels, size)
-        return found
-    return kernels.energies(c, metric, channels, size, _direct)
-
-
-def _direct(kernel: Any) -> Any:
-    return kernel
-
-
 class _Message(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -49,7 +37,7 @@ class _Message(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(a, c, metric, gamma)
         ctx.cut = channels, size
-        return kernels.forward(a, c, metric, gamma, channels, size, _direct)
+        return kernels.forward(a, c, metric, gamma, channels, size, kernels.direct)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -59,7 +47,7 @@ class _Message(torch.autograd.Function):
         a, c, metric, gamma = saved
         channels, size = ctx.cut
         found = kernels.backward(
-            a, c, metric, gamma, g, channels, size, needs[2], needs[3], _direct
+            a, c, metric, gamma, g, channels, size, needs[2], needs[3], kernels.direct
         )
         return (*_spread(found, needs, saved[2].dtype), None, None)
 
@@ -109,8 +97,16 @@ def _operation(
 
 
 @triton_op("equilibria::gaussian_patch_energies", mutates_args=())
-def _energies(c: Tensor, metric: Tensor, channels: int, size: int) -> Tensor:
+def row_energies(c: Tensor, metric: Tensor, channels: int, size: int) -> Tensor:
+    """⟨rᵢM, rᵢ⟩ of every row of c, [B, P] float32, for a compiler; M in the kernel's order."""
     return kernels.energies(c, metric, channels, size, wrap_triton)
+
+
+@triton_op("equilibria::gaussian_patch_energies_backward", mutates_args=())
+def _energies_pullback(
+    c: Tensor, metric: Tensor, g: Tensor, channels: int, size: int, with_metric: bool
+) -> tuple[Tensor, Tensor]:
+    return kernels.energies_backward(c, metric, g, channels, size, with_metric, wrap_triton)
 
 
 @triton_op("equilibria::gaussian_patches_backward", mutates_args=())
@@ -142,3 +138,17 @@ def _back(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _operation.register_autograd(_back, setup_context=_keep)
+
+
+def _keep_energies(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.save_for_backward(*inputs[:2])
+    ctx.cut = inputs[2:4]
+
+
+def _back_energies(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+    (c, metric), needs = ctx.saved_tensors, ctx.needs_input_grad
+    dc, dm = _energies_pullback(c, metric, g.contiguous(), *ctx.cut, needs[1])
+    return dc, dm.to(metric.dtype) if needs[1] else None, None, None
+
+
+row_energies.register_autograd(_back_energies, setup_context=_keep_energies)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from torch import Tensor
 from equilibria.engine.transforms import functorch_active, transforms_active
 
 from .gaussian import gaussian_energies, gaussian_message
+from .gaussian_planes import can_unshuffle, merge_planes, plane_rows
 
 __all__ = [
     "TRITON",
@@ -27,6 +29,7 @@ __all__ = [
     "patch_energies",
     "permuted",
     "plain_message",
+    "restored",
     "split_rows",
 ]
 
@@ -96,6 +99,12 @@ def permuted(metric: Tensor, channels: int, size: int) -> Tensor:
     return m.reshape(k * p * p, k * p * p).contiguous()
 
 
+def restored(metric: Tensor, channels: int, size: int) -> Tensor:
+    """The inverse of ``permuted``: from the order (dy, dx, channel) to (channel, dy, dx)."""
+    k, p = channels, size
+    return metric.view(p, p, k, p, p, k).permute(2, 0, 1, 5, 3, 4).reshape(metric.shape)
+
+
 def fused_message(
     a: Tensor, c: Tensor, metric: Tensor, gamma: Tensor, channels: int, size: int
 ) -> Tensor:
@@ -105,10 +114,90 @@ def fused_message(
     return found
 
 
-@torch.no_grad()
 def patch_energies(c: Tensor, metric: Tensor | None, channels: int, size: int) -> Tensor:
-    """⟨rᵢM, rᵢ⟩ of every patch of c, [B, P] in float32 or better, in no order that is promised."""
-    if metric is not None and can_fuse(c, c, metric, channels, size):
-        found: Tensor = _row_energies(c, permuted(metric, channels, size), channels, size)
-        return found
-    return gaussian_energies(split_rows(c, channels, size), metric)
+    """⟨rᵢM, rᵢ⟩ of every patch of c, [B, P] in float32 or better, in no order that is promised.
+
+    Differentiable to any order in c and M; for the backward pass c and M alone are kept.
+    """
+    if torch.compiler.is_compiling() or transforms_active():
+        if metric is not None and can_fuse(c, c, metric, channels, size):
+            fused: Tensor = _row_energies(c, permuted(metric, channels, size), channels, size)
+            return fused
+        return gaussian_energies(split_rows(c, channels, size), metric)
+    found: Tensor = _Energies.apply(c, metric, channels, size)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Energies(torch.autograd.Function):
+    """(c, M) ↦ s; the gradients are dc = 2gᵢ·cᵢM and dM = Σᵢ gᵢ·cᵢᵀcᵢ."""
+
+    @staticmethod
+    def forward(ctx: Any, c: Tensor, metric: Tensor | None, channels: int, size: int) -> Tensor:
+        ctx.save_for_backward(c, metric)
+        ctx.cut = channels, size
+        ctx.fused = metric is not None and can_fuse(c, c, metric, channels, size)
+        # The kernels, too, take the rows in the order of the planes.
+        ctx.planes = ctx.fused or can_unshuffle(c)
+        if ctx.fused:
+            from . import gaussian_triton as kernels
+
+            assert metric is not None
+            given = permuted(metric, channels, size)
+            return kernels.energies(c, given, channels, size, kernels.direct)
+        return _energies(c, metric, ctx.cut, ctx.planes)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (c, metric), (g,), needs = ctx.saved_tensors, gradients, ctx.needs_input_grad[:2]
+        if torch.is_grad_enabled():
+            inputs = [t.view_as(t) for t in (c, metric) if t is not None]
+            out = _energies(inputs[0], inputs[1] if len(inputs) == 2 else None, ctx.cut, ctx.planes)
+            wanted = [t for t, asked in zip(inputs, needs, strict=False) if asked]
+            found = iter(torch.autograd.grad(out, wanted, g, create_graph=True))
+            return (*(next(found) if asked else None for asked in needs), None, None)
+        if ctx.fused:
+            from . import gaussian_triton as kernels
+
+            channels, size = ctx.cut
+            dc, dm = kernels.energies_backward(
+                c,
+                permuted(metric, channels, size),
+                g.contiguous(),
+                channels,
+                size,
+                needs[1],
+                kernels.direct,
+            )
+            back = restored(dm, channels, size).to(metric.dtype) if needs[1] else None
+            return dc, back, None, None
+        return (*_plain_pull(c, metric, g, ctx.cut, ctx.planes, needs[1]), None, None)
+
+
+def _energies(c: Tensor, metric: Tensor | None, cut: tuple[int, int], planes: bool) -> Tensor:
+    return gaussian_energies(plane_rows(c, *cut) if planes else split_rows(c, *cut), metric)
+
+
+def _plain_pull(
+    c: Tensor,
+    metric: Tensor | None,
+    g: Tensor,
+    cut: tuple[int, int],
+    planes: bool,
+    with_metric: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """(dc, dM or None) of Σᵢ gᵢsᵢ."""
+    up = g.unsqueeze(-1)
+    rows = plane_rows(c, *cut) if planes else split_rows(c, *cut)
+    # A sample without a gradient may hold NaN, and 0·NaN is no 0.
+    rows = torch.where(up == 0, 0.0, rows)
+    v = rows if metric is None else rows @ metric.to(rows.dtype)
+    back = (2.0 * up * v).to(c.dtype)
+    if planes:
+        dc = merge_planes(back, c.shape, cut[1])
+    else:
+        last = c.stride(1) == 1 and c.shape[1] > 1
+        dc = merge_rows(back, c.shape, *cut, channels_last=last)
+    if metric is None or not with_metric:
+        return dc, None
+    wide = rows.to(g.dtype)
+    return dc, torch.einsum("bpi,bpj->ij", wide, up * wide).to(metric.dtype)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .gaussian import gaussian_message, gaussian_message_jvp
-from .gaussian_patches import TRITON, can_fuse, merge_rows, permuted, split_rows
+from .gaussian_patches import TRITON, can_fuse, merge_rows, permuted, restored, split_rows
 
 __all__ = ["PatchMessage", "blank", "residual_norms", "threshold_sum"]
 
@@ -50,7 +50,7 @@ class PatchMessage:
 
             given = self.c.new_zeros(()).expand_as(self.c) if a is None else a
             return kernels.forward(
-                given, self.c, self._metric, self._rate, *self.cut, _direct, scale
+                given, self.c, self._metric, self._rate, *self.cut, kernels.direct, scale
             )
         rows = self._rows(a)
         message, _ = gaussian_message(rows, self.metric, self.gamma)
@@ -72,10 +72,10 @@ class PatchMessage:
                 *self.cut,
                 with_metric,
                 with_gamma,
-                _direct,
+                kernels.direct,
                 scale,
             )
-            found = self._restored(dm) if with_metric else None
+            found = restored(dm, *self.cut) if with_metric else None
             return dr, found, dgamma if with_gamma else None
         return self._plain_pull(a, g, scale, with_metric, with_gamma)
 
@@ -109,12 +109,6 @@ class PatchMessage:
     def _merge(self, rows: Tensor) -> Tensor:
         last = self.c.stride(1) == 1 and self.c.shape[1] > 1
         return merge_rows(rows, self.c.shape, *self.cut, channels_last=last).to(self.c.dtype)
-
-    def _restored(self, dm: Tensor) -> Tensor:
-        """Rows and columns from the kernels' order (dy, dx, channel) to (channel, dy, dx)."""
-        k, p = self.cut
-        blocks = dm.view(p, p, k, p, p, k).permute(2, 0, 1, 5, 3, 4)
-        return blocks.reshape(dm.shape)
 
 
 def residual_norms(f: Tensor, z: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -158,7 +152,3 @@ def _vectors(*tensors: Tensor) -> bool:
     return dense and all(
         t.dtype == first.dtype and t.stride() == first.stride() for t in tensors[1:]
     )
-
-
-def _direct(kernel: object) -> object:
-    return kernel

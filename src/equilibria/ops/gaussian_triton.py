@@ -6,6 +6,10 @@ Forward reads a and c and writes out; backward reads a, c and the incoming gradi
 
     dr = e·(gM − 2γ⟨g, v⟩v),   dM = Σᵢ rᵢᵀ(e·g − γe⟨g, v⟩rᵢ),   dγ = −Σᵢ se⟨g, v⟩
 
+The energies s of c alone, of which γ is made, have kernels of their own: for gradients gᵢ of sᵢ
+
+    dc = 2gᵢ·cᵢM,   dM = Σᵢ gᵢ·cᵢᵀcᵢ
+
 A row is c_s channels of p × p pixels, read where it lies: no tensor of rows is made. Columns are
 taken in the order (dy, dx, channel), in which a channels-last row is runs of c_s numbers; M is
 permuted to it by the caller. The plain twin, and the oracle, is ``ops/gaussian.py``.
@@ -29,7 +33,7 @@ from torch import Tensor
 
 from equilibria.engine.precision import products_take_tf32
 
-__all__ = ["backward", "energies", "forward"]
+__all__ = ["backward", "direct", "energies", "energies_backward", "forward"]
 
 _WAVES = 4  # programs a multiprocessor: each loops over its share of the rows
 _TILE = 4096  # numbers a tile
@@ -122,6 +126,37 @@ def _energy_kernel(
 
 
 @triton.jit
+def _energy_backward_kernel(
+    c, metric, g, dc, partial,
+    count, groups, across, down, csb, csc, csh, csw, osb, osc, osh, osw,
+    CS: tl.constexpr, P: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, PRECISION: tl.constexpr, WITH_METRIC: tl.constexpr,
+):  # fmt: skip
+    columns = tl.arange(0, COLUMNS)
+    live = columns < WIDTH
+    square = columns[:, None] * WIDTH + columns[None, :]
+    m = tl.load(metric + square, mask=live[:, None] & live[None, :], other=0.0)
+    dm = tl.zeros((COLUMNS, COLUMNS), dtype=tl.float32)
+    for block in range(tl.program_id(0), tl.cdiv(count, ROWS), tl.num_programs(0)):
+        rows = block * ROWS + tl.arange(0, ROWS)
+        mask = (rows < count)[:, None] & live[None, :]
+        ct, _ = _offsets(rows, columns, groups, across, down, csb, csc, csh, csw, CS, P)
+        up = tl.load(g + rows, mask=rows < count, other=0.0)
+        r = tl.load(c + ct, mask=mask, other=0.0).to(tl.float32)
+        # A sample without a gradient may hold NaN, and 0·NaN is no 0.
+        r = tl.where((up == 0.0)[:, None], 0.0, r).to(m.dtype)
+        v = tl.dot(r, m, input_precision=PRECISION)
+        ot, _ = _offsets(rows, columns, groups, across, down, osb, osc, osh, osw, CS, P)
+        tl.store(dc + ot, ((2.0 * up)[:, None] * v).to(dc.dtype.element_ty), mask=mask)
+        if WITH_METRIC:
+            pull = up[:, None] * r.to(tl.float32)
+            dm += tl.dot(tl.trans(r), pull.to(m.dtype), input_precision=PRECISION)
+    if WITH_METRIC:
+        place = tl.program_id(0) * WIDTH * WIDTH + square
+        tl.store(partial + place, dm, mask=live[:, None] & live[None, :])
+
+
+@triton.jit
 def _backward_kernel(
     a, c, metric, gamma, g, dr, partial, dgamma, scale,
     count, groups, across, down,
@@ -196,6 +231,11 @@ def _programs(t: Tensor, count: int, rows: int) -> int:
     return min(int(triton.cdiv(count, rows)), _WAVES * chip)
 
 
+def direct(kernel: Any) -> Any:
+    """The ``wrap`` of an eager launch; under a compiler it is ``torch.library.wrap_triton``."""
+    return kernel
+
+
 def forward(
     a: Tensor,
     c: Tensor,
@@ -235,6 +275,28 @@ def energies(c: Tensor, metric: Tensor, channels: int, size: int, wrap: Any) -> 
         PRECISION=_precision(metric), num_warps=_WARPS,
     )  # fmt: skip
     return out
+
+
+def energies_backward(
+    c: Tensor, metric: Tensor, g: Tensor, channels: int, size: int, with_metric: bool, wrap: Any
+) -> tuple[Tensor, Tensor]:
+    """(dc [B, C, H, W], dM [k, k] float32, empty if not asked for) of Σᵢ gᵢ⟨cᵢM, cᵢ⟩.
+
+    g [B, P] float32, contiguous, in the order of ``energies``.
+    """
+    count, groups, across, down = _layout(c, channels, size)
+    width = channels * size * size
+    rows, columns = _blocks(width)
+    programs = _programs(c, count, rows)
+    dc = torch.empty_like(c)
+    partial = c.new_empty((programs if with_metric else 0, width, width), dtype=torch.float32)
+    wrap(_energy_backward_kernel)[(programs,)](
+        c, metric, g, dc, partial,
+        count, groups, across, down, *c.stride(), *dc.stride(),
+        CS=channels, P=size, WIDTH=width, ROWS=rows, COLUMNS=columns,
+        PRECISION=_precision(metric), WITH_METRIC=with_metric, num_warps=_WARPS,
+    )  # fmt: skip
+    return dc, partial.sum(0)
 
 
 def backward(

@@ -207,8 +207,7 @@ def _certify(
     batch = z.shape[0]
     if isinstance(problem, Problem):
         problem.coupling.check_state(z)
-    regularizer = problem.regularizer if isinstance(problem, Problem) else None
-    together = regularizer is not None and regularizer.couples_batch
+    together = problem.couples_batch
     if together:
         notes.append("the regularizer couples the batch: error bounds are those of all samples")
 

@@ -138,9 +138,7 @@ def local_bound(
     are tried: T(z), for every prior, and z itself where the subgradient is known.
     """
     nothing = torch.full_like(gap, math.inf)
-    if not isinstance(problem, Problem) or (
-        problem.regularizer is not None and problem.regularizer.couples_batch
-    ):
+    if not isinstance(problem, Problem) or problem.couples_batch:
         return nothing
     found = hessian_lipschitz(problem.coupling)
     if found is None:

@@ -6,6 +6,9 @@ and, in the backward pass, u = Σₖ (Jᵀ)ᵏ g for k < ``steps`` of Phantom(fo
 
     Jᵀu = (1 − τ)d − τWᵀH(Wd),   d = u where T_τ(z) > 0,   H = the derivative of m (symmetric).
 
+The gradient of γ, one number a sample, is a by-product of the last of these, where γ has one: from
+there it goes on through the policy to c and M.
+
 The answer is that of the general path (any solver, any adjoint, autograd), which is its oracle.
 What is saved is everything around the arithmetic: one kernel a message, the update inside the
 second convolution, no pass for tests and clean-ups, no graph in the forward pass. Backward keeps c

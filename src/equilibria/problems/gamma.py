@@ -1,15 +1,16 @@
 """γ policies: how the width of the Gaussian kernel is set from a sample's own patches.
 
 γ is a constant of one solve: a policy sees the patch energies Eᵢ = ‖c̃ᵢ‖² = ‖(row i of c)W_h‖² at
-z = 0 and returns one γ per sample. It is detached from the input (only a learned γ carries a
-gradient), and it never looks at batch mates.
+z = 0 and returns one γ per sample. It never looks at batch mates. The gradient passes γ: that of a
+layer is the derivative of the function it computes. ``detach=True`` takes γ as a constant in the
+backward pass, as the GEQ papers do; values are the same, gradients are then not those of the layer.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -25,15 +26,16 @@ __all__ = [
     "as_gamma",
 ]
 
-_FLOOR = 1e-12
-
 
 class GammaPolicy(ABC):
     """γ = policy(energies): one positive number per sample. energies [B, P] → [B]."""
 
     @abstractmethod
     def __call__(self, energies: Tensor) -> Tensor:
-        """γ [B], float32 or better, from the energies [B, P] of each sample's patches at z = 0."""
+        """γ [B], float32 or better, from the energies [B, P] of each sample's patches at z = 0.
+
+        The energies carry their graph: what the policy computes from them has a gradient.
+        """
 
     @property
     @abstractmethod
@@ -50,12 +52,12 @@ class GammaPolicy(ABC):
 
 
 def _check_energies(energies: Tensor) -> Tensor:
-    """Detached energies in float32 or better."""
+    """Energies in float32 or better."""
     if energies.ndim != 2 or energies.shape[1] == 0:
         raise ValueError(
             f"A γ policy takes patch energies [B, P] with P ≥ 1, got shape {tuple(energies.shape)}."
         )
-    return energies.detach().to(torch.promote_types(energies.dtype, torch.float32))
+    return energies.to(torch.promote_types(energies.dtype, torch.float32))
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,39 @@ class FixedGamma(GammaPolicy):
 
 
 @dataclass(frozen=True)
-class MinPatchEnergy(GammaPolicy):
+class _PatchEnergy(GammaPolicy):
+    """γ = scale / max(E, floor), E made of the energies of a sample's patches at z = 0."""
+
+    scale: float = 0.2
+    floor: float = 1e-12
+    detach: bool = field(default=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        check_number(self, "scale", low=0.0, low_open=True)
+        check_number(self, "floor", low=0.0, low_open=True)
+        if not isinstance(self.detach, bool):
+            raise TypeError(
+                f"{type(self).__name__}(detach={self.detach!r}): expected True or False, got "
+                f"{type(self.detach).__name__}."
+            )
+
+    @abstractmethod
+    def _reduced(self, energies: Tensor) -> Tensor:
+        """E. [B, P] → [B]."""
+
+    def __call__(self, energies: Tensor) -> Tensor:
+        energy = self._reduced(_check_energies(energies.detach() if self.detach else energies))
+        # No gradient where the floor acts. A NaN takes the floor too: c is NaN there as well, so
+        # nothing is hidden, and a sample that failed gets a gradient of 0 and not of 0·NaN.
+        return self.scale / torch.where(energy > self.floor, energy, self.floor)
+
+    @property
+    def input_dependent(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True)
+class MinPatchEnergy(_PatchEnergy):
     """γ = scale / minᵢ Eᵢ (GEQ §4.1), with Eᵢ at z = 0.
 
     No Lipschitz constant of x → z* exists that does not grow with the number of patches: one patch
@@ -89,21 +123,11 @@ class MinPatchEnergy(GammaPolicy):
     Args:
         scale: 0.2 in the paper.
         floor: an energy below this counts as this, so that a zero patch gives a large finite γ.
+        detach: take γ as a constant in the backward pass, as the papers do.
     """
 
-    scale: float = 0.2
-    floor: float = _FLOOR
-
-    def __post_init__(self) -> None:
-        check_number(self, "scale", low=0.0, low_open=True)
-        check_number(self, "floor", low=0.0, low_open=True)
-
-    def __call__(self, energies: Tensor) -> Tensor:
-        return self.scale / _check_energies(energies).amin(-1).clamp_min(self.floor)
-
-    @property
-    def input_dependent(self) -> bool:
-        return True
+    def _reduced(self, energies: Tensor) -> Tensor:
+        return energies.min(-1).values  # amin has the gradient NaN at a NaN, whatever comes in
 
     @property
     def lipschitz_factor(self) -> float | None:
@@ -111,7 +135,7 @@ class MinPatchEnergy(GammaPolicy):
 
 
 @dataclass(frozen=True)
-class MeanPatchEnergy(GammaPolicy):
+class MeanPatchEnergy(_PatchEnergy):
     """γ = scale / meanᵢ Eᵢ, with Eᵢ at z = 0: the default.
 
     Its Lipschitz factor is 1 + 2(3/2)^{3/2}e^{−3/2}/√scale: with E the mean energy and P patches,
@@ -121,21 +145,11 @@ class MeanPatchEnergy(GammaPolicy):
     Args:
         scale: 0.2 by default.
         floor: a mean energy below this counts as this, so that a zero input gives a finite γ.
+        detach: take γ as a constant in the backward pass, as the papers do.
     """
 
-    scale: float = 0.2
-    floor: float = _FLOOR
-
-    def __post_init__(self) -> None:
-        check_number(self, "scale", low=0.0, low_open=True)
-        check_number(self, "floor", low=0.0, low_open=True)
-
-    def __call__(self, energies: Tensor) -> Tensor:
-        return self.scale / _check_energies(energies).mean(-1).clamp_min(self.floor)
-
-    @property
-    def input_dependent(self) -> bool:
-        return True
+    def _reduced(self, energies: Tensor) -> Tensor:
+        return energies.mean(-1)
 
     @property
     def lipschitz_factor(self) -> float | None:

@@ -66,7 +66,8 @@ class Gaussian(Coupling):
         W: matrix, kernel, layer or operator; z [B, *state] → Wz, shaped like c.
         c: Ux + b, [B, *out].
         gamma: γ > 0: a number, a tensor [B] or scalar (checked, which waits for the device), or a
-            policy, which sees this sample's own patch energies at z = 0.
+            policy, which sees this sample's own patch energies at z = 0. Gradients pass γ to c and
+            W_h, unless the policy says ``detach=True``.
         patches: how [B, C, H, W] is cut into rows of width k; None: one row per sample.
         hidden: W_h, [k, c_hid]. None (with metric None): the identity.
         metric: M, [k, k] symmetric positive semidefinite, in place of hidden.
@@ -102,14 +103,10 @@ class Gaussian(Coupling):
         self._mu_upper: dict[bool, float] = {}
 
     def _start_energies(self) -> Tensor:
-        """‖rᵢW_h‖² at z = 0, where r = c. [B, P]."""
-        with torch.no_grad():
-            if self.patches is None:
-                return gaussian_energies(self._rows(self.c), self.metric)
-            cut = self.patches.channels, self.patches.size
-            if can_unshuffle(self.c):
-                return gaussian_energies(plane_rows(self.c, *cut), self.metric)
-            return patch_energies(self.c, self.metric, *cut)
+        """‖rᵢW_h‖² at z = 0, where r = c, with its gradient. [B, P]."""
+        if self.patches is None:
+            return gaussian_energies(self._rows(self.c), self.metric)
+        return patch_energies(self.c, self.metric, self.patches.channels, self.patches.size)
 
     def _make_metric(self, hidden: Tensor | None, metric: Tensor | None) -> Tensor | None:
         if hidden is not None and metric is not None:

@@ -122,7 +122,7 @@ def global_lipschitz(
     """
     if not isinstance(problem, Problem):
         return None, f"no constant is derived for {type(problem).__name__}"
-    if problem.regularizer is not None and problem.regularizer.couples_batch:
+    if problem.couples_batch:
         return None, "the regularizer couples the samples of a batch"
     q = problem.coupling
     if isinstance(q, (Sigmoidal, Polynomial)):
@@ -164,7 +164,7 @@ def local_lipschitz(
     if not isinstance(problem, Problem):
         return None, f"nothing is derived for {type(problem).__name__}"
     q = problem.coupling
-    if problem.regularizer is not None and problem.regularizer.couples_batch:
+    if problem.couples_batch:
         return None, "the regularizer couples the samples of a batch"
     if isinstance(q, Gaussian):
         return _gaussian_local(problem, q, z, error) * input_norm, (

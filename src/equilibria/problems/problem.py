@@ -107,6 +107,11 @@ class HiddenProblem(ABC):
         ``tau`` times its gradient, and by nothing at a stationary point.
         """
 
+    @property
+    def couples_batch(self) -> bool:
+        """Whether a sample's part of ``G`` depends on its batch mates."""
+        return False
+
     def into_domain(self, z: Tensor) -> Tensor:
         """``z`` moved to the nearest point where ``G`` is finite."""
         return z
@@ -212,6 +217,10 @@ class Problem(HiddenProblem):
     def _push(self, z: Tensor) -> Tensor:
         """Minus the force."""
         return self.coupling.descent(z) if self._smooth is None else -self._force(z)
+
+    @property
+    def couples_batch(self) -> bool:
+        return self.regularizer is not None and self.regularizer.couples_batch
 
     def _penalty(self, regularizer: Regularizer, z: Tensor) -> Tensor:
         """``R`` or its envelope: ``[B]``, or ``R/B`` for all where it couples the batch."""

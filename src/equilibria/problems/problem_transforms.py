@@ -36,6 +36,10 @@ class MoreauProblem(HiddenProblem):
         if not 0.0 < self.alpha <= 1.0:
             raise ValueError(f"moreau: alpha got {self.alpha!r}, takes 0 < alpha <= 1")
 
+    @property
+    def couples_batch(self) -> bool:
+        return self.problem.couples_batch
+
     def inputs(self) -> tuple[Tensor, ...]:
         return self.problem.inputs()
 
@@ -101,6 +105,10 @@ class AffineProblem(HiddenProblem):
                 "takes an invertible matrix or a nonzero number"
             )
         object.__setattr__(self, "_spread", spread)
+
+    @property
+    def couples_batch(self) -> bool:
+        return self.problem.couples_batch
 
     def inputs(self) -> tuple[Tensor, ...]:
         return self.problem.inputs()

@@ -33,6 +33,10 @@ def minimize(
     Any solver of fixed points will do; ``Auto()`` (the default) looks at the problem's bounds
     m ⪯ ∇²g ⪯ L and says in ``Solution.choice`` what it took. Gradients by ``adjoint`` reach the
     input c and all weights. Where G is not convex the answer is a stationary point.
+
+    A solver that extrapolates may end a little outside of the prior's domain, and its answer is
+    moved to the nearest point inside. ``stats.residual`` is that of the point before, r; at the
+    value it is at most (1 + Lip T)r, since T(z) lies in the domain, so no farther than r from z.
     """
     start = problem.default_start() if z0 is None else z0
     return minimize_from(
@@ -94,6 +98,7 @@ def minimize_from(
         args,
         solver=choice.solver,
         adjoint=adjoint,
+        coupled=problem.couples_batch,
         throw=throw,
         callback=callback,
     )

@@ -10,7 +10,7 @@ from torch import Tensor
 from equilibria.engine.history import History
 from equilibria.engine.options import check_number, options
 from equilibria.engine.solver import Point, Solver
-from equilibria.engine.tree import Leaves, accumulation_dtype, sample_norm, without_graph
+from equilibria.engine.tree import Leaves, accumulation_dtype
 
 _RIDGE = {torch.float32: 1e-5, torch.float64: 1e-12}
 
@@ -91,10 +91,14 @@ class Anderson(Solver):
         gram, ones = state.gram, state.ones
         if used < self.memory:
             gram, ones = gram[:, :used, :used], ones[:, :used]
-        solution = torch.linalg.solve_ex(gram, ones).result
-        weights = solution / solution.sum(1, keepdim=True)
         if state.residuals.functional:
-            weights = _settle(weights, slot, point)
+            weights = _balanced(gram, ones)
+            unit = torch.arange(used, device=weights.device).view(1, -1, 1) == slot
+            settled = point.settled.view(-1, 1, 1)
+            weights = torch.where(settled, unit.to(weights.dtype), weights)
+        else:
+            solution = torch.linalg.solve_ex(gram, ones).result
+            weights = solution / solution.sum(1, keepdim=True)
         return state.candidates.combine(weights.transpose(1, 2)), state
 
     def _candidate(self, point: Point, state: AndersonState, slot: int) -> Leaves:
@@ -151,12 +155,12 @@ class Anderson(Solver):
         )
 
 
-def _settle(weights: Tensor, slot: int, point: Point) -> Tensor:
-    """Where only rounding is left of the residual, take T(z) itself; weights [B, n, 1].
+def _balanced(gram: Tensor, ones: Tensor) -> Tensor:
+    """G⁻¹1 up to its sum, [B, n, 1], with residuals of length 1.
 
-    The combination would differ by rounding, but its derivative divides by the residual.
+    The same weights; but the derivative of a solve holds G⁻² and overflows for short residuals.
     """
-    eps = max(torch.finfo(x.dtype).eps for x in point.z)
-    settled = point.residual_norm <= 16 * eps * sample_norm(without_graph(point.f))
-    unit = (torch.arange(weights.shape[1], device=weights.device) == slot).to(weights.dtype)
-    return torch.where(settled.view(-1, 1, 1), unit.view(1, -1, 1), weights)
+    unit = gram.detach().diagonal(dim1=1, dim2=2).rsqrt().unsqueeze(2)
+    right = unit / unit.amax(1, keepdim=True)
+    solution: Tensor = right * torch.linalg.solve_ex(unit * gram * unit.mT, right * ones).result
+    return solution / solution.sum(1, keepdim=True)

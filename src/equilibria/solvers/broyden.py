@@ -10,7 +10,14 @@ from torch import Tensor
 from equilibria.engine.history import History
 from equilibria.engine.options import check_number, options
 from equilibria.engine.solver import Point, Solver
-from equilibria.engine.tree import Leaves, sample_dot, scale_samples, where_sample
+from equilibria.engine.tree import (
+    Leaves,
+    sample_dot,
+    sample_norm,
+    scale_samples,
+    where_sample,
+    without_graph,
+)
 
 
 @dataclass
@@ -76,7 +83,13 @@ class Broyden(Solver):
             if state.fresh is not None:
                 h_y = where_sample(state.fresh, _minus(state.g, g), h_y)
             v = _minus(state.v.combine(state.u.dot(s) * usable), s)
-        inverse, restarted = self._safe_inverse(sample_dot(s, h_y), sample_dot(s, s), norm, state)
+        # uvᵀ does not depend on the length of s. Taken as 1, neither 1/sᵀHy nor its derivative
+        # (sᵀHy)⁻² can overflow, however short the last steps of a solve are.
+        length = sample_norm(without_graph(s))
+        unit = 1.0 / torch.where(length > 0, length, 1.0)
+        s, h_y, v = scale_samples(unit, s), scale_samples(unit, h_y), scale_samples(unit, v)
+        restarted = self._restarted(point, state)
+        inverse = self._safe_inverse(sample_dot(s, h_y), restarted)
         u = scale_samples(inverse, _minus(s, h_y))
         v_g = sample_dot(v, g)
         step = _minus([-x for x in h_g], scale_samples(v_g, u))
@@ -90,18 +103,19 @@ class Broyden(Solver):
         z = [a + b for a, b in zip(point.z, step, strict=True)]
         return z, replace(state, s=step, g=g, norm=norm, rank=state.rank + 1, fresh=None)
 
-    def _safe_inverse(
-        self, denominator: Tensor, ss: Tensor, norm: Tensor, state: BroydenState
-    ) -> tuple[Tensor, Tensor | None]:
-        """1/sᵀHy, zero where the update is to be skipped; and which samples start afresh."""
-        tiny = torch.finfo(ss.dtype).tiny
-        if self.safeguard is None:
-            usable, restarted = denominator.abs() > tiny, None
-        else:
-            restarted = norm > 10.0 * state.norm
-            usable = (denominator.abs() > self.safeguard * ss + tiny) & ~restarted
-        inverse = torch.where(usable, 1.0 / torch.where(usable, denominator, 1.0), 0.0)
-        return inverse, restarted
+    def _restarted(self, point: Point, state: BroydenState) -> Tensor | None:
+        """[B]: samples that forget their H, having jumped or having nothing left to gain."""
+        jumped = None if self.safeguard is None else point.residual_norm > 10.0 * state.norm
+        if not state.u.functional:
+            return jumped
+        return point.settled if jumped is None else jumped | point.settled
+
+    def _safe_inverse(self, denominator: Tensor, restarted: Tensor | None) -> Tensor:
+        """1/sᵀHy for ‖s‖ = 1, zero where the update is to be skipped."""
+        usable = denominator.abs() > (self.safeguard or torch.finfo(denominator.dtype).eps)
+        if restarted is not None:
+            usable = usable & ~restarted
+        return torch.where(usable, 1.0 / torch.where(usable, denominator, 1.0), 0.0)
 
     def restart(self, state: BroydenState, stalled: Tensor) -> BroydenState:
         if state.valid is None:

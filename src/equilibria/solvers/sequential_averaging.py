@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -51,6 +51,7 @@ class SequentialAveraging(Solver):
     """ρ: how fast the averaging fades. The bias of z_k falls like k^{−ρ}."""
     c: float = 0.3
     """c: how fast the extra strong convexity λ_k fades."""
+    joins: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         Solver.__post_init__(self)

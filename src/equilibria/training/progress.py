@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import rich
 from lightning.pytorch.callbacks import RichProgressBar
-from rich.console import Console
 
-__all__ = ["Interrupted", "Progress", "StopRequest", "TrainingBar", "epoch_line"]
+from equilibria.engine.optional import needs
+
+__all__ = ["Interrupted", "NoBar", "Progress", "StopRequest", "TrainingBar", "epoch_line"]
 
 _PAUSE = 0.1  # seconds between two movements of the bar
 _WIDE = 110  # columns that the bar, the time and the numbers need
@@ -43,16 +43,20 @@ class Progress:
 class TrainingBar(RichProgressBar):
     """Loss, accuracy, solver steps, residual and share converged beside Lightning's bar.
 
-    Where stderr is no terminal only the lines of the epochs are written; with ``quiet`` nothing is.
+    Where stderr is no terminal only the lines of the epochs are written.
     """
 
-    def __init__(self, *, quiet: bool = False) -> None:
+    quiet = False
+
+    def __init__(self) -> None:
+        with needs("rich", "a progress bar"):
+            from rich.console import Console
         super().__init__(refresh_rate=10, console_kwargs={"stderr": True})
-        self.quiet = quiet
+        self._lines = Console(stderr=True)
         self.latest: Mapping[str, float] = {}
         self.title = ""
         self._moved = 0.0
-        if quiet or not Console(stderr=True).is_terminal:
+        if not self._lines.is_terminal:
             self.disable()
 
     def get_metrics(
@@ -72,7 +76,7 @@ class TrainingBar(RichProgressBar):
     def configure_columns(self, trainer: pl.Trainer) -> list[Any]:
         # In a narrow terminal rich would drop the count of batches to make room for the numbers.
         columns = super().configure_columns(trainer)
-        narrow = Console(stderr=True).width < _WIDE
+        narrow = self._lines.width < _WIDE
         return [columns[0], columns[2]] if narrow else columns[:-1]
 
     def _get_train_description(self, current_epoch: int) -> str:
@@ -80,16 +84,33 @@ class TrainingBar(RichProgressBar):
 
     def say(self, text: str) -> None:
         """Write a line, above the bar where there is one."""
-        if not self.quiet:
-            console = self._console or Console(stderr=True)
-            console.print(text, markup=False, highlight=False, soft_wrap=True)
+        console = self._console or self._lines
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
         """The run is over: stop the bar, and give rich's own console back to stdout."""
         if self.progress is not None:
+            from rich import reconfigure
+
             self.progress.stop()
             self.progress = None
-            rich.reconfigure()
+            reconfigure()
+
+
+class NoBar:
+    """In the place of a ``TrainingBar``: nothing is shown, and rich need not be installed."""
+
+    quiet = True
+
+    def __init__(self) -> None:
+        self.latest: Mapping[str, float] = {}
+        self.title = ""
+
+    def say(self, text: str) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""
 
 
 def _numbers(latest: Mapping[str, float]) -> list[str]:

@@ -34,7 +34,7 @@ from .config import TrainConfig
 from .epoch_metrics import EpochMetrics, warn_unsettled
 from .module import EquilibriumModule
 from .nonfinite import NonFiniteLoss, describe
-from .progress import Interrupted, Progress, StopRequest, TrainingBar, epoch_line
+from .progress import Interrupted, NoBar, Progress, StopRequest, TrainingBar, epoch_line
 from .run_data import TrainBatches, load_data
 
 __all__ = ["Run", "TrainResult", "fit"]
@@ -94,7 +94,8 @@ def fit(
             f"fit takes a TrainConfig, got {type(config).__name__}; TrainConfig.from_yaml(path) "
             "reads a file."
         )
-    bar, before = TrainingBar(quiet=not progress or _rank() > 0), run_folder.random_state()
+    bar = TrainingBar() if progress and _rank() == 0 else NoBar()
+    before = run_folder.random_state()
     try:
         with _lightning_without_remarks():
             return Run(config, resume, data, model, bar, overwrite).go(callbacks)
@@ -138,7 +139,7 @@ class Run(Checkpoint):
         resume: str | Path | None,
         data: Any,
         model: nn.Module | None,
-        bar: TrainingBar,
+        bar: TrainingBar | NoBar,
         overwrite: bool,
     ) -> None:
         self.started, self.bar = datetime.now(UTC), bar
@@ -219,7 +220,7 @@ class Run(Checkpoint):
     def _trainer(self, callbacks: Sequence[pl.Callback]) -> pl.Trainer:
         config = self.config
         own: list[pl.Callback] = [self.average] if self.average else []
-        own += [_StepCounter(self)] if self.bar.quiet else [_StepCounter(self), self.bar]
+        own += [_StepCounter(self), *([] if isinstance(self.bar, NoBar) else [self.bar])]
         strategy: Any = config.strategy
         if strategy == "fsdp":
             strategy = FSDPStrategy(state_dict_type="full")

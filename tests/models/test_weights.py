@@ -16,7 +16,7 @@ from torch import nn
 
 import equilibria as eq
 from equilibria import models
-from equilibria.models import checkpoint
+from equilibria.models import weights
 from tests.models.small import images, make
 
 
@@ -126,10 +126,13 @@ def test_safetensors_missing(
 
     path = models.save(model, tmp_path / "m")
     monkeypatch.setattr(builtins, "__import__", without)
-    for use in (lambda: models.save(model, path), lambda: models.load(path)):
+    for use in (
+        lambda: models.save(model, path),
+        lambda: models.load(path),
+        lambda: models.read_header(path),
+    ):
         with pytest.raises(ImportError, match=r'pip install "equilibria\[train\]"'):
             use()
-    assert models.read_header(path)["config"]["name"] == "geq_digits"  # needs no library
 
 
 # ---------------------------------------------------------------------- all or nothing
@@ -174,7 +177,7 @@ def test_a_full_disk_leaves_the_old_file(
         file = real(self, mode, *args, **kwargs)
         return _FullDisk(file, len(old) // 2, error) if "x" in mode else file
 
-    monkeypatch.setattr(checkpoint, "_CHUNK", 1000)
+    monkeypatch.setattr(weights, "_CHUNK", 1000)
     monkeypatch.setattr(Path, "open", limited)
     with pytest.raises(type(error)):
         models.save(make("geq_digits", seed=9), path, extra={"run": 2})
@@ -266,8 +269,11 @@ def test_a_file_of_another_network(model: models.Network, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"num_classes": 6}, r"head.4.weight has shape \(5, 16\), expected \(6, 16\)"),
-        ({"in_channels": 2}, r"stem.weight has shape \(8, 1, 3, 3\), expected \(8, 2, 3, 3\)"),
+        ({"num_classes": 6}, r"head.4.weight is F32 of shape \(5, 16\), expected .* \(6, 16\)"),
+        (
+            {"in_channels": 2},
+            r"shape \(8, 1, 3, 3\), expected .* \(8, 2, 3, 3\)",
+        ),
         ({"num_classes": 0}, "num_classes=0, expected an integer"),
         ({"num_classes": 10**12}, "expected an integer in"),
         ({"image_size": 7}, "image_size=7 is no multiple of"),
@@ -300,7 +306,7 @@ def test_dtypes_that_do_not_fit(model: models.Network, tmp_path: Path) -> None:
         header[count]["dtype"] = "F64"
 
     _rewrite(path, as_float)
-    with pytest.raises(models.ModelFileError, match=rf"{count} has dtype F64, expected I64"):
+    with pytest.raises(models.ModelFileError, match=rf"{count} is F64 of shape .*, expected I64"):
         models.load(path)
 
     path = models.save(model, tmp_path / "m")

@@ -1,0 +1,545 @@
+"""Maps that couple the samples of a batch: values and gradients against dense joint algebra.
+
+The oracle solves z = T(z) by Newton's method on the whole batch as one vector, and differentiates
+by the dense joint Jacobian or by finite differences of such solves. It shares no code with us.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.autograd.functional import jacobian
+
+import equilibria as eq
+from equilibria.problems import DenseOperator
+
+law = settings(max_examples=12, deadline=None, derandomize=True)
+
+TIGHT = {"rtol": 1e-12, "max_steps": 400}
+BACKWARD = {
+    "GMRES": eq.GMRES(rtol=1e-11, max_steps=300),
+    "Anderson": eq.Anderson(**TIGHT),
+    "Broyden": eq.Broyden(**TIGHT),
+    "Picard": eq.Picard(rtol=1e-12, max_steps=2000),
+}
+
+
+def joint_root(fn: Callable[[Tensor], Tensor], start: Tensor) -> Tensor:
+    """z = fn(z) by Newton's method on the whole batch."""
+    z = start.clone()
+    eye = torch.eye(z.numel(), dtype=z.dtype)
+    for _ in range(60):
+        residual = (fn(z) - z).detach()
+        if float(residual.norm()) <= 1e-14 * (1 + float(z.norm())):
+            break
+        j = jacobian(fn, z).reshape(z.numel(), -1)
+        z = z + torch.linalg.solve(eye - j, residual.flatten()).view_as(z)
+    assert float((fn(z) - z).detach().norm()) <= 1e-12 * (1 + float(z.norm()))
+    return z.detach()
+
+
+def joint_gradients(
+    fn: Callable[..., Tensor], start: Tensor, deps: list[Tensor], g: Tensor
+) -> list[Tensor]:
+    """(∂T/∂deps)ᵀ(I − Jᵀ)⁻¹g at the joint root."""
+    z = joint_root(lambda x: fn(x, *deps), start)
+    j = jacobian(lambda x: fn(x, *deps), z).reshape(z.numel(), -1)
+    u = torch.linalg.solve(torch.eye(len(j), dtype=j.dtype) - j.T, g.flatten()).view_as(z)
+    leaves = [d.detach().clone().requires_grad_() for d in deps]
+    return list(torch.autograd.grad(fn(z, *leaves), leaves, u))
+
+
+def deep_layer(weight: float, seed: int, **options: Any) -> tuple[Any, Tensor, Tensor, Tensor]:
+    """The layer of the report, its input, an incoming gradient and a direction in U."""
+    torch.manual_seed(seed)
+    layer = eq.nn.DeepOptEq(6, (8, 8), regularizer=eq.Decorrelation(weight), **options)
+    layer = layer.double().eval()
+    x = torch.randn(4, 6).double()
+    g = torch.randn(4, 6).double()
+    d = torch.randn_like(layer.blocks[0].U.weight)
+    return layer, x, g, d / d.norm()
+
+
+def layer_root(layer: Any, x: Tensor) -> Tensor:
+    step, injected = layer.bound_step(), [c.detach() for c in layer.inject(x)]
+    return joint_root(lambda z: step(z, *injected), x)
+
+
+def finite_difference(layer: Any, x: Tensor, g: Tensor, d: Tensor, eps: float = 1e-5) -> float:
+    """The derivative of ⟨g, z*⟩ along d in U, by two joint Newton solves."""
+    p = layer.blocks[0].U.weight
+    found = []
+    for sign in (1.0, -1.0):
+        with torch.no_grad():
+            p.add_(sign * eps * d)
+        found.append(float((layer_root(layer, x) * g).sum()))
+        with torch.no_grad():
+            p.sub_(sign * eps * d)
+    return (found[0] - found[1]) / (2 * eps)
+
+
+def derivative(layer: Any, x: Tensor, g: Tensor, d: Tensor) -> float:
+    p = layer.blocks[0].U.weight
+    (found,) = torch.autograd.grad((layer(x) * g).sum(), p)
+    return float((found * d).sum())
+
+
+ADJOINTS = {
+    "default": {},
+    "implicit Anderson": {"adjoint": eq.Implicit(solver=eq.Anderson())},
+    "unrolled Anderson": {"adjoint": eq.Unrolled(), "solver": eq.Anderson()},
+    "unrolled Broyden": {"adjoint": eq.Unrolled(), "solver": eq.Broyden()},
+    "unrolled Picard": {"adjoint": eq.Unrolled(), "solver": eq.Picard(max_steps=500)},
+    "phantom": {"adjoint": eq.Phantom(steps=80), "solver": eq.Anderson()},
+    "neumann": {"adjoint": eq.Phantom(steps=80, form="neumann"), "solver": eq.Anderson()},
+}
+
+
+@pytest.mark.parametrize("name", ADJOINTS)
+@pytest.mark.parametrize(("seed", "weight"), [(0, 0.05), (0, 0.1), (1, 0.2)])
+def test_decorrelated_layer_has_the_joint_derivative(seed: int, weight: float, name: str) -> None:
+    layer, x, g, d = deep_layer(weight, seed, **ADJOINTS[name])
+    wanted = finite_difference(layer, x, g, d)
+    if seed == 0:
+        assert wanted == pytest.approx({0.05: -0.03691, 0.1: -0.0554}[weight], abs=6e-5)
+    # Unrolled: the derivative of an iterate that is 1e-8 from the answer.
+    assert derivative(layer, x, g, d) == pytest.approx(wanted, rel=1e-4)
+
+
+@pytest.mark.parametrize("regularizer", [eq.Decorrelation(0.05), eq.HSIC(0.5)], ids=["R", "HSIC"])
+def test_minimized_problem_with_a_coupling_regularizer(regularizer: Any) -> None:
+    """A hidden problem, not a map: minimize declares the coupling too."""
+    torch.manual_seed(2)
+    weight, c, g = 0.4 * torch.randn(5, 4), torch.randn(3, 5), torch.randn(3, 5)
+    weight, c, g = weight.double(), c.double().requires_grad_(), g.double()
+
+    def problem(c: Tensor) -> Any:
+        return eq.Problem(eq.Free(), eq.Linear(DenseOperator(0.5 * weight.T), c), regularizer)
+
+    sol = eq.minimize(problem(c), solver=eq.Anderson(**TIGHT), adjoint=eq.Implicit())
+    assert sol.converged.all()
+    assert sol.stats.steps.unique().numel() == 1
+    (found,) = torch.autograd.grad((sol.value * g).sum(), c)
+    step = lambda z, c: problem(c).step(z, 1.0)
+    (wanted,) = joint_gradients(step, sol.value.detach(), [c.detach()], g)
+    torch.testing.assert_close(found, wanted, rtol=1e-7, atol=1e-9)
+
+
+# ---------------------------------------------------------------------- plain maps
+
+
+def shifted(z: Tensor) -> Tensor:
+    """Each sample gets the one before it; the first gets zero."""
+    return torch.cat([torch.zeros_like(z[:1]), z[:-1]])
+
+
+def last_sees_first(z: Tensor) -> Tensor:
+    return torch.cat([torch.zeros_like(z[:-1]), z[:1]])
+
+
+def normalized(z: Tensor) -> Tensor:
+    return torch.nn.functional.batch_norm(z, None, None, training=True, eps=0.1)
+
+
+def attended(z: Tensor) -> Tensor:
+    return torch.softmax(z @ z.T, 1) @ z
+
+
+MIXTURES: dict[str, Callable[[Tensor], Tensor]] = {
+    "apart": torch.zeros_like,
+    "mean": lambda z: z.mean(0, keepdim=True).expand_as(z),
+    "batch statistics": normalized,
+    "chain": shifted,
+    "one pair": last_sees_first,
+    "attention": attended,
+}
+
+
+def mixing_map(name: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """T(z; W, x) = tanh(zW + 0.4·mixture(z) + x)."""
+    mix = MIXTURES[name]
+    return lambda z, weight, x: torch.tanh(z @ weight + 0.4 * mix(z) + x)
+
+
+def symmetric_map(z: Tensor, weight: Tensor, x: Tensor) -> Tensor:
+    """A symmetric joint Jacobian: z ↦ x − 0.5·∇φ(z), φ convex in the whole batch."""
+    return x - 0.5 * (torch.tanh((z - z.mean(0) + 0.2) @ weight.T) @ weight) - 0.3 * z.mean(0)
+
+
+def scene(seed: int, batch: int, size: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(size, size, generator=generator, dtype=torch.float64)
+    weight = 0.4 * weight / torch.linalg.matrix_norm(weight, 2)
+    return weight, torch.randn(batch, size, generator=generator, dtype=torch.float64)
+
+
+def incoming(seed: int, x: Tensor, rows: str) -> Tensor:
+    """A gradient for all samples, or for the last one alone."""
+    g = torch.randn(x.shape, generator=torch.Generator().manual_seed(seed + 1), dtype=x.dtype)
+    if rows == "last":
+        g[:-1] = 0.0
+    return g
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    **{f"implicit {k}": {"adjoint": eq.Implicit(solver=v)} for k, v in BACKWARD.items()},
+    "implicit short GMRES": {"adjoint": eq.Implicit(solver=eq.GMRES(rtol=1e-11, restart=3))},
+    "unrolled Anderson": {"adjoint": eq.Unrolled()},
+    "unrolled Broyden": {"adjoint": eq.Unrolled(), "solver": eq.Broyden(**TIGHT)},
+    "unrolled Picard": {"adjoint": eq.Unrolled(), "solver": eq.Picard(rtol=1e-12, max_steps=2000)},
+    "phantom": {"adjoint": eq.Phantom(steps=150)},
+    "neumann": {"adjoint": eq.Phantom(steps=150, form="neumann")},
+}
+
+
+@settings(law, max_examples=60)
+@given(
+    seed=st.integers(0, 10**6),
+    batch=st.integers(1, 5),
+    size=st.integers(1, 4),
+    mixture=st.sampled_from(sorted(MIXTURES)),
+    way=st.sampled_from(sorted(WAYS)),
+    declared=st.booleans(),
+    rows=st.sampled_from(["all", "last"]),
+)
+def test_gradients_are_those_of_the_dense_joint_system(
+    seed: int, batch: int, size: int, mixture: str, way: str, declared: bool, rows: str
+) -> None:
+    if mixture == "batch statistics":
+        batch = max(batch, 2)
+    fn = mixing_map(mixture)
+    deps = [d.requires_grad_() for d in scene(seed, batch, size)]
+    start, g = torch.zeros_like(deps[1]), incoming(seed, deps[1], rows)
+    options = {"solver": eq.Anderson(**TIGHT), **WAYS[way]}
+    sol = eq.fixed_point(fn, start, tuple(deps), coupled=declared, **options)
+    assert sol.converged.all()
+    plain = [d.detach() for d in deps]
+    torch.testing.assert_close(
+        sol.value.detach(), joint_root(lambda z: fn(z, *plain), start), rtol=1e-9, atol=1e-10
+    )
+    found = torch.autograd.grad((sol.value * g).sum(), deps)
+    wanted = joint_gradients(fn, start, plain, g)
+    # Unrolled differentiates an iterate that is 1e-12 away; its derivative lags behind.
+    for a, b in zip(found, wanted, strict=True):
+        assert float((a - b).norm()) <= 1e-6 * (1e-3 + float(b.norm()))
+
+
+@settings(law, max_examples=15)
+@given(seed=st.integers(0, 10**6), mixture=st.sampled_from(sorted(MIXTURES)))
+def test_one_step_gradient_is_the_dense_one_at_the_joint_root(seed: int, mixture: str) -> None:
+    fn = mixing_map(mixture)
+    weight, x = scene(seed, 3, 2)
+    w, g = weight.clone().requires_grad_(), incoming(seed, x, "all")
+    options = {"solver": eq.Anderson(**TIGHT), "adjoint": eq.OneStep()}
+    sol = eq.fixed_point(fn, torch.zeros_like(x), (w, x), **options)
+    (found,) = torch.autograd.grad((sol.value * g).sum(), w)
+    root, leaf = joint_root(lambda z: fn(z, weight, x), torch.zeros_like(x)), w.detach().clone()
+    (wanted,) = torch.autograd.grad(fn(root, leaf.requires_grad_(), x), leaf, g)
+    torch.testing.assert_close(found, wanted, rtol=1e-7, atol=1e-9)
+
+
+@law
+@given(seed=st.integers(0, 10**6), declared=st.booleans(), rows=st.sampled_from(["all", "last"]))
+def test_conjugate_gradients_on_a_symmetric_joint_jacobian(
+    seed: int, declared: bool, rows: str
+) -> None:
+    weight, x = scene(seed, 4, 3)
+    leaf, g = x.clone().requires_grad_(), incoming(seed, x, rows)
+    sol = eq.fixed_point(
+        symmetric_map,
+        torch.zeros_like(x),
+        (weight, leaf),
+        coupled=declared,
+        solver=eq.Anderson(**TIGHT),
+        adjoint=eq.Implicit(solver=eq.CG(rtol=1e-11)),
+    )
+    (found,) = torch.autograd.grad((sol.value * g).sum(), leaf)
+    wanted = joint_gradients(lambda z, x: symmetric_map(z, weight, x), x, [x], g)[0]
+    torch.testing.assert_close(found, wanted, rtol=1e-8, atol=1e-9)
+
+
+def test_batch_norm_module_in_a_plain_map() -> None:
+    """The report: batch statistics in the map, everything by default, float64."""
+    torch.manual_seed(0)
+    norm = torch.nn.BatchNorm1d(5, track_running_stats=False).double()
+    weight = (0.5 * torch.randn(5, 5)).double().requires_grad_()
+    x, g = torch.randn(8, 5).double(), torch.randn(8, 5).double()
+
+    def fn(z: Tensor, weight: Tensor, x: Tensor) -> Tensor:
+        return 0.4 * torch.tanh(norm(z @ weight.T + x)) + x
+
+    sol = eq.fixed_point(fn, torch.zeros_like(x), (weight, x))
+    (found,) = torch.autograd.grad((sol.value * g).sum(), weight)
+    (wanted, _) = joint_gradients(fn, torch.zeros_like(x), [weight.detach(), x], g)
+    # The forward tolerance of 1e-8 is what is left.
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
+    residual = sol.stats.backward.residual
+    assert float(residual.max()) <= 2e-10
+
+
+# ---------------------------------------------------------------------- what is stated
+
+
+def true_backward_residual(fn: Any, z: Tensor, u: Tensor, g: Tensor) -> float:
+    """‖u − g − Jᵀu‖/‖g‖ with the dense joint J."""
+    j = jacobian(fn, z).reshape(z.numel(), -1)
+    return float((u.flatten() - g.flatten() - j.T @ u.flatten()).norm() / g.norm())
+
+
+@pytest.mark.parametrize("declared", [False, True])
+@pytest.mark.parametrize("name", ["GMRES", "Anderson"])
+def test_backward_residual_is_the_true_one_and_a_miss_warns(name: str, declared: bool) -> None:
+    """x enters T by a sum inside tanh: u is its gradient divided by tanh'."""
+    solver = type(BACKWARD[name])(max_steps=3, rtol=1e-11)
+    weight, x = scene(3, 4, 3)
+    leaf, g = x.clone().requires_grad_(), incoming(3, x, "all")
+    fn = mixing_map("mean")
+    sol = eq.fixed_point(
+        lambda z, x: fn(z, weight, torch.zeros_like(x)) + x,
+        torch.zeros_like(x),
+        (leaf,),
+        coupled=declared,
+        solver=eq.Anderson(**TIGHT),
+        adjoint=eq.Implicit(solver=solver),
+    )
+    with pytest.warns(eq.ConvergenceWarning, match="4 of 4"):
+        (u,) = torch.autograd.grad((sol.value * g).sum(), leaf)
+    z = sol.value.detach()
+    wanted = true_backward_residual(lambda z: fn(z, weight, torch.zeros_like(x)), z, u, g)
+    stated = sol.stats.backward.residual
+    assert stated is not None
+    if declared or name == "GMRES":
+        torch.testing.assert_close(stated, torch.full_like(stated, wanted), rtol=1e-6, atol=1e-14)
+    else:
+        # Three steps do not show that samples are coupled: each has its own residual.
+        joint = float((stated * g.norm(dim=1)).norm() / g.norm())
+        assert joint == pytest.approx(wanted, rel=1e-6)
+
+
+def test_stated_residual_of_uncoupled_samples_is_their_own() -> None:
+    """Also where the recursion of GMRES believes less: here it stops at rounding."""
+    weight, x = scene(5, 3, 4)
+    leaf, g = x.clone().requires_grad_(), incoming(5, x, "all")
+    sol = eq.fixed_point(lambda z, x: 0.9 * z @ weight + x, torch.zeros_like(x), (leaf,))
+    (u,) = torch.autograd.grad((sol.value * g).sum(), leaf)
+    true = (u - g - 0.9 * u @ weight.T).norm(dim=1) / g.norm(dim=1)
+    torch.testing.assert_close(sol.stats.backward.residual, true, rtol=1e-3, atol=1e-15)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_linear_solve_states_the_residual_of_what_it_returns(
+    dtype: torch.dtype,
+) -> None:
+    torch.manual_seed(0)
+    matrix = (torch.eye(12) + 0.25 * torch.randn(12, 12)).to(dtype)
+    b = torch.randn(5, 12).to(dtype)
+    with torch.no_grad():
+        sol = eq.linear_solve(lambda v: v @ matrix.T, b)
+        exact = b.double() - (sol.value @ matrix.T).double()
+    wanted = exact.norm(dim=1) / b.double().norm(dim=1)
+    torch.testing.assert_close(sol.stats.relative.double(), wanted, rtol=1e-3, atol=1e-6)
+    torch.testing.assert_close(sol.stats.residual.double(), exact.norm(dim=1), rtol=1e-3, atol=1e-6)
+
+
+# ---------------------------------------------------------------------- linear systems
+
+
+@law
+@given(
+    seed=st.integers(0, 10**6),
+    batch=st.integers(1, 4),
+    size=st.integers(1, 4),
+    symmetric=st.booleans(),
+    rows=st.sampled_from(["all", "last"]),
+)
+def test_linear_solve_with_an_operator_across_the_batch(
+    seed: int, batch: int, size: int, symmetric: bool, rows: str
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    n = batch * size
+    noise = torch.randn(n, n, generator=generator, dtype=torch.float64)
+    matrix = 0.6 * noise / torch.linalg.matrix_norm(noise, 2) + torch.eye(n)
+    if symmetric:
+        matrix = matrix @ matrix.T
+    b = incoming(seed, torch.zeros(batch, size, dtype=torch.float64), rows).requires_grad_()
+    leaf = matrix.clone().requires_grad_()
+    solver = eq.CG() if symmetric else eq.GMRES()
+    sol = eq.linear_solve(lambda v: (leaf @ v.flatten()).view_as(v), b, solver=solver)
+    assert sol.converged.all()
+    right = b.detach().flatten()
+    wanted = torch.linalg.solve(matrix, right)
+    torch.testing.assert_close(sol.value.detach().flatten(), wanted, rtol=1e-8, atol=1e-8)
+    left = float((right - matrix @ sol.value.detach().flatten()).norm())
+    stated = sol.stats.residual
+    if batch > 1 and len(stated.unique()) == 1:
+        assert float(stated[0]) == pytest.approx(left, rel=1e-3, abs=1e-14)
+    g = incoming(seed + 1, b.detach(), "all")
+    found = torch.autograd.grad((sol.value * g).sum(), (b, leaf))
+    u = torch.linalg.solve(matrix.T, g.flatten())
+    torch.testing.assert_close(found[0].flatten(), u, rtol=1e-7, atol=1e-7)
+    torch.testing.assert_close(found[1], -torch.outer(u, wanted), rtol=1e-7, atol=1e-7)
+
+
+# ---------------------------------------------------------------------- transforms, second order
+
+
+def dense_jacobian(fn: Any, x: Tensor) -> Tensor:
+    """dz*/dx of z = fn(z, x), dense: (I − J)⁻¹ ∂T/∂x, [N, N]."""
+    z = joint_root(lambda z: fn(z, x), torch.zeros_like(x))
+    j, k = jacobian(fn, (z, x))
+    n = x.numel()
+    return torch.linalg.solve(torch.eye(n).double() - j.reshape(n, n), k.reshape(n, n))
+
+
+@pytest.mark.parametrize("declared", [False, True])
+@pytest.mark.parametrize("name", sorted(BACKWARD))
+@pytest.mark.parametrize("mixture", ["mean", "batch statistics", "chain", "one pair"])
+def test_transforms_of_coupled_maps(mixture: str, name: str, declared: bool) -> None:
+    weight, x = scene(11, 3, 2)
+    fn = mixing_map(mixture)
+    wanted = dense_jacobian(lambda z, x: fn(z, weight, x), x)
+    options: dict[str, Any] = {
+        "solver": eq.Anderson(**TIGHT),
+        "adjoint": eq.Implicit(solver=BACKWARD[name]),
+        "coupled": declared,
+    }
+
+    def solve(x: Tensor) -> Any:
+        return eq.fixed_point(lambda z, x: fn(z, weight, x), torch.zeros_like(x), (x,), **options)
+
+    close = {"rtol": 1e-7, "atol": 1e-8}
+    for transform in (torch.func.jacrev, torch.func.jacfwd):
+        found = transform(lambda x: solve(x).value)(x)
+        torch.testing.assert_close(found.reshape(wanted.shape), wanted, **close)
+    t = incoming(12, x, "last")
+    _, pushed = torch.func.jvp(lambda x: solve(x).value, (x,), (t,))
+    torch.testing.assert_close(pushed.flatten(), wanted @ t.flatten(), **close)
+    many = torch.stack([x, 0.5 * x, -x])
+    values = torch.func.vmap(lambda x: solve(x).value)(many)
+    for one, value in zip(many, values, strict=True):
+        alone = joint_root(lambda z, one=one: fn(z, weight, one), torch.zeros_like(one))
+        torch.testing.assert_close(value, alone, **close)
+
+
+@pytest.mark.parametrize("mixture", ["mean", "batch statistics", "chain"])
+@pytest.mark.parametrize("adjoint", [eq.Implicit(solver=eq.GMRES(rtol=1e-12)), eq.Unrolled()])
+def test_second_derivatives_of_coupled_maps(adjoint: Any, mixture: str) -> None:
+    weight, x = scene(21, 3, 2)
+    fn = mixing_map(mixture)
+    solver = eq.Anderson(rtol=1e-13, max_steps=200)
+    if isinstance(adjoint, eq.Unrolled):
+        solver = eq.Picard(rtol=1e-13, max_steps=500)
+
+    def value(x: Tensor) -> Tensor:
+        found = eq.fixed_point(fn, torch.zeros_like(x), (weight, x), solver=solver, adjoint=adjoint)
+        return found.value
+
+    leaf = x.clone().requires_grad_()
+    assert torch.autograd.gradcheck(value, leaf, atol=1e-6, rtol=1e-5)
+    assert torch.autograd.gradgradcheck(value, leaf, atol=1e-5, rtol=1e-4)
+
+
+# ---------------------------------------------------------------------- how it is solved
+
+
+def test_declared_and_found_coupling_agree_and_the_batch_ends_as_one() -> None:
+    layer, x, _, _ = deep_layer(0.2, 1, solver=eq.Anderson(rtol=1e-10))
+    declared = layer.solve(x)
+    found = layer.solve(x, coupled=False)
+    torch.testing.assert_close(found.value, declared.value, rtol=1e-7, atol=1e-8)
+    for sol in (declared, found):
+        assert sol.converged.all()
+    assert declared.stats.steps.unique().numel() == 1
+    assert int(declared.stats.steps.max()) <= int(found.stats.steps.max())
+
+
+def test_a_sample_that_was_done_is_solved_on_when_its_mates_move() -> None:
+    """Sample 0 starts at its answer beside mates that are far from theirs; it follows them."""
+    matrix = torch.tensor([0.0, 0.9, 0.95], dtype=torch.float64).view(3, 1)
+
+    def fn(z: Tensor) -> Tensor:
+        pull = torch.cat([0.5 * (z[1:2] + z[2:3]), torch.zeros_like(z[1:])])
+        return matrix * z + pull + torch.tensor([[0.0], [1.0], [1.0]])
+
+    start = torch.zeros(3, 2, dtype=torch.float64)
+    for solver in (eq.Picard(rtol=1e-6, max_steps=2000), eq.Anderson(rtol=1e-6)):
+        sol = eq.fixed_point(fn, start, solver=solver)
+        assert sol.converged.all()
+        wanted = torch.tensor([15.0, 10.0, 20.0]).double().view(3, 1).expand(3, 2)
+        torch.testing.assert_close(sol.value, wanted, rtol=1e-4, atol=0)
+
+
+def test_uncoupled_solves_take_no_further_evaluation() -> None:
+    weight, x = scene(0, 6, 4)
+    calls = 0
+
+    def fn(z: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return torch.tanh(z @ weight + x)
+
+    with torch.no_grad():
+        sol = eq.fixed_point(fn, torch.zeros_like(x), solver=eq.Picard(max_steps=500))
+    assert calls == sol.stats.evaluations == int(sol.stats.steps.max())
+    leaf = torch.zeros_like(x).requires_grad_()
+    calls = 0
+    sol = eq.fixed_point(
+        lambda z: fn(z) + leaf, torch.zeros_like(x), solver=eq.Picard(), adjoint=eq.Unrolled()
+    )
+    assert calls == sol.stats.evaluations == int(sol.stats.steps.max()) + 1
+
+
+@pytest.mark.filterwarnings("ignore::equilibria.ConvergenceWarning")
+def test_fixed_steps_of_a_declared_coupled_map_compile_and_read_nothing() -> None:
+    weight, x = scene(4, 4, 3)
+    fn = mixing_map("mean")
+    solver = eq.Anderson(rtol=0.0, atol=0.0, max_steps=30)
+
+    def solve(x: Tensor) -> Tensor:
+        return eq.fixed_point(
+            fn, torch.zeros_like(x), (weight, x), coupled=True, solver=solver, adjoint=eq.Unrolled()
+        ).value
+
+    compiled = torch.compile(solve, backend="eager", fullgraph=True)
+    wanted = joint_root(lambda z: fn(z, weight, x), torch.zeros_like(x))
+    torch.testing.assert_close(solve(x), wanted, rtol=1e-9, atol=1e-10)
+    torch.testing.assert_close(compiled(x), wanted, rtol=1e-9, atol=1e-10)
+
+
+def test_trees_and_channels_last_states_are_joined() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(3, 4, 5, 5).double().to(memory_format=torch.channels_last)
+
+    def fn(z: dict[str, Tensor]) -> dict[str, Tensor]:
+        a, b = z["a"], z["b"]
+        return {
+            "a": torch.tanh(0.3 * a + 0.4 * a.mean(0) + x + 0.1 * b.mean()),
+            "b": 0.5 * b.flip(0) + a.mean((1, 2, 3)),
+        }
+
+    start = {"a": torch.zeros_like(x), "b": torch.zeros(3).double()}
+    sol = eq.fixed_point(fn, start, coupled=True)
+    again = fn(sol.value)
+    assert sol.value["a"].is_contiguous(memory_format=torch.channels_last)
+    for name in ("a", "b"):
+        torch.testing.assert_close(again[name], sol.value[name], rtol=1e-6, atol=1e-6)
+    assert sol.result.shape == sol.stats.steps.shape == (3,)
+
+
+def test_a_coupled_batch_that_does_not_converge_says_so_for_all() -> None:
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0)).double()
+    fn = lambda z: 0.5 * z + 1.5 * z.mean(0) + x
+    for coupled in (False, True):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", eq.ConvergenceWarning)
+            sol = eq.fixed_point(
+                fn, torch.zeros_like(x), coupled=coupled, solver=eq.Picard(max_steps=200)
+            )
+        assert not sol.converged.any()
