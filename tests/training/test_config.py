@@ -184,24 +184,3 @@ def test_a_configuration_needs_no_lightning_and_fit_says_what_to_install() -> No
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert 'pip install "equilibria[train]"' in done.stdout
-
-
-@pytest.mark.slow
-def test_without_a_bar_and_logs_a_run_needs_neither_rich_nor_tensorboard(tmp_path: Path) -> None:
-    code = (
-        "import sys\n"
-        "for name in ('rich', 'tensorboard', 'tensorboardX'):\n    sys.modules[name] = None\n"
-        "from equilibria import training\n"
-        "options = {'samples': 64, 'epochs': 1, 'accelerator': 'cpu', 'out': sys.argv[1]}\n"
-        "training.fit(training.TrainConfig(loggers=[], **options), progress=False)\n"
-        "for more in ({}, {'progress': False}):\n"
-        "    try:\n"
-        "        training.fit(training.TrainConfig(**options), overwrite=True, **more)\n"
-        "    except ImportError as error:\n        print(error)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True
-    )
-    assert "a progress bar needs rich" in done.stdout
-    assert "loggers=('tensorboard',) needs tensorboard" in done.stdout
-    assert done.stdout.count('pip install "equilibria[train]"') == 2
