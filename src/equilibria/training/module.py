@@ -127,8 +127,6 @@ class EquilibriumModule(pl.LightningModule):
         every = torch.ones_like(y, dtype=torch.bool)
         return every if self.ignore_index is None else y != self.ignore_index
 
-    # ------------------------------------------------------------------ training
-
     def on_fit_start(self) -> None:
         if self.config.cuda_graphs and self.device.type != "cuda":
             raise ValueError(
@@ -225,8 +223,6 @@ class EquilibriumModule(pl.LightningModule):
         """What a batch does in the model as it is now, for the report of a NaN."""
         return examine(self.model, x, y, self.losses)
 
-    # ------------------------------------------------------------------ validation
-
     def on_validation_epoch_start(self) -> None:
         for metric in (self.val_loss, self.val_accuracy, self.val_iou):
             if metric is not None:
@@ -247,8 +243,6 @@ class EquilibriumModule(pl.LightningModule):
         self.validation = {name: float(metric.compute()) for name, metric in found.items()}
         if self.counts:
             self.log_dict(self.validation, sync_dist=True)
-
-    # ------------------------------------------------------------------ optimization
 
     @property
     def defers(self) -> bool:

@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import RichProgressBar
 
 from equilibria.engine.optional import needs
 
-__all__ = ["Interrupted", "NoBar", "Progress", "StopRequest", "TrainingBar", "epoch_line"]
+__all__ = ["Interrupted", "Progress", "StopRequest", "TrainingBar", "epoch_line"]
 
 _PAUSE = 0.1  # seconds between two movements of the bar
 _WIDE = 110  # columns that the bar, the time and the numbers need
@@ -46,15 +46,13 @@ class TrainingBar(RichProgressBar):
     Where stderr is no terminal only the lines of the epochs are written.
     """
 
-    quiet = False
-
     def __init__(self) -> None:
         with needs("rich", "a progress bar"):
             from rich.console import Console
         super().__init__(refresh_rate=10, console_kwargs={"stderr": True})
         self._lines = Console(stderr=True)
         self.latest: Mapping[str, float] = {}
-        self.title = ""
+        self.follow(Progress(), 0)
         self._moved = 0.0
         if not self._lines.is_terminal:
             self.disable()
@@ -79,8 +77,12 @@ class TrainingBar(RichProgressBar):
         narrow = self._lines.width < _WIDE
         return [columns[0], columns[2]] if narrow else columns[:-1]
 
+    def follow(self, progress: Progress, epochs: int) -> None:
+        """Name the epochs by ``progress``: Lightning counts from that of a resume, and from 0."""
+        self._run, self._epochs = progress, epochs
+
     def _get_train_description(self, current_epoch: int) -> str:
-        return self.title  # Lightning counts from the epoch of a resume, and from zero
+        return f"epoch {min(self._run.epoch + 1, self._epochs)}/{self._epochs}"
 
     def say(self, text: str) -> None:
         """Write a line, above the bar where there is one."""
@@ -95,22 +97,6 @@ class TrainingBar(RichProgressBar):
             self.progress.stop()
             self.progress = None
             reconfigure()
-
-
-class NoBar:
-    """In the place of a ``TrainingBar``: nothing is shown, and rich need not be installed."""
-
-    quiet = True
-
-    def __init__(self) -> None:
-        self.latest: Mapping[str, float] = {}
-        self.title = ""
-
-    def say(self, text: str) -> None:
-        """Nothing."""
-
-    def close(self) -> None:
-        """Nothing."""
 
 
 def _numbers(latest: Mapping[str, float]) -> list[str]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,7 +18,7 @@ import lightning.pytorch as pl
 import safetensors.torch
 import torch
 from lightning.pytorch import loggers
-from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.callbacks import Checkpoint, LambdaCallback
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.utilities import rank_zero_only
 from torch import nn
@@ -25,7 +26,7 @@ from torch import nn
 from equilibria import models
 from equilibria._version import __version__
 from equilibria.data import ImageData
-from equilibria.engine.files import SaveError, write_bytes, write_json, write_text
+from equilibria.engine.files import write_bytes, write_json, write_text
 from equilibria.engine.optional import needs
 
 from . import run_folder
@@ -34,7 +35,7 @@ from .config import TrainConfig
 from .epoch_metrics import EpochMetrics, warn_unsettled
 from .module import EquilibriumModule
 from .nonfinite import NonFiniteLoss, describe
-from .progress import Interrupted, NoBar, Progress, StopRequest, TrainingBar, epoch_line
+from .progress import Interrupted, Progress, StopRequest, TrainingBar, epoch_line
 from .run_data import TrainBatches, load_data
 
 __all__ = ["Run", "TrainResult", "fit"]
@@ -94,34 +95,19 @@ def fit(
             f"fit takes a TrainConfig, got {type(config).__name__}; TrainConfig.from_yaml(path) "
             "reads a file."
         )
-    bar = TrainingBar() if progress and _rank() == 0 else NoBar()
+    bar = TrainingBar() if progress and _rank() == 0 else None
     before = run_folder.random_state()
     try:
         with _lightning_without_remarks():
             return Run(config, resume, data, model, bar, overwrite).go(callbacks)
     finally:
         run_folder.restore_random_state(before)
-        bar.close()
+        if bar is not None:
+            bar.close()
 
 
 class _Stop(Exception):
     """How a run leaves Lightning's loops: between two steps, after the checkpoint was written."""
-
-
-class _StepCounter(pl.Callback):
-    """Before all callbacks but the average: a step that an exception of a later one ends counts."""
-
-    def __init__(self, run: Run) -> None:
-        self.run = run
-
-    def on_train_batch_start(self, *args: Any, **kwargs: Any) -> None:
-        self.run.in_step = True
-
-    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
-        self.run.progress.batch += 1
-        self.run.progress.step += 1
-        self.run.module.step = self.run.progress.step
-        self.run.in_step = False
 
 
 class Run(Checkpoint):
@@ -139,14 +125,15 @@ class Run(Checkpoint):
         resume: str | Path | None,
         data: Any,
         model: nn.Module | None,
-        bar: TrainingBar | NoBar,
+        bar: TrainingBar | None,
         overwrite: bool,
     ) -> None:
         self.started, self.bar = datetime.now(UTC), bar
-        self.request = StopRequest(
-            lambda: bar.say("stopping after this step; Ctrl-C again stops at once")
-        )
-        self.progress = Progress()
+        said = "stopping after this step; Ctrl-C again stops at once"
+        self.progress, self.request = Progress(), StopRequest()
+        if bar is not None:
+            self.request = StopRequest(partial(bar.say, said))
+            bar.follow(self.progress, config.epochs)
         self.history: list[dict[str, Any]] = []
         self.best, self.best_epoch = (-math.inf, -math.inf), 0
         self.finished = False
@@ -167,7 +154,7 @@ class Run(Checkpoint):
         if self.main:
             self.folder.check(resume=continues, overwrite=overwrite)
         run_folder.seed_all(config.seed)
-        self.data = load_data(self.config, data, progress=not bar.quiet)
+        self.data = load_data(self.config, data, progress=bar is not None)
         self.model = _make_model(self.config, model, self.data.train)
         # A copy stays whole where the strategy cuts the model in pieces.
         self.whole = copy.deepcopy(self.model) if config.strategy == "fsdp" else self.model
@@ -215,12 +202,14 @@ class Run(Checkpoint):
             raise Interrupted(said, result.checkpoint)
         return result
 
-    # ------------------------------------------------------------------ before
-
     def _trainer(self, callbacks: Sequence[pl.Callback]) -> pl.Trainer:
         config = self.config
-        own: list[pl.Callback] = [self.average] if self.average else []
-        own += [_StepCounter(self), *([] if isinstance(self.bar, NoBar) else [self.bar])]
+        # After the average and before all others: a step that an exception of a later one ends
+        # counts.
+        count = LambdaCallback(
+            on_train_batch_start=self._begin_step, on_train_batch_end=self._count_step
+        )
+        own = [callback for callback in (self.average, count, self.bar) if callback is not None]
         strategy: Any = config.strategy
         if strategy == "fsdp":
             strategy = FSDPStrategy(state_dict_type="full")
@@ -236,7 +225,7 @@ class Run(Checkpoint):
             default_root_dir=self.folder.path,
             logger=_loggers(config, self.folder, self.progress.step) or False,
             log_every_n_steps=1,
-            enable_progress_bar=not self.bar.quiet,
+            enable_progress_bar=self.bar is not None,
             enable_model_summary=False,
             num_sanity_val_steps=0,
             limit_val_batches=0 if self.data.valid is None else 1.0,
@@ -261,8 +250,6 @@ class Run(Checkpoint):
         module.counts = False
         module.on_nonfinite = lambda found: self._nonfinite(found, trainer)
         return module
-
-    # ------------------------------------------------------------------ the state in a checkpoint
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -298,17 +285,7 @@ class Run(Checkpoint):
 
     def save(self, trainer: pl.Trainer) -> None:
         """Write last.ckpt, whole or not at all."""
-        try:
-            trainer.save_checkpoint(self.folder.checkpoint, weights_only=False)
-        except SaveError as error:
-            done = f"{self.progress.epoch} epochs and {self.progress.batch} batches"
-            raise SaveError(
-                error.errno,
-                f"{error.strerror}. The run stopped after {done}; resume from the checkpoint that "
-                f"is there with resume={str(self.folder.path)!r}",
-            ) from error
-
-    # ------------------------------------------------------------------ Lightning's hooks
+        trainer.save_checkpoint(self.folder.checkpoint, weights_only=False)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.module.step = self.progress.step
@@ -320,7 +297,6 @@ class Run(Checkpoint):
             self.module.metrics.load_state_dict(self._restored["metrics"])
         if self.config.keep_every is not None and self.progress.step == 0:
             self._write_weights(self.folder.epoch(0), {})
-        self._set_title()
         self.request.listen()
         if self._asked(trainer):
             raise _Stop
@@ -333,6 +309,15 @@ class Run(Checkpoint):
                 trainer.fit_loop.epoch_loop.val_loop.run()
                 trainer.training = True
 
+    def _begin_step(self, *_: Any) -> None:
+        self.in_step = True
+
+    def _count_step(self, *_: Any) -> None:
+        self.progress.batch += 1
+        self.progress.step += 1
+        self.module.step = self.progress.step
+        self.in_step = False
+
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any
     ) -> None:
@@ -344,7 +329,8 @@ class Run(Checkpoint):
             norm = self.module.metrics.gradient_norm
             norms = {} if norm is None else {"gradient_norm": float(norm)}
             self._log(trainer, "train", {**latest, **norms, "lr": _rate(trainer)})
-            self.bar.latest = latest
+            if self.bar is not None:
+                self.bar.latest = latest
         if last:
             self._ended = run_folder.random_state()
         # After the last batch the epoch is brought to its end first.
@@ -387,8 +373,8 @@ class Run(Checkpoint):
             self.finished = trainer.should_stop = True
         self.save(trainer)
         self._log(trainer, "epoch", row)
-        self._set_title()
-        self.bar.say(epoch_line(row, self.config.epochs))
+        if self.bar is not None:
+            self.bar.say(epoch_line(row, self.config.epochs))
         # Over processes all have to ask. A run that is finished goes on to write its files.
         if self._asked(trainer) and not self.finished:
             raise _Stop
@@ -415,8 +401,6 @@ class Run(Checkpoint):
             if self.progress.step:
                 self.save(trainer)
 
-    # ------------------------------------------------------------------ the parts
-
     def _share_buffers(self, trainer: pl.Trainer) -> None:
         """The statistics of batch norms are each process's own: take those of the first."""
         if trainer.world_size > 1 and self.config.strategy != "fsdp":
@@ -441,10 +425,6 @@ class Run(Checkpoint):
         for logger in trainer.loggers:
             logger.log_metrics(finite, self.progress.step)
 
-    def _set_title(self) -> None:
-        epoch = min(self.progress.epoch + 1, self.config.epochs)
-        self.bar.title = f"epoch {epoch}/{self.config.epochs}"
-
     def _write_epoch(self, row: dict[str, Any], *, best: bool) -> None:
         """The files of an epoch: the history, and the weights if it is the best or one to keep."""
         if self.main:
@@ -461,8 +441,6 @@ class Run(Checkpoint):
     def _write_weights(self, path: Path, row: Mapping[str, Any]) -> None:
         if self.main:
             self.folder.write_weights(path, self.whole, self.data, self.config, row)
-
-    # ------------------------------------------------------------------ when it ends badly
 
     def _nonfinite(self, found: dict[str, Any], trainer: pl.Trainer) -> NoReturn:
         step = int(found.pop("deferred_step", self.progress.step))
@@ -500,8 +478,6 @@ class Run(Checkpoint):
             folder.checkpoint,
             exact=self.exact,
         )
-
-    # ------------------------------------------------------------------ after
 
     def _stored_weights(self) -> dict[str, Any]:
         """The weights that a complete checkpoint stands for: its average, if it has one."""

@@ -148,7 +148,7 @@ class TrainBatches:
             **place,
         )
         # Without gradients twice as many fit.
-        self.valid = [] if data.valid is None else Batches(data.valid, 2 * size, **place)
+        self.valid: Any = [] if data.valid is None else Batches(data.valid, 2 * size, **place)
         """The batches of the held-out images."""
         self.per_epoch = len(self._batches)
         """Steps of a whole epoch."""
