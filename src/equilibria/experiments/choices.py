@@ -16,7 +16,7 @@ __all__ = ["MACHINE", "Choices"]
 MACHINE = frozenset(
     {
         *("out", "data_root", "download", "accelerator", "devices", "nodes", "strategy"),
-        *("workers", "log_every", "compile", "cuda_graphs", "on_corrupt"),
+        *("workers", "log_every", "loggers", "compile", "cuda_graphs", "on_corrupt"),
     }
 )
 """Where and on what machine something is run does not change what it is."""

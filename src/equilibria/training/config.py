@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from equilibria.data import build_augmentation
 from equilibria.engine.optional import needs
@@ -17,18 +17,15 @@ from equilibria.models.values import to_json
 
 __all__ = ["TrainConfig"]
 
-_INF = math.inf
-# Name: lowest, highest, "(" or ")" where an end is open.
-_INTEGERS = {
-    **dict.fromkeys(("epochs", "batch_size", "nodes", "log_every"), (1, _INF)),
-    **dict.fromkeys(("image_size", "samples", "early_stop", "keep_every"), (1, _INF)),
-    "workers": (0, _INF),
-    "seed": (0, 2**32 - 1),
-}
-_FLOATS = {
+# Name: lowest, highest, "(" or ")" where an end is open, "i" for an integer.
+_COUNTS = ("epochs", "batch_size", "nodes", "log_every", "image_size", "samples", "early_stop")
+_NUMBERS: dict[str, tuple[float, float, str]] = {
+    **dict.fromkeys((*_COUNTS, "keep_every"), (1, math.inf, "i")),
+    "workers": (0, math.inf, "i"),
+    "seed": (0, 2**32 - 1, "i"),
     **dict.fromkeys(("validation", "momentum", "warmup", "label_smoothing"), (0.0, 1.0, ")")),
-    **dict.fromkeys(("weight_decay", "jacobian_weight"), (0.0, _INF, "")),
-    **dict.fromkeys(("lr", "clip"), (0.0, _INF, "(")),
+    **dict.fromkeys(("weight_decay", "jacobian_weight"), (0.0, math.inf, "")),
+    **dict.fromkeys(("lr", "clip"), (0.0, math.inf, "(")),
     "drop": (0.0, 1.0, "("),
     "ema": (0.0, 1.0, "()"),
 }
@@ -151,36 +148,25 @@ class TrainConfig:
     """Folder of the run; None: ``runs/<data>-<model>``."""
 
     def __post_init__(self) -> None:
-        optional = {f.name for f in dataclasses.fields(self) if f.default is None}
-        for name in ("model", "data", "out", "data_root"):
-            value = getattr(self, name)
-            if value is None and name in optional:
-                continue
-            if not isinstance(value, (str, Path)) or not str(value):
-                allowed = "a non-empty text" + (" or None" if name in optional else "")
-                self._refuse(name, f"expected {allowed}", TypeError)
-            object.__setattr__(self, name, str(value))
         for name, parse in _PARSED.items():
             object.__setattr__(self, name, parse(getattr(self, name)))
-        for flag in dataclasses.fields(self):
-            if isinstance(flag.default, bool) and not isinstance(getattr(self, flag.name), bool):
-                self._refuse(flag.name, "expected True or False", TypeError)
-        for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
-                self._refuse(name, _one_of(getattr(self, name), choices))
-        for name, (least, most) in _INTEGERS.items():
-            limits: dict[str, Any] = {"low": least, "high": most, "optional": name in optional}
-            check_number(self, name, integer=True, **limits)
-        for name, (low, high, open_ends) in _FLOATS.items():
-            limits = {"low": low, "high": high, "optional": name in optional}
-            limits |= {"low_open": "(" in open_ends, "high_open": ")" in open_ends}
-            check_number(self, name, **limits)
+        for given in dataclasses.fields(self):
+            name, value, optional = given.name, getattr(self, given.name), given.default is None
+            if name in ("model", "data", "out", "data_root") and not (optional and value is None):
+                if not isinstance(value, (str, Path)) or not str(value):
+                    also = " or None" if optional else ""
+                    _refuse(name, value, f"expected a non-empty text{also}", TypeError)
+                object.__setattr__(self, name, str(value))
+            elif isinstance(given.default, bool) and not isinstance(value, bool):
+                _refuse(name, value, "expected True or False", TypeError)
+            elif name in _CHOICES and value not in _CHOICES[name]:
+                _refuse(name, value, _one_of(value, _CHOICES[name]))
+            elif name in _NUMBERS:
+                low, high, how = _NUMBERS[name]
+                ends = {"low_open": "(" in how, "high_open": ")" in how}
+                kind = {"integer": "i" in how, "optional": optional}
+                check_number(self, name, low=low, high=high, **ends, **kind)
         self._check_together()
-
-    def _refuse(self, name: str, why: str, kind: type[Exception] = ValueError) -> None:
-        value = getattr(self, name)
-        got = f", got {type(value).__name__}" if kind is TypeError else ""
-        raise kind(f"TrainConfig({name}={value!r}): {why}{got}.")
 
     def _check_together(self) -> None:
         last = self.milestones[-1] if self.milestones else 0
@@ -294,6 +280,11 @@ class TrainConfig:
         return {k: (mine[k], theirs[k]) for k in mine if mine[k] != theirs[k]}
 
 
+def _refuse(name: str, value: Any, why: str, kind: type[Exception] = ValueError) -> NoReturn:
+    got = f", got {type(value).__name__}" if kind is TypeError else ""
+    raise kind(f"TrainConfig({name}={value!r}): {why}{got}.")
+
+
 def _one_of(given: object, choices: Sequence[str]) -> str:
     """ "did you mean 'x'? Expected one of …"."""
     close = difflib.get_close_matches(str(given), choices, n=1)
@@ -318,20 +309,15 @@ def _plain(value: Any) -> Any:
 
 def _model_options(value: Any) -> Any:
     if not isinstance(value, Mapping):
-        raise TypeError(
-            f"TrainConfig(model_options={value!r}): expected a mapping from option to value, got "
-            f"{type(value).__name__}."
-        )
+        _refuse("model_options", value, "expected a mapping from option to value", TypeError)
     return _plain(value)
 
 
 def _augment(value: Any) -> tuple[Any, ...]:
     """("flip", {"crop": {"padding": 2}}): each a name, or a name with its options."""
     if isinstance(value, str) or not isinstance(value, Sequence):
-        raise TypeError(
-            f"TrainConfig(augment={value!r}): expected a list such as ['crop', 'flip'] or "
-            "[{'crop': {'padding': 2}}, 'flip']."
-        )
+        example = "['crop', 'flip'] or [{'crop': {'padding': 2}}, 'flip']"
+        _refuse("augment", value, f"expected a list such as {example}", TypeError)
     plain = tuple(_plain(entry) for entry in value)
     try:
         build_augmentation(plain, num_classes=2)  # its errors know every name and option
@@ -344,40 +330,34 @@ def _loggers(value: Any) -> tuple[str, ...]:
     found = tuple(value) if isinstance(value, (list, tuple)) else (value,)
     for name in found:
         if name not in _LOGGERS:
-            raise ValueError(f"TrainConfig(loggers={value!r}): {_one_of(name, _LOGGERS)}.")
+            _refuse("loggers", value, _one_of(name, _LOGGERS))
     return found
 
 
-def _whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _milestones(value: Any) -> tuple[int, ...]:
-    """Epochs, rising."""
-    found = tuple(value) if isinstance(value, (list, tuple)) else (None,)
-    whole = all(_whole(item) and item >= 1 for item in found)
-    if not whole or list(found) != sorted(set(found)):
-        raise ValueError(
-            f"TrainConfig(milestones={value!r}): expected a list of rising epochs, such as "
-            "[60, 120]."
-        )
-    return found
-
-
-def _devices(value: Any) -> int | str | tuple[int, ...]:
-    """A count, "auto", or the indices of the devices."""
-    if value == "auto" or (_whole(value) and value >= 1):
-        return value  # type: ignore[no-any-return]
-    if isinstance(value, (list, tuple)) and value and all(_whole(item) for item in value):
-        return tuple(value)
-    raise ValueError(
-        f"TrainConfig(devices={value!r}): expected a number of devices of at least 1, a list of "
-        "their indices, or 'auto'."
+def _integers(value: Any, least: int) -> bool:
+    """A list of integers of at least ``least``."""
+    return isinstance(value, (list, tuple)) and all(
+        isinstance(item, int) and not isinstance(item, bool) and item >= least for item in value
     )
 
 
+def _milestones(value: Any) -> tuple[int, ...]:
+    if not _integers(value, 1) or list(value) != sorted(set(value)):
+        _refuse("milestones", value, "expected a list of rising epochs, such as [60, 120]")
+    return tuple(value)
+
+
+def _devices(value: Any) -> int | str | tuple[int, ...]:
+    if isinstance(value, (list, tuple)) and value and _integers(value, 0):
+        return tuple(value)
+    if value != "auto" and not _integers([value], 1):
+        what = "a number of devices of at least 1, a list of their indices, or 'auto'"
+        _refuse("devices", value, f"expected {what}")
+    return value  # type: ignore[no-any-return]
+
+
 _PARSED: dict[str, Callable[[Any], Any]] = {
-    **dict.fromkeys(_FLOATS, _number),
+    **{name: _number for name, (_, _, how) in _NUMBERS.items() if "i" not in how},
     "augment": _augment,
     "devices": _devices,
     "loggers": _loggers,
