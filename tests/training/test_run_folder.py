@@ -126,8 +126,8 @@ def test_a_run_begun_with_other_defaults_is_not_resumed(
 @pytest.mark.parametrize(
     ("model", "said"),
     [
-        (Tiny(width=14), r"head.weight: \(10, 12\) in the checkpoint, \(10, 14\) in the model"),
-        (torch.nn.Linear(3, 2), "nothing in the checkpoint"),
+        (Tiny(width=14), r"geq.U.weight \(12, 64\): in the checkpoint only"),
+        (torch.nn.Linear(3, 2), r"bias \(2,\): in the model only"),
     ],
 )
 def test_another_model_is_refused(cut: Path, tmp_path: Path, model: Any, said: str) -> None:

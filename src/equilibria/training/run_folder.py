@@ -264,24 +264,18 @@ def check_checkpoint(
             "the changelog says what changed): going on would train two networks in one. Start a "
             "new run."
         )
-    stored = {
-        name.removeprefix("model."): str(tuple(value.shape))
-        for name, value in checkpoint["state_dict"].items()
-        if name.startswith("model.") and hasattr(value, "shape")
-    }
-    built = {name: str(tuple(value.shape)) for name, value in model.state_dict().items()}
-    rows = [
-        f"  {name}: {stored.get(name, 'nothing')} in the checkpoint, "
-        f"{built.get(name, 'nothing')} in the model"
-        for name in sorted({*stored, *built})
-        if stored.get(name) != built.get(name)
-    ]
+    state = checkpoint["state_dict"].items()
+    stored = {(k.removeprefix("model."), tuple(v.shape)) for k, v in state if k[:6] == "model."}
+    built = {(name, tuple(value.shape)) for name, value in model.state_dict().items()}
+    sides = (("checkpoint", stored - built), ("model", built - stored))
+    rows = sorted(
+        f"  {name} {shape}: in the {side} only" for side, found in sides for name, shape in found
+    )
     if rows:
-        more = [f"  and {len(rows) - 5} more"] if len(rows) > 5 else []
+        more = [f"  and {len(rows) - 6} more"] if len(rows) > 6 else []
         raise CheckpointError(
-            f"{path} holds the weights of another model:\n"
-            + "\n".join(rows[:5] + more)
-            + f"\nThe model here is {type(model).__name__} with {len(built)} tensors."
+            f"{path} holds the weights of another model than {type(model).__name__}:\n"
+            + "\n".join(rows[:6] + more)
         )
 
 
