@@ -115,8 +115,8 @@ class Run(Checkpoint):
 
     ``progress`` says how far it has come; ``request.asked = True`` stops it after the step, as
     Ctrl-C does. It saves and stops by itself, so that a resumed run is the uninterrupted one bit
-    for bit: Lightning's EarlyStopping forgets what came before a change of ``early_stop`` and knows
-    no second criterion, and OnExceptionCheckpoint saves a step that was cut in two as a whole one.
+    for bit: ModelCheckpoint and EarlyStopping rank by one number and take their settings from the
+    checkpoint, and OnExceptionCheckpoint saves a step that was cut in two as if it were whole.
     """
 
     def __init__(
