@@ -9,12 +9,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from equilibria.training import read_checkpoint
+from equilibria.training import Run, read_checkpoint
+from equilibria.training.progress import StopRequest
 
 from .small import config, run
 
@@ -24,6 +26,7 @@ SCRIPT = """
 import json, os, sys
 sys.path.insert(0, {root!r})
 from pathlib import Path
+from types import SimpleNamespace
 import torch
 from tests.training.small import config, run
 
@@ -107,3 +110,18 @@ def test_a_signal_stops_both_processes_at_one_step(tmp_path: Path, number: int) 
     saved = read_checkpoint(out / "last.ckpt")["equilibria"]
     assert saved["exact"]
     assert saved["progress"]["step"] >= 6
+
+
+def test_a_signal_that_comes_as_the_processes_agree_is_not_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    one = Run.__new__(Run)
+    one.request, one.module = StopRequest(), SimpleNamespace(device="cpu")  # type: ignore[assignment]
+    trainer: Any = SimpleNamespace(world_size=2)
+
+    def heard(flag: torch.Tensor, op: Any) -> None:
+        one.request.asked = True
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", heard)
+    assert not one._asked(trainer)  # the others do not know of it yet
+    assert one._asked(trainer)

@@ -412,7 +412,9 @@ class Run(Checkpoint):
         if trainer.world_size > 1:
             flag = torch.tensor(float(self.request.asked), device=self.module.device)
             torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX)
-            self.request.asked = bool(flag)
+            if not flag:  # what was asked for meanwhile waits for the next time, by all of them
+                return False
+            self.request.asked = True
         return self.request.asked
 
     def _check_finite(self) -> None:
