@@ -32,7 +32,7 @@ PYTEST := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(PY) -m pytest -n $(
 help: ## list the targets
 	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
 
-setup: $(DEV) ## make .venv and install the package with its dev extra
+setup: $(DEV) ## make .venv and install both packages with the dev extra
 	@:
 
 demo: $(DEV) ## train a GEQ beside its twins on digits, certify it, write demo/report.html
@@ -51,7 +51,7 @@ lint: $(DEV) ## check style and formatting
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 
-types: $(DEV) ## check the types of src, strictly
+types: $(DEV) ## check the types of both packages, strictly
 	$(PY) -m mypy
 
 format: $(DEV) ## format, and fix what can be fixed
@@ -69,9 +69,9 @@ bench: $(BENCH) ## race the solvers against torchdeq, write results/
 
 clean: ## remove caches and build outputs, keep .venv
 	rm -rf build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
-	find src tests benchmarks examples -type d -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
+	find src tests papers benchmarks examples -type d -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 
-$(DEV): pyproject.toml
+$(DEV): pyproject.toml papers/pyproject.toml
 	@test -x $(PY) || { \
 	  $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	    echo "equilibria needs Python 3.11 or newer; $(PYTHON) is: $$($(PYTHON) --version 2>&1)" >&2; \
@@ -81,10 +81,10 @@ $(DEV): pyproject.toml
 	  echo "making $(VENV)"; \
 	  $(PYTHON) -m venv $(VENV); \
 	}
-	@echo "installing into $(VENV) (once, and after pyproject.toml changes)"
+	@echo "installing into $(VENV) (once, and after a pyproject.toml changes)"
 	@$(PIP) install --upgrade pip
 	@$(PIP) install "$(TORCH)"
-	@$(PIP) install -e ".[dev]"
+	@$(PIP) install -e ".[dev]" -e papers
 	@touch $@
 
 $(DOCS): pyproject.toml $(DEV)

@@ -19,11 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from equilibria import data, models
-from equilibria.evaluation.running import evaluating, model_input
-from equilibria.evaluation.solving import with_solver
-from equilibria.experiments.provenance import made_by
+from equilibria.evaluation import evaluating, model_input, with_solver
 from equilibria.nn.observing import equilibrium_layers
 from equilibria.solvers import Auto, ProximalGradient
+from equilibria_papers.tables.provenance import made_by
 
 
 def main() -> None:

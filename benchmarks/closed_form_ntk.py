@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from equilibria.theory.monotone_ntk import (
+from equilibria_papers.theory.monotone_ntk import (
     ThesisModel,
     closed_form_kernel,
     find_equilibrium,

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 import equilibria as eq
-from equilibria.theory import Projection, empirical_ntk
+from equilibria_papers.theory import Projection, empirical_ntk
 
 HEADLINE = "deep_opteq_199k"
 SMALL = "geq_mnist"

@@ -26,9 +26,9 @@ import torch
 from torch import Tensor, nn
 
 import equilibria as eq
-from equilibria.theory import landscapes
-from equilibria.theory.landscapes.scoring import Scorer
-from equilibria.theory.pictures import save_picture
+from equilibria_papers.theory import landscapes
+from equilibria_papers.theory.landscapes.measuring import Scorer
+from equilibria_papers.theory.pictures import save_picture
 
 SOLVER = eq.Anderson(rtol=1e-2, max_steps=20)
 # The same answers; samples that are done leave the batch.

@@ -43,7 +43,7 @@ except ImportError:
 
 from _scaling import PHANTOM, Contestant, Point, layers
 
-from equilibria.evaluation.timing.measuring import Spread, peak_memory, quiet, seconds_of
+from equilibria.evaluation.timing import Spread, peak_memory, quiet, seconds_of
 
 BASE = {
     "cpu": {"batch": 16, "width": 16, "resolution": 16, "steps": 4},
@@ -209,7 +209,7 @@ def write(record: dict[str, Any], file: Path) -> None:
 
 def draw(record: dict[str, Any], axis: str, stem: Path) -> list[Path]:
     """Training, inference and memory against one axis, all logarithmic; a line a contestant."""
-    from equilibria.theory.pictures import COLORS, MARKERS, STYLES, new_figure, save_picture
+    from equilibria_papers.theory.pictures import COLORS, MARKERS, STYLES, new_figure, save_picture
 
     rows = [r for r in record["points"].values() if r["axis"] == axis and "failed" not in r]
     if not rows:

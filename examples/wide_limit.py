@@ -18,13 +18,14 @@ import matplotlib.pyplot as plt
 import torch
 
 import equilibria as eq
+from equilibria_papers import theory
 
 mpl.rcParams["svg.hashsalt"] = "equilibria"  # the same picture is the same file
 # Okabe and Ito: distinct for every kind of color vision.
 COLORS = ["#0072B2", "#D55E00", "#009E73"]
 
 
-def draw(study: eq.theory.WideLimitStudy, out: Path) -> None:
+def draw(study: theory.WideLimitStudy, out: Path) -> None:
     alphas = torch.tensor(study.alphas)
     figure, (left, right) = plt.subplots(1, 2, figsize=(9.5, 4.0))
     names = ["$z_1$", "$z_2$", "$z_3 = z_0$"]
@@ -67,11 +68,11 @@ def main() -> None:
     layer = eq.nn.DeepOptEq(6, (8, 8, 8), in_channels=4, alpha=0.5).double()
     x = 2.0 * torch.randn(1, 4).double()
     alphas = (1.0, 0.7, 0.5, 0.3, 0.2, 0.1, 0.05, 0.02, 0.01, 0.003, 0.001)
-    study = eq.theory.approach_wide_limit(layer, x, alphas)
+    study = theory.approach_wide_limit(layer, x, alphas)
     print(study)
     print(f"\nproven limit of the gap over α: {float(study.slope[0]):.4f}")
     with torch.no_grad():
-        wide = eq.theory.to_wide_opteq(layer)(x)
+        wide = theory.to_wide_opteq(layer)(x)
     print(f"the wide OptEq, solved as a layer, is {float((wide - study.limit).norm()):.1e} away")
     draw(study, out)
     print(f"wrote {out}")

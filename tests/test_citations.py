@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-SOURCES = sorted((ROOT / "src").rglob("*.py"))
+SOURCES = sorted(path for top in ("src", "papers/src") for path in (ROOT / top).rglob("*.py"))
 
 
 def test_every_cited_fact_has_its_heading() -> None:

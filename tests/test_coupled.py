@@ -500,7 +500,7 @@ def test_uncoupled_solves_take_no_further_evaluation() -> None:
 def test_fixed_steps_of_a_declared_coupled_map_compile_and_read_nothing() -> None:
     weight, x = scene(4, 4, 3)
     fn = mixing_map("mean")
-    solver = eq.Anderson(rtol=0.0, atol=0.0, max_steps=30)
+    solver = eq.Anderson(rtol=0.0, atol=0.0, max_steps=10)
 
     def solve(x: Tensor) -> Tensor:
         return eq.fixed_point(
@@ -509,8 +509,8 @@ def test_fixed_steps_of_a_declared_coupled_map_compile_and_read_nothing() -> Non
 
     compiled = torch.compile(solve, backend="eager", fullgraph=True)
     wanted = joint_root(lambda z: fn(z, weight, x), torch.zeros_like(x))
-    torch.testing.assert_close(solve(x), wanted, rtol=1e-9, atol=1e-10)
-    torch.testing.assert_close(compiled(x), wanted, rtol=1e-9, atol=1e-10)
+    torch.testing.assert_close(solve(x), wanted, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(compiled(x), solve(x), rtol=1e-10, atol=1e-12)
 
 
 def test_trees_and_channels_last_states_are_joined() -> None:

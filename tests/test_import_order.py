@@ -1,7 +1,10 @@
 """Imports go down the order of dependence only, and the core needs torch alone.
 
     engine ← solvers, adjoints, ops ← entry ← problems ← nn ← models
-           ← training, evaluation, theory, sklearn ← experiments ← cli
+           ← training, evaluation, sklearn ← cli
+
+The study of the papers (``equilibria_papers``) imports what the packages of the library export, and
+nothing of their insides.
 
 The files are read, not imported: imports inside functions and under ``TYPE_CHECKING`` count too.
 """
@@ -11,12 +14,17 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Iterator
+from functools import lru_cache
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 PACKAGE = "equilibria"
-SOURCE = Path(__file__).resolve().parent.parent / "src" / PACKAGE
+PAPERS = "equilibria_papers"
+ROOT_FOLDER = Path(__file__).resolve().parent.parent
+SOURCE = ROOT_FOLDER / "src" / PACKAGE
+PAPERS_SOURCE = ROOT_FOLDER / "papers" / "src" / PAPERS
 
 # A room, or a module beside the rooms, may import the ranks before its own and nothing else.
 RANKS: tuple[tuple[str, ...], ...] = (
@@ -26,8 +34,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("problems",),
     ("nn",),
     ("models",),
-    ("training", "evaluation", "theory", "sklearn"),
-    ("experiments",),
+    ("training", "evaluation", "sklearn"),
     ("cli",),
     ("__main__",),
 )
@@ -38,7 +45,7 @@ CORE_DEPENDENCIES = frozenset({"torch", "triton"})
 # The package's own __init__ re-exports every room; ROOT stands for it.
 ROOT = "the package root"
 # Modules with no imports of ours, open to all.
-LEAVES = frozenset({"_version"})
+LEAVES = frozenset({"_version", "experiments", "theory"})
 
 
 def _allowed() -> dict[str, frozenset[str]]:
@@ -117,6 +124,8 @@ def violations(source: str, path: Path) -> list[str]:
             target = _room(name)
             if target != room and target not in ALLOWED[room]:
                 found.append(f"{where} may not import {target} ({name})")
+        elif top == PAPERS:
+            found.append(f"{where} may not import the papers ({name}): they plug themselves in")
         elif not top or top.startswith("("):
             found.append(f"{where} imports a name that cannot be checked: {name}")
         elif (
@@ -137,6 +146,80 @@ def test_imports_go_downwards_only() -> None:
         for violation in violations(path.read_text(encoding="utf-8"), path.relative_to(SOURCE))
     ]
     assert not found, "\n" + "\n".join(found)
+
+
+# The papers' own order: tables and claims know the theory, and commands know all.
+PAPERS_ALLOWED = {
+    "theory": frozenset[str](),
+    "claims": frozenset({"theory"}),
+    "tables": frozenset({"theory"}),
+    "cli": frozenset({"theory", "claims", "tables"}),
+}
+
+
+def papers_violations(source: str, path: Path) -> list[str]:
+    """What ``source``, at ``path`` relative to the papers' package, must not import."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            given = [(alias.name.split("."), "") for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            package = [PAPERS, *path.parts[:-1]]
+            above = package[: len(package) - node.level + 1] if node.level else []
+            base = above + (node.module.split(".") if node.module else [])
+            given = [(base, alias.name) for alias in node.names]
+        else:
+            continue
+        for base, name in given:
+            if base[0] == PACKAGE and not _exports(".".join(base), name):
+                found.append(f"{path}:{node.lineno}: {'.'.join(base)} exports no {name}")
+            part = [*base, name][1] if base[0] == PAPERS else ""
+            own = path.parts[0]
+            if part and part != own and part not in PAPERS_ALLOWED.get(own, ()):
+                found.append(f"{path}:{node.lineno}: {own} may not import {part}")
+    return found
+
+
+@lru_cache
+def _exports(module: str, name: str) -> bool:
+    """Whether a package of the library, or the root, has the name in its ``__all__``."""
+    if not (SOURCE.parent / module.replace(".", "/") / "__init__.py").is_file():
+        return False
+    packages = {path.parent.name for path in SOURCE.glob("*/__init__.py")}
+    return name in {"", *import_module(module).__all__} or (module == PACKAGE and name in packages)
+
+
+def test_the_papers_import_what_the_library_exports() -> None:
+    paths = sorted(PAPERS_SOURCE.rglob("*.py"))
+    assert paths, f"no sources under {PAPERS_SOURCE}"
+    found = [
+        violation
+        for path in paths
+        for violation in papers_violations(
+            path.read_text(encoding="utf-8"), path.relative_to(PAPERS_SOURCE)
+        )
+    ]
+    assert not found, "\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("source", "fine"),
+    [
+        ("from equilibria.solvers import Anderson", True),
+        ("from equilibria import data, Anderson", True),
+        ("import equilibria as eq", True),
+        ("from equilibria_papers.theory import spectrum", True),
+        ("from ..theory.pictures import new_figure", True),
+        ("from equilibria.solvers.anderson import Anderson", False),
+        ("from equilibria.solvers import _helper", False),
+        ("import equilibria.solvers.anderson", False),
+        ("def f():\n    from equilibria.engine.tree import norm", False),
+        ("from ..cli import audit", False),
+        ("from equilibria_papers.claims import Claim", False),
+    ],
+)
+def test_papers_checker(source: str, fine: bool) -> None:
+    assert bool(papers_violations(source, Path("tables/a.py"))) is not fine
 
 
 # The checker itself, on sources that were never written.
@@ -161,7 +244,7 @@ def test_imports_go_downwards_only() -> None:
         pytest.param("engine/tree.py", "from .._version import __version__", id="leaf"),
         pytest.param("data/arrow.py", "import pyarrow\nfrom ..engine import tree", id="data"),
         pytest.param("training/fit.py", "import lightning\nfrom ..data import a", id="extras"),
-        pytest.param("cli/main.py", "import typer\nfrom ..experiments import a", id="cli"),
+        pytest.param("cli/main.py", "import typer\nfrom ..training import a", id="cli"),
         pytest.param("models/zoo.py", "import timm", id="models-are-not-core"),
         pytest.param("engine/tree.py", "x = 'import numpy'  # import scipy", id="text"),
         pytest.param(
@@ -220,13 +303,14 @@ def test_checker_accepts(path: str, source: str) -> None:
         pytest.param("adjoints/a.py", "from ..solvers import X", "solvers", id="same-rank-2"),
         pytest.param("ops/a.py", "from ..solvers import X", "solvers", id="same-rank-3"),
         pytest.param("solvers/a.py", "from ..ops import X", "ops", id="same-rank-4"),
-        pytest.param("theory/a.py", "from ..training import X", "training", id="same-rank-5"),
+        pytest.param("sklearn/a.py", "from ..training import X", "training", id="same-rank-5"),
         pytest.param("solvers/a.py", "from ..entry import fixed_point", "entry", id="entry-above"),
         pytest.param("entry.py", "from .problems import Problem", "problems", id="entry-below"),
         pytest.param("data/a.py", "from ..solvers import X", "solvers", id="data-up"),
         pytest.param("models/a.py", "from ..data import X", "data", id="models-data"),
         pytest.param("models/a.py", "from ..training import X", "training", id="models-up"),
-        pytest.param("experiments/a.py", "from ..cli import X", "cli", id="experiments-up"),
+        pytest.param("training/a.py", "from ..cli import X", "cli", id="training-up"),
+        pytest.param("cli/a.py", "import equilibria_papers", "papers", id="library-papers"),
         pytest.param("nn/a.py", "import equilibria as eq", "root", id="root"),
         pytest.param("nn/a.py", "from equilibria import Anderson", "root", id="root-name"),
         pytest.param("nn/a.py", "from .. import *", "root", id="root-star"),

@@ -125,19 +125,20 @@ def __getattr__(name: str) -> _ModuleType:
             return _import_module("equilibria.data")
         case "evaluation":
             return _import_module("equilibria.evaluation")
-        case "experiments":
-            return _import_module("equilibria.experiments")
         case "models":
             return _import_module("equilibria.models")
         case "sklearn":
             return _import_module("equilibria.sklearn")
-        case "theory":
-            return _import_module("equilibria.theory")
         case "training":
             return _import_module("equilibria.training")
+        case "experiments" | "theory":
+            place = "tables" if name == "experiments" else name
+            raise AttributeError(
+                f"equilibria.{name} is now equilibria_papers.{place}: pip install equilibria-papers"
+            )
     raise AttributeError(f"module 'equilibria' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    rooms = ["data", "evaluation", "experiments", "models", "sklearn", "theory", "training"]
+    rooms = ["data", "evaluation", "models", "sklearn", "training"]
     return sorted([*__all__, *rooms])

@@ -84,14 +84,15 @@ def fixed_point(
         done = adjoint.run(map_, leaves, solver, observe, backward)
     stats = Stats(done.steps, done.residual, done.relative, done.evaluations, done.syncs, backward)
     solution: Solution[Any] = Solution(unflatten(done.value, spec), done.result, stats)
+    about: dict[str, Any] = {"options": solver, "dtype": leaves[0].dtype}
     if done.counts is not None and set(done.counts) != {Result.converged}:
         if throw:
-            raise NotConvergedError(describe_failures(done.counts) or "", solution)
-        warn_failures(done.counts, stacklevel=2)
+            raise NotConvergedError(describe_failures(done.counts, **about) or "", solution)
+        warn_failures(done.counts, stacklevel=2, **about)
     elif throw and done.counts is None:
         counts = solution.counts()
         if Result.diverged in counts or Result.nonfinite in counts:
-            raise NotConvergedError(describe_failures(counts) or "", solution)
+            raise NotConvergedError(describe_failures(counts, **about) or "", solution)
     return solution
 
 
@@ -167,6 +168,7 @@ def linear_solve(
     solution: Solution[Any] = Solution(unflatten(value, spec), done.result, stats)
     counts = solution.counts()
     if throw and set(counts) != {Result.converged}:
-        raise NotConvergedError(describe_failures(counts, "linear_solve") or "", solution)
-    warn_failures(counts, stacklevel=2, what="linear_solve")
+        message = describe_failures(counts, "linear_solve", solver, right[0].dtype)
+        raise NotConvergedError(message or "", solution)
+    warn_failures(counts, 2, "linear_solve", solver, right[0].dtype)
     return solution

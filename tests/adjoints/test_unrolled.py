@@ -334,7 +334,7 @@ def test_infinite_inputs_with_finite_answers_are_ordinary(
 def relu_gradient(weight: Tensor, x: Tensor) -> Tensor:
     """∂(Σz*)/∂W of z = relu(Wz + x) in float64: z* by plain iteration, (I − DW)ᵀu = 1 dense."""
     z = torch.zeros_like(x)
-    for _ in range(1000):
+    for _ in range(400):
         z = torch.relu(z @ weight.T + x)
     total = torch.zeros_like(weight)
     for row in z:
@@ -344,7 +344,7 @@ def relu_gradient(weight: Tensor, x: Tensor) -> Tensor:
     return total
 
 
-@pytest.mark.parametrize("scale", [1.0, 1e-12, 1e10])
+@pytest.mark.parametrize("scale", [1.0, 1e-14, 1e17])
 @pytest.mark.parametrize(
     "solver",
     [
@@ -359,7 +359,7 @@ def relu_gradient(weight: Tensor, x: Tensor) -> Tensor:
 )
 def test_derivatives_of_short_steps_do_not_overflow(solver: Any, scale: float) -> None:
     """float32, ‖W‖ = 0.9: 1/sᵀHy of a step of 1e-10 has a derivative of 1e40."""
-    for seed in range(12):
+    for seed in range(4):
         weight, x = contraction(seed, 8, 8, 0.9), draw(seed + 100, 4, 8, scale=scale)
         w, single = weight.float().requires_grad_(), x.float()
         sol = eq.fixed_point(

@@ -1,4 +1,4 @@
-"""Every test of the data room has a cache of its own and no hub."""
+"""Every test of the data package has a cache of its own and no hub."""
 
 from __future__ import annotations
 

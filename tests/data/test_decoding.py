@@ -1,115 +1,283 @@
-"""Many images at once: the right rows, the right names of the wrong ones."""
+"""Many images, by the batch or at once: the right rows, names of the wrong ones, kept copies."""
 
 from __future__ import annotations
 
-import warnings
+import os
+import pickle
+import threading
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from equilibria.data import CorruptImageError, DataError
-from equilibria.data.decoding import Rows, check_on_corrupt, decode_all, readable, report_skipped
-from equilibria.data.encoded import Chosen, Files
+from equilibria import data
+from equilibria.data import CorruptImageError, DataError, LazyImages, decoding
+from equilibria.data.decoding import Rows, as_index
 from equilibria.data.pixels import decode_image
-from tests.data.made_files import pictures, png
+from tests.data.made_files import pictures, png, write_class_folders
 
-DECODE = partial(decode_image, channels=3, size=None)
+WHOLE = torch.arange(20 * 2 * 3, dtype=torch.uint8).view(20, 1, 2, 3)
 
 
-def column(folder: Path, count: int, bad: tuple[int, ...] = ()) -> tuple[Rows, np.ndarray]:
+def row(i: int) -> torch.Tensor:
+    return WHOLE[i]
+
+
+def lazy(read: Callable[[int], torch.Tensor] = row) -> LazyImages:
+    return LazyImages(read, torch.arange(20), (1, 2, 3))
+
+
+@given(st.lists(st.integers(-20, 19), max_size=30))
+def test_indexing_by_numbers(index: list[int]) -> None:
+    chosen = torch.tensor(index, dtype=torch.long)
+    assert torch.equal(lazy()[chosen], WHOLE[chosen])
+    assert torch.equal(lazy()[index], WHOLE[chosen])
+
+
+@given(st.slices(20).filter(lambda s: s.step is None or s.step > 0))  # torch has no others either
+def test_indexing_by_a_slice(index: slice) -> None:
+    assert torch.equal(lazy()[index], WHOLE[index])
+
+
+def test_lazy_images_look_like_a_tensor() -> None:
+    images = lazy()
+    assert (images.shape, images.ndim, images.dtype) == (WHOLE.shape, 4, torch.uint8)
+    assert images.device.type == "cpu"
+    assert len(images) == 20
+    assert torch.equal(images[3], WHOLE[3])
+    assert torch.equal(images[torch.tensor(-1)], WHOLE[-1])
+    mask = torch.arange(20) % 3 == 0
+    assert torch.equal(images[mask], WHOLE[mask])
+    part = images.subset(torch.tensor([5, 3, 9, 9])).subset(range(1, 4))
+    assert torch.equal(part[:], WHOLE[[3, 9, 9]])
+    assert torch.equal(pickle.loads(pickle.dumps(images))[:], WHOLE)
+
+
+def test_nothing_is_read_before_it_is_asked_for() -> None:
+    seen: list[int] = []
+    lock = threading.Lock()
+
+    def read(i: int) -> torch.Tensor:
+        with lock:
+            seen.append(i)
+        return WHOLE[i]
+
+    images = lazy(read).subset(slice(4, 12))
+    assert seen == []
+    images[torch.tensor([0, 2])]
+    assert sorted(seen) == [4, 6]
+
+
+@pytest.mark.parametrize("index", [[20], [-21], torch.tensor([0.5]), torch.zeros(2, 2).long()])
+def test_wrong_indices(index: object) -> None:
+    with pytest.raises(IndexError):
+        lazy()[index]
+    with pytest.raises(IndexError):
+        as_index(torch.tensor([True, False, True]), 4)  # a mask of another length
+
+
+def test_an_error_in_a_thread_comes_out() -> None:
+    def read(i: int) -> torch.Tensor:
+        if i == 7:
+            raise ValueError("image seven")
+        return WHOLE[i]
+
+    with pytest.raises(ValueError, match="image seven"):
+        lazy(read)[:]
+    with pytest.raises(ValueError, match="row 1 has shape"):
+        lazy(lambda i: torch.zeros(1, 2, 4))[torch.tensor([1])]
+
+
+def column(folder: Path, count: int, bad: tuple[int, ...] = ()) -> tuple[LazyImages, np.ndarray]:
     pixels = pictures(count)
     paths = [folder / f"{k:04d}.png" for k in range(count)]
     for k, path in enumerate(paths):
         path.write_bytes(b"broken" if k in bad else png(pixels[k]))
-    return Rows(Files(paths), DECODE, (3, 6, 6)), pixels.transpose(0, 3, 1, 2)
+    rows = Rows(paths, partial(decode_image, channels=3, size=None), (3, 6, 6))
+    return LazyImages(rows, torch.arange(count), (3, 6, 6)), pixels.transpose(0, 3, 1, 2)
 
 
 @pytest.mark.parametrize("bar", [None, "decoding"])
 def test_all_rows_in_order(tmp_path: Path, bar: str | None) -> None:
-    rows, pixels = column(tmp_path, 600)
-    (found,), failures = decode_all([rows], stop=True, bar=bar)
-    assert np.array_equal(found, pixels)
-    assert failures == {}
+    images, pixels = column(tmp_path, 600)
+    assert np.array_equal(images.decoded(slice(None), None, bar), pixels)
 
 
 def test_failures_are_named_and_the_rest_is_there(tmp_path: Path) -> None:
-    rows, pixels = column(tmp_path, 30, bad=(4, 17))
-    (found,), failures = decode_all([rows], stop=False, bar=None)
+    images, pixels = column(tmp_path, 30, bad=(4, 17))
+    failures: dict[int, str] = {}
+    found = images.decoded(slice(None), failures)
     assert sorted(failures) == [4, 17]
     assert "0004.png" in failures[4]
     assert "on_corrupt='skip'" in failures[17]
     good = [k for k in range(30) if k not in failures]
     assert np.array_equal(found[good], pixels[good])
-    assert readable([rows], bar=None) == failures
+    with pytest.raises(CorruptImageError, match=r"0004\.png"):
+        images[:]
+    (tmp_path / "0001.png").unlink()
+    with pytest.raises(CorruptImageError, match=r"0001\.png"):
+        images[1]
 
 
-def test_a_bad_mask_takes_its_image_with_it(tmp_path: Path) -> None:
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").mkdir()
-    one, _ = column(tmp_path / "a", 5)
-    two, _ = column(tmp_path / "b", 5, bad=(2,))
-    _, failures = decode_all([one, two], stop=False, bar=None)
-    assert list(failures) == [2]
-
-
-def test_stopping_stops(tmp_path: Path) -> None:
-    rows, _ = column(tmp_path, 1300, bad=(0,))
+def test_decoding_stops_at_a_failure(tmp_path: Path) -> None:
+    images, _ = column(tmp_path, 1300, bad=(0,))
     seen: list[int] = []
+    read = images._read
 
-    class Counting(Files):
-        def read(self, i: int) -> bytes:
-            seen.append(i)
-            return super().read(i)
+    def counting(i: int) -> torch.Tensor:
+        seen.append(i)
+        return read(i)
 
-    _, failures = decode_all(
-        [Rows(Counting(rows.column.paths), DECODE, (3, 6, 6))], stop=True, bar=None
-    )
-    assert list(failures) == [0]
+    with pytest.raises(CorruptImageError):
+        LazyImages(counting, torch.arange(1300), (3, 6, 6))[:]
     assert len(seen) < 1300
 
 
 def test_another_size_is_an_error_of_the_call(tmp_path: Path) -> None:
-    rows, _ = column(tmp_path, 3)
+    images, _ = column(tmp_path, 3)
     (tmp_path / "0001.png").write_bytes(png(pictures(1, 8, 7)[0]))
     with pytest.raises(DataError, match=r"0001\.png is 7 × 8 pixels.*6 × 6.*image_size"):
-        decode_all([rows], stop=False, bar=None)
+        images.decoded(slice(None), {})
 
 
-def test_the_warning_counts_and_names() -> None:
-    failures = {k: f"p{k}.png: not a readable image (x)." for k in (1, 3, 5, 7)}
-    with pytest.warns(UserWarning, match=r"skipped 4 of 9 .* p1\.png, p3\.png, p5\.png and others"):
-        kept = report_skipped(failures, 9, "mine (train)")
-    assert kept.nonzero().flatten().tolist() == [0, 2, 4, 6, 8]
+def test_the_warning_counts_and_names(tmp_path: Path) -> None:
+    write_class_folders(tmp_path / "train", {"a": 5, "b": 5})
+    for k in range(4):
+        (tmp_path / "train" / "a" / f"{k:03d}.png").write_bytes(b"x")
+    text = r"skipped 4 of 10 .*000\.png, .*001\.png, .*002\.png and others"
+    with pytest.warns(UserWarning, match=text) as seen:
+        found = data.load(tmp_path, image_size=6, on_corrupt="skip")
+    assert found.targets.tolist() == [0, 1, 1, 1, 1, 1]
+    assert Path(seen[0].filename).name == Path(__file__).name
 
 
-def test_nothing_readable_is_an_error() -> None:
-    with (
-        pytest.raises(CorruptImageError, match=r"none of the 2 images.*p0"),
-        warnings.catch_warnings(),
-    ):
-        report_skipped({0: "p0.png: not a readable image", 1: "b"}, 2, "mine")
+@pytest.mark.parametrize("size", [None, 4])
+def test_lazy_is_the_same(tmp_path: Path, size: int | None) -> None:
+    write_class_folders(tmp_path, {"a": 8, "b": 7})
+    now = data.load(tmp_path, image_size=size)
+    later = data.load(tmp_path, image_size=size, lazy=True)
+    assert later.is_lazy
+    assert torch.equal(later.images[:], now.images)
+    assert torch.equal(later.targets, now.targets)
+    assert later.measure() == now.measure()
+    assert torch.equal(pickle.loads(pickle.dumps(later.images))[:], now.images)
 
 
-def test_chosen_rows_keep_their_names(tmp_path: Path) -> None:
-    rows, pixels = column(tmp_path, 5)
-    some = Chosen(rows.column, [4, 0])
-    assert len(some) == 2
-    assert some.name(0).endswith("0004.png")
-    assert np.array_equal(decode_image(some.read(1), 3, None), pixels[0])
+def test_large_sets_are_lazy_by_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_class_folders(tmp_path / "train", {"a": 4, "b": 4})
+    size = 8 * 3 * 6 * 6
+    monkeypatch.setattr(decoding, "MEMORY_LIMIT", size)
+    assert not data.load(tmp_path).is_lazy
+    monkeypatch.setattr(decoding, "MEMORY_LIMIT", size - 1)
+    assert data.load(tmp_path).is_lazy
+    assert not data.load(tmp_path, lazy=False).is_lazy
 
 
-def test_a_file_that_vanished_is_named(tmp_path: Path) -> None:
-    rows, _ = column(tmp_path, 2)
-    (tmp_path / "0001.png").unlink()
-    with pytest.raises(CorruptImageError, match=r"0001\.png"):
-        rows(1)
-    assert torch.is_tensor(rows(0))
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Copies of any size are kept; every image that is decoded is noted."""
+    monkeypatch.setattr(decoding, "SMALLEST_COPY", 0)
+    seen: list[str] = []
+    original = Rows.__call__
+
+    def noted(self: Rows, i: int) -> torch.Tensor:
+        seen.append(str(self.column[i]))
+        return original(self, i)
+
+    monkeypatch.setattr(Rows, "__call__", noted)
+    return seen
 
 
-def test_on_corrupt_is_one_of_two() -> None:
-    check_on_corrupt("skip")
-    with pytest.raises(ValueError, match="'raise' or 'skip'"):
-        check_on_corrupt("ignore")
+def test_the_second_load_decodes_nothing(
+    tmp_path: Path, own_cache: Path, counted: list[str]
+) -> None:
+    write_class_folders(tmp_path, {"a": 5, "b": 5})
+    first = data.load(tmp_path, image_size=4)
+    assert len(counted) == 8
+    second = data.load(tmp_path, image_size=4)
+    assert len(counted) == 8
+    assert torch.equal(first.images, second.images)
+    assert torch.equal(first.targets, second.targets)
+    assert len(data.load(tmp_path, "test", image_size=4)) == 2  # the other part of the same files
+    assert len(counted) == 10
+    data.load(tmp_path, image_size=5)
+    data.load(tmp_path, image_size=4, channels=1)
+    assert len(counted) == 26
+    assert len(list((own_cache / "decoded").iterdir())) == 4
+
+
+def test_a_changed_source_is_decoded_anew(tmp_path: Path, counted: list[str]) -> None:
+    write_class_folders(tmp_path / "train", {"a": 2, "b": 2})
+    data.load(tmp_path, image_size=6)
+    other = pictures(1, seed=99)[0]
+    path = tmp_path / "train" / "a" / "000.png"
+    path.write_bytes(png(other))
+    os.utime(path, ns=(5, 5))
+    assert np.array_equal(data.load(tmp_path, image_size=6).images[0], other.transpose(2, 0, 1))
+
+
+def test_cache_false_neither_reads_nor_writes(
+    tmp_path: Path, own_cache: Path, counted: list[str]
+) -> None:
+    write_class_folders(tmp_path / "train", {"a": 2, "b": 2})
+    data.load(tmp_path, image_size=6, cache=False)
+    assert not (own_cache / "decoded").exists()
+    data.load(tmp_path, image_size=6)
+    data.load(tmp_path, image_size=6, cache=False)
+    assert len(counted) == 12
+
+
+@pytest.mark.parametrize("damage", ["cut off", "another shape"])
+def test_a_damaged_copy_is_passed_over(
+    tmp_path: Path, own_cache: Path, counted: list[str], damage: str
+) -> None:
+    from safetensors.torch import save_file
+
+    write_class_folders(tmp_path / "train", {"a": 2, "b": 2})
+    first = data.load(tmp_path, image_size=6)
+    (copy,) = (own_cache / "decoded").iterdir()
+    if damage == "cut off":
+        copy.write_bytes(copy.read_bytes()[:100])
+    else:
+        save_file({"images": first.images[:3]}, copy)
+    assert torch.equal(data.load(tmp_path, image_size=6).images, first.images)
+    assert len(counted) == 8
+
+
+def test_nothing_is_kept_of_small_sets_or_with_corrupt_images(
+    tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_class_folders(tmp_path / "train", {"a": 2, "b": 2})
+    data.load(tmp_path, image_size=6)
+    assert not (own_cache / "decoded").exists()
+    monkeypatch.setattr(decoding, "SMALLEST_COPY", 0)
+    (tmp_path / "train" / "a" / "000.png").write_bytes(b"x")
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="skipped 1 of 4"):
+            data.load(tmp_path, image_size=6, on_corrupt="skip")
+    assert not (own_cache / "decoded").exists()
+
+
+def test_a_cache_that_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_cache: Path, counted: list[str]
+) -> None:
+    import safetensors.torch
+
+    def full(tensors: object, path: Path) -> None:
+        Path(path).write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    write_class_folders(tmp_path / "set" / "train", {"a": 2, "b": 2})
+    with monkeypatch.context() as patch:
+        patch.setattr(safetensors.torch, "save_file", full)
+        assert len(data.load(tmp_path / "set", image_size=6)) == 4
+    assert list((own_cache / "decoded").iterdir()) == []
+    blocked = tmp_path / "blocked"
+    blocked.write_text("a file where the folder would be")
+    monkeypatch.setenv("EQUILIBRIA_DATA", str(blocked))
+    assert len(data.load(tmp_path / "set", image_size=6)) == 4

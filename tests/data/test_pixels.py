@@ -17,6 +17,8 @@ from equilibria.data.pixels import decode_image, decode_mask, image_shape, resha
 from tests.data.made_files import pictures, png
 
 COLOR = pictures(1, 9, 14)[0]
+
+
 GRAY = pictures(1, 9, 14, channels=1)[0]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,16 @@ import pytest
 import torch
 
 from equilibria.engine.files import SaveError, json_value, write_bytes, write_json, write_text
+
+
+@dataclass
+class Numbers:
+    a: float
+
+
+class Named:
+    def to_dict(self) -> dict[str, object]:
+        return {"b": torch.tensor([1])}
 
 
 @pytest.mark.parametrize(
@@ -26,6 +37,8 @@ from equilibria.engine.files import SaveError, json_value, write_bytes, write_js
         (np.float32(0.5), 0.5),
         (np.array([1, 2]), [1, 2]),
         (range(2), [0, 1]),
+        ([Numbers(math.inf)], [{"a": None}]),
+        (Named(), {"b": [1]}),
         (Path("a") / "b", str(Path("a") / "b")),
     ],
 )

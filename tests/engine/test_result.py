@@ -31,7 +31,8 @@ def test_the_five_ways_to_end() -> None:
     assert Result.converged == 0
     assert len({r.message for r in Result}) == 5
     for code in list(Result)[1:]:
-        assert ":" in code.message  # what happened: what helps
+        told = describe_failures({code: 1}) or ""
+        assert f"({code.message}: " in told  # what happened: what helps
 
 
 def test_counts_and_converged() -> None:

@@ -1,4 +1,4 @@
-"""Small data sets and networks for the tests of this room."""
+"""Small data sets and networks for the tests of evaluation."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Metrics of classification against numpy, scikit-learn and torchmetrics."""
+"""Metrics against numpy, scikit-learn, torchmetrics and sets of pixels."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -13,8 +14,8 @@ from sklearn.metrics import confusion_matrix, log_loss, top_k_accuracy_score
 from torch import Tensor
 from torchmetrics.functional.classification import multiclass_calibration_error
 
-from equilibria.evaluation import NonFiniteError, classification_metrics
-from equilibria.evaluation.metrics import ClassificationMeter, check_finite
+from equilibria.evaluation import NonFiniteError, classification_metrics, segmentation_metrics
+from equilibria.evaluation.metrics import ClassificationMeter, SegmentationMeter, check_finite
 
 
 def drawn(count: int, classes: int, seed: int, scale: float = 2.0) -> tuple[Tensor, Tensor]:
@@ -138,14 +139,106 @@ def test_low_precision_logits_are_judged_in_double() -> None:
     assert half.nll == same.nll
 
 
-def test_wrong_shapes() -> None:
-    with pytest.raises(ValueError, match=r"logits \[N, K\]"):
-        classification_metrics(torch.zeros(0, 3), torch.zeros(0, dtype=torch.long))
-    with pytest.raises(ValueError, match=r"expected logits \[N, 3\], got shape \(2, 4\)"):
-        ClassificationMeter(3).update(torch.zeros(2, 4), torch.zeros(2, dtype=torch.long))
-    with pytest.raises(ValueError, match=r"expected targets \[2\]"):
-        ClassificationMeter(3).update(torch.zeros(2, 3), torch.zeros(3, dtype=torch.long))
-    with pytest.raises(ValueError, match="no batch"):
-        ClassificationMeter(3).compute()
-    with pytest.raises(ValueError, match="bins=0"):
-        classification_metrics(torch.zeros(2, 3), torch.zeros(2, dtype=torch.long), bins=0)
+@settings(max_examples=30, deadline=None)
+@given(
+    count=st.integers(1, 4),
+    classes=st.integers(2, 6),
+    ignored=st.sampled_from([None, 0, 255, -100]),
+    seed=st.integers(0, 10**6),
+)
+def test_maps_against_numpy(count: int, classes: int, ignored: int | None, seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    logits = draw.normal(size=(count, classes, 5, 7))
+    target = draw.integers(0, max(1, classes - 1), (count, 5, 7))  # the last class is absent
+    if ignored is not None:
+        target[draw.random(target.shape) < 0.3] = ignored
+    found = segmentation_metrics(
+        torch.from_numpy(logits), torch.from_numpy(target), ignore_index=ignored
+    )
+    guess = logits.argmax(1)
+    counts = np.ones_like(target, bool) if ignored is None else target != ignored
+    ious = []
+    for k in range(classes):
+        own, said = (target == k) & counts, (guess == k) & counts
+        union = (own | said).sum()
+        ious.append((own & said).sum() / union if union else math.nan)
+    np.testing.assert_allclose(found.iou.numpy(), ious)
+    assert found.pixels == counts.sum()
+    if counts.any():
+        assert found.miou == pytest.approx(np.nanmean(ious))
+        assert found.accuracy == pytest.approx((guess == target)[counts].mean())
+    else:
+        assert math.isnan(found.miou)
+
+
+def test_a_class_that_is_only_predicted_counts_as_zero() -> None:
+    logits = torch.zeros(1, 3, 1, 2)
+    logits[0, 2, 0, 0] = logits[0, 0, 0, 1] = 1.0
+    found = segmentation_metrics(logits, torch.tensor([[[0, 0]]]))
+    assert found.iou.tolist()[0] == 0.5
+    assert math.isnan(found.iou[1])
+    assert float(found.iou[2]) == 0.0
+    assert found.miou == 0.25
+
+
+def test_maps_that_are_not_finite_are_named_and_left_out() -> None:
+    logits = torch.zeros(3, 2, 2, 2)
+    logits[1, 0, 0, 0] = math.nan
+    found = segmentation_metrics(logits, torch.zeros(3, 2, 2, dtype=torch.long))
+    assert found.nonfinite == (1,)
+    assert found.samples == 3
+    assert found.pixels == 8
+
+
+def test_batches_of_maps_add_up() -> None:
+    draw = torch.Generator().manual_seed(0)
+    logits, target = torch.randn(5, 4, 6, 6, generator=draw), torch.randint(0, 4, (5, 6, 6))
+    meter = SegmentationMeter(4)
+    for a, b in zip(logits.split(2), target.split(2), strict=True):
+        meter.update(a, b)
+    assert torch.equal(meter.compute().confusion, segmentation_metrics(logits, target).confusion)
+
+
+def test_edges_belong_to_the_bin_below_and_empty_bins_do_not_count() -> None:
+    # Confidences 1/2, 0.7, 0.7 and almost 1, in four bins (lo, hi].
+    logits = torch.tensor([0.0, math.log(7 / 3), math.log(7 / 3), 30.0]).double()
+    logits = torch.stack([logits, torch.zeros(4).double()], 1)
+    found = classification_metrics(logits, torch.tensor([0, 0, 1, 0]), bins=4).reliability
+    assert found.edges.tolist() == [0.0, 0.25, 0.5, 0.75, 1.0]
+    assert found.count.tolist() == [0, 1, 2, 1]
+    assert found.confidence[1:].tolist() == pytest.approx([0.5, 0.7, 1.0], rel=1e-6)
+    assert found.accuracy[1:].tolist() == pytest.approx([1.0, 0.5, 1.0])
+    assert math.isnan(found.accuracy[0])
+    assert found.ece == pytest.approx(0.5 / 4 + 0.2 * 2 / 4, rel=1e-6)
+    assert found.mce == pytest.approx(0.5)
+
+
+ZEROS = torch.zeros(2, dtype=torch.long)
+
+
+@pytest.mark.parametrize(
+    ("run", "match"),
+    [
+        (lambda: classification_metrics(torch.zeros(0, 3), ZEROS[:0]), r"logits \[N, K\]"),
+        (
+            lambda: ClassificationMeter(3).update(torch.zeros(2, 4), ZEROS),
+            r"expected logits \[N, 3\], got shape \(2, 4\)",
+        ),
+        (lambda: ClassificationMeter(3).update(torch.zeros(3, 3), ZEROS), r"targets \[3\]"),
+        (lambda: ClassificationMeter(3).compute(), "no batch"),
+        (lambda: classification_metrics(torch.zeros(2, 3), ZEROS, bins=0), "bins=0"),
+        (
+            lambda: segmentation_metrics(torch.zeros(1, 3, 2, 2), ZEROS.expand(1, 4, 2)),
+            r"maps of \(2, 2\) pixels",
+        ),
+        (
+            lambda: SegmentationMeter(3).update(torch.zeros(1, 2, 4, 4), ZEROS),
+            r"logits \[N, 3, H, W\]",
+        ),
+        (lambda: segmentation_metrics(torch.zeros(1, 3), ZEROS), "at least one sample"),
+        (lambda: SegmentationMeter(3).compute(), "no batch"),
+    ],
+)
+def test_wrong_input(run: Callable[[], object], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        run()

@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.optimize import brentq
 from torch import Tensor, nn
 
 from equilibria.engine.result import Solution
@@ -504,10 +505,11 @@ def test_local_certificates_of_the_sigmoid_kernel_name_the_equilibrium_nearby() 
     assert bound[np.isfinite(bound)].max() < 0.05
 
 
-def test_the_polynomial_kernel_of_degree_four_is_local_without_a_bound() -> None:
+def test_nothing_is_proven_of_the_polynomial_kernel_of_degree_four() -> None:
     c, z = randn(3, 4, seed=1) * 0.05, torch.zeros(3, 4, dtype=torch.float64)
     found = certify(Problem(NonNegative(), Polynomial(randn(4, 4) * 0.1, c, degree=4)), z=z)
-    assert set(found.kinds) == {Guarantee.local}
+    assert set(found.kinds) == {Guarantee.none}
+    assert (found.modulus_local > 0).all()
     assert found.error_bound.isinf().all()
     assert found.lipschitz_local is not None
     assert found.lipschitz_local.isinf().all()
@@ -570,6 +572,32 @@ def test_the_printout_is_aligned_and_names_every_number() -> None:
     assert not any(line != line.rstrip() for line in lines)
 
 
+@given(st.floats(-30.0, 30.0))
+@settings(max_examples=60, deadline=None)
+def test_a_local_guarantee_has_an_equilibrium_within_its_bound(z: float) -> None:
+    """z = 10 used to be called a strict local minimizer, with an infinite bound."""
+    w, c, gamma = 1.55, 1.880956005, 1.0
+    grid = np.linspace(0, 2, 4001)
+    gap = lambda t: w * np.exp(-gamma * (c - w * t) ** 2) * (c - w * t) - t
+    signs = np.nonzero(np.diff(np.sign(gap(grid))))[0]
+    roots = np.array([brentq(gap, grid[i], grid[i + 1], xtol=1e-15) for i in signs])
+    assert len(roots) == 3
+    coupling = Gaussian(
+        torch.tensor([[w]], dtype=torch.float64), torch.tensor([[c]], dtype=torch.float64), gamma
+    )
+    for at in (z, *(roots + 1e-5 * z)):
+        found = certify(Problem(Free(), coupling), z=torch.tensor([[at]], dtype=torch.float64))
+        near = np.abs(roots - at) <= float(found.error_bound)
+        if found.kind is Guarantee.local:
+            assert near.sum() == 1
+            root = roots[near][0]
+            assert gap(root + 1e-6) < 0 < gap(root - 1e-6)  # −G′: a minimum of G
+        else:
+            assert found.kind is Guarantee.none
+            assert "strict local" not in str(found)
+    assert certify(Problem(Free(), coupling), z=torch.full((1, 1), 10.0)).kind is Guarantee.none
+
+
 def test_one_sample_and_mixed_kinds_print() -> None:
     layer = TinyLayer()
     assert "1 sample:" in str(certify(layer, randn(1, 3, dtype=torch.float32)))
@@ -577,7 +605,8 @@ def test_one_sample_and_mixed_kinds_print() -> None:
     c = torch.full((3, 1), 1.880956005, dtype=torch.float64)
     z = torch.tensor([[0.2396931], [0.4203373], [0.5820372]], dtype=torch.float64)
     text = str(certify(Problem(Free(), Gaussian(w, c, 1.0)), z=z))
-    assert "local: a strict local minimizer; others may exist (2 of 3 samples)" in text
+    local = "local: one equilibrium within the bound below, a strict local minimizer; others may"
+    assert f"{local} exist (2 of 3 samples)" in text
     assert "none: nothing is proven (1 of 3 samples)" in text
     assert "certified for 0 of 3 samples" in text
 

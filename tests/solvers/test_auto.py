@@ -49,8 +49,22 @@ def test_steps_center_the_spectrum() -> None:
 
 def test_a_step_for_each_sample() -> None:
     m, upper = torch.tensor([0.2, 0.5]), torch.tensor([2.6, 2.2])
-    tau = eq.Auto().for_problem(lambda: (m, upper)).tau
-    torch.testing.assert_close(tau, 2.0 / (m + upper).double())
+    choice = eq.Auto().for_problem(lambda: (m, upper))
+    assert isinstance(choice.solver, eq.ProximalGradient)
+    torch.testing.assert_close(choice.tau, 1.0 / upper.double())
+
+
+def test_an_answer_does_not_depend_on_the_curvature_of_batch_mates() -> None:
+    """A mate for which G is not convex used to change the solver, and the answer by 1.5e-4."""
+    w = torch.randn(5, 6, generator=torch.Generator().manual_seed(0))
+    w = 0.9 * w / torch.linalg.matrix_norm(w, 2)
+    c = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
+    c = c * torch.logspace(-2, 0.3, 8).unsqueeze(1)
+    together = eq.minimize(eq.Problem(eq.NonNegative(), eq.Sigmoidal(w, c)))
+    for i in range(len(c)):
+        alone = eq.minimize(eq.Problem(eq.NonNegative(), eq.Sigmoidal(w, c[i : i + 1])))
+        torch.testing.assert_close(alone.value[0], together.value[i], rtol=1e-6, atol=1e-9)
+        assert alone.stats.steps[0] == together.stats.steps[i]
 
 
 def test_a_problem_whose_plain_iteration_expands_is_solved() -> None:

@@ -285,5 +285,5 @@ def _run(problem: _Problem, z0: Leaves, deps: list[Tensor]) -> Iterated:
     how.coupled = how.coupled or done.coupled
     problem.count_of.evaluations, problem.count_of.syncs = done.evaluations, done.syncs
     if done.counts is not None:
-        warn_failures(done.counts, stacklevel=2)
+        warn_failures(done.counts, stacklevel=2, options=problem.solver, dtype=z0[0].dtype)
     return done

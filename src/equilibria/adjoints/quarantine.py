@@ -12,7 +12,7 @@ are coupled every exchange does; then NaN and infinity of failed samples become 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,14 +140,16 @@ def _exchanged(fn: Map, old: Sequence[Tensor], new: Sequence[Tensor]) -> Map:
     held = [t for t in old if id(t) in swap and id(t) not in given]
     if not held:
         return fn.with_args(args)
-    inner, others = fn.fn, [swap[id(t)] for t in held]
+    others = [swap[id(t)] for t in held]
 
-    def substituted(z: Any, *given: Any) -> Any:
-        with Substitute(held, others):
-            return inner(z, *given)
+    def substituted(inner: Callable[..., Any]) -> Callable[..., Any]:
+        def within(z: Any, *given: Any) -> Any:
+            with Substitute(held, others):
+                return inner(z, *given)
 
-    like = [t for t in old if id(t) in swap]
-    return Map(substituted, args, fn.spec, like)
+        return within
+
+    return fn.wrapped(substituted, args)
 
 
 @torch.no_grad()

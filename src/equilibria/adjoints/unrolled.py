@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -77,7 +78,15 @@ class Unrolled(Adjoint):
         def recomputed(z: Any, *args: Any) -> Any:
             return checkpoint(inner, z, *args, use_reentrant=False)
 
-        return Map(recomputed, fn.args, fn.spec, like)
+        return Map(
+            recomputed,
+            fn.args,
+            fn.spec,
+            like,
+            fn.surrogate,
+            coupled=fn.coupled,
+            group=fn.group,
+        )
 
     def _run_unseen(
         self, fn: Map, z0: Leaves, solver: Solver, callback: Callback | None
@@ -103,10 +112,12 @@ class Unrolled(Adjoint):
 
 def _pinned(fn: Map, failed: Tensor, at: Leaves) -> Map:
     """The map with the states of failed samples held at ``at``."""
-    inner, spec = fn, fn.spec
 
-    def held(z: Any, *_: Any) -> Any:
-        leaves = pytree.tree_leaves(z)
-        return pytree.tree_unflatten(inner(where_sample(failed, at, leaves)), spec)
+    def held(inner: Callable[..., Any]) -> Callable[..., Any]:
+        def within(z: Any, *args: Any) -> Any:
+            leaves = where_sample(failed, at, pytree.tree_leaves(z))
+            return inner(pytree.tree_unflatten(leaves, fn.spec), *args)
 
-    return Map(held, (), spec, at)
+        return within
+
+    return fn.wrapped(held)

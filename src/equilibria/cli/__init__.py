@@ -1,1 +1,35 @@
-"""The command line, ``equilibria``: parse, call, print."""
+"""The command line: parse, call, print. What is exported is for commands of other distributions."""
+
+from .console import (
+    complain,
+    error_console,
+    fail,
+    make_folder,
+    output,
+    print_json,
+    stop,
+    write_json,
+)
+from .evaluate import prepared
+from .flags import pairs
+from .loading import Batch, Device, Root, device_of, load
+from .wording import as_flags
+
+__all__ = [
+    "Batch",
+    "Device",
+    "Root",
+    "as_flags",
+    "complain",
+    "device_of",
+    "error_console",
+    "fail",
+    "load",
+    "make_folder",
+    "output",
+    "pairs",
+    "prepared",
+    "print_json",
+    "stop",
+    "write_json",
+]

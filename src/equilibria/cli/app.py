@@ -6,14 +6,15 @@ import io
 import sys
 import traceback
 import warnings
+from importlib.metadata import entry_points
 from typing import Annotated, Any
 
 import typer
 
 from equilibria._version import __version__
 
-from . import bench, certify, data, evaluate, info, models, predict, reproduce, theory, train
-from .console import complain, error_console, stop
+from . import bench, certify, data, evaluate, info, models, predict, train
+from .console import complain, error_console, fail, stop
 from .wording import as_flags
 
 __all__ = ["app", "main"]
@@ -56,9 +57,46 @@ app.command("certify")(certify.certify)
 app.command("bench")(bench.bench)
 app.command("models")(models.models)
 app.add_typer(data.app, name="data")
-app.add_typer(theory.app, name="theory")
-app.command("reproduce")(reproduce.reproduce)
 app.command("info")(info.info)
+
+_OF_THE_PAPERS = {
+    "theory": "What the papers prove, on your own model, and an audit of every proposition.",
+    "reproduce": "The papers' tables and figures, beside ours.",
+}
+
+
+def _plug_in() -> None:
+    """Add the commands that other distributions bring: a function, or a Typer of several.
+
+    They announce them as entry points of the group ``equilibria.commands``. Where those of the
+    papers are not installed, their names stay, and say what to install.
+    """
+    found = {entry.name: entry for entry in entry_points(group="equilibria.commands")}
+    for name, entry in sorted(found.items(), reverse=True):
+        command = entry.load()
+        if isinstance(command, typer.Typer):
+            app.add_typer(command, name=name)
+        else:
+            app.command(name)(command)
+    for name in _OF_THE_PAPERS.keys() - found.keys():
+        app.command(
+            name,
+            help=f"{_OF_THE_PAPERS[name]} Needs equilibria-papers.",
+            context_settings={"ignore_unknown_options": True},
+            add_help_option=False,
+        )(_absent)
+
+
+def _absent(
+    context: typer.Context, rest: Annotated[list[str] | None, typer.Argument()] = None
+) -> None:
+    raise fail(
+        f"`equilibria {context.info_name}` comes with another distribution.",
+        "pip install equilibria-papers",
+    )
+
+
+_plug_in()
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -70,7 +70,7 @@ def bench(
     A copy of the network runs real training steps and inferences. The optimizer's rate is 0, so
     that its weights stay as they are.
     """
-    from equilibria.evaluation import timing
+    from equilibria import evaluation
 
     if (weights is None) == (model is None):
         raise fail("give weights or --model, one of them.", "`equilibria models` lists the names.")
@@ -92,7 +92,7 @@ def bench(
         if images is None
         else _batch(network, images, batch_size)
     )
-    profile = timing.profile_model(
+    profile = evaluation.profile_model(
         network,
         x,
         y,
@@ -176,7 +176,7 @@ def _random(network: Any, shape: str | None, batch: int) -> tuple[Any, None]:
 
 def _batch(network: Any, images: Any, batch: int) -> tuple[Any, Any]:
     """The first images, normalized as the network was trained, and their targets."""
-    from equilibria.evaluation.running import check_pair, model_input
+    from equilibria.evaluation import check_pair, model_input
 
     if getattr(network, "extra", {}).get("mean"):
         images = images.with_normalization_of(network.extra)

@@ -21,7 +21,7 @@ _PACKAGES = (
     "pillow",
     "safetensors",
     "scikit-learn",
-    "kornia",
+    "huggingface_hub",
     "captum",
     "tensorboard",
     "matplotlib",

@@ -1,46 +1,36 @@
-"""Images and labels: digits, MNIST, CIFAR, folders of yours, in batches on the device."""
+"""Data sets: found on disk or fetched, decoded, checked, and made into batches on the device.
 
+What belongs here: a reader of a layout of files, the facts of a data set (catalog.py), an
+augmentation. What does not: models, losses, metrics.
+"""
+
+from .augmentation import (
+    Augmentation,
+    ColorJitter,
+    Crop,
+    CutMix,
+    Cutout,
+    Flip,
+    Mixup,
+    RandAugment,
+    ResizedCrop,
+    Transform,
+    build_augmentation,
+)
 from .batches import Batches
-from .cards import DataCard, describe, names
-from .checking import CheckReport, check
-from .color import ColorJitter
-from .errors import CorruptImageError, DataError, DataNotFoundError
-from .geometry import Crop, Cutout, Flip, ResizedCrop
-from .image_data import IGNORE, ImageData
-from .lazy import LazyImages
-from .loading import load
-from .mixing import CutMix, Mixup
+from .catalog import DataCard, describe, names
+from .data_check import CheckReport, check
+from .decoding import LazyImages
+from .image_data import ImageData
+from .loader import find_named, load
 from .pixels import read_image
-from .places import cache_dir
-from .rand_augment import RandAugment
-from .recipes import build_augmentation
-from .transform import Augmentation, Transform
+from .sampling import held_out
+from .sources import IGNORE, CorruptImageError, DataError, DataNotFoundError, cache_dir
 
+# fmt: off
 __all__ = [
-    "IGNORE",
-    "Augmentation",
-    "Batches",
-    "CheckReport",
-    "ColorJitter",
-    "CorruptImageError",
-    "Crop",
-    "CutMix",
-    "Cutout",
-    "DataCard",
-    "DataError",
-    "DataNotFoundError",
-    "Flip",
-    "ImageData",
-    "LazyImages",
-    "Mixup",
-    "RandAugment",
-    "ResizedCrop",
-    "Transform",
-    "build_augmentation",
-    "cache_dir",
-    "check",
-    "describe",
-    "load",
-    "names",
-    "read_image",
+    "IGNORE", "Augmentation", "Batches", "CheckReport", "ColorJitter", "CorruptImageError", "Crop",
+    "CutMix", "Cutout", "DataCard", "DataError", "DataNotFoundError", "Flip", "ImageData",
+    "LazyImages", "Mixup", "RandAugment", "ResizedCrop", "Transform", "build_augmentation",
+    "cache_dir", "check", "describe", "find_named", "held_out", "load", "names", "read_image",
 ]

@@ -10,16 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .counting import mix
+from .augmentation import Transform
+from .decoding import LazyImages
 from .image_data import ImageData
-from .lazy import LazyImages
-from .sharding import Shards
-from .transform import Transform
-
-__all__ = ["Batches"]
+from .sampling import Shards, mix
 
 _SHARE_OF_MEMORY = 0.5
 Pair = tuple[Tensor, Tensor]
+Bounds = list[tuple[int, tuple[int, int]]]
 
 
 class Batches:
@@ -76,8 +74,7 @@ class Batches:
         self.shuffle, self.seed, self.augment = shuffle, seed, augment
         self.dtype, self.prefetch = dtype, prefetch
         self.format = torch.channels_last if channels_last else torch.contiguous_format
-        self.epoch = 0
-        self._start = 0
+        self.epoch = self._start = 0
         self.resident = self._fits(dataset) if resident is None else resident
         if self.resident and dataset.is_lazy:
             raise ValueError(
@@ -108,35 +105,25 @@ class Batches:
         self._start = 0
         order = self.shards.order(self.seed, epoch, shuffle=self.shuffle)
         bounds = list(enumerate(self.shards.bounds()))[start:]
-        return (
-            self._resident(order, bounds, epoch)
-            if self.resident
-            else self._ahead(order, bounds, epoch)
-        )
+        rows = self._resident(order, bounds) if self.resident else self._ahead(order, bounds)
+        return self._finished(rows, epoch)
 
-    def _resident(
-        self, order: Tensor, bounds: list[tuple[int, tuple[int, int]]], epoch: int
-    ) -> Iterator[Pair]:
+    def _resident(self, order: Tensor, bounds: Bounds) -> Iterator[tuple[int, Tensor, Tensor]]:
         order = order.to(self.device)  # once an epoch: batches are slices of it
-        generator = torch.Generator(self.device)
         for number, (first, last) in bounds:
             index = order[first:last]
-            x, y = self.dataset.images[index], self.dataset.targets[index]
-            yield self._finished(x, y, generator, epoch, number)
+            yield number, self.dataset.images[index], self.dataset.targets[index]
 
-    def _ahead(
-        self, order: Tensor, bounds: list[tuple[int, tuple[int, int]]], epoch: int
-    ) -> Iterator[Pair]:
-        generator = torch.Generator(self.device)
+    def _ahead(self, order: Tensor, bounds: Bounds) -> Iterator[tuple[int, Tensor, Tensor]]:
         pin = self.device.type == "cuda"
 
-        def ready(first: int, last: int) -> Pair:
-            index = order[first:last]
-            pair = self._rows(self.dataset.images, index), self._rows(self.dataset.targets, index)
-            return (pair[0].pin_memory(), pair[1].pin_memory()) if pin else pair
+        def ready(first: int, last: int) -> list[Tensor]:
+            sources = (self.dataset.images, self.dataset.targets)
+            rows = [source[order[first:last].to(source.device)] for source in sources]
+            return [part.pin_memory() for part in rows] if pin else rows
 
         pool = ThreadPoolExecutor(1, thread_name_prefix="batches")
-        waiting: deque[tuple[int, Future[Pair]]] = deque()
+        waiting: deque[tuple[int, Future[list[Tensor]]]] = deque()
         rest = iter(bounds)
         try:
             while True:
@@ -146,29 +133,27 @@ class Batches:
                     return
                 number, future = waiting.popleft()
                 x, y = (rows.to(self.device, non_blocking=pin) for rows in future.result())
-                yield self._finished(x, y, generator, epoch, number)
+                yield number, x, y
         finally:  # also when the loop over the batches is left early
             pool.shutdown(wait=True, cancel_futures=True)
 
-    @staticmethod
-    def _rows(source: Tensor | LazyImages, index: Tensor) -> Tensor:
-        return source[index.to(source.device)]
+    def _finished(self, rows: Iterator[tuple[int, Tensor, Tensor]], epoch: int) -> Iterator[Pair]:
+        """x/255, augmented by the numbers of (seed, epoch, batch, rank), normalized."""
+        generator = torch.Generator(self.device)
+        for number, x, y in rows:
+            generator.manual_seed(mix(self.seed, epoch, number, self.shards.rank))
+            yield self._one(x, y, generator)
 
     @torch.no_grad()
-    def _finished(
-        self, x: Tensor, y: Tensor, generator: torch.Generator, epoch: int, number: int
-    ) -> Pair:
-        """x/255, augmented by the numbers of (seed, epoch, batch, rank), normalized."""
+    def _one(self, x: Tensor, y: Tensor, generator: torch.Generator) -> Pair:
         x = x.float() / 255.0
-        if self.augment is not None:
-            generator.manual_seed(mix(self.seed, epoch, number, self.shards.rank))
-            if isinstance(self.augment, Transform):
-                x, changed = self.augment.apply(x, y, generator)
-                y = y if changed is None else changed
-            elif self.dataset.task == "segmentation":
-                x, y = self.augment(x, y, generator)
-            else:
-                x = self.augment(x, generator)
+        if isinstance(self.augment, Transform):
+            x, changed = self.augment.apply(x, y, generator)
+            y = y if changed is None else changed
+        elif self.augment is not None and self.dataset.task == "segmentation":
+            x, y = self.augment(x, y, generator)
+        elif self.augment is not None:
+            x = self.augment(x, generator)
         x = (x - self._mean) / self._std
         return x.to(self.dtype).contiguous(memory_format=self.format), y
 
@@ -177,19 +162,10 @@ class Batches:
         images, targets = dataset.images, dataset.targets
         if isinstance(images, LazyImages) or isinstance(targets, LazyImages):
             return False
-        if self.device.type == "cpu" or _same(images.device, self.device):
+        named = torch.empty(0, device=self.device).device  # "cuda" names the current one
+        if self.device.type == "cpu" or images.device == named:
             return True
         size = sum(t.numel() * t.element_size() for t in (images, targets))
         if self.device.type == "cuda":
             return size < _SHARE_OF_MEMORY * torch.cuda.mem_get_info(self.device)[0]
         return size < 2**31
-
-
-def _same(a: torch.device, b: torch.device) -> bool:
-    """Whether ``a`` is the device that ``b`` names; "cuda" names the current one."""
-    if a.type != b.type:
-        return False
-    if b.type != "cuda":
-        return True
-    named: int | None = b.index
-    return bool(a.index == (torch.cuda.current_device() if named is None else named))

@@ -1,137 +1,309 @@
-"""A column of encoded images to one tensor, in threads, with a progress bar."""
+"""Columns of encoded images to tensors: all at once with a copy in the cache, or by the batch."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from .encoded import Encoded
-from .errors import CorruptImageError, DataError
-from .extras import progress_bar
-from .lazy import decoding_threads
+from equilibria.engine.optional import needs
 
-__all__ = ["OnCorrupt", "Rows", "check_on_corrupt", "decode_all", "readable", "report_skipped"]
+from .pixels import decode_image, decode_mask, image_shape, reshape_pixels
+from .sources import (
+    CorruptImageError,
+    DataError,
+    Encoded,
+    Found,
+    Task,
+    cache_dir,
+    fingerprint,
+    replacing,
+)
 
+T = TypeVar("T")
 OnCorrupt = Literal["raise", "skip"]
+
+MEMORY_LIMIT = 4 * 2**30
+"""Decoded bytes up to which a split is kept in memory; above, images are decoded by the batch."""
+SMALLEST_COPY = 4 * 2**20
+"""Sets of fewer bytes are decoded in less than a second: no copy of them is kept."""
+_FORMAT = 1  # of decoded copies: a new number makes the old ones unused
 _CHUNK = 128
-_NAMED = 3
+
+
+def as_index(index: Any, count: int) -> Tensor:
+    """Positions in 0 … count − 1, long [n], from a slice, range, sequence, tensor or mask."""
+    if not isinstance(index, slice):
+        index = index.detach().cpu() if isinstance(index, Tensor) else torch.tensor(list(index))
+        index = index.long() if index.numel() == 0 else index
+    found = torch.arange(count)[index]
+    if found.ndim != 1:
+        raise IndexError(f"expected a one-dimensional index, got shape {tuple(index.shape)}.")
+    return found
+
+
+class LazyImages:
+    """A stack [N, …] whose rows are decoded when indexed, in threads.
+
+    ``read(i)`` gives row i of the source as a tensor of ``row_shape``; ``index`` chooses and orders
+    the rows. Indexing takes an integer, a slice, a sequence, a LongTensor or a mask, and gives a
+    tensor on the CPU.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[int], Tensor],
+        index: Tensor,
+        row_shape: Sequence[int],
+        dtype: torch.dtype = torch.uint8,
+    ) -> None:
+        self._read, self._index = read, index
+        self.shape, self.ndim = torch.Size((len(index), *row_shape)), 1 + len(row_shape)
+        self.dtype, self.device = dtype, torch.device("cpu")
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        if isinstance(index, int) or (isinstance(index, Tensor) and index.ndim == 0):
+            return self._row(int(self._index[int(index)]))
+        return self.decoded(index)
+
+    def subset(self, index: Any) -> LazyImages:
+        """The rows at ``index``, still encoded."""
+        chosen = self._index[as_index(index, len(self))]
+        return LazyImages(self._read, chosen, self.shape[1:], self.dtype)
+
+    def decoded(
+        self,
+        index: Any,
+        failures: dict[int, str] | None = None,
+        bar: str | None = None,
+        keep: bool = True,
+    ) -> Tensor:
+        """The rows at ``index``, with a progress bar if it has a name; none without ``keep``.
+
+        With ``failures``, the reason why a row cannot be read is noted there instead of raised.
+        """
+        rows = self._index[as_index(index, len(self))].tolist()
+        out = torch.empty((len(rows) if keep else 0, *self.shape[1:]), dtype=self.dtype)
+
+        def fill(places: range) -> None:
+            for k in places:
+                try:
+                    row = self._row(rows[k])
+                    if keep:
+                        out[k] = row
+                except CorruptImageError as error:
+                    if failures is None:
+                        raise
+                    failures[rows[k]] = str(error)
+
+        # The processors that this process may use, where the system says which.
+        threads = (
+            len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        )
+        threads = min(32, threads or 1)
+        step = max(1, min(_CHUNK, -(-len(rows) // (4 * threads))))
+        spans = [range(k, min(k + step, len(rows))) for k in range(0, len(rows), step)]
+        pool = ThreadPoolExecutor(threads, thread_name_prefix="decode")
+        try:
+            done: Iterable[None] = pool.map(fill, spans)
+            if bar is not None and len(rows) > 4 * _CHUNK:
+                with needs("rich", "The progress bar (progress=True)"):
+                    from rich.console import Console
+                    from rich.progress import track
+                console = Console(stderr=True)
+                done = track(done, bar, len(spans), console=console, transient=True)
+            for _ in done:
+                pass
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+        return out
+
+    def _row(self, row: int) -> Tensor:
+        found = self._read(row)
+        if found.shape != self.shape[1:]:
+            raise ValueError(
+                f"row {row} has shape {tuple(found.shape)}, the others {tuple(self.shape[1:])}."
+            )
+        return found
 
 
 @dataclass(frozen=True)
 class Rows:
-    """A column, how to make a row of it, and the shape that every row must have (if known)."""
+    """A column, how to decode a row of it, and the shape that every row must have.
 
-    column: Encoded
+    With ``ids``, row i is long: ``ids`` [256] of its values, none of which may be −1.
+    """
+
+    column: Sequence[Encoded]
     decode: Callable[[bytes], Tensor]
-    shape: tuple[int, ...] | None = None
+    shape: tuple[int, ...]
+    ids: Tensor | None = None
 
     def __call__(self, i: int) -> Tensor:
         """Row ``i``, or CorruptImageError with its name.
 
         Another shape is an error of the call, not of the image: images of one set have one size.
         """
-        try:
-            row = self.decode(self.column.read(i))
-        except (CorruptImageError, OSError) as error:
-            raise CorruptImageError(
-                f"{self.column.name(i)}: not a readable image ({error}). Repair or remove it, or "
-                "pass on_corrupt='skip' to go on without it."
-            ) from error
-        if self.shape is not None and tuple(row.shape) != self.shape:
+        row = _read_row(self.column[i], self.decode)
+        if tuple(row.shape) != self.shape:
             raise DataError(
-                f"{self.column.name(i)} is {row.shape[-1]} × {row.shape[-2]} pixels, the first "
+                f"{self.column[i]} is {row.shape[-1]} × {row.shape[-2]} pixels, the first "
                 f"image {self.shape[-1]} × {self.shape[-2]}; images of one set need one size: pass "
                 "image_size=…"
             )
-        return row
+        return row if self.ids is None else _classes(row[None], self.ids, self.column[i : i + 1])[0]
 
 
-def check_on_corrupt(value: str) -> None:
-    """Raise unless ``value`` is "raise" or "skip"."""
-    if value not in ("raise", "skip"):
-        raise ValueError(f"on_corrupt={value!r}: expected 'raise' or 'skip'.")
+def decode(
+    found: Found,
+    task: Task,
+    name: str,
+    channels: int,
+    size: int | None,
+    on_corrupt: OnCorrupt,
+    lazy: bool | None,
+    cache: bool,
+    progress: bool,
+) -> tuple[Tensor | LazyImages, Tensor | LazyImages, Found]:
+    """Images, targets, and what was found without the samples that were skipped."""
+    source, where = found.images, f"{name} ({found.split})"
+    if isinstance(source, Tensor):
+        if source.shape[1] != channels or size not in (None, source.shape[2]):
+            source = torch.stack([reshape_pixels(image, channels, size) for image in source])
+        return source, cast(Tensor, found.targets), found
+    square, index = task == "classification", torch.arange(len(source))
+    if square and size is not None:
+        shape = (size, size)
+    else:
+        look = partial(image_shape, size=size, square=square)
+        shape = _first_shape(source, look, on_corrupt == "raise", where)
+    read = Rows(
+        source,
+        partial(decode_image, channels=channels, size=size, square=square),
+        (channels, *shape),
+    )
+    stacks = {"images": LazyImages(read, index, read.shape)}
+    if found.masks is not None:
+        read = Rows(found.masks, partial(decode_mask, size=size), shape)
+        stacks["masks"] = LazyImages(read, index, shape)
+    bar = f"decoding {where}" if progress else None
+    failures: dict[int, str] | None = {} if on_corrupt == "skip" else None
+    if lazy is None:  # masks are long in the end
+        lazy = len(source) * shape[0] * shape[1] * (channels + 8 * len(stacks) - 8) > MEMORY_LIMIT
+    if lazy:
+        if failures is not None:  # the count has to be known before the first batch
+            for stack in stacks.values():
+                stack.decoded(slice(None), failures, bar, keep=False)
+        kept = _readable(failures, len(source), where)
+        rows, found = stacks["images"].subset(kept), found.chosen(kept)
+        if found.mask_ids is None:
+            return rows, cast(Tensor, found.targets), found
+        read = replace(read, ids=found.mask_ids)
+        return rows, LazyImages(read, kept, shape, torch.int64), found
+    path = _copy_path(found, task, name, channels, size) if cache else None
+    tensors = read_copy(path, {kind: stack.shape for kind, stack in stacks.items()})
+    if tensors is None:
+        tensors = {k: stack.decoded(slice(None), failures, bar) for k, stack in stacks.items()}
+        if failures:
+            kept = _readable(failures, len(source), where)
+            tensors, found = {k: t[kept] for k, t in tensors.items()}, found.chosen(kept)
+        else:
+            write_copy(path, tensors)
+    if found.masks is None or found.mask_ids is None:
+        return tensors["images"], cast(Tensor, found.targets), found
+    return tensors["images"], _classes(tensors["masks"], found.mask_ids, found.masks), found
 
 
-def decode_all(
-    columns: list[Rows], *, stop: bool, bar: str | None
-) -> tuple[list[Tensor], dict[int, str]]:
-    """Every row of every column, uint8 [N, *shape] each, and why the rows that failed did.
-
-    With ``stop`` nothing more is decoded after a failure. A row fails as a whole: where a mask
-    cannot be read, its image is of no use.
-    """
-    count = len(columns[0].column)
-    outs = [torch.empty((count, *(c.shape or ())), dtype=torch.uint8) for c in columns]
-
-    def fill(i: int) -> None:
-        for column, out in zip(columns, outs, strict=True):
-            out[i] = column(i)
-
-    return outs, _failures(count, fill, stop, bar)
-
-
-def readable(columns: list[Rows], *, bar: str | None) -> dict[int, str]:
-    """Why the rows that cannot be decoded cannot, keeping none of them in memory."""
-
-    def look(i: int) -> None:
-        for column in columns:
-            column(i)
-
-    return _failures(len(columns[0].column), look, False, bar)
-
-
-def report_skipped(failures: dict[int, str], count: int, where: str) -> Tensor:
-    """A mask [count] of the rows that are kept; one warning says how many are not, and which."""
+def _readable(failures: dict[int, str] | None, count: int, where: str) -> Tensor:
+    """The positions of the rows that are kept; one warning counts and names those that are not."""
+    if not failures:
+        return torch.arange(count)
     if len(failures) == count:
         raise CorruptImageError(
             f"{where}: none of the {count} images can be read; the first: {failures[min(failures)]}"
         )
-    first = [failures[i].split(": not a readable", 1)[0] for i in sorted(failures)[:_NAMED]]
-    more = " and others" if len(failures) > _NAMED else ""
+    first = [failures[i].split(": not a readable", 1)[0] for i in sorted(failures)[:3]]
+    more = " and others" if len(failures) > 3 else ""
     warnings.warn(
         f"{where}: skipped {len(failures)} of {count} images that cannot be read: "
         f"{', '.join(first)}{more}",
-        stacklevel=3,
+        stacklevel=4,
     )
-    kept = torch.ones(count, dtype=torch.bool)
-    kept[sorted(failures)] = False
-    return kept
+    return torch.tensor([i for i in range(count) if i not in failures])
 
 
-def _failures(
-    count: int, work: Callable[[int], None], stop: bool, bar: str | None
-) -> dict[int, str]:
-    """Do ``work(0 … count − 1)`` in threads; the messages of CorruptImageErrors by number."""
-
-    def chunk(places: Iterable[int]) -> dict[int, str]:
-        failed = {}
-        for i in places:
-            try:
-                work(i)
-            except CorruptImageError as error:
-                failed[i] = str(error)
-        return failed
-
-    chunks = [range(k, min(k + _CHUNK, count)) for k in range(0, count, _CHUNK)]
-    failures: dict[int, str] = {}
-    pool = ThreadPoolExecutor(decoding_threads(), thread_name_prefix="decode")
+def _read_row(row: Encoded, decode: Callable[[bytes], T]) -> T:
     try:
-        results = pool.map(chunk, chunks)
-        with nullcontext() if bar is None or len(chunks) < 4 else progress_bar(True) as progress:
-            task = None if progress is None else progress.add_task(bar or "", total=count)
-            for places, failed in zip(chunks, results, strict=True):
-                failures.update(failed)
-                if progress is not None and task is not None:
-                    progress.advance(task, len(places))
-                if stop and failures:
-                    break
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
-    return failures
+        return decode(row.read_bytes())
+    except (CorruptImageError, OSError) as error:
+        raise CorruptImageError(
+            f"{row}: not a readable image ({error}). Repair or remove it, or pass "
+            "on_corrupt='skip' to go on without it."
+        ) from error
+
+
+def _first_shape(
+    source: Sequence[Encoded], look: Callable[[bytes], tuple[int, int]], stop: bool, where: str
+) -> tuple[int, int]:
+    """(height, width) of every image, by the first that can be read."""
+    for row in source:
+        try:
+            return _read_row(row, look)
+        except CorruptImageError:
+            if stop:
+                raise
+    raise CorruptImageError(f"{where}: none of the {len(source)} images can be read.")
+
+
+def _classes(masks: Tensor, ids: Tensor, column: Sequence[Encoded]) -> Tensor:
+    """Long [N, H, W]: ``ids`` of every value of uint8 masks; −1 in ``ids`` is refused, by name."""
+    found = ids[masks.long()]
+    wrong = found < 0
+    if bool(wrong.any()):
+        first = wrong.nonzero()[0]
+        raise DataError(
+            f"{column[int(first[0])]}: the mask has the value {int(masks[tuple(first)])}, which "
+            "stands for no class."
+        )
+    return found
+
+
+def _copy_path(found: Found, task: Task, name: str, channels: int, size: int | None) -> Path | None:
+    if not all(file.exists() for file in found.files):
+        return None
+    words = (_FORMAT, found.split, len(found.images), channels, size, task)
+    key = fingerprint(*words, files=found.files)
+    plain = "".join(c if c.isalnum() or c in "-_" else "_" for c in name)[-40:]
+    return cache_dir() / "decoded" / f"{plain}-{found.split}-{key}.safetensors"
+
+
+def read_copy(path: Path | None, shapes: dict[str, torch.Size]) -> dict[str, Tensor] | None:
+    """The tensors in a decoded copy, if it is there, whole, and of these shapes."""
+    with contextlib.suppress(Exception):  # nothing depends on copies: else the sources are decoded
+        from safetensors.torch import load_file
+
+        found: dict[str, Tensor] = load_file(path or "")
+        if {kind: tensor.shape for kind, tensor in found.items()} == shapes:
+            return found
+    return None
+
+
+def write_copy(path: Path | None, tensors: dict[str, Tensor]) -> None:
+    """Keep a decoded copy where it is worth it and the folder can be written."""
+    if path is not None and sum(t.nbytes for t in tensors.values()) >= SMALLEST_COPY:
+        with contextlib.suppress(Exception), replacing(path) as temporary:
+            from safetensors.torch import save_file
+
+            save_file(tensors, temporary)

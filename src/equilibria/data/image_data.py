@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .errors import DataError
-from .lazy import LazyImages, as_index
-from .splitting import held_out
-
-__all__ = ["IGNORE", "ImageData", "Task"]
-
-IGNORE = 255
-"""The label of pixels that belong to no class; ``ignore_index`` of every segmentation set."""
-
-Task = Literal["classification", "segmentation"]
+from .decoding import LazyImages, as_index
+from .sampling import held_out
+from .sources import DataError, Task
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -44,60 +36,53 @@ class ImageData:
     superclass_names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        where = f"{self.name} ({self.split_name})"
-        shape = tuple(self.images.shape)
-        if len(shape) != 4 or self.images.dtype != torch.uint8:
-            raise DataError(
-                f"{where}: images are {self.images.dtype} {shape}; expected uint8 [N, C, H, W]."
-            )
-        if shape[0] == 0:
-            raise DataError(f"{where}: there are no images.")
-        if self.task not in ("classification", "segmentation"):
-            raise DataError(f"{where}: task={self.task!r}; expected classification, segmentation.")
-        expected = shape[:1] if self.task == "classification" else (shape[0], *shape[2:])
-        if tuple(self.targets.shape) != expected or self.targets.dtype != torch.int64:
-            raise DataError(
-                f"{where}: targets are {self.targets.dtype} {tuple(self.targets.shape)} for images "
-                f"{shape}; {self.task} expects int64 {expected}."
-            )
-        if len(self.mean) != shape[1] or len(self.std) != shape[1]:
-            raise DataError(
-                f"{where}: {len(self.mean)} means and {len(self.std)} standard deviations for "
-                f"{shape[1]} channel(s)."
-            )
-        if not all(math.isfinite(m) for m in self.mean) or not all(
-            math.isfinite(s) and s > 0 for s in self.std
-        ):
-            raise DataError(f"{where}: mean={self.mean}, std={self.std}; std must be positive.")
-        if isinstance(self.targets, Tensor):
-            self._check_range(where, self.targets)
-        if self.superclasses is not None and tuple(self.superclasses.shape) != shape[:1]:
-            raise DataError(
-                f"{where}: superclasses of shape {tuple(self.superclasses.shape)} for {shape[0]} "
-                "samples; expected one a sample."
-            )
+        problem = self._problem()
+        if problem:
+            raise DataError(f"{self.name} ({self.split_name}): {problem}.")
 
-    def _check_range(self, where: str, targets: Tensor) -> None:
-        wrong = (targets < 0) | (targets >= len(self.classes))
-        if self.ignore_index is not None:
-            wrong &= targets != self.ignore_index
-        if bool(wrong.any()):
-            first = wrong.nonzero()[0]
-            value = int(targets[tuple(first)])
-            raise DataError(
-                f"{where}: sample {int(first[0])} has label {value}, and there are "
-                f"{len(self.classes)} classes: labels go from 0 to {len(self.classes) - 1}."
+    def _problem(self) -> str:
+        """What is wrong with the fields, or nothing."""
+        shape, targets = tuple(self.images.shape), self.targets
+        if len(shape) != 4 or self.images.dtype != torch.uint8:
+            return f"images are {self.images.dtype} {shape}; expected uint8 [N, C, H, W]"
+        if shape[0] == 0:
+            return "there are no images"
+        if self.task not in ("classification", "segmentation"):
+            return f"task={self.task!r}; expected classification, segmentation"
+        expected = shape[:1] if self.task == "classification" else (shape[0], *shape[2:])
+        if tuple(targets.shape) != expected or targets.dtype != torch.int64:
+            return (
+                f"targets are {targets.dtype} {tuple(targets.shape)} for images {shape}; "
+                f"{self.task} expects int64 {expected}"
             )
+        means, stds = len(self.mean), len(self.std)
+        if not means == stds == shape[1]:
+            return f"{means} means and {stds} standard deviations for {shape[1]} channel(s)"
+        if not all(map(math.isfinite, (*self.mean, *self.std))) or min(self.std) <= 0:
+            return f"mean={self.mean}, std={self.std}; std must be positive"
+        if isinstance(targets, Tensor):
+            wrong = (targets < 0) | (targets >= len(self.classes))
+            if self.ignore_index is not None:
+                wrong &= targets != self.ignore_index
+            if bool(wrong.any()):
+                first = wrong.nonzero()[0]
+                return (
+                    f"sample {int(first[0])} has label {int(targets[tuple(first)])}, and there are "
+                    f"{len(self.classes)} classes: labels go from 0 to {len(self.classes) - 1}"
+                )
+        above = shape[:1] if self.superclasses is None else tuple(self.superclasses.shape)
+        if above != shape[:1]:
+            return f"superclasses of shape {above} for {shape[0]} samples; expected one a sample"
+        return ""
 
     def __len__(self) -> int:
         return len(self.images)
 
     def __repr__(self) -> str:
-        kind = "lazy, " if isinstance(self.images, LazyImages) else ""
         size = "×".join(str(n) for n in self.images.shape[1:])
         return (
             f"ImageData({self.name}, {self.split_name}: {len(self):,} images {size}, "
-            f"{len(self.classes)} classes, {kind}{self.task})"
+            f"{len(self.classes)} classes, {'lazy, ' if self.is_lazy else ''}{self.task})"
         )
 
     @property
@@ -124,15 +109,25 @@ class ImageData:
         table[self.targets.cpu()] = self.superclasses.cpu()
         return table
 
+    def _each(self, change: Any) -> ImageData:
+        """``change`` of everything that has one row a sample."""
+        above = self.superclasses
+        return replace(
+            self,
+            images=change(self.images),
+            targets=change(self.targets),
+            superclasses=None if above is None else change(above),
+        )
+
     def subset(self, index: Any) -> ImageData:
         """The samples at ``index``: a sequence, range, slice, LongTensor or mask."""
         chosen = as_index(index, len(self))
-        above = self.superclasses
-        return dataclasses.replace(
-            self,
-            images=_take(self.images, chosen),
-            targets=_take(self.targets, chosen),
-            superclasses=None if above is None else above[chosen.to(above.device)],
+        return self._each(
+            lambda rows: (
+                rows.subset(chosen)
+                if isinstance(rows, LazyImages)
+                else rows[chosen.to(rows.device)]
+            )
         )
 
     def split(self, fraction: float, seed: int = 0) -> tuple[ImageData, ImageData]:
@@ -145,27 +140,17 @@ class ImageData:
 
     def to(self, device: torch.device | str) -> ImageData:
         """The same on another device; what is lazy stays where it is and moves by the batch."""
-        images, targets, above = self.images, self.targets, self.superclasses
-        return dataclasses.replace(
-            self,
-            images=images if isinstance(images, LazyImages) else images.to(device),
-            targets=targets if isinstance(targets, LazyImages) else targets.to(device),
-            superclasses=None if above is None else above.to(device),
-        )
+        return self._each(lambda rows: rows if isinstance(rows, LazyImages) else rows.to(device))
 
     def normalize(self, batch: Tensor) -> Tensor:
         """(x/255 − mean)/std of a uint8 batch [B, C, H, W]; floats are taken to be x/255."""
         x = batch.float() / 255.0 if batch.dtype == torch.uint8 else batch
-        shape = (1, -1, 1, 1) if batch.ndim == 4 else (-1, 1, 1)
-        mean = torch.tensor(self.mean, dtype=x.dtype, device=x.device).view(shape)
-        std = torch.tensor(self.std, dtype=x.dtype, device=x.device).view(shape)
+        mean, std = (x.new_tensor(values).view(-1, 1, 1) for values in (self.mean, self.std))
         return (x - mean) / std
 
     def with_normalization(self, mean: Any, std: Any) -> ImageData:
         """The same data, normalized by other numbers (one a channel, for values from 0 to 1)."""
-        return dataclasses.replace(
-            self, mean=tuple(float(m) for m in mean), std=tuple(float(s) for s in std)
-        )
+        return replace(self, mean=tuple(float(m) for m in mean), std=tuple(float(s) for s in std))
 
     def with_normalization_of(self, extra: Mapping[str, Any]) -> ImageData:
         """The same data, normalized by ``extra["mean"]`` and ``extra["std"]`` of saved weights."""
@@ -177,8 +162,8 @@ class ImageData:
     def measure(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """(mean, std) of every channel over all pixels, for values from 0 to 1, in float64."""
         first = torch.zeros(self.channels, dtype=torch.float64)
-        second = torch.zeros(self.channels, dtype=torch.float64)
-        batch_size = max(1, 2**23 // self.images[0].numel())  # 64 MiB in float64
+        second = torch.zeros_like(first)
+        batch_size = max(1, 2**23 // math.prod(self.images.shape[1:]))  # 64 MiB in float64
         for start in range(0, len(self), batch_size):
             x = self.images[start : start + batch_size].to(torch.float64)
             first += x.sum(dim=(0, 2, 3)).cpu()
@@ -187,9 +172,3 @@ class ImageData:
         mean = first / count
         std = (second / count - mean.square()).clamp(min=0).sqrt()
         return tuple((mean / 255).tolist()), tuple((std / 255).tolist())
-
-
-def _take(rows: Tensor | LazyImages, chosen: Tensor) -> Tensor | LazyImages:
-    if isinstance(rows, LazyImages):
-        return rows.subset(chosen)
-    return rows[chosen.to(rows.device)]

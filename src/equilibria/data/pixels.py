@@ -1,4 +1,4 @@
-"""One encoded image to pixels: the formats allowed, the sizes allowed, the middle square."""
+"""One encoded image to pixels, by Pillow: the formats and sizes allowed, the middle square."""
 
 from __future__ import annotations
 
@@ -9,20 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .errors import CorruptImageError
-from .extras import numpy, pillow
+from equilibria.engine.optional import needs
 
-__all__ = [
-    "MOST_PIXELS",
-    "decode_image",
-    "decode_mask",
-    "image_shape",
-    "read_image",
-    "reshape_pixels",
-]
+from .sources import CorruptImageError
 
 MOST_PIXELS = 2**26
-"""67 megapixels: a picture that says it is larger is more likely an attack than a picture."""
+"""67 megapixels: an image that claims to be larger is more likely an attack than an image."""
 
 # EPS and the like run programs; these formats are decoded and nothing else happens.
 _FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
@@ -32,10 +24,10 @@ def decode_image(data: bytes, channels: int, size: int | None, *, square: bool =
     """The pixels of an encoded image, uint8 [channels, H, W].
 
     ``size`` with ``square``: the middle square, resized to size × size. Without ``square``: the
-    whole picture, the shorter side resized to ``size``. None keeps the picture as it is. Resizing
-    is bilinear with antialiasing. Raises CorruptImageError for what is not an image.
+    whole image, the shorter side resized to ``size``. None keeps the image as it is. Resizing is
+    bilinear with antialiasing. Raises CorruptImageError for what is not an image.
     """
-    return _resized(_eight_bits(_opened(data)), channels, size, square=square)
+    return _pixels(_eight_bits(_opened(data)), channels, size, square)
 
 
 def decode_mask(data: bytes, size: int | None) -> Tensor:
@@ -43,28 +35,23 @@ def decode_mask(data: bytes, size: int | None) -> Tensor:
 
     Palettes count by index. Resizing takes the nearest pixel: ids cannot be averaged.
     """
-    picture = _opened(data)
-    if picture.mode not in ("L", "P", "1"):
+    image = _opened(data)
+    if image.mode not in ("L", "P", "1"):
         raise CorruptImageError(
-            f"a mask of mode {picture.mode}; expected one channel of class ids (mode L or P)"
+            f"a mask of mode {image.mode}; expected one channel of class ids (mode L or P)"
         )
-    width, height = picture.size
-    if size is not None:
-        target, box = _target(width, height, size, square=False)
-        if target != (width, height):
-            picture = picture.resize(target, pillow().Resampling.NEAREST, box=box)
-    if picture.mode == "1":
-        picture = picture.point(lambda value: 1 if value else 0, "L")
-    np = numpy()
-    return torch.from_numpy(np.array(picture, dtype=np.uint8))
+    image = _resized(image, size, square=False, nearest=True)
+    if image.mode == "1":
+        image = image.point(lambda value: 1 if value else 0, "L")
+    return _tensor(image)[..., 0]
 
 
 def image_shape(data: bytes, size: int | None, *, square: bool = True) -> tuple[int, int]:
     """(height, width) that the decoded image will have, from its header alone."""
-    picture = _opened(data, load=False)
+    image = _opened(data, load=False)
     if size is None:
-        return picture.height, picture.width
-    (width, height), _ = _target(picture.width, picture.height, size, square)
+        return image.height, image.width
+    (width, height), _ = _target(image.width, image.height, size, square)
     return height, width
 
 
@@ -80,57 +67,70 @@ def reshape_pixels(image: Tensor, channels: int, size: int | None) -> Tensor:
     """Plain pixels [C, H, W] with other channels or size, as ``decode_image`` makes them."""
     if image.shape[0] == channels and (size is None or image.shape[1:] == (size, size)):
         return image
-    np = numpy()
-    values = image[0].numpy() if image.shape[0] == 1 else image.permute(1, 2, 0).numpy()
-    picture = pillow("Resizing images").fromarray(np.ascontiguousarray(values))
-    return _resized(picture, channels, size, square=True)
+    values = image[0] if image.shape[0] == 1 else image.permute(1, 2, 0)
+    return _pixels(_pillow().fromarray(values.contiguous().numpy()), channels, size, True)
 
 
-def _resized(picture: Any, channels: int, size: int | None, *, square: bool) -> Tensor:
-    picture = picture.convert("L" if channels == 1 else "RGB")
-    width, height = picture.size
-    if size is not None:
-        target, box = _target(width, height, size, square)
-        if target != (width, height):
-            picture = picture.resize(target, pillow().Resampling.BILINEAR, box=box)
-    np = numpy()
-    values = torch.from_numpy(np.array(picture, dtype=np.uint8))
-    return values.unsqueeze(0) if channels == 1 else values.permute(2, 0, 1)
+def _pillow() -> Any:
+    with needs("pillow", "Decoding images"):
+        import PIL.Image
+    return PIL.Image
 
 
 def _opened(data: bytes, *, load: bool = True) -> Any:
-    Image = pillow()
+    pillow = _pillow()
     try:
-        picture = Image.open(io.BytesIO(data), formats=_FORMATS)
-        width, height = picture.size
+        image = pillow.open(io.BytesIO(data), formats=_FORMATS)
+        width, height = image.size
         if width * height > MOST_PIXELS:
             raise CorruptImageError(
-                f"it says it has {width} × {height} pixels; more than {MOST_PIXELS:,} are refused"
+                f"it claims {width} × {height} pixels; more than {MOST_PIXELS:,} are refused"
             )
         if load:
-            picture.load()
+            image.load()
     except CorruptImageError:
         raise
-    except Image.UnidentifiedImageError:
+    except pillow.UnidentifiedImageError:
         kinds = ", ".join(_FORMATS)
         raise CorruptImageError(f"{len(data)} bytes that are no image ({kinds})") from None
     # A decoder that is fed arbitrary bytes may raise anything: struct.error, SyntaxError, …
     except Exception as error:
         raise CorruptImageError(f"{type(error).__name__}: {error}") from error
-    return picture
+    return image
 
 
-def _eight_bits(picture: Any) -> Any:
+def _eight_bits(image: Any) -> Any:
     """Sixteen bits of gray as eight; Pillow would clip them instead."""
-    if picture.mode.startswith("I;16") or (picture.mode == "I" and picture.format == "PNG"):
-        np = numpy()
-        values = np.asarray(picture).astype(np.uint32) >> 8
-        return pillow().fromarray(values.astype(np.uint8))
-    if picture.mode in ("I", "F"):
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG"):
+        with needs("numpy", "Decoding images of 16 bits"):
+            import numpy as np
+        return _pillow().fromarray((np.asarray(image).astype(np.uint32) >> 8).astype(np.uint8))
+    if image.mode in ("I", "F"):
         raise CorruptImageError(
-            f"pixels of mode {picture.mode} have no fixed range; save it with 8 or 16 bits"
+            f"pixels of mode {image.mode} have no fixed range; save it with 8 or 16 bits"
         )
-    return picture
+    return image
+
+
+def _pixels(image: Any, channels: int, size: int | None, square: bool) -> Tensor:
+    image = _resized(image.convert("L" if channels == 1 else "RGB"), size, square)
+    return _tensor(image).permute(2, 0, 1)
+
+
+def _tensor(image: Any) -> Tensor:
+    """uint8 [H, W, C] of an image with one byte a channel."""
+    values = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
+    return values.view(image.height, image.width, -1)
+
+
+def _resized(image: Any, size: int | None, square: bool, nearest: bool = False) -> Any:
+    if size is None:
+        return image
+    target, box = _target(image.width, image.height, size, square)
+    if target == image.size:
+        return image
+    how = _pillow().Resampling
+    return image.resize(target, how.NEAREST if nearest else how.BILINEAR, box=box)
 
 
 def _target(

@@ -7,6 +7,7 @@ A file is written beside its place, flushed to the disk, then moved there: after
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import math
 import os
@@ -61,7 +62,10 @@ def json_text(value: Any) -> str:
 
 
 def json_value(value: Any) -> Any:
-    """The same in types that JSON has: tensors and arrays as lists, NaN and infinities as None."""
+    """The same in types that JSON has: NaN and infinities as None, tensors and arrays as lists.
+
+    An object that has ``to_dict()`` is what that gives; another dataclass, its fields.
+    """
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):
@@ -70,6 +74,10 @@ def json_value(value: Any) -> Any:
         return {str(key): json_value(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, range)):
         return [json_value(item) for item in value]
+    if hasattr(value, "to_dict"):
+        return json_value(value.to_dict())
+    if dataclasses.is_dataclass(value):
+        return json_value({f.name: getattr(value, f.name) for f in dataclasses.fields(value)})
     if hasattr(value, "tolist"):  # tensors, and numpy's arrays and numbers
         return json_value(value.tolist())
     return str(value)

@@ -16,7 +16,7 @@ solve that takes long, one evaluation asks for coupling (``Map.couples``).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,12 +27,17 @@ from .result import Result
 from .solver import Point, Solver
 from .tree import (
     Leaves,
+    flatten_state,
     join_samples,
     part_samples,
     place_samples,
+    quick_norm,
     repeat_samples,
     sample_norm,
+    scale_samples,
     select_samples,
+    strange,
+    unflatten,
     where_sample,
     without_graph,
 )
@@ -77,15 +82,16 @@ def _run_in_state_dtype(fn: Map, z0: Leaves, solver: Solver, callback: Callback 
     """Under autocast the map keeps it, but the solver's own algebra stays in the state's dtype."""
     device = z0[0].device.type
     dtype, cache = torch.get_autocast_dtype(device), torch.is_autocast_cache_enabled()
-    inner = fn.fn
 
-    def cast(z: Any, *args: Any) -> Any:
-        with torch.autocast(device, dtype=dtype, cache_enabled=cache):
-            return inner(z, *args)
+    def cast(inner: Callable[..., Any]) -> Callable[..., Any]:
+        def within(z: Any, *args: Any) -> Any:
+            with torch.autocast(device, dtype=dtype, cache_enabled=cache):
+                return inner(z, *args)
+
+        return within
 
     with torch.autocast(device, enabled=False):
-        wrapped = Map(cast, fn.args, fn.spec, z0, coupled=fn.coupled, group=fn.group)
-        return iterate(wrapped, z0, solver, callback)
+        return iterate(fn.wrapped(cast), z0, solver, callback)
 
 
 def _each(callback: Callback | None, size: int) -> Callback | None:
@@ -106,53 +112,136 @@ def _spread(done: Iterated, size: int) -> Iterated:
     return Iterated(value, result, steps, residual, relative, evaluations, syncs, counts, True)
 
 
-def _norms(point: Point) -> tuple[Tensor, Tensor]:
-    return point.residual_norm, sample_norm(without_graph(point.f))
+def _judged(fn: Map, point: Point) -> tuple[Leaves, Leaves]:
+    """The leaves of T(z) − z and of T(z), of the map that is meant."""
+    if fn.surrogate is None:
+        return without_graph(point.residual), without_graph(point.f)
+    z, image = fn.judged(fn.surrogate, point.z)
+    return [a - b for a, b in zip(image, z, strict=True)], image
+
+
+def _exact_norms(fn: Map, point: Point) -> tuple[Tensor, Tensor]:
+    """‖T(z) − z‖ and ‖T(z)‖ of each sample, [B] each, right at any scale."""
+    if fn.surrogate is None:
+        return point.residual_norm, sample_norm(without_graph(point.f))
+    residual, image = _judged(fn, point)
+    return sample_norm(residual), sample_norm(image)
 
 
 def _relative(residual: Tensor, scale: Tensor) -> Tensor:
     # A residual of zero at T(z) = 0 is exact, not 0/0.
-    return residual / scale.clamp_min(torch.finfo(scale.dtype).tiny)
+    return torch.where(residual == 0, residual, residual / scale)
 
 
-def _hold(point: Point, following: Leaves, limit: Tensor) -> Leaves:
+def _unit(residual: Tensor, scale: Tensor) -> Tensor:
+    """2^k near the size of each sample's problem, [B]; 1 where that is ordinary, 0 or not finite.
+
+    The end of the exponents is left out, where 2^k or 2^{−k} would not be a normal number.
+    """
+    size = torch.maximum(residual, scale)
+    end = 1000 if size.dtype == torch.float64 else 100
+    unit = torch.ldexp(torch.ones_like(size), torch.frexp(size).exponent.clamp(-end, end))
+    return torch.where(strange(size) & (size > 0) & torch.isfinite(size), unit, 1.0)
+
+
+def _in_units(
+    fn: Map, z0: Leaves, solver: Solver, callback: Callback | None, unit: Tensor, size: int
+) -> Iterated:
+    """Solve for w = z/unit, in which the solver's products neither underflow nor overflow.
+
+    Units are powers of two: no digit of the answer changes.
+    """
+    inverse = 1.0 / unit
+
+    def scaled(inner: Callable[..., Any]) -> Callable[..., Any]:
+        def within(w: Any, up: Tensor, down: Tensor, *args: Any) -> Any:
+            leaves, spec = flatten_state(w, "z")
+            out = inner(unflatten(scale_samples(up, leaves), spec), *args)
+            flat, spec = flatten_state(out, "T(z)")
+            return unflatten(scale_samples(down, flat), spec)
+
+        return within
+
+    def shown(step: int, w: Leaves, residual: Tensor) -> None:
+        assert callback is not None
+        callback(step, scale_samples(unit, w), residual * unit)
+
+    w0 = scale_samples(inverse, z0)
+    run = _Run(
+        fn.wrapped(scaled, (unit, inverse, *fn.args)),
+        w0,
+        solver,
+        None if callback is None else shown,
+        inverse,
+        size,
+    )
+    done = run.solve()
+    if size:  # the outcome is of samples again
+        unit = repeat_samples(unit, size)
+    return replace(done, value=scale_samples(unit, done.value), residual=done.residual * unit)
+
+
+def _hold(point: Point, following: Leaves, limit: Tensor | None) -> Leaves:
     """Where a graph is recorded, samples that blow up stand still.
 
     Their codes say what happened; but once their numbers overflow, even a zero gradient into them
     turns into NaN for the weights that they share with the others.
     """
-    if not torch.is_grad_enabled():
+    if limit is None:
         return following
     return where_sample(point.residual_norm <= limit, following, point.z)
 
 
 def _run_fixed(fn: Map, z0: Leaves, solver: Solver, callback: Callback | None) -> Iterated:
     z, state = z0, solver.init(z0)
+    hold, epsilons = None, [torch.finfo(d).eps for d in fn.dtypes(z0)]
     for step in range(1, solver.max_steps + 1):
         point = Point(z, fn(z), solver.residual_memory(state))
         if step == 1:
-            residual, scale = _norms(point)
+            residual, scale = _exact_norms(fn, point)
             limit = solver.divergence * (residual + scale)
+            if torch.is_grad_enabled():
+                hold = _hold_limit(fn, point, solver, limit)
         if callback is not None:
-            callback(step, z, point.residual_norm)
+            callback(step, z, _exact_norms(fn, point)[0])
         last = state
+        if step == solver.max_steps:  # before the step, which may overwrite the residual
+            residual, scale = _exact_norms(fn, point)
+            judged = _weighted(point.residual, residual, epsilons)
         following, state = solver.step(point, state)
-        z = _hold(point, following, limit)
+        z = _hold(point, following, hold)
         if step < solver.max_steps:
             del point, following  # so that the map's own memory does not come on top of theirs
-    residual, scale = _norms(point)
     kept = solver.fallback(point, last)
     if kept is not None:
         z, residual, scale = kept
+        judged = residual
     code = torch.full_like(residual, int(Result.max_steps), dtype=torch.int8)
-    exact = 2 * max(torch.finfo(x.dtype).eps for x in z) * scale
-    code = torch.where(residual <= exact, int(Result.converged), code)
+    code = torch.where(judged <= 2 * max(epsilons) * scale, int(Result.converged), code)
     code = torch.where(residual > limit, int(Result.diverged), code)
-    finite = torch.isfinite(residual) & torch.isfinite(sample_norm(without_graph(z)))
+    finite = torch.isfinite(residual) & torch.isfinite(scale)
+    finite = finite & torch.isfinite(sample_norm(without_graph(z)))
     code = torch.where(finite, code, int(Result.nonfinite)).to(torch.int8)
     z = where_sample(finite, z, z0)
     steps = torch.full_like(code, solver.max_steps, dtype=torch.int32)
     return Iterated(z, code, steps, residual, _relative(residual, scale), solver.max_steps, 0)
+
+
+def _hold_limit(fn: Map, point: Point, solver: Solver, limit: Tensor) -> Tensor:
+    """The limit for ‖S(u) − u‖ where S is iterated in place of T; T's own else."""
+    if fn.surrogate is None:
+        return limit
+    return solver.divergence * (point.residual_norm + sample_norm(without_graph(point.f)))
+
+
+def _weighted(leaves: Leaves, norm: Tensor, tolerances: list[float]) -> Tensor:
+    """The norm of a residual for the largest of the leaves' tolerances: each leaf counts as much
+    more as its own is smaller, so that it is held to its own. [B]."""
+    if len(set(tolerances)) == 1 or len(leaves) != len(tolerances):
+        return norm
+    largest = max(tolerances)
+    parts = zip(without_graph(leaves), tolerances, strict=True)
+    return sample_norm([sample_norm([r]) * (largest / tol) for r, tol in parts])
 
 
 def _count(masks: list[Tensor]) -> list[int]:
@@ -167,12 +256,24 @@ def _count(masks: list[Tensor]) -> list[int]:
 class _Run:
     """One solve with tolerances: the loop, and what is known of each sample so far."""
 
-    def __init__(self, fn: Map, z0: Leaves, solver: Solver, callback: Callback | None) -> None:
+    def __init__(
+        self,
+        fn: Map,
+        z0: Leaves,
+        solver: Solver,
+        callback: Callback | None,
+        inverse: Tensor | None = None,
+        size: int = 0,
+    ) -> None:
         self.fn = fn
         self.solver = solver
         self.callback = callback
         self.z = z0
-        self.rtol = max(solver.relative_tolerance(x.dtype, x.device.type) for x in z0)
+        device = z0[0].device.type
+        self.tolerances = [solver.relative_tolerance(d, device) for d in fn.dtypes(z0)]
+        self.rtol = max(self.tolerances)
+        self.in_units = inverse is not None
+        self.atol: float | Tensor = solver.atol if inverse is None else solver.atol * inverse
         self.block = solver.block_length(z0)
         self.evaluations = 0
         self.syncs = 0
@@ -182,21 +283,24 @@ class _Run:
         self.out: Iterated | None = None
         self.counts: dict[Result, int] = {}
         self.safe = z0  # the latest iterate known to be finite and bounded
+        self.hold: Tensor | None = None
         self.compaction_checked = False
         self.settled: Tensor | None = None  # samples that are done because they passed; None: none
         self.frozen = z0  # the values of samples that are done
         self.coupled, self.found_coupled = fn.coupled, False
         self.asked = False  # whether coupling was looked for
-        self.size = 0  # samples in a joined group; 0: each is by itself
-        self.start = z0
+        self.size = size  # samples in a joined group; 0: each is by itself
+        self.start = self.origin = z0
         self.first = True
-        if fn.coupled and solver.joins:
+        if size and isinstance(self.atol, Tensor):
+            self.atol = repeat_samples(self.atol, size)
+        if fn.coupled and solver.joins and not size:
             self._join(z0)
 
     def _join(self, z: Leaves) -> None:
         """Go on from z with each group of coupled samples as one sample."""
         self.size = self.fn.group
-        self.z = self.safe = join_samples(z, self.size)
+        self.z = self.safe = self.origin = join_samples(z, self.size)
         self.fn, self.callback = self.fn.joined(), _each(self.callback, self.size)
         self.total = self.left = self.z[0].shape[0]
         self.active = self.out = self.settled = None
@@ -214,12 +318,16 @@ class _Run:
                 self._start(point, step)
                 if torch.is_grad_enabled() and solver.joins:
                     self._ask(point)
-            if self.callback is not None:
-                self._report(step, point)
             if step % HEALTH == 0 or step == last:
                 state = self._examine(point, state, step, final=step == last)
-            elif step % self.block == 0 or step == 1:  # step 1: a warm start may be the answer
+            elif step == 1:  # a warm start may be the answer
+                unit = self._test_start(point)
+                if unit is not None:
+                    return self._again(unit)
+            elif step % self.block == 0:
                 self._test(point, step)
+            if self.callback is not None:
+                self._report(step, point)
             if self.left == 0:
                 assert self.out is not None
                 self.out.evaluations, self.out.syncs = self.evaluations, self.syncs
@@ -241,7 +349,7 @@ class _Run:
             # Steps that are not taken must not be differentiated: 0 times infinity is NaN.
             point = Point(point.z, where_sample(self.active, point.f, point.z))
         following, state = self.solver.step(point, state)
-        following = _hold(point, following, self.limit)
+        following = _hold(point, following, self.hold)
         if self.active is not None:
             following = where_sample(self.active, following, self.frozen)
         return following, state
@@ -267,28 +375,60 @@ class _Run:
 
     def _start(self, point: Point, step: int) -> None:
         self.first = False
-        residual, scale = _norms(point)
+        residual, scale = _exact_norms(self.fn, point)
         self.safe_norms = (residual, scale)
         self.limit = self.solver.divergence * (residual + scale)
+        if torch.is_grad_enabled():
+            self.hold = _hold_limit(self.fn, point, self.solver, self.limit)
         self.best = torch.full_like(residual, float("inf"))
         self.best_step = torch.full_like(residual, step - 1)
 
-    def _passed(self, point: Point) -> tuple[Tensor, Tensor, Tensor]:
-        residual, scale = _norms(point)
+    def _within(self, residual: Tensor, scale: Tensor) -> Tensor:
+        """residual ≤ atol + rtol·scale; an infinite scale never passes."""
+        # residual − rtol·scale: NaN where either is NaN, or where both are infinite.
+        passed = torch.add(residual, scale, alpha=-self.rtol) <= self.atol
+        return passed & (scale < torch.inf)
+
+    def _exactly(
+        self, point: Point, norms: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Which active samples have converged, ‖T(z) − z‖ and ‖T(z)‖; [B] each, at any scale."""
+        residual, scale = _exact_norms(self.fn, point) if norms is None else norms
         if self.size:
             # Done when every sample passes by itself.
-            parts = (part_samples(without_graph(x)) for x in (point.residual, point.f))
-            passed = self._within(*(sample_norm(x) for x in parts))
+            off, image = (part_samples(x) for x in _judged(self.fn, point))
+            passed = self._within(
+                _weighted(off, sample_norm(off), self.tolerances), sample_norm(image)
+            )
             passed = passed.unflatten(0, (-1, self.size)).all(1)
+        elif self.fn.surrogate is None:
+            passed = self._within(_weighted(point.residual, residual, self.tolerances), scale)
         else:
             passed = self._within(residual, scale)
         if self.active is not None:
             passed = passed & self.active
         return passed, residual, scale
 
-    def _within(self, residual: Tensor, scale: Tensor) -> Tensor:
-        # residual − rtol·scale: NaN where either is not finite, so that infinity never passes.
-        return torch.add(residual, scale, alpha=-self.rtol) <= self.solver.atol
+    def _test_start(self, point: Point) -> Tensor | None:
+        """Is the start the answer? If not: the units to solve in, where they are not all 1."""
+        passed, residual, scale = self._exactly(point, self.safe_norms)
+        odd = strange(torch.maximum(residual, scale)) & ~passed
+        self.syncs += 1
+        count, extreme = _count([passed, odd])
+        if extreme and not self.in_units:
+            unit = _unit(residual, scale)
+            self.syncs += 1
+            if bool((unit != 1.0).any()):
+                return unit
+        if count:
+            self._record(passed, count, Result.converged, point.z, residual, scale, 1)
+        return None
+
+    def _again(self, unit: Tensor) -> Iterated:
+        """The whole solve in other units."""
+        done = _in_units(self.fn, self.origin, self.solver, self.callback, unit, self.size)
+        done.evaluations, done.syncs = done.evaluations + self.evaluations, done.syncs + self.syncs
+        return done
 
     def _lost(self, residual: Tensor, scale: Tensor) -> list[Tensor]:
         """[samples that had passed and, at the same z, do so no more], or nothing to ask.
@@ -297,7 +437,7 @@ class _Run:
         """
         if self.settled is None:
             return []
-        allowed = self.rtol * scale + self.solver.atol
+        allowed = self.rtol * scale + self.atol
         eps = max(torch.finfo(x.dtype).eps for x in self.z)
         room = torch.minimum(4 * eps * scale, 0.5 * allowed)
         return [self.settled & (residual > allowed + room) & torch.isfinite(residual)]
@@ -314,11 +454,28 @@ class _Run:
             del self.counts[Result.converged]
 
     def _test(self, point: Point, step: int) -> None:
-        """Which samples have converged? One number is read, or two."""
-        passed, residual, scale = self._passed(point)
-        lost = self._lost(residual, scale)
-        self.syncs += 1
-        count, *regained = _count([passed, *lost])
+        """Which samples have converged? Two or three numbers are read; an exact test follows where
+        the quick one is not enough."""
+        surrogate, exact = self.fn.surrogate, bool(self.size)
+        if not exact:
+            residual = quick_norm(without_graph(point.residual))
+            scale = quick_norm(without_graph(point.f))
+            near = 1.0 if surrogate is None else surrogate.near(*self.fn.args)
+            passed = self._within(residual if surrogate is None else residual / near, scale)
+            # Beside an ordinary scale a residual that underflows passes, one that overflows not.
+            odd = strange(scale)
+            if self.active is not None:
+                passed, odd = passed & self.active, odd & self.active
+            lost = self._lost(residual, scale) if surrogate is None else []
+            self.syncs += 1
+            count, unsure, *regained = _count([passed, odd, *lost])
+            alike = surrogate is None and len(set(self.tolerances)) == 1
+            exact = unsure > 0 or (count > 0 and not alike)
+        if exact:
+            passed, residual, scale = self._exactly(point)
+            lost = self._lost(residual, scale)
+            self.syncs += 1
+            count, *regained = _count([passed, *lost])
         if regained and regained[0]:
             self._reopen(lost[0], regained[0])
         if count:
@@ -326,11 +483,11 @@ class _Run:
 
     def _examine(self, point: Point, state: Any, step: int, *, final: bool) -> Any:
         """Converged, diverged, NaN, stagnated, out of steps? Four numbers are read at once."""
-        passed, residual, scale = self._passed(point)
+        passed, residual, scale = self._exactly(point)
         alive = ~passed if self.active is None else self.active & ~passed
-        infinite = alive & ~torch.isfinite(residual + scale)
+        infinite = alive & ~(torch.isfinite(residual) & torch.isfinite(scale))
         diverged = alive & (residual > self.limit) & ~infinite
-        improved = residual < 0.99 * self.best
+        improved = residual < self.solver.fall * self.best
         self.best = torch.where(improved, residual, self.best)
         self.best_step = torch.where(improved, step, self.best_step)
         stuck = alive & ~improved & ~infinite & ~diverged
@@ -381,6 +538,8 @@ class _Run:
         relative = _relative(residual, scale)
         codes = torch.full_like(residual, int(code), dtype=torch.int8)
         steps = torch.full_like(residual, step, dtype=torch.int32)
+        if z is self.origin:
+            z = [x.clone() for x in z]  # the answer is not the caller's own memory
         if self.out is None and count == self.left == self.total:
             self.out = Iterated(z, codes, steps, residual, relative, 0, 0)
             self.left = 0
@@ -428,13 +587,17 @@ class _Run:
         norms = [*self.safe_norms, self.limit, self.best, self.best_step]
         first, second, self.limit, self.best, self.best_step = select_samples(norms, index)
         self.safe_norms = (first, second)
+        if self.hold is not None:
+            self.hold = self.hold.index_select(0, index)
+        if isinstance(self.atol, Tensor):
+            self.atol = self.atol.index_select(0, index)
         self.active = self.settled = None
         return self.solver.take(state, index)
 
     def _report(self, step: int, point: Point) -> None:
         """Tell the callback; rows that were compacted away stand at their final value."""
         assert self.callback is not None
-        z, norm = point.z, point.residual_norm
+        z, norm = point.z, _exact_norms(self.fn, point)[0]
         if self.rows is not None and self.out is not None:
             rows, out = self.rows, self.out
             z = place_samples(out.value, rows, z)

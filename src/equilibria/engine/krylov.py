@@ -171,7 +171,7 @@ class _Check:
         )
         rounding = 4 * eps * (sample_norm(x) + sample_norm(self.product))
         self.allowed = 2 * (atol / self.scale + rtol * norm) + rounding
-        self.missed = ~(self.residual <= self.allowed) & (done.result != int(Result.nonfinite))
+        self.missed = ~(self.residual <= self.allowed)
 
     def _apply(self, x: Leaves) -> Leaves:
         out = self.matvec(x)
@@ -187,7 +187,7 @@ class _Check:
 
     def couples(self) -> bool:
         """Is the worst sample's row of Av anything but zero for a v that is zero there?"""
-        excess = torch.where(self.missed, self.residual / self.allowed, -1.0)
+        excess = torch.where(self.missed, self.residual / self.allowed, -1.0).nan_to_num(0.0)
         worst = torch.arange(len(excess), device=excess.device) == excess.argmax()
         x = self.done.value
         some = [torch.arange(v.numel(), device=v.device).cos().to(v.dtype).view_as(v) for v in x]

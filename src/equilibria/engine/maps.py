@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,6 +24,28 @@ from .tree import (
 )
 
 
+@dataclass(frozen=True, eq=False)
+class Surrogate:
+    """A map S that is iterated in place of T: ``fixed_point(Surrogate(...), u0, args)``.
+
+    Convergence is judged by ‖T(z) − z‖ of the z that u stands for, so that a tolerance means the
+    same whatever S is.
+    """
+
+    step: Callable[..., Any]
+    """(u, *args) ↦ S(u)."""
+    own: Callable[..., tuple[Any, Any]]
+    """(u, *args) ↦ (z, T(z)), two states."""
+    near: Callable[..., float | Tensor]
+    """args ↦ about ‖S(u) − u‖ / ‖T(z) − z‖ near the solution, a number or [B]. ``own`` is evaluated
+    where S says that it may pass; so this costs or saves time, and decides nothing."""
+    dtype: torch.dtype | None
+    """The precision that T(z) has, where it is not that of u: tolerances are those of this."""
+
+    def __call__(self, u: Any, *args: Any) -> Any:
+        return self.step(u, *args)
+
+
 class Map:
     """z ↦ T(z, *args) on lists of leaves.
 
@@ -39,11 +62,13 @@ class Map:
         args: tuple[Any, ...],
         spec: TreeSpec,
         like: Sequence[Tensor],
+        surrogate: Surrogate | None = None,
         *,
         coupled: bool = False,
         group: int | None = None,
     ) -> None:
-        self.fn = fn
+        self.surrogate = fn if isinstance(fn, Surrogate) else surrogate
+        self.fn = fn.step if isinstance(fn, Surrogate) else fn
         self.args = args
         self.spec = spec
         self.batch = like[0].shape[0] if like else 0
@@ -71,6 +96,17 @@ class Map:
             self._check(z, found)
         return [f if f.dtype == x.dtype else f.to(x.dtype) for f, x in zip(found, z, strict=True)]
 
+    def judged(self, surrogate: Surrogate, z: Leaves) -> tuple[Leaves, Leaves]:
+        """What z stands for, and its image under the map that is meant."""
+        with torch.no_grad():
+            pair = surrogate.own(unflatten([x.detach() for x in z], self.spec), *self.args)
+        return pytree.tree_leaves(pair[0]), pytree.tree_leaves(pair[1])
+
+    def dtypes(self, z: Leaves) -> list[torch.dtype]:
+        """The precision of each leaf of T(z)."""
+        of_all = None if self.surrogate is None else self.surrogate.dtype
+        return [of_all or x.dtype for x in z]
+
     def _check(self, z: Leaves, found: list[Any]) -> None:
         for i, (x, f) in enumerate(zip(z, found, strict=True)):
             name = "the map" if len(z) == 1 else f"leaf {i} of the map's output"
@@ -92,19 +128,48 @@ class Map:
 
     def with_args(self, args: tuple[Any, ...]) -> Map:
         """The same function on other arguments."""
-        other = Map(self.fn, args, self.spec, ())
-        other.batch, other._checked = self.batch, self._checked
-        other.coupled, other.group = self.coupled, self.group
+        other = self.wrapped(lambda inner: inner, args)
+        other._checked = self._checked
+        return other
+
+    def wrapped(
+        self,
+        wrap: Callable[[Callable[..., Any]], Callable[..., Any]],
+        args: tuple[Any, ...] | None = None,
+    ) -> Map:
+        """The map with its function, and what it is judged by, wrapped.
+
+        ``args`` may have further arguments in front of the map's own.
+        """
+        given, count, surrogate = self.surrogate, len(self.args), None
+        if given is not None:
+
+            def near(*both: Any) -> float | Tensor:
+                return given.near(*both[len(both) - count :])
+
+            surrogate = Surrogate(self.fn, wrap(given.own), near, given.dtype)
+        args = self.args if args is None else args
+        other = Map(
+            wrap(self.fn), args, self.spec, (), surrogate, coupled=self.coupled, group=self.group
+        )
+        other.batch = self.batch
         return other
 
     def joined(self) -> Map:
         """The same map with each group of samples as one sample (``join_samples``)."""
+        given, size = self.surrogate, self.group
 
         def whole(z: Any) -> Any:
             found = self(part_samples(pytree.tree_leaves(z)))
-            return unflatten(join_samples(found, self.group), self.spec)
+            return unflatten(join_samples(found, size), self.spec)
 
-        return Map(whole, (), self.spec, ())
+        def own(z: Any) -> tuple[Any, Any]:
+            assert given is not None
+            pair = self.judged(given, part_samples(pytree.tree_leaves(z)))
+            return tuple(join_samples(pair[0], size)), tuple(join_samples(pair[1], size))
+
+        surrogate = None if given is None else Surrogate(whole, own, lambda: 1.0, given.dtype)
+        return Map(whole, (), self.spec, (), surrogate)
 
     def couples(self, z: Leaves, f: Leaves) -> bool:
         """Whether T mixes samples, at z with f = T(z). One evaluation and one read; two if so.
@@ -138,7 +203,7 @@ class Map:
                     "them in args."
                 )
         args = map_tensors(lambda t: select_samples([t], index)[0], self.args)
-        return Map(self.fn, args, self.spec, [index])
+        return Map(self.fn, args, self.spec, [index], self.surrogate)
 
     def check_take(self, index: Tensor, z: Leaves, f: Leaves, part: Map) -> None:
         """Raise unless ``part`` answers as the whole map, f = T(z), does."""

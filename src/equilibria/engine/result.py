@@ -26,18 +26,36 @@ class Result(enum.IntEnum):
 
     @property
     def message(self) -> str:
-        """One sentence: what happened and what helps."""
+        """What happened, in one sentence."""
         return _MESSAGES[self]
 
 
 _MESSAGES = {
     Result.converged: "the residual passed the tolerance",
-    Result.max_steps: "the step limit came first: raise max_steps, loosen rtol, or use Anderson",
-    Result.diverged: "the residual grew without bound: damp the solver, or bound the map's norm",
-    Result.nonfinite: "NaN or infinity appeared: check this sample's input and the map's scale",
-    Result.stagnated: "the residual stopped falling: loosen rtol (the dtype may not resolve it), "
-    "damp the solver, or use float64",
+    Result.max_steps: "the step limit came first",
+    Result.diverged: "the residual grew without bound",
+    Result.nonfinite: "NaN or infinity appeared",
+    Result.stagnated: "the residual stopped falling",
 }
+
+
+def _advice(code: Result, options: object, dtype: torch.dtype | None) -> str:
+    """What helps, leaving out what these options (of a solver) have or cannot have."""
+    damping = getattr(options, "damping", None)
+    damp = [] if damping is None else ["damp the solver" if damping == 1.0 else "lower damping"]
+    if code is Result.max_steps:
+        found = ["raise max_steps", "loosen rtol"]
+        if not getattr(options, "accelerated", True):
+            found.append("use Anderson")
+    elif code is Result.diverged:
+        found = [*damp, "bound the norm of the map"]
+    elif code is Result.nonfinite:
+        found = ["check this sample's input and the map's scale"]
+    else:
+        found = ["loosen rtol (the dtype may not resolve it)", *damp]
+        if dtype is not torch.float64:
+            found.append("use float64")
+    return found[0] if len(found) == 1 else ", ".join(found[:-1]) + " or " + found[-1]
 
 
 class ConvergenceWarning(UserWarning):
@@ -75,7 +93,8 @@ class Stats:
     steps: Tensor
     """Evaluations of the map until this sample stopped."""
     residual: Tensor
-    """‖T(z) − z‖ of the returned z. After a fixed-step solve: of the iterate before it."""
+    """‖T(z) − z‖ of the returned z, T the layer's own map. After a fixed-step solve: of the iterate
+    before it."""
     relative: Tensor
     """The same over ‖T(z)‖, which the tolerance rtol is compared with."""
     evaluations: int
@@ -120,17 +139,34 @@ class Solution(Generic[V]):
         )
 
 
-def describe_failures(counts: dict[Result, int], what: str = "fixed_point") -> str | None:
-    """What to tell a user about samples that did not converge, or None if all did."""
+def describe_failures(
+    counts: dict[Result, int],
+    what: str = "fixed_point",
+    options: object = None,
+    dtype: torch.dtype | None = None,
+) -> str | None:
+    """What to tell a user about samples that did not converge, or None if all did.
+
+    ``options`` is the solver and ``dtype`` that of the state: nothing is advised that is in use.
+    """
     failed = {code: n for code, n in counts.items() if code is not Result.converged and n}
     if not failed:
         return None
     total = sum(counts.values())
-    parts = [f"{n} of {total} samples {code.name} ({code.message})" for code, n in failed.items()]
+    parts = [
+        f"{n} of {total} samples {code.name} ({code.message}: {_advice(code, options, dtype)})"
+        for code, n in failed.items()
+    ]
     return f"{what} did not converge for all samples: " + "; ".join(parts) + "."
 
 
-def warn_failures(counts: dict[Result, int], stacklevel: int, what: str = "fixed_point") -> None:
-    message = describe_failures(counts, what)
+def warn_failures(
+    counts: dict[Result, int],
+    stacklevel: int,
+    what: str = "fixed_point",
+    options: object = None,
+    dtype: torch.dtype | None = None,
+) -> None:
+    message = describe_failures(counts, what, options, dtype)
     if message is not None:
         warnings.warn(message, ConvergenceWarning, stacklevel=stacklevel + 1)

@@ -109,7 +109,12 @@ class Solver(ABC):
     divergence: float = 1e4
     """A residual this many times the start's ‖T(z0)‖ + ‖T(z0) − z0‖ ends a sample as diverged."""
     patience: int = 48
-    """Steps without a fall of the residual by 1% that end a sample as stagnated."""
+    """Steps without a fall of the residual by 1% (of ProximalGradient and splittings, which
+    converge slowly but surely: without any fall) that end a sample as stagnated."""
+    fall: ClassVar[float] = 0.99
+    """A residual below this times the least one so far counts as a fall."""
+    accelerated: ClassVar[bool] = False
+    """Whether there is no faster solver to recommend."""
 
     joins: ClassVar[bool] = True
     """Whether samples that the map couples may be handed to ``step`` as one sample [1, B, ...].

@@ -95,7 +95,7 @@ def spectral_radius(
             w = [a - b for a, b in zip(w, basis.combine(again), strict=True)]
             column, length = column + again, sample_norm(w)
             # Rounding noise is no direction: the Krylov space is invariant, H is complete.
-            noise = 8 * torch.finfo(length.dtype).eps * torch.linalg.vector_norm(column, dim=1)
+            noise = 8 * torch.finfo(length.dtype).eps * sample_norm([column])
             length = torch.where(length > noise, length, 0.0)
             v = scale_samples(torch.where(length > 0, 1.0 / length.clamp_min(tiny), 0.0), w)
             columns.append(torch.cat([column, length.unsqueeze(1)], 1))

@@ -83,17 +83,24 @@ class Layout:
         return moved if self.inverse is None else moved.permute(self.inverse)
 
 
-_WIDE = (torch.float32, torch.float64)
-
-
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Sums, norms and small systems run in float32 or better."""
-    return dtype if dtype in _WIDE else torch.float32
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def sample_norm(leaves: Sequence[Tensor]) -> Tensor:
-    """‖·‖₂ of each sample over all leaves, [B], in float32 or better."""
-    if len(leaves) == 1 and leaves[0].dim() == 2 and leaves[0].dtype in _WIDE:
+_ORDINARY = {torch.float32: (2.0**-30, 2.0**40), torch.float64: (2.0**-400, 2.0**400)}
+"""Where squares of a norm, and of what rounding leaves of it, are ordinary numbers."""
+
+
+def strange(norm: Tensor) -> Tensor:
+    """[B] bool: whether ``quick_norm`` may be wrong here, and products of such vectors too."""
+    low, high = _ORDINARY[norm.dtype]
+    return norm.clamp(low, high) != norm
+
+
+def quick_norm(leaves: Sequence[Tensor]) -> Tensor:
+    """``sample_norm`` where that is not ``strange``: squares may under- or overflow there."""
+    if len(leaves) == 1 and leaves[0].dim() == 2 and leaves[0].dtype in _ORDINARY:
         norm: Tensor = torch.linalg.vector_norm(leaves[0], dim=1)
         return norm
     norms: list[Tensor] = [
@@ -106,6 +113,30 @@ def sample_norm(leaves: Sequence[Tensor]) -> Tensor:
         return norms[0]
     total: Tensor = torch.linalg.vector_norm(torch.stack(norms), dim=0)
     return total
+
+
+def sample_norm(leaves: Sequence[Tensor]) -> Tensor:
+    """‖·‖₂ of each sample over all leaves, [B], in float32 or better, at any scale.
+
+    Squares are summed in float64, which holds those of every float32. Float64 itself (and float32
+    on a device without it) is divided by each sample's largest entry first.
+    """
+    norms = [_leaf_norm(x) for x in leaves]
+    return norms[0] if len(norms) == 1 else _leaf_norm(torch.stack(norms, 1))
+
+
+def _leaf_norm(x: Tensor) -> Tensor:
+    wide = accumulation_dtype(x.dtype)
+    if x.dim() == 1:
+        return x.to(wide).abs()
+    dims = tuple(range(1, x.dim()))
+    if wide != torch.float64 and x.device.type != "mps":
+        wider: Tensor = torch.linalg.vector_norm(x, dim=dims, dtype=torch.float64)
+        return wider.to(wide)
+    largest = x.detach().to(wide).abs().amax(dims, keepdim=True)
+    unit = torch.where((largest > 0) & (largest < torch.inf), largest, 1.0)
+    norm: Tensor = torch.linalg.vector_norm(x / unit, dim=dims)
+    return norm * unit.flatten()
 
 
 def without_graph(leaves: Sequence[Tensor]) -> Leaves:

@@ -1,21 +1,36 @@
-"""How good is a trained network: accuracy, calibration, robustness, certificates."""
+"""How good is a trained network: accuracy, calibration, robustness, certificates, speed.
 
-from .calibration import Reliability
-from .certifying import certify_dataset, certify_model
+What belongs here judges a model that is given, and leaves it as it is. What changes weights is in
+``training``; what is proven of one layer is in ``certify``.
+"""
+
+from . import timing
+from .corruption_report import CorruptionReport, corruption_study
 from .corruptions import CORRUPTIONS, corrupt
-from .judging import evaluate
-from .metrics import ClassificationMetrics, NonFiniteError, classification_metrics
-from .predicting import Prediction, predict_files
-from .report import Converged, Report
+from .evaluation_report import Converged, Report, evaluate
+from .figures import save_corruption_sheet, save_gradcam
+from .layer_solvers import SolverStatistics, replaced, with_solver
+from .metrics import (
+    ClassificationMetrics,
+    NonFiniteError,
+    Reliability,
+    SegmentationMetrics,
+    classification_metrics,
+    segmentation_metrics,
+)
+from .model_certificate import certify_dataset, certify_model
+from .model_on_data import batches, check_pair, evaluating, model_input
+from .predictions import Prediction, predict_files
 from .saliency import gradcam
-from .saliency_picture import save_gradcam
-from .segmentation import SegmentationMetrics, segmentation_metrics
-from .sheet import save_corruption_sheet
-from .solver_statistics import SolverStatistics
-from .solving import replaced, with_solver
-from .study import CorruptionReport, corruption_study
-from .superclass import SuperclassResult, superclass_accuracy, superclass_split
-from .unknown import KnownUnknown, known_unknown_kl, select_classes
+from .timing import profile_model
+from .unseen_classes import (
+    KnownUnknown,
+    SuperclassResult,
+    known_unknown_kl,
+    select_classes,
+    superclass_accuracy,
+    superclass_split,
+)
 
 __all__ = [
     "CORRUPTIONS",
@@ -30,15 +45,20 @@ __all__ = [
     "SegmentationMetrics",
     "SolverStatistics",
     "SuperclassResult",
+    "batches",
     "certify_dataset",
     "certify_model",
+    "check_pair",
     "classification_metrics",
     "corrupt",
     "corruption_study",
     "evaluate",
+    "evaluating",
     "gradcam",
     "known_unknown_kl",
+    "model_input",
     "predict_files",
+    "profile_model",
     "replaced",
     "save_corruption_sheet",
     "save_gradcam",
@@ -46,5 +66,6 @@ __all__ = [
     "select_classes",
     "superclass_accuracy",
     "superclass_split",
+    "timing",
     "with_solver",
 ]

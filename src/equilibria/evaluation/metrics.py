@@ -1,9 +1,13 @@
-"""Metrics of classification, added up batch by batch without waiting for the device.
+"""Metrics of logits against targets, added up batch by batch without waiting for the device.
 
     accuracy = mean [argmax p = y],   NLL = mean −log p_y,   Brier = mean Σ_k (p_k − [k = y])²
+    ECE = Σ_b (n_b/N)·|accuracy_b − confidence_b|  over bins (lo, hi] of max p (Guo et al. 2017)
+    IoU_k = C_kk / (Σ_j C_kj + Σ_i C_ik − C_kk),   mIoU = mean over the classes that occur
 
-A sample with NaN or infinity among its logits is never averaged away: it is named
-(``nonfinite``), counts as wrong, and stays out of NLL, Brier, the bins and the confusion matrix.
+C the confusion matrix, by torchmetrics. The sums beside it are ours, in float64: torchmetrics has
+no bins of a reliability diagram to read, no Brier score and no NLL of logits, and it would average
+NaN away. A sample with NaN or infinity among its logits is named here (``nonfinite``), counts as
+wrong, and stays out of NLL, Brier, the bins and the confusion matrix.
 """
 
 from __future__ import annotations
@@ -14,16 +18,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .calibration import Reliability, ReliabilityMeter
-from .extras import torchmetrics_module
+from equilibria.engine.optional import needs
+
+from .model_on_data import check_whole
 
 __all__ = [
     "ClassificationMeter",
     "ClassificationMetrics",
     "NonFiniteError",
+    "Reliability",
+    "SegmentationMeter",
+    "SegmentationMetrics",
     "check_finite",
     "classification_metrics",
+    "segmentation_metrics",
 ]
+
+_IGNORED = -1
 
 
 class NonFiniteError(ValueError):
@@ -48,6 +59,36 @@ def check_finite(
             + (", or pass nonfinite='report' to count them as wrong." if optional else "."),
             nonfinite,
         )
+
+
+@dataclass(frozen=True, eq=False)
+class Reliability:
+    """What happened in each of the B bins of confidence; NaN where a bin is empty."""
+
+    edges: Tensor
+    """[B + 1], from 0 to 1."""
+    count: Tensor
+    """Predictions in each bin, [B]."""
+    confidence: Tensor
+    """Mean confidence in each bin, [B]."""
+    accuracy: Tensor
+    """Share of right predictions in each bin, [B]."""
+
+    @property
+    def _gap(self) -> Tensor:
+        used = self.count > 0
+        return (self.accuracy[used] - self.confidence[used]).abs()
+
+    @property
+    def ece(self) -> float:
+        """The expected calibration error; NaN without predictions."""
+        share = self.count[self.count > 0].double() / self.count.sum()
+        return float((share * self._gap).sum()) if len(share) else float("nan")
+
+    @property
+    def mce(self) -> float:
+        """The largest gap of a bin; NaN without predictions."""
+        return float(self._gap.max()) if len(self._gap) else float("nan")
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,13 +121,8 @@ class ClassificationMetrics:
     def headline(self) -> dict[str, float]:
         """The numbers of a table, by name."""
         top = {f"top-{self.k}": self.top_k} if self.k > 1 else {}
-        return {
-            "accuracy": self.accuracy,
-            **top,
-            "nll": self.nll,
-            "brier": self.brier,
-            "ece": self.ece,
-        }
+        rest = {"nll": self.nll, "brier": self.brier, "ece": self.ece}
+        return {"accuracy": self.accuracy, **top, **rest}
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -97,23 +133,97 @@ class ClassificationMetrics:
             "brier": self.brier,
             "ece": self.ece,
             "mce": self.reliability.mce,
-            "reliability": self.reliability.to_dict(),
+            "reliability": vars(self.reliability),
             "per_class": self.per_class,
             "confusion": self.confusion,
             "nonfinite": list(self.nonfinite),
         }
 
 
-class ClassificationMeter:
-    """``update(logits, targets)`` batch by batch, then ``compute()``."""
+@dataclass(frozen=True, eq=False)
+class SegmentationMetrics:
+    """Over all pixels of all samples that count; NaN where none does."""
 
-    def __init__(self, classes: int, *, bins: int = 15, k: int = 5) -> None:
+    samples: int
+    pixels: int
+    confusion: Tensor
+    """Long [K, K] of pixels."""
+    nonfinite: tuple[int, ...] = ()
+    """The samples with logits that are not finite, by number; their pixels are left out."""
+
+    @property
+    def iou(self) -> Tensor:
+        """[K]; NaN for a class that neither occurs nor was predicted."""
+        hit = self.confusion.diagonal().double()
+        return hit / (self.confusion.sum(1) + self.confusion.sum(0) - hit)
+
+    @property
+    def miou(self) -> float:
+        return float(self.iou.nanmean())
+
+    @property
+    def accuracy(self) -> float:
+        """Share of pixels that are right."""
+        total = int(self.confusion.sum())
+        return float(self.confusion.diagonal().sum()) / total if total else float("nan")
+
+    @property
+    def per_class(self) -> Tensor:
+        """Share of right pixels of each class, [K]; NaN for a class without pixels."""
+        return self.confusion.diagonal().double() / self.confusion.sum(1)
+
+    @property
+    def headline(self) -> dict[str, float]:
+        """The numbers of a table, by name."""
+        return {"mIoU": self.miou, "pixel accuracy": self.accuracy}
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "samples": self.samples,
+            "pixels": self.pixels,
+            "miou": self.miou,
+            "pixel_accuracy": self.accuracy,
+            "iou": self.iou,
+            "per_class": self.per_class,
+            "confusion": self.confusion,
+            "nonfinite": list(self.nonfinite),
+        }
+
+
+class _Meter:
+    """Sums on the device of the first batch."""
+
+    def __init__(self, classes: int) -> None:
         self.classes = classes
-        self.k = max(1, min(k, classes))
-        self._bins = ReliabilityMeter(bins)
         self._confusion: Any = None
         self._sums: Tensor | None = None
         self._bad: list[Tensor] = []
+
+    def _count(self, guess: Tensor, targets: Tensor, finite: Tensor) -> None:
+        if self._confusion is None:
+            with needs("torchmetrics", "Evaluation"):
+                from torchmetrics.classification import MulticlassConfusionMatrix
+            made = MulticlassConfusionMatrix(
+                self.classes, ignore_index=_IGNORED, validate_args=False
+            )
+            self._confusion = made.to(guess.device)
+        self._confusion.update(guess, targets)
+        self._bad.append(~finite)
+
+    def _read(self) -> tuple[Tensor, Tensor]:
+        """Confusion matrix and mask of samples that are not finite; here the host waits."""
+        if self._confusion is None:
+            raise ValueError("no batch was given: there is nothing to compute.")
+        return self._confusion.compute().long().cpu(), torch.cat(self._bad).cpu()
+
+
+class ClassificationMeter(_Meter):
+    """``update(logits, targets)`` batch by batch, then ``compute()``."""
+
+    def __init__(self, classes: int, *, bins: int = 15, k: int = 5) -> None:
+        super().__init__(classes)
+        self.k = max(1, min(k, classes))
+        self.bins = check_whole("bins", bins, 1)
 
     def update(self, logits: Tensor, targets: Tensor) -> None:
         """logits [N, K] floating, targets [N] long of 0 … K − 1."""
@@ -134,42 +244,74 @@ class ClassificationMeter:
         # As argmax does, an earlier class wins a tie.
         place = torch.arange(self.classes, device=logits.device)
         mine = kept.gather(1, own)
-        ahead = (kept > mine) | ((kept == mine) & (place < own))
-        rank = ahead.sum(1)
+        rank = ((kept > mine) | ((kept == mine) & (place < own))).sum(1)
         right, near = finite & (rank == 0), finite & (rank < self.k)
         brier = p.square().sum(1) - 2 * p.gather(1, own)[:, 0] + 1.0
         loss = -log_p.gather(1, own)[:, 0]
-        rows = torch.stack([finite, right, near]).double()
-        sums = torch.cat([rows.sum(1), torch.stack([loss, brier]).mul(rows[0]).sum(1)])
+        counted = finite.double()
+        rows = torch.stack([counted, counted * confidence, right.double()])
+        # (lo, hi]: a confidence of exactly hi belongs below, and 1 to the last bin.
+        bin_ = (confidence * self.bins).ceil().long().clamp(1, self.bins) - 1
+        in_bins = torch.zeros(3, self.bins, dtype=torch.float64, device=logits.device)
+        in_bins.scatter_add_(1, bin_.expand(3, -1), rows)
+        whole = torch.stack(
+            [counted, right.double(), near.double(), counted * loss, counted * brier]
+        )
+        sums = torch.cat([whole.sum(1), in_bins.flatten()])
         self._sums = sums if self._sums is None else self._sums + sums
-        self._bins.update(confidence, right, finite)
-        if self._confusion is None:
-            made = torchmetrics_module().classification.MulticlassConfusionMatrix(
-                self.classes, ignore_index=-1, validate_args=False
-            )
-            self._confusion = made.to(logits.device)
-        self._confusion.update(predicted, torch.where(finite, targets, -1))
-        self._bad.append(~finite)
+        self._count(predicted, torch.where(finite, targets, _IGNORED), finite)
 
     def compute(self) -> ClassificationMetrics:
         """Read the sums; here the host waits."""
-        if self._sums is None:
-            raise ValueError("no batch was given: there is nothing to compute.")
-        bad = torch.cat(self._bad).nonzero()[:, 0].tolist()
-        total = sum(len(part) for part in self._bad)
-        counted, right, near, loss, brier = self._sums.tolist()
+        confusion, bad = self._read()
+        assert self._sums is not None
+        sums = self._sums.cpu()
+        counted, right, near, loss, brier = sums[:5].tolist()
         mean = 1.0 / counted if counted else float("nan")
+        count, confidence, hits = sums[5:].view(3, self.bins)
+        edges = torch.linspace(0.0, 1.0, self.bins + 1, dtype=torch.float64)
         return ClassificationMetrics(
-            samples=total,
-            accuracy=right / total,
-            top_k=near / total,
+            samples=len(bad),
+            accuracy=right / len(bad),
+            top_k=near / len(bad),
             k=self.k,
             nll=loss * mean,
             brier=brier * mean,
-            reliability=self._bins.compute(),
-            confusion=self._confusion.compute().long().cpu(),
-            nonfinite=tuple(bad),
+            reliability=Reliability(edges, count.long(), confidence / count, hits / count),
+            confusion=confusion,
+            nonfinite=tuple(bad.nonzero()[:, 0].tolist()),
         )
+
+
+class SegmentationMeter(_Meter):
+    """``update(logits, targets)`` batch by batch, then ``compute()``."""
+
+    def __init__(self, classes: int, ignore_index: int | None = None) -> None:
+        super().__init__(classes)
+        self.ignore_index = ignore_index
+
+    def update(self, logits: Tensor, targets: Tensor) -> None:
+        """logits [N, K, H, W], targets [N, H, W] long of 0 … K − 1 or ``ignore_index``."""
+        if logits.ndim != 4 or logits.shape[1] != self.classes:
+            raise ValueError(
+                f"expected logits [N, {self.classes}, H, W], got shape {tuple(logits.shape)}."
+            )
+        if targets.shape != (logits.shape[0], *logits.shape[2:]):
+            raise ValueError(
+                f"the model gives maps of {tuple(logits.shape[2:])} pixels and the targets are "
+                f"{tuple(targets.shape)}: they must agree."
+            )
+        finite = logits.isfinite().flatten(1).all(1)
+        counts = finite[:, None, None].expand_as(targets)
+        if self.ignore_index is not None:
+            counts = counts & (targets != self.ignore_index)
+        self._count(logits.argmax(1), torch.where(counts, targets, _IGNORED), finite)
+
+    def compute(self) -> SegmentationMetrics:
+        """Read the sums; here the host waits."""
+        confusion, bad = self._read()
+        samples = tuple(bad.nonzero()[:, 0].tolist())
+        return SegmentationMetrics(len(bad), int(confusion.sum()), confusion, samples)
 
 
 def classification_metrics(
@@ -181,5 +323,18 @@ def classification_metrics(
             f"expected logits [N, K] of at least one sample, got shape {tuple(logits.shape)}."
         )
     meter = ClassificationMeter(logits.shape[1], bins=bins, k=k)
+    meter.update(logits, targets)
+    return meter.compute()
+
+
+def segmentation_metrics(
+    logits: Tensor, targets: Tensor, *, ignore_index: int | None = None
+) -> SegmentationMetrics:
+    """mIoU and the rest of logits [N, K, H, W] against targets [N, H, W] at once."""
+    if logits.ndim != 4 or logits.shape[0] == 0:
+        raise ValueError(
+            f"expected logits [N, K, H, W] of at least one sample, got {tuple(logits.shape)}."
+        )
+    meter = SegmentationMeter(logits.shape[1], ignore_index)
     meter.update(logits, targets)
     return meter.compute()

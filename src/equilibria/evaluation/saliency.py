@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from equilibria.adjoints import Implicit
 from equilibria.engine.adjoint import Adjoint
+from equilibria.engine.optional import needs
 from equilibria.engine.solver import Solver
 from equilibria.nn.observing import equilibrium_layers
 
-from .extras import captum_attr
-from .running import evaluating
-from .solving import replaced
+from .layer_solvers import replaced
+from .model_on_data import evaluating
 
 __all__ = ["gradcam", "gradcam_layer"]
 
@@ -156,7 +156,8 @@ def gradcam(
         adjoint: how gradients pass the equilibria; None: ``Implicit()``, the exact gradient.
         solver: another solver for every layer, such as ``eq.Auto(rtol=1e-5)``; None: its own.
     """
-    attr = captum_attr()
+    with needs("captum", "GradCAM", extra="analysis"):
+        from captum.attr import LayerGradCam  # type: ignore[import-untyped]
     if x.ndim != 4:
         raise ValueError(
             f"gradcam takes normalized images [B, C, H, W], got shape {tuple(x.shape)}."
@@ -173,7 +174,7 @@ def gradcam(
             )
         classes = _check_target(target, logits)
         chosen_layer = copied.get_submodule(name)
-        found = attr.LayerGradCam(_using_all(copied, chosen_layer), chosen_layer).attribute(
+        found = LayerGradCam(_using_all(copied, chosen_layer), chosen_layer).attribute(
             x.detach().clone().requires_grad_(), target=classes, relu_attributions=True
         )
     maps = torch.zeros_like(x[:, 0])

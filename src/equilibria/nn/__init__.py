@@ -4,6 +4,7 @@ from . import constraints
 from .branch_solution import BranchSolution
 from .constraints import NormBounded, OperatorNorm, WeightNormalized, constrain
 from .deep_opteq import DeepOptEq, training_way
+from .deep_opteq_blocks import BoundBlock, OptEqBlock
 from .deq import DEQ, RepeatedBlock
 from .geq import GEQ, KerDEQ
 from .kernel_twins import PolynomialEq, SigmoidEq
@@ -23,6 +24,7 @@ __all__ = [
     "DEQ",
     "GEQ",
     "MDEQ",
+    "BoundBlock",
     "BranchSolution",
     "DeepOptEq",
     "EquilibriumLayer",
@@ -37,6 +39,7 @@ __all__ = [
     "Observed",
     "OperatorNorm",
     "OptEq",
+    "OptEqBlock",
     "Penalties",
     "PolynomialEq",
     "RepeatedBlock",

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from equilibria.engine.result import ConvergenceWarning
+from equilibria.engine.tree import sample_norm
 from equilibria.problems import Free, Guarantee, MapCertificate, Problem, Regularizer
 from equilibria.problems.activated import Activated
 from equilibria.problems.custom_prior import is_sampled
@@ -45,8 +46,7 @@ _SAFETY = 2.0  # terms of order u², and the rounding of the bounds themselves
 
 
 def _norm(t: Tensor) -> Tensor:
-    norm: Tensor = torch.linalg.vector_norm(t.flatten(1), dim=1)
-    return norm
+    return sample_norm([t])
 
 
 @dataclass(frozen=True)

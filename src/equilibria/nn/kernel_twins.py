@@ -21,7 +21,7 @@ from equilibria.problems import (
     Sigmoidal,
 )
 from equilibria.problems.kernels import SIGMOID_CURVATURE, inner
-from equilibria.solvers import ProximalGradient
+from equilibria.solvers import Anderson, ProximalGradient
 
 from .constraints import Constraint, NormBounded
 from .weighted import WeightedLayer
@@ -55,7 +55,6 @@ class _ScalarKernelLayer(WeightedLayer):
             prior=prior,
             constraint=constraint,
             bias=bias,
-            # One step a sample: Auto would choose by the worst sample of the batch.
             solver=ProximalGradient() if solver is None else solver,
             adjoint=adjoint,
         )
@@ -103,7 +102,8 @@ class PolynomialEq(_ScalarKernelLayer):
         degree: d ≥ 2.
         offset: a, 1.0 or 0.0.
         radius: scale c into the ball of this radius, sample by sample; None: leave it.
-        solver: ProximalGradient() if not given.
+        solver: ProximalGradient() if not given; Anderson() where d is odd and above 2, for then
+            no bound on the curvature is known from which to take a step.
     """
 
     def __init__(
@@ -122,6 +122,8 @@ class PolynomialEq(_ScalarKernelLayer):
         solver: Solver | None = None,
         adjoint: Adjoint | None = None,
     ) -> None:
+        if solver is None and degree in range(3, 99, 2):
+            solver = Anderson()
         super().__init__(
             channels,
             mid,

@@ -225,7 +225,7 @@ class MonotoneDEQ(MapLayer):
     def solve(self, x: Tensor, z0: Any = None, **options: Any) -> Solution[Any]:
         """Solve for x and tell all. Options as ``fixed_point``: solver, adjoint, throw, callback.
 
-        With a splitting, steps and residuals are those of its own map (Peaceman–Rachford's u).
+        The residual is ‖T(z) − z‖ of the layer's own map T, whatever the solver iterates.
         """
         chosen = {"adjoint": self.adjoint, **options}
         solver = chosen.pop("solver", self.solver)
@@ -240,11 +240,7 @@ class MonotoneDEQ(MapLayer):
         if chosen.get("callback") is not None:
             chosen["callback"] = _reading(chosen["callback"], splitting.read)
         found = fixed_point(
-            splitting.step,
-            splitting.start,
-            splitting.inputs,
-            solver=solver.iteration,
-            **chosen,
+            splitting, splitting.start, splitting.inputs, solver=solver.iteration, **chosen
         )
         value = splitting.read(found.value)
         return dataclasses.replace(found, value=value, choice=splitting.reason)

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from equilibria.engine.result import ConvergenceWarning
+from equilibria.engine.tree import sample_norm
 from equilibria.problems import Guarantee, MapCertificate, Prior, WithL1
 from equilibria.problems.custom_prior import is_sampled
 from equilibria.problems.monotone_inclusion import MonotoneInclusion
@@ -122,9 +123,7 @@ def _certify(
 
 def _norm(parts: States) -> Tensor:
     """‖·‖ over all tiers, [B]."""
-    norms = [torch.linalg.vector_norm(part.flatten(1), dim=1) for part in parts]
-    total: Tensor = torch.linalg.vector_norm(torch.stack(norms), dim=0)
-    return total
+    return sample_norm(parts)
 
 
 def _rounding(

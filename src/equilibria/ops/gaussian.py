@@ -42,7 +42,7 @@ def _energies(rows: Tensor, v: Tensor, metric: Tensor | None) -> Tensor:
     # a weight above 1. An overflowed sum becomes the largest finite number: then weight 0 times s
     # is 0 in the derivative in γ, not NaN.
     s = _row_inner(rows, v)
-    if metric is not None and v.dtype.itemsize == 2:
+    if metric is not None and v.dtype in (torch.float16, torch.bfloat16):
         # s ≥ ‖v‖²/‖M‖. Where M is singular the rounding of v in half precision can leave s far
         # below, and 2γe‖v‖² of the derivative, at most ‖M‖ in truth, overflows for a large γ. The
         # trace is no less than the norm, and the 2 keeps healthy rows as they are.

@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from equilibria.engine.tree import sample_norm
+
 from .gaussian import gaussian_message, gaussian_message_jvp
 from .gaussian_patches import TRITON, can_fuse, merge_rows, permuted, restored, split_rows
 
@@ -117,12 +119,8 @@ def residual_norms(f: Tensor, z: Tensor | None) -> tuple[Tensor, Tensor]:
         from .pointwise_triton import residual_norms as fused
 
         return fused(f, z)
-    wide = torch.promote_types(f.dtype, torch.float32)
-    scale: Tensor = torch.linalg.vector_norm(f.flatten(1), dim=1, dtype=wide)
-    if z is None:
-        return scale, scale
-    moved: Tensor = torch.linalg.vector_norm((f - z).flatten(1), dim=1, dtype=wide)
-    return moved, scale
+    scale = sample_norm([f])
+    return (scale if z is None else sample_norm([f - z])), scale
 
 
 def threshold_sum(z: Tensor, g: Tensor, d: Tensor, y: Tensor, kappa: float) -> Tensor:

@@ -26,14 +26,15 @@ _WARPS = 8
 @triton.jit
 def _norms_kernel(f, z, out, size, stride, splits, BLOCK: tl.constexpr, MOVED: tl.constexpr):
     sample, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    moved = tl.zeros((BLOCK,), dtype=tl.float32)
-    scale = tl.zeros((BLOCK,), dtype=tl.float32)
+    # In float64, where squares of very small or large numbers are at home.
+    moved = tl.zeros((BLOCK,), dtype=tl.float64)
+    scale = tl.zeros((BLOCK,), dtype=tl.float64)
     for start in range(part * BLOCK, size, splits * BLOCK):
         at = start + tl.arange(0, BLOCK)
         mask = at < size
-        here = tl.load(f + sample * stride + at, mask=mask, other=0.0).to(tl.float32)
+        here = tl.load(f + sample * stride + at, mask=mask, other=0.0).to(tl.float64)
         if MOVED:
-            there = tl.load(z + sample * stride + at, mask=mask, other=0.0).to(tl.float32)
+            there = tl.load(z + sample * stride + at, mask=mask, other=0.0).to(tl.float64)
             moved += (here - there) * (here - there)
         scale += here * here
     place = out + (sample * splits + part) * 2
@@ -66,12 +67,12 @@ def residual_norms(f: Tensor, z: Tensor | None) -> tuple[Tensor, Tensor]:
     """(‖f − z‖, ‖f‖), each [B] float32; None is z = 0."""
     batch, size = f.shape[0], f[0].numel()
     splits = max(1, min(triton.cdiv(size, _BLOCK), triton.cdiv(1024, batch)))
-    parts = f.new_empty((batch, splits, 2), dtype=torch.float32)
+    parts = f.new_empty((batch, splits, 2), dtype=torch.float64)
     _norms_kernel[(batch, splits)](
         f, f if z is None else z, parts, size, f.stride(0), splits,
         BLOCK=_BLOCK, MOVED=z is not None, num_warps=_WARPS,
     )  # fmt: skip
-    norms = parts.sum(1).sqrt()
+    norms = parts.sum(1).sqrt().float()
     return norms[:, 1 if z is None else 0], norms[:, 1]
 
 

@@ -1,7 +1,9 @@
 """Hidden problems: priors, couplings, regularizers, γ policies, and what is made of them."""
 
+from .activated import Activated
 from .certificate import Certificate, certify
 from .custom_prior import CustomPrior, NonMonotoneActivation, NotNonexpansive
+from .error_bounds import tight_curvature
 from .feature_map import (
     gaussian_feature_map,
     truncated_gaussian_coupling,
@@ -26,8 +28,9 @@ from .kernels import (
     Polynomial,
     Sigmoidal,
 )
+from .lipschitz import GAUSSIAN_BEND, gaussian_sensitivity, global_lipschitz, local_lipschitz
 from .map_certificate import CompositeCertificate, MapCertificate
-from .norms import NormBound
+from .norms import NormBound, dense_norm, metric_root
 from .operators import (
     ConvOperator,
     DenseOperator,
@@ -54,9 +57,11 @@ from .regularizers import L1, Decorrelation, FeatureIncay, Regularizer, SquaredN
 from .solving import minimize
 
 __all__ = [
+    "GAUSSIAN_BEND",
     "GAUSSIAN_CONCAVITY",
     "HSIC",
     "L1",
+    "Activated",
     "AffineProblem",
     "Box",
     "Certificate",
@@ -106,8 +111,14 @@ __all__ = [
     "as_gamma",
     "as_operator",
     "certify",
+    "dense_norm",
     "gaussian_feature_map",
+    "gaussian_sensitivity",
+    "global_lipschitz",
+    "local_lipschitz",
+    "metric_root",
     "minimize",
+    "tight_curvature",
     "truncated_gaussian_coupling",
     "truncation_error_bound",
 ]

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from equilibria.engine.result import ConvergenceWarning, Solution
+from equilibria.engine.tree import sample_norm
 from equilibria.problems.casting import in_double, unwrap
 from equilibria.problems.certificate_text import describe
 from equilibria.problems.custom_prior import is_sampled
@@ -216,7 +217,7 @@ def _certify(
     m, high, rho = (t.expand(batch) for t in (lower, upper, factor))
 
     image = problem.step(z)
-    residual = torch.linalg.vector_norm((z - image).flatten(1), dim=1)
+    residual = sample_norm([z - image])
     off, derived = residual_rounding(problem, z, image)
     if not derived:
         notes.append("rounding is an estimate: none is derived for this kind of problem")
@@ -242,7 +243,7 @@ def _certify(
             f"{outside} of {batch} states lie outside the domain of the prior, where G is infinite "
             "(a solver extrapolated); T(z) lies inside, within the residual of z"
         )
-    kinds = _kinds(finite, rho < 1, m > 0, near > 0)
+    kinds = _kinds(finite, rho < 1, m > 0, error.isfinite())
 
     reach = input_norm
     if reach is None:
@@ -286,10 +287,10 @@ def _outward(curvature: Curvature, z: Tensor, *, together: bool) -> tuple[Tensor
 
 
 def _kinds(
-    finite: Tensor, contracts: Tensor, convex: Tensor, locally: Tensor
+    finite: Tensor, contracts: Tensor, convex: Tensor, bounded: Tensor
 ) -> tuple[Guarantee, ...]:
     found: list[Guarantee] = []
-    columns = (t.tolist() for t in (finite, contracts, convex, locally))
+    columns = (t.tolist() for t in (finite, contracts, convex, bounded))
     for known, contracting, strongly, near in zip(*columns, strict=True):
         if known and strongly:
             best = Guarantee.contraction if contracting else Guarantee.strong_convexity

@@ -17,7 +17,7 @@ _WORDS = {
     "contraction": "one equilibrium, and plain iteration converges to it",
     "strong convexity": "one equilibrium (G is strongly convex)",
     "strong monotonicity": "one equilibrium (I − W is strongly monotone)",
-    "local": "a strict local minimizer; others may exist",
+    "local": "one equilibrium within the bound below, a strict local minimizer; others may exist",
     "none": "nothing is proven",
 }
 

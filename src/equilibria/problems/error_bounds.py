@@ -20,6 +20,7 @@ import math
 import torch
 from torch import Tensor
 
+from equilibria.engine.tree import sample_norm
 from equilibria.problems.gaussian import Gaussian
 from equilibria.problems.kernels import Curvature
 from equilibria.problems.lipschitz import hessian_lipschitz
@@ -37,8 +38,7 @@ _UP = 1.0 + 32 * UNIT  # the last few operations of a bound, each rounded once
 
 
 def _norm(t: Tensor) -> Tensor:
-    norm: Tensor = torch.linalg.vector_norm(t.flatten(1), dim=1)
-    return norm
+    return sample_norm([t])
 
 
 def _smaller(a: Tensor, b: Tensor) -> Tensor:

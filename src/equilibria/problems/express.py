@@ -210,10 +210,11 @@ def _judge(
     lane: _Lane, residual: Tensor, scale: Tensor, limit: Tensor, dtype: torch.dtype
 ) -> Tensor:
     """Write down each sample's result; the mask [B] of those that failed."""
-    infinite = ~torch.isfinite(residual + scale)
+    infinite = ~(torch.isfinite(residual) & torch.isfinite(scale))
     diverged = (residual > limit) & ~infinite
     code = torch.full_like(residual, int(Result.max_steps), dtype=torch.int8)
-    exact = residual <= 2 * torch.finfo(dtype).eps * scale
+    # ‖T(z) − z‖ ≤ max(1, 1/τ)·‖T_τ(z) − z‖.
+    exact = max(1.0, 1.0 / lane.tau) * residual <= 2 * torch.finfo(dtype).eps * scale
     code = torch.where(exact, int(Result.converged), code)
     code = torch.where(diverged, int(Result.diverged), code)
     lane.code = torch.where(infinite, int(Result.nonfinite), code).to(torch.int8)

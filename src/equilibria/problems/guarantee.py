@@ -20,8 +20,8 @@ class Guarantee(enum.StrEnum):
     strong_monotonicity = "strong monotonicity"
     """One equilibrium; operator splitting with a step from m and L converges to it."""
     local = "local"
-    """G is strongly convex around z: an equilibrium there is a strict local minimizer. One is
-    proven to exist where the error bound is finite; there may be others elsewhere."""
+    """Exactly one equilibrium within the error bound of z, a strict local minimizer; there may be
+    others elsewhere."""
     none = "none"
     """Nothing is proven."""
 

@@ -19,6 +19,7 @@ from typing import Literal, TypeVar
 import torch
 from torch import Tensor
 
+from equilibria.engine.tree import sample_norm
 from equilibria.problems.activated import Activated
 from equilibria.problems.gaussian import GAUSSIAN_CONCAVITY, Gaussian
 from equilibria.problems.kernels import SIGMOID_CURVATURE, Coupling, Linear, Polynomial, Sigmoidal
@@ -76,8 +77,7 @@ def gaussian_sensitivity(
 
 def _norm(t: Tensor) -> Tensor:
     """‖·‖ per sample, rounded up. [B]."""
-    norm: Tensor = torch.linalg.vector_norm(t.flatten(1), dim=1)
-    return norm * (1.0 + 2e-16 * (t[0].numel() + 4))
+    return sample_norm([t]) * (1.0 + 2e-16 * (t[0].numel() + 8))
 
 
 def hessian_lipschitz(q: Coupling) -> Tensor | float | None:

@@ -27,6 +27,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from equilibria.engine.tree import sample_norm, scale_samples
+
 __all__ = [
     "NormBound",
     "convolution_norm_upper",
@@ -259,7 +261,7 @@ def power_norm(
     tiny = torch.finfo(work).tiny
     best = 0.0
     for _ in range(iterations):
-        v = v / v.square().sum(dims, keepdim=True).sqrt().clamp_min(tiny)
+        v = scale_samples(1.0 / sample_norm([v]).clamp_min(tiny), [v])[0]
         image = gram(v.to(dtype)).to(work)
         current = float((v * image).sum(dims).amax())
         if current <= best * (1.0 + rtol):

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
+from equilibria.engine.tree import sample_norm
 from equilibria.problems.kernels import Coupling, Curvature, per_sample_sum
 from equilibria.problems.priors import (
     Free,
@@ -118,9 +119,7 @@ class HiddenProblem(ABC):
 
     def stationarity(self, z: Tensor) -> Tensor:
         """``dist(0, dG(z))`` per sample: ``[B]``, float32 or better."""
-        least = self.minimal_subgradient(z).flatten(1)
-        norm: Tensor = torch.linalg.vector_norm(least, dim=1)
-        return norm
+        return sample_norm([self.minimal_subgradient(z)])
 
     def moreau(self, alpha: float) -> MoreauProblem:
         """The skip connection ``alpha T + (1 - alpha) I`` (paper 003, Table 1, row 2)."""

@@ -19,6 +19,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from equilibria.engine.tree import sample_norm
 from equilibria.problems.activated import Activated
 from equilibria.problems.gaussian import Gaussian
 from equilibria.problems.kernels import SIGMOID_CURVATURE, Coupling, Linear, Polynomial, Sigmoidal
@@ -196,8 +197,7 @@ def _shift(prior: Prior) -> float:
 
 
 def _norm(t: Tensor) -> Tensor:
-    norm: Tensor = torch.linalg.vector_norm(t.flatten(1), dim=1)
-    return norm
+    return sample_norm([t])
 
 
 def _guess(problem: HiddenProblem, z: Tensor, image: Tensor) -> Tensor:

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from equilibria.engine.adjoint import Adjoint
+from equilibria.engine.maps import Surrogate
 from equilibria.engine.result import Solution
 from equilibria.engine.solver import Choice, Solver
 from equilibria.entry import TrajectoryCallback, fixed_point
 from equilibria.solvers import Auto
+from equilibria.solvers.forward_backward import proximal_slack
 
 from .express import express, serves
 from .problem import HiddenProblem, Problem
@@ -92,6 +94,8 @@ def minimize_from(
         def step(z: Tensor, *inputs: Tensor) -> Tensor:
             return problem.with_inputs(*inputs).step(z, tau)
 
+    if not (isinstance(tau, float) and tau == 1.0) and not torch.compiler.is_compiling():
+        step = _judged_by_own_map(problem, step, tau)
     found = fixed_point(
         step,
         start,
@@ -104,6 +108,23 @@ def minimize_from(
     )
     # Solvers that extrapolate may end a little outside (ReLU: −1e-6), where G is infinite.
     return dataclasses.replace(found, value=problem.into_domain(found.value), choice=choice.reason)
+
+
+def _judged_by_own_map(
+    problem: HiddenProblem, step: Callable[..., Tensor], tau: float | Tensor
+) -> Surrogate:
+    """T_τ, whose solve is judged by the residual of T: a small τ makes small steps, not answers."""
+    per_sample = isinstance(tau, Tensor) and tau.ndim == 1
+
+    def own(z: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        bound = problem.with_inputs(*(inputs[:-1] if per_sample else inputs))
+        inside = bound.into_domain(z)
+        return inside, bound.step(inside)
+
+    def near(*inputs: Tensor) -> float | Tensor:
+        return proximal_slack(inputs[-1] if per_sample else tau)
+
+    return Surrogate(step, own, near, None)
 
 
 def _may_take_express(problem: HiddenProblem, choice: Choice, adjoint: Adjoint | None) -> bool:

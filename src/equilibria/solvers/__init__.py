@@ -4,7 +4,7 @@ from .anderson import Anderson
 from .auto import Auto
 from .best import BestIterate
 from .broyden import Broyden
-from .forward_backward import ForwardBackward
+from .forward_backward import ForwardBackward, SplittingSolver
 from .peaceman_rachford import PeacemanRachford
 from .picard import Picard
 from .proximal_gradient import ProximalGradient
@@ -20,4 +20,5 @@ __all__ = [
     "Picard",
     "ProximalGradient",
     "SequentialAveraging",
+    "SplittingSolver",
 ]

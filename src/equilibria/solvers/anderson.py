@@ -10,7 +10,14 @@ from torch import Tensor
 from equilibria.engine.history import History
 from equilibria.engine.options import check_number, options
 from equilibria.engine.solver import Point, Solver
-from equilibria.engine.tree import Leaves, accumulation_dtype
+from equilibria.engine.tree import (
+    Leaves,
+    accumulation_dtype,
+    sample_norm,
+    scale_samples,
+    strange,
+    without_graph,
+)
 
 _RIDGE = {torch.float32: 1e-5, torch.float64: 1e-12}
 
@@ -27,6 +34,7 @@ class AndersonState:
     floor: Tensor  # [m, m]: a smallest number on the diagonal, so that r = 0 can be solved
     count: int = 0  # steps taken
     restarted: bool = False  # whether any sample ever was
+    inverse: Tensor | None = None  # [B]: what residuals are multiplied by in a fixed-step solve
     views: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # of gram, by slot
 
     def lines(self, slot: int, used: int) -> tuple[Tensor, Tensor]:
@@ -52,6 +60,7 @@ class Anderson(Solver):
     """β in (0, 1]."""
     ridge: float | None = None
     """λ; None takes one for the dtype of the small system (1e-5 in float32, 1e-12 in float64)."""
+    accelerated = True
 
     def __post_init__(self) -> None:
         Solver.__post_init__(self)
@@ -82,7 +91,10 @@ class Anderson(Solver):
     def step(self, point: Point, state: AndersonState) -> tuple[Leaves, AndersonState]:
         slot = state.count % self.memory
         candidate = self._candidate(point, state, slot)
-        state.residuals.write(slot, point.residual)
+        if self.fixed_steps:
+            state = self._scale(point, state, slot)
+        else:
+            state.residuals.write(slot, point.residual)
         state.candidates.write(slot, candidate)
         state = self._insert(state, slot, state.residuals.dot_slot(slot))
         if state.count == 1:
@@ -100,6 +112,25 @@ class Anderson(Solver):
             solution = torch.linalg.solve_ex(gram, ones).result
             weights = solution / solution.sum(1, keepdim=True)
         return state.candidates.combine(weights.transpose(1, 2)), state
+
+    def _scale(self, point: Point, state: AndersonState, slot: int) -> AndersonState:
+        """Keep the residual in units of the first iterate, where that is very small or large.
+
+        Its squares would leave the dtype. With a tolerance the driver sees to that, once it has
+        looked at the start; a fixed-step solve never looks.
+        """
+        if state.inverse is None:
+            size = torch.maximum(point.residual_norm, sample_norm(without_graph(point.f)))
+            odd = strange(size) & (size > 0)
+            state = replace(state, inverse=torch.where(odd, 1.0 / size, 1.0))
+        assert state.inverse is not None
+        if state.residuals.functional:
+            state.residuals.write(slot, scale_samples(state.inverse, point.residual))
+        else:
+            state.residuals.write(slot, point.residual)
+            for kept in state.residuals.slot(slot):
+                kept.mul_(state.inverse.view(-1, *([1] * (kept.dim() - 1))))
+        return state
 
     def _candidate(self, point: Point, state: AndersonState, slot: int) -> Leaves:
         """z + βr, written where it is kept."""
@@ -151,6 +182,7 @@ class Anderson(Solver):
             candidates=state.candidates.take(index),
             gram=state.gram.index_select(0, index),
             ones=state.ones.index_select(0, index),
+            inverse=None if state.inverse is None else state.inverse.index_select(0, index),
             views={},
         )
 

@@ -27,8 +27,10 @@ class Auto(Solver):
     ρ ≤ 0.3: Picard (a step gains half a digit, nothing beats it). ρ < 1: Anderson, damped by
     β = min(1, 2/(m + L)), which centers the spectrum of I − J. ρ ≥ 1, where plain iteration may
     oscillate: Anderson on T_τ with τ = 2/(m + L) if m > 0, for then T_τ contracts with the factor
-    (L − m)/(L + m); else ProximalGradient, which descends everywhere. The tolerances and limits
-    given here are handed on; ``max_steps`` is at least 500 for ProximalGradient unless it was set.
+    (L − m)/(L + m); else ProximalGradient, which descends everywhere. Where the bounds differ from
+    sample to sample, ProximalGradient with a step for each: it serves all of them, so that an
+    answer does not depend on batch mates. The tolerances and limits given here are handed on;
+    ``max_steps`` is at least 500 for ProximalGradient unless it was set.
     ``Solution.choice`` says what was chosen and why. On a plain fixed point, where no bounds are
     known, Auto is Anderson.
     """
@@ -37,6 +39,10 @@ class Auto(Solver):
         modulus, smoothness = bounds()
         m = torch.as_tensor(modulus, dtype=torch.float64)
         upper = torch.as_tensor(smoothness, dtype=torch.float64)
+        if (m.ndim or upper.ndim) and bool(torch.isfinite(upper).all()):
+            return self._descent(
+                (modulus, smoothness), "the bounds differ from sample to sample; a step for each"
+            )
         factor = float(torch.maximum((1.0 - m).abs(), (upper - 1.0).abs()).max())
         known = f"contraction factor at most {factor:.3g}"
         if factor <= _EASY:
@@ -57,10 +63,12 @@ class Auto(Solver):
                 f"contracts with {rate:.3g}"
             )
             return Choice(self._as(Anderson), tau, reason)
+        return self._descent((modulus, smoothness), f"{why}; G is not certified convex")
+
+    def _descent(self, bounds: tuple[float | Tensor, float | Tensor], why: str) -> Choice:
         chosen = self._as(ProximalGradient)
-        choice = chosen.for_problem(lambda: (modulus, smoothness))
-        reason = f"ProximalGradient: {why}; G is not certified convex"
-        return Choice(chosen, choice.tau, reason)
+        tau = chosen.for_problem(lambda: bounds).tau
+        return Choice(chosen, tau, f"ProximalGradient: {why}")
 
     def _as(self, kind: type[Solver], **own: Any) -> Solver:
         shared = {name: getattr(self, name) for name in _SHARED}

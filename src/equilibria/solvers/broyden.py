@@ -47,6 +47,7 @@ class Broyden(Solver):
     """m, rank-one updates that are kept."""
     safeguard: float | None = 1e-3
     """Skip updates that are nearly singular, and restart samples that jump; None: never."""
+    accelerated = True
 
     def __post_init__(self) -> None:
         Solver.__post_init__(self)

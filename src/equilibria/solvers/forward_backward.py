@@ -18,12 +18,11 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import Tensor
 
+from equilibria.engine.maps import Surrogate
 from equilibria.engine.options import check_number, options
 from equilibria.engine.solver import Bounds, Choice, Point, Solver
 from equilibria.engine.transforms import functorch_active
-from equilibria.engine.tree import Leaves
-
-from .picard import Picard
+from equilibria.engine.tree import Leaves, accumulation_dtype
 
 __all__ = [
     "ForwardBackward",
@@ -33,6 +32,7 @@ __all__ = [
     "SplittingSolver",
     "blend",
     "forward_backward_factor",
+    "proximal_slack",
 ]
 
 _SHARED = tuple(f.name for f in dataclasses.fields(Solver))
@@ -57,6 +57,9 @@ class Inclusion(Protocol):
     def argument(self, z: Any, c: Tensor) -> Any:
         """Wz + c."""
 
+    def step(self, z: Any, c: Tensor) -> Any:
+        """T(z) = prox_f(Wz + c), the layer's own map."""
+
     def prox(self, v: Any, alpha: float | Tensor) -> Any:
         """prox_{αf}(v)."""
 
@@ -73,11 +76,13 @@ class Inclusion(Protocol):
         """V = (I + α(I − W))⁻¹, computed here once and applied many times."""
 
 
-@dataclass(frozen=True)
-class Splitting:
-    """A map u ↦ S(u, *inputs) that contracts, and how its fixed point gives z."""
+@dataclass(frozen=True, eq=False)
+class Splitting(Surrogate):
+    """A map u ↦ S(u, *inputs) that contracts, and how its fixed point gives z.
 
-    step: Callable[..., Any]
+    The solve is judged by the residual ‖T(z) − z‖ of the layer's own map.
+    """
+
     start: Any
     inputs: tuple[Any, ...]
     """Tensors with the batch in dim 0."""
@@ -93,10 +98,23 @@ def blend(a: float | Tensor, x: Any, b: float | Tensor, y: Any) -> Any:
     return tuple(blend(a, p, b, q) for p, q in zip(x, y, strict=True))
 
 
+def _cast(z: Any, dtype: torch.dtype) -> Any:
+    return z.to(dtype) if isinstance(z, Tensor) else tuple(part.to(dtype) for part in z)
+
+
 @options
-class SplittingIteration(Picard):
+class SplittingIteration(Solver):
     """u ← S(u): what the engine runs for a splitting, forward and (on S's transposed Jacobian)
     backward."""
+
+    fall = 1.0
+    accelerated = True
+
+    def init(self, z: Leaves) -> None:
+        return None
+
+    def step(self, point: Point, state: None) -> tuple[Leaves, None]:
+        return point.f, None
 
 
 @options
@@ -143,6 +161,16 @@ class SplittingSolver(Solver):
         return point.f, None
 
 
+def proximal_slack(tau: float | Tensor) -> float | Tensor:
+    """About ‖T_τ(z) − z‖ / ‖T(z) − z‖ of a proximal step, T = T_1; a little more where τ < 1.
+
+    The quotient lies between τ and 1: ‖T_τ(z) − z‖ grows with τ, and ‖T_τ(z) − z‖/τ falls.
+    """
+    if isinstance(tau, Tensor):
+        return torch.maximum((2.0 * tau).clamp(max=1.0), tau)
+    return max(min(1.0, 2.0 * tau), tau)
+
+
 def forward_backward_factor(m: float, upper: float, alpha: float) -> float:
     """√(1 − 2αm + α²L²) ≥ the Lipschitz constant of the step (paper 004, Proposition 3)."""
     return math.sqrt(max(0.0, 1.0 - 2.0 * alpha * m + alpha * alpha * upper * upper))
@@ -162,15 +190,28 @@ class ForwardBackward(SplittingSolver):
     patience: int = 400
 
     def split(self, inclusion: Inclusion, z0: Any, c: Tensor) -> Splitting:
-        """The forward-backward step on the layer's own state."""
-        alpha = self.step_size(inclusion)
+        """The forward-backward step on the layer's own state.
 
-        def step(z: Any, c: Tensor) -> Any:
-            return inclusion.prox(blend(1.0 - alpha, z, alpha, inclusion.argument(z, c)), alpha)
+        Half-precision states are iterated in float32: a step of α·(T(z) − z) would be lost in their
+        rounding.
+        """
+        alpha, dtype = self.step_size(inclusion), c.dtype
+
+        def step(u: Any, c: Tensor) -> Any:
+            image = inclusion.argument(read(u), c)
+            return inclusion.prox(blend(1.0 - alpha, u, alpha, image), alpha)
+
+        def read(u: Any) -> Any:
+            return _cast(u, dtype)
+
+        def own(u: Any, c: Tensor) -> tuple[Any, Any]:
+            z = read(u)
+            return z, inclusion.step(z, c)
 
         given = "m/L²" if self.alpha is None else f"{self.alpha:g}"
         reason = f"ForwardBackward with the step α = {given}"
-        return Splitting(step, z0, (c,), lambda z: z, reason)
+        slack, start = proximal_slack(alpha), _cast(z0, accumulation_dtype(dtype))
+        return Splitting(step, own, lambda *_: slack, dtype, start, (c,), read, reason)
 
     def step_size(self, inclusion: Inclusion) -> float | Tensor:
         """α as given, checked; or m/L² as a number on the device."""

@@ -36,6 +36,8 @@ class ProximalGradient(Solver):
     tau: float | None = None
     """The step; None takes it from the problem's bounds."""
     accelerate: bool = True
+    fall = 1.0
+    accelerated = True
 
     def __post_init__(self) -> None:
         Solver.__post_init__(self)

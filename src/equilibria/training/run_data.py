@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from equilibria import data as sets
-from equilibria.data import Batches, ImageData, build_augmentation
-from equilibria.data.splitting import held_out
+from equilibria.data import Batches, ImageData, build_augmentation, held_out
 
 from .config import TrainConfig
 from .progress import Progress

@@ -1,4 +1,4 @@
-"""Filters as matrices against scipy and Pillow."""
+"""Filters against scipy, numpy and Pillow; the random numbers of an image by their laws."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from scipy import ndimage
+from scipy import ndimage, stats
 
 from equilibria.evaluation.corruptions import filters
+from equilibria.evaluation.corruptions.filters import ImageNoise as Noise
 from tests.evaluation.standins import picture_tensor, pictures
 
 FIELD = np.random.default_rng(0).random((9, 13))
@@ -90,3 +91,71 @@ def test_filters_keep_the_dtype_and_do_not_mix_planes() -> None:
     blurred = filters.gaussian(x, 1.0)
     assert blurred.dtype == torch.float32
     assert torch.equal(blurred[1:2], filters.gaussian(x[1:2], 1.0))
+
+
+def images(count: int = 4, seed: int = 0) -> torch.Tensor:
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (count, 3, 8, 8), generator=draw, dtype=torch.uint8)
+
+
+def test_uniform_by_the_test_of_kolmogorov() -> None:
+    u = Noise(images(8), (0, 1)).uniform(3, 5000)
+    assert u.shape == (8, 5000)
+    assert float(u.min()) > 0.0
+    assert float(u.max()) < 1.0
+    for row in u.numpy():
+        assert stats.kstest(row, "uniform").pvalue > 1e-4
+    assert stats.kstest(u.flatten().numpy(), "uniform").pvalue > 1e-4
+
+
+def test_normal_by_the_test_of_kolmogorov() -> None:
+    n = Noise(images(), (0,)).normal(0, 100, 100).flatten().numpy()
+    assert stats.kstest(n, "norm").pvalue > 1e-4
+
+
+def test_bits_neighbors_streams_and_images_are_uncorrelated() -> None:
+    noise = Noise(images(2), (0,))
+    a, b = noise.uniform(0, 40000), noise.uniform(1, 40000)
+    pairs = [(a[0], a[1]), (a[0], b[0]), (a[0, :-1], a[0, 1:]), (a[0, :-32], a[0, 32:])]
+    for left, right in pairs:
+        r = torch.corrcoef(torch.stack([left, right]))[0, 1]
+        assert abs(float(r)) < 4 / 200  # four standard deviations of 1/√40000
+    bits = (a[0, :, None] * 2 ** torch.arange(1, 17)).floor().long() % 2
+    assert float((bits.double().mean(0) - 0.5).abs().max()) < 4 * 0.5 / 200
+
+
+def test_an_image_has_its_own_numbers_whatever_the_batch() -> None:
+    batch = images(6)
+    whole = Noise(batch, (7, 2)).uniform(5, 3, 4)
+    order = torch.tensor([4, 0, 5])
+    assert torch.equal(Noise(batch[order], (7, 2)).uniform(5, 3, 4), whole[order])
+    assert torch.equal(Noise(batch[3:4], (7, 2)).uniform(5, 3, 4), whole[3:4])
+
+
+def test_one_changed_pixel_a_seed_or_a_stream_change_everything() -> None:
+    batch = images(1)
+    other = batch.clone()
+    other[0, 2, 7, 7] ^= 1
+    base = Noise(batch, (0,)).uniform(0, 1000)
+    for different in (
+        Noise(other, (0,)).uniform(0, 1000),
+        Noise(batch, (1,)).uniform(0, 1000),
+        Noise(batch, (1 << 40,)).uniform(0, 1000),
+        Noise(batch, (-1,)).uniform(0, 1000),
+        Noise(batch, (0,)).uniform(1, 1000),
+    ):
+        assert abs(float(torch.corrcoef(torch.cat([base, different]))[0, 1])) < 0.15
+
+
+def test_swapped_pixels_are_another_image() -> None:
+    batch = torch.zeros(2, 1, 4, 4, dtype=torch.uint8)
+    batch[0, 0, 0, 0], batch[1, 0, 0, 1] = 9, 9
+    keys = Noise(batch, ()).keys
+    assert all(int(k[0]) != int(k[1]) for k in keys)
+
+
+def test_integers_take_each_value_alike() -> None:
+    drawn = Noise(images(1), (0,)).integers(0, -2, 2, 40000)
+    counts = torch.bincount(drawn.flatten() + 2, minlength=4)
+    assert len(counts) == 4
+    assert stats.chisquare(counts.numpy()).pvalue > 1e-4

@@ -1,29 +1,18 @@
-"""Linear filters of images: separable ones as matrices, B x Aᵀ, and sampling between pixels.
+"""What corruptions are made of: linear filters of images, and random numbers of an image.
 
-A matrix holds the border rule, any reach and any resizing alike, and its product is exact to
-float64 on every device, where a convolution may be done in TF32.
+Separable filters are matrices, B x Aᵀ: a matrix holds the border rule, any reach and any resizing
+alike, and its product is exact to float64 on every device, where a convolution may run in TF32.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-
-__all__ = [
-    "Border",
-    "bilinear",
-    "border_index",
-    "box_resize",
-    "correlate",
-    "gaussian",
-    "gaussian_matrix",
-    "separable",
-    "zoom",
-]
 
 _LARGE = 7
 """From this width on, a kernel is applied by Fourier transforms."""
@@ -141,3 +130,59 @@ def bilinear(x: Tensor, rows: Tensor, columns: Tensor, border: Border) -> Tensor
         weight = (down if dy else 1 - down) * (right if dx else 1 - right)
         total = total + weight * values
     return total
+
+
+_MASK = 0xFFFFFFFF
+_GOLDEN = 0x9E3779B9
+
+
+def _hash(x: Tensor) -> Tensor:
+    """32 bits to 32 bits, each output bit of every input bit (two multiply-xorshift rounds)."""
+    x = x ^ (x >> 16)
+    x = (x * 0x21F0AAAD) & _MASK
+    x = x ^ (x >> 15)
+    x = (x * 0x735A2D97) & _MASK
+    return x ^ (x >> 15)
+
+
+def _digest(images: Tensor, salt: int) -> Tensor:
+    """32 bits of each image, [N]: the sum of a hash of (place, value) over its bytes."""
+    flat = images.flatten(1).long()
+    place = torch.arange(flat.shape[1], device=flat.device) * 256 + salt
+    return _hash(_hash((flat + place) & _MASK).sum(1) & _MASK)
+
+
+class ImageNoise:
+    """Streams of random numbers for a batch of images, a function of pixels, salt and place.
+
+    u = h(h(place ⊕ k₁) + k₂)/2³²
+
+    h an integer hash, (k₁, k₂) the image's keys. The noise of an image depends neither on its batch
+    mates nor on its place among them, and is the same on every device. Products stay below 2⁶³:
+    factors are below 2³¹, values below 2³².
+    """
+
+    def __init__(self, images: Tensor, salt: Sequence[int]) -> None:
+        """``images`` uint8 [N, C, H, W]; ``salt`` tells seeds, kinds and severities apart."""
+        self.keys = [_digest(images, 0), _digest(images, 0x5BD1E995)]
+        for number in salt:
+            # Python integers of any size: the low and the next 32 bits.
+            for word in (number & _MASK, (number >> 32) & _MASK):
+                self.keys = [_hash((k + word + _GOLDEN) & _MASK) for k in self.keys]
+
+    def uniform(self, stream: int, *shape: int) -> Tensor:
+        """[N, *shape] in (0, 1), float64, of 32 bits each. Another stream is independent."""
+        first, second = (_hash((k ^ ((stream * _GOLDEN) & _MASK)) & _MASK) for k in self.keys)
+        place = torch.arange(math.prod(shape), device=first.device)
+        bits = _hash((_hash(place ^ first[:, None]) + second[:, None]) & _MASK)
+        return ((bits.double() + 0.5) / 2**32).reshape(-1, *shape)
+
+    def normal(self, stream: int, *shape: int) -> Tensor:
+        """[N, *shape], standard normal, float64: Φ⁻¹(u)."""
+        normal: Tensor = torch.special.ndtri(self.uniform(stream, *shape))
+        return normal
+
+    def integers(self, stream: int, low: int, high: int, *shape: int) -> Tensor:
+        """[N, *shape], each of low … high − 1 alike, int64."""
+        drawn = (self.uniform(stream, *shape) * (high - low)).long()
+        return low + drawn.clamp_max(high - low - 1)

@@ -1,0 +1,86 @@
+"""Time our augmentations beside kornia's, to decide which of them the data package uses.
+
+    python benchmarks/augmentation.py            writes results/augmentation.json
+
+A batch of 256 images 3×32×32 on the CPU, one thread; the least processor time of the repeats, in
+milliseconds. Our RandAugment draws the operations for each sample, kornia's for the whole batch.
+kornia comes with the extra ``bench``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import kornia.augmentation as kornia
+import torch
+from kornia.augmentation.auto import RandAugment
+from kornia.augmentation.container import AugmentationSequential
+
+from equilibria import data
+
+
+def least(call: Callable[[], object], repeats: int = 15) -> float:
+    call()
+    found = []
+    for _ in range(repeats):
+        start = time.process_time()
+        call()
+        found.append(time.process_time() - start)
+    return round(min(found) * 1e3, 2)
+
+
+def measure() -> dict[str, dict[str, float]]:
+    x, y = torch.rand(256, 3, 32, 32), torch.arange(256) % 10
+    generator = torch.Generator().manual_seed(0)
+    crop = kornia.RandomCrop((32, 32), padding=4, padding_mode="reflect")
+    flip = kornia.RandomHorizontalFlip()
+    # A square of 8 × 8: the same share of the area as our Cutout.
+    cutout = kornia.RandomErasing(scale=(1 / 16, 1 / 16), ratio=(1.0, 1.0), p=1.0)
+    mixup = kornia.RandomMixUpV2(data_keys=["input", "class"])
+    cutmix = kornia.RandomCutMixV2(data_keys=["input", "class"], use_correct_lambda=True)
+    zoom = kornia.RandomResizedCrop((32, 32), scale=(0.35, 1.0))
+    jitter = kornia.ColorJiggle(0.4, 0.4, 0.4)
+    rand = AugmentationSequential(RandAugment(n=2, m=9), data_keys=["input"])
+    pairs: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
+        "crop": (lambda: data.Crop()(x, generator), lambda: crop(x)),
+        "flip": (lambda: data.Flip()(x, generator), lambda: flip(x)),
+        "cutout": (lambda: data.Cutout()(x, generator), lambda: cutout(x)),
+        "resized_crop": (lambda: data.ResizedCrop()(x, generator), lambda: zoom(x)),
+        "color_jitter": (lambda: data.ColorJitter()(x, generator), lambda: jitter(x)),
+        "rand_augment": (lambda: data.RandAugment()(x, generator), lambda: rand(x)),
+        "mixup": (lambda: data.Mixup(num_classes=10)(x, y, generator), lambda: mixup(x, y)),
+        "cutmix": (lambda: data.CutMix(num_classes=10)(x, y, generator), lambda: cutmix(x, y)),
+    }
+    return {
+        name: {"ours": least(ours), "kornia": least(theirs)}
+        for name, (ours, theirs) in pairs.items()
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--out", default="results", help="folder of the result")
+    out = Path(parser.parse_args().out)
+    torch.set_num_threads(1)
+    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    record = {
+        "command": "python benchmarks/augmentation.py",
+        "commit": git.stdout.strip(),
+        "torch": torch.__version__,
+        "milliseconds": measure(),
+    }
+    out.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(record, indent=1, ensure_ascii=False)
+    (out / "augmentation.json").write_text(text + "\n", "utf-8")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

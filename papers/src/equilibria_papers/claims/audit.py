@@ -1,0 +1,378 @@
+"""Running an audit: random trials, adversarial ones, then hill climbing, each under a clock.
+
+Hill climbing starts from the random trials with the largest ratios; a reading that is already
+violated is left as it is. The clock counts processor time, so that other work on the machine does
+not make it a smaller audit.
+
+Random trial i of a reading is drawn from a generator seeded by (seed, claim, reading, i) alone, so
+``rerun`` repeats a counterexample without the trials before it, and a slower machine makes fewer of
+the same trials.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from .claim import (
+    Claim,
+    Draw,
+    Outcome,
+    Record,
+    Settings,
+    Source,
+    Trial,
+    Variant,
+    Worst,
+    badness,
+    read_records,
+    worst_of,
+    write_records,
+)
+from .solving import Unsolved
+
+# The adversary that every reading has: hill climbing on the numbers that a random trial draws.
+#
+# A trial is a function of what it draws: ratio(ω), ω = (normals, uniforms, integers). ``Tape``
+# keeps ω and plays it back changed, so a trial need not know that it is being pushed. From the
+# random trials with the largest ratios
+#
+#     ω′ = ω + sξ,  kept iff ratio(ω′) ≥ ratio(ω),  s ← 1.6s where it is kept, 0.85s where not:
+#
+# normals move in [−6, 6], uniforms in [0, 1] (reflected), and now and then an integer is drawn
+# anew, with whatever hangs on it. Draws of more than ``SAMPLES`` numbers are samples of an average,
+# not parameters: they are new in every trial, so that the search cannot fit their noise.
+
+
+SAMPLES = 256
+REACH = 6.0  # of a normal: beyond, trials would be at scales that no claim's draw is meant for
+_KINDS: dict[Any, str] = {torch.rand: "uniform", torch.randn: "normal", torch.randint: "integer"}
+
+
+class Drawn(NamedTuple):
+    """What one call for random numbers gave: its kind, its positional arguments, the numbers."""
+
+    kind: str
+    given: tuple[Any, ...]
+    value: Tensor
+
+
+class Tape(TorchFunctionMode):
+    """While it is on, draws from ``draw`` are kept in ``made``; those in ``known`` are played back.
+
+    A draw is played back where it is the same call as the one known at its place; else it is new,
+    as it is where None is known.
+    """
+
+    def __init__(self, draw: torch.Generator, known: Sequence[Drawn | None] = ()) -> None:
+        super().__init__()
+        self.draw, self.known = draw, known
+        self.made: list[Drawn] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        found = func(*args, **kwargs)
+        if kwargs.get("generator") is not self.draw or func not in _KINDS:
+            return found
+        made = Drawn(_KINDS[func], args, found)
+        place = len(self.made)
+        old = self.known[place] if place < len(self.known) else None
+        if old is not None and old[:2] == made[:2] and found.numel() <= SAMPLES:
+            made = old
+        self.made.append(made)
+        return made.value.clone()
+
+
+def climb_draws(
+    random: Draw, start: torch.Generator, moves: torch.Generator, count: int
+) -> Iterator[Trial | None]:
+    """``count`` trials, each a move from the worst before it, from the trial that ``start`` draws.
+
+    None where a move leaves the premise, or where no equilibrium is found. Nothing where the trial
+    draws no continuous parameter.
+    """
+    with Tape(start) as tape:
+        best = random(start)
+    kept, size = tape.made, 0.3
+    if best is None or not any(map(_continuous, kept)):
+        return
+    for _ in range(count):
+        with Tape(moves, _moved(kept, size, moves)) as tape:
+            trial = _tried(random, moves)
+        yield trial
+        if trial is not None and badness(trial.ratio) >= badness(best.ratio):
+            best, kept, size = trial, tape.made, min(1.0, 1.6 * size)
+        else:
+            size = max(1e-4, 0.85 * size)
+
+
+def _tried(random: Draw, moves: torch.Generator) -> Trial | None:
+    try:
+        return random(moves)
+    except (Unsolved, torch.linalg.LinAlgError):  # type: ignore[attr-defined]
+        return None  # a draw that no random trial makes may be beyond the trial's own solvers
+
+
+def _continuous(drawn: Drawn) -> bool:
+    return drawn.kind != "integer" and 0 < drawn.value.numel() <= SAMPLES
+
+
+def _moved(kept: Sequence[Drawn], size: float, moves: torch.Generator) -> list[Drawn | None]:
+    """All continuous draws moved, or one of them, or one integer left to be drawn anew."""
+    moved: list[Drawn | None] = list(kept)
+    which = float(torch.rand((), generator=moves))
+    integers = [i for i, drawn in enumerate(kept) if drawn.kind == "integer"]
+    if which > 0.92 and integers:
+        moved[_one_of(integers, moves)] = None
+        return moved
+    places = [i for i, drawn in enumerate(kept) if _continuous(drawn)]
+    for place in places if which < 0.5 else [_one_of(places, moves)]:
+        moved[place] = _pushed(kept[place], size, moves)
+    return moved
+
+
+def _one_of(places: Sequence[int], moves: torch.Generator) -> int:
+    return places[int(torch.randint(len(places), (), generator=moves))]
+
+
+def _pushed(drawn: Drawn, size: float, moves: torch.Generator) -> Drawn:
+    old = drawn.value
+    step = size * torch.randn(old.shape, generator=moves, dtype=old.dtype)
+    if drawn.kind == "normal":
+        return drawn._replace(value=(old + step).clamp(-REACH, REACH))
+    inside = 1.0 - (1.0 - (old + 0.5 * step).abs()).abs()
+    return drawn._replace(value=inside.clamp(0.0, 1.0 - torch.finfo(old.dtype).eps))
+
+
+STARTS = 3
+"""How many random trials hill climbing starts from."""
+
+Progress = Callable[[Claim, str, int, int], None]
+"""Called with a claim, a reading's name, and trials done of how many."""
+
+
+def _silent(claim: Claim, reading: str, done: int, total: int) -> None:
+    """No progress is shown."""
+
+
+def generator_for(seed: int, *names: object) -> torch.Generator:
+    """A generator whose stream depends on the seed and the names, and on nothing else."""
+    text = "\x1f".join(map(str, (seed, *names)))
+    digest = hashlib.sha256(text.encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+
+
+@dataclass
+class _Count:
+    """What is counted while the trials of one reading run."""
+
+    tolerance: float
+    counts: dict[Source, int] = field(
+        default_factory=lambda: {"random": 0, "adversarial": 0, "climb": 0}
+    )
+    vacuous: int = 0
+    violations: int = 0
+    worst: Worst | None = None
+    ranked: list[tuple[float, int]] = field(default_factory=list)
+
+    def add(
+        self, source: Source, index: int, trial: Trial | None, start: int | None = None
+    ) -> None:
+        if trial is None:
+            self.vacuous += 1
+            return
+        self.counts[source] += 1
+        if source == "random":
+            self.ranked.append((badness(trial.ratio), -index))
+        self.violations += not badness(trial.ratio) <= 1.0 + self.tolerance
+        new, old = badness(trial.ratio), -1.0 if self.worst is None else badness(self.worst.ratio)
+        # Of equally bad trials (infinite ratios) the one that is told in fewer numbers.
+        if new > old or (new == old and math.isinf(new)):
+            found = worst_of(source, index, trial, start)
+            if self.worst is None or new > old or _length(found) < _length(self.worst):
+                self.worst = found
+
+    def starts(self) -> list[int]:
+        """The random trials with the largest ratios, the earlier of equals first."""
+        return [-place for _, place in sorted(self.ranked, reverse=True)[:STARTS]]
+
+
+def _length(worst: Worst) -> int:
+    return len(str(worst.case))
+
+
+def rerun(claim: Claim, reading: str, worst: Worst, settings: Settings) -> Trial | None:
+    """The trial that ``worst`` names, made again."""
+    variant = next((v for v in claim.variants if v.name == reading), None)
+    if variant is None:
+        names = [v.name for v in claim.variants]
+        raise ValueError(f"{claim.id} has no reading {reading!r}; it has {names}.")
+    for index, trial in _again(claim, variant, worst, settings.seed):
+        if index == worst.index:
+            return trial
+    raise ValueError(f"{claim.id}, {reading}: there is no {worst.source} trial {worst.index}.")
+
+
+def _again(
+    claim: Claim, variant: Variant, worst: Worst, seed: int
+) -> Iterator[tuple[int, Trial | None]]:
+    if worst.source == "random":
+        return _random(claim, variant, seed, start=worst.index)
+    if worst.source == "adversarial":
+        return _adversarial(claim, variant, seed)
+    return _climb(claim, variant, seed, worst.start or 0, worst.index + 1)
+
+
+def _random(
+    claim: Claim, variant: Variant, seed: int, start: int = 0
+) -> Iterator[tuple[int, Trial | None]]:
+    index = start
+    while True:
+        draw = generator_for(seed, claim.id, variant.name, index)
+        yield index, _guarded(claim, variant, index, lambda draw=draw: variant.random(draw))  # type: ignore[misc]
+        index += 1
+
+
+def _adversarial(claim: Claim, variant: Variant, seed: int) -> Iterator[tuple[int, Trial | None]]:
+    """All adversarial trials in order: they share one stream, so none can be jumped over."""
+    if variant.adversarial is None:
+        return
+    trials = iter(variant.adversarial(generator_for(seed, claim.id, variant.name, "adversarial")))
+    yield from _numbered(claim, variant, trials)
+
+
+def _climb(
+    claim: Claim, variant: Variant, seed: int, start: int, count: int
+) -> Iterator[tuple[int, Trial | None]]:
+    """Moves from random trial ``start``: a stream of its own for every start."""
+    trials = climb_draws(
+        variant.random,
+        generator_for(seed, claim.id, variant.name, start),
+        generator_for(seed, claim.id, variant.name, "climb", start),
+        count,
+    )
+    yield from _numbered(claim, variant, trials)
+
+
+def _numbered(
+    claim: Claim, variant: Variant, trials: Iterator[Trial | None]
+) -> Iterator[tuple[int, Trial | None]]:
+    index, end = 0, object()
+    while True:
+        trial = _guarded(claim, variant, index, lambda: next(trials, end))
+        if trial is end:
+            return
+        yield index, trial
+        index += 1
+
+
+def _guarded(claim: Claim, variant: Variant, index: int, make: Callable[[], Any]) -> Any:
+    try:
+        return make()
+    except Exception as error:
+        error.add_note(f"in the audit of {claim.id}, reading {variant.name!r}, trial {index}")
+        raise
+
+
+def run_claim(claim: Claim, settings: Settings, progress: Progress = _silent) -> Record:
+    """All readings of one claim.
+
+    A reading has ``settings.seconds`` for its ``trials / variant.cost`` random trials, as many for
+    its adversarial ones, and a fifth of them for climbing, with ``trials / 5`` moves at most.
+    """
+    outcomes = tuple(_run_variant(claim, v, settings, progress) for v in claim.variants)
+    return Record(
+        id=claim.id,
+        paper=claim.paper,
+        where=claim.where,
+        statement=claim.statement,
+        note=claim.note,
+        outcomes=outcomes,
+        settings=settings,
+    )
+
+
+def _run_variant(claim: Claim, variant: Variant, settings: Settings, progress: Progress) -> Outcome:
+    seen, begin = _Count(variant.tolerance), time.process_time()
+    wanted = max(1, round(settings.trials / variant.cost))
+    progress(claim, variant.name, 0, wanted)
+    for index, trial in _random(claim, variant, settings.seed):
+        seen.add("random", index, trial)
+        progress(claim, variant.name, index + 1, wanted)
+        if index + 1 >= wanted or time.process_time() - begin > settings.seconds:
+            break
+    middle = time.process_time()
+    for index, trial in _adversarial(claim, variant, settings.seed):
+        seen.add("adversarial", index, trial)
+        progress(claim, variant.name, wanted, wanted)
+        if time.process_time() - middle > settings.seconds:
+            break
+    if variant.climbs and not seen.violations:
+        _climb_all(claim, variant, settings, seen)
+    return Outcome(
+        name=variant.name,
+        needs=variant.needs,
+        tolerance=variant.tolerance,
+        random=seen.counts["random"],
+        adversarial=seen.counts["adversarial"] + seen.counts["climb"],
+        vacuous=seen.vacuous,
+        violations=seen.violations,
+        worst=seen.worst,
+        seconds=round(time.process_time() - begin, 3),
+        climbs=seen.counts["climb"],
+        proof=variant.proof,
+    )
+
+
+def _climb_all(claim: Claim, variant: Variant, settings: Settings, seen: _Count) -> None:
+    """From each start an equal part of the moves and of the clock."""
+    starts = seen.starts()
+    for start in starts:
+        begin = time.process_time()
+        count = math.ceil(settings.trials / (5 * len(starts)))
+        for index, trial in _climb(claim, variant, settings.seed, start, count):
+            seen.add("climb", index, trial, start)
+            if time.process_time() - begin > settings.seconds / (5 * len(starts)):
+                break
+
+
+def run_audit(
+    claims: Sequence[Claim],
+    settings: Settings | None = None,
+    *,
+    out: Path | None = None,
+    fresh: bool = False,
+    progress: Progress = _silent,
+) -> list[Record]:
+    """Every claim in order; one record each.
+
+    Args:
+        claims: from ``load_claims``.
+        settings: trials and seconds per reading, seed.
+        out: a JSON file, rewritten after every claim. Claims that it holds under the same settings
+            are not run again; other claims in it are kept.
+        fresh: run them again all the same.
+        progress: see ``Progress``.
+    """
+    settings = Settings() if settings is None else settings
+    kept = {r.id: r for r in read_records(out)} if out is not None and out.exists() else {}
+    about = {"torch": torch.__version__, "threads": torch.get_num_threads()}
+    found = []
+    for claim in claims:
+        known = kept.get(claim.id)
+        if fresh or known is None or not known.answers(claim, settings):
+            known = run_claim(claim, settings, progress)
+            kept[claim.id] = known
+            if out is not None:
+                write_records(out, kept.values(), about=about)
+        found.append(known)
+    return found

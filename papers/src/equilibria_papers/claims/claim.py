@@ -1,0 +1,333 @@
+"""A claim of a paper as something that can be tried: ratio = left side / right side ≤ 1.
+
+A claim holds its statement, where it stands, and one or more readings (variants): the printed one
+first, then repaired ones. A reading is a function that makes one random trial, and perhaps one
+that makes adversarial trials (families, optimizer searches, known counterexamples); hill climbing
+on the random trial's draws (audit.py) comes on top. The verdict is computed from the trials,
+never written by hand.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from equilibria.engine import write_text
+
+
+class Trial(NamedTuple):
+    """ratio = left/right (or residual/tolerance): it holds iff ratio ≤ 1 + variant.tolerance.
+
+    A ratio of nan or +inf counts as a violation. case holds the numbers that reproduce the trial
+    and is small: scalars, short lists, names.
+    """
+
+    ratio: float
+    case: Mapping[str, Any]
+
+
+# None: the draw does not satisfy the claim's premise; such draws are counted apart.
+Draw = Callable[[torch.Generator], Trial | None]
+Adversary = Callable[[torch.Generator], Iterable[Trial | None]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """One reading of a claim. All trials are float64 and seeded by the generator given.
+
+    name: "as printed", "with P inside", "without a bias", "ours: sharp constant".
+    random: one random trial, or None when the draw does not satisfy the premise.
+    adversarial: families, optimizer searches, known counterexamples.
+    tolerance: slack for rounding in ratio ≤ 1 + tolerance.
+    needs: the extra condition or change that this reading adds, one clause; "" for the printed one.
+    cost: relative cost of one random trial; the runner divides the trial count by it.
+    climbs: whether hill climbing may push the ratio up. Not where the ratio is the rounding of an
+        equality, which would be what it finds.
+    proof: the argument that proves this reading, one clause; "" where trials are all there is.
+    """
+
+    name: str
+    random: Draw
+    adversarial: Adversary | None = None
+    tolerance: float = 1e-6
+    needs: str = ""
+    cost: float = 1.0
+    climbs: bool = True
+    proof: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise ValueError("a variant needs a name, such as 'as printed'; got an empty one")
+        if not self.cost > 0:
+            raise ValueError(f"cost must be positive (1 for a usual trial); got {self.cost}")
+        if not self.tolerance >= 0:
+            raise ValueError(f"tolerance must be 0 or more; got {self.tolerance}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """One proposition, theorem, lemma, remark or fact, with its readings.
+
+    id: "geq.prop3", "kerdeq.theorem3", "opteq.lemma3", "thesis.lemma3.3.2", "ours.fact4".
+    paper: "GEQ", "KerDEQ", "OptEq", "NTK thesis" or "ours". where: "Proposition 3, Eq 11".
+    statement: one or two sentences, formulas in LaTeX between $…$.
+    variants: the printed reading first, then repaired ones.
+    note: why it fails, or what is wrong in the proof; one or two sentences.
+    """
+
+    id: str
+    paper: str
+    where: str
+    statement: str
+    variants: tuple[Variant, ...]
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.variants:
+            raise ValueError(f"claim {self.id!r} has no variants; give the printed one at least")
+        names = [variant.name for variant in self.variants]
+        if len(set(names)) != len(names):
+            raise ValueError(f"claim {self.id!r} has variants of the same name: {names}")
+        for variant in self.variants[1:]:
+            if not variant.needs:
+                raise ValueError(
+                    f"variant {variant.name!r} of claim {self.id!r} must say in needs= what it adds"
+                    " to the printed reading"
+                )
+
+
+PAPERS = {
+    "GEQ": "geq",
+    "KerDEQ": "kerdeq",
+    "OptEq": "opteq",
+    "NTK thesis": "thesis",
+    "ours": "ours",
+}
+"""A paper's name → its short name, with which the ids of its claims begin."""
+
+
+def printed(random: Draw, adversarial: Adversary | None = None, **more: Any) -> Variant:
+    """The reading that the paper prints."""
+    return Variant(name="as printed", random=random, adversarial=adversarial, **more)
+
+
+def reading(
+    name: str, needs: str, random: Draw, adversarial: Adversary | None = None, **more: Any
+) -> Variant:
+    """Another reading, and what it needs."""
+    return Variant(name=name, needs=needs, random=random, adversarial=adversarial, **more)
+
+
+def claim(id: str, where: str, statement: str, *variants: Variant, note: str = "") -> Claim:
+    """A claim of the paper that its id begins with."""
+    paper = next(name for name, short in PAPERS.items() if short == id.split(".")[0])
+    return Claim(id=id, paper=paper, where=where, statement=statement, variants=variants, note=note)
+
+
+# What an audit found: one outcome per reading, one record per claim, kept as JSON.
+#
+# The verdict is computed from the outcomes:
+#
+#     printed reading not violated                   → holds
+#     violated, a later reading is not               → holds under what that reading needs
+#     every reading violated                         → fails
+#     no draw of the printed reading met its premise → vacuous
+
+
+Verdict = Literal["holds", "holds under", "fails", "vacuous"]
+Source = Literal["random", "adversarial", "climb"]
+
+FEW = 100
+"""Below so many trials a verdict is said to rest on few."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What makes an audit repeatable, but for how far the clock (processor time) let it go."""
+
+    trials: int = 2000
+    seconds: float = 20.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.trials < 1:
+            raise ValueError(f"trials={self.trials}: expected 1 or more.")
+        if not (math.isfinite(self.seconds) and self.seconds > 0):
+            raise ValueError(f"seconds={self.seconds}: expected a positive number per reading.")
+        if self.seed < 0:
+            raise ValueError(f"seed={self.seed}: expected 0 or more.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Worst:
+    """The trial with the largest ratio; ``index`` names it within its source.
+
+    Of a climb it counts the moves, and ``start`` is the random trial that it began from.
+    """
+
+    source: Source
+    index: int
+    ratio: float
+    case: Mapping[str, Any]
+    start: int | None = None
+
+
+def badness(ratio: float) -> float:
+    """The ratio, where not a number is as bad as can be."""
+    return math.inf if math.isnan(ratio) else ratio
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """One reading after its trials. Draws that miss the premise are in ``vacuous`` alone.
+
+    ``adversarial`` counts families, optimizer searches and the moves of ``climbs``, which it holds.
+    """
+
+    name: str
+    needs: str
+    tolerance: float
+    random: int
+    adversarial: int
+    vacuous: int
+    violations: int
+    worst: Worst | None
+    seconds: float
+    climbs: int = 0
+    proof: str = ""
+
+    @property
+    def trials(self) -> int:
+        """How many trials met the premise."""
+        return self.random + self.adversarial
+
+    @property
+    def verdict(self) -> Verdict:
+        """Of this reading alone: holds, fails or vacuous."""
+        if self.trials == 0:
+            return "vacuous"
+        return "fails" if self.violations else "holds"
+
+    @property
+    def few(self) -> bool:
+        """Whether a verdict other than ``fails`` rests on fewer than ``FEW`` trials."""
+        return self.verdict == "holds" and self.trials < FEW
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """A claim and what its trials found."""
+
+    id: str
+    paper: str
+    where: str
+    statement: str
+    note: str
+    outcomes: tuple[Outcome, ...]
+    settings: Settings
+
+    @property
+    def printed(self) -> Outcome:
+        return self.outcomes[0]
+
+    @property
+    def repair(self) -> Outcome | None:
+        """The first later reading that holds."""
+        return next((o for o in self.outcomes[1:] if o.verdict == "holds"), None)
+
+    @property
+    def verdict(self) -> Verdict:
+        own = self.printed.verdict
+        if own == "fails" and self.repair is not None:
+            return "holds under"
+        return own
+
+    def sentence(self) -> str:
+        """The verdict in words, with the numbers that it rests on."""
+        first, verdict = self.printed, self.verdict
+        if verdict == "holds":
+            return f"holds in all {first.trials:,} trials" + " (few trials)" * first.few
+        if verdict == "vacuous":
+            return f"vacuous: the premise was met in none of {first.vacuous:,} draws"
+        violated = f"violated in {first.violations:,} of {first.trials:,} trials"
+        if self.repair is None:
+            return f"fails ({violated})"
+        return f"holds under: {self.repair.needs}{_few(self.repair)} ({first.name}: {violated})"
+
+    def answers(self, claim: Claim, settings: Settings) -> bool:
+        """Whether this record is that of ``claim`` as it reads now, under these settings."""
+        readings = [(o.name, o.needs, o.tolerance, o.proof) for o in self.outcomes]
+        wanted = [(v.name, v.needs, v.tolerance, v.proof) for v in claim.variants]
+        same = (self.id, self.statement, self.settings) == (claim.id, claim.statement, settings)
+        return same and readings == wanted
+
+
+def _few(outcome: Outcome) -> str:
+    return f" (few trials: {outcome.trials})" if outcome.few else ""
+
+
+def plain(value: Any) -> Any:
+    """JSON's types: tensors as lists, non-finite numbers as words."""
+    if isinstance(value, torch.Tensor):
+        return plain(value.detach().cpu().tolist())
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    try:
+        number = float(value)  # also numpy's numbers
+    except (TypeError, ValueError):
+        return str(value)
+    return number if math.isfinite(number) else str(number)
+
+
+def worst_of(source: Source, index: int, trial: Trial, start: int | None = None) -> Worst:
+    return Worst(
+        source=source, index=index, ratio=float(trial.ratio), case=plain(trial.case), start=start
+    )
+
+
+def write_records(path: Path, records: Iterable[Record], *, about: Mapping[str, Any]) -> Path:
+    """``{**about, claims: […]}`` in one step: after Ctrl-C the old file or the new one is there."""
+    made = {**about, "claims": [_as_json(record) for record in records]}
+    text = json.dumps(plain(made), indent=1, ensure_ascii=False) + "\n"
+    return write_text(path, text)
+
+
+def _as_json(record: Record) -> dict[str, Any]:
+    return {**asdict(record), "verdict": record.verdict, "sentence": record.sentence()}
+
+
+def read_records(path: Path) -> list[Record]:
+    """The records in an ``audit.json``; an error that names the file where it is none."""
+    try:
+        found = json.loads(path.read_text("utf-8"))
+        return [_from_json(each) for each in found["claims"]]
+    except (json.JSONDecodeError, KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ValueError(
+            f"{path} is not a record of an audit ({type(error).__name__}: {error}); move it away "
+            "or give another folder."
+        ) from error
+
+
+def _from_json(found: Mapping[str, Any]) -> Record:
+    return Record(
+        outcomes=tuple(_outcome(each) for each in found["outcomes"]),
+        settings=Settings(**found["settings"]),
+        **{key: found[key] for key in ("id", "paper", "where", "statement", "note")},
+    )
+
+
+def _outcome(found: Mapping[str, Any]) -> Outcome:
+    worst = found["worst"]
+    if worst is not None:
+        worst = Worst(**{**worst, "ratio": float(worst["ratio"])})
+    return Outcome(**{**found, "worst": worst})

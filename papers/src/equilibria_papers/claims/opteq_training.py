@@ -1,0 +1,205 @@
+"""OptEq, Section 6: Theorem 5 (the modified SAM iteration) and Theorem 6 (training).
+
+Both speak of limits. Theorem 5 is tried in two parts: by step K the error has fallen clearly, or
+the iterate follows the fixed points of its own steps, held at β_K and λ_K; and these fixed points,
+at β and λ that are nearly 0, lie near the limit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from .claim import Trial, claim, printed, reading
+from .drawing import integer, norm, normal, spectral, uniform, weights
+from .solving import program, solve
+
+_STEPS = 4096
+_TINY = 1e-4
+
+
+@dataclass(frozen=True)
+class _Selection:
+    """min ½(z − a)ᵀH(z − a) over Fix(T), T(z) = Qᵀ(Qz)₊: the layer of W = Q, ReLU, c = 0."""
+
+    q: Tensor
+    h: Tensor
+    a: Tensor
+
+    @cached_property
+    def eta(self) -> float:
+        size = spectral(self.h)
+        return min(math.sqrt(2.0 * size), 0.5 * size, 0.5)
+
+    def solution(self) -> Tensor:
+        ones = torch.ones(len(self.a), dtype=torch.bool)
+        pulled = self.q @ self.h @ self.a
+        return self.q.mT @ program(self.q @ self.h @ self.q.mT, pulled, ones)
+
+    def rates(self, k: float, rho: float, c: float, *, printed: bool) -> tuple[float, float]:
+        """β_k and λ_k."""
+        if printed:
+            return rho / k**c, rho / k**c
+        return self.eta / k**rho, self.eta / k**c
+
+    def step(self, z: Tensor, beta: float, lam: float, gamma: float) -> Tensor:
+        """Eq 11: βS_λ(z) + (1 − β)T(z), S_λ(z) = (1 − γλ)z − γ∇R(z)."""
+        pulled = (1.0 - gamma * lam) * z - gamma * (self.h @ (z - self.a))
+        kept = self.q.mT @ (self.q @ z).clamp_min(0.0)
+        return beta * pulled + (1.0 - beta) * kept
+
+    def slope(self, z: Tensor, beta: float, lam: float, gamma: float) -> Tensor:
+        eye = torch.eye(len(z), dtype=z.dtype)
+        kept = self.q.mT * (self.q @ z > 0).double() @ self.q
+        return beta * ((1.0 - gamma * lam) * eye - gamma * self.h) + (1.0 - beta) * kept
+
+
+def _follow(problem: _Selection, start: Tensor, rho: float, c: float, *, printed: bool) -> Trial:
+    star, gamma = problem.solution(), 1.0 / (2.0 * spectral(problem.h))
+
+    def error(z: Tensor) -> float:
+        return norm(z - star) / (1.0 + norm(star))
+
+    def held(beta: float, lam: float) -> Tensor:
+        return solve(
+            lambda v: problem.step(v, beta, lam, gamma),
+            lambda v: problem.slope(v, beta, lam, gamma),
+            star,
+            accuracy=max(1e-6 * beta * lam, 1e-15),
+        )
+
+    z, errors = start, []
+    for k in range(1, _STEPS + 1):
+        beta, lam = problem.rates(k, rho, c, printed=printed)
+        z = problem.step(z, beta, lam, gamma)
+        if k in (_STEPS // 64, _STEPS // 8, _STEPS):
+            errors.append(error(z))
+    behind = norm(z - held(beta, lam)) / (1.0 + norm(star))
+    late = error(held(_TINY, _TINY))
+    falls = min(errors[2] / max(0.9 * max(errors[0], errors[1]), 1e-3), behind / 0.02)
+    case = {
+        "rho": rho,
+        "c": c,
+        "H": problem.h,
+        "a": problem.a,
+        "Q": problem.q,
+        **{f"error after {_STEPS // d} steps": e for d, e in zip((64, 8, 1), errors, strict=True)},
+        "behind the fixed point of the last step": behind,
+        f"error of the fixed point at {_TINY:g}": late,
+    }
+    return Trial(max(falls, late / 0.02), case)
+
+
+def _sam(draw: torch.Generator, *, printed: bool) -> Trial:
+    """Well conditioned R and exponents away from the border: what 4096 steps can show."""
+    m = integer(draw, 1, 4)
+    q, _ = torch.linalg.qr(normal(draw, m, m))
+    root = weights(draw, m + 1, m, uniform(draw, 0.5, 1.5))
+    h = root.mT @ root + 0.3 * torch.eye(m, dtype=torch.float64)
+    problem = _Selection(q, h, normal(draw, m) * 1.5)
+    rho = uniform(draw, 0.15, 0.4)
+    c = uniform(draw, 0.15, min(0.35, 0.5 * (0.95 - rho)))
+    return _follow(problem, normal(draw, m), rho, c, printed=printed)
+
+
+def _sam_families(draw: torch.Generator, *, printed: bool) -> Iterator[Trial]:
+    """The point of least norm, steep and flat directions, several exponents."""
+    eye = torch.eye(2, dtype=torch.float64)
+    for h in (eye, torch.diag(torch.tensor([1.0, 0.3], dtype=torch.float64))):
+        for a in ([1.0, -2.0], [-1.0, -1.0], [0.5, 0.5]):
+            for rho, c in ((0.3, 0.3), (0.2, 0.35), (0.4, 0.25)):
+                problem = _Selection(eye, h, torch.tensor(a, dtype=torch.float64))
+                yield _follow(problem, normal(draw, 2), rho, c, printed=printed)
+
+
+# -------------------------------------------------------------------------------------- Theorem 6
+
+
+def _smooth(t: Tensor) -> Tensor:
+    """Strongly monotone (slope ≥ 0.6), 1-Lipschitz, smooth."""
+    return 0.6 * t + 0.4 * torch.tanh(t)
+
+
+def _training(draw: torch.Generator) -> Trial:
+    """Gradient descent on two unrolled layers; ℓ_t against ℓ_0(1 − ηλ_min(K_0)/2)^t."""
+    samples, d, m, n = 3, 4, 6, 48
+    x = normal(draw, samples, d)
+    x = x / torch.linalg.vector_norm(x, dim=1, keepdim=True)
+    y = normal(draw, samples, 1)
+    parameters = []
+    for _ in range(2):
+        parameters.append(weights(draw, n, m, 0.7))
+        parameters.append(normal(draw, n, d) / math.sqrt(d))
+    parameters.append(normal(draw, 1, m) * 2.0)
+    for parameter in parameters:
+        parameter.requires_grad_(True)
+
+    def predict() -> Tensor:
+        z = torch.zeros(samples, m, dtype=torch.float64)
+        for _ in range(12):
+            for w, u in (parameters[0:2], parameters[2:4]):
+                z = 0.8 * _smooth(z @ w.mT + x @ u.mT) @ w + 0.2 * z
+        return z @ parameters[4].mT
+
+    rows = []
+    out = predict()
+    for i in range(samples):
+        parts = torch.autograd.grad(out[i, 0], parameters, retain_graph=True)
+        rows.append(torch.cat([p.flatten() for p in parts]))
+    values = torch.linalg.eigvalsh(torch.stack(rows) @ torch.stack(rows).mT)
+    eta = 0.2 / float(values[-1])
+    rate = 0.5 * eta * float(values[0])
+    first, worst, at = float("nan"), 0.0, 0
+    for t in range(60):
+        loss = 0.5 * (predict() - y).square().sum()
+        first = float(loss.detach()) if t == 0 else first
+        ratio = float(loss.detach()) / (first * (1.0 - rate) ** t)
+        if t > 0 and not ratio <= worst:
+            worst, at = ratio, t
+        for parameter, g in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+            parameter.data.sub_(eta * g)
+    return Trial(worst, {"eta": eta, "smallest eigenvalue of K(0)": values[0], "step": at})
+
+
+CLAIMS = (
+    claim(
+        "opteq.theorem5",
+        "Theorem 5",
+        r"The iteration $z^k = \beta_k\mathcal S_{\lambda_k}(z^{k-1}) + (1-\beta_k)"
+        r"\mathcal T(z^{k-1})$ with $\beta_k = \lambda_k = \rho/k^c$ (as printed), $\gamma = "
+        r"1/(2L_z)$, $\rho, c > 0$, $\rho + 2c < 1$ converges to the minimizer of $\mathcal R_z$ "
+        r"over $\mathrm{Fix}(\mathcal T)$.",
+        printed(
+            lambda draw: _sam(draw, printed=True),
+            lambda draw: _sam_families(draw, printed=True),
+            cost=8.0,
+        ),
+        reading(
+            "with exponents rho and c",
+            r"$\beta_k = \eta/k^\rho$, $\lambda_k = \eta/k^c$, which uses the printed "
+            r"$\eta$ and is what $\rho + 2c < 1$ is for",
+            lambda draw: _sam(draw, printed=False),
+            lambda draw: _sam_families(draw, printed=False),
+            cost=8.0,
+        ),
+        note="A limit cannot be tried, only a trend: up to step 4096 the error falls clearly, or "
+        r"the iterate is within 0.02 of the fixed point of its own step; and that fixed point, at "
+        r"$\beta = \lambda = 10^{-4}$, is within 0.02 of the minimizer. Convergence is slow, and "
+        "slower still for a badly conditioned regularizer.",
+    ),
+    claim(
+        "opteq.theorem6",
+        "Theorem 6 (informal)",
+        r"Wide layers, singular values bounded below, a smooth strongly monotone "
+        r"$\sigma$, a small rate $\eta$: $\ell(\theta^t) \le \ell(\theta^0)(1 - \eta Q_0)^t$.",
+        reading("with Q_0 = half the smallest eigenvalue of K(0)", "", _training, cost=20.0),
+        note=r"The constants are in an appendix that we do not have; we take $Q_0 = \lambda_{\min}"
+        r"(K(0))/2$, $K$ the tangent kernel, and $\eta = 0.2/\lambda_{\max}(K(0))$. So this is one "
+        "instance of the claim, no proof or refutation.",
+    ),
+)

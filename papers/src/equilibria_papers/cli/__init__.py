@@ -1,0 +1,1 @@
+"""The commands ``equilibria theory`` and ``equilibria reproduce``; see pyproject.toml."""

@@ -1,0 +1,152 @@
+"""``equilibria theory audit``: every proposition of the papers against thousands of trials."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Column, Table
+from rich.text import Text
+
+from equilibria.cli import error_console, make_folder, output, print_json, stop
+from equilibria.engine import write_text
+
+from .common import Json, Quiet
+
+_STYLES = {"holds": "green", "holds under": "yellow", "fails": "red", "vacuous": "magenta"}
+
+
+def audit(
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="A folder for audit.json and audit.md. Claims that its audit.json holds under the "
+            "same settings are not run again."
+        ),
+    ] = None,
+    trials: Annotated[
+        int, typer.Option(min=1, help="Random trials of each reading (fewer where one is dear).")
+    ] = 2000,
+    seconds: Annotated[
+        float,
+        typer.Option(
+            help="At most so much processor time for a reading's random trials, as long again for "
+            "its adversarial ones, and a fifth of it for hill climbing."
+        ),
+    ] = 20.0,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--only",
+            metavar="ID",
+            help="These claims; patterns such as 'opteq.lemma*'. May be repeated.",
+        ),
+    ] = None,
+    paper: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--paper",
+            metavar="NAME",
+            help="GEQ, KerDEQ, OptEq, 'NTK thesis', ours. May be repeated.",
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of all random trials.")] = 0,
+    show: Annotated[
+        str | None,
+        typer.Option(metavar="ID", help="Print one claim in full: statement, readings, numbers."),
+    ] = None,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Run again what --out already holds.")
+    ] = False,
+    quiet: Quiet = False,
+    as_json: Json = False,
+) -> None:
+    """What holds: random trials, adversarial ones, hill climbing; the verdict is counted.
+
+    Each claim is tried as printed and, where that fails, with the change that repairs it. Ctrl-C
+    keeps the claims that are done; the same command goes on from there.
+    """
+    from equilibria_papers import claims as module
+
+    settings = module.Settings(trials=trials, seconds=seconds, seed=seed)
+    claims = module.load_claims(paper, [show] if show is not None else only)
+    folder = None if out is None else make_folder(out)
+    file = None if folder is None else folder / "audit.json"
+    try:
+        records = _run(module, claims, settings, file, fresh, shown=not quiet)
+    except KeyboardInterrupt:
+        if file is None or not file.exists():
+            raise
+        _write_page(module, file, trials, seconds, seed)
+        raise stop(f"interrupted; {file} keeps the claims that are done, run it again") from None
+    if file is not None:
+        _write_page(module, file, trials, seconds, seed)
+    if as_json:
+        print_json([_plain(record) for record in records])
+    elif show is not None:
+        for record in records:
+            output().print(module.claim_section(record), markup=False, highlight=False)
+    else:
+        output().print(_table(records))
+        if folder is not None:
+            error_console.print(f"wrote {folder / 'audit.json'} and {folder / 'audit.md'}")
+
+
+def _run(
+    module: Any, claims: Any, settings: Any, file: Path | None, fresh: bool, *, shown: bool
+) -> Any:
+    from equilibria_papers.theory.progress import progress_bar
+
+    order = {claim.id: number for number, claim in enumerate(claims, 1)}
+    with progress_bar("claims", shown) as update:
+
+        def report(claim: Any, reading: str, done: int, total: int) -> None:
+            update(done, total, f"{order[claim.id]}/{len(claims)} {claim.id}: {reading}")
+
+        return module.run_audit(claims, settings, out=file, fresh=fresh, progress=report)
+
+
+def _write_page(module: Any, file: Path, trials: int, seconds: float, seed: int) -> None:
+    """audit.md from all of audit.json, in the order of the papers."""
+    records = module.read_records(file)
+    papers = list(module.PAPERS)
+    order = {
+        claim.id: number
+        for number, claim in enumerate(module.load_claims(sorted({r.paper for r in records})))
+    }
+    records.sort(key=lambda r: (papers.index(r.paper), order.get(r.id, len(order))))
+    command = ["equilibria", "theory", "audit", "--out", file.parent.name]
+    defaults = (("--trials", trials, 2000), ("--seconds", seconds, 20.0), ("--seed", seed, 0))
+    for flag, value, usual in defaults:
+        if value != usual:
+            command += [flag, f"{value:g}"]
+    write_text(file.with_suffix(".md"), module.audit_page(records, shlex.join(command)))
+
+
+def _table(records: Any) -> Table:
+    from equilibria_papers.claims.page import ratio_text
+
+    table = Table(
+        Column("claim", no_wrap=True), "where", Column("trials", justify="right"),
+        Column("worst", justify="right"), "verdict",
+    )  # fmt: skip
+    for record in records:
+        worst = record.printed.worst
+        ratio = "–" if worst is None else ratio_text(worst.ratio)
+        said = Text(record.verdict, style=_STYLES[record.verdict])
+        decisive = record.printed
+        if record.verdict == "holds under":
+            decisive = record.repair
+            said.append(f": {decisive.name}")
+        if decisive.few:
+            said.append(" (few trials)", style="dim")
+        table.add_row(record.id, record.where, f"{record.printed.trials:,}", ratio, said)
+    return table
+
+
+def _plain(record: Any) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    return {**asdict(record), "verdict": record.verdict, "sentence": record.sentence()}

@@ -1,0 +1,160 @@
+"""``equilibria theory bounds``: the propositions of GEQ and KerDEQ on a network or a small pair."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Column
+
+from equilibria.cli import (
+    Device,
+    Root,
+    complain,
+    device_of,
+    error_console,
+    fail,
+    make_folder,
+    output,
+    prepared,
+    print_json,
+    write_json,
+)
+
+from .common import Data, Json, Split, narrow_table, say_if_fewer, say_written
+
+
+def bounds(
+    weights: Annotated[
+        Path | None,
+        typer.Argument(
+            help="A trained network: model.safetensors, or the folder of a run. Without it a GEQ "
+            "and an OptEq of equal size are trained on the digits first."
+        ),
+    ] = None,
+    data: Data = None,
+    root: Root = None,
+    split: Split = "test",
+    images: Annotated[int, typer.Option(min=2, help="Inputs to measure on.")] = 32,
+    pairs: Annotated[int, typer.Option(min=1, help="Pairs of inputs for κ.")] = 4,
+    draws: Annotated[int, typer.Option(min=2, help="Random U for κ.")] = 128,
+    margin: Annotated[float, typer.Option(help="η of Proposition 2.")] = 0.05,
+    delta: Annotated[
+        float, typer.Option(help="Proposition 2 holds with probability 1 − δ.")
+    ] = 0.05,
+    width: Annotated[int, typer.Option(min=1, help="Of the pair on the digits.")] = 32,
+    epochs: Annotated[int, typer.Option(min=1, help="of training the pair.")] = 20,
+    seed: Annotated[int, typer.Option(min=0, help="Of the pair, the draws, the searches.")] = 0,
+    device: Device = None,
+    full: Annotated[bool, typer.Option("--full", help="Print every report whole.")] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="Write bounds.json and pictures into this folder.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Margin, Lipschitz and similarity bounds of GEQ beside OptEq: printed, ours, measured."""
+    from equilibria_papers.theory import bounds as module
+
+    if weights is None and (data is not None or root is not None):
+        raise fail("--data and --root are for a trained network: give its WEIGHTS too.")
+    if not 0.0 < margin < float("inf"):
+        raise fail(f"--margin {margin:g}: expected a positive number, such as 0.05.")
+    if not 0.0 < delta < 1.0:
+        raise fail(f"--delta {delta:g}: expected a probability between 0 and 1, such as 0.05.")
+    if out is not None:
+        make_folder(out)
+    numbers: dict[str, Any] = {"pairs": pairs, "draws": draws, "seed": seed}
+    panels: dict[str, Any] = {}
+    with _telling(not as_json) as told:
+        if weights is not None:
+            model, whole = prepared(weights, data, root, split, device)
+            say_if_fewer("--images", images, whole)
+            dataset = whole.subset(range(min(images, len(whole))))
+            _say_if_fewer_pairs(pairs, len(dataset))
+            x = dataset.normalize(dataset.images[slice(0, len(dataset))]).to(device_of(device))
+            found = module.network_bounds(model, x, told=told, **numbers)
+        else:
+            told("training a GEQ and an OptEq on the digits")
+            pair = module.demonstration_pair(width=width, epochs=epochs, seed=seed)
+            there = len(pair[0].x)
+            if images > there:
+                text = f"--images {images}: there are {there} training digits; all are taken."
+                complain("note:", text, "yellow")
+            _say_if_fewer_pairs(pairs, min(images, there))
+            found = module.compare_bounds(
+                pair, margin=margin, delta=delta, images=images, told=told, **numbers
+            )
+            if out is not None:
+                panels = module.demonstration_curves(
+                    pair, images=images, draws=draws, margin=margin, seed=seed, told=told
+                )
+        if weights is not None and out is not None:
+            told("curves")
+            panels = module.network_curves(found)
+    told_of = {
+        **found.to_dict(),
+        "curves": {k: [c.to_dict() for c in v] for k, v in panels.items()},
+    }
+    written = [] if out is None else _write(out, told_of, panels)
+    if as_json:
+        print_json(told_of)
+        return
+    _show(found, full)
+    say_written(written)
+
+
+def _say_if_fewer_pairs(pairs: int, images: int) -> None:
+    if pairs > images // 2:
+        text = f"--pairs {pairs}: {images} images make {images // 2}; so many are taken."
+        complain("note:", text, "yellow")
+
+
+@contextmanager
+def _telling(shown: bool) -> Iterator[Callable[[str], None]]:
+    """A spinner on stderr that says what is being done."""
+    if not shown:
+        yield lambda _: None
+        return
+    with error_console.status("") as status:
+        yield status.update
+
+
+def _show(found: Any, full: bool) -> None:
+    from equilibria_papers.theory.bounds.comparing import summary
+
+    layers, rows = summary(found)
+    if len(layers) <= 3:
+        heads, cells = ["", *layers], [[name, *texts] for name, texts in rows]
+    else:  # a network: one row a layer, the shortest words that still say it
+        kept = [(name, texts) for name, texts in rows if "Eq" in name or "measured" in name]
+        heads = ["layer", *(name.removeprefix("Prop ") for name, _ in kept)]
+        cells = [[layer, *(texts[i] for _, texts in kept)] for i, layer in enumerate(layers)]
+    table = narrow_table(*(Column(head, overflow="fold") for head in heads))
+    for row in cells:
+        table.add_row(*row)
+    output().print(table)
+    if full:
+        output().print(f"\n{found}", markup=False, highlight=False, soft_wrap=True)
+        return
+    for note in dict.fromkeys((*found.notes, *(w for r in found.reports for w in r.warnings))):
+        output().print(f"note: {note}", markup=False, highlight=False)
+    refused = {why for r in found.reports for why in r.refused.values()}
+    for why in sorted(refused):
+        output().print(f"refused: {why}", markup=False, highlight=False)
+
+
+def _write(folder: Path, numbers: dict[str, Any], panels: dict[str, Any]) -> list[Path]:
+    """bounds.json and the pictures, made aside and then put in place: whole, or not at all."""
+    from equilibria_papers.theory.bounds import draw_curves
+    from equilibria_papers.theory.pictures import save_picture
+
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".partial-") as name:
+        aside = Path(name)
+        made = [write_json(aside / "bounds.json", numbers)]
+        for stem, curves in panels.items():
+            made += save_picture(draw_curves(curves), aside / stem)
+        return [path.replace(folder / path.name) for path in made]

@@ -1,0 +1,127 @@
+"""What the commands of ``equilibria theory`` share: options, networks, images, tables."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich import box
+from rich.table import Column, Table
+
+from equilibria.cli import complain, device_of, fail, load, output, prepared
+
+THESIS = "residual_deq"
+
+Model = Annotated[
+    str | None, typer.Option("--model", help="A network by name, untrained, in place of WEIGHTS.")
+]
+Data = Annotated[
+    str | None,
+    typer.Option(
+        "--data", help="A name or a folder; what it was trained on if not given, or digits."
+    ),
+]
+Split = Annotated[str, typer.Option(help="Which part of the data.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="No progress bar.")]
+
+
+def narrow_table(*columns: Column | str) -> Table:
+    """Without edges seven columns and a network's whole name fit into 80."""
+    return Table(
+        *columns, box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True
+    )
+
+
+def say_written(paths: list[Path]) -> None:
+    """Where the files are, in one line; nothing of none."""
+    if paths:
+        output().print("wrote " + ", ".join(map(str, paths)), soft_wrap=True)
+
+
+def numbers_of(flag: str, text: str, example: str, *, whole: bool = False) -> list[Any]:
+    """The positive numbers of a list with commas; none for an empty text."""
+    kind = int if whole else float
+    try:
+        found = [kind(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        found = [0]
+    if any(not 0 < n < float("inf") for n in found):
+        raise fail(f"{flag} {text}: expected positive numbers with commas, such as {example}.")
+    return found
+
+
+def networks(
+    weights: list[Path],
+    model: str | None,
+    data: str | None,
+    root: Path | None,
+    split: str,
+    device: str | None,
+    seed: int,
+) -> tuple[dict[str, Any], Any]:
+    """The networks by name and the data; without weights a fresh network, which it says."""
+    if weights and model is not None:
+        raise fail("give the weights of trained networks or --model, not both.")
+    if weights:
+        first, dataset = prepared(weights[0], data, root, split, device)
+        target = device_of(device)
+        rest = [load(w, target) for w in weights[1:]]
+        return dict(zip(_names(weights), [first, *rest], strict=True)), dataset
+    from equilibria import data as module
+
+    name = model or THESIS
+    target = device_of(device)
+    dataset = module.load(data or "digits", split, root=root)
+    complain(
+        "note:",
+        f"no weights were given, so this is {name} with fresh weights (seed {seed}), untrained.",
+        "yellow",
+    )
+    return {name: _fresh(name, dataset, seed).to(target).eval()}, dataset
+
+
+def _fresh(name: str, dataset: Any, seed: int) -> Any:
+    import torch
+
+    from equilibria import models
+    from equilibria_papers.tables.networks import NETWORKS
+
+    torch.manual_seed(seed)
+    channels, classes = int(dataset.images.shape[1]), dataset.num_classes
+    if name in NETWORKS:
+        return NETWORKS[name](classes, channels)
+    size = int(dataset.images.shape[-1])
+    return models.create(name, num_classes=classes, in_channels=channels, image_size=size)
+
+
+def _names(weights: list[Path]) -> list[str]:
+    """A short name for each: its folder's or its file's; numbered where two are the same."""
+    short = [w.parent.name if w.name == "model.safetensors" else w.stem for w in weights]
+    if len(set(short)) == len(short) and all(short):
+        return short
+    return [f"{i + 1} {name}".strip() for i, name in enumerate(short)]
+
+
+def say_if_fewer(flag: str, count: int, dataset: Any) -> None:
+    """A note where more images are asked for than there are."""
+    if count > len(dataset):
+        there = f"{dataset.name} ({dataset.split_name}) has {len(dataset)}"
+        complain("note:", f"{flag} {count}: {there}; all of them are taken.", "yellow")
+
+
+def images_of(
+    dataset: Any, count: int, seed: int, device: str | None, flag: str = "--images"
+) -> tuple[Any, Any]:
+    """(x [B, C, H, W] as the networks take it, labels [B]) of images drawn by the seed."""
+    import torch
+
+    if dataset.task != "classification":
+        raise fail(f"{dataset.name} is for segmentation; expected images with one class each.")
+    say_if_fewer(flag, count, dataset)
+    order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(seed))
+    part = dataset.subset(order[:count])
+    x = dataset.normalize(part.images[torch.arange(len(part))])
+    target = device_of(device)
+    return x.to(target), part.targets.to(target)

@@ -1,0 +1,223 @@
+"""``equilibria theory landscape``: the loss around trained weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Column
+
+from equilibria.cli import (
+    Batch,
+    Device,
+    Root,
+    fail,
+    make_folder,
+    output,
+    print_json,
+    stop,
+    write_json,
+)
+
+from .common import (
+    Data,
+    Json,
+    Model,
+    Split,
+    images_of,
+    narrow_table,
+    networks,
+    numbers_of,
+    say_written,
+)
+
+
+def landscape(
+    weights: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            help="Trained networks: model.safetensors or run folders; several are set side by side."
+        ),
+    ] = None,
+    model: Model = None,
+    data: Data = None,
+    root: Root = None,
+    split: Split = "train",
+    images: Annotated[int, typer.Option(min=1, help="How many, drawn by --seed.")] = 1024,
+    points: Annotated[int, typer.Option(min=3, help="Of the grid in each direction; odd.")] = 51,
+    radius: Annotated[float, typer.Option(help="The grid goes from −RADIUS to RADIUS.")] = 1.0,
+    curve: Annotated[bool, typer.Option("--curve", help="Along one direction only.")] = False,
+    repeats: Annotated[
+        str,
+        typer.Option(
+            metavar="K,K",
+            help="Beside each network its weight-tied twins, which repeat the layer's map K times "
+            "with the same weights (the thesis: 6,11,18).",
+        ),
+    ] = "",
+    along_training: Annotated[
+        bool,
+        typer.Option(
+            "--along-training",
+            help="WEIGHTS are checkpoints of one training: the plane of its largest movements, "
+            "around the last; --radius then is a share of the way.",
+        ),
+    ] = False,
+    rtol: Annotated[
+        float | None,
+        typer.Option(
+            help="Solve every layer by Anderson to this relative residual in place of the "
+            "network's own solver; 1e-2 is fast and enough for a picture."
+        ),
+    ] = None,
+    max_steps: Annotated[
+        int, typer.Option("--max-steps", min=1, help="Of the solver that --rtol asks for.")
+    ] = 30,
+    batch_size: Batch = 256,
+    seed: Annotated[int, typer.Option(min=0, help="Of the directions and the images.")] = 0,
+    log: Annotated[bool, typer.Option("--log/--linear", help="Spacing of the levels.")] = True,
+    top: Annotated[
+        float | None, typer.Option(help="The highest level that is drawn; the largest loss if not.")
+    ] = None,
+    redraw: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--redraw",
+            metavar="FILE",
+            help="Draw measured grids again; may be given several times. Nothing is measured.",
+        ),
+    ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace grids of other settings in the folder.")
+    ] = False,
+    device: Device = None,
+    out: Annotated[
+        Path, typer.Option(help="Write grids, landscape.json and pictures into this folder.")
+    ] = Path("runs/landscape"),
+    as_json: Json = False,
+) -> None:
+    """Loss and accuracy around the weights, along filter-normalized directions (Figures 4.4, 4.5).
+
+    Every row of the grid is kept as soon as it is measured: after an interruption the same command
+    goes on where it was.
+    """
+    from equilibria_papers.theory import landscapes as module
+
+    if redraw:
+        if weights or model is not None:
+            raise fail("--redraw draws measured grids: give no weights and no --model with it.")
+        surfaces = [module.Surface.load(file) for file in redraw]
+        make_folder(out)
+    else:
+        twins = numbers_of("--repeats", repeats, "6,11,18", whole=True)
+        grid = module.Grid(points=points, radius=radius, dims=1 if curve else 2)
+        solver = _solver(rtol, max_steps)
+        make_folder(out)
+        found, dataset = networks(weights or [], model, data, root, split, device, seed)
+        pair = images_of(dataset, images, seed, device)
+        plane = None
+        if along_training:
+            plane, grid = _plane(found, grid)
+            found = dict([list(found.items())[-1]])
+        surfaces = []
+        for name, network, is_twin in _with_twins(found, twins):
+            file = out / f"{name.replace('/', '-').replace(' ', '-')}.landscape.safetensors"
+            try:
+                surface = module.measure_landscape(
+                    network,
+                    pair,
+                    plane,
+                    grid=grid,
+                    name=name,
+                    seed=seed,
+                    # A twin's steps are counted: it has no tolerance to meet.
+                    solver=None if is_twin else solver,
+                    batch_size=batch_size,
+                    file=file,
+                    overwrite=overwrite,
+                    progress=not as_json,
+                )
+            except KeyboardInterrupt:
+                raise stop(
+                    f"interrupted: the rows measured so far are kept in {file}; the same command "
+                    "goes on from there"
+                ) from None
+            surfaces.append(surface)
+    written = _draw(surfaces, out, log, top)
+    record = [{**s.summary(), "about": dict(s.about)} for s in surfaces]
+    written.append(write_json(out / "landscape.json", record))
+    if as_json:
+        print_json(record)
+        return
+    _show(record)
+    say_written(written)
+
+
+def _solver(rtol: float | None, max_steps: int) -> Any:
+    from equilibria.solvers import Anderson
+
+    return None if rtol is None else Anderson(rtol=rtol, max_steps=max_steps)
+
+
+def _with_twins(found: dict[str, Any], repeats: list[int]) -> list[tuple[str, Any, bool]]:
+    """(name, network, whether it is a twin) of every network, each before its twins."""
+    from equilibria_papers.theory.landscapes import repeated
+
+    made: list[tuple[str, Any, bool]] = []
+    for name, network in found.items():
+        made.append((name, network, False))
+        made += [(f"{name} repeat-{k}", repeated(network, k), True) for k in repeats]
+    return made
+
+
+def _plane(found: dict[str, Any], grid: Any) -> tuple[Any, Any]:
+    """The plane of the checkpoints, and a grid that holds their way with a margin."""
+    import dataclasses
+
+    from equilibria_papers.theory.landscapes import training_plane
+
+    if len(found) < 3:
+        raise fail(
+            f"--along-training needs three checkpoints at least, got {len(found)}.",
+            "Give the weights of several epochs, in their order.",
+        )
+    plane = training_plane(found.values(), grid.dims)
+    furthest = float(plane.path.abs().max())
+    if furthest == 0.0:
+        raise fail("--along-training: all checkpoints have the same weights.")
+    return plane, dataclasses.replace(grid, radius=1.1 * furthest * grid.radius)
+
+
+def _draw(surfaces: list[Any], out: Path, log: bool, top: float | None) -> list[Path]:
+    from equilibria_papers.theory import landscapes as module
+    from equilibria_papers.theory.pictures import save_picture
+
+    written: list[Path] = []
+    curves = [s for s in surfaces if s.is_curve]
+    planes = [s for s in surfaces if not s.is_curve]
+    if curves:
+        written += save_picture(module.curve_figure(curves, log=log), out / "curves")
+    if planes:
+        written += save_picture(module.contour_figure(planes, log=log, top=top), out / "contours")
+    for surface in planes:
+        stem = surface.name.replace("/", "-").replace(" ", "-")
+        figure = module.surface_figure(surface, log=log, top=top)
+        written += save_picture(figure, out / f"surface-{stem}")
+    return written
+
+
+def _show(record: list[dict[str, Any]]) -> None:
+    columns = ("loss", "accuracy", "highest", "within 1", "holes", "converged")
+    table = narrow_table(
+        Column("network", overflow="fold"),
+        *(Column(name, justify="right", no_wrap=True) for name in columns),
+    )
+    for row in record:
+        converged = row.get("converged")
+        table.add_row(
+            *(row["name"], f"{row['center_loss']:.4g}", f"{row['center_accuracy']:.1%}"),
+            *(f"{row['max_loss']:.4g}", f"{row['small_loss_share']:.1%}", str(row["holes"])),
+            "–" if converged is None else f"{converged:.0%}",
+        )
+    output().print(table)

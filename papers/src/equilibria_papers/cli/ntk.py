@@ -1,0 +1,177 @@
+"""``equilibria theory ntk``: the tangent kernel of a network, or of several checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from equilibria.cli import (
+    Device,
+    Root,
+    fail,
+    make_folder,
+    output,
+    print_json,
+)
+
+from .common import Data, Json, Model, Split, images_of, networks, say_written
+
+
+def ntk(
+    weights: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            help="Trained networks: model.safetensors or run folders. Several are checkpoints of "
+            "one training, and the drift of the kernel is from the first."
+        ),
+    ] = None,
+    model: Model = None,
+    data: Data = None,
+    root: Root = None,
+    split: Split = "train",
+    samples: Annotated[int, typer.Option(min=2, help="How many images, drawn by --seed.")] = 128,
+    outputs: Annotated[
+        str,
+        typer.Option(help="all, trace (the mean over outputs), sum, or indices such as 3 or 0,1."),
+    ] = "all",
+    parameters: Annotated[
+        list[str] | None,
+        typer.Option("--parameters", help="Only parameters whose name fits, such as 'head.*'."),
+    ] = None,
+    layers: Annotated[bool, typer.Option(help="Also the share of each layer.")] = True,
+    projection: Annotated[
+        int | None,
+        typer.Option(min=1, help="Estimate from so many random combinations of the gradient."),
+    ] = None,
+    method: Annotated[str, typer.Option(help="auto, vmap or autograd.")] = "auto",
+    memory: Annotated[float, typer.Option(min=0.001, help="Gradients and kernels, in GiB.")] = 2.0,
+    batch_size: Annotated[
+        int | None, typer.Option("--batch-size", min=1, help="Images to differentiate at once.")
+    ] = None,
+    implicit: Annotated[
+        float | None,
+        typer.Option(
+            "--implicit",
+            metavar="RTOL",
+            help="Solve every layer to this relative residual and differentiate the equilibrium "
+            "itself, in place of the solver and the gradient that the network was trained with.",
+        ),
+    ] = None,
+    train_steps: Annotated[
+        int,
+        typer.Option(
+            "--train-steps",
+            min=0,
+            help="Also train a copy of the first network by so many steps of gradient descent on "
+            "the squared loss, beside what its kernel predicts.",
+        ),
+    ] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of the images, and of --model.")] = 0,
+    device: Device = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Write ntk.json, ntk.safetensors and pictures into this folder."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """The neural tangent kernel: spectrum, shares of the layers, fit to the labels, drift."""
+    from equilibria_papers import theory
+    from equilibria_papers.theory.progress import progress_bar
+
+    chosen = _outputs(outputs)
+    if (not weights) == (model is None):
+        raise fail("give the weights of trained networks, or one --model by name.")
+    if out is not None:
+        make_folder(out)
+    found, dataset = networks(weights or [], model, data, root, split, device, seed)
+    if implicit is not None:
+        found = {name: _implicit(each, implicit) for name, each in found.items()}
+    x, y = images_of(dataset, samples, seed, device, "--samples")
+    budget = int(memory * 2**30)
+    options: dict[str, Any] = {"method": method, "memory": budget, "parameters": parameters or None}
+    shown = not as_json
+    compared = None
+    if train_steps:
+        with progress_bar("training", shown) as tell:
+            first = next(iter(found.values()))
+            targets = _one_hot(y, dataset.num_classes)
+            compared = theory.compare_training(
+                first, x, targets, steps=train_steps, progress=tell, **options
+            )
+    with progress_bar("kernel", shown) as tell:
+        study = theory.study_kernels(
+            found,
+            x,
+            y,
+            progress=tell,
+            training=compared,
+            about={"data": dataset.name, "split": dataset.split_name, "seed": seed},
+            outputs=chosen,
+            layers=layers,
+            projection=projection,
+            batch_size=batch_size,
+            **options,
+        )
+    written = [] if out is None else study.save(out)
+    if as_json:
+        print_json(study.to_dict())
+        return
+    _show(study)
+    say_written(written)
+
+
+def _outputs(text: str) -> Any:
+    if text in ("all", "trace", "sum"):
+        return text
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise fail(
+            f"--outputs {text}: expected all, trace, sum, or indices such as 3 or 0,1."
+        ) from None
+
+
+def _one_hot(targets: Any, classes: int) -> Any:
+    import torch
+
+    return torch.nn.functional.one_hot(targets, classes).float()
+
+
+def _implicit(model: Any, rtol: float) -> Any:
+    from equilibria.adjoints import Implicit
+    from equilibria.evaluation import replaced
+    from equilibria.solvers import Auto
+
+    return replaced(model, solver=Auto(rtol=rtol), adjoint=Implicit())
+
+
+def _show(study: Any) -> None:
+    table = Table("network", "λ_max", "λ_min", "condition", "effective rank", "alignment", "drift")
+    for row in study.rows():
+        numbers = (row[key] for key in ("largest", "smallest", "condition", "effective_rank"))
+        more = (row["alignment"], row["drift"])
+        table.add_row(row["network"], *(f"{v:.4g}" for v in (*numbers, *more)))
+    output().print(table)
+    name, last = list(study.kernels.items())[-1]
+    if last.relative_error is not None:
+        output().print(f"projected: relative error of the kernel about {last.relative_error:.2g}")
+    if last.parts:
+        shares = Table(
+            *("layer", "of the trace", "of the parameters"),
+            title=f"layers of {name}" + (", the last" if len(study.kernels) > 1 else ""),
+        )
+        total = sum(last.sizes.values())
+        for layer, share in sorted(last.shares().items(), key=lambda pair: -pair[1]):
+            shares.add_row(layer, f"{share:.2%}", f"{last.sizes[layer] / total:.2%}")
+        output().print(shares)
+    if study.training is not None:
+        found = study.training
+        ended = "it diverged" if found.diverged else f"drift of the kernel {found.drift:.3g}"
+        output().print(
+            f"gradient descent, {int(found.steps[-1])} steps: loss {float(found.actual[0]):.4g} → "
+            f"{float(found.actual[-1]):.4g}, predicted {float(found.predicted[-1]):.4g}; {ended}",
+            soft_wrap=True,
+        )

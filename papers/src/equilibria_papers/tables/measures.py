@@ -1,0 +1,348 @@
+"""What is read off a trained network: numbers in the units of the papers' tables.
+
+Accuracies, IoU and shares are in percent.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from equilibria import evaluation
+from equilibria.data import ImageData
+from equilibria.engine import ConvergenceWarning
+from equilibria.evaluation import batches, evaluating, model_input
+from equilibria.models import count_parameters
+from equilibria.nn import equilibrium_layers, observe
+
+from .measures_thesis import landscape_measure, landscape_of_test, path_measure, training_paths
+from .supplying import Scene, known_classes
+
+# Times of a network on this machine: training steps a second, and Table 8's two times.
+
+
+_BATCHES, _BATCH = 80, 125  # OptEq §7.4: "the total time for 80 iteration steps", batches of 125
+_WARM, _TIMED = 3, 10
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _seconds(device: torch.device, work: Callable[[], Any]) -> tuple[float, Any]:
+    _wait(device)
+    began = time.perf_counter()
+    done = work()
+    _wait(device)
+    return time.perf_counter() - began, done
+
+
+def _autocast(scene: Scene) -> Any:
+    """The precision of the training; mixed ones only, for the weights are float32."""
+    kinds = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+    kind = kinds.get(scene.precision)
+    return nullcontext() if kind is None else torch.autocast(scene.device.type, dtype=kind)
+
+
+@contextmanager
+def _training_copy(model: nn.Module) -> Iterator[nn.Module]:
+    """A copy in training mode: running statistics and weights of the measured one stay."""
+    import copy
+    import warnings
+
+    made = copy.deepcopy(model).train()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        yield made
+
+
+def _batch(scene: Scene, size: int) -> tuple[Tensor, Tensor]:
+    """``size`` training images, normalized, on the device; small sets are repeated."""
+    index = torch.arange(size) % len(scene.train)
+    images, targets = scene.train.images[index], scene.train.targets[index]
+    return scene.train.normalize(images.to(scene.device)), targets.to(scene.device)
+
+
+def times(scene: Scene) -> dict[str, float]:
+    """OptEq Table 8: seconds of 80 forward passes and of 80 backward passes, batches of 125.
+
+    Measured with the graph of training. A smoke test runs two batches and scales.
+    """
+    count, size = (2, 16) if scene.smoke else (_BATCHES, _BATCH)
+    x, y = _batch(scene, size)
+    forward = backward = 0.0
+    with _training_copy(scene.model) as model, _autocast(scene):
+        for number in range(count + 1):
+            spent, logits = _seconds(scene.device, lambda: model(x))
+            loss = nn.functional.cross_entropy(logits, y)
+            back, _ = _seconds(scene.device, loss.backward)
+            model.zero_grad(set_to_none=True)
+            if number:  # the first one warms up
+                forward, backward = forward + spent, backward + back
+    scale = _BATCHES * _BATCH / (count * size)
+    return {"seconds.forward": scale * forward, "seconds.backward": scale * backward}
+
+
+def throughput(scene: Scene) -> dict[str, float]:
+    """OptEq Table 9: training images a second, a step being forward, backward and SGD's."""
+    size, timed = (8, 2) if scene.smoke else (scene.train_batch, _TIMED)
+    x, y = _batch(scene, size)
+    with _training_copy(scene.model) as model:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+        def step() -> None:
+            optimizer.zero_grad(set_to_none=True)
+            with _autocast(scene):
+                loss = nn.functional.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+
+        for _ in range(_WARM if not scene.smoke else 1):
+            step()
+
+        def steps() -> None:
+            for _ in range(timed):
+                step()
+
+        spent, _ = _seconds(scene.device, steps)
+    count = sum(p.numel() for p in scene.model.parameters())
+    return {"images_per_second": size * timed / spent, "parameters_m": count / 1e6}
+
+
+Measure = Callable[[Scene], dict[str, float]]
+_CERTIFIED = 16
+_SALIENT = 64
+_CORRUPTED = 2000  # test images: 190,000 with all kinds and severities
+
+
+def _size(model: nn.Module) -> dict[str, float]:
+    count = count_parameters(model)
+    return {"parameters_k": count / 1e3, "parameters_m": count / 1e6}
+
+
+def _judged(
+    scene: Scene, images: ImageData, *, batch_size: int | None = None, flip: bool = False
+) -> evaluation.Report:
+    return evaluation.evaluate(
+        scene.model,
+        images,
+        batch_size=scene.batch_size if batch_size is None else batch_size,
+        certify=0,  # takes minutes for wide layers: a measure of its own
+        progress=scene.progress,
+        flip=flip,
+        nonfinite="report",
+    )
+
+
+def quality(scene: Scene) -> dict[str, float]:
+    """Accuracy, top-5, NLL, calibration, size; steps and residual of the layers."""
+    report = _judged(scene, scene.test)
+    metrics = report.metrics
+    assert isinstance(metrics, evaluation.ClassificationMetrics)
+    found = {
+        "accuracy": 100 * metrics.accuracy,
+        "top5": 100 * metrics.top_k,
+        "nll": metrics.nll,
+        "ece": 100 * metrics.ece,
+        "nonfinite": float(len(metrics.nonfinite)),
+        "test_seconds": report.seconds,
+        **_size(scene.model),
+    }
+    if report.statistics:
+        middle = [float(part.residual[3]) for part in report.statistics.values()]
+        found["median_residual"] = float(torch.tensor(middle, dtype=torch.float64).max())  # or NaN
+        found["steps"] = max(part.mean_steps for part in report.statistics.values())
+    return found
+
+
+def held_out(scene: Scene) -> dict[str, float]:
+    """Accuracy on the images that were held out: what choices are made by."""
+    if scene.held_out is None:
+        raise ValueError("nothing was held out (validation=0): there is nothing to choose by.")
+    report = _judged(scene, scene.held_out)
+    return {"held_out.accuracy": 100 * report.accuracy}
+
+
+def flipped(scene: Scene) -> dict[str, float]:
+    """Accuracy and calibration with the mean of an image's and its mirror image's probabilities."""
+    report = _judged(scene, scene.test, flip=True)
+    metrics = report.flip
+    assert isinstance(metrics, evaluation.ClassificationMetrics)
+    return {
+        "flip.accuracy": 100 * metrics.accuracy,
+        "flip.nll": metrics.nll,
+        "flip.ece": 100 * metrics.ece,
+    }
+
+
+def certificate(scene: Scene) -> dict[str, float]:
+    """The share of 16 test images whose equilibrium is proven unique, in the worst layer."""
+    found = evaluation.certify_dataset(scene.model, scene.test, _CERTIFIED)
+    shares = [float(part.certified.double().mean()) for part in found.values()]
+    return {"certified": 100 * min(shares)}
+
+
+def segmentation(scene: Scene) -> dict[str, float]:
+    """mIoU, mean accuracy of the classes, share of right pixels."""
+    report = _judged(scene, scene.test, batch_size=min(scene.batch_size, 16))
+    metrics = report.metrics
+    assert isinstance(metrics, evaluation.SegmentationMetrics)
+    share = metrics.per_class
+    return {
+        "miou": 100 * metrics.miou,
+        "macc": 100 * float(share[~share.isnan()].mean()),
+        "aacc": 100 * metrics.accuracy,
+        **_size(scene.model),
+    }
+
+
+def corruptions(scene: Scene) -> dict[str, float]:
+    """Accuracy under each of the 19 corruptions, mean over five severities (smoke: over one).
+
+    Of the first 2,000 test images.
+    """
+    study = evaluation.corruption_study(
+        scene.model,
+        scene.test.subset(range(min(_CORRUPTED, len(scene.test)))),
+        severities=(3,) if scene.smoke else (1, 2, 3, 4, 5),
+        batch_size=scene.batch_size,
+        progress=scene.progress,
+    )
+    found = {f"corruption.{kind}": 100 * value for kind, value in study.by_kind.items()}
+    found |= {"corruption.mean": 100 * study.mean_accuracy, "corruption.clean": 100 * study.clean}
+    study.save(scene.folder)
+    return found
+
+
+def known_and_unknown(scene: Scene) -> dict[str, float]:
+    """KerDEQ Table 3: accuracy and KL on learned classes, KL to uniform on the others."""
+    found = evaluation.known_unknown_kl(
+        scene.model,
+        scene.test,
+        known_classes(scene.test),
+        batch_size=scene.batch_size,
+        progress=scene.progress,
+    )
+    return {
+        "known.accuracy": 100 * found.accuracy,
+        "known.kl": found.known_kl,
+        "unknown.kl": found.unknown_kl,
+        **_size(scene.model),
+    }
+
+
+def superclass(scene: Scene) -> dict[str, float]:
+    """GEQ Table 3: accuracy on superclasses, for learned and for unseen classes."""
+    found = evaluation.superclass_accuracy(
+        scene.model, scene.test, batch_size=scene.batch_size, progress=scene.progress
+    )
+    return {
+        "known_accuracy": 100 * found.known_accuracy,
+        "unknown_accuracy": 100 * found.unknown_accuracy,
+        **_size(scene.model),
+    }
+
+
+def saliency(scene: Scene) -> dict[str, float]:
+    """GradCAM: the share of a map's mass in the fifth of its pixels where it is largest.
+
+    A flat map has 20, one of zeros counts as flat; a map of one bright spot has 100. The picture
+    lies in the run folder.
+    """
+    part = scene.test.subset(range(min(_SALIENT, len(scene.test))))
+    shares = []
+    for images, _ in batches(part, 8, scene.device):
+        maps = evaluation.gradcam(scene.model, model_input(scene.model, part, images)).flatten(1)
+        top = maps.topk(max(1, maps.shape[1] // 5), dim=1).values.sum(1)
+        mass = maps.sum(1)
+        shares.append(torch.where(mass > 0, top / mass, 0.2))
+    evaluation.save_gradcam(scene.model, part, scene.folder / "gradcam.png")
+    return {"focus": 100 * float(torch.cat(shares).mean())}
+
+
+@torch.no_grad()
+def features(scene: Scene) -> dict[str, float]:
+    """Mean of |z| and of z² over the equilibria of the test images (OptEq Table 3)."""
+    total, count = torch.zeros(2, dtype=torch.float64, device=scene.device), 0
+    for z in _equilibria(scene.model, scene.test, scene):
+        total += torch.stack([z.double().abs().sum(), z.double().square().sum()])
+        count += z.numel()
+    absolute, square = (total / count).tolist()
+    return {"mean_absolute": absolute, "mean_square": square}
+
+
+def _equilibria(model: nn.Module, test: ImageData, scene: Scene) -> Iterator[torch.Tensor]:
+    for images, _ in batches(test, scene.batch_size, scene.device):
+        with evaluating(model), observe(model) as seen:
+            model(model_input(model, test, images))
+            for solutions in seen.solutions.values():
+                for found in solutions:
+                    yield found.value
+
+
+@contextmanager
+def _without_tf32() -> Iterator[None]:
+    kept = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    try:
+        with torch.backends.cudnn.flags(
+            enabled=True, benchmark=torch.backends.cudnn.benchmark, allow_tf32=False
+        ):
+            yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = kept
+
+
+@torch.no_grad()
+def residual(scene: Scene) -> dict[str, float]:
+    """‖z − T(z)‖₂/‖z‖₂ of a batch, mean over the test batches (OptEq Table 8).
+
+    Without TF32, whose rounding alone leaves 1e-4 and more.
+    """
+    layers = equilibrium_layers(scene.model)
+    ratios: list[torch.Tensor] = []
+
+    def watch(layer: nn.Module, inputs: tuple[torch.Tensor, ...], z: torch.Tensor) -> None:
+        after = layer.step(z, *layer.inject(*inputs))  # type: ignore[operator]
+        ratios.append((z - after).double().norm() / z.double().norm())
+
+    hooks = [layer.register_forward_hook(watch) for layer in layers.values()]
+    try:
+        with evaluating(scene.model), _without_tf32():
+            for images, _ in batches(scene.test, scene.batch_size, scene.device):
+                scene.model(model_input(scene.model, scene.test, images))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return {"residual": float(torch.stack(ratios).mean())}
+
+
+MEASURES: Mapping[str, Measure] = MappingProxyType(
+    {
+        "quality": quality,
+        "held out": held_out,
+        "flip": flipped,
+        "certificate": certificate,
+        "segmentation": segmentation,
+        "corruptions": corruptions,
+        "known and unknown": known_and_unknown,
+        "superclass": superclass,
+        "saliency": saliency,
+        "features": features,
+        "residual": residual,
+        "times": times,
+        "throughput": throughput,
+        "paths": path_measure,
+        "paths of training images": training_paths,
+        "landscape": landscape_measure,
+        "landscape of test images": landscape_of_test,
+    }
+)
+"""name → what a job measures."""

@@ -1,0 +1,197 @@
+"""Several trainings at once, each in a process of joblib's (loky): a death costs one row.
+
+Only the parent writes the log.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from joblib.externals.loky import (  # type: ignore[import-untyped]
+    FIRST_COMPLETED,
+    BrokenProcessPool,
+    Future,
+    ProcessPoolExecutor,
+    wait,
+)
+
+from .callbacks import Stop
+from .choices import Choices
+from .planning import Planned
+from .provenance import Log
+from .running import complete, run_job
+
+TIMING = frozenset({"throughput", "times"})
+"""Measures of time: true only where nothing else runs."""
+
+Tell = Callable[[str], None]
+
+_LOOK = 0.5  # seconds after which it is looked whether a stop is asked for
+
+
+@dataclass(frozen=True)
+class Task:
+    """A training, or what is left to measure of one."""
+
+    planned: Planned
+    label: str
+    log: Log
+
+
+def split(planned: Planned) -> tuple[Planned | None, Planned | None]:
+    """(what may run beside others, what has to run alone); None where nothing is left to do."""
+    if complete(planned):
+        return None, None
+    asked = planned.job.measures
+    beside = planned.measuring(tuple(name for name in asked if name not in TIMING))
+    alone = planned.measuring(tuple(name for name in asked if name in TIMING))
+    left = bool(alone.job.measures) and not complete(alone)
+    return None if complete(beside) else beside, alone if left else None
+
+
+class _Kept(Log):
+    """A log whose lines are brought to the parent, which alone writes the file."""
+
+    def __init__(self) -> None:
+        self.lines: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    def add(
+        self,
+        planned: Planned,
+        outcome: str,
+        seconds: float,
+        result: Mapping[str, Any] | None = None,
+        **more: Any,
+    ) -> None:
+        self.lines.append(((outcome, seconds, result), more))
+
+
+def _work(planned: Planned, choices: Choices, stop: Stop) -> tuple[str, str, list[Any]]:
+    """In a worker: how it ended, why, and the lines of the log."""
+    log = _Kept()
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # stdout is for the tables
+            run_job(planned, choices, log, stop=stop)
+        how, why = "done", ""
+    except KeyboardInterrupt as stopped:
+        how, why = "interrupted", str(stopped)
+    except Exception as error:  # noqa: BLE001 – said and logged by the parent
+        how, why = "failed", f"{type(error).__name__}: {str(error)[:200]}"
+    return how, why, log.lines
+
+
+@dataclass(frozen=True, eq=False)
+class _Running:
+    """A task in a process of its own: what dies breaks no pool but this one."""
+
+    task: Task
+    executor: ProcessPoolExecutor
+    began: float
+
+
+def run_beside(
+    tasks: Sequence[Task], choices: Choices, stop: Stop, failures: dict[str, str], say: Tell
+) -> None:
+    """All tasks, ``choices.parallel`` at a time; raises KeyboardInterrupt where some are left.
+
+    One that fails or dies is logged and said, and the others go on (a smoke test ends: it passes
+    nothing over). Ctrl-C asks the workers to save; a second one ends them. ``failures`` gets, by
+    the key of a training, why it gave nothing.
+    """
+    waiting, running, begun, cut = deque(tasks), dict[Any, _Running](), 0, 0
+    own = replace(choices, progress=False, parallel=1)
+    threads = max(1, torch.get_num_threads() // choices.parallel)
+    with tempfile.TemporaryDirectory() as folder:
+        stop = replace(stop, file=Path(folder) / "stop", parent=os.getpid())
+        try:
+            with _ctrl_c(stop, say):
+                while waiting or running:
+                    while waiting and len(running) < choices.parallel:
+                        # Late, the first get their step all the same: short calls get on too.
+                        if stop.asked() and (begun >= choices.parallel or not stop.late()):
+                            break
+                        task = waiting.popleft()
+                        executor = ProcessPoolExecutor(1, env={"OMP_NUM_THREADS": str(threads)})
+                        with _ignored():  # by the worker, which is born here: it reads the file
+                            future = executor.submit(_work, task.planned, own, stop)
+                        running[future] = _Running(task, executor, time.perf_counter())
+                        begun += 1
+                        say(f"{task.label}: started in {task.planned.folder}")
+                    if not running:
+                        break
+                    for future in wait(running, _LOOK, return_when=FIRST_COMPLETED).done:
+                        cut += _ended(running.pop(future), future, choices, failures, say)
+        finally:
+            for one in running.values():
+                one.executor.shutdown(kill_workers=True)
+        if stop.late() and (waiting or cut):
+            raise KeyboardInterrupt(f"The {choices.minutes:g} minutes are over.")
+        if waiting or cut:
+            raise KeyboardInterrupt(f"{cut} training(s) were interrupted.")
+
+
+def _ended(
+    one: _Running, future: Future[Any], choices: Choices, failures: dict[str, str], say: Tell
+) -> bool:
+    """Log and say how it ended; whether it was interrupted."""
+    task, seconds = one.task, time.perf_counter() - one.began
+    try:
+        how, why, lines = future.result()
+    except BrokenProcessPool:
+        how, why, lines = "failed", "its process was killed (out of memory?)", []
+        task.log.add(task.planned, how, seconds, error=why)
+    one.executor.shutdown()
+    for given, more in lines:
+        task.log.add(task.planned, *given, **more)
+    said = {"done": "done in", "interrupted": "stopped after", "failed": "failed after"}[how]
+    say(f"{task.label}: {said} {seconds:.0f} s{f': {why}' if how == 'failed' else ''}")
+    if how == "failed":
+        failures[task.planned.key] = f"failed: {why}"
+        if choices.smoke:  # a test: nothing may be passed over
+            raise RuntimeError(f"{task.planned.job.name}, seed {task.planned.seed}: {why}")
+    return bool(how == "interrupted")
+
+
+@contextlib.contextmanager
+def _ctrl_c(stop: Stop, say: Tell) -> Iterator[None]:
+    """Ctrl-C makes the file that the workers look for; from then on it is what it was."""
+    before, file = signal.getsignal(signal.SIGINT), stop.file
+
+    def ask(*_: Any) -> None:
+        signal.signal(signal.SIGINT, before)
+        assert file is not None
+        file.touch()
+        say("stopping: the trainings finish their step and save")
+
+    with _handled(ask):
+        yield
+
+
+def _ignored() -> contextlib.AbstractContextManager[None]:
+    return _handled(signal.SIG_IGN)
+
+
+@contextlib.contextmanager
+def _handled(by: Any) -> Iterator[None]:
+    """Ctrl-C is handled so inside the block; outside the main thread nothing changes."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or before is None:
+        yield
+        return
+    signal.signal(signal.SIGINT, by)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

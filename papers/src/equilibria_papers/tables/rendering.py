@@ -1,0 +1,328 @@
+"""Reproduced tables for people: for the terminal (rich) and as Markdown."""
+
+from __future__ import annotations
+
+import io
+import textwrap
+from collections.abc import Sequence
+from itertools import starmap
+from typing import Any
+
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+from .results import MEASURED, NOT_RUN, SMOKE, CellResult, Result, largest
+
+UNSETTLED = 0.1
+"""A relative residual above which a state is not near its equilibrium."""
+
+
+def rows_of(result: Result) -> list[list[str]]:
+    """Row, column, the paper's number, ours, state: one line a cell, in order."""
+    return [
+        [
+            found.cell.row,
+            found.cell.column,
+            "–" if found.cell.published is None else found.cell.published.text,
+            found.ours,
+            SMOKE if result.smoke and found.samples else _state(found),
+        ]
+        for found in result.cells
+    ]
+
+
+def _state(found: CellResult) -> str:
+    if found.status == MEASURED:
+        return MEASURED + (f": {found.cell.note}" if found.cell.note else "")
+    if found.outdated:
+        return f"{found.status}: measured by an earlier recipe"
+    if found.samples:
+        return f"{found.status}: {found.samples[0].stands_in}"
+    if found.status == NOT_RUN and found.why:
+        return f"{NOT_RUN}: {found.why}"
+    return f"{found.status}{': ' if found.cell.note else ''}{found.cell.note}"
+
+
+def heading(result: Result) -> str:
+    """The paper, the id and what the table is of."""
+    smoke = "SMOKE TEST, NO RESULT: " if result.smoke else ""
+    return f"{smoke}{result.experiment.paper}, {result.experiment.id}: {result.experiment.title}"
+
+
+def rich_table(result: Result) -> Any:
+    """For ``Console.print``: as the terminal is wide."""
+    from .rendering import Shown
+
+    return Shown(result)
+
+
+def caption(result: Result) -> str:
+    """State, seconds, and what was changed of the recipe."""
+    change = f" Changed recipe: {result.change}." if result.change else ""
+    return f"{result.status}; {result.seconds:,.0f} s of training and measuring.{change}"
+
+
+def markdown(result: Result) -> str:
+    """The page that stands beside the JSON."""
+    experiment, made = result.experiment, result.made_by
+    lines = [f"# {heading(result)}", ""]
+    if result.smoke:
+        lines += [
+            "Tiny networks, a few hundred digits, two epochs: this shows that the code runs. The "
+            "numbers under *ours* mean nothing.",
+            "",
+        ]
+    lines += [f"Paper: {experiment.source}.", ""]
+    if experiment.claim:
+        lines += [f"The paper's reading: {experiment.claim}", ""]
+    change = f", by a changed recipe: {result.change}" if result.change else ""
+    lines += [f"State: **{result.status}**{change}. Seeds: {', '.join(map(str, result.seeds))}."]
+    lines += ["", *_wide(result), ""]
+    lines += ["Ours / the paper's; ours is mean ± standard deviation (number of seeds).", ""]
+    lines += [*_remarks(result), ""]
+    pictures = [name for name in result.files if name.endswith(".png")]
+    lines += [line for name in pictures for line in (f"![{name}]({name})", "")]
+    if result.change and experiment.notes:
+        lines += [f"The notes speak of the recipe as declared; here {result.change}:", ""]
+    lines += [f"- {note}" for note in experiment.notes]
+    lines += [
+        "",
+        f"Numbers from {_machines(result)}; {result.seconds:,.0f} s of training and measuring, "
+        "longer where trainings ran side by side. They were made by:",
+        "",
+        *(f"- `{command}`" for command in _commands(result)),
+        "",
+        f"Written by `{made.get('command', '')}`, commit {made.get('commit', 'unknown')}, "
+        f"equilibria {made.get('version', '')}, {made.get('date', '')}.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _wide(result: Result) -> list[str]:
+    """A line for each row of the table, a column for each of its columns: ours / the paper's."""
+    columns = result.experiment.columns
+    found = {(one.cell.row, one.cell.column): one for one in result.cells}
+    lines = [f"| | {' | '.join(map(_cell, columns))} |", "|---|" + "---:|" * len(columns)]
+    for row in result.experiment.rows:
+        texts = [pair(found.get((row, column))) for column in columns]
+        lines.append(f"| {_cell(row)} | {' | '.join(map(_cell, texts))} |")
+    return lines
+
+
+def pair(found: CellResult | None) -> str:
+    """``94.90 / 94.8 ± 0.1%``: ours / the paper's; empty where the table has no cell."""
+    if found is None:
+        return ""
+    paper = "" if found.cell.published is None else f" / {found.cell.published.text}"
+    return f"{found.ours}{paper}"
+
+
+def _remarks(result: Result) -> list[str]:
+    """What is to be said of cells: why there is no number, whose data, notes; each once."""
+    said: dict[str, list[str]] = {}
+    for row, column, _, _, state in rows_of(result):
+        if state not in (MEASURED, SMOKE):
+            said.setdefault(state, []).append(f"{row}, {column}")
+    remarks = [f"{state}: {_named(places)}" for state, places in said.items()]
+    return [f"- {remark}" for remark in (*remarks, *unsettled(result))]
+
+
+def unsettled(result: Result) -> list[str]:
+    """A line on the trainings whose last step still moves the state, where there are such."""
+    if result.smoke:
+        return []
+    seen: dict[str, list[float]] = {}
+    for found in result.cells:
+        if found.cell.job is not None and found.residual is not None:
+            seen.setdefault(found.cell.job.name, []).append(found.residual)
+    worst = {name: largest(residuals) for name, residuals in seen.items()}
+    far = {name: r for name, r in worst.items() if r is not None and not r <= UNSETTLED}
+    if not far:
+        return []
+    named = "; ".join(f"{name} ({residual:.2g})" for name, residual in far.items())
+    return [
+        "not at their equilibrium; the last step still moved the state (by this share of it, the "
+        f"median over the test images): {_cell(named)}."
+    ]
+
+
+def _named(places: list[str]) -> str:
+    """Some places by name, the rest as a number."""
+    shown = "; ".join(places[:_NAMED])
+    more = len(places) - _NAMED
+    return _cell(shown + (f"; and {more} more." if more > 0 else "."))
+
+
+_NAMED = 4
+
+
+def _commands(result: Result) -> list[str]:
+    """What was typed for the numbers, each once."""
+    samples = (sample for cell in result.cells for sample in cell.samples)
+    return sorted({str(sample.made_by.get("command", "unknown")) for sample in samples})
+
+
+def _machines(result: Result) -> str:
+    """Where the numbers were made, each machine and commit once; a table may have several."""
+    found = {
+        f"{by.get('device', 'an unknown machine')}, torch {by.get('torch', '?')}, commit "
+        f"{by.get('commit', 'unknown')}"
+        for cell in result.cells
+        for by in (sample.made_by for sample in cell.samples)
+    }
+    return "; ".join(sorted(found)) or "nowhere yet"
+
+
+def _cell(text: str) -> str:
+    """Text that does not end a column of a Markdown table."""
+    return text.replace("|", "\\|")
+
+
+# A reproduced table for the terminal: what has numbers of ours, and in a sentence what has none.
+#
+# A line for each row and a column for each of its columns where the terminal is wide enough; a line
+# for each cell, under the name of its row, where it is not.
+
+
+_HEADS = (60, 24, 16, 12, 0)  # widths that a heading may be wrapped to; no word is cut
+_NAMES = (60, 26)  # the same of a row's name
+_FEW = 3  # rows that are named beside a column
+_NOTEBOOK = 160  # characters of a line
+_EDGES = 3  # a column's: a space on each side, and a line
+
+
+class Shown:
+    """For ``Console.print``: it looks at the width of the console."""
+
+    def __init__(self, result: Result) -> None:
+        self.result = result
+        measured = {found.cell.row for found in result.cells if found.samples}
+        self.rows = [row for row in result.experiment.rows if row in measured]
+        self.cells = {(found.cell.row, found.cell.column): found for found in result.cells}
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield Text(heading(self.result), style="bold")
+        if self.rows:
+            yield self._wide(options.max_width) or self._long(options.max_width)
+        yield Text(self._caption(), style="dim")
+        for remark in (*self._absent(), *self._partial(), *unsettled(self.result)):
+            yield Text(f"- {remark}")
+
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
+        """What a notebook shows."""
+        console = Console(file=io.StringIO(), record=True, width=_NOTEBOOK, force_jupyter=False)
+        console.print(self)
+        plain = console.export_text(clear=False)
+        page = '<pre style="white-space:pre;overflow-x:auto">{code}</pre>'
+        return {
+            "text/plain": plain,
+            "text/html": console.export_html(inline_styles=True, code_format=page),
+        }
+
+    def _wide(self, width: int) -> Any:
+        """A line a row; None where numbers would have to be cut."""
+        given = {f.cell.column for row in self.rows for f in self._of(row) if _has_number(f)}
+        columns = [one for one in self.result.experiment.columns if one in given]
+        texts = [[pair(self.cells.get((row, one))) for row in self.rows] for one in columns]
+        for name_width in _NAMES:
+            names = [_wrapped(row, name_width, "  ") for row in self.rows]
+            for head_width in _HEADS:
+                heads = [_wrapped(one, head_width) for one in columns]
+                grid = list(zip(["", *heads], [names, *texts], strict=True))
+                if sum(_width([head, *below]) + _EDGES for head, below in grid) < width:
+                    return _grid(grid)
+        return None
+
+    def _long(self, width: int) -> Any:
+        """A line a cell, under the names of the rows; two where its number leaves no room."""
+        cells = {row: [f for f in self._of(row) if _has_number(f)] for row in self.rows}
+        numbers = _width([pair(found) for each in cells.values() for found in each])
+        names = _width([found.cell.column for each in cells.values() for found in each])
+        beside = numbers + 2 * _EDGES + min(names, _NAMES[-1]) < width
+        table = Table()
+        table.add_column("what", overflow="fold")
+        if beside:
+            table.add_column("ours / paper", justify="right", no_wrap=True)
+        for row, each in cells.items():
+            table.add_section()
+            table.add_row(Text(row, style="bold"))
+            for found in each:
+                texts = [Text(found.cell.column), Text(pair(found), justify="right")]
+                for line in [texts] if beside else [[text] for text in texts]:
+                    table.add_row(*line)
+        return table
+
+    def _of(self, row: str) -> list[CellResult]:
+        return [found for found in self.result.cells if found.cell.row == row]
+
+    def _caption(self) -> str:
+        beside = any(found.cell.published for row in self.rows for found in self._of(row))
+        return f"{'ours / paper; ' if beside else ''}{caption(self.result)}"
+
+    def _partial(self) -> list[str]:
+        """What is to be said of single cells of the rows that are shown, by column."""
+        said: dict[str, dict[str, list[str]]] = {}
+        for row, column, _, _, state in rows_of(self.result):
+            if row in self.rows and state not in (MEASURED, SMOKE):
+                said.setdefault(_said(state), {}).setdefault(column, []).append(row)
+        return [
+            f"{state}, of the rows above: {'; '.join(starmap(self._part, places.items()))}."
+            for state, places in said.items()
+        ]
+
+    def _part(self, column: str, rows: list[str]) -> str:
+        """The column, with its rows where they are not all."""
+        whole = sum((row, column) in self.cells for row in self.rows)
+        if len(rows) == whole:
+            return column
+        return f"{column} ({_listed(rows) if len(rows) <= _FEW else f'{len(rows)} of {whole}'})"
+
+    def _absent(self) -> list[str]:
+        """The rows of which nothing is ours, by the reason."""
+        states: dict[str, dict[str, None]] = {}
+        for row, _, _, _, state in rows_of(self.result):
+            if row not in self.rows:
+                states.setdefault(row, {})[_said(state)] = None
+        reasons: dict[str, list[str]] = {}
+        for row, why in states.items():
+            reasons.setdefault("; ".join(why), []).append(row)
+        return [f"{why}: {_listed(rows)}." for why, rows in reasons.items()]
+
+
+def _has_number(found: CellResult) -> bool:
+    """Of ours or of the paper."""
+    return bool(found.samples) or found.cell.published is not None
+
+
+def _said(state: str) -> str:
+    """``not run (no run folder has it)``: what follows is names."""
+    head, _, why = state.partition(": ")
+    return f"{head} ({why})" if why else head
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ("; " if any("," in name for name in names) else ", ").join(names)
+
+
+def _wrapped(text: str, width: int, indent: str = "") -> str:
+    """In lines of this width, or of the longest word."""
+    longest = max(map(len, text.split()), default=1) + len(indent)
+    return textwrap.fill(
+        text, max(width, longest), subsequent_indent=indent, break_on_hyphens=False
+    )
+
+
+def _width(texts: Sequence[str]) -> int:
+    return max((cell_len(line) for text in texts for line in text.splitlines()), default=0)
+
+
+def _grid(columns: Sequence[tuple[str, Sequence[str]]]) -> Any:
+    table = Table()
+    for number, (head, _) in enumerate(columns):
+        table.add_column(Text(head), justify="right" if number else "left", no_wrap=True)
+    for texts in zip(*(below for _, below in columns), strict=True):
+        table.add_row(*map(Text, texts))
+    return table

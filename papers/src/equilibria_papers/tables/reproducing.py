@@ -1,0 +1,270 @@
+"""``reproduce``: from ids to tables with the papers' numbers beside ours."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from .callbacks import Stop
+from .choices import Choices
+from .declaring import Cell, Experiment
+from .drawing import copy_pictures, draw
+from .parallel import Task, run_beside, split
+from .planning import Planned, cells_asked, plan, plan_of
+from .provenance import Log, made_by
+from .registry import describe
+from .results import CellResult, Result, Sample, earlier_samples, merged, result_path
+from .running import Outcome, chosen_device, complete, is_trained, remembered, run_job
+
+# Ctrl-C that has to wait: what must not be cut in two is finished first.
+
+
+@contextmanager
+def held() -> Iterator[None]:
+    """Ctrl-C inside the block interrupts at its end: a file is whole, a worker is on the list.
+
+    Blocks may be nested: the outermost interrupts. Outside the main thread Python gives no signals,
+    and the block changes nothing.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    # None: a handler that was not set by Python; there is no way to put that one back.
+    if threading.current_thread() is not threading.main_thread() or before is None:
+        yield
+        return
+    came: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, _: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if came:
+            signal.raise_signal(signal.SIGINT)
+
+
+Tell = Callable[[str], None]
+
+
+def reproduce(
+    experiment: str | Experiment, choices: Choices | None = None, *, tell: Tell | None = None
+) -> Result:
+    """Train what the table needs, measure it, write the table; what was done before is kept.
+
+    Args:
+        experiment: an id of ``names()``, or an Experiment.
+        choices: seeds, rows, folders, device; None: the defaults.
+        tell: is told what happens, a sentence a job.
+
+    Returns:
+        The table, as written to ``choices.out``. Jobs whose data are not at hand are left out and
+        the table says so. Ctrl-C keeps what is done: the same call goes on from there.
+    """
+    return reproduce_all([experiment], choices, tell=tell)[0]
+
+
+def reproduce_all(
+    experiments: Iterable[str | Experiment],
+    choices: Choices | None = None,
+    *,
+    tell: Tell | None = None,
+) -> list[Result]:
+    """``reproduce`` for several tables at once: what they share is trained and loaded once.
+
+    Rows of ``choices.only`` have to be in one of the tables; those that have none of them are left
+    out of the answer.
+    """
+    choices = Choices() if choices is None else choices
+    given = [describe(one) if isinstance(one, str) else one for one in experiments]
+    asked = cells_asked(given, choices.only)
+    planned = plan([cell for _, cells in asked for cell in cells], choices)
+    done = _Done({one.key: one for one in planned}, {}, choices.gather)
+    try:
+        _run_all(planned, _users(asked, choices), choices, done, tell or (lambda text: None))
+    except BaseException:
+        with held():
+            for experiment, cells in asked:  # what is done is shown, whatever ended the rest
+                if _table(experiment, cells, choices, done)[1]:
+                    _written(experiment, cells, choices, done)
+        raise
+    return [_written(*one, choices, done) for one in asked]
+
+
+@dataclass(frozen=True)
+class _Done:
+    """By the key of a training: where it is kept, and why it gave nothing if it did not."""
+
+    planned: Mapping[str, Planned]
+    failures: dict[str, str]
+    gathered: bool = False
+
+    def outcome(self, run: Planned) -> Outcome | None:
+        """What was measured of it; equal trainings by several names are in the first's folder."""
+        kept = self.planned.get(run.key)
+        if kept is None:
+            return None
+        return remembered(kept.measuring(run.job.measures), part=True)
+
+    def complete(self, run: Planned) -> bool:
+        """Whether all that its job measures is there."""
+        return complete(self.planned[run.key].measuring(run.job.measures))
+
+
+def _users(
+    asked: Sequence[tuple[Experiment, Sequence[Cell]]], choices: Choices
+) -> dict[str, list[str]]:
+    """By the key of a training: the tables that ask for it."""
+    found: dict[str, list[str]] = {}
+    for experiment, cells in asked:
+        for one in plan(cells, choices):
+            found.setdefault(one.key, []).append(experiment.id)
+    return found
+
+
+def _written(
+    experiment: Experiment, cells: Sequence[Cell], choices: Choices, done: _Done
+) -> Result:
+    result, _ = _table(experiment, cells, choices, done)
+    if choices.gather and not any(found.samples for found in result.cells):
+        return result  # a wrong word on the command line leaves no empty page behind
+    with held():  # files are whole, and a page has its pictures
+        if experiment.picture:
+            result = draw(result, choices.out)
+        result = copy_pictures(result, _drawn_in(cells, choices, done), choices.out)
+        result.save(choices.out)
+    return result
+
+
+def _drawn_in(cells: Sequence[Cell], choices: Choices, done: _Done) -> list[tuple[str, Path]]:
+    """Jobs with the folders of their first seed."""
+    jobs = {cell.job.name: cell.job for cell in cells if cell.job is not None}
+    first = {name: plan_of(job, choices)[0] for name, job in jobs.items()}
+    return [(name, done.planned[run.key].folder) for name, run in first.items()]
+
+
+def _run_all(
+    planned: Sequence[Planned],
+    users: Mapping[str, Sequence[str]],
+    choices: Choices,
+    done: _Done,
+    say: Tell,
+) -> None:
+    """Every training. One that fails is logged and said, and the others go on."""
+    if choices.gather:
+        there = sum(one.folder.is_dir() for one in planned)
+        say(f"nothing is trained: {there} of {len(planned)} run folders are in {choices.runs}")
+        return
+    stop = Stop(None if choices.minutes is None else time.time() + 60.0 * choices.minutes)
+    # A smoke test is no experiment: its lines stand beside its pages.
+    folder = choices.out / "smoke" if choices.smoke else choices.out
+    tasks = []
+    for number, one in enumerate(planned, 1):
+        label = f"{number}/{len(planned)} {one.job.name}, seed {one.seed}"
+        log = Log(folder, ", ".join(users[one.key]), choices.change)
+        if one.missing:
+            say(f"{label}: left out, {one.missing} is not at hand")
+        elif complete(one):
+            say(f"{label}: done before")
+        else:
+            tasks.append(Task(one, label, log))
+    if choices.parallel == 1:
+        _in_turn(tasks, choices, stop, done.failures, say)
+        return
+    # Trainings at once; measures of time after all of them, one after another.
+    parts = [(task, *split(task.planned)) for task in tasks]
+    beside = [replace(task, planned=part) for task, part, _ in parts if part]
+    run_beside(beside, choices, stop, done.failures, say)
+    alone = [
+        replace(task, planned=part, label=f"{task.label}, times") for task, _, part in parts if part
+    ]
+    # A training that failed is not begun again for the sake of its times.
+    ready = [t for t in alone if not t.planned.job.trained or is_trained(t.planned.folder)]
+    _in_turn(ready, choices, stop, done.failures, say)
+
+
+def _in_turn(
+    tasks: Sequence[Task], choices: Choices, stop: Stop, failures: dict[str, str], say: Tell
+) -> None:
+    for number, task in enumerate(tasks):
+        # The first training gets its step in any case: calls that are too short get on too.
+        if number and stop.late():
+            raise KeyboardInterrupt(f"The {choices.minutes:g} minutes are over.")
+        say(f"{task.label}: in {task.planned.folder}")
+        try:
+            run_job(task.planned, choices, task.log, stop=stop)
+        except Exception as error:
+            if choices.smoke:  # a test: nothing may be passed over
+                raise
+            failures[task.planned.key] = f"failed: {type(error).__name__}: {str(error)[:200]}"
+            say(f"{task.label}: {failures[task.planned.key]}")
+
+
+def _table(
+    experiment: Experiment, asked: Sequence[Cell], choices: Choices, done: _Done
+) -> tuple[Result, bool]:
+    """(the table as the run folders and the earlier table have it, whether a run is in it)."""
+    path = result_path(choices.out, experiment.id, choices.smoke, choices.change)
+    earlier = earlier_samples(path)
+    wanted = {(cell.row, cell.column) for cell in asked}
+    jobs = {id(cell.job): cell.job for cell in experiment.cells if cell.job is not None}
+    runs_of = {which: plan_of(job, choices) for which, job in jobs.items()}
+    cells, fresh = [], False
+    for cell in experiment.cells:
+        place = (cell.row, cell.column)
+        runs = [] if cell.job is None else runs_of[id(cell.job)]
+        new = _samples(cell, runs, done) if place in wanted else []
+        fresh = fresh or bool(new)
+        group = runs[0].group if runs else ""
+        found = merged(new, earlier.get(place, []), group)
+        cells.append(CellResult(cell, found, _why(runs, done, place in wanted), group))
+    result = Result(
+        experiment=experiment,
+        cells=tuple(cells),
+        smoke=choices.smoke,
+        change=choices.change,
+        overrides=choices.overrides,
+        made_by=made_by(chosen_device(choices.device)),
+    )
+    return result, fresh
+
+
+def _samples(cell: Cell, runs: Sequence[Planned], done: _Done) -> list[Sample]:
+    made = []
+    for run in runs:
+        outcome = done.outcome(run)
+        if outcome is None:
+            continue
+        if cell.metric not in outcome.values:
+            if not done.complete(run):  # a measure that failed or was not come to
+                continue
+            raise KeyError(
+                f"{run.job.name} was measured and has no {cell.metric!r}; it has: "
+                f"{', '.join(outcome.values)}."
+            )
+        made.append(
+            Sample(
+                seed=run.seed,
+                value=outcome.values[cell.metric],
+                group=run.group,
+                seconds=outcome.seconds,
+                made_by=outcome.made_by,
+                stands_in=run.stands_in,
+                residual=outcome.values.get("median_residual"),
+            )
+        )
+    return made
+
+
+def _why(runs: Sequence[Planned], done: _Done, wanted: bool) -> str:
+    """Why a cell has no number."""
+    for run in runs:
+        if run.missing:
+            return f"{run.missing} is not at hand"
+        if run.key in done.failures:
+            return done.failures[run.key]
+        if wanted and run.key in done.planned and done.gathered:
+            return "no run folder has it"
+    return "" if wanted or not runs else "not asked for"

@@ -1,0 +1,191 @@
+"""The images of a job: loaded, cut to the classes that it learns, a part held out for choices."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from equilibria import data as module
+from equilibria.data import IGNORE, DataError, ImageData, find_named
+from equilibria.evaluation import select_classes, superclass_split
+
+if TYPE_CHECKING:
+    from .planning import Planned
+
+RANDOM = "random"
+"""Images that nobody drew: for measurements of time."""
+_HELD_OUT_SEED = 0  # the same images for every seed of the training: choices never see another part
+_SMOKE_TRAIN, _SMOKE_TEST = 96, 64
+_VEHICLES = ("airplane", "automobile", "ship", "truck")  # of CIFAR-10; its other six are animals
+
+
+@dataclass(frozen=True)
+class Supplied:
+    """What a job is trained on, what choices may look at, and what it is judged on once."""
+
+    train: ImageData
+    held_out: ImageData | None
+    test: ImageData
+
+
+@dataclass(frozen=True, eq=False)
+class Scene:
+    """What a measure looks at: a network in eval mode, the images, and a folder to draw in."""
+
+    model: nn.Module
+    train: ImageData
+    test: ImageData
+    folder: Path
+    device: torch.device
+    batch_size: int
+    """Images at a time, of the test."""
+    train_batch: int
+    """Images of a training step."""
+    precision: str
+    """Of the training, in Lightning's words."""
+    seed: int
+    progress: bool
+    smoke: bool
+    held_out: ImageData | None = None
+    """What choices may look at."""
+    epochs: int = 0
+    """Of the whole training."""
+
+
+def _folder(name: str, root: Path | None) -> Path:
+    return (Path() if root is None else root) / name
+
+
+def at_hand(name: str, root: Path | None) -> bool:
+    """Whether the training images can be read without a download."""
+    if name == RANDOM:
+        return True
+    if name not in module.names():
+        return _folder(name, root).is_dir()
+    try:
+        find_named(name, "train", root, False, False)
+    except (DataError, OSError):
+        return False
+    return True
+
+
+def known_classes(dataset: ImageData) -> range:
+    """The classes that a job of "first half" learns: five of CIFAR-10 (KerDEQ §4.3)."""
+    return range(dataset.num_classes // 2)
+
+
+def supply(planned: Planned, *, progress: bool = True) -> Supplied:
+    """The images of the job, as its configuration says."""
+    config, job = planned.config, planned.job
+    if config.data == RANDOM:
+        made = _random(2 * config.batch_size, config.image_size or 224, config.seed)
+        return Supplied(made, None, made)
+    whole, test = (_load(planned, split, progress) for split in ("train", "test"))
+    if planned.smoke:
+        whole, test = whole.subset(range(_SMOKE_TRAIN)), test.subset(range(_SMOKE_TEST))
+        whole, test = (_made_of_digits(planned, part) for part in (whole, test))
+    elif job.classes == "superclass" and config.data == "cifar10":
+        whole, test = (_vehicles_and_animals(part) for part in (whole, test))
+    if job.classes == "first half":
+        whole = select_classes(whole, known_classes(whole))
+    elif job.classes == "superclass":
+        whole = superclass_split(whole)[0]
+    elif job.classes != "all":
+        raise ValueError(
+            f"{job.name}: classes={job.classes!r}; expected 'all', 'first half' or 'superclass'."
+        )
+    train, held_out = _hold_out(planned, whole, progress)
+    if config.samples is not None:
+        train = _few(train, config.samples)
+    if (test.mean, test.std) != (train.mean, train.std):
+        test = test.with_normalization(train.mean, train.std)
+    return Supplied(train, held_out, test)
+
+
+def _load(planned: Planned, split: str, progress: bool) -> ImageData:
+    config = planned.config
+    return _read(config.data, split, config.data_root, config.image_size, progress)
+
+
+@lru_cache(maxsize=6)
+def _read(
+    name: str, split: str, data_root: str | None, image_size: int | None, progress: bool
+) -> ImageData:
+    """Read from disk once for all jobs of a table: decoding takes longer than a short training."""
+    root = None if data_root is None else Path(data_root)
+    if name in module.names():
+        return module.load(name, split, root=root, image_size=image_size, progress=progress)
+    return module.load(_folder(name, root), split, image_size=image_size, progress=progress)
+
+
+def _hold_out(
+    planned: Planned, whole: ImageData, progress: bool
+) -> tuple[ImageData, ImageData | None]:
+    """(training, held out): CamVid has a part of its own for choices, other sets are split."""
+    if planned.config.data == "camvid":
+        return whole, _load(planned, "val", progress)
+    if planned.config.validation == 0.0:
+        return whole, None
+    return whole.split(planned.config.validation, _HELD_OUT_SEED)
+
+
+def _few(images: ImageData, samples: int) -> ImageData:
+    """So many of the images, of each class its share."""
+    part = samples / len(images)
+    if part > 1.0:
+        raise ValueError(f"samples={samples}: {images.name} has {len(images)} training images.")
+    if part == 1.0:
+        return images
+    if part <= 0.5:
+        return images.split(part, _HELD_OUT_SEED)[1]
+    return images.split(1.0 - part, _HELD_OUT_SEED)[0]
+
+
+def _vehicles_and_animals(images: ImageData) -> ImageData:
+    """CIFAR-10 with two superclasses, where it stands in for CIFAR-100 and its twenty."""
+    assert isinstance(images.targets, Tensor)
+    above = torch.tensor([int(name not in _VEHICLES) for name in images.classes])
+    return dataclasses.replace(
+        images,
+        superclasses=above[images.targets.long()],
+        superclass_names=("vehicles", "animals"),
+    )
+
+
+def _made_of_digits(planned: Planned, digits: ImageData) -> ImageData:
+    """What a smoke test needs and the digits do not have: superclasses, or a class a pixel."""
+    if planned.job.classes == "superclass":
+        assert isinstance(digits.targets, Tensor)
+        return dataclasses.replace(
+            digits, superclasses=digits.targets // 5, superclass_names=("below 5", "from 5 on")
+        )
+    if "segmentation" in planned.job.measures:
+        assert isinstance(digits.images, Tensor)
+        return dataclasses.replace(
+            digits,
+            targets=(digits.images[:, 0] > 127).long(),
+            classes=("paper", "ink"),
+            task="segmentation",
+            ignore_index=IGNORE,
+        )
+    return digits
+
+
+def _random(count: int, size: int, seed: int) -> ImageData:
+    generator = torch.Generator().manual_seed(seed)
+    classes = 1000
+    return ImageData(
+        images=torch.randint(0, 256, (count, 3, size, size), generator=generator).to(torch.uint8),
+        targets=torch.randint(0, classes, (count,), generator=generator),
+        classes=tuple(str(k) for k in range(classes)),
+        name=RANDOM,
+        split_name="random",
+        mean=(0.5,) * 3,
+        std=(0.25,) * 3,
+    )

@@ -1,0 +1,342 @@
+"""GEQ and OptEq side by side: every calculator on one pair of layers, or on each of a network."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from equilibria.engine import ConvergenceWarning
+from equilibria.nn import GEQ, MultiBranch, NormBounded, OptEq, constrain, equilibrium_layers
+
+from .feature_map import FeatureMapReport, feature_map_report
+from .layer_numbers import PAPERS_LAYERS, Provable
+from .lipschitz import LipschitzReport, lipschitz_report
+from .margin import MarginReport, margin_report
+from .report import Report, number
+from .similarity import SimilarityReport, similarity_report
+
+# A GEQ and an OptEq of equal size, trained on the digits within the premises of Proposition 2.
+#
+# x [B, 64], ‖x‖ ≤ 1 → layer → W_c z + b_c,   ‖W‖, ‖U‖, ‖W_c‖ ≤ bound < 1, no bias in the layer.
+
+
+@dataclass(frozen=True, eq=False)
+class Demonstration:
+    """A trained layer with its classifier, and the data that it was trained on."""
+
+    layer: Provable
+    head: nn.Linear
+    x: Tensor
+    labels: Tensor
+
+    @torch.no_grad()
+    def logits(self, x: Tensor) -> Tensor:
+        """W_c z*(x) + b_c, [B, 10]."""
+        found: Tensor = self.head(self.layer(x))
+        return found
+
+
+def digit_vectors(split: str = "train", limit: int | None = None) -> tuple[Tensor, Tensor]:
+    """The digits as vectors of mean 0 and length 1 (so B = 1), and their labels: [N, 64], [N]."""
+    from equilibria.data import load  # needs scikit-learn, where the digits are
+
+    data = load("digits", split, progress=False)
+    images, targets = data.images[slice(0, limit)], data.targets[slice(0, limit)]
+    x = images.flatten(1).float() / 255.0
+    x = x - x.mean(dim=1, keepdim=True)  # each by itself: nothing is learned from the others
+    return x / x.norm(dim=1, keepdim=True).clamp_min(1e-6), targets
+
+
+def fresh_pair(
+    width: int, *, bound: float = 0.85, gamma: float = 0.04, inputs: int = 64
+) -> tuple[GEQ, OptEq]:
+    """A GEQ and an OptEq with states of ``width``, W [width, width], U [width, inputs], no bias."""
+    limit = NormBounded(bound=bound)
+    geq = GEQ(
+        width, width, in_channels=inputs, hidden=None, gamma=gamma, constraint=limit, bias=False
+    )
+    opteq = OptEq(width, width, in_channels=inputs, form="hidden", constraint=limit, bias=False)
+    for layer in (geq, opteq):
+        constrain(layer.U, "weight", limit)
+    return geq, opteq
+
+
+def demonstration_pair(
+    *,
+    width: int = 32,
+    bound: float = 0.85,
+    gamma: float = 0.04,
+    epochs: int = 20,
+    samples: int | None = None,
+    seed: int = 0,
+) -> tuple[Demonstration, Demonstration]:
+    """(GEQ, OptEq), each trained on the digits for ``epochs``; seconds on one core."""
+    for name, value in {"width": width, "epochs": epochs}.items():
+        if value < 1:
+            raise ValueError(f"{name}={value!r}: expected an integer of at least 1.")
+    if not 0.0 < bound < 1.0:
+        raise ValueError(f"bound={bound!r}: the propositions need ‖W‖, ‖U‖ < 1.")
+    x, labels = digit_vectors("train", samples)
+    made = []
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        for layer in fresh_pair(width, bound=bound, gamma=gamma):
+            head = constrain(nn.Linear(width, 10), "weight", NormBounded(bound=bound))
+            assert isinstance(head, nn.Linear)
+            _train(layer, head, x, labels, epochs)
+            made.append(Demonstration(layer.eval(), head.eval(), x, labels))
+    return made[0], made[1]
+
+
+def _train(layer: Provable, head: nn.Linear, x: Tensor, labels: Tensor, epochs: int) -> None:
+    parameters = [*layer.parameters(), *head.parameters()]
+    optimizer = torch.optim.Adam(parameters, lr=0.05)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        for _ in range(epochs):
+            for batch in torch.randperm(len(x)).split(128):
+                optimizer.zero_grad()
+                # Bounded weights give small logits: a fixed scale lets the loss tell them apart.
+                scores = 40.0 * head(layer(x[batch]))
+                nn.functional.cross_entropy(scores, labels[batch]).backward()
+                optimizer.step()
+    with torch.no_grad():
+        # Each look moves the power iteration: the norms settle at their bound, which the last
+        # steps of training had run ahead of.
+        for _ in range(100):
+            for part in (layer.W, layer.U, head):
+                _ = part.weight
+
+
+Told = Callable[[str], None]
+
+
+def _silent(_: str) -> None:
+    """No news."""
+
+
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    """Reports in the order in which they were made; ``print`` it, ``to_dict()`` for JSON."""
+
+    reports: tuple[Report, ...]
+    notes: tuple[str, ...] = ()
+
+    def of(self, kind: type[Report]) -> list[Report]:
+        """The reports of one kind."""
+        return [report for report in self.reports if isinstance(report, kind)]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"reports": [r.to_dict() for r in self.reports], "notes": list(self.notes)}
+
+    def __str__(self) -> str:
+        parts = [str(report) for report in self.reports]
+        return "\n\n".join([*parts, *(f"note: {note}" for note in self.notes)])
+
+
+def opposite_halves(x: Tensor, pairs: int) -> tuple[Tensor, Tensor]:
+    """The first ``pairs`` samples beside the next ones."""
+    count = min(pairs, len(x) // 2)
+    if count < 1:
+        raise ValueError(f"the output similarity needs two inputs or more, got {len(x)}.")
+    return x[:count], x[count : 2 * count]
+
+
+def _of_layer(
+    layer: Provable,
+    x: Tensor,
+    name: str,
+    *,
+    pairs: int,
+    draws: int,
+    generator: torch.Generator,
+    told: Told,
+) -> list[Report]:
+    made: list[Report] = []
+    told(f"{name}: Lipschitz constants")
+    made.append(lipschitz_report(layer, x, name=name, generator=generator))
+    told(f"{name}: output similarity")
+    first, second = opposite_halves(x, pairs)
+    made.append(
+        similarity_report(layer, first, second, draws=draws, generator=generator, name=name)
+    )
+    if isinstance(layer, GEQ):
+        told(f"{name}: feature map")
+        made.append(feature_map_report(layer, x, name=name))
+    return made
+
+
+def compare_bounds(
+    pair: Sequence[Demonstration],
+    *,
+    margin: float = 0.05,
+    delta: float = 0.05,
+    images: int = 64,
+    pairs: int = 4,
+    draws: int = 256,
+    seed: int = 0,
+    told: Told = _silent,
+) -> Comparison:
+    """Propositions 1 to 4 on layers with classifiers, such as ``demonstration_pair()``.
+
+    Args:
+        pair: layers with their heads and training data.
+        margin: η of Proposition 2.
+        delta: its probability.
+        images: how many inputs the Lipschitz constants are measured on.
+        pairs: how many pairs of inputs the similarity is measured on.
+        draws: how many U it draws.
+        seed: of the draws and searches.
+        told: is told what is being done.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    made: list[Report] = []
+    for one in pair:
+        name = "GEQ" if isinstance(one.layer, GEQ) else "OptEq"
+        told(f"{name}: margin bound")
+        made.append(
+            margin_report(
+                one.layer, one.x, one.head, one.labels, margin=margin, delta=delta, name=name
+            )
+        )
+        x = one.x[:images]
+        made += _of_layer(
+            one.layer, x, name, pairs=pairs, draws=draws, generator=generator, told=told
+        )
+    return Comparison(tuple(made))
+
+
+@torch.no_grad()
+def layer_inputs(model: nn.Module, x: Tensor) -> dict[str, tuple[Provable, Tensor]]:
+    """The GEQ and OptEq layers of ``model`` with the inputs that they get for x, by name.
+
+    The model runs once in eval mode; branches of a MultiBranch are looked into. A layer that runs
+    twice is taken at its first input.
+    """
+    found: dict[str, tuple[Provable, Tensor]] = {}
+    hooks = []
+
+    def keep(name: str, layer: nn.Module, x: Tensor) -> None:
+        if name not in found and isinstance(layer, PAPERS_LAYERS):
+            found[name] = (layer, x.detach())
+
+    def caught(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+            if not inputs:
+                return
+            if isinstance(module, MultiBranch):  # it solves its branches without calling them
+                for i, given in enumerate(module.split(inputs[0])):
+                    keep(f"{name}.branches.{i}", module.branches[i], given)
+            else:
+                keep(name, module, inputs[0])
+
+        return hook
+
+    was = model.training
+    for name, module in model.named_modules():
+        if isinstance(module, (*PAPERS_LAYERS, MultiBranch)):
+            hooks.append(module.register_forward_pre_hook(caught(name)))
+    try:
+        model.eval()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ConvergenceWarning)
+            model(x)
+    finally:
+        model.train(was)
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
+def network_bounds(
+    model: nn.Module,
+    x: Tensor,
+    *,
+    pairs: int = 4,
+    draws: int = 64,
+    seed: int = 0,
+    told: Told = _silent,
+) -> Comparison:
+    """Propositions 1, 3 and 4 on every GEQ and OptEq of ``model``, at the inputs they get for x.
+
+    Proposition 2 is about one layer between the input and a linear classifier, so it is left out.
+    """
+    layers = layer_inputs(model, x)
+    if not layers:
+        there = {type(layer).__name__ for layer in equilibrium_layers(model).values()}
+        what = f"its equilibrium layers are {', '.join(sorted(there))}" if there else "it has none"
+        raise ValueError(
+            f"{type(model).__name__} ran no GEQ or OptEq layer ({what}): the propositions are "
+            "about these two."
+        )
+    generator = torch.Generator().manual_seed(seed)
+    made: list[Report] = []
+    for name, (layer, given) in layers.items():
+        made += _of_layer(
+            layer,
+            given,
+            name or type(layer).__name__,
+            pairs=pairs,
+            draws=draws,
+            generator=generator,
+            told=told,
+        )
+    note = (
+        "Proposition 2 is about one layer between the input and a linear classifier; it says "
+        "nothing of a layer inside a network"
+    )
+    return Comparison(tuple(made), (note,))
+
+
+# The reports of a comparison in a few numbers: a table for the eye, one column a layer.
+
+
+_SMALL = 1e-6
+
+
+def summary(comparison: Comparison) -> tuple[list[str], list[tuple[str, list[str]]]]:
+    """(layers, rows): the layers in order, and for each number its name and a text a layer."""
+    layers = list(dict.fromkeys(report.layer for report in comparison.reports))
+    rows: dict[str, dict[str, str]] = {}
+    for report in comparison.reports:
+        for name, text in _numbers(report):
+            rows.setdefault(name, {})[report.layer] = text
+    return layers, [(name, [found.get(a, "–") for a in layers]) for name, found in rows.items()]
+
+
+def _numbers(report: Report) -> list[tuple[str, str]]:
+    if isinstance(report, MarginReport):
+        note = " (heuristic)" if report.heuristic else ""
+        return [
+            ("Prop 2, error ≤, as printed", number(report.total(report.printed_excess)) + note),
+            ("Prop 2, error ≤, as derived", number(report.total(report.derived_excess)) + note),
+            ("Prop 2, error ≤, ours", number(report.total(report.ours_excess))),
+            ("Prop 2, empirical margin loss", number(report.empirical)),
+        ]
+    if isinstance(report, LipschitzReport):
+        return [
+            ("Prop 3, Lipschitz ≤, Eq 11/12", number(report.printed)),
+            ("Prop 3, Lipschitz ≤, ours", number(report.ours)),
+            ("Prop 3, Lipschitz ≤, ours, local", number(report.local)),
+            ("Prop 3, Lipschitz, measured", number(report.measured)),
+        ]
+    if isinstance(report, SimilarityReport):
+        kappa = f"{report.kappa[0]:.3g} ± {report.error[0]:.1g}"
+        broken = sum(report.violated)
+        return [
+            ("Prop 4, κ of the first pair", kappa),
+            ("Prop 4, κ ≤, Eq 14/15", number(report.printed[0])),
+            ("Prop 4, κ ≤, ours", number(report.ours[0])),
+            ("Prop 4, pairs that break it", f"{broken} of {len(report.kappa)}"),
+        ]
+    if isinstance(report, FeatureMapReport):
+        needed = next(
+            (k for k, e in zip(report.terms, report.error, strict=True) if e < _SMALL), None
+        )
+        return [("Prop 1, terms for 1e-6", number(needed))]
+    return []

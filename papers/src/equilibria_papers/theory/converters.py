@@ -1,0 +1,370 @@
+"""Lemmas 1 and 2 (OptEq), by construction: feed-forward networks as OptEq weights.
+
+Both rest on weights whose products are given: W̄_{k+1}W̄_kᵀ = W_{k+1}. Take the rows of W̄_{k+1} as
+W_{k+1}(W̄_k⁺)ᵀ, in the row space of W̄_k, plus orthonormal rows outside of it, which keep the rank
+full for the next step; hence m ≥ n_k + n_{k+1}.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+
+from equilibria.nn import BoundBlock, DeepOptEq, OptEqBlock
+from equilibria.problems import (
+    Box,
+    Free,
+    LeakyNonNegative,
+    Logistic,
+    NonNegative,
+    Prior,
+    Softplus,
+    SoftThreshold,
+    Tanh,
+)
+from equilibria.solvers import Picard
+
+# Reading a feed-forward network: z_{k+1} = σ_k(W_k z_k + U_k x + b_k), y = W_out z + b_out (Eq 1).
+#
+# The network is an ``nn.Sequential`` of Linear and activations; its input skips U_k, which a
+# Sequential cannot hold, come beside it.
+
+
+Skip = nn.Linear | Tensor | None
+
+
+@dataclass(frozen=True, eq=False)
+class Stage:
+    """z ↦ σ(Wz + Ux + b), in float64. The first stage has W = 0: it reads x through U alone."""
+
+    weight: Tensor
+    """W [n, inputs]."""
+    skip: Tensor
+    """U [n, d]."""
+    bias: Tensor
+    """b [n]."""
+    prior: Prior
+    """f with σ = prox_f."""
+
+
+@dataclass(frozen=True, eq=False)
+class FeedForward:
+    """Eq 1, stage by stage, and its head y = W_out z + b_out; float64 copies of the weights."""
+
+    stages: tuple[Stage, ...]
+    head_weight: Tensor
+    head_bias: Tensor
+    inputs: int
+    dtype: torch.dtype
+    device: torch.device
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """y, [B, out], from x [B, inputs]."""
+        x = x.double()
+        z = x.new_zeros(len(x), self.stages[0].weight.shape[1])
+        for stage in self.stages:
+            z = stage.prior.activation(z @ stage.weight.mT + x @ stage.skip.mT + stage.bias)
+        return z @ self.head_weight.mT + self.head_bias
+
+
+def prior_of(activation: nn.Module) -> Prior:
+    """The prior whose proximal operator the activation is, f with σ = prox_f (Assumption 1)."""
+    match activation:
+        case nn.ReLU():
+            return NonNegative()
+        case nn.ReLU6():
+            return Box(0.0, 6.0)
+        case nn.Hardtanh(min_val=low, max_val=high):
+            return Box(float(low), float(high))
+        case nn.LeakyReLU(negative_slope=slope) if 0.0 < slope <= 1.0:
+            return LeakyNonNegative(float(slope))
+        case nn.Tanh():
+            return Tanh()
+        case nn.Sigmoid():
+            return Logistic()
+        case nn.Softplus(beta=1.0):
+            return Softplus()
+        case nn.Softshrink(lambd=weight):
+            return SoftThreshold(float(weight))
+        case nn.Identity():
+            return Free()
+    raise TypeError(
+        f"{activation} is not known as the proximal operator of a prior (it must be monotone and "
+        "1-Lipschitz). Known: ReLU, ReLU6, Hardtanh, LeakyReLU with a slope in (0, 1], Tanh, "
+        "Sigmoid, Softplus(beta=1), Softshrink, Identity."
+    )
+
+
+def read_feed_forward(network: nn.Sequential, skips: Sequence[Skip] | None = None) -> FeedForward:
+    """Eq 1 from Linear, activation, …, Linear; two Linear in a row have σ = identity between them.
+
+    Args:
+        network: an ``nn.Sequential`` whose first module is a Linear. Where the last is an
+            activation, the head is the identity.
+        skips: U_k for the stages after the first, each an ``nn.Linear`` (its bias is added), a
+            matrix [n_k, d] or None.
+    """
+    if not isinstance(network, nn.Sequential):
+        raise TypeError(f"expected an nn.Sequential, got {type(network).__name__}.")
+    linears, activations = _split(network)
+    inputs = linears[0].in_features
+    if len(linears) == len(activations):
+        width = linears[-1].out_features
+        head_weight, head_bias = torch.eye(width).double(), torch.zeros(width).double()
+    else:
+        head_weight, head_bias = _affine(linears.pop())
+    given = [None] * (len(linears) - 1) if skips is None else list(skips)
+    if len(given) != len(linears) - 1:
+        raise ValueError(
+            f"skips has {len(given)} entries; this network has {len(linears)} stages, and the "
+            f"{len(linears) - 1} after the first take one each (None for no skip)."
+        )
+    stages = []
+    for number, (linear, activation) in enumerate(zip(linears, activations, strict=True)):
+        weight, bias = _affine(linear)
+        if number == 0:
+            skip, weight = weight, weight.new_zeros(len(bias), 1)
+        else:
+            skip, extra = _skip(given[number - 1], len(bias), inputs, number + 1)
+            skip, bias = skip.to(weight.device), bias + extra.to(bias.device)
+        stages.append(Stage(weight, skip, bias, prior_of(activation)))
+    first = linears[0].weight
+    head_weight, head_bias = head_weight.to(first.device), head_bias.to(first.device)
+    return FeedForward(tuple(stages), head_weight, head_bias, inputs, first.dtype, first.device)
+
+
+def _split(network: nn.Sequential) -> tuple[list[nn.Linear], list[nn.Module]]:
+    """Linears and the activations after them, Identity between two Linears."""
+    linears: list[nn.Linear] = []
+    activations: list[nn.Module] = []
+    for number, module in enumerate(network):
+        if isinstance(module, nn.Linear):
+            if len(linears) > len(activations):
+                activations.append(nn.Identity())
+            if linears and module.in_features != linears[-1].out_features:
+                raise ValueError(
+                    f"module {number} takes {module.in_features} inputs and gets "
+                    f"{linears[-1].out_features}."
+                )
+            linears.append(module)
+        elif not linears:
+            raise TypeError(f"the first module is {module}; expected nn.Linear.")
+        elif len(linears) == len(activations):
+            raise TypeError(f"module {number}, {module}, is a second activation in a row.")
+        else:
+            prior_of(module)
+            activations.append(module)
+    if not activations:
+        raise ValueError("expected at least one Linear followed by an activation.")
+    return linears, activations
+
+
+def _affine(linear: nn.Linear) -> tuple[Tensor, Tensor]:
+    weight = linear.weight.detach().double()
+    given: Tensor | None = linear.bias
+    bias = weight.new_zeros(len(weight)) if given is None else given.detach().double()
+    return weight, bias
+
+
+def _skip(skip: Skip, outputs: int, inputs: int, number: int) -> tuple[Tensor, Tensor]:
+    if skip is None:
+        return torch.zeros(outputs, inputs).double(), torch.zeros(outputs).double()
+    if isinstance(skip, nn.Linear):
+        weight, bias = _affine(skip)
+    else:
+        weight = skip.detach().double()
+        bias = weight.new_zeros(outputs)
+    if tuple(weight.shape) != (outputs, inputs):
+        raise ValueError(
+            f"the skip of stage {number} has the shape {tuple(weight.shape)}; it takes x "
+            f"[{inputs}] to the stage's {outputs} units: [{outputs}, {inputs}]."
+        )
+    return weight, bias
+
+
+class UnitNetwork(nn.Module):
+    """z_{k+1} = W̄_kᵀσ_k(W̄_k z_k + U_k x + b_k), z_1 = 0, y = W̄_out z + b_out (Eq 2).
+
+    ``units`` are the blocks of a deep OptEq (``.W``, ``.U``), one after the other instead of at
+    equilibrium. x [B, d] → y [B, out].
+    """
+
+    def __init__(self, units: Sequence[OptEqBlock], priors: Sequence[Prior], head: nn.Linear):
+        super().__init__()
+        self.units = nn.ModuleList(units)
+        self.priors = tuple(priors)
+        self.head = head
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = x.new_zeros(len(x), self.head.in_features)
+        for unit, prior in zip(self.units, self.priors, strict=True):
+            assert isinstance(unit, OptEqBlock)
+            z = BoundBlock(unit.operator(), 1.0, prior)(z, unit.U(x))
+        y: Tensor = self.head(z)
+        return y
+
+    def nu_needed(self) -> list[float]:
+        """L_σ‖W̄_k‖² of each unit: the ν that Theorem 1 asks for. The lemma does not bound it."""
+        found = []
+        for unit, prior in zip(self.units, self.priors, strict=True):
+            assert isinstance(unit, OptEqBlock)
+            found.append(prior.expansion * unit.operator().norm_upper() ** 2)
+        return found
+
+
+@torch.no_grad()
+def to_hidden_units(
+    network: nn.Sequential, skips: Sequence[Skip] | None = None, *, width: int | None = None
+) -> UnitNetwork:
+    """Lemma 1: ``network`` in the form z_{k+1} = W̄_kᵀσ(W̄_k z_k + U_k x + b_k), same output.
+
+    Args:
+        network: an ``nn.Sequential`` of Linear and activations, the first a Linear.
+        skips: input skips U_k of the stages after the first: nn.Linear, matrix [n_k, d] or None.
+        width: m, the size of z; at least max(n_k + n_{k+1}), which is the default.
+
+    Returns:
+        A ``UnitNetwork`` with the dtype and device of ``network``. Theorem 1 with ν = 1 does not
+        follow for its units: their norms are not bounded by 1 (``nu_needed``).
+    """
+    read = read_feed_forward(network, skips)
+    sizes = [len(stage.bias) for stage in read.stages]
+    least = max([a + b for a, b in pairwise(sizes)], default=sizes[0])
+    size = _width(width, least, "Lemma 1 takes m ≥ max(n_k + n_{k+1})")
+    weights, head = _factors(read, size, closed=False)
+    units = [
+        OptEqBlock(
+            size, n, read.inputs, kernel_size=None, separable=False, constraint=None, bias=True
+        )
+        for n in sizes
+    ]
+    _fill(units, weights, read)
+    made = UnitNetwork(units, [stage.prior for stage in read.stages], _head(head, read))
+    return made.to(device=read.device, dtype=read.dtype)
+
+
+@torch.no_grad()
+def to_deep_opteq(
+    network: nn.Sequential,
+    skips: Sequence[Skip] | None = None,
+    *,
+    width: int | None = None,
+    reset: bool | None = None,
+) -> nn.Sequential:
+    """Lemma 2: a deep OptEq (α = 1) and a head whose output is that of ``network``.
+
+    Beside W_{l+1}W_lᵀ = A_{l+1} the loop must carry nothing back, W_1W_Lᵀ = 0. That can be had from
+    three stages on; with fewer, or with ``reset=True``, a first block with W = 0 forgets the state
+    instead (the paper, too, has one block more than the network has stages). For α < 1 the skip
+    (1 − α)z carries every W_lᵀσ_l around the loop; another construction, in which every layer holds
+    all hidden units, works there (``claims/opteq_networks.py``), but its equilibrium need not be
+    the only one.
+
+    Args:
+        network: an ``nn.Sequential`` of Linear and activations, the first a Linear, all
+            activations alike.
+        skips: input skips U_k of the stages after the first: nn.Linear, matrix [n_k, d] or None.
+        width: m, the channels of z; None takes the least of the construction.
+        reset: whether to add the forgetting block; None: where it is needed.
+
+    Returns:
+        ``nn.Sequential(DeepOptEq, Linear)`` with the dtype and device of ``network``.
+    """
+    read = read_feed_forward(network, skips)
+    priors = {stage.prior for stage in read.stages}
+    if len(priors) > 1:
+        raise ValueError(
+            "Lemma 2 is about networks with one activation; this one has the priors "
+            f"{sorted(map(repr, priors))}. Two Linear in a row count as Identity between them: "
+            "multiply them first."
+        )
+    sizes = [len(stage.bias) for stage in read.stages]
+    if reset is None:
+        reset = len(sizes) < 3
+    if not reset and len(sizes) < 3:
+        raise ValueError(
+            f"W_1W_Lᵀ = 0 contradicts W_{{l+1}}W_lᵀ = A_{{l+1}} for {len(sizes)} stage(s); it can "
+            "be had from three on. Use reset=True."
+        )
+    need = [a + b for a, b in pairwise(sizes)]
+    if not reset:
+        need = need[:1] + [sizes[0] + n for n in need[1:]]
+    size = _width(width, max(need, default=sizes[0]), "this construction takes m of at least that")
+    weights, head = _factors(read, size, closed=not reset)
+    # T ∘ T is constant (with a reset T itself is): three steps are exact, the last to see it.
+    layer = DeepOptEq(
+        size,
+        [1] * reset + sizes,
+        in_channels=read.inputs,
+        alpha=1.0,
+        prior=read.stages[0].prior,
+        constraint=None,
+        solver=Picard(rtol=0.0, atol=0.0, max_steps=3),
+    )
+    blocks = [block for block in layer.blocks if isinstance(block, OptEqBlock)]
+    if reset:
+        for parameter in blocks[0].parameters():
+            parameter.zero_()
+    _fill(blocks[int(reset) :], weights, read)
+    return nn.Sequential(layer, _head(head, read)).to(device=read.device, dtype=read.dtype)
+
+
+def _width(width: int | None, least: int, rule: str) -> int:
+    if width is None:
+        return least
+    if width < least:
+        raise ValueError(f"width={width!r}: {rule}, here {least}.")
+    return width
+
+
+def _factors(read: FeedForward, size: int, *, closed: bool) -> tuple[list[Tensor], Tensor]:
+    """W̄_1 … W̄_K and W̄_out [·, size] with W̄_{k+1}W̄_kᵀ = W_{k+1}; closed: W̄_KW̄_1ᵀ = 0 as well."""
+    wanted = [stage.weight for stage in read.stages[1:]] + [read.head_weight]
+    # Rows of the size √‖W_{k+1}‖ split its norm evenly between W̄_{k+1} and W̄_k.
+    sizes = [float(torch.linalg.matrix_norm(w, 2)) ** 0.5 or 1.0 for w in wanted]
+    count = len(read.stages)
+    first = sizes[0] * torch.eye(len(read.stages[0].bias), size).to(wanted[0])
+    found = [first]
+    for k, product in enumerate(wanted[:-1], 1):
+        before = found[-1]
+        taken = torch.cat([before, first]) if closed else before
+        # To leave W̄_1 alone, the last factor uses only what W̄_{K−1} has outside of its rows.
+        usable = before - _onto(first, before) if closed and k == count - 1 else before
+        outside = _complement(taken, len(product))
+        found.append(product @ torch.linalg.pinv(usable).mT + sizes[k] * outside)
+    return found, wanted[-1] @ torch.linalg.pinv(found[-1]).mT
+
+
+def _onto(rows: Tensor, vectors: Tensor) -> Tensor:
+    """The orthogonal projection of ``vectors`` to the row space of ``rows``."""
+    inverse: Tensor = torch.linalg.pinv(rows)
+    return vectors @ inverse @ rows
+
+
+def _complement(rows: Tensor, count: int) -> Tensor:
+    """``count`` orthonormal rows that are orthogonal to all ``rows``."""
+    _, values, basis = torch.linalg.svd(rows, full_matrices=True)
+    rank = int((values > 1e-10 * values[0]).sum()) if values[0] > 0 else 0
+    found: Tensor = basis[rank : rank + count]
+    return found
+
+
+def _fill(units: Sequence[OptEqBlock], weights: Sequence[Tensor], read: FeedForward) -> None:
+    for unit, weight, stage in zip(units, weights, read.stages, strict=True):
+        assert isinstance(unit.W, nn.Linear)
+        assert isinstance(unit.U, nn.Linear)
+        unit.double().to(weight.device)
+        unit.W.weight.copy_(weight)
+        unit.U.weight.copy_(stage.skip)
+        unit.U.bias.copy_(stage.bias)
+
+
+def _head(weight: Tensor, read: FeedForward) -> nn.Linear:
+    head = nn.Linear(weight.shape[1], weight.shape[0], dtype=torch.float64, device=weight.device)
+    head.weight.copy_(weight)
+    head.bias.copy_(read.head_bias)
+    return head

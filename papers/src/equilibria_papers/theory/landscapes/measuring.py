@@ -1,0 +1,430 @@
+"""Measure a landscape row by row, keep what is done, go on where it stopped."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import hashlib
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from equilibria.data import ImageData
+from equilibria.engine import ConvergenceWarning, Result, Solver, check_number, options
+from equilibria.nn import equilibrium_layers, observe
+from equilibria.solvers import Picard, SplittingSolver
+from equilibria_papers.theory.checks import check_sizes
+from equilibria_papers.theory.progress import progress_bar
+
+from .directions import Direction, TrainingPlane, random_directions
+from .surface import LandscapeFileError, Surface
+
+# Short names for tensors: equal content, equal fingerprint.
+
+
+def fingerprint(tensors: Mapping[str, Tensor]) -> str:
+    """16 hexadecimal digits of the SHA-256 of names, dtypes, shapes and bytes, in order of name."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        value = tensors[name].detach().cpu().contiguous()
+        digest.update(f"{name}:{value.dtype}:{tuple(value.shape)};".encode())
+        digest.update(value.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def text_fingerprint(text: str) -> str:
+    """16 hexadecimal digits of the SHA-256 of a text."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+# L(θ* + a d₁ + b d₂) and what else is seen there: accuracy, and how the solves ended.
+
+
+CHANNELS = ("loss", "accuracy", "converged", "failed", "steps")
+"""What is measured at a point; the last three for networks with equilibrium layers."""
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+"""(outputs [B, ...], targets [B, ...]) → the loss of each sample [B]."""
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """−log softmax(logits)[target] of each sample, [B]."""
+    return F.cross_entropy(logits, targets, reduction="none")
+
+
+def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
+    """½‖output − target‖² of each sample, [B]."""
+    return 0.5 * (outputs - targets).flatten(1).square().sum(1)
+
+
+def with_solver(
+    model: nn.Module, solver: Solver | None, *, keep_splittings: bool = True
+) -> nn.Module:
+    """A deep copy in eval mode; with another solver in every equilibrium layer if one is given.
+
+    A layer that is solved by operator splitting keeps its splitting, with the tolerance and the
+    step limit of ``solver``: its own map need not contract. ``keep_splittings=False`` replaces it.
+    """
+    made = copy.deepcopy(model).eval()
+    if solver is None:
+        return made
+    if not isinstance(solver, Solver):
+        raise TypeError(f"solver={solver!r}: expected a solver such as Anderson(rtol=1e-2).")
+    for layer in equilibrium_layers(made).values():
+        for module in layer.modules():
+            own = getattr(module, "solver", None)
+            if isinstance(own, Solver):
+                keep = keep_splittings and isinstance(own, SplittingSolver)
+                module.solver = _loosened(own, solver) if keep else solver  # type: ignore[assignment]
+    return made
+
+
+def _loosened(own: Solver, given: Solver) -> Solver:
+    if isinstance(given, SplittingSolver):
+        return given
+    return dataclasses.replace(
+        own, rtol=given.rtol, atol=given.atol, max_steps=given.max_steps, compact=given.compact
+    )
+
+
+class Scorer:
+    """Moves a copy of the weights along directions and measures on fixed data, without a graph."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        data: ImageData | tuple[Tensor, Tensor],
+        directions: Sequence[Direction],
+        *,
+        loss: Loss = cross_entropy,
+        batch_size: int = 256,
+        solver: Solver | None = None,
+    ) -> None:
+        check_sizes("landscape", {"batch_size": batch_size})
+        self.model = with_solver(model, solver)
+        self.loss = loss
+        layers = equilibrium_layers(self.model).values()
+        self.solves = bool(layers)
+        # Solves of fixed steps (repeat-K) have no tolerance to meet.
+        self.fixed_steps = self.solves and all(
+            getattr(getattr(each, "solver", None), "fixed_steps", False) for each in layers
+        )
+        self.x, self.targets = _on_device(self.model, data)
+        self.batch_size = batch_size
+        weights = dict(self.model.named_parameters())
+        for number, direction in enumerate(directions, 1):
+            _check_direction(number, direction, weights)
+        self.names = sorted({name for direction in directions for name in direction})
+        self.center = {name: weights[name].detach().clone() for name in self.names}
+        self.directions = [
+            {name: step.to(weights[name]) for name, step in direction.items()}
+            for direction in directions
+        ]
+        self._weights = weights
+
+    @property
+    def channels(self) -> tuple[str, ...]:
+        """The names of what ``at`` measures, in its order."""
+        return CHANNELS if self.solves else CHANNELS[:2]
+
+    def at(self, *steps: float) -> Tensor:
+        """The channels at θ* + Σ stepᵢ dᵢ, float64 on the device: nothing is read from it."""
+        self._move(steps)
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", ConvergenceWarning)
+            parts = [
+                self._part(self.x[i : i + self.batch_size], self.targets[i : i + self.batch_size])
+                for i in range(0, len(self.x), self.batch_size)
+            ]
+        return torch.stack(parts).sum(0) / len(self.x)
+
+    def _move(self, steps: Sequence[float]) -> None:
+        with torch.no_grad():
+            for name in self.names:
+                weight = self._weights[name]
+                weight.copy_(self.center[name])
+                for size, direction in zip(steps, self.directions, strict=True):
+                    if name in direction and size != 0.0:
+                        weight.add_(direction[name], alpha=size)
+
+    def _part(self, x: Tensor, targets: Tensor) -> Tensor:
+        """Sums over the samples of a batch."""
+        with _seen(self.model, self.solves) as seen:
+            outputs = self.model(x)
+        loss = self.loss(outputs, targets)
+        if loss.shape != (len(x),):
+            raise ValueError(
+                f"the loss must give one number a sample, [{len(x)}], got shape "
+                f"{tuple(loss.shape)}: use reduction='none'."
+            )
+        if targets.is_floating_point():
+            right = torch.full_like(loss, torch.nan)
+        else:
+            right = (outputs.argmax(1) == targets).to(loss.dtype)
+        sums = [loss.double().sum(), right.double().sum()]
+        if seen is not None:
+            sums += _solve_sums(seen, len(x))
+        return torch.stack(sums)
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Back to the center at the end, whatever happens."""
+        try:
+            yield
+        finally:
+            self._move([0.0] * len(self.directions))
+
+
+@contextmanager
+def _seen(model: nn.Module, wanted: bool) -> Iterator[Any]:
+    if not wanted:
+        yield None
+        return
+    with observe(model) as found:
+        yield found
+
+
+def _solve_sums(seen: Any, count: int) -> list[Tensor]:
+    """Samples of which every layer converged; of which some layer blew up; steps of all layers."""
+    solutions = [s for found in seen.solutions.values() for s in found]
+    codes = torch.stack([s.result for s in solutions])
+    converged = (codes == int(Result.converged)).all(0).double().sum()
+    blown = (codes == int(Result.diverged)) | (codes == int(Result.nonfinite))
+    steps = torch.stack([s.stats.steps for s in solutions]).double().sum()
+    return [converged, blown.any(0).double().sum(), steps]
+
+
+def _on_device(model: nn.Module, data: Any) -> tuple[Tensor, Tensor]:
+    """Inputs as the model takes them and targets, on its device."""
+    like = next((p for p in model.parameters() if p.is_floating_point()), None)
+    if like is None:
+        raise ValueError(f"{type(model).__name__} has no weights: there is no landscape.")
+    if isinstance(data, ImageData):
+        if data.task != "classification":
+            raise ValueError(f"a landscape takes images with classes; {data.name} is {data.task}.")
+        x, targets = data.normalize(data.images[:].cpu()), data.targets[:]
+    elif isinstance(data, (tuple, list)) and len(data) == 2:
+        x, targets = data
+    else:
+        raise TypeError(
+            f"data must be ImageData (equilibria.data.load) or a pair (x, targets) of tensors, "
+            f"got {type(data).__name__}."
+        )
+    if len(x) != len(targets) or len(x) == 0:
+        raise ValueError(f"{len(x)} inputs and {len(targets)} targets: expected as many, not none.")
+    return x.to(like.device, like.dtype), targets.to(like.device)
+
+
+def _check_direction(number: int, direction: Direction, weights: dict[str, Any]) -> None:
+    for name, step in direction.items():
+        if name not in weights:
+            raise ValueError(f"direction {number} moves {name!r}, which the model does not have.")
+        if step.shape != weights[name].shape:
+            raise ValueError(
+                f"direction {number}: {name} has shape {tuple(weights[name].shape)} in the model "
+                f"and {tuple(step.shape)} in the direction."
+            )
+
+
+@options
+class Grid:
+    """Where Φ is measured: ``points`` in each direction, from −radius to radius."""
+
+    points: int = 51
+    """In each direction; odd, so that the center is among them."""
+    radius: float = 1.0
+    """How far to go, in units of the directions."""
+    dims: int = 2
+    """2 for a surface, 1 for a curve."""
+
+    def __post_init__(self) -> None:
+        check_number(self, "points", low=3, high=10_001, integer=True)
+        check_number(self, "radius", low=0.0, low_open=True)
+        check_number(self, "dims", low=1, high=2, integer=True)
+        if self.points % 2 == 0:
+            raise ValueError(
+                f"Grid(points={self.points}): expected an odd number, so that the center is one of "
+                f"the points; take {self.points + 1}."
+            )
+
+    def axes(self) -> tuple[Tensor, Tensor]:
+        """(a, b) in float64; b is [0] for a curve."""
+        half = self.points // 2
+        # −half … half over half: exactly symmetric, with an exact zero.
+        axis = torch.arange(-half, half + 1, dtype=torch.float64) * (self.radius / half)
+        return axis, axis.clone() if self.dims == 2 else torch.zeros(1, dtype=torch.float64)
+
+
+def measure_landscape(
+    model: nn.Module,
+    data: ImageData | tuple[Tensor, Tensor],
+    directions: Sequence[Direction] | TrainingPlane | None = None,
+    *,
+    grid: Grid | None = None,
+    name: str = "",
+    seed: int = 0,
+    loss: Loss = cross_entropy,
+    solver: Solver | None = None,
+    batch_size: int = 256,
+    file: str | Path | None = None,
+    overwrite: bool = False,
+    progress: bool = False,
+    on_row: Callable[[Surface], None] | None = None,
+) -> Surface:
+    """Φ(a, b) = (1/N) Σ loss(f(xᵢ; θ* + a d₁ + b d₂), yᵢ) on a grid around the model's weights θ*.
+
+    The model is copied and evaluated in eval mode, its buffers (running statistics) as they are. A
+    loss that is NaN or infinite is a hole of the surface. Where a solver does not converge the
+    value is what the network gives, and the shares of samples that converged and that blew up are
+    kept beside it.
+
+    With ``file`` every row is saved as soon as it is measured, and a second call goes on where the
+    first ended, provided weights, data, directions, grid and solver are the same.
+
+    Args:
+        model: the network; weights θ*.
+        data: images with classes, or a pair (x [N, ...], targets [N, ...]) as the model takes them.
+        directions: one or two, as from ``random_directions``, or a ``TrainingPlane``; filter-
+            normalized random ones of ``seed`` if not given.
+        grid: 51 × 51 over [−1, 1]² if not given.
+        name: for legends; the model's own if empty.
+        seed: of random directions.
+        loss: (outputs, targets) → one number a sample.
+        solver: in place of every equilibrium layer's own, such as ``Anderson(rtol=1e-2)``.
+        batch_size: samples at a time.
+        file: where to keep the surface (safetensors).
+        overwrite: whether a file that holds another landscape may be replaced.
+        progress: show a bar on stderr where it is a terminal.
+        on_row: called with the surface so far after every row.
+    """
+    chosen = Grid() if grid is None else grid
+    path = directions.path if isinstance(directions, TrainingPlane) else None
+    steps = _directions(model, directions, chosen, seed)
+    scorer = Scorer(model, data, steps, loss=loss, batch_size=batch_size, solver=solver)
+    surface = _fresh(model, scorer, chosen, name or model_name(model), loss, path)
+    place = None if file is None else Path(file)
+    if place is not None:
+        surface = _resumed(surface, place, overwrite)
+    with progress_bar(surface.name, progress) as update:
+        for row in range(len(surface.a)):
+            if bool(surface.done[row]):
+                continue
+            found = _measure_row(scorer, surface, row)
+            for channel, values in zip(scorer.channels, found, strict=True):
+                surface.values[channel][row] = values
+            surface.done[row] = True
+            if place is not None:
+                surface.save(place)
+            if on_row is not None:
+                on_row(surface)
+            update(int(surface.done.sum()), len(surface.a))
+    return surface
+
+
+def model_name(model: nn.Module) -> str:
+    """The name that it was created by, or its class."""
+    return str(getattr(getattr(model, "config", None), "name", type(model).__name__))
+
+
+def _directions(
+    model: nn.Module,
+    given: Sequence[Direction] | TrainingPlane | None,
+    grid: Grid,
+    seed: int,
+) -> tuple[Direction, ...]:
+    if given is None:
+        return random_directions(model, grid.dims, seed=seed)
+    found = given.directions if isinstance(given, TrainingPlane) else tuple(given)
+    if len(found) < grid.dims:
+        raise ValueError(f"{len(found)} direction(s) were given for a grid of {grid.dims} dims.")
+    return tuple(found[: grid.dims])
+
+
+def _fresh(
+    model: nn.Module,
+    scorer: Scorer,
+    grid: Grid,
+    name: str,
+    loss: Loss,
+    path: Tensor | None,
+) -> Surface:
+    a, b = grid.axes()
+    steps = {f"{i}.{n}": t for i, d in enumerate(scorer.directions) for n, t in d.items()}
+    about: dict[str, Any] = {
+        "model": model_name(model),
+        "weights": fingerprint(model.state_dict()),
+        # Its text names depths, solvers and their tolerances, which are no weights.
+        "network": text_fingerprint(repr(scorer.model)),
+        "data": fingerprint({"x": scorer.x, "targets": scorer.targets}),
+        "directions": fingerprint(steps),
+        "points": grid.points,
+        "radius": grid.radius,
+        "dims": grid.dims,
+        "loss": getattr(loss, "__name__", type(loss).__name__),
+        "samples": len(scorer.x),
+        "fixed_steps": scorer.fixed_steps,
+    }
+    nothing = torch.full((len(a), len(b)), torch.nan, dtype=torch.float64)
+    values = {channel: nothing.clone() for channel in scorer.channels}
+    done = torch.zeros(len(a), dtype=torch.bool)
+    return Surface(name, a, b, values, done, about, path)
+
+
+def _resumed(fresh: Surface, place: Path, overwrite: bool) -> Surface:
+    """What the file holds of this very landscape; the fresh one where there is no file."""
+    if place.is_dir() or not place.parent.is_dir():
+        what = "is a folder" if place.is_dir() else f"lies in no folder ({place.parent})"
+        raise FileNotFoundError(f"file={place} {what}; give a file in an existing folder.")
+    if not place.exists():
+        return fresh
+    try:
+        held = Surface.load(place)
+    except LandscapeFileError:
+        if overwrite:
+            return fresh
+        raise
+    differ = [k for k, value in fresh.about.items() if held.about.get(k) != value]
+    differ += ["channels"] if set(held.values) != set(fresh.values) else []
+    if differ and overwrite:
+        return fresh
+    if differ:
+        parts = [f"{k} ({held.about.get(k)!r} there, {fresh.about.get(k)!r} here)" for k in differ]
+        raise LandscapeFileError(
+            f"{place} holds another landscape: {', '.join(parts)}. Give another file, or "
+            "overwrite=True to replace it."
+        )
+    return dataclasses.replace(held, name=fresh.name, path=fresh.path)
+
+
+def _measure_row(scorer: Scorer, surface: Surface, row: int) -> Tensor:
+    """[channels, len(b)] on the CPU: the device is read once a row."""
+    first = float(surface.a[row])
+    flat = len(scorer.directions) == 1
+    with scorer.restored():
+        columns = [scorer.at(first) if flat else scorer.at(first, float(b)) for b in surface.b]
+    return torch.stack(columns, 1).cpu()
+
+
+# repeat-K: the weight-tied network that applies a layer's map K times (the NTK thesis, §4.2.1).
+
+
+def repeated(model: nn.Module, repeats: int) -> nn.Module:
+    """A copy in eval mode whose equilibrium layers take exactly ``repeats`` plain steps.
+
+    K steps of Picard from the layer's start are the explicit network that repeats the layer's map
+    K times; of a DEQ this is ``deq.repeated(K)``, with the same weights.
+    """
+    if not equilibrium_layers(model):
+        raise ValueError(
+            f"{type(model).__name__} has no equilibrium layer to repeat: give a network with a "
+            "layer of equilibria.nn (a DEQ, a GEQ, …)."
+        )
+    check_sizes("repeated", {"repeats": repeats})
+    plain = Picard(rtol=0.0, atol=0.0, max_steps=repeats)
+    return with_solver(model, plain, keep_splittings=False)

@@ -1,0 +1,384 @@
+"""What is measured at a point of training: the PL* ratio, λ_min and λ_max of K, the drift of K.
+
+PL* with μ:             ½‖∇L‖² ≥ μL
+uniform conditioning:   λ_min(K(θ)) ≥ μ for all θ in a ball; then PL* holds there for L = ½‖f − y‖²
+
+For any loss of the outputs ∇L = Jᵀg with g = ∂L/∂f, so ‖∇L‖² = gᵀKg ≥ λ_min(K)‖g‖²; for the
+squared loss ‖g‖² = 2L and the bound on ‖∇L‖²/(2L) is λ_min itself (Liu, Zhu and Belkin 2022).
+"""
+
+from __future__ import annotations
+
+import copy
+import csv
+import io
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+
+from equilibria.engine import write_text
+from equilibria_papers.theory.ntk.kernel import TangentKernel, empirical_ntk
+from equilibria_papers.theory.ntk.projection import Projection
+from equilibria_papers.theory.ntk.rows import (
+    Choice,
+    Filter,
+    Method,
+    evaluating,
+    flat_outputs,
+    following,
+    select_parameters,
+)
+from equilibria_papers.theory.ntk.spectrum import (
+    kernel_distance,
+    kernel_drift,
+    label_alignment,
+    spectrum,
+)
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+"""(outputs [N, K], targets) ↦ a number."""
+
+
+def squared_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    """½‖f − y‖²; classes are taken as one-hot vectors."""
+    if not targets.is_floating_point():
+        targets = nn.functional.one_hot(targets, outputs.shape[1])
+    return 0.5 * (outputs - targets.reshape(outputs.shape)).square().sum()
+
+
+class KernelProbe:
+    """A fixed batch on which a model is measured again and again; the first time is the start.
+
+    Args:
+        x: the batch, [N, …].
+        targets: classes [N] or values; None: no loss, no alignment.
+        loss: (outputs [N, K], targets) ↦ a number; the theory is about ½‖f − y‖², the default.
+        outputs, parameters, projection, method, memory: as in ``empirical_ntk``. The bound on the
+            PL* ratio needs outputs="all" and no projection.
+    """
+
+    def __init__(
+        self,
+        x: Tensor,
+        targets: Tensor | None = None,
+        *,
+        loss: Loss = squared_loss,
+        outputs: Choice = "all",
+        parameters: Filter = None,
+        projection: Projection | int | None = None,
+        method: Method = "auto",
+        memory: int = 2**30,
+    ) -> None:
+        if targets is not None and len(targets) != len(x):
+            raise ValueError(f"{len(x)} samples and {len(targets)} targets: expected one each.")
+        self.x, self.targets, self.loss = x, targets, loss
+        self.parameters = parameters
+        self.options: dict[str, Any] = {
+            "outputs": outputs,
+            "parameters": parameters,
+            "projection": projection,
+            "method": method,
+            "memory": memory,
+        }
+        self.start_kernel: Tensor | None = None
+        """K_0, on the CPU."""
+        self.start: list[Tensor] = []
+        """θ_0, on the CPU."""
+
+    @property
+    def bounds(self) -> bool:
+        """Whether λ_min of the kernel that is computed bounds the PL* ratio."""
+        return self.options["outputs"] == "all" and self.options["projection"] is None
+
+    def measure(self, model: nn.Module) -> dict[str, float]:
+        """λ_min, λ_max, drift, distance from the start and, with targets, loss and PL* ratio."""
+        chosen = list(select_parameters(model, self.parameters).values())
+        self.x = self.x.to(chosen[0].device)
+        if self.x.is_floating_point():
+            self.x = self.x.to(chosen[0].dtype)
+        kernel = empirical_ntk(model, self.x, **self.options)
+        now = [p.detach().cpu() for p in chosen]
+        if self.start_kernel is None:
+            self.start_kernel = kernel.matrix.cpu()
+            self.start = [p.clone() for p in now]
+        found = spectrum(kernel)
+        row = {
+            "lambda_min": found.smallest,
+            "lambda_max": found.largest,
+            "condition": found.condition,
+            "effective_rank": found.effective_rank,
+            "trace": found.trace,
+            "drift": kernel_drift(kernel.matrix.cpu(), self.start_kernel),
+            "kernel_distance": kernel_distance(kernel.matrix.cpu(), self.start_kernel),
+            "moved": _apart(now, self.start),
+        }
+        if self.targets is not None:
+            row |= self._losses(model, chosen, kernel, found.smallest)
+        return row
+
+    def _losses(
+        self, model: nn.Module, parameters: list[Tensor], kernel: TangentKernel, low: float
+    ) -> dict[str, float]:
+        assert self.targets is not None
+        targets = self.targets = self.targets.to(self.x.device)
+        with evaluating(model), torch.enable_grad():
+            outputs = flat_outputs(model, self.x)
+            loss = self.loss(outputs, targets)
+            at_outputs = torch.autograd.grad(loss, outputs, retain_graph=True)[0]
+            given: Sequence[Tensor | None] = torch.autograd.grad(
+                loss, parameters, allow_unused=True
+            )
+        slope = sum([float(g.square().sum()) for g in given if g is not None], 0.0)
+        value = float(loss.detach())
+        row = {
+            "loss": value,
+            "gradient_squared": slope,
+            "pl_ratio": slope / (2 * value) if value > 0 else math.nan,
+        }
+        if self.bounds:
+            steep = float(at_outputs.square().sum())
+            row["pl_bound"] = low * steep / (2 * value) if value > 0 else math.nan
+        if targets.ndim == 1 or (targets.ndim == 2 and targets.is_floating_point()):
+            row["alignment"] = label_alignment(kernel, targets)
+        return row
+
+    def state_dict(self) -> dict[str, Any]:
+        """The start, to go on measuring after a pause."""
+        return {"kernel": self.start_kernel, "parameters": list(self.start)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.start_kernel = state["kernel"]
+        self.start = list(state["parameters"])
+
+
+def _apart(now: list[Tensor], then: list[Tensor]) -> float:
+    """‖θ − θ_0‖."""
+    squares = [float((a - b).double().square().sum()) for a, b in zip(now, then, strict=True)]
+    return math.sqrt(sum(squares))
+
+
+# Uniform conditioning on a ball: λ_min(K(θ)) and λ_max(K(θ)) for ‖θ − θ_0‖ ≤ R, by samples.
+#
+# What is found bounds the infimum from above and the supremum from below: points that were not
+# looked at may be worse. Along a run ``KernelMonitor`` looks at the points that training visits.
+
+
+_SETTLE = 8
+"""Evaluations in which the vectors of norm bounds settle on the weights of a new point."""
+
+
+@dataclass(frozen=True, eq=False)
+class BallConditioning:
+    """λ_min and λ_max of K at the center and at points of a ball."""
+
+    distances: Tensor
+    """‖θ − θ_0‖ of each point; the first is the center, 0. [P + 1]."""
+    smallest: Tensor
+    """λ_min at each, [P + 1]."""
+    largest: Tensor
+    """λ_max at each, [P + 1]."""
+
+    @property
+    def lambda_min(self) -> float:
+        """The smallest λ_min that was seen."""
+        return float(self.smallest.min())
+
+    @property
+    def lambda_max(self) -> float:
+        """The largest λ_max that was seen."""
+        return float(self.largest.max())
+
+
+@torch.no_grad()
+def conditioning_on_ball(
+    model: nn.Module,
+    x: Tensor,
+    radius: float,
+    *,
+    points: int = 8,
+    seed: int = 0,
+    parameters: Filter = None,
+    **options: Any,
+) -> BallConditioning:
+    """λ_min and λ_max of K at ``points`` random points θ_0 + r·v, ‖v‖ = 1, r = R/P, 2R/P, … R.
+
+    Args:
+        model: its parameters are θ_0; it is left as it is.
+        x: samples, [N, …].
+        radius: R > 0.
+        points: P, random directions.
+        seed: of the directions.
+        parameters: which parameters move and are differentiated; as in ``empirical_ntk``.
+        **options: of ``empirical_ntk``.
+    """
+    if not (math.isfinite(radius) and radius > 0):
+        raise ValueError(f"radius={radius!r}: expected a positive number.")
+    if points < 1:
+        raise ValueError(f"points={points}: expected 1 or more.")
+    generator = torch.Generator().manual_seed(seed)
+    moved = copy.deepcopy(model)
+    chosen = list(select_parameters(moved, parameters).values())
+    start = [p.detach().clone() for p in chosen]
+    distances, low, high = [], [], []
+    for k in range(points + 1):
+        if k:
+            steps = [torch.randn(p.shape, generator=generator, dtype=torch.float64) for p in start]
+            size = math.sqrt(sum(float(s.square().sum()) for s in steps))
+            for p, q, s in zip(chosen, start, steps, strict=True):
+                p.copy_(q + (s * (radius * k / points / size)).to(q))
+            with evaluating(moved), following(moved):
+                for _ in range(_SETTLE):
+                    moved(x[:1])
+        found = spectrum(empirical_ntk(moved, x, parameters=parameters, **options))
+        distances.append(radius * k / points)
+        low.append(found.smallest)
+        high.append(found.largest)
+    return BallConditioning(*(torch.tensor(v, dtype=torch.float64) for v in (distances, low, high)))
+
+
+# A Lightning callback that measures the tangent kernel of the model along a run.
+
+
+class KernelMonitor(pl.Callback):
+    """Measure a ``KernelProbe`` at the start and every so many epochs or steps.
+
+    ``rows`` holds what was found: λ_min, λ_max, condition, drift, the distance ‖θ − θ_0‖ and, with
+    targets, the loss, ‖∇L‖²/(2L) and its bound by λ_min. Each number also goes to the trainer's
+    loggers and to its ``callback_metrics`` as ``name/…``. The run itself is not changed: the model
+    is measured in eval mode, on its own, and no random number is drawn.
+
+    Args:
+        probe: the batch, and what is computed on it.
+        every: measure every so many ``unit``s.
+        unit: "epoch" or "step" (of the optimizer).
+        name: before the names of the logged numbers; two monitors of a run need two names.
+        model: what to measure; None: ``module.model`` where there is one, or the module itself.
+        file: a CSV file of the rows, written whole after each measurement.
+    """
+
+    def __init__(
+        self,
+        probe: KernelProbe,
+        *,
+        every: int = 1,
+        unit: Literal["epoch", "step"] = "epoch",
+        name: str = "ntk",
+        model: nn.Module | None = None,
+        file: str | Path | None = None,
+    ) -> None:
+        if unit not in ("epoch", "step"):
+            raise ValueError(f"unit={unit!r}: expected 'epoch' or 'step'.")
+        if type(every) is not int or every < 1:
+            raise ValueError(f"every={every!r}: expected a positive integer.")
+        self.probe, self.every, self.unit, self.name = probe, every, unit, name
+        self.model = model
+        self.file = None if file is None else Path(file)
+        self.rows: list[dict[str, float]] = []
+        self.step = self.epoch = 0
+        self._seen = 0
+
+    @property
+    def state_key(self) -> str:
+        return f"KernelMonitor{{{self.name}}}"
+
+    def ball(self) -> dict[str, float]:
+        """Uniform conditioning along the run: radius, and λ_min and λ_max over what was visited."""
+        if not self.rows:
+            raise ValueError("nothing was measured yet: give the monitor to a trainer first.")
+        return {
+            "radius": max(row["moved"] for row in self.rows),
+            "lambda_min": min(row["lambda_min"] for row in self.rows),
+            "lambda_max": max(row["lambda_max"] for row in self.rows),
+        }
+
+    # ------------------------------------------------------------------ Lightning's hooks
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if "FSDP" in type(trainer.strategy).__name__:
+            raise ValueError(
+                "KernelMonitor needs all parameters in one place, and FSDP shards them; use "
+                "strategy 'ddp' or 'auto'."
+            )
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._seen = trainer.global_step
+        if not self.rows:
+            self._measure(trainer, pl_module)
+
+    def on_train_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        moved, self._seen = trainer.global_step > self._seen, trainer.global_step
+        self.step += moved
+        if self.unit == "step" and moved and self.step % self.every == 0:
+            self._log(pl_module, self._measure(trainer, pl_module), on_step=True)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.epoch += 1
+        if self.unit == "epoch" and self.epoch % self.every == 0:
+            self._log(pl_module, self._measure(trainer, pl_module), on_step=False)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "rows": [dict(row) for row in self.rows],
+            "step": self.step,
+            "epoch": self.epoch,
+            "probe": self.probe.state_dict(),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.rows = [dict(row) for row in state_dict["rows"]]
+        self.step, self.epoch = state_dict["step"], state_dict["epoch"]
+        self.probe.load_state_dict(state_dict["probe"])
+
+    # ------------------------------------------------------------------ measuring
+
+    def _measure(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, float]:
+        """A row; on the first process only, as all hold the same weights."""
+        if not trainer.is_global_zero:
+            return {}
+        inner = getattr(pl_module, "model", None)
+        own = inner if isinstance(inner, nn.Module) else pl_module
+        found = self.probe.measure(own if self.model is None else self.model)
+        self.rows.append({"step": self.step, "epoch": self.epoch, **found})
+        for logger in trainer.loggers:
+            logger.log_metrics(self._named(found), step=self.step)
+        if self.file is not None:
+            _write(self.file, self.rows)
+        return found
+
+    def _named(self, found: dict[str, float]) -> dict[str, float]:
+        return {f"{self.name}/{key}": value for key, value in found.items()}
+
+    def _log(
+        self, pl_module: pl.LightningModule, found: dict[str, float], *, on_step: bool
+    ) -> None:
+        """To callback_metrics; loggers have had it, at the step where it was measured."""
+        if found:
+            pl_module.log_dict(
+                self._named(found),
+                logger=False,
+                on_step=on_step,
+                on_epoch=not on_step,
+                rank_zero_only=True,
+            )
+
+
+def _write(path: Path, rows: list[dict[str, float]]) -> None:
+    """The whole file, or the one before it."""
+    text = io.StringIO()
+    table = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+    table.writeheader()
+    table.writerows(rows)
+    write_text(path, text.getvalue())

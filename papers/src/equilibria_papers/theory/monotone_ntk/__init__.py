@@ -1,0 +1,79 @@
+"""Monotone DEQ and the NTK thesis (chapter 3), in closed form and in float64.
+
+``ThesisModel`` z = σ(Wz + Ux), f = uᵀz; ``find_equilibrium``; the Jacobians of Lemmas 3.2.1–3.2.3
+and the kernel K of Proposition 4; Conditions 1, 2 and 2′ with the radii searched for; gradient flow
+and gradient descent with the guaranteed curve beside the loss.
+"""
+
+from .closed_form import (
+    ClosedFormKernel,
+    OutputJacobians,
+    StateJacobians,
+    closed_form_gradient,
+    closed_form_kernel,
+    commutation_matrix,
+    output_jacobians,
+    residual_jacobians,
+    square_loss,
+    state_jacobians,
+    weight_jacobians,
+)
+from .conditions import (
+    CONDITIONS,
+    Condition,
+    ConditionReport,
+    Inequality,
+    Ingredients,
+    Radii,
+    check_condition,
+    ingredients,
+    search_radii,
+    smallest_singular,
+)
+from .model import Equilibrium, ThesisModel, find_equilibrium, sensitivities
+from .runs import (
+    SCENARIOS,
+    Outcome,
+    Run,
+    Scenario,
+    draw_outcome,
+    gradient_descent,
+    gradient_flow,
+    run_scenario,
+)
+
+__all__ = [
+    "CONDITIONS",
+    "SCENARIOS",
+    "ClosedFormKernel",
+    "Condition",
+    "ConditionReport",
+    "Equilibrium",
+    "Inequality",
+    "Ingredients",
+    "Outcome",
+    "OutputJacobians",
+    "Radii",
+    "Run",
+    "Scenario",
+    "StateJacobians",
+    "ThesisModel",
+    "check_condition",
+    "closed_form_gradient",
+    "closed_form_kernel",
+    "commutation_matrix",
+    "draw_outcome",
+    "find_equilibrium",
+    "gradient_descent",
+    "gradient_flow",
+    "ingredients",
+    "output_jacobians",
+    "residual_jacobians",
+    "run_scenario",
+    "search_radii",
+    "sensitivities",
+    "smallest_singular",
+    "square_loss",
+    "state_jacobians",
+    "weight_jacobians",
+]

@@ -1,0 +1,295 @@
+"""The model of the NTK thesis (Definition 3.2.1): a monotone DEQ with a linear readout.
+
+z = σ(Wz + Ux (+ b)),  W = (1 − m)I − AᵀA + B − Bᵀ,  σ = ReLU,  f(x) = uᵀz
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from equilibria.engine import ConvergenceWarning, solve_each
+from equilibria.nn import MonotoneDEQ
+from equilibria.problems import NonNegative
+from equilibria.solvers import PeacemanRachford
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThesisModel:
+    """θ = (A, B [n, n], U [n, d], u [n], b [n] or None) and m > 0, Eq 3.1–3.3; all in float64.
+
+    Samples are columns, as in the thesis: X [d, N], Z [n, N]. The thesis has no b. With b the model
+    is the thesis' own on inputs with a further row of ones: see ``without_bias``.
+    """
+
+    A: Tensor
+    B: Tensor
+    U: Tensor
+    u: Tensor
+    m: float
+    b: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        for name in self.names:
+            value = getattr(self, name)
+            if not isinstance(value, Tensor):
+                raise TypeError(f"ThesisModel({name}=…): expected a tensor, got {type(value)}.")
+            object.__setattr__(self, name, value.detach().to(torch.float64))
+        n = self.A.shape[0] if self.A.ndim else 0
+        wanted: dict[str, tuple[int | str, ...]] = {"A": (n, n), "B": (n, n), "U": (n, "d")}
+        wanted |= {"u": (n,), "b": (n,)}
+        for name in self.names:
+            given = tuple(getattr(self, name).shape)
+            fits = len(given) == len(wanted[name]) and all(
+                w in ("d", g) for g, w in zip(given, wanted[name], strict=True)
+            )
+            if not fits or 0 in given:
+                shape = "[" + ", ".join(str(w) for w in wanted[name]) + "]"
+                raise ValueError(
+                    f"ThesisModel: A is {list(self.A.shape)}, so {name} must be {shape} with no "
+                    f"empty side, got {list(given)}."
+                )
+        if isinstance(self.m, bool) or not isinstance(self.m, (int, float)):
+            raise TypeError(f"ThesisModel(m={self.m!r}): expected a number above 0.")
+        if not (math.isfinite(self.m) and self.m > 0):
+            raise ValueError(f"ThesisModel(m={self.m!r}): expected a number above 0.")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The parameters' names, in the order of ``vector``."""
+        return ("A", "B", "U", "u") if self.b is None else ("A", "B", "U", "u", "b")
+
+    @property
+    def width(self) -> int:
+        """n, the neurons."""
+        return self.A.shape[0]
+
+    @property
+    def inputs(self) -> int:
+        """d, the entries of one x."""
+        return self.U.shape[1]
+
+    @property
+    def W(self) -> Tensor:
+        """(1 − m)I − AᵀA + B − Bᵀ, Eq 3.3, [n, n]."""
+        eye = torch.eye(self.width, dtype=torch.float64, device=self.A.device)
+        return (1.0 - self.m) * eye - self.A.T @ self.A + self.B - self.B.T
+
+    def source(self, X: Tensor) -> Tensor:
+        """UX (+ b), [n, N]."""
+        found = self.U @ X
+        return found if self.b is None else found + self.b[:, None]
+
+    # ------------------------------------------------------------------ θ as one vector
+
+    def vector(self) -> Tensor:
+        """θ = (vec A, vec B, vec U, u (, b)), row by row, [p]."""
+        return torch.cat([getattr(self, name).reshape(-1) for name in self.names])
+
+    def at(self, vector: Tensor) -> ThesisModel:
+        """The model with the parameters of ``vector``."""
+        sizes = [getattr(self, name).numel() for name in self.names]
+        parts = vector.split(sizes)
+        shaped = {
+            name: part.reshape(getattr(self, name).shape)
+            for name, part in zip(self.names, parts, strict=True)
+        }
+        return dataclasses.replace(self, **shaped)
+
+    def without_bias(self, X: Tensor) -> tuple[ThesisModel, Tensor]:
+        """The same model as the thesis has it: [U b] on [X; 1], whose JJᵀ is J_UJ_Uᵀ + J_bJ_bᵀ."""
+        X = check_data(self, X)
+        if self.b is None:
+            return self, X
+        wide = torch.cat([self.U, self.b[:, None]], dim=1)
+        ones = torch.ones(1, X.shape[1], dtype=torch.float64, device=X.device)
+        return dataclasses.replace(self, U=wide, b=None), torch.cat([X, ones])
+
+    # ------------------------------------------------------------------ from and to elsewhere
+
+    @classmethod
+    def usual(
+        cls,
+        width: int,
+        inputs: int,
+        *,
+        m: float = 0.5,
+        scale: float = 1.0,
+        bias: bool = False,
+        generator: torch.Generator | None = None,
+    ) -> ThesisModel:
+        """A usual initialization: entries N(0, scale²/fan-in), b zero."""
+        check_count("ThesisModel.usual", width=width, inputs=inputs)
+
+        def draw(*shape: int) -> Tensor:
+            found = torch.randn(*shape, dtype=torch.float64, generator=generator)
+            return scale * found / math.sqrt(shape[-1])
+
+        return cls(
+            A=draw(width, width),
+            B=draw(width, width),
+            U=draw(width, inputs),
+            u=draw(width),
+            m=m,
+            b=torch.zeros(width, dtype=torch.float64) if bias else None,
+        )
+
+    @classmethod
+    def from_layer(cls, layer: nn.Module, readout: Tensor) -> ThesisModel:
+        """A dense ``MonotoneDEQ`` with the ReLU prior, and the readout u [n]."""
+        if not isinstance(layer, MonotoneDEQ) or layer.convolutional:
+            raise TypeError(
+                "ThesisModel.from_layer: the thesis' model is a dense MonotoneDEQ (no "
+                f"kernel_size), got {layer!r}."
+            )
+        if not isinstance(layer.prior, NonNegative):
+            raise ValueError(
+                f"ThesisModel.from_layer: σ is the ReLU, got the prior {layer.prior!r}; build the "
+                "layer with prior=NonNegative()."
+            )
+        weights: Any = layer.W
+        source: Any = layer.U
+        return cls(
+            A=weights.A.clone(),
+            B=weights.B.clone(),
+            U=source.weight.clone(),
+            u=readout,
+            m=float(layer.m),
+            b=None if source.bias is None else source.bias.clone(),
+        )
+
+    @torch.no_grad()
+    def to_layer(self) -> MonotoneDEQ:
+        """The layer x ↦ z without the readout, in float64; x [N, d] by rows."""
+        layer = MonotoneDEQ(
+            self.width, in_channels=self.inputs, m=float(self.m), bias=self.b is not None
+        ).to(self.A)
+        weights: Any = layer.W
+        source: Any = layer.U
+        weights.A.copy_(self.A)
+        weights.B.copy_(self.B)
+        source.weight.copy_(self.U)
+        if self.b is not None:
+            source.bias.copy_(self.b)
+        return layer
+
+
+def check_count(owner: str, **counts: object) -> None:
+    """Raise unless every count is an integer of at least 1."""
+    for name, value in counts.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{owner}({name}={value!r}): expected an integer of at least 1.")
+
+
+def check_data(model: ThesisModel, X: Tensor, y: Tensor | None = None) -> Tensor:
+    """X [d, N] in float64 on the model's device; raise where X or y [N] do not fit."""
+    if X.ndim != 2 or X.shape[0] != model.inputs or X.shape[1] < 1:
+        raise ValueError(
+            f"X holds samples as columns: expected [{model.inputs}, N], got {list(X.shape)}"
+            f"{' (transpose it?)' if X.ndim == 2 and X.shape[1] == model.inputs else ''}."
+        )
+    if y is not None and tuple(y.shape) != (X.shape[1],):
+        raise ValueError(f"y must be [{X.shape[1]}], one a column of X, got {list(y.shape)}.")
+    for name, value in (("X", X), ("y", y)):
+        if value is not None and not bool(value.isfinite().all()):
+            raise ValueError(f"{name} has entries that are not finite.")
+    return X.detach().to(model.A)
+
+
+# The equilibrium of the thesis' model to machine precision: Newton on the pattern of signs.
+#
+# Where the pattern D = 1[Wz + c > 0] is known, z = (I − DW)⁻¹Dc. All systems are n × n, one a
+# sample: Q = I − D(I_N ⊗ W) (Lemma 3.2.1) is block diagonal and is never formed.
+
+
+_NEWTON = 40
+_ENTRIES = 1 << 23  # of the stacked n × n systems held at once: 64 MiB
+_UNIT = 2.0**-53
+
+
+class Equilibrium(NamedTuple):
+    """Z [n, N]; D [n, N], 1 where the unit is active, else 0; ‖Z − σ(WZ + UX)‖_F.
+
+    σ′(0) = 0 as everywhere in torch: an argument that is zero up to rounding counts as zero.
+    """
+
+    Z: Tensor
+    D: Tensor
+    residual: float
+
+
+def find_equilibrium(
+    model: ThesisModel, X: Tensor, start: Equilibrium | None = None
+) -> Equilibrium:
+    """Z* with Z* = σ(WZ* + UX), X [d, N]; ``start`` gives the first pattern of signs.
+
+    Samples for which Newton's patterns go round are taken by Peaceman–Rachford splitting, which
+    converges for every W of the model, and polished again.
+    """
+    c = model.source(check_data(model, X))
+    W = model.W
+    active = c > 0 if start is None else start.D > 0
+    Z, settled = _newton(W, c, active)
+    if not bool(settled.all()):
+        stuck = ~settled
+        z = _splitting(model, X[:, stuck].to(c))
+        again, fine = _newton(W, c[:, stuck], W @ z + c[:, stuck] > 0)
+        Z[:, stuck] = torch.where(fine, again, z)
+    argument = W @ Z + c
+    noise = 8 * _UNIT * (W.abs() @ Z.abs() + c.abs())
+    D = (argument > noise).to(c.dtype)
+    residual = float((Z - argument.relu()).norm())
+    return Equilibrium(Z, D, residual)
+
+
+def _newton(W: Tensor, c: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
+    """Z [n, N] and whether each column solves its equation, [N]."""
+    Z = torch.zeros_like(c)
+    settled = torch.zeros(c.shape[1], dtype=torch.bool, device=c.device)
+    for _ in range(_NEWTON):
+        todo = (~settled).nonzero()[:, 0]
+        if not len(todo):
+            break
+        part, on = c[:, todo], active[:, todo].to(c.dtype)
+        z = _solve(W, on, on * part, transposed=False)
+        argument = W @ z + part
+        gap = (z - argument.relu()).abs()
+        allowed = 64 * _UNIT * (W.abs() @ z.abs() + part.abs()).amax(0).clamp_min(1e-300)
+        Z[:, todo] = z
+        settled[todo] = gap.amax(0) <= allowed
+        active[:, todo] = argument > 0
+    return Z, settled
+
+
+def _splitting(model: ThesisModel, X: Tensor) -> Tensor:
+    solver = PeacemanRachford(rtol=1e-14, atol=0.0, max_steps=20000, patience=20000)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        found: Tensor = model.to_layer().solve(X.T.contiguous(), solver=solver).value
+    return found.T
+
+
+def sensitivities(model: ThesisModel, found: Equilibrium) -> Tensor:
+    """V [n, N] with vᵢᵀ = uᵀQᵢ⁻¹Dᵢ = ∂f(xᵢ)/∂(Uxᵢ): vᵢ = Dᵢ(I − WᵀDᵢ)⁻¹u."""
+    u = model.u[:, None].expand_as(found.D)
+    return found.D * _solve(model.W, found.D, u, transposed=True)
+
+
+def _solve(W: Tensor, D: Tensor, right: Tensor, *, transposed: bool) -> Tensor:
+    """(I − DᵢW)⁻¹rᵢ, or (I − WᵀDᵢ)⁻¹rᵢ, for every column i, [n, N]."""
+    n, count = D.shape
+    eye = torch.eye(n, dtype=W.dtype, device=W.device)
+    chunk = max(1, _ENTRIES // (n * n))
+    parts = []
+    for first in range(0, count, chunk):
+        on = D[:, first : first + chunk].T
+        systems = eye - (W.T * on[:, None, :] if transposed else on[:, :, None] * W)
+        columns = right[:, first : first + chunk].T
+        parts.append(solve_each(systems, columns))
+    return torch.cat(parts).T.contiguous()

@@ -1,0 +1,266 @@
+"""The kernels of one network or of several checkpoints, compared, and saved with their pictures."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from equilibria.engine import write_json
+from equilibria_papers.theory.pictures import (
+    COLORS,
+    GRAY,
+    MARKERS,
+    STYLES,
+    new_figure,
+    plain_ticks,
+    save_picture,
+)
+
+from .dynamics import TrainingComparison
+from .kernel import TangentKernel, empirical_ntk
+from .rows import Tell
+from .spectrum import Spectrum, kernel_distance, kernel_drift, label_alignment, spectrum
+
+
+@dataclass(frozen=True, eq=False)
+class KernelStudy:
+    """Kernels of the same samples; the first network is the start of the drift."""
+
+    kernels: Mapping[str, TangentKernel]
+    """By the name of the network."""
+    targets: Tensor | None = None
+    training: TrainingComparison | None = None
+    about: Mapping[str, Any] = field(default_factory=dict)
+    """What goes to the JSON file beside the numbers."""
+
+    @cached_property
+    def spectra(self) -> dict[str, Spectrum]:
+        """Name → eigenvalues."""
+        return {name: spectrum(kernel) for name, kernel in self.kernels.items()}
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One entry a network: spectrum, alignment with the labels, drift from the first."""
+        first = next(iter(self.kernels.values()))
+        found = []
+        for name, kernel in self.kernels.items():
+            row: dict[str, Any] = {"network": name, **self.spectra[name].to_dict()}
+            if self.targets is not None:
+                row["alignment"] = label_alignment(kernel, self.targets)
+            row["drift"] = kernel_drift(kernel, first)
+            row["distance"] = kernel_distance(kernel, first)
+            if kernel.relative_error is not None:
+                row["relative_error"] = kernel.relative_error
+            if kernel.parts:
+                row["shares"] = kernel.shares()
+            found.append(row)
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        first = next(iter(self.kernels.values()))
+        found = {
+            **self.about,
+            "samples": len(first.traced),
+            "outputs": first.outputs,
+            "parameters": first.parameters,
+            "method": first.method,
+            "networks": self.rows(),
+        }
+        if self.training is not None:
+            found["training"] = self.training.to_dict()
+        return found
+
+    def save(self, folder: str | Path) -> list[Path]:
+        """ntk.json, ntk.safetensors (kernels, eigenvalues) and pictures; the paths.
+
+        Everything is written beside its place first: an interruption leaves nothing half-written.
+        """
+        place = Path(folder)
+        place.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".ntk", dir=place) as beside:
+            made = self._write(Path(beside))
+            return [path.replace(place / path.name) for path in made]
+
+    def _write(self, folder: Path) -> list[Path]:
+        written = [
+            write_json(folder / "ntk.json", self.to_dict()),
+            self._write_tensors(folder / "ntk.safetensors"),
+        ]
+        written += save_spectra(self.spectra, folder / "spectrum")
+        name, last = list(self.kernels.items())[-1]
+        if last.parts:
+            written += save_shares(last.shares(), last.sizes, folder / "layers", name=name)
+        if len(self.kernels) > 1:
+            rows = self.rows()
+            drift, distance = ([row[key] for row in rows] for key in ("drift", "distance"))
+            written += save_drift(list(self.kernels), drift, distance, folder / "drift")
+        if self.training is not None:
+            written += save_training(self.training, folder / "training")
+        return written
+
+    def _write_tensors(self, path: Path) -> Path:
+        tensors = {}
+        for name, kernel in self.kernels.items():
+            tensors[f"{name}/kernel"] = kernel.matrix.cpu().contiguous()
+            tensors[f"{name}/eigenvalues"] = self.spectra[name].eigenvalues.contiguous()
+        if self.targets is not None:
+            tensors["targets"] = self.targets.cpu().contiguous()
+        save_file(tensors, path)
+        return path
+
+
+def study_kernels(
+    networks: Mapping[str, nn.Module],
+    x: Tensor,
+    targets: Tensor | None = None,
+    *,
+    progress: Tell | None = None,
+    about: Mapping[str, Any] | None = None,
+    training: TrainingComparison | None = None,
+    **options: Any,
+) -> KernelStudy:
+    """The kernel of each network on the same samples.
+
+    Args:
+        networks: by name, in the order of training; of one architecture, for the drift.
+        x: samples, [N, …].
+        targets: classes [N], for the alignment.
+        progress: called with (samples done, of how many), over all networks.
+        about: what else the JSON file should say.
+        training: a comparison to save with it.
+        **options: of ``empirical_ntk``.
+    """
+    if not networks:
+        raise ValueError("study_kernels needs one network at least, got none.")
+    made = {}
+    for i, (name, model) in enumerate(networks.items()):
+
+        def tell(done: int, of: int, i: int = i) -> None:
+            if progress is not None:
+                progress(i * of + done, of * len(networks))
+
+        made[name] = empirical_ntk(model, x, progress=tell, **options)
+        if made[name].matrix.shape != next(iter(made.values())).matrix.shape:
+            raise ValueError(
+                f"{name!r} has another number of outputs than the first network; compare "
+                "checkpoints of one architecture."
+            )
+    kept = None if targets is None else torch.as_tensor(targets)
+    return KernelStudy(made, kept, training, dict(about or {}))
+
+
+# Pictures of tangent kernels: spectra, shares of layers, drift, predicted and actual training.
+
+
+_MOST = 24
+"""Bars that can be read in a picture of one page; the rest is summed up."""
+
+
+def _axes(width: float = 5.2, height: float = 3.6) -> tuple[Any, Any]:
+    figure = new_figure(width, height)
+    axes = figure.add_subplot()
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def save_spectra(spectra: Mapping[str, Spectrum], stem: Path) -> list[Path]:
+    """Eigenvalues, largest first, of one kernel or several, on logarithmic axes."""
+    columns = 1 if len(spectra) < 3 else 2
+    figure, axes = _axes(5.2, 3.6 + 0.2 * -(-len(spectra) // columns))
+    for i, (name, found) in enumerate(spectra.items()):
+        values = found.eigenvalues[: found.rank].tolist()
+        axes.loglog(
+            range(1, len(values) + 1),
+            values,
+            color=COLORS[i % len(COLORS)],
+            linestyle=STYLES[i % len(STYLES)],
+            label=f"{name} (effective rank {found.effective_rank:.3g})",
+        )
+    axes.set(xlabel="index", ylabel="eigenvalue of the tangent kernel")
+    plain_ticks(axes)
+    # Below: inside it would lie on a curve that falls from corner to corner.
+    figure.legend(loc="outside lower center", ncols=columns, fontsize=8, frameon=False)
+    return save_picture(figure, stem)
+
+
+def save_shares(
+    shares: Mapping[str, float], sizes: Mapping[str, int], stem: Path, *, name: str = ""
+) -> list[Path]:
+    """tr K_layer/tr K beside the layer's share of the parameters, the largest on top.
+
+    ``name`` is of the network, for the title.
+    """
+    ranked = sorted(shares, key=lambda name: -shares[name])
+    kept, rest = ranked[:_MOST], ranked[_MOST:]
+    total = sum(sizes.values())
+    of_trace = [shares[n] for n in kept]
+    of_size = [sizes[n] / total for n in kept]
+    if rest:
+        kept = [*kept, f"{len(rest)} others"]
+        of_trace.append(sum(shares[n] for n in rest))
+        of_size.append(sum(sizes[n] for n in rest) / total)
+    figure, axes = _axes(5.2, 1.2 + 0.24 * len(kept))
+    rows = range(len(kept))
+    axes.barh(
+        [r - 0.2 for r in rows], of_trace, 0.4, color=COLORS[0], label="of the kernel's trace"
+    )
+    axes.barh(
+        [r + 0.2 for r in rows],
+        of_size,
+        0.4,
+        color=COLORS[1],
+        hatch="//",
+        edgecolor="white",
+        label="of the parameters",
+    )
+    axes.set_yticks(list(rows), kept)
+    axes.invert_yaxis()
+    axes.set_xlabel("share")
+    axes.set_title(name, fontsize="medium")
+    axes.legend(frameon=False, loc="lower right")
+    return save_picture(figure, stem)
+
+
+def save_drift(
+    names: Sequence[str], drift: Sequence[float], distance: Sequence[float], stem: Path
+) -> list[Path]:
+    """‖K − K_0‖/‖K_0‖ and 1 − cos∠(K, K_0) of the kernels of several networks."""
+    figure, axes = _axes()
+    places = range(len(names))
+    for i, (values, label) in enumerate(
+        ((drift, "drift ‖K − K₀‖/‖K₀‖"), (distance, "distance 1 − cos∠(K, K₀)"))
+    ):
+        axes.plot(
+            places, values, color=COLORS[i], linestyle=STYLES[i], marker=MARKERS[i], label=label
+        )
+    axes.set_xticks(list(places), names, rotation=20 if max(map(len, names)) > 8 else 0)
+    axes.set_ylabel("from the first network's kernel")
+    axes.legend(frameon=False)
+    return save_picture(figure, stem)
+
+
+def save_training(found: TrainingComparison, stem: Path) -> list[Path]:
+    """The loss of gradient descent, beside that of the linear model."""
+    figure, axes = _axes()
+    steps = found.steps.tolist()
+    axes.semilogy(steps, found.actual.tolist(), color=COLORS[0], label="network")
+    axes.semilogy(
+        steps,
+        found.predicted.tolist(),
+        color=COLORS[4],
+        linestyle="--",
+        label="predicted by the kernel at step 0",
+    )
+    axes.set(xlabel="step of gradient descent", ylabel="loss")
+    plain_ticks(axes)
+    axes.legend(frameon=False)
+    said = "it diverged" if found.diverged else f"drift of the kernel {found.drift:.2g}"
+    axes.set_title(said, loc="right", color=GRAY, fontsize="medium")
+    return save_picture(figure, stem)

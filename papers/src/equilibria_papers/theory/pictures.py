@@ -1,0 +1,72 @@
+"""Pictures made to be put in a paper: PNG and SVG, legible in print, safe for color-blind eyes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from matplotlib import rc_context
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+# Okabe and Ito's palette, in the order in which its colors stay apart in gray too.
+COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#000000", "#F0E442")
+GRAY = "#666666"
+SEQUENTIAL = "viridis"
+# A second cue beside the color, for print in gray.
+STYLES = ("-", "--", "-.", ":")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+
+
+def new_figure(width: float = 5.2, height: float = 3.6) -> Any:
+    """An empty figure of this size in inches (5.2 is a text column's width)."""
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)  # no window, no state shared with the user's plots
+    return figure
+
+
+def save_picture(figure: Any, stem: Path) -> list[Path]:
+    """Write ``stem.png`` (300 dpi) and ``stem.svg`` (text as text); the two paths."""
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    written = []
+    for suffix in (".png", ".svg"):
+        path = stem.with_name(stem.name + suffix)
+        # A fixed salt and no date: the same data make the same file.
+        with rc_context({"svg.fonttype": "none", "svg.hashsalt": "equilibria"}):
+            kept = {"Date": None} if suffix == ".svg" else {"Software": "equilibria"}
+            figure.savefig(path, dpi=300, metadata=kept)
+        written.append(path)
+    return written
+
+
+# Logarithmic axes that can be read, on narrow ranges too.
+
+
+_FEWEST = 2  # powers of ten on an axis, for its ticks to be those
+
+
+def plain_ticks(axes: Any) -> None:
+    """Plain numbers on a logarithmic y axis that shows fewer than two powers of ten.
+
+    Matplotlib labels such an axis at 2.9 × 10⁰, 3 × 10⁰, …; to be called when all is drawn.
+    """
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+
+    low, high = sorted(axes.get_ylim())
+    if axes.get_yscale() != "log" or low <= 0.0:
+        return
+    powers = [t for t in LogLocator(10.0).tick_values(low, high) if low <= t <= high]
+    if len(powers) >= _FEWEST:
+        return
+    axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _plain(value)))
+    axes.yaxis.set_minor_locator(NullLocator())
+
+
+def _plain(value: float) -> str:
+    """0.25, 3, 20000; a power of ten only where the digits would be many."""
+    if 1e-3 <= value < 1e6:
+        return f"{value:.6g}"
+    mantissa, exponent = f"{value:.3e}".split("e")
+    digits = mantissa.rstrip("0").rstrip(".")
+    return rf"${digits} \times 10^{{{int(exponent)}}}$"

@@ -1,0 +1,40 @@
+"""For every command: networks to look at, and pictures that take no time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from matplotlib.figure import Figure
+
+import equilibria as eq
+
+
+@pytest.fixture(autouse=True)
+def _coarse_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pictures of few pixels: what is drawn is the same, and the tests are faster."""
+    plain = Figure.savefig
+
+    def coarse(self: Any, path: Any, **options: Any) -> None:
+        plain(self, path, **{**options, "dpi": 30})
+
+    monkeypatch.setattr(Figure, "savefig", coarse)
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Three networks of one kind, as if of three epochs."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    data = eq.data.load("digits", "train", progress=False)
+    extra = {"data": "digits", "mean": list(data.mean), "std": list(data.std)}
+    torch.manual_seed(0)
+    model = eq.models.create("geq_digits", widths=(8, 8), depth=1)
+    written = []
+    for epoch in range(3):
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight += 0.05 * torch.randn_like(weight)
+        written.append(eq.models.save(model, folder / f"epoch{epoch}.safetensors", extra=extra))
+    return written

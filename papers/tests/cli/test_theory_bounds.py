@@ -1,0 +1,120 @@
+"""``equilibria theory bounds``: the pair on the digits, a trained network, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import equilibria as eq
+
+from .command import command
+
+SMALL = ("--width", "6", "--epochs", "1", "--images", "6", "--pairs", "2", "--draws", "4")
+
+
+run = command("theory", "bounds")
+
+
+def test_the_pair_on_the_digits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*SMALL, "--out", tmp_path / "made") == 0
+    shown = capsys.readouterr()
+    text = " ".join(shown.out.split())
+    for part in ("GEQ", "OptEq", "Eq 11/12", "Eq 14/15", "ours", "heuristic", "wrote"):
+        assert part in text, part
+    names = {p.name for p in (tmp_path / "made").iterdir()}
+    pictures = {f"{s}.{e}" for s in ("lipschitz", "similarity", "margin") for e in ("png", "svg")}
+    assert names == {"bounds.json", *pictures}
+    found = json.loads((tmp_path / "made" / "bounds.json").read_text())
+    assert {r["layer"] for r in found["reports"]} == {"GEQ", "OptEq"}
+    assert set(found["curves"]) == {"lipschitz", "similarity", "margin"}
+
+
+def test_json_only(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*SMALL, "--json") == 0
+    shown = capsys.readouterr()
+    found = json.loads(shown.out)
+    assert len(found["reports"]) == 7
+    assert shown.err == ""
+
+
+def test_a_network(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = eq.models.create("geq_digits", widths=(8, 8), hidden=8)
+    file = tmp_path / "model.safetensors"
+    eq.models.save(model, file, extra={"data": "digits"})
+    code = run(
+        file, "--images", "4", "--pairs", "1", "--draws", "2", "--full", "--out", tmp_path / "o"
+    )
+    assert code == 0
+    text = capsys.readouterr().out
+    assert "Proposition 3, Lipschitz constant of x → z*" in text
+    assert "Proposition 2 is about one layer" in text
+    names = {p.name for p in (tmp_path / "o").iterdir()}
+    assert names == {"bounds.json", "lipschitz.png", "lipschitz.svg"}
+
+
+def test_data_without_weights(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--data", "digits") == 1
+    assert "WEIGHTS" in capsys.readouterr().err
+
+
+def test_missing_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(tmp_path / "none.safetensors") == 1
+    assert "there is no" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "said"),
+    [
+        ("--margin", "-1", "--margin -1: expected a positive number"),
+        ("--margin", "nan", "--margin nan: expected a positive number"),
+        ("--delta", "2", "--delta 2: expected a probability between 0 and 1"),
+        ("--delta", "0", "--delta 0: expected a probability between 0 and 1"),
+    ],
+)
+def test_numbers_out_of_range_are_refused_before_training(
+    flag: str,
+    value: str,
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def trained(**_: object) -> None:
+        raise AssertionError("it was trained first")
+
+    monkeypatch.setattr("equilibria_papers.theory.bounds.demonstration_pair", trained)
+    assert run(*SMALL, flag, value, "--out", tmp_path / "o") == 1
+    assert said in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "o").exists()
+
+
+def test_fewer_images_than_asked_for_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from equilibria_papers.theory import bounds as room
+
+    digits = eq.data.load("digits", "test").subset(range(3))
+    monkeypatch.setattr("equilibria.data.load", lambda *_, **__: digits)
+    model = eq.models.create("geq_digits", widths=(8, 8), hidden=8)
+    file = eq.models.save(model, tmp_path / "model.safetensors", extra={"data": "digits"})
+    seen: list[int] = []
+
+    def bounds(model: object, x: torch.Tensor, **_: object) -> room.Comparison:
+        seen.append(len(x))
+        return room.Comparison(())
+
+    monkeypatch.setattr(room, "network_bounds", bounds)
+    assert run(file, "--images", "100000", "--pairs", "4") == 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert "--images 100000: digits (test) has 3; all of them are taken" in said
+    assert "--pairs 4: 3 images make 1" in said
+    assert seen == [3]
+
+
+def test_out_is_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    assert run(*SMALL, "--out", tmp_path / "file") == 1
+    assert "this is a file" in " ".join(capsys.readouterr().err.split())

@@ -1,0 +1,57 @@
+"""``equilibria theory dynamics``: what it prints, writes and exits with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from .command import command
+
+run = command("theory", "dynamics")
+
+
+def test_pictures_and_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "new" / "folder"
+    assert run("--scenario", "counterexample", "--quiet", "--out", out) == 0
+    names = sorted(path.name for path in out.iterdir())
+    assert names == ["counterexample.png", "counterexample.svg", "dynamics.json"]
+    (found,) = json.loads((out / "dynamics.json").read_text("utf-8"))
+    assert found["condition_holds"]
+    assert not found["rate_kept"]
+    assert found["run"]["loss"][1] == pytest.approx(4.5)
+    # The guaranteed curve is zero from its first step on, which the picture says.
+    assert "0 from step 1" in (out / "counterexample.svg").read_text("utf-8")
+    printed = capsys.readouterr().out
+    assert "counterexample" in printed
+    assert "theorem is" in printed
+
+
+def test_json_alone_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--scenario", "counterexample", "--scenario", "counterexample", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert len(found) == 1
+    assert found[0]["report"]["holds"]
+
+
+def test_wrong_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run() == 1
+    assert "--all" in capsys.readouterr().err
+    assert run("--scenario", "nope") == 1
+    assert "guaranteed-flow" in capsys.readouterr().err
+    assert run("--scenario", "counterexample", "--seed", "-1") == 2
+    assert "--seed" in capsys.readouterr().err
+    file = tmp_path / "file"
+    file.write_text("x")
+    assert run("--scenario", "counterexample", "--out", file) == 1
+    assert "expected a folder" in capsys.readouterr().err
+
+
+def test_nothing_half_written_when_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("equilibria_papers.theory.monotone_ntk.draw_outcome", interrupted)
+    assert run("--scenario", "counterexample", "--quiet", "--out", tmp_path) == 130
+    assert list(tmp_path.iterdir()) == []

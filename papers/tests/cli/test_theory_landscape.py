@@ -1,0 +1,170 @@
+"""``equilibria theory landscape`` end to end on the digits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import equilibria as eq
+from equilibria_papers.theory.landscapes import Surface
+
+from .command import command
+
+run = command("theory", "landscape")
+
+
+SMALL = ("--images", "16", "--points", "3")
+
+
+def test_a_network_beside_its_weight_tied_twins(
+    checkpoints: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(checkpoints[-1], *SMALL, "--repeats", "1,6", "--out", tmp_path, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [row["name"] for row in found] == ["epoch2", "epoch2 repeat-1", "epoch2 repeat-6"]
+    assert found == json.loads((tmp_path / "landscape.json").read_text())
+    surface = Surface.load(tmp_path / "epoch2.landscape.safetensors")
+    assert surface.complete
+    assert surface.loss.shape == (3, 3)
+    assert found[0]["center_loss"] == surface.center_loss()
+    assert found[0]["converged"] == 1.0
+    assert "converged" not in found[1]
+    for name in ("contours", "surface-epoch2", "surface-epoch2-repeat-6"):
+        for suffix in (".png", ".svg"):
+            assert (tmp_path / f"{name}{suffix}").stat().st_size > 1000
+    # The center is the network itself on these images.
+    model = eq.models.load(checkpoints[-1])
+    data = eq.data.load("digits", "train")
+    order = torch.randperm(len(data), generator=torch.Generator().manual_seed(0))[:16]
+    part = data.subset(order)
+    with torch.no_grad():
+        logits = model(part.normalize(part.images))
+    loss = float(torch.nn.functional.cross_entropy(logits, part.targets))
+    assert abs(found[0]["center_loss"] - loss) < 1e-4
+
+
+def test_the_tolerance_is_kept_whatever_a_run_is_called(
+    checkpoints: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from equilibria_papers.theory import landscapes
+
+    named = tmp_path / "repeat-run.safetensors"
+    named.write_bytes(checkpoints[0].read_bytes())
+    plain, solvers = landscapes.measure_landscape, {}
+
+    def watched(*arguments: Any, **options: Any) -> Any:
+        solvers[options["name"]] = options["solver"]
+        return plain(*arguments, **options)
+
+    monkeypatch.setattr(landscapes, "measure_landscape", watched)
+    out = ("--curve", "--rtol", "0.5", "--repeats", "2", "--out", tmp_path / "out")
+    assert run(named, *SMALL, *out) == 0
+    assert solvers["repeat-run"].rtol == 0.5
+    assert solvers["repeat-run repeat-2"] is None
+
+
+def test_redraw_needs_no_network(
+    checkpoints: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, again = tmp_path / "first", tmp_path / "again"
+    assert run(*checkpoints[:2], *SMALL, "--out", first) == 0
+    capsys.readouterr()
+    files = sorted(first.glob("*.landscape.safetensors"))
+    assert len(files) == 2
+    arguments = [part for file in files for part in ("--redraw", file)]
+    assert run(*arguments, "--linear", "--top", "5", "--out", again) == 0
+    printed = capsys.readouterr().out
+    assert "epoch0" in printed
+    assert "epoch1" in printed
+    assert (again / "contours.svg").stat().st_size > 1000
+    assert not list(again.glob("*.safetensors"))
+
+
+def test_an_interruption_keeps_rows_and_the_same_command_goes_on(
+    checkpoints: list[Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from equilibria_papers.theory.landscapes import measuring
+
+    plain, count = measuring._measure_row, 0
+
+    def stopping(*arguments: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count == 2:
+            raise KeyboardInterrupt
+        return plain(*arguments)
+
+    monkeypatch.setattr(measuring, "_measure_row", stopping)
+    command = (checkpoints[0], *SMALL, "--curve", "--out", tmp_path)
+    assert run(*command) == 130
+    said = " ".join(capsys.readouterr().err.split())
+    assert "the same command goes on from there" in said
+    file = tmp_path / "epoch0.landscape.safetensors"
+    assert int(Surface.load(file).done.sum()) == 1
+    assert run(*command) == 0
+    assert count == 4
+    assert Surface.load(file).complete
+
+
+def test_other_settings_are_refused_until_told(
+    checkpoints: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(checkpoints[0], *SMALL, "--curve", "--out", tmp_path) == 0
+    assert run(checkpoints[0], *SMALL, "--curve", "--out", tmp_path, "--seed", "1") == 1
+    said = " ".join(capsys.readouterr().err.split())
+    assert "holds another landscape" in said
+    assert "--overwrite" in said
+    assert (
+        run(checkpoints[0], *SMALL, "--curve", "--out", tmp_path, "--seed", "1", "--overwrite") == 0
+    )
+
+
+def test_along_a_training_and_a_curve(checkpoints: list[Path], tmp_path: Path) -> None:
+    assert run(*checkpoints, *SMALL, "--along-training", "--out", tmp_path / "plane") == 0
+    surface = Surface.load(tmp_path / "plane" / "epoch2.landscape.safetensors")
+    assert surface.path is not None
+    assert surface.path.shape == (3, 2)
+    assert float(surface.path.abs().max()) < float(surface.a.max())
+    code = run(checkpoints[0], *SMALL, "--curve", "--rtol", "1e-2", "--out", tmp_path / "curve")
+    assert code == 0
+    assert (tmp_path / "curve" / "curves.svg").stat().st_size > 1000
+    assert Surface.load(tmp_path / "curve" / "epoch0.landscape.safetensors").is_curve
+
+
+def test_a_fresh_network_says_that_it_is_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = run("--model", "opteq_digits", "--curve", *SMALL, "--out", tmp_path)
+    assert code == 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert "opteq_digits with fresh weights (seed 0), untrained" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--points", "4"), "odd"),
+        (("--repeats", "6,0"), "--repeats 6,0: expected positive numbers"),
+        (("--repeats", "six"), "--repeats six: expected positive numbers"),
+        (("--radius", "0"), "radius"),
+        (("--redraw", "grid", "--model", "geq_digits"), "--redraw draws measured grids"),
+        (("--redraw", "none.safetensors"), "there is no landscape file none.safetensors"),
+        (("--along-training", "--model", "geq_digits"), "three checkpoints"),
+    ],
+)
+def test_wrong_usage_is_said(
+    arguments: tuple[str, ...],
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run(*arguments, "--images", "4", "--out", tmp_path / "out") == 1
+    assert said in " ".join(capsys.readouterr().err.split())
+    assert not list((tmp_path / "out").glob("*.png"))

@@ -1,0 +1,122 @@
+"""``equilibria theory ntk`` end to end on the digits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import equilibria as eq
+
+from .command import command
+
+run = command("theory", "ntk")
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two networks of one architecture, the second with its head scaled."""
+    folder = tmp_path_factory.mktemp("ntk")
+    torch.manual_seed(0)
+    model = eq.models.create("explicit_digits")
+    digits = eq.data.load("digits", "train", progress=False)
+    extra = {"data": "digits", "image_size": 8, "mean": list(digits.mean), "std": list(digits.std)}
+    paths = []
+    for name in ("before", "after"):
+        paths.append(eq.models.save(model, folder / f"{name}.safetensors", extra=extra))
+        with torch.no_grad():
+            model.head[-1].weight.mul_(2)  # type: ignore[index, operator, union-attr]
+    return paths
+
+
+def test_the_drift_between_two_checkpoints(
+    checkpoints: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "new" / "out"
+    assert run(*checkpoints, "--samples", "5", "--outputs", "0,1", "--out", out) == 0
+    said = capsys.readouterr().out
+    assert "effective" in said
+    assert "head.4" in said
+    assert "layers of after, the last" in said
+    assert "wrote" in said
+    found = json.loads((out / "ntk.json").read_text())
+    assert [row["network"] for row in found["networks"]] == ["before", "after"]
+    saved = load_file(out / "ntk.safetensors")
+    before, after = (saved[f"{name}/kernel"] for name in ("before", "after"))
+    assert before.shape == (10, 10)
+    drift = float((after - before).norm() / before.norm())
+    assert found["networks"][1]["drift"] == pytest.approx(drift, rel=1e-4)
+    assert drift > 0.01
+    # The kernel itself, by plain autograd on the images of the seed.
+    digits = eq.data.load("digits", "train", progress=False)
+    order = torch.randperm(len(digits), generator=torch.Generator().manual_seed(0))[:5]
+    x = digits.normalize(digits.images[order])  # type: ignore[arg-type]
+    model = eq.models.load(checkpoints[0])
+    values = [model(i[None])[0, a] for i in x for a in (0, 1)]
+    slopes = [torch.autograd.grad(value, list(model.parameters())) for value in values]
+    rows = [torch.cat([g.flatten() for g in slope]) for slope in slopes]
+    jacobian = torch.stack(rows)
+    torch.testing.assert_close(before, jacobian @ jacobian.mT, rtol=1e-3, atol=1e-4)
+    assert sorted(p.name for p in out.iterdir()) == sorted(
+        ["ntk.json", "ntk.safetensors"]
+        + [f"{s}.{e}" for s in ("spectrum", "layers", "drift") for e in ("png", "svg")]
+    )
+
+
+def test_fewer_samples_than_asked_for_are_told(
+    checkpoints: list[Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digits = eq.data.load("digits", "train", progress=False).subset(range(3))
+    monkeypatch.setattr("equilibria.data.load", lambda *_, **__: digits)
+    assert run(checkpoints[0], "--samples", "100", "--outputs", "0", "--json") == 0
+    printed = capsys.readouterr()
+    assert "--samples 100: digits (train) has 3; all of them" in " ".join(printed.err.split())
+    assert json.loads(printed.out)["samples"] == 3
+
+
+def test_a_named_network_projected_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    code = run(
+        *("--model", "explicit_digits", "--samples", "4", "--outputs", "sum", "--json"),
+        *("--projection", "128", "--no-layers", "--train-steps", "2", "--memory", "0.1"),
+    )
+    assert code == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["samples"] == 4
+    assert found["parameters"] == 77162
+    (row,) = found["networks"]
+    assert 0 < row["relative_error"] < 1
+    assert "shares" not in row
+    assert found["training"]["steps"] == [0, 1, 2]
+    assert found["training"]["actual"][2] < found["training"]["actual"][0]
+
+
+def test_the_kernel_of_the_equilibrium_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--model", "geq_digits", "--samples", "2", "--outputs", "3", "--json")
+    assert run(*options) == 0
+    own = json.loads(capsys.readouterr().out)["networks"][0]
+    assert run(*options, "--implicit", "1e-5") == 0
+    exact = json.loads(capsys.readouterr().out)["networks"][0]
+    assert exact["trace"] != own["trace"]
+    assert exact["trace"] == pytest.approx(own["trace"], rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((), "--model"),
+        (("nowhere", "--model", "geq_digits"), "--model"),
+        (("nowhere",), "there is no nowhere"),
+        (("--model", "geq_digits", "--outputs", "some"), "all, trace, sum"),
+        (("--model", "geq_digitz"), "geq_digits"),
+        (("--model", "explicit_digits", "--samples", "3", "--memory", "0.001"), "memory"),
+        (("--model", "explicit_digits", "--samples", "3", "--parameters", "tail"), "fits none"),
+    ],
+)
+def test_what_is_wrong_is_said(
+    arguments: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*arguments) == 1
+    assert words in " ".join(capsys.readouterr().err.split())

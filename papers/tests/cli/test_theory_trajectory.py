@@ -1,0 +1,108 @@
+"""``equilibria theory trajectory`` end to end on the digits."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+import equilibria as eq
+
+from .command import command
+
+run = command("theory", "trajectory")
+
+
+SMALL = ("--images", "12", "--steps", "12")
+
+
+def test_scales_without_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = run(*SMALL, "--init-scales", "1,0.01", "--out", tmp_path / "out", "--json")
+    assert code == 0
+    printed = capsys.readouterr()
+    assert "untrained" in printed.err
+    assert "fresh weights" in " ".join(printed.err.split())
+    found = json.loads(printed.out)
+    assert found == json.loads((tmp_path / "out" / "trajectory.json").read_text())
+    last = {(row["network"], row["solver"]): row["last_residual"] for row in found["rows"]}
+    # The thesis' §4.1.1: at N(0, 0.01) the solver settles, at N(0, 1) it does not.
+    for solver in ("picard", "anderson", "broyden"):
+        assert last["std 0.01", solver] < 0.1 * last["std 1", solver]
+    assert len(found["rows"][0]["mean_residual"]) == 12
+    for name in ("residuals.png", "residuals.svg", "paths.png", "paths.svg"):
+        assert (tmp_path / "out" / name).stat().st_size > 1000
+    assert not (tmp_path / "out" / "classes.png").exists()
+
+
+@pytest.mark.filterwarnings("default:std=1 was asked for")
+def test_a_bounded_layer_is_named_by_the_scale_in_effect(
+    checkpoints: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ("--init-scales", "1,0.001", "--solvers", "picard", "--out", tmp_path, "--json")
+    assert run(checkpoints[0], *SMALL, *arguments) == 0
+    printed = capsys.readouterr()
+    assert "holds them at a smaller standard deviation" in " ".join(printed.err.split())
+    first, second = (row["network"] for row in json.loads(printed.out)["rows"])
+    assert first.startswith("std 1 (bounded: 0.")
+    assert second == "std 0.001"
+    assert first in (tmp_path / "residuals.svg").read_text("utf-8")
+
+
+def test_fewer_images_than_asked_for_are_told(
+    checkpoints: list[Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    digits = eq.data.load("digits", "test").subset(range(5))
+    monkeypatch.setattr("equilibria.data.load", lambda *_, **__: digits)
+    arguments = ("--images", "100000", "--steps", "2", "--solvers", "own", "--out", tmp_path)
+    assert run(checkpoints[0], *arguments, "--json") == 0
+    printed = capsys.readouterr()
+    said = " ".join(printed.err.split())
+    assert "--images 100000: digits (test) has 5; all of them are taken" in said
+    assert json.loads(printed.out)["data"]["images"] == 5
+
+
+def test_checkpoints_are_drawn_by_class(
+    checkpoints: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = run(*checkpoints, *SMALL, "--solvers", "own,anderson", "--out", tmp_path)
+    assert code == 0
+    printed = capsys.readouterr()
+    assert "untrained" not in printed.err
+    assert "epoch2" in printed.out
+    assert "wrote" in printed.out
+    found = json.loads((tmp_path / "trajectory.json").read_text())
+    assert list(found["between_classes"]) == ["epoch0", "epoch1", "epoch2"]
+    assert all(0 <= v <= 1 for v in found["between_classes"].values())
+    assert {row["solver"] for row in found["rows"]} == {"own", "anderson"}
+    assert all(math.isfinite(row["last_residual"]) for row in found["rows"])
+    for name in ("classes.svg", "training.svg"):
+        assert (tmp_path / name).stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--init-scales", "1,x"), "--init-scales 1,x: expected positive numbers"),
+        (("--init-scales", "-1"), "--init-scales -1: expected positive numbers"),
+        (("--solvers", "newton"), "--solvers newton: expected some of picard"),
+        (("--layer", "none"), "no equilibrium layer 'none'"),
+        (("--model", "resnet18_cifar"), "has no equilibrium layer"),
+        (("--model", "nothing"), "there is no model 'nothing'"),
+        (("weights", "--model", "geq_digits"), "not both"),
+        (("nowhere.safetensors",), "there is no nowhere.safetensors"),
+    ],
+)
+def test_wrong_usage_is_said(
+    arguments: tuple[str, ...],
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run(*arguments, *SMALL, "--out", tmp_path / "out") == 1
+    assert said in " ".join(capsys.readouterr().err.split())
+    assert not list((tmp_path / "out").glob("*.png"))

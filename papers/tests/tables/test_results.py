@@ -1,0 +1,411 @@
+"""Means, states and files of reproduced tables."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import math
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from equilibria_papers.tables import Cell, Experiment, Published, drawing
+from equilibria_papers.tables.drawing import copy_pictures
+from equilibria_papers.tables.registry import EXPERIMENTS
+from equilibria_papers.tables.rendering import Shown, markdown, rich_table
+from equilibria_papers.tables.results import (
+    CellResult,
+    Result,
+    Sample,
+    earlier_samples,
+    merged,
+    read_result,
+    result_path,
+    status_of,
+)
+
+from . import tiny
+
+# Printed numbers are read as a reader would.
+
+
+@pytest.mark.parametrize(
+    ("text", "value", "spread", "limit"),
+    [
+        ("94.8 ± 0.1%", 94.8, 0.1, ""),
+        ("95.2 ± 0.2", 95.2, 0.2, ""),
+        ("80.9%", 80.9, None, ""),
+        ("0.306", 0.306, None, ""),
+        ("> 5", 5.0, None, ">"),
+        ("1.22e-02", 0.0122, None, ""),
+        ("16.3 s", 16.3, None, ""),
+        ("1.3s", 1.3, None, ""),
+        ("4597/s", 4597.0, None, ""),
+        ("1.4 M", 1.4, None, ""),
+        ("162 k", 162.0, None, ""),
+    ],
+)
+def test_reads(text: str, value: float, spread: float | None, limit: str) -> None:
+    found = Published.read(text)
+    assert (found.text, found.value, found.spread, found.limit) == (text, value, spread, limit)
+
+
+@pytest.mark.parametrize("text", ["", "about 94", "94.8 ±", "94.8 0.1", "95 %%", "1,000"])
+def test_refuses(text: str) -> None:
+    with pytest.raises(ValueError, match="no printed number"):
+        Published.read(text)
+
+
+def _sample(seed: int, value: float = 90.0, group: str = "a", stands_in: str = "") -> Sample:
+    return Sample(seed, value, group, 10.0, {"device": "cpu"}, stands_in)
+
+
+def _result(samples: tuple[Sample, ...], **changes: Any) -> Result:
+    table = tiny.table()
+    cells = tuple(
+        CellResult(cell, samples if cell.job is not None else (), group="a") for cell in table.cells
+    )
+    made: dict[str, Any] = {"smoke": False, "change": "", "made_by": {}, **changes}
+    return Result(table, cells, **made)
+
+
+def test_mean_and_standard_deviation_over_seeds() -> None:
+    values = [94.1, 94.9, 95.0]
+    found = CellResult(tiny.table().cells[0], tuple(_sample(i, v) for i, v in enumerate(values)))
+    assert found.mean == pytest.approx(sum(values) / 3)
+    assert found.std == pytest.approx(statistics.stdev(values))
+    assert found.ours == "94.67 ± 0.49 (3)"
+    assert CellResult(tiny.table().cells[0], (_sample(0),)).std is None
+
+
+@pytest.mark.parametrize(
+    ("cells", "smoke", "expected"),
+    [
+        (["measured", "measured"], False, "measured"),
+        (["measured", "quoted"], False, "measured"),
+        (["measured", "not run"], False, "partly"),
+        (["measured", "stand-in data"], False, "stand-in data"),
+        (["not run", "quoted"], False, "not run"),
+        (["measured"], True, "smoke only"),
+        (["partly", "measured"], False, "partly"),
+    ],
+)
+def test_state_of_a_table(cells: list[str], smoke: bool, expected: str) -> None:
+    assert status_of(cells, smoke) == expected
+
+
+def test_seeds_of_earlier_calls_are_kept() -> None:
+    kept = merged([_sample(1, 5.0)], [_sample(0, 1.0), _sample(1, 2.0)], "a")
+    assert [(s.seed, s.value) for s in kept] == [(0, 1.0), (1, 5.0)]
+
+
+def test_settings_are_not_mixed() -> None:
+    kept = merged([_sample(1, 5.0, "new")], [_sample(0, 1.0, "old")], "new")
+    assert [(s.seed, s.value) for s in kept] == [(1, 5.0)]
+
+
+def test_numbers_of_an_earlier_recipe_stay_until_there_are_new_ones() -> None:
+    kept = merged([], [_sample(0, 1.0, "old")], "new")
+    found = CellResult(tiny.table().cells[0], kept, group="new")
+    assert found.outdated
+    assert found.status == "partly"
+
+
+def test_real_data_are_not_replaced_by_what_stands_in() -> None:
+    kept = merged([_sample(0, 5.0, "b", "digits")], [_sample(0, 1.0)], "b")
+    assert [s.value for s in kept] == [1.0]
+    back = merged([_sample(0, 1.0)], [_sample(0, 5.0, "b", "digits")], "a")
+    assert [s.value for s in back] == [1.0]
+
+
+def test_a_smoke_test_or_a_changed_recipe_never_takes_the_place_of_a_result(tmp_path: Path) -> None:
+    paths = {
+        result_path(tmp_path, "x", smoke=False),
+        result_path(tmp_path, "x", smoke=True),
+        result_path(tmp_path, "x", smoke=False, change="epochs=2"),
+        result_path(tmp_path, "x", smoke=False, change="epochs=3"),
+    }
+    assert len(paths) == 4
+
+
+def test_files_and_back(tmp_path: Path) -> None:
+    result = _result((_sample(0, 91.25), _sample(2, 92.25)))
+    paths = result.save(tmp_path)
+    assert [p.name for p in paths] == ["tiny-table.json", "tiny-table.md"]
+    kept = json.loads(paths[0].read_text())
+    assert kept["status"] == "measured"
+    assert kept["cells"][0]["published"] == {"text": "90 ± 1%", "value": 90.0, "spread": 1.0}
+    assert kept["cells"][0]["mean"] == 91.75
+    back = earlier_samples(paths[0])
+    assert back[("net", "accuracy in %")] == list(result.cells[0].samples)
+    page = paths[1].read_text()
+    assert "| | accuracy in % | size in k |" in page
+    assert "| net | 91.75 ± 0.71 (2) / 90 ± 1% | " in page
+    assert "| other | – / 95% |  |" in page
+    assert "- quoted: other, accuracy in %." in page
+
+
+def _shown(result: Result) -> str:
+    console = Console(file=io.StringIO(), width=100)
+    console.print(rich_table(result))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_smoke_says_so_everywhere(tmp_path: Path) -> None:
+    result = _result((_sample(0),), smoke=True)
+    assert "SMOKE TEST, NO RESULT" in markdown(result)
+    assert "SMOKE TEST, NO RESULT" in _shown(result)
+    assert result.save(tmp_path)[0].parent.name == "smoke"
+    assert result.to_dict()["warning"]
+
+
+def test_seconds_count_a_training_once() -> None:
+    assert _result((_sample(0), _sample(1))).seconds == 20.0  # two cells, two runs
+
+
+def test_a_damaged_file_is_no_result(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    for text in ("{", "[]", "{}"):
+        path.write_text(text)
+        assert read_result(path) is None
+    assert read_result(tmp_path / "nothing.json") is None
+
+
+def test_pipes_do_not_break_the_table() -> None:
+    cell = Cell(row="mean |z|", column="c", published=Published.read("1"))
+    table = dataclasses.replace(tiny.table(), cells=(cell,))
+    result = Result(table, (CellResult(cell),), False, "", {})
+    line = next(row for row in markdown(result).splitlines() if row.startswith("| mean"))
+    assert line.replace("\\|", "").count("|") == 3
+
+
+def test_pictures_of_the_measures_stand_beside_the_table(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "paths.png").write_bytes(b"a picture")
+    (run / "corruptions.png").write_bytes(b"not this one")
+    result = copy_pictures(_result((_sample(0),)), [("job", run)], tmp_path / "out")
+    assert result.files == ("tiny-table--job--paths.png",)
+    assert (tmp_path / "out" / result.files[0]).read_bytes() == b"a picture"
+    assert f"]({result.files[0]})" in markdown(result)
+
+
+class _Axes:
+    """Takes note of what is drawn."""
+
+    def __init__(self) -> None:
+        self.lines: list[tuple[list[int], list[float], str]] = []
+
+    def errorbar(
+        self, places: list[int], means: list[float], spread: list[float], **options: Any
+    ) -> None:
+        self.lines.append((places, means, options["label"]))
+
+
+def test_no_line_through_what_was_not_measured() -> None:
+    rows = ("c = 2, p = 2", "c = 4, p = 2", "c = 8, p = 2", "p = 1, c = 8", "p = 2, c = 8")
+    cells = [
+        CellResult(Cell(row=row, column="x"), (_sample(0, value),))
+        for row, value in ((rows[0], 1.0), (rows[2], 3.0), (rows[4], 5.0))
+    ]
+    axes = _Axes()
+    drawing._lines(axes, rows, cells, "x", 0)
+    (first, means, label), (second, others, again) = axes.lines
+    assert (first, second) == ([0, 1, 2], [3, 4])
+    assert means[0] == 1.0
+    assert math.isnan(means[1])
+    assert means[2] == 3.0
+    assert math.isnan(others[0])
+    assert others[1] == 5.0
+    assert (label, again) == ("x", "")
+
+
+def test_the_legend_names_what_stands_in() -> None:
+    cell = CellResult(Cell(row="r", column="x"), (_sample(0, stands_in="cifar10"),))
+    assert drawing._instead([cell]) == " (cifar10 stands in)"
+    assert drawing._instead([CellResult(Cell(row="r", column="x"), (_sample(0),))]) == ""
+
+
+@pytest.mark.parametrize("residual", [None, 0.02, 0.1, 0.9, math.nan])
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_network_that_is_not_at_its_equilibrium_is_named(
+    residual: float | None, order: int
+) -> None:
+    """Above a tenth, or NaN; the worst seed counts, and a smoke test has nothing to say."""
+    near = dataclasses.replace(_sample(0), residual=None if residual is None else 0.01)
+    samples = (near, dataclasses.replace(_sample(1), residual=residual))[::order]
+    far = residual is not None and not residual <= 0.1
+    page = markdown(_result(samples))
+    console = Console(file=io.StringIO(), width=300)
+    console.print(rich_table(_result(samples)))
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    for text in (page, shown):
+        assert ("not at their equilibrium" in text) is far
+        assert (f"{tiny.job().name} ({residual})" in text) is far
+    assert "not at their" not in markdown(_result(samples, smoke=True))
+
+
+def test_files_from_before_residuals_were_kept_are_read(tmp_path: Path) -> None:
+    kept = dataclasses.replace(_sample(0), residual=0.5)
+    path, _ = _result((kept,)).save(tmp_path)
+    assert {s.residual for found in earlier_samples(path).values() for s in found} == {0.5}
+    old = json.loads(path.read_text())
+    for cell in old["cells"]:
+        for sample in cell["samples"]:
+            del sample["residual"]
+    path.write_text(json.dumps(old))
+    assert {s.residual for found in earlier_samples(path).values() for s in found} == {None}
+    unknown = _result((dataclasses.replace(kept, residual=math.nan),))
+    unknown.save(tmp_path)  # JSON has no word for it
+    assert all(
+        s.residual is not None and math.isnan(s.residual)
+        for found in earlier_samples(path).values()
+        for s in found
+    )
+
+
+# The table in the terminal: every number in it is whole, and what has none is a sentence.
+
+
+def shown(result: Result, width: int) -> list[str]:
+    console = Console(file=io.StringIO(), width=width, color_system=None)
+    console.print(rich_table(result))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue().splitlines()
+
+
+def sample(value: float, seed: int = 0, stands_in: str = "") -> Sample:
+    return Sample(seed, value, "a", 10.0, {}, stands_in)
+
+
+def result(cells: list[CellResult], **changes: bool) -> Result:
+    table = dataclasses.replace(tiny.table(), cells=tuple(one.cell for one in cells))
+    return Result(table, tuple(cells), changes.get("smoke", False), "", {})
+
+
+def cell(row: str, column: str, value: float | None, why: str = "", paper: str = "") -> CellResult:
+    published = Published.read(paper) if paper else None
+    made = Cell(row=row, column=column, published=published, job=tiny.job())
+    return CellResult(made, () if value is None else (sample(value),), why, "a")
+
+
+def mixed() -> Result:
+    no, far = "no run folder has it", "cifar100 is not at hand"
+    return result(
+        [
+            cell("first", "accuracy in %", 91.5, paper="94.8 ± 0.1%"),
+            cell("first", "size in M", 4.25),
+            cell("second", "accuracy in %", 92.5),
+            cell("second", "size in M", None, no, paper="5M"),
+            cell("second", "nowhere", None, no),
+            cell("third", "accuracy in %", None, no, paper="95.2%"),
+            cell("third", "size in M", None, no),
+            cell("fourth", "accuracy in %", None, no),
+            cell("fifth", "accuracy in %", None, far),
+            cell("sixth", "accuracy in %", None, no),
+            cell("sixth", "size in M", None, far),
+        ]
+    )
+
+
+def test_a_line_a_row_and_a_sentence_for_rows_without_numbers() -> None:
+    lines = shown(mixed(), 120)
+    assert [line.split("│")[1:-1] for line in lines if line.startswith("│ ")] == [
+        [" first  ", " 91.50 / 94.8 ± 0.1% ", "      4.25 "],
+        [" second ", "               92.50 ", "    – / 5M "],
+    ]
+    (head,) = [line for line in lines if "size in M" in line and "┃" in line]
+    assert [part.strip() for part in head.split("┃")[1:-1]] == ["", "accuracy in %", "size in M"]
+    after = lines[next(k for k, line in enumerate(lines) if line.startswith("└")) + 1 :]
+    assert after == [
+        "ours / paper; partly; 10 s of training and measuring.",
+        "- not run (no run folder has it): third, fourth.",
+        "- not run (cifar100 is not at hand): fifth.",
+        "- not run (no run folder has it); not run (cifar100 is not at hand): sixth.",
+        "- not run (no run folder has it), of the rows above: size in M (second); nowhere.",
+    ]
+
+
+def test_a_narrow_terminal_has_a_line_a_cell() -> None:
+    lines = shown(mixed(), 40)
+    inside = [[p.strip() for p in line.split("│")[1:-1]] for line in lines if line[0] == "│"]
+    assert inside == [
+        ["first", ""],
+        ["accuracy in %", "91.50 / 94.8 ± 0.1%"],
+        ["size in M", "4.25"],
+        ["second", ""],
+        ["accuracy in %", "92.50"],
+        ["size in M", "– / 5M"],
+    ]
+    assert max(map(len, lines)) <= 40
+
+
+def test_where_nothing_was_run_there_is_no_grid() -> None:
+    lines = shown(result([cell(name, "x", None, "no run folder has it") for name in "ab"]), 80)
+    assert lines == [
+        "none, tiny-table: a tiny table",
+        "not run; 0 s of training and measuring.",
+        "- not run (no run folder has it): a, b.",
+    ]
+
+
+def test_what_stands_in_and_notes_are_said() -> None:
+    row = cell("net", "x", 1.5)
+    other = dataclasses.replace(row, cell=dataclasses.replace(row.cell, row="own", note="by hand"))
+    found = dataclasses.replace(row, samples=(sample(1.5, stands_in="digits"),))
+    lines = shown(result([found, other]), 80)
+    assert "- stand-in data (digits), of the rows above: x (net)." in lines
+    assert "- measured (by hand), of the rows above: x (own)." in lines
+    assert not any("- " in line for line in shown(result([found], smoke=True), 80))
+
+
+def test_names_are_text_and_not_markup_and_commas_do_not_join_names() -> None:
+    no = "no run folder has it"
+    cells = [cell("[red]", "[b]", 1.5), cell("c = 2, p = 2", "[b]", None, no)]
+    text = "\n".join(shown(result([*cells, cell("p", "[b]", None, no)]), 80))
+    assert "[red]" in text
+    assert "[b]" in text
+    assert ": c = 2, p = 2; p." in text
+
+
+def _full(experiment: Experiment) -> Result:
+    """Three seeds in every second row, also where the paper alone has a number."""
+    seeds = tuple(sample(94.25 + seed, seed) for seed in range(3))
+    kept = experiment.rows[::2]
+    cells = (CellResult(c, seeds if c.row in kept else (), "why") for c in experiment.cells)
+    return Result(experiment, tuple(cells), False, "epochs=10", {})
+
+
+@pytest.mark.parametrize("width", [40, 80, 160, 300])
+@pytest.mark.parametrize("name", list(EXPERIMENTS))
+def test_no_number_and_no_name_is_cut_in_any_table(name: str, width: int) -> None:
+    made = _full(EXPERIMENTS[name])
+    lines = shown(made, width)
+    text, words = "\n".join(lines), " ".join(" ".join(lines).split())
+    assert max(map(len, lines)) <= width
+    assert "…" not in text
+    kept = [c for c in made.cells if c.samples]
+    assert text.count("95.25 ± 1.00 (3)") == len(kept)
+    for found in kept:
+        if found.cell.published is not None:
+            assert f"95.25 ± 1.00 (3) / {found.cell.published.text}" in text
+    for row in made.experiment.rows[1::2]:
+        assert row in words
+    grid = [line for line in lines if line.startswith("│")]
+    if width == 300:  # a line a row
+        assert len(grid) == len({c.cell.row for c in kept})
+    lines_a_cell = 4 if width == 40 else 2
+    assert len(lines) < lines_a_cell * len(kept) + 4 * len(made.experiment.rows) + 35
+
+
+def test_a_notebook_shows_the_table() -> None:
+    made = _full(EXPERIMENTS["geq-table1"])
+    shows = Shown(made)._repr_mimebundle_()
+    assert "ResNet-18" in shows["text/plain"]
+    assert shows["text/html"].startswith("<pre")
+    assert "95.25 ± 1.00 (3) / 93.5 ± 0.2%" in shows["text/html"]

@@ -1,0 +1,422 @@
+"""A tiny table from start to end: trained once, measured once, logged, taken up again."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from equilibria import training
+from equilibria_papers import tables
+from equilibria_papers.tables import reproduce, running
+from equilibria_papers.tables.measures import MEASURES, Scene
+from equilibria_papers.tables.provenance import read_log
+
+from . import tiny
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """How often networks were trained and judged."""
+    counts = {"fit": 0, "quality": 0}
+    fit, quality = training.fit, MEASURES["quality"]
+
+    def counting_fit(*arguments: Any, **options: Any) -> Any:
+        counts["fit"] += 1
+        return fit(*arguments, **options)
+
+    def counting_quality(scene: Scene) -> dict[str, float]:
+        counts["quality"] += 1
+        return quality(scene)
+
+    monkeypatch.setattr(training, "fit", counting_fit)
+    monkeypatch.setattr(running, "MEASURES", {**MEASURES, "quality": counting_quality})
+    return counts
+
+
+def test_trains_and_judges_once(tmp_path: Path, counted: dict[str, int]) -> None:
+    first = reproduce(tiny.table(), tiny.choices(tmp_path))
+    assert first.status == "measured"
+    assert counted == {"fit": 1, "quality": 1}
+    again = reproduce(tiny.table(), tiny.choices(tmp_path))
+    assert counted == {"fit": 1, "quality": 1}
+    assert [c.mean for c in again.cells] == [c.mean for c in first.cells]
+    assert first.cells[0].mean is not None
+    assert 10.0 < first.cells[0].mean <= 100.0
+    # widths [4]: by hand 4·9 (stem) + BN 8 + two 3×3 of 4×4 (288) + BN 8 + head BN 8 + 50.
+    assert first.cells[1].mean == pytest.approx((36 + 8 + 288 + 8 + 8 + 50) / 1000)
+
+
+def test_another_table_takes_the_training_and_measures_what_is_new(
+    tmp_path: Path, counted: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reproduce(tiny.table(), tiny.choices(tmp_path))
+    new = {**running.MEASURES, "new": lambda scene: {"answer": 42.0}}
+    monkeypatch.setattr(running, "MEASURES", new)
+    job = tiny.job(measures=("quality", "new"))
+    cell = tables.Cell(row="r", column="c", job=job, metric="answer")
+    other = dataclasses.replace(tiny.table(), id="other", cells=(cell,))
+    assert reproduce(other, tiny.choices(tmp_path)).cells[0].mean == 42.0
+    assert counted == {"fit": 1, "quality": 1}
+
+
+def _second(job: tables.Job, metric: str, **changes: Any) -> tables.Experiment:
+    cell = tables.Cell(row="r", column="c", job=job, metric=metric)
+    return dataclasses.replace(tiny.table(), id="other", cells=(cell,), **changes)
+
+
+def test_several_tables_share_a_training_and_unite_what_they_measure(
+    tmp_path: Path, counted: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[str] = []
+    new = {**running.MEASURES, "new": lambda scene: {"answer": 42.0}}
+    network = running._network
+
+    def counting(planned: Any, *rest: Any) -> Any:
+        loaded.append(planned.job.name)
+        return network(planned, *rest)
+
+    monkeypatch.setattr(running, "MEASURES", new)
+    monkeypatch.setattr(running, "_network", counting)
+    # The same training by another name: one folder, one model.
+    other = _second(tiny.job("alias", measures=("new",)), "answer")
+    told: list[str] = []
+    found = tables.reproduce_all([tiny.table(), other], tiny.choices(tmp_path), tell=told.append)
+    assert [result.experiment.id for result in found] == ["tiny-table", "other"]
+    assert [result.status for result in found] == ["measured", "measured"]
+    assert found[1].cells[0].mean == 42.0
+    assert counted == {"fit": 1, "quality": 1}
+    assert loaded == ["tiny"]
+    assert [text.split(":")[0] for text in told] == ["1/1 tiny, seed 0"]
+    (line,) = read_log(tmp_path / "results")
+    assert line["id"] == "tiny-table, other"
+    assert line["result"]["answer"] == 42.0
+    assert {path.name for path in (tmp_path / "results").glob("*.json")} == {
+        "tiny-table.json",
+        "other.json",
+    }
+
+
+def test_a_measure_that_fails_for_one_table_leaves_the_other_its_number(tmp_path: Path) -> None:
+    bad = _second(tiny.job(measures=("quality", "no such measure")), "answer")
+    found = tables.reproduce_all([tiny.table(), bad], tiny.choices(tmp_path))
+    assert [result.status for result in found] == ["measured", "not run"]
+    assert found[1].cells[0].why == "failed: KeyError: 'no such measure'"
+
+
+def test_rows_of_several_tables(tmp_path: Path) -> None:
+    other = _second(tiny.job("b", recipe={**tiny.RECIPE, "lr": 0.02}), "accuracy")
+    choices = tiny.choices(tmp_path, only=("r",), overrides={"epochs": 1})
+    (found,) = tables.reproduce_all([tiny.table(), other], choices)
+    assert found.experiment.id == "other"
+    assert [folder.name[:2] for folder in (tmp_path / "runs").iterdir()] == ["b-"]
+
+
+def test_the_log_has_every_run(tmp_path: Path) -> None:
+    reproduce(tiny.table(), tiny.choices(tmp_path, overrides={"epochs": 1}))
+    (line,) = read_log(tmp_path / "results")
+    assert line["outcome"] == "done"
+    assert (line["id"], line["job"], line["change"]) == ("tiny-table", "tiny", "epochs=1")
+    assert line["result"]["accuracy"] > 0
+    assert line["seconds"] > 0
+    assert {"commit", "device", "command", "date", "key", "seed"} <= set(line)
+    kept = json.loads((tmp_path / "results" / "tiny-table--epochs=1.json").read_text())
+    assert kept["status"] == "measured"
+    assert kept["change"] == "epochs=1"
+
+
+def test_a_smoke_test_is_no_line_of_the_log(tmp_path: Path) -> None:
+    reproduce(tiny.table(), tiny.choices(tmp_path, smoke=True))
+    assert not read_log(tmp_path / "results")
+    assert {line["smoke"] for line in read_log(tmp_path / "results" / "smoke")} == {True}
+
+
+def test_a_failure_is_logged_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(scene: Scene) -> dict[str, float]:
+        raise RuntimeError("the measure broke")
+
+    monkeypatch.setattr(running, "MEASURES", {**MEASURES, "broken": broken})
+    bad = tiny.job("bad", measures=("broken",), recipe={**tiny.RECIPE, "lr": 0.04})
+    table = tiny.table()
+    mixed = dataclasses.replace(
+        table,
+        cells=(tables.Cell(row="bad", column="accuracy in %", job=bad), *table.cells),
+    )
+    result = reproduce(mixed, tiny.choices(tmp_path, overrides={"epochs": 1}))
+    assert result.cells[0].why == "failed: RuntimeError: the measure broke"
+    assert result.cells[1].mean is not None
+    assert result.status == "partly"
+    assert [line["outcome"] for line in read_log(tmp_path / "results")] == ["failed", "done"]
+    with pytest.raises(RuntimeError, match="the measure broke"):
+        reproduce(mixed, tiny.choices(tmp_path, smoke=True))
+
+
+def test_a_limit_of_time_saves_and_the_next_call_goes_on(tmp_path: Path) -> None:
+    whole = reproduce(tiny.table(), tiny.choices(tmp_path / "whole"))
+    parts = tiny.choices(tmp_path / "parts", minutes=1e-9)
+    for _ in range(2):  # a step or more each, then stopped
+        with pytest.raises(KeyboardInterrupt):
+            reproduce(tiny.table(), parts)
+    outcomes = [line["outcome"] for line in read_log(tmp_path / "parts" / "results")]
+    assert outcomes == ["interrupted", "interrupted"]
+    result = reproduce(tiny.table(), tiny.choices(tmp_path / "parts"))
+    # On one CPU an interrupted training repeats the uninterrupted one bit for bit.
+    assert result.cells[0].mean == whole.cells[0].mean
+
+
+def test_ctrl_c_as_a_training_ends_begins_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from equilibria.training import Run
+
+    save = Run.save
+
+    def pressed(self: Run, *given: Any) -> None:
+        if self.finished:
+            signal.raise_signal(signal.SIGINT)
+        save(self, *given)
+
+    asked, told = tiny.choices(tmp_path, seeds=(0, 1), overrides={"epochs": 1}), list[str]()
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "save", pressed)
+        with pytest.raises(KeyboardInterrupt, match="training is complete"):
+            reproduce(tiny.table(), asked, tell=told.append)
+    assert len(told) == 1  # the second seed is not begun
+    (run,) = (tmp_path / "runs").iterdir()
+    weights = run / "model.safetensors"
+    made = weights.stat().st_mtime_ns
+    assert running.is_trained(run)
+    assert reproduce(tiny.table(), asked).cells[0].mean is not None
+    assert weights.stat().st_mtime_ns == made  # measured, not trained again
+    outcomes = [line["outcome"] for line in read_log(tmp_path / "results")]
+    assert outcomes == ["interrupted", "done", "done"]
+
+
+def test_no_training_is_begun_when_the_time_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from equilibria_papers.tables import reproducing
+
+    begun: list[int] = []
+
+    def instant(planned: Any, *_: Any, **__: Any) -> None:
+        begun.append(planned.seed)
+        quality = {"accuracy": 1.0, "parameters_k": 1.0}
+        kept = {"measures": {"quality": quality}, "seconds": 0.0, "made_by": {}}
+        planned.folder.mkdir(parents=True)
+        (planned.folder / "measured.json").write_text(json.dumps(kept))
+
+    monkeypatch.setattr(reproducing, "run_job", instant)
+    with pytest.raises(KeyboardInterrupt, match="minutes are over"):
+        reproduce(tiny.table(), tiny.choices(tmp_path, seeds=(0, 1), minutes=1e-9))
+    assert begun == [0]
+    kept = json.loads((tmp_path / "results" / "tiny-table.json").read_text())
+    assert kept["cells"][0]["n"] == 1  # what was done is in the table
+
+
+def test_seeds_are_averaged_over_calls(tmp_path: Path) -> None:
+    short = {"overrides": {"epochs": 1}}
+    reproduce(tiny.table(), tiny.choices(tmp_path, **short))
+    result = reproduce(tiny.table(), tiny.choices(tmp_path, seeds=(1,), **short))
+    assert [s.seed for s in result.cells[0].samples] == [0, 1]
+    assert result.cells[0].std is not None
+    assert result.seeds == (0, 1)
+
+
+def test_missing_data_leave_a_row_out(tmp_path: Path) -> None:
+    table = tiny.table(data="nowhere")
+    told: list[str] = []
+    result = reproduce(table, tiny.choices(tmp_path, data_root=tmp_path), tell=told.append)
+    assert result.status == "not run"
+    assert result.cells[0].why == "nowhere is not at hand"
+    assert told == ["1/1 tiny, seed 0: left out, nowhere is not at hand"]
+
+
+def test_stand_in_is_said(tmp_path: Path) -> None:
+    table = tiny.table(data="nowhere", stand_in={"data": "digits", "epochs": 1})
+    result = reproduce(table, tiny.choices(tmp_path, data_root=tmp_path, stand_in=True))
+    assert result.status == "stand-in data"
+    assert "stand-in data: digits" in tables.markdown(result)
+
+
+def test_held_out_images_are_the_same_for_every_seed(tmp_path: Path) -> None:
+    from equilibria_papers.tables.planning import plan_of
+    from equilibria_papers.tables.supplying import supply
+
+    first, second = (
+        supply(p, progress=False) for p in plan_of(tiny.job(), tiny.choices(tmp_path, seeds=(0, 7)))
+    )
+    assert first.held_out is not None
+    assert second.held_out is not None
+    assert torch.equal(torch.as_tensor(first.held_out.images), second.held_out.images)
+    assert len(first.train) + len(first.held_out) == 1438
+    assert len(first.test) == 359
+
+
+def test_listing_reads_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from equilibria_papers.tables import registry as standing
+
+    out = tmp_path / "results"
+    monkeypatch.setattr(standing, "EXPERIMENTS", {"tiny-table": tiny.table()})
+
+    def state() -> tuple[str, int]:
+        (found,) = tables.listing(out, None)
+        return found.status, found.measured
+
+    assert state() == ("not run", 0)
+    short = {"overrides": {"epochs": 1}}
+    reproduce(tiny.table(), tiny.choices(tmp_path, smoke=True))
+    assert state() == ("smoke only", 0)
+    reproduce(tiny.table(), tiny.choices(tmp_path, **short))
+    assert state() == ("measured (epochs=1)", 2)
+    reproduce(tiny.table(), tiny.choices(tmp_path))
+    assert state() == ("measured; measured (epochs=1)", 2)
+
+
+def test_gathering_trains_nothing_and_takes_a_part(tmp_path: Path, counted: dict[str, int]) -> None:
+    """Another machine measured the quality and not the rest: the table has what there is."""
+    reproduce(tiny.table(), tiny.choices(tmp_path))
+    before = dict(counted)
+    job = tiny.job(measures=("quality", "new"))
+    cells = (
+        tables.Cell(row="r", column="accuracy", job=job),
+        tables.Cell(row="r", column="answer", job=job, metric="answer"),
+        tables.Cell(row="s", column="accuracy", job=tiny.job("else", options={"depth": 2})),
+    )
+    other = dataclasses.replace(tiny.table(), id="other", cells=cells)
+    found = reproduce(other, tiny.choices(tmp_path, gather=True))
+    assert [cell.status for cell in found.cells] == ["measured", "not run", "not run"]
+    assert found.status == "partly"
+    assert counted == before
+    assert len(read_log(tmp_path / "results")) == 1
+
+
+@pytest.mark.parametrize(
+    ("graphs", "compiled", "device", "expected"),
+    [
+        (True, False, "cuda", True),
+        (True, False, "cpu", False),
+        (True, True, "cuda", False),
+        (False, False, "cuda", False),
+    ],
+)
+def test_graphs_where_they_fit(
+    tmp_path: Path, graphs: bool, compiled: bool, device: str, expected: bool
+) -> None:
+    from equilibria_papers.tables.running import _made_fast
+
+    asked = tiny.choices(tmp_path, device=device, overrides={"compile": compiled})
+    (one,) = tables.plan([tiny.table(graphs=graphs).cells[0]], asked)
+    assert _made_fast(one, asked).cuda_graphs is expected
+
+
+@pytest.mark.parametrize("change", [{"cuda_graphs": False}, {"jacobian_weight": 0.1}])
+def test_graphs_can_be_left_out(tmp_path: Path, change: dict[str, Any]) -> None:
+    from equilibria_papers.tables.running import _made_fast
+
+    asked = tiny.choices(tmp_path, device="cuda", overrides=change)
+    (one,) = tables.plan([tiny.table(graphs=True).cells[0]], asked)
+    assert not _made_fast(one, asked).cuda_graphs
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_number_that_is_none_costs_no_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: float
+) -> None:
+    monkeypatch.setattr(running, "MEASURES", {**MEASURES, "odd": lambda scene: {"x": value}})
+    job = tiny.job(measures=("quality", "odd"))
+    cells = (
+        tables.Cell(row="r", column="x", job=job, metric="x"),
+        tables.Cell(row="r", column="accuracy", job=job),
+    )
+    odd = dataclasses.replace(tiny.table(), id="odd", cells=cells)
+    for _ in range(2):  # the second reads the files
+        found = reproduce(odd, tiny.choices(tmp_path)).cells
+        assert not math.isfinite(found[0].values[0])
+        assert found[1].values[0] > 0
+
+
+def test_what_was_measured_counts_where_a_later_measure_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(scene: Scene) -> dict[str, float]:
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(running, "MEASURES", {**MEASURES, "late": fails})
+    job = tiny.job(measures=("quality", "late"))
+    cells = (
+        tables.Cell(row="r", column="accuracy", job=job),
+        tables.Cell(row="r", column="x", job=job, metric="x"),
+    )
+    found = reproduce(
+        dataclasses.replace(tiny.table(), id="late", cells=cells), tiny.choices(tmp_path)
+    )
+    assert [cell.status for cell in found.cells] == ["measured", "not run"]
+    assert found.cells[1].why.startswith("failed: RuntimeError")
+
+
+def test_a_damaged_file_of_numbers_is_measured_anew(
+    tmp_path: Path, counted: dict[str, int]
+) -> None:
+    reproduce(tiny.table(), tiny.choices(tmp_path))
+    (kept,) = (tmp_path / "runs").glob("*/measured.json")
+    kept.write_text(kept.read_text()[:40])
+    found = reproduce(tiny.table(), tiny.choices(tmp_path, gather=True, out=tmp_path / "other"))
+    assert found.status == "not run"
+    assert found.cells[0].why == "no run folder has it"
+    assert reproduce(tiny.table(), tiny.choices(tmp_path)).status == "measured"
+    assert counted == {"fit": 1, "quality": 2}
+
+
+def test_gathering_takes_the_papers_data_before_what_stands_in(tmp_path: Path) -> None:
+    """The data are not on this machine; the run on them is."""
+    job = tiny.job("cifar100-tiny", data="cifar100", stand_in={"data": "digits"})
+    table = dataclasses.replace(
+        tiny.table(), cells=(tables.Cell(row="r", column="accuracy", job=job),)
+    )
+    asked = tiny.choices(tmp_path, gather=True, stand_in=True, data_root=tmp_path / "nothing")
+    assert tables.plan(table.cells, asked)[0].stands_in == "digits"
+    (real,) = tables.plan(table.cells, tiny.choices(tmp_path, gather=True))
+    real.folder.mkdir(parents=True)
+    kept = {"measures": {"quality": {"accuracy": 77.0}}, "seconds": 1.0, "made_by": {}}
+    (real.folder / "measured.json").write_text(json.dumps(kept))
+    (cell,) = reproduce(table, asked).cells
+    assert (cell.status, cell.values) == ("measured", [77.0])
+
+
+def test_the_list_knows_an_earlier_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from equilibria_papers.tables import registry as standing
+
+    choices = tiny.choices(tmp_path)
+    reproduce(tiny.table(), choices)
+    for table, expected in (
+        (tiny.table(), ("measured", 2)),
+        (tiny.table(recipe={**tiny.RECIPE, "lr": 0.01}), ("partly", 2)),
+    ):
+        monkeypatch.setattr(standing, "EXPERIMENTS", {"tiny-table": table})
+        (line,) = tables.listing(choices.out, None)
+        assert (line.status, line.measured) == expected
+
+
+def test_a_stop_in_the_last_validation_does_not_lose_the_end(tmp_path: Path) -> None:
+    """All is trained then, so that no callback runs again."""
+    cells = tables.describe("thesis-figure4.3").cells
+    choices = tiny.choices(tmp_path, smoke=True)
+    (planned,) = tables.plan(cells, choices)
+    log = running.Log(tmp_path, "thesis-figure4.3", "")
+    first = running.run_job(planned, choices, log)
+    end = planned.folder / "snapshots" / f"weights_{planned.config.epochs}.safetensors"
+    kept = end.read_bytes()
+    for path in (end, *(planned.folder / n for n in ("measured.json", "result.json"))):
+        path.unlink()
+    again = running.run_job(planned, choices, log)
+    assert end.read_bytes() == kept
+    assert again.values["stage.at the end.steps"] == first.values["stage.at the end.steps"]

@@ -1,0 +1,153 @@
+"""Curves and their pictures: scaled norms, refusals as gaps, files."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import equilibria as eq
+from equilibria_papers.theory.bounds import (
+    Curves,
+    Line,
+    draw_curves,
+    lipschitz_curves,
+    margin_curves_norm,
+    margin_curves_width,
+    network_bounds,
+    network_curves,
+    rescaled,
+    similarity_curves,
+)
+from equilibria_papers.theory.pictures import save_picture
+from papers.tests.theory.bounds.layers import drawn, geq, opteq
+
+
+def line(curves: Curves, label: str) -> tuple[float | None, ...]:
+    return next(each.values for each in curves.lines if each.label == label)
+
+
+def test_a_rescaled_layer() -> None:
+    b = drawn(9, 4, 1, 0.3)[:, 0]
+    layer = geq(drawn(0, 4, 3, 0.8), drawn(1, 4, 2, 0.7), 0.5, b)
+    made = rescaled(layer, 0.3)
+    weight: torch.Tensor = made.W.weight  # type: ignore[assignment]
+    assert float(torch.linalg.matrix_norm(weight.detach(), 2)) == pytest.approx(0.3)
+    assert torch.equal(made.U.bias, layer.U.bias)
+    bounded = eq.nn.OptEq(4, 5, in_channels=3, constraint=eq.nn.NormBounded(bound=0.9))
+    weight = rescaled(bounded, 0.5).W.weight  # type: ignore[assignment]
+    assert float(torch.linalg.matrix_norm(weight.detach(), 2)) == pytest.approx(0.5)
+    with pytest.raises(TypeError, match="dense"):
+        rescaled(eq.nn.OptEq(4, 5, kernel_size=3), 0.5)
+    with pytest.raises(ValueError, match="fixed γ"):
+        rescaled(eq.nn.GEQ(4, 5, hidden=None), 0.5)
+
+
+def test_lipschitz_over_the_norm() -> None:
+    layers = [
+        geq(drawn(0, 3, 3, 1), drawn(1, 3, 2, 0.8), 0.05),
+        opteq(drawn(2, 3, 3, 1), drawn(3, 3, 2, 0.8)),
+    ]
+    curves = lipschitz_curves(layers, drawn(4, 4, 2, 1.0), norms=(0.3, 0.8, 1.2))
+    measured, ours = line(curves, "GEQ, measured"), line(curves, "GEQ, ours, Λ(μ)")
+    for a, b in zip(measured, ours, strict=True):
+        assert a is not None
+        assert b is not None
+        assert a <= b * (1 + 1e-6)
+    assert line(curves, "GEQ, Eq 11")[2] is None  # μ ≥ 1
+    assert line(curves, "OptEq, measured")[2] is None
+    json.dumps(curves.to_dict())
+
+
+def test_similarity_over_the_angle() -> None:
+    curves = similarity_curves(torch.full((6, 6), 0.15), angles=4, draws=64)
+    assert curves.x == pytest.approx((0, 1 / 3, 2 / 3, 1))
+    assert line(curves, "OptEq, Eq 15")[3] == 0.0
+    kappa = line(curves, "OptEq, measured κ")[3]
+    assert kappa is not None
+    assert kappa > 0.0
+    for family in ("GEQ", "OptEq"):
+        for a, b in zip(
+            line(curves, f"{family}, measured κ"), line(curves, f"{family}, ours"), strict=True
+        ):
+            assert a is not None
+            assert b is not None
+            assert a <= b
+
+
+def test_margins_over_norm_and_width(tmp_path: Path) -> None:
+    head = nn.Linear(3, 2).double()
+    with torch.no_grad():
+        head.weight.copy_(drawn(7, 2, 3, 0.5))
+    layers = [
+        (geq(drawn(0, 3, 3, 0.6), drawn(1, 3, 2, 0.5), 0.5), head),
+        (opteq(drawn(2, 3, 3, 0.6), drawn(3, 3, 2, 0.5)), head),
+    ]
+    x, labels = drawn(4, 6, 2, 1.0), torch.arange(6) % 2
+    over_norm = margin_curves_norm(layers, x, labels, norms=(0.2, 0.9))
+    over_width = margin_curves_width(lambda width: layers, x, labels, widths=(3, 4))
+    for curves in (over_norm, over_width):
+        assert len(curves.lines) == 6
+        assert all(v is not None for each in curves.lines for v in each.values)
+    low, high = line(over_norm, "OptEq, derived")
+    assert low is not None
+    assert high is not None
+    assert low < high
+    written = save_picture(draw_curves([over_norm, over_width]), tmp_path / "margin")
+    assert [p.name for p in written] == ["margin.png", "margin.svg"]
+    assert "excess" in (tmp_path / "margin.svg").read_text()
+
+
+def test_a_picture_leaves_gaps_and_empty_lines_out() -> None:
+    lines = (
+        Line("GEQ, a", "GEQ", "printed", (None, math.inf)),
+        Line("GEQ, b", "GEQ", "measured", (1.0, None)),
+        Line("GEQ, c", "GEQ", "ours", (1.0, 0.0)),
+    )
+    figure = draw_curves([Curves("t", "x", "y", (0.0, 1.0), lines)])
+    axes = figure.axes[0]
+    assert [t.get_text() for t in axes.get_legend().get_texts()] == ["GEQ, b", "GEQ, c"]
+    assert math.isnan(axes.lines[1].get_ydata()[1])
+    with pytest.raises(ValueError, match="one panel"):
+        draw_curves([])
+
+
+def test_a_zero_stands_at_the_bottom() -> None:
+    lines = (
+        Line("GEQ, a", "GEQ", "measured", (1e-3, 1e-4)),
+        Line("GEQ, b", "GEQ", "printed", (1.0, 0.0)),
+        Line("OptEq, c", "OptEq", "printed", (2.0, 0.0)),
+    )
+    axes = draw_curves([Curves("t", "x", "y", (0.0, 1.0), lines)]).axes[0]
+    marks = axes.lines[3:]
+    assert [m.get_marker() for m in marks] == ["v", "v"]
+    assert [t.get_text() for t in axes.texts] == ["0", "0"]
+    axes.figure.canvas.draw()
+    places = [m.get_transform().transform((1.0, 0.0)) for m in marks]
+    bottom, at = axes.bbox.y0, axes.transData.transform((1.0, 1e-4))
+    for place in places:
+        # Inside, and below every point, with room for the 0 between.
+        assert bottom < place[1] < at[1] - 20
+    assert places[0][0] == pytest.approx(at[0])
+    assert places[1][0] < places[0][0] - 5  # beside the first, not upon it
+    plain = draw_curves([Curves("t", "x", "y", (0.0, 1.0), lines[:1])]).axes[0]
+    assert not plain.texts
+
+
+def test_the_search_is_seeded() -> None:
+    layers, x = [opteq(drawn(2, 3, 3, 1), drawn(3, 3, 2, 0.8))], drawn(4, 4, 2, 1.0)
+    first, second = (lipschitz_curves(layers, x, norms=(0.5,), seed=1) for _ in range(2))
+    assert first == second
+
+
+def test_a_network_layer_by_layer() -> None:
+    model = nn.Sequential(geq(drawn(0, 3, 3, 0.7), drawn(1, 3, 2, 0.8), 0.5))
+    (panel,) = network_curves(network_bounds(model, drawn(4, 4, 2, 1.0), pairs=1, draws=2))[
+        "lipschitz"
+    ]
+    assert panel.x == (1.0,)
+    assert {each.family for each in panel.lines} == {"GEQ"}

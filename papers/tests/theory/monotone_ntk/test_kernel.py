@@ -1,0 +1,216 @@
+"""Equilibria, Jacobians, kernel and gradient against autograd, finite differences and Kronecker."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import equilibria as eq
+from equilibria_papers.theory.monotone_ntk import (
+    ThesisModel,
+    closed_form_gradient,
+    closed_form_kernel,
+    commutation_matrix,
+    find_equilibrium,
+    output_jacobians,
+    residual_jacobians,
+    square_loss,
+    state_jacobians,
+)
+from equilibria_papers.theory.monotone_ntk import model as equilibrium
+
+from . import oracles
+
+CLOSE = {"rtol": 1e-8, "atol": 1e-9}
+
+
+def drawn(
+    seed: int, n: int = 5, d: int = 3, N: int = 4, *, bias: bool = False, scale: float = 1.0
+) -> tuple[ThesisModel, Tensor, Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    model = ThesisModel.usual(n, d, m=0.6, scale=scale, bias=bias, generator=g)
+    if bias:
+        model = dataclasses.replace(model, b=torch.randn(n, dtype=torch.float64, generator=g))
+    X = torch.randn(d, N, dtype=torch.float64, generator=g)
+    return model, X, torch.randn(N, dtype=torch.float64, generator=g)
+
+
+@given(
+    st.integers(0, 10**6),
+    st.integers(1, 8),
+    st.integers(1, 6),
+    st.floats(0.02, 3.0),
+    st.floats(0.05, 20.0),
+)
+@settings(max_examples=40, deadline=None)
+def test_equilibrium_is_exact(seed: int, n: int, N: int, m: float, scale: float) -> None:
+    g = torch.Generator().manual_seed(seed)
+    model = ThesisModel.usual(n, 3, m=m, scale=scale, generator=g)
+    X = torch.randn(3, N, dtype=torch.float64, generator=g)
+    found = find_equilibrium(model, X)
+    argument = model.W @ found.Z + model.U @ X
+    size = float((model.W.abs() @ found.Z.abs() + (model.U @ X).abs()).norm()) + 1e-300
+    assert float((found.Z - argument.relu()).norm()) <= 1e-12 * size
+    assert ((found.D == 1) <= (argument > 0)).all()
+    assert ((1e-9 * size < found.Z) <= (found.D == 1)).all()
+
+
+def test_splitting_takes_over_where_newton_does_not_settle(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, X, _ = drawn(3)
+    wanted = find_equilibrium(model, X)
+    monkeypatch.setattr(equilibrium, "_NEWTON", 0)
+    found = find_equilibrium(model, X)
+    torch.testing.assert_close(found.Z, wanted.Z, rtol=1e-9, atol=1e-10)
+    torch.testing.assert_close(found.D, wanted.D)
+
+
+def test_large_batches_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, X, _ = drawn(4, N=7)
+    wanted = closed_form_kernel(model, X).total
+    monkeypatch.setattr(equilibrium, "_ENTRIES", 60)  # two systems of 5 × 5 at a time
+    torch.testing.assert_close(closed_form_kernel(model, X).total, wanted, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (2, 3), (4, 4), (5, 2)])
+def test_commutation_matrix(rows: int, columns: int) -> None:
+    M = torch.randn(rows, columns, dtype=torch.float64)
+    K = commutation_matrix(rows, columns)
+    torch.testing.assert_close(K @ M.T.reshape(-1), M.reshape(-1))  # vec M ↦ vec Mᵀ
+    torch.testing.assert_close(K @ K.T, torch.eye(rows * columns, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_output_jacobians_are_autograds(seed: int, bias: bool) -> None:
+    model, X, _ = drawn(seed, bias=bias)
+    wanted, found = oracles.jacobian(model, X), output_jacobians(model, X)
+    for name in ("A", "B", "U"):
+        torch.testing.assert_close(
+            getattr(found, name), oracles.columns_vec(wanted[name]), **CLOSE, msg=name
+        )
+    torch.testing.assert_close(found.u, wanted["u"], **CLOSE)
+    if bias:
+        torch.testing.assert_close(found.b, wanted["b"], **CLOSE)
+    else:
+        assert found.b is None
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("n", "d", "N"), [(5, 3, 4), (3, 2, 6), (1, 1, 1), (4, 4, 1)])
+def test_kernel_is_the_jacobians_gram_matrix(n: int, d: int, N: int, bias: bool) -> None:
+    model, X, _ = drawn(7, n, d, N, bias=bias)
+    rows, kernel = oracles.jacobian(model, X), closed_form_kernel(model, X)
+    for name, row in rows.items():
+        flat = row.reshape(N, -1)
+        torch.testing.assert_close(getattr(kernel, name), flat @ flat.T, **CLOSE, msg=name)
+    whole = torch.cat([row.reshape(N, -1) for row in rows.values()], 1)
+    torch.testing.assert_close(kernel.total, whole @ whole.T, **CLOSE)
+    least = float(torch.linalg.eigvalsh(whole @ whole.T)[0])
+    assert kernel.smallest() == pytest.approx(max(0.0, least), rel=1e-6, abs=1e-9)
+
+
+def test_state_jacobians_are_finite_differences() -> None:
+    model, X, _ = drawn(5, bias=True)
+    found = state_jacobians(model, X)
+    h = 1e-6
+    for name in ("A", "B", "U", "b"):
+        base = getattr(model, name)
+        entries = (
+            [(i, j) for j in range(base.shape[1]) for i in range(base.shape[0])]
+            if (base.ndim == 2)
+            else [(i,) for i in range(len(base))]
+        )
+        columns = []
+        for entry in entries:
+            moved = []
+            for sign in (1, -1):
+                part = base.clone()
+                part[entry] += sign * h
+                p = oracles.parameters(model) | {name: part}
+                moved.append(oracles.state(p, X, model.m).T.reshape(-1))
+            columns.append((moved[0] - moved[1]) / (2 * h))
+        part = getattr(found, name)
+        torch.testing.assert_close(part, torch.stack(columns, 1), rtol=1e-6, atol=1e-7)
+
+
+def test_lemma_3_2_1_and_3_2_2_written_out() -> None:
+    """−∂g/∂θ and Q⁻¹ of the whole (Nn)² matrix, with torch.kron."""
+    model, X, _ = drawn(6)
+    found = find_equilibrium(model, X)
+    n, N = found.Z.shape
+    eye = torch.eye(n, dtype=torch.float64)
+    D = torch.diag(found.D.T.reshape(-1))
+    Q = torch.eye(n * N, dtype=torch.float64) - D @ torch.kron(
+        torch.eye(N, dtype=torch.float64), model.W
+    )
+    by_weight = D @ torch.kron(found.Z.T.contiguous(), eye)
+    K = commutation_matrix(n)
+    one = torch.eye(n * n, dtype=torch.float64)
+    P_A = -(one + K) @ torch.kron(eye, model.A.T.contiguous())
+    at_fixed, through = residual_jacobians(model, X, found), state_jacobians(model, X, found)
+    torch.testing.assert_close(at_fixed.A, -by_weight @ P_A)
+    torch.testing.assert_close(at_fixed.B, -by_weight @ (one - K))
+    torch.testing.assert_close(through.W, torch.linalg.inv(Q) @ by_weight)
+    torch.testing.assert_close(through.A, torch.linalg.inv(Q) @ by_weight @ P_A)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_gradient_is_autograds(bias: bool) -> None:
+    model, X, y = drawn(8, bias=bias)
+    p = {k: v.requires_grad_() for k, v in oracles.parameters(model).items()}
+    loss = 0.5 * (oracles.outputs(p, X, model.m) - y).square().sum()
+    wanted = torch.cat([g.reshape(-1) for g in torch.autograd.grad(loss, list(p.values()))])
+    found = find_equilibrium(model, X)
+    value, rest = square_loss(model, found, y)
+    assert value == pytest.approx(float(loss.detach()))
+    torch.testing.assert_close(closed_form_gradient(model, X, found, rest), wanted, **CLOSE)
+
+
+def test_a_bias_is_a_further_input() -> None:
+    model, X, _ = drawn(9, bias=True)
+    plain, wide = model.without_bias(X)
+    assert plain.b is None
+    torch.testing.assert_close(
+        closed_form_kernel(plain, wide).total, closed_form_kernel(model, X).total
+    )
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_layers_come_and_go(bias: bool) -> None:
+    torch.manual_seed(0)
+    layer = eq.nn.MonotoneDEQ(6, in_channels=4, m=0.3, bias=bias).double()
+    x, u = torch.randn(5, 4, dtype=torch.float64), torch.randn(6, dtype=torch.float64)
+    model = ThesisModel.from_layer(layer, u)
+    Z = find_equilibrium(model, x.T).Z
+    torch.testing.assert_close(Z.T, layer(x).detach(), rtol=1e-3, atol=1e-4)
+    again = ThesisModel.from_layer(model.to_layer(), u)
+    torch.testing.assert_close(again.vector(), model.vector())
+    torch.testing.assert_close(model.at(model.vector()).vector(), model.vector())
+
+
+def test_what_does_not_fit_is_an_error() -> None:
+    eye = torch.eye(3)
+    with pytest.raises(ValueError, match=r"u must be \[3\]"):
+        ThesisModel(A=eye, B=eye, U=eye, u=eye, m=1.0)
+    with pytest.raises(ValueError, match="m=-1"):
+        ThesisModel(A=eye, B=eye, U=eye, u=eye[0], m=-1)
+    with pytest.raises(TypeError, match="expected a number"):
+        ThesisModel(A=eye, B=eye, U=eye, u=eye[0], m="1")  # type: ignore[arg-type]
+    model, X, _y = drawn(0)
+    with pytest.raises(ValueError, match="transpose"):
+        find_equilibrium(model, X.T)
+    with pytest.raises(ValueError, match="not finite"):
+        find_equilibrium(model, X * torch.nan)
+    with pytest.raises(ValueError, match="width=0"):
+        ThesisModel.usual(0, 1)
+    with pytest.raises(ValueError, match="rows=0"):
+        commutation_matrix(0)
+    with pytest.raises(TypeError, match="dense MonotoneDEQ"):
+        ThesisModel.from_layer(eq.nn.MonotoneDEQ(4, kernel_size=3), eye[0])
+    with pytest.raises(ValueError, match="ReLU"):
+        ThesisModel.from_layer(eq.nn.MonotoneDEQ(3, prior=eq.Free()), eye[0])

@@ -1,0 +1,312 @@
+"""The empirical tangent kernel against closed forms, differences and its own other routes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.func import functional_call, jacrev
+
+import equilibria as eq
+from equilibria_papers.theory import empirical_ntk
+from papers.tests.theory.ntk.oracles import dense_jacobian, relu_limit, wide_network
+
+TIGHT: dict[str, Any] = {"solver": eq.Anderson(rtol=1e-12, max_steps=400)}
+
+
+def mlp(inputs: int = 4, hidden: int = 6, outputs: int = 3) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(inputs, hidden), nn.Tanh(), nn.Linear(hidden, hidden), nn.Tanh(),
+        nn.Linear(hidden, outputs),
+    ).double()  # fmt: skip
+
+
+def by_jacrev(model: nn.Module, x: Tensor) -> Tensor:
+    """J Jᵀ from torch's own Jacobian of the whole batch, [N·K, N·K]."""
+    parameters = {n: p.detach() for n, p in model.named_parameters()}
+    parts = jacrev(lambda p: functional_call(model, p, (x,)).flatten())(parameters)
+    rows = torch.cat([part.flatten(1) for part in parts.values()], dim=1)
+    return rows @ rows.mT
+
+
+# ---------------------------------------------------------------------- closed forms
+
+
+def test_a_linear_model_has_the_kernel_of_its_inputs() -> None:
+    """f = Wx + b: K(x, x′) = (x·x′ + 1)I."""
+    model, x = nn.Linear(5, 3).double(), torch.randn(4, 5, dtype=torch.float64)
+    found = empirical_ntk(model, x)
+    expected = torch.einsum("ij,ab->ijab", x @ x.mT + 1, torch.eye(3, dtype=x.dtype))
+    assert found.parameters == 18
+    torch.testing.assert_close(found.kernel, expected)
+
+
+def test_a_deep_linear_model() -> None:
+    """f = BAx: K(x, x′) = (x·x′)BBᵀ + (Ax·Ax′)I."""
+    a, b = nn.Linear(5, 4, bias=False).double(), nn.Linear(4, 3, bias=False).double()
+    x = torch.randn(6, 5, dtype=torch.float64)
+    left = torch.einsum("ij,ab->ijab", x @ x.mT, b.weight @ b.weight.mT)
+    h = x @ a.weight.mT
+    right = torch.einsum("ij,ab->ijab", h @ h.mT, torch.eye(3, dtype=x.dtype))
+    found = empirical_ntk(nn.Sequential(a, b), x, layers=True)
+    torch.testing.assert_close(found.kernel, (left + right).detach())
+    torch.testing.assert_close(found.parts["0"], left.permute(0, 2, 1, 3).reshape(18, 18).detach())
+
+
+@pytest.mark.parametrize("hidden", [1, 2])
+def test_wide_networks_approach_the_infinite_width_kernel_at_the_rate_of_the_root(
+    hidden: int,
+) -> None:
+    torch.manual_seed(3)
+    x = torch.randn(5, 3, dtype=torch.float64)
+    limit = torch.from_numpy(relu_limit(x.numpy(), hidden))
+
+    def error(width: int, trials: int) -> float:
+        found = [
+            empirical_ntk(wide_network(3, width, hidden), x, method="vmap").matrix
+            for _ in range(trials)
+        ]
+        errors = torch.stack([(k - limit).norm() / limit.norm() for k in found])
+        return float(errors.square().mean().sqrt())
+
+    narrow, wide = error(32, 16), error(512, 8)
+    assert wide < 0.15
+    # √(512/32) = 4; the ratio of two estimated errors spreads.
+    assert 2.5 < narrow / wide < 6.5
+
+
+# ---------------------------------------------------------------------- dense oracles
+
+
+@pytest.mark.parametrize("method", ["vmap", "autograd"])
+def test_an_mlp_against_central_differences(method: Any) -> None:
+    model, x = mlp(), torch.randn(5, 4, dtype=torch.float64)
+    jacobian = dense_jacobian(model, x)
+    found = empirical_ntk(model, x, method=method)
+    assert found.method == method
+    torch.testing.assert_close(found.matrix, jacobian @ jacobian.mT, rtol=1e-6, atol=1e-8)
+
+
+def layers() -> dict[str, nn.Module]:
+    torch.manual_seed(1)
+    return {
+        "opteq": eq.nn.OptEq(4, 6, in_channels=3, **TIGHT),
+        "geq": eq.nn.GEQ(4, 6, in_channels=3, hidden=4, gamma=0.3, **TIGHT),
+        "monotone": eq.nn.MonotoneDEQ(4, in_channels=3),
+        "deep": eq.nn.DeepOptEq(4, (5, 3), in_channels=3, **TIGHT),
+    }
+
+
+@pytest.mark.parametrize("name", ["opteq", "geq", "monotone", "deep"])
+def test_equilibrium_layers_against_central_differences(name: str) -> None:
+    layer: Any = layers()[name]
+    model = nn.Sequential(layer, nn.Linear(4, 2)).double().eval()
+    if name == "monotone":
+        layer.solver = eq.PeacemanRachford(rtol=1e-12, max_steps=2000)
+    layer.adjoint = eq.Implicit(solver=eq.GMRES(rtol=1e-12))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1.1)  # off the bounds of the norms, which are kinks
+    x = torch.randn(3, 3, dtype=torch.float64)
+    jacobian = dense_jacobian(model, x, 1e-5)
+    expected = jacobian @ jacobian.mT
+    for method in ("auto", "autograd"):
+        found = empirical_ntk(model, x, method=method)  # type: ignore[arg-type]
+        torch.testing.assert_close(found.matrix, expected, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", ["opteq_digits", "geq_digits", "explicit_digits"])
+def test_named_networks_by_both_routes(name: str) -> None:
+    torch.manual_seed(0)
+    model = eq.models.create(name)
+    x = torch.randn(3, 1, 8, 8)
+    quick = empirical_ntk(model, x, outputs=[0, 7], method="vmap")
+    plain = empirical_ntk(model, x, outputs=[0, 7], method="autograd")
+    assert empirical_ntk(model, x[:1], outputs=0).method == "vmap"
+    torch.testing.assert_close(quick.matrix, plain.matrix, rtol=1e-3, atol=1e-5)
+
+
+# ---------------------------------------------------------------------- outputs, samples, layers
+
+
+def test_choices_of_outputs_are_parts_of_the_full_kernel() -> None:
+    model, x = mlp(), torch.randn(4, 4, dtype=torch.float64)
+    full = empirical_ntk(model, x).kernel
+    torch.testing.assert_close(
+        empirical_ntk(model, x, outputs="trace").matrix,
+        full.diagonal(dim1=2, dim2=3).mean(-1),
+    )
+    torch.testing.assert_close(empirical_ntk(model, x).traced, full.diagonal(0, 2, 3).mean(-1))
+    torch.testing.assert_close(empirical_ntk(model, x, outputs="sum").matrix, full.sum((2, 3)) / 3)
+    torch.testing.assert_close(empirical_ntk(model, x, outputs=-1).matrix, full[:, :, 2, 2])
+    two = empirical_ntk(model, x, outputs=[2, 0]).kernel
+    torch.testing.assert_close(two, full[:, :, [2, 0]][..., [2, 0]])
+
+
+def test_the_kernel_of_two_sets_is_a_block_of_the_kernel_of_their_union() -> None:
+    model, x = mlp(), torch.randn(7, 4, dtype=torch.float64)
+    whole = empirical_ntk(model, x).kernel
+    cross = empirical_ntk(model, x[:3], x[3:], batch_size=2).kernel
+    torch.testing.assert_close(cross, whole[:3, 3:])
+
+
+def test_layers_sum_to_the_kernel_and_their_shares_to_one() -> None:
+    model, x = mlp(), torch.randn(4, 4, dtype=torch.float64)
+    found = empirical_ntk(model, x, layers=True)
+    assert list(found.parts) == ["0", "2", "4"]
+    assert dict(found.sizes) == {"0": 30, "2": 42, "4": 21}
+    torch.testing.assert_close(sum(found.parts.values()), found.matrix)
+    assert sum(found.shares().values()) == pytest.approx(1.0)
+    alone = empirical_ntk(model, x, parameters="2.*")
+    assert alone.parameters == 42
+    torch.testing.assert_close(found.parts["2"], alone.matrix)
+    kinds = empirical_ntk(model, x, layers=lambda name: name.split(".")[1])
+    assert set(kinds.parts) == {"weight", "bias"}
+
+
+def test_parametrized_weights_belong_to_their_layer() -> None:
+    found = empirical_ntk(eq.models.create("opteq_digits"), torch.randn(2, 1, 8, 8), layers=True)
+    assert "stages.0.layer.W" in found.parts
+    assert not any("parametrizations" in name for name in found.parts)
+    coarse = empirical_ntk(
+        eq.models.create("opteq_digits"), torch.randn(2, 1, 8, 8), layers=1, outputs=0
+    )
+    assert set(coarse.parts) == {"stem", "stages", "head"}
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    samples=st.integers(1, 9),
+    chunk=st.one_of(st.none(), st.integers(1, 5)),
+    spare=st.integers(0, 40_000),
+    choice=st.sampled_from(["all", "trace", "sum", 1, (0, 2)]),
+)
+def test_any_budget_gives_the_same_kernel(
+    samples: int, chunk: int | None, spare: int, choice: Any
+) -> None:
+    """From rows that all fit to one parameter tensor at a time."""
+    model = mlp()
+    x = torch.randn(samples, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    dense = empirical_ntk(model, x, outputs=choice)
+    # The kernel, and four times the rows of one sample in the largest tensor (36 entries).
+    least = dense.matrix.numel() * 8 + 4 * 3 * 36 * 8
+    tight = empirical_ntk(model, x, outputs=choice, memory=least + spare, batch_size=chunk)
+    torch.testing.assert_close(tight.matrix, dense.matrix)
+    if choice == "all":
+        torch.testing.assert_close(dense.matrix, by_jacrev(model, x))
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(1, 6), st.integers(1, 4), st.integers(0, 99))
+def test_kernels_are_symmetric_and_positive(samples: int, outputs: int, seed: int) -> None:
+    torch.manual_seed(seed)
+    x = torch.randn(samples, 4, dtype=torch.float64)
+    matrix = empirical_ntk(mlp(outputs=outputs), x).matrix
+    assert torch.equal(matrix, matrix.mT)
+    assert float(torch.linalg.eigvalsh(matrix)[0]) > -1e-10 * float(matrix.trace())
+
+
+# ---------------------------------------------------------------------- what it leaves alone
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2))
+    model[1].eval()
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+    random = torch.get_rng_state()
+    first = empirical_ntk(model, x := torch.randn(6, 4, generator=torch.Generator().manual_seed(0)))
+    assert torch.equal(random, torch.get_rng_state())
+    assert [m.training for m in model] == [True, False, True, True]
+    assert all(torch.equal(before[n], t) for n, t in model.state_dict().items())
+    assert all(p.grad is None and p.requires_grad for p in model.parameters())
+    assert torch.equal(first.matrix, empirical_ntk(model.eval(), x).matrix)
+
+
+def test_half_precision_is_contracted_in_float32() -> None:
+    model = mlp().to(torch.bfloat16)
+    found = empirical_ntk(model, torch.randn(3, 4).bfloat16())
+    assert found.matrix.dtype == torch.float32
+
+
+def test_parameters_without_a_part_and_shared_ones() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one = nn.Linear(3, 3, bias=False).double()
+            self.two = nn.Linear(3, 3, bias=False).double()
+            self.two.weight = self.one.weight
+            self.unused = nn.Parameter(torch.zeros(7, dtype=torch.float64))
+            self.frozen = nn.Parameter(torch.ones(3, dtype=torch.float64), requires_grad=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.two(torch.tanh(self.one(x))) * self.frozen
+            return out
+
+    model, x = Odd(), torch.randn(2, 3, dtype=torch.float64)
+    jacobian = dense_jacobian(model, x)[:, : 9 + 7]
+    for method in ("vmap", "autograd"):
+        found = empirical_ntk(model, x, method=method)  # type: ignore[arg-type]
+        assert found.parameters == 16
+    # Central differences visit the shared weight once, like the kernel, and the frozen one too.
+    names = [n for n, _ in model.named_parameters()]
+    assert names == ["unused", "frozen", "one.weight"]
+    jacobian = dense_jacobian(model, x)
+    jacobian[:, 7:10] = 0
+    torch.testing.assert_close(found.matrix, jacobian @ jacobian.mT, rtol=1e-6, atol=1e-8)
+
+
+# ---------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("given_", "words"),
+    [
+        ({"outputs": "mean"}, "'all', 'trace', 'sum'"),
+        ({"outputs": 3}, "3 outputs, 0 to 2"),
+        ({"outputs": []}, "an index or several"),
+        ({"outputs": [0.5]}, "an index or several"),
+        ({"parameters": "tail.*"}, "fits none of 6 parameters"),
+        ({"parameters": [3]}, "a pattern"),
+        ({"layers": 0}, "1 or more"),
+        ({"layers": "head"}, "a depth or a function"),
+        ({"method": "fast"}, "'auto', 'vmap' or 'autograd'"),
+        ({"memory": 0}, "positive integer"),
+        ({"batch_size": 0}, "positive integer"),
+        ({"projection": "half"}, "Projection"),
+        ({"x2": torch.zeros(2, 5)}, "x and x2 differ"),
+    ],
+)
+def test_bad_options_say_what_is_allowed(given_: dict[str, Any], words: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=words):
+        empirical_ntk(mlp(), torch.zeros(2, 4, dtype=torch.float64), **given_)
+
+
+def test_bad_models_and_inputs_say_what_is_wrong() -> None:
+    x = torch.zeros(2, 4, dtype=torch.float64)
+    with pytest.raises(TypeError, match=r"torch\.nn\.Module, got function"):
+        empirical_ntk(lambda x: x, x)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="x must be a tensor"):
+        empirical_ntk(mlp(), [1.0])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="N ≥ 1"):
+        empirical_ntk(mlp(), x[:0])
+    with pytest.raises(ValueError, match="no parameter that needs a gradient"):
+        empirical_ntk(mlp().requires_grad_(False), x)
+    with pytest.raises(TypeError, match="one tensor"):
+        empirical_ntk(nn.LSTM(4, 3).double(), x)
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        empirical_ntk(mlp(), torch.zeros(2, 5, dtype=torch.float64))
+    with pytest.raises(ValueError, match="layers=True"):
+        empirical_ntk(mlp(), x).shares()
+
+
+def test_a_budget_that_is_too_small_names_what_it_needs() -> None:
+    x = torch.zeros(9, 4, dtype=torch.float64)
+    with pytest.raises(MemoryError, match=r"take 5\.695 KiB, more than memory=1000 bytes"):
+        empirical_ntk(mlp(), x, memory=1000)
+    with pytest.raises(MemoryError, match=r"'2\.weight'"):
+        empirical_ntk(mlp(), x, memory=27 * 27 * 8 + 100)

@@ -1,0 +1,203 @@
+"""States through training: class means, shares between classes, the callback."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import equilibria as eq
+from equilibria_papers.theory.trajectories import (
+    SolverPath,
+    TrainingPath,
+    follow_training,
+    principal_components,
+    training_recorder,
+)
+
+# Principal components against numpy's SVD.
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(3, 30), st.integers(2, 40), st.integers(0, 99), st.integers(1, 4))
+def test_components_are_those_of_the_svd(points: int, dims: int, seed: int, count: int) -> None:
+    cloud = np.random.default_rng(seed).normal(size=(points, dims)) * np.linspace(1, 3, dims)
+    found = principal_components(torch.from_numpy(cloud), count)
+    centered = cloud - cloud.mean(0)
+    _, values, rows = np.linalg.svd(centered, full_matrices=False)
+    rank = min(points - 1, dims)
+    assert found.components.shape == (count, dims)
+    for i in range(min(count, rank)):
+        row = found.components[i].numpy()
+        assert row[np.abs(row).argmax()] > 0
+        np.testing.assert_allclose(abs(row @ rows[i]), 1.0, rtol=1e-7)
+        share = values[i] ** 2 / (values**2).sum()
+        np.testing.assert_allclose(float(found.explained[i]), share, rtol=1e-8)
+        np.testing.assert_allclose(
+            found.project(torch.from_numpy(cloud))[:, i].numpy(), centered @ row, atol=1e-9
+        )
+    assert not bool(found.components[rank:].any())
+
+
+def test_signs_do_not_depend_on_the_order_of_points_or_their_precision() -> None:
+    generator = torch.Generator().manual_seed(0)
+    cloud = torch.randn(50, 7, generator=generator) * torch.arange(1.0, 8.0)
+    first = principal_components(cloud)
+    again = principal_components(cloud.flip(0).double())
+    torch.testing.assert_close(first.components, again.components, rtol=1e-5, atol=1e-6)
+
+
+def test_wide_clouds_go_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    cloud = torch.randn(3, 4, 25, generator=generator, dtype=torch.float64)
+    whole = principal_components(cloud, 2)
+    monkeypatch.setattr("equilibria_papers.theory.trajectories.training_path._CHUNK", 4)
+    parts = principal_components(cloud, 2)
+    torch.testing.assert_close(whole.components, parts.components)
+    torch.testing.assert_close(whole.project(cloud), parts.project(cloud))
+    assert parts.project(cloud).shape == (3, 4, 2)
+
+
+def test_points_that_are_not_finite_are_left_out() -> None:
+    cloud = torch.tensor([[0.0, 0.0], [2.0, 0.0], [torch.nan, 1.0], [torch.inf, 0.0]])
+    found = principal_components(cloud)
+    torch.testing.assert_close(found.mean, torch.tensor([1.0, 0.0], dtype=torch.float64))
+    torch.testing.assert_close(found.explained, torch.tensor([1.0, 0.0], dtype=torch.float64))
+
+
+def test_equal_points_have_no_components() -> None:
+    found = principal_components(torch.ones(5, 3))
+    assert not bool(found.components.any())
+    assert found.explained.tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("points", "count", "match"),
+    [
+        (torch.ones(3), 2, r"\[..., n\]"),
+        (torch.ones(3, 2, dtype=torch.long), 2, "floating"),
+        (torch.full((3, 2), torch.nan), 2, "two finite points"),
+        (torch.ones(3, 2), 0, "count"),
+    ],
+)
+def test_what_cannot_be(points: torch.Tensor, count: int, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        principal_components(points, count)
+
+
+def made(states: Tensor, labels: Tensor) -> TrainingPath:
+    """A training whose z* are these [E, B, n]."""
+    flat = torch.zeros(1, states.shape[1])
+    paths = tuple(SolverPath("x", 0.0, flat, flat, z.unsqueeze(0)) for z in states)
+    return TrainingPath(tuple(str(i) for i in range(len(states))), labels, paths)
+
+
+def test_class_means_and_spread_by_numpy() -> None:
+    generator = torch.Generator().manual_seed(0)
+    states = torch.randn(3, 20, 4, generator=generator, dtype=torch.float64)
+    labels = torch.randint(0, 3, (20,), generator=generator) * 2
+    training = made(states, labels)
+    assert training.classes == [0, 2, 4]
+    means = training.class_means(training.equilibria).numpy()
+    z, y = states.numpy(), labels.numpy()
+    for e in range(3):
+        between = 0.0
+        for i, label in enumerate((0, 2, 4)):
+            mean = z[e, y == label].mean(0)
+            np.testing.assert_allclose(means[e, i], mean)
+            between += (y == label).sum() * ((mean - z[e].mean(0)) ** 2).sum()
+        whole = ((z[e] - z[e].mean(0)) ** 2).sum()
+        np.testing.assert_allclose(float(training.spread()[e]), between / whole)
+
+
+def test_spread_is_one_for_classes_that_are_points_and_zero_for_equal_ones() -> None:
+    labels = torch.tensor([0, 0, 1, 1])
+    apart = torch.tensor([[[0.0], [0.0], [1.0], [1.0]], [[0.0], [1.0], [0.0], [1.0]]])
+    torch.testing.assert_close(
+        made(apart, labels).spread(), torch.tensor([1.0, 0.0], dtype=torch.float64)
+    )
+
+
+def test_points_that_are_not_finite_do_not_count_in_a_mean() -> None:
+    states = torch.tensor([[[1.0], [torch.nan], [5.0]]])
+    training = made(states, torch.tensor([0, 0, 1]))
+    assert training.class_means(training.equilibria).flatten().tolist() == [1.0, 5.0]
+
+
+def tiny() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3, padding=1),
+        eq.nn.DEQ(eq.nn.ResidualBlock(4, 4, groups=2)),
+        nn.Flatten(),
+        nn.Linear(4 * 16, 2),
+    )
+
+
+def test_checkpoints_are_followed_one_by_one() -> None:
+    models = [tiny(), copy.deepcopy(tiny())]
+    with torch.no_grad():
+        models[1][0].weight.mul_(2.0)
+    x, labels = torch.randn(6, 1, 4, 4), torch.arange(6) % 2
+    found = follow_training((m for m in models), x, labels, moments=["start", "end"], steps=60)
+    assert found.moments == ("start", "end")
+    for model, z in zip(models, found.equilibria, strict=True):
+        with torch.no_grad():
+            answer = model[1](model[0](x)).flatten(1)
+        torch.testing.assert_close(z, answer, rtol=1e-2, atol=1e-2)
+
+
+def test_errors_of_follow_training() -> None:
+    x, labels = torch.randn(2, 1, 4, 4), torch.zeros(2, dtype=torch.long)
+    with pytest.raises(ValueError, match="labels"):
+        follow_training([tiny()], x, labels[:1])
+    with pytest.raises(ValueError, match="one checkpoint"):
+        follow_training([], x, labels)
+    with pytest.raises(ValueError, match="2 moments"):
+        follow_training([tiny()], x, labels, moments=["a", "b"], steps=2)
+    with pytest.raises(ValueError, match="every"):
+        training_recorder(x, labels, every=0)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_callback_sees_the_weights_of_every_epoch() -> None:
+    import lightning.pytorch as pl
+
+    class Module(pl.LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = tiny()
+
+        def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
+            return nn.functional.cross_entropy(self.model(batch[0]), batch[1])
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    x, labels = torch.randn(8, 1, 4, 4), torch.arange(8) % 2
+    module = Module()
+    first = copy.deepcopy(module.model)
+    recorder = training_recorder(x, labels, every=2, steps=30)
+    with pytest.raises(RuntimeError, match="not begun"):
+        recorder.training_path()
+    trainer = pl.Trainer(
+        max_epochs=4,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[recorder],
+    )
+    data = torch.utils.data.TensorDataset(x, labels)
+    trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=4))
+    found = recorder.training_path()
+    assert found.moments == ("0", "2", "4")
+    ends = follow_training([first, module.model.eval()], x, labels, steps=30)
+    torch.testing.assert_close(found.equilibria[[0, 2]], ends.equilibria)
+    assert not torch.equal(found.equilibria[0], found.equilibria[2])

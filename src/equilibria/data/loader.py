@@ -1,0 +1,270 @@
+"""``load``: a data set by name or folder, from the folder you name, the cache, or the hub."""
+
+from __future__ import annotations
+
+import os
+import urllib.parse
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from equilibria.engine.optional import needs
+
+from .catalog import DataCard, describe, names, resolve_split, split_of
+from .classic import read_cifar_batches, read_digits, read_idx
+from .decoding import OnCorrupt, decode
+from .folders import read_camvid, read_cityscapes, read_class_folders
+from .image_data import ImageData
+from .parquet import read_parquet
+from .sampling import held_out
+from .sources import (
+    CACHE_VARIABLE,
+    IGNORE,
+    DataError,
+    DataNotFoundError,
+    Found,
+    PartMissingError,
+    cache_dir,
+)
+
+HUB_VARIABLE = "HF_ENDPOINT"
+_FOLDER = DataCard(name="folder", text="a folder of class folders", num_classes=2)
+_LAYOUTS: dict[str, Callable[[Path, str, DataCard | None], Found | None]] = {
+    "Parquet files": read_parquet,
+    "CIFAR batches": read_cifar_batches,
+    "idx files": read_idx,
+    "train and trainannot": read_camvid,
+    "leftImg8bit and gtFine": read_cityscapes,
+    "class folders": read_class_folders,
+}
+# The folders that archives unpack to, tried inside a folder that is named.
+_INNER = {
+    "mnist": ("mnist", "MNIST/raw", "raw"),
+    "cifar10": ("plain_text", "cifar-10-batches-py", "cifar-10-batches-bin"),
+    "cifar100": ("cifar100", "cifar-100-python", "cifar-100-binary"),
+    "imagenette": ("imagenette2-320", "imagenette2", "imagenette2-160", "320px", "data"),
+    "imagenet-100": ("imagenet100", "ImageNet100", "data"),
+    "tiny-imagenet": ("tiny-imagenet-200", "data"),
+    "camvid": ("CamVid", "data"),
+    "cityscapes": ("data",),
+}
+
+
+def load(
+    name: str | Path,
+    split: str = "train",
+    *,
+    root: str | Path | None = None,
+    download: bool = False,
+    image_size: int | Sequence[int] | None = None,
+    on_corrupt: OnCorrupt = "raise",
+    progress: bool = True,
+    channels: int | None = None,
+    lazy: bool | None = None,
+    cache: bool = True,
+) -> ImageData:
+    """A split of a data set, from the first place that has it: ``root``, the cache, the hub.
+
+    Args:
+        name: one of ``names()``, or a folder: class folders of images (in train, val and test, or
+            one set of which a fifth is held out as test), Parquet files, CIFAR's or MNIST's own
+            files. A ``Path`` is always a folder.
+        split: train, val or test. Where test labels are withheld, test is val.
+        root: a folder that holds the files of the named set, or a folder with its name.
+        download: fetch from the hub what is in neither ``root`` nor the cache; into ``root`` if it
+            is given.
+        image_size: classification: the middle square, resized to this; segmentation: the shorter
+            side, resized to this. A pair (height, width), as saved with weights, says the same.
+            None: what is usual for the set, or as the files are.
+        on_corrupt: "raise" names the first image that cannot be read; "skip" leaves such images out
+            and warns once.
+        progress: show a bar while decoding or downloading.
+        channels: 1 (gray) or 3 (color); what is usual for the set if None, color for folders.
+        lazy: decode by the batch, not at once. None: when the split is larger than 4 GiB.
+        cache: keep a decoded copy in the cache, and use one that is there.
+    """
+    if on_corrupt not in ("raise", "skip"):
+        raise ValueError(f"on_corrupt={on_corrupt!r}: expected 'raise' or 'skip'.")
+    if channels not in (None, 1, 3):
+        raise ValueError(f"channels={channels!r}: expected 1 (gray), 3 (color) or None.")
+    split_of(split)
+    if isinstance(name, str) and name in names():
+        card = describe(name)
+        found = find_named(name, split, None if root is None else Path(root), download, progress)
+    elif root is not None:
+        raise ValueError(
+            f"root={os.fspath(root)!r} goes with the name of a data set, and {str(name)!r} is "
+            f"a folder. Names: {', '.join(names())}."
+        )
+    else:
+        card, found = _FOLDER, _find_folder(Path(name), split)
+    size = card.image_size
+    if image_size is not None:
+        size = _side(image_size, square=card.task == "classification")
+    if channels is None:
+        channels = found.images.shape[1] if isinstance(found.images, Tensor) else card.channels
+    images, targets, found = decode(
+        found, card.task, str(name), channels, size, on_corrupt, lazy, cache, progress
+    )
+
+    def statistics(values: tuple[float, ...]) -> tuple[float, ...]:
+        """Of color for gray, or the other way: near enough, and the same every time."""
+        return values if len(values) == channels else (sum(values) / len(values),) * channels
+
+    return ImageData(
+        images=images,
+        targets=targets,
+        classes=found.classes,
+        name=str(name),
+        split_name=found.split,
+        mean=statistics(card.mean),
+        std=statistics(card.std),
+        task=card.task,
+        ignore_index=IGNORE if card.task == "segmentation" else None,
+        superclasses=found.superclasses,
+        superclass_names=found.superclass_names,
+    )
+
+
+def _side(image_size: int | Sequence[int], square: bool) -> int:
+    """The side that is meant: of the square, or the shorter one of a scene."""
+    pair = list(image_size) if isinstance(image_size, Sequence) else [image_size, image_size]
+    fits = len(pair) == 2 and all(type(n) is int and 1 <= n <= 8192 for n in pair)
+    if not fits or (square and pair[0] != pair[1]):
+        raise ValueError(
+            f"image_size={image_size!r}: expected a number of pixels from 1 to 8192; images to "
+            "classify are square."
+        )
+    return min(pair)
+
+
+def find_named(
+    name: str, split: str, root: Path | None = None, download: bool = False, progress: bool = False
+) -> Found:
+    """The split of a named set, not yet decoded, from the first place that has it."""
+    card = describe(name)
+    if name == "digits":
+        return read_digits(split)
+    places = {cache_dir(): f"the cache {cache_dir() / name} (set by the variable {CACHE_VARIABLE})"}
+    if root is not None:
+        root = root.expanduser()
+        if not root.is_dir() and not download:
+            raise DataNotFoundError(f"root={str(root)!r}: there is no such folder.")
+        places = {root: f"the folder {root} (root=…)", **places}
+    # A download that was interrupted goes on; a split that no copy has is an error at once.
+    fetches = download and bool(card.hub) and split_of(split) in (*card.splits, "test")
+    tried = []
+    for place, text in places.items():
+        try:
+            found = _inside(place, split, card)
+        except PartMissingError as error:
+            if not fetches:
+                raise
+            tried.append(f"{text}: {error}")
+            continue
+        if found is not None:
+            return found
+        tried.append(text)
+    if download:
+        target = (cache_dir() if root is None else root) / name
+        try:
+            fetch(card, target, progress=progress)
+            found = _inside(target, split, card)
+        except DataNotFoundError as error:
+            tried.append(f"the hub (set by the variable {HUB_VARIABLE}): {error}")
+        else:
+            if found is not None:
+                return found
+            tried.append(f"the hub: {card.hub} has no split {split}")
+    elif card.hub:
+        tried.append(f"the hub, {card.hub}: not asked; pass download=True to fetch it from there")
+    else:
+        tried.append(f"the hub: does not have it, {card.hub_note}")
+    listed = "\n".join(f"  - {place}" for place in tried)
+    raise DataNotFoundError(
+        f"{name} ({split}) was not found. Tried:\n{listed}\nA folder may hold "
+        f"{', '.join(_LAYOUTS)}, in itself or in a folder {name} inside it. digits needs no files."
+    )
+
+
+def _find_folder(path: Path, split: str) -> Found:
+    """The split of a folder of the user's own."""
+    folder = path.expanduser()
+    if not folder.is_dir():
+        kind = "is a file, not a folder" if folder.exists() else "is no folder"
+        raise DataNotFoundError(
+            f"{str(path)!r} {kind}, and no data set has that name. Known names: "
+            f"{', '.join(names())}; or a folder with one folder of images for each class."
+        )
+    there = sorted(p.name for p in folder.iterdir())
+    if not there:
+        raise DataNotFoundError(f"{folder} is empty; expected one folder of images for each class.")
+    found = _first((folder, folder / "data"), split, None)
+    if found is None:
+        raise DataError(
+            f"{folder} holds no data that can be read (it holds: {', '.join(there[:6])}); expected "
+            "one folder of images for each class, or Parquet files with an image and a label."
+        )
+    if found.split != "all":
+        return found
+    # A folder without splits: a fifth of each class is test, the rest train.
+    split = resolve_split(split, ("train", "test"), str(path))
+    test = held_out(found.targets, len(found.images), 0.2, seed=0)
+    return found.chosen((test if split == "test" else ~test).nonzero().flatten(), split)
+
+
+def _inside(root: Path, split: str, card: DataCard) -> Found | None:
+    """The split from a folder, or from a folder in it that has the name of the set."""
+    inner = ("", *_INNER.get(card.name, ()))
+    folders = [base / part for base in (root / card.name, root) for part in inner]
+    return _first([folder for folder in folders if folder != cache_dir()], split, card)
+
+
+def _first(folders: Sequence[Path], split: str, card: DataCard | None) -> Found | None:
+    for folder in folders:
+        for read in _LAYOUTS.values() if folder.is_dir() else ():
+            found = read(folder, split, card)
+            if found is not None:
+                return found
+    return None
+
+
+def fetch(card: DataCard, folder: Path, *, progress: bool = True) -> None:
+    """Fetch the Parquet files of ``card`` into ``folder``; what is there and whole stays.
+
+    huggingface_hub goes on after an interruption and compares sizes; sums are compared here.
+    """
+    if not card.hub:
+        raise DataNotFoundError(f"{card.name} cannot be downloaded: {card.hub_note}.")
+    url = os.environ.get(HUB_VARIABLE, "").rstrip("/") or "https://huggingface.co"
+    parts = urllib.parse.urlsplit(url)
+    local = parts.hostname in ("localhost", "127.0.0.1", "::1")
+    if parts.scheme != "https" and not (parts.scheme == "http" and local):
+        raise DataError(f"{HUB_VARIABLE}={url}: expected an address that begins with https://")
+    with needs("huggingface_hub", "download=True"):
+        import huggingface_hub
+        from huggingface_hub import utils
+    silenced = not progress and not utils.are_progress_bars_disabled()
+    if silenced:
+        utils.disable_progress_bars()
+    here: dict[str, Any] = {"repo_type": "dataset", "local_dir": folder}
+    pattern = f"{card.hub_folder}/*.parquet"
+    try:
+        huggingface_hub.snapshot_download(card.hub, allow_patterns=pattern, endpoint=url, **here)
+        report = huggingface_hub.HfApi(endpoint=url).verify_repo_checksums(card.hub, **here)
+    # The client may raise the errors of the HTTP library below it, which changed over the years.
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise DataNotFoundError(f"{url}/datasets/{card.hub}: not fetched ({reason}).") from error
+    finally:
+        if silenced:
+            utils.enable_progress_bars()
+    for wrong in report.mismatches:
+        (folder / wrong["path"]).unlink()
+    if report.mismatches:
+        raise DataError(
+            f"{url}/datasets/{card.hub}: the bytes that came have another checksum than the hub "
+            f"says, in {', '.join(wrong['path'] for wrong in report.mismatches)}. They are deleted."
+        )

@@ -1,0 +1,295 @@
+"""A split from Parquet files in the hub's layout: ``train-00000-of-00002.parquet`` and so on."""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import itertools
+import json
+import re
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from equilibria.engine.optional import needs
+
+from .catalog import DataCard, resolve_split
+from .sources import IGNORE, DataError, Found, PartMissingError, cache_dir, fingerprint, replacing
+
+_STEMS = {"train": "train", "val": "val|valid|validation", "test": "test"}
+_IMAGES = ("img", "image", "images")
+_LABELS = ("label", "fine_label", "labels", "target")
+_MASKS = ("mask", "label", "annotation", "segmentation")
+_COARSE = "coarse_label"
+_IN_MEMORY = 2**31
+"""Encoded bytes up to this many are kept in memory; above, an Arrow file is mapped instead."""
+
+
+def read_parquet(folder: Path, asked: str, card: DataCard | None) -> Found | None:
+    """The split of the Parquet files in ``folder``; None where there are none.
+
+    Files of the user's own that name no split are one set ("all"); ``load`` splits it.
+    """
+    groups = parquet_files(folder)
+    named = {split: files for split, files in groups.items() if split}
+    if not named and (card is not None or not groups):
+        return None
+    split = resolve_split(asked, tuple(named), str(folder)) if named else "all"
+    files = ParquetFiles(named[split] if named else groups[""])
+    if sum(files.rows) == 0:
+        raise DataError(f"{files.paths[0]}: the {split} split has no rows.")
+    image = files.choose(files.images(), _IMAGES, "an image column")
+    column = ImageColumn(files, image).rows()
+    if card is not None and card.task == "segmentation":
+        others = [name for name in files.images() if name != image]
+        mask = files.choose(others, _MASKS, "a second image column with the masks")
+        masks = ImageColumn(files, mask).rows()
+        return Found(column, None, card.classes, split, files.paths, masks, camvid_ids())
+    label = files.choose(files.integers(), _LABELS, "a column of integer labels")
+    known = (card.classes, card.num_classes) if card is not None else ((), 0)
+    labels, classes = files.labels(label, *known)
+    if len(classes) < 2:
+        raise DataError(f"{files.paths[0]}: one class only; to tell classes apart, two are needed.")
+    found = Found(column, labels, classes, split, files.paths)
+    if _COARSE not in files.integers():
+        return found
+    above, names = files.labels(_COARSE, card.superclasses if card is not None else ())
+    return replace(found, superclasses=above, superclass_names=names)
+
+
+def parquet_files(folder: Path) -> dict[str, list[Path]]:
+    """The Parquet files of each split; under "" those that name no split."""
+    found: dict[str, list[Path]] = {}
+    for file in sorted([*folder.glob("*.parquet"), *folder.glob("*/*.parquet")]):
+        inside = file.parent != folder
+        text = file.parent.name if inside else file.name
+        end = r"$" if inside else r"([-_.]\d.*)?\.parquet$"
+        for split, stems in _STEMS.items():
+            if re.match(rf"({stems}){end}", text):
+                found.setdefault(split, []).append(file)
+                break
+        else:
+            if not inside:
+                found.setdefault("", []).append(file)
+    return found
+
+
+def camvid_ids() -> Tensor:
+    """Values of CamVid's masks to classes: 0–10 as they are, 11 (void) and 255 to IGNORE.
+
+    Any other value becomes −1, which no set accepts.
+    """
+    table = torch.full((256,), -1, dtype=torch.long)
+    table[:11] = torch.arange(11)
+    table[[11, 255]] = IGNORE
+    return table
+
+
+class ParquetFiles:
+    """The parts of one split: columns and their types, rows, labels, names of classes."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        _check_parts(paths)
+        with needs("pyarrow", "Reading Parquet files"):
+            import pyarrow.parquet as pq  # type: ignore[import-untyped, unused-ignore]
+        self.paths, self.rows, self.bytes = tuple(paths), list[int](), 0
+        self.schema: Any = None
+        for path in paths:
+            with _reading(path), pq.ParquetFile(path) as file:
+                meta, schema = file.metadata, file.schema_arrow
+            self.rows.append(meta.num_rows)
+            self.bytes += sum(meta.row_group(k).total_byte_size for k in range(meta.num_row_groups))
+            self.schema = self.schema or schema
+            if not schema.equals(self.schema):
+                kinds = [
+                    ", ".join(f"{f.name} ({f.type})" for f in s) for s in (schema, self.schema)
+                ]
+                raise DataError(
+                    f"{path} has columns {kinds[0]}, {paths[0].name} {kinds[1]}: they are not "
+                    "parts of one data set."
+                )
+
+    def images(self) -> list[str]:
+        """The columns that hold encoded images: structs with bytes, or plain binary."""
+        import pyarrow.types as kinds  # type: ignore[import-untyped, unused-ignore]
+
+        return [
+            field.name
+            for field in self.schema
+            if kinds.is_binary(field.type)
+            or kinds.is_large_binary(field.type)
+            or (kinds.is_struct(field.type) and field.type.get_field_index("bytes") >= 0)
+        ]
+
+    def integers(self) -> list[str]:
+        """The columns of integers."""
+        import pyarrow.types as kinds
+
+        return [field.name for field in self.schema if kinds.is_integer(field.type)]
+
+    def choose(self, fitting: Sequence[str], usual: Sequence[str], wanted: str) -> str:
+        """The column with a usual name, or the only one that fits."""
+        for name in usual:
+            if name in fitting:
+                return name
+        if len(fitting) == 1:
+            return fitting[0]
+        raise DataError(
+            f"{self.paths[0]} has no {wanted.split(' ', 1)[1]}: expected {' or '.join(usual)}; "
+            f"its columns are {', '.join(self.schema.names)}."
+            if not fitting
+            else f"{self.paths[0]}: which of {', '.join(fitting)} is {wanted}? Rename it to "
+            f"{usual[0]}."
+        )
+
+    def labels(
+        self, column: str, classes: tuple[str, ...] = (), count: int = 0
+    ) -> tuple[Tensor, tuple[str, ...]]:
+        """A column of labels, long [N], and the names of its classes: the file's, or ``classes``,
+        or numbers. An empty or impossible label is an error that names its row.
+        """
+        values = self.column(column)
+        if values.null_count:
+            empty = self.row_name(values.is_null().to_pylist().index(True))
+            raise DataError(f"{empty}: {column} is empty; every image needs a label.")
+        labels = torch.from_numpy(values.to_numpy().astype("int64"))
+        names = self._features().get(column, {}).get("names")
+        classes = tuple(str(name) for name in names) if isinstance(names, list) else classes
+        classes = classes or tuple(str(k) for k in range(count or int(labels.max()) + 1))
+        wrong = (labels < 0) | (labels >= len(classes))
+        if bool(wrong.any()):
+            row = int(wrong.nonzero()[0])
+            why = " The split has no labels." if bool((labels == -1).all()) else ""
+            raise DataError(
+                f"{self.row_name(row)}: {column} is {int(labels[row])}, and there are "
+                f"{len(classes)} classes: labels go from 0 to {len(classes) - 1}.{why}"
+            )
+        return labels, classes
+
+    def batches(self, column: str) -> Iterator[Any]:
+        """A column in pieces of 1,024 rows, file after file."""
+        import pyarrow.parquet as pq
+
+        for path in self.paths:
+            with _reading(path), pq.ParquetFile(path) as file:
+                yield from file.iter_batches(1024, columns=[column])
+
+    def column(self, column: str) -> Any:
+        """A whole column, in memory."""
+        import pyarrow as pa  # type: ignore[import-untyped, unused-ignore]
+
+        schema = pa.schema([self.schema.field(column)])
+        return pa.Table.from_batches(self.batches(column), schema).column(0)
+
+    def row_name(self, i: int) -> str:
+        """The file of row ``i``, and the row in it."""
+        ends = list(itertools.accumulate(self.rows))
+        k = bisect.bisect_right(ends, i)
+        return f"{self.paths[k]} row {i - (ends[k - 1] if k else 0)}"
+
+    def _features(self) -> dict[str, Any]:
+        """The hub's description of the columns, {} where there is none."""
+        try:
+            features = json.loads((self.schema.metadata or {})[b"huggingface"])["info"]["features"]
+            return {k: v for k, v in features.items() if isinstance(v, dict)}
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return {}  # a note for people: data without it is as good
+
+
+class ImageColumn:
+    """The encoded images of a column over several files; the first read opens them.
+
+    Up to 2 GiB stay in memory. More is written once to an Arrow file in the cache and mapped, since
+    Parquet has to unpack a whole group of rows for one of them.
+    """
+
+    def __init__(self, files: ParquetFiles, column: str) -> None:
+        self.files, self._column = files, column
+        self._values: Any = None
+        self._lock = threading.Lock()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ImageColumn, (self.files, self._column)
+
+    def rows(self) -> list[ImageRow]:
+        """Every image of the column."""
+        return [ImageRow(self, i) for i in range(sum(self.files.rows))]
+
+    def read(self, i: int) -> bytes:
+        if self._values is None:
+            with self._lock:
+                if self._values is None:
+                    self._values = self._opened()
+        value: bytes | None = self._values[i].as_py()
+        if value is None:
+            raise OSError("the row holds no bytes")
+        return value
+
+    def _opened(self) -> Any:
+        import pyarrow as pa  # type: ignore[import-untyped, unused-ignore]
+        import pyarrow.compute as pc  # type: ignore[import-untyped, unused-ignore]
+
+        values = (
+            self._mapped() if self.files.bytes > _IN_MEMORY else self.files.column(self._column)
+        )
+        # A missing struct has no bytes either: struct_field carries the nulls down.
+        return pc.struct_field(values, "bytes") if pa.types.is_struct(values.type) else values
+
+    def _mapped(self) -> Any:
+        import pyarrow as pa
+
+        key = fingerprint("arrow", self._column, files=self.files.paths)
+        path = cache_dir() / "arrow" / f"{key}.arrow"
+        if not path.exists():
+            schema = pa.schema([self.files.schema.field(self._column)])
+            with replacing(path) as made, pa.ipc.new_file(str(made), schema) as writer:
+                for batch in self.files.batches(self._column):
+                    writer.write_batch(batch)
+        return pa.ipc.open_file(pa.memory_map(str(path))).read_all().column(0)
+
+
+@dataclass(frozen=True, slots=True)
+class ImageRow:
+    """One image of a column, named by its file and row."""
+
+    column: ImageColumn
+    i: int
+
+    def __str__(self) -> str:
+        return self.column.files.row_name(self.i)
+
+    def read_bytes(self) -> bytes:
+        return self.column.read(self.i)
+
+
+@contextlib.contextmanager
+def _reading(file: Path) -> Iterator[None]:
+    import pyarrow as pa
+
+    try:
+        yield
+    except (pa.ArrowException, OSError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise DataError(
+            f"{file} is not a readable Parquet file ({reason}). It may have been cut off while it "
+            "was copied: fetch it again."
+        ) from error
+
+
+def _check_parts(files: Sequence[Path]) -> None:
+    """Raise where the names of the files say that there are more parts."""
+    parts = [m for file in files if (m := re.search(r"-(\d{5})-of-(\d{5})", file.name))]
+    there = {int(part[1]) for part in parts}
+    for part in parts:
+        missing = sorted(set(range(int(part[2]))) - there)
+        if missing:
+            name = part.string.replace(f"-{part[1]}-of", f"-{missing[0]:05d}-of")
+            raise PartMissingError(
+                f"{files[0].parent} holds {len(there)} of {int(part[2])} parts; missing: {name}. "
+                "Fetch it again."
+            )

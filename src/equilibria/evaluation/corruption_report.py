@@ -1,0 +1,175 @@
+"""Accuracy under corruptions (GEQ §4.3, Figure 2): 19 kinds at five severities.
+
+mCA = mean over kinds of the mean accuracy over severities
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from equilibria.data.image_data import ImageData
+from equilibria.engine.files import json_value, write_json
+
+from .corruptions import SEVERITIES, Scale, check_kinds, check_severities, corrupt
+from .figures import save_accuracies
+from .metrics import ClassificationMeter
+from .model_on_data import check_pair, evaluating, logits_of, model_name, on_device
+from .rich_output import make_table
+
+__all__ = ["CorruptionReport", "corruption_study"]
+
+
+@dataclass(frozen=True, eq=False)
+class CorruptionReport:
+    """The result of ``corruption_study``."""
+
+    model: str
+    dataset: str
+    split: str
+    samples: int
+    seed: int
+    kinds: tuple[str, ...]
+    severities: tuple[int, ...]
+    clean: float
+    """Accuracy on the images as they are."""
+    accuracy: Tensor
+    """Float64 [kinds, severities]."""
+    ece: Tensor
+    """Expected calibration error, [kinds, severities]."""
+    nonfinite: Tensor
+    """Long [kinds, severities]: samples whose logits were NaN or infinite; they count as wrong."""
+
+    @property
+    def by_kind(self) -> dict[str, float]:
+        """Mean over the severities."""
+        return dict(zip(self.kinds, self.accuracy.mean(1).tolist(), strict=True))
+
+    @property
+    def mean_accuracy(self) -> float:
+        """Mean over kinds and severities."""
+        return float(self.accuracy.mean())
+
+    def mean_corruption_error(self, baseline: CorruptionReport) -> float:
+        """mCE against ``baseline``: mean over kinds of Σ_s error_s/Σ_s error_s of the baseline."""
+        if (baseline.kinds, baseline.severities) != (self.kinds, self.severities):
+            raise ValueError("the baseline must have the same kinds and severities.")
+        own, other = ((1.0 - r.accuracy).sum(1) for r in (self, baseline))
+        if bool((other == 0).any()):
+            raise ValueError("the baseline makes no error on some corruption: mCE divides by it.")
+        return float((own / other).mean())
+
+    def to_dict(self) -> dict[str, Any]:
+        made: dict[str, Any] = json_value(
+            {
+                "model": self.model,
+                "dataset": self.dataset,
+                "split": self.split,
+                "samples": self.samples,
+                "seed": self.seed,
+                "severities": self.severities,
+                "clean_accuracy": self.clean,
+                "mean_accuracy": self.mean_accuracy,
+                "kinds": {
+                    kind: {
+                        "accuracy": self.accuracy[i],
+                        "mean_accuracy": float(self.accuracy[i].mean()),
+                        "ece": self.ece[i],
+                        "nonfinite": self.nonfinite[i],
+                    }
+                    for i, kind in enumerate(self.kinds)
+                },
+            }
+        )
+        return made
+
+    def table(self) -> Any:
+        """For ``rich.print``."""
+        rows = []
+        for kind, values, ece, lost in zip(
+            self.kinds, self.accuracy, self.ece, self.nonfinite.sum(1).tolist(), strict=True
+        ):
+            note = f" ({lost} not finite)" if lost else ""
+            cells = [f"{100 * float(a):.1f}" for a in (*values, values.mean())]
+            rows.append([kind + note, *cells, f"{float(ece.mean()):.3f}"])
+        return make_table(
+            f"{self.model} on {self.dataset} ({self.split}), corrupted: accuracy in %",
+            ["corruption", *map(str, self.severities), "mean", "ECE"],
+            rows,
+            boxed=True,
+            caption=f"clean {100 * self.clean:.2f}, mean under corruption "
+            f"{100 * self.mean_accuracy:.2f}; {self.samples:,} samples, seed {self.seed}",
+        )
+
+    def save(self, folder: Path | str) -> list[Path]:
+        """Write corruptions.json and corruptions.png into ``folder`` (made if missing)."""
+        out = Path(folder)
+        title = (
+            f"{self.model} on {self.dataset} ({self.split}): clean {100 * self.clean:.1f}% (line), "
+            f"mean under corruption {100 * self.mean_accuracy:.1f}%"
+        )
+        cells = (self.accuracy, self.clean, self.kinds, self.severities)
+        return [
+            write_json(out / "corruptions.json", self.to_dict()),
+            save_accuracies(*cells, out / "corruptions.png", title),
+        ]
+
+
+@torch.no_grad()
+def corruption_study(
+    model: nn.Module,
+    dataset: ImageData,
+    kinds: Sequence[str] | None = None,
+    severities: Sequence[int] = SEVERITIES,
+    *,
+    batch_size: int = 256,
+    device: torch.device | str | None = None,
+    seed: int = 0,
+    scale: Scale | None = None,
+    progress: bool = True,
+) -> CorruptionReport:
+    """Accuracy and calibration on every corruption (None: all 19) at every severity.
+
+    Images are corrupted on the device, as ``corrupt`` does it with this ``seed`` and ``scale``,
+    then normalized. The images are read once; samples with logits that are not finite count as
+    wrong and are listed.
+    """
+    names, levels = check_kinds(kinds), check_severities(severities)
+    model = on_device(model, device)
+    check_pair(model, dataset, task="classification")
+    classes = len(dataset.classes)
+    cells = [(kind, severity) for kind in names for severity in levels]
+    meters = {cell: ClassificationMeter(classes) for cell in [None, *cells]}
+
+    def change(images: Tensor, cell: tuple[str, int] | None) -> Tensor:
+        return images if cell is None else corrupt(images, *cell, seed=seed, scale=scale)
+
+    options: dict[str, Any] = {"batch_size": batch_size, "progress": progress, "text": "clean"}
+    with evaluating(model):
+        for cell, logits, y in logits_of(
+            model, dataset, classes, cases=list(meters), change=change, **options
+        ):
+            meters[cell].update(logits, y)
+    found = {cell: meter.compute() for cell, meter in meters.items()}
+
+    def table(values: list[Any], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype).view(len(names), len(levels))
+
+    return CorruptionReport(
+        model=model_name(model),
+        dataset=dataset.name,
+        split=dataset.split_name,
+        samples=len(dataset),
+        seed=seed,
+        kinds=names,
+        severities=levels,
+        clean=found[None].accuracy,
+        accuracy=table([found[c].accuracy for c in cells], torch.float64),
+        ece=table([found[c].ece for c in cells], torch.float64),
+        nonfinite=table([len(found[c].nonfinite) for c in cells], torch.long),
+    )

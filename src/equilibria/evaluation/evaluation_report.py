@@ -1,0 +1,392 @@
+"""evaluate(model, dataset): accuracy, calibration, solver statistics, certificates in a Report."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from equilibria.data.image_data import ImageData
+from equilibria.engine.files import json_value, write_json, write_text
+from equilibria.engine.solver import Solver
+from equilibria.models.network import count_parameters
+from equilibria.nn.observing import equilibrium_layers, observe
+from equilibria.problems import CompositeCertificate, Guaranteed
+
+from . import figures
+from .layer_solvers import SolverRecorder, SolverStatistics, layer_label, with_solver
+from .metrics import (
+    ClassificationMeter,
+    ClassificationMetrics,
+    SegmentationMeter,
+    SegmentationMetrics,
+    check_finite,
+)
+from .model_certificate import certificate_dict, certify_model
+from .model_on_data import (
+    batches,
+    check_logits,
+    check_pair,
+    check_whole,
+    device_of,
+    evaluating,
+    model_input,
+    model_name,
+    on_device,
+    steps_in,
+)
+from .rich_output import as_text, group, make_table, number, percent, progress_bar
+
+__all__ = ["Converged", "Metrics", "Report", "evaluate"]
+
+Metrics: TypeAlias = ClassificationMetrics | SegmentationMetrics
+Statistics: TypeAlias = Mapping[str, SolverStatistics]
+_SHARES = ("accuracy", "pixel accuracy", "mIoU", "top-")
+
+
+@dataclass(frozen=True, eq=False)
+class Converged:
+    """The same network with every layer solved by ``solver``."""
+
+    solver: str
+    metrics: Metrics
+    statistics: Statistics
+    agreement: float
+    """Share of predictions (of pixels, for segmentation) that are those of the model as it is."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "solver": self.solver,
+            "agreement": self.agreement,
+            "metrics": self.metrics,
+            "layers": self.statistics,
+        }
+
+
+@dataclass(frozen=True, eq=False)
+class Report:
+    """The result of ``evaluate``."""
+
+    model: str
+    dataset: str
+    split: str
+    task: str
+    classes: tuple[str, ...]
+    parameters: int
+    device: str
+    seconds: float
+    """Of all passes: also those at the equilibria and of mirror images, if asked for."""
+    metrics: Metrics
+    statistics: Statistics
+    """Of each equilibrium layer, by name; empty for a network without any."""
+    converged: Converged | None
+    """With the solver that was asked for, or None."""
+    certificate: CompositeCertificate | Mapping[str, Guaranteed] | None
+    """On the first samples, or None where none was asked for or there are no layers."""
+    flip: Metrics | None = None
+    """With test-time flip (the mean of the probabilities of each image and its mirror image), or
+    None where it was not asked for. ``metrics`` and ``accuracy`` are always without."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def accuracy(self) -> float:
+        """Share of right predictions (of pixels, for segmentation)."""
+        return self.metrics.accuracy
+
+    def table(self) -> Any:
+        """For ``rich.print``: the metrics, and beneath them the solvers and the certificates."""
+        parts = [
+            self._metrics_table(),
+            f"{self.metrics.samples:,} samples, {len(self.classes)} classes; "
+            f"{self.parameters:,} parameters; {self.seconds:.1f} s on {self.device}",
+        ]
+        if self.statistics:
+            parts += ["", self._solver_table()]
+        if self.certificate is not None:
+            parts += ["", _certificate_table(self.certificate)]
+        return group(*parts, *(f"note: {note}" for note in self.notes))
+
+    def __str__(self) -> str:
+        """The table as plain text, 100 columns wide."""
+        return as_text(self.table())
+
+    def _metrics_table(self) -> Any:
+        """The headline numbers; in columns of their own those at the equilibria and with flip."""
+        columns = {"as it is": self.metrics}
+        if self.converged is not None:
+            columns["at equilibrium"] = self.converged.metrics
+        if self.flip is not None:
+            columns["with flip"] = self.flip
+        rows = []
+        for name in self.metrics.headline:
+            values = [part.headline[name] for part in columns.values()]
+            share = name.startswith(_SHARES)
+            rows.append([name, *(percent(v) if share else f"{v:.4f}" for v in values)])
+        if self.converged is not None:
+            rows.append(["same prediction", "", percent(self.converged.agreement)])
+        bad = [len(part.nonfinite) for part in columns.values()]
+        if any(bad):
+            rows.append(["not finite", *(f"{count:,} samples" for count in bad)])
+        title = f"{self.model} on {self.dataset} ({self.split})"
+        names = list(columns) if len(columns) > 1 else ["value"]
+        return make_table(title, ["", *names], rows, boxed=True, min_width=len(title))
+
+    def _solver_table(self) -> Any:
+        """Steps, residuals and shares of every layer."""
+        names = ("layer", "solver", "steps", "residual", "at 95%", "converged", "≤ 1e-3")
+        table = make_table("solves", names, [], left=2)
+        others = {} if self.converged is None else self.converged.statistics
+        for statistics in (self.statistics, others):
+            for name, part in statistics.items():
+                most = "" if part.fixed_steps else f" (max {part.max_steps})"
+                table.add_row(
+                    layer_label(name),
+                    part.solver.split("(")[0] + (f"\n→ {part.chosen}" if part.chosen else ""),
+                    f"{part.mean_steps:.4g}{most}",
+                    number(float(part.residual[3]), 2),
+                    number(float(part.residual[5]), 2),
+                    "fixed steps" if part.fixed_steps else percent(part.converged),
+                    percent(part.settled),
+                )
+            table.add_section()
+        return table
+
+    def to_dict(self) -> dict[str, Any]:
+        """All numbers in types that JSON has; what is not finite is None."""
+        proven = self.certificate
+        found = {
+            "model": self.model,
+            "dataset": self.dataset,
+            "split": self.split,
+            "task": self.task,
+            "classes": self.classes,
+            "parameters": self.parameters,
+            "device": self.device,
+            "seconds": self.seconds,
+            "metrics": self.metrics,
+            "layers": self.statistics,
+            "converged": self.converged,
+            "flip": self.flip,
+            "certificates": None if proven is None else certificate_dict(proven),
+            "notes": self.notes,
+        }
+        return dict(json_value(found))
+
+    def save(self, folder: Path | str) -> list[Path]:
+        """Write report.json and the pictures into ``folder`` (made if missing); what was written.
+
+        reliability.png (classification), confusion.png, per_class.png, solver.png (where there are
+        equilibrium layers), certificate.txt (where there is one). The pictures are of the plain
+        metrics; those with flip are in report.json.
+        """
+        out, metrics, certificate = Path(folder), self.metrics, self.certificate
+        title = f"{self.model} on {self.dataset} ({self.split})"
+        written = [write_json(out / "report.json", self.to_dict())]
+        values, what = metrics.per_class, "accuracy"
+        if isinstance(metrics, SegmentationMetrics):
+            values, what = metrics.iou, "IoU"
+        else:
+            path = out / "reliability.png"
+            written.append(figures.save_reliability(metrics.reliability, path, title))
+        path, confusion = out / "confusion.png", metrics.confusion
+        written.append(figures.save_confusion(confusion, self.classes, path, title))
+        path = out / "per_class.png"
+        written.append(figures.save_per_class(values, self.classes, what, path, title))
+        if self.statistics:
+            sets = {"as it is": self.statistics}
+            if self.converged is not None:
+                sets["at equilibrium"] = self.converged.statistics
+            written.append(figures.save_steps(sets, out / "solver.png", title))
+        if certificate is not None:
+            shown = (
+                str(certificate)
+                if isinstance(certificate, CompositeCertificate)
+                else "\n".join(f"{name}: {part}" for name, part in certificate.items())
+            )
+            written.append(write_text(out / "certificate.txt", shown + "\n"))
+        return written
+
+
+def _certificate_table(certificate: CompositeCertificate | Mapping[str, Guaranteed]) -> Any:
+    """What is proven of every layer: guarantee, share unique, worst bound on the error."""
+    found = certificate_dict(certificate)
+    samples = max((part["samples"] for part in found.values()), default=0)
+    names = ("layer", "guarantee", "proven", "unique", "ρ ≤", "‖z − z*‖ ≤", "Lipschitz")
+    rows = []
+    for name, part in found.items():
+        # How far the row is a proof; where there is no guarantee, of nothing.
+        proven = "yes" if part["rigorous"] else "partly"
+        rows.append(
+            [
+                name,
+                part["kind"],
+                "nothing" if part["kind"] == "none" else proven,
+                percent(part["unique"]),
+                number(part["contraction"]),
+                number(part["error_bound"], 3),
+                number(part["lipschitz"]),
+            ]
+        )
+    return make_table(f"certificates ({samples} samples)", names, rows, left=3)
+
+
+def _log_probabilities(logits: Tensor) -> Tensor:
+    """log softmax over the classes of logits [B, K] or [B, K, H, W], in float64, a new tensor.
+
+    NaN where a logit is not finite: −∞ alone would vanish in a mean of probabilities.
+    """
+    return logits.double().log_softmax(1).masked_fill_(~logits.isfinite(), float("nan"))
+
+
+def _mean_log_probabilities(one: Tensor, other: Tensor) -> Tensor:
+    """log((eᵃ + eᵇ)/2) = max(a, b) + log(1 + (e^−|a − b| − 1)/2), element by element.
+
+    Exact where a = b, so that a network which does not tell left from right keeps its metrics.
+    """
+    gap = (one - other).abs_().neg_().expm1_().mul_(0.5).log1p_()
+    return one.maximum(other).add_(gap)
+
+
+class _Subject:
+    """One model under test: its metrics and its solves; apart from them the metrics with flip."""
+
+    def __init__(self, model: nn.Module, dataset: ImageData, name: str, *, flip: bool) -> None:
+        self.model, self.dataset, self.name = model, dataset, name
+        self.meter, self.flipped = self._meter(), self._meter() if flip else None
+        self.recorder = SolverRecorder(model)
+
+    def _meter(self) -> ClassificationMeter | SegmentationMeter:
+        classes = len(self.dataset.classes)
+        if self.dataset.task == "classification":
+            return ClassificationMeter(classes)
+        return SegmentationMeter(classes, self.dataset.ignore_index)
+
+    def run(self, x: Tensor, y: Tensor) -> Tensor:
+        """Judge one batch; the predictions."""
+        with evaluating(self.model):
+            with observe(self.model) as seen:
+                logits = self._logits(x)
+            self.meter.update(logits, y)
+            self.recorder.add(seen)
+            guess = logits.argmax(1)
+            if self.flipped is not None:
+                # A new tensor: a second pass may write over the logits of the first (CUDA graphs).
+                own = _log_probabilities(logits)
+                other = self._logits(x.flip(-1))
+                other = other.flip(-1) if other.ndim == 4 else other
+                self.flipped.update(_mean_log_probabilities(own, _log_probabilities(other)), y)
+        return guess
+
+    def _logits(self, x: Tensor) -> Tensor:
+        try:
+            logits = self.model(x)
+        except Exception as error:
+            error.add_note(
+                f"while {self.name} ran on a batch of {self.dataset.name}, shape "
+                f"{tuple(x.shape)}, {x.dtype}, on {x.device}."
+            )
+            raise
+        return check_logits(logits, self.dataset, len(self.dataset.classes), self.name)
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module,
+    dataset: ImageData,
+    *,
+    batch_size: int = 256,
+    device: torch.device | str | None = None,
+    certify: int = 64,
+    progress: bool = True,
+    solver: Solver | None = None,
+    flip: bool = False,
+    nonfinite: Literal["raise", "report"] = "raise",
+) -> Report:
+    """How good ``model`` is on ``dataset``: a Report to print, save or read.
+
+    Classification: accuracy, top-5, NLL, Brier, ECE with 15 bins, per class, confusion.
+    Segmentation: mIoU, pixel accuracy, per class. For both: the statistics of every solve, and
+    certificates of every equilibrium layer on the first ``certify`` samples.
+
+    Args:
+        model: takes normalized images [B, C, H, W], gives logits. It is left as it is: its mode is
+            restored, and on another device or with another solver a copy runs.
+        dataset: from ``data.load``.
+        batch_size: images at a time.
+        device: where to run; None: where the model is.
+        certify: how many samples to certify (0: none).
+        progress: whether to show a bar.
+        solver: beside the model as it is, judge a copy in which this solves every layer, such as
+            ``eq.Auto(rtol=1e-5)``: what the network gives at its equilibria. See
+            ``Report.converged``.
+        flip: beside the plain metrics, which stay as they are, also those of
+            p = (softmax f(x) + softmax f(x̃))/2, x̃ the image mirrored left to right: one more pass
+            of the model as it is. For segmentation f(x̃) is mirrored back first. The mean is of
+            probabilities, so NLL and Brier, convex in p, are at most the means of theirs.
+            Statistics and certificates are of the plain pass. See ``Report.flip``.
+        nonfinite: what to do with samples whose logits are NaN or infinite: "raise" names them,
+            "report" counts them as wrong and lists them.
+    """
+    if nonfinite not in ("raise", "report"):
+        raise ValueError(f"nonfinite={nonfinite!r}: expected 'raise' or 'report'.")
+    if not isinstance(flip, bool):
+        raise TypeError(f"flip={flip!r}: expected True or False.")
+    check_whole("certify", certify, 0)
+    total = steps_in(dataset, batch_size)
+    model = on_device(model, device)
+    notes = check_pair(model, dataset)
+    at, name = device_of(model), model_name(model)
+    subjects = [_Subject(model, dataset, name, flip=flip)]
+    if solver is not None and equilibrium_layers(model):
+        other = f"{name} with {solver!r}"
+        subjects.append(_Subject(with_solver(model, solver), dataset, other, flip=False))
+    elif solver is not None:
+        notes.append(f"{name} has no equilibrium layers: solver={solver!r} changes nothing")
+
+    began = time.perf_counter()
+    agree = torch.zeros((), dtype=torch.float64, device=at)
+    guesses = 0
+    with progress_bar(total, f"evaluating {name}", progress) as advance:
+        for images, y in batches(dataset, batch_size, at):
+            x = model_input(model, dataset, images)
+            found = [subject.run(x, y) for subject in subjects]
+            agree += (found[0] == found[-1]).double().sum()
+            guesses += found[0].numel()
+            advance()
+    metrics: list[Metrics] = [subject.meter.compute() for subject in subjects]
+    statistics = [subject.recorder.compute() for subject in subjects]
+    flipped = None if subjects[0].flipped is None else subjects[0].flipped.compute()
+    seconds = time.perf_counter() - began
+    if nonfinite == "raise":
+        for subject, part in zip(subjects, metrics, strict=True):
+            check_finite(part.nonfinite, len(dataset), subject.name, optional=True)
+        if flipped is not None:
+            check_finite(flipped.nonfinite, len(dataset), f"{name} on mirror images", optional=True)
+    certificate: Any = None
+    if certify > 0 and equilibrium_layers(model):
+        first = dataset.images[slice(0, min(certify, len(dataset)))].to(at)
+        certificate = certify_model(model, model_input(model, dataset, first))
+    converged = None
+    if len(subjects) == 2:
+        converged = Converged(repr(solver), metrics[1], statistics[1], float(agree) / guesses)
+    return Report(
+        model=name,
+        dataset=dataset.name,
+        split=dataset.split_name,
+        task=dataset.task,
+        classes=dataset.classes,
+        parameters=count_parameters(model),
+        device=str(at),
+        seconds=seconds,
+        metrics=metrics[0],
+        statistics=statistics[0],
+        converged=converged,
+        certificate=certificate,
+        flip=flipped,
+        notes=tuple(notes),
+    )

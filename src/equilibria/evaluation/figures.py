@@ -1,0 +1,312 @@
+"""Every figure of evaluation. Colors of Okabe and Ito and viridis, safe for color-blind eyes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from equilibria.data.image_data import ImageData
+from equilibria.engine.files import write_bytes
+from equilibria.engine.optional import needs
+
+from .corruptions import SEVERITIES, Scale, check_kinds, check_severities, corrupt
+from .layer_solvers import SolverStatistics, layer_label
+from .metrics import Reliability
+from .model_on_data import check_pair, device_of, evaluating, model_input
+from .saliency import gradcam, gradcam_layer
+
+__all__ = [
+    "save_accuracies",
+    "save_bars",
+    "save_confusion",
+    "save_corruption_sheet",
+    "save_gradcam",
+    "save_per_class",
+    "save_reliability",
+    "save_steps",
+]
+
+BLUE, ORANGE, GREEN, GRAY = "#0072B2", "#E69F00", "#009E73", "#666666"
+_NAMED = 40
+"""Up to how many classes are named along an axis."""
+_WRITTEN = 12
+"""Up to how many classes have their numbers in the confusion matrix."""
+
+
+def _figure(width: float, height: float) -> Any:
+    """A new figure, in inches, drawn by Agg: no window, no state shared with the user's plots."""
+    with needs("matplotlib", "A picture", extra="analysis"):
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _save(figure: Any, path: Path | str) -> Path:
+    stream = BytesIO()
+    figure.savefig(stream, dpi=150, format="png")
+    return write_bytes(path, stream.getvalue())
+
+
+def _pixels(image: Tensor) -> Any:
+    """uint8 [C, H, W] as imshow takes it: [H, W] or [H, W, 3]."""
+    pixels = image.cpu().permute(1, 2, 0)
+    return (pixels[..., 0] if pixels.shape[-1] == 1 else pixels[..., :3]).numpy()
+
+
+def _write_numbers(axes: Any, percents: Tensor) -> None:
+    """The positive numbers of a matrix [rows, columns] in its cells, on viridis of 0 … 100."""
+    for row, values in enumerate(percents.tolist()):
+        for column, value in enumerate(values):
+            if value > 0:
+                color = "black" if value > 60 else "white"
+                where = {"ha": "center", "va": "center", "fontsize": 7}
+                axes.text(column, row, f"{value:.0f}", color=color, **where)
+
+
+def save_reliability(reliability: Reliability, path: Path, title: str) -> Path:
+    """Accuracy against confidence, bin by bin, over the histogram of confidences."""
+    figure = _figure(5.0, 5.6)
+    top, low = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
+    edges, used = reliability.edges, reliability.count > 0
+    accuracy, confidence = (
+        v[used].tolist() for v in (reliability.accuracy, reliability.confidence)
+    )
+    left, width = edges[:-1], edges.diff()
+    top.plot([0, 1], [0, 1], color=GRAY, linestyle="--", linewidth=1, label="perfect")
+    bars = {"align": "edge", "color": BLUE, "edgecolor": "white", "linewidth": 0.5}
+    top.bar(left[used].tolist(), accuracy, width[used].tolist(), label="accuracy", **bars)
+    line = {"color": ORANGE, "marker": "o", "markersize": 4, "linewidth": 1.2}
+    top.plot(confidence, accuracy, label="at the bin's mean confidence", **line)
+    top.set(xlim=(0, 1), ylim=(0, 1.02), ylabel="accuracy in the bin")
+    top.set_title(f"{title}\nexpected calibration error {reliability.ece:.4f}", fontsize=10)
+    top.legend(loc="upper left", fontsize=8)
+    share = reliability.count.double() / reliability.count.sum().clamp_min(1)
+    low.bar(left.tolist(), share.tolist(), width.tolist(), align="edge", color=GRAY)
+    low.set(xlabel="confidence of the prediction", ylabel="share of samples")
+    return _save(figure, path)
+
+
+def save_confusion(confusion: Tensor, classes: Sequence[str], path: Path, title: str) -> Path:
+    """Share of each class (row) that was predicted as each class (column)."""
+    count = len(classes)
+    side = min(14.0, max(4.5, 2.2 + 0.42 * count))
+    figure = _figure(side + 1.0, side)
+    axes = figure.subplots()
+    share = confusion.double() / confusion.sum(1, keepdim=True)
+    image = axes.imshow(share.tolist(), vmin=0, vmax=1, cmap="viridis")
+    figure.colorbar(image, ax=axes, shrink=0.8, label="share of the class")
+    axes.set(xlabel="predicted", ylabel="true")
+    axes.set_title(title, fontsize=10)
+    if count <= _NAMED:
+        axes.set_xticks(range(count), classes, rotation=90, fontsize=8)
+        axes.set_yticks(range(count), classes, fontsize=8)
+    if count <= _WRITTEN:
+        _write_numbers(axes, 100 * share)
+    return _save(figure, path)
+
+
+def save_per_class(
+    values: Tensor, classes: Sequence[str], what: str, path: Path, title: str
+) -> Path:
+    """Bars from the best class to the worst."""
+    known = ~values.isnan()
+    order = [
+        k for k in torch.where(known, values, -1.0).argsort(descending=True).tolist() if known[k]
+    ]
+    figure = _figure(6.0, min(20.0, max(2.4, 1.2 + 0.22 * len(order))))
+    axes = figure.subplots()
+    axes.barh(range(len(order)), values[order].tolist(), color=BLUE)
+    mean = float(values.nanmean())
+    axes.axvline(mean, color=ORANGE, linewidth=2)
+    size = 8 if len(order) <= _NAMED else 6
+    axes.set_yticks(range(len(order)), [classes[k] for k in order], fontsize=size)
+    axes.set(xlim=(0, 1.01), xlabel=f"{what} of the class", ylim=(len(order) - 0.4, -0.6))
+    axes.set_title(f"{title}\nmean of the classes (line): {100 * mean:.1f}%", fontsize=10)
+    return _save(figure, path)
+
+
+def save_steps(sets: Mapping[str, Mapping[str, SolverStatistics]], path: Path, title: str) -> Path:
+    """Per layer: how many steps solves took, and the residuals that they ended with."""
+    names = list(next(iter(sets.values())))
+    figure = _figure(9.0, max(2.6, 1.4 + 0.36 * len(names) * len(sets)))
+    left, right = figure.subplots(1, 2, sharey=True)
+    height = 0.8 / len(sets)
+    for number, (label, statistics) in enumerate(sets.items()):
+        color = (BLUE, ORANGE)[number]
+        for place, name in enumerate(names):
+            part = statistics.get(name)
+            if part is None:
+                continue
+            y = place + (number - (len(sets) - 1) / 2) * height
+            steps = part.histogram.nonzero()[:, 0]
+            # The area of a dot is the share of solves that took so many steps.
+            area = 12 + 120 * part.histogram[steps].double() / part.solves
+            left.scatter(steps.tolist(), [y] * len(steps), s=area.tolist(), color=color)
+            ends = [max(float(value), 1e-17) for value in part.residual]
+            right.plot([ends[1], ends[5]], [y, y], color=color, linewidth=4, alpha=0.45)
+            right.plot(ends[3], y, "o", color=color, label=label if place == 0 else None)
+    left.set_yticks(range(len(names)), [layer_label(n) for n in names], fontsize=8)
+    left.set(xlabel="steps (area: share of solves)", ylim=(len(names) - 0.4, -0.6))
+    most = max(part.max_steps for each in sets.values() for part in each.values())
+    left.set_xlim(0, 1.06 * most + 0.5)
+    right.set(xscale="log", xlabel="relative residual: median, and 5% to 95%")
+    if len(sets) > 1:
+        right.legend(fontsize=8)
+    figure.suptitle(title, fontsize=10)
+    return _save(figure, path)
+
+
+def save_accuracies(
+    accuracy: Tensor,
+    clean: float,
+    kinds: Sequence[str],
+    severities: Sequence[int],
+    path: Path,
+    title: str,
+) -> Path:
+    """Of [kinds, severities]: left the mean of each kind against the clean one, right every one."""
+    rows, percents = range(len(kinds)), 100 * accuracy
+    figure = _figure(9.5, max(2.6, 1.5 + 0.27 * len(kinds)))
+    left, right = figure.subplots(1, 2, sharey=True, width_ratios=[1.3, 1.0])
+    left.barh(rows, percents.mean(1).tolist(), color=BLUE)
+    left.axvline(100 * clean, color=ORANGE, linewidth=2)
+    left.set_yticks(rows, [kind.replace("_", " ") for kind in kinds], fontsize=8)
+    left.set(xlim=(0, 101), xlabel="accuracy in %, mean over severities")
+    left.set_ylim(len(kinds) - 0.4, -0.6)
+    shown = right.imshow(percents.tolist(), vmin=0, vmax=100, cmap="viridis", aspect="auto")
+    _write_numbers(right, percents)
+    right.set_xticks(range(len(severities)), [str(s) for s in severities])
+    right.set_xlabel("severity")
+    figure.colorbar(shown, ax=right, label="accuracy in %")
+    figure.suptitle(title, fontsize=10)
+    return _save(figure, path)
+
+
+def save_bars(
+    bars: Mapping[str, Mapping[str, float]],
+    histogram: Tensor | None,
+    path: Path,
+    title: str,
+    shown: int = 24,
+) -> Path:
+    """Milliseconds by part, one bar a pass or a layer; beneath them the histogram of steps."""
+    # Hatches are a second cue for print in gray.
+    looks = {"map": (BLUE, ""), "solver": (ORANGE, "//"), "adjoint": (GREEN, "..")}
+    looks["rest"] = (GRAY, "xx")
+    names = list(bars)[:shown]
+    heights = [0.8 + 0.3 * len(names), 1.8][: 1 if histogram is None else 2]
+    figure = _figure(6.4, 1.2 + 1.2 * sum(heights))
+    axes = figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
+    for place, name in enumerate(names):
+        left = 0.0
+        for part, (color, hatch) in looks.items():
+            width = 1e3 * bars[name].get(part, 0.0)
+            look = {"color": color, "hatch": hatch, "edgecolor": "white"}
+            axes[0].barh(place, width, left=left, label=part if place == 0 else None, **look)
+            left += width
+    axes[0].set_yticks(range(len(names)), names, fontsize=7)
+    axes[0].set(xlabel="milliseconds (with marks)", ylim=(len(names) - 0.4, -0.6))
+    axes[0].legend(ncols=4, fontsize=8, loc="lower left", bbox_to_anchor=(0.0, 1.0), frameon=False)
+    if histogram is not None:
+        steps = histogram.nonzero()[:, 0]
+        axes[1].bar(steps.tolist(), histogram[steps].tolist(), color=BLUE, width=0.9)
+        axes[1].set(xlabel="steps per sample, all layers", ylabel="solves")
+        axes[1].set_xlim(0, 1.05 * int(steps.max()) + 1)
+        axes[1].xaxis.get_major_locator().set_params(integer=True)
+    figure.suptitle(title, fontsize=10)
+    return _save(figure, path)
+
+
+def save_corruption_sheet(
+    image: Tensor,
+    path: Path | str,
+    kinds: Sequence[str] | None = None,
+    severities: Sequence[int] = SEVERITIES,
+    *,
+    seed: int = 0,
+    scale: Scale | None = None,
+) -> Path:
+    """Draw a uint8 image [C, H, W] under every kind (None: all 19) at every severity.
+
+    One row a kind, one column a severity. The folder of ``path`` is made if missing.
+    """
+    names, levels = check_kinds(kinds), check_severities(severities)
+    if image.ndim != 3:
+        raise ValueError(f"expected one image [C, H, W], got shape {tuple(image.shape)}.")
+    figure = _figure(1.1 * (len(levels) + 1) + 1.6, 1.06 * len(names) + 0.5)
+    axes = figure.subplots(len(names), len(levels) + 1, squeeze=False)
+    for row, kind in enumerate(names):
+        for column, level in enumerate((0, *levels)):
+            shown = image[None]
+            if level:
+                shown = corrupt(shown, kind, level, seed=seed, scale=scale)
+            one = axes[row, column]
+            one.imshow(_pixels(shown[0]), cmap="gray", vmin=0, vmax=255, interpolation="nearest")
+            one.set(xticks=[], yticks=[])
+            if row == 0:
+                one.set_title(str(level) if level else "clean", fontsize=9)
+        label = kind.replace("_", " ")
+        axes[row, 0].set_ylabel(label, rotation=0, ha="right", va="center", fontsize=8)
+    return _save(figure, path)
+
+
+def save_gradcam(
+    model: nn.Module,
+    dataset: ImageData,
+    path: Path | str,
+    *,
+    index: Sequence[int] = range(8),
+    target: int | Tensor | None = None,
+    layer: str | nn.Module | None = None,
+    **options: Any,
+) -> Path:
+    """Draw the images ``index`` of ``dataset``, and under each its map with truth and prediction.
+
+    ``options`` go to ``gradcam``. The folder of ``path`` is made if missing.
+    """
+    check_pair(model, dataset, task="classification")
+    chosen = [i for i in index if i < len(dataset)]
+    if not chosen:
+        raise ValueError(
+            f"index={list(index)!r} names no image: {dataset.name} has the numbers 0 to "
+            f"{len(dataset) - 1}."
+        )
+    part = dataset.subset(chosen)
+    rows = torch.arange(len(part))
+    images, targets = part.images[rows], part.targets[rows]
+    x = model_input(model, part, images.to(device_of(model)))
+    maps = gradcam(model, x, target, layer, **options).float().cpu()
+    with torch.no_grad(), evaluating(model):
+        confidence, predicted = model(x).float().softmax(1).max(1)
+    if layer is None:
+        name = gradcam_layer(model, x)
+    else:
+        name = layer if isinstance(layer, str) else type(layer).__name__
+
+    figure = _figure(1.6 * len(part) + 1.0, 4.2)
+    axes = figure.subplots(2, len(part), squeeze=False)
+    for column in range(len(part)):
+        top, low = axes[:, column]
+        truth, guess = int(targets[column]), int(predicted[column])
+        for one in (top, low):
+            one.imshow(_pixels(images[column]), cmap="gray")
+            one.set_axis_off()
+        drawn = low.imshow(maps[column].numpy(), cmap="viridis", alpha=0.6, vmin=0, vmax=1)
+        top.set_title(dataset.classes[truth], fontsize=8)
+        said = f"{dataset.classes[guess]} {100 * float(confidence[column]):.0f}%"
+        low.set_title(said if guess == truth else f"✗ {said}", fontsize=8)
+    figure.colorbar(drawn, ax=axes[1, :].tolist(), shrink=0.8, label="importance")
+    explained = "the predicted class" if target is None else "the class asked for"
+    figure.suptitle(
+        f"GradCAM at {name or 'the model'}: above image and class, below prediction and where "
+        f"{explained} comes from",
+        fontsize=9,
+    )
+    return _save(figure, path)

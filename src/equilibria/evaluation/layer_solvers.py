@@ -1,0 +1,187 @@
+"""The solvers of a model's equilibrium layers: what they did over a data set, or others instead."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from equilibria.engine.adjoint import Adjoint
+from equilibria.engine.result import Result, Solution
+from equilibria.engine.solver import Solver
+from equilibria.nn.observing import Observed, equilibrium_layers
+from equilibria.solvers import Auto
+from equilibria.solvers.forward_backward import SplittingSolver
+
+__all__ = ["SolverRecorder", "SolverStatistics", "layer_label", "replaced", "with_solver"]
+
+SETTLED = 1e-3
+"""A relative residual at which a fixed-step solve may be called settled."""
+
+
+def layer_label(name: str) -> str:
+    """The name of a layer in tables; a model that is a layer itself has none."""
+    return name or "(the model)"
+
+
+def with_solver(model: nn.Module, solver: Solver | None) -> nn.Module:
+    """A deep copy in which ``solver`` solves every equilibrium layer; for None the model itself.
+
+    A solver with tolerances, ``eq.Auto(rtol=1e-5)``, shows what a network gives at its equilibria,
+    where it was trained with a few fixed steps.
+    """
+    return model if solver is None else replaced(model, solver=solver)
+
+
+def replaced(
+    model: nn.Module, *, solver: Solver | None = None, adjoint: Adjoint | None = None
+) -> nn.Module:
+    """A deep copy in which every layer has this solver, this adjoint, or both; None keeps its own.
+
+    Layers inside layers (the branches of a MultiBranch) are changed too. ``Auto`` leaves a layer
+    that is solved by operator splitting its splitting (Anderson may fail there) and gives it its
+    tolerances.
+    """
+    for name, given, kind in (("solver", solver, Solver), ("adjoint", adjoint, Adjoint)):
+        if given is not None and not isinstance(given, kind):
+            raise TypeError(f"{name}={given!r}: expected a {name} object of this library, or None.")
+    made = copy.deepcopy(model)
+    for module in made.modules():
+        if solver is not None and isinstance(getattr(module, "solver", None), Solver):
+            module.solver = _suited(solver, module.solver)  # type: ignore[assignment]
+        if adjoint is not None and isinstance(getattr(module, "adjoint", None), Adjoint):
+            module.adjoint = adjoint  # type: ignore[assignment]
+    return made
+
+
+def _suited(solver: Solver, own: object) -> Solver:
+    """``solver``, or ``own`` with its tolerances where that is a splitting and Auto may choose."""
+    if not (isinstance(solver, Auto) and isinstance(own, SplittingSolver)):
+        return solver
+    steps = max(own.max_steps, solver.max_steps)
+    return dataclasses.replace(own, rtol=solver.rtol, atol=solver.atol, max_steps=steps)
+
+
+@dataclass(frozen=True, eq=False)
+class SolverStatistics:
+    """The solves of one layer, one for each sample and pass."""
+
+    solver: str
+    chosen: str
+    """What the solver chose to run where it chooses (``Auto``), else empty."""
+    solves: int
+    results: dict[str, int]
+    """How many solves ended in which way."""
+    fixed_steps: bool
+    """Whether the solver runs a fixed number of steps and tests nothing."""
+    histogram: Tensor
+    """Long: entry s counts the solves of s steps."""
+    residual: Tensor
+    """Relative residual ‖T(z) − z‖/‖T(z)‖ at the quantiles 0, 5, 25, 50, 75, 95, 100%, [7]. Of a
+    fixed-step solve it is that of the last iterate but one. Solves that ended as NaN are left out.
+    """
+    settled: float
+    """Share of solves with a relative residual of at most 1e-3."""
+
+    QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
+
+    @property
+    def converged(self) -> float:
+        """Share of solves that passed their tolerance; with fixed steps: that became exact."""
+        return self.results.get(Result.converged.name, 0) / self.solves
+
+    @property
+    def mean_steps(self) -> float:
+        steps = torch.arange(len(self.histogram), dtype=torch.float64)
+        return float((steps * self.histogram).sum() / self.solves)
+
+    @property
+    def max_steps(self) -> int:
+        return int(self.histogram.nonzero().max())
+
+    def to_dict(self) -> dict[str, Any]:
+        names = ("min", "p5", "p25", "median", "p75", "p95", "max")
+        return {
+            "solver": self.solver,
+            "chosen": self.chosen,
+            "solves": self.solves,
+            "results": self.results,
+            "converged": self.converged,
+            "fixed_steps": self.fixed_steps,
+            "settled": self.settled,
+            "mean_steps": self.mean_steps,
+            "max_steps": self.max_steps,
+            "steps_histogram": self.histogram,
+            "relative_residual": dict(zip(names, self.residual.tolist(), strict=True)),
+        }
+
+
+class SolverRecorder:
+    """Keeps [B] vectors of every solve on the device; reads them at the end."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._layers: dict[str, Any] = dict(equilibrium_layers(model))
+        self._kept: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {}
+        self._chosen: dict[str, set[str]] = {}
+        self._backward: dict[str, list[Tensor]] = {}
+
+    def add(self, seen: Observed) -> None:
+        """Take what was seen, and let go of the states."""
+        for name, solutions in seen.solutions.items():
+            for found in solutions:
+                self._keep(name, found)
+        seen.clear()
+
+    def _keep(self, name: str, found: Solution[Any]) -> None:
+        # A MultiBranch that solves its branches one by one says how each of them did.
+        parts = getattr(found, "parts", ())
+        if parts and not getattr(self._layers[name], "joint", False):
+            for number, (branch, part) in enumerate(
+                zip(self._layers[name].branches, parts, strict=True)
+            ):
+                inner = f"{name}.branches.{number}" if name else f"branches.{number}"
+                self._layers.setdefault(inner, branch)
+                self._keep(inner, part)
+            return
+        stats = found.stats
+        self._kept.setdefault(name, []).append((found.result, stats.steps, stats.relative))
+        self._chosen.setdefault(name, set()).add(found.choice.split(":")[0])
+        if stats.backward.steps is not None:
+            self._backward.setdefault(name, []).append(stats.backward.steps.long().flatten())
+
+    def backward(self) -> dict[str, Tensor]:
+        """By layer, entry s counts the samples whose backward solve took s steps."""
+        return {name: torch.bincount(torch.cat(s)).cpu() for name, s in self._backward.items()}
+
+    def compute(self) -> dict[str, SolverStatistics]:
+        """By layer, in the order of the model; here the host waits."""
+        order = sorted(self._kept, key=list(self._layers).index)
+        return {name: self._layer(name) for name in order}
+
+    def _layer(self, name: str) -> SolverStatistics:
+        solver, kept = getattr(self._layers[name], "solver", None), self._kept[name]
+        result, steps, relative = (
+            torch.cat([row[i].flatten() for row in kept]).cpu() for i in range(3)
+        )
+        counts = torch.bincount(result.long(), minlength=len(Result)).tolist()
+        residual = relative.double()
+        known = residual[residual.isfinite()].sort().values
+        if known.numel():
+            at = torch.tensor(SolverStatistics.QUANTILES, dtype=torch.float64)
+            quantiles = known[(at * (known.numel() - 1)).round().long()]
+        else:
+            quantiles = torch.full((len(SolverStatistics.QUANTILES),), float("nan")).double()
+        return SolverStatistics(
+            solver=repr(solver),
+            chosen=", ".join(sorted(self._chosen[name])) if isinstance(solver, Auto) else "",
+            solves=len(result),
+            results={code.name: counts[code] for code in Result if counts[code]},
+            fixed_steps=isinstance(solver, Solver) and solver.fixed_steps,
+            histogram=torch.bincount(steps.long()),
+            residual=quantiles,
+            settled=float((residual <= SETTLED).double().mean()),
+        )

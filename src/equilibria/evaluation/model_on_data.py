@@ -1,0 +1,211 @@
+"""A model over a data set: checked against each other, in eval mode, batch by batch, with a bar."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from equilibria.data.image_data import ImageData
+from equilibria.engine.result import ConvergenceWarning
+
+from .rich_output import progress_bar
+
+__all__ = [
+    "batches",
+    "check_logits",
+    "check_pair",
+    "check_whole",
+    "device_of",
+    "evaluating",
+    "logits_of",
+    "model_input",
+    "model_name",
+    "on_device",
+    "steps_in",
+]
+
+
+def check_whole(name: str, value: object, low: int) -> int:
+    """An integer of at least ``low``, or an error that names the argument."""
+    wanted = f"{name}={value!r}: expected an integer of at least {low}."
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(wanted)
+    if value < low:
+        raise ValueError(wanted)
+    return value
+
+
+def model_name(model: nn.Module) -> str:
+    """The name that it was created by, or its class."""
+    return str(getattr(getattr(model, "config", None), "name", type(model).__name__))
+
+
+def device_of(model: nn.Module) -> torch.device:
+    for held in (*model.parameters(), *model.buffers()):
+        return held.device
+    return torch.device("cpu")
+
+
+def on_device(model: nn.Module, device: torch.device | str | None) -> nn.Module:
+    """The model itself, or a copy where it lives on another device: the given one never moves."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"expected a model (torch.nn.Module), got {type(model).__name__}.")
+    if device is None:
+        return model
+    wanted, here = torch.device(device), device_of(model)
+    same = wanted.type == here.type and wanted.index in (None, here.index)
+    return model if same else copy.deepcopy(model).to(wanted)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[nn.Module]:
+    """``model`` in eval mode inside the block; afterwards every module is in its own mode again.
+
+    Solves that do not converge do not warn here: the statistics count them.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ConvergenceWarning)
+            yield model
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def model_input(model: nn.Module, dataset: ImageData, images: Tensor) -> Tensor:
+    """uint8 images normalized as the data say, in the dtype of the model."""
+    x = dataset.normalize(images)
+    for held in model.parameters():
+        if held.is_floating_point():
+            return x.to(held.dtype)
+    return x
+
+
+def steps_in(dataset: ImageData, batch_size: int) -> int:
+    """How many batches there are."""
+    return -(-len(dataset) // check_whole("batch_size", batch_size, 1))
+
+
+def batches(
+    dataset: ImageData, batch_size: int, device: torch.device
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """(uint8 images [B, C, H, W], targets) in order, on the device."""
+    check_whole("batch_size", batch_size, 1)
+    for start in range(0, len(dataset), batch_size):
+        rows = slice(start, min(start + batch_size, len(dataset)))
+        yield dataset.images[rows].to(device), dataset.targets[rows].to(device)
+
+
+def logits_of(
+    model: nn.Module,
+    dataset: ImageData,
+    classes: int,
+    *,
+    batch_size: int,
+    progress: bool,
+    text: str,
+    cases: Sequence[Any] = (None,),
+    change: Callable[[Tensor, Any], Tensor] | None = None,
+) -> Iterator[tuple[Any, Tensor, Tensor]]:
+    """(case, logits, targets) of every batch in every case, its images changed to suit.
+
+    Images are read once. To be run under ``torch.no_grad`` and ``evaluating(model)``.
+    """
+    name = model_name(model)
+    total = steps_in(dataset, batch_size) * len(cases)
+    with progress_bar(total, text, progress) as advance:
+        for images, y in batches(dataset, batch_size, device_of(model)):
+            for case in cases:
+                changed = images if change is None else change(images, case)
+                logits = model(model_input(model, dataset, changed))
+                yield case, check_logits(logits, dataset, classes, name), y
+                advance(text if case is None else " ".join(map(str, case)))
+
+
+def check_pair(
+    model: nn.Module, dataset: ImageData, *, classes: int | None = None, task: str | None = None
+) -> list[str]:
+    """Raise where the model cannot be judged on these data; what is odd comes back as notes.
+
+    ``classes``: what the model should tell apart, if not the classes of the data set.
+    """
+    if not isinstance(dataset, ImageData):
+        raise TypeError(
+            f"expected data from equilibria.data.load(...), got {type(dataset).__name__}."
+        )
+    where = f"{dataset.name} ({dataset.split_name})"
+    if task is not None and dataset.task != task:
+        raise ValueError(f"{where} is a data set for {dataset.task}; this takes {task}.")
+    config, name = getattr(model, "config", None), model_name(model)
+    channels = getattr(config, "in_channels", None)
+    if channels is not None and channels != dataset.channels:
+        words = {1: "1 channel (gray)", 3: "3 channels (RGB)"}
+        takes, has = (words.get(n, f"{n} channels") for n in (channels, dataset.channels))
+        raise ValueError(
+            f"{name} takes images of {takes}, and {where} has {has}: convert the images, or "
+            f"train a model with in_channels={dataset.channels}."
+        )
+    wanted = len(dataset.classes) if classes is None else classes
+    known = getattr(config, "num_classes", None)
+    if known is not None and known != wanted:
+        raise ValueError(_class_mismatch(name, known, wanted, where))
+    return _notes(model, dataset) if classes is None else []
+
+
+def _class_mismatch(name: str, known: int, wanted: int, where: str) -> str:
+    return (
+        f"{name} tells {known} classes apart and {where} asks for {wanted}: take the data set "
+        f"that it was trained on, or a model with num_classes={wanted}."
+    )
+
+
+def _notes(model: nn.Module, dataset: ImageData) -> list[str]:
+    """What was saved with the weights against what the data say."""
+    extra: Any = getattr(model, "extra", None) or {}
+    notes: list[str] = []
+    if not isinstance(extra, dict):
+        return notes
+    names = extra.get("classes")
+    if names and list(names) != list(dataset.classes):
+        notes.append(
+            "the model's class names differ from the data's (first: "
+            f"{names[0]!r}, {dataset.classes[0]!r}): is the order the same?"
+        )
+    for key, mine in (("mean", dataset.mean), ("std", dataset.std)):
+        theirs = extra.get(key)
+        if theirs and (
+            len(theirs) != len(mine)
+            or max(abs(a - b) for a, b in zip(theirs, mine, strict=True)) > 1e-3
+        ):
+            short = [
+                "(" + ", ".join(f"{n:.4g}" for n in numbers) + ")" for numbers in (theirs, mine)
+            ]
+            notes.append(
+                f"the model was trained with {key}={short[0]}, the data are normalized by "
+                f"{short[1]}: dataset.with_normalization_of(model.extra) takes the model's"
+            )
+    return notes
+
+
+def check_logits(logits: Any, dataset: ImageData, classes: int, name: str) -> Tensor:
+    """Raise unless these are logits [B, K] (or [B, K, H, W]) for this task."""
+    where = f"{dataset.name} ({dataset.split_name})"
+    if not isinstance(logits, Tensor):
+        raise TypeError(f"{name} returned {type(logits).__name__}; expected a tensor of logits.")
+    dims, shape = (2, "[B, K]") if dataset.task == "classification" else (4, "[B, K, H, W]")
+    if logits.ndim != dims:
+        raise ValueError(
+            f"{name} returned a tensor of shape {tuple(logits.shape)}; {dataset.task} on {where} "
+            f"takes logits {shape}."
+        )
+    if logits.shape[1] != classes:
+        raise ValueError(_class_mismatch(name, logits.shape[1], classes, where))
+    return logits

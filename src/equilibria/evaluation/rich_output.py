@@ -1,0 +1,97 @@
+"""What is shown on a terminal, by rich: tables, numbers in them, a progress bar."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from equilibria.engine.optional import needs
+
+__all__ = ["Rows", "as_text", "group", "make_table", "number", "percent", "progress_bar"]
+
+Rows = Sequence[Sequence[str]]
+
+
+def make_table(
+    title: str,
+    columns: Sequence[str],
+    rows: Rows,
+    *,
+    left: int = 1,
+    boxed: bool = False,
+    **more: Any,
+) -> Any:
+    """A table whose first ``left`` columns are text, the others numbers.
+
+    Without a box seven columns and a layer's whole name fit into 80.
+    """
+    with needs("rich", "A table"):
+        from rich.box import HEAVY_HEAD, SIMPLE_HEAD
+        from rich.table import Table
+    table = Table(title=title, box=HEAVY_HEAD if boxed else SIMPLE_HEAD, show_edge=boxed, **more)
+    if not boxed:
+        table.title_justify, table.pad_edge, table.collapse_padding = "left", False, True
+    for place, name in enumerate(columns):
+        table.add_column(name, justify="left" if place < left else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def group(*parts: Any) -> Any:
+    """Tables and lines of text beneath each other."""
+    with needs("rich", "A table"):
+        from rich.console import Group
+    return Group(*parts)
+
+
+def as_text(shown: Any) -> str:
+    """As plain text, 100 columns wide."""
+    with needs("rich", "A table"):
+        from rich.console import Console
+    console = Console(width=100, color_system=None, legacy_windows=False)
+    with console.capture() as captured:
+        console.print(shown, highlight=False, markup=False)
+    return str(captured.get()).rstrip()
+
+
+def percent(value: float | None, digits: int = 2) -> str:
+    return "–" if value is None or value != value else f"{100 * value:.{digits}f}%"
+
+
+def number(value: Any, digits: int = 4) -> str:
+    """A number, the largest of a spread {min, median, max}, or a dash where there is none."""
+    if isinstance(value, dict):
+        value = value["max"]
+    return "–" if value is None or value != value else f"{value:.{digits}g}"
+
+
+@contextmanager
+def progress_bar(total: int, text: str, shown: bool) -> Iterator[Callable[..., None]]:
+    """A function ``advance(text=None)`` that moves a bar on the terminal.
+
+    Silent if not shown, and where the errors do not go to a terminal.
+    """
+    if not shown:
+        yield lambda text=None: None
+        return
+    with needs("rich", "A progress bar"):
+        from rich import progress
+        from rich.console import Console
+    columns = ("{task.description}", progress.BarColumn(), progress.MofNCompleteColumn())
+    console = Console(stderr=True)
+    bar = progress.Progress(
+        *columns,
+        progress.TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+    with bar:
+        task = bar.add_task(text, total=total)
+
+        def advance(text: str | None = None) -> None:
+            bar.update(task, advance=1, description=text)
+
+        yield advance

@@ -1,0 +1,221 @@
+"""Orders and seeds, parts held out, shares of processes: laws and published numbers."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from equilibria.data.sampling import Shards, held_out, host_seed, mix, shuffled
+
+MASK = 2**64 - 1
+
+
+def reference_stream(state: int, count: int) -> list[int]:
+    """The generator as its authors write it, in plain integers."""
+    found = []
+    for _ in range(count):
+        state = (state + 0x9E3779B97F4A7C15) & MASK
+        z = state
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK
+        found.append(z ^ (z >> 31))
+    return found
+
+
+def test_the_reference_is_splitmix64() -> None:
+    """The first numbers from seed 1234567, as published with the test vectors of the algorithm."""
+    assert reference_stream(1234567, 3) == [
+        6457827717110365317,
+        3203168211198807973,
+        9817491932198370423,
+    ]
+
+
+@given(st.integers(0, 300), st.integers(-(2**40), 2**40))
+def test_shuffled_sorts_by_the_stream(count: int, seed: int) -> None:
+    state = reference_stream(seed & MASK, 1)[0]
+    keys = reference_stream(state, count)
+    signed = [k - 2**64 if k >> 63 else k for k in keys]
+    assert shuffled(count, seed).tolist() == sorted(range(count), key=lambda i: signed[i])
+
+
+def test_the_order_is_fixed_for_all_time() -> None:
+    """Splits in published results rest on these numbers."""
+    assert shuffled(10, 0).tolist() == [9, 0, 3, 1, 6, 4, 5, 7, 8, 2]
+
+
+@given(
+    st.lists(st.integers(0, 2**70), min_size=1, max_size=4), st.integers(0, 3), st.integers(1, 9)
+)
+def test_mix_depends_on_every_number(numbers: list[int], place: int, change: int) -> None:
+    numbers = [n & MASK for n in numbers]
+    other = list(numbers)
+    other[place % len(numbers)] += change
+    assert mix(*numbers) == mix(*numbers)
+    assert mix(*numbers) != mix(*other)
+    assert 0 <= mix(*numbers) < 2**63
+    assert mix(*numbers) != mix(*numbers, 0)
+    assert mix(1, 2) != mix(2, 1)
+
+
+def test_host_seed_moves_on_and_repeats() -> None:
+    a, b = torch.Generator().manual_seed(3), torch.Generator().manual_seed(3)
+    first, second = host_seed(a), host_seed(a)
+    assert first != second
+    assert [host_seed(b), host_seed(b)] == [first, second]
+    torch.manual_seed(1)
+    drawn = host_seed(None)
+    torch.manual_seed(1)
+    assert host_seed(None) == drawn
+
+
+@given(
+    st.lists(st.integers(0, 40), min_size=1, max_size=6).filter(lambda s: sum(s) >= 2),
+    st.floats(0.05, 0.95),
+    st.integers(0, 5),
+)
+def test_every_class_gives_its_share(sizes: list[int], fraction: float, seed: int) -> None:
+    labels = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
+    labels = labels[torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))]
+    mask = held_out(labels, len(labels), fraction, seed)
+    if max(sizes) < 2:
+        assert 1 <= int(mask.sum()) < len(labels)
+        return
+    for k, size in enumerate(sizes):
+        taken = int(mask[labels == k].sum())
+        if size >= 2:
+            low, high = math.floor(size * fraction), math.ceil(size * fraction)
+            assert max(1, min(low, size - 1)) <= taken <= min(size - 1, max(high, 1))
+        else:
+            assert taken == 0
+
+
+@given(st.integers(10, 60), st.integers(2, 5), st.floats(0.2, 0.8))
+def test_the_total_is_rounded(per_class: int, classes: int, fraction: float) -> None:
+    labels = torch.arange(classes).repeat(per_class)
+    mask = held_out(labels, len(labels), fraction, 0)
+    assert int(mask.sum()) == round(fraction * len(labels))
+
+
+def test_seeds_differ_and_repeat() -> None:
+    labels = torch.arange(4).repeat(50)
+    one, again, other = (held_out(labels, 200, 0.25, seed) for seed in (1, 1, 2))
+    assert torch.equal(one, again)
+    assert not torch.equal(one, other)
+    assert int(held_out(None, 10, 0.3, 0).sum()) == 3  # no labels: of the whole
+    assert int(held_out(torch.arange(5), 5, 0.4, 0).sum()) == 2  # single samples of a class, too
+
+
+@pytest.mark.parametrize(
+    ("count", "fraction", "message"),
+    [(10, f, "between 0 and 1") for f in (0.0, 1.0, -0.1, 2.0, float("nan"))]
+    + [(1, 0.5, "1 sample")],
+)
+def test_what_cannot_be_split(count: int, fraction: float, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        held_out(None, count, fraction, 0)
+
+
+COUNTS = st.integers(1, 60)
+
+
+SIZES = st.integers(1, 9)
+
+
+WORLDS = st.integers(1, 5)
+
+
+def ranks(count: int, size: int, world: int, drop_last: bool) -> list[Shards]:
+    return [Shards(count, size, rank, world, drop_last) for rank in range(world)]
+
+
+def taken(shards: Shards, seed: int = 0, epoch: int = 0, shuffle: bool = True) -> list[list[int]]:
+    order = shards.order(seed, epoch, shuffle=shuffle)
+    return [order[a:b].tolist() for a, b in shards.bounds()]
+
+
+@settings(max_examples=150)
+@given(COUNTS, SIZES, WORLDS, st.integers(0, 3), st.integers(0, 3))
+def test_every_sample_exactly_once(
+    count: int, size: int, world: int, seed: int, epoch: int
+) -> None:
+    assume(count >= world and not (size == 1 and count % world))
+    seen = [taken(shards, seed, epoch) for shards in ranks(count, size, world, False)]
+    assert sorted(i for rank in seen for batch in rank for i in batch) == list(range(count))
+    for rank in seen:
+        assert len(rank) == -(-count // (size * world))
+        assert all(1 <= len(batch) <= size for batch in rank)
+        assert all(len(batch) == size for batch in rank[:-2])
+
+
+@settings(max_examples=150)
+@given(COUNTS, SIZES, WORLDS, st.integers(0, 3))
+def test_drop_last_keeps_whole_batches_of_different_samples(
+    count: int, size: int, world: int, epoch: int
+) -> None:
+    assume(count >= size * world)
+    seen = [taken(shards, 0, epoch) for shards in ranks(count, size, world, True)]
+    flat = [i for rank in seen for batch in rank for i in batch]
+    assert len(flat) == len(set(flat)) == count // (size * world) * size * world
+    assert all(len(batch) == size for rank in seen for batch in rank)
+    assert {len(rank) for rank in seen} == {count // (size * world)}
+
+
+@given(st.integers(1, 5), st.integers(1, 4), WORLDS, st.integers(0, 3))
+def test_ranks_together_see_what_one_process_would(
+    size: int, steps: int, world: int, epoch: int
+) -> None:
+    count = size * steps * world
+    alone = taken(Shards(count, size * world), 7, epoch)
+    shared = [taken(shards, 7, epoch) for shards in ranks(count, size, world, False)]
+    for step in range(steps):
+        together = [i for rank in shared for i in rank[step]]
+        assert sorted(together) == sorted(alone[step])
+
+
+def test_the_order_depends_on_seed_and_epoch_alone() -> None:
+    shards = Shards(50, 7)
+    first = shards.order(1, 2, shuffle=True)
+    torch.manual_seed(9)
+    torch.rand(3)
+    assert torch.equal(shards.order(1, 2, shuffle=True), first)
+    assert torch.equal(Shards(50, 13).order(1, 2, shuffle=True), first)
+    assert not torch.equal(shards.order(1, 3, shuffle=True), first)
+    assert not torch.equal(shards.order(2, 2, shuffle=True), first)
+    assert not torch.equal(shards.order(2, 1, shuffle=True), first)
+    assert shards.order(1, 2, shuffle=False).tolist() == list(range(50))
+
+
+def test_every_place_is_as_likely() -> None:
+    places = torch.stack([Shards(4, 2).order(0, k, shuffle=True) for k in range(2000)])
+    share = (places == 0).double().mean(0)
+    assert torch.all((share - 0.25).abs() < 0.05)
+
+
+def test_a_rank_with_nothing_left_shares_out_its_last_batch() -> None:
+    # 9 samples, two ranks, batches of 4: rank 0 has 5, rank 1 has 4.
+    assert Shards(9, 4, 0, 2).bounds() == [(0, 4), (4, 5)]
+    assert Shards(9, 4, 1, 2).bounds() == [(0, 2), (2, 4)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((10, 0), "batch_size=0"),
+        ((10, 2.5), "batch_size=2.5"),
+        ((10, True), "batch_size=True"),
+        ((10, 2, 2, 2), "rank=2: expected 0 to 1"),
+        ((10, 2, -1, 2), "rank=-1"),
+        ((10, 2, 0, 0), "world=0"),
+        ((10, 8, 0, 2, True), "10 samples fill no batch"),
+        ((3, 2, 0, 4), "3 samples cannot be shared"),
+        ((5, 1, 0, 2), "use drop_last=True"),
+    ],
+)
+def test_what_cannot_be_shared(arguments: tuple[int, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Shards(*arguments)

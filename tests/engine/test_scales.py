@@ -1,0 +1,290 @@
+"""Problems of every size: scaling by a power of two changes no digit, and no norm under- or
+overflows into convergence."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import equilibria as eq
+from equilibria.engine.result import ConvergenceWarning, describe_failures
+from equilibria.engine.tree import quick_norm, sample_norm, strange
+
+SOLVERS = [eq.Picard(), eq.Picard(damping=0.7), eq.Anderson(), eq.Anderson(damping=0.5)]
+SOLVERS += [eq.Broyden(), eq.ProximalGradient(), eq.Auto(), eq.BestIterate(eq.Anderson())]
+ADJOINTS = [eq.Implicit(), eq.Implicit(solver=eq.Anderson()), eq.Implicit(solver=eq.Picard())]
+ADJOINTS += [eq.Implicit(solver=eq.CG()), eq.Unrolled()]
+RANGES = {torch.float32: (-116, 116), torch.float64: (-1000, 1000), torch.bfloat16: (-110, 116)}
+law = settings(max_examples=25, deadline=None)
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def matrix(n: int, norm: float, seed: int = 0) -> Tensor:
+    """Symmetric, so that CG serves the backward pass."""
+    a = randn(n, n, seed=seed)
+    a = a + a.T
+    return norm * a / torch.linalg.matrix_norm(a, 2)
+
+
+def affine(w: Tensor) -> Any:
+    return lambda z, b: z @ w.T + b
+
+
+# Norms
+
+
+@given(st.integers(0, 10**6), st.sampled_from(list(RANGES)), st.floats(0, 1))
+@law
+def test_norms_are_right_at_every_scale(seed: int, dtype: torch.dtype, where: float) -> None:
+    low, high = RANGES[dtype]
+    size = 2.0 ** round(low + where * (high - low))
+    x = (randn(3, 4, 5, seed=seed) * size).to(dtype)
+    y = (randn(3, 2, seed=seed + 1) * size).to(dtype)
+    for leaves in ([x], [y], [x, y]):
+        rows = np.concatenate([t.double().flatten(1).numpy() / size for t in leaves], axis=1)
+        exact = np.linalg.norm(rows, axis=1)
+        norm = sample_norm(leaves)
+        np.testing.assert_allclose(norm.double().numpy() / size, exact, rtol=1e-6)
+        if not bool(strange(norm).any()):
+            torch.testing.assert_close(quick_norm(leaves), norm, rtol=1e-6, atol=0)
+
+
+def test_norms_of_zero_and_of_what_is_not_finite() -> None:
+    for dtype in (torch.float32, torch.float64):
+        x = torch.tensor([[0.0, 0.0], [math.inf, 1.0], [math.nan, 1.0], [3.0, 4.0]], dtype=dtype)
+        found = sample_norm([x]).tolist()
+        assert found[:2] == [0.0, math.inf]
+        assert math.isnan(found[2])
+        assert found[3] == pytest.approx(5.0)
+
+
+# Forward
+
+
+@pytest.mark.parametrize("solver", [eq.Picard(), eq.Anderson(), eq.Broyden()])
+@pytest.mark.parametrize("size", [1e-35, 1e-25, 1e-22, 1e19, 1e35])
+def test_a_small_or_large_problem_is_solved(solver: eq.Solver, size: float) -> None:
+    """z ↦ 0.5z + b has z* = 2b. With b of 1e-25 zero was 'converged', with 1e19 it was 12% off."""
+    b = torch.tensor([[size, 2 * size], [1.0, 2.0]])
+    found = eq.fixed_point(lambda z, b: 0.5 * z + b, torch.zeros(2, 2), b, solver=solver)
+    assert found.converged.all()
+    torch.testing.assert_close(found.value / b, torch.full((2, 2), 2.0), rtol=3e-4, atol=0)
+    apart = eq.fixed_point(lambda z, b: 0.5 * z + b, torch.zeros(1, 2), b[1:], solver=solver)
+    assert torch.equal(apart.value[0], found.value[1])  # its mate's units are not its own
+
+
+@given(
+    st.integers(0, 10**6),
+    st.sampled_from(SOLVERS),
+    st.sampled_from([torch.float32, torch.float64]),
+    st.floats(0, 1),
+    st.booleans(),
+)
+@law
+def test_a_power_of_two_changes_no_digit(
+    seed: int, solver: eq.Solver, dtype: torch.dtype, where: float, relu: bool
+) -> None:
+    w, b = matrix(6, 0.8, seed).to(dtype), randn(3, 6, seed=seed).to(dtype)
+    low, high = RANGES[dtype]
+    size = 2.0 ** round(low + 20 + where * (high - low - 40))  # with room for small residuals
+    act = torch.relu if relu else (lambda t: t)
+    fn = lambda z, b: act(z @ w.T + b)
+    with warnings.catch_warnings():  # momentum need not converge on a map with negative slopes
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        plain = eq.fixed_point(fn, torch.zeros_like(b), b, solver=solver)
+        found = eq.fixed_point(fn, torch.zeros_like(b), size * b, solver=solver)
+    assert torch.equal(found.result, plain.result)
+    assert torch.equal(found.stats.steps, plain.stats.steps)
+    assert torch.equal(found.value, size * plain.value)
+    torch.testing.assert_close(found.stats.relative, plain.stats.relative, rtol=1e-4, atol=1e-12)
+
+
+@given(
+    st.integers(0, 10**6),
+    st.sampled_from(SOLVERS),
+    st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16]),
+    st.integers(-35, 35),
+    st.sampled_from([0.0, 1.0, 1e6]),
+)
+@law
+def test_converged_means_the_tolerance(
+    seed: int, solver: eq.Solver, dtype: torch.dtype, power: int, start: float
+) -> None:
+    """‖z − T(z)‖ ≤ rtol‖T(z)‖ by an evaluation in float64 on the same numbers."""
+    if dtype == torch.float16:
+        power, start = power // 12, min(start, 1.0)
+    size = 10.0 ** (8 * power if dtype == torch.float64 else power)
+    w, b = matrix(6, 0.9, seed).to(dtype), (randn(4, 6, seed=seed) * size).to(dtype)
+    z0 = (start * randn(4, 6, seed=seed + 1)).to(dtype)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        found = eq.fixed_point(affine(w), z0, b, solver=solver)
+    z = found.value.double()
+    image = z @ w.double().T + b.double()
+    unit = torch.stack([z, image]).abs().amax((0, 2)).clamp_min(1e-307).unsqueeze(1)
+    z, image = (z / unit).numpy(), (image / unit).numpy()
+    rtol = {torch.float64: 1e-8, torch.float32: 1e-4, torch.float16: 4e-3}.get(dtype, 2e-2)
+    noise = 16 * torch.finfo(dtype).eps
+    done = found.converged.numpy()
+    left = np.linalg.norm(image - z, axis=1)
+    assert (left[done] <= (rtol + noise) * np.linalg.norm(image, axis=1)[done]).all()
+    if start == 0.0 and dtype in (torch.float32, torch.float64) and type(solver) is eq.Anderson:
+        assert done.all()
+
+
+def test_a_start_of_ordinary_size_does_not_hide_a_tiny_answer() -> None:
+    b = torch.tensor([[1e-25, 2e-25]])
+    for solver in (eq.Picard(max_steps=300), eq.Anderson(max_steps=300)):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ConvergenceWarning)
+            found = eq.fixed_point(lambda z, b: 0.5 * z + b, torch.ones(1, 2), b, solver=solver)
+        if found.converged.all():
+            torch.testing.assert_close(found.value / b, torch.full((1, 2), 2.0), rtol=1e-3, atol=0)
+    assert found.stats.relative.isfinite().all()
+
+
+def test_an_infinite_scale_is_no_convergence() -> None:
+    fn = lambda z, b: torch.cat([z[:, :1] * 0 + math.inf, z[:, 1:] * 0.5 + b], 1)
+    with pytest.warns(ConvergenceWarning):
+        found = eq.fixed_point(fn, torch.zeros(1, 2), torch.ones(1, 1), solver=eq.Picard())
+    assert found.result.tolist() == [int(eq.Result.nonfinite)]
+
+
+@pytest.mark.parametrize("size", [2.0**-100, 2.0**100])
+@pytest.mark.parametrize("compact", [False, True])
+def test_units_travel_with_absolute_tolerances_callbacks_and_compaction(
+    size: float, compact: bool
+) -> None:
+    w, b = matrix(5, 0.9).float(), randn(6, 5).float() * torch.logspace(-1, 1, 6).unsqueeze(1)
+    seen: dict[float, list[tuple[int, Tensor]]] = {}
+    for unit in (1.0, size):
+        rows = seen.setdefault(unit, [])
+        solver = eq.Anderson(rtol=0.0, atol=1e-4 * unit, compact=compact, block=1)
+        found = eq.fixed_point(
+            affine(w),
+            torch.zeros_like(b),
+            unit * b,
+            solver=solver,
+            callback=lambda step, z, r, unit=unit, rows=rows: rows.append((step, r / unit)),
+        )
+        assert found.converged.all()
+        assert (found.stats.residual <= 1e-4 * unit).all()
+    assert [step for step, _ in seen[size]] == [step for step, _ in seen[1.0]]
+    for (_, ours), (_, theirs) in zip(seen[size], seen[1.0], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-9)
+
+
+@pytest.mark.parametrize("solver", [eq.Anderson, eq.Picard])
+@pytest.mark.parametrize("size", [2.0**-100, 2.0**100])
+def test_fixed_steps_at_any_scale(solver: type[eq.Solver], size: float) -> None:
+    made = solver(rtol=0.0, atol=0.0, max_steps=12)
+    w, b = matrix(6, 0.8).float(), randn(3, 6).float()
+    plain = eq.fixed_point(affine(w), torch.zeros_like(b), b, solver=made)
+    found = eq.fixed_point(affine(w), torch.zeros_like(b), size * b, solver=made)
+    torch.testing.assert_close(found.value / size, plain.value, rtol=1e-5, atol=1e-6)
+    assert torch.equal(found.result, plain.result)
+
+
+# Backward
+
+
+@given(
+    st.integers(0, 10**6),
+    st.sampled_from(ADJOINTS),
+    st.sampled_from([torch.float32, torch.float64]),
+    st.floats(0, 1),
+)
+@law
+def test_gradients_of_every_size(
+    seed: int, adjoint: eq.Adjoint, dtype: torch.dtype, where: float
+) -> None:
+    """z = Wz + b has dL/db = (I − Wᵀ)⁻¹g, by dense algebra in float64."""
+    w, b = matrix(6, 0.8, seed).to(dtype), randn(3, 6, seed=seed).to(dtype).requires_grad_()
+    low, high = RANGES[dtype]
+    size = 2.0 ** round(low + 20 + where * (high - low - 40))
+    g = randn(3, 6, seed=seed + 1)
+    solver = eq.Picard(rtol=1e-6, max_steps=400)
+    found = eq.fixed_point(
+        affine(w), torch.zeros(3, 6, dtype=dtype), b, solver=solver, adjoint=adjoint
+    )
+    (gradient,) = torch.autograd.grad(found.value, b, (size * g).to(dtype))
+    exact = torch.linalg.solve(torch.eye(6).double() - w.double().T, g.T).T
+    miss = torch.linalg.vector_norm(gradient.double() / size - exact, dim=1)
+    assert (miss <= 2e-3 * torch.linalg.vector_norm(exact, dim=1)).all()
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-22, 1.0, 1e25])
+@pytest.mark.parametrize("solver", [eq.PeacemanRachford(), eq.ForwardBackward()])
+def test_gradients_of_a_monotone_layer_of_every_size(solver: eq.Solver, size: float) -> None:
+    """They were 17% off near 1e-22."""
+    torch.manual_seed(0)
+    layer = eq.nn.MonotoneDEQ(8, in_channels=4, solver=solver)
+    x, g = torch.randn(5, 4), torch.randn(5, 8)
+    (exact,) = torch.autograd.grad(layer(x), layer.U.weight, g)
+    (found,) = torch.autograd.grad(layer(x), layer.U.weight, size * g)
+    torch.testing.assert_close(found / size, exact, rtol=1e-4, atol=1e-5)
+
+
+# Results
+
+
+def test_leaves_are_held_to_their_own_precision() -> None:
+    """A bfloat16 leaf beside it used to give a float64 leaf the tolerance of 2e-2."""
+    fn = lambda z: (0.9 * z[0] + 1.0, (0.5 * z[1].float() + 0.5).to(z[1].dtype))
+    z0 = (torch.zeros(2, 3, dtype=torch.float64), torch.zeros(2, 3, dtype=torch.bfloat16))
+    found = eq.fixed_point(fn, z0, solver=eq.Picard(max_steps=1000))
+    assert found.converged.all()
+    torch.testing.assert_close(found.value[0], torch.full_like(z0[0], 10.0), rtol=1e-6, atol=0)
+    loose = eq.fixed_point(fn, z0, solver=eq.Picard(rtol=1e-2, max_steps=1000))
+    assert loose.stats.steps.max() < found.stats.steps.min()
+
+
+def test_an_answer_is_not_the_memory_of_its_start() -> None:
+    z0 = torch.full((2, 3), 2.0)
+    for adjoint in (eq.Implicit(), eq.Phantom(), eq.Unrolled()):
+        for start in (z0, torch.full((2, 3), math.nan)):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", ConvergenceWarning)
+                found = eq.fixed_point(lambda z: 0.5 * z + 1.0, start, adjoint=adjoint)
+            assert found.value.data_ptr() != start.data_ptr()
+    with torch.no_grad():
+        assert eq.fixed_point(lambda z: 0.5 * z + 1.0, z0).value.data_ptr() != z0.data_ptr()
+
+
+def test_advice_names_nothing_that_is_in_use() -> None:
+    ended = dict.fromkeys(eq.Result, 1)
+    told = describe_failures(ended, options=eq.Anderson(), dtype=torch.float64) or ""
+    assert "use Anderson" not in told
+    assert "float64" not in told
+    told = describe_failures(ended, options=eq.Picard(damping=0.5), dtype=torch.float32) or ""
+    assert "use Anderson" in told
+    assert "use float64" in told
+    assert "damp the solver" not in told
+    assert "lower damping" in told
+    with pytest.warns(ConvergenceWarning, match="raise max_steps or loosen rtol"):
+        eq.fixed_point(lambda z: 0.99 * z + 1, torch.zeros(1, 2), solver=eq.Broyden(max_steps=2))
+
+
+def test_a_slow_proximal_gradient_is_not_called_stagnated() -> None:
+    """min ½ zᵀAz − bᵀz with condition 1e5: ISTA gains less than 1% in 48 steps, but always."""
+    curvature = torch.logspace(-5, 0, 6, dtype=torch.float64)
+    step = lambda z: z - (curvature * z - 1e-5)
+    solver = eq.ProximalGradient(accelerate=False, max_steps=3000)
+    with pytest.warns(ConvergenceWarning):
+        found = eq.fixed_point(step, torch.zeros(1, 6, dtype=torch.float64), solver=solver)
+    assert found.result.tolist() == [int(eq.Result.max_steps)]
+    swinging = lambda z: torch.where(z > 1.0, z - 0.5, z + 0.5)  # no fall at all is still seen
+    with pytest.warns(ConvergenceWarning):
+        found = eq.fixed_point(swinging, torch.full((1, 2), 0.75), solver=solver)
+    assert found.result.tolist() == [int(eq.Result.stagnated)]

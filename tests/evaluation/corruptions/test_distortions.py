@@ -1,0 +1,295 @@
+"""Noise, blur and digital corruptions against scipy, numpy, colorsys and Pillow."""
+
+from __future__ import annotations
+
+import colorsys
+import io
+import math
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from scipy import ndimage, stats
+
+from equilibria.evaluation.corruptions import distortions
+from equilibria.evaluation.corruptions.filters import ImageNoise as Noise
+from tests.evaluation.corruptions.test_weather import given
+from tests.evaluation.standins import picture_tensor, pictures
+
+
+def flat(value: int, size: int = 64) -> tuple[torch.Tensor, Noise]:
+    image = torch.full((1, 3, size, size), value, dtype=torch.uint8)
+    return image.float() / 255, Noise(image, (0,))
+
+
+def test_gaussian_and_speckle_scale_with_one_and_with_x() -> None:
+    x, draw = flat(102)
+    for found, deviation in (
+        (distortions.gaussian_noise(x, 0.1, draw) - x, 0.1),
+        (distortions.speckle_noise(x, 0.1, draw) - x, 0.04),
+    ):
+        values = found.flatten().numpy() / deviation
+        assert stats.kstest(values, "norm").pvalue > 1e-4
+
+
+@pytest.mark.parametrize("value", [0, 1, 100, 255])
+@pytest.mark.parametrize("photons", [3, 60, 500])
+def test_shot_noise_is_poisson(value: int, photons: int) -> None:
+    x, draw = flat(value)
+    counts = np.rint(distortions.shot_noise(x, photons, draw).flatten().numpy() * photons).astype(
+        int
+    )
+    mean = value / 255 * photons
+    if value == 0:
+        assert not counts.any()
+        return
+    # Of the whole distribution: distance of the distribution functions at every count.
+    top = counts.max() + 2
+    seen = np.array([(counts <= k).mean() for k in range(top)])
+    expected = stats.poisson.cdf(np.arange(top), mean)
+    assert np.abs(seen - expected).max() < 2.0 / np.sqrt(len(counts))
+
+
+def test_impulse_noise_hits_its_share_with_both_ends() -> None:
+    x, draw = flat(102)
+    found = distortions.impulse_noise(x, 0.2, draw).flatten()
+    count = found.numel()
+    salt, pepper = int((found == 1).sum()), int((found == 0).sum())
+    assert stats.binomtest(salt, count, 0.1).pvalue > 1e-4
+    assert stats.binomtest(pepper, count, 0.1).pvalue > 1e-4
+    assert torch.equal(found[(found != 0) & (found != 1)].unique(), x.unique())
+
+
+X = picture_tensor(3).double() / 255
+NOISE = Noise(picture_tensor(3), (0,))
+
+
+def test_gaussian_blur() -> None:
+    found = distortions.gaussian_blur(X, 1.3, NOISE)
+    expected = ndimage.gaussian_filter(X.numpy(), (0, 0, 1.3, 1.3), mode="nearest")
+    np.testing.assert_allclose(found.numpy(), expected, atol=1e-12)
+
+
+@pytest.mark.parametrize("radius", [0.3, 1.0, 1.5, 3.0, 6.0, 8.0, 10.0])
+def test_disk_is_a_smoothed_disk_of_sum_one(radius: float) -> None:
+    kernel = distortions.disk(radius, 0.5).numpy()
+    reach = 8 if radius <= 8 else int(radius)
+    v, u = np.mgrid[-reach : reach + 1, -reach : reach + 1]
+    hard = ((u**2 + v**2) <= radius**2).astype(float)
+    edge = 1 if radius <= 8 else 2
+    expected = ndimage.gaussian_filter(hard / hard.sum(), 0.5, radius=edge, mode="mirror")
+    np.testing.assert_allclose(kernel, expected, atol=1e-12)
+    if radius < 8:  # at 8 the disk touches the border, and reflections add a little
+        assert kernel.sum() == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("constants", [(0.4, 0.5), (1.5, 0.1), (6.0, 0.5), (10.0, 0.5)])
+def test_defocus_blur(constants: tuple[float, float]) -> None:
+    found = distortions.defocus_blur(X, constants, NOISE)
+    kernel = distortions.disk(*constants).numpy()
+    expected = np.stack(
+        [
+            [ndimage.correlate(plane, kernel, mode="mirror") for plane in image]
+            for image in X.numpy()
+        ]
+    )
+    np.testing.assert_allclose(found.numpy(), expected, atol=1e-10)
+
+
+def published_pass(image: np.ndarray, offsets: np.ndarray, reach: int) -> np.ndarray:
+    """The published double loop, its assignment of views included. image [H, W, C]."""
+    x = image.copy()
+    height, width = x.shape[:2]
+    for h in range(height - reach, reach, -1):
+        for w in range(width - reach, reach, -1):
+            dy, dx = offsets[:, h, w]
+            there = (h + dy, w + dx)
+            x[h, w], x[there] = x[there], x[h, w]
+    return x
+
+
+@pytest.mark.parametrize("reach", [1, 2, 4])
+@pytest.mark.parametrize("size", [(12, 12), (9, 15), (16, 11)])
+def test_neighbors_are_taken_as_in_the_published_loop(reach: int, size: tuple[int, int]) -> None:
+    draw = np.random.default_rng(reach)
+    image = draw.integers(0, 256, (*size, 3))
+    offsets = draw.integers(-reach, reach, (2, *size))
+    found = distortions.take_neighbors(
+        torch.from_numpy(image).permute(2, 0, 1)[None].double(),
+        torch.from_numpy(offsets)[None],
+        reach,
+    )
+    expected = published_pass(image, offsets, reach)
+    np.testing.assert_array_equal(found[0].permute(1, 2, 0).numpy(), expected)
+
+
+def test_long_chains_of_neighbors() -> None:
+    """Every pixel takes the one after it: the last value runs through whole rows."""
+    image = torch.arange(64.0).reshape(1, 1, 8, 8)
+    offsets = torch.zeros(1, 2, 8, 8, dtype=torch.long)
+    offsets[:, 1] = 1
+    found = distortions.take_neighbors(image, offsets, 2)
+    expected = published_pass(image[0].permute(1, 2, 0).numpy(), offsets[0].numpy(), 2)
+    np.testing.assert_array_equal(found[0].permute(1, 2, 0).numpy(), expected)
+
+
+def test_glass_blur_keeps_the_border_and_the_values() -> None:
+    found = distortions.glass_blur(X.float(), (0.05, 1, 2), NOISE)
+    levels = (X * 255).round() / 255
+    torch.testing.assert_close(found[..., 0, :], levels.float()[..., 0, :], atol=1e-6, rtol=0)
+    for image, moved in zip(levels, found, strict=True):
+        assert set((moved * 255).round().int().flatten().tolist()) <= set(
+            (image * 255).round().int().flatten().tolist()
+        )
+
+
+@pytest.mark.parametrize("angle", [0.0, 30.0, -45.0, -90.0, -120.0])
+@pytest.mark.parametrize(("radius", "sigma"), [(6, 1.5), (15, 8.0)])
+def test_motion_is_a_correlation_with_a_half_line(angle: float, radius: int, sigma: float) -> None:
+    width = 2 * radius + 1
+    kernel = np.zeros((2 * width + 1, 2 * width + 1))
+    weights = [math.exp(-(i**2) / (2 * sigma**2)) for i in range(width)]
+    for i, weight in enumerate(weights):
+        down = math.ceil(i * math.sin(math.radians(angle)) - 0.5)
+        right = math.ceil(i * math.cos(math.radians(angle)) - 0.5)
+        kernel[width + down, width + right] += weight / sum(weights)
+    found = distortions.motion(X[:1], radius, sigma, torch.tensor([angle]))
+    expected = [ndimage.correlate(plane, kernel, mode="nearest") for plane in X[0].numpy()]
+    np.testing.assert_allclose(found[0].numpy(), expected, atol=1e-9)
+
+
+def test_motion_angles_belong_to_images() -> None:
+    angles = torch.tensor([10.0, -40.0, 33.0])
+    whole = distortions.motion(X, 6, 2.0, angles)
+    for i in range(3):
+        one = distortions.motion(X[i : i + 1], 6, 2.0, angles[i : i + 1])
+        torch.testing.assert_close(one[0], whole[i], atol=1e-12, rtol=0)
+
+
+def test_zoom_blur_is_the_mean_of_zooms() -> None:
+    gray = pictures(1)[0, ..., 0] / 255
+    factors = (1.0, 1.05, 1.1)
+    total = gray.copy()
+    for factor in factors:
+        cut = int(np.ceil(32 / factor))
+        top = (32 - cut) // 2
+        big = ndimage.zoom(gray[top : top + cut, top : top + cut], factor, order=1)
+        trim = (big.shape[0] - 32) // 2
+        total += big[trim : trim + 32, trim : trim + 32]
+    found = distortions.zoom_blur(torch.from_numpy(gray)[None, None], factors, NOISE)
+    np.testing.assert_allclose(found[0, 0].numpy(), total / 4, atol=1e-9)
+
+
+IMAGE = pictures(3)[2]
+ONE = torch.from_numpy(IMAGE).permute(2, 0, 1)[None].double() / 255
+NONE = cast(Noise, None)
+# Black, white, gray, the corners of the cube and some between.
+COLORS = np.array(
+    [(a, b, c) for a in (0, 90, 255) for b in (0, 90, 200) for c in (0, 90, 255)], np.uint8
+).reshape(1, -1, 3)
+
+
+def in_hsv(image: np.ndarray, change: Any) -> np.ndarray:
+    out = np.zeros(image.shape)
+    for place in np.ndindex(image.shape[:2]):
+        out[place] = colorsys.hsv_to_rgb(*change(*colorsys.rgb_to_hsv(*(image[place] / 255))))
+    return out
+
+
+def as_tensor(image: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(image).permute(2, 0, 1)[None].double() / 255
+
+
+@pytest.mark.parametrize("image", [IMAGE, COLORS], ids=["picture", "colors"])
+@pytest.mark.parametrize("amount", [0.05, 0.5])
+def test_brightness_is_value_in_hsv(image: np.ndarray, amount: float) -> None:
+    found = distortions.brightness(as_tensor(image), amount, NONE)[0].permute(1, 2, 0)
+    expected = in_hsv(image, lambda h, s, v: (h, s, min(1.0, v + amount)))
+    np.testing.assert_allclose(found.numpy(), expected, atol=1e-12)
+
+
+@pytest.mark.parametrize("image", [IMAGE, COLORS], ids=["picture", "colors"])
+@pytest.mark.parametrize("constants", [(0.1, 0.0), (2.0, 0.1), (20.0, 0.2)])
+def test_saturate_is_saturation_in_hsv(image: np.ndarray, constants: tuple[float, float]) -> None:
+    found = distortions.saturate(as_tensor(image), constants, NONE)[0].permute(1, 2, 0)
+    a, b = constants
+    expected = in_hsv(image, lambda h, s, v: (h, min(1.0, a * s + b), v))
+    np.testing.assert_allclose(found.numpy(), expected, atol=1e-12)
+
+
+def test_gray_images_have_no_saturation_and_their_own_value() -> None:
+    gray = ONE[:, :1]
+    assert torch.equal(distortions.saturate(gray, (2.0, 0.1), NONE), gray)
+    lifted = distortions.brightness(gray, 0.3, NONE)
+    torch.testing.assert_close(lifted, (gray + 0.3).clamp_max(1.0))
+
+
+def test_contrast_keeps_the_mean() -> None:
+    found = distortions.contrast(ONE, 0.4, NONE)[0].numpy()
+    image = ONE[0].numpy()
+    mean = image.mean((1, 2), keepdims=True)
+    np.testing.assert_allclose(found, 0.4 * image + 0.6 * mean)
+
+
+@pytest.mark.parametrize("share", [0.95, 0.65, 0.3, 0.25])
+def test_pixelate_is_pillows(share: float) -> None:
+    found = distortions.pixelate(ONE, share, NONE)[0].permute(1, 2, 0) * 255
+    small = int(32 * share)
+    picture = Image.fromarray(IMAGE).resize((small, small), Image.Resampling.BOX)
+    expected = np.asarray(picture.resize((32, 32), Image.Resampling.BOX), float)
+    assert np.abs(found.numpy() - expected).max() <= 1.01
+
+
+@pytest.mark.parametrize("quality", [80, 25, 7])
+@pytest.mark.parametrize("mode", ["RGB", "L"])
+def test_jpeg_is_pillows(quality: int, mode: str) -> None:
+    image = IMAGE if mode == "RGB" else IMAGE[..., 0]
+    stream = io.BytesIO()
+    Image.fromarray(image).save(stream, "JPEG", quality=quality)
+    expected = np.atleast_3d(np.asarray(Image.open(stream)))
+    x = torch.from_numpy(np.atleast_3d(image)).permute(2, 0, 1)[None].float() / 255
+    found = (distortions.jpeg_compression(x, quality, NONE)[0].permute(1, 2, 0) * 255).round()
+    np.testing.assert_array_equal(found.numpy(), expected)
+
+
+def test_elastic_without_displacement_is_an_affine_map() -> None:
+    known, noise = given()
+    found = distortions.elastic_transform(ONE, (0.0, 0.0, 0.08), noise)[0].numpy()
+    # The three corners of the published code, as (column, row), and where they go.
+    corners = np.array([[26.0, 26.0], [26.0, 6.0], [6.0, 6.0]])
+    moved = corners + 32 * 0.08 * (2 * known.made[0][0] - 1)
+    back = np.linalg.solve(np.c_[moved, np.ones(3)], corners)  # [column, row, 1] @ back
+    matrix = back[:2].T[::-1, ::-1]  # in (row, column)
+    offset = back[2][::-1]
+    for plane, expected in zip(found, ONE[0].numpy(), strict=True):
+        reference = ndimage.affine_transform(expected, matrix, offset, order=1, mode="mirror")
+        np.testing.assert_allclose(plane, reference, atol=1e-9)
+
+
+def test_elastic_without_an_affine_map_is_a_smooth_displacement() -> None:
+    known, noise = given()
+    amount, blur = 0.1, 0.04
+    found = distortions.elastic_transform(ONE, (amount, blur, 0.0), noise)[0].numpy()
+    sway = [
+        32
+        * amount
+        * ndimage.gaussian_filter(2 * field - 1, 32 * blur, mode="reflect", truncate=3.0)
+        for field in known.made[1][0]
+    ]
+    v, u = np.mgrid[0:32, 0:32]
+    for plane, image in zip(found, ONE[0].numpy(), strict=True):
+        expected = ndimage.map_coordinates(
+            image, [v + sway[0], u + sway[1]], order=1, mode="reflect"
+        )
+        np.testing.assert_allclose(plane, expected, atol=1e-9)
+
+
+def test_elastic_of_images_that_are_not_square() -> None:
+    images = picture_tensor(2)[..., :20]
+    found = distortions.elastic_transform(
+        images.float() / 255, (0.1, 0.04, 0.05), Noise(images, (0,))
+    )
+    assert found.shape == images.shape
+    assert bool(found.isfinite().all())

@@ -1,0 +1,194 @@
+"""Certificates of every layer on its own input."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import equilibria as eq
+from equilibria.engine.files import json_value
+from equilibria.evaluation import certify_dataset, certify_model
+from equilibria.evaluation.model_certificate import certificate_dict
+from equilibria.nn.multi_branch import MultiBranch
+from equilibria.problems import CompositeCertificate, Guarantee
+from tests.evaluation.standins import random_data, tiny_geq
+from tests.evaluation.test_layer_solvers import Scaled
+
+
+def two_dense() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(5, 4),
+        eq.nn.GEQ(6, 4, in_channels=4, hidden=None, solver=eq.Picard(max_steps=3, rtol=0.0)),
+        nn.ReLU(),
+        eq.nn.OptEq(3, 4, in_channels=6, solver=eq.Picard(max_steps=3, rtol=0.0)),
+    )
+
+
+def test_each_layer_at_its_own_input_and_its_own_answer() -> None:
+    model = two_dense()
+    x = torch.randn(4, 5)
+    found = certify_model(model, x)
+    assert isinstance(found, CompositeCertificate)
+    assert list(found) == ["1", "3"]
+    with torch.no_grad():
+        first = model[0](x)
+        z = model[1](first)
+        second = model[2](z)
+        for name, layer, inner, state in (
+            ("1", model[1], first, z),
+            ("3", model[3], second, model[3](second)),
+        ):
+            expected = eq.certify(layer, inner, state)
+            torch.testing.assert_close(found[name].error_bound, expected.error_bound)
+            torch.testing.assert_close(found[name].residual, expected.residual)
+    assert found.unique
+
+
+def test_the_bound_holds() -> None:
+    """The state after three steps lies within its bound of the equilibrium found in float64."""
+    model = two_dense().double()
+    x = torch.randn(4, 5, dtype=torch.float64)
+    found = certify_model(model, x)
+    with torch.no_grad():
+        exact = model[1].solve(model[0](x), solver=eq.Auto(rtol=1e-13, max_steps=2000)).value
+        error = torch.linalg.vector_norm(model[:2](x) - exact, dim=1)
+    bound = found["1"].error_bound  # type: ignore[attr-defined]
+    assert bool((error <= bound).all())
+    assert bool((error > 0.05 * bound).any())  # and says something
+    assert float(error.max()) > 1e-6
+
+
+def test_the_model_is_left_as_it_is() -> None:
+    model = two_dense().train()
+    model[2].eval()
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    certify_model(model, torch.randn(2, 5))
+    assert model.training
+    assert not model[2].training
+    assert not any(m._forward_pre_hooks for m in model.modules())
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+def test_a_layer_used_twice_has_two_parts() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = eq.nn.GEQ(4, 4, hidden=None)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(self.layer(x))  # type: ignore[no-any-return]
+
+    torch.manual_seed(0)
+    model, x = Twice(), torch.randn(3, 4)
+    found = certify_model(model, x)
+    assert list(found) == ["layer", "layer#2"]
+    with torch.no_grad():
+        again = eq.certify(model.layer, model.layer(x), model(x))
+    torch.testing.assert_close(found["layer#2"].residual, again.residual)
+
+
+def test_the_state_that_was_found_is_judged_and_not_another() -> None:
+    """A warm start leads the three steps elsewhere than the start from zero would."""
+
+    class Warm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = eq.nn.GEQ(4, 4, hidden=None, solver=eq.Picard(max_steps=3, rtol=0.0))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x, torch.full_like(x, 5.0))  # type: ignore[no-any-return]
+
+    torch.manual_seed(0)
+    model, x = Warm(), torch.randn(3, 4)
+    with torch.no_grad():
+        expected = eq.certify(model.layer, x, model(x))
+        cold = eq.certify(model.layer, x)
+    found = certify_model(model, x)["layer"]
+    torch.testing.assert_close(found.residual, expected.residual)
+    assert not torch.allclose(found.residual, cold.residual, rtol=1e-2)
+
+
+def test_branches_become_parts() -> None:
+    torch.manual_seed(0)
+    layers = [eq.nn.GEQ(2, 2, hidden=None, patch=eq.Patches(channels=1, size=2)) for _ in range(2)]
+    model = nn.Sequential(MultiBranch(layers, [4, 2]))
+    found = certify_model(model, torch.randn(2, 2, 4, 4))
+    assert list(found) == ["0, branch 0", "0, branch 1"]
+    assert isinstance(found, CompositeCertificate)
+    assert found.unique
+
+
+def test_a_layer_without_a_proof_says_so() -> None:
+    model = nn.Sequential(two_dense(), Scaled(eq.Picard(rtol=1e-6)))
+    found = certify_model(model, torch.full((2, 5), 0.3))
+    assert isinstance(found, CompositeCertificate)
+    assert found["0.1"].unique
+    assert found["1"].kinds == (Guarantee.none,) * 2
+    assert found.kind is Guarantee.none
+    assert not found.rigorous
+    assert "neither certify(x, z) nor problem(x)" in str(found)
+    numbers = json_value(certificate_dict(found))
+    assert numbers["1"]["error_bound"] == {"min": None, "median": None, "max": None}
+    json.dumps(numbers, allow_nan=False)
+
+
+def test_parts_of_other_batch_sizes_come_as_a_dict() -> None:
+    class Folded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = eq.nn.GEQ(4, 4, hidden=None)
+            self.second = eq.nn.GEQ(2, 2, hidden=None)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.first(x).reshape(-1, 2))  # type: ignore[no-any-return]
+
+    found = certify_model(Folded(), torch.randn(3, 4))
+    assert type(found) is dict
+    assert {name: len(part.kinds) for name, part in found.items()} == {"first": 3, "second": 6}
+
+
+def test_a_model_that_is_a_layer() -> None:
+    found = certify_model(eq.nn.GEQ(4, 4, hidden=None), torch.randn(2, 4))
+    assert list(found) == ["(the model)"]
+
+
+def test_on_a_data_set() -> None:
+    model, data = tiny_geq(), random_data(6)
+    found = certify_dataset(model, data, 2)
+    expected = certify_model(model, data.normalize(data.images[:2]))
+    assert len(found["1"].kinds) == 2
+    torch.testing.assert_close(found["1"].residual, expected["1"].residual)
+    with pytest.raises(ValueError, match="count=0"):
+        certify_dataset(model, data, 0)
+
+
+def test_nothing_to_certify() -> None:
+    with pytest.raises(ValueError, match="has no equilibrium layers"):
+        certify_model(nn.Linear(2, 2), torch.zeros(1, 2))
+
+    class Idle(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = eq.nn.GEQ(2, 2, hidden=None)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x
+
+    with pytest.raises(ValueError, match="no equilibrium layer of Idle ran"):
+        certify_model(Idle(), torch.zeros(1, 2))
+
+
+def test_numbers_for_json() -> None:
+    found = certificate_dict(certify_model(two_dense(), torch.randn(3, 5)))
+    part = found["1"]
+    assert part["kind"] == "contraction"
+    assert part["kinds"] == {"contraction": 3}
+    assert part["samples"] == 3
+    assert part["unique"] == 1.0
+    assert part["rigorous"] is True
+    assert 0 < part["error_bound"]["min"] <= part["error_bound"]["max"] < math.inf

@@ -1,0 +1,156 @@
+"""What a user can do, written down: names, parameters, commands, flags, models, files of a run.
+
+``surface.json`` is the list of version 0.1.0. What is on it is still there, or has moved
+(``MOVED``), or was dropped for a reason (``DROPPED``, and CHANGELOG.md says so too). What is new
+need not be on it. ``python -m tests.test_surface`` prints the present list.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import pkgutil
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+LISTED = Path(__file__).with_name("surface.json")
+
+# What begins so has moved to the other beginning, where it must be found.
+MOVED = {
+    # The study of the papers is a distribution of its own.
+    "equilibria.experiments.": "equilibria_papers.tables.",
+    "equilibria.theory.": "equilibria_papers.theory.",
+    "equilibria.theory.monitors.": "equilibria_papers.theory.",  # now a module
+    "equilibria.theory.audit": "equilibria_papers.claims",
+}
+# What begins so is gone, and why.
+DROPPED: dict[str, str] = {}
+
+
+def packages(name: str) -> Iterator[ModuleType]:
+    """A package and those below it that say what is public, with ``__all__``."""
+    package = import_module(name)
+    if hasattr(package, "__all__"):
+        yield package
+    for found in pkgutil.iter_modules(package.__path__, f"{name}."):
+        if found.ispkg and not found.name.endswith(".cli"):
+            yield from packages(found.name)
+
+
+def parameters(item: Any) -> list[str]:
+    """The names by which a call may give its arguments."""
+    try:
+        found = inspect.signature(item).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    return [p.name for p in found if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+
+
+def members(kind: type) -> set[str]:
+    """Methods, properties and fields of ours, those of bases outside this repository left out."""
+    return {
+        name
+        for base in kind.__mro__
+        if base.__module__.startswith("equilibria")
+        for name in {**vars(base), **vars(base).get("__annotations__", {})}
+        if not name.startswith("_")
+    }
+
+
+def public_names() -> Iterator[str]:
+    """``package.name``, ``package.name(parameter)`` and ``package.Class.member``."""
+    for top in ("equilibria", "equilibria_papers"):
+        for package in packages(top):
+            yield package.__name__
+            for name in package.__all__:
+                item, where = getattr(package, name), f"{package.__name__}.{name}"
+                yield where
+                if callable(item):
+                    yield from (f"{where}({given})" for given in parameters(item))
+                if inspect.isclass(item):
+                    yield from (f"{where}.{member}" for member in members(item))
+
+
+def commands(command: Any, path: str) -> Iterator[str]:
+    """Commands, their arguments and their flags, with all their spellings."""
+    yield path
+    for given in command.params:
+        argument = given.param_type_name == "argument"
+        names = [given.name.upper()] if argument else [*given.opts, *given.secondary_opts]
+        yield from (f"{path} {name}" for name in names)
+    for name, inner in getattr(command, "commands", {}).items():
+        yield from commands(inner, f"{path} {name}")
+
+
+def run_files(folder: Path) -> list[str]:
+    """What a training leaves in its folder."""
+    from equilibria.training import TrainConfig, fit
+
+    config = TrainConfig(epochs=1, samples=64, out=folder / "run", workers=0)
+    fit(config, progress=False)
+    return sorted(
+        path.name if path.is_file() else f"{path.name}/" for path in (folder / "run").iterdir()
+    )
+
+
+def surface(folder: Path) -> dict[str, list[str]]:
+    """The whole list; ``folder`` is for the run."""
+    import typer
+
+    from equilibria import data, models
+    from equilibria.cli.app import app
+
+    return {
+        "names": sorted(set(public_names())),
+        "commands": sorted(set(commands(typer.main.get_command(app), "equilibria"))),
+        "models": sorted(models.names()),
+        "data": sorted(data.names()),
+        "run files": run_files(folder),
+    }
+
+
+@pytest.fixture(scope="module")
+def present(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    return surface(tmp_path_factory.mktemp("surface"))
+
+
+def _moved(entry: str) -> str:
+    """Its present spelling: the longest beginning that moved counts."""
+    for old in sorted((old for old in MOVED if entry.startswith(old)), key=len, reverse=True):
+        return MOVED[old] + entry.removeprefix(old)
+    return entry
+
+
+@pytest.mark.parametrize("kind", ["names", "commands", "models", "data", "run files"])
+def test_nothing_is_lost(kind: str, present: dict[str, list[str]]) -> None:
+    listed = json.loads(LISTED.read_text("utf-8"))[kind]
+    assert listed
+    there = set(present[kind])
+    lost = [
+        entry
+        for entry in listed
+        if _moved(entry) not in there and not entry.startswith(tuple(DROPPED))
+    ]
+    assert not lost, "restore them, or say why in MOVED or DROPPED:\n" + "\n".join(lost)
+
+
+def test_what_is_said_to_be_gone_was_there_and_is_gone(present: dict[str, list[str]]) -> None:
+    listed = [e for entries in json.loads(LISTED.read_text("utf-8")).values() for e in entries]
+    there = {entry for entries in present.values() for entry in entries}
+    for start in (*MOVED, *DROPPED):
+        assert [e for e in listed if e.startswith(start)], f"{start}: never was there"
+    for start in DROPPED:
+        back = [e for e in listed if e.startswith(start) and _moved(e) in there]
+        assert not back, f"{start}: said to be dropped, but there are {back}"
+
+
+if __name__ == "__main__":
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as made:
+        print(json.dumps(surface(Path(made)), indent=0, ensure_ascii=False))  # noqa: T201
