@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import equilibria as eq
 from equilibria.models.stacks import Block, ExplicitPair
-from equilibria.training.graphs import GraphedModel
+from equilibria.training import GraphedModel
 
 PHANTOM = 3
 DAMPING = 0.8

@@ -32,7 +32,7 @@ from _peers import PeerBranches, residuals
 from torch import Tensor, nn
 
 import equilibria as eq
-from equilibria.training.graphs import GraphedModel
+from equilibria.training import GraphedModel
 
 BRANCHES = "geq_cifar_5m"
 STACK = "geq_stack_cifar_3m"
