@@ -78,7 +78,7 @@ class Steps:
 
 @contextmanager
 def progress(total: int) -> Iterator[Steps]:
-    """A bar on a terminal; otherwise a line a step on standard error."""
+    """A bar on a terminal; otherwise one line per step on standard error."""
     if Console is None or not sys.stderr.isatty():
 
         def line(what: str, done: int) -> None:

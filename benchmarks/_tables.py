@@ -44,7 +44,7 @@ def _ratio(value: float | None) -> str:
 
 
 def overhead_ratio(mine: Row, theirs: Row, of: str = "median") -> float | None:
-    """Ours over theirs; None where theirs cannot be told from the map itself."""
+    """Ours over theirs; None where theirs cannot be separated from the map itself."""
     below = theirs["overhead_us"][of]
     if below <= 0.02 * theirs["map_us"] or below <= 0.3:
         return None
@@ -189,7 +189,7 @@ def _worst(ratios: Ratios) -> str:
 
 
 def _checks(rows: dict[str, list[Row]], pairs: Pairs, small: int, memory: int) -> list[Row]:
-    """What issue and documentation promise, beside what was found."""
+    """What the documentation promises, and what was measured."""
     found: list[Row] = []
 
     def check(what: str, expected: str, measured: str, ok: bool) -> None:

@@ -1,11 +1,11 @@
-"""How much there is to read: lines and files, beside the peers', and the files that a job crosses.
+"""The size of both packages and of related libraries, and the files that a job crosses.
 
     python benchmarks/size.py --before REVISION
 
 writes results/size.json and results/size.md. Lines are those of the Python files of a package, as
 ``wc -l`` counts them. "Crossed" counts the files of a package in which a line runs during one
 Anderson solve, and during ``equilibria train`` on the digits (one epoch). The peers are installed
-by name into a temporary folder, without what they depend on, and only counted.
+into a temporary folder, without their dependencies, and only counted.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def count(folder: Path) -> dict[str, int]:
 
 
 def crossed(job: str, sources: list[Path], packages: str) -> int:
-    """How many files of the packages a job runs through, in a process of its own."""
+    """The number of files of the packages in which code runs during a job, in its own process."""
     prepare, run = _JOBS[job]
     code = _CROSSED.format(prepare=prepare, run=run)
     path = os.pathsep.join(str(s) for s in sources)
@@ -90,7 +90,7 @@ def tree(root: Path) -> dict[str, object]:
     library = root / "src" / "equilibria"
     papers = root / "papers" / "src" / "equilibria_papers"
     sources = [root / "src", root / "papers" / "src"]
-    inside = [library / name for name in ("theory", "experiments")]  # where they stood once
+    inside = [library / name for name in ("theory", "experiments")]  # their former place
     studies = [papers, *inside]
     parts = {
         "library": count(library),

@@ -1,4 +1,4 @@
-"""Race the solvers against torchdeq 0.1.0: both libraries in one process, timed in turn.
+"""Compare the solvers with torchdeq 0.1.0: both libraries in one process, timed in alternation.
 
     python benchmarks/solvers.py --quick            about a minute on two CPU cores
     python benchmarks/solvers.py                    all sizes: about ten minutes on two CPU cores
@@ -138,7 +138,7 @@ class Bench:
     # ------------------------------------------------------------------------ equal evaluations
 
     def overhead(self, problem: Problem, mode: str) -> None:
-        """Time beside the map, per step, at a fixed number of evaluations."""
+        """Time besides the map, per step, at a fixed number of evaluations."""
         n = 24
         if self.above(LARGE, problem):
             n = 8 if self.above(HUGE, problem) else 12
