@@ -71,8 +71,8 @@ options are each library's defaults. torchdeq's solvers are called directly forw
 through its get_deq(ift=True). The iteration simple_fixed_point_iter has no convergence test: for
 a tolerance it gets the number of steps that Picard needed, which a user would not know. It has no
 backward form, so fixed_point_iter is used there. Maps: elementwise z ↦ x + s·tanh(z); matmul
-z ↦ tanh(zW + x). On a CPU large states are measured less: above {HUGE} numbers without Broyden, above {GIANT} only
-forward at equal evaluations.
+z ↦ tanh(zW + x). On a CPU large states are measured less: above {HUGE} numbers without Broyden,
+above {GIANT} only forward at equal evaluations.
 """
 
 
