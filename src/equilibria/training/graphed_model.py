@@ -70,6 +70,10 @@ class GraphedModel:
             device, torch.get_autocast_dtype(device), enabled=autocasts, cache_enabled=False
         )
         shell = _Shell(self.model)
+        # torch captures on a stream of its own on purpose, and newer versions warn of that.
+        allow = getattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch", None)
+        if allow is not None:
+            allow(False)
         # Warm-up runs move batch statistics and power iterations: they are put back.
         buffers = [(b, b.detach().clone()) for b in self.model.buffers()]
         try:

@@ -28,9 +28,11 @@ class Stop:
     def late(self) -> bool:
         return self.until is not None and time.time() >= self.until
 
+    def orphaned(self) -> bool:
+        return self.parent not in (None, os.getpid(), os.getppid())
+
     def asked(self) -> bool:
-        gone = self.parent not in (None, os.getpid(), os.getppid())
-        return self.late() or gone or (self.file is not None and self.file.exists())
+        return self.late() or self.orphaned() or (self.file is not None and self.file.exists())
 
 
 class StopWhenAsked(pl.Callback):

@@ -89,6 +89,8 @@ def _work(planned: Planned, choices: Choices, stop: Stop) -> tuple[str, str, lis
         how, why = "interrupted", str(stopped)
     except Exception as error:  # noqa: BLE001 – said and logged by the parent
         how, why = "failed", f"{type(error).__name__}: {str(error)[:200]}"
+    if stop.orphaned():
+        os._exit(1)  # all is saved, and nobody hears the answer
     return how, why, log.lines
 
 
