@@ -10,38 +10,38 @@ WORKERS     ?= 2
 PYTEST_ARGS ?=
 BENCH_ARGS  ?=
 
-# Relative on purpose: make splits words at spaces, and the checkout's path may hold some.
+# Relative on purpose: make splits words at spaces, and the path of the checkout may contain some.
 VENV   := .venv
 PY     := $(VENV)/bin/python
 PIP    := $(PY) -m pip --disable-pip-version-check --quiet
 DEV    := $(VENV)/.stamp-dev
 DOCS   := $(VENV)/.stamp-docs
 BENCH  := $(VENV)/.stamp-bench
-# Material's notice about MkDocs 2 says nothing about our pages.
+# Material's notice about MkDocs 2 does not concern our pages.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs
-# One thread a worker: the workers are the parallelism. Compiled files spare the tests that start
-# processes of their own a compilation of the whole package each.
+# One thread per worker: the workers are the parallelism. With compiled files, tests that start
+# processes do not compile the whole package each time.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --timeout=600
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-# Two pips must not write to one .venv, and the tests are parallel by themselves.
+# Two pips must not write to one .venv, and the tests run in parallel already.
 .NOTPARALLEL:
 .PHONY: help setup demo test test-full test-gpu lint types format docs docs-serve bench clean
 
 help: ## list the targets
 	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
 
-setup: $(DEV) ## make .venv and install both packages with the dev extra
+setup: $(DEV) ## create .venv and install both packages with the dev extra
 	@:
 
-demo: $(DEV) ## train a GEQ beside its twins on digits, certify it, write demo/report.html
+demo: $(DEV) ## train a GEQ and its twins on digits, certify it, write demo/report.html
 	$(PY) examples/demo.py
 
-test: $(DEV) ## run the tests, without the slow ones
+test: $(DEV) ## run the tests except the slow ones
 	$(PYTEST) $(PYTEST_ARGS)
 
-test-full: $(DEV) ## run all the tests
+test-full: $(DEV) ## run all tests
 	$(PYTEST) -m "" $(PYTEST_ARGS)
 
 test-gpu: $(DEV) ## run the tests that need a CUDA device, slow ones too, in one process
@@ -54,17 +54,17 @@ lint: $(DEV) ## check style and formatting
 types: $(DEV) ## check the types of both packages, strictly
 	$(PY) -m mypy
 
-format: $(DEV) ## format, and fix what can be fixed
+format: $(DEV) ## format the code and apply automatic fixes
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
 docs: $(DOCS) ## build the documentation into site/
 	$(MKDOCS) build --strict
 
-docs-serve: $(DOCS) ## serve the documentation while you write it
+docs-serve: $(DOCS) ## serve the documentation with live reload
 	$(MKDOCS) serve --strict
 
-bench: $(BENCH) ## race the solvers against torchdeq, write results/
+bench: $(BENCH) ## compare the solvers with torchdeq, write results/
 	$(PY) benchmarks/solvers.py $(BENCH_ARGS)
 
 clean: ## remove caches and build outputs, keep .venv

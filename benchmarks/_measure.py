@@ -1,4 +1,4 @@
-"""How things are measured: interleaved timing, counted operations, host waits, live memory."""
+"""Measurements: interleaved timing, counted operations, host synchronizations, live memory."""
 
 from __future__ import annotations
 
@@ -297,7 +297,7 @@ def inside_map(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
         counting.inside_map = True
         out = fn(*args, **kwargs)
         counting.inside_map = False
-        counting.sample()  # T(z) stands beside all that the solver still holds
+        counting.sample()  # T(z) is alive together with all that the solver still holds
         return out
 
     return marked

@@ -78,7 +78,7 @@ class Steps:
 
 @contextmanager
 def progress(total: int) -> Iterator[Steps]:
-    """A bar on a terminal; otherwise a line a step on standard error."""
+    """A bar on a terminal; otherwise one line per step on standard error."""
     if Console is None or not sys.stderr.isatty():
 
         def line(what: str, done: int) -> None:
@@ -145,7 +145,7 @@ def write(
     folder.mkdir(parents=True, exist_ok=True)
     numbers = folder / f"{name}.json"
     numbers.write_text(json.dumps({"run": meta, **data}, indent=1, ensure_ascii=False) + "\n")
-    lines = ["# Solvers beside torchdeq", "", "Written by the command below; do not edit.", ""]
+    lines = ["# Comparison with torchdeq", "", "Written by the command below; do not edit.", ""]
     lines += ["```", meta["command"], "```", ""]
     lines += [f"- {key}: {value}" for key, value in meta.items() if key != "command"]
     lines += ["", notes.strip(), ""]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import equilibria as eq
 from equilibria.models.stacks import Block, ExplicitPair
-from equilibria.training.graphs import GraphedModel
+from equilibria.training import GraphedModel
 
 PHANTOM = 3
 DAMPING = 0.8
@@ -44,7 +44,7 @@ class TorchDEQLayer(nn.Module):
         problem: Any = self.geq.problem(x)
         device = x.device.type
         # As in our engine: the map keeps autocast, the solver's algebra does not. No cache: what
-        # was cast in the solve, without a graph, must not stand in for weights in the backward.
+        # was cast in the solve, without a graph, must not replace weights in the backward.
         dtype, on = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
 
         def step(z: Tensor) -> Tensor:

@@ -11,9 +11,9 @@ Row = dict[str, Any]
 Pairs = list[tuple[str, str]]
 
 _MODES = {
-    "tested": "Overhead a step beside the map, forward, convergence tested",
-    "fixed": "Overhead a step beside the map, forward, fixed steps (no test)",
-    "gradient": "Overhead a step beside the map, forward and backward, convergence tested",
+    "tested": "Overhead per step besides the map, forward, convergence tested",
+    "fixed": "Overhead per step besides the map, forward, fixed steps (no test)",
+    "gradient": "Overhead per step besides the map, forward and backward, convergence tested",
 }
 _MODE_NOTES = {
     "tested": "Equal evaluations; the tolerance is out of reach, so both test and none stops.",
@@ -44,7 +44,7 @@ def _ratio(value: float | None) -> str:
 
 
 def overhead_ratio(mine: Row, theirs: Row, of: str = "median") -> float | None:
-    """Ours over theirs; None where theirs cannot be told from the map itself."""
+    """Ours over theirs; None where theirs cannot be separated from the map itself."""
     below = theirs["overhead_us"][of]
     if below <= 0.02 * theirs["map_us"] or below <= 0.3:
         return None
@@ -61,7 +61,7 @@ def _shown_pairs(rows: list[Row], pairs: Pairs) -> list[tuple[str, str, str]]:
 
 def _overhead_table(rows: list[Row], pairs: Pairs, mode: str) -> Table:
     columns = ["pair", "map", "batch", "state", "map µs", "ours µs", "torchdeq µs", "ratio"]
-    columns.append("of leasts")
+    columns.append("of minima")
     table = Table(_MODES[mode], columns, _MODE_NOTES[mode])
     rows = [r for r in rows if r["mode"] == mode]
     for kind, batch, state in _cells(rows, "map", "batch", "state"):
@@ -87,7 +87,7 @@ def _overhead_table(rows: list[Row], pairs: Pairs, mode: str) -> Table:
 
 def _counts_table(rows: list[Row], memory: int) -> Table:
     table = Table(
-        "Operations a step beside the map, and peak memory",
+        "Operations per step besides the map, and peak memory",
         [
             "solver",
             "kernels",
@@ -104,7 +104,7 @@ def _counts_table(rows: list[Row], memory: int) -> Table:
         ],
         "Kernels: operators that launch work (views and allocations are not counted). Traffic and "
         "peak in units of one state; traffic counts what operators read and write, peak what is "
-        "alive at once beside z0, z and T(z) included, the map's temporaries not "
+        "alive at once besides z0, including z and T(z) but not the map's temporaries "
         f"(2m + 4 = {2 * memory + 4} for Anderson). Convergence tested unless 'fixed'; on a GPU "
         "the forward peak is the allocator's and holds the map's one temporary. Steps 16 to 48 are "
         "averaged, so set-up cancels.",
@@ -140,7 +140,7 @@ def _end_to_end_table(rows: list[Row], pairs: Pairs, backward: bool) -> Table:
     rows = [r for r in rows if r["backward"] is backward]
     what = "forward and backward" if backward else "forward"
     columns = ["pair", "map", "batch", "state", "evals", "ours ms", "torchdeq ms", "ratio"]
-    columns.append("of leasts")
+    columns.append("of minima")
     columns.append("gradient error" if backward else "residual")
     note = (
         "ours / torchdeq; evaluations + vector-Jacobian products; error of dL/dx against float64."
@@ -178,18 +178,18 @@ def _end_to_end_table(rows: list[Row], pairs: Pairs, backward: bool) -> Table:
 
 
 Ratios = list[tuple[float, float, str]]
-"""Of medians, of leasts, where."""
+"""Of medians, of minima, where."""
 
 
 def _worst(ratios: Ratios) -> str:
     value, _, where = max(ratios)
     middle = statistics.median(v for v, _, _ in ratios)
     least = max(v for _, v, _ in ratios)
-    return f"worst {value:.2f} ({where}), median {middle:.2f}; of leasts: worst {least:.2f}"
+    return f"worst {value:.2f} ({where}), median {middle:.2f}; of minima: worst {least:.2f}"
 
 
 def _checks(rows: dict[str, list[Row]], pairs: Pairs, small: int, memory: int) -> list[Row]:
-    """What issue and documentation promise, beside what was found."""
+    """What the documentation promises, and what was measured."""
     found: list[Row] = []
 
     def check(what: str, expected: str, measured: str, ok: bool) -> None:
@@ -209,7 +209,7 @@ def _checks(rows: dict[str, list[Row]], pairs: Pairs, small: int, memory: int) -
                 ratios.append((middle, least, f"{r['map']}, {r['batch']} × {r['state']}"))
         if ratios:
             ok = max(ratios)[0] <= 0.2
-            what = f"overhead a step, {a} / {b}, batch × state ≤ {small}"
+            what = f"overhead per step, {a} / {b}, batch × state ≤ {small}"
             check(what, "≤ 0.20", _worst(ratios), ok)
     for backward in (False, True):
         ratios = []
@@ -251,7 +251,7 @@ def make_tables(
     first = Table(
         "Checks",
         ["check", "expected", "measured", "holds"],
-        "Ratios: equilibria over torchdeq, of medians; of the least times beside them. Time to "
+        "Ratios: equilibria over torchdeq, of medians and of the minimum times. Time to "
         "tolerance is not checked against simple_fixed_point_iter, which does not test.",
     )
     for c in checks:

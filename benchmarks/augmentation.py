@@ -1,10 +1,10 @@
-"""Time our augmentations beside kornia's, to decide which of them the data package uses.
+"""Time our augmentations and kornia's, to decide which of them the data package uses.
 
     python benchmarks/augmentation.py            writes results/augmentation.json
 
-A batch of 256 images 3×32×32 on the CPU, one thread; the least processor time of the repeats, in
+A batch of 256 images 3×32×32 on the CPU, one thread; the minimum CPU time of the repeats, in
 milliseconds. Our RandAugment draws the operations for each sample, kornia's for the whole batch.
-kornia comes with the extra ``bench``.
+kornia is in the extra ``bench``.
 """
 
 from __future__ import annotations

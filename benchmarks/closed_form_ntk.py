@@ -1,12 +1,12 @@
-"""What the closed-form tangent kernel of a monotone DEQ costs, and how it grows in n and N.
+"""The cost of the closed-form tangent kernel of a monotone DEQ, and its growth in n and N.
 
     python benchmarks/closed_form_ntk.py --out results
 
-Times the equilibrium to machine precision and K = J_AJ_Aᵀ + J_BJ_Bᵀ + J_UJ_Uᵀ + ZᵀZ (paper 004,
-Proposition 4) in float64 on the CPU, each size in a process of its own whose peak memory is read at
-the end, beside the same kernel from the dense Jacobians where those fit. Wall time, and the time of
-the process on its cores, which other programs stretch less. Writes closed_form_ntk.json.
-Target: n = 64, N = 128 under 2 s and 2 GB on two cores.
+Times the equilibrium to machine precision and K = J_AJ_Aᵀ + J_BJ_Bᵀ + J_UJ_Uᵀ + ZᵀZ (Nguyen 2022,
+Proposition 4) in float64 on the CPU, each size in its own process, whose peak memory is read at the
+end, and the same kernel from the dense Jacobians where these fit into memory. Reports wall time and
+CPU time, which depends less on other programs. Writes closed_form_ntk.json. Target: n = 64, N = 128
+under 2 s and 2 GB on two cores.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""What the empirical tangent kernel costs, and how it grows with samples, parameters and memory.
+"""The cost of the empirical tangent kernel, and its growth with samples, parameters and memory.
 
     python benchmarks/empirical_ntk.py --out results --root FOLDER
 
 The full kernel (ten outputs) of a network of 200,000 parameters on 256 MNIST images comes first:
-its target is 2 minutes on two cores. Without --root random images of that size are taken, which
+its target is 2 minutes on two cores. Without --root random images of that size are used, which
 cost the same. --quick: fewer images, a minute. Writes empirical_ntk.json after each case.
 
-Wall time is what a user waits; CPU time is what the process itself used, of all its threads, and
-hardly depends on what else the machine does.
+CPU time is the sum over all threads of the process and depends little on other programs.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-r"""Does a gradient that passes γ cost or gain accuracy? Short trainings with γ detached and not.
+r"""Does a gradient through γ change accuracy? Short trainings with γ detached and not.
 
     python benchmarks/gamma_gradient.py --data-root FOLDER --epochs 10 --seeds 0 1 2
 
 The recipe is that of results/cifar10_geq_stack_5m_after (one-cycle SGD, crop, flip, cutout, label
-smoothing, bf16, a tenth held out), for the epochs given. Accuracy is of the held-out images alone.
-Writes a JSON file after each training; a second call with the same file goes on where the first
-was stopped. Without a GPU, to see that it runs:
+smoothing, bf16, a tenth held out), for the epochs given. Accuracy is measured on held-out images.
+Writes a JSON file after each training; a second call with the same file continues where the first
+stopped. Without a GPU, as a smoke test:
 
     python benchmarks/gamma_gradient.py --data digits --models geq_stack_digits \
         --samples 64 --epochs 1 --seeds 0 --batch-size 32 --out gamma_gradient_smoke.json

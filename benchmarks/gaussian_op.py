@@ -1,11 +1,11 @@
-"""The fused Gaussian patch message beside its plain twin: time, and share of the copy bandwidth.
+"""The fused Gaussian patch message and its plain twin: time, and share of the copy bandwidth.
 
     python benchmarks/gaussian_op.py --out results
 
 Needs a CUDA device. For each shape: forward and backward, fused, plain and plain under
 torch.compile; bytes are those that a perfect kernel must move (forward
 a, c → out; backward a, c, g → dr). Kernels are timed as CUDA graphs, without launches from Python;
-the three forms in a queue of calls. Errors are against float64. Writes gaussian_op.json.
+the three forms in a queue of calls. Errors are relative to float64. Writes gaussian_op.json.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def queued_ms(run: Any, calls: int = 20) -> float:
 
 
 def launch_ms(run: Any, repeats: int = 100) -> float:
-    """Of one call from Python, the host's time: what a small map pays."""
+    """Host time of one call from Python, which dominates for small maps."""
     for _ in range(5):
         run()
     torch.cuda.synchronize()
@@ -94,7 +94,7 @@ def launch_ms(run: Any, repeats: int = 100) -> float:
 
 
 def copy_bandwidth() -> float:
-    """Bytes a second of a large device-to-device copy, read plus written."""
+    """Bytes per second of a large device-to-device copy, read plus written."""
     source = torch.randn(2**28, device="cuda")
     target = torch.empty_like(source)
     ms = median_ms(lambda: target.copy_(source))

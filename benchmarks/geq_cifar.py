@@ -2,8 +2,9 @@
 
     python benchmarks/geq_cifar.py --data FOLDER --epochs 9 --out results
 
-FOLDER holds CIFAR-10 as Parquet (columns img, label; two training shards and a test shard). Writes
-geq_cifar.json: accuracy by epoch, training images a second, residual and certificate at the end.
+FOLDER contains CIFAR-10 as Parquet (columns img, label; two training shards and a test shard).
+Writes geq_cifar.json: accuracy by epoch, training images per second, residual and certificate at
+the end.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def network(bound: float, steps: int, phantom: int) -> nn.Sequential:
 
 
 def augment(x: Tensor) -> Tensor:
-    """Crop, flip and cutout of a batch, each sample by itself, on its device."""
+    """Crop, flip and cutout of a batch, each sample separately, on its device."""
     n, _, h, w = x.shape
     padded = nn.functional.pad(x, (4, 4, 4, 4), mode="reflect")
     shift = torch.randint(0, 9, (2, n), device=x.device)

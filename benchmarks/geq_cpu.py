@@ -1,18 +1,18 @@
-"""GEQ networks on a CPU beside the same weights through torchdeq, at the same residual.
+"""GEQ networks on a CPU and the same weights with torchdeq, at the same residual.
 
     python benchmarks/geq_cpu.py --network geq_cifar_5m --threads 2 --out results
 
 Float32, images of CIFAR's shape, W at its norm bound as in trained networks. "created" is the
-network as eq.models.create gives it; "best" is channels-last, four fixed steps of damped Anderson
-and Implicit(GMRES(rtol=1e-2)); "tight" takes two steps more and GMRES(rtol=2e-3), for a gradient
-as close as that of torchdeq's phantom steps, which refine z as they go; "auto" is each layer's own
-default solver at rtol=1e-3, with Implicit(GMRES(rtol=1e-2)). torchdeq
-gets the loosest tolerance with which its worst residual ‖z − T(z)‖/‖z‖ (float64, of all samples and
-layers) is at most twice that of "best". A training step is forward, loss and backward. All rows
-are timed in turn, round by round; torchdeq's other solvers (--peers), which take two to six times
-as long as its Anderson, in the first round of the inference only.
-Gradient errors are against torchdeq's implicit gradient in float64, solved to 1e-6. The rows of a
-run are written over those of the same network and threads in geq_cpu.json; the others stay.
+network with the defaults of eq.models.create; "best" is channels-last, four fixed steps of damped
+Anderson and Implicit(GMRES(rtol=1e-2)); "tight" takes two more steps and GMRES(rtol=2e-3), for a
+gradient as accurate as that of torchdeq's phantom steps, which also refine z; "auto" is each
+layer's own default solver at rtol=1e-3, with Implicit(GMRES(rtol=1e-2)). torchdeq gets the loosest
+tolerance with which its worst residual ‖z − T(z)‖/‖z‖ (float64, of all samples and layers) is at
+most twice that of "best". A training step is forward, loss and backward. All rows are timed in
+alternation; torchdeq's other solvers (--peers), which take two to six times as long as its
+Anderson, in the first round of the inference only. Gradient errors are relative to torchdeq's
+implicit gradient in float64, solved to 1e-6. The rows of a run replace those of the same network
+and threads in geq_cpu.json.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def created(name: str) -> nn.Module:
 
 
 def with_options(model: nn.Module, solver: Any, adjoint: Any) -> nn.Module:
-    """A channels-last copy whose layers solve so."""
+    """A channels-last copy whose layers have these options."""
     other = copy.deepcopy(model).to(memory_format=torch.channels_last)
     for layer in other.modules():
         if isinstance(layer, eq.nn.GEQ):
@@ -244,7 +244,7 @@ def ablation(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def ratios(rows: dict[str, Any]) -> dict[str, Any]:
-    """How often ours fits into theirs: of least wall times and of least processor times."""
+    """Their time over ours, for the minimum wall times and the minimum CPU times."""
     found: dict[str, Any] = {}
     for mine in ("ours best", "ours tight", "ours auto", "ours created"):
         for key, row in rows.items():

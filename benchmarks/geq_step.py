@@ -1,18 +1,18 @@
-"""A training step of GEQ networks: images a second, memory, residual; beside torchdeq and a twin.
+"""A training step of GEQ networks, torchdeq and an explicit twin: speed, memory, residual.
 
     python benchmarks/geq_step.py --out results
 
 Needs a CUDA device. Two networks on synthetic images of CIFAR's shape, bf16, medians over whole
 steps (forward, loss, backward, SGD):
 
-- branches: six GEQ branches (4.45 M parameters), 5 terms in the backward pass. Beside it the same
-  weights through torchdeq (Anderson and Broyden, phantom gradient of 5 steps), the map written in
-  plain PyTorch. Residuals are measured after the step, in float64, on the first samples.
-- stack: six GEQ layers in sequence (2.79 M). Beside it its explicit twin, two convolutions in the
-  place of each layer.
+- branches: six GEQ branches (4.45 M parameters), 5 terms in the backward pass; and the same weights
+  with torchdeq (Anderson and Broyden, phantom gradient of 5 steps), the map written in plain
+  PyTorch. Residuals are measured after the step, in float64, on the first samples.
+- stack: six GEQ layers in sequence (2.79 M); and its explicit twin, with two convolutions instead
+  of each layer.
 
 "graph" rows replay CUDA graphs (training.GraphedModel). Writes geq_step.json, and with --profile
-where the device's time goes.
+a profile of the device.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from _peers import PeerBranches, residuals
 from torch import Tensor, nn
 
 import equilibria as eq
-from equilibria.training.graphs import GraphedModel
+from equilibria.training import GraphedModel
 
 BRANCHES = "geq_cifar_5m"
 STACK = "geq_stack_cifar_3m"
 
 
 def fixed(steps: int, tau: float | None = None) -> eq.ProximalGradient:
-    """So many steps of T_τ, τ from the certificate if not given."""
+    """A fixed number of steps of T_τ, τ from the certificate if not given."""
     return eq.ProximalGradient(rtol=0.0, atol=0.0, max_steps=steps, accelerate=False, tau=tau)
 
 
@@ -63,7 +63,7 @@ def branches(options: argparse.Namespace) -> nn.Module:
 
 
 def old_branches(_: argparse.Namespace) -> nn.Module:
-    """Anderson 10 and unrolled phantom steps: the papers' way, on the general path."""
+    """Anderson 10 and unrolled phantom steps: as in the papers, on the general path."""
     solver = eq.Anderson(rtol=0.0, atol=0.0, max_steps=10, damping=0.8)
     return eq.models.create(BRANCHES, fusion=0, solver=solver, adjoint=eq.Phantom(steps=5))
 

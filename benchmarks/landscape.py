@@ -2,14 +2,14 @@
 
     python benchmarks/landscape.py --root DATA --out results
 
-Trains a DEQ of paper 004 (Eq 4.1) on MNIST, small enough for a CPU: a strided convolution to 7 × 7
-pixels, the fixed point, a linear head. Then measures its 51 × 51 landscape on 1,024 training
-images with a solver tolerance of 1e-2, and seconds a grid point over images, channels, tolerance,
-batch size, and for a point evaluated by torch.func.vmap over weights. Seconds are of the wall and
-of the CPU (all threads together): where others use the machine the second, divided by the threads,
-is what a free machine takes. The landscape is resumable: with --seconds the script stops after so
-long, and the same command goes on. With --rows only so many rows, spread evenly, are timed and the
-whole is reckoned from them. Writes landscape.json and, where the grid is whole, its pictures.
+Trains a DEQ of Nguyen 2022 (Eq 4.1) on MNIST, small enough for a CPU: a strided convolution to 7 ×
+7 pixels, the fixed point, a linear head. Then measures its 51 × 51 landscape on 1,024 training
+images with a solver tolerance of 1e-2, and the seconds per grid point over images, channels,
+tolerance, batch size, and for a point evaluated by torch.func.vmap over weights. Reports wall time
+and CPU time (all threads together); on a busy machine the CPU time divided by the number of threads
+is close to the wall time on an idle one. With --seconds the script stops after this time, and the
+same command continues. With --rows only this number of rows, spread evenly, is timed and the total
+is estimated from them. Writes landscape.json and, if the grid is complete, its figures.
 """
 
 from __future__ import annotations
@@ -81,11 +81,11 @@ class Clock:
 
 
 class Enough(Exception):
-    """The time given is over."""
+    """The time limit is reached."""
 
 
 def point_cost(scorer: Scorer, points: int = 4) -> dict[str, float]:
-    """Seconds a grid point, of four points at three distances from the center."""
+    """Seconds per grid point, of four points at three distances from the center."""
     places = [(0.1, 0.0), (0.5, -0.5), (-0.5, 0.5), (1.0, 1.0)][:points]
     scorer.at(0.0, 0.0)
     with Clock() as clock, scorer.restored():

@@ -1,11 +1,11 @@
-"""How near the equilibrium do a few steps of a linear layer come, by the size of the step?
+"""How close to the equilibrium are a few steps of a linear layer, by step size?
 
     python benchmarks/linear_steps.py --out results
 
 Untrained OptEq layers of 64 channels under NormBounded(bound=0.95), 16 × 16 pixels, five draws: the
-relative distance to the equilibrium, median of eight samples, after K steps of size 2/(m + L), the
-certificate's, and of size 1, Picard's. Writes linear_steps.json. The default of
-opteq_stack_cifar_* rests on it.
+relative distance to the equilibrium, median of eight samples, after K steps of size 2/(m + L), from
+the certificate, and of size 1, as in Picard. Writes linear_steps.json. The default of
+opteq_stack_cifar_* is based on it.
 """
 
 from __future__ import annotations

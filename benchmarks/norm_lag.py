@@ -1,10 +1,10 @@
-"""How far does ‖W‖ run ahead of its bound while weights train, by power iterations a step?
+"""How far does ‖W‖ exceed its bound during training, by the number of power iterations per step?
 
     python benchmarks/norm_lag.py --out results
 
 Three epochs of small networks on the digits under NormBounded(bound=0.95): the largest proven norm
-of a W, looked at every eighth step, and the solves that missed their tolerance. Writes
-norm_lag.json. The default of NormBounded.steps rests on it.
+of a W, measured every eighth step, and the solves that missed their tolerance. Writes
+norm_lag.json. The default of NormBounded.steps is based on it.
 """
 
 from __future__ import annotations

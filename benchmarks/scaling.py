@@ -1,23 +1,24 @@
-"""Scaling curves of a GEQ network beside its explicit twin and TorchDEQ: images a second, memory.
+"""Scaling curves of a GEQ network, its explicit twin and TorchDEQ: images per second, memory.
 
     python benchmarks/scaling.py --out results            # on a GPU if there is one
     python benchmarks/scaling.py --device cpu --quick
 
-One of batch, width, resolution and solver steps moves, the others stand at the base point. The
+One of batch, width, resolution and solver steps varies, the others stay at the base point. The
 network is a convolution, ``--depth`` blocks x ↦ skip(x) + layer(norm(x)) and a linear head; the
 layer is one of
 
-- GEQ: so many steps of the certificate's size, gradients by 3 terms of the series (the express
-  lane); on a GPU replayed as a CUDA graph;
-- GEQ, general path: Picard of so many fixed steps, gradients by 3 phantom steps, eager;
-- explicit twin: two convolutions in the place of the layer (so it has no solver steps); on a GPU
+- GEQ: fixed steps with the step size of the certificate, gradients by 3 terms of the series (the
+  fused path); on a GPU replayed as a CUDA graph;
+- GEQ, general path: Picard with the same number of fixed steps, gradients by 3 phantom steps,
+  eager;
+- explicit twin: two convolutions instead of the layer (so it has no solver steps); on a GPU
   replayed as a CUDA graph;
 - TorchDEQ: its Anderson on the same map with the same weights, steps (2 at least) and phantom
   steps.
 
 Images are random; on a GPU bf16 autocast and channels last, on a CPU float32. All are timed in
-turn. Points are written to scaling_<device>.json as they are measured, and a run that was stopped
-goes on where it was. Each axis is drawn as scaling_<axis>_<device>.png and .svg.
+alternation. Points are written to scaling_<device>.json as they are measured, and a run that was
+stopped can be continued. Each axis is drawn as scaling_<axis>_<device>.png and .svg.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ LABELS = {
 
 
 def measure(names: list[str], point: Point, options: argparse.Namespace) -> dict[str, Any]:
-    """Images a second with quartiles and peak memory of all contestants, timed in turn."""
+    """Images per second with quartiles and peak memory of all contestants, timed in turn."""
     device = torch.device(options.device)
     rows: dict[str, dict[str, Any]] = {}
     ready: dict[str, Contestant] = {}
@@ -208,7 +209,7 @@ def write(record: dict[str, Any], file: Path) -> None:
 
 
 def draw(record: dict[str, Any], axis: str, stem: Path) -> list[Path]:
-    """Training, inference and memory against one axis, all logarithmic; a line a contestant."""
+    """Training, inference and memory against one axis, all logarithmic; one line per contestant."""
     from equilibria_papers.theory.pictures import COLORS, MARKERS, STYLES, new_figure, save_picture
 
     rows = [r for r in record["points"].values() if r["axis"] == axis and "failed" not in r]

@@ -1,11 +1,11 @@
-"""How much there is to read: lines and files, beside the peers', and the files that a job crosses.
+"""The size of both packages and of related libraries, and the files that a job crosses.
 
     python benchmarks/size.py --before REVISION
 
 writes results/size.json and results/size.md. Lines are those of the Python files of a package, as
 ``wc -l`` counts them. "Crossed" counts the files of a package in which a line runs during one
 Anderson solve, and during ``equilibria train`` on the digits (one epoch). The peers are installed
-by name into a temporary folder, without what they depend on, and only counted.
+into a temporary folder, without their dependencies, and only counted.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 PEERS = ("torchdeq", "optimistix", "equinox", "gpytorch", "jaxopt")
@@ -67,7 +68,7 @@ def count(folder: Path) -> dict[str, int]:
 
 
 def crossed(job: str, sources: list[Path], packages: str) -> int:
-    """How many files of the packages a job runs through, in a process of its own."""
+    """The number of files of the packages in which code runs during a job, in its own process."""
     prepare, run = _JOBS[job]
     code = _CROSSED.format(prepare=prepare, run=run)
     path = os.pathsep.join(str(s) for s in sources)
@@ -85,12 +86,12 @@ def crossed(job: str, sources: list[Path], packages: str) -> int:
     raise RuntimeError(f"{job} failed:\n{done.stdout}\n{done.stderr}")
 
 
-def tree(root: Path) -> dict[str, object]:
+def tree(root: Path) -> dict[str, Any]:
     """All numbers of a checkout."""
     library = root / "src" / "equilibria"
     papers = root / "papers" / "src" / "equilibria_papers"
     sources = [root / "src", root / "papers" / "src"]
-    inside = [library / name for name in ("theory", "experiments")]  # where they stood once
+    inside = [library / name for name in ("theory", "experiments")]  # their former place
     studies = [papers, *inside]
     parts = {
         "library": count(library),
@@ -122,25 +123,21 @@ def peers() -> dict[str, dict[str, int]]:
     return found
 
 
-def table(before: dict[str, object], after: dict[str, object], others: dict[str, object]) -> str:
-    def cell(part: object) -> str:
-        assert isinstance(part, dict)
-        return f"{part['lines']:,} / {part['files']}"
-
-    rows = ["| lines / files | before | after |", "|---|---|---|"]
-    rows += [
-        f"| {name} | {cell(before[name])} | {cell(after[name])} |"
-        for name in ("library", "papers", "tests")
-    ]
-    first, last = before["crossed"], after["crossed"]
-    assert isinstance(first, dict)
-    assert isinstance(last, dict)
-    rows += [f"| files crossed: {job} | {number} | {last[job]} |" for job, number in first.items()]
-    rows += ["", "| peer | lines / files |", "|---|---|"]
-    sizes = others["sizes"]
-    assert isinstance(sizes, dict)
-    rows += [f"| {name} | {cell(size)} |" for name, size in sizes.items()]
-    rows.append(f"\ntorchdeq's Anderson solve crosses {others['crossed']} files.")
+def table(before: dict[str, Any], after: dict[str, Any], others: dict[str, Any]) -> str:
+    """One row per package, ours before and after, then the peers."""
+    jobs = list(after["crossed"])
+    rows = [f"| package | lines | files | {' | '.join(f'files crossed: {j}' for j in jobs)} |"]
+    rows.append("|---|---:|---:|" + "---:|" * len(jobs))
+    for name in ("library", "papers", "tests"):
+        for when, found in (("before", before), ("after", after)):
+            crossed = [str(found["crossed"][j]) if name == "library" else "" for j in jobs]
+            size = found[name]
+            cells = [f"{name}, {when}", f"{size['lines']:,}", str(size["files"]), *crossed]
+            rows.append(f"| {' | '.join(cells)} |")
+    for name, size in others["sizes"].items():
+        first = str(others["crossed"]) if name == "torchdeq" else ""
+        cells = [name, f"{size['lines']:,}", str(size["files"]), first, *[""] * (len(jobs) - 1)]
+        rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows) + "\n"
 
 

@@ -2,7 +2,7 @@
 
     python benchmarks/small_ops.py            writes results/small_ops.json
 
-One thread; the least of five repeats, in microseconds. Batch × memory × state in the names.
+One thread; the minimum of five repeats, in microseconds. Batch × memory × state in the names.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Race the solvers against torchdeq 0.1.0: both libraries in one process, timed in turn.
+"""Compare the solvers with torchdeq 0.1.0: both libraries in one process, timed in alternation.
 
     python benchmarks/solvers.py --quick            about a minute on two CPU cores
     python benchmarks/solvers.py                    all sizes: about ten minutes on two CPU cores
@@ -63,16 +63,16 @@ SLOW, FAST = 0.99, 0.8
 
 NOTES = f"""
 Float32. Both libraries solve the same map object from the same start in one process and are timed
-in turn, round by round, in rotating order. Numbers are medians, ± half the distance of the
-quartiles; 'of leasts' compares the least of all rounds, which holds no other program's time.
+in alternation, in rotating order. Numbers are medians, ± half the distance of the quartiles;
+'of minima' compares the minima of all rounds, which contain no time of other programs.
 Anderson's memory is {ANDERSON_MEMORY} in both, Broyden's {BROYDEN_MEMORY} (torchdeq's backward
 Broyden keeps all its steps). Both stop by ‖T(z) − z‖/‖T(z)‖ of every sample; the rest of the
 options are each library's defaults. torchdeq's solvers are called directly forward; gradients go
-through its get_deq(ift=True). The iteration simple_fixed_point_iter has no test: to a tolerance it
-is given, as no user could, the number of steps that Picard needed; and it has no backward form, so
-fixed_point_iter takes that place. Maps: elementwise z ↦ x + s·tanh(z); matmul z ↦ tanh(zW + x).
-On a CPU large states are measured less: above {HUGE} numbers without Broyden, above {GIANT} only
-forward at equal evaluations.
+through its get_deq(ift=True). The iteration simple_fixed_point_iter has no convergence test: for
+a tolerance it gets the number of steps that Picard needed, which a user would not know. It has no
+backward form, so fixed_point_iter is used there. Maps: elementwise z ↦ x + s·tanh(z); matmul
+z ↦ tanh(zW + x). On a CPU large states are measured less: above {HUGE} numbers without Broyden,
+above {GIANT} only forward at equal evaluations.
 """
 
 
@@ -138,7 +138,7 @@ class Bench:
     # ------------------------------------------------------------------------ equal evaluations
 
     def overhead(self, problem: Problem, mode: str) -> None:
-        """Time beside the map, per step, at a fixed number of evaluations."""
+        """Time besides the map, per step, at a fixed number of evaluations."""
         n = 24
         if self.above(LARGE, problem):
             n = 8 if self.above(HUGE, problem) else 12
@@ -297,7 +297,7 @@ def _gradient_run(
 
 def plan(bench: Bench) -> list[tuple[str, Callable[[], None]]]:
     """What is measured, in order: a name and a function each."""
-    todo: list[tuple[str, Callable[[], None]]] = [("operations a step", bench.counts)]
+    todo: list[tuple[str, Callable[[], None]]] = [("operations per step", bench.counts)]
     for batch, state in bench.options.cells:
         kinds = ["elementwise"]
         if state <= 1024 and batch * state <= (1024 if bench.options.quick else 2**16):

@@ -2,8 +2,8 @@
 
     python benchmarks/tf32_floor.py --out results
 
-The default tolerance for float32 on CUDA rests on this. Writes tf32_floor.json: for GEQ and OptEq
-layers and both settings of TF32 the least ‖T(z) − z‖/‖T(z)‖ that a solver reaches in 300 steps.
+The default tolerance for float32 on CUDA is based on it. Writes tf32_floor.json: for GEQ and OptEq
+layers and both settings of TF32 the smallest ‖T(z) − z‖/‖T(z)‖ that a solver reaches in 300 steps.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Count every named network beside its paper: python docs/make_model_table.py
+"""Parameter counts of every named network and of its paper: python docs/make_model_table.py
 
 Writes results/models.md, which docs/models.md shows. Nothing is allocated: the networks are laid
 out on torch's meta device.

@@ -36,7 +36,7 @@ MARKS = dict(zip(MODELS, ("o", "s", "^"), strict=True))
 
 @dataclass(frozen=True)
 class Trained:
-    """One network after training: its report on the test digits, and how it came there."""
+    """One network after training: its report on the test digits and its training history."""
 
     name: str
     report: Any
@@ -61,7 +61,7 @@ def train(name: str, out: Path, epochs: int, seed: int, test: Any) -> Trained:
 
 
 def row(each: Trained) -> list[str]:
-    """A line of the table: what one would like to know of a network."""
+    """A row of the table for one network."""
     report = each.report
     steps = [f"{s.mean_steps:.1f}" for s in report.statistics.values()]
     converged = [s.converged for s in report.statistics.values()]
@@ -132,7 +132,7 @@ def reliability(found: list[Trained]) -> Any:
         axes.plot([0, 1], [0, 1], color="0.7", linestyle="--", label="perfect")
         for each in found:
             bins = each.report.metrics.reliability
-            used = bins.count >= 5  # fewer say nothing
+            used = bins.count >= 5  # too few samples in other bins
             axes.plot(
                 bins.confidence[used],
                 bins.accuracy[used],
@@ -178,7 +178,7 @@ def convergence(geq: Trained, test: Any) -> Any:
 
 
 def gallery(geq: Trained, test: Any) -> str:
-    """The test digits that the GEQ is least sure of, with what it says."""
+    """The test digits with the least confident predictions of the GEQ."""
     with torch.no_grad():
         probabilities = geq.model.eval()(test.normalize(test.images)).softmax(1)
     confidence, said = probabilities.max(1)
@@ -247,7 +247,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     console = Console()
-    torch.set_num_threads(1)  # so small that a second thread would mostly wait
+    torch.set_num_threads(1)  # the networks are too small for a second thread
     test = eq.data.load("digits", "test")
     found = []
     for name in MODELS:

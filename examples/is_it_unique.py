@@ -1,4 +1,4 @@
-"""Is my equilibrium unique? Certificates of one layer at three norms, and many starts to see it.
+"""Is my equilibrium unique? Certificates of one layer at three norms, and solves from many starts.
 
 python examples/is_it_unique.py
 """

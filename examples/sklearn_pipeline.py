@@ -1,4 +1,4 @@
-"""An equilibrium classifier among scikit-learn's own: pipeline, grid, comparison, certificate.
+"""An equilibrium classifier with scikit-learn: pipeline, grid search, comparison, certificate.
 
 python examples/sklearn_pipeline.py
 """
@@ -39,7 +39,7 @@ def main() -> None:
         seconds = time.perf_counter() - started
         print(f"{name:30}  {model.score(test, y_test):8.4f}  {seconds:7.1f}")
 
-    print("\nwhat is proven of the first eight held-out equilibria:\n")
+    print("\nwhat is proven about the first eight held-out equilibria:\n")
     print(ours.certify(test[:8]))
 
     pipeline = make_pipeline(

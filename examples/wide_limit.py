@@ -1,9 +1,9 @@
-"""Deep tends to wide: as α → 0 the blocks of a deep OptEq agree (paper 003, Theorem 3).
+"""As α → 0 the blocks of a deep OptEq converge to a wide OptEq (Xie et al. 2021, Theorem 3).
 
 python examples/wide_limit.py [--out wide_limit.svg]
 
-Draws, for a layer of three blocks, each block's distance from the wide OptEq's answer and the
-distance between neighbors, over α; and the blocks' own way to the limit in two coordinates.
+Draws, for a layer of three blocks, each block's distance from the output of the wide OptEq and the
+distance between adjacent blocks over α, and the path of the blocks to the limit in two coordinates.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 import equilibria as eq
 from equilibria_papers import theory
 
-mpl.rcParams["svg.hashsalt"] = "equilibria"  # the same picture is the same file
+mpl.rcParams["svg.hashsalt"] = "equilibria"  # the same figure gives the same file
 # Okabe and Ito: distinct for every kind of color vision.
 COLORS = ["#0072B2", "#D55E00", "#009E73"]
 

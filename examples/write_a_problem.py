@@ -1,4 +1,4 @@
-"""Write down a problem, get a layer: five lines, and a plot of the objective falling.
+"""Write down a problem and make a layer of it in five lines; plot the objective during the solve.
 
 python examples/write_a_problem.py            writes objective.png
 """

@@ -29,7 +29,13 @@ MOVED = {
     "equilibria.theory.audit": "equilibria_papers.claims",
 }
 # What begins so is gone, and why.
-DROPPED: dict[str, str] = {}
+DROPPED: dict[str, str] = {
+    "equilibria.evaluation.Reliability.to_dict": "dataclasses.asdict gives the same",
+    # Set when an object is made, so that no class lists them.
+    "equilibria.data.LazyImages.device": "an attribute, still there",
+    "equilibria.data.LazyImages.ndim": "an attribute, still there",
+    "equilibria.data.LazyImages.shape": "an attribute, still there",
+}
 
 
 def packages(name: str) -> Iterator[ModuleType]:
@@ -37,6 +43,8 @@ def packages(name: str) -> Iterator[ModuleType]:
     package = import_module(name)
     if hasattr(package, "__all__"):
         yield package
+        exported = [getattr(package, name) for name in package.__all__]
+        yield from (m for m in exported if inspect.ismodule(m) and not hasattr(m, "__path__"))
     for found in pkgutil.iter_modules(package.__path__, f"{name}."):
         if found.ispkg and not found.name.endswith(".cli"):
             yield from packages(found.name)

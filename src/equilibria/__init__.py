@@ -119,7 +119,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> _ModuleType:
-    """The rooms above the core, imported when first used: they may need an extra."""
+    """The packages above the core, imported on first access: they may need an extra."""
     match name:
         case "data":
             return _import_module("equilibria.data")
@@ -140,5 +140,5 @@ def __getattr__(name: str) -> _ModuleType:
 
 
 def __dir__() -> list[str]:
-    rooms = ["data", "evaluation", "models", "sklearn", "training"]
-    return sorted([*__all__, *rooms])
+    packages = ["data", "evaluation", "models", "sklearn", "training"]
+    return sorted([*__all__, *packages])

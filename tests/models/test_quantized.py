@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from equilibria import models
 from equilibria.models.quantized import quantize
-from equilibria.training.preparing import read_weights
 from tests.models.small import images, make
 
 FAMILIES = [
@@ -241,16 +240,6 @@ def test_the_header_tells(model: models.Network, tmp_path: Path) -> None:
     assert models.read_header(models.save(model, tmp_path / "n"))["quantization"] is None
 
 
-def test_training_reads_weights_in_eight_bits(model: models.Network, tmp_path: Path) -> None:
-    path = models.save(model, tmp_path / "m", dtype=torch.int8)
-    found, wanted = read_weights(path), models.load(path).state_dict()
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(found[key], value) for key, value in wanted.items())
-    model.load_state_dict(found)
-    whole = read_weights(models.save(model, tmp_path / "whole"))
-    assert all(torch.equal(whole[key], value) for key, value in model.state_dict().items())
-
-
 # ---------------------------------------------------------------------- files as before
 
 
@@ -445,7 +434,7 @@ def test_headers_that_lie(model: models.Network, tmp_path: Path, case: str) -> N
     change, match = HEADERS[case]
     path = models.save(model, tmp_path / "m", dtype=torch.int8)
     _damage(path, change)
-    for read in (models.read_header, models.load, read_weights):
+    for read in (models.read_header, models.load):
         with pytest.raises(models.ModelFileError, match=match) as caught:
             read(path)
         assert str(path) in str(caught.value)

@@ -17,18 +17,16 @@ import equilibria as eq
 from equilibria.training import TrainConfig
 
 
-def test_the_defaults_are_the_digits() -> None:
-    config = TrainConfig()
-    assert (config.model, config.data) == ("geq_digits", "digits")
-    assert str(config.folder) == "runs/digits-geq_digits"
-
-
-def test_it_is_frozen_and_takes_keywords_only() -> None:
-    config = TrainConfig()
+def test_it_is_frozen_takes_keywords_only_and_writes_its_defaults_out() -> None:
+    config = TrainConfig(schedule="cosine")
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.lr = 0.3  # type: ignore[misc]
     with pytest.raises(TypeError, match="keyword options only"):
         TrainConfig("geq_digits")  # type: ignore[misc]
+    full = config.resolved()
+    assert (full.model, full.data, full.warmup) == ("geq_digits", "digits", 0.05)
+    assert full.out == str(config.folder) == "runs/digits-geq_digits"
+    assert full.resolved() == full
 
 
 @pytest.mark.parametrize(
@@ -59,8 +57,8 @@ def test_it_is_frozen_and_takes_keywords_only() -> None:
         ({"label_smoothing": 1.0}, "label_smoothing"),
         ({"clip": 0.0}, "clip"),
         ({"schedule": "step"}, "needs milestones"),
-        ({"milestones": [3]}, "belongs to schedule='step'"),
-        ({"schedule": "step", "milestones": [40]}, "goes beyond"),
+        ({"milestones": [3]}, "no other schedule has them"),
+        ({"schedule": "step", "milestones": [40]}, "before the end of the run"),
         ({"schedule": "step", "milestones": [9, 3]}, "rising"),
         ({"devices": 0}, "at least 1"),
         ({"devices": "two"}, "at least 1"),
@@ -70,6 +68,11 @@ def test_it_is_frozen_and_takes_keywords_only() -> None:
         ({"model_options": {"solver": object()}}, "cannot be stored"),
         ({"jacobian_weight": 1.0, "compile": True}, "choose one"),
         ({"strategy": "fsdp", "ema": 0.9}, "not averaged"),
+        ({"cuda_graphs": True, "compile": True}, "choose one"),
+        ({"cuda_graphs": True, "jacobian_weight": 1.0}, "choose one"),
+        ({"cuda_graphs": True, "strategy": "ddp"}, "one GPU"),
+        ({"cuda_graphs": True, "nodes": 2}, "one GPU"),
+        ({"loggers": ["tensorbord"]}, "did you mean 'tensorboard'"),
     ],
 )
 def test_a_wrong_value_is_refused_with_a_remedy(given: dict[str, Any], said: str) -> None:
@@ -77,27 +80,18 @@ def test_a_wrong_value_is_refused_with_a_remedy(given: dict[str, Any], said: str
         TrainConfig(**given)
 
 
-def test_numbers_written_as_text_are_numbers() -> None:
+def test_what_is_read_as_something_else() -> None:
     # PyYAML reads 1e-3, without a dot, as text.
     assert yaml.safe_load("1e-3") == "1e-3"
-    assert TrainConfig(lr="1e-3").lr == 0.001  # type: ignore[arg-type]
-    assert TrainConfig(lr=1).lr == 1.0
-
-
-def test_short_names_of_precisions() -> None:
-    found = [TrainConfig(precision=p).precision for p in (32, "bf16", "16", 64)]  # type: ignore[arg-type]
-    assert found == ["32-true", "bf16-mixed", "16-mixed", "64-true"]
-
-
-def test_objects_in_model_options_become_plain() -> None:
+    given: list[Any] = [TrainConfig(lr=lr) for lr in ("1e-3", 1)]  # type: ignore[arg-type]
+    assert [c.lr for c in given] == [0.001, 1.0]
+    given = [TrainConfig(precision=p) for p in (32, "bf16", "16", 64)]  # type: ignore[arg-type]
+    assert [c.precision for c in given] == ["32-true", "bf16-mixed", "16-mixed", "64-true"]
+    assert TrainConfig(loggers="csv").loggers == ("csv",)  # type: ignore[arg-type]
     solver = eq.Picard(max_steps=4, rtol=0.0)
-    config = TrainConfig(model_options={"solver": solver, "widths": (8, 16)})
-    stored = config.model_options["solver"]
-    assert stored["kind"] == "Picard"
-    assert stored["max_steps"] == 4
-    assert config.model_options["widths"] == [8, 16]
-    again = TrainConfig(**yaml.safe_load(config.to_yaml()))
-    assert again == config
+    options = TrainConfig(model_options={"solver": solver, "widths": (8, 16)}).model_options
+    assert (options["solver"]["kind"], options["solver"]["max_steps"]) == ("Picard", 4)
+    assert options["widths"] == [8, 16]
 
 
 configs = st.fixed_dictionaries(
@@ -129,16 +123,13 @@ def test_yaml_brings_everything_back(options: dict[str, Any]) -> None:
     assert TrainConfig(**yaml.safe_load(config.to_yaml())) == config
 
 
-def test_a_step_schedule_comes_back_from_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "config.yaml"
-    config = TrainConfig(schedule="step", milestones=(3, 7), epochs=9, out=str(tmp_path))
-    text = config.to_yaml(path)
-    assert path.read_text("utf-8") == text
-    assert TrainConfig.from_yaml(path) == config
-
-
-def test_a_file_may_hold_a_part(tmp_path: Path) -> None:
+def test_a_file_may_hold_all_or_a_part(tmp_path: Path) -> None:
     path = tmp_path / "part.yaml"
+    solver = {"solver": eq.Picard(max_steps=4)}
+    whole = TrainConfig(schedule="step", milestones=(3, 7), epochs=9, model_options=solver)
+    text = whole.to_yaml(path)
+    assert path.read_text("utf-8") == text
+    assert TrainConfig.from_yaml(path) == whole
     path.write_text("epochs: 3\nlr: 1e-2\naugment: [flip, {crop: {padding: 2}}]\n", "utf-8")
     config = TrainConfig.from_yaml(path)
     assert (config.epochs, config.lr) == (3, 0.01)
@@ -180,13 +171,6 @@ def test_overrides_are_checked_again() -> None:
     assert config.differences(other) == {"lr": (config.lr, 0.2), "seed": (0, 3)}
     with pytest.raises(TypeError, match="Did you mean 'seed'"):
         config.with_overrides(sed=1)
-
-
-def test_resolved_writes_defaults_out() -> None:
-    config = TrainConfig(schedule="cosine").resolved()
-    assert config.warmup == 0.05
-    assert config.out == "runs/digits-geq_digits"
-    assert config.resolved() == config
 
 
 def test_a_configuration_needs_no_lightning_and_fit_says_what_to_install() -> None:

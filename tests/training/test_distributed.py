@@ -9,12 +9,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from equilibria.training import read_checkpoint
+from equilibria.training import Run, read_checkpoint
+from equilibria.training.progress import StopRequest
 
 from .small import config, run
 
@@ -24,6 +26,7 @@ SCRIPT = """
 import json, os, sys
 sys.path.insert(0, {root!r})
 from pathlib import Path
+from types import SimpleNamespace
 import torch
 from tests.training.small import config, run
 
@@ -77,13 +80,15 @@ def test_two_processes_end_alike_and_close_to_one(tmp_path: Path) -> None:
     result = json.loads((tmp_path / "two" / "result.json").read_text("utf-8"))
     assert result["processes"] == 2
     # The checkpoint is one that a single process can read.
-    standing = read_checkpoint(tmp_path / "two" / "last.ckpt")["equilibria"]["standing"]
-    assert standing == {"epoch": 3, "batch": 0, "step": 18}
+    found = read_checkpoint(tmp_path / "two" / "last.ckpt")["equilibria"]["progress"]
+    assert found == {"epoch": 3, "batch": 0, "step": 18}
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="signals of POSIX")
-def test_ctrl_c_stops_both_processes_at_one_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_both_processes_at_one_step(tmp_path: Path, number: int) -> None:
+    """Ctrl-C goes to the group, as from a terminal; SIGTERM to the first process alone."""
     out = tmp_path / "two"
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(root=str(ROOT)))
@@ -98,29 +103,25 @@ def test_ctrl_c_stops_both_processes_at_one_step(tmp_path: Path) -> None:
     began = time.monotonic()
     while not (out / "last.ckpt").exists() and time.monotonic() - began < 200:
         time.sleep(0.2)
-    os.killpg(process.pid, signal.SIGINT)
+    (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
     text, _ = process.communicate(timeout=200)
     assert process.returncode != 0
     assert "Go on with" in text
     saved = read_checkpoint(out / "last.ckpt")["equilibria"]
     assert saved["exact"]
-    assert saved["standing"]["step"] >= 6
+    assert saved["progress"]["step"] >= 6
 
 
-def test_a_batch_that_cannot_be_shared(tmp_path: Path) -> None:
-    from equilibria.training.standing import Standing
-    from equilibria.training.streams import ImageStreams
+def test_a_signal_that_comes_as_the_processes_agree_is_not_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    one = Run.__new__(Run)
+    one.request, one.module = StopRequest(), SimpleNamespace(device="cpu")  # type: ignore[assignment]
+    trainer: Any = SimpleNamespace(world_size=2)
 
-    from .small import digits
+    def heard(flag: torch.Tensor, op: Any) -> None:
+        one.request.asked = True
 
-    train, valid = digits()
-    with pytest.raises(ValueError, match="multiple of 3"):
-        ImageStreams(
-            train,
-            valid,
-            config(tmp_path),
-            Standing(),
-            device=torch.device("cpu"),
-            rank=0,
-            world=3,
-        )
+    monkeypatch.setattr(torch.distributed, "all_reduce", heard)
+    assert not one._asked(trainer)  # the others do not know of it yet
+    assert one._asked(trainer)

@@ -12,15 +12,19 @@ import pytest
 import torch
 
 import equilibria as eq
-from equilibria.training import NonFiniteLoss, TrainConfig, fit
+from equilibria.training import NonFiniteLoss, TrainConfig
 
-from .small import digits
+from .small import config, run
 from .test_nonfinite import Poisoned, poison
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
+
+
+def gpu(out: Path, **options: Any) -> TrainConfig:
+    return config(out, accelerator="gpu", **options)
 
 
 class NoWaiting(pl.Callback):
@@ -43,30 +47,14 @@ class NoWaiting(pl.Callback):
 def test_a_step_never_waits_for_the_device(
     tmp_path: Path, optimizer: str, precision: str, forbid_waits: Callable[[bool], None]
 ) -> None:
-    model = eq.models.create(
-        "geq_digits",
-        widths=(16,),
-        depth=1,
-        hidden=16,
-        solver=eq.Picard(rtol=0.0, atol=0.0, max_steps=4, damping=0.8),
-        adjoint=eq.Phantom(steps=3, damping=0.8),
-    )
-    settings = TrainConfig(
-        epochs=2,
-        batch_size=16,
-        lr=0.01,
-        optimizer=optimizer,
-        precision=precision,
-        ema=0.9,
-        clip=1.0,
-        channels_last=True,
-        augment=["flip", {"crop": {"padding": 1}}],
-        log_every=1000,
-        accelerator="gpu",
-        out=str(tmp_path),
-    )
+    solver = eq.Picard(rtol=0.0, atol=0.0, max_steps=4, damping=0.8)
+    fixed = {"solver": solver, "adjoint": eq.Phantom(steps=3, damping=0.8)}
+    model = eq.models.create("geq_digits", widths=(16,), depth=1, hidden=16, **fixed)
+    options: dict[str, Any] = {"ema": 0.9, "clip": 1.0, "channels_last": True, "log_every": 1000}
+    options |= {"augment": ["flip", {"crop": {"padding": 1}}], "batch_size": 16, "lr": 0.01}
+    settings = gpu(tmp_path, optimizer=optimizer, precision=precision, **options)
     watch = NoWaiting(forbid_waits)
-    result = fit(settings, data=digits(), model=model, progress=False, callbacks=[watch])
+    result = run(settings, model=model, callbacks=[watch])
     assert watch.steps > 10
     assert math.isfinite(result.metrics["train_loss"])
     assert next(result.model.parameters()).device.type == "cpu"
@@ -74,33 +62,16 @@ def test_a_step_never_waits_for_the_device(
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_nan_is_found_later_and_kept_from_the_weights(tmp_path: Path, optimizer: str) -> None:
-    target = poison(77).cuda()
-    model = Poisoned(target, after=6)
-    settings = TrainConfig(
-        epochs=3,
-        batch_size=32,
-        lr=0.01,
-        optimizer=optimizer,
-        log_every=4,
-        accelerator="gpu",
-        out=str(tmp_path),
-    )
+    model = Poisoned(poison(77).cuda(), after=6)
+    settings = gpu(tmp_path, optimizer=optimizer, lr=0.01)
     with pytest.raises(NonFiniteLoss) as caught:
-        fit(settings, data=digits(), model=model, progress=False)
+        run(settings, model=model)
     report = caught.value.report
     assert [report["indices"][k] for k in report["bad_samples"]] == [77]
     assert all(torch.isfinite(p).all() for p in model.parameters())
 
 
 def test_float16_scales_its_loss(tmp_path: Path) -> None:
-    settings = TrainConfig(
-        model_options={"widths": [16], "depth": 1, "hidden": 16},
-        epochs=2,
-        lr=0.02,
-        clip=1.0,
-        precision="16-mixed",
-        accelerator="gpu",
-        out=str(tmp_path),
-    )
-    result = fit(settings, data=digits(), progress=False)
-    assert math.isfinite(result.metrics["train_loss"])
+    small = {"model": "geq_digits", "model_options": {"widths": [16], "depth": 1, "hidden": 16}}
+    settings = gpu(tmp_path, precision="16-mixed", lr=0.02, clip=1.0, **small)
+    assert math.isfinite(run(settings, model=None).metrics["train_loss"])

@@ -2,170 +2,181 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from equilibria.training import (
-    CheckpointError,
-    Interrupted,
-    TrainConfig,
-    TrainResult,
-    read_checkpoint,
-)
+from equilibria.training import Interrupted, Run, TrainConfig, TrainResult, read_checkpoint
+from equilibria.training import run as run_module
+from equilibria.training.progress import StopRequest
 
-from .small import Losses, RaiseAt, SignalAt, config, run, same_rows, same_weights
+from .small import At, Losses, RaiseAt, SignalAt, assert_same_run, config, run
 
-# Every part that has a state of its own.
+ROOT = Path(__file__).parent.parent.parent
+
+# Every part that has a state of its own, and everything that the end of an epoch decides: an epoch
+# has twelve steps and two batches of validation.
 RICH: dict[str, Any] = {
     "ema": 0.9,
     "augment": ["flip", {"crop": {"padding": 1}}],
-    "schedule": "onecycle",
     "clip": 1.0,
+    "batch_size": 16,
+    "select": "best",
+    "keep_every": 1,
+}
+ADAMW: dict[str, Any] = {"optimizer": "adamw", "lr": 0.01, "decay_norms": False}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "onecycle": RICH,
+    "constant": {**RICH, "schedule": "constant", "lr": 0.4},  # the best epoch is not the last
+    "cosine": {**RICH, "schedule": "cosine", "jacobian_weight": 0.1},
+    "adamw": {**RICH, **ADAMW},
+    "float64": {**RICH, "precision": "64-true"},
+    "float64, adamw": {**RICH, **ADAMW, "precision": "64-true"},
+    "bfloat16": {**RICH, **ADAMW, "precision": "bf16-true"},
+    "mixed": {**RICH, "precision": "bf16-mixed", "select": "last"},
 }
 
 
-def test_a_seed_repeats_a_run_bit_for_bit(tmp_path: Path) -> None:
-    first, second = Losses(), Losses()
-    a = run(config(tmp_path / "a", **RICH), dropout=0.2, callbacks=[first])
-    b = run(config(tmp_path / "b", **RICH), dropout=0.2, callbacks=[second])
-    assert len(first.values) == 18
-    assert first.values == second.values
-    assert same_weights(a.model, b.model)
-    assert same_rows(a.history, b.history)
-
-
-def test_another_seed_is_another_run(tmp_path: Path) -> None:
-    first, second = Losses(), Losses()
-    run(config(tmp_path / "a", epochs=1), callbacks=[first])
-    run(config(tmp_path / "b", epochs=1, seed=1), callbacks=[second])
-    assert first.values != second.values
-
-
-def test_the_callers_random_numbers_are_untouched(tmp_path: Path) -> None:
-    torch.manual_seed(5)
-    expected = torch.rand(3)
-    torch.manual_seed(5)
-    run(config(tmp_path, epochs=1))
-    assert torch.equal(torch.rand(3), expected)
-
-
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainResult, list[float]]:
-    """The run that nothing disturbs, and the loss of each of its 18 steps (3 epochs)."""
-    losses = Losses()
-    place = config(tmp_path_factory.mktemp("whole"), **RICH)
-    return run(place, dropout=0.2, callbacks=[losses]), losses.values
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+    """The run that nothing disturbs, its result and the loss of each of its 36 steps."""
+    made: dict[str, tuple[TrainResult, list[float]]] = {}
+
+    def get(name: str) -> tuple[TrainResult, list[float]]:
+        if name not in made:
+            losses = Losses()
+            place = config(tmp_path_factory.mktemp("whole"), **OPTIONS[name])
+            made[name] = run(place, dropout=0.2, callbacks=[losses]), losses.values
+        return made[name]
+
+    return get
 
 
-# In the middle of an epoch, at the first step of one, at the very first step.
-@pytest.mark.parametrize("step", [9, 13, 1])
-def test_ctrl_c_in_the_middle_and_resume_is_exact(
-    tmp_path: Path, step: int, whole: tuple[TrainResult, list[float]]
-) -> None:
-    expected, losses = whole
+def interrupted_and_resumed(
+    folder: Path, name: str, whole: Any, stop: At, error: type[BaseException] = Interrupted
+) -> BaseException:
+    """Stop, resume, and compare with the whole run; what was raised."""
+    expected, losses = whole(name)
     before, after = Losses(), Losses()
-    place = config(tmp_path, **RICH)
-    with pytest.raises(Interrupted, match="Go on with") as caught:
-        run(place, dropout=0.2, callbacks=[before, RaiseAt(step, KeyboardInterrupt())])
-    assert caught.value.exact
-    assert caught.value.checkpoint == tmp_path / "last.ckpt"
-    found = run(place, dropout=0.2, resume=tmp_path, callbacks=[after])
-    assert len(before.values) == step
-    assert before.values + after.values == losses
-    assert same_rows(found.history, expected.history)
-    assert same_weights(found.model, expected.model)
+    place = config(folder, **OPTIONS[name])
+    with pytest.raises(error) as caught:
+        run(place, dropout=0.2, callbacks=[before, stop])
+    start = read_checkpoint(folder / "last.ckpt")["equilibria"]["progress"]["step"]
+    found = run(place, dropout=0.2, resume=folder, callbacks=[after])
+    assert before.values[:start] + after.values == losses
+    assert_same_run(found, expected)
+    # A run that is complete gives its result again.
+    if place.select == "last":
+        found.weights.unlink()
+    assert_same_run(run(place, dropout=0.2, resume=folder), expected)
+    return caught.value
 
 
-# A signal is heard between two steps; one at the last step of an epoch waits for validation.
-@pytest.mark.parametrize("step", [9, 12])
-def test_a_signal_stops_after_the_step_and_resume_is_exact(
-    tmp_path: Path, step: int, whole: tuple[TrainResult, list[float]]
+def test_a_seed_repeats_a_run_bit_for_bit(tmp_path: Path, whole: Any) -> None:
+    expected, losses = whole("onecycle")
+    again, other = Losses(), Losses()
+    torch.manual_seed(5)
+    numbers = torch.rand(3)
+    torch.manual_seed(5)
+    found = run(config(tmp_path / "a", **RICH), dropout=0.2, callbacks=[again])
+    assert torch.equal(torch.rand(3), numbers)  # the caller's own go on as before
+    assert len(losses) == 36
+    assert again.values == losses
+    assert_same_run(found, expected)
+    run(config(tmp_path / "b", **RICH, seed=1), dropout=0.2, callbacks=[other])
+    assert other.values != losses
+
+
+# The very first step, in the middle of an epoch, the first step of one.
+@pytest.mark.parametrize("step", [1, 17, 25])
+@pytest.mark.parametrize("stop", [RaiseAt, SignalAt])
+def test_stopped_in_the_middle_of_an_epoch(
+    tmp_path: Path, step: int, stop: Any, whole: Any
 ) -> None:
-    expected, losses = whole
-    before, after = Losses(), Losses()
+    error = interrupted_and_resumed(tmp_path, "onecycle", whole, stop(step))
+    assert isinstance(error, Interrupted)
+    assert error.exact
+    assert error.checkpoint == tmp_path / "last.ckpt"
+    assert "Go on with" in str(error)
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIONS if name != "onecycle"])
+def test_whatever_is_trained(tmp_path: Path, name: str, whole: Any) -> None:
+    interrupted_and_resumed(tmp_path, name, whole, RaiseAt(17))
+
+
+def test_a_crash_goes_back_to_the_end_of_an_epoch(tmp_path: Path, whole: Any) -> None:
+    stop = RaiseAt(17, RuntimeError("power cut"))
+    interrupted_and_resumed(tmp_path, "onecycle", whole, stop, RuntimeError)
+
+
+@pytest.mark.parametrize("epoch", [0, 1, 2])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_batch_end"])
+def test_a_SignalAt_the_end_of_an_epoch_waits_for_its_validation(
+    tmp_path: Path, whole: Any, hook: str, number: int, epoch: int
+) -> None:
+    count = 12 * (epoch + 1) if hook == "on_train_batch_end" else 2 * epoch + 1
+    times = 2 if number == signal.SIGTERM else 1
+    stop = SignalAt(count, times, number, hook)
+    error = interrupted_and_resumed(tmp_path, "constant", whole, stop)
+    assert ("the training is complete" in str(error)) == (epoch == 2)
+
+
+@pytest.mark.parametrize("epoch", [0, 1, 2])
+def test_cut_in_validation_it_is_validated_on_resume(
+    tmp_path: Path, whole: Any, epoch: int
+) -> None:
+    stop = RaiseAt(2 * epoch + 1, hook="on_validation_batch_end")
+    error = interrupted_and_resumed(tmp_path, "constant", whole, stop)
+    assert isinstance(error, Interrupted)
+    assert error.exact
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+@pytest.mark.parametrize("name", ["model.safetensors", "epoch_0001.safetensors", "history.csv"])
+def test_cut_as_an_epoch_is_closed_it_is_closed_on_resume(
+    tmp_path: Path, whole: Any, name: str, moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second Ctrl-C before or after a file of the first epoch is moved into its place."""
+    move, left = Path.replace, [1]
+
+    def cut(self: Path, target: Any) -> Any:
+        here = Path(target).name == name and left
+        found = move(self, target) if not here or moment == "after" else None
+        if here:
+            left.clear()
+            raise KeyboardInterrupt
+        return found
+
+    monkeypatch.setattr(Path, "replace", cut)
+    interrupted_and_resumed(tmp_path, "constant", whole, At(0, None))
+
+
+def test_a_run_may_be_cut_twice(tmp_path: Path, whole: Any) -> None:
     place = config(tmp_path, **RICH)
     with pytest.raises(Interrupted):
-        run(place, dropout=0.2, callbacks=[before, SignalAt(step)])
-    found = run(place, dropout=0.2, resume=tmp_path, callbacks=[after])
-    assert len(before.values) == step
-    assert before.values + after.values == losses
-    assert same_rows(found.history, expected.history)
-    assert same_weights(found.model, expected.model)
-
-
-def test_adamw_resumes_exactly(tmp_path: Path) -> None:
-    options = {**RICH, "optimizer": "adamw", "lr": 0.01, "decay_norms": False}
-    expected = run(config(tmp_path / "whole", **options))
-    place = config(tmp_path / "cut", **options)
+        run(place, dropout=0.2, callbacks=[RaiseAt(4)])
     with pytest.raises(Interrupted):
-        run(place, callbacks=[RaiseAt(8, KeyboardInterrupt())])
-    found = run(place, resume=tmp_path / "cut")
-    assert same_rows(found.history, expected.history)
-    assert same_weights(found.model, expected.model)
-
-
-@pytest.mark.parametrize("schedule", ["onecycle", "cosine"])
-def test_resume_at_the_end_of_an_epoch_is_exact(tmp_path: Path, schedule: str) -> None:
-    options = {**RICH, "schedule": schedule}
-    expected = run(config(tmp_path / "whole", **options), dropout=0.2)
-    place = config(tmp_path / "cut", **options)
-    with pytest.raises(RuntimeError, match="power cut"):
-        # In the second epoch: the checkpoint is that of the end of the first.
-        run(place, dropout=0.2, callbacks=[RaiseAt(8, RuntimeError("power cut"))])
-    saved = read_checkpoint(tmp_path / "cut" / "last.ckpt")["equilibria"]
-    assert saved["standing"] == {"epoch": 1, "batch": 0, "step": 6}
-    found = run(place, dropout=0.2, resume=tmp_path / "cut" / "last.ckpt")
-    assert same_rows(found.history, expected.history)
-    assert same_weights(found.model, expected.model)
-
-
-def test_a_run_may_be_cut_twice(tmp_path: Path) -> None:
-    expected = run(config(tmp_path / "whole", **RICH))
-    place = config(tmp_path / "cut", **RICH)
-    for step in (4, 5):
-        with pytest.raises(Interrupted):
-            run(
-                place,
-                resume=tmp_path / "cut" if step == 5 else None,
-                callbacks=[RaiseAt(step, KeyboardInterrupt())],
-            )
-    found = run(place, resume=tmp_path / "cut")
-    assert same_rows(found.history, expected.history)
-    assert same_weights(found.model, expected.model)
+        run(place, dropout=0.2, resume=tmp_path, callbacks=[RaiseAt(5)])
+    assert_same_run(run(place, dropout=0.2, resume=tmp_path), whole("onecycle")[0])
 
 
 def test_an_interruption_inside_a_step_says_that_it_is_not_exact(tmp_path: Path) -> None:
     place = config(tmp_path)
     with pytest.raises(Interrupted, match="not bit for bit") as caught:
-        run(place, callbacks=[RaiseAt(8, KeyboardInterrupt(), "on_before_optimizer_step")])
+        run(place, callbacks=[RaiseAt(8, hook="on_before_optimizer_step")])
     assert not caught.value.exact
     assert run(place, resume=tmp_path).history[-1]["epoch"] == 3
-
-
-def test_an_interruption_in_validation_loses_only_its_numbers(tmp_path: Path) -> None:
-    options = {**RICH, "log_every": 1}
-    expected = run(config(tmp_path / "whole", **options))
-    place = config(tmp_path / "cut", **options)
-    with pytest.raises(Interrupted) as caught:
-        run(place, callbacks=[RaiseAt(2, KeyboardInterrupt(), "on_validation_batch_end")])
-    assert caught.value.exact
-    found = run(place, resume=tmp_path / "cut")
-    assert "val_loss" not in found.history[1]
-    assert found.history[1]["train_loss"] == expected.history[1]["train_loss"]
-    assert same_weights(found.model, expected.model)
-
-
-def test_a_complete_run_gives_its_result_again(tmp_path: Path) -> None:
-    place = config(tmp_path, ema=0.9)
-    first = run(place)
-    first.weights.unlink()
-    again = run(place, resume=tmp_path)
-    assert same_weights(first.model, again.model)
-    assert same_rows(first.history, again.history)
-    assert again.weights.exists()
 
 
 def test_more_epochs_where_the_schedule_allows_it(tmp_path: Path) -> None:
@@ -173,24 +184,135 @@ def test_more_epochs_where_the_schedule_allows_it(tmp_path: Path) -> None:
     whole = run(config(tmp_path / "whole", epochs=4, **options))
     run(config(tmp_path / "cut", epochs=2, **options))
     found = run(config(tmp_path / "cut", epochs=4, **options), resume=tmp_path / "cut")
-    assert same_weights(found.model, whole.model)
-    with pytest.raises(CheckpointError, match="epochs: now 5, then 4"):
-        run(config(tmp_path / "whole", epochs=5), resume=tmp_path / "whole")
+    assert_same_run(found, whole)
 
 
-def test_resume_continues_in_the_folder_of_the_checkpoint(tmp_path: Path) -> None:
+def test_resume_in_the_folder_of_the_checkpoint_and_in_another(tmp_path: Path) -> None:
     with pytest.raises(Interrupted):
-        run(config(tmp_path / "a"), callbacks=[RaiseAt(8, KeyboardInterrupt())])
-    settings = TrainConfig.from_yaml(tmp_path / "a" / "config.yaml").with_overrides(out=None)
-    assert run(settings, resume=tmp_path / "a").folder == tmp_path / "a"
-
-
-def test_resume_into_another_folder_leaves_the_first(tmp_path: Path) -> None:
-    with pytest.raises(Interrupted):
-        run(config(tmp_path / "a"), callbacks=[RaiseAt(8, KeyboardInterrupt())])
+        run(config(tmp_path / "a", select="best"), callbacks=[RaiseAt(8)])
     before = (tmp_path / "a" / "last.ckpt").read_bytes()
-    found = run(config(tmp_path / "b"), resume=tmp_path / "a")
-    assert found.folder == tmp_path / "b"
+    other = run(config(tmp_path / "b", select="best"), resume=tmp_path / "a")
+    assert other.folder == tmp_path / "b"
     assert (tmp_path / "a" / "last.ckpt").read_bytes() == before
-    expected = run(config(tmp_path / "c"))
-    assert same_weights(found.model, expected.model)
+    settings = TrainConfig.from_yaml(tmp_path / "a" / "config.yaml").with_overrides(out=None)
+    same = run(settings, resume=tmp_path / "a")
+    assert same.folder == tmp_path / "a"
+    assert_same_run(same, other)
+
+
+# ---------------------------------------------------------------------- signals
+
+
+def test_the_first_asks_the_second_raises_and_the_handlers_come_back() -> None:
+    before = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
+    said: list[int] = []
+    with StopRequest(lambda: said.append(1)) as request:
+        for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
+            signal.raise_signal(number)
+            assert request.asked
+        assert said == [1]
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_a_run_works_in_a_thread_and_leaves_the_signals_alone(tmp_path: Path) -> None:
+    before, seen, found = signal.getsignal(signal.SIGINT), [], []
+    look = At(1, lambda: seen.append(signal.getsignal(signal.SIGINT)))
+
+    def work() -> None:
+        found.append(run(config(tmp_path, epochs=1), callbacks=[look]))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert found[0].history[0]["epoch"] == 1
+    assert seen == [before]
+
+
+def test_twice_stops_at_once_and_still_saves(tmp_path: Path) -> None:
+    with pytest.raises(Interrupted) as caught:
+        run(config(tmp_path), callbacks=[SignalAt(3, times=2)])
+    assert caught.value.checkpoint == tmp_path / "last.ckpt"
+    found = read_checkpoint(tmp_path / "last.ckpt")["equilibria"]["progress"]
+    assert found == {"epoch": 0, "batch": 3, "step": 3}
+
+
+def test_as_the_result_is_written_it_waits_and_twice_it_can_be_made_up_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = run_module.write_json
+    for times, words in ((1, "training is complete"), (2, "Go on with")):
+        folder = tmp_path / str(times)
+
+        def pressed(*given: Any, presses: int = times) -> None:
+            for _ in range(presses):
+                signal.raise_signal(signal.SIGINT)
+            write(*given)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(run_module, "write_json", pressed)
+            with pytest.raises(Interrupted, match=words):
+                run(config(folder, epochs=1))
+        assert (folder / "result.json").exists() == (times == 1)
+        run(config(folder, epochs=1), resume=folder)
+        assert (folder / "result.json").exists()
+
+
+def test_the_command_says_that_it_is_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from equilibria.cli.app import main
+
+    save = Run.save
+
+    def pressed(self: Run, *given: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+        save(self, *given)
+
+    monkeypatch.setattr(Run, "save", pressed)
+    words = ["--epochs", "1", "--samples", "64", "--accelerator", "cpu", "--out", str(tmp_path)]
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "--quiet", *words])
+    assert ended.value.code == 130
+    said = capsys.readouterr().err
+    assert "the training is complete" in said
+    assert "--resume" not in said
+
+
+SCRIPT = """
+import sys, time
+sys.path.insert(0, sys.argv[1])
+from pathlib import Path
+from tests.training.small import config, run
+import lightning.pytorch as pl
+
+class Slow(pl.Callback):
+    def on_train_batch_end(self, trainer, module, *args, **kwargs):
+        print("step", flush=True)
+        time.sleep(0.2)
+
+run(config(Path(sys.argv[2]), epochs=50), callbacks=[Slow()])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name == "nt", reason="signals of POSIX")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_a_process_of_its_own(tmp_path: Path, number: int) -> None:
+    out = tmp_path / "run"
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, str(ROOT), str(out)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "step\n"
+    time.sleep(0.1)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode != 0
+    assert "Interrupted after 0 of 50 epochs" in errors
+    assert f"resume={str(out)!r}" in errors
+    assert read_checkpoint(out / "last.ckpt")["equilibria"]["exact"] is True

@@ -19,8 +19,8 @@ from equilibria_papers.tables.callbacks import Snapshots, Stop, StopWhenAsked
 from tests.training.small import RaiseAt, SignalAt, config, run
 
 
-def _standing(folder: Path) -> dict[str, int]:
-    found: dict[str, int] = read_checkpoint(folder / "last.ckpt")["equilibria"]["standing"]
+def _progress(folder: Path) -> dict[str, int]:
+    found: dict[str, int] = read_checkpoint(folder / "last.ckpt")["equilibria"]["progress"]
     return found
 
 
@@ -31,7 +31,7 @@ def test_it_stops_after_a_step_without_a_signal(
     monkeypatch.setattr(signal, "raise_signal", sent.append)
     with pytest.raises(Interrupted, match="Go on with"):
         run(config(tmp_path), callbacks=[StopWhenAsked(Stop(time.time()))])
-    assert _standing(tmp_path) == {"epoch": 0, "batch": 1, "step": 1}
+    assert _progress(tmp_path) == {"epoch": 0, "batch": 1, "step": 1}
     assert not sent
 
 
@@ -53,7 +53,7 @@ def test_outside_the_main_thread_it_stops_the_training_and_nothing_else(tmp_path
     finally:
         signal.signal(signal.SIGINT, before)
     assert isinstance(caught[0], Interrupted)
-    assert _standing(tmp_path)["step"] == 1
+    assert _progress(tmp_path)["step"] == 1
     assert reached == []
 
 
@@ -64,7 +64,7 @@ def test_ctrl_c_in_the_same_step_does_not_cut_it(tmp_path: Path) -> None:
         with pytest.raises(Interrupted) as caught:
             run(config(tmp_path / folder), callbacks=own)
         assert caught.value.exact
-        assert _standing(tmp_path / folder)["step"] == 1
+        assert _progress(tmp_path / folder)["step"] == 1
 
 
 def test_before_its_time_it_does_nothing(tmp_path: Path) -> None:

@@ -175,18 +175,18 @@ def test_a_limit_of_time_saves_and_the_next_call_goes_on(tmp_path: Path) -> None
 def test_ctrl_c_as_a_training_ends_begins_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from equilibria.training.keeper import RunKeeper
+    from equilibria.training import Run
 
-    save = RunKeeper.save
+    save = Run.save
 
-    def pressed(self: RunKeeper, *given: Any) -> None:
+    def pressed(self: Run, *given: Any) -> None:
         if self.finished:
             signal.raise_signal(signal.SIGINT)
         save(self, *given)
 
     asked, told = tiny.choices(tmp_path, seeds=(0, 1), overrides={"epochs": 1}), list[str]()
     with monkeypatch.context() as patch:
-        patch.setattr(RunKeeper, "save", pressed)
+        patch.setattr(Run, "save", pressed)
         with pytest.raises(KeyboardInterrupt, match="training is complete"):
             reproduce(tiny.table(), asked, tell=told.append)
     assert len(told) == 1  # the second seed is not begun

@@ -62,13 +62,13 @@ def test_cifar10_stands_in_with_vehicles_and_animals(
 def test_images_are_read_once_for_all_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     supplying._read.cache_clear()
     calls: list[str] = []
-    load = supplying.room.load
+    load = supplying.module.load
 
     def counting(name: str, split: str, **options: Any) -> Any:
         calls.append(split)
         return load(name, split, **options)
 
-    monkeypatch.setattr(supplying.room, "load", counting)
+    monkeypatch.setattr(supplying.module, "load", counting)
     for seed in (1, 2):
         (one,) = plan_of(tiny.job(), tiny.choices(tmp_path, seeds=(seed,)))
         supply(one, progress=False)

@@ -1,5 +1,7 @@
 """Train a network: Lightning underneath, one configuration on top.
 
+Here belongs what one training needs beyond Lightning: the configuration, the module, the folder of
+a run, and exact resuming. Data sets, networks and what compares trainings have their own packages.
 ::
 
     result = training.fit(training.TrainConfig(epochs=30, out="runs/first"))
@@ -10,48 +12,35 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from equilibria.engine.files import SaveError
+from equilibria.engine.optional import needs
+
 from .config import TrainConfig
-from .extras import need
-from .graphs import GraphedModel
-from .storing import SaveError
+from .graphed_model import GraphedModel
 
 if TYPE_CHECKING:
-    from .averaging import WeightAverage, settle_norms
-    from .checkpoints import CheckpointError, read_checkpoint
-    from .fitting import TrainResult, fit
-    from .folder import RunExistsError
-    from .interrupts import Interrupted
-    from .keeper import RunKeeper
+    from .average import WeightAverage, settle_norms
     from .module import EquilibriumModule
     from .nonfinite import NonFiniteLoss
+    from .progress import Interrupted
+    from .run import Run, TrainResult, fit
+    from .run_folder import CheckpointError, RunExistsError, read_checkpoint
 
-__all__ = [
-    "CheckpointError",
-    "EquilibriumModule",
-    "GraphedModel",
-    "Interrupted",
-    "NonFiniteLoss",
-    "RunExistsError",
-    "RunKeeper",
-    "SaveError",
-    "TrainConfig",
-    "TrainResult",
-    "WeightAverage",
-    "fit",
-    "read_checkpoint",
-    "settle_norms",
-]
+__all__ = ["CheckpointError", "EquilibriumModule", "GraphedModel", "Interrupted", "NonFiniteLoss"]
+__all__ += ["Run", "RunExistsError", "SaveError", "TrainConfig", "TrainResult", "WeightAverage"]
+__all__ += ["fit", "read_checkpoint", "settle_norms"]
 
 
 def __getattr__(name: str) -> Any:
     """What needs Lightning is imported when first used: a command line's help need not wait."""
     if name not in __all__:
         raise AttributeError(f"module 'equilibria.training' has no attribute {name!r}")
-    need("lightning")
-    from . import averaging, checkpoints, fitting, folder, interrupts, keeper, module, nonfinite
+    with needs("lightning", "equilibria.training"):
+        import lightning.pytorch  # noqa: F401
+    from . import average, module, nonfinite, progress, run, run_folder
 
-    rooms = (averaging, checkpoints, fitting, folder, interrupts, keeper, module, nonfinite)
-    found = next(getattr(room, name) for room in rooms if name in room.__all__)
+    files = (average, module, nonfinite, progress, run, run_folder)
+    found = next(getattr(file, name) for file in files if name in file.__all__)
     globals()[name] = found
     return found
 

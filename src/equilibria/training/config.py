@@ -3,38 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+from equilibria.data import build_augmentation
+from equilibria.engine.optional import needs
 from equilibria.engine.options import check_number, options
-
-from .config_values import (
-    check_choice,
-    check_flag,
-    check_text,
-    parse_augment,
-    parse_devices,
-    parse_milestones,
-    parse_number,
-    parse_options,
-    parse_precision,
-    read_mapping,
-    write_mapping,
-)
+from equilibria.models.values import to_json
 
 __all__ = ["TrainConfig"]
 
-_FLOATS = (
-    *("lr", "momentum", "weight_decay", "drop", "warmup", "label_smoothing"),
-    *("ema", "clip", "validation", "jacobian_weight"),
-)
-_FLAGS = (
-    *("nesterov", "decay_norms", "cycle_momentum", "channels_last"),
-    *("compile", "cuda_graphs", "download"),
-)
+# Name: lowest, highest, "(" or ")" where an end is open, "i" for an integer.
+_COUNTS = ("epochs", "batch_size", "nodes", "log_every", "image_size", "samples", "early_stop")
+_NUMBERS: dict[str, tuple[float, float, str]] = {
+    **dict.fromkeys((*_COUNTS, "keep_every"), (1, math.inf, "i")),
+    "workers": (0, math.inf, "i"),
+    "seed": (0, 2**32 - 1, "i"),
+    **dict.fromkeys(("validation", "momentum", "warmup", "label_smoothing"), (0.0, 1.0, ")")),
+    **dict.fromkeys(("weight_decay", "jacobian_weight"), (0.0, math.inf, "")),
+    **dict.fromkeys(("lr", "clip"), (0.0, math.inf, "(")),
+    "drop": (0.0, 1.0, "("),
+    "ema": (0.0, 1.0, "()"),
+}
 _CHOICES = {
     "optimizer": ("sgd", "adamw"),
     "schedule": ("onecycle", "cosine", "step", "constant"),
@@ -43,7 +37,13 @@ _CHOICES = {
     "accelerator": ("auto", "cpu", "gpu", "cuda", "mps"),
     # Spawned and forked processes cannot hand their history back: Lightning's own limit.
     "strategy": ("auto", "ddp", "ddp_find_unused_parameters_true", "fsdp"),
+    "precision": (
+        *("32-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true", "64-true"),
+        *("transformer-engine", "transformer-engine-float16"),
+    ),
 }
+_LOGGERS = ("tensorboard", "csv", "wandb", "mlflow")
+_SHORT = {"32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed", "64": "64-true"}
 _WARMUP = {"onecycle": 0.25, "cosine": 0.05, "step": 0.0, "constant": 0.0}
 
 
@@ -63,7 +63,7 @@ class TrainConfig:
     data: str = "digits"
     """A name of ``data.names()`` or a folder."""
     data_root: str | None = None
-    """Where data sets are looked for; None: the data room's own places."""
+    """Where data sets are looked for; None: the usual places of ``equilibria.data``."""
     download: bool = False
     """Whether a data set that is not at hand may be fetched from the hub."""
     image_size: int | None = None
@@ -142,65 +142,40 @@ class TrainConfig:
     """Batches that threads make ready ahead, where the images are not all on the device."""
     log_every: int = 20
     """Steps between two readings of loss, accuracy and solver statistics."""
+    loggers: tuple[str, ...] = ("tensorboard",)
+    """Lightning's loggers that get these numbers: tensorboard, csv, wandb, mlflow."""
     out: str | None = None
     """Folder of the run; None: ``runs/<data>-<model>``."""
 
     def __post_init__(self) -> None:
-        def put(name: str, value: Any) -> None:
-            object.__setattr__(self, name, value)
-
-        for name in ("model", "data"):
-            check_text(self, name)
-        for name in ("out", "data_root"):
-            put(name, check_text(self, name, optional=True))
-        put("data", str(self.data))
-        for name in _FLOATS:
-            put(name, parse_number(getattr(self, name)))
-        for name in _FLAGS:
-            check_flag(self, name)
-        for name, allowed in _CHOICES.items():
-            check_choice(self, name, allowed)
-        put("model_options", parse_options(self.model_options))
-        put("augment", parse_augment(self.augment))
-        put("milestones", parse_milestones(self.milestones))
-        put("devices", parse_devices(self.devices))
-        put("precision", parse_precision(self.precision))
-        self._check_numbers()
+        for name, parse in _PARSED.items():
+            object.__setattr__(self, name, parse(getattr(self, name)))
+        for given in dataclasses.fields(self):
+            name, value, optional = given.name, getattr(self, given.name), given.default is None
+            if name in ("model", "data", "out", "data_root") and not (optional and value is None):
+                if not isinstance(value, (str, Path)) or not str(value):
+                    also = " or None" if optional else ""
+                    _refuse(name, value, f"expected a non-empty text{also}", TypeError)
+                object.__setattr__(self, name, str(value))
+            elif isinstance(given.default, bool) and not isinstance(value, bool):
+                _refuse(name, value, "expected True or False", TypeError)
+            elif name in _CHOICES and value not in _CHOICES[name]:
+                _refuse(name, value, _one_of(value, _CHOICES[name]))
+            elif name in _NUMBERS:
+                low, high, how = _NUMBERS[name]
+                ends = {"low_open": "(" in how, "high_open": ")" in how}
+                kind = {"integer": "i" in how, "optional": optional}
+                check_number(self, name, low=low, high=high, **ends, **kind)
         self._check_together()
 
-    def _check_numbers(self) -> None:
-        for name in ("epochs", "batch_size", "nodes", "log_every"):
-            check_number(self, name, low=1, integer=True)
-        for name in ("image_size", "samples", "early_stop", "keep_every"):
-            check_number(self, name, low=1, integer=True, optional=True)
-        check_number(self, "workers", low=0, integer=True)
-        check_number(self, "seed", low=0, high=2**32 - 1, integer=True)
-        check_number(self, "validation", low=0.0, high=1.0, high_open=True)
-        check_number(self, "lr", low=0.0, low_open=True)
-        check_number(self, "momentum", low=0.0, high=1.0, high_open=True)
-        check_number(self, "weight_decay", low=0.0)
-        check_number(self, "drop", low=0.0, high=1.0, low_open=True)
-        check_number(self, "warmup", low=0.0, high=1.0, high_open=True, optional=True)
-        check_number(self, "label_smoothing", low=0.0, high=1.0, high_open=True)
-        check_number(self, "jacobian_weight", low=0.0)
-        check_number(self, "clip", low=0.0, low_open=True, optional=True)
-        check_number(self, "ema", low=0.0, high=1.0, low_open=True, high_open=True, optional=True)
-
     def _check_together(self) -> None:
-        if self.schedule == "step" and not self.milestones:
+        last = self.milestones[-1] if self.milestones else 0
+        if (self.schedule == "step") != bool(self.milestones) or last >= self.epochs:
             raise ValueError(
-                "TrainConfig(schedule='step') needs milestones, the epochs after which the rate "
-                f"falls, such as milestones=({self.epochs // 2}, {self.epochs * 3 // 4})."
-            )
-        if self.schedule != "step" and self.milestones:
-            raise ValueError(
-                f"TrainConfig(milestones={self.milestones}) belongs to schedule='step', but the "
-                f"schedule is {self.schedule!r}: set schedule='step' or leave milestones out."
-            )
-        if self.milestones and self.milestones[-1] >= self.epochs:
-            raise ValueError(
-                f"TrainConfig(milestones={self.milestones}) goes beyond the run of "
-                f"{self.epochs} epochs: give milestones below {self.epochs}, or more epochs."
+                f"TrainConfig(schedule={self.schedule!r}, milestones={self.milestones}, "
+                f"epochs={self.epochs}): schedule='step' needs milestones, the epochs after which "
+                "the rate falls, all before the end of the run, and no other schedule has them; "
+                f"such as milestones=({self.epochs // 2}, {self.epochs * 3 // 4})."
             )
         if self.nesterov and self.optimizer == "sgd" and self.momentum == 0.0:
             raise ValueError(
@@ -212,31 +187,22 @@ class TrainConfig:
                 "TrainConfig(validation=0): early_stop and select='best' compare validation "
                 "results, and nothing is held out; set validation=0.1 or leave them out."
             )
-        if self.cuda_graphs and (self.compile or self.jacobian_weight):
-            other = "compile" if self.compile else "jacobian_weight"
+        if self.cuda_graphs + self.compile + (self.jacobian_weight > 0.0) > 1:
             raise ValueError(
-                f"TrainConfig(cuda_graphs=True, {other}={getattr(self, other)!r}): a captured step "
-                "is replayed as it is; choose one."
+                f"TrainConfig(cuda_graphs={self.cuda_graphs}, compile={self.compile}, "
+                f"jacobian_weight={self.jacobian_weight}): a captured or compiled step is run as "
+                "it is, and cannot be looked into for its Jacobian; choose one of the three."
             )
         if self.cuda_graphs and (self.strategy != "auto" or self.nodes > 1):
             raise ValueError(
                 f"TrainConfig(cuda_graphs=True, strategy={self.strategy!r}, nodes={self.nodes}): "
                 "graphs are for one GPU; leave cuda_graphs out to train on several."
             )
-        if self.jacobian_weight and self.compile:
-            raise ValueError(
-                "TrainConfig(jacobian_weight=..., compile=True): a compiled layer cannot be "
-                "looked into for its Jacobian; choose one of the two."
-            )
-        if self.strategy == "fsdp" and self.keep_every is not None:
-            raise ValueError(
-                "TrainConfig(strategy='fsdp', keep_every=...): sharded weights are gathered at the "
-                "end alone; leave keep_every out."
-            )
-        if self.strategy == "fsdp" and (self.ema is not None or self.select == "best"):
+        aside = self.ema is not None or self.keep_every is not None or self.select == "best"
+        if self.strategy == "fsdp" and aside:
             raise ValueError(
                 "TrainConfig(strategy='fsdp'): sharded weights are not averaged or copied aside; "
-                "leave out ema and select='best', or use strategy='ddp'."
+                "leave out ema, keep_every and select='best', or use strategy='ddp'."
             )
 
     @property
@@ -278,27 +244,124 @@ class TrainConfig:
     @classmethod
     def from_yaml(cls, path: str | Path) -> TrainConfig:
         """Read a file of ``name: value`` lines; names that are left out keep their default."""
-        given = read_mapping(Path(path))
+        with needs("yaml", "a configuration file"):
+            import yaml  # type: ignore[import-untyped, unused-ignore]
         try:
-            return cls(**given)
+            found = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+            if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
+                raise ValueError(f"expected lines 'name: value', got {str(found)[:60]!r}")
+            return cls(**found)
+        except FileNotFoundError:
+            raise FileNotFoundError(
+                f"there is no configuration file {path}; TrainConfig().to_yaml({str(path)!r}) "
+                "writes one with the defaults."
+            ) from None
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} is not a text file in UTF-8: {error}") from error
+        except yaml.YAMLError as error:
+            raise ValueError(f"{path} is not valid YAML: {error}") from error
         except (TypeError, ValueError) as error:
-            kind = TypeError if isinstance(error, TypeError) else ValueError
-            raise kind(f"{path}: {error}") from error
+            raise type(error)(f"{path}: {error}") from error
 
     def to_yaml(self, path: str | Path | None = None) -> str:
         """The text of a file that ``from_yaml`` reads; written there too if a path is given."""
-        text = write_mapping(self.to_dict())
+        with needs("yaml", "a configuration file"):
+            import yaml
+        made = yaml.safe_dump(
+            self.to_dict(), sort_keys=False, allow_unicode=True, default_flow_style=None
+        )
         if path is not None:
-            Path(path).write_text(text, encoding="utf-8")
-        return text
+            Path(path).write_text(made, encoding="utf-8")
+        return str(made)
 
     def differences(self, other: TrainConfig) -> dict[str, tuple[Any, Any]]:
         """Options whose values differ, name → (mine, the other's)."""
         mine, theirs = self.to_dict(), other.to_dict()
-        return {k: (mine[k], theirs[k]) for k in mine if not _same(mine[k], theirs[k])}
+        return {k: (mine[k], theirs[k]) for k in mine if mine[k] != theirs[k]}
 
 
-def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, float) and isinstance(b, (int, float)):
-        return math.isclose(a, b, rel_tol=1e-12, abs_tol=0.0)
-    return bool(a == b)
+def _refuse(name: str, value: Any, why: str, kind: type[Exception] = ValueError) -> NoReturn:
+    got = f", got {type(value).__name__}" if kind is TypeError else ""
+    raise kind(f"TrainConfig({name}={value!r}): {why}{got}.")
+
+
+def _one_of(given: object, choices: Sequence[str]) -> str:
+    """ "did you mean 'x'? Expected one of …"."""
+    close = difflib.get_close_matches(str(given), choices, n=1)
+    start = f"did you mean {close[0]!r}? Expected" if close else "expected"
+    return f"{start} one of {', '.join(map(repr, choices))}"
+
+
+def _number(value: Any) -> Any:
+    """An integer or the text of a number as a float: YAML reads ``1e-3`` as text."""
+    try:
+        return value if isinstance(value, bool) or value is None else float(value)
+    except (TypeError, ValueError):
+        return value
+
+
+def _plain(value: Any) -> Any:
+    """In the types of JSON."""
+    if isinstance(value, Mapping):
+        return {str(name): _plain(item) for name, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else to_json(value)
+
+
+def _model_options(value: Any) -> Any:
+    if not isinstance(value, Mapping):
+        _refuse("model_options", value, "expected a mapping from option to value", TypeError)
+    return _plain(value)
+
+
+def _augment(value: Any) -> tuple[Any, ...]:
+    """("flip", {"crop": {"padding": 2}}): each a name, or a name with its options."""
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        example = "['crop', 'flip'] or [{'crop': {'padding': 2}}, 'flip']"
+        _refuse("augment", value, f"expected a list such as {example}", TypeError)
+    plain = tuple(_plain(entry) for entry in value)
+    try:
+        build_augmentation(plain, num_classes=2)  # its errors know every name and option
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"TrainConfig(augment=...): {error}") from error
+    return plain
+
+
+def _loggers(value: Any) -> tuple[str, ...]:
+    found = tuple(value) if isinstance(value, (list, tuple)) else (value,)
+    for name in found:
+        if name not in _LOGGERS:
+            _refuse("loggers", value, _one_of(name, _LOGGERS))
+    return found
+
+
+def _integers(value: Any, least: int) -> bool:
+    """A list of integers of at least ``least``."""
+    return isinstance(value, (list, tuple)) and all(
+        isinstance(item, int) and not isinstance(item, bool) and item >= least for item in value
+    )
+
+
+def _milestones(value: Any) -> tuple[int, ...]:
+    if not _integers(value, 1) or list(value) != sorted(set(value)):
+        _refuse("milestones", value, "expected a list of rising epochs, such as [60, 120]")
+    return tuple(value)
+
+
+def _devices(value: Any) -> int | str | tuple[int, ...]:
+    if isinstance(value, (list, tuple)) and value and _integers(value, 0):
+        return tuple(value)
+    if value != "auto" and not _integers([value], 1):
+        what = "a number of devices of at least 1, a list of their indices, or 'auto'"
+        _refuse("devices", value, f"expected {what}")
+    return value  # type: ignore[no-any-return]
+
+
+_PARSED: dict[str, Callable[[Any], Any]] = {
+    **{name: _number for name, (_, _, how) in _NUMBERS.items() if "i" not in how},
+    "augment": _augment,
+    "devices": _devices,
+    "loggers": _loggers,
+    "milestones": _milestones,
+    "model_options": _model_options,
+    "precision": lambda value: _SHORT.get(str(value), str(value)),
+}

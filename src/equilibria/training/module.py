@@ -1,28 +1,29 @@
-"""The LightningModule: loss, metrics, optimizer, schedule, and the watch over the solvers."""
+"""The LightningModule: loss, metrics, optimizer, schedule, and statistics of the solvers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torchmetrics.aggregation import MeanMetric
+from torchmetrics.classification import MulticlassAccuracy, MulticlassJaccardIndex
 
-from equilibria.nn import observe
+from equilibria.engine.spectral import jacobian_penalty
+from equilibria.nn import EquilibriumLayer, MapLayer, equilibrium_layers, observe
+from equilibria.nn.observing import collect_penalties
 
 from .config import TrainConfig
-from .extras import need
-from .graphs import GraphedModel
+from .epoch_metrics import EpochMetrics, solver_numbers
+from .graphed_model import GraphedModel
 from .nonfinite import Guard, NonFiniteLoss, describe, examine
-from .optimizers import gradient_norm, make_optimizer, scale_gradients
-from .penalty import JacobianPenalty
-from .schedules import make_schedule
-from .tally import Tally
-from .watching import solver_numbers
+from .optimizer import gradient_norm, make_optimizer, make_schedule
 
-__all__ = ["EquilibriumModule"]
+__all__ = ["EquilibriumModule", "JacobianPenalty"]
 
 _WATCHED = 64  # samples that are solved once more where the compiled solve cannot be seen
 
@@ -32,7 +33,7 @@ class EquilibriumModule(pl.LightningModule):
 
     The loss is cross entropy with label smoothing (and, if asked for, the Jacobian penalty);
     validation reports plain cross entropy, accuracy and, for segmentation, the mean intersection
-    over union. No number is read from the device in a step: ``tally`` keeps them for whoever asks.
+    over union. No number is read from the device in a step: ``metrics`` sums them there.
 
     Args:
         model: the network; its weights are the only state of this module.
@@ -42,7 +43,7 @@ class EquilibriumModule(pl.LightningModule):
         ignore_index: label of pixels that do not count.
         total_steps, steps_per_epoch: for the schedule; None: what the trainer plans.
 
-    Under ``fit`` a keeper counts, reads and logs. With a trainer of your own the module does so
+    Under ``fit`` the run counts, reads and logs. With a trainer of your own the module does so
     itself and logs train_loss, train_accuracy, val_loss, … with Lightning's ``log``.
     """
 
@@ -58,16 +59,14 @@ class EquilibriumModule(pl.LightningModule):
         steps_per_epoch: int | None = None,
     ) -> None:
         super().__init__()
-        self.model = model
-        self.config = config
-        self.task = task
-        self.ignore_index = ignore_index
+        self.model, self.config = model, config
+        self.task, self.ignore_index = task, ignore_index
         self.total_steps, self.steps_per_epoch = total_steps, steps_per_epoch
         self.step = 0
         """Optimizer steps taken since the run began."""
-        self.kept = False
-        """Whether a keeper counts steps and reads the tally."""
-        self.tally = Tally()
+        self.counts = True
+        """Whether the module counts its steps and logs; not under ``fit``, where the run does."""
+        self.metrics = EpochMetrics()
         self.guard = Guard(deferred=False)
         self.on_nonfinite: Callable[[dict[str, Any]], NoReturn] = _raise
         self.validation: dict[str, float] = {}
@@ -76,12 +75,16 @@ class EquilibriumModule(pl.LightningModule):
         self._batch: tuple[Tensor, Tensor] | None = None
         self._trained = [p for p in model.parameters() if p.requires_grad]
         # Not an attribute that torch registers: the compiled model is the model itself.
-        self.__dict__["_compiled"] = _made_fast(model, config)
-        metrics = need("torchmetrics")
-        kept = {"num_classes": num_classes, "ignore_index": ignore_index, "validate_args": False}
-        self.val_accuracy = metrics.MulticlassAccuracy(average="micro", **kept)
-        self.val_iou = metrics.MulticlassJaccardIndex(**kept) if task == "segmentation" else None
-        self.val_loss = need("torchmetrics.aggregation").MeanMetric(nan_strategy="disable")
+        self.__dict__["_compiled"] = None
+        if config.cuda_graphs:
+            self.__dict__["_compiled"] = GraphedModel(model)
+        elif config.compile:
+            self.__dict__["_compiled"] = torch.compile(model, dynamic=False)
+        labels: dict[str, Any] = {"num_classes": num_classes, "ignore_index": ignore_index}
+        labels["validate_args"] = False
+        self.val_accuracy = MulticlassAccuracy(average="micro", **labels)
+        self.val_iou = MulticlassJaccardIndex(**labels) if task == "segmentation" else None
+        self.val_loss = MeanMetric(nan_strategy="disable")
 
     def __setattr__(self, name: str, value: Any) -> None:
         # Lightning notes the name of every hook that it calls as an attribute, some fifty times a
@@ -90,8 +93,6 @@ class EquilibriumModule(pl.LightningModule):
             object.__setattr__(self, name, value)
         else:
             super().__setattr__(name, value)
-
-    # ------------------------------------------------------------------ forward and loss
 
     def forward(self, x: Tensor) -> Tensor:
         # Steps of training alone: validation would compile a graph without gradients, and one
@@ -105,8 +106,7 @@ class EquilibriumModule(pl.LightningModule):
         each = self._cross_entropy(logits, y, 0.0, "none")
         if each.ndim == 1:
             return each
-        count = self._counted(y).flatten(1).sum(1)
-        return each.flatten(1).sum(1) / count.clamp_min(1)
+        return each.flatten(1).sum(1) / self._counted(y).flatten(1).sum(1).clamp_min(1)
 
     def loss(self, logits: Tensor, y: Tensor, smoothing: float) -> Tensor:
         """Cross entropy, averaged over the labels that count."""
@@ -117,25 +117,15 @@ class EquilibriumModule(pl.LightningModule):
         return total / self._counted(y).sum().clamp_min(1)
 
     def _cross_entropy(self, logits: Tensor, y: Tensor, smoothing: float, reduction: str) -> Tensor:
-        ignored = -100 if self.ignore_index is None else self.ignore_index
         # In float32 or better whatever the precision: exponentials of bfloat16 logits are coarse.
-        work = torch.promote_types(logits.dtype, torch.float32)
-        return nn.functional.cross_entropy(
-            logits.to(work),
-            y,
-            label_smoothing=smoothing,
-            ignore_index=ignored,
-            reduction=reduction,
-        )
+        work = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        ignored = -100 if self.ignore_index is None else self.ignore_index
+        options: dict[str, Any] = {"ignore_index": ignored, "reduction": reduction}
+        return nn.functional.cross_entropy(work, y, label_smoothing=smoothing, **options)
 
     def _counted(self, y: Tensor) -> Tensor:
-        return (
-            torch.ones_like(y, dtype=torch.bool)
-            if self.ignore_index is None
-            else (y != self.ignore_index)
-        )
-
-    # ------------------------------------------------------------------ training
+        every = torch.ones_like(y, dtype=torch.bool)
+        return every if self.ignore_index is None else y != self.ignore_index
 
     def on_fit_start(self) -> None:
         if self.config.cuda_graphs and self.device.type != "cuda":
@@ -145,72 +135,58 @@ class EquilibriumModule(pl.LightningModule):
             )
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        x, y = batch
-        self._batch = batch
+        x, y = self._batch = batch
         # The first step of an epoch too: a short one would have no statistics otherwise.
         per_epoch = self.steps_per_epoch or self.config.log_every
         watched = self.step % self.config.log_every == 0 or self.step % per_epoch == 0
-        penalty: Tensor | None = None
+        penalties: list[Tensor] = []
         if self._penalty.active:
-            with self._penalty.collect() as found:
+            with self._penalty.collect() as penalties:
                 logits = self._run(x, watched)
-            penalty = torch.stack([part.float() for part in found]).sum()
         else:
             logits = self._run(x, watched)
         loss = self.loss(logits, y, self.config.label_smoothing)
-        total = loss if penalty is None else loss + penalty
         with torch.no_grad():
-            right = logits.argmax(1) == (
-                y.argmax(1) if y.is_floating_point() else y
-            )  # mixed labels
+            mixed = y.is_floating_point()
+            right = logits.argmax(1) == (y.argmax(1) if mixed else y)
             count: Tensor | int = right.numel()
             if self.ignore_index is not None:
                 counted = self._counted(y)
                 right, count = right & counted, counted.sum()
-            self.tally.add(
-                loss.detach(), right.sum(), count, None if penalty is None else penalty.detach()
-            )
-        if self.guard.sees(total, self.step):
-            self._report("loss", total)
-        return total
-
-    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
-        if not self.kept:
-            self.step += 1
-            if (self.step - 1) % self.config.log_every == 0:
-                self.tally.read()
-
-    def on_train_epoch_end(self) -> None:
-        if not self.kept:
-            self.tally.read()
-            means = {f"train_{name}": value for name, value in self.tally.means().items()}
-            self.log_dict({**means, **self.tally.solver_means()}, sync_dist=True)
-            self.tally = Tally()
+            self.metrics.add(loss.detach(), right.sum(), count)
+        if penalties:
+            loss = loss + torch.stack([part.float() for part in penalties]).sum()
+        if self.guard.sees(loss, self.step):
+            self._report("loss", loss)
+        return loss
 
     def _run(self, x: Tensor, watched: bool) -> Tensor:
         if not watched:
             return self.forward(x)
-        if self.__dict__["_compiled"] is not None:
-            logits = self.forward(x)
-            self._watch_apart(x[:_WATCHED])
-            return logits
-        with observe(self.model) as seen:
-            logits = self.forward(x)
-        self.tally.add_solver(solver_numbers(self.model, seen))
-        return logits
-
-    @torch.no_grad()
-    def _watch_apart(self, x: Tensor) -> None:
-        """A compiled or replayed solve cannot be seen: solve a few samples again, in eval mode."""
-        modes = [(m, m.training) for m in self.model.modules()]
-        self.model.eval()
-        try:
+        if self.__dict__["_compiled"] is None:
             with observe(self.model) as seen:
-                self.model.forward(x)
-        finally:
+                logits = self.forward(x)
+        else:
+            logits = self.forward(x)
+            # A compiled or replayed solve cannot be seen: solve a few samples again, in eval mode.
+            modes = [(m, m.training) for m in self.model.modules()]
+            self.model.eval()
+            with torch.no_grad(), observe(self.model) as seen:
+                self.model.forward(x[:_WATCHED])
             for module, mode in modes:
                 module.training = mode
-        self.tally.add_solver(solver_numbers(self.model, seen))
+        self.metrics.add_solver(solver_numbers(self.model, seen))
+        return logits
+
+    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        self.step += self.counts
+
+    def on_train_epoch_end(self) -> None:
+        if self.counts:
+            row = self.metrics.row()
+            means = {f"train_{name}": row.pop(name) for name in ("loss", "accuracy")}
+            self.log_dict({**means, **row}, sync_dist=True)
+            self.metrics = EpochMetrics()
 
     def configure_gradient_clipping(
         self,
@@ -227,17 +203,16 @@ class EquilibriumModule(pl.LightningModule):
         norm = gradient_norm(self._trained)
         if norm is None:
             return
-        self.tally.add_norm(norm)
+        self.metrics.gradient_norm = norm
         if limit is not None:
-            scale_gradients(self._trained, limit, norm)
+            torch.nn.utils.clip_grads_with_norm_(self._trained, limit, norm)
         if self.config.precision.startswith("16"):
             return  # infinite gradients are how the loss scale finds its size; it skips them itself
         if self.guard.sees(norm, self.step):
             self._report("norm of the gradient", norm)
         if self.guard.deferred:
-            if self.trainer.world_size > 1:
-                self.guard.agree()
-            self.guard.protect(getattr(optimizer, "optimizer", optimizer))
+            inner = getattr(optimizer, "optimizer", optimizer)
+            self.guard.protect(inner, shared=self.trainer.world_size > 1)
 
     def _report(self, what: str, value: Tensor) -> NoReturn:
         assert self._batch is not None
@@ -247,8 +222,6 @@ class EquilibriumModule(pl.LightningModule):
     def examine(self, x: Tensor, y: Tensor) -> dict[str, Any]:
         """What a batch does in the model as it is now, for the report of a NaN."""
         return examine(self.model, x, y, self.losses)
-
-    # ------------------------------------------------------------------ validation
 
     def on_validation_epoch_start(self) -> None:
         for metric in (self.val_loss, self.val_accuracy, self.val_iou):
@@ -265,16 +238,11 @@ class EquilibriumModule(pl.LightningModule):
             self.val_iou.update(logits, y)
 
     def on_validation_epoch_end(self) -> None:
-        self.validation = {
-            "val_loss": float(self.val_loss.compute()),
-            "val_accuracy": float(self.val_accuracy.compute()),
-        }
-        if self.val_iou is not None:
-            self.validation["val_miou"] = float(self.val_iou.compute())
-        if not self.kept:
+        found = {"val_loss": self.val_loss, "val_accuracy": self.val_accuracy}
+        found |= {} if self.val_iou is None else {"val_miou": self.val_iou}
+        self.validation = {name: float(metric.compute()) for name, metric in found.items()}
+        if self.counts:
             self.log_dict(self.validation, sync_dist=True)
-
-    # ------------------------------------------------------------------ optimization
 
     @property
     def defers(self) -> bool:
@@ -283,17 +251,12 @@ class EquilibriumModule(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         # Fused kernels: one launch for all parameters, and they can skip a step on the device.
-        deferred = self.defers
-        self.guard = Guard(deferred=deferred)
+        self.guard = Guard(deferred=self.defers)
         # The loss scaler and clipping cannot share a fused optimizer: it unscales by itself.
         unscaled = not (self.config.precision.startswith("16") and self.config.clip is not None)
-        optimizer = make_optimizer(self.model, self.config, fused=deferred and unscaled)
-        total = self.total_steps
-        if total is None:
-            total = int(self.trainer.estimated_stepping_batches)
-        per_epoch = self.steps_per_epoch
-        if per_epoch is None:
-            per_epoch = max(1, total // max(1, self.trainer.max_epochs or 1))
+        optimizer = make_optimizer(self.model, self.config, fused=self.defers and unscaled)
+        total = self.total_steps or int(self.trainer.estimated_stepping_batches)
+        per_epoch = self.steps_per_epoch or max(1, total // max(1, self.trainer.max_epochs or 1))
         schedule = make_schedule(optimizer, self.config, total=total, per_epoch=per_epoch)
         return {
             "optimizer": optimizer,
@@ -301,17 +264,63 @@ class EquilibriumModule(pl.LightningModule):
         }
 
 
-def _made_fast(model: nn.Module, config: TrainConfig) -> Callable[[Tensor], Tensor] | None:
-    """The model as training steps call it, if not as it is."""
-    if config.cuda_graphs:
-        return GraphedModel(model)
-    if config.compile:
-        compiled: Callable[[Tensor], Tensor] = torch.compile(model, dynamic=False)
-        return compiled
-    return None
-
-
 def _raise(report: dict[str, Any]) -> NoReturn:
     """Where nobody knows of epochs and folders."""
     full = {"epoch": "?", "batch": "?", "step": "?", "indices": [], **report}
     raise NonFiniteLoss(describe(full), full)
+
+
+class JacobianPenalty:
+    """Σ_layers weight·mean_b ‖J(z*_b)‖²_F / n, with one random vector a layer (Hutchinson).
+
+    Layers that take a ``jacobian_weight`` themselves (DEQ, MDEQ) penalize their own map, with the
+    weight that they were made with or, where that is zero, with this one. For the others the map is
+    evaluated once more at z*, which is taken as a constant (Bai et al. 2021).
+    """
+
+    def __init__(self, model: nn.Module, weight: float) -> None:
+        self.weight = weight
+        self._model = model
+        layers = equilibrium_layers(model)
+        own: list[Any] = [m for m in layers.values() if hasattr(m, "jacobian_weight")]
+        if weight:
+            for layer in own:
+                layer.jacobian_weight = layer.jacobian_weight or weight
+        self._others = [m for m in layers.values() if m not in own] if weight else []
+        unknown = [m for m in self._others if not isinstance(m, (EquilibriumLayer, MapLayer))]
+        if weight and (unknown or not layers):
+            what = f"{type(unknown[0]).__name__} shows none" if unknown else "there is none"
+            raise ValueError(
+                f"jacobian_weight={weight} needs equilibrium layers whose map is known, and {what} "
+                f"in {type(model).__name__}; leave jacobian_weight at 0."
+            )
+
+        self.active = bool(self._others) or any(layer.jacobian_weight for layer in own)
+        """Whether there is anything to penalize."""
+
+    @contextmanager
+    def collect(self) -> Iterator[list[Tensor]]:
+        """Run the model inside the block; after it the list holds one scalar for each layer."""
+        found: list[Tensor] = []
+        seen: list[tuple[nn.Module, Any, Any]] = []
+
+        def note(layer: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+            seen.append((layer, inputs[0], output))
+
+        handles = [layer.register_forward_hook(note) for layer in self._others]
+        try:
+            with collect_penalties(self._model) as own:
+                yield found
+        finally:
+            for handle in handles:
+                handle.remove()
+        found += [self.weight * _penalty(*one).mean() for one in seen]
+        if len(own):
+            found.append(torch.as_tensor(own.total()))
+
+
+def _penalty(layer: nn.Module, x: Tensor, z: Any) -> Tensor:
+    if isinstance(layer, EquilibriumLayer):
+        return jacobian_penalty(layer.problem(x).step, z)
+    assert isinstance(layer, MapLayer)
+    return jacobian_penalty(layer.step, z, layer.inject(x))

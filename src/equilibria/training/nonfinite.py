@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from equilibria.engine.result import ConvergenceWarning, Result
 from equilibria.nn import observe
 
-__all__ = ["Guard", "NonFiniteLoss", "examine"]
+__all__ = ["Guard", "NonFiniteLoss", "describe", "examine"]
 
 
 class NonFiniteLoss(RuntimeError):
@@ -43,46 +43,28 @@ class Guard:
 
     def sees(self, value: Tensor, step: int) -> bool:
         """Whether ``value`` is known to be bad now. Deferred: noted, False."""
-        if not self.deferred:
-            return not bool(torch.isfinite(value.detach()).all())
         bad = ~torch.isfinite(value.detach()).all()
+        if not self.deferred:
+            return bool(bad)
         if self._first is None:
             self._first = torch.full((), -1, dtype=torch.long, device=value.device)
         self._first = torch.where((self._first < 0) & bad, step, self._first)
         return False
 
-    def agree(self) -> None:
-        """Over all processes: what one of them saw, all have seen."""
+    def protect(self, optimizer: Optimizer, *, shared: bool = False) -> None:
+        """Make the fused ``optimizer`` leave the weights alone once a bad step was seen, with
+        ``shared`` by any process."""
         if self._first is not None:
-            # The largest number of a bad step; −1 where there is none. Bad gradients are shared
-            # anyway, so that the processes differ by the loss of one step at most.
-            torch.distributed.all_reduce(self._first, op=torch.distributed.ReduceOp.MAX)
-
-    def protect(self, optimizer: Optimizer) -> None:
-        """Make the fused ``optimizer`` leave the weights alone once a bad step was seen."""
-        if self._first is not None:
+            if shared:
+                # The largest number of a bad step; −1 where there is none. Bad gradients are shared
+                # anyway, so that the processes differ by the loss of one step at most.
+                torch.distributed.all_reduce(self._first, op=torch.distributed.ReduceOp.MAX)
             optimizer.found_inf = (self._first >= 0).float()  # type: ignore[attr-defined]
 
     def first_bad(self) -> int | None:
         """The first bad step so far, if any. Waits for the device."""
-        if self._first is None:
-            return None
-        step = int(self._first)
+        step = -1 if self._first is None else int(self._first)
         return step if step >= 0 else None
-
-
-def _numbers(x: Tensor) -> dict[str, Any]:
-    x = x.detach().float()
-    finite = x[torch.isfinite(x)]
-    found: dict[str, Any] = {"shape": list(x.shape), "nonfinite": int((~torch.isfinite(x)).sum())}
-    if finite.numel():
-        found |= {"min": float(finite.min()), "max": float(finite.max())}
-        found |= {"mean": float(finite.mean()), "std": float(finite.std(correction=0))}
-    return found
-
-
-def _bad_samples(x: Tensor) -> Tensor:
-    return (~torch.isfinite(x.detach().flatten(1))).any(1)
 
 
 @torch.no_grad()
@@ -102,12 +84,7 @@ def examine(
 
     def look(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            if (
-                not first
-                and isinstance(output, Tensor)
-                and output.is_floating_point()
-                and not bool(torch.isfinite(output).all())
-            ):
+            if not first and isinstance(output, Tensor) and _bad(output):
                 first.append({"module": name, "kind": type(module).__name__})
 
         return hook
@@ -123,73 +100,62 @@ def examine(
         for buffer, before in buffers:
             buffer.copy_(before)
     each = losses(logits, y)
-    bad = ~torch.isfinite(each)
     layers = {name: _solves(solutions) for name, solutions in seen.solutions.items() if solutions}
+    parameters = dict(model.named_parameters())
     return {
-        "input": _numbers(x),
-        "input_bad_samples": _bad_samples(x).nonzero().flatten().tolist()[:most],
-        "labels": y.flatten().tolist()[:most] if y.ndim == 1 else [],
-        "logits": _numbers(logits),
-        "bad_samples": bad.nonzero().flatten().tolist(),
-        "largest_losses": each.nan_to_num(nan=float("inf")).topk(min(5, len(each))).values.tolist(),
+        "samples": len(x),
+        "input_bad_samples": _places(~torch.isfinite(x.flatten(1)).all(1))[:most],
+        "bad_samples": _places(~torch.isfinite(each)),
         "first_nonfinite_module": first[0] if first else None,
         "solvers": layers,
         "failed_layers": [name for name, found in layers.items() if found["failed"]],
-        "nonfinite_parameters": [
-            n for n, p in model.named_parameters() if not bool(torch.isfinite(p).all())
-        ][:most],
+        "nonfinite_parameters": [n for n, p in parameters.items() if _bad(p)][:most],
         "nonfinite_gradients": [
-            n
-            for n, p in model.named_parameters()
-            if p.grad is not None and not bool(torch.isfinite(p.grad).all())
+            n for n, p in parameters.items() if p.grad is not None and _bad(p.grad)
         ][:most],
     }
+
+
+def _bad(x: Tensor) -> bool:
+    return not bool(torch.isfinite(x.detach()).all())
+
+
+def _places(mask: Tensor) -> list[int]:
+    found: list[int] = mask.nonzero().flatten().tolist()
+    return found
 
 
 def _solves(solutions: list[Any]) -> dict[str, Any]:
     """What the solver of a layer did in this batch."""
     result = torch.cat([s.result.flatten().long() for s in solutions])
-    relative = torch.cat([s.stats.relative.flatten().float() for s in solutions])
-    failed = (result == int(Result.diverged)) | (result == int(Result.nonfinite))
+    failed = _places((result == int(Result.diverged)) | (result == int(Result.nonfinite)))
     counts = {code.name: int((result == int(code)).sum()) for code in Result}
-    return {
-        "results": {name: n for name, n in counts.items() if n},
-        "steps_max": max(int(s.stats.steps.max()) for s in solutions),
-        "relative_residual_max": float(relative.nan_to_num(nan=float("inf")).max()),
-        "failed": int(failed.sum()),
-        "failed_samples": failed.nonzero().flatten().tolist()[:20],
-    }
+    results = {name: n for name, n in counts.items() if n}
+    return {"results": results, "failed": len(failed), "failed_samples": failed[:20]}
 
 
 def describe(report: dict[str, Any]) -> str:
     """The report in a few sentences, with what helps."""
+    bad, places = report["bad_samples"], report.get("indices") or []
+    named = ", ".join(str(places[k]) for k in bad[:10] if k < len(places))
+    where = f", at {named} of the training images" if named else ""
+    layers = [
+        f"The solver of layer {name!r} failed for {report['solvers'][name]['failed']} samples "
+        f"({report['solvers'][name]['results']})."
+        for name in report["failed_layers"]
+    ]
+    first = report["first_nonfinite_module"] or {}
+    gradients = ", ".join(report["nonfinite_gradients"][:3])
     lines = [
         f"the {report['what']} became {report['value']} in epoch {report['epoch']}, batch "
-        f"{report['batch']} (step {report['step']}); the weights are those before this step."
-    ]
-    bad, places = report["bad_samples"], report.get("indices") or []
-    if bad:
-        named = [str(places[k]) for k in bad[:10] if k < len(places)]
-        where = f", at {', '.join(named)} of the training images" if named else ""
-        lines.append(f"{len(bad)} of {report['input']['shape'][0]} samples are bad{where}.")
-    if report["input_bad_samples"]:
-        lines.append("The images themselves hold NaN or infinity after augmentation.")
-    for name in report["failed_layers"]:
-        found = report["solvers"][name]
-        lines.append(
-            f"The solver of layer {name!r} failed for {found['failed']} samples "
-            f"({found['results']})."
-        )
-    first = report["first_nonfinite_module"]
-    if first is not None:
-        lines.append(
-            f"The first non-finite output is that of {first['module']!r} ({first['kind']})."
-        )
-    if report["nonfinite_gradients"]:
-        names = ", ".join(report["nonfinite_gradients"][:3])
-        lines.append(f"Gradients are not finite in {names}.")
-    lines.append(
+        f"{report['batch']} (step {report['step']}); the weights are those before this step.",
+        bad and f"{len(bad)} of {report['samples']} samples are bad{where}.",
+        report["input_bad_samples"]
+        and "The images themselves hold NaN or infinity after augmentation.",
+        *layers,
+        first and f"The first non-finite output is that of {first['module']!r} ({first['kind']}).",
+        gradients and f"Gradients are not finite in {gradients}.",
         "What helps: a lower lr, clip=1.0, a longer warmup, precision='32-true', or a tighter norm "
-        "bound on the layers."
-    )
-    return " ".join(lines)
+        "bound on the layers.",
+    ]
+    return " ".join(line for line in lines if line)

@@ -1,150 +1,175 @@
-"""What the user sees while a run goes on: one line that moves, and one line for every epoch."""
+"""How far a run has come: counted, shown by Lightning's bar and a line an epoch; and its end by
+Ctrl-C."""
 
 from __future__ import annotations
 
 import math
+import signal
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from .extras import need
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import RichProgressBar
 
-__all__ = ["RichDisplay", "SilentDisplay", "epoch_line"]
+from equilibria.engine.optional import needs
 
-_REFRESH = 0.1  # seconds between two movements of the bar
-_WIDE = 110  # columns that the bar, the time and the numbers in full words need
+__all__ = ["Interrupted", "Progress", "StopRequest", "TrainingBar", "epoch_line"]
 
-
-class SilentDisplay:
-    """Shows nothing; the base of those that do."""
-
-    def start(self, epochs: int, per_epoch: int, epoch: int, batch: int) -> None:
-        """A run begins, or goes on after ``epoch`` epochs and ``batch`` batches of the next."""
-
-    def step(self, epoch: int, batch: int) -> None:
-        """A step was taken."""
-
-    def numbers(self, latest: Mapping[str, float]) -> None:
-        """New numbers were read from the device."""
-
-    def validating(self) -> None:
-        """Validation begins."""
-
-    def epoch(self, row: Mapping[str, Any], epochs: int) -> None:
-        """An epoch is complete."""
-
-    def say(self, text: str) -> None:
-        """Tell the user something."""
-
-    def close(self) -> None:
-        """The run is over."""
+_PAUSE = 0.1  # seconds between two movements of the bar
+_WIDE = 110  # columns that the bar, the time and the numbers need
+_FORMS = {
+    "loss": "loss {:.3f}",
+    "accuracy": "acc {:.1%}",
+    "solver_steps": "steps {:.1f}",
+    "residual": "res {:.1e}",
+    "converged": "conv {:.0%}",
+    "failed": "failed {:.1%}",
+}
 
 
-class RichDisplay(SilentDisplay):
-    """A bar on stderr with loss, accuracy, solver steps, residual and share converged.
+@dataclass
+class Progress:
+    """How far a run has come: whole epochs, batches of the next one, steps in all."""
+
+    epoch: int = 0
+    batch: int = 0
+    step: int = 0
+
+
+class TrainingBar(RichProgressBar):
+    """Loss, accuracy, solver steps, residual and share converged beside Lightning's bar.
 
     Where stderr is no terminal only the lines of the epochs are written.
     """
 
     def __init__(self) -> None:
-        need("rich")
-        from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            MofNCompleteColumn,
-            Progress,
-            TextColumn,
-            TimeRemainingColumn,
-        )
-
-        self._console = Console(stderr=True, highlight=False)
-        # In a narrow terminal rich would drop the count of batches to make room for the numbers.
-        self._short = self._console.width < _WIDE
-        wide = [] if self._short else [BarColumn(bar_width=20), TimeRemainingColumn()]
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            MofNCompleteColumn(),
-            *wide,
-            TextColumn("{task.fields[numbers]}"),
-            console=self._console,
-            transient=True,
-            disable=not self._console.is_terminal,
-        )
-        self._task: Any = None
+        with needs("rich", "a progress bar"):
+            from rich.console import Console
+        super().__init__(refresh_rate=10, console_kwargs={"stderr": True})
+        self._lines = Console(stderr=True)
+        self.latest: Mapping[str, float] = {}
+        self.follow(Progress(), 0)
         self._moved = 0.0
-        self._epochs = self._per_epoch = 0
+        if not self._lines.is_terminal:
+            self.disable()
 
-    def start(self, epochs: int, per_epoch: int, epoch: int, batch: int) -> None:
-        self._epochs, self._per_epoch = epochs, per_epoch
-        self._bar.start()
-        self._task = self._bar.add_task(
-            self._title(epoch), total=per_epoch, completed=batch, numbers=""
-        )
+    def get_metrics(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule
+    ) -> dict[str, int | str | float | dict[str, float]]:
+        found: dict[str, Any] = dict(part.split(" ") for part in _numbers(self.latest))
+        return found
 
-    def _title(self, epoch: int) -> str:
-        return f"epoch {min(epoch + 1, self._epochs)}/{self._epochs}"
-
-    def step(self, epoch: int, batch: int) -> None:
-        now = time.perf_counter()
-        if now - self._moved > _REFRESH or batch == self._per_epoch:
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *step: Any
+    ) -> None:
+        now, last = time.perf_counter(), step[-1] + 1 == self.total_train_batches
+        if last or now - self._moved > _PAUSE:  # a movement takes as long as a small step
             self._moved = now
-            self._bar.update(self._task, completed=batch, description=self._title(epoch))
+            super().on_train_batch_end(trainer, pl_module, *step)
 
-    def numbers(self, latest: Mapping[str, float]) -> None:
-        self._bar.update(self._task, numbers=_numbers(latest, short=self._short))
+    def configure_columns(self, trainer: pl.Trainer) -> list[Any]:
+        # In a narrow terminal rich would drop the count of batches to make room for the numbers.
+        columns = super().configure_columns(trainer)
+        narrow = self._lines.width < _WIDE
+        return [columns[0], columns[2]] if narrow else columns[:-1]
 
-    def validating(self) -> None:
-        self._bar.update(self._task, description="validating")
+    def follow(self, progress: Progress, epochs: int) -> None:
+        """Name the epochs by ``progress``: Lightning counts from that of a resume, and from 0."""
+        self._run, self._epochs = progress, epochs
 
-    def epoch(self, row: Mapping[str, Any], epochs: int) -> None:
-        self._console.print(epoch_line(row, epochs), markup=False, soft_wrap=True)
-        self._bar.reset(self._task, total=self._per_epoch, description=self._title(row["epoch"]))
+    def _get_train_description(self, current_epoch: int) -> str:
+        return f"epoch {min(self._run.epoch + 1, self._epochs)}/{self._epochs}"
 
     def say(self, text: str) -> None:
-        self._console.print(text, markup=False, soft_wrap=True)
+        """Write a line, above the bar where there is one."""
+        console = self._console or self._lines
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
-        self._bar.stop()
+        """The run is over: stop the bar, and give rich's own console back to stdout."""
+        if self.progress is not None:
+            from rich import reconfigure
+
+            self.progress.stop()
+            self.progress = None
+            reconfigure()
 
 
-_FORMS = {
-    "loss": ("loss {:.3f}", "loss {:.3f}"),
-    "accuracy": ("acc {:.1%}", "acc {:.0%}"),
-    "solver_steps": ("{:.1f} steps", "{:.1f} steps"),
-    "residual": ("residual {:.1e}", "res {:.0e}"),
-    "converged": ("{:.0%} converged", "{:.0%} conv"),
-    "failed": ("{:.1%} failed", "{:.0%} failed"),
-}
-
-
-def _numbers(latest: Mapping[str, float], *, short: bool = False) -> str:
-    """loss 0.412 · acc 87.5% · 4.0 steps · residual 3.1e-03 · 100% converged."""
-    parts = []
-    for name, forms in _FORMS.items():
-        form = forms[short]
-        value = latest.get(name, math.nan)
-        if math.isfinite(value) and not (name == "failed" and value == 0.0):
-            parts.append(form.format(value))
-    return " · ".join(parts)
+def _numbers(latest: Mapping[str, float]) -> list[str]:
+    """["loss 0.412", "acc 87.5%", "steps 4.0", "res 3.1e-03", "conv 100%"]."""
+    return [
+        form.format(latest[name])
+        for name, form in _FORMS.items()
+        if math.isfinite(latest.get(name, math.nan)) and not (name == "failed" and not latest[name])
+    ]
 
 
 def epoch_line(row: Mapping[str, Any], epochs: int) -> str:
     """The line of a finished epoch."""
-    trained = {
-        "loss": row["train_loss"],
-        "accuracy": row["train_accuracy"],
-        **{k: row[k] for k in ("solver_steps", "residual", "converged", "failed") if k in row},
-    }
-    parts = [f"epoch {row['epoch']:>{len(str(epochs))}}/{epochs}", _numbers(trained)]
-    held = []
-    for name, form in (
-        ("val_loss", "loss {:.3f}"),
-        ("val_accuracy", "acc {:.2%}"),
-        ("val_miou", "mIoU {:.2%}"),
-    ):
-        if isinstance(row.get(name), float):
-            held.append(form.format(row[name]))
-    if held:
-        parts.append("validation " + " · ".join(held))
-    parts.append(f"{row['seconds']:.1f} s")
-    return "  ".join(parts)
+    trained = {**row, "loss": row["train_loss"], "accuracy": row["train_accuracy"]}
+    parts = [f"epoch {row['epoch']:>{len(str(epochs))}}/{epochs}", " · ".join(_numbers(trained))]
+    forms = {"val_loss": "loss {:.3f}", "val_accuracy": "acc {:.2%}", "val_miou": "mIoU {:.2%}"}
+    held = [form.format(row[name]) for name, form in forms.items() if name in row]
+    parts += ["validation " + " · ".join(held)] if held else []
+    return "  ".join([*parts, f"{row['seconds']:.1f} s"])
+
+
+class Interrupted(KeyboardInterrupt):
+    """The run was interrupted; ``checkpoint`` is what it can be resumed from, if anything.
+
+    One that was asked to stop as its last epoch ended is complete, which the message says.
+    ``exact`` says whether resuming repeats the uninterrupted run bit for bit (on the CPU): it does
+    unless the interruption cut a step in two.
+    """
+
+    def __init__(self, message: str, checkpoint: Path | None, *, exact: bool = True) -> None:
+        super().__init__(message)
+        self.checkpoint = checkpoint
+        self.exact = exact
+
+
+class StopRequest:
+    """Whether somebody asked to stop: Ctrl-C, SIGTERM, or a callback that sets ``asked``.
+
+    Inside a ``with`` block the first Ctrl-C and every SIGTERM set ``asked``, and the second Ctrl-C
+    interrupts at once. Outside the main thread Python gives no signals, and the block changes
+    nothing.
+    """
+
+    def __init__(self, say: Callable[[], Any] = lambda: None) -> None:
+        self.asked = False
+        self.held = False
+        """Whether the second Ctrl-C waits: what is being changed belongs together."""
+        self._say = say
+        self._pressed = False  # not asked: a callback may have set that before the first Ctrl-C
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> StopRequest:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
+        self.listen()
+        return self
+
+    def listen(self) -> None:
+        """Take the signals (again). Lightning's own handler of SIGTERM leaves its loops in the
+        middle of a validation, and that epoch would have no result."""
+        for number in self._before:
+            signal.signal(number, self._handle)
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            # None: a handler that was not set by Python; there is no way to put that one back.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+    def _handle(self, number: int, frame: Any) -> None:
+        if number == signal.SIGINT:
+            if self._pressed and not self.held:
+                raise KeyboardInterrupt
+            self._pressed = True
+        if not self.asked:
+            self.asked = True
+            self._say()

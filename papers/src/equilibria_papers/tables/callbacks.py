@@ -11,7 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from equilibria.engine import write_bytes
-from equilibria.training import RunKeeper
+from equilibria.training import Run
 
 
 @dataclass(frozen=True)
@@ -28,15 +28,17 @@ class Stop:
     def late(self) -> bool:
         return self.until is not None and time.time() >= self.until
 
+    def orphaned(self) -> bool:
+        return self.parent not in (None, os.getpid(), os.getppid())
+
     def asked(self) -> bool:
-        gone = self.parent not in (None, os.getpid(), os.getppid())
-        return self.late() or gone or (self.file is not None and self.file.exists())
+        return self.late() or self.orphaned() or (self.file is not None and self.file.exists())
 
 
 class StopWhenAsked(pl.Callback):
     """Stops a training as Ctrl-C does, after a step: everything is saved, and can go on.
 
-    It asks the run's keeper. A signal would go to the main thread, whichever thread trains.
+    It asks the run. A signal would go to the main thread, whichever thread trains.
     """
 
     def __init__(self, stop: Stop) -> None:
@@ -45,12 +47,12 @@ class StopWhenAsked(pl.Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
         if self.stop.asked():
-            _keeper(trainer).request.asked = True
+            _run(trainer).request.asked = True
 
 
-def _keeper(trainer: pl.Trainer) -> RunKeeper:
+def _run(trainer: pl.Trainer) -> Run:
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, RunKeeper):
+        if isinstance(callback, Run):
             return callback
     raise RuntimeError(
         "StopWhenAsked and Snapshots belong to runs of equilibria.training.fit; this trainer is "
@@ -75,7 +77,7 @@ class Snapshots(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         # A run resumed inside an epoch has nothing to write. At an epoch's end it writes again: a
         # stop in the validation came before on_train_epoch_end.
-        here = _keeper(trainer).standing
+        here = _run(trainer).progress
         self.done = here.epoch
         if here.batch == 0:
             self._write(pl_module)

@@ -13,7 +13,7 @@ from equilibria.training import TrainConfig
 MACHINE = frozenset(
     {
         *("out", "data_root", "download", "accelerator", "devices", "nodes", "strategy"),
-        *("workers", "log_every", "compile", "cuda_graphs", "on_corrupt"),
+        *("workers", "log_every", "loggers", "compile", "cuda_graphs", "on_corrupt"),
     }
 )
 """Where and on what machine something is run does not change what it is."""

@@ -89,6 +89,8 @@ def _work(planned: Planned, choices: Choices, stop: Stop) -> tuple[str, str, lis
         how, why = "interrupted", str(stopped)
     except Exception as error:  # noqa: BLE001 – said and logged by the parent
         how, why = "failed", f"{type(error).__name__}: {str(error)[:200]}"
+    if stop.orphaned():
+        os._exit(1)  # all is saved, and nobody hears the answer
     return how, why, log.lines
 
 
@@ -107,7 +109,7 @@ def run_beside(
     """All tasks, ``choices.parallel`` at a time; raises KeyboardInterrupt where some are left.
 
     One that fails or dies is logged and said, and the others go on (a smoke test ends: it passes
-    nothing over). Ctrl-C asks the workers to save; a second one ends them. ``failures`` gets, by
+    nothing over). Ctrl-C asks the workers to save; the third one ends them. ``failures`` gets, by
     the key of a training, why it gave nothing.
     """
     waiting, running, begun, cut = deque(tasks), dict[Any, _Running](), 0, 0
@@ -136,6 +138,8 @@ def run_beside(
         finally:
             for one in running.values():
                 one.executor.shutdown(kill_workers=True)
+                for part in one.task.planned.folder.rglob(".*.part"):  # of a file it was writing
+                    part.unlink(missing_ok=True)
         if stop.late() and (waiting or cut):
             raise KeyboardInterrupt(f"The {choices.minutes:g} minutes are over.")
         if waiting or cut:
@@ -166,12 +170,15 @@ def _ended(
 
 @contextlib.contextmanager
 def _ctrl_c(stop: Stop, say: Tell) -> Iterator[None]:
-    """Ctrl-C makes the file that the workers look for; from then on it is what it was."""
+    """Ctrl-C makes the file that the workers look for; from the third on it is what it was."""
     before, file = signal.getsignal(signal.SIGINT), stop.file
 
     def ask(*_: Any) -> None:
-        signal.signal(signal.SIGINT, before)
         assert file is not None
+        if file.exists():
+            signal.signal(signal.SIGINT, before)
+            say("still saving: the next Ctrl-C ends the trainings as they are")
+            return
         file.touch()
         say("stopping: the trainings finish their step and save")
 

@@ -27,20 +27,6 @@ def test_on_a_cpu_the_model_runs_as_it_is() -> None:
     assert called._graphed == {}
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"compile": True}, "choose one"),
-        ({"jacobian_weight": 1.0}, "choose one"),
-        ({"strategy": "ddp"}, "one GPU"),
-        ({"nodes": 2}, "one GPU"),
-    ],
-)
-def test_what_does_not_go_together(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        TrainConfig(cuda_graphs=True, **options)
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
     settings = TrainConfig(cuda_graphs=True, epochs=1, accelerator="cpu", out=str(tmp_path / "run"))

@@ -6,8 +6,6 @@ Small kernels then cost what the device needs for them, and no more.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -72,28 +70,26 @@ class GraphedModel:
             device, torch.get_autocast_dtype(device), enabled=autocasts, cache_enabled=False
         )
         shell = _Shell(self.model)
-        with _kept(self.model), cast:
-            try:
+        # torch captures on a stream of its own on purpose, and newer versions warn of that.
+        allow = getattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch", None)
+        if allow is not None:
+            allow(False)
+        # Warm-up runs move batch statistics and power iterations: they are put back.
+        buffers = [(b, b.detach().clone()) for b in self.model.buffers()]
+        try:
+            with cast:
                 torch.cuda.make_graphed_callables(shell, (x.detach().clone(),))
-            except torch.OutOfMemoryError:
-                raise
-            except RuntimeError as error:
-                raise RuntimeError(
-                    f"the model cannot be captured as a CUDA graph: {str(error).splitlines()[0]} "
-                    "As a rule something in its forward or backward pass waits for the host (a "
-                    "solver with a tolerance, a value read in Python): use solvers with fixed "
-                    "steps (rtol=0, atol=0, max_steps=...), or leave cuda_graphs out."
-                ) from error
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"the model cannot be captured as a CUDA graph: {str(error).splitlines()[0]} As a "
+                "rule something in its forward or backward pass waits for the host (a solver with "
+                "a tolerance, a value read in Python): use solvers with fixed steps (rtol=0, "
+                "atol=0, max_steps=...), or leave cuda_graphs out."
+            ) from error
+        finally:
+            with torch.no_grad():
+                for buffer, value in buffers:
+                    buffer.copy_(value)
         return shell
-
-
-@contextmanager
-def _kept(model: nn.Module) -> Iterator[None]:
-    """Warm-up runs move batch statistics and power iterations: put them back."""
-    buffers = [(b, b.detach().clone()) for b in model.buffers()]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)

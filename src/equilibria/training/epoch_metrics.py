@@ -1,0 +1,149 @@
+"""Loss, accuracy and solver statistics of an epoch: summed on the device, read now and then."""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from equilibria.engine.result import ConvergenceWarning, Result
+from equilibria.nn import Observed, equilibrium_layers
+
+__all__ = ["SOLVER_FIELDS", "UNSETTLED", "EpochMetrics", "solver_numbers", "warn_unsettled"]
+
+SOLVER_FIELDS = ("solver_steps", "residual", "converged", "failed")
+"""Means over samples and layers: evaluations of the map; ‖T(z) − z‖/‖T(z)‖; the share that passed
+its tolerance (NaN where every layer runs a fixed number of steps and so tests none); the share that
+diverged or met NaN."""
+
+UNSETTLED = 0.1
+"""A relative residual above which a state is not near its equilibrium."""
+
+
+class EpochMetrics:
+    """Sums over the steps of an epoch, in float64.
+
+    Ours and not Lightning's ``log``: the sums are in the checkpoint, so that an epoch that was
+    resumed in its middle has the same row as one that was not, bit for bit.
+    """
+
+    def __init__(self) -> None:
+        # Loss times samples, right answers, samples; then the solver's numbers and their counts.
+        self._sums = torch.zeros(11, dtype=torch.float64)
+        self._window = self._start = [0.0] * 11
+        self._began = self._window_began = time.perf_counter()
+        self.gradient_norm: Tensor | None = None
+        """Of the latest step."""
+
+    def add(self, loss: Tensor, right: Tensor, count: Tensor | int) -> None:
+        """A step: mean loss, number of right answers, of how many. Does not wait for the device."""
+        sums = self._on(loss.device)
+        if isinstance(count, int):
+            count = torch.full_like(loss, count, dtype=sums.dtype)
+        row = (loss.to(sums.dtype) * count, right, count)
+        sums[:3] += torch.stack([value.to(sums.dtype) for value in row])
+
+    def add_solver(self, numbers: Tensor | None) -> None:
+        """``SOLVER_FIELDS`` of a step, [4]; what is not finite does not count."""
+        if numbers is not None:
+            sums, found = self._on(numbers.device), torch.isfinite(numbers)
+            sums[3:] += torch.cat([torch.where(found, numbers, 0.0), found]).to(sums.dtype)
+
+    def _on(self, device: torch.device) -> Tensor:
+        wide = torch.float32 if device.type == "mps" else torch.float64
+        self._sums = self._sums.to(device, wide, non_blocking=True)
+        return self._sums
+
+    def latest(self) -> dict[str, float]:
+        """Loss, accuracy and speed since the last call, solver means of the epoch. Waits for the
+        device."""
+        now, before = self._sums.tolist(), self._window
+        clock, began = time.perf_counter(), self._window_began
+        self._window, self._window_began = now, clock
+        rate = (now[2] - before[2]) / max(clock - began, 1e-9)
+        return {**_means(now, before), "samples_per_second": rate}
+
+    def row(self) -> dict[str, float]:
+        """Means over the epoch, as the history has them."""
+        return _means(self._sums.tolist(), [0.0] * 11)
+
+    def speed(self) -> dict[str, float]:
+        """Seconds and images per second since the epoch began or was resumed."""
+        seconds = time.perf_counter() - self._began
+        rate = (float(self._sums[2]) - self._start[2]) / seconds
+        return {"seconds": round(seconds, 3), "images_per_second": round(rate, 1)}
+
+    def reduce(self, device: torch.device) -> None:
+        """Add the sums of all processes."""
+        self._sums = self._sums.to(device)
+        torch.distributed.all_reduce(self._sums)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The sums, of all processes together."""
+        sums = self._sums.clone()
+        if torch.distributed.is_available() and torch.distributed.is_initialized() and sums[2] > 0:
+            torch.distributed.all_reduce(sums)
+        return {"sums": sums.tolist()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._start = self._window = list(state["sums"])
+        self._sums = torch.tensor(self._start, dtype=torch.float64)
+
+
+def _means(now: list[float], before: list[float]) -> dict[str, float]:
+    count = now[2] - before[2]
+    found = {
+        "loss": (now[0] - before[0]) / count if count else math.nan,
+        "accuracy": (now[1] - before[1]) / count if count else math.nan,
+    }
+    solver = zip(SOLVER_FIELDS, now[3:7], now[7:], strict=True)
+    return found | {name: total / steps for name, total, steps in solver if steps}
+
+
+@torch.no_grad()
+def solver_numbers(model: nn.Module, seen: Observed) -> Tensor | None:
+    """The four numbers of ``SOLVER_FIELDS``, [4], on the device; None where no solve was seen."""
+    if not len(seen):
+        return None
+    layers = equilibrium_layers(model)
+    steps, relative, failed, tested = [], [], [], []
+    for name, solutions in seen.solutions.items():
+        solver = getattr(layers.get(name), "solver", None)
+        for solution in solutions:
+            result = solution.result.flatten()
+            steps.append(solution.stats.steps.flatten().float())
+            relative.append(solution.stats.relative.flatten().float())
+            failed.append(
+                ((result == int(Result.diverged)) | (result == int(Result.nonfinite))).float()
+            )
+            if not getattr(solver, "fixed_steps", False):
+                tested.append(solution.converged.flatten().float())
+    residual = torch.cat(relative)
+    residual = torch.where(torch.isfinite(residual), residual, math.nan)
+    share = torch.cat(tested).mean() if tested else residual.new_full((), math.nan)
+    return torch.stack(
+        [torch.cat(steps).mean(), residual.nanmean(), share, torch.cat(failed).mean()]
+    )
+
+
+def warn_unsettled(row: Mapping[str, Any]) -> None:
+    """Warn where fixed steps end far from the equilibrium: nothing else shows it.
+
+    A solve with a tolerance says itself that it missed it, and has a share converged.
+    """
+    residual = float(row.get("residual", math.nan))
+    if residual > UNSETTLED and math.isnan(row.get("converged", math.nan)):
+        count = f"{row['solver_steps']:.3g}"
+        warnings.warn(
+            "the layers are not at their equilibrium: the last of "
+            f"{count} step{'' if count == '1' else 's'} still moved the state by {residual:.2g} of "
+            "its size. What was trained are these steps. Raise max_steps of the solver, or try "
+            "another: Picard(), Anderson().",
+            ConvergenceWarning,
+            stacklevel=2,
+        )

@@ -1,0 +1,601 @@
+"""A run from its beginning to its files: ``fit``, and the callback that counts, logs and saves."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+import lightning.pytorch as pl
+import safetensors.torch
+import torch
+from lightning.pytorch import loggers
+from lightning.pytorch.callbacks import Checkpoint, LambdaCallback
+from lightning.pytorch.strategies import FSDPStrategy
+from lightning.pytorch.utilities import rank_zero_only
+from torch import nn
+
+from equilibria import models
+from equilibria._version import __version__
+from equilibria.data import ImageData
+from equilibria.engine.files import write_bytes, write_json, write_text
+from equilibria.engine.optional import needs
+
+from . import run_folder
+from .average import WeightAverage
+from .config import TrainConfig
+from .epoch_metrics import EpochMetrics, warn_unsettled
+from .module import EquilibriumModule
+from .nonfinite import NonFiniteLoss, describe
+from .progress import Interrupted, Progress, StopRequest, TrainingBar, epoch_line
+from .run_data import TrainBatches, load_data
+
+__all__ = ["Run", "TrainResult", "fit"]
+
+_LIGHTNING = ("lightning.pytorch", "lightning.fabric")
+_DTYPES = {"64-true": torch.float64, "16-true": torch.float16, "bf16-true": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a run left behind."""
+
+    folder: Path
+    weights: Path
+    """model.safetensors: the averaged weights where there is an average."""
+    checkpoint: Path
+    """last.ckpt, to resume from."""
+    metrics: dict[str, float]
+    """Of the epoch whose weights were saved."""
+    history: list[dict[str, Any]]
+    """One entry an epoch."""
+    model: nn.Module = field(repr=False)
+    """The model with those weights, on the CPU, in eval mode."""
+
+
+def fit(
+    config: TrainConfig,
+    *,
+    resume: str | Path | None = None,
+    data: tuple[ImageData, ImageData | None] | None = None,
+    progress: bool = True,
+    model: nn.Module | None = None,
+    overwrite: bool = False,
+    callbacks: Sequence[pl.Callback] = (),
+) -> TrainResult:
+    """Train a model as the configuration says, and write the run to its folder.
+
+    Args:
+        config: what to train, on what, how, where to.
+        resume: a checkpoint or the folder of a run, to go on from there. On one CPU the resumed run
+            repeats the uninterrupted one bit for bit, from the end of an epoch and from Ctrl-C.
+        data: (training, validation) instead of what ``config.data`` names; the second may be None.
+        progress: whether to show a bar and the lines of the epochs on stderr.
+        model: a network instead of the one that ``config.model`` names.
+        overwrite: whether a run that is in the folder may be replaced.
+        callbacks: of Lightning, beside our own.
+
+    Raises:
+        NonFiniteLoss: the loss became NaN; the report is in nonfinite.json.
+        Interrupted: Ctrl-C or SIGTERM; the run was saved, the message says how to go on.
+        CheckpointError: ``resume`` is no checkpoint, or one of another run.
+        RunExistsError: the folder holds a run, and neither resume nor overwrite was given.
+        SaveError: a file could not be written, say on a full disk; the older one is intact.
+    """
+    if not isinstance(config, TrainConfig):
+        raise TypeError(
+            f"fit takes a TrainConfig, got {type(config).__name__}; TrainConfig.from_yaml(path) "
+            "reads a file."
+        )
+    bar = TrainingBar() if progress and _rank() == 0 else None
+    before = run_folder.random_state()
+    try:
+        with _lightning_without_remarks():
+            return Run(config, resume, data, model, bar, overwrite).go(callbacks)
+    finally:
+        run_folder.restore_random_state(before)
+        if bar is not None:
+            bar.close()
+
+
+class _Stop(Exception):
+    """How a run leaves Lightning's loops: between two steps, after the checkpoint was written."""
+
+
+class Run(Checkpoint):
+    """One training: prepared, counted, logged, saved, stopped and ended. A callback, the last one.
+
+    ``progress`` says how far it has come; ``request.asked = True`` stops it after the step, as
+    Ctrl-C does. It saves and stops by itself, so that a resumed run is the uninterrupted one bit
+    for bit: ModelCheckpoint and EarlyStopping rank by one number and take their settings from the
+    checkpoint, and OnExceptionCheckpoint saves a step that was cut in two as if it were whole.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        resume: str | Path | None,
+        data: Any,
+        model: nn.Module | None,
+        bar: TrainingBar | None,
+        overwrite: bool,
+    ) -> None:
+        self.started, self.bar = datetime.now(UTC), bar
+        said = "stopping after this step; Ctrl-C again stops at once"
+        self.progress, self.request = Progress(), StopRequest()
+        if bar is not None:
+            self.request = StopRequest(partial(bar.say, said))
+            bar.follow(self.progress, config.epochs)
+        self.history: list[dict[str, Any]] = []
+        self.best, self.best_epoch = (-math.inf, -math.inf), 0
+        self.finished = False
+        """All epochs done, or stopped early."""
+        self.in_step, self.exact = False, True
+        self.final_state: dict[str, Any] = {}
+        self._restored: dict[str, Any] = {}
+        self._ended: dict[str, Any] | None = None
+        """The random numbers after the last step of an epoch that is not yet closed."""
+        self.resume = None if resume is None else run_folder.find_checkpoint(resume)
+        place = config.folder
+        if self.resume is not None and config.out is None:
+            place = self.resume.parent
+        self.folder = run_folder.RunFolder(place)
+        self.config = config.with_overrides(out=str(place)).resolved()
+        continues = self.resume is not None and self.resume.parent.resolve() == place.resolve()
+        self.main = _rank() == 0
+        if self.main:
+            self.folder.check(resume=continues, overwrite=overwrite)
+        run_folder.seed_all(config.seed)
+        self.data = load_data(self.config, data, progress=bar is not None)
+        self.model = _make_model(self.config, model, self.data.train)
+        # A copy stays whole where the strategy cuts the model in pieces.
+        self.whole = copy.deepcopy(self.model) if config.strategy == "fsdp" else self.model
+        self.saved: dict[str, Any] = {}
+        if self.resume is not None:
+            self.saved = run_folder.read_checkpoint(self.resume)
+            run_folder.check_checkpoint(self.resume, self.saved, self.config, self.model)
+            self.load_state_dict(self.saved["callbacks"][self.state_key])
+        self.average = None if config.ema is None else WeightAverage(config.ema)
+        if self.main:
+            # Not before all of the above went well: an old run is not lost to a typing error.
+            self.folder.open(resume=continues)
+            write_text(self.folder.config, self.config.to_yaml())
+            if self.resume is not None and not continues and config.select == "best":
+                best = run_folder.RunFolder(self.resume.parent).weights
+                if best.exists():  # of an epoch before the checkpoint
+                    write_bytes(self.folder.weights, best.read_bytes())
+
+    def go(self, callbacks: Sequence[pl.Callback]) -> TrainResult:
+        """Train, and write what is written at the end."""
+        complete = self.progress.epoch >= self.config.epochs
+        if complete or (self.finished and self.config.early_stop is not None):
+            # Everything is trained; what may be missing are the files at the end.
+            self.final_state = self._stored_weights()
+            return self._finish(None)
+        self.saved = {}  # Lightning reads it again; two copies are not needed
+        trainer = self._trainer(callbacks)
+        place: dict[str, Any] = {"device": trainer.strategy.root_device}
+        place |= {"rank": trainer.global_rank, "world": trainer.world_size}
+        self.batches = TrainBatches(self.data, self.config, self.progress, **place)
+        self.module = self._module(trainer)
+        try:
+            with self.request:
+                trainer.fit(self.module, self.batches, self.batches.valid, ckpt_path=self.resume)
+                result = self._finish(trainer)
+        except (_Stop, KeyboardInterrupt):  # the latter: a second Ctrl-C at the end
+            raise self._interrupted() from None
+        except SystemExit as error:  # how Lightning ends after a KeyboardInterrupt
+            if isinstance(error.__context__, KeyboardInterrupt):
+                raise self._interrupted() from None
+            raise
+        if self.request.asked:  # too late to cut anything short; who asked wants nothing to follow
+            said = "Interrupted as the last epoch ended: the training is complete, with all its"
+            said += f" files in {result.folder}. There is nothing left to resume."
+            raise Interrupted(said, result.checkpoint)
+        return result
+
+    def _trainer(self, callbacks: Sequence[pl.Callback]) -> pl.Trainer:
+        config = self.config
+        # After the average and before all others: a step that an exception of a later one ends
+        # counts.
+        count = LambdaCallback(
+            on_train_batch_start=self._begin_step, on_train_batch_end=self._count_step
+        )
+        own = [callback for callback in (self.average, count, self.bar) if callback is not None]
+        strategy: Any = config.strategy
+        if strategy == "fsdp":
+            strategy = FSDPStrategy(state_dict_type="full")
+        return pl.Trainer(
+            max_epochs=config.epochs - self.progress.epoch,
+            accelerator=config.accelerator,
+            devices=list(config.devices) if isinstance(config.devices, tuple) else config.devices,
+            num_nodes=config.nodes,
+            strategy=strategy,
+            precision=config.precision,  # type: ignore[arg-type]
+            callbacks=[*own, *callbacks, self],
+            plugins=[run_folder.CheckpointFile()],
+            default_root_dir=self.folder.path,
+            logger=_loggers(config, self.folder, self.progress.step) or False,
+            log_every_n_steps=1,
+            enable_progress_bar=self.bar is not None,
+            enable_model_summary=False,
+            num_sanity_val_steps=0,
+            limit_val_batches=0 if self.data.valid is None else 1.0,
+            # The first epoch after a resume is shorter than the others.
+            reload_dataloaders_every_n_epochs=1,
+            # The batches are shared out already.
+            use_distributed_sampler=False,
+        )
+
+    def _module(self, trainer: pl.Trainer) -> EquilibriumModule:
+        if self.config.channels_last:
+            self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        module = EquilibriumModule(
+            self.model.train(),
+            self.config,
+            num_classes=self.data.train.num_classes,
+            task=self.data.train.task,
+            ignore_index=self.data.train.ignore_index,
+            total_steps=self.config.epochs * self.batches.per_epoch,
+            steps_per_epoch=self.batches.per_epoch,
+        )
+        module.counts = False
+        module.on_nonfinite = lambda found: self._nonfinite(found, trainer)
+        return module
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "progress": vars(self.progress).copy(),
+            "history": [dict(row) for row in self.history],
+            "best": [*self.best, self.best_epoch],
+            "finished": self.finished,
+            "random": self._ended or run_folder.random_state(),
+            "metrics": self.module.metrics.state_dict(),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        vars(self.progress).update(state_dict["progress"])  # in place: the batches hold it too
+        self.history = [dict(row) for row in state_dict["history"]]
+        *best, self.best_epoch = state_dict["best"]
+        self.best = (best[0], best[1])
+        self.finished = state_dict["finished"]
+        self._restored = state_dict
+
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        checkpoint.pop("loops", None)
+        checkpoint[run_folder.ENTRY] = {
+            "format": run_folder.FORMAT,
+            "version": __version__,
+            "config": self.config.to_dict(),
+            "revision": self.config.model_revision,
+            "progress": vars(self.progress).copy(),
+            "finished": self.finished,
+            "exact": self.exact,
+        }
+
+    def save(self, trainer: pl.Trainer) -> None:
+        """Write last.ckpt, whole or not at all."""
+        trainer.save_checkpoint(self.folder.checkpoint, weights_only=False)
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.module.step = self.progress.step
+        if self._restored and trainer.world_size == 1:
+            run_folder.restore_random_state(self._restored["random"])
+        if trainer.global_rank:
+            run_folder.seed_all(self.config.seed + self.progress.step + trainer.global_rank)
+        elif self._restored:  # the sums of all processes
+            self.module.metrics.load_state_dict(self._restored["metrics"])
+        if self.config.keep_every is not None and self.progress.step == 0:
+            self._write_weights(self.folder.epoch(0), {})
+        self.request.listen()
+        if self._asked(trainer):
+            raise _Stop
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.progress.batch == self.batches.per_epoch:  # stopped in its validation, or after it
+            self._ended = self._restored["random"]
+            if trainer.enable_validation:
+                trainer.validating = True
+                trainer.fit_loop.epoch_loop.val_loop.run()
+                trainer.training = True
+
+    def _begin_step(self, *_: Any) -> None:
+        self.in_step = True
+
+    def _count_step(self, *_: Any) -> None:
+        self.progress.batch += 1
+        self.progress.step += 1
+        self.module.step = self.progress.step
+        self.in_step = False
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any
+    ) -> None:
+        logged = (self.progress.step - 1) % self.config.log_every == 0
+        last = self.progress.batch == self.batches.per_epoch
+        if logged:  # the one place in a step where the host waits for the device
+            self._check_finite()
+            latest = self.module.metrics.latest()
+            norm = self.module.metrics.gradient_norm
+            norms = {} if norm is None else {"gradient_norm": float(norm)}
+            self._log(trainer, "train", {**latest, **norms, "lr": _rate(trainer)})
+            if self.bar is not None:
+                self.bar.latest = latest
+        if last:
+            self._ended = run_folder.random_state()
+        # After the last batch the epoch is brought to its end first.
+        if (logged or trainer.world_size == 1) and self._asked(trainer) and not last:
+            self.save(trainer)
+            raise _Stop
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._share_buffers(trainer)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._check_finite()
+        metrics = self.module.metrics
+        if trainer.world_size > 1:
+            metrics.reduce(self.module.device)
+        means = metrics.row()
+        row: dict[str, Any] = {
+            "epoch": self.progress.epoch + 1,
+            "step": self.progress.step,
+            "lr": _rate(trainer),
+            "train_loss": means.pop("loss"),
+            "train_accuracy": means.pop("accuracy"),
+            **self.module.validation,
+            **means,
+            **metrics.speed(),
+        }
+        # Files first, then what the checkpoint will say of them: one that is written in between, on
+        # a second Ctrl-C, stands before all this, and it is done again.
+        score = _score(row)
+        self._write_epoch(row, best=score > self.best and self.config.select == "best")
+        self.request.held = True
+        self.history.append(row)
+        if score > self.best:
+            self.best, self.best_epoch = score, row["epoch"]
+        self.progress.epoch, self.progress.batch, self._ended = row["epoch"], 0, None
+        self.module.metrics, self.module.validation = EpochMetrics(), {}
+        self.request.held = False
+        self.finished = row["epoch"] >= self.config.epochs
+        if row["epoch"] - self.best_epoch >= (self.config.early_stop or math.inf):
+            self.finished = trainer.should_stop = True
+        self.save(trainer)
+        self._log(trainer, "epoch", row)
+        if self.bar is not None:
+            self.bar.say(epoch_line(row, self.config.epochs))
+        # Over processes all have to ask. A run that is finished goes on to write its files.
+        if self._asked(trainer) and not self.finished:
+            raise _Stop
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.average is not None:
+            self.average.apply()
+        self._share_buffers(trainer)
+        self.final_state = {
+            name.removeprefix("model."): value.detach().to("cpu", copy=True)
+            for name, value in trainer.strategy.lightning_module_state_dict().items()
+            if name.startswith("model.")
+        }
+
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        # A second Ctrl-C, or one that came from elsewhere: save what there is. With more than one
+        # process the others are in the middle of something, and saving would hang.
+        if isinstance(exception, KeyboardInterrupt) and trainer.world_size == 1:
+            if self.average is not None:
+                self.average.restore()
+            self.exact = not self.in_step
+            if self.progress.step:
+                self.save(trainer)
+
+    def _share_buffers(self, trainer: pl.Trainer) -> None:
+        """The statistics of batch norms are each process's own: take those of the first."""
+        if trainer.world_size > 1 and self.config.strategy != "fsdp":
+            for buffer in self.model.buffers():
+                torch.distributed.broadcast(buffer, src=0)
+
+    def _asked(self, trainer: pl.Trainer) -> bool:
+        """Whether the run should stop; over processes, whether any of them was asked to."""
+        if trainer.world_size > 1:
+            flag = torch.tensor(float(self.request.asked), device=self.module.device)
+            torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX)
+            if not flag:  # what was asked for meanwhile waits for the next time, by all of them
+                return False
+            self.request.asked = True
+        return self.request.asked
+
+    def _check_finite(self) -> None:
+        bad = self.module.guard.first_bad()
+        if bad is not None:
+            self.module.on_nonfinite({"deferred_step": bad})
+
+    def _log(self, trainer: pl.Trainer, group: str, values: Mapping[str, float]) -> None:
+        finite = {f"{group}/{k}": float(v) for k, v in values.items() if math.isfinite(v)}
+        for logger in trainer.loggers:
+            logger.log_metrics(finite, self.progress.step)
+
+    def _write_epoch(self, row: dict[str, Any], *, best: bool) -> None:
+        """The files of an epoch: the history, and the weights if it is the best or one to keep."""
+        if self.main:
+            self.folder.write_history([*self.history, row])
+        every = self.config.keep_every
+        kept = every is not None and row["epoch"] % every == 0
+        if best or kept:
+            with nullcontext() if self.average is None else self.average.in_place():
+                if best:
+                    self._write_weights(self.folder.weights, row)
+                if kept:
+                    self._write_weights(self.folder.epoch(row["epoch"]), row)
+
+    def _write_weights(self, path: Path, row: Mapping[str, Any]) -> None:
+        if self.main:
+            self.folder.write_weights(path, self.whole, self.data, self.config, row)
+
+    def _nonfinite(self, found: dict[str, Any], trainer: pl.Trainer) -> NoReturn:
+        step = int(found.pop("deferred_step", self.progress.step))
+        epoch, number = divmod(step, self.batches.per_epoch)
+        if "what" not in found:
+            # Noted on the device some steps ago: make that batch again and look at it now. The
+            # weights have not moved since.
+            with trainer.precision_plugin.forward_context():
+                looked = self.module.examine(*self.batches.batch(epoch, number))
+            found = {"what": "loss or its gradient", "value": "NaN or infinite", **looked}
+        report = {
+            "epoch": epoch + 1,
+            "batch": number,
+            "step": step,
+            **found,
+            "indices": self.data.rows(self.batches.indices(epoch, number)),
+            "data": self.data.train.name,
+            "config": self.config.to_dict(),
+        }
+        # One name for each process that finds something.
+        rank = trainer.global_rank
+        path = self.folder.nonfinite.with_suffix(f".{rank}.json" if rank else ".json")
+        write_json(path, report)
+        raise NonFiniteLoss(f"{describe(report)} The report is {path}.", report, path)
+
+    def _interrupted(self) -> Interrupted:
+        here, folder = self.progress, self.folder
+        where = f"{here.epoch} of {self.config.epochs} epochs and {here.batch} batches of the next"
+        if not folder.checkpoint.exists():
+            return Interrupted(f"Interrupted after {where}; nothing was saved yet.", None)
+        exact = "" if self.exact else " A step was cut in two: going on is not bit for bit."
+        return Interrupted(
+            f"Interrupted after {where}. Saved {folder.checkpoint}.{exact} Go on with "
+            f"fit(TrainConfig.from_yaml({str(folder.config)!r}), resume={str(folder.path)!r}).",
+            folder.checkpoint,
+            exact=self.exact,
+        )
+
+    def _stored_weights(self) -> dict[str, Any]:
+        """The weights that a complete checkpoint stands for: its average, if it has one."""
+        state = self.saved["state_dict"]
+        self.model.load_state_dict({k.removeprefix("model."): v for k, v in state.items()})
+        if self.average is not None:
+            self.average.load_state_dict(self.saved["callbacks"][self.average.state_key])
+            self.average.follow(self.model)
+            self.average.apply()
+        return dict(self.model.state_dict())
+
+    def _finish(self, trainer: pl.Trainer | None) -> TrainResult:
+        model, row = self.whole.cpu(), dict(self.history[-1])
+        if self.config.select == "best" and self.folder.weights.exists():
+            row = dict(self.history[self.best_epoch - 1])
+            if trainer is not None:
+                trainer.strategy.barrier("best weights written")
+            model.load_state_dict(safetensors.torch.load_file(self.folder.weights))
+        else:
+            model.load_state_dict(self.final_state)
+            self._write_weights(self.folder.weights, row)
+        metrics = {
+            name: float(value)
+            for name, value in row.items()
+            if name.startswith(("train_", "val_")) or name in ("solver_steps", "residual")
+        }
+        if self.main:
+            device = torch.device("cpu") if trainer is None else trainer.strategy.root_device
+            described: Any = getattr(model, "config", None)
+            known = isinstance(described, models.ModelConfig)
+            result = {
+                "metrics": metrics,
+                "epoch": row["epoch"],
+                "epochs": len(self.history),
+                "parameters": models.count_parameters(model),
+                "model": described.to_dict() if known else {"name": type(model).__name__},
+                "data": self.data.describe(),
+                "processes": 1 if trainer is None else trainer.world_size,
+                "resumed": self.resume is not None,
+            }
+            result |= run_folder.provenance(self.started, device, self.config.seed)
+            self.folder.write_history(self.history)
+            write_json(self.folder.result, result)
+        if trainer is not None:
+            trainer.strategy.barrier("result written")
+        if self.main:  # everything is written, also where a warning is an error
+            warn_unsettled(row)
+        files = (self.folder.path, self.folder.weights, self.folder.checkpoint)
+        return TrainResult(*files, metrics, self.history, model.eval())
+
+
+def _score(row: Mapping[str, float]) -> tuple[float, float]:
+    """What the best epoch has most of: mean IoU or accuracy, and at equal ones a small loss."""
+    if "val_loss" not in row:
+        return (-math.inf, -math.inf)
+    return (row.get("val_miou", row["val_accuracy"]), -row["val_loss"])
+
+
+def _rate(trainer: pl.Trainer) -> float:
+    return float(trainer.optimizers[0].param_groups[0]["lr"])
+
+
+def _rank() -> int:
+    """This process among all, known before there is a trainer: from the environment."""
+    return int(getattr(rank_zero_only, "rank", 0) or 0)
+
+
+def _make_model(config: TrainConfig, given: nn.Module | None, train: ImageData) -> nn.Module:
+    if given is None:
+        card = models.describe(config.model)
+        if card.task != train.task:
+            raise ValueError(
+                f"{config.model} is a network for {card.task}, and {train.name} is data for "
+                f"{train.task}; models.names(task={train.task!r}) lists what fits."
+            )
+        height, width = train.images.shape[2:]
+        given = models.create(
+            config.model,
+            train.num_classes,
+            in_channels=train.channels,
+            image_size=int(height) if height == width else None,
+            **config.model_options,
+        )
+    elif not isinstance(given, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(given).__name__}.")
+    # Before a checkpoint is read: Lightning converts after it, and float64 would be rounded.
+    return given.to(_DTYPES[config.precision]) if config.precision in _DTYPES else given
+
+
+def _loggers(config: TrainConfig, folder: run_folder.RunFolder, step: int) -> list[Any]:
+    """Lightning's loggers of the configuration; a resumed run drops what came after ``step``."""
+    path, name = folder.path, folder.path.name
+    purge: dict[str, Any] = {"purge_step": step or None}
+    make: dict[str, Callable[[], Any]] = {
+        "tensorboard": lambda: loggers.TensorBoardLogger(path, folder.logs.name, "", **purge),
+        "csv": lambda: loggers.CSVLogger(path, "csv"),
+        "wandb": lambda: loggers.WandbLogger(name, path, project="equilibria"),
+        "mlflow": lambda: loggers.MLFlowLogger("equilibria", name),
+    }
+    with needs(" and ".join(config.loggers), f"loggers={config.loggers!r}"):
+        return [make[kind]() for kind in config.loggers]
+
+
+@contextmanager
+def _lightning_without_remarks() -> Iterator[None]:
+    """On what it found and what one could buy; warnings stay."""
+    levels = {name: logging.getLogger(name).level for name in _LIGHTNING}
+    for name in _LIGHTNING:
+        logging.getLogger(name).setLevel(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            # Lightning looks for workers of a DataLoader; our batches are made on the device.
+            warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+            # Lightning's use of a part of torch that has a new name.
+            warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.*")
+            yield
+    finally:
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)

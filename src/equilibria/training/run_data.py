@@ -1,0 +1,178 @@
+"""The images of a run: what is trained on, what is held out, and the batches of each epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from equilibria import data as sets
+from equilibria.data import Batches, ImageData, build_augmentation, held_out
+
+from .config import TrainConfig
+from .progress import Progress
+
+__all__ = ["RunData", "TrainBatches", "few", "load_data"]
+
+
+@dataclass(frozen=True)
+class RunData:
+    """Training and validation images."""
+
+    train: ImageData
+    valid: ImageData | None
+    kept: Tensor | None = None
+    """Where the training images stand in the data before a part was held out, long [N]; None where
+    the two parts were given."""
+
+    def describe(self) -> dict[str, Any]:
+        """Names and counts, for result.json."""
+        counts = {"train": len(self.train), "validation": len(self.valid or ())}
+        return {"name": self.train.name, **counts, "classes": self.train.num_classes}
+
+    def rows(self, indices: list[int]) -> list[int]:
+        """Training images by their place in the data as it was loaded."""
+        return [int(k if self.kept is None else self.kept[k]) for k in indices]
+
+
+def load_data(config: TrainConfig, given: Any, *, progress: bool) -> RunData:
+    """The images that the configuration names, or those that are given, checked."""
+    found = _load(config, progress) if given is None else _check(given)
+    if found.valid is None and (config.early_stop is not None or config.select == "best"):
+        raise ValueError(
+            "early_stop and select='best' compare validation results, and there is no validation "
+            "data: give data=(training, validation)."
+        )
+    return found
+
+
+def _load(config: TrainConfig, progress: bool) -> RunData:
+    whole = sets.load(
+        config.data,
+        "train",
+        root=None if config.data_root is None else Path(config.data_root),
+        download=config.download,
+        image_size=config.image_size,
+        on_corrupt=config.on_corrupt,  # type: ignore[arg-type]
+        progress=progress,
+    )
+    train, valid, kept = whole, None, None
+    if config.validation > 0.0:
+        train, valid = whole.split(config.validation, config.seed)
+        mask = held_out(_labels(whole), len(whole), config.validation, config.seed)
+        kept = (~mask).nonzero().flatten()
+    if config.samples is not None:
+        chosen = few(train, config.samples, config.seed)
+        train = train.subset(chosen)
+        kept = chosen.nonzero().flatten() if kept is None else kept[chosen]
+    return RunData(train, valid, kept)
+
+
+def _labels(images: ImageData) -> Tensor | None:
+    labels = images.targets if images.task == "classification" else None
+    return labels if isinstance(labels, Tensor) else None
+
+
+def few(images: ImageData, samples: int, seed: int) -> Tensor:
+    """[N] bool: ``samples`` of them, of each class its share, drawn by the seed.
+
+    Every class has one in and, where one is left out, one out: tiny numbers come out larger, and
+    such as are nearly all smaller.
+    """
+    count = len(images)
+    if samples > count:
+        raise ValueError(
+            f"samples={samples}: {images.name} has {count} training images; give at most as many, "
+            "or leave samples out for all of them."
+        )
+    if samples == count:
+        return torch.ones(count, dtype=torch.bool)
+    if 2 * samples <= count:
+        return held_out(_labels(images), count, samples / count, seed)
+    return ~held_out(_labels(images), count, (count - samples) / count, seed)
+
+
+def _check(given: Any) -> RunData:
+    pair = given if isinstance(given, tuple) and len(given) == 2 else (None, None)
+    train, valid = pair
+    if not isinstance(train, ImageData) or not isinstance(valid, (ImageData, type(None))):
+        raise TypeError(
+            "data must be (training, validation), two ImageData (the second may be None), got "
+            f"{type(given).__name__}."
+        )
+    if valid is not None:
+        for name in ("classes", "task", "ignore_index"):
+            mine, other = getattr(train, name), getattr(valid, name)
+            if mine != other:
+                raise ValueError(
+                    f"training and validation data differ in {name}: {mine!r} and {other!r}."
+                )
+        if (train.mean, train.std) != (valid.mean, valid.std):
+            # One network sees one normalization: that of the images that it is trained on.
+            valid = valid.with_normalization(train.mean, train.std)
+    return RunData(train, valid)
+
+
+class TrainBatches:
+    """The batches of the epoch that ``progress`` is in, from its batch on; a loader for Lightning.
+
+    Made on the device of this process. Order and augmentation of epoch k depend on (seed, k) alone.
+    ``batch_size`` counts over all processes: a run on two devices takes the same steps as on one.
+    """
+
+    def __init__(
+        self, data: RunData, config: TrainConfig, progress: Progress, **place: Any
+    ) -> None:
+        self._progress = progress
+        if config.batch_size % place["world"]:
+            raise ValueError(
+                f"batch_size={config.batch_size} is shared by {place['world']} processes and does "
+                f"not divide evenly; take a multiple of {place['world']}."
+            )
+        size = config.batch_size // place["world"]
+        place |= {"channels_last": config.channels_last, "prefetch": max(1, config.workers)}
+        self._batches = Batches(
+            data.train,
+            size,
+            shuffle=True,
+            seed=config.seed,
+            augment=build_augmentation(config.augment, num_classes=data.train.num_classes),
+            # Whole batches, so that every step weighs the same and compiles once; a set smaller
+            # than one batch is a batch.
+            drop_last=len(data.train) >= config.batch_size,
+            **place,
+        )
+        # Without gradients twice as many fit.
+        self.valid: Any = [] if data.valid is None else Batches(data.valid, 2 * size, **place)
+        """The batches of the held-out images."""
+        self.per_epoch = len(self._batches)
+        """Steps of a whole epoch."""
+
+    def __len__(self) -> int:
+        # Lightning does not begin an epoch of length 0, and one of which only the validation is
+        # left has to be ended.
+        return max(1, self.per_epoch - self._progress.batch)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return self._from(self._progress.epoch, self._progress.batch)
+
+    def _from(self, epoch: int, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
+        if batch == self.per_epoch:
+            return iter(())
+        self._batches.set_epoch(epoch, batch)
+        return iter(self._batches)
+
+    def batch(self, epoch: int, number: int) -> tuple[Tensor, Tensor]:
+        """Batch ``number`` of an epoch once more, as it was."""
+        return next(self._from(epoch, number))
+
+    def indices(self, epoch: int, number: int) -> list[int]:
+        """Which training images batch ``number`` of an epoch is made of, in this process."""
+        shards = self._batches.shards
+        first, last = shards.bounds()[number]
+        order = shards.order(self._batches.seed, epoch, shuffle=True)
+        return [int(k) for k in order[first:last]]

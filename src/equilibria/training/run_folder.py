@@ -1,0 +1,303 @@
+"""The folder of a run: its files, the checkpoint to resume from, where the numbers came from.
+
+A checkpoint holds, besides Lightning's own entries (weights, optimizer, schedule, callbacks), the
+entry ``equilibria``: the configuration, and how far the run had come. Lightning's entry ``loops``
+is left out: a resumed run is a new fit over the epochs that are left, whose first one begins after
+the batches that were done.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import platform
+import random
+import shlex
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+from torch import nn
+
+from equilibria import models
+from equilibria._version import __version__
+from equilibria.engine.files import SaveError, write_bytes, write_text
+
+from .config import TrainConfig
+from .run_data import RunData
+
+__all__ = ["ENTRY", "FORMAT", "CheckpointError", "CheckpointFile", "RunExistsError", "RunFolder"]
+__all__ += ["check_checkpoint", "find_checkpoint", "provenance", "read_checkpoint"]
+__all__ += ["random_state", "restore_random_state", "seed_all"]
+
+ENTRY = "equilibria"
+FORMAT = 2
+
+
+class RunExistsError(FileExistsError):
+    """The folder holds a run already, and nobody said what to do with it."""
+
+
+class RunFolder:
+    """Paths and files of a run under ``path``."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.yaml"
+        self.history = path / "history.csv"
+        self.checkpoint = path / "last.ckpt"
+        self.weights = path / "model.safetensors"
+        self.result = path / "result.json"
+        self.nonfinite = path / "nonfinite.json"
+        self.logs = path / "tensorboard"
+        self.epochs = path / "epochs"
+        self._files = (self.config, self.history, self.checkpoint, self.weights, self.result)
+
+    def epoch(self, number: int) -> Path:
+        """Where the weights of an epoch are kept."""
+        return self.epochs / f"epoch_{number:04d}.safetensors"
+
+    def check(self, *, resume: bool, overwrite: bool) -> None:
+        """Refuse a folder that holds a run, unless that is what is wanted. Changes nothing."""
+        if self.path.exists() and not self.path.is_dir():
+            raise NotADirectoryError(f"{self.path} is a file; a run needs a folder: set out=...")
+        holds = any(file.exists() for file in (*self._files, self.nonfinite, self.logs))
+        if holds and not resume and not overwrite:
+            raise RunExistsError(
+                f"{self.path} already holds a run. Resume it (resume={str(self.path)!r}), replace "
+                "it (overwrite=True), or set another folder (out=...)."
+            )
+
+    def open(self, *, resume: bool) -> None:
+        """Make the folder; without ``resume`` remove the files of a run that was there, and only
+        those."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise OSError(
+                error.errno, f"cannot make the folder {self.path}: {error.strerror}; set out=..."
+            ) from error
+        if not os.access(self.path, os.W_OK):
+            raise PermissionError(f"{self.path} cannot be written to; set another folder (out=...)")
+        if not resume:
+            kept = self.epochs.glob("epoch_[0-9][0-9][0-9][0-9].safetensors")
+            for file in (*self._files, self.nonfinite, *kept):
+                file.unlink(missing_ok=True)
+            if self.logs.is_dir() and not self.logs.is_symlink():
+                shutil.rmtree(self.logs)
+
+    def write_history(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """The whole table anew: a resumed run has no row twice."""
+        names = dict.fromkeys(name for row in rows for name in row)
+        text = io.StringIO()
+        writer = csv.DictWriter(text, list(names), restval="", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+        write_text(self.history, text.getvalue())
+
+    def write_weights(
+        self,
+        path: Path,
+        model: nn.Module,
+        data: RunData,
+        config: TrainConfig,
+        metrics: Mapping[str, Any],
+    ) -> None:
+        """The weights, what the model is, and what one needs to use it."""
+        train = data.train
+        extra = {
+            "classes": list(train.classes),
+            "mean": list(train.mean),
+            "std": list(train.std),
+            "task": train.task,
+            "ignore_index": train.ignore_index,
+            "image_size": [int(n) for n in train.images.shape[2:]],
+            "data": train.name,
+            # None where the held-out images were given and not split off.
+            "validation": None if data.kept is None else config.validation,
+            "split_seed": None if data.kept is None else config.seed,
+            "metrics": {k: v for k, v in metrics.items() if isinstance(v, (int, float))},
+        }
+        try:
+            path.parent.mkdir(exist_ok=True)
+            if isinstance(getattr(model, "config", None), models.ModelConfig):
+                models.save(model, path, extra=extra)
+            else:  # a module of the user's own: no configuration to build it from
+                state = model.state_dict().items()
+                tensors = {k: v.detach().cpu().contiguous().clone() for k, v in state}
+                metadata = {"library": __version__, "extra": json.dumps(extra)}
+                write_bytes(path, safetensors.torch.save(tensors, metadata))
+        except OSError as error:
+            raise SaveError(
+                error.errno,
+                f"could not write {path}: {error.strerror or error}. The checkpoint beside it is "
+                f"complete: free some space and resume from {self.path}",
+            ) from error
+
+
+def provenance(started: datetime, device: torch.device, seed: int) -> dict[str, Any]:
+    """What made the numbers: the command, versions, the machine, the time."""
+    import lightning
+
+    # What was typed: the program by its name, without the folder it lies in.
+    program, now = Path(sys.argv[0]).name, datetime.now(UTC)
+    program = "equilibria" if program == "__main__.py" else program
+    name = platform.processor() or platform.machine()
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    return {
+        "command": shlex.join([program, *sys.argv[1:]]),
+        "version": __version__,
+        "torch": str(torch.__version__),
+        "lightning": lightning.__version__,
+        "python": platform.python_version(),
+        "machine": f"{platform.system()} {platform.machine()}",
+        "device": f"{device.type}: {name}",
+        "threads": torch.get_num_threads(),
+        "seed": seed,
+        "started": started.isoformat(timespec="seconds"),
+        "finished": now.isoformat(timespec="seconds"),
+        "seconds": round((now - started).total_seconds(), 3),
+    }
+
+
+# What may change on resume: none of it changes what is computed, beyond rounding.
+_FREE = frozenset(
+    {
+        *("out", "data_root", "download", "workers", "log_every", "loggers", "on_corrupt"),
+        *("keep_every", "accelerator", "devices", "nodes", "strategy", "compile", "cuda_graphs"),
+        "early_stop",
+    }
+)
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be read, or that does not belong to this run."""
+
+
+class CheckpointFile(TorchCheckpointIO):
+    """Lightning's way to a file, through one beside it: a full disk leaves the old checkpoint.
+    Loads only tensors and plain values, whatever is asked for."""
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None
+    ) -> None:
+        # To memory first: torch's own writer hides the error of a failed write behind another.
+        buffer = io.BytesIO()
+        torch.save(checkpoint, buffer)
+        write_bytes(path, buffer.getbuffer())
+
+    def load_checkpoint(
+        self, path: Any, map_location: Any = "cpu", weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        return read_checkpoint(Path(path))
+
+
+def find_checkpoint(given: str | Path) -> Path:
+    """The checkpoint that ``resume`` names: a file, or a run folder that holds last.ckpt."""
+    path = Path(given)
+    found = path / "last.ckpt" if path.is_dir() else path
+    if not found.is_file():
+        raise CheckpointError(
+            f"there is no checkpoint {found}. Give the file or the folder of a run; a run has one "
+            "after its first epoch."
+        )
+    return found
+
+
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """Read one of our checkpoints, tensors on the CPU; anything else is an error, never run."""
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        why = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+        raise CheckpointError(
+            f"{path} cannot be read as a checkpoint: it is damaged, cut short or of another kind "
+            f"({why})."
+        ) from error
+    entry = found.get(ENTRY) if isinstance(found, dict) else None
+    if not isinstance(entry, Mapping) or "state_dict" not in found:
+        raise CheckpointError(
+            f"{path} is not a checkpoint of equilibria.training: it lacks the entry {ENTRY!r}. "
+            "Weights alone (model.safetensors) are loaded with models.load."
+        )
+    if entry.get("format") != FORMAT:
+        raise CheckpointError(
+            f"{path} has format {entry.get('format')!r}, and this version reads format {FORMAT}. "
+            f"Finish the run with equilibria {entry.get('version')}, which wrote it, or start a "
+            "new one."
+        )
+    assert isinstance(found, dict)
+    return found
+
+
+def check_checkpoint(
+    path: Path, checkpoint: Mapping[str, Any], config: TrainConfig, model: nn.Module
+) -> None:
+    """Raise unless the checkpoint is one of this configuration and this model."""
+    saved = TrainConfig(**checkpoint[ENTRY]["config"])
+    differ = {k: v for k, v in config.differences(saved).items() if k not in _FREE}
+    if config.schedule in ("constant", "step"):
+        differ.pop("epochs", None)  # these schedules do not look at the end of the run
+    if config.warmup_share == saved.warmup_share:
+        differ.pop("warmup", None)
+    if differ:
+        rows = [f"  {name}: now {now!r}, then {then!r}" for name, (now, then) in differ.items()]
+        raise CheckpointError(
+            f"{path} belongs to a run with other options:\n"
+            + "\n".join(rows)
+            + "\nResume with the configuration saved beside it (config.yaml), or start a new run."
+        )
+    then, now = checkpoint[ENTRY].get("revision", 0), config.model_revision
+    if then != now:
+        raise CheckpointError(
+            f"{path} was begun with other defaults of {config.model} (revision {then}, now {now}; "
+            "the changelog says what changed): going on would train two networks in one. Start a "
+            "new run."
+        )
+    state = checkpoint["state_dict"].items()
+    stored = {(k.removeprefix("model."), tuple(v.shape)) for k, v in state if k[:6] == "model."}
+    built = {(name, tuple(value.shape)) for name, value in model.state_dict().items()}
+    sides = (("checkpoint", stored - built), ("model", built - stored))
+    rows = sorted(
+        f"  {name} {shape}: in the {side} only" for side, found in sides for name, shape in found
+    )
+    if rows:
+        more = [f"  and {len(rows) - 6} more"] if len(rows) > 6 else []
+        raise CheckpointError(
+            f"{path} holds the weights of another model than {type(model).__name__}:\n"
+            + "\n".join(rows[:6] + more)
+        )
+
+
+def seed_all(seed: int) -> None:
+    """Seed torch (every device), Python and, where it is loaded, numpy."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % 2**32)
+
+
+def random_state() -> dict[str, Any]:
+    """Where all generators stand, in tensors and numbers that ``weights_only`` can load."""
+    state = _collect_rng_states(include_cuda=torch.cuda.is_initialized())
+    if "numpy" in state:
+        kind, keys, *rest = state["numpy"]
+        state["numpy"] = (kind, keys.tolist(), *rest)
+    return state
+
+
+def restore_random_state(state: Mapping[str, Any]) -> None:
+    """Put the generators back to where ``random_state`` found them."""
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    known = {name: value for name, value in state.items() if name != "torch.cuda"}
+    _set_rng_states({**known, "torch.cuda": state.get("torch.cuda", [])[:devices]})

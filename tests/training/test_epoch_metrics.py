@@ -1,0 +1,131 @@
+"""Sums over an epoch do not depend on when they are read; what is said of the solvers."""
+
+from __future__ import annotations
+
+import io
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import equilibria as eq
+from equilibria.engine.result import ConvergenceWarning
+from equilibria.training.epoch_metrics import EpochMetrics, solver_numbers, warn_unsettled
+
+steps = st.lists(st.tuples(st.floats(0, 10, width=32), st.integers(0, 32)), min_size=1, max_size=30)
+
+
+def stored(metrics: EpochMetrics) -> EpochMetrics:
+    """The same, from a file that needs no unpickling."""
+    file, found = io.BytesIO(), EpochMetrics()
+    torch.save(metrics.state_dict(), file)
+    file.seek(0)
+    found.load_state_dict(torch.load(file, weights_only=True))
+    return found
+
+
+@given(steps, st.sets(st.integers(0, 29)))
+def test_means_do_not_depend_on_when_they_are_read_or_stored(
+    rows: list[tuple[float, int]], reads: set[int]
+) -> None:
+    metrics, other = EpochMetrics(), EpochMetrics()
+    for k, (loss, right) in enumerate(rows):
+        for one in (metrics, other):
+            one.add(torch.tensor(loss), torch.tensor(right), 32)
+        if k in reads:
+            metrics.latest()
+            metrics = stored(metrics)
+    assert metrics.row() == other.row()
+    mean = math.fsum(loss for loss, _ in rows) / len(rows)
+    assert metrics.row()["loss"] == pytest.approx(mean)
+    assert metrics.row()["accuracy"] == pytest.approx(sum(r for _, r in rows) / 32 / len(rows))
+
+
+def test_the_latest_numbers_count_from_the_last_reading() -> None:
+    metrics = EpochMetrics()
+    metrics.add(torch.tensor(4.0), torch.tensor(1), 2)
+    assert metrics.latest()["loss"] == 4.0
+    assert math.isnan(metrics.latest()["loss"])
+    metrics.add(torch.tensor(1.0), torch.tensor(2), torch.tensor(2))
+    found = metrics.latest()
+    assert (found["loss"], found["accuracy"]) == (1.0, 1.0)
+    assert found["samples_per_second"] > 0
+    assert metrics.row() == {"loss": 2.5, "accuracy": 0.75}
+
+
+def test_solver_numbers_that_are_not_there_do_not_count() -> None:
+    metrics = EpochMetrics()
+    for converged in (math.nan, 0.5):
+        metrics.add_solver(torch.tensor([4.0, 0.25, converged, 0.0]))
+    metrics.add_solver(None)
+    found = stored(metrics).row()
+    assert {k: found[k] for k in ("solver_steps", "residual", "converged", "failed")} == {
+        "solver_steps": 4.0,
+        "residual": 0.25,
+        "converged": 0.5,
+        "failed": 0.0,
+    }
+
+
+def layer(solver: eq.Picard) -> eq.nn.GEQ:
+    torch.manual_seed(0)
+    return eq.nn.GEQ(4, 4, in_channels=3, hidden=None, solver=solver)
+
+
+def numbers(model: nn.Module, x: torch.Tensor) -> list[float]:
+    with eq.nn.observe(model) as seen:
+        model(x)
+    found = solver_numbers(model, seen)
+    assert found is not None
+    return [float(v) for v in found]
+
+
+def test_a_tolerance_is_counted() -> None:
+    tight = layer(eq.Picard(rtol=1e-6, max_steps=200))
+    x = torch.randn(5, 3)
+    steps, residual, converged, failed = numbers(nn.Sequential(tight), x)
+    sol = tight.solve(x)
+    assert steps == pytest.approx(float(sol.stats.steps.float().mean()))
+    assert residual == pytest.approx(float(sol.stats.relative.mean()))
+    assert (converged, failed) == (1.0, 0.0)
+
+
+def test_fixed_steps_have_no_share_converged_and_do_not_dilute_that_of_others() -> None:
+    fixed = layer(eq.Picard(rtol=0.0, atol=0.0, max_steps=3))
+    steps, residual, converged, failed = numbers(fixed, torch.randn(5, 3))
+    assert (steps, failed) == (3.0, 0.0)
+    assert 0 < residual < 1
+    assert math.isnan(converged)
+    tight = layer(eq.Picard(rtol=1e-6, max_steps=200))
+    steps, _, converged, _ = numbers(
+        nn.Sequential(tight, nn.Linear(4, 3), fixed), torch.randn(5, 3)
+    )
+    assert converged == 1.0
+    assert 3.0 < steps < 200.0
+
+
+def test_a_failed_sample_is_counted_and_spares_the_residual() -> None:
+    x = torch.randn(4, 3)
+    x[1, 0] = float("inf")
+    _, residual, _, failed = numbers(layer(eq.Picard(rtol=0.0, atol=0.0, max_steps=3)), x)
+    assert failed == 0.25
+    assert math.isfinite(residual)
+
+
+def test_a_model_without_solves_has_no_numbers() -> None:
+    model = nn.Linear(3, 2)
+    with eq.nn.observe(model) as seen:
+        model(torch.randn(2, 3))
+    assert solver_numbers(model, seen) is None
+
+
+def test_only_a_large_residual_is_worth_a_warning() -> None:
+    """Networks without a solve have no such row; warnings are errors here."""
+    tested = {"residual": 0.5, "solver_steps": 4.0, "converged": 1.0}  # a loose tolerance, passed
+    for row in ({}, {"residual": math.nan, "solver_steps": 4.0}, {"residual": 0.1}, tested):
+        warn_unsettled(row)
+    with pytest.warns(ConvergenceWarning, match=r"the last of 4 steps still moved the .* 0\.46"):
+        warn_unsettled({"residual": 0.456, "solver_steps": 4.0})

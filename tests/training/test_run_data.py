@@ -1,0 +1,89 @@
+"""The images of a run: what is held out, what is trained on, and in which batches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import equilibria as eq
+from equilibria.training import TrainConfig
+from equilibria.training.progress import Progress
+from equilibria.training.run_data import TrainBatches, few, load_data
+
+from .small import config, digits
+
+
+@pytest.mark.parametrize("validation", [0.0, 0.25])
+def test_rows_of_a_few_samples_point_into_the_data(validation: float) -> None:
+    whole = eq.data.load("digits", "train", progress=False)
+    settings = TrainConfig(validation=validation, samples=60, seed=3)
+    made = load_data(settings, None, progress=False)
+    assert len(made.train) == 60
+    rows = made.rows(list(range(60)))
+    assert len(set(rows)) == 60
+    assert torch.equal(torch.as_tensor(whole.images)[rows], torch.as_tensor(made.train.images))
+    assert int(torch.bincount(torch.as_tensor(made.train.targets)).min()) >= 5
+    if validation:
+        full = load_data(TrainConfig(validation=validation, seed=3), None, progress=False)
+        assert made.valid is not None
+        assert full.valid is not None
+        held = torch.as_tensor(full.valid.images)
+        assert torch.equal(torch.as_tensor(made.valid.images), held)
+
+
+def test_more_samples_than_there_are() -> None:
+    with pytest.raises(ValueError, match=r"samples=9999: digits has \d+ training images"):
+        load_data(TrainConfig(samples=9999), None, progress=False)
+
+
+@pytest.mark.parametrize("samples", [50, 100, 150, 200])
+def test_as_many_samples_as_asked_for(samples: int) -> None:
+    images = eq.data.load("digits", "train", progress=False).subset(range(200))
+    assert int(few(images, samples, 0).sum()) == samples
+
+
+def batches(tmp_path: Path, progress: Progress, rank: int = 0, world: int = 1) -> TrainBatches:
+    settings = config(tmp_path, augment=["flip", "crop"])
+    data = load_data(settings, digits(), progress=False)
+    return TrainBatches(data, settings, progress, device="cpu", rank=rank, world=world)
+
+
+def test_an_epoch_goes_on_where_it_stood(tmp_path: Path) -> None:
+    progress = Progress()
+    made = batches(tmp_path, progress)
+    whole = list(made)
+    assert len(whole) == len(made) == made.per_epoch == 6
+    progress.batch = 4
+    assert len(made) == 2
+    for (x, y), (a, b) in zip(list(made), whole[4:], strict=True):
+        assert torch.equal(x, a)
+        assert torch.equal(y, b)
+    progress.epoch, progress.batch = 1, 0
+    assert not torch.equal(next(iter(made))[0], whole[0][0])
+    x, y = made.batch(0, 3)
+    assert torch.equal(x, whole[3][0])
+    assert torch.equal(y, whole[3][1])
+
+
+def test_indices_are_those_of_the_batch(tmp_path: Path) -> None:
+    made = batches(tmp_path, Progress())
+    targets = torch.as_tensor(digits()[0].targets)
+    for number, (_, y) in enumerate(made):
+        assert torch.equal(targets[made.indices(0, number)], y)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_processes_share_the_images_of_each_step(tmp_path: Path, world: int) -> None:
+    alone = batches(tmp_path, Progress())
+    ranks = [batches(tmp_path, Progress(), rank, world) for rank in range(world)]
+    for number in range(alone.per_epoch):
+        shares = [r.indices(0, number) for r in ranks]
+        assert sorted(k for s in shares for k in s) == sorted(alone.indices(0, number))
+        assert {len(s) for s in shares} == {32 // world}
+
+
+def test_a_batch_that_cannot_be_shared(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="multiple of 3"):
+        batches(tmp_path, Progress(), world=3)

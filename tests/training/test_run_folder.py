@@ -1,0 +1,205 @@
+"""Checkpoints: whole on a full disk, refused when they belong elsewhere, never unpickled."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import os
+import random
+import resource
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from equilibria.training import (
+    CheckpointError,
+    Interrupted,
+    SaveError,
+    TrainConfig,
+    read_checkpoint,
+)
+from equilibria.training.run_folder import random_state, restore_random_state, seed_all
+
+from .small import At, RaiseAt, Tiny, assert_same_run, config, run
+
+
+@pytest.fixture(scope="module")
+def cut(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that was interrupted in its second epoch."""
+    folder = tmp_path_factory.mktemp("cut")
+    with pytest.raises(Interrupted):
+        run(config(folder, ema=0.9), callbacks=[RaiseAt(8)])
+    return folder
+
+
+def test_a_checkpoint_needs_no_unpickling(cut: Path) -> None:
+    found = torch.load(cut / "last.ckpt", weights_only=True)
+    assert found["equilibria"]["progress"] == {"epoch": 1, "batch": 2, "step": 8}
+    assert found["equilibria"]["config"]["epochs"] == 3
+
+
+def full(*args: Any, **kwargs: Any) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def limit_files() -> None:
+    """The kernel refuses to let files grow: a checkpoint breaks off in the middle."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+@pytest.mark.parametrize("fault", ["fsync", "write"])
+def test_a_full_disk_leaves_the_old_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    kept: list[bytes] = []
+
+    def fill() -> None:
+        kept.append((tmp_path / "last.ckpt").read_bytes())
+        limit_files() if fault == "write" else monkeypatch.setattr(os, "fsync", full)
+
+    settings = config(tmp_path, log_every=1000, loggers=[])
+    try:
+        with pytest.raises(SaveError, match=r"could not write .*unchanged") as caught:
+            run(settings, callbacks=[At(2, fill, "on_train_epoch_start")])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        monkeypatch.undo()
+    assert caught.value.errno in (errno.ENOSPC, errno.EFBIG)
+    assert len(kept[0]) > 8192
+    assert (tmp_path / "last.ckpt").read_bytes() == kept[0]
+    assert not list(tmp_path.glob(".*"))
+    found = run(settings, resume=tmp_path)
+    assert_same_run(found, run(config(tmp_path / "other", log_every=1000)))
+
+
+def test_full_at_the_very_end_resume_writes_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = config(tmp_path / "full", ema=0.9)
+    with monkeypatch.context() as patch:
+        patch.setattr("safetensors.torch.save", full)
+        with pytest.raises(SaveError, match="resume from"):
+            run(place)
+    assert not (place.folder / "model.safetensors").exists()
+    found = run(place, resume=place.folder)
+    assert_same_run(found, run(config(tmp_path / "whole", ema=0.9)))
+    assert (place.folder / "result.json").exists()
+
+
+def test_another_configuration_is_refused(cut: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"lr: now 0\.2, then 0\.1") as caught:
+        run(config(tmp_path, ema=0.9, lr=0.2, batch_size=16, epochs=5), resume=cut)
+    assert "batch_size: now 16, then 32" in str(caught.value)
+    assert "epochs: now 5, then 3" in str(caught.value)
+    assert "config.yaml" in str(caught.value)
+    assert not (tmp_path / "config.yaml").exists()
+
+
+def test_what_does_not_change_the_numbers_may_change(cut: Path, tmp_path: Path) -> None:
+    found = run(config(tmp_path, ema=0.9, log_every=7, workers=1, loggers=["csv"]), resume=cut)
+    assert (tmp_path / "csv" / "version_0" / "metrics.csv").exists()
+    expected = run(config(tmp_path / "whole", ema=0.9, log_every=7))
+    for a, b in zip(found.model.parameters(), expected.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_run_begun_with_other_defaults_is_not_resumed(
+    cut: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of it would be another network's. A checkpoint without a revision is of the first."""
+    assert TrainConfig(model="opteq_stack_cifar_3m", data="cifar10").model_revision == 1
+    assert TrainConfig(model="opteq_digits", data="digits").model_revision == 0
+    now = config(cut).model_revision
+    monkeypatch.setattr(TrainConfig, "model_revision", now + 1)
+    told = rf"other defaults .*revision {now}, now {now + 1}.* new run"
+    with pytest.raises(CheckpointError, match=told):
+        run(config(cut, ema=0.9), resume=cut)
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (Tiny(width=14), r"geq.U.weight \(12, 64\): in the checkpoint only"),
+        (torch.nn.Linear(3, 2), r"bias \(2,\): in the model only"),
+    ],
+)
+def test_another_model_is_refused(cut: Path, tmp_path: Path, model: Any, said: str) -> None:
+    with pytest.raises(CheckpointError, match="another model") as caught:
+        run(config(tmp_path, ema=0.9), resume=cut, model=model)
+    assert caught.match(said)
+
+
+class Bomb:
+    """Unpickling it would make a folder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return (os.mkdir, (str(self.path),))
+
+
+def test_a_file_of_anothers_making_is_never_run(tmp_path: Path) -> None:
+    mark = tmp_path / "ran"
+    torch.save({"equilibria": Bomb(mark), "state_dict": {}}, tmp_path / "last.ckpt")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        run(config(tmp_path / "out"), resume=tmp_path / "last.ckpt")
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "cannot be read"),
+        (b"not a checkpoint at all", "cannot be read"),
+        ({"state_dict": {}}, "lacks the entry"),
+        ([1, 2], "lacks the entry"),
+        ({"equilibria": {"format": 1, "version": "0.1"}, "state_dict": {}}, "equilibria 0.1"),
+    ],
+)
+def test_foreign_and_older_files(tmp_path: Path, content: Any, said: str) -> None:
+    path = tmp_path / "last.ckpt"
+    path.write_bytes(content) if isinstance(content, bytes) else torch.save(content, path)
+    with pytest.raises(CheckpointError, match=said):
+        read_checkpoint(path)
+    with pytest.raises(CheckpointError, match="there is no checkpoint"):
+        run(config(tmp_path / "out"), resume=tmp_path / "none")
+    assert not (tmp_path / "out").exists()
+
+
+@given(st.data())
+@settings(deadline=None, max_examples=40, suppress_health_check=list(HealthCheck))
+def test_damaged_bytes_are_an_error_of_ours_or_do_no_harm(cut: Path, data: st.DataObject) -> None:
+    whole = bytearray((cut / "last.ckpt").read_bytes())
+    for _ in range(data.draw(st.integers(0, 8))):
+        whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
+    path = cut / "damaged.ckpt"
+    path.write_bytes(bytes(whole[: data.draw(st.integers(1, len(whole)))]))
+    with contextlib.suppress(CheckpointError):
+        assert "state_dict" in read_checkpoint(path)
+
+
+def draw() -> list[float]:
+    return [torch.rand(()).item(), random.random(), random.gauss(0, 1), np.random.rand()]  # noqa: NPY002
+
+
+def test_random_numbers_are_seeded_stored_and_put_back() -> None:
+    before = random_state()
+    seed_all(3)
+    random.gauss(0, 1)  # leaves a second number behind
+    file = io.BytesIO()
+    torch.save(random_state(), file)
+    expected = [draw() for _ in range(3)]
+    seed_all(99)
+    assert all(a != b for a, b in zip(draw(), expected[0], strict=True))
+    file.seek(0)
+    restore_random_state(torch.load(file, weights_only=True))
+    assert [draw() for _ in range(3)] == expected
+    restore_random_state(before)
