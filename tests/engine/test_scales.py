@@ -250,6 +250,27 @@ def test_leaves_are_held_to_their_own_precision() -> None:
     assert loose.stats.steps.max() < found.stats.steps.min()
 
 
+def test_gradients_of_leaves_have_their_own_precision() -> None:
+    """Beside a bfloat16 leaf linear systems of a float64 leaf were solved to 2e-2."""
+    torch.manual_seed(0)
+    matrix = torch.randn(5, 5, dtype=torch.float64)
+    matrix = torch.eye(5) - 0.9 * matrix / torch.linalg.matrix_norm(matrix, 2)
+    b = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
+    half = torch.ones(3, 2, dtype=torch.bfloat16)
+    exact = torch.linalg.solve(matrix, b.detach().T).T
+    for solver in (eq.GMRES(), eq.CG()):
+        a = matrix if isinstance(solver, eq.GMRES) else matrix @ matrix.T
+        wanted = torch.linalg.solve(a, b.detach().T).T
+        fn = lambda v, a=a: (v[0] @ a.T, 2 * v[1])
+        found = eq.linear_solve(fn, (b, half), solver=solver)
+        torch.testing.assert_close(found.value[0], wanted, rtol=1e-6, atol=1e-8)
+    layer = lambda z, b: (z[0] - z[0] @ matrix.T + b, 0.5 * z[1])
+    found = eq.fixed_point(layer, (torch.zeros_like(exact), half), (b,))
+    (grad,) = torch.autograd.grad(found.value[0].sum(), b)
+    wanted = torch.linalg.solve(matrix.T, torch.ones(5, 1, dtype=torch.float64)).T.expand(3, 5)
+    torch.testing.assert_close(grad, wanted, rtol=1e-6, atol=1e-8)
+
+
 def test_an_answer_is_not_the_memory_of_its_start() -> None:
     z0 = torch.full((2, 3), 2.0)
     for adjoint in (eq.Implicit(), eq.Phantom(), eq.Unrolled()):
