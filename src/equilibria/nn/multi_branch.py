@@ -21,6 +21,7 @@ from equilibria.engine.adjoint import Adjoint
 from equilibria.engine.result import BackwardStats, ConvergenceWarning, Result, Solution, Stats
 from equilibria.engine.solver import SolverOptions
 from equilibria.engine.transforms import uncached
+from equilibria.engine.tree import sample_norm
 from equilibria.entry import check_ways, fixed_point
 from equilibria.ops.pooling import average_pool
 from equilibria.problems.certificate import certify
@@ -116,7 +117,7 @@ def combine(parts: Sequence[Solution[Tensor]]) -> BranchSolution:
         backward = _BranchBackward([s.backward for s in stats])
     together = Stats(
         steps=torch.stack([s.steps for s in stats]).amax(0),
-        residual=torch.linalg.vector_norm(torch.stack([s.residual for s in stats]), dim=0),
+        residual=sample_norm([s.residual for s in stats]),
         relative=torch.stack([s.relative for s in stats]).amax(0),
         evaluations=sum(s.evaluations for s in stats),
         syncs=sum(s.syncs for s in stats),
