@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 
@@ -31,6 +31,11 @@ MOVED = {
 # What begins so is gone, and why.
 DROPPED: dict[str, str] = {
     "equilibria.evaluation.Reliability.to_dict": "dataclasses.asdict gives the same",
+    **{
+        f"{place}.Auto.{name}": "Auto is options; the solver that it chooses has it"
+        for place in ("equilibria", "equilibria.solvers")
+        for name in ("fallback", "init", "residual_memory", "restart", "step", "take")
+    },
     # Set when an object is made, so that no class lists them.
     "equilibria.data.LazyImages.device": "an attribute, still there",
     "equilibria.data.LazyImages.ndim": "an attribute, still there",
@@ -56,7 +61,12 @@ def parameters(item: Any) -> list[str]:
         found = inspect.signature(item).parameters.values()
     except (TypeError, ValueError):
         return []
-    return [p.name for p in found if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    names = [p.name for p in found if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    for p in found:
+        if p.kind is p.VAR_KEYWORD and "Unpack[" in str(p.annotation):
+            hints = get_type_hints(item.__init__ if inspect.isclass(item) else item)
+            names += get_type_hints(get_args(hints[p.name])[0])
+    return names
 
 
 def members(kind: type) -> set[str]:

@@ -239,7 +239,9 @@ class _Judge:
         if self.size:
             off, image = (part_samples(x) for x in _judged_leaves(self.fn, point))
             norm = _weighted(off, sample_norm(off), self.tolerances)
-            return self._within(norm, sample_norm(image)).unflatten(0, (-1, self.size)).all(1)
+            passed = self._within(norm, sample_norm(image))
+            together: Tensor = passed.unflatten(0, (-1, self.size)).all(1)
+            return together
         if self.fn.surrogate is None:
             residual = _weighted(point.residual, residual, self.tolerances)
         return self._within(residual, scale)
