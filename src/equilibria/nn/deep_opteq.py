@@ -1,5 +1,6 @@
-"""Deep OptEq (paper 003, Eq 5–6): z = f_L ∘ … ∘ f_1(z), f_l(z) = α_l W_lᵀσ(W_l z + c_l) + (1−α_l)z.
+"""Deep OptEq: z = f_L ∘ … ∘ f_1(z), f_l(z) = α_l W_lᵀσ(W_l z + c_l) + (1−α_l)z.
 
+Xie et al. 2021, Eq 5–6.
 The three ways of Algorithm 1 to train it, or any other layer, are in ``training_way``.
 """
 
@@ -307,7 +308,7 @@ def training_way(
     regularizer: Regularizer | None = None,
     **options: Any,
 ) -> TrainingWay:
-    """Algorithm 1 of paper 003: the solver and the adjoint of one of its three ways, for any layer.
+    """The solver and the adjoint of one of the three ways of Algorithm 1 (Xie et al. 2021).
 
     ::
 

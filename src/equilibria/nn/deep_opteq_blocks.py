@@ -1,4 +1,4 @@
-"""One block of a deep OptEq: f(z) = αWᵀσ(Wz + c) + (1 − α)z, c = Ux + b (paper 003, Eq 6).
+"""One block of a deep OptEq: f(z) = αWᵀσ(Wz + c) + (1 − α)z, c = Ux + b (Xie et al. 2021, Eq 6).
 
 W and U are matrices, k × k convolutions, or depthwise-separable ones (``SeparableConv``).
 """

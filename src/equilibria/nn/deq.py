@@ -432,7 +432,7 @@ class DEQ(BlockHolder, MonitoredMapLayer):
 
 
 class RepeatedBlock(BlockHolder):
-    """z_{k+1} = block(z_k, x), k < K: the weight-tied repeat-K twin of a DEQ (paper 004, §4.2.1).
+    """z_{k+1} = block(z_k, x), k < K: the weight-tied repeat-K twin of a DEQ (Nguyen 2022, §4.2.1).
 
     An explicit network, differentiated by autograd; exactly K steps of Picard. Its state_dict has
     the names of the DEQ's, so that either loads the other's; ``deq.repeated(K)`` and
@@ -469,7 +469,7 @@ class RepeatedBlock(BlockHolder):
 
 
 class ResidualBlock(nn.Module):
-    """f(z, x) = norm(ReLU(z + norm(x + W₂ * norm(ReLU(W₁ * z))))) (paper 004, Eq 4.1).
+    """f(z, x) = norm(ReLU(z + norm(x + W₂ * norm(ReLU(W₁ * z))))) (Nguyen 2022, Eq 4.1).
 
     * is a convolution without bias, norm is group norm; z and x are [B, channels, H, W], the inner
     map is [B, inner, H, W]. Small weights (standard deviation 0.01) make f nearly constant in z at

@@ -164,8 +164,9 @@ def _scaled(weight: Tensor, length: Tensor) -> Tensor:
 
 
 class MonotoneDEQ(MapLayer):
-    """z = σ(Wz + Ux + b), W = (1 − m)I − AᵀA + B − Bᵀ  (paper 004, Eq 3.1–3.3; Winston and Kolter).
+    """z = σ(Wz + Ux + b), W = (1 − m)I − AᵀA + B − Bᵀ  (Nguyen 2022, Eq 3.1–3.3).
 
+    The layer of Winston and Kolter 2020.
     I − W ⪰ mI for every A and B, so the inclusion 0 ∈ (I − W)z − (Ux + b) + ∂f(z), σ = prox_f, has
     exactly one solution, also where the map σ(Wz + Ux + b) expands and plain iteration diverges.
 

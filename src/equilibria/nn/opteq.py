@@ -1,4 +1,4 @@
-"""OptEq (paper 003): z = Wᵀσ(Wz + Ux + b), and its other form ζ = σ(WWᵀζ + Ux + b)."""
+"""OptEq (Xie et al. 2021): z = Wᵀσ(Wz + Ux + b), and its other form ζ = σ(WWᵀζ + Ux + b)."""
 
 from __future__ import annotations
 

@@ -172,13 +172,13 @@ def proximal_slack(tau: float | Tensor) -> float | Tensor:
 
 
 def forward_backward_factor(m: float, upper: float, alpha: float) -> float:
-    """√(1 − 2αm + α²L²) ≥ the Lipschitz constant of the step (paper 004, Proposition 3)."""
+    """√(1 − 2αm + α²L²) ≥ the Lipschitz constant of the step (Nguyen 2022, Proposition 3)."""
     return math.sqrt(max(0.0, 1.0 - 2.0 * alpha * m + alpha * alpha * upper * upper))
 
 
 @options
 class ForwardBackward(SplittingSolver):
-    """z ← prox_{αf}(z − α((I − W)z − c)), α in the open interval (0, 2m/L²)  (paper 004, Eq 3.5).
+    """z ← prox_{αf}(z − α((I − W)z − c)), α in the open interval (0, 2m/L²)  (Nguyen 2022, Eq 3.5).
 
     A contraction with the factor √(1 − 2αm + α²L²) (Proposition 3), which is least, √(1 − m²/L²),
     at α = m/L², the default; at the end 2m/L² it is exactly 1 (the paper closes the interval). A

@@ -1,4 +1,4 @@
-"""Sequential averaging (SAM): the fixed point that a regularizer likes best (paper 003, Eq 11)."""
+"""Sequential averaging (SAM): the fixed point of least R (Xie et al. 2021, Eq 11)."""
 
 from __future__ import annotations
 
