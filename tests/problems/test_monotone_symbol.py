@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from equilibria.problems.monotone_symbol import (
+from equilibria.problems.monotone_tiers import (
     kernel_norm_bound,
     phase_kernel,
     phase_kernel_down,

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
-from equilibria.problems.monotone_geometry import Plane, Torus
 from equilibria.problems.monotone_operator import States
-from equilibria.problems.monotone_tiers import TieredMonotone, make_geometry
+from equilibria.problems.monotone_tiers import Plane, TieredMonotone, Torus, make_geometry
 from tests.problems.test_monotone_operator import modulus
 
 Array = NDArray[np.float64]

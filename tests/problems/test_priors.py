@@ -22,13 +22,15 @@ from equilibria.problems.priors import (
     Box,
     Free,
     LeakyNonNegative,
+    Logistic,
     NonNegative,
     Prior,
     ShiftedNonNegative,
+    Softplus,
     SoftThreshold,
+    Tanh,
     WithL1,
 )
-from equilibria.problems.priors_smooth import Logistic, Softplus, Tanh
 
 Scalar = Callable[[float], float]
 

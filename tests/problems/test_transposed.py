@@ -13,7 +13,7 @@ from equilibria.problems import (
     ModuleOperator,
     SeparableConvOperator,
 )
-from equilibria.problems.transposed import TransposedOperator
+from equilibria.problems.operators import TransposedOperator
 from tests.problems.test_operators import assert_is_matrix, conv_matrix, randn
 
 

@@ -1,6 +1,9 @@
-"""Hidden problems: priors, couplings, regularizers, γ policies, and what is made of them."""
+"""Hidden problems: priors, couplings, regularizers, γ policies, operators, and how to solve them.
 
-from .certificate import Certificate, certify
+Each states its own bounds (curvature, rounding, Lipschitz constants); what is proven with them is
+in ``certify``. How a problem is solved is in ``solvers``; ``minimize`` brings the two together.
+"""
+
 from .custom_prior import CustomPrior, NonMonotoneActivation, NotNonexpansive
 from .feature_map import (
     gaussian_feature_map,
@@ -16,8 +19,6 @@ from .gamma import (
     as_gamma,
 )
 from .gaussian import GAUSSIAN_CONCAVITY, Gaussian
-from .guarantee import Guarantee, Guaranteed
-from .hsic import HSIC
 from .kernels import (
     Coupling,
     Curvature,
@@ -26,7 +27,6 @@ from .kernels import (
     Polynomial,
     Sigmoidal,
 )
-from .map_certificate import CompositeCertificate, MapCertificate
 from .norms import NormBound
 from .operators import (
     ConvOperator,
@@ -41,16 +41,17 @@ from .priors import (
     Box,
     Free,
     LeakyNonNegative,
+    Logistic,
     NonNegative,
     Prior,
     ShiftedNonNegative,
+    Softplus,
     SoftThreshold,
+    Tanh,
     WithL1,
 )
-from .priors_smooth import Logistic, Softplus, Tanh
-from .problem import HiddenProblem, Problem
-from .problem_transforms import AffineProblem, MoreauProblem
-from .regularizers import L1, Decorrelation, FeatureIncay, Regularizer, SquaredNorm
+from .problem import AffineProblem, HiddenProblem, MoreauProblem, Problem
+from .regularizers import HSIC, L1, Decorrelation, FeatureIncay, Regularizer, SquaredNorm
 from .solving import minimize
 
 __all__ = [
@@ -59,8 +60,6 @@ __all__ = [
     "L1",
     "AffineProblem",
     "Box",
-    "Certificate",
-    "CompositeCertificate",
     "ConvOperator",
     "Coupling",
     "Curvature",
@@ -73,15 +72,12 @@ __all__ = [
     "Free",
     "GammaPolicy",
     "Gaussian",
-    "Guarantee",
-    "Guaranteed",
     "HiddenProblem",
     "LeakyNonNegative",
     "LearnedGamma",
     "Linear",
     "LinearOperator",
     "Logistic",
-    "MapCertificate",
     "MeanPatchEnergy",
     "MinPatchEnergy",
     "ModuleOperator",
@@ -105,9 +101,28 @@ __all__ = [
     "WithL1",
     "as_gamma",
     "as_operator",
-    "certify",
     "gaussian_feature_map",
     "minimize",
     "truncated_gaussian_coupling",
     "truncation_error_bound",
 ]
+
+_MOVED = dict.fromkeys(
+    (
+        "Certificate",
+        "CompositeCertificate",
+        "Guarantee",
+        "Guaranteed",
+        "MapCertificate",
+        "certify",
+    ),
+    "equilibria.certify",
+)
+
+
+def __getattr__(name: str) -> object:
+    if name in _MOVED:
+        raise ImportError(
+            f"equilibria.problems.{name} has moved: use `from {_MOVED[name]} import {name}`."
+        )
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

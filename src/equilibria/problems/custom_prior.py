@@ -22,9 +22,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from equilibria.problems.priors import Prior, WithL1, at_least_float32, check_step, interval
+from equilibria.problems.priors import Prior, at_least_float32, check_step, interval
 
-__all__ = ["CustomPrior", "NonMonotoneActivation", "NotNonexpansive", "is_sampled"]
+__all__ = ["CustomPrior", "NonMonotoneActivation", "NotNonexpansive"]
 
 _SLACK = 1e-9  # of a slope on the grid: rounding in sigma, not a license
 _REACH = 1e8  # the table ends here on both sides
@@ -166,8 +166,12 @@ class CustomPrior(Prior):
 
     @property
     def expansion(self) -> float:
-        """The largest slope met on the grid (a measurement, not a bound: see ``is_sampled``)."""
+        """The largest slope met on the grid: a measurement, not a bound (see ``sampled``)."""
         return self._expansion
+
+    @property
+    def sampled(self) -> bool:
+        return True
 
     def _extend(self, grid: Tensor) -> Tensor:
         """The grid, continued geometrically while the activation stays finite."""
@@ -313,10 +317,3 @@ class CustomPrior(Prior):
 
     def _miss(self, u: Tensor, v: Tensor, tau: Tensor) -> Tensor:
         return tau * u + (1.0 - tau) * self.sigma(u).detach() - v
-
-
-def is_sampled(prior: Prior) -> bool:
-    """Whether an activation is known from samples alone: what rests on it is not proven."""
-    if isinstance(prior, WithL1):
-        return is_sampled(prior.prior)
-    return isinstance(prior, CustomPrior)

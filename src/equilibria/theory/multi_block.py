@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from equilibria.problems.linear_operator import DenseOperator
+from equilibria.problems.operators import DenseOperator
 
 from .blocks import Block, Deep, as_blocks
 

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from equilibria.problems.gaussian import GAUSSIAN_CONCAVITY
-from equilibria.problems.lipschitz import gaussian_sensitivity
+from equilibria.problems.gaussian import GAUSSIAN_CONCAVITY, gaussian_sensitivity
 from equilibria.theory.bounds.margin_formulas import PacBayes, bracket_geq, bracket_opteq
 from equilibria.theory.bounds.perturbation import Sizes, geq_change, opteq_change
 from equilibria.theory.bounds.remarks import remark1_ratios

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from equilibria.problems.lipschitz import gaussian_sensitivity
+from equilibria.problems.gaussian import gaussian_sensitivity
 from equilibria.theory.bounds import remarks
 from equilibria.theory.bounds import similarity_formulas as formulas
 

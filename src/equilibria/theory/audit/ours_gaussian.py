@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from equilibria.problems.lipschitz import GAUSSIAN_BEND
+from equilibria.problems.gaussian import GAUSSIAN_BEND
 
 from .claims import Claim, Trial, Variant
 from .drawing import integer, norm, normal, uniform

@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from equilibria.problems import MeanPatchEnergy, certify
-from equilibria.problems.lipschitz import gaussian_sensitivity
+from equilibria.certify import certify
+from equilibria.problems import MeanPatchEnergy
+from equilibria.problems.gaussian import gaussian_sensitivity
 
 from .claims import Claim, Trial, Variant
 from .drawing import ACTIVATIONS, integer, norm, normal, spectral, uniform

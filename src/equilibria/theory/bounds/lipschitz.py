@@ -20,11 +20,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from equilibria.certify.error_bounds import tight_curvature
+from equilibria.certify.lipschitz import global_lipschitz, local_lipschitz
 from equilibria.problems import Problem
-from equilibria.problems.error_bounds import tight_curvature
 from equilibria.problems.gamma import MeanPatchEnergy
-from equilibria.problems.gaussian import GAUSSIAN_CONCAVITY
-from equilibria.problems.lipschitz import gaussian_sensitivity, global_lipschitz, local_lipschitz
+from equilibria.problems.gaussian import GAUSSIAN_CONCAVITY, gaussian_sensitivity
 
 from .measuring import LayerNumbers, Provable, double, measure_layer
 from .report import Assumption, AssumptionError, Report, check_positive, refusing

@@ -11,8 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from equilibria.problems.gaussian import GAUSSIAN_CONCAVITY
-from equilibria.problems.lipschitz import gaussian_sensitivity
+from equilibria.problems.gaussian import GAUSSIAN_CONCAVITY, gaussian_sensitivity
 
 __all__ = ["Sizes", "geq_change", "opteq_change"]
 

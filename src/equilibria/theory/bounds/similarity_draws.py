@@ -11,7 +11,7 @@ from torch import Tensor
 
 from equilibria.nn import OptEq
 from equilibria.problems import Coupling, Gaussian, Linear, Problem
-from equilibria.problems.lipschitz import gaussian_sensitivity
+from equilibria.problems.gaussian import gaussian_sensitivity
 
 from .measuring import Provable, solved
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from equilibria.problems import CompositeCertificate, Guarantee, MapCertificate
+from equilibria.certify import CompositeCertificate, Guarantee, MapCertificate
 
 
 def certificate(

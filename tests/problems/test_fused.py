@@ -16,7 +16,7 @@ from torch import Tensor
 import equilibria as eq
 from equilibria.engine.result import Result
 from equilibria.problems import solving
-from equilibria.problems.express import serves
+from equilibria.problems.fused import serves
 
 PATCH = eq.Patches(channels=4, size=2)
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import equilibria as eq
+from equilibria.certify import Guarantee
 from equilibria.nn import DEQ, MDEQ
-from equilibria.problems import Guarantee
 from equilibria.problems.operators import DenseOperator
 from tests.contracts.layer_contract import TIGHT
 from tests.nn.test_deq import TanhBlock

@@ -18,17 +18,15 @@ from hypothesis import strategies as st
 from scipy.optimize import brentq
 from torch import Tensor, nn
 
+from equilibria.certify.certificate import Certificate, Guarantee, certify
 from equilibria.engine.result import Solution
 from equilibria.nn import GEQ, EquilibriumLayer, NormBounded, OptEq, PolynomialEq, SigmoidEq
-from equilibria.problems.casting import in_double
-from equilibria.problems.certificate import Certificate, Guarantee, certify
 from equilibria.problems.gamma import FixedGamma, GammaPolicy, MeanPatchEnergy, MinPatchEnergy
 from equilibria.problems.gaussian import Gaussian
 from equilibria.problems.kernels import Coupling, Curvature, Linear, Polynomial, Sigmoidal
 from equilibria.problems.operators import ModuleOperator
 from equilibria.problems.patches import Patches
-from equilibria.problems.priors import Box, Free, NonNegative, Prior
-from equilibria.problems.priors_smooth import Tanh
+from equilibria.problems.priors import Box, Free, NonNegative, Prior, Tanh
 from equilibria.problems.problem import Problem
 from equilibria.problems.regularizers import Decorrelation, Regularizer, SquaredNorm
 from equilibria.problems.solving import minimize
@@ -282,7 +280,7 @@ def test_layers_of_the_library_are_certified(name: str) -> None:
     with torch.no_grad():
         found = certify(layer, x)
         z = layer.solve(x).value
-        problem = in_double(layer.problem(x))
+        problem = layer.problem(x).in_double()
         exact = z.double()
         tau = 1.0 / torch.as_tensor(problem.curvature().upper, dtype=torch.float64)
         for _ in range(3000):
@@ -535,7 +533,7 @@ def test_a_metric_that_rounding_made_indefinite_is_certified_as_the_nearest_one(
     problem = Problem(NonNegative(), Gaussian(w, c, 0.5, hidden=hidden))
     metric = problem.coupling.metric.double()
     assert float(torch.linalg.eigvalsh(metric)[0]) < -1e-10
-    found = in_double(problem).coupling.metric
+    found = problem.in_double().coupling.metric
     assert float(torch.linalg.eigvalsh(found)[0]) > -1e-14
     assert float((found - metric).abs().max()) < 1e-6
     assert certify(problem, z=torch.zeros(3, 4)).rigorous

@@ -17,7 +17,7 @@ import torch
 from scipy.optimize import brentq
 from torch import Tensor
 
-from equilibria.problems.certificate import Guarantee, certify
+from equilibria.certify.certificate import Guarantee, certify
 from equilibria.problems.gamma import FixedGamma, GammaPolicy, MeanPatchEnergy, MinPatchEnergy
 from equilibria.problems.gaussian import Gaussian
 from equilibria.problems.kernels import Linear, Sigmoidal
@@ -31,8 +31,8 @@ from equilibria.problems.priors import (
     Prior,
     ShiftedNonNegative,
     SoftThreshold,
+    Tanh,
 )
-from equilibria.problems.priors_smooth import Tanh
 from equilibria.problems.problem import Problem
 from tests.problems.test_operators import conv_matrix
 from tests.problems.test_patches import rows_by_loops

@@ -1,0 +1,19 @@
+"""What is proven about an answer: uniqueness, distance from the exact one, dependence on the input.
+
+Certificates of problems, of maps and of layers, in float64 with rounding paid for. The bounds of a
+kernel, a prior, an operator or a regularizer are its own (``problems``): here they are asked for.
+"""
+
+from .certificate import Certificate, Numbers, certify
+from .guarantee import Guarantee, Guaranteed
+from .map_certificate import CompositeCertificate, MapCertificate
+
+__all__ = [
+    "Certificate",
+    "CompositeCertificate",
+    "Guarantee",
+    "Guaranteed",
+    "MapCertificate",
+    "Numbers",
+    "certify",
+]
