@@ -7,8 +7,8 @@ One of batch, width, resolution and solver steps moves, the others stand at the 
 network is a convolution, ``--depth`` blocks x ↦ skip(x) + layer(norm(x)) and a linear head; the
 layer is one of
 
-- GEQ: so many steps of the certificate's size, gradients by 3 terms of the series (the express
-  lane); on a GPU replayed as a CUDA graph;
+- GEQ: so many steps of the certificate's size, gradients by 3 terms of the series (the fused
+  path); on a GPU replayed as a CUDA graph;
 - GEQ, general path: Picard of so many fixed steps, gradients by 3 phantom steps, eager;
 - explicit twin: two convolutions in the place of the layer (so it has no solver steps); on a GPU
   replayed as a CUDA graph;
