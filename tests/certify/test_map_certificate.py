@@ -1,13 +1,21 @@
-"""Certificates of maps and of parts: what they say, and how parts add up."""
+"""Certificates of maps and of parts: what they say, how they compose, a wrong factor refuted."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
+import equilibria as eq
 from equilibria.certify import CompositeCertificate, Guarantee, MapCertificate
+from equilibria.nn import DEQ, MDEQ
+from equilibria.problems.operators import DenseOperator
+from tests.contracts.layer_contract import TIGHT
+from tests.nn.test_deq import TanhBlock
+from tests.problems.test_operators import randn
 
 
 def certificate(
@@ -60,3 +68,119 @@ def test_parts_of_other_batches_are_refused() -> None:
         CompositeCertificate({"a": one, "b": two})
     with pytest.raises(ValueError, match="at least one"):
         CompositeCertificate({})
+
+
+class BoundedBlock(TanhBlock):
+    """tanh has slopes in [0, 1], so ‖W‖₂ is a Lipschitz constant."""
+
+    def contraction_bound(self) -> float:
+        return DenseOperator(self.W.weight).norm_upper()
+
+
+def made(block: nn.Module, **options: Any) -> DEQ:
+    return DEQ(block, start=(5,), **options).double()
+
+
+def test_nothing_is_claimed_of_a_general_map() -> None:
+    torch.manual_seed(0)
+    layer, x = made(TanhBlock()), randn(3, 4)
+    found = eq.certify(layer, x)
+    assert found.kinds == (Guarantee.none,) * 3
+    assert not found.unique
+    assert not found.rigorous
+    assert found.contraction is None
+    assert torch.isinf(found.error_bound).all()
+    z = layer(x).detach()
+    gap = torch.linalg.vector_norm(layer.block(z, x) - z, dim=1).detach()
+    torch.testing.assert_close(found.residual, gap, rtol=1e-6, atol=1e-12)
+    assert "nothing is proven" in str(found)
+    assert "estimate" in found.numbers["radius at z"]
+
+
+@pytest.mark.parametrize("rtol", [1e-1, 1e-4])
+def test_a_proven_factor_bounds_the_true_error(rtol: float) -> None:
+    torch.manual_seed(0)
+    block = BoundedBlock(scale=0.9)
+    layer, x = made(block, solver=eq.Picard(rtol=rtol)), randn(4, 4)
+    factor = float(torch.linalg.matrix_norm(block.W.weight.detach(), 2))
+    assert 0.5 < factor < 0.95
+    found = layer.certify(x)
+    assert found.kinds == (Guarantee.contraction,) * 4
+    assert found.contraction == pytest.approx(factor, rel=1e-6)
+    truth = layer.solve(x, solver=TIGHT).value
+    error = torch.linalg.vector_norm(layer(x) - truth, dim=1).detach()
+    assert (error <= found.error_bound).all()
+    assert (found.error_bound <= (1 + factor) / (1 - factor) * error * 1.01 + 1e-12).all()
+    assert "contraction_bound()" in str(found)
+
+
+def test_a_given_factor_and_a_given_state() -> None:
+    torch.manual_seed(0)
+    layer, x = made(TanhBlock(scale=0.5), contraction=0.9), randn(3, 4)
+    z = randn(3, 5)
+    found = layer.certify(x, z)
+    assert found.solver == "z was given"
+    gap = torch.linalg.vector_norm(layer.block(z, x) - z, dim=1).detach()
+    torch.testing.assert_close(found.error_bound, gap / 0.1, rtol=1e-9, atol=0)
+    above = made(TanhBlock(scale=0.5), contraction=1.5).certify(x)
+    assert above.kind == Guarantee.none
+    assert "not below 1" in str(above)
+
+
+def test_a_wrong_factor_is_refuted() -> None:
+    block = TanhBlock()
+    with torch.no_grad():
+        block.W.weight.copy_(0.8 * torch.eye(5))
+        for p in block.U.parameters():
+            p.zero_()
+    layer, x = made(block, contraction=0.5), randn(2, 4)  # J = 0.8 I at z = 0
+    found = layer.certify(x)
+    assert found.kind == Guarantee.none
+    assert torch.isinf(found.error_bound).all()
+    assert "REFUTED" in str(found)
+
+
+def test_the_layer_is_left_as_it_is() -> None:
+    torch.manual_seed(0)
+    layer = DEQ(TanhBlock(), start=(5,))
+    layer.train()
+    state = torch.get_rng_state()
+    found = layer.certify(torch.randn(2, 4, generator=torch.Generator().manual_seed(0)))
+    assert layer.training
+    assert layer.block.W.weight.dtype == torch.float32
+    assert torch.equal(torch.get_rng_state(), state)
+    # In float64, on the float32 answer: far below what float32 could resolve of the residual.
+    assert found.residual.dtype == torch.float64
+    assert (found.residual < 1e-3).all()
+
+
+def test_nan_is_not_certified() -> None:
+    torch.manual_seed(0)
+    layer, x = made(BoundedBlock()), randn(3, 4)
+    x[1, 0] = float("nan")
+    found = layer.certify(x)
+    assert found.certified.tolist() == [True, False, True]
+    assert torch.isinf(found.error_bound[1])
+
+
+def test_a_block_that_takes_one_dtype_only() -> None:
+    shift = torch.full((5,), 0.25)
+
+    def block(z: Tensor, x: Tensor) -> Tensor:
+        return torch.tanh(torch.addmv(shift, 0.1 * torch.eye(5), z[0]))[None] + 0 * x[:, :1]
+
+    found = DEQ(block, start=(5,)).certify(torch.randn(1, 4))
+    assert found.residual[0] < 1e-4
+    assert any("does not take float64" in note for note in found.notes)
+
+
+def test_mdeq() -> None:
+    torch.manual_seed(0)
+    layer, x = MDEQ((4, 4), groups=2), torch.randn(2, 4, 4, 4)
+    found = eq.certify(layer, x)
+    assert found.kinds == (Guarantee.none,) * 2
+    z = layer.eval()(x)
+    image = layer.step(z, x, ())
+    parts = [(a - b).flatten(1) for a, b in zip(z, image, strict=True)]
+    gap = torch.linalg.vector_norm(torch.cat(parts, 1), dim=1).detach()
+    torch.testing.assert_close(found.residual.float(), gap, rtol=0.02, atol=1e-6)

@@ -130,6 +130,8 @@ class CustomPrior(Prior):
     them.
     """
 
+    sampled = True
+
     def __init__(
         self,
         activation: Activation,
@@ -168,10 +170,6 @@ class CustomPrior(Prior):
     def expansion(self) -> float:
         """The largest slope met on the grid: a measurement, not a bound (see ``sampled``)."""
         return self._expansion
-
-    @property
-    def sampled(self) -> bool:
-        return True
 
     def _extend(self, grid: Tensor) -> Tensor:
         """The grid, continued geometrically while the activation stays finite."""

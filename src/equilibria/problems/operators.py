@@ -82,15 +82,18 @@ class LinearOperator(ABC):
         """The input shape, where the operator takes only one."""
         return None
 
-    @property
-    @abstractmethod
-    def dtype(self) -> torch.dtype:
-        """Dtype of the weights."""
+    weight: Tensor
+    """The weights, or some of them; an operator without overrides ``dtype`` and ``device``."""
 
     @property
-    @abstractmethod
+    def dtype(self) -> torch.dtype:
+        """Dtype of the weights."""
+        return self.weight.dtype
+
+    @property
     def device(self) -> torch.device:
         """Device of the weights."""
+        return self.weight.device
 
     def norm(self, in_shape: Sequence[int] | None = None) -> NormBound:
         """‖W‖₂ on maps of ``in_shape``: power iteration from below, rigorous bound from above."""
@@ -152,14 +155,6 @@ class DenseOperator(LinearOperator):
     @property
     def in_shape(self) -> tuple[int, ...] | None:
         return (self.weight.shape[1],)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.weight.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.weight.device
 
 
 Pair = int | tuple[int, int]
@@ -343,14 +338,6 @@ class ConvOperator(LinearOperator):
         """sup_θ ‖K̂(θ)‖₂ of the polyphase symbol, at most 1% above it."""
         return convolution_norm_upper(self.weight, stride=self.stride, groups=self.groups)
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.weight.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.weight.device
-
 
 class SeparableConvOperator(LinearOperator):
     """Depthwise "same" convolution, then pointwise: Wz = P(D ∗ z).
@@ -369,6 +356,7 @@ class SeparableConvOperator(LinearOperator):
             )
         self.depthwise = ConvOperator(depthwise, groups=channels)
         self.pointwise = ConvOperator(pointwise)
+        self.weight = pointwise
 
     @property
     def kernel(self) -> Tensor:
@@ -404,14 +392,6 @@ class SeparableConvOperator(LinearOperator):
         """From the symbol of the composed kernel, not the product of the two norms."""
         kernel = exact(self.pointwise.weight) * exact(self.depthwise.weight)[:, 0]
         return convolution_norm_upper(kernel)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.pointwise.weight.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.pointwise.weight.device
 
 
 _DENSE_LIMIT = 2048  # largest small side of a module that is made into a matrix for its norm

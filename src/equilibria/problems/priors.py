@@ -23,6 +23,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from equilibria.engine.options import check_number
+
 __all__ = [
     "Box",
     "Free",
@@ -52,15 +54,6 @@ def check_step(tau: float | Tensor) -> float | Tensor:
     if not (math.isfinite(tau) and tau > 0):
         raise ValueError(f"tau got {tau!r}, takes a positive finite number or a tensor of them")
     return float(tau)
-
-
-def check_number(owner: object, name: str, value: object, *, least: float = -math.inf) -> None:
-    """Raise a ``ValueError`` that names the option unless ``value`` is finite and >= ``least``."""
-    real = isinstance(value, (int, float)) and not isinstance(value, bool)
-    number = float(value) if isinstance(value, (int, float)) else math.nan
-    if not (real and math.isfinite(number) and number >= least):
-        wanted = "a finite number" if least == -math.inf else f"a finite number >= {least:g}"
-        raise ValueError(f"{type(owner).__name__}: {name} got {value!r}, takes {wanted}")
 
 
 def graph_zero(z: Tensor) -> Tensor:
@@ -137,18 +130,11 @@ def interval(inside: Tensor, lower: Tensor, upper: Tensor) -> tuple[Tensor, Tens
     return torch.where(inside, lower, math.inf), torch.where(inside, upper, -math.inf)
 
 
-class _PiecewiseLinear(Prior):
-    """A prior whose prox is piecewise linear for every ``tau``."""
-
-    @property
-    def piecewise_linear(self) -> bool:
-        return True
-
-
 @dataclass(frozen=True)
-class Free(_PiecewiseLinear):
+class Free(Prior):
     """``f(z) = 0``: no prior. ``sigma(v) = v``, ``f*(y) = 0`` at ``y = 0``, else ``+inf``."""
 
+    piecewise_linear = True
     has_conjugate: ClassVar[bool] = True
 
     def value(self, z: Tensor) -> Tensor:
@@ -167,12 +153,13 @@ class Free(_PiecewiseLinear):
 
 
 @dataclass(frozen=True)
-class NonNegative(_PiecewiseLinear):
+class NonNegative(Prior):
     """``f(z) = 0`` for ``z >= 0``, else ``+inf``. ``sigma = relu``.
 
     ``f*(y) = 0`` for ``y <= 0``, else ``+inf``.
     """
 
+    piecewise_linear = True
     has_conjugate: ClassVar[bool] = True
 
     def value(self, z: Tensor) -> Tensor:
@@ -191,7 +178,7 @@ class NonNegative(_PiecewiseLinear):
 
 
 @dataclass(frozen=True)
-class Box(_PiecewiseLinear):
+class Box(Prior):
     """``f(z) = 0`` for ``lower <= z <= upper``, else ``+inf``.
 
     ``sigma(v) = min(max(v, lower), upper)`` (clipped ReLU for ``Box(0, 1)``, hardtanh for
@@ -200,6 +187,7 @@ class Box(_PiecewiseLinear):
 
     lower: float = 0.0
     upper: float = 1.0
+    piecewise_linear = True
     has_conjugate: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -238,17 +226,18 @@ class Box(_PiecewiseLinear):
 
 
 @dataclass(frozen=True)
-class SoftThreshold(_PiecewiseLinear):
+class SoftThreshold(Prior):
     """``f(z) = weight |z|``. ``sigma(v) = sign(v) max(|v| - weight, 0)``.
 
     ``f*(y) = 0`` for ``|y| <= weight``, else ``+inf``.
     """
 
     weight: float = 1.0
+    piecewise_linear = True
     has_conjugate: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        check_number(self, "weight", self.weight, least=0.0)
+        check_number(self, "weight", low=0.0)
 
     @property
     def shift(self) -> float:
@@ -271,17 +260,18 @@ class SoftThreshold(_PiecewiseLinear):
 
 
 @dataclass(frozen=True)
-class ShiftedNonNegative(_PiecewiseLinear):
+class ShiftedNonNegative(Prior):
     """``f(z) = weight z`` for ``z >= 0``, else ``+inf``. ``sigma(v) = relu(v - weight)``.
 
     ``f*(y) = 0`` for ``y <= weight``, else ``+inf``. A negative weight shifts to the left.
     """
 
     weight: float = 1.0
+    piecewise_linear = True
     has_conjugate: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        check_number(self, "weight", self.weight)
+        check_number(self, "weight")
 
     @property
     def shift(self) -> float:
@@ -302,23 +292,20 @@ class ShiftedNonNegative(_PiecewiseLinear):
 
 
 @dataclass(frozen=True)
-class LeakyNonNegative(_PiecewiseLinear):
+class LeakyNonNegative(Prior):
     """``f(z) = (1/slope - 1) min(z, 0)^2 / 2``. ``sigma(v) = max(v, 0) + slope min(v, 0)``.
 
     ``prox_{tau f}(v) = slope v / (slope + tau (1 - slope))`` for ``v < 0``;
     ``f*(y) = slope y^2 / (2 (1 - slope))`` for ``y <= 0``, else ``+inf``. ``0 < slope <= 1``.
+    Slope 0 would be ``NonNegative``, slope 1 is ``Free``.
     """
 
     slope: float = 0.01
+    piecewise_linear = True
     has_conjugate: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        check_number(self, "slope", self.slope)
-        if not 0 < self.slope <= 1:
-            raise ValueError(
-                f"LeakyNonNegative: slope got {self.slope!r}, takes 0 < slope <= 1 "
-                "(slope 0 is NonNegative, slope 1 is Free)"
-            )
+        check_number(self, "slope", low=0.0, high=1.0, low_open=True)
 
     def value(self, z: Tensor) -> Tensor:
         below = at_least_float32(z).clamp(max=0.0)
@@ -361,7 +348,7 @@ class WithL1(Prior):
     weight: float = 1.0
 
     def __post_init__(self) -> None:
-        check_number(self, "weight", self.weight, least=0.0)
+        check_number(self, "weight", low=0.0)
 
     @property
     def expansion(self) -> float:

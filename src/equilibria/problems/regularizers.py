@@ -20,10 +20,11 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from equilibria.engine.options import check_number
 from equilibria.engine.tree import sample_norm
 from equilibria.problems.kernels import Curvature, per_sample_sum
 from equilibria.problems.norms import UNIT
-from equilibria.problems.priors import SoftThreshold, at_least_float32, check_number, check_step
+from equilibria.problems.priors import SoftThreshold, at_least_float32, check_step
 
 __all__ = [
     "HSIC",
@@ -89,7 +90,7 @@ class SquaredNorm(Regularizer):
     has_prox: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        check_number(self, "weight", self.weight, least=0.0)
+        check_number(self, "weight", low=0.0)
 
     def value(self, z: Tensor) -> Tensor:
         wide = at_least_float32(z)
@@ -121,7 +122,7 @@ class L1(Regularizer):
     has_prox: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        check_number(self, "weight", self.weight, least=0.0)
+        check_number(self, "weight", low=0.0)
 
     def value(self, z: Tensor) -> Tensor:
         return self.weight * per_sample_sum(at_least_float32(z).abs())
@@ -159,10 +160,8 @@ class FeatureIncay(Regularizer):
     convex: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        check_number(self, "weight", self.weight, least=0.0)
-        check_number(self, "eps", self.eps)
-        if self.eps <= 0:
-            raise ValueError(f"FeatureIncay: eps got {self.eps!r}, takes a positive number")
+        check_number(self, "weight", low=0.0)
+        check_number(self, "eps", low=0.0, low_open=True)
 
     def value(self, z: Tensor) -> Tensor:
         wide = at_least_float32(z)
@@ -237,7 +236,7 @@ class Decorrelation(Regularizer):
     couples_batch: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        check_number(self, "weight", self.weight, least=0.0)
+        check_number(self, "weight", low=0.0)
         check_features(self, self.features)
 
     def _unit_rows(self, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -335,14 +334,9 @@ class HSIC(Regularizer):
     couples_batch: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        check_number(self, "weight", self.weight, least=0.0)
-        check_number(self, "bandwidth", self.bandwidth)
-        if self.bandwidth <= 0:
-            raise ValueError(f"HSIC: bandwidth got {self.bandwidth!r}, takes a positive number")
-        if self.random_features is not None and self.random_features < 1:
-            raise ValueError(
-                f"HSIC: random_features got {self.random_features!r}, takes None or an integer >= 1"
-            )
+        check_number(self, "weight", low=0.0)
+        check_number(self, "bandwidth", low=0.0, low_open=True)
+        check_number(self, "random_features", low=1, integer=True, optional=True)
         check_features(self, self.features)
 
     def _scale(self, batch: int) -> float:
