@@ -214,9 +214,18 @@ def test_an_operator_states_its_magnitude(kind: type[Diagonal]) -> None:
     assert found.unique
 
 
-def test_a_prior_and_a_regularizer_state_theirs() -> None:
+class Unstated(AtLeast):
+    @property
+    def shift(self) -> None:  # type: ignore[override]
+        return None
+
+
+@pytest.mark.parametrize("prior", [AtLeast, Unstated])
+def test_a_prior_and_a_regularizer_state_theirs(prior: type[AtLeast]) -> None:
     c = randn(5, 4)
     exact = ((c - 1.0) / (1 + D)).clamp_min(-0.25)
-    found = certified(Problem(AtLeast(-0.25), Stated(Diagonal(D), c), Pull()), exact)
-    assert found.rigorous
+    found = certified(Problem(prior(-0.25), Stated(Diagonal(D), c), Pull()), exact)
+    assert found.rigorous is (prior is AtLeast)
     assert found.unique
+    layer = eq.nn.MonotoneDEQ(4, prior=prior(-0.25), solver=eq.Picard(max_steps=3))
+    assert layer.certify(torch.zeros(2, 4)).rigorous is (prior is AtLeast)

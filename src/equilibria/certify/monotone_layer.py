@@ -108,6 +108,9 @@ def _certify(
             f"the rounding of W exceeds the modulus m = {layer.m:g}: take a wider dtype or a "
             "larger m"
         )
+    derived = layer.prior.shift is not None
+    if not derived:
+        notes.append("rounding is an estimate: none is derived for this prior")
     sampled = layer.prior.sampled
     if sampled:
         notes.append(
@@ -124,7 +127,7 @@ def _certify(
         lipschitz=lipschitz,
         lipschitz_note=note,
         solver=solver,
-        rigorous=not sampled,
+        rigorous=derived and not sampled,
         numbers=_numbers(layer, operator, m, upper, norm),
         notes=tuple(notes),
     )
@@ -144,7 +147,7 @@ def _rounding(
     gap: States,
 ) -> Tensor:
     """δ [B] with |fl‖z − T(z)‖ − ‖z − T(z)‖| ≤ δ; prox is nonexpansive and passes errors on."""
-    shift = layer.prior.shift
+    shift = layer.prior.shift or 0.0
     rows = []
     for product, v, a, r in zip(operator.rounding(z), argument, image, gap, strict=True):
         rows.append(

@@ -52,24 +52,23 @@ def residual_rounding(
     """δ [B] with |fl‖z − T_τ(z)‖ − ‖z − T_τ(z)‖| ≤ δ, and whether it is derived (else a guess).
 
     ``image`` is the computed T_τ(z); everything in float64. With a τ other than 1 it is derived
-    for piecewise linear proxes alone; at τ = 1 for every prior whose activation is accurate to
-    4 units in the last place.
+    for piecewise linear proxes alone; at τ = 1 for every prior that states its ``shift``.
     """
     force_off = _force_error(problem, z)
-    if force_off is None or not isinstance(problem, Problem):
+    shift = problem.effective_prior.shift if isinstance(problem, Problem) else None
+    if force_off is None or shift is None or not isinstance(problem, Problem):
         # n + 64 roundings of everything in sight.
         scale = _norm(z) + _norm(image) + _norm(problem.gradient(z))
         return SAFETY * sum_error(z[0].numel() + 64) * scale, False
-    prior = problem.effective_prior
     step = _column(tau, z)
     force = z.abs() + problem.gradient(z).abs()
     gap = (z - image).abs()
     argument = (1.0 - step).abs() * z.abs() + step * force
     off = step * force_off + 4 * UNIT * (argument + step * force)
-    off = off + FUNCTION * (argument + image.abs() + step * prior.shift)
+    off = off + FUNCTION * (argument + image.abs() + step * shift)
     delta = SAFETY * (_norm(off + UNIT * gap) + sum_error(z[0].numel() + 4) * _norm(gap))
     exact = not isinstance(tau, Tensor) and tau == 1.0
-    return delta, exact or prior.piecewise_linear
+    return delta, exact or problem.effective_prior.piecewise_linear
 
 
 def subgradient_rounding(problem: Problem, z: Tensor, least: Tensor) -> Tensor | None:

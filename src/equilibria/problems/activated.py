@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from equilibria.problems.kernels import Coupling, Curvature, per_sample_sum, unproven
+from equilibria.problems.kernels import Curvature, ImageCoupling, per_sample_sum, unproven
 from equilibria.problems.norms import FUNCTION, UNIT, sum_error
 from equilibria.problems.operators import LinearOperator, TransposedOperator
 from equilibria.problems.priors import Prior, at_least_float32
@@ -16,7 +16,7 @@ from equilibria.problems.priors import Prior, at_least_float32
 __all__ = ["Activated"]
 
 
-class Activated(Coupling):
+class Activated(ImageCoupling):
     """q(z) = −(1/ν) 1ᵀσ̃(Wz + c), −∇q = (1/ν) Wᵀσ(Wz + c), σ̃′ = σ (OptEq Eq 3, Theorem 1).
 
     With no prior (``Free``) the layer map is Eq 3 itself, and G(z) = ½‖z‖² − ψ(z) with the paper's
@@ -35,24 +35,12 @@ class Activated(Coupling):
 
     def __init__(self, W: LinearOperator | Tensor, c: Tensor, prior: Prior, nu: float = 1.0):
         super().__init__(W, c)
-        try:
-            self.operator.check_output(c.shape[1:])
-        except ValueError as error:
-            raise ValueError(f"Activated: c has the shape of Wz. {error}") from None
         if not isinstance(prior, Prior):
             raise TypeError(f"Activated(prior={prior!r}): expected a prior such as NonNegative().")
         if not 0.0 < nu < float("inf"):
             raise ValueError(f"Activated(nu={nu!r}): expected a positive finite number.")
         self.prior = prior
         self.nu = float(nu)
-
-    def check_state(self, z: Tensor) -> None:
-        expected = (z.shape[0], *self.operator.output_shape(z.shape[1:])) if z.ndim else ()
-        if expected != tuple(self.c.shape):
-            raise ValueError(
-                f"Activated: W takes a state {tuple(z.shape)} to {expected}, "
-                f"but c is {tuple(self.c.shape)}."
-            )
 
     def default_start(self, shape: Sequence[int] | None = None) -> Tensor:
         """z₀ = 0. ``shape`` [B, *state] is needed for strided convolutions."""

@@ -131,6 +131,7 @@ class CustomPrior(Prior):
     """
 
     sampled = True
+    shift = 0.0
 
     def __init__(
         self,

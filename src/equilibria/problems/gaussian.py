@@ -18,7 +18,7 @@ from equilibria.ops.gaussian import (
 from equilibria.ops.gaussian_patches import can_fuse, fused_message, patch_energies
 from equilibria.ops.gaussian_planes import can_unshuffle, merge_planes, plane_rows
 from equilibria.problems.gamma import GammaPolicy, as_gamma
-from equilibria.problems.kernels import Coupling, Curvature, unproven
+from equilibria.problems.kernels import Curvature, ImageCoupling, unproven
 from equilibria.problems.norms import (
     FUNCTION,
     UNIT,
@@ -105,7 +105,7 @@ def _holds(condition: Tensor) -> bool:
         return True
 
 
-class Gaussian(Coupling):
+class Gaussian(ImageCoupling):
     """q(z) = −(1/2γ) Σᵢ exp(−γsᵢ), sᵢ = rᵢMrᵢᵀ, r = c − Wz; −∇q = Wᵀ·merge(e^{−γsᵢ}rᵢM).
 
     GEQ Eq 5–6 with one patch, Eq 16 and Algorithm 1 with patches; M = W_hW_hᵀ is all that is
@@ -133,10 +133,6 @@ class Gaussian(Coupling):
         metric: Tensor | None = None,
     ) -> None:
         super().__init__(W, c)
-        try:
-            self.operator.check_output(c.shape[1:])
-        except ValueError as error:
-            raise ValueError(f"Gaussian: c has the shape of Wz. {error}") from None
         if patches is not None:
             patches.check(c.shape)
         self.patches = patches
@@ -212,14 +208,6 @@ class Gaussian(Coupling):
         dense_channels = like.stride(1) == 1 and like.shape[1] > 1
         layout = torch.channels_last if dense_channels else torch.contiguous_format
         return self.patches.merge(rows, like.shape, layout)
-
-    def check_state(self, z: Tensor) -> None:
-        expected = (z.shape[0], *self.operator.output_shape(z.shape[1:])) if z.ndim else ()
-        if expected != tuple(self.c.shape):
-            raise ValueError(
-                f"Gaussian: W takes a state {tuple(z.shape)} to {expected}, "
-                f"but c is {tuple(self.c.shape)}."
-            )
 
     def default_start(self, shape: Sequence[int] | None = None) -> Tensor:
         """z₀ = 0. ``shape`` [B, *state] is needed for convolutions."""

@@ -185,6 +185,25 @@ class Coupling(ABC):
         return self._norm_upper
 
 
+class ImageCoupling(Coupling):
+    """A coupling of Wz to a c that has its shape."""
+
+    def __init__(self, W: LinearOperator | Tensor | nn.Module, c: Tensor) -> None:
+        super().__init__(W, c)
+        try:
+            self.operator.check_output(c.shape[1:])
+        except ValueError as error:
+            raise ValueError(f"{type(self).__name__}: c has the shape of Wz. {error}") from None
+
+    def check_state(self, z: Tensor) -> None:
+        expected = (z.shape[0], *self.operator.output_shape(z.shape[1:])) if z.ndim else ()
+        if expected != tuple(self.c.shape):
+            raise ValueError(
+                f"{type(self).__name__}: W takes a state {tuple(z.shape)} to {expected}, "
+                f"but c is {tuple(self.c.shape)}."
+            )
+
+
 class _WithLinearTerm(Coupling):
     """q(z) = −φ(⟨c, z⟩) − ½‖Wz‖² with a scalar φ; c has the shape of z.
 

@@ -99,9 +99,13 @@ class Prior(ABC):
         return False
 
     @property
-    def shift(self) -> float:
-        """What the prox adds to its argument at most, per unit of ``tau``; it rounds too."""
-        return 0.0
+    def shift(self) -> float | None:
+        """What the prox adds to its argument at most, per unit of ``tau``.
+
+        A prior that states it promises that the prox rounds by no more than 4 units in the last
+        place of its argument, of this and of its answer. None: not known.
+        """
+        return None
 
     @property
     def sampled(self) -> bool:
@@ -134,6 +138,7 @@ def interval(inside: Tensor, lower: Tensor, upper: Tensor) -> tuple[Tensor, Tens
 class Free(Prior):
     """``f(z) = 0``: no prior. ``sigma(v) = v``, ``f*(y) = 0`` at ``y = 0``, else ``+inf``."""
 
+    shift = 0.0
     piecewise_linear = True
     has_conjugate: ClassVar[bool] = True
 
@@ -159,6 +164,7 @@ class NonNegative(Prior):
     ``f*(y) = 0`` for ``y <= 0``, else ``+inf``.
     """
 
+    shift = 0.0
     piecewise_linear = True
     has_conjugate: ClassVar[bool] = True
 
@@ -187,6 +193,7 @@ class Box(Prior):
 
     lower: float = 0.0
     upper: float = 1.0
+    shift = 0.0
     piecewise_linear = True
     has_conjugate: ClassVar[bool] = True
 
@@ -301,6 +308,7 @@ class LeakyNonNegative(Prior):
     """
 
     slope: float = 0.01
+    shift = 0.0
     piecewise_linear = True
     has_conjugate: ClassVar[bool] = True
 
@@ -359,8 +367,8 @@ class WithL1(Prior):
         return self.prior.piecewise_linear
 
     @property
-    def shift(self) -> float:
-        return self.prior.shift + self.weight
+    def shift(self) -> float | None:
+        return None if self.prior.shift is None else self.prior.shift + self.weight
 
     @property
     def sampled(self) -> bool:
@@ -501,6 +509,7 @@ class SmoothPrior(Prior):
 
     low: float
     high: float
+    shift = 0.0
 
     @abstractmethod
     def _value(self, z: Tensor) -> Tensor:

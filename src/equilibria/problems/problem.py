@@ -21,7 +21,6 @@ Two transforms keep the solutions (Table 1): skip connections and changes of var
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -296,7 +295,27 @@ class Problem(HiddenProblem):
 
 
 @dataclass(frozen=True, eq=False)
-class MoreauProblem(HiddenProblem):
+class _Transformed(HiddenProblem):
+    """Another view of a problem, on the same inputs."""
+
+    problem: HiddenProblem
+
+    @property
+    def couples_batch(self) -> bool:
+        return self.problem.couples_batch
+
+    def inputs(self) -> tuple[Tensor, ...]:
+        return self.problem.inputs()
+
+    def with_inputs(self, *inputs: Tensor) -> Self:
+        other = object.__new__(type(self))  # nothing else is computed anew
+        other.__dict__.update(self.__dict__)
+        other.__dict__["problem"] = self.problem.with_inputs(*inputs)
+        return other
+
+
+@dataclass(frozen=True, eq=False)
+class MoreauProblem(_Transformed):
     """``z -> alpha T(z) + (1 - alpha) z``: a skip connection, ``0 < alpha <= 1``.
 
     What stays true. The fixed points are those of ``T``, for every ``T``; a Lipschitz constant
@@ -307,22 +326,11 @@ class MoreauProblem(HiddenProblem):
     whose minimizers the envelope ``alpha M_G^{1-alpha}`` shares.
     """
 
-    problem: HiddenProblem
     alpha: float
 
     def __post_init__(self) -> None:
         if not 0.0 < self.alpha <= 1.0:
             raise ValueError(f"moreau: alpha got {self.alpha!r}, takes 0 < alpha <= 1")
-
-    @property
-    def couples_batch(self) -> bool:
-        return self.problem.couples_batch
-
-    def inputs(self) -> tuple[Tensor, ...]:
-        return self.problem.inputs()
-
-    def with_inputs(self, *inputs: Tensor) -> MoreauProblem:
-        return dataclasses.replace(self, problem=self.problem.with_inputs(*inputs))
 
     def default_start(self, shape: Sequence[int] | None = None) -> Tensor:
         return self.problem.default_start(shape)
@@ -347,7 +355,7 @@ class MoreauProblem(HiddenProblem):
 
 
 @dataclass(frozen=True, eq=False)
-class AffineProblem(HiddenProblem):
+class AffineProblem(_Transformed):
     """``G(A y + shift)`` in the variable ``y``, with the layer ``A^{-1}(T(A y + shift) - shift)``.
 
     ``matrix`` is a number (scaling) or an invertible ``[n, n]`` matrix on the flattened state;
@@ -363,7 +371,6 @@ class AffineProblem(HiddenProblem):
     ``minimal_subgradient`` looks at the state after a proximal step of sqrt(eps) (``snap``).
     """
 
-    problem: HiddenProblem
     matrix: float | Tensor
     shift: Tensor | None = None
     _spread: tuple[float, float] = field(init=False, repr=False)  # extreme singular values
@@ -383,19 +390,6 @@ class AffineProblem(HiddenProblem):
                 "takes an invertible matrix or a nonzero number"
             )
         object.__setattr__(self, "_spread", spread)
-
-    @property
-    def couples_batch(self) -> bool:
-        return self.problem.couples_batch
-
-    def inputs(self) -> tuple[Tensor, ...]:
-        return self.problem.inputs()
-
-    def with_inputs(self, *inputs: Tensor) -> AffineProblem:
-        other = object.__new__(type(self))  # the singular values of the matrix stay as they are
-        other.__dict__.update(self.__dict__)
-        other.__dict__["problem"] = self.problem.with_inputs(*inputs)
-        return other
 
     def default_start(self, shape: Sequence[int] | None = None) -> Tensor:
         return self.from_state(self.problem.default_start(shape))
