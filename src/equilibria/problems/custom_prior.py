@@ -2,7 +2,7 @@
 
     ``f(z) = Psi(u) - (u - z)^2/2``,  ``u = sigma^{-1}(z)``,  ``Psi(u) = int_0^u (t - sigma(t)) dt``
 
-This is ``f = Phi* - z^2/2`` with ``Phi(u) = int_0^u sigma`` (OptEq, paper 003, Theorem 1), in a
+This is ``f = Phi* - z^2/2`` with ``Phi(u) = int_0^u sigma`` (Xie et al. 2021, Theorem 1), in a
 form without cancellation. ``sigma`` must be monotone and 1-Lipschitz; both are checked on a grid in
 float64 and an error says which fails, where, with which slope.
 

@@ -152,16 +152,16 @@ class Torus(Geometry):
     def _sides(self) -> tuple[int, int]:
         return self.shift, max(0, 2 * self.p - 1 - self.shift)
 
-    def _room(self) -> tuple[int, int]:
+    def _margins(self) -> tuple[int, int]:
         """The zeros around N's output in the next tier's torus, on the left and on the right."""
         return (self.border - self.border // 2, self.border // 2)
 
     def down(self, z: Tensor, n: Tensor) -> Tensor:
         y = F.conv2d(_wrap(z, *self._sides()), n, stride=2)
-        return F.pad(y, self._room() * 2) if self.border else y
+        return F.pad(y, self._margins() * 2) if self.border else y
 
     def down_adjoint(self, y: Tensor, n: Tensor) -> Tensor:
-        left, right = self._room()
+        left, right = self._margins()
         if self.border:
             y = y[..., left : y.shape[-2] - right, left : y.shape[-1] - right]
         spread = F.conv_transpose2d(y, n, stride=2, output_padding=0 if self.p else 1)

@@ -135,11 +135,11 @@ class HiddenProblem(ABC):
         return sample_norm([self.minimal_subgradient(z)])
 
     def moreau(self, alpha: float) -> MoreauProblem:
-        """The skip connection ``alpha T + (1 - alpha) I`` (paper 003, Table 1, row 2)."""
+        """The skip connection ``alpha T + (1 - alpha) I`` (Xie et al. 2021, Table 1, row 2)."""
         return MoreauProblem(self, alpha)
 
     def affine(self, matrix: float | Tensor, shift: Tensor | None = None) -> AffineProblem:
-        """The change of variable ``z = A y + shift`` (paper 003, Table 1, row 3)."""
+        """The change of variable ``z = A y + shift`` (Xie et al. 2021, Table 1, row 3)."""
         return AffineProblem(self, matrix, shift)
 
 
@@ -319,7 +319,7 @@ class MoreauProblem(_Transformed):
     """``z -> alpha T(z) + (1 - alpha) z``: a skip connection, ``0 < alpha <= 1``.
 
     What stays true. The fixed points are those of ``T``, for every ``T``; a Lipschitz constant
-    ``k`` of ``T`` becomes ``alpha k + 1 - alpha``. Paper 003 (Table 1) calls this the prox of
+    ``k`` of ``T`` becomes ``alpha k + 1 - alpha``. Xie et al. 2021 (Table 1) calls this the prox of
     ``alpha M_phi^{1-alpha}``, which holds where ``T = prox_phi``, as for its layer
     ``W' sigma(W z + c)``. The map ``T = prox_f(-grad q)`` of a general problem is not a prox, so
     here ``objective``, ``gradient``, ``stationarity`` and ``curvature`` are those of ``G`` itself,

@@ -217,7 +217,7 @@ def check_features(owner: object, features: str) -> None:
 
 @dataclass(frozen=True)
 class Decorrelation(Regularizer):
-    """``R(Z) = weight/2 |D Z Z' D - I|_F^2`` (paper 003, Eq 13), a scalar for the batch.
+    """``R(Z) = weight/2 |D Z Z' D - I|_F^2`` (Xie et al. 2021, Eq 13), a scalar for the batch.
 
     ``Z`` is ``m x B``: row ``i`` is feature ``i`` over the batch, ``D = diag(1/|z_i|)``. So
     ``R = weight/2 sum_{i != j} cos^2(z_i, z_j)``, and with unit rows ``n_i``
