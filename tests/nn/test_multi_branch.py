@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import equilibria as eq
+from equilibria.certify import CompositeCertificate, Guarantee
 from equilibria.nn import (
     DEQ,
     GEQ,
@@ -30,7 +31,6 @@ from equilibria.nn import (
     ResidualBlock,
 )
 from equilibria.nn.monotone import MonotoneDEQ
-from equilibria.problems import CompositeCertificate, Guarantee
 from tests.contracts.layer_contract import EXACT, TIGHT
 from tests.problems.test_operators import randn
 

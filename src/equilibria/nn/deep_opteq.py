@@ -12,15 +12,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from equilibria.certify.block_chain import certify_block_chain
+from equilibria.certify.map_certificate import MapCertificate
 from equilibria.engine.adjoint import Adjoint
 from equilibria.engine.result import Solution
 from equilibria.engine.solver import Solver
 from equilibria.entry import fixed_point
-from equilibria.problems import MapCertificate, NonNegative, Prior, Regularizer
+from equilibria.problems import NonNegative, Prior, Regularizer
 
 from .constraints import Constraint, NormBounded
 from .deep_opteq_blocks import BoundBlock, OptEqBlock
-from .deep_opteq_certificate import certify_deep_opteq
 from .deep_opteq_options import block_sizes, check_regularizer, odd_kernel, size, start_alphas
 from .deep_opteq_training import TrainingWay, training_way
 from .inputs import channels_last, check_input
@@ -210,7 +211,7 @@ class DeepOptEq(MapLayer):
 
     def certify(self, x: Tensor, z: Tensor | None = None) -> MapCertificate:
         """What is proven of the fixed point for x, and of z (None: the layer's own answer)."""
-        return certify_deep_opteq(self, x, z)
+        return certify_block_chain(self, x, z)
 
     # ------------------------------------------------------------------ checks and words
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from equilibria.adjoints.quarantine import failed_codes, lend
+from equilibria.certify.map_certificate import MapCertificate, certify_map
 from equilibria.engine.adjoint import Adjoint
 from equilibria.engine.options import check_number
 from equilibria.engine.result import ConvergenceWarning, Solution
@@ -19,9 +20,7 @@ from equilibria.engine.solver import Solver
 from equilibria.engine.spectral import jacobian_penalty, spectral_radius
 from equilibria.engine.tree import map_tensors
 from equilibria.entry import fixed_point
-from equilibria.problems.map_certificate import MapCertificate
 
-from .deq_certificate import certify_map
 from .map_layer import MapLayer
 from .observing import report
 from .penalties import collectors

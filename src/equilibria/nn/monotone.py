@@ -9,13 +9,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from equilibria.certify.map_certificate import MapCertificate
+from equilibria.certify.monotone_layer import certify_monotone
 from equilibria.engine.adjoint import Adjoint
 from equilibria.engine.options import check_number
 from equilibria.engine.result import Solution
 from equilibria.engine.solver import Solver
 from equilibria.entry import fixed_point
-from equilibria.problems import MapCertificate, NonNegative, Prior
-from equilibria.problems.monotone_inclusion import MonotoneInclusion
+from equilibria.problems import NonNegative, Prior
+from equilibria.problems.monotone_operator import MonotoneInclusion
 from equilibria.problems.norms import convolution_norm_upper, dense_norm
 from equilibria.solvers.forward_backward import Splitting, SplittingSolver
 from equilibria.solvers.peaceman_rachford import PeacemanRachford
@@ -23,7 +25,6 @@ from equilibria.solvers.peaceman_rachford import PeacemanRachford
 from .inputs import channels_last, check_input
 from .map_layer import MapLayer
 from .monotone_adjoint import TransposedSplitting
-from .monotone_certificate import certify_monotone
 from .monotone_weights import DenseWeights, TieredWeights
 
 __all__ = ["MonotoneDEQ"]
@@ -271,7 +272,7 @@ class MonotoneDEQ(MapLayer):
 
     def certify(self, x: Tensor, z: Any = None) -> MapCertificate:
         """What is proven at x, and about z (None: the layer's own answer); see docs/monotone.md."""
-        return certify_monotone(self, x, z)
+        return certify_monotone(self, x, None if z is None else self._check_start(x, z))
 
     def extra_repr(self) -> str:
         channels = self.channels[0] if self.tiers == 1 else self.channels

@@ -14,14 +14,12 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from equilibria.adjoints import Implicit
+from equilibria.certify import CompositeCertificate, Guaranteed, certify
 from equilibria.engine.adjoint import Adjoint
 from equilibria.engine.result import ConvergenceWarning, Solution
 from equilibria.engine.solver import Solver
 from equilibria.entry import fixed_point
 from equilibria.ops.pooling import average_pool
-from equilibria.problems.certificate import certify
-from equilibria.problems.guarantee import Guaranteed
-from equilibria.problems.map_certificate import CompositeCertificate
 from equilibria.solvers import Anderson
 
 from .branch_maps import BranchMap, branch_map, solve_branch
