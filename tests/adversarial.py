@@ -811,9 +811,12 @@ def judge_orders(seed: int, number: int) -> tuple[str, list[str]]:
     def gradient(x: Tensor) -> Tensor:
         return _dense_gradient(own, _root_of(lambda z: own(z, x), root), (x,), g)[0][0]
 
-    root = _root_of(lambda z: own(z, x), torch.zeros_like(x))
-    if not torch.isfinite(root).all():  # a logarithm of what is below zero
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        plain = eq.fixed_point(own, torch.zeros_like(x), (x,), solver=solver)
+    if not plain.converged.all():
         return text, []
+    root = _root_of(lambda z: own(z, x), plain.value)
     eye = torch.eye(batch * n, dtype=torch.float64)
     by_x = torch.autograd.functional.jacobian(lambda x: own(root, x), x).reshape(batch * n, -1)
     dense = torch.linalg.solve(eye - _joint_jacobian(lambda z: own(z, x), root), by_x)
