@@ -630,6 +630,8 @@ def judge_problem(seed: int, number: int) -> tuple[str, list[str]]:
     nearby = z + 100 * RTOL[dtype] * _rows_norm(z).view(-1, 1) * torch.randn_like(z).sign()
     beside, _ = _dense_gradient(own, nearby, wide, g.double())
     allowed = 1e3 * (RTOL[dtype] ** 0.9) * condition * (1 + slope)
+    if isinstance(adjoint, eq.Unrolled):
+        allowed *= 30  # derivatives of steps converge after the steps
     kink = any(
         float((a - b).abs().amax()) > 0.5 * allowed * float(a.abs().amax())
         for a, b in zip(truth, beside, strict=True)
