@@ -10,8 +10,8 @@ from tests.adversarial import search
 
 
 def test_a_short_search_finds_nothing_wrong() -> None:
-    count, failures = search(seed=0, cases=300)
-    assert count == 300
+    count, failures = search(seed=0, cases=240)
+    assert count == 240
     assert not failures, "\n".join(failures)
 
 
@@ -27,5 +27,5 @@ def test_a_search_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
 def test_ten_minutes_find_nothing_wrong(seed: int) -> None:
     """Five minutes for each of two seeds."""
     count, failures = search(seed=seed, seconds=300.0)
-    assert count > 2500
+    assert count > 1500
     assert not failures, "\n".join(failures)

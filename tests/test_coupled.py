@@ -476,6 +476,39 @@ def test_a_sample_that_was_done_is_solved_on_when_its_mates_move() -> None:
         torch.testing.assert_close(sol.value, wanted, rtol=1e-4, atol=0)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_a_coupling_that_vanishes_at_the_start_is_found(seed: int) -> None:
+    """At z = 0 no sample moves another here. Unrolled Anderson was wrong by a factor of 9."""
+    torch.manual_seed(seed)
+    weight = torch.randn(5, 5, dtype=torch.float64)
+    weight = 0.5 * weight / torch.linalg.matrix_norm(weight, 2)
+    x, g = torch.randn(2, 4, 5, dtype=torch.float64)
+
+    def fn(z: Tensor, weight: Tensor) -> Tensor:
+        t = torch.tanh(z)
+        return torch.tanh(z @ weight.T + x) - 0.15 * (t @ t.T) @ t
+
+    start, leaf = torch.zeros_like(x), weight.clone().requires_grad_()
+    solver = eq.Anderson(rtol=1e-10)
+    sol = eq.fixed_point(lambda z: fn(z, leaf), start, solver=solver, adjoint=eq.Unrolled())
+    (found,) = torch.autograd.grad((sol.value * g).sum(), leaf)
+    (wanted,) = joint_gradients(fn, start, [weight], g)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
+
+
+def test_the_best_iterates_of_coupled_samples_are_of_one_step() -> None:
+    """The best iterate of each sample by itself is not the state that any residual belongs to."""
+    pull = torch.tensor([[0.3], [-1.2], [0.9]], dtype=torch.float64)
+    fn = lambda z: pull * z + torch.tanh(3.0 * z.mean(0)) - 0.5
+    start = torch.tensor([[2.0, -1.0], [1.0, 3.0], [-2.0, 0.5]], dtype=torch.float64)
+    for steps in (3, 5, 9):
+        solver = eq.BestIterate(eq.Picard(rtol=1e-12, max_steps=steps))
+        with pytest.warns(eq.ConvergenceWarning):
+            sol = eq.fixed_point(fn, start, solver=solver)
+        residual = (fn(sol.value) - sol.value).norm(dim=1)
+        torch.testing.assert_close(sol.stats.residual, residual)
+
+
 def test_uncoupled_solves_take_no_further_evaluation() -> None:
     weight, x = scene(0, 6, 4)
     calls = 0

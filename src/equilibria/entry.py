@@ -162,7 +162,7 @@ def linear_solve(
             value = attach_linear(product, right, value, solver, backward, done.coupled)
     norm = sample_norm([x.detach() for x in right])
     if done.coupled:
-        norm = torch.linalg.vector_norm(norm).expand_as(norm)
+        norm = sample_norm([norm.unsqueeze(0)]).expand_as(norm)
     residual = done.relative * norm
     stats = Stats(done.steps, residual, done.relative, product.evaluations, done.syncs, backward)
     solution: Solution[Any] = Solution(unflatten(value, spec), done.result, stats)

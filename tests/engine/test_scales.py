@@ -17,6 +17,7 @@ from torch import Tensor
 import equilibria as eq
 from equilibria.engine.result import ConvergenceWarning, describe_failures
 from equilibria.engine.tree import quick_norm, sample_norm, strange
+from equilibria.nn.branch_solution import combine
 
 SOLVERS = [eq.Picard(), eq.Picard(damping=0.7), eq.Anderson(), eq.Anderson(damping=0.5)]
 SOLVERS += [eq.Broyden(), eq.ProximalGradient(), eq.Auto(), eq.BestIterate(eq.Anderson())]
@@ -248,6 +249,51 @@ def test_leaves_are_held_to_their_own_precision() -> None:
     torch.testing.assert_close(found.value[0], torch.full_like(z0[0], 10.0), rtol=1e-6, atol=0)
     loose = eq.fixed_point(fn, z0, solver=eq.Picard(rtol=1e-2, max_steps=1000))
     assert loose.stats.steps.max() < found.stats.steps.min()
+
+
+def test_gradients_of_leaves_have_their_own_precision() -> None:
+    """Beside a bfloat16 leaf linear systems of a float64 leaf were solved to 2e-2."""
+    torch.manual_seed(0)
+    matrix = torch.randn(5, 5, dtype=torch.float64)
+    matrix = torch.eye(5) - 0.9 * matrix / torch.linalg.matrix_norm(matrix, 2)
+    b = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
+    half = torch.ones(3, 2, dtype=torch.bfloat16)
+    exact = torch.linalg.solve(matrix, b.detach().T).T
+    for solver in (eq.GMRES(), eq.CG()):
+        a = matrix if isinstance(solver, eq.GMRES) else matrix @ matrix.T
+        wanted = torch.linalg.solve(a, b.detach().T).T
+        fn = lambda v, a=a: (v[0] @ a.T, 2 * v[1])
+        found = eq.linear_solve(fn, (b, half), solver=solver)
+        torch.testing.assert_close(found.value[0], wanted, rtol=1e-6, atol=1e-8)
+    layer = lambda z, b: (z[0] - z[0] @ matrix.T + b, 0.5 * z[1])
+    found = eq.fixed_point(layer, (torch.zeros_like(exact), half), (b,))
+    (grad,) = torch.autograd.grad(found.value[0].sum(), b)
+    wanted = torch.linalg.solve(matrix.T, torch.ones(5, 1, dtype=torch.float64)).T.expand(3, 5)
+    torch.testing.assert_close(grad, wanted, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e25])
+def test_norms_over_a_coupled_batch_and_over_branches(size: float) -> None:
+    """Stated as 0 or infinite where their squares under- or overflow."""
+    torch.manual_seed(0)
+    matrix = torch.eye(4) + 0.2 * torch.randn(4, 4)
+    b = size * torch.randn(4, 3)
+    with pytest.warns(ConvergenceWarning):
+        found = eq.linear_solve(lambda v: matrix @ v, b, solver=eq.GMRES(max_steps=2))
+    exact = (b.double() - matrix.double() @ found.value.double()).norm()
+    torch.testing.assert_close(found.stats.residual.double(), exact.expand(4), rtol=1e-2, atol=0)
+    x = b.clone().requires_grad_()
+    adjoint = eq.Implicit(solver=eq.Picard(rtol=0.0, max_steps=3))
+    fn = lambda z, x: 0.2 * matrix @ z + x
+    sol = eq.fixed_point(fn, torch.zeros_like(b), (x,), adjoint=adjoint, coupled=True)
+    with pytest.warns(ConvergenceWarning):
+        (sol.value * b).sum().backward()
+    residual = sol.stats.backward.residual
+    assert residual is not None
+    assert ((residual > 1e-6) & (residual < 1.0)).all()
+    parts = [eq.fixed_point(lambda z: 0.5 * z + b, torch.zeros_like(b)) for _ in range(2)]
+    both, one = combine(parts).stats.residual.double(), parts[0].stats.residual.double()
+    torch.testing.assert_close(both, math.sqrt(2.0) * one)
 
 
 def test_an_answer_is_not_the_memory_of_its_start() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+import equilibria as eq
 from equilibria import Anderson, BestIterate, Broyden, Picard, Result
 from equilibria.engine.solver import Solver
 from tests.contracts import problems
@@ -138,3 +140,19 @@ def test_options_of_the_inner_solver_hold() -> None:
 def test_wraps_solvers_only(inner: object) -> None:
     with pytest.raises(TypeError, match="BestIterate wraps a solver such as"):
         BestIterate(inner)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_the_residual_stated_is_that_of_the_problems_own_map(fixed: bool) -> None:
+    """With a step of τ = 0.05 it was that of T_τ, a twentieth."""
+    torch.manual_seed(0)
+    weight = torch.randn(6, 6, dtype=torch.float64)
+    weight, c = weight / torch.linalg.matrix_norm(weight, 2), 5 + torch.randn(4, 6).double()
+    problem = eq.Problem(eq.NonNegative(), eq.Linear(weight, c))
+    rtol = 0.0 if fixed else None
+    solver = BestIterate(eq.ProximalGradient(max_steps=7, tau=0.05, rtol=rtol))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", eq.ConvergenceWarning)
+        sol = eq.minimize(problem, solver=solver)
+    image = torch.relu(sol.value @ weight.T @ weight + c)
+    torch.testing.assert_close(sol.stats.residual, (image - sol.value).norm(dim=1))

@@ -59,7 +59,7 @@ def solve_adjoint(
 
 def _together(norm: Tensor, size: int) -> Tensor:
     """The norm over each group of coupled samples, for every sample of it."""
-    return repeat_samples(torch.linalg.vector_norm(norm.unflatten(0, (-1, size)), dim=1), size)
+    return repeat_samples(sample_norm([norm.unflatten(0, (-1, size))]), size)
 
 
 def note_backward(stats: BackwardStats, outcome: LinearIterated) -> None:

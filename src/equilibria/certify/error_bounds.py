@@ -44,7 +44,7 @@ def _smaller(a: Tensor, b: Tensor) -> Tensor:
 
 def _pool(t: Tensor, together: bool) -> Tensor:
     """Norms [B]; where samples are coupled, the norm over the batch for each of them."""
-    return torch.linalg.vector_norm(t).expand_as(t) if together else t
+    return _norm(t.unsqueeze(0)).expand_as(t) if together else t
 
 
 def optimal_step(m: Tensor, upper: Tensor) -> Tensor:

@@ -128,6 +128,12 @@ def _exact_norms(fn: Map, point: Point) -> tuple[Tensor, Tensor]:
     return sample_norm(residual), sample_norm(image)
 
 
+def _own_norms(fn: Map, kept: tuple[Leaves, Tensor, Tensor]) -> tuple[Leaves, Tensor, Tensor]:
+    """An iterate that a solver kept, with the norms of T where it knows those of a surrogate."""
+    z = kept[0]
+    return kept if fn.surrogate is None else (z, *_exact_norms(fn, Point(z, z)))
+
+
 def _relative(residual: Tensor, scale: Tensor) -> Tensor:
     # A residual of zero at T(z) = 0 is exact, not 0/0.
     return torch.where(residual == 0, residual, residual / scale)
@@ -214,7 +220,7 @@ def _run_fixed(fn: Map, z0: Leaves, solver: Solver, callback: Callback | None) -
             del point, following  # so that the map's own memory does not come on top of theirs
     kept = solver.fallback(point, last)
     if kept is not None:
-        z, residual, scale = kept
+        z, residual, scale = _own_norms(fn, kept)
         judged = residual
     code = torch.full_like(residual, int(Result.max_steps), dtype=torch.int8)
     code = torch.where(judged <= 2 * max(epsilons) * scale, int(Result.converged), code)
@@ -316,8 +322,8 @@ class _Run:
             self.evaluations += 1
             if self.first:
                 self._start(point, step)
-                if torch.is_grad_enabled() and solver.joins:
-                    self._ask(point)
+            elif step == 2 and torch.is_grad_enabled() and solver.joins:
+                self._ask(point)  # not at the start: at z = 0 much of a coupling vanishes
             if step % HEALTH == 0 or step == last:
                 state = self._examine(point, state, step, final=step == last)
             elif step == 1:  # a warm start may be the answer
@@ -508,7 +514,7 @@ class _Run:
         giving_up = counts[3] > 0 or (final and self.left > 0)
         if giving_up:
             z, r, s = point.z, residual, scale
-            kept = self.solver.fallback(point, state)
+            kept = self._fallback(point, state)
             if kept is not None:
                 z, r, s = kept
             if counts[3]:
@@ -522,6 +528,17 @@ class _Run:
         if counts[4] and self.left:
             state = self.solver.restart(state, stuck)
         return state
+
+    def _fallback(self, point: Point, state: Any) -> tuple[Leaves, Tensor, Tensor] | None:
+        """What the solver has for samples that did not converge, with the norms of the map that is
+        meant. Iterates of different steps do not go together where samples are coupled."""
+        kept = self.solver.fallback(point, state)
+        if kept is None:
+            return None
+        self._ask(point)
+        if self.coupled and not self.size:
+            return None
+        return _own_norms(self.fn, kept)
 
     def _record(
         self,

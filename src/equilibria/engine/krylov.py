@@ -119,7 +119,8 @@ class LinearSolver(ABC):
         return LinearIterated(value, result, steps, relative, found.syncs, coupled=True)
 
     def _tolerance(self, b: Leaves) -> float:
-        return max(_DEFAULT_RTOL[x.dtype] for x in b) if self.rtol is None else self.rtol
+        """Of the finest leaf: what a coarse one cannot resolve counts as its rounding."""
+        return min(_DEFAULT_RTOL[x.dtype] for x in b) if self.rtol is None else self.rtol
 
     def _solve(self, matvec: MatVec, b: Leaves, x0: Leaves | None) -> LinearIterated:
         """Each sample by itself; ``relative`` is what the recursion believes."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from equilibria.engine.result import BackwardStats, Result, Solution, Stats
+from equilibria.engine.tree import sample_norm
 
 __all__ = ["BranchSolution", "combine"]
 
@@ -88,7 +89,7 @@ def combine(parts: Sequence[Solution[Tensor]]) -> BranchSolution:
         backward = _BranchBackward([s.backward for s in stats])
     together = Stats(
         steps=torch.stack([s.steps for s in stats]).amax(0),
-        residual=torch.linalg.vector_norm(torch.stack([s.residual for s in stats]), dim=0),
+        residual=sample_norm([s.residual for s in stats]),
         relative=torch.stack([s.relative for s in stats]).amax(0),
         evaluations=sum(s.evaluations for s in stats),
         syncs=sum(s.syncs for s in stats),
