@@ -8,7 +8,7 @@ from typing import Any
 from unittest import mock
 
 from equilibria.ops import winograd
-from equilibria.problems import convolutions, gaussian
+from equilibria.problems import gaussian, operators
 
 Run = Callable[[], object]
 
@@ -22,9 +22,9 @@ def _always_both(ctx: Any) -> list[bool]:
 
 
 _SWITCHES: dict[str, list[tuple[Any, str, Any]]] = {
-    "without Winograd": [(convolutions, "can_use_winograd", _never)],
+    "without Winograd": [(operators, "can_use_winograd", _never)],
     "without unshuffled patches": [(gaussian, "can_unshuffle", _never)],
-    "without the zero start": [(convolutions, "_is_zero", _never)],
+    "without the zero start": [(operators, "_is_zero", _never)],
     "weight gradients whether asked or not": [(winograd, "_asked", _always_both)],
 }
 

@@ -68,10 +68,10 @@ def layers(steps: int) -> dict[str, Callable[[int, int], nn.Module]]:
     fixed = {"rtol": 0.0, "atol": 0.0, "max_steps": steps}
     picard = eq.Picard(damping=DAMPING, **fixed)
     phantom = eq.Phantom(steps=PHANTOM, damping=DAMPING)
-    express = eq.ProximalGradient(accelerate=False, **fixed)
+    proximal = eq.ProximalGradient(accelerate=False, **fixed)
     series = eq.Phantom(steps=PHANTOM, damping=1.0, form="neumann")
     found: dict[str, Callable[[int, int], nn.Module]] = {
-        "GEQ": lambda a, b: geq(a, b, express, series),
+        "GEQ": lambda a, b: geq(a, b, proximal, series),
         "GEQ, general path": lambda a, b: geq(a, b, picard, phantom),
         "explicit twin": lambda a, b: ExplicitPair(a, b, b),
     }

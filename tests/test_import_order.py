@@ -1,6 +1,6 @@
 """Imports go down the order of dependence only, and the core needs torch alone.
 
-    engine ← solvers, adjoints, ops ← entry ← problems ← nn ← models
+    engine ← solvers, adjoints, ops ← entry ← problems ← certify ← nn ← models
            ← training, evaluation, sklearn ← cli
 
 The study of the papers (``equilibria_papers``) imports what the packages of the library export, and
@@ -12,6 +12,7 @@ The files are read, not imported: imports inside functions and under ``TYPE_CHEC
 from __future__ import annotations
 
 import ast
+import graphlib
 import sys
 from collections.abc import Iterator
 from functools import lru_cache
@@ -32,13 +33,14 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("solvers", "adjoints", "ops"),
     ("entry",),
     ("problems",),
+    ("certify",),
     ("nn",),
     ("models",),
     ("training", "evaluation", "sklearn"),
     ("cli",),
     ("__main__",),
 )
-CORE = frozenset({"engine", "solvers", "adjoints", "ops", "entry", "problems", "nn"})
+CORE = frozenset({"engine", "solvers", "adjoints", "ops", "entry", "problems", "certify", "nn"})
 # Triton comes with the GPU builds of torch; ops/ looks for it only there.
 CORE_DEPENDENCIES = frozenset({"torch", "triton"})
 
@@ -222,6 +224,18 @@ def test_papers_checker(source: str, fine: bool) -> None:
     assert bool(papers_violations(source, Path("tables/a.py"))) is not fine
 
 
+@pytest.mark.parametrize("room", ["problems", "certify"])
+def test_files_of_a_package_import_each_other_one_way(room: str) -> None:
+    """No cycles, not even inside functions or under ``TYPE_CHECKING``."""
+    graph: dict[str, set[str]] = {}
+    for path in sorted((SOURCE / room).glob("*.py")):
+        module, is_package = _name(path.relative_to(SOURCE))
+        found = _imports(ast.parse(path.read_text(encoding="utf-8")), module, is_package)
+        graph[module] = {name for _, name in found if name.startswith(f"{PACKAGE}.{room}")}
+    assert graph[f"{PACKAGE}.{room}"], "the package imports none of its files"
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError
+
+
 # The checker itself, on sources that were never written.
 
 
@@ -306,6 +320,8 @@ def test_checker_accepts(path: str, source: str) -> None:
         pytest.param("sklearn/a.py", "from ..training import X", "training", id="same-rank-5"),
         pytest.param("solvers/a.py", "from ..entry import fixed_point", "entry", id="entry-above"),
         pytest.param("entry.py", "from .problems import Problem", "problems", id="entry-below"),
+        pytest.param("problems/a.py", "from ..certify import X", "certify", id="problems-certify"),
+        pytest.param("certify/a.py", "from ..nn import X", "nn", id="certify-nn"),
         pytest.param("data/a.py", "from ..solvers import X", "solvers", id="data-up"),
         pytest.param("models/a.py", "from ..data import X", "data", id="models-data"),
         pytest.param("models/a.py", "from ..training import X", "training", id="models-up"),

@@ -143,3 +143,10 @@ def test_fields_of_a_solution() -> None:
     assert [f.name for f in dataclasses.fields(eq.Solution)][:3] == ["value", "result", "stats"]
     names = {f.name for f in dataclasses.fields(eq.Stats)}
     assert {"steps", "residual", "relative", "evaluations", "syncs", "backward"} <= names
+
+
+@pytest.mark.parametrize("name", ["Certificate", "Guarantee", "MapCertificate", "certify"])
+def test_a_name_that_moved_says_where_it_is(name: str) -> None:
+    with pytest.raises(ImportError, match=f"from equilibria.certify import {name}"):
+        exec(f"from equilibria.problems import {name}")
+    exec(f"from equilibria.certify import {name}")

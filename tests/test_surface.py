@@ -27,6 +27,12 @@ MOVED = {
     "equilibria.theory.": "equilibria_papers.theory.",
     "equilibria.theory.monitors.": "equilibria_papers.theory.",  # now a module
     "equilibria.theory.audit": "equilibria_papers.claims",
+    # What is proven has a package of its own.
+    "equilibria.problems.Certificate": "equilibria.certify.Certificate",
+    "equilibria.problems.CompositeCertificate": "equilibria.certify.CompositeCertificate",
+    "equilibria.problems.Guarantee": "equilibria.certify.Guarantee",
+    "equilibria.problems.MapCertificate": "equilibria.certify.MapCertificate",
+    "equilibria.problems.certify": "equilibria.certify.certify",
 }
 # What begins so is gone, and why.
 DROPPED: dict[str, str] = {

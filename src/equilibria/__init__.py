@@ -6,6 +6,7 @@ from types import ModuleType as _ModuleType
 from . import nn
 from ._version import __version__
 from .adjoints import Implicit, OneStep, Phantom, Unrolled
+from .certify import Certificate, certify
 from .engine import (
     CG,
     GMRES,
@@ -22,7 +23,6 @@ from .problems import (
     HSIC,
     L1,
     Box,
-    Certificate,
     CustomPrior,
     Decorrelation,
     FeatureIncay,
@@ -45,7 +45,6 @@ from .problems import (
     SoftThreshold,
     SquaredNorm,
     Tanh,
-    certify,
     minimize,
 )
 from .solvers import (

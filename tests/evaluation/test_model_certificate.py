@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 import equilibria as eq
+from equilibria.certify import CompositeCertificate, Guarantee
 from equilibria.engine.files import json_value
 from equilibria.evaluation import certify_dataset, certify_model
 from equilibria.evaluation.model_certificate import certificate_dict
 from equilibria.nn.multi_branch import MultiBranch
-from equilibria.problems import CompositeCertificate, Guarantee
 from tests.evaluation.standins import random_data, tiny_geq
 from tests.evaluation.test_layer_solvers import Scaled
 

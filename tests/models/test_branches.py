@@ -75,7 +75,7 @@ def test_the_papers_layers(
     for branch in model.branches.branches:
         assert type(branch).__name__ == layer
         assert branch.kernel_size == 3
-        if layer == "GEQ":  # the express lane
+        if layer == "GEQ":  # the fused path
             assert branch.adjoint == eq.Phantom(steps=5, damping=1.0, form="neumann")
             assert isinstance(branch.solver, eq.ProximalGradient)
             assert branch.solver.fixed_steps

@@ -28,10 +28,10 @@ from equilibria import (
     SquaredNorm,
     Tanh,
 )
+from equilibria.certify import Guarantee
 from equilibria.nn import NormBounded, OptEq, WeightNormalized
 from equilibria.nn.deep_opteq import DeepOptEq, training_way
 from equilibria.nn.deep_opteq_blocks import SeparableConv
-from equilibria.problems import Guarantee
 from equilibria.solvers import SequentialAveraging
 from tests.contracts.layer_contract import EXACT, TIGHT, LayerContract
 from tests.optional import optional

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import equilibria as eq
 from equilibria.problems import solving
-from equilibria.problems.express import serves
+from equilibria.problems.fused import serves
 
 POLICIES = {
     "mean": eq.MeanPatchEnergy(0.2),

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import equilibria as eq
+from equilibria.certify import CompositeCertificate, Guarantee
 from equilibria.engine.result import BackwardStats, Result, Solution, Stats
 from equilibria.nn import (
     DEQ,
@@ -33,7 +34,6 @@ from equilibria.nn import (
 )
 from equilibria.nn.monotone import MonotoneDEQ
 from equilibria.nn.multi_branch import combine
-from equilibria.problems import CompositeCertificate, Guarantee
 from tests.contracts.layer_contract import EXACT, TIGHT
 from tests.problems.test_operators import randn
 

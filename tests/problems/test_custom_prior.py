@@ -22,12 +22,14 @@ from equilibria.problems.priors import (
     Box,
     Free,
     LeakyNonNegative,
+    Logistic,
     NonNegative,
     Prior,
     ShiftedNonNegative,
+    Softplus,
     SoftThreshold,
+    Tanh,
 )
-from equilibria.problems.priors_smooth import Logistic, Softplus, Tanh
 
 F = torch.nn.functional
 

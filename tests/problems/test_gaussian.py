@@ -12,11 +12,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.optimize import brentq, minimize
+from scipy.optimize import minimize
 from torch import Tensor
 
 from equilibria.problems.gamma import FixedGamma, LearnedGamma, MeanPatchEnergy, MinPatchEnergy
-from equilibria.problems.gaussian import GAUSSIAN_CONCAVITY, Gaussian
+from equilibria.problems.gaussian import Gaussian
 from equilibria.problems.kernels import Coupling
 from equilibria.problems.operators import (
     ConvOperator,
@@ -363,33 +363,7 @@ def test_local_curvature_where_it_must_bite() -> None:
     )
 
 
-# docs/facts.md, fact 3: three equilibria just beyond the bound
-
-
-def test_fact_3_three_equilibria_of_the_scalar_map() -> None:
-    w, c, gamma = 1.55, 1.880956005, 1.0
-    coupling = Gaussian(
-        torch.tensor([[w]], dtype=torch.float64), torch.tensor([[c]], dtype=torch.float64), gamma
-    )
-    residual = lambda z: z + float(coupling.grad(torch.tensor([[z]], dtype=torch.float64)))
-    grid = np.linspace(-1.0, 2.0, 3001)
-    signs = np.sign([residual(float(z)) for z in grid])
-    found = [
-        brentq(residual, grid[i], grid[i + 1], xtol=1e-14)
-        for i in range(len(grid) - 1)
-        if signs[i] != signs[i + 1]
-    ]
-    np.testing.assert_allclose(found, [0.2396931, 0.4203373, 0.5820372], atol=5e-8)
-    # The equation written apart: z = w(c − wz)exp(−(c − wz)²).
-    for z in found:
-        assert w * (c - w * z) * math.exp(-((c - w * z) ** 2)) == pytest.approx(z, abs=1e-12)
-    one = torch.ones(1, 1, dtype=torch.float64)
-    slopes = [-float(coupling.hvp(z * one, one)) for z in found]
-    assert slopes[0] < 1
-    assert slopes[1] > 1, "the middle one is unstable"
-    assert slopes[2] < 1
-    assert coupling.curvature().lower == pytest.approx(-B * w * w, rel=1e-12)
-    assert 1 + float(coupling.curvature().lower) < 0, "and the bound does not certify it"
+# docs/facts.md, fact 3
 
 
 @pytest.mark.parametrize("mu", [1.0, 1.4, 1.496])
@@ -675,12 +649,6 @@ def test_bad_input_is_named(make, error: type[Exception], words: str) -> None:  
 def test_default_start_is_zero_in_the_state_space() -> None:
     assert torch.equal(Gaussian(_W, _C).default_start(), torch.zeros(2, 3))
     assert torch.equal(Gaussian(_K, _R).default_start((2, 2, 4, 4)), torch.zeros(2, 2, 4, 4))
-
-
-def test_constant() -> None:
-    """2e^{−3/2} is the depth of e^{−s}(1 − 2s), by a fine grid."""
-    s = np.linspace(0, 10, 1_000_001)
-    assert float((np.exp(-s) * (1 - 2 * s)).min()) == pytest.approx(-GAUSSIAN_CONCAVITY, abs=1e-10)
 
 
 @pytest.mark.parametrize("down", [False, True])

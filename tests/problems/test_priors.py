@@ -22,13 +22,15 @@ from equilibria.problems.priors import (
     Box,
     Free,
     LeakyNonNegative,
+    Logistic,
     NonNegative,
     Prior,
     ShiftedNonNegative,
+    Softplus,
     SoftThreshold,
+    Tanh,
     WithL1,
 )
-from equilibria.problems.priors_smooth import Logistic, Softplus, Tanh
 
 Scalar = Callable[[float], float]
 
@@ -431,7 +433,7 @@ def test_soft_threshold_is_free_with_l1() -> None:
         (lambda: SoftThreshold(-0.1), ["SoftThreshold", "weight", "-0.1"]),
         (lambda: SoftThreshold("a"), ["SoftThreshold", "weight", "'a'"]),
         (lambda: ShiftedNonNegative(math.inf), ["ShiftedNonNegative", "weight", "inf"]),
-        (lambda: LeakyNonNegative(0.0), ["LeakyNonNegative", "slope", "0.0", "NonNegative"]),
+        (lambda: LeakyNonNegative(0.0), ["LeakyNonNegative", "slope", "0.0"]),
         (lambda: LeakyNonNegative(1.1), ["slope", "1.1"]),
         (lambda: WithL1(Free(), -1.0), ["WithL1", "weight", "-1.0"]),
         (lambda: NonNegative().prox(t64(1.0), 0.0), ["tau", "0.0", "positive"]),
@@ -440,7 +442,7 @@ def test_soft_threshold_is_free_with_l1() -> None:
     ],
 )
 def test_bad_options_are_named(make: Callable[[], object], names: list[str]) -> None:
-    with pytest.raises(ValueError) as error:  # noqa: PT011 - the text is checked below
+    with pytest.raises((TypeError, ValueError)) as error:
         make()
     assert all(name in str(error.value) for name in names)
 

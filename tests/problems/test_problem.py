@@ -16,22 +16,24 @@ from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
 from equilibria.problems.gaussian import Gaussian
-from equilibria.problems.hsic import HSIC
 from equilibria.problems.kernels import Coupling, Curvature, Linear, Sigmoidal
 from equilibria.problems.patches import Patches
 from equilibria.problems.priors import (
     Box,
     Free,
     LeakyNonNegative,
+    Logistic,
     NonNegative,
     Prior,
     ShiftedNonNegative,
+    Softplus,
     SoftThreshold,
+    Tanh,
     WithL1,
 )
-from equilibria.problems.priors_smooth import Logistic, Softplus, Tanh
 from equilibria.problems.problem import HiddenProblem, Problem
 from equilibria.problems.regularizers import (
+    HSIC,
     L1,
     Decorrelation,
     FeatureIncay,

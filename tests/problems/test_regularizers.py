@@ -13,8 +13,8 @@ from scipy.optimize import minimize
 from torch import Tensor
 from torch.autograd import gradcheck
 
-from equilibria.problems.hsic import HSIC
 from equilibria.problems.regularizers import (
+    HSIC,
     L1,
     Decorrelation,
     FeatureIncay,

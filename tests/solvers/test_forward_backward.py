@@ -16,8 +16,7 @@ from torch import Tensor
 
 import equilibria as eq
 from equilibria.problems import Prior
-from equilibria.problems.monotone_inclusion import MonotoneInclusion
-from equilibria.problems.monotone_operator import DenseMonotone
+from equilibria.problems.monotone_operator import DenseMonotone, MonotoneInclusion
 from equilibria.solvers import ForwardBackward, PeacemanRachford
 from equilibria.solvers.forward_backward import SplittingSolver, forward_backward_factor
 from tests.problems.test_monotone_operator import numpy_w

@@ -11,12 +11,12 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from equilibria.certify import CompositeCertificate, Guaranteed
 from equilibria.data.image_data import ImageData
 from equilibria.engine.files import json_value, write_json, write_text
 from equilibria.engine.solver import SolverOptions
 from equilibria.models.network import count_parameters
 from equilibria.nn.observing import equilibrium_layers, observe
-from equilibria.problems import CompositeCertificate, Guaranteed
 
 from . import figures
 from .layer_solvers import SolverRecorder, SolverStatistics, layer_label, with_solver

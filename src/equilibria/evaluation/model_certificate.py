@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from equilibria.data.image_data import ImageData
-from equilibria.engine.result import ConvergenceWarning, Solution
-from equilibria.nn.observing import equilibrium_layers, observe
-from equilibria.problems import (
+from equilibria.certify import (
     CompositeCertificate,
     Guarantee,
     Guaranteed,
     MapCertificate,
     certify,
 )
+from equilibria.data.image_data import ImageData
+from equilibria.engine.result import ConvergenceWarning, Solution
+from equilibria.nn.observing import equilibrium_layers, observe
 
 from .layer_solvers import layer_label
 from .model_on_data import check_pair, check_whole, device_of, evaluating, model_input

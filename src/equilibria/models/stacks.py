@@ -202,7 +202,7 @@ def _explicit(shape: Shape, *, widths: tuple[int, ...], depth: int, norm: str) -
 
 
 # A few steps of the certificate's size and as many terms of the backward series: nothing waits for
-# the device, and Gaussian layers take the fused path (problems/express.py). Four such steps leave
+# the device, and Gaussian layers take the fused path (problems/fused.py). Four such steps leave
 # the residual of six of damped iteration (docs/performance.md).
 _EXPRESS = ProximalGradient(rtol=0.0, atol=0.0, max_steps=4, accelerate=False)
 _EXPRESS_ADJOINT = Phantom(steps=3, damping=1.0, form="neumann")

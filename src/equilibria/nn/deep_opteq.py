@@ -14,14 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from equilibria.adjoints import Implicit, Unrolled
+from equilibria.certify.block_chain import certify_block_chain
+from equilibria.certify.map_certificate import MapCertificate
 from equilibria.engine.adjoint import Adjoint
 from equilibria.engine.solver import SolverOptions
-from equilibria.problems import MapCertificate, NonNegative, Prior, Regularizer
+from equilibria.problems import NonNegative, Prior, Regularizer
 from equilibria.solvers import Picard, SequentialAveraging
 
 from .constraints import Constraint, NormBounded
 from .deep_opteq_blocks import BoundBlock, OptEqBlock
-from .deep_opteq_certificate import certify_deep_opteq
 from .inputs import check_input, check_kernel, check_prior, check_sizes, zeros_like_input
 from .layer import MapLayer
 
@@ -207,7 +208,7 @@ class DeepOptEq(MapLayer):
 
     def certify(self, x: Tensor, z: Tensor | None = None) -> MapCertificate:
         """What is proven of the fixed point for x, and of z (None: the layer's own answer)."""
-        return certify_deep_opteq(self, x, z)
+        return certify_block_chain(self, x, z)
 
     # ------------------------------------------------------------------ checks and words
 

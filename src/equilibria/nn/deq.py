@@ -21,6 +21,7 @@ from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.utils import _pytree as pytree
 
 from equilibria.adjoints.quarantine import failed_codes, lend
+from equilibria.certify.map_certificate import MapCertificate, certify_map
 from equilibria.engine.adjoint import Adjoint
 from equilibria.engine.options import check_number
 from equilibria.engine.result import ConvergenceWarning, Solution
@@ -29,10 +30,8 @@ from equilibria.engine.spectral import jacobian_penalty, spectral_radius
 from equilibria.engine.transforms import uncached
 from equilibria.engine.tree import map_tensors
 from equilibria.entry import fixed_point
-from equilibria.problems.map_certificate import MapCertificate
 
 from .constraints import Constraint, OperatorNorm, constrain
-from .deq_certificate import certify_map
 from .inputs import check_groups, check_kernel, check_sizes, solving_dtype
 from .layer import MapLayer, captured
 from .observing import collectors, report

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from equilibria.adjoints import Implicit
+from equilibria.certify.map_certificate import MapCertificate
+from equilibria.certify.monotone_layer import certify_monotone
 from equilibria.engine.adjoint import Adjoint
 from equilibria.engine.iterate import Callback, Iterated
 from equilibria.engine.maps import Map
@@ -20,9 +22,12 @@ from equilibria.engine.solver import Solver, SolverOptions
 from equilibria.engine.transforms import functorch_active
 from equilibria.engine.tree import Leaves
 from equilibria.entry import fixed_point
-from equilibria.problems import MapCertificate, NonNegative, Prior
-from equilibria.problems.monotone_inclusion import MonotoneInclusion
-from equilibria.problems.monotone_operator import DenseMonotone, MonotoneOperator
+from equilibria.problems import NonNegative, Prior
+from equilibria.problems.monotone_operator import (
+    DenseMonotone,
+    MonotoneInclusion,
+    MonotoneOperator,
+)
 from equilibria.problems.monotone_tiers import TieredMonotone, make_geometry
 from equilibria.problems.norms import convolution_norm_upper, dense_norm
 from equilibria.solvers.forward_backward import (
@@ -41,7 +46,6 @@ from .inputs import (
     solving_dtype,
 )
 from .layer import MapLayer
-from .monotone_certificate import certify_monotone
 
 __all__ = ["MonotoneDEQ", "TransposedSplitting"]
 
@@ -394,7 +398,7 @@ class MonotoneDEQ(MapLayer):
 
     def certify(self, x: Tensor, z: Any = None) -> MapCertificate:
         """What is proven at x, and about z (None: the layer's own answer); see docs/monotone.md."""
-        return certify_monotone(self, x, z)
+        return certify_monotone(self, x, None if z is None else self._check_start(x, z))
 
     def extra_repr(self) -> str:
         channels = self.channels[0] if self.tiers == 1 else self.channels

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from equilibria.adjoints import Implicit
 from equilibria.adjoints.quarantine import failed_codes
+from equilibria.certify import CompositeCertificate, Guaranteed, certify
 from equilibria.engine.adjoint import Adjoint
 from equilibria.engine.result import BackwardStats, ConvergenceWarning, Result, Solution, Stats
 from equilibria.engine.solver import SolverOptions
@@ -24,9 +25,6 @@ from equilibria.engine.transforms import uncached
 from equilibria.engine.tree import sample_norm
 from equilibria.entry import check_ways, fixed_point
 from equilibria.ops.pooling import average_pool
-from equilibria.problems.certificate import certify
-from equilibria.problems.guarantee import Guaranteed
-from equilibria.problems.map_certificate import CompositeCertificate
 from equilibria.problems.solving import choice_for, step_of
 from equilibria.solvers import Anderson
 from equilibria.solvers.forward_backward import SplittingSolver

@@ -20,8 +20,8 @@ from equilibria.problems import (
 )
 from equilibria.problems.activated import Activated
 from equilibria.problems.kernels import per_sample_sum
+from equilibria.problems.operators import TransposedOperator
 from equilibria.problems.priors import at_least_float32
-from equilibria.problems.transposed import TransposedOperator
 
 from .weighted import LayerOptions, WeightedLayer
 

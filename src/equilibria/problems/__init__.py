@@ -1,9 +1,11 @@
-"""Hidden problems: priors, couplings, regularizers, γ policies, and what is made of them."""
+"""Hidden problems: priors, couplings, regularizers, γ policies, operators, and how to solve them.
+
+Each states its own bounds (curvature, rounding, Lipschitz constants); what is proven with them is
+in ``certify``. How a problem is solved is in ``solvers``; ``minimize`` brings the two together.
+"""
 
 from .activated import Activated
-from .certificate import Certificate, certify
 from .custom_prior import CustomPrior, NonMonotoneActivation, NotNonexpansive
-from .error_bounds import tight_curvature
 from .feature_map import (
     gaussian_feature_map,
     truncated_gaussian_coupling,
@@ -17,9 +19,7 @@ from .gamma import (
     MinPatchEnergy,
     as_gamma,
 )
-from .gaussian import GAUSSIAN_CONCAVITY, Gaussian
-from .guarantee import Guarantee, Guaranteed
-from .hsic import HSIC
+from .gaussian import GAUSSIAN_BEND, GAUSSIAN_CONCAVITY, Gaussian, gaussian_sensitivity
 from .kernels import (
     Coupling,
     Curvature,
@@ -28,8 +28,6 @@ from .kernels import (
     Polynomial,
     Sigmoidal,
 )
-from .lipschitz import GAUSSIAN_BEND, gaussian_sensitivity, global_lipschitz, local_lipschitz
-from .map_certificate import CompositeCertificate, MapCertificate
 from .norms import NormBound, dense_norm, metric_root
 from .operators import (
     ConvOperator,
@@ -44,16 +42,17 @@ from .priors import (
     Box,
     Free,
     LeakyNonNegative,
+    Logistic,
     NonNegative,
     Prior,
     ShiftedNonNegative,
+    Softplus,
     SoftThreshold,
+    Tanh,
     WithL1,
 )
-from .priors_smooth import Logistic, Softplus, Tanh
-from .problem import HiddenProblem, Problem
-from .problem_transforms import AffineProblem, MoreauProblem
-from .regularizers import L1, Decorrelation, FeatureIncay, Regularizer, SquaredNorm
+from .problem import AffineProblem, HiddenProblem, MoreauProblem, Problem
+from .regularizers import HSIC, L1, Decorrelation, FeatureIncay, Regularizer, SquaredNorm
 from .solving import minimize
 
 __all__ = [
@@ -64,8 +63,6 @@ __all__ = [
     "Activated",
     "AffineProblem",
     "Box",
-    "Certificate",
-    "CompositeCertificate",
     "ConvOperator",
     "Coupling",
     "Curvature",
@@ -78,15 +75,12 @@ __all__ = [
     "Free",
     "GammaPolicy",
     "Gaussian",
-    "Guarantee",
-    "Guaranteed",
     "HiddenProblem",
     "LeakyNonNegative",
     "LearnedGamma",
     "Linear",
     "LinearOperator",
     "Logistic",
-    "MapCertificate",
     "MeanPatchEnergy",
     "MinPatchEnergy",
     "ModuleOperator",
@@ -110,15 +104,31 @@ __all__ = [
     "WithL1",
     "as_gamma",
     "as_operator",
-    "certify",
     "dense_norm",
     "gaussian_feature_map",
     "gaussian_sensitivity",
-    "global_lipschitz",
-    "local_lipschitz",
     "metric_root",
     "minimize",
-    "tight_curvature",
     "truncated_gaussian_coupling",
     "truncation_error_bound",
 ]
+
+_MOVED = dict.fromkeys(
+    (
+        "Certificate",
+        "CompositeCertificate",
+        "Guarantee",
+        "Guaranteed",
+        "MapCertificate",
+        "certify",
+    ),
+    "equilibria.certify",
+)
+
+
+def __getattr__(name: str) -> object:
+    if name in _MOVED:
+        raise ImportError(
+            f"equilibria.problems.{name} has moved: use `from {_MOVED[name]} import {name}`."
+        )
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -2,7 +2,7 @@
 
     ``f(z) = Psi(u) - (u - z)^2/2``,  ``u = sigma^{-1}(z)``,  ``Psi(u) = int_0^u (t - sigma(t)) dt``
 
-This is ``f = Phi* - z^2/2`` with ``Phi(u) = int_0^u sigma`` (OptEq, paper 003, Theorem 1), in a
+This is ``f = Phi* - z^2/2`` with ``Phi(u) = int_0^u sigma`` (Xie et al. 2021, Theorem 1), in a
 form without cancellation. ``sigma`` must be monotone and 1-Lipschitz; both are checked on a grid in
 float64 and an error says which fails, where, with which slope.
 
@@ -22,9 +22,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from equilibria.problems.priors import Prior, WithL1, at_least_float32, check_step, interval
+from equilibria.problems.priors import Prior, at_least_float32, check_step, interval
 
-__all__ = ["CustomPrior", "NonMonotoneActivation", "NotNonexpansive", "is_sampled"]
+__all__ = ["CustomPrior", "NonMonotoneActivation", "NotNonexpansive"]
 
 _SLACK = 1e-9  # of a slope on the grid: rounding in sigma, not a license
 _REACH = 1e8  # the table ends here on both sides
@@ -130,6 +130,9 @@ class CustomPrior(Prior):
     them.
     """
 
+    sampled = True
+    shift = 0.0
+
     def __init__(
         self,
         activation: Activation,
@@ -166,7 +169,7 @@ class CustomPrior(Prior):
 
     @property
     def expansion(self) -> float:
-        """The largest slope met on the grid (a measurement, not a bound: see ``is_sampled``)."""
+        """The largest slope met on the grid: a measurement, not a bound (see ``sampled``)."""
         return self._expansion
 
     def _extend(self, grid: Tensor) -> Tensor:
@@ -313,10 +316,3 @@ class CustomPrior(Prior):
 
     def _miss(self, u: Tensor, v: Tensor, tau: Tensor) -> Tensor:
         return tau * u + (1.0 - tau) * self.sigma(u).detach() - v
-
-
-def is_sampled(prior: Prior) -> bool:
-    """Whether an activation is known from samples alone: what rests on it is not proven."""
-    if isinstance(prior, WithL1):
-        return is_sampled(prior.prior)
-    return isinstance(prior, CustomPrior)

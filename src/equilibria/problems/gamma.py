@@ -60,8 +60,20 @@ def _check_energies(energies: Tensor) -> Tensor:
     return energies.to(torch.promote_types(energies.dtype, torch.float32))
 
 
+class _Constant(GammaPolicy):
+    """A γ that does not depend on the input."""
+
+    @property
+    def input_dependent(self) -> bool:
+        return False
+
+    @property
+    def lipschitz_factor(self) -> float | None:
+        return 1.0
+
+
 @dataclass(frozen=True)
-class FixedGamma(GammaPolicy):
+class FixedGamma(_Constant):
     """γ = value for every input (KerDEQ: 0.5)."""
 
     value: float = 0.5
@@ -71,14 +83,6 @@ class FixedGamma(GammaPolicy):
 
     def __call__(self, energies: Tensor) -> Tensor:
         return torch.full_like(_check_energies(energies)[:, 0], float(self.value))
-
-    @property
-    def input_dependent(self) -> bool:
-        return False
-
-    @property
-    def lipschitz_factor(self) -> float | None:
-        return 1.0
 
 
 @dataclass(frozen=True)
@@ -157,7 +161,7 @@ class MeanPatchEnergy(_PatchEnergy):
 
 
 @dataclass(frozen=True)
-class LearnedGamma(GammaPolicy):
+class LearnedGamma(_Constant):
     """γ = exp(ρ) with a learned ρ, positive by construction.
 
     The policy holds no parameter. A layer makes one from ``initial_parameter()``, owns it, and
@@ -187,17 +191,9 @@ class LearnedGamma(GammaPolicy):
             "ρ = policy.initial_parameter() and pass gamma=policy.bind(ρ)."
         )
 
-    @property
-    def input_dependent(self) -> bool:
-        return False
-
-    @property
-    def lipschitz_factor(self) -> float | None:
-        return 1.0
-
 
 @dataclass(frozen=True, eq=False)
-class _BoundGamma(GammaPolicy):
+class _BoundGamma(_Constant):
     """The γ of a layer's own parameter, the same for every input."""
 
     gamma: Tensor
@@ -211,14 +207,6 @@ class _BoundGamma(GammaPolicy):
                 f"of {energies.shape[0]}."
             )
         return self.gamma.expand(energies.shape[0])
-
-    @property
-    def input_dependent(self) -> bool:
-        return False
-
-    @property
-    def lipschitz_factor(self) -> float | None:
-        return 1.0
 
 
 def as_gamma(gamma: float | GammaPolicy) -> GammaPolicy:

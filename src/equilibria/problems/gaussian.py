@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +18,10 @@ from equilibria.ops.gaussian import (
 from equilibria.ops.gaussian_patches import can_fuse, fused_message, patch_energies
 from equilibria.ops.gaussian_planes import can_unshuffle, merge_planes, plane_rows
 from equilibria.problems.gamma import GammaPolicy, as_gamma
-from equilibria.problems.kernels import Coupling, Curvature
+from equilibria.problems.kernels import Curvature, ImageCoupling, unproven
 from equilibria.problems.norms import (
+    FUNCTION,
+    UNIT,
     NormBound,
     convolution_norm_upper,
     dense_norm,
@@ -27,6 +29,7 @@ from equilibria.problems.norms import (
     metric_root,
     patched_kernel,
     power_norm,
+    sum_error,
 )
 from equilibria.problems.operators import (
     ConvOperator,
@@ -36,14 +39,60 @@ from equilibria.problems.operators import (
 )
 from equilibria.problems.patches import Patches
 
-__all__ = ["GAUSSIAN_CONCAVITY", "Gaussian"]
+__all__ = ["GAUSSIAN_BEND", "GAUSSIAN_CONCAVITY", "Gaussian", "gaussian_sensitivity"]
 
 GAUSSIAN_CONCAVITY = 2.0 * math.exp(-1.5)
 """b = 2e^{−3/2} = 0.4463: −bμ²I ⪯ ∇²q ⪯ μ²I for every γ and every input (docs/facts.md, fact 1)."""
 
+_TINY = 1e-300  # where exp underflows
+_EDGE = (3.0 - math.sqrt(6.0)) / 2.0
+GAUSSIAN_BEND = (6.0 - 4.0 * _EDGE) * math.sqrt(_EDGE) * math.exp(-_EDGE) * (1.0 + 1e-14)
+"""max |(4a³ − 6a)e^{−a²}| = 1.9518: ‖∇³(−e^{−γ‖h‖²}/2γ)‖ ≤ 1.9518·√γ for every h.
+
+A symmetric trilinear form attains its norm at u, u, u, and along u the function is −e^{−a²}/2 times
+a factor of at most 1, whose third derivative is (4a³ − 6a)e^{−a²}, largest at a² = (3 − √6)/2.
+"""
+
 _UNKNOWN = Curvature(
     -math.inf, math.inf, True, "no bound on the norm of W is known; give ModuleOperator norm_bound"
 )
+
+
+def gaussian_sensitivity(
+    mu: float | Tensor,
+    *,
+    concavity: float | Tensor = GAUSSIAN_CONCAVITY,
+    top: float | Tensor = 1.0,
+    modulus: float | Tensor = 1.0,
+) -> Tensor:
+    """Λ(μ; b, β, a) = √(β/a)·Λ₁ with μ₁ = μ√(β/a), b₁ = b/β, and inf where bμ² ≥ a. [B] or scalar.
+
+    Two inputs, γ fixed, monotone ∂f, and the mean Hessian block B with −bI ⪯ B ⪯ βI give
+    a‖Δz‖² ≤ ⟨AΔz, B(Δc̃ − AΔz)⟩, where a is the modulus of G without the coupling. Since
+    B² ⪯ (β − b)B + bβI,
+
+        ‖Δz‖/‖Δc̃‖ ≤ Λ = sup_{ρ ≤ μ, Y} ρ√((β − b)Y + bβ)/(a + ρ²Y)     (docs/facts.md, fact 5).
+
+    Globally b = 2e^{−3/2} and β = 1, and it is attained; at one z they are those of its patches.
+
+    Λ₁ = μ₁/(1 + μ₁²) for μ₁² ≤ (1 − b₁)/(1 + b₁); (1 − b₁)/(2√(1 − b₁ − b₁μ₁²)) up to
+    μ₁² = (1 − b₁)/(b₁(1 + b₁)); b₁μ₁/(1 − b₁μ₁²) above. Rounded up.
+    """
+    given = (mu, concavity, top, modulus)
+    device = next((t.device for t in given if isinstance(t, Tensor)), None)
+    m, b, beta, a = torch.broadcast_tensors(
+        *[torch.as_tensor(t, dtype=torch.float64, device=device) for t in given]
+    )
+    up = 1.0 + 1e-14
+    scale = (beta.clamp_min(1e-300) / a).sqrt() * up
+    ratio = b / beta.clamp_min(1e-300) * up
+    t = (m * scale).square()
+    low = m * scale / (1.0 + t)
+    middle = (1.0 - ratio) / (2.0 * (1.0 - ratio - ratio * t).clamp_min(0.0).sqrt())
+    high = ratio * m * scale / (1.0 - ratio * t)
+    found = torch.where(t * (ratio * (1.0 + ratio)) <= 1.0 - ratio, middle, high)
+    found = torch.where(t * (1.0 + ratio) <= 1.0 - ratio, low, found)
+    return torch.where((ratio * t < 1.0) & (a > 0.0), found * scale * up, math.inf)
 
 
 def _holds(condition: Tensor) -> bool:
@@ -56,7 +105,7 @@ def _holds(condition: Tensor) -> bool:
         return True
 
 
-class Gaussian(Coupling):
+class Gaussian(ImageCoupling):
     """q(z) = −(1/2γ) Σᵢ exp(−γsᵢ), sᵢ = rᵢMrᵢᵀ, r = c − Wz; −∇q = Wᵀ·merge(e^{−γsᵢ}rᵢM).
 
     GEQ Eq 5–6 with one patch, Eq 16 and Algorithm 1 with patches; M = W_hW_hᵀ is all that is
@@ -84,10 +133,6 @@ class Gaussian(Coupling):
         metric: Tensor | None = None,
     ) -> None:
         super().__init__(W, c)
-        try:
-            self.operator.check_output(c.shape[1:])
-        except ValueError as error:
-            raise ValueError(f"Gaussian: c has the shape of Wz. {error}") from None
         if patches is not None:
             patches.check(c.shape)
         self.patches = patches
@@ -163,14 +208,6 @@ class Gaussian(Coupling):
         dense_channels = like.stride(1) == 1 and like.shape[1] > 1
         layout = torch.channels_last if dense_channels else torch.contiguous_format
         return self.patches.merge(rows, like.shape, layout)
-
-    def check_state(self, z: Tensor) -> None:
-        expected = (z.shape[0], *self.operator.output_shape(z.shape[1:])) if z.ndim else ()
-        if expected != tuple(self.c.shape):
-            raise ValueError(
-                f"Gaussian: W takes a state {tuple(z.shape)} to {expected}, "
-                f"but c is {tuple(self.c.shape)}."
-            )
 
     def default_start(self, shape: Sequence[int] | None = None) -> Tensor:
         """z₀ = 0. ``shape`` [B, *state] is needed for convolutions."""
@@ -316,3 +353,108 @@ class Gaussian(Coupling):
             rigorous=w.dtype == torch.float64,
             note="at this z, from its patch energies and the upper bound on μ",
         )
+
+    def tight_curvature(self) -> Curvature:
+        return self.curvature(tight=True)
+
+    def tight_local_curvature(self, z: Tensor) -> Curvature:
+        return self.local_curvature(z, tight=True)
+
+    def rounding_error(self, z: Tensor) -> Tensor | None:
+        """∇q = Wᵀ merge(e v), v = rM, s = ⟨r, v⟩, e = exp(−γs), r = Wz − c, line by line."""
+        magnitude = self.operator.magnitude()
+        if magnitude is None:
+            return None
+        size, terms = magnitude
+        gamma = self.gamma.unsqueeze(-1)
+        wz = self.operator(z)
+        r = self._rows(wz - self.c)
+        r_off = self._rows(sum_error(terms) * size(z.abs()) + UNIT * (wz - self.c).abs())
+        k = r.shape[-1]
+        v, v_off = r, r_off
+        if self.metric is not None:
+            metric = self.metric.abs()
+            v = r @ self.metric
+            v_off = r_off @ metric + sum_error(k) * (r.abs() @ metric)
+        s = (r * v).sum(-1).clamp_min(0.0)
+        s_off = (r_off * v.abs() + (r.abs() + r_off) * v_off).sum(-1)
+        s_off = s_off + sum_error(k + 1) * (r * v).abs().sum(-1)
+        t = gamma * s
+        t_off = gamma * s_off + 2 * UNIT * t
+        # e^{−t} is at most e^{−(t − off)}, and differs from it by the factor 1 − e^{−off} at most.
+        e = torch.exp(-t)
+        e_off = torch.exp(-(t - t_off).clamp_min(0.0)) * -torch.expm1(-t_off) + FUNCTION * e + _TINY
+        e_off = torch.where(t_off.isfinite(), e_off, 1.0).clamp_max(1.0)
+        e, e_off = e.unsqueeze(-1), e_off.unsqueeze(-1)
+        message = e * v
+        off = e_off * (v.abs() + v_off) + e * v_off + 2 * UNIT * message.abs()
+        merged = self._merge(off + sum_error(terms) * message.abs(), wz)
+        return size.adjoint(merged, z.shape[1:])
+
+    def hessian_lipschitz(self) -> Tensor | float | None:
+        """1.9518·√γ μ³."""
+        mu = self.mu_upper(tight=True)
+        return None if math.isinf(mu) else GAUSSIAN_BEND * mu**3 * self.gamma.sqrt() * (1.0 + 1e-14)
+
+    def features_norm(self) -> float:
+        """‖W_h‖: c̃ is (rows of c)W_h."""
+        return 1.0 if self.metric is None else metric_root(self.metric)[1]
+
+    def lipschitz(
+        self, modulus: float, rest: Tensor, reach: float, *, in_x: bool
+    ) -> tuple[float | None, str]:
+        """Λ(μ) for a fixed γ; one that changes with the input changes the map too, detached or not:
+        its policy has a factor F, Λ = Fμ/m, or none.
+        """
+        missing = unproven(modulus, reach)
+        if missing is not None:
+            return None, missing
+        policy, mu = self.policy, self.mu_upper(tight=True)
+        if policy is None and in_x:
+            return None, "γ came as a tensor, so it may depend on x; lipschitz_local holds γ fixed"
+        if policy is None or not policy.input_dependent:
+            sharp = float(gaussian_sensitivity(mu, modulus=rest))
+            return reach * sharp, "every input, γ fixed: Λ(μ)·‖x → c̃‖, sharp"
+        factor = policy.lipschitz_factor
+        if factor is None:
+            return None, f"none exists for {policy!r}: it grows with the number of patches"
+        found = factor * mu / modulus * reach * (1.0 + 1e-14)
+        return found, f"every input, γ by {policy!r}: {factor:.3f}·(μ/m)·‖x → c̃‖"
+
+    def local_lipschitz(
+        self, z: Tensor, error: Tensor, modulus: Tensor, local: Tensor, rest: Tensor
+    ) -> tuple[Tensor | None, str]:
+        note = "at the equilibrium near this z, from its patch energies; γ held fixed"
+        mu = self.mu_upper(tight=True)
+        if math.isinf(mu):
+            return torch.full_like(error, math.inf), note
+        if mu == 0.0:
+            return torch.zeros_like(error), note
+        here = self.local_curvature(z, tight=True)
+        moved = GAUSSIAN_BEND * mu * self.gamma.sqrt() * error * (1.0 + 1e-14)
+        concavity = (moved - here.lower / mu**2).clamp_max(GAUSSIAN_CONCAVITY)
+        top = (moved + here.upper / mu**2).clamp_max(1.0)
+        found = gaussian_sensitivity(
+            mu, concavity=concavity, top=top, modulus=rest.to(error.device)
+        )
+        return torch.where(found.isnan(), math.inf, found), note
+
+    def numbers(self, in_shape: Sequence[int]) -> dict[str, Any]:
+        return super().numbers(in_shape) | {
+            "hidden_norm": self.features_norm(),
+            "mu": self.mu(in_shape, tight=True),
+            "gamma": "given for each sample" if self.policy is None else repr(self.policy),
+        }
+
+    def in_double(self) -> Self:
+        """As of any coupling; an M = W_hW_hᵀ that rounding in a lower precision left with negative
+        eigenvalues is moved to the nearest positive semidefinite one.
+        """
+        twin = super().in_double()
+        if self.metric is not None:
+            root, upper = metric_root(self.metric)
+            nearest = root @ root.mT
+            allowed = 64 * torch.finfo(torch.float64).eps * len(nearest) * upper**2
+            if float((nearest - exact(self.metric)).abs().max()) > allowed:
+                twin.metric = 0.5 * (nearest + nearest.mT)
+        return twin

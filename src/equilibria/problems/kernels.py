@@ -11,12 +11,12 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from equilibria.problems.norms import exact
+from equilibria.problems.norms import FUNCTION, UNIT, exact, norm_upper, sum_error, twin_in_double
 from equilibria.problems.operators import LinearOperator, as_operator
 
 __all__ = ["Coupling", "Curvature", "DegenerateKernelWarning", "Linear", "Polynomial", "Sigmoidal"]
@@ -52,6 +52,13 @@ def inner(a: Tensor, b: Tensor) -> Tensor:
     """⟨a, b⟩ per sample, in float32 or better, whatever the memory formats. [B, ...] → [B]."""
     dtype = torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32)
     return per_sample_sum(a.to(dtype) * b.to(dtype))
+
+
+def unproven(modulus: float, reach: float) -> str | None:
+    """Why no Lipschitz constant follows from these two numbers; None where one does."""
+    if not modulus > 0.0:
+        return "the equilibrium is not certified to be unique for every input"
+    return None if math.isfinite(reach) else "no bound on the norm of U is known"
 
 
 def _scaled(weight: Tensor, t: Tensor) -> Tensor:
@@ -103,6 +110,63 @@ class Coupling(ABC):
     def default_start(self, shape: Sequence[int] | None = None) -> Tensor:
         """A state to start a solver from; ``shape`` [B, *state] where c does not determine it."""
 
+    # What a certificate asks for. A kernel of your own is certified with what it states here;
+    # the defaults say that nothing is derived.
+
+    def tight_curvature(self) -> Curvature:
+        """``curvature`` by the closest bounds there are, dear or not."""
+        return self.curvature()
+
+    def tight_local_curvature(self, z: Tensor) -> Curvature:
+        """``local_curvature`` by the closest bounds there are, dear or not."""
+        return self.local_curvature(z)
+
+    def rounding_error(self, z: Tensor) -> Tensor | None:
+        """|fl(∇q(z)) − ∇q(z)| ≤ this, entrywise, all in float64 (``norms.py``); None: not known."""
+        return None
+
+    def hessian_lipschitz(self) -> Tensor | float | None:
+        """K with ‖∇²q(z) − ∇²q(z′)‖ ≤ K‖z − z′‖ for all z, z′; [B], a number, or None."""
+        return None
+
+    def features_norm(self) -> float:
+        """‖c → c̃‖, where c̃ is what the constants below are in; 1 for c̃ = c."""
+        return 1.0
+
+    def lipschitz(
+        self, modulus: float, rest: Tensor, reach: float, *, in_x: bool
+    ) -> tuple[float | None, str]:
+        """A Lipschitz constant of x → z* (``in_x``) or c → z* for all inputs, or None; and why.
+
+        Args:
+            modulus: m, that of the smooth part for every input.
+            rest: that of the smooth part without q, a number.
+            reach: a bound on ‖x → c̃‖, or on ‖c → c̃‖.
+        """
+        return None, f"no constant is derived for {type(self).__name__}"
+
+    def local_lipschitz(
+        self, z: Tensor, error: Tensor, modulus: Tensor, local: Tensor, rest: Tensor
+    ) -> tuple[Tensor | None, str]:
+        """limsup ‖Δz*‖/‖Δc̃‖ at this input, bounded, [B] (inf where none), or None; and why.
+
+        Args:
+            error: [B], z* lies within this of z; the bound must hold at z* and not only at z.
+            modulus: m for every z, a number or [B].
+            local: m of the smooth part at this z.
+            rest: as in ``lipschitz``.
+        """
+        return None, f"nothing is derived for {type(self).__name__}"
+
+    def numbers(self, in_shape: Sequence[int]) -> dict[str, Any]:
+        """Norms for a certificate to show: ``norm``, and what else ``certify.Numbers`` has."""
+        operator = getattr(self, "operator", None)
+        return {} if operator is None else {"norm": operator.norm(tuple(in_shape))}
+
+    def in_double(self) -> Self:
+        """The same coupling on the same numbers, detached and in float64."""
+        return twin_in_double(self)
+
     def inputs(self) -> tuple[Tensor, ...]:
         """The tensors [B, ...] through which the coupling depends on the sample: c."""
         return (self.c,)
@@ -119,6 +183,25 @@ class Coupling(ABC):
         if self._norm_upper is None:
             self._norm_upper = self.operator.norm_upper()
         return self._norm_upper
+
+
+class ImageCoupling(Coupling):
+    """A coupling of Wz to a c that has its shape."""
+
+    def __init__(self, W: LinearOperator | Tensor | nn.Module, c: Tensor) -> None:
+        super().__init__(W, c)
+        try:
+            self.operator.check_output(c.shape[1:])
+        except ValueError as error:
+            raise ValueError(f"{type(self).__name__}: c has the shape of Wz. {error}") from None
+
+    def check_state(self, z: Tensor) -> None:
+        expected = (z.shape[0], *self.operator.output_shape(z.shape[1:])) if z.ndim else ()
+        if expected != tuple(self.c.shape):
+            raise ValueError(
+                f"{type(self).__name__}: W takes a state {tuple(z.shape)} to {expected}, "
+                f"but c is {tuple(self.c.shape)}."
+            )
 
 
 class _WithLinearTerm(Coupling):
@@ -145,6 +228,14 @@ class _WithLinearTerm(Coupling):
 
     @abstractmethod
     def _bend(self, t: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def _slope_error(self, t: Tensor, off: Tensor) -> tuple[Tensor, Tensor]:
+        """|φ′| at most, and the error of the computed φ′(t) where t is off by ``off``. [B] each."""
+
+    @abstractmethod
+    def _slope_range(self, t: Tensor, far: Tensor) -> tuple[Tensor, Tensor]:
+        """|φ′| and |φ″| at most, within ``far`` of t. [B] each."""
 
     def check_state(self, z: Tensor) -> None:
         if z.shape != self.c.shape:
@@ -177,6 +268,48 @@ class _WithLinearTerm(Coupling):
         self.check_state(v)
         weight = self._bend(inner(self.c, z)) * inner(self.c, v)
         return -(self._gram(v) + _scaled(weight, self.c))
+
+    def rounding_error(self, z: Tensor) -> Tensor | None:
+        """∇q = −(WᵀWz + φ′(t)c), t = ⟨c, z⟩, line by line."""
+        off = self._gram_error(z)
+        if off is None:
+            return None
+        t = (self.c * z).flatten(1).sum(1)
+        t_off = sum_error(z[0].numel() + 1) * (self.c * z).abs().flatten(1).sum(1)
+        slope, slope_off = self._slope_error(t, t_off)
+        return off + _scaled(slope_off + 4 * UNIT * slope, self.c.abs())
+
+    def _gram_error(self, z: Tensor) -> Tensor | None:
+        """The error of WᵀWz, entrywise."""
+        magnitude = self.operator.magnitude()
+        if magnitude is None:
+            return None
+        size, terms = magnitude
+        inside = sum_error(terms) * (size(z.abs()) + self.operator(z).abs())
+        return size.adjoint(inside, z.shape[1:])
+
+    def lipschitz(
+        self, modulus: float, rest: Tensor, reach: float, *, in_x: bool
+    ) -> tuple[float | None, str]:
+        return None, "the modulus depends on the input; lipschitz_local holds at this one"
+
+    def local_lipschitz(
+        self, z: Tensor, error: Tensor, modulus: Tensor, local: Tensor, rest: Tensor
+    ) -> tuple[Tensor | None, str]:
+        """(φ′ + |φ″|‖c‖‖z*‖)/m at t = ⟨c, z*⟩: the derivative of φ′(t)c in c, over the modulus."""
+        bend = self.hessian_lipschitz()
+        known = modulus
+        if bend is not None:
+            slow = torch.as_tensor(bend, dtype=z.dtype, device=z.device)
+            known = torch.maximum(known, local - torch.where(slow == 0.0, 0.0, slow * error))
+        c = norm_upper(self.c)
+        t = (self.c * z).flatten(1).sum(1)
+        far = c * error + 1e-14 * c * norm_upper(z)  # |t* − t|
+        slope, second = self._slope_range(t, far)
+        push = torch.where(second > 0, second * c * (norm_upper(z) + error), 0.0)
+        found = (slope + push) / known * (1.0 + 1e-13)
+        found = torch.where((known > 0) & ~found.isnan(), found, math.inf)
+        return found, "at the equilibrium near this z, from ∇²q there"
 
     def _squared_norm(self) -> Tensor:
         """‖c‖² per sample in float64, rounded up. [B]."""
@@ -215,6 +348,28 @@ class Linear(_WithLinearTerm):
     def hvp(self, z: Tensor, v: Tensor) -> Tensor:
         self.check_state(v)
         return -self._gram(v)
+
+    def _slope_error(self, t: Tensor, off: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.ones_like(t), torch.zeros_like(t)
+
+    def _slope_range(self, t: Tensor, far: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.ones_like(t), torch.zeros_like(t)
+
+    def rounding_error(self, z: Tensor) -> Tensor | None:
+        off = self._gram_error(z)
+        return None if off is None else off + 2 * UNIT * self.c.abs()
+
+    def hessian_lipschitz(self) -> Tensor | float | None:
+        return 0.0
+
+    def lipschitz(
+        self, modulus: float, rest: Tensor, reach: float, *, in_x: bool
+    ) -> tuple[float | None, str]:
+        """‖U‖/m."""
+        missing = unproven(modulus, reach)
+        if missing is not None:
+            return None, missing
+        return reach / modulus * (1.0 + 1e-14), "every input: ‖U‖/m"
 
     def curvature(self) -> Curvature:
         """−‖W‖² ≤ ∇²q ≤ 0."""
@@ -274,6 +429,22 @@ class Polynomial(_WithLinearTerm):
     def _bend(self, t: Tensor) -> Tensor:
         return self.degree * (self.degree - 1) * (self.offset + t) ** (self.degree - 2)
 
+    def _slope_error(self, t: Tensor, off: Tensor) -> tuple[Tensor, Tensor]:
+        base, d = (self.offset + t).abs() + UNIT * t.abs() + off, self.degree
+        slope = d * base ** (d - 1)
+        slope_off = d * (d - 1) * base ** (d - 2) * (off + UNIT * base)
+        return slope, slope_off + (d + 8) * UNIT * slope
+
+    def _slope_range(self, t: Tensor, far: Tensor) -> tuple[Tensor, Tensor]:
+        base, d = (self.offset + t).abs() + far, self.degree
+        return d * base ** (d - 1), d * (d - 1) * base ** (d - 2)
+
+    def hessian_lipschitz(self) -> Tensor | float | None:
+        """0 for d = 2, 6‖c‖³ for d = 3; none above."""
+        if self.degree > 3:
+            return None
+        return 0.0 if self.degree == 2 else 6.0 * norm_upper(self.c) ** 3
+
     def default_start(self, shape: Sequence[int] | None = None) -> Tensor:
         """z₀ = 0 for offset 1; c/‖c‖ for offset 0, where zero would be returned at once."""
         start = super().default_start(shape)
@@ -311,6 +482,19 @@ class Sigmoidal(_WithLinearTerm):
     def _bend(self, t: Tensor) -> Tensor:
         h = torch.tanh(t)
         return -2.0 * h * (1.0 - h.square())
+
+    def _slope_error(self, t: Tensor, off: Tensor) -> tuple[Tensor, Tensor]:
+        # |φ″| ≤ 4/(3√3), and 1 − tanh² of a tanh that is off by 4 ulp.
+        return torch.ones_like(t), SIGMOID_CURVATURE * off + 4 * FUNCTION
+
+    def _slope_range(self, t: Tensor, far: Tensor) -> tuple[Tensor, Tensor]:
+        h = t.tanh()
+        slope = (1.0 - h * h + SIGMOID_CURVATURE * far).clamp_max(1.0)
+        return slope, ((2.0 * h * (1.0 - h * h)).abs() + 2.0 * far).clamp_max(SIGMOID_CURVATURE)
+
+    def hessian_lipschitz(self) -> Tensor | float | None:
+        """2‖c‖³: |tanh‴| ≤ 2."""
+        return 2.0 * norm_upper(self.c) ** 3
 
     @torch.no_grad()
     def curvature(self) -> Curvature:

@@ -8,36 +8,263 @@ Nᵢ: zᵢ → zᵢ₊₁ and the skew part is chosen so that the upper diagonal
 
 The symmetric part of I − W is mI plus that of AᵀA, A the block matrix of Aᵢ and Nᵢ: monotone
 whatever the weights. W is block triangular, so its resolvent goes tier by tier.
+
+Padding. On the plane (zeros) every map is part of an infinite one that is zero elsewhere: A and N
+keep all of their outputs that a map can reach, p = k//2 more pixels on each side than the map, so
+that AᵀA is a compression of the infinite one and its kernel can be composed. On a torus (circular)
+FFT inverts. The torus that stands for a plane has a border of p pixels around each map: where it
+holds zeros nothing that leaves one side reaches the other, so circular convolutions compute the
+zero-padded ones; the prior holds it at zero (monDEQ's border ReLU).
+
+Frequencies. K̂(θ) = Σ_a K_a e^{i⟨a, θ⟩}. A stride-2 convolution N, and so NᵀN, commutes with shifts
+by two pixels only. Written on the four phases of a map (``pixel_unshuffle``: c channels on H × W
+become 4c on H/2 × W/2), it is a plain convolution again: every symbol is a matrix a frequency.
 """
 
 from __future__ import annotations
 
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from equilibria.engine.dense import inverse_each
-from equilibria.problems.monotone_geometry import (
-    Geometry,
-    Plane,
-    Torus,
-    composed_kernel,
-    delta,
-    transposed_kernel,
-)
 from equilibria.problems.monotone_operator import MonotoneOperator, States, gram_bound, widened
-from equilibria.problems.monotone_symbol import (
-    kernel_norm_bound,
-    phase_kernel,
-    phase_kernel_down,
-    symbol,
-)
-from equilibria.problems.norms import convolution_norm_upper, exact
-from equilibria.problems.rounding import UNIT
+from equilibria.problems.norms import UNIT, convolution_norm_upper, exact
 
-__all__ = ["TieredMonotone", "TieredResolvent"]
+__all__ = [
+    "Geometry",
+    "Plane",
+    "TieredMonotone",
+    "TieredResolvent",
+    "Torus",
+    "composed_kernel",
+    "delta",
+    "kernel_norm_bound",
+    "phase_kernel",
+    "phase_kernel_down",
+    "symbol",
+    "transposed_kernel",
+]
+
+
+def transposed_kernel(kernel: Tensor) -> Tensor:
+    """The kernel of Kᵀ: channels exchanged, taps mirrored. [o, i, k, k] → [i, o, k, k]."""
+    return kernel.transpose(0, 1).flip(2, 3)
+
+
+def delta(channels: int, like: Tensor, reach: int) -> Tensor:
+    """The kernel of I with 2·reach + 1 taps, [channels, channels, ., .]."""
+    eye = torch.eye(channels, dtype=like.dtype, device=like.device)
+    return F.pad(eye[:, :, None, None], (reach,) * 4)
+
+
+def composed_kernel(a: Tensor, b: Tensor, m: float) -> Tensor:
+    """The one kernel of (1 − m)I − AᵀA + B − Bᵀ; a, b [c, c, k, k] → [c, c, 2k − 1, 2k − 1].
+
+    (AᵀA)[c, c', s] = Σ_o Σ_a A[o, c', a + s]A[o, c, a], the correlation of A with itself.
+    """
+    k = a.shape[-1]
+    maps = a.transpose(0, 1)
+    gram = F.conv2d(maps, maps, padding=k - 1).transpose(0, 1)
+    skew = F.pad(b - transposed_kernel(b), (k // 2,) * 4)
+    return (1.0 - m) * delta(b.shape[0], b, k - 1) - gram + skew
+
+
+class Geometry(ABC):
+    """How maps continue beyond their edges. p is half the taps of A, B and N, rounded down."""
+
+    p: int
+
+    @abstractmethod
+    def same(self, z: Tensor, kernel: Tensor) -> Tensor:
+        """A convolution with the taps of the composed kernel; [B, c, H, W] → the same."""
+
+    @abstractmethod
+    def out(self, z: Tensor, a: Tensor) -> Tensor:
+        """Az with every output that it reaches."""
+
+    @abstractmethod
+    def out_adjoint(self, y: Tensor, a: Tensor) -> Tensor:
+        """Aᵀy."""
+
+    @abstractmethod
+    def down(self, z: Tensor, n: Tensor) -> Tensor:
+        """Nz with stride 2, on the grid of ``out`` of the next tier."""
+
+    @abstractmethod
+    def down_adjoint(self, y: Tensor, n: Tensor) -> Tensor:
+        """Nᵀy."""
+
+
+@dataclass(frozen=True)
+class Plane(Geometry):
+    """Zero padding. ``out`` has p more pixels on each side; N's output j reads 2j − p … 2j + p."""
+
+    p: int
+
+    def same(self, z: Tensor, kernel: Tensor) -> Tensor:
+        return F.conv2d(z, kernel, padding=2 * self.p)
+
+    def out(self, z: Tensor, a: Tensor) -> Tensor:
+        return F.conv2d(z, a, padding=2 * self.p)
+
+    def out_adjoint(self, y: Tensor, a: Tensor) -> Tensor:
+        return F.conv_transpose2d(y, a, padding=2 * self.p)
+
+    def down(self, z: Tensor, n: Tensor) -> Tensor:
+        return F.conv2d(z, n, stride=2, padding=3 * self.p)
+
+    def down_adjoint(self, y: Tensor, n: Tensor) -> Tensor:
+        return F.conv_transpose2d(y, n, stride=2, padding=3 * self.p, output_padding=1)
+
+
+@dataclass(frozen=True)
+class Torus(Geometry):
+    """Circular padding; with ``border`` p the torus around a plane's maps, without it a map itself.
+
+    With a border a map of H pixels sits in a torus of H + 2p. N leads to a torus of half its size,
+    (H + 2p)/2 = H/2 + p pixels, which lie inside the next tier's H/2 + 2p where the plane has
+    them; the others are zero.
+    """
+
+    p: int
+    border: int = 0
+
+    @property
+    def shift(self) -> int:
+        """N's first output reads from the pixel −shift on."""
+        return 2 * (self.p // 2) if self.border else self.p
+
+    def same(self, z: Tensor, kernel: Tensor) -> Tensor:
+        return F.conv2d(_wrap(z, 2 * self.p, 2 * self.p), kernel)
+
+    def out(self, z: Tensor, a: Tensor) -> Tensor:
+        return F.conv2d(_wrap(z, self.p, self.p), a)
+
+    def out_adjoint(self, y: Tensor, a: Tensor) -> Tensor:
+        return F.conv2d(_wrap(y, self.p, self.p), transposed_kernel(a))
+
+    def _sides(self) -> tuple[int, int]:
+        return self.shift, max(0, 2 * self.p - 1 - self.shift)
+
+    def _margins(self) -> tuple[int, int]:
+        """The zeros around N's output in the next tier's torus, on the left and on the right."""
+        return (self.border - self.border // 2, self.border // 2)
+
+    def down(self, z: Tensor, n: Tensor) -> Tensor:
+        y = F.conv2d(_wrap(z, *self._sides()), n, stride=2)
+        return F.pad(y, self._margins() * 2) if self.border else y
+
+    def down_adjoint(self, y: Tensor, n: Tensor) -> Tensor:
+        left, right = self._margins()
+        if self.border:
+            y = y[..., left : y.shape[-2] - right, left : y.shape[-1] - right]
+        spread = F.conv_transpose2d(y, n, stride=2, output_padding=0 if self.p else 1)
+        return _unwrap(spread, *self._sides())
+
+
+def _wrap(z: Tensor, left: int, right: int) -> Tensor:
+    if left == 0 and right == 0:
+        return z
+    return F.pad(z, (left, right, left, right), mode="circular")
+
+
+def _unwrap(y: Tensor, left: int, right: int) -> Tensor:
+    """The adjoint of :func:`_wrap`: what was copied to the sides is added where it came from."""
+    for dim in (-1, -2):
+        size = y.shape[dim] - left - right
+        core = y.narrow(dim, left, size)
+        before = (0, 0) if dim == -2 else ()
+        if left:
+            core = core + F.pad(y.narrow(dim, 0, left), (*before, size - left, 0))
+        if right:
+            core = core + F.pad(y.narrow(dim, left + size, right), (*before, 0, size - right))
+        y = core
+    return y
+
+
+# Samples per tap and axis: cos(π/10)² = 0.905, so the grid costs at most 10% of the bound.
+_SAMPLES_PER_TAP = 5
+_SQUARINGS = 4
+
+
+def _waves(points: int, size: int, taps: int, origin: int, like: Tensor) -> Tensor:
+    """e^{iθ(a − origin)} for the first ``points`` frequencies of ``size``, [points, taps]."""
+    steps = torch.arange(taps, dtype=torch.float64) - origin
+    angles = torch.outer(torch.arange(points, dtype=torch.float64), steps) * (2 * math.pi / size)
+    waves = torch.complex(angles.cos(), angles.sin())
+    kind = torch.complex128 if like.dtype == torch.float64 else torch.complex64
+    return waves.to(device=like.device, dtype=kind)
+
+
+def symbol(kernel: Tensor, origin: int, rows: int, cols: int) -> Tensor:
+    """K̂ at the frequencies of rfft2 on a rows × cols torus, for any number of taps.
+
+    kernel [o, c, t, t] whose tap ``origin`` stands over the output pixel →
+    [rows, cols//2 + 1, o, c], complex.
+    """
+    taps = kernel.shape[-1]
+    down = _waves(rows, rows, taps, origin, kernel)
+    across = _waves(cols // 2 + 1, cols, taps, origin, kernel)
+    half = torch.einsum("lb,ocab->laoc", across, kernel.to(down.dtype))
+    return torch.einsum("ja,laoc->jloc", down, half)
+
+
+def phase_kernel(kernel: Tensor) -> tuple[Tensor, int]:
+    """K on the four phases: [o, c, 4p + 1, .] centered → [4o, 4c, 2p + 1, .], and its origin.
+
+    Output pixel 2i + φ reads 2(i + τ) + ψ with the tap a = 2τ + ψ − φ + 2p.
+    """
+    taps = (kernel.shape[-1] + 1) // 2
+    padded = F.pad(kernel, (1, 1, 1, 1))
+    phases = [(i, j) for i in (0, 1) for j in (0, 1)]
+    rows = []
+    for f in phases:
+        columns = []
+        for g in phases:
+            top, left = g[0] - f[0] + 1, g[1] - f[1] + 1
+            columns.append(
+                padded[..., top : top + 2 * taps - 1 : 2, left : left + 2 * taps - 1 : 2]
+            )
+        rows.append(torch.stack(columns, 2))
+    return torch.stack(rows, 1).flatten(2, 3).flatten(0, 1), taps // 2
+
+
+def phase_kernel_down(kernel: Tensor, shift: int) -> tuple[Tensor, int]:
+    """A stride-2 N on the phases of its input: [o, c, k, k] → [o, 4c, ., .], and its origin.
+
+    Output pixel j reads 2j − shift + a = 2(j + τ) + ψ.
+    """
+    k = kernel.shape[-1]
+    origin = (shift + 1) // 2
+    taps = (k - 1 - shift) // 2 + origin + 1
+    first = shift + 1 - 2 * origin
+    padded = F.pad(kernel, (1, 1, 1, 1))
+    parts = []
+    for i in (0, 1):
+        for j in (0, 1):
+            top, left = first + i, first + j
+            parts.append(padded[..., top : top + 2 * taps - 1 : 2, left : left + 2 * taps - 1 : 2])
+    return torch.stack(parts, 2).flatten(1, 2), origin
+
+
+def kernel_norm_bound(kernel: Tensor) -> Tensor:
+    """An upper bound (up to rounding) on sup_θ ‖K̂(θ)‖, one number on the device; no gradient.
+
+    From a grid to the supremum by the rule of ``problems/norms.py``: divide by cos(πd/N) an axis.
+    """
+    with torch.no_grad():
+        kernel = widened(kernel.detach())
+        taps = kernel.shape[-1]
+        points = max(1, _SAMPLES_PER_TAP * (taps - 1))
+        shrink = math.cos(math.pi * (taps - 1) / 2 / points) ** 2
+        found = gram_bound(symbol(kernel, 0, points, points), _SQUARINGS)
+        return found.amax() / shrink
 
 
 class TieredMonotone(MonotoneOperator):

@@ -13,15 +13,27 @@ after the other, so sup ‖K̂‖ ≤ max_grid ‖K̂‖ / (cos(πd₁/N₁) cos
 
 Everything is computed in float64, detached, with a slack for its rounding; nothing here belongs
 in a solver's loop.
+
+Rounding, for operators and kernels that bound their own. With the unit roundoff u = 2⁻⁵³ and
+γ_n = nu/(1 − nu), a sum of n products in any order, with or without fused operations, obeys
+|fl(Σab) − Σab| ≤ γ_n Σ|a||b| (Higham, Accuracy and Stability of Numerical Algorithms, §3.1), so for
+a matrix or a convolution W of n terms an output, and an argument ẑ that itself is off by at most e,
+
+    |fl(Wẑ) − Wz| ≤ |W|e + γ_n |W||ẑ|       entrywise; |W| is W with its weights made positive.
+
+The library functions exp, tanh, log and division are taken to be accurate to 4 units in the last
+place. States and the numbers of a problem (weights, c, γ) are exact: they are what is certified.
 """
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +42,7 @@ from torch import Tensor
 from equilibria.engine.tree import sample_norm, scale_samples
 
 __all__ = [
+    "UNIT",
     "NormBound",
     "convolution_norm_upper",
     "dense_norm",
@@ -38,6 +51,11 @@ __all__ = [
     "power_norm",
 ]
 
+Part = TypeVar("Part")
+
+UNIT = 2.0**-53
+FUNCTION = 8 * UNIT  # 4 units in the last place, of a number in [1, 2)
+SAFETY = 2.0  # covers terms of order u² and the rounding of the bounds themselves
 _EPS = torch.finfo(torch.float64).eps
 # Samples per tap and axis: cos(π/32)² = 0.990, so the grid costs at most 1% of the bound.
 _SAMPLES_PER_TAP = 16
@@ -52,10 +70,31 @@ class NormBound:
     upper: float
 
 
+def sum_error(n: int) -> float:
+    """γ_n = nu/(1 − nu)."""
+    return n * UNIT / (1.0 - n * UNIT)
+
+
+def norm_upper(t: Tensor) -> Tensor:
+    """‖·‖ per sample in float64, rounded up. [B, ...] → [B]."""
+    return sample_norm([t]) * (1.0 + 2e-16 * (t[0].numel() + 8))
+
+
 def exact(t: Tensor) -> Tensor:
     """The same numbers in float64, detached (on the CPU where the device has no float64)."""
     device = torch.device("cpu") if t.device.type == "mps" else t.device
     return t.detach().to(device=device, dtype=torch.float64)
+
+
+def twin_in_double(part: Part) -> Part:
+    """A copy with the same numbers, detached and in float64, and so its parts' (``in_double``)."""
+    twin = copy.copy(part)
+    for name, value in vars(part).items():
+        if isinstance(value, Tensor) and value.is_floating_point():
+            twin.__dict__[name] = exact(value)
+        elif hasattr(value, "in_double"):
+            twin.__dict__[name] = value.in_double()
+    return twin
 
 
 def _finite(t: Tensor, what: str) -> Tensor:

@@ -1,14 +1,29 @@
-"""Linear maps by whatever a user has: a matrix, a kernel, a layer, an operator."""
+"""Linear maps z → Wz with their adjoints, ⟨Wz, y⟩ = ⟨z, Wᵀy⟩: matrices, convolutions, callables.
+
+An operator holds tensors and no module state: gradients flow to whatever its weight came from.
+The batch is dimension 0 and is never mixed. ``in_shape`` and ``out_shape`` leave the batch out.
+"""
 
 from __future__ import annotations
 
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from equilibria.problems.convolutions import ConvOperator, SeparableConvOperator
-from equilibria.problems.linear_operator import DenseOperator, LinearOperator
-from equilibria.problems.module_operator import ModuleOperator
+from equilibria.engine.transforms import functorch_active, transforms_active
+from equilibria.ops.winograd import can_use_winograd, transformed_weight, winograd
+from equilibria.problems.norms import (
+    NormBound,
+    convolution_norm_upper,
+    dense_norm,
+    exact,
+    power_norm,
+)
 
 __all__ = [
     "ConvOperator",
@@ -16,8 +31,627 @@ __all__ = [
     "LinearOperator",
     "ModuleOperator",
     "SeparableConvOperator",
+    "TransposedOperator",
     "as_operator",
 ]
+
+
+class LinearOperator(ABC):
+    """W with its adjoint Wᵀ. [B, *in_shape] → [B, *out_shape]."""
+
+    @abstractmethod
+    def __call__(self, z: Tensor) -> Tensor:
+        """Wz. [B, *in_shape] → [B, *out_shape]."""
+
+    @abstractmethod
+    def adjoint(self, y: Tensor, in_shape: Sequence[int] | None = None) -> Tensor:
+        """Wᵀy. [B, *out_shape] → [B, *in_shape].
+
+        Several input sizes may give one output size (strides); then ``in_shape`` says which.
+        """
+
+    @abstractmethod
+    def output_shape(self, in_shape: Sequence[int]) -> tuple[int, ...]:
+        """Shape of Wz for a z of ``in_shape``; ValueError where W does not take it."""
+
+    @abstractmethod
+    def check_output(self, out_shape: Sequence[int]) -> None:
+        """Raise ValueError where no Wz has ``out_shape``."""
+
+    @abstractmethod
+    def cast(self, dtype: torch.dtype) -> LinearOperator:
+        """The same map with detached weights in ``dtype``; a module operator returns itself."""
+
+    @abstractmethod
+    def norm_upper(self) -> float:
+        """Rigorous upper bound on ‖W‖₂ for every input size (inf where none is known)."""
+
+    def in_double(self) -> LinearOperator:
+        """The same map on the same numbers, detached and in float64."""
+        return self.cast(torch.float64)
+
+    def magnitude(self) -> tuple[LinearOperator, int] | None:
+        """|W|, and the number of terms in an entry of Wz or of Wᵀy, whichever is larger.
+
+        With it a kernel bounds the rounding of its products (``norms.py``). None: not known.
+        """
+        return None
+
+    @property
+    def in_shape(self) -> tuple[int, ...] | None:
+        """The input shape, where the operator takes only one."""
+        return None
+
+    weight: Tensor
+    """The weights, or some of them; an operator without overrides ``dtype`` and ``device``."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the weights."""
+        return self.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the weights."""
+        return self.weight.device
+
+    def norm(self, in_shape: Sequence[int] | None = None) -> NormBound:
+        """‖W‖₂ on maps of ``in_shape``: power iteration from below, rigorous bound from above."""
+        shape = self.in_shape if in_shape is None else tuple(in_shape)
+        if shape is None:
+            raise ValueError(f"{type(self).__name__}.norm needs in_shape, e.g. (channels, H, W).")
+        self.output_shape(shape)
+        upper = self.norm_upper()
+        w = self.cast(torch.float64)
+        gram = lambda v: w.adjoint(w(v), shape)  # noqa: E731
+        estimate = power_norm(gram, shape, dtype=w.dtype, device=w.device)
+        return NormBound(min(estimate, upper), upper)
+
+
+class DenseOperator(LinearOperator):
+    """Wz = z·weightᵀ. weight [out, in]; z [B, in] → [B, out]."""
+
+    def __init__(self, weight: Tensor) -> None:
+        if weight.ndim != 2:
+            raise ValueError(f"DenseOperator takes a weight [out, in], got {tuple(weight.shape)}.")
+        self.weight = weight
+
+    def __call__(self, z: Tensor) -> Tensor:
+        return F.linear(z, self.weight)
+
+    def adjoint(self, y: Tensor, in_shape: Sequence[int] | None = None) -> Tensor:
+        return y @ self.weight
+
+    def output_shape(self, in_shape: Sequence[int]) -> tuple[int, ...]:
+        if tuple(in_shape) != (self.weight.shape[1],):
+            raise ValueError(
+                f"W {tuple(self.weight.shape)} takes states [B, {self.weight.shape[1]}], "
+                f"got [B, {', '.join(map(str, in_shape))}]."
+            )
+        return (self.weight.shape[0],)
+
+    def check_output(self, out_shape: Sequence[int]) -> None:
+        if tuple(out_shape) != (self.weight.shape[0],):
+            raise ValueError(
+                f"W {tuple(self.weight.shape)} gives [B, {self.weight.shape[0]}], "
+                f"which does not fit [B, {', '.join(map(str, out_shape))}]."
+            )
+
+    def cast(self, dtype: torch.dtype) -> DenseOperator:
+        return DenseOperator(self.weight.detach().to(dtype))
+
+    def magnitude(self) -> tuple[LinearOperator, int]:
+        return DenseOperator(self.weight.abs()), max(self.weight.shape)
+
+    def norm_upper(self) -> float:
+        return dense_norm(self.weight).upper
+
+    def norm(self, in_shape: Sequence[int] | None = None) -> NormBound:
+        """‖W‖₂ by a float64 SVD."""
+        if in_shape is not None:
+            self.output_shape(in_shape)
+        return dense_norm(self.weight)
+
+    @property
+    def in_shape(self) -> tuple[int, ...] | None:
+        return (self.weight.shape[1],)
+
+
+Pair = int | tuple[int, int]
+
+
+def _pair(value: Pair, name: str, low: int) -> tuple[int, int]:
+    pair = (value, value) if isinstance(value, int) else tuple(value)
+    if len(pair) != 2 or any(isinstance(p, bool) or not isinstance(p, int) for p in pair):
+        raise TypeError(f"{name}={value!r}: expected an integer or a pair of integers.")
+    if min(pair) < low:
+        raise ValueError(f"{name}={value!r} is out of range: expected at least {low}.")
+    return pair[0], pair[1]
+
+
+_SAMPLES = 64
+
+
+def _is_zero(z: Tensor) -> bool:
+    """Whether z is known to be all zeros; on a CPU alone, where looking does not wait.
+
+    A few entries settle it for almost every other z.
+    """
+    if z.device.type != "cpu" or z.ndim != 4 or z.requires_grad or z.numel() == 0:
+        return False
+    if torch.compiler.is_compiling() or functorch_active() or transforms_active():
+        return False
+    if not (z.is_contiguous() or z.is_contiguous(memory_format=torch.channels_last)):
+        return False
+    apart = max(1, z.numel() // _SAMPLES)
+    some = z.as_strided((z.numel() // apart,), (apart,))
+    return not any(some.tolist()) and not bool(z.any())
+
+
+class ConvOperator(LinearOperator):
+    """Zero-padded 2-d convolution. weight [out, in/groups, kh, kw]; z [B, in, H, W].
+
+    ``padding="same"`` (the default) pads k//2 on each side and needs odd kernels; an explicit
+    integer or pair takes any kernel. The adjoint is the transposed convolution; with a stride and
+    no ``in_shape`` it takes the input size to be stride × output size. On a CPU, channels-last maps
+    in float32 go by Winograd's form where it is faster (``ops/winograd.py``).
+    """
+
+    def __init__(
+        self,
+        weight: Tensor,
+        stride: Pair = 1,
+        padding: Pair | str = "same",
+        groups: int = 1,
+    ) -> None:
+        if weight.ndim != 4:
+            raise ValueError(
+                f"A convolution takes a weight [out, in/groups, k, k], got {tuple(weight.shape)}."
+            )
+        kh, kw = weight.shape[2:]
+        if isinstance(padding, str):
+            if padding != "same":
+                raise ValueError(f"padding={padding!r}: expected 'same', an integer or a pair.")
+            if kh % 2 == 0 or kw % 2 == 0:
+                raise ValueError(
+                    f"padding='same' needs an odd kernel, got {kh}×{kw}; give padding as a number."
+                )
+            padding = (kh // 2, kw // 2)
+        _pair(groups, "groups", 1)
+        if weight.shape[0] % groups:
+            raise ValueError(f"groups={groups} does not divide the {weight.shape[0]} outputs of W.")
+        self.weight = weight
+        self.stride = _pair(stride, "stride", 1)
+        self.padding = _pair(padding, "padding", 0)
+        self.groups = groups
+        self._fast: tuple[int, Tensor, Tensor] | None = None  # of which version of the weight
+
+    @property
+    def in_channels(self) -> int:
+        return self.weight.shape[1] * self.groups
+
+    @property
+    def out_channels(self) -> int:
+        return self.weight.shape[0]
+
+    @property
+    def kernel(self) -> Tensor:
+        """The kernel written without groups, [out, in, kh, kw]."""
+        if self.groups == 1:
+            return self.weight
+        blocks = self.weight.reshape(self.groups, -1, *self.weight.shape[1:])
+        eye = torch.eye(self.groups, dtype=blocks.dtype, device=blocks.device)
+        full = torch.einsum("gh,goiab->gohiab", eye, blocks)
+        return full.flatten(2, 3).flatten(0, 1)
+
+    def __call__(self, z: Tensor) -> Tensor:
+        # The first step of most solves; where a graph is recorded it must reach W.
+        if not (torch.is_grad_enabled() and self.weight.requires_grad) and _is_zero(z):
+            zeros = z.new_zeros(z.shape[0], *self.output_shape(z.shape[1:]))
+            last = z.stride(1) == 1 and z.shape[1] > 1
+            return zeros.to(memory_format=torch.channels_last) if last else zeros
+        if self._winograd_serves(z):
+            there, back = self._transformed()
+            return winograd(z, self.weight, there, back, adjoint=False)
+        return F.conv2d(z, self.weight, None, self.stride, self.padding, 1, self.groups)
+
+    def adjoint(self, y: Tensor, in_shape: Sequence[int] | None = None) -> Tensor:
+        extra = self._output_padding(y.shape[-2:], in_shape)
+        if self._winograd_serves(y):
+            there, back = self._transformed()
+            return winograd(y, self.weight, back, there, adjoint=True)
+        return F.conv_transpose2d(
+            y, self.weight, None, self.stride, self.padding, extra, self.groups
+        )
+
+    def _winograd_serves(self, x: Tensor) -> bool:
+        if self.stride != (1, 1) or self.padding != (1, 1) or self.groups != 1:
+            return False
+        return can_use_winograd(x, self.weight)
+
+    def _transformed(self) -> tuple[Tensor, Tensor]:
+        """The transformed weights of W and of Wᵀ, made once for all steps of a solve."""
+        version = self.weight._version
+        if self._fast is None or self._fast[0] != version:
+            there = transformed_weight(self.weight, adjoint=False)
+            back = transformed_weight(self.weight, adjoint=True)
+            self._fast = version, there, back
+        return self._fast[1], self._fast[2]
+
+    def _output_padding(
+        self, out_size: Sequence[int], in_shape: Sequence[int] | None
+    ) -> tuple[int, int]:
+        """What the transposed convolution must add to come back to the input's size."""
+        if in_shape is None:
+            in_size = [s * n for s, n in zip(self.stride, out_size, strict=True)]
+            in_shape = (self.in_channels, *in_size)
+        if tuple(out_size) != self.output_shape(in_shape)[1:]:
+            raise ValueError(
+                f"No input of shape {tuple(in_shape)} gives an output of {tuple(out_size)} pixels "
+                f"(kernel {tuple(self.weight.shape[2:])}, stride {self.stride}, padding "
+                f"{self.padding}); pass the right in_shape to adjoint."
+            )
+        rest = [
+            (n + 2 * p - k) % s
+            for n, p, k, s in zip(
+                in_shape[1:], self.padding, self.weight.shape[2:], self.stride, strict=True
+            )
+        ]
+        return rest[0], rest[1]
+
+    def output_shape(self, in_shape: Sequence[int]) -> tuple[int, ...]:
+        if len(in_shape) != 3 or in_shape[0] != self.in_channels:
+            raise ValueError(
+                f"The convolution W {tuple(self.weight.shape)} (groups={self.groups}) takes states "
+                f"[B, {self.in_channels}, H, W], got [B, {', '.join(map(str, in_shape))}]."
+            )
+        size = [
+            (n + 2 * p - k) // s + 1
+            for n, p, k, s in zip(
+                in_shape[1:], self.padding, self.weight.shape[2:], self.stride, strict=True
+            )
+        ]
+        if min(size) < 1:
+            raise ValueError(
+                f"A map of {tuple(in_shape[1:])} pixels is smaller than the kernel "
+                f"{tuple(self.weight.shape[2:])} with padding {self.padding}."
+            )
+        return (self.out_channels, *size)
+
+    def check_output(self, out_shape: Sequence[int]) -> None:
+        if len(out_shape) != 3 or out_shape[0] != self.out_channels:
+            raise ValueError(
+                f"The convolution W {tuple(self.weight.shape)} gives [B, {self.out_channels}, H, "
+                f"W], which does not fit [B, {', '.join(map(str, out_shape))}]."
+            )
+
+    def cast(self, dtype: torch.dtype) -> ConvOperator:
+        weight = self.weight.detach().to(dtype)
+        return ConvOperator(weight, self.stride, self.padding, self.groups)
+
+    def magnitude(self) -> tuple[LinearOperator, int]:
+        out, per_group, kh, kw = self.weight.shape
+        positive = ConvOperator(self.weight.abs(), self.stride, self.padding, self.groups)
+        return positive, max(per_group, out // self.groups) * kh * kw
+
+    def norm_upper(self) -> float:
+        """sup_θ ‖K̂(θ)‖₂ of the polyphase symbol, at most 1% above it."""
+        return convolution_norm_upper(self.weight, stride=self.stride, groups=self.groups)
+
+
+class SeparableConvOperator(LinearOperator):
+    """Depthwise "same" convolution, then pointwise: Wz = P(D ∗ z).
+
+    depthwise [C, 1, k, k] (k odd), pointwise [out, C, 1, 1]; z [B, C, H, W] → [B, out, H, W].
+    """
+
+    def __init__(self, depthwise: Tensor, pointwise: Tensor) -> None:
+        if depthwise.ndim != 4 or depthwise.shape[1] != 1:
+            raise ValueError(f"depthwise must be [C, 1, k, k], got {tuple(depthwise.shape)}.")
+        channels = depthwise.shape[0]
+        if pointwise.ndim != 4 or tuple(pointwise.shape[1:]) != (channels, 1, 1):
+            raise ValueError(
+                f"pointwise must be [out, {channels}, 1, 1] to follow depthwise "
+                f"{tuple(depthwise.shape)}, got {tuple(pointwise.shape)}."
+            )
+        self.depthwise = ConvOperator(depthwise, groups=channels)
+        self.pointwise = ConvOperator(pointwise)
+        self.weight = pointwise
+
+    @property
+    def kernel(self) -> Tensor:
+        """The one kernel P[o, c]·D[c, a, b] that the two make together, [out, C, k, k]."""
+        return self.pointwise.weight * self.depthwise.weight[:, 0]
+
+    @property
+    def stride(self) -> tuple[int, int]:
+        return (1, 1)
+
+    def __call__(self, z: Tensor) -> Tensor:
+        return self.pointwise(self.depthwise(z))
+
+    def adjoint(self, y: Tensor, in_shape: Sequence[int] | None = None) -> Tensor:
+        return self.depthwise.adjoint(self.pointwise.adjoint(y))
+
+    def output_shape(self, in_shape: Sequence[int]) -> tuple[int, ...]:
+        return self.pointwise.output_shape(self.depthwise.output_shape(in_shape))
+
+    def check_output(self, out_shape: Sequence[int]) -> None:
+        self.pointwise.check_output(out_shape)
+
+    def cast(self, dtype: torch.dtype) -> SeparableConvOperator:
+        depthwise = self.depthwise.weight.detach().to(dtype)
+        return SeparableConvOperator(depthwise, self.pointwise.weight.detach().to(dtype))
+
+    def magnitude(self) -> tuple[LinearOperator, int]:
+        d, p = self.depthwise.weight.abs(), self.pointwise.weight.abs()
+        # Two sums one after the other: γ_a + γ_b + γ_a γ_b ≤ γ_{a+b}.
+        return SeparableConvOperator(d, p), d.shape[2] * d.shape[3] + max(p.shape[:2])
+
+    def norm_upper(self) -> float:
+        """From the symbol of the composed kernel, not the product of the two norms."""
+        kernel = exact(self.pointwise.weight) * exact(self.depthwise.weight)[:, 0]
+        return convolution_norm_upper(kernel)
+
+
+_DENSE_LIMIT = 2048  # largest small side of a module that is made into a matrix for its norm
+
+_DOT_TOLERANCE = {
+    torch.float64: 1e-11,
+    torch.float32: 1e-5,
+    torch.float16: 5e-3,
+    torch.bfloat16: 4e-2,
+}
+
+
+class ModuleOperator(LinearOperator):
+    """Any linear map given by two callables, checked by ⟨Wz, y⟩ = ⟨z, Wᵀy⟩ at construction.
+
+    The dot test uses random z and y per sample, so it also catches a bias, a nonlinearity and a
+    mixing of the batch. It runs in float64 if both callables take it (modules are evaluated with
+    their parameters in float64), else in ``dtype``.
+
+    Args:
+        forward: [B, *in_shape] → [B, *out_shape].
+        adjoint: [B, *out_shape] → [B, *in_shape].
+        in_shape: shape of one input.
+        norm_bound: a known upper bound on ‖W‖₂. Without one, and where the smaller side is above
+            2048, the upper bound of the norm is inf: no certificate can be given.
+        dtype: dtype of the callables' weights. None: that of a module's parameters, else float32.
+        device: likewise; None: the parameters' device, else the CPU.
+    """
+
+    def __init__(
+        self,
+        forward: Callable[[Tensor], Tensor],
+        adjoint: Callable[[Tensor], Tensor],
+        in_shape: Sequence[int],
+        *,
+        norm_bound: float | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        if norm_bound is not None and not (math.isfinite(norm_bound) and norm_bound >= 0):
+            raise ValueError(f"norm_bound={norm_bound!r}: expected a finite number ≥ 0 or None.")
+        owned = [
+            p
+            for part in (forward, adjoint)
+            if isinstance(part, nn.Module)
+            for p in part.parameters()
+        ]
+        self._forward, self._adjoint = forward, adjoint
+        self._in_shape = tuple(in_shape)
+        self._dtype = dtype or (owned[0].dtype if owned else torch.float32)
+        self._device = torch.device(device or (owned[0].device if owned else "cpu"))
+        self.norm_bound = norm_bound
+        self._out_shape = self._dot_test()
+
+    @torch.no_grad()
+    def _dot_test(self) -> tuple[int, ...]:
+        try:
+            return self._dot_test_in(
+                _in_double(self._forward), _in_double(self._adjoint), torch.float64
+            )
+        except (RuntimeError, TypeError):
+            return self._dot_test_in(self._forward, self._adjoint, self._dtype)
+
+    def _dot_test_in(
+        self,
+        forward: Callable[[Tensor], Tensor],
+        adjoint: Callable[[Tensor], Tensor],
+        dtype: torch.dtype,
+    ) -> tuple[int, ...]:
+        source = torch.Generator().manual_seed(0)
+
+        def draw(shape: Sequence[int]) -> Tensor:
+            t = torch.randn((3, *shape), generator=source, dtype=torch.float64)
+            return t.to(self._device, dtype)
+
+        z = draw(self._in_shape)
+        wz = forward(z)
+        # y = Wz sees a wrong adjoint at full size, a random y sees the parts that Wz is blind to.
+        for y in (wz, draw(wz.shape[1:])):
+            wty = adjoint(y.to(dtype))
+            if wz.shape[:1] != z.shape[:1] or wty.shape != z.shape:
+                raise ValueError(
+                    f"forward takes {tuple(z.shape)} to {tuple(wz.shape)} and adjoint takes that "
+                    f"to {tuple(wty.shape)}: the adjoint must come back to the input's shape."
+                )
+            allowed = max(_DOT_TOLERANCE[t.dtype] for t in (z, wz, wty))
+            a, b, p, q = (t.flatten(1).double() for t in (wz, y, z, wty))
+            left, right = (a * b).sum(1), (p * q).sum(1)
+            scale = a.norm(dim=1) * b.norm(dim=1) + p.norm(dim=1) * q.norm(dim=1)
+            gaps = (left - right).abs() / scale.clamp_min(1e-300)
+            if not bool((gaps <= allowed).all()):
+                worst = int(gaps.nan_to_num(math.inf).argmax())
+                raise ValueError(
+                    "adjoint is not the adjoint of forward (or forward is not linear): ⟨Wz, y⟩ = "
+                    f"{float(left[worst]):.6g} but ⟨z, Wᵀy⟩ = {float(right[worst]):.6g}, "
+                    f"relative gap {float(gaps[worst]):.2e}, allowed {allowed:.0e} in {dtype}."
+                )
+        return tuple(wz.shape[1:])
+
+    def __call__(self, z: Tensor) -> Tensor:
+        return self._forward(z)
+
+    def adjoint(self, y: Tensor, in_shape: Sequence[int] | None = None) -> Tensor:
+        return self._adjoint(y)
+
+    def output_shape(self, in_shape: Sequence[int]) -> tuple[int, ...]:
+        if tuple(in_shape) != self._in_shape:
+            raise ValueError(
+                f"The module W was given for inputs {self._in_shape}, got {tuple(in_shape)}."
+            )
+        return self._out_shape
+
+    def check_output(self, out_shape: Sequence[int]) -> None:
+        if tuple(out_shape) != self._out_shape:
+            raise ValueError(
+                f"The module W gives {self._out_shape}, which does not fit {tuple(out_shape)}."
+            )
+
+    def cast(self, dtype: torch.dtype) -> ModuleOperator:
+        return self
+
+    def in_double(self) -> ModuleOperator:
+        """W evaluated with its module's parameters in float64, with the norm bound it has now."""
+        if self.dtype == torch.float64:
+            return self
+        upper = self.norm_upper()
+        try:
+            return ModuleOperator(
+                _in_double(self._forward),
+                _in_double(self._adjoint),
+                self._in_shape,
+                norm_bound=upper if math.isfinite(upper) else None,
+                dtype=torch.float64,
+                device=self.device,
+            )
+        except (RuntimeError, TypeError) as error:
+            raise TypeError(
+                "certify evaluates in float64, and the callables of this ModuleOperator do not "
+                f"take it ({error}). Give nn.Modules, or callables that follow the dtype of their "
+                "input."
+            ) from error
+
+    @torch.no_grad()
+    def norm_upper(self) -> float:
+        """The given bound, or that of the materialized matrix, or inf where that is too large.
+
+        The matrix is what the callables return in their own dtype; their rounding of each entry
+        is added to the bound.
+        """
+        if self.norm_bound is not None:
+            return float(self.norm_bound)
+        n_in, n_out = math.prod(self._in_shape), math.prod(self._out_shape)
+        if min(n_in, n_out) > _DENSE_LIMIT:
+            return math.inf
+        small, shape, apply = (
+            (n_in, self._in_shape, self._forward)
+            if n_in <= n_out
+            else (n_out, self._out_shape, self._adjoint)
+        )
+        columns = [
+            apply(block.reshape(-1, *shape)).flatten(1)
+            for block in torch.split(torch.eye(small, dtype=self._dtype, device=self._device), 64)
+        ]
+        matrix = exact(torch.cat(columns))
+        return dense_norm(matrix).upper + 4 * torch.finfo(self._dtype).eps * float(matrix.norm())
+
+    @property
+    def in_shape(self) -> tuple[int, ...] | None:
+        return self._in_shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+
+def _in_double(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """A module evaluated with its parameters in float64; any other callable unchanged."""
+    if not isinstance(function, nn.Module):
+        return function
+    state = {
+        name: t.detach().double() if t.is_floating_point() else t
+        for name, t in [*function.named_parameters(), *function.named_buffers()]
+    }
+    return lambda z: torch.func.functional_call(function, state, (z,))
+
+
+class TransposedOperator(LinearOperator):
+    """Wᵀ as an operator: y → Wᵀy, with the adjoint z → Wz. [B, *out] → [B, *in].
+
+    A strided convolution loses the size of its input; Wᵀ then gives stride × the size it gets.
+    """
+
+    def __init__(self, base: LinearOperator) -> None:
+        if not isinstance(base, LinearOperator):
+            raise TypeError(
+                f"TransposedOperator takes a LinearOperator, got {type(base).__name__}; use "
+                "as_operator(W)."
+            )
+        self.base = base
+
+    def __call__(self, z: Tensor) -> Tensor:
+        return self.base.adjoint(z, self.output_shape(z.shape[1:]))
+
+    def adjoint(self, y: Tensor, in_shape: Sequence[int] | None = None) -> Tensor:
+        return self.base(y)
+
+    def output_shape(self, in_shape: Sequence[int]) -> tuple[int, ...]:
+        self.base.check_output(in_shape)
+        if self.base.in_shape is not None:
+            return self.base.in_shape
+        if isinstance(self.base, SeparableConvOperator):
+            return (self.base.depthwise.in_channels, *in_shape[1:])
+        if not isinstance(self.base, ConvOperator):
+            raise TypeError(
+                f"TransposedOperator: {type(self.base).__name__} does not say its input's shape."
+            )
+        pixels = [s * n for s, n in zip(self.base.stride, in_shape[1:], strict=True)]
+        found = (self.base.in_channels, *pixels)
+        if self.base.output_shape(found) != tuple(in_shape):
+            raise ValueError(
+                f"No input of {tuple(pixels)} pixels gives W an output of {tuple(in_shape)}."
+            )
+        return found
+
+    def check_output(self, out_shape: Sequence[int]) -> None:
+        self.base.output_shape(out_shape)
+
+    def cast(self, dtype: torch.dtype) -> TransposedOperator:
+        return TransposedOperator(self.base.cast(dtype))
+
+    def in_double(self) -> TransposedOperator:
+        return TransposedOperator(self.base.in_double())
+
+    def magnitude(self) -> tuple[LinearOperator, int] | None:
+        base = self.base.magnitude()
+        return None if base is None else (TransposedOperator(base[0]), base[1])
+
+    def norm_upper(self) -> float:
+        return self.base.norm_upper()
+
+    def norm(self, in_shape: Sequence[int] | None = None) -> NormBound:
+        """‖Wᵀ‖₂ = ‖W‖₂."""
+        return self.base.norm(None if in_shape is None else self.output_shape(in_shape))
+
+    @property
+    def in_shape(self) -> tuple[int, ...] | None:
+        shape = self.base.in_shape
+        return None if shape is None else self.base.output_shape(shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.base.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.base.device
 
 
 def as_operator(w: LinearOperator | Tensor | nn.Module) -> LinearOperator:

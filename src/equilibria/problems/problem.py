@@ -5,7 +5,7 @@
 with ``g`` the gradient of the smooth part. ``z* = T_tau(z*)`` iff ``0 in dG(z*)``, for every
 ``tau > 0``; ``T_1(z) = prox_f(-grad q(z))`` is the layer.
 
-Two ways to add a regularizer (paper 003, section 5.1), which are two problems:
+Two ways to add a regularizer (Xie et al. 2021, section 5.1), which are two problems:
 
 - ``regularize="gradient"`` minimizes ``G + R`` (Theorem 4). A non-smooth ``R`` (L1) joins the
   prior instead: ``prox_{tau (f + w|.|)}`` is exact for every separable ``f`` (see ``WithL1``).
@@ -15,6 +15,8 @@ Two ways to add a regularizer (paper 003, section 5.1), which are two problems:
 
 A regularizer that couples the batch enters ``objective`` as ``R/B`` in every sample, so that the
 sum over the batch is the function whose gradient ``step`` uses.
+
+Two transforms keep the solutions (Table 1): skip connections and changes of variable.
 """
 
 from __future__ import annotations
@@ -23,13 +25,14 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Literal, Self
 
 import torch
 from torch import Tensor
 
 from equilibria.engine.tree import sample_norm
 from equilibria.problems.kernels import Coupling, Curvature, per_sample_sum
+from equilibria.problems.norms import twin_in_double
 from equilibria.problems.priors import (
     Free,
     NonNegative,
@@ -40,10 +43,12 @@ from equilibria.problems.priors import (
 )
 from equilibria.problems.regularizers import L1, Regularizer
 
-if TYPE_CHECKING:
-    from equilibria.problems.problem_transforms import AffineProblem, MoreauProblem
-
-__all__ = ["HiddenProblem", "Problem"]
+__all__ = [
+    "AffineProblem",
+    "HiddenProblem",
+    "MoreauProblem",
+    "Problem",
+]
 
 
 def per_sample(tau: float | Tensor, z: Tensor) -> float | Tensor:
@@ -108,6 +113,14 @@ class HiddenProblem(ABC):
         ``tau`` times its gradient, and by nothing at a stationary point.
         """
 
+    def in_double(self) -> Self:
+        """The same problem on the same numbers, detached and in float64.
+
+        Nothing is computed anew from x: the constrained weights, c and γ are those of the layer's
+        own dtype, so this is the function that the layer computes, up to its rounding.
+        """
+        return twin_in_double(self)
+
     @property
     def couples_batch(self) -> bool:
         """Whether a sample's part of ``G`` depends on its batch mates."""
@@ -122,15 +135,11 @@ class HiddenProblem(ABC):
         return sample_norm([self.minimal_subgradient(z)])
 
     def moreau(self, alpha: float) -> MoreauProblem:
-        """The skip connection ``alpha T + (1 - alpha) I`` (paper 003, Table 1, row 2)."""
-        from equilibria.problems.problem_transforms import MoreauProblem
-
+        """The skip connection ``alpha T + (1 - alpha) I`` (Xie et al. 2021, Table 1, row 2)."""
         return MoreauProblem(self, alpha)
 
     def affine(self, matrix: float | Tensor, shift: Tensor | None = None) -> AffineProblem:
-        """The change of variable ``z = A y + shift`` (paper 003, Table 1, row 3)."""
-        from equilibria.problems.problem_transforms import AffineProblem
-
+        """The change of variable ``z = A y + shift`` (Xie et al. 2021, Table 1, row 3)."""
         return AffineProblem(self, matrix, shift)
 
 
@@ -262,6 +271,12 @@ class Problem(HiddenProblem):
     def curvature(self) -> Curvature:
         return self._with_rest(self.coupling.curvature())
 
+    def tight_curvature(self, z: Tensor | None = None) -> Curvature:
+        """The closest bounds there are, for every ``z`` or at this one; dear."""
+        if z is None:
+            return self._with_rest(self.coupling.tight_curvature())
+        return self._with_rest(self.coupling.tight_local_curvature(z))
+
     def local_curvature(self, z: Tensor) -> Curvature:
         """Bounds at this ``z`` (of the coupling; those of a regularizer stay global)."""
         return self._with_rest(self.coupling.local_curvature(z))
@@ -277,3 +292,172 @@ class Problem(HiddenProblem):
         note = f"{q.note}; {r.note}"
         lower, upper = 1.0 + q.lower + r.lower, 1.0 + q.upper + r.upper
         return Curvature(lower, upper, q.rigorous and r.rigorous, note)
+
+
+@dataclass(frozen=True, eq=False)
+class _Transformed(HiddenProblem):
+    """Another view of a problem, on the same inputs."""
+
+    problem: HiddenProblem
+
+    @property
+    def couples_batch(self) -> bool:
+        return self.problem.couples_batch
+
+    def inputs(self) -> tuple[Tensor, ...]:
+        return self.problem.inputs()
+
+    def with_inputs(self, *inputs: Tensor) -> Self:
+        other = object.__new__(type(self))  # nothing else is computed anew
+        other.__dict__.update(self.__dict__)
+        other.__dict__["problem"] = self.problem.with_inputs(*inputs)
+        return other
+
+
+@dataclass(frozen=True, eq=False)
+class MoreauProblem(_Transformed):
+    """``z -> alpha T(z) + (1 - alpha) z``: a skip connection, ``0 < alpha <= 1``.
+
+    What stays true. The fixed points are those of ``T``, for every ``T``; a Lipschitz constant
+    ``k`` of ``T`` becomes ``alpha k + 1 - alpha``. Xie et al. 2021 (Table 1) calls this the prox of
+    ``alpha M_phi^{1-alpha}``, which holds where ``T = prox_phi``, as for its layer
+    ``W' sigma(W z + c)``. The map ``T = prox_f(-grad q)`` of a general problem is not a prox, so
+    here ``objective``, ``gradient``, ``stationarity`` and ``curvature`` are those of ``G`` itself,
+    whose minimizers the envelope ``alpha M_G^{1-alpha}`` shares.
+    """
+
+    alpha: float
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.alpha <= 1.0:
+            raise ValueError(f"moreau: alpha got {self.alpha!r}, takes 0 < alpha <= 1")
+
+    def default_start(self, shape: Sequence[int] | None = None) -> Tensor:
+        return self.problem.default_start(shape)
+
+    def objective(self, z: Tensor) -> Tensor:
+        return self.problem.objective(z)
+
+    def gradient(self, z: Tensor) -> Tensor:
+        return self.problem.gradient(z)
+
+    def step(self, z: Tensor, tau: float | Tensor = 1.0) -> Tensor:
+        return self.alpha * self.problem.step(z, tau) + (1.0 - self.alpha) * z
+
+    def snap(self, z: Tensor, tau: float) -> Tensor:
+        return self.problem.snap(z, tau)
+
+    def minimal_subgradient(self, z: Tensor) -> Tensor:
+        return self.problem.minimal_subgradient(z)
+
+    def curvature(self) -> Curvature:
+        return self.problem.curvature()
+
+
+@dataclass(frozen=True, eq=False)
+class AffineProblem(_Transformed):
+    """``G(A y + shift)`` in the variable ``y``, with the layer ``A^{-1}(T(A y + shift) - shift)``.
+
+    ``matrix`` is a number (scaling) or an invertible ``[n, n]`` matrix on the flattened state;
+    ``shift`` broadcasts to ``z``. What stays true. Fixed points correspond, ``z* = A y* + shift``,
+    for every invertible ``A``. The step is a proximal-gradient step of ``G(A .)`` only when ``A``
+    is orthogonal (``orthogonal``); otherwise it is the step of ``G`` in other coordinates, and
+    descends in the metric of ``A``. ``minimal_subgradient`` is ``A' s`` with ``s`` the least
+    subgradient of ``G``: its norm is the exact distance when ``A`` is a multiple of an orthogonal
+    matrix and an upper bound otherwise, zero exactly at stationary points in both cases.
+
+    ``A y + shift`` is rounded, and a rounded 0 is no longer at the kink of a ReLU or inside its
+    domain. So ``objective`` forgives a state outside the domain by rounding alone, and
+    ``minimal_subgradient`` looks at the state after a proximal step of sqrt(eps) (``snap``).
+    """
+
+    matrix: float | Tensor
+    shift: Tensor | None = None
+    _spread: tuple[float, float] = field(init=False, repr=False)  # extreme singular values
+
+    def __post_init__(self) -> None:
+        if isinstance(self.matrix, Tensor):
+            if self.matrix.ndim != 2 or self.matrix.shape[0] != self.matrix.shape[1]:
+                got = tuple(self.matrix.shape)
+                raise ValueError(f"affine: matrix got shape {got}, takes a square matrix [n, n]")
+            values = torch.linalg.svdvals(self.matrix.detach().double())
+            spread = float(values[-1]), float(values[0])
+        else:
+            spread = abs(float(self.matrix)), abs(float(self.matrix))
+        if not (math.isfinite(spread[1]) and spread[0] > 1e-12 * spread[1]):
+            raise ValueError(
+                f"affine: matrix got singular values from {spread[0]:.3g} to {spread[1]:.3g}, "
+                "takes an invertible matrix or a nonzero number"
+            )
+        object.__setattr__(self, "_spread", spread)
+
+    def default_start(self, shape: Sequence[int] | None = None) -> Tensor:
+        return self.from_state(self.problem.default_start(shape))
+
+    @property
+    def orthogonal(self) -> bool:
+        """Whether the layer stays a proximal-gradient step of ``G(A .)`` (to 1e-6)."""
+        return abs(self._spread[0] - 1.0) < 1e-6 and abs(self._spread[1] - 1.0) < 1e-6
+
+    def _apply(self, y: Tensor, *, transpose: bool = False) -> Tensor:
+        if not isinstance(self.matrix, Tensor):
+            return float(self.matrix) * y
+        matrix = self.matrix.to(y.dtype)
+        moved = y.flatten(1) @ (matrix if transpose else matrix.mT)
+        return moved.reshape(y.shape)
+
+    def to_state(self, y: Tensor) -> Tensor:
+        """``z = A y + shift``."""
+        z = self._apply(y)
+        return z if self.shift is None else z + self.shift
+
+    def from_state(self, z: Tensor) -> Tensor:
+        """``y = A^{-1}(z - shift)``."""
+        if self.shift is not None:
+            z = z - self.shift
+        if not isinstance(self.matrix, Tensor):
+            return z / float(self.matrix)
+        wide = at_least_float32(z)  # no factorization in half precision
+        solved: Tensor = torch.linalg.solve(self.matrix.to(wide.dtype), wide.flatten(1).mT)
+        return solved.mT.reshape(z.shape).to(z.dtype)
+
+    def objective(self, z: Tensor) -> Tensor:
+        state = self.to_state(z)
+        value = self.problem.objective(state)
+        eps = torch.finfo(state.dtype).eps
+        near = self.problem.snap(state, eps)
+        moved = (near - state).abs().flatten(1).amax(1)
+        size = state.abs().flatten(1).amax(1) + self._spread[1] * z.abs().flatten(1).sum(1)
+        excused = value.isinf() & (moved <= 64.0 * eps * (1.0 + size))
+        return torch.where(excused, self.problem.objective(near), value)
+
+    def gradient(self, z: Tensor) -> Tensor:
+        return self._apply(self.problem.gradient(self.to_state(z)), transpose=True)
+
+    def step(self, z: Tensor, tau: float | Tensor = 1.0) -> Tensor:
+        return self.from_state(self.problem.step(self.to_state(z), tau))
+
+    def snap(self, z: Tensor, tau: float) -> Tensor:
+        return self.from_state(self.problem.snap(self.to_state(z), tau))
+
+    def minimal_subgradient(self, z: Tensor) -> Tensor:
+        state = self.to_state(z)
+        state = self.problem.snap(state, math.sqrt(torch.finfo(state.dtype).eps))
+        least = self.problem.minimal_subgradient(state)
+        pulled = self._apply(torch.where(least.isinf(), 0.0, least), transpose=True)
+        outside = self.objective(z).isinf().reshape(-1, *[1] * (z.ndim - 1))
+        return torch.where(outside, math.inf, pulled)
+
+    def curvature(self) -> Curvature:
+        base = self.problem.curvature()
+        size = self.matrix.shape[0] if isinstance(self.matrix, Tensor) else 1
+        slack = 1e-14 * size * self._spread[1]  # more than the error of an SVD in float64
+        low, high = max(self._spread[0] - slack, 0.0) ** 2, (self._spread[1] + slack) ** 2
+        # m A'A is at least m sigma_min^2 for m >= 0 and m sigma_max^2 below; the reverse for L.
+        lower = torch.as_tensor(base.lower, dtype=torch.float64)
+        upper = torch.as_tensor(base.upper, dtype=torch.float64)
+        lower = torch.where(lower >= 0, lower * low, lower * high)
+        upper = torch.where(upper >= 0, upper * high, upper * low)
+        note = f"{base.note}; in the variable y, singular values of A by SVD in float64"
+        ends = [float(t) if t.ndim == 0 else t for t in (lower, upper)]
+        return Curvature(ends[0], ends[1], base.rigorous, note)

@@ -1,4 +1,4 @@
-"""Feature regularizers ``R`` (OptEq, paper 003, Table 2 and section 7.2), without HSIC.
+"""Feature regularizers ``R`` (Xie et al. 2021, Table 2 and section 7.2).
 
 Each carries its weight, so ``R`` here is the paper's ``gamma R_z``. Gradients are those of the
 formulas: the last column of the paper's Table 2 has a wrong sign for feature incay, and lacks
@@ -11,18 +11,29 @@ batch*: they answer one scalar for the batch, an answer then depends on batch ma
 
 from __future__ import annotations
 
+import functools
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
+from equilibria.engine.options import check_number
+from equilibria.engine.tree import sample_norm
 from equilibria.problems.kernels import Curvature, per_sample_sum
-from equilibria.problems.priors import SoftThreshold, at_least_float32, check_number, check_step
+from equilibria.problems.norms import UNIT
+from equilibria.problems.priors import SoftThreshold, at_least_float32, check_step
 
-__all__ = ["L1", "Decorrelation", "FeatureIncay", "Regularizer", "SquaredNorm"]
+__all__ = [
+    "HSIC",
+    "L1",
+    "Decorrelation",
+    "FeatureIncay",
+    "Regularizer",
+    "SquaredNorm",
+]
 
 Features = Literal["all", "channels"]
 
@@ -58,6 +69,17 @@ class Regularizer(ABC):
     def curvature(self) -> Curvature:
         """Bounds on the spectrum of the Hessian of ``R``, for every ``z``; infinite if none."""
 
+    def rounding_error(self, z: Tensor, form: str) -> Tensor | float | None:
+        """How far float64 moves what ``R`` adds to a problem's force, entrywise; None: not known.
+
+        ``form`` "gradient": the gradient of the smooth ``R``; "prox": ``z - prox_R(z)``.
+        """
+        return None
+
+    def step_rounding(self, z: Tensor, moved: Tensor) -> Tensor | None:
+        """The norm ``[B]`` of what float64 moves ``moved = z - dR(z)`` or ``prox_R(z)`` by."""
+        return None
+
 
 @dataclass(frozen=True)
 class SquaredNorm(Regularizer):
@@ -68,7 +90,7 @@ class SquaredNorm(Regularizer):
     has_prox: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        check_number(self, "weight", self.weight, least=0.0)
+        check_number(self, "weight", low=0.0)
 
     def value(self, z: Tensor) -> Tensor:
         wide = at_least_float32(z)
@@ -83,6 +105,12 @@ class SquaredNorm(Regularizer):
     def curvature(self) -> Curvature:
         return Curvature(self.weight, self.weight, True, "weight of the squared norm, exact")
 
+    def rounding_error(self, z: Tensor, form: str) -> Tensor | float | None:
+        return (8 if form == "prox" else 2 * self.weight) * UNIT * z.abs()
+
+    def step_rounding(self, z: Tensor, moved: Tensor) -> Tensor | None:
+        return _few_roundings(z, moved, self.weight)
+
 
 @dataclass(frozen=True)
 class L1(Regularizer):
@@ -94,7 +122,7 @@ class L1(Regularizer):
     has_prox: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        check_number(self, "weight", self.weight, least=0.0)
+        check_number(self, "weight", low=0.0)
 
     def value(self, z: Tensor) -> Tensor:
         return self.weight * per_sample_sum(at_least_float32(z).abs())
@@ -108,6 +136,13 @@ class L1(Regularizer):
 
     def curvature(self) -> Curvature:
         return Curvature(0.0, math.inf, True, "convex, not differentiable at 0")
+
+    def rounding_error(self, z: Tensor, form: str) -> Tensor | float | None:
+        """In gradient form L1 is part of the prior."""
+        return 8 * UNIT * z.abs() if form == "prox" else 0.0
+
+    def step_rounding(self, z: Tensor, moved: Tensor) -> Tensor | None:
+        return _few_roundings(z, moved, self.weight)
 
 
 @dataclass(frozen=True)
@@ -125,10 +160,8 @@ class FeatureIncay(Regularizer):
     convex: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        check_number(self, "weight", self.weight, least=0.0)
-        check_number(self, "eps", self.eps)
-        if self.eps <= 0:
-            raise ValueError(f"FeatureIncay: eps got {self.eps!r}, takes a positive number")
+        check_number(self, "weight", low=0.0)
+        check_number(self, "eps", low=0.0, low_open=True)
 
     def value(self, z: Tensor) -> Tensor:
         wide = at_least_float32(z)
@@ -143,6 +176,18 @@ class FeatureIncay(Regularizer):
     def curvature(self) -> Curvature:
         bend = self.weight / self.eps**2
         return Curvature(-bend, 0.25 * bend, True, "feature incay, attained at 0 and 2 eps")
+
+    def rounding_error(self, z: Tensor, form: str) -> Tensor | float | None:
+        return (z[0].numel() + 16) * UNIT * self.grad(z).abs() if form == "gradient" else None
+
+    def step_rounding(self, z: Tensor, moved: Tensor) -> Tensor | None:
+        size = z.abs() + moved.abs() + self.grad(z).abs()
+        return (z[0].numel() + 64) * UNIT * sample_norm([size])
+
+
+def _few_roundings(z: Tensor, moved: Tensor, weight: float) -> Tensor:
+    """A product or quotient and a sum, or a difference of two: each term at most this. [B]."""
+    return 8 * UNIT * sample_norm([z.abs() + moved.abs() + weight * (1.0 + z.abs())])
 
 
 def feature_rows(z: Tensor, features: Features) -> Tensor:
@@ -172,7 +217,7 @@ def check_features(owner: object, features: str) -> None:
 
 @dataclass(frozen=True)
 class Decorrelation(Regularizer):
-    """``R(Z) = weight/2 |D Z Z' D - I|_F^2`` (paper 003, Eq 13), a scalar for the batch.
+    """``R(Z) = weight/2 |D Z Z' D - I|_F^2`` (Xie et al. 2021, Eq 13), a scalar for the batch.
 
     ``Z`` is ``m x B``: row ``i`` is feature ``i`` over the batch, ``D = diag(1/|z_i|)``. So
     ``R = weight/2 sum_{i != j} cos^2(z_i, z_j)``, and with unit rows ``n_i``
@@ -191,7 +236,7 @@ class Decorrelation(Regularizer):
     couples_batch: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        check_number(self, "weight", self.weight, least=0.0)
+        check_number(self, "weight", low=0.0)
         check_features(self, self.features)
 
     def _unit_rows(self, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -229,3 +274,129 @@ class Decorrelation(Regularizer):
         return Curvature(
             -math.inf, math.inf, True, "decorrelation: the Hessian is unbounded near a zero row"
         )
+
+
+@functools.lru_cache(maxsize=64)
+def _drawn(length: int, count: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(length, count, generator=generator, dtype=torch.float64)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _frequencies(length: int, count: int, seed: int) -> Tensor:
+    """Standard normal frequencies ``[length, count]``, float64, the same for the same seed.
+
+    A constant to torch.compile, which traces neither a generator nor a cache.
+    """
+    return _drawn(length, count, seed)
+
+
+def _center(features: Tensor) -> Tensor:
+    """``H F`` for ``F`` of shape ``[m, B, D]``."""
+    return features - features.mean(1, keepdim=True)
+
+
+def _gram_norm(c: Tensor) -> Tensor:
+    """``|C C'|_F^2`` summed over the leading dimension, formed on the smaller side of ``C``."""
+    gram = c @ c.mT if c.shape[-2] <= c.shape[-1] else c.mT @ c
+    return (gram * gram).sum()
+
+
+def _gram_times(c: Tensor) -> Tensor:
+    """``C C' C``, formed on the smaller side of ``C``."""
+    return (c @ c.mT) @ c if c.shape[-2] <= c.shape[-1] else c @ (c.mT @ c)
+
+
+@dataclass(frozen=True)
+class HSIC(Regularizer):
+    """``R(Z) = weight sum_{i<j} HSIC(Z_i, Z_j)``, a scalar for the batch; small = independent.
+
+    ``HSIC(X, Y) = tr(K_X H K_Y H) / (B-1)^2``, ``H = I - 11'/B``: the biased estimator with
+    Gaussian kernels ``exp(-|x-y|^2 / (2 bandwidth^2))``. With centered ``A_i = H K_i H`` the sum
+    over pairs is one pass over features, ``(|sum_i A_i|^2 - sum_i |A_i|^2) / 2``. Random Fourier
+    features replace ``K_i`` by ``F_i F_i'``, ``F_i = [cos, sin](Z_i w)/sqrt(D)``: with
+    ``C_i = H F_i`` stacked into ``C`` it is ``(|C'C|^2 - sum_i |C_i'C_i|^2) / 2``, and no kernel
+    matrix per feature is formed.
+
+    ``features="all"``: every entry of the state is a variable; ``"channels"``: each channel map is
+    one, vector valued. ``random_features=D`` uses ``D`` random frequencies (``2 D`` features)
+    from ``seed``, unbiased for the kernel with error of order ``1/sqrt(D)``; the default is
+    exact, at ``m B^2`` memory. Not convex. A batch of one has no dependence to measure: 0.
+    """
+
+    weight: float = 1.0
+    _: KW_ONLY
+    bandwidth: float = 1.0
+    random_features: int | None = None
+    seed: int = 0
+    features: Features = "all"
+    convex: ClassVar[bool] = False
+    couples_batch: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_number(self, "weight", low=0.0)
+        check_number(self, "bandwidth", low=0.0, low_open=True)
+        check_number(self, "random_features", low=1, integer=True, optional=True)
+        check_features(self, self.features)
+
+    def _scale(self, batch: int) -> float:
+        return self.weight / max(batch - 1, 1) ** 2
+
+    def _kernels(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """``K_i`` and ``A_i = H K_i H``, each ``[m, B, B]``, from rows ``[m, B, k]``."""
+        rows = rows / self.bandwidth
+        rows = rows - rows.mean(1, keepdim=True)  # differences stay; less cancellation below
+        if rows.shape[2] == 1:
+            gap = rows - rows.mT
+            square = gap * gap
+        else:
+            norm = (rows * rows).sum(2, keepdim=True)
+            square = (norm + norm.mT - 2.0 * rows @ rows.mT).clamp(min=0.0)
+        kernel = torch.exp(-0.5 * square)
+        centered = kernel - kernel.mean(1, keepdim=True)
+        return kernel, centered - centered.mean(2, keepdim=True)
+
+    def _fourier(self, rows: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """``cos`` and ``sin`` features ``[m, B, D]`` and the frequencies ``[k, D]``."""
+        w = _frequencies(rows.shape[2], count, self.seed).to(rows) / self.bandwidth
+        angle = rows @ w
+        size = 1.0 / math.sqrt(count)
+        return size * torch.cos(angle), size * torch.sin(angle), w
+
+    def value(self, z: Tensor) -> Tensor:
+        rows = feature_rows(at_least_float32(z), self.features)
+        batch = rows.shape[1]
+        if self.random_features is None:
+            _, centered = self._kernels(rows)
+            total = centered.sum(0)
+            own = (centered * centered).sum()
+            return 0.5 * self._scale(batch) * ((total * total).sum() - own)
+        cos, sin, _ = self._fourier(rows, self.random_features)
+        stacked = _center(torch.cat([cos, sin], 2))
+        wide = stacked.movedim(1, 0).reshape(batch, -1)
+        return 0.5 * self._scale(batch) * (_gram_norm(wide) - _gram_norm(stacked))
+
+    def grad(self, z: Tensor) -> Tensor:
+        """With ``M_i = (sum_j A_j - A_i)/(B-1)^2`` and ``V = M_i * K_i`` entrywise,
+
+        ``dR/dx_b = -(2 weight / bandwidth^2) sum_c V_bc (x_b - x_c)``; with Fourier features
+        ``dR/dF_i = 2 weight M_i F_i`` is pulled back through cos and sin.
+        """
+        rows = feature_rows(at_least_float32(z), self.features)
+        count, batch, _ = rows.shape
+        scale = 2.0 * self._scale(batch)
+        if self.random_features is None:
+            kernel, centered = self._kernels(rows)
+            pull = (centered.sum(0) - centered) * kernel
+            moved = pull.sum(2, keepdim=True) * rows - pull @ rows
+            return from_feature_rows((-scale / self.bandwidth**2) * moved, z)
+        cos, sin, w = self._fourier(rows, self.random_features)
+        stacked = _center(torch.cat([cos, sin], 2))
+        wide = stacked.movedim(1, 0).reshape(batch, -1)
+        total = _gram_times(wide).reshape(batch, count, -1).movedim(1, 0)
+        outer = scale * (total - _gram_times(stacked))
+        by_cos, by_sin = outer.chunk(2, 2)
+        return from_feature_rows((by_sin * cos - by_cos * sin) @ w.mT, z)
+
+    def curvature(self) -> Curvature:
+        return Curvature(-math.inf, math.inf, True, "HSIC: no bound is derived")

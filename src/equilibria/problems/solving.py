@@ -17,7 +17,7 @@ from equilibria.entry import TrajectoryCallback, fixed_point
 from equilibria.solvers import Auto
 from equilibria.solvers.forward_backward import proximal_slack
 
-from .express import express, serves
+from .fused import fused_solve, serves
 from .problem import HiddenProblem, Problem
 
 
@@ -68,9 +68,9 @@ def minimize_from(
     ``bounds`` gives (m, L) good enough to choose a solver by, or None; the start may be zero.
     """
     choice = choice_for(problem, Auto() if solver is None else solver, bounds)
-    if callback is None and not throw and _may_take_express(problem, choice, adjoint):
+    if callback is None and not throw and _may_fuse(problem, choice, adjoint):
         assert isinstance(problem, Problem)
-        quick = express(problem, start, choice, adjoint, zero_start=zero_start)
+        quick = fused_solve(problem, start, choice, adjoint, zero_start=zero_start)
         return dataclasses.replace(quick, choice=choice.reason)
     tau = choice.tau
     step, args = step_of(problem, tau)
@@ -139,6 +139,6 @@ def _judged_by_own_map(
     return Surrogate(step, own, near, None)
 
 
-def _may_take_express(problem: HiddenProblem, choice: Choice, adjoint: Adjoint | None) -> bool:
-    # A compiler follows the general path; the express lane has nothing left to fuse.
+def _may_fuse(problem: HiddenProblem, choice: Choice, adjoint: Adjoint | None) -> bool:
+    # A compiler follows the general path; the fused path has nothing left to fuse.
     return not torch.compiler.is_compiling() and serves(problem, choice, adjoint)

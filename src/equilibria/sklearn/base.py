@@ -19,9 +19,9 @@ from sklearn.utils.validation import (  # type: ignore[import-untyped, unused-ig
 )
 from torch import Tensor
 
+from equilibria.certify import certify
 from equilibria.engine.adjoint import Adjoint
 from equilibria.engine.solver import SolverOptions
-from equilibria.problems import certify
 
 from .checking import DTYPES, check_parameters, torch_device
 from .fitting import Fitting, Plateau, Rows, cosine

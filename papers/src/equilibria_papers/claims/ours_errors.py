@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from equilibria.problems import certify
+from equilibria.certify import certify
 
 from .claim import Trial, claim, reading
 from .drawing import integer, norm, normal, uniform

@@ -8,6 +8,7 @@ import warnings
 import torch
 from torch import Tensor
 
+from equilibria.certify import certify
 from equilibria.problems import (
     Coupling,
     DegenerateKernelWarning,
@@ -15,7 +16,6 @@ from equilibria.problems import (
     Polynomial,
     Problem,
     Sigmoidal,
-    certify,
 )
 
 from .claim import Trial, claim, printed, reading

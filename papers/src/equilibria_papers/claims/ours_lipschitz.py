@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from equilibria.problems import MeanPatchEnergy, certify, gaussian_sensitivity
+from equilibria.certify import certify
+from equilibria.problems import MeanPatchEnergy, gaussian_sensitivity
 
 from .claim import Trial, claim, reading
 from .drawing import ACTIVATIONS, integer, norm, normal, spectral, uniform

@@ -20,14 +20,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from equilibria.certify import global_lipschitz, local_lipschitz, tight_curvature
 from equilibria.problems import (
     GAUSSIAN_CONCAVITY,
     MeanPatchEnergy,
     Problem,
     gaussian_sensitivity,
-    global_lipschitz,
-    local_lipschitz,
-    tight_curvature,
 )
 
 from .layer_numbers import (

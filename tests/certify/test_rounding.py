@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from equilibria.certify.rounding import residual_rounding, subgradient_rounding
 from equilibria.problems.activated import Activated
 from equilibria.problems.gaussian import Gaussian
 from equilibria.problems.kernels import Coupling, Linear, Polynomial, Sigmoidal
@@ -21,23 +22,24 @@ from equilibria.problems.operators import (
     DenseOperator,
     ModuleOperator,
     SeparableConvOperator,
+    TransposedOperator,
 )
 from equilibria.problems.patches import Patches
 from equilibria.problems.priors import (
     Box,
     Free,
     LeakyNonNegative,
+    Logistic,
     NonNegative,
     Prior,
     ShiftedNonNegative,
+    Softplus,
     SoftThreshold,
+    Tanh,
     WithL1,
 )
-from equilibria.problems.priors_smooth import Logistic, Softplus, Tanh
 from equilibria.problems.problem import Problem
 from equilibria.problems.regularizers import L1, FeatureIncay, Regularizer, SquaredNorm
-from equilibria.problems.rounding import residual_rounding, subgradient_rounding
-from equilibria.problems.transposed import TransposedOperator
 from tests.problems.test_operators import conv_matrix, randn
 from tests.problems.test_patches import rows_by_loops
 

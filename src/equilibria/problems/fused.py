@@ -1,4 +1,4 @@
-"""The express lane: a fixed number of steps on a Gaussian patch problem, with nothing between them.
+"""The fused path: a fixed number of steps on a Gaussian patch problem, with nothing between them.
 
     z ← T_τ(z) = ReLU((1 − τ)z − τWᵀm(Wz − c)),   m(r) = e·rM patch by patch,   ``max_steps`` times
 
@@ -37,16 +37,16 @@ from equilibria.engine.transforms import functorch_active, transforms_active
 from equilibria.ops.gaussian_steps import PatchMessage, blank, residual_norms, threshold_sum
 from equilibria.solvers import Picard, ProximalGradient
 
-from .convolutions import ConvOperator
 from .gaussian import Gaussian
+from .operators import ConvOperator
 from .priors import NonNegative
 from .problem import HiddenProblem, Problem
 
-__all__ = ["express", "serves"]
+__all__ = ["fused_solve", "serves"]
 
 
 def serves(problem: HiddenProblem, choice: Choice, adjoint: Adjoint | None) -> bool:
-    """Whether the express lane gives what these options ask for."""
+    """Whether the fused path gives what these options ask for."""
     if not isinstance(problem, Problem) or problem.regularizer is not None:
         return False
     q = problem.coupling
@@ -82,7 +82,7 @@ def _plain(w: object, c: Tensor) -> bool:
 
 
 @dataclass
-class _Lane:
+class _Solve:
     """What is fixed in one solve, and what it found."""
 
     tau: float
@@ -97,7 +97,7 @@ class _Lane:
     code: Tensor | None = None
 
 
-def express(
+def fused_solve(
     problem: Problem, z0: Tensor, choice: Choice, adjoint: Adjoint | None, *, zero_start: bool
 ) -> Solution[Tensor]:
     """Solve from z0 [B, C, H, W]; ``zero_start`` says that z0 = 0, which saves a convolution."""
@@ -109,7 +109,7 @@ def express(
     assert isinstance(choice.tau, float)
     q.check_state(z0)
     asked = None if adjoint is None else adjoint.plain
-    lane = _Lane(
+    run = _Solve(
         tau=choice.tau,
         steps=choice.solver.max_steps,
         terms=asked.steps if isinstance(asked, Phantom) else 1,
@@ -118,49 +118,49 @@ def express(
         zero_start=zero_start,
         watch=Watch() if adjoint is None else adjoint.watch,
     )
-    with torch.autocast(z0.device.type, enabled=False), lane.watch.solving(lane.steps):
-        value: Tensor = _Express.apply(  # type: ignore[no-untyped-call]
-            q.c, q.operator.weight, q.metric, q.gamma, z0.to(q.c.dtype), lane
+    with torch.autocast(z0.device.type, enabled=False), run.watch.solving(run.steps):
+        value: Tensor = _FusedSteps.apply(  # type: ignore[no-untyped-call]
+            q.c, q.operator.weight, q.metric, q.gamma, z0.to(q.c.dtype), run
         )
-    assert lane.residual is not None
-    assert lane.scale is not None
-    assert lane.code is not None
-    relative = lane.residual / lane.scale.clamp_min(torch.finfo(lane.scale.dtype).tiny)
-    steps = torch.full_like(lane.code, lane.steps, dtype=torch.int32)
-    stats = Stats(steps, lane.residual, relative, lane.steps, 0, BackwardStats())
-    return Solution(value, lane.code, stats)
+    assert run.residual is not None
+    assert run.scale is not None
+    assert run.code is not None
+    relative = run.residual / run.scale.clamp_min(torch.finfo(run.scale.dtype).tiny)
+    steps = torch.full_like(run.code, run.steps, dtype=torch.int32)
+    stats = Stats(steps, run.residual, relative, run.steps, 0, BackwardStats())
+    return Solution(value, run.code, stats)
 
 
-class _Express(torch.autograd.Function):
+class _FusedSteps(torch.autograd.Function):
     """(c, W, M, γ, z₀) ↦ z after ``steps`` steps; gradients by the truncated series."""
 
     @staticmethod
     def forward(
-        ctx: Any, c: Tensor, weight: Tensor, metric: Tensor, gamma: Tensor, z0: Tensor, lane: _Lane
+        ctx: Any, c: Tensor, weight: Tensor, metric: Tensor, gamma: Tensor, z0: Tensor, run: _Solve
     ) -> Tensor:
-        kernel = PatchMessage(c, metric, gamma, lane.cut)
+        kernel = PatchMessage(c, metric, gamma, run.cut)
         weight = _laid_out(weight, z0)
         flipped = _laid_out(weight.flip(2, 3).transpose(0, 1), z0)
-        z: Tensor | None = None if lane.zero_start else z0
+        z: Tensor | None = None if run.zero_start else z0
         # At stride 1 the adjoint of a convolution is the one with the flipped kernel.
-        for step in range(lane.steps):
+        for step in range(run.steps):
             a = None if z is None else _convolve(z, weight)
-            following = _advance(kernel.message(a, -lane.tau), flipped, z, 1.0 - lane.tau)
-            if step in (0, lane.steps - 1):
+            following = _advance(kernel.message(a, -run.tau), flipped, z, 1.0 - run.tau)
+            if step in (0, run.steps - 1):
                 residual, scale = residual_norms(following, z)
                 if step == 0:
-                    limit = lane.divergence * (residual + scale)
+                    limit = run.divergence * (residual + scale)
             z = following
         assert z is not None
-        failed = _judge(lane, residual, scale, limit, z.dtype)
-        if lane.zero_start:
+        failed = _judge(run, residual, scale, limit, z.dtype)
+        if run.zero_start:
             z = blank(z, failed)
             clean = z
         else:
             rows = failed.view(-1, 1, 1, 1)
             clean = blank(z.clone(), failed)
             z = torch.where(rows, z0, z)
-        ctx.lane = lane
+        ctx.run = run
         ctx.save_for_backward(c, weight, flipped, metric, gamma, clean, failed)
         return z
 
@@ -171,29 +171,29 @@ class _Express(torch.autograd.Function):
                 "Phantom(form='neumann') has no second derivative; use Phantom(form='unrolled') or "
                 "Implicit()."
             )
-        lane: _Lane = ctx.lane
-        with lane.watch.pulling(lane.terms):
-            return (*_pull(lane, ctx.saved_tensors, gradients[0], ctx.needs_input_grad), None, None)
+        run: _Solve = ctx.run
+        with run.watch.pulling(run.terms):
+            return (*_pull(run, ctx.saved_tensors, gradients[0], ctx.needs_input_grad), None, None)
 
 
 def _pull(
-    lane: _Lane, saved: tuple[Tensor, ...], gradient: Tensor, needs: tuple[bool, ...]
+    run: _Solve, saved: tuple[Tensor, ...], gradient: Tensor, needs: tuple[bool, ...]
 ) -> tuple[Tensor | None, ...]:
     """Gradients of c, W, M and γ."""
     c, weight, flipped, metric, gamma, z, failed = saved
-    kernel = PatchMessage(c, metric, gamma, lane.cut, failed)
+    kernel = PatchMessage(c, metric, gamma, run.cut, failed)
     g = _as(gradient, z)
     a = _convolve(z, weight)
-    message = kernel.message(a, -lane.tau)
-    active = _advance(message, flipped, z, 1.0 - lane.tau)
+    message = kernel.message(a, -run.tau)
+    active = _advance(message, flipped, z, 1.0 - run.tau)
     d: Tensor = torch.ops.aten.threshold_backward(g, active, 0)
-    for _ in range(lane.terms - 1):
+    for _ in range(run.terms - 1):
         p = _convolve(d, weight)
-        dr, _m, _y = kernel.pull(a, p, -lane.tau, with_metric=False, with_gamma=False)
-        d = threshold_sum(active, g, d, _convolve(dr, flipped), 1.0 - lane.tau)
+        dr, _m, _y = kernel.pull(a, p, -run.tau, with_metric=False, with_gamma=False)
+        d = threshold_sum(active, g, d, _convolve(dr, flipped), 1.0 - run.tau)
     p = _convolve(d, weight)
     # Minus the gradient of a, which is that of c; its sign is undone for the rest.
-    dc, dm, dgamma = kernel.pull(a, p, lane.tau, with_metric=needs[2], with_gamma=needs[3])
+    dc, dm, dgamma = kernel.pull(a, p, run.tau, with_metric=needs[2], with_gamma=needs[3])
     dw = None
     if needs[1]:
         dw = _weight_gradient(d, message, weight)
@@ -207,18 +207,18 @@ def _pull(
 
 
 def _judge(
-    lane: _Lane, residual: Tensor, scale: Tensor, limit: Tensor, dtype: torch.dtype
+    run: _Solve, residual: Tensor, scale: Tensor, limit: Tensor, dtype: torch.dtype
 ) -> Tensor:
     """Write down each sample's result; the mask [B] of those that failed."""
     infinite = ~(torch.isfinite(residual) & torch.isfinite(scale))
     diverged = (residual > limit) & ~infinite
     code = torch.full_like(residual, int(Result.max_steps), dtype=torch.int8)
     # ‖T(z) − z‖ ≤ max(1, 1/τ)·‖T_τ(z) − z‖.
-    exact = max(1.0, 1.0 / lane.tau) * residual <= 2 * torch.finfo(dtype).eps * scale
+    exact = max(1.0, 1.0 / run.tau) * residual <= 2 * torch.finfo(dtype).eps * scale
     code = torch.where(exact, int(Result.converged), code)
     code = torch.where(diverged, int(Result.diverged), code)
-    lane.code = torch.where(infinite, int(Result.nonfinite), code).to(torch.int8)
-    lane.residual, lane.scale = residual, scale
+    run.code = torch.where(infinite, int(Result.nonfinite), code).to(torch.int8)
+    run.residual, run.scale = residual, scale
     return infinite | diverged
 
 

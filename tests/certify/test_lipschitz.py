@@ -11,23 +11,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from equilibria.certify.lipschitz import global_lipschitz, local_lipschitz
 from equilibria.problems.activated import Activated
 from equilibria.problems.gamma import FixedGamma, LearnedGamma, MeanPatchEnergy, MinPatchEnergy
-from equilibria.problems.gaussian import Gaussian
-from equilibria.problems.hsic import HSIC
+from equilibria.problems.gaussian import GAUSSIAN_BEND, Gaussian, gaussian_sensitivity
 from equilibria.problems.kernels import Coupling, Linear, Polynomial, Sigmoidal
-from equilibria.problems.lipschitz import (
-    GAUSSIAN_BEND,
-    gaussian_sensitivity,
-    global_lipschitz,
-    hessian_lipschitz,
-    local_lipschitz,
-)
 from equilibria.problems.operators import ModuleOperator
-from equilibria.problems.priors import Free, NonNegative
-from equilibria.problems.priors_smooth import Logistic
+from equilibria.problems.priors import Free, Logistic, NonNegative
 from equilibria.problems.problem import Problem
-from equilibria.problems.regularizers import FeatureIncay, SquaredNorm
+from equilibria.problems.regularizers import HSIC, FeatureIncay, SquaredNorm
 from tests.problems.test_operators import randn
 
 B = 2 * math.exp(-1.5)
@@ -117,7 +109,7 @@ def test_hessians_turn_no_faster_than_stated(kind: str) -> None:
             [q.hvp(z, e.expand_as(z)) - q.hvp(other, e.expand_as(z)) for e in eye], -1
         )
         size = torch.linalg.matrix_norm(turned, 2)
-        allowed = hessian_lipschitz(q) * (z - other).norm(dim=1)
+        allowed = q.hessian_lipschitz() * (z - other).norm(dim=1)
         assert (size <= allowed * (1 + 1e-9) + 1e-12).all()
         if kind in ("gaussian", "sigmoid"):
             worst = max(worst, float((size / allowed).max()))
@@ -126,7 +118,7 @@ def test_hessians_turn_no_faster_than_stated(kind: str) -> None:
 
 
 def test_a_quartic_has_no_constant_for_its_hessian() -> None:
-    assert hessian_lipschitz(Polynomial(randn(3, 2), randn(4, 2), degree=4)) is None
+    assert Polynomial(randn(3, 2), randn(4, 2), degree=4).hessian_lipschitz() is None
 
 
 def constant(problem: Problem, input_norm: float | None = 2.0) -> tuple[float | None, str]:

@@ -16,11 +16,12 @@ from torch import Tensor
 
 import equilibria as eq
 from equilibria import L1, Decorrelation, FeatureIncay, LeakyNonNegative, SquaredNorm, Tanh
+from equilibria.certify import Guarantee, MapCertificate
+from equilibria.certify.block_chain import regularizer_factor
 from equilibria.nn import NormBounded
 from equilibria.nn.deep_opteq import DeepOptEq
-from equilibria.nn.deep_opteq_certificate import regularizer_factor
 from equilibria.nn.opteq import OptEq
-from equilibria.problems import CustomPrior, Guarantee, MapCertificate, WithL1
+from equilibria.problems import CustomPrior, WithL1
 from tests.nn.test_deep_opteq import FORMS, drawn, made, matrices
 from tests.problems.test_operators import randn
 

@@ -21,16 +21,11 @@ import torch
 from torch import Tensor
 
 from equilibria.engine.tree import sample_norm
-from equilibria.problems.gaussian import Gaussian
 from equilibria.problems.kernels import Curvature
-from equilibria.problems.lipschitz import hessian_lipschitz
+from equilibria.problems.norms import UNIT
 from equilibria.problems.problem import HiddenProblem, Problem
-from equilibria.problems.rounding import (
-    UNIT,
-    has_piecewise_prox,
-    residual_rounding,
-    subgradient_rounding,
-)
+
+from .rounding import residual_rounding, subgradient_rounding
 
 __all__ = ["global_bound", "local_bound", "local_modulus", "optimal_step", "tight_curvature"]
 
@@ -73,7 +68,7 @@ def global_bound(
     """
     factor = torch.maximum((1.0 - m).abs(), (upper - 1.0).abs())
     best = (1.0 + factor / m) * _pool(gap, together)
-    if isinstance(problem, Problem) and has_piecewise_prox(problem.effective_prior):
+    if isinstance(problem, Problem) and problem.effective_prior.piecewise_linear:
         least = problem.minimal_subgradient(z)
         off = subgradient_rounding(problem, z, least)
         if off is not None:
@@ -88,22 +83,12 @@ def global_bound(
 
 
 def tight_curvature(problem: HiddenProblem, z: Tensor | None = None) -> Curvature:
-    """m ⪯ ∇²g ⪯ L everywhere, or at z, with the closest bound on μ that the coupling has."""
-    if not isinstance(problem, Problem):
-        if z is None:
-            return problem.curvature()
-        return Curvature(-math.inf, math.inf, True, "no local bound is known")
-    q = problem.coupling
-    if not isinstance(q, Gaussian) or math.isinf(q.mu_upper()):
-        return problem.curvature() if z is None else problem.local_curvature(z)
-    wide, whole = q.curvature(), problem.curvature()
-    here = q.curvature(tight=True) if z is None else q.local_curvature(z, tight=True)
-    rest = (1.0, 1.0)  # of |z|²/2, and of the regularizer
-    if problem.regularizer is not None:
-        rest = (float(whole.lower - wide.lower), float(whole.upper - wide.upper))
-    return Curvature(
-        here.lower + rest[0], here.upper + rest[1], here.rigorous and whole.rigorous, here.note
-    )
+    """m ⪯ ∇²g ⪯ L everywhere, or at z, by the closest bounds that the coupling has."""
+    if isinstance(problem, Problem):
+        return problem.tight_curvature(z)
+    if z is None:
+        return problem.curvature()
+    return Curvature(-math.inf, math.inf, True, "no local bound is known")
 
 
 def local_modulus(problem: HiddenProblem, z: Tensor) -> Tensor:
@@ -140,14 +125,14 @@ def local_bound(
     nothing = torch.full_like(gap, math.inf)
     if not isinstance(problem, Problem) or problem.couples_batch:
         return nothing
-    found = hessian_lipschitz(problem.coupling)
+    found = problem.coupling.hessian_lipschitz()
     if found is None:
         return nothing
     bend = torch.as_tensor(found, dtype=gap.dtype, device=gap.device)
     factor = torch.maximum((1.0 - m).abs(), (upper - 1.0).abs())
     around = _radius(local_modulus(problem, image) - bend * off, factor * gap, bend)
     best = (gap + around) * _UP
-    if has_piecewise_prox(problem.effective_prior):
+    if problem.effective_prior.piecewise_linear:
         least = problem.minimal_subgradient(z)
         extra = subgradient_rounding(problem, z, least)
         if extra is not None:

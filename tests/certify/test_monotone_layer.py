@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import equilibria as eq
+from equilibria.certify import Guarantee, MapCertificate
 from equilibria.nn import MonotoneDEQ
-from equilibria.problems import CustomPrior, Guarantee, MapCertificate, Prior, WithL1
+from equilibria.problems import CustomPrior, Prior, WithL1
 from equilibria.solvers import ForwardBackward, PeacemanRachford
 from tests.nn.test_monotone import (
     FORMS,

@@ -18,58 +18,67 @@ made in its own dtype, with bounds on the rounding.
 from __future__ import annotations
 
 import math
-import warnings
-from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from equilibria.engine.result import ConvergenceWarning
+from equilibria.engine.result import Solution
+from equilibria.engine.solver import SolverOptions
 from equilibria.engine.tree import sample_norm
-from equilibria.problems import Guarantee, MapCertificate, Prior, WithL1
-from equilibria.problems.custom_prior import is_sampled
-from equilibria.problems.monotone_inclusion import MonotoneInclusion
-from equilibria.problems.monotone_operator import MonotoneOperator, States
-from equilibria.problems.norms import exact
-from equilibria.problems.rounding import UNIT
+from equilibria.problems.monotone_operator import MonotoneInclusion, MonotoneOperator, States
+from equilibria.problems.norms import FUNCTION, SAFETY, UNIT, exact
+from equilibria.problems.priors import Prior
 from equilibria.solvers.forward_backward import ForwardBackward, forward_backward_factor
 from equilibria.solvers.peaceman_rachford import PeacemanRachford, peaceman_rachford_factor
 
-if TYPE_CHECKING:
-    from .monotone import MonotoneDEQ
+from .guarantee import Guarantee, solved
+from .map_certificate import MapCertificate
+from .rounding import direct_convolutions
 
 __all__ = ["certify_monotone"]
 
-_FUNCTION = 8 * UNIT  # 4 units in the last place, what an activation is taken to be accurate to
-_SAFETY = 2.0  # covers terms of second order and the rounding of the bounds themselves
 _UP = 1.0 + 1e-12
 
 
+class MonotoneLayer(Protocol):
+    """What is asked of the layer."""
+
+    @property
+    def m(self) -> float: ...
+
+    @property
+    def prior(self) -> Prior: ...
+
+    @property
+    def tiers(self) -> int: ...
+
+    @property
+    def solver(self) -> SolverOptions: ...
+
+    def solve(self, x: Tensor) -> Solution[Any]: ...
+
+    def inject(self, x: Tensor) -> tuple[Tensor, ...]: ...
+
+    def inclusion(self, x: Tensor) -> MonotoneInclusion: ...
+
+    def input_norm_upper(self) -> float: ...
+
+
 @torch.no_grad()
-def certify_monotone(layer: MonotoneDEQ, x: Tensor, z: Any = None) -> MapCertificate:
+def certify_monotone(layer: MonotoneLayer, x: Tensor, z: Any = None) -> MapCertificate:
     """The certificate of ``layer`` at x, for z or for the layer's own answer."""
-    solver = "z was given"
-    if z is None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ConvergenceWarning)
-            found = layer.solve(x)
-        z = found.value
-        solver = "; ".join(part for part in (found.choice, found.summary()) if part)
-    else:
-        z = layer._check_start(x, z)
+    z, solver = solved(lambda: layer.solve(x), z)
     (c,) = layer.inject(x)
     own = layer.inclusion(x)
     inclusion = MonotoneInclusion(own.operator.double(), layer.prior, layer.tiers)
     parts = tuple(exact(part) for part in own.parts(z))
-    # cuDNN may take a transform for a convolution in float64, which has other error bounds.
-    direct = torch.backends.cudnn.flags(enabled=False) if x.is_cuda else nullcontext()
-    with direct:
+    with direct_convolutions(x):
         return _certify(layer, inclusion, parts, exact(c), solver)
 
 
 def _certify(
-    layer: MonotoneDEQ, inclusion: MonotoneInclusion, z: States, c: Tensor, solver: str
+    layer: MonotoneLayer, inclusion: MonotoneInclusion, z: States, c: Tensor, solver: str
 ) -> MapCertificate:
     operator = inclusion.operator
     upper, norm = operator.norm_uppers()
@@ -99,7 +108,10 @@ def _certify(
             f"the rounding of W exceeds the modulus m = {layer.m:g}: take a wider dtype or a "
             "larger m"
         )
-    sampled = is_sampled(layer.prior)
+    derived = layer.prior.shift is not None
+    if not derived:
+        notes.append("rounding is an estimate: none is derived for this prior")
+    sampled = layer.prior.sampled
     if sampled:
         notes.append(
             "the activation is monotone and nonexpansive at the samples that CustomPrior took; "
@@ -115,7 +127,7 @@ def _certify(
         lipschitz=lipschitz,
         lipschitz_note=note,
         solver=solver,
-        rigorous=not sampled,
+        rigorous=derived and not sampled,
         numbers=_numbers(layer, operator, m, upper, norm),
         notes=tuple(notes),
     )
@@ -127,7 +139,7 @@ def _norm(parts: States) -> Tensor:
 
 
 def _rounding(
-    layer: MonotoneDEQ,
+    layer: MonotoneLayer,
     operator: MonotoneOperator,
     z: States,
     argument: States,
@@ -135,20 +147,14 @@ def _rounding(
     gap: States,
 ) -> Tensor:
     """δ [B] with |fl‖z − T(z)‖ − ‖z − T(z)‖| ≤ δ; prox is nonexpansive and passes errors on."""
-    shift = _shift(layer.prior)
+    shift = layer.prior.shift or 0.0
     rows = []
     for product, v, a, r in zip(operator.rounding(z), argument, image, gap, strict=True):
         rows.append(
-            product + 4 * UNIT * v.abs() + _FUNCTION * (v.abs() + a.abs() + shift) + UNIT * r.abs()
+            product + 4 * UNIT * v.abs() + FUNCTION * (v.abs() + a.abs() + shift) + UNIT * r.abs()
         )
     entries = sum(part[0].numel() for part in z)
-    return _SAFETY * (_norm(tuple(rows)) + (entries + 4) * UNIT * _norm(gap))
-
-
-def _shift(prior: Prior) -> float:
-    """What the prior's prox adds to its argument."""
-    inner = _shift(prior.prior) if isinstance(prior, WithL1) else 0.0
-    return inner + abs(float(getattr(prior, "weight", 0.0)))
+    return SAFETY * (_norm(tuple(rows)) + (entries + 4) * UNIT * _norm(gap))
 
 
 def _error_bound(
@@ -156,11 +162,11 @@ def _error_bound(
 ) -> Tensor:
     """The smaller of (a) and (b), with r known up to ``off`` and products up to their rounding."""
     w, back = operator(r), operator.adjoint(r)
-    slack = norm * off + _SAFETY * _norm(operator.rounding(r))
+    slack = norm * off + SAFETY * _norm(operator.rounding(r))
     moved = tuple(p + q / (2.0 * m) for p, q in zip(r, w, strict=True))
     wide = _norm(w) + slack
     first = _norm(moved) + off + slack / (2.0 * m) + wide / (2.0 * m)
-    slack_back = norm * off + _SAFETY * _norm(operator.rounding(r, transposed=True))
+    slack_back = norm * off + SAFETY * _norm(operator.rounding(r, transposed=True))
     q = _norm(tuple(2.0 * p - t for p, t in zip(r, back, strict=True))) + 2.0 * off + slack_back
     inner = (q / (2.0 * m)) ** 2 - (size - off).clamp_min(0.0) ** 2 / m
     second = q / (2.0 * m) + inner.clamp_min(0.0).sqrt()
@@ -168,7 +174,7 @@ def _error_bound(
 
 
 def _numbers(
-    layer: MonotoneDEQ, operator: MonotoneOperator, m: float, upper: float, norm: float
+    layer: MonotoneLayer, operator: MonotoneOperator, m: float, upper: float, norm: float
 ) -> dict[str, str]:
     numbers = {"‖I − W‖": f"at most {upper:.4g}", "‖W‖": f"at most {norm:.4g}"}
     if m > 0:

@@ -1,4 +1,4 @@
-"""The express lane against the general path, autograd and finite differences, on a CPU and a GPU.
+"""The fused path against the general path, autograd and finite differences, on a CPU and a GPU.
 
 The oracle of the solve is a plain loop over ``problem.step``; that of the gradient is the truncated
 series written out with autograd, and at many terms the implicit gradient of the general path.
@@ -16,7 +16,7 @@ from torch import Tensor
 import equilibria as eq
 from equilibria.engine.result import Result
 from equilibria.problems import solving
-from equilibria.problems.express import serves
+from equilibria.problems.fused import serves
 
 PATCH = eq.Patches(channels=4, size=2)
 
@@ -188,16 +188,16 @@ def test_a_sample_that_fails_returns_its_start_and_harms_nobody() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("express", [True, False])
+@pytest.mark.parametrize("fused", [True, False])
 def test_half_precision_at_the_floor_of_gamma(
-    dtype: torch.dtype, express: bool, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, fused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No energy, so γ = 2e11, a singular M and a given z0: s is rounding, and 2γ‖v‖² was 1e7."""
     made = layer(2, 3, hidden=1, bias=False, patch=eq.Patches(channels=1, size=2)).to(dtype)
     torch.manual_seed(2)
     z0 = (20 * torch.randn(64, 6, 8, 8).abs()).to(dtype)
     x = torch.zeros(64, 5, 8, 8, dtype=dtype, requires_grad=True)
-    if not express:
+    if not fused:
         monkeypatch.setattr(solving, "serves", lambda *_: False)
     value = made.solve(x, z0).value.float()
     grads = torch.autograd.grad(value.sum(), [x, *made.parameters()])

@@ -8,41 +8,70 @@ regularizing step T_R (max|1 − h| over the Hessian's bounds h, or 1/(1 + h) fo
     ‖z*(x) − z*(x′)‖ ≤ Σ_l α_l L_σ‖W_l‖‖U_l‖ (q_{l+1} ⋯ q_L)/(1 − ρ) · ‖x − x′‖.
 
 Rounding. Each computed block is within δ_l of the exact one at the same argument (error analysis
-of ``problems/rounding.py``), and an error of its argument passes with q_l: E_l = q_l E_{l−1} + δ_l.
+of ``rounding.py``), and an error of its argument passes with q_l: E_l = q_l E_{l−1} + δ_l.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-import warnings
 from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from equilibria.engine.result import ConvergenceWarning
+from equilibria.engine.result import Solution
 from equilibria.engine.tree import sample_norm
-from equilibria.problems import Free, Guarantee, MapCertificate, Problem, Regularizer
 from equilibria.problems.activated import Activated
-from equilibria.problems.custom_prior import is_sampled
-from equilibria.problems.norms import exact
-from equilibria.problems.regularizers import L1, FeatureIncay, SquaredNorm
-from equilibria.problems.rounding import UNIT, residual_rounding
+from equilibria.problems.norms import SAFETY, UNIT, exact
+from equilibria.problems.priors import Free, Prior
+from equilibria.problems.problem import Problem
+from equilibria.problems.regularizers import Regularizer
 
-from .deep_opteq_blocks import BoundBlock
+from .guarantee import Guarantee, solved
+from .map_certificate import MapCertificate
+from .rounding import direct_convolutions, residual_rounding
 
-if TYPE_CHECKING:
-    from .deep_opteq import DeepOptEq
-
-__all__ = ["certify_deep_opteq", "regularizer_factor"]
+__all__ = ["certify_block_chain", "regularizer_factor"]
 
 _UP = 1.0 + 32 * UNIT  # a few operations, each rounded once, from above
 _NONEXPANSIVE = 1.0 + 1e-10  # a proven bound on a norm of 1 is a little above it
-_SAFETY = 2.0  # terms of order u², and the rounding of the bounds themselves
+
+
+class BlockChain(Protocol):
+    """What is asked of the layer, an ``nn.Module``.
+
+    A block is a dataclass with ``operator``, ``alpha`` and ``prior``, a method ``image(z, c)``,
+    Wᵀσ(Wz + c), and a call (z, c) ↦ α·image + (1 − α)z.
+    """
+
+    @property
+    def prior(self) -> Prior: ...
+
+    @property
+    def regularizer(self) -> Regularizer | None: ...
+
+    @property
+    def regularize(self) -> str: ...
+
+    @property
+    def alpha(self) -> Sequence[float] | None: ...
+
+    def solve(self, x: Tensor) -> Solution[Tensor]: ...
+
+    def inject(self, x: Tensor) -> tuple[Tensor, ...]: ...
+
+    def check_state(self, z: Tensor, x: Tensor) -> None: ...
+
+    def bound_blocks(self) -> Sequence[Any]: ...
+
+    def each_block(self) -> Sequence[Any]: ...
+
+    def regularized(self, z: Tensor) -> Tensor: ...
+
+    def eval(self) -> Any: ...
 
 
 def _norm(t: Tensor) -> Tensor:
@@ -53,7 +82,7 @@ def _norm(t: Tensor) -> Tensor:
 class _Exact:
     """The layer's numbers in float64, as they were in its own dtype, with proven bounds."""
 
-    blocks: list[BoundBlock]
+    blocks: list[Any]
     alphas: list[float]
     norms: list[float]
     """‖W_l‖, from above."""
@@ -92,20 +121,16 @@ def _regularizer_rounding(
     regularizer: Regularizer | None, z: Tensor, moved: Tensor
 ) -> tuple[Tensor, bool]:
     """How far the computed z − ∂R(z) or prox_R(z) is from the exact one, [B]; whether derived."""
-    size = z.abs() + moved.abs()
     if regularizer is None:
         return torch.zeros_like(_norm(z)), True
-    if isinstance(regularizer, (SquaredNorm, L1)):
-        # A product or quotient and a sum, or a difference of two: each term at most this.
-        return _SAFETY * 8 * UNIT * _norm(size + regularizer.weight * (1.0 + z.abs())), True
-    n = z[0].numel() + 64
-    if isinstance(regularizer, FeatureIncay):
-        return _SAFETY * n * UNIT * _norm(size + regularizer.grad(z).abs()), True
-    return _SAFETY * n * UNIT * _norm(size), False
+    own = regularizer.step_rounding(z, moved)
+    if own is None:
+        return SAFETY * (z[0].numel() + 64) * UNIT * _norm(z.abs() + moved.abs()), False
+    return SAFETY * own, True
 
 
 def _evaluate(
-    layer: DeepOptEq, numbers: _Exact, z: Tensor, c: Sequence[Tensor]
+    layer: BlockChain, numbers: _Exact, z: Tensor, c: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor, bool]:
     """T(z) in float64, a bound on its distance from the exact one [B]; whether that is derived."""
     state = layer.regularized(z)
@@ -115,35 +140,28 @@ def _evaluate(
         problem = Problem(Free(), Activated(block.operator, part, block.prior))
         # It bounds the error of the image, and some more for that of a norm.
         own, known = residual_rounding(problem, state, image)
-        own = own + _SAFETY * 8 * UNIT * _norm(state.abs() + image.abs())  # of the skip
+        own = own + SAFETY * 8 * UNIT * _norm(state.abs() + image.abs())  # of the skip
         off, derived = q * off + own, derived and known
         state = block(state, part)
     return state, off * _UP, derived
 
 
-def certify_deep_opteq(layer: DeepOptEq, x: Tensor, z: Tensor | None = None) -> MapCertificate:
-    """See ``DeepOptEq.certify``. The layer is left as it is."""
-    model = copy.deepcopy(layer).eval()
-    with torch.no_grad():
-        text = "z was given"
-        if z is None:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", ConvergenceWarning)
-                found = model.solve(x)
-            z, text = found.value, found.summary()
-        c = [exact(part) for part in model.inject(x)]
-        model.check_state(z, x)
-        # cuDNN may take a transform for a convolution in float64, which has other error bounds.
-        direct = torch.backends.cudnn.flags(enabled=False) if z.is_cuda else nullcontext()
-        with direct:
-            return _certify(model, _exactly(model), exact(z), c, text)
+@torch.no_grad()
+def certify_block_chain(layer: BlockChain, x: Tensor, z: Tensor | None = None) -> MapCertificate:
+    """The certificate of ``layer`` at x, for z or its own answer. The layer is left as it is."""
+    model: BlockChain = copy.deepcopy(layer).eval()
+    state, text = solved(lambda: model.solve(x), z)
+    c = [exact(part) for part in model.inject(x)]
+    model.check_state(state, x)
+    with direct_convolutions(state):
+        return _certify(model, _exactly(model), exact(state), c, text)
 
 
-def _exactly(model: DeepOptEq) -> _Exact:
-    blocks = []
+def _exactly(model: BlockChain) -> _Exact:
+    blocks: list[Any] = []
     for block in model.bound_blocks():
         operator = block.operator.cast(torch.float64)
-        blocks.append(BoundBlock(operator, float(block.alpha), block.prior))
+        blocks.append(replace(block, operator=operator, alpha=float(block.alpha)))
     inputs = [block.input_operator().cast(torch.float64) for block in model.each_block()]
     return _Exact(
         blocks,
@@ -155,7 +173,7 @@ def _exactly(model: DeepOptEq) -> _Exact:
 
 
 def _certify(
-    model: DeepOptEq, numbers: _Exact, z: Tensor, c: Sequence[Tensor], solver: str
+    model: BlockChain, numbers: _Exact, z: Tensor, c: Sequence[Tensor], solver: str
 ) -> MapCertificate:
     r = regularizer_factor(model.regularizer, model.regularize)
     rho = math.prod(numbers.factors) * r * (1.0 + 4 * len(numbers.blocks) * UNIT)
@@ -163,7 +181,7 @@ def _certify(
     gap = z - image
     residual = _norm(gap)
     n = z[0].numel() + 4
-    off = off + _SAFETY * (n + 1) * UNIT * residual  # of the difference and of its norm
+    off = off + SAFETY * (n + 1) * UNIT * residual  # of the difference and of its norm
     finite = (residual + off).isfinite()
     contracts = rho < 1.0
     error = (residual + off) / (1.0 - rho) * _UP if contracts else torch.full_like(off, math.inf)
@@ -184,13 +202,13 @@ def _certify(
         lipschitz=lipschitz,
         lipschitz_note=why,
         solver=solver,
-        rigorous=derived and not is_sampled(model.prior),
+        rigorous=derived and not model.prior.sampled,
         numbers=_words(numbers, model, r),
         notes=tuple(_notes(numbers, model, r, rho, derived=derived)),
     )
 
 
-def _words(numbers: _Exact, model: DeepOptEq, r: float) -> dict[str, str]:
+def _words(numbers: _Exact, model: BlockChain, r: float) -> dict[str, str]:
     def row(values: list[float]) -> str:
         return ", ".join(f"{value:.4g}" for value in values)
 
@@ -205,11 +223,11 @@ def _words(numbers: _Exact, model: DeepOptEq, r: float) -> dict[str, str]:
     return found
 
 
-def _notes(numbers: _Exact, model: DeepOptEq, r: float, rho: float, *, derived: bool) -> list[str]:
+def _notes(numbers: _Exact, model: BlockChain, r: float, rho: float, *, derived: bool) -> list[str]:
     notes = []
     if not derived:
         notes.append("rounding is an estimate: none is derived for this regularizer")
-    if is_sampled(model.prior):
+    if model.prior.sampled:
         notes.append(
             "the slope L_σ of the activation is the largest at the samples that CustomPrior took; "
             "that it is nowhere larger, and its rounding, are assumed"

@@ -10,39 +10,23 @@ from __future__ import annotations
 
 import copy
 import math
-import warnings
-from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, overload, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
-from equilibria.engine.result import ConvergenceWarning, Solution
+from equilibria.engine.result import Solution
 from equilibria.engine.tree import sample_norm
-from equilibria.problems.casting import in_double, unwrap
-from equilibria.problems.certificate_text import describe
-from equilibria.problems.custom_prior import is_sampled
-from equilibria.problems.error_bounds import (
-    global_bound,
-    local_bound,
-    local_modulus,
-    tight_curvature,
-)
-from equilibria.problems.gaussian import Gaussian
-from equilibria.problems.guarantee import Guarantee, Guaranteed
 from equilibria.problems.kernels import Curvature
-from equilibria.problems.lipschitz import (
-    Variable,
-    features_norm,
-    global_lipschitz,
-    local_lipschitz,
-)
-from equilibria.problems.norms import NormBound, exact, metric_root
-from equilibria.problems.problem import HiddenProblem, Problem
-from equilibria.problems.rounding import UNIT, residual_rounding
+from equilibria.problems.norms import UNIT, NormBound, exact
+from equilibria.problems.problem import AffineProblem, HiddenProblem, MoreauProblem, Problem
 from equilibria.problems.solving import minimize
+
+from .error_bounds import global_bound, local_bound, local_modulus, tight_curvature
+from .guarantee import Guarantee, Guaranteed, either, guarantee_rows, lines, number, solved, spread
+from .lipschitz import Variable, global_lipschitz, local_lipschitz
+from .rounding import direct_convolutions, residual_rounding
 
 __all__ = ["Certifiable", "Certificate", "Guarantee", "Numbers", "certify"]
 
@@ -71,15 +55,15 @@ class SelfCertifying(Protocol):
 class Numbers:
     """What the bounds were made of; None where the problem has no such number."""
 
-    norm: NormBound | None
+    norm: NormBound | None = None
     """‖W‖₂."""
-    hidden_norm: float | None
+    hidden_norm: float | None = None
     """An upper bound on ‖W_h‖₂ (Gaussian coupling)."""
-    mu: NormBound | None
+    mu: NormBound | None = None
     """μ = ‖z → (rows of Wz)W_h‖₂ (Gaussian coupling); bounds use ``upper``."""
-    gamma: str | None
+    gamma: str | None = None
     """The γ policy (Gaussian coupling)."""
-    input_norm: float | None
+    input_norm: float | None = None
     """An upper bound on ‖x → c̃‖₂, where the layer gives one."""
 
 
@@ -125,7 +109,7 @@ class Certificate(Guaranteed):
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return describe(self)
+        return _described(self)
 
 
 @overload
@@ -158,7 +142,7 @@ def certify(layer: Any, x: Tensor | None = None, z: Any = None) -> Any:
         if x is not None:
             raise TypeError("A problem is bound to its input: call certify(problem, z=z).")
         problem, input_norm = layer, None
-        z, solver = _solve(lambda: minimize(problem), z)
+        z, solver = solved(lambda: minimize(problem), z)
     elif isinstance(layer, SelfCertifying):
         return layer.certify(_needed(layer, x), z)
     elif isinstance(layer, Certifiable):
@@ -167,16 +151,14 @@ def certify(layer: Any, x: Tensor | None = None, z: Any = None) -> Any:
         problem = model.problem(x)
         bound = getattr(model, "input_norm_upper", None)
         input_norm = None if bound is None else float(bound())
-        z, solver = _solve(lambda: model.solve(x), z)
+        z, solver = solved(lambda: model.solve(x), z)
     else:
         raise TypeError(
             "certify takes a layer with problem(x) and solve(x), one with certify(x, z), or a "
             "Problem, got "
             f"{type(layer).__name__}."
         )
-    # cuDNN may take a transform for a convolution in float64, which has other error bounds.
-    direct = torch.backends.cudnn.flags(enabled=False) if z.is_cuda else nullcontext()
-    with direct:
+    with direct_convolutions(z):
         return _certify(problem, z, input_norm, solver)
 
 
@@ -186,16 +168,6 @@ def _needed(layer: object, x: Tensor | None) -> Tensor:
     return x
 
 
-def _solve(run: Callable[[], Solution[Tensor]], z: Tensor | None) -> tuple[Tensor, str]:
-    """z itself, or the solver's answer; its warnings become a line of the certificate."""
-    if z is not None:
-        return z, "z was given"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ConvergenceWarning)
-        found = run()
-    return found.value, "; ".join(part for part in (found.choice, found.summary()) if part)
-
-
 def _number(values: Tensor) -> float | Tensor:
     return float(values) if values.ndim == 0 else values
 
@@ -203,7 +175,7 @@ def _number(values: Tensor) -> float | Tensor:
 def _certify(
     given: HiddenProblem, state: Tensor, input_norm: float | None, solver: str
 ) -> Certificate:
-    plain = unwrap(in_double(given), exact(state))
+    plain = _unwrap(given.in_double(), exact(state))
     problem, z, notes = plain.problem, plain.z, list(plain.notes)
     batch = z.shape[0]
     if isinstance(problem, Problem):
@@ -223,7 +195,7 @@ def _certify(
         notes.append("rounding is an estimate: none is derived for this kind of problem")
     if not curvature.rigorous:
         notes.append("the bounds on the Hessian are estimates")
-    sampled = isinstance(problem, Problem) and is_sampled(problem.effective_prior)
+    sampled = isinstance(problem, Problem) and problem.effective_prior.sampled
     if sampled:
         notes.append(
             "the activation is monotone and nonexpansive at the samples that CustomPrior took; "
@@ -247,7 +219,7 @@ def _certify(
 
     reach = input_norm
     if reach is None:
-        reach = features_norm(problem.coupling) if isinstance(problem, Problem) else math.inf
+        reach = problem.coupling.features_norm() if isinstance(problem, Problem) else math.inf
     lipschitz, lipschitz_note = global_lipschitz(problem, _number(lower), input_norm)
     local, local_note = local_lipschitz(problem, z, error, _number(lower), reach)
     return Certificate(
@@ -302,13 +274,86 @@ def _kinds(
 
 def _numbers(problem: HiddenProblem, z: Tensor, input_norm: float | None) -> Numbers:
     if not isinstance(problem, Problem):
-        return Numbers(None, None, None, None, input_norm)
-    q = problem.coupling
-    operator = getattr(q, "operator", None)
-    norm = None if operator is None else operator.norm(tuple(z.shape[1:]))
-    if not isinstance(q, Gaussian):
-        return Numbers(norm, None, None, None, input_norm)
-    hidden = 1.0 if q.metric is None else metric_root(q.metric)[1]
-    gamma = "given for each sample" if q.policy is None else repr(q.policy)
-    mu = q.mu(tuple(z.shape[1:]), tight=True)
-    return Numbers(norm, hidden, mu, gamma, input_norm)
+        return Numbers(input_norm=input_norm)
+    return Numbers(**problem.coupling.numbers(tuple(z.shape[1:])), input_norm=input_norm)
+
+
+@dataclass(frozen=True)
+class _Plain:
+    """A problem at z = Ay + shift in place of the one at y: ‖y − y*‖ ≤ scale·(‖z − z*‖ + off)."""
+
+    problem: HiddenProblem
+    z: Tensor
+    scale: float = 1.0
+    off: float | Tensor = 0.0
+    relaxation: float = 1.0
+    """α of the skip connections αT + (1 − α)I around the layer's map."""
+    notes: tuple[str, ...] = ()
+
+
+def _unwrap(problem: HiddenProblem, z: Tensor) -> _Plain:
+    """Look through skip connections (same fixed points) and affine changes of variable."""
+    if isinstance(problem, MoreauProblem):
+        inner = _unwrap(problem.problem, z)
+        note = f"skip connection α = {problem.alpha:g}: bounds are those of the map T inside it"
+        alpha = inner.relaxation * problem.alpha
+        return replace(inner, relaxation=alpha, notes=(*inner.notes, note))
+    if isinstance(problem, AffineProblem):
+        moved = problem.to_state(z)
+        inner = _unwrap(problem.problem, moved)
+        low, high = _singular_values(problem.matrix)
+        size = z[0].numel() if isinstance(problem.matrix, Tensor) else 1
+        scale = torch.linalg.vector_norm(z.flatten(1), dim=1) * high
+        scale = scale + torch.linalg.vector_norm(moved.flatten(1), dim=1)
+        off = inner.off + 4e-16 * (size + 4) * math.sqrt(size) * scale
+        note = "change of variable z = Ay + shift: m, L, residual and stationarity are those of z"
+        notes = (*inner.notes, note)
+        return replace(inner, scale=inner.scale / low, off=off, notes=notes)
+    return _Plain(problem, z)
+
+
+def _singular_values(matrix: float | Tensor) -> tuple[float, float]:
+    """Bounds on the extreme singular values of A, in float64."""
+    if not isinstance(matrix, Tensor):
+        return abs(float(matrix)), abs(float(matrix))
+    values = torch.linalg.svdvals(exact(matrix))
+    slack = 16 * torch.finfo(torch.float64).eps * 2 * len(values) * float(values[0])
+    return float(values[-1]) - slack, float(values[0]) + slack
+
+
+def _origins(certificate: Certificate) -> list[tuple[str, str]]:
+    numbers = certificate.numbers
+    rows = []
+    for name, bound in (("‖W‖", numbers.norm), ("μ", numbers.mu)):
+        if bound is not None:
+            rows.append((name, f"{number(bound.estimate)}, at most {number(bound.upper)}"))
+    if numbers.hidden_norm is not None:
+        rows.append(("‖W_h‖", f"at most {number(numbers.hidden_norm)}"))
+    if numbers.gamma is not None:
+        rows.append(("γ", numbers.gamma))
+    if numbers.input_norm is not None:
+        rows.append(("‖x → c̃‖", f"at most {number(numbers.input_norm)}"))
+    return rows
+
+
+def _described(c: Certificate) -> str:
+    lipschitz = "none" if c.lipschitz is None else number(c.lipschitz)
+    rows = [
+        *guarantee_rows(c),
+        ("contraction ρ", either(c.contraction)),
+        ("modulus m", either(c.modulus)),
+        ("smoothness L", either(c.smoothness)),
+        ("modulus at z", spread(c.modulus_local)),
+        ("objective", spread(c.objective)),
+        ("stationarity", spread(c.stationarity)),
+        ("residual", spread(c.residual)),
+        ("‖z − z*‖ ≤", spread(c.error_bound)),
+        ("rounding", f"{spread(c.rounding)} (of the residual; paid for in the bound)"),
+        (f"Lipschitz in {c.lipschitz_in}", f"{lipschitz} ({c.lipschitz_note})"),
+    ]
+    if c.lipschitz_local is not None:
+        text = f"{spread(c.lipschitz_local)} ({c.lipschitz_local_note})"
+        rows.append(("  at this input", text))
+    rows += [*_origins(c), ("solver", c.solver)]
+    rows += [("note", note) for note in c.notes]
+    return lines(c, rows, rigorous=c.rigorous)

@@ -1,4 +1,4 @@
-"""Facts 1–6 about the Gaussian, linear and sigmoid layers, over random layers.
+"""Facts 2–6 (fact 1: test_gaussian.py) about Gaussian, linear and sigmoid layers, on random ones.
 
 The oracle is numpy: A as one dense array of blocks, the map and seven proxes from their formulas,
 and equilibria by the damped step to the last digit. Nothing here computes what the library does by
@@ -17,7 +17,7 @@ import torch
 from scipy.optimize import brentq
 from torch import Tensor
 
-from equilibria.problems.certificate import Guarantee, certify
+from equilibria.certify.certificate import Guarantee, certify
 from equilibria.problems.gamma import FixedGamma, GammaPolicy, MeanPatchEnergy, MinPatchEnergy
 from equilibria.problems.gaussian import Gaussian
 from equilibria.problems.kernels import Linear, Sigmoidal
@@ -31,8 +31,8 @@ from equilibria.problems.priors import (
     Prior,
     ShiftedNonNegative,
     SoftThreshold,
+    Tanh,
 )
-from equilibria.problems.priors_smooth import Tanh
 from equilibria.problems.problem import Problem
 from tests.problems.test_operators import conv_matrix
 from tests.problems.test_patches import rows_by_loops
@@ -157,38 +157,6 @@ EVERY_KIND = pytest.mark.parametrize("kind", KINDS)
 
 def flat(t: Tensor) -> Array:
     return t.flatten(1).numpy()
-
-
-# Fact 1
-
-
-@EVERY_KIND
-@pytest.mark.parametrize("mu", [0.1, 0.7, 1.4, 3.0])
-def test_fact_1_the_hessian_of_q_lies_between_minus_b_mu2_and_mu2(kind: str, mu: float) -> None:
-    case = make_case(kind, mu, seed=1)
-    c, gamma = draw_inputs(case, 2, 24)
-    coupling = case.problem(Free(), c, gamma).coupling
-    rng = np.random.default_rng(3)
-    n = case.blocks.shape[2]
-    z = rng.standard_normal((24, n)) / np.sqrt(gamma)[:, None]
-    columns = [coupling.hvp(case.tensor(z), case.tensor(np.tile(e, (24, 1)))) for e in np.eye(n)]
-    hessian = np.stack([flat(column) for column in columns], -1)
-    values = np.linalg.eigvalsh(hessian)
-    assert values.min() >= -CONCAVITY * mu**2 * (1 + 1e-12)
-    assert values.max() <= mu**2 * (1 + 1e-12)
-    bounds = coupling.curvature()
-    assert bounds.lower <= -CONCAVITY * mu**2
-    assert bounds.upper >= mu**2
-
-
-def test_fact_1_is_attained_at_both_ends() -> None:
-    """n = 1: s = 0 gives μ², s = 3/2 gives −2e^{−3/2}μ²."""
-    gamma, w = 0.7, 1.3
-    z = torch.zeros(2, 1, dtype=torch.float64)
-    c = torch.tensor([[0.0], [math.sqrt(1.5 / gamma)]], dtype=torch.float64)
-    q = Gaussian(torch.tensor([[w]], dtype=torch.float64), c, gamma)
-    second = q.hvp(z, torch.ones_like(z)).flatten()
-    np.testing.assert_allclose(second.numpy(), [w**2, -CONCAVITY * w**2], rtol=1e-13)
 
 
 # Fact 2

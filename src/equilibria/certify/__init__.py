@@ -1,0 +1,24 @@
+"""What is proven about an answer: uniqueness, distance from the exact one, dependence on the input.
+
+Certificates of problems, of maps and of layers, in float64 with rounding paid for. The bounds of a
+kernel, a prior, an operator or a regularizer are its own (``problems``): here they are asked for.
+"""
+
+from .certificate import Certificate, Numbers, certify
+from .error_bounds import tight_curvature
+from .guarantee import Guarantee, Guaranteed
+from .lipschitz import global_lipschitz, local_lipschitz
+from .map_certificate import CompositeCertificate, MapCertificate
+
+__all__ = [
+    "Certificate",
+    "CompositeCertificate",
+    "Guarantee",
+    "Guaranteed",
+    "MapCertificate",
+    "Numbers",
+    "certify",
+    "global_lipschitz",
+    "local_lipschitz",
+    "tight_curvature",
+]

@@ -1,0 +1,87 @@
+"""How far floating point moves the residual of a certificate: |fl(T(z)) − T(z)|, bounded.
+
+The error of ∇q and ∇R, entry by entry, is stated by the kernel and the regularizer (the model of
+arithmetic is in ``problems/norms.py``). The prox of a convex function is nonexpansive, so it passes
+the error on and adds its own, 4 units in the last place. Each bound is doubled at the end, which
+covers terms of order u² and the rounding of the bounds themselves.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from equilibria.engine.tree import sample_norm
+from equilibria.problems.norms import FUNCTION, SAFETY, UNIT, sum_error
+from equilibria.problems.problem import HiddenProblem, Problem
+
+__all__ = ["direct_convolutions", "residual_rounding", "subgradient_rounding"]
+
+
+def direct_convolutions(z: Tensor) -> AbstractContextManager[None]:
+    """No cuDNN: it may take a transform for a convolution in float64, with other error bounds."""
+    return torch.backends.cudnn.flags(enabled=False) if z.is_cuda else nullcontext()
+
+
+def _norm(t: Tensor) -> Tensor:
+    return sample_norm([t])
+
+
+def _column(values: Tensor | float, z: Tensor) -> Tensor:
+    """A number, or one a sample [B], as a tensor that broadcasts over z."""
+    column = torch.as_tensor(values, dtype=z.dtype, device=z.device)
+    return column.reshape(-1, *[1] * (z.ndim - 1)) if column.ndim == 1 else column
+
+
+def _force_error(problem: HiddenProblem, z: Tensor) -> Tensor | None:
+    """A bound on the error of ∇q(z) + ∇R(z), entrywise; None where none is derived."""
+    if not isinstance(problem, Problem):
+        return None
+    off = problem.coupling.rounding_error(z)
+    if off is None or problem.regularizer is None:
+        return off
+    extra = problem.regularizer.rounding_error(z, problem.regularize)
+    return None if extra is None else off + extra
+
+
+def residual_rounding(
+    problem: HiddenProblem, z: Tensor, image: Tensor, tau: float | Tensor = 1.0
+) -> tuple[Tensor, bool]:
+    """δ [B] with |fl‖z − T_τ(z)‖ − ‖z − T_τ(z)‖| ≤ δ, and whether it is derived (else a guess).
+
+    ``image`` is the computed T_τ(z); everything in float64. With a τ other than 1 it is derived
+    for piecewise linear proxes alone; at τ = 1 for every prior that states its ``shift``.
+    """
+    force_off = _force_error(problem, z)
+    shift = problem.effective_prior.shift if isinstance(problem, Problem) else None
+    if force_off is None or shift is None or not isinstance(problem, Problem):
+        # n + 64 roundings of everything in sight.
+        scale = _norm(z) + _norm(image) + _norm(problem.gradient(z))
+        return SAFETY * sum_error(z[0].numel() + 64) * scale, False
+    step = _column(tau, z)
+    force = z.abs() + problem.gradient(z).abs()
+    gap = (z - image).abs()
+    argument = (1.0 - step).abs() * z.abs() + step * force
+    off = step * force_off + 4 * UNIT * (argument + step * force)
+    off = off + FUNCTION * (argument + image.abs() + step * shift)
+    delta = SAFETY * (_norm(off + UNIT * gap) + sum_error(z[0].numel() + 4) * _norm(gap))
+    exact = not isinstance(tau, Tensor) and tau == 1.0
+    return delta, exact or problem.effective_prior.piecewise_linear
+
+
+def subgradient_rounding(problem: Problem, z: Tensor, least: Tensor) -> Tensor | None:
+    """δ [B] with |fl dist(0, ∂G(z)) − dist(0, ∂G(z))| ≤ δ, or None where none is derived.
+
+    ``least`` is the computed element of least norm. For piecewise linear proxes: the ends of
+    ∂f(z) are then constants or multiples of z, each off by at most 4 units in the last place.
+    """
+    prior = problem.effective_prior
+    force_off = _force_error(problem, z)
+    if force_off is None or not prior.piecewise_linear:
+        return None
+    force = z.abs() + problem.gradient(z).abs()
+    ends = [torch.where(end.isfinite(), end, 0.0).abs() for end in prior.subdifferential(z)]
+    off = force_off + FUNCTION * (force + z.abs() + torch.maximum(*ends) + least.abs())
+    return SAFETY * (_norm(off) + sum_error(z[0].numel() + 4) * _norm(least))

@@ -1,0 +1,231 @@
+"""A kernel, an operator, a prior, a regularizer written here are certified by what they state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+import equilibria as eq
+from equilibria.certify import Guarantee
+from equilibria.problems import (
+    Coupling,
+    Curvature,
+    Free,
+    Linear,
+    LinearOperator,
+    NonNegative,
+    Prior,
+    Problem,
+    Regularizer,
+)
+from equilibria.problems.norms import UNIT, sum_error
+from tests.problems.test_operators import randn
+
+
+class Diagonal(LinearOperator):
+    """Wz = dz, entry by entry."""
+
+    def __init__(self, d: Tensor) -> None:
+        self.d = d
+
+    def __call__(self, z: Tensor) -> Tensor:
+        return self.d * z
+
+    def adjoint(self, y: Tensor, in_shape: Sequence[int] | None = None) -> Tensor:
+        return self.d * y
+
+    def output_shape(self, in_shape: Sequence[int]) -> tuple[int, ...]:
+        return tuple(in_shape)
+
+    def check_output(self, out_shape: Sequence[int]) -> None: ...
+
+    def cast(self, dtype: torch.dtype) -> Diagonal:
+        return type(self)(self.d.detach().to(dtype))
+
+    def norm_upper(self) -> float:
+        return float(self.d.abs().max())
+
+    def magnitude(self) -> tuple[LinearOperator, int] | None:
+        return Diagonal(self.d.abs()), 1
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.d.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.d.device
+
+
+class Silent(Diagonal):
+    def magnitude(self) -> None:
+        return None
+
+
+class Quadratic(Coupling):
+    """q(z) = ½⟨z, dz⟩ − ⟨c, z⟩: the minimizer over z ≥ 0 is max(c/(1 + d), 0)."""
+
+    def value(self, z: Tensor) -> Tensor:
+        return (0.5 * z * self.operator(z) - self.c * z).sum(1)
+
+    def grad(self, z: Tensor) -> Tensor:
+        return self.operator(z) - self.c
+
+    def hvp(self, z: Tensor, v: Tensor) -> Tensor:
+        return self.operator(v)
+
+    def curvature(self) -> Curvature:
+        d = self.operator(torch.ones_like(self.c))
+        return Curvature(float(d.min()), float(d.max()), True, "exact")
+
+    def local_curvature(self, z: Tensor) -> Curvature:
+        return self.curvature()
+
+    def check_state(self, z: Tensor) -> None: ...
+
+    def default_start(self, shape: Sequence[int] | None = None) -> Tensor:
+        return torch.zeros_like(self.c)
+
+
+class Stated(Quadratic):
+    """The same with all of its bounds."""
+
+    def rounding_error(self, z: Tensor) -> Tensor | None:
+        magnitude = self.operator.magnitude()
+        if magnitude is None:
+            return None
+        size, terms = magnitude
+        return sum_error(terms + 1) * (size(z.abs()) + self.c.abs())
+
+    def hessian_lipschitz(self) -> float:
+        return 0.0
+
+    def lipschitz(
+        self, modulus: float, rest: Tensor, reach: float, *, in_x: bool
+    ) -> tuple[float | None, str]:
+        return reach / modulus, "every input"
+
+    def local_lipschitz(
+        self, z: Tensor, error: Tensor, modulus: Tensor, local: Tensor, rest: Tensor
+    ) -> tuple[Tensor | None, str]:
+        return (1.0 / local).expand_as(error), "at this input"
+
+
+@dataclass(frozen=True)
+class AtLeast(Prior):
+    """f = 0 for z ≥ low, else +inf."""
+
+    low: float
+
+    @property
+    def piecewise_linear(self) -> bool:
+        return True
+
+    @property
+    def shift(self) -> float:
+        return abs(self.low)
+
+    def value(self, z: Tensor) -> Tensor:
+        return torch.where(z >= self.low, 0.0, torch.inf)
+
+    def prox(self, v: Tensor, tau: float | Tensor = 1.0) -> Tensor:
+        return v.clamp_min(self.low)
+
+    def subdifferential(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        zero = torch.zeros_like(z)
+        inside = z >= self.low
+        lower = torch.where(z == self.low, -torch.inf, zero)
+        return torch.where(inside, lower, torch.inf), torch.where(inside, zero, -torch.inf)
+
+
+@dataclass(frozen=True)
+class Pull(Regularizer):
+    """R(z) = Σz."""
+
+    convex: ClassVar[bool] = True
+
+    def value(self, z: Tensor) -> Tensor:
+        return z.sum(1)
+
+    def grad(self, z: Tensor) -> Tensor:
+        return torch.ones_like(z)
+
+    def curvature(self) -> Curvature:
+        return Curvature(0.0, 0.0, True, "linear")
+
+    def rounding_error(self, z: Tensor, form: str) -> Tensor | float | None:
+        return UNIT
+
+
+D = torch.tensor([-0.5, 0.2, 1.5, 3.0], dtype=torch.float64)
+
+
+def certified(problem: Problem, exact: Tensor) -> Any:
+    """The certificate of a z nearby, its error bound checked against the exact minimizer."""
+    near = exact + 1e-4 * randn(*exact.shape)
+    found = eq.certify(problem, z=problem.into_domain(near))
+    gap = (problem.into_domain(near) - exact).norm(dim=1)
+    assert bool((gap <= found.error_bound).all())
+    return found
+
+
+def test_a_kernel_with_all_its_bounds_is_certified() -> None:
+    c = randn(5, 4)
+    found = certified(Problem(NonNegative(), Stated(Diagonal(D), c)), (c / (1 + D)).clamp_min(0.0))
+    assert found.rigorous
+    assert found.kind is Guarantee.strong_convexity
+    assert found.unique
+    assert found.modulus == pytest.approx(0.5)
+    assert found.smoothness == pytest.approx(4.0)
+    # Attained by the first entry: ∂z*/∂c = 1/(1 + d).
+    assert found.lipschitz == pytest.approx(2.0)
+    assert torch.allclose(found.lipschitz_local, torch.full((5,), 2.0, dtype=torch.float64))
+    assert bool((found.error_bound < 1e-2).all())
+
+
+def test_what_a_kernel_does_not_state_is_not_claimed() -> None:
+    c = randn(5, 4).float().double()
+    exact = (c / (1 + D.float().double())).clamp_min(0.0)
+    # The numbers of a float32 problem are certified as they are.
+    single = eq.certify(Problem(NonNegative(), Quadratic(Diagonal(D.float()), c.float())), z=exact)
+    assert float(single.residual.max()) < 1e-15
+    found = certified(Problem(NonNegative(), Quadratic(Diagonal(D), c)), exact)
+    assert not found.rigorous
+    assert "estimate" in str(found)
+    assert found.lipschitz is None
+    assert found.lipschitz_local is None
+    assert "Quadratic" in found.lipschitz_note
+    # Not convex and with an unknown change of the Hessian: nothing is proven near z either.
+    bent = Problem(NonNegative(), Quadratic(Diagonal(D - 1.0), c))
+    assert eq.certify(bent, z=torch.zeros_like(c)).kind is Guarantee.none
+
+
+@pytest.mark.parametrize("kind", [Diagonal, Silent])
+def test_an_operator_states_its_magnitude(kind: type[Diagonal]) -> None:
+    c = randn(5, 4)
+    half = 0.5 * D / D.abs().max()
+    found = certified(Problem(Free(), Linear(kind(half), c)), c / (1 - half**2))
+    assert found.rigorous is (kind is Diagonal)
+    assert found.unique
+
+
+class Unstated(AtLeast):
+    @property
+    def shift(self) -> None:  # type: ignore[override]
+        return None
+
+
+@pytest.mark.parametrize("prior", [AtLeast, Unstated])
+def test_a_prior_and_a_regularizer_state_theirs(prior: type[AtLeast]) -> None:
+    c = randn(5, 4)
+    exact = ((c - 1.0) / (1 + D)).clamp_min(-0.25)
+    found = certified(Problem(prior(-0.25), Stated(Diagonal(D), c), Pull()), exact)
+    assert found.rigorous is (prior is AtLeast)
+    assert found.unique
+    layer = eq.nn.MonotoneDEQ(4, prior=prior(-0.25), solver=eq.Picard(max_steps=3))
+    assert layer.certify(torch.zeros(2, 4)).rigorous is (prior is AtLeast)
