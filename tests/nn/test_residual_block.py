@@ -1,4 +1,4 @@
-"""ResidualBlock: Eq 4.1 of paper 004, operation by operation."""
+"""ResidualBlock: Eq 4.1 of Nguyen 2022, operation by operation."""
 
 from __future__ import annotations
 
