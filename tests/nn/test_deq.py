@@ -146,7 +146,7 @@ class TestVectorDEQ(MapContract):
 
 
 class TestResidualDEQ(MapContract):
-    """Paper 004, Eq 4.1, with default start: zero, shaped as x."""
+    """Nguyen 2022, Eq 4.1, with default start: zero, shaped as x."""
 
     convolutional = True
 

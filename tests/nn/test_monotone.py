@@ -355,7 +355,7 @@ def test_a_solution_says_what_ran() -> None:
 def gradients(layer: MonotoneDEQ, x: Tensor, pulled: list[Array]) -> dict[str, Array]:
     """Σ⟨pulled, z*⟩ differentiated by the implicit function theorem in numpy; dense, ReLU.
 
-    (I − DW)ᵀy = g, G = Dy zᵀ: ∂A = −A(G + Gᵀ), ∂B = G − Gᵀ, ∂U = Dy xᵀ, ∂b = Dy (Nguyen, 3.2.2).
+    (I − DW)ᵀy = g, G = Dy zᵀ: ∂A = −A(G + Gᵀ), ∂B = G − Gᵀ, ∂U = Dy xᵀ, ∂b = Dy (thesis, 3.2.2).
     """
     weights: Any = layer.W
     w, u = matrix_w(layer, x), matrix_u(layer, x)

@@ -122,7 +122,7 @@ def test_a_crash_goes_back_to_the_end_of_an_epoch(tmp_path: Path, whole: Any) ->
 @pytest.mark.parametrize("epoch", [0, 1, 2])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_batch_end"])
-def test_a_SignalAt_the_end_of_an_epoch_waits_for_its_validation(
+def test_a_signal_at_the_end_of_an_epoch_waits_for_its_validation(
     tmp_path: Path, whole: Any, hook: str, number: int, epoch: int
 ) -> None:
     count = 12 * (epoch + 1) if hook == "on_train_batch_end" else 2 * epoch + 1

@@ -1,4 +1,4 @@
-"""The claims of paper 003: expected verdicts, and that a false library would be caught."""
+"""The claims of Xie et al. 2021: expected verdicts, and that a false library would be caught."""
 
 from __future__ import annotations
 

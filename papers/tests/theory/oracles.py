@@ -1,4 +1,4 @@
-"""Paper 003 written down anew in numpy: no line of the library is used here.
+"""Xie et al. 2021 written down anew in numpy: no line of the library is used here.
 
 For ReLU ψ(v) = ½‖(Wv + c)₊‖², so ψ*(u) = min ½‖ζ‖² − ⟨c, ζ⟩ over ζ ≥ 0 with Wᵀζ = u, and every
 minimum over φ = ψ* − ½‖·‖² is a quadratic program in ζ, solved exactly by an active-set method.

@@ -119,14 +119,14 @@ def bench(
 
 def _loaded(data: str, root: Path | None, weights: Path | None, device: Any) -> Any:
     """The test images, of the size that the weights were trained on."""
-    from equilibria import data as room
+    from equilibria import data as datasets
 
     size = None
     if weights is not None:
         network: Any = load(weights, device)
         size = network.extra.get("image_size")
         size = size[0] if isinstance(size, list) and len(set(size)) == 1 else size
-    return room.load(data, "test", root=root, image_size=size)
+    return datasets.load(data, "test", root=root, image_size=size)
 
 
 def _sizes(images: Any, shape: str | None) -> dict[str, int]:

@@ -94,7 +94,7 @@ def prepared(
     limit: int | None = None,
 ) -> tuple[Any, Any]:
     """The network and the data to judge it on, on the device."""
-    from equilibria import data as room
+    from equilibria import data as datasets
 
     target = device_of(device)
     model = load(weights, target)
@@ -104,7 +104,7 @@ def prepared(
         raise fail("these weights do not say what they were trained on.", "Give --data.")
     size = extra.get("image_size")
     square = size[0] if isinstance(size, list) and len(set(size)) == 1 else size
-    dataset = room.load(name, split, root=root, image_size=square)
+    dataset = datasets.load(name, split, root=root, image_size=square)
     if extra.get("mean"):
         channels, given = len(extra["mean"]), dataset.images.shape[1]
         if channels != given:

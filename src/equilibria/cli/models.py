@@ -24,19 +24,19 @@ def models(
 
     For a single one its options follow: `equilibria train --option NAME=VALUE` sets them.
     """
-    from equilibria import models as room
+    from equilibria import models as zoo
 
-    names = room.names(pattern, task)
+    names = zoo.names(pattern, task)
     if not names:
         raise fail(f"no model matches {pattern!r}", "`equilibria models` lists them all.")
     rows = []
     for name in names:
-        card = room.describe(name)
+        card = zoo.describe(name)
         rows.append(
             {
                 "name": name,
                 "task": card.task,
-                "parameters": room.count_parameters(room.create(name)) if count else None,
+                "parameters": zoo.count_parameters(zoo.create(name)) if count else None,
                 "paper_parameters": card.paper_parameters,
                 "paper": card.paper,
                 "text": card.text,
@@ -61,7 +61,7 @@ def models(
     output().print(table)
     if len(names) == 1:
         options = Table(Column("option", no_wrap=True), "default: what it is")
-        for name, text in room.describe(names[0]).options.items():
+        for name, text in zoo.describe(names[0]).options.items():
             options.add_row(name, str(text))
         output().print(options)
 

@@ -204,8 +204,8 @@ def _explicit(shape: Shape, *, widths: tuple[int, ...], depth: int, norm: str) -
 # A few steps of the certificate's size and as many terms of the backward series: nothing waits for
 # the device, and Gaussian layers take the fused path (problems/fused.py). Four such steps leave
 # the residual of six of damped iteration (docs/performance.md).
-_EXPRESS = ProximalGradient(rtol=0.0, atol=0.0, max_steps=4, accelerate=False)
-_EXPRESS_ADJOINT = Phantom(steps=3, damping=1.0, form="neumann")
+_FUSED = ProximalGradient(rtol=0.0, atol=0.0, max_steps=4, accelerate=False)
+_FUSED_ADJOINT = Phantom(steps=3, damping=1.0, form="neumann")
 # The linear twin's bounds are 1 − ‖W‖² ⪯ ∇²g ⪯ 1, so that the certificate's step is 1.8 at a norm
 # of 0.95: best against the worst direction, but it turns the many in which W is small over and
 # over, by −0.8 a step. Four steps of size 1 end four times as near the equilibrium, in untrained
@@ -306,8 +306,8 @@ def _specs() -> Iterator[ModelSpec]:
             bound=1.2,
             # The norm before U has a shift of its own (with norm="after" U has neither).
             bias=False,
-            solver=_EXPRESS,
-            adjoint=_EXPRESS_ADJOINT,
+            solver=_FUSED,
+            adjoint=_FUSED_ADJOINT,
             linear_solver=_LINEAR,
             revision=1,  # 0 had the GEQ stack's solver
         )

@@ -114,11 +114,11 @@ class Coupling(ABC):
     # the defaults say that nothing is derived.
 
     def tight_curvature(self) -> Curvature:
-        """``curvature`` by the closest bounds there are, dear or not."""
+        """``curvature`` by the closest bounds there are, expensive or not."""
         return self.curvature()
 
     def tight_local_curvature(self, z: Tensor) -> Curvature:
-        """``local_curvature`` by the closest bounds there are, dear or not."""
+        """``local_curvature`` by the closest bounds there are, expensive or not."""
         return self.local_curvature(z)
 
     def rounding_error(self, z: Tensor) -> Tensor | None:

@@ -83,7 +83,7 @@ class MonotoneOperator(ABC):
 
     @abstractmethod
     def norm_uppers(self) -> tuple[float, float]:
-        """Proven upper bounds on ‖I − W‖₂ and ‖W‖₂, from float64; dear."""
+        """Proven upper bounds on ‖I − W‖₂ and ‖W‖₂, from float64; expensive."""
 
     @abstractmethod
     def modulus_lower(self) -> float:
@@ -224,7 +224,7 @@ class MonotoneInclusion:
         return self.operator.scale()
 
     def norm_upper(self) -> float:
-        """The same, proven and close, in float64; dear."""
+        """The same, proven and close, in float64; expensive."""
         return self.operator.norm_uppers()[0]
 
     def argument(self, z: Any, c: Tensor) -> Any:

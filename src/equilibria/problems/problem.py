@@ -123,7 +123,7 @@ class HiddenProblem(ABC):
 
     @property
     def couples_batch(self) -> bool:
-        """Whether a sample's part of ``G`` depends on its batch mates."""
+        """Whether a sample's part of ``G`` depends on other samples of the batch."""
         return False
 
     def into_domain(self, z: Tensor) -> Tensor:
@@ -272,7 +272,7 @@ class Problem(HiddenProblem):
         return self._with_rest(self.coupling.curvature())
 
     def tight_curvature(self, z: Tensor | None = None) -> Curvature:
-        """The closest bounds there are, for every ``z`` or at this one; dear."""
+        """The closest bounds there are, for every ``z`` or at this one; expensive."""
         if z is None:
             return self._with_rest(self.coupling.tight_curvature())
         return self._with_rest(self.coupling.tight_local_curvature(z))

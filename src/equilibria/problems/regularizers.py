@@ -5,7 +5,7 @@ formulas: the last column of the paper's Table 2 has a wrong sign for feature in
 ``gamma``, a 2 and a sign for decorrelation.
 
 A regularizer of one sample answers ``[B]``. Decorrelation and HSIC compare features *across the
-batch*: they answer one scalar for the batch, an answer then depends on batch mates by design, and
+batch*: they answer one scalar for the batch, an answer then depends on the others by design, and
 ``couples_batch`` says so.
 """
 

@@ -27,7 +27,8 @@ def audit(
         ),
     ] = None,
     trials: Annotated[
-        int, typer.Option(min=1, help="Random trials of each reading (fewer where one is dear).")
+        int,
+        typer.Option(min=1, help="Random trials of each reading (fewer where one is expensive)."),
     ] = 2000,
     seconds: Annotated[
         float,

@@ -25,7 +25,7 @@ from equilibria.solvers import Anderson
 
 # How far a norm that is meant to be 1 may lie above it: power iteration, rounding.
 _SLACK = 1e-6
-# Solves of this room: float64, to where rounding begins.
+# Solves of this module: float64, to where rounding begins.
 SOLVER = Anderson(rtol=1e-13, atol=1e-14, max_steps=5000, patience=500)
 
 

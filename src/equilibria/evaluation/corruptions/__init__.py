@@ -78,7 +78,7 @@ def corrupt(
     """Corrupt uint8 images [N, C, H, W], C 1 or 3; the same shape, dtype and device come back.
 
     What happens to an image depends on its pixels, ``kind``, ``severity`` and ``seed`` alone: not
-    on its batch mates, and not on the device (up to one level of 255 by rounding).
+    on the rest of the batch, and not on the device (up to one level of 255 by rounding).
 
     Args:
         images: uint8.
