@@ -1,8 +1,8 @@
 """γ policies: how the width of the Gaussian kernel is set from a sample's own patches.
 
 γ is a constant of one solve: a policy sees the patch energies Eᵢ = ‖c̃ᵢ‖² = ‖(row i of c)W_h‖² at
-z = 0 and returns one γ per sample. It never looks at other samples. The gradient passes γ: that of
-a layer is the derivative of the function it computes. ``detach=True`` takes γ as a constant in the
+z = 0 and returns one γ per sample. It sees no other sample. The gradient passes γ: that of a
+layer is the derivative of the function it computes. ``detach=True`` takes γ as a constant in the
 backward pass, as the GEQ papers do; values are the same, gradients are then not those of the layer.
 """
 
