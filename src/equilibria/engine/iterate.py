@@ -3,7 +3,7 @@
 Every test reads one small vector from the device; between tests nothing waits. Convergence is
 tested at the first step and every ``block`` steps; divergence, NaN and stagnation every ``HEALTH``
 steps; and all at the last step. These moments depend on the step count alone, so that a sample's
-answer does not depend on its batch mates.
+answer does not depend on the others of its batch.
 
 A sample that is done stands still, and each later test looks at it again, at no cost: T(z) was
 evaluated at its final value. If its residual has grown, the map couples samples (batch statistics,

@@ -74,7 +74,7 @@ class Point:
 
 
 Bounds = Callable[[], tuple[float | Tensor, float | Tensor]]
-"""Gives (m, L) with m·I ⪯ ∇²(smooth part of G) ⪯ L·I, a number or one per sample; may be dear."""
+"""Gives (m, L) with m·I ⪯ ∇²(smooth part of G) ⪯ L·I, a number or one per sample; may be slow."""
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ class DeepOptEq(MapLayer):
     - ``regularize="prox"``: T(prox_R(z)), where R has a closed prox. L = 1: the minimizer of
       Φ + env R, the Moreau envelope min_u R(u) + ½‖u − z‖², and *not* of Φ + R.
 
-    Decorrelation and HSIC compare samples, so that an answer depends on batch mates, and the batch
+    Decorrelation and HSIC compare samples, so that an answer depends on the others, and the batch
     is solved as one. The other way to regularize (§5.2) is the solver ``SequentialAveraging``.
 
     Dense without ``kernel_size``: x [B, in_channels], z [B, channels], W_l [mids[l], channels].

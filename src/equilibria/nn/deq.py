@@ -229,7 +229,7 @@ class BlockHolder(nn.Module):
     and those that draw random numbers are refused (dropout).
 
     In training mode ``nn.BatchNorm*`` of the block runs on its running statistics: batch statistics
-    would make the answer of a sample depend on its batch mates, and updates at every evaluation
+    would make the answer of a sample depend on the others, and updates at every evaluation
     would move the map under the solver. The statistics are moved once a forward, by one evaluation
     at the answer. The same holds for the power iteration of ``NormBounded`` and of torch's
     ``spectral_norm``. Group norm needs none of this.

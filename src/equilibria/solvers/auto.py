@@ -43,7 +43,7 @@ def choose_solver(auto: Auto, bounds: Bounds) -> Choice:
     with τ = 2/(m + L) if m > 0, for then T_τ contracts with the factor (L − m)/(L + m); else
     ProximalGradient, which descends everywhere. Where the bounds differ from sample to sample,
     ProximalGradient with a step for each: it serves all of them, so that an answer does not depend
-    on batch mates.
+    on the other samples of the batch.
     """
     modulus, smoothness = bounds()
     m = torch.as_tensor(modulus, dtype=torch.float64)

@@ -52,7 +52,7 @@ class Inclusion(Protocol):
         """The root mean square of the singular values of I − W: one number on the device."""
 
     def norm_upper(self) -> float:
-        """The same, proven and close, in float64; dear."""
+        """The same, proven and close, in float64; expensive."""
 
     def argument(self, z: Any, c: Tensor) -> Any:
         """Wz + c."""
