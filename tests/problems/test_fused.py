@@ -154,7 +154,7 @@ def test_with_many_terms_it_is_the_implicit_gradient() -> None:
         {"solver": eq.Picard(max_steps=400)},
         {"prior": eq.SoftThreshold(0.1)},
         {"hidden": None},
-        {"patch": None, "kernel_size": 3},
+        {"patch": None},
     ],
 )
 def test_what_it_does_not_serve_takes_the_general_path(
