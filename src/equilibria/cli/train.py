@@ -76,7 +76,7 @@ def train(
         again = shlex.join(["equilibria", "train", "--resume", str(stopped.folder)])
         # On a line of its own, without a full stop: it is there to be copied.
         go_on = "" if stopped.folder is None else f" Go on with\n  {again}"
-        raise stop(f"{stopped.text}{go_on}") from None
+        raise stop(f"{stopped.message}{go_on}") from None
     if as_json:
         print_json({"folder": str(result.folder), "metrics": result.metrics})
         return

@@ -249,8 +249,8 @@ def _read_row(row: Encoded, decode: Callable[[bytes], T]) -> T:
         return decode(row.read_bytes())
     except (CorruptImageError, OSError) as error:
         raise CorruptImageError(
-            f"{row}: not a readable image ({error}). Repair or remove it, or set on_corrupt to "
-            "skip to go on without it."
+            f"{row}: not a readable image ({error}). Repair or remove it, or pass "
+            "on_corrupt='skip' (--on-corrupt skip) to go on without it."
         ) from error
 
 

@@ -123,26 +123,27 @@ class Interrupted(KeyboardInterrupt):
 
     One that was asked to stop as its last epoch ended is complete, which the message says.
     ``exact`` says whether resuming repeats the uninterrupted run bit for bit (on the CPU): it does
-    unless the interruption cut a step in two. ``text`` says what happened, and ``folder`` is the
+    unless the interruption cut a step in two. ``message`` says what happened, and ``folder`` is the
     run to go on with; None: nothing is left to do, or nothing was saved.
     """
 
     def __init__(
         self,
-        text: str,
+        message: str,
         checkpoint: Path | None,
         *,
         exact: bool = True,
         folder: Path | None = None,
     ) -> None:
-        super().__init__(text)
-        self.text, self.checkpoint, self.exact, self.folder = text, checkpoint, exact, folder
+        super().__init__(message)
+        self.message, self.checkpoint, self.exact, self.folder = message, checkpoint, exact, folder
 
     def __str__(self) -> str:
         if self.folder is None:
-            return self.text
+            return self.message
         config, folder = str(self.folder / "config.yaml"), str(self.folder)
-        return f"{self.text} Go on with fit(TrainConfig.from_yaml({config!r}), resume={folder!r})."
+        call = f"fit(TrainConfig.from_yaml({config!r}), resume={folder!r})"
+        return f"{self.message} Go on with {call}."
 
 
 class StopRequest:
