@@ -142,184 +142,100 @@ class TrainConfig:
     ``{"kind": "Picard", "max_steps": 4}``.
     """
 
+    # fmt: off
     model: str = option("geq_digits", "Name of a network; `equilibria models` lists them.", "What")
-    model_options: Mapping[str, Any] = option(
-        {},
-        "Options of the network as one mapping, such as {depth: 2}.",
-        "What",
-        parse=_model_options,
-    )
-    data: str = option(
-        "digits", "Name of a data set (`equilibria data list`), or a folder of images.", "What"
-    )
-    data_root: str | None = option(
-        None, "The folder that holds the data; not given: the local cache.", "What"
-    )
-    download: bool = option(
-        False, "Whether a data set that is not at hand may be fetched from the hub.", "What"
-    )
-    image_size: int | None = option(
-        None,
-        "Pixels of a side that images are resized to; not given: as they are.",
-        "What",
-        **_COUNT,
-    )
-    on_corrupt: str = option(
-        "raise", "What to do with an image that cannot be read", choices=("raise", "skip")
-    )
-    validation: float = option(
-        0.1,
-        "Share of the training images held out, stratified by class; 0: none.",
-        "Training",
-        **_SHARE,
-    )
-    samples: int | None = option(
-        None,
+    model_options: Mapping[str, Any] = option({},
+        "Options of the network as one mapping, such as {depth: 2}.", "What", parse=_model_options)
+    data: str = option("digits",
+        "Name of a data set (`equilibria data list`), or a folder of images.", "What")
+    data_root: str | None = option(None,
+        "The folder that holds the data; not given: the local cache.", "What")
+    download: bool = option(False,
+        "Whether a data set that is not at hand may be fetched from the hub.", "What")
+    image_size: int | None = option(None,
+        "Pixels of a side that images are resized to; not given: as they are.", "What", **_COUNT)
+    on_corrupt: str = option("raise", "What to do with an image that cannot be read",
+        choices=("raise", "skip"))
+    validation: float = option(0.1,
+        "Share of the training images held out, stratified by class; 0: none.", "Training",
+        **_SHARE)
+    samples: int | None = option(None,
         "Train on only so many images, of each class its share, drawn by the seed; not given: on "
-        "all that are not held out.",
-        "Training",
-        **_COUNT,
-    )
-    augment: tuple[Any, ...] = option(
-        (),
+        "all that are not held out.", "Training", **_COUNT)
+    augment: tuple[Any, ...] = option((),
         "Names in order, each alone or with options, such as crop,flip or flip,{crop: {padding: "
         "2}}; known: crop, flip, cutout, resized_crop, color_jitter, rand_augment, mixup, cutmix.",
-        "Training",
-        parse=_augment,
-    )
+        "Training", parse=_augment)
     epochs: int = option(10, "Passes over the training images.", "Training", **_COUNT)
-    batch_size: int = option(
-        64, "Images of one step, over all devices together.", "Training", **_COUNT
-    )
+    batch_size: int = option(64, "Images of one step, over all devices together.", "Training",
+        **_COUNT)
     optimizer: str = option("sgd", "The optimizer", "Training", choices=("sgd", "adamw"))
     lr: float = option(0.1, "Learning rate at its highest.", "Training", **_POSITIVE)
-    momentum: float = option(
-        0.9, "Of SGD, and β₁ of AdamW; the schedule onecycle moves it by default.", **_SHARE
-    )
+    momentum: float = option(0.9,
+        "Of SGD, and β₁ of AdamW; the schedule onecycle moves it by default.", **_SHARE)
     nesterov: bool = option(True, "Nesterov's form of momentum.")
-    weight_decay: float = option(
-        5e-4, "Weight decay, by default of every parameter.", "Training", low=0.0
-    )
+    weight_decay: float = option(5e-4, "Weight decay, by default of every parameter.", "Training",
+        low=0.0)
     decay_norms: bool = option(True, "Whether norms, biases and scales decay too.")
-    schedule: str = option(
-        "onecycle", "How the rate moves, at every step", "Training", choices=tuple(_WARMUP)
-    )
-    warmup: float | None = option(
-        None,
+    schedule: str = option("onecycle", "How the rate moves, at every step", "Training",
+        choices=tuple(_WARMUP))
+    warmup: float | None = option(None,
         "Share of the steps in which the rate rises; not given: 0.25 (onecycle), 0.05 (cosine), "
-        "else 0.",
-        **_SHARE,
-    )
-    milestones: tuple[int, ...] = option(
-        (),
-        "Epochs after which the schedule step lowers the rate, such as 30,60.",
-        parse=_milestones,
-    )
-    drop: float = option(
-        0.1,
-        "What the schedule step multiplies the rate by at each milestone.",
-        low=0.0,
-        high=1.0,
-        low_open=True,
-    )
-    cycle_momentum: bool = option(
-        True, "Whether onecycle moves momentum from 0.95 to 0.85 and back, against the rate."
-    )
-    label_smoothing: float = option(
-        0.0, "Share of the target that is spread over all classes.", "Training", **_SHARE
-    )
-    jacobian_weight: float = option(
-        0.0,
-        "Weight of ‖∂T/∂z‖²_F / n at the equilibrium, averaged over layers; 0: left out.",
-        low=0.0,
-    )
-    clip: float | None = option(
-        None, "Largest norm of the gradient; not given: not clipped.", "Training", **_POSITIVE
-    )
-    ema: float | None = option(
-        None,
+        "else 0.", **_SHARE)
+    milestones: tuple[int, ...] = option((),
+        "Epochs after which the schedule step lowers the rate, such as 30,60.", parse=_milestones)
+    drop: float = option(0.1, "What the schedule step multiplies the rate by at each milestone.",
+        low=0.0, high=1.0, low_open=True)
+    cycle_momentum: bool = option(True,
+        "Whether onecycle moves momentum from 0.95 to 0.85 and back, against the rate.")
+    label_smoothing: float = option(0.0, "Share of the target that is spread over all classes.",
+        "Training", **_SHARE)
+    jacobian_weight: float = option(0.0,
+        "Weight of ‖∂T/∂z‖²_F / n at the equilibrium, averaged over layers; 0: left out.", low=0.0)
+    clip: float | None = option(None, "Largest norm of the gradient; not given: not clipped.",
+        "Training", **_POSITIVE)
+    ema: float | None = option(None,
         "Decay of the running average of the weights, which is then what is validated and saved; "
-        "not given: no average.",
-        "Training",
-        **_SHARE,
-        low_open=True,
-    )
-    precision: str = option(
-        "32-true",
-        "As Lightning's",
-        "Machine",
-        choices=_PRECISIONS,
-        parse=lambda value: _SHORT.get(str(value), str(value)),
-    )
-    channels_last: bool = option(
-        False, "Memory format of images and convolutions; faster with tensor cores.", "Machine"
-    )
-    compile: bool = option(
-        False,
+        "not given: no average.", "Training", **_SHARE, low_open=True)
+    precision: str = option("32-true", "As Lightning's", "Machine", choices=_PRECISIONS,
+        parse=lambda value: _SHORT.get(str(value), str(value)))
+    channels_last: bool = option(False,
+        "Memory format of images and convolutions; faster with tensor cores.", "Machine")
+    compile: bool = option(False,
         "torch.compile the training step's model; takes minutes, pays in long runs on a GPU.",
-        "Machine",
-    )
-    cuda_graphs: bool = option(
-        False,
+        "Machine")
+    cuda_graphs: bool = option(False,
         "Replay the training step's model as CUDA graphs: no time between kernels, no compilation. "
         "For solvers of fixed steps on one GPU; several times faster than eager for deep stacks.",
-        "Machine",
-    )
-    early_stop: int | None = option(
-        None,
-        "Stop after this many epochs without a better validation; not given: never.",
-        "Training",
-        **_COUNT,
-    )
-    select: str = option(
-        "last", "Which epoch's weights are saved at the end", "Training", choices=("last", "best")
-    )
-    keep_every: int | None = option(
-        None,
+        "Machine")
+    early_stop: int | None = option(None,
+        "Stop after this many epochs without a better validation; not given: never.", "Training",
+        **_COUNT)
+    select: str = option("last", "Which epoch's weights are saved at the end", "Training",
+        choices=("last", "best"))
+    keep_every: int | None = option(None,
         "Keep the weights of every so many epochs too, and those of the start, in the folder "
         "epochs of the run: for trajectories, tangent kernels and landscapes along training; not "
-        "given: not kept.",
-        "Training",
-        **_COUNT,
-    )
-    seed: int = option(
-        0,
-        "Of the weights, the order, the augmentation and the held-out images.",
-        "What",
-        low=0,
-        high=2**32 - 1,
-        integer=True,
-    )
-    accelerator: str = option(
-        "auto", "As Lightning's", "Machine", choices=("auto", "cpu", "gpu", "cuda", "mps")
-    )
-    devices: int | str | tuple[int, ...] = option(
-        1, "As Lightning's: how many, auto, or a list of which.", "Machine", parse=_devices
-    )
+        "given: not kept.", "Training", **_COUNT)
+    seed: int = option(0, "Of the weights, the order, the augmentation and the held-out images.",
+        "What", low=0, high=2**32 - 1, integer=True)
+    accelerator: str = option("auto", "As Lightning's", "Machine",
+        choices=("auto", "cpu", "gpu", "cuda", "mps"))
+    devices: int | str | tuple[int, ...] = option(1,
+        "As Lightning's: how many, auto, or a list of which.", "Machine", parse=_devices)
     nodes: int = option(1, "Machines.", "Machine", **_COUNT)
     # Spawned and forked processes cannot hand their history back: Lightning's own limit.
-    strategy: str = option(
-        "auto",
-        "As Lightning's",
-        "Machine",
-        choices=("auto", "ddp", "ddp_find_unused_parameters_true", "fsdp"),
-    )
-    workers: int = option(
-        3,
+    strategy: str = option("auto", "As Lightning's", "Machine",
+        choices=("auto", "ddp", "ddp_find_unused_parameters_true", "fsdp"))
+    workers: int = option(3,
         "Batches that threads make ready ahead, where the images are not all on the device.",
-        "Machine",
-        low=0,
-        integer=True,
-    )
-    log_every: int = option(
-        20, "Steps between two readings of loss, accuracy and solver statistics.", **_COUNT
-    )
-    loggers: tuple[str, ...] = option(
-        ("tensorboard",),
-        f"Lightning's loggers that get these numbers: {', '.join(_LOGGERS)}.",
-        parse=_loggers,
-    )
+        "Machine", low=0, integer=True)
+    log_every: int = option(20,
+        "Steps between two readings of loss, accuracy and solver statistics.", **_COUNT)
+    loggers: tuple[str, ...] = option(("tensorboard",),
+        f"Lightning's loggers that get these numbers: {', '.join(_LOGGERS)}.", parse=_loggers)
     out: str | None = option(None, "Folder of the run; not given: runs/<data>-<model>.", "What")
+    # fmt: on
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
