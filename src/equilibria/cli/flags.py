@@ -18,6 +18,7 @@ from equilibria.engine import OptionError
 __all__ = ["as_flags", "existing", "from_flags", "pairs", "with_flags"]
 
 _SIMPLE = (bool, int, float, str)
+_OWNERS = ("TrainConfig", "profile_model")  # whose options are the flags of a command
 
 
 def _flag(name: str) -> str:
@@ -36,8 +37,8 @@ def _listed(value: Any) -> str:
 
 
 def as_flags(error: BaseException) -> str:
-    """The message; options of a training are written as flags, ``--lr -1.0 is out of range``."""
-    if not isinstance(error, OptionError) or error.owner != "TrainConfig":
+    """The message; what is a flag of a command is written as one, ``--lr -1.0 is out of range``."""
+    if not isinstance(error, OptionError) or error.owner not in _OWNERS:
         return str(error)
     source = "" if error.source is None else f"{error.source}: "
     given = [_written(name, value) for name, value in error.given.items() if value is not None]

@@ -153,7 +153,8 @@ class TrainConfig:
     download: bool = option(False,
         "Whether a data set that is not at hand may be fetched from the hub.", "What")
     image_size: int | None = option(None,
-        "Pixels of a side that images are resized to; not given: as they are.", "What", **_COUNT)
+        "Pixels of a side that images are resized to; not given: as they are.", "What", **_COUNT,
+        high=8192)
     on_corrupt: str = option("raise", "What to do with an image that cannot be read",
         choices=("raise", "skip"))
     validation: float = option(0.1,

@@ -293,9 +293,11 @@ class JacobianPenalty:
         unknown = [m for m in self._others if not isinstance(m, (EquilibriumLayer, MapLayer))]
         if weight and (unknown or not layers):
             what = f"{type(unknown[0]).__name__} shows none" if unknown else "there is none"
-            raise ValueError(
-                f"jacobian_weight={weight} needs equilibrium layers whose map is known, and {what} "
-                f"in {type(model).__name__}; leave jacobian_weight at 0."
+            raise OptionError(
+                "TrainConfig",
+                {"jacobian_weight": weight},
+                f" needs equilibrium layers whose map is known, and {what} in "
+                f"{type(model).__name__}; leave it at 0.",
             )
 
         self.active = bool(self._others) or any(layer.jacobian_weight for layer in own)

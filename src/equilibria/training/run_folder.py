@@ -79,7 +79,7 @@ class RunFolder:
     def check(self, *, resume: bool, overwrite: bool) -> None:
         """Refuse a folder that holds a run, unless that is what is wanted. Changes nothing."""
         if self.path.exists() and not self.path.is_dir():
-            raise NotADirectoryError(f"{self.path} is a file; set another folder as out.")
+            raise NotADirectoryError(f"{self.path} is a file; a run needs a folder.")
         holds = any(file.exists() for file in (*self._files, self.nonfinite, self.logs))
         if holds and not resume and not overwrite:
             raise RunExistsError(self.path)
