@@ -28,6 +28,7 @@ from equilibria.training.config import TrainConfig
         ({"augment": ["flip", "corp"]}, "--augment flip,corp: "),
         ({"momentum": 0}, "--nesterov --momentum 0.0: Nesterov's form needs a momentum;"),
         ({"milestones": [2, 5]}, "--schedule onecycle --milestones 2,5 --epochs 10: "),
+        ({"schedule": "step"}, "--schedule step --epochs 10: the schedule step needs milestones"),
         ({"cuda_graphs": True, "nodes": 2}, "--cuda-graphs --strategy auto --nodes 2: graphs "),
         (
             {"validation": 0, "select": "best"},

@@ -41,7 +41,9 @@ def as_flags(error: BaseException) -> str:
     if not isinstance(error, OptionError) or error.owner not in _OWNERS:
         return str(error)
     source = "" if error.source is None else f"{error.source}: "
-    given = [_written(name, value) for name, value in error.given.items() if value is not None]
+    given = [
+        _written(name, value) for name, value in error.given.items() if value not in (None, ())
+    ]
     return f"{source}{' '.join(given)}{error.text}"
 
 
