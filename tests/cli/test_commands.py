@@ -85,18 +85,22 @@ def test_flags_go_before_the_file_and_the_file_before_the_defaults(
     assert found["model_options"] == {"bound": 0.8, "depth": 2}
 
 
-def test_every_option_of_a_run_is_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_option_of_a_run_is_a_flag(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     import dataclasses
 
-    from equilibria.cli.flags import described
     from equilibria.training import TrainConfig
 
-    helps = described(TrainConfig)
+    monkeypatch.setenv("COLUMNS", "400")  # no text is broken into lines
     assert run("train", "--help") == 0
     text = " ".join(capsys.readouterr().out.replace("│", " ").split())
     for field in dataclasses.fields(TrainConfig):
         assert f"--{field.name.replace('_', '-')}" in text, field.name
-        assert helps[field.name], field.name
+        assert field.metadata["help"] in text, field.name
+    assert "Learning rate at its highest. (default: 0.1)" in text
+    panels = [text.index(f"─ {name} ─") for name in ("What", "Training", "Machine", "Other")]
+    assert panels == sorted(panels)
 
 
 def test_a_folder_with_a_run_is_not_overwritten_by_accident(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -184,3 +185,10 @@ def test_a_configuration_needs_no_lightning_and_fit_says_what_to_install() -> No
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert 'pip install "equilibria[train]"' in done.stdout
+
+
+def test_the_table_of_the_documentation_is_that_of_the_declarations() -> None:
+    root = Path(__file__).parents[2]
+    found = runpy.run_path(str(root / "docs" / "make_option_table.py"))["table"]()
+    written = (root / "results" / "train_options.md").read_text(encoding="utf-8")
+    assert written == found, "run: python docs/make_option_table.py"

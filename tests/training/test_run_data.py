@@ -34,7 +34,7 @@ def test_rows_of_a_few_samples_point_into_the_data(validation: float) -> None:
 
 
 def test_more_samples_than_there_are() -> None:
-    with pytest.raises(ValueError, match=r"samples=9999: digits has \d+ training images"):
+    with pytest.raises(ValueError, match=r"samples=9999\): digits has \d+ training images"):
         load_data(TrainConfig(samples=9999), None, progress=False)
 
 

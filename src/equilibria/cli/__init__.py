@@ -11,9 +11,8 @@ from .console import (
     write_json,
 )
 from .evaluate import prepared
-from .flags import pairs
+from .flags import as_flags, pairs
 from .loading import Batch, Device, Root, device_of, load
-from .wording import as_flags
 
 __all__ = [
     "Batch",

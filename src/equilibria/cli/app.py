@@ -15,7 +15,7 @@ from equilibria._version import __version__
 
 from . import bench, certify, data, evaluate, info, models, predict, train
 from .console import complain, error_console, fail, stop
-from .wording import as_flags
+from .flags import as_flags
 
 __all__ = ["app", "main"]
 
@@ -129,7 +129,7 @@ def main(arguments: list[str] | None = None) -> None:
         if debug:
             traceback.print_exc()
         else:
-            complain("error:", as_flags(_said(error)), "bold red")
+            complain("error:", _said(error), "bold red")
             error_console.print("(--debug shows where)", style="dim")
         raise SystemExit(1) from None
     raise SystemExit(code if isinstance(code, int) else 0)
@@ -137,7 +137,9 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _said(error: Exception) -> str:
     """The message; the kind of error too where the message alone says little."""
-    text = str(error).strip()
+    text = as_flags(error).strip()
+    if isinstance(error, OSError) and error.strerror:  # its own text begins with a number
+        return error.strerror + ("" if error.filename is None else f": {error.filename}")
     if isinstance(error, KeyError) or not text or len(text) < 12:
         return f"{type(error).__name__}: {text}"
     return text
@@ -145,4 +147,4 @@ def _said(error: Exception) -> str:
 
 def _warn(message: Warning | str, *_: object, **__: object) -> None:
     """A warning as a line for people: no file, no source."""
-    complain("warning:", as_flags(str(message)), "yellow")
+    complain("warning:", str(message), "yellow")

@@ -2,43 +2,49 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import inspect
-import itertools
-import re
-import textwrap
+import shlex
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from .wording import help_text
+from equilibria.engine import OptionError
 
-__all__ = ["described", "existing", "from_flags", "pairs", "with_flags"]
+__all__ = ["as_flags", "existing", "from_flags", "pairs", "with_flags"]
 
 _SIMPLE = (bool, int, float, str)
+_OWNERS = ("TrainConfig", "profile_model")  # whose options are the flags of a command
 
 
-def described(kind: type) -> dict[str, str]:
-    """The text under each field of a dataclass, by name; read from its source."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
-    body = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
-    found = {}
-    for field, after in itertools.pairwise(body):
-        if (
-            isinstance(field, ast.AnnAssign)
-            and isinstance(field.target, ast.Name)
-            and isinstance(after, ast.Expr)
-            and isinstance(after.value, ast.Constant)
-            and isinstance(after.value.value, str)
-        ):
-            plain = re.sub(r"``?", "'", " ".join(after.value.value.split()))
-            found[field.target.id] = plain
-    return found
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _written(name: str, value: Any) -> str:
+    """The flag as it is given: ``--lr 0.1``, ``--no-nesterov``, ``--augment crop,flip``."""
+    if isinstance(value, bool):
+        return _flag(name if value else f"no_{name}")
+    return f"{_flag(name)} {shlex.quote(_listed(value))}"
+
+
+def _listed(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+
+
+def as_flags(error: BaseException) -> str:
+    """The message; what is a flag of a command is written as one, ``--lr -1.0 is out of range``."""
+    if not isinstance(error, OptionError) or error.owner not in _OWNERS:
+        return str(error)
+    source = "" if error.source is None else f"{error.source}: "
+    given = [
+        _written(name, value) for name, value in error.given.items() if value not in (None, ())
+    ]
+    return f"{source}{' '.join(given)}{error.text}"
 
 
 def _flag_type(annotation: Any) -> type:
@@ -55,41 +61,34 @@ def _flag_type(annotation: Any) -> type:
 def _default_text(value: Any) -> str:
     if value is None or value == () or value == {}:
         return "none"
-    return ("on" if value else "off") if isinstance(value, bool) else str(value)
+    return ("on" if value else "off") if isinstance(value, bool) else _listed(value)
 
 
 def _help(text: str, default: Any) -> str:
-    """The field's description for the command line, with its default where that says something."""
-    said = help_text(text)
-    return said if "not given:" in said else f"{said} (default: {_default_text(default)})"
+    """The field's description, with its default where that says something."""
+    return text if "not given:" in text else f"{text} (default: {_default_text(default)})"
 
 
-def with_flags(
-    kind: type,
-    panels: Mapping[str, tuple[str, ...]],
-    texts: Mapping[str, str] = types.MappingProxyType({}),
-) -> Callable[[Any], Any]:
+def with_flags(kind: type, panels: Sequence[str]) -> Callable[[Any], Any]:
     """Decorate a command ``f(..., **given)``: every field of ``kind`` becomes a flag.
 
-    A flag that is not given is not in ``given``, so that a file can stand between the flags and the
-    defaults. ``panels`` groups the flags in the help; fields in no panel come under "Other".
-    ``texts`` replaces the description of a field whose flag is written otherwise than in Python.
+    The metadata of a field hold its ``help`` and its ``panel``; ``panels`` are in the order of the
+    help. A flag that is not given is not in ``given``, so that a file can stand between the flags
+    and the defaults.
     """
     hints = typing.get_type_hints(kind)
-    helps = {**described(kind), **texts}
-    places = {name: panel for panel, names in panels.items() for name in names}
 
     def parameter(field: dataclasses.Field[Any]) -> inspect.Parameter:
         simple = _flag_type(hints[field.name])
         default = field.default
         if field.default_factory is not dataclasses.MISSING:
             default = field.default_factory()
-        flag = f"--{field.name.replace('_', '-')}"
+        flag = _flag(field.name)
         option = typer.Option(
             f"{flag}/--no-{flag[2:]}" if simple is bool else flag,
-            help=_help(helps.get(field.name, ""), default),
+            help=_help(field.metadata["help"], default),
             show_default=False,
-            rich_help_panel=places.get(field.name, "Other"),
+            rich_help_panel=field.metadata["panel"],
         )
         annotation: Any = Annotated[simple | None, option]
         return inspect.Parameter(
@@ -101,8 +100,7 @@ def with_flags(
         first = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
         taken = {p.name for p in first}
         fields = [f for f in dataclasses.fields(kind) if f.name not in taken]
-        order = [name for names in panels.values() for name in names]
-        fields.sort(key=lambda f: order.index(f.name) if f.name in order else len(order))
+        fields.sort(key=lambda f: panels.index(f.metadata["panel"]))
 
         def run(**given: Any) -> Any:
             mine = {name: given.pop(name) for name in list(given) if name in taken}
@@ -137,9 +135,8 @@ def from_flags(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
         try:
             found[name] = yaml.safe_load(f"[{value}]" if listed else value)
         except yaml.YAMLError as error:
-            flag = name.replace("_", "-")
             raise typer.BadParameter(
-                f"{value!r} cannot be read: {str(error).splitlines()[0]}.", param_hint=f"--{flag}"
+                f"{value!r} cannot be read: {str(error).splitlines()[0]}.", param_hint=_flag(name)
             ) from None
     return found
 

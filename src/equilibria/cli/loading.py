@@ -9,6 +9,8 @@ import torch
 import typer
 from torch import nn
 
+from equilibria.engine import OptionError
+
 from .console import fail
 
 __all__ = ["Batch", "Converged", "Device", "Root", "Weights", "device_of", "load", "solver_of"]
@@ -67,4 +69,7 @@ def solver_of(rtol: float | None) -> Any:
     """The solver to evaluate with, or None for the network's own."""
     from equilibria.solvers import Auto
 
-    return None if rtol is None else Auto(rtol=rtol)
+    try:
+        return None if rtol is None else Auto(rtol=rtol)
+    except OptionError as error:
+        raise fail(f"--converged {rtol}{error.text}") from None

@@ -13,44 +13,13 @@ from equilibria.training.config import TrainConfig
 
 from .console import error_console, fail, output, print_json, stop
 from .flags import existing, from_flags, pairs, with_flags
-from .wording import as_flags
 
 __all__ = ["train"]
 
-_PANELS = {
-    "What": ("model", "data", "data_root", "download", "image_size", "out", "seed"),
-    "Training": (
-        *("epochs", "batch_size", "optimizer", "lr", "schedule", "weight_decay"),
-        *(
-            "label_smoothing",
-            "augment",
-            "validation",
-            "samples",
-            "ema",
-            "clip",
-            "early_stop",
-            "select",
-        ),
-        "keep_every",
-    ),
-    "Machine": (
-        *("accelerator", "devices", "nodes", "strategy", "precision"),
-        *("channels_last", "compile", "cuda_graphs", "workers"),
-    ),
-}
+_PANELS = ("What", "Training", "Machine", "Other")
 
 
-_TEXTS = {
-    "augment": "Names in order, such as crop,flip or 'flip,{crop: {padding: 2}}'; known: crop, "
-    "flip, cutout, resized_crop, color_jitter, rand_augment, mixup, cutmix.",
-    "model_options": "Options of the model as one mapping, '{depth: 2}'; --option sets one.",
-    "milestones": "Epochs after which the schedule step multiplies the rate by --drop: 30,60.",
-    "drop": "What the rate is multiplied by at each of --milestones.",
-    "data_root": "The folder that holds the data; not given: the local cache.",
-}
-
-
-@with_flags(TrainConfig, _PANELS, _TEXTS)
+@with_flags(TrainConfig, _PANELS)
 def train(
     config: Annotated[
         Path | None,
@@ -97,10 +66,17 @@ def train(
             settings, resume=resume, overwrite=overwrite, progress=not (quiet or as_json)
         )
     except training.RunExistsError as error:
-        raise fail(as_flags(str(error))) from None
-    except KeyboardInterrupt as stopped:
+        raise fail(
+            f"{error.folder} already holds a run.",
+            f"Resume it (--resume {shlex.quote(str(error.folder))}), replace it (--overwrite), or "
+            "give another folder (--out).",
+        ) from None
+    except training.Interrupted as stopped:
         # Here, not in main: typer turns it into an exit without its message.
-        raise stop(as_flags(str(stopped))) from None
+        again = shlex.join(["equilibria", "train", "--resume", str(stopped.folder)])
+        # On a line of its own, without a full stop: it is there to be copied.
+        go_on = "" if stopped.folder is None else f" Go on with\n  {again}"
+        raise stop(f"{stopped.message}{go_on}") from None
     if as_json:
         print_json({"folder": str(result.folder), "metrics": result.metrics})
         return

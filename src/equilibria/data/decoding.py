@@ -160,8 +160,8 @@ class Rows:
         if tuple(row.shape) != self.shape:
             raise DataError(
                 f"{self.column[i]} is {row.shape[-1]} × {row.shape[-2]} pixels, the first "
-                f"image {self.shape[-1]} × {self.shape[-2]}; images of one set need one size: pass "
-                "image_size=…"
+                f"image {self.shape[-1]} × {self.shape[-2]}; images of one set need one size: "
+                "give an image_size."
             )
         return row if self.ids is None else _classes(row[None], self.ids, self.column[i : i + 1])[0]
 
@@ -250,7 +250,7 @@ def _read_row(row: Encoded, decode: Callable[[bytes], T]) -> T:
     except (CorruptImageError, OSError) as error:
         raise CorruptImageError(
             f"{row}: not a readable image ({error}). Repair or remove it, or pass "
-            "on_corrupt='skip' to go on without it."
+            "on_corrupt='skip' (--on-corrupt skip) to go on without it."
         ) from error
 
 

@@ -179,13 +179,17 @@ def find_named(
                 return found
             tried.append(f"the hub: {card.hub} has no split {split}")
     elif card.hub:
-        tried.append(f"the hub, {card.hub}: not asked; pass download=True to fetch it from there")
+        tried.append(
+            f"the hub, {card.hub}: not asked; pass download=True, or run "
+            f"`equilibria data download {name}`, to fetch it from there"
+        )
     else:
         tried.append(f"the hub: does not have it, {card.hub_note}")
     listed = "\n".join(f"  - {place}" for place in tried)
     raise DataNotFoundError(
-        f"{name} ({split}) was not found. Tried:\n{listed}\nA folder may hold "
-        f"{', '.join(_LAYOUTS)}, in itself or in a folder {name} inside it. digits needs no files."
+        f"{name} ({split}) was not found. Tried:\n{listed}\nThe folder of the data "
+        f"(root; --root, for train --data-root) may hold {', '.join(_LAYOUTS)}, in "
+        f"itself or in a folder {name} inside it. digits needs no files."
     )
 
 

@@ -4,7 +4,7 @@ from .adjoint import Adjoint
 from .dense import solve_each
 from .files import SaveError, json_text, json_value, write_bytes, write_json, write_text
 from .krylov import CG, GMRES, LinearSolver
-from .options import check_number, options
+from .options import OptionError, check_number, options
 from .result import ConvergenceWarning, NotConvergedError, Result, Solution, Stats
 from .solver import Bounds, Choice, Point, Solver, SolverOptions
 from .spectral import jacobian_penalty, spectral_radius
@@ -20,6 +20,7 @@ __all__ = [
     "Leaves",
     "LinearSolver",
     "NotConvergedError",
+    "OptionError",
     "Point",
     "Result",
     "SaveError",

@@ -6,10 +6,34 @@ import dataclasses
 import difflib
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, dataclass_transform
 
 T = TypeVar("T")
+
+
+class OptionError(ValueError):
+    """A value that a class of options refuses, or values that do not go together.
+
+    ``owner`` is the name of the class, ``given`` the options with their values, ``text`` what is
+    wrong: ``TrainConfig(lr=-1.0) is out of range: expected a number in (0, inf).`` The command line
+    writes the same data as flags. ``source`` is the file that held the values, if any.
+    """
+
+    source: str | None = None
+
+    def __init__(self, owner: str, given: Mapping[str, Any], text: str) -> None:
+        super().__init__(owner, given, text)  # as the arguments, so that it can be pickled
+        self.owner, self.given, self.text = owner, given, text
+
+    def __str__(self) -> str:
+        options = ", ".join(f"{name}={value!r}" for name, value in self.given.items())
+        source = "" if self.source is None else f"{self.source}: "
+        return f"{source}{self.owner}({options}){self.text}"
+
+
+class OptionTypeError(OptionError, TypeError):
+    """The same where the value is of a wrong type."""
 
 
 def _helpful_init(cls: type, init: Callable[..., None]) -> Callable[..., None]:
@@ -66,11 +90,12 @@ def check_number(
     )
     if optional:
         allowed += " or None"
-    where = f"{type(owner).__name__}({name}={value!r})"
+    who = type(owner).__name__
     if isinstance(value, bool) or not isinstance(value, (int,) if integer else (int, float)):
-        raise TypeError(f"{where}: expected {allowed}, got {type(value).__name__}.")
+        wrong = f": expected {allowed}, got {type(value).__name__}."
+        raise OptionTypeError(who, {name: value}, wrong)
     inside = (value > low if low_open else value >= low) and (
         value < high if high_open else value <= high
     )
     if math.isnan(value) or math.isinf(value) or not inside:
-        raise ValueError(f"{where} is out of range: expected {allowed}.")
+        raise OptionError(who, {name: value}, f" is out of range: expected {allowed}.")

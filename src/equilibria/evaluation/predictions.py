@@ -78,7 +78,7 @@ def predict_files(
     extra = dict(getattr(model, "extra", None) or {})
     if extra.get("task") == "segmentation":
         raise ValueError(
-            f"{config.name} segments images; predict_files names one class an image. Use a "
+            f"{config.name} segments images; a prediction is one class an image. Use a "
             "classification network, or call the model."
         )
     size = _size(extra.get("image_size") or config.image_size)

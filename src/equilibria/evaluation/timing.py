@@ -29,6 +29,7 @@ from torch.profiler import ProfilerActivity, profile
 from equilibria.adjoints import Implicit
 from equilibria.engine.files import json_value, write_json
 from equilibria.engine.krylov import LinearSolver
+from equilibria.engine.options import OptionError
 from equilibria.engine.result import ConvergenceWarning
 from equilibria.engine.solver import Solver
 from equilibria.engine.tree import flatten_state
@@ -602,7 +603,8 @@ def profile_model(
         raise ValueError(f"budget={budget!r}: expected seconds, a number of at least 0.")
     known = {name.split("-")[0]: name for name in PRECISIONS} | {n: n for n in PRECISIONS}
     if precision not in known:
-        raise ValueError(f"precision={precision!r}: expected one of {', '.join(PRECISIONS)}.")
+        wrong = f": expected one of {', '.join(PRECISIONS)}."
+        raise OptionError("profile_model", {"precision": precision}, wrong)
     plain: nn.Module = getattr(model, "_orig_mod", model)
     device = device_of(model)
     settings: dict[str, Any] = {

@@ -126,7 +126,8 @@ class Registry:
             close = difflib.get_close_matches(name, self._specs, n=3, cutoff=0.5)
             hint = f" Did you mean {', '.join(close)}?" if close else ""
             raise ValueError(
-                f"there is no model {name!r}.{hint} names() lists all {len(self._specs)}."
+                f"there is no model {name!r}.{hint} models.names() and `equilibria models` list "
+                f"all {len(self._specs)}."
             )
         return self._specs[name]
 

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torchmetrics.aggregation import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassJaccardIndex
 
+from equilibria.engine import OptionError
 from equilibria.engine.spectral import jacobian_penalty
 from equilibria.nn import EquilibriumLayer, MapLayer, equilibrium_layers, observe
 from equilibria.nn.observing import collect_penalties
@@ -129,9 +130,11 @@ class EquilibriumModule(pl.LightningModule):
 
     def on_fit_start(self) -> None:
         if self.config.cuda_graphs and self.device.type != "cuda":
-            raise ValueError(
-                f"TrainConfig(cuda_graphs=True): this run is on {self.device.type}, and CUDA "
-                "graphs need a CUDA device; leave cuda_graphs out."
+            raise OptionError(
+                "TrainConfig",
+                {"cuda_graphs": True},
+                f": this run is on {self.device.type}, and CUDA graphs need a CUDA device; leave "
+                "them out.",
             )
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
@@ -290,9 +293,11 @@ class JacobianPenalty:
         unknown = [m for m in self._others if not isinstance(m, (EquilibriumLayer, MapLayer))]
         if weight and (unknown or not layers):
             what = f"{type(unknown[0]).__name__} shows none" if unknown else "there is none"
-            raise ValueError(
-                f"jacobian_weight={weight} needs equilibrium layers whose map is known, and {what} "
-                f"in {type(model).__name__}; leave jacobian_weight at 0."
+            raise OptionError(
+                "TrainConfig",
+                {"jacobian_weight": weight},
+                f" needs equilibrium layers whose map is known, and {what} in "
+                f"{type(model).__name__}; leave it at 0.",
             )
 
         self.active = bool(self._others) or any(layer.jacobian_weight for layer in own)

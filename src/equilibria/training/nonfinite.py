@@ -155,7 +155,7 @@ def describe(report: dict[str, Any]) -> str:
         *layers,
         first and f"The first non-finite output is that of {first['module']!r} ({first['kind']}).",
         gradients and f"Gradients are not finite in {gradients}.",
-        "What helps: a lower lr, clip=1.0, a longer warmup, precision='32-true', or a tighter norm "
-        "bound on the layers.",
+        "What helps: a lower lr, a clip such as 1.0, a longer warmup, the precision 32-true, or a "
+        "tighter norm bound on the layers.",
     ]
     return " ".join(line for line in lines if line)

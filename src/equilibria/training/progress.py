@@ -123,13 +123,27 @@ class Interrupted(KeyboardInterrupt):
 
     One that was asked to stop as its last epoch ended is complete, which the message says.
     ``exact`` says whether resuming repeats the uninterrupted run bit for bit (on the CPU): it does
-    unless the interruption cut a step in two.
+    unless the interruption cut a step in two. ``message`` says what happened, and ``folder`` is the
+    run to go on with; None: nothing is left to do, or nothing was saved.
     """
 
-    def __init__(self, message: str, checkpoint: Path | None, *, exact: bool = True) -> None:
+    def __init__(
+        self,
+        message: str,
+        checkpoint: Path | None,
+        *,
+        exact: bool = True,
+        folder: Path | None = None,
+    ) -> None:
         super().__init__(message)
-        self.checkpoint = checkpoint
-        self.exact = exact
+        self.message, self.checkpoint, self.exact, self.folder = message, checkpoint, exact, folder
+
+    def __str__(self) -> str:
+        if self.folder is None:
+            return self.message
+        config, folder = str(self.folder / "config.yaml"), str(self.folder)
+        call = f"fit(TrainConfig.from_yaml({config!r}), resume={folder!r})"
+        return f"{self.message} Go on with {call}."
 
 
 class StopRequest:

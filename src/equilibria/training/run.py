@@ -475,10 +475,10 @@ class Run(Checkpoint):
             return Interrupted(f"Interrupted after {where}; nothing was saved yet.", None)
         exact = "" if self.exact else " A step was cut in two: going on is not bit for bit."
         return Interrupted(
-            f"Interrupted after {where}. Saved {folder.checkpoint}.{exact} Go on with "
-            f"fit(TrainConfig.from_yaml({str(folder.config)!r}), resume={str(folder.path)!r}).",
+            f"Interrupted after {where}. Saved {folder.checkpoint}.{exact}",
             folder.checkpoint,
             exact=self.exact,
+            folder=folder.path,
         )
 
     def _stored_weights(self) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from equilibria import data as sets
 from equilibria.data import Batches, ImageData, build_augmentation, held_out
+from equilibria.engine import OptionError
 
 from .config import TrainConfig
 from .progress import Progress
@@ -85,9 +86,11 @@ def few(images: ImageData, samples: int, seed: int) -> Tensor:
     """
     count = len(images)
     if samples > count:
-        raise ValueError(
-            f"samples={samples}: {images.name} has {count} training images; give at most as many, "
-            "or leave samples out for all of them."
+        raise OptionError(
+            "TrainConfig",
+            {"samples": samples},
+            f": {images.name} has {count} training images; give at most as many, or leave samples "
+            "out for all of them.",
         )
     if samples == count:
         return torch.ones(count, dtype=torch.bool)
@@ -129,9 +132,11 @@ class TrainBatches:
     ) -> None:
         self._progress = progress
         if config.batch_size % place["world"]:
-            raise ValueError(
-                f"batch_size={config.batch_size} is shared by {place['world']} processes and does "
-                f"not divide evenly; take a multiple of {place['world']}."
+            raise OptionError(
+                "TrainConfig",
+                {"batch_size": config.batch_size},
+                f" is shared by {place['world']} processes and does not divide evenly; take a "
+                f"multiple of {place['world']}.",
             )
         size = config.batch_size // place["world"]
         place |= {"channels_last": config.channels_last, "prefetch": max(1, config.workers)}

@@ -44,7 +44,17 @@ FORMAT = 2
 
 
 class RunExistsError(FileExistsError):
-    """The folder holds a run already, and nobody said what to do with it."""
+    """``folder`` holds a run already, and nobody said what to do with it."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.folder = folder
+
+    def __str__(self) -> str:
+        return (
+            f"{self.folder} already holds a run. Resume it (resume={str(self.folder)!r}), replace "
+            "it (overwrite=True), or set another folder (out=...)."
+        )
 
 
 class RunFolder:
@@ -69,13 +79,10 @@ class RunFolder:
     def check(self, *, resume: bool, overwrite: bool) -> None:
         """Refuse a folder that holds a run, unless that is what is wanted. Changes nothing."""
         if self.path.exists() and not self.path.is_dir():
-            raise NotADirectoryError(f"{self.path} is a file; a run needs a folder: set out=...")
+            raise NotADirectoryError(f"{self.path} is a file; a run needs a folder.")
         holds = any(file.exists() for file in (*self._files, self.nonfinite, self.logs))
         if holds and not resume and not overwrite:
-            raise RunExistsError(
-                f"{self.path} already holds a run. Resume it (resume={str(self.path)!r}), replace "
-                "it (overwrite=True), or set another folder (out=...)."
-            )
+            raise RunExistsError(self.path)
 
     def open(self, *, resume: bool) -> None:
         """Make the folder; without ``resume`` remove the files of a run that was there, and only
@@ -84,10 +91,11 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise OSError(
-                error.errno, f"cannot make the folder {self.path}: {error.strerror}; set out=..."
+                error.errno,
+                f"cannot make the folder {self.path}: {error.strerror}; set another one as out.",
             ) from error
         if not os.access(self.path, os.W_OK):
-            raise PermissionError(f"{self.path} cannot be written to; set another folder (out=...)")
+            raise PermissionError(f"{self.path} cannot be written to; set another folder as out.")
         if not resume:
             kept = self.epochs.glob("epoch_[0-9][0-9][0-9][0-9].safetensors")
             for file in (*self._files, self.nonfinite, *kept):
@@ -228,7 +236,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     if not isinstance(entry, Mapping) or "state_dict" not in found:
         raise CheckpointError(
             f"{path} is not a checkpoint of equilibria.training: it lacks the entry {ENTRY!r}. "
-            "Weights alone (model.safetensors) are loaded with models.load."
+            "A file of weights alone, model.safetensors, cannot be resumed; models.load reads it."
         )
     if entry.get("format") != FORMAT:
         raise CheckpointError(

@@ -285,7 +285,7 @@ def reproduce(
         asked = tables.cells_asked(map(tables.describe, names), choices.only)
         plans = {one.id: tables.plan(cells, choices) for one, cells in asked}
     except (ValueError, TypeError) as error:
-        raise fail(as_flags(str(error))) from None
+        raise fail(as_flags(error)) from None
     if dry_run:
         show_plans(plans, len(names) > 1, as_json)
         return

@@ -397,7 +397,7 @@ def _resumed(fresh: Surface, place: Path, overwrite: bool) -> Surface:
         parts = [f"{k} ({held.about.get(k)!r} there, {fresh.about.get(k)!r} here)" for k in differ]
         raise LandscapeFileError(
             f"{place} holds another landscape: {', '.join(parts)}. Give another file, or "
-            "overwrite=True to replace it."
+            "overwrite=True (--overwrite) to replace it."
         )
     return dataclasses.replace(held, name=fresh.name, path=fresh.path)
 

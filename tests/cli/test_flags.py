@@ -1,0 +1,151 @@
+"""Flags from the declared options; errors of the library as the command line prints them."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import equilibria as eq
+from equilibria.cli.app import main
+from equilibria.cli.flags import as_flags
+from equilibria.cli.train import _next
+from equilibria.engine import OptionError
+from equilibria.training.config import TrainConfig
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"lr": -1}, "--lr -1.0 is out of range: expected a number in (0, inf)."),
+        ({"epochs": "many"}, "--epochs many: expected an integer in [1, inf), got str."),
+        ({"schedule": "cosin"}, "--schedule cosin: did you mean 'cosine'?"),
+        ({"model": ""}, "--model '': expected a non-empty text, got str."),
+        ({"augment": ["flip", "corp"]}, "--augment flip,corp: "),
+        ({"momentum": 0}, "--nesterov --momentum 0.0: Nesterov's form needs a momentum;"),
+        ({"milestones": [2, 5]}, "--schedule onecycle --milestones 2,5 --epochs 10: "),
+        ({"schedule": "step"}, "--schedule step --epochs 10: the schedule step needs milestones"),
+        ({"cuda_graphs": True, "nodes": 2}, "--cuda-graphs --strategy auto --nodes 2: graphs "),
+        (
+            {"validation": 0, "select": "best"},
+            "--validation 0.0 --select best: early stopping",  # early_stop is None: not given
+        ),
+    ],
+)
+def test_an_error_of_an_option_names_its_flag(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(OptionError) as wrong:
+        TrainConfig(**given)
+    assert as_flags(wrong.value).startswith(said)
+    # The error comes back from another process with all it holds.
+    assert as_flags(pickle.loads(pickle.dumps(wrong.value))) == as_flags(wrong.value)
+
+
+def test_an_error_of_a_file_names_the_file_too(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("lr: -1\n", "utf-8")
+    with pytest.raises(OptionError, match=r"run.yaml: TrainConfig\(lr=-1.0\)") as wrong:
+        TrainConfig.from_yaml(path)
+    assert as_flags(wrong.value).startswith(f"{path}: --lr -1.0 is out of range")
+
+
+def test_other_options_and_errors_are_left_as_they_are() -> None:
+    with pytest.raises(OptionError) as wrong:
+        eq.Picard(max_steps=-1)
+    assert as_flags(wrong.value) == str(wrong.value)
+    assert as_flags(ValueError("lr=3")) == "lr=3"
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[Any, str]:
+    """The exit code and the words on stderr."""
+    with pytest.raises(SystemExit) as ended:
+        main([str(a) for a in arguments])
+    return ended.value.code, " ".join(capsys.readouterr().err.split())
+
+
+def test_the_commands_name_flags_and_commands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, text = said(capsys, "train", "--lr", "-1", "--dry-run")
+    assert (code, text.startswith("error: --lr -1.0 is out of range")) == (1, True)
+    train = ("train", "--quiet", "--accelerator", "cpu", "--out", tmp_path / "run")
+    code, text = said(capsys, *train, "--samples", "99999")
+    assert (code, text.startswith("error: --samples 99999: digits has")) == (1, True)
+    code, text = said(capsys, *train, "--model", "geq_digit")
+    assert (code, "`equilibria models`" in text) == (1, True)
+    (tmp_path / "cache").mkdir()
+    monkeypatch.setenv("EQUILIBRIA_DATA", str(tmp_path / "cache"))
+    code, text = said(capsys, *train, "--data", "cifar100", "--data-root", tmp_path)
+    assert (code, "`equilibria data download cifar100`" in text) == (1, True)
+    assert "--data-root" in text
+    code, text = said(capsys, "evaluate", tmp_path, "--converged", "-1")
+    assert (code, text.startswith("error: --converged -1.0 is out of range")) == (1, True)
+    (tmp_path / "file").write_text("")
+    code, text = said(capsys, *train[:-1], tmp_path / "file" / "run")
+    assert code == 1
+    assert "cannot make the folder" in text
+    assert "Errno" not in text
+
+
+def test_no_help_speaks_python() -> None:
+    for field in dataclasses.fields(TrainConfig):
+        text = field.metadata["help"]
+        assert not re.search(r"None|True|False|names\(\)|``|'[a-z]+_[a-z]+'", text), field.name
+        assert f"    {field.name}: {text}" in (TrainConfig.__doc__ or "")
+
+
+def test_a_run_that_is_stopped_says_how_to_go_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from equilibria import training
+
+    folder = Path("my run")
+
+    def stopped(*_: object, **__: object) -> None:
+        raise training.Interrupted("Saved it.", folder / "last.ckpt", folder=folder)
+
+    monkeypatch.setattr(training, "fit", stopped)
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "--quiet"])
+    assert ended.value.code == 130
+    text = capsys.readouterr().err
+    assert text == "Saved it. Go on with\n  equilibria train --resume 'my run'\n"
+    with pytest.raises(training.Interrupted, match=r"resume='my run'\)"):
+        stopped()
+
+
+def test_the_next_command_can_be_copied() -> None:
+    settings = TrainConfig(data="mnist", data_root="my data")
+    assert _next(Path("a run"), settings) == "equilibria evaluate 'a run' --root 'my data'"
+    assert _next(Path("run"), TrainConfig()) == "equilibria evaluate run"
+
+
+def test_a_single_model_shows_its_options(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["models", "geq_digits", "--no-count"])
+    shown = capsys.readouterr().out
+    for name in eq.models.describe("geq_digits").options:
+        assert name in shown
+
+
+def test_wrong_flags_are_found_before_the_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    for flags in (["--corruptions", "--severities", "9"], ["--out", str(tmp_path / "file")]):
+        with pytest.raises(SystemExit) as ended:
+            main(["evaluate", str(tmp_path / "no-run"), *flags])
+        assert ended.value.code == 1
+        assert flags[-2] in capsys.readouterr().err
+
+
+def test_other_channels_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = eq.models.create("geq_digits", num_classes=10)
+    extra = {"data": "digits", "mean": [0.5] * 3, "std": [0.5] * 3, "image_size": 8}
+    path = eq.models.save(model, tmp_path / "m.safetensors", extra=extra)
+    with pytest.raises(SystemExit):
+        main(["certify", str(path), "--images", "2"])
+    assert "3 channel(s)" in capsys.readouterr().err
