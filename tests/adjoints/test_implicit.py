@@ -624,6 +624,7 @@ def test_second_derivative_of_a_compiled_map_is_right_or_an_error(fresh_compiler
 
 
 @dynamo_warns
+@pytest.mark.slow
 def test_compile_around_the_solve_breaks_the_graph_and_stays_right(fresh_compiler: None) -> None:
     weight, x = TANH.leaves()
 

@@ -384,6 +384,7 @@ class Trained(nn.Module):
         return out
 
 
+@pytest.mark.slow
 def test_a_trial_measures_gain_and_change(monkeypatch: pytest.MonkeyPatch) -> None:
     def ideas(model: nn.Module, *_: Any) -> Any:
         broken, other = copy.deepcopy(model), copy.deepcopy(model)

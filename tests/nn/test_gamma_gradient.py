@@ -133,6 +133,7 @@ def test_gradcheck_and_gradgradcheck() -> None:
     torch.testing.assert_close(jacobian, right)
 
 
+@pytest.mark.slow
 def test_compiled() -> None:
     """Fixed steps, unrolled, compile as a whole."""
     layer, x = made(POLICIES["mean"], "unrolled"), drawn()

@@ -588,6 +588,7 @@ def test_norms_see_a_batch_once() -> None:
     assert [int(norm.num_batches_tracked) for norm in model.norms] == [n + 1 for n in before]
 
 
+@pytest.mark.slow
 def test_a_chain_compiles_whole() -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)

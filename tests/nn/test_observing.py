@@ -78,6 +78,7 @@ def test_what_is_seen_has_no_graph_and_the_model_still_trains() -> None:
     assert all(p.grad is not None for p in model.parameters())
 
 
+@pytest.mark.slow
 def test_a_compiled_model_runs_under_an_observer() -> None:
     torch._dynamo.reset()
     laps = eq.Picard(rtol=0.0, atol=0.0, max_steps=2)

@@ -25,6 +25,7 @@ def data(rows: int = 120, columns: int = 1) -> tuple[np.ndarray, np.ndarray]:
     return x, y[:, 0] if columns == 1 else y
 
 
+@pytest.mark.slow
 def test_diabetes_beside_ridge() -> None:
     x, y = load_diabetes(return_X_y=True)
     folds = KFold(3, shuffle=True, random_state=0)

@@ -18,6 +18,7 @@ SMALL = ("--width", "6", "--epochs", "1", "--images", "6", "--pairs", "2", "--dr
 run = command("theory", "bounds")
 
 
+@pytest.mark.slow
 def test_the_pair_on_the_digits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(*SMALL, "--out", tmp_path / "made") == 0
     shown = capsys.readouterr()

@@ -102,6 +102,7 @@ class Deadly:
         return exec, ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)",)
 
 
+@pytest.mark.slow
 def test_a_death_costs_one_row_and_times_are_measured_alone(tmp_path: Path) -> None:
     killed = tiny.job("killed", stand_in={"data": Deadly()})
     timed = other("timed", 0.03, measures=("quality", "throughput"))
@@ -128,6 +129,7 @@ def test_a_death_costs_one_row_and_times_are_measured_alone(tmp_path: Path) -> N
     ]
 
 
+@pytest.mark.slow
 def test_a_smoke_test_passes_nothing_over(tmp_path: Path) -> None:
     broken = tiny.job("broken", trained=False, measures=("no such measure",))
     choices = tiny.choices(tmp_path, smoke=True, parallel=2)
