@@ -19,6 +19,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from equilibria import models
+from equilibria.engine.files import SaveError
 from equilibria.models.quantized import quantize
 from tests.models.small import images, make
 
@@ -325,7 +326,7 @@ def test_a_failed_rename_leaves_the_old_file(
         raise PermissionError(errno.EACCES, "refused")
 
     monkeypatch.setattr(Path, "replace", refuse)
-    with pytest.raises(PermissionError, match="refused"):
+    with pytest.raises(SaveError, match="refused"):
         models.save(model, path, dtype=torch.int8)
     assert path.read_bytes() == old
     assert [p.name for p in tmp_path.iterdir()] == ["m"]

@@ -16,7 +16,8 @@ from torch import nn
 
 import equilibria as eq
 from equilibria import models
-from equilibria.models import weights
+from equilibria.engine import files
+from equilibria.engine.files import SaveError
 from tests.models.small import images, make
 
 
@@ -175,9 +176,9 @@ def test_a_full_disk_leaves_the_old_file(
 
     def limited(self: Path, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
         file = real(self, mode, *args, **kwargs)
-        return _FullDisk(file, len(old) // 2, error) if "x" in mode else file
+        return _FullDisk(file, len(old) // 2, error) if mode == "wb" else file
 
-    monkeypatch.setattr(weights, "_CHUNK", 1000)
+    monkeypatch.setattr(files, "_CHUNK", 1000)
     monkeypatch.setattr(Path, "open", limited)
     with pytest.raises(type(error)):
         models.save(make("geq_digits", seed=9), path, extra={"run": 2})
@@ -214,7 +215,7 @@ def test_a_failed_rename_leaves_the_old_file(
         raise PermissionError(errno.EACCES, "refused")
 
     monkeypatch.setattr(Path, "replace", refuse)
-    with pytest.raises(PermissionError, match="refused"):
+    with pytest.raises(SaveError, match="refused"):
         models.save(make("geq_digits", seed=9), path)
     monkeypatch.undo()
     assert path.read_bytes() == old

@@ -18,6 +18,9 @@ from typing import Any
 __all__ = ["SaveError", "json_text", "json_value", "write_bytes", "write_json", "write_text"]
 
 
+_CHUNK = 1 << 24  # bytes at a time, so that Ctrl-C is heard in between
+
+
 class SaveError(OSError):
     """A file could not be written. What stood there before is unchanged."""
 
@@ -29,10 +32,12 @@ def write_bytes(path: Path | str, content: bytes | memoryview) -> Path:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with beside.open("wb") as file:
-            file.write(content)
+            for begin in range(0, len(content), _CHUNK):
+                file.write(content[begin : begin + _CHUNK])
             file.flush()
             os.fsync(file.fileno())
         beside.replace(path)
+        _sync_folder(path.parent)
     except OSError as error:
         old = "the earlier one is unchanged" if path.exists() else "nothing was there before"
         raise SaveError(
@@ -44,6 +49,17 @@ def write_bytes(path: Path | str, content: bytes | memoryview) -> Path:
         with contextlib.suppress(OSError):
             beside.unlink(missing_ok=True)
     return path
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the new name itself durable, where folders can be opened for that."""
+    if os.name == "nt":
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def write_text(path: Path | str, text: str) -> Path:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import secrets
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -14,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from equilibria._version import __version__
+from equilibria.engine.files import write_bytes
+from equilibria.engine.optional import needs
 
 from .network import ModelConfig, Network
 from .quantized import (
@@ -31,7 +32,6 @@ from .table import create
 __all__ = ["ModelFileError", "load", "read_header", "save"]
 
 FORMAT = "equilibria-model/1"
-_CHUNK = 1 << 24
 _PRECISIONS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _NAMES = {
     torch.float64: "F64",
@@ -107,8 +107,7 @@ def save(
         name: _rounded(name, value, dtype).cpu().contiguous().clone()
         for name, value in state.items()
     }
-    _write(place, _safetensors().torch.save(tensors, metadata))
-    return place
+    return write_bytes(place, _safetensors().torch.save(tensors, metadata))
 
 
 def _in_eight_bits(
@@ -152,35 +151,6 @@ def _extra_text(extra: Mapping[str, Any]) -> str:
             f"models.save(extra=...) takes what JSON can hold (text, numbers, lists, "
             f"dictionaries with text keys): {error}."
         ) from error
-
-
-def _write(place: Path, data: bytes) -> None:
-    """All of ``data`` at ``place``, or nothing changed."""
-    temporary = place.with_name(f".{place.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        with temporary.open("xb") as file:
-            view = memoryview(data)
-            for begin in range(0, len(view), _CHUNK):
-                file.write(view[begin : begin + _CHUNK])
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(place)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
-    _sync_folder(place.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make the new name itself durable, where folders can be opened for that."""
-    if os.name == "nt":
-        return
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 # ---------------------------------------------------------------------- read
@@ -390,10 +360,6 @@ def _in_full(path: str | os.PathLike[str], stored: Mapping[str, Tensor]) -> dict
 
 
 def _safetensors() -> Any:
-    try:
+    with needs("safetensors", "Saving and loading models"):
         import safetensors.torch
-    except ImportError as error:
-        raise ImportError(
-            'saving and loading models needs safetensors: pip install "equilibria[train]".'
-        ) from error
     return safetensors
