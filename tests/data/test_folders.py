@@ -91,7 +91,7 @@ def test_sizes_that_differ(tmp_path: Path) -> None:
     write_class_folders(tmp_path / "train", {"a": 2, "b": 2})
     (tmp_path / "train" / "b" / "001.png").write_bytes(png(pictures(1, 8, 9)[0]))
     for lazy in (False, True):
-        with pytest.raises(DataError, match=r"001\.png is 9 × 8 pixels.*pass image_size"):
+        with pytest.raises(DataError, match=r"001\.png is 9 × 8 pixels.*give an image_size"):
             data.load(tmp_path, lazy=lazy).images[:]
     assert tuple(data.load(tmp_path, image_size=5).images.shape) == (4, 3, 5, 5)
 
