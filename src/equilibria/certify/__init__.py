@@ -4,20 +4,24 @@ Certificates of problems, of maps and of layers, in float64 with rounding paid f
 kernel, a prior, an operator or a regularizer are its own (``problems``): here they are asked for.
 """
 
-from .certificate import Certificate, Numbers, certify
+from .certificate import Certificate, Numbers
 from .error_bounds import tight_curvature
 from .guarantee import Guarantee, Guaranteed
 from .lipschitz import global_lipschitz, local_lipschitz
 from .map_certificate import CompositeCertificate, MapCertificate
+from .network import Enclosed, NetworkCertificate, certify, certify_network
 
 __all__ = [
     "Certificate",
     "CompositeCertificate",
+    "Enclosed",
     "Guarantee",
     "Guaranteed",
     "MapCertificate",
+    "NetworkCertificate",
     "Numbers",
     "certify",
+    "certify_network",
     "global_lipschitz",
     "local_lipschitz",
     "tight_curvature",

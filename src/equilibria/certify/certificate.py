@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, overload, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ from .guarantee import Guarantee, Guaranteed, either, guarantee_rows, lines, num
 from .lipschitz import Variable, global_lipschitz, local_lipschitz
 from .rounding import direct_convolutions, residual_rounding
 
-__all__ = ["Certifiable", "Certificate", "Guarantee", "Numbers", "certify"]
+__all__ = ["Certifiable", "Certificate", "Guarantee", "Numbers", "SelfCertifying", "certify_layer"]
 
 
 @runtime_checkable
@@ -112,25 +112,9 @@ class Certificate(Guaranteed):
         return _described(self)
 
 
-@overload
-def certify(layer: SelfCertifying, x: Tensor | None = None, z: Any = None) -> Any: ...
-
-
-@overload
-def certify(
-    layer: Certifiable | HiddenProblem, x: Tensor | None = None, z: Tensor | None = None
-) -> Certificate: ...
-
-
 @torch.no_grad()
-def certify(layer: Any, x: Tensor | None = None, z: Any = None) -> Any:
-    """What is proven about the equilibrium of ``layer`` at x, and about z.
-
-    ``certify(layer, x)`` solves with the layer's own solver (of a copy in eval mode: the layer is
-    left as it is); ``certify(layer, x, z)`` judges a given state [B, *state], at any stage of a
-    solve. ``certify(problem, z=z)`` takes a problem in place of the layer. A layer with a method
-    ``certify(x, z)`` (those without a hidden problem: MonotoneDEQ, DeepOptEq, DEQ, MultiBranch)
-    is asked itself, and answers with a ``MapCertificate`` or a ``CompositeCertificate``.
+def certify_layer(layer: Any, x: Tensor | None = None, z: Any = None) -> Any:
+    """``certify`` of a layer or a problem.
 
     The problem is the one that the layer made in its own dtype: its constrained weights, c and γ,
     cast up to float64 without computing them anew, and z is what the layer returned. So the
@@ -154,9 +138,8 @@ def certify(layer: Any, x: Tensor | None = None, z: Any = None) -> Any:
         z, solver = solved(lambda: model.solve(x), z)
     else:
         raise TypeError(
-            "certify takes a layer with problem(x) and solve(x), one with certify(x, z), or a "
-            "Problem, got "
-            f"{type(layer).__name__}."
+            "certify takes a layer with problem(x) and solve(x), one with certify(x, z), a "
+            f"network with logits or a Problem, got {type(layer).__name__}."
         )
     with direct_convolutions(z):
         return _certify(problem, z, input_norm, solver)

@@ -5,6 +5,7 @@ from .constraints import NormBounded, OperatorNorm, WeightNormalized, constrain
 from .deep_opteq import DeepOptEq, training_way
 from .deep_opteq_blocks import BoundBlock, OptEqBlock
 from .deq import DEQ, RepeatedBlock, ResidualBlock
+from .envelope import Envelope
 from .geq import GEQ, KerDEQ
 from .kernel_twins import PolynomialEq, SigmoidEq
 from .layer import EquilibriumLayer, MapLayer
@@ -23,6 +24,7 @@ __all__ = [
     "BoundBlock",
     "BranchSolution",
     "DeepOptEq",
+    "Envelope",
     "EquilibriumLayer",
     "KerDEQ",
     "LayerOptions",

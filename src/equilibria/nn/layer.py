@@ -125,11 +125,16 @@ class EquilibriumLayer(_SolvedLayer):
 
     def solve(self, x: Tensor, z0: Tensor | None = None, **options: Any) -> Solution[Tensor]:
         """Solve for x and tell all: value, result codes, stats, the solver's choice."""
-        problem, start = self.posed(x, z0)
-        chosen = {"solver": self.solver, "adjoint": self.adjoint, **options}
         zero = z0 is None and self.starts_at_zero()
+        return self.solve_posed(*self.posed(x, z0), zero_start=zero, **options)
+
+    def solve_posed(
+        self, problem: HiddenProblem, start: Tensor, *, zero_start: bool, **options: Any
+    ) -> Solution[Tensor]:
+        """Solve a problem of ``posed`` from its start."""
+        chosen = {"solver": self.solver, "adjoint": self.adjoint, **options}
         bounds = partial(self.nominal_bounds, problem)
-        return minimize_from(problem, start, bounds=bounds, zero_start=zero, **chosen)
+        return minimize_from(problem, start, bounds=bounds, zero_start=zero_start, **chosen)
 
     def posed(self, x: Tensor, z0: Tensor | None = None) -> tuple[HiddenProblem, Tensor]:
         """The problem of a solve and its start: ``problem(x)``, bad samples of x kept apart."""

@@ -239,24 +239,42 @@ class Gaussian(ImageCoupling):
         """−∇q(z) = Wᵀ·merge(e^{−γsᵢ}rᵢM), r = c − Wz: the sign costs no pass."""
         return self._pull(z, down=True)
 
+    def value_gradient(self, z: Tensor) -> Tensor:
+        """∇Q(c − Wz) = merge(e^{−γsᵢ}rᵢM), where q(z; c) = Q(c − Wz)."""
+        return self._message(z, down=True)
+
+    def value_curvature(self, norm: float | None = None) -> Curvature:
+        """−w²b/(1 − bμ²) ≤ ∇²φ ≤ w² with w = ‖W_h‖ and b = 2e^{−3/2}, γ fixed."""
+        w = self.features_norm() if norm is None else 1.0
+        mu = self.mu_upper(tight=True) if norm is None else norm
+        room = 1.0 - GAUSSIAN_CONCAVITY * mu**2
+        lower = -(w**2) * GAUSSIAN_CONCAVITY / room * (1.0 + 1e-14) if room > 0.0 else -math.inf
+        return Curvature(lower, w**2, norm is None, "every c, every convex prior, γ fixed")
+
+    def value_slope(self) -> float:
+        """‖W_h‖μ: e^{−s}max(1, |1 − 2s|) ≤ 1."""
+        return self.features_norm() * self.mu_upper(tight=True) * (1.0 + 1e-14)
+
     def _pull(self, z: Tensor, *, down: bool) -> Tensor:
         """Wᵀ of the message of Wz − c, or of c − Wz: messages are odd in r."""
+        return self.operator.adjoint(self._message(z, down=down), z.shape[1:])
+
+    def _message(self, z: Tensor, *, down: bool) -> Tensor:
         self.check_state(z)
         image = self.operator(z)
         first, second = (self.c, image) if down else (image, self.c)
         if self.patches is not None and self.metric is not None:
             cut = self.patches.channels, self.patches.size
             if can_fuse(image, self.c, self.metric, *cut):
-                message = fused_message(first, second, self.metric, self.gamma, *cut)
-                return self.operator.adjoint(message, z.shape[1:])
+                return fused_message(first, second, self.metric, self.gamma, *cut)
             r = first - second
             if can_unshuffle(r):
                 message, _ = gaussian_message(plane_rows(r, *cut), self.metric, self.gamma)
-                return self.operator.adjoint(merge_planes(message, r.shape, cut[1]), z.shape[1:])
+                return merge_planes(message, r.shape, cut[1])
         else:
             r = first - second
         message, _ = gaussian_message(self._rows(r), self.metric, self.gamma)
-        return self.operator.adjoint(self._merge(message, r), z.shape[1:])
+        return self._merge(message, r)
 
     def hvp(self, z: Tensor, v: Tensor) -> Tensor:
         r = self._residual(z)

@@ -158,6 +158,21 @@ class Coupling(ABC):
         """
         return None, f"nothing is derived for {type(self).__name__}"
 
+    # The optimal value φ(c) = min_z 1ᵀf(z) + ½‖z‖² + q(z; c), for ``nn.Envelope`` (docs/facts.md,
+    # fact 7). It does not depend on the prior.
+
+    def value_gradient(self, z: Tensor) -> Tensor:
+        """∇φ(c) at the minimizer z, shaped as c."""
+        raise NotImplementedError(f"no optimal value is derived for {type(self).__name__}")
+
+    def value_curvature(self, norm: float | None = None) -> Curvature:
+        """Bounds on ∇²φ for every c; with ``norm`` for ‖W‖ ≤ norm and ‖W_h‖ ≤ 1, else proven."""
+        raise NotImplementedError(f"no optimal value is derived for {type(self).__name__}")
+
+    def value_slope(self) -> float:
+        """A Lipschitz constant of z ↦ ``value_gradient(z)``."""
+        raise NotImplementedError(f"no optimal value is derived for {type(self).__name__}")
+
     def numbers(self, in_shape: Sequence[int]) -> dict[str, Any]:
         """Norms for a certificate to show: ``norm``, and what else ``certify.Numbers`` has."""
         operator = getattr(self, "operator", None)
@@ -370,6 +385,18 @@ class Linear(_WithLinearTerm):
         if missing is not None:
             return None, missing
         return reach / modulus * (1.0 + 1e-14), "every input: ‖U‖/m"
+
+    def value_gradient(self, z: Tensor) -> Tensor:
+        return -z
+
+    def value_curvature(self, norm: float | None = None) -> Curvature:
+        """−1/(1 − ‖W‖²) ≤ ∇²φ ≤ 0: z* is the gradient of the convex function −φ."""
+        w = self.norm_upper() if norm is None else norm
+        lower = -1.0 / (1.0 - w**2) * (1.0 + 1e-14) if w < 1.0 else -math.inf
+        return Curvature(lower, 0.0, norm is None, "every c and every convex prior")
+
+    def value_slope(self) -> float:
+        return 1.0
 
     def curvature(self) -> Curvature:
         """−‖W‖² ≤ ∇²q ≤ 0."""

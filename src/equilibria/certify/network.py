@@ -1,0 +1,554 @@
+"""What is proven about the prediction of a whole network: no input within a radius changes it.
+
+The network runs once in float64, on weights cast up from its own dtype, with every equilibrium
+solved to a tight tolerance. Each intermediate value y(x) carries a Lipschitz constant of x ↦ y for
+all inputs, and a bound on ‖y − y*‖, y* the value of exact arithmetic at the exact equilibria. They
+compose: y = F(u) with a constant K of F has K·Lip(u) and K·error(u) plus F's own error, a sum adds
+both. With logits l = Vh + d
+
+    |(l_y − l_j)(x′) − (l_y − l_j)(x)| ≤ ‖V_y − V_j‖·Lip(h)·‖x′ − x‖,
+
+so that the label y holds within the least of (l_y − l_j)/(‖V_y − V_j‖·Lip(h)) over the classes j,
+the error of the margin paid for.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol, cast, overload, runtime_checkable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from equilibria.engine.result import ConvergenceWarning, Solution
+from equilibria.engine.tree import sample_norm
+from equilibria.problems.norms import SAFETY, UNIT, dense_norm, sum_error
+from equilibria.problems.operators import ConvOperator, DenseOperator
+from equilibria.problems.problem import HiddenProblem
+
+from .certificate import Certifiable, Certificate, SelfCertifying, certify_layer
+from .guarantee import number, spread
+from .rounding import direct_convolutions
+
+__all__ = ["Enclosed", "NetworkCertificate", "certify", "certify_network", "tight_solver"]
+
+_RTOL, _STEPS = 1e-11, 5000
+_UP = 1.0 + 1e-13
+
+
+@dataclass(frozen=True, eq=False)
+class Enclosed:
+    """An output computed in float64, and what is proven of the exact function."""
+
+    value: Tensor
+    lipschitz: float
+    """A Lipschitz constant for all inputs, ℓ2."""
+    error: Tensor
+    """The exact output lies within this of ``value``, ℓ2, [B]."""
+
+
+@runtime_checkable
+class Enclosing(Protocol):
+    """A module that says itself what is proven of its output."""
+
+    def enclose(self, x: Tensor) -> Enclosed: ...
+
+
+@dataclass(frozen=True, eq=False)
+class NetworkCertificate:
+    """The label of each sample, and the radius within which no input has another. ``print`` it."""
+
+    label: Tensor
+    """The class of the largest logit, [B]."""
+    radius: Tensor
+    """No input within this ℓ2 distance of x has another label; 0 where nothing is proven. [B]."""
+    nearest: Tensor
+    """The class that limits the radius, [B]."""
+    logits: Tensor
+    """[B, classes], float64, every equilibrium solved to a tight tolerance."""
+    error: Tensor
+    """The exact logits lie within this of ``logits``, ℓ2, [B]."""
+    lipschitz: float
+    """A Lipschitz constant of x ↦ logits for all inputs, ℓ2; inf where none is proven."""
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        rows = [
+            ("labels", ", ".join(map(str, self.label.tolist()[:8])) or "none"),
+            ("radius", spread(self.radius)),
+            ("Lipschitz", number(self.lipschitz)),
+            ("‖logits − exact‖ ≤", spread(self.error)),
+            *(("note", note) for note in self.notes),
+        ]
+        proven = int((self.radius > 0).sum())
+        head = f"label proven within the radius (ℓ2) for {proven} of {len(self.radius)} samples"
+        width = max(len(name) for name, _ in rows)
+        return "\n".join([head, *(f"  {name:<{width}}  {text}" for name, text in rows)])
+
+
+def tight_solver(layer: Any) -> Any:
+    """The layer's own solver with a tolerance near the accuracy of float64."""
+    solver = getattr(layer.solver, "inner", layer.solver)  # of BestIterate
+    return dataclasses.replace(solver, rtol=_RTOL, atol=0.0, max_steps=_STEPS)
+
+
+@overload
+def certify(layer: SelfCertifying, x: Tensor | None = None, z: Any = None) -> Any: ...
+
+
+@overload
+def certify(
+    layer: Certifiable | HiddenProblem, x: Tensor | None = None, z: Tensor | None = None
+) -> Certificate: ...
+
+
+@overload
+def certify(layer: nn.Module, x: Tensor) -> NetworkCertificate: ...
+
+
+def certify(layer: Any, x: Tensor | None = None, z: Any = None) -> Any:
+    """What is proven about the equilibrium of a layer at x and about z, or of a network's label.
+
+    ``certify(layer, x)`` solves with the layer's own solver (of a copy in eval mode: the layer is
+    left as it is); ``certify(layer, x, z)`` judges a given state [B, *state], at any stage of a
+    solve. ``certify(problem, z=z)`` takes a problem in place of the layer. A layer with a method
+    ``certify(x, z)`` (those without a hidden problem: MonotoneDEQ, DeepOptEq, DEQ, MultiBranch)
+    is asked itself, and answers with a ``MapCertificate`` or a ``CompositeCertificate``.
+
+    ``certify(model, x)`` of any other module with logits [B, classes] gives for each sample the
+    radius within which its label cannot change (``certify_network``).
+    """
+    layers = isinstance(layer, (HiddenProblem, SelfCertifying, Certifiable))
+    if layers or z is not None or not isinstance(layer, nn.Module):
+        return certify_layer(layer, x, z)
+    if x is None:
+        raise TypeError(f"certify({type(layer).__name__}, x) needs the input x [B, ...].")
+    return certify_network(layer, x)
+
+
+@torch.no_grad()
+def certify_network(model: nn.Module, x: Tensor) -> NetworkCertificate:
+    """The certified label of every sample of x [B, ...]; see ``certify``.
+
+    The network that is certified is the one in evaluation mode at its exact equilibria: weights and
+    running statistics are those of ``model``, constraints evaluated in its own dtype. Where an
+    operation has no known Lipschitz constant, the radius is 0 and a note names it. Radii are in
+    units of x: for images normalized by (pixels − mean)/std multiply by the smallest std.
+    """
+    network = _plain_copy(model)
+    notes: list[str] = []
+    inside: set[nn.Module] = set()  # of modules that answer for all that they hold
+    for name, module in network.named_modules():
+        if module not in inside:
+            _intercept(name, module, notes)
+        if isinstance(module, Enclosing):
+            inside |= set(module.modules())
+    exact = x.detach().double()
+    start = _Tracked.wrap(exact, 1.0, exact.new_zeros(len(x)), notes)
+    with warnings.catch_warnings(), direct_convolutions(x):
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        logits = network(start)
+    if not isinstance(logits, _Tracked) or logits.ndim != 2 or logits.shape[1] < 2:
+        raise TypeError(
+            f"certify takes a network with logits [B, classes], and {type(model).__name__} gave "
+            f"{getattr(logits, 'shape', type(logits).__name__)}."
+        )
+    return _judged(logits, tuple(dict.fromkeys(notes)))
+
+
+def _judged(logits: _Tracked, notes: tuple[str, ...]) -> NetworkCertificate:
+    values = logits.plain()
+    label = values.argmax(1)
+    rows, lipschitz, error = logits.rows, logits.lipschitz, logits.error
+    margin = values.gather(1, label[:, None]) - values
+    if rows is None:
+        gap = torch.full_like(margin, math.sqrt(2.0) * _UP)
+        reach, off = gap * lipschitz, gap * error[:, None]
+    else:
+        weight, before = rows
+        gap = (weight[label][:, None] - weight[None]).norm(dim=2) * (1.0 + 1e-12)
+        reach, off = gap * before.lipschitz, gap * before.error[:, None]
+    off = off + 64 * UNIT * (values.abs().amax(1, keepdim=True) + values.abs())
+    if rows is not None:
+        weight, before = rows
+        size = sample_norm([before.plain()])[:, None] * weight.abs().sum(1).max()
+        off = off + 4 * sum_error(weight.shape[1] + 1) * size
+    radii = (margin - off) / reach * (1.0 - 1e-13)
+    radii = torch.where(radii > 0.0, radii, 0.0)  # NaN too
+    radii.scatter_(1, label[:, None], math.inf)
+    radius, nearest = radii.min(1)
+    return NetworkCertificate(label, radius, nearest, values, error, lipschitz, notes)
+
+
+def _plain_copy(model: nn.Module) -> nn.Module:
+    """A copy in evaluation mode and float64; constrained weights are those of the model's dtype."""
+    network = copy.deepcopy(model).eval()
+    for module in network.modules():
+        for name, made in getattr(module, "parametrizations", {}).items():
+            weight = getattr(module, name).detach().double()
+            made.forward = partial(torch.clone, weight)
+        if getattr(module, "joint", False):  # the same equilibria, one by one
+            cast(Any, module).joint = False
+    return network.double()
+
+
+def _intercept(name: str, module: nn.Module, notes: list[str]) -> None:
+    """Let the module answer with bounds when it is called with a tracked tensor."""
+    changed: Any = module
+    if isinstance(module, Enclosing):
+        changed.forward = partial(_enclosed, module)
+    elif getattr(module, "is_equilibrium", False) and not hasattr(module, "branches"):
+        changed.solve = partial(_solved, name or "(the network)", module, changed.solve, notes)
+        changed.observed_solve = changed.solve  # of layers that watch their own map
+        changed.forward = lambda x, z0=None: changed.solve(x, z0).value
+
+
+def _enclosed(module: Enclosing, x: _Tracked) -> Tensor:
+    found = module.enclose(x.plain())
+    return x.passed(found.value, found.lipschitz, found.error)
+
+
+def _solved(
+    name: str,
+    layer: Any,
+    solve: Callable[..., Solution[Any]],
+    notes: list[str],
+    x: _Tracked,
+    z0: Any = None,
+    **options: Any,
+) -> Solution[Any]:
+    """A tight solve whose answer carries what the layer's certificate proves."""
+    solution = solve(x.plain(), z0, **{**options, "solver": tight_solver(layer)})
+    constant: float | None = None
+    error, why = torch.full_like(x.error, math.inf), "nothing is proven of it"
+    one = isinstance(solution.value, Tensor)
+    if one and (isinstance(layer, (Certifiable, SelfCertifying))):
+        found: Any = certify_layer(layer, x.plain(), solution.value)
+        constant, error, why = found.lipschitz, found.error_bound, found.lipschitz_note
+        if getattr(found, "lipschitz_in", "x") != "x":
+            constant, why = None, "no bound on the norm of its input map is known"
+    if constant is None:
+        notes.append(f"layer {name}: {why}")
+        constant = math.inf
+    wrap = partial(x.passed, constant=constant, own=error)
+    value = pytree.tree_map_only(Tensor, wrap, solution.value)
+    return dataclasses.replace(solution, value=value)
+
+
+# ---------------------------------------------------------------------- tracked tensors
+
+
+class _Tracked(Tensor):
+    """A tensor [B, ...] with a Lipschitz constant in the input and an error bound [B]."""
+
+    lipschitz: float
+    error: Tensor
+    rows: tuple[Tensor, _Tracked] | None
+    """V and h, where this is Vh + d."""
+    notes: list[str]
+
+    @staticmethod
+    def wrap(value: Tensor, lipschitz: float, error: Tensor, notes: list[str]) -> _Tracked:
+        made: _Tracked = value.as_subclass(_Tracked)
+        made.lipschitz, made.error, made.rows, made.notes = lipschitz, error, None, notes
+        return made
+
+    def plain(self) -> Tensor:
+        return self.as_subclass(Tensor)
+
+    def passed(self, value: Tensor, constant: float, own: Tensor | float = 0.0) -> _Tracked:
+        """``value``: of a function with this constant at self, with an error of its own."""
+        rounding = SAFETY * 8 * UNIT * sample_norm([value])
+        carried = torch.where(self.error > 0.0, self.error * constant, 0.0)
+        lipschitz = self.lipschitz * constant if self.lipschitz else 0.0
+        error = (carried + own + rounding) * _UP
+        return _Tracked.wrap(value, lipschitz * _UP, error, self.notes)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", str(func))
+        if name in _READS:
+            raise TypeError(
+                f"certify cannot follow a network that decides by its numbers ({name} of a value "
+                "that depends on the input)."
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            if name == "as_subclass":
+                return func(*args, **kwargs)
+            unwrap = partial(Tensor.as_subclass, cls=Tensor)
+            plain, named = pytree.tree_map_only(cls, unwrap, (args, kwargs))
+            out = func(*plain, **named)
+            if not isinstance(out, Tensor):
+                return out
+            sources = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, cls)]
+            rule = _RULES.get(name)
+            found = None if rule is None else rule(sources, plain, named, out)
+            if found is None:
+                first = sources[0]
+                first.notes.append(f"no Lipschitz constant is known for {name}")
+                found = cls.wrap(out, math.inf, torch.full_like(first.error, math.inf), first.notes)
+            return found
+
+
+_READS = {"__bool__", "__float__", "__int__", "__index__", "item", "tolist", "numpy", "equal"}
+"""What would let a network branch on its numbers, or leave torch with them."""
+
+Rule = Callable[[list[_Tracked], Any, Any, Tensor], "_Tracked | None"]
+
+
+def _same_batch(u: _Tracked, out: Tensor) -> bool:
+    return out.ndim > 0 and len(out) == len(u)
+
+
+def _unary(constant: float) -> Rule:
+    """An elementwise function, or a rearrangement, with this constant."""
+
+    def rule(sources: list[_Tracked], args: Any, kwargs: Any, out: Tensor) -> _Tracked | None:
+        single = len(sources) == 1 and _same_batch(sources[0], out)
+        return sources[0].passed(out, constant) if single else None
+
+    return rule
+
+
+def _leaky(sources: list[_Tracked], args: Any, kwargs: Any, out: Tensor) -> _Tracked | None:
+    slope = kwargs.get("negative_slope", args[1] if len(args) > 1 else 0.01)
+    return sources[0].passed(out, max(1.0, abs(float(slope))))
+
+
+def _arranged(sources: list[_Tracked], args: Any, kwargs: Any, out: Tensor) -> _Tracked | None:
+    """A permutation of dimensions that leaves the batch in its place."""
+    dims = [int(d) % out.ndim for d in pytree.tree_leaves((args[1:], kwargs))]
+    swapped = len(dims) == 2 and out.ndim > 2  # transpose(a, b)
+    kept = 0 not in dims if swapped else dims[0] == 0
+    return sources[0].passed(out, 1.0) if kept else None
+
+
+def _sum(sources: list[_Tracked], args: Any, kwargs: Any, out: Tensor) -> _Tracked | None:
+    scale = kwargs.get("alpha", 1)
+    if scale != 1 or not all(_same_batch(u, out) and u.shape == out.shape for u in sources):
+        return None
+    first = sources[0].passed(out, 1.0)
+    for other in sources[1:]:
+        first.lipschitz = (first.lipschitz + other.lipschitz) * _UP
+        first.error = (first.error + other.error) * _UP
+    return first
+
+
+def _scaled(sources: list[_Tracked], args: Any, kwargs: Any, out: Tensor) -> _Tracked | None:
+    """Multiplication with, or division by, a number."""
+    if len(sources) != 1 or len(args) != 2:
+        return None
+    first, second = args
+    divided = isinstance(first, Tensor) and isinstance(second, (int, float))
+    factor = second if divided else first
+    if not isinstance(factor, (int, float)):
+        return None
+    return sources[0].passed(out, abs(float(factor)))
+
+
+def _quotient(sources: list[_Tracked], args: Any, kwargs: Any, out: Tensor) -> _Tracked | None:
+    if len(sources) != 1 or len(args) != 2 or not isinstance(args[1], (int, float)):
+        return None
+    return sources[0].passed(out, 1.0 / abs(float(args[1])) * _UP)
+
+
+def _cat(sources: list[_Tracked], args: Any, kwargs: Any, out: Tensor) -> _Tracked | None:
+    dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
+    parts = args[0] if args else kwargs["tensors"]
+    if dim == 0 or len(sources) != len(parts) or not _same_batch(sources[0], out):
+        return None
+    lipschitz = math.sqrt(sum(u.lipschitz**2 for u in sources)) * _UP
+    error = torch.stack([u.error for u in sources]).norm(dim=0) * _UP
+    return _Tracked.wrap(out, lipschitz, error, sources[0].notes)
+
+
+def _mean(sources: list[_Tracked], args: Any, kwargs: Any, out: Tensor) -> _Tracked | None:
+    if len(sources) != 1 or not _same_batch(sources[0], out):
+        return None
+    dims = pytree.tree_leaves((args[1:], {k: v for k, v in kwargs.items() if k == "dim"}))
+    if not dims or any(d % sources[0].ndim == 0 for d in dims if not isinstance(d, bool)):
+        return None
+    count = sources[0].numel() // max(out.numel(), 1)
+    return _averaged(sources[0], out, 1.0 / math.sqrt(count), count)
+
+
+def _averaged(u: _Tracked, out: Tensor, constant: float, terms: int) -> _Tracked:
+    """A linear map of norm ``constant`` and of the norm of its magnitude, sums of ``terms``."""
+    return u.passed(out, constant * _UP, SAFETY * sum_error(terms) * sample_norm([u.plain()]))
+
+
+def _magnitude(weight: Tensor) -> float:
+    """‖|W|‖₂ ≤ √(‖W‖₁‖W‖∞) of a matrix or a convolution, any stride, padding and dilation."""
+    rows = weight.abs().flatten(1).sum(1).max()
+    columns = weight.abs().transpose(0, 1).flatten(1).sum(1).max()
+    return float((rows * columns).sqrt()) * (1.0 + 1e-12)
+
+
+def _linear_map(
+    u: _Tracked, weight: Tensor, bias: Tensor | None, out: Tensor, norm: float
+) -> _Tracked:
+    terms = weight[0].numel() + 1
+    size = _magnitude(weight) * sample_norm([u.plain()])
+    if bias is not None:
+        size = size + bias.abs().max() * math.sqrt(out[0].numel())
+    return u.passed(out, norm, SAFETY * sum_error(terms) * size)
+
+
+def _dense(sources: list[_Tracked], args: Any, kwargs: Any, out: Tensor) -> _Tracked | None:
+    given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
+    if len(sources) != 1 or sources[0].ndim != 2:
+        return None
+    weight = given["weight"]
+    found = _linear_map(
+        sources[0], weight, given.get("bias"), out, DenseOperator(weight).norm_upper()
+    )
+    found.rows = (weight, sources[0])
+    return found
+
+
+def _convolution(sources: list[_Tracked], args: Any, kwargs: Any, out: Tensor) -> _Tracked | None:
+    names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+    given: dict[str, Any] = {"bias": None, "stride": 1, "padding": 0, "dilation": 1, "groups": 1}
+    given |= dict(zip(names, args, strict=False)) | kwargs
+    weight, groups = given["weight"], given["groups"]
+    if len(sources) != 1 or weight.ndim != 4 or groups != 1:
+        return None
+    norm = _magnitude(weight)
+    if given["dilation"] in (1, (1, 1)):
+        operator = ConvOperator(weight, given["stride"], given["padding"])
+        norm = min(norm, operator.norm_upper())
+    return _linear_map(sources[0], weight, given["bias"], out, norm)
+
+
+def _batch_norm(sources: list[_Tracked], args: Any, kwargs: Any, out: Tensor) -> _Tracked | None:
+    names = (
+        "input",
+        "running_mean",
+        "running_var",
+        "weight",
+        "bias",
+        "training",
+        "momentum",
+        "eps",
+    )
+    given: dict[str, Any] = {"weight": None, "bias": None, "training": False, "eps": 1e-5}
+    given |= dict(zip(names, args, strict=False)) | kwargs
+    if len(sources) != 1 or given["training"] or given["running_var"] is None:
+        return None
+    factor = (given["running_var"] + given["eps"]).rsqrt()
+    if given["weight"] is not None:
+        factor = factor * given["weight"].abs()
+    shift = given["running_mean"].abs() * factor
+    if given["bias"] is not None:
+        shift = shift + given["bias"].abs()
+    own = SAFETY * 8 * UNIT * shift.max() * math.sqrt(out[0].numel())
+    return sources[0].passed(out, float(factor.max()) * _UP, own)
+
+
+def _pair(value: Any) -> tuple[int, int]:
+    return (value, value) if isinstance(value, int) else tuple(value)  # type: ignore[return-value]
+
+
+def _pool(maximum: bool) -> Rule:
+    """Blocks of k pixels: each output sees k inputs, and each input is seen by ⌈k/s⌉ at most."""
+
+    def rule(sources: list[_Tracked], args: Any, kwargs: Any, out: Tensor) -> _Tracked | None:
+        names = ("input", "kernel_size", "stride", "padding", "rest")
+        given: dict[str, Any] = {"stride": None}
+        given |= dict(zip(names, args, strict=False)) | kwargs
+        kernel = _pair(given["kernel_size"])
+        step = _pair(given["stride"]) if given["stride"] else kernel
+        seen = math.prod(math.ceil(k / s) for k, s in zip(kernel, step, strict=True))
+        padded = given.get("padding", 0) not in (0, (0, 0)) or given.get("ceil_mode", False)
+        if maximum:
+            constant = math.sqrt(seen)
+        else:  # rows of sum 1, columns of at most seen/k; at an edge fewer may be averaged
+            constant = math.sqrt(seen) if padded else math.sqrt(seen / math.prod(kernel))
+        return _averaged(sources[0], out, constant, math.prod(kernel))
+
+    return rule
+
+
+def _separable(sources: list[_Tracked], args: Any, kwargs: Any, out: Tensor) -> _Tracked | None:
+    """A resize of maps, the same along rows and columns: ‖A ⊗ B‖ = ‖A‖‖B‖, from its matrices."""
+    (u,) = sources
+    if u.ndim != 4:
+        return None
+    constant = 1.0
+    for axis in (2, 3):
+        eye = torch.eye(u.shape[axis], dtype=torch.float64)[:, None]
+        line = eye[..., None] if axis == 2 else eye[:, :, None]
+        given = dict(zip(("input", "size", "scale_factor", "mode"), args, strict=False)) | kwargs
+        size = (out.shape[2], 1) if axis == 2 else (1, out.shape[3])
+        mode = given.get("mode", "nearest")
+        extra = {} if mode == "nearest" else {"align_corners": given.get("align_corners")}
+        moved = F.interpolate(line, size=size, mode=mode, **extra)
+        constant *= dense_norm(moved.flatten(1)).upper
+    return _averaged(u, out, constant, 16)
+
+
+def _adaptive(sources: list[_Tracked], args: Any, kwargs: Any, out: Tensor) -> _Tracked | None:
+    (u,) = sources
+    pairs = list(zip(u.shape[2:], out.shape[2:], strict=True))
+    if any(a % b for a, b in pairs):
+        return None
+    count = math.prod(a // b for a, b in pairs)
+    return _averaged(u, out, 1.0 / math.sqrt(count), count)
+
+
+def _padded(sources: list[_Tracked], args: Any, kwargs: Any, out: Tensor) -> _Tracked | None:
+    mode = kwargs.get("mode", args[2] if len(args) > 2 else "constant")
+    return sources[0].passed(out, 1.0) if mode == "constant" and len(sources) == 1 else None
+
+
+def _item(sources: list[_Tracked], args: Any, kwargs: Any, out: Tensor) -> _Tracked | None:
+    """Slices keep some entries; of the batch, all."""
+    index = args[1] if isinstance(args[1], tuple) else (args[1],)
+    kept = all(isinstance(i, slice) or i is Ellipsis for i in index)
+    if not kept or not _same_batch(sources[0], out):
+        return None
+    return sources[0].passed(out, 1.0)
+
+
+def _rules() -> Iterator[tuple[str, Rule]]:
+    one = (
+        "relu", "tanh", "softplus", "clamp", "clamp_min", "clamp_max", "abs", "neg", "hardtanh",
+        "relu6", "softshrink", "flatten", "reshape", "view", "contiguous", "unsqueeze", "detach",
+        "clone", "double", "pixel_unshuffle", "pixel_shuffle", "unflatten",
+    )  # fmt: skip
+    for name in one:
+        yield name, _unary(1.0)
+    yield "leaky_relu", _leaky
+    yield "transpose", _arranged
+    yield "permute", _arranged
+    yield "sigmoid", _unary(0.25)
+    yield "gelu", _unary(1.13)  # the largest slope is 1.1290
+    yield "silu", _unary(1.1)  # 1.0998
+    for name in ("add", "__add__", "__radd__", "sub", "__sub__", "__rsub__"):
+        yield name, _sum
+    for name in ("mul", "__mul__", "__rmul__"):
+        yield name, _scaled
+    for name in ("div", "__truediv__", "true_divide"):
+        yield name, _quotient
+    yield "cat", _cat
+    yield "mean", _mean
+    yield "linear", _dense
+    yield "conv2d", _convolution
+    yield "batch_norm", _batch_norm
+    yield "avg_pool2d", _pool(maximum=False)
+    yield "max_pool2d", _pool(maximum=True)
+    yield "adaptive_avg_pool2d", _adaptive
+    yield "interpolate", _separable
+    yield "pad", _padded
+    yield "__getitem__", _item
+
+
+_RULES: dict[str, Rule] = dict(_rules())

@@ -1,0 +1,133 @@
+"""Envelope: a 1-Lipschitz layer from the hidden problem of any GEQ or OptEq."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from equilibria.certify import Enclosed, certify
+from equilibria.certify.network import tight_solver
+from equilibria.engine.tree import sample_norm
+from equilibria.problems import Problem
+from equilibria.problems.norms import SAFETY, sum_error
+
+from .constraints import NormBounded, constrain
+from .geq import GEQ
+from .observing import report
+from .opteq import OptEq
+from .weighted import WeightedLayer
+
+__all__ = ["Envelope"]
+
+_MARGIN = 1.03  # norms are held by estimates; with this room the proven ones suffice as a rule
+
+
+class Envelope(nn.Module):
+    """y = x − (2/L)·Uᵀp(Ux + b), 1-Lipschitz for every weight (docs/facts.md, fact 7).
+
+    p is the gradient of the optimal value φ(c) = min_z G(z; c) of the layer's hidden problem, moved
+    so that 0 ⪯ ∂p/∂c ⪯ L, and U is held at ‖U‖ ≤ 1. So I − (2/L)UᵀPU has its eigenvalues
+    in [−1, 1]. It is a residual layer; the branch is what the optimum is worth.
+
+    - GEQ with a γ that does not depend on x: p = ∇φ(c) + κc, ∇φ(c) = unpatch(eᵢrᵢM) at z*,
+      κ = b/(1 − b‖W‖²), b = 2e^{−3/2}, L = 1 + κ.
+    - OptEq with ``form="hidden"``: p = ζ*(c), L = 1/(1 − ‖W‖²). With W = 0 this is the
+      convex-potential layer x − 2Uᵀσ(Ux + b) (Meunier et al. 2022).
+
+    x and y: [B, in_channels] or [B, in_channels, H, W], the input of the layer. The norms of the
+    constraints are estimates with 3% of room; ``lipschitz(x)`` is proven, 1 as a rule.
+
+    Args:
+        layer: a GEQ or OptEq with ``constraint=NormBounded(...)``. Its U is constrained too.
+    """
+
+    def __init__(self, layer: GEQ | OptEq) -> None:
+        super().__init__()
+        given: object = layer
+        if not isinstance(given, (GEQ, OptEq)):
+            raise TypeError(f"Envelope takes a GEQ or an OptEq, got {type(layer).__name__}.")
+        if not isinstance(layer.constraint, NormBounded):
+            raise ValueError(
+                f"Envelope needs a bound on the norm of W, and the layer has constraint="
+                f"{layer.constraint!r}: make it with constraint=NormBounded(bound=...)."
+            )
+        if isinstance(layer, OptEq) and (layer.form != "hidden" or layer.nu != 1.0):
+            raise ValueError(
+                f"Envelope(OptEq(form={layer.form!r}, nu={layer.nu:g})): expected form='hidden' "
+                "and nu=1."
+            )
+        if isinstance(layer, GEQ) and layer.gamma.input_dependent:
+            raise ValueError(
+                f"Envelope(GEQ(gamma={layer.gamma!r})): γ depends on the input, for which nothing "
+                "is proven. Give a number, FixedGamma or LearnedGamma."
+            )
+        bound = layer.constraint.bound
+        limit = 1.0 if isinstance(layer, OptEq) else math.sqrt(math.exp(1.5) / 2.0)
+        if not _MARGIN * bound < limit:
+            raise ValueError(
+                f"Envelope: the bound {bound:g} on the norm of W must be below "
+                f"{limit / _MARGIN:.4f}: the equilibrium is unique below {limit:.4f}, and the norm "
+                "may exceed its bound a little."
+            )
+        self.layer: WeightedLayer = layer
+        size, steps = layer.constraint.size, layer.constraint.steps
+        constrain(layer.U, "weight", NormBounded(bound=1.0 / _MARGIN, size=size, steps=steps))
+
+    def _scale(self, problem: Problem) -> tuple[float, float]:
+        """The shift κ and the top L of p, by the nominal bound on ‖W‖."""
+        constraint: Any = self.layer.constraint
+        nominal = problem.coupling.value_curvature(_MARGIN * constraint.bound)
+        low, high = float(nominal.lower), float(nominal.upper)
+        return (0.0, -low) if high <= 0.0 else (-low, high - low)
+
+    def _output(self, x: Tensor, problem: Problem, z: Tensor) -> Tensor:
+        shift, top = self._scale(problem)
+        field = problem.coupling.value_gradient(z)
+        field = field + shift * problem.coupling.c if shift else -field
+        return x - (2.0 / top) * self.layer.input_operator().adjoint(field, x.shape[1:])
+
+    def forward(self, x: Tensor) -> Tensor:
+        with parametrize.cached():
+            problem, start = self.layer.posed(x)
+            zero = self.layer.starts_at_zero()
+            solution = self.layer.solve_posed(problem, start, zero_start=zero)
+            report(self.layer, solution)
+            assert isinstance(problem, Problem)
+            return self._output(x, problem, solution.value)
+
+    def _constant(self, problem: Problem) -> tuple[float, float]:
+        """Proven: the Lipschitz constant of the layer, and how far an error of z moves y."""
+        shift, top = self._scale(problem)
+        proven = problem.coupling.value_curvature()
+        low, high = float(proven.lower), float(proven.upper)
+        least, most = (low + shift, high + shift) if shift else (-high, -low)
+        u, step = self.layer.input_operator().norm_upper(), 2.0 / top
+        up = 1.0 + 1e-13
+        found = max(1.0, 1.0 - step * u**2 * min(least, 0.0), step * u**2 * most - 1.0) * up
+        return found, step * u * problem.coupling.value_slope() * up
+
+    @torch.no_grad()
+    def lipschitz(self, x: Tensor) -> float:
+        """A proven Lipschitz constant for all inputs; x [B, ...] only says the shape."""
+        problem = self.layer.problem(x)
+        assert isinstance(problem, Problem)
+        return self._constant(problem)[0]
+
+    @torch.no_grad()
+    def enclose(self, x: Tensor) -> Enclosed:
+        """The output at x with what is proven of it, for ``certify.certify_network``."""
+        z = self.layer.solve(x, solver=tight_solver(self.layer)).value
+        problem = self.layer.problem(x)
+        assert isinstance(problem, Problem)
+        constant, slope = self._constant(problem)
+        distance: Tensor = certify(self.layer, x, z).error_bound
+        y = self._output(x, problem, z)
+        terms = self.layer.input_operator().magnitude()
+        count = 64 if terms is None else 8 * terms[1] + 64
+        size = sample_norm([x]) + sample_norm([y]) + sample_norm([problem.coupling.c])
+        rounding = SAFETY * sum_error(count) * math.sqrt(x[0].numel()) * size
+        return Enclosed(y, constant, slope * distance + rounding)

@@ -1,0 +1,248 @@
+"""certify of a whole network: its Lipschitz constant, and radii that no attack gets under."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import equilibria as eq
+
+IMAGE = (3, 8, 8)
+
+
+class Skip(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(x)
+
+
+class Upsample(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.interpolate(x, scale_factor=2.0, mode="bilinear", align_corners=False)
+
+
+class Sides(nn.Module):
+    """Two paths side by side, a slice of one and padding around it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = F.pad(x[:, :, 1:-1, 1:-1], [1, 1, 1, 1])
+        return torch.cat([0.5 * x, inner / 3.0], 1)
+
+
+def normalized(channels: int) -> nn.BatchNorm2d:
+    norm = nn.BatchNorm2d(channels)
+    with torch.no_grad():
+        for t in (norm.weight, norm.bias, norm.running_mean):
+            t.copy_(torch.randn(channels))
+        norm.running_var.copy_(torch.rand(channels) + 0.1)
+    return norm
+
+
+def head(features: int, classes: int = 4) -> list[nn.Module]:
+    return [nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(features, classes)]
+
+
+def geq(bound: float = 0.9) -> nn.Module:
+    layer: nn.Module = eq.nn.GEQ(
+        4,
+        8,
+        in_channels=3,
+        patch=eq.Patches(channels=4, size=2),
+        hidden=8,
+        gamma=0.5,
+        constraint=eq.nn.NormBounded(bound=bound),
+    )
+    return layer
+
+
+NETWORKS: dict[str, Any] = {
+    "linear": lambda: nn.Sequential(nn.Flatten(), nn.Linear(192, 4)),
+    "convolutions": lambda: nn.Sequential(
+        nn.Conv2d(3, 6, 3, padding=1),
+        normalized(6),
+        nn.ReLU(),
+        nn.MaxPool2d(3, 2, 1),
+        nn.Conv2d(6, 8, 3, stride=2, padding=1),
+        nn.LeakyReLU(0.2),
+        *head(32),
+    ),
+    "skips": lambda: nn.Sequential(
+        Skip(nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.Tanh())),
+        Sides(),
+        nn.AvgPool2d(3, 1),
+        Upsample(),
+        nn.PixelUnshuffle(2),
+        *head(96),
+    ),
+    "GEQ": lambda: nn.Sequential(geq(), normalized(4), nn.ReLU(), *head(16)),
+    "GEQ beyond contraction": lambda: nn.Sequential(geq(1.3), *head(16)),
+    "OptEq": lambda: nn.Sequential(eq.nn.OptEq(5, 6, in_channels=3, kernel_size=3), *head(20)),
+    "monotone": lambda: nn.Sequential(
+        nn.Flatten(), eq.nn.MonotoneDEQ(10, in_channels=192, m=2.0), nn.Linear(10, 4)
+    ),
+    "deep OptEq": lambda: nn.Sequential(
+        nn.Flatten(),
+        eq.nn.DeepOptEq(192, (8,), alpha=0.8, constraint=eq.nn.NormBounded(bound=0.8)),
+        nn.Linear(192, 4),
+    ),
+    "envelope": lambda: nn.Sequential(eq.nn.Envelope(geq()), *head(12)),
+    "branches": lambda: nn.Sequential(eq.nn.MultiBranch([geq(), geq()], scales=(8, 4)), *head(16)),
+    "chain": lambda: nn.Sequential(
+        nn.Conv2d(3, 4, 1),
+        eq.nn.MultiBranch(
+            [
+                eq.nn.GEQ(4, 8, patch=eq.Patches(channels=4, size=2), gamma=0.5, hidden=8)
+                for _ in range(2)
+            ],
+            scales=(8, 4),
+            chain=True,
+        ),
+        *head(16),
+    ),
+}
+
+
+def made(name: str) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(len(name))
+    model = NETWORKS[name]().eval()
+    return model, torch.randn(4, *IMAGE)
+
+
+def converged(model: nn.Module) -> nn.Module:
+    """The network in float64 with every layer solved tightly."""
+    network = copy.deepcopy(model).double()
+    for module in network.modules():
+        if hasattr(module, "solver") and not hasattr(module, "branches"):
+            module.solver = eq.Anderson(rtol=1e-10, atol=0.0, max_steps=2000)
+            if isinstance(module, eq.nn.MonotoneDEQ):
+                module.solver = eq.PeacemanRachford(rtol=1e-10, atol=0.0, max_steps=5000)
+    return network
+
+
+@pytest.mark.filterwarnings("ignore::equilibria.ConvergenceWarning")
+@pytest.mark.parametrize("name", list(NETWORKS))
+def test_no_attack_within_the_radius_changes_the_label(name: str) -> None:
+    """Gradient descent on every margin, on the sphere of the radius; and no slope exceeds L."""
+    model, x = made(name)
+    certificate = eq.certify(model, x)
+    assert (certificate.radius > 0).all()
+    assert not certificate.notes
+    network = converged(model)
+    wide = x.double()
+    logits = network(wide)
+    torch.testing.assert_close(logits.detach(), certificate.logits, rtol=1e-6, atol=1e-6)
+    assert torch.equal(certificate.label, logits.argmax(1))
+    jacobian = torch.autograd.functional.jacobian(network, wide[:1]).flatten(2)[0, :, :]
+    steepest = float(torch.linalg.matrix_norm(jacobian.flatten(1), 2))
+    assert steepest <= certificate.lipschitz * (1 + 1e-6)
+    assert certificate.lipschitz < 1e4 * max(steepest, 1e-3)  # it says something
+    own = F.one_hot(certificate.label, 4).bool()
+    step = torch.randn_like(wide)
+    for _ in range(20):
+        length = step.flatten(1).norm(dim=1).clamp_min(1e-12)
+        step = step * (certificate.radius / length).view(-1, 1, 1, 1)
+        moved = (wide + step).requires_grad_()
+        out = network(moved)
+        margin = out[own] - out.masked_fill(own, -math.inf).amax(1)
+        assert (margin > -1e-9).all()
+        (slope,) = torch.autograd.grad(margin.sum(), moved)
+        step = step - 10 * certificate.radius.view(-1, 1, 1, 1) * F.normalize(
+            slope.flatten(1)
+        ).view_as(step)
+
+
+def test_a_linear_network_has_the_exact_radius() -> None:
+    """min_j (l_y − l_j)/‖V_y − V_j‖, and the nearest class is reached just outside it."""
+    model, x = made("linear")
+    certificate = eq.certify(model, x)
+    weight, bias = (p.detach().double() for p in model.parameters())
+    logits = x.flatten(1).double() @ weight.T + bias
+    for b in range(len(x)):
+        y = int(logits[b].argmax())
+        others = [j for j in range(4) if j != y]
+        radii = [
+            float((logits[b, y] - logits[b, j]) / (weight[y] - weight[j]).norm()) for j in others
+        ]
+        assert float(certificate.radius[b]) == pytest.approx(min(radii), rel=1e-9)
+        nearest = int(certificate.nearest[b])
+        assert nearest == others[radii.index(min(radii))]
+        way = weight[nearest] - weight[y]
+        outside = x[b].flatten().double() + 1.001 * min(radii) * way / way.norm()
+        assert int((outside @ weight.T + bias).argmax()) == nearest
+
+
+def test_the_constant_of_a_monotone_network() -> None:
+    """‖U‖/m times the norms around it (Pabbaraju, Winston and Kolter), m that of these weights."""
+    model, x = made("monotone")
+    layer: Any = model[1]
+    a = layer.W.A.detach().double()
+    m = 2.0 + float(torch.linalg.eigvalsh(a.T @ a)[0])
+    u = torch.linalg.matrix_norm(layer.U.weight.detach().double(), 2)
+    v = torch.linalg.matrix_norm(model[2].weight.detach().double(), 2)
+    assert eq.certify(model, x).lipschitz == pytest.approx(float(u * v / m), rel=1e-6)
+
+
+def test_the_model_is_left_as_it_is() -> None:
+    model, x = made("GEQ")
+    model.train()
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    eq.certify(model, x)
+    assert model.training
+    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
+    model(x).sum().backward()
+
+
+def test_what_has_no_constant_has_the_radius_zero_and_says_why() -> None:
+    _, x = made("linear")
+    flat = [nn.Flatten(), nn.Linear(192, 4)]
+    for module, name in ((nn.GroupNorm(1, 3), "group_norm"), (nn.Softmax(1), "softmax")):
+        certificate = eq.certify(nn.Sequential(module, *flat).eval(), x)
+        assert (certificate.radius == 0).all()
+        assert math.isinf(certificate.lipschitz)
+        assert any(name in note for note in certificate.notes)
+        assert name in str(certificate)
+    patch = eq.Patches(channels=3, size=2)
+    layer = eq.nn.GEQ(4, 6, in_channels=3, patch=patch, gamma=eq.MinPatchEnergy(0.2))
+    certificate = eq.certify(nn.Sequential(layer, *head(16)).eval(), x)
+    assert (certificate.radius == 0).all()
+    assert any("none exists" in note for note in certificate.notes)
+
+
+class Masked(nn.Module):
+    """Jumps where an entry changes its sign, by way of a tensor of another kind."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.flatten(1)[:, :4] + (x.flatten(1)[:, :4] > 0).to(x.dtype)
+
+
+class Deciding(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.flatten(1)[:, :4] if bool(x.sum() > 0) else -x.flatten(1)[:, :4]
+
+
+class Shared(nn.Module):
+    """A sample's logits depend on the batch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.flatten(1)[:, :4] - x.flatten(1)[:, :4].mean(0)
+
+
+def test_nothing_that_depends_on_the_input_escapes() -> None:
+    x = torch.randn(4, *IMAGE)
+    for module in (Masked(), Shared()):
+        assert (eq.certify(module, x).radius == 0).all()
+    with pytest.raises(TypeError, match="decides by its numbers"):
+        eq.certify(Deciding(), x)
+    with pytest.raises(TypeError, match="logits"):
+        eq.certify(nn.Conv2d(3, 4, 1), x)
+    with pytest.raises(TypeError, match="needs the input"):
+        eq.certify(nn.Linear(3, 4))

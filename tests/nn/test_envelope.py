@@ -1,0 +1,236 @@
+"""nn.Envelope is 1-Lipschitz, and its branch is the gradient of the optimal value."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import optimize
+from torch import Tensor
+
+import equilibria as eq
+from equilibria.problems import GAUSSIAN_CONCAVITY
+
+PRIORS = [eq.NonNegative(), eq.Free(), eq.Tanh(), eq.SoftThreshold(0.2), eq.Box(-0.5, 1.0)]
+TIGHT = eq.ProximalGradient(rtol=1e-10, atol=0.0, max_steps=5000)
+
+
+def dense(kind: str, bound: float, seed: int, prior: Any = PRIORS[0], gamma: float = 0.5) -> Any:
+    torch.manual_seed(seed)
+    options: dict[str, Any] = {
+        "in_channels": 5,
+        "prior": prior,
+        "constraint": eq.nn.NormBounded(bound=bound),
+        "solver": TIGHT,
+    }
+    layer: Any
+    if kind == "linear":
+        layer = eq.nn.OptEq(6, 7, form="hidden", **options)
+    else:
+        layer = eq.nn.GEQ(6, 7, hidden=7, gamma=gamma, **options)
+    with torch.no_grad():
+        layer.W.weight = layer.W.weight * 50.0  # onto the bound
+    made = eq.nn.Envelope(layer)
+    with torch.no_grad():
+        layer.U.weight = layer.U.weight * 50.0
+    return made.double().eval()
+
+
+def convolutional(kind: str, seed: int) -> Any:
+    torch.manual_seed(seed)
+    options: dict[str, Any] = {"in_channels": 4, "kernel_size": 3, "solver": TIGHT}
+    layer: Any
+    if kind == "linear":
+        layer = eq.nn.OptEq(4, 8, form="hidden", **options)
+    else:
+        layer = eq.nn.GEQ(4, 8, patch=eq.Patches(channels=4, size=2), gamma=0.7, **options)
+    return eq.nn.Envelope(layer).double().eval()
+
+
+def jacobian(layer: Any, x: Tensor) -> Tensor:
+    """∂y/∂x of one sample, dense."""
+    found: Tensor = torch.autograd.functional.jacobian(
+        lambda v: layer(v.view_as(x)).flatten(), x.flatten()
+    )
+    return found
+
+
+@pytest.mark.filterwarnings("ignore::equilibria.ConvergenceWarning")  # where z* is nearly 0
+@settings(max_examples=25, deadline=None)
+@given(
+    st.sampled_from(["linear", "gaussian"]),
+    st.sampled_from(range(len(PRIORS))),
+    st.floats(0.1, 0.96),
+    st.floats(-2.0, 2.0),
+    st.integers(0, 10**6),
+)
+def test_no_singular_value_exceeds_one(
+    kind: str, prior: int, bound: float, size: float, seed: int
+) -> None:
+    bound = bound if kind == "linear" else 1.5 * bound
+    layer = dense(kind, bound, seed, PRIORS[prior], gamma=10.0 ** (size / 2))
+    x = torch.randn(1, 5, dtype=torch.float64) * 10.0**size
+    assert float(torch.linalg.svdvals(jacobian(layer, x))[0]) <= 1.0 + 1e-7
+    assert 1.0 <= layer.lipschitz(x) <= 1.0 + 1e-12
+
+
+@pytest.mark.parametrize("kind", ["linear", "gaussian"])
+@pytest.mark.parametrize("make", [dense, convolutional])
+def test_gradient_ascent_on_the_ratio_finds_no_pair_above_the_constant(
+    kind: str, make: Any
+) -> None:
+    layer = make(kind, 0.9, 0) if make is dense else make(kind, 0)
+    shape = (16, 5) if make is dense else (4, 4, 4, 4)
+    torch.manual_seed(1)
+    pair = [torch.randn(shape, dtype=torch.float64).requires_grad_() for _ in range(2)]
+    optimizer = torch.optim.Adam(pair, lr=0.05)
+    for _ in range(60):
+        a, b = pair
+        ratio = (layer(a) - layer(b)).flatten(1).norm(dim=1) / (a - b).flatten(1).norm(dim=1)
+        optimizer.zero_grad()
+        (-ratio.sum()).backward()
+        optimizer.step()
+    largest = float(ratio.detach().max())
+    assert largest > 0.9  # the search is no toy
+    assert largest <= layer.lipschitz(pair[0]) + 1e-9
+
+
+def optimal_value(kind: str, layer: Any, c: Tensor, gamma: float) -> float:
+    """φ(c) for z ≥ 0 by scipy, from the formula."""
+    w = layer.layer.W.weight.detach().double().numpy()
+    c_, hidden = c.numpy(), None
+    if kind == "gaussian":
+        hidden = layer.layer.W_h.weight.detach().double().numpy()
+
+    def objective(z: Any) -> float:
+        if kind == "linear":
+            return float(0.5 * z @ z - c_ @ z - 0.5 * ((z @ w) ** 2).sum())
+        h = (c_ - w @ z) @ hidden
+        return float(0.5 * z @ z - math.exp(-gamma * h @ h) / (2 * gamma))
+
+    size = w.shape[0] if kind == "linear" else w.shape[1]
+    start = [0.1] * size
+    found = optimize.minimize(
+        objective,
+        start,
+        bounds=[(0, None)] * size,
+        method="L-BFGS-B",
+        options={"ftol": 1e-15, "gtol": 1e-10, "maxiter": 5000},
+    )
+    return float(found.fun)
+
+
+@pytest.mark.parametrize("kind", ["linear", "gaussian"])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_the_branch_is_the_gradient_of_the_optimal_value(kind: str, seed: int) -> None:
+    """Against central differences of min_z G, which scipy finds."""
+    layer = dense(kind, 0.9, seed)
+    x = torch.randn(1, 5, dtype=torch.float64)
+    problem = layer.layer.problem(x)
+    z = layer.layer(x)
+    ours = problem.coupling.value_gradient(z)[0].detach()
+    c, step = problem.coupling.c[0].detach(), 1e-4
+    for i in range(len(c)):
+        up, down = c.clone(), c.clone()
+        up[i] += step
+        down[i] -= step
+        slope = (optimal_value(kind, layer, up, 0.5) - optimal_value(kind, layer, down, 0.5)) / (
+            2 * step
+        )
+        assert float(ours[i]) == pytest.approx(slope, abs=2e-5)
+
+
+@pytest.mark.parametrize("kind", ["linear", "gaussian"])
+def test_the_curvature_of_the_optimal_value_lies_within_its_bounds(kind: str) -> None:
+    lowest, highest = math.inf, -math.inf
+    for seed in range(20):
+        bound = 0.95 if kind == "linear" else 1.4
+        layer = dense(kind, bound, seed)
+        c = torch.randn(1, 7, dtype=torch.float64) * (0.3 + seed / 5)
+        w = layer.layer.operator()
+
+        def gradient(c: Tensor, layer: Any = layer, w: Any = w) -> Tensor:
+            if kind == "linear":
+                from equilibria.problems.operators import TransposedOperator
+
+                coupling: Any = eq.Linear(TransposedOperator(w), c.view(1, -1))
+            else:
+                hidden = layer.layer.hidden_weight()
+                coupling = eq.Gaussian(w, c.view(1, -1), gamma=0.5, hidden=hidden)
+            problem = eq.Problem(eq.NonNegative(), coupling)
+            return coupling.value_gradient(eq.minimize(problem, solver=TIGHT).value).flatten()
+
+        hessian = torch.autograd.functional.jacobian(gradient, c.flatten())
+        values = torch.linalg.eigvalsh(0.5 * (hessian + hessian.mT))
+        proven = layer.layer.problem(torch.zeros(1, 5, dtype=torch.float64)).coupling
+        bounds = proven.value_curvature()
+        assert bounds.rigorous
+        assert float(bounds.lower) - 1e-7 <= float(values[0])
+        assert float(values[-1]) <= float(bounds.upper) + 1e-7
+        lowest, highest = min(lowest, float(values[0])), max(highest, float(values[-1]))
+    # The bounds are reached, or nearly so, in the direction that matters.
+    assert lowest < (-2.0 if kind == "linear" else -0.3)
+    assert highest > (-0.01 if kind == "linear" else 0.5)
+
+
+def test_without_w_it_is_the_convex_potential_layer() -> None:
+    layer = dense("linear", 0.5, 0)
+    with torch.no_grad():
+        layer.layer.W.weight = torch.zeros_like(layer.layer.W.weight)
+    x = torch.randn(3, 5, dtype=torch.float64)
+    u, b = layer.layer.U.weight, layer.layer.U.bias
+    step = 2.0 * (1.0 - (1.03 * 0.5) ** 2)
+    wanted = x - step * torch.relu(x @ u.mT + b) @ u
+    torch.testing.assert_close(layer(x), wanted)
+
+
+@pytest.mark.parametrize("kind", ["linear", "gaussian"])
+def test_gradients_of_weights_and_input_agree_with_differences(kind: str) -> None:
+    layer = dense(kind, 0.9, 3)
+    x = torch.randn(4, 5, dtype=torch.float64).requires_grad_()
+    g = torch.randn(4, 5, dtype=torch.float64)
+    inputs = [x, *layer.parameters()]
+    for tensor in inputs:
+        direction = torch.randn_like(tensor)
+        direction /= direction.norm()
+        (grad,) = torch.autograd.grad((layer(x) * g).sum(), tensor)
+
+        def loss(step: float, tensor: Tensor = tensor, direction: Tensor = direction) -> float:
+            with torch.no_grad():
+                tensor.add_(direction, alpha=step)
+                out = float((layer(x) * g).sum())
+                tensor.add_(direction, alpha=-step)
+            return out
+
+        slope = (loss(1e-5) - loss(-1e-5)) / 2e-5
+        assert float((grad * direction).sum()) == pytest.approx(slope, rel=1e-5, abs=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        (lambda: torch.nn.Linear(4, 4), "GEQ or an OptEq"),
+        (lambda: eq.nn.GEQ(4, 4, gamma=0.5, constraint=None), "NormBounded"),
+        (lambda: eq.nn.GEQ(4, 4), "depends on the input"),
+        (lambda: eq.nn.OptEq(4, 4), "form='hidden'"),
+        (
+            lambda: eq.nn.GEQ(4, 4, gamma=0.5, constraint=eq.nn.NormBounded(bound=1.49)),
+            "must be below",
+        ),
+    ],
+)
+def test_what_has_no_bound_is_refused(layer: Any, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        eq.nn.Envelope(layer())
+
+
+def test_the_limits_of_the_gaussian_are_those_of_the_facts() -> None:
+    """κ = b/(1 − b‖W‖²) and L = 1 + κ."""
+    coupling = dense("gaussian", 1.0, 0).layer.problem(torch.zeros(1, 5).double()).coupling
+    bounds = coupling.value_curvature(1.0)
+    assert float(bounds.lower) == pytest.approx(-GAUSSIAN_CONCAVITY / (1 - GAUSSIAN_CONCAVITY))
+    assert float(bounds.upper) == 1.0
