@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from equilibria.engine.files import replacing
 from equilibria.engine.optional import needs
 
-from .catalog import DataCard, resolve_split
-from .sources import IGNORE, DataError, Found, PartMissingError, cache_dir, fingerprint, replacing
+from .catalog import DataCard, camvid_ids, resolve_split
+from .sources import DataError, Found, PartMissingError, cache_dir, fingerprint
 
 _STEMS = {"train": "train", "val": "val|valid|validation", "test": "test"}
 _IMAGES = ("img", "image", "images")
@@ -69,25 +70,10 @@ def parquet_files(folder: Path) -> dict[str, list[Path]]:
         inside = file.parent != folder
         text = file.parent.name if inside else file.name
         end = r"$" if inside else r"([-_.]\d.*)?\.parquet$"
-        for split, stems in _STEMS.items():
-            if re.match(rf"({stems}){end}", text):
-                found.setdefault(split, []).append(file)
-                break
-        else:
-            if not inside:
-                found.setdefault("", []).append(file)
+        fits = [split for split, stems in _STEMS.items() if re.match(rf"({stems}){end}", text)]
+        if fits or not inside:
+            found.setdefault(fits[0] if fits else "", []).append(file)
     return found
-
-
-def camvid_ids() -> Tensor:
-    """Values of CamVid's masks to classes: 0–10 as they are, 11 (void) and 255 to IGNORE.
-
-    Any other value becomes −1, which no set accepts.
-    """
-    table = torch.full((256,), -1, dtype=torch.long)
-    table[:11] = torch.arange(11)
-    table[[11, 255]] = IGNORE
-    return table
 
 
 class ParquetFiles:
@@ -106,12 +92,9 @@ class ParquetFiles:
             self.bytes += sum(meta.row_group(k).total_byte_size for k in range(meta.num_row_groups))
             self.schema = self.schema or schema
             if not schema.equals(self.schema):
-                kinds = [
-                    ", ".join(f"{f.name} ({f.type})" for f in s) for s in (schema, self.schema)
-                ]
                 raise DataError(
-                    f"{path} has columns {kinds[0]}, {paths[0].name} {kinds[1]}: they are not "
-                    "parts of one data set."
+                    f"{path} has other columns or types than {paths[0].name}: they are not parts "
+                    "of one data set."
                 )
 
     def images(self) -> list[str]:
@@ -134,18 +117,17 @@ class ParquetFiles:
 
     def choose(self, fitting: Sequence[str], usual: Sequence[str], wanted: str) -> str:
         """The column with a usual name, or the only one that fits."""
-        for name in usual:
-            if name in fitting:
-                return name
-        if len(fitting) == 1:
-            return fitting[0]
-        raise DataError(
-            f"{self.paths[0]} has no {wanted.split(' ', 1)[1]}: expected {' or '.join(usual)}; "
-            f"its columns are {', '.join(self.schema.names)}."
-            if not fitting
-            else f"{self.paths[0]}: which of {', '.join(fitting)} is {wanted}? Rename it to "
-            f"{usual[0]}."
-        )
+        named = [name for name in usual if name in fitting]
+        if named or len(fitting) == 1:
+            return [*named, *fitting][0]
+        if fitting:
+            what = f": which of {', '.join(fitting)} is {wanted}? Rename it to {usual[0]}."
+        else:
+            what = (
+                f" has no {wanted.split(' ', 1)[1]}: expected {' or '.join(usual)}; its columns "
+                f"are {', '.join(self.schema.names)}."
+            )
+        raise DataError(f"{self.paths[0]}{what}")
 
     def labels(
         self, column: str, classes: tuple[str, ...] = (), count: int = 0
@@ -158,7 +140,7 @@ class ParquetFiles:
             empty = self.row_name(values.is_null().to_pylist().index(True))
             raise DataError(f"{empty}: {column} is empty; every image needs a label.")
         labels = torch.from_numpy(values.to_numpy().astype("int64"))
-        names = self._features().get(column, {}).get("names")
+        names = self._names(column)
         classes = tuple(str(name) for name in names) if isinstance(names, list) else classes
         classes = classes or tuple(str(k) for k in range(count or int(labels.max()) + 1))
         wrong = (labels < 0) | (labels >= len(classes))
@@ -170,6 +152,14 @@ class ParquetFiles:
                 f"{len(classes)} classes: labels go from 0 to {len(classes) - 1}.{why}"
             )
         return labels, classes
+
+    def _names(self, column: str) -> Any:
+        """The names of classes in the hub's description of the columns, where there is one."""
+        try:
+            note = json.loads((self.schema.metadata or {})[b"huggingface"])
+            return note["info"]["features"][column]["names"]
+        except (ValueError, KeyError, TypeError):
+            return None  # a note for people: data without it is as good
 
     def batches(self, column: str) -> Iterator[Any]:
         """A column in pieces of 1,024 rows, file after file."""
@@ -192,14 +182,6 @@ class ParquetFiles:
         k = bisect.bisect_right(ends, i)
         return f"{self.paths[k]} row {i - (ends[k - 1] if k else 0)}"
 
-    def _features(self) -> dict[str, Any]:
-        """The hub's description of the columns, {} where there is none."""
-        try:
-            features = json.loads((self.schema.metadata or {})[b"huggingface"])["info"]["features"]
-            return {k: v for k, v in features.items() if isinstance(v, dict)}
-        except (ValueError, KeyError, TypeError, AttributeError):
-            return {}  # a note for people: data without it is as good
-
 
 class ImageColumn:
     """The encoded images of a column over several files; the first read opens them.
@@ -221,6 +203,7 @@ class ImageColumn:
         return [ImageRow(self, i) for i in range(sum(self.files.rows))]
 
     def read(self, i: int) -> bytes:
+        """The bytes of image ``i``."""
         if self._values is None:
             with self._lock:
                 if self._values is None:
@@ -231,12 +214,11 @@ class ImageColumn:
         return value
 
     def _opened(self) -> Any:
-        import pyarrow as pa  # type: ignore[import-untyped, unused-ignore]
+        import pyarrow as pa
         import pyarrow.compute as pc  # type: ignore[import-untyped, unused-ignore]
 
-        values = (
-            self._mapped() if self.files.bytes > _IN_MEMORY else self.files.column(self._column)
-        )
+        small = self.files.bytes <= _IN_MEMORY
+        values = self.files.column(self._column) if small else self._mapped()
         # A missing struct has no bytes either: struct_field carries the nulls down.
         return pc.struct_field(values, "bytes") if pa.types.is_struct(values.type) else values
 

@@ -1,7 +1,7 @@
 """Which samples: orders and seeds from numbers alone, parts held out, shares of processes.
 
-Numbers come from splitmix64 (Steele, Lea, Flood 2014, figure 16), the same on every machine: the
-stream of a library's generator may change with a version, and published splits rest on these.
+Numbers come from splitmix64 (Steele, Lea, Flood 2014, figure 16): the stream of a library's
+generator may change with a version, and published splits rest on these.
 """
 
 from __future__ import annotations
@@ -43,8 +43,7 @@ def _finish(z: int) -> int:
 def host_seed(generator: torch.Generator | None) -> int:
     """A seed drawn from ``generator`` without waiting for its device.
 
-    A number drawn on a GPU can be read only after the GPU has come that far. Its generator is a
-    counter whose seed and offset the host knows; both make the seed here, and the offset moves on.
+    The generator of a GPU is a counter whose seed and offset the host knows.
     """
     if generator is None or generator.device.type == "cpu":
         return int(torch.randint(0, 2**63 - 1, (), generator=generator))
@@ -94,10 +93,10 @@ def _shares(sizes: list[int], fraction: float) -> list[int]:
 class Shards:
     """Batches of ``batch_size`` from ``count`` samples for process ``rank`` of ``world``.
 
-    The order σ of epoch k depends on (seed, k) alone. Rank r of W takes σ[r], σ[r + W], σ[r + 2W],
-    …, so step j of all ranks together covers σ[jBW : (j + 1)BW]: what one process with batches of
-    BW sees. Without ``drop_last`` every sample is taken exactly once by all ranks together. All
-    ranks make the same number of batches, since a process with fewer would keep the others waiting.
+    The order σ of epoch k depends on (seed, k) alone. Rank r of W takes σ[r], σ[r + W], …, so step
+    j of all ranks together covers σ[jBW : (j + 1)BW]: what one process with batches of BW sees.
+    Without ``drop_last`` every sample is taken exactly once. All ranks make as many batches, since
+    a process with fewer would keep the others waiting.
     """
 
     count: int
