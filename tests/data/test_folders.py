@@ -73,8 +73,8 @@ def test_a_corrupt_image_among_good_ones(tmp_path: Path, number: int) -> None:
 
 @pytest.mark.parametrize("size", [None, 4])
 def test_all_corrupt(tmp_path: Path, size: int | None) -> None:
-    for name in write_class_folders(tmp_path / "train", {"a": 2, "b": 2}):
-        name.write_bytes(b"x")
+    for path in write_class_folders(tmp_path / "train", {"a": 2, "b": 2}):
+        path.write_bytes(b"x")
     with pytest.raises(CorruptImageError, match="none of the 4 images can be read"):
         data.load(tmp_path, on_corrupt="skip", image_size=size)
 

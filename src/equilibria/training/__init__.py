@@ -1,11 +1,7 @@
 """Train a network: Lightning underneath, one configuration on top.
 
 Here belongs what one training needs beyond Lightning: the configuration, the module, the folder of
-a run, and exact resuming. Data sets, networks and what compares trainings have their own packages.
-::
-
-    result = training.fit(training.TrainConfig(epochs=30, out="runs/first"))
-    result.metrics["val_accuracy"], result.weights
+a run, and exact resuming. Data sets and networks have their own packages.
 """
 
 from __future__ import annotations
