@@ -36,7 +36,7 @@ def __getattr__(name: str) -> Any:
     from . import average, module, nonfinite, progress, run, run_folder
 
     files = (average, module, nonfinite, progress, run, run_folder)
-    found = next(getattr(file, name) for file in files if name in file.__all__)
+    found = next(getattr(file, name) for file in files if hasattr(file, name))
     globals()[name] = found
     return found
 

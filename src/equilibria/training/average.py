@@ -13,8 +13,6 @@ from torch.nn.utils import parametrize
 
 from equilibria.nn import OperatorNorm
 
-__all__ = ["WeightAverage", "settle_norms"]
-
 
 @torch.no_grad()
 def settle_norms(model: nn.Module) -> None:

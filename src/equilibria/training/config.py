@@ -14,8 +14,6 @@ from equilibria.engine.optional import needs
 from equilibria.engine.options import OptionError, OptionTypeError, check_number, options
 from equilibria.models.values import to_json
 
-__all__ = ["TrainConfig"]
-
 _LOGGERS = ("tensorboard", "csv", "wandb", "mlflow")
 _SHORT = {"32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed", "64": "64-true"}
 _WARMUP = {"onecycle": 0.25, "cosine": 0.05, "step": 0.0, "constant": 0.0}
@@ -55,6 +53,12 @@ def option(
 def _refuse(name: str, value: Any, why: str, kind: type[OptionError] = OptionError) -> NoReturn:
     got = f", got {type(value).__name__}" if kind is OptionTypeError else ""
     raise kind("TrainConfig", {name: value}, f": {why}{got}.")
+
+
+def _check_text(name: str, value: Any, optional: bool) -> None:
+    if not isinstance(value, str) or not value:
+        also = " or None" if optional else ""
+        _refuse(name, value, f"expected a non-empty text{also}", OptionTypeError)
 
 
 def _one_of(given: object, choices: Sequence[str]) -> str:
@@ -247,9 +251,7 @@ class TrainConfig:
                 if not isinstance(value, bool):
                     _refuse(name, value, "expected True or False", OptionTypeError)
             elif known["parse"] is None and not (optional and value is None):
-                if not isinstance(value, str) or not value:
-                    also = " or None" if optional else ""
-                    _refuse(name, value, f"expected a non-empty text{also}", OptionTypeError)
+                _check_text(name, value, optional)
         for wrong, names, why in self._conflicts():
             if wrong:
                 given = {name: getattr(self, name) for name in names.split()}

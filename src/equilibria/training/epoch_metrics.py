@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from equilibria.engine.result import ConvergenceWarning, Result
 from equilibria.nn import Observed, equilibrium_layers
 
-__all__ = ["SOLVER_FIELDS", "UNSETTLED", "EpochMetrics", "solver_numbers", "warn_unsettled"]
-
 SOLVER_FIELDS = ("solver_steps", "residual", "converged", "failed")
 """Means over samples and layers: evaluations of the map; ‖T(z) − z‖/‖T(z)‖; the share that passed
 its tolerance (NaN where every layer runs a fixed number of steps and so tests none); the share that

@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["GraphedModel"]
-
 
 class _Shell(nn.Module):
     """The model behind a forward of its own: capture replaces that one, not the user's."""

@@ -24,8 +24,6 @@ from .graphed_model import GraphedModel
 from .nonfinite import Guard, NonFiniteLoss, describe, examine
 from .optimizer import gradient_norm, make_optimizer, make_schedule
 
-__all__ = ["EquilibriumModule", "JacobianPenalty"]
-
 _WATCHED = 64  # samples that are solved once more where the compiled solve cannot be seen
 
 

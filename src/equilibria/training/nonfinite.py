@@ -14,8 +14,6 @@ from torch.optim import Optimizer
 from equilibria.engine.result import ConvergenceWarning, Result
 from equilibria.nn import observe
 
-__all__ = ["Guard", "NonFiniteLoss", "describe", "examine"]
-
 
 class NonFiniteLoss(RuntimeError):
     """The loss or its gradient became NaN or infinite; ``report`` tells of the batch.

@@ -16,8 +16,6 @@ from equilibria.nn.constraints import RowNorm
 
 from .config import TrainConfig
 
-__all__ = ["decay_groups", "gradient_norm", "make_optimizer", "make_schedule"]
-
 _NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 

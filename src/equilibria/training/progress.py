@@ -16,8 +16,6 @@ from lightning.pytorch.callbacks import RichProgressBar
 
 from equilibria.engine.optional import needs
 
-__all__ = ["Interrupted", "Progress", "StopRequest", "TrainingBar", "epoch_line"]
-
 _PAUSE = 0.1  # seconds between two movements of the bar
 _WIDE = 110  # columns that the bar, the time and the numbers need
 _FORMS = {

@@ -17,8 +17,6 @@ from equilibria.engine import OptionError
 from .config import TrainConfig
 from .progress import Progress
 
-__all__ = ["RunData", "TrainBatches", "few", "load_data"]
-
 
 @dataclass(frozen=True)
 class RunData:

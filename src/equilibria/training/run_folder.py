@@ -34,10 +34,6 @@ from equilibria.engine.files import SaveError, write_bytes, write_text
 from .config import TrainConfig
 from .run_data import RunData
 
-__all__ = ["ENTRY", "FORMAT", "CheckpointError", "CheckpointFile", "RunExistsError", "RunFolder"]
-__all__ += ["check_checkpoint", "find_checkpoint", "provenance", "read_checkpoint"]
-__all__ += ["random_state", "restore_random_state", "seed_all"]
-
 ENTRY = "equilibria"
 FORMAT = 2
 
@@ -176,10 +172,12 @@ def provenance(started: datetime, device: torch.device, seed: int) -> dict[str, 
 
 
 # What may change on resume: none of it changes what is computed, beyond rounding.
-_FREE = frozenset(
-    "out data_root download workers log_every loggers on_corrupt keep_every accelerator devices "
-    "nodes strategy compile cuda_graphs early_stop".split()
-)
+# fmt: off
+_FREE = frozenset({
+    "out", "data_root", "download", "workers", "log_every", "loggers", "on_corrupt", "keep_every",
+    "accelerator", "devices", "nodes", "strategy", "compile", "cuda_graphs", "early_stop",
+})
+# fmt: on
 
 
 class CheckpointError(ValueError):
