@@ -19,14 +19,7 @@ from PIL import Image
 
 from equilibria import data
 from equilibria.data import CorruptImageError, LazyImages, decoding, read_image
-from equilibria.data.decoding import (
-    Rows,
-    as_index,
-    decode_image,
-    decode_mask,
-    image_shape,
-    reshape_pixels,
-)
+from equilibria.data.decoding import Rows, as_index, decode_image, decode_mask, reshape_pixels
 from tests.data.made_files import pictures, png, write_class_folders
 
 COLOR, GRAY = pictures(1, 9, 14)[0], pictures(1, 9, 14, channels=1)[0]
@@ -55,15 +48,12 @@ def test_the_middle_square_is_resized(size: int) -> None:
     by_hand = np.asarray(picture)
     assert size != 9 or np.array_equal(by_hand, COLOR[:, 2:11])
     assert np.array_equal(decode_image(png(COLOR), 3, size).numpy(), by_hand.transpose(2, 0, 1))
-    assert image_shape(png(COLOR), size) == (size, size)
 
 
 def test_without_square_the_shorter_side_is_resized() -> None:
     by_hand = np.asarray(Image.fromarray(COLOR).resize((28, 18), Image.Resampling.BILINEAR))
     found = decode_image(png(COLOR), 3, 18, square=False)
     assert np.array_equal(found.numpy(), by_hand.transpose(2, 0, 1))
-    assert image_shape(png(COLOR), 18, square=False) == (18, 28)
-    assert image_shape(png(COLOR), None) == (9, 14)
 
 
 def test_gray_alpha_palettes_and_sixteen_bits_are_converted() -> None:

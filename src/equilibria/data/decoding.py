@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -24,7 +24,6 @@ from equilibria.engine.optional import needs
 
 from .sources import CorruptImageError, DataError, Encoded, Found, Task, cache_dir, fingerprint
 
-T = TypeVar("T")
 OnCorrupt = Literal["raise", "skip"]
 
 MEMORY_LIMIT = 4 * 2**30
@@ -64,13 +63,6 @@ def decode_mask(data: bytes, size: int | None) -> Tensor:
     return _tensor(image)[..., 0]
 
 
-def image_shape(data: bytes, size: int | None, *, square: bool = True) -> tuple[int, int]:
-    """(height, width) that the decoded image will have, from its header alone."""
-    image = _opened(data, load=False)
-    (width, height), _ = _target(image.width, image.height, size, square)
-    return height, width
-
-
 def read_image(path: str | Path, channels: int = 3, size: int | None = None) -> Tensor:
     """The image file at ``path`` as ``load`` would read it, uint8 [channels, H, W]."""
     try:
@@ -91,7 +83,7 @@ def _pillow() -> Any:
     return PIL.Image
 
 
-def _opened(data: bytes, *, load: bool = True) -> Any:
+def _opened(data: bytes) -> Any:
     pillow = _pillow()
     try:
         image = pillow.open(io.BytesIO(data), formats=_FORMATS)
@@ -100,8 +92,7 @@ def _opened(data: bytes, *, load: bool = True) -> Any:
             raise CorruptImageError(
                 f"it claims {width} × {height} pixels; more than {MOST_PIXELS:,} are refused"
             )
-        if load:
-            image.load()
+        image.load()
     except CorruptImageError:
         raise
     except pillow.UnidentifiedImageError:
@@ -261,17 +252,21 @@ class LazyImages:
 
 @dataclass(frozen=True)
 class Rows:
-    """A column and how to decode a row of it; with ``ids`` [256], row i is ``ids`` of its values.
-
-    A row that cannot be decoded is a CorruptImageError with its name.
-    """
+    """A column and how to decode a row; with ``ids`` [256], row i is ``ids`` of its values."""
 
     column: Sequence[Encoded]
     decode: Callable[[bytes], Tensor]
     ids: Tensor | None = None
 
     def __call__(self, i: int) -> Tensor:
-        row = _read_row(self.column[i], self.decode)
+        """Row ``i``, or CorruptImageError with its name."""
+        try:
+            row = self.decode(self.column[i].read_bytes())
+        except (CorruptImageError, OSError) as error:
+            raise CorruptImageError(
+                f"{self.column[i]}: not a readable image ({error}). Repair or remove it, or pass "
+                "on_corrupt='skip' (--on-corrupt skip) to go on without it."
+            ) from error
         return row if self.ids is None else _classes(row[None], self.ids, self.column[i : i + 1])[0]
 
 
@@ -293,12 +288,11 @@ def decode(
             source = torch.stack([reshape_pixels(image, channels, size) for image in source])
         return source, cast(Tensor, found.targets), found
     square, index = task == "classification", torch.arange(len(source))
-    if square and size is not None:
-        shape = (size, size)
-    else:
-        look = partial(image_shape, size=size, square=square)
-        shape = _first_shape(source, look, on_corrupt == "raise", where)
     read = Rows(source, partial(decode_image, channels=channels, size=size, square=square))
+    if square and size is not None:
+        shape = torch.Size((size, size))
+    else:
+        shape = _first_shape(read, on_corrupt == "raise", where)
     stacks = {"images": LazyImages(read, index, (channels, *shape))}
     if found.masks is not None:
         read = Rows(found.masks, partial(decode_mask, size=size))
@@ -348,27 +342,15 @@ def _readable(failures: dict[int, str] | None, count: int, where: str) -> Tensor
     return torch.tensor([i for i in range(count) if i not in failures])
 
 
-def _read_row(row: Encoded, decode: Callable[[bytes], T]) -> T:
-    try:
-        return decode(row.read_bytes())
-    except (CorruptImageError, OSError) as error:
-        raise CorruptImageError(
-            f"{row}: not a readable image ({error}). Repair or remove it, or pass "
-            "on_corrupt='skip' (--on-corrupt skip) to go on without it."
-        ) from error
-
-
-def _first_shape(
-    source: Sequence[Encoded], look: Callable[[bytes], tuple[int, int]], stop: bool, where: str
-) -> tuple[int, int]:
-    """(height, width) of every image, by the first that can be read."""
-    for row in source:
+def _first_shape(read: Rows, stop: bool, where: str) -> torch.Size:
+    """[height, width] of every image, by the first that can be read."""
+    for i in range(len(read.column)):
         try:
-            return _read_row(row, look)
+            return read(i).shape[-2:]
         except CorruptImageError:
             if stop:
                 raise
-    raise CorruptImageError(f"{where}: none of the {len(source)} images can be read.")
+    raise CorruptImageError(f"{where}: none of the {len(read.column)} images can be read.")
 
 
 def _classes(masks: Tensor, ids: Tensor, column: Sequence[Encoded]) -> Tensor:
