@@ -233,8 +233,6 @@ def test_two_loops_at_a_time_do_not_mix() -> None:
         ({"dtype": torch.int64}, "floating dtype"),
         ({"prefetch": 0}, "prefetch=0"),
         ({"augment": "crop"}, "expected a Transform"),
-        ({"batch_size": 0}, "batch_size=0"),
-        ({"rank": 1}, "rank=1"),
         ({"batch_size": 30, "drop_last": True}, "fill no batch"),
         ({"resident": True}, "lazy=False"),
     ],

@@ -218,15 +218,22 @@ def test_failures_are_named_and_the_rest_is_there(tmp_path: Path) -> None:
         images[1]
 
 
-def test_the_warning_counts_and_names(tmp_path: Path) -> None:
-    write_class_folders(tmp_path / "train", {"a": 5, "b": 5})
+@pytest.mark.parametrize("size", [None, 6])
+def test_the_warning_counts_and_names(tmp_path: Path, size: int | None) -> None:
+    written = write_class_folders(tmp_path / "train", {"a": 5, "b": 5})
     for k in range(4):
-        (tmp_path / "train" / "a" / f"{k:03d}.png").write_bytes(b"x")
+        path = tmp_path / "train" / "a" / f"{k:03d}.png"
+        path.write_bytes(path.read_bytes()[: 50 * k])
+        del written[path]
+    with pytest.raises(CorruptImageError, match=r"000\.png: not a readable image"):
+        data.load(tmp_path, image_size=size)
     text = r"skipped 4 of 10 .*000\.png, .*001\.png, .*002\.png and others"
     with pytest.warns(UserWarning, match=text) as seen:
-        found = data.load(tmp_path, image_size=6, on_corrupt="skip")
-    assert found.targets.tolist() == [0, 1, 1, 1, 1, 1]
+        found = data.load(tmp_path, image_size=size, on_corrupt="skip")
+    assert len(seen) == 1
     assert Path(seen[0].filename).name == Path(__file__).name
+    assert found.targets.tolist() == [0, 1, 1, 1, 1, 1]
+    assert np.array_equal(found.images, np.stack(list(written.values())).transpose(0, 3, 1, 2))
 
 
 def test_large_sets_are_lazy_and_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
