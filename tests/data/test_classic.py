@@ -20,7 +20,7 @@ from equilibria.data.classic import read_pickle
 from tests.data.made_files import pictures, write_cifar10_pickles, write_idx
 
 
-def test_every_digit_is_in_one_split() -> None:
+def test_every_digit_is_in_one_split_which_never_changes() -> None:
     train, test = data.load("digits"), data.load("digits", "test")
     assert (len(train), len(test)) == (1438, 359)
     bunch = load_digits()
@@ -36,10 +36,6 @@ def test_every_digit_is_in_one_split() -> None:
     assert np.all(np.abs(torch.bincount(test.targets).numpy() - fifth) < 1)
     mean, std = train.measure()
     np.testing.assert_allclose([mean[0], std[0]], [train.mean[0], train.std[0]], atol=0.002)
-
-
-def test_the_split_of_the_digits_never_changes() -> None:
-    test = data.load("digits", "test")
     checksum = int((test.images.long().sum(dim=(1, 2, 3)) * torch.arange(1, 360)).sum())
     assert checksum == 321_476_096
     large = data.load("digits", "test", image_size=16, channels=3)

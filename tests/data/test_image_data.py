@@ -8,21 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from equilibria.data import DataError, ImageData, LazyImages
-
-
-def made(**changes: Any) -> ImageData:
-    generator = torch.Generator().manual_seed(0)
-    given: dict[str, Any] = {
-        "images": torch.randint(0, 256, (40, 3, 4, 5), dtype=torch.uint8, generator=generator),
-        "targets": torch.arange(4).repeat(10),
-        "classes": ("a", "b", "c", "d"),
-        "name": "made",
-        "split_name": "train",
-        "mean": (0.5, 0.4, 0.3),
-        "std": (0.2, 0.25, 0.3),
-    }
-    return ImageData(**{**given, **changes})
+from equilibria.data import DataError
+from tests.data.made_files import made
 
 
 def test_normalize_is_the_formula() -> None:
@@ -72,7 +59,7 @@ def test_split_holds_out_the_fraction_and_loses_nothing() -> None:
 
 
 def test_split_of_masks_is_by_the_whole() -> None:
-    targets = torch.full((40, 4, 5), 255)  # no class: not refused as a label
+    targets = torch.full((40, 6, 5), 255)  # no class: not refused as a label
     rest, held = made(targets=targets, task="segmentation", ignore_index=255).split(0.1)
     assert (len(rest), len(held)) == (36, 4)
     assert torch.equal(held.targets, targets[:4])
@@ -87,14 +74,12 @@ def test_superclass_of_is_the_table() -> None:
 
 
 def test_lazy_images_give_the_same_answers() -> None:
-    data = made()
-    lazy = LazyImages(lambda i: data.images[i], torch.arange(40), (3, 4, 5))
-    same = made(images=lazy)
+    data, same = made(), made(lazy=True)
     assert same.measure() == data.measure()
     a, b = same.split(0.25, 1), data.split(0.25, 1)
     assert torch.equal(a[1].images[:], b[1].images)
     assert (same.is_lazy, data.is_lazy) == (True, False)
-    assert same.to("cpu").images is lazy
+    assert same.to("cpu").images is same.images
     assert torch.equal(data.to("cpu").images, data.images)
 
 
@@ -124,7 +109,7 @@ def test_normalization_of_saved_weights() -> None:
         ({"task": "detection"}, "task='detection'"),
         ({"superclasses": torch.zeros(3).long()}, "one a sample"),
         (
-            {"targets": torch.full((40, 4, 5), 9), "task": "segmentation", "ignore_index": 255},
+            {"targets": torch.full((40, 6, 5), 9), "task": "segmentation", "ignore_index": 255},
             "sample 0 has label 9",
         ),
     ],

@@ -9,7 +9,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from equilibria.data.sampling import Shards, held_out, host_seed, mix, shuffled
+from equilibria.data.sampling import Shards, held_out, mix, shuffled
 
 MASK = 2**64 - 1
 
@@ -38,36 +38,16 @@ def test_shuffled_sorts_by_the_stream(count: int, seed: int) -> None:
     keys = reference_stream(state, count)
     signed = [k - 2**64 if k >> 63 else k for k in keys]
     assert shuffled(count, seed).tolist() == sorted(range(count), key=lambda i: signed[i])
+    assert shuffled(10, 0).tolist() == [9, 0, 3, 1, 6, 4, 5, 7, 8, 2]  # published splits rest on it
 
 
-def test_the_order_is_fixed_for_all_time() -> None:
-    """Splits in published results rest on these numbers."""
-    assert shuffled(10, 0).tolist() == [9, 0, 3, 1, 6, 4, 5, 7, 8, 2]
-
-
-@given(
-    st.lists(st.integers(0, 2**70), min_size=1, max_size=4), st.integers(0, 3), st.integers(1, 9)
-)
-def test_mix_depends_on_every_number(numbers: list[int], place: int, change: int) -> None:
-    numbers = [n & MASK for n in numbers]
+@given(st.lists(st.integers(0, MASK), min_size=1, max_size=4), st.integers(0, 3))
+def test_mix_depends_on_every_number(numbers: list[int], place: int) -> None:
     other = list(numbers)
-    other[place % len(numbers)] += change
-    assert mix(*numbers) == mix(*numbers)
-    assert mix(*numbers) != mix(*other)
+    other[place % len(numbers)] += 1
+    assert len({mix(*numbers), mix(*other), mix(*numbers, 0)}) == 3
     assert 0 <= mix(*numbers) < 2**63
-    assert mix(*numbers) != mix(*numbers, 0)
     assert mix(1, 2) != mix(2, 1)
-
-
-def test_host_seed_moves_on_and_repeats() -> None:
-    a, b = torch.Generator().manual_seed(3), torch.Generator().manual_seed(3)
-    first, second = host_seed(a), host_seed(a)
-    assert first != second
-    assert [host_seed(b), host_seed(b)] == [first, second]
-    torch.manual_seed(1)
-    drawn = host_seed(None)
-    torch.manual_seed(1)
-    assert host_seed(None) == drawn
 
 
 @given(

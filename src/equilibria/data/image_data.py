@@ -36,8 +36,7 @@ class ImageData:
     superclass_names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        problem = self._problem()
-        if problem:
+        if problem := self._problem():
             raise DataError(f"{self.name} ({self.split_name}): {problem}.")
 
     def _problem(self) -> str:
@@ -135,7 +134,7 @@ class ImageData:
         return self.subset(~mask), self.subset(mask)
 
     def to(self, device: torch.device | str) -> ImageData:
-        """The same on another device; what is lazy stays where it is and moves by the batch."""
+        """The same on another device; what is lazy moves by the batch."""
         return self._each(lambda rows: rows if isinstance(rows, LazyImages) else rows.to(device))
 
     def normalize(self, batch: Tensor) -> Tensor:

@@ -83,15 +83,14 @@ def load(
             files. A ``Path`` is always a folder.
         split: train, val or test. Where test labels are withheld, test is val.
         root: a folder that holds the files of the named set, or a folder with its name.
-        download: fetch from the hub what is in neither ``root`` nor the cache; into ``root`` if it
-            is given.
-        image_size: classification: the middle square, resized to this; segmentation: the shorter
-            side, resized to this. A pair (height, width), as saved with weights, says the same.
-            None: what is usual for the set, or as the files are.
+        download: fetch what is in neither ``root`` nor the cache from the hub, into ``root`` if
+            given.
+        image_size: of the middle square (classification) or the shorter side (segmentation) after
+            resizing, or (height, width). None: what is usual for the set, or as the files are.
         on_corrupt: "raise" names the first image that cannot be read; "skip" leaves such images out
             and warns once.
         progress: show a bar while decoding or downloading.
-        channels: 1 (gray) or 3 (color); what is usual for the set if None, color for folders.
+        channels: 1 (gray) or 3 (color); None: what is usual for the set, color for folders.
         lazy: decode by the batch, not at once. None: when the split is larger than 4 GiB.
         cache: keep a decoded copy in the cache, and use one that is there.
     """
@@ -118,19 +117,19 @@ def load(
     images, targets, found = decode(
         found, card.task, str(name), channels, size, on_corrupt, lazy, cache, progress
     )
-
-    def statistics(values: tuple[float, ...]) -> tuple[float, ...]:
-        """Of color for gray, or the other way: near enough, and the same every time."""
-        return values if len(values) == channels else (sum(values) / len(values),) * channels
-
+    # Statistics of color for gray, or the other way: near enough, and the same every time.
+    mean, std = (
+        values if len(values) == channels else (sum(values) / len(values),) * channels
+        for values in (card.mean, card.std)
+    )
     return ImageData(
         images=images,
         targets=targets,
         classes=found.classes,
         name=str(name),
         split_name=found.split,
-        mean=statistics(card.mean),
-        std=statistics(card.std),
+        mean=mean,
+        std=std,
         task=card.task,
         ignore_index=IGNORE if card.task == "segmentation" else None,
         superclasses=found.superclasses,
@@ -271,12 +270,13 @@ def fetch(card: DataCard, folder: Path, *, progress: bool = True) -> None:
     finally:
         if silenced:
             utils.enable_progress_bars()
-    for wrong in report.mismatches:
-        (folder / wrong["path"]).unlink()
-    if report.mismatches:
+    wrong = [entry["path"] for entry in report.mismatches]
+    for path in wrong:
+        (folder / path).unlink()
+    if wrong:
         raise DataError(
             f"{url}/datasets/{card.hub}: the bytes that came have another checksum than the hub "
-            f"says, in {', '.join(wrong['path'] for wrong in report.mismatches)}. They are deleted."
+            f"says, in {', '.join(wrong)}. They are deleted."
         )
 
 
