@@ -13,7 +13,7 @@ import pytest
 
 from equilibria import data
 from equilibria.data import DataError, DataNotFoundError, parquet
-from equilibria.data.parquet import ImageColumn, ParquetFiles, parquet_files
+from equilibria.data.parquet import ParquetFiles, parquet_files
 from tests.data.made_files import pictures, png, write_parquet
 
 
@@ -173,12 +173,12 @@ def test_rows_across_files(
 ) -> None:
     monkeypatch.setattr(parquet, "_IN_MEMORY", limit)
     files = ParquetFiles(two_files(tmp_path))
-    rows = ImageColumn(files, "img").rows()
+    rows = files.image_rows("img")
     assert [row.read_bytes() for row in rows] == BYTES
     assert str(rows[5]).endswith("a.parquet row 5")
     assert str(rows[6]).endswith("b.parquet row 0")
     assert len(list(own_cache.rglob("*.arrow"))) == (1 if limit == 0 else 0)
-    again = ImageColumn(files, "img").rows()  # reads the mapped file that is there
+    again = ParquetFiles(files.paths).image_rows("img")  # reads the mapped file that is there
     assert again[9].read_bytes() == BYTES[9]
     assert pickle.loads(pickle.dumps(rows[3])).read_bytes() == BYTES[3]
     labels, classes = files.labels("label")
@@ -195,7 +195,7 @@ def test_plain_binary_columns_are_images_too(tmp_path: Path, note: str | None) -
     pq.write_table(table.replace_schema_metadata({"huggingface": note} if note else None), path)
     files = ParquetFiles([path])
     assert files.images() == ["img"]
-    assert ImageColumn(files, "img").read(4) == BYTES[4]
+    assert files.image_rows("img")[4].read_bytes() == BYTES[4]
     assert files.labels("label")[1] == tuple(str(k) for k in range(11))
 
 
@@ -206,10 +206,10 @@ def test_a_row_without_bytes_is_an_error_when_read(
     monkeypatch.setattr(parquet, "_IN_MEMORY", limit)
     path = tmp_path / "a.parquet"
     write_parquet(path, {"img": [BYTES[0], None], "label": [0, 1]})
-    column = ImageColumn(ParquetFiles([path]), "img")
-    assert column.read(0) == BYTES[0]
+    first, second = ParquetFiles([path]).image_rows("img")
+    assert first.read_bytes() == BYTES[0]
     with pytest.raises(OSError, match="no bytes"):
-        column.read(1)
+        second.read_bytes()
 
 
 def test_an_empty_label_and_an_empty_file_are_named(tmp_path: Path) -> None:
@@ -238,7 +238,7 @@ def test_damage_inside_is_named(tmp_path: Path) -> None:
     whole[4:600] = bytes(596)  # the pages of the first column
     path.write_bytes(bytes(whole))
     with pytest.raises(DataError, match=r"a\.parquet is not a readable Parquet file"):
-        ImageColumn(ParquetFiles([path]), "img").read(0)
+        ParquetFiles([path]).image_rows("img")[0].read_bytes()
 
 
 @pytest.mark.parametrize("column", [{"image": BYTES}, {"img": list(range(11))}])

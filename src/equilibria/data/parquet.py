@@ -45,11 +45,11 @@ def read_parquet(folder: Path, asked: str, card: DataCard | None) -> Found | Non
     if sum(files.rows) == 0:
         raise DataError(f"{files.paths[0]}: the {split} split has no rows.")
     image = files.choose(files.images(), _IMAGES, "an image column")
-    column = ImageColumn(files, image).rows()
+    column = files.image_rows(image)
     if card is not None and card.task == "segmentation":
         others = [name for name in files.images() if name != image]
         mask = files.choose(others, _MASKS, "a second image column with the masks")
-        masks = ImageColumn(files, mask).rows()
+        masks = files.image_rows(mask)
         return Found(column, None, card.classes, split, files.paths, masks, camvid_ids())
     label = files.choose(files.integers(), _LABELS, "a column of integer labels")
     known = (card.classes, card.num_classes) if card is not None else ((), 0)
@@ -77,7 +77,11 @@ def parquet_files(folder: Path) -> dict[str, list[Path]]:
 
 
 class ParquetFiles:
-    """The parts of one split: columns and their types, rows, labels, names of classes."""
+    """The parts of one split: columns and their types, rows, labels, encoded images.
+
+    Up to 2 GiB of encoded images stay in memory. More is written once to an Arrow file in the cache
+    and mapped, since Parquet has to unpack a whole group of rows for one of them.
+    """
 
     def __init__(self, paths: Sequence[Path]) -> None:
         _check_parts(paths)
@@ -85,6 +89,8 @@ class ParquetFiles:
             import pyarrow.parquet as pq  # type: ignore[import-untyped, unused-ignore]
         self.paths, self.rows, self.bytes = tuple(paths), list[int](), 0
         self.schema: Any = None
+        self._opened: dict[str, Any] = {}
+        self._lock = threading.Lock()
         for path in paths:
             with _reading(path), pq.ParquetFile(path) as file:
                 meta, schema = file.metadata, file.schema_arrow
@@ -96,6 +102,9 @@ class ParquetFiles:
                     f"{path} has other columns or types than {paths[0].name}: they are not parts "
                     "of one data set."
                 )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ParquetFiles, (self.paths,)
 
     def images(self) -> list[str]:
         """The columns that hold encoded images: structs with bytes, or plain binary."""
@@ -176,6 +185,38 @@ class ParquetFiles:
         schema = pa.schema([self.schema.field(column)])
         return pa.Table.from_batches(self.batches(column), schema).column(0)
 
+    def image_rows(self, column: str) -> list[ImageRow]:
+        """Every image of a column; the first that is read opens it."""
+        return [ImageRow(self, column, i) for i in range(sum(self.rows))]
+
+    def opened(self, column: str) -> Any:
+        """The bytes of every image of a column."""
+        if column not in self._opened:
+            with self._lock:
+                if column not in self._opened:
+                    self._opened[column] = self._open(column)
+        return self._opened[column]
+
+    def _open(self, column: str) -> Any:
+        import pyarrow as pa
+        import pyarrow.compute as pc  # type: ignore[import-untyped, unused-ignore]
+
+        values = self.column(column) if self.bytes <= _IN_MEMORY else self._mapped(column)
+        # A missing struct has no bytes either: struct_field carries the nulls down.
+        return pc.struct_field(values, "bytes") if pa.types.is_struct(values.type) else values
+
+    def _mapped(self, column: str) -> Any:
+        import pyarrow as pa
+
+        key = fingerprint("arrow", column, files=self.paths)
+        path = cache_dir() / "arrow" / f"{key}.arrow"
+        if not path.exists():
+            schema = pa.schema([self.schema.field(column)])
+            with replacing(path) as made, pa.ipc.new_file(str(made), schema) as writer:
+                for batch in self.batches(column):
+                    writer.write_batch(batch)
+        return pa.ipc.open_file(pa.memory_map(str(path))).read_all().column(0)
+
     def row_name(self, i: int) -> str:
         """The file of row ``i``, and the row in it."""
         ends = list(itertools.accumulate(self.rows))
@@ -183,70 +224,22 @@ class ParquetFiles:
         return f"{self.paths[k]} row {i - (ends[k - 1] if k else 0)}"
 
 
-class ImageColumn:
-    """The encoded images of a column over several files; the first read opens them.
-
-    Up to 2 GiB stay in memory. More is written once to an Arrow file in the cache and mapped, since
-    Parquet has to unpack a whole group of rows for one of them.
-    """
-
-    def __init__(self, files: ParquetFiles, column: str) -> None:
-        self.files, self._column = files, column
-        self._values: Any = None
-        self._lock = threading.Lock()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return ImageColumn, (self.files, self._column)
-
-    def rows(self) -> list[ImageRow]:
-        """Every image of the column."""
-        return [ImageRow(self, i) for i in range(sum(self.files.rows))]
-
-    def read(self, i: int) -> bytes:
-        """The bytes of image ``i``."""
-        if self._values is None:
-            with self._lock:
-                if self._values is None:
-                    self._values = self._opened()
-        value: bytes | None = self._values[i].as_py()
-        if value is None:
-            raise OSError("the row holds no bytes")
-        return value
-
-    def _opened(self) -> Any:
-        import pyarrow as pa
-        import pyarrow.compute as pc  # type: ignore[import-untyped, unused-ignore]
-
-        small = self.files.bytes <= _IN_MEMORY
-        values = self.files.column(self._column) if small else self._mapped()
-        # A missing struct has no bytes either: struct_field carries the nulls down.
-        return pc.struct_field(values, "bytes") if pa.types.is_struct(values.type) else values
-
-    def _mapped(self) -> Any:
-        import pyarrow as pa
-
-        key = fingerprint("arrow", self._column, files=self.files.paths)
-        path = cache_dir() / "arrow" / f"{key}.arrow"
-        if not path.exists():
-            schema = pa.schema([self.files.schema.field(self._column)])
-            with replacing(path) as made, pa.ipc.new_file(str(made), schema) as writer:
-                for batch in self.files.batches(self._column):
-                    writer.write_batch(batch)
-        return pa.ipc.open_file(pa.memory_map(str(path))).read_all().column(0)
-
-
 @dataclass(frozen=True, slots=True)
 class ImageRow:
     """One image of a column, named by its file and row."""
 
-    column: ImageColumn
+    files: ParquetFiles
+    column: str
     i: int
 
     def __str__(self) -> str:
-        return self.column.files.row_name(self.i)
+        return self.files.row_name(self.i)
 
     def read_bytes(self) -> bytes:
-        return self.column.read(self.i)
+        value: bytes | None = self.files.opened(self.column)[self.i].as_py()
+        if value is None:
+            raise OSError("the row holds no bytes")
+        return value
 
 
 @contextlib.contextmanager
