@@ -85,8 +85,13 @@ class At(pl.Callback):
     """Calls ``act`` at the call number ``count`` of a hook."""
 
     def __init__(self, count: int, act: Any, hook: str = "on_train_batch_end") -> None:
-        self.count, self.act, self.seen = count, act, 0
-        setattr(self, hook, self._called)
+        self.count, self.act, self.hook, self.seen = count, act, hook, 0
+        if hook != "on_train_batch_end":
+            setattr(self, hook, self._called)
+
+    def on_train_batch_end(self, *_: Any, **__: Any) -> None:
+        if self.hook == "on_train_batch_end":
+            self._called()
 
     def _called(self, *_: Any, **__: Any) -> None:
         self.seen += 1
@@ -97,8 +102,10 @@ class At(pl.Callback):
 class RaiseAt(At):
     """Raises, as a second Ctrl-C does."""
 
-    def __init__(self, count: int, error: BaseException | None = None, **hook: str) -> None:
-        super().__init__(count, self._raise, **hook)
+    def __init__(
+        self, count: int, error: BaseException | None = None, hook: str = "on_train_batch_end"
+    ) -> None:
+        super().__init__(count, self._raise, hook)
         self.error = error or KeyboardInterrupt()
 
     def _raise(self) -> None:
@@ -109,9 +116,13 @@ class SignalAt(At):
     """A signal, as the terminal sends it for Ctrl-C."""
 
     def __init__(
-        self, count: int, times: int = 1, number: int = signal.SIGINT, **hook: str
+        self,
+        count: int,
+        times: int = 1,
+        number: int = signal.SIGINT,
+        hook: str = "on_train_batch_end",
     ) -> None:
-        super().__init__(count, lambda: [signal.raise_signal(number) for _ in range(times)], **hook)
+        super().__init__(count, lambda: [signal.raise_signal(number) for _ in range(times)], hook)
 
 
 def config(out: Path, **options: Any) -> TrainConfig:
