@@ -75,9 +75,7 @@ class Batches:
         self.epoch = self._start = 0
         self.resident = self._fits(dataset) if resident is None else resident
         if self.resident and dataset.is_lazy:
-            raise ValueError(
-                "resident=True: a lazy set is too large for memory; load it lazy=False"
-            )
+            raise ValueError("resident=True: a lazy set is not in memory; load it with lazy=False.")
         self.dataset = dataset.to(self.device) if self.resident else dataset
         self._mean = torch.tensor(dataset.mean, device=self.device).view(1, -1, 1, 1)
         self._std = torch.tensor(dataset.std, device=self.device).view(1, -1, 1, 1)

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from equilibria.engine.options import check_number
+
 _WORD = (1 << 64) - 1
 _GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
@@ -107,19 +109,15 @@ class Shards:
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "world"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}={value!r}: expected an integer of at least 1.")
-        if isinstance(self.rank, bool) or not 0 <= self.rank < self.world:
-            raise ValueError(f"rank={self.rank!r}: expected 0 to {self.world - 1} (world − 1).")
+            check_number(self, name, low=1, integer=True)
+        check_number(self, "rank", low=0, high=self.world - 1, integer=True)
         if self.drop_last and self.count < self.batch_size * self.world:
             raise ValueError(
                 f"batch_size={self.batch_size}, world={self.world}, drop_last=True: {self.count} "
                 "samples fill no batch; take a smaller batch_size, or drop_last=False."
             )
-        if not self.drop_last and (
-            self.count < self.world or (self.batch_size == 1 and self.count % self.world)
-        ):
+        uneven = self.count < self.world or (self.batch_size == 1 and self.count % self.world)
+        if uneven and not self.drop_last:
             raise ValueError(
                 f"{self.count} samples cannot be shared by world={self.world} processes in batches "
                 f"of {self.batch_size} so that all make as many; use drop_last=True."
