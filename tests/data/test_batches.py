@@ -200,12 +200,6 @@ def test_an_error_while_reading_reaches_the_loop(tmp_path: Path) -> None:
         list(Batches(dataset, 3))
 
 
-def test_two_loops_at_a_time_do_not_mix() -> None:
-    batches = Batches(made(23, True), 4, shuffle=True, augment=AUGMENT)
-    pairs = list(zip(batches, batches, strict=True))
-    assert all(torch.equal(a[0], b[0]) for a, b in pairs)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

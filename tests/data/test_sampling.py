@@ -141,15 +141,6 @@ def test_ranks_together_see_what_one_process_would(
         assert sorted(together) == sorted(alone[step])
 
 
-def test_the_order_depends_on_seed_and_epoch_alone() -> None:
-    first = Shards(50, 7).order(1, 2, shuffle=True)
-    torch.manual_seed(9)
-    assert torch.equal(Shards(50, 13).order(1, 2, shuffle=True), first)
-    for seed, epoch in ((1, 3), (2, 2), (2, 1)):
-        assert not torch.equal(Shards(50, 7).order(seed, epoch, shuffle=True), first)
-    assert Shards(50, 7).order(1, 2, shuffle=False).tolist() == list(range(50))
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
