@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageEnhance, ImageOps
 
-from equilibria import data
 from equilibria.data import (
     Augmentation,
     ColorJitter,
@@ -77,10 +76,10 @@ def test_flip_is_numpys() -> None:
     assert torch.equal(Flip(p=1.0)(x, generator()), x.flip(-1))
 
 
-@pytest.mark.parametrize("size", [1, 4, 5])
-def test_cutout_hides_one_square(size: int) -> None:
+@pytest.mark.parametrize(("size", "fill"), [(1, 0.0), (4, None), (5, 0.0)])
+def test_cutout_hides_one_square(size: int, fill: float | None) -> None:
     x = batch(200, 9, 11)
-    found = Cutout(size=size, fill=0.0)(x, generator())
+    found = Cutout(size=size, fill=fill)(x, generator())
     tops, lefts = set(), set()
     for k in range(200):
         changed = (found[k] != x[k]).any(0).numpy()
@@ -91,19 +90,12 @@ def test_cutout_hides_one_square(size: int) -> None:
         assert bottom - top == size or top == 0 or bottom == 9
         assert right - left == size or left == 0 or right == 11
         assert max(bottom - top, right - left) <= size
-        assert torch.all(found[k][:, top:bottom, left:right] == 0)
+        color = x[k].mean(dim=(1, 2), keepdim=True) * (fill is None)
+        hidden = found[k][:, top:bottom, left:right]
+        torch.testing.assert_close(hidden, color.expand_as(hidden))
         tops.add(top)
         lefts.add(left)
     assert min(len(tops), len(lefts)) > 5
-
-
-def test_cutout_fills_with_the_mean_color() -> None:
-    x = batch(5)
-    found = Cutout(size=3)(x, generator())
-    for k in range(5):
-        changed = (found[k] != x[k]).any(0)
-        mean = x[k].mean(dim=(1, 2))[:, None].expand(3, int(changed.sum()))
-        torch.testing.assert_close(found[k][:, changed], mean)
 
 
 def test_resized_crop_reads_a_rectangle_of_the_right_area() -> None:
@@ -154,13 +146,6 @@ def test_masks_move_with_their_images(transform: Transform) -> None:
     assert torch.equal(transform(x, labels, generator())[1], labels)
 
 
-def test_zero_padding_is_ignored_in_masks() -> None:
-    y = torch.ones(50, 6, 6, dtype=torch.long)
-    moved, mask = Crop(padding=2, mode="zero")(torch.ones(50, 1, 6, 6), y, generator())
-    assert torch.equal(mask == 255, moved[:, 0] == 0)
-    assert (mask == 255).any()
-
-
 def test_warp_by_whole_pixels_is_exact() -> None:
     x, y = batch(2, 8, 8), torch.arange(128).view(2, 8, 8) % 7
     theta = torch.tensor([[1.0, 0.0, 2 * 2 / 8], [0.0, 1.0, -2 * 1 / 8]]).expand(2, 2, 3)
@@ -191,25 +176,27 @@ def test_repeats_with_the_generator_and_moves_on(transform: Transform, dtype: to
 
 
 LEVEL = 12.0
-FACTOR = 1 + 0.03 * LEVEL
-BY_PILLOW: dict[str, tuple[float, Any]] = {
-    "brightness": (FACTOR, lambda p: ImageEnhance.Brightness(p).enhance(FACTOR)),
-    "contrast": (FACTOR, lambda p: ImageEnhance.Contrast(p).enhance(FACTOR)),
-    "saturation": (FACTOR, lambda p: ImageEnhance.Color(p).enhance(FACTOR)),
-    "sharpness": (FACTOR, lambda p: ImageEnhance.Sharpness(p).enhance(FACTOR)),
-    "posterize": (LEVEL / 30, lambda p: ImageOps.posterize(p, 8 - round(4 * LEVEL / 30))),
-    "solarize": (LEVEL / 30, lambda p: ImageOps.solarize(p, round(255 * (1 - LEVEL / 30)))),
-    "autocontrast": (0.0, ImageOps.autocontrast),
-    "equalize": (0.0, ImageOps.equalize),
-}
 
 
-@pytest.mark.parametrize("name", OPERATIONS[6:])
+def enhanced(kind: str, factor: float) -> tuple[str, float, Any]:
+    enhance = getattr(ImageEnhance, {"saturation": "Color"}.get(kind, kind.capitalize()))
+    return kind, factor, lambda image: enhance(image).enhance(factor)
+
+
+BY_PILLOW: list[tuple[str, float, Any]] = [
+    *(enhanced(kind, factor) for kind in OPERATIONS[6:10] for factor in (0.2, 1.0, 1.36, 1.7)),
+    ("posterize", LEVEL / 30, lambda p: ImageOps.posterize(p, 8 - round(4 * LEVEL / 30))),
+    ("solarize", LEVEL / 30, lambda p: ImageOps.solarize(p, round(255 * (1 - LEVEL / 30)))),
+    ("autocontrast", 0.0, ImageOps.autocontrast),
+    ("equalize", 0.0, ImageOps.equalize),
+]
+
+
+@pytest.mark.parametrize(("name", "level", "change"), BY_PILLOW)
 @pytest.mark.parametrize("dull", [False, True])
-def test_colors_are_pillows(name: str, dull: bool) -> None:
+def test_colors_are_pillows(name: str, level: float, change: Any, dull: bool) -> None:
     pixels = (PIXELS // 3 + 20).astype(np.uint8) if dull else PIXELS
     x = torch.from_numpy(pixels).permute(0, 3, 1, 2) / 255
-    level, change = BY_PILLOW[name]
     theirs = np.stack([np.asarray(change(Image.fromarray(p))) for p in pixels])
     ours = change_color(x, name, torch.full((3,), level))
     difference = (ours - torch.from_numpy(theirs).permute(0, 3, 1, 2) / 255).abs() * 255
@@ -218,30 +205,13 @@ def test_colors_are_pillows(name: str, dull: bool) -> None:
     assert (difference <= near).double().mean() > (0.99 if name == "solarize" else 0.9999)
 
 
-@pytest.mark.parametrize("name", ["brightness", "contrast", "saturation", "sharpness"])
-def test_blends_at_other_factors_are_pillows(name: str) -> None:
-    kinds = {"saturation": "Color"}
-    enhance = getattr(ImageEnhance, kinds.get(name, name.capitalize()))
-    factors = [0.2, 1.0, 1.7]
-    pairs = zip(PIXELS, factors, strict=True)
-    theirs = np.stack([np.asarray(enhance(Image.fromarray(p)).enhance(f)) for p, f in pairs])
-    expected = torch.from_numpy(theirs).permute(0, 3, 1, 2) / 255
-    ours = change_color(X, name, torch.tensor(factors))
-    torch.testing.assert_close(ours, expected, atol=2.1 / 255, rtol=0)
-
-
 def test_flat_and_tiny_images_keep_their_colors() -> None:
     flat = torch.full((1, 3, 4, 4), 0.3)
     for name in ("autocontrast", "equalize"):
         assert torch.equal(change_color(flat, name, torch.zeros(1)), flat)
+    assert torch.equal(gray(X[:, :1]), X[:, :1])
     tiny = batch(2, 2, 2)
     torch.testing.assert_close(change_color(tiny, "sharpness", torch.full((2,), 1.5)), tiny)
-
-
-def test_gray_is_pillows() -> None:
-    expected = np.stack([np.asarray(Image.fromarray(p).convert("L")) for p in PIXELS]) / 255
-    np.testing.assert_allclose(gray(X)[:, 0], expected, atol=0.6 / 255)
-    assert torch.equal(gray(X[:, :1]), X[:, :1])
 
 
 def test_jitter_stays_inside_and_is_each_samples_own() -> None:
@@ -262,22 +232,16 @@ def test_moves_are_pillows(name: str, sign: float) -> None:
     i, j = np.mgrid[0:24, 0:20]
     smooth = (120 + 60 * np.sin(i / 5) + 50 * np.cos(j / 4)).astype(np.uint8)
     m = sign * 25.0
+    cos, sin = np.cos(np.deg2rad(m)), np.sin(np.deg2rad(m))
     # Pillow: the output at (x, y) is the input at (a x + b y + c, d x + e y + f).
-    middle_x, middle_y = 10.0, 12.0
-    a, b, d, e, tx, ty = 1.0, 0.0, 0.0, 1.0, 0.0, 0.0
-    if name == "rotate":
-        angle = np.deg2rad(m)
-        a, b, d, e = np.cos(angle), -np.sin(angle), np.sin(angle), np.cos(angle)
-    elif name == "shear_x":
-        b = 0.01 * m
-    elif name == "shear_y":
-        d = 0.01 * m
-    elif name == "translate_x":
-        tx = 0.015 * m * 20
-    else:
-        ty = 0.015 * m * 24
-    c = middle_x - a * middle_x - b * middle_y + tx
-    f = middle_y - d * middle_x - e * middle_y + ty
+    a, b, d, e, tx, ty = {
+        "rotate": (cos, -sin, sin, cos, 0.0, 0.0),
+        "shear_x": (1.0, 0.01 * m, 0.0, 1.0, 0.0, 0.0),
+        "shear_y": (1.0, 0.0, 0.01 * m, 1.0, 0.0, 0.0),
+        "translate_x": (1.0, 0.0, 0.0, 1.0, 0.015 * m * 20, 0.0),
+        "translate_y": (1.0, 0.0, 0.0, 1.0, 0.0, 0.015 * m * 24),
+    }[name]
+    c, f = 10.0 - a * 10.0 - b * 12.0 + tx, 12.0 - d * 10.0 - e * 12.0 + ty  # about the middle
     theirs = Image.fromarray(smooth).transform(
         (20, 24), Image.Transform.AFFINE, (a, b, c, d, e, f), Image.Resampling.BILINEAR
     )
@@ -292,37 +256,24 @@ def test_moves_are_pillows(name: str, sign: float) -> None:
 def test_every_operation_is_drawn_for_every_sample_by_itself(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    seen: dict[str, int] = {}
-    moved: list[str] = []
-    original, original_affine = change_color, affine
+    drawn: list[str] = []
 
     def noted(x: torch.Tensor, name: str, level: torch.Tensor) -> torch.Tensor:
-        seen[name] = seen.get(name, 0) + len(x)
-        return original(x, name, level)
+        drawn.extend([name] * len(x))
+        return change_color(x, name, level)
 
     def noted_affine(kinds: list[str], level: torch.Tensor, h: int, w: int) -> torch.Tensor:
-        moved.extend(kinds)
+        drawn.extend(kinds)
         assert torch.equal(level.abs(), torch.full((len(kinds),), 9.0))
-        return original_affine(kinds, level, h, w)
+        return affine(kinds, level, h, w)
 
     monkeypatch.setattr(augmentation, "change_color", noted)
     monkeypatch.setattr(augmentation, "affine", noted_affine)
-    x = X[:1].expand(700, 3, 24, 20)
-    found = RandAugment(n=1)(x, generator())
-    counts = [*seen.values(), *(moved.count(k) for k in OPERATIONS[1:6])]
-    assert len(counts) == 13
-    assert min(counts) > 25  # 50 each on average
-    untouched = (found == x).flatten(1).all(1).sum()
-    assert abs(int(untouched) - (700 - sum(counts))) <= 70  # identity, and changes that change none
+    found = RandAugment(n=1)(X[:1].expand(700, 3, 24, 20), generator())
+    assert min(drawn.count(name) for name in OPERATIONS[1:]) > 25  # 50 each on average
+    assert 0 < 700 - len(drawn) < 100  # the identity
     assert found.min() >= 0
     assert found.max() <= 1
-
-
-def test_magnitude_zero_changes_little() -> None:
-    x = X.repeat(4, 1, 1, 1)
-    found = RandAugment(n=1, magnitude=0)(x, generator())
-    kept = ((found - x).abs() < 1.1 / 255).flatten(1).double().mean(1)
-    assert (kept > 0.99).double().mean() > 0.6  # all but autocontrast and equalize
 
 
 def test_rand_augment_moves_masks_and_ignores_the_outside() -> None:
@@ -346,11 +297,12 @@ def flat_batch(n: int = 12, classes: int = 4) -> tuple[torch.Tensor, torch.Tenso
     return (y / classes).view(-1, 1, 1, 1).expand(n, 1, 8, 10).clone(), y
 
 
-def test_mixup_blends_images_and_labels_alike() -> None:
+@pytest.mark.parametrize("before", [[], [Flip(), Mixup(num_classes=4)]], ids=["alone", "after"])
+def test_mixup_blends_images_and_labels_alike(before: list[Transform]) -> None:
     x, y = flat_batch()
     shares = set()
     for seed in range(40):
-        mixed, soft = Mixup(num_classes=4)(x, y, generator(seed))
+        mixed, soft = Augmentation([*before, Mixup(num_classes=4)])(x, y, generator(seed))
         torch.testing.assert_close(soft.sum(1), torch.ones(12))
         color = (soft * torch.arange(4) / 4).sum(1)  # the color that the labels say
         torch.testing.assert_close(mixed[:, 0, 0, 0], color)
@@ -386,14 +338,6 @@ def test_cutmix_counts_the_pixels_that_are_there() -> None:
     assert len(areas) > 8
 
 
-def test_mixing_after_other_transforms() -> None:
-    x, y = flat_batch()
-    both = Augmentation([Flip(), Mixup(num_classes=4), CutMix(num_classes=4)])
-    mixed, soft = both(x, y, generator())
-    assert mixed.shape == x.shape
-    torch.testing.assert_close(soft.sum(1), torch.ones(12))
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -401,21 +345,16 @@ def test_mixing_after_other_transforms() -> None:
         (lambda: Crop(mode="edge"), "mode='edge'"),
         (lambda: Crop(pading=3), "Did you mean 'padding'"),
         (lambda: Flip(p=1.5), "p=1.5"),
-        (lambda: Cutout(size=0), "size=0"),
         (lambda: Cutout(fill=2.0), "fill=2.0"),
         (lambda: ResizedCrop(scale=(0.5, 1.5)), "at most 1"),
         (lambda: ResizedCrop(ratio=(2.0, 1.0)), "ratio="),
-        (lambda: ColorJitter(contrast=2), "contrast=2"),
         (lambda: RandAugment(magnitude=31), "magnitude=31"),
-        (lambda: RandAugment(n=0), "n=0"),
         (lambda: change_color(X, "hue", torch.ones(3)), "'hue' is not one of"),
         (lambda: Augmentation([3]), "takes transforms, got int"),
         (lambda: Crop(padding=9)(batch()), "cannot mirror more"),
         (lambda: Flip()(batch()[0]), r"floats \[B, C, H, W\]"),
-        (lambda: Flip()(torch.zeros(1, 3, 4, 4, dtype=torch.uint8)), r"torch\.uint8"),
         (lambda: Mixup(num_classes=4)(batch()), r"call it with \(x, y, generator\)"),
         (lambda: CutMix(num_classes=4)(batch(), torch.zeros(6, 9, 11).long()), "not for masks"),
-        (lambda: Mixup(num_classes=1), "num_classes=1"),
         (lambda: CutMix(num_classes=3, alpha=0), "alpha=0"),
         (lambda: build_augmentation(["cropp"]), "Did you mean 'crop'"),
         (lambda: build_augmentation([{"crop": 4}]), "options are a mapping"),
@@ -431,18 +370,16 @@ def test_wrong_options(make: Any, message: str) -> None:
 
 
 def test_augmentations_from_names_and_options() -> None:
-    made = build_augmentation(
-        ["crop", {"cutout": {"size": 5}}, {"resized_crop": {"scale": [0.5, 1.0]}}, {"flip": None}]
-    )
+    crop = {"resized_crop": {"scale": [0.5, 1.0]}}
+    made = build_augmentation(["crop", {"cutout": {"size": 5}}, crop, {"flip": None}, Flip()])
     assert made is not None
     zoom = ResizedCrop(scale=(0.5, 1.0))
-    assert made.parts == (Crop(), Cutout(size=5), zoom, Flip())
+    assert made.parts == (Crop(), Cutout(size=5), zoom, Flip(), Flip())
     assert build_augmentation([]) is None
 
 
-@pytest.mark.parametrize("name", ["RandAugment", "rand_augment", "rand-augment"])
-@pytest.mark.parametrize("mixing", ["CutMix", "cut_mix", "cutmix"])
-def test_names_may_be_written_as_the_classes_are(name: str, mixing: str) -> None:
-    made = build_augmentation([name, mixing, data.Flip()], num_classes=7)
+@pytest.mark.parametrize("name", ["CutMix", "cut_mix", "cutmix", "cut-mix"])
+def test_names_may_be_written_as_the_classes_are(name: str) -> None:
+    made = build_augmentation([name], num_classes=7)
     assert made is not None
-    assert made.parts == (RandAugment(), CutMix(num_classes=7), Flip())
+    assert made.parts == (CutMix(num_classes=7),)

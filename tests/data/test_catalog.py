@@ -10,30 +10,20 @@ from equilibria import data
 from equilibria.data.catalog import IMAGENETTE_WNIDS
 
 
-def test_names() -> None:
-    small = ["digits", "mnist", "cifar10", "cifar100"]
-    large = ["imagenette", "imagenet-100", "tiny-imagenet", "camvid", "cityscapes"]
-    assert data.names() == small + large
-
-
 @pytest.mark.parametrize("name", data.names())
 def test_a_card_is_consistent_and_plain(name: str) -> None:
     card = data.describe(name)
-    assert card.name == name
     assert card.classes == () or len(card.classes) == len(set(card.classes)) == card.num_classes
     assert len(card.mean) == len(card.std) == card.channels
     assert card.splits[0] == "train"
     assert set(card.splits) <= {"train", "val", "test"}
     assert bool(card.hub) != bool(card.hub_note) or name == "digits"
     assert json.loads(json.dumps(vars(card)))["name"] == name
-    assert card.text
-    assert "train" in card.images
 
 
 def test_orders_of_classes() -> None:
     names = data.describe("cifar100").classes
     assert sorted(names) == list(names)  # the published order is the alphabet's
-    assert len(names) == 100
     assert sorted(IMAGENETTE_WNIDS) == list(IMAGENETTE_WNIDS)
     assert len(data.describe("cifar100").superclasses) == 20
 
@@ -41,7 +31,3 @@ def test_orders_of_classes() -> None:
 def test_an_unknown_name_gets_a_suggestion() -> None:
     with pytest.raises(data.DataError, match=r"Did you mean 'cifar10'\? Known: digits"):
         data.describe("cifar_10")
-
-
-def test_counts_in_words() -> None:
-    assert data.describe("cifar10").images == "50,000 train, 10,000 test"

@@ -20,7 +20,7 @@ from equilibria.data.classic import read_pickle
 from tests.data.made_files import pictures, write_cifar10_pickles, write_idx
 
 
-def test_every_digit_is_in_one_split() -> None:
+def test_every_digit_is_in_one_split_which_never_changes() -> None:
     train, test = data.load("digits"), data.load("digits", "test")
     assert (len(train), len(test)) == (1438, 359)
     bunch = load_digits()
@@ -36,10 +36,6 @@ def test_every_digit_is_in_one_split() -> None:
     assert np.all(np.abs(torch.bincount(test.targets).numpy() - fifth) < 1)
     mean, std = train.measure()
     np.testing.assert_allclose([mean[0], std[0]], [train.mean[0], train.std[0]], atol=0.002)
-
-
-def test_the_split_of_the_digits_never_changes() -> None:
-    test = data.load("digits", "test")
     checksum = int((test.images.long().sum(dim=(1, 2, 3)) * torch.arange(1, 360)).sum())
     assert checksum == 321_476_096
     large = data.load("digits", "test", image_size=16, channels=3)
@@ -50,30 +46,25 @@ def test_the_split_of_the_digits_never_changes() -> None:
 
 
 def test_cifar10_pickles(tmp_path: Path) -> None:
-    rows = write_cifar10_pickles(tmp_path / "cifar-10-batches-py")
-    found = data.load("cifar10", root=tmp_path)
-    assert np.array_equal(found.images, rows.reshape(-1, 3, 32, 32))
-    assert found.targets.tolist() == [(k + i) % 10 for k in range(5) for i in range(4)]
-    test = data.load("cifar10", "test", root=tmp_path / "cifar-10-batches-py")
+    folder = tmp_path / "cifar-10-batches-py"
+    rows = write_cifar10_pickles(folder)
+    (folder / "batches.meta").write_bytes(pickle.dumps({b"label_names": []}))
+    for found in (data.load("cifar10", root=tmp_path), data.load(folder)):  # recognized, too
+        assert np.array_equal(found.images, rows.reshape(-1, 3, 32, 32))
+        assert found.targets.tolist() == [(k + i) % 10 for k in range(5) for i in range(4)]
+        assert found.classes[0] == "airplane"
+    test = data.load("cifar10", "test", root=folder)
     assert test.targets.tolist() == [5, 6, 7, 8]
-    assert found.classes[0] == "airplane"
     small = data.load("cifar10", "test", root=tmp_path, image_size=16, channels=1)
     assert tuple(small.images.shape) == (4, 1, 16, 16)
     assert len(small.mean) == 1
 
 
-def test_a_folder_of_batches_is_recognized(tmp_path: Path) -> None:
-    write_cifar10_pickles(tmp_path)
-    (tmp_path / "batches.meta").write_bytes(pickle.dumps({b"label_names": []}))
-    assert data.load(tmp_path, "test").classes[9] == "truck"
-
-
 def test_cifar10_binary(tmp_path: Path) -> None:
-    rng = np.random.default_rng(0)
     folder = tmp_path / "cifar-10-batches-bin"
     folder.mkdir()
-    for name in [*(f"data_batch_{k}" for k in range(1, 6)), "test_batch"]:
-        rows = rng.integers(0, 256, (3, 3073), dtype=np.uint8)
+    for k, name in enumerate([*(f"data_batch_{k}" for k in range(1, 6)), "test_batch"]):
+        rows = np.random.default_rng(k).integers(0, 256, (3, 3073), dtype=np.uint8)
         rows[:, 0] = [1, 9, 4]
         (folder / f"{name}.bin").write_bytes(rows.tobytes())
     found = data.load("cifar10", "test", root=tmp_path)
@@ -82,30 +73,20 @@ def test_cifar10_binary(tmp_path: Path) -> None:
     assert len(data.load(folder)) == 15
 
 
-def test_cifar100_pickles_have_superclasses(tmp_path: Path) -> None:
-    folder = tmp_path / "cifar-100-python"
-    folder.mkdir()
+@pytest.mark.parametrize("binary", [False, True])
+def test_cifar100_has_superclasses(tmp_path: Path, binary: bool) -> None:
     rows = np.random.default_rng(0).integers(0, 256, (4, 3072), dtype=np.uint8)
-    batch = {b"data": rows, b"fine_labels": [99, 1, 1, 0], b"coarse_labels": [13, 1, 1, 4]}
+    fine, coarse = [99, 1, 1, 0], [13, 1, 1, 4]
+    batch = {b"data": rows, b"fine_labels": fine, b"coarse_labels": coarse}
     for name in ("train", "test", "meta"):
-        (folder / name).write_bytes(pickle.dumps(batch))
-    for found in (data.load("cifar100", root=tmp_path), data.load(folder)):
+        path = tmp_path / f"{name}{'.bin' if binary and name != 'meta' else ''}"
+        plain = np.column_stack([coarse, fine, rows]).astype(np.uint8).tobytes()
+        path.write_bytes(plain if binary else pickle.dumps(batch))
+    for found in (data.load("cifar100", root=tmp_path), data.load(tmp_path)):
         assert np.array_equal(found.images, rows.reshape(-1, 3, 32, 32))
-        assert found.targets.tolist() == [99, 1, 1, 0]
+        assert found.targets.tolist() == fine
         assert found.superclasses is not None
-        assert found.superclasses.tolist() == [13, 1, 1, 4]
-
-
-def test_cifar100_binary(tmp_path: Path) -> None:
-    rows = np.random.default_rng(0).integers(0, 256, (2, 3074), dtype=np.uint8)
-    rows[:, :2] = [[4, 0], [13, 99]]
-    for name in ("train", "test"):
-        (tmp_path / f"{name}.bin").write_bytes(rows.tobytes())
-    found = data.load("cifar100", root=tmp_path)
-    assert found.targets.tolist() == [0, 99]
-    assert found.superclasses is not None
-    assert found.superclasses.tolist() == [4, 13]
-    assert np.array_equal(found.images, rows[:, 2:].reshape(2, 3, 32, 32))
+        assert found.superclasses.tolist() == coarse
 
 
 @pytest.mark.parametrize(
@@ -124,26 +105,20 @@ def test_wrong_batches_are_named(tmp_path: Path, batch: dict[bytes, object], mes
         data.load("cifar10", "test", root=tmp_path)
 
 
-def test_missing_batches_are_named(tmp_path: Path) -> None:
+def test_missing_and_short_files_are_named(tmp_path: Path) -> None:
     write_cifar10_pickles(tmp_path)
     (tmp_path / "data_batch_3").unlink()
     with pytest.raises(DataError, match="no data_batch_3; the train split needs it"):
         data.load("cifar10", root=tmp_path)
     with pytest.raises(DataError, match=r"no split 'val'.*Hold out part of train"):
         data.load("cifar10", "val", root=tmp_path)
+    for size in (0, 5000):
+        (tmp_path / "test_batch.bin").write_bytes(bytes(size))
+        with pytest.raises(DataError, match="no whole number of records of 3073"):
+            data.load("cifar10", "test", root=tmp_path)
 
 
-@pytest.mark.parametrize("size", [0, 5000])
-def test_a_binary_file_cut_off(tmp_path: Path, size: int) -> None:
-    (tmp_path / "test_batch.bin").write_bytes(bytes(size))
-    with pytest.raises(DataError, match="no whole number of records of 3073"):
-        data.load("cifar10", "test", root=tmp_path)
-
-
-GRAY = pictures(7, 28, 28, channels=1)
-
-
-DIGITS = np.array([3, 1, 4, 1, 5, 9, 2])
+GRAY, DIGITS = pictures(7, 28, 28, channels=1), np.array([3, 1, 4, 1, 5, 9, 2])
 
 
 def write_mnist(folder: Path, dot: str = "-", packed: bool = False) -> None:
@@ -218,15 +193,9 @@ def stored(tmp_path: Path, value: object, protocol: int = 2) -> Path:
 @pytest.mark.parametrize("protocol", range(6))
 @pytest.mark.parametrize("key", ["data", b"data"])
 def test_arrays_of_every_protocol(tmp_path: Path, protocol: int, key: object) -> None:
-    value = {
-        key: DATA,
-        "wide": np.asfortranarray(DATA),
-        "labels": [1, 2],
-        "names": ["a", b"b"],
-        "ids": np.arange(3),
-        "nothing": None,
-    }
-    found = read_pickle(stored(tmp_path, value, protocol))
+    plain = {"labels": [1, 2], "names": ["a", b"b"], "nothing": None}
+    arrays = {key: DATA, "wide": np.asfortranarray(DATA), "ids": np.arange(3)}
+    found = read_pickle(stored(tmp_path, {**plain, **arrays}, protocol))
     assert np.array_equal(found["data"], DATA)
     assert np.array_equal(found["wide"], DATA)
     assert found["data"].dtype == torch.uint8
@@ -241,10 +210,7 @@ def test_a_pickle_of_python_2(tmp_path: Path) -> None:
         b"\x80\x02}q\x00U\x04dataq\x01cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\n"
         b"K\x00\x85U\x01b\x87R(K\x01K\x05K\x07\x86cnumpy\ndtype\nU\x02u1K\x00K\x01\x87R"
         b"(K\x03U\x01|NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb\x89U"
-        + bytes([len(raw)])
-        + raw
-        + b"tbs."
-    )
+    ) + bytes([len(raw), *raw, *b"tbs."])
     pickletools.dis(text, out=io.StringIO())  # it is a valid program
     path = tmp_path / "batch"
     path.write_bytes(text)

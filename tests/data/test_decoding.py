@@ -1,10 +1,11 @@
-"""Many images, by the batch or at once: the right rows, names of the wrong ones, kept copies."""
+"""One image against Pillow used by hand, many by the batch or at once, and kept copies."""
 
 from __future__ import annotations
 
-import os
+import io
 import pickle
-import threading
+import struct
+import zlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,14 +15,130 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 
 from equilibria import data
-from equilibria.data import CorruptImageError, DataError, LazyImages, decoding
-from equilibria.data.decoding import Rows, as_index
-from equilibria.data.pixels import decode_image
+from equilibria.data import CorruptImageError, LazyImages, decoding, read_image
+from equilibria.data.decoding import Rows, as_index, decode_image, decode_mask, reshape_pixels
 from tests.data.made_files import pictures, png, write_class_folders
 
+COLOR, GRAY = pictures(1, 9, 14)[0], pictures(1, 9, 14, channels=1)[0]
 WHOLE = torch.arange(20 * 2 * 3, dtype=torch.uint8).view(20, 1, 2, 3)
+
+
+def saved(picture: Image.Image, kind: str, **options: object) -> bytes:
+    buffer = io.BytesIO()
+    picture.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("kind", ["PNG", "BMP", "PPM", "TIFF", "WEBP", "GIF", "JPEG"])
+def test_every_format_decodes_as_pillow_does(kind: str) -> None:
+    data = saved(Image.fromarray(COLOR), kind, **({"lossless": True} if kind == "WEBP" else {}))
+    by_hand = np.asarray(Image.open(io.BytesIO(data)).convert("RGB")).transpose(2, 0, 1)
+    assert np.array_equal(decode_image(data, 3, None).numpy(), by_hand)
+    if kind in ("PNG", "BMP", "PPM", "TIFF", "WEBP"):
+        assert np.array_equal(by_hand, COLOR.transpose(2, 0, 1))
+
+
+@pytest.mark.parametrize("size", [4, 9, 20])
+def test_the_middle_square_is_resized(size: int) -> None:
+    box = (2, 0, 11, 9)  # 14 wide, 9 high: (14 − 9)//2 = 2
+    picture = Image.fromarray(COLOR).resize((size, size), Image.Resampling.BILINEAR, box=box)
+    by_hand = np.asarray(picture)
+    assert size != 9 or np.array_equal(by_hand, COLOR[:, 2:11])
+    assert np.array_equal(decode_image(png(COLOR), 3, size).numpy(), by_hand.transpose(2, 0, 1))
+
+
+def test_without_square_the_shorter_side_is_resized() -> None:
+    by_hand = np.asarray(Image.fromarray(COLOR).resize((28, 18), Image.Resampling.BILINEAR))
+    found = decode_image(png(COLOR), 3, 18, square=False)
+    assert np.array_equal(found.numpy(), by_hand.transpose(2, 0, 1))
+
+
+def test_gray_alpha_palettes_and_sixteen_bits_are_converted() -> None:
+    assert np.array_equal(decode_image(png(GRAY), 1, None)[0], GRAY)
+    assert np.array_equal(decode_image(png(GRAY), 3, None), np.stack([GRAY] * 3))
+    by_hand = np.asarray(Image.fromarray(COLOR).convert("L"))
+    assert np.array_equal(decode_image(png(COLOR), 1, None)[0], by_hand)
+    alpha = np.dstack([COLOR, np.full((9, 14), 7, np.uint8)])
+    assert np.array_equal(decode_image(png(alpha), 3, None), COLOR.transpose(2, 0, 1))
+    flat = (COLOR // 128) * 255  # eight colors: a palette holds them exactly
+    data = saved(Image.fromarray(flat).convert("P", palette=Image.Palette.ADAPTIVE), "PNG")
+    assert np.array_equal(decode_image(data, 3, None), flat.transpose(2, 0, 1))
+    values = np.random.default_rng(0).integers(0, 2**16, (9, 14), dtype=np.uint16)
+    data = saved(Image.fromarray(values), "PNG")
+    assert np.array_equal(decode_image(data, 1, None)[0], (values >> 8).astype(np.uint8))
+
+
+def test_masks_keep_their_ids() -> None:
+    ids = pictures(1, 8, 12, channels=1)[0] % 12
+    assert np.array_equal(decode_mask(png(ids), None), ids)
+    assert np.array_equal(decode_mask(png(ids), 4), ids[1::2, 1::2])  # nearest, no averages
+    palette = Image.fromarray(ids)
+    palette.putpalette([v for k in range(256) for v in (255 - k, k, 0)])
+    assert np.array_equal(decode_mask(saved(palette, "PNG"), None), ids)
+    assert set(decode_mask(png(ids * 20), 5).unique().tolist()) <= set((ids * 20).ravel().tolist())
+    with pytest.raises(CorruptImageError, match="mode RGB"):
+        decode_mask(png(COLOR), None)
+
+
+def test_plain_pixels_are_resized_as_files_are() -> None:
+    plain = torch.from_numpy(COLOR).permute(2, 0, 1)
+    for size, channels in ((6, 3), (11, 1), (None, 1)):
+        assert torch.equal(
+            reshape_pixels(plain, channels, size), decode_image(png(COLOR), channels, size)
+        )
+    one = torch.from_numpy(GRAY).unsqueeze(0)
+    assert torch.equal(reshape_pixels(one, 3, 7), decode_image(png(GRAY), 3, 7))
+
+
+def test_read_image_names_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.png"
+    path.write_bytes(png(COLOR))
+    assert torch.equal(read_image(path, 3, 5), decode_image(png(COLOR), 3, 5))
+    path.write_bytes(b"nothing")
+    with pytest.raises(CorruptImageError, match=r"a\.png"):
+        read_image(path)
+    with pytest.raises(CorruptImageError, match=r"b\.png"):
+        read_image(tmp_path / "b.png")
+
+
+def bomb(width: int, height: int) -> bytes:
+    """A PNG of a few bytes that says it is enormous."""
+
+    def chunk(kind: bytes, body: bytes) -> bytes:
+        crc = zlib.crc32(kind + body)
+        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", crc)
+
+    head = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
+    body = chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + body
+
+
+@pytest.mark.parametrize("side", [8200, 10_000, 60_000])
+def test_absurd_sizes_are_refused_before_decoding(side: int) -> None:
+    with pytest.raises(CorruptImageError, match=r"pixels|DecompressionBomb"):
+        decode_image(bomb(side, side), 3, 32)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"hello",
+        png(COLOR)[: len(png(COLOR)) // 2],
+        png(COLOR)[:-20] + b"x" * 20,
+        saved(Image.fromarray(np.repeat(np.repeat(COLOR, 9, 0), 9, 1)), "JPEG")[:400],
+        b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n",
+        saved(Image.fromarray(GRAY.astype(np.float32)), "TIFF"),
+        saved(Image.fromarray(COLOR), "PCX"),
+    ],
+    ids=["empty", "text", "cut", "damaged", "cut-jpeg", "postscript", "floats", "other-format"],
+)
+def test_what_is_no_image_is_refused(data: bytes) -> None:
+    with pytest.raises(CorruptImageError):
+        decode_image(data, 3, None)
 
 
 def row(i: int) -> torch.Tensor:
@@ -47,8 +164,6 @@ def test_indexing_by_a_slice(index: slice) -> None:
 def test_lazy_images_look_like_a_tensor() -> None:
     images = lazy()
     assert (images.shape, images.ndim, images.dtype) == (WHOLE.shape, 4, torch.uint8)
-    assert images.device.type == "cpu"
-    assert len(images) == 20
     assert torch.equal(images[3], WHOLE[3])
     assert torch.equal(images[torch.tensor(-1)], WHOLE[-1])
     mask = torch.arange(20) % 3 == 0
@@ -56,21 +171,6 @@ def test_lazy_images_look_like_a_tensor() -> None:
     part = images.subset(torch.tensor([5, 3, 9, 9])).subset(range(1, 4))
     assert torch.equal(part[:], WHOLE[[3, 9, 9]])
     assert torch.equal(pickle.loads(pickle.dumps(images))[:], WHOLE)
-
-
-def test_nothing_is_read_before_it_is_asked_for() -> None:
-    seen: list[int] = []
-    lock = threading.Lock()
-
-    def read(i: int) -> torch.Tensor:
-        with lock:
-            seen.append(i)
-        return WHOLE[i]
-
-    images = lazy(read).subset(slice(4, 12))
-    assert seen == []
-    images[torch.tensor([0, 2])]
-    assert sorted(seen) == [4, 6]
 
 
 @pytest.mark.parametrize("index", [[20], [-21], torch.tensor([0.5]), torch.zeros(2, 2).long()])
@@ -89,7 +189,7 @@ def test_an_error_in_a_thread_comes_out() -> None:
 
     with pytest.raises(ValueError, match="image seven"):
         lazy(read)[:]
-    with pytest.raises(ValueError, match="row 1 has shape"):
+    with pytest.raises(ValueError, match="row 1 is 4 × 2 pixels"):
         lazy(lambda i: torch.zeros(1, 2, 4))[torch.tensor([1])]
 
 
@@ -98,24 +198,18 @@ def column(folder: Path, count: int, bad: tuple[int, ...] = ()) -> tuple[LazyIma
     paths = [folder / f"{k:04d}.png" for k in range(count)]
     for k, path in enumerate(paths):
         path.write_bytes(b"broken" if k in bad else png(pixels[k]))
-    rows = Rows(paths, partial(decode_image, channels=3, size=None), (3, 6, 6))
+    rows = Rows(paths, partial(decode_image, channels=3, size=None))
     return LazyImages(rows, torch.arange(count), (3, 6, 6)), pixels.transpose(0, 3, 1, 2)
 
 
-@pytest.mark.parametrize("bar", [None, "decoding"])
-def test_all_rows_in_order(tmp_path: Path, bar: str | None) -> None:
-    images, pixels = column(tmp_path, 600)
-    assert np.array_equal(images.decoded(slice(None), None, bar), pixels)
-
-
 def test_failures_are_named_and_the_rest_is_there(tmp_path: Path) -> None:
-    images, pixels = column(tmp_path, 30, bad=(4, 17))
+    images, pixels = column(tmp_path, 600, bad=(4, 17))
     failures: dict[int, str] = {}
-    found = images.decoded(slice(None), failures)
+    found = images.decoded(slice(None), failures, "decoding")
     assert sorted(failures) == [4, 17]
     assert "0004.png" in failures[4]
     assert "on_corrupt='skip'" in failures[17]
-    good = [k for k in range(30) if k not in failures]
+    good = [k for k in range(600) if k not in failures]
     assert np.array_equal(found[good], pixels[good])
     with pytest.raises(CorruptImageError, match=r"0004\.png"):
         images[:]
@@ -124,58 +218,37 @@ def test_failures_are_named_and_the_rest_is_there(tmp_path: Path) -> None:
         images[1]
 
 
-def test_decoding_stops_at_a_failure(tmp_path: Path) -> None:
-    images, _ = column(tmp_path, 1300, bad=(0,))
-    seen: list[int] = []
-    read = images._read
-
-    def counting(i: int) -> torch.Tensor:
-        seen.append(i)
-        return read(i)
-
-    with pytest.raises(CorruptImageError):
-        LazyImages(counting, torch.arange(1300), (3, 6, 6))[:]
-    assert len(seen) < 1300
-
-
-def test_another_size_is_an_error_of_the_call(tmp_path: Path) -> None:
-    images, _ = column(tmp_path, 3)
-    (tmp_path / "0001.png").write_bytes(png(pictures(1, 8, 7)[0]))
-    with pytest.raises(DataError, match=r"0001\.png is 7 × 8 pixels.*6 × 6.*image_size"):
-        images.decoded(slice(None), {})
-
-
-def test_the_warning_counts_and_names(tmp_path: Path) -> None:
-    write_class_folders(tmp_path / "train", {"a": 5, "b": 5})
+@pytest.mark.parametrize("size", [None, 6])
+def test_the_warning_counts_and_names(tmp_path: Path, size: int | None) -> None:
+    written = write_class_folders(tmp_path / "train", {"a": 5, "b": 5})
     for k in range(4):
-        (tmp_path / "train" / "a" / f"{k:03d}.png").write_bytes(b"x")
+        path = tmp_path / "train" / "a" / f"{k:03d}.png"
+        path.write_bytes(path.read_bytes()[: 50 * k])
+        del written[path]
+    with pytest.raises(CorruptImageError, match=r"000\.png: not a readable image"):
+        data.load(tmp_path, image_size=size)
     text = r"skipped 4 of 10 .*000\.png, .*001\.png, .*002\.png and others"
     with pytest.warns(UserWarning, match=text) as seen:
-        found = data.load(tmp_path, image_size=6, on_corrupt="skip")
-    assert found.targets.tolist() == [0, 1, 1, 1, 1, 1]
+        found = data.load(tmp_path, image_size=size, on_corrupt="skip")
+    assert len(seen) == 1
     assert Path(seen[0].filename).name == Path(__file__).name
+    assert found.targets.tolist() == [0, 1, 1, 1, 1, 1]
+    assert np.array_equal(found.images, np.stack(list(written.values())).transpose(0, 3, 1, 2))
 
 
-@pytest.mark.parametrize("size", [None, 4])
-def test_lazy_is_the_same(tmp_path: Path, size: int | None) -> None:
-    write_class_folders(tmp_path, {"a": 8, "b": 7})
-    now = data.load(tmp_path, image_size=size)
-    later = data.load(tmp_path, image_size=size, lazy=True)
-    assert later.is_lazy
-    assert torch.equal(later.images[:], now.images)
-    assert torch.equal(later.targets, now.targets)
-    assert later.measure() == now.measure()
-    assert torch.equal(pickle.loads(pickle.dumps(later.images))[:], now.images)
-
-
-def test_large_sets_are_lazy_by_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_sets_are_lazy_and_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_class_folders(tmp_path / "train", {"a": 4, "b": 4})
     size = 8 * 3 * 6 * 6
     monkeypatch.setattr(decoding, "MEMORY_LIMIT", size)
-    assert not data.load(tmp_path).is_lazy
+    now = data.load(tmp_path)
+    assert not now.is_lazy
     monkeypatch.setattr(decoding, "MEMORY_LIMIT", size - 1)
-    assert data.load(tmp_path).is_lazy
     assert not data.load(tmp_path, lazy=False).is_lazy
+    later = data.load(tmp_path)
+    assert later.is_lazy
+    assert torch.equal(later.images[:], now.images)
+    assert torch.equal(later.targets, now.targets)
+    assert torch.equal(pickle.loads(pickle.dumps(later.images))[:], now.images)
 
 
 @pytest.fixture
@@ -197,39 +270,21 @@ def test_the_second_load_decodes_nothing(
     tmp_path: Path, own_cache: Path, counted: list[str]
 ) -> None:
     write_class_folders(tmp_path, {"a": 5, "b": 5})
+    data.load(tmp_path, image_size=4, cache=False)
+    assert (len(counted), (own_cache / "decoded").exists()) == (8, False)
     first = data.load(tmp_path, image_size=4)
-    assert len(counted) == 8
+    assert len(counted) == 16
     second = data.load(tmp_path, image_size=4)
-    assert len(counted) == 8
+    assert len(counted) == 16
     assert torch.equal(first.images, second.images)
     assert torch.equal(first.targets, second.targets)
     assert len(data.load(tmp_path, "test", image_size=4)) == 2  # the other part of the same files
-    assert len(counted) == 10
+    data.load(tmp_path, image_size=4, cache=False)
+    assert len(counted) == 26
     data.load(tmp_path, image_size=5)
     data.load(tmp_path, image_size=4, channels=1)
-    assert len(counted) == 26
+    assert len(counted) == 42
     assert len(list((own_cache / "decoded").iterdir())) == 4
-
-
-def test_a_changed_source_is_decoded_anew(tmp_path: Path, counted: list[str]) -> None:
-    write_class_folders(tmp_path / "train", {"a": 2, "b": 2})
-    data.load(tmp_path, image_size=6)
-    other = pictures(1, seed=99)[0]
-    path = tmp_path / "train" / "a" / "000.png"
-    path.write_bytes(png(other))
-    os.utime(path, ns=(5, 5))
-    assert np.array_equal(data.load(tmp_path, image_size=6).images[0], other.transpose(2, 0, 1))
-
-
-def test_cache_false_neither_reads_nor_writes(
-    tmp_path: Path, own_cache: Path, counted: list[str]
-) -> None:
-    write_class_folders(tmp_path / "train", {"a": 2, "b": 2})
-    data.load(tmp_path, image_size=6, cache=False)
-    assert not (own_cache / "decoded").exists()
-    data.load(tmp_path, image_size=6)
-    data.load(tmp_path, image_size=6, cache=False)
-    assert len(counted) == 12
 
 
 @pytest.mark.parametrize("damage", ["cut off", "another shape"])

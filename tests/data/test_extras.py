@@ -13,40 +13,40 @@ from equilibria import data
 from tests.data.made_files import pictures, png, write_class_folders, write_parquet
 
 
-def load_parquet(folder: Path) -> object:
-    write_parquet(folder / "train.parquet", {"img": [png(pictures(1)[0])], "label": [0]})
-    return lambda: data.load(folder)
+def parquet(folder: Path) -> object:
+    return write_parquet(folder / "train.parquet", {"img": [png(pictures(1)[0])], "label": [0]})
 
 
-def load_images(folder: Path) -> object:
-    write_class_folders(folder / "train", {"a": 1, "b": 1})
-    return lambda: data.load(folder)
+def images(folder: Path) -> object:
+    return write_class_folders(folder / "train", {"a": 1, "b": 1})
 
 
 @pytest.mark.parametrize(
-    ("module", "package", "prepare"),
+    ("module", "message", "prepare", "call"),
     [
-        ("sklearn", "digits needs scikit-learn", lambda _: lambda: data.load("digits")),
-        ("PIL", "images needs pillow", load_images),
-        ("pyarrow", "Parquet files needs pyarrow", load_parquet),
-        ("huggingface_hub", "download=True needs huggingface_hub",
-         lambda _: lambda: data.load("mnist", download=True)),
-        ("rich", "check needs rich", lambda _: data.check("digits").table),
+        ("sklearn", "digits needs scikit-learn", None, lambda _: data.load("digits")),
+        ("PIL", "images needs pillow", images, data.load),
+        ("pyarrow", "Parquet files needs pyarrow", parquet, data.load),
+        ("huggingface_hub", "download=True needs huggingface_hub", None,
+         lambda _: data.load("mnist", download=True)),
+        ("rich", "check needs rich", None, lambda _: data.CheckReport("digits").table()),
     ],
 )  # fmt: skip
 def test_without(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     module: str,
-    package: str,
-    prepare: Callable[[Path], Callable[[], object]],
+    message: str,
+    prepare: Callable[[Path], object] | None,
+    call: Callable[[Path], object],
 ) -> None:
-    call = prepare(tmp_path)
+    if prepare is not None:
+        prepare(tmp_path)
     for name in [m for m in sys.modules if m.split(".")[0] == module]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ImportError, match=rf'{package}, .*pip install "equilibria\[train\]"'):
-        call()
+    with pytest.raises(ImportError, match=rf'{message}, .*pip install "equilibria\[train\]"'):
+        call(tmp_path)
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from equilibria.data.sampling import Shards, held_out, host_seed, mix, shuffled
+from equilibria.data.sampling import Shards, held_out, mix, shuffled
 
 MASK = 2**64 - 1
 
@@ -28,11 +28,8 @@ def reference_stream(state: int, count: int) -> list[int]:
 
 def test_the_reference_is_splitmix64() -> None:
     """The first numbers from seed 1234567, as published with the test vectors of the algorithm."""
-    assert reference_stream(1234567, 3) == [
-        6457827717110365317,
-        3203168211198807973,
-        9817491932198370423,
-    ]
+    published = [6457827717110365317, 3203168211198807973, 9817491932198370423]
+    assert reference_stream(1234567, 3) == published
 
 
 @given(st.integers(0, 300), st.integers(-(2**40), 2**40))
@@ -41,36 +38,16 @@ def test_shuffled_sorts_by_the_stream(count: int, seed: int) -> None:
     keys = reference_stream(state, count)
     signed = [k - 2**64 if k >> 63 else k for k in keys]
     assert shuffled(count, seed).tolist() == sorted(range(count), key=lambda i: signed[i])
+    assert shuffled(10, 0).tolist() == [9, 0, 3, 1, 6, 4, 5, 7, 8, 2]  # published splits rest on it
 
 
-def test_the_order_is_fixed_for_all_time() -> None:
-    """Splits in published results rest on these numbers."""
-    assert shuffled(10, 0).tolist() == [9, 0, 3, 1, 6, 4, 5, 7, 8, 2]
-
-
-@given(
-    st.lists(st.integers(0, 2**70), min_size=1, max_size=4), st.integers(0, 3), st.integers(1, 9)
-)
-def test_mix_depends_on_every_number(numbers: list[int], place: int, change: int) -> None:
-    numbers = [n & MASK for n in numbers]
+@given(st.lists(st.integers(0, MASK), min_size=1, max_size=4), st.integers(0, 3))
+def test_mix_depends_on_every_number(numbers: list[int], place: int) -> None:
     other = list(numbers)
-    other[place % len(numbers)] += change
-    assert mix(*numbers) == mix(*numbers)
-    assert mix(*numbers) != mix(*other)
+    other[place % len(numbers)] += 1
+    assert len({mix(*numbers), mix(*other), mix(*numbers, 0)}) == 3
     assert 0 <= mix(*numbers) < 2**63
-    assert mix(*numbers) != mix(*numbers, 0)
     assert mix(1, 2) != mix(2, 1)
-
-
-def test_host_seed_moves_on_and_repeats() -> None:
-    a, b = torch.Generator().manual_seed(3), torch.Generator().manual_seed(3)
-    first, second = host_seed(a), host_seed(a)
-    assert first != second
-    assert [host_seed(b), host_seed(b)] == [first, second]
-    torch.manual_seed(1)
-    drawn = host_seed(None)
-    torch.manual_seed(1)
-    assert host_seed(None) == drawn
 
 
 @given(
@@ -85,6 +62,8 @@ def test_every_class_gives_its_share(sizes: list[int], fraction: float, seed: in
     if max(sizes) < 2:
         assert 1 <= int(mask.sum()) < len(labels)
         return
+    if min(sizes) > 20:
+        assert int(mask.sum()) == round(fraction * len(labels))
     for k, size in enumerate(sizes):
         taken = int(mask[labels == k].sum())
         if size >= 2:
@@ -94,20 +73,11 @@ def test_every_class_gives_its_share(sizes: list[int], fraction: float, seed: in
             assert taken == 0
 
 
-@given(st.integers(10, 60), st.integers(2, 5), st.floats(0.2, 0.8))
-def test_the_total_is_rounded(per_class: int, classes: int, fraction: float) -> None:
-    labels = torch.arange(classes).repeat(per_class)
-    mask = held_out(labels, len(labels), fraction, 0)
-    assert int(mask.sum()) == round(fraction * len(labels))
-
-
-def test_seeds_differ_and_repeat() -> None:
+def test_without_labels_or_with_single_samples_the_whole_is_split() -> None:
+    assert int(held_out(None, 10, 0.3, 0).sum()) == 3
+    assert int(held_out(torch.arange(5), 5, 0.4, 0).sum()) == 2
     labels = torch.arange(4).repeat(50)
-    one, again, other = (held_out(labels, 200, 0.25, seed) for seed in (1, 1, 2))
-    assert torch.equal(one, again)
-    assert not torch.equal(one, other)
-    assert int(held_out(None, 10, 0.3, 0).sum()) == 3  # no labels: of the whole
-    assert int(held_out(torch.arange(5), 5, 0.4, 0).sum()) == 2  # single samples of a class, too
+    assert not torch.equal(held_out(labels, 200, 0.25, 1), held_out(labels, 200, 0.25, 2))
 
 
 @pytest.mark.parametrize(
@@ -120,13 +90,7 @@ def test_what_cannot_be_split(count: int, fraction: float, message: str) -> None
         held_out(None, count, fraction, 0)
 
 
-COUNTS = st.integers(1, 60)
-
-
-SIZES = st.integers(1, 9)
-
-
-WORLDS = st.integers(1, 5)
+COUNTS, SIZES, WORLDS = st.integers(1, 60), st.integers(1, 9), st.integers(1, 5)
 
 
 def ranks(count: int, size: int, world: int, drop_last: bool) -> list[Shards]:
@@ -177,38 +141,13 @@ def test_ranks_together_see_what_one_process_would(
         assert sorted(together) == sorted(alone[step])
 
 
-def test_the_order_depends_on_seed_and_epoch_alone() -> None:
-    shards = Shards(50, 7)
-    first = shards.order(1, 2, shuffle=True)
-    torch.manual_seed(9)
-    torch.rand(3)
-    assert torch.equal(shards.order(1, 2, shuffle=True), first)
-    assert torch.equal(Shards(50, 13).order(1, 2, shuffle=True), first)
-    assert not torch.equal(shards.order(1, 3, shuffle=True), first)
-    assert not torch.equal(shards.order(2, 2, shuffle=True), first)
-    assert not torch.equal(shards.order(2, 1, shuffle=True), first)
-    assert shards.order(1, 2, shuffle=False).tolist() == list(range(50))
-
-
-def test_every_place_is_as_likely() -> None:
-    places = torch.stack([Shards(4, 2).order(0, k, shuffle=True) for k in range(2000)])
-    share = (places == 0).double().mean(0)
-    assert torch.all((share - 0.25).abs() < 0.05)
-
-
-def test_a_rank_with_nothing_left_shares_out_its_last_batch() -> None:
-    # 9 samples, two ranks, batches of 4: rank 0 has 5, rank 1 has 4.
-    assert Shards(9, 4, 0, 2).bounds() == [(0, 4), (4, 5)]
-    assert Shards(9, 4, 1, 2).bounds() == [(0, 2), (2, 4)]
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ((10, 0), "batch_size=0"),
         ((10, 2.5), "batch_size=2.5"),
         ((10, True), "batch_size=True"),
-        ((10, 2, 2, 2), "rank=2: expected 0 to 1"),
+        ((10, 2, 2, 2), r"rank=2\) .* in \[0, 1\]"),
         ((10, 2, -1, 2), "rank=-1"),
         ((10, 2, 0, 0), "world=0"),
         ((10, 8, 0, 2, True), "10 samples fill no batch"),

@@ -1,4 +1,4 @@
-"""The cache folder, keys that follow their files, files that appear whole or not at all."""
+"""The cache folder, and keys that follow their files."""
 
 from __future__ import annotations
 
@@ -8,11 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from equilibria.data.sources import cache_dir, fingerprint, replacing
-
-
-def test_the_variable_names_the_cache(own_cache: Path) -> None:
-    assert cache_dir() == own_cache
+from equilibria.data.sources import cache_dir, fingerprint
 
 
 @pytest.mark.parametrize(
@@ -46,21 +42,3 @@ def test_the_key_follows_the_files(tmp_path: Path) -> None:
     assert longer != key
     os.utime(file, ns=(1, 1))
     assert fingerprint("x", files=[file]) not in (key, longer)
-
-
-def test_replacing_is_whole_or_not_at_all(tmp_path: Path) -> None:
-    path = tmp_path / "deep" / "file"
-    with replacing(path) as temporary:
-        temporary.write_text("old")
-        assert not path.exists()
-    assert path.read_text() == "old"
-
-    def interrupted() -> None:
-        with replacing(path) as temporary:
-            temporary.write_text("half")
-            raise OSError("the disk is full")
-
-    with pytest.raises(OSError, match="full"):
-        interrupted()
-    assert path.read_text() == "old"
-    assert list(path.parent.iterdir()) == [path]

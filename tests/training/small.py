@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import signal
 from pathlib import Path
@@ -66,17 +67,8 @@ def masks(count: int = 64) -> ImageData:
     whole = eq.data.load("digits", progress=False).subset(range(count))
     targets = torch.bucketize(torch.as_tensor(whole.images)[:, 0].long(), torch.tensor([80, 170]))
     targets[:, 0] = targets[:, -1] = 255
-    return ImageData(
-        images=whole.images,
-        targets=targets,
-        classes=("dark", "gray", "bright"),
-        name="masks",
-        split_name="train",
-        mean=whole.mean,
-        std=whole.std,
-        task="segmentation",
-        ignore_index=255,
-    )
+    names: Any = {"name": "masks", "classes": ("dark", "gray", "bright"), "task": "segmentation"}
+    return dataclasses.replace(whole, targets=targets, ignore_index=255, **names)
 
 
 class Losses(pl.Callback):
@@ -94,34 +86,24 @@ class At(pl.Callback):
 
     def __init__(self, count: int, act: Any, hook: str = "on_train_batch_end") -> None:
         self.count, self.act, self.hook, self.seen = count, act, hook, 0
+        if hook != "on_train_batch_end":
+            setattr(self, hook, self._called)
 
-    def _called(self, hook: str) -> None:
-        if hook == self.hook:
-            self.seen += 1
-            if self.seen == self.count:
-                self.act()
+    def on_train_batch_end(self, *_: Any, **__: Any) -> None:
+        if self.hook == "on_train_batch_end":
+            self._called()
 
-    def on_train_epoch_start(self, *args: Any, **kwargs: Any) -> None:
-        self._called("on_train_epoch_start")
-
-    def on_before_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        self._called("on_before_optimizer_step")
-
-    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
-        self._called("on_train_batch_end")
-
-    def on_validation_batch_end(self, *args: Any, **kwargs: Any) -> None:
-        self._called("on_validation_batch_end")
+    def _called(self, *_: Any, **__: Any) -> None:
+        self.seen += 1
+        if self.seen == self.count:
+            self.act()
 
 
 class RaiseAt(At):
     """Raises, as a second Ctrl-C does."""
 
     def __init__(
-        self,
-        count: int,
-        error: BaseException | None = None,
-        hook: str = "on_train_batch_end",
+        self, count: int, error: BaseException | None = None, hook: str = "on_train_batch_end"
     ) -> None:
         super().__init__(count, self._raise, hook)
         self.error = error or KeyboardInterrupt()
@@ -159,9 +141,8 @@ def run(settings: TrainConfig, *, dropout: float = 0.0, **more: Any) -> TrainRes
 
 def timeless(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """History without what a clock measured."""
-    return [
-        {k: v for k, v in row.items() if k not in ("seconds", "images_per_second")} for row in rows
-    ]
+    clock = ("seconds", "images_per_second")
+    return [{k: v for k, v in row.items() if k not in clock} for row in rows]
 
 
 def assert_same_run(found: TrainResult, expected: TrainResult) -> None:

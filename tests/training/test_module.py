@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -68,27 +67,7 @@ def test_a_step_adds_loss_and_right_answers_to_the_metrics() -> None:
     assert ours.metrics._sums[1] == right
     assert ours.metrics.row()["loss"] == pytest.approx(loss.item())
     assert ours.metrics.row()["solver_steps"] == 3.0
-
-
-def test_mixed_labels_are_trained_on(tmp_path: Path) -> None:
-    result = run(config(tmp_path, epochs=2, augment=["mixup", {"cutmix": {"alpha": 0.5}}]))
-    assert math.isfinite(result.metrics["train_loss"])
-    assert 0.0 < result.metrics["train_accuracy"] <= 1.0
-
-
-def test_the_jacobian_penalty_shrinks_the_jacobian(tmp_path: Path) -> None:
-    def size(model: nn.Module) -> float:
-        assert isinstance(model, Tiny)
-        x, _ = next(iter(eq.data.Batches(digits()[1], 64)))
-        h = model.norm(x.flatten(1)).detach()
-        problem = model.geq.problem(h)
-        torch.manual_seed(0)
-        values = eq.jacobian_penalty(problem.step, model.geq(h), samples=20)
-        return values.mean().item()
-
-    free = run(config(tmp_path / "a"))
-    bound = run(config(tmp_path / "b", jacobian_weight=5.0))
-    assert size(bound.model) < 0.5 * size(free.model)
+    assert module(model, jacobian_weight=5.0).training_step((x, y), 0) > loss + 0.01
 
 
 def test_segmentation_reports_the_mean_intersection_over_union(tmp_path: Path) -> None:
@@ -101,13 +80,10 @@ def test_segmentation_reports_the_mean_intersection_over_union(tmp_path: Path) -
     with torch.no_grad():
         guess = result.model(x).argmax(1)
     keep = y != 255
-    ious = []
-    for c in range(3):
-        both = int(((guess == c) & (y == c) & keep).sum())
-        either = int((((guess == c) | (y == c)) & keep).sum())
-        if either:
-            ious.append(both / either)
-    assert result.metrics["val_miou"] == pytest.approx(sum(ious) / len(ious), rel=1e-5)
+    hits = [((guess == c) & (y == c) & keep).sum() for c in range(3)]
+    either = [(((guess == c) | (y == c)) & keep).sum() for c in range(3)]
+    iou = float(sum(a / b for a, b in zip(hits, either, strict=True) if b)) / sum(map(bool, either))
+    assert result.metrics["val_miou"] == pytest.approx(iou, rel=1e-5)
     accuracy = float((guess == y)[keep].float().mean())
     assert result.metrics["val_accuracy"] == pytest.approx(accuracy, rel=1e-5)
     logits = result.model(x).detach()
@@ -116,16 +92,17 @@ def test_segmentation_reports_the_mean_intersection_over_union(tmp_path: Path) -
     assert result.metrics["val_loss"] == pytest.approx(picked[keep.numpy()].mean(), rel=1e-5)
 
 
-def test_clipping_bounds_the_step(tmp_path: Path) -> None:
+def test_clipping_bounds_the_step_also_of_mixed_labels(tmp_path: Path) -> None:
     """Plain SGD of rate 1 moves the weights by the clipped norm and no further."""
     torch.manual_seed(0)
     model = Tiny()
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     plain: dict[str, Any] = {"momentum": 0.0, "nesterov": False, "weight_decay": 0.0, "lr": 1.0}
-    plain |= {"schedule": "constant", "epochs": 1, "batch_size": 192}
+    plain |= {"schedule": "constant", "epochs": 1, "batch_size": 192, "augment": ["mixup"]}
     result = run(config(tmp_path, **plain, clip=0.01), model=model)
     moved = [(p.detach() - before[n]).flatten() for n, p in result.model.named_parameters()]
     assert float(torch.cat(moved).norm()) == pytest.approx(0.01, rel=1e-3)
+    assert 0.0 < result.metrics["train_accuracy"] <= 1.0
 
 
 @pytest.mark.slow
@@ -154,9 +131,6 @@ def test_lightning_alone_can_train_it() -> None:
 
 
 def test_channels_last(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    settings = config(tmp_path, epochs=1, batch_size=16, channels_last=True)
-    data = masks()
     seen = []
 
     class Look(Pixels):
@@ -165,7 +139,8 @@ def test_channels_last(tmp_path: Path) -> None:
             seen.append(weight.is_contiguous(memory_format=torch.channels_last))
             return super().forward(x)
 
-    run(settings, data=(data, None), model=Look(3))
+    settings = config(tmp_path, epochs=1, batch_size=16, channels_last=True)
+    run(settings, data=(masks(), None), model=Look(3))
     assert seen
     assert all(seen)
 

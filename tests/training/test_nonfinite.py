@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import equilibria as eq
-from equilibria.training import EquilibriumModule, NonFiniteLoss, TrainConfig, fit
+from equilibria.training import EquilibriumModule, NonFiniteLoss, TrainConfig
 from equilibria.training.nonfinite import Guard
 from equilibria.training.optimizer import make_optimizer
 
@@ -24,14 +24,8 @@ class Poisoned(nn.Module):
 
     def __init__(self, poison: Tensor | None = None, after: int = 0) -> None:
         super().__init__()
-        self.geq = eq.nn.GEQ(
-            6,
-            6,
-            in_channels=64,
-            hidden=None,
-            solver=eq.Picard(rtol=0.0, atol=0.0, max_steps=4),
-            adjoint=eq.Phantom(steps=2),
-        )
+        solver, adjoint = eq.Picard(rtol=0.0, atol=0.0, max_steps=4), eq.Phantom(steps=2)
+        self.geq = eq.nn.GEQ(6, 6, in_channels=64, hidden=None, solver=solver, adjoint=adjoint)
         self.skip = nn.Linear(64, 10)
         self.head = nn.Linear(6, 10)
         self.poison, self.calls, self.after = poison, 0, after
@@ -95,7 +89,6 @@ def test_a_bad_image_is_found_named_and_kept_from_the_weights(
     with pytest.raises(NonFiniteLoss, match="epoch 2") as caught:
         run(settings, model=model, callbacks=[watch])
     report = caught.value.report
-    assert caught.value.path == tmp_path / "nonfinite.json"
     stored = json.loads((tmp_path / "nonfinite.json").read_text("utf-8"))
     assert stored["step"] == report["step"]
     assert (report["epoch"], report["batch"]) == (2, report["step"] - 6)
@@ -135,22 +128,6 @@ def test_a_rate_that_is_too_high(tmp_path: Path, looks: bool) -> None:
     with pytest.raises(NonFiniteLoss, match="a lower lr"):
         run(settings, model=Poisoned())
     assert not (tmp_path / "model.safetensors").exists()
-
-
-def test_indices_are_those_of_the_data_as_loaded(tmp_path: Path) -> None:
-    """With a part held out by fit itself the report still names places in the whole."""
-    whole = eq.data.load("digits", progress=False)
-    images = torch.as_tensor(whole.images)
-    kept = torch.as_tensor(whole.split(0.1, 0)[0].images)  # found by comparing pixels
-    index = next(
-        k for k in range(900, len(whole)) if bool((kept == images[k]).all((1, 2, 3)).any())
-    )
-    torch.manual_seed(0)
-    model = Poisoned(whole.normalize(images[index : index + 1]).flatten(1))
-    with pytest.raises(NonFiniteLoss) as caught:
-        fit(config(tmp_path, epochs=1, batch_size=128), model=model, progress=False)
-    report = caught.value.report
-    assert [report["indices"][k] for k in report["bad_samples"]] == [index]
 
 
 def _unsettled(model: Any) -> Any:

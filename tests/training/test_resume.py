@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +26,8 @@ ROOT = Path(__file__).parent.parent.parent
 
 # Every part that has a state of its own, and everything that the end of an epoch decides: an epoch
 # has twelve steps and two batches of validation.
-RICH: dict[str, Any] = {
-    "ema": 0.9,
-    "augment": ["flip", {"crop": {"padding": 1}}],
-    "clip": 1.0,
-    "batch_size": 16,
-    "select": "best",
-    "keep_every": 1,
-}
+RICH: dict[str, Any] = {"ema": 0.9, "clip": 1.0, "batch_size": 16, "select": "best"}
+RICH |= {"augment": ["flip", {"crop": {"padding": 1}}], "keep_every": 1}
 ADAMW: dict[str, Any] = {"optimizer": "adamw", "lr": 0.01, "decay_norms": False}
 OPTIONS: dict[str, dict[str, Any]] = {
     "onecycle": RICH,
@@ -96,9 +91,9 @@ def test_a_seed_repeats_a_run_bit_for_bit(tmp_path: Path, whole: Any) -> None:
     assert other.values != losses
 
 
-# The very first step, in the middle of an epoch, the first step of one.
+# The very first step, in the middle of an epoch, the first step of one; Ctrl-C once and twice.
 @pytest.mark.parametrize("step", [1, 17, 25])
-@pytest.mark.parametrize("stop", [RaiseAt, SignalAt])
+@pytest.mark.parametrize("stop", [RaiseAt, SignalAt, partial(SignalAt, times=2)])
 def test_stopped_in_the_middle_of_an_epoch(
     tmp_path: Path, step: int, stop: Any, whole: Any
 ) -> None:
@@ -114,9 +109,13 @@ def test_whatever_is_trained(tmp_path: Path, name: str, whole: Any) -> None:
     interrupted_and_resumed(tmp_path, name, whole, RaiseAt(17))
 
 
-def test_a_crash_goes_back_to_the_end_of_an_epoch(tmp_path: Path, whole: Any) -> None:
-    stop = RaiseAt(17, RuntimeError("power cut"))
-    interrupted_and_resumed(tmp_path, "onecycle", whole, stop, RuntimeError)
+def test_crashes_go_back_to_the_end_of_an_epoch(tmp_path: Path, whole: Any) -> None:
+    stop, place = RaiseAt(17, RuntimeError("power cut")), config(tmp_path / "b", **RICH)
+    interrupted_and_resumed(tmp_path / "a", "onecycle", whole, stop, RuntimeError)
+    for step, resume in ((17, None), (8, place.folder)):  # once more on the way
+        with pytest.raises(Interrupted):
+            run(place, dropout=0.2, resume=resume, callbacks=[RaiseAt(step)])
+    assert_same_run(run(place, dropout=0.2, resume=place.folder), whole("onecycle")[0])
 
 
 @pytest.mark.parametrize("epoch", [0, 1, 2])
@@ -127,7 +126,7 @@ def test_a_signal_at_the_end_of_an_epoch_waits_for_its_validation(
 ) -> None:
     count = 12 * (epoch + 1) if hook == "on_train_batch_end" else 2 * epoch + 1
     times = 2 if number == signal.SIGTERM else 1
-    stop = SignalAt(count, times, number, hook)
+    stop = SignalAt(count, times, number, hook=hook)
     error = interrupted_and_resumed(tmp_path, "constant", whole, stop)
     assert ("the training is complete" in str(error)) == (epoch == 2)
 
@@ -138,8 +137,7 @@ def test_cut_in_validation_it_is_validated_on_resume(
 ) -> None:
     stop = RaiseAt(2 * epoch + 1, hook="on_validation_batch_end")
     error = interrupted_and_resumed(tmp_path, "constant", whole, stop)
-    assert isinstance(error, Interrupted)
-    assert error.exact
+    assert getattr(error, "exact", False)
 
 
 @pytest.mark.parametrize("moment", ["before", "after"])
@@ -160,15 +158,6 @@ def test_cut_as_an_epoch_is_closed_it_is_closed_on_resume(
 
     monkeypatch.setattr(Path, "replace", cut)
     interrupted_and_resumed(tmp_path, "constant", whole, At(0, None))
-
-
-def test_a_run_may_be_cut_twice(tmp_path: Path, whole: Any) -> None:
-    place = config(tmp_path, **RICH)
-    with pytest.raises(Interrupted):
-        run(place, dropout=0.2, callbacks=[RaiseAt(4)])
-    with pytest.raises(Interrupted):
-        run(place, dropout=0.2, resume=tmp_path, callbacks=[RaiseAt(5)])
-    assert_same_run(run(place, dropout=0.2, resume=tmp_path), whole("onecycle")[0])
 
 
 def test_an_interruption_inside_a_step_says_that_it_is_not_exact(tmp_path: Path) -> None:
@@ -200,9 +189,6 @@ def test_resume_in_the_folder_of_the_checkpoint_and_in_another(tmp_path: Path) -
     assert_same_run(same, other)
 
 
-# ---------------------------------------------------------------------- signals
-
-
 def test_the_first_asks_the_second_raises_and_the_handlers_come_back() -> None:
     before = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
     said: list[int] = []
@@ -228,14 +214,6 @@ def test_a_run_works_in_a_thread_and_leaves_the_signals_alone(tmp_path: Path) ->
     thread.join()
     assert found[0].history[0]["epoch"] == 1
     assert seen == [before]
-
-
-def test_twice_stops_at_once_and_still_saves(tmp_path: Path) -> None:
-    with pytest.raises(Interrupted) as caught:
-        run(config(tmp_path), callbacks=[SignalAt(3, times=2)])
-    assert caught.value.checkpoint == tmp_path / "last.ckpt"
-    found = read_checkpoint(tmp_path / "last.ckpt")["equilibria"]["progress"]
-    assert found == {"epoch": 0, "batch": 3, "step": 3}
 
 
 def test_as_the_result_is_written_it_waits_and_twice_it_can_be_made_up_for(

@@ -50,17 +50,13 @@ def test_what_a_run_leaves(tmp_path: Path) -> None:
     result = run(config(tmp_path, epochs=2))
     with (tmp_path / "history.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
-    assert [row["epoch"] for row in rows] == ["1", "2"]
-    assert float(rows[1]["val_accuracy"]) == result.history[1]["val_accuracy"]
-    assert float(rows[1]["train_loss"]) == result.history[1]["train_loss"]
+    for row, wanted in zip(rows, result.history, strict=True):
+        assert {name: float(value) for name, value in row.items() if value} == wanted
     found = json.loads((tmp_path / "result.json").read_text("utf-8"))
     assert found["metrics"] == result.metrics
     assert (found["seed"], found["version"]) == (0, eq.__version__)
-    assert found["torch"] == torch.__version__
     assert found["data"] == {"name": "digits", "train": 192, "validation": 64, "classes": 10}
     assert found["parameters"] == sum(p.numel() for p in result.model.parameters())
-    assert found["command"]
-    assert found["seconds"] > 0
     assert datetime.fromisoformat(found["started"]) <= datetime.fromisoformat(found["finished"])
     saved = TrainConfig.from_yaml(tmp_path / "config.yaml")
     assert saved == config(tmp_path, epochs=2).resolved()
@@ -169,12 +165,7 @@ def test_steps_that_end_far_from_the_equilibrium_are_said(tmp_path: Path) -> Non
         ({"model": "tiny"}, {}, TypeError, "torch.nn.Module"),
         ({"data": (digits()[0], None)}, {"early_stop": 1}, ValueError, "there is no validation"),
         ({"data": (digits()[0], masks())}, {}, ValueError, "differ in classes"),
-        (
-            {"data": (masks(), None), "model": None},
-            {"model": "geq_digits"},
-            ValueError,
-            "for cl",
-        ),
+        ({"data": (masks(), None), "model": None}, {"model": "geq_digits"}, ValueError, "for cl"),
     ],
 )
 def test_wrong_arguments(
@@ -182,9 +173,6 @@ def test_wrong_arguments(
 ) -> None:
     with pytest.raises(error, match=said):
         run(config(tmp_path, **options), **given)
-
-
-def test_a_dictionary_is_no_configuration() -> None:
     with pytest.raises(TypeError, match="from_yaml"):
         fit({"lr": 0.1})  # type: ignore[arg-type]
 

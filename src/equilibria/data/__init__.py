@@ -19,11 +19,9 @@ from .augmentation import (
 )
 from .batches import Batches
 from .catalog import DataCard, describe, names
-from .data_check import CheckReport, check
-from .decoding import LazyImages
+from .decoding import LazyImages, read_image
 from .image_data import ImageData
-from .loader import find_named, load
-from .pixels import read_image
+from .loader import CheckReport, check, find_named, load
 from .sampling import held_out
 from .sources import IGNORE, CorruptImageError, DataError, DataNotFoundError, cache_dir
 

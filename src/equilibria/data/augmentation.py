@@ -1,8 +1,7 @@
 """Random changes of a batch on its device, each sample by itself.
 
-Ours and not kornia's, to keep three promises: a batch depends on (seed, epoch, batch) alone, while
-kornia draws from torch's global generator; every sample draws its own operations; and the recipes
-need torch alone. ``benchmarks/augmentation.py`` compares the times.
+Ours and not kornia's: a batch depends on (seed, epoch, batch) alone, while kornia draws from
+torch's global generator; every sample draws its own operations; and torch alone is needed.
 """
 
 from __future__ import annotations
@@ -47,7 +46,6 @@ class Transform(ABC):
         self, x: Tensor, y: Tensor, generator: Random = ..., /
     ) -> tuple[Tensor, Tensor]: ...
     def __call__(self, x: Tensor, *rest: Any) -> Any:
-        """See the class."""
         if x.ndim != 4 or not x.is_floating_point():
             raise ValueError(
                 f"{type(self).__name__} takes a batch of floats [B, C, H, W], got {x.dtype} "
@@ -101,24 +99,21 @@ class Crop(Transform):
             )
         most = 2 * self.padding
         shift = torch.randint(0, most + 1, (2, n, 1), device=x.device, generator=generator)
-        rows = torch.arange(h, device=x.device) + shift[0] - self.padding
-        columns = torch.arange(w, device=x.device) + shift[1] - self.padding
-        outside = None
+        rows = (torch.arange(h, device=x.device) + shift[0] - self.padding).unsqueeze(2)
+        columns = (torch.arange(w, device=x.device) + shift[1] - self.padding).unsqueeze(1)
         if self.mode == "zero":
-            past = ((rows < 0) | (rows >= h)).unsqueeze(2)
-            outside = past | ((columns < 0) | (columns >= w)).unsqueeze(1)
+            outside = (rows < 0) | (rows >= h) | (columns < 0) | (columns >= w)
             rows, columns = rows.clamp(0, h - 1), columns.clamp(0, w - 1)
         else:
             rows = (h - 1) - ((h - 1) - rows.abs()).abs()
             columns = (w - 1) - ((w - 1) - columns.abs()).abs()
         sample = torch.arange(n, device=x.device).view(-1, 1, 1)
-        moved = x[sample, :, rows.unsqueeze(2), columns.unsqueeze(1)].permute(0, 3, 1, 2)
-        if outside is not None:
-            moved = moved.masked_fill(outside.unsqueeze(1), 0.0)
-        if _is_mask(y):
-            y = y[sample, rows.unsqueeze(2), columns.unsqueeze(1)]
-            y = y if outside is None else y.masked_fill(outside, IGNORE)
-        return moved, y
+        x = x[sample, :, rows, columns].permute(0, 3, 1, 2)
+        y = y[sample, rows, columns] if _is_mask(y) else y
+        if self.mode == "zero":
+            x = x.masked_fill(outside.unsqueeze(1), 0.0)
+            y = y.masked_fill(outside, IGNORE) if _is_mask(y) else y
+        return x, y
 
 
 @options
@@ -168,8 +163,7 @@ class Cutout(Transform):
 class ResizedCrop(Transform):
     """Cut out a random part and resize it to the whole: of ``scale`` of the area, ``ratio`` w : h.
 
-    The area is uniform in ``scale``, log(w/h) uniform in log ``ratio``, the place uniform; a part
-    that is wider or higher than the image is cut down to it.
+    Area, log(w/h) and place are uniform; a part larger than the image is cut down to it.
     """
 
     scale: tuple[float, float] = (0.35, 1.0)
@@ -213,10 +207,9 @@ class ColorJitter(Transform):
 
     def apply(self, x: Tensor, y: Tensor | None, generator: Random) -> Pair:
         draws = 2 * torch.rand(3, len(x), device=x.device, generator=generator) - 1
-        x = change_color(x, "brightness", 1 + self.brightness * draws[0])
-        x = change_color(x, "contrast", 1 + self.contrast * draws[1])
-        if x.shape[1] == 3:
-            x = change_color(x, "saturation", 1 + self.saturation * draws[2])
+        kinds = ("brightness", "contrast", "saturation")[: 3 if x.shape[1] == 3 else 2]
+        for name, draw in zip(kinds, draws, strict=False):
+            x = change_color(x, name, 1 + getattr(self, name) * draw)
         return x, y
 
 
@@ -261,8 +254,8 @@ class Mixup(_Mix):
 class CutMix(_Mix):
     """A rectangle of x_i comes from x_j; labels by area (Yun et al. 2019, eq. 1 and 2).
 
-    The rectangle has 1 − λ of the area, λ ~ Beta(α, α), its middle anywhere; the labels count the
-    pixels that are really there. One rectangle a batch, partners by a random permutation.
+    The rectangle has 1 − λ of the area, λ ~ Beta(α, α), its middle anywhere, and labels count the
+    pixels inside the image. One rectangle a batch, partners by a random permutation.
     """
 
     def apply(self, x: Tensor, y: Tensor | None, generator: Random) -> Pair:
@@ -336,7 +329,7 @@ class RandAugment(Transform):
 
 
 def affine(kinds: list[str], level: Tensor, height: int, width: int) -> Tensor:
-    """θ [B, 2, 3] of the geometric operations, with signed magnitudes ``level`` [B], for ``warp``.
+    """θ [B, 2, 3] for ``warp`` of the operations ``kinds``, with signed magnitudes ``level`` [B].
 
     In pixels from the middle, the output at p is the input at A p + t; θ is that in [−1, 1]².
     """
@@ -461,8 +454,7 @@ def build_augmentation(
 ) -> Augmentation | None:
     """``["crop", "flip", {"cutout": {"size": 8}}]`` as an Augmentation; None for an empty list.
 
-    ``num_classes`` is given to the parts that mix labels. Names may be written as the classes are,
-    too: ``RandAugment`` is ``rand_augment``.
+    ``num_classes`` is given to the parts that mix labels. ``RandAugment`` is ``rand_augment``, too.
     """
     made = [part if isinstance(part, Transform) else _built(part, num_classes) for part in parts]
     return Augmentation(made) if made else None

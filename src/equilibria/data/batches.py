@@ -15,9 +15,9 @@ from .decoding import LazyImages
 from .image_data import ImageData
 from .sampling import Shards, mix
 
-_SHARE_OF_MEMORY = 0.5
 Pair = tuple[Tensor, Tensor]
 Bounds = list[tuple[int, tuple[int, int]]]
+Rows = Iterator[tuple[int, Tensor, Tensor]]
 
 
 class Batches:
@@ -32,18 +32,16 @@ class Batches:
         batch_size: samples a batch, and a process.
         shuffle: a new order every epoch.
         seed: of order and augmentation.
-        device: where batches are wanted. A set in memory moves there whole if it takes less than
-            half of the free memory; otherwise, and for lazy sets, batches are made ready by a
-            thread while the device works.
+        device: where batches are wanted.
         augment: a Transform, or a function ``(x, generator) -> x`` of floats from 0 to 1 (with
             masks: ``(x, y, generator) -> (x, y)``).
         drop_last: leave out samples that do not fill a batch on every rank.
-        dtype: of x.
-        channels_last: memory format of x.
-        rank: this process among ``world``; the ranks share the samples of an epoch.
-        world: the number of processes.
-        resident: move the whole set to the device, or not; None decides by the free memory.
-        prefetch: how many batches are made ready ahead where the set is not resident.
+        dtype, channels_last: of x.
+        rank, world: this process among how many; they share the samples of an epoch.
+        resident: move the whole set to the device; None: if it takes less than half of the free
+            memory. Otherwise, and for lazy sets, a thread makes batches ready while the device
+            works.
+        prefetch: how many batches are made ready ahead.
     """
 
     def __init__(
@@ -77,9 +75,7 @@ class Batches:
         self.epoch = self._start = 0
         self.resident = self._fits(dataset) if resident is None else resident
         if self.resident and dataset.is_lazy:
-            raise ValueError(
-                "resident=True: a lazy set is too large for memory; load it lazy=False"
-            )
+            raise ValueError("resident=True: a lazy set is not in memory; load it with lazy=False.")
         self.dataset = dataset.to(self.device) if self.resident else dataset
         self._mean = torch.tensor(dataset.mean, device=self.device).view(1, -1, 1, 1)
         self._std = torch.tensor(dataset.std, device=self.device).view(1, -1, 1, 1)
@@ -108,13 +104,13 @@ class Batches:
         rows = self._resident(order, bounds) if self.resident else self._ahead(order, bounds)
         return self._finished(rows, epoch)
 
-    def _resident(self, order: Tensor, bounds: Bounds) -> Iterator[tuple[int, Tensor, Tensor]]:
+    def _resident(self, order: Tensor, bounds: Bounds) -> Rows:
         order = order.to(self.device)  # once an epoch: batches are slices of it
         for number, (first, last) in bounds:
             index = order[first:last]
             yield number, self.dataset.images[index], self.dataset.targets[index]
 
-    def _ahead(self, order: Tensor, bounds: Bounds) -> Iterator[tuple[int, Tensor, Tensor]]:
+    def _ahead(self, order: Tensor, bounds: Bounds) -> Rows:
         pin = self.device.type == "cuda"
 
         def ready(first: int, last: int) -> list[Tensor]:
@@ -137,7 +133,7 @@ class Batches:
         finally:  # also when the loop over the batches is left early
             pool.shutdown(wait=True, cancel_futures=True)
 
-    def _finished(self, rows: Iterator[tuple[int, Tensor, Tensor]], epoch: int) -> Iterator[Pair]:
+    def _finished(self, rows: Rows, epoch: int) -> Iterator[Pair]:
         """x/255, augmented by the numbers of (seed, epoch, batch, rank), normalized."""
         generator = torch.Generator(self.device)
         for number, x, y in rows:
@@ -167,5 +163,5 @@ class Batches:
             return True
         size = sum(t.numel() * t.element_size() for t in (images, targets))
         if self.device.type == "cuda":
-            return size < _SHARE_OF_MEMORY * torch.cuda.mem_get_info(self.device)[0]
+            return size < 0.5 * torch.cuda.mem_get_info(self.device)[0]
         return size < 2**31

@@ -1,14 +1,14 @@
-"""The data sets known by name: what they hold, how they are normalized, where the hub has them.
-
-A new data set is one DataCard here.
-"""
+"""The data sets known by name, one DataCard each: contents, normalization, place on the hub."""
 
 from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass, field
 
-from .sources import DataError, PartMissingError, Task
+import torch
+from torch import Tensor
+
+from .sources import IGNORE, DataError, PartMissingError, Task
 
 _IMAGENET_MEAN, _IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
@@ -161,6 +161,14 @@ def describe(name: str) -> DataCard:
         hint = f" Did you mean '{close[0]}'?" if close else ""
         raise DataError(f"there is no data set {name!r}.{hint} Known: {', '.join(_CARDS)}.")
     return _CARDS[name]
+
+
+def camvid_ids() -> Tensor:
+    """The class of each value in CamVid's masks, long [256]: 11 (void) and 255 are IGNORE."""
+    table = torch.full((256,), -1, dtype=torch.long)
+    table[:11] = torch.arange(11)
+    table[[11, 255]] = IGNORE
+    return table
 
 
 def split_of(asked: str) -> str:

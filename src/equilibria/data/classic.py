@@ -1,8 +1,7 @@
 """The classic files: CIFAR's pickled or binary batches, MNIST's idx files, scikit-learn's digits.
 
-A pickle is a program: it may name any function of any installed package and have it called. Here
-every name that arrays and bytes are written with stands for a class that only remembers what it
-was called with, and any other name is an error; so nothing in a pickle runs.
+A pickle may have any function of any package called. Here every name that arrays are written with
+stands for a class that only remembers its arguments, and any other name is an error: nothing runs.
 """
 
 from __future__ import annotations
@@ -41,10 +40,7 @@ _SIGNS = {
 
 
 def read_digits(asked: str) -> Found:
-    """1,797 images 8×8; a fifth of each class, chosen once and for all, is the test split.
-
-    The values 0 … 16 become round(255 v / 16), which loses nothing.
-    """
+    """1,797 images 8×8, values round(255 v / 16); a fixed fifth of each class is the test split."""
     with needs("scikit-learn", "The data set digits"):
         from sklearn.datasets import load_digits  # type: ignore[import-untyped, unused-ignore]
     card = describe("digits")
@@ -61,9 +57,7 @@ def read_cifar_batches(folder: Path, asked: str, card: DataCard | None) -> Found
     """The split of CIFAR-10 or CIFAR-100 batches in ``folder``; None where there are none."""
     signs = [name for sign, name in _SIGNS.items() if (folder / sign).is_file()]
     name = card.name if card is not None else next(iter(signs), "")
-    stems = _CIFAR.get(name)
-    if stems is None:
-        return None
+    stems = _CIFAR.get(name, {})
     every = [folder / stem for group in stems.values() for stem in group]
     binary = any(path.with_suffix(".bin").is_file() for path in every)
     if not binary and not any(path.is_file() for path in every):
@@ -74,13 +68,12 @@ def read_cifar_batches(folder: Path, asked: str, card: DataCard | None) -> Found
     if missing:
         raise DataError(f"{folder} has no {', '.join(missing)}; the {split} split needs it.")
     parts = [(_binary if binary else _pickled)(file, name) for file in files]
-    images, targets = (torch.cat([part[k] for part in parts]) for k in (0, 1))
-    coarse = [part[2] for part in parts if len(part) > 2]
-    found = Found(images, targets, describe(name).classes, split, files)
+    images, targets, *coarse = (torch.cat(column) for column in zip(*parts, strict=True))
+    known = describe(name)
+    found = Found(images, targets, known.classes, split, files)
     if not coarse:
         return found
-    above = describe(name).superclasses
-    return replace(found, superclasses=torch.cat(coarse), superclass_names=above)
+    return replace(found, superclasses=coarse[0], superclass_names=known.superclasses)
 
 
 def _pickled(file: Path, name: str) -> tuple[Tensor, ...]:
@@ -125,16 +118,18 @@ def read_idx(folder: Path, asked: str, card: DataCard | None) -> Found | None:
     if not any(_idx_file(folder, prefix, "images", 3) for prefix in prefixes.values()):
         return None
     split = resolve_split(asked, tuple(prefixes), str(folder))
-    images_file = _idx_file(folder, prefixes[split], "images", 3)
-    labels_file = _idx_file(folder, prefixes[split], "labels", 1)
-    if images_file is None or labels_file is None:
-        missing = "images" if images_file is None else "labels"
-        raise DataError(f"{folder} has no {missing} of the {split} split ({prefixes[split]}-…).")
-    images, labels = _idx(images_file, 3), _idx(labels_file, 1)
+    values, files = [], []
+    for kind, dims in (("images", 3), ("labels", 1)):
+        file = _idx_file(folder, prefixes[split], kind, dims)
+        if file is None:
+            raise DataError(f"{folder} has no {kind} of the {split} split ({prefixes[split]}-…).")
+        values.append(_idx(file, dims))
+        files.append(file)
+    images, labels = values
     if len(images) != len(labels):
-        raise DataError(f"{images_file}: {len(images)} images and {len(labels)} labels.")
-    files = (images_file, labels_file)
-    return Found(images.unsqueeze(1), labels.long(), describe("mnist").classes, split, files)
+        raise DataError(f"{files[0]}: {len(images)} images and {len(labels)} labels.")
+    classes = describe("mnist").classes
+    return Found(images.unsqueeze(1), labels.long(), classes, split, tuple(files))
 
 
 def _idx_file(folder: Path, prefix: str, kind: str, dims: int) -> Path | None:
@@ -186,7 +181,7 @@ class _RefusedError(Exception):
 
 
 class _Remembered:
-    """Stands for a function or a class of numpy: its arguments and its state, not used yet."""
+    """Stands for a function or a class of numpy: its arguments and its state."""
 
     args: tuple[Any, ...] = ()
     state: Any = None
@@ -219,9 +214,6 @@ class _Reader(pickle.Unpickler):
         # A class of its own for each mention: a pickle can set attributes of what it names.
         return type(name, (_Remembered,), {})
 
-    def persistent_load(self, pid: Any) -> Any:
-        raise _RefusedError("it refers to objects outside of itself")
-
 
 def _value(found: Any, depth: int = 0) -> Any:
     """Plain values of what a pickle holds: a dict, of lists, of text, numbers and arrays.
@@ -252,9 +244,8 @@ def _array(data: Any, kind: Any, shape: Any, fortran: bool) -> Tensor:
     if isinstance(data, _Remembered):
         data = _value(data, 2)
     data = data.encode("latin-1") if isinstance(data, str) else data
-    name = (
-        str(_value(kind.args[0], 2)) if isinstance(kind, _Remembered) and kind.args else "unknown"
-    )
+    named = isinstance(kind, _Remembered) and kind.args
+    name = str(_value(kind.args[0], 2)) if named else "unknown"
     dtype = _DTYPES.get(name.lstrip("<|="))
     if dtype is None or not isinstance(data, bytes | bytearray):
         raise _RefusedError(f"it holds an array of type {name}; expected uint8")

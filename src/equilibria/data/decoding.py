@@ -1,8 +1,12 @@
-"""Columns of encoded images to tensors: all at once with a copy in the cache, or by the batch."""
+"""Encoded images to tensors, by Pillow: one, all at once with a copy in the cache, or by the batch.
+
+Only formats whose decoders run nothing are read, and no image that claims an absurd size.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -10,34 +14,139 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
 
+from equilibria.engine.files import replacing
 from equilibria.engine.optional import needs
 
-from .pixels import decode_image, decode_mask, image_shape, reshape_pixels
-from .sources import (
-    CorruptImageError,
-    DataError,
-    Encoded,
-    Found,
-    Task,
-    cache_dir,
-    fingerprint,
-    replacing,
-)
+from .sources import CorruptImageError, DataError, Encoded, Found, Task, cache_dir, fingerprint
 
-T = TypeVar("T")
 OnCorrupt = Literal["raise", "skip"]
 
 MEMORY_LIMIT = 4 * 2**30
 """Decoded bytes up to which a split is kept in memory; above, images are decoded by the batch."""
 SMALLEST_COPY = 4 * 2**20
 """Sets of fewer bytes are decoded in less than a second: no copy of them is kept."""
-_FORMAT = 1  # of decoded copies: a new number makes the old ones unused
+MOST_PIXELS = 2**26
+"""67 megapixels: an image that claims to be larger is more likely an attack than an image."""
+_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
+_COPY_FORMAT = 1  # a new number makes the old copies unused
 _CHUNK = 128
+
+
+def decode_image(data: bytes, channels: int, size: int | None, *, square: bool = True) -> Tensor:
+    """The pixels of an encoded image, uint8 [channels, H, W].
+
+    ``size`` with ``square``: the middle square, resized to size × size. Without ``square``: the
+    whole image, the shorter side resized to ``size``. None keeps the image as it is. Resizing is
+    bilinear with antialiasing. Raises CorruptImageError for what is not an image.
+    """
+    return _pixels(_eight_bits(_opened(data)), channels, size, square)
+
+
+def decode_mask(data: bytes, size: int | None) -> Tensor:
+    """The values of a mask of class ids, uint8 [H, W], the shorter side resized to ``size``.
+
+    Palettes count by index. Resizing takes the nearest pixel: ids cannot be averaged.
+    """
+    image = _opened(data)
+    if image.mode not in ("L", "P", "1"):
+        raise CorruptImageError(
+            f"a mask of mode {image.mode}; expected one channel of class ids (mode L or P)"
+        )
+    image = _resized(image, size, square=False, nearest=True)
+    if image.mode == "1":
+        image = image.point(lambda value: 1 if value else 0, "L")
+    return _tensor(image)[..., 0]
+
+
+def read_image(path: str | Path, channels: int = 3, size: int | None = None) -> Tensor:
+    """The image file at ``path`` as ``load`` would read it, uint8 [channels, H, W]."""
+    try:
+        return decode_image(Path(path).read_bytes(), channels, size)
+    except (CorruptImageError, OSError) as error:
+        raise CorruptImageError(f"{path}: not a readable image ({error}).") from error
+
+
+def reshape_pixels(image: Tensor, channels: int, size: int | None) -> Tensor:
+    """Plain pixels [C, H, W] with other channels or size, as ``decode_image`` makes them."""
+    values = image[0] if image.shape[0] == 1 else image.permute(1, 2, 0)
+    return _pixels(_pillow().fromarray(values.contiguous().numpy()), channels, size, True)
+
+
+def _pillow() -> Any:
+    with needs("pillow", "Decoding images"):
+        import PIL.Image
+    return PIL.Image
+
+
+def _opened(data: bytes) -> Any:
+    pillow = _pillow()
+    try:
+        image = pillow.open(io.BytesIO(data), formats=_FORMATS)
+        width, height = image.size
+        if width * height > MOST_PIXELS:
+            raise CorruptImageError(
+                f"it claims {width} × {height} pixels; more than {MOST_PIXELS:,} are refused"
+            )
+        image.load()
+    except CorruptImageError:
+        raise
+    except pillow.UnidentifiedImageError:
+        kinds = ", ".join(_FORMATS)
+        raise CorruptImageError(f"{len(data)} bytes that are no image ({kinds})") from None
+    # A decoder that is fed arbitrary bytes may raise anything: struct.error, SyntaxError, …
+    except Exception as error:
+        raise CorruptImageError(f"{type(error).__name__}: {error}") from error
+    return image
+
+
+def _eight_bits(image: Any) -> Any:
+    """Sixteen bits of gray as eight; Pillow would clip them instead."""
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG"):
+        with needs("numpy", "Decoding images of 16 bits"):
+            import numpy as np
+        return _pillow().fromarray((np.asarray(image).astype(np.uint32) >> 8).astype(np.uint8))
+    if image.mode in ("I", "F"):
+        raise CorruptImageError(
+            f"pixels of mode {image.mode} have no fixed range; save it with 8 or 16 bits"
+        )
+    return image
+
+
+def _pixels(image: Any, channels: int, size: int | None, square: bool) -> Tensor:
+    image = _resized(image.convert("L" if channels == 1 else "RGB"), size, square)
+    return _tensor(image).permute(2, 0, 1)
+
+
+def _tensor(image: Any) -> Tensor:
+    """uint8 [H, W, C] of an image with one byte a channel."""
+    values = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
+    return values.view(image.height, image.width, -1)
+
+
+def _resized(image: Any, size: int | None, square: bool, nearest: bool = False) -> Any:
+    target, box = _target(image.width, image.height, size, square)
+    if target == image.size:
+        return image
+    how = _pillow().Resampling
+    return image.resize(target, how.NEAREST if nearest else how.BILINEAR, box=box)
+
+
+def _target(
+    width: int, height: int, size: int | None, square: bool
+) -> tuple[tuple[int, int], tuple[int, int, int, int] | None]:
+    """(width, height) after resizing, and the box that is resized."""
+    if size is None:
+        return (width, height), None
+    side = min(width, height)
+    if square:
+        left, top = (width - side) // 2, (height - side) // 2
+        return (size, size), (left, top, left + side, top + side)
+    return (max(1, round(width * size / side)), max(1, round(height * size / side))), None
 
 
 def as_index(index: Any, count: int) -> Tensor:
@@ -109,10 +218,8 @@ class LazyImages:
                     failures[rows[k]] = str(error)
 
         # The processors that this process may use, where the system says which.
-        threads = (
-            len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        )
-        threads = min(32, threads or 1)
+        here = getattr(os, "sched_getaffinity", None)
+        threads = min(32, len(here(0)) if here else os.cpu_count() or 1)
         step = max(1, min(_CHUNK, -(-len(rows) // (4 * threads))))
         spans = [range(k, min(k + step, len(rows))) for k in range(0, len(rows), step)]
         pool = ThreadPoolExecutor(threads, thread_name_prefix="decode")
@@ -133,36 +240,33 @@ class LazyImages:
     def _row(self, row: int) -> Tensor:
         found = self._read(row)
         if found.shape != self.shape[1:]:
-            raise ValueError(
-                f"row {row} has shape {tuple(found.shape)}, the others {tuple(self.shape[1:])}."
+            # Of the call, not of the image: the images of one set have one size.
+            name = self._read.column[row] if isinstance(self._read, Rows) else f"row {row}"
+            raise DataError(
+                f"{name} is {found.shape[-1]} × {found.shape[-2]} pixels, the first image "
+                f"{self.shape[-1]} × {self.shape[-2]}; images of one set need one size: give an "
+                "image_size."
             )
         return found
 
 
 @dataclass(frozen=True)
 class Rows:
-    """A column, how to decode a row of it, and the shape that every row must have.
-
-    With ``ids``, row i is long: ``ids`` [256] of its values, none of which may be −1.
-    """
+    """A column and how to decode a row; with ``ids`` [256], row i is ``ids`` of its values."""
 
     column: Sequence[Encoded]
     decode: Callable[[bytes], Tensor]
-    shape: tuple[int, ...]
     ids: Tensor | None = None
 
     def __call__(self, i: int) -> Tensor:
-        """Row ``i``, or CorruptImageError with its name.
-
-        Another shape is an error of the call, not of the image: images of one set have one size.
-        """
-        row = _read_row(self.column[i], self.decode)
-        if tuple(row.shape) != self.shape:
-            raise DataError(
-                f"{self.column[i]} is {row.shape[-1]} × {row.shape[-2]} pixels, the first "
-                f"image {self.shape[-1]} × {self.shape[-2]}; images of one set need one size: "
-                "give an image_size."
-            )
+        """Row ``i``, or CorruptImageError with its name."""
+        try:
+            row = self.decode(self.column[i].read_bytes())
+        except (CorruptImageError, OSError) as error:
+            raise CorruptImageError(
+                f"{self.column[i]}: not a readable image ({error}). Repair or remove it, or pass "
+                "on_corrupt='skip' (--on-corrupt skip) to go on without it."
+            ) from error
         return row if self.ids is None else _classes(row[None], self.ids, self.column[i : i + 1])[0]
 
 
@@ -184,19 +288,14 @@ def decode(
             source = torch.stack([reshape_pixels(image, channels, size) for image in source])
         return source, cast(Tensor, found.targets), found
     square, index = task == "classification", torch.arange(len(source))
+    read = Rows(source, partial(decode_image, channels=channels, size=size, square=square))
     if square and size is not None:
-        shape = (size, size)
+        shape = torch.Size((size, size))
     else:
-        look = partial(image_shape, size=size, square=square)
-        shape = _first_shape(source, look, on_corrupt == "raise", where)
-    read = Rows(
-        source,
-        partial(decode_image, channels=channels, size=size, square=square),
-        (channels, *shape),
-    )
-    stacks = {"images": LazyImages(read, index, read.shape)}
+        shape = _first_shape(read, on_corrupt == "raise", where)
+    stacks = {"images": LazyImages(read, index, (channels, *shape))}
     if found.masks is not None:
-        read = Rows(found.masks, partial(decode_mask, size=size), shape)
+        read = Rows(found.masks, partial(decode_mask, size=size))
         stacks["masks"] = LazyImages(read, index, shape)
     bar = f"decoding {where}" if progress else None
     failures: dict[int, str] | None = {} if on_corrupt == "skip" else None
@@ -210,8 +309,7 @@ def decode(
         rows, found = stacks["images"].subset(kept), found.chosen(kept)
         if found.mask_ids is None:
             return rows, cast(Tensor, found.targets), found
-        read = replace(read, ids=found.mask_ids)
-        return rows, LazyImages(read, kept, shape, torch.int64), found
+        return rows, LazyImages(replace(read, ids=found.mask_ids), kept, shape, torch.int64), found
     path = _copy_path(found, task, name, channels, size) if cache else None
     tensors = read_copy(path, {kind: stack.shape for kind, stack in stacks.items()})
     if tensors is None:
@@ -244,27 +342,15 @@ def _readable(failures: dict[int, str] | None, count: int, where: str) -> Tensor
     return torch.tensor([i for i in range(count) if i not in failures])
 
 
-def _read_row(row: Encoded, decode: Callable[[bytes], T]) -> T:
-    try:
-        return decode(row.read_bytes())
-    except (CorruptImageError, OSError) as error:
-        raise CorruptImageError(
-            f"{row}: not a readable image ({error}). Repair or remove it, or pass "
-            "on_corrupt='skip' (--on-corrupt skip) to go on without it."
-        ) from error
-
-
-def _first_shape(
-    source: Sequence[Encoded], look: Callable[[bytes], tuple[int, int]], stop: bool, where: str
-) -> tuple[int, int]:
-    """(height, width) of every image, by the first that can be read."""
-    for row in source:
+def _first_shape(read: Rows, stop: bool, where: str) -> torch.Size:
+    """[height, width] of every image, by the first that can be read."""
+    for i in range(len(read.column)):
         try:
-            return _read_row(row, look)
+            return read(i).shape[-2:]
         except CorruptImageError:
             if stop:
                 raise
-    raise CorruptImageError(f"{where}: none of the {len(source)} images can be read.")
+    raise CorruptImageError(f"{where}: none of the {len(read.column)} images can be read.")
 
 
 def _classes(masks: Tensor, ids: Tensor, column: Sequence[Encoded]) -> Tensor:
@@ -283,7 +369,7 @@ def _classes(masks: Tensor, ids: Tensor, column: Sequence[Encoded]) -> Tensor:
 def _copy_path(found: Found, task: Task, name: str, channels: int, size: int | None) -> Path | None:
     if not all(file.exists() for file in found.files):
         return None
-    words = (_FORMAT, found.split, len(found.images), channels, size, task)
+    words = (_COPY_FORMAT, found.split, len(found.images), channels, size, task)
     key = fingerprint(*words, files=found.files)
     plain = "".join(c if c.isalnum() or c in "-_" else "_" for c in name)[-40:]
     return cache_dir() / "decoded" / f"{plain}-{found.split}-{key}.safetensors"

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from .catalog import CITYSCAPES_IDS, IMAGENETTE_WNIDS, DataCard, resolve_split
-from .parquet import camvid_ids
-from .sources import IGNORE, IMAGE_SUFFIXES, DataError, Found
+from .catalog import CITYSCAPES_IDS, IMAGENETTE_WNIDS, DataCard, camvid_ids, resolve_split
+from .sources import IGNORE, DataError, Found
 
-# "train.X1" … "train.X4" and "val.X": how ImageNet-100 is commonly packed.
+_SUFFIXES = frozenset(
+    {".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
+)
 _SPLITS = {
-    "train": r"(train|training)(\.X\d+)?",
-    "val": r"(val|valid|validation)(\.X\d*)?",
-    "test": r"test",
+    "train": ("train", "training"),
+    "val": ("val", "valid", "validation"),
+    "test": ("test",),
 }
-Folders = dict[str, list[Path]]
 
 
 def read_class_folders(folder: Path, asked: str, card: DataCard | None) -> Found | None:
@@ -29,125 +27,66 @@ def read_class_folders(folder: Path, asked: str, card: DataCard | None) -> Found
     Classes are numbered in the order of their folders' names, by the training split where there is
     one. A folder without splits is one set ("all"); ``load`` splits it.
     """
-    parts: Folders = {}
-    for path in sorted(p for p in folder.iterdir() if p.is_dir()):
-        for split, pattern in _SPLITS.items():
-            if re.fullmatch(pattern, path.name):
-                parts.setdefault(split, []).append(path)
-    inside = {split: _class_folders(folders) for split, folders in parts.items()}
-    # Tiny ImageNet's list of its validation images.
-    lists = {s: f[0] / "val_annotations.txt" for s, f in parts.items()}
-    lists = {split: path for split, path in lists.items() if path.is_file()}
-    labelled = {s: found for s, found in inside.items() if s in lists or _any_image(found)}
-    if not labelled:
-        # A folder called train may be a class among others: nothing in it is labelled.
-        classes = _class_folders([folder])
-        if card is not None or not _any_image(classes):
-            return None
-        return _found(
-            folder, _images(folder, "all", classes, tuple(classes)), tuple(classes), "all"
-        )
-    known = set(labelled.get("train", {"images"}))
-    for split in set(labelled) - set(lists):
-        if set(labelled[split]) == {"images"} != known:
-            del labelled[split]  # Tiny ImageNet's test images have no labels
-    split = resolve_split(asked, tuple(labelled), str(folder))
-    names = tuple(labelled.get("train", labelled[split]))
-    if split in lists:
-        rows = _listed(lists[split], names)
+    parts = {
+        split: _class_folders(folder / name)
+        for split, names in _SPLITS.items()
+        for name in names
+        if (folder / name).is_dir()
+    }
+    # A folder called train may be a class among others: then it has no folders of images. And
+    # images that wait for their labels are no class.
+    known = set(parts.get("train", {"images"}))
+    parts = {
+        split: found
+        for split, found in parts.items()
+        if _any_image(found) and (set(found) != {"images"} or set(found) == known)
+    }
+    if parts:
+        split = resolve_split(asked, tuple(parts), str(folder))
+        inside, classes = parts[split], tuple(parts.get("train", parts[split]))
     else:
-        rows = _images(folder, split, labelled[split], names)
-    return _found(folder, rows, names, split)
-
-
-def _class_folders(folders: list[Path]) -> Folders:
-    """The folders of each class, by name."""
-    found: Folders = {}
-    for folder in folders:
-        for path in folder.iterdir():
-            if path.is_dir() and not path.name.startswith((".", "__")):
-                found.setdefault(path.name, []).append(path)
-    return dict(sorted(found.items()))
-
-
-def _is_image(path: Path) -> bool:
-    return path.suffix.lower() in IMAGE_SUFFIXES and not path.name.startswith(".")
-
-
-def _any_image(classes: Folders) -> bool:
-    return any(_is_image(p) for group in classes.values() for f in group for p in f.rglob("*"))
-
-
-def _images(
-    where: Path, split: str, inside: Folders, classes: tuple[str, ...]
-) -> list[tuple[Path, str]]:
-    """Every image of a split and its class."""
+        split, inside = "all", _class_folders(folder)
+        classes = tuple(inside)
+        if card is not None or not _any_image(inside):
+            return None
     extra = [name for name in inside if name not in classes]
     if extra:
         raise DataError(
-            f"{where}: {split} has {len(extra)} class(es) that train does not have: "
+            f"{folder}: {split} has {len(extra)} class(es) that train does not have: "
             f"{', '.join(extra[:5])}."
         )
-    rows = []
-    for name, folders in inside.items():
-        images = sorted(p for folder in folders for p in folder.rglob("*") if _is_image(p))
-        if not images:
-            kinds = ", ".join(sorted(IMAGE_SUFFIXES))
-            raise DataError(f"{folders[0]}: the class {name!r} has no image ({kinds}).")
-        rows += [(path, name) for path in images]
-    return rows
-
-
-def _listed(file: Path, classes: tuple[str, ...]) -> list[tuple[Path, str]]:
-    """The images of Tiny ImageNet's list and their classes."""
-    rows = []
-    for line, text in enumerate(file.read_text("utf-8").splitlines(), 1):
-        fields = text.split("\t")
-        # Names come from a file: only a plain name stays inside the folder.
-        if len(fields) < 2 or fields[1] not in classes or Path(fields[0]).name != fields[0]:
-            raise DataError(f"{file} line {line}: expected 'image.JPEG<tab>class', got {text!r}.")
-        rows.append((file.parent / "images" / fields[0], fields[1]))
-    if not rows:
-        raise DataError(f"{file}: the list is empty.")
-    return rows
-
-
-def _found(
-    where: Path, rows: list[tuple[Path, str]], classes: tuple[str, ...], split: str
-) -> Found:
+    images = {name: sorted(_images(path)) for name, path in inside.items()}
+    empty = [path for name, path in inside.items() if not images[name]]
+    if empty:
+        kinds = ", ".join(sorted(_SUFFIXES))
+        raise DataError(f"{empty[0]}: the class {empty[0].name!r} has no image ({kinds}).")
     if len(classes) < 2:
         raise DataError(
-            f"{where}: one class only ({classes[0] if classes else 'none'}); to tell classes apart "
-            "there must be two at least, each in a folder of its own."
+            f"{folder}: one class only ({classes[0]}); to tell classes apart there must be two at "
+            "least, each in a folder of its own."
         )
-    number = {name: k for k, name in enumerate(classes)}
-    shown = _shown_names(where, classes) if split != "all" else {}
-    paths = [path for path, _ in rows]
-    return Found(
-        paths,
-        torch.tensor([number[name] for _, name in rows]),
-        tuple(shown.get(name, name) for name in classes),
-        split,
-        tuple(path for path in paths if path.exists()),
-    )
+    paths = tuple(path for group in images.values() for path in group)
+    labels = [k for name, group in images.items() for k in [classes.index(name)] * len(group)]
+    shown = tuple(IMAGENETTE_WNIDS.get(name, name) for name in classes)
+    return Found(paths, torch.tensor(labels), shown, split, paths)
 
 
-def _shown_names(folder: Path, classes: tuple[str, ...]) -> Mapping[str, str]:
-    """Words for WordNet ids, where the set comes with them."""
-    found = dict(IMAGENETTE_WNIDS)
-    words, labels = folder / "words.txt", folder / "Labels.json"
-    if words.is_file():
-        pairs = (text.partition("\t") for text in words.read_text("utf-8").splitlines())
-        found |= {key: word.split(",")[0] for key, _, word in pairs if word}
-    if labels.is_file():
-        try:
-            table = json.loads(labels.read_text("utf-8"))
-            found |= {str(k): str(v).split(",")[0] for k, v in table.items()}
-        except (ValueError, AttributeError) as error:
-            raise DataError(f"{labels} is not a JSON object of names ({error}).") from error
-    # Two ids may share a word (there are two cranes): then the ids stay.
-    taken = [found.get(name, name) for name in classes]
-    return {n: found[n] for n in classes if n in found and taken.count(found[n]) == 1}
+def _class_folders(folder: Path) -> dict[str, Path]:
+    """The folder of each class, by name."""
+    paths = sorted(path for path in folder.iterdir() if path.is_dir())
+    return {path.name: path for path in paths if not path.name.startswith((".", "__"))}
+
+
+def _images(folder: Path) -> Iterator[Path]:
+    return (path for path in folder.rglob("*") if _is_image(path))
+
+
+def _any_image(classes: dict[str, Path]) -> bool:
+    return any(True for folder in classes.values() for _ in _images(folder))
+
+
+def _is_image(path: Path) -> bool:
+    return path.suffix.lower() in _SUFFIXES and not path.name.startswith(".")
 
 
 def read_camvid(folder: Path, asked: str, card: DataCard | None) -> Found | None:

@@ -36,8 +36,7 @@ class ImageData:
     superclass_names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        problem = self._problem()
-        if problem:
+        if problem := self._problem():
             raise DataError(f"{self.name} ({self.split_name}): {problem}.")
 
     def _problem(self) -> str:
@@ -79,10 +78,10 @@ class ImageData:
         return len(self.images)
 
     def __repr__(self) -> str:
-        size = "×".join(str(n) for n in self.images.shape[1:])
+        size, lazy = "×".join(map(str, self.images.shape[1:])), "lazy, " if self.is_lazy else ""
         return (
             f"ImageData({self.name}, {self.split_name}: {len(self):,} images {size}, "
-            f"{len(self.classes)} classes, {'lazy, ' if self.is_lazy else ''}{self.task})"
+            f"{len(self.classes)} classes, {lazy}{self.task})"
         )
 
     @property
@@ -111,24 +110,20 @@ class ImageData:
 
     def _each(self, change: Any) -> ImageData:
         """``change`` of everything that has one row a sample."""
-        above = self.superclasses
+        above = None if self.superclasses is None else change(self.superclasses)
         return replace(
-            self,
-            images=change(self.images),
-            targets=change(self.targets),
-            superclasses=None if above is None else change(above),
+            self, images=change(self.images), targets=change(self.targets), superclasses=above
         )
 
     def subset(self, index: Any) -> ImageData:
         """The samples at ``index``: a sequence, range, slice, LongTensor or mask."""
         chosen = as_index(index, len(self))
-        return self._each(
-            lambda rows: (
-                rows.subset(chosen)
-                if isinstance(rows, LazyImages)
-                else rows[chosen.to(rows.device)]
-            )
-        )
+
+        def take(rows: Any) -> Any:
+            lazy = isinstance(rows, LazyImages)
+            return rows.subset(chosen) if lazy else rows[chosen.to(rows.device)]
+
+        return self._each(take)
 
     def split(self, fraction: float, seed: int = 0) -> tuple[ImageData, ImageData]:
         """(rest, held out): the second part has round(fraction · N) samples, of each class its
@@ -139,7 +134,7 @@ class ImageData:
         return self.subset(~mask), self.subset(mask)
 
     def to(self, device: torch.device | str) -> ImageData:
-        """The same on another device; what is lazy stays where it is and moves by the batch."""
+        """The same on another device; what is lazy moves by the batch."""
         return self._each(lambda rows: rows if isinstance(rows, LazyImages) else rows.to(device))
 
     def normalize(self, batch: Tensor) -> Tensor:

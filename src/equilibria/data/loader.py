@@ -1,20 +1,26 @@
-"""``load``: a data set by name or folder, from the folder you name, the cache, or the hub."""
+"""``load``: a data set by name or folder, from the folder you name, the cache, or the hub.
+
+``check`` reads all of one and compares it with what is known of it.
+"""
 
 from __future__ import annotations
 
 import os
 import urllib.parse
+import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from equilibria.engine.optional import needs
 
 from .catalog import DataCard, describe, names, resolve_split, split_of
 from .classic import read_cifar_batches, read_digits, read_idx
-from .decoding import OnCorrupt, decode
+from .decoding import LazyImages, OnCorrupt, decode
 from .folders import read_camvid, read_cityscapes, read_class_folders
 from .image_data import ImageData
 from .parquet import read_parquet
@@ -29,7 +35,11 @@ from .sources import (
     cache_dir,
 )
 
+if TYPE_CHECKING:
+    from rich.table import Table
+
 HUB_VARIABLE = "HF_ENDPOINT"
+_TOLERANCE = 1e-3  # of the means, in units of 0–255: they are known to three digits
 _FOLDER = DataCard(name="folder", text="a folder of class folders", num_classes=2)
 _LAYOUTS: dict[str, Callable[[Path, str, DataCard | None], Found | None]] = {
     "Parquet files": read_parquet,
@@ -73,15 +83,14 @@ def load(
             files. A ``Path`` is always a folder.
         split: train, val or test. Where test labels are withheld, test is val.
         root: a folder that holds the files of the named set, or a folder with its name.
-        download: fetch from the hub what is in neither ``root`` nor the cache; into ``root`` if it
-            is given.
-        image_size: classification: the middle square, resized to this; segmentation: the shorter
-            side, resized to this. A pair (height, width), as saved with weights, says the same.
-            None: what is usual for the set, or as the files are.
+        download: fetch what is in neither ``root`` nor the cache from the hub, into ``root`` if
+            given.
+        image_size: of the middle square (classification) or the shorter side (segmentation) after
+            resizing, or (height, width). None: what is usual for the set, or as the files are.
         on_corrupt: "raise" names the first image that cannot be read; "skip" leaves such images out
             and warns once.
         progress: show a bar while decoding or downloading.
-        channels: 1 (gray) or 3 (color); what is usual for the set if None, color for folders.
+        channels: 1 (gray) or 3 (color); None: what is usual for the set, color for folders.
         lazy: decode by the batch, not at once. None: when the split is larger than 4 GiB.
         cache: keep a decoded copy in the cache, and use one that is there.
     """
@@ -95,8 +104,8 @@ def load(
         found = find_named(name, split, None if root is None else Path(root), download, progress)
     elif root is not None:
         raise ValueError(
-            f"root={os.fspath(root)!r} goes with the name of a data set, and {str(name)!r} is "
-            f"a folder. Names: {', '.join(names())}."
+            f"root={os.fspath(root)!r} goes with the name of a data set, and {str(name)!r} is a "
+            f"folder. Names: {', '.join(names())}."
         )
     else:
         card, found = _FOLDER, _find_folder(Path(name), split)
@@ -108,19 +117,19 @@ def load(
     images, targets, found = decode(
         found, card.task, str(name), channels, size, on_corrupt, lazy, cache, progress
     )
-
-    def statistics(values: tuple[float, ...]) -> tuple[float, ...]:
-        """Of color for gray, or the other way: near enough, and the same every time."""
-        return values if len(values) == channels else (sum(values) / len(values),) * channels
-
+    # Statistics of color for gray, or the other way: near enough, and the same every time.
+    mean, std = (
+        values if len(values) == channels else (sum(values) / len(values),) * channels
+        for values in (card.mean, card.std)
+    )
     return ImageData(
         images=images,
         targets=targets,
         classes=found.classes,
         name=str(name),
         split_name=found.split,
-        mean=statistics(card.mean),
-        std=statistics(card.std),
+        mean=mean,
+        std=std,
         task=card.task,
         ignore_index=IGNORE if card.task == "segmentation" else None,
         superclasses=found.superclasses,
@@ -159,25 +168,23 @@ def find_named(
     for place, text in places.items():
         try:
             found = _inside(place, split, card)
+            if found is not None:
+                return found
+            tried.append(text)
         except PartMissingError as error:
             if not fetches:
                 raise
             tried.append(f"{text}: {error}")
-            continue
-        if found is not None:
-            return found
-        tried.append(text)
     if download:
         target = (cache_dir() if root is None else root) / name
         try:
             fetch(card, target, progress=progress)
             found = _inside(target, split, card)
-        except DataNotFoundError as error:
-            tried.append(f"the hub (set by the variable {HUB_VARIABLE}): {error}")
-        else:
             if found is not None:
                 return found
             tried.append(f"the hub: {card.hub} has no split {split}")
+        except DataNotFoundError as error:
+            tried.append(f"the hub (set by the variable {HUB_VARIABLE}): {error}")
     elif card.hub:
         tried.append(
             f"the hub, {card.hub}: not asked; pass download=True, or run "
@@ -236,10 +243,7 @@ def _first(folders: Sequence[Path], split: str, card: DataCard | None) -> Found 
 
 
 def fetch(card: DataCard, folder: Path, *, progress: bool = True) -> None:
-    """Fetch the Parquet files of ``card`` into ``folder``; what is there and whole stays.
-
-    huggingface_hub goes on after an interruption and compares sizes; sums are compared here.
-    """
+    """Fetch the Parquet files of ``card`` by huggingface_hub, and compare their checksums."""
     if not card.hub:
         raise DataNotFoundError(f"{card.name} cannot be downloaded: {card.hub_note}.")
     url = os.environ.get(HUB_VARIABLE, "").rstrip("/") or "https://huggingface.co"
@@ -266,10 +270,114 @@ def fetch(card: DataCard, folder: Path, *, progress: bool = True) -> None:
     finally:
         if silenced:
             utils.enable_progress_bars()
-    for wrong in report.mismatches:
-        (folder / wrong["path"]).unlink()
-    if report.mismatches:
+    wrong = [entry["path"] for entry in report.mismatches]
+    for path in wrong:
+        (folder / path).unlink()
+    if wrong:
         raise DataError(
             f"{url}/datasets/{card.hub}: the bytes that came have another checksum than the hub "
-            f"says, in {', '.join(wrong['path'] for wrong in report.mismatches)}. They are deleted."
+            f"says, in {', '.join(wrong)}. They are deleted."
         )
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at."""
+
+    split: str
+    what: str
+    found: str
+    expected: str = ""
+    ok: bool = True
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    """What was found in a data set, and whether it is what it should be."""
+
+    name: str
+    findings: tuple[Finding, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether everything is as expected."""
+        return all(finding.ok for finding in self.findings)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as plain values."""
+        return {"name": self.name, "ok": self.ok, "findings": [asdict(f) for f in self.findings]}
+
+    def table(self) -> Table:
+        """The same as a table of rich."""
+        with needs("rich", "The table of a check"):
+            from rich.table import Table
+        table = Table("split", "what", "found", "expected", "", title=self.name)
+        for f in self.findings:
+            verdict = "ok" if f.ok else "[red]wrong[/red]"
+            table.add_row(f.split, f.what, f.found, f.expected, verdict)
+        return table
+
+    def __str__(self) -> str:
+        lines = [f"{self.name}: {'as expected' if self.ok else 'NOT as expected'}"]
+        for f in self.findings:
+            wrong = "" if f.ok else f"  WRONG, not {f.expected}"
+            lines.append(f"{f.split:6} {f.what:16} {f.found}{wrong}")
+        return "\n".join(lines)
+
+
+def check(
+    name: str | Path,
+    root: str | Path | None = None,
+    *,
+    image_size: int | Sequence[int] | None = None,
+    progress: bool = True,
+) -> CheckReport:
+    """Read every image of every split: counts, classes, unreadable images, channel means.
+
+    ``image_size`` is for folders whose images differ in size; it changes no finding but the means.
+    """
+    card = describe(name) if isinstance(name, str) and name in names() else None
+    options: dict[str, Any] = {"root": root, "image_size": image_size, "progress": progress}
+    findings: list[Finding] = []
+    for split in card.splits if card is not None else ("train", "val", "test"):
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            try:
+                data = load(name, split, on_corrupt="skip", **options)
+            except PartMissingError:
+                if card is not None:
+                    raise
+                continue  # a folder may lack a split
+        if data.split_name == split or card is not None:
+            skipped = [str(w.message) for w in seen if "skipped" in str(w.message)]
+            findings += _findings(data, card, split, skipped)
+    return CheckReport(str(name), tuple(findings))
+
+
+def _findings(
+    data: ImageData, card: DataCard | None, split: str, skipped: list[str]
+) -> list[Finding]:
+    def one(what: str, found: str, expected: str = "", ok: bool | None = None) -> Finding:
+        return Finding(split, what, found, expected, found == expected if ok is None else ok)
+
+    count, classes = f"{len(data):,}", str(data.num_classes)
+    found = [
+        one("images", count, f"{card.counts[split]:,}" if card else count),
+        one("unreadable", skipped[0] if skipped else "none", "none"),
+        one("size", "×".join(str(n) for n in data.images.shape[1:]), ok=True),
+        one("classes", classes, str(card.num_classes) if card else classes),
+    ]
+    if isinstance(data.targets, LazyImages):
+        pass  # masks of a lazy set are checked when read
+    elif data.task == "classification":
+        sizes = torch.bincount(data.targets, minlength=data.num_classes)
+        least, most = int(sizes.min()), int(sizes.max())
+        found.append(one("images a class", f"{least:,} to {most:,}", "none empty", least > 0))
+    else:
+        ignored = float(torch.eq(data.targets, IGNORE).double().mean())
+        found.append(one("pixels ignored", f"{ignored:.1%}", ok=True))
+    mean = [255 * m for m in data.measure()[0]]
+    known = card.train_mean if card is not None and split == "train" else ()
+    close = all(abs(a - b) < _TOLERANCE for a, b in zip(mean, known, strict=False))
+    shown, wanted = (", ".join(f"{value:.3f}" for value in values) for values in (mean, known))
+    return [*found, one("mean of 255", shown, wanted, close)]

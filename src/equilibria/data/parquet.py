@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from equilibria.engine.files import replacing
 from equilibria.engine.optional import needs
 
-from .catalog import DataCard, resolve_split
-from .sources import IGNORE, DataError, Found, PartMissingError, cache_dir, fingerprint, replacing
+from .catalog import DataCard, camvid_ids, resolve_split
+from .sources import DataError, Found, PartMissingError, cache_dir, fingerprint
 
 _STEMS = {"train": "train", "val": "val|valid|validation", "test": "test"}
 _IMAGES = ("img", "image", "images")
@@ -44,11 +45,11 @@ def read_parquet(folder: Path, asked: str, card: DataCard | None) -> Found | Non
     if sum(files.rows) == 0:
         raise DataError(f"{files.paths[0]}: the {split} split has no rows.")
     image = files.choose(files.images(), _IMAGES, "an image column")
-    column = ImageColumn(files, image).rows()
+    column = files.image_rows(image)
     if card is not None and card.task == "segmentation":
         others = [name for name in files.images() if name != image]
         mask = files.choose(others, _MASKS, "a second image column with the masks")
-        masks = ImageColumn(files, mask).rows()
+        masks = files.image_rows(mask)
         return Found(column, None, card.classes, split, files.paths, masks, camvid_ids())
     label = files.choose(files.integers(), _LABELS, "a column of integer labels")
     known = (card.classes, card.num_classes) if card is not None else ((), 0)
@@ -69,29 +70,18 @@ def parquet_files(folder: Path) -> dict[str, list[Path]]:
         inside = file.parent != folder
         text = file.parent.name if inside else file.name
         end = r"$" if inside else r"([-_.]\d.*)?\.parquet$"
-        for split, stems in _STEMS.items():
-            if re.match(rf"({stems}){end}", text):
-                found.setdefault(split, []).append(file)
-                break
-        else:
-            if not inside:
-                found.setdefault("", []).append(file)
+        fits = [split for split, stems in _STEMS.items() if re.match(rf"({stems}){end}", text)]
+        if fits or not inside:
+            found.setdefault(fits[0] if fits else "", []).append(file)
     return found
 
 
-def camvid_ids() -> Tensor:
-    """Values of CamVid's masks to classes: 0–10 as they are, 11 (void) and 255 to IGNORE.
-
-    Any other value becomes −1, which no set accepts.
-    """
-    table = torch.full((256,), -1, dtype=torch.long)
-    table[:11] = torch.arange(11)
-    table[[11, 255]] = IGNORE
-    return table
-
-
 class ParquetFiles:
-    """The parts of one split: columns and their types, rows, labels, names of classes."""
+    """The parts of one split: columns and their types, rows, labels, encoded images.
+
+    Up to 2 GiB of encoded images stay in memory. More is written once to an Arrow file in the cache
+    and mapped, since Parquet has to unpack a whole group of rows for one of them.
+    """
 
     def __init__(self, paths: Sequence[Path]) -> None:
         _check_parts(paths)
@@ -99,6 +89,8 @@ class ParquetFiles:
             import pyarrow.parquet as pq  # type: ignore[import-untyped, unused-ignore]
         self.paths, self.rows, self.bytes = tuple(paths), list[int](), 0
         self.schema: Any = None
+        self._opened: dict[str, Any] = {}
+        self._lock = threading.Lock()
         for path in paths:
             with _reading(path), pq.ParquetFile(path) as file:
                 meta, schema = file.metadata, file.schema_arrow
@@ -106,13 +98,13 @@ class ParquetFiles:
             self.bytes += sum(meta.row_group(k).total_byte_size for k in range(meta.num_row_groups))
             self.schema = self.schema or schema
             if not schema.equals(self.schema):
-                kinds = [
-                    ", ".join(f"{f.name} ({f.type})" for f in s) for s in (schema, self.schema)
-                ]
                 raise DataError(
-                    f"{path} has columns {kinds[0]}, {paths[0].name} {kinds[1]}: they are not "
-                    "parts of one data set."
+                    f"{path} has other columns or types than {paths[0].name}: they are not parts "
+                    "of one data set."
                 )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ParquetFiles, (self.paths,)
 
     def images(self) -> list[str]:
         """The columns that hold encoded images: structs with bytes, or plain binary."""
@@ -134,18 +126,17 @@ class ParquetFiles:
 
     def choose(self, fitting: Sequence[str], usual: Sequence[str], wanted: str) -> str:
         """The column with a usual name, or the only one that fits."""
-        for name in usual:
-            if name in fitting:
-                return name
-        if len(fitting) == 1:
-            return fitting[0]
-        raise DataError(
-            f"{self.paths[0]} has no {wanted.split(' ', 1)[1]}: expected {' or '.join(usual)}; "
-            f"its columns are {', '.join(self.schema.names)}."
-            if not fitting
-            else f"{self.paths[0]}: which of {', '.join(fitting)} is {wanted}? Rename it to "
-            f"{usual[0]}."
-        )
+        named = [name for name in usual if name in fitting]
+        if named or len(fitting) == 1:
+            return [*named, *fitting][0]
+        if fitting:
+            what = f": which of {', '.join(fitting)} is {wanted}? Rename it to {usual[0]}."
+        else:
+            what = (
+                f" has no {wanted.split(' ', 1)[1]}: expected {' or '.join(usual)}; its columns "
+                f"are {', '.join(self.schema.names)}."
+            )
+        raise DataError(f"{self.paths[0]}{what}")
 
     def labels(
         self, column: str, classes: tuple[str, ...] = (), count: int = 0
@@ -158,7 +149,7 @@ class ParquetFiles:
             empty = self.row_name(values.is_null().to_pylist().index(True))
             raise DataError(f"{empty}: {column} is empty; every image needs a label.")
         labels = torch.from_numpy(values.to_numpy().astype("int64"))
-        names = self._features().get(column, {}).get("names")
+        names = self._names(column)
         classes = tuple(str(name) for name in names) if isinstance(names, list) else classes
         classes = classes or tuple(str(k) for k in range(count or int(labels.max()) + 1))
         wrong = (labels < 0) | (labels >= len(classes))
@@ -170,6 +161,14 @@ class ParquetFiles:
                 f"{len(classes)} classes: labels go from 0 to {len(classes) - 1}.{why}"
             )
         return labels, classes
+
+    def _names(self, column: str) -> Any:
+        """The names of classes in the hub's description of the columns, where there is one."""
+        try:
+            note = json.loads((self.schema.metadata or {})[b"huggingface"])
+            return note["info"]["features"][column]["names"]
+        except (ValueError, KeyError, TypeError):
+            return None  # a note for people: data without it is as good
 
     def batches(self, column: str) -> Iterator[Any]:
         """A column in pieces of 1,024 rows, file after file."""
@@ -186,85 +185,61 @@ class ParquetFiles:
         schema = pa.schema([self.schema.field(column)])
         return pa.Table.from_batches(self.batches(column), schema).column(0)
 
+    def image_rows(self, column: str) -> list[ImageRow]:
+        """Every image of a column; the first that is read opens it."""
+        return [ImageRow(self, column, i) for i in range(sum(self.rows))]
+
+    def opened(self, column: str) -> Any:
+        """The bytes of every image of a column."""
+        if column not in self._opened:
+            with self._lock:
+                if column not in self._opened:
+                    self._opened[column] = self._open(column)
+        return self._opened[column]
+
+    def _open(self, column: str) -> Any:
+        import pyarrow as pa
+        import pyarrow.compute as pc  # type: ignore[import-untyped, unused-ignore]
+
+        values = self.column(column) if self.bytes <= _IN_MEMORY else self._mapped(column)
+        # A missing struct has no bytes either: struct_field carries the nulls down.
+        return pc.struct_field(values, "bytes") if pa.types.is_struct(values.type) else values
+
+    def _mapped(self, column: str) -> Any:
+        import pyarrow as pa
+
+        key = fingerprint("arrow", column, files=self.paths)
+        path = cache_dir() / "arrow" / f"{key}.arrow"
+        if not path.exists():
+            schema = pa.schema([self.schema.field(column)])
+            with replacing(path) as made, pa.ipc.new_file(str(made), schema) as writer:
+                for batch in self.batches(column):
+                    writer.write_batch(batch)
+        return pa.ipc.open_file(pa.memory_map(str(path))).read_all().column(0)
+
     def row_name(self, i: int) -> str:
         """The file of row ``i``, and the row in it."""
         ends = list(itertools.accumulate(self.rows))
         k = bisect.bisect_right(ends, i)
         return f"{self.paths[k]} row {i - (ends[k - 1] if k else 0)}"
 
-    def _features(self) -> dict[str, Any]:
-        """The hub's description of the columns, {} where there is none."""
-        try:
-            features = json.loads((self.schema.metadata or {})[b"huggingface"])["info"]["features"]
-            return {k: v for k, v in features.items() if isinstance(v, dict)}
-        except (ValueError, KeyError, TypeError, AttributeError):
-            return {}  # a note for people: data without it is as good
-
-
-class ImageColumn:
-    """The encoded images of a column over several files; the first read opens them.
-
-    Up to 2 GiB stay in memory. More is written once to an Arrow file in the cache and mapped, since
-    Parquet has to unpack a whole group of rows for one of them.
-    """
-
-    def __init__(self, files: ParquetFiles, column: str) -> None:
-        self.files, self._column = files, column
-        self._values: Any = None
-        self._lock = threading.Lock()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return ImageColumn, (self.files, self._column)
-
-    def rows(self) -> list[ImageRow]:
-        """Every image of the column."""
-        return [ImageRow(self, i) for i in range(sum(self.files.rows))]
-
-    def read(self, i: int) -> bytes:
-        if self._values is None:
-            with self._lock:
-                if self._values is None:
-                    self._values = self._opened()
-        value: bytes | None = self._values[i].as_py()
-        if value is None:
-            raise OSError("the row holds no bytes")
-        return value
-
-    def _opened(self) -> Any:
-        import pyarrow as pa  # type: ignore[import-untyped, unused-ignore]
-        import pyarrow.compute as pc  # type: ignore[import-untyped, unused-ignore]
-
-        values = (
-            self._mapped() if self.files.bytes > _IN_MEMORY else self.files.column(self._column)
-        )
-        # A missing struct has no bytes either: struct_field carries the nulls down.
-        return pc.struct_field(values, "bytes") if pa.types.is_struct(values.type) else values
-
-    def _mapped(self) -> Any:
-        import pyarrow as pa
-
-        key = fingerprint("arrow", self._column, files=self.files.paths)
-        path = cache_dir() / "arrow" / f"{key}.arrow"
-        if not path.exists():
-            schema = pa.schema([self.files.schema.field(self._column)])
-            with replacing(path) as made, pa.ipc.new_file(str(made), schema) as writer:
-                for batch in self.files.batches(self._column):
-                    writer.write_batch(batch)
-        return pa.ipc.open_file(pa.memory_map(str(path))).read_all().column(0)
-
 
 @dataclass(frozen=True, slots=True)
 class ImageRow:
     """One image of a column, named by its file and row."""
 
-    column: ImageColumn
+    files: ParquetFiles
+    column: str
     i: int
 
     def __str__(self) -> str:
-        return self.column.files.row_name(self.i)
+        return self.files.row_name(self.i)
 
     def read_bytes(self) -> bytes:
-        return self.column.read(self.i)
+        value: bytes | None = self.files.opened(self.column)[self.i].as_py()
+        if value is None:
+            raise OSError("the row holds no bytes")
+        return value
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """Which samples: orders and seeds from numbers alone, parts held out, shares of processes.
 
-Numbers come from splitmix64 (Steele, Lea, Flood 2014, figure 16), the same on every machine: the
-stream of a library's generator may change with a version, and published splits rest on these.
+Numbers come from splitmix64 (Steele, Lea, Flood 2014, figure 16): the stream of a library's
+generator may change with a version, and published splits rest on these.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from equilibria.engine.options import check_number
 
 _WORD = (1 << 64) - 1
 _GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -43,8 +45,7 @@ def _finish(z: int) -> int:
 def host_seed(generator: torch.Generator | None) -> int:
     """A seed drawn from ``generator`` without waiting for its device.
 
-    A number drawn on a GPU can be read only after the GPU has come that far. Its generator is a
-    counter whose seed and offset the host knows; both make the seed here, and the offset moves on.
+    The generator of a GPU is a counter whose seed and offset the host knows.
     """
     if generator is None or generator.device.type == "cpu":
         return int(torch.randint(0, 2**63 - 1, (), generator=generator))
@@ -94,10 +95,10 @@ def _shares(sizes: list[int], fraction: float) -> list[int]:
 class Shards:
     """Batches of ``batch_size`` from ``count`` samples for process ``rank`` of ``world``.
 
-    The order σ of epoch k depends on (seed, k) alone. Rank r of W takes σ[r], σ[r + W], σ[r + 2W],
-    …, so step j of all ranks together covers σ[jBW : (j + 1)BW]: what one process with batches of
-    BW sees. Without ``drop_last`` every sample is taken exactly once by all ranks together. All
-    ranks make the same number of batches, since a process with fewer would keep the others waiting.
+    The order σ of epoch k depends on (seed, k) alone. Rank r of W takes σ[r], σ[r + W], …, so step
+    j of all ranks together covers σ[jBW : (j + 1)BW]: what one process with batches of BW sees.
+    Without ``drop_last`` every sample is taken exactly once. All ranks make as many batches, since
+    a process with fewer would keep the others waiting.
     """
 
     count: int
@@ -108,19 +109,15 @@ class Shards:
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "world"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}={value!r}: expected an integer of at least 1.")
-        if isinstance(self.rank, bool) or not 0 <= self.rank < self.world:
-            raise ValueError(f"rank={self.rank!r}: expected 0 to {self.world - 1} (world − 1).")
+            check_number(self, name, low=1, integer=True)
+        check_number(self, "rank", low=0, high=self.world - 1, integer=True)
         if self.drop_last and self.count < self.batch_size * self.world:
             raise ValueError(
                 f"batch_size={self.batch_size}, world={self.world}, drop_last=True: {self.count} "
                 "samples fill no batch; take a smaller batch_size, or drop_last=False."
             )
-        if not self.drop_last and (
-            self.count < self.world or (self.batch_size == 1 and self.count % self.world)
-        ):
+        uneven = self.count < self.world or (self.batch_size == 1 and self.count % self.world)
+        if uneven and not self.drop_last:
             raise ValueError(
                 f"{self.count} samples cannot be shared by world={self.world} processes in batches "
                 f"of {self.batch_size} so that all make as many; use drop_last=True."

@@ -11,11 +11,13 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["SaveError", "json_text", "json_value", "write_bytes", "write_json", "write_text"]
+__all__ = ["SaveError", "json_text", "json_value"]
+__all__ += ["replacing", "write_bytes", "write_json", "write_text"]
 
 
 _CHUNK = 1 << 24  # bytes at a time, so that Ctrl-C is heard in between
@@ -25,19 +27,30 @@ class SaveError(OSError):
     """A file could not be written. What stood there before is unchanged."""
 
 
-def write_bytes(path: Path | str, content: bytes | memoryview) -> Path:
-    """Write ``path`` in one step; its folder is made if missing."""
+@contextlib.contextmanager
+def replacing(path: Path | str) -> Iterator[Path]:
+    """A file beside ``path`` that takes its place at the end of the block, whole or not at all."""
     path = Path(path)
-    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    beside = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.part")
+    path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with beside.open("wb") as file:
-            for begin in range(0, len(content), _CHUNK):
-                file.write(content[begin : begin + _CHUNK])
-            file.flush()
+        yield beside
+        with beside.open("rb+") as file:
             os.fsync(file.fileno())
         beside.replace(path)
         _sync_folder(path.parent)
+    finally:
+        with contextlib.suppress(OSError):
+            beside.unlink(missing_ok=True)
+
+
+def write_bytes(path: Path | str, content: bytes | memoryview) -> Path:
+    """Write ``path`` in one step; its folder is made if missing."""
+    path = Path(path)
+    try:
+        with replacing(path) as beside, beside.open("wb") as file:
+            for begin in range(0, len(content), _CHUNK):
+                file.write(content[begin : begin + _CHUNK])
     except OSError as error:
         old = "the earlier one is unchanged" if path.exists() else "nothing was there before"
         raise SaveError(
@@ -45,9 +58,6 @@ def write_bytes(path: Path | str, content: bytes | memoryview) -> Path:
             f"could not write {path} ({len(content):,} bytes): {error.strerror or error}; {old}. "
             "Free some space or check the folder's permissions",
         ) from error
-    finally:
-        with contextlib.suppress(OSError):
-            beside.unlink(missing_ok=True)
     return path
 
 

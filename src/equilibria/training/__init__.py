@@ -1,11 +1,7 @@
 """Train a network: Lightning underneath, one configuration on top.
 
 Here belongs what one training needs beyond Lightning: the configuration, the module, the folder of
-a run, and exact resuming. Data sets, networks and what compares trainings have their own packages.
-::
-
-    result = training.fit(training.TrainConfig(epochs=30, out="runs/first"))
-    result.metrics["val_accuracy"], result.weights
+a run, and exact resuming. Data sets and networks have their own packages.
 """
 
 from __future__ import annotations
@@ -40,7 +36,7 @@ def __getattr__(name: str) -> Any:
     from . import average, module, nonfinite, progress, run, run_folder
 
     files = (average, module, nonfinite, progress, run, run_folder)
-    found = next(getattr(file, name) for file in files if name in file.__all__)
+    found = next(getattr(file, name) for file in files if hasattr(file, name))
     globals()[name] = found
     return found
 

@@ -13,15 +13,12 @@ from torch.nn.utils import parametrize
 
 from equilibria.nn import OperatorNorm
 
-__all__ = ["WeightAverage", "settle_norms"]
-
 
 @torch.no_grad()
 def settle_norms(model: nn.Module) -> None:
     """Converge the singular vectors of all norm-bounded weights on the weights as they are now.
 
-    A weight that was averaged or written has another leading vector than the one that training left
-    behind, and its norm would be underestimated: the bound would not hold.
+    With those that training left behind, the norm of an averaged weight would be underestimated.
     """
     for module in model.modules():
         settle = getattr(module, "settle", None)

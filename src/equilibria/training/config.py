@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -13,8 +13,6 @@ from equilibria.data import build_augmentation
 from equilibria.engine.optional import needs
 from equilibria.engine.options import OptionError, OptionTypeError, check_number, options
 from equilibria.models.values import to_json
-
-__all__ = ["TrainConfig"]
 
 _LOGGERS = ("tensorboard", "csv", "wandb", "mlflow")
 _SHORT = {"32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed", "64": "64-true"}
@@ -37,15 +35,10 @@ def option(
     parse: Callable[[Any], Any] | None = None,
     **number: Any,
 ) -> Any:
-    """A field of ``TrainConfig`` with all that is known of it.
+    """A field of ``TrainConfig``; a default of None also says that None is allowed.
 
-    Args:
-        default: its value where none is given; None also says that None is allowed.
-        text: its description in the help of the command and in the documentation.
-        panel: the part of the command's help that shows it.
-        choices: the texts that are allowed.
-        parse: what the given value is first passed through; may refuse it.
-        number: for a number, the keywords of ``check_number``.
+    ``text`` and ``panel`` are for the help of the command and the documentation. A given value goes
+    through ``parse``, then is one of ``choices`` or passes ``check_number(**number)``.
     """
     if choices:
         text = f"{text}: {', '.join(choices)}."
@@ -62,8 +55,13 @@ def _refuse(name: str, value: Any, why: str, kind: type[OptionError] = OptionErr
     raise kind("TrainConfig", {name: value}, f": {why}{got}.")
 
 
+def _check_text(name: str, value: Any, optional: bool) -> None:
+    if not isinstance(value, str) or not value:
+        also = " or None" if optional else ""
+        _refuse(name, value, f"expected a non-empty text{also}", OptionTypeError)
+
+
 def _one_of(given: object, choices: Sequence[str]) -> str:
-    """ "did you mean 'x'? Expected one of …"."""
     close = difflib.get_close_matches(str(given), choices, n=1)
     start = f"did you mean {close[0]!r}? Expected" if close else "expected"
     return f"{start} one of {', '.join(map(repr, choices))}"
@@ -78,7 +76,6 @@ def _number(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """In the types of JSON."""
     if isinstance(value, Mapping):
         return {str(name): _plain(item) for name, item in value.items()}
     return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else to_json(value)
@@ -112,7 +109,6 @@ def _loggers(value: Any) -> tuple[str, ...]:
 
 
 def _integers(value: Any, least: int) -> bool:
-    """A list of integers of at least ``least``."""
     return isinstance(value, (list, tuple)) and all(
         isinstance(item, int) and not isinstance(item, bool) and item >= least for item in value
     )
@@ -137,8 +133,7 @@ def _devices(value: Any) -> int | str | tuple[int, ...]:
 class TrainConfig:
     """What is trained, on what, and how. The defaults train ``geq_digits`` on the digits.
 
-    Checked when made: a wrong value says what it was, what is allowed and what to do. Objects in
-    ``model_options`` (a solver, an adjoint) are kept in the form that YAML can hold,
+    Objects in ``model_options`` (a solver, an adjoint) are kept in the form that YAML can hold,
     ``{"kind": "Picard", "max_steps": 4}``.
     """
 
@@ -244,6 +239,8 @@ class TrainConfig:
             value = getattr(self, name)
             if known["parse"] is not None:
                 value = known["parse"](value)
+            elif isinstance(value, Path):
+                value = str(value)
             object.__setattr__(self, name, value)
             if known["number"]:
                 check_number(self, name, optional=optional, **known["number"])
@@ -254,54 +251,51 @@ class TrainConfig:
                 if not isinstance(value, bool):
                     _refuse(name, value, "expected True or False", OptionTypeError)
             elif known["parse"] is None and not (optional and value is None):
-                if not isinstance(value, (str, Path)) or not str(value):
-                    also = " or None" if optional else ""
-                    _refuse(name, value, f"expected a non-empty text{also}", OptionTypeError)
-                object.__setattr__(self, name, str(value))
-        self._check_together()
+                _check_text(name, value, optional)
+        for wrong, names, why in self._conflicts():
+            if wrong:
+                given = {name: getattr(self, name) for name in names.split()}
+                raise OptionError("TrainConfig", given, f": {why}")
 
-    def _refuse_together(self, names: str, why: str) -> NoReturn:
-        given = {name: getattr(self, name) for name in names.split()}
-        raise OptionError("TrainConfig", given, f": {why}")
-
-    def _check_together(self) -> None:
+    def _conflicts(self) -> Iterator[tuple[bool, str, str]]:
+        """Whether options do not go together, their names, and why."""
         last = self.milestones[-1] if self.milestones else 0
-        if (self.schedule == "step") != bool(self.milestones) or last >= self.epochs:
-            self._refuse_together(
-                "schedule milestones epochs",
-                "the schedule step needs milestones, the epochs after which the rate falls, all "
-                "before the end of the run, and no other schedule has them; such as "
-                f"{self.epochs // 2} and {self.epochs * 3 // 4}.",
-            )
-        if self.nesterov and self.optimizer == "sgd" and self.momentum == 0.0:
-            self._refuse_together(
-                "nesterov momentum",
-                "Nesterov's form needs a momentum; turn it off, or set a momentum such as 0.9.",
-            )
-        if self.validation == 0.0 and (self.early_stop is not None or self.select == "best"):
-            self._refuse_together(
-                "validation early_stop select",
-                "early stopping and the best epoch compare validation results, and nothing is held "
-                "out; hold out a share such as 0.1, or leave them out.",
-            )
-        if self.cuda_graphs + self.compile + (self.jacobian_weight > 0.0) > 1:
-            self._refuse_together(
-                "cuda_graphs compile jacobian_weight",
-                "a captured or compiled step is run as it is, and cannot be looked into for its "
-                "Jacobian; choose one of the three.",
-            )
-        if self.cuda_graphs and (self.strategy != "auto" or self.nodes > 1):
-            self._refuse_together(
-                "cuda_graphs strategy nodes",
-                "graphs are for one GPU; leave them out to train on several.",
-            )
+        yield (
+            (self.schedule == "step") != bool(self.milestones) or last >= self.epochs,
+            "schedule milestones epochs",
+            "the schedule step needs milestones, the epochs after which the rate falls, all before "
+            "the end of the run, and no other schedule has them; such as "
+            f"{self.epochs // 2} and {self.epochs * 3 // 4}.",
+        )
+        yield (
+            self.nesterov and self.optimizer == "sgd" and self.momentum == 0.0,
+            "nesterov momentum",
+            "Nesterov's form needs a momentum; turn it off, or set a momentum such as 0.9.",
+        )
+        yield (
+            self.validation == 0.0 and (self.early_stop is not None or self.select == "best"),
+            "validation early_stop select",
+            "early stopping and the best epoch compare validation results, and nothing is held "
+            "out; hold out a share such as 0.1, or leave them out.",
+        )
+        yield (
+            self.cuda_graphs + self.compile + (self.jacobian_weight > 0.0) > 1,
+            "cuda_graphs compile jacobian_weight",
+            "a captured or compiled step is run as it is, and cannot be looked into for its "
+            "Jacobian; choose one of the three.",
+        )
+        yield (
+            self.cuda_graphs and (self.strategy != "auto" or self.nodes > 1),
+            "cuda_graphs strategy nodes",
+            "graphs are for one GPU; leave them out to train on several.",
+        )
         aside = self.ema is not None or self.keep_every is not None or self.select == "best"
-        if self.strategy == "fsdp" and aside:
-            self._refuse_together(
-                "strategy ema keep_every select",
-                "sharded weights are not averaged or copied aside; leave these out, or use the "
-                "strategy ddp.",
-            )
+        yield (
+            self.strategy == "fsdp" and aside,
+            "strategy ema keep_every select",
+            "sharded weights are not averaged or copied aside; leave these out, or use the "
+            "strategy ddp.",
+        )
 
     @property
     def warmup_share(self) -> float:
@@ -331,8 +325,7 @@ class TrainConfig:
         self, overrides: Mapping[str, Any] | None = None, **more: Any
     ) -> TrainConfig:
         """A copy with other values, checked again; unknown names are an error with a hint."""
-        made = {**self.to_dict(), **(overrides or {}), **more}
-        return TrainConfig(**made)
+        return TrainConfig(**{**self.to_dict(), **(overrides or {}), **more})
 
     def to_dict(self) -> dict[str, Any]:
         """Every option in the types of YAML and JSON."""

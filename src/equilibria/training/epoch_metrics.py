@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from equilibria.engine.result import ConvergenceWarning, Result
 from equilibria.nn import Observed, equilibrium_layers
 
-__all__ = ["SOLVER_FIELDS", "UNSETTLED", "EpochMetrics", "solver_numbers", "warn_unsettled"]
-
 SOLVER_FIELDS = ("solver_steps", "residual", "converged", "failed")
 """Means over samples and layers: evaluations of the map; ‖T(z) − z‖/‖T(z)‖; the share that passed
 its tolerance (NaN where every layer runs a fixed number of steps and so tests none); the share that
@@ -29,7 +27,7 @@ class EpochMetrics:
     """Sums over the steps of an epoch, in float64.
 
     Ours and not Lightning's ``log``: the sums are in the checkpoint, so that an epoch that was
-    resumed in its middle has the same row as one that was not, bit for bit.
+    resumed in its middle has the same row, bit for bit.
     """
 
     def __init__(self) -> None:
@@ -60,8 +58,7 @@ class EpochMetrics:
         return self._sums
 
     def latest(self) -> dict[str, float]:
-        """Loss, accuracy and speed since the last call, solver means of the epoch. Waits for the
-        device."""
+        """Loss, accuracy, speed since the last call, solver means of the epoch. Waits."""
         now, before = self._sums.tolist(), self._window
         clock, began = time.perf_counter(), self._window_began
         self._window, self._window_began = now, clock
@@ -132,10 +129,7 @@ def solver_numbers(model: nn.Module, seen: Observed) -> Tensor | None:
 
 
 def warn_unsettled(row: Mapping[str, Any]) -> None:
-    """Warn where fixed steps end far from the equilibrium: nothing else shows it.
-
-    A solve with a tolerance says itself that it missed it, and has a share converged.
-    """
+    """Warn where fixed steps end far from the equilibrium; a missed tolerance warns itself."""
     residual = float(row.get("residual", math.nan))
     if residual > UNSETTLED and math.isnan(row.get("converged", math.nan)):
         count = f"{row['solver_steps']:.3g}"

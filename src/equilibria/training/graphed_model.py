@@ -1,8 +1,4 @@
-"""A training step's forward and backward pass as CUDA graphs: no launch from Python in between.
-
-Fixed-step solves never wait for the host, so a network of them can be captured whole and replayed.
-Small kernels then cost what the device needs for them, and no more.
-"""
+"""A training step's forward and backward pass as CUDA graphs: no launch from Python in between."""
 
 from __future__ import annotations
 
@@ -10,8 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-__all__ = ["GraphedModel"]
 
 
 class _Shell(nn.Module):
@@ -29,13 +23,12 @@ class _Shell(nn.Module):
 class GraphedModel:
     """Calls ``model`` in training mode by CUDA graphs, captured at the first batch of each shape.
 
-    The gradients are those of the eager model (of first order: a graph has no second). What runs
-    in Python inside the model (hooks, observers) runs at capture alone. One graph holds one pass:
-    a forward must be followed by its backward before the next forward of the same shape.
+    Gradients are of first order. What runs in Python inside the model (hooks, observers) runs at
+    capture alone. A forward must be followed by its backward before the next forward of the same
+    shape.
 
-    Run eagerly: models in eval mode, an x that wants a gradient, and whatever comes after
-    ``shapes`` captures (a shape, a memory format, an autocast dtype or a set of trained parameters
-    that was not seen before asks for a new one).
+    Run eagerly: models in eval mode, an x that wants a gradient, and what comes after ``shapes``
+    captures (a new shape, memory format, autocast dtype or set of trained parameters asks for one).
     """
 
     def __init__(self, model: nn.Module, *, shapes: int = 1) -> None:

@@ -24,8 +24,6 @@ from .graphed_model import GraphedModel
 from .nonfinite import Guard, NonFiniteLoss, describe, examine
 from .optimizer import gradient_norm, make_optimizer, make_schedule
 
-__all__ = ["EquilibriumModule", "JacobianPenalty"]
-
 _WATCHED = 64  # samples that are solved once more where the compiled solve cannot be seen
 
 
@@ -44,8 +42,8 @@ class EquilibriumModule(pl.LightningModule):
         ignore_index: label of pixels that do not count.
         total_steps, steps_per_epoch: for the schedule; None: what the trainer plans.
 
-    Under ``fit`` the run counts, reads and logs. With a trainer of your own the module does so
-    itself and logs train_loss, train_accuracy, val_loss, … with Lightning's ``log``.
+    With a trainer of your own the module counts its steps itself and logs train_loss,
+    train_accuracy, val_loss, … with Lightning's ``log``; under ``fit`` the run does.
     """
 
     def __init__(
@@ -75,17 +73,21 @@ class EquilibriumModule(pl.LightningModule):
         self._penalty = JacobianPenalty(model, config.jacobian_weight)
         self._batch: tuple[Tensor, Tensor] | None = None
         self._trained = [p for p in model.parameters() if p.requires_grad]
+        compiled: Any = GraphedModel(model) if config.cuda_graphs else None
+        if config.compile:
+            compiled = torch.compile(model, dynamic=False)
         # Not an attribute that torch registers: the compiled model is the model itself.
-        self.__dict__["_compiled"] = None
-        if config.cuda_graphs:
-            self.__dict__["_compiled"] = GraphedModel(model)
-        elif config.compile:
-            self.__dict__["_compiled"] = torch.compile(model, dynamic=False)
+        self.__dict__["_compiled"] = compiled
         labels: dict[str, Any] = {"num_classes": num_classes, "ignore_index": ignore_index}
         labels["validate_args"] = False
-        self.val_accuracy = MulticlassAccuracy(average="micro", **labels)
-        self.val_iou = MulticlassJaccardIndex(**labels) if task == "segmentation" else None
-        self.val_loss = MeanMetric(nan_strategy="disable")
+        self._metrics: Any = nn.ModuleDict(
+            {
+                "val_loss": MeanMetric(nan_strategy="disable"),
+                "val_accuracy": MulticlassAccuracy(average="micro", **labels),
+            }
+        )
+        if task == "segmentation":
+            self._metrics["val_miou"] = MulticlassJaccardIndex(**labels)
 
     def __setattr__(self, name: str, value: Any) -> None:
         # Lightning notes the name of every hook that it calls as an attribute, some fifty times a
@@ -142,11 +144,7 @@ class EquilibriumModule(pl.LightningModule):
         # The first step of an epoch too: a short one would have no statistics otherwise.
         per_epoch = self.steps_per_epoch or self.config.log_every
         watched = self.step % self.config.log_every == 0 or self.step % per_epoch == 0
-        penalties: list[Tensor] = []
-        if self._penalty.active:
-            with self._penalty.collect() as penalties:
-                logits = self._run(x, watched)
-        else:
+        with self._penalty.collect() as penalties:
             logits = self._run(x, watched)
         loss = self.loss(logits, y, self.config.label_smoothing)
         with torch.no_grad():
@@ -227,23 +225,19 @@ class EquilibriumModule(pl.LightningModule):
         return examine(self.model, x, y, self.losses)
 
     def on_validation_epoch_start(self) -> None:
-        for metric in (self.val_loss, self.val_accuracy, self.val_iou):
-            if metric is not None:
-                metric.reset()
+        for metric in self._metrics.values():
+            metric.reset()
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         x, y = batch
         logits = self.forward(x).float()
         count = len(y) if self.ignore_index is None else self._counted(y).sum()
-        self.val_loss.update(self.loss(logits, y, 0.0), count)
-        self.val_accuracy.update(logits, y)
-        if self.val_iou is not None:
-            self.val_iou.update(logits, y)
+        for name, metric in self._metrics.items():
+            given = (self.loss(logits, y, 0.0), count) if name == "val_loss" else (logits, y)
+            metric.update(*given)
 
     def on_validation_epoch_end(self) -> None:
-        found = {"val_loss": self.val_loss, "val_accuracy": self.val_accuracy}
-        found |= {} if self.val_iou is None else {"val_miou": self.val_iou}
-        self.validation = {name: float(metric.compute()) for name, metric in found.items()}
+        self.validation = {name: float(m.compute()) for name, m in self._metrics.items()}
         if self.counts:
             self.log_dict(self.validation, sync_dist=True)
 
@@ -307,6 +301,9 @@ class JacobianPenalty:
     def collect(self) -> Iterator[list[Tensor]]:
         """Run the model inside the block; after it the list holds one scalar for each layer."""
         found: list[Tensor] = []
+        if not self.active:
+            yield found
+            return
         seen: list[tuple[nn.Module, Any, Any]] = []
 
         def note(layer: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:

@@ -14,8 +14,6 @@ from torch.optim import Optimizer
 from equilibria.engine.result import ConvergenceWarning, Result
 from equilibria.nn import observe
 
-__all__ = ["Guard", "NonFiniteLoss", "describe", "examine"]
-
 
 class NonFiniteLoss(RuntimeError):
     """The loss or its gradient became NaN or infinite; ``report`` tells of the batch.
@@ -32,9 +30,9 @@ class NonFiniteLoss(RuntimeError):
 class Guard:
     """Notices the first step whose loss or gradient is not finite, and keeps it from the weights.
 
-    On the CPU it looks at once. On a GPU looking would wait for the device at every step: there the
-    number of the first bad step is kept on the device, the fused optimizers are told to skip from
-    then on (the way loss scaling tells them to), and ``first_bad()`` is asked now and then.
+    On the CPU it looks at once. On a GPU looking would wait for the device: there the number of the
+    first bad step is kept on the device, the fused optimizers are told to skip from then on (as
+    loss scaling tells them), and ``first_bad()`` is asked now and then.
     """
 
     def __init__(self, *, deferred: bool) -> None:
@@ -75,9 +73,9 @@ def examine(
     losses: Callable[[Tensor, Tensor], Tensor],
     most: int = 20,
 ) -> dict[str, Any]:
-    """Run the batch once more and look everywhere: what it holds, which sample, which layer.
+    """Run the batch once more and look at every layer; the model's buffers stay as they were.
 
-    ``losses(logits, y)`` gives one loss a sample. The model's buffers are left as they were.
+    ``losses(logits, y)`` gives one loss a sample.
     """
     buffers = [(b, b.clone()) for b in model.buffers()]
     first: list[dict[str, Any]] = []
@@ -126,7 +124,6 @@ def _places(mask: Tensor) -> list[int]:
 
 
 def _solves(solutions: list[Any]) -> dict[str, Any]:
-    """What the solver of a layer did in this batch."""
     result = torch.cat([s.result.flatten().long() for s in solutions])
     failed = _places((result == int(Result.diverged)) | (result == int(Result.nonfinite)))
     counts = {code.name: int((result == int(code)).sum()) for code in Result}

@@ -16,17 +16,14 @@ from equilibria.nn.constraints import RowNorm
 
 from .config import TrainConfig
 
-__all__ = ["decay_groups", "gradient_norm", "make_optimizer", "make_schedule"]
-
 _NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Two groups: weights, which decay, and the norms, biases and scales, which do not.
 
-    A scale is what multiplies a whole map: every parameter of at most one dimension (γ of a
-    Gaussian layer too) and g of W = g·V/‖V‖, whatever its shape. Matrices and kernels under a norm
-    constraint are weights.
+    A scale is every parameter of at most one dimension (γ of a Gaussian layer too) and g of
+    W = g·V/‖V‖. Matrices and kernels under a norm constraint are weights.
     """
     scales: set[nn.Parameter] = set()
     for module in model.modules():
@@ -84,8 +81,7 @@ class _Factor:
     """The rate of step t = 0, 1, … over its highest, for all schedules but one-cycle.
 
     With w warm-up steps of T: (t + 1)/w while t < w; after that ½(1 + cos π(t − w)/(T − w)) for
-    "cosine", drop^(milestones passed) for "step", 1 for "constant". A plain object of numbers, so
-    that a checkpoint can hold it.
+    "cosine", drop^(milestones passed) for "step", 1 for "constant". A checkpoint can hold it.
     """
 
     def __init__(self, config: TrainConfig, total: int, per_epoch: int) -> None:

@@ -1,5 +1,4 @@
-"""How far a run has come: counted, shown by Lightning's bar and a line an epoch; and its end by
-Ctrl-C."""
+"""How far a run has come: counted, shown by Lightning's bar, a line an epoch; its end by Ctrl-C."""
 
 from __future__ import annotations
 
@@ -16,8 +15,6 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import RichProgressBar
 
 from equilibria.engine.optional import needs
-
-__all__ = ["Interrupted", "Progress", "StopRequest", "TrainingBar", "epoch_line"]
 
 _PAUSE = 0.1  # seconds between two movements of the bar
 _WIDE = 110  # columns that the bar, the time and the numbers need
@@ -100,7 +97,6 @@ class TrainingBar(RichProgressBar):
 
 
 def _numbers(latest: Mapping[str, float]) -> list[str]:
-    """["loss 0.412", "acc 87.5%", "steps 4.0", "res 3.1e-03", "conv 100%"]."""
     return [
         form.format(latest[name])
         for name, form in _FORMS.items()
@@ -121,10 +117,9 @@ def epoch_line(row: Mapping[str, Any], epochs: int) -> str:
 class Interrupted(KeyboardInterrupt):
     """The run was interrupted; ``checkpoint`` is what it can be resumed from, if anything.
 
-    One that was asked to stop as its last epoch ended is complete, which the message says.
     ``exact`` says whether resuming repeats the uninterrupted run bit for bit (on the CPU): it does
-    unless the interruption cut a step in two. ``message`` says what happened, and ``folder`` is the
-    run to go on with; None: nothing is left to do, or nothing was saved.
+    unless the interruption cut a step in two. ``folder`` is the run to go on with; None: nothing is
+    left to do, or nothing was saved.
     """
 
     def __init__(
@@ -150,8 +145,7 @@ class StopRequest:
     """Whether somebody asked to stop: Ctrl-C, SIGTERM, or a callback that sets ``asked``.
 
     Inside a ``with`` block the first Ctrl-C and every SIGTERM set ``asked``, and the second Ctrl-C
-    interrupts at once. Outside the main thread Python gives no signals, and the block changes
-    nothing.
+    interrupts at once. Outside the main thread, where Python gives no signals, it changes nothing.
     """
 
     def __init__(self, say: Callable[[], Any] = lambda: None) -> None:

@@ -38,8 +38,6 @@ from .nonfinite import NonFiniteLoss, describe
 from .progress import Interrupted, Progress, StopRequest, TrainingBar, epoch_line
 from .run_data import TrainBatches, load_data
 
-__all__ = ["Run", "TrainResult", "fit"]
-
 _LIGHTNING = ("lightning.pytorch", "lightning.fabric")
 _DTYPES = {"64-true": torch.float64, "16-true": torch.float16, "bf16-true": torch.bfloat16}
 
@@ -129,20 +127,19 @@ class Run(Checkpoint):
         overwrite: bool,
     ) -> None:
         self.started, self.bar = datetime.now(UTC), bar
-        said = "stopping after this step; Ctrl-C again stops at once"
         self.progress, self.request = Progress(), StopRequest()
         if bar is not None:
+            said = "stopping after this step; Ctrl-C again stops at once"
             self.request = StopRequest(partial(bar.say, said))
             bar.follow(self.progress, config.epochs)
         self.history: list[dict[str, Any]] = []
         self.best, self.best_epoch = (-math.inf, -math.inf), 0
-        self.finished = False
-        """All epochs done, or stopped early."""
+        self.finished = False  # all epochs done, or stopped early
         self.in_step, self.exact = False, True
         self.final_state: dict[str, Any] = {}
         self._restored: dict[str, Any] = {}
+        # The random numbers after the last step of an epoch that is not yet closed.
         self._ended: dict[str, Any] | None = None
-        """The random numbers after the last step of an epoch that is not yet closed."""
         self.resume = None if resume is None else run_folder.find_checkpoint(resume)
         place = config.folder
         if self.resume is not None and config.out is None:
@@ -162,7 +159,7 @@ class Run(Checkpoint):
         if self.resume is not None:
             self.saved = run_folder.read_checkpoint(self.resume)
             run_folder.check_checkpoint(self.resume, self.saved, self.config, self.model)
-            self.load_state_dict(self.saved["callbacks"][self.state_key])
+            self._restore(self.saved[run_folder.ENTRY])
         self.average = None if config.ema is None else WeightAverage(config.ema)
         if self.main:
             # Not before all of the above went well: an old run is not lost to a typing error.
@@ -251,24 +248,6 @@ class Run(Checkpoint):
         module.on_nonfinite = lambda found: self._nonfinite(found, trainer)
         return module
 
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "progress": vars(self.progress).copy(),
-            "history": [dict(row) for row in self.history],
-            "best": [*self.best, self.best_epoch],
-            "finished": self.finished,
-            "random": self._ended or run_folder.random_state(),
-            "metrics": self.module.metrics.state_dict(),
-        }
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        vars(self.progress).update(state_dict["progress"])  # in place: the batches hold it too
-        self.history = [dict(row) for row in state_dict["history"]]
-        *best, self.best_epoch = state_dict["best"]
-        self.best = (best[0], best[1])
-        self.finished = state_dict["finished"]
-        self._restored = state_dict
-
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
@@ -279,9 +258,21 @@ class Run(Checkpoint):
             "config": self.config.to_dict(),
             "revision": self.config.model_revision,
             "progress": vars(self.progress).copy(),
+            "history": [dict(row) for row in self.history],
+            "best": [*self.best, self.best_epoch],
             "finished": self.finished,
             "exact": self.exact,
+            "random": self._ended or run_folder.random_state(),
+            "metrics": self.module.metrics.state_dict(),
         }
+
+    def _restore(self, entry: dict[str, Any]) -> None:
+        """Go back to where ``on_save_checkpoint`` left off."""
+        vars(self.progress).update(entry["progress"])  # in place: the bar holds it too
+        self.history = [dict(row) for row in entry["history"]]
+        *best, self.best_epoch = entry["best"]
+        self.best = (best[0], best[1])
+        self.finished, self._restored = entry["finished"], entry
 
     def save(self, trainer: pl.Trainer) -> None:
         """Write last.ckpt, whole or not at all."""

@@ -17,8 +17,6 @@ from equilibria.engine import OptionError
 from .config import TrainConfig
 from .progress import Progress
 
-__all__ = ["RunData", "TrainBatches", "few", "load_data"]
-
 
 @dataclass(frozen=True)
 class RunData:
@@ -79,11 +77,7 @@ def _labels(images: ImageData) -> Tensor | None:
 
 
 def few(images: ImageData, samples: int, seed: int) -> Tensor:
-    """[N] bool: ``samples`` of them, of each class its share, drawn by the seed.
-
-    Every class has one in and, where one is left out, one out: tiny numbers come out larger, and
-    such as are nearly all smaller.
-    """
+    """[N] bool: ``samples`` of them, of each class its share and at least one, by the seed."""
     count = len(images)
     if samples > count:
         raise OptionError(
@@ -100,8 +94,7 @@ def few(images: ImageData, samples: int, seed: int) -> Tensor:
 
 
 def _check(given: Any) -> RunData:
-    pair = given if isinstance(given, tuple) and len(given) == 2 else (None, None)
-    train, valid = pair
+    train, valid = given if isinstance(given, tuple) and len(given) == 2 else (None, None)
     if not isinstance(train, ImageData) or not isinstance(valid, (ImageData, type(None))):
         raise TypeError(
             "data must be (training, validation), two ImageData (the second may be None), got "
@@ -123,7 +116,6 @@ def _check(given: Any) -> RunData:
 class TrainBatches:
     """The batches of the epoch that ``progress`` is in, from its batch on; a loader for Lightning.
 
-    Made on the device of this process. Order and augmentation of epoch k depend on (seed, k) alone.
     ``batch_size`` counts over all processes: a run on two devices takes the same steps as on one.
     """
 

@@ -1,9 +1,8 @@
 """The folder of a run: its files, the checkpoint to resume from, where the numbers came from.
 
-A checkpoint holds, besides Lightning's own entries (weights, optimizer, schedule, callbacks), the
-entry ``equilibria``: the configuration, and how far the run had come. Lightning's entry ``loops``
-is left out: a resumed run is a new fit over the epochs that are left, whose first one begins after
-the batches that were done.
+A checkpoint holds, besides Lightning's own entries, the entry ``equilibria``: the configuration,
+and how far the run had come. Lightning's entry ``loops`` is left out: a resumed run is a new fit
+over the epochs that are left, whose first one begins after the batches that were done.
 """
 
 from __future__ import annotations
@@ -34,10 +33,6 @@ from equilibria.engine.files import SaveError, write_bytes, write_text
 
 from .config import TrainConfig
 from .run_data import RunData
-
-__all__ = ["ENTRY", "FORMAT", "CheckpointError", "CheckpointFile", "RunExistsError", "RunFolder"]
-__all__ += ["check_checkpoint", "find_checkpoint", "provenance", "read_checkpoint"]
-__all__ += ["random_state", "restore_random_state", "seed_all"]
 
 ENTRY = "equilibria"
 FORMAT = 2
@@ -90,10 +85,8 @@ class RunFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise OSError(
-                error.errno,
-                f"cannot make the folder {self.path}: {error.strerror}; set another one as out.",
-            ) from error
+            why = f"cannot make the folder {self.path}: {error.strerror}; set another one as out."
+            raise OSError(error.errno, why) from error
         if not os.access(self.path, os.W_OK):
             raise PermissionError(f"{self.path} cannot be written to; set another folder as out.")
         if not resume:
@@ -179,13 +172,12 @@ def provenance(started: datetime, device: torch.device, seed: int) -> dict[str, 
 
 
 # What may change on resume: none of it changes what is computed, beyond rounding.
-_FREE = frozenset(
-    {
-        *("out", "data_root", "download", "workers", "log_every", "loggers", "on_corrupt"),
-        *("keep_every", "accelerator", "devices", "nodes", "strategy", "compile", "cuda_graphs"),
-        "early_stop",
-    }
-)
+# fmt: off
+_FREE = frozenset({
+    "out", "data_root", "download", "workers", "log_every", "loggers", "on_corrupt", "keep_every",
+    "accelerator", "devices", "nodes", "strategy", "compile", "cuda_graphs", "early_stop",
+})
+# fmt: on
 
 
 class CheckpointError(ValueError):
@@ -193,8 +185,7 @@ class CheckpointError(ValueError):
 
 
 class CheckpointFile(TorchCheckpointIO):
-    """Lightning's way to a file, through one beside it: a full disk leaves the old checkpoint.
-    Loads only tensors and plain values, whatever is asked for."""
+    """Lightning's way to a file, whole or not at all; loads only tensors and plain values."""
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None
