@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import branches, deep_opteq, mdeq, monotone, resnet, segmentation, stacks
+from . import branches, certified, deep_opteq, mdeq, monotone, resnet, segmentation, stacks
 from .registry import Registry
 
 __all__ = ["REGISTRY", "create", "describe", "names"]
@@ -10,6 +10,7 @@ __all__ = ["REGISTRY", "create", "describe", "names"]
 REGISTRY = Registry(
     branches.SPECS,
     stacks.SPECS,
+    certified.SPECS,
     deep_opteq.SPECS,
     monotone.SPECS,
     mdeq.SPECS,

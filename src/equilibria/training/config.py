@@ -186,6 +186,12 @@ class TrainConfig:
         "Whether onecycle moves momentum from 0.95 to 0.85 and back, against the rate.")
     label_smoothing: float = option(0.0, "Share of the target that is spread over all classes.",
         "Training", **_SHARE)
+    margin: float = option(0.0,
+        "Subtracted from the logit of the true class in the training loss, so that a network of "
+        "bounded slope learns labels that hold within a radius; 0: left out.", low=0.0)
+    temperature: float = option(1.0,
+        "τ of the training loss τ·CE(logits/τ); below 1 small margins of a 1-Lipschitz network "
+        "count.", **_POSITIVE)
     jacobian_weight: float = option(0.0,
         "Weight of ‖∂T/∂z‖²_F / n at the equilibrium, averaged over layers; 0: left out.", low=0.0)
     clip: float | None = option(None, "Largest norm of the gradient; not given: not clipped.",

@@ -119,6 +119,20 @@ class EquilibriumModule(pl.LightningModule):
         total = self._cross_entropy(logits, y, smoothing, "sum")
         return total / self._counted(y).sum().clamp_min(1)
 
+    def training_loss(self, logits: Tensor, y: Tensor) -> Tensor:
+        """τ·CE((logits − margin·target)/τ), with label smoothing; plain at margin 0 and τ = 1."""
+        margin, tau = self.config.margin, self.config.temperature
+        if margin:
+            target = y if y.is_floating_point() else self._one_hot(y, logits)
+            logits = logits - margin * target
+        loss = self.loss(logits if tau == 1.0 else logits / tau, y, self.config.label_smoothing)
+        return loss if tau == 1.0 else tau * loss
+
+    def _one_hot(self, y: Tensor, logits: Tensor) -> Tensor:
+        """[B, K, ...], 1 at the label and 0 for labels that do not count."""
+        known = y.clamp(0, logits.shape[1] - 1).unsqueeze(1)
+        return torch.zeros_like(logits).scatter(1, known, self._counted(y).unsqueeze(1).to(logits))
+
     def _cross_entropy(self, logits: Tensor, y: Tensor, smoothing: float, reduction: str) -> Tensor:
         # In float32 or better whatever the precision: exponentials of bfloat16 logits are coarse.
         work = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -146,7 +160,7 @@ class EquilibriumModule(pl.LightningModule):
         watched = self.step % self.config.log_every == 0 or self.step % per_epoch == 0
         with self._penalty.collect() as penalties:
             logits = self._run(x, watched)
-        loss = self.loss(logits, y, self.config.label_smoothing)
+        loss = self.training_loss(logits, y)
         with torch.no_grad():
             mixed = y.is_floating_point()
             right = logits.argmax(1) == (y.argmax(1) if mixed else y)
