@@ -10,21 +10,16 @@ from torch import Tensor
 
 from equilibria.problems.kernels import Curvature, ImageCoupling, per_sample_sum, unproven
 from equilibria.problems.norms import FUNCTION, UNIT, sum_error
-from equilibria.problems.operators import LinearOperator, TransposedOperator
+from equilibria.problems.operators import LinearOperator
 from equilibria.problems.priors import Prior, at_least_float32
-
-__all__ = ["Activated"]
 
 
 class Activated(ImageCoupling):
     """q(z) = −(1/ν) 1ᵀσ̃(Wz + c), −∇q = (1/ν) Wᵀσ(Wz + c), σ̃′ = σ (OptEq Eq 3, Theorem 1).
 
-    With no prior (``Free``) the layer map is Eq 3 itself, and G(z) = ½‖z‖² − ψ(z) with the paper's
-    ψ = (1/ν)1ᵀσ̃(W· + c). By Toland's duality its minimizer and its minimum are those of Theorem
-    1's φ = ψ* − ½‖·‖², which is closed only for an invertible W; this one is for every W. From the
-    prior of σ, with a = σ(v),
-
-        σ̃(v) = (f + ½|·|²)*(v) = va − f(a) − ½a².
+    With no prior (``Free``) the layer map is Eq 3 itself, and G(z) = ½‖z‖² − (1/ν)1ᵀσ̃(Wz + c) has,
+    by Toland's duality, the minimizer and the minimum of Theorem 1's φ, which is closed only for an
+    invertible W. From the prior of σ, with a = σ(v), σ̃(v) = (f + ½|·|²)*(v) = va − f(a) − ½a².
 
     Args:
         W: z [B, *state] → Wz, shaped like c.
@@ -45,10 +40,7 @@ class Activated(ImageCoupling):
     def default_start(self, shape: Sequence[int] | None = None) -> Tensor:
         """z₀ = 0. ``shape`` [B, *state] is needed for strided convolutions."""
         if shape is None:
-            shape = (
-                self.c.shape[0],
-                *TransposedOperator(self.operator).output_shape(self.c.shape[1:]),
-            )
+            shape = (self.c.shape[0], *self.operator.input_shape(self.c.shape[1:]))
         start = self.c.new_zeros(tuple(shape))
         self.check_state(start)
         return start

@@ -12,44 +12,18 @@ import math
 import torch
 from torch import Tensor
 
-__all__ = ["gaussian_feature_map", "truncated_gaussian_coupling", "truncation_error_bound"]
 
-_MAX_FEATURES = 1_000_000
-
-
-def _check(gamma: float, terms: int, *tensors: Tensor) -> None:
+def _exponents(c: Tensor, y: Tensor, gamma: float, terms: int) -> tuple[Tensor, Tensor]:
+    """2γ⟨c, y⟩ and log λ = −γ(‖c‖² + ‖y‖²), [B] each, of checked arguments."""
     if not (math.isfinite(gamma) and gamma > 0):
         raise ValueError(f"gamma={gamma!r} is out of range: γ must be a positive finite number.")
     if isinstance(terms, bool) or int(terms) != terms or terms < 1:
         raise ValueError(f"terms={terms!r}: expected an integer of at least 1.")
-    for t in tensors:
-        if t.ndim != 2 or t.shape != tensors[0].shape:
-            shapes = ", ".join(str(tuple(t.shape)) for t in tensors)
-            raise ValueError(f"Expected vectors [B, n], all of one shape; got {shapes}.")
-
-
-def _log_scale(c: Tensor, y: Tensor, gamma: float) -> Tensor:
-    """log λ = −γ(‖c‖² + ‖y‖²). [B]."""
-    return -gamma * (c.square().sum(-1) + y.square().sum(-1))
-
-
-def gaussian_feature_map(x: Tensor, gamma: float, terms: int) -> Tensor:
-    """Φ_K(x) = (√((2γ)^k/k!)·x^{⊗k}), k < K. x [B, n] → [B, Σ_{k<K} n^k]. For small n and K."""
-    _check(gamma, terms, x)
-    n = x.shape[1]
-    features = sum(n**k for k in range(terms))
-    if features > _MAX_FEATURES:
+    if c.ndim != 2 or c.shape != y.shape:
         raise ValueError(
-            f"The explicit map has Σ n^k = {features} features for n={n}, terms={terms}, above "
-            f"{_MAX_FEATURES}; truncated_gaussian_coupling needs only inner products."
+            f"Expected vectors [B, n], all of one shape; got {tuple(c.shape)}, {tuple(y.shape)}."
         )
-    power = torch.ones_like(x[:, :1])
-    blocks = [power]
-    for k in range(1, terms):
-        # √((2γ)^k/k!) grows factor by factor, so nothing overflows before the feature does.
-        power = (power.unsqueeze(-1) * x.unsqueeze(1)).flatten(1) * math.sqrt(2.0 * gamma / k)
-        blocks.append(power)
-    return torch.cat(blocks, dim=1)
+    return 2.0 * gamma * (c * y).sum(-1), -gamma * (c.square().sum(-1) + y.square().sum(-1))
 
 
 def truncated_gaussian_coupling(c: Tensor, y: Tensor, gamma: float, terms: int) -> Tensor:
@@ -58,10 +32,8 @@ def truncated_gaussian_coupling(c: Tensor, y: Tensor, gamma: float, terms: int) 
     c and y = Wz [B, n] → [B]. The sum starts from λ, so every term is at most 1; with
     γ(‖c‖² + ‖y‖²) beyond the logarithm of the smallest number (745 in float64) it is 0.
     """
-    _check(gamma, terms, c, y)
-    exponent = 2.0 * gamma * (c * y).sum(-1)
-    term = torch.exp(_log_scale(c, y, gamma))
-    total = term
+    exponent, log_scale = _exponents(c, y, gamma, terms)
+    total = term = torch.exp(log_scale)
     for k in range(1, terms):
         term = term * exponent / k
         total = total + term
@@ -70,8 +42,7 @@ def truncated_gaussian_coupling(c: Tensor, y: Tensor, gamma: float, terms: int) 
 
 def truncation_error_bound(c: Tensor, y: Tensor, gamma: float, terms: int) -> Tensor:
     """|q − q_K| ≤ (λ/2γ)·(|t|^K/K!)·e^{max(t, 0)}, t = 2γ⟨c, y⟩ (Lagrange's remainder). [B]."""
-    _check(gamma, terms, c, y)
-    t = 2.0 * gamma * (c * y).sum(-1)
+    t, log_scale = _exponents(c, y, gamma, terms)
     power = torch.special.xlogy(torch.full_like(t, float(terms)), t.abs())
-    log_bound = _log_scale(c, y, gamma) + power - math.lgamma(terms + 1) + t.clamp_min(0.0)
+    log_bound = log_scale + power - math.lgamma(terms + 1) + t.clamp_min(0.0)
     return torch.exp(log_bound) / (2.0 * gamma)

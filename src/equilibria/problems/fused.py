@@ -42,8 +42,6 @@ from .operators import ConvOperator
 from .priors import NonNegative
 from .problem import HiddenProblem, Problem
 
-__all__ = ["fused_solve", "serves"]
-
 
 def serves(problem: HiddenProblem, choice: Choice, adjoint: Adjoint | None) -> bool:
     """Whether the fused path gives what these options ask for."""

@@ -17,15 +17,6 @@ from torch import Tensor
 
 from equilibria.engine.options import check_number
 
-__all__ = [
-    "FixedGamma",
-    "GammaPolicy",
-    "LearnedGamma",
-    "MeanPatchEnergy",
-    "MinPatchEnergy",
-    "as_gamma",
-]
-
 
 class GammaPolicy(ABC):
     """γ = policy(energies): one positive number per sample. energies [B, P] → [B]."""
@@ -38,17 +29,14 @@ class GammaPolicy(ABC):
         """
 
     @property
-    @abstractmethod
     def input_dependent(self) -> bool:
         """Whether γ changes with the input, which changes the map x → z* even when detached."""
+        return True
 
     @property
-    @abstractmethod
     def lipschitz_factor(self) -> float | None:
-        """F in Lip(x → z*) ≤ F·(μ/m)·‖x → c̃‖ (docs/facts.md, fact 5), or None: there is none.
-
-        It is 1 for a γ that does not depend on the input (where a sharper bound is known too).
-        """
+        """F in Lip(x → z*) ≤ F·(μ/m)·‖x → c̃‖ (docs/facts.md, fact 5), or None: none is known."""
+        return None
 
 
 def _check_energies(energies: Tensor) -> Tensor:
@@ -63,13 +51,8 @@ def _check_energies(energies: Tensor) -> Tensor:
 class _Constant(GammaPolicy):
     """A γ that does not depend on the input."""
 
-    @property
-    def input_dependent(self) -> bool:
-        return False
-
-    @property
-    def lipschitz_factor(self) -> float | None:
-        return 1.0
+    input_dependent = False
+    lipschitz_factor = 1.0
 
 
 @dataclass(frozen=True)
@@ -112,30 +95,17 @@ class _PatchEnergy(GammaPolicy):
         # nothing is hidden, and a sample that failed gets a gradient of 0 and not of 0·NaN.
         return self.scale / torch.where(energy > self.floor, energy, self.floor)
 
-    @property
-    def input_dependent(self) -> bool:
-        return True
-
 
 @dataclass(frozen=True)
 class MinPatchEnergy(_PatchEnergy):
-    """γ = scale / minᵢ Eᵢ (GEQ §4.1), with Eᵢ at z = 0.
+    """γ = scale / minᵢ Eᵢ (GEQ §4.1), with Eᵢ at z = 0; options as ``MeanPatchEnergy``.
 
     No Lipschitz constant of x → z* exists that does not grow with the number of patches: one patch
     of small energy moves the γ of all the others.
-
-    Args:
-        scale: 0.2 in the paper.
-        floor: an energy below this counts as this, so that a zero patch gives a large finite γ.
-        detach: take γ as a constant in the backward pass, as the papers do.
     """
 
     def _reduced(self, energies: Tensor) -> Tensor:
         return energies.min(-1).values  # amin has the gradient NaN at a NaN, whatever comes in
-
-    @property
-    def lipschitz_factor(self) -> float | None:
-        return None
 
 
 @dataclass(frozen=True)
@@ -147,8 +117,8 @@ class MeanPatchEnergy(_PatchEnergy):
     (3/2)^{3/2}e^{−3/2}γ^{−3/2} per unit of γ, and γE = scale. Where the floor acts γ is constant.
 
     Args:
-        scale: 0.2 by default.
-        floor: a mean energy below this counts as this, so that a zero input gives a finite γ.
+        scale: 0.2, as in the paper.
+        floor: an energy below this counts as this, so that a zero input gives a finite γ.
         detach: take γ as a constant in the backward pass, as the papers do.
     """
 
@@ -199,14 +169,12 @@ class _BoundGamma(_Constant):
     gamma: Tensor
 
     def __call__(self, energies: Tensor) -> Tensor:
-        if self.gamma.ndim > 1 or (
-            self.gamma.ndim == 1 and self.gamma.shape[0] not in (1, energies.shape[0])
-        ):
+        shape, batch = tuple(self.gamma.shape), energies.shape[0]
+        if shape not in ((), (1,), (batch,)):
             raise ValueError(
-                f"A learned γ is a scalar or [B]: got shape {tuple(self.gamma.shape)} for a batch "
-                f"of {energies.shape[0]}."
+                f"A learned γ is a scalar or [B]: got shape {shape} for a batch of {batch}."
             )
-        return self.gamma.expand(energies.shape[0])
+        return self.gamma.expand(batch)
 
 
 def as_gamma(gamma: float | GammaPolicy) -> GammaPolicy:

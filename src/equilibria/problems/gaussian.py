@@ -29,6 +29,7 @@ from equilibria.problems.norms import (
     metric_root,
     patched_kernel,
     power_norm,
+    replaced,
     sum_error,
 )
 from equilibria.problems.operators import (
@@ -38,8 +39,6 @@ from equilibria.problems.operators import (
     SeparableConvOperator,
 )
 from equilibria.problems.patches import Patches
-
-__all__ = ["GAUSSIAN_BEND", "GAUSSIAN_CONCAVITY", "Gaussian", "gaussian_sensitivity"]
 
 GAUSSIAN_CONCAVITY = 2.0 * math.exp(-1.5)
 """b = 2e^{−3/2} = 0.4463: −bμ²I ⪯ ∇²q ⪯ μ²I for every γ and every input (docs/facts.md, fact 1)."""
@@ -154,21 +153,22 @@ class Gaussian(ImageCoupling):
         return patch_energies(self.c, self.metric, self.patches.channels, self.patches.size)
 
     def _make_metric(self, hidden: Tensor | None, metric: Tensor | None) -> Tensor | None:
+        width = self.width
         if hidden is not None and metric is not None:
             raise ValueError("Gaussian takes hidden (W_h) or metric (M = W_hW_hᵀ), not both.")
         if hidden is not None:
-            if hidden.ndim != 2 or hidden.shape[0] != self.width:
+            if hidden.ndim != 2 or hidden.shape[0] != width:
+                got = tuple(hidden.shape)
                 raise ValueError(
-                    f"hidden (W_h) must be [{self.width}, c_hid] for rows of {self.width}, "
-                    f"got {tuple(hidden.shape)}."
+                    f"hidden (W_h) must be [{width}, c_hid] for rows of {width}, got {got}."
                 )
             metric = hidden @ hidden.mT
         elif metric is None:
             return None
-        elif tuple(metric.shape) != (self.width, self.width):
+        elif tuple(metric.shape) != (width, width):
+            got = tuple(metric.shape)
             raise ValueError(
-                f"metric (M) must be [{self.width}, {self.width}] for rows of {self.width}, "
-                f"got {tuple(metric.shape)}."
+                f"metric (M) must be [{width}, {width}] for rows of {width}, got {got}."
             )
         else:
             rounding = 16 * torch.finfo(metric.dtype).eps * metric.detach().abs().amax()
@@ -179,7 +179,7 @@ class Gaussian(ImageCoupling):
 
     def _check_gamma(self, gamma: Tensor) -> Tensor:
         batch = self.c.shape[0]
-        if gamma.ndim > 1 or (gamma.ndim == 1 and gamma.shape[0] not in (1, batch)):
+        if tuple(gamma.shape) not in ((), (1,), (batch,)):
             raise ValueError(
                 f"gamma as a tensor is a scalar or [B] = [{batch}], got {tuple(gamma.shape)}."
             )
@@ -192,10 +192,8 @@ class Gaussian(ImageCoupling):
         return self.c, self.gamma
 
     def with_inputs(self, *inputs: Tensor) -> Self:
-        other = object.__new__(type(self))
-        other.__dict__.update(self.__dict__)
-        other.c, other.gamma = inputs
-        return other
+        c, gamma = inputs
+        return replaced(self, c=c, gamma=gamma)
 
     def _rows(self, r: Tensor) -> Tensor:
         """[B, *out] → [B, P, k]."""
@@ -240,23 +238,24 @@ class Gaussian(ImageCoupling):
         return self._pull(z, down=True)
 
     def _pull(self, z: Tensor, *, down: bool) -> Tensor:
-        """Wᵀ of the message of Wz − c, or of c − Wz: messages are odd in r."""
         self.check_state(z)
-        image = self.operator(z)
+        return self.operator.adjoint(self._message(self.operator(z), down), z.shape[1:])
+
+    def _message(self, image: Tensor, down: bool) -> Tensor:
+        """The message of Wz − c, or of c − Wz: it is odd in r."""
         first, second = (self.c, image) if down else (image, self.c)
         if self.patches is not None and self.metric is not None:
             cut = self.patches.channels, self.patches.size
             if can_fuse(image, self.c, self.metric, *cut):
-                message = fused_message(first, second, self.metric, self.gamma, *cut)
-                return self.operator.adjoint(message, z.shape[1:])
+                return fused_message(first, second, self.metric, self.gamma, *cut)
             r = first - second
             if can_unshuffle(r):
                 message, _ = gaussian_message(plane_rows(r, *cut), self.metric, self.gamma)
-                return self.operator.adjoint(merge_planes(message, r.shape, cut[1]), z.shape[1:])
+                return merge_planes(message, r.shape, cut[1])
         else:
             r = first - second
         message, _ = gaussian_message(self._rows(r), self.metric, self.gamma)
-        return self.operator.adjoint(self._merge(message, r), z.shape[1:])
+        return self._merge(message, r)
 
     def hvp(self, z: Tensor, v: Tensor) -> Tensor:
         r = self._residual(z)
@@ -279,28 +278,23 @@ class Gaussian(ImageCoupling):
             return self.norm_upper()
         root, root_norm = metric_root(self.metric)
         product = self.norm_upper() * root_norm
-        w = self.operator
+        w, cut = self.operator, self.patches
         if isinstance(w, DenseOperator):
-            # R carries the rounding of M's eigenvalues: relative to ‖M‖, so added to μ².
-            slack = 64 * torch.finfo(torch.float64).eps * self.width
             through = dense_norm(root.mT @ exact(w.weight)).upper
-            return min(math.sqrt(through**2 + slack * product**2), product)
-        if (
-            tight
-            and self.patches is not None
-            and isinstance(w, (ConvOperator, SeparableConvOperator))
-        ):
-            slack = 64 * torch.finfo(torch.float64).eps * self.width
+        elif tight and cut is not None and isinstance(w, (ConvOperator, SeparableConvOperator)):
             kernel, stride = patched_kernel(
                 w.cast(torch.float64).kernel,
                 root,
                 stride=w.stride,
-                channels=self.patches.channels,
-                size=self.patches.size,
+                channels=cut.channels,
+                size=cut.size,
             )
             through = convolution_norm_upper(kernel, stride=stride)
-            return min(math.sqrt(through**2 + slack * product**2), product)
-        return product
+        else:
+            return product
+        # R carries the rounding of M's eigenvalues: relative to ‖M‖, so added to μ².
+        slack = 64 * torch.finfo(torch.float64).eps * self.width
+        return min(math.sqrt(through**2 + slack * product**2), product)
 
     def mu(self, in_shape: Sequence[int] | None = None, *, tight: bool = False) -> NormBound:
         """μ = ‖A‖₂ on states of ``in_shape``: power iteration on A, and the rigorous bound."""
@@ -333,7 +327,7 @@ class Gaussian(ImageCoupling):
         """min(0, minᵢ e^{−sᵢ}(1−2sᵢ))μ² ≤ ∇²q(z) ≤ maxᵢ e^{−sᵢ}μ², with sᵢ = γ‖hᵢ‖² at z. [B].
 
         The block of patch i, e^{−sᵢ}(I − 2γhᵢhᵢᵀ), has the eigenvalues e^{−sᵢ}(1−2sᵢ) along hᵢ and
-        e^{−sᵢ} across (none across where W_h has one column). Energies are taken in float64.
+        e^{−sᵢ} across (none across where W_h has one column).
         """
         self.check_state(z)
         mu2 = self.mu_upper(tight=tight) ** 2
@@ -447,9 +441,7 @@ class Gaussian(ImageCoupling):
         }
 
     def in_double(self) -> Self:
-        """As of any coupling; an M = W_hW_hᵀ that rounding in a lower precision left with negative
-        eigenvalues is moved to the nearest positive semidefinite one.
-        """
+        """An M that rounding left with negative eigenvalues becomes positive semidefinite."""
         twin = super().in_double()
         if self.metric is not None:
             root, upper = metric_root(self.metric)

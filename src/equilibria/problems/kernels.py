@@ -16,10 +16,16 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from equilibria.problems.norms import FUNCTION, UNIT, exact, norm_upper, sum_error, twin_in_double
+from equilibria.problems.norms import (
+    FUNCTION,
+    UNIT,
+    exact,
+    norm_upper,
+    replaced,
+    sum_error,
+    twin_in_double,
+)
 from equilibria.problems.operators import LinearOperator, as_operator
-
-__all__ = ["Coupling", "Curvature", "DegenerateKernelWarning", "Linear", "Polynomial", "Sigmoidal"]
 
 SIGMOID_CURVATURE = 4.0 / (3.0 * math.sqrt(3.0))  # max of |2t(1 − t²)| over −1 ≤ t ≤ 1
 
@@ -110,8 +116,7 @@ class Coupling(ABC):
     def default_start(self, shape: Sequence[int] | None = None) -> Tensor:
         """A state to start a solver from; ``shape`` [B, *state] where c does not determine it."""
 
-    # What a certificate asks for. A kernel of your own is certified with what it states here;
-    # the defaults say that nothing is derived.
+    # What a certificate asks for. The defaults say that nothing is derived.
 
     def tight_curvature(self) -> Curvature:
         """``curvature`` by the closest bounds there are, expensive or not."""
@@ -138,10 +143,8 @@ class Coupling(ABC):
     ) -> tuple[float | None, str]:
         """A Lipschitz constant of x → z* (``in_x``) or c → z* for all inputs, or None; and why.
 
-        Args:
-            modulus: m, that of the smooth part for every input.
-            rest: that of the smooth part without q, a number.
-            reach: a bound on ‖x → c̃‖, or on ‖c → c̃‖.
+        ``modulus`` is that of the smooth part for every input, ``rest`` that without q, and
+        ``reach`` a bound on ‖x → c̃‖, or on ‖c → c̃‖.
         """
         return None, f"no constant is derived for {type(self).__name__}"
 
@@ -150,11 +153,8 @@ class Coupling(ABC):
     ) -> tuple[Tensor | None, str]:
         """limsup ‖Δz*‖/‖Δc̃‖ at this input, bounded, [B] (inf where none), or None; and why.
 
-        Args:
-            error: [B], z* lies within this of z; the bound must hold at z* and not only at z.
-            modulus: m for every z, a number or [B].
-            local: m of the smooth part at this z.
-            rest: as in ``lipschitz``.
+        z* lies within ``error`` [B] of z, and the bound must hold there. ``modulus`` (a number or
+        [B]) is for every z, ``local`` at this z, ``rest`` as in ``lipschitz``.
         """
         return None, f"nothing is derived for {type(self).__name__}"
 
@@ -173,10 +173,8 @@ class Coupling(ABC):
 
     def with_inputs(self, *inputs: Tensor) -> Self:
         """The same coupling on other tensors in place of ``inputs()``, not checked anew."""
-        other = object.__new__(type(self))  # copy.copy is not traced by every torch.compile
-        other.__dict__.update(self.__dict__)
-        (other.c,) = inputs
-        return other
+        (c,) = inputs
+        return replaced(self, c=c)
 
     def norm_upper(self) -> float:
         """Rigorous ‖W‖₂, computed on first use and kept: the weights are taken as constant."""
@@ -321,12 +319,9 @@ class _WithLinearTerm(Coupling):
         """−max(φ″(t), 0)‖c‖² − ‖W‖² ≤ ∇²q ≤ max(−φ″(t), 0)‖c‖², t = ⟨c, z⟩."""
         self.check_state(z)
         bend = self._bend(inner(exact(self.c), exact(z))) * self._squared_norm()
-        return Curvature(
-            lower=-bend.clamp_min(0.0) - self.norm_upper() ** 2,
-            upper=(-bend).clamp_min(0.0),
-            rigorous=True,
-            note="at this z, from φ″(⟨c, z⟩), ‖c‖ and the upper bound on ‖W‖₂",
-        )
+        lower = -bend.clamp_min(0.0) - self.norm_upper() ** 2
+        note = "at this z, from φ″(⟨c, z⟩), ‖c‖ and the upper bound on ‖W‖₂"
+        return Curvature(lower, (-bend).clamp_min(0.0), True, note)
 
 
 class Linear(_WithLinearTerm):
@@ -417,8 +412,7 @@ class Polynomial(_WithLinearTerm):
                 DegenerateKernelWarning,
                 stacklevel=2,
             )
-        self.degree = degree
-        self.offset = float(offset)
+        self.degree, self.offset = degree, float(offset)
 
     def _phi(self, t: Tensor) -> Tensor:
         return (self.offset + t) ** self.degree
@@ -459,15 +453,11 @@ class Polynomial(_WithLinearTerm):
         """d = 2: −2‖c‖² − ‖W‖² ≤ ∇²q ≤ 0. d ≥ 3: unbounded below, and above for odd d."""
         w2 = self.norm_upper() ** 2
         if self.degree == 2:
-            return Curvature(
-                -2.0 * self._squared_norm() - w2, 0.0, True, "every z: ∇²q = −2ccᵀ − WᵀW"
-            )
-        return Curvature(
-            -math.inf,
-            math.inf if self.degree % 2 else 0.0,
-            True,
-            f"degree {self.degree}: ∇²q is unbounded over z; use local_curvature",
-        )
+            lower = -2.0 * self._squared_norm() - w2
+            return Curvature(lower, 0.0, True, "every z: ∇²q = −2ccᵀ − WᵀW")
+        upper = math.inf if self.degree % 2 else 0.0
+        note = f"degree {self.degree}: ∇²q is unbounded over z; use local_curvature"
+        return Curvature(-math.inf, upper, True, note)
 
 
 class Sigmoidal(_WithLinearTerm):
@@ -500,9 +490,5 @@ class Sigmoidal(_WithLinearTerm):
     def curvature(self) -> Curvature:
         """−k‖c‖² − ‖W‖² ≤ ∇²q ≤ k‖c‖² with k = 4/(3√3) = 0.7698 (docs/facts.md, fact 6)."""
         bend = SIGMOID_CURVATURE * self._squared_norm()
-        return Curvature(
-            -bend - self.norm_upper() ** 2,
-            bend,
-            True,
-            "every z: ∇²q = 2t(1 − t²)ccᵀ − WᵀW, |2t(1 − t²)| ≤ 4/(3√3)",
-        )
+        note = "every z: ∇²q = 2t(1 − t²)ccᵀ − WᵀW, |2t(1 − t²)| ≤ 4/(3√3)"
+        return Curvature(-bend - self.norm_upper() ** 2, bend, True, note)

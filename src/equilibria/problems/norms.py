@@ -27,7 +27,6 @@ place. States and the numbers of a problem (weights, c, γ) are exact: they are 
 
 from __future__ import annotations
 
-import copy
 import ctypes
 import hashlib
 import math
@@ -40,16 +39,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from equilibria.engine.tree import sample_norm, scale_samples
-
-__all__ = [
-    "UNIT",
-    "NormBound",
-    "convolution_norm_upper",
-    "dense_norm",
-    "metric_root",
-    "patched_kernel",
-    "power_norm",
-]
 
 Part = TypeVar("Part")
 
@@ -86,15 +75,23 @@ def exact(t: Tensor) -> Tensor:
     return t.detach().to(device=device, dtype=torch.float64)
 
 
+def replaced(part: Part, **changes: object) -> Part:
+    """A copy with other attributes, not checked anew."""
+    twin = object.__new__(type(part))  # copy.copy is not traced by every torch.compile
+    twin.__dict__.update(part.__dict__)
+    twin.__dict__.update(changes)
+    return twin
+
+
 def twin_in_double(part: Part) -> Part:
     """A copy with the same numbers, detached and in float64, and so its parts' (``in_double``)."""
-    twin = copy.copy(part)
+    changes: dict[str, object] = {}
     for name, value in vars(part).items():
         if isinstance(value, Tensor) and value.is_floating_point():
-            twin.__dict__[name] = exact(value)
+            changes[name] = exact(value)
         elif hasattr(value, "in_double"):
-            twin.__dict__[name] = value.in_double()
-    return twin
+            changes[name] = value.in_double()
+    return replaced(part, **changes)
 
 
 def _finite(t: Tensor, what: str) -> Tensor:
@@ -169,9 +166,9 @@ def convolution_norm_upper(
 
 
 _REMEMBERED = 256
+# Bounds of kernels seen lately, by their contents: a certificate asks for the same one several
+# times, from copies of the layer, and each costs many eigenvalue problems.
 _KNOWN: dict[bytes, float] = {}
-"""Bounds of kernels seen lately, by their contents: a certificate asks for the same one several
-times, from copies of the layer, and each costs many eigenvalue problems."""
 
 
 def _fingerprint(w: Tensor, stride: tuple[int, int], groups: int) -> bytes:
@@ -236,8 +233,6 @@ def _largest(gram: Tensor, best: float) -> float:
 
 def _below(gram: Tensor, bound: float) -> Tensor:
     """[N] bool: bound·I − G has a Cholesky factor, so that G ≤ bound·I up to its rounding."""
-    if gram.shape[0] == 0:
-        return gram.new_zeros(0, dtype=torch.bool)
     distance = torch.diag_embed(torch.full_like(gram[..., 0].real, bound)) - gram
     failed: Tensor = torch.linalg.cholesky_ex(distance).info
     return failed == 0

@@ -41,10 +41,11 @@ def minimize(
     value it is at most (1 + Lip T)r, since T(z) lies in the domain, so no farther than r from z.
     """
     start = problem.default_start() if z0 is None else z0
+    zero_start = z0 is None and type(problem) is Problem
     return minimize_from(
         problem,
         start,
-        zero_start=z0 is None and type(problem) is Problem,
+        zero_start=zero_start,
         solver=solver,
         adjoint=adjoint,
         throw=throw,
