@@ -12,10 +12,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.optimize import minimize
 from torch import Tensor
 
-from equilibria.problems.gamma import FixedGamma, LearnedGamma, MeanPatchEnergy, MinPatchEnergy
+from equilibria.problems.gamma import LearnedGamma, MeanPatchEnergy, MinPatchEnergy
 from equilibria.problems.gaussian import Gaussian
 from equilibria.problems.kernels import Coupling
 from equilibria.problems.operators import (
@@ -169,8 +168,6 @@ def test_value_gradient_and_hvp(name: str) -> None:
     coupling, z = case.coupling(), states(case)
     v = randn(*z.shape, seed=3)
     value, grad, hvp = coupling.value(z), coupling.grad(z), coupling.hvp(z, v)
-    assert value.shape == (2,)
-    assert grad.shape == z.shape
     for b in range(2):
         q, at = case.objective(b), z[b].flatten().numpy()
         assert float(value[b]) == pytest.approx(q(at), rel=1e-12)
@@ -178,14 +175,6 @@ def test_value_gradient_and_hvp(name: str) -> None:
         np.testing.assert_allclose(found, central_gradient(q, at, 1e-3), rtol=1e-7, atol=1e-9)
         product = case.hessian(b, at) @ v[b].flatten().numpy()
         np.testing.assert_allclose(hvp[b].flatten().numpy(), product, rtol=1e-10, atol=1e-12)
-
-
-def test_energies_are_those_of_the_hidden_rows() -> None:
-    case = conv_case(1)
-    z = states(case)
-    r = case.c[0].flatten().numpy() - case.matrix @ z[0].flatten().numpy()
-    expected = np.square(case.rows(r) @ case.hidden_matrix).sum(1)
-    np.testing.assert_allclose(case.coupling().energies(z)[0].numpy(), expected, rtol=1e-11)
 
 
 @pytest.mark.parametrize("name", ["dense-hidden", "conv-stride"])
@@ -267,9 +256,6 @@ def test_fact_1_spectrum_within_its_bounds(
         rounding = 1e-13 * mu**2  # of the oracle's eigenvalues: a lower bound may be exactly 0
         assert float(curvature.lower) <= spectrum[0] + rounding
         assert spectrum[-1] <= float(curvature.upper) + rounding
-    everywhere, here = coupling.curvature(), coupling.local_curvature(z)
-    assert float(everywhere.lower) <= float(here.lower)
-    assert float(here.upper) <= float(everywhere.upper)
 
 
 @pytest.mark.parametrize("gamma", [1e-3, 1.0, 1e3])
@@ -303,64 +289,18 @@ def test_fact_1_is_attained(name: str, mu: float, gamma: float) -> None:
         assert ratio <= 1 + 1e-9
 
 
-def test_fact_1_by_an_adversary() -> None:
-    """A search that knows nothing of the construction comes to the same ends, and not past them."""
-    case = dense_case(4, out=3, n=2, hid=3, mu=1.3, gamma=1.0, batch=1)
-
-    def end(c: np.ndarray, side: int) -> float:
-        case.c = torch.from_numpy(c)[None]
-        hessian = case.hessian(0, np.zeros(2))
-        return float(np.linalg.eigvalsh(hessian)[side])
-
-    lows, highs = [], []
-    for seed in range(6):
-        start = randn(3, seed=seed).numpy()
-        lows.append(minimize(lambda c: end(c, 0), start, method="Nelder-Mead").fun)
-        highs.append(-minimize(lambda c: -end(c, -1), start, method="Nelder-Mead").fun)
-    mu2 = 1.3**2
-    assert 0.999 <= min(lows) / (-B * mu2) <= 1 + 1e-9
-    assert 0.999 <= max(highs) / mu2 <= 1 + 1e-9
-
-
-def test_hessian_by_torch_func_of_an_independent_objective() -> None:
-    """The dense Hessian of −(1/2γ)Σexp(−γ‖(unfold(c − conv z))W_h‖²), by forward-over-reverse."""
-    case = conv_case(8, batch=1)
-    assert isinstance(case.operator, ConvOperator)
-    assert case.hidden is not None
-    weight, hidden, gamma = case.operator.weight, case.hidden, float(case.gamma[0])
-
-    def q(z: Tensor) -> Tensor:
-        r = case.c - torch.nn.functional.conv2d(z.reshape(1, *case.state), weight, padding=1)
-        # unfold of two channels at a time: columns are 2×2 patches, entries (channel, i, j)
-        groups = [torch.nn.functional.unfold(g, 2, stride=2)[0].T for g in r.split(2, dim=1)]
-        h = torch.cat(groups) @ hidden
-        return -torch.exp(-gamma * h.square().sum(1)).sum() / (2 * gamma)
-
-    z = states(case)
-    oracle = torch.func.hessian(q)(z[0].flatten())
-    made = _hvp_matrix(case.coupling(), z, 0)
-    np.testing.assert_allclose(made, oracle.numpy(), rtol=1e-9, atol=1e-12)
-    oracle_grad = torch.func.grad(q)(z[0].flatten())
-    torch.testing.assert_close(case.coupling().grad(z)[0].flatten(), oracle_grad)
-
-
 def test_local_curvature_where_it_must_bite() -> None:
     weight = torch.eye(2, dtype=torch.float64)
     z = torch.zeros(3, 2, dtype=torch.float64)
     c = torch.tensor([[0.0, 0.0], [math.sqrt(0.25), 0.0], [3.0, 0.0]], dtype=torch.float64)
     local = Gaussian(weight, c, 1.0).local_curvature(z)
-    np.testing.assert_allclose(local.lower, [0, 0, math.exp(-9) * -17], atol=2e-10)  # type: ignore[arg-type]
-    np.testing.assert_allclose(
-        local.upper,
-        [1.0, math.exp(-0.25), math.exp(-9)],
-        atol=2e-10,  # type: ignore[arg-type]
-    )
     narrow = Gaussian(weight[:1], c[:, :1], 1.0).local_curvature(z)
-    np.testing.assert_allclose(
-        narrow.upper,
-        [1.0, 0.5 * math.exp(-0.25), 0.0],
-        atol=2e-10,  # type: ignore[arg-type]
-    )
+    for found, expected in (
+        (local.lower, [0.0, 0.0, math.exp(-9) * -17]),
+        (local.upper, [1.0, math.exp(-0.25), math.exp(-9)]),
+        (narrow.upper, [1.0, 0.5 * math.exp(-0.25), 0.0]),
+    ):
+        np.testing.assert_allclose(np.asarray(found), expected, atol=2e-10)
 
 
 # docs/facts.md, fact 3
@@ -399,16 +339,6 @@ def test_tight_mu_is_near_the_norm_on_a_large_map() -> None:
     sigma, coupling = norm(case), case.coupling()
     assert sigma <= coupling.mu_upper(tight=True) <= 1.06 * sigma
     assert coupling.mu_upper() > 1.1 * sigma
-
-
-def test_product_bound_is_near_where_hidden_is_orthogonal() -> None:
-    """W_h = 2Q: A is 2W up to a rotation of every row, so ‖W‖‖W_h‖ has nothing to lose."""
-    case = conv_case(0, n=16, batch=1)
-    case.hidden = 2 * torch.linalg.qr(randn(8, 8)).Q
-    sigma = 2 * float(np.linalg.svd(case.matrix, compute_uv=False)[0])
-    for tight in (False, True):
-        upper = case.coupling().mu_upper(tight=tight)
-        assert 0.95 * upper <= sigma <= upper
 
 
 def test_mu_through_separable_grouped_and_module_operators() -> None:
@@ -489,24 +419,6 @@ def test_policy_sees_each_sample_alone_at_zero() -> None:
         assert made.gamma.requires_grad is not detach
 
 
-def test_fixed_and_learned_gamma() -> None:
-    case = dense_case(0)
-    z = states(case)
-    fixed = Gaussian(case.operator, case.c, 0.3)
-    assert fixed.policy == FixedGamma(0.3)
-    rho = torch.tensor(math.log(0.3), dtype=torch.float64, requires_grad=True)
-    learned = Gaussian(case.operator, case.c, LearnedGamma().bind(rho))
-    torch.testing.assert_close(learned.grad(z), fixed.grad(z))
-    h = 1e-6
-    up, down = (
-        float(Gaussian(case.operator, case.c, 0.3 * math.exp(e)).value(z).sum()) for e in (h, -h)
-    )
-    (grad,) = torch.autograd.grad(learned.value(z).sum(), rho)
-    assert float(grad) == pytest.approx((up - down) / (2 * h), rel=1e-7)
-    scalar = Gaussian(case.operator, case.c, torch.tensor(0.3, dtype=torch.float64))
-    torch.testing.assert_close(scalar.grad(z), fixed.grad(z))
-
-
 @pytest.mark.parametrize("policy", [MeanPatchEnergy(), MinPatchEnergy()])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_zero_input_gives_finite_numbers(policy: MeanPatchEnergy, dtype: torch.dtype) -> None:
@@ -521,25 +433,6 @@ def test_zero_input_gives_finite_numbers(policy: MeanPatchEnergy, dtype: torch.d
 
 
 # Formats, dtypes, transforms
-
-
-def test_channels_last_in_channels_last_out() -> None:
-    case = conv_case(9)
-    coupling, z = case.coupling(), states(case)
-    last = Gaussian(
-        case.operator,
-        case.c.contiguous(memory_format=torch.channels_last),
-        case.gamma,
-        patches=case.patches,
-        hidden=case.hidden,
-    )
-    zl = z.contiguous(memory_format=torch.channels_last)
-    torch.testing.assert_close(last.grad(zl), coupling.grad(z), rtol=1e-12, atol=1e-14)
-    torch.testing.assert_close(last.value(zl), coupling.value(z), rtol=1e-12, atol=1e-14)
-    torch.testing.assert_close(last.hvp(zl, zl), coupling.hvp(z, z), rtol=1e-12, atol=1e-14)
-    message_like = last._residual(zl)
-    rows = last._rows(message_like)
-    assert last._merge(rows, message_like).is_contiguous(memory_format=torch.channels_last)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 3e-2), (torch.float16, 5e-3)])
@@ -564,15 +457,16 @@ def test_half_precision(dtype: torch.dtype, tolerance: float) -> None:
 def test_compile_vmap_and_copies(name: str) -> None:
     case = CASES[name](7)
     coupling, z = case.coupling(), states(case)
-    run = lambda t: (coupling.value(t), coupling.grad(t), coupling.hvp(t, t))
+    run_of = lambda q: lambda t: (q.value(t), q.grad(t), q.hvp(t, t))
+    run = run_of(coupling)
     expected = run(z)
     compiled = torch.compile(run, fullgraph=True, dynamic=False, backend="aot_eager")(z)
     stacked = torch.func.vmap(run)(torch.stack([z, 2 * z]))
     copied = copy.deepcopy(coupling)
-    for a, b, d, e in zip(expected, compiled, stacked, (copied.value(z),) * 3, strict=True):
+    for a, b, d, e in zip(expected, compiled, stacked, run_of(copied)(z), strict=True):
         torch.testing.assert_close(b, a)
         torch.testing.assert_close(d[0], a)
-        assert torch.equal(e, expected[0])
+        assert torch.equal(e, a)
 
     def whole(weight_c: Tensor, t: Tensor) -> Tensor:
         made = Gaussian(
@@ -593,19 +487,7 @@ def test_compile_vmap_and_copies(name: str) -> None:
     torch.testing.assert_close(built(case.c, z), whole(case.c, z))
 
 
-def test_samples_do_not_touch_each_other() -> None:
-    case = conv_case(2)
-    z = states(case)
-    broken = case.c.clone()
-    broken[1] = math.nan
-    options = {"patches": case.patches, "hidden": case.hidden}
-    good = Gaussian(case.operator, case.c, MeanPatchEnergy(), **options)  # type: ignore[arg-type]
-    bad = Gaussian(case.operator, broken, MeanPatchEnergy(), **options)  # type: ignore[arg-type]
-    assert torch.equal(good.grad(z)[0], bad.grad(z)[0])
-    assert torch.equal(good.value(z)[0], bad.value(z)[0])
-
-
-_W, _C = torch.zeros(4, 3), torch.ones(2, 4)
+_W, _C, _M = torch.zeros(4, 3), torch.ones(2, 4), torch.eye(4)
 _K, _R = torch.zeros(4, 2, 3, 3), torch.ones(2, 4, 4, 4)
 
 
@@ -623,12 +505,8 @@ _K, _R = torch.zeros(4, 2, 3, 3), torch.ones(2, 4, 4, 4)
         (lambda: Gaussian(_W, _C, hidden=torch.ones(3, 5)), ValueError, r"\[4, c_hid\]"),
         (lambda: Gaussian(_W, _C, metric=torch.ones(3, 3)), ValueError, r"\[4, 4\]"),
         (lambda: Gaussian(_W, _C, metric=torch.ones(4, 4).triu()), ValueError, "symmetric"),
-        (
-            lambda: Gaussian(_W, _C, metric=torch.eye(4), hidden=torch.eye(4)),
-            ValueError,
-            "not both",
-        ),
-        (lambda: Gaussian(_W, _C, metric=-torch.eye(4)).curvature(), ValueError, "semidefinite"),
+        (lambda: Gaussian(_W, _C, metric=_M, hidden=_M), ValueError, "not both"),
+        (lambda: Gaussian(_W, _C, metric=-_M).curvature(), ValueError, "semidefinite"),
         (lambda: Gaussian(_W, _C, patches=Patches(channels=2, size=1)), ValueError, "feature map"),
         (lambda: Gaussian(_K, _R, patches=Patches(channels=3, size=1)), ValueError, "channels=3"),
         (lambda: Gaussian(_K, _R, patches=Patches(channels=2, size=3)), ValueError, "size=3"),
@@ -646,25 +524,16 @@ def test_bad_input_is_named(make, error: type[Exception], words: str) -> None:  
         make()
 
 
-def test_default_start_is_zero_in_the_state_space() -> None:
-    assert torch.equal(Gaussian(_W, _C).default_start(), torch.zeros(2, 3))
-    assert torch.equal(Gaussian(_K, _R).default_start((2, 2, 4, 4)), torch.zeros(2, 2, 4, 4))
-
-
-@pytest.mark.parametrize("down", [False, True])
-def test_channels_last_maps_give_the_same_force(down: bool) -> None:
+def test_channels_last_maps_give_the_same_force() -> None:
     weight, c = randn(8, 6, 3, 3, seed=1), randn(2, 8, 4, 6, seed=2)
-    hidden, z = randn(8, 5, seed=3), randn(2, 6, 4, 6, seed=4)
-    patches = Patches(channels=2, size=2)
-    found = []
+    hidden, z = randn(8, 5, seed=3), randn(2, 6, 4, 6, seed=4).requires_grad_()
+    options = {"patches": Patches(channels=2, size=2), "hidden": hidden}
     for layout in (torch.contiguous_format, torch.channels_last):
-        q = Gaussian(
-            weight, c.to(memory_format=layout), MeanPatchEnergy(0.3), patches=patches, hidden=hidden
-        )
+        laid = c.to(memory_format=layout)
+        q = Gaussian(weight, laid, MeanPatchEnergy(0.3), **options)  # type: ignore[arg-type]
         moved = z.to(memory_format=layout)
-        found.append(q.descent(moved) if down else q.grad(moved))
-    torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=1e-12)
-    zz = z.clone().requires_grad_()
-    q = Gaussian(weight, c, MeanPatchEnergy(0.3), patches=patches, hidden=hidden)
-    slope = torch.autograd.grad(q.value(zz).sum(), zz)[0]
-    torch.testing.assert_close(found[0], -slope if down else slope, rtol=1e-10, atol=1e-12)
+        (slope,) = torch.autograd.grad(q.value(moved).sum(), z)
+        torch.testing.assert_close(q.grad(moved), slope, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(q.descent(moved), -slope, rtol=1e-10, atol=1e-12)
+        message = q._merge(q._rows(laid), laid)
+        assert message.is_contiguous(memory_format=layout)

