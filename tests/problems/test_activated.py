@@ -8,6 +8,7 @@ import scipy.integrate
 import torch
 
 from equilibria.problems import (
+    Activated,
     Box,
     ConvOperator,
     DenseOperator,
@@ -22,7 +23,6 @@ from equilibria.problems import (
     SoftThreshold,
     Tanh,
 )
-from equilibria.problems.activated import Activated
 from tests.problems.test_operators import conv_matrix, randn
 
 PRIORS: dict[str, Prior] = {

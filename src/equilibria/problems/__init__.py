@@ -4,9 +4,7 @@ Each states its own bounds (curvature, rounding, Lipschitz constants); what is p
 in ``certify``. How a problem is solved is in ``solvers``; ``minimize`` brings the two together.
 """
 
-from .activated import Activated
 from .custom_prior import CustomPrior, NonMonotoneActivation, NotNonexpansive
-from .feature_map import truncated_gaussian_coupling, truncation_error_bound
 from .gamma import (
     FixedGamma,
     GammaPolicy,
@@ -15,8 +13,16 @@ from .gamma import (
     MinPatchEnergy,
     as_gamma,
 )
-from .gaussian import GAUSSIAN_BEND, GAUSSIAN_CONCAVITY, Gaussian, gaussian_sensitivity
+from .gaussian import (
+    GAUSSIAN_BEND,
+    GAUSSIAN_CONCAVITY,
+    Gaussian,
+    gaussian_sensitivity,
+    truncated_gaussian_coupling,
+    truncation_error_bound,
+)
 from .kernels import (
+    Activated,
     Coupling,
     Curvature,
     DegenerateKernelWarning,

@@ -110,12 +110,35 @@ class LinearOperator(ABC):
         return NormBound(min(estimate, upper), upper)
 
 
-class DenseOperator(LinearOperator):
+class _OfOneShape(LinearOperator):
+    """An operator that takes states of one shape alone; ``name`` is for its errors."""
+
+    def __init__(self, name: str, in_shape: Sequence[int], out_shape: Sequence[int]) -> None:
+        self._name, self._in_shape, self._out_shape = name, tuple(in_shape), tuple(out_shape)
+
+    @property
+    def in_shape(self) -> tuple[int, ...]:
+        return self._in_shape
+
+    def output_shape(self, in_shape: Sequence[int]) -> tuple[int, ...]:
+        if tuple(in_shape) != self._in_shape:
+            takes = _batched(self._in_shape)
+            raise ValueError(f"{self._name} takes states {takes}, got {_batched(in_shape)}.")
+        return self._out_shape
+
+    def check_output(self, out_shape: Sequence[int]) -> None:
+        if tuple(out_shape) != self._out_shape:
+            gives, given = _batched(self._out_shape), _batched(out_shape)
+            raise ValueError(f"{self._name} gives {gives}, which does not fit {given}.")
+
+
+class DenseOperator(_OfOneShape):
     """Wz = z·weightᵀ. weight [out, in]; z [B, in] → [B, out]."""
 
     def __init__(self, weight: Tensor) -> None:
         if weight.ndim != 2:
             raise ValueError(f"DenseOperator takes a weight [out, in], got {tuple(weight.shape)}.")
+        super().__init__(f"W {tuple(weight.shape)}", weight.shape[1:], weight.shape[:1])
         self.weight = weight
 
     def __call__(self, z: Tensor) -> Tensor:
@@ -123,21 +146,6 @@ class DenseOperator(LinearOperator):
 
     def adjoint(self, y: Tensor, in_shape: Sequence[int] | None = None) -> Tensor:
         return y @ self.weight
-
-    def output_shape(self, in_shape: Sequence[int]) -> tuple[int, ...]:
-        if tuple(in_shape) != (self.weight.shape[1],):
-            raise ValueError(
-                f"W {tuple(self.weight.shape)} takes states [B, {self.weight.shape[1]}], "
-                f"got {_batched(in_shape)}."
-            )
-        return (self.weight.shape[0],)
-
-    def check_output(self, out_shape: Sequence[int]) -> None:
-        if tuple(out_shape) != (self.weight.shape[0],):
-            raise ValueError(
-                f"W {tuple(self.weight.shape)} gives [B, {self.weight.shape[0]}], "
-                f"which does not fit {_batched(out_shape)}."
-            )
 
     def cast(self, dtype: torch.dtype) -> DenseOperator:
         return DenseOperator(self.weight.detach().to(dtype))
@@ -153,10 +161,6 @@ class DenseOperator(LinearOperator):
         if in_shape is not None:
             self.output_shape(in_shape)
         return dense_norm(self.weight)
-
-    @property
-    def in_shape(self) -> tuple[int, ...] | None:
-        return (self.weight.shape[1],)
 
 
 Pair = int | tuple[int, int]
@@ -410,7 +414,7 @@ _DOT_TOLERANCE = {
 }
 
 
-class ModuleOperator(LinearOperator):
+class ModuleOperator(_OfOneShape):
     """Any linear map given by two callables, checked by ⟨Wz, y⟩ = ⟨z, Wᵀy⟩ at construction.
 
     The test also catches a bias, a nonlinearity and a mixing of the batch. It runs in float64 if
@@ -445,7 +449,7 @@ class ModuleOperator(LinearOperator):
         self._dtype = dtype or (owned[0].dtype if owned else torch.float32)
         self._device = torch.device(device or (owned[0].device if owned else "cpu"))
         self.norm_bound = norm_bound
-        self._out_shape = self._dot_test()
+        super().__init__("The module W", in_shape, self._dot_test())
 
     @torch.no_grad()
     def _dot_test(self) -> tuple[int, ...]:
@@ -497,19 +501,6 @@ class ModuleOperator(LinearOperator):
     def adjoint(self, y: Tensor, in_shape: Sequence[int] | None = None) -> Tensor:
         return self._adjoint(y)
 
-    def output_shape(self, in_shape: Sequence[int]) -> tuple[int, ...]:
-        if tuple(in_shape) != self._in_shape:
-            raise ValueError(
-                f"The module W was given for inputs {self._in_shape}, got {tuple(in_shape)}."
-            )
-        return self._out_shape
-
-    def check_output(self, out_shape: Sequence[int]) -> None:
-        if tuple(out_shape) != self._out_shape:
-            raise ValueError(
-                f"The module W gives {self._out_shape}, which does not fit {tuple(out_shape)}."
-            )
-
     def cast(self, dtype: torch.dtype) -> ModuleOperator:
         return self
 
@@ -549,10 +540,6 @@ class ModuleOperator(LinearOperator):
         columns = [apply(part.reshape(-1, *shape)).flatten(1) for part in torch.split(eye, 64)]
         matrix = exact(torch.cat(columns))
         return dense_norm(matrix).upper + 4 * torch.finfo(self._dtype).eps * float(matrix.norm())
-
-    @property
-    def in_shape(self) -> tuple[int, ...] | None:
-        return self._in_shape
 
     @property
     def dtype(self) -> torch.dtype:

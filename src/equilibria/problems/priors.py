@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from fractions import Fraction
 
 import torch
 from torch import Tensor
@@ -578,9 +577,10 @@ class Logistic(SmoothPrior):
         return torch.sigmoid(v)
 
 
-# The Bernoulli numbers B_2, B_4, ... and then B_2k / (2k + 1)!.
-_BERNOULLI = "1/6 -1/30 1/42 -1/30 5/66 -691/2730 7/6 -3617/510 43867/798".split()
-_DEBYE = [float(Fraction(b) / math.factorial(2 * k + 3)) for k, b in enumerate(_BERNOULLI)]
+_NUMERATORS = (1, -1, 1, -1, 5, -691, 7, -3617, 43867)  # of the Bernoulli numbers B_2, B_4, ...
+_DENOMINATORS = (6, 30, 42, 30, 66, 2730, 6, 510, 798)
+_BERNOULLI = zip(_NUMERATORS, _DENOMINATORS, strict=True)
+_DEBYE = [p / (q * math.factorial(2 * k + 3)) for k, (p, q) in enumerate(_BERNOULLI)]
 
 
 def _dilogarithm_of_one_minus_exp(u: Tensor) -> Tensor:
