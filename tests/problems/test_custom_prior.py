@@ -8,10 +8,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from scipy.integrate import quad
-from scipy.optimize import brentq, minimize_scalar
+from scipy.optimize import brentq
 from scipy.special import ndtr
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
@@ -115,9 +113,6 @@ def steps(v: Tensor) -> Tensor:
     return v.clamp(max=-1.00003) + middle + right - 0.1
 
 
-STEPS = CustomPrior(steps)
-
-
 def cdf(v: Tensor) -> Tensor:
     return 0.5 * (1 + torch.erf(v / math.sqrt(2)))
 
@@ -146,21 +141,6 @@ def test_value_of_an_unknown_activation_by_scipy(
         kinks = [k for k in (-1.00003, -0.4, 0.0, 0.61803, 1.41421) if min(0, u) < k < max(0, u)]
         area, _ = quad(plain, 0, u, points=kinks or None, epsabs=1e-13, epsrel=1e-13)
         assert float(prior.value(t64(z))) == pytest.approx(z * u - area - z * z / 2, abs=1e-11)
-
-
-@settings(max_examples=30, deadline=None)
-@given(v=st.floats(-6, 6), tau=st.floats(1e-3, 1e3))
-def test_prox_minimizes_its_own_value(v: float, tau: float) -> None:
-    """value and prox come from different numbers (a table, a root); they must belong together."""
-    prior = STEPS
-    z = float(prior.prox(t64(v), tau))
-
-    def objective(x: float) -> float:
-        return tau * float(prior.value(t64(x))) + 0.5 * (x - v) ** 2
-
-    width = 3.0 + abs(v) + tau
-    best = minimize_scalar(objective, bounds=(-width, width), options={"xatol": 1e-11}).x
-    assert objective(z) <= objective(best) + 1e-12 * max(1.0, tau)
 
 
 def test_derivatives() -> None:

