@@ -6,18 +6,13 @@ and, in the backward pass, u = Σₖ (Jᵀ)ᵏ g for k < ``steps`` of Phantom(fo
 
     Jᵀu = (1 − τ)d − τWᵀH(Wd),   d = u where T_τ(z) > 0,   H = the derivative of m (symmetric).
 
-The gradient of γ, one number a sample, is a by-product of the last of these, where γ has one: from
-there it goes on through the policy to c and M.
+The answer is that of the general path (any solver, any adjoint, autograd). What is saved is
+everything around the arithmetic: one kernel a message, the update inside the second convolution,
+no pass for tests and clean-ups, no graph in the forward pass. Backward keeps c and z alone and
+evaluates T_τ(z) again: its active set is needed, as gradients are worse with the older one of z.
 
-The answer is that of the general path (any solver, any adjoint, autograd), which is its oracle.
-What is saved is everything around the arithmetic: one kernel a message, the update inside the
-second convolution, no pass for tests and clean-ups, no graph in the forward pass. Backward keeps c
-and z alone and evaluates T_τ(z) again. (Its active set is needed: that of z itself, which would
-save a convolution, is one step older, and after few steps the gradients are worse with it.)
-
-The output is kept for the backward pass: what follows must not change it in place.
-
-A sample that diverges or meets NaN returns its start, gets no gradient and harms no other.
+The output is kept for the backward pass: what follows must not change it in place. A sample that
+diverges or meets NaN returns its start, gets no gradient and harms no other.
 """
 
 from __future__ import annotations
@@ -241,13 +236,11 @@ def _advance(message: Tensor, flipped: Tensor, z: Tensor | None, kappa: float) -
     fused = message.is_cuda and torch.backends.cudnn.enabled and torch.version.hip is None
     if fused and message.dtype != torch.float64:
         if z is None or kappa == 0.0:
-            out: Tensor = torch.cudnn_convolution_relu(
-                message, flipped, None, [1, 1], pad, [1, 1], 1
-            )
+            out: Tensor
+            out = torch.cudnn_convolution_relu(message, flipped, None, [1, 1], pad, [1, 1], 1)
             return out
-        out = torch.cudnn_convolution_add_relu(
-            message, flipped, z, kappa, None, [1, 1], pad, [1, 1], 1
-        )
+        rest = (None, [1, 1], pad, [1, 1], 1)
+        out = torch.cudnn_convolution_add_relu(message, flipped, z, kappa, *rest)
         return out
     found = F.conv2d(message, flipped, None, 1, pad)
     return found.relu_() if z is None else found.add_(z, alpha=kappa).relu_()

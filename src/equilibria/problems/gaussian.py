@@ -66,15 +66,10 @@ def gaussian_sensitivity(
 ) -> Tensor:
     """Λ(μ; b, β, a) = √(β/a)·Λ₁ with μ₁ = μ√(β/a), b₁ = b/β, and inf where bμ² ≥ a. [B] or scalar.
 
-    Two inputs, γ fixed, monotone ∂f, and the mean Hessian block B with −bI ⪯ B ⪯ βI give
-    a‖Δz‖² ≤ ⟨AΔz, B(Δc̃ − AΔz)⟩, where a is the modulus of G without the coupling. Since
-    B² ⪯ (β − b)B + bβI,
-
-        ‖Δz‖/‖Δc̃‖ ≤ Λ = sup_{ρ ≤ μ, Y} ρ√((β − b)Y + bβ)/(a + ρ²Y)     (docs/facts.md, fact 5).
-
-    Globally b = 2e^{−3/2} and β = 1, and it is attained; at one z they are those of its patches.
-
-    Λ₁ = μ₁/(1 + μ₁²) for μ₁² ≤ (1 − b₁)/(1 + b₁); (1 − b₁)/(2√(1 − b₁ − b₁μ₁²)) up to
+    ‖Δz‖/‖Δc̃‖ ≤ Λ = sup_{ρ ≤ μ, Y} ρ√((β − b)Y + bβ)/(a + ρ²Y) for a fixed γ, where a is the
+    modulus of G without the coupling and −bI ⪯ B ⪯ βI for the mean Hessian block B (docs/facts.md,
+    fact 5). Globally b = 2e^{−3/2} and β = 1, and it is attained; at one z they are those of its
+    patches. Λ₁ = μ₁/(1 + μ₁²) for μ₁² ≤ (1 − b₁)/(1 + b₁); (1 − b₁)/(2√(1 − b₁ − b₁μ₁²)) up to
     μ₁² = (1 − b₁)/(b₁(1 + b₁)); b₁μ₁/(1 − b₁μ₁²) above. Rounded up.
     """
     given = (mu, concavity, top, modulus)

@@ -2,8 +2,7 @@
 
 Convolutions. A zero-padded convolution on a finite map, with any padding, is a compression
 (rows and columns left out) of the bi-infinite one, so ‖K‖ ≤ sup_θ ‖K̂(θ)‖₂ with the symbol
-K̂(θ) = Σ_a K_a e^{i⟨a,θ⟩}. With stride s the inputs fall into s² phases and the same holds for the
-polyphase kernel of ⌈k/s⌉ taps, which is exact where the unstrided kernel's norm is only a bound.
+K̂(θ) = Σ_a K_a e^{i⟨a,θ⟩}. With stride s the same holds for the polyphase kernel of ⌈k/s⌉ taps.
 
 From a grid to the supremum. With unit u, v and a phase chosen at the maximiser θ°, the function
 f(θ) = Re e^{iφ}u*K̂(θ)v is, along each axis and after centering, a real function of exponential
@@ -285,8 +284,7 @@ def power_norm(
 ) -> float:
     """√λmax of a positive semidefinite map z → AᵀAz by power iteration: from below, up to rounding.
 
-    Two fixed starts run side by side in the batch; each Rayleigh quotient is at most ‖A‖², and the
-    larger is returned. Stops when a step changes it by less than ``rtol``.
+    Two fixed starts run side by side in the batch, and the larger Rayleigh quotient is returned.
     """
     source = torch.Generator().manual_seed(0)
     work = torch.promote_types(dtype, torch.float32)

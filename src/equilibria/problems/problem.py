@@ -7,16 +7,13 @@ with ``g`` the gradient of the smooth part. ``z* = T_tau(z*)`` iff ``0 in dG(z*)
 
 Two ways to add a regularizer (Xie et al. 2021, section 5.1), which are two problems:
 
-- ``regularize="gradient"`` minimizes ``G + R`` (Theorem 4). A non-smooth ``R`` (L1) joins the
-  prior instead: ``prox_{tau (f + w|.|)}`` is exact for every separable ``f`` (see ``WithL1``).
+- ``regularize="gradient"`` minimizes ``G + R`` (Theorem 4). L1 joins the prior (``WithL1``).
 - ``regularize="prox"`` minimizes ``G + env R``, the Moreau envelope
-  ``env R(z) = min_u R(u) + |u - z|^2/2``: the paper's ``T(prox_R(z))``. Its gradient is
-  ``z - prox_R(z)``. The fixed points of ``prox_G o prox_R`` are the minimizers of this sum.
+  ``env R(z) = min_u R(u) + |u - z|^2/2`` with the gradient ``z - prox_R(z)``: the paper's
+  ``T(prox_R(z))``.
 
 A regularizer that couples the batch enters ``objective`` as ``R/B`` in every sample, so that the
 sum over the batch is the function whose gradient ``step`` uses.
-
-Two transforms keep the solutions (Table 1): skip connections and changes of variable.
 """
 
 from __future__ import annotations

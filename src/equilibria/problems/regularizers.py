@@ -230,10 +230,8 @@ class Decorrelation(_OverBatch):
 
         ``dR/dz_i = 2 weight (I - n_i n_i') sum_{j != i} n_j (n_j' n_i) / |z_i|``.
 
-    A row of zeros (a dead feature) has no direction: it contributes 0 and gets gradient 0.
-    ``|N N' - I|^2`` is computed on the smaller side, ``m x m`` or ``B x B``. Not convex, and its
-    Hessian is unbounded near a zero row. ``features="channels"`` makes rows of channels, each of
-    length ``B H W``.
+    A row of zeros (a dead feature) has no direction: it contributes 0 and gets gradient 0. Not
+    convex. ``features="channels"`` makes rows of channels, each of length ``B H W``.
     """
 
     features: Features = "all"
@@ -293,15 +291,13 @@ class HSIC(_OverBatch):
 
     ``HSIC(X, Y) = tr(K_X H K_Y H) / (B-1)^2``, ``H = I - 11'/B``: the biased estimator with
     Gaussian kernels ``exp(-|x-y|^2 / (2 bandwidth^2))``. With centered ``A_i = H K_i H`` the sum
-    over pairs is one pass over features, ``(|sum_i A_i|^2 - sum_i |A_i|^2) / 2``. Random Fourier
-    features replace ``K_i`` by ``F_i F_i'``, ``F_i = [cos, sin](Z_i w)/sqrt(D)``: with
-    ``C_i = H F_i`` stacked into ``C`` it is ``(|C'C|^2 - sum_i |C_i'C_i|^2) / 2``, and no kernel
-    matrix per feature is formed.
+    over pairs is ``(|sum_i A_i|^2 - sum_i |A_i|^2) / 2``. ``random_features=D`` replaces ``K_i`` by
+    ``F_i F_i'``, ``F_i = [cos, sin](Z_i w)/sqrt(D)`` with ``D`` random frequencies from ``seed``
+    (an error of order ``1/sqrt(D)``): with ``C_i = H F_i`` stacked into ``C`` the sum is
+    ``(|C'C|^2 - sum_i |C_i'C_i|^2) / 2``; the default is exact, at ``m B^2`` memory.
 
     ``features="all"``: every entry of the state is a variable; ``"channels"``: each channel map is
-    one, vector valued. ``random_features=D`` uses ``D`` random frequencies (``2 D`` features)
-    from ``seed``, unbiased for the kernel with error of order ``1/sqrt(D)``; the default is
-    exact, at ``m B^2`` memory. Not convex. A batch of one has no dependence to measure: 0.
+    one, vector valued. Not convex. A batch of one has no dependence to measure: 0.
     """
 
     _: KW_ONLY
