@@ -14,36 +14,25 @@ from scipy.special import ndtr
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
-from equilibria.problems.custom_prior import CustomPrior, NonMonotoneActivation, NotNonexpansive
-from equilibria.problems.priors import (
-    Box,
-    Free,
-    LeakyNonNegative,
-    Logistic,
-    NonNegative,
-    Prior,
-    ShiftedNonNegative,
-    Softplus,
-    SoftThreshold,
-    Tanh,
-)
+import equilibria as eq
+from equilibria.problems import NonMonotoneActivation, NotNonexpansive, Prior
 from tests.problems.test_priors import distance, t64
 
 F = torch.nn.functional
 
 KNOWN: dict[str, tuple[Callable[[Tensor], Tensor], Prior]] = {
-    "relu": (torch.relu, NonNegative()),
-    "hardtanh": (F.hardtanh, Box(-1.0, 1.0)),
-    "box off the grid": (lambda v: v.clamp(-0.30011, 0.71234), Box(-0.30011, 0.71234)),
-    "softshrink": (lambda v: F.softshrink(v, 0.40003), SoftThreshold(0.40003)),
-    "shifted": (lambda v: torch.relu(v - 0.3), ShiftedNonNegative(0.3)),
-    "leaky": (lambda v: F.leaky_relu(v, 0.2), LeakyNonNegative(0.2)),
-    "identity": (lambda v: 1.0 * v, Free()),
-    "tanh": (torch.tanh, Tanh()),
-    "sigmoid": (torch.sigmoid, Logistic()),
-    "softplus": (lambda v: torch.logaddexp(v, torch.zeros_like(v)), Softplus()),
+    "relu": (torch.relu, eq.NonNegative()),
+    "hardtanh": (F.hardtanh, eq.Box(-1.0, 1.0)),
+    "box off the grid": (lambda v: v.clamp(-0.30011, 0.71234), eq.Box(-0.30011, 0.71234)),
+    "softshrink": (lambda v: F.softshrink(v, 0.40003), eq.SoftThreshold(0.40003)),
+    "shifted": (lambda v: torch.relu(v - 0.3), eq.ShiftedNonNegative(0.3)),
+    "leaky": (lambda v: F.leaky_relu(v, 0.2), eq.LeakyNonNegative(0.2)),
+    "identity": (lambda v: 1.0 * v, eq.Free()),
+    "tanh": (torch.tanh, eq.Tanh()),
+    "sigmoid": (torch.sigmoid, eq.Logistic()),
+    "softplus": (lambda v: torch.logaddexp(v, torch.zeros_like(v)), eq.Softplus()),
 }
-BUILT = {name: CustomPrior(sigma) for name, (sigma, _) in KNOWN.items()}
+BUILT = {name: eq.CustomPrior(sigma) for name, (sigma, _) in KNOWN.items()}
 each_known = pytest.mark.parametrize("name", KNOWN)
 
 
@@ -135,7 +124,7 @@ def test_value_of_an_unknown_activation_by_scipy(
     sigma: Callable[[Tensor], Tensor], plain: Callable[[float], float], points: list[float]
 ) -> None:
     """f(z) = sup_u z u - int_0^u sigma - z^2/2, with scipy's root finder and quadrature."""
-    prior = CustomPrior(sigma)
+    prior = eq.CustomPrior(sigma)
     for z in points:
         u = brentq(lambda u, z=z: float(plain(u)) - z, -200, 200, xtol=1e-13)
         kinks = [k for k in (-1.00003, -0.4, 0.0, 0.61803, 1.41421) if min(0, u) < k < max(0, u)]
@@ -164,13 +153,13 @@ def test_vmap_and_half_precision() -> None:
         half = v.to(dtype)
         assert prior.prox(half, 0.4).dtype == dtype
         assert prior.value(half).dtype == torch.float32
-        torch.testing.assert_close(prior.prox(half, 0.4), Box(-1, 1).prox(half, 0.4))
+        torch.testing.assert_close(prior.prox(half, 0.4), eq.Box(-1, 1).prox(half, 0.4))
 
 
 def test_an_activation_that_overflows_is_cut_where_it_stops_being_finite() -> None:
-    prior = CustomPrior(lambda v: torch.log1p(torch.exp(v)))  # inf beyond 709
+    prior = eq.CustomPrior(lambda v: torch.log1p(torch.exp(v)))  # inf beyond 709
     z = t64(0.1, 1.0, 20.0)
-    difference = prior.value(z) - Softplus().value(z)
+    difference = prior.value(z) - eq.Softplus().value(z)
     assert float((difference - difference[0]).abs().max()) < 1e-12
     assert not bool(prior.value(t64(-1.0, 1e5)).isnan().any())
 
@@ -179,7 +168,7 @@ def test_expansion_is_measured_also_outside_of_the_domain() -> None:
     def steep_far_out(v: Tensor) -> Tensor:
         return 0.1 * v.clamp(-20, 20) + F.relu(v - 20) - F.relu(-v - 20)
 
-    assert CustomPrior(steep_far_out).expansion == pytest.approx(1.0)
+    assert eq.CustomPrior(steep_far_out).expansion == pytest.approx(1.0)
     assert BUILT["sigmoid"].expansion == pytest.approx(0.25, abs=1e-5)
 
 
@@ -198,7 +187,7 @@ def test_a_wrong_activation_is_refused_with_place_and_slope(
     sigma: Callable[[Tensor], Tensor], kind: type[ValueError], at: float | None, slope: float
 ) -> None:
     with pytest.raises(kind) as error:
-        CustomPrior(sigma)
+        eq.CustomPrior(sigma)
     text = str(error.value)
     assert ("not monotone" in text) == (kind is NonMonotoneActivation)
     left = float(text.split("between ")[1].split(" and ")[0])
@@ -212,12 +201,12 @@ def test_a_wrong_activation_is_refused_with_place_and_slope(
 @pytest.mark.parametrize(
     ("make", "names"),
     [
-        (lambda: CustomPrior(lambda v: torch.softmax(v, 0)), ["elementwise"]),
-        (lambda: CustomPrior(lambda v: v.sum()), ["elementwise", "(4001,)", "()"]),
-        (lambda: CustomPrior(lambda v: v.float()), ["float32", "float64"]),
-        (lambda: CustomPrior(torch.log), ["not finite", "-8"]),
-        (lambda: CustomPrior(torch.relu, domain=(1.0, 1.0)), ["domain", "(1.0, 1.0)"]),
-        (lambda: CustomPrior(torch.relu, samples=2), ["samples", "2"]),
+        (lambda: eq.CustomPrior(lambda v: torch.softmax(v, 0)), ["elementwise"]),
+        (lambda: eq.CustomPrior(lambda v: v.sum()), ["elementwise", "(4001,)", "()"]),
+        (lambda: eq.CustomPrior(lambda v: v.float()), ["float32", "float64"]),
+        (lambda: eq.CustomPrior(torch.log), ["not finite", "-8"]),
+        (lambda: eq.CustomPrior(torch.relu, domain=(1.0, 1.0)), ["domain", "(1.0, 1.0)"]),
+        (lambda: eq.CustomPrior(torch.relu, samples=2), ["samples", "2"]),
         (lambda: BUILT["tanh"].prox(t64(0.0), -1.0), ["tau", "-1.0"]),
     ],
 )

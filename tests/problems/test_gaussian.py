@@ -14,21 +14,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from equilibria.problems.gamma import LearnedGamma, MeanPatchEnergy, MinPatchEnergy
-from equilibria.problems.gaussian import (
-    Gaussian,
-    truncated_gaussian_coupling,
-    truncation_error_bound,
-)
-from equilibria.problems.kernels import Coupling
-from equilibria.problems.operators import (
+import equilibria as eq
+from equilibria.problems import (
     ConvOperator,
+    Coupling,
     DenseOperator,
     LinearOperator,
     ModuleOperator,
     SeparableConvOperator,
+    truncated_gaussian_coupling,
+    truncation_error_bound,
 )
-from equilibria.problems.patches import Patches
 from tests.problems.test_kernels import central_gradient
 from tests.problems.test_operators import conv_matrix, randn
 from tests.problems.test_patches import rows_by_loops
@@ -43,7 +39,7 @@ class Case:
     operator: LinearOperator
     c: Tensor
     gamma: Tensor
-    patches: Patches | None
+    patches: eq.Patches | None
     hidden: Tensor | None
     state: tuple[int, ...]
     rows: Callable[[np.ndarray], np.ndarray]  # one sample's Wz, flat → [P, k]
@@ -60,8 +56,8 @@ class Case:
         columns = [self.rows(column) @ self.hidden_matrix for column in self.matrix.T]
         return np.stack(columns, -1)
 
-    def coupling(self, **options: object) -> Gaussian:
-        return Gaussian(
+    def coupling(self, **options: object) -> eq.Gaussian:
+        return eq.Gaussian(
             self.operator, self.c, self.gamma, patches=self.patches, hidden=self.hidden, **options
         )  # type: ignore[arg-type]
 
@@ -126,7 +122,7 @@ def conv_case(
     batch: int = 2,
 ) -> Case:
     weight = 0.4 * randn(4, 2, 3, 3, seed=seed)
-    patches = Patches(channels=2, size=size)
+    patches = eq.Patches(channels=2, size=size)
     hidden = None if hid is None else 0.4 * randn(patches.width, hid, seed=seed + 1)
     m = (n - 1) // stride + 1
     gammas = gamma * torch.linspace(1.0, 1.5, batch, dtype=torch.float64)
@@ -192,7 +188,7 @@ def test_autograd_agrees_in_state_and_parameters(name: str) -> None:
     (hv,) = torch.autograd.grad((coupling.grad(z) * v).sum(), z)
     torch.testing.assert_close(hv, coupling.hvp(z, v), rtol=1e-11, atol=1e-13)
     if name == "dense-hidden":
-        run = lambda w, c, g, h, z: Gaussian(w, c, g, hidden=h).grad(z)
+        run = lambda w, c, g, h, z: eq.Gaussian(w, c, g, hidden=h).grad(z)
         assert isinstance(case.operator, DenseOperator)
         assert case.hidden is not None
         leaves = [case.operator.weight, case.c, case.gamma, case.hidden, z.detach()]
@@ -205,7 +201,7 @@ def test_metric_in_place_of_hidden() -> None:
     case = conv_case(3)
     assert case.hidden is not None
     z = states(case)
-    by_metric = Gaussian(
+    by_metric = eq.Gaussian(
         case.operator, case.c, case.gamma, patches=case.patches, metric=case.hidden @ case.hidden.T
     )
     torch.testing.assert_close(by_metric.grad(z), case.coupling().grad(z), rtol=1e-11, atol=1e-14)
@@ -297,8 +293,8 @@ def test_local_curvature_where_it_must_bite() -> None:
     weight = torch.eye(2, dtype=torch.float64)
     z = torch.zeros(3, 2, dtype=torch.float64)
     c = torch.tensor([[0.0, 0.0], [math.sqrt(0.25), 0.0], [3.0, 0.0]], dtype=torch.float64)
-    local = Gaussian(weight, c, 1.0).local_curvature(z)
-    narrow = Gaussian(weight[:1], c[:, :1], 1.0).local_curvature(z)
+    local = eq.Gaussian(weight, c, 1.0).local_curvature(z)
+    narrow = eq.Gaussian(weight[:1], c[:, :1], 1.0).local_curvature(z)
     for found, expected in (
         (local.lower, [0.0, 0.0, math.exp(-9) * -17]),
         (local.upper, [1.0, math.exp(-0.25), math.exp(-9)]),
@@ -360,11 +356,11 @@ def test_mu_through_separable_grouped_and_module_operators() -> None:
 def test_an_unknown_norm_gives_an_empty_certificate_and_a_bound_a_full_one() -> None:
     scale = lambda t: 0.5 * t
     c = randn(1, 3000)
-    unknown = Gaussian(ModuleOperator(scale, scale, (3000,)), c, 1e-4)
+    unknown = eq.Gaussian(ModuleOperator(scale, scale, (3000,)), c, 1e-4)
     for curvature in (unknown.curvature(), unknown.local_curvature(c)):
         assert (curvature.lower, curvature.upper) == (-math.inf, math.inf)
         assert "norm_bound" in curvature.note
-    known = Gaussian(ModuleOperator(scale, scale, (3000,), norm_bound=0.5), c, 1e-4)
+    known = eq.Gaussian(ModuleOperator(scale, scale, (3000,), norm_bound=0.5), c, 1e-4)
     assert known.curvature().upper == 0.25
     local = known.local_curvature(c)
     assert not local.rigorous, "its energies are those of a float32 module"
@@ -395,26 +391,26 @@ def test_norms_are_never_computed_on_the_hot_path(monkeypatch: pytest.MonkeyPatc
 def test_policy_sees_each_sample_alone_at_zero() -> None:
     case = conv_case(6)
     options = {"patches": case.patches, "hidden": case.hidden}
-    for policy, reduce in ((MeanPatchEnergy(0.2), np.mean), (MinPatchEnergy(0.2), np.min)):
-        both = Gaussian(case.operator, case.c, policy, **options)  # type: ignore[arg-type]
+    for policy, reduce in ((eq.MeanPatchEnergy(0.2), np.mean), (eq.MinPatchEnergy(0.2), np.min)):
+        both = eq.Gaussian(case.operator, case.c, policy, **options)  # type: ignore[arg-type]
         assert both.policy is policy
         for b in range(2):
             rows = case.rows(case.c[b].flatten().numpy()) @ case.hidden_matrix
             expected = 0.2 / reduce(np.square(rows).sum(1))
             assert float(both.gamma[b]) == pytest.approx(expected, rel=1e-11)
-            alone = Gaussian(case.operator, case.c[b : b + 1], policy, **options)  # type: ignore[arg-type]
+            alone = eq.Gaussian(case.operator, case.c[b : b + 1], policy, **options)  # type: ignore[arg-type]
             assert float(alone.gamma[0]) == float(both.gamma[b])
     leaf = case.c.clone().requires_grad_()
     for detach in (False, True):
-        made = Gaussian(case.operator, leaf, MeanPatchEnergy(detach=detach), **options)  # type: ignore[arg-type]
+        made = eq.Gaussian(case.operator, leaf, eq.MeanPatchEnergy(detach=detach), **options)  # type: ignore[arg-type]
         assert made.gamma.requires_grad is not detach
 
 
-@pytest.mark.parametrize("policy", [MeanPatchEnergy(), MinPatchEnergy()])
+@pytest.mark.parametrize("policy", [eq.MeanPatchEnergy(), eq.MinPatchEnergy()])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_zero_input_gives_finite_numbers(policy: MeanPatchEnergy, dtype: torch.dtype) -> None:
+def test_zero_input_gives_finite_numbers(policy: eq.MeanPatchEnergy, dtype: torch.dtype) -> None:
     weight = randn(4, 3).to(dtype).requires_grad_()
-    coupling = Gaussian(weight, torch.zeros(2, 4, dtype=dtype), policy)
+    coupling = eq.Gaussian(weight, torch.zeros(2, 4, dtype=dtype), policy)
     for z in (torch.zeros(2, 3, dtype=dtype), torch.ones(2, 3, dtype=dtype)):
         z = z.requires_grad_()
         outputs = (coupling.value(z), coupling.grad(z), coupling.hvp(z, z))
@@ -434,8 +430,8 @@ def test_half_precision(dtype: torch.dtype, tolerance: float) -> None:
     parts = (0.3 * case.operator.weight, case.c, 0.3 * case.hidden)
     weight, c, hidden = (t.to(dtype) for t in parts)
     z = states(case).to(dtype)
-    low = Gaussian(weight, c, 0.1, hidden=hidden)
-    high = Gaussian(weight.double(), c.double(), 0.1, hidden=hidden.double())
+    low = eq.Gaussian(weight, c, 0.1, hidden=hidden)
+    high = eq.Gaussian(weight.double(), c.double(), 0.1, hidden=hidden.double())
     assert low.gamma.dtype == torch.float32
     assert low.value(z).dtype == torch.float32
     grad = low.grad(z)
@@ -460,13 +456,13 @@ def test_compile_vmap_and_copies(name: str) -> None:
         assert torch.equal(e, a)
 
     metric = 2.0 * torch.eye(coupling.width, dtype=torch.float64)
-    by_metric = lambda c, g, t: Gaussian(
+    by_metric = lambda c, g, t: eq.Gaussian(
         case.operator, c, g, patches=case.patches, metric=metric
     ).grad(t)
     args = (case.c, case.gamma, z)
     for whole, inputs in (
         (by_metric, args),
-        (lambda c, t: by_metric(c, MeanPatchEnergy(), t), (case.c, z)),
+        (lambda c, t: by_metric(c, eq.MeanPatchEnergy(), t), (case.c, z)),
     ):
         built = torch.compile(whole, fullgraph=True, dynamic=False, backend="aot_eager")
         torch.testing.assert_close(built(*inputs), whole(*inputs))
@@ -481,28 +477,36 @@ _K, _R = torch.zeros(4, 2, 3, 3), torch.ones(2, 4, 4, 4)
 @pytest.mark.parametrize(
     ("make", "error", "words"),
     [
-        (lambda: Gaussian(_W, _C[:, :3]), ValueError, r"shape of Wz.*\[B, 4\].*\[B, 3\]"),
-        (lambda: Gaussian(_W, _C, 0.0), ValueError, r"gamma=0\.0"),
-        (lambda: Gaussian(_W, _C, -1), ValueError, r"gamma=-1"),
-        (lambda: Gaussian(_W, _C, torch.tensor([1.0, 0.0])), ValueError, "positive"),
-        (lambda: Gaussian(_W, _C, torch.tensor([1.0, math.nan])), ValueError, "positive"),
-        (lambda: Gaussian(_W, _C, torch.ones(3)), ValueError, r"\[B\] = \[2\]"),
-        (lambda: Gaussian(_W, _C, "mean"), TypeError, "'mean'"),
-        (lambda: Gaussian(_W, _C, LearnedGamma()), ValueError, "bind"),
-        (lambda: Gaussian(_W, _C, hidden=torch.ones(3, 5)), ValueError, r"\[4, c_hid\]"),
-        (lambda: Gaussian(_W, _C, metric=torch.ones(3, 3)), ValueError, r"\[4, 4\]"),
-        (lambda: Gaussian(_W, _C, metric=torch.ones(4, 4).triu()), ValueError, "symmetric"),
-        (lambda: Gaussian(_W, _C, metric=_M, hidden=_M), ValueError, "not both"),
-        (lambda: Gaussian(_W, _C, metric=-_M).curvature(), ValueError, "semidefinite"),
-        (lambda: Gaussian(_W, _C, patches=Patches(channels=2, size=1)), ValueError, "feature map"),
-        (lambda: Gaussian(_K, _R, patches=Patches(channels=3, size=1)), ValueError, "channels=3"),
-        (lambda: Gaussian(_K, _R, patches=Patches(channels=2, size=3)), ValueError, "size=3"),
-        (lambda: Gaussian(_K, _R[:, :3]), ValueError, r"\[B, 3, 4, 4\]"),
-        (lambda: Gaussian(_K, _R).grad(torch.zeros(2, 2, 5, 4)), ValueError, r"\(2, 4, 5, 4\)"),
-        (lambda: Gaussian(_K, _R).grad(torch.zeros(1, 2, 4, 4)), ValueError, r"\(1, 2, 4, 4\)"),
-        (lambda: Gaussian(_W, _C).grad(torch.zeros(2, 5)), ValueError, r"\[B, 3\]"),
-        (lambda: Gaussian(_K, _R).default_start((2, 2, 3, 4)), ValueError, r"\(2, 2, 3, 4\)"),
-        (lambda: Gaussian(_K, _R).mu(), ValueError, "in_shape"),
+        (lambda: eq.Gaussian(_W, _C[:, :3]), ValueError, r"shape of Wz.*\[B, 4\].*\[B, 3\]"),
+        (lambda: eq.Gaussian(_W, _C, 0.0), ValueError, r"gamma=0\.0"),
+        (lambda: eq.Gaussian(_W, _C, -1), ValueError, r"gamma=-1"),
+        (lambda: eq.Gaussian(_W, _C, torch.tensor([1.0, 0.0])), ValueError, "positive"),
+        (lambda: eq.Gaussian(_W, _C, torch.tensor([1.0, math.nan])), ValueError, "positive"),
+        (lambda: eq.Gaussian(_W, _C, torch.ones(3)), ValueError, r"\[B\] = \[2\]"),
+        (lambda: eq.Gaussian(_W, _C, "mean"), TypeError, "'mean'"),
+        (lambda: eq.Gaussian(_W, _C, eq.LearnedGamma()), ValueError, "bind"),
+        (lambda: eq.Gaussian(_W, _C, hidden=torch.ones(3, 5)), ValueError, r"\[4, c_hid\]"),
+        (lambda: eq.Gaussian(_W, _C, metric=torch.ones(3, 3)), ValueError, r"\[4, 4\]"),
+        (lambda: eq.Gaussian(_W, _C, metric=torch.ones(4, 4).triu()), ValueError, "symmetric"),
+        (lambda: eq.Gaussian(_W, _C, metric=_M, hidden=_M), ValueError, "not both"),
+        (lambda: eq.Gaussian(_W, _C, metric=-_M).curvature(), ValueError, "semidefinite"),
+        (
+            lambda: eq.Gaussian(_W, _C, patches=eq.Patches(channels=2, size=1)),
+            ValueError,
+            "feature map",
+        ),
+        (
+            lambda: eq.Gaussian(_K, _R, patches=eq.Patches(channels=3, size=1)),
+            ValueError,
+            "channels=3",
+        ),
+        (lambda: eq.Gaussian(_K, _R, patches=eq.Patches(channels=2, size=3)), ValueError, "size=3"),
+        (lambda: eq.Gaussian(_K, _R[:, :3]), ValueError, r"\[B, 3, 4, 4\]"),
+        (lambda: eq.Gaussian(_K, _R).grad(torch.zeros(2, 2, 5, 4)), ValueError, r"\(2, 4, 5, 4\)"),
+        (lambda: eq.Gaussian(_K, _R).grad(torch.zeros(1, 2, 4, 4)), ValueError, r"\(1, 2, 4, 4\)"),
+        (lambda: eq.Gaussian(_W, _C).grad(torch.zeros(2, 5)), ValueError, r"\[B, 3\]"),
+        (lambda: eq.Gaussian(_K, _R).default_start((2, 2, 3, 4)), ValueError, r"\(2, 2, 3, 4\)"),
+        (lambda: eq.Gaussian(_K, _R).mu(), ValueError, "in_shape"),
     ],
 )
 def test_bad_input_is_named(make, error: type[Exception], words: str) -> None:  # type: ignore[no-untyped-def]
@@ -513,10 +517,10 @@ def test_bad_input_is_named(make, error: type[Exception], words: str) -> None:  
 def test_channels_last_maps_give_the_same_force() -> None:
     weight, c = randn(8, 6, 3, 3, seed=1), randn(2, 8, 4, 6, seed=2)
     hidden, z = randn(8, 5, seed=3), randn(2, 6, 4, 6, seed=4).requires_grad_()
-    options = {"patches": Patches(channels=2, size=2), "hidden": hidden}
+    options = {"patches": eq.Patches(channels=2, size=2), "hidden": hidden}
     for layout in (torch.contiguous_format, torch.channels_last):
         laid = c.to(memory_format=layout)
-        q = Gaussian(weight, laid, MeanPatchEnergy(0.3), **options)  # type: ignore[arg-type]
+        q = eq.Gaussian(weight, laid, eq.MeanPatchEnergy(0.3), **options)  # type: ignore[arg-type]
         moved = z.to(memory_format=layout)
         (slope,) = torch.autograd.grad(q.value(moved).sum(), z)
         torch.testing.assert_close(q.grad(moved), slope, rtol=1e-10, atol=1e-12)
@@ -565,7 +569,7 @@ def test_the_series_is_the_inner_product_of_the_features(terms: int) -> None:
 
 def test_is_the_gaussian_coupling_of_a_layer_with_its_gradient() -> None:
     weight, c, z = randn(3, 4), randn(5, 3, seed=1).requires_grad_(), randn(5, 4, seed=2)
-    q = Gaussian(weight, c, gamma=0.3).value(z)
+    q = eq.Gaussian(weight, c, gamma=0.3).value(z)
     made = truncated_gaussian_coupling(c, z @ weight.T, 0.3, 120)
     torch.testing.assert_close(made, q, rtol=1e-11, atol=1e-14)
     assert torch.autograd.gradcheck(lambda c: truncated_gaussian_coupling(c, c.flip(0), 0.5, 6), c)

@@ -14,27 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import equilibria as eq
 from equilibria.problems import (
     Activated,
-    Box,
     ConvOperator,
     Coupling,
     Curvature,
     DegenerateKernelWarning,
     DenseOperator,
-    Free,
-    LeakyNonNegative,
-    Linear,
-    Logistic,
-    NonNegative,
-    Polynomial,
     Prior,
-    Problem,
-    ShiftedNonNegative,
-    Sigmoidal,
-    Softplus,
-    SoftThreshold,
-    Tanh,
 )
 from tests.problems.test_operators import conv_matrix, randn
 
@@ -45,20 +33,20 @@ def _objective(phi: Callable[[float], float]) -> Objective:
     return lambda m, c, z: -phi(float(c @ z)) - 0.5 * float(np.square(m @ z).sum())
 
 
-def _silent_printed(W: object, c: Tensor, degree: int) -> Polynomial:
+def _silent_printed(W: object, c: Tensor, degree: int) -> eq.Polynomial:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DegenerateKernelWarning)
-        return Polynomial(W, c, degree, offset=0.0)  # type: ignore[arg-type]
+        return eq.Polynomial(W, c, degree, offset=0.0)  # type: ignore[arg-type]
 
 
 CASES: dict[str, tuple[Callable[..., Coupling], Objective]] = {
-    "linear": (Linear, _objective(lambda t: t)),
-    "polynomial-2": (lambda W, c: Polynomial(W, c), _objective(lambda t: (1 + t) ** 2)),
-    "polynomial-3": (lambda W, c: Polynomial(W, c, 3), _objective(lambda t: (1 + t) ** 3)),
-    "polynomial-4": (lambda W, c: Polynomial(W, c, 4, 1.0), _objective(lambda t: (1 + t) ** 4)),
+    "linear": (eq.Linear, _objective(lambda t: t)),
+    "polynomial-2": (lambda W, c: eq.Polynomial(W, c), _objective(lambda t: (1 + t) ** 2)),
+    "polynomial-3": (lambda W, c: eq.Polynomial(W, c, 3), _objective(lambda t: (1 + t) ** 3)),
+    "polynomial-4": (lambda W, c: eq.Polynomial(W, c, 4, 1.0), _objective(lambda t: (1 + t) ** 4)),
     "printed-2": (lambda W, c: _silent_printed(W, c, 2), _objective(lambda t: t**2)),
     "printed-3": (lambda W, c: _silent_printed(W, c, 3), _objective(lambda t: t**3)),
-    "sigmoid": (Sigmoidal, _objective(math.tanh)),
+    "sigmoid": (eq.Sigmoidal, _objective(math.tanh)),
 }
 
 
@@ -174,20 +162,20 @@ def test_bounds_are_attained() -> None:
     """c along the top singular direction of W: nothing is left between spectrum and bound."""
     weight = torch.diag(torch.tensor([1.5, 0.2], dtype=torch.float64))
     c = torch.tensor([[2.0, 0.0]], dtype=torch.float64)
-    assert Linear(weight, c).curvature().lower == pytest.approx(-2.25, rel=1e-12)
-    assert float(Polynomial(weight, c).curvature().lower) == pytest.approx(-10.25, rel=1e-12)
+    assert eq.Linear(weight, c).curvature().lower == pytest.approx(-2.25, rel=1e-12)
+    assert float(eq.Polynomial(weight, c).curvature().lower) == pytest.approx(-10.25, rel=1e-12)
     k = 4 / (3 * math.sqrt(3))
-    bound = Sigmoidal(weight, c).curvature()
+    bound = eq.Sigmoidal(weight, c).curvature()
     assert float(bound.lower) == pytest.approx(-2.25 - 4 * k, rel=1e-12)
     for sign in (1, -1):  # 2t(1 − t²) is extreme at t = ±1/√3
         z = torch.tensor([[sign * math.atanh(1 / math.sqrt(3)) / 2, 0.0]], dtype=torch.float64)
-        top = float(Sigmoidal(weight, c).hvp(z, torch.eye(2, dtype=torch.float64)[:1])[0, 0])
+        top = float(eq.Sigmoidal(weight, c).hvp(z, torch.eye(2, dtype=torch.float64)[:1])[0, 0])
         assert top == pytest.approx(sign * 4 * k - 2.25, rel=1e-12)
 
 
 def test_polynomials_of_higher_degree_say_that_they_are_unbounded() -> None:
     W, _, c, _ = _example(False, 0)
-    odd, even = Polynomial(W, c, 3).curvature(), Polynomial(W, c, 4).curvature()  # type: ignore[arg-type]
+    odd, even = eq.Polynomial(W, c, 3).curvature(), eq.Polynomial(W, c, 4).curvature()  # type: ignore[arg-type]
     assert (odd.lower, odd.upper) == (-math.inf, math.inf)
     assert (even.lower, even.upper) == (-math.inf, 0.0)
     assert "local_curvature" in odd.note
@@ -196,7 +184,7 @@ def test_polynomials_of_higher_degree_say_that_they_are_unbounded() -> None:
 def test_printed_polynomial_warns_and_starts_away_from_zero() -> None:
     W, _, c, _ = _example(False, 0)
     with pytest.warns(DegenerateKernelWarning, match="degenerate"):
-        printed = Polynomial(W, c, 2, offset=0.0)  # type: ignore[arg-type]
+        printed = eq.Polynomial(W, c, 2, offset=0.0)  # type: ignore[arg-type]
     zero = torch.zeros_like(c)
     assert not printed.grad(zero).any(), "T(0) = 0 is the degeneracy"
     start = printed.default_start(c.shape)
@@ -204,7 +192,7 @@ def test_printed_polynomial_warns_and_starts_away_from_zero() -> None:
     assert (torch.relu(-printed.grad(start)).norm(dim=1) > 0.1).all()
     blank = _silent_printed(W, torch.zeros_like(c), 2)
     assert torch.equal(blank.default_start(), zero)
-    usable = Polynomial(W, c)  # type: ignore[arg-type]
+    usable = eq.Polynomial(W, c)  # type: ignore[arg-type]
     assert torch.equal(usable.default_start(), zero)
     assert usable.grad(zero).any()
 
@@ -212,17 +200,17 @@ def test_printed_polynomial_warns_and_starts_away_from_zero() -> None:
 @pytest.mark.parametrize(
     ("make", "error", "words"),
     [
-        (lambda W, c: Polynomial(W, c, 1), ValueError, "degree=1"),
-        (lambda W, c: Polynomial(W, c, 2.0), TypeError, r"degree=2\.0"),
-        (lambda W, c: Polynomial(W, c, True), TypeError, "degree=True"),
-        (lambda W, c: Polynomial(W, c, 2, 0.5), ValueError, r"offset=0\.5"),
-        (lambda W, c: Linear(W, c[:, :3]), ValueError, r"Linear: c has the shape.*\[B, 5\]"),
-        (lambda W, c: Linear(W, c[0]), ValueError, r"batch first"),
-        (lambda W, c: Linear(W, c.long()), TypeError, r"int64"),
-        (lambda W, c: Linear(W[0], c), ValueError, r"\(5,\)"),
-        (lambda W, c: Linear(W, c).grad(c[:, :2]), ValueError, r"\(2, 2\)"),
-        (lambda W, c: Sigmoidal(W, c).hvp(c, c[:1]), ValueError, r"\(1, 5\)"),
-        (lambda W, c: Sigmoidal(W, c).default_start((2, 4)), ValueError, r"\(2, 4\)"),
+        (lambda W, c: eq.Polynomial(W, c, 1), ValueError, "degree=1"),
+        (lambda W, c: eq.Polynomial(W, c, 2.0), TypeError, r"degree=2\.0"),
+        (lambda W, c: eq.Polynomial(W, c, True), TypeError, "degree=True"),
+        (lambda W, c: eq.Polynomial(W, c, 2, 0.5), ValueError, r"offset=0\.5"),
+        (lambda W, c: eq.Linear(W, c[:, :3]), ValueError, r"Linear: c has the shape.*\[B, 5\]"),
+        (lambda W, c: eq.Linear(W, c[0]), ValueError, r"batch first"),
+        (lambda W, c: eq.Linear(W, c.long()), TypeError, r"int64"),
+        (lambda W, c: eq.Linear(W[0], c), ValueError, r"\(5,\)"),
+        (lambda W, c: eq.Linear(W, c).grad(c[:, :2]), ValueError, r"\(2, 2\)"),
+        (lambda W, c: eq.Sigmoidal(W, c).hvp(c, c[:1]), ValueError, r"\(1, 5\)"),
+        (lambda W, c: eq.Sigmoidal(W, c).default_start((2, 4)), ValueError, r"\(2, 4\)"),
     ],
 )
 def test_bad_input_is_named(make, error: type[Exception], words: str) -> None:  # type: ignore[no-untyped-def]
@@ -250,15 +238,15 @@ def test_compile_vmap_and_channels_last(name: str) -> None:
 # OptEq's Eq 3: an activation between W and Wᵀ
 
 PRIORS: dict[str, Prior] = {
-    "relu": NonNegative(),
-    "box": Box(-0.3, 0.8),
-    "soft": SoftThreshold(0.2),
-    "shifted": ShiftedNonNegative(0.1),
-    "leaky": LeakyNonNegative(0.3),
-    "free": Free(),
-    "tanh": Tanh(),
-    "sigmoid": Logistic(),
-    "softplus": Softplus(),
+    "relu": eq.NonNegative(),
+    "box": eq.Box(-0.3, 0.8),
+    "soft": eq.SoftThreshold(0.2),
+    "shifted": eq.ShiftedNonNegative(0.1),
+    "leaky": eq.LeakyNonNegative(0.3),
+    "free": eq.Free(),
+    "tanh": eq.Tanh(),
+    "sigmoid": eq.Logistic(),
+    "softplus": eq.Softplus(),
 }
 
 
@@ -312,7 +300,7 @@ def test_activated_gradient_and_hessian(name: str, kind: str) -> None:
 
 def test_the_map_of_activated_is_equation_3() -> None:
     w, c, z = 0.2 * randn(5, 3), randn(2, 5, seed=1), randn(2, 3, seed=2)
-    problem = Problem(Free(), Activated(w, c, NonNegative()))
+    problem = eq.Problem(eq.Free(), Activated(w, c, eq.NonNegative()))
     image = torch.relu(z @ w.mT + c) @ w
     torch.testing.assert_close(problem.step(z), image)
     torch.testing.assert_close(problem.step(z, 0.3), 0.7 * z + 0.3 * image)
@@ -321,7 +309,7 @@ def test_the_map_of_activated_is_equation_3() -> None:
 
 
 def test_activated_hvp_keeps_its_graph_where_asked() -> None:
-    coupling = Activated(randn(5, 3), randn(2, 5, seed=1), Tanh())
+    coupling = Activated(randn(5, 3), randn(2, 5, seed=1), eq.Tanh())
     z = randn(2, 3, seed=2).requires_grad_()
     v = randn(2, 3, seed=3)
     assert torch.autograd.gradcheck(lambda z: coupling.hvp(z, v), (z,))
@@ -330,19 +318,19 @@ def test_activated_hvp_keeps_its_graph_where_asked() -> None:
 
 
 def test_the_start_of_activated_has_the_shape_of_a_state() -> None:
-    assert Activated(randn(5, 3), randn(2, 5), NonNegative()).default_start().shape == (2, 3)
-    conv = Activated(ConvOperator(randn(4, 2, 3, 3), 2), randn(2, 4, 3, 5), NonNegative())
+    assert Activated(randn(5, 3), randn(2, 5), eq.NonNegative()).default_start().shape == (2, 3)
+    conv = Activated(ConvOperator(randn(4, 2, 3, 3), 2), randn(2, 4, 3, 5), eq.NonNegative())
     assert conv.default_start().shape == (2, 2, 6, 10)
 
 
 def test_activated_errors() -> None:
     w, c = randn(5, 3), randn(2, 5)
     with pytest.raises(ValueError, match="c has the shape of Wz"):
-        Activated(w, randn(2, 4), NonNegative())
+        Activated(w, randn(2, 4), eq.NonNegative())
     with pytest.raises(TypeError, match="expected a prior"):
         Activated(w, c, torch.relu)  # type: ignore[arg-type]
     for nu in (0.0, -1.0, float("inf"), float("nan")):
         with pytest.raises(ValueError, match="nu="):
-            Activated(w, c, NonNegative(), nu)
+            Activated(w, c, eq.NonNegative(), nu)
     with pytest.raises(ValueError, match="W takes a state"):
-        Activated(w, c, NonNegative()).grad(randn(3, 3))
+        Activated(w, c, eq.NonNegative()).grad(randn(3, 3))

@@ -17,19 +17,8 @@ from scipy.special import spence, xlogy
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
-from equilibria.problems.priors import (
-    Box,
-    Free,
-    LeakyNonNegative,
-    Logistic,
-    NonNegative,
-    Prior,
-    ShiftedNonNegative,
-    Softplus,
-    SoftThreshold,
-    Tanh,
-    WithL1,
-)
+import equilibria as eq
+from equilibria.problems import Prior, WithL1
 
 Scalar = Callable[[float], float]
 
@@ -59,12 +48,12 @@ def _softplus_f(z: float) -> float:
 
 INF = math.inf
 SMOOTH = {
-    "tanh": Case(Tanh(), _inside(-1, 1, _tanh_f), math.tanh, (-1, 1)),
+    "tanh": Case(eq.Tanh(), _inside(-1, 1, _tanh_f), math.tanh, (-1, 1)),
     "logistic": Case(
-        Logistic(), _inside(0, 1, _logistic_f), lambda v: 0.5 + 0.5 * math.tanh(v / 2), (0, 1)
+        eq.Logistic(), _inside(0, 1, _logistic_f), lambda v: 0.5 + 0.5 * math.tanh(v / 2), (0, 1)
     ),
     "softplus": Case(
-        Softplus(), _inside(0, INF, _softplus_f), lambda v: float(np.logaddexp(v, 0)), (0, INF)
+        eq.Softplus(), _inside(0, INF, _softplus_f), lambda v: float(np.logaddexp(v, 0)), (0, INF)
     ),
 }
 
@@ -79,20 +68,20 @@ def linear_on(low: float, high: float, slope: float = 0.0) -> dict[str, object]:
 
 
 CASES = {
-    "free": Case(Free(), **linear_on(-INF, INF)),  # type: ignore[arg-type]
-    "relu": Case(NonNegative(), **linear_on(0, INF)),  # type: ignore[arg-type]
-    "box": Case(Box(-0.3, 1.2), **linear_on(-0.3, 1.2)),  # type: ignore[arg-type]
-    "half-box": Case(Box(-INF, 0.7), **linear_on(-INF, 0.7)),  # type: ignore[arg-type]
-    "shifted": Case(ShiftedNonNegative(0.4), **linear_on(0, INF, 0.4)),  # type: ignore[arg-type]
-    "shifted-left": Case(ShiftedNonNegative(-0.7), **linear_on(0, INF, -0.7)),  # type: ignore[arg-type]
+    "free": Case(eq.Free(), **linear_on(-INF, INF)),  # type: ignore[arg-type]
+    "relu": Case(eq.NonNegative(), **linear_on(0, INF)),  # type: ignore[arg-type]
+    "box": Case(eq.Box(-0.3, 1.2), **linear_on(-0.3, 1.2)),  # type: ignore[arg-type]
+    "half-box": Case(eq.Box(-INF, 0.7), **linear_on(-INF, 0.7)),  # type: ignore[arg-type]
+    "shifted": Case(eq.ShiftedNonNegative(0.4), **linear_on(0, INF, 0.4)),  # type: ignore[arg-type]
+    "shifted-left": Case(eq.ShiftedNonNegative(-0.7), **linear_on(0, INF, -0.7)),  # type: ignore[arg-type]
     "soft": Case(
-        SoftThreshold(0.4),
+        eq.SoftThreshold(0.4),
         lambda z: 0.4 * abs(z),
         lambda v: math.copysign(max(abs(v) - 0.4, 0), v),
         (-INF, INF),
     ),
     "leaky": Case(
-        LeakyNonNegative(0.2),
+        eq.LeakyNonNegative(0.2),
         lambda z: 0.5 * (1 / 0.2 - 1) * min(z, 0) ** 2,
         lambda v: v if v > 0 else 0.2 * v,
         (-INF, INF),
@@ -136,7 +125,7 @@ def test_value_is_f_and_infinite_outside(case: Case) -> None:
 
 def test_softplus_value_is_the_dilogarithm_to_full_accuracy() -> None:
     points = [*np.logspace(-12, 2, 60), math.log(2), math.nextafter(math.log(2), 1), 1e4]
-    got = Softplus().value(t64(*points))
+    got = eq.Softplus().value(t64(*points))
     with mp.workdps(30):
         want = t64(*(float(mp.polylog(2, mp.exp(-mp.mpf(z)))) for z in points))
     torch.testing.assert_close(got, want, rtol=2e-15, atol=1e-300)
@@ -373,18 +362,18 @@ def test_vmap_and_compile(case: Case) -> None:
 @pytest.mark.parametrize(
     ("make", "names"),
     [
-        (lambda: Box(1.0, 1.0), ["Box", "lower", "upper", "1.0"]),
-        (lambda: Box(math.nan, 1.0), ["Box", "nan"]),
-        (lambda: SoftThreshold(-0.1), ["SoftThreshold", "weight", "-0.1"]),
-        (lambda: SoftThreshold("a"), ["SoftThreshold", "weight", "'a'"]),
-        (lambda: ShiftedNonNegative(math.inf), ["ShiftedNonNegative", "weight", "inf"]),
-        (lambda: LeakyNonNegative(0.0), ["LeakyNonNegative", "slope", "0.0"]),
-        (lambda: LeakyNonNegative(1.1), ["slope", "1.1"]),
-        (lambda: WithL1(Free(), -1.0), ["WithL1", "weight", "-1.0"]),
-        (lambda: NonNegative().prox(t64(1.0), 0.0), ["tau", "0.0", "positive"]),
-        (lambda: Tanh().prox(t64(1.0), -2.0), ["tau", "-2.0"]),
-        (lambda: SoftThreshold(1.0).prox(t64(1.0), math.nan), ["tau", "nan"]),
-        (lambda: NonNegative().value(torch.tensor([1, 2])), ["floating point", "int64"]),
+        (lambda: eq.Box(1.0, 1.0), ["Box", "lower", "upper", "1.0"]),
+        (lambda: eq.Box(math.nan, 1.0), ["Box", "nan"]),
+        (lambda: eq.SoftThreshold(-0.1), ["SoftThreshold", "weight", "-0.1"]),
+        (lambda: eq.SoftThreshold("a"), ["SoftThreshold", "weight", "'a'"]),
+        (lambda: eq.ShiftedNonNegative(math.inf), ["ShiftedNonNegative", "weight", "inf"]),
+        (lambda: eq.LeakyNonNegative(0.0), ["LeakyNonNegative", "slope", "0.0"]),
+        (lambda: eq.LeakyNonNegative(1.1), ["slope", "1.1"]),
+        (lambda: WithL1(eq.Free(), -1.0), ["WithL1", "weight", "-1.0"]),
+        (lambda: eq.NonNegative().prox(t64(1.0), 0.0), ["tau", "0.0", "positive"]),
+        (lambda: eq.Tanh().prox(t64(1.0), -2.0), ["tau", "-2.0"]),
+        (lambda: eq.SoftThreshold(1.0).prox(t64(1.0), math.nan), ["tau", "nan"]),
+        (lambda: eq.NonNegative().value(torch.tensor([1, 2])), ["floating point", "int64"]),
     ],
 )
 def test_bad_options_are_named(make: Callable[[], object], names: list[str]) -> None:

@@ -13,31 +13,8 @@ from scipy.optimize import minimize
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
-from equilibria.problems.gaussian import Gaussian
-from equilibria.problems.kernels import Coupling, Curvature, Linear, Sigmoidal
-from equilibria.problems.patches import Patches
-from equilibria.problems.priors import (
-    Box,
-    Free,
-    LeakyNonNegative,
-    Logistic,
-    NonNegative,
-    Prior,
-    ShiftedNonNegative,
-    Softplus,
-    SoftThreshold,
-    Tanh,
-    WithL1,
-)
-from equilibria.problems.problem import HiddenProblem, Problem
-from equilibria.problems.regularizers import (
-    HSIC,
-    L1,
-    Decorrelation,
-    FeatureIncay,
-    Regularizer,
-    SquaredNorm,
-)
+import equilibria as eq
+from equilibria.problems import Coupling, Curvature, HiddenProblem, Prior, Regularizer, WithL1
 from tests.optional import optional
 from tests.problems.test_operators import randn
 
@@ -107,7 +84,7 @@ def solve(problem: HiddenProblem, start: Tensor, tau: float | None = None) -> Te
 # --- against scipy and cvxpy --------------------------------------------------------------------
 
 
-def scipy_minimizer(problem: Problem, bounds: tuple[float | None, float | None]) -> Array:
+def scipy_minimizer(problem: eq.Problem, bounds: tuple[float | None, float | None]) -> Array:
     """L-BFGS-B with bounds per sample on the coupling alone, f and ½|z|² written here."""
     shape = problem.coupling.default_start().shape
 
@@ -128,9 +105,9 @@ def scipy_minimizer(problem: Problem, bounds: tuple[float | None, float | None])
 
 
 BOUNDED: dict[str, tuple[Prior, tuple[float | None, float | None]]] = {
-    "free": (Free(), (None, None)),
-    "relu": (NonNegative(), (0.0, None)),
-    "box": (Box(-0.2, 0.3), (-0.2, 0.3)),
+    "free": (eq.Free(), (None, None)),
+    "relu": (eq.NonNegative(), (0.0, None)),
+    "box": (eq.Box(-0.2, 0.3), (-0.2, 0.3)),
 }
 
 
@@ -139,14 +116,16 @@ def couplings() -> dict[str, Coupling]:
     kernel = randn(4, 2, 3, 3, seed=6)
     return {
         "quadratic": quadratic(),
-        "linear": Linear(weight(0.95), randn(3, N, seed=2)),
-        "sigmoid": Sigmoidal(weight(0.6), 0.6 * torch.nn.functional.normalize(randn(3, N), dim=1)),
-        "gaussian": Gaussian(weight(1.3), 1.5 * randn(3, 4, seed=3), gamma=0.5),
-        "gaussian patches": Gaussian(
+        "linear": eq.Linear(weight(0.95), randn(3, N, seed=2)),
+        "sigmoid": eq.Sigmoidal(
+            weight(0.6), 0.6 * torch.nn.functional.normalize(randn(3, N), dim=1)
+        ),
+        "gaussian": eq.Gaussian(weight(1.3), 1.5 * randn(3, 4, seed=3), gamma=0.5),
+        "gaussian patches": eq.Gaussian(
             1.2 * kernel / kernel.abs().sum((1, 2, 3)).max(),
             image,
             gamma=0.3,
-            patches=Patches(channels=2, size=2),
+            patches=eq.Patches(channels=2, size=2),
             hidden=torch.linalg.qr(randn(8, 8))[0][:, :5],
         ),
     }
@@ -156,7 +135,7 @@ def couplings() -> dict[str, Coupling]:
 @pytest.mark.parametrize("name", couplings())
 def test_solution_is_the_minimizer_scipy_finds(name: str, prior: str) -> None:
     coupling = couplings()[name]
-    problem = Problem(BOUNDED[prior][0], coupling)
+    problem = eq.Problem(BOUNDED[prior][0], coupling)
     shape = (2, 2, 4, 4) if name == "gaussian patches" else (3, N)
     start = problem.default_start()
     assert start.shape == shape
@@ -185,19 +164,19 @@ def _cvx_prior(name: str, z: cp.Variable) -> tuple[cp.Expression, list[cp.Constr
 
 
 CVX: dict[str, Prior] = {
-    "free": Free(),
-    "relu": NonNegative(),
-    "box": Box(-0.2, 0.3),
-    "soft": SoftThreshold(0.4),
-    "shifted": ShiftedNonNegative(0.3),
-    "leaky": LeakyNonNegative(0.2),
-    "tanh": Tanh(),
-    "logistic": Logistic(),
+    "free": eq.Free(),
+    "relu": eq.NonNegative(),
+    "box": eq.Box(-0.2, 0.3),
+    "soft": eq.SoftThreshold(0.4),
+    "shifted": eq.ShiftedNonNegative(0.3),
+    "leaky": eq.LeakyNonNegative(0.2),
+    "tanh": eq.Tanh(),
+    "logistic": eq.Logistic(),
 }
 CVX_REGULARIZERS: dict[str, tuple[Regularizer | None, Callable[[cp.Variable], cp.Expression]]] = {
     "none": (None, lambda z: 0.0),
-    "squared": (SquaredNorm(0.6), lambda z: 0.3 * cp.sum_squares(z)),
-    "l1": (L1(0.35), lambda z: 0.35 * cp.norm1(z)),
+    "squared": (eq.SquaredNorm(0.6), lambda z: 0.3 * cp.sum_squares(z)),
+    "l1": (eq.L1(0.35), lambda z: 0.35 * cp.norm1(z)),
 }
 
 
@@ -217,7 +196,7 @@ def test_solution_is_the_minimizer_cvxpy_finds(prior: str, regularizer: str) -> 
     """Convex quadratic q, every prior cvxpy can write, gradient-form regularizers (Theorem 4)."""
     coupling = quadratic(seed=4, low=0.05, high=1.4)
     ours, theirs = CVX_REGULARIZERS[regularizer]
-    problem = Problem(CVX[prior], coupling, ours)
+    problem = eq.Problem(CVX[prior], coupling, ours)
     z = solve(problem, torch.full((3, N), 0.1, dtype=torch.float64))
     assert float(problem.stationarity(z).max()) < 1e-9
     h, values = coupling.h.numpy(), problem.objective(z)
@@ -231,48 +210,56 @@ def test_solution_is_the_minimizer_cvxpy_finds(prior: str, regularizer: str) -> 
         assert float(values[k]) == pytest.approx(program.value, abs=1e-8)
 
 
-@pytest.mark.parametrize("regularizer", [SquaredNorm(0.6), L1(0.35)], ids=["squared", "l1"])
+@pytest.mark.parametrize("regularizer", [eq.SquaredNorm(0.6), eq.L1(0.35)], ids=["squared", "l1"])
 def test_prox_form_minimizes_the_moreau_envelope(regularizer: Regularizer) -> None:
     """min over z and u of G(z) + R(u) + |u - z|²/2 jointly, by cvxpy: not the gradient form."""
     coupling = quadratic(seed=4, low=0.05, high=1.4)
-    problem = Problem(NonNegative(), coupling, regularizer, regularize="prox")
+    problem = eq.Problem(eq.NonNegative(), coupling, regularizer, regularize="prox")
     z = solve(problem, torch.zeros(3, N, dtype=torch.float64))
     assert float(problem.stationarity(z).max()) < 1e-11
     for k in range(3):
         x, u = cp.Variable(N), cp.Variable(N)
-        r = 0.3 * cp.sum_squares(u) if isinstance(regularizer, SquaredNorm) else 0.35 * cp.norm1(u)
+        r = (
+            0.3 * cp.sum_squares(u)
+            if isinstance(regularizer, eq.SquaredNorm)
+            else 0.35 * cp.norm1(u)
+        )
         q = 0.5 * cp.quad_form(x, cp.psd_wrap(coupling.h.numpy())) - coupling.c[k].numpy() @ x
         goal = 0.5 * cp.sum_squares(x) + q + r + 0.5 * cp.sum_squares(u - x)
         program = cp.Problem(cp.Minimize(goal), [x >= 0])
         cvx_solve(program)
         np.testing.assert_allclose(z[k].numpy(), x.value, atol=1e-6)
         assert float(problem.objective(z)[k]) == pytest.approx(program.value, abs=1e-8)
-    other = solve(Problem(NonNegative(), coupling, regularizer), torch.zeros_like(z))
+    other = solve(eq.Problem(eq.NonNegative(), coupling, regularizer), torch.zeros_like(z))
     assert float((z - other).abs().max()) > 2e-2
 
 
 # --- the parts --------------------------------------------------------------------------------
 
-PRIORS: dict[str, Prior] = {**CVX, "softplus": Softplus(), "relu+l1": WithL1(NonNegative(), 0.2)}
+PRIORS: dict[str, Prior] = {
+    **CVX,
+    "softplus": eq.Softplus(),
+    "relu+l1": WithL1(eq.NonNegative(), 0.2),
+}
 REGULARIZERS: dict[str, tuple[Regularizer | None, str]] = {
     "none": (None, "gradient"),
-    "squared": (SquaredNorm(0.6), "gradient"),
-    "squared prox": (SquaredNorm(0.6), "prox"),
-    "l1": (L1(0.2), "gradient"),
-    "l1 prox": (L1(0.2), "prox"),
-    "incay": (FeatureIncay(0.2, 0.5), "gradient"),
-    "decorrelation": (Decorrelation(0.05), "gradient"),
-    "hsic": (HSIC(0.05), "gradient"),
+    "squared": (eq.SquaredNorm(0.6), "gradient"),
+    "squared prox": (eq.SquaredNorm(0.6), "prox"),
+    "l1": (eq.L1(0.2), "gradient"),
+    "l1 prox": (eq.L1(0.2), "prox"),
+    "incay": (eq.FeatureIncay(0.2, 0.5), "gradient"),
+    "decorrelation": (eq.Decorrelation(0.05), "gradient"),
+    "hsic": (eq.HSIC(0.05), "gradient"),
 }
 
 
-def build(prior: str, regularizer: str, coupling: Coupling | None = None) -> Problem:
+def build(prior: str, regularizer: str, coupling: Coupling | None = None) -> eq.Problem:
     r, form = REGULARIZERS[regularizer]
     if coupling is None and r is not None and r.couples_batch:
         # Features away from zero rows, where the Hessian of decorrelation is unbounded.
         coupling = Quadratic(0.1 * torch.eye(N, dtype=torch.float64), 1 + randn(3, N, seed=3).abs())
-    coupling = coupling or Gaussian(weight(0.9), randn(3, 4, seed=3), gamma=0.5)
-    return Problem(PRIORS[prior], coupling, r, form)  # type: ignore[arg-type]
+    coupling = coupling or eq.Gaussian(weight(0.9), randn(3, 4, seed=3), gamma=0.5)
+    return eq.Problem(PRIORS[prior], coupling, r, form)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("regularizer", REGULARIZERS)
@@ -318,7 +305,9 @@ def test_gradient_is_the_derivative_of_the_smooth_part(regularizer: str) -> None
 def test_stationarity_is_the_distance_to_the_subdifferential() -> None:
     """Against the least norm over random elements of the normal cone, at a point with zeros."""
     z = torch.relu(randn(1, N, seed=3)) * torch.tensor([1.0, 0, 1, 0, 1], dtype=torch.float64)
-    problem = Problem(NonNegative(), Gaussian(weight(0.9), randn(1, 4, seed=3), gamma=0.5), L1(0.2))
+    problem = eq.Problem(
+        eq.NonNegative(), eq.Gaussian(weight(0.9), randn(1, 4, seed=3), gamma=0.5), eq.L1(0.2)
+    )
     g = problem.gradient(z)[0].numpy()
     x = cp.Variable(N)
     zero = z[0].numpy() == 0
@@ -332,7 +321,7 @@ def test_stationarity_is_the_distance_to_the_subdifferential() -> None:
 
 @pytest.mark.parametrize("regularizer", ["none", "squared", "squared prox", "l1 prox", "incay"])
 def test_curvature_holds_on_the_hessian(regularizer: str) -> None:
-    coupling = Gaussian(weight(1.1), 0.8 * randn(3, 4, seed=3), gamma=0.5)
+    coupling = eq.Gaussian(weight(1.1), 0.8 * randn(3, 4, seed=3), gamma=0.5)
     problem = build("free", regularizer, coupling)
     bounds = problem.curvature()
     assert bounds.rigorous
@@ -418,7 +407,7 @@ def test_affine_of_an_indefinite_problem_and_outside_the_domain() -> None:
 
 def test_affine_forgives_rounding_and_its_stationarity_bounds_the_distance() -> None:
     """dist(0, A'(g + cone)) by cvxpy is at most the norm returned."""
-    problem = Problem(NonNegative(), Quadratic(quadratic(seed=4).h, randn(1, N)))
+    problem = eq.Problem(eq.NonNegative(), Quadratic(quadratic(seed=4).h, randn(1, N)))
     matrix = randn(N, N, seed=8) + 2 * torch.eye(N, dtype=torch.float64)
     moved = problem.affine(matrix)
     z = torch.relu(randn(1, N, seed=3))
@@ -461,7 +450,7 @@ def test_step_is_twice_differentiable(prior: str, regularizer: str) -> None:
     tau = torch.tensor([0.6, 1.4], dtype=torch.float64, requires_grad=True)
 
     def step(z: Tensor, c: Tensor, w: Tensor, tau: Tensor) -> Tensor:
-        return build(prior, regularizer, Gaussian(w, c, gamma=0.5)).step(z, tau)
+        return build(prior, regularizer, eq.Gaussian(w, c, gamma=0.5)).step(z, tau)
 
     assert gradcheck(step, (z, c, w, tau))
     assert gradgradcheck(lambda z, c: step(z, c, w.detach(), tau.detach()), (z, c), atol=1e-4)
@@ -471,9 +460,9 @@ def test_step_is_twice_differentiable(prior: str, regularizer: str) -> None:
 @pytest.mark.parametrize("regularizer", REGULARIZERS)
 def test_low_precision(dtype: torch.dtype, regularizer: str) -> None:
     w, c, z = weight(0.9), randn(3, 4, seed=3), randn(3, N).abs()
-    low = build("relu", regularizer, Gaussian(w.to(dtype), c.to(dtype), gamma=0.5))
+    low = build("relu", regularizer, eq.Gaussian(w.to(dtype), c.to(dtype), gamma=0.5))
     high = build(
-        "relu", regularizer, Gaussian(w.to(dtype).double(), c.to(dtype).double(), gamma=0.5)
+        "relu", regularizer, eq.Gaussian(w.to(dtype).double(), c.to(dtype).double(), gamma=0.5)
     )
     state, wide = z.to(dtype), z.to(dtype).double()
     eps = torch.finfo(dtype).eps
@@ -495,7 +484,7 @@ def test_a_step_of_one_does_not_touch_the_old_state() -> None:
         def grad(self, z: Tensor) -> Tensor:
             return -self.c
 
-    problem = Problem(NonNegative(), Constant(torch.zeros(N, N), randn(3, N)))
+    problem = eq.Problem(eq.NonNegative(), Constant(torch.zeros(N, N), randn(3, N)))
     z = torch.full((3, N), math.inf, dtype=torch.float64)
     torch.testing.assert_close(problem.step(z), torch.relu(randn(3, N)))
 
@@ -505,7 +494,7 @@ def test_compile_fullgraph(prior: str) -> None:
     c, w, z = randn(3, 4, seed=3), weight(0.9), randn(3, N).abs() / 4
 
     def run(z: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        problem = Problem(PRIORS[prior], Gaussian(w, c, gamma=0.5), SquaredNorm(0.1))
+        problem = eq.Problem(PRIORS[prior], eq.Gaussian(w, c, gamma=0.5), eq.SquaredNorm(0.1))
         return problem.step(z, 0.7), problem.objective(z), problem.stationarity(z)
 
     torch.compiler.reset()
@@ -517,18 +506,30 @@ def test_compile_fullgraph(prior: str) -> None:
 @pytest.mark.parametrize(
     ("make", "kind", "names"),
     [
-        (lambda q: Problem("relu", q), TypeError, ["prior", "str", "Prior"]),  # type: ignore[arg-type]
-        (lambda q: Problem(NonNegative(), torch.ones(2)), TypeError, ["coupling", "Tensor"]),  # type: ignore[arg-type]
-        (lambda q: Problem(Free(), q, 0.1), TypeError, ["regularizer", "float"]),  # type: ignore[arg-type]
-        (lambda q: Problem(Free(), q, L1(), "grad"), ValueError, ["'grad'", "'gradient'"]),  # type: ignore[arg-type]
-        (lambda q: Problem(Free(), q, HSIC(), "prox"), ValueError, ["prox", "HSIC", "L1"]),
-        (lambda q: Problem(Free(), q).moreau(0.0), ValueError, ["alpha", "0.0"]),
-        (lambda q: Problem(Free(), q).moreau(1.5), ValueError, ["alpha", "1.5"]),
-        (lambda q: Problem(Free(), q).affine(0.0), ValueError, ["matrix", "invertible"]),
-        (lambda q: Problem(Free(), q).affine(torch.ones(2, 3)), ValueError, ["(2, 3)", "square"]),
-        (lambda q: Problem(Free(), q).affine(torch.ones(3, 3)), ValueError, ["singular values"]),
-        (lambda q: Problem(Free(), q).step(q.c, -1.0), ValueError, ["tau", "-1.0"]),
-        (lambda q: Problem(Free(), q).step(q.c, torch.ones(2)), ValueError, ["tau", "(2,)", "3"]),
+        (lambda q: eq.Problem("relu", q), TypeError, ["prior", "str", "Prior"]),  # type: ignore[arg-type]
+        (lambda q: eq.Problem(eq.NonNegative(), torch.ones(2)), TypeError, ["coupling", "Tensor"]),  # type: ignore[arg-type]
+        (lambda q: eq.Problem(eq.Free(), q, 0.1), TypeError, ["regularizer", "float"]),  # type: ignore[arg-type]
+        (lambda q: eq.Problem(eq.Free(), q, eq.L1(), "grad"), ValueError, ["'grad'", "'gradient'"]),  # type: ignore[arg-type]
+        (lambda q: eq.Problem(eq.Free(), q, eq.HSIC(), "prox"), ValueError, ["prox", "HSIC", "L1"]),
+        (lambda q: eq.Problem(eq.Free(), q).moreau(0.0), ValueError, ["alpha", "0.0"]),
+        (lambda q: eq.Problem(eq.Free(), q).moreau(1.5), ValueError, ["alpha", "1.5"]),
+        (lambda q: eq.Problem(eq.Free(), q).affine(0.0), ValueError, ["matrix", "invertible"]),
+        (
+            lambda q: eq.Problem(eq.Free(), q).affine(torch.ones(2, 3)),
+            ValueError,
+            ["(2, 3)", "square"],
+        ),
+        (
+            lambda q: eq.Problem(eq.Free(), q).affine(torch.ones(3, 3)),
+            ValueError,
+            ["singular values"],
+        ),
+        (lambda q: eq.Problem(eq.Free(), q).step(q.c, -1.0), ValueError, ["tau", "-1.0"]),
+        (
+            lambda q: eq.Problem(eq.Free(), q).step(q.c, torch.ones(2)),
+            ValueError,
+            ["tau", "(2,)", "3"],
+        ),
     ],
 )
 def test_bad_input_is_named(

@@ -12,14 +12,8 @@ import torch
 from scipy.optimize import minimize
 from torch.autograd import gradcheck
 
-from equilibria.problems.regularizers import (
-    HSIC,
-    L1,
-    Decorrelation,
-    FeatureIncay,
-    Regularizer,
-    SquaredNorm,
-)
+import equilibria as eq
+from equilibria.problems import Regularizer
 from tests.problems.test_operators import randn
 
 Array = np.ndarray
@@ -53,16 +47,16 @@ def hsic(z: Array, channels: bool = False, bandwidth: float = 0.8) -> Array:
 
 
 CASES: dict[str, tuple[Regularizer, Callable[[Array], Array]]] = {
-    "squared": (SquaredNorm(0.7), lambda z: 0.35 * (z.reshape(len(z), -1) ** 2).sum(1)),
-    "l1": (L1(0.7), lambda z: 0.7 * np.abs(z.reshape(len(z), -1)).sum(1)),
-    "incay": (FeatureIncay(0.7, 0.3), incay),
-    "decorrelation": (Decorrelation(0.7), decorrelation),
+    "squared": (eq.SquaredNorm(0.7), lambda z: 0.35 * (z.reshape(len(z), -1) ** 2).sum(1)),
+    "l1": (eq.L1(0.7), lambda z: 0.7 * np.abs(z.reshape(len(z), -1)).sum(1)),
+    "incay": (eq.FeatureIncay(0.7, 0.3), incay),
+    "decorrelation": (eq.Decorrelation(0.7), decorrelation),
     "decorrelation channels": (
-        Decorrelation(0.7, features="channels"),
+        eq.Decorrelation(0.7, features="channels"),
         lambda z: decorrelation(z, True),
     ),
-    "hsic": (HSIC(0.7, bandwidth=0.8), hsic),
-    "hsic channels": (HSIC(0.7, bandwidth=0.8, features="channels"), lambda z: hsic(z, True)),
+    "hsic": (eq.HSIC(0.7, bandwidth=0.8), hsic),
+    "hsic channels": (eq.HSIC(0.7, bandwidth=0.8, features="channels"), lambda z: hsic(z, True)),
 }
 SHAPES = [(5, 3, 2, 2), (3, 4, 2, 3), (6, 4)]
 each = pytest.mark.parametrize("name", CASES)
@@ -98,7 +92,7 @@ def test_grad_is_the_derivative_of_the_formula(name: str, shape: tuple[int, ...]
     assert gradcheck(regularizer.grad, live)  # the Hessian, for adjoints
 
 
-@pytest.mark.parametrize("regularizer", [SquaredNorm(0.7), L1(0.7)], ids=["squared", "l1"])
+@pytest.mark.parametrize("regularizer", [eq.SquaredNorm(0.7), eq.L1(0.7)], ids=["squared", "l1"])
 @pytest.mark.parametrize("tau", [0.2, 1.0, 4.0])
 def test_prox_minimizes(regularizer: Regularizer, tau: float) -> None:
     z = randn(3, 4)
@@ -116,7 +110,7 @@ def test_prox_minimizes(regularizer: Regularizer, tau: float) -> None:
 
 
 def test_incay_curvature_holds_and_is_attained() -> None:
-    regularizer = FeatureIncay(0.7, 0.3)
+    regularizer = eq.FeatureIncay(0.7, 0.3)
     bounds = regularizer.curvature()
     assert bounds.rigorous
     directions = torch.nn.functional.normalize(randn(400, 3), dim=1)
@@ -136,7 +130,7 @@ def test_decorrelation_of_dead_features() -> None:
     z = randn(5, 4)
     dead = z.clone()
     dead[:, 1] = 0.0
-    regularizer = Decorrelation(0.7)
+    regularizer = eq.Decorrelation(0.7)
     alive = dead[:, [0, 2, 3]]
     torch.testing.assert_close(regularizer.value(dead), regularizer.value(alive))
     torch.testing.assert_close(regularizer.grad(dead)[:, [0, 2, 3]], regularizer.grad(alive))
@@ -156,9 +150,9 @@ def test_hsic_sees_dependence_that_correlation_does_not() -> None:
     y = x**2 - 1
     dependent = torch.cat([x, y], 1)
     independent = torch.cat([x, y[torch.randperm(200, generator=torch.Generator())]], 1)
-    assert float(HSIC().value(dependent)) > 5 * float(HSIC().value(independent))
-    assert float(HSIC().value(randn(1, 6))) == 0.0  # a batch of one
-    assert bool((HSIC().grad(randn(1, 6)) == 0).all())
+    assert float(eq.HSIC().value(dependent)) > 5 * float(eq.HSIC().value(independent))
+    assert float(eq.HSIC().value(randn(1, 6))) == 0.0  # a batch of one
+    assert bool((eq.HSIC().grad(randn(1, 6)) == 0).all())
 
 
 @pytest.mark.parametrize(
@@ -167,21 +161,21 @@ def test_hsic_sees_dependence_that_correlation_does_not() -> None:
 def test_random_fourier_hsic(shape: tuple[int, ...], features: str) -> None:
     """Exactly the estimator with F F' for the kernel; its gradient; and its limit."""
     z = randn(*shape, seed=3)
-    regularizer = HSIC(0.7, bandwidth=0.8, random_features=6, features=features)  # type: ignore[arg-type]
+    regularizer = eq.HSIC(0.7, bandwidth=0.8, random_features=6, features=features)  # type: ignore[arg-type]
     live = z.clone().requires_grad_()
     value = regularizer.value(live)
     (auto,) = torch.autograd.grad(value, live)
     torch.testing.assert_close(regularizer.grad(z), auto, rtol=1e-9, atol=1e-12)
     assert gradcheck(regularizer.grad, live)
-    exact = HSIC(0.7, bandwidth=0.8, features=features).value(z)  # type: ignore[arg-type]
-    many = HSIC(0.7, bandwidth=0.8, random_features=4000, features=features).value(z)  # type: ignore[arg-type]
+    exact = eq.HSIC(0.7, bandwidth=0.8, features=features).value(z)  # type: ignore[arg-type]
+    many = eq.HSIC(0.7, bandwidth=0.8, random_features=4000, features=features).value(z)  # type: ignore[arg-type]
     torch.testing.assert_close(many, exact, rtol=0.15, atol=0)
 
 
 def test_random_fourier_estimator_pair_by_pair() -> None:
     """sum_{i<j} |C_i' C_j|^2 / (B-1)^2 with the regularizer's own features, in a double loop."""
     z = randn(7, 4)
-    regularizer = HSIC(0.7, bandwidth=0.8, random_features=5, seed=2)
+    regularizer = eq.HSIC(0.7, bandwidth=0.8, random_features=5, seed=2)
     w = torch.randn(1, 5, generator=torch.Generator().manual_seed(2), dtype=torch.float64) / 0.8
     features = [
         torch.cat([torch.cos(z[:, [i]] @ w), torch.sin(z[:, [i]] @ w)], 1) / math.sqrt(5)
@@ -195,7 +189,7 @@ def test_random_fourier_estimator_pair_by_pair() -> None:
 
 @pytest.mark.parametrize("name", [*CASES, "hsic fourier"])
 def test_compile_fullgraph(name: str) -> None:
-    fourier = HSIC(0.7, bandwidth=0.8, random_features=4)
+    fourier = eq.HSIC(0.7, bandwidth=0.8, random_features=4)
     regularizer = CASES[name][0] if name in CASES else fourier
     z = randn(3, 2, 2, 2)
     torch.compiler.reset()
@@ -210,13 +204,13 @@ def test_compile_fullgraph(name: str) -> None:
 @pytest.mark.parametrize(
     ("make", "names"),
     [
-        (lambda: SquaredNorm(-1.0), ["SquaredNorm", "weight", "-1.0"]),
-        (lambda: L1(math.nan), ["L1", "weight", "nan"]),
-        (lambda: FeatureIncay(1.0, 0.0), ["FeatureIncay", "eps", "0.0"]),
-        (lambda: Decorrelation(1.0, features="rows"), ["Decorrelation", "features", "'rows'"]),  # type: ignore[arg-type]
-        (lambda: HSIC(1.0, bandwidth=0.0), ["HSIC", "bandwidth", "0.0"]),
-        (lambda: HSIC(1.0, random_features=0), ["HSIC", "random_features", "0"]),
-        (lambda: Decorrelation().value(randn(3)), ["[B, *state]", "(3,)"]),
+        (lambda: eq.SquaredNorm(-1.0), ["SquaredNorm", "weight", "-1.0"]),
+        (lambda: eq.L1(math.nan), ["L1", "weight", "nan"]),
+        (lambda: eq.FeatureIncay(1.0, 0.0), ["FeatureIncay", "eps", "0.0"]),
+        (lambda: eq.Decorrelation(1.0, features="rows"), ["Decorrelation", "features", "'rows'"]),  # type: ignore[arg-type]
+        (lambda: eq.HSIC(1.0, bandwidth=0.0), ["HSIC", "bandwidth", "0.0"]),
+        (lambda: eq.HSIC(1.0, random_features=0), ["HSIC", "random_features", "0"]),
+        (lambda: eq.Decorrelation().value(randn(3)), ["[B, *state]", "(3,)"]),
     ],
 )
 def test_bad_options_are_named(make: Callable[[], object], names: list[str]) -> None:

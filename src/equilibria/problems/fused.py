@@ -35,15 +35,15 @@ from equilibria.solvers import Picard, ProximalGradient
 from .gaussian import Gaussian
 from .operators import ConvOperator
 from .priors import NonNegative
-from .problem import HiddenProblem, Problem
+from .problem import Problem
 
 
-def serves(problem: HiddenProblem, choice: Choice, adjoint: Adjoint | None) -> bool:
+def serves(problem: Problem, choice: Choice, adjoint: Adjoint | None) -> bool:
     """Whether the fused path gives what these options ask for."""
-    if not isinstance(problem, Problem) or problem.regularizer is not None:
-        return False
     q = problem.coupling
     if type(problem.prior) is not NonNegative or type(q) is not Gaussian:
+        return False
+    if problem.regularizer is not None:
         return False
     if q.patches is None or q.metric is None or not _plain(q.operator, q.c):
         return False

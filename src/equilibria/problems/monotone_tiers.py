@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from equilibria.engine.dense import inverse_each
-from equilibria.problems.monotone_operator import MonotoneOperator, States, gram_bound
+from equilibria.problems.monotone_operator import MonotoneOperator, Resolvent, States, gram_bound
 from equilibria.problems.norms import UNIT, convolution_norm_upper, exact, replaced
 from equilibria.problems.priors import at_least_float32
 
@@ -372,18 +372,34 @@ class TieredMonotone(MonotoneOperator):
         sizes = tuple((h + 2 * p, w + 2 * p) for h, w in self.sizes)
         return replaced(self, geometry=Torus(p, border=p), sizes=sizes)
 
-    def resolvent(self, alpha: float | Tensor) -> TieredResolvent:
-        if not isinstance(self.geometry, Torus):
+    def resolvent(self, alpha: float | Tensor) -> Resolvent:
+        """V u by forward substitution, each tier's diagonal block inverted by FFT."""
+        space = self.geometry
+        if not isinstance(space, Torus):
             raise ValueError(
                 "On a plane I + α(I − W) has no cheap inverse; take the resolvent of lifted()."
             )
         with torch.autocast(self.kernels[0].device.type, enabled=False):
-            inverses = [self._inverse(i, alpha) for i in range(len(self.kernels))]
-        return TieredResolvent(self, alpha, inverses)
+            inverses = [self._inverse(i, alpha, space) for i in range(len(self.kernels))]
+        a, n = (tuple(map(at_least_float32, weights)) for weights in (self.a, self.n))
 
-    def _inverse(self, i: int, alpha: float | Tensor) -> Tensor:
+        def apply(u: States) -> States:
+            out: list[Tensor] = []
+            last: Tensor | None = None
+            with torch.autocast(u[0].device.type, enabled=False):
+                for i, part in enumerate(u):
+                    right = at_least_float32(part)
+                    if last is not None:
+                        coupled = space.out_adjoint(space.down(last, n[i - 1]), a[i])
+                        right = right - 2.0 * alpha * coupled
+                    last = _divided(right, inverses[i], coupled=i < len(n))
+                    out.append(last.to(part.dtype))
+            return tuple(out)
+
+        return apply
+
+    def _inverse(self, i: int, alpha: float | Tensor, space: Torus) -> Tensor:
         """(I + α(I − Wᵢᵢ))⁻¹ frequency by frequency, transposed for rows: [h, w, C, C]."""
-        assert isinstance(self.geometry, Torus)
         rows, cols = self.sizes[i]
         kernel = self._difference(i)
         if i == len(self.n):
@@ -391,47 +407,20 @@ class TieredMonotone(MonotoneOperator):
         else:
             rows, cols = rows // 2, cols // 2
             phases, origin = phase_kernel(kernel)
-            down, shift = phase_kernel_down(at_least_float32(self.n[i]), self.geometry.shift)
+            down, shift = phase_kernel_down(at_least_float32(self.n[i]), space.shift)
             n = symbol(down, shift, rows, cols)
             system = alpha * (symbol(phases, origin, rows, cols) + n.mH @ n)
         eye = torch.eye(system.shape[-1], dtype=system.dtype, device=system.device)
         return inverse_each(eye + system).mT
 
 
-class TieredResolvent:
-    """V u by forward substitution, each tier's diagonal block inverted by FFT."""
-
-    def __init__(
-        self, operator: TieredMonotone, alpha: float | Tensor, inverses: Sequence[Tensor]
-    ) -> None:
-        self.geometry = operator.geometry
-        self.alpha = alpha
-        self.inverses = tuple(inverses)
-        self.a = tuple(at_least_float32(t) for t in operator.a)
-        self.n = tuple(at_least_float32(t) for t in operator.n)
-
-    def __call__(self, u: States) -> States:
-        space, out = self.geometry, []
-        last: Tensor | None = None
-        with torch.autocast(u[0].device.type, enabled=False):
-            for i, part in enumerate(u):
-                right = at_least_float32(part)
-                if last is not None:
-                    coupled = space.out_adjoint(space.down(last, self.n[i - 1]), self.a[i])
-                    right = right - 2.0 * self.alpha * coupled
-                last = self._solve(right, i)
-                out.append(last.to(part.dtype))
-        return tuple(out)
-
-    def _solve(self, x: Tensor, i: int) -> Tensor:
-        """One diagonal block: [B, c, H, W] → the same."""
-        coupled = i < len(self.n)
-        if coupled:
-            x = F.pixel_unshuffle(x, 2)
-        size = x.shape[-2:]
-        waves = torch.fft.rfft2(x).permute(2, 3, 0, 1) @ self.inverses[i]
-        found = torch.fft.irfft2(waves.permute(2, 3, 0, 1), s=size)
-        return F.pixel_shuffle(found, 2) if coupled else found
+def _divided(x: Tensor, inverse: Tensor, *, coupled: bool) -> Tensor:
+    """One diagonal block by FFT, on the four phases where a tier follows: [B, c, H, W] → same."""
+    if coupled:
+        x = F.pixel_unshuffle(x, 2)
+    waves = torch.fft.rfft2(x).permute(2, 3, 0, 1) @ inverse
+    found = torch.fft.irfft2(waves.permute(2, 3, 0, 1), s=x.shape[-2:])
+    return F.pixel_shuffle(found, 2) if coupled else found
 
 
 def _block_norms(diagonal: list[Tensor], down: list[Tensor], outs: list[Tensor]) -> Tensor:

@@ -69,8 +69,9 @@ def minimize_from(
     ``bounds`` gives (m, L) good enough to choose a solver by, or None; the start may be zero.
     """
     choice = choice_for(problem, Auto() if solver is None else solver, bounds)
-    if callback is None and not throw and _may_fuse(problem, choice, adjoint):
-        assert isinstance(problem, Problem)
+    # A compiler follows the general path; the fused path has nothing left to fuse.
+    plain = callback is None and not throw and not torch.compiler.is_compiling()
+    if plain and isinstance(problem, Problem) and serves(problem, choice, adjoint):
         quick = fused_solve(problem, start, choice, adjoint, zero_start=zero_start)
         return dataclasses.replace(quick, choice=choice.reason)
     tau = choice.tau
@@ -138,8 +139,3 @@ def _judged_by_own_map(
         return proximal_slack(inputs[-1] if per_sample else tau)
 
     return Surrogate(step, own, near, None)
-
-
-def _may_fuse(problem: HiddenProblem, choice: Choice, adjoint: Adjoint | None) -> bool:
-    # A compiler follows the general path; the fused path has nothing left to fuse.
-    return not torch.compiler.is_compiling() and serves(problem, choice, adjoint)
