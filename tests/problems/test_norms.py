@@ -16,7 +16,6 @@ from equilibria.problems.norms import (
     dense_norm,
     metric_root,
     patched_kernel,
-    power_norm,
 )
 from equilibria.problems.operators import ConvOperator, SeparableConvOperator
 from equilibria.problems.patches import Patches
@@ -184,15 +183,6 @@ def test_patched_kernel_is_convolution_then_patches_then_hidden(
     # [B, group·m, h, w] → the rows' order (group, h, w), m inside
     made = made.reshape(2, 2, 5, -1).transpose(2, 3).reshape(2, -1, 5)
     torch.testing.assert_close(made, rows, rtol=0, atol=1e-12)
-
-
-def test_power_iteration_of_zero_and_of_a_diagonal() -> None:
-    options = {"dtype": torch.float64, "device": torch.device("cpu")}
-    assert power_norm(lambda v: 0.0 * v, (4,), **options) == 0.0  # type: ignore[arg-type]
-    scales = torch.tensor([3.0, 1.0, 0.5], dtype=torch.float64)
-    sigma = power_norm(lambda v: scales**2 * v, (3,), **options)  # type: ignore[arg-type]
-    assert sigma == pytest.approx(3.0, rel=1e-6)
-    assert sigma <= 3.0 + 1e-14
 
 
 def test_a_known_kernel_is_not_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:

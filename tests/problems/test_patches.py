@@ -61,14 +61,6 @@ def test_split_by_loops_and_merge_back(
             assert merged.is_contiguous(memory_format=layout)
 
 
-def test_gradient_of_split_is_merge() -> None:
-    patches = Patches(channels=2, size=2)
-    r = randn(1, 4, 4, 6).requires_grad_()
-    weight = randn(*patches.split(r).shape, seed=1)
-    (grad,) = torch.autograd.grad((patches.split(r) * weight).sum(), r)
-    torch.testing.assert_close(grad, patches.merge(weight, r.shape), rtol=0, atol=0)
-
-
 @pytest.mark.parametrize(
     ("shape", "words"),
     [
