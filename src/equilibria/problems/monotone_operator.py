@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from equilibria.engine.transforms import functorch_active
-from equilibria.problems.norms import UNIT, dense_norm, exact, replaced
+from equilibria.problems.norms import UNIT, dense_norm, exact, replaced, sum_error
 from equilibria.problems.priors import Prior, at_least_float32
 
 States = tuple[Tensor, ...]
@@ -163,9 +163,8 @@ class DenseMonotone(MonotoneOperator):
         return replaced(self, weight=exact(self.weight))
 
     def rounding(self, z: States, *, transposed: bool = False) -> States:
-        terms = (self.weight.shape[0] + 2) * UNIT
         size = self.weight.abs() if transposed else self.weight.abs().mT
-        return (terms / (1.0 - terms) * (z[0].abs() @ size),)
+        return (sum_error(self.weight.shape[0] + 2) * (z[0].abs() @ size),)
 
 
 class MonotoneInclusion:

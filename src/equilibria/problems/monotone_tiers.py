@@ -33,7 +33,14 @@ from torch import Tensor
 
 from equilibria.engine.dense import inverse_each
 from equilibria.problems.monotone_operator import MonotoneOperator, Resolvent, States, gram_bound
-from equilibria.problems.norms import UNIT, convolution_norm_upper, exact, replaced
+from equilibria.problems.norms import (
+    UNIT,
+    convolution_norm_upper,
+    exact,
+    replaced,
+    sum_error,
+    waves,
+)
 from equilibria.problems.priors import at_least_float32
 
 
@@ -164,23 +171,14 @@ _SAMPLES_PER_TAP = 5
 _SQUARINGS = 4
 
 
-def _waves(points: int, size: int, taps: int, origin: int, like: Tensor) -> Tensor:
-    """e^{iθ(a − origin)} for the first ``points`` frequencies of ``size``, [points, taps]."""
-    steps = torch.arange(taps, dtype=torch.float64) - origin
-    angles = torch.outer(torch.arange(points, dtype=torch.float64), steps) * (2 * math.pi / size)
-    waves = torch.complex(angles.cos(), angles.sin())
-    kind = torch.complex128 if like.dtype == torch.float64 else torch.complex64
-    return waves.to(device=like.device, dtype=kind)
-
-
 def symbol(kernel: Tensor, origin: int, rows: int, cols: int) -> Tensor:
     """K̂ at the frequencies of rfft2 on a rows × cols torus: [o, c, t, t] → [rows, ., o, c].
 
     ``origin`` is the tap that stands over the output pixel.
     """
     taps = kernel.shape[-1]
-    down = _waves(rows, rows, taps, origin, kernel)
-    across = _waves(cols // 2 + 1, cols, taps, origin, kernel)
+    down = waves(rows, rows, taps, kernel, origin)
+    across = waves(cols // 2 + 1, cols, taps, kernel, origin)
     half = torch.einsum("lb,ocab->laoc", across, kernel.to(down.dtype))
     return torch.einsum("ja,laoc->jloc", down, half)
 
@@ -357,8 +355,8 @@ class TieredMonotone(MonotoneOperator):
         cast = {name: tuple(t.abs() for t in getattr(self, name)) for name in ("a", "n", "kernels")}
         sizes = replaced(self, sign=1.0, **cast)
         parts = tuple(part.abs() for part in z)
-        gamma = terms * UNIT / (1.0 - terms * UNIT)
-        return tuple(gamma * t for t in (sizes.adjoint(parts) if transposed else sizes(parts)))
+        found = sizes.adjoint(parts) if transposed else sizes(parts)
+        return tuple(sum_error(terms) * t for t in found)
 
     @property
     def border(self) -> int:

@@ -141,11 +141,12 @@ def _polyphase(weight: Tensor, stride: tuple[int, int]) -> Tensor:
     return phases.reshape(g, o, i * sh * sw, th, tw)
 
 
-def _roots_of_unity(points: Sequence[int], n: int, taps: int, device: torch.device) -> Tensor:
-    angles = torch.outer(
-        torch.tensor(points, dtype=torch.float64), torch.arange(taps, dtype=torch.float64)
-    )
-    return torch.polar(torch.ones_like(angles), angles * (2.0 * math.pi / n)).to(device)
+def waves(points: int, size: int, taps: int, like: Tensor, origin: int = 0) -> Tensor:
+    """e^{iθ(a − origin)} for the first ``points`` frequencies of ``size``, [points, taps]."""
+    steps = torch.arange(taps, dtype=torch.float64) - origin
+    angles = torch.outer(torch.arange(points, dtype=torch.float64), steps) * (2 * math.pi / size)
+    kind = torch.complex128 if like.dtype == torch.float64 else torch.complex64
+    return torch.complex(angles.cos(), angles.sin()).to(device=like.device, dtype=kind)
 
 
 def convolution_norm_upper(
@@ -186,8 +187,7 @@ def _symbol_norm_upper(w: Tensor, stride: tuple[int, int], groups: int) -> float
     g, o, i, th, tw = w.shape
     nh, nw = (max(1, _SAMPLES_PER_TAP * (taps - 1)) for taps in (th, tw))
     # A real kernel has K̂(−θ) = conj K̂(θ): half of the last axis is enough.
-    eh = _roots_of_unity(range(nh), nh, th, w.device)
-    ew = _roots_of_unity(range(nw // 2 + 1), nw, tw, w.device)
+    eh, ew = waves(nh, nh, th, w), waves(nw // 2 + 1, nw, tw, w)
     half = torch.einsum("lb,goiab->lgoia", ew, w.to(ew.dtype))
     best = 0.0
     step = max(1, _CHUNK // max(1, g * o * i * ew.shape[0]))

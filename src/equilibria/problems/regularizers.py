@@ -81,6 +81,12 @@ class _Weighted(Regularizer):
     def __post_init__(self) -> None:
         check_number(self, "weight", low=0.0)
 
+    def step_rounding(self, z: Tensor, moved: Tensor) -> Tensor | None:
+        if not self.has_prox:
+            return None
+        # A product or quotient and a sum, or a difference of two: each term at most this.
+        return 8 * UNIT * sample_norm([z.abs() + moved.abs() + self.weight * (1.0 + z.abs())])
+
 
 @dataclass(frozen=True)
 class SquaredNorm(_Weighted):
@@ -104,9 +110,6 @@ class SquaredNorm(_Weighted):
 
     def rounding_error(self, z: Tensor, form: str) -> Tensor | float | None:
         return (8 if form == "prox" else 2 * self.weight) * UNIT * z.abs()
-
-    def step_rounding(self, z: Tensor, moved: Tensor) -> Tensor | None:
-        return _few_roundings(z, moved, self.weight)
 
 
 @dataclass(frozen=True)
@@ -133,9 +136,6 @@ class L1(_Weighted):
     def rounding_error(self, z: Tensor, form: str) -> Tensor | float | None:
         """In gradient form L1 is part of the prior."""
         return 8 * UNIT * z.abs() if form == "prox" else 0.0
-
-    def step_rounding(self, z: Tensor, moved: Tensor) -> Tensor | None:
-        return _few_roundings(z, moved, self.weight)
 
 
 @dataclass(frozen=True)
@@ -175,11 +175,6 @@ class FeatureIncay(_Weighted):
     def step_rounding(self, z: Tensor, moved: Tensor) -> Tensor | None:
         size = z.abs() + moved.abs() + self.grad(z).abs()
         return (z[0].numel() + 64) * UNIT * sample_norm([size])
-
-
-def _few_roundings(z: Tensor, moved: Tensor, weight: float) -> Tensor:
-    """A product or quotient and a sum, or a difference of two: each term at most this. [B]."""
-    return 8 * UNIT * sample_norm([z.abs() + moved.abs() + weight * (1.0 + z.abs())])
 
 
 def feature_rows(z: Tensor, features: Features) -> Tensor:
