@@ -85,9 +85,7 @@ class _Solve:
     divergence: float
     zero_start: bool
     watch: Watch
-    residual: Tensor | None = None
-    scale: Tensor | None = None
-    code: Tensor | None = None
+    found: tuple[Tensor, Tensor, Tensor] | None = None  # residual, scale and result code, [B]
 
 
 def fused_solve(
@@ -115,13 +113,12 @@ def fused_solve(
         value: Tensor = _FusedSteps.apply(  # type: ignore[no-untyped-call]
             q.c, q.operator.weight, q.metric, q.gamma, z0.to(q.c.dtype), run
         )
-    assert run.residual is not None
-    assert run.scale is not None
-    assert run.code is not None
-    relative = run.residual / run.scale.clamp_min(torch.finfo(run.scale.dtype).tiny)
-    steps = torch.full_like(run.code, run.steps, dtype=torch.int32)
-    stats = Stats(steps, run.residual, relative, run.steps, 0, BackwardStats())
-    return Solution(value, run.code, stats)
+    assert run.found is not None
+    residual, scale, code = run.found
+    relative = residual / scale.clamp_min(torch.finfo(scale.dtype).tiny)
+    steps = torch.full_like(code, run.steps, dtype=torch.int32)
+    stats = Stats(steps, residual, relative, run.steps, 0, BackwardStats())
+    return Solution(value, code, stats)
 
 
 class _FusedSteps(torch.autograd.Function):
@@ -147,12 +144,10 @@ class _FusedSteps(torch.autograd.Function):
         assert z is not None
         failed = _judge(run, residual, scale, limit, z.dtype)
         if run.zero_start:
-            z = blank(z, failed)
-            clean = z
+            z = clean = blank(z, failed)
         else:
-            rows = failed.view(-1, 1, 1, 1)
             clean = blank(z.clone(), failed)
-            z = torch.where(rows, z0, z)
+            z = torch.where(failed.view(-1, 1, 1, 1), z0, z)
         ctx.run = run
         ctx.save_for_backward(c, weight, flipped, metric, gamma, clean, failed)
         return z
@@ -189,8 +184,7 @@ def _pull(
     dc, dm, dgamma = kernel.pull(a, p, run.tau, with_metric=needs[2], with_gamma=needs[3])
     dw = None
     if needs[1]:
-        dw = _weight_gradient(d, message, weight)
-        dw = dw - _weight_gradient(z, dc, weight)
+        dw = _weight_gradient(d, message, weight) - _weight_gradient(z, dc, weight)
     return (
         dc if needs[0] else None,
         dw,
@@ -210,8 +204,8 @@ def _judge(
     exact = max(1.0, 1.0 / run.tau) * residual <= 2 * torch.finfo(dtype).eps * scale
     code = torch.where(exact, int(Result.converged), code)
     code = torch.where(diverged, int(Result.diverged), code)
-    run.code = torch.where(infinite, int(Result.nonfinite), code).to(torch.int8)
-    run.residual, run.scale = residual, scale
+    code = torch.where(infinite, int(Result.nonfinite), code).to(torch.int8)
+    run.found = residual, scale, code
     return infinite | diverged
 
 
@@ -223,7 +217,7 @@ def _laid_out(weight: Tensor, like: Tensor) -> Tensor:
 
 
 def _padding(weight: Tensor) -> list[int]:
-    return [weight.shape[2] // 2, weight.shape[3] // 2]
+    return [k // 2 for k in weight.shape[2:]]
 
 
 def _convolve(x: Tensor, weight: Tensor) -> Tensor:

@@ -23,28 +23,24 @@ class GammaPolicy(ABC):
 
     @abstractmethod
     def __call__(self, energies: Tensor) -> Tensor:
-        """γ [B], float32 or better, from the energies [B, P] of each sample's patches at z = 0.
-
-        The energies carry their graph: what the policy computes from them has a gradient.
-        """
+        """γ [B], float32 or better, from a sample's patch energies [B, P], which carry a graph."""
 
     @property
+    @abstractmethod
     def input_dependent(self) -> bool:
         """Whether γ changes with the input, which changes the map x → z* even when detached."""
-        return True
 
     @property
+    @abstractmethod
     def lipschitz_factor(self) -> float | None:
-        """F in Lip(x → z*) ≤ F·(μ/m)·‖x → c̃‖ (docs/facts.md, fact 5), or None: none is known."""
-        return None
+        """F in Lip(x → z*) ≤ F·(μ/m)·‖x → c̃‖ (docs/facts.md, fact 5), or None: there is none."""
 
 
 def _check_energies(energies: Tensor) -> Tensor:
     """Energies in float32 or better."""
-    if energies.ndim != 2 or energies.shape[1] == 0:
-        raise ValueError(
-            f"A γ policy takes patch energies [B, P] with P ≥ 1, got shape {tuple(energies.shape)}."
-        )
+    shape = tuple(energies.shape)
+    if len(shape) != 2 or shape[1] == 0:
+        raise ValueError(f"A γ policy takes patch energies [B, P] with P ≥ 1, got shape {shape}.")
     return energies.to(torch.promote_types(energies.dtype, torch.float32))
 
 
@@ -75,6 +71,7 @@ class _PatchEnergy(GammaPolicy):
     scale: float = 0.2
     floor: float = 1e-12
     detach: bool = field(default=False, kw_only=True)
+    input_dependent = True
 
     def __post_init__(self) -> None:
         check_number(self, "scale", low=0.0, low_open=True)
@@ -103,6 +100,8 @@ class MinPatchEnergy(_PatchEnergy):
     No Lipschitz constant of x → z* exists that does not grow with the number of patches: one patch
     of small energy moves the γ of all the others.
     """
+
+    lipschitz_factor = None
 
     def _reduced(self, energies: Tensor) -> Tensor:
         return energies.min(-1).values  # amin has the gradient NaN at a NaN, whatever comes in
@@ -134,8 +133,8 @@ class MeanPatchEnergy(_PatchEnergy):
 class LearnedGamma(_Constant):
     """γ = exp(ρ) with a learned ρ, positive by construction.
 
-    The policy holds no parameter. A layer makes one from ``initial_parameter()``, owns it, and
-    hands ``policy.bind(parameter)`` to the coupling.
+    A layer owns a parameter made by ``initial_parameter()``, and hands ``policy.bind(parameter)``
+    to the coupling.
     """
 
     init: float = 0.5

@@ -205,12 +205,13 @@ class MonotoneInclusion:
     def prox(self, v: Any, alpha: float | Tensor) -> Any:
         """prox_{αf}(v); on a torus that stands for a plane also zero on its border."""
         border = self.operator.border
-        return self.state(tuple(self._prox(part, alpha, border) for part in self.parts(v)))
 
-    def _prox(self, v: Tensor, alpha: float | Tensor, border: int) -> Tensor:
-        if not border:
-            return self.prior.prox(v, alpha)
-        return F.pad(self.prior.prox(_cropped(v, border), alpha), (border,) * 4)
+        def prox(part: Tensor) -> Tensor:
+            if not border:
+                return self.prior.prox(part, alpha)
+            return F.pad(self.prior.prox(_cropped(part, border), alpha), (border,) * 4)
+
+        return self.state(tuple(map(prox, self.parts(v))))
 
     def step(self, z: Any, c: Tensor) -> Any:
         """T(z) = σ(Wz + c), the layer's own map."""
