@@ -144,18 +144,6 @@ def test_derivatives() -> None:
     assert gradgradcheck(prior.value, z, atol=1e-4)
 
 
-def test_vmap_and_half_precision() -> None:
-    prior = BUILT["hardtanh"]
-    v = torch.linspace(-3, 3, 12).reshape(3, 4)
-    for function in (lambda t: prior.prox(t, 0.4), prior.value, prior.activation):
-        torch.testing.assert_close(torch.func.vmap(function)(v), function(v))
-    for dtype in (torch.bfloat16, torch.float16):
-        half = v.to(dtype)
-        assert prior.prox(half, 0.4).dtype == dtype
-        assert prior.value(half).dtype == torch.float32
-        torch.testing.assert_close(prior.prox(half, 0.4), eq.Box(-1, 1).prox(half, 0.4))
-
-
 def test_an_activation_that_overflows_is_cut_where_it_stops_being_finite() -> None:
     prior = eq.CustomPrior(lambda v: torch.log1p(torch.exp(v)))  # inf beyond 709
     z = t64(0.1, 1.0, 20.0)

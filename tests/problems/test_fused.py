@@ -207,27 +207,6 @@ def test_second_derivatives_are_refused() -> None:
         first(made(x).sum(), x, create_graph=True)
 
 
-def test_autocast_keeps_the_state_in_its_dtype() -> None:
-    made = layer(4, 2).float()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        z = made(images().float())
-    assert z.dtype == torch.bfloat16
-    exact = made(images().float())
-    assert float((z.float() - exact).detach().norm() / exact.detach().norm()) < 3e-2
-    z.float().sum().backward()
-    weight = made.U.weight
-    assert isinstance(weight, Tensor)
-    assert weight.grad is not None
-    assert weight.grad.dtype == torch.float32
-
-
-def test_a_compiled_layer_answers_the_same() -> None:
-    made, x = layer(4, 2), images()
-    with torch.no_grad():
-        compiled: Any = torch.compile(made, backend="eager")
-        torch.testing.assert_close(compiled(x), made(x), rtol=1e-10, atol=1e-12)
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("cast", [False, True])
