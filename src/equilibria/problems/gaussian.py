@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from equilibria.ops.gaussian import (
     gaussian_energies,
@@ -18,7 +18,7 @@ from equilibria.ops.gaussian import (
 from equilibria.ops.gaussian_patches import can_fuse, fused_message, patch_energies
 from equilibria.ops.gaussian_planes import can_unshuffle, merge_planes, plane_rows
 from equilibria.problems.gamma import GammaPolicy, as_gamma
-from equilibria.problems.kernels import Curvature, ImageCoupling, unproven
+from equilibria.problems.kernels import Curvature, ImageCoupling, Reasoned, unproven
 from equilibria.problems.norms import (
     FUNCTION,
     UNIT,
@@ -35,8 +35,8 @@ from equilibria.problems.norms import (
 from equilibria.problems.operators import (
     ConvOperator,
     DenseOperator,
-    LinearOperator,
     SeparableConvOperator,
+    Weights,
 )
 from equilibria.problems.patches import Patches
 
@@ -118,7 +118,7 @@ class Gaussian(ImageCoupling):
 
     def __init__(
         self,
-        W: LinearOperator | Tensor | nn.Module,
+        W: Weights,
         c: Tensor,
         gamma: float | Tensor | GammaPolicy = 0.5,
         *,
@@ -379,9 +379,7 @@ class Gaussian(ImageCoupling):
         """‖W_h‖: c̃ is (rows of c)W_h."""
         return 1.0 if self.metric is None else metric_root(self.metric)[1]
 
-    def lipschitz(
-        self, modulus: float, rest: Tensor, reach: float, *, in_x: bool
-    ) -> tuple[float | None, str]:
+    def lipschitz(self, modulus: float, rest: Tensor, reach: float, *, in_x: bool) -> Reasoned:
         """Λ(μ) for a fixed γ; one that changes with the input changes the map too, detached or not:
         its policy has a factor F, Λ = Fμ/m, or none.
         """

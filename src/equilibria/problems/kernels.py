@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from equilibria.problems.norms import (
     FUNCTION,
@@ -26,8 +26,10 @@ from equilibria.problems.norms import (
     sum_error,
     twin_in_double,
 )
-from equilibria.problems.operators import LinearOperator, as_operator
+from equilibria.problems.operators import Weights, as_operator
 from equilibria.problems.priors import Prior, at_least_float32
+
+Reasoned = tuple[float | None, str]  # a constant or None, and why
 
 SIGMOID_CURVATURE = 4.0 / (3.0 * math.sqrt(3.0))  # max of |2t(1 − t²)| over −1 ≤ t ≤ 1
 
@@ -77,7 +79,7 @@ def _scaled(weight: Tensor, t: Tensor) -> Tensor:
 class Coupling(ABC):
     """q(z; x) with ∇q, ∇²q·v and bounds on the spectrum of ∇²q. z [B, *state]."""
 
-    def __init__(self, W: LinearOperator | Tensor | nn.Module, c: Tensor) -> None:
+    def __init__(self, W: Weights, c: Tensor) -> None:
         if not c.is_floating_point():
             raise TypeError(f"c must be a floating-point tensor [B, ...], got {c.dtype}.")
         if c.ndim < 2:
@@ -140,9 +142,7 @@ class Coupling(ABC):
         """‖c → c̃‖, where c̃ is what the constants below are in; 1 for c̃ = c."""
         return 1.0
 
-    def lipschitz(
-        self, modulus: float, rest: Tensor, reach: float, *, in_x: bool
-    ) -> tuple[float | None, str]:
+    def lipschitz(self, modulus: float, rest: Tensor, reach: float, *, in_x: bool) -> Reasoned:
         """A Lipschitz constant of x → z* (``in_x``) or c → z* for all inputs, or None; and why.
 
         ``modulus`` is that of the smooth part for every input, ``rest`` that without q, and
@@ -188,7 +188,7 @@ class Coupling(ABC):
 class ImageCoupling(Coupling):
     """A coupling of Wz to a c that has its shape."""
 
-    def __init__(self, W: LinearOperator | Tensor | nn.Module, c: Tensor) -> None:
+    def __init__(self, W: Weights, c: Tensor) -> None:
         super().__init__(W, c)
         try:
             self.operator.check_output(c.shape[1:])
@@ -218,7 +218,7 @@ class _WithLinearTerm(Coupling):
     ∇q = −φ′(t)c − WᵀWz and ∇²q = −φ″(t)ccᵀ − WᵀW with t = ⟨c, z⟩.
     """
 
-    def __init__(self, W: LinearOperator | Tensor | nn.Module, c: Tensor) -> None:
+    def __init__(self, W: Weights, c: Tensor) -> None:
         super().__init__(W, c)
         try:
             self.operator.output_shape(c.shape[1:])
@@ -296,9 +296,7 @@ class _WithLinearTerm(Coupling):
         inside = sum_error(terms) * (size(z.abs()) + self.operator(z).abs())
         return size.adjoint(inside, z.shape[1:])
 
-    def lipschitz(
-        self, modulus: float, rest: Tensor, reach: float, *, in_x: bool
-    ) -> tuple[float | None, str]:
+    def lipschitz(self, modulus: float, rest: Tensor, reach: float, *, in_x: bool) -> Reasoned:
         return None, "the modulus depends on the input; lipschitz_local holds at this one"
 
     def local_lipschitz(
@@ -367,9 +365,7 @@ class Linear(_WithLinearTerm):
     def hessian_lipschitz(self) -> Tensor | float | None:
         return 0.0
 
-    def lipschitz(
-        self, modulus: float, rest: Tensor, reach: float, *, in_x: bool
-    ) -> tuple[float | None, str]:
+    def lipschitz(self, modulus: float, rest: Tensor, reach: float, *, in_x: bool) -> Reasoned:
         """‖U‖/m."""
         missing = unproven(modulus, reach)
         if missing is not None:
@@ -397,13 +393,7 @@ class Polynomial(_WithLinearTerm):
         offset: a, 1.0 or 0.0.
     """
 
-    def __init__(
-        self,
-        W: LinearOperator | Tensor | nn.Module,
-        c: Tensor,
-        degree: int = 2,
-        offset: float = 1.0,
-    ) -> None:
+    def __init__(self, W: Weights, c: Tensor, degree: int = 2, offset: float = 1.0) -> None:
         super().__init__(W, c)
         if isinstance(degree, bool) or not isinstance(degree, int):
             raise TypeError(f"Polynomial(degree={degree!r}): expected an integer of at least 2.")
@@ -518,7 +508,7 @@ class Activated(ImageCoupling):
         nu: ν > 0; Theorem 1 asks ν ≥ L_σ‖W‖².
     """
 
-    def __init__(self, W: LinearOperator | Tensor, c: Tensor, prior: Prior, nu: float = 1.0):
+    def __init__(self, W: Weights, c: Tensor, prior: Prior, nu: float = 1.0):
         super().__init__(W, c)
         if not isinstance(prior, Prior):
             raise TypeError(f"Activated(prior={prior!r}): expected a prior such as NonNegative().")
@@ -567,9 +557,7 @@ class Activated(ImageCoupling):
         off = off + FUNCTION * (v.abs() + a.abs()) + sum_error(terms + 2) * a.abs()
         return size.adjoint(off, z.shape[1:]) / self.nu
 
-    def lipschitz(
-        self, modulus: float, rest: Tensor, reach: float, *, in_x: bool
-    ) -> tuple[float | None, str]:
+    def lipschitz(self, modulus: float, rest: Tensor, reach: float, *, in_x: bool) -> Reasoned:
         """m‖Δz‖² ≤ (1/ν)⟨WΔz, Δσ⟩ with σ moved by c alone: L_σ‖W‖/(νm)."""
         missing = unproven(modulus, reach)
         if missing is not None:

@@ -613,7 +613,10 @@ class TransposedOperator(LinearOperator):
         return self.base.device
 
 
-def as_operator(w: LinearOperator | Tensor | nn.Module) -> LinearOperator:
+Weights = LinearOperator | Tensor | nn.Module
+
+
+def as_operator(w: Weights) -> LinearOperator:
     """An operator from a matrix, a kernel, or a linear or convolution layer without a bias.
 
     Takes a 2-d tensor [out, in], a 4-d tensor [out, in, k, k] ("same" padding, stride 1),
