@@ -12,10 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from equilibria.certify.lipschitz import global_lipschitz, local_lipschitz
-from equilibria.problems.activated import Activated
 from equilibria.problems.gamma import FixedGamma, LearnedGamma, MeanPatchEnergy, MinPatchEnergy
 from equilibria.problems.gaussian import GAUSSIAN_BEND, Gaussian, gaussian_sensitivity
-from equilibria.problems.kernels import Coupling, Linear, Polynomial, Sigmoidal
+from equilibria.problems.kernels import Activated, Coupling, Linear, Polynomial, Sigmoidal
 from equilibria.problems.operators import ModuleOperator
 from equilibria.problems.priors import Free, Logistic, NonNegative
 from equilibria.problems.problem import Problem

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from equilibria.certify.rounding import residual_rounding, subgradient_rounding
-from equilibria.problems.activated import Activated
 from equilibria.problems.gaussian import Gaussian
-from equilibria.problems.kernels import Coupling, Linear, Polynomial, Sigmoidal
+from equilibria.problems.kernels import Activated, Coupling, Linear, Polynomial, Sigmoidal
 from equilibria.problems.operators import (
     ConvOperator,
     DenseOperator,

@@ -124,25 +124,6 @@ def test_the_gradient_is_the_series_written_out(steps: int, terms: int, gamma: A
         torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-10)
 
 
-def test_the_general_path_gives_the_same_after_four_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, x = layer(4, 3), images()
-    weight = torch.randn(3, 6, 4, 6, dtype=torch.float64)
-    found = gradients(made, x, weight)
-    monkeypatch.setattr(solving, "serves", lambda *_: False)
-    for a, b in zip(found, gradients(made, x, weight), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
-
-
-def test_with_many_terms_it_is_the_implicit_gradient() -> None:
-    made, x = layer(200, 200, bound=0.8), images()
-    weight = torch.randn(3, 6, 4, 6, dtype=torch.float64)
-    found = gradients(made, x, weight)
-    exact = copy.deepcopy(made)
-    exact.solver, exact.adjoint = eq.Picard(rtol=1e-13, max_steps=2000), eq.Implicit()
-    for a, b in zip(found, gradients(exact, x, weight), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-9)
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -224,35 +205,6 @@ def test_second_derivatives_are_refused() -> None:
     first = torch.autograd.grad
     with pytest.raises(RuntimeError, match="no second derivative"):
         first(made(x).sum(), x, create_graph=True)
-
-
-def test_memory_formats_pass_through() -> None:
-    made, x = layer(4, 2), images()
-    last = copy.deepcopy(made).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    z = last(x.to(memory_format=torch.channels_last))
-    assert z.is_contiguous(memory_format=torch.channels_last)
-    torch.testing.assert_close(z, made(x), rtol=1e-10, atol=1e-12)
-
-
-def test_autocast_keeps_the_state_in_its_dtype() -> None:
-    made = layer(4, 2).float()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        z = made(images().float())
-    assert z.dtype == torch.bfloat16
-    exact = made(images().float())
-    assert float((z.float() - exact).detach().norm() / exact.detach().norm()) < 3e-2
-    z.float().sum().backward()
-    weight = made.U.weight
-    assert isinstance(weight, Tensor)
-    assert weight.grad is not None
-    assert weight.grad.dtype == torch.float32
-
-
-def test_a_compiled_layer_answers_the_same() -> None:
-    made, x = layer(4, 2), images()
-    with torch.no_grad():
-        compiled: Any = torch.compile(made, backend="eager")
-        torch.testing.assert_close(compiled(x), made(x), rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.gpu

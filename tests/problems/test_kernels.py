@@ -1,4 +1,4 @@
-"""Linear, polynomial and sigmoid couplings against objectives written apart from them."""
+"""Couplings against objectives written apart from them, quadrature and dense Hessians."""
 
 from __future__ import annotations
 
@@ -8,50 +8,45 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+import scipy.integrate
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from equilibria.problems.kernels import (
+import equilibria as eq
+from equilibria.problems import (
+    Activated,
+    ConvOperator,
     Coupling,
     Curvature,
     DegenerateKernelWarning,
-    Linear,
-    Polynomial,
-    Sigmoidal,
+    DenseOperator,
+    Prior,
 )
-from equilibria.problems.operators import ConvOperator
 from tests.problems.test_operators import conv_matrix, randn
 
 Objective = Callable[[np.ndarray, np.ndarray, np.ndarray], float]
 
 
-def _printed(d: int) -> Objective:
-    return lambda m, c, z: -(float(c @ z) ** d) - 0.5 * float(np.square(m @ z).sum())
+def _objective(phi: Callable[[float], float]) -> Objective:
+    return lambda m, c, z: -phi(float(c @ z)) - 0.5 * float(np.square(m @ z).sum())
 
 
-def _offset(d: int) -> Objective:
-    return lambda m, c, z: -((1 + float(c @ z)) ** d) - 0.5 * float(np.square(m @ z).sum())
-
-
-def _silent_printed(W: object, c: Tensor, degree: int) -> Polynomial:
+def _silent_printed(W: object, c: Tensor, degree: int) -> eq.Polynomial:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DegenerateKernelWarning)
-        return Polynomial(W, c, degree, offset=0.0)  # type: ignore[arg-type]
+        return eq.Polynomial(W, c, degree, offset=0.0)  # type: ignore[arg-type]
 
 
 CASES: dict[str, tuple[Callable[..., Coupling], Objective]] = {
-    "linear": (Linear, lambda m, c, z: -float(c @ z) - 0.5 * float(np.square(m @ z).sum())),
-    "polynomial-2": (lambda W, c: Polynomial(W, c), _offset(2)),
-    "polynomial-3": (lambda W, c: Polynomial(W, c, degree=3), _offset(3)),
-    "polynomial-4": (lambda W, c: Polynomial(W, c, 4, 1.0), _offset(4)),
-    "printed-2": (lambda W, c: _silent_printed(W, c, 2), _printed(2)),
-    "printed-3": (lambda W, c: _silent_printed(W, c, 3), _printed(3)),
-    "sigmoid": (
-        Sigmoidal,
-        lambda m, c, z: -math.tanh(float(c @ z)) - 0.5 * float(np.square(m @ z).sum()),
-    ),
+    "linear": (eq.Linear, _objective(lambda t: t)),
+    "polynomial-2": (lambda W, c: eq.Polynomial(W, c), _objective(lambda t: (1 + t) ** 2)),
+    "polynomial-3": (lambda W, c: eq.Polynomial(W, c, 3), _objective(lambda t: (1 + t) ** 3)),
+    "polynomial-4": (lambda W, c: eq.Polynomial(W, c, 4, 1.0), _objective(lambda t: (1 + t) ** 4)),
+    "printed-2": (lambda W, c: _silent_printed(W, c, 2), _objective(lambda t: t**2)),
+    "printed-3": (lambda W, c: _silent_printed(W, c, 3), _objective(lambda t: t**3)),
+    "sigmoid": (eq.Sigmoidal, _objective(math.tanh)),
 }
 
 
@@ -78,14 +73,8 @@ def _example(conv: bool, seed: int) -> tuple[object, np.ndarray, Tensor, Tensor]
     """(W, its matrix, c, z), batch 2."""
     if conv:
         weight = 0.4 * randn(3, 2, 3, 3, seed=seed)
-        matrix = conv_matrix(weight, 3, 2, padding=1)
-        shape: tuple[int, ...] = (2, 2, 3, 2)
-        return (
-            ConvOperator(weight),
-            matrix,
-            0.3 * randn(*shape, seed=seed + 1),
-            randn(*shape, seed=seed + 2),
-        )
+        c, z = 0.3 * randn(2, 2, 3, 2, seed=seed + 1), randn(2, 2, 3, 2, seed=seed + 2)
+        return ConvOperator(weight), conv_matrix(weight, 3, 2, padding=1), c, z
     weight = 0.5 * randn(4, 5, seed=seed)
     return weight, weight.numpy(), 0.5 * randn(2, 5, seed=seed + 1), randn(2, 5, seed=seed + 2)
 
@@ -98,7 +87,6 @@ def test_value_gradient_and_hvp(name: str, conv: bool) -> None:
     coupling = make(W, c)
     v = randn(*z.shape, seed=5)
     value, grad, hvp = coupling.value(z), coupling.grad(z), coupling.hvp(z, v)
-    assert value.shape == (2,)
     for b in range(2):
         f = lambda t, b=b: objective(matrix, c[b].flatten().numpy(), t)
         at = z[b].flatten().numpy()
@@ -174,20 +162,20 @@ def test_bounds_are_attained() -> None:
     """c along the top singular direction of W: nothing is left between spectrum and bound."""
     weight = torch.diag(torch.tensor([1.5, 0.2], dtype=torch.float64))
     c = torch.tensor([[2.0, 0.0]], dtype=torch.float64)
-    assert Linear(weight, c).curvature().lower == pytest.approx(-2.25, rel=1e-12)
-    assert float(Polynomial(weight, c).curvature().lower) == pytest.approx(-10.25, rel=1e-12)
+    assert eq.Linear(weight, c).curvature().lower == pytest.approx(-2.25, rel=1e-12)
+    assert float(eq.Polynomial(weight, c).curvature().lower) == pytest.approx(-10.25, rel=1e-12)
     k = 4 / (3 * math.sqrt(3))
-    bound = Sigmoidal(weight, c).curvature()
+    bound = eq.Sigmoidal(weight, c).curvature()
     assert float(bound.lower) == pytest.approx(-2.25 - 4 * k, rel=1e-12)
     for sign in (1, -1):  # 2t(1 − t²) is extreme at t = ±1/√3
         z = torch.tensor([[sign * math.atanh(1 / math.sqrt(3)) / 2, 0.0]], dtype=torch.float64)
-        top = float(Sigmoidal(weight, c).hvp(z, torch.eye(2, dtype=torch.float64)[:1])[0, 0])
+        top = float(eq.Sigmoidal(weight, c).hvp(z, torch.eye(2, dtype=torch.float64)[:1])[0, 0])
         assert top == pytest.approx(sign * 4 * k - 2.25, rel=1e-12)
 
 
 def test_polynomials_of_higher_degree_say_that_they_are_unbounded() -> None:
     W, _, c, _ = _example(False, 0)
-    odd, even = Polynomial(W, c, 3).curvature(), Polynomial(W, c, 4).curvature()  # type: ignore[arg-type]
+    odd, even = eq.Polynomial(W, c, 3).curvature(), eq.Polynomial(W, c, 4).curvature()  # type: ignore[arg-type]
     assert (odd.lower, odd.upper) == (-math.inf, math.inf)
     assert (even.lower, even.upper) == (-math.inf, 0.0)
     assert "local_curvature" in odd.note
@@ -196,7 +184,7 @@ def test_polynomials_of_higher_degree_say_that_they_are_unbounded() -> None:
 def test_printed_polynomial_warns_and_starts_away_from_zero() -> None:
     W, _, c, _ = _example(False, 0)
     with pytest.warns(DegenerateKernelWarning, match="degenerate"):
-        printed = Polynomial(W, c, 2, offset=0.0)  # type: ignore[arg-type]
+        printed = eq.Polynomial(W, c, 2, offset=0.0)  # type: ignore[arg-type]
     zero = torch.zeros_like(c)
     assert not printed.grad(zero).any(), "T(0) = 0 is the degeneracy"
     start = printed.default_start(c.shape)
@@ -204,7 +192,7 @@ def test_printed_polynomial_warns_and_starts_away_from_zero() -> None:
     assert (torch.relu(-printed.grad(start)).norm(dim=1) > 0.1).all()
     blank = _silent_printed(W, torch.zeros_like(c), 2)
     assert torch.equal(blank.default_start(), zero)
-    usable = Polynomial(W, c)  # type: ignore[arg-type]
+    usable = eq.Polynomial(W, c)  # type: ignore[arg-type]
     assert torch.equal(usable.default_start(), zero)
     assert usable.grad(zero).any()
 
@@ -212,36 +200,23 @@ def test_printed_polynomial_warns_and_starts_away_from_zero() -> None:
 @pytest.mark.parametrize(
     ("make", "error", "words"),
     [
-        (lambda W, c: Polynomial(W, c, 1), ValueError, "degree=1"),
-        (lambda W, c: Polynomial(W, c, 2.0), TypeError, r"degree=2\.0"),
-        (lambda W, c: Polynomial(W, c, True), TypeError, "degree=True"),
-        (lambda W, c: Polynomial(W, c, 2, 0.5), ValueError, r"offset=0\.5"),
-        (lambda W, c: Linear(W, c[:, :3]), ValueError, r"Linear: c has the shape.*\[B, 5\]"),
-        (lambda W, c: Linear(W, c[0]), ValueError, r"batch first"),
-        (lambda W, c: Linear(W, c.long()), TypeError, r"int64"),
-        (lambda W, c: Linear(W[0], c), ValueError, r"\(5,\)"),
-        (lambda W, c: Linear(W, c).grad(c[:, :2]), ValueError, r"\(2, 2\)"),
-        (lambda W, c: Sigmoidal(W, c).hvp(c, c[:1]), ValueError, r"\(1, 5\)"),
-        (lambda W, c: Sigmoidal(W, c).default_start((2, 4)), ValueError, r"\(2, 4\)"),
+        (lambda W, c: eq.Polynomial(W, c, 1), ValueError, "degree=1"),
+        (lambda W, c: eq.Polynomial(W, c, 2.0), TypeError, r"degree=2\.0"),
+        (lambda W, c: eq.Polynomial(W, c, True), TypeError, "degree=True"),
+        (lambda W, c: eq.Polynomial(W, c, 2, 0.5), ValueError, r"offset=0\.5"),
+        (lambda W, c: eq.Linear(W, c[:, :3]), ValueError, r"Linear: c has the shape.*\[B, 5\]"),
+        (lambda W, c: eq.Linear(W, c[0]), ValueError, r"batch first"),
+        (lambda W, c: eq.Linear(W, c.long()), TypeError, r"int64"),
+        (lambda W, c: eq.Linear(W[0], c), ValueError, r"\(5,\)"),
+        (lambda W, c: eq.Linear(W, c).grad(c[:, :2]), ValueError, r"\(2, 2\)"),
+        (lambda W, c: eq.Sigmoidal(W, c).hvp(c, c[:1]), ValueError, r"\(1, 5\)"),
+        (lambda W, c: eq.Sigmoidal(W, c).default_start((2, 4)), ValueError, r"\(2, 4\)"),
     ],
 )
 def test_bad_input_is_named(make, error: type[Exception], words: str) -> None:  # type: ignore[no-untyped-def]
     W, _, c, _ = _example(False, 0)
     with pytest.raises(error, match=words):
         make(W, c)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_half_precision_values_are_float32(name: str) -> None:
-    make, _ = CASES[name]
-    W, _, c, z = _example(False, 1)
-    assert isinstance(W, Tensor)
-    low = make(W.bfloat16(), c.bfloat16())
-    exact = make(W.bfloat16().double(), c.bfloat16().double())
-    z = z.bfloat16()
-    assert low.value(z).dtype == torch.float32
-    assert low.grad(z).dtype == torch.bfloat16
-    torch.testing.assert_close(low.grad(z).double(), exact.grad(z.double()), rtol=3e-2, atol=3e-2)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -260,13 +235,102 @@ def test_compile_vmap_and_channels_last(name: str) -> None:
         torch.testing.assert_close(e, a)
 
 
-def test_norms_are_lazy_and_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-    real = ConvOperator.norm_upper
-    monkeypatch.setattr(ConvOperator, "norm_upper", lambda op: calls.append(1) or real(op))
-    W, _, c, z = _example(True, 2)
-    coupling = Linear(W, c)  # type: ignore[arg-type]
-    coupling.value(z), coupling.grad(z), coupling.hvp(z, z)
-    assert not calls
-    coupling.curvature(), coupling.local_curvature(z)
-    assert len(calls) == 1
+# OptEq's Eq 3: an activation between W and Wᵀ
+
+PRIORS: dict[str, Prior] = {
+    "relu": eq.NonNegative(),
+    "box": eq.Box(-0.3, 0.8),
+    "soft": eq.SoftThreshold(0.2),
+    "shifted": eq.ShiftedNonNegative(0.1),
+    "leaky": eq.LeakyNonNegative(0.3),
+    "free": eq.Free(),
+    "tanh": eq.Tanh(),
+    "sigmoid": eq.Logistic(),
+    "softplus": eq.Softplus(),
+}
+
+
+@pytest.mark.parametrize("name", list(PRIORS))
+def test_the_potential_is_the_integral_of_the_activation(name: str) -> None:
+    prior = PRIORS[name]
+    one = torch.ones(1, 1, dtype=torch.float64)
+
+    def potential(v: float) -> float:
+        return -float(Activated(one, v * one, prior).value(0 * one))
+
+    def sigma(v: float) -> float:
+        return float(prior.activation(torch.tensor(v, dtype=torch.float64)))
+
+    for low, high in ((-2.0, -0.25), (-0.25, 0.6), (0.6, 3.0)):
+        kinks = [k for k in (-0.3, -0.2, 0.0, 0.1, 0.2, 0.8) if low < k < high]
+        expected = scipy.integrate.quad(sigma, low, high, points=kinks, epsabs=1e-12)[0]
+        assert potential(high) - potential(low) == pytest.approx(expected, abs=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["dense", "conv"])
+@pytest.mark.parametrize("name", list(PRIORS))
+def test_activated_gradient_and_hessian(name: str, kind: str) -> None:
+    prior, nu = PRIORS[name], 1.7
+    if kind == "dense":
+        weight, z, c = randn(5, 3), randn(2, 3, seed=1), randn(2, 5, seed=2)
+        operator, matrix = DenseOperator(weight), weight.numpy()
+    else:
+        weight, z, c = randn(3, 2, 3, 3), randn(2, 2, 3, 4, seed=1), randn(2, 3, 3, 4, seed=2)
+        operator, matrix = ConvOperator(weight), conv_matrix(weight, 3, 4, padding=1)
+    coupling = Activated(operator, c, prior, nu)
+    v = (z.flatten(1) @ torch.from_numpy(matrix).mT + c.flatten(1)).requires_grad_()
+    a = prior.activation(v)
+    (slope,) = torch.autograd.grad(a.sum(), v)
+    expected = -(a.detach().numpy() @ matrix) / nu
+    np.testing.assert_allclose(coupling.grad(z).flatten(1).numpy(), expected, atol=1e-12)
+    at = z.clone().requires_grad_()
+    (by_autograd,) = torch.autograd.grad(coupling.value(at).sum(), at)
+    np.testing.assert_allclose(by_autograd.flatten(1).numpy(), expected, atol=1e-9)
+    direction = randn(*z.shape, seed=3)
+    hessian = [-(matrix.T * slope[i].numpy()) @ matrix / nu for i in range(2)]
+    product = np.stack([h @ d for h, d in zip(hessian, direction.flatten(1).numpy(), strict=True)])
+    np.testing.assert_allclose(coupling.hvp(z, direction).flatten(1).numpy(), product, atol=1e-9)
+    bounds = coupling.curvature()
+    for h in hessian:
+        values = np.linalg.eigvalsh(h)
+        assert bounds.lower - 1e-12 <= values[0]
+        assert values[-1] <= bounds.upper + 1e-12
+    assert coupling.local_curvature(z) == bounds
+
+
+def test_the_map_of_activated_is_equation_3() -> None:
+    w, c, z = 0.2 * randn(5, 3), randn(2, 5, seed=1), randn(2, 3, seed=2)
+    problem = eq.Problem(eq.Free(), Activated(w, c, eq.NonNegative()))
+    image = torch.relu(z @ w.mT + c) @ w
+    torch.testing.assert_close(problem.step(z), image)
+    torch.testing.assert_close(problem.step(z, 0.3), 0.7 * z + 0.3 * image)
+    torch.testing.assert_close(problem.gradient(z), z - image)
+    torch.testing.assert_close(problem.stationarity(z), (z - image).norm(dim=1))
+
+
+def test_activated_hvp_keeps_its_graph_where_asked() -> None:
+    coupling = Activated(randn(5, 3), randn(2, 5, seed=1), eq.Tanh())
+    z = randn(2, 3, seed=2).requires_grad_()
+    v = randn(2, 3, seed=3)
+    assert torch.autograd.gradcheck(lambda z: coupling.hvp(z, v), (z,))
+    with torch.no_grad():
+        assert not coupling.hvp(z, v).requires_grad
+
+
+def test_the_start_of_activated_has_the_shape_of_a_state() -> None:
+    assert Activated(randn(5, 3), randn(2, 5), eq.NonNegative()).default_start().shape == (2, 3)
+    conv = Activated(ConvOperator(randn(4, 2, 3, 3), 2), randn(2, 4, 3, 5), eq.NonNegative())
+    assert conv.default_start().shape == (2, 2, 6, 10)
+
+
+def test_activated_errors() -> None:
+    w, c = randn(5, 3), randn(2, 5)
+    with pytest.raises(ValueError, match="c has the shape of Wz"):
+        Activated(w, randn(2, 4), eq.NonNegative())
+    with pytest.raises(TypeError, match="expected a prior"):
+        Activated(w, c, torch.relu)  # type: ignore[arg-type]
+    for nu in (0.0, -1.0, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match="nu="):
+            Activated(w, c, eq.NonNegative(), nu)
+    with pytest.raises(ValueError, match="W takes a state"):
+        Activated(w, c, eq.NonNegative()).grad(randn(3, 3))

@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -31,8 +29,6 @@ from tests.problems.test_operators import randn
 
 Array = NDArray[np.float64]
 Size = tuple[int, int]
-
-law = settings(max_examples=8, deadline=None, derandomize=True)
 
 
 def conv_matrix(
@@ -180,7 +176,7 @@ def test_the_torus_around_the_maps_computes_the_same(
 
 @each
 @pytest.mark.parametrize("alpha", [0.2, 2.0])
-def test_the_resolvent_and_its_transpose(
+def test_the_resolvent(
     channels: tuple[int, ...], size: Size, k: int, padding: str, alpha: float
 ) -> None:
     case = Drawn(channels, size, k, padding)
@@ -189,9 +185,6 @@ def test_the_resolvent_and_its_transpose(
     inverse = np.linalg.inv(np.eye(len(whole)) + alpha * (np.eye(len(whole)) - whole))
     resolvent = lifted.resolvent(alpha)
     np.testing.assert_allclose(matrix_of(resolvent, case.lifted_shapes), inverse, atol=1e-12)
-    np.testing.assert_allclose(
-        matrix_of(resolvent.transposed, case.lifted_shapes), inverse.T, atol=1e-12
-    )
 
 
 @each
@@ -208,18 +201,10 @@ def test_norms_and_modulus(channels: tuple[int, ...], size: Size, k: int, paddin
     assert found <= case.m
 
 
-def test_the_norm_is_close_on_a_large_map() -> None:
-    """The bound is for every size: on maps much larger than the kernel it is nearly attained."""
-    case = Drawn((2,), (14, 14), 3, "zeros")
-    difference = float(np.linalg.norm(np.eye(len(case.w)) - case.w, 2))
-    assert difference <= case.operator.norm_uppers()[0] <= 1.06 * difference
-
-
-@law
-@given(seed=st.integers(0, 10**6), padding=st.sampled_from(["zeros", "circular"]))
-def test_monotone_whatever_the_weights(seed: int, padding: str) -> None:
-    case = Drawn((1, 2), (4, 4), 3, padding, seed)
-    assert modulus(matrix_of(case.operator, case.shapes)) >= case.m - 1e-12
+def test_scale_is_the_root_mean_square_of_the_singular_values() -> None:
+    case = Drawn((3,), (5, 6), 3, "circular")
+    singular = np.linalg.svd(np.eye(len(case.w)) - case.w, compute_uv=False)
+    assert float(case.operator.scale()) == pytest.approx(np.sqrt(np.mean(singular**2)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -243,12 +228,6 @@ def test_the_modulus_falls_below_m_where_rounding_takes_it() -> None:
     true = modulus(matrix_of(operator.double(), [(12, 1, 1)]))
     assert true < 0.1 - 1e-4
     assert operator.modulus_lower() <= true + 1e-12
-
-
-def test_scale_is_the_root_mean_square_of_the_singular_values() -> None:
-    case = Drawn((3,), (5, 6), 3, "circular")
-    singular = np.linalg.svd(np.eye(len(case.w)) - case.w, compute_uv=False)
-    np.testing.assert_allclose(float(case.operator.scale()), np.sqrt(np.mean(singular**2)))
 
 
 @each
@@ -366,10 +345,6 @@ def test_the_bound_lies_above_the_supremum_and_close(taps: int) -> None:
     kernel = randn(3, 4, taps, taps)
     fine = np.fft.fft2(kernel.numpy(), s=(128, 128)).transpose(2, 3, 0, 1)
     supremum = float(np.linalg.norm(fine, 2, axis=(-2, -1)).max())
-    found = float(kernel_norm_bound(kernel))
+    found = kernel_norm_bound(kernel.requires_grad_())
+    assert not found.requires_grad
     assert supremum * (1 - 1e-12) <= found <= 1.15 * supremum
-
-
-def test_the_bound_has_no_gradient() -> None:
-    kernel = randn(2, 2, 3, 3).requires_grad_()
-    assert not kernel_norm_bound(kernel).requires_grad

@@ -16,7 +16,6 @@ from equilibria.problems.norms import (
     dense_norm,
     metric_root,
     patched_kernel,
-    power_norm,
 )
 from equilibria.problems.operators import ConvOperator, SeparableConvOperator
 from equilibria.problems.patches import Patches
@@ -70,19 +69,11 @@ def test_degenerate_matrices() -> None:
             convolution_norm_upper(torch.full((1, 1, 3, 3), bad))
 
 
-@pytest.mark.parametrize(
-    ("out", "cin", "k", "stride"),
-    [
-        (2, 3, 3, 1),
-        (3, 2, 5, 1),
-        (2, 2, 7, 1),
-        (3, 2, 3, 2),
-        (2, 2, 2, 2),
-        (2, 2, 5, 3),
-        (2, 2, 4, 1),
-        (3, 3, 1, 2),
-    ],
-)
+UNSTRIDED = [(2, 3, 3, 1), (3, 2, 5, 1), (2, 2, 7, 1), (2, 2, 4, 1)]
+STRIDED = [(3, 2, 3, 2), (2, 2, 2, 2), (2, 2, 5, 3), (3, 3, 1, 2)]
+
+
+@pytest.mark.parametrize(("out", "cin", "k", "stride"), [*UNSTRIDED, *STRIDED])
 @pytest.mark.parametrize("seed", range(3))
 def test_convolution_upper_against_the_infinite_supremum(
     out: int, cin: int, k: int, stride: int, seed: int
@@ -131,13 +122,6 @@ def test_convolution_upper_is_above_every_finite_matrix(
     assert bound.estimate <= bound.upper
 
 
-def test_bound_is_approached_by_large_maps() -> None:
-    weight = randn(2, 2, 3, 3)
-    sigma = spectral(conv_matrix(weight, 16, 16, padding=1))
-    upper = convolution_norm_upper(weight)
-    assert 0.93 * upper <= sigma <= upper
-
-
 @pytest.mark.parametrize(("out", "cin", "groups"), [(1, 1, 1), (3, 1, 3), (3, 2, 1)])
 def test_work_in_small_blocks_skips_no_maximum(
     out: int, cin: int, groups: int, monkeypatch: pytest.MonkeyPatch
@@ -151,12 +135,6 @@ def test_work_in_small_blocks_skips_no_maximum(
             assert convolution_norm_upper(weight, groups=groups) == pytest.approx(whole, rel=1e-12)
 
 
-def test_polyphase_is_better_than_the_unstrided_bound() -> None:
-    weight = randn(2, 2, 3, 3)
-    strided = convolution_norm_upper(weight, stride=(2, 2))
-    assert strided < 0.9 * convolution_norm_upper(weight)
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_1x1_convolution_and_group_blocks_are_exact(seed: int) -> None:
     weight = randn(4, 3, 1, 1, seed=seed)
@@ -166,13 +144,6 @@ def test_1x1_convolution_and_group_blocks_are_exact(seed: int) -> None:
     grouped = convolution_norm_upper(weight, groups=2)
     blocks = [spectral(b.numpy()) for b in weight[:, :, 0, 0].chunk(2)]
     assert grouped == pytest.approx(max(blocks), rel=1e-12)
-
-
-def test_grouped_bound_is_that_of_the_worst_group() -> None:
-    weight = randn(6, 2, 3, 3)
-    upper = ConvOperator(weight, groups=3).norm_upper()
-    reference = max(symbol_supremum(block) for block in weight.chunk(3))
-    assert reference <= upper <= 1.03 * reference
 
 
 def test_separable_bound_is_that_of_the_composed_symbol() -> None:
@@ -212,20 +183,6 @@ def test_patched_kernel_is_convolution_then_patches_then_hidden(
     # [B, group·m, h, w] → the rows' order (group, h, w), m inside
     made = made.reshape(2, 2, 5, -1).transpose(2, 3).reshape(2, -1, 5)
     torch.testing.assert_close(made, rows, rtol=0, atol=1e-12)
-
-
-def test_power_iteration_of_zero_and_of_a_diagonal() -> None:
-    options = {"dtype": torch.float64, "device": torch.device("cpu")}
-    assert power_norm(lambda v: 0.0 * v, (4,), **options) == 0.0  # type: ignore[arg-type]
-    scales = torch.tensor([3.0, 1.0, 0.5], dtype=torch.float64)
-    sigma = power_norm(lambda v: scales**2 * v, (3,), **options)  # type: ignore[arg-type]
-    assert sigma == pytest.approx(3.0, rel=1e-6)
-    assert sigma <= 3.0 + 1e-14
-
-
-def test_norms_do_not_build_graphs() -> None:
-    weight = randn(2, 2, 3, 3).requires_grad_()
-    assert isinstance(ConvOperator(weight).norm((2, 4, 4)).upper, float)
 
 
 def test_a_known_kernel_is_not_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:

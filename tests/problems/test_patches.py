@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pytest
 import torch
@@ -63,14 +61,6 @@ def test_split_by_loops_and_merge_back(
             assert merged.is_contiguous(memory_format=layout)
 
 
-def test_gradient_of_split_is_merge() -> None:
-    patches = Patches(channels=2, size=2)
-    r = randn(1, 4, 4, 6).requires_grad_()
-    weight = randn(*patches.split(r).shape, seed=1)
-    (grad,) = torch.autograd.grad((patches.split(r) * weight).sum(), r)
-    torch.testing.assert_close(grad, patches.merge(weight, r.shape), rtol=0, atol=0)
-
-
 @pytest.mark.parametrize(
     ("shape", "words"),
     [
@@ -97,23 +87,3 @@ def test_merge_checks_the_rows_and_the_layout() -> None:
         patches.merge(torch.zeros(1, 3, 16), (1, 4, 4, 4))
     with pytest.raises(ValueError, match="memory_format"):
         patches.merge(torch.zeros(1, 4, 16), (1, 4, 4, 4), torch.preserve_format)
-
-
-def test_bad_options_are_named() -> None:
-    with pytest.raises(ValueError, match="channels=0"):
-        Patches(channels=0, size=2)
-    with pytest.raises(TypeError, match=r"size=2\.0"):
-        Patches(channels=1, size=2.0)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="sizes"):
-        Patches(channels=1, sizes=2)  # type: ignore[call-arg]
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        Patches(channels=1, size=2).size = 3  # type: ignore[misc]
-
-
-def test_compile_and_vmap() -> None:
-    patches = Patches(channels=2, size=2)
-    r = randn(3, 2, 4, 4, 4)
-    twice = lambda t: patches.merge(2 * patches.split(t), t.shape, torch.channels_last)
-    torch.testing.assert_close(torch.func.vmap(twice)(r), 2 * r)
-    compiled = torch.compile(twice, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(r[0]), 2 * r[0])

@@ -10,23 +10,13 @@ import numpy as np
 import pytest
 import torch
 from scipy.optimize import minimize
-from torch import Tensor
 from torch.autograd import gradcheck
 
-from equilibria.problems.regularizers import (
-    HSIC,
-    L1,
-    Decorrelation,
-    FeatureIncay,
-    Regularizer,
-    SquaredNorm,
-)
+import equilibria as eq
+from equilibria.problems import Regularizer
+from tests.problems.test_operators import randn
 
 Array = np.ndarray
-
-
-def draw(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def incay(z: Array) -> Array:
@@ -57,16 +47,16 @@ def hsic(z: Array, channels: bool = False, bandwidth: float = 0.8) -> Array:
 
 
 CASES: dict[str, tuple[Regularizer, Callable[[Array], Array]]] = {
-    "squared": (SquaredNorm(0.7), lambda z: 0.35 * (z.reshape(len(z), -1) ** 2).sum(1)),
-    "l1": (L1(0.7), lambda z: 0.7 * np.abs(z.reshape(len(z), -1)).sum(1)),
-    "incay": (FeatureIncay(0.7, 0.3), incay),
-    "decorrelation": (Decorrelation(0.7), decorrelation),
+    "squared": (eq.SquaredNorm(0.7), lambda z: 0.35 * (z.reshape(len(z), -1) ** 2).sum(1)),
+    "l1": (eq.L1(0.7), lambda z: 0.7 * np.abs(z.reshape(len(z), -1)).sum(1)),
+    "incay": (eq.FeatureIncay(0.7, 0.3), incay),
+    "decorrelation": (eq.Decorrelation(0.7), decorrelation),
     "decorrelation channels": (
-        Decorrelation(0.7, features="channels"),
+        eq.Decorrelation(0.7, features="channels"),
         lambda z: decorrelation(z, True),
     ),
-    "hsic": (HSIC(0.7, bandwidth=0.8), hsic),
-    "hsic channels": (HSIC(0.7, bandwidth=0.8, features="channels"), lambda z: hsic(z, True)),
+    "hsic": (eq.HSIC(0.7, bandwidth=0.8), hsic),
+    "hsic channels": (eq.HSIC(0.7, bandwidth=0.8, features="channels"), lambda z: hsic(z, True)),
 }
 SHAPES = [(5, 3, 2, 2), (3, 4, 2, 3), (6, 4)]
 each = pytest.mark.parametrize("name", CASES)
@@ -77,7 +67,7 @@ each = pytest.mark.parametrize("name", CASES)
 def test_value_is_the_formula(name: str, shape: tuple[int, ...]) -> None:
     """Batches larger and smaller than the number of features take different paths."""
     regularizer, formula = CASES[name]
-    z = draw(*shape)
+    z = randn(*shape)
     got = regularizer.value(z)
     assert got.shape == (() if regularizer.couples_batch else (shape[0],))
     np.testing.assert_allclose(got.numpy(), formula(z.numpy()), rtol=1e-12, atol=1e-13)
@@ -87,7 +77,7 @@ def test_value_is_the_formula(name: str, shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_grad_is_the_derivative_of_the_formula(name: str, shape: tuple[int, ...]) -> None:
     regularizer, formula = CASES[name]
-    z = draw(*shape, seed=1)
+    z = randn(*shape, seed=1)
     got = regularizer.grad(z).numpy()
     step = 1e-6
     noise = 1e-8 + 1e-15 / step * float(np.sum(formula(z.numpy())))  # rounding of R over the step
@@ -102,27 +92,10 @@ def test_grad_is_the_derivative_of_the_formula(name: str, shape: tuple[int, ...]
     assert gradcheck(regularizer.grad, live)  # the Hessian, for adjoints
 
 
-def test_the_corrected_rows_of_table_2() -> None:
-    """I - dR: incay expands, and decorrelation has the 2, the weight and the projection."""
-    z = draw(1, 4)
-    size = float((z**2).sum()) + 2 * 0.3
-    want = (1 + 4 * 0.7 / size**2) * z
-    torch.testing.assert_close(z - FeatureIncay(0.7, 0.3).grad(z), want)
-    z = draw(4, 3)  # three features over a batch of four
-    rows = z.numpy().T
-    project = [np.outer(r, r) / (r @ r) for r in rows]
-    for i, r in enumerate(rows):
-        others = sum(p for j, p in enumerate(project) if j != i)
-        want_row = r - 2 * 0.7 * (np.eye(4) - project[i]) @ others @ r / (r @ r)
-        got = (z - Decorrelation(0.7).grad(z)).numpy().T[i]
-        np.testing.assert_allclose(got, want_row, atol=1e-14)
-
-
-@pytest.mark.parametrize("regularizer", [SquaredNorm(0.7), L1(0.7)], ids=["squared", "l1"])
+@pytest.mark.parametrize("regularizer", [eq.SquaredNorm(0.7), eq.L1(0.7)], ids=["squared", "l1"])
 @pytest.mark.parametrize("tau", [0.2, 1.0, 4.0])
 def test_prox_minimizes(regularizer: Regularizer, tau: float) -> None:
-    assert regularizer.has_prox
-    z = draw(3, 4)
+    z = randn(3, 4)
     got = regularizer.prox(z, tau)
 
     def objective(flat: Array) -> float:
@@ -136,20 +109,11 @@ def test_prox_minimizes(regularizer: Regularizer, tau: float) -> None:
     torch.testing.assert_close(regularizer.prox(z, per_entry), got)
 
 
-@pytest.mark.parametrize("name", ["incay", "decorrelation", "hsic"])
-def test_the_others_have_no_prox_and_say_so(name: str) -> None:
-    regularizer = CASES[name][0]
-    assert not regularizer.has_prox
-    assert not regularizer.convex
-    with pytest.raises(NotImplementedError, match=f"{type(regularizer).__name__} has no closed"):
-        regularizer.prox(draw(2, 3))
-
-
 def test_incay_curvature_holds_and_is_attained() -> None:
-    regularizer = FeatureIncay(0.7, 0.3)
+    regularizer = eq.FeatureIncay(0.7, 0.3)
     bounds = regularizer.curvature()
     assert bounds.rigorous
-    directions = torch.nn.functional.normalize(draw(400, 3), dim=1)
+    directions = torch.nn.functional.normalize(randn(400, 3), dim=1)
     radii = torch.linspace(0, 3, 400, dtype=torch.float64)
     radii[1] = math.sqrt(2 * 0.3)
     lowest, highest = math.inf, -math.inf
@@ -161,25 +125,18 @@ def test_incay_curvature_holds_and_is_attained() -> None:
     assert highest == pytest.approx(bounds.upper, rel=1e-9)
 
 
-def test_other_curvatures() -> None:
-    assert (SquaredNorm(0.7).curvature().lower, SquaredNorm(0.7).curvature().upper) == (0.7, 0.7)
-    assert (L1(0.7).curvature().lower, L1(0.7).curvature().upper) == (0.0, math.inf)
-    for regularizer in (Decorrelation(), HSIC()):
-        assert regularizer.curvature().lower == -math.inf
-
-
 def test_decorrelation_of_dead_features() -> None:
     """Rows of zeros (dead ReLUs) have no direction: no NaN, no gradient, no effect on others."""
-    z = draw(5, 4)
+    z = randn(5, 4)
     dead = z.clone()
     dead[:, 1] = 0.0
-    regularizer = Decorrelation(0.7)
+    regularizer = eq.Decorrelation(0.7)
     alive = dead[:, [0, 2, 3]]
     torch.testing.assert_close(regularizer.value(dead), regularizer.value(alive))
     torch.testing.assert_close(regularizer.grad(dead)[:, [0, 2, 3]], regularizer.grad(alive))
     assert bool((regularizer.grad(dead)[:, 1] == 0).all())
     wide = torch.zeros(2, 9, dtype=torch.float64)
-    wide[:, :3] = draw(2, 3)
+    wide[:, :3] = randn(2, 3)
     torch.testing.assert_close(regularizer.value(wide), regularizer.value(wide[:, :3]))
     live = dead.clone().requires_grad_()
     (auto,) = torch.autograd.grad(regularizer.value(live), live)
@@ -188,14 +145,9 @@ def test_decorrelation_of_dead_features() -> None:
     torch.testing.assert_close(regularizer.value(1e200 * z), regularizer.value(z))
 
 
-def test_hsic_sees_dependence_that_correlation_does_not() -> None:
-    x = draw(200, 1)
-    y = x**2 - 1
-    dependent = torch.cat([x, y], 1)
-    independent = torch.cat([x, y[torch.randperm(200, generator=torch.Generator())]], 1)
-    assert float(HSIC().value(dependent)) > 5 * float(HSIC().value(independent))
-    assert float(HSIC().value(draw(1, 6))) == 0.0  # a batch of one
-    assert bool((HSIC().grad(draw(1, 6)) == 0).all())
+def test_hsic_of_a_batch_of_one_is_zero() -> None:
+    assert float(eq.HSIC().value(randn(1, 6))) == 0.0
+    assert bool((eq.HSIC().grad(randn(1, 6)) == 0).all())
 
 
 @pytest.mark.parametrize(
@@ -203,31 +155,22 @@ def test_hsic_sees_dependence_that_correlation_does_not() -> None:
 )
 def test_random_fourier_hsic(shape: tuple[int, ...], features: str) -> None:
     """Exactly the estimator with F F' for the kernel; its gradient; and its limit."""
-    z = draw(*shape, seed=3)
-    regularizer = HSIC(0.7, bandwidth=0.8, random_features=6, features=features)  # type: ignore[arg-type]
+    z = randn(*shape, seed=3)
+    regularizer = eq.HSIC(0.7, bandwidth=0.8, random_features=6, features=features)  # type: ignore[arg-type]
     live = z.clone().requires_grad_()
     value = regularizer.value(live)
     (auto,) = torch.autograd.grad(value, live)
     torch.testing.assert_close(regularizer.grad(z), auto, rtol=1e-9, atol=1e-12)
     assert gradcheck(regularizer.grad, live)
-    exact = HSIC(0.7, bandwidth=0.8, features=features)  # type: ignore[arg-type]
-    errors = []
-    for count in (40, 4000):
-        trials = [
-            HSIC(0.7, bandwidth=0.8, random_features=count, seed=s, features=features)  # type: ignore[arg-type]
-            for s in range(4)
-        ]
-        values = torch.stack([r.value(z) for r in trials])
-        errors.append(float((values - exact.value(z)).square().mean().sqrt()))
-    assert errors[1] < 0.35 * errors[0]  # the rate is 1/sqrt(100) = 0.1
-    assert errors[1] < 0.1 * float(exact.value(z))
-    torch.testing.assert_close(regularizer.value(z), regularizer.value(z), rtol=0, atol=0)
+    exact = eq.HSIC(0.7, bandwidth=0.8, features=features).value(z)  # type: ignore[arg-type]
+    many = eq.HSIC(0.7, bandwidth=0.8, random_features=4000, features=features).value(z)  # type: ignore[arg-type]
+    torch.testing.assert_close(many, exact, rtol=0.15, atol=0)
 
 
 def test_random_fourier_estimator_pair_by_pair() -> None:
     """sum_{i<j} |C_i' C_j|^2 / (B-1)^2 with the regularizer's own features, in a double loop."""
-    z = draw(7, 4)
-    regularizer = HSIC(0.7, bandwidth=0.8, random_features=5, seed=2)
+    z = randn(7, 4)
+    regularizer = eq.HSIC(0.7, bandwidth=0.8, random_features=5, seed=2)
     w = torch.randn(1, 5, generator=torch.Generator().manual_seed(2), dtype=torch.float64) / 0.8
     features = [
         torch.cat([torch.cos(z[:, [i]] @ w), torch.sin(z[:, [i]] @ w)], 1) / math.sqrt(5)
@@ -239,27 +182,11 @@ def test_random_fourier_estimator_pair_by_pair() -> None:
     assert float(regularizer.value(z)) == pytest.approx(want, rel=1e-12)
 
 
-@each
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_low_precision(name: str, dtype: torch.dtype) -> None:
-    regularizer = CASES[name][0]
-    z = draw(4, 3, 2, 2).to(dtype)
-    assert regularizer.value(z).dtype == torch.float32
-    assert regularizer.grad(z).dtype == dtype
-    eps = torch.finfo(dtype).eps
-    want = regularizer.grad(z.double())
-    error = float((regularizer.grad(z).double() - want).abs().max())
-    assert error <= 16 * eps * max(1.0, float(want.abs().max()))  # a sum of twelve features
-    torch.testing.assert_close(
-        regularizer.value(z).double(), regularizer.value(z.double()), rtol=1e-5, atol=1e-5
-    )
-
-
 @pytest.mark.parametrize("name", [*CASES, "hsic fourier"])
 def test_compile_fullgraph(name: str) -> None:
-    fourier = HSIC(0.7, bandwidth=0.8, random_features=4)
+    fourier = eq.HSIC(0.7, bandwidth=0.8, random_features=4)
     regularizer = CASES[name][0] if name in CASES else fourier
-    z = draw(3, 2, 2, 2)
+    z = randn(3, 2, 2, 2)
     torch.compiler.reset()
     both = torch.compile(
         lambda t: (regularizer.value(t), regularizer.grad(t)), fullgraph=True, backend="aot_eager"
@@ -269,25 +196,16 @@ def test_compile_fullgraph(name: str) -> None:
     torch.testing.assert_close(grad, regularizer.grad(z))
 
 
-@each
-def test_channels_last_gives_the_same_numbers(name: str) -> None:
-    regularizer = CASES[name][0]
-    z = draw(3, 4, 2, 2)
-    other = z.to(memory_format=torch.channels_last)
-    torch.testing.assert_close(regularizer.value(other), regularizer.value(z))
-    torch.testing.assert_close(regularizer.grad(other), regularizer.grad(z))
-
-
 @pytest.mark.parametrize(
     ("make", "names"),
     [
-        (lambda: SquaredNorm(-1.0), ["SquaredNorm", "weight", "-1.0"]),
-        (lambda: L1(math.nan), ["L1", "weight", "nan"]),
-        (lambda: FeatureIncay(1.0, 0.0), ["FeatureIncay", "eps", "0.0"]),
-        (lambda: Decorrelation(1.0, features="rows"), ["Decorrelation", "features", "'rows'"]),  # type: ignore[arg-type]
-        (lambda: HSIC(1.0, bandwidth=0.0), ["HSIC", "bandwidth", "0.0"]),
-        (lambda: HSIC(1.0, random_features=0), ["HSIC", "random_features", "0"]),
-        (lambda: Decorrelation().value(draw(3)), ["[B, *state]", "(3,)"]),
+        (lambda: eq.SquaredNorm(-1.0), ["SquaredNorm", "weight", "-1.0"]),
+        (lambda: eq.L1(math.nan), ["L1", "weight", "nan"]),
+        (lambda: eq.FeatureIncay(1.0, 0.0), ["FeatureIncay", "eps", "0.0"]),
+        (lambda: eq.Decorrelation(1.0, features="rows"), ["Decorrelation", "features", "'rows'"]),  # type: ignore[arg-type]
+        (lambda: eq.HSIC(1.0, bandwidth=0.0), ["HSIC", "bandwidth", "0.0"]),
+        (lambda: eq.HSIC(1.0, random_features=0), ["HSIC", "random_features", "0"]),
+        (lambda: eq.Decorrelation().value(randn(3)), ["[B, *state]", "(3,)"]),
     ],
 )
 def test_bad_options_are_named(make: Callable[[], object], names: list[str]) -> None:

@@ -60,18 +60,6 @@ def test_every_solver_finds_the_minimizer(name: str, mu: float) -> None:
     assert float((problem.step(sol.value) - sol.value).abs().max()) < 1e-8
 
 
-def test_plain_iteration_oscillates_where_the_problem_is_convex() -> None:
-    """Why Auto turns to the step T_τ: T has slope −1.96 here, and G one minimum."""
-    weight, c = draw(1.4)
-    problem = eq.Problem(eq.Free(), eq.Gaussian(weight, c, gamma=1e-4))
-    with pytest.warns(eq.ConvergenceWarning):
-        plain = eq.minimize(problem, solver=eq.Picard(max_steps=200))
-    assert not plain.converged.any()
-    chosen = eq.minimize(problem, solver=eq.Auto(rtol=1e-9))
-    assert chosen.converged.all()
-    assert chosen.choice.startswith("Anderson on ProximalGradient's step")
-
-
 def test_answers_lie_in_the_domain() -> None:
     """Anderson extrapolates: without a projection G would be infinite at some answers."""
     weight, c = draw(0.95, seed=3)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from equilibria.engine.result import Solution
 from equilibria.engine.tree import sample_norm
-from equilibria.problems.activated import Activated
+from equilibria.problems.kernels import Activated
 from equilibria.problems.norms import SAFETY, UNIT, exact
 from equilibria.problems.priors import Free, Prior
 from equilibria.problems.problem import Problem

@@ -18,8 +18,7 @@ from equilibria.problems import (
     LinearOperator,
     Problem,
 )
-from equilibria.problems.activated import Activated
-from equilibria.problems.kernels import per_sample_sum
+from equilibria.problems.kernels import Activated, per_sample_sum
 from equilibria.problems.operators import TransposedOperator
 from equilibria.problems.priors import at_least_float32
 

@@ -4,13 +4,7 @@ Each states its own bounds (curvature, rounding, Lipschitz constants); what is p
 in ``certify``. How a problem is solved is in ``solvers``; ``minimize`` brings the two together.
 """
 
-from .activated import Activated
 from .custom_prior import CustomPrior, NonMonotoneActivation, NotNonexpansive
-from .feature_map import (
-    gaussian_feature_map,
-    truncated_gaussian_coupling,
-    truncation_error_bound,
-)
 from .gamma import (
     FixedGamma,
     GammaPolicy,
@@ -19,8 +13,16 @@ from .gamma import (
     MinPatchEnergy,
     as_gamma,
 )
-from .gaussian import GAUSSIAN_BEND, GAUSSIAN_CONCAVITY, Gaussian, gaussian_sensitivity
+from .gaussian import (
+    GAUSSIAN_BEND,
+    GAUSSIAN_CONCAVITY,
+    Gaussian,
+    gaussian_sensitivity,
+    truncated_gaussian_coupling,
+    truncation_error_bound,
+)
 from .kernels import (
+    Activated,
     Coupling,
     Curvature,
     DegenerateKernelWarning,
@@ -105,7 +107,6 @@ __all__ = [
     "as_gamma",
     "as_operator",
     "dense_norm",
-    "gaussian_feature_map",
     "gaussian_sensitivity",
     "metric_root",
     "minimize",
@@ -113,22 +114,11 @@ __all__ = [
     "truncation_error_bound",
 ]
 
-_MOVED = dict.fromkeys(
-    (
-        "Certificate",
-        "CompositeCertificate",
-        "Guarantee",
-        "Guaranteed",
-        "MapCertificate",
-        "certify",
-    ),
-    "equilibria.certify",
-)
+_MOVED = ("Certificate", "CompositeCertificate", "Guarantee", "Guaranteed", "MapCertificate")
 
 
 def __getattr__(name: str) -> object:
-    if name in _MOVED:
-        raise ImportError(
-            f"equilibria.problems.{name} has moved: use `from {_MOVED[name]} import {name}`."
-        )
+    if name in (*_MOVED, "certify"):
+        moved = f"use `from equilibria.certify import {name}`."
+        raise ImportError(f"equilibria.problems.{name} has moved: {moved}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

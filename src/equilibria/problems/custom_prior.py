@@ -3,14 +3,11 @@
     ``f(z) = Psi(u) - (u - z)^2/2``,  ``u = sigma^{-1}(z)``,  ``Psi(u) = int_0^u (t - sigma(t)) dt``
 
 This is ``f = Phi* - z^2/2`` with ``Phi(u) = int_0^u sigma`` (Xie et al. 2021, Theorem 1), in a
-form without cancellation. ``sigma`` must be monotone and 1-Lipschitz; both are checked on a grid in
-float64 and an error says which fails, where, with which slope.
-
-How the numbers are made. ``Psi`` is tabulated once by Gauss-Lobatto quadrature on cells refined
+form without cancellation. ``Psi`` is tabulated once by Gauss-Lobatto quadrature on cells refined
 where ``sigma`` has a kink; ``u`` comes from a search in the table and a bisection with ``sigma``
 itself. As the formula for ``f`` is stationary in ``u``, its error is of second order in that of
 ``u``. Flat pieces of ``sigma`` are jumps of ``sigma^{-1}``: there the subdifferential is the whole
-interval; pieces of slope 1 give ``f'' = 0``; the domain of ``f`` is the range of ``sigma``.
+interval. The domain of ``f`` is the range of ``sigma``.
 """
 
 from __future__ import annotations
@@ -22,9 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from equilibria.problems.priors import Prior, at_least_float32, check_step, interval
-
-__all__ = ["CustomPrior", "NonMonotoneActivation", "NotNonexpansive"]
+from equilibria.problems.priors import Prior, at_least_float32, check_step, interval, step_tensor
 
 _SLACK = 1e-9  # of a slope on the grid: rounding in sigma, not a license
 _REACH = 1e8  # the table ends here on both sides
@@ -32,17 +27,11 @@ _KINK = 4e-15  # quadrature error that makes a cell split
 _BISECTIONS = 60
 
 # Gauss-Lobatto, 7 points on [-1, 1]: with the ends, or a kink next to an end goes unseen.
-_NODES = (
-    0.0,
-    math.sqrt(5 / 11 - 2 / 11 * math.sqrt(5 / 3)),
-    math.sqrt(5 / 11 + 2 / 11 * math.sqrt(5 / 3)),
-    1.0,
-)
-_WEIGHTS = (
-    256 / 525,
-    (124 + 7 * math.sqrt(15)) / 350,
-    (124 - 7 * math.sqrt(15)) / 350,
-    1 / 21,
+_CENTER_WEIGHT = 256 / 525
+_NODES_AND_WEIGHTS = (
+    (math.sqrt(5 / 11 - 2 / 11 * math.sqrt(5 / 3)), (124 + 7 * math.sqrt(15)) / 350),
+    (math.sqrt(5 / 11 + 2 / 11 * math.sqrt(5 / 3)), (124 - 7 * math.sqrt(15)) / 350),
+    (1.0, 1 / 21),
 )
 
 Activation = Callable[[Tensor], Tensor]
@@ -67,8 +56,8 @@ class _Table(NamedTuple):
 def _quadrature(sigma: Activation, start: Tensor, end: Tensor) -> Tensor:
     """``int_start^end (t - sigma(t)) dt`` per entry, one Gauss-Lobatto panel each."""
     half, middle = 0.5 * (end - start), 0.5 * (end + start)
-    total = _WEIGHTS[0] * (middle - sigma(middle))
-    for node, weight in zip(_NODES[1:], _WEIGHTS[1:], strict=True):
+    total = _CENTER_WEIGHT * (middle - sigma(middle))
+    for node, weight in _NODES_AND_WEIGHTS:
         below, above = middle - node * half, middle + node * half
         total = total + weight * ((below - sigma(below)) + (above - sigma(above)))
     return half * total
@@ -101,33 +90,30 @@ def _check(points: Tensor, heights: Tensor) -> None:
     noise = 4e-16 * heights.abs().maximum(points.abs())
     slope = heights.diff() / run
     slack = _SLACK + (noise[1:] + noise[:-1]) / run
-    low, high = slope + slack, slope - slack
-    if bool((low < 0).any()):
-        k = int(low.argmin())
-        raise NonMonotoneActivation(
-            f"CustomPrior: activation is not monotone: between {float(points[k]):.6g} and "
-            f"{float(points[k + 1]):.6g} its slope is {float(slope[k]):.6g}, takes slopes in [0, 1]"
-        )
-    if bool((high > 1).any()):
-        k = int(high.argmax())
-        raise NotNonexpansive(
-            f"CustomPrior: activation is not 1-Lipschitz: between {float(points[k]):.6g} and "
-            f"{float(points[k + 1]):.6g} its slope is {float(slope[k]):.6g}, takes slopes in [0, 1]"
-        )
+    for excess, error, word in (
+        (-(slope + slack), NonMonotoneActivation, "monotone"),
+        (slope - slack - 1.0, NotNonexpansive, "1-Lipschitz"),
+    ):
+        k = int(excess.argmax())
+        if float(excess[k]) > 0.0:
+            raise error(
+                f"CustomPrior: activation is not {word}: between {float(points[k]):.6g} and "
+                f"{float(points[k + 1]):.6g} its slope is {float(slope[k]):.6g}, takes slopes in "
+                "[0, 1]"
+            )
 
 
 class CustomPrior(Prior):
     """The prior whose prox is ``activation``: ``f(z) = int (sigma^{-1}(t) - t) dt``.
 
-    ``activation`` is an elementwise function of tensors that follows the type of its input.
-    It is checked at ``samples`` points of ``domain``, and coarsely outside, out to 1e8 or to where
-    it stops being finite; between these points it is trusted. ``f`` is normalized by
-    ``f = Phi* - z^2/2`` with ``Phi(0) = 0``; it is ``+inf`` outside the range of the activation.
+    ``activation`` is an elementwise function of tensors that keeps the type of its input, monotone
+    and 1-Lipschitz: an error says where it is not. It is checked at ``samples`` points of
+    ``domain``, and coarsely outside, out to 1e8 or to where it stops being finite; between these
+    points it is trusted. ``f`` is ``+inf`` outside the range of the activation.
 
     ``prox(v)`` is the activation itself, in the type of ``v``; other steps solve
     ``tau u + (1 - tau) sigma(u) = v`` by bisection and Newton in float64. Derivatives are those of
-    the solution: up to third order for ``prox``, second for ``value``, where ``activation`` has
-    them.
+    the solution: up to third order for ``prox``, second for ``value``.
     """
 
     sampled = True
@@ -214,9 +200,8 @@ class CustomPrior(Prior):
 
     def _table(self, device: torch.device) -> _Table:
         if device not in self._tables:
-            self._tables[device] = _Table(
-                *(t.to(device) for t in self._tables[torch.device("cpu")])
-            )
+            table = self._tables[torch.device("cpu")]
+            self._tables[device] = _Table(*(t.to(device) for t in table))
         return self._tables[device]
 
     def _slope(self, u: Tensor) -> Tensor:
@@ -287,10 +272,7 @@ class CustomPrior(Prior):
         if isinstance(tau, float) and tau == 1.0:
             return self.sigma(v)
         wide = v.double()
-        if isinstance(tau, float):
-            step = torch.full((), tau, dtype=wide.dtype, device=wide.device)
-        else:
-            step = tau.double()
+        step = step_tensor(tau, wide)
         u = self._solve(wide.detach(), step.detach())
         for _ in range(2):
             slope = step + (1.0 - step) * self._slope(u)

@@ -6,18 +6,13 @@ and, in the backward pass, u = Σₖ (Jᵀ)ᵏ g for k < ``steps`` of Phantom(fo
 
     Jᵀu = (1 − τ)d − τWᵀH(Wd),   d = u where T_τ(z) > 0,   H = the derivative of m (symmetric).
 
-The gradient of γ, one number a sample, is a by-product of the last of these, where γ has one: from
-there it goes on through the policy to c and M.
+The answer is that of the general path (any solver, any adjoint, autograd). What is saved is
+everything around the arithmetic: one kernel a message, the update inside the second convolution,
+no pass for tests and clean-ups, no graph in the forward pass. Backward keeps c and z alone and
+evaluates T_τ(z) again: its active set is needed, as gradients are worse with the older one of z.
 
-The answer is that of the general path (any solver, any adjoint, autograd), which is its oracle.
-What is saved is everything around the arithmetic: one kernel a message, the update inside the
-second convolution, no pass for tests and clean-ups, no graph in the forward pass. Backward keeps c
-and z alone and evaluates T_τ(z) again. (Its active set is needed: that of z itself, which would
-save a convolution, is one step older, and after few steps the gradients are worse with it.)
-
-The output is kept for the backward pass: what follows must not change it in place.
-
-A sample that diverges or meets NaN returns its start, gets no gradient and harms no other.
+The output is kept for the backward pass: what follows must not change it in place. A sample that
+diverges or meets NaN returns its start, gets no gradient and harms no other.
 """
 
 from __future__ import annotations
@@ -40,17 +35,15 @@ from equilibria.solvers import Picard, ProximalGradient
 from .gaussian import Gaussian
 from .operators import ConvOperator
 from .priors import NonNegative
-from .problem import HiddenProblem, Problem
-
-__all__ = ["fused_solve", "serves"]
+from .problem import Problem
 
 
-def serves(problem: HiddenProblem, choice: Choice, adjoint: Adjoint | None) -> bool:
+def serves(problem: Problem, choice: Choice, adjoint: Adjoint | None) -> bool:
     """Whether the fused path gives what these options ask for."""
-    if not isinstance(problem, Problem) or problem.regularizer is not None:
-        return False
     q = problem.coupling
     if type(problem.prior) is not NonNegative or type(q) is not Gaussian:
+        return False
+    if problem.regularizer is not None:
         return False
     if q.patches is None or q.metric is None or not _plain(q.operator, q.c):
         return False
@@ -92,9 +85,7 @@ class _Solve:
     divergence: float
     zero_start: bool
     watch: Watch
-    residual: Tensor | None = None
-    scale: Tensor | None = None
-    code: Tensor | None = None
+    found: tuple[Tensor, Tensor, Tensor] | None = None  # residual, scale and result code, [B]
 
 
 def fused_solve(
@@ -122,13 +113,12 @@ def fused_solve(
         value: Tensor = _FusedSteps.apply(  # type: ignore[no-untyped-call]
             q.c, q.operator.weight, q.metric, q.gamma, z0.to(q.c.dtype), run
         )
-    assert run.residual is not None
-    assert run.scale is not None
-    assert run.code is not None
-    relative = run.residual / run.scale.clamp_min(torch.finfo(run.scale.dtype).tiny)
-    steps = torch.full_like(run.code, run.steps, dtype=torch.int32)
-    stats = Stats(steps, run.residual, relative, run.steps, 0, BackwardStats())
-    return Solution(value, run.code, stats)
+    assert run.found is not None
+    residual, scale, code = run.found
+    relative = residual / scale.clamp_min(torch.finfo(scale.dtype).tiny)
+    steps = torch.full_like(code, run.steps, dtype=torch.int32)
+    stats = Stats(steps, residual, relative, run.steps, 0, BackwardStats())
+    return Solution(value, code, stats)
 
 
 class _FusedSteps(torch.autograd.Function):
@@ -154,12 +144,10 @@ class _FusedSteps(torch.autograd.Function):
         assert z is not None
         failed = _judge(run, residual, scale, limit, z.dtype)
         if run.zero_start:
-            z = blank(z, failed)
-            clean = z
+            z = clean = blank(z, failed)
         else:
-            rows = failed.view(-1, 1, 1, 1)
             clean = blank(z.clone(), failed)
-            z = torch.where(rows, z0, z)
+            z = torch.where(failed.view(-1, 1, 1, 1), z0, z)
         ctx.run = run
         ctx.save_for_backward(c, weight, flipped, metric, gamma, clean, failed)
         return z
@@ -196,8 +184,7 @@ def _pull(
     dc, dm, dgamma = kernel.pull(a, p, run.tau, with_metric=needs[2], with_gamma=needs[3])
     dw = None
     if needs[1]:
-        dw = _weight_gradient(d, message, weight)
-        dw = dw - _weight_gradient(z, dc, weight)
+        dw = _weight_gradient(d, message, weight) - _weight_gradient(z, dc, weight)
     return (
         dc if needs[0] else None,
         dw,
@@ -217,8 +204,8 @@ def _judge(
     exact = max(1.0, 1.0 / run.tau) * residual <= 2 * torch.finfo(dtype).eps * scale
     code = torch.where(exact, int(Result.converged), code)
     code = torch.where(diverged, int(Result.diverged), code)
-    run.code = torch.where(infinite, int(Result.nonfinite), code).to(torch.int8)
-    run.residual, run.scale = residual, scale
+    code = torch.where(infinite, int(Result.nonfinite), code).to(torch.int8)
+    run.found = residual, scale, code
     return infinite | diverged
 
 
@@ -230,7 +217,7 @@ def _laid_out(weight: Tensor, like: Tensor) -> Tensor:
 
 
 def _padding(weight: Tensor) -> list[int]:
-    return [weight.shape[2] // 2, weight.shape[3] // 2]
+    return [k // 2 for k in weight.shape[2:]]
 
 
 def _convolve(x: Tensor, weight: Tensor) -> Tensor:
@@ -243,13 +230,11 @@ def _advance(message: Tensor, flipped: Tensor, z: Tensor | None, kappa: float) -
     fused = message.is_cuda and torch.backends.cudnn.enabled and torch.version.hip is None
     if fused and message.dtype != torch.float64:
         if z is None or kappa == 0.0:
-            out: Tensor = torch.cudnn_convolution_relu(
-                message, flipped, None, [1, 1], pad, [1, 1], 1
-            )
+            out: Tensor
+            out = torch.cudnn_convolution_relu(message, flipped, None, [1, 1], pad, [1, 1], 1)
             return out
-        out = torch.cudnn_convolution_add_relu(
-            message, flipped, z, kappa, None, [1, 1], pad, [1, 1], 1
-        )
+        rest = (None, [1, 1], pad, [1, 1], 1)
+        out = torch.cudnn_convolution_add_relu(message, flipped, z, kappa, *rest)
         return out
     found = F.conv2d(message, flipped, None, 1, pad)
     return found.relu_() if z is None else found.add_(z, alpha=kappa).relu_()

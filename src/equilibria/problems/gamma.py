@@ -17,25 +17,13 @@ from torch import Tensor
 
 from equilibria.engine.options import check_number
 
-__all__ = [
-    "FixedGamma",
-    "GammaPolicy",
-    "LearnedGamma",
-    "MeanPatchEnergy",
-    "MinPatchEnergy",
-    "as_gamma",
-]
-
 
 class GammaPolicy(ABC):
     """γ = policy(energies): one positive number per sample. energies [B, P] → [B]."""
 
     @abstractmethod
     def __call__(self, energies: Tensor) -> Tensor:
-        """γ [B], float32 or better, from the energies [B, P] of each sample's patches at z = 0.
-
-        The energies carry their graph: what the policy computes from them has a gradient.
-        """
+        """γ [B], float32 or better, from a sample's patch energies [B, P], which carry a graph."""
 
     @property
     @abstractmethod
@@ -45,31 +33,22 @@ class GammaPolicy(ABC):
     @property
     @abstractmethod
     def lipschitz_factor(self) -> float | None:
-        """F in Lip(x → z*) ≤ F·(μ/m)·‖x → c̃‖ (docs/facts.md, fact 5), or None: there is none.
-
-        It is 1 for a γ that does not depend on the input (where a sharper bound is known too).
-        """
+        """F in Lip(x → z*) ≤ F·(μ/m)·‖x → c̃‖ (docs/facts.md, fact 5), or None: there is none."""
 
 
 def _check_energies(energies: Tensor) -> Tensor:
     """Energies in float32 or better."""
-    if energies.ndim != 2 or energies.shape[1] == 0:
-        raise ValueError(
-            f"A γ policy takes patch energies [B, P] with P ≥ 1, got shape {tuple(energies.shape)}."
-        )
+    shape = tuple(energies.shape)
+    if len(shape) != 2 or shape[1] == 0:
+        raise ValueError(f"A γ policy takes patch energies [B, P] with P ≥ 1, got shape {shape}.")
     return energies.to(torch.promote_types(energies.dtype, torch.float32))
 
 
 class _Constant(GammaPolicy):
     """A γ that does not depend on the input."""
 
-    @property
-    def input_dependent(self) -> bool:
-        return False
-
-    @property
-    def lipschitz_factor(self) -> float | None:
-        return 1.0
+    input_dependent = False
+    lipschitz_factor = 1.0
 
 
 @dataclass(frozen=True)
@@ -92,6 +71,7 @@ class _PatchEnergy(GammaPolicy):
     scale: float = 0.2
     floor: float = 1e-12
     detach: bool = field(default=False, kw_only=True)
+    input_dependent = True
 
     def __post_init__(self) -> None:
         check_number(self, "scale", low=0.0, low_open=True)
@@ -112,30 +92,19 @@ class _PatchEnergy(GammaPolicy):
         # nothing is hidden, and a sample that failed gets a gradient of 0 and not of 0·NaN.
         return self.scale / torch.where(energy > self.floor, energy, self.floor)
 
-    @property
-    def input_dependent(self) -> bool:
-        return True
-
 
 @dataclass(frozen=True)
 class MinPatchEnergy(_PatchEnergy):
-    """γ = scale / minᵢ Eᵢ (GEQ §4.1), with Eᵢ at z = 0.
+    """γ = scale / minᵢ Eᵢ (GEQ §4.1), with Eᵢ at z = 0; options as ``MeanPatchEnergy``.
 
     No Lipschitz constant of x → z* exists that does not grow with the number of patches: one patch
     of small energy moves the γ of all the others.
-
-    Args:
-        scale: 0.2 in the paper.
-        floor: an energy below this counts as this, so that a zero patch gives a large finite γ.
-        detach: take γ as a constant in the backward pass, as the papers do.
     """
+
+    lipschitz_factor = None
 
     def _reduced(self, energies: Tensor) -> Tensor:
         return energies.min(-1).values  # amin has the gradient NaN at a NaN, whatever comes in
-
-    @property
-    def lipschitz_factor(self) -> float | None:
-        return None
 
 
 @dataclass(frozen=True)
@@ -147,8 +116,8 @@ class MeanPatchEnergy(_PatchEnergy):
     (3/2)^{3/2}e^{−3/2}γ^{−3/2} per unit of γ, and γE = scale. Where the floor acts γ is constant.
 
     Args:
-        scale: 0.2 by default.
-        floor: a mean energy below this counts as this, so that a zero input gives a finite γ.
+        scale: 0.2, as in the paper.
+        floor: an energy below this counts as this, so that a zero input gives a finite γ.
         detach: take γ as a constant in the backward pass, as the papers do.
     """
 
@@ -164,8 +133,8 @@ class MeanPatchEnergy(_PatchEnergy):
 class LearnedGamma(_Constant):
     """γ = exp(ρ) with a learned ρ, positive by construction.
 
-    The policy holds no parameter. A layer makes one from ``initial_parameter()``, owns it, and
-    hands ``policy.bind(parameter)`` to the coupling.
+    A layer owns a parameter made by ``initial_parameter()``, and hands ``policy.bind(parameter)``
+    to the coupling.
     """
 
     init: float = 0.5
@@ -199,14 +168,12 @@ class _BoundGamma(_Constant):
     gamma: Tensor
 
     def __call__(self, energies: Tensor) -> Tensor:
-        if self.gamma.ndim > 1 or (
-            self.gamma.ndim == 1 and self.gamma.shape[0] not in (1, energies.shape[0])
-        ):
+        shape, batch = tuple(self.gamma.shape), energies.shape[0]
+        if shape not in ((), (1,), (batch,)):
             raise ValueError(
-                f"A learned γ is a scalar or [B]: got shape {tuple(self.gamma.shape)} for a batch "
-                f"of {energies.shape[0]}."
+                f"A learned γ is a scalar or [B]: got shape {shape} for a batch of {batch}."
             )
-        return self.gamma.expand(energies.shape[0])
+        return self.gamma.expand(batch)
 
 
 def as_gamma(gamma: float | GammaPolicy) -> GammaPolicy:

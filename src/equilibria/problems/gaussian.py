@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from equilibria.ops.gaussian import (
     gaussian_energies,
@@ -18,7 +18,7 @@ from equilibria.ops.gaussian import (
 from equilibria.ops.gaussian_patches import can_fuse, fused_message, patch_energies
 from equilibria.ops.gaussian_planes import can_unshuffle, merge_planes, plane_rows
 from equilibria.problems.gamma import GammaPolicy, as_gamma
-from equilibria.problems.kernels import Curvature, ImageCoupling, unproven
+from equilibria.problems.kernels import Curvature, ImageCoupling, Reasoned, unproven
 from equilibria.problems.norms import (
     FUNCTION,
     UNIT,
@@ -29,17 +29,16 @@ from equilibria.problems.norms import (
     metric_root,
     patched_kernel,
     power_norm,
+    replaced,
     sum_error,
 )
 from equilibria.problems.operators import (
     ConvOperator,
     DenseOperator,
-    LinearOperator,
     SeparableConvOperator,
+    Weights,
 )
 from equilibria.problems.patches import Patches
-
-__all__ = ["GAUSSIAN_BEND", "GAUSSIAN_CONCAVITY", "Gaussian", "gaussian_sensitivity"]
 
 GAUSSIAN_CONCAVITY = 2.0 * math.exp(-1.5)
 """b = 2e^{−3/2} = 0.4463: −bμ²I ⪯ ∇²q ⪯ μ²I for every γ and every input (docs/facts.md, fact 1)."""
@@ -67,15 +66,10 @@ def gaussian_sensitivity(
 ) -> Tensor:
     """Λ(μ; b, β, a) = √(β/a)·Λ₁ with μ₁ = μ√(β/a), b₁ = b/β, and inf where bμ² ≥ a. [B] or scalar.
 
-    Two inputs, γ fixed, monotone ∂f, and the mean Hessian block B with −bI ⪯ B ⪯ βI give
-    a‖Δz‖² ≤ ⟨AΔz, B(Δc̃ − AΔz)⟩, where a is the modulus of G without the coupling. Since
-    B² ⪯ (β − b)B + bβI,
-
-        ‖Δz‖/‖Δc̃‖ ≤ Λ = sup_{ρ ≤ μ, Y} ρ√((β − b)Y + bβ)/(a + ρ²Y)     (docs/facts.md, fact 5).
-
-    Globally b = 2e^{−3/2} and β = 1, and it is attained; at one z they are those of its patches.
-
-    Λ₁ = μ₁/(1 + μ₁²) for μ₁² ≤ (1 − b₁)/(1 + b₁); (1 − b₁)/(2√(1 − b₁ − b₁μ₁²)) up to
+    ‖Δz‖/‖Δc̃‖ ≤ Λ = sup_{ρ ≤ μ, Y} ρ√((β − b)Y + bβ)/(a + ρ²Y) for a fixed γ, where a is the
+    modulus of G without the coupling and −bI ⪯ B ⪯ βI for the mean Hessian block B (docs/facts.md,
+    fact 5). Globally b = 2e^{−3/2} and β = 1, and it is attained; at one z they are those of its
+    patches. Λ₁ = μ₁/(1 + μ₁²) for μ₁² ≤ (1 − b₁)/(1 + b₁); (1 − b₁)/(2√(1 − b₁ − b₁μ₁²)) up to
     μ₁² = (1 − b₁)/(b₁(1 + b₁)); b₁μ₁/(1 − b₁μ₁²) above. Rounded up.
     """
     given = (mu, concavity, top, modulus)
@@ -124,7 +118,7 @@ class Gaussian(ImageCoupling):
 
     def __init__(
         self,
-        W: LinearOperator | Tensor | nn.Module,
+        W: Weights,
         c: Tensor,
         gamma: float | Tensor | GammaPolicy = 0.5,
         *,
@@ -154,21 +148,22 @@ class Gaussian(ImageCoupling):
         return patch_energies(self.c, self.metric, self.patches.channels, self.patches.size)
 
     def _make_metric(self, hidden: Tensor | None, metric: Tensor | None) -> Tensor | None:
+        width = self.width
         if hidden is not None and metric is not None:
             raise ValueError("Gaussian takes hidden (W_h) or metric (M = W_hW_hᵀ), not both.")
         if hidden is not None:
-            if hidden.ndim != 2 or hidden.shape[0] != self.width:
+            if hidden.ndim != 2 or hidden.shape[0] != width:
+                got = tuple(hidden.shape)
                 raise ValueError(
-                    f"hidden (W_h) must be [{self.width}, c_hid] for rows of {self.width}, "
-                    f"got {tuple(hidden.shape)}."
+                    f"hidden (W_h) must be [{width}, c_hid] for rows of {width}, got {got}."
                 )
             metric = hidden @ hidden.mT
         elif metric is None:
             return None
-        elif tuple(metric.shape) != (self.width, self.width):
+        elif tuple(metric.shape) != (width, width):
+            got = tuple(metric.shape)
             raise ValueError(
-                f"metric (M) must be [{self.width}, {self.width}] for rows of {self.width}, "
-                f"got {tuple(metric.shape)}."
+                f"metric (M) must be [{width}, {width}] for rows of {width}, got {got}."
             )
         else:
             rounding = 16 * torch.finfo(metric.dtype).eps * metric.detach().abs().amax()
@@ -179,7 +174,7 @@ class Gaussian(ImageCoupling):
 
     def _check_gamma(self, gamma: Tensor) -> Tensor:
         batch = self.c.shape[0]
-        if gamma.ndim > 1 or (gamma.ndim == 1 and gamma.shape[0] not in (1, batch)):
+        if tuple(gamma.shape) not in ((), (1,), (batch,)):
             raise ValueError(
                 f"gamma as a tensor is a scalar or [B] = [{batch}], got {tuple(gamma.shape)}."
             )
@@ -192,10 +187,8 @@ class Gaussian(ImageCoupling):
         return self.c, self.gamma
 
     def with_inputs(self, *inputs: Tensor) -> Self:
-        other = object.__new__(type(self))
-        other.__dict__.update(self.__dict__)
-        other.c, other.gamma = inputs
-        return other
+        c, gamma = inputs
+        return replaced(self, c=c, gamma=gamma)
 
     def _rows(self, r: Tensor) -> Tensor:
         """[B, *out] → [B, P, k]."""
@@ -208,16 +201,6 @@ class Gaussian(ImageCoupling):
         dense_channels = like.stride(1) == 1 and like.shape[1] > 1
         layout = torch.channels_last if dense_channels else torch.contiguous_format
         return self.patches.merge(rows, like.shape, layout)
-
-    def default_start(self, shape: Sequence[int] | None = None) -> Tensor:
-        """z₀ = 0. ``shape`` [B, *state] is needed for convolutions."""
-        if shape is None:
-            if self.operator.in_shape is None:
-                raise ValueError("default_start needs shape=[B, C, H, W]: c does not determine it.")
-            shape = (self.c.shape[0], *self.operator.in_shape)
-        start = self.c.new_zeros(tuple(shape))
-        self.check_state(start)
-        return start
 
     def _residual(self, z: Tensor) -> Tensor:
         """Wz − c = −r. The sign saves a pass: messages are odd in r, so they give ∇q itself."""
@@ -241,7 +224,8 @@ class Gaussian(ImageCoupling):
 
     def value_gradient(self, z: Tensor) -> Tensor:
         """∇Q(c − Wz) = merge(e^{−γsᵢ}rᵢM), where q(z; c) = Q(c − Wz)."""
-        return self._message(z, down=True)
+        self.check_state(z)
+        return self._message(self.operator(z), True)
 
     def value_curvature(self, norm: float | None = None) -> Curvature:
         """−w²b/(1 − bμ²) ≤ ∇²φ ≤ w² with w = ‖W_h‖ and b = 2e^{−3/2}, γ fixed."""
@@ -256,12 +240,11 @@ class Gaussian(ImageCoupling):
         return self.features_norm() * self.mu_upper(tight=True) * (1.0 + 1e-14)
 
     def _pull(self, z: Tensor, *, down: bool) -> Tensor:
-        """Wᵀ of the message of Wz − c, or of c − Wz: messages are odd in r."""
-        return self.operator.adjoint(self._message(z, down=down), z.shape[1:])
-
-    def _message(self, z: Tensor, *, down: bool) -> Tensor:
         self.check_state(z)
-        image = self.operator(z)
+        return self.operator.adjoint(self._message(self.operator(z), down), z.shape[1:])
+
+    def _message(self, image: Tensor, down: bool) -> Tensor:
+        """The message of Wz − c, or of c − Wz: it is odd in r."""
         first, second = (self.c, image) if down else (image, self.c)
         if self.patches is not None and self.metric is not None:
             cut = self.patches.channels, self.patches.size
@@ -297,28 +280,23 @@ class Gaussian(ImageCoupling):
             return self.norm_upper()
         root, root_norm = metric_root(self.metric)
         product = self.norm_upper() * root_norm
-        w = self.operator
+        w, cut = self.operator, self.patches
         if isinstance(w, DenseOperator):
-            # R carries the rounding of M's eigenvalues: relative to ‖M‖, so added to μ².
-            slack = 64 * torch.finfo(torch.float64).eps * self.width
             through = dense_norm(root.mT @ exact(w.weight)).upper
-            return min(math.sqrt(through**2 + slack * product**2), product)
-        if (
-            tight
-            and self.patches is not None
-            and isinstance(w, (ConvOperator, SeparableConvOperator))
-        ):
-            slack = 64 * torch.finfo(torch.float64).eps * self.width
+        elif tight and cut is not None and isinstance(w, (ConvOperator, SeparableConvOperator)):
             kernel, stride = patched_kernel(
                 w.cast(torch.float64).kernel,
                 root,
                 stride=w.stride,
-                channels=self.patches.channels,
-                size=self.patches.size,
+                channels=cut.channels,
+                size=cut.size,
             )
             through = convolution_norm_upper(kernel, stride=stride)
-            return min(math.sqrt(through**2 + slack * product**2), product)
-        return product
+        else:
+            return product
+        # R carries the rounding of M's eigenvalues: relative to ‖M‖, so added to μ².
+        slack = 64 * torch.finfo(torch.float64).eps * self.width
+        return min(math.sqrt(through**2 + slack * product**2), product)
 
     def mu(self, in_shape: Sequence[int] | None = None, *, tight: bool = False) -> NormBound:
         """μ = ‖A‖₂ on states of ``in_shape``: power iteration on A, and the rigorous bound."""
@@ -351,7 +329,7 @@ class Gaussian(ImageCoupling):
         """min(0, minᵢ e^{−sᵢ}(1−2sᵢ))μ² ≤ ∇²q(z) ≤ maxᵢ e^{−sᵢ}μ², with sᵢ = γ‖hᵢ‖² at z. [B].
 
         The block of patch i, e^{−sᵢ}(I − 2γhᵢhᵢᵀ), has the eigenvalues e^{−sᵢ}(1−2sᵢ) along hᵢ and
-        e^{−sᵢ} across (none across where W_h has one column). Energies are taken in float64.
+        e^{−sᵢ} across (none across where W_h has one column).
         """
         self.check_state(z)
         mu2 = self.mu_upper(tight=tight) ** 2
@@ -418,9 +396,7 @@ class Gaussian(ImageCoupling):
         """‖W_h‖: c̃ is (rows of c)W_h."""
         return 1.0 if self.metric is None else metric_root(self.metric)[1]
 
-    def lipschitz(
-        self, modulus: float, rest: Tensor, reach: float, *, in_x: bool
-    ) -> tuple[float | None, str]:
+    def lipschitz(self, modulus: float, rest: Tensor, reach: float, *, in_x: bool) -> Reasoned:
         """Λ(μ) for a fixed γ; one that changes with the input changes the map too, detached or not:
         its policy has a factor F, Λ = Fμ/m, or none.
         """
@@ -465,9 +441,7 @@ class Gaussian(ImageCoupling):
         }
 
     def in_double(self) -> Self:
-        """As of any coupling; an M = W_hW_hᵀ that rounding in a lower precision left with negative
-        eigenvalues is moved to the nearest positive semidefinite one.
-        """
+        """An M that rounding left with negative eigenvalues becomes positive semidefinite."""
         twin = super().in_double()
         if self.metric is not None:
             root, upper = metric_root(self.metric)
@@ -476,3 +450,42 @@ class Gaussian(ImageCoupling):
             if float((nearest - exact(self.metric)).abs().max()) > allowed:
                 twin.metric = 0.5 * (nearest + nearest.mT)
         return twin
+
+
+# exp(−γ‖c − y‖²) = λ⟨Φ(c), Φ(y)⟩ with λ = e^{−γ‖c‖²}e^{−γ‖y‖²}, and Φ(x) stacks √((2γ)^k/k!)·x^{⊗k}
+# for k = 0, 1, … (GEQ Prop 1; the paper's Eq 7 drops 1/2γ, and λ lacks a square there).
+
+
+def _exponents(c: Tensor, y: Tensor, gamma: float, terms: int) -> tuple[Tensor, Tensor]:
+    """2γ⟨c, y⟩ and log λ = −γ(‖c‖² + ‖y‖²), [B] each, of checked arguments."""
+    if not (math.isfinite(gamma) and gamma > 0):
+        raise ValueError(f"gamma={gamma!r} is out of range: γ must be a positive finite number.")
+    if isinstance(terms, bool) or int(terms) != terms or terms < 1:
+        raise ValueError(f"terms={terms!r}: expected an integer of at least 1.")
+    if c.ndim != 2 or c.shape != y.shape:
+        raise ValueError(
+            f"Expected vectors [B, n], all of one shape; got {tuple(c.shape)}, {tuple(y.shape)}."
+        )
+    return 2.0 * gamma * (c * y).sum(-1), -gamma * (c.square().sum(-1) + y.square().sum(-1))
+
+
+def truncated_gaussian_coupling(c: Tensor, y: Tensor, gamma: float, terms: int) -> Tensor:
+    """q_K = −(λ/2γ) Σ_{k<K} (2γ⟨c, y⟩)^k/k! → −(1/2γ)exp(−γ‖c − y‖²) as K grows (GEQ Prop 1).
+
+    c and y = Wz [B, n] → [B]. The sum starts from λ, so every term is at most 1; with
+    γ(‖c‖² + ‖y‖²) beyond the logarithm of the smallest number (745 in float64) it is 0.
+    """
+    exponent, log_scale = _exponents(c, y, gamma, terms)
+    total = term = torch.exp(log_scale)
+    for k in range(1, terms):
+        term = term * exponent / k
+        total = total + term
+    return -total / (2.0 * gamma)
+
+
+def truncation_error_bound(c: Tensor, y: Tensor, gamma: float, terms: int) -> Tensor:
+    """|q − q_K| ≤ (λ/2γ)·(|t|^K/K!)·e^{max(t, 0)}, t = 2γ⟨c, y⟩ (Lagrange's remainder). [B]."""
+    t, log_scale = _exponents(c, y, gamma, terms)
+    power = torch.special.xlogy(torch.full_like(t, float(terms)), t.abs())
+    log_bound = log_scale + power - math.lgamma(terms + 1) + t.clamp_min(0.0)
+    return torch.exp(log_bound) / (2.0 * gamma)

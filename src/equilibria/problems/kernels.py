@@ -1,7 +1,8 @@
 """Couplings q(z; x) that tie the state to the input (GEQ full, Table 4), and their curvature.
 
 Each gives q, ∇q, Hessian-vector products and bounds on the spectrum of ∇²q. The layer map is
-T(z) = prox_f(−∇q(z)). Here: linear, polynomial, sigmoid; gaussian.py has the Gaussian kernel.
+T(z) = prox_f(−∇q(z)). Here: linear, polynomial, sigmoid, and OptEq's activation between W and Wᵀ;
+gaussian.py has the Gaussian kernel.
 """
 
 from __future__ import annotations
@@ -14,12 +15,21 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from equilibria.problems.norms import FUNCTION, UNIT, exact, norm_upper, sum_error, twin_in_double
-from equilibria.problems.operators import LinearOperator, as_operator
+from equilibria.problems.norms import (
+    FUNCTION,
+    UNIT,
+    exact,
+    norm_upper,
+    replaced,
+    sum_error,
+    twin_in_double,
+)
+from equilibria.problems.operators import Weights, as_operator
+from equilibria.problems.priors import Prior, at_least_float32
 
-__all__ = ["Coupling", "Curvature", "DegenerateKernelWarning", "Linear", "Polynomial", "Sigmoidal"]
+Reasoned = tuple[float | None, str]  # a constant or None, and why
 
 SIGMOID_CURVATURE = 4.0 / (3.0 * math.sqrt(3.0))  # max of |2t(1 − t²)| over −1 ≤ t ≤ 1
 
@@ -69,7 +79,7 @@ def _scaled(weight: Tensor, t: Tensor) -> Tensor:
 class Coupling(ABC):
     """q(z; x) with ∇q, ∇²q·v and bounds on the spectrum of ∇²q. z [B, *state]."""
 
-    def __init__(self, W: LinearOperator | Tensor | nn.Module, c: Tensor) -> None:
+    def __init__(self, W: Weights, c: Tensor) -> None:
         if not c.is_floating_point():
             raise TypeError(f"c must be a floating-point tensor [B, ...], got {c.dtype}.")
         if c.ndim < 2:
@@ -110,8 +120,7 @@ class Coupling(ABC):
     def default_start(self, shape: Sequence[int] | None = None) -> Tensor:
         """A state to start a solver from; ``shape`` [B, *state] where c does not determine it."""
 
-    # What a certificate asks for. A kernel of your own is certified with what it states here;
-    # the defaults say that nothing is derived.
+    # What a certificate asks for. The defaults say that nothing is derived.
 
     def tight_curvature(self) -> Curvature:
         """``curvature`` by the closest bounds there are, expensive or not."""
@@ -133,15 +142,11 @@ class Coupling(ABC):
         """‖c → c̃‖, where c̃ is what the constants below are in; 1 for c̃ = c."""
         return 1.0
 
-    def lipschitz(
-        self, modulus: float, rest: Tensor, reach: float, *, in_x: bool
-    ) -> tuple[float | None, str]:
+    def lipschitz(self, modulus: float, rest: Tensor, reach: float, *, in_x: bool) -> Reasoned:
         """A Lipschitz constant of x → z* (``in_x``) or c → z* for all inputs, or None; and why.
 
-        Args:
-            modulus: m, that of the smooth part for every input.
-            rest: that of the smooth part without q, a number.
-            reach: a bound on ‖x → c̃‖, or on ‖c → c̃‖.
+        ``modulus`` is that of the smooth part for every input, ``rest`` that without q, and
+        ``reach`` a bound on ‖x → c̃‖, or on ‖c → c̃‖.
         """
         return None, f"no constant is derived for {type(self).__name__}"
 
@@ -150,11 +155,8 @@ class Coupling(ABC):
     ) -> tuple[Tensor | None, str]:
         """limsup ‖Δz*‖/‖Δc̃‖ at this input, bounded, [B] (inf where none), or None; and why.
 
-        Args:
-            error: [B], z* lies within this of z; the bound must hold at z* and not only at z.
-            modulus: m for every z, a number or [B].
-            local: m of the smooth part at this z.
-            rest: as in ``lipschitz``.
+        z* lies within ``error`` [B] of z, and the bound must hold there. ``modulus`` (a number or
+        [B]) is for every z, ``local`` at this z, ``rest`` as in ``lipschitz``.
         """
         return None, f"nothing is derived for {type(self).__name__}"
 
@@ -188,10 +190,8 @@ class Coupling(ABC):
 
     def with_inputs(self, *inputs: Tensor) -> Self:
         """The same coupling on other tensors in place of ``inputs()``, not checked anew."""
-        other = object.__new__(type(self))  # copy.copy is not traced by every torch.compile
-        other.__dict__.update(self.__dict__)
-        (other.c,) = inputs
-        return other
+        (c,) = inputs
+        return replaced(self, c=c)
 
     def norm_upper(self) -> float:
         """Rigorous ‖W‖₂, computed on first use and kept: the weights are taken as constant."""
@@ -203,7 +203,7 @@ class Coupling(ABC):
 class ImageCoupling(Coupling):
     """A coupling of Wz to a c that has its shape."""
 
-    def __init__(self, W: LinearOperator | Tensor | nn.Module, c: Tensor) -> None:
+    def __init__(self, W: Weights, c: Tensor) -> None:
         super().__init__(W, c)
         try:
             self.operator.check_output(c.shape[1:])
@@ -218,6 +218,14 @@ class ImageCoupling(Coupling):
                 f"but c is {tuple(self.c.shape)}."
             )
 
+    def default_start(self, shape: Sequence[int] | None = None) -> Tensor:
+        """z₀ = 0; without ``shape`` [B, *state] a strided W takes stride × the size of c."""
+        if shape is None:
+            shape = (self.c.shape[0], *self.operator.input_shape(self.c.shape[1:]))
+        start = self.c.new_zeros(tuple(shape))
+        self.check_state(start)
+        return start
+
 
 class _WithLinearTerm(Coupling):
     """q(z) = −φ(⟨c, z⟩) − ½‖Wz‖² with a scalar φ; c has the shape of z.
@@ -225,7 +233,7 @@ class _WithLinearTerm(Coupling):
     ∇q = −φ′(t)c − WᵀWz and ∇²q = −φ″(t)ccᵀ − WᵀW with t = ⟨c, z⟩.
     """
 
-    def __init__(self, W: LinearOperator | Tensor | nn.Module, c: Tensor) -> None:
+    def __init__(self, W: Weights, c: Tensor) -> None:
         super().__init__(W, c)
         try:
             self.operator.output_shape(c.shape[1:])
@@ -303,9 +311,7 @@ class _WithLinearTerm(Coupling):
         inside = sum_error(terms) * (size(z.abs()) + self.operator(z).abs())
         return size.adjoint(inside, z.shape[1:])
 
-    def lipschitz(
-        self, modulus: float, rest: Tensor, reach: float, *, in_x: bool
-    ) -> tuple[float | None, str]:
+    def lipschitz(self, modulus: float, rest: Tensor, reach: float, *, in_x: bool) -> Reasoned:
         return None, "the modulus depends on the input; lipschitz_local holds at this one"
 
     def local_lipschitz(
@@ -336,12 +342,9 @@ class _WithLinearTerm(Coupling):
         """−max(φ″(t), 0)‖c‖² − ‖W‖² ≤ ∇²q ≤ max(−φ″(t), 0)‖c‖², t = ⟨c, z⟩."""
         self.check_state(z)
         bend = self._bend(inner(exact(self.c), exact(z))) * self._squared_norm()
-        return Curvature(
-            lower=-bend.clamp_min(0.0) - self.norm_upper() ** 2,
-            upper=(-bend).clamp_min(0.0),
-            rigorous=True,
-            note="at this z, from φ″(⟨c, z⟩), ‖c‖ and the upper bound on ‖W‖₂",
-        )
+        lower = -bend.clamp_min(0.0) - self.norm_upper() ** 2
+        note = "at this z, from φ″(⟨c, z⟩), ‖c‖ and the upper bound on ‖W‖₂"
+        return Curvature(lower, (-bend).clamp_min(0.0), True, note)
 
 
 class Linear(_WithLinearTerm):
@@ -377,9 +380,7 @@ class Linear(_WithLinearTerm):
     def hessian_lipschitz(self) -> Tensor | float | None:
         return 0.0
 
-    def lipschitz(
-        self, modulus: float, rest: Tensor, reach: float, *, in_x: bool
-    ) -> tuple[float | None, str]:
+    def lipschitz(self, modulus: float, rest: Tensor, reach: float, *, in_x: bool) -> Reasoned:
         """‖U‖/m."""
         missing = unproven(modulus, reach)
         if missing is not None:
@@ -419,13 +420,7 @@ class Polynomial(_WithLinearTerm):
         offset: a, 1.0 or 0.0.
     """
 
-    def __init__(
-        self,
-        W: LinearOperator | Tensor | nn.Module,
-        c: Tensor,
-        degree: int = 2,
-        offset: float = 1.0,
-    ) -> None:
+    def __init__(self, W: Weights, c: Tensor, degree: int = 2, offset: float = 1.0) -> None:
         super().__init__(W, c)
         if isinstance(degree, bool) or not isinstance(degree, int):
             raise TypeError(f"Polynomial(degree={degree!r}): expected an integer of at least 2.")
@@ -444,8 +439,7 @@ class Polynomial(_WithLinearTerm):
                 DegenerateKernelWarning,
                 stacklevel=2,
             )
-        self.degree = degree
-        self.offset = float(offset)
+        self.degree, self.offset = degree, float(offset)
 
     def _phi(self, t: Tensor) -> Tensor:
         return (self.offset + t) ** self.degree
@@ -486,15 +480,11 @@ class Polynomial(_WithLinearTerm):
         """d = 2: −2‖c‖² − ‖W‖² ≤ ∇²q ≤ 0. d ≥ 3: unbounded below, and above for odd d."""
         w2 = self.norm_upper() ** 2
         if self.degree == 2:
-            return Curvature(
-                -2.0 * self._squared_norm() - w2, 0.0, True, "every z: ∇²q = −2ccᵀ − WᵀW"
-            )
-        return Curvature(
-            -math.inf,
-            math.inf if self.degree % 2 else 0.0,
-            True,
-            f"degree {self.degree}: ∇²q is unbounded over z; use local_curvature",
-        )
+            lower = -2.0 * self._squared_norm() - w2
+            return Curvature(lower, 0.0, True, "every z: ∇²q = −2ccᵀ − WᵀW")
+        upper = math.inf if self.degree % 2 else 0.0
+        note = f"degree {self.degree}: ∇²q is unbounded over z; use local_curvature"
+        return Curvature(-math.inf, upper, True, note)
 
 
 class Sigmoidal(_WithLinearTerm):
@@ -527,9 +517,100 @@ class Sigmoidal(_WithLinearTerm):
     def curvature(self) -> Curvature:
         """−k‖c‖² − ‖W‖² ≤ ∇²q ≤ k‖c‖² with k = 4/(3√3) = 0.7698 (docs/facts.md, fact 6)."""
         bend = SIGMOID_CURVATURE * self._squared_norm()
-        return Curvature(
-            -bend - self.norm_upper() ** 2,
-            bend,
-            True,
-            "every z: ∇²q = 2t(1 − t²)ccᵀ − WᵀW, |2t(1 − t²)| ≤ 4/(3√3)",
-        )
+        note = "every z: ∇²q = 2t(1 − t²)ccᵀ − WᵀW, |2t(1 − t²)| ≤ 4/(3√3)"
+        return Curvature(-bend - self.norm_upper() ** 2, bend, True, note)
+
+
+class Activated(ImageCoupling):
+    """q(z) = −(1/ν) 1ᵀσ̃(Wz + c), −∇q = (1/ν) Wᵀσ(Wz + c), σ̃′ = σ (OptEq Eq 3, Theorem 1).
+
+    With no prior (``Free``) the layer map is Eq 3 itself, and G(z) = ½‖z‖² − (1/ν)1ᵀσ̃(Wz + c) has,
+    by Toland's duality, the minimizer and the minimum of Theorem 1's φ, which is closed only for an
+    invertible W. From the prior of σ, with a = σ(v), σ̃(v) = (f + ½|·|²)*(v) = va − f(a) − ½a².
+
+    Args:
+        W: z [B, *state] → Wz, shaped like c.
+        c: Ux + b, [B, *out].
+        prior: f with σ = prox_f.
+        nu: ν > 0; Theorem 1 asks ν ≥ L_σ‖W‖².
+    """
+
+    def __init__(self, W: Weights, c: Tensor, prior: Prior, nu: float = 1.0):
+        super().__init__(W, c)
+        if not isinstance(prior, Prior):
+            raise TypeError(f"Activated(prior={prior!r}): expected a prior such as NonNegative().")
+        if not 0.0 < nu < float("inf"):
+            raise ValueError(f"Activated(nu={nu!r}): expected a positive finite number.")
+        self.prior = prior
+        self.nu = float(nu)
+
+    def _before(self, z: Tensor) -> Tensor:
+        """Wz + c."""
+        self.check_state(z)
+        return self.operator(z) + self.c
+
+    def hidden(self, z: Tensor) -> Tensor:
+        """ζ = σ(Wz + c). [B, *state] → [B, *out]."""
+        return self.prior.activation(self._before(z))
+
+    def value(self, z: Tensor) -> Tensor:
+        v = at_least_float32(self._before(z))
+        a = self.prior.activation(v)
+        return -per_sample_sum(v * a - self.prior.value(a) - 0.5 * a * a) / self.nu
+
+    def grad(self, z: Tensor) -> Tensor:
+        pulled = self.operator.adjoint(self.hidden(z), z.shape[1:])
+        return -pulled if self.nu == 1.0 else pulled * (-1.0 / self.nu)
+
+    def hvp(self, z: Tensor, v: Tensor) -> Tensor:
+        before = self._before(z)
+        keep = torch.is_grad_enabled() and before.requires_grad
+        with torch.enable_grad():
+            before = before if keep else before.detach().requires_grad_()
+            a = self.prior.activation(before)
+            (slope,) = torch.autograd.grad(a, before, torch.ones_like(a), create_graph=keep)
+        pulled = self.operator.adjoint(slope * self.operator(v), z.shape[1:])
+        return pulled * (-1.0 / self.nu)
+
+    def rounding_error(self, z: Tensor) -> Tensor | None:
+        """∇q = −(1/ν)Wᵀσ(v), v = Wz + c, line by line."""
+        magnitude = self.operator.magnitude()
+        if magnitude is None:
+            return None
+        size, terms = magnitude
+        v = self.operator(z) + self.c
+        a = self.prior.activation(v)
+        off = sum_error(terms) * size(z.abs()) + 2 * UNIT * v.abs()
+        off = off + FUNCTION * (v.abs() + a.abs()) + sum_error(terms + 2) * a.abs()
+        return size.adjoint(off, z.shape[1:]) / self.nu
+
+    def lipschitz(self, modulus: float, rest: Tensor, reach: float, *, in_x: bool) -> Reasoned:
+        """m‖Δz‖² ≤ (1/ν)⟨WΔz, Δσ⟩ with σ moved by c alone: L_σ‖W‖/(νm)."""
+        missing = unproven(modulus, reach)
+        if missing is not None:
+            return None, missing
+        found = self._steepness() / modulus * (1.0 + 1e-14)
+        return found * reach, "every input: L_σ‖W‖/(νm)·‖U‖"
+
+    def local_lipschitz(
+        self, z: Tensor, error: Tensor, modulus: Tensor, local: Tensor, rest: Tensor
+    ) -> tuple[Tensor | None, str]:
+        m = modulus.expand_as(error)
+        found = torch.where(m > 0, self._steepness() / m * (1.0 + 1e-14), math.inf)
+        return found, "as for every input: σ′ jumps at kinks"
+
+    def _steepness(self) -> float:
+        """L_σ‖W‖/ν."""
+        return self.prior.expansion * self.norm_upper() / self.nu
+
+    def curvature(self) -> Curvature:
+        """−(L_σ/ν)‖W‖² ≤ ∇²q ≤ 0."""
+        lower = -self.prior.expansion * self.norm_upper() ** 2 / self.nu
+        note = "every z: ∇²q = −(1/ν)Wᵀ diag(σ′)W, 0 ≤ σ′ ≤ L_σ"
+        # The L_σ of a sampled activation is a measurement.
+        return Curvature(lower, 0.0, not self.prior.sampled, note)
+
+    def local_curvature(self, z: Tensor) -> Curvature:
+        """The global bounds: σ′ jumps at kinks, where a bound at one point says nothing."""
+        self.check_state(z)
+        return self.curvature()

@@ -17,27 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from equilibria.engine.transforms import functorch_active
-from equilibria.problems.norms import UNIT, dense_norm, exact
-from equilibria.problems.priors import Prior
-
-__all__ = [
-    "DenseMonotone",
-    "MonotoneInclusion",
-    "MonotoneOperator",
-    "States",
-    "gram_bound",
-    "widened",
-]
+from equilibria.problems.norms import UNIT, dense_norm, exact, replaced, sum_error
+from equilibria.problems.priors import Prior, at_least_float32
 
 States = tuple[Tensor, ...]
 Resolvent = Callable[[States], States]
 
 _EPS = torch.finfo(torch.float64).eps
-
-
-def widened(t: Tensor) -> Tensor:
-    """Weights are composed, and systems solved, in float32 or better."""
-    return t.float() if t.dtype in (torch.float16, torch.bfloat16) else t
 
 
 def gram_bound(matrices: Tensor, squarings: int = 5) -> Tensor:
@@ -91,7 +77,7 @@ class MonotoneOperator(ABC):
 
     @abstractmethod
     def resolvent(self, alpha: float | Tensor) -> Resolvent:
-        """V = (I + α(I − W))⁻¹ on ``lifted()``, computed once; ``transposed`` is its transpose."""
+        """V = (I + α(I − W))⁻¹ on ``lifted()``, computed once, in float32 or better."""
 
     @abstractmethod
     def double(self) -> MonotoneOperator:
@@ -123,23 +109,20 @@ class DenseMonotone(MonotoneOperator):
                 "DenseMonotone takes A [k, n] and B [n, n], got "
                 f"{tuple(a.shape)} and {tuple(b.shape)}."
             )
-        wide_a, wide_b = widened(a), widened(b)
+        wide_a, wide_b = at_least_float32(a), at_least_float32(b)
         eye = torch.eye(b.shape[0], dtype=wide_b.dtype, device=b.device)
         w = (1.0 - m) * eye - wide_a.mT @ wide_a + wide_b - wide_b.mT
-        self._set(w.to(b.dtype if dtype is None else dtype), m)
-
-    def _set(self, weight: Tensor, m: float) -> None:
-        self.weight, self.m = weight, m
+        self.weight, self.m = w.to(b.dtype if dtype is None else dtype), m
 
     def __call__(self, z: States) -> States:
-        return (torch.nn.functional.linear(z[0], self.weight),)
+        return (F.linear(z[0], self.weight),)
 
     def adjoint(self, g: States) -> States:
         return (g[0] @ self.weight,)
 
     def _difference(self) -> Tensor:
         """I − W, in float32 or better."""
-        w = widened(self.weight)
+        w = at_least_float32(self.weight)
         return torch.eye(w.shape[0], dtype=w.dtype, device=w.device) - w
 
     def norm_bound(self) -> Tensor:
@@ -164,39 +147,24 @@ class DenseMonotone(MonotoneOperator):
         least = float(torch.linalg.eigvalsh(symmetric)[0])
         return least - 16 * _EPS * (len(m) + 4) * float(symmetric.norm())
 
-    def resolvent(self, alpha: float | Tensor) -> DenseResolvent:
+    def resolvent(self, alpha: float | Tensor) -> Resolvent:
         m = self._difference()
         eye = torch.eye(m.shape[0], dtype=m.dtype, device=m.device)
         # inv_ex: no check of singularity, which cannot be here and would make a GPU wait.
-        return DenseResolvent(torch.linalg.inv_ex(eye + alpha * m).inverse)
+        transposed = torch.linalg.inv_ex(eye + alpha * m).inverse.mT
+
+        def apply(u: States) -> States:
+            with torch.autocast(u[0].device.type, enabled=False):
+                return ((u[0].to(transposed.dtype) @ transposed).to(u[0].dtype),)
+
+        return apply
 
     def double(self) -> DenseMonotone:
-        twin = object.__new__(DenseMonotone)
-        twin._set(exact(self.weight), self.m)
-        return twin
+        return replaced(self, weight=exact(self.weight))
 
     def rounding(self, z: States, *, transposed: bool = False) -> States:
-        terms = (self.weight.shape[0] + 2) * UNIT
         size = self.weight.abs() if transposed else self.weight.abs().mT
-        return (terms / (1.0 - terms) * (z[0].abs() @ size),)
-
-
-class DenseResolvent:
-    """V u for the matrix V [n, n]; in float32 or better whatever the state's dtype."""
-
-    def __init__(self, inverse: Tensor) -> None:
-        self.inverse = inverse
-
-    def __call__(self, u: States) -> States:
-        return self._times(u[0], self.inverse.mT)
-
-    def transposed(self, u: States) -> States:
-        """Vᵀu."""
-        return self._times(u[0], self.inverse)
-
-    def _times(self, u: Tensor, matrix: Tensor) -> States:
-        with torch.autocast(u.device.type, enabled=False):
-            return ((u.to(matrix.dtype) @ matrix).to(u.dtype),)
+        return (sum_error(self.weight.shape[0] + 2) * (z[0].abs() @ size),)
 
 
 class MonotoneInclusion:
@@ -237,12 +205,13 @@ class MonotoneInclusion:
     def prox(self, v: Any, alpha: float | Tensor) -> Any:
         """prox_{αf}(v); on a torus that stands for a plane also zero on its border."""
         border = self.operator.border
-        return self.state(tuple(self._prox(part, alpha, border) for part in self.parts(v)))
 
-    def _prox(self, v: Tensor, alpha: float | Tensor, border: int) -> Tensor:
-        if not border:
-            return self.prior.prox(v, alpha)
-        return F.pad(self.prior.prox(_cropped(v, border), alpha), (border,) * 4)
+        def prox(part: Tensor) -> Tensor:
+            if not border:
+                return self.prior.prox(part, alpha)
+            return F.pad(self.prior.prox(_cropped(part, border), alpha), (border,) * 4)
+
+        return self.state(tuple(map(prox, self.parts(v))))
 
     def step(self, z: Any, c: Tensor) -> Any:
         """T(z) = σ(Wz + c), the layer's own map."""

@@ -24,7 +24,6 @@ become 4c on H/2 × W/2), it is a plain convolution again: every symbol is a mat
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -33,23 +32,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from equilibria.engine.dense import inverse_each
-from equilibria.problems.monotone_operator import MonotoneOperator, States, gram_bound, widened
-from equilibria.problems.norms import UNIT, convolution_norm_upper, exact
-
-__all__ = [
-    "Geometry",
-    "Plane",
-    "TieredMonotone",
-    "TieredResolvent",
-    "Torus",
-    "composed_kernel",
-    "delta",
-    "kernel_norm_bound",
-    "phase_kernel",
-    "phase_kernel_down",
-    "symbol",
-    "transposed_kernel",
-]
+from equilibria.problems.monotone_operator import MonotoneOperator, Resolvent, States, gram_bound
+from equilibria.problems.norms import (
+    UNIT,
+    convolution_norm_upper,
+    exact,
+    replaced,
+    sum_error,
+    waves,
+)
+from equilibria.problems.priors import at_least_float32
 
 
 def transposed_kernel(kernel: Tensor) -> Tensor:
@@ -75,56 +67,38 @@ def composed_kernel(a: Tensor, b: Tensor, m: float) -> Tensor:
     return (1.0 - m) * delta(b.shape[0], b, k - 1) - gram + skew
 
 
-class Geometry(ABC):
-    """How maps continue beyond their edges. p is half the taps of A, B and N, rounded down."""
+@dataclass(frozen=True)
+class Plane:
+    """Zero padding. ``out`` has p more pixels on each side; N's output j reads 2j − p … 2j + p.
+
+    p is half the taps of A, B and N, rounded down.
+    """
 
     p: int
 
-    @abstractmethod
     def same(self, z: Tensor, kernel: Tensor) -> Tensor:
         """A convolution with the taps of the composed kernel; [B, c, H, W] → the same."""
-
-    @abstractmethod
-    def out(self, z: Tensor, a: Tensor) -> Tensor:
-        """Az with every output that it reaches."""
-
-    @abstractmethod
-    def out_adjoint(self, y: Tensor, a: Tensor) -> Tensor:
-        """Aᵀy."""
-
-    @abstractmethod
-    def down(self, z: Tensor, n: Tensor) -> Tensor:
-        """Nz with stride 2, on the grid of ``out`` of the next tier."""
-
-    @abstractmethod
-    def down_adjoint(self, y: Tensor, n: Tensor) -> Tensor:
-        """Nᵀy."""
-
-
-@dataclass(frozen=True)
-class Plane(Geometry):
-    """Zero padding. ``out`` has p more pixels on each side; N's output j reads 2j − p … 2j + p."""
-
-    p: int
-
-    def same(self, z: Tensor, kernel: Tensor) -> Tensor:
         return F.conv2d(z, kernel, padding=2 * self.p)
 
     def out(self, z: Tensor, a: Tensor) -> Tensor:
+        """Az with every output that it reaches."""
         return F.conv2d(z, a, padding=2 * self.p)
 
     def out_adjoint(self, y: Tensor, a: Tensor) -> Tensor:
+        """Aᵀy."""
         return F.conv_transpose2d(y, a, padding=2 * self.p)
 
     def down(self, z: Tensor, n: Tensor) -> Tensor:
+        """Nz with stride 2, on the grid of ``out`` of the next tier."""
         return F.conv2d(z, n, stride=2, padding=3 * self.p)
 
     def down_adjoint(self, y: Tensor, n: Tensor) -> Tensor:
+        """Nᵀy."""
         return F.conv_transpose2d(y, n, stride=2, padding=3 * self.p, output_padding=1)
 
 
 @dataclass(frozen=True)
-class Torus(Geometry):
+class Torus:
     """Circular padding; with ``border`` p the torus around a plane's maps, without it a map itself.
 
     With a border a map of H pixels sits in a torus of H + 2p. N leads to a torus of half its size,
@@ -168,6 +142,10 @@ class Torus(Geometry):
         return _unwrap(spread, *self._sides())
 
 
+Geometry = Plane | Torus
+"""How maps continue beyond their edges."""
+
+
 def _wrap(z: Tensor, left: int, right: int) -> Tensor:
     if left == 0 and right == 0:
         return z
@@ -193,24 +171,14 @@ _SAMPLES_PER_TAP = 5
 _SQUARINGS = 4
 
 
-def _waves(points: int, size: int, taps: int, origin: int, like: Tensor) -> Tensor:
-    """e^{iθ(a − origin)} for the first ``points`` frequencies of ``size``, [points, taps]."""
-    steps = torch.arange(taps, dtype=torch.float64) - origin
-    angles = torch.outer(torch.arange(points, dtype=torch.float64), steps) * (2 * math.pi / size)
-    waves = torch.complex(angles.cos(), angles.sin())
-    kind = torch.complex128 if like.dtype == torch.float64 else torch.complex64
-    return waves.to(device=like.device, dtype=kind)
-
-
 def symbol(kernel: Tensor, origin: int, rows: int, cols: int) -> Tensor:
-    """K̂ at the frequencies of rfft2 on a rows × cols torus, for any number of taps.
+    """K̂ at the frequencies of rfft2 on a rows × cols torus: [o, c, t, t] → [rows, ., o, c].
 
-    kernel [o, c, t, t] whose tap ``origin`` stands over the output pixel →
-    [rows, cols//2 + 1, o, c], complex.
+    ``origin`` is the tap that stands over the output pixel.
     """
     taps = kernel.shape[-1]
-    down = _waves(rows, rows, taps, origin, kernel)
-    across = _waves(cols // 2 + 1, cols, taps, origin, kernel)
+    down = waves(rows, rows, taps, kernel, origin)
+    across = waves(cols // 2 + 1, cols, taps, kernel, origin)
     half = torch.einsum("lb,ocab->laoc", across, kernel.to(down.dtype))
     return torch.einsum("ja,laoc->jloc", down, half)
 
@@ -221,18 +189,8 @@ def phase_kernel(kernel: Tensor) -> tuple[Tensor, int]:
     Output pixel 2i + φ reads 2(i + τ) + ψ with the tap a = 2τ + ψ − φ + 2p.
     """
     taps = (kernel.shape[-1] + 1) // 2
-    padded = F.pad(kernel, (1, 1, 1, 1))
-    phases = [(i, j) for i in (0, 1) for j in (0, 1)]
-    rows = []
-    for f in phases:
-        columns = []
-        for g in phases:
-            top, left = g[0] - f[0] + 1, g[1] - f[1] + 1
-            columns.append(
-                padded[..., top : top + 2 * taps - 1 : 2, left : left + 2 * taps - 1 : 2]
-            )
-        rows.append(torch.stack(columns, 2))
-    return torch.stack(rows, 1).flatten(2, 3).flatten(0, 1), taps // 2
+    rows = [_input_phases(kernel, taps, 1 - i, 1 - j) for i in (0, 1) for j in (0, 1)]
+    return torch.stack(rows, 1).flatten(0, 1), taps // 2
 
 
 def phase_kernel_down(kernel: Tensor, shift: int) -> tuple[Tensor, int]:
@@ -240,26 +198,28 @@ def phase_kernel_down(kernel: Tensor, shift: int) -> tuple[Tensor, int]:
 
     Output pixel j reads 2j − shift + a = 2(j + τ) + ψ.
     """
-    k = kernel.shape[-1]
     origin = (shift + 1) // 2
-    taps = (k - 1 - shift) // 2 + origin + 1
+    taps = (kernel.shape[-1] - 1 - shift) // 2 + origin + 1
     first = shift + 1 - 2 * origin
+    return _input_phases(kernel, taps, first, first), origin
+
+
+def _input_phases(kernel: Tensor, taps: int, top: int, left: int) -> Tensor:
+    """Every second tap from (top + i, left + j) on, for the phases (i, j) of the input."""
     padded = F.pad(kernel, (1, 1, 1, 1))
-    parts = []
-    for i in (0, 1):
-        for j in (0, 1):
-            top, left = first + i, first + j
-            parts.append(padded[..., top : top + 2 * taps - 1 : 2, left : left + 2 * taps - 1 : 2])
-    return torch.stack(parts, 2).flatten(1, 2), origin
+    length = 2 * taps - 1
+    parts = [
+        padded[..., top + i : top + i + length : 2, left + j : left + j + length : 2]
+        for i in (0, 1)
+        for j in (0, 1)
+    ]
+    return torch.stack(parts, 2).flatten(1, 2)
 
 
 def kernel_norm_bound(kernel: Tensor) -> Tensor:
-    """An upper bound (up to rounding) on sup_θ ‖K̂(θ)‖, one number on the device; no gradient.
-
-    From a grid to the supremum by the rule of ``problems/norms.py``: divide by cos(πd/N) an axis.
-    """
+    """sup_θ ‖K̂(θ)‖ from above (up to rounding) as in ``norms.py``: a number on the device."""
     with torch.no_grad():
-        kernel = widened(kernel.detach())
+        kernel = at_least_float32(kernel.detach())
         taps = kernel.shape[-1]
         points = max(1, _SAMPLES_PER_TAP * (taps - 1))
         shrink = math.cos(math.pi * (taps - 1) / 2 / points) ** 2
@@ -299,15 +259,9 @@ class TieredMonotone(MonotoneOperator):
         self.n = tuple(t.to(cast) for t in n)
         # Composed from the weights as used, so that W is monotone in the lower precision too.
         self.kernels = tuple(
-            composed_kernel(widened(p), widened(q), m).to(cast)
+            composed_kernel(at_least_float32(p), at_least_float32(q), m).to(cast)
             for p, q in zip(self.a, self.b, strict=True)
         )
-
-    def _with(self, **changes: object) -> TieredMonotone:
-        twin = object.__new__(TieredMonotone)
-        twin.__dict__.update(self.__dict__)
-        twin.__dict__.update(changes)
-        return twin
 
     def __call__(self, z: States) -> States:
         space, out = self.geometry, []
@@ -332,30 +286,19 @@ class TieredMonotone(MonotoneOperator):
             out.append(value)
         return tuple(out)
 
-    # ------------------------------------------------------------------ bounds
-
     def _difference(self, i: int) -> Tensor:
         """The kernel of I − Wᵢᵢ without NᵢᵀNᵢ."""
-        kernel = widened(self.kernels[i])
+        kernel = at_least_float32(self.kernels[i])
         return delta(kernel.shape[0], kernel, kernel.shape[-1] // 2) - kernel
 
     def norm_bound(self) -> Tensor:
         """The norm of the matrix of the blocks' norms."""
-        size, norm = len(self.kernels), kernel_norm_bound
-        diagonal = [norm(self._difference(i)) for i in range(size)]
-        if size == 1:
+        norm = kernel_norm_bound
+        diagonal = [norm(self._difference(i)) for i in range(len(self.kernels))]
+        if len(diagonal) == 1:
             return diagonal[0]
-        down = [norm(phase_kernel_down(widened(n), self.geometry.p)[0]) for n in self.n]
-        outs = [norm(a) for a in self.a[1:]]
-        zero = torch.zeros_like(diagonal[0])
-        rows = []
-        for i in range(size):
-            row = [zero] * size
-            row[i] = diagonal[i] + down[i].square() if i < size - 1 else diagonal[i]
-            if i:
-                row[i - 1] = 2.0 * outs[i - 1] * down[i - 1]
-            rows.append(torch.stack(row))
-        return gram_bound(torch.stack(rows))
+        down = [norm(phase_kernel_down(at_least_float32(n), self.geometry.p)[0]) for n in self.n]
+        return gram_bound(_block_norms(diagonal, down, [norm(a) for a in self.a[1:]]))
 
     def scale(self) -> Tensor:
         """Of the diagonal blocks, without NᵀN; each tier weighs as many entries as it has."""
@@ -367,19 +310,16 @@ class TieredMonotone(MonotoneOperator):
         return (total / entries).sqrt()
 
     def norm_uppers(self) -> tuple[float, float]:
+        def upper(kernel: Tensor, stride: int = 1) -> Tensor:
+            found = convolution_norm_upper(kernel, stride=(stride, stride))
+            return torch.tensor(found, dtype=torch.float64)
+
         twin = self.double()
         size = len(twin.kernels)
-        down = [convolution_norm_upper(n, stride=(2, 2)) for n in twin.n]
-        outs = [convolution_norm_upper(a) for a in twin.a]
+        down, outs = [upper(n, 2) for n in twin.n], [upper(a) for a in twin.a[1:]]
         found = []
         for kernels in ([twin._difference(i) for i in range(size)], list(twin.kernels)):
-            norms = torch.zeros(size, size, dtype=torch.float64)
-            for i, kernel in enumerate(kernels):
-                norms[i, i] = convolution_norm_upper(kernel)
-                if i < size - 1:
-                    norms[i, i] += down[i] ** 2
-                if i:
-                    norms[i, i - 1] = 2.0 * outs[i] * down[i - 1]
+            norms = _block_norms([upper(kernel) for kernel in kernels], down, outs)
             # The subtraction and these few sums and products round too.
             slack = 1.0 + 64 * UNIT * (size + 1)
             off = 2 * UNIT * max(float(k.abs().sum()) for k in kernels)
@@ -405,7 +345,7 @@ class TieredMonotone(MonotoneOperator):
 
     def double(self) -> TieredMonotone:
         cast = {name: tuple(map(exact, getattr(self, name))) for name in ("a", "b", "n", "kernels")}
-        return self._with(**cast)
+        return replaced(self, **cast)
 
     def rounding(self, z: States, *, transposed: bool = False) -> States:
         """γ times |K||z| + |N|ᵀ|N||z| + 2|A|ᵀ|N||z|: the sums in a row have their γ added up."""
@@ -413,12 +353,10 @@ class TieredMonotone(MonotoneOperator):
         widest = max(k.shape[0] for k in self.kernels)
         terms = widest * (kernel.shape[-1] ** 2 + 3 * a.shape[-1] ** 2) + 8
         cast = {name: tuple(t.abs() for t in getattr(self, name)) for name in ("a", "n", "kernels")}
-        sizes = self._with(sign=1.0, **cast)
+        sizes = replaced(self, sign=1.0, **cast)
         parts = tuple(part.abs() for part in z)
-        gamma = terms * UNIT / (1.0 - terms * UNIT)
-        return tuple(gamma * t for t in (sizes.adjoint(parts) if transposed else sizes(parts)))
-
-    # ------------------------------------------------------------------ the resolvent
+        found = sizes.adjoint(parts) if transposed else sizes(parts)
+        return tuple(sum_error(terms) * t for t in found)
 
     @property
     def border(self) -> int:
@@ -430,20 +368,36 @@ class TieredMonotone(MonotoneOperator):
             return self
         p = self.geometry.p
         sizes = tuple((h + 2 * p, w + 2 * p) for h, w in self.sizes)
-        return self._with(geometry=Torus(p, border=p), sizes=sizes)
+        return replaced(self, geometry=Torus(p, border=p), sizes=sizes)
 
-    def resolvent(self, alpha: float | Tensor) -> TieredResolvent:
-        if not isinstance(self.geometry, Torus):
+    def resolvent(self, alpha: float | Tensor) -> Resolvent:
+        """V u by forward substitution, each tier's diagonal block inverted by FFT."""
+        space = self.geometry
+        if not isinstance(space, Torus):
             raise ValueError(
                 "On a plane I + α(I − W) has no cheap inverse; take the resolvent of lifted()."
             )
         with torch.autocast(self.kernels[0].device.type, enabled=False):
-            inverses = [self._inverse(i, alpha) for i in range(len(self.kernels))]
-        return TieredResolvent(self, alpha, inverses)
+            inverses = [self._inverse(i, alpha, space) for i in range(len(self.kernels))]
+        a, n = (tuple(map(at_least_float32, weights)) for weights in (self.a, self.n))
 
-    def _inverse(self, i: int, alpha: float | Tensor) -> Tensor:
+        def apply(u: States) -> States:
+            out: list[Tensor] = []
+            last: Tensor | None = None
+            with torch.autocast(u[0].device.type, enabled=False):
+                for i, part in enumerate(u):
+                    right = at_least_float32(part)
+                    if last is not None:
+                        coupled = space.out_adjoint(space.down(last, n[i - 1]), a[i])
+                        right = right - 2.0 * alpha * coupled
+                    last = _divided(right, inverses[i], coupled=i < len(n))
+                    out.append(last.to(part.dtype))
+            return tuple(out)
+
+        return apply
+
+    def _inverse(self, i: int, alpha: float | Tensor, space: Torus) -> Tensor:
         """(I + α(I − Wᵢᵢ))⁻¹ frequency by frequency, transposed for rows: [h, w, C, C]."""
-        assert isinstance(self.geometry, Torus)
         rows, cols = self.sizes[i]
         kernel = self._difference(i)
         if i == len(self.n):
@@ -451,63 +405,34 @@ class TieredMonotone(MonotoneOperator):
         else:
             rows, cols = rows // 2, cols // 2
             phases, origin = phase_kernel(kernel)
-            down, shift = phase_kernel_down(widened(self.n[i]), self.geometry.shift)
+            down, shift = phase_kernel_down(at_least_float32(self.n[i]), space.shift)
             n = symbol(down, shift, rows, cols)
             system = alpha * (symbol(phases, origin, rows, cols) + n.mH @ n)
         eye = torch.eye(system.shape[-1], dtype=system.dtype, device=system.device)
-        inverse = inverse_each(eye + system)
-        return inverse.mT
+        return inverse_each(eye + system).mT
 
 
-class TieredResolvent:
-    """V u by forward substitution, each tier's diagonal block inverted by FFT."""
+def _divided(x: Tensor, inverse: Tensor, *, coupled: bool) -> Tensor:
+    """One diagonal block by FFT, on the four phases where a tier follows: [B, c, H, W] → same."""
+    if coupled:
+        x = F.pixel_unshuffle(x, 2)
+    waves = torch.fft.rfft2(x).permute(2, 3, 0, 1) @ inverse
+    found = torch.fft.irfft2(waves.permute(2, 3, 0, 1), s=x.shape[-2:])
+    return F.pixel_shuffle(found, 2) if coupled else found
 
-    def __init__(
-        self, operator: TieredMonotone, alpha: float | Tensor, inverses: Sequence[Tensor]
-    ) -> None:
-        self.geometry = operator.geometry
-        self.alpha = alpha
-        self.inverses = tuple(inverses)
-        self.a = tuple(widened(t) for t in operator.a)
-        self.n = tuple(widened(t) for t in operator.n)
 
-    def __call__(self, u: States) -> States:
-        space, out = self.geometry, []
-        last: Tensor | None = None
-        with torch.autocast(u[0].device.type, enabled=False):
-            for i, part in enumerate(u):
-                right = widened(part)
-                if last is not None:
-                    coupled = space.out_adjoint(space.down(last, self.n[i - 1]), self.a[i])
-                    right = right - 2.0 * self.alpha * coupled
-                last = self._solve(right, i, self.inverses[i])
-                out.append(last.to(part.dtype))
-        return tuple(out)
-
-    def transposed(self, u: States) -> States:
-        """Vᵀu, by backward substitution."""
-        space, out = self.geometry, []
-        last: Tensor | None = None
-        with torch.autocast(u[0].device.type, enabled=False):
-            for i in reversed(range(len(u))):
-                right = widened(u[i])
-                if last is not None:
-                    coupled = space.down_adjoint(space.out(last, self.a[i + 1]), self.n[i])
-                    right = right - 2.0 * self.alpha * coupled
-                # Of a real map the transpose is the adjoint, whose symbol is V̂ᴴ.
-                last = self._solve(right, i, self.inverses[i].mH)
-                out.append(last.to(u[i].dtype))
-        return tuple(reversed(out))
-
-    def _solve(self, x: Tensor, i: int, inverse: Tensor) -> Tensor:
-        """One diagonal block: [B, c, H, W] → the same."""
-        coupled = i < len(self.n)
-        if coupled:
-            x = F.pixel_unshuffle(x, 2)
-        size = x.shape[-2:]
-        waves = torch.fft.rfft2(x).permute(2, 3, 0, 1) @ inverse
-        found = torch.fft.irfft2(waves.permute(2, 3, 0, 1), s=size)
-        return F.pixel_shuffle(found, 2) if coupled else found
+def _block_norms(diagonal: list[Tensor], down: list[Tensor], outs: list[Tensor]) -> Tensor:
+    """‖Wᵢᵢ‖ + ‖Nᵢ‖² on the diagonal, 2‖Aᵢ‖‖Nᵢ₋₁‖ beside it; ``outs`` has the ‖Aᵢ‖ from A₁ on."""
+    size = len(diagonal)
+    zero = torch.zeros_like(diagonal[0])
+    rows = []
+    for i in range(size):
+        row = [zero] * size
+        row[i] = diagonal[i] + down[i].square() if i < size - 1 else diagonal[i]
+        if i:
+            row[i - 1] = 2.0 * outs[i - 1] * down[i - 1]
+        rows.append(torch.stack(row))
+    return torch.stack(rows)
 
 
 def _taps_norm(kernel: Tensor) -> float:

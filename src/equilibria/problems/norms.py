@@ -2,8 +2,7 @@
 
 Convolutions. A zero-padded convolution on a finite map, with any padding, is a compression
 (rows and columns left out) of the bi-infinite one, so ‖K‖ ≤ sup_θ ‖K̂(θ)‖₂ with the symbol
-K̂(θ) = Σ_a K_a e^{i⟨a,θ⟩}. With stride s the inputs fall into s² phases and the same holds for the
-polyphase kernel of ⌈k/s⌉ taps, which is exact where the unstrided kernel's norm is only a bound.
+K̂(θ) = Σ_a K_a e^{i⟨a,θ⟩}. With stride s the same holds for the polyphase kernel of ⌈k/s⌉ taps.
 
 From a grid to the supremum. With unit u, v and a phase chosen at the maximiser θ°, the function
 f(θ) = Re e^{iφ}u*K̂(θ)v is, along each axis and after centering, a real function of exponential
@@ -27,7 +26,6 @@ place. States and the numbers of a problem (weights, c, γ) are exact: they are 
 
 from __future__ import annotations
 
-import copy
 import ctypes
 import hashlib
 import math
@@ -40,16 +38,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from equilibria.engine.tree import sample_norm, scale_samples
-
-__all__ = [
-    "UNIT",
-    "NormBound",
-    "convolution_norm_upper",
-    "dense_norm",
-    "metric_root",
-    "patched_kernel",
-    "power_norm",
-]
 
 Part = TypeVar("Part")
 
@@ -86,15 +74,23 @@ def exact(t: Tensor) -> Tensor:
     return t.detach().to(device=device, dtype=torch.float64)
 
 
+def replaced(part: Part, **changes: object) -> Part:
+    """A copy with other attributes, not checked anew."""
+    twin = object.__new__(type(part))  # copy.copy is not traced by every torch.compile
+    twin.__dict__.update(part.__dict__)
+    twin.__dict__.update(changes)
+    return twin
+
+
 def twin_in_double(part: Part) -> Part:
     """A copy with the same numbers, detached and in float64, and so its parts' (``in_double``)."""
-    twin = copy.copy(part)
+    changes: dict[str, object] = {}
     for name, value in vars(part).items():
         if isinstance(value, Tensor) and value.is_floating_point():
-            twin.__dict__[name] = exact(value)
+            changes[name] = exact(value)
         elif hasattr(value, "in_double"):
-            twin.__dict__[name] = value.in_double()
-    return twin
+            changes[name] = value.in_double()
+    return replaced(part, **changes)
 
 
 def _finite(t: Tensor, what: str) -> Tensor:
@@ -145,11 +141,12 @@ def _polyphase(weight: Tensor, stride: tuple[int, int]) -> Tensor:
     return phases.reshape(g, o, i * sh * sw, th, tw)
 
 
-def _roots_of_unity(points: Sequence[int], n: int, taps: int, device: torch.device) -> Tensor:
-    angles = torch.outer(
-        torch.tensor(points, dtype=torch.float64), torch.arange(taps, dtype=torch.float64)
-    )
-    return torch.polar(torch.ones_like(angles), angles * (2.0 * math.pi / n)).to(device)
+def waves(points: int, size: int, taps: int, like: Tensor, origin: int = 0) -> Tensor:
+    """e^{iθ(a − origin)} for the first ``points`` frequencies of ``size``, [points, taps]."""
+    steps = torch.arange(taps, dtype=torch.float64) - origin
+    angles = torch.outer(torch.arange(points, dtype=torch.float64), steps) * (2 * math.pi / size)
+    kind = torch.complex128 if like.dtype == torch.float64 else torch.complex64
+    return torch.complex(angles.cos(), angles.sin()).to(device=like.device, dtype=kind)
 
 
 def convolution_norm_upper(
@@ -169,9 +166,9 @@ def convolution_norm_upper(
 
 
 _REMEMBERED = 256
+# Bounds of kernels seen lately, by their contents: a certificate asks for the same one several
+# times, from copies of the layer, and each costs many eigenvalue problems.
 _KNOWN: dict[bytes, float] = {}
-"""Bounds of kernels seen lately, by their contents: a certificate asks for the same one several
-times, from copies of the layer, and each costs many eigenvalue problems."""
 
 
 def _fingerprint(w: Tensor, stride: tuple[int, int], groups: int) -> bytes:
@@ -190,8 +187,7 @@ def _symbol_norm_upper(w: Tensor, stride: tuple[int, int], groups: int) -> float
     g, o, i, th, tw = w.shape
     nh, nw = (max(1, _SAMPLES_PER_TAP * (taps - 1)) for taps in (th, tw))
     # A real kernel has K̂(−θ) = conj K̂(θ): half of the last axis is enough.
-    eh = _roots_of_unity(range(nh), nh, th, w.device)
-    ew = _roots_of_unity(range(nw // 2 + 1), nw, tw, w.device)
+    eh, ew = waves(nh, nh, th, w), waves(nw // 2 + 1, nw, tw, w)
     half = torch.einsum("lb,goiab->lgoia", ew, w.to(ew.dtype))
     best = 0.0
     step = max(1, _CHUNK // max(1, g * o * i * ew.shape[0]))
@@ -236,8 +232,6 @@ def _largest(gram: Tensor, best: float) -> float:
 
 def _below(gram: Tensor, bound: float) -> Tensor:
     """[N] bool: bound·I − G has a Cholesky factor, so that G ≤ bound·I up to its rounding."""
-    if gram.shape[0] == 0:
-        return gram.new_zeros(0, dtype=torch.bool)
     distance = torch.diag_embed(torch.full_like(gram[..., 0].real, bound)) - gram
     failed: Tensor = torch.linalg.cholesky_ex(distance).info
     return failed == 0
@@ -290,8 +284,7 @@ def power_norm(
 ) -> float:
     """√λmax of a positive semidefinite map z → AᵀAz by power iteration: from below, up to rounding.
 
-    Two fixed starts run side by side in the batch; each Rayleigh quotient is at most ‖A‖², and the
-    larger is returned. Stops when a step changes it by less than ``rtol``.
+    Two fixed starts run side by side in the batch, and the larger Rayleigh quotient is returned.
     """
     source = torch.Generator().manual_seed(0)
     work = torch.promote_types(dtype, torch.float32)

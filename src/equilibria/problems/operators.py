@@ -25,15 +25,10 @@ from equilibria.problems.norms import (
     power_norm,
 )
 
-__all__ = [
-    "ConvOperator",
-    "DenseOperator",
-    "LinearOperator",
-    "ModuleOperator",
-    "SeparableConvOperator",
-    "TransposedOperator",
-    "as_operator",
-]
+
+def _batched(shape: Sequence[int]) -> str:
+    """[B, 3, 4] for (3, 4)."""
+    return f"[B, {', '.join(map(str, shape))}]"
 
 
 class LinearOperator(ABC):
@@ -65,6 +60,13 @@ class LinearOperator(ABC):
     @abstractmethod
     def norm_upper(self) -> float:
         """Rigorous upper bound on ‖W‖₂ for every input size (inf where none is known)."""
+
+    def input_shape(self, out_shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of a z whose Wz has ``out_shape``; with a stride the multiple of it."""
+        self.check_output(out_shape)
+        if self.in_shape is None:
+            raise TypeError(f"{type(self).__name__} does not say its input's shape.")
+        return self.in_shape
 
     def in_double(self) -> LinearOperator:
         """The same map on the same numbers, detached and in float64."""
@@ -108,12 +110,35 @@ class LinearOperator(ABC):
         return NormBound(min(estimate, upper), upper)
 
 
-class DenseOperator(LinearOperator):
+class _OfOneShape(LinearOperator):
+    """An operator that takes states of one shape alone; ``name`` is for its errors."""
+
+    def __init__(self, name: str, in_shape: Sequence[int], out_shape: Sequence[int]) -> None:
+        self._name, self._in_shape, self._out_shape = name, tuple(in_shape), tuple(out_shape)
+
+    @property
+    def in_shape(self) -> tuple[int, ...]:
+        return self._in_shape
+
+    def output_shape(self, in_shape: Sequence[int]) -> tuple[int, ...]:
+        if tuple(in_shape) != self._in_shape:
+            takes = _batched(self._in_shape)
+            raise ValueError(f"{self._name} takes states {takes}, got {_batched(in_shape)}.")
+        return self._out_shape
+
+    def check_output(self, out_shape: Sequence[int]) -> None:
+        if tuple(out_shape) != self._out_shape:
+            gives, given = _batched(self._out_shape), _batched(out_shape)
+            raise ValueError(f"{self._name} gives {gives}, which does not fit {given}.")
+
+
+class DenseOperator(_OfOneShape):
     """Wz = z·weightᵀ. weight [out, in]; z [B, in] → [B, out]."""
 
     def __init__(self, weight: Tensor) -> None:
         if weight.ndim != 2:
             raise ValueError(f"DenseOperator takes a weight [out, in], got {tuple(weight.shape)}.")
+        super().__init__(f"W {tuple(weight.shape)}", weight.shape[1:], weight.shape[:1])
         self.weight = weight
 
     def __call__(self, z: Tensor) -> Tensor:
@@ -121,21 +146,6 @@ class DenseOperator(LinearOperator):
 
     def adjoint(self, y: Tensor, in_shape: Sequence[int] | None = None) -> Tensor:
         return y @ self.weight
-
-    def output_shape(self, in_shape: Sequence[int]) -> tuple[int, ...]:
-        if tuple(in_shape) != (self.weight.shape[1],):
-            raise ValueError(
-                f"W {tuple(self.weight.shape)} takes states [B, {self.weight.shape[1]}], "
-                f"got [B, {', '.join(map(str, in_shape))}]."
-            )
-        return (self.weight.shape[0],)
-
-    def check_output(self, out_shape: Sequence[int]) -> None:
-        if tuple(out_shape) != (self.weight.shape[0],):
-            raise ValueError(
-                f"W {tuple(self.weight.shape)} gives [B, {self.weight.shape[0]}], "
-                f"which does not fit [B, {', '.join(map(str, out_shape))}]."
-            )
 
     def cast(self, dtype: torch.dtype) -> DenseOperator:
         return DenseOperator(self.weight.detach().to(dtype))
@@ -151,10 +161,6 @@ class DenseOperator(LinearOperator):
         if in_shape is not None:
             self.output_shape(in_shape)
         return dense_norm(self.weight)
-
-    @property
-    def in_shape(self) -> tuple[int, ...] | None:
-        return (self.weight.shape[1],)
 
 
 Pair = int | tuple[int, int]
@@ -173,17 +179,14 @@ _SAMPLES = 64
 
 
 def _is_zero(z: Tensor) -> bool:
-    """Whether z is known to be all zeros; on a CPU alone, where looking does not wait.
-
-    A few entries settle it for almost every other z.
-    """
+    """Whether z is known to be all zeros; on a CPU alone, where looking does not wait."""
     if z.device.type != "cpu" or z.ndim != 4 or z.requires_grad or z.numel() == 0:
         return False
     if torch.compiler.is_compiling() or functorch_active() or transforms_active():
         return False
     if not (z.is_contiguous() or z.is_contiguous(memory_format=torch.channels_last)):
         return False
-    apart = max(1, z.numel() // _SAMPLES)
+    apart = max(1, z.numel() // _SAMPLES)  # a few entries settle it for almost every other z
     some = z.as_strided((z.numel() // apart,), (apart,))
     return not any(some.tolist()) and not bool(z.any())
 
@@ -198,11 +201,7 @@ class ConvOperator(LinearOperator):
     """
 
     def __init__(
-        self,
-        weight: Tensor,
-        stride: Pair = 1,
-        padding: Pair | str = "same",
-        groups: int = 1,
+        self, weight: Tensor, stride: Pair = 1, padding: Pair | str = "same", groups: int = 1
     ) -> None:
         if weight.ndim != 4:
             raise ValueError(
@@ -278,39 +277,38 @@ class ConvOperator(LinearOperator):
             self._fast = version, there, back
         return self._fast[1], self._fast[2]
 
+    def _strides(self, in_size: Sequence[int]) -> list[tuple[int, int]]:
+        """How many strides fit into the padded map beside the kernel, and what is left, an axis."""
+        kernel = self.weight.shape[2:]
+        axes = zip(in_size, self.padding, kernel, self.stride, strict=True)
+        return [divmod(n + 2 * p - k, s) for n, p, k, s in axes]
+
     def _output_padding(
         self, out_size: Sequence[int], in_shape: Sequence[int] | None
     ) -> tuple[int, int]:
         """What the transposed convolution must add to come back to the input's size."""
         if in_shape is None:
-            in_size = [s * n for s, n in zip(self.stride, out_size, strict=True)]
-            in_shape = (self.in_channels, *in_size)
+            in_shape = self._multiple(out_size)
         if tuple(out_size) != self.output_shape(in_shape)[1:]:
             raise ValueError(
                 f"No input of shape {tuple(in_shape)} gives an output of {tuple(out_size)} pixels "
                 f"(kernel {tuple(self.weight.shape[2:])}, stride {self.stride}, padding "
                 f"{self.padding}); pass the right in_shape to adjoint."
             )
-        rest = [
-            (n + 2 * p - k) % s
-            for n, p, k, s in zip(
-                in_shape[1:], self.padding, self.weight.shape[2:], self.stride, strict=True
-            )
-        ]
-        return rest[0], rest[1]
+        (_, down), (_, across) = self._strides(in_shape[1:])
+        return down, across
+
+    def _multiple(self, out_size: Sequence[int]) -> tuple[int, ...]:
+        pixels = [s * n for s, n in zip(self.stride, out_size, strict=True)]
+        return (self.in_channels, *pixels)
 
     def output_shape(self, in_shape: Sequence[int]) -> tuple[int, ...]:
         if len(in_shape) != 3 or in_shape[0] != self.in_channels:
             raise ValueError(
                 f"The convolution W {tuple(self.weight.shape)} (groups={self.groups}) takes states "
-                f"[B, {self.in_channels}, H, W], got [B, {', '.join(map(str, in_shape))}]."
+                f"[B, {self.in_channels}, H, W], got {_batched(in_shape)}."
             )
-        size = [
-            (n + 2 * p - k) // s + 1
-            for n, p, k, s in zip(
-                in_shape[1:], self.padding, self.weight.shape[2:], self.stride, strict=True
-            )
-        ]
+        size = [strides + 1 for strides, _ in self._strides(in_shape[1:])]
         if min(size) < 1:
             raise ValueError(
                 f"A map of {tuple(in_shape[1:])} pixels is smaller than the kernel "
@@ -322,8 +320,17 @@ class ConvOperator(LinearOperator):
         if len(out_shape) != 3 or out_shape[0] != self.out_channels:
             raise ValueError(
                 f"The convolution W {tuple(self.weight.shape)} gives [B, {self.out_channels}, H, "
-                f"W], which does not fit [B, {', '.join(map(str, out_shape))}]."
+                f"W], which does not fit {_batched(out_shape)}."
             )
+
+    def input_shape(self, out_shape: Sequence[int]) -> tuple[int, ...]:
+        self.check_output(out_shape)
+        found = self._multiple(out_shape[1:])
+        if self.output_shape(found) != tuple(out_shape):
+            raise ValueError(
+                f"No input of {found[1:]} pixels gives W an output of {tuple(out_shape)}."
+            )
+        return found
 
     def cast(self, dtype: torch.dtype) -> ConvOperator:
         weight = self.weight.detach().to(dtype)
@@ -379,6 +386,9 @@ class SeparableConvOperator(LinearOperator):
     def check_output(self, out_shape: Sequence[int]) -> None:
         self.pointwise.check_output(out_shape)
 
+    def input_shape(self, out_shape: Sequence[int]) -> tuple[int, ...]:
+        return self.depthwise.input_shape(self.pointwise.input_shape(out_shape))
+
     def cast(self, dtype: torch.dtype) -> SeparableConvOperator:
         depthwise = self.depthwise.weight.detach().to(dtype)
         return SeparableConvOperator(depthwise, self.pointwise.weight.detach().to(dtype))
@@ -404,12 +414,11 @@ _DOT_TOLERANCE = {
 }
 
 
-class ModuleOperator(LinearOperator):
+class ModuleOperator(_OfOneShape):
     """Any linear map given by two callables, checked by ⟨Wz, y⟩ = ⟨z, Wᵀy⟩ at construction.
 
-    The dot test uses random z and y per sample, so it also catches a bias, a nonlinearity and a
-    mixing of the batch. It runs in float64 if both callables take it (modules are evaluated with
-    their parameters in float64), else in ``dtype``.
+    The test also catches a bias, a nonlinearity and a mixing of the batch. It runs in float64 if
+    both callables take it (modules with their parameters in float64), else in ``dtype``.
 
     Args:
         forward: [B, *in_shape] → [B, *out_shape].
@@ -433,25 +442,20 @@ class ModuleOperator(LinearOperator):
     ) -> None:
         if norm_bound is not None and not (math.isfinite(norm_bound) and norm_bound >= 0):
             raise ValueError(f"norm_bound={norm_bound!r}: expected a finite number ≥ 0 or None.")
-        owned = [
-            p
-            for part in (forward, adjoint)
-            if isinstance(part, nn.Module)
-            for p in part.parameters()
-        ]
+        modules = [part for part in (forward, adjoint) if isinstance(part, nn.Module)]
+        owned = [p for module in modules for p in module.parameters()]
         self._forward, self._adjoint = forward, adjoint
         self._in_shape = tuple(in_shape)
         self._dtype = dtype or (owned[0].dtype if owned else torch.float32)
         self._device = torch.device(device or (owned[0].device if owned else "cpu"))
         self.norm_bound = norm_bound
-        self._out_shape = self._dot_test()
+        super().__init__("The module W", in_shape, self._dot_test())
 
     @torch.no_grad()
     def _dot_test(self) -> tuple[int, ...]:
+        double = _in_double(self._forward), _in_double(self._adjoint)
         try:
-            return self._dot_test_in(
-                _in_double(self._forward), _in_double(self._adjoint), torch.float64
-            )
+            return self._dot_test_in(*double, torch.float64)
         except (RuntimeError, TypeError):
             return self._dot_test_in(self._forward, self._adjoint, self._dtype)
 
@@ -497,19 +501,6 @@ class ModuleOperator(LinearOperator):
     def adjoint(self, y: Tensor, in_shape: Sequence[int] | None = None) -> Tensor:
         return self._adjoint(y)
 
-    def output_shape(self, in_shape: Sequence[int]) -> tuple[int, ...]:
-        if tuple(in_shape) != self._in_shape:
-            raise ValueError(
-                f"The module W was given for inputs {self._in_shape}, got {tuple(in_shape)}."
-            )
-        return self._out_shape
-
-    def check_output(self, out_shape: Sequence[int]) -> None:
-        if tuple(out_shape) != self._out_shape:
-            raise ValueError(
-                f"The module W gives {self._out_shape}, which does not fit {tuple(out_shape)}."
-            )
-
     def cast(self, dtype: torch.dtype) -> ModuleOperator:
         return self
 
@@ -536,31 +527,19 @@ class ModuleOperator(LinearOperator):
 
     @torch.no_grad()
     def norm_upper(self) -> float:
-        """The given bound, or that of the materialized matrix, or inf where that is too large.
-
-        The matrix is what the callables return in their own dtype; their rounding of each entry
-        is added to the bound.
-        """
+        """The given bound, or that of the matrix with the rounding of its entries, or inf."""
         if self.norm_bound is not None:
             return float(self.norm_bound)
         n_in, n_out = math.prod(self._in_shape), math.prod(self._out_shape)
         if min(n_in, n_out) > _DENSE_LIMIT:
             return math.inf
-        small, shape, apply = (
-            (n_in, self._in_shape, self._forward)
-            if n_in <= n_out
-            else (n_out, self._out_shape, self._adjoint)
-        )
-        columns = [
-            apply(block.reshape(-1, *shape)).flatten(1)
-            for block in torch.split(torch.eye(small, dtype=self._dtype, device=self._device), 64)
-        ]
+        shape, apply = self._in_shape, self._forward
+        if n_out < n_in:
+            shape, apply = self._out_shape, self._adjoint
+        eye = torch.eye(min(n_in, n_out), dtype=self._dtype, device=self._device)
+        columns = [apply(part.reshape(-1, *shape)).flatten(1) for part in torch.split(eye, 64)]
         matrix = exact(torch.cat(columns))
         return dense_norm(matrix).upper + 4 * torch.finfo(self._dtype).eps * float(matrix.norm())
-
-    @property
-    def in_shape(self) -> tuple[int, ...] | None:
-        return self._in_shape
 
     @property
     def dtype(self) -> torch.dtype:
@@ -589,11 +568,6 @@ class TransposedOperator(LinearOperator):
     """
 
     def __init__(self, base: LinearOperator) -> None:
-        if not isinstance(base, LinearOperator):
-            raise TypeError(
-                f"TransposedOperator takes a LinearOperator, got {type(base).__name__}; use "
-                "as_operator(W)."
-            )
         self.base = base
 
     def __call__(self, z: Tensor) -> Tensor:
@@ -603,22 +577,7 @@ class TransposedOperator(LinearOperator):
         return self.base(y)
 
     def output_shape(self, in_shape: Sequence[int]) -> tuple[int, ...]:
-        self.base.check_output(in_shape)
-        if self.base.in_shape is not None:
-            return self.base.in_shape
-        if isinstance(self.base, SeparableConvOperator):
-            return (self.base.depthwise.in_channels, *in_shape[1:])
-        if not isinstance(self.base, ConvOperator):
-            raise TypeError(
-                f"TransposedOperator: {type(self.base).__name__} does not say its input's shape."
-            )
-        pixels = [s * n for s, n in zip(self.base.stride, in_shape[1:], strict=True)]
-        found = (self.base.in_channels, *pixels)
-        if self.base.output_shape(found) != tuple(in_shape):
-            raise ValueError(
-                f"No input of {tuple(pixels)} pixels gives W an output of {tuple(in_shape)}."
-            )
-        return found
+        return self.base.input_shape(in_shape)
 
     def check_output(self, out_shape: Sequence[int]) -> None:
         self.base.output_shape(out_shape)
@@ -654,7 +613,10 @@ class TransposedOperator(LinearOperator):
         return self.base.device
 
 
-def as_operator(w: LinearOperator | Tensor | nn.Module) -> LinearOperator:
+Weights = LinearOperator | Tensor | nn.Module
+
+
+def as_operator(w: Weights) -> LinearOperator:
     """An operator from a matrix, a kernel, or a linear or convolution layer without a bias.
 
     Takes a 2-d tensor [out, in], a 4-d tensor [out, in, k, k] ("same" padding, stride 1),

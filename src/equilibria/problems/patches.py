@@ -10,17 +10,14 @@ from torch import Tensor
 from equilibria.engine.options import check_number, options
 from equilibria.ops.gaussian_patches import merge_rows, split_rows
 
-__all__ = ["Patches"]
-
 
 @options
 class Patches:
     """Cut a feature map into patches of ``channels`` channels × ``size`` × ``size`` pixels.
 
-    Patch (g, a, b) of a map [B, C, H, W] is r[:, g·c_s:(g+1)·c_s, a·p:(a+1)·p, b·p:(b+1)·p], and
-    it is row g·(H/p)·(W/p) + a·(W/p) + b. Inside a row the order is (channel, i, j), the last
-    fastest: entry (c·p + i)·p + j is channel g·c_s + c, pixel (a·p + i, b·p + j). The rows of W_h
-    follow the same order. Nothing is ever cropped: a size that does not divide is an error.
+    Patch (g, a, b) of a map [B, C, H, W] is r[:, g·c_s:(g+1)·c_s, a·p:(a+1)·p, b·p:(b+1)·p], row
+    g·(H/p)·(W/p) + a·(W/p) + b. Inside a row, and in the rows of W_h, the order is (channel, i, j),
+    the last fastest. Nothing is ever cropped: a size that does not divide is an error.
 
     Args:
         channels: c_s, must divide C.
@@ -77,10 +74,7 @@ class Patches:
         shape: Sequence[int],
         memory_format: torch.memory_format = torch.contiguous_format,
     ) -> Tensor:
-        """Exact inverse of ``split``. rows [B, P, c_s·p²], shape [B, C, H, W] → [B, C, H, W].
-
-        ``memory_format`` says how the result lies in memory; either way it costs at most one copy.
-        """
+        """Exact inverse of ``split``. rows [B, P, c_s·p²], shape [B, C, H, W] → [B, C, H, W]."""
         if memory_format not in (torch.contiguous_format, torch.channels_last):
             raise ValueError(
                 f"Patches.merge(memory_format={memory_format}): expected torch.contiguous_format "

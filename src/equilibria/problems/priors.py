@@ -16,28 +16,12 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from fractions import Fraction
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from equilibria.engine.options import check_number
-
-__all__ = [
-    "Box",
-    "Free",
-    "LeakyNonNegative",
-    "Logistic",
-    "NonNegative",
-    "Prior",
-    "ShiftedNonNegative",
-    "SoftThreshold",
-    "Softplus",
-    "Tanh",
-    "WithL1",
-]
 
 
 def at_least_float32(x: Tensor) -> Tensor:
@@ -56,6 +40,13 @@ def check_step(tau: float | Tensor) -> float | Tensor:
     return float(tau)
 
 
+def step_tensor(tau: float | Tensor, like: Tensor) -> Tensor:
+    """``tau`` as a tensor in the type of ``like``, made on its device."""
+    if isinstance(tau, Tensor):
+        return tau.to(like.dtype)
+    return torch.full((), tau, dtype=like.dtype, device=like.device)
+
+
 def graph_zero(z: Tensor) -> Tensor:
     """Zeros shaped like ``z`` that stay in its autograd graph (with derivative 0)."""
     return torch.where(z.isfinite(), z, 0.0) * 0.0
@@ -67,8 +58,6 @@ class Prior(ABC):
     A prior is an immutable description without parameters or state, shared freely between
     problems, devices and types.
     """
-
-    has_conjugate: ClassVar[bool] = False
 
     @abstractmethod
     def value(self, z: Tensor) -> Tensor:
@@ -117,16 +106,8 @@ class Prior(ABC):
         return self.prox(v)
 
     def conjugate(self, y: Tensor) -> Tensor:
-        """``f*(y) = sup_z y z - f(z)`` where a closed form exists (see ``has_conjugate``)."""
-        raise NotImplementedError(
-            f"{type(self).__name__} has no closed-form conjugate; check has_conjugate first"
-        )
-
-    def subgradient_distance(self, z: Tensor, g: Tensor) -> Tensor:
-        """``dist(0, df(z) + g)`` elementwise; ``+inf`` outside the domain."""
-        lower, upper = self.subdifferential(z)
-        g = at_least_float32(g)
-        return torch.maximum(lower + g, -(upper + g)).clamp(min=0.0)
+        """``f*(y) = sup_z y z - f(z)`` where a closed form is known, else NotImplementedError."""
+        raise NotImplementedError(f"{type(self).__name__} has no closed-form conjugate")
 
 
 def interval(inside: Tensor, lower: Tensor, upper: Tensor) -> tuple[Tensor, Tensor]:
@@ -134,57 +115,78 @@ def interval(inside: Tensor, lower: Tensor, upper: Tensor) -> tuple[Tensor, Tens
     return torch.where(inside, lower, math.inf), torch.where(inside, upper, -math.inf)
 
 
-@dataclass(frozen=True)
-class Free(Prior):
-    """``f(z) = 0``: no prior. ``sigma(v) = v``, ``f*(y) = 0`` at ``y = 0``, else ``+inf``."""
+class _LinearOnInterval(Prior):
+    """``f(z) = weight z`` for ``lower <= z <= upper``, else ``+inf``.
 
-    shift = 0.0
+    ``f*(y) = max(lower (y - weight), upper (y - weight))``.
+    """
+
+    lower: float = -math.inf
+    upper: float = math.inf
+    weight: float = 0.0
     piecewise_linear = True
-    has_conjugate: ClassVar[bool] = True
+
+    @property
+    def shift(self) -> float:
+        return abs(self.weight)
+
+    def _ends(self, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """``lower``, ``upper``, and whether ``z`` is between them."""
+        # Compare in the type of z: what prox returned must count as inside after rounding.
+        lower = torch.full((), self.lower, dtype=z.dtype, device=z.device)
+        upper = torch.full((), self.upper, dtype=z.dtype, device=z.device)
+        return lower, upper, (z >= lower) & (z <= upper)
 
     def value(self, z: Tensor) -> Tensor:
-        return graph_zero(at_least_float32(z))
+        wide = at_least_float32(z)
+        linear = self.weight * wide if self.weight else graph_zero(wide)
+        return torch.where(self._ends(z)[2], linear, math.inf)
+
+    def subdifferential(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        lower, upper, inside = self._ends(z)
+        slope = graph_zero(at_least_float32(z)) + self.weight
+        down = torch.where((z == lower) & z.isfinite(), -math.inf, slope)
+        up = torch.where((z == upper) & z.isfinite(), math.inf, slope)
+        return interval(inside, down, up)
+
+    def conjugate(self, y: Tensor) -> Tensor:
+        over = at_least_float32(y) - self.weight
+        zero = graph_zero(over)
+
+        def at(end: float, beyond: Tensor) -> Tensor:
+            if math.isinf(end):
+                return torch.where(beyond, math.inf, zero)
+            return end * over if end else zero
+
+        low, high = at(self.lower, y < self.weight), at(self.upper, y > self.weight)
+        return torch.where(y >= self.weight, high, low)
+
+
+@dataclass(frozen=True)
+class Free(_LinearOnInterval):
+    """``f(z) = 0``: no prior. ``sigma(v) = v``, ``f*(y) = 0`` at ``y = 0``, else ``+inf``."""
 
     def prox(self, v: Tensor, tau: float | Tensor = 1.0) -> Tensor:
         check_step(tau)
         return v
 
-    def subdifferential(self, z: Tensor) -> tuple[Tensor, Tensor]:
-        zero = graph_zero(at_least_float32(z))
-        return zero, zero
-
-    def conjugate(self, y: Tensor) -> Tensor:
-        return torch.where(y == 0, graph_zero(at_least_float32(y)), math.inf)
-
 
 @dataclass(frozen=True)
-class NonNegative(Prior):
+class NonNegative(_LinearOnInterval):
     """``f(z) = 0`` for ``z >= 0``, else ``+inf``. ``sigma = relu``.
 
     ``f*(y) = 0`` for ``y <= 0``, else ``+inf``.
     """
 
-    shift = 0.0
-    piecewise_linear = True
-    has_conjugate: ClassVar[bool] = True
-
-    def value(self, z: Tensor) -> Tensor:
-        return torch.where(z >= 0, graph_zero(at_least_float32(z)), math.inf)
+    lower = 0.0
 
     def prox(self, v: Tensor, tau: float | Tensor = 1.0) -> Tensor:
         check_step(tau)
         return torch.relu(v)
 
-    def subdifferential(self, z: Tensor) -> tuple[Tensor, Tensor]:
-        zero = graph_zero(at_least_float32(z))
-        return interval(z >= 0, torch.where(z == 0, -math.inf, zero), zero)
-
-    def conjugate(self, y: Tensor) -> Tensor:
-        return torch.where(y <= 0, graph_zero(at_least_float32(y)), math.inf)
-
 
 @dataclass(frozen=True)
-class Box(Prior):
+class Box(_LinearOnInterval):
     """``f(z) = 0`` for ``lower <= z <= upper``, else ``+inf``.
 
     ``sigma(v) = min(max(v, lower), upper)`` (clipped ReLU for ``Box(0, 1)``, hardtanh for
@@ -193,9 +195,6 @@ class Box(Prior):
 
     lower: float = 0.0
     upper: float = 1.0
-    shift = 0.0
-    piecewise_linear = True
-    has_conjugate: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not self.lower < self.upper or self.lower == math.inf or self.upper == -math.inf:
@@ -204,32 +203,26 @@ class Box(Prior):
                 "takes lower < upper (an end may be infinite)"
             )
 
-    def _ends(self, z: Tensor) -> tuple[Tensor, Tensor]:
-        # Compare in the type of z: what prox returned must count as inside after rounding.
-        lower = torch.full((), self.lower, dtype=z.dtype, device=z.device)
-        return lower, torch.full((), self.upper, dtype=z.dtype, device=z.device)
-
-    def value(self, z: Tensor) -> Tensor:
-        lower, upper = self._ends(z)
-        zero = graph_zero(at_least_float32(z))
-        return torch.where((z >= lower) & (z <= upper), zero, math.inf)
-
     def prox(self, v: Tensor, tau: float | Tensor = 1.0) -> Tensor:
         check_step(tau)
         return v.clamp(min=self.lower, max=self.upper)
 
-    def subdifferential(self, z: Tensor) -> tuple[Tensor, Tensor]:
-        lower, upper = self._ends(z)
-        zero = graph_zero(at_least_float32(z))
-        down = torch.where(z == lower, -math.inf, zero)
-        up = torch.where(z == upper, math.inf, zero)
-        return interval((z >= lower) & (z <= upper), down, up)
 
-    def conjugate(self, y: Tensor) -> Tensor:
-        y = at_least_float32(y)
-        high = y * self.upper if math.isfinite(self.upper) else torch.where(y > 0, math.inf, 0 * y)
-        low = y * self.lower if math.isfinite(self.lower) else torch.where(y < 0, math.inf, 0 * y)
-        return torch.where(y >= 0, high, low)
+@dataclass(frozen=True)
+class ShiftedNonNegative(_LinearOnInterval):
+    """``f(z) = weight z`` for ``z >= 0``, else ``+inf``. ``sigma(v) = relu(v - weight)``.
+
+    ``f*(y) = 0`` for ``y <= weight``, else ``+inf``. A negative weight shifts to the left.
+    """
+
+    weight: float = 1.0
+    lower = 0.0
+
+    def __post_init__(self) -> None:
+        check_number(self, "weight")
+
+    def prox(self, v: Tensor, tau: float | Tensor = 1.0) -> Tensor:
+        return torch.relu(v - check_step(tau) * self.weight).to(v.dtype)
 
 
 @dataclass(frozen=True)
@@ -241,14 +234,13 @@ class SoftThreshold(Prior):
 
     weight: float = 1.0
     piecewise_linear = True
-    has_conjugate: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_number(self, "weight", low=0.0)
 
     @property
     def shift(self) -> float:
-        return abs(self.weight)
+        return self.weight
 
     def value(self, z: Tensor) -> Tensor:
         return self.weight * at_least_float32(z).abs()
@@ -267,38 +259,6 @@ class SoftThreshold(Prior):
 
 
 @dataclass(frozen=True)
-class ShiftedNonNegative(Prior):
-    """``f(z) = weight z`` for ``z >= 0``, else ``+inf``. ``sigma(v) = relu(v - weight)``.
-
-    ``f*(y) = 0`` for ``y <= weight``, else ``+inf``. A negative weight shifts to the left.
-    """
-
-    weight: float = 1.0
-    piecewise_linear = True
-    has_conjugate: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        check_number(self, "weight")
-
-    @property
-    def shift(self) -> float:
-        return abs(self.weight)
-
-    def value(self, z: Tensor) -> Tensor:
-        return torch.where(z >= 0, self.weight * at_least_float32(z), math.inf)
-
-    def prox(self, v: Tensor, tau: float | Tensor = 1.0) -> Tensor:
-        return torch.relu(v - check_step(tau) * self.weight).to(v.dtype)
-
-    def subdifferential(self, z: Tensor) -> tuple[Tensor, Tensor]:
-        slope = graph_zero(at_least_float32(z)) + self.weight
-        return interval(z >= 0, torch.where(z == 0, -math.inf, slope), slope)
-
-    def conjugate(self, y: Tensor) -> Tensor:
-        return torch.where(y <= self.weight, graph_zero(at_least_float32(y)), math.inf)
-
-
-@dataclass(frozen=True)
 class LeakyNonNegative(Prior):
     """``f(z) = (1/slope - 1) min(z, 0)^2 / 2``. ``sigma(v) = max(v, 0) + slope min(v, 0)``.
 
@@ -310,7 +270,6 @@ class LeakyNonNegative(Prior):
     slope: float = 0.01
     shift = 0.0
     piecewise_linear = True
-    has_conjugate: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_number(self, "slope", low=0.0, high=1.0, low_open=True)
@@ -343,13 +302,9 @@ class WithL1(Prior):
 
         ``prox_{tau (f + weight |.|)}(v) = a if a > 0, b if b < 0, else 0``.
 
-    Proof. ``p`` is the prox iff ``v - p`` lies in ``tau df(p) + tau weight d|p|`` (the sum rule
-    holds: ``|.|`` is finite). For ``p > 0`` this says ``p = a``, for ``p < 0`` it says ``p = b``.
-    Otherwise ``a <= 0 <= b`` (prox is monotone and ``a <= b``), so 0 is in the interval dom f;
-    ``a <= 0`` gives ``v - tau weight <= tau sup df(0)`` and ``b >= 0`` gives
-    ``v + tau weight >= tau inf df(0)``, so ``[v - tau weight, v + tau weight]`` meets
-    ``tau df(0)``, which is the condition for ``p = 0``. No assumption on ``f`` beyond
-    separability is used; ``WithL1(Free(), w)`` is ``SoftThreshold(w)``.
+    ``p`` is the prox iff ``v - p`` lies in ``tau df(p) + tau weight d|p|``: for ``p > 0`` this says
+    ``p = a``, for ``p < 0`` ``p = b``. Otherwise ``a <= 0 <= b``, so ``[v - tau weight, v + tau
+    weight]`` meets ``tau df(0)``, which is the condition for ``p = 0``.
     """
 
     prior: Prior
@@ -391,7 +346,7 @@ class WithL1(Prior):
         return lower + down, upper + up
 
 
-_STEPS = 5
+_STEPS = 5  # of Newton; three reach float64 accuracy
 
 
 def log_wright_omega(x: Tensor) -> Tensor:
@@ -494,17 +449,14 @@ class SmoothPrior(Prior):
     The prox with another step, ``z + tau (sigma^{-1}(z) - z) = v``, is solved in
     ``u = sigma^{-1}(z)``, where it is well conditioned: the slope of
     ``h(u) = u + (tau - 1) (u - sigma(u)) - v`` lies between 1 and ``tau``. On each side of its
-    inflection ``h`` is convex or concave, so Newton's method is monotone from the right start; the
-    start solves the equation with the activation replaced by its tail (``1 - tanh u ~ 2 e^{-2u}``,
-    ``softplus u ~ e^u``), which is a Wright omega function. Three steps reach float64 accuracy for
-    ``tau`` from 1e-12 to 1e12; five are made. They run on detached values; two more Newton steps
-    on the live tensors put ``v`` and ``tau`` back into the graph, and as each Newton step doubles
-    the order of agreement, first, second and third derivatives are those of the solution.
+    inflection ``h`` is convex or concave, so Newton's method is monotone from the right start: the
+    root with the activation replaced by its tail (``1 - tanh u ~ 2 e^{-2u}``, ``softplus u ~
+    e^u``), a Wright omega function. Newton runs on detached values; two more steps on the live
+    tensors put ``v`` and ``tau`` back into the graph, exact up to third derivatives.
 
-    At a closed end of the domain ``f'`` is infinite and ``df`` empty, yet a saturated activation
-    *returns* the end once rounded. A floating point end stands for all reals that round to it, so
-    there ``subdifferential`` returns the union over these, ``[f'(end - spacing), inf)`` or its
-    mirror image; autograd of ``value`` gives the finite end of it.
+    At a closed end of the domain ``f'`` is infinite, yet a saturated activation *returns* the end
+    once rounded. A floating point end stands for all reals that round to it: ``subdifferential``
+    there is the union over these, and autograd of ``value`` gives its finite end.
     """
 
     low: float
@@ -548,11 +500,7 @@ class SmoothPrior(Prior):
         if isinstance(tau, float) and tau == 1.0:
             return self.activation(v)
         wide = at_least_float32(v)
-        if isinstance(tau, float):
-            step = torch.full((), tau, dtype=wide.dtype, device=wide.device)
-        else:
-            step = tau.to(wide.dtype)
-        return self._solve(wide, step).to(v.dtype)
+        return self._solve(wide, step_tensor(tau, wide)).to(v.dtype)
 
     @abstractmethod
     def activation(self, v: Tensor) -> Tensor:
@@ -607,10 +555,7 @@ class Logistic(SmoothPrior):
 
     low = 0.0
     high = 1.0
-
-    @property
-    def expansion(self) -> float:
-        return 0.25
+    expansion = 0.25
 
     def _value(self, z: Tensor) -> Tensor:
         return z * z.log() + (1.0 - z) * torch.log1p(-z) - 0.5 * z * z
@@ -632,16 +577,10 @@ class Logistic(SmoothPrior):
         return torch.sigmoid(v)
 
 
-def _debye_coefficients(count: int) -> list[float]:
-    """``B_2k / (2k + 1)!`` for ``k = 1..count`` (Bernoulli numbers, exact before rounding)."""
-    bernoulli = [Fraction(1)]
-    for n in range(1, 2 * count + 1):
-        total = sum((math.comb(n + 1, k) * b for k, b in enumerate(bernoulli)), Fraction(0))
-        bernoulli.append(-total / (n + 1))
-    return [float(bernoulli[2 * k] / math.factorial(2 * k + 1)) for k in range(1, count + 1)]
-
-
-_DEBYE = _debye_coefficients(9)
+_NUMERATORS = (1, -1, 1, -1, 5, -691, 7, -3617, 43867)  # of the Bernoulli numbers B_2, B_4, ...
+_DENOMINATORS = (6, 30, 42, 30, 66, 2730, 6, 510, 798)
+_BERNOULLI = zip(_NUMERATORS, _DENOMINATORS, strict=True)
+_DEBYE = [p / (q * math.factorial(2 * k + 3)) for k, (p, q) in enumerate(_BERNOULLI)]
 
 
 def _dilogarithm_of_one_minus_exp(u: Tensor) -> Tensor:

@@ -7,16 +7,13 @@ with ``g`` the gradient of the smooth part. ``z* = T_tau(z*)`` iff ``0 in dG(z*)
 
 Two ways to add a regularizer (Xie et al. 2021, section 5.1), which are two problems:
 
-- ``regularize="gradient"`` minimizes ``G + R`` (Theorem 4). A non-smooth ``R`` (L1) joins the
-  prior instead: ``prox_{tau (f + w|.|)}`` is exact for every separable ``f`` (see ``WithL1``).
+- ``regularize="gradient"`` minimizes ``G + R`` (Theorem 4). L1 joins the prior (``WithL1``).
 - ``regularize="prox"`` minimizes ``G + env R``, the Moreau envelope
-  ``env R(z) = min_u R(u) + |u - z|^2/2``: the paper's ``T(prox_R(z))``. Its gradient is
-  ``z - prox_R(z)``. The fixed points of ``prox_G o prox_R`` are the minimizers of this sum.
+  ``env R(z) = min_u R(u) + |u - z|^2/2`` with the gradient ``z - prox_R(z)``: the paper's
+  ``T(prox_R(z))``.
 
 A regularizer that couples the batch enters ``objective`` as ``R/B`` in every sample, so that the
 sum over the batch is the function whose gradient ``step`` uses.
-
-Two transforms keep the solutions (Table 1): skip connections and changes of variable.
 """
 
 from __future__ import annotations
@@ -32,7 +29,7 @@ from torch import Tensor
 
 from equilibria.engine.tree import sample_norm
 from equilibria.problems.kernels import Coupling, Curvature, per_sample_sum
-from equilibria.problems.norms import twin_in_double
+from equilibria.problems.norms import replaced, twin_in_double
 from equilibria.problems.priors import (
     Free,
     NonNegative,
@@ -42,13 +39,6 @@ from equilibria.problems.priors import (
     check_step,
 )
 from equilibria.problems.regularizers import L1, Regularizer
-
-__all__ = [
-    "AffineProblem",
-    "HiddenProblem",
-    "MoreauProblem",
-    "Problem",
-]
 
 
 def per_sample(tau: float | Tensor, z: Tensor) -> float | Tensor:
@@ -77,17 +67,11 @@ class HiddenProblem(ABC):
 
     @abstractmethod
     def step(self, z: Tensor, tau: float | Tensor = 1.0) -> Tensor:
-        """``T_tau(z)``, a map whose fixed points are the stationary points of ``G``.
-
-        ``tau`` is a number or one per sample ``[B]``.
-        """
+        """``T_tau(z)``, whose fixed points have ``0 in dG(z)``; ``tau`` is a number or ``[B]``."""
 
     @abstractmethod
     def minimal_subgradient(self, z: Tensor) -> Tensor:
-        """An element of ``dG(z)`` that vanishes iff ``z`` is stationary; the shape of ``z``.
-
-        ``inf`` where the prior is infinite.
-        """
+        """An element of ``dG(z)``, 0 iff ``z`` is stationary; ``inf`` where the prior is."""
 
     @abstractmethod
     def curvature(self) -> Curvature:
@@ -105,20 +89,8 @@ class HiddenProblem(ABC):
     def default_start(self, shape: Sequence[int] | None = None) -> Tensor:
         """A state to start a solver from; ``shape`` ``[B, *state]`` where the input has less."""
 
-    @abstractmethod
-    def snap(self, z: Tensor, tau: float) -> Tensor:
-        """``z`` after a proximal step of a tiny ``tau``: onto the domain and the kinks beside it.
-
-        For states that carry rounding from a change of variable; moves ``z`` by about
-        ``tau`` times its gradient, and by nothing at a stationary point.
-        """
-
     def in_double(self) -> Self:
-        """The same problem on the same numbers, detached and in float64.
-
-        Nothing is computed anew from x: the constrained weights, c and γ are those of the layer's
-        own dtype, so this is the function that the layer computes, up to its rounding.
-        """
+        """The same problem on the same numbers (weights, c and γ), detached and in float64."""
         return twin_in_double(self)
 
     @property
@@ -138,7 +110,7 @@ class HiddenProblem(ABC):
         """The skip connection ``alpha T + (1 - alpha) I`` (Xie et al. 2021, Table 1, row 2)."""
         return MoreauProblem(self, alpha)
 
-    def affine(self, matrix: float | Tensor, shift: Tensor | None = None) -> AffineProblem:
+    def affine(self, matrix: float | Tensor, shift: Tensor | None = None) -> HiddenProblem:
         """The change of variable ``z = A y + shift`` (Xie et al. 2021, Table 1, row 3)."""
         return AffineProblem(self, matrix, shift)
 
@@ -158,16 +130,12 @@ class Problem(HiddenProblem):
     _smooth: Regularizer | None = field(init=False, repr=False)  # what is left of it
 
     def __post_init__(self) -> None:
-        parts: list[tuple[str, object, type]] = [
-            ("prior", self.prior, Prior),
-            ("coupling", self.coupling, Coupling),
-        ]
-        if self.regularizer is not None:
-            parts.append(("regularizer", self.regularizer, Regularizer))
-        for name, part, kind in parts:
+        kinds = {"prior": Prior, "coupling": Coupling, "regularizer": Regularizer | None}
+        for name, kind in kinds.items():
+            part = getattr(self, name)
             if not isinstance(part, kind):
-                got = type(part).__name__
-                raise TypeError(f"Problem: {name} got a {got}, takes a {kind.__name__}")
+                takes = f"a {name.capitalize()}"
+                raise TypeError(f"Problem: {name} got a {type(part).__name__}, takes {takes}")
         if self.regularize not in ("gradient", "prox"):
             raise ValueError(
                 f"Problem: regularize got {self.regularize!r}, takes 'gradient' or 'prox'"
@@ -178,13 +146,13 @@ class Problem(HiddenProblem):
                 f"Problem: regularize='prox' needs a regularizer with a closed prox (SquaredNorm, "
                 f"L1), got {type(smooth).__name__}; use regularize='gradient'"
             )
-        if smooth is not None and self.regularize == "gradient" and not smooth.smooth:
-            if not isinstance(smooth, L1):
-                raise ValueError(
-                    f"Problem: regularize='gradient' takes a smooth regularizer or L1, got "
-                    f"{type(smooth).__name__}; use regularize='prox'"
-                )
+        if self.regularize == "gradient" and isinstance(smooth, L1):
             prior, smooth = WithL1(prior, smooth.weight), None
+        elif self.regularize == "gradient" and smooth is not None and not smooth.smooth:
+            raise ValueError(
+                f"Problem: regularize='gradient' takes a smooth regularizer or L1, got "
+                f"{type(smooth).__name__}; use regularize='prox'"
+            )
         object.__setattr__(self, "_prior", prior)
         object.__setattr__(self, "_smooth", smooth)
 
@@ -197,10 +165,7 @@ class Problem(HiddenProblem):
         return self.coupling.inputs()
 
     def with_inputs(self, *inputs: Tensor) -> Problem:
-        other = object.__new__(type(self))  # copy.copy is not traced by every torch.compile
-        other.__dict__.update(self.__dict__)
-        other.__dict__["coupling"] = self.coupling.with_inputs(*inputs)
-        return other
+        return replaced(self, coupling=self.coupling.with_inputs(*inputs))
 
     def default_start(self, shape: Sequence[int] | None = None) -> Tensor:
         return self.coupling.default_start(shape)
@@ -221,10 +186,6 @@ class Problem(HiddenProblem):
         if self.regularize == "prox":
             return force + (z - self._smooth.prox(z))
         return force + self._smooth.grad(z)
-
-    def _push(self, z: Tensor) -> Tensor:
-        """Minus the force."""
-        return self.coupling.descent(z) if self._smooth is None else -self._force(z)
 
     @property
     def couples_batch(self) -> bool:
@@ -250,7 +211,7 @@ class Problem(HiddenProblem):
 
     def step(self, z: Tensor, tau: float | Tensor = 1.0) -> Tensor:
         tau = per_sample(tau, z)
-        pushed = self._push(z)
+        pushed = self.coupling.descent(z) if self._smooth is None else -self._force(z)
         if isinstance(tau, float) and tau == 1.0:
             return self._prior.prox(pushed)
         if isinstance(tau, float):
@@ -258,9 +219,6 @@ class Problem(HiddenProblem):
         else:
             moved = ((1.0 - tau) * z + tau * pushed).to(z.dtype)
         return self._prior.prox(moved, tau)
-
-    def snap(self, z: Tensor, tau: float) -> Tensor:
-        return self.step(z, tau)
 
     def minimal_subgradient(self, z: Tensor) -> Tensor:
         """The element of least norm of ``dG(z)``: entrywise 0 moved into ``df(z) + g``."""
@@ -308,22 +266,18 @@ class _Transformed(HiddenProblem):
         return self.problem.inputs()
 
     def with_inputs(self, *inputs: Tensor) -> Self:
-        other = object.__new__(type(self))  # nothing else is computed anew
-        other.__dict__.update(self.__dict__)
-        other.__dict__["problem"] = self.problem.with_inputs(*inputs)
-        return other
+        return replaced(self, problem=self.problem.with_inputs(*inputs))
 
 
 @dataclass(frozen=True, eq=False)
 class MoreauProblem(_Transformed):
     """``z -> alpha T(z) + (1 - alpha) z``: a skip connection, ``0 < alpha <= 1``.
 
-    What stays true. The fixed points are those of ``T``, for every ``T``; a Lipschitz constant
-    ``k`` of ``T`` becomes ``alpha k + 1 - alpha``. Xie et al. 2021 (Table 1) calls this the prox of
-    ``alpha M_phi^{1-alpha}``, which holds where ``T = prox_phi``, as for its layer
-    ``W' sigma(W z + c)``. The map ``T = prox_f(-grad q)`` of a general problem is not a prox, so
-    here ``objective``, ``gradient``, ``stationarity`` and ``curvature`` are those of ``G`` itself,
-    whose minimizers the envelope ``alpha M_G^{1-alpha}`` shares.
+    The fixed points are those of ``T``; a Lipschitz constant ``k`` of ``T`` becomes
+    ``alpha k + 1 - alpha``. Xie et al. 2021 (Table 1) calls this the prox of
+    ``alpha M_phi^{1-alpha}``, which holds where ``T = prox_phi``. The ``T`` of a general problem is
+    not a prox, so ``objective``, ``gradient``, ``stationarity`` and ``curvature`` are those of
+    ``G`` itself, whose minimizers the envelope ``alpha M_G^{1-alpha}`` shares.
     """
 
     alpha: float
@@ -344,8 +298,9 @@ class MoreauProblem(_Transformed):
     def step(self, z: Tensor, tau: float | Tensor = 1.0) -> Tensor:
         return self.alpha * self.problem.step(z, tau) + (1.0 - self.alpha) * z
 
-    def snap(self, z: Tensor, tau: float) -> Tensor:
-        return self.problem.snap(z, tau)
+    def affine(self, matrix: float | Tensor, shift: Tensor | None = None) -> MoreauProblem:
+        """The skip connection of the inner problem in the other variable, which is the same map."""
+        return MoreauProblem(self.problem.affine(matrix, shift), self.alpha)
 
     def minimal_subgradient(self, z: Tensor) -> Tensor:
         return self.problem.minimal_subgradient(z)
@@ -359,16 +314,15 @@ class AffineProblem(_Transformed):
     """``G(A y + shift)`` in the variable ``y``, with the layer ``A^{-1}(T(A y + shift) - shift)``.
 
     ``matrix`` is a number (scaling) or an invertible ``[n, n]`` matrix on the flattened state;
-    ``shift`` broadcasts to ``z``. What stays true. Fixed points correspond, ``z* = A y* + shift``,
-    for every invertible ``A``. The step is a proximal-gradient step of ``G(A .)`` only when ``A``
-    is orthogonal (``orthogonal``); otherwise it is the step of ``G`` in other coordinates, and
-    descends in the metric of ``A``. ``minimal_subgradient`` is ``A' s`` with ``s`` the least
+    ``shift`` broadcasts to ``z``. Fixed points correspond, ``z* = A y* + shift``. The step is a
+    proximal-gradient step of ``G(A .)`` only when ``A`` is orthogonal (``orthogonal``); otherwise
+    it descends in the metric of ``A``. ``minimal_subgradient`` is ``A' s`` with ``s`` the least
     subgradient of ``G``: its norm is the exact distance when ``A`` is a multiple of an orthogonal
     matrix and an upper bound otherwise, zero exactly at stationary points in both cases.
 
     ``A y + shift`` is rounded, and a rounded 0 is no longer at the kink of a ReLU or inside its
     domain. So ``objective`` forgives a state outside the domain by rounding alone, and
-    ``minimal_subgradient`` looks at the state after a proximal step of sqrt(eps) (``snap``).
+    ``minimal_subgradient`` looks at the state after a proximal step of sqrt(eps).
     """
 
     matrix: float | Tensor
@@ -425,7 +379,7 @@ class AffineProblem(_Transformed):
         state = self.to_state(z)
         value = self.problem.objective(state)
         eps = torch.finfo(state.dtype).eps
-        near = self.problem.snap(state, eps)
+        near = self.problem.step(state, eps)
         moved = (near - state).abs().flatten(1).amax(1)
         size = state.abs().flatten(1).amax(1) + self._spread[1] * z.abs().flatten(1).sum(1)
         excused = value.isinf() & (moved <= 64.0 * eps * (1.0 + size))
@@ -437,12 +391,9 @@ class AffineProblem(_Transformed):
     def step(self, z: Tensor, tau: float | Tensor = 1.0) -> Tensor:
         return self.from_state(self.problem.step(self.to_state(z), tau))
 
-    def snap(self, z: Tensor, tau: float) -> Tensor:
-        return self.from_state(self.problem.snap(self.to_state(z), tau))
-
     def minimal_subgradient(self, z: Tensor) -> Tensor:
         state = self.to_state(z)
-        state = self.problem.snap(state, math.sqrt(torch.finfo(state.dtype).eps))
+        state = self.problem.step(state, math.sqrt(torch.finfo(state.dtype).eps))
         least = self.problem.minimal_subgradient(state)
         pulled = self._apply(torch.where(least.isinf(), 0.0, least), transpose=True)
         outside = self.objective(z).isinf().reshape(-1, *[1] * (z.ndim - 1))

@@ -26,15 +26,6 @@ from equilibria.problems.kernels import Curvature, per_sample_sum
 from equilibria.problems.norms import UNIT
 from equilibria.problems.priors import SoftThreshold, at_least_float32, check_step
 
-__all__ = [
-    "HSIC",
-    "L1",
-    "Decorrelation",
-    "FeatureIncay",
-    "Regularizer",
-    "SquaredNorm",
-]
-
 Features = Literal["all", "channels"]
 
 
@@ -60,9 +51,9 @@ class Regularizer(ABC):
 
     def prox(self, z: Tensor, tau: float | Tensor = 1.0) -> Tensor:
         """``prox_{tau R}(z)`` where closed (see ``has_prox``); ``tau`` broadcasts to ``z``."""
+        name = type(self).__name__
         raise NotImplementedError(
-            f"{type(self).__name__} has no closed prox; use its gradient form (SquaredNorm and L1 "
-            "have one)"
+            f"{name} has no closed prox; use its gradient form (SquaredNorm and L1 have one)"
         )
 
     @abstractmethod
@@ -82,15 +73,27 @@ class Regularizer(ABC):
 
 
 @dataclass(frozen=True)
-class SquaredNorm(Regularizer):
-    """``R(z) = weight |z|^2 / 2``; gradient ``weight z``; prox ``z / (1 + tau weight)``."""
+class _Weighted(Regularizer):
+    """A regularizer with a weight that is not negative."""
 
     weight: float = 1.0
-    convex: ClassVar[bool] = True
-    has_prox: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_number(self, "weight", low=0.0)
+
+    def step_rounding(self, z: Tensor, moved: Tensor) -> Tensor | None:
+        if not self.has_prox:
+            return None
+        # A product or quotient and a sum, or a difference of two: each term at most this.
+        return 8 * UNIT * sample_norm([z.abs() + moved.abs() + self.weight * (1.0 + z.abs())])
+
+
+@dataclass(frozen=True)
+class SquaredNorm(_Weighted):
+    """``R(z) = weight |z|^2 / 2``; gradient ``weight z``; prox ``z / (1 + tau weight)``."""
+
+    convex: ClassVar[bool] = True
+    has_prox: ClassVar[bool] = True
 
     def value(self, z: Tensor) -> Tensor:
         wide = at_least_float32(z)
@@ -108,21 +111,14 @@ class SquaredNorm(Regularizer):
     def rounding_error(self, z: Tensor, form: str) -> Tensor | float | None:
         return (8 if form == "prox" else 2 * self.weight) * UNIT * z.abs()
 
-    def step_rounding(self, z: Tensor, moved: Tensor) -> Tensor | None:
-        return _few_roundings(z, moved, self.weight)
-
 
 @dataclass(frozen=True)
-class L1(Regularizer):
+class L1(_Weighted):
     """``R(z) = weight |z|_1``; subgradient ``weight sign(z)``; prox the soft threshold."""
 
-    weight: float = 1.0
     convex: ClassVar[bool] = True
     smooth: ClassVar[bool] = False
     has_prox: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        check_number(self, "weight", low=0.0)
 
     def value(self, z: Tensor) -> Tensor:
         return self.weight * per_sample_sum(at_least_float32(z).abs())
@@ -141,12 +137,9 @@ class L1(Regularizer):
         """In gradient form L1 is part of the prior."""
         return 8 * UNIT * z.abs() if form == "prox" else 0.0
 
-    def step_rounding(self, z: Tensor, moved: Tensor) -> Tensor | None:
-        return _few_roundings(z, moved, self.weight)
-
 
 @dataclass(frozen=True)
-class FeatureIncay(Regularizer):
+class FeatureIncay(_Weighted):
     """``R(z) = 2 weight / (|z|^2 + 2 eps)`` per sample: features are pushed outward.
 
     With ``s = |z|^2 + 2 eps`` the gradient is ``-4 weight z / s^2`` and the Hessian
@@ -155,12 +148,11 @@ class FeatureIncay(Regularizer):
     Not convex. (Section 7.2.2 of the paper prints another function; this is Table 2's and 5's.)
     """
 
-    weight: float = 1.0
     eps: float = 1.0
     convex: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        check_number(self, "weight", low=0.0)
+        super().__post_init__()
         check_number(self, "eps", low=0.0, low_open=True)
 
     def value(self, z: Tensor) -> Tensor:
@@ -185,17 +177,8 @@ class FeatureIncay(Regularizer):
         return (z[0].numel() + 64) * UNIT * sample_norm([size])
 
 
-def _few_roundings(z: Tensor, moved: Tensor, weight: float) -> Tensor:
-    """A product or quotient and a sum, or a difference of two: each term at most this. [B]."""
-    return 8 * UNIT * sample_norm([z.abs() + moved.abs() + weight * (1.0 + z.abs())])
-
-
 def feature_rows(z: Tensor, features: Features) -> Tensor:
-    """``[B, *state]`` to ``[m, B, k]``: feature ``i`` of sample ``b`` is a vector of length k.
-
-    ``"all"``: every entry of the state is a feature (``k = 1``, the paper's ``Z`` in R^{m x B});
-    ``"channels"``: each channel map is one (``[B, C, H, W]`` gives ``m = C``, ``k = H W``).
-    """
+    """``[B, *state]`` to ``[m, B, k]``: every entry is a feature (k = 1), or each channel is."""
     if z.ndim < 2:
         raise ValueError(f"a state of shape [B, *state] is needed, got {tuple(z.shape)}")
     batch = z.shape[0]
@@ -203,20 +186,38 @@ def feature_rows(z: Tensor, features: Features) -> Tensor:
     return rows.movedim(1, 0)
 
 
+def _gram_norm(c: Tensor) -> Tensor:
+    """``|C C'|_F^2`` summed over the leading dimension, formed on the smaller side of ``C``."""
+    gram = c @ c.mT if c.shape[-2] <= c.shape[-1] else c.mT @ c
+    return (gram * gram).sum()
+
+
+def _gram_times(c: Tensor) -> Tensor:
+    """``C C' C``, formed on the smaller side of ``C``."""
+    return (c @ c.mT) @ c if c.shape[-2] <= c.shape[-1] else c @ (c.mT @ c)
+
+
 def from_feature_rows(rows: Tensor, like: Tensor) -> Tensor:
     """The inverse of ``feature_rows``, in the shape and type of ``like``."""
     return rows.movedim(0, 1).reshape(like.shape).to(like.dtype)
 
 
-def check_features(owner: object, features: str) -> None:
-    if features not in ("all", "channels"):
-        raise ValueError(
-            f"{type(owner).__name__}: features got {features!r}, takes 'all' or 'channels'"
-        )
+class _OverBatch(_Weighted):
+    """A regularizer that compares the features of different samples."""
+
+    features: Features
+    convex: ClassVar[bool] = False
+    couples_batch: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.features not in ("all", "channels"):
+            got = f"{type(self).__name__}: features got {self.features!r}"
+            raise ValueError(f"{got}, takes 'all' or 'channels'")
 
 
 @dataclass(frozen=True)
-class Decorrelation(Regularizer):
+class Decorrelation(_OverBatch):
     """``R(Z) = weight/2 |D Z Z' D - I|_F^2`` (Xie et al. 2021, Eq 13), a scalar for the batch.
 
     ``Z`` is ``m x B``: row ``i`` is feature ``i`` over the batch, ``D = diag(1/|z_i|)``. So
@@ -224,20 +225,11 @@ class Decorrelation(Regularizer):
 
         ``dR/dz_i = 2 weight (I - n_i n_i') sum_{j != i} n_j (n_j' n_i) / |z_i|``.
 
-    A row of zeros (a dead feature) has no direction: it contributes 0 and gets gradient 0.
-    ``|N N' - I|^2`` is computed on the smaller side, ``m x m`` or ``B x B``. Not convex, and its
-    Hessian is unbounded near a zero row. ``features="channels"`` makes rows of channels, each of
-    length ``B H W``.
+    A row of zeros (a dead feature) has no direction: it contributes 0 and gets gradient 0. Not
+    convex. ``features="channels"`` makes rows of channels, each of length ``B H W``.
     """
 
-    weight: float = 1.0
     features: Features = "all"
-    convex: ClassVar[bool] = False
-    couples_batch: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        check_number(self, "weight", low=0.0)
-        check_features(self, self.features)
 
     def _unit_rows(self, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Unit rows ``[m, n]``, ``1/norm`` and whether the row is alive, ``[m, 1]`` each."""
@@ -256,24 +248,19 @@ class Decorrelation(Regularizer):
             gram = unit @ unit.mT
             gram = gram - torch.diag_embed(gram.diagonal())
             return 0.5 * self.weight * (gram * gram).sum()
-        gram = unit.mT @ unit
-        return 0.5 * self.weight * ((gram * gram).sum() - alive.to(unit.dtype).sum())
+        return 0.5 * self.weight * (_gram_norm(unit) - alive.to(unit.dtype).sum())
 
     def grad(self, z: Tensor) -> Tensor:
         unit, inverse, _ = self._unit_rows(z)
-        if unit.shape[0] <= unit.shape[1]:
-            pulled = (unit @ unit.mT) @ unit
-        else:
-            pulled = unit @ (unit.mT @ unit)
+        pulled = _gram_times(unit)
         # The projection removes the term j = i as well.
         across = pulled - (pulled * unit).sum(1, keepdim=True) * unit
         rows = 2.0 * self.weight * inverse * across
         return from_feature_rows(rows.reshape(rows.shape[0], z.shape[0], -1), z)
 
     def curvature(self) -> Curvature:
-        return Curvature(
-            -math.inf, math.inf, True, "decorrelation: the Hessian is unbounded near a zero row"
-        )
+        note = "decorrelation: the Hessian is unbounded near a zero row"
+        return Curvature(-math.inf, math.inf, True, note)
 
 
 @functools.lru_cache(maxsize=64)
@@ -284,10 +271,7 @@ def _drawn(length: int, count: int, seed: int) -> Tensor:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _frequencies(length: int, count: int, seed: int) -> Tensor:
-    """Standard normal frequencies ``[length, count]``, float64, the same for the same seed.
-
-    A constant to torch.compile, which traces neither a generator nor a cache.
-    """
+    """Normal frequencies ``[length, count]``: torch.compile traces no generator and no cache."""
     return _drawn(length, count, seed)
 
 
@@ -296,48 +280,31 @@ def _center(features: Tensor) -> Tensor:
     return features - features.mean(1, keepdim=True)
 
 
-def _gram_norm(c: Tensor) -> Tensor:
-    """``|C C'|_F^2`` summed over the leading dimension, formed on the smaller side of ``C``."""
-    gram = c @ c.mT if c.shape[-2] <= c.shape[-1] else c.mT @ c
-    return (gram * gram).sum()
-
-
-def _gram_times(c: Tensor) -> Tensor:
-    """``C C' C``, formed on the smaller side of ``C``."""
-    return (c @ c.mT) @ c if c.shape[-2] <= c.shape[-1] else c @ (c.mT @ c)
-
-
 @dataclass(frozen=True)
-class HSIC(Regularizer):
+class HSIC(_OverBatch):
     """``R(Z) = weight sum_{i<j} HSIC(Z_i, Z_j)``, a scalar for the batch; small = independent.
 
     ``HSIC(X, Y) = tr(K_X H K_Y H) / (B-1)^2``, ``H = I - 11'/B``: the biased estimator with
     Gaussian kernels ``exp(-|x-y|^2 / (2 bandwidth^2))``. With centered ``A_i = H K_i H`` the sum
-    over pairs is one pass over features, ``(|sum_i A_i|^2 - sum_i |A_i|^2) / 2``. Random Fourier
-    features replace ``K_i`` by ``F_i F_i'``, ``F_i = [cos, sin](Z_i w)/sqrt(D)``: with
-    ``C_i = H F_i`` stacked into ``C`` it is ``(|C'C|^2 - sum_i |C_i'C_i|^2) / 2``, and no kernel
-    matrix per feature is formed.
+    over pairs is ``(|sum_i A_i|^2 - sum_i |A_i|^2) / 2``. ``random_features=D`` replaces ``K_i`` by
+    ``F_i F_i'``, ``F_i = [cos, sin](Z_i w)/sqrt(D)`` with ``D`` random frequencies from ``seed``
+    (an error of order ``1/sqrt(D)``): with ``C_i = H F_i`` stacked into ``C`` the sum is
+    ``(|C'C|^2 - sum_i |C_i'C_i|^2) / 2``; the default is exact, at ``m B^2`` memory.
 
     ``features="all"``: every entry of the state is a variable; ``"channels"``: each channel map is
-    one, vector valued. ``random_features=D`` uses ``D`` random frequencies (``2 D`` features)
-    from ``seed``, unbiased for the kernel with error of order ``1/sqrt(D)``; the default is
-    exact, at ``m B^2`` memory. Not convex. A batch of one has no dependence to measure: 0.
+    one, vector valued. Not convex. A batch of one has no dependence to measure: 0.
     """
 
-    weight: float = 1.0
     _: KW_ONLY
     bandwidth: float = 1.0
     random_features: int | None = None
     seed: int = 0
     features: Features = "all"
-    convex: ClassVar[bool] = False
-    couples_batch: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        check_number(self, "weight", low=0.0)
+        super().__post_init__()
         check_number(self, "bandwidth", low=0.0, low_open=True)
         check_number(self, "random_features", low=1, integer=True, optional=True)
-        check_features(self, self.features)
 
     def _scale(self, batch: int) -> float:
         return self.weight / max(batch - 1, 1) ** 2

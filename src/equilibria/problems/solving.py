@@ -41,10 +41,11 @@ def minimize(
     value it is at most (1 + Lip T)r, since T(z) lies in the domain, so no farther than r from z.
     """
     start = problem.default_start() if z0 is None else z0
+    zero_start = z0 is None and type(problem) is Problem
     return minimize_from(
         problem,
         start,
-        zero_start=z0 is None and type(problem) is Problem,
+        zero_start=zero_start,
         solver=solver,
         adjoint=adjoint,
         throw=throw,
@@ -68,8 +69,9 @@ def minimize_from(
     ``bounds`` gives (m, L) good enough to choose a solver by, or None; the start may be zero.
     """
     choice = choice_for(problem, Auto() if solver is None else solver, bounds)
-    if callback is None and not throw and _may_fuse(problem, choice, adjoint):
-        assert isinstance(problem, Problem)
+    # A compiler follows the general path; the fused path has nothing left to fuse.
+    plain = callback is None and not throw and not torch.compiler.is_compiling()
+    if plain and isinstance(problem, Problem) and serves(problem, choice, adjoint):
         quick = fused_solve(problem, start, choice, adjoint, zero_start=zero_start)
         return dataclasses.replace(quick, choice=choice.reason)
     tau = choice.tau
@@ -137,8 +139,3 @@ def _judged_by_own_map(
         return proximal_slack(inputs[-1] if per_sample else tau)
 
     return Surrogate(step, own, near, None)
-
-
-def _may_fuse(problem: HiddenProblem, choice: Choice, adjoint: Adjoint | None) -> bool:
-    # A compiler follows the general path; the fused path has nothing left to fuse.
-    return not torch.compiler.is_compiling() and serves(problem, choice, adjoint)
