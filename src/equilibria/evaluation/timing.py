@@ -344,8 +344,9 @@ def profile_model(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a model (torch.nn.Module), got {type(model).__name__}.")
-    if not isinstance(x, Tensor) or x.ndim < 1 or x.shape[0] < 1:
-        got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+    shape = tuple(getattr(x, "shape", ()))
+    if not shape or shape[0] < 1:
+        got = f"{type(x).__name__} of shape {shape}"
         raise ValueError(f"x must be a batch, a tensor [B, ...] with B ≥ 1, got {got}.")
     if not budget >= 0.0:
         raise ValueError(f"budget={budget!r}: expected seconds, a number of at least 0.")
@@ -400,7 +401,7 @@ def profile_model(
     return Profile(
         model=model_name(copied),
         parameters=sum(p.numel() for p in copied.parameters()),
-        shape=tuple(x.shape),
+        shape=shape,
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
         precision=precision,
         train=passes.get("train"),

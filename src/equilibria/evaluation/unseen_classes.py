@@ -17,6 +17,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -236,15 +237,12 @@ def superclass_accuracy(
     for part in superclass_split(dataset, seed):
         check_pair(model, part, task="classification")
         meter = ClassificationMeter(len(part.classes))
-        judge_batches(
-            model,
-            part,
-            len(part.classes),
-            lambda _, logits, y, meter=meter: meter.update(logits, y),
-            batch_size=batch_size,
-            progress=progress,
-            text=part.split_name,
-        )
+
+        def judge(_: None, logits: Tensor, y: Tensor, meter: Any = meter) -> None:
+            meter.update(logits, y)
+
+        how: dict[str, Any] = {"batch_size": batch_size, "progress": progress}
+        judge_batches(model, part, len(part.classes), judge, text=part.split_name, **how)
         found.append(meter.compute())
         check_finite(found[-1].nonfinite, len(part), model_name(model))
     return SuperclassResult(*found)
