@@ -132,13 +132,6 @@ def test_all_samples_not_finite() -> None:
     assert found.nonfinite == (0, 1, 2, 3)
 
 
-def test_low_precision_logits_are_judged_in_double() -> None:
-    logits, y = drawn(64, 5, 2)
-    half = classification_metrics(logits.bfloat16(), y)
-    same = classification_metrics(logits.bfloat16().double(), y)
-    assert half.nll == same.nll
-
-
 @settings(max_examples=30, deadline=None)
 @given(
     count=st.integers(1, 4),
@@ -188,15 +181,6 @@ def test_maps_that_are_not_finite_are_named_and_left_out() -> None:
     assert found.nonfinite == (1,)
     assert found.samples == 3
     assert found.pixels == 8
-
-
-def test_batches_of_maps_add_up() -> None:
-    draw = torch.Generator().manual_seed(0)
-    logits, target = torch.randn(5, 4, 6, 6, generator=draw), torch.randint(0, 4, (5, 6, 6))
-    meter = SegmentationMeter(4)
-    for a, b in zip(logits.split(2), target.split(2), strict=True):
-        meter.update(a, b)
-    assert torch.equal(meter.compute().confusion, segmentation_metrics(logits, target).confusion)
 
 
 def test_edges_belong_to_the_bin_below_and_empty_bins_do_not_count() -> None:
