@@ -115,19 +115,14 @@ def test_batches_hold_everything_in_order() -> None:
 def test_the_bar_shows_its_text_and_silence_is_silent(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with progress_bar(2, "no terminal", True) as advance:
-        advance()
-    monkeypatch.setenv("FORCE_COLOR", "1")  # what rich takes for a terminal
-    with progress_bar(2, "quiet", False) as advance:
-        advance()
-        advance("still")
-    assert capsys.readouterr() == ("", "")
-    with progress_bar(2, "first words", True) as advance:
-        advance("then others")
-        advance()
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert "then others" in err
+    for color, shown, said in (("", True, False), ("1", False, False), ("1", True, True)):
+        monkeypatch.setenv("FORCE_COLOR", color)  # what rich takes for a terminal
+        with progress_bar(2, "first words", shown) as advance:
+            advance("then others")
+            advance()
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert ("then others" in err) == said
 
 
 SMALL = torch.zeros(1, 1, 8, 8)

@@ -80,11 +80,6 @@ def test_uniform_by_the_test_of_kolmogorov() -> None:
     assert stats.kstest(u.flatten().numpy(), "uniform").pvalue > 1e-4
 
 
-def test_normal_by_the_test_of_kolmogorov() -> None:
-    n = Noise(images(), (0,)).normal(0, 100, 100).flatten().numpy()
-    assert stats.kstest(n, "norm").pvalue > 1e-4
-
-
 def test_bits_neighbors_streams_and_images_are_uncorrelated() -> None:
     noise = Noise(images(2), (0,))
     a, b = noise.uniform(0, 40000), noise.uniform(1, 40000)
@@ -94,14 +89,6 @@ def test_bits_neighbors_streams_and_images_are_uncorrelated() -> None:
         assert abs(float(r)) < 4 / 200  # four standard deviations of 1/√40000
     bits = (a[0, :, None] * 2 ** torch.arange(1, 17)).floor().long() % 2
     assert float((bits.double().mean(0) - 0.5).abs().max()) < 4 * 0.5 / 200
-
-
-def test_an_image_has_its_own_numbers_whatever_the_batch() -> None:
-    batch = images(6)
-    whole = Noise(batch, (7, 2)).uniform(5, 3, 4)
-    order = torch.tensor([4, 0, 5])
-    assert torch.equal(Noise(batch[order], (7, 2)).uniform(5, 3, 4), whole[order])
-    assert torch.equal(Noise(batch[3:4], (7, 2)).uniform(5, 3, 4), whole[3:4])
 
 
 def test_one_changed_pixel_a_seed_or_a_stream_change_everything() -> None:
@@ -124,10 +111,3 @@ def test_swapped_pixels_are_another_image() -> None:
     batch[0, 0, 0, 0], batch[1, 0, 0, 1] = 9, 9
     keys = Noise(batch, ()).keys
     assert all(int(k[0]) != int(k[1]) for k in keys)
-
-
-def test_integers_take_each_value_alike() -> None:
-    drawn = Noise(images(1), (0,)).integers(0, -2, 2, 40000)
-    counts = torch.bincount(drawn.flatten() + 2, minlength=4)
-    assert len(counts) == 4
-    assert stats.chisquare(counts.numpy()).pvalue > 1e-4
