@@ -84,6 +84,22 @@ def test_the_layer_that_is_taken() -> None:
         gradcam_layer(nn.Sequential(nn.Flatten(), nn.Linear(64, 2)), x)
 
 
+def test_a_layer_that_does_not_see_the_image() -> None:
+    class Blind(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(1, 2, 3, padding=1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.conv(torch.ones_like(x)).sum((2, 3)) + x.mean()
+            return out
+
+    torch.manual_seed(0)
+    model, x = Blind(), torch.randn(2, 1, 8, 8)
+    expected = model.conv(torch.ones_like(x))[:, 1].relu().detach()
+    torch.testing.assert_close(gradcam(model, x, 1), scaled(expected))
+
+
 def test_tiers_are_added() -> None:
     """A layer with two maps, of which the head reads the second alone."""
 

@@ -22,8 +22,6 @@ from .metrics import ClassificationMeter
 from .model_on_data import check_pair, judge_batches, model_name, on_device
 from .rich_output import make_table
 
-__all__ = ["CorruptionReport", "corruption_study"]
-
 
 @dataclass(frozen=True, eq=False)
 class CorruptionReport:

@@ -42,8 +42,6 @@ from .model_on_data import (
 )
 from .rich_output import as_text, group, make_table, number, percent, progress_bar
 
-__all__ = ["Converged", "Metrics", "Report", "evaluate"]
-
 Metrics: TypeAlias = ClassificationMetrics | SegmentationMetrics
 Statistics: TypeAlias = Mapping[str, SolverStatistics]
 _SHARES = ("accuracy", "pixel accuracy", "mIoU", "top-")

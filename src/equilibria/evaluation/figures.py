@@ -20,16 +20,6 @@ from .metrics import Reliability
 from .model_on_data import check_pair, device_of, evaluating, model_input
 from .saliency import gradcam, gradcam_layer
 
-__all__ = [
-    "save_accuracies",
-    "save_confusion",
-    "save_corruption_sheet",
-    "save_gradcam",
-    "save_per_class",
-    "save_reliability",
-    "save_steps",
-]
-
 BLUE, ORANGE, GRAY = "#0072B2", "#E69F00", "#666666"
 _NAMED = 40
 """Up to how many classes are named along an axis."""

@@ -20,15 +20,6 @@ from equilibria.solvers.forward_backward import SplittingSolver
 
 from .rich_output import make_table, number, percent
 
-__all__ = [
-    "SolverRecorder",
-    "SolverStatistics",
-    "layer_label",
-    "replaced",
-    "solver_table",
-    "with_solver",
-]
-
 SETTLED = 1e-3
 """A relative residual at which a fixed-step solve may be called settled."""
 

@@ -22,18 +22,6 @@ from equilibria.engine.optional import needs
 
 from .model_on_data import check_whole
 
-__all__ = [
-    "ClassificationMeter",
-    "ClassificationMetrics",
-    "NonFiniteError",
-    "Reliability",
-    "SegmentationMeter",
-    "SegmentationMetrics",
-    "check_finite",
-    "classification_metrics",
-    "segmentation_metrics",
-]
-
 _IGNORED = -1
 
 

@@ -17,8 +17,6 @@ from equilibria.nn.observing import equilibrium_layers, observe
 from .layer_solvers import layer_label
 from .model_on_data import check_pair, check_whole, device_of, evaluating, model_input
 
-__all__ = ["certificate_dict", "certify_dataset", "certify_model"]
-
 _NOTE = "each layer on its own input; the errors of earlier layers belong to that input"
 
 

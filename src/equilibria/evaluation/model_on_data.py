@@ -18,20 +18,6 @@ from equilibria.engine.result import ConvergenceWarning
 
 from .rich_output import progress_bar
 
-__all__ = [
-    "batches",
-    "check_logits",
-    "check_pair",
-    "check_whole",
-    "device_of",
-    "evaluating",
-    "judge_batches",
-    "model_input",
-    "model_name",
-    "on_device",
-    "steps_in",
-]
-
 
 def check_whole(name: str, value: object, low: int) -> int:
     """An integer of at least ``low``, or an error that names the argument."""

@@ -20,8 +20,6 @@ from .layer_solvers import with_solver
 from .model_on_data import check_whole, device_of, evaluating
 from .rich_output import progress_bar
 
-__all__ = ["Prediction", "predict_files"]
-
 _SUFFIXES = frozenset(
     {".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
 )

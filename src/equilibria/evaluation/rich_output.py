@@ -8,8 +8,6 @@ from typing import Any
 
 from equilibria.engine.optional import needs
 
-__all__ = ["as_text", "group", "make_table", "number", "percent", "progress_bar"]
-
 
 def make_table(
     title: str,

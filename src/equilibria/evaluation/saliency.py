@@ -23,8 +23,6 @@ from equilibria.nn.observing import equilibrium_layers
 from .layer_solvers import replaced
 from .model_on_data import evaluating
 
-__all__ = ["gradcam", "gradcam_layer"]
-
 
 def _single_run_modules(model: nn.Module) -> dict[str, nn.Module]:
     """The modules outside equilibrium layers, and those layers: what a forward pass runs once."""
@@ -41,6 +39,9 @@ def _outputs(model: nn.Module, x: Tensor) -> tuple[Tensor, dict[str, tuple[Any, 
         def keep(module: nn.Module, inputs: Any, output: Any) -> None:
             found.pop(name, None)
             found[name] = output if isinstance(output, tuple) else (output,)
+            for part in found[name]:
+                if torch.is_grad_enabled() and isinstance(part, Tensor) and part.is_leaf:
+                    part.requires_grad_()  # what does not depend on x has a gradient, too
 
         return keep
 

@@ -27,15 +27,6 @@ from equilibria.data.image_data import ImageData
 from .metrics import ClassificationMeter, ClassificationMetrics, check_finite
 from .model_on_data import check_pair, check_whole, device_of, judge_batches, model_name, on_device
 
-__all__ = [
-    "KnownUnknown",
-    "SuperclassResult",
-    "known_unknown_kl",
-    "select_classes",
-    "superclass_accuracy",
-    "superclass_split",
-]
-
 
 @dataclass(frozen=True)
 class KnownUnknown:

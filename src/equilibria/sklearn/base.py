@@ -31,8 +31,6 @@ from equilibria.engine.solver import SolverOptions
 
 from .network import LAYERS, LayerChoice, Network, build, training_solver
 
-__all__ = ["Array", "BaseEquilibrium", "Rows"]
-
 Array = NDArray[Any]
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 _CHUNK = 4096  # rows solved at once in predictions
@@ -225,16 +223,13 @@ class BaseEquilibrium(BaseEstimator):  # type: ignore[misc]
         self._optimizer_state = optimizer.state_dict()
 
     def _begin(self, features: int, outputs: int, random: Any) -> None:
-        network = build(
-            self.layer,
-            features,
-            int(self.hidden),
-            outputs,
-            bound=float(self.bound),
-            solver=self.solver,
-            adjoint=self.adjoint,
-            seed=int(random.randint(2**31)),
-        )
+        sizes, seed = (features, int(self.hidden), outputs), int(random.randint(2**31))
+        how: dict[str, Any] = {
+            "bound": float(self.bound),
+            "solver": self.solver,
+            "adjoint": self.adjoint,
+        }
+        network = build(self.layer, *sizes, seed=seed, **how)
         self.device_ = _device(self.device)
         self.module_: Network = network.to(device=self.device_, dtype=DTYPES[self.dtype]).eval()
         self._input_scaler = StandardScaler()
@@ -288,20 +283,17 @@ class BaseEquilibrium(BaseEstimator):  # type: ignore[misc]
             optimizer.step()
             total += loss.detach() * (len(x) / count)
         self.module_.eval()
-        return self._note(float(total))
-
-    def _note(self, loss: float) -> float:
         self.n_iter_ += 1
-        self.loss_curve_.append(loss)
-        self.loss_ = loss
+        self.loss_ = float(total)
+        self.loss_curve_.append(self.loss_)
         if self.verbose:
-            sys.stdout.write(f"epoch {self.n_iter_}: loss {loss:.6f}\n")
-        if not math.isfinite(loss):
+            sys.stdout.write(f"epoch {self.n_iter_}: loss {self.loss_:.6f}\n")
+        if not math.isfinite(self.loss_):
             raise RuntimeError(
-                f"{type(self).__name__}: the loss is {loss} after epoch {self.n_iter_}. Lower lr "
-                f"(it is {self.lr:g}), or look at the scale of the targets."
+                f"{type(self).__name__}: the loss is {self.loss_} after epoch {self.n_iter_}. "
+                f"Lower lr (it is {self.lr:g}), or look at the scale of the targets."
             )
-        return loss
+        return self.loss_
 
     def _input(self, x: Array) -> Tensor:
         made = torch.as_tensor(self._input_scaler.transform(x.astype(np.float64, copy=False)))

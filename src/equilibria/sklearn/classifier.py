@@ -25,8 +25,6 @@ from equilibria.engine.solver import SolverOptions
 from .base import Array, BaseEquilibrium, Rows
 from .network import LayerChoice
 
-__all__ = ["EquilibriumClassifier"]
-
 
 class EquilibriumClassifier(ClassifierMixin, BaseEquilibrium):  # type: ignore[misc]
     """p(y | x) = softmax(Vz* + a), z* the equilibrium of a layer at the standardized x.

@@ -16,8 +16,6 @@ from equilibria.engine.solver import SolverOptions
 from equilibria.nn import GEQ, DeepOptEq, NormBounded, OperatorNorm, OptEq
 from equilibria.solvers import Auto
 
-__all__ = ["LAYERS", "Network", "build", "settle", "training_solver"]
-
 LAYERS = ("geq", "opteq", "deep_opteq", "explicit")
 LayerChoice = str | Callable[[int, int], nn.Module]
 
@@ -90,15 +88,13 @@ def build(
 
 
 @torch.no_grad()
-def settle(network: Network) -> None:
+def _settle(network: Network) -> None:
     """Converge the power iterations of all norm constraints on the present weights."""
-    for module in network.modules():
-        if not parametrize.is_parametrized(module):
-            continue
-        for steps in module.parametrizations.values():  # type: ignore[operator]
-            for step in steps:
-                if isinstance(step, OperatorNorm):
-                    step.right_inverse(steps.original)
+    held = [m for m in network.modules() if isinstance(m, parametrize.ParametrizationList)]
+    for steps in held:
+        for step in steps:
+            if isinstance(step, OperatorNorm):
+                step.right_inverse(steps.original)
 
 
 @contextmanager
@@ -114,6 +110,6 @@ def training_solver(network: Network, solver: SolverOptions | None) -> Iterator[
     try:
         yield
     finally:
-        settle(network)
+        _settle(network)
         if ours:
             layer.solver = PREDICTION_SOLVER  # type: ignore[assignment]

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from .base import Array, BaseEquilibrium, Rows
 
-__all__ = ["EquilibriumRegressor"]
-
 
 class EquilibriumRegressor(RegressorMixin, BaseEquilibrium):  # type: ignore[misc]
     """ŷ = scale·(Vz* + a) + mean, z* the equilibrium of a layer at the standardized x.

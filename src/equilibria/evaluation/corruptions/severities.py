@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-__all__ = ["SCALES", "SEVERITIES", "Scale", "constants", "scale_for"]
-
 Scale = Literal["cifar", "tiny", "imagenet"]
 SCALES: tuple[Scale, ...] = ("cifar", "tiny", "imagenet")
 SEVERITIES = (1, 2, 3, 4, 5)
