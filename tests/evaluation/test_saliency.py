@@ -89,6 +89,7 @@ def test_a_layer_that_does_not_see_the_image() -> None:
         def __init__(self) -> None:
             super().__init__()
             self.conv = nn.Conv2d(1, 2, 3, padding=1)
+            nn.init.uniform_(self.conv.weight, 0.1, 1.0)
 
         def forward(self, x: Tensor) -> Tensor:
             out: Tensor = self.conv(torch.ones_like(x)).sum((2, 3)) + x.mean()
