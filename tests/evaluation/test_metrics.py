@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import confusion_matrix, log_loss, top_k_accuracy_score
 from torch import Tensor
-from torchmetrics.functional.classification import multiclass_calibration_error
 
 from equilibria.evaluation import NonFiniteError, classification_metrics, segmentation_metrics
 from equilibria.evaluation.metrics import ClassificationMeter, SegmentationMeter, check_finite
@@ -66,12 +65,6 @@ def test_against_numpy_and_sklearn(count: int, classes: int, seed: int, bins: in
         assert found.top_k == pytest.approx(expected_top)
     else:
         assert found.top_k == 1.0
-
-
-def test_ece_is_that_of_torchmetrics() -> None:
-    logits, y = drawn(500, 7, 3)
-    expected = multiclass_calibration_error(logits, y, num_classes=7, n_bins=15)
-    assert classification_metrics(logits, y).ece == pytest.approx(float(expected), abs=1e-7)
 
 
 def test_batches_add_up_to_the_whole() -> None:
