@@ -40,11 +40,11 @@ DROPPED: dict[str, str] = {
     **{
         f"equilibria.evaluation.timing.{name}": "a profile is one table and a list of suggestions"
         for name in (
-            *("LayerProfile", "Memory", "Spread", "PassProfile.group", "PassProfile.to_dict"),
+            *("LayerProfile", "Memory", "Spread", "Suggestion"),
+            *("PassProfile.group", "PassProfile.to_dict"),
             *(f"Profile{dot}{key}" for dot in "(." for key in ("compiled", "machine", "threads")),
             *(f"PassProfile{dot}{key}" for dot in "(." for key in ("batch", "eager", "marked")),
             *(f"PassProfile{dot}{key}" for dot in "(." for key in ("memory", "overhead", "waits")),
-            *(f"Suggestion{dot}{key}" for dot in "(." for key in ("change", "measured", "note")),
             *(f"profile_model({key}" for key in ("channels_last", "compile", "optimizer")),
             *(f"profile_model({key}" for key in ("progress", "repeats", "try_suggestions")),
         )

@@ -40,7 +40,7 @@ from .layer_solvers import SolverRecorder, SolverStatistics, solver_table
 from .model_on_data import device_of, model_name
 from .rich_output import as_text, group, make_table
 
-__all__ = ["PassProfile", "Profile", "Suggestion", "profile_model"]
+__all__ = ["PassProfile", "Profile", "profile_model"]
 
 PARTS = ("map", "solver", "adjoint", "rest")
 PRECISIONS = {"32-true": None, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
@@ -77,17 +77,6 @@ class PassProfile:
         return sum(self.parts[part] for part in parts) / self.total
 
 
-@dataclass(frozen=True)
-class Suggestion:
-    """What to do, why, and by how much it may help."""
-
-    name: str
-    reason: str
-    do: str
-    predicted: float | None
-    """Times as fast, if the part it is for took no time at all; None: only a trial can tell."""
-
-
 @dataclass(frozen=True, eq=False)
 class Profile:
     """Where the time goes, and what to do about it."""
@@ -99,7 +88,8 @@ class Profile:
     precision: str
     train: PassProfile | None
     inference: PassProfile
-    suggestions: tuple[Suggestion, ...]
+    suggestions: tuple[str, ...]
+    """What to do, why, and how many times as fast it is at best: if the part took no time."""
     notes: tuple[str, ...]
 
     @property
@@ -127,21 +117,17 @@ class Profile:
             *([q, *(f"{_ms(p.parts[q])} {p.share(q):4.0%}" for p in passes)] for q in PARTS),
             ["the parts, with marks", *(_ms(p.total) for p in passes)],
             ["peak memory", *(f"{p.peak_memory / 2**20:,.1f} MiB" for p in passes)],
-            ["the GPU was idle", *(f"{p.idle:.0%}" for p in passes)],
         ]
+        if main.idle:
+            rows.append(["the GPU was idle", *(f"{p.idle:.0%}" for p in passes)])
         shape = "×".join(map(str, self.shape))
         title = f"{self.model}, {self.parameters:,} parameters, {shape}, {self.precision}, "
         names = ["training step" if p.kind == "train" else "inference" for p in passes]
         found = [make_table(title + self.device, ["", *names], rows), solver_table(main.layers)]
         rows = [[name, f"{calls:,}", _ms(s)] for name, calls, s in main.operators[:8]]
         found.append(make_table(f"operators, {main.kind}", ("", "calls", "time"), rows))
-        rows = [
-            [s.name, f"{s.reason}.\n{s.do}", "–" if s.predicted is None else f"{s.predicted:.2f}×"]
-            for s in self.suggestions
-        ]
-        title = f"what would help the {main.kind} pass{'' if rows else ': nothing that is known'}"
-        found.append(make_table(title, ["what", "why, and how", "at best"], rows, left=2))
-        return [*found, *(f"note: {note}" for note in self.notes)]
+        helps = [f"what would help: {one}" for one in self.suggestions]
+        return [*found, *(helps or ["nothing is known that would help"]), *self.notes]
 
 
 def _ms(seconds: float) -> str:
@@ -430,6 +416,7 @@ def _pass(
     marked = [_marked(model, eagerly, x.device) for _ in range(count)]
     # The pass of median length: its parts still add up.
     parts = sorted(marked, key=lambda one: sum(one.values()))[count // 2]
+    model.zero_grad(set_to_none=True)  # else the profiler sees memory freed that it did not count
     operators, memory = _profiled(eagerly, x.device)
     busy = sum(s for *_, s in operators) / sum(parts.values())
     return PassProfile(
@@ -462,21 +449,17 @@ _ADVICE = (
 """Name, parts, reason, what to do."""
 
 
-def _suggestions(
-    model: nn.Module, main: PassProfile, x: Tensor, precision: str
-) -> Iterator[Suggestion]:
+def _suggestions(model: nn.Module, main: PassProfile, x: Tensor, precision: str) -> Iterator[str]:
     """What to do about parts above 30%, and what the device offers and is not used."""
     implicit = any(isinstance(getattr(m, "adjoint", None), Implicit) for m in model.modules())
     fixed = all(layer.fixed_steps for layer in main.layers.values())
     for name, parts, reason, do in _ADVICE:
         share = main.share(*parts)
         if share > 0.3 and (implicit if parts == ("adjoint",) else not fixed):
-            reason = f"{share:.0%} of the pass {reason}"
-            yield Suggestion(name, reason, do, 1 / max(1 - share, 1e-3))
+            gain = 1 / max(1 - share, 1e-3)
+            yield f"{name}: {share:.0%} of the pass {reason} (at best {gain:.2f}×). {do}"
     if main.idle > 0.3:
-        reason = f"the GPU is idle for {main.idle:.0%} of the pass: kernels wait for their launch"
-        do = "a larger --batch-size, or --cuda-graphs"
-        yield Suggestion("larger batch", reason, do + ", or --compile" * fixed, None)
+        waits = f"the GPU is idle for {main.idle:.0%} of the pass: kernels wait for their launch"
+        yield f"larger batch: {waits}. --batch-size, --cuda-graphs{' or --compile' * fixed}"
     if x.is_cuda and precision == "32-true":
-        reason = "float32 on a GPU whose tensor cores take bf16"
-        yield Suggestion("bf16", reason, "--precision bf16-mixed", None)
+        yield "bf16: float32 on a GPU whose tensor cores take bf16. --precision bf16-mixed"
