@@ -7,6 +7,7 @@ parts (map, solver, adjoint, rest) come from passes with marks around every map,
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 import os
 import time
@@ -416,7 +417,9 @@ def _pass(
     marked = [_marked(model, eagerly, x.device) for _ in range(count)]
     # The pass of median length: its parts still add up.
     parts = sorted(marked, key=lambda one: sum(one.values()))[count // 2]
-    model.zero_grad(set_to_none=True)  # else the profiler sees memory freed that it did not count
+    # Else the profiler sees memory freed that it did not count.
+    model.zero_grad(set_to_none=True)
+    gc.collect()
     operators, memory = _profiled(eagerly, x.device)
     busy = sum(s for *_, s in operators) / sum(parts.values())
     return PassProfile(
