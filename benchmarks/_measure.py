@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -317,6 +318,16 @@ def cuda_peak(run: Run, device: torch.device) -> int:
     wait(device)
     del kept
     return torch.cuda.max_memory_allocated(device) - before
+
+
+def peak_memory(run: Run, device: torch.device) -> int:
+    """``cuda_peak``, or on a CPU by the profiler's record of allocations."""
+    if device.type == "cuda":
+        return cuda_peak(run, device)
+    with torch.profiler.profile(profile_memory=True, acc_events=True) as found:
+        run()
+    events = sorted(found.events(), key=lambda e: float(e.time_range.end))
+    return max(accumulate(int(e.self_cpu_memory_usage) for e in events))
 
 
 def cuda_sync_warnings(run: Run) -> int:

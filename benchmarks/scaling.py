@@ -30,7 +30,7 @@ import platform
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +42,8 @@ except ImportError:
     sys.path.insert(0, str(Path(__file__).parent.parent / "src"))
     import equilibria as eq
 
+from _measure import Spread, peak_memory, race
 from _scaling import PHANTOM, Contestant, Point, layers
-
-from equilibria.evaluation.timing import Spread, peak_memory, quiet, seconds_of
 
 BASE = {
     "cpu": {"batch": 16, "width": 16, "resolution": 16, "steps": 4},
@@ -99,40 +98,18 @@ def measure(names: list[str], point: Point, options: argparse.Namespace) -> dict
             ready.pop(name, None)
     for kind in ("train", "inference"):
         runs = {name: getattr(one, kind) for name, one in ready.items()}
-        found = in_turn(runs, device, options.point_budget, options.clock)
-        for name, seconds in found.items():
+        budget = options.point_budget * len(runs)
+        found = race(runs, device, budget=budget, clock=options.clock) if runs else {}
+        for name, times in found.items():
+            seconds = Spread.of(times)
             rows[name][kind] = {
                 "images_per_second": point["batch"] / seconds.median,
                 "quartiles": [point["batch"] / seconds.high, point["batch"] / seconds.low],
                 "seconds": seconds.median,
                 "rounds": seconds.count,
-                "peak_bytes": peak_memory(getattr(ready[name], f"{kind}_eagerly"), device, 0).peak,
+                "peak_bytes": peak_memory(getattr(ready[name], f"{kind}_eagerly"), device),
             }
     return rows
-
-
-def in_turn(
-    runs: dict[str, Callable[[], None]], device: torch.device, budget: float, clock: str
-) -> dict[str, Spread]:
-    """At least 3 rounds of all, at most 40, and no more once ``budget`` seconds each are spent."""
-    found: dict[str, list[float]] = {name: [] for name in runs}
-    began = time.perf_counter()
-    with quiet():
-        for count in range(1, 41):
-            for name, run in runs.items():
-                found[name].append(once(run, device, clock))
-            if count >= 3 and time.perf_counter() - began > budget * len(runs):
-                break
-    return {name: Spread.of(times) for name, times in found.items()}
-
-
-def once(run: Callable[[], None], device: torch.device, clock: str) -> float:
-    """Seconds of a run; the clock "cpu" is this thread's own, which other programs do not slow."""
-    if clock == "wall":
-        return seconds_of(run, device)
-    start = time.thread_time()
-    run()
-    return time.thread_time() - start
 
 
 def points(options: argparse.Namespace) -> Iterator[tuple[str, Point]]:

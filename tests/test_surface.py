@@ -40,6 +40,27 @@ PRIORS += ("ShiftedNonNegative", "SoftThreshold", "Softplus", "Tanh")
 DROPPED: dict[str, str] = {
     "equilibria.evaluation.Reliability.to_dict": "dataclasses.asdict gives the same",
     **{
+        f"equilibria.evaluation.timing.{name}": "a profile is one table and a list of suggestions"
+        for name in (
+            *("LayerProfile", "Memory", "Spread", "Suggestion"),
+            *("PassProfile.group", "PassProfile.to_dict"),
+            *(f"Profile{dot}{key}" for dot in "(." for key in ("compiled", "machine", "threads")),
+            *(f"PassProfile{dot}{key}" for dot in "(." for key in ("batch", "eager", "marked")),
+            *(f"PassProfile{dot}{key}" for dot in "(." for key in ("memory", "overhead", "waits")),
+            *(f"profile_model({key}" for key in ("channels_last", "compile", "optimizer")),
+            *(f"profile_model({key}" for key in ("progress", "repeats", "try_suggestions")),
+        )
+    },
+    "equilibria bench --repeats": "--budget says how long it measures",
+    "equilibria bench --try": "suggestions are no longer tried",
+    "equilibria.evaluation.KnownUnknown.table": "without use",
+    "equilibria.evaluation.KnownUnknown.to_dict": "dataclasses.asdict gives the same",
+    "equilibria.evaluation.SuperclassResult.table": "without use",
+    "equilibria.evaluation.SuperclassResult.to_dict": "vars gives the same",
+    "equilibria.evaluation.superclass_accuracy(held_out": "one class is held out, as in the paper",
+    "equilibria.evaluation.superclass_split(held_out": "one class is held out, as in the paper",
+    "equilibria.evaluation.gradcam(normalize": "maps are scaled to 0 … 1, as they always were",
+    **{
         f"{place}.Auto.{name}": "Auto is options; the solver that it chooses has it"
         for place in ("equilibria", "equilibria.solvers")
         for name in ("fallback", "init", "residual_memory", "restart", "step", "take")

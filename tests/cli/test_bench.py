@@ -10,7 +10,7 @@ import pytest
 import equilibria as eq
 from equilibria.cli.app import main
 
-SMALL = ("-o", "widths=[8, 8]", "--batch-size", "8", "--repeats", "1", "--device", "cpu")
+SMALL = ("-o", "widths=[8, 8]", "--batch-size", "8", "--budget", "0", "--device", "cpu")
 
 
 def run(*arguments: str | Path) -> int:
@@ -25,13 +25,12 @@ def run(*arguments: str | Path) -> int:
 def test_a_network_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("bench", "--model", "geq_digits", *SMALL, "--out", tmp_path / "b") == 0
     said = capsys.readouterr().out
-    for word in ("images a second", "map", "solver", "adjoint", "rest", "steps per sample", "help"):
+    for word in ("images a second", "map", "solver", "adjoint", "rest", "steps", "help"):
         assert word in said
-    assert sorted(p.name for p in (tmp_path / "b").iterdir()) == ["bench.json", "bench.png"]
+    assert sorted(p.name for p in (tmp_path / "b").iterdir()) == ["bench.json"]
     found = json.loads((tmp_path / "b" / "bench.json").read_text())
     assert found["shape"] == [8, 1, 8, 8]
-    groups = found["train"]["groups"]
-    assert sum(groups.values()) == pytest.approx(sum(found["train"]["parts"].values()))
+    assert list(found["train"]["parts"]) == ["map", "solver", "adjoint", "rest"]
 
 
 def test_trained_weights_on_their_data_as_json(
@@ -41,14 +40,14 @@ def test_trained_weights_on_their_data_as_json(
     file = tmp_path / "model.safetensors"
     eq.models.save(model, file)
     code = run(
-        *("bench", file, "--data", "digits", "--batch-size", "8", "--repeats", "1"),
+        *("bench", file, "--data", "digits", "--batch-size", "8", "--budget", "0"),
         *("--device", "cpu", "--no-train", "--json"),
     )
     assert code == 0
     found = json.loads(capsys.readouterr().out)
     assert found["train"] is None
-    assert found["inference"]["batch"] == 8
-    assert found["inference"]["layers"][0]["evaluations"] > 0
+    assert found["shape"][0] == 8
+    assert all(layer["mean_steps"] > 0 for layer in found["inference"]["layers"].values())
 
 
 def test_a_shape_lays_the_network_out(capsys: pytest.CaptureFixture[str]) -> None:

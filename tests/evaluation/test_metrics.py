@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import confusion_matrix, log_loss, top_k_accuracy_score
 from torch import Tensor
-from torchmetrics.functional.classification import multiclass_calibration_error
 
 from equilibria.evaluation import NonFiniteError, classification_metrics, segmentation_metrics
 from equilibria.evaluation.metrics import ClassificationMeter, SegmentationMeter, check_finite
@@ -66,12 +65,6 @@ def test_against_numpy_and_sklearn(count: int, classes: int, seed: int, bins: in
         assert found.top_k == pytest.approx(expected_top)
     else:
         assert found.top_k == 1.0
-
-
-def test_ece_is_that_of_torchmetrics() -> None:
-    logits, y = drawn(500, 7, 3)
-    expected = multiclass_calibration_error(logits, y, num_classes=7, n_bins=15)
-    assert classification_metrics(logits, y).ece == pytest.approx(float(expected), abs=1e-7)
 
 
 def test_batches_add_up_to_the_whole() -> None:
@@ -132,13 +125,6 @@ def test_all_samples_not_finite() -> None:
     assert found.nonfinite == (0, 1, 2, 3)
 
 
-def test_low_precision_logits_are_judged_in_double() -> None:
-    logits, y = drawn(64, 5, 2)
-    half = classification_metrics(logits.bfloat16(), y)
-    same = classification_metrics(logits.bfloat16().double(), y)
-    assert half.nll == same.nll
-
-
 @settings(max_examples=30, deadline=None)
 @given(
     count=st.integers(1, 4),
@@ -188,15 +174,6 @@ def test_maps_that_are_not_finite_are_named_and_left_out() -> None:
     assert found.nonfinite == (1,)
     assert found.samples == 3
     assert found.pixels == 8
-
-
-def test_batches_of_maps_add_up() -> None:
-    draw = torch.Generator().manual_seed(0)
-    logits, target = torch.randn(5, 4, 6, 6, generator=draw), torch.randint(0, 4, (5, 6, 6))
-    meter = SegmentationMeter(4)
-    for a, b in zip(logits.split(2), target.split(2), strict=True):
-        meter.update(a, b)
-    assert torch.equal(meter.compute().confusion, segmentation_metrics(logits, target).confusion)
 
 
 def test_edges_belong_to_the_bin_below_and_empty_bins_do_not_count() -> None:

@@ -42,26 +42,24 @@ def by_hand(model: nn.Sequential, x: Tensor, classes: Tensor) -> Tensor:
     return torch.cat(maps).detach()
 
 
+def scaled(maps: Tensor) -> Tensor:
+    largest = maps.amax((1, 2), keepdim=True)
+    assert float(largest.min()) > 0
+    return maps / largest
+
+
 def test_the_gradient_is_the_implicit_one() -> None:
     model = tiny_geq(solver=TIGHT).double()
     with torch.no_grad():
         model[1].U.weight *= 3  # so that the equilibrium matters
     x = torch.randn(3, 1, 8, 8, dtype=torch.float64)
     classes = torch.tensor([0, 2, 1])
-    found = gradcam(
-        model,
-        x,
-        classes,
-        "0",
-        normalize=False,
-        adjoint=eq.Implicit(solver=eq.GMRES(rtol=1e-12)),
-    )
-    expected = by_hand(model, x, classes)
+    found = gradcam(model, x, classes, "0", adjoint=eq.Implicit(solver=eq.GMRES(rtol=1e-12)))
+    expected = scaled(by_hand(model, x, classes))
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-12)
-    assert float(expected.amax((1, 2)).min()) > 0
     # And it differs from the gradient of one step, which an adjoint of training might give.
-    rough = gradcam(model, x, classes, "0", normalize=False, adjoint=eq.OneStep())
-    assert float((rough - expected).abs().max() / expected.max()) > 1e-2
+    rough = gradcam(model, x, classes, "0", adjoint=eq.OneStep())
+    assert float((rough - expected).abs().max()) > 1e-2
 
 
 def test_at_the_equilibrium_layer_itself() -> None:
@@ -72,20 +70,9 @@ def test_at_the_equilibrium_layer_itself() -> None:
     classes = logits.argmax(1)
     (slope,) = torch.autograd.grad(logits.gather(1, classes[:, None]).sum(), z)
     expected = torch.relu((slope.mean((2, 3), keepdim=True) * z).sum(1)).detach()
-    found = gradcam(model, x, normalize=False)
-    torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-12)
-    scaled = gradcam(model, x, layer=model[1])
-    torch.testing.assert_close(
-        scaled, expected / expected.amax((1, 2), keepdim=True).clamp_min(1e-30)
-    )
-
-
-def test_small_maps_are_stretched_to_the_image() -> None:
-    model = nn.Sequential(nn.Conv2d(1, 2, 3, stride=2, padding=1), nn.Flatten(), nn.Linear(32, 3))
-    found = gradcam(model, torch.randn(2, 1, 8, 8))
-    assert found.shape == (2, 8, 8)
-    assert float(found.min()) >= 0.0
-    assert float(found.max()) <= 1.0
+    for layer in (None, "1", model[1]):
+        found = gradcam(model, x, layer=layer)
+        torch.testing.assert_close(found, scaled(expected), rtol=1e-8, atol=1e-12)
 
 
 def test_the_layer_that_is_taken() -> None:
@@ -95,6 +82,23 @@ def test_the_layer_that_is_taken() -> None:
     assert gradcam_layer(plain, x) == "2"
     with pytest.raises(ValueError, match="name a layer"):
         gradcam_layer(nn.Sequential(nn.Flatten(), nn.Linear(64, 2)), x)
+
+
+def test_a_layer_that_does_not_see_the_image() -> None:
+    class Blind(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(1, 2, 3, padding=1)
+            nn.init.uniform_(self.conv.weight, 0.1, 1.0)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.conv(torch.ones_like(x)).sum((2, 3)) + x.mean()
+            return out
+
+    torch.manual_seed(0)
+    model, x = Blind(), torch.randn(2, 1, 8, 8)
+    expected = model.conv(torch.ones_like(x))[:, 1].relu().detach()
+    torch.testing.assert_close(gradcam(model, x, 1), scaled(expected))
 
 
 def test_tiers_are_added() -> None:
@@ -112,12 +116,12 @@ def test_tiers_are_added() -> None:
 
     torch.manual_seed(0)
     model, x = Tiers(), torch.randn(2, 1, 8, 8)
-    found = gradcam(model, x, 1, normalize=False)
+    found = gradcam(model, x, 1)
     z = model.layer(x)[1].detach()
     weight = model.head.weight[1].detach() / z[0, 0].numel()
     expected = torch.relu((weight[:, None, None] * z).sum(1, keepdim=True))
     expected = nn.functional.interpolate(expected, (8, 8), mode="bilinear")[:, 0]
-    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-6)
+    torch.testing.assert_close(found, scaled(expected), rtol=1e-3, atol=1e-6)
 
 
 def test_the_model_is_left_as_it_is() -> None:
@@ -131,9 +135,9 @@ def test_the_model_is_left_as_it_is() -> None:
 
 def test_wrong_input() -> None:
     model, x = tiny_geq(), torch.randn(2, 1, 8, 8)
-    with pytest.raises(ValueError, match=r"no layer 'nowhere' .* there are: 0, 1"):
+    with pytest.raises(ValueError, match=r"layer='nowhere' is no module .* there are: 0, 1"):
         gradcam(model, x, layer="nowhere")
-    with pytest.raises(ValueError, match="no module of this model"):
+    with pytest.raises(ValueError, match="layer=Conv2d is no module of Sequential"):
         gradcam(model, x, layer=nn.Conv2d(1, 1, 1))
     with pytest.raises(ValueError, match="lies inside an equilibrium"):
         gradcam(model, x, layer=model[1].U)

@@ -1,4 +1,4 @@
-"""Without scikit-learn the room says which extra brings it."""
+"""Without scikit-learn the error says which extra brings it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import sys
 
 import pytest
 
-import equilibria as eq
-
 
 def test_missing_scikit_learn_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [n for n in sys.modules if n.startswith("equilibria.sklearn")]:
@@ -16,8 +14,3 @@ def test_missing_scikit_learn_names_the_extra(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(sys.modules, "sklearn", None)
     with pytest.raises(ImportError, match=r'pip install "equilibria\[train\]"'):
         importlib.import_module("equilibria.sklearn")
-
-
-def test_the_room_is_an_attribute_of_the_package() -> None:
-    assert eq.sklearn.EquilibriumClassifier().hidden == 64
-    assert eq.sklearn.EquilibriumRegressor().layer == "geq"

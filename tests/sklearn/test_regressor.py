@@ -11,8 +11,10 @@ from sklearn.datasets import load_diabetes, make_friedman1
 from sklearn.linear_model import RidgeCV
 from sklearn.model_selection import KFold, cross_val_score
 from sklearn.utils import check_random_state
+from torch import Tensor, nn
 
 from equilibria.sklearn import EquilibriumRegressor
+from equilibria.sklearn.network import build
 
 QUICK: dict[str, Any] = {"hidden": 10, "max_iter": 40, "lr": 0.05, "random_state": 0}
 
@@ -72,6 +74,50 @@ def test_loss_is_half_the_squared_error() -> None:
     model = EquilibriumRegressor(**QUICK).fit(x, y)
     expected = 0.5 * ((model.predict(x) - y) ** 2).mean() / y.var()
     assert model.loss_ == pytest.approx(expected, rel=0.05)
+
+
+class Seen(nn.Identity):
+    """Keeps the batches that it is trained on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches: list[list[float]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.batches.append(x[:, 0].tolist())
+        return x
+
+
+def test_one_step_by_hand() -> None:
+    """First step of AdamW: w ← w(1 − lr·decay) − lr·g/(|g| + ε), g of the weighted mean loss."""
+    (x, y), weight = data(columns=2), np.random.default_rng(1).uniform(0.5, 2.0, 120)
+    options = {"hidden": 3, "lr": 0.1, "weight_decay": 0.3, "max_iter": 1, "random_state": 0}
+    model = EquilibriumRegressor(layer=lambda *_: Seen(), **options).fit(x, y, weight)
+    seed = int(np.random.RandomState(0).randint(2**31))
+    how: dict[str, Any] = {"bound": 1.0, "solver": None, "adjoint": None, "seed": seed}
+    head = build(lambda *_: Seen(), 3, 3, 2, **how).double().head
+    start, bias = head.weight.detach().numpy(), head.bias.detach().numpy()
+    scale = {"axis": 0, "weights": weight}
+    x, y = (v - np.average(v, **scale) for v in (x, y))
+    x, y = (v / np.sqrt(np.average(v**2, **scale)) for v in (x, y))
+    error = x @ start.T + bias - y
+    gradient = 0.5 * (weight[:, None] * error).T @ x / weight.sum()
+    expected = start * (1 - 0.1 * 0.3) - 0.1 * gradient / (np.abs(gradient) + 1e-8)
+    np.testing.assert_allclose(model.module_.head.weight.detach(), expected, atol=1e-9)
+    assert model.loss_ == pytest.approx(0.25 * (weight @ (error**2).sum(1)) / weight.sum())
+
+
+def test_every_row_once_in_equal_batches() -> None:
+    x, y = data(rows=101)
+    options = {"layer": lambda *_: Seen(), "batch_size": 50, "max_iter": 2, "random_state": 0}
+    seen = EquilibriumRegressor(hidden=3, **options).fit(x, y).module_.layer.batches
+    assert [len(batch) for batch in seen] == 2 * [34, 34, 33]
+    orders = [[v for batch in part for v in batch] for part in (seen[:3], seen[3:])]
+    for order in orders:
+        np.testing.assert_allclose(sorted(order), np.sort((x - x.mean(0)) / x.std(0), 0)[:, 0])
+        assert order != sorted(order)
+    assert orders[0] != orders[1]  # another order in the next epoch
 
 
 def test_stream_and_pickle() -> None:

@@ -53,16 +53,10 @@ def bench(
         typer.Option("--compile", help="Time it compiled; the parts are of the eager network."),
     ] = False,
     train: Annotated[bool, typer.Option(help="Time a training step too.")] = True,
-    repeats: Annotated[int, typer.Option(min=1, help="Rounds of measurement, at most.")] = 20,
     budget: Annotated[
-        float, typer.Option(min=0.0, help="Seconds of rounds a pass, after which no more begin.")
-    ] = 20.0,
-    try_: Annotated[
-        bool, typer.Option("--try", help="Measure each suggestion beside the network as it is.")
-    ] = False,
-    out: Annotated[
-        Path | None, typer.Option(help="Write bench.json and bench.png into this folder.")
-    ] = None,
+        float, typer.Option(min=0.0, help="Seconds for which passes of each kind are timed.")
+    ] = 5.0,
+    out: Annotated[Path | None, typer.Option(help="Write bench.json into this folder.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Where the time goes: map, solver, adjoint, rest; steps per sample; and what would help.
@@ -70,6 +64,8 @@ def bench(
     A copy of the network runs real training steps and inferences. The optimizer's rate is 0, so
     that its weights stay as they are.
     """
+    import torch
+
     from equilibria import evaluation
 
     if (weights is None) == (model is None):
@@ -92,18 +88,13 @@ def bench(
         if images is None
         else _batch(network, images, batch_size)
     )
+    if channels_last:
+        network = network.to(memory_format=torch.channels_last)
+        x = x.contiguous(memory_format=torch.channels_last)
+    if compile_:
+        network = torch.compile(network)
     profile = evaluation.profile_model(
-        network,
-        x,
-        y,
-        train=train,
-        repeats=repeats,
-        budget=budget,
-        precision=precision,
-        channels_last=channels_last,
-        compile=compile_,
-        try_suggestions=try_,
-        progress=not as_json,
+        network, x, y, train=train, budget=budget, precision=precision
     )
     written = [] if out is None else profile.save(out)
     if as_json:

@@ -22,7 +22,6 @@ _PACKAGES = (
     "safetensors",
     "scikit-learn",
     "huggingface_hub",
-    "captum",
     "tensorboard",
     "matplotlib",
     "onnx",

@@ -19,10 +19,8 @@ from equilibria.engine.files import json_value, write_json
 from .corruptions import SEVERITIES, Scale, check_kinds, check_severities, corrupt
 from .figures import save_accuracies
 from .metrics import ClassificationMeter
-from .model_on_data import check_pair, evaluating, logits_of, model_name, on_device
+from .model_on_data import check_pair, judge_batches, model_name, on_device
 from .rich_output import make_table
-
-__all__ = ["CorruptionReport", "corruption_study"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,28 +63,20 @@ class CorruptionReport:
         return float((own / other).mean())
 
     def to_dict(self) -> dict[str, Any]:
-        made: dict[str, Any] = json_value(
-            {
-                "model": self.model,
-                "dataset": self.dataset,
-                "split": self.split,
-                "samples": self.samples,
-                "seed": self.seed,
-                "severities": self.severities,
-                "clean_accuracy": self.clean,
-                "mean_accuracy": self.mean_accuracy,
-                "kinds": {
-                    kind: {
-                        "accuracy": self.accuracy[i],
-                        "mean_accuracy": float(self.accuracy[i].mean()),
-                        "ece": self.ece[i],
-                        "nonfinite": self.nonfinite[i],
-                    }
-                    for i, kind in enumerate(self.kinds)
-                },
+        found = {
+            key: getattr(self, key) for key in ("model", "dataset", "split", "samples", "seed")
+        }
+        kinds = {
+            kind: {
+                "accuracy": self.accuracy[i],
+                "mean_accuracy": mean,
+                "ece": self.ece[i],
+                "nonfinite": self.nonfinite[i],
             }
-        )
-        return made
+            for i, (kind, mean) in enumerate(self.by_kind.items())
+        }
+        found |= {"severities": self.severities, "clean_accuracy": self.clean}
+        return dict(json_value({**found, "mean_accuracy": self.mean_accuracy, "kinds": kinds}))
 
     def table(self) -> Any:
         """For ``rich.print``."""
@@ -120,7 +110,6 @@ class CorruptionReport:
         ]
 
 
-@torch.no_grad()
 def corruption_study(
     model: nn.Module,
     dataset: ImageData,
@@ -135,9 +124,8 @@ def corruption_study(
 ) -> CorruptionReport:
     """Accuracy and calibration on every corruption (None: all 19) at every severity.
 
-    Images are corrupted on the device, as ``corrupt`` does it with this ``seed`` and ``scale``,
-    then normalized. The images are read once; samples with logits that are not finite count as
-    wrong and are listed.
+    Images are read once and corrupted on the device, as ``corrupt`` does it with this ``seed`` and
+    ``scale``, then normalized. Samples with logits that are not finite count as wrong.
     """
     names, levels = check_kinds(kinds), check_severities(severities)
     model = on_device(model, device)
@@ -149,15 +137,20 @@ def corruption_study(
     def change(images: Tensor, cell: tuple[str, int] | None) -> Tensor:
         return images if cell is None else corrupt(images, *cell, seed=seed, scale=scale)
 
-    options: dict[str, Any] = {"batch_size": batch_size, "progress": progress, "text": "clean"}
-    with evaluating(model):
-        for cell, logits, y in logits_of(
-            model, dataset, classes, cases=list(meters), change=change, **options
-        ):
-            meters[cell].update(logits, y)
+    judge_batches(
+        model,
+        dataset,
+        classes,
+        lambda cell, logits, y: meters[cell].update(logits, y),
+        batch_size=batch_size,
+        progress=progress,
+        text="clean",
+        cases=list(meters),
+        change=change,
+    )
     found = {cell: meter.compute() for cell, meter in meters.items()}
 
-    def table(values: list[Any], dtype: torch.dtype) -> Tensor:
+    def table(values: list[Any], dtype: torch.dtype = torch.float64) -> Tensor:
         return torch.tensor(values, dtype=dtype).view(len(names), len(levels))
 
     return CorruptionReport(
@@ -169,7 +162,7 @@ def corruption_study(
         kinds=names,
         severities=levels,
         clean=found[None].accuracy,
-        accuracy=table([found[c].accuracy for c in cells], torch.float64),
-        ece=table([found[c].ece for c in cells], torch.float64),
+        accuracy=table([found[c].accuracy for c in cells]),
+        ece=table([found[c].ece for c in cells]),
         nonfinite=table([len(found[c].nonfinite) for c in cells], torch.long),
     )

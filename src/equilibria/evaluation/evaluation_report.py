@@ -19,7 +19,7 @@ from equilibria.models.network import count_parameters
 from equilibria.nn.observing import equilibrium_layers, observe
 
 from . import figures
-from .layer_solvers import SolverRecorder, SolverStatistics, layer_label, with_solver
+from .layer_solvers import SolverRecorder, SolverStatistics, solver_table, with_solver
 from .metrics import (
     ClassificationMeter,
     ClassificationMetrics,
@@ -27,7 +27,7 @@ from .metrics import (
     SegmentationMetrics,
     check_finite,
 )
-from .model_certificate import certificate_dict, certify_model
+from .model_certificate import certificate_dict, certify_dataset
 from .model_on_data import (
     batches,
     check_logits,
@@ -41,8 +41,6 @@ from .model_on_data import (
     steps_in,
 )
 from .rich_output import as_text, group, make_table, number, percent, progress_bar
-
-__all__ = ["Converged", "Metrics", "Report", "evaluate"]
 
 Metrics: TypeAlias = ClassificationMetrics | SegmentationMetrics
 Statistics: TypeAlias = Mapping[str, SolverStatistics]
@@ -60,12 +58,13 @@ class Converged:
     """Share of predictions (of pixels, for segmentation) that are those of the model as it is."""
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "solver": self.solver,
-            "agreement": self.agreement,
-            "metrics": self.metrics,
-            "layers": self.statistics,
-        }
+        return _with_layers(self)
+
+
+def _with_layers(found: Converged | Report) -> dict[str, Any]:
+    """Its fields; the statistics are called "layers"."""
+    named = {"statistics": "layers"}
+    return {named.get(key, key): value for key, value in vars(found).items()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,7 +105,8 @@ class Report:
             f"{self.parameters:,} parameters; {self.seconds:.1f} s on {self.device}",
         ]
         if self.statistics:
-            parts += ["", self._solver_table()]
+            others = {} if self.converged is None else self.converged.statistics
+            parts += ["", solver_table(self.statistics, others)]
         if self.certificate is not None:
             parts += ["", _certificate_table(self.certificate)]
         return group(*parts, *(f"note: {note}" for note in self.notes))
@@ -136,45 +136,11 @@ class Report:
         names = list(columns) if len(columns) > 1 else ["value"]
         return make_table(title, ["", *names], rows, boxed=True, min_width=len(title))
 
-    def _solver_table(self) -> Any:
-        """Steps, residuals and shares of every layer."""
-        names = ("layer", "solver", "steps", "residual", "at 95%", "converged", "≤ 1e-3")
-        table = make_table("solves", names, [], left=2)
-        others = {} if self.converged is None else self.converged.statistics
-        for statistics in (self.statistics, others):
-            for name, part in statistics.items():
-                most = "" if part.fixed_steps else f" (max {part.max_steps})"
-                table.add_row(
-                    layer_label(name),
-                    part.solver.split("(")[0] + (f"\n→ {part.chosen}" if part.chosen else ""),
-                    f"{part.mean_steps:.4g}{most}",
-                    number(float(part.residual[3]), 2),
-                    number(float(part.residual[5]), 2),
-                    "fixed steps" if part.fixed_steps else percent(part.converged),
-                    percent(part.settled),
-                )
-            table.add_section()
-        return table
-
     def to_dict(self) -> dict[str, Any]:
         """All numbers in types that JSON has; what is not finite is None."""
-        proven = self.certificate
-        found = {
-            "model": self.model,
-            "dataset": self.dataset,
-            "split": self.split,
-            "task": self.task,
-            "classes": self.classes,
-            "parameters": self.parameters,
-            "device": self.device,
-            "seconds": self.seconds,
-            "metrics": self.metrics,
-            "layers": self.statistics,
-            "converged": self.converged,
-            "flip": self.flip,
-            "certificates": None if proven is None else certificate_dict(proven),
-            "notes": self.notes,
-        }
+        found, proven = _with_layers(self), self.certificate
+        del found["certificate"]
+        found["certificates"] = None if proven is None else certificate_dict(proven)
         return dict(json_value(found))
 
     def save(self, folder: Path | str) -> list[Path]:
@@ -203,11 +169,9 @@ class Report:
                 sets["at equilibrium"] = self.converged.statistics
             written.append(figures.save_steps(sets, out / "solver.png", title))
         if certificate is not None:
-            shown = (
-                str(certificate)
-                if isinstance(certificate, CompositeCertificate)
-                else "\n".join(f"{name}: {part}" for name, part in certificate.items())
-            )
+            shown = str(certificate)
+            if not isinstance(certificate, CompositeCertificate):
+                shown = "\n".join(f"{name}: {part}" for name, part in certificate.items())
             written.append(write_text(out / "certificate.txt", shown + "\n"))
         return written
 
@@ -221,17 +185,10 @@ def _certificate_table(certificate: CompositeCertificate | Mapping[str, Guarante
     for name, part in found.items():
         # How far the row is a proof; where there is no guarantee, of nothing.
         proven = "yes" if part["rigorous"] else "partly"
-        rows.append(
-            [
-                name,
-                part["kind"],
-                "nothing" if part["kind"] == "none" else proven,
-                percent(part["unique"]),
-                number(part["contraction"]),
-                number(part["error_bound"], 3),
-                number(part["lipschitz"]),
-            ]
-        )
+        proven = "nothing" if part["kind"] == "none" else proven
+        shares = [percent(part["unique"]), number(part["contraction"])]
+        bounds = [number(part["error_bound"], 3), number(part["lipschitz"])]
+        rows.append([name, part["kind"], proven, *shares, *bounds])
     return make_table(f"certificates ({samples} samples)", names, rows, left=3)
 
 
@@ -369,8 +326,7 @@ def evaluate(
             check_finite(flipped.nonfinite, len(dataset), f"{name} on mirror images", optional=True)
     certificate: Any = None
     if certify > 0 and equilibrium_layers(model):
-        first = dataset.images[slice(0, min(certify, len(dataset)))].to(at)
-        certificate = certify_model(model, model_input(model, dataset, first))
+        certificate = certify_dataset(model, dataset, certify)
     converged = None
     if len(subjects) == 2:
         converged = Converged(repr(solver), metrics[1], statistics[1], float(agree) / guesses)

@@ -20,18 +20,7 @@ from .metrics import Reliability
 from .model_on_data import check_pair, device_of, evaluating, model_input
 from .saliency import gradcam, gradcam_layer
 
-__all__ = [
-    "save_accuracies",
-    "save_bars",
-    "save_confusion",
-    "save_corruption_sheet",
-    "save_gradcam",
-    "save_per_class",
-    "save_reliability",
-    "save_steps",
-]
-
-BLUE, ORANGE, GREEN, GRAY = "#0072B2", "#E69F00", "#009E73", "#666666"
+BLUE, ORANGE, GRAY = "#0072B2", "#E69F00", "#666666"
 _NAMED = 40
 """Up to how many classes are named along an axis."""
 _WRITTEN = 12
@@ -62,12 +51,10 @@ def _pixels(image: Tensor) -> Any:
 
 def _write_numbers(axes: Any, percents: Tensor) -> None:
     """The positive numbers of a matrix [rows, columns] in its cells, on viridis of 0 … 100."""
-    for row, values in enumerate(percents.tolist()):
-        for column, value in enumerate(values):
-            if value > 0:
-                color = "black" if value > 60 else "white"
-                where = {"ha": "center", "va": "center", "fontsize": 7}
-                axes.text(column, row, f"{value:.0f}", color=color, **where)
+    for row, column in (percents > 0).nonzero().tolist():
+        value = float(percents[row, column])
+        color = "black" if value > 60 else "white"
+        axes.text(column, row, f"{value:.0f}", color=color, ha="center", va="center", fontsize=7)
 
 
 def save_reliability(reliability: Reliability, path: Path, title: str) -> Path:
@@ -78,17 +65,17 @@ def save_reliability(reliability: Reliability, path: Path, title: str) -> Path:
     accuracy, confidence = (
         v[used].tolist() for v in (reliability.accuracy, reliability.confidence)
     )
-    left, width = edges[:-1], edges.diff()
+    left, width = edges[:-1].numpy(), edges.diff().numpy()
     top.plot([0, 1], [0, 1], color=GRAY, linestyle="--", linewidth=1, label="perfect")
     bars = {"align": "edge", "color": BLUE, "edgecolor": "white", "linewidth": 0.5}
-    top.bar(left[used].tolist(), accuracy, width[used].tolist(), label="accuracy", **bars)
+    top.bar(left[used.numpy()], accuracy, width[used.numpy()], label="accuracy", **bars)
     line = {"color": ORANGE, "marker": "o", "markersize": 4, "linewidth": 1.2}
     top.plot(confidence, accuracy, label="at the bin's mean confidence", **line)
     top.set(xlim=(0, 1), ylim=(0, 1.02), ylabel="accuracy in the bin")
     top.set_title(f"{title}\nexpected calibration error {reliability.ece:.4f}", fontsize=10)
     top.legend(loc="upper left", fontsize=8)
     share = reliability.count.double() / reliability.count.sum().clamp_min(1)
-    low.bar(left.tolist(), share.tolist(), width.tolist(), align="edge", color=GRAY)
+    low.bar(left, share.numpy(), width, align="edge", color=GRAY)
     low.set(xlabel="confidence of the prediction", ylabel="share of samples")
     return _save(figure, path)
 
@@ -100,7 +87,7 @@ def save_confusion(confusion: Tensor, classes: Sequence[str], path: Path, title:
     figure = _figure(side + 1.0, side)
     axes = figure.subplots()
     share = confusion.double() / confusion.sum(1, keepdim=True)
-    image = axes.imshow(share.tolist(), vmin=0, vmax=1, cmap="viridis")
+    image = axes.imshow(share.numpy(), vmin=0, vmax=1, cmap="viridis")
     figure.colorbar(image, ax=axes, shrink=0.8, label="share of the class")
     axes.set(xlabel="predicted", ylabel="true")
     axes.set_title(title, fontsize=10)
@@ -115,19 +102,17 @@ def save_confusion(confusion: Tensor, classes: Sequence[str], path: Path, title:
 def save_per_class(
     values: Tensor, classes: Sequence[str], what: str, path: Path, title: str
 ) -> Path:
-    """Bars from the best class to the worst."""
-    known = ~values.isnan()
-    order = [
-        k for k in torch.where(known, values, -1.0).argsort(descending=True).tolist() if known[k]
-    ]
-    figure = _figure(6.0, min(20.0, max(2.4, 1.2 + 0.22 * len(order))))
+    """Bars from the best class to the worst; classes without a value are left out."""
+    order = values.nan_to_num(-1.0).argsort(descending=True)
+    order = order[~values[order].isnan()]
+    count, mean = len(order), float(values.nanmean())
+    figure = _figure(6.0, min(20.0, max(2.4, 1.2 + 0.22 * count)))
     axes = figure.subplots()
-    axes.barh(range(len(order)), values[order].tolist(), color=BLUE)
-    mean = float(values.nanmean())
+    axes.barh(range(count), values[order].numpy(), color=BLUE)
     axes.axvline(mean, color=ORANGE, linewidth=2)
-    size = 8 if len(order) <= _NAMED else 6
-    axes.set_yticks(range(len(order)), [classes[k] for k in order], fontsize=size)
-    axes.set(xlim=(0, 1.01), xlabel=f"{what} of the class", ylim=(len(order) - 0.4, -0.6))
+    names = [classes[k] for k in order.tolist()]
+    axes.set_yticks(range(count), names, fontsize=8 if count <= _NAMED else 6)
+    axes.set(xlim=(0, 1.01), xlabel=f"{what} of the class", ylim=(count - 0.4, -0.6))
     axes.set_title(f"{title}\nmean of the classes (line): {100 * mean:.1f}%", fontsize=10)
     return _save(figure, path)
 
@@ -137,19 +122,18 @@ def save_steps(sets: Mapping[str, Mapping[str, SolverStatistics]], path: Path, t
     names = list(next(iter(sets.values())))
     figure = _figure(9.0, max(2.6, 1.4 + 0.36 * len(names) * len(sets)))
     left, right = figure.subplots(1, 2, sharey=True)
-    height = 0.8 / len(sets)
     for number, (label, statistics) in enumerate(sets.items()):
-        color = (BLUE, ORANGE)[number]
+        color, shift = (BLUE, ORANGE)[number], (number - (len(sets) - 1) / 2) * 0.8 / len(sets)
         for place, name in enumerate(names):
             part = statistics.get(name)
             if part is None:
                 continue
-            y = place + (number - (len(sets) - 1) / 2) * height
+            y = place + shift
             steps = part.histogram.nonzero()[:, 0]
             # The area of a dot is the share of solves that took so many steps.
             area = 12 + 120 * part.histogram[steps].double() / part.solves
-            left.scatter(steps.tolist(), [y] * len(steps), s=area.tolist(), color=color)
-            ends = [max(float(value), 1e-17) for value in part.residual]
+            left.scatter(steps.numpy(), [y] * len(steps), s=area.numpy(), color=color)
+            ends = part.residual.clamp_min(1e-17).tolist()
             right.plot([ends[1], ends[5]], [y, y], color=color, linewidth=4, alpha=0.45)
             right.plot(ends[3], y, "o", color=color, label=label if place == 0 else None)
     left.set_yticks(range(len(names)), [layer_label(n) for n in names], fontsize=8)
@@ -175,51 +159,16 @@ def save_accuracies(
     rows, percents = range(len(kinds)), 100 * accuracy
     figure = _figure(9.5, max(2.6, 1.5 + 0.27 * len(kinds)))
     left, right = figure.subplots(1, 2, sharey=True, width_ratios=[1.3, 1.0])
-    left.barh(rows, percents.mean(1).tolist(), color=BLUE)
+    left.barh(rows, percents.mean(1).numpy(), color=BLUE)
     left.axvline(100 * clean, color=ORANGE, linewidth=2)
     left.set_yticks(rows, [kind.replace("_", " ") for kind in kinds], fontsize=8)
     left.set(xlim=(0, 101), xlabel="accuracy in %, mean over severities")
     left.set_ylim(len(kinds) - 0.4, -0.6)
-    shown = right.imshow(percents.tolist(), vmin=0, vmax=100, cmap="viridis", aspect="auto")
+    shown = right.imshow(percents.numpy(), vmin=0, vmax=100, cmap="viridis", aspect="auto")
     _write_numbers(right, percents)
     right.set_xticks(range(len(severities)), [str(s) for s in severities])
     right.set_xlabel("severity")
     figure.colorbar(shown, ax=right, label="accuracy in %")
-    figure.suptitle(title, fontsize=10)
-    return _save(figure, path)
-
-
-def save_bars(
-    bars: Mapping[str, Mapping[str, float]],
-    histogram: Tensor | None,
-    path: Path,
-    title: str,
-    shown: int = 24,
-) -> Path:
-    """Milliseconds by part, one bar a pass or a layer; beneath them the histogram of steps."""
-    # Hatches are a second cue for print in gray.
-    looks = {"map": (BLUE, ""), "solver": (ORANGE, "//"), "adjoint": (GREEN, "..")}
-    looks["rest"] = (GRAY, "xx")
-    names = list(bars)[:shown]
-    heights = [0.8 + 0.3 * len(names), 1.8][: 1 if histogram is None else 2]
-    figure = _figure(6.4, 1.2 + 1.2 * sum(heights))
-    axes = figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
-    for place, name in enumerate(names):
-        left = 0.0
-        for part, (color, hatch) in looks.items():
-            width = 1e3 * bars[name].get(part, 0.0)
-            look = {"color": color, "hatch": hatch, "edgecolor": "white"}
-            axes[0].barh(place, width, left=left, label=part if place == 0 else None, **look)
-            left += width
-    axes[0].set_yticks(range(len(names)), names, fontsize=7)
-    axes[0].set(xlabel="milliseconds (with marks)", ylim=(len(names) - 0.4, -0.6))
-    axes[0].legend(ncols=4, fontsize=8, loc="lower left", bbox_to_anchor=(0.0, 1.0), frameon=False)
-    if histogram is not None:
-        steps = histogram.nonzero()[:, 0]
-        axes[1].bar(steps.tolist(), histogram[steps].tolist(), color=BLUE, width=0.9)
-        axes[1].set(xlabel="steps per sample, all layers", ylabel="solves")
-        axes[1].set_xlim(0, 1.05 * int(steps.max()) + 1)
-        axes[1].xaxis.get_major_locator().set_params(integer=True)
     figure.suptitle(title, fontsize=10)
     return _save(figure, path)
 
@@ -285,10 +234,8 @@ def save_gradcam(
     maps = gradcam(model, x, target, layer, **options).float().cpu()
     with torch.no_grad(), evaluating(model):
         confidence, predicted = model(x).float().softmax(1).max(1)
-    if layer is None:
-        name = gradcam_layer(model, x)
-    else:
-        name = layer if isinstance(layer, str) else type(layer).__name__
+    name = gradcam_layer(model, x) if layer is None else layer
+    name = name if isinstance(name, str) else type(name).__name__
 
     figure = _figure(1.6 * len(part) + 1.0, 4.2)
     axes = figure.subplots(2, len(part), squeeze=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from equilibria.nn.observing import Observed, equilibrium_layers
 from equilibria.solvers import Auto
 from equilibria.solvers.forward_backward import SplittingSolver
 
-__all__ = ["SolverRecorder", "SolverStatistics", "layer_label", "replaced", "with_solver"]
+from .rich_output import make_table, number, percent
 
 SETTLED = 1e-3
 """A relative residual at which a fixed-step solve may be called settled."""
@@ -105,19 +106,36 @@ class SolverStatistics:
 
     def to_dict(self) -> dict[str, Any]:
         names = ("min", "p5", "p25", "median", "p75", "p95", "max")
+        found = dict(vars(self))
+        steps, residual = found.pop("histogram"), found.pop("residual").tolist()
         return {
-            "solver": self.solver,
-            "chosen": self.chosen,
-            "solves": self.solves,
-            "results": self.results,
+            **found,
             "converged": self.converged,
-            "fixed_steps": self.fixed_steps,
-            "settled": self.settled,
             "mean_steps": self.mean_steps,
             "max_steps": self.max_steps,
-            "steps_histogram": self.histogram,
-            "relative_residual": dict(zip(names, self.residual.tolist(), strict=True)),
+            "steps_histogram": steps,
+            "relative_residual": dict(zip(names, residual, strict=True)),
         }
+
+
+def solver_table(*sets: Mapping[str, SolverStatistics]) -> Any:
+    """Steps per sample, residuals and shares of every layer, a section for each set."""
+    names = ("layer", "solver", "steps", "residual", "at 95%", "converged", "≤ 1e-3")
+    table = make_table("solves", names, [], left=2)
+    for statistics in sets:
+        for name, part in statistics.items():
+            most = "" if part.fixed_steps else f" (max {part.max_steps})"
+            table.add_row(
+                layer_label(name),
+                part.solver.split("(")[0] + (f"\n→ {part.chosen}" if part.chosen else ""),
+                f"{part.mean_steps:.4g}{most}",
+                number(float(part.residual[3]), 2),
+                number(float(part.residual[5]), 2),
+                "fixed steps" if part.fixed_steps else percent(part.converged),
+                percent(part.settled),
+            )
+        table.add_section()
+    return table
 
 
 class SolverRecorder:
@@ -127,7 +145,6 @@ class SolverRecorder:
         self._layers: dict[str, Any] = dict(equilibrium_layers(model))
         self._kept: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {}
         self._chosen: dict[str, set[str]] = {}
-        self._backward: dict[str, list[Tensor]] = {}
 
     def add(self, seen: Observed) -> None:
         """Take what was seen, and let go of the states."""
@@ -138,11 +155,9 @@ class SolverRecorder:
 
     def _keep(self, name: str, found: Solution[Any]) -> None:
         # A MultiBranch that solves its branches one by one says how each of them did.
-        parts = getattr(found, "parts", ())
-        if parts and not getattr(self._layers[name], "joint", False):
-            for number, (branch, part) in enumerate(
-                zip(self._layers[name].branches, parts, strict=True)
-            ):
+        parts, layer = getattr(found, "parts", ()), self._layers[name]
+        if parts and not getattr(layer, "joint", False):
+            for number, (branch, part) in enumerate(zip(layer.branches, parts, strict=True)):
                 inner = f"{name}.branches.{number}" if name else f"branches.{number}"
                 self._layers.setdefault(inner, branch)
                 self._keep(inner, part)
@@ -150,12 +165,6 @@ class SolverRecorder:
         stats = found.stats
         self._kept.setdefault(name, []).append((found.result, stats.steps, stats.relative))
         self._chosen.setdefault(name, set()).add(found.choice.split(":")[0])
-        if stats.backward.steps is not None:
-            self._backward.setdefault(name, []).append(stats.backward.steps.long().flatten())
-
-    def backward(self) -> dict[str, Tensor]:
-        """By layer, entry s counts the samples whose backward solve took s steps."""
-        return {name: torch.bincount(torch.cat(s)).cpu() for name, s in self._backward.items()}
 
     def compute(self) -> dict[str, SolverStatistics]:
         """By layer, in the order of the model; here the host waits."""
@@ -170,11 +179,10 @@ class SolverRecorder:
         counts = torch.bincount(result.long(), minlength=len(Result)).tolist()
         residual = relative.double()
         known = residual[residual.isfinite()].sort().values
+        at = torch.tensor(SolverStatistics.QUANTILES, dtype=torch.float64)
+        quantiles = torch.full_like(at, float("nan"))
         if known.numel():
-            at = torch.tensor(SolverStatistics.QUANTILES, dtype=torch.float64)
             quantiles = known[(at * (known.numel() - 1)).round().long()]
-        else:
-            quantiles = torch.full((len(SolverStatistics.QUANTILES),), float("nan")).double()
         return SolverStatistics(
             solver=repr(solver),
             chosen=", ".join(sorted(self._chosen[name])) if isinstance(solver, Auto) else "",

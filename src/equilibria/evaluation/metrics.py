@@ -22,18 +22,6 @@ from equilibria.engine.optional import needs
 
 from .model_on_data import check_whole
 
-__all__ = [
-    "ClassificationMeter",
-    "ClassificationMetrics",
-    "NonFiniteError",
-    "Reliability",
-    "SegmentationMeter",
-    "SegmentationMetrics",
-    "check_finite",
-    "classification_metrics",
-    "segmentation_metrics",
-]
-
 _IGNORED = -1
 
 
@@ -52,11 +40,11 @@ def check_finite(
     if nonfinite:
         some = ", ".join(str(i) for i in nonfinite[:10])
         more = f" and {len(nonfinite) - 10} more" if len(nonfinite) > 10 else ""
+        end = ", or pass nonfinite='report' to count them as wrong." if optional else "."
         raise NonFiniteError(
             f"{what}: {len(nonfinite)} of {total} samples have logits with NaN or infinity: "
             f"numbers {some}{more}. Look at these inputs and at the weights: a solve may have "
-            "diverged"
-            + (", or pass nonfinite='report' to count them as wrong." if optional else "."),
+            f"diverged{end}",
             nonfinite,
         )
 
@@ -91,11 +79,26 @@ class Reliability:
         return float(self._gap.max()) if len(self._gap) else float("nan")
 
 
-@dataclass(frozen=True, eq=False)
-class ClassificationMetrics:
-    """Over all samples; NaN where nothing was counted."""
+@dataclass(frozen=True, eq=False, kw_only=True)
+class _Counted:
+    """What both tasks count."""
 
     samples: int
+    confusion: Tensor
+    """Long [K, K] of samples or pixels: row the class, column the prediction."""
+    nonfinite: tuple[int, ...] = ()
+    """The samples whose logits are not finite, by number."""
+
+    @property
+    def per_class(self) -> Tensor:
+        """Share of right predictions of each class, [K]; NaN for a class that does not occur."""
+        return self.confusion.diagonal().double() / self.confusion.sum(1)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ClassificationMetrics(_Counted):
+    """Over all samples; NaN where nothing was counted."""
+
     accuracy: float
     top_k: float
     """Share of samples whose class is among the k largest logits."""
@@ -103,19 +106,10 @@ class ClassificationMetrics:
     nll: float
     brier: float
     reliability: Reliability
-    confusion: Tensor
-    """Long [K, K]: row the class, column the prediction."""
-    nonfinite: tuple[int, ...] = ()
-    """The samples whose logits are not finite, by number."""
 
     @property
     def ece(self) -> float:
         return self.reliability.ece
-
-    @property
-    def per_class(self) -> Tensor:
-        """Share of right predictions of each class, [K]; NaN for a class without samples."""
-        return self.confusion.diagonal().double() / self.confusion.sum(1)
 
     @property
     def headline(self) -> dict[str, float]:
@@ -125,31 +119,16 @@ class ClassificationMetrics:
         return {"accuracy": self.accuracy, **top, **rest}
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "samples": self.samples,
-            "accuracy": self.accuracy,
-            "top_k": {"k": self.k, "accuracy": self.top_k},
-            "nll": self.nll,
-            "brier": self.brier,
-            "ece": self.ece,
-            "mce": self.reliability.mce,
-            "reliability": vars(self.reliability),
-            "per_class": self.per_class,
-            "confusion": self.confusion,
-            "nonfinite": list(self.nonfinite),
-        }
+        found = dict(vars(self))
+        found["top_k"] = {"k": found.pop("k"), "accuracy": self.top_k}
+        return {**found, "ece": self.ece, "mce": self.reliability.mce, "per_class": self.per_class}
 
 
-@dataclass(frozen=True, eq=False)
-class SegmentationMetrics:
+@dataclass(frozen=True, eq=False, kw_only=True)
+class SegmentationMetrics(_Counted):
     """Over all pixels of all samples that count; NaN where none does."""
 
-    samples: int
     pixels: int
-    confusion: Tensor
-    """Long [K, K] of pixels."""
-    nonfinite: tuple[int, ...] = ()
-    """The samples with logits that are not finite, by number; their pixels are left out."""
 
     @property
     def iou(self) -> Tensor:
@@ -168,26 +147,13 @@ class SegmentationMetrics:
         return float(self.confusion.diagonal().sum()) / total if total else float("nan")
 
     @property
-    def per_class(self) -> Tensor:
-        """Share of right pixels of each class, [K]; NaN for a class without pixels."""
-        return self.confusion.diagonal().double() / self.confusion.sum(1)
-
-    @property
     def headline(self) -> dict[str, float]:
         """The numbers of a table, by name."""
         return {"mIoU": self.miou, "pixel accuracy": self.accuracy}
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "samples": self.samples,
-            "pixels": self.pixels,
-            "miou": self.miou,
-            "pixel_accuracy": self.accuracy,
-            "iou": self.iou,
-            "per_class": self.per_class,
-            "confusion": self.confusion,
-            "nonfinite": list(self.nonfinite),
-        }
+        means = {"miou": self.miou, "pixel_accuracy": self.accuracy}
+        return {**vars(self), **means, "iou": self.iou, "per_class": self.per_class}
 
 
 class _Meter:
@@ -196,7 +162,6 @@ class _Meter:
     def __init__(self, classes: int) -> None:
         self.classes = classes
         self._confusion: Any = None
-        self._sums: Tensor | None = None
         self._bad: list[Tensor] = []
 
     def _count(self, guess: Tensor, targets: Tensor, finite: Tensor) -> None:
@@ -210,11 +175,16 @@ class _Meter:
         self._confusion.update(guess, targets)
         self._bad.append(~finite)
 
-    def _read(self) -> tuple[Tensor, Tensor]:
-        """Confusion matrix and mask of samples that are not finite; here the host waits."""
+    def _read(self) -> dict[str, Any]:
+        """What both tasks count; here the host waits."""
         if self._confusion is None:
             raise ValueError("no batch was given: there is nothing to compute.")
-        return self._confusion.compute().long().cpu(), torch.cat(self._bad).cpu()
+        bad = torch.cat(self._bad).cpu()
+        return {
+            "samples": len(bad),
+            "confusion": self._confusion.compute().long().cpu(),
+            "nonfinite": tuple(bad.nonzero()[:, 0].tolist()),
+        }
 
 
 class ClassificationMeter(_Meter):
@@ -224,6 +194,7 @@ class ClassificationMeter(_Meter):
         super().__init__(classes)
         self.k = max(1, min(k, classes))
         self.bins = check_whole("bins", bins, 1)
+        self._sums: Tensor | None = None
 
     def update(self, logits: Tensor, targets: Tensor) -> None:
         """logits [N, K] floating, targets [N] long of 0 … K − 1."""
@@ -263,7 +234,7 @@ class ClassificationMeter(_Meter):
 
     def compute(self) -> ClassificationMetrics:
         """Read the sums; here the host waits."""
-        confusion, bad = self._read()
+        both = self._read()
         assert self._sums is not None
         sums = self._sums.cpu()
         counted, right, near, loss, brier = sums[:5].tolist()
@@ -271,15 +242,13 @@ class ClassificationMeter(_Meter):
         count, confidence, hits = sums[5:].view(3, self.bins)
         edges = torch.linspace(0.0, 1.0, self.bins + 1, dtype=torch.float64)
         return ClassificationMetrics(
-            samples=len(bad),
-            accuracy=right / len(bad),
-            top_k=near / len(bad),
+            **both,
+            accuracy=right / both["samples"],
+            top_k=near / both["samples"],
             k=self.k,
             nll=loss * mean,
             brier=brier * mean,
             reliability=Reliability(edges, count.long(), confidence / count, hits / count),
-            confusion=confusion,
-            nonfinite=tuple(bad.nonzero()[:, 0].tolist()),
         )
 
 
@@ -309,9 +278,8 @@ class SegmentationMeter(_Meter):
 
     def compute(self) -> SegmentationMetrics:
         """Read the sums; here the host waits."""
-        confusion, bad = self._read()
-        samples = tuple(bad.nonzero()[:, 0].tolist())
-        return SegmentationMetrics(len(bad), int(confusion.sum()), confusion, samples)
+        both = self._read()
+        return SegmentationMetrics(**both, pixels=int(both["confusion"].sum()))
 
 
 def classification_metrics(

@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import warnings
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from equilibria.certify import (
-    CompositeCertificate,
-    Guarantee,
-    Guaranteed,
-    MapCertificate,
-    certify,
-)
+from equilibria.certify import CompositeCertificate, Guarantee, Guaranteed, MapCertificate, certify
 from equilibria.data.image_data import ImageData
-from equilibria.engine.result import ConvergenceWarning, Solution
+from equilibria.engine.result import Solution
 from equilibria.nn.observing import equilibrium_layers, observe
 
 from .layer_solvers import layer_label
 from .model_on_data import check_pair, check_whole, device_of, evaluating, model_input
-
-__all__ = ["certificate_dict", "certify_dataset", "certify_model"]
 
 _NOTE = "each layer on its own input; the errors of earlier layers belong to that input"
 
@@ -44,28 +36,23 @@ def certify_model(model: nn.Module, x: Tensor) -> CompositeCertificate | dict[st
             f"{type(model).__name__} has no equilibrium layers (modules with is_equilibrium = "
             "True): there is nothing to certify."
         )
-    calls: list[tuple[str, nn.Module, tuple[Any, ...]]] = []
+    calls: list[tuple[str, tuple[Any, ...]]] = []
 
     def caught(name: str) -> Any:
-        def hook(module: nn.Module, inputs: tuple[Any, ...]) -> None:
-            calls.append((name, module, inputs))
-
-        return hook
+        return lambda module, inputs: calls.append((name, inputs))
 
     hooks = [layer.register_forward_pre_hook(caught(name)) for name, layer in layers.items()]
+    parts: dict[str, Guaranteed] = {}
+    counts: Counter[str] = Counter()
     try:
-        with evaluating(model), observe(model) as seen, warnings.catch_warnings():
-            warnings.simplefilter("ignore", ConvergenceWarning)
+        with evaluating(model), observe(model) as seen:
             model(x)
-            solutions = {name: list(found) for name, found in seen.solutions.items()}
-            parts: dict[str, Guaranteed] = {}
-            counts: dict[str, int] = {}
-            for name, layer, inputs in calls:
-                counts[name] = counts.get(name, 0) + 1
-                solved = solutions.get(name, [])
-                found = solved[counts[name] - 1] if counts[name] <= len(solved) else None
+            solved = {name: iter(list(found)) for name, found in seen.solutions.items()}
+            for name, inputs in calls.copy():
+                counts[name] += 1
                 number = "" if counts[name] == 1 else f"#{counts[name]}"
-                made = _part(name, layer, inputs, found)
+                found = next(solved.get(name, iter(())), None)
+                made = _part(name, layers[name], inputs, found)
                 parts.update(_leaves(layer_label(name) + number, made))
     finally:
         for hook in hooks:
@@ -101,27 +88,20 @@ def certify_dataset(
 
 
 def _part(
-    name: str, layer: nn.Module, inputs: tuple[Any, ...], found: Solution[Any] | None
+    name: str, layer: Any, inputs: tuple[Any, ...], found: Solution[Any] | None
 ) -> Guaranteed:
+    """Its certificate; for a layer that offers no proof, what was seen, and that nothing is."""
     if not inputs:
         raise TypeError(
             f"layer '{layer_label(name)}' is called with keyword arguments only; certify_model "
             "needs its input as the first positional argument."
         )
-    if not (hasattr(layer, "certify") or hasattr(layer, "problem")):
-        return _nothing(layer, found)
-    provable: Any = layer
-    made: Guaranteed = certify(provable, inputs[0], None if found is None else found.value)
-    return made
-
-
-def _nothing(layer: nn.Module, found: Solution[Any] | None) -> MapCertificate:
-    """For a layer that offers no proof: what was seen, and that nothing is known."""
+    if hasattr(layer, "certify") or hasattr(layer, "problem"):
+        made: Guaranteed = certify(layer, inputs[0], None if found is None else found.value)
+        return made
+    missing = f"{type(layer).__name__} has neither certify(x, z) nor problem(x)"
     if found is None:
-        raise TypeError(
-            f"{type(layer).__name__} has neither certify(x, z) nor problem(x), and no solve of it "
-            "was seen: nothing can be said of it."
-        )
+        raise TypeError(f"{missing}, and no solve of it was seen: nothing can be said of it.")
     residual = found.stats.residual.double().cpu()
     unknown = torch.full_like(residual, float("inf"))
     return MapCertificate(
@@ -135,7 +115,7 @@ def _nothing(layer: nn.Module, found: Solution[Any] | None) -> MapCertificate:
         lipschitz_note="not known",
         solver=found.summary(),
         rigorous=False,
-        notes=(f"{type(layer).__name__} has neither certify(x, z) nor problem(x)",),
+        notes=(missing,),
     )
 
 
@@ -151,21 +131,18 @@ def _spread(values: Any) -> Any:
 
 def certificate_dict(certificate: Mapping[str, Guaranteed]) -> dict[str, Any]:
     """The certificate in numbers, by layer; numbers that are not finite become null in JSON."""
-
-    def one(part: Guaranteed) -> dict[str, Any]:
+    found = {}
+    for name, part in certificate.items():
         kinds = [str(kind) for kind in part.kinds]
-        return {
+        spreads = ("contraction", "modulus", "residual", "error_bound")
+        found[name] = {
             "kind": str(part.kind),
-            "kinds": {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)},
+            "kinds": dict(Counter(kinds)),
             "samples": len(kinds),
             "unique": float(part.certified.double().mean()) if kinds else None,
-            "contraction": _spread(getattr(part, "contraction", None)),
-            "modulus": _spread(getattr(part, "modulus", None)),
-            "residual": _spread(part.residual),
-            "error_bound": _spread(getattr(part, "error_bound", None)),
+            **{key: _spread(getattr(part, key, None)) for key in spreads},
             "lipschitz": getattr(part, "lipschitz", None),
             "rigorous": bool(getattr(part, "rigorous", False)),
             "notes": list(getattr(part, "notes", ())),
         }
-
-    return {name: one(part) for name, part in certificate.items()}
+    return found

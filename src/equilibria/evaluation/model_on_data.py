@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import sub
 from typing import Any
 
 import torch
@@ -15,20 +17,6 @@ from equilibria.data.image_data import ImageData
 from equilibria.engine.result import ConvergenceWarning
 
 from .rich_output import progress_bar
-
-__all__ = [
-    "batches",
-    "check_logits",
-    "check_pair",
-    "check_whole",
-    "device_of",
-    "evaluating",
-    "logits_of",
-    "model_input",
-    "model_name",
-    "on_device",
-    "steps_in",
-]
 
 
 def check_whole(name: str, value: object, low: int) -> int:
@@ -47,9 +35,8 @@ def model_name(model: nn.Module) -> str:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    for held in (*model.parameters(), *model.buffers()):
-        return held.device
-    return torch.device("cpu")
+    held = next(itertools.chain(model.parameters(), model.buffers()), None)
+    return torch.device("cpu") if held is None else held.device
 
 
 def on_device(model: nn.Module, device: torch.device | str | None) -> nn.Module:
@@ -83,10 +70,8 @@ def evaluating(model: nn.Module) -> Iterator[nn.Module]:
 def model_input(model: nn.Module, dataset: ImageData, images: Tensor) -> Tensor:
     """uint8 images normalized as the data say, in the dtype of the model."""
     x = dataset.normalize(images)
-    for held in model.parameters():
-        if held.is_floating_point():
-            return x.to(held.dtype)
-    return x
+    dtypes = (held.dtype for held in model.parameters() if held.is_floating_point())
+    return x.to(next(dtypes, x.dtype))
 
 
 def steps_in(dataset: ImageData, batch_size: int) -> int:
@@ -104,29 +89,29 @@ def batches(
         yield dataset.images[rows].to(device), dataset.targets[rows].to(device)
 
 
-def logits_of(
+@torch.no_grad()
+def judge_batches(
     model: nn.Module,
     dataset: ImageData,
     classes: int,
+    judge: Callable[[Any, Tensor, Tensor], None],
     *,
     batch_size: int,
     progress: bool,
     text: str,
     cases: Sequence[Any] = (None,),
-    change: Callable[[Tensor, Any], Tensor] | None = None,
-) -> Iterator[tuple[Any, Tensor, Tensor]]:
-    """(case, logits, targets) of every batch in every case, its images changed to suit.
+    change: Callable[[Tensor, Any], Tensor] = lambda images, case: images,
+) -> None:
+    """``judge(case, logits, targets)`` of every batch in every case, its images changed to suit.
 
-    Images are read once. To be run under ``torch.no_grad`` and ``evaluating(model)``.
+    Images are read once.
     """
-    name = model_name(model)
-    total = steps_in(dataset, batch_size) * len(cases)
-    with progress_bar(total, text, progress) as advance:
+    name, total = model_name(model), steps_in(dataset, batch_size) * len(cases)
+    with progress_bar(total, text, progress) as advance, evaluating(model):
         for images, y in batches(dataset, batch_size, device_of(model)):
             for case in cases:
-                changed = images if change is None else change(images, case)
-                logits = model(model_input(model, dataset, changed))
-                yield case, check_logits(logits, dataset, classes, name), y
+                logits = model(model_input(model, dataset, change(images, case)))
+                judge(case, check_logits(logits, dataset, classes, name), y)
                 advance(text if case is None else " ".join(map(str, case)))
 
 
@@ -171,8 +156,6 @@ def _notes(model: nn.Module, dataset: ImageData) -> list[str]:
     """What was saved with the weights against what the data say."""
     extra: Any = getattr(model, "extra", None) or {}
     notes: list[str] = []
-    if not isinstance(extra, dict):
-        return notes
     names = extra.get("classes")
     if names and list(names) != list(dataset.classes):
         notes.append(
@@ -180,17 +163,12 @@ def _notes(model: nn.Module, dataset: ImageData) -> list[str]:
             f"{names[0]!r}, {dataset.classes[0]!r}): is the order the same?"
         )
     for key, mine in (("mean", dataset.mean), ("std", dataset.std)):
-        theirs = extra.get(key)
-        if theirs and (
-            len(theirs) != len(mine)
-            or max(abs(a - b) for a, b in zip(theirs, mine, strict=True)) > 1e-3
-        ):
-            short = [
-                "(" + ", ".join(f"{n:.4g}" for n in numbers) + ")" for numbers in (theirs, mine)
-            ]
+        theirs = tuple(extra.get(key) or mine)
+        if len(theirs) != len(mine) or max(map(abs, map(sub, theirs, mine))) > 1e-3:
+            trained, used = (", ".join(f"{n:.4g}" for n in numbers) for numbers in (theirs, mine))
             notes.append(
-                f"the model was trained with {key}={short[0]}, the data are normalized by "
-                f"{short[1]}: dataset.with_normalization_of(model.extra) takes the model's"
+                f"the model was trained with {key}=({trained}), the data are normalized by "
+                f"({used}): dataset.with_normalization_of(model.extra) takes the model's"
             )
     return notes
 

@@ -17,10 +17,8 @@ from equilibria.engine.solver import SolverOptions
 from equilibria.nn import observe
 
 from .layer_solvers import with_solver
-from .model_on_data import check_whole, evaluating
+from .model_on_data import check_whole, device_of, evaluating
 from .rich_output import progress_bar
-
-__all__ = ["Prediction", "predict_files"]
 
 _SUFFIXES = frozenset(
     {".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
@@ -41,12 +39,8 @@ class Prediction:
 
     def to_dict(self) -> dict[str, Any]:
         """The same as plain values."""
-        return {
-            "file": str(self.file),
-            "labels": [{"label": label, "confidence": p} for label, p in self.labels],
-            "steps": self.steps,
-            "converged": self.converged,
-        }
+        labels = [{"label": label, "confidence": p} for label, p in self.labels]
+        return {**vars(self), "file": str(self.file), "labels": labels}
 
 
 def predict_files(
@@ -84,8 +78,8 @@ def predict_files(
     size = _size(extra.get("image_size") or config.image_size)
     classes = tuple(extra.get("classes") or (str(i) for i in range(config.num_classes)))
     used = with_solver(model, solver)
-    device = next(used.parameters()).device
-    normalize = _normalizer(extra, config.in_channels, device)
+    device = device_of(used)
+    mean, std = _normalization(extra, config.in_channels, device)
     found: list[Prediction] = []
     skipped: list[str] = []
     starts = range(0, len(files), batch_size)
@@ -104,14 +98,16 @@ def predict_files(
                         raise
                     skipped.append(str(error))
             if kept:
+                x = (torch.stack(images).to(device).float() / 255.0 - mean) / std
                 with torch.no_grad(), evaluating(used), observe(used) as seen:
                     warnings.simplefilter("ignore")  # convergence is a field of the answer
-                    logits = used(normalize(torch.stack(images).to(device)))
+                    logits = used(x)
                 if logits.shape[1] != len(classes):
                     raise ValueError(
                         f"the model has {logits.shape[1]} classes, its file {len(classes)}."
                     )
-                found += _answers(kept, logits.float().softmax(1), classes, top, seen.solutions)
+                solved = [solution for each in seen.solutions.values() for solution in each]
+                found += _answers(kept, logits.float().softmax(1), classes, top, solved)
             advance()
     if skipped:
         noun = "file" if len(skipped) == 1 else "files"
@@ -130,32 +126,31 @@ def _size(given: Any) -> int:
 def _files(paths: Iterable[str | Path]) -> list[Path]:
     found: list[Path] = []
     for path in map(Path, paths):
-        if path.is_dir():
-            inside = sorted(p for p in path.rglob("*") if p.suffix.lower() in _SUFFIXES)
-            if not inside:
-                kinds = ", ".join(sorted(_SUFFIXES))
-                raise ValueError(f"{path}: the folder holds no image ({kinds}).")
-            found += inside
-        else:
+        if not path.is_dir():
             found.append(path)
+            continue
+        inside = sorted(p for p in path.rglob("*") if p.suffix.lower() in _SUFFIXES)
+        if not inside:
+            kinds = ", ".join(sorted(_SUFFIXES))
+            raise ValueError(f"{path}: the folder holds no image ({kinds}).")
+        found += inside
     if not found:
         raise ValueError("predict_files got no path: give image files or folders of them.")
     return found
 
 
-def _normalizer(extra: dict[str, Any], channels: int, device: torch.device) -> Any:
-    mean = torch.tensor(extra.get("mean") or [0.0] * channels, device=device).view(1, -1, 1, 1)
-    std = torch.tensor(extra.get("std") or [1.0] * channels, device=device).view(1, -1, 1, 1)
-    if mean.shape[1] != channels or std.shape[1] != channels:
+def _normalization(
+    extra: dict[str, Any], channels: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation, [1, C, 1, 1]."""
+    mean, std = extra.get("mean") or [0.0] * channels, extra.get("std") or [1.0] * channels
+    if len(mean) != channels or len(std) != channels:
         raise ValueError(
-            f"the file stores {mean.shape[1]} means and {std.shape[1]} standard deviations for a "
-            f"model of {channels} channels."
+            f"the file stores {len(mean)} means and {len(std)} standard deviations for a model of "
+            f"{channels} channels."
         )
-
-    def normalize(images: Tensor) -> Tensor:
-        return (images.float() / 255.0 - mean) / std
-
-    return normalize
+    made = torch.tensor([mean, std], device=device).view(2, 1, -1, 1, 1)
+    return made[0], made[1]
 
 
 def _answers(
@@ -163,24 +158,18 @@ def _answers(
     probabilities: Tensor,
     classes: tuple[str, ...],
     top: int,
-    solutions: dict[str, list[Solution[Any]]],
+    solved: Sequence[Solution[Any]],
 ) -> list[Prediction]:
-    found = [solution for each in solutions.values() for solution in each]
-    steps = converged = None
-    if found:
-        steps = torch.stack([s.stats.steps.cpu() for s in found]).amax(0).tolist()
-        tested = [s.converged.cpu() for s in found if s.stats.syncs > 0]
-        converged = torch.stack(tested).all(0).tolist() if tested else None
+    steps: list[int | None] = [None] * len(files)
+    converged: list[bool | None] = [None] * len(files)
+    if solved:
+        steps = torch.stack([s.stats.steps.cpu() for s in solved]).amax(0).tolist()
+    tested = [s.converged.cpu() for s in solved if s.stats.syncs > 0]
+    if tested:
+        converged = torch.stack(tested).all(0).tolist()
     best = probabilities.topk(min(top, len(classes)), dim=1)
-    return [
-        Prediction(
-            file=file,
-            labels=tuple(
-                (classes[k], p)
-                for k, p in zip(best.indices[i].tolist(), best.values[i].tolist(), strict=True)
-            ),
-            steps=None if steps is None else steps[i],
-            converged=None if converged is None else converged[i],
-        )
-        for i, file in enumerate(files)
+    named = [[classes[k] for k in row] for row in best.indices.tolist()]
+    labels = [
+        tuple(zip(*row, strict=True)) for row in zip(named, best.values.tolist(), strict=True)
     ]
+    return list(map(Prediction, files, labels, steps, converged))

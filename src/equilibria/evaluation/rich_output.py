@@ -8,15 +8,11 @@ from typing import Any
 
 from equilibria.engine.optional import needs
 
-__all__ = ["Rows", "as_text", "group", "make_table", "number", "percent", "progress_bar"]
-
-Rows = Sequence[Sequence[str]]
-
 
 def make_table(
     title: str,
     columns: Sequence[str],
-    rows: Rows,
+    rows: Sequence[Sequence[str]],
     *,
     left: int = 1,
     boxed: bool = False,
@@ -56,8 +52,8 @@ def as_text(shown: Any) -> str:
     return str(captured.get()).rstrip()
 
 
-def percent(value: float | None, digits: int = 2) -> str:
-    return "–" if value is None or value != value else f"{100 * value:.{digits}f}%"
+def percent(value: float | None) -> str:
+    return "–" if value is None or value != value else f"{100 * value:.2f}%"
 
 
 def number(value: Any, digits: int = 4) -> str:
@@ -69,29 +65,22 @@ def number(value: Any, digits: int = 4) -> str:
 
 @contextmanager
 def progress_bar(total: int, text: str, shown: bool) -> Iterator[Callable[..., None]]:
-    """A function ``advance(text=None)`` that moves a bar on the terminal.
-
-    Silent if not shown, and where the errors do not go to a terminal.
-    """
+    """A function ``advance(text=None)`` that moves a bar, where stderr is a terminal."""
     if not shown:
         yield lambda text=None: None
         return
     with needs("rich", "A progress bar"):
         from rich import progress
         from rich.console import Console
-    columns = ("{task.description}", progress.BarColumn(), progress.MofNCompleteColumn())
     console = Console(stderr=True)
-    bar = progress.Progress(
-        *columns,
+    with progress.Progress(
+        "{task.description}",
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
         progress.TimeRemainingColumn(),
         console=console,
         transient=True,
         disable=not console.is_terminal,
-    )
-    with bar:
+    ) as bar:
         task = bar.add_task(text, total=total)
-
-        def advance(text: str | None = None) -> None:
-            bar.update(task, advance=1, description=text)
-
-        yield advance
+        yield lambda text=None: bar.update(task, advance=1, description=text)

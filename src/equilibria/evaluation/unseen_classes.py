@@ -23,28 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from equilibria.data.image_data import ImageData
-from equilibria.engine.files import json_value
 
 from .metrics import ClassificationMeter, ClassificationMetrics, check_finite
-from .model_on_data import (
-    check_pair,
-    check_whole,
-    device_of,
-    evaluating,
-    logits_of,
-    model_name,
-    on_device,
-)
-from .rich_output import make_table
-
-__all__ = [
-    "KnownUnknown",
-    "SuperclassResult",
-    "known_unknown_kl",
-    "select_classes",
-    "superclass_accuracy",
-    "superclass_split",
-]
+from .model_on_data import check_pair, check_whole, device_of, judge_batches, model_name, on_device
 
 
 @dataclass(frozen=True)
@@ -64,51 +45,32 @@ class KnownUnknown:
         """ln K: the unknown KL of a network that is always certain."""
         return math.log(len(self.classes))
 
-    def to_dict(self) -> dict[str, Any]:
-        found = {**dataclasses.asdict(self), "unknown_limit": self.unknown_limit}
-        return dict(json_value(found))
 
-    def table(self) -> Any:
-        """For ``rich.print``."""
-        limit = f"{self.unknown_kl:.4f} of {self.unknown_limit:.4f}"
-        shares = [f"{self.known_samples:,}", f"{100 * self.accuracy:.2f}%", f"{self.known_kl:.4f}"]
-        return make_table(
-            f"known and unknown classes (known: {', '.join(self.classes)})",
-            ("", "samples", "accuracy", "KL"),
-            [["known", *shares], ["unknown", f"{self.unknown_samples:,}", "–", limit]],
-            boxed=True,
+def _class_number(dataset: ImageData, given: object) -> int:
+    if isinstance(given, str):
+        if given not in dataset.classes:
+            raise ValueError(
+                f"{dataset.name} has no class {given!r}; it has: {', '.join(dataset.classes)}."
+            )
+        return dataset.classes.index(given)
+    number = check_whole("class", given, 0)
+    if number >= len(dataset.classes):
+        raise ValueError(
+            f"class {number} is out of range: {dataset.name} has the classes 0 to "
+            f"{len(dataset.classes) - 1}."
         )
-
-
-def _class_numbers(dataset: ImageData, given: Sequence[int | str]) -> list[int]:
-    if isinstance(given, str) or not isinstance(given, Sequence | range):
-        raise TypeError(f"classes={given!r}: expected a list of class numbers or names.")
-    numbers = []
-    for item in given:
-        if isinstance(item, str):
-            if item not in dataset.classes:
-                raise ValueError(
-                    f"{dataset.name} has no class {item!r}; it has: {', '.join(dataset.classes)}."
-                )
-            numbers.append(dataset.classes.index(item))
-        else:
-            number = check_whole("class", item, 0)
-            if number >= len(dataset.classes):
-                raise ValueError(
-                    f"class {number} is out of range: {dataset.name} has the classes 0 to "
-                    f"{len(dataset.classes) - 1}."
-                )
-            numbers.append(number)
-    if not numbers or len(set(numbers)) != len(numbers):
-        raise ValueError(f"classes={list(given)!r}: expected at least one, none of them twice.")
-    return numbers
+    return number
 
 
 def _labels(
     dataset: ImageData, classes: Sequence[int | str]
 ) -> tuple[tuple[str, ...], Tensor, Tensor]:
     """(names, label of each class of the data, of each sample): 0, 1, … as given, −1 for others."""
-    numbers = _class_numbers(dataset, classes)
+    if isinstance(classes, str) or not isinstance(classes, Sequence | range):
+        raise TypeError(f"classes={classes!r}: expected a list of class numbers or names.")
+    numbers = [_class_number(dataset, given) for given in classes]
+    if not numbers or len(set(numbers)) != len(numbers):
+        raise ValueError(f"classes={list(classes)!r}: expected at least one, none of them twice.")
     if dataset.task != "classification" or not isinstance(dataset.targets, Tensor):
         raise ValueError(f"{dataset.name} is a data set for {dataset.task}; this needs classes.")
     table = torch.full((len(dataset.classes),), -1)
@@ -130,7 +92,6 @@ def select_classes(dataset: ImageData, classes: Sequence[int | str]) -> ImageDat
     return dataclasses.replace(part, targets=targets, classes=names)
 
 
-@torch.no_grad()
 def known_unknown_kl(
     model: nn.Module,
     dataset: ImageData,
@@ -155,22 +116,24 @@ def known_unknown_kl(
             f"(known: {', '.join(names)}); both are needed."
         )
     sums = torch.zeros(3, dtype=torch.float64, device=device_of(model))
-    bad = []
+    bad: list[Tensor] = []
     table = table.to(sums.device)
-    options: dict[str, Any] = {"batch_size": batch_size, "progress": progress}
-    with evaluating(model):
-        for _, logits, y in logits_of(
-            model, dataset, len(names), text="known and unknown", **options
-        ):
-            bad.append(~logits.isfinite().all(1))
-            log_p = logits.double().log_softmax(1)
-            own = table[y]
-            known = own >= 0
-            right = known & (log_p.argmax(1) == own)
-            loss = -log_p.gather(1, own.clamp_min(0)[:, None])[:, 0]
-            # p·log p is 0 at p = 0, where log p may be −inf.
-            certainty = math.log(len(names)) + torch.xlogy(log_p.exp(), log_p.exp()).sum(1)
-            sums += torch.stack([right.double().sum(), loss[known].sum(), certainty[~known].sum()])
+
+    def judge(_: None, logits: Tensor, y: Tensor) -> None:
+        bad.append(~logits.isfinite().all(1))
+        log_p = logits.double().log_softmax(1)
+        own = table[y]
+        known = own >= 0
+        right = known & (log_p.argmax(1) == own)
+        loss = -log_p.gather(1, own.clamp_min(0)[:, None])[:, 0]
+        # p·log p is 0 at p = 0, where log p may be −inf.
+        certainty = math.log(len(names)) + torch.xlogy(log_p.exp(), log_p.exp()).sum(1)
+        sums.add_(torch.stack([right.double().sum(), loss[known].sum(), certainty[~known].sum()]))
+
+    text = "known and unknown"
+    judge_batches(
+        model, dataset, len(names), judge, batch_size=batch_size, progress=progress, text=text
+    )
     check_finite(tuple(torch.cat(bad).nonzero()[:, 0].tolist()), len(dataset), model_name(model))
     right_sum, loss_sum, certainty_sum = sums.tolist()
     unknown_total = len(dataset) - known_total
@@ -184,7 +147,7 @@ def known_unknown_kl(
     )
 
 
-def _held_out(dataset: ImageData, seed: int | None, held_out: int) -> Tensor:
+def _held_out(dataset: ImageData, seed: int | None) -> Tensor:
     """[K] bool: the classes that are not learned, the same for every split of the data set."""
     above = dataset.superclass_of
     if above is None or not dataset.superclass_names:
@@ -197,34 +160,28 @@ def _held_out(dataset: ImageData, seed: int | None, held_out: int) -> Tensor:
             f"{dataset.name} ({dataset.split_name}) has no sample of {', '.join(missing[:5])}, so "
             "their superclass is not known: split the whole data set, not a part of it."
         )
-    check_whole("held_out", held_out, 1)
     mask = torch.zeros(len(above), dtype=torch.bool)
     generator = None if seed is None else torch.Generator().manual_seed(seed)
     for number, name in enumerate(dataset.superclass_names):
         members = (above == number).nonzero()[:, 0]
-        if len(members) <= held_out:
+        if len(members) < 2:
             raise ValueError(
-                f"superclass {name!r} has {len(members)} classes: {held_out} cannot be held out, "
-                "for at least one must stay to learn from."
+                f"superclass {name!r} has {len(members)} classes: one is held out, and at least "
+                "one must stay to learn from."
             )
         if generator is not None:
             members = members[torch.randperm(len(members), generator=generator)]
-        mask[members[-held_out:]] = True
+        mask[members[-1]] = True
     return mask
 
 
-def superclass_split(
-    dataset: ImageData, seed: int | None = None, *, held_out: int = 1
-) -> tuple[ImageData, ImageData]:
+def superclass_split(dataset: ImageData, seed: int | None = None) -> tuple[ImageData, ImageData]:
     """(known, unknown): the samples of learned classes and of unseen ones, labeled by superclass.
 
-    ``seed=None`` is the paper's choice: of each superclass the last ``held_out`` classes are
-    unseen. A number draws them at random. Train and test split alike for the same seed.
+    ``seed=None`` is the paper's choice: of each superclass the last class is unseen. A number draws
+    it at random. Train and test split alike for the same seed.
     """
-    unseen = _held_out(dataset, seed, held_out)
-    targets = dataset.targets
-    assert isinstance(targets, Tensor)
-    mask = unseen[targets.cpu()]
+    mask = _held_out(dataset, seed)[dataset.targets[:].cpu()]
     parts = []
     for chosen, name in ((~mask, "known classes"), (mask, "unseen classes")):
         part = dataset.subset(chosen)
@@ -255,27 +212,12 @@ class SuperclassResult:
     def unknown_accuracy(self) -> float:
         return self.unknown.accuracy
 
-    def to_dict(self) -> dict[str, Any]:
-        return dict(json_value({"known": self.known, "unknown": self.unknown}))
 
-    def table(self) -> Any:
-        """For ``rich.print``."""
-        parts = (("known classes", self.known), ("unseen classes", self.unknown))
-        rows = [
-            [name, f"{m.samples:,}", f"{100 * m.accuracy:.2f}%", f"{m.nll:.4f}", f"{m.ece:.4f}"]
-            for name, m in parts
-        ]
-        columns = ("", "samples", "accuracy", "NLL", "ECE")
-        return make_table("superclasses", columns, rows, boxed=True)
-
-
-@torch.no_grad()
 def superclass_accuracy(
     model: nn.Module,
     dataset: ImageData,
     seed: int | None = None,
     *,
-    held_out: int = 1,
     batch_size: int = 256,
     device: torch.device | str | None = None,
     progress: bool = True,
@@ -283,15 +225,15 @@ def superclass_accuracy(
     """Judge a model trained on ``superclass_split(train, seed)[0]`` on the test set ``dataset``."""
     model = on_device(model, device)
     found = []
-    for part in superclass_split(dataset, seed, held_out=held_out):
+    for part in superclass_split(dataset, seed):
         check_pair(model, part, task="classification")
         meter = ClassificationMeter(len(part.classes))
-        options: dict[str, Any] = {"batch_size": batch_size, "progress": progress}
-        with evaluating(model):
-            for _, logits, y in logits_of(
-                model, part, len(part.classes), text=part.split_name, **options
-            ):
-                meter.update(logits, y)
+
+        def judge(_: None, logits: Tensor, y: Tensor, meter: Any = meter) -> None:
+            meter.update(logits, y)
+
+        how: dict[str, Any] = {"batch_size": batch_size, "progress": progress}
+        judge_batches(model, part, len(part.classes), judge, text=part.split_name, **how)
         found.append(meter.compute())
         check_finite(found[-1].nonfinite, len(part), model_name(model))
     return SuperclassResult(*found)

@@ -6,34 +6,92 @@ import copy
 import math
 import sys
 from abc import abstractmethod
+from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
 import torch
-from sklearn.base import BaseEstimator  # type: ignore[import-untyped, unused-ignore]
-from sklearn.utils import check_random_state  # type: ignore[import-untyped, unused-ignore]
-from sklearn.utils.validation import (  # type: ignore[import-untyped, unused-ignore]
+from numpy.typing import NDArray
+from sklearn.base import BaseEstimator
+from sklearn.model_selection import train_test_split
+from sklearn.preprocessing import StandardScaler
+from sklearn.utils import check_random_state
+from sklearn.utils.validation import (
     _check_sample_weight,
     check_is_fitted,
     validate_data,
 )
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from equilibria.certify import certify
 from equilibria.engine.adjoint import Adjoint
 from equilibria.engine.solver import SolverOptions
 
-from .checking import DTYPES, check_parameters, torch_device
-from .fitting import Fitting, Plateau, Rows, cosine
-from .moments import Array, Moments
-from .network import LayerChoice, Network, build, training_solver
+from .network import LAYERS, LayerChoice, Network, build, training_solver
 
-__all__ = ["BaseEquilibrium"]
-
+Array = NDArray[Any]
+DTYPES = {"float32": torch.float32, "float64": torch.float64}
 _CHUNK = 4096  # rows solved at once in predictions
 
 
-class BaseEquilibrium(BaseEstimator):  # type: ignore[misc, unused-ignore]
+@dataclass(frozen=True)
+class Rows:
+    """Standardized inputs, targets and weights (of mean 1) on the device."""
+
+    x: Tensor
+    y: Tensor
+    weight: Tensor
+
+
+def _device(name: str) -> torch.device:
+    """The device of that name; "auto" is the GPU where there is one."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
+def _check_parameters(estimator: Any) -> None:
+    """Raise a ValueError that names the parameter, what it got and what it takes."""
+
+    def refuse(key: str, allowed: str) -> ValueError:
+        given = f"{key}={getattr(estimator, key)!r}"
+        return ValueError(f"{type(estimator).__name__}({given}): {allowed}")
+
+    if not callable(estimator.layer) and estimator.layer not in LAYERS:
+        names = ", ".join(map(repr, LAYERS))
+        allowed = f"expected one of {names}, or a callable (in_features, hidden) -> nn.Module."
+        raise refuse("layer", allowed)
+    for key in ("hidden", "max_iter", "batch_size", "n_iter_no_change"):
+        value = getattr(estimator, key)
+        if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
+            raise refuse(key, "expected an integer of at least 1.")
+    limits = {
+        "bound": (0.0, 1.0 if estimator.layer in ("opteq", "deep_opteq") else math.inf, True),
+        "lr": (0.0, math.inf, True),
+        "weight_decay": (0.0, math.inf, False),
+        "tol": (0.0, math.inf, False),
+        "validation_fraction": (0.0, 1.0, True),
+    }
+    for key, (low, high, is_open) in limits.items():
+        value = getattr(estimator, key)
+        real = isinstance(value, Real) and not isinstance(value, bool)
+        if not real or not (low < value if is_open else low <= value) or not value < high:
+            raise refuse(key, f"expected a number in {'(' if is_open else '['}{low:g}, {high:g}).")
+    if estimator.schedule not in ("cosine", "constant"):
+        raise refuse("schedule", "expected 'cosine' or 'constant'.")
+    if estimator.dtype not in DTYPES:
+        raise refuse("dtype", "expected 'float64' or 'float32'.")
+    try:
+        device = _device(estimator.device)
+    except RuntimeError as error:
+        raise refuse("device", "expected 'cpu', 'cuda', 'cuda:0', …, or 'auto'.") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise refuse("device", "torch sees no GPU here; use 'auto' or 'cpu'.")
+
+
+class BaseEquilibrium(BaseEstimator):  # type: ignore[misc]
     """x̂ = (x − mean)/scale, z* = layer(x̂), output = Vz* + a, trained by AdamW."""
 
     _optimizer_state: dict[str, Any] | None
@@ -79,8 +137,6 @@ class BaseEquilibrium(BaseEstimator):  # type: ignore[misc, unused-ignore]
         self.dtype = dtype
         self.verbose = verbose
 
-    # ------------------------------------------------------------------ what differs
-
     @abstractmethod
     def _encode(self, y: Array) -> Array:
         """Targets as the loss wants them, one row each."""
@@ -93,15 +149,20 @@ class BaseEquilibrium(BaseEstimator):  # type: ignore[misc, unused-ignore]
     def _held_out_score(self, output: Tensor, rows: Rows) -> float:
         """How good the outputs for held-out rows are; more is better."""
 
-    @abstractmethod
+    def _strata(self, y: Array, held: int) -> Array | None:
+        """What the split for early stopping keeps in proportion."""
+        return None
+
     def _split(self, y: Array, random: Any) -> tuple[Array, Array]:
         """Indices to train on, and held out for early stopping."""
-
-    # ------------------------------------------------------------------ training
+        held = int(np.ceil(self.validation_fraction * len(y)))
+        how = {"test_size": held, "random_state": random, "stratify": self._strata(y, held)}
+        train, test = train_test_split(np.arange(len(y)), **how)
+        return train, test
 
     def _fit(self, x: Array, y: Array, weight: Array, outputs: int) -> None:
         """Train anew on checked rows: x [n, features], y as for ``_encode``, weight [n]."""
-        check_parameters(self)
+        _check_parameters(self)
         random = check_random_state(self.random_state)
         kept = weight > 0  # a row of weight zero is no row
         x, y, weight = x[kept], y[kept], weight[kept]
@@ -113,38 +174,36 @@ class BaseEquilibrium(BaseEstimator):  # type: ignore[misc, unused-ignore]
         self._look(x[train], y[train], weight[train])
         rows = self._rows(x[train], y[train], weight[train])
         validation = self._rows(x[held], y[held], weight[held]) if self.early_stopping else None
-        fitting = self._fitting(random)
+        generator = torch.Generator().manual_seed(int(random.randint(2**31)))
         with training_solver(self.module_, self.solver):
-            self._epochs(fitting, rows, validation)
-        self._optimizer_state = fitting.optimizer.state_dict()
+            self._epochs(rows, validation, generator)
 
-    def _epochs(self, fitting: Fitting, rows: Rows, validation: Rows | None) -> None:
-        plateau = Plateau(self.tol, self.n_iter_no_change)
+    def _epochs(self, rows: Rows, validation: Rows | None, generator: torch.Generator) -> None:
+        """Until ``max_iter``, or ``n_iter_no_change`` epochs without a gain of ``tol``."""
+        optimizer = self._optimizer()
         if validation is not None:
             self.validation_scores_: list[float] = []
-        best: dict[str, Any] | None = None
+        weights: dict[str, Any] | None = None
+        best, waited = math.inf, 0
         for number in range(self.max_iter):
-
-            def rate(share: float, number: int = number) -> float:
-                return cosine((number + share) / self.max_iter)
-
-            loss = fitting.epoch(rows, rate if self.schedule == "cosine" else None)
-            self._note(loss)
-            watched = loss
+            watched = self._epoch(rows, optimizer, generator, number)
             if validation is not None:
                 score = self._held_out_score(self._outputs(validation.x), validation)
                 self.validation_scores_.append(score)
                 watched = -score
-            if plateau.update(watched) and validation is not None:
-                best = copy.deepcopy(self.module_.state_dict())
-            if plateau.over:
+                if watched < best:
+                    weights = copy.deepcopy(self.module_.state_dict())
+            waited = 0 if watched < best - self.tol else waited + 1
+            best = min(best, watched)
+            if waited >= self.n_iter_no_change:
                 break
-        if best is not None:
-            self.module_.load_state_dict(best)
+        if weights is not None:
+            self.module_.load_state_dict(weights)
+        self._optimizer_state = optimizer.state_dict()
 
     def _partial_fit(self, x: Array, y: Array, weight: Array, outputs: int, first: bool) -> None:
         """One pass over checked rows, from where the last one ended."""
-        check_parameters(self)
+        _check_parameters(self)
         if first:
             random = check_random_state(self.random_state)
             self._begin(x.shape[1], outputs, random)
@@ -152,26 +211,28 @@ class BaseEquilibrium(BaseEstimator):  # type: ignore[misc, unused-ignore]
         kept = weight > 0
         x, y, weight = x[kept], y[kept], weight[kept]
         self._look(x, y, weight)
-        fitting = self._fitting(np.random.RandomState(self._shuffle_seed + self.n_iter_))
-        fitting.resume(self._optimizer_state)
+        optimizer = self._optimizer()
+        if self._optimizer_state is not None:
+            optimizer.load_state_dict(copy.deepcopy(self._optimizer_state))
+            for group in optimizer.param_groups:
+                group.update(lr=float(self.lr), weight_decay=float(self.weight_decay))
+        random = np.random.RandomState(self._shuffle_seed + self.n_iter_)
+        generator = torch.Generator().manual_seed(int(random.randint(2**31)))
         with training_solver(self.module_, self.solver):
-            self._note(fitting.epoch(self._rows(x, y, weight)))
-        self._optimizer_state = fitting.optimizer.state_dict()
+            self._epoch(self._rows(x, y, weight), optimizer, generator)
+        self._optimizer_state = optimizer.state_dict()
 
     def _begin(self, features: int, outputs: int, random: Any) -> None:
-        network = build(
-            self.layer,
-            features,
-            int(self.hidden),
-            outputs,
-            bound=float(self.bound),
-            solver=self.solver,
-            adjoint=self.adjoint,
-            seed=int(random.randint(2**31)),
-        )
-        self.device_ = torch_device(self.device)
+        sizes, seed = (features, int(self.hidden), outputs), int(random.randint(2**31))
+        how: dict[str, Any] = {
+            "bound": float(self.bound),
+            "solver": self.solver,
+            "adjoint": self.adjoint,
+        }
+        network = build(self.layer, *sizes, seed=seed, **how)
+        self.device_ = _device(self.device)
         self.module_: Network = network.to(device=self.device_, dtype=DTYPES[self.dtype]).eval()
-        self._input_moments = Moments.none(features)
+        self._input_scaler = StandardScaler()
         self._shuffle_seed = 0
         self._optimizer_state = None
         self.n_iter_ = 0
@@ -179,18 +240,11 @@ class BaseEquilibrium(BaseEstimator):  # type: ignore[misc, unused-ignore]
 
     def _look(self, x: Array, y: Array, weight: Array) -> None:
         """Take the rows into the standardization."""
-        self._input_moments = self._input_moments.updated(x, weight)
+        self._input_scaler.partial_fit(x.astype(np.float64, copy=False), sample_weight=weight)
 
-    def _fitting(self, random: Any) -> Fitting:
-        generator = torch.Generator().manual_seed(int(random.randint(2**31)))
-        return Fitting(
-            self.module_,
-            self._loss,
-            float(self.lr),
-            float(self.weight_decay),
-            int(self.batch_size),
-            generator,
-        )
+    def _optimizer(self) -> torch.optim.AdamW:
+        parameters, decay = self.module_.parameters(), float(self.weight_decay)
+        return torch.optim.AdamW(parameters, lr=float(self.lr), weight_decay=decay)
 
     def _rows(self, x: Array, y: Array, weight: Array) -> Rows:
         target = torch.as_tensor(self._encode(y))
@@ -199,22 +253,50 @@ class BaseEquilibrium(BaseEstimator):  # type: ignore[misc, unused-ignore]
         relative = torch.as_tensor(weight / weight.mean(), dtype=DTYPES[self.dtype])
         return Rows(self._input(x), target.to(self.device_), relative.to(self.device_))
 
-    def _note(self, loss: float) -> None:
-        self.n_iter_ += 1
-        self.loss_curve_.append(loss)
-        self.loss_ = loss
-        if self.verbose:
-            sys.stdout.write(f"epoch {self.n_iter_}: loss {loss:.6f}\n")
-        if not math.isfinite(loss):
-            raise RuntimeError(
-                f"{type(self).__name__}: the loss is {loss} after epoch {self.n_iter_}. Lower lr "
-                f"(it is {self.lr:g}), or look at the scale of the targets."
-            )
+    def _epoch(
+        self,
+        rows: Rows,
+        optimizer: torch.optim.Optimizer,
+        generator: torch.Generator,
+        number: int | None = None,
+    ) -> float:
+        """One pass over the rows in random batches; the mean loss.
 
-    # ------------------------------------------------------------------ prediction
+        Of epoch ``number`` the rate may follow the schedule, lr·½(1 + cos πt) for t from 0 to 1
+        over the training. All rows in one batch are not shuffled: then a row of weight 2 is the
+        same as two rows.
+        """
+        count, parts = len(rows.x), -(-len(rows.x) // int(self.batch_size))
+        # Equal parts, so that no step is made from a handful of rows that were left over.
+        order = torch.randperm(count, generator=generator) if parts > 1 else torch.arange(count)
+        total = rows.weight.new_zeros(())
+        self.module_.train()
+        for place, index in enumerate(order.tensor_split(parts)):
+            if number is not None and self.schedule == "cosine":
+                done = (number + place / parts) / self.max_iter
+                for group in optimizer.param_groups:
+                    group["lr"] = float(self.lr) * (0.5 * (1.0 + math.cos(math.pi * done)))
+            x, y, weight = rows.x[index], rows.y[index], rows.weight[index]
+            optimizer.zero_grad(set_to_none=True)
+            loss = (weight * self._loss(self.module_(x), y)).sum() / len(x)
+            loss.backward()
+            optimizer.step()
+            total += loss.detach() * (len(x) / count)
+        self.module_.eval()
+        self.n_iter_ += 1
+        self.loss_ = float(total)
+        self.loss_curve_.append(self.loss_)
+        if self.verbose:
+            sys.stdout.write(f"epoch {self.n_iter_}: loss {self.loss_:.6f}\n")
+        if not math.isfinite(self.loss_):
+            raise RuntimeError(
+                f"{type(self).__name__}: the loss is {self.loss_} after epoch {self.n_iter_}. "
+                f"Lower lr (it is {self.lr:g}), or look at the scale of the targets."
+            )
+        return self.loss_
 
     def _input(self, x: Array) -> Tensor:
-        made = torch.as_tensor(self._input_moments.standardized(x))
+        made = torch.as_tensor(self._input_scaler.transform(x.astype(np.float64, copy=False)))
         return made.to(device=self.device_, dtype=DTYPES[self.dtype])
 
     @torch.no_grad()
@@ -245,15 +327,9 @@ class BaseEquilibrium(BaseEstimator):  # type: ignore[misc, unused-ignore]
         found: Any = certify(layer, self._input(x))
         return found
 
-    # ------------------------------------------------------------------ checks, copies
-
     def _weights(self, sample_weight: Any, x: Array) -> Array:
-        found: Array = _check_sample_weight(
-            sample_weight,
-            x,
-            dtype=np.float64,
-            ensure_non_negative=True,
-        )
+        options = {"dtype": np.float64, "ensure_non_negative": True}
+        found: Array = _check_sample_weight(sample_weight, x, **options)
         if not found.any():
             raise ValueError("sample_weight is zero for every row; at least one must be positive.")
         return found
@@ -263,7 +339,9 @@ class BaseEquilibrium(BaseEstimator):  # type: ignore[misc, unused-ignore]
         state: dict[str, Any] = dict(super().__getstate__())
         if "module_" in state:
             state["module_"] = copy.deepcopy(self.module_).cpu()
-            state["_optimizer_state"] = _on_cpu(self._optimizer_state)
+            state["_optimizer_state"] = pytree.tree_map_only(
+                Tensor, lambda t: t.detach().cpu(), self._optimizer_state
+            )
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -271,13 +349,3 @@ class BaseEquilibrium(BaseEstimator):  # type: ignore[misc, unused-ignore]
         if "module_" in state and self.device_.type != "cpu":
             self.device_ = self.device_ if torch.cuda.is_available() else torch.device("cpu")
             self.module_.to(self.device_)
-
-
-def _on_cpu(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().cpu()
-    if isinstance(value, dict):
-        return {key: _on_cpu(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_on_cpu(inner) for inner in value]
-    return value

@@ -7,18 +7,13 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from sklearn.base import ClassifierMixin  # type: ignore[import-untyped, unused-ignore]
-from sklearn.model_selection import (  # type: ignore[import-untyped, unused-ignore]
-    train_test_split,
-)
-from sklearn.utils.class_weight import (  # type: ignore[import-untyped, unused-ignore]
-    compute_sample_weight,
-)
-from sklearn.utils.multiclass import (  # type: ignore[import-untyped, unused-ignore]
+from sklearn.base import ClassifierMixin
+from sklearn.utils.class_weight import compute_sample_weight
+from sklearn.utils.multiclass import (
     _check_partial_fit_first_call,
     check_classification_targets,
 )
-from sklearn.utils.validation import (  # type: ignore[import-untyped, unused-ignore]
+from sklearn.utils.validation import (
     column_or_1d,
     validate_data,
 )
@@ -27,15 +22,11 @@ from torch import Tensor
 from equilibria.engine.adjoint import Adjoint
 from equilibria.engine.solver import SolverOptions
 
-from .base import BaseEquilibrium
-from .fitting import Rows
-from .moments import Array
+from .base import Array, BaseEquilibrium, Rows
 from .network import LayerChoice
 
-__all__ = ["EquilibriumClassifier"]
 
-
-class EquilibriumClassifier(ClassifierMixin, BaseEquilibrium):  # type: ignore[misc, unused-ignore]
+class EquilibriumClassifier(ClassifierMixin, BaseEquilibrium):  # type: ignore[misc]
     """p(y | x) = softmax(Vz* + a), z* the equilibrium of a layer at the standardized x.
 
     ::
@@ -105,36 +96,20 @@ class EquilibriumClassifier(ClassifierMixin, BaseEquilibrium):  # type: ignore[m
         dtype: str = "float64",
         verbose: bool = False,
     ) -> None:
+        # fmt: off
         super().__init__(
-            hidden,
-            layer=layer,
-            bound=bound,
-            max_iter=max_iter,
-            batch_size=batch_size,
-            lr=lr,
-            schedule=schedule,
-            weight_decay=weight_decay,
-            tol=tol,
-            n_iter_no_change=n_iter_no_change,
-            early_stopping=early_stopping,
-            validation_fraction=validation_fraction,
-            solver=solver,
-            adjoint=adjoint,
-            random_state=random_state,
-            device=device,
-            dtype=dtype,
-            verbose=verbose,
+            hidden, layer=layer, bound=bound, max_iter=max_iter, batch_size=batch_size, lr=lr,
+            schedule=schedule, weight_decay=weight_decay, tol=tol,
+            n_iter_no_change=n_iter_no_change, early_stopping=early_stopping,
+            validation_fraction=validation_fraction, solver=solver, adjoint=adjoint,
+            random_state=random_state, device=device, dtype=dtype, verbose=verbose,
         )
+        # fmt: on
         self.class_weight = class_weight
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> EquilibriumClassifier:
         """Train anew on X [n, features] and labels y [n]; ``sample_weight`` [n] if wanted."""
-        x, y = validate_data(self, X, y, dtype=[np.float64, np.float32])
-        y = column_or_1d(y, warn=True)
-        check_classification_targets(y)
-        weight = self._weights(sample_weight, x)
-        if self.class_weight is not None:
-            weight = weight * compute_sample_weight(self.class_weight, y)
+        x, y, weight = self._checked(X, y, sample_weight, reset=True)
         self.classes_ = np.unique(y)
         self._present = np.isin(self.classes_, y[weight > 0])
         self._fit(x, y, weight, len(self.classes_))
@@ -154,18 +129,13 @@ class EquilibriumClassifier(ClassifierMixin, BaseEquilibrium):  # type: ignore[m
                 "partial_fit does not have: give class_weight as a dict, or sample_weight."
             )
         first = _check_partial_fit_first_call(self, classes) or not hasattr(self, "module_")
-        x, y = validate_data(self, X, y, dtype=[np.float64, np.float32], reset=first)
-        y = column_or_1d(y, warn=True)
-        check_classification_targets(y)
+        x, y, weight = self._checked(X, y, sample_weight, reset=first)
         unknown = np.setdiff1d(y, self.classes_)
         if len(unknown):
             raise ValueError(
                 f"y has the labels {unknown.tolist()}, which are not in classes="
                 f"{self.classes_.tolist()} of the first call of partial_fit."
             )
-        weight = self._weights(sample_weight, x)
-        if self.class_weight is not None:
-            weight = weight * compute_sample_weight(self.class_weight, y)
         # In a stream a label may still come; after fit one whose rows all had weight zero may not.
         self._present = np.isin(self.classes_, y) | (True if first else self._present)
         self._partial_fit(x, y, weight, len(self.classes_), first)
@@ -187,7 +157,17 @@ class EquilibriumClassifier(ClassifierMixin, BaseEquilibrium):  # type: ignore[m
         found: Array = self.classes_[outputs.argmax(axis=1)]
         return found
 
-    # ------------------------------------------------------------------ for the base
+    def _checked(
+        self, X: Any, y: Any, sample_weight: Any, *, reset: bool
+    ) -> tuple[Array, Array, Array]:
+        """Rows, labels, and the product of the weights of rows and labels."""
+        x, y = validate_data(self, X, y, dtype=[np.float64, np.float32], reset=reset)
+        y = column_or_1d(y, warn=True)
+        check_classification_targets(y)
+        weight = self._weights(sample_weight, x)
+        if self.class_weight is not None:
+            weight = weight * compute_sample_weight(self.class_weight, y)
+        return x, y, weight
 
     def _predicted(self, X: Any) -> Array:
         """Logits; −inf for labels whose rows all had weight zero."""
@@ -204,12 +184,8 @@ class EquilibriumClassifier(ClassifierMixin, BaseEquilibrium):  # type: ignore[m
         right = (output.argmax(1) == rows.y).to(rows.weight.dtype)
         return float((rows.weight * right).sum() / rows.weight.sum())
 
-    def _split(self, y: Array, random: Any) -> tuple[Array, Array]:
+    def _strata(self, y: Array, held: int) -> Array | None:
         counts = np.unique(y, return_counts=True)[1]
-        held = int(np.ceil(self.validation_fraction * len(y)))
         # A label with one row, or more labels than held-out rows, cannot be split evenly.
         even = counts.min() > 1 and held >= len(counts) and len(y) - held >= len(counts)
-        train, test = train_test_split(
-            np.arange(len(y)), test_size=held, random_state=random, stratify=y if even else None
-        )
-        return train, test
+        return y if even else None

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +15,6 @@ from equilibria.engine.adjoint import Adjoint
 from equilibria.engine.solver import SolverOptions
 from equilibria.nn import GEQ, DeepOptEq, NormBounded, OperatorNorm, OptEq
 from equilibria.solvers import Auto
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-__all__ = ["LAYERS", "Network", "build", "settle", "training_solver"]
 
 LAYERS = ("geq", "opteq", "deep_opteq", "explicit")
 LayerChoice = str | Callable[[int, int], nn.Module]
@@ -66,59 +61,40 @@ def build(
     """
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        layer = _layer(choice, features, hidden, bound, solver, adjoint)
+        common: dict[str, Any] = {
+            "in_channels": features,
+            "constraint": NormBounded(bound=bound, steps=POWER_ITERATIONS),
+            "solver": PREDICTION_SOLVER if solver is None else solver,
+            "adjoint": ADJOINT if adjoint is None else adjoint,
+        }
+        layer: Any
+        if callable(choice):
+            layer = choice(features, hidden)
+        elif choice == "geq":
+            layer = GEQ(hidden, hidden, hidden=None, **common)
+        elif choice == "opteq":
+            layer = OptEq(hidden, hidden, **common)
+        elif choice == "deep_opteq":
+            layer = DeepOptEq(hidden, (hidden, hidden), **common)
+        else:  # As many weights as the others: U and W one after the other, no equilibrium.
+            second = nn.Linear(hidden, hidden, bias=False)
+            layer = nn.Sequential(nn.Linear(features, hidden), nn.ReLU(), second, nn.ReLU())
+        if not isinstance(layer, nn.Module):
+            raise TypeError(
+                f"layer(in_features={features}, hidden={hidden}) must return an nn.Module, got "
+                f"{type(layer).__name__}."
+            )
         return Network(layer, hidden, outputs)
 
 
-def _layer(
-    choice: LayerChoice,
-    features: int,
-    hidden: int,
-    bound: float,
-    solver: SolverOptions | None,
-    adjoint: Adjoint | None,
-) -> nn.Module:
-    if callable(choice):
-        made = choice(features, hidden)
-        if not isinstance(made, nn.Module):
-            raise TypeError(
-                f"layer(in_features={features}, hidden={hidden}) must return an nn.Module, got "
-                f"{type(made).__name__}."
-            )
-        return made
-    common: dict[str, Any] = {
-        "in_channels": features,
-        "constraint": NormBounded(bound=bound, steps=POWER_ITERATIONS),
-        "solver": PREDICTION_SOLVER if solver is None else solver,
-        "adjoint": ADJOINT if adjoint is None else adjoint,
-    }
-    match choice:
-        case "geq":
-            return GEQ(hidden, hidden, hidden=None, **common)
-        case "opteq":
-            return OptEq(hidden, hidden, **common)
-        case "deep_opteq":
-            return DeepOptEq(hidden, (hidden, hidden), **common)
-        case "explicit":
-            # As many weights as the others: U and W one after the other, no equilibrium.
-            second = nn.Linear(hidden, hidden, bias=False)
-            return nn.Sequential(nn.Linear(features, hidden), nn.ReLU(), second, nn.ReLU())
-    raise ValueError(
-        f"layer={choice!r}: expected one of {', '.join(map(repr, LAYERS))}, or a callable "
-        "(in_features, hidden) -> nn.Module."
-    )
-
-
 @torch.no_grad()
-def settle(network: Network) -> None:
+def _settle(network: Network) -> None:
     """Converge the power iterations of all norm constraints on the present weights."""
-    for module in network.modules():
-        if not parametrize.is_parametrized(module):
-            continue
-        for steps in module.parametrizations.values():  # type: ignore[operator]
-            for step in steps:
-                if isinstance(step, OperatorNorm):
-                    step.right_inverse(steps.original)
+    held = [m for m in network.modules() if isinstance(m, parametrize.ParametrizationList)]
+    for steps in held:
+        for step in steps:
+            if isinstance(step, OperatorNorm):
+                step.right_inverse(steps.original)
 
 
 @contextmanager
@@ -134,6 +110,6 @@ def training_solver(network: Network, solver: SolverOptions | None) -> Iterator[
     try:
         yield
     finally:
-        settle(network)
+        _settle(network)
         if ours:
             layer.solver = PREDICTION_SOLVER  # type: ignore[assignment]

@@ -5,21 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from sklearn.base import RegressorMixin  # type: ignore[import-untyped, unused-ignore]
-from sklearn.model_selection import (  # type: ignore[import-untyped, unused-ignore]
-    train_test_split,
-)
-from sklearn.utils.validation import validate_data  # type: ignore[import-untyped, unused-ignore]
+from sklearn.base import RegressorMixin
+from sklearn.preprocessing import StandardScaler
+from sklearn.utils.validation import validate_data
 from torch import Tensor
 
-from .base import BaseEquilibrium
-from .fitting import Rows
-from .moments import Array, Moments
-
-__all__ = ["EquilibriumRegressor"]
+from .base import Array, BaseEquilibrium, Rows
 
 
-class EquilibriumRegressor(RegressorMixin, BaseEquilibrium):  # type: ignore[misc, unused-ignore]
+class EquilibriumRegressor(RegressorMixin, BaseEquilibrium):  # type: ignore[misc]
     """ŷ = scale·(Vz* + a) + mean, z* the equilibrium of a layer at the standardized x.
 
     ::
@@ -31,38 +25,14 @@ class EquilibriumRegressor(RegressorMixin, BaseEquilibrium):  # type: ignore[mis
     of training, and as long as all rows fit one batch a row of weight k is the same as k rows.
 
     Args:
-        hidden: size of z.
-        layer: "geq" (Gaussian kernel), "opteq" (linear kernel), "deep_opteq" (two layers),
-            "explicit" (two plain layers of equal size, for comparison), or a callable
-            (in_features, hidden) -> nn.Module that maps [B, in_features] to [B, hidden].
-        bound: bound on the norm of W; "geq" is unique below 1.4969, the OptEq layers need < 1.
-        max_iter: epochs, at most.
-        batch_size: rows of a step.
-        lr: AdamW's learning rate at the start.
-        schedule: "cosine" (to zero over ``max_iter`` epochs) or "constant".
-        weight_decay: AdamW's decoupled decay.
-        tol: training stops when the loss (with ``early_stopping`` the held-out score) has not
-            improved by this much in ``n_iter_no_change`` epochs.
-        n_iter_no_change: see ``tol``.
-        early_stopping: hold out ``validation_fraction`` of the rows, and keep the weights that did
-            best on them.
-        validation_fraction: see ``early_stopping``.
-        solver, adjoint: of the layer, for training and prediction alike; None: ``Auto`` to three
-            digits in training and eight in prediction (float64), and ``Phantom``.
-        random_state: seed of the weights, the batches and the split. torch's global generator is
-            left alone.
-        device: "cpu", "cuda", "cuda:0", …, or "auto".
-        dtype: "float64" or "float32" inside.
-        verbose: write the loss of each epoch.
+        hidden, …, verbose: as for ``EquilibriumClassifier``, which has ``class_weight`` too.
 
     Attributes:
         n_outputs_: columns of y.
-        n_features_in_, feature_names_in_: as everywhere in scikit-learn.
-        n_iter_: epochs made.
         loss_curve_, loss_: mean training loss of each epoch (½ squared error of the standardized
             targets), and of the last.
         validation_scores_: held-out R² after each epoch, with ``early_stopping``.
-        module_: the torch network; ``module_.layer`` is the equilibrium layer.
+        n_iter_, module_, …: as for ``EquilibriumClassifier``.
     """
 
     n_outputs_: int
@@ -98,7 +68,7 @@ class EquilibriumRegressor(RegressorMixin, BaseEquilibrium):  # type: ignore[mis
     def predict(self, X: Any) -> Array:
         """ŷ for each row, [n] or [n, outputs] as y was."""
         made = self._predicted(X)
-        restored = self._target_moments.restored(made)
+        restored: Array = self._target_scaler.inverse_transform(made)
         return restored[:, 0] if self._flat else restored
 
     def __sklearn_tags__(self) -> Any:
@@ -106,31 +76,23 @@ class EquilibriumRegressor(RegressorMixin, BaseEquilibrium):  # type: ignore[mis
         tags.target_tags.multi_output = True
         return tags
 
-    # ------------------------------------------------------------------ for the base
-
     def _checked(self, X: Any, y: Any, *, reset: bool) -> tuple[Array, Array]:
-        x, target = validate_data(
-            self,
-            X,
-            y,
-            dtype=[np.float64, np.float32],
-            multi_output=True,
-            y_numeric=True,
-            reset=reset,
-        )
+        kinds: dict[str, Any] = {"multi_output": True, "y_numeric": True}
+        x, target = validate_data(self, X, y, dtype=[np.float64, np.float32], reset=reset, **kinds)
         return x, np.asarray(target, dtype=np.float64)
 
     def _set_columns(self, target: Array) -> None:
         self._flat = target.ndim == 1
         self.n_outputs_ = 1 if self._flat else target.shape[1]
-        self._target_moments = Moments.none(self.n_outputs_)
+        self._target_scaler = StandardScaler()
 
     def _look(self, x: Array, y: Array, weight: Array) -> None:
         super()._look(x, y, weight)
-        self._target_moments = self._target_moments.updated(y, weight)
+        self._target_scaler.partial_fit(y, sample_weight=weight)
 
     def _encode(self, y: Array) -> Array:
-        return self._target_moments.standardized(y)
+        made: Array = self._target_scaler.transform(y)
+        return made
 
     def _loss(self, output: Tensor, target: Tensor) -> Tensor:
         return 0.5 * (output - target).square().mean(1)
@@ -141,8 +103,3 @@ class EquilibriumRegressor(RegressorMixin, BaseEquilibrium):  # type: ignore[mis
         spread = (weight * (rows.y - mean).square()).sum()
         error = (weight * (rows.y - output).square()).sum()
         return float(1.0 - error / spread.clamp_min(1e-30))
-
-    def _split(self, y: Array, random: Any) -> tuple[Array, Array]:
-        held = int(np.ceil(self.validation_fraction * len(y)))
-        train, test = train_test_split(np.arange(len(y)), test_size=held, random_state=random)
-        return train, test

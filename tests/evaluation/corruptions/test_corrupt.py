@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from equilibria.evaluation import CORRUPTIONS, corrupt
-from equilibria.evaluation.corruptions.severities import SCALES, scale_for
+from equilibria.evaluation.corruptions.severities import TABLES, scale_for
 from tests.evaluation.standins import picture_tensor
 
 # Mean |corrupted − clean| of 255 over ``pictures()`` at severities 1 … 5, as the published code for
@@ -75,7 +75,7 @@ def test_any_shape_and_repeatable(kind: str, channels: int) -> None:
         assert torch.equal(found, corrupt(images.clone(), kind, 5))
 
 
-@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("scale", TABLES)
 def test_constants_of_all_scales_run(scale: str) -> None:
     images = picture_tensor(1, 48)
     for kind in CORRUPTIONS:

@@ -7,12 +7,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
 from scipy import ndimage, stats
 
 from equilibria.evaluation.corruptions import filters
 from equilibria.evaluation.corruptions.filters import ImageNoise as Noise
-from tests.evaluation.standins import picture_tensor, pictures
 
 FIELD = np.random.default_rng(0).random((9, 13))
 
@@ -30,16 +28,6 @@ def test_gaussian_is_scipys(sigma: float, border: str, truncate: float) -> None:
     np.testing.assert_allclose(found.numpy(), expected, atol=1e-12)
 
 
-@pytest.mark.parametrize("border", ["nearest", "reflect", "mirror"])
-def test_border_index_reads_as_numpy_pads(border: str) -> None:
-    name = {"nearest": "edge", "reflect": "symmetric", "mirror": "reflect"}[border]
-    row = np.arange(5)
-    expected = np.pad(row, 17, mode=name)
-    found = filters.border_index(torch.arange(-17, 22), 5, border)
-    assert found.tolist() == expected.tolist()
-    assert filters.border_index(torch.tensor([-3, 0, 4]), 1, border).tolist() == [0, 0, 0]
-
-
 @settings(max_examples=50, deadline=None)
 @given(factor=st.floats(1.0, 5.0), size=st.integers(4, 40))
 def test_zoom_is_scipys_of_the_middle(factor: float, size: int) -> None:
@@ -52,15 +40,6 @@ def test_zoom_is_scipys_of_the_middle(factor: float, size: int) -> None:
     expected = big[trim : trim + size, trim : trim + size]
     found = filters.zoom(torch.from_numpy(x), factor)
     np.testing.assert_allclose(found.numpy(), expected, atol=1e-9)
-
-
-@pytest.mark.parametrize("size", [(30, 30), (20, 27), (8, 8), (64, 64), (33, 31)])
-def test_box_resize_is_pillows(size: tuple[int, int]) -> None:
-    gray = pictures(1)[0, ..., 0]
-    found = filters.box_resize(torch.from_numpy(gray).double(), *size)
-    expected = Image.fromarray(gray).resize(size[::-1], Image.Resampling.BOX)
-    # Pillow rounds after each of its two passes.
-    assert np.abs(found.numpy() - np.asarray(expected, float)).max() <= 1.01
 
 
 @pytest.mark.parametrize("width", [3, 5, 7, 15, 21])
@@ -86,13 +65,6 @@ def test_bilinear_is_scipys(border: str) -> None:
     np.testing.assert_allclose(found[0, 0].numpy(), expected, atol=1e-9)
 
 
-def test_filters_keep_the_dtype_and_do_not_mix_planes() -> None:
-    x = picture_tensor(3).float() / 255
-    blurred = filters.gaussian(x, 1.0)
-    assert blurred.dtype == torch.float32
-    assert torch.equal(blurred[1:2], filters.gaussian(x[1:2], 1.0))
-
-
 def images(count: int = 4, seed: int = 0) -> torch.Tensor:
     draw = torch.Generator().manual_seed(seed)
     return torch.randint(0, 256, (count, 3, 8, 8), generator=draw, dtype=torch.uint8)
@@ -108,11 +80,6 @@ def test_uniform_by_the_test_of_kolmogorov() -> None:
     assert stats.kstest(u.flatten().numpy(), "uniform").pvalue > 1e-4
 
 
-def test_normal_by_the_test_of_kolmogorov() -> None:
-    n = Noise(images(), (0,)).normal(0, 100, 100).flatten().numpy()
-    assert stats.kstest(n, "norm").pvalue > 1e-4
-
-
 def test_bits_neighbors_streams_and_images_are_uncorrelated() -> None:
     noise = Noise(images(2), (0,))
     a, b = noise.uniform(0, 40000), noise.uniform(1, 40000)
@@ -122,14 +89,6 @@ def test_bits_neighbors_streams_and_images_are_uncorrelated() -> None:
         assert abs(float(r)) < 4 / 200  # four standard deviations of 1/√40000
     bits = (a[0, :, None] * 2 ** torch.arange(1, 17)).floor().long() % 2
     assert float((bits.double().mean(0) - 0.5).abs().max()) < 4 * 0.5 / 200
-
-
-def test_an_image_has_its_own_numbers_whatever_the_batch() -> None:
-    batch = images(6)
-    whole = Noise(batch, (7, 2)).uniform(5, 3, 4)
-    order = torch.tensor([4, 0, 5])
-    assert torch.equal(Noise(batch[order], (7, 2)).uniform(5, 3, 4), whole[order])
-    assert torch.equal(Noise(batch[3:4], (7, 2)).uniform(5, 3, 4), whole[3:4])
 
 
 def test_one_changed_pixel_a_seed_or_a_stream_change_everything() -> None:
@@ -152,10 +111,3 @@ def test_swapped_pixels_are_another_image() -> None:
     batch[0, 0, 0, 0], batch[1, 0, 0, 1] = 9, 9
     keys = Noise(batch, ()).keys
     assert all(int(k[0]) != int(k[1]) for k in keys)
-
-
-def test_integers_take_each_value_alike() -> None:
-    drawn = Noise(images(1), (0,)).integers(0, -2, 2, 40000)
-    counts = torch.bincount(drawn.flatten() + 2, minlength=4)
-    assert len(counts) == 4
-    assert stats.chisquare(counts.numpy()).pvalue > 1e-4

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import distortions, weather
 from .filters import ImageNoise
-from .severities import SCALES, SEVERITIES, Scale, constants, scale_for
+from .severities import SEVERITIES, TABLES, Scale, scale_for
 
 __all__ = ["CORRUPTIONS", "SEVERITIES", "Scale", "check_kinds", "check_severities", "corrupt"]
 
@@ -90,12 +90,12 @@ def corrupt(
     """
     _check_images(images)
     (name,), (strength,) = check_kinds(kind), check_severities(severity)
-    if scale is not None and scale not in SCALES:
-        raise ValueError(f"scale={scale!r}: expected one of {list(SCALES)} or None.")
+    if scale is not None and scale not in TABLES:
+        raise ValueError(f"scale={scale!r}: expected one of {list(TABLES)} or None.")
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise TypeError(f"seed={seed!r}: expected an integer.")
-    table = scale or scale_for(images.shape[-2], images.shape[-1])
-    chosen = constants(name, strength, table)
+    table = TABLES[scale or scale_for(images.shape[-2], images.shape[-1])]
+    chosen = table[name][strength - 1]
     salt = (seed, CORRUPTIONS.index(name), strength)
     out = torch.empty_like(images)
     count = max(1, _CHUNK // max(1, images[:1].numel()))

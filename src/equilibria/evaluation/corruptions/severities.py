@@ -8,14 +8,8 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-__all__ = ["SCALES", "SEVERITIES", "Scale", "constants", "scale_for"]
-
 Scale = Literal["cifar", "tiny", "imagenet"]
-SCALES: tuple[Scale, ...] = ("cifar", "tiny", "imagenet")
 SEVERITIES = (1, 2, 3, 4, 5)
-
-# Up to which shorter side a table is taken; the tables were made for 32, 64 and 224.
-_CIFAR_UP_TO, _TINY_UP_TO = 48, 120
 
 Five = tuple[Any, ...]
 
@@ -119,17 +113,10 @@ _IMAGENET: dict[str, Five] = {
 }
 
 # fmt: on
-_TABLES: dict[Scale, dict[str, Five]] = {"cifar": _CIFAR, "tiny": _TINY, "imagenet": _IMAGENET}
+TABLES: dict[Scale, dict[str, Five]] = {"cifar": _CIFAR, "tiny": _TINY, "imagenet": _IMAGENET}
 
 
 def scale_for(height: int, width: int) -> Scale:
     """The table for images of this size: by the shorter side, the nearest published one."""
     side = min(height, width)
-    if side <= _CIFAR_UP_TO:
-        return "cifar"
-    return "tiny" if side <= _TINY_UP_TO else "imagenet"
-
-
-def constants(kind: str, severity: int, scale: Scale) -> Any:
-    """The number or numbers of this corruption at this severity."""
-    return _TABLES[scale][kind][severity - 1]
+    return "cifar" if side <= 48 else "tiny" if side <= 120 else "imagenet"

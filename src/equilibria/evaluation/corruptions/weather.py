@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .distortions import motion
-from .filters import ImageNoise, border_index, correlate, gaussian, zoom
+from .filters import ImageNoise, correlate, gaussian, zoom
 
 _LUMINANCE = (0.299, 0.587, 0.114)
 
@@ -171,6 +171,7 @@ def _standard(field: Tensor) -> Tensor:
 
 _WATER, _MUD = (175.0, 238.0, 238.0), (63.0, 42.0, 20.0)
 _FARTHEST = 20
+_SOBEL = [[-1.0, 0.0, 1.0], [-2.0, 0.0, 2.0], [-1.0, 0.0, 1.0]]
 _EMBOSS = torch.tensor([[-2.0, -1.0, 0.0], [-1.0, 1.0, 1.0], [0.0, 1.0, 2.0]])
 _MEAN = torch.full((3, 3), 1.0 / 9.0, dtype=torch.float64)
 
@@ -209,11 +210,11 @@ def _water(liquid: Tensor) -> Tensor:
     return wet / wet.amax((1, 2), keepdim=True).clamp_min(1.0)
 
 
-def _shifted(x: Tensor, down: int, right: int) -> Tensor:
-    """x [N, H, W] read at (i + down, j + right), zero outside."""
+def _shifted(x: Tensor, down: int, right: int, outside: float = 0.0) -> Tensor:
+    """x [N, H, W] read at (i + down, j + right)."""
     height, width = x.shape[-2:]
     reach = max(abs(down), abs(right))
-    padded = F.pad(x, (reach, reach, reach, reach))
+    padded = F.pad(x, (reach, reach, reach, reach), value=outside)
     top, left = reach + down, reach + right
     return padded[:, top : top + height, left : left + width]
 
@@ -224,13 +225,9 @@ def canny(level: Tensor, low: float, high: float) -> Tensor:
     Sobel gradients with the border repeated, |∂x| + |∂y|, thinning along four directions, and weak
     edges kept where a chain of them touches a strong one.
     """
-    size = level.shape[-2:]
-    rows, columns = (border_index(torch.arange(-1, n + 1), n, "nearest") for n in size)
-    wide = level.index_select(-2, rows.to(level.device)).index_select(-1, columns.to(level.device))
-    smooth_down = wide[:, :-2] + 2 * wide[:, 1:-1] + wide[:, 2:]
-    dx = smooth_down[..., 2:] - smooth_down[..., :-2]
-    smooth_right = wide[..., :-2] + 2 * wide[..., 1:-1] + wide[..., 2:]
-    dy = smooth_right[:, 2:] - smooth_right[:, :-2]
+    wide = F.pad(level[:, None], (1, 1, 1, 1), mode="replicate")
+    sobel = torch.tensor(_SOBEL, dtype=level.dtype, device=level.device)
+    dx, dy = F.conv2d(wide, torch.stack([sobel, sobel.T])[:, None]).unbind(1)
     strength = dx.abs() + dy.abs()
 
     tangent = math.tan(math.pi / 8)
@@ -256,16 +253,14 @@ def canny(level: Tensor, low: float, high: float) -> Tensor:
 
 def distance_to(mask: Tensor, farthest: int) -> Tensor:
     """Euclidean distance [N, H, W] of each pixel to the nearest true one, at most ``farthest``."""
-    limit = float(farthest)
-    column = torch.full(mask.shape, math.inf, dtype=torch.float64, device=mask.device)
-    for d in range(-farthest, farthest + 1):
-        column = torch.where(_shifted(mask.float(), d, 0) > 0, column.clamp_max(abs(d)), column)
-    squared = torch.full_like(column, limit**2)
-    near = torch.where(column.isinf(), 0.0, 1.0 / (column + 1.0))  # zero outside means far
-    for d in range(-farthest, farthest + 1):
-        there = _shifted(near, 0, d)
-        inverse = torch.where(there > 0, 1.0 / there.clamp_min(1e-12) - 1.0, math.inf)
-        squared = torch.minimum(squared, inverse**2 + d**2)
+    shifts = range(-farthest, farthest + 1)
+    here = torch.where(mask, 0.0, math.inf).double()
+    column = torch.full_like(here, math.inf)
+    for d in shifts:
+        column = column.minimum(_shifted(here, d, 0, math.inf) + abs(d))
+    squared, column = torch.full_like(here, float(farthest) ** 2), column.square()
+    for d in shifts:
+        squared = squared.minimum(_shifted(column, 0, d, math.inf) + d**2)
     return squared.sqrt()
 
 
