@@ -149,7 +149,7 @@ def certify_network(model: nn.Module, x: Tensor) -> NetworkCertificate:
     for name, module in network.named_modules():
         if module not in inside:
             _intercept(name, module, notes)
-        if isinstance(module, Enclosing):
+        if hasattr(module, "enclose"):
             inside |= set(module.modules())
     exact = x.detach().double()
     start = _Tracked.wrap(exact, 1.0, exact.new_zeros(len(x)), notes)
@@ -454,7 +454,7 @@ def _batch_norm(sources: list[_Tracked], args: Any, kwargs: Any, out: Tensor) ->
 
 
 def _pair(value: Any) -> tuple[int, int]:
-    return (value, value) if isinstance(value, int) else tuple(value)  # type: ignore[return-value]
+    return (value, value) if isinstance(value, int) else tuple(value)
 
 
 def _pool(maximum: bool) -> Rule:

@@ -5,6 +5,7 @@ What belongs here judges a model that is given, and leaves it as it is. What cha
 """
 
 from . import timing
+from .certified_accuracy import CertifiedAccuracy, attacked_accuracy, certified_accuracy
 from .corruption_report import CorruptionReport, corruption_study
 from .corruptions import CORRUPTIONS, corrupt
 from .evaluation_report import Converged, Report, evaluate
@@ -34,12 +35,13 @@ from .unseen_classes import (
 
 # fmt: off
 __all__ = [
-    "CORRUPTIONS", "ClassificationMetrics", "Converged", "CorruptionReport", "KnownUnknown",
-    "NonFiniteError", "Prediction", "Reliability", "Report", "SegmentationMetrics",
-    "SolverStatistics", "SuperclassResult", "batches", "certify_dataset", "certify_model",
-    "check_pair", "classification_metrics", "corrupt", "corruption_study", "evaluate",
-    "evaluating", "gradcam", "known_unknown_kl", "model_input", "predict_files", "profile_model",
-    "replaced", "save_corruption_sheet", "save_gradcam", "segmentation_metrics", "select_classes",
-    "superclass_accuracy", "superclass_split", "timing", "with_solver",
+    "CORRUPTIONS", "CertifiedAccuracy", "ClassificationMetrics", "Converged", "CorruptionReport",
+    "KnownUnknown", "NonFiniteError", "Prediction", "Reliability", "Report", "SegmentationMetrics",
+    "SolverStatistics", "SuperclassResult", "attacked_accuracy", "batches", "certified_accuracy",
+    "certify_dataset", "certify_model", "check_pair", "classification_metrics", "corrupt",
+    "corruption_study", "evaluate", "evaluating", "gradcam", "known_unknown_kl", "model_input",
+    "predict_files", "profile_model", "replaced", "save_corruption_sheet", "save_gradcam",
+    "segmentation_metrics", "select_classes", "superclass_accuracy", "superclass_split", "timing",
+    "with_solver",
 ]
 # fmt: on

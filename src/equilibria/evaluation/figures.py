@@ -173,6 +173,25 @@ def save_accuracies(
     return _save(figure, path)
 
 
+def save_certified(right: Tensor, radius: Tensor, path: Path | str, title: str) -> Path:
+    """Accuracy that is proven, over the radius: a step down at each right sample's radius."""
+    reached = radius[right & radius.isfinite()].sort().values.double()
+    share = 100.0 * torch.arange(len(reached), -1, -1, dtype=torch.float64) / max(len(right), 1)
+    where = torch.cat([torch.zeros(1, dtype=torch.float64), reached])
+    figure = _figure(6.0, 3.6)
+    axes = figure.subplots()
+    axes.step(where.numpy(), share.numpy(), where="post", color=BLUE)
+    axes.fill_between(where.numpy(), share.numpy(), step="post", color=BLUE, alpha=0.15)
+    for k in (36, 72, 108):
+        if len(reached) and k / 255 <= float(where[-1]):
+            axes.axvline(k / 255, color=GRAY, linewidth=0.8, linestyle=":")
+            axes.text(k / 255, 101, f"{k}/255", color=GRAY, fontsize=7, ha="center")
+    axes.set(xlabel="radius (ℓ2, pixels from 0 to 1)", ylabel="certified accuracy in %")
+    axes.set(xlim=(0, None), ylim=(0, 100))
+    figure.suptitle(title, fontsize=10)
+    return _save(figure, path)
+
+
 def save_corruption_sheet(
     image: Tensor,
     path: Path | str,
