@@ -39,39 +39,28 @@ def test_forward_is_pool_solve_resize_average() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "scales", "output"),
-    [
-        ("geq_cifar_5m", [32, 16, 8, 8, 4, 4], 8),
-        ("mopteq_sigmoid_cifar_8m", [32, 16, 8, 8, 4, 4], 8),
-        ("kerdeq_imagenet_13m", [64, 32, 16, 16, 8, 8], 16),
-    ],
-)
-def test_the_papers_scales(name: str, scales: list[int], output: int) -> None:
-    with torch.device("meta"):
-        model = models.create(name)
-    assert isinstance(model, BranchNet)
-    assert [scale[0] for scale in model.branches.scales] == scales
-    assert model.branches.output == (output, output)
-
-
-@pytest.mark.parametrize(
     ("name", "layer", "patch", "gamma"),
     [
         ("geq_cifar_5m", "GEQ", (8, 2), eq.MeanPatchEnergy(0.2)),
         ("geq_imagenet_6m", "GEQ", (8, 2), eq.MeanPatchEnergy(0.2)),
         ("kerdeq_cifar_5m", "GEQ", (8, 2), eq.FixedGamma(0.5)),
-        ("kerdeq_imagenet_6m", "GEQ", (4, 4), eq.FixedGamma(0.5)),
+        ("kerdeq_imagenet_13m", "GEQ", (4, 4), eq.FixedGamma(0.5)),
         ("mopteq_cifar_5m", "OptEq", None, None),
         ("mopteq_polynomial_cifar_5m", "PolynomialEq", None, None),
         ("mopteq_sigmoid_cifar_5m", "SigmoidEq", None, None),
     ],
 )
-def test_the_papers_layers(
+def test_the_papers_scales_and_layers(
     name: str, layer: str, patch: tuple[int, int] | None, gamma: object
 ) -> None:
     with torch.device("meta"):
         model = models.create(name)
     assert isinstance(model, BranchNet)
+    finest = 64 if "imagenet" in name else 32
+    assert [scale[0] for scale in model.branches.scales] == [
+        finest // k for k in (1, 2, 4, 4, 8, 8)
+    ]
+    assert model.branches.output == (finest // 4, finest // 4)
     for branch in model.branches.branches:
         assert type(branch).__name__ == layer
         assert branch.kernel_size == 3

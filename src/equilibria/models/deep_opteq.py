@@ -11,36 +11,26 @@ from typing import Any
 from torch import Tensor, nn
 
 from equilibria.adjoints import Phantom
-from equilibria.nn.deep_opteq import DeepOptEq
-from equilibria.nn.deep_opteq_blocks import OptEqBlock
+from equilibria.nn import DeepOptEq, NormBounded, OptEqBlock
 from equilibria.solvers import Anderson
 
-from . import options as opt
-from .network import Network, Shape, features_to_logits
-from .registry import ModelSpec
+from .network import ModelSpec, Network, Shape, conv_norm_relu, entry, features_to_logits
 from .resnet import Bottleneck, Trunk
 
-__all__ = ["SPECS", "DeepOptEqImageNet", "DeepOptEqNet", "solving"]
+__all__ = ["DEFAULTS", "SPECS", "DeepOptEqImageNet", "DeepOptEqNet"]
 
-# T contracts by (0.8·0.95² + 0.2)⁵ = 0.67 or better with five blocks: eight accelerated steps leave
-# less than bfloat16 resolves. Fixed steps never wait for the device and compile whole.
-_SOLVER = Anderson(rtol=0.0, atol=0.0, max_steps=8)
-_ADJOINT = Phantom(steps=5, damping=0.8)
-
-
-def solving() -> dict[str, opt.Option]:
-    """The options of every network with a deep OptEq layer."""
-    return {
-        "alpha": opt.numbers(0.8, "α of the blocks, one or one a block", low=0.0, high=1.0),
-        "learn_alpha": opt.flag(False, "make each α a parameter"),
-        "constraint": opt.constraint(opt.linear_bound(0.95)),
-        "regularizer": opt.regularizer(None),
-        "regularize": opt.choice(
-            "gradient", "how the regularizer enters the map", ("gradient", "prox")
-        ),
-        "solver": opt.solver(_SOLVER),
-        "adjoint": opt.adjoint(_ADJOINT),
-    }
+DEFAULTS: dict[str, Any] = {
+    "alpha": 0.8,
+    "learn_alpha": False,
+    "constraint": NormBounded(bound=0.95),
+    "regularizer": None,
+    "regularize": "gradient",
+    # T contracts by (0.8·0.95² + 0.2)⁵ = 0.67 or better with five blocks: eight accelerated steps
+    # leave less than bfloat16 resolves. Fixed steps never wait for the device and compile whole.
+    "solver": Anderson(rtol=0.0, atol=0.0, max_steps=8),
+    "adjoint": Phantom(steps=5, damping=0.8),
+}
+"""The options of every network with a deep OptEq layer."""
 
 
 class DeepOptEqNet(Network):
@@ -50,19 +40,10 @@ class DeepOptEqNet(Network):
     """
 
     def __init__(
-        self,
-        shape: Shape,
-        *,
-        channels: int,
-        mids: tuple[int, ...],
-        **options: Any,
+        self, shape: Shape, *, channels: int, mids: tuple[int, ...], **options: Any
     ) -> None:
         super().__init__(shape.in_channels)
-        self.extractor = nn.Sequential(
-            nn.Conv2d(shape.in_channels, channels, 3, padding=1, bias=False),
-            nn.BatchNorm2d(channels),
-            nn.ReLU(),
-        )
+        self.extractor = nn.Sequential(*conv_norm_relu(shape.in_channels, channels, 3))
         self.layer = DeepOptEq(channels, mids, kernel_size=3, **options)
         self.head = features_to_logits(channels, shape.num_classes)
 
@@ -97,19 +78,16 @@ class DeepOptEqImageNet(Network):
         channels = self.extractor.channels[-1]
         self.layer = DeepOptEq(channels, mids, kernel_size=3, separable=True, **options)
         if wide_kernels:
+            block = partial(OptEqBlock, kernel_size=5, separable=True, bias=True)
             for index in range(0, len(mids), 2):
-                self.layer.blocks[index] = OptEqBlock(
-                    channels,
-                    mids[index],
-                    channels,
-                    kernel_size=5,
-                    separable=True,
-                    constraint=options["constraint"],
-                    bias=True,
+                self.layer.blocks[index] = block(
+                    channels, mids[index], channels, constraint=options["constraint"]
                 )
         self.classifier = nn.Sequential(
-            *_narrowing(channels, 2 * channels),
-            *_narrowing(2 * channels, 4 * channels),
+            *conv_norm_relu(channels, 2 * channels, 1),
+            nn.MaxPool2d(2),
+            *conv_norm_relu(2 * channels, 4 * channels, 1),
+            nn.MaxPool2d(2),
             nn.AdaptiveAvgPool2d(1),
             nn.Flatten(),
             nn.Linear(4 * channels, shape.num_classes),
@@ -120,36 +98,24 @@ class DeepOptEqImageNet(Network):
         return out
 
 
-def _narrowing(before: int, after: int) -> list[nn.Module]:
-    conv = nn.Conv2d(before, after, 1, bias=False)
-    return [conv, nn.BatchNorm2d(after), nn.ReLU(), nn.MaxPool2d(2)]
-
-
 def _cifar(name: str, channels: int, mids: tuple[int, ...], paper: int, text: str) -> ModelSpec:
-    return ModelSpec(
+    return entry(
         name,
         DeepOptEqNet,
         text,
-        in_channels=3,
-        image_size=32,
-        options={
-            "channels": opt.integer(channels, "channels of z and of the extractor"),
-            "mids": opt.integers(mids, "channels of each block"),
-            **solving(),
-        },
+        {"channels": channels, "mids": mids, **DEFAULTS},
         paper="OptEq, Tables 3–5 and 8",
         paper_parameters=paper,
     )
 
 
 def _imagenet(name: str, widen: int, mids: tuple[int, ...], wide: bool, paper: int) -> ModelSpec:
-    return ModelSpec(
+    return entry(
         name,
         partial(DeepOptEqImageNet, widen=widen, mids=mids, wide_kernels=wide),
         f"deep OptEq of {len(mids)} separable blocks behind two ResNet-50 stages",
-        in_channels=3,
+        DEFAULTS,
         image_size=224,
-        options=solving(),
         paper="OptEq, Tables 6–7 (its count does not add up)",
         paper_parameters=paper,
         paper_classes=1000,

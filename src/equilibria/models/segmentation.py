@@ -10,20 +10,15 @@ from torch import Tensor, nn
 
 from equilibria.nn import DeepOptEq
 
-from . import options as opt
-from .deep_opteq import solving
-from .network import Network, Shape, upsample
-from .registry import ModelSpec
+from .deep_opteq import DEFAULTS
+from .network import Network, Shape, conv_norm_relu, entry, upsample
 from .resnet import BASIC_18, Basic, Trunk
 from .stacks import Block, ExplicitPair
 
-__all__ = ["FCN", "SPECS", "Backbone", "DeepOptEqSegmenter", "ExplicitSegmenter"]
-
-_CHANNELS = 128
-_MIDS = (256, 512, 512)
+__all__ = ["FCN", "SPECS", "DeepOptEqSegmenter", "ExplicitSegmenter"]
 
 
-class Backbone(Network):
+class _Backbone(Network):
     """Two stride-2 convolutions, a backbone at a quarter of the pixels, a score for each pixel.
 
     x [B, C, H, W] → [B, num_classes, H, W]; the scores are brought back by bilinear interpolation,
@@ -34,8 +29,8 @@ class Backbone(Network):
         super().__init__(shape.in_channels)
         half = (channels + 1) // 2
         self.stem = nn.Sequential(
-            *_halving(shape.in_channels, half),
-            *_halving(half, channels),
+            *conv_norm_relu(shape.in_channels, half, 3, stride=2),
+            *conv_norm_relu(half, channels, 3, stride=2),
         )
         self.backbone = backbone
         self.head = nn.Sequential(
@@ -46,12 +41,7 @@ class Backbone(Network):
         return upsample(self.head(self.backbone(self.stem(x))), x)
 
 
-def _halving(before: int, after: int) -> list[nn.Module]:
-    conv = nn.Conv2d(before, after, 3, stride=2, padding=1, bias=False)
-    return [conv, nn.BatchNorm2d(after), nn.ReLU()]
-
-
-class DeepOptEqSegmenter(Backbone):
+class DeepOptEqSegmenter(_Backbone):
     """The backbone is a deep OptEq of three blocks, 256, 512 and 512 (OptEq §7.5)."""
 
     def __init__(
@@ -60,7 +50,7 @@ class DeepOptEqSegmenter(Backbone):
         super().__init__(shape, channels, DeepOptEq(channels, mids, kernel_size=3, **options))
 
 
-class ExplicitSegmenter(Backbone):
+class ExplicitSegmenter(_Backbone):
     """Its explicit twin: each block becomes a residual pair of convolutions of equal size."""
 
     def __init__(self, shape: Shape, *, channels: int, mids: tuple[int, ...]) -> None:
@@ -90,39 +80,28 @@ class FCN(Network):
         return upsample(out, x)
 
 
-_SIZE = 180  # CamVid as shared: 240 × 180 pixels
-_SHARED = {
-    "channels": opt.integer(_CHANNELS, "channels of the backbone"),
-    "mids": opt.integers(_MIDS, "channels of each block"),
-}
+_SIZES = {"channels": 128, "mids": (256, 512, 512)}
+_segmenter = partial(entry, image_size=180, task="segmentation")  # CamVid at 240 × 180 pixels
 
 SPECS = (
-    ModelSpec(
+    _segmenter(
         "deep_opteq_seg",
         DeepOptEqSegmenter,
         "deep OptEq backbone of three blocks at a quarter of the pixels",
-        in_channels=3,
-        image_size=_SIZE,
-        options={**_SHARED, **solving()},
-        task="segmentation",
+        {**_SIZES, **DEFAULTS},
         paper="OptEq §7.5, Table 10 (no count printed)",
     ),
-    ModelSpec(
+    _segmenter(
         "fcn_seg",
         ExplicitSegmenter,
         "explicit twin of deep_opteq_seg: two convolutions for each block",
-        in_channels=3,
-        image_size=_SIZE,
-        options=_SHARED,
-        task="segmentation",
+        _SIZES,
     ),
-    ModelSpec(
+    _segmenter(
         "fcn_resnet18",
         FCN,
         "FCN-8s on a ResNet-18",
-        in_channels=3,
-        image_size=_SIZE,
-        task="segmentation",
+        {},
         paper="Shelhamer, Long and Darrell 2017",
     ),
 )
