@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import math
 import os
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import typer
 from rich.console import Console
+from rich.table import Column, Table
 from rich.text import Text
 
-__all__ = [
-    "complain",
-    "error_console",
-    "fail",
-    "finite",
-    "make_folder",
-    "output",
-    "print_json",
-    "stop",
-    "write_json",
-]
+from equilibria.engine import json_text
 
 error_console = Console(stderr=True)
 
@@ -30,6 +20,14 @@ error_console = Console(stderr=True)
 def output() -> Console:
     """A console on the present stdout: made when needed, so that it can be redirected."""
     return Console()
+
+
+def print_table(*columns: Column | str, rows: Iterable[Sequence[str]], **style: Any) -> None:
+    """A table on stdout."""
+    table = Table(*columns, **style)
+    for row in rows:
+        table.add_row(*row)
+    output().print(table)
 
 
 def complain(label: str, message: str, style: str) -> None:
@@ -53,20 +51,9 @@ def stop(message: str = "") -> typer.Exit:
     return typer.Exit(130)
 
 
-def finite(value: Any) -> Any:
-    """The same with NaN and infinities as words: JSON has no numbers for them."""
-    if isinstance(value, dict):
-        return {str(key): finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [finite(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value
-
-
 def print_json(value: Any) -> None:
     """One JSON document on stdout, and nothing else."""
-    typer.echo(json.dumps(finite(value), indent=1, default=str))
+    typer.echo(json_text(value))
 
 
 def make_folder(path: Path) -> Path:
@@ -79,11 +66,4 @@ def make_folder(path: Path) -> Path:
         raise fail(f"--out {path}: the folder cannot be made ({error.strerror}).") from None
     if not os.access(path, os.W_OK):
         raise fail(f"--out {path}: the folder cannot be written to.")
-    return path
-
-
-def write_json(path: Path, value: Any) -> Path:
-    """A JSON file, its folder made where it is missing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(finite(value), indent=1, default=str) + "\n", encoding="utf-8")
     return path
