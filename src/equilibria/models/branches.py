@@ -2,12 +2,7 @@
 
     images → stem → branches at S, S/2, S/4, S/4, S/8, S/8 pixels → average → fusion → head
 
-The papers do not say whether a branch sees the others: ``reading`` is "parallel", where every
-branch reads the stem alone, or "chain", where it also reads the sum of the branches before it.
-
-"Output channels" of the papers are those of z and of the stem, "mid channels" those of U and W, all
-3 × 3. That leaves the papers' counts short by one more 3 × 3 convolution for CIFAR and by two for
-ImageNet, which we put after the fusion.
+In the papers "output channels" are those of z and of the stem, "mid channels" those of U and W.
 """
 
 from __future__ import annotations
@@ -35,8 +30,6 @@ from .network import (
     features_to_logits,
 )
 
-__all__ = ["SPECS", "BalancedBranches", "BranchNet"]
-
 
 class BalancedBranches(MultiBranch):
     """y = (1/n) Σᵢ Rᵢ √(Nᵢ) z*ᵢ, Nᵢ the entries of z*ᵢ: branches whose states have a bounded norm.
@@ -56,7 +49,8 @@ class BranchNet(Network):
 
     ``layer(channels, mid, **options)`` makes a branch. With ``downsample`` the stem is two stride-2
     convolutions, 7 × 7 and 3 × 3 (ImageNet), else one 3 × 3 (CIFAR). ``mids`` and ``scales`` have
-    one number a branch: the channels of U and W, and by what the stem's pixels are divided.
+    one number a branch: the channels of U and W, and by what the stem's pixels are divided. A
+    branch reads the stem and, where ``reading`` is "chain", the sum of the branches before it.
     ``balanced``: see BalancedBranches.
     """
 
@@ -82,12 +76,9 @@ class BranchNet(Network):
             )
         patch: int = options["patch"].size if "patch" in options else 1
         factor = 4 if downsample else 1
-        check_pixels(
-            shape.image_size,
-            factor * patch * math.lcm(*scales),
-            f"the branches see 1/{factor} of it divided by {scales}, cut into patches of {patch} "
-            "pixels",
-        )
+        seen = f"the branches see 1/{factor} of it divided by {scales}"
+        needed = factor * patch * math.lcm(*scales)
+        check_pixels(shape.image_size, needed, f"{seen}, cut into patches of {patch} pixels")
         pixels = [shape.image_size // factor // scale for scale in scales]
         if downsample:
             stem = conv_norm_relu(shape.in_channels, channels, 7, 2, kaiming=True)

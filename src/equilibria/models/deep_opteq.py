@@ -1,4 +1,4 @@
-"""Networks of one deep OptEq layer (Xie et al. 2021): CIFAR sizes, ImageNet Small and Middle.
+"""Networks of one deep OptEq layer (Xie et al. 2021) for CIFAR, ImageNet and segmentation.
 
 images → g(x) → z = f_L ∘ … ∘ f_1(z) → head
 """
@@ -14,23 +14,18 @@ from equilibria.adjoints import Phantom
 from equilibria.nn import DeepOptEq, NormBounded, OptEqBlock
 from equilibria.solvers import Anderson
 
-from .network import ModelSpec, Network, Shape, conv_norm_relu, entry, features_to_logits
+from .network import (
+    ModelSpec,
+    Network,
+    Shape,
+    conv_norm_relu,
+    entry,
+    features_to_logits,
+    segmenter,
+    upsample,
+)
 from .resnet import Bottleneck, Trunk
-
-__all__ = ["DEFAULTS", "SPECS", "DeepOptEqImageNet", "DeepOptEqNet"]
-
-DEFAULTS: dict[str, Any] = {
-    "alpha": 0.8,
-    "learn_alpha": False,
-    "constraint": NormBounded(bound=0.95),
-    "regularizer": None,
-    "regularize": "gradient",
-    # T contracts by (0.8·0.95² + 0.2)⁵ = 0.67 or better with five blocks: eight accelerated steps
-    # leave less than bfloat16 resolves. Fixed steps never wait for the device and compile whole.
-    "solver": Anderson(rtol=0.0, atol=0.0, max_steps=8),
-    "adjoint": Phantom(steps=5, damping=0.8),
-}
-"""The options of every network with a deep OptEq layer."""
+from .stacks import Block, ExplicitPair
 
 
 class DeepOptEqNet(Network):
@@ -59,9 +54,6 @@ class DeepOptEqImageNet(Network):
     pixels, and a linear map. Small has five blocks of 512 with 3 × 3 kernels; Middle has a
     Wide-ResNet-50 in front and three times a block of 1024 with 5 × 5 kernels and one of 512 with
     3 × 3.
-
-    The paper's 18 M and 40 M do not add up from its own table: two stages of a ResNet-50 are 1.4 M
-    (three are 8.5 M, but end at 14 × 14 pixels). This is what is described, with our count.
     """
 
     def __init__(
@@ -98,12 +90,65 @@ class DeepOptEqImageNet(Network):
         return out
 
 
+class _Segmenter(Network):
+    """Two stride-2 convolutions, a backbone at a quarter of the pixels, a score for each pixel.
+
+    x [B, C, H, W] → [B, num_classes, H, W]; the scores are brought back by bilinear interpolation,
+    so H and W need not be multiples of anything.
+    """
+
+    def __init__(self, shape: Shape, channels: int, backbone: nn.Module) -> None:
+        super().__init__(shape.in_channels)
+        half = (channels + 1) // 2
+        self.stem = nn.Sequential(
+            *conv_norm_relu(shape.in_channels, half, 3, stride=2),
+            *conv_norm_relu(half, channels, 3, stride=2),
+        )
+        self.backbone = backbone
+        self.head = nn.Sequential(
+            nn.BatchNorm2d(channels), nn.ReLU(), nn.Conv2d(channels, shape.num_classes, 1)
+        )
+
+    def logits(self, x: Tensor) -> Tensor:
+        return upsample(self.head(self.backbone(self.stem(x))), x)
+
+
+class DeepOptEqSegmenter(_Segmenter):
+    """The backbone is a deep OptEq of three blocks, 256, 512 and 512 (OptEq §7.5)."""
+
+    def __init__(
+        self, shape: Shape, *, channels: int, mids: tuple[int, ...], **options: Any
+    ) -> None:
+        super().__init__(shape, channels, DeepOptEq(channels, mids, kernel_size=3, **options))
+
+
+class ExplicitSegmenter(_Segmenter):
+    """Its explicit twin: each block becomes a residual pair of convolutions of equal size."""
+
+    def __init__(self, shape: Shape, *, channels: int, mids: tuple[int, ...]) -> None:
+        pairs = [Block(channels, channels, partial(ExplicitPair, mid=mid)) for mid in mids]
+        super().__init__(shape, channels, nn.Sequential(*pairs))
+
+
+_DEFAULTS: dict[str, Any] = {
+    "alpha": 0.8,
+    "learn_alpha": False,
+    "constraint": NormBounded(bound=0.95),
+    "regularizer": None,
+    "regularize": "gradient",
+    # T contracts by (0.8·0.95² + 0.2)⁵ = 0.67 or better with five blocks: eight accelerated steps
+    # leave less than bfloat16 resolves. Fixed steps never wait for the device and compile whole.
+    "solver": Anderson(rtol=0.0, atol=0.0, max_steps=8),
+    "adjoint": Phantom(steps=5, damping=0.8),
+}
+
+
 def _cifar(name: str, channels: int, mids: tuple[int, ...], paper: int, text: str) -> ModelSpec:
     return entry(
         name,
         DeepOptEqNet,
         text,
-        {"channels": channels, "mids": mids, **DEFAULTS},
+        {"channels": channels, "mids": mids, **_DEFAULTS},
         paper="OptEq, Tables 3–5 and 8",
         paper_parameters=paper,
     )
@@ -114,7 +159,7 @@ def _imagenet(name: str, widen: int, mids: tuple[int, ...], wide: bool, paper: i
         name,
         partial(DeepOptEqImageNet, widen=widen, mids=mids, wide_kernels=wide),
         f"deep OptEq of {len(mids)} separable blocks behind two ResNet-50 stages",
-        DEFAULTS,
+        _DEFAULTS,
         image_size=224,
         paper="OptEq, Tables 6–7 (its count does not add up)",
         paper_parameters=paper,
@@ -122,10 +167,24 @@ def _imagenet(name: str, widen: int, mids: tuple[int, ...], wide: bool, paper: i
     )
 
 
+_BACKBONE = {"channels": 128, "mids": (256, 512, 512)}
 SPECS = (
     _cifar("deep_opteq_199k", 30, (16, 32, 64, 128, 128), 199_000, "deep OptEq of five blocks"),
     _cifar("deep_opteq_162k", 30, (16, 32, 64, 64, 128), 162_000, "deep OptEq of five blocks"),
     _cifar("deep_opteq_1m4", 64, (64, 128, 256, 256, 512), 1_400_000, "deep OptEq, wider"),
     _imagenet("deep_opteq_small", 1, (512,) * 5, False, 18_000_000),
     _imagenet("deep_opteq_middle", 2, (1024, 512) * 3, True, 40_000_000),
+    segmenter(
+        "deep_opteq_seg",
+        DeepOptEqSegmenter,
+        "deep OptEq backbone of three blocks at a quarter of the pixels",
+        {**_BACKBONE, **_DEFAULTS},
+        paper="OptEq §7.5, Table 10 (no count printed)",
+    ),
+    segmenter(
+        "fcn_seg",
+        ExplicitSegmenter,
+        "explicit twin of deep_opteq_seg: two convolutions for each block",
+        _BACKBONE,
+    ),
 )

@@ -10,9 +10,7 @@ from equilibria.adjoints import Phantom
 from equilibria.nn import MDEQ, MDEQClassifier, MDEQSegmenter, MDEQStem
 from equilibria.solvers import Anderson
 
-from .network import Network, Shape, check_pixels, entry
-
-__all__ = ["SPECS", "MDEQNet", "MDEQSegmentation"]
+from .network import Network, Shape, check_pixels, entry, segmenter
 
 
 class _MDEQNetwork(Network):
@@ -41,12 +39,9 @@ class MDEQNet(_MDEQNetwork):
         **options: Any,
     ) -> None:
         super().__init__(shape, channels=channels, downsample=downsample, **options)
-        check_pixels(
-            shape.image_size,
-            self.multiple,
-            f"the stem halves it {downsample} and the {len(channels)} scales "
-            f"{len(channels) - 1} time(s)",
-        )
+        scales = f"the {len(channels)} scales {len(channels) - 1} time(s)"
+        why = f"the stem halves it {downsample} and {scales}"
+        check_pixels(shape.image_size, self.multiple, why)
         self.head = MDEQClassifier(
             channels, shape.num_classes, head_channels=head_channels, final_channels=final_channels
         )
@@ -100,13 +95,11 @@ SPECS = (
         paper="Bai et al. 2020; the baseline of GEQ Table 1",
         paper_parameters=10_000_000,
     ),
-    entry(
+    segmenter(
         "mdeq_seg",
         MDEQSegmentation,
         "MDEQ of four scales at a quarter of the pixels",
         _DEFAULTS,
-        image_size=180,
-        task="segmentation",
         paper="Bai et al. 2020 (sizes ours)",
     ),
 )

@@ -11,8 +11,6 @@ from equilibria.solvers import PeacemanRachford
 
 from .network import ModelSpec, Network, Shape, check_pixels, entry
 
-__all__ = ["SPECS", "MonotoneNet"]
-
 
 class MonotoneNet(Network):
     """One monotone layer on the image itself, average pooling, a linear map of all its pixels.
@@ -23,12 +21,7 @@ class MonotoneNet(Network):
     """
 
     def __init__(
-        self,
-        shape: Shape,
-        *,
-        channels: tuple[int, ...],
-        pool: int,
-        **options: Any,
+        self, shape: Shape, *, channels: tuple[int, ...], pool: int, **options: Any
     ) -> None:
         super().__init__(shape.in_channels)
         halved = len(channels) - 1

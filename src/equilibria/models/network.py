@@ -6,6 +6,7 @@ import difflib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -15,22 +16,6 @@ from equilibria.ops.pooling import average_pool
 
 from .options import option
 from .values import from_json, short
-
-__all__ = [
-    "AveragePool",
-    "ModelCard",
-    "ModelConfig",
-    "ModelSpec",
-    "Network",
-    "Shape",
-    "check_pixels",
-    "conv_norm_relu",
-    "count_parameters",
-    "entry",
-    "features_to_logits",
-    "prefixed",
-    "upsample",
-]
 
 
 @dataclass(frozen=True)
@@ -183,6 +168,9 @@ def entry(
     """
     about = {key: f"{short(value)}: {option(key, value).about}" for key, value in options.items()}
     return ModelSpec(build, options, ModelCard(name=name, text=text, options=about, **card))
+
+
+segmenter = partial(entry, image_size=180, task="segmentation")  # CamVid at 240 × 180 pixels
 
 
 # ---------------------------------------------------------------------- parts of several networks

@@ -14,8 +14,6 @@ from equilibria.engine import Adjoint, SolverOptions
 from equilibria.nn import NormBounded, WeightNormalized
 from equilibria.problems import GammaPolicy, Patches, Regularizer
 
-__all__ = ["OPTIONS", "Option", "option"]
-
 
 @dataclass(frozen=True)
 class Option:

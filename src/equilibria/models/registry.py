@@ -7,15 +7,13 @@ import fnmatch
 from collections.abc import Mapping
 from typing import Any
 
-from . import branches, deep_opteq, mdeq, monotone, resnet, segmentation, stacks
+from . import branches, deep_opteq, mdeq, monotone, resnet, stacks
 from .network import ModelCard, ModelConfig, ModelSpec, Network, Shape, prefixed
 from .values import to_json
 
-__all__ = ["SPECS", "create", "describe", "find", "names"]
-
 SPECS: Mapping[str, ModelSpec] = {
     spec.card.name: spec
-    for family in (branches, stacks, deep_opteq, monotone, mdeq, resnet, segmentation)
+    for family in (branches, stacks, deep_opteq, monotone, mdeq, resnet)
     for spec in family.SPECS
 }
 _LARGEST = 1 << 16

@@ -1,4 +1,4 @@
-"""ResNets (He et al. 2015), the explicit baselines, and their first stages as feature extractors.
+"""ResNets (He et al. 2015), the explicit baselines: for classes, for pixels, as feature extractors.
 
 Two stems: ``cifar`` is one 3 × 3 convolution, ``imagenet`` a 7 × 7 of stride 2 with a 3 × 3 max
 pool. The stride of a bottleneck is on its 3 × 3 convolution, as everyone trains them today.
@@ -7,13 +7,12 @@ pool. The stride of a bottleneck is on its 3 × 3 convolution, as everyone train
 from __future__ import annotations
 
 from functools import partial
+from itertools import pairwise
 from typing import ClassVar, Literal
 
 from torch import Tensor, nn
 
-from .network import ModelSpec, Network, Shape, conv_norm_relu, entry
-
-__all__ = ["BASIC_18", "SPECS", "Basic", "Bottleneck", "ResNet", "Trunk"]
+from .network import ModelSpec, Network, Shape, conv_norm_relu, entry, segmenter, upsample
 
 Stem = Literal["cifar", "imagenet"]
 
@@ -58,6 +57,8 @@ class Bottleneck(_Residual):
         super().__init__(before, after, stride, body + conv_norm_relu(mid, after, 1))
 
 
+BASIC_18 = (2, 2, 2, 2)
+DEEP_50 = (3, 4, 6, 3)
 Block = type[Basic] | type[Bottleneck]
 
 
@@ -115,8 +116,26 @@ class ResNet(Network):
         return out
 
 
-BASIC_18 = (2, 2, 2, 2)
-DEEP_50 = (3, 4, 6, 3)
+class FCN(Network):
+    """FCN-8s (Shelhamer, Long and Darrell) on a ResNet-18: scores at strides 8, 16, 32, summed.
+
+    Each coarser score is brought up by bilinear interpolation and added to the next finer one.
+    """
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__(shape.in_channels)
+        self.trunk = Trunk(shape.in_channels, Basic, BASIC_18, "imagenet")
+        self.scores = nn.ModuleList(
+            nn.Conv2d(c, shape.num_classes, 1) for c in self.trunk.channels[1:]
+        )
+
+    def logits(self, x: Tensor) -> Tensor:
+        maps = self.trunk(x)[1:]
+        scores = [score(m) for score, m in zip(self.scores, maps, strict=True)]
+        out: Tensor = scores[-1]
+        for _, finer in pairwise(reversed(scores)):
+            out = upsample(out, finer) + finer
+        return upsample(out, x)
 
 
 def _spec(
@@ -140,4 +159,7 @@ SPECS = (
     _spec("resnet50_cifar", "ResNet-50, 3 × 3 stem", Bottleneck, DEEP_50, "cifar", 23_500_000),
     _spec("resnet18_imagenet", "ResNet-18", Basic, BASIC_18, "imagenet", 11_690_000),
     _spec("resnet50_imagenet", "ResNet-50", Bottleneck, DEEP_50, "imagenet", 25_560_000),
+    segmenter(
+        "fcn_resnet18", FCN, "FCN-8s on a ResNet-18", {}, paper="Shelhamer, Long and Darrell 2017"
+    ),
 )

@@ -18,8 +18,6 @@ from equilibria.nn import NormBounded, WeightNormalized
 from equilibria.problems import GammaPolicy, Patches, Regularizer
 from equilibria.solvers import BestIterate
 
-__all__ = ["KINDS", "from_json", "short", "to_json"]
-
 _BASES = (SolverOptions, Adjoint, LinearSolver, GammaPolicy, Patches, Regularizer)
 _PUBLIC = [
     getattr(package, name)

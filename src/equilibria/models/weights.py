@@ -29,8 +29,6 @@ from equilibria.engine.optional import needs
 from .network import ModelConfig, Network
 from .registry import create
 
-__all__ = ["ModelFileError", "load", "quantize", "read_header", "save"]
-
 FORMAT = "equilibria-model/1"
 _SCALE = ".scale."
 _QUANTIZATION = {"version": 1, "scheme": "int8 rows", "suffix": _SCALE}
@@ -211,13 +209,13 @@ def _opened(path: str | os.PathLike[str]) -> Iterator[Any]:
     except (library.SafetensorError, OSError) as error:
         with place.open("rb") as file:
             start = file.read(4)
+        why = f"it is truncated or damaged ({error})"
         if start == b"PK\x03\x04" or start[:1] == b"\x80":
-            _refuse(
-                place,
+            why = (
                 "it looks like a pickle (torch.save), which is never opened here because reading "
-                "one can run any code; load it where it was made and write it with models.save",
+                "one can run any code; load it where it was made and write it with models.save"
             )
-        _refuse(place, f"it is truncated or damaged ({error})")
+        _refuse(place, why)
 
 
 def _header(path: Path, file: Any) -> dict[str, Any]:
@@ -237,12 +235,8 @@ def _header(path: Path, file: Any) -> dict[str, Any]:
             _refuse(path, f"its config has {key}={config.get(key)!r}, expected {kind.__name__}")
     for key, known in _QUANTIZATION.items() if "quantization" in metadata else ():
         if quantization.get(key) != known:
-            _refuse(
-                path,
-                f"its quantization has {key}={quantization.get(key)!r}, and this version reads "
-                f"{known!r}; use the version of the library that wrote the file, or write it with "
-                "models.save",
-            )
+            has = f"its quantization has {key}={quantization.get(key)!r}, and this version reads"
+            _refuse(path, f"{has} {known!r}; use the version of the library that wrote the file")
     slices = {name: file.get_slice(name) for name in list(file.keys())}
     return {
         "config": config,
