@@ -178,7 +178,7 @@ def load(
         header = _header(Path(path), file)
         model = _build(path, header)
         quantized = header["quantization"] is not None
-        _check_tensors(path, header["tensors"], _expected(model, quantized))
+        _check_tensors(path, header["tensors"], model, quantized)
         # Copies: the reader's tensors are windows into the file, which another may cut short.
         stored = {name: file.get_tensor(name).clone() for name in header["tensors"]}
     if quantized:
@@ -276,30 +276,21 @@ def _build(path: str | os.PathLike[str], header: Mapping[str, Any]) -> Network:
         ) from error
 
 
-Expected = dict[str, tuple[tuple[str, ...], tuple[int, ...]]]
-"""Tensors by name: the dtypes that they may have in a file, and their shape."""
-
-
-def _expected(model: Network, quantized: bool) -> Expected:
-    """What the file of a network holds; weights not in eight bits may be of any precision."""
-    made: Expected = {}
-    for name, value in model.state_dict(keep_vars=True).items():
-        shape = tuple(value.shape)
-        if not quantized:
-            floating = value.is_floating_point()
-            made[name] = (tuple(_FLOATS.values()) if floating else (_NAMES[value.dtype],), shape)
-            continue
-        dtype = _stored_as(value)
-        made[name] = ((_NAMES[dtype],), shape)
-        if dtype == torch.int8:
-            made[name + _SCALE] = (("F32",), shape[:1])
-    return made
-
-
 def _check_tensors(
-    path: str | os.PathLike[str], found: Mapping[str, Mapping[str, Any]], wanted: Expected
+    path: str | os.PathLike[str],
+    found: Mapping[str, Mapping[str, Any]],
+    model: Network,
+    quantized: bool,
 ) -> None:
-    """Raise unless names, shapes and dtypes are those expected."""
+    """Names, shapes and dtypes; weights not in eight bits may be of any precision."""
+    wanted: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        dtype = _stored_as(value) if quantized else value.dtype
+        several = not quantized and value.is_floating_point()
+        dtypes = tuple(_FLOATS.values()) if several else (_NAMES[dtype],)
+        wanted[name] = (dtypes, tuple(value.shape))
+        if dtype == torch.int8:
+            wanted[name + _SCALE] = (("F32",), tuple(value.shape[:1]))
     missing = [name for name in wanted if name not in found]
     foreign = [name for name in found if name not in wanted]
     problems = [f"{len(missing)} missing ({_some(missing)})"] if missing else []
@@ -354,22 +345,22 @@ def quantize(name: str, weight: Tensor) -> tuple[Tensor, Tensor]:
     normal number, 1.2e-38: some devices take such a scale for 0.
     """
     # Exact to float32's rounding: a quotient in float32 misses ties by up to 8e-6 of a step.
-    exact = weight.detach().cpu().double()
+    exact = weight.detach().cpu().double().flatten(1)
     _check_finite(name, exact)
-    scale = (exact.abs().flatten(1).amax(1) / _LARGEST).float()
+    scale = (exact.abs().amax(1) / _LARGEST).float()
     scale[scale < torch.finfo(torch.float32).tiny] = 1.0
-    whole = torch.round(exact / _column(scale.double(), exact.ndim)).clamp_(-_LARGEST, _LARGEST)
-    if not bool(torch.isfinite(whole.float() * _column(scale, exact.ndim)).all()):
+    whole = torch.round(exact / scale[:, None].double()).clamp_(-_LARGEST, _LARGEST)
+    if not bool(torch.isfinite(whole.float() * scale[:, None]).all()):
         raise ValueError(
             f"dtype=torch.int8: {name} holds a weight of size {float(exact.abs().max()):.3g}, more "
             "than a scale in float32 can give back; save with dtype=None."
         )
-    return whole.to(torch.int8).contiguous(), scale
+    return whole.to(torch.int8).view(weight.shape), scale
 
 
 def _dequantize(name: str, whole: Tensor, scale: Tensor) -> Tensor:
     """q int8 [R, …], s float32 [R] ↦ q·s, computed in float32. Neither q nor s is trusted."""
-    made = whole.float() * _column(scale, whole.ndim)
+    made = (whole.flatten(1).float() * scale[:, None]).view(whole.shape)
     unusable = scale[~(torch.isfinite(scale) & (scale > 0))]
     if unusable.numel():
         why = f"a scale of {name} is {float(unusable[0]):.3g}, expected a positive finite number"
@@ -380,11 +371,6 @@ def _dequantize(name: str, whole: Tensor, scale: Tensor) -> Tensor:
     else:
         return made
     raise ValueError(f"{why}; the file is damaged, fetch or save it again")
-
-
-def _column(scale: Tensor, ndim: int) -> Tensor:
-    """[R] ↦ [R, 1, …] of ``ndim`` dimensions."""
-    return scale.view(-1, *([1] * (ndim - 1)))
 
 
 def _in_full(path: str | os.PathLike[str], stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
