@@ -10,8 +10,6 @@ import torch
 
 import equilibria as eq
 from equilibria import models
-from equilibria.models.network import entry
-from equilibria.models.registry import SPECS
 from tests.models.small import make
 
 PROMISED = [
@@ -90,14 +88,21 @@ def test_bad_shapes(key: str, value: object) -> None:
         models.create("geq_digits", **{key: value})  # type: ignore[arg-type]
 
 
-def test_errors_of_a_network_name_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unlucky(shape: object) -> models.Network:
-        raise ValueError("unlucky.")
-
-    spec = entry("unlucky", unlucky, "one that fails", {})
-    monkeypatch.setitem(SPECS, "unlucky", spec)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"^unlucky: unlucky\.$"):
-        models.create("unlucky")
+@pytest.mark.parametrize(
+    ("name", "size", "multiple"),
+    [
+        ("geq_digits", 6, 4),
+        ("geq_stack_cifar_3m", 36, 8),
+        ("opteq_stack_digits", 9, 2),
+        ("geq_cifar_5m", 24, 16),
+        ("mdeq_cifar", 28, 8),
+        ("mondeq_multi", 30, 4),
+    ],
+)
+def test_sizes_that_do_not_divide(name: str, size: int, multiple: int) -> None:
+    wrong = rf"^{name}: image_size={size} is no multiple of {multiple}: "
+    with pytest.raises(ValueError, match=wrong):
+        models.create(name, image_size=size)
 
 
 def test_networks_do_not_share_state() -> None:

@@ -122,14 +122,6 @@ def test_the_few_steps_of_a_stack_come_near_the_equilibrium(name: str) -> None:
         assert float(solution.stats.relative.median()) < 0.1
 
 
-@pytest.mark.parametrize(
-    ("name", "size"), [("geq_digits", 6), ("geq_stack_cifar_3m", 36), ("opteq_stack_digits", 9)]
-)
-def test_sizes_that_do_not_divide_are_refused_when_it_is_built(name: str, size: int) -> None:
-    with pytest.raises(ValueError, match=rf"{name}: image_size={size} is no multiple of \d"):
-        models.create(name, image_size=size)
-
-
 def test_overrides_reach_the_layers() -> None:
     options = {
         "hidden": 3,
@@ -144,44 +136,6 @@ def test_overrides_reach_the_layers() -> None:
     assert [layer.channels for layer in layers] == [8, 8, 8, 8, 16, 16]
     for layer in layers:
         assert {name: getattr(layer, name) for name in options} == options
-
-
-def _digits() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    datasets = pytest.importorskip("sklearn.datasets")
-    selection = pytest.importorskip("sklearn.model_selection")
-    data = datasets.load_digits()
-    x = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16
-    y = torch.tensor(data.target)
-    train, test = selection.train_test_split(
-        range(len(y)), test_size=0.2, stratify=data.target, random_state=0
-    )
-    mean, deviation = x[train].mean(), x[train].std()
-    x = (x - mean) / deviation
-    return x[train], y[train], x[test], y[test]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["geq_digits", "opteq_digits", "explicit_digits"])
-def test_learns_digits(name: str) -> None:
-    """At least 98% on a held-out fifth after ten epochs of plain training."""
-    x, y, test_x, test_y = _digits()
-    torch.manual_seed(0)
-    model = models.create(name)
-    epochs, batch = 10, 64
-    steps = epochs * (len(x) // batch)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=3e-3, total_steps=steps)
-    for _ in range(epochs):
-        for index in torch.randperm(len(x)).split(batch)[: len(x) // batch]:
-            logits = model(x[index])
-            loss = nn.functional.cross_entropy(logits, y[index], label_smoothing=0.05)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            schedule.step()
-    with torch.no_grad():
-        accuracy = float((model.eval()(test_x).argmax(1) == test_y).float().mean())
-    assert accuracy >= 0.98
 
 
 def _normalized(x: torch.Tensor) -> torch.Tensor:

