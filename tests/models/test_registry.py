@@ -118,12 +118,8 @@ def test_networks_do_not_share_state() -> None:
 def test_cards(name: str) -> None:
     card = models.describe(name)
     assert card.name == name
-    assert card.text
-    assert "\n" not in card.text
-    assert card.in_channels in (1, 3)
-    text = str(card)
     for line in (name, card.paper, f"{card.image_size} × {card.image_size}", *card.options):
-        assert line in text
+        assert line in str(card)
     with torch.device("meta"):
         assert set(card.options) == set(models.create(name).config.options)
 

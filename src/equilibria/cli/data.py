@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.table import Column
 
 from .console import output, print_json, print_table
-from .loading import Json
+from .loading import Json, Root
 
 app = typer.Typer(help="List, download and check data sets.", no_args_is_help=True)
-
-Root = Annotated[
-    Path | None, typer.Option("--root", help="The folder that holds the data, if you have it.")
-]
 
 
 @app.command("list")
