@@ -5,6 +5,7 @@ images → g(x) → z = f_L ∘ … ∘ f_1(z) → head
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -90,21 +91,23 @@ class DeepOptEqImageNet(Network):
         return out
 
 
-class _Segmenter(Network):
+class BackboneSegmenter(Network):
     """Two stride-2 convolutions, a backbone at a quarter of the pixels, a score for each pixel.
 
     x [B, C, H, W] → [B, num_classes, H, W]; the scores are brought back by bilinear interpolation,
     so H and W need not be multiples of anything.
     """
 
-    def __init__(self, shape: Shape, channels: int, backbone: nn.Module) -> None:
+    def __init__(
+        self, shape: Shape, *, backbone: Callable[..., nn.Module], channels: int, **options: Any
+    ) -> None:
         super().__init__(shape.in_channels)
-        half = (channels + 1) // 2
+        made, half = backbone(channels, **options), (channels + 1) // 2
         self.stem = nn.Sequential(
             *conv_norm_relu(shape.in_channels, half, 3, stride=2),
             *conv_norm_relu(half, channels, 3, stride=2),
         )
-        self.backbone = backbone
+        self.backbone = made
         self.head = nn.Sequential(
             nn.BatchNorm2d(channels), nn.ReLU(), nn.Conv2d(channels, shape.num_classes, 1)
         )
@@ -113,21 +116,10 @@ class _Segmenter(Network):
         return upsample(self.head(self.backbone(self.stem(x))), x)
 
 
-class DeepOptEqSegmenter(_Segmenter):
-    """The backbone is a deep OptEq of three blocks, 256, 512 and 512 (OptEq §7.5)."""
-
-    def __init__(
-        self, shape: Shape, *, channels: int, mids: tuple[int, ...], **options: Any
-    ) -> None:
-        super().__init__(shape, channels, DeepOptEq(channels, mids, kernel_size=3, **options))
-
-
-class ExplicitSegmenter(_Segmenter):
-    """Its explicit twin: each block becomes a residual pair of convolutions of equal size."""
-
-    def __init__(self, shape: Shape, *, channels: int, mids: tuple[int, ...]) -> None:
-        pairs = [Block(channels, channels, partial(ExplicitPair, mid=mid)) for mid in mids]
-        super().__init__(shape, channels, nn.Sequential(*pairs))
+def _explicit(channels: int, mids: tuple[int, ...]) -> nn.Module:
+    """A residual pair of convolutions of equal size in the place of each block."""
+    pairs = [Block(channels, channels, partial(ExplicitPair, mid=mid)) for mid in mids]
+    return nn.Sequential(*pairs)
 
 
 _DEFAULTS: dict[str, Any] = {
@@ -176,14 +168,14 @@ SPECS = (
     _imagenet("deep_opteq_middle", 2, (1024, 512) * 3, True, 40_000_000),
     segmenter(
         "deep_opteq_seg",
-        DeepOptEqSegmenter,
+        partial(BackboneSegmenter, backbone=partial(DeepOptEq, kernel_size=3)),
         "deep OptEq backbone of three blocks at a quarter of the pixels",
         {**_BACKBONE, **_DEFAULTS},
         paper="OptEq §7.5, Table 10 (no count printed)",
     ),
     segmenter(
         "fcn_seg",
-        ExplicitSegmenter,
+        partial(BackboneSegmenter, backbone=_explicit),
         "explicit twin of deep_opteq_seg: two convolutions for each block",
         _BACKBONE,
     ),
