@@ -35,19 +35,22 @@ def complain(label: str, message: str, style: str) -> None:
     error_console.print(Text.assemble((label, style), " ", message))
 
 
+def say(text: str, style: str = "dim") -> None:
+    """Lines on stderr that are not wrapped: they may hold a command to copy."""
+    error_console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
 def fail(message: str, hint: str = "") -> typer.Exit:
     """Say what went wrong, and give the exception to raise: ``raise fail(...)``."""
     complain("error:", message, "bold red")
     if hint:
-        error_console.print(hint, markup=False, highlight=False, style="dim")
+        say(hint)
     return typer.Exit(1)
 
 
 def stop(message: str = "") -> typer.Exit:
     """Say that the user stopped it, and give the exception to raise: ``raise stop(...)``."""
-    # Soft: a command to copy must not be cut by a line's end.
-    said = message or "interrupted"
-    error_console.print(said, style="yellow", markup=False, highlight=False, soft_wrap=True)
+    say(message or "interrupted", "yellow")
     return typer.Exit(130)
 
 

@@ -10,7 +10,7 @@ import typer
 
 from equilibria.training.config import TrainConfig
 
-from .console import error_console, fail, print_json, print_table, stop
+from .console import fail, print_json, print_table, say, stop
 from .flags import from_flags, pairs, with_flags
 from .loading import Json
 
@@ -82,13 +82,7 @@ def train(
         return
     rows = [(name, f"{value:.4g}") for name, value in result.metrics.items()]
     print_table("result", "value", rows=rows)
-    error_console.print(
-        f"weights in {result.weights}\nnext: {_next(result.folder, settings)}",
-        style="dim",
-        markup=False,
-        highlight=False,
-        soft_wrap=True,
-    )
+    say(f"weights in {result.weights}\nnext: {_next(result.folder, settings)}")
 
 
 def _next(folder: Path, settings: TrainConfig) -> str:
