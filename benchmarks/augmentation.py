@@ -9,15 +9,12 @@ kornia is in the extra ``bench``.
 
 from __future__ import annotations
 
-import argparse
-import json
-import subprocess
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import kornia.augmentation as kornia
 import torch
+from _record import parser, save
 from kornia.augmentation.auto import RandAugment
 from kornia.augmentation.container import AugmentationSequential
 
@@ -62,25 +59,7 @@ def measure() -> dict[str, dict[str, float]]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--out", default="results", help="folder of the result")
-    out = Path(parser.parse_args().out)
-    torch.set_num_threads(1)
-    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    record = {
-        "command": "python benchmarks/augmentation.py",
-        "commit": git.stdout.strip(),
-        "torch": torch.__version__,
-        "milliseconds": measure(),
-    }
-    out.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(record, indent=1, ensure_ascii=False)
-    (out / "augmentation.json").write_text(text + "\n", "utf-8")
-    print(text)
-
-
 if __name__ == "__main__":
-    main()
+    options = parser(__doc__).parse_args()
+    torch.set_num_threads(1)
+    save("augmentation", options.out, milliseconds=measure())

@@ -20,10 +20,10 @@ import statistics
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
+from _record import commit, parser, write
 
 from equilibria_papers.theory.monotone_ntk import (
     ThesisModel,
@@ -90,14 +90,11 @@ def exponent(rows: list[dict[str, Any]], key: str, by: str) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", default="results")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--one", nargs=2, type=int, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    asked = parser(__doc__)
+    asked.add_argument("--threads", type=int, default=2)
+    asked.add_argument("--repeats", type=int, default=5)
+    asked.add_argument("--one", nargs=2, type=int, help=argparse.SUPPRESS)
+    options = asked.parse_args()
     torch.set_num_threads(options.threads)
     if options.one:
         print(json.dumps(measure(*options.one, options.repeats)))
@@ -111,9 +108,8 @@ def main() -> None:
         print(rows[-1], flush=True)
     in_n = [r for r in rows if r["N"] == 128 and r["n"] >= 64]
     in_samples = [r for r in rows if r["n"] == 64 and r["N"] >= 64]
-    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     found = {
-        "commit": git.stdout.strip(),
+        "commit": commit(),
         "torch": torch.__version__,
         "threads": options.threads,
         "cores": os.cpu_count(),
@@ -126,11 +122,7 @@ def main() -> None:
             "peak_mb in N (n = 64, N ≥ 64)": exponent(in_samples, "peak_mb", "N"),
         },
     }
-    path = Path(options.out) / "closed_form_ntk.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    partial.replace(path)
+    write(options.out / "closed_form_ntk.json", found)
     print(json.dumps(found["growth"], indent=1, ensure_ascii=False))
 
 

@@ -11,16 +11,15 @@ CPU time is the sum over all threads of the process and depends little on other 
 
 from __future__ import annotations
 
-import argparse
 import json
 import resource
-import subprocess
 import time
 import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
+from _record import commit, parser, write
 from torch import Tensor
 
 import equilibria as eq
@@ -96,21 +95,17 @@ def cases(quick: bool) -> list[tuple[str, str, int, dict[str, Any]]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", default="results")
-    parser.add_argument("--root", default=None, help="the folder that holds MNIST")
-    parser.add_argument("--threads", type=int, default=None, help="CPU threads; torch's if none")
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--only", default=None, help="one case: target, samples, parameters, …")
-    options = parser.parse_args()
+    asked = parser(__doc__)
+    asked.add_argument("--root", default=None, help="the folder that holds MNIST")
+    asked.add_argument("--threads", type=int, default=None, help="CPU threads; torch's if none")
+    asked.add_argument("--quick", action="store_true")
+    asked.add_argument("--only", default=None, help="one case: target, samples, parameters, …")
+    options = asked.parse_args()
     warnings.simplefilter("ignore")
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     report: dict[str, Any] = {
-        "commit": git.stdout.strip() or None,
+        "commit": commit() or None,
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "threads": torch.get_num_threads(),
@@ -118,14 +113,10 @@ def main() -> None:
         "rows": [],
     }
     name = "empirical_ntk_quick.json" if options.quick else "empirical_ntk.json"
-    path = Path(options.out) / name
-    path.parent.mkdir(parents=True, exist_ok=True)
     for case, network, count, given in cases(options.quick):
         if options.only in (None, case):
             report["rows"].append(measure(network, images(count, options.root), case, **given))
-            beside = path.with_suffix(".part")
-            beside.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-            beside.replace(path)
+            write(options.out / name, report)
 
 
 if __name__ == "__main__":

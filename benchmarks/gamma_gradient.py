@@ -18,7 +18,6 @@ import json
 import platform
 import shlex
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _record import commit, write
 
 import equilibria as eq
 from equilibria.training import TrainConfig, fit
@@ -87,11 +87,10 @@ def train(options: argparse.Namespace, model: str, variant: str, seed: int) -> d
 
 
 def header(options: argparse.Namespace) -> dict[str, Any]:
-    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     return {
         "command": shlex.join(["python", "benchmarks/gamma_gradient.py", *sys.argv[1:]]),
-        "commit": options.commit or git.stdout.strip(),
+        "commit": options.commit or commit(),
         "machine": f"{platform.system()} {platform.machine()}, {device}",
         "torch": str(torch.__version__),
         "recipe": {
@@ -153,10 +152,7 @@ def main() -> None:
                 runs.append(train(options, model, variant, seed))
                 print(runs[-1], flush=True)
                 made = {**record, "summary": summary(runs), "runs": runs}
-                options.out.parent.mkdir(parents=True, exist_ok=True)
-                part = options.out.with_suffix(".part")
-                part.write_text(json.dumps(made, indent=1) + "\n", "utf-8")
-                part.replace(options.out)
+                write(options.out, made)
     for row in summary(runs):
         print(row)
 

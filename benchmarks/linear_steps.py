@@ -10,14 +10,10 @@ opteq_stack_cifar_* is based on it.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
-import subprocess
-import sys
-from pathlib import Path
 
 import torch
+from _record import parser, save
 
 import equilibria as eq
 
@@ -51,10 +47,7 @@ def distance(size: str, steps: int, seed: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", default="results", help="folder of the JSON file")
-    options = parser.parse_args()
-    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    options = parser(__doc__).parse_args()
     rows = [
         {
             "step": size,
@@ -64,18 +57,7 @@ def main() -> None:
         for size in SOLVERS
         for steps in (1, 2, 4, 8, 16, 32)
     ]
-    for row in rows:
-        print(row)
-    record = {
-        "command": "python benchmarks/linear_steps.py",
-        "commit": git.stdout.strip(),
-        "torch": torch.__version__,
-        "rows": rows,
-    }
-    path = Path(options.out) / "linear_steps.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record, indent=1) + "\n")
-    sys.stdout.write(f"wrote {path}\n")
+    save("linear_steps", options.out, rows=rows)
 
 
 if __name__ == "__main__":

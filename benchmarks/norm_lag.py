@@ -9,16 +9,12 @@ norm_lag.json. The default of NormBounded.steps is based on it.
 
 from __future__ import annotations
 
-import argparse
-import json
-import subprocess
-import sys
 import time
 import warnings
-from pathlib import Path
 from typing import Any
 
 import torch
+from _record import parser, save
 
 import equilibria as eq
 from equilibria.problems.norms import convolution_norm_upper
@@ -64,32 +60,16 @@ def train(name: str, steps: int, optimizer: str, epochs: int = 3) -> dict[str, A
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", default="results")
-    options = parser.parse_args()
+    options = parser(__doc__).parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     rows = []
     for name in ("opteq_digits", "geq_digits"):
         for optimizer in ("adamw", "sgd"):
             for steps in (1, 2, 4):
                 rows.append(train(name, steps, optimizer))
                 print(rows[-1], flush=True)
-    record = {
-        "command": "python benchmarks/norm_lag.py",
-        "commit": git.stdout.strip(),
-        "torch": torch.__version__,
-        "machine": "two-core CPU, one thread",
-        "bound": 0.95,
-        "rows": rows,
-    }
-    path = Path(options.out) / "norm_lag.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record, indent=1) + "\n")
-    sys.stdout.write(f"wrote {path}\n")
+    save("norm_lag", options.out, machine="two-core CPU, one thread", bound=0.95, rows=rows)
 
 
 if __name__ == "__main__":

@@ -7,14 +7,11 @@ One thread; the minimum of five repeats, in microseconds. Batch × memory × sta
 
 from __future__ import annotations
 
-import argparse
-import json
-import subprocess
 import timeit
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
+from _record import parser, save
 
 
 def least(call: Callable[[], object], number: int) -> float:
@@ -47,25 +44,7 @@ def measure() -> dict[str, dict[str, float]]:
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--out", default="results", help="folder of the result")
-    out = Path(parser.parse_args().out)
-    torch.set_num_threads(1)
-    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    record = {
-        "command": "python benchmarks/small_ops.py",
-        "commit": git.stdout.strip(),
-        "torch": torch.__version__,
-        "microseconds": measure(),
-    }
-    out.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(record, indent=1, ensure_ascii=False)
-    (out / "small_ops.json").write_text(text + "\n", "utf-8")
-    print(text)
-
-
 if __name__ == "__main__":
-    main()
+    options = parser(__doc__).parse_args()
+    torch.set_num_threads(1)
+    save("small_ops", options.out, microseconds=measure())

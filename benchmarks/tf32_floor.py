@@ -8,14 +8,12 @@ layers and both settings of TF32 the smallest ‖T(z) − z‖/‖T(z)‖ that a
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import warnings
-from pathlib import Path
 from typing import Any
 
 import torch
+from _record import commit, parser, write
 
 import equilibria as eq
 
@@ -33,12 +31,9 @@ def floor(layer: eq.nn.EquilibriumLayer, x: torch.Tensor, solver: Any) -> dict[s
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", default="results")
-    parser.add_argument("--commit", default="")
-    options = parser.parse_args()
+    asked = parser(__doc__)
+    asked.add_argument("--commit", default="", help="where the checkout has no .git")
+    options = asked.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("tf32_floor.py needs a CUDA device.")
     rows = []
@@ -88,13 +83,12 @@ def main() -> None:
                         print(row, flush=True)
     record = {
         "command": "python benchmarks/tf32_floor.py " + " ".join(sys.argv[1:]),
-        "commit": options.commit,
+        "commit": options.commit or commit(),
         "torch": torch.__version__,
         "machine": torch.cuda.get_device_name(),
         "rows": rows,
     }
-    Path(options.out).mkdir(parents=True, exist_ok=True)
-    (Path(options.out) / "tf32_floor.json").write_text(json.dumps(record, indent=1) + "\n")
+    write(options.out / "tf32_floor.json", record)
 
 
 if __name__ == "__main__":

@@ -99,9 +99,14 @@ HEADINGS = (
 
 
 def picture(draw: Any, width: float = 6.0, height: float = 3.6) -> str:
-    """An <img> with the picture inside the page."""
+    """One set of axes, drawn by ``draw(axes)``, as an <img>."""
     figure, axes = plt.subplots(figsize=(width, height), layout="constrained")
     draw(axes)
+    return embedded(figure)
+
+
+def embedded(figure: Any) -> str:
+    """An <img> with the picture inside the page."""
     file = io.BytesIO()
     figure.savefig(file, format="png", dpi=130)
     plt.close(figure)
@@ -193,10 +198,7 @@ def gallery(geq: Trained, test: Any) -> str:
             color="black" if right else "#B00020",
         )
         place.axis("off")
-    file = io.BytesIO()
-    figure.savefig(file, format="png", dpi=130)
-    plt.close(figure)
-    return f'<img alt="" src="data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}">'
+    return embedded(figure)
 
 
 def page(found: list[Trained], test: Any, certificate: str) -> str:

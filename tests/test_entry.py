@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
-import warnings
 from typing import Any
 
 import pytest
@@ -15,15 +12,12 @@ import equilibria as eq
 from tests.contracts.adjoint_contract import (
     CLOSE,
     FORWARD,
-    LAPS,
     TANH,
     TREE,
     assert_close,
     contraction,
     dense_of,
     draw,
-    exact_propagator,
-    flat,
     loss_of,
     quiet,
 )
@@ -136,13 +130,6 @@ def test_an_error_of_the_map_goes_through_as_it_is(adjoint: Any) -> None:
         eq.fixed_point(fn, torch.zeros(2, 3), adjoint=adjoint)
 
 
-@pytest.mark.parametrize("adjoint", ADJOINTS, ids=repr)
-def test_trees_go_in_and_come_out_alike(adjoint: Any) -> None:
-    sol = eq.fixed_point(TREE.fn, TREE.start, TREE.parameters, solver=FORWARD, adjoint=adjoint)
-    assert list(sol.value) == ["a", "b"]
-    torch.testing.assert_close(flat(sol.value), dense_of("tree").z, **CLOSE)
-
-
 # Reports -------------------------------------------------------------------------------------
 
 
@@ -176,11 +163,6 @@ def test_throw_raises_and_carries_the_solution(adjoint: Any) -> None:
     assert solution.stats.steps.tolist() == [5, 5]
     # zₖ = (1 − 0.99ᵏ)/0.01 after 4 to 10 evaluations: an iterate is there to be used.
     assert 3.9 < float(solution.value.detach().mean()) < 9.6
-
-
-def test_throw_is_silent_when_all_converged() -> None:
-    sol = eq.fixed_point(TANH.fn, TANH.start, TANH.parameters, throw=True)
-    assert sol.converged.all()
 
 
 @pytest.mark.parametrize("adjoint", ADJOINTS, ids=repr)
@@ -240,32 +222,6 @@ def test_nothing_diverged_is_called_converged() -> None:
                 assert not sol.converged.any(), (fn, solver, start)
 
 
-def test_an_infinite_residual_does_not_pass_a_relative_test() -> None:
-    """‖r‖ = ∞ ≤ rtol·∞ is no convergence."""
-    z0 = torch.full((2, 2), 1e30)
-    sol = quiet(lambda: eq.fixed_point(lambda z: z * 1e10, z0, solver=eq.Picard(rtol=0.5)))
-    assert not sol.converged.any()
-
-
-def test_callback_sees_each_step_and_the_residual_falls() -> None:
-    steps, states, residuals = [], [], []
-
-    def callback(step: int, z: Tensor, residual: Tensor) -> None:
-        steps.append(step)
-        states.append(z.clone())
-        residuals.append(residual.clone())
-
-    weight, x = TANH.parameters
-    sol = eq.fixed_point(
-        TANH.fn, TANH.start, (weight, x), solver=eq.Picard(rtol=1e-8), callback=callback
-    )
-    assert steps == list(range(1, sol.stats.evaluations + 1))
-    assert torch.equal(states[0], TANH.start)
-    torch.testing.assert_close(states[2], TANH.fn(TANH.fn(TANH.start, weight, x), weight, x))
-    gap = TANH.fn(states[3], weight, x) - states[3]
-    torch.testing.assert_close(residuals[3], gap.norm(dim=1))
-
-
 def test_callback_of_a_tree_gets_the_tree_without_a_graph() -> None:
     seen = []
     eq.fixed_point(
@@ -281,69 +237,11 @@ def test_callback_of_a_tree_gets_the_tree_without_a_graph() -> None:
     assert residual.shape == (2,)
 
 
-def test_warm_start_takes_fewer_steps_to_the_same_answer() -> None:
-    weight, x = TANH.leaves()
-    cold = eq.fixed_point(TANH.fn, TANH.start, (weight, x), solver=eq.Picard(rtol=1e-8))
-    warm = eq.fixed_point(TANH.fn, cold.value, (weight, x), solver=eq.Picard(rtol=1e-8))
-    assert int(warm.stats.steps.max()) < int(cold.stats.steps.max()) // 2
-    torch.testing.assert_close(warm.value, cold.value, rtol=1e-7, atol=1e-7)
-    found = torch.autograd.grad(loss_of(warm.value), (weight, x))
-    assert_close(found, dense_of("tanh").gradients(exact_propagator), rtol=1e-6, atol=1e-6)
-
-
 def test_grad_mode_of_the_caller_is_left_as_it_was() -> None:
     for mode in (True, False):
         with torch.set_grad_enabled(mode):
             quiet(lambda: eq.fixed_point(no_solution, torch.zeros(2, 3)))
             assert torch.is_grad_enabled() is mode
-
-
-def test_fixed_steps_do_not_wait_or_warn() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        sol = eq.fixed_point(
-            lambda z: 0.999 * z + 1.0,
-            torch.zeros(2, 3),
-            solver=eq.Picard(rtol=0.0, atol=0.0, max_steps=4),
-        )
-    assert sol.stats.syncs == 0
-    assert sol.stats.evaluations == 4
-    assert (sol.result == eq.Result.max_steps).all()
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        eq.Picard(damping=0.5),
-        eq.Anderson(memory=3, rtol=1e-3),
-        eq.Broyden(memory=4, safeguard=None),
-        eq.BestIterate(eq.Anderson(memory=3)),
-        eq.GMRES(restart=7),
-        eq.CG(rtol=1e-3),
-        eq.Implicit(solver=eq.Anderson(memory=2)),
-    ],
-    ids=repr,
-)
-def test_options_copy_and_pickle(options: Any) -> None:
-    for other in (copy.deepcopy(options), copy.copy(options), pickle.loads(pickle.dumps(options))):
-        assert type(other) is type(options)
-        assert other == options
-        assert hash(other) == hash(options)
-        assert repr(other) == repr(options)
-
-
-def test_options_that_differ_are_not_equal() -> None:
-    assert eq.Anderson(memory=3) != eq.Anderson(memory=4)
-    assert eq.Implicit(solver=eq.GMRES()) != eq.Implicit(solver=eq.CG())
-    assert eq.BestIterate(eq.Anderson()) != eq.BestIterate(eq.Picard())
-    assert eq.BestIterate(eq.Anderson(memory=2)) != eq.BestIterate(eq.Anderson(memory=3))
-
-
-def test_a_solution_without_a_graph_pickles() -> None:
-    sol = eq.fixed_point(TANH.fn, TANH.start, TANH.parameters)
-    other = pickle.loads(pickle.dumps(sol))
-    assert torch.equal(other.value, sol.value)
-    assert torch.equal(other.result, sol.result)
 
 
 # linear_solve --------------------------------------------------------------------------------
@@ -376,23 +274,6 @@ def test_linear_solve_has_second_derivatives() -> None:
     assert torch.autograd.gradgradcheck(run, (a, b), fast_mode=True)
 
 
-def test_linear_solve_by_conjugate_gradients_on_a_tree() -> None:
-    root = contraction(133, 6, 6)
-    symmetric = torch.eye(6, dtype=torch.float64) + root @ root.T
-    b = draw(134, 2, 6).requires_grad_()
-
-    def product(v: dict[str, Tensor]) -> dict[str, Tensor]:
-        whole = torch.cat([v["p"], v["q"].flatten(1)], 1) @ symmetric
-        return {"p": whole[:, :2], "q": whole[:, 2:].view(2, 2, 2)}
-
-    given_ = {"p": b[:, :2], "q": b[:, 2:].view(2, 2, 2)}
-    sol = eq.linear_solve(product, given_, solver=eq.CG(rtol=1e-12))
-    wanted = torch.linalg.solve(symmetric, b.T).T
-    found = torch.cat([sol.value["p"], sol.value["q"].flatten(1)], 1)
-    torch.testing.assert_close(found, wanted, **CLOSE)
-    assert_close(torch.autograd.grad(loss_of(found), b), torch.autograd.grad(loss_of(wanted), b))
-
-
 def test_linear_solve_reports_the_residual_and_starts_from_x0() -> None:
     a, b = matrix(), draw(135, 3, 4)
     with pytest.warns(eq.ConvergenceWarning, match="linear_solve"):
@@ -406,13 +287,6 @@ def test_linear_solve_reports_the_residual_and_starts_from_x0() -> None:
     torch.testing.assert_close(warm.value, exact, **CLOSE)
 
 
-def test_linear_solve_of_one_number_a_sample() -> None:
-    b = torch.tensor([1.0, -2.0, 4.0], dtype=torch.float64, requires_grad=True)
-    sol = eq.linear_solve(lambda v: 2.0 * v, b)
-    torch.testing.assert_close(sol.value, 0.5 * b)
-    assert_close(torch.autograd.grad(sol.value.sum(), b), [torch.full((3,), 0.5).double()])
-
-
 def test_linear_solve_throws_with_the_solution() -> None:
     singular = torch.diag(torch.tensor([1.0, 0.0], dtype=torch.float64))
     b = torch.ones(1, 2, dtype=torch.float64)
@@ -421,27 +295,11 @@ def test_linear_solve_throws_with_the_solution() -> None:
     assert not caught.value.solution.converged.any()
 
 
-@pytest.mark.parametrize("solver", ["gmres", eq.Anderson(), eq.GMRES])
-def test_linear_solve_takes_linear_solvers_only(solver: Any) -> None:
-    with pytest.raises(TypeError, match="GMRES"):
-        eq.linear_solve(lambda v: v, torch.ones(1, 2), solver=solver)
-
-
 def test_linear_solve_checks_shapes() -> None:
     with pytest.raises(ValueError, match="shape"):
         eq.linear_solve(lambda v: v[:, :1], torch.ones(2, 3))
     with pytest.raises(TypeError, match="int64"):
         eq.linear_solve(lambda v: v, torch.ones(2, 3, dtype=torch.int64))
-
-
-def test_laps_return_a_value_of_the_last_step() -> None:
-    """A fixed-step solve with Unrolled and with Implicit ends at the same iterate."""
-    weight, x = TANH.leaves()
-    ends = [
-        eq.fixed_point(TANH.fn, TANH.start, (weight, x), solver=LAPS, adjoint=adjoint).value
-        for adjoint in (eq.Implicit(), eq.Unrolled())
-    ]
-    torch.testing.assert_close(ends[0], ends[1], rtol=1e-14, atol=1e-14)
 
 
 @pytest.mark.parametrize("adjoint", [eq.Implicit(), eq.Phantom(steps=2), eq.Unrolled()])

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import sys
+from importlib.util import find_spec
 
 
 def run() -> None:
     """Run the command line; without its extra, say how to get it."""
-    try:
-        import rich  # noqa: F401
-        import typer  # noqa: F401
-        import yaml  # type: ignore[import-untyped, unused-ignore]  # noqa: F401
-    except ImportError:
-        sys.stderr.write(
-            'The command line needs the train extra: pip install "equilibria[train]"\n'
-        )
-        raise SystemExit(1) from None
+    if any(find_spec(name) is None for name in ("rich", "typer", "yaml")):
+        sys.exit('The command line needs the train extra: pip install "equilibria[train]"')
     from equilibria.cli.app import main
 
     main()

@@ -69,31 +69,26 @@ def fixed_point(
     """
     if not callable(fn):
         raise TypeError(f"fn must be callable as fn(z, *args), got {type(fn).__name__}.")
-    asked = _SOLVER if solver is None else solver
+    if throw and transforms_active():
+        raise ValueError("throw=True cannot be used under torch.func transforms; read sol.result.")
     adjoint = _ADJOINT if adjoint is None else adjoint
-    check_ways(asked, adjoint)
-    solver = asked.for_map()
+    solver = _SOLVER if solver is None else solver
+    check_ways(solver, adjoint)
+    chosen = solver.for_map()
     leaves, spec = flatten_state(z0)
     given = args if isinstance(args, tuple) else (args,)
     map_ = Map(fn, given, spec, leaves, coupled=coupled)
-    observe = _observer(callback, spec)
     backward = BackwardStats()
-    under_transform = transforms_active()
-    if throw and under_transform:
-        raise ValueError("throw=True cannot be used under torch.func transforms; read sol.result.")
     with uncached(leaves[0]):
-        done = adjoint.run(map_, leaves, solver, observe, backward)
+        done = adjoint.run(map_, leaves, chosen, _observer(callback, spec), backward)
     stats = Stats(done.steps, done.residual, done.relative, done.evaluations, done.syncs, backward)
     solution: Solution[Any] = Solution(unflatten(done.value, spec), done.result, stats)
-    about: dict[str, Any] = {"options": solver, "dtype": leaves[0].dtype}
-    if done.counts is not None and set(done.counts) != {Result.converged}:
-        if throw:
-            raise NotConvergedError(describe_failures(done.counts, **about) or "", solution)
-        warn_failures(done.counts, stacklevel=2, **about)
-    elif throw and done.counts is None:
-        counts = solution.counts()
-        if Result.diverged in counts or Result.nonfinite in counts:
-            raise NotConvergedError(describe_failures(counts, **about) or "", solution)
+    counts = done.counts
+    if counts is None and throw:  # fixed steps: running out of them is no failure
+        found = solution.counts()
+        counts = found if {Result.diverged, Result.nonfinite} & found.keys() else None
+    if counts is not None:
+        _report(counts, solution, throw, "fixed_point", chosen, leaves[0].dtype)
     return solution
 
 
@@ -117,12 +112,13 @@ def _observer(callback: TrajectoryCallback | None, spec: Any) -> Callback | None
     return observe
 
 
-def _check_start(x0: Any, right: Leaves, spec: Any) -> Leaves:
-    start, found = flatten_state(x0, "x0")
-    shapes = [tuple(x.shape) for x in start], [tuple(x.shape) for x in right]
-    if found != spec or shapes[0] != shapes[1]:
-        raise ValueError(f"x0 must be shaped as b, {shapes[1]}, but is {shapes[0]}.")
-    return start
+def _report(counts: dict[Result, int], solution: Solution[Any], throw: bool, *about: Any) -> None:
+    """Raise, or warn where the caller's caller stands, if samples did not converge."""
+    if set(counts) == {Result.converged}:
+        return
+    if throw:
+        raise NotConvergedError(describe_failures(counts, *about) or "", solution)
+    warn_failures(counts, 3, *about)
 
 
 def linear_solve(
@@ -151,7 +147,12 @@ def linear_solve(
             "fixed point, fixed_point(lambda x: x + b - A(x), b), which has."
         )
     right, spec = flatten_state(b, "b")
-    start = None if x0 is None else _check_start(x0, right, spec)
+    start: Leaves | None = None
+    if x0 is not None:
+        start, found = flatten_state(x0, "x0")
+        shapes = [[tuple(x.shape) for x in leaves] for leaves in (start, right)]
+        if found != spec or shapes[0] != shapes[1]:
+            raise ValueError(f"x0 must be shaped as b, {shapes[1]}, but is {shapes[0]}.")
     product = Map(matvec, (), spec, right)
     with torch.no_grad(), uncached(right[0]):
         done = solver.solve(product, [x.detach() for x in right], start)
@@ -166,9 +167,5 @@ def linear_solve(
     residual = done.relative * norm
     stats = Stats(done.steps, residual, done.relative, product.evaluations, done.syncs, backward)
     solution: Solution[Any] = Solution(unflatten(value, spec), done.result, stats)
-    counts = solution.counts()
-    if throw and set(counts) != {Result.converged}:
-        message = describe_failures(counts, "linear_solve", solver, right[0].dtype)
-        raise NotConvergedError(message or "", solution)
-    warn_failures(counts, 2, "linear_solve", solver, right[0].dtype)
+    _report(solution.counts(), solution, throw, "linear_solve", solver, right[0].dtype)
     return solution

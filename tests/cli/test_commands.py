@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -11,19 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from PIL import Image
+from torch import Tensor
 
 import equilibria as eq
-from equilibria.cli.app import main
-
-
-def run(*arguments: str | Path) -> int:
-    """The exit code of ``equilibria ARGUMENTS``."""
-    with pytest.raises(SystemExit) as ended:
-        main([str(a) for a in arguments])
-    code = ended.value.code
-    assert isinstance(code, int)
-    return code
+from equilibria.training import TrainConfig
+from tests.cli.running import run
 
 
 @pytest.fixture(scope="module")
@@ -55,43 +50,24 @@ def test_train_writes_a_run(trained: Path) -> None:
     assert model.extra["data"] == "digits"
 
 
-def test_train_prints_its_resolved_configuration(capsys: pytest.CaptureFixture[str]) -> None:
-    import yaml
-
-    code = run(
-        *("train", "--dry-run", "--lr", "0.03", "--augment", "crop,flip", "--no-nesterov"),
-        *("-o", "bound=0.9", "-o", "depth=2", "--epochs", "7"),
-    )
-    assert code == 0
-    found = yaml.safe_load(capsys.readouterr().out)
-    assert found["lr"] == 0.03
-    assert found["augment"] == ["crop", "flip"]
-    assert found["nesterov"] is False
-    assert found["model_options"] == {"bound": 0.9, "depth": 2}
-    assert found["epochs"] == 7
-    assert found["out"] == str(Path("runs") / "digits-geq_digits")
-
-
 def test_flags_go_before_the_file_and_the_file_before_the_defaults(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import yaml
-
     file = tmp_path / "run.yaml"
     file.write_text("lr: 0.5\nepochs: 9\nmodel_options: {bound: 0.8}\n")
-    assert run("train", "--dry-run", "--config", file, "--epochs", "3", "-o", "depth=2") == 0
+    flags = ("--epochs", "3", "--augment", "crop,flip", "--no-nesterov", "-o", "depth=2")
+    assert run("train", "--dry-run", "--config", file, *flags) == 0
     found = yaml.safe_load(capsys.readouterr().out)
     assert (found["lr"], found["epochs"], found["momentum"]) == (0.5, 3, 0.9)
+    assert found["augment"] == ["crop", "flip"]
+    assert found["nesterov"] is False
     assert found["model_options"] == {"bound": 0.8, "depth": 2}
+    assert found["out"] == str(Path("runs") / "digits-geq_digits")
 
 
 def test_every_option_of_a_run_is_a_flag(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import dataclasses
-
-    from equilibria.training import TrainConfig
-
     monkeypatch.setenv("COLUMNS", "400")  # no text is broken into lines
     assert run("train", "--help") == 0
     text = " ".join(capsys.readouterr().out.replace("│", " ").split())
@@ -115,16 +91,11 @@ def test_a_folder_with_a_run_is_not_overwritten_by_accident(
 
 
 def test_resume_takes_the_runs_own_configuration(
-    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    trained: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import shutil
-
-    import yaml
-
-    copy = tmp_path / "run"
-    shutil.copytree(trained, copy)
-    assert run("train", "--resume", copy, "--dry-run") == 0
-    assert yaml.safe_load(capsys.readouterr().out)["batch_size"] == 128
+    for place in (trained, trained / "last.ckpt"):
+        assert run("train", "--resume", place, "--dry-run") == 0
+        assert yaml.safe_load(capsys.readouterr().out)["batch_size"] == 128
 
 
 @pytest.mark.parametrize(
@@ -157,19 +128,25 @@ def test_wrong_options_say_what_is_wrong(
 # ---------------------------------------------------------------------- evaluate
 
 
+def by_hand(trained: Path) -> tuple[torch.nn.Module, Tensor, Tensor]:
+    """The network, the test images as it takes them, and their classes."""
+    model = eq.models.load(trained / "model.safetensors")
+    digits = eq.data.load("digits", "test")
+    mean, std = (torch.tensor(model.extra[key]).view(1, -1, 1, 1) for key in ("mean", "std"))
+    assert isinstance(digits.images, Tensor)
+    return model, (digits.images.float() / 255 - mean) / std, digits.targets
+
+
 def test_evaluate_agrees_with_a_count_by_hand(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code = run("evaluate", trained, "--json", "--certify", "4", "--out", tmp_path / "report")
     assert code == 0
     found = json.loads(capsys.readouterr().out)
-    model = eq.models.load(trained / "model.safetensors").eval()
-    digits = eq.data.load("digits", "test")
-    mean, std = (torch.tensor(model.extra[key]).view(1, -1, 1, 1) for key in ("mean", "std"))
+    model, x, targets = by_hand(trained)
     with torch.no_grad():
-        said = model((digits.images.float() / 255 - mean) / std).argmax(1)
-    right = float((said == digits.targets).double().mean())
-    assert found["metrics"]["accuracy"] == pytest.approx(right, abs=2 / len(digits))
+        right = float((model(x).argmax(1) == targets).double().mean())
+    assert found["metrics"]["accuracy"] == pytest.approx(right, abs=2 / len(x))
     assert (tmp_path / "report" / "report.json").exists()
     assert (tmp_path / "report" / "reliability.png").stat().st_size > 1000
 
@@ -199,16 +176,12 @@ def test_evaluate_reports_the_flip_apart(
     assert plain["flip"] is None
     assert found["metrics"] == plain["metrics"]
     assert found["layers"] == plain["layers"]
-    model = eq.models.load(trained / "model.safetensors").eval()
-    digits = eq.data.load("digits", "test")
-    mean, std = (torch.tensor(model.extra[key]).view(1, -1, 1, 1) for key in ("mean", "std"))
-    assert isinstance(digits.images, torch.Tensor)
-    x = (digits.images.float() / 255 - mean) / std
+    model, x, targets = by_hand(trained)
     with torch.no_grad():
         p = (model(x).softmax(1) + model(torch.flip(x, dims=[3])).softmax(1)) / 2
-    own = p[torch.arange(len(p)), digits.targets]
-    right = float((p.argmax(1) == digits.targets).double().mean())
-    assert found["flip"]["accuracy"] == pytest.approx(right, abs=2 / len(digits))
+    own = p[torch.arange(len(p)), targets]
+    right = float((p.argmax(1) == targets).double().mean())
+    assert found["flip"]["accuracy"] == pytest.approx(right, abs=2 / len(p))
     assert found["flip"]["nll"] == pytest.approx(float(-own.log().mean()), rel=1e-3)
     assert found["flip"]["nll"] != found["metrics"]["nll"]
     assert json.loads((tmp_path / "report.json").read_text("utf-8"))["flip"] == found["flip"]
@@ -216,13 +189,25 @@ def test_evaluate_reports_the_flip_apart(
     assert "with flip" in capsys.readouterr().out
 
 
-def test_evaluate_refuses_nonsense(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("evaluate", trained / "nothing") == 1
-    assert "equilibria train" in capsys.readouterr().err
-    assert run("evaluate", trained, "--corruptions", "--severities", "9", "--limit", "2") == 1
-    assert "1 to 5" in capsys.readouterr().err
-    assert run("evaluate", trained, "--device", "abacus") == 1
-    assert "expected cpu" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["nothing"], "equilibria train"),
+        (
+            ["", "--corruptions", "--severities", "9"],
+            "--severities 9: expected numbers from 1 to 5",
+        ),
+        (["", "--device", "abacus"], "--device abacus: expected cpu"),
+        (["", "--split", "tset"], "--split tset: expected train, val or test"),
+        (["", "--converged", "-1"], "--converged -1.0 is out of range"),
+        (["", "--out", __file__], "--out "),
+    ],
+)
+def test_evaluate_refuses_nonsense(
+    flags: list[str], said: str, trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("evaluate", trained / flags[0], *flags[1:], "--limit", "2") == 1
+    assert said in " ".join(capsys.readouterr().err.split())
 
 
 # ---------------------------------------------------------------------- certify
@@ -266,10 +251,9 @@ def test_predict_names_the_class_of_a_file(
     assert run("predict", trained, pictures, "--top", "3", "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert [Path(each["file"]).name for each in found] == ["0.png", "1.png", "2.png"]
-    model = eq.models.load(trained / "model.safetensors").eval()
-    digits = eq.data.load("digits", "test").with_normalization_of(model.extra)
+    model, x, _ = by_hand(trained)
     with torch.no_grad():
-        expected = model(digits.normalize(digits.images[:3])).softmax(1)
+        expected = model(x[:3]).softmax(1)
     for each, truth in zip(found, expected, strict=True):
         assert len(each["labels"]) == 3
         best = each["labels"][0]
@@ -316,7 +300,12 @@ def test_models_are_listed_with_their_sizes(capsys: pytest.CaptureFixture[str]) 
     assert found["parameters"] == sum(p.numel() for p in model.parameters())
     assert run("models", "*", "--no-count") == 0
     assert "resnet18_cifar" in capsys.readouterr().out
+    assert run("models", "geq_digits", "--no-count") == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in eq.models.describe("geq_digits").options)
     assert run("models", "nothing*") == 1
+    assert run("models", "--task", "talking") == 1
+    assert "--task talking: expected classification or segm" in capsys.readouterr().err
 
 
 def test_data_is_listed_and_checked(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import pickle
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import equilibria as eq
-from equilibria.cli.app import main
 from equilibria.cli.flags import as_flags
 from equilibria.cli.train import _next
 from equilibria.engine import OptionError
 from equilibria.training.config import TrainConfig
+from tests.cli.running import run
 
 
 @pytest.mark.parametrize(
@@ -59,42 +57,27 @@ def test_other_options_and_errors_are_left_as_they_are() -> None:
     assert as_flags(ValueError("lr=3")) == "lr=3"
 
 
-def said(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[Any, str]:
-    """The exit code and the words on stderr."""
-    with pytest.raises(SystemExit) as ended:
-        main([str(a) for a in arguments])
-    return ended.value.code, " ".join(capsys.readouterr().err.split())
-
-
 def test_the_commands_name_flags_and_commands(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, text = said(capsys, "train", "--lr", "-1", "--dry-run")
-    assert (code, text.startswith("error: --lr -1.0 is out of range")) == (1, True)
-    train = ("train", "--quiet", "--accelerator", "cpu", "--out", tmp_path / "run")
-    code, text = said(capsys, *train, "--samples", "99999")
-    assert (code, text.startswith("error: --samples 99999: digits has")) == (1, True)
-    code, text = said(capsys, *train, "--model", "geq_digit")
-    assert (code, "`equilibria models`" in text) == (1, True)
     (tmp_path / "cache").mkdir()
     monkeypatch.setenv("EQUILIBRIA_DATA", str(tmp_path / "cache"))
-    code, text = said(capsys, *train, "--data", "cifar100", "--data-root", tmp_path)
-    assert (code, "`equilibria data download cifar100`" in text) == (1, True)
-    assert "--data-root" in text
-    code, text = said(capsys, "evaluate", tmp_path, "--converged", "-1")
-    assert (code, text.startswith("error: --converged -1.0 is out of range")) == (1, True)
     (tmp_path / "file").write_text("")
-    code, text = said(capsys, *train[:-1], tmp_path / "file" / "run")
-    assert code == 1
-    assert "cannot make the folder" in text
-    assert "Errno" not in text
-
-
-def test_no_help_speaks_python() -> None:
-    for field in dataclasses.fields(TrainConfig):
-        text = field.metadata["help"]
-        assert not re.search(r"None|True|False|names\(\)|``|'[a-z]+_[a-z]+'", text), field.name
-        assert f"    {field.name}: {text}" in (TrainConfig.__doc__ or "")
+    train = ("train", "--quiet", "--accelerator", "cpu", "--out", tmp_path / "run")
+    for arguments, words in (
+        (("train", "--lr", "-1", "--dry-run"), ["error: --lr -1.0 is out of range"]),
+        ((*train, "--samples", "99999"), ["error: --samples 99999: digits has"]),
+        ((*train, "--model", "geq_digit"), ["`equilibria models`"]),
+        (
+            (*train, "--data", "cifar100", "--data-root", tmp_path),
+            ["`equilibria data download cifar100`", "--data-root"],
+        ),
+        ((*train[:-1], tmp_path / "file" / "run"), ["cannot make the folder"]),
+    ):
+        assert run(*arguments) == 1
+        text = " ".join(capsys.readouterr().err.split())
+        assert all(word in text for word in words), text
+        assert "Errno" not in text
 
 
 def test_a_run_that_is_stopped_says_how_to_go_on(
@@ -108,9 +91,7 @@ def test_a_run_that_is_stopped_says_how_to_go_on(
         raise training.Interrupted("Saved it.", folder / "last.ckpt", folder=folder)
 
     monkeypatch.setattr(training, "fit", stopped)
-    with pytest.raises(SystemExit) as ended:
-        main(["train", "--quiet"])
-    assert ended.value.code == 130
+    assert run("train", "--quiet") == 130
     text = capsys.readouterr().err
     assert text == "Saved it. Go on with\n  equilibria train --resume 'my run'\n"
     with pytest.raises(training.Interrupted, match=r"resume='my run'\)"):
@@ -123,29 +104,9 @@ def test_the_next_command_can_be_copied() -> None:
     assert _next(Path("run"), TrainConfig()) == "equilibria evaluate run"
 
 
-def test_a_single_model_shows_its_options(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["models", "geq_digits", "--no-count"])
-    shown = capsys.readouterr().out
-    for name in eq.models.describe("geq_digits").options:
-        assert name in shown
-
-
-def test_wrong_flags_are_found_before_the_work(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "file").write_text("")
-    for flags in (["--corruptions", "--severities", "9"], ["--out", str(tmp_path / "file")]):
-        with pytest.raises(SystemExit) as ended:
-            main(["evaluate", str(tmp_path / "no-run"), *flags])
-        assert ended.value.code == 1
-        assert flags[-2] in capsys.readouterr().err
-
-
 def test_other_channels_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = eq.models.create("geq_digits", num_classes=10)
     extra = {"data": "digits", "mean": [0.5] * 3, "std": [0.5] * 3, "image_size": 8}
     path = eq.models.save(model, tmp_path / "m.safetensors", extra=extra)
-    with pytest.raises(SystemExit):
-        main(["certify", str(path), "--images", "2"])
+    assert run("certify", path, "--images", "2") == 1
     assert "3 channel(s)" in capsys.readouterr().err

@@ -39,69 +39,33 @@ def test_forward_is_pool_solve_resize_average() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "scales", "output"),
+    ("name", "layer", "largest"),
     [
-        ("geq_cifar_5m", [32, 16, 8, 8, 4, 4], 8),
-        ("mopteq_sigmoid_cifar_8m", [32, 16, 8, 8, 4, 4], 8),
-        ("kerdeq_imagenet_13m", [64, 32, 16, 16, 8, 8], 16),
+        ("geq_cifar_5m", eq.nn.GEQ, 1.4969),
+        ("kerdeq_imagenet_13m", eq.nn.GEQ, 1.4969),
+        ("mopteq_cifar_5m", eq.nn.OptEq, 1.0),
+        ("mopteq_polynomial_cifar_5m", eq.nn.PolynomialEq, 1.0),
+        ("mopteq_sigmoid_cifar_8m", eq.nn.SigmoidEq, 1.0),
     ],
 )
-def test_the_papers_scales(name: str, scales: list[int], output: int) -> None:
+def test_the_papers_scales_and_layers(name: str, layer: type, largest: float) -> None:
     with torch.device("meta"):
         model = models.create(name)
     assert isinstance(model, BranchNet)
-    assert [scale[0] for scale in model.branches.scales] == scales
-    assert model.branches.output == (output, output)
-
-
-@pytest.mark.parametrize(
-    ("name", "layer", "patch", "gamma"),
-    [
-        ("geq_cifar_5m", "GEQ", (8, 2), eq.MeanPatchEnergy(0.2)),
-        ("geq_imagenet_6m", "GEQ", (8, 2), eq.MeanPatchEnergy(0.2)),
-        ("kerdeq_cifar_5m", "GEQ", (8, 2), eq.FixedGamma(0.5)),
-        ("kerdeq_imagenet_6m", "GEQ", (4, 4), eq.FixedGamma(0.5)),
-        ("mopteq_cifar_5m", "OptEq", None, None),
-        ("mopteq_polynomial_cifar_5m", "PolynomialEq", None, None),
-        ("mopteq_sigmoid_cifar_5m", "SigmoidEq", None, None),
-    ],
-)
-def test_the_papers_layers(
-    name: str, layer: str, patch: tuple[int, int] | None, gamma: object
-) -> None:
-    with torch.device("meta"):
-        model = models.create(name)
-    assert isinstance(model, BranchNet)
+    finest = 64 if "imagenet" in name else 32
+    wanted = [finest // k for k in (1, 2, 4, 4, 8, 8)]
+    assert [scale[0] for scale in model.branches.scales] == wanted
+    assert model.branches.output == (finest // 4, finest // 4)
     for branch in model.branches.branches:
-        assert type(branch).__name__ == layer
-        assert branch.kernel_size == 3
-        if layer == "GEQ":  # the fused path
-            assert branch.adjoint == eq.Phantom(steps=5, damping=1.0, form="neumann")
-            assert isinstance(branch.solver, eq.ProximalGradient)
-            assert branch.solver.fixed_steps
-            assert not branch.solver.accelerate
-        else:
-            assert branch.adjoint == eq.Phantom(steps=5, damping=0.8)
-            assert isinstance(branch.solver, eq.Anderson)
+        assert type(branch) is layer
+        assert branch.solver.fixed_steps
         # Below the largest norm at which the kernel is certified to have one equilibrium.
-        assert branch.constraint.bound < (1.4969 if layer == "GEQ" else 1.0)
-        if patch is not None:
-            assert branch.patch == eq.Patches(channels=patch[0], size=patch[1])
-            assert branch.gamma == gamma
+        assert branch.constraint.bound < largest
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "geq_cifar_5m",
-        "kerdeq_cifar_5m",
-        "mopteq_cifar_5m",
-        "mopteq_polynomial_cifar_5m",
-        "mopteq_sigmoid_cifar_5m",
-    ],
-)
-def test_every_sample_is_certified_unique(name: str) -> None:
-    model = _network(name)
+@pytest.mark.parametrize("kind", ["geq", "kerdeq", "mopteq", "mopteq_polynomial", "mopteq_sigmoid"])
+def test_every_sample_is_certified_unique(kind: str) -> None:
+    model = _network(f"{kind}_cifar_5m")
     given = model.stem(images(model)).detach()
     certificate = eq.certify(model.branches, given)
     assert certificate.unique
@@ -163,8 +127,6 @@ def test_balanced_output_error_bounds_the_true_error() -> None:
 
 
 def test_bad_layouts() -> None:
-    with pytest.raises(ValueError, match=r"geq_cifar_5m: image_size=24 is no multiple of 16"):
-        models.create("geq_cifar_5m", image_size=24)
     with pytest.raises(ValueError, match=r"give 2 and 6 branches"):
         models.create("geq_cifar_5m", mids=(8, 8))
     with pytest.raises(ValueError, match=r"patches of 8 channels do not divide"):

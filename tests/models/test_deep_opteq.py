@@ -9,7 +9,6 @@ from torch import nn
 import equilibria as eq
 from equilibria import models
 from equilibria.models.deep_opteq import DeepOptEqImageNet, DeepOptEqNet
-from equilibria.solvers import SequentialAveraging
 from tests.models.small import images, make
 
 
@@ -33,22 +32,18 @@ def test_the_state_starts_at_the_features_and_is_an_equilibrium() -> None:
 
 
 def test_options_of_the_paper() -> None:
-    model = make(
-        "deep_opteq_199k",
-        alpha=(0.5, 1.0),
-        regularizer=eq.SquaredNorm(0.1),
-        regularize="prox",
-        solver=SequentialAveraging(regularizer=eq.SquaredNorm(1.0)),
-        adjoint=eq.Unrolled(),
-    )
+    options = {
+        "alpha": (0.5, 1.0),
+        "regularizer": eq.SquaredNorm(0.1),
+        "regularize": "prox",
+        "solver": eq.SequentialAveraging(regularizer=eq.SquaredNorm(1.0)),
+        "adjoint": eq.Unrolled(),
+    }
+    model = make("deep_opteq_199k", **options)
     assert isinstance(model, DeepOptEqNet)
-    assert model.layer.alpha == (0.5, 1.0)
-    assert model.layer.regularizer == eq.SquaredNorm(0.1)
-    assert model.layer.regularize == "prox"
-    assert model.layer.solver == SequentialAveraging(regularizer=eq.SquaredNorm(1.0))
+    assert {name: getattr(model.layer, name) for name in options} == options
     assert torch.isfinite(model(images(model))).all()
-    learned = make("deep_opteq_199k", learn_alpha=True)
-    plain = make("deep_opteq_199k")
+    learned, plain = make("deep_opteq_199k", learn_alpha=True), make("deep_opteq_199k")
     more = models.count_parameters(learned) - models.count_parameters(plain)
     assert more == 2  # one a block
     with pytest.raises(ValueError, match=r"deep_opteq_199k: .*alpha=\(0.5, 0.5, 0.5\)"):
@@ -69,31 +64,16 @@ def test_middle_alternates_its_kernels() -> None:
 
 def test_a_layer_of_mixed_kernels_still_solves_and_certifies() -> None:
     # The blocks of Middle, small: one layer whose first block was replaced by a 5 × 5 one.
-    from equilibria.nn.deep_opteq_blocks import OptEqBlock
-
     torch.manual_seed(0)
     layer = eq.nn.DeepOptEq(4, (6, 4), kernel_size=3, separable=True).eval()
-    layer.blocks[0] = OptEqBlock(
-        4,
-        6,
-        4,
-        kernel_size=5,
-        separable=True,
-        constraint=eq.nn.NormBounded(bound=0.95),
-        bias=True,
+    constraint = eq.nn.NormBounded(bound=0.95)
+    layer.blocks[0] = eq.nn.OptEqBlock(
+        4, 6, 4, kernel_size=5, separable=True, constraint=constraint, bias=True
     ).eval()
     x = torch.randn(3, 4, 8, 8)
     certificate = eq.certify(layer, x)
     assert certificate.unique
     assert float(certificate.error_bound.max()) < 1e-2
-
-
-@pytest.mark.parametrize("name", ["deep_opteq_seg", "fcn_seg", "fcn_resnet18", "mdeq_seg"])
-def test_segmenters_keep_any_number_of_pixels(name: str) -> None:
-    model = make(name).eval()
-    with torch.no_grad():
-        for height, width in ((33, 47), (64, 32)):
-            assert model(torch.randn(1, 3, height, width)).shape == (1, 5, height, width)
 
 
 @pytest.mark.parametrize("name", ["deep_opteq_seg", "fcn_seg", "fcn_resnet18"])

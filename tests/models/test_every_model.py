@@ -135,16 +135,6 @@ def test_lays_out_without_memory(name: str) -> None:
         assert not loose, f"{type(module).__name__} keeps tensors outside its state: {loose}"
 
 
-def test_dropping_to_another_precision(tmp_path: Path) -> None:
-    model = make("geq_digits").to(torch.bfloat16).eval()
-    x = images(model).to(torch.bfloat16)
-    path = models.save(model, tmp_path / "half.safetensors")
-    loaded = models.load(path)
-    assert {p.dtype for p in loaded.parameters()} == {torch.bfloat16}
-    with torch.no_grad():
-        assert torch.equal(loaded(x), model(x))
-
-
 @pytest.mark.parametrize("name", ["resnet18_cifar", "geq_stack_digits", "opteq_digits"])
 def test_takes_other_sizes_than_the_one_it_was_made_for(name: str) -> None:
     model = make(name).eval()

@@ -5,22 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from equilibria import models
 from equilibria.models.mdeq import MDEQNet, MDEQSegmentation
 from tests.models.small import make
-
-
-def test_the_papers_layout() -> None:
-    with torch.device("meta"):
-        model = models.create("mdeq_cifar")
-    assert isinstance(model, MDEQNet)
-    assert model.layer.channels == (32, 64, 128, 256)
-    assert model.layer.dropout == 0.3
-
-
-def test_sizes_that_do_not_divide_are_refused_when_it_is_built() -> None:
-    with pytest.raises(ValueError, match=r"mdeq_cifar: image_size=28 is no multiple of 8"):
-        models.create("mdeq_cifar", image_size=28)
 
 
 def test_padding_repeats_the_edge_and_is_cut_off_again() -> None:

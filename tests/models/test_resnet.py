@@ -27,36 +27,33 @@ def _stir(module: nn.Module) -> None:
                 nn.init.normal_(value)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("stride", [1, 2])
-def test_basic_block_from_its_formula(stride: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "before", "stride", "convolutions"),
+    [
+        *((Basic, 6, stride, [(3, stride), (3, 1)]) for stride in (1, 2)),
+        *((Bottleneck, 6, stride, [(1, 1), (3, stride), (1, 1)]) for stride in (1, 2)),
+        (Bottleneck, 16, 1, [(1, 1), (3, 1), (1, 1)]),
+    ],
+)
+def test_blocks_from_their_formula(
+    kind: type[Basic] | type[Bottleneck],
+    before: int,
+    stride: int,
+    convolutions: list[tuple[int, int]],
+) -> None:
     torch.manual_seed(0)
-    block = Basic(6, 8, stride, 8).eval()
-    _stir(block)
-    x = torch.randn(2, 6, 8, 8)
-    with torch.no_grad():
-        first = F.conv2d(x, block.body[0].weight, stride=stride, padding=1)
-        inner = _norm(first, block.body[1]).relu()
-        second = _norm(F.conv2d(inner, block.body[3].weight, padding=1), block.body[4])
-        across = F.conv2d(x, block.shortcut[0].weight, stride=stride)  # type: ignore[index]
-        expected = (second + _norm(across, block.shortcut[1])).relu()  # type: ignore[index]
-        torch.testing.assert_close(block(x), expected)
-
-
-@pytest.mark.parametrize(("before", "stride"), [(6, 1), (6, 2), (16, 1)])
-def test_bottleneck_from_its_formula(before: int, stride: int) -> None:
-    torch.manual_seed(0)
-    block = Bottleneck(before, 4, stride, 4).eval()
+    block = kind(before, 4, stride, 4).eval()
     _stir(block)
     x = torch.randn(2, before, 8, 8)
-    body = block.body
     with torch.no_grad():
-        out = _norm(F.conv2d(x, body[0].weight), body[1]).relu()
-        out = _norm(F.conv2d(out, body[3].weight, stride=stride, padding=1), body[4]).relu()
-        out = _norm(F.conv2d(out, body[6].weight), body[7])
-        if before == 16:
-            across = x
-            assert isinstance(block.shortcut, nn.Identity)
-        else:
+        out = x
+        for place, (size, step) in enumerate(convolutions):
+            weight, norm = block.body[3 * place].weight, block.body[3 * place + 1]
+            assert weight.shape[2:] == (size, size)
+            out = _norm(F.conv2d(out, weight, stride=step, padding=size // 2), norm)
+            out = out.relu() if place + 1 < len(convolutions) else out
+        across = x
+        if before != 16:
             across = F.conv2d(x, block.shortcut[0].weight, stride=stride)  # type: ignore[index]
             across = _norm(across, block.shortcut[1])  # type: ignore[index]
         torch.testing.assert_close(block(x), (out + across).relu())
@@ -78,12 +75,3 @@ def test_pixels_and_channels_of_the_stages(stem: str, sizes: list[int]) -> None:
                 (2, c, s, s) for c, s in zip(channels, sizes, strict=True)
             ]
             assert trunk.channels == channels
-
-
-def test_two_stages_of_a_resnet_50_are_what_the_opteq_paper_takes() -> None:
-    with torch.device("meta"):
-        trunk = Trunk(3, Bottleneck, (3, 4), "imagenet")
-        assert trunk(torch.zeros(1, 3, 224, 224))[-1].shape == (1, 512, 28, 28)
-        wide = Trunk(3, Bottleneck, (3, 4), "imagenet", widen=2)
-        assert wide(torch.zeros(1, 3, 224, 224))[-1].shape == (1, 512, 28, 28)
-    assert wide.stages[0][0].body[3].weight.shape == (128, 128, 3, 3)  # type: ignore[index]

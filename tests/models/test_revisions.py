@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from equilibria import models
-from equilibria.models.table import REGISTRY
+from equilibria.models.registry import find
 from equilibria.models.values import to_json
 
 _FILE = Path(__file__).with_name("defaults.json")
@@ -22,13 +22,10 @@ _AGAIN = "then write the file anew: python -m tests.models.test_revisions"
 
 def _defaults(name: str) -> dict[str, Any]:
     """The revision, and a short word for each option's default."""
-    spec = REGISTRY.spec(name)
-    texts = {
-        option: json.dumps(to_json(value), sort_keys=True)
-        for option, value in spec.parse({}).items()
-    }
+    spec = find(name)
+    texts = {o: json.dumps(to_json(value), sort_keys=True) for o, value in spec.defaults.items()}
     words = {option: hashlib.sha256(t.encode()).hexdigest()[:6] for option, t in texts.items()}
-    return {"revision": spec.revision, "options": words}
+    return {"revision": spec.card.revision, "options": words}
 
 
 @pytest.mark.parametrize("name", models.names())

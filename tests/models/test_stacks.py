@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import nn
 
 import equilibria as eq
@@ -29,42 +26,22 @@ def _benchmark() -> ModuleType:
     return module
 
 
-def test_cifar_3m_is_laid_out_as_the_benchmarks_network() -> None:
-    with torch.device("meta"):
-        # As it was measured: with a bias, and with the first recipe's steps.
-        model = models.create(
-            "geq_stack_cifar_3m",
-            bias=True,
-            solver=eq.Picard(rtol=0.0, max_steps=4, damping=0.8),
-            adjoint=eq.Phantom(steps=3, damping=0.8),
-        )
-        measured = _benchmark().network(bound=1.2, steps=4, phantom=3)
-    ours, theirs = model.state_dict(), measured.state_dict()
-    assert [v.shape for v in ours.values()] == [v.shape for v in theirs.values()]
-    assert [k.split(".")[-1] for k in ours] == [k.split(".")[-1] for k in theirs]
-    assert models.count_parameters(model) == 2_788_298
-    layers = zip(
-        eq.nn.equilibrium_layers(model).values(),
-        eq.nn.equilibrium_layers(measured).values(),
-        strict=True,
-    )
-    for mine, other in layers:
-        assert mine.solver == other.solver == eq.Picard(rtol=0.0, max_steps=4, damping=0.8)
-        assert mine.adjoint == other.adjoint == eq.Phantom(steps=3, damping=0.8)
-        assert mine.gamma == other.gamma
-        assert mine.patch == other.patch
-        assert mine.constraint == other.constraint == eq.nn.NormBounded(bound=1.2)
-
-
-@pytest.mark.slow
 def test_cifar_3m_is_the_benchmarks_network_to_the_bit() -> None:
     # Same seed, same order of construction: the weights are the same numbers, not just shapes.
     torch.manual_seed(5)
-    model = models.create("geq_stack_cifar_3m")
+    model = models.create(
+        "geq_stack_cifar_3m",
+        bias=True,  # as it was measured, with the first recipe's steps
+        solver=eq.Picard(rtol=0.0, atol=0.0, max_steps=4, damping=0.8),
+        adjoint=eq.Phantom(steps=3, damping=0.8),
+    )
     torch.manual_seed(5)
     measured = _benchmark().network(bound=1.2, steps=4, phantom=3)
-    pairs = zip(model.state_dict().values(), measured.state_dict().values(), strict=True)
-    assert all(torch.equal(a, b) for a, b in pairs)
+    pairs = zip(model.state_dict().items(), measured.state_dict().items(), strict=True)
+    for (name, mine), (other, theirs) in pairs:
+        assert name.split(".")[-1] == other.split(".")[-1]
+        assert torch.equal(mine, theirs), name
+    assert models.count_parameters(model) == 2_788_298
     x = torch.randn(2, 3, 32, 32)
     assert torch.equal(model(x), measured(x))
 
@@ -145,74 +122,20 @@ def test_the_few_steps_of_a_stack_come_near_the_equilibrium(name: str) -> None:
         assert float(solution.stats.relative.median()) < 0.1
 
 
-@pytest.mark.parametrize(
-    ("name", "size"), [("geq_digits", 6), ("geq_stack_cifar_3m", 36), ("opteq_stack_digits", 9)]
-)
-def test_sizes_that_do_not_divide_are_refused_when_it_is_built(name: str, size: int) -> None:
-    with pytest.raises(ValueError, match=rf"{name}: image_size={size} is no multiple of \d"):
-        models.create(name, image_size=size)
-
-
 def test_overrides_reach_the_layers() -> None:
-    model = models.create(
-        "geq_digits",
-        widths=(8, 8, 16),
-        depth=2,
-        hidden=3,
-        patch=eq.Patches(channels=2, size=1),
-        gamma=eq.FixedGamma(0.7),
-        constraint=eq.nn.WeightNormalized(),
-        solver=eq.Broyden(memory=4),
-        adjoint=eq.OneStep(),
-    )
+    options = {
+        "hidden": 3,
+        "patch": eq.Patches(channels=2, size=1),
+        "gamma": eq.FixedGamma(0.7),
+        "constraint": eq.nn.WeightNormalized(),
+        "solver": eq.Broyden(memory=4),
+        "adjoint": eq.OneStep(),
+    }
+    model = models.create("geq_digits", widths=(8, 8, 16), depth=2, **options)
     layers = list(eq.nn.equilibrium_layers(model).values())
-    assert len(layers) == 6
     assert [layer.channels for layer in layers] == [8, 8, 8, 8, 16, 16]
     for layer in layers:
-        assert layer.hidden == 3
-        assert layer.patch == eq.Patches(channels=2, size=1)
-        assert layer.gamma == eq.FixedGamma(0.7)
-        assert layer.constraint == eq.nn.WeightNormalized()
-        assert layer.solver == eq.Broyden(memory=4)
-        assert layer.adjoint == eq.OneStep()
-
-
-def _digits() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    datasets = pytest.importorskip("sklearn.datasets")
-    selection = pytest.importorskip("sklearn.model_selection")
-    data = datasets.load_digits()
-    x = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16
-    y = torch.tensor(data.target)
-    train, test = selection.train_test_split(
-        range(len(y)), test_size=0.2, stratify=data.target, random_state=0
-    )
-    mean, deviation = x[train].mean(), x[train].std()
-    x = (x - mean) / deviation
-    return x[train], y[train], x[test], y[test]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["geq_digits", "opteq_digits", "explicit_digits"])
-def test_learns_digits(name: str) -> None:
-    """At least 98% on a held-out fifth after ten epochs of plain training."""
-    x, y, test_x, test_y = _digits()
-    torch.manual_seed(0)
-    model = models.create(name)
-    epochs, batch = 10, 64
-    steps = epochs * (len(x) // batch)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=3e-3, total_steps=steps)
-    for _ in range(epochs):
-        for index in torch.randperm(len(x)).split(batch)[: len(x) // batch]:
-            logits = model(x[index])
-            loss = nn.functional.cross_entropy(logits, y[index], label_smoothing=0.05)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            schedule.step()
-    with torch.no_grad():
-        accuracy = float((model.eval()(test_x).argmax(1) == test_y).float().mean())
-    assert accuracy >= 0.98
+        assert {name: getattr(layer, name) for name in options} == options
 
 
 def _normalized(x: torch.Tensor) -> torch.Tensor:
@@ -239,10 +162,7 @@ def test_norms_stand_where_they_are_asked_for() -> None:
 
 def test_a_shifted_block_is_the_layer_on_a_map_with_a_border_of_zeros() -> None:
     torch.manual_seed(0)
-    block = Block(4, 4, lambda a, b: nn.AvgPool2d(2, ceil_mode=False), shift=1).eval()
     x = torch.randn(2, 4, 6, 6)
-    with pytest.raises(RuntimeError, match="size"):
-        block(x)  # the layer must keep the pixels
 
     def patched(r: torch.Tensor) -> torch.Tensor:
         """Each pixel becomes the mean of its 2 × 2 patch."""
@@ -269,51 +189,3 @@ def test_every_second_layer_of_a_stage_is_shifted_by_half_a_patch() -> None:
     assert model(torch.randn(2, 1, 8, 8)).shape == (2, 10)
     with pytest.raises(ValueError, match=r"patches of 1 pixel\(s\) have no whole half"):
         models.create("geq_stack_digits", shift=True, patch=eq.problems.Patches(channels=4, size=1))
-
-
-@pytest.mark.parametrize("norm", ["before", "after", "both"])
-@pytest.mark.parametrize("kind", ["geq", "opteq", "explicit"])
-def test_norms_survive_a_file(kind: str, norm: str, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model = models.create(f"{kind}_stack_digits", norm=norm)
-    x = torch.randn(3, 1, 8, 8)
-    model(x)  # moves the running means
-    model.eval()
-    models.save(model, tmp_path / "model.safetensors")
-    again = models.load(tmp_path / "model.safetensors").eval()
-    assert again.config.options["norm"] == norm
-    torch.testing.assert_close(again(x), model(x))
-    norms = sum(isinstance(m, nn.BatchNorm2d) for m in again.modules())
-    head, inside = 1, 4 * (kind == "explicit")
-    assert norms == head + inside + 4 * (2 if norm == "both" else 1)
-
-
-def test_files_from_before_there_was_a_choice_of_norm_load_as_they_were(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model = models.create("geq_stack_digits").eval()
-    assert not [key for key in model.state_dict() if ".after" in key]
-    new, old = tmp_path / "new.safetensors", tmp_path / "old.safetensors"
-    models.save(model, new)
-    with safe_open(new, "pt") as file:
-        metadata = file.metadata()
-        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 — no mapping
-    config = json.loads(metadata["config"])
-    del config["options"]["norm"], config["options"]["shift"]
-    save_file(tensors, old, {**metadata, "config": json.dumps(config)})
-    loaded = models.load(old)
-    assert loaded.config.options["norm"] == "before"
-    assert loaded.config.options["shift"] is False
-    x = torch.randn(2, 1, 8, 8)
-    assert torch.equal(loaded(x), model(x))
-
-
-def test_a_shift_wants_a_second_layer() -> None:
-    with pytest.raises(ValueError, match=r"every second layer of a stage, and depth=1 has none"):
-        models.create("geq_digits", shift=True)
-
-
-def test_an_unknown_norm_names_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"Block\(norm='behind'\).*'before', 'after', 'both'"):
-        Block(3, 3, lambda a, b: nn.Identity(), norm="behind")
-    with pytest.raises(ValueError, match=r"norm='behind'.*'before', 'after', 'both'"):
-        models.create("geq_digits", norm="behind")

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import equilibria as eq
@@ -19,15 +19,25 @@ _MADE: dict[str, Any] = {
 }
 
 
+# What files may name, whatever the packages export later.
+PROMISED = {
+    *("Anderson", "Auto", "BestIterate", "Broyden", "Picard", "ProximalGradient"),
+    *("SequentialAveraging", "ForwardBackward", "PeacemanRachford", "CG", "GMRES"),
+    *("Implicit", "OneStep", "Phantom", "Unrolled", "TransposedSplitting"),
+    *("NormBounded", "WeightNormalized", "Patches", "FixedGamma", "LearnedGamma"),
+    *("MeanPatchEnergy", "MinPatchEnergy"),
+    *("SquaredNorm", "L1", "FeatureIncay", "Decorrelation", "HSIC"),
+}
+
+
 def _round(value: Any) -> Any:
     return from_json(json.loads(json.dumps(to_json(value))))
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", sorted({*KINDS, *PROMISED}))
 def test_every_kind_comes_back_equal(name: str) -> None:
     value = _MADE.get(name) or KINDS[name]()
-    form = to_json(value)
-    assert form["kind"] == name
+    assert to_json(value)["kind"] == name
     again = _round(value)
     assert type(again) is KINDS[name]
     assert again == value
@@ -44,27 +54,9 @@ def test_all_fields_travel(rtol: float | None, steps: int, damping: float, memor
     assert _round(solver) == solver
     nested = eq.Implicit(solver=solver)
     assert _round(nested) == nested
-
-
-def test_objects_inside_objects() -> None:
-    from equilibria.solvers import SequentialAveraging
-
-    solver = SequentialAveraging(regularizer=eq.SquaredNorm(0.5), max_steps=9)
-    form = to_json(solver)
-    assert form["regularizer"] == {"kind": "SquaredNorm", "weight": 0.5}
-    assert _round(solver) == solver
-
-
-@settings(max_examples=30)
-@given(
-    st.recursive(
-        st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text(max_size=5),
-        lambda inner: st.lists(inner, max_size=3).map(tuple),
-        max_leaves=6,
-    )
-)
-def test_plain_values_come_back_with_tuples(value: Any) -> None:
-    assert _round(value) == value
+    averaged = eq.SequentialAveraging(regularizer=eq.SquaredNorm(0.5), max_steps=steps)
+    assert to_json(averaged)["regularizer"] == {"kind": "SquaredNorm", "weight": 0.5}
+    assert _round(averaged) == averaged
 
 
 def test_foreign_objects_are_refused() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from equilibria import models
-from equilibria.models.table import REGISTRY
+from equilibria.models.registry import find
 from equilibria_papers.tables import Choices, Experiment, Job, describe, names, plan
 from equilibria_papers.tables.measures import MEASURES
 from equilibria_papers.tables.networks import is_network
@@ -211,7 +211,7 @@ def test_jobs_are_made_of_what_there_is(name: str) -> None:
         for options in (job.options, {**job.options, **job.smoke}):
             given = {k: v for k, v in options.items() if k != "image_size"}
             if not is_network(job.model):
-                REGISTRY.spec(job.model).parse(given)
+                find(job.model).parse(given)
 
 
 @pytest.mark.parametrize("smoke", [False, True])

@@ -1,18 +1,10 @@
 """The command line: parse, call, print. What is exported is for commands of other distributions."""
 
-from .console import (
-    complain,
-    error_console,
-    fail,
-    make_folder,
-    output,
-    print_json,
-    stop,
-    write_json,
-)
-from .evaluate import prepared
+from equilibria.engine import write_json
+
+from .console import complain, error_console, fail, make_folder, output, print_json, stop
 from .flags import as_flags, pairs
-from .loading import Batch, Device, Root, device_of, load
+from .loading import Batch, Device, Root, device_of, load, prepared
 
 __all__ = [
     "Batch",

@@ -17,8 +17,6 @@ from . import bench, certify, data, evaluate, info, models, predict, train
 from .console import complain, error_console, fail, stop
 from .flags import as_flags
 
-__all__ = ["app", "main"]
-
 # ClickException: newer versions of typer have a click of their own inside.
 _WrongUsage: Any = typer.BadParameter.__mro__[2]
 
@@ -66,10 +64,10 @@ _OF_THE_PAPERS = {
 
 
 def _plug_in() -> None:
-    """Add the commands that other distributions bring: a function, or a Typer of several.
+    """Add the commands of other distributions: a function, or a Typer of several.
 
-    They announce them as entry points of the group ``equilibria.commands``. Where those of the
-    papers are not installed, their names stay, and say what to install.
+    They are entry points of the group ``equilibria.commands``. Where those of the papers are not
+    installed, their names stay, and say what to install.
     """
     found = {entry.name: entry for entry in entry_points(group="equilibria.commands")}
     for name, entry in sorted(found.items(), reverse=True):

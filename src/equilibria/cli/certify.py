@@ -7,28 +7,26 @@ from typing import Annotated, Any
 
 import typer
 from rich import box
-from rich.table import Column, Table
+from rich.table import Column
 
-from .console import output, print_json, write_json
-from .evaluate import prepared
-from .loading import Device, Root, Weights
+from equilibria.engine import write_json
+
+from .console import output, print_json, print_table
+from .loading import Data, Device, Json, Root, Split, Weights, prepared
 
 
 def certify(
     weights: Weights,
-    data: Annotated[
-        str | None,
-        typer.Option("--data", help="A name or a folder; what it was trained on if not given."),
-    ] = None,
+    data: Data = None,
     root: Root = None,
-    split: Annotated[str, typer.Option(help="Which part of the data.")] = "test",
+    split: Split = "test",
     images: Annotated[int, typer.Option(min=1, help="How many images to certify on.")] = 64,
     device: Device = None,
     full: Annotated[
         bool, typer.Option("--full", help="Print the whole certificate of every layer.")
     ] = False,
     out: Annotated[Path | None, typer.Option(help="Write the numbers to this JSON file.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Is each layer's equilibrium unique, and how far from it is the answer?
 
@@ -38,7 +36,7 @@ def certify(
 
     model, dataset = prepared(weights, data, root, split, device, images)
     whole = evaluation.certify_dataset(model, dataset, images)
-    rows = [row(name, part) for name, part in whole.items()]
+    rows = [_row(name, part) for name, part in whole.items()]
     unique = all(part.unique for part in whole.values())
     rigorous = all(bool(getattr(part, "rigorous", False)) for part in whole.values())
     found = {"unique": unique, "rigorous": rigorous, "layers": rows}
@@ -47,19 +45,16 @@ def certify(
     if as_json:
         print_json(found)
     else:
-        table = Table(
+        # Without edges seven columns and a layer's whole name fit into 80.
+        print_table(
             Column("layer", overflow="fold"),
-            "guarantee",
-            *("unique", "ρ", "m", "‖z − z*‖ ≤", "Lipschitz"),
-            # Without edges seven columns and a layer's whole name fit into 80.
+            *("guarantee", "unique", "ρ", "m", "‖z − z*‖ ≤", "Lipschitz"),
+            rows=[[_text(row[key]) for key in row if key != "residual"] for row in rows],
             box=box.SIMPLE_HEAD,
             show_edge=False,
             pad_edge=False,
             collapse_padding=True,
         )
-        for each in rows:
-            table.add_row(*(_text(each[key]) for key in _COLUMNS))
-        output().print(table)
         if full:
             for name, part in whole.items():
                 output().print(f"\n{name}\n{part}", markup=False, highlight=False)
@@ -67,24 +62,21 @@ def certify(
         raise typer.Exit(1)
 
 
-_COLUMNS = ("layer", "guarantee", "unique", "contraction", "modulus", "error_bound", "lipschitz")
-
-
-def row(name: str, part: Any) -> dict[str, Any]:
+def _row(name: str, part: Any) -> dict[str, Any]:
     """One layer's certificate in plain numbers."""
     return {
         "layer": name or "(the network)",
         "guarantee": str(part.kind),
         "unique": part.unique,
-        "contraction": _worst(getattr(part, "contraction", None), largest=True),
+        "contraction": _worst(getattr(part, "contraction", None)),
         "modulus": _worst(getattr(part, "modulus", None), largest=False),
-        "error_bound": _worst(getattr(part, "error_bound", None), largest=True),
-        "residual": _worst(part.residual, largest=True),
+        "error_bound": _worst(getattr(part, "error_bound", None)),
+        "residual": _worst(part.residual),
         "lipschitz": getattr(part, "lipschitz", None),
     }
 
 
-def _worst(value: Any, *, largest: bool) -> float | None:
+def _worst(value: Any, *, largest: bool = True) -> float | None:
     if value is None or isinstance(value, float):
         return value
     return float(value.max() if largest else value.min())

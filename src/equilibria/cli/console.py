@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import math
 import os
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import typer
 from rich.console import Console
+from rich.table import Column, Table
 from rich.text import Text
 
-__all__ = [
-    "complain",
-    "error_console",
-    "fail",
-    "finite",
-    "make_folder",
-    "output",
-    "print_json",
-    "stop",
-    "write_json",
-]
+from equilibria.engine import json_text
 
 error_console = Console(stderr=True)
 
@@ -32,41 +22,41 @@ def output() -> Console:
     return Console()
 
 
+def print_table(*columns: Column | str, rows: Iterable[Sequence[str]], **style: Any) -> None:
+    """A table on stdout."""
+    table = Table(*columns, **style)
+    for row in rows:
+        table.add_row(*row)
+    output().print(table)
+
+
 def complain(label: str, message: str, style: str) -> None:
     """One message on stderr, its label in color; wrapped as one text."""
     error_console.print(Text.assemble((label, style), " ", message))
+
+
+def say(text: str, style: str = "dim") -> None:
+    """Lines on stderr that are not wrapped: they may hold a command to copy."""
+    error_console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 def fail(message: str, hint: str = "") -> typer.Exit:
     """Say what went wrong, and give the exception to raise: ``raise fail(...)``."""
     complain("error:", message, "bold red")
     if hint:
-        error_console.print(hint, markup=False, highlight=False, style="dim")
+        say(hint)
     return typer.Exit(1)
 
 
 def stop(message: str = "") -> typer.Exit:
     """Say that the user stopped it, and give the exception to raise: ``raise stop(...)``."""
-    # Soft: a command to copy must not be cut by a line's end.
-    said = message or "interrupted"
-    error_console.print(said, style="yellow", markup=False, highlight=False, soft_wrap=True)
+    say(message or "interrupted", "yellow")
     return typer.Exit(130)
-
-
-def finite(value: Any) -> Any:
-    """The same with NaN and infinities as words: JSON has no numbers for them."""
-    if isinstance(value, dict):
-        return {str(key): finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [finite(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value
 
 
 def print_json(value: Any) -> None:
     """One JSON document on stdout, and nothing else."""
-    typer.echo(json.dumps(finite(value), indent=1, default=str))
+    typer.echo(json_text(value))
 
 
 def make_folder(path: Path) -> Path:
@@ -79,11 +69,4 @@ def make_folder(path: Path) -> Path:
         raise fail(f"--out {path}: the folder cannot be made ({error.strerror}).") from None
     if not os.access(path, os.W_OK):
         raise fail(f"--out {path}: the folder cannot be written to.")
-    return path
-
-
-def write_json(path: Path, value: Any) -> Path:
-    """A JSON file, its folder made where it is missing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(finite(value), indent=1, default=str) + "\n", encoding="utf-8")
     return path

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Column, Table
+from rich.table import Column
 
-from .console import output, print_json
-
-__all__ = ["app"]
+from .console import output, print_json, print_table
+from .loading import Json, Root
 
 app = typer.Typer(help="List, download and check data sets.", no_args_is_help=True)
-
-Root = Annotated[
-    Path | None, typer.Option("--root", help="The folder that holds the data, if you have it.")
-]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @app.command("list")
@@ -29,10 +22,8 @@ def list_(as_json: Json = False) -> None:
     if as_json:
         print_json([vars(card) for card in cards])
         return
-    table = Table(Column("name", no_wrap=True), "classes", "images", "what it is")
-    for card in cards:
-        table.add_row(card.name, str(card.num_classes), card.images, card.text)
-    output().print(table)
+    rows = [(card.name, str(card.num_classes), card.images, card.text) for card in cards]
+    print_table(Column("name", no_wrap=True), "classes", "images", "what it is", rows=rows)
 
 
 @app.command()

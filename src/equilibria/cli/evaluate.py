@@ -8,17 +8,14 @@ from typing import Annotated, Any
 import typer
 
 from .console import fail, make_folder, output, print_json
-from .loading import Batch, Converged, Device, Root, Weights, device_of, load, solver_of
+from .loading import Batch, Converged, Data, Device, Json, Root, Split, Weights, prepared, solver_of
 
 
 def evaluate(
     weights: Weights,
-    data: Annotated[
-        str | None,
-        typer.Option("--data", help="A name or a folder; what it was trained on if not given."),
-    ] = None,
+    data: Data = None,
     root: Root = None,
-    split: Annotated[str, typer.Option(help="Which part of the data.")] = "test",
+    split: Split = "test",
     batch_size: Batch = 256,
     device: Device = None,
     converged: Converged = None,
@@ -43,7 +40,7 @@ def evaluate(
     out: Annotated[
         Path | None, typer.Option(help="Write report.json and pictures into this folder.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Accuracy, calibration, solver statistics and certificates on a data set."""
     from equilibria import evaluation
@@ -54,27 +51,14 @@ def evaluate(
     if out is not None:
         make_folder(out)
     model, dataset = prepared(weights, data, root, split, device, limit)
-    report = evaluation.evaluate(
-        model,
-        dataset,
-        batch_size=batch_size,
-        certify=certify,
-        progress=not as_json,
-        solver=solver,
-        flip=flip,
-    )
+    how: dict[str, Any] = {"batch_size": batch_size, "progress": not as_json}
+    report = evaluation.evaluate(model, dataset, certify=certify, solver=solver, flip=flip, **how)
     found: dict[str, Any] = report.to_dict()
     written = [] if out is None else report.save(out)
     if not as_json:
         output().print(report.table())
     if corruptions:
-        study = evaluation.corruption_study(
-            model,
-            dataset,
-            severities=levels,
-            batch_size=batch_size,
-            progress=not as_json,
-        )
+        study = evaluation.corruption_study(model, dataset, severities=levels, **how)
         found["corruptions"] = study.to_dict()
         written += [] if out is None else study.save(out)
         if not as_json:
@@ -83,40 +67,6 @@ def evaluate(
         print_json(found)
     elif written:
         output().print("wrote " + ", ".join(str(path) for path in written), soft_wrap=True)
-
-
-def prepared(
-    weights: Path,
-    data: str | None,
-    root: Path | None,
-    split: str,
-    device: str | None,
-    limit: int | None = None,
-) -> tuple[Any, Any]:
-    """The network and the data to judge it on, on the device."""
-    from equilibria import data as datasets
-
-    target = device_of(device)
-    model = load(weights, target)
-    extra: dict[str, Any] = getattr(model, "extra", {})
-    name = data or extra.get("data")
-    if name is None:
-        raise fail("these weights do not say what they were trained on.", "Give --data.")
-    size = extra.get("image_size")
-    square = size[0] if isinstance(size, list) and len(set(size)) == 1 else size
-    dataset = datasets.load(name, split, root=root, image_size=square)
-    if extra.get("mean"):
-        channels, given = len(extra["mean"]), dataset.images.shape[1]
-        if channels != given:
-            raise fail(
-                f"the network was trained on images of {channels} channel(s), those of {name} "
-                f"have {given}.",
-                "Give --data with images like those that it was trained on.",
-            )
-        dataset = dataset.with_normalization_of(extra)
-    if limit is not None:
-        dataset = dataset.subset(range(min(limit, len(dataset))))
-    return model, dataset
 
 
 def _severities(text: str) -> tuple[int, ...]:

@@ -8,14 +8,11 @@ import shlex
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from equilibria.engine import OptionError
-
-__all__ = ["as_flags", "existing", "from_flags", "pairs", "with_flags"]
 
 _SIMPLE = (bool, int, float, str)
 _OWNERS = ("TrainConfig", "profile_model")  # whose options are the flags of a command
@@ -49,24 +46,32 @@ def as_flags(error: BaseException) -> str:
 
 def _flag_type(annotation: Any) -> type:
     """int, float, bool or str; what is none of them is given as text and read as YAML."""
-    if annotation in _SIMPLE:
-        return typing.cast(type, annotation)
-    if isinstance(annotation, types.UnionType):
-        inner = [a for a in typing.get_args(annotation) if a is not type(None)]
-        if len(inner) == 1 and inner[0] in _SIMPLE:
-            return typing.cast(type, inner[0])
-    return str
-
-
-def _default_text(value: Any) -> str:
-    if value is None or value == () or value == {}:
-        return "none"
-    return ("on" if value else "off") if isinstance(value, bool) else _listed(value)
+    union = isinstance(annotation, types.UnionType)
+    kinds = typing.get_args(annotation) if union else (annotation,)
+    inner = [kind for kind in kinds if kind is not type(None)]
+    return inner[0] if len(inner) == 1 and inner[0] in _SIMPLE else str
 
 
 def _help(text: str, default: Any) -> str:
     """The field's description, with its default where that says something."""
-    return text if "not given:" in text else f"{text} (default: {_default_text(default)})"
+    if "not given:" in text:
+        return text
+    shown = ("on" if default else "off") if isinstance(default, bool) else _listed(default)
+    return f"{text} (default: {'none' if default in (None, (), {}) else shown})"
+
+
+def _parameter(field: dataclasses.Field[Any], hint: Any, default: Any) -> inspect.Parameter:
+    """The parameter by which typer reads a field; one that is not given is None."""
+    simple, flag = _flag_type(hint), _flag(field.name)
+    option = typer.Option(
+        f"{flag}/--no-{flag[2:]}" if simple is bool else flag,
+        help=_help(field.metadata["help"], default),
+        show_default=False,
+        rich_help_panel=field.metadata["panel"],
+    )
+    annotation: Any = Annotated[simple | None, option]
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(field.name, kind, default=None, annotation=annotation)
 
 
 def with_flags(kind: type, panels: Sequence[str]) -> Callable[[Any], Any]:
@@ -76,39 +81,20 @@ def with_flags(kind: type, panels: Sequence[str]) -> Callable[[Any], Any]:
     help. A flag that is not given is not in ``given``, so that a file can stand between the flags
     and the defaults.
     """
-    hints = typing.get_type_hints(kind)
-
-    def parameter(field: dataclasses.Field[Any]) -> inspect.Parameter:
-        simple = _flag_type(hints[field.name])
-        default = field.default
-        if field.default_factory is not dataclasses.MISSING:
-            default = field.default_factory()
-        flag = _flag(field.name)
-        option = typer.Option(
-            f"{flag}/--no-{flag[2:]}" if simple is bool else flag,
-            help=_help(field.metadata["help"], default),
-            show_default=False,
-            rich_help_panel=field.metadata["panel"],
-        )
-        annotation: Any = Annotated[simple | None, option]
-        return inspect.Parameter(
-            field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation
-        )
+    hints, defaults = typing.get_type_hints(kind), kind()
 
     def decorate(command: Any) -> Any:
-        own = inspect.signature(command, eval_str=True)
-        first = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
-        taken = {p.name for p in first}
-        fields = [f for f in dataclasses.fields(kind) if f.name not in taken]
-        fields.sort(key=lambda f: panels.index(f.metadata["panel"]))
+        own = inspect.signature(command, eval_str=True).parameters.values()
+        parameters = [p.replace(kind=p.KEYWORD_ONLY) for p in own if p.kind is not p.VAR_KEYWORD]
+        taken = {p.name for p in parameters}
+        fields = [field for field in dataclasses.fields(kind) if field.name not in taken]
+        fields.sort(key=lambda field: panels.index(field.metadata["panel"]))
+        parameters += [_parameter(f, hints[f.name], getattr(defaults, f.name)) for f in fields]
 
         def run(**given: Any) -> Any:
-            mine = {name: given.pop(name) for name in list(given) if name in taken}
-            return command(**mine, **{k: v for k, v in given.items() if v is not None})
+            return command(**{k: v for k, v in given.items() if k in taken or v is not None})
 
         run.__name__, run.__doc__ = command.__name__, command.__doc__
-        parameters = [p.replace(kind=p.KEYWORD_ONLY) for p in first]
-        parameters += [parameter(field) for field in fields]
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {p.name: p.annotation for p in parameters}
         return run
@@ -123,11 +109,7 @@ def from_flags(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
     hints = typing.get_type_hints(kind)
     found: dict[str, Any] = {}
     for name, value in given.items():
-        if not isinstance(value, str) or _flag_type(hints[name]) is not str:
-            found[name] = value
-            continue
-        plain_text = hints[name] is str or hints[name] == (str | None)
-        if plain_text:
+        if not isinstance(value, str) or hints[name] in (str, str | None):
             found[name] = value
             continue
         # "crop,flip" is a list as well as "[crop, flip]".
@@ -157,10 +139,3 @@ def pairs(name: str, given: list[str]) -> dict[str, Any]:
         except yaml.YAMLError:
             found[key.strip()] = value
     return found
-
-
-def existing(path: Path | None) -> Path | None:
-    """The path, if it is there; wrong usage if it is not."""
-    if path is not None and not path.exists():
-        raise typer.BadParameter(f"there is no {path}.")
-    return path

@@ -4,27 +4,18 @@ from __future__ import annotations
 
 import platform
 from importlib import metadata
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
-from rich.table import Table
 
 from equilibria._version import __version__
 
-from .console import output, print_json
+from .console import print_json, print_table
+from .loading import Json
 
 _PACKAGES = (
-    "lightning",
-    "torchmetrics",
-    "pyarrow",
-    "pillow",
-    "safetensors",
-    "scikit-learn",
-    "huggingface_hub",
-    "tensorboard",
-    "matplotlib",
-    "onnx",
+    *("lightning", "torchmetrics", "pyarrow", "pillow", "safetensors", "scikit-learn"),
+    *("huggingface_hub", "tensorboard", "matplotlib", "onnx"),
 )
 
 
@@ -35,7 +26,7 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def facts() -> dict[str, Any]:
+def _facts() -> dict[str, Any]:
     """What runs here, by name."""
     found: dict[str, Any] = {
         "equilibria": __version__,
@@ -54,17 +45,13 @@ def facts() -> dict[str, Any]:
     return found
 
 
-def info(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
+def info(as_json: Json = False) -> None:
     """Versions of everything and the devices at hand."""
-    found = facts()
+    found = _facts()
     if as_json:
         print_json(found)
         return
-    table = Table("what", "is", title="equilibria", title_justify="left")
-    for name, value in found.items():
-        table.add_row(name, str(value))
     if not torch.cuda.device_count():
-        table.add_row("cuda", "no device: training runs on the CPU")
-    output().print(table)
+        found["cuda"] = "no device: training runs on the CPU"
+    rows = [(name, str(value)) for name, value in found.items()]
+    print_table("what", "is", rows=rows, title="equilibria", title_justify="left")

@@ -1,4 +1,4 @@
-"""What evaluate, predict and certify share: weights, device, the solver asked for."""
+"""What the commands share: flags, the network, its data, its device, the solver asked for."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from equilibria.engine import OptionError
 
 from .console import fail
 
-__all__ = ["Batch", "Converged", "Device", "Root", "Weights", "device_of", "load", "solver_of"]
-
 Weights = Annotated[
     Path,
     typer.Argument(
@@ -24,8 +22,14 @@ Weights = Annotated[
 Device = Annotated[
     str | None, typer.Option(help="cpu, cuda, cuda:1 …; a GPU where there is one if not given.")
 ]
+Data = Annotated[
+    str | None,
+    typer.Option("--data", help="A name or a folder; what it was trained on if not given."),
+]
 Root = Annotated[Path | None, typer.Option("--root", help="The folder that holds the data.")]
+Split = Annotated[str, typer.Option(help="Which part of the data: train, val or test.")]
 Batch = Annotated[int, typer.Option("--batch-size", min=1, help="Images at a time.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Converged = Annotated[
     float | None,
     typer.Option(
@@ -62,7 +66,45 @@ def load(path: Path, device: torch.device) -> nn.Module:
             "Give the run folder that `equilibria train` printed, or its model.safetensors.",
         )
     # Published weights may be stored in half precision; images come in float32.
-    return models.load(file, device=str(device), dtype=torch.float32).eval()
+    return models.load(file, device=str(device), dtype=torch.float32)
+
+
+def prepared(
+    weights: Path,
+    data: str | None,
+    root: Path | None,
+    split: str,
+    device: str | None,
+    limit: int | None = None,
+) -> tuple[Any, Any]:
+    """The network, on the device, and the data to judge it on."""
+    from equilibria import data as datasets
+    from equilibria.data.catalog import split_of
+
+    try:
+        split_of(split)
+    except datasets.DataError:
+        raise fail(f"--split {split}: expected train, val or test.") from None
+    model = load(weights, device_of(device))
+    extra: dict[str, Any] = getattr(model, "extra", {})
+    name = data or extra.get("data")
+    if name is None:
+        raise fail("these weights do not say what they were trained on.", "Give --data.")
+    size = extra.get("image_size")
+    square = size[0] if isinstance(size, list) and len(set(size)) == 1 else size
+    dataset = datasets.load(name, split, root=root, image_size=square)
+    if extra.get("mean"):
+        channels, given = len(extra["mean"]), dataset.images.shape[1]
+        if channels != given:
+            raise fail(
+                f"the network was trained on images of {channels} channel(s), those of {name} "
+                f"have {given}.",
+                "Give --data with images like those that it was trained on.",
+            )
+        dataset = dataset.with_normalization_of(extra)
+    if limit is not None:
+        dataset = dataset.subset(range(min(limit, len(dataset))))
+    return model, dataset
 
 
 def solver_of(rtol: float | None) -> Any:

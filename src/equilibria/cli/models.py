@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
-from rich.table import Column, Table
+from rich.table import Column
 
-from .console import fail, output, print_json
+from .console import fail, print_json, print_table
+from .loading import Json
 
 
 def models(
@@ -18,7 +19,7 @@ def models(
     count: Annotated[
         bool, typer.Option(help="Build each one to count its parameters (seconds).")
     ] = True,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """List the networks, their size beside the papers', and what they are.
 
@@ -26,49 +27,33 @@ def models(
     """
     from equilibria import models as zoo
 
-    names = zoo.names(pattern, task)
-    if not names:
+    if task not in (None, "classification", "segmentation"):
+        raise fail(f"--task {task}: expected classification or segmentation.")
+    cards = [zoo.describe(name) for name in zoo.names(pattern, task)]
+    if not cards:
         raise fail(f"no model matches {pattern!r}", "`equilibria models` lists them all.")
-    rows = []
-    for name in names:
-        card = zoo.describe(name)
-        rows.append(
-            {
-                "name": name,
-                "task": card.task,
-                "parameters": zoo.count_parameters(zoo.create(name)) if count else None,
-                "paper_parameters": card.paper_parameters,
-                "paper": card.paper,
-                "text": card.text,
-            }
-        )
+    sizes = [zoo.count_parameters(zoo.create(card.name)) if count else None for card in cards]
     if as_json:
-        print_json(rows)
+        shown = ("name", "task", "paper_parameters", "paper", "text")
+        rows = [{key: getattr(card, key) for key in shown} for card in cards]
+        print_json([{**row, "parameters": size} for row, size in zip(rows, sizes, strict=True)])
         return
-    table = Table(
+    print_table(
         Column("name", no_wrap=True),
         Column("parameters", justify="right", no_wrap=True),
         Column("paper says", justify="right"),
         "what it is",
+        rows=[
+            (card.name, _size(size), _size(card.paper_parameters), card.text)
+            for card, size in zip(cards, sizes, strict=True)
+        ],
     )
-    for row in rows:
-        table.add_row(
-            str(row["name"]),
-            _size(row["parameters"]),
-            _size(row["paper_parameters"]),
-            str(row["text"]),
-        )
-    output().print(table)
-    if len(names) == 1:
-        options = Table(Column("option", no_wrap=True), "default: what it is")
-        for name, text in zoo.describe(names[0]).options.items():
-            options.add_row(name, str(text))
-        output().print(options)
+    if len(cards) == 1:
+        options = cards[0].options.items()
+        print_table(Column("option", no_wrap=True), "default: what it is", rows=options)
 
 
-def _size(count: object) -> str:
-    if not isinstance(count, (int, float)):
+def _size(count: int | None) -> str:
+    if count is None:
         return "–"
-    if count >= 1e6:
-        return f"{count / 1e6:.2f} M"
-    return f"{count / 1e3:.1f} k"
+    return f"{count / 1e6:.2f} M" if count >= 1e6 else f"{count / 1e3:.1f} k"

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
-from .console import fail, output, print_json, write_json
-from .loading import Batch, Converged, Device, Weights, device_of, load, solver_of
+from equilibria.engine import write_json
+
+from .console import fail, print_json, print_table
+from .loading import Batch, Converged, Device, Json, Weights, device_of, load, solver_of
 
 
 def predict(
@@ -23,7 +24,7 @@ def predict(
         str, typer.Option(help="What to do with a file that is no readable image: raise or skip.")
     ] = "raise",
     out: Annotated[Path | None, typer.Option(help="Write the answers to this JSON file.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Classify images with a trained network."""
     from equilibria import evaluation
@@ -51,12 +52,12 @@ def predict(
     if as_json:
         print_json(found)
         return
-    table = Table("file", "label", "confidence", "solver")
+    rows = []
     for answer in answers:
         state = "–" if answer.steps is None else f"{answer.steps} steps"
         state += "" if answer.converged in (None, True) else ", not converged"
         for place, (label, confidence) in enumerate(answer.labels):
             first = place == 0
             name = str(answer.file) if first else ""
-            table.add_row(name, label, f"{confidence:.1%}", state if first else "")
-    output().print(table)
+            rows.append((name, label, f"{confidence:.1%}", state if first else ""))
+    print_table("file", "label", "confidence", "solver", rows=rows)

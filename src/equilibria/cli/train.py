@@ -7,14 +7,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
 from equilibria.training.config import TrainConfig
 
-from .console import error_console, fail, output, print_json, stop
-from .flags import existing, from_flags, pairs, with_flags
-
-__all__ = ["train"]
+from .console import fail, print_json, print_table, say, stop
+from .flags import from_flags, pairs, with_flags
+from .loading import Json
 
 _PANELS = ("What", "Training", "Machine", "Other")
 
@@ -24,7 +22,9 @@ def train(
     config: Annotated[
         Path | None,
         typer.Option(
-            "--config", "-c", help="A YAML file of options; flags on the command line go first."
+            *("--config", "-c"),
+            exists=True,
+            help="A YAML file of options; flags on the command line go first.",
         ),
     ] = None,
     option: Annotated[
@@ -38,7 +38,7 @@ def train(
     ] = None,
     resume: Annotated[
         Path | None,
-        typer.Option(help="Go on with this run: its folder, or its last.ckpt."),
+        typer.Option(exists=True, help="Go on with this run: its folder, or its last.ckpt."),
     ] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace a run that is in the folder.")
@@ -47,7 +47,7 @@ def train(
         bool, typer.Option("--dry-run", help="Print the resolved configuration and stop.")
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    as_json: Json = False,
     **given: Any,
 ) -> None:
     """Train a network. Without options: a small GEQ on the digits, in half a minute.
@@ -80,38 +80,25 @@ def train(
     if as_json:
         print_json({"folder": str(result.folder), "metrics": result.metrics})
         return
-    table = Table("result", "value")
-    for name, value in result.metrics.items():
-        table.add_row(name, f"{value:.4g}")
-    output().print(table)
-    error_console.print(
-        f"weights in {result.weights}\nnext: {_next(result.folder, settings)}",
-        style="dim",
-        markup=False,
-        highlight=False,
-        soft_wrap=True,
-    )
+    rows = [(name, f"{value:.4g}") for name, value in result.metrics.items()]
+    print_table("result", "value", rows=rows)
+    say(f"weights in {result.weights}\nnext: {_next(result.folder, settings)}")
 
 
 def _next(folder: Path, settings: TrainConfig) -> str:
     """The command that evaluates the run, to be copied."""
-    words = ["equilibria", "evaluate", str(folder)]
-    if settings.data_root is not None:
-        words += ["--root", str(settings.data_root)]
-    return shlex.join(words)
+    root = () if settings.data_root is None else ("--root", str(settings.data_root))
+    return shlex.join(["equilibria", "evaluate", str(folder), *root])
 
 
 def _settings(
     config: Path | None, resume: Path | None, option: list[str], given: dict[str, Any]
 ) -> TrainConfig:
     """Defaults, then the file (or the resumed run's own), then the flags."""
-    existing(resume)
-    file = existing(config)
-    if file is None and resume is not None:
-        folder = resume if resume.is_dir() else resume.parent
-        own = folder / "config.yaml"
-        file = own if own.exists() else None
-    base = TrainConfig() if file is None else TrainConfig.from_yaml(file)
+    if config is None and resume is not None:
+        own = (resume if resume.is_dir() else resume.parent) / "config.yaml"
+        config = own if own.exists() else None
+    base = TrainConfig() if config is None else TrainConfig.from_yaml(config)
     chosen = pairs("option", option)
     if chosen:
         given["model_options"] = {**base.model_options, **given.get("model_options", {}), **chosen}

@@ -1,15 +1,7 @@
-"""Whole networks by name, baselines beside them; saved and loaded without unpickling anything.
+"""Whole networks by name, baselines beside them; saved and loaded without unpickling anything."""
 
-::
-
-    model = models.create("geq_digits", num_classes=10)
-    models.save(model, "digits.safetensors", extra={"classes": list("0123456789")})
-    model = models.load("digits.safetensors")
-"""
-
-from .network import ModelConfig, Network, count_parameters
-from .registry import ModelCard
-from .table import create, describe, names
+from .network import ModelCard, ModelConfig, Network, count_parameters
+from .registry import create, describe, names
 from .weights import ModelFileError, load, read_header, save
 
 __all__ = [

@@ -7,57 +7,41 @@ from typing import Any
 from torch import Tensor, nn
 
 from equilibria.adjoints import Phantom
-from equilibria.nn.mdeq import MDEQ
-from equilibria.nn.mdeq_heads import MDEQClassifier, MDEQSegmenter, MDEQStem
+from equilibria.nn import MDEQ, MDEQClassifier, MDEQSegmenter, MDEQStem
 from equilibria.solvers import Anderson
 
-from . import options as opt
-from .network import Network, Shape
-from .registry import ModelSpec
-
-__all__ = ["SPECS", "MDEQNet", "MDEQSegmentation"]
-
-# The authors take 18 Broyden steps; Anderson gets there with fewer and half the memory. Fixed steps
-# never wait for the device. The phantom gradient is what the GEQ paper trains its baselines with.
-_SOLVER = Anderson(rtol=0.0, atol=0.0, max_steps=12)
-_ADJOINT = Phantom(steps=5, damping=0.8)
+from .network import Network, Shape, check_pixels, entry, segmenter
 
 
-def _options(
-    channels: tuple[int, ...], dropout: float, downsample: int, jacobian: float = 0.0
-) -> dict[str, opt.Option]:
-    return {
-        "channels": opt.integers(channels, "channels of each scale, the finest first"),
-        "expansion": opt.integer(5, "widening inside the blocks", high=64),
-        "groups": opt.integer(8, "groups of the group norms"),
-        "dropout": opt.fraction(dropout, "probability that a channel is left out in training"),
-        "downsample": opt.integer(downsample, "how often the stem halves", low=0, high=8),
-        "jacobian_weight": opt.fraction(jacobian, "weight of the Jacobian penalty"),
-        "solver": opt.solver(_SOLVER),
-        "adjoint": opt.adjoint(_ADJOINT),
-    }
+class _MDEQNetwork(Network):
+    """The stem and one equilibrium of several scales; ``options`` are those of ``nn.MDEQ``."""
+
+    def __init__(
+        self, shape: Shape, *, channels: tuple[int, ...], downsample: int, **options: Any
+    ) -> None:
+        super().__init__(shape.in_channels)
+        self.multiple = 2 ** (downsample + len(channels) - 1)
+        self.stem = MDEQStem(channels[0], in_channels=shape.in_channels, downsample=downsample)
+        self.layer = MDEQ(channels, post_affine=False, **options)
 
 
-class MDEQNet(Network):
-    """Stem, one equilibrium of four scales, the bottleneck head of the paper.
-
-    ``options`` are those of ``nn.MDEQ``.
-    """
+class MDEQNet(_MDEQNetwork):
+    """Stem, one equilibrium of four scales, the bottleneck head of the paper."""
 
     def __init__(
         self,
         shape: Shape,
         *,
         channels: tuple[int, ...],
+        downsample: int,
         head_channels: tuple[int, ...],
         final_channels: int,
-        downsample: int,
         **options: Any,
     ) -> None:
-        super().__init__(shape.in_channels)
-        _check_pixels(shape.image_size, channels, downsample)
-        self.stem = MDEQStem(channels[0], in_channels=shape.in_channels, downsample=downsample)
-        self.layer = MDEQ(channels, post_affine=False, **options)
+        super().__init__(shape, channels=channels, downsample=downsample, **options)
+        scales = f"the {len(channels)} scales {len(channels) - 1} time(s)"
+        why = f"the stem halves it {downsample} and {scales}"
+        check_pixels(shape.image_size, self.multiple, why)
         self.head = MDEQClassifier(
             channels, shape.num_classes, head_channels=head_channels, final_channels=final_channels
         )
@@ -67,25 +51,15 @@ class MDEQNet(Network):
         return out
 
 
-class MDEQSegmentation(Network):
+class MDEQSegmentation(_MDEQNetwork):
     """Stem, one equilibrium of several scales, all of them set beside each other, scores.
 
     Images whose sides the scales do not divide are padded below and to the right with their edge,
     and the scores cut to size.
     """
 
-    def __init__(
-        self,
-        shape: Shape,
-        *,
-        channels: tuple[int, ...],
-        downsample: int,
-        **options: Any,
-    ) -> None:
-        super().__init__(shape.in_channels)
-        self.multiple = 2 ** (downsample + len(channels) - 1)
-        self.stem = MDEQStem(channels[0], in_channels=shape.in_channels, downsample=downsample)
-        self.layer = MDEQ(channels, post_affine=False, **options)
+    def __init__(self, shape: Shape, *, channels: tuple[int, ...], **options: Any) -> None:
+        super().__init__(shape, channels=channels, **options)
         self.head = MDEQSegmenter(channels, shape.num_classes)
 
     def logits(self, x: Tensor) -> Tensor:
@@ -97,40 +71,35 @@ class MDEQSegmentation(Network):
         return out[..., :height, :width]
 
 
-def _check_pixels(size: int, channels: tuple[int, ...], downsample: int) -> None:
-    needed = 2 ** (downsample + len(channels) - 1)
-    if size % needed:
-        raise ValueError(
-            f"image_size={size} is no multiple of {needed}: the stem halves it {downsample} and "
-            f"the {len(channels)} scales {len(channels) - 1} time(s)."
-        )
-
-
-_LARGE = (32, 64, 128, 256)
+_DEFAULTS: dict[str, Any] = {
+    "channels": (32, 64, 128, 256),
+    "expansion": 5,
+    "groups": 8,
+    "dropout": 0.0,
+    "downsample": 2,
+    "jacobian_weight": 0.0,
+    # The authors take 18 Broyden steps; Anderson gets there with fewer and half the memory. Fixed
+    # steps never wait for the device. The phantom gradient is what the GEQ paper trains its
+    # baselines with.
+    "solver": Anderson(rtol=0.0, atol=0.0, max_steps=12),
+    "adjoint": Phantom(steps=5, damping=0.8),
+}
+_HEAD = {"head_channels": (10, 20, 40, 80), "final_channels": 1280}
 
 SPECS = (
-    ModelSpec(
+    entry(
         "mdeq_cifar",
         MDEQNet,
         "MDEQ of four scales",
-        in_channels=3,
-        image_size=32,
-        options={
-            **_options(_LARGE, 0.3, 0),
-            "head_channels": opt.integers((10, 20, 40, 80), "widths of the head's bottlenecks"),
-            "final_channels": opt.integer(1280, "of the last feature map"),
-        },
+        {**_DEFAULTS, "dropout": 0.3, "downsample": 0, **_HEAD},
         paper="Bai et al. 2020; the baseline of GEQ Table 1",
         paper_parameters=10_000_000,
     ),
-    ModelSpec(
+    segmenter(
         "mdeq_seg",
         MDEQSegmentation,
         "MDEQ of four scales at a quarter of the pixels",
-        in_channels=3,
-        image_size=180,
-        options=_options(_LARGE, 0.0, 2),
-        task="segmentation",
+        _DEFAULTS,
         paper="Bai et al. 2020 (sizes ours)",
     ),
 )

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 
-from equilibria.engine.adjoint import Adjoint
-from equilibria.engine.solver import Solver
-from equilibria.nn.monotone import MonotoneDEQ, TransposedSplitting
-from equilibria.solvers.peaceman_rachford import PeacemanRachford
+from equilibria.nn import MonotoneDEQ, TransposedSplitting
+from equilibria.solvers import PeacemanRachford
 
-from . import options as opt
-from .network import Network, Shape
-from .registry import ModelSpec
-
-__all__ = ["SPECS", "MonotoneNet"]
-
-_SOLVER = PeacemanRachford(rtol=1e-2, max_steps=50)
-_ADJOINT = TransposedSplitting()
+from .network import ModelSpec, Network, Shape, check_pixels, entry
 
 
 class MonotoneNet(Network):
@@ -24,34 +17,23 @@ class MonotoneNet(Network):
 
     With one entry in ``channels`` it is the single convolution of the paper, else the tiers of the
     multi-tier one, whose coarsest is read. The linear map takes every pixel, so ``image_size`` is
-    the one size that the network accepts.
+    the one size that the network accepts. ``options`` are those of ``nn.MonotoneDEQ``.
     """
 
     def __init__(
-        self,
-        shape: Shape,
-        *,
-        channels: tuple[int, ...],
-        pool: int,
-        m: float,
-        solver: Solver,
-        adjoint: Adjoint,
+        self, shape: Shape, *, channels: tuple[int, ...], pool: int, **options: Any
     ) -> None:
         super().__init__(shape.in_channels)
-        unit = pool * 2 ** (len(channels) - 1)
-        if shape.image_size % unit:
-            raise ValueError(
-                f"image_size={shape.image_size} is no multiple of {unit}: {len(channels)} tier(s) "
-                f"halve it {len(channels) - 1} time(s), and it is pooled by {pool}."
-            )
+        halved = len(channels) - 1
+        unit = pool * 2**halved
+        why = f"{len(channels)} tier(s) halve it {halved} time(s), and it is pooled by {pool}"
+        check_pixels(shape.image_size, unit, why)
         self.image_size = shape.image_size
         self.layer = MonotoneDEQ(
             channels if len(channels) > 1 else channels[0],
             in_channels=shape.in_channels,
             kernel_size=3,
-            m=m,
-            solver=solver,
-            adjoint=adjoint,
+            **options,
         )
         self.pool = nn.AvgPool2d(pool)
         side = shape.image_size // unit
@@ -70,18 +52,16 @@ class MonotoneNet(Network):
 
 
 def _spec(name: str, text: str, channels: tuple[int, ...], pool: int, count: int) -> ModelSpec:
-    return ModelSpec(
+    return entry(
         name,
         MonotoneNet,
         text,
-        in_channels=3,
-        image_size=32,
-        options={
-            "channels": opt.integers(channels, "channels of each tier"),
-            "pool": opt.integer(pool, "average pooling before the head", high=256),
-            "m": opt.number(1.0, "modulus of strong monotonicity", low=0.0, high=1e6),
-            "solver": opt.solver(_SOLVER),
-            "adjoint": opt.adjoint(_ADJOINT),
+        {
+            "channels": channels,
+            "pool": pool,
+            "m": 1.0,
+            "solver": PeacemanRachford(rtol=1e-2, max_steps=50),
+            "adjoint": TransposedSplitting(),
         },
         paper="Winston and Kolter 2020; OptEq Table 4",
         paper_parameters=count,

@@ -1,26 +1,21 @@
-"""What every named network is: a module with its configuration, from images to logits."""
+"""What every named network is: a module with its configuration, and an entry of the table."""
 
 from __future__ import annotations
 
+import difflib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from equilibria.ops.pooling import average_pool
 
-__all__ = [
-    "AveragePool",
-    "ModelConfig",
-    "Network",
-    "Shape",
-    "count_parameters",
-    "features_to_logits",
-    "upsample",
-]
+from .options import option
+from .values import from_json, short
 
 
 @dataclass(frozen=True)
@@ -91,6 +86,112 @@ def count_parameters(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
+# ---------------------------------------------------------------------- entries of the table
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelCard:
+    """What is known of a named network before it is built."""
+
+    name: str
+    text: str
+    """One line."""
+    task: Literal["classification", "segmentation"] = "classification"
+    paper: str = "ours"
+    """Where it comes from, or "ours"."""
+    paper_parameters: int | None = None
+    """What the paper says it counts, as rounded there; None where none is printed."""
+    paper_classes: int = 10
+    """The number of classes that this count is for."""
+    in_channels: int = 3
+    image_size: int = 32
+    options: Mapping[str, str]
+    """What ``create`` takes by keyword: name → default and meaning."""
+    revision: int = 0
+    """How often a default has changed: results of an earlier revision are of another network."""
+
+    def __str__(self) -> str:
+        count = "–" if self.paper_parameters is None else f"{self.paper_parameters:,}"
+        rows = [
+            f"{self.name}: {self.text}",
+            f"  task         {self.task}",
+            f"  input        {self.in_channels} × {self.image_size} × {self.image_size}",
+            f"  paper        {self.paper}",
+            f"  its count    {count}",
+            *(f"  {name:<12} {about}" for name, about in self.options.items()),
+        ]
+        return "\n".join(rows)
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """An entry of the table: ``build(shape, **options)``, the defaults and the card."""
+
+    build: Callable[..., Network]
+    defaults: Mapping[str, Any]
+    card: ModelCard
+
+    def parse(self, overrides: Mapping[str, Any]) -> dict[str, Any]:
+        """Every option with its value, overrides checked."""
+        made = dict(self.defaults)
+        for name, value in overrides.items():
+            if name not in made:
+                close = difflib.get_close_matches(name, made, n=1)
+                hint = f" Did you mean {close[0]!r}?" if close else ""
+                raise TypeError(
+                    f"{self.card.name} has no option {name!r} (got {value!r}).{hint} "
+                    f"Its options: {', '.join(made) or 'none'}."
+                )
+            where, allowed = f"{self.card.name}: option {name}={value!r}", option(name, made[name])
+            try:
+                made[name] = from_json(value)
+            except (TypeError, ValueError) as error:
+                raise prefixed(error, where) from error
+            if not allowed.accepts(made[name]):
+                kind = type(value).__name__
+                raise ValueError(f"{where} ({kind}): expected {allowed.allowed}.")
+        return made
+
+
+def prefixed(error: TypeError | ValueError, where: str) -> TypeError | ValueError:
+    """The same kind of error, with the place in front."""
+    kind = TypeError if isinstance(error, TypeError) else ValueError
+    return kind(f"{where}: {error}")
+
+
+def entry(
+    name: str, build: Callable[..., Network], text: str, options: Mapping[str, Any], **card: Any
+) -> ModelSpec:
+    """The entry of a network: ``options`` are its defaults, ``card`` the other fields of its card.
+
+    Raise ``revision`` by one whenever a default changes; tests/models/test_revisions.py watches.
+    """
+    about = {key: f"{short(value)}: {option(key, value).about}" for key, value in options.items()}
+    return ModelSpec(build, options, ModelCard(name=name, text=text, options=about, **card))
+
+
+segmenter = partial(entry, image_size=180, task="segmentation")  # CamVid at 240 × 180 pixels
+
+
+# ---------------------------------------------------------------------- parts of several networks
+
+
+def check_pixels(size: int, needed: int, why: str) -> None:
+    """Raise unless ``needed`` divides the image's side."""
+    if size % needed:
+        raise ValueError(f"image_size={size} is no multiple of {needed}: {why}.")
+
+
+def conv_norm_relu(
+    before: int, after: int, size: int, stride: int = 1, *, kaiming: bool = False
+) -> list[nn.Module]:
+    """A convolution of ``size`` × ``size`` pixels with a border of zeros, BatchNorm, ReLU."""
+    conv = nn.Conv2d(before, after, size, stride=stride, padding=size // 2, bias=False)
+    if kaiming:
+        nn.init.kaiming_normal_(conv.weight, mode="fan_out", nonlinearity="relu")
+    return [conv, nn.BatchNorm2d(after), nn.ReLU()]
+
+
 def features_to_logits(channels: int, num_classes: int) -> nn.Sequential:
     """BatchNorm, ReLU, global average, linear: the head of the stacks and branches."""
     return nn.Sequential(
@@ -111,9 +212,6 @@ class AveragePool(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return average_pool(x, self.size, self.size)
-
-    def extra_repr(self) -> str:
-        return str(self.size)
 
 
 def upsample(x: Tensor, like: Tensor) -> Tensor:

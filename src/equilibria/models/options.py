@@ -1,4 +1,7 @@
-"""What a model lets its user change: a default, what is allowed, and a sentence about it."""
+"""The options of the networks: one table of what each name means and takes.
+
+A network lists the names that it has with its own defaults (``ModelSpec.defaults``).
+"""
 
 from __future__ import annotations
 
@@ -7,181 +10,117 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from equilibria.engine.adjoint import Adjoint
-from equilibria.engine.solver import SolverOptions
+from equilibria.engine import Adjoint, SolverOptions
 from equilibria.nn import NormBounded, WeightNormalized
 from equilibria.problems import GammaPolicy, Patches, Regularizer
-
-from .values import from_json
-
-__all__ = [
-    "Option",
-    "adjoint",
-    "choice",
-    "constraint",
-    "flag",
-    "fraction",
-    "gamma",
-    "integer",
-    "integers",
-    "linear_bound",
-    "number",
-    "numbers",
-    "patch",
-    "prefixed",
-    "regularizer",
-    "solver",
-]
 
 
 @dataclass(frozen=True)
 class Option:
-    """An option of a model. ``parse(value)`` returns the checked value or says what is allowed."""
+    """What an option means, which values are allowed, in words, and a function that tells."""
 
-    default: Any
     about: str
     allowed: str
     accepts: Callable[[Any], bool]
 
-    def parse(self, name: str, value: Any) -> Any:
-        """The value, objects built from their JSON form; ``name`` is for the error."""
-        try:
-            made = from_json(value)
-        except (TypeError, ValueError) as error:
-            raise prefixed(error, f"option {name}={value!r}") from error
-        if not self.accepts(made):
-            kind = type(value).__name__
-            raise ValueError(f"option {name}={value!r} ({kind}): expected {self.allowed}.")
-        return made
+
+def option(name: str, default: Any) -> Option:
+    """The option of that name; where the default is a tuple, a list of its values."""
+    return _list_of(OPTIONS[name]) if isinstance(default, tuple) else OPTIONS[name]
 
 
-def integer(default: int, about: str, *, low: int = 1, high: int = 1 << 16) -> Option:
-    """A whole number of [low, high]."""
-    return Option(
-        default, about, f"an integer in [{low}, {high}]", lambda v: _whole(v) and low <= v <= high
-    )
-
-
-def integers(default: tuple[int, ...], about: str, *, high: int = 1 << 16) -> Option:
-    """A list of positive whole numbers; a list of other length is another network."""
-
+def _integer(about: str, *, low: int = 1, high: int = 1 << 16) -> Option:
     def accepts(value: Any) -> bool:
-        return (
-            isinstance(value, tuple)
-            and 1 <= len(value) <= 16
-            and all(_whole(v) and 1 <= v <= high for v in value)
-        )
+        return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
 
-    return Option(default, about, f"a list of 1 to 16 integers in [1, {high}]", accepts)
+    return Option(about, f"an integer in [{low}, {high}]", accepts)
 
 
-def number(default: float, about: str, *, low: float, high: float) -> Option:
-    """A number in (low, high]."""
-
+def _number(about: str, interval: str, inside: Callable[[float], bool]) -> Option:
     def accepts(value: Any) -> bool:
         numeric = isinstance(value, (int, float)) and not isinstance(value, bool)
-        return numeric and math.isfinite(value) and low < value <= high
+        return numeric and math.isfinite(value) and inside(value)
 
-    return Option(default, about, f"a number in ({low:g}, {high:g}]", accepts)
+    return Option(about, f"a number in {interval}", accepts)
 
 
-def fraction(default: float, about: str) -> Option:
-    """A number in [0, 1)."""
+def _choice(about: str, *allowed: str) -> Option:
+    return Option(about, f"one of {', '.join(map(repr, allowed))}", lambda v: v in allowed)
 
+
+def _flag(about: str) -> Option:
+    return Option(about, "True or False", lambda v: isinstance(v, bool))
+
+
+def _object(about: str, allowed: str, *kinds: type[Any]) -> Option:
+    form = f"{allowed}, or its JSON form {{'kind': ..., ...}}"
+    return Option(about, form, lambda v: isinstance(v, kinds))
+
+
+def _list_of(one: Option) -> Option:
     def accepts(value: Any) -> bool:
-        numeric = isinstance(value, (int, float)) and not isinstance(value, bool)
-        return numeric and 0.0 <= value < 1.0
+        return isinstance(value, tuple) and 1 <= len(value) <= 16 and all(map(one.accepts, value))
 
-    return Option(default, about, "a number in [0, 1)", accepts)
-
-
-def numbers(default: tuple[float, ...] | float, about: str, *, low: float, high: float) -> Option:
-    """A number in (low, high], or a list of them."""
-    one = number(0.0, about, low=low, high=high)
-
-    def accepts(value: Any) -> bool:
-        if isinstance(value, tuple):
-            return 1 <= len(value) <= 16 and all(one.accepts(v) for v in value)
-        return one.accepts(value)
-
-    return Option(default, about, f"{one.allowed} or a list of such", accepts)
+    return Option(one.about, f"a list of 1 to 16 values, each {one.allowed}", accepts)
 
 
-def choice(default: str, about: str, allowed: tuple[str, ...]) -> Option:
-    """One of a few words."""
-    return Option(default, about, f"one of {', '.join(map(repr, allowed))}", lambda v: v in allowed)
+def _one_or_more(one: Option) -> Option:
+    many = _list_of(one)
+    allowed = f"{one.allowed}, or {many.allowed}"
+    return Option(one.about, allowed, lambda v: one.accepts(v) or many.accepts(v))
 
 
-def flag(default: bool, about: str) -> Option:
-    """True or False."""
-    return Option(default, about, "True or False", lambda v: isinstance(v, bool))
+_POSITIVE: tuple[str, Callable[[float], bool]] = ("(0, 1e+06]", lambda v: 0.0 < v <= 1e6)
+_SHARE: tuple[str, Callable[[float], bool]] = ("[0, 1)", lambda v: 0.0 <= v < 1.0)
 
-
-def solver(default: SolverOptions) -> Option:
-    """How the equilibrium is found."""
-    return _of(
-        default,
-        "how the equilibrium is found",
-        (SolverOptions,),
-        "a solver such as Picard(max_steps=4)",
-    )
-
-
-def adjoint(default: Adjoint) -> Option:
-    """How gradients pass the equilibrium."""
-    return _of(default, "how gradients pass it", (Adjoint,), "an adjoint such as Phantom(steps=5)")
-
-
-def linear_bound(bound: float) -> NormBounded:
-    """‖W‖ ≤ bound < 1 for kernels with one equilibrium below 1 (the Gaussian: below 1.4969)."""
-    return NormBounded(bound=bound)
-
-
-def constraint(default: NormBounded | WeightNormalized) -> Option:
-    """What holds W where the equilibrium is unique."""
-    return _of(
-        default,
+OPTIONS: dict[str, Option] = {
+    # Sizes.
+    "channels": _integer("channels of z; of each scale, the finest first, where there are several"),
+    "depth": _integer("layers in each stage", high=64),
+    "downsample": _integer("how often the stem halves", low=0, high=8),
+    "expansion": _integer("widening inside the blocks", high=64),
+    "final_channels": _integer("of the last feature map"),
+    "fusion": _integer("3 × 3 convolutions after the average", low=0, high=64),
+    "groups": _integer("groups of the group norms"),
+    "head_channels": _integer("widths of the head's bottlenecks"),
+    "hidden": _integer("columns of W_h"),
+    "mids": _integer("channels of U and W in each branch or block"),
+    "pool": _integer("average pooling before the head", high=256),
+    "scales": _integer("how much coarser each branch is than the stem"),
+    "widths": _integer("channels of each stage"),
+    # Numbers and choices.
+    "alpha": _one_or_more(
+        _number("α of the blocks, one or one a block", "(0, 1]", lambda v: 0.0 < v <= 1.0)
+    ),
+    "bias": _flag("whether Ux has a bias"),
+    "dropout": _number("probability that a channel is left out in training", *_SHARE),
+    "jacobian_weight": _number("weight of the Jacobian penalty", *_SHARE),
+    "learn_alpha": _flag("make each α a parameter"),
+    "m": _number("modulus of strong monotonicity", *_POSITIVE),
+    "norm": _choice("where a layer is normalized", "before", "after", "both"),
+    "radius": _number("‖Ux + b‖ is scaled to at most this", *_POSITIVE),
+    "reading": _choice("whether a branch also sees those before it", "parallel", "chain"),
+    "regularize": _choice("how the regularizer enters the map", "gradient", "prox"),
+    "shift": _flag("whether every second layer's patches are shifted by half"),
+    # Objects.
+    "adjoint": _object("how gradients pass it", "an adjoint such as Phantom(steps=5)", Adjoint),
+    "constraint": _object(
         "what bounds W",
-        (NormBounded, WeightNormalized, type(None)),
         "NormBounded(bound=...), WeightNormalized() or None",
-    )
-
-
-def gamma(default: GammaPolicy) -> Option:
-    """The policy for γ."""
-    allowed = "a policy such as MeanPatchEnergy(0.2) or FixedGamma(0.5)"
-    return _of(default, "γ of the Gaussian kernel", (GammaPolicy,), allowed)
-
-
-def patch(default: Patches) -> Option:
-    """How feature maps are cut."""
-    return _of(default, "patches of the Gaussian kernel", (Patches,), "Patches(channels=, size=)")
-
-
-def regularizer(default: Regularizer | None) -> Option:
-    """A feature regularizer in front of the map (OptEq §5.1)."""
-    return _of(
-        default,
+        *(NormBounded, WeightNormalized, type(None)),
+    ),
+    "gamma": _object(
+        "γ of the Gaussian kernel",
+        "a policy such as MeanPatchEnergy(0.2) or FixedGamma(0.5)",
+        GammaPolicy,
+    ),
+    "patch": _object("patches of the Gaussian kernel", "Patches(channels=, size=)", Patches),
+    "regularizer": _object(
         "feature regularizer of OptEq §5.1",
-        (Regularizer, type(None)),
         "a regularizer such as Decorrelation(weight=0.01), or None",
-    )
-
-
-def _of(default: Any, about: str, kinds: tuple[type[Any], ...], allowed: str) -> Option:
-    return Option(
-        default,
-        about,
-        f"{allowed}, or its JSON form {{'kind': ..., ...}}",
-        lambda v: isinstance(v, kinds),
-    )
-
-
-def _whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def prefixed(error: TypeError | ValueError, where: str) -> TypeError | ValueError:
-    """The same kind of error, with the place in front."""
-    kind = TypeError if isinstance(error, TypeError) else ValueError
-    return kind(f"{where}: {error}")
+        *(Regularizer, type(None)),
+    ),
+    "solver": _object(
+        "how the equilibrium is found", "a solver such as Picard(max_steps=4)", SolverOptions
+    ),
+}

@@ -1,4 +1,4 @@
-"""ResNets (He et al. 2015), the explicit baselines, and their first stages as feature extractors.
+"""ResNets (He et al. 2015), the explicit baselines: for classes, for pixels, as feature extractors.
 
 Two stems: ``cifar`` is one 3 × 3 convolution, ``imagenet`` a 7 × 7 of stride 2 with a 3 × 3 max
 pool. The stride of a bottleneck is on its 3 × 3 convolution, as everyone trains them today.
@@ -7,76 +7,58 @@ pool. The stride of a bottleneck is on its 3 × 3 convolution, as everyone train
 from __future__ import annotations
 
 from functools import partial
-from typing import Literal
+from itertools import pairwise
+from typing import ClassVar, Literal
 
 from torch import Tensor, nn
 
-from .network import Network, Shape
-from .registry import ModelSpec
-
-__all__ = ["SPECS", "Basic", "Bottleneck", "ResNet", "Trunk"]
+from .network import ModelSpec, Network, Shape, conv_norm_relu, entry, segmenter, upsample
 
 Stem = Literal["cifar", "imagenet"]
 
 
-def _conv(before: int, after: int, size: int, stride: int = 1) -> nn.Conv2d:
-    return nn.Conv2d(before, after, size, stride=stride, padding=size // 2, bias=False)
+class _Residual(nn.Module):
+    """ReLU(body(x) + shortcut(x)); the shortcut is a 1 × 1 convolution where the shape changes."""
+
+    expansion: ClassVar[int]
+
+    def __init__(self, before: int, after: int, stride: int, body: list[nn.Module]) -> None:
+        super().__init__()
+        self.body = nn.Sequential(*body[:-1])  # its last ReLU comes after the sum
+        if before == after and stride == 1:
+            self.shortcut: nn.Module = nn.Identity()
+        else:
+            self.shortcut = nn.Sequential(*conv_norm_relu(before, after, 1, stride)[:2])
+        self.activation = nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.activation(self.body(x) + self.shortcut(x))
+        return out
 
 
-def _shortcut(before: int, after: int, stride: int) -> nn.Module:
-    if before == after and stride == 1:
-        return nn.Identity()
-    return nn.Sequential(_conv(before, after, 1, stride), nn.BatchNorm2d(after))
-
-
-class Basic(nn.Module):
+class Basic(_Residual):
     """ReLU(BN(C₂ ReLU(BN(C₁x))) + shortcut(x)), both 3 × 3."""
 
     expansion = 1
 
     def __init__(self, before: int, width: int, stride: int, mid: int) -> None:
-        super().__init__()
-        self.body = nn.Sequential(
-            _conv(before, mid, 3, stride),
-            nn.BatchNorm2d(mid),
-            nn.ReLU(),
-            _conv(mid, width, 3),
-            nn.BatchNorm2d(width),
-        )
-        self.shortcut = _shortcut(before, width, stride)
-        self.activation = nn.ReLU()
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.activation(self.body(x) + self.shortcut(x))
-        return out
+        first = conv_norm_relu(before, mid, 3, stride)
+        super().__init__(before, width, stride, [*first, *conv_norm_relu(mid, width, 3)])
 
 
-class Bottleneck(nn.Module):
+class Bottleneck(_Residual):
     """ReLU(BN(C₃ ReLU(BN(C₂ ReLU(BN(C₁x))))) + shortcut(x)): 1 × 1, 3 × 3, 1 × 1."""
 
     expansion = 4
 
     def __init__(self, before: int, width: int, stride: int, mid: int) -> None:
-        super().__init__()
         after = self.expansion * width
-        self.body = nn.Sequential(
-            _conv(before, mid, 1),
-            nn.BatchNorm2d(mid),
-            nn.ReLU(),
-            _conv(mid, mid, 3, stride),
-            nn.BatchNorm2d(mid),
-            nn.ReLU(),
-            _conv(mid, after, 1),
-            nn.BatchNorm2d(after),
-        )
-        self.shortcut = _shortcut(before, after, stride)
-        self.activation = nn.ReLU()
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.activation(self.body(x) + self.shortcut(x))
-        return out
+        body = conv_norm_relu(before, mid, 1) + conv_norm_relu(mid, mid, 3, stride)
+        super().__init__(before, after, stride, body + conv_norm_relu(mid, after, 1))
 
 
+BASIC_18 = (2, 2, 2, 2)
+DEEP_50 = (3, 4, 6, 3)
 Block = type[Basic] | type[Bottleneck]
 
 
@@ -84,14 +66,8 @@ class Trunk(nn.Module):
     """The stem and the first stages: x [B, C, S, S] → one map a stage, the finest first.
 
     Stage i has blocks[i] blocks, the first of stride 2 (except at i = 0), and block.expansion·64·2ⁱ
-    channels. With the imagenet stem its maps are S/4, S/8, S/16, S/32 pixels wide.
-
-    Args:
-        in_channels: channels of the images.
-        block: Basic or Bottleneck.
-        blocks: how many blocks a stage.
-        stem: "cifar" or "imagenet".
-        widen: the middle of each block is this many times wider (2: Wide-ResNet-50-2).
+    channels. With the imagenet stem its maps are S/4, S/8, S/16, S/32 pixels wide. The middle of
+    each block is ``widen`` times wider (2: Wide-ResNet-50-2).
     """
 
     def __init__(
@@ -99,8 +75,7 @@ class Trunk(nn.Module):
     ) -> None:
         super().__init__()
         size, stride = (3, 1) if stem == "cifar" else (7, 2)
-        first: list[nn.Module] = [_conv(in_channels, 64, size, stride), nn.BatchNorm2d(64)]
-        first.append(nn.ReLU())
+        first = conv_norm_relu(in_channels, 64, size, stride)
         if stem == "imagenet":
             first.append(nn.MaxPool2d(3, stride=2, padding=1))
         self.stem = nn.Sequential(*first)
@@ -130,11 +105,9 @@ class Trunk(nn.Module):
 class ResNet(Network):
     """A trunk of four stages, the mean over pixels, a linear head."""
 
-    def __init__(
-        self, shape: Shape, *, block: Block, blocks: tuple[int, ...], stem: Stem, widen: int = 1
-    ) -> None:
+    def __init__(self, shape: Shape, *, block: Block, blocks: tuple[int, ...], stem: Stem) -> None:
         super().__init__(shape.in_channels)
-        self.trunk = Trunk(shape.in_channels, block, blocks, stem, widen)
+        self.trunk = Trunk(shape.in_channels, block, blocks, stem)
         self.pool = nn.AdaptiveAvgPool2d(1)
         self.head = nn.Linear(self.trunk.channels[-1], shape.num_classes)
 
@@ -143,19 +116,37 @@ class ResNet(Network):
         return out
 
 
-BASIC_18 = (2, 2, 2, 2)
-DEEP_50 = (3, 4, 6, 3)
+class FCN(Network):
+    """FCN-8s (Shelhamer, Long and Darrell) on a ResNet-18: scores at strides 8, 16, 32, summed.
+
+    Each coarser score is brought up by bilinear interpolation and added to the next finer one.
+    """
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__(shape.in_channels)
+        self.trunk = Trunk(shape.in_channels, Basic, BASIC_18, "imagenet")
+        self.scores = nn.ModuleList(
+            nn.Conv2d(c, shape.num_classes, 1) for c in self.trunk.channels[1:]
+        )
+
+    def logits(self, x: Tensor) -> Tensor:
+        maps = self.trunk(x)[1:]
+        scores = [score(m) for score, m in zip(self.scores, maps, strict=True)]
+        out: Tensor = scores[-1]
+        for _, finer in pairwise(reversed(scores)):
+            out = upsample(out, finer) + finer
+        return upsample(out, x)
 
 
 def _spec(
     name: str, text: str, block: Block, blocks: tuple[int, ...], stem: Stem, published: int
 ) -> ModelSpec:
     cifar = stem == "cifar"
-    return ModelSpec(
+    return entry(
         name,
         partial(ResNet, block=block, blocks=blocks, stem=stem),
         text,
-        in_channels=3,
+        {},
         image_size=32 if cifar else 224,
         paper="He et al. 2015; the baseline of GEQ Tables 1–2",
         paper_parameters=published,
@@ -168,4 +159,7 @@ SPECS = (
     _spec("resnet50_cifar", "ResNet-50, 3 × 3 stem", Bottleneck, DEEP_50, "cifar", 23_500_000),
     _spec("resnet18_imagenet", "ResNet-18", Basic, BASIC_18, "imagenet", 11_690_000),
     _spec("resnet50_imagenet", "ResNet-50", Bottleneck, DEEP_50, "imagenet", 25_560_000),
+    segmenter(
+        "fcn_resnet18", FCN, "FCN-8s on a ResNet-18", {}, paper="Shelhamer, Long and Darrell 2017"
+    ),
 )

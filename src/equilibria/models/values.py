@@ -1,81 +1,38 @@
 """Option values as JSON and back: numbers as they are, objects through a closed table of our own.
 
 An object is written ``{"kind": "Picard", "max_steps": 4, ...}`` with all its fields. Reading builds
-an instance of one of the classes below through its checked constructor, and nothing else: a file
-can name no other class.
+an instance of one of ``KINDS`` through its checked constructor: a file can name no other class.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from equilibria.adjoints import Implicit, OneStep, Phantom, Unrolled
-from equilibria.engine.krylov import CG, GMRES
+from equilibria import adjoints, engine, nn, problems, solvers
+from equilibria.engine import Adjoint, LinearSolver, SolverOptions
 from equilibria.nn import NormBounded, WeightNormalized
-from equilibria.nn.monotone import TransposedSplitting
-from equilibria.problems import (
-    HSIC,
-    L1,
-    Decorrelation,
-    FeatureIncay,
-    FixedGamma,
-    LearnedGamma,
-    MeanPatchEnergy,
-    MinPatchEnergy,
-    Patches,
-    SquaredNorm,
-)
-from equilibria.solvers import (
-    Anderson,
-    Auto,
-    BestIterate,
-    Broyden,
-    Picard,
-    ProximalGradient,
-    SequentialAveraging,
-)
-from equilibria.solvers.forward_backward import ForwardBackward
-from equilibria.solvers.peaceman_rachford import PeacemanRachford
+from equilibria.problems import GammaPolicy, Patches, Regularizer
+from equilibria.solvers import BestIterate
 
-__all__ = ["KINDS", "from_json", "short", "to_json"]
+_BASES = (SolverOptions, Adjoint, LinearSolver, GammaPolicy, Patches, Regularizer)
+_PUBLIC = [
+    getattr(package, name)
+    for package in (solvers, adjoints, engine, nn, problems)
+    for name in package.__all__
+]
 
 KINDS: Mapping[str, type[Any]] = {
-    kind.__name__: kind
-    for kind in (
-        Anderson,
-        Auto,
-        BestIterate,
-        Broyden,
-        Picard,
-        ProximalGradient,
-        SequentialAveraging,
-        ForwardBackward,
-        PeacemanRachford,
-        Implicit,
-        OneStep,
-        Phantom,
-        Unrolled,
-        TransposedSplitting,
-        CG,
-        GMRES,
-        NormBounded,
-        WeightNormalized,
-        Patches,
-        FixedGamma,
-        LearnedGamma,
-        MeanPatchEnergy,
-        MinPatchEnergy,
-        SquaredNorm,
-        L1,
-        FeatureIncay,
-        Decorrelation,
-        HSIC,
-    )
+    item.__name__: item
+    for item in _PUBLIC
+    if inspect.isclass(item)
+    and issubclass(item, (*_BASES, NormBounded, WeightNormalized))
+    and not inspect.isabstract(item)
 }
-"""The classes that a configuration may name."""
+"""The classes that a configuration may name: all public solvers, adjoints, constraints, …"""
 
 
 def to_json(value: Any) -> Any:
@@ -115,7 +72,7 @@ def short(value: Any) -> str:
     kind = type(value)
     if KINDS.get(kind.__name__) is not kind:
         return repr(value)
-    usual = {f.name: f.default for f in dataclasses.fields(value)}
+    usual = {field.name: field.default for field in dataclasses.fields(value)}
     parts = [
         f"{name}={short(item)}"
         for name, item in _fields(value)
@@ -125,10 +82,6 @@ def short(value: Any) -> str:
 
 
 def _fields(value: Any) -> list[tuple[str, Any]]:
-    # BestIterate takes its limits from the solver that it wraps.
-    names = (
-        ["inner"]
-        if isinstance(value, BestIterate)
-        else [field.name for field in dataclasses.fields(value) if field.init]
-    )
-    return [(name, getattr(value, name)) for name in names]
+    if isinstance(value, BestIterate):  # takes its limits from the solver that it wraps
+        return [("inner", value.inner)]
+    return [(f.name, getattr(value, f.name)) for f in dataclasses.fields(value) if f.init]

@@ -1,4 +1,14 @@
-"""Save and load a network as safetensors, with its configuration inside. Nothing is unpickled."""
+"""Save and load a network as safetensors, with its configuration inside. Nothing is unpickled.
+
+In eight bits, a weight is w ≈ q·s, q in −127 … 127, with one scale s for each row, which is one
+index of the first dimension, an output channel:
+
+    s = max|w| / 127,  q = round(w / s),  |w − q·s| ≤ s/2 = max|w| / 254.
+
+Parameters of two or more dimensions are kept so. Buffers of two or more dimensions are kept in
+float16, and all that has fewer (norms, biases, running means) in float32. The scales of the tensor
+``name`` are the tensor ``name`` + ".scale.": no name of a state dict ends with a dot.
+"""
 
 from __future__ import annotations
 
@@ -13,37 +23,23 @@ import torch
 from torch import Tensor, nn
 
 from equilibria._version import __version__
-from equilibria.engine.files import write_bytes
+from equilibria.engine import write_bytes
 from equilibria.engine.optional import needs
 
 from .network import ModelConfig, Network
-from .quantized import (
-    FIELD,
-    KIND,
-    QuantizationError,
-    check_finite,
-    dequantize,
-    layout,
-    quantize,
-    scale_name,
-)
-from .table import create
-
-__all__ = ["ModelFileError", "load", "read_header", "save"]
+from .registry import create
 
 FORMAT = "equilibria-model/1"
-_PRECISIONS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-_NAMES = {
+_SCALE = ".scale."
+_QUANTIZATION = {"version": 1, "scheme": "int8 rows", "suffix": _SCALE}
+_LARGEST = 127
+_FLOATS = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.bfloat16: "BF16",
     torch.float16: "F16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
 }
+_NAMES = {**_FLOATS, torch.int64: "I64", torch.int8: "I8"}
 
 
 class ModelFileError(ValueError):
@@ -85,7 +81,7 @@ def save(
             f"models.save takes a network made by models.create, got {type(network).__name__} "
             "without a configuration. For a module of your own use safetensors.torch.save_model."
         )
-    _check_dtype(dtype, (*_PRECISIONS, torch.int8))
+    _check_dtype(dtype, (*_FLOATS, torch.int8))
     place = Path(path)
     if place.is_dir() or not place.parent.is_dir():
         what = "is a folder" if place.is_dir() else f"lies in no folder ({place.parent})"
@@ -96,32 +92,20 @@ def save(
         "library": __version__,
         "extra": _extra_text(network.extra if extra is None else extra),
     }
-    state = {name: value.detach() for name, value in network.state_dict().items()}
+    stored: dict[str, Tensor] = {}
+    quantized: list[str] = []
+    for name, value in network.state_dict(keep_vars=True).items():
+        kind = _stored_as(value) if dtype == torch.int8 else dtype
+        if kind == torch.int8:
+            stored[name], stored[name + _SCALE] = quantize(name, value)
+            quantized.append(name)
+            continue
+        if dtype == torch.int8:
+            _check_finite(name, value)
+        stored[name] = _rounded(name, value.detach(), kind).cpu().contiguous().clone()
     if dtype == torch.int8:
-        dtypes = layout(network)
-        state = _in_eight_bits(state, dtypes)
-        names = [name for name, kind in dtypes.items() if kind == torch.int8]
-        metadata[FIELD] = json.dumps({**KIND, "tensors": names})
-        dtype = None
-    tensors = {
-        name: _rounded(name, value, dtype).cpu().contiguous().clone()
-        for name, value in state.items()
-    }
-    return write_bytes(place, _safetensors().torch.save(tensors, metadata))
-
-
-def _in_eight_bits(
-    state: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]
-) -> dict[str, Tensor]:
-    """The tensors of a quantized file, scales among them."""
-    made: dict[str, Tensor] = {}
-    for name, value in state.items():
-        if dtypes[name] == torch.int8:
-            made[name], made[scale_name(name)] = quantize(name, value)
-        else:
-            check_finite(name, value)
-            made[name] = _rounded(name, value, dtypes[name])
-    return made
+        metadata["quantization"] = json.dumps({**_QUANTIZATION, "tensors": quantized})
+    return write_bytes(place, _safetensors().torch.save(stored, metadata))
 
 
 def _check_dtype(dtype: torch.dtype | None, allowed: tuple[torch.dtype, ...]) -> None:
@@ -189,12 +173,12 @@ def load(
         FileNotFoundError: no such file.
         ModelFileError: damaged, no model of this library, or weights of another network.
     """
-    _check_dtype(dtype, _PRECISIONS)
+    _check_dtype(dtype, tuple(_FLOATS))
     with _opened(path) as file:
         header = _header(Path(path), file)
         model = _build(path, header)
-        quantized = header[FIELD] is not None
-        _check_tensors(path, header["tensors"], model, quantized=quantized)
+        quantized = header["quantization"] is not None
+        _check_tensors(path, header["tensors"], model, quantized)
         # Copies: the reader's tensors are windows into the file, which another may cut short.
         stored = {name: file.get_tensor(name).clone() for name in header["tensors"]}
     if quantized:
@@ -225,13 +209,13 @@ def _opened(path: str | os.PathLike[str]) -> Iterator[Any]:
     except (library.SafetensorError, OSError) as error:
         with place.open("rb") as file:
             start = file.read(4)
+        why = f"it is truncated or damaged ({error})"
         if start == b"PK\x03\x04" or start[:1] == b"\x80":
-            _refuse(
-                place,
+            why = (
                 "it looks like a pickle (torch.save), which is never opened here because reading "
-                "one can run any code; load it where it was made and write it with models.save",
+                "one can run any code; load it where it was made and write it with models.save"
             )
-        _refuse(place, f"it is truncated or damaged ({error})")
+        _refuse(place, why)
 
 
 def _header(path: Path, file: Any) -> dict[str, Any]:
@@ -242,49 +226,40 @@ def _header(path: Path, file: Any) -> dict[str, Any]:
             "it is a safetensors file without the mark of models.save "
             f"(format={metadata.get('format')!r}, expected {FORMAT!r})",
         )
-    for key in ("config", "extra", "library"):
-        if key not in metadata:
-            _refuse(path, f"its metadata has no {key!r}")
-    config = _json(path, "its config", metadata["config"])
+    config, extra, quantization = (
+        _json(path, key, metadata.get(key, "{}")) for key in ("config", "extra", "quantization")
+    )
     wanted = {"name": str, "num_classes": int, "in_channels": int, "image_size": int}
     for key, kind in {**wanted, "options": dict}.items():
         if not isinstance(config.get(key), kind):
             _refuse(path, f"its config has {key}={config.get(key)!r}, expected {kind.__name__}")
-    note = metadata.get(FIELD)
+    for key, known in _QUANTIZATION.items() if "quantization" in metadata else ():
+        if quantization.get(key) != known:
+            has = f"its quantization has {key}={quantization.get(key)!r}, and this version reads"
+            _refuse(path, f"{has} {known!r}; use the version of the library that wrote the file")
+    slices = {name: file.get_slice(name) for name in list(file.keys())}
     return {
         "config": config,
-        "library": metadata["library"],
-        "extra": _json(path, "its extra", metadata["extra"]),
-        FIELD: None if note is None else _quantization(path, note),
-        "tensors": {name: _entry(file.get_slice(name)) for name in list(file.keys())},
+        "library": metadata.get("library"),
+        "extra": extra,
+        "quantization": quantization or None,
+        "tensors": {
+            name: {"dtype": part.get_dtype(), "shape": tuple(part.get_shape())}
+            for name, part in slices.items()
+        },
         "bytes": path.stat().st_size,
     }
 
 
-def _entry(window: Any) -> dict[str, Any]:
-    return {"dtype": window.get_dtype(), "shape": tuple(window.get_shape())}
-
-
-def _json(path: Path, what: str, text: str) -> dict[str, Any]:
+def _json(path: Path, key: str, text: str) -> dict[str, Any]:
+    """The object in one field of the metadata."""
     try:
         made = json.loads(text)
     except (ValueError, RecursionError) as error:
-        _refuse(path, f"{what} is not valid JSON ({error})")
+        _refuse(path, f"its {key} is not valid JSON ({error})")
     if not isinstance(made, dict):
-        _refuse(path, f"{what} is a JSON {type(made).__name__}, not an object")
+        _refuse(path, f"its {key} is a JSON {type(made).__name__}, not an object")
     return made
-
-
-def _quantization(path: Path, text: str) -> dict[str, Any]:
-    note = _json(path, "its quantization", text)
-    for key, known in KIND.items():
-        if note.get(key) != known:
-            _refuse(
-                path,
-                f"its quantization has {key}={note.get(key)!r}, and this version reads {known!r}; "
-                "use the version of the library that wrote the file, or write it with models.save",
-            )
-    return note
 
 
 def _build(path: str | os.PathLike[str], header: Mapping[str, Any]) -> Network:
@@ -305,25 +280,17 @@ def _check_tensors(
     path: str | os.PathLike[str],
     found: Mapping[str, Mapping[str, Any]],
     model: Network,
-    *,
     quantized: bool,
 ) -> None:
-    """Names, shapes and dtypes; weights not in eight bits may all be of another precision."""
-    wanted: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
-        name: ((_NAMES[value.dtype],), tuple(value.shape))
-        for name, value in model.state_dict().items()
-    }
-    if quantized:
-        for name, dtype in layout(model).items():
-            wanted[name] = ((_NAMES[dtype],), wanted[name][1])
-            if dtype == torch.int8:
-                wanted[scale_name(name)] = (("F32",), wanted[name][1][:1])
-    else:
-        floats = tuple(_NAMES[dtype] for dtype in _PRECISIONS)
-        wanted = {n: (floats if d[0] in floats else d, shape) for n, (d, shape) in wanted.items()}
-        mixed = {found[n]["dtype"] for n in wanted if n in found and wanted[n][0] == floats}
-        if len(mixed) > 1:
-            raise ModelFileError(f"{path} mixes the precisions {', '.join(sorted(mixed))}.")
+    """Names, shapes and dtypes; weights not in eight bits may be of any precision."""
+    wanted: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        dtype = _stored_as(value) if quantized else value.dtype
+        several = not quantized and value.is_floating_point()
+        dtypes = tuple(_FLOATS.values()) if several else (_NAMES[dtype],)
+        wanted[name] = (dtypes, tuple(value.shape))
+        if dtype == torch.int8:
+            wanted[name + _SCALE] = (("F32",), tuple(value.shape[:1]))
     missing = [name for name in wanted if name not in found]
     foreign = [name for name in found if name not in wanted]
     problems = [f"{len(missing)} missing ({_some(missing)})"] if missing else []
@@ -345,21 +312,76 @@ def _some(names: list[str]) -> str:
     return f"{shown}, …" if len(names) > 3 else shown
 
 
-def _in_full(path: str | os.PathLike[str], stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a quantized file with q·s in the place of q and s."""
-    made = dict(stored)
-    try:
-        for name, value in stored.items():
-            if value.dtype == torch.int8:
-                made[name] = dequantize(name, value, made.pop(scale_name(name)))
-        for name, value in made.items():
-            check_finite(name, value)
-    except QuantizationError as error:
-        raise ModelFileError(f"{path} is not a usable model file: {error}.") from error
-    return made
-
-
 def _safetensors() -> Any:
     with needs("safetensors", "Saving and loading models"):
         import safetensors.torch
     return safetensors
+
+
+# ---------------------------------------------------------------------- eight bits
+
+
+def _stored_as(value: Tensor) -> torch.dtype:
+    """The dtype of an entry of a state dict in a file in eight bits."""
+    if not value.is_floating_point():
+        return value.dtype
+    if value.ndim < 2:
+        return torch.float32
+    return torch.int8 if isinstance(value, nn.Parameter) else torch.float16
+
+
+def _check_finite(name: str, value: Tensor) -> None:
+    if value.is_floating_point() and not bool(torch.isfinite(value).all()):
+        raise ValueError(
+            f"{name} holds NaN or infinity, and a file in eight bits (dtype=torch.int8) holds "
+            "finite numbers alone; repair it, or save with dtype=None to keep it as it is"
+        )
+
+
+def quantize(name: str, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """w [R, …] ↦ q = round(w/s) in int8 [R, …] and s = max|w|/127 in float32 [R].
+
+    A row of zeros has s = 1 and q = 0. So has one whose scale would be below float32's smallest
+    normal number, 1.2e-38: some devices take such a scale for 0.
+    """
+    # Exact to float32's rounding: a quotient in float32 misses ties by up to 8e-6 of a step.
+    exact = weight.detach().cpu().double().flatten(1)
+    _check_finite(name, exact)
+    scale = (exact.abs().amax(1) / _LARGEST).float()
+    scale[scale < torch.finfo(torch.float32).tiny] = 1.0
+    whole = torch.round(exact / scale[:, None].double()).clamp_(-_LARGEST, _LARGEST)
+    if not bool(torch.isfinite(whole.float() * scale[:, None]).all()):
+        raise ValueError(
+            f"dtype=torch.int8: {name} holds a weight of size {float(exact.abs().max()):.3g}, more "
+            "than a scale in float32 can give back; save with dtype=None."
+        )
+    return whole.to(torch.int8).view(weight.shape), scale
+
+
+def _dequantize(name: str, whole: Tensor, scale: Tensor) -> Tensor:
+    """q int8 [R, …], s float32 [R] ↦ q·s, computed in float32. Neither q nor s is trusted."""
+    made = (whole.flatten(1).float() * scale[:, None]).view(whole.shape)
+    unusable = scale[~(torch.isfinite(scale) & (scale > 0))]
+    if unusable.numel():
+        why = f"a scale of {name} is {float(unusable[0]):.3g}, expected a positive finite number"
+    elif bool((whole < -_LARGEST).any()):
+        why = f"{name} holds {int(whole.min())}, expected −{_LARGEST} to {_LARGEST}"
+    elif not bool(torch.isfinite(made).all()):
+        why = f"{name} times its scales, up to {float(scale.max()):.3g}, exceeds float32"
+    else:
+        return made
+    raise ValueError(f"{why}; the file is damaged, fetch or save it again")
+
+
+def _in_full(path: str | os.PathLike[str], stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a file in eight bits, with q·s in the place of q and s."""
+    made = dict(stored)
+    try:
+        for name, value in stored.items():
+            if value.dtype == torch.int8:
+                made[name] = _dequantize(name, value, made.pop(name + _SCALE))
+        for name, value in made.items():
+            _check_finite(name, value)
+    except ValueError as error:
+        _refuse(path, str(error))
+    return made
