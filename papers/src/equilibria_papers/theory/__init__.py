@@ -17,7 +17,6 @@ The NTK thesis, chapter 4: ``record_path``, ``follow_training`` (``trajectories`
 ``measure_landscape`` (``landscapes``), with their figures.
 """
 
-from .blocks import Block, as_blocks, deep_equilibrium
 from .bounds import (
     AssumptionError,
     compare_bounds,
@@ -29,6 +28,20 @@ from .bounds import (
     similarity_report,
 )
 from .converters import UnitNetwork, prior_of, to_deep_opteq, to_hidden_units
+from .deep_opteq import (
+    Block,
+    MultiBlock,
+    WideLimitStudy,
+    approach_wide_limit,
+    as_blocks,
+    deep_equilibrium,
+    inclusion_residual,
+    moreau_envelope,
+    multi_block,
+    to_wide_opteq,
+    two_layer_objective,
+    wide_limit,
+)
 from .landscapes import (
     Grid,
     Surface,
@@ -45,13 +58,6 @@ from .monotone_ntk import (
     gradient_descent,
     gradient_flow,
     search_radii,
-)
-from .multi_block import (
-    MultiBlock,
-    inclusion_residual,
-    moreau_envelope,
-    multi_block,
-    two_layer_objective,
 )
 from .ntk import (
     KernelStudy,
@@ -79,13 +85,6 @@ from .trajectories import (
     layer_input,
     record_path,
     training_recorder,
-)
-from .wide_limit import (
-    WideLimitStudy,
-    approach_wide_limit,
-    to_wide_opteq,
-    wide_limit,
-    wide_objective,
 )
 
 __all__ = [
@@ -152,5 +151,4 @@ __all__ = [
     "training_recorder",
     "two_layer_objective",
     "wide_limit",
-    "wide_objective",
 ]

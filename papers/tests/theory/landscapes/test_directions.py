@@ -51,20 +51,12 @@ def test_directions_are_isotropic_before_the_norms_are_set() -> None:
     assert np.abs(gram - np.diag(np.diag(gram))).max() < 0.25
 
 
-def test_seeds_and_kinds() -> None:
+def test_seeds() -> None:
     model = network()
     first, second = random_directions(model, 2, seed=3)
     again = random_directions(model, 1, seed=3)[0]
     assert all(torch.equal(first[n], again[n]) for n in first)
     assert not torch.equal(first["5.weight"], second["5.weight"])
-    layer = random_directions(model, 1, normalize="layer")[0]
-    for name, step in layer.items():
-        size = float(dict(model.named_parameters())[name].detach().norm())
-        assert abs(float(step.norm()) / size - 1) < 1e-5
-    plain = random_directions(model, 1, normalize="none")[0]
-    assert abs(float(plain["5.weight"].std()) - 1) < 0.1
-    some = random_directions(model, 1, chosen=lambda name, p: name.startswith("5"))[0]
-    assert set(some) == {"5.weight"}
 
 
 def test_a_filter_of_zeros_stays() -> None:
@@ -82,10 +74,6 @@ def test_frozen_and_missing_parameters() -> None:
     assert set(filter_dims(model)) == {"2.weight", "5.weight"}
     with pytest.raises(ValueError, match="no parameter"):
         random_directions(nn.BatchNorm1d(3))
-    with pytest.raises(ValueError, match="among those"):
-        random_directions(model, chosen=lambda name, p: False)
-    with pytest.raises(ValueError, match="normalize"):
-        random_directions(model, normalize="rows")
     with pytest.raises(ValueError, match="count"):
         random_directions(model, 0)
 
@@ -146,5 +134,3 @@ def test_errors_of_training_plane() -> None:
     states[1]["a"] = torch.zeros(2, 2)
     with pytest.raises(ValueError, match="checkpoint 1 has other weights"):
         training_plane(states)
-    with pytest.raises(ValueError, match="no parameter was chosen"):
-        training_plane(walk(3), chosen=lambda name, p: False)

@@ -281,21 +281,10 @@ def test_small_loss_share_of_a_known_bowl() -> None:
     assert surface.small_loss_share(2.0) == 9 / 25
 
 
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"points": 4}, "odd"),
-        ({"points": 1}, "points"),
-        ({"radius": 0.0}, "radius"),
-        ({"dims": 3}, "dims"),
-    ],
-)
-def test_grids_that_cannot_be(options: dict[str, Any], match: str) -> None:
-    with pytest.raises(ValueError, match=match):
-        Grid(**options)
-
-
 def test_errors_say_what_to_do(tmp_path: Path) -> None:
+    for options in ({"points": 4}, {"points": 1}, {"radius": 0.0}, {"dims": 3}):
+        with pytest.raises(ValueError, match=next(iter(options))):
+            Grid(**options)  # type: ignore[arg-type]
     model, x, y = linear()
     grid = Grid(points=3)
     with pytest.raises(TypeError, match="ImageData"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
@@ -63,14 +64,11 @@ def test_wide_clouds_go_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert parts.project(cloud).shape == (3, 4, 2)
 
 
-def test_points_that_are_not_finite_are_left_out() -> None:
+def test_points_that_are_not_finite_are_left_out_and_equal_ones_have_no_components() -> None:
     cloud = torch.tensor([[0.0, 0.0], [2.0, 0.0], [torch.nan, 1.0], [torch.inf, 0.0]])
     found = principal_components(cloud)
     torch.testing.assert_close(found.mean, torch.tensor([1.0, 0.0], dtype=torch.float64))
     torch.testing.assert_close(found.explained, torch.tensor([1.0, 0.0], dtype=torch.float64))
-
-
-def test_equal_points_have_no_components() -> None:
     found = principal_components(torch.ones(5, 3))
     assert not bool(found.components.any())
     assert found.explained.tolist() == [0.0, 0.0]
@@ -164,36 +162,28 @@ def test_errors_of_follow_training() -> None:
         training_recorder(x, labels, every=0)
 
 
+class Module(pl.LightningModule):  # type: ignore[misc]
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = tiny()
+
+    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
+        return nn.functional.cross_entropy(self.model(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_the_callback_sees_the_weights_of_every_epoch() -> None:
-    import lightning.pytorch as pl
-
-    class Module(pl.LightningModule):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = tiny()
-
-        def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
-            return nn.functional.cross_entropy(self.model(batch[0]), batch[1])
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.SGD(self.parameters(), 0.1)
-
     x, labels = torch.randn(8, 1, 4, 4), torch.arange(8) % 2
     module = Module()
     first = copy.deepcopy(module.model)
     recorder = training_recorder(x, labels, every=2, steps=30)
     with pytest.raises(RuntimeError, match="not begun"):
         recorder.training_path()
-    trainer = pl.Trainer(
-        max_epochs=4,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[recorder],
-    )
+    off = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = pl.Trainer(max_epochs=4, accelerator="cpu", callbacks=[recorder], **off)
     data = torch.utils.data.TensorDataset(x, labels)
     trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=4))
     found = recorder.training_path()

@@ -36,16 +36,7 @@ class Spectrum:
 
     def to_dict(self) -> dict[str, float]:
         """All numbers but the list of eigenvalues."""
-        return {
-            "smallest": self.smallest,
-            "largest": self.largest,
-            "condition": self.condition,
-            "trace": self.trace,
-            "rank": self.rank,
-            "effective_rank": self.effective_rank,
-            "participation": self.participation,
-            "stable_rank": self.stable_rank,
-        }
+        return {name: value for name, value in vars(self).items() if name != "eigenvalues"}
 
 
 def as_matrix(kernel: TangentKernel | Tensor, what: str = "kernel") -> Tensor:
