@@ -16,12 +16,9 @@ from equilibria_papers.theory.bounds import (
     SimilarityReport,
     compare_bounds,
     demonstration_pair,
-    digit_vectors,
-    layer_inputs,
     network_bounds,
-    summary,
 )
-from equilibria_papers.theory.bounds.comparing import opposite_halves
+from equilibria_papers.theory.bounds.comparing import digit_vectors, layer_inputs
 from papers.tests.theory.bounds.layers import drawn, geq, opteq
 
 
@@ -37,7 +34,6 @@ def test_the_pair_is_within_the_premises(pair: tuple[Demonstration, Demonstratio
             weight: torch.Tensor = part.weight  # type: ignore[assignment]
             assert float(torch.linalg.matrix_norm(weight.detach(), 2)) < 1.0
         assert one.layer.U.bias is None
-        assert one.logits(one.x[:3]).shape == (3, 10)
     counts = [sum(p.numel() for p in one.layer.parameters()) for one in pair]
     assert counts[0] == counts[1]
 
@@ -46,7 +42,7 @@ def test_training_learns() -> None:
     x, labels = digit_vectors("test", 200)
     trained = demonstration_pair(width=16, epochs=8, samples=600)
     for one in trained:
-        right = (one.logits(x).argmax(1) == labels).double().mean()
+        right = (one.head(one.layer(x)).argmax(1) == labels).double().mean()
         assert float(right) > 0.35
 
 
@@ -70,7 +66,7 @@ def test_comparing_the_pair(pair: tuple[Demonstration, Demonstration]) -> None:
         assert r.measured <= r.printed * (1 + 1e-6)
     assert any("margin" in text for text in said)
     json.dumps(found.to_dict())
-    layers, rows = summary(found)
+    layers, rows = found.summary()
     assert layers == ["GEQ", "OptEq"]
     table = dict(rows)
     assert table["Prop 1, terms for 1e-6"][1] == "–"
@@ -109,7 +105,9 @@ def test_bounds_of_a_network() -> None:
     found = network_bounds(Two(), drawn(4, 6, 2, 1.0), pairs=2, draws=4)
     assert {r.layer for r in found.reports} == {"first", "second"}
     assert "Proposition 2" in found.notes[0]
-    assert len(found.of(SimilarityReport)) == 2
+    assert [len(r.kappa) for r in found.of(SimilarityReport)] == [2, 2]  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="two inputs"):
+        network_bounds(Two(), drawn(4, 1, 2, 1.0))
 
 
 def test_branches_are_looked_into() -> None:
@@ -128,11 +126,3 @@ def test_a_network_without_such_layers_is_refused() -> None:
         network_bounds(nn.Linear(2, 2), torch.ones(2, 2))
     with pytest.raises(ValueError, match="MonotoneDEQ"):
         network_bounds(nn.Sequential(eq.nn.MonotoneDEQ(3, in_channels=2)), torch.ones(2, 2))
-
-
-def test_pairs_need_two_inputs() -> None:
-    first, second = opposite_halves(torch.arange(5.0)[:, None], 4)
-    assert first.flatten().tolist() == [0.0, 1.0]
-    assert second.flatten().tolist() == [2.0, 3.0]
-    with pytest.raises(ValueError, match="two inputs"):
-        opposite_halves(torch.ones(1, 2), 1)

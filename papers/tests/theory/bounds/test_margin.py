@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import equilibria as eq
-from equilibria_papers.theory.bounds import AssumptionError, margin_loss, margin_report
+from equilibria_papers.theory.bounds import AssumptionError, margin_report
 from equilibria_papers.theory.bounds.margin import (
     PacBayes,
     Sizes,
@@ -21,6 +21,7 @@ from equilibria_papers.theory.bounds.margin import (
     covered_scale,
     excess,
     geq_change,
+    margin_loss,
     opteq_change,
 )
 from papers.tests.theory.bounds.layers import drawn, geq, iterate_geq, iterate_opteq, opteq

@@ -8,21 +8,16 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import pytest
-import torch
 
-from equilibria_papers.theory.bounds import (
-    AssumptionError,
+from equilibria_papers.theory.bounds import Assumption, AssumptionError, Report
+from equilibria_papers.theory.bounds.report import (
+    check_positive,
     kerdeq_remark1,
+    number,
+    refusing,
     remark1,
     remark1_ratios,
     remark3,
-)
-from equilibria_papers.theory.bounds.report import (
-    Assumption,
-    Report,
-    check_positive,
-    number,
-    refusing,
 )
 
 
@@ -31,14 +26,14 @@ class Example(Report):
     TITLE: ClassVar[str] = "An example"
 
     value: float
-    many: torch.Tensor
+    many: tuple[float, ...] = (0.0, 1.0)
 
     def rows(self) -> list[tuple[str, Any, str]]:
         return [("value", self.value, "of the example")]
 
 
 def example(**more: Any) -> Example:
-    return Example(layer="GEQ", value=0.5, many=torch.arange(2.0), **more)
+    return Example(layer="GEQ", value=0.5, **more)
 
 
 def test_text_has_numbers_assumptions_refusals_and_warnings() -> None:
@@ -81,27 +76,17 @@ def test_refusing_keeps_the_reason_of_an_assumption_only() -> None:
         refusing(kept, "Eq 3", wrong, 1.0)
 
 
-@pytest.mark.parametrize("value", [None, float("inf"), float("nan")])
-def test_what_is_no_number_is_a_dash(value: float | None) -> None:
-    assert number(value) == "–"
-
-
-@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
-def test_positive_numbers_only(value: float) -> None:
-    with pytest.raises(ValueError, match="gamma="):
-        check_positive(gamma=value)
-
-
-@pytest.mark.parametrize("value", [True, "1"])
-def test_numbers_only(value: Any) -> None:
+def test_positive_numbers_only() -> None:
+    for value in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="gamma="):
+            check_positive(gamma=value)
     with pytest.raises(TypeError, match="gamma="):
-        check_positive(gamma=value)
+        check_positive(gamma=True)
 
 
 def test_numbers_in_words() -> None:
-    assert [number(v) for v in (None, True, False, 1.23456, 7, "x")] == [
-        "–", "yes", "no", "1.235", "7", "x",
-    ]  # fmt: skip
+    found = [number(v) for v in (None, math.inf, math.nan, 1.23456, 7, "x")]
+    assert found == ["–", "–", "–", "1.235", "7", "x"]
 
 
 # The remarks: their printed numbers, and where they are right.

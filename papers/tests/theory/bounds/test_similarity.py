@@ -12,17 +12,18 @@ from hypothesis import strategies as st
 from scipy import integrate
 
 import equilibria as eq
-from equilibria_papers.theory.bounds import (
-    AssumptionError,
+from equilibria_papers.theory.bounds import AssumptionError, similarity_report
+from equilibria_papers.theory.bounds.layer_numbers import double
+from equilibria_papers.theory.bounds.similarity import (
+    Draws,
     arc_cosine,
     eq14,
     eq15,
     eq48,
     kerdeq_eq10,
-    similarity_report,
+    norms_of,
+    state_bound,
 )
-from equilibria_papers.theory.bounds.layer_numbers import double
-from equilibria_papers.theory.bounds.similarity import Draws, norms_of, state_bound
 from papers.tests.theory.bounds.layers import drawn, geq, opteq
 
 

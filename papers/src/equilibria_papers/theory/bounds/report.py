@@ -13,8 +13,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from equilibria.engine import json_value
-
 Row = tuple[str, Any, str]
 """(name, value, note) of a line to show."""
 
@@ -80,7 +78,7 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Every field in types that JSON has."""
-        return {"title": self.TITLE, **json_value(vars(self))}
+        return {"title": self.TITLE, **dataclasses.asdict(self)}
 
     def __str__(self) -> str:
         shown = [(name, number(value), note) for name, value, note in self.rows()]

@@ -18,8 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from equilibria.engine import json_value
-
 from .jacobian import Filter, Method, evaluating, flat_outputs, following, select_parameters
 from .kernel import TangentKernel, Tell, empirical_ntk
 from .spectrum import as_matrix, kernel_distance, kernel_drift
@@ -149,7 +147,8 @@ class TrainingComparison:
         return (self.actual - self.predicted).abs() / self.actual[0]
 
     def to_dict(self) -> dict[str, Any]:
-        return {**json_value(vars(self)), "gap": self.gap.tolist()}
+        found = {"gap": self.gap, **vars(self)}
+        return {k: v.tolist() if isinstance(v, Tensor) else v for k, v in found.items()}
 
 
 def compare_training(
