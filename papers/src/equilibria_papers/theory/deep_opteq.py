@@ -443,18 +443,12 @@ def to_wide_opteq(layer: DeepOptEq) -> OptEq:
 class WideLimitStudy:
     """What happens to the blocks of a deep OptEq on the way α → 0; K values of α, B samples."""
 
-    alphas: tuple[float, ...]
-    """α, the largest of the layers' where they differ. [K]."""
-    blocks: Tensor
-    """z̃(α), [K, B, L, *state]."""
-    limit: Tensor
-    """The wide OptEq's z, [B, *state]."""
-    distance: Tensor
-    """max_l ‖z_l(α) − limit‖, [K, B]."""
-    gap: Tensor
-    """max_l ‖z_l(α) − z_{l−1}(α)‖, how far neighboring blocks are apart, [K, B]."""
-    slope: Tensor
-    """lim gap/α as α → 0: max_l (α_l/α)‖prox_{φ_l}(limit) − limit‖, [B]."""
+    alphas: tuple[float, ...]  # α, the largest of the layers' where they differ. [K].
+    blocks: Tensor  # z̃(α), [K, B, L, *state]
+    limit: Tensor  # The wide OptEq's z, [B, *state]
+    distance: Tensor  # max_l ‖z_l(α) − limit‖, [K, B]
+    gap: Tensor  # max_l ‖z_l(α) − z_{l−1}(α)‖, how far neighboring blocks are apart, [K, B]
+    slope: Tensor  # lim gap/α as α → 0: max_l (α_l/α)‖prox_{φ_l}(limit) − limit‖, [B]
 
     @property
     def orders(self) -> Tensor:

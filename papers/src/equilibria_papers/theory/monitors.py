@@ -42,8 +42,7 @@ from equilibria_papers.theory.ntk.spectrum import (
 
 _SETTLE = 8  # evaluations in which the vectors of norm bounds settle on the weights of a new point
 
-Loss = Callable[[Tensor, Tensor], Tensor]
-"""(outputs [N, K], targets) ↦ a number."""
+Loss = Callable[[Tensor, Tensor], Tensor]  # (outputs [N, K], targets) ↦ a number
 
 
 def squared_loss(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -165,12 +164,9 @@ class KernelProbe:
 class BallConditioning:
     """λ_min and λ_max of K at the center and at points of a ball."""
 
-    distances: Tensor
-    """‖θ − θ_0‖ of each point; the first is the center, 0. [P + 1]."""
-    smallest: Tensor
-    """λ_min at each, [P + 1]."""
-    largest: Tensor
-    """λ_max at each, [P + 1]."""
+    distances: Tensor  # ‖θ − θ_0‖ of each point; the first is the center, 0. [P + 1].
+    smallest: Tensor  # λ_min at each, [P + 1]
+    largest: Tensor  # λ_max at each, [P + 1]
 
     @property
     def lambda_min(self) -> float:

@@ -21,8 +21,7 @@ from .margin import margin_report
 from .report import Report
 from .similarity import similarity_report
 
-Told = Callable[[str], None]
-"""Is told what is being done."""
+Told = Callable[[str], None]  # Is told what is being done
 
 
 @dataclass(frozen=True, eq=False)

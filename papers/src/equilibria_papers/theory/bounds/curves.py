@@ -35,8 +35,7 @@ class Line:
     """One line of a picture: what it is, whose, and a value (None: refused) for each x."""
 
     label: str
-    layer: str
-    """"GEQ" or "OptEq"."""
+    layer: str  # "GEQ" or "OptEq"
     role: Role
     values: tuple[float | None, ...]
 

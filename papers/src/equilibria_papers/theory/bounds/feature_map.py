@@ -36,12 +36,9 @@ class FeatureMapReport(Report):
     TITLE: ClassVar[str] = "Proposition 1, the truncated feature map"
 
     terms: tuple[int, ...]
-    error: tuple[float, ...]
-    """max |q − q_K| over the batch and its patches."""
-    error_bound: tuple[float, ...]
-    """max of (λ/2γ)(|t|^K/K!)e^{max(t, 0)}, t = 2γ⟨c, Wz⟩."""
-    printed_error: float
-    """max |q − q_printed|, Eq 7 with all terms: does not go to 0."""
+    error: tuple[float, ...]  # max |q − q_K| over the batch and its patches
+    error_bound: tuple[float, ...]  # max of (λ/2γ)(|t|^K/K!)e^{max(t, 0)}, t = 2γ⟨c, Wz⟩
+    printed_error: float  # max |q − q_printed|, Eq 7 with all terms: does not go to 0
     features: tuple[int | None, ...]
     """Σ_{k<K} n^k, the width of Φ_K; None where it has more than 18 digits."""
     gamma: tuple[float, float]

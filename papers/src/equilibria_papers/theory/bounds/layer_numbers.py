@@ -36,31 +36,19 @@ class LayerNumbers:
     """What was measured. Norms of operators are proven upper bounds; the rest is at this batch."""
 
     kind: Literal["GEQ", "OptEq"]
-    z: Tensor
-    """The equilibria, [B, *state], float64; for OptEq in the form of Eq 4."""
-    x_norm: float
-    """max ‖x‖."""
-    z_norm: float
-    """max ‖z*‖."""
-    w_norm: float
-    """‖W‖₂ (GEQ with W_h or patches: ‖A‖₂; OptEq: ‖W‖₂/√ν)."""
-    u_norm: float
-    """‖U‖₂ (GEQ with W_h or patches: ‖x → (rows of Ux)W_h‖₂)."""
-    bias_norm: float
-    """‖b‖₂ as it is added to Ux."""
-    plain: bool
-    """Whether the layer is literally Eq 6 or Eq 4: dense, one patch, no W_h, ν = 1."""
+    z: Tensor  # The equilibria, [B, *state], float64; for OptEq in the form of Eq 4
+    x_norm: float  # max ‖x‖
+    z_norm: float  # max ‖z*‖
+    w_norm: float  # ‖W‖₂ (GEQ with W_h or patches: ‖A‖₂; OptEq: ‖W‖₂/√ν)
+    u_norm: float  # ‖U‖₂ (GEQ with W_h or patches: ‖x → (rows of Ux)W_h‖₂)
+    bias_norm: float  # ‖b‖₂ as it is added to Ux
+    plain: bool  # Whether the layer is literally Eq 6 or Eq 4: dense, one patch, no W_h, ν = 1
     relu: bool
-    gamma: tuple[float, float] | None = None
-    """The least and the largest γ of the batch (GEQ)."""
-    gamma_fixed: bool = True
-    """Whether γ is the same for every input."""
-    beta_max: float | None = None
-    """max e^{−sᵢ} over the batch and its patches (GEQ)."""
-    reach: float | None = None
-    """max ‖hᵢ‖, hᵢ the rows of (Ux + b − Wz*)W_h (GEQ)."""
-    patches: int = 1
-    """Rows hᵢ a sample has; 1 is Eq 6 as written."""
+    gamma: tuple[float, float] | None = None  # The least and the largest γ of the batch (GEQ)
+    gamma_fixed: bool = True  # Whether γ is the same for every input
+    beta_max: float | None = None  # max e^{−sᵢ} over the batch and its patches (GEQ)
+    reach: float | None = None  # max ‖hᵢ‖, hᵢ the rows of (Ux + b − Wz*)W_h (GEQ)
+    patches: int = 1  # Rows hᵢ a sample has; 1 is Eq 6 as written
 
     @property
     def mu(self) -> float:

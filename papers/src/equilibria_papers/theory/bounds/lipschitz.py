@@ -101,23 +101,16 @@ class LipschitzReport(Report):
 
     TITLE: ClassVar[str] = "Proposition 3, Lipschitz constant of x → z*"
 
-    printed: float | None
-    """Eq 11 or Eq 12 with the papers' one μ and B; None where refused."""
+    printed: float | None  # Eq 11 or Eq 12 with the papers' one μ and B; None where refused
     at_data: float | None
     """Ours, between inputs whose weights and residuals are like those given (GEQ)."""
-    ours: float | None
-    """Ours, for every input, or None where none exists."""
+    ours: float | None  # Ours, for every input, or None where none exists
     ours_note: str
-    local: float | None
-    """Ours around the worst of the given inputs, γ held fixed."""
-    fixed: float | None
-    """Λ(μ)·‖x → c̃‖ (γ fixed), sharp (GEQ)."""
-    mean_rule: float | None
-    """2.833·(μ/m)·‖x → c̃‖ for the mean rule's scale 0.2 (GEQ)."""
-    pairs: float
-    """Measured: the largest ratio over pairs of the batch."""
-    around: float
-    """Measured: the largest ratio near an input."""
+    local: float | None  # Ours around the worst of the given inputs, γ held fixed
+    fixed: float | None  # Λ(μ)·‖x → c̃‖ (γ fixed), sharp (GEQ)
+    mean_rule: float | None  # 2.833·(μ/m)·‖x → c̃‖ for the mean rule's scale 0.2 (GEQ)
+    pairs: float  # Measured: the largest ratio over pairs of the batch
+    around: float  # Measured: the largest ratio near an input
     mu: float
     w_norm: float
     u_norm: float

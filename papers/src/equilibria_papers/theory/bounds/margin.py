@@ -135,14 +135,10 @@ class Sizes:
     u: float
     b: float
     head: float
-    bound: float
-    """B ≥ ‖x‖."""
-    hidden: float = 1.0
-    """‖W_h‖; 1 where there is none."""
-    taps: int = 1
-    """k² for convolutions of k × k: ‖ΔW‖ ≤ k²ω."""
-    pixels: int = 1
-    """‖Δb‖ ≤ √pixels·ω."""
+    bound: float  # B ≥ ‖x‖
+    hidden: float = 1.0  # ‖W_h‖; 1 where there is none
+    taps: int = 1  # k² for convolutions of k × k: ‖ΔW‖ ≤ k²ω
+    pixels: int = 1  # ‖Δb‖ ≤ √pixels·ω
     patches: int = 1
     has_hidden: bool = False
     has_bias: bool = True
@@ -218,8 +214,7 @@ class MarginReport(Report):
     printed_excess: float | None
     derived_excess: float | None
     ours_excess: float | None
-    heuristic: bool
-    """Whether the printed and derived numbers rest on a β held constant (GEQ)."""
+    heuristic: bool  # Whether the printed and derived numbers rest on a β held constant (GEQ)
     margin: float
     delta: float
     samples: int
@@ -228,10 +223,8 @@ class MarginReport(Report):
     m: float
     bound: float
     beta_max: float | None
-    size: float
-    """The papers' 𝓑_W."""
-    squares: float
-    """‖w‖² of all weights, as ours needs."""
+    size: float  # The papers' 𝓑_W
+    squares: float  # ‖w‖² of all weights, as ours needs
     remark1: str
 
     def total(self, part: float | None) -> float | None:

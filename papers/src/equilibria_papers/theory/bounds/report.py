@@ -13,8 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-Row = tuple[str, Any, str]
-"""(name, value, note) of a line to show."""
+Row = tuple[str, Any, str]  # (name, value, note) of a line to show
 
 
 class AssumptionError(ValueError):
@@ -56,8 +55,7 @@ class Report:
 
     TITLE: ClassVar[str] = ""
 
-    layer: str
-    """What it is about: "GEQ", "OptEq", or the name of a layer in a network."""
+    layer: str  # What it is about: "GEQ", "OptEq", or the name of a layer in a network
     assumptions: tuple[Assumption, ...] = ()
     warnings: tuple[str, ...] = ()
     refused: Mapping[str, str] = dataclasses.field(default_factory=dict)

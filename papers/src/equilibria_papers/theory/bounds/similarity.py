@@ -204,15 +204,12 @@ class SimilarityReport(Report):
     theta: tuple[float, ...]
     distance: tuple[float, ...]
     kappa: tuple[float, ...]
-    error: tuple[float, ...]
-    """The standard error of ``kappa`` over the draws of U."""
+    error: tuple[float, ...]  # The standard error of ``kappa`` over the draws of U
     printed: tuple[float | None, ...]
     """Eq 14 (GEQ) or Eq 15 (OptEq), with the reading most favorable to it: the largest β and B
     and the smallest σ_min(U) of all draws."""
-    appendix: tuple[float | None, ...]
-    """Eq 48 (GEQ)."""
-    kerdeq: tuple[float | None, ...]
-    """KerDEQ Eq 10 (GEQ) or Eq 11 (OptEq)."""
+    appendix: tuple[float | None, ...]  # Eq 48 (GEQ)
+    kerdeq: tuple[float | None, ...]  # KerDEQ Eq 10 (GEQ) or Eq 11 (OptEq)
     ours: tuple[float, ...]
     variance: float
     draws: int
@@ -220,13 +217,10 @@ class SimilarityReport(Report):
     gamma: float | None
     beta_max: float | None
     bound: float
-    smallest: float
-    """σ_min(U) over the draws (0 where U takes a larger space to a smaller one)."""
+    smallest: float  # σ_min(U) over the draws (0 where U takes a larger space to a smaller one)
     largest: float
-    log_d: float | None
-    """γ‖W‖²B², the logarithm of the D that Eq 58 gives (GEQ)."""
-    remark3: float | None
-    """The distance 2√(log D/γ)/σ_min(U) from which κ̄_geq ≤ κ̄_opteq (GEQ)."""
+    log_d: float | None  # γ‖W‖²B², the logarithm of the D that Eq 58 gives (GEQ)
+    remark3: float | None  # The distance 2√(log D/γ)/σ_min(U) from which κ̄_geq ≤ κ̄_opteq (GEQ)
 
     @property
     def violated(self) -> tuple[bool, ...]:

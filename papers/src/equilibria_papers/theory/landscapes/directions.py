@@ -76,12 +76,9 @@ def _filter_norms(weight: Tensor, dim: int) -> Tensor:
 class TrainingPlane:
     """The plane of a training's largest movements, through its last weights."""
 
-    directions: tuple[Direction, ...]
-    """Unit vectors of the whole weight space."""
-    path: Tensor
-    """[E, k]: where each checkpoint lies in the plane; the last is the origin."""
-    explained: Tensor
-    """[k]: the share of the movement that each direction keeps."""
+    directions: tuple[Direction, ...]  # Unit vectors of the whole weight space
+    path: Tensor  # [E, k]: where each checkpoint lies in the plane; the last is the origin
+    explained: Tensor  # [k]: the share of the movement that each direction keeps
 
 
 def training_plane(

@@ -209,12 +209,9 @@ def _check_direction(number: int, direction: Direction, weights: dict[str, Any])
 class Grid:
     """Where Φ is measured: ``points`` in each direction, from −radius to radius."""
 
-    points: int = 51
-    """In each direction; odd, so that the center is among them."""
-    radius: float = 1.0
-    """How far to go, in units of the directions."""
-    dims: int = 2
-    """2 for a surface, 1 for a curve."""
+    points: int = 51  # In each direction; odd, so that the center is among them
+    radius: float = 1.0  # How far to go, in units of the directions
+    dims: int = 2  # 2 for a surface, 1 for a curve
 
     def __post_init__(self) -> None:
         check_number(self, "points", low=3, high=10_001, integer=True)

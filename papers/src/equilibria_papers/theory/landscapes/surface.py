@@ -40,8 +40,7 @@ class Surface:
     done: Tensor
     about: Mapping[str, Any] = field(default_factory=dict)
     """What was measured: fingerprints of weights, data and directions, and settings."""
-    path: Tensor | None = None
-    """[E, 2]: where the checkpoints of a training lie in the plane."""
+    path: Tensor | None = None  # [E, 2]: where the checkpoints of a training lie in the plane
 
     @property
     def is_curve(self) -> bool:

@@ -29,12 +29,9 @@ _RATE = 0.2
 class LinearCurve:
     """What the linear model does at each of T times or steps."""
 
-    times: Tensor
-    """[T]."""
-    outputs: Tensor
-    """[T, *shape of f(0)], float64."""
-    losses: Tensor
-    """(s/2)‖f − y‖², [T]."""
+    times: Tensor  # [T]
+    outputs: Tensor  # [T, *shape of f(0)], float64
+    losses: Tensor  # (s/2)‖f − y‖², [T]
 
 
 def _evolve(
@@ -121,23 +118,15 @@ def linear_gradient_descent(
 class TrainingComparison:
     """A run of gradient descent beside what the kernel at its start predicts."""
 
-    steps: Tensor
-    """Recorded steps, [T]."""
-    predicted: Tensor
-    """(s/2)‖f − y‖² of the linear model, [T]."""
-    actual: Tensor
-    """That of the network, [T]."""
-    outputs_gap: Tensor
-    """‖f_network − f_linear‖/‖f(0) − y‖, [T]."""
+    steps: Tensor  # Recorded steps, [T]
+    predicted: Tensor  # (s/2)‖f − y‖² of the linear model, [T]
+    actual: Tensor  # That of the network, [T]
+    outputs_gap: Tensor  # ‖f_network − f_linear‖/‖f(0) − y‖, [T]
     lr: float
-    largest_lr: float
-    """2/(s·λ_max), above which the linear model diverges."""
-    drift: float
-    """‖K_T − K_0‖/‖K_0‖ over the run; NaN where it diverged."""
-    distance: float
-    """1 − cos∠(K_T, K_0)."""
-    moved: float
-    """‖θ_T − θ_0‖/‖θ_0‖."""
+    largest_lr: float  # 2/(s·λ_max), above which the linear model diverges
+    drift: float  # ‖K_T − K_0‖/‖K_0‖ over the run; NaN where it diverged
+    distance: float  # 1 − cos∠(K_T, K_0)
+    moved: float  # ‖θ_T − θ_0‖/‖θ_0‖
     diverged: bool
     """Whether the network's outputs became infinite or NaN; the curves end before that."""
 

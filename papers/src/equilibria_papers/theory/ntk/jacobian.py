@@ -78,10 +78,8 @@ class Outputs:
     """A choice, resolved for a model with K outputs a sample."""
 
     choice: str
-    total: int
-    """K."""
-    index: tuple[int, ...] | None = None
-    """Chosen outputs; None: all K."""
+    total: int  # K
+    index: tuple[int, ...] | None = None  # Chosen outputs; None: all K
 
     @property
     def traced(self) -> bool:

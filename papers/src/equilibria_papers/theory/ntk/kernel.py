@@ -33,8 +33,7 @@ from .jacobian import (
     select_parameters,
 )
 
-Tell = Callable[[int, int], None]
-"""(samples differentiated, of how many)."""
+Tell = Callable[[int, int], None]  # (samples differentiated, of how many)
 
 _SAMPLES = 64  # pushed forward at once along random directions
 _DIRECTIONS = 32  # pushed forward at once
@@ -55,8 +54,7 @@ class Projection:
     and no gradient of a single sample, cheap where r is less than the number of outputs·N.
     """
 
-    size: int = 1024
-    """r; the error falls as 1/√r."""
+    size: int = 1024  # r; the error falls as 1/√r
     kind: Literal["sparse", "gaussian"] = "sparse"
     seed: int = 0
     """Two kernels of one seed are projected alike, so that their difference is a projection too."""
@@ -89,20 +87,14 @@ class Projection:
 class TangentKernel:
     """K = J Jᵀ for N samples (and M others) with k outputs each."""
 
-    matrix: Tensor
-    """[N·k, M·k]; row i·k + a is output a of sample i."""
-    width: int
-    """k; 1 for the trace, the sum and a single output."""
-    outputs: str
-    """"all", "trace", "sum" or "index"."""
-    parameters: int
-    """How many numbers the gradients are with respect to."""
-    method: str
-    """"vmap", "autograd" or "jvp"."""
+    matrix: Tensor  # [N·k, M·k]; row i·k + a is output a of sample i
+    width: int  # k; 1 for the trace, the sum and a single output
+    outputs: str  # "all", "trace", "sum" or "index"
+    parameters: int  # How many numbers the gradients are with respect to
+    method: str  # "vmap", "autograd" or "jvp"
     parts: Mapping[str, Tensor] = field(default_factory=dict)
     """Layer → its kernel; they sum to ``matrix``. Empty where not asked for."""
-    sizes: Mapping[str, int] = field(default_factory=dict)
-    """Layer → its number of parameters."""
+    sizes: Mapping[str, int] = field(default_factory=dict)  # Layer → its number of parameters
     projection: Projection | None = None
     relative_error: float | None = None
     """Of a projection: √(Σ Var K̂_ij)/‖K̂‖, a bound estimated from K̂ itself; None where exact."""
@@ -232,12 +224,9 @@ _ROWS = 64  # gradients at a time where nothing else limits them: enough to fill
 class Plan:
     """What is held at a time."""
 
-    chunk: int
-    """Samples that are differentiated at once."""
-    resident: int
-    """Chunks whose rows are kept."""
-    passes: tuple[tuple[str, ...], ...]
-    """Names of the parameters of each pass."""
+    chunk: int  # Samples that are differentiated at once
+    resident: int  # Chunks whose rows are kept
+    passes: tuple[tuple[str, ...], ...]  # Names of the parameters of each pass
 
 
 def _readable(count: int) -> str:

@@ -25,11 +25,9 @@ class Spectrum:
     """[n], float64, on the CPU; rounding may make the smallest a little negative."""
     smallest: float
     largest: float
-    condition: float
-    """λ_max/λ_min; infinite where λ_min is not above what rounding leaves of zero."""
+    condition: float  # λ_max/λ_min; infinite where λ_min is not above what rounding leaves of zero
     trace: float
-    rank: int
-    """How many eigenvalues are above n·ε·λ_max, ε of the kernel's dtype."""
+    rank: int  # How many eigenvalues are above n·ε·λ_max, ε of the kernel's dtype
     effective_rank: float
     participation: float
     stable_rank: float

@@ -34,8 +34,7 @@ _MOST = 24  # bars that can be read in a picture of one page; the rest is summed
 class KernelStudy:
     """Kernels of the same samples; the first network is the start of the drift."""
 
-    kernels: Mapping[str, TangentKernel]
-    """By the name of the network."""
+    kernels: Mapping[str, TangentKernel]  # By the name of the network
     targets: Tensor | None = None
     training: TrainingComparison | None = None
     about: Mapping[str, Any] = field(default_factory=dict)

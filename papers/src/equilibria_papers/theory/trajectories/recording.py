@@ -162,8 +162,7 @@ class SolverPath:
     """
 
     solver: str
-    tolerance: float
-    """What the solver would have stopped at; 0 for a solver of fixed steps."""
+    tolerance: float  # What the solver would have stopped at; 0 for a solver of fixed steps
     residual: Tensor
     relative: Tensor
     states: Tensor
@@ -198,8 +197,7 @@ class SolverPath:
 class _Recording:
     """Mixed into a solver's own class, so that it passes for what it is (a splitting, Auto)."""
 
-    scales: list[Tensor]
-    """‖T(z)‖ of every point the solver saw, on the device."""
+    scales: list[Tensor]  # ‖T(z)‖ of every point the solver saw, on the device
 
     def step(self, point: Point, state: Any) -> tuple[Leaves, Any]:
         self.scales.append(sample_norm(without_graph(point.f)))
