@@ -28,6 +28,8 @@ from equilibria.problems import (
 )
 from equilibria.solvers import Picard
 
+__all__ = ["UnitNetwork", "prior_of", "to_deep_opteq", "to_hidden_units"]
+
 Skip = nn.Linear | Tensor | None
 """U_k of a stage after the first: a layer (its bias is added), a matrix [n_k, d] or nothing."""
 

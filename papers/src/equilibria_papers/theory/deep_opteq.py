@@ -31,6 +31,21 @@ from equilibria.problems import (
 )
 from equilibria.solvers import Anderson
 
+__all__ = [
+    "Block",
+    "MultiBlock",
+    "WideLimitStudy",
+    "approach_wide_limit",
+    "as_blocks",
+    "deep_equilibrium",
+    "inclusion_residual",
+    "moreau_envelope",
+    "multi_block",
+    "to_wide_opteq",
+    "two_layer_objective",
+    "wide_limit",
+]
+
 # How far a norm that is meant to be 1 may lie above it: power iteration, rounding.
 _SLACK = 1e-6
 # Solves of this module: float64, to where rounding begins.

@@ -40,6 +40,8 @@ from equilibria_papers.theory.ntk.spectrum import (
     spectrum,
 )
 
+__all__ = ["BallConditioning", "KernelMonitor", "KernelProbe", "conditioning_on_ball"]
+
 _SETTLE = 8  # evaluations in which the vectors of norm bounds settle on the weights of a new point
 
 Loss = Callable[[Tensor, Tensor], Tensor]  # (outputs [N, K], targets) ↦ a number
