@@ -126,7 +126,7 @@ class Block:
 
 
 Deep: TypeAlias = DeepOptEq | Sequence[Block]
-"""A deep OptEq layer (with its input x), or the blocks that it has there (without)."""
+"""A deep OptEq layer (with its input x), or the blocks that it has there (then x is None)."""
 
 
 def as_blocks(deep: Deep, x: Tensor | None = None) -> tuple[Block, ...]:
@@ -307,8 +307,6 @@ def inclusion_residual(
     how z̃ was found. In float64.
 
     Args:
-        layer: a deep OptEq, or its blocks (then x is None).
-        x: the layer's input.
         z: one state [B, *state], which is expanded to z̃ by Lemma 3, or z̃ [B, L, *state] itself.
         form: "subgradient" as above, for α < 1; "proximal" for every α: ‖z̃ − prox_Φ(Pz̃)‖, which
             is zero at the same z̃.
@@ -360,8 +358,6 @@ def two_layer_objective(
     Its minimizer is the equilibrium of the two layers. Differentiable in both states, once.
 
     Args:
-        layer: a deep OptEq of two layers, or two blocks (then x is None); each may have its own α.
-        x: the layer's input.
         z0: the deep OptEq's state, [B, *state].
         z1: the state between the layers; None takes f_1(z_0).
         check: raise where Assumption 2 (L_σ‖W_l‖² ≤ 1) is not met; without it the objective is
@@ -392,14 +388,9 @@ def wide_limit(layer: Deep, x: Tensor | None = None, *, check: bool = True) -> S
     It is the y of min Σ_l φ_l(x_l) + ½‖x_l − y‖². Where the layers have their own α_l, α_l = t·a_l
     with t → 0, block l counts a_l times: (Σa_l)z = Σa_l W_lᵀσ(W_l z + U_l x + b_l).
 
-    Args:
-        layer: a deep OptEq, or its blocks (then x is None).
-        x: the layer's input.
-        check: raise where Assumption 2 (L_σ‖W_l‖² ≤ 1) is not met, or no W_l is proven to have
-            L_σ‖W_l‖² < 1; without them there may be no limit or several.
-
-    Returns:
-        A ``Solution`` with value [B, *state] in float64.
+    The solution has the value [B, *state] in float64. ``check`` raises where Assumption 2
+    (L_σ‖W_l‖² ≤ 1) is not met, or no W_l is proven to have L_σ‖W_l‖² < 1; without them there may be
+    no limit or several.
     """
     blocks = as_blocks(layer, x)
     if check:
@@ -495,12 +486,8 @@ def approach_wide_limit(
 
     z_l − z_{l−1} = α(prox_{φ_l}(z_{l−1}) − z_{l−1}), so neighbors agree at the rate α.
 
-    Args:
-        layer: a deep OptEq, or its blocks (then x is None); its own α are replaced by each of
-            ``alphas`` (where they differ: scaled, so that the largest is that).
-        x: the layer's input.
-        alphas: falling numbers in (0, 1].
-        check: as in ``wide_limit``.
+    The layer's own α are replaced by each of ``alphas``, falling numbers in (0, 1]; where they
+    differ they are scaled, so that the largest is that. ``check`` is as in ``wide_limit``.
     """
     if not alphas or not all(0.0 < a <= 1.0 for a in alphas):
         raise ValueError(f"alphas={tuple(alphas)!r}: expected numbers in (0, 1].")

@@ -234,10 +234,9 @@ def conditioning_on_ball(
 class KernelMonitor(pl.Callback):
     """Measure a ``KernelProbe`` at the start and every so many epochs or steps.
 
-    ``rows`` holds what was found: λ_min, λ_max, condition, drift, the distance ‖θ − θ_0‖ and, with
-    targets, the loss, ‖∇L‖²/(2L) and its bound by λ_min. Each number also goes to the trainer's
-    loggers and to its ``callback_metrics`` as ``name/…``. The run itself is not changed: the model
-    is measured in eval mode, on its own, and no random number is drawn.
+    ``rows`` holds what was found. Each number also goes to the trainer's loggers and to its
+    ``callback_metrics`` as ``name/…``. The run itself is not changed: the model is measured in eval
+    mode, on its own, and no random number is drawn.
 
     Args:
         probe: the batch, and what is computed on it.

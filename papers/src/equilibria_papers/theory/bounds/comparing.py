@@ -177,12 +177,9 @@ def compare_bounds(
     """Propositions 1 to 4 on layers with classifiers, such as ``demonstration_pair()``.
 
     Args:
-        pair: layers with their heads and training data.
-        margin: η of Proposition 2.
-        delta: its probability.
+        margin, delta: η and δ of Proposition 2.
         images: how many inputs the Lipschitz constants are measured on.
-        pairs: how many pairs of inputs the similarity is measured on.
-        draws: how many U it draws.
+        pairs, draws: of inputs for the similarity, and how many U it draws.
         seed: of the draws and searches.
         told: is told what is being done.
     """

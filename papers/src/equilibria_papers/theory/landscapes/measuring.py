@@ -252,22 +252,17 @@ def measure_landscape(
     The model is copied and evaluated in eval mode, its buffers (running statistics) as they are. A
     loss that is NaN or infinite is a hole of the surface. Where a solver does not converge the
     value is what the network gives, and the shares of samples that converged and that blew up are
-    kept beside it.
-
-    With ``file`` every row is saved as soon as it is measured, and a second call goes on where the
-    first ended, provided weights, data, directions, grid and solver are the same.
+    kept beside it. With ``file`` every row is saved as soon as it is measured, and a second call
+    goes on where the first ended, provided weights, data, directions, grid and solver are the same.
 
     Args:
-        model: the network; weights θ*.
         data: images with classes, or a pair (x [N, ...], targets [N, ...]) as the model takes them.
         directions: one or two, as from ``random_directions``, or a ``TrainingPlane``; filter-
             normalized random ones of ``seed`` if not given.
         grid: 51 × 51 over [−1, 1]² if not given.
         name: for legends; the model's own if empty.
-        seed: of random directions.
         loss: (outputs, targets) → one number a sample.
         solver: in place of every equilibrium layer's own, such as ``Anderson(rtol=1e-2)``.
-        batch_size: samples at a time.
         file: where to keep the surface (safetensors).
         overwrite: whether a file that holds another landscape may be replaced.
         progress: show a bar on stderr where it is a terminal.

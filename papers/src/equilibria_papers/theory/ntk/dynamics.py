@@ -71,8 +71,7 @@ def linear_gradient_flow(
 
     Args:
         kernel: [n, n].
-        start: f(0), n entries in the kernel's order ([N, k] for a kernel of k outputs).
-        targets: y, of the same shape.
+        start, targets: f(0) and y, n entries in the kernel's order ([N, k] for k outputs).
         times: t ≥ 0.
         scale: s of L = (s/2)‖f − y‖²; 1/N for a mean over samples.
     """
@@ -161,14 +160,10 @@ def compare_training(
 
     Args:
         model: x [N, …] → f [N, K]; it is left as it is.
-        x: samples.
         targets: y, of the shape of f(x).
-        steps: of gradient descent.
         lr: η; None: 0.2/(s·λ_max), which stays stable while λ_max grows tenfold.
-        scale: s.
         record: every so many steps a point of the curves.
-        parameters: which are trained; as in ``empirical_ntk``.
-        method, memory: as in ``empirical_ntk``.
+        parameters, method, memory: as in ``empirical_ntk``; the parameters are what is trained.
         progress: called with (steps done, of how many).
     """
     if steps < 1 or record < 1:

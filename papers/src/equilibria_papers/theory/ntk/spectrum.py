@@ -81,15 +81,6 @@ def spectrum(kernel: TangentKernel | Tensor) -> Spectrum:
     )
 
 
-# How far two kernels are apart, and how a kernel fits the labels.
-#
-#     drift        ‖K_t − K_0‖/‖K_0‖
-#     distance     1 − ⟨K_t, K_0⟩/(‖K_t‖‖K_0‖)            blind to the scale
-#     alignment    ⟨HKH, HLH⟩/(‖HKH‖‖HLH‖),  H = I − 11ᵀ/n, L = YYᵀ for labels Y (one-hot)
-#
-# Norms and products are Frobenius'.
-
-
 Kernel = TangentKernel | Tensor
 
 
@@ -119,7 +110,7 @@ def kernel_distance(kernel: Kernel, start: Kernel) -> float:
 
 @torch.no_grad()
 def kernel_alignment(first: Kernel, second: Kernel, *, centered: bool = True) -> float:
-    """⟨HKH, HLH⟩/(‖HKH‖‖HLH‖) of two square kernels; 0 where one is constant.
+    """⟨HKH, HLH⟩/(‖HKH‖‖HLH‖) of two square kernels, H = I − 11ᵀ/n; 0 where one is constant.
 
     ``centered=False`` leaves H out (Cristianini et al. 2001; with H, Cortes et al. 2012).
     """

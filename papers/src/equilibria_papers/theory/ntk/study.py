@@ -126,7 +126,6 @@ def study_kernels(
 
     Args:
         networks: by name, in the order of training; of one architecture, for the drift.
-        x: samples, [N, …].
         targets: classes [N], for the alignment.
         progress: called with (samples done, of how many), over all networks.
         about: what else the JSON file should say.

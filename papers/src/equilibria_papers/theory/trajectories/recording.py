@@ -40,12 +40,9 @@ class _Reached(Exception):
 
 
 def layer_input(model: nn.Module, x: Any, name: str | None = None) -> tuple[nn.Module, Any]:
-    """(layer, what it is given) when ``model`` in eval mode is applied to x, without a graph.
+    """(layer, what it is given) when ``model`` in eval mode is applied to x [B, ...], no graph.
 
-    Args:
-        model: a network, or an equilibrium layer itself.
-        x: the network's input [B, ...].
-        name: of the layer, as in ``eq.nn.equilibrium_layers(model)``; its first if not given.
+    ``name`` is as in ``eq.nn.equilibrium_layers(model)``; its first layer if not given.
     """
     layers = equilibrium_layers(model)
     if not layers:

@@ -160,8 +160,7 @@ def follow_training(
 
     Args:
         models: in the order of training; an iterator may load one at a time.
-        x: the networks' input, the same for all.
-        labels: classes [B].
+        x, labels: the networks' input, the same for all, and its classes [B].
         moments: their names; 1, 2, … if not given.
         layer: name of the equilibrium layer; the first if not given.
         solver, steps: as ``record_path``.
@@ -191,12 +190,8 @@ def training_recorder(
 
     Give it to ``training.fit(..., callbacks=[recorder])`` or to a Trainer; afterwards
     ``recorder.training_path()`` has what it saw. The model is copied and looked at in eval mode:
-    nothing of the training changes. Only the first process records.
-
-    Args:
-        x, labels: the samples to follow, as the network takes them.
-        every: epochs between two looks.
-        layer, solver, steps: as ``follow_training``.
+    nothing of the training changes. Only the first process records, every ``every`` epochs; the
+    others are as in ``follow_training``.
     """
     check_sizes("training_recorder", {"every": every})
 
