@@ -35,30 +35,12 @@ def test_surfaces_share_one_color_scale() -> None:
     np.testing.assert_allclose([low, high], [0.1, 31.0])
 
 
-@pytest.mark.parametrize("log", [True, False])
-def test_levels_rise_and_reach_the_top(log: bool) -> None:
-    figure = contour_figure([bowl()], log=log, top=2.0)
-    levels = np.asarray(figure.axes[0].collections[0].levels)
-    assert len(levels) == 21
-    np.testing.assert_allclose(levels[-1], 2.0)
-    steps = np.diff(np.log(levels) if log else levels)
-    np.testing.assert_allclose(steps, steps[0])
-
-
 @pytest.mark.parametrize(("top", "extended"), [(None, "neither"), (1.0, "max"), (50.0, "neither")])
 @pytest.mark.parametrize("log", [True, False])
 def test_an_arrow_only_where_something_is_cut(top: float | None, extended: str, log: bool) -> None:
     figure = contour_figure([bowl(1.0), bowl(10.0)], top=top, log=log)
     panels = figure.axes[:2]
     assert {panel.collections[0].extend for panel in panels} == {extended}
-
-
-@pytest.mark.parametrize("log", [True, False])
-def test_a_surface_has_a_color_bar(log: bool) -> None:
-    figure = surface_figure(bowl(), log=log)
-    bar = figure.axes[-1]
-    assert bar.get_ylabel() == ("$\\log_{10}$ loss" if log else "loss")
-    np.testing.assert_allclose(bar.get_ylim(), figure.axes[0].collections[0].get_clim())
 
 
 def test_the_first_direction_goes_to_the_right() -> None:

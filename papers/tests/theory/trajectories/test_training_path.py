@@ -113,14 +113,6 @@ def test_class_means_and_spread_by_numpy() -> None:
         np.testing.assert_allclose(float(training.spread()[e]), between / whole)
 
 
-def test_spread_is_one_for_classes_that_are_points_and_zero_for_equal_ones() -> None:
-    labels = torch.tensor([0, 0, 1, 1])
-    apart = torch.tensor([[[0.0], [0.0], [1.0], [1.0]], [[0.0], [1.0], [0.0], [1.0]]])
-    torch.testing.assert_close(
-        made(apart, labels).spread(), torch.tensor([1.0, 0.0], dtype=torch.float64)
-    )
-
-
 def test_points_that_are_not_finite_do_not_count_in_a_mean() -> None:
     states = torch.tensor([[[1.0], [torch.nan], [5.0]]])
     training = made(states, torch.tensor([0, 0, 1]))
