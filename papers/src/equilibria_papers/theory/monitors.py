@@ -232,7 +232,7 @@ def conditioning_on_ball(
 
 
 class KernelMonitor(pl.Callback):
-    """Measure a ``KernelProbe`` at the start and every so many epochs or steps.
+    """Measure ``module.model``, or the module itself, at the start and every so often.
 
     ``rows`` holds what was found. Each number also goes to the trainer's loggers and to its
     ``callback_metrics`` as ``name/…``. The run itself is not changed: the model is measured in eval
@@ -243,7 +243,6 @@ class KernelMonitor(pl.Callback):
         every: measure every so many ``unit``s.
         unit: "epoch" or "step" (of the optimizer).
         name: before the names of the logged numbers; two monitors of a run need two names.
-        model: what to measure; None: ``module.model`` where there is one, or the module itself.
         file: a CSV file of the rows, written whole after each measurement.
     """
 
@@ -254,7 +253,6 @@ class KernelMonitor(pl.Callback):
         every: int = 1,
         unit: Literal["epoch", "step"] = "epoch",
         name: str = "ntk",
-        model: nn.Module | None = None,
         file: str | Path | None = None,
     ) -> None:
         if unit not in ("epoch", "step"):
@@ -262,7 +260,6 @@ class KernelMonitor(pl.Callback):
         if type(every) is not int or every < 1:
             raise ValueError(f"every={every!r}: expected a positive integer.")
         self.probe, self.every, self.unit, self.name = probe, every, unit, name
-        self.model = model
         self.file = None if file is None else Path(file)
         self.rows: list[dict[str, float]] = []
         self.step = self.epoch = 0
@@ -331,7 +328,7 @@ class KernelMonitor(pl.Callback):
             return {}
         inner = getattr(pl_module, "model", None)
         own = inner if isinstance(inner, nn.Module) else pl_module
-        found = self.probe.measure(own if self.model is None else self.model)
+        found = self.probe.measure(own)
         self.rows.append({"step": self.step, "epoch": self.epoch, **found})
         named = {f"{self.name}/{key}": value for key, value in found.items()}
         for logger in trainer.loggers:

@@ -118,10 +118,6 @@ class Comparison:
     reports: tuple[Report, ...]
     notes: tuple[str, ...] = ()
 
-    def of(self, kind: type[Report]) -> list[Report]:
-        """The reports of one kind."""
-        return [report for report in self.reports if isinstance(report, kind)]
-
     def summary(self) -> tuple[list[str], list[tuple[str, list[str]]]]:
         """(layers, rows): the layers in order, and for each number its name and a text a layer."""
         layers = list(dict.fromkeys(report.layer for report in self.reports))

@@ -109,16 +109,15 @@ def kernel_distance(kernel: Kernel, start: Kernel) -> float:
 
 
 @torch.no_grad()
-def kernel_alignment(first: Kernel, second: Kernel, *, centered: bool = True) -> float:
-    """⟨HKH, HLH⟩/(‖HKH‖‖HLH‖) of two square kernels, H = I − 11ᵀ/n; 0 where one is constant.
+def kernel_alignment(first: Kernel, second: Kernel) -> float:
+    """⟨HKH, HLH⟩/(‖HKH‖‖HLH‖) of two square kernels, H = I − 11ᵀ/n (Cortes et al. 2012).
 
-    ``centered=False`` leaves H out (Cristianini et al. 2001; with H, Cortes et al. 2012).
+    0 where one is constant.
     """
     a, b = _pair(first, second)
     if a.shape[0] != a.shape[1]:
         raise ValueError(f"alignment is of square kernels, got {list(a.shape)}.")
-    if centered:
-        a, b = _centered(a), _centered(b)
+    a, b = _centered(a), _centered(b)
     size = float(a.norm() * b.norm())
     return float((a * b).sum()) / size if size > 0 else 0.0
 
@@ -129,13 +128,12 @@ def _centered(kernel: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def label_alignment(kernel: Kernel, targets: Tensor, *, centered: bool = True) -> float:
+def label_alignment(kernel: Kernel, targets: Tensor) -> float:
     """The alignment of a kernel of N samples with YYᵀ.
 
     Args:
         kernel: [N, N]; of a kernel with several outputs the mean over them, tr K(x_i, x_j)/k.
         targets: classes, whole numbers [N], or values [N] or [N, K].
-        centered: as in ``kernel_alignment``.
     """
     matrix = kernel.traced if isinstance(kernel, TangentKernel) else kernel
     if targets.ndim not in (1, 2) or len(targets) != len(matrix):
@@ -151,4 +149,4 @@ def label_alignment(kernel: Kernel, targets: Tensor, *, centered: bool = True) -
         found = targets.unique(return_inverse=True)[1]
         values = torch.nn.functional.one_hot(found).double()
     values = values.to(matrix.device)
-    return kernel_alignment(matrix, values @ values.mT, centered=centered)
+    return kernel_alignment(matrix, values @ values.mT)
