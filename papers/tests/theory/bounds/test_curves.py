@@ -11,12 +11,17 @@ import torch
 from torch import nn
 
 import equilibria as eq
-from equilibria_papers.theory.bounds import Curves, draw_curves, network_bounds, network_curves
+from equilibria_papers.theory.bounds import (
+    Curves,
+    Demonstration,
+    draw_curves,
+    network_bounds,
+    network_curves,
+)
 from equilibria_papers.theory.bounds.curves import (
     Line,
     lipschitz_curves,
-    margin_curves_norm,
-    margin_curves_width,
+    margin_curves,
     rescaled,
     similarity_curves,
 )
@@ -77,25 +82,25 @@ def test_similarity_over_the_angle() -> None:
             assert a <= b
 
 
-def test_margins_over_norm_and_width(tmp_path: Path) -> None:
+def test_margins_over_the_norm(tmp_path: Path) -> None:
     head = nn.Linear(3, 2).double()
     with torch.no_grad():
         head.weight.copy_(drawn(7, 2, 3, 0.5))
     layers = [
-        (geq(drawn(0, 3, 3, 0.6), drawn(1, 3, 2, 0.5), 0.5), head),
-        (opteq(drawn(2, 3, 3, 0.6), drawn(3, 3, 2, 0.5)), head),
+        geq(drawn(0, 3, 3, 0.6), drawn(1, 3, 2, 0.5), 0.5),
+        opteq(drawn(2, 3, 3, 0.6), drawn(3, 3, 2, 0.5)),
     ]
-    x, labels = drawn(4, 6, 2, 1.0), torch.arange(6) % 2
-    over_norm = margin_curves_norm(layers, x, labels, norms=(0.2, 0.9))
-    over_width = margin_curves_width(lambda width: layers, x, labels, widths=(3, 4))
-    for curves in (over_norm, over_width):
-        assert len(curves.lines) == 6
-        assert all(v is not None for each in curves.lines for v in each.values)
-    low, high = line(over_norm, "OptEq, derived")
+    data = Demonstration(layers[0], head, drawn(4, 6, 2, 1.0), torch.arange(6) % 2)
+    curves = margin_curves(
+        "‖W‖₂", (0.2, 0.9), lambda mu: [(rescaled(layer, mu), head) for layer in layers], data
+    )
+    assert len(curves.lines) == 6
+    assert all(v is not None for each in curves.lines for v in each.values)
+    low, high = line(curves, "OptEq, derived")
     assert low is not None
     assert high is not None
     assert low < high
-    written = save_picture(draw_curves([over_norm, over_width]), tmp_path / "margin")
+    written = save_picture(draw_curves([curves, curves]), tmp_path / "margin")
     assert [p.name for p in written] == ["margin.png", "margin.svg"]
     assert "excess" in (tmp_path / "margin.svg").read_text()
 

@@ -23,8 +23,8 @@ from .report import Report
 from .similarity import similarity_report
 
 NORMS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0, 1.1, 1.2, 1.3)
+_WIDTHS = (8, 16, 32, 64, 128)
 _WIDTH = 32  # of the layers whose similarity is drawn
-_EXCESS = r"excess over $\hat L_\eta$"
 _STYLE = {"printed": "--", "derived": ":", "ours": "-", "ours, other": "-."}
 _FAMILY = {"GEQ": 0, "OptEq": 4}
 Role = Literal["measured", "printed", "derived", "ours", "ours, other"]
@@ -180,8 +180,20 @@ def similarity_curves(
     return Curves(title, "angle θ/π", "similarity κ per neuron", axis, tuple(lines))
 
 
-def _margin_lines(rows: Mapping[str, Sequence[MarginReport]]) -> tuple[Line, ...]:
-    made: list[Line] = []
+def margin_curves(
+    axis: str,
+    values: Sequence[float],
+    make: Callable[[float], Sequence[tuple[Provable, nn.Linear]]],
+    data: Demonstration,
+    margin: float = 0.05,
+) -> Curves:
+    """Proposition 2: the excess over the empirical margin loss, of the layers of ``make``."""
+    rows: dict[str, list[MarginReport]] = {}
+    for value in values:
+        for layer, head in make(value):
+            found = margin_report(layer, data.x, head, data.labels, margin=margin)
+            rows.setdefault(_family(layer), []).append(found)
+    lines: list[Line] = []
     for family, reports in rows.items():
         heuristic = ", heuristic" if family == "GEQ" else ""
         wanted: dict[str, tuple[Role, str]] = {
@@ -189,44 +201,9 @@ def _margin_lines(rows: Mapping[str, Sequence[MarginReport]]) -> tuple[Line, ...
             f"derived{heuristic}": ("derived", "derived_excess"),
             "ours, proven": ("ours", "ours_excess"),
         }
-        made += _lines(family, reports, wanted)
-    return tuple(made)
-
-
-def margin_curves_norm(
-    layers: Sequence[tuple[Provable, nn.Linear]],
-    x: Tensor,
-    labels: Tensor,
-    norms: Sequence[float] = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95),
-    *,
-    margin: float = 0.05,
-) -> Curves:
-    """Proposition 2 over ‖W‖: the excess over the empirical margin loss, W rescaled."""
-    rows = {
-        _family(layer): [
-            margin_report(rescaled(layer, mu), x, head, labels, margin=margin) for mu in norms
-        ]
-        for layer, head in layers
-    }
-    return Curves("Proposition 2", "‖W‖₂", _EXCESS, tuple(norms), _margin_lines(rows))
-
-
-def margin_curves_width(
-    make: Callable[[int], Sequence[tuple[Provable, nn.Linear]]],
-    x: Tensor,
-    labels: Tensor,
-    widths: Sequence[int] = (8, 16, 32, 64, 128),
-    *,
-    margin: float = 0.05,
-) -> Curves:
-    """Proposition 2 over the width: ``make(width)`` gives layers with their classifiers."""
-    rows: dict[str, list[MarginReport]] = {}
-    for width in widths:
-        for layer, head in make(width):
-            found = margin_report(layer, x, head, labels, margin=margin)
-            rows.setdefault(_family(layer), []).append(found)
-    axis = tuple(float(width) for width in widths)
-    return Curves("Proposition 2", "width", _EXCESS, axis, _margin_lines(rows))
+        lines += _lines(family, reports, wanted)
+    unit = r"excess over $\hat L_\eta$"
+    return Curves("Proposition 2", axis, unit, tuple(map(float, values)), tuple(lines))
 
 
 def draw_curves(panels: Sequence[Curves], *, width: float = 5.2, height: float = 4.4) -> Any:
@@ -305,8 +282,7 @@ def demonstration_curves(
     told: Told = lambda _: None,
 ) -> dict[str, list[Curves]]:
     """{"lipschitz", "similarity", "margin"}: the panels of each picture."""
-    first = pair[0]
-    x = first.x[:images]
+    x = pair[0].x[:images]
     lipschitz = lipschitz_curves([one.layer for one in pair], x, seed=seed, told=told)
     told("similarity over the angle")
     generator = torch.Generator().manual_seed(seed)
@@ -320,27 +296,26 @@ def demonstration_curves(
     ]
     told("margin bounds")
 
-    def make(width: int) -> list[tuple[Provable, nn.Linear]]:
+    def of_norm(mu: float) -> list[tuple[Provable, nn.Linear]]:
+        return [(rescaled(one.layer, mu), one.head) for one in pair]
+
+    def of_width(width: float) -> list[tuple[Provable, nn.Linear]]:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             made: list[tuple[Provable, nn.Linear]] = []
-            for layer in fresh_pair(width):
+            for layer in fresh_pair(int(width)):
                 # Norms as those of the pair, so that the width alone changes.
-                head = nn.Linear(width, 10)
+                head = nn.Linear(int(width), 10)
                 with torch.no_grad():
                     head.weight *= 0.85 / float(torch.linalg.matrix_norm(head.weight, 2))
                 made.append((rescaled(layer, 0.85), head))
         return made
 
-    heads = [(one.layer, one.head) for one in pair]
-    return {
-        "lipschitz": [lipschitz],
-        "similarity": similarity,
-        "margin": [
-            margin_curves_norm(heads, first.x, first.labels, margin=margin),
-            margin_curves_width(make, first.x, first.labels, margin=margin),
-        ],
-    }
+    margins = [
+        margin_curves("‖W‖₂", [mu for mu in NORMS if mu < 1.0], of_norm, pair[0], margin),
+        margin_curves("width", _WIDTHS, of_width, pair[0], margin),
+    ]
+    return {"lipschitz": [lipschitz], "similarity": similarity, "margin": margins}
 
 
 def network_curves(found: Comparison) -> dict[str, list[Curves]]:

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from equilibria.nn import GEQ, OptEq
 from equilibria.problems import GAUSSIAN_CONCAVITY, FixedGamma, dense_norm, gaussian_sensitivity
 
-from .layer_numbers import LayerNumbers, Provable, double, measure_layer
+from .layer_numbers import Provable, double, measure_layer
 from .report import (
     Assumption,
     AssumptionError,
@@ -40,6 +40,11 @@ from .report import (
     refusing,
     remark1,
 )
+
+_UNSEEN = "not to be seen here"
+_BETA_MOVES = Assumption("β does not move with the weights", False, "it does: Eq 33 fails by 2.566")
+_SMALLER = "the printed bound is smaller than what its proof gives (factors 4, 2, B + 1 for B)"
+_HEURISTIC = "printed and derived are heuristic: the proof holds β constant (Eq 33)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -322,21 +327,37 @@ def margin_report(
     )
     mu, m = max(n.u_norm, n.w_norm, sizes.head, n.bias_norm), n.w_norm**2
     refused: dict[str, str] = {}
-    printed = refusing(
-        refused, "as printed", lambda: frame.printed(_bracket(n, mu, m, derived=False))
-    )
-    derived = refusing(
-        refused, "as derived", lambda: frame.derived(_bracket(n, mu, m, derived=True))
-    )
+
+    def bracket(*, derived: bool) -> float:
+        if not mu < 1.0:
+            raise AssumptionError(
+                f"Proposition 2 needs μ = max(‖U‖, ‖W‖, ‖W_c‖, ‖b‖) < 1, and it is {mu:.4g}: bound "
+                "these weights, for example with eq.nn.NormBounded(bound=0.95)."
+            )
+        if n.beta_max is None:
+            return bracket_opteq(mu, m, n.x_norm, derived=derived)
+        return bracket_geq(mu, m, n.beta_max, n.x_norm, derived=derived)
+
     logits = state @ weight.mT + (0.0 if offset is None else offset)
     return MarginReport(
         layer=name or n.kind,
-        assumptions=tuple(_assumptions(n, mu, m)),
-        warnings=tuple(_warnings(n)),
+        assumptions=(
+            *n.common(),
+            Assumption("μ = max(‖U‖, ‖W‖, ‖W_c‖, ‖b‖) < 1", mu < 1.0, f"μ ≤ {mu:.4g}"),
+            Assumption("m = ‖WᵀW‖₂ < 1", m < 1.0, f"m ≤ {m:.4g}"),
+            Assumption("‖x‖ ≤ B for all of D", None, f"B = {n.x_norm:.4g} over the inputs given"),
+            Assumption("x are the training samples, drawn independently", None, _UNSEEN),
+            *([_BETA_MOVES] if n.kind == "GEQ" else []),
+        ),
+        warnings=(_SMALLER, *([_HEURISTIC] if n.kind == "GEQ" else [])),
         refused=refused,
         empirical=margin_loss(logits, labels, margin),
-        printed_excess=printed,
-        derived_excess=derived,
+        printed_excess=refusing(
+            refused, "as printed", lambda: frame.printed(bracket(derived=False))
+        ),
+        derived_excess=refusing(
+            refused, "as derived", lambda: frame.derived(bracket(derived=True))
+        ),
         ours_excess=refusing(refused, "ours", lambda: _ours(exact, sizes, squares, frame)),
         heuristic=n.kind == "GEQ",
         margin=margin,
@@ -358,17 +379,6 @@ def _squares(*parts: Tensor | None) -> float:
     return sum(float(part.square().sum()) for part in parts if part is not None)
 
 
-def _bracket(n: LayerNumbers, mu: float, m: float, *, derived: bool) -> float:
-    if not mu < 1.0:
-        raise AssumptionError(
-            f"Proposition 2 needs μ = max(‖U‖, ‖W‖, ‖W_c‖, ‖b‖) < 1, and it is {mu:.4g}: bound "
-            "these weights, for example with eq.nn.NormBounded(bound=0.95)."
-        )
-    if n.beta_max is None:
-        return bracket_opteq(mu, m, n.x_norm, derived=derived)
-    return bracket_geq(mu, m, n.beta_max, n.x_norm, derived=derived)
-
-
 def _ours(exact: Provable, s: Sizes, squares: float, frame: PacBayes) -> float:
     """Lemma 2 with every weight moved by N(0, σ²): σ from a cover, ω = σ√(2h ln(4hN))."""
     matrices = 2 * s.taps + 1 + s.has_hidden + s.has_bias + s.has_head_bias
@@ -384,24 +394,3 @@ def _ours(exact: Provable, s: Sizes, squares: float, frame: PacBayes) -> float:
         )
     scale, entry = covered_scale(change, frame.margin, per_scale)
     return excess(squares, scale, entry, frame.samples, frame.delta)
-
-
-def _assumptions(n: LayerNumbers, mu: float, m: float) -> list[Assumption]:
-    made = [
-        *n.common(),
-        Assumption("μ = max(‖U‖, ‖W‖, ‖W_c‖, ‖b‖) < 1", mu < 1.0, f"μ ≤ {mu:.4g}"),
-        Assumption("m = ‖WᵀW‖₂ < 1", m < 1.0, f"m ≤ {m:.4g}"),
-        Assumption("‖x‖ ≤ B for all of D", None, f"B = {n.x_norm:.4g} over the inputs given"),
-        Assumption("x are the training samples, drawn independently", None, "not to be seen here"),
-    ]
-    if n.kind == "GEQ":
-        moves = "it does: Eq 33 fails by 2.566"
-        made.append(Assumption("β does not move with the weights", False, moves))
-    return made
-
-
-def _warnings(n: LayerNumbers) -> list[str]:
-    made = ["the printed bound is smaller than what its proof gives (factors 4, 2, B + 1 for B)"]
-    if n.kind == "GEQ":
-        made.append("printed and derived are heuristic: the proof holds β constant (Eq 33)")
-    return made
