@@ -6,8 +6,8 @@ import copy
 import dataclasses
 import hashlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -151,19 +151,11 @@ class Scorer:
             right = (outputs.argmax(1) == targets).to(loss.dtype)
         sums = [loss.double().sum(), right.double().sum()]
         if seen is not None:
-            sums += _solve_sums(seen, len(x))
+            sums += _solve_sums(seen)
         return torch.stack(sums)
 
-    @contextmanager
-    def restored(self) -> Iterator[None]:
-        """Back to the center at the end, whatever happens."""
-        try:
-            yield
-        finally:
-            self._move([0.0] * len(self.directions))
 
-
-def _solve_sums(seen: Any, count: int) -> list[Tensor]:
+def _solve_sums(seen: Any) -> list[Tensor]:
     """Samples of which every layer converged; of which some layer blew up; steps of all layers."""
     solutions = [s for found in seen.solutions.values() for s in found]
     codes = torch.stack([s.result for s in solutions])
@@ -280,7 +272,7 @@ def measure_landscape(
         )
     steps = directions[: chosen.dims]
     scorer = Scorer(model, data, steps, loss=loss, batch_size=batch_size, solver=solver)
-    surface = _fresh(model, scorer, chosen, name or model_name(model), loss, path)
+    surface = _fresh(model, scorer, chosen, name or model_name(model), path)
     place = None if file is None else Path(file)
     if place is not None:
         surface = _resumed(surface, place, overwrite)
@@ -305,15 +297,9 @@ def model_name(model: nn.Module) -> str:
     return str(getattr(getattr(model, "config", None), "name", type(model).__name__))
 
 
-def _fresh(
-    model: nn.Module,
-    scorer: Scorer,
-    grid: Grid,
-    name: str,
-    loss: Loss,
-    path: Tensor | None,
-) -> Surface:
+def _fresh(model: nn.Module, scorer: Scorer, grid: Grid, name: str, path: Tensor | None) -> Surface:
     a, b = grid.axes()
+    loss = scorer.loss
     steps = {f"{i}.{n}": t for i, d in enumerate(scorer.directions) for n, t in d.items()}
     about: dict[str, Any] = {
         "model": model_name(model),
@@ -365,8 +351,7 @@ def _measure_row(scorer: Scorer, surface: Surface, row: int) -> Tensor:
     """[channels, len(b)] on the CPU: the device is read once a row."""
     first = float(surface.a[row])
     flat = len(scorer.directions) == 1
-    with scorer.restored():
-        columns = [scorer.at(first) if flat else scorer.at(first, float(b)) for b in surface.b]
+    columns = [scorer.at(first) if flat else scorer.at(first, float(b)) for b in surface.b]
     return torch.stack(columns, 1).cpu()
 
 

@@ -174,25 +174,12 @@ def functional(
     fixed = {n: p.detach() for n, p in model.named_parameters()}
     chosen = {n: fixed.pop(n) for n in names}
     fixed |= dict(model.named_buffers())
-    flat = _Flat(model)
 
     def value(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
-        state = {f"model.{n}": t for n, t in {**fixed, **parameters}.items()}
-        return outputs.take(functional_call(flat, state, (x,)))
+        out = functional_call(model, {**fixed, **parameters}, (x,))
+        return outputs.take(out.reshape(out.shape[0], -1))
 
     return value, chosen
-
-
-class _Flat(nn.Module):
-    """A model whose output is [N, K]."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-        self.training = model.training
-
-    def forward(self, x: Tensor) -> Tensor:
-        return flat_outputs(self.model, x)
 
 
 def vmapped(model: nn.Module, outputs: Outputs) -> Rows:
