@@ -5,10 +5,9 @@
     ours    κ = β_max + 0.1972·√γ·max‖h‖ in place of κ      (with or without a bias)
     ours    Λ(μ)·‖x → c̃‖, for every input, sharp            (docs/facts.md, fact 5; γ fixed)
 
-Why κ. φ(t) = te^{−t²} has |φ′(ξ)| = e^{−ξ²}|1 − 2ξ²| ≤ e^{−ξ²} + Cξ with C = max 2e^{−s}(s − 1)/√s
-= 0.1972, so |φ(a) − φ(b)| ≤ (e^{−a²} + Cb)|a − b| for 0 ≤ a ≤ b, and for vectors the collinear case
-is the worst. At an equilibrium ⟨Wz, r⟩ = ‖z‖²/β ≥ 0, so ‖r‖ ≤ ‖Ux + b‖: without a bias that is Bμ,
-and Eq 11 follows (with patches ‖hᵢ‖ ≤ 2Bμ and 2C < 1 do). With a bias it does not.
+κ is a Lipschitz constant of the message te^{−γt²}: φ(t) = te^{−t²} has |φ′(ξ)| ≤ e^{−ξ²} + Cξ with
+C = max 2e^{−s}(s − 1)/√s = 0.1972. At an equilibrium ‖r‖ ≤ ‖Ux + b‖: without a bias that is Bμ, and
+Eq 11 follows (with patches ‖hᵢ‖ ≤ 2Bμ and 2C < 1 do). With a bias it does not.
 """
 
 from __future__ import annotations

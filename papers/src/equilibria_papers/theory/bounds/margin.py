@@ -8,11 +8,10 @@ three times: as printed, as its proof gives it, and ours. With T = 16h ln(24h)K�
     printed   √(T𝓑/M + ln(M√M/δ)/M)
     derived   4√((T𝓑 + ln(6M√M/δ))/(M − 1))                    Lemma 2, after Eq 31 and 37
 
-and K = bracket/(1 − βm)²; OptEq has β = 1 (and one μ less on two terms). The printed form loses
-Lemma 2's factor 4, B + 1 for B, the factors 2 of Eq 31 and 37. The GEQ half of both is heuristic:
-its proof holds β = e^{−γ‖Ux+b−Wz‖²} constant while the weights move (Eq 33 is off by 2.57). Ours
-keeps all terms, counts ‖W‖_F² where the paper counts the smaller ‖WᵀW‖_F² (its own proof moves W,
-not WᵀW), and pays for choosing σ after training; see ``geq_change``.
+and K = bracket/(1 − βm)²; OptEq has β = 1 (and one μ less on two terms). The GEQ half of both is
+heuristic: its proof holds β constant while the weights move (Eq 33 is off by 2.57). Ours keeps all
+terms, counts ‖W‖_F² where the paper counts the smaller ‖WᵀW‖_F² (its own proof moves W, not WᵀW),
+and pays for choosing σ after training; see ``geq_change``.
 """
 
 from __future__ import annotations

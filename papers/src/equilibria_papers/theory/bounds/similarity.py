@@ -37,16 +37,9 @@ from .report import Assumption, AssumptionError, Report, Row, check_positive, nu
 
 _BATCH = 1 << 12  # states solved at a time
 
-# The right sides of Proposition 4 (GEQ) and Theorem 3 (KerDEQ): bounds on the output similarity κ.
-#
-#     J(θ) = sin θ + (π − θ)cos θ,  K₀ = E[U²]‖x₁‖‖x₂‖J(θ)/2π      Lemma 3: one ReLU neuron of Ux
-#     Eq 15   κ_opteq ≤ K₀/(1 − μ²)²
-#     Eq 14   κ_geq ≤ μ²De^{−γσ_min(U)²‖x₁−x₂‖²/4}K₀/(1 − β_maxμ²)²,  D = e^{γB‖W‖²}
-#     Eq 48   the same without the 1/4
-#     KerDEQ Eq 10   the same with e^{−γ‖U‖₂‖x₁−x₂‖²} and D = e^{γ‖W‖B}
-#
-# Lemma 3 is about one neuron, so κ is divided by the width. All of these fail for some W: the
-# proofs take zᵀWᵀWz′ ≤ ‖W‖²zᵀz′ entry by entry, which is false.
+# The papers' right sides, with J(θ) = sin θ + (π − θ)cos θ and K₀ = E[U²]‖x₁‖‖x₂‖J(θ)/2π (Lemma 3,
+# one ReLU neuron of Ux, so κ is divided by the width). All of them fail for some W: the proofs take
+# zᵀWᵀWz′ ≤ ‖W‖²zᵀz′ entry by entry, which is false.
 
 
 def arc_cosine(theta: float) -> float:
@@ -94,7 +87,10 @@ def eq14(
     distance: float,
     quarter: float = 0.25,
 ) -> float:
-    """κ̄_geq of Eq 14, D = e^{γBμ²}; ``quarter=1`` is the appendix' Eq 48."""
+    """κ̄_geq = μ²De^{−γσ_min(U)²‖x₁−x₂‖²/4}K₀/(1 − β_maxμ²)², D = e^{γBμ²} (Eq 14).
+
+    ``quarter=1`` is the appendix' Eq 48.
+    """
     exponent = gamma * (bound * mu**2 - quarter * (smallest * distance) ** 2)
     return _gaussian(_one_neuron(variance, sizes, theta), mu, beta_max, exponent)
 

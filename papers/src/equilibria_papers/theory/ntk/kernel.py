@@ -209,13 +209,6 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-# How a kernel is computed within a budget of bytes: which samples and parameters at a time.
-#
-# Rows of the Jacobian are computed ``chunk`` samples at a time. The rows of as many chunks as fit
-# stay in memory, and those of all later samples pass by them; then the next chunks stay. So samples
-# are differentiated once where all rows fit, and about N/(2·resident) times where they do not.
-# Parameters are split into passes only where the rows of a single sample are too many.
-
 _COPIES = 3  # a fresh chunk exists as gradients, inside autograd, and as the matrix made of them
 _ROWS = 64  # gradients at a time where nothing else limits them: enough to fill the vector units
 
@@ -249,6 +242,11 @@ def make_plan(
     batch_size: int | None,
 ) -> Plan:
     """Split the work so that rows and kernels take at most ``memory`` bytes.
+
+    The rows of as many chunks of samples as fit stay in memory, and those of all later samples pass
+    by them; then the next chunks stay. So samples are differentiated once where all rows fit, and
+    about N/(2·resident) times where they do not. Parameters are split into passes only where the
+    rows of a single sample are too many.
 
     ``sizes`` are the entries of each parameter, ``outputs`` the gradients a sample, ``held`` the
     bytes that are needed all the time (the kernels, or the projected rows).

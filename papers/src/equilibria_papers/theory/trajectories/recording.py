@@ -79,10 +79,8 @@ def layer_input(model: nn.Module, x: Any, name: str | None = None) -> tuple[nn.M
 def at_scale(model: nn.Module, std: float, *, seed: int = 0) -> nn.Module:
     """A copy whose equilibrium layers' kernels and matrices are drawn from N(0, std²) (§4.1.1).
 
-    Vectors (biases, gains of norms) and all that lies outside of these layers stay as they are. In
-    the thesis N(0, 0.01) means the standard deviation 0.01, as in the code that its block is from.
-
-    The numbers drawn are those of the weight that acts. Where a layer holds its norm within a bound
+    Vectors (biases, gains of norms) and all that lies outside of these layers stay as they are. The
+    numbers drawn are those of the weight that acts. Where a layer holds its norm within a bound
     (``NormBounded``), a larger draw is scaled back onto the bound: a warning says to what, and
     ``clipped_stds`` gives the numbers.
     """
@@ -120,8 +118,7 @@ def at_scale(model: nn.Module, std: float, *, seed: int = 0) -> nn.Module:
 def clipped_stds(model: nn.Module, std: float) -> dict[str, float]:
     """name → standard deviation √(Σw²/n) in effect, of weights that a constraint keeps below std.
 
-    Of the equilibrium layers' constrained kernels and matrices in a model that ``at_scale`` made;
-    empty if all have the scale that was asked for, within 10%.
+    Of a model that ``at_scale`` made; empty if all have the scale asked for, within 10%.
     """
     found = {}
     for name, (owner, attribute) in _matrices(model).items():
