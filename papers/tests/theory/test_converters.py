@@ -152,11 +152,9 @@ def test_two_linear_in_a_row_and_matrix_skips() -> None:
 
 
 class TestBadInput:
-    def test_not_a_sequential(self) -> None:
+    def test_unknown_modules(self) -> None:
         with pytest.raises(TypeError, match=r"expected an nn\.Sequential, got Linear"):
             to_hidden_units(nn.Linear(2, 2))  # type: ignore[arg-type]
-
-    def test_unknown_modules(self) -> None:
         with pytest.raises(TypeError, match=r"GELU.*Known: ReLU"):
             to_hidden_units(nn.Sequential(nn.Linear(2, 2), nn.GELU()))
         with pytest.raises(TypeError, match="LeakyReLU"):
