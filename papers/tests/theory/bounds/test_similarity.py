@@ -5,12 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy import integrate
 
 import equilibria as eq
 from equilibria_papers.theory.bounds import (
@@ -30,27 +28,6 @@ from equilibria_papers.theory.bounds.similarity import (
     state_bound,
 )
 from papers.tests.theory.bounds.layers import drawn, geq, opteq
-
-
-@pytest.mark.parametrize("theta", [0.0, 0.4, 1.3, 2.6, 3.1])
-def test_lemma_3_by_quadrature(theta: float) -> None:
-    """E[σ(u)σ(v)] of two standard normals with correlation cos θ is J(θ)/2π."""
-
-    def inside(v: float, u: float) -> float:
-        second = u * math.cos(theta) + v * math.sin(theta)
-        return max(u, 0.0) * max(second, 0.0) * math.exp(-(u * u + v * v) / 2) / (2 * math.pi)
-
-    def kink(u: float) -> float:
-        return -u * math.cos(theta) / max(math.sin(theta), 1e-12)
-
-    total = 0.0
-    for low, high in ((lambda u: -9.0, kink), (kink, lambda u: 9.0)):
-        limits = (
-            lambda u, f=low: float(np.clip(f(u), -9, 9)),
-            lambda u, f=high: float(np.clip(f(u), -9, 9)),
-        )
-        total += integrate.dblquad(inside, 0.0, 9.0, *limits, epsabs=1e-9)[0]
-    assert arc_cosine(theta) / (2 * math.pi) == pytest.approx(total, abs=1e-7)
 
 
 def test_the_arc_near_opposite_inputs() -> None:
