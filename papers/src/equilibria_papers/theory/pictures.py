@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +49,11 @@ def save_picture(figure: Any, stem: Path) -> list[Path]:
 
 
 _FEWEST = 2  # powers of ten on an axis, for its ticks to be those
+
+
+def on_log_axis(values: Iterable[float | None]) -> list[float]:
+    """NaN, which is not drawn, for what a logarithmic axis cannot show."""
+    return [math.nan if v is None or not math.isfinite(v) or v <= 0.0 else float(v) for v in values]
 
 
 def plain_ticks(axes: Any) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from equilibria.nn import GEQ, OptEq
 from equilibria.problems import FixedGamma, dense_norm
-from equilibria_papers.theory.pictures import COLORS, MARKERS, new_figure, plain_ticks
+from equilibria_papers.theory.pictures import COLORS, MARKERS, new_figure, on_log_axis, plain_ticks
 
 from .comparing import Comparison, Demonstration, Told, fresh_pair
 from .layer_numbers import Provable, double
@@ -218,7 +218,7 @@ def draw_curves(panels: Sequence[Curves], *, width: float = 5.2, height: float =
     for index, panel in enumerate(panels):
         axes = figure.add_subplot(1, len(panels), index + 1)
         for line in panel.lines:
-            values = [_drawn(v) for v in line.values]
+            values = on_log_axis(line.values)
             if not all(math.isnan(v) for v in values):
                 axes.plot(panel.x, values, linewidth=1.4, label=line.label, **_look(line))
         axes.set_yscale("log")
@@ -265,11 +265,6 @@ def _zeros(axes: Any, panel: Curves) -> None:
             above = {"xycoords": at, "xytext": (0, 4), "textcoords": "offset points"}
             words = {"ha": "center", "va": "bottom", "fontsize": 7, "color": look["color"]}
             axes.annotate("0", (x, 0.0), **above, **words)
-
-
-def _drawn(value: float | None) -> float:
-    """NaN where there is no number, or none that a logarithm has."""
-    return math.nan if value is None or not math.isfinite(value) or value <= 0.0 else value
 
 
 def demonstration_curves(

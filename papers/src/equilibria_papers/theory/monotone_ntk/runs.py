@@ -23,6 +23,7 @@ from equilibria_papers.theory.pictures import (
     GRAY,
     look,
     new_figure,
+    on_log_axis,
     plain_ticks,
     save_picture,
 )
@@ -504,7 +505,7 @@ def draw_outcome(outcome: Outcome, stem: Path) -> list[Path]:
             (tuple(s * s for s in run.features), r"$\sigma_{\min}(Z)^2$"),
         )
     ):
-        axes[1].semilogy(run.times, _positive(values), label=label, **look(i, marker=False))
+        axes[1].semilogy(run.times, on_log_axis(values), label=label, **look(i, marker=False))
     if run.lambda0 > 0:
         axes[1].axhline(run.lambda0**2 / 4, color=GRAY, linestyle=":", label=r"$\lambda_0^2/4$")
     for i, (name, values) in enumerate(run.moved.items()):
@@ -512,7 +513,7 @@ def draw_outcome(outcome: Outcome, stem: Path) -> list[Path]:
         shares = [value / radius for value in values]
         if max(shares) > 0.0:  # a parameter that never moves has no place on a log axis
             label = rf"$\|{name}-{name}(0)\|_F/R_{{{name}}}$"
-            axes[2].semilogy(run.times, _positive(shares), label=label, **look(i, marker=False))
+            axes[2].semilogy(run.times, on_log_axis(shares), label=label, **look(i, marker=False))
     axes[2].axhline(1.0, color=GRAY, linestyle=":", label="the ball's edge")
     for axis, label in zip(axes, ("loss", "conditioning", "share of the radius"), strict=True):
         axis.set(xlabel="time $t$" if run.kind == "flow" else "step $k$", ylabel=label)
@@ -526,7 +527,7 @@ def draw_outcome(outcome: Outcome, stem: Path) -> list[Path]:
 def _loss(axis: Any, outcome: Outcome) -> None:
     """The loss and the guaranteed curve, at the bottom of the axis where it is zero."""
     run = outcome.run
-    axis.semilogy(run.times, _positive(run.loss), color=COLORS[0], label=r"$L(\theta)$")
+    axis.semilogy(run.times, on_log_axis(run.loss), color=COLORS[0], label=r"$L(\theta)$")
     rate = r"$e^{-\lambda_0^2t/2}L_0$" if run.kind == "flow" else r"$(1-\eta\lambda_0^2/4)^kL_0$"
     word = "guaranteed" if outcome.report.holds else "not guaranteed"
     color, marks = COLORS[4], {}
@@ -544,8 +545,3 @@ def _loss(axis: Any, outcome: Outcome) -> None:
         text = f"0 from {'time' if run.kind == 'flow' else 'step'} {first:g}"
         beside: dict[str, Any] = {"xytext": (6, 6), "textcoords": "offset points"}
         axis.annotate(text, (first, floor), color=color, fontsize=8, **beside)
-
-
-def _positive(values: Any) -> list[float]:
-    """NaN, which is not drawn, for what a log axis cannot show."""
-    return [value if value > 0 else float("nan") for value in values]

@@ -9,7 +9,7 @@ import torch
 from matplotlib.lines import Line2D
 from torch import Tensor
 
-from equilibria_papers.theory.pictures import COLORS, GRAY, MARKERS, look, new_figure
+from equilibria_papers.theory.pictures import COLORS, GRAY, MARKERS, look, new_figure, on_log_axis
 
 from .recording import SolverPath
 from .training_path import PCA, TrainingPath, principal_components
@@ -35,8 +35,8 @@ def residual_figure(groups: Mapping[str, Mapping[str, SolverPath]]) -> Any:
         for i, (name, path) in enumerate(paths.items()):
             steps = range(1, path.steps + 1)
             marks = {"markersize": 3, "markevery": max(1, path.steps // 10)}
-            axis.plot(steps, _positive(path.mean_curve()), label=name, **look(i), **marks)
-            low, high = (_positive(path.quantile_curve(q)) for q in (0.1, 0.9))
+            axis.plot(steps, on_log_axis(path.mean_curve()), label=name, **look(i), **marks)
+            low, high = (on_log_axis(path.quantile_curve(q)) for q in (0.1, 0.9))
             axis.fill_between(
                 steps, low, high, color=COLORS[i % len(COLORS)], alpha=0.15, linewidth=0
             )
@@ -49,11 +49,6 @@ def residual_figure(groups: Mapping[str, Mapping[str, SolverPath]]) -> Any:
     axes[0].set_ylabel("$\\|f(z) - z\\| \\,/\\, \\|f(z)\\|$")
     axes[-1].legend(frameon=False, fontsize=8)
     return figure
-
-
-def _positive(curve: Tensor) -> Any:
-    """Zero and infinity have no place on a logarithmic axis."""
-    return torch.where(torch.isfinite(curve) & (curve > 0), curve, torch.nan).numpy()
 
 
 def path_figure(groups: Mapping[str, SolverPath]) -> Any:
