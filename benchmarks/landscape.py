@@ -88,7 +88,7 @@ def point_cost(scorer: Scorer, points: int = 4) -> dict[str, float]:
     """Seconds per grid point, of four points at three distances from the center."""
     places = [(0.1, 0.0), (0.5, -0.5), (-0.5, 0.5), (1.0, 1.0)][:points]
     scorer.at(0.0, 0.0)
-    with Clock() as clock, scorer.restored():
+    with Clock() as clock:
         steps = [float(scorer.at(*place)[-1]) for place in places]
     return {
         "wall_s": clock.wall / points,

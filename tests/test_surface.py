@@ -36,6 +36,17 @@ MOVED = {
 }
 PRIORS = ("Box", "CustomPrior", "Free", "LeakyNonNegative", "Logistic", "NonNegative")
 PRIORS += ("ShiftedNonNegative", "SoftThreshold", "Softplus", "Tanh")
+
+
+def _theory(reason: str, *names: str) -> dict[str, str]:
+    return {f"equilibria.theory.{name}": reason for name in names}
+
+
+def _both(package: str, name: str) -> tuple[str, str]:
+    """A name that the theory and one of its packages export."""
+    return name, f"{package}.{name}"
+
+
 # What begins so is gone, and why.
 DROPPED: dict[str, str] = {
     "equilibria.evaluation.Reliability.to_dict": "dataclasses.asdict gives the same",
@@ -85,6 +96,39 @@ DROPPED: dict[str, str] = {
         )
     },
     "equilibria.problems.gaussian_feature_map": "the series needs inner products alone",
+    # The theory keeps what its pages, its commands and the claims use.
+    **_theory("a line of torch", "MultiBlock.bias", "MultiBlock.collapse", "wide_objective"),
+    **_theory("call the layer", "MultiBlock.deep_step", "bounds.Demonstration.logits"),
+    **_theory("step(z, as_printed=True)", "MultiBlock.step_as_printed"),
+    **_theory("the least width is taken", "to_hidden_units(width)", "to_deep_opteq(width)"),
+    **_theory("it is the module's", "KernelMonitor(model)", "monitors.KernelMonitor(model)"),
+    **_theory("alignment is centered", *_both("ntk", "kernel_alignment(centered)")),
+    **_theory("alignment is centered", *_both("ntk", "label_alignment(centered)")),
+    **_theory("filter the reports by type", "bounds.Comparison.of"),
+    **_theory("it is always measured", *_both("bounds", "lipschitz_report(around)")),
+    **_theory("they are those of the head", *_both("bounds", "margin_report(logits)")),
+    **_theory("the loss, in 20 levels", "landscapes.contour_figure(channel)"),
+    **_theory("the loss, in 20 levels", "landscapes.contour_figure(levels)"),
+    **_theory("filters, of all that trains", *_both("landscapes", "random_directions(chosen)")),
+    **_theory("filters, of all that trains", *_both("landscapes", "random_directions(normalize)")),
+    **_theory("all that trains moves", *_both("landscapes", "training_plane(chosen)")),
+    **_theory("the claims have it", "monotone_ntk.StateJacobians", "monotone_ntk.state_jacobians"),
+    **_theory("the claims have it", "monotone_ntk.residual_jacobians"),
+    **_theory("the claims have it", "monotone_ntk.weight_jacobians"),
+    **_theory("the states are always kept", *_both("trajectories", "record_path(keep_states)")),
+    **_theory("the layer's own start is taken", *_both("trajectories", "record_path(z0)")),
+    **_theory("classes have their numbers", "trajectories.class_figure(names)"),
+    **_theory("eight samples are drawn", "trajectories.path_figure(samples)"),
+    **_theory("six panels", "trajectories.training_figure(columns)"),
+    **_theory("six panels", "trajectories.training_figure(panels)"),
+    **_theory(
+        "a part of the calculators: import it from its module",
+        *("bounds.Line", "bounds.LayerNumbers", "bounds.digit_vectors", "bounds.fresh_pair"),
+        *("bounds.layer_inputs", "bounds.lipschitz_curves", "bounds.margin_curves"),
+        *("bounds.margin_loss", "bounds.measure", "bounds.rescaled", "bounds.similarity_curves"),
+        *("bounds.arc_cosine", "bounds.eq1", "bounds.eq48", "bounds.kerdeq_", "bounds.ours_at"),
+        *("bounds.remark1", "bounds.remark2", "bounds.remark3", "bounds.summary"),
+    ),
     # Set when an object is made, so that no class lists them.
     "equilibria.data.LazyImages.device": "an attribute, still there",
     "equilibria.data.LazyImages.ndim": "an attribute, still there",

@@ -97,8 +97,8 @@ def two_layers(first: Plain, second: Plain) -> tuple[Array, Array, float]:
     return v[one], v[zero], value
 
 
-def wide(layers: list[Plain], weights: list[float] | None = None) -> tuple[Array, float]:
-    """Theorem 3's program in (ζ_1, …, ζ_L, y): (y, minimum)."""
+def wide(layers: list[Plain], weights: list[float] | None = None) -> Array:
+    """Theorem 3's program in (ζ_1, …, ζ_L, y): y."""
     counts = [len(layer.c) for layer in layers]
     m = layers[0].W.shape[1]
     total = sum(counts) + m
@@ -113,5 +113,5 @@ def wide(layers: list[Plain], weights: list[float] | None = None) -> tuple[Array
         h[own, own] += share * np.eye(m)
         g[rows] += share * layer.c
         at += n
-    v, value = quadratic_program(h, g, np.arange(total) < sum(counts))
-    return v[own], value
+    v: Array = quadratic_program(h, g, np.arange(total) < sum(counts))[0]
+    return v[own]

@@ -32,8 +32,6 @@ def network() -> nn.Sequential:
 # What Lightning says of few workers, few batches, and of its own use of torch.
 quiet = pytest.mark.filterwarnings("ignore:.*(many workers|smaller than|LeafSpec).*")
 
-# ---------------------------------------------------------------------- at a point
-
 
 def test_the_pl_ratio_is_the_rayleigh_quotient_of_the_kernel() -> None:
     """‖∇L‖²/(2L) = rᵀKr/‖r‖² for L = ½‖r‖², between λ_min and λ_max."""
@@ -95,9 +93,6 @@ def test_without_targets_or_all_outputs_there_is_no_bound() -> None:
         KernelProbe(x, y[:2])
 
 
-# ---------------------------------------------------------------------- on a ball
-
-
 def test_a_linear_model_has_one_conditioning_everywhere() -> None:
     x, _ = data(4)
     model = nn.Linear(4, 2).double()
@@ -129,13 +124,10 @@ def test_the_points_lie_where_they_are_said_to(monkeypatch: pytest.MonkeyPatch) 
         conditioning_on_ball(model, x, 1.0, points=0)
 
 
-# ---------------------------------------------------------------------- along a run
-
-
 class Regression(pl.LightningModule):
-    def __init__(self, network: nn.Module, lr: float) -> None:
+    def __init__(self, network: nn.Module) -> None:
         super().__init__()
-        self.network, self.lr = network, lr
+        self.network = network
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.network(x)
@@ -145,21 +137,21 @@ class Regression(pl.LightningModule):
         return 0.5 * (self(batch[0]) - batch[1]).square().sum()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=self.lr)
+        return torch.optim.SGD(self.parameters(), lr=0.02)
 
 
-def trained(tmp_path: Path, callbacks: list[Any], epochs: int = 4, **options: Any) -> nn.Module:
+def trained(
+    tmp_path: Path, callbacks: list[Any], epochs: int = 4, logger: Any = False
+) -> tuple[nn.Module, dict[str, float]]:
+    """The trained network and the trainer's metrics."""
     (x, y), model = data(), network()
+    off = {"enable_progress_bar": False, "enable_checkpointing": False}
     trainer = pl.Trainer(
-        max_epochs=epochs, callbacks=callbacks, default_root_dir=tmp_path, accelerator="cpu",
-        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
-        **{"logger": False, **options},
+        max_epochs=epochs, callbacks=callbacks, default_root_dir=tmp_path, logger=logger,
+        accelerator="cpu", enable_model_summary=False, **off,
     )  # fmt: skip
-    loader = DataLoader(TensorDataset(x, y), batch_size=6)
-    trainer.fit(Regression(model, 0.02), loader)
-    metrics = {k: float(v) for k, v in trainer.callback_metrics.items()}
-    model.__dict__["metrics"] = metrics
-    return model
+    trainer.fit(Regression(model), DataLoader(TensorDataset(x, y), batch_size=6))
+    return model, {k: float(v) for k, v in trainer.callback_metrics.items()}
 
 
 @quiet
@@ -168,8 +160,8 @@ def test_a_trainer_measures_logs_and_keeps_its_run(tmp_path: Path) -> None:
     file = tmp_path / "deep" / "ntk.csv"
     monitor = KernelMonitor(KernelProbe(x, y), every=2, file=file)
     logger = _Memory()
-    watched = trained(tmp_path, [monitor], logger=logger)
-    plain = trained(tmp_path, [])
+    watched, metrics = trained(tmp_path, [monitor], logger=logger)
+    plain, _ = trained(tmp_path, [])
     for a, b in zip(watched.parameters(), plain.parameters(), strict=True):
         assert torch.equal(a, b)
     assert [(row["step"], row["epoch"]) for row in monitor.rows] == [(0, 0), (2, 2), (4, 4)]
@@ -187,7 +179,6 @@ def test_a_trainer_measures_logs_and_keeps_its_run(tmp_path: Path) -> None:
     assert [float(row["drift"]) for row in table] == [row["drift"] for row in monitor.rows]
     assert [p.name for p in file.parent.iterdir()] == ["ntk.csv"]
     assert [step for step, found in logger.seen if "ntk/drift" in found] == [0, 2, 4]
-    metrics: dict[str, float] = watched.__dict__["metrics"]
     assert metrics["ntk/lambda_min"] == pytest.approx(monitor.rows[-1]["lambda_min"], rel=1e-5)
 
 

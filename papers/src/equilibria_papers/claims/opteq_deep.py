@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from equilibria_papers.theory.blocks import Block
-from equilibria_papers.theory.multi_block import MultiBlock
+from equilibria_papers.theory.deep_opteq import Block, MultiBlock
 
 from .claim import Trial, claim, printed, reading
 from .drawing import ACTIVATIONS, choice, integer, norm, normal, uniform, weights

@@ -124,9 +124,7 @@ def _telling(shown: bool) -> Iterator[Callable[[str], None]]:
 
 
 def _show(found: Any, full: bool) -> None:
-    from equilibria_papers.theory.bounds.comparing import summary
-
-    layers, rows = summary(found)
+    layers, rows = found.summary()
     if len(layers) <= 3:
         heads, cells = ["", *layers], [[name, *texts] for name, texts in rows]
     else:  # a network: one row a layer, the shortest words that still say it

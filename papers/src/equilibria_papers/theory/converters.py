@@ -8,8 +8,8 @@ full for the next step; hence m ≥ n_k + n_{k+1}.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,47 +28,19 @@ from equilibria.problems import (
 )
 from equilibria.solvers import Picard
 
-# Reading a feed-forward network: z_{k+1} = σ_k(W_k z_k + U_k x + b_k), y = W_out z + b_out (Eq 1).
-#
-# The network is an ``nn.Sequential`` of Linear and activations; its input skips U_k, which a
-# Sequential cannot hold, come beside it.
-
+__all__ = ["UnitNetwork", "prior_of", "to_deep_opteq", "to_hidden_units"]
 
 Skip = nn.Linear | Tensor | None
+"""U_k of a stage after the first: a layer (its bias is added), a matrix [n_k, d] or nothing."""
 
 
-@dataclass(frozen=True, eq=False)
-class Stage:
-    """z ↦ σ(Wz + Ux + b), in float64. The first stage has W = 0: it reads x through U alone."""
+class _Stage(NamedTuple):
+    """z ↦ σ(Wz + Ux + b) (Eq 1), in float64. The first stage has W = 0: it reads x through U."""
 
     weight: Tensor
-    """W [n, inputs]."""
     skip: Tensor
-    """U [n, d]."""
     bias: Tensor
-    """b [n]."""
     prior: Prior
-    """f with σ = prox_f."""
-
-
-@dataclass(frozen=True, eq=False)
-class FeedForward:
-    """Eq 1, stage by stage, and its head y = W_out z + b_out; float64 copies of the weights."""
-
-    stages: tuple[Stage, ...]
-    head_weight: Tensor
-    head_bias: Tensor
-    inputs: int
-    dtype: torch.dtype
-    device: torch.device
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """y, [B, out], from x [B, inputs]."""
-        x = x.double()
-        z = x.new_zeros(len(x), self.stages[0].weight.shape[1])
-        for stage in self.stages:
-            z = stage.prior.activation(z @ stage.weight.mT + x @ stage.skip.mT + stage.bias)
-        return z @ self.head_weight.mT + self.head_bias
 
 
 def prior_of(activation: nn.Module) -> Prior:
@@ -99,20 +71,18 @@ def prior_of(activation: nn.Module) -> Prior:
     )
 
 
-def read_feed_forward(network: nn.Sequential, skips: Sequence[Skip] | None = None) -> FeedForward:
-    """Eq 1 from Linear, activation, …, Linear; two Linear in a row have σ = identity between them.
+def _read(
+    network: nn.Sequential, skips: Sequence[Skip] | None
+) -> tuple[list[_Stage], Tensor, Tensor]:
+    """The stages, W_out and b_out; two Linear in a row have σ = identity between them.
 
-    Args:
-        network: an ``nn.Sequential`` whose first module is a Linear. Where the last is an
-            activation, the head is the identity.
-        skips: U_k for the stages after the first, each an ``nn.Linear`` (its bias is added), a
-            matrix [n_k, d] or None.
+    Where the last module is an activation, the head is the identity.
     """
     if not isinstance(network, nn.Sequential):
         raise TypeError(f"expected an nn.Sequential, got {type(network).__name__}.")
-    linears, activations = _split(network)
-    inputs = linears[0].in_features
-    if len(linears) == len(activations):
+    linears, priors = _split(network)
+    first = linears[0].weight
+    if len(linears) == len(priors):
         width = linears[-1].out_features
         head_weight, head_bias = torch.eye(width).double(), torch.zeros(width).double()
     else:
@@ -124,27 +94,25 @@ def read_feed_forward(network: nn.Sequential, skips: Sequence[Skip] | None = Non
             f"{len(linears) - 1} after the first take one each (None for no skip)."
         )
     stages = []
-    for number, (linear, activation) in enumerate(zip(linears, activations, strict=True)):
+    for number, (linear, prior) in enumerate(zip(linears, priors, strict=True)):
         weight, bias = _affine(linear)
         if number == 0:
             skip, weight = weight, weight.new_zeros(len(bias), 1)
         else:
-            skip, extra = _skip(given[number - 1], len(bias), inputs, number + 1)
+            skip, extra = _skip(given[number - 1], len(bias), first.shape[1], number + 1)
             skip, bias = skip.to(weight.device), bias + extra.to(bias.device)
-        stages.append(Stage(weight, skip, bias, prior_of(activation)))
-    first = linears[0].weight
-    head_weight, head_bias = head_weight.to(first.device), head_bias.to(first.device)
-    return FeedForward(tuple(stages), head_weight, head_bias, inputs, first.dtype, first.device)
+        stages.append(_Stage(weight, skip, bias, prior))
+    return stages, head_weight.to(first.device), head_bias.to(first.device)
 
 
-def _split(network: nn.Sequential) -> tuple[list[nn.Linear], list[nn.Module]]:
-    """Linears and the activations after them, Identity between two Linears."""
+def _split(network: nn.Sequential) -> tuple[list[nn.Linear], list[Prior]]:
+    """The Linears, and the priors of the activations after them."""
     linears: list[nn.Linear] = []
-    activations: list[nn.Module] = []
+    priors: list[Prior] = []
     for number, module in enumerate(network):
         if isinstance(module, nn.Linear):
-            if len(linears) > len(activations):
-                activations.append(nn.Identity())
+            if len(linears) > len(priors):
+                priors.append(Free())
             if linears and module.in_features != linears[-1].out_features:
                 raise ValueError(
                     f"module {number} takes {module.in_features} inputs and gets "
@@ -153,31 +121,27 @@ def _split(network: nn.Sequential) -> tuple[list[nn.Linear], list[nn.Module]]:
             linears.append(module)
         elif not linears:
             raise TypeError(f"the first module is {module}; expected nn.Linear.")
-        elif len(linears) == len(activations):
+        elif len(linears) == len(priors):
             raise TypeError(f"module {number}, {module}, is a second activation in a row.")
         else:
-            prior_of(module)
-            activations.append(module)
-    if not activations:
+            priors.append(prior_of(module))
+    if not priors:
         raise ValueError("expected at least one Linear followed by an activation.")
-    return linears, activations
+    return linears, priors
 
 
 def _affine(linear: nn.Linear) -> tuple[Tensor, Tensor]:
     weight = linear.weight.detach().double()
     given: Tensor | None = linear.bias
-    bias = weight.new_zeros(len(weight)) if given is None else given.detach().double()
-    return weight, bias
+    return weight, weight.new_zeros(len(weight)) if given is None else given.detach().double()
 
 
 def _skip(skip: Skip, outputs: int, inputs: int, number: int) -> tuple[Tensor, Tensor]:
-    if skip is None:
-        return torch.zeros(outputs, inputs).double(), torch.zeros(outputs).double()
     if isinstance(skip, nn.Linear):
         weight, bias = _affine(skip)
     else:
-        weight = skip.detach().double()
-        bias = weight.new_zeros(outputs)
+        weight = torch.zeros(outputs, inputs) if skip is None else skip.detach()
+        weight, bias = weight.double(), weight.new_zeros(outputs).double()
     if tuple(weight.shape) != (outputs, inputs):
         raise ValueError(
             f"the skip of stage {number} has the shape {tuple(weight.shape)}; it takes x "
@@ -209,51 +173,40 @@ class UnitNetwork(nn.Module):
 
     def nu_needed(self) -> list[float]:
         """L_σ‖W̄_k‖² of each unit: the ν that Theorem 1 asks for. The lemma does not bound it."""
-        found = []
-        for unit, prior in zip(self.units, self.priors, strict=True):
-            assert isinstance(unit, OptEqBlock)
-            found.append(prior.expansion * unit.operator().norm_upper() ** 2)
-        return found
+        units: Any = self.units
+        pairs = zip(units, self.priors, strict=True)
+        return [prior.expansion * unit.operator().norm_upper() ** 2 for unit, prior in pairs]
 
 
 @torch.no_grad()
-def to_hidden_units(
-    network: nn.Sequential, skips: Sequence[Skip] | None = None, *, width: int | None = None
-) -> UnitNetwork:
+def to_hidden_units(network: nn.Sequential, skips: Sequence[Skip] | None = None) -> UnitNetwork:
     """Lemma 1: ``network`` in the form z_{k+1} = W̄_kᵀσ(W̄_k z_k + U_k x + b_k), same output.
+
+    The state has the size m = max(n_k + n_{k+1}).
 
     Args:
         network: an ``nn.Sequential`` of Linear and activations, the first a Linear.
         skips: input skips U_k of the stages after the first: nn.Linear, matrix [n_k, d] or None.
-        width: m, the size of z; at least max(n_k + n_{k+1}), which is the default.
 
     Returns:
         A ``UnitNetwork`` with the dtype and device of ``network``. Theorem 1 with ν = 1 does not
         follow for its units: their norms are not bounded by 1 (``nu_needed``).
     """
-    read = read_feed_forward(network, skips)
-    sizes = [len(stage.bias) for stage in read.stages]
-    least = max([a + b for a, b in pairwise(sizes)], default=sizes[0])
-    size = _width(width, least, "Lemma 1 takes m ≥ max(n_k + n_{k+1})")
-    weights, head = _factors(read, size, closed=False)
+    stages, *head = _read(network, skips)
+    sizes = [len(stage.bias) for stage in stages]
+    size = max([a + b for a, b in pairwise(sizes)], default=sizes[0])
+    inputs = stages[0].skip.shape[1]
     units = [
-        OptEqBlock(
-            size, n, read.inputs, kernel_size=None, separable=False, constraint=None, bias=True
-        )
+        OptEqBlock(size, n, inputs, kernel_size=None, separable=False, constraint=None, bias=True)
         for n in sizes
     ]
-    _fill(units, weights, read)
-    made = UnitNetwork(units, [stage.prior for stage in read.stages], _head(head, read))
-    return made.to(device=read.device, dtype=read.dtype)
+    made = UnitNetwork(units, [stage.prior for stage in stages], _fill(units, stages, size, *head))
+    return made.to(next(network.parameters()))
 
 
 @torch.no_grad()
 def to_deep_opteq(
-    network: nn.Sequential,
-    skips: Sequence[Skip] | None = None,
-    *,
-    width: int | None = None,
-    reset: bool | None = None,
+    network: nn.Sequential, skips: Sequence[Skip] | None = None, *, reset: bool | None = None
 ) -> nn.Sequential:
     """Lemma 2: a deep OptEq (α = 1) and a head whose output is that of ``network``.
 
@@ -268,21 +221,20 @@ def to_deep_opteq(
         network: an ``nn.Sequential`` of Linear and activations, the first a Linear, all
             activations alike.
         skips: input skips U_k of the stages after the first: nn.Linear, matrix [n_k, d] or None.
-        width: m, the channels of z; None takes the least of the construction.
         reset: whether to add the forgetting block; None: where it is needed.
 
     Returns:
         ``nn.Sequential(DeepOptEq, Linear)`` with the dtype and device of ``network``.
     """
-    read = read_feed_forward(network, skips)
-    priors = {stage.prior for stage in read.stages}
+    stages, *head = _read(network, skips)
+    priors = {stage.prior for stage in stages}
     if len(priors) > 1:
         raise ValueError(
             "Lemma 2 is about networks with one activation; this one has the priors "
             f"{sorted(map(repr, priors))}. Two Linear in a row count as Identity between them: "
             "multiply them first."
         )
-    sizes = [len(stage.bias) for stage in read.stages]
+    sizes = [len(stage.bias) for stage in stages]
     if reset is None:
         reset = len(sizes) < 3
     if not reset and len(sizes) < 3:
@@ -293,15 +245,14 @@ def to_deep_opteq(
     need = [a + b for a, b in pairwise(sizes)]
     if not reset:
         need = need[:1] + [sizes[0] + n for n in need[1:]]
-    size = _width(width, max(need, default=sizes[0]), "this construction takes m of at least that")
-    weights, head = _factors(read, size, closed=not reset)
+    size = max(need, default=sizes[0])
     # T ∘ T is constant (with a reset T itself is): three steps are exact, the last to see it.
     layer = DeepOptEq(
         size,
         [1] * reset + sizes,
-        in_channels=read.inputs,
+        in_channels=stages[0].skip.shape[1],
         alpha=1.0,
-        prior=read.stages[0].prior,
+        prior=stages[0].prior,
         constraint=None,
         solver=Picard(rtol=0.0, atol=0.0, max_steps=3),
     )
@@ -309,40 +260,50 @@ def to_deep_opteq(
     if reset:
         for parameter in blocks[0].parameters():
             parameter.zero_()
-    _fill(blocks[int(reset) :], weights, read)
-    return nn.Sequential(layer, _head(head, read)).to(device=read.device, dtype=read.dtype)
+    made = nn.Sequential(layer, _fill(blocks[int(reset) :], stages, size, *head, closed=not reset))
+    return made.to(next(network.parameters()))
 
 
-def _width(width: int | None, least: int, rule: str) -> int:
-    if width is None:
-        return least
-    if width < least:
-        raise ValueError(f"width={width!r}: {rule}, here {least}.")
-    return width
+def _fill(
+    units: Sequence[OptEqBlock],
+    stages: Sequence[_Stage],
+    size: int,
+    head_weight: Tensor,
+    head_bias: Tensor,
+    *,
+    closed: bool = False,
+) -> nn.Linear:
+    """Give the units the weights of the construction; the head that reads their last state."""
+    wanted = [*(stage.weight for stage in stages[1:]), head_weight]
+    weights = _factors(wanted, len(stages[0].bias), size, closed=closed)
+    for unit, weight, stage in zip(units, weights, stages, strict=True):
+        parts: Any = unit.double().to(weight.device)
+        parts.W.weight.copy_(weight)
+        parts.U.weight.copy_(stage.skip)
+        parts.U.bias.copy_(stage.bias)
+    read = head_weight @ torch.linalg.pinv(weights[-1]).mT
+    head = nn.Linear(size, len(read), dtype=torch.float64, device=read.device)
+    head.weight.copy_(read)
+    head.bias.copy_(head_bias)
+    return head
 
 
-def _factors(read: FeedForward, size: int, *, closed: bool) -> tuple[list[Tensor], Tensor]:
-    """W̄_1 … W̄_K and W̄_out [·, size] with W̄_{k+1}W̄_kᵀ = W_{k+1}; closed: W̄_KW̄_1ᵀ = 0 as well."""
-    wanted = [stage.weight for stage in read.stages[1:]] + [read.head_weight]
+def _factors(wanted: Sequence[Tensor], rows: int, size: int, *, closed: bool) -> list[Tensor]:
+    """W̄_1 … W̄_K [·, size] with W̄_{k+1}W̄_kᵀ = W_{k+1}; closed: W̄_KW̄_1ᵀ = 0 as well."""
     # Rows of the size √‖W_{k+1}‖ split its norm evenly between W̄_{k+1} and W̄_k.
     sizes = [float(torch.linalg.matrix_norm(w, 2)) ** 0.5 or 1.0 for w in wanted]
-    count = len(read.stages)
-    first = sizes[0] * torch.eye(len(read.stages[0].bias), size).to(wanted[0])
+    first = sizes[0] * torch.eye(rows, size).to(wanted[0])
     found = [first]
     for k, product in enumerate(wanted[:-1], 1):
         before = found[-1]
         taken = torch.cat([before, first]) if closed else before
-        # To leave W̄_1 alone, the last factor uses only what W̄_{K−1} has outside of its rows.
-        usable = before - _onto(first, before) if closed and k == count - 1 else before
+        usable = before
+        if closed and k == len(wanted) - 1:
+            # To leave W̄_1 alone, the last factor uses only what W̄_{K−1} has outside of its rows.
+            usable = before - before @ torch.linalg.pinv(first) @ first
         outside = _complement(taken, len(product))
         found.append(product @ torch.linalg.pinv(usable).mT + sizes[k] * outside)
-    return found, wanted[-1] @ torch.linalg.pinv(found[-1]).mT
-
-
-def _onto(rows: Tensor, vectors: Tensor) -> Tensor:
-    """The orthogonal projection of ``vectors`` to the row space of ``rows``."""
-    inverse: Tensor = torch.linalg.pinv(rows)
-    return vectors @ inverse @ rows
+    return found
 
 
 def _complement(rows: Tensor, count: int) -> Tensor:
@@ -351,20 +312,3 @@ def _complement(rows: Tensor, count: int) -> Tensor:
     rank = int((values > 1e-10 * values[0]).sum()) if values[0] > 0 else 0
     found: Tensor = basis[rank : rank + count]
     return found
-
-
-def _fill(units: Sequence[OptEqBlock], weights: Sequence[Tensor], read: FeedForward) -> None:
-    for unit, weight, stage in zip(units, weights, read.stages, strict=True):
-        assert isinstance(unit.W, nn.Linear)
-        assert isinstance(unit.U, nn.Linear)
-        unit.double().to(weight.device)
-        unit.W.weight.copy_(weight)
-        unit.U.weight.copy_(stage.skip)
-        unit.U.bias.copy_(stage.bias)
-
-
-def _head(weight: Tensor, read: FeedForward) -> nn.Linear:
-    head = nn.Linear(weight.shape[1], weight.shape[0], dtype=torch.float64, device=weight.device)
-    head.weight.copy_(weight)
-    head.bias.copy_(read.head_bias)
-    return head

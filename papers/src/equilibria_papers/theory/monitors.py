@@ -23,9 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from equilibria.engine import write_text
-from equilibria_papers.theory.ntk.kernel import TangentKernel, empirical_ntk
-from equilibria_papers.theory.ntk.projection import Projection
-from equilibria_papers.theory.ntk.rows import (
+from equilibria_papers.theory.ntk.jacobian import (
     Choice,
     Filter,
     Method,
@@ -34,6 +32,7 @@ from equilibria_papers.theory.ntk.rows import (
     following,
     select_parameters,
 )
+from equilibria_papers.theory.ntk.kernel import Projection, TangentKernel, empirical_ntk
 from equilibria_papers.theory.ntk.spectrum import (
     kernel_distance,
     kernel_drift,
@@ -41,8 +40,11 @@ from equilibria_papers.theory.ntk.spectrum import (
     spectrum,
 )
 
-Loss = Callable[[Tensor, Tensor], Tensor]
-"""(outputs [N, K], targets) ↦ a number."""
+__all__ = ["BallConditioning", "KernelMonitor", "KernelProbe", "conditioning_on_ball"]
+
+_SETTLE = 8  # evaluations in which the vectors of norm bounds settle on the weights of a new point
+
+Loss = Callable[[Tensor, Tensor], Tensor]  # (outputs [N, K], targets) ↦ a number
 
 
 def squared_loss(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -77,8 +79,7 @@ class KernelProbe:
     ) -> None:
         if targets is not None and len(targets) != len(x):
             raise ValueError(f"{len(x)} samples and {len(targets)} targets: expected one each.")
-        self.x, self.targets, self.loss = x, targets, loss
-        self.parameters = parameters
+        self.x, self.targets, self.loss, self.parameters = x, targets, loss, parameters
         self.options: dict[str, Any] = {
             "outputs": outputs,
             "parameters": parameters,
@@ -107,6 +108,7 @@ class KernelProbe:
         if self.start_kernel is None:
             self.start_kernel = kernel.matrix.cpu()
             self.start = [p.clone() for p in now]
+        pairs = zip(now, self.start, strict=True)
         found = spectrum(kernel)
         row = {
             "lambda_min": found.smallest,
@@ -116,17 +118,21 @@ class KernelProbe:
             "trace": found.trace,
             "drift": kernel_drift(kernel.matrix.cpu(), self.start_kernel),
             "kernel_distance": kernel_distance(kernel.matrix.cpu(), self.start_kernel),
-            "moved": _apart(now, self.start),
+            "moved": math.sqrt(sum(float((a - b).double().square().sum()) for a, b in pairs)),
         }
         if self.targets is not None:
-            row |= self._losses(model, chosen, kernel, found.smallest)
+            self.targets = self.targets.to(self.x.device)
+            row |= self._losses(model, chosen, self.targets, kernel, found.smallest)
         return row
 
     def _losses(
-        self, model: nn.Module, parameters: list[Tensor], kernel: TangentKernel, low: float
+        self,
+        model: nn.Module,
+        parameters: list[Tensor],
+        targets: Tensor,
+        kernel: TangentKernel,
+        low: float,
     ) -> dict[str, float]:
-        assert self.targets is not None
-        targets = self.targets = self.targets.to(self.x.device)
         with evaluating(model), torch.enable_grad():
             outputs = flat_outputs(model, self.x)
             loss = self.loss(outputs, targets)
@@ -136,14 +142,13 @@ class KernelProbe:
             )
         slope = sum([float(g.square().sum()) for g in given if g is not None], 0.0)
         value = float(loss.detach())
-        row = {
-            "loss": value,
-            "gradient_squared": slope,
-            "pl_ratio": slope / (2 * value) if value > 0 else math.nan,
-        }
+
+        def over_loss(squared: float) -> float:
+            return squared / (2 * value) if value > 0 else math.nan
+
+        row = {"loss": value, "gradient_squared": slope, "pl_ratio": over_loss(slope)}
         if self.bounds:
-            steep = float(at_outputs.square().sum())
-            row["pl_bound"] = low * steep / (2 * value) if value > 0 else math.nan
+            row["pl_bound"] = over_loss(low * float(at_outputs.square().sum()))
         if targets.ndim == 1 or (targets.ndim == 2 and targets.is_floating_point()):
             row["alignment"] = label_alignment(kernel, targets)
         return row
@@ -157,32 +162,13 @@ class KernelProbe:
         self.start = list(state["parameters"])
 
 
-def _apart(now: list[Tensor], then: list[Tensor]) -> float:
-    """‖θ − θ_0‖."""
-    squares = [float((a - b).double().square().sum()) for a, b in zip(now, then, strict=True)]
-    return math.sqrt(sum(squares))
-
-
-# Uniform conditioning on a ball: λ_min(K(θ)) and λ_max(K(θ)) for ‖θ − θ_0‖ ≤ R, by samples.
-#
-# What is found bounds the infimum from above and the supremum from below: points that were not
-# looked at may be worse. Along a run ``KernelMonitor`` looks at the points that training visits.
-
-
-_SETTLE = 8
-"""Evaluations in which the vectors of norm bounds settle on the weights of a new point."""
-
-
 @dataclass(frozen=True, eq=False)
 class BallConditioning:
     """λ_min and λ_max of K at the center and at points of a ball."""
 
-    distances: Tensor
-    """‖θ − θ_0‖ of each point; the first is the center, 0. [P + 1]."""
-    smallest: Tensor
-    """λ_min at each, [P + 1]."""
-    largest: Tensor
-    """λ_max at each, [P + 1]."""
+    distances: Tensor  # ‖θ − θ_0‖ of each point; the first is the center, 0. [P + 1].
+    smallest: Tensor  # λ_min at each, [P + 1]
+    largest: Tensor  # λ_max at each, [P + 1]
 
     @property
     def lambda_min(self) -> float:
@@ -207,6 +193,9 @@ def conditioning_on_ball(
     **options: Any,
 ) -> BallConditioning:
     """λ_min and λ_max of K at ``points`` random points θ_0 + r·v, ‖v‖ = 1, r = R/P, 2R/P, … R.
+
+    What is found bounds the infimum from above and the supremum from below: points that were not
+    looked at may be worse.
 
     Args:
         model: its parameters are θ_0; it is left as it is.
@@ -242,23 +231,18 @@ def conditioning_on_ball(
     return BallConditioning(*(torch.tensor(v, dtype=torch.float64) for v in (distances, low, high)))
 
 
-# A Lightning callback that measures the tangent kernel of the model along a run.
-
-
 class KernelMonitor(pl.Callback):
-    """Measure a ``KernelProbe`` at the start and every so many epochs or steps.
+    """Measure ``module.model``, or the module itself, at the start and every so often.
 
-    ``rows`` holds what was found: λ_min, λ_max, condition, drift, the distance ‖θ − θ_0‖ and, with
-    targets, the loss, ‖∇L‖²/(2L) and its bound by λ_min. Each number also goes to the trainer's
-    loggers and to its ``callback_metrics`` as ``name/…``. The run itself is not changed: the model
-    is measured in eval mode, on its own, and no random number is drawn.
+    ``rows`` holds what was found. Each number also goes to the trainer's loggers and to its
+    ``callback_metrics`` as ``name/…``. The run itself is not changed: the model is measured in eval
+    mode, on its own, and no random number is drawn.
 
     Args:
         probe: the batch, and what is computed on it.
         every: measure every so many ``unit``s.
         unit: "epoch" or "step" (of the optimizer).
         name: before the names of the logged numbers; two monitors of a run need two names.
-        model: what to measure; None: ``module.model`` where there is one, or the module itself.
         file: a CSV file of the rows, written whole after each measurement.
     """
 
@@ -269,7 +253,6 @@ class KernelMonitor(pl.Callback):
         every: int = 1,
         unit: Literal["epoch", "step"] = "epoch",
         name: str = "ntk",
-        model: nn.Module | None = None,
         file: str | Path | None = None,
     ) -> None:
         if unit not in ("epoch", "step"):
@@ -277,7 +260,6 @@ class KernelMonitor(pl.Callback):
         if type(every) is not int or every < 1:
             raise ValueError(f"every={every!r}: expected a positive integer.")
         self.probe, self.every, self.unit, self.name = probe, every, unit, name
-        self.model = model
         self.file = None if file is None else Path(file)
         self.rows: list[dict[str, float]] = []
         self.step = self.epoch = 0
@@ -296,8 +278,6 @@ class KernelMonitor(pl.Callback):
             "lambda_min": min(row["lambda_min"] for row in self.rows),
             "lambda_max": max(row["lambda_max"] for row in self.rows),
         }
-
-    # ------------------------------------------------------------------ Lightning's hooks
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if "FSDP" in type(trainer.strategy).__name__:
@@ -342,43 +322,27 @@ class KernelMonitor(pl.Callback):
         self.step, self.epoch = state_dict["step"], state_dict["epoch"]
         self.probe.load_state_dict(state_dict["probe"])
 
-    # ------------------------------------------------------------------ measuring
-
     def _measure(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, float]:
         """A row; on the first process only, as all hold the same weights."""
         if not trainer.is_global_zero:
             return {}
         inner = getattr(pl_module, "model", None)
         own = inner if isinstance(inner, nn.Module) else pl_module
-        found = self.probe.measure(own if self.model is None else self.model)
+        found = self.probe.measure(own)
         self.rows.append({"step": self.step, "epoch": self.epoch, **found})
+        named = {f"{self.name}/{key}": value for key, value in found.items()}
         for logger in trainer.loggers:
-            logger.log_metrics(self._named(found), step=self.step)
+            logger.log_metrics(named, step=self.step)
         if self.file is not None:
-            _write(self.file, self.rows)
-        return found
+            text = io.StringIO()
+            table = csv.DictWriter(text, list(self.rows[0]), lineterminator="\n")
+            table.writeheader()
+            table.writerows(self.rows)
+            write_text(self.file, text.getvalue())
+        return named
 
-    def _named(self, found: dict[str, float]) -> dict[str, float]:
-        return {f"{self.name}/{key}": value for key, value in found.items()}
-
-    def _log(
-        self, pl_module: pl.LightningModule, found: dict[str, float], *, on_step: bool
-    ) -> None:
+    def _log(self, module: pl.LightningModule, named: dict[str, float], *, on_step: bool) -> None:
         """To callback_metrics; loggers have had it, at the step where it was measured."""
-        if found:
-            pl_module.log_dict(
-                self._named(found),
-                logger=False,
-                on_step=on_step,
-                on_epoch=not on_step,
-                rank_zero_only=True,
-            )
-
-
-def _write(path: Path, rows: list[dict[str, float]]) -> None:
-    """The whole file, or the one before it."""
-    text = io.StringIO()
-    table = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
-    table.writeheader()
-    table.writerows(rows)
-    write_text(path, text.getvalue())
+        how: dict[str, Any] = {"on_step": on_step, "on_epoch": not on_step, "rank_zero_only": True}
+        if named:
+            module.log_dict(named, logger=False, **how)

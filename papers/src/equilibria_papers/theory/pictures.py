@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from matplotlib import rc_context
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 # Okabe and Ito's palette, in the order in which its colors stay apart in gray too.
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#000000", "#F0E442")
@@ -16,6 +19,12 @@ SEQUENTIAL = "viridis"
 # A second cue beside the color, for print in gray.
 STYLES = ("-", "--", "-.", ":")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+
+
+def look(i: int, *, marker: bool = True) -> dict[str, Any]:
+    """Color, line style and marker of the i-th line of a picture."""
+    found = {"color": COLORS[i % len(COLORS)], "linestyle": STYLES[i % len(STYLES)]}
+    return found | ({"marker": MARKERS[i % len(MARKERS)]} if marker else {})
 
 
 def new_figure(width: float = 5.2, height: float = 3.6) -> Any:
@@ -39,10 +48,12 @@ def save_picture(figure: Any, stem: Path) -> list[Path]:
     return written
 
 
-# Logarithmic axes that can be read, on narrow ranges too.
-
-
 _FEWEST = 2  # powers of ten on an axis, for its ticks to be those
+
+
+def on_log_axis(values: Iterable[float | None]) -> list[float]:
+    """NaN, which is not drawn, for what a logarithmic axis cannot show."""
+    return [math.nan if v is None or not math.isfinite(v) or v <= 0.0 else float(v) for v in values]
 
 
 def plain_ticks(axes: Any) -> None:
@@ -50,8 +61,6 @@ def plain_ticks(axes: Any) -> None:
 
     Matplotlib labels such an axis at 2.9 × 10⁰, 3 × 10⁰, …; to be called when all is drawn.
     """
-    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
-
     low, high = sorted(axes.get_ylim())
     if axes.get_yscale() != "log" or low <= 0.0:
         return

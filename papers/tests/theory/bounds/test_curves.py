@@ -13,13 +13,15 @@ from torch import nn
 import equilibria as eq
 from equilibria_papers.theory.bounds import (
     Curves,
-    Line,
+    Demonstration,
     draw_curves,
-    lipschitz_curves,
-    margin_curves_norm,
-    margin_curves_width,
     network_bounds,
     network_curves,
+)
+from equilibria_papers.theory.bounds.curves import (
+    Line,
+    lipschitz_curves,
+    margin_curves,
     rescaled,
     similarity_curves,
 )
@@ -60,7 +62,8 @@ def test_lipschitz_over_the_norm() -> None:
         assert a <= b * (1 + 1e-6)
     assert line(curves, "GEQ, Eq 11")[2] is None  # μ ≥ 1
     assert line(curves, "OptEq, measured")[2] is None
-    json.dumps(curves.to_dict())
+    assert curves == lipschitz_curves(layers, drawn(4, 4, 2, 1.0), norms=(0.3, 0.8, 1.2))
+    assert json.loads(json.dumps(curves.to_dict()))["lines"][0]["layer"] == "GEQ"
 
 
 def test_similarity_over_the_angle() -> None:
@@ -79,25 +82,25 @@ def test_similarity_over_the_angle() -> None:
             assert a <= b
 
 
-def test_margins_over_norm_and_width(tmp_path: Path) -> None:
+def test_margins_over_the_norm(tmp_path: Path) -> None:
     head = nn.Linear(3, 2).double()
     with torch.no_grad():
         head.weight.copy_(drawn(7, 2, 3, 0.5))
     layers = [
-        (geq(drawn(0, 3, 3, 0.6), drawn(1, 3, 2, 0.5), 0.5), head),
-        (opteq(drawn(2, 3, 3, 0.6), drawn(3, 3, 2, 0.5)), head),
+        geq(drawn(0, 3, 3, 0.6), drawn(1, 3, 2, 0.5), 0.5),
+        opteq(drawn(2, 3, 3, 0.6), drawn(3, 3, 2, 0.5)),
     ]
-    x, labels = drawn(4, 6, 2, 1.0), torch.arange(6) % 2
-    over_norm = margin_curves_norm(layers, x, labels, norms=(0.2, 0.9))
-    over_width = margin_curves_width(lambda width: layers, x, labels, widths=(3, 4))
-    for curves in (over_norm, over_width):
-        assert len(curves.lines) == 6
-        assert all(v is not None for each in curves.lines for v in each.values)
-    low, high = line(over_norm, "OptEq, derived")
+    data = Demonstration(layers[0], head, drawn(4, 6, 2, 1.0), torch.arange(6) % 2)
+    curves = margin_curves(
+        "‖W‖₂", (0.2, 0.9), lambda mu: [(rescaled(layer, mu), head) for layer in layers], data
+    )
+    assert len(curves.lines) == 6
+    assert all(v is not None for each in curves.lines for v in each.values)
+    low, high = line(curves, "OptEq, derived")
     assert low is not None
     assert high is not None
     assert low < high
-    written = save_picture(draw_curves([over_norm, over_width]), tmp_path / "margin")
+    written = save_picture(draw_curves([curves, curves]), tmp_path / "margin")
     assert [p.name for p in written] == ["margin.png", "margin.svg"]
     assert "excess" in (tmp_path / "margin.svg").read_text()
 
@@ -138,16 +141,10 @@ def test_a_zero_stands_at_the_bottom() -> None:
     assert not plain.texts
 
 
-def test_the_search_is_seeded() -> None:
-    layers, x = [opteq(drawn(2, 3, 3, 1), drawn(3, 3, 2, 0.8))], drawn(4, 4, 2, 1.0)
-    first, second = (lipschitz_curves(layers, x, norms=(0.5,), seed=1) for _ in range(2))
-    assert first == second
-
-
 def test_a_network_layer_by_layer() -> None:
     model = nn.Sequential(geq(drawn(0, 3, 3, 0.7), drawn(1, 3, 2, 0.8), 0.5))
     (panel,) = network_curves(network_bounds(model, drawn(4, 4, 2, 1.0), pairs=1, draws=2))[
         "lipschitz"
     ]
     assert panel.x == (1.0,)
-    assert {each.family for each in panel.lines} == {"GEQ"}
+    assert {each.layer for each in panel.lines} == {"GEQ"}

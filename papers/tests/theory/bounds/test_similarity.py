@@ -3,48 +3,31 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy import integrate
 
 import equilibria as eq
 from equilibria_papers.theory.bounds import (
     AssumptionError,
+    SimilarityReport,
+    similarity_report,
+)
+from equilibria_papers.theory.bounds.layer_numbers import double
+from equilibria_papers.theory.bounds.similarity import (
+    Draws,
     arc_cosine,
     eq14,
     eq15,
     eq48,
     kerdeq_eq10,
-    similarity_report,
+    norms_of,
+    state_bound,
 )
-from equilibria_papers.theory.bounds.layer_numbers import double
-from equilibria_papers.theory.bounds.similarity import Draws, norms_of, state_bound
 from papers.tests.theory.bounds.layers import drawn, geq, opteq
-
-
-@pytest.mark.parametrize("theta", [0.0, 0.4, 1.3, 2.6, 3.1])
-def test_lemma_3_by_quadrature(theta: float) -> None:
-    """E[σ(u)σ(v)] of two standard normals with correlation cos θ is J(θ)/2π."""
-
-    def inside(v: float, u: float) -> float:
-        second = u * math.cos(theta) + v * math.sin(theta)
-        return max(u, 0.0) * max(second, 0.0) * math.exp(-(u * u + v * v) / 2) / (2 * math.pi)
-
-    def kink(u: float) -> float:
-        return -u * math.cos(theta) / max(math.sin(theta), 1e-12)
-
-    total = 0.0
-    for low, high in ((lambda u: -9.0, kink), (kink, lambda u: 9.0)):
-        limits = (
-            lambda u, f=low: float(np.clip(f(u), -9, 9)),
-            lambda u, f=high: float(np.clip(f(u), -9, 9)),
-        )
-        total += integrate.dblquad(inside, 0.0, 9.0, *limits, epsabs=1e-9)[0]
-    assert arc_cosine(theta) / (2 * math.pi) == pytest.approx(total, abs=1e-7)
 
 
 def test_the_arc_near_opposite_inputs() -> None:
@@ -81,15 +64,19 @@ def pair(n: int, theta: float, size: float = 1.0) -> tuple[torch.Tensor, torch.T
     return x1, x2
 
 
+def report(layer: Any, theta: float, draws: int, size: float = 1.0) -> SimilarityReport:
+    """Of two inputs at this angle, E[U²] = 1/n."""
+    n = layer.U.weight.shape[1]
+    generator = torch.Generator().manual_seed(0)
+    inputs = pair(n, theta, size)
+    return similarity_report(layer, *inputs, draws=draws, variance=1 / n, generator=generator)
+
+
 def test_eq_15_is_an_equality_for_a_multiple_of_the_identity() -> None:
-    n, mu, theta = 12, 0.6, 1.0
-    layer = opteq(mu * torch.eye(n).double(), torch.eye(n).double())
-    r = similarity_report(
-        layer, *pair(n, theta), draws=4000, variance=1 / n,
-        generator=torch.Generator().manual_seed(0),
-    )  # fmt: skip
-    assert r.theta[0] == pytest.approx(theta)
-    assert r.distance[0] == pytest.approx(2 * math.sin(theta / 2))
+    eye = torch.eye(12).double()
+    r = report(opteq(0.6 * eye, eye), 1.0, 4000)
+    assert r.theta[0] == pytest.approx(1.0)
+    assert r.distance[0] == pytest.approx(2 * math.sin(0.5))
     assert abs(r.kappa[0] - r.printed[0]) < 5 * r.error[0]  # type: ignore[operator]
     assert r.error[0] < 0.02 * r.kappa[0]
     assert r.violated == (False,)
@@ -97,12 +84,7 @@ def test_eq_15_is_an_equality_for_a_multiple_of_the_identity() -> None:
 
 
 def test_eq_15_fails_for_the_mean() -> None:
-    n = 48
-    layer = opteq(torch.full((n, n), 0.9 / n).double(), torch.eye(n).double())
-    r = similarity_report(
-        layer, *pair(n, 0.9 * math.pi), draws=3000, variance=1 / n,
-        generator=torch.Generator().manual_seed(1),
-    )  # fmt: skip
+    r = report(opteq(torch.full((48, 48), 0.9 / 48).double(), torch.eye(48).double()), 2.8274, 3000)
     assert r.printed[0] == pytest.approx(9.40e-4, abs=5e-6)
     assert r.kappa[0] / r.printed[0] == pytest.approx(4.1, abs=0.2)  # type: ignore[operator]
     assert r.violated == (True,)
@@ -110,26 +92,15 @@ def test_eq_15_fails_for_the_mean() -> None:
     assert r.kappa[0] <= r.ours[0]
 
 
-def test_eq_14_fails_near_opposite_inputs_for_the_centering() -> None:
-    n = 40
-    w = 0.9 * (torch.eye(n) - torch.full((n, n), 1 / n)).double()
-    r = similarity_report(
-        geq(w, torch.eye(n).double(), 0.3), *pair(n, 0.99 * math.pi), draws=3000, variance=1 / n,
-        generator=torch.Generator().manual_seed(2),
-    )  # fmt: skip
+def test_eq_14_fails_near_opposite_inputs_and_kerdeq_even_on_the_identity() -> None:
+    eye = torch.eye(40).double()
+    r = report(geq(0.9 * (eye - 1 / 40), eye, 0.3), 0.99 * math.pi, 3000)
     assert r.violated == (True,)
     assert r.kappa[0] <= r.ours[0]
-
-
-def test_eq_14_and_kerdeq_on_the_identity() -> None:
-    n = 40
-    r = similarity_report(
-        geq(0.5 * torch.eye(n).double(), torch.eye(n).double(), 1.0), *pair(n, 0.75 * math.pi),
-        draws=500, variance=1 / n, generator=torch.Generator().manual_seed(3),
-    )  # fmt: skip
+    r = report(geq(0.5 * eye, eye, 1.0), 0.75 * math.pi, 500)
     assert r.violated == (False,)
     assert r.kerdeq[0] is not None
-    assert r.kappa[0] > 2 * r.kerdeq[0]  # Theorem 3 fails even here
+    assert r.kappa[0] > 2 * r.kerdeq[0]
 
 
 @given(st.integers(0, 10**6), st.floats(0.1, 1.4), st.floats(0.02, 10.0), st.floats(0.05, 30.0))
@@ -146,15 +117,9 @@ def test_states_are_below_their_bound(seed: int, mu: float, gamma: float, size: 
 def test_far_samples_fade() -> None:
     """Ours says of GEQ what the papers want to say: κ falls to zero with the distance."""
     layer = geq(drawn(0, 6, 6, 0.9), torch.eye(6).double(), 0.5)
-    found = []
-    for size in (1.0, 10.0, 100.0):
-        r = similarity_report(
-            layer, *pair(6, 1.0, size), draws=64, variance=1.0,
-            generator=torch.Generator().manual_seed(0),
-        )  # fmt: skip
-        assert r.kappa[0] <= r.ours[0] * (1 + 1e-9)
-        found.append(r.ours[0])
-    assert found[2] < 1e-3 * found[0]
+    found = [report(layer, 1.0, 64, size) for size in (1.0, 10.0, 100.0)]
+    assert all(r.kappa[0] <= r.ours[0] * (1 + 1e-9) for r in found)
+    assert found[2].ours[0] < 1e-3 * found[0].ours[0]
 
 
 def test_the_report_on_a_convolution() -> None:
@@ -178,17 +143,6 @@ def test_beyond_contraction_the_papers_are_refused_and_ours_stands() -> None:
     assert r.printed == (None,)
     assert "μ < 1" in r.refused["Proposition 4"]
     assert r.kappa[0] <= r.ours[0]
-
-
-def test_the_same_seed_gives_the_same_numbers() -> None:
-    layer = geq(drawn(0, 4, 4, 0.8), torch.eye(4).double(), 0.5)
-    made = [
-        similarity_report(
-            layer, *pair(4, 1.0), draws=16, generator=torch.Generator().manual_seed(5)
-        ).kappa
-        for _ in range(2)
-    ]
-    assert made[0] == made[1]
 
 
 def test_bad_input() -> None:

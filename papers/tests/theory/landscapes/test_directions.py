@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-import equilibria as eq
 from equilibria_papers.theory.landscapes import random_directions, training_plane
 from equilibria_papers.theory.landscapes.directions import filter_dims
 
@@ -39,32 +38,12 @@ def test_every_filter_has_the_norm_of_the_weights_filter() -> None:
                 np.testing.assert_allclose(np.sqrt((mine**2).sum()), size, rtol=1e-6)
 
 
-def test_directions_are_isotropic_before_the_norms_are_set() -> None:
-    model = nn.Linear(400, 50, bias=False)
-    nn.init.ones_(model.weight)
-    (d,) = random_directions(model, 1, seed=0)
-    rows = d["weight"].double().numpy()
-    # Unit rows of norm 20: entries have mean 0 and variance 1, rows are nearly orthogonal.
-    assert abs(rows.mean()) < 0.03
-    assert abs(rows.std() - 1) < 0.01
-    gram = rows @ rows.T / 400
-    assert np.abs(gram - np.diag(np.diag(gram))).max() < 0.25
-
-
-def test_seeds_and_kinds() -> None:
+def test_seeds() -> None:
     model = network()
     first, second = random_directions(model, 2, seed=3)
     again = random_directions(model, 1, seed=3)[0]
     assert all(torch.equal(first[n], again[n]) for n in first)
     assert not torch.equal(first["5.weight"], second["5.weight"])
-    layer = random_directions(model, 1, normalize="layer")[0]
-    for name, step in layer.items():
-        size = float(dict(model.named_parameters())[name].detach().norm())
-        assert abs(float(step.norm()) / size - 1) < 1e-5
-    plain = random_directions(model, 1, normalize="none")[0]
-    assert abs(float(plain["5.weight"].std()) - 1) < 0.1
-    some = random_directions(model, 1, chosen=lambda name, p: name.startswith("5"))[0]
-    assert set(some) == {"5.weight"}
 
 
 def test_a_filter_of_zeros_stays() -> None:
@@ -82,20 +61,8 @@ def test_frozen_and_missing_parameters() -> None:
     assert set(filter_dims(model)) == {"2.weight", "5.weight"}
     with pytest.raises(ValueError, match="no parameter"):
         random_directions(nn.BatchNorm1d(3))
-    with pytest.raises(ValueError, match="among those"):
-        random_directions(model, chosen=lambda name, p: False)
-    with pytest.raises(ValueError, match="normalize"):
-        random_directions(model, normalize="rows")
     with pytest.raises(ValueError, match="count"):
         random_directions(model, 0)
-
-
-def test_parametrized_weights_move_by_what_is_trained() -> None:
-    torch.manual_seed(0)
-    layer = eq.nn.GEQ(4, 4, in_channels=3)
-    names = set(filter_dims(layer))
-    assert names
-    assert names <= {n for n, p in layer.named_parameters() if p.ndim >= 2}
 
 
 def walk(count: int) -> list[dict[str, torch.Tensor]]:
@@ -146,5 +113,3 @@ def test_errors_of_training_plane() -> None:
     states[1]["a"] = torch.zeros(2, 2)
     with pytest.raises(ValueError, match="checkpoint 1 has other weights"):
         training_plane(states)
-    with pytest.raises(ValueError, match="no parameter was chosen"):
-        training_plane(walk(3), chosen=lambda name, p: False)

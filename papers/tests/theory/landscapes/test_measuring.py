@@ -40,13 +40,9 @@ def test_a_linear_model_with_squared_loss_is_a_quadratic(
 ) -> None:
     model, x, y = linear(seed)
     first, second = random_directions(model, 2, seed=seed)
+    grid = Grid(points=points, radius=radius)
     found = measure_landscape(
-        model,
-        (x, y),
-        (first, second),
-        grid=Grid(points=points, radius=radius),
-        loss=squared_error,
-        batch_size=batch,
+        model, (x, y), (first, second), grid=grid, loss=squared_error, batch_size=batch
     )
     inputs, targets = x.numpy(), y.numpy()
     rest = inputs @ model.weight.detach().numpy().T + model.bias.detach().numpy() - targets
@@ -55,26 +51,14 @@ def test_a_linear_model_with_squared_loss_is_a_quadratic(
     np.testing.assert_allclose(found.a.numpy(), axis, atol=1e-12)
     for i, a in enumerate(axis):
         for j, b in enumerate(axis):
-            # ½⟨r + au + bv, r + au + bv⟩ / N
-            q = (
-                (rest * rest).sum()
-                + a * a * (u * u).sum()
-                + b * b * (v * v).sum()
-                + 2 * a * (rest * u).sum()
-                + 2 * b * (rest * v).sum()
-                + 2 * a * b * (u * v).sum()
-            )
+            q = ((rest + a * u + b * v) ** 2).sum()
             np.testing.assert_allclose(float(found.loss[i, j]), 0.5 * q / 23, rtol=1e-9)
-    assert bool(torch.isnan(found.values["accuracy"]).all())
-
-
-def test_a_curve_is_the_middle_column_of_the_surface() -> None:
-    model, x, y = linear()
-    surface = measure_landscape(model, (x, y), grid=Grid(points=5), loss=squared_error)
-    curve = measure_landscape(model, (x, y), grid=Grid(points=5, dims=1), loss=squared_error)
+    curve = measure_landscape(
+        model, (x, y), (first,), grid=Grid(points=points, radius=radius, dims=1), loss=squared_error
+    )
     assert curve.is_curve
-    assert curve.loss.shape == (5, 1)
-    torch.testing.assert_close(curve.loss[:, 0], surface.loss[:, 2])
+    torch.testing.assert_close(curve.loss[:, 0], found.loss[:, points // 2])
+    assert bool(torch.isnan(found.values["accuracy"]).all())
 
 
 def digits(count: int = 32) -> tuple[Tensor, Tensor]:
@@ -109,19 +93,6 @@ def test_the_center_is_the_model_and_the_model_stays() -> None:
     )
     assert float(found.values["accuracy"][1, 1]) == float((logits.argmax(1) == y).double().mean())
     assert found.summary()["converged"] == 1.0
-
-
-def test_corners_are_the_model_with_moved_weights() -> None:
-    model, (x, y) = deq().eval(), digits()
-    first, second = random_directions(model, 2, seed=7)
-    found = measure_landscape(model, (x, y), grid=Grid(points=3, radius=0.5), seed=7)
-    moved = deq().eval()
-    with torch.no_grad():
-        for name, weight in moved.named_parameters():
-            if name in first:
-                weight += 0.5 * first[name] - 0.5 * second[name]
-        loss = float(nn.functional.cross_entropy(moved(x), y))
-    torch.testing.assert_close(float(found.loss[2, 0]), loss, rtol=1e-5, atol=0)
 
 
 def test_a_dataset_is_normalized_as_it_says() -> None:
@@ -172,11 +143,9 @@ def test_a_file_of_another_landscape_is_refused(tmp_path: Path) -> None:
         other[4].bias[0] += 1e-3
     changed: list[tuple[str, dict[str, Any]]] = [
         ("weights", {"model": other}),
-        ("data", {"data": (data[0] + 1e-3, data[1])}),
         ("data", {"data": (data[0], data[1].flip(0))}),
         ("directions", {"seed": 1}),
         ("radius", {"grid": Grid(points=3, radius=2.0)}),
-        ("points", {"grid": Grid(points=5)}),
         ("network", {"solver": eq.Picard(max_steps=7)}),
         ("network", {"model": deq(solver=eq.Anderson(memory=3))}),
         ("loss", {"loss": lambda out, y: out.square().mean(1)}),
@@ -281,21 +250,10 @@ def test_small_loss_share_of_a_known_bowl() -> None:
     assert surface.small_loss_share(2.0) == 9 / 25
 
 
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"points": 4}, "odd"),
-        ({"points": 1}, "points"),
-        ({"radius": 0.0}, "radius"),
-        ({"dims": 3}, "dims"),
-    ],
-)
-def test_grids_that_cannot_be(options: dict[str, Any], match: str) -> None:
-    with pytest.raises(ValueError, match=match):
-        Grid(**options)
-
-
 def test_errors_say_what_to_do(tmp_path: Path) -> None:
+    for options in ({"points": 4}, {"points": 1}, {"radius": 0.0}, {"dims": 3}):
+        with pytest.raises(ValueError, match=next(iter(options))):
+            Grid(**options)  # type: ignore[arg-type]
     model, x, y = linear()
     grid = Grid(points=3)
     with pytest.raises(TypeError, match="ImageData"):

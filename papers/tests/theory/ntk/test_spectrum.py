@@ -43,18 +43,10 @@ def test_numbers_of_random_kernels(n: int, width: int, seed: int) -> None:
         assert found.condition == pytest.approx(np.linalg.cond(kernel), rel=1e-6)
 
 
-def test_kernels_whose_numbers_are_known() -> None:
-    whole = spectrum(2.0 * torch.eye(5))
-    assert whole.condition == 1.0
-    assert whole.rank == 5
-    for number in (whole.effective_rank, whole.participation, whole.stable_rank):
-        assert number == pytest.approx(5.0)
-    one = spectrum(torch.ones(4, 4))
-    assert one.rank == 1
-    assert one.effective_rank == pytest.approx(1.0, abs=1e-6)
-    assert math.isinf(one.condition)
+def test_a_kernel_of_zeros() -> None:
     nothing = spectrum(torch.zeros(3, 3))
     assert (nothing.rank, nothing.effective_rank, nothing.stable_rank) == (0, 0.0, 0.0)
+    assert math.isinf(nothing.condition)
 
 
 def test_what_is_no_kernel_is_refused() -> None:
@@ -98,9 +90,6 @@ def test_alignment_by_the_centering_matrix() -> None:
     expected = np.trace(p @ q) / np.sqrt(np.trace(p @ p) * np.trace(q @ q))
     found = kernel_alignment(torch.from_numpy(a), torch.from_numpy(b))
     assert found == pytest.approx(expected)
-    plain = np.trace(a @ b) / np.sqrt(np.trace(a @ a) * np.trace(b @ b))
-    raw = kernel_alignment(torch.from_numpy(a), torch.from_numpy(b), centered=False)
-    assert raw == pytest.approx(plain)
 
 
 def test_the_kernel_of_the_labels_fits_them_and_a_constant_one_does_not() -> None:

@@ -58,7 +58,7 @@ def test_an_interruption_leaves_nothing_half_written(
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(module, "save_drift", stop)
+    monkeypatch.setattr(module, "_drift_figure", stop)
     with pytest.raises(KeyboardInterrupt):
         study.save(tmp_path / "out")
     assert not list((tmp_path / "out").iterdir())

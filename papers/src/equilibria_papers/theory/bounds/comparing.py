@@ -12,17 +12,16 @@ from torch import Tensor, nn
 
 from equilibria.engine import ConvergenceWarning
 from equilibria.nn import GEQ, MultiBranch, NormBounded, OptEq, constrain, equilibrium_layers
+from equilibria_papers.theory.checks import check_sizes
 
-from .feature_map import FeatureMapReport, feature_map_report
+from .feature_map import feature_map_report
 from .layer_numbers import PAPERS_LAYERS, Provable
-from .lipschitz import LipschitzReport, lipschitz_report
-from .margin import MarginReport, margin_report
-from .report import Report, number
-from .similarity import SimilarityReport, similarity_report
+from .lipschitz import lipschitz_report
+from .margin import margin_report
+from .report import Report
+from .similarity import similarity_report
 
-# A GEQ and an OptEq of equal size, trained on the digits within the premises of Proposition 2.
-#
-# x [B, 64], ‖x‖ ≤ 1 → layer → W_c z + b_c,   ‖W‖, ‖U‖, ‖W_c‖ ≤ bound < 1, no bias in the layer.
+Told = Callable[[str], None]  # Is told what is being done
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,12 +32,6 @@ class Demonstration:
     head: nn.Linear
     x: Tensor
     labels: Tensor
-
-    @torch.no_grad()
-    def logits(self, x: Tensor) -> Tensor:
-        """W_c z*(x) + b_c, [B, 10]."""
-        found: Tensor = self.head(self.layer(x))
-        return found
 
 
 def digit_vectors(split: str = "train", limit: int | None = None) -> tuple[Tensor, Tensor]:
@@ -57,10 +50,9 @@ def fresh_pair(
 ) -> tuple[GEQ, OptEq]:
     """A GEQ and an OptEq with states of ``width``, W [width, width], U [width, inputs], no bias."""
     limit = NormBounded(bound=bound)
-    geq = GEQ(
-        width, width, in_channels=inputs, hidden=None, gamma=gamma, constraint=limit, bias=False
-    )
-    opteq = OptEq(width, width, in_channels=inputs, form="hidden", constraint=limit, bias=False)
+    shared: dict[str, Any] = {"in_channels": inputs, "constraint": limit, "bias": False}
+    geq = GEQ(width, width, hidden=None, gamma=gamma, **shared)
+    opteq = OptEq(width, width, form="hidden", **shared)
     for layer in (geq, opteq):
         constrain(layer.U, "weight", limit)
     return geq, opteq
@@ -75,10 +67,12 @@ def demonstration_pair(
     samples: int | None = None,
     seed: int = 0,
 ) -> tuple[Demonstration, Demonstration]:
-    """(GEQ, OptEq), each trained on the digits for ``epochs``; seconds on one core."""
-    for name, value in {"width": width, "epochs": epochs}.items():
-        if value < 1:
-            raise ValueError(f"{name}={value!r}: expected an integer of at least 1.")
+    """(GEQ, OptEq), each trained on the digits for ``epochs``; seconds on one core.
+
+    x [B, 64], ‖x‖ ≤ 1 → layer → W_c z + b_c,   ‖W‖, ‖U‖, ‖W_c‖ ≤ bound < 1, no bias in the layer:
+    within the premises of Proposition 2.
+    """
+    check_sizes("demonstration_pair", {"width": width, "epochs": epochs})
     if not 0.0 < bound < 1.0:
         raise ValueError(f"bound={bound!r}: the propositions need ‖W‖, ‖U‖ < 1.")
     x, labels = digit_vectors("train", samples)
@@ -113,9 +107,6 @@ def _train(layer: Provable, head: nn.Linear, x: Tensor, labels: Tensor, epochs: 
                 _ = part.weight
 
 
-Told = Callable[[str], None]
-
-
 def _silent(_: str) -> None:
     """No news."""
 
@@ -127,9 +118,14 @@ class Comparison:
     reports: tuple[Report, ...]
     notes: tuple[str, ...] = ()
 
-    def of(self, kind: type[Report]) -> list[Report]:
-        """The reports of one kind."""
-        return [report for report in self.reports if isinstance(report, kind)]
+    def summary(self) -> tuple[list[str], list[tuple[str, list[str]]]]:
+        """(layers, rows): the layers in order, and for each number its name and a text a layer."""
+        layers = list(dict.fromkeys(report.layer for report in self.reports))
+        rows: dict[str, dict[str, str]] = {}
+        for report in self.reports:
+            for name, text in report.summary():
+                rows.setdefault(name, {})[report.layer] = text
+        return layers, [(name, [found.get(a, "–") for a in layers]) for name, found in rows.items()]
 
     def to_dict(self) -> dict[str, Any]:
         return {"reports": [r.to_dict() for r in self.reports], "notes": list(self.notes)}
@@ -139,32 +135,24 @@ class Comparison:
         return "\n\n".join([*parts, *(f"note: {note}" for note in self.notes)])
 
 
-def opposite_halves(x: Tensor, pairs: int) -> tuple[Tensor, Tensor]:
-    """The first ``pairs`` samples beside the next ones."""
-    count = min(pairs, len(x) // 2)
-    if count < 1:
-        raise ValueError(f"the output similarity needs two inputs or more, got {len(x)}.")
-    return x[:count], x[count : 2 * count]
-
-
 def _of_layer(
     layer: Provable,
     x: Tensor,
     name: str,
-    *,
     pairs: int,
     draws: int,
     generator: torch.Generator,
     told: Told,
 ) -> list[Report]:
-    made: list[Report] = []
+    """Propositions 3, 4 and 1; the similarity of the first ``pairs`` samples with the next ones."""
+    count = min(pairs, len(x) // 2)
+    if count < 1:
+        raise ValueError(f"the output similarity needs two inputs or more, got {len(x)}.")
+    how: dict[str, Any] = {"name": name, "generator": generator}
     told(f"{name}: Lipschitz constants")
-    made.append(lipschitz_report(layer, x, name=name, generator=generator))
+    made: list[Report] = [lipschitz_report(layer, x, **how)]
     told(f"{name}: output similarity")
-    first, second = opposite_halves(x, pairs)
-    made.append(
-        similarity_report(layer, first, second, draws=draws, generator=generator, name=name)
-    )
+    made.append(similarity_report(layer, x[:count], x[count : 2 * count], draws=draws, **how))
     if isinstance(layer, GEQ):
         told(f"{name}: feature map")
         made.append(feature_map_report(layer, x, name=name))
@@ -185,12 +173,9 @@ def compare_bounds(
     """Propositions 1 to 4 on layers with classifiers, such as ``demonstration_pair()``.
 
     Args:
-        pair: layers with their heads and training data.
-        margin: η of Proposition 2.
-        delta: its probability.
+        margin, delta: η and δ of Proposition 2.
         images: how many inputs the Lipschitz constants are measured on.
-        pairs: how many pairs of inputs the similarity is measured on.
-        draws: how many U it draws.
+        pairs, draws: of inputs for the similarity, and how many U it draws.
         seed: of the draws and searches.
         told: is told what is being done.
     """
@@ -199,15 +184,9 @@ def compare_bounds(
     for one in pair:
         name = "GEQ" if isinstance(one.layer, GEQ) else "OptEq"
         told(f"{name}: margin bound")
-        made.append(
-            margin_report(
-                one.layer, one.x, one.head, one.labels, margin=margin, delta=delta, name=name
-            )
-        )
-        x = one.x[:images]
-        made += _of_layer(
-            one.layer, x, name, pairs=pairs, draws=draws, generator=generator, told=told
-        )
+        how: dict[str, Any] = {"margin": margin, "delta": delta, "name": name}
+        made.append(margin_report(one.layer, one.x, one.head, one.labels, **how))
+        made += _of_layer(one.layer, one.x[:images], name, pairs, draws, generator, told)
     return Comparison(tuple(made))
 
 
@@ -277,66 +256,10 @@ def network_bounds(
     generator = torch.Generator().manual_seed(seed)
     made: list[Report] = []
     for name, (layer, given) in layers.items():
-        made += _of_layer(
-            layer,
-            given,
-            name or type(layer).__name__,
-            pairs=pairs,
-            draws=draws,
-            generator=generator,
-            told=told,
-        )
+        named = name or type(layer).__name__
+        made += _of_layer(layer, given, named, pairs, draws, generator, told)
     note = (
         "Proposition 2 is about one layer between the input and a linear classifier; it says "
         "nothing of a layer inside a network"
     )
     return Comparison(tuple(made), (note,))
-
-
-# The reports of a comparison in a few numbers: a table for the eye, one column a layer.
-
-
-_SMALL = 1e-6
-
-
-def summary(comparison: Comparison) -> tuple[list[str], list[tuple[str, list[str]]]]:
-    """(layers, rows): the layers in order, and for each number its name and a text a layer."""
-    layers = list(dict.fromkeys(report.layer for report in comparison.reports))
-    rows: dict[str, dict[str, str]] = {}
-    for report in comparison.reports:
-        for name, text in _numbers(report):
-            rows.setdefault(name, {})[report.layer] = text
-    return layers, [(name, [found.get(a, "–") for a in layers]) for name, found in rows.items()]
-
-
-def _numbers(report: Report) -> list[tuple[str, str]]:
-    if isinstance(report, MarginReport):
-        note = " (heuristic)" if report.heuristic else ""
-        return [
-            ("Prop 2, error ≤, as printed", number(report.total(report.printed_excess)) + note),
-            ("Prop 2, error ≤, as derived", number(report.total(report.derived_excess)) + note),
-            ("Prop 2, error ≤, ours", number(report.total(report.ours_excess))),
-            ("Prop 2, empirical margin loss", number(report.empirical)),
-        ]
-    if isinstance(report, LipschitzReport):
-        return [
-            ("Prop 3, Lipschitz ≤, Eq 11/12", number(report.printed)),
-            ("Prop 3, Lipschitz ≤, ours", number(report.ours)),
-            ("Prop 3, Lipschitz ≤, ours, local", number(report.local)),
-            ("Prop 3, Lipschitz, measured", number(report.measured)),
-        ]
-    if isinstance(report, SimilarityReport):
-        kappa = f"{report.kappa[0]:.3g} ± {report.error[0]:.1g}"
-        broken = sum(report.violated)
-        return [
-            ("Prop 4, κ of the first pair", kappa),
-            ("Prop 4, κ ≤, Eq 14/15", number(report.printed[0])),
-            ("Prop 4, κ ≤, ours", number(report.ours[0])),
-            ("Prop 4, pairs that break it", f"{broken} of {len(report.kappa)}"),
-        ]
-    if isinstance(report, FeatureMapReport):
-        needed = next(
-            (k for k, e in zip(report.terms, report.error, strict=True) if e < _SMALL), None
-        )
-        return [("Prop 1, terms for 1e-6", number(needed))]
-    return []

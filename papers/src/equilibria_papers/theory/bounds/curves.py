@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import torch
+from matplotlib.transforms import ScaledTranslation
 from torch import Tensor, nn
 
 from equilibria.nn import GEQ, OptEq
 from equilibria.problems import FixedGamma, dense_norm
-from equilibria_papers.theory.pictures import COLORS, MARKERS, new_figure, plain_ticks
+from equilibria_papers.theory.pictures import COLORS, MARKERS, new_figure, on_log_axis, plain_ticks
 
-from .comparing import Comparison, Demonstration, fresh_pair
+from .comparing import Comparison, Demonstration, Told, fresh_pair
 from .layer_numbers import Provable, double
 from .lipschitz import LipschitzReport, lipschitz_report
 from .margin import MarginReport, margin_report
+from .report import Report
 from .similarity import similarity_report
 
 NORMS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0, 1.1, 1.2, 1.3)
-_EXCESS = r"excess over $\hat L_\eta$"
-Told = Callable[[str], None]
+_WIDTHS = (8, 16, 32, 64, 128)
+_WIDTH = 32  # of the layers whose similarity is drawn
+_STYLE = {"printed": "--", "derived": ":", "ours": "-", "ours, other": "-."}
+_FAMILY = {"GEQ": 0, "OptEq": 4}
 Role = Literal["measured", "printed", "derived", "ours", "ours, other"]
 
 
@@ -31,7 +35,7 @@ class Line:
     """One line of a picture: what it is, whose, and a value (None: refused) for each x."""
 
     label: str
-    family: str
+    layer: str  # "GEQ" or "OptEq"
     role: Role
     values: tuple[float | None, ...]
 
@@ -47,17 +51,21 @@ class Curves:
     lines: tuple[Line, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        lines = [
-            {"label": line.label, "layer": line.family, "role": line.role, "values": line.values}
-            for line in self.lines
-        ]
-        return {
-            "title": self.title,
-            "axis": self.axis,
-            "unit": self.unit,
-            "x": self.x,
-            "lines": lines,
-        }
+        return asdict(self)
+
+
+def _family(layer: Provable) -> str:
+    return "GEQ" if isinstance(layer, GEQ) else "OptEq"
+
+
+def _lines(
+    family: str, reports: Sequence[Report | None], wanted: Mapping[str, tuple[Role, str]]
+) -> list[Line]:
+    """A line for each (label: role, field of the reports); a gap where there is no report."""
+    return [
+        Line(f"{family}, {label}", family, role, tuple(getattr(r, name, None) for r in reports))
+        for label, (role, name) in wanted.items()
+    ]
 
 
 @torch.no_grad()
@@ -66,46 +74,27 @@ def rescaled(layer: Provable, w_norm: float) -> Provable:
     exact = double(layer)
     if exact.convolutional:
         raise TypeError("rescaled takes dense layers; a convolution's norm depends on the map.")
-    sizes: dict[str, Any] = {"in_channels": exact.in_channels, "prior": exact.prior}
-    sizes["constraint"] = None
-    bias: Any = exact.U.bias
+    inner, outer = _weights(exact)
+    shared: dict[str, Any] = {"in_channels": exact.in_channels, "prior": exact.prior}
+    shared |= {"constraint": None, "bias": outer.bias is not None}
     made: Provable
     if isinstance(exact, GEQ):
         if exact.hidden is not None or not isinstance(exact.gamma, FixedGamma):
             raise ValueError("rescaled takes a GEQ of Eq 6: hidden=None and a fixed γ.")
-        made = GEQ(
-            exact.channels,
-            exact.mid,
-            hidden=None,
-            gamma=exact.gamma,
-            bias=bias is not None,
-            **sizes,
-        )
+        made = GEQ(exact.channels, exact.mid, hidden=None, gamma=exact.gamma, **shared)
     else:
-        made = OptEq(
-            exact.channels, exact.mid, form="hidden", nu=exact.nu, bias=bias is not None, **sizes
-        )
+        made = OptEq(exact.channels, exact.mid, form="hidden", nu=exact.nu, **shared)
     made = made.double().eval()
-    weight: Any = exact.W.weight
-    _set(made.W, weight * (w_norm / dense_norm(weight).estimate))
-    u: Any = exact.U.weight
-    _set(made.U, u, bias)
+    W, U = _weights(made)
+    W.weight.copy_(inner.weight * (w_norm / dense_norm(inner.weight).estimate))
+    U.weight.copy_(outer.weight)
+    if outer.bias is not None:
+        U.bias.copy_(outer.bias)
     return made
 
 
-def _set(module: Any, weight: Tensor, bias: Tensor | None = None) -> None:
-    module.weight.copy_(weight)
-    if bias is not None:
-        module.bias.copy_(bias)
-
-
-def _lines(
-    family: str, rows: Sequence[dict[str, float | None]], roles: dict[str, Role]
-) -> list[Line]:
-    return [
-        Line(f"{family}, {label}", family, role, tuple(row[label] for row in rows))
-        for label, role in roles.items()
-    ]
+def _weights(layer: Provable) -> tuple[Any, Any]:
+    return layer.W, layer.U
 
 
 def lipschitz_curves(
@@ -123,31 +112,25 @@ def lipschitz_curves(
     generator = torch.Generator().manual_seed(seed)
     lines: list[Line] = []
     for layer in layers:
-        gaussian = isinstance(layer, GEQ)
-        rows: list[dict[str, float | None]] = []
+        reports: list[LipschitzReport | None] = []
         for mu in norms:
             told(f"Lipschitz constants at ‖W‖ = {mu:.2f}")
-            if not gaussian and mu >= 1.0:
-                rows.append(dict.fromkeys(("measured", "Eq 12", "ours"), None))
-                continue
-            r = lipschitz_report(rescaled(layer, mu), x, generator=generator)
-            if gaussian:
-                row = {"measured": r.measured, "Eq 11": r.printed, "ours, Λ(μ)": r.fixed}
-                rows.append({**row, "ours, at the data": r.at_data})
+            if isinstance(layer, GEQ) or mu < 1.0:
+                reports.append(lipschitz_report(rescaled(layer, mu), x, generator=generator))
             else:
-                rows.append({"measured": r.measured, "Eq 12": r.printed, "ours": r.ours})
-        roles: dict[str, Role]
-        if gaussian:
-            roles = {"measured": "measured", "Eq 11": "printed", "ours, Λ(μ)": "ours"}
-            roles["ours, at the data"] = "ours, other"
+                reports.append(None)
+        wanted: dict[str, tuple[Role, str]] = {"measured": ("measured", "measured")}
+        if isinstance(layer, GEQ):
+            wanted |= {"Eq 11": ("printed", "printed"), "ours, Λ(μ)": ("ours", "fixed")}
+            wanted |= {"ours, at the data": ("ours, other", "at_data")}
         else:
-            roles = {"measured": "measured", "Eq 12": "printed", "ours": "ours"}
-        lines += _lines("GEQ" if gaussian else "OptEq", rows, roles)
-    return Curves(
-        "Proposition 3", "‖W‖₂", "Lipschitz constant of x → z*", tuple(norms), tuple(lines)
-    )
+            wanted |= {"Eq 12": ("printed", "printed"), "ours": ("ours", "ours")}
+        lines += _lines(_family(layer), reports, wanted)
+    unit = "Lipschitz constant of x → z*"
+    return Curves("Proposition 3", "‖W‖₂", unit, tuple(norms), tuple(lines))
 
 
+@torch.no_grad()
 def _square(kind: Literal["GEQ", "OptEq"], w: Tensor, gamma: float) -> Provable:
     n = len(w)
     made: Provable
@@ -155,10 +138,9 @@ def _square(kind: Literal["GEQ", "OptEq"], w: Tensor, gamma: float) -> Provable:
         made = GEQ(n, n, hidden=None, gamma=gamma, constraint=None, bias=False)
     else:
         made = OptEq(n, n, form="hidden", constraint=None, bias=False)
-    made = made.double().eval()
-    with torch.no_grad():
-        _set(made.W, w if kind == "GEQ" else w.mT)
-        _set(made.U, torch.full((n, n), 1.0 / math.sqrt(n), dtype=torch.float64))  # E[U²] = 1/n
+    W, U = _weights(made.double().eval())
+    W.weight.copy_(w if kind == "GEQ" else w.mT)
+    U.weight.fill_(1.0 / math.sqrt(n))  # E[U²] = 1/n
     return made
 
 
@@ -198,63 +180,30 @@ def similarity_curves(
     return Curves(title, "angle θ/π", "similarity κ per neuron", axis, tuple(lines))
 
 
-def _margin_lines(rows: dict[str, list[MarginReport]]) -> tuple[Line, ...]:
-    made: list[Line] = []
+def margin_curves(
+    axis: str,
+    values: Sequence[float],
+    make: Callable[[float], Sequence[tuple[Provable, nn.Linear]]],
+    data: Demonstration,
+    margin: float = 0.05,
+) -> Curves:
+    """Proposition 2: the excess over the empirical margin loss, of the layers of ``make``."""
+    rows: dict[str, list[MarginReport]] = {}
+    for value in values:
+        for layer, head in make(value):
+            found = margin_report(layer, data.x, head, data.labels, margin=margin)
+            rows.setdefault(_family(layer), []).append(found)
+    lines: list[Line] = []
     for family, reports in rows.items():
         heuristic = ", heuristic" if family == "GEQ" else ""
-        printed, derived, ours = (
-            tuple(getattr(r, f"{which}_excess") for r in reports)
-            for which in ("printed", "derived", "ours")
-        )
-        made += [
-            Line(f"{family}, printed{heuristic}", family, "printed", printed),
-            Line(f"{family}, derived{heuristic}", family, "derived", derived),
-            Line(f"{family}, ours, proven", family, "ours", ours),
-        ]
-    return tuple(made)
-
-
-def margin_curves_norm(
-    layers: Sequence[tuple[Provable, nn.Linear]],
-    x: Tensor,
-    labels: Tensor,
-    norms: Sequence[float] = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95),
-    *,
-    margin: float = 0.05,
-) -> Curves:
-    """Proposition 2 over ‖W‖: the excess over the empirical margin loss, W rescaled."""
-    rows: dict[str, list[MarginReport]] = {}
-    for layer, head in layers:
-        family = "GEQ" if isinstance(layer, GEQ) else "OptEq"
-        rows[family] = [
-            margin_report(rescaled(layer, mu), x, head, labels, margin=margin) for mu in norms
-        ]
-    return Curves("Proposition 2", "‖W‖₂", _EXCESS, tuple(norms), _margin_lines(rows))
-
-
-def margin_curves_width(
-    make: Callable[[int], Sequence[tuple[Provable, nn.Linear]]],
-    x: Tensor,
-    labels: Tensor,
-    widths: Sequence[int] = (8, 16, 32, 64, 128),
-    *,
-    margin: float = 0.05,
-) -> Curves:
-    """Proposition 2 over the width: ``make(width)`` gives layers with their classifiers."""
-    rows: dict[str, list[MarginReport]] = {}
-    for width in widths:
-        for layer, head in make(width):
-            family = "GEQ" if isinstance(layer, GEQ) else "OptEq"
-            rows.setdefault(family, []).append(margin_report(layer, x, head, labels, margin=margin))
-    axis = tuple(float(width) for width in widths)
-    return Curves("Proposition 2", "width", _EXCESS, axis, _margin_lines(rows))
-
-
-# Curves as a picture: one panel each, one color a layer, one line style a kind of number.
-
-
-_STYLE = {"printed": "--", "derived": ":", "ours": "-", "ours, other": "-."}
-_FAMILY = {"GEQ": 0, "OptEq": 4}
+        wanted: dict[str, tuple[Role, str]] = {
+            f"printed{heuristic}": ("printed", "printed_excess"),
+            f"derived{heuristic}": ("derived", "derived_excess"),
+            "ours, proven": ("ours", "ours_excess"),
+        }
+        lines += _lines(family, reports, wanted)
+    unit = r"excess over $\hat L_\eta$"
+    return Curves("Proposition 2", axis, unit, tuple(map(float, values)), tuple(lines))
 
 
 def draw_curves(panels: Sequence[Curves], *, width: float = 5.2, height: float = 4.4) -> Any:
@@ -269,54 +218,41 @@ def draw_curves(panels: Sequence[Curves], *, width: float = 5.2, height: float =
     for index, panel in enumerate(panels):
         axes = figure.add_subplot(1, len(panels), index + 1)
         for line in panel.lines:
-            number = _FAMILY.get(line.family, 2)
-            values = [_drawn(v) for v in line.values]
-            if all(math.isnan(v) for v in values):
-                continue
-            measured = line.role == "measured"
-            axes.plot(
-                panel.x,
-                values,
-                color=COLORS[number],
-                linestyle="none" if measured else _STYLE[line.role],
-                marker=MARKERS[number % len(MARKERS)] if measured else None,
-                markersize=4,
-                linewidth=1.4,
-                label=line.label,
-            )
+            values = on_log_axis(line.values)
+            if not all(math.isnan(v) for v in values):
+                axes.plot(panel.x, values, linewidth=1.4, label=line.label, **_look(line))
         axes.set_yscale("log")
         plain_ticks(axes)
         _zeros(axes, panel)
-        axes.set_xlabel(panel.axis)
-        axes.set_ylabel(panel.unit)
+        axes.set(xlabel=panel.axis, ylabel=panel.unit)
         axes.set_title(panel.title, fontsize=10)
         axes.grid(alpha=0.25, linewidth=0.5)
-        axes.legend(
-            fontsize=7, frameon=False, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.2)
-        )
+        below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.2)}
+        axes.legend(fontsize=7, frameon=False, ncols=2, **below)
     return figure
+
+
+def _look(line: Line) -> dict[str, Any]:
+    """One color a layer, one line style a kind of number; what is measured has markers."""
+    number = _FAMILY.get(line.layer, 2)
+    if line.role == "measured":
+        marker = MARKERS[number % len(MARKERS)]
+        return {"color": COLORS[number], "linestyle": "none", "marker": marker, "markersize": 4}
+    return {"color": COLORS[number], "linestyle": _STYLE[line.role]}
 
 
 def _zeros(axes: Any, panel: Curves) -> None:
     """Marks at the bottom where a line is zero; several at one place stand side by side."""
-    from matplotlib.transforms import ScaledTranslation
-
     if not any(value == 0.0 for line in panel.lines for value in line.values):
         return
     low, high = axes.get_ylim()
     axes.set_ylim(low * (low / high) ** 0.12, high)  # room below all points
     taken: dict[float, int] = {}
     for line in panel.lines:
-        number = _FAMILY.get(line.family, 2)
-        color = COLORS[number]
-        measured = line.role == "measured"
-        look: dict[str, Any] = {
-            "color": color,
-            "marker": MARKERS[number % len(MARKERS)] if measured else "v",
-            "markerfacecolor": color if measured else "white",
-            "markersize": 4 if measured else 6,
-            "linestyle": "none",
-        }
+        look = {"marker": "v", "markerfacecolor": "white", "markersize": 6, **_look(line)}
+        if line.role == "measured":
+            look["markerfacecolor"] = look["color"]
+        look["linestyle"] = "none"
         for x, value in zip(panel.x, line.values, strict=True):
             if value != 0.0:
                 continue
@@ -326,21 +262,9 @@ def _zeros(axes: Any, panel: Curves) -> None:
             aside = ScaledTranslation(-10 * place / 72, 4 / 72, axes.figure.dpi_scale_trans)
             at = axes.get_xaxis_transform() + aside
             axes.plot([x], [0.0], transform=at, **look)
-            words = {"ha": "center", "va": "bottom", "fontsize": 7, "color": color}
-            axes.annotate(
-                "0", (x, 0.0), xycoords=at, xytext=(0, 4), textcoords="offset points", **words
-            )
-
-
-def _drawn(value: float | None) -> float:
-    """NaN where there is no number, or none that a logarithm has."""
-    return math.nan if value is None or not math.isfinite(value) or value <= 0.0 else value
-
-
-# The pictures of ``equilibria theory bounds``: which curves stand in which.
-
-
-_WIDTH = 32  # of the layers whose similarity is drawn
+            above = {"xycoords": at, "xytext": (0, 4), "textcoords": "offset points"}
+            words = {"ha": "center", "va": "bottom", "fontsize": 7, "color": look["color"]}
+            axes.annotate("0", (x, 0.0), **above, **words)
 
 
 def demonstration_curves(
@@ -353,44 +277,40 @@ def demonstration_curves(
     told: Told = lambda _: None,
 ) -> dict[str, list[Curves]]:
     """{"lipschitz", "similarity", "margin"}: the panels of each picture."""
-    first = pair[0]
-    x = first.x[:images]
+    x = pair[0].x[:images]
     lipschitz = lipschitz_curves([one.layer for one in pair], x, seed=seed, told=told)
     told("similarity over the angle")
     generator = torch.Generator().manual_seed(seed)
     random = torch.randn(_WIDTH, _WIDTH, generator=generator, dtype=torch.float64)
     random *= 0.9 / float(torch.linalg.matrix_norm(random, 2))
     mean = torch.full((_WIDTH, _WIDTH), 0.9 / _WIDTH, dtype=torch.float64)
+    mean_title = r"W = 0.9 $\mathbf{1}\,\mathbf{1}^\top$/n"
     similarity = [
-        similarity_curves(random, draws=draws, seed=seed, title="W random, ‖W‖ = 0.9"),
-        similarity_curves(
-            mean, draws=draws, seed=seed, title=r"W = 0.9 $\mathbf{1}\,\mathbf{1}^\top$/n"
-        ),
+        similarity_curves(w, draws=draws, seed=seed, title=title)
+        for w, title in ((random, "W random, ‖W‖ = 0.9"), (mean, mean_title))
     ]
     told("margin bounds")
 
-    def make(width: int) -> list[tuple[Provable, nn.Linear]]:
+    def of_norm(mu: float) -> list[tuple[Provable, nn.Linear]]:
+        return [(rescaled(one.layer, mu), one.head) for one in pair]
+
+    def of_width(width: float) -> list[tuple[Provable, nn.Linear]]:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            layers = fresh_pair(width)
             made: list[tuple[Provable, nn.Linear]] = []
-            for layer in layers:
+            for layer in fresh_pair(int(width)):
                 # Norms as those of the pair, so that the width alone changes.
-                head = nn.Linear(width, 10)
+                head = nn.Linear(int(width), 10)
                 with torch.no_grad():
                     head.weight *= 0.85 / float(torch.linalg.matrix_norm(head.weight, 2))
                 made.append((rescaled(layer, 0.85), head))
         return made
 
-    heads = [(one.layer, one.head) for one in pair]
-    return {
-        "lipschitz": [lipschitz],
-        "similarity": similarity,
-        "margin": [
-            margin_curves_norm(heads, first.x, first.labels, margin=margin),
-            margin_curves_width(make, first.x, first.labels, margin=margin),
-        ],
-    }
+    margins = [
+        margin_curves("‖W‖₂", [mu for mu in NORMS if mu < 1.0], of_norm, pair[0], margin),
+        margin_curves("width", _WIDTHS, of_width, pair[0], margin),
+    ]
+    return {"lipschitz": [lipschitz], "similarity": similarity, "margin": margins}
 
 
 def network_curves(found: Comparison) -> dict[str, list[Curves]]:
@@ -398,20 +318,16 @@ def network_curves(found: Comparison) -> dict[str, list[Curves]]:
     reports = [r for r in found.reports if isinstance(r, LipschitzReport)]
     lines: list[Line] = []
     for family, gaussian in (("GEQ", True), ("OptEq", False)):
-        own: list[Any] = [r if (r.gamma is not None) == gaussian else None for r in reports]
-        if not any(own):
-            continue
-        values = {
-            "measured": [None if r is None else r.measured for r in own],
-            "Eq 11" if gaussian else "Eq 12": [None if r is None else r.printed for r in own],
-            "ours": [None if r is None else r.ours for r in own],
-            "ours, local": [None if r is None else r.local for r in own],
+        own = [r if (r.gamma is not None) == gaussian else None for r in reports]
+        wanted: dict[str, tuple[Role, str]] = {
+            "measured": ("measured", "measured"),
+            "Eq 11" if gaussian else "Eq 12": ("printed", "printed"),
+            "ours": ("ours", "ours"),
+            "ours, local": ("ours, other", "local"),
         }
-        roles = ("measured", "printed", "ours", "ours, other")
-        for (label, numbers), role in zip(values.items(), roles, strict=True):
-            lines.append(Line(f"{family}, {label}", family, role, tuple(numbers)))  # type: ignore[arg-type]
+        if any(own):
+            lines += _lines(family, own, wanted)
     axis = tuple(float(i + 1) for i in range(len(reports)))
-    title = "Proposition 3, layer by layer"
-    return {
-        "lipschitz": [Curves(title, "layer", "Lipschitz constant of x → z*", axis, tuple(lines))]
-    }
+    unit = "Lipschitz constant of x → z*"
+    panel = Curves("Proposition 3, layer by layer", "layer", unit, axis, tuple(lines))
+    return {"lipschitz": [panel]}

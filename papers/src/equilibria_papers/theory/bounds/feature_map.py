@@ -23,9 +23,10 @@ from equilibria.problems import (
 )
 
 from .layer_numbers import double, measure_layer
-from .report import Assumption, Report
+from .report import Assumption, Report, Row, number
 
 _TERMS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+_SMALL = 1e-6
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -35,18 +36,15 @@ class FeatureMapReport(Report):
     TITLE: ClassVar[str] = "Proposition 1, the truncated feature map"
 
     terms: tuple[int, ...]
-    error: tuple[float, ...]
-    """max |q − q_K| over the batch and its patches."""
-    error_bound: tuple[float, ...]
-    """max of (λ/2γ)(|t|^K/K!)e^{max(t, 0)}, t = 2γ⟨c, Wz⟩."""
-    printed_error: float
-    """max |q − q_printed|, Eq 7 with all terms: does not go to 0."""
+    error: tuple[float, ...]  # max |q − q_K| over the batch and its patches
+    error_bound: tuple[float, ...]  # max of (λ/2γ)(|t|^K/K!)e^{max(t, 0)}, t = 2γ⟨c, Wz⟩
+    printed_error: float  # max |q − q_printed|, Eq 7 with all terms: does not go to 0
     features: tuple[int | None, ...]
     """Σ_{k<K} n^k, the width of Φ_K; None where it has more than 18 digits."""
     gamma: tuple[float, float]
 
-    def rows(self) -> list[tuple[str, Any, str]]:
-        made: list[tuple[str, Any, str]] = []
+    def rows(self) -> list[Row]:
+        made: list[Row] = []
         for k, error, limit, width in zip(
             self.terms, self.error, self.error_bound, self.features, strict=True
         ):
@@ -54,6 +52,10 @@ class FeatureMapReport(Report):
             made.append((f"|q − q_K|, K = {k}", error, f"at most {limit:.3g}; {wide} features"))
         made.append(("|q − q|, Eq 7 as printed", self.printed_error, "all terms"))
         return made
+
+    def summary(self) -> list[tuple[str, str]]:
+        small = [k for k, error in zip(self.terms, self.error, strict=True) if error < _SMALL]
+        return [("Prop 1, terms for 1e-6", number(small[0] if small else None))]
 
 
 @torch.no_grad()
@@ -66,18 +68,18 @@ def feature_map_report(
         raise TypeError("Proposition 1 is about GEQ: an OptEq has the linear kernel already.")
     if not terms or any(k < 1 for k in terms):
         raise ValueError(f"terms={terms!r}: expected one or more integers of at least 1.")
-    exact = double(layer)
-    q = exact.problem(x.detach().double()).coupling
+    q = double(layer).problem(x.detach().double()).coupling
     assert isinstance(q, Gaussian)
-    rows = _rows(q, q.c).shape
+    split = (lambda r: r.flatten(1).unsqueeze(1)) if q.patches is None else q.patches.split
     root = None if q.metric is None else metric_root(q.metric)[0]
 
     def projected(r: Tensor) -> Tensor:
-        made = _rows(q, r).double().flatten(0, 1)
+        """The patches of r [B, *out], a row each: [B·P, k]."""
+        made = split(r).double().flatten(0, 1)
         return made if root is None else made @ root
 
     c, y = projected(q.c), projected(q.operator(n.z))
-    gamma = q.gamma.double().repeat_interleave(rows[1])
+    gamma = q.gamma.double().repeat_interleave(len(c) // len(q.gamma))
     error, limit = [], []
     true = -torch.exp(-gamma * (c - y).square().sum(1)) / (2.0 * gamma)
     # γ differs by sample; scaling both vectors by √γ makes it 1 (and q scales with 1/γ).
@@ -87,6 +89,7 @@ def feature_map_report(
         limit.append(float((truncation_error_bound(a, b, 1.0, k) / gamma).max()))
     size = y.norm(dim=1)
     printed = -torch.exp(-gamma * (c.square().sum(1) + size) + 2.0 * gamma * (c * y).sum(1))
+    counts = [sum(c.shape[1] ** power for power in range(k)) for k in terms]
     return FeatureMapReport(
         layer=name or "GEQ",
         assumptions=(
@@ -101,16 +104,6 @@ def feature_map_report(
         error=tuple(error),
         error_bound=tuple(limit),
         printed_error=float((printed - true).abs().max()),
-        features=tuple(_width(c.shape[1], k) for k in terms),
+        features=tuple(count if count < 10**18 else None for count in counts),
         gamma=n.gamma or (math.nan, math.nan),
     )
-
-
-def _width(n: int, terms: int) -> int | None:
-    total = sum(n**k for k in range(terms))
-    return total if total < 10**18 else None
-
-
-def _rows(q: Gaussian, r: Tensor) -> Tensor:
-    """The patches of r, a row each: [B, *out] → [B, P, k]."""
-    return r.flatten(1).unsqueeze(1) if q.patches is None else q.patches.split(r)

@@ -27,39 +27,28 @@ from .report import Assumption
 Provable: TypeAlias = GEQ | OptEq
 PAPERS_LAYERS = (GEQ, OptEq)
 SOLVER = ProximalGradient(rtol=1e-12, atol=1e-14, max_steps=20_000)
+_STEP = 1e-5  # float64: z* is solved to 1e-12, so a difference has some 7 digits
+_ADJOINT = Implicit(solver=GMRES(rtol=1e-8, max_steps=200))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class LayerNumbers:
     """What was measured. Norms of operators are proven upper bounds; the rest is at this batch."""
 
     kind: Literal["GEQ", "OptEq"]
-    z: Tensor
-    """The equilibria, [B, *state], float64; for OptEq in the form of Eq 4."""
-    x_norm: float
-    """max ‖x‖."""
-    z_norm: float
-    """max ‖z*‖."""
-    w_norm: float
-    """‖W‖₂ (GEQ with W_h or patches: ‖A‖₂; OptEq: ‖W‖₂/√ν)."""
-    u_norm: float
-    """‖U‖₂ (GEQ with W_h or patches: ‖x → (rows of Ux)W_h‖₂)."""
-    bias_norm: float
-    """‖b‖₂ as it is added to Ux."""
-    gamma: tuple[float, float] | None
-    """The least and the largest γ of the batch (GEQ)."""
-    beta_max: float | None
-    """max e^{−sᵢ} over the batch and its patches (GEQ)."""
-    beta_min: float | None
-    reach: float | None
-    """max ‖hᵢ‖, hᵢ the rows of (Ux + b − Wz*)W_h (GEQ)."""
-    patches: int
-    """Rows hᵢ a sample has; 1 is Eq 6 as written."""
-    plain: bool
-    """Whether the layer is literally Eq 6 or Eq 4: dense, one patch, no W_h, ν = 1."""
+    z: Tensor  # The equilibria, [B, *state], float64; for OptEq in the form of Eq 4
+    x_norm: float  # max ‖x‖
+    z_norm: float  # max ‖z*‖
+    w_norm: float  # ‖W‖₂ (GEQ with W_h or patches: ‖A‖₂; OptEq: ‖W‖₂/√ν)
+    u_norm: float  # ‖U‖₂ (GEQ with W_h or patches: ‖x → (rows of Ux)W_h‖₂)
+    bias_norm: float  # ‖b‖₂ as it is added to Ux
+    plain: bool  # Whether the layer is literally Eq 6 or Eq 4: dense, one patch, no W_h, ν = 1
     relu: bool
-    gamma_fixed: bool
-    """Whether γ is the same for every input."""
+    gamma: tuple[float, float] | None = None  # The least and the largest γ of the batch (GEQ)
+    gamma_fixed: bool = True  # Whether γ is the same for every input
+    beta_max: float | None = None  # max e^{−sᵢ} over the batch and its patches (GEQ)
+    reach: float | None = None  # max ‖hᵢ‖, hᵢ the rows of (Ux + b − Wz*)W_h (GEQ)
+    patches: int = 1  # Rows hᵢ a sample has; 1 is Eq 6 as written
 
     @property
     def mu(self) -> float:
@@ -73,17 +62,12 @@ class LayerNumbers:
 
     def common(self) -> list[Assumption]:
         """The premises that all propositions share."""
-        what = "Eq 6" if self.kind == "GEQ" else "Eq 4"
+        stand_in = "patches, W_h, ν or a convolution: operator norms and the largest patch weight"
+        how = "as written" if self.plain else f"{stand_in} stand in"
+        layer = f"the layer of {'Eq 6' if self.kind == 'GEQ' else 'Eq 4'}"
         return [
             Assumption("ReLU", self.relu, "the layer's prior"),
-            Assumption(
-                f"the layer of {what}",
-                self.plain,
-                "as written"
-                if self.plain
-                else "patches, W_h, ν or a convolution: operator norms and the largest patch "
-                "weight stand in",
-            ),
+            Assumption(layer, self.plain, how),
         ]
 
 
@@ -136,46 +120,29 @@ def measure_layer(layer: Provable, x: Tensor) -> LayerNumbers:
     }
     if not isinstance(q, Gaussian):
         assert isinstance(exact, OptEq)
-        return LayerNumbers(
-            kind="OptEq",
-            w_norm=exact.operator().norm_upper() / math.sqrt(exact.nu),
-            gamma=None,
-            beta_max=None,
-            beta_min=None,
-            reach=None,
-            patches=1,
-            plain=exact.nu == 1.0 and not exact.convolutional,
-            gamma_fixed=True,
-            **shared,
-        )
+        w_norm = exact.operator().norm_upper() / math.sqrt(exact.nu)
+        plain = exact.nu == 1.0 and not exact.convolutional
+        return LayerNumbers(kind="OptEq", w_norm=w_norm, plain=plain, **shared)
     energies = q.energies(z)
-    weights = torch.exp(-q.gamma.unsqueeze(-1) * energies)
     return LayerNumbers(
         kind="GEQ",
         w_norm=q.mu_upper(tight=True),
+        plain=q.metric is None and q.patches is None and not exact.convolutional,
         gamma=(float(q.gamma.min()), float(q.gamma.max())),
-        beta_max=float(weights.max()),
-        beta_min=float(weights.min()),
+        gamma_fixed=q.policy is None or not q.policy.input_dependent,
+        beta_max=float(torch.exp(-q.gamma.unsqueeze(-1) * energies).max()),
         reach=float(energies.max().sqrt()),
         patches=int(energies.shape[1]),
-        plain=q.metric is None and q.patches is None and not exact.convolutional,
-        gamma_fixed=q.policy is None or not q.policy.input_dependent,
         **shared,
     )
 
 
-# max ‖z*(x₁) − z*(x₂)‖/‖x₁ − x₂‖, measured: over pairs of a batch, and around each input.
-#
-# Both are differences of solved equilibria, so they are lower bounds of any Lipschitz constant.
-
-
-_STEP = 1e-5  # float64: z* is solved to 1e-12, so a difference has some 7 digits
-_ADJOINT = Implicit(solver=GMRES(rtol=1e-8, max_steps=200))
-
-
 @torch.no_grad()
 def measured_pairs(x: Tensor, z: Tensor) -> float:
-    """The largest ‖zᵢ − zⱼ‖/‖xᵢ − xⱼ‖ over all pairs of the batch; 0 with fewer than two."""
+    """The largest ‖zᵢ − zⱼ‖/‖xᵢ − xⱼ‖ over all pairs of the batch; 0 with fewer than two.
+
+    Measured on solved equilibria, as ``measured_around``: a lower bound of any Lipschitz constant.
+    """
     xs, zs = x.flatten(1).double(), z.flatten(1).double()
     if len(xs) < 2:
         return 0.0

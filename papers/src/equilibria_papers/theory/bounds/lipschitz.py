@@ -5,17 +5,16 @@
     ours    κ = β_max + 0.1972·√γ·max‖h‖ in place of κ      (with or without a bias)
     ours    Λ(μ)·‖x → c̃‖, for every input, sharp            (docs/facts.md, fact 5; γ fixed)
 
-Why κ. φ(t) = te^{−t²} has |φ′(ξ)| = e^{−ξ²}|1 − 2ξ²| ≤ e^{−ξ²} + Cξ with C = max 2e^{−s}(s − 1)/√s
-= 0.1972, so |φ(a) − φ(b)| ≤ (e^{−a²} + Cb)|a − b| for 0 ≤ a ≤ b, and for vectors the collinear case
-is the worst. At an equilibrium ⟨Wz, r⟩ = ‖z‖²/β ≥ 0, so ‖r‖ ≤ ‖Ux + b‖: without a bias that is Bμ,
-and Eq 11 follows (with patches ‖hᵢ‖ ≤ 2Bμ and 2C < 1 do). With a bias it does not.
+κ is a Lipschitz constant of the message te^{−γt²}: φ(t) = te^{−t²} has |φ′(ξ)| ≤ e^{−ξ²} + Cξ with
+C = max 2e^{−s}(s − 1)/√s = 0.1972. At an equilibrium ‖r‖ ≤ ‖Ux + b‖: without a bias that is Bμ, and
+Eq 11 follows (with patches ‖hᵢ‖ ≤ 2Bμ and 2C < 1 do). With a bias it does not.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -36,11 +35,17 @@ from .layer_numbers import (
     measured_around,
     measured_pairs,
 )
-from .report import Assumption, AssumptionError, Report, check_positive, refusing
+from .report import Assumption, AssumptionError, Report, Row, check_positive, number, refusing
 
 _PEAK = (3.0 + math.sqrt(17.0)) / 4.0
 BEND = 2.0 * math.exp(-_PEAK) * (_PEAK - 1.0) / math.sqrt(_PEAK) * (1.0 + 1e-14)
 """C = max_s 2e^{−s}(s − 1)/√s = 0.19718, at s = (3 + √17)/4."""
+
+
+def _check_mu(mu: float) -> None:
+    check_positive(mu=mu)
+    if mu >= 1.0:
+        raise AssumptionError(f"Proposition 3 needs μ = max(‖W‖, ‖U‖) < 1, and μ = {mu:.4g} here.")
 
 
 def eq11(mu: float, beta_max: float, gamma: float, bound: float) -> float:
@@ -48,9 +53,8 @@ def eq11(mu: float, beta_max: float, gamma: float, bound: float) -> float:
 
     Refuses μ ≥ 1 and a denominator that is not positive: the proof divides by it.
     """
-    check_positive(mu=mu, gamma=gamma)
-    if mu >= 1.0:
-        raise AssumptionError(f"Proposition 3 needs μ = max(‖W‖, ‖U‖) < 1, and μ = {mu:.4g} here.")
+    check_positive(gamma=gamma)
+    _check_mu(mu)
     part = beta_max * mu**2 + math.sqrt(gamma) * bound * mu**3
     if part >= 1.0:
         raise AssumptionError(
@@ -62,9 +66,7 @@ def eq11(mu: float, beta_max: float, gamma: float, bound: float) -> float:
 
 def eq12(mu: float) -> float:
     """L_opteq = μ/(1 − μ²) (GEQ Eq 12); refuses μ ≥ 1."""
-    check_positive(mu=mu)
-    if mu >= 1.0:
-        raise AssumptionError(f"Proposition 3 needs μ = max(‖W‖, ‖U‖) < 1, and μ = {mu:.4g} here.")
+    _check_mu(mu)
     return mu / (1.0 - mu**2)
 
 
@@ -98,23 +100,16 @@ class LipschitzReport(Report):
 
     TITLE: ClassVar[str] = "Proposition 3, Lipschitz constant of x → z*"
 
-    printed: float | None
-    """Eq 11 or Eq 12 with the papers' one μ and B; None where refused."""
+    printed: float | None  # Eq 11 or Eq 12 with the papers' one μ and B; None where refused
     at_data: float | None
     """Ours, between inputs whose weights and residuals are like those given (GEQ)."""
-    ours: float | None
-    """Ours, for every input, or None where none exists."""
+    ours: float | None  # Ours, for every input, or None where none exists
     ours_note: str
-    local: float | None
-    """Ours around the worst of the given inputs, γ held fixed."""
-    fixed: float | None
-    """Λ(μ)·‖x → c̃‖ (γ fixed), sharp (GEQ)."""
-    mean_rule: float | None
-    """2.833·(μ/m)·‖x → c̃‖ for the mean rule's scale 0.2 (GEQ)."""
-    pairs: float
-    """Measured: the largest ratio over pairs of the batch."""
-    around: float | None
-    """Measured: the largest ratio near an input, or None where not asked for."""
+    local: float | None  # Ours around the worst of the given inputs, γ held fixed
+    fixed: float | None  # Λ(μ)·‖x → c̃‖ (γ fixed), sharp (GEQ)
+    mean_rule: float | None  # 2.833·(μ/m)·‖x → c̃‖ for the mean rule's scale 0.2 (GEQ)
+    pairs: float  # Measured: the largest ratio over pairs of the batch
+    around: float  # Measured: the largest ratio near an input
     mu: float
     w_norm: float
     u_norm: float
@@ -128,13 +123,11 @@ class LipschitzReport(Report):
     @property
     def measured(self) -> float:
         """The largest ratio that was seen."""
-        return max(self.pairs, self.around or 0.0)
+        return max(self.pairs, self.around)
 
-    def rows(self) -> list[tuple[str, Any, str]]:
+    def rows(self) -> list[Row]:
         equation = "Eq 12" if self.gamma is None else "Eq 11"
-        made: list[tuple[str, Any, str]] = [
-            (f"{equation} as printed", self.printed, "between inputs like these"),
-        ]
+        made: list[Row] = [(f"{equation} as printed", self.printed, "between inputs like these")]
         if self.gamma is not None:
             made += [
                 ("ours, at the data", self.at_data, "κ from the largest residual; bias allowed"),
@@ -155,36 +148,36 @@ class LipschitzReport(Report):
             made += [("β_max", self.beta_max, ""), ("γ", span, ""), ("Remark 2", "", self.remark2)]
         return made
 
+    def summary(self) -> list[tuple[str, str]]:
+        return [
+            ("Prop 3, Lipschitz ≤, Eq 11/12", number(self.printed)),
+            ("Prop 3, Lipschitz ≤, ours", number(self.ours)),
+            ("Prop 3, Lipschitz ≤, ours, local", number(self.local)),
+            ("Prop 3, Lipschitz, measured", number(self.measured)),
+        ]
+
 
 def lipschitz_report(
-    layer: Provable,
-    x: Tensor,
-    *,
-    around: bool = True,
-    name: str = "",
-    generator: torch.Generator | None = None,
+    layer: Provable, x: Tensor, *, name: str = "", generator: torch.Generator | None = None
 ) -> LipschitzReport:
     """Proposition 3 on ``layer`` and the batch x [B, ...], our constants and measurements beside.
 
     Args:
         layer: a GEQ or OptEq.
         x: the layer's own input.
-        around: also search, by power iteration, for the worst direction at each input.
         name: what to call the layer; its class if not given.
-        generator: seeds the search.
+        generator: seeds the search, by power iteration, for the worst direction at each input.
     """
     n = measure_layer(layer, x)
     refused: dict[str, str] = {}
-    if n.kind == "OptEq":
+    at_data = fixed = mean_rule = None
+    remark = ""
+    if n.beta_max is None or n.gamma is None or n.reach is None:
         printed = refusing(refused, "Eq 12", eq12, n.mu)
-        at_data = fixed = mean_rule = None
     else:
-        assert n.beta_max is not None
-        assert n.gamma is not None
-        assert n.reach is not None
-        given = (n.mu, n.beta_max, n.gamma[1], n.bound)
-        printed = refusing(refused, "Eq 11", eq11, *given)
-        own = (n.w_norm, n.u_norm, n.beta_max, n.gamma[1], n.reach)
+        gamma = n.gamma[1]
+        printed = refusing(refused, "Eq 11", eq11, n.mu, n.beta_max, gamma, n.bound)
+        own = (n.w_norm, n.u_norm, n.beta_max, gamma, n.reach)
         at_data = refusing(refused, "ours at the data", ours_at_the_data, *own)
         if not n.gamma_fixed:
             # Its proof holds γ fixed between the two inputs.
@@ -194,8 +187,8 @@ def lipschitz_report(
         factor = MeanPatchEnergy(0.2).lipschitz_factor
         assert factor is not None
         mean_rule = factor * n.w_norm / m * n.u_norm if m > 0 else None
+        remark = remark2(n.beta_max, n.bound, gamma, n.bias_norm > 0)[1]
     ours, note, local = _certified(layer, x, n)
-    seen = measured_around(layer, x, generator=generator) if around else None
     return LipschitzReport(
         layer=name or n.kind,
         assumptions=tuple(_assumptions(n)),
@@ -209,7 +202,7 @@ def lipschitz_report(
         fixed=fixed,
         mean_rule=mean_rule,
         pairs=measured_pairs(x, n.z),
-        around=None if seen is None else float(seen.max()),
+        around=float(measured_around(layer, x, generator=generator).max()),
         mu=n.mu,
         w_norm=n.w_norm,
         u_norm=n.u_norm,
@@ -218,9 +211,7 @@ def lipschitz_report(
         beta_max=n.beta_max,
         gamma=n.gamma,
         reach=n.reach,
-        remark2=""
-        if n.beta_max is None or n.gamma is None
-        else remark2(n.beta_max, n.bound, n.gamma[1], n.bias_norm > 0)[1],
+        remark2=remark,
     )
 
 
@@ -245,12 +236,10 @@ def _assumptions(n: LayerNumbers) -> list[Assumption]:
         Assumption("‖W‖, ‖U‖ < 1", n.mu < 1.0, f"proven bounds {n.w_norm:.4g} and {n.u_norm:.4g}"),
     ]
     if n.kind == "GEQ":
-        made += [
-            Assumption(
-                "no bias (the proof's layer)", n.bias_norm == 0.0, f"‖b‖ = {n.bias_norm:.4g}"
-            ),
-            Assumption("γ fixed", n.gamma_fixed, "the layer's γ policy"),
-        ]
+        bias = Assumption(
+            "no bias (the proof's layer)", n.bias_norm == 0.0, f"‖b‖ = {n.bias_norm:.4g}"
+        )
+        made += [bias, Assumption("γ fixed", n.gamma_fixed, "the layer's γ policy")]
     made.append(Assumption("B and β_max over all of D", None, f"from the {len(n.z)} inputs given"))
     return made
 

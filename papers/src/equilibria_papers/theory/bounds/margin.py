@@ -2,10 +2,16 @@
 
     L₀(f) ≤ L̂_η(f) + excess,   with probability 1 − δ over M training samples,
 
-three times: as printed, as its proof gives it, and ours. The GEQ half of the first two is
-heuristic: its proof holds β = e^{−γ‖Ux+b−Wz‖²} constant while the weights move (Eq 33 is off by
-2.57). Ours keeps all terms, counts ‖W‖_F² where the paper counts the smaller ‖WᵀW‖_F² (its own
-proof moves W, not WᵀW), and pays for choosing σ after training; see ``geq_change``.
+three times: as printed, as its proof gives it, and ours. With T = 16h ln(24h)K²/η² and
+𝓑 = ‖WᵀW‖_F² + ‖U‖_F² + ‖b‖² + ‖W_c‖_F² + ‖b_c‖²,
+
+    printed   √(T𝓑/M + ln(M√M/δ)/M)
+    derived   4√((T𝓑 + ln(6M√M/δ))/(M − 1))                    Lemma 2, after Eq 31 and 37
+
+and K = bracket/(1 − βm)²; OptEq has β = 1 (and one μ less on two terms). The GEQ half of both is
+heuristic: its proof holds β constant while the weights move (Eq 33 is off by 2.57). Ours keeps all
+terms, counts ‖W‖_F² where the paper counts the smaller ‖WᵀW‖_F² (its own proof moves W, not WᵀW),
+and pays for choosing σ after training; see ``geq_change``.
 """
 
 from __future__ import annotations
@@ -13,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -21,18 +28,22 @@ from torch import Tensor, nn
 from equilibria.nn import GEQ, OptEq
 from equilibria.problems import GAUSSIAN_CONCAVITY, FixedGamma, dense_norm, gaussian_sensitivity
 
-from .layer_numbers import LayerNumbers, Provable, double, measure_layer
-from .report import Assumption, AssumptionError, Report, check_positive, refusing, remark1
+from .layer_numbers import Provable, double, measure_layer
+from .report import (
+    Assumption,
+    AssumptionError,
+    Report,
+    Row,
+    check_positive,
+    number,
+    refusing,
+    remark1,
+)
 
-# The right sides of Proposition 2 (GEQ) and Theorem 2 (KerDEQ), printed and as proven.
-#
-# With T = 16h ln(24h)K²/η² and 𝓑 = ‖WᵀW‖_F² + ‖U‖_F² + ‖b‖² + ‖W_c‖_F² + ‖b_c‖²,
-#
-#     printed   √(T𝓑/M + ln(M√M/δ)/M)
-#     derived   4√((T𝓑 + ln(6M√M/δ))/(M − 1))                    Lemma 2, after Eq 31 and 37
-#
-# and K = bracket/(1 − βm)²; OptEq has β = 1 (and one μ less on two terms). What the printed form
-# loses: Lemma 2's factor 4, B + 1 for B, the factors 2 of Eq 31 and 37.
+_UNSEEN = "not to be seen here"
+_BETA_MOVES = Assumption("β does not move with the weights", False, "it does: Eq 33 fails by 2.566")
+_SMALLER = "the printed bound is smaller than what its proof gives (factors 4, 2, B + 1 for B)"
+_HEURISTIC = "printed and derived are heuristic: the proof holds β constant (Eq 33)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,18 +63,20 @@ class PacBayes:
         if self.samples < 2:
             raise ValueError(f"samples={self.samples!r}: expected at least 2 training samples.")
 
+    def _spread(self, k: float) -> float:
+        """16h ln(24h)K²𝓑/η²."""
+        t = 16.0 * self.width * math.log(24.0 * self.width) * (k / self.margin) ** 2
+        return t * self.size
+
     def printed(self, k: float) -> float:
         """√(16h ln(24h)K²𝓑/(η²M) + ln(M√M/δ)/M)."""
-        t = 16.0 * self.width * math.log(24.0 * self.width) * (k / self.margin) ** 2
-        count = self.samples
-        return math.sqrt((t * self.size + math.log(count**1.5 / self.delta)) / count)
+        rest = math.log(self.samples**1.5 / self.delta)
+        return math.sqrt((self._spread(k) + rest) / self.samples)
 
     def derived(self, k: float) -> float:
         """4√((16h ln(24h)K²𝓑/η² + ln(6M√M/δ))/(M − 1))."""
-        t = 16.0 * self.width * math.log(24.0 * self.width) * (k / self.margin) ** 2
-        count = self.samples
-        rest = math.log(6.0 * count**1.5 / self.delta)
-        return 4.0 * math.sqrt((t * self.size + rest) / (count - 1))
+        rest = math.log(6.0 * self.samples**1.5 / self.delta)
+        return 4.0 * math.sqrt((self._spread(k) + rest) / (self.samples - 1))
 
 
 def _contracting(m: float) -> None:
@@ -115,30 +128,21 @@ def excess(squares: float, scale: float, entry: int, samples: int, delta: float)
     return 4.0 * math.sqrt((kl + math.log(6.0 * samples / spent)) / (samples - 1))
 
 
-# How far the logits W_c z* + b_c move when every weight does: what a PAC-Bayes bound needs (ours).
-#
-# All weights move by at most ω in operator norm (a convolution by ω for each tap). Second-order
-# terms are kept, ‖W̄‖ is what it becomes, and β moves as it must: G is strongly convex with the
-# modulus 1 − 2e^{−3/2}μ̄², so ‖z̄ − z‖ ≤ ‖∇q̄(z) − ∇q(z)‖/m̄. GEQ's proof holds β constant (Eq 33),
-# which is false; this is not.
-
-
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Operator norms of the weights, the largest ‖x‖, and how a unit ω acts on each of them."""
+    """Operator norms of the weights, the largest ‖x‖, and how a unit ω acts on each of them.
+
+    All weights move by at most ω in operator norm (a convolution by ω for each tap).
+    """
 
     w: float
     u: float
     b: float
     head: float
-    bound: float
-    """B ≥ ‖x‖."""
-    hidden: float = 1.0
-    """‖W_h‖; 1 where there is none."""
-    taps: int = 1
-    """k² for convolutions of k × k: ‖ΔW‖ ≤ k²ω."""
-    pixels: int = 1
-    """‖Δb‖ ≤ √pixels·ω."""
+    bound: float  # B ≥ ‖x‖
+    hidden: float = 1.0  # ‖W_h‖; 1 where there is none
+    taps: int = 1  # k² for convolutions of k × k: ‖ΔW‖ ≤ k²ω
+    pixels: int = 1  # ‖Δb‖ ≤ √pixels·ω
     patches: int = 1
     has_hidden: bool = False
     has_bias: bool = True
@@ -162,7 +166,12 @@ def opteq_change(s: Sizes, omega: float, nu: float = 1.0) -> float:
 
 
 def geq_change(s: Sizes, omega: float, gamma: float) -> float:
-    """The largest move of GEQ's logits, γ fixed; inf where the moved layer may not be unique."""
+    """The largest move of GEQ's logits, γ fixed; inf where the moved layer may not be unique.
+
+    Second-order terms are kept, ‖W̄‖ is what it becomes, and β moves as it must, which GEQ's proof
+    (Eq 33) does not allow: G is strongly convex with the modulus 1 − 2e^{−3/2}μ̄², so
+    ‖z̄ − z‖ ≤ ‖∇q̄(z) − ∇q(z)‖/m̄.
+    """
     dw, db = s.taps * omega, (math.sqrt(s.pixels) * omega if s.has_bias else 0.0)
     dh = omega if s.has_hidden else 0.0
     mu, mu_moved = s.w * s.hidden, (s.w + dw) * (s.hidden + dh)
@@ -209,8 +218,7 @@ class MarginReport(Report):
     printed_excess: float | None
     derived_excess: float | None
     ours_excess: float | None
-    heuristic: bool
-    """Whether the printed and derived numbers rest on a β held constant (GEQ)."""
+    heuristic: bool  # Whether the printed and derived numbers rest on a β held constant (GEQ)
     margin: float
     delta: float
     samples: int
@@ -219,23 +227,19 @@ class MarginReport(Report):
     m: float
     bound: float
     beta_max: float | None
-    size: float
-    """The papers' 𝓑_W."""
-    squares: float
-    """‖w‖² of all weights, as ours needs."""
+    size: float  # The papers' 𝓑_W
+    squares: float  # ‖w‖² of all weights, as ours needs
     remark1: str
 
     def total(self, part: float | None) -> float | None:
         """L̂_η + excess."""
         return None if part is None else self.empirical + part
 
-    def rows(self) -> list[tuple[str, Any, str]]:
+    def rows(self) -> list[Row]:
         how = "heuristic: β held constant" if self.heuristic else ""
-        parts = ((self.printed_excess, "as printed", how), (self.derived_excess, "as derived", how))
-        made: list[tuple[str, Any, str]] = [
-            (name, self.total(value), note) for value, name, note in parts
-        ]
-        made += [
+        return [
+            ("as printed", self.total(self.printed_excess), how),
+            ("as derived", self.total(self.derived_excess), how),
             ("ours", self.total(self.ours_excess), "all terms kept, σ from a cover"),
             ("L̂_η, empirical", self.empirical, f"η = {self.margin:.4g}"),
             ("M, δ, h", f"{self.samples}, {self.delta:g}, {self.width}", ""),
@@ -245,7 +249,15 @@ class MarginReport(Report):
             ("𝓑_W, ‖w‖²", f"{self.size:.4g}, {self.squares:.4g}", ""),
             ("Remark 1", "", self.remark1),
         ]
-        return made
+
+    def summary(self) -> list[tuple[str, str]]:
+        note = " (heuristic)" if self.heuristic else ""
+        return [
+            ("Prop 2, error ≤, as printed", number(self.total(self.printed_excess)) + note),
+            ("Prop 2, error ≤, as derived", number(self.total(self.derived_excess)) + note),
+            ("Prop 2, error ≤, ours", number(self.total(self.ours_excess))),
+            ("Prop 2, empirical margin loss", number(self.empirical)),
+        ]
 
 
 @torch.no_grad()
@@ -258,7 +270,6 @@ def margin_report(
     margin: float = 1.0,
     delta: float = 0.05,
     samples: int | None = None,
-    logits: Tensor | None = None,
     name: str = "",
 ) -> MarginReport:
     """Proposition 2 for the network x → layer → flatten → head, trained on x [M, ...].
@@ -271,154 +282,114 @@ def margin_report(
         margin: η > 0.
         delta: the bound holds with probability 1 − δ.
         samples: M, if x is only a part of the training set.
-        logits: those of the network, if already at hand.
         name: what to call the layer.
     """
     n = measure_layer(layer, x)
     exact = double(layer)
-    classifier_in = n.z.flatten(1).shape[1]
-    if head.in_features != classifier_in:
+    state = n.z.flatten(1)
+    if head.in_features != state.shape[1]:
         raise ValueError(
-            f"the head takes {head.in_features} features, the layer's state has {classifier_in}: "
+            f"the head takes {head.in_features} features, the layer's state has {state.shape[1]}: "
             "Proposition 2 is about a linear classifier on the flattened state."
         )
     weight = head.weight.detach().double()
     own: Tensor | None = head.bias
     offset = None if own is None else own.detach().double()
-    if logits is None:
-        logits = n.z.flatten(1) @ weight.mT + (0.0 if offset is None else offset)
-    classifier = dense_norm(weight).upper
-    spans = _spans(exact)
-    mu = max(n.u_norm, n.w_norm, classifier, n.bias_norm)
-    m = n.w_norm**2
-    tail = float(weight.square().sum()) + (0.0 if offset is None else float(offset.square().sum()))
-    gram, squares = _weight_squares(exact)
-    count = len(x) if samples is None else samples
-    width = max(*spans, head.out_features, classifier_in)
-    frame = PacBayes(samples=count, delta=delta, margin=margin, width=width, size=gram + tail)
-    refused: dict[str, str] = {}
-    brackets = [_bracket(n, mu, m, derived=derived, refused=refused) for derived in (False, True)]
-    sizes = _sizes(exact, n, classifier, x, offset is not None)
-    ours = refusing(refused, "ours", lambda: _ours(exact, sizes, squares + tail, width, frame))
-    return MarginReport(
-        layer=name or n.kind,
-        assumptions=tuple(_assumptions(n, mu, m, exact)),
-        warnings=tuple(_warnings(n)),
-        refused=refused,
-        empirical=margin_loss(logits, labels, margin),
-        printed_excess=None if brackets[0] is None else frame.printed(brackets[0]),
-        derived_excess=None if brackets[1] is None else frame.derived(brackets[1]),
-        ours_excess=ours,
-        heuristic=n.kind == "GEQ",
-        margin=margin,
+    hidden = exact.hidden_weight() if isinstance(exact, GEQ) else None
+    inner: Any = exact.W.weight
+    outer: Any = exact.U
+    rest = _squares(outer.weight, outer.bias, hidden)
+    tail = _squares(weight, offset)
+    flat = inner.flatten(1)
+    squares = _squares(inner) + rest + tail
+    sides = (exact.in_channels, exact.channels, exact.mid, head.out_features, state.shape[1])
+    frame = PacBayes(
+        samples=len(x) if samples is None else samples,
         delta=delta,
-        samples=count,
-        width=width,
-        mu=mu,
-        m=m,
-        bound=n.x_norm,
-        beta_max=n.beta_max,
-        size=frame.size,
-        squares=squares + tail,
-        remark1=remark1(1.0 if n.beta_max is None else n.beta_max, mu, m)[1],
+        margin=margin,
+        width=max(*sides, *(() if hidden is None else hidden.shape)),
+        size=_squares(flat @ flat.mT) + rest + tail,
     )
-
-
-def _bracket(
-    n: LayerNumbers, mu: float, m: float, *, derived: bool, refused: dict[str, str]
-) -> float | None:
-    which = "as derived" if derived else "as printed"
-    if not mu < 1.0:
-        refused[which] = (
-            f"Proposition 2 needs μ = max(‖U‖, ‖W‖, ‖W_c‖, ‖b‖) < 1, and it is {mu:.4g}: bound "
-            "these weights, for example with eq.nn.NormBounded(bound=0.95)."
-        )
-        return None
-    if n.beta_max is None:
-        return refusing(refused, which, lambda: bracket_opteq(mu, m, n.x_norm, derived=derived))
-    beta = n.beta_max
-    return refusing(refused, which, lambda: bracket_geq(mu, m, beta, n.x_norm, derived=derived))
-
-
-def _spans(exact: Provable) -> tuple[int, ...]:
-    """The sides of the layer's matrices (of one tap, for convolutions)."""
-    hidden = exact.hidden_weight() if isinstance(exact, GEQ) else None
-    return (
-        exact.in_channels,
-        exact.channels,
-        exact.mid,
-        *(hidden.shape if hidden is not None else ()),
-    )
-
-
-def _weight_squares(exact: Provable) -> tuple[float, float]:
-    """‖WᵀW‖_F² + ‖U‖_F² + ‖b‖² (the papers'), and the sum of squares of all weights (ours)."""
-    w: Any = exact.W.weight
-    u: Any = exact.U.weight
-    rest = float(u.square().sum())
-    bias: Any = exact.U.bias
-    rest += 0.0 if bias is None else float(bias.square().sum())
-    flat = w.flatten(1)
-    gram = float((flat @ flat.mT).square().sum())
-    hidden = exact.hidden_weight() if isinstance(exact, GEQ) else None
-    rest += 0.0 if hidden is None else float(hidden.square().sum())
-    return gram + rest, float(w.square().sum()) + rest
-
-
-def _sizes(
-    exact: Provable, n: LayerNumbers, classifier: float, x: Tensor, head_bias: bool
-) -> Sizes:
-    hidden = exact.hidden_weight() if isinstance(exact, GEQ) else None
-    return Sizes(
+    sizes = Sizes(
         w=exact.operator().norm_upper(),
         u=exact.input_operator().norm_upper(),
         b=n.bias_norm,
-        head=classifier,
+        head=dense_norm(weight).upper,
         bound=n.x_norm,
         hidden=1.0 if hidden is None else dense_norm(hidden).upper,
         taps=1 if exact.kernel_size is None else exact.kernel_size**2,
         pixels=math.prod(x.shape[2:]),
         patches=n.patches,
         has_hidden=hidden is not None,
-        has_bias=exact.U.bias is not None,
-        has_head_bias=head_bias,
+        has_bias=outer.bias is not None,
+        has_head_bias=offset is not None,
+    )
+    mu, m = max(n.u_norm, n.w_norm, sizes.head, n.bias_norm), n.w_norm**2
+    refused: dict[str, str] = {}
+
+    def bracket(*, derived: bool) -> float:
+        if not mu < 1.0:
+            raise AssumptionError(
+                f"Proposition 2 needs μ = max(‖U‖, ‖W‖, ‖W_c‖, ‖b‖) < 1, and it is {mu:.4g}: bound "
+                "these weights, for example with eq.nn.NormBounded(bound=0.95)."
+            )
+        if n.beta_max is None:
+            return bracket_opteq(mu, m, n.x_norm, derived=derived)
+        return bracket_geq(mu, m, n.beta_max, n.x_norm, derived=derived)
+
+    logits = state @ weight.mT + (0.0 if offset is None else offset)
+    return MarginReport(
+        layer=name or n.kind,
+        assumptions=(
+            *n.common(),
+            Assumption("μ = max(‖U‖, ‖W‖, ‖W_c‖, ‖b‖) < 1", mu < 1.0, f"μ ≤ {mu:.4g}"),
+            Assumption("m = ‖WᵀW‖₂ < 1", m < 1.0, f"m ≤ {m:.4g}"),
+            Assumption("‖x‖ ≤ B for all of D", None, f"B = {n.x_norm:.4g} over the inputs given"),
+            Assumption("x are the training samples, drawn independently", None, _UNSEEN),
+            *([_BETA_MOVES] if n.kind == "GEQ" else []),
+        ),
+        warnings=(_SMALLER, *([_HEURISTIC] if n.kind == "GEQ" else [])),
+        refused=refused,
+        empirical=margin_loss(logits, labels, margin),
+        printed_excess=refusing(
+            refused, "as printed", lambda: frame.printed(bracket(derived=False))
+        ),
+        derived_excess=refusing(
+            refused, "as derived", lambda: frame.derived(bracket(derived=True))
+        ),
+        ours_excess=refusing(refused, "ours", lambda: _ours(exact, sizes, squares, frame)),
+        heuristic=n.kind == "GEQ",
+        margin=margin,
+        delta=delta,
+        samples=frame.samples,
+        width=frame.width,
+        mu=mu,
+        m=m,
+        bound=n.x_norm,
+        beta_max=n.beta_max,
+        size=frame.size,
+        squares=squares,
+        remark1=remark1(1.0 if n.beta_max is None else n.beta_max, mu, m)[1],
     )
 
 
-def _ours(exact: Provable, s: Sizes, squares: float, width: int, frame: PacBayes) -> float:
+def _squares(*parts: Tensor | None) -> float:
+    """The sum of squares of all entries."""
+    return sum(float(part.square().sum()) for part in parts if part is not None)
+
+
+def _ours(exact: Provable, s: Sizes, squares: float, frame: PacBayes) -> float:
     """Lemma 2 with every weight moved by N(0, σ²): σ from a cover, ω = σ√(2h ln(4hN))."""
     matrices = 2 * s.taps + 1 + s.has_hidden + s.has_bias + s.has_head_bias
-    per_scale = math.sqrt(2.0 * width * math.log(4.0 * width * matrices))
+    per_scale = math.sqrt(2.0 * frame.width * math.log(4.0 * frame.width * matrices))
+    change: Callable[[float], float]
     if isinstance(exact, OptEq):
-        nu = exact.nu
-        scale, entry = covered_scale(lambda w: opteq_change(s, w, nu), frame.margin, per_scale)
+        change = partial(opteq_change, s, nu=exact.nu)
+    elif isinstance(exact.gamma, FixedGamma):
+        change = partial(geq_change, s, gamma=exact.gamma.value)
     else:
-        if not isinstance(exact.gamma, FixedGamma):
-            raise AssumptionError(
-                f"moved weights move γ too under {exact.gamma!r}; ours needs a fixed γ."
-            )
-        gamma = exact.gamma.value
-        scale, entry = covered_scale(lambda w: geq_change(s, w, gamma), frame.margin, per_scale)
+        raise AssumptionError(
+            f"moved weights move γ too under {exact.gamma!r}; ours needs a fixed γ."
+        )
+    scale, entry = covered_scale(change, frame.margin, per_scale)
     return excess(squares, scale, entry, frame.samples, frame.delta)
-
-
-def _assumptions(n: LayerNumbers, mu: float, m: float, exact: Provable) -> list[Assumption]:
-    return [
-        *n.common(),
-        Assumption("μ = max(‖U‖, ‖W‖, ‖W_c‖, ‖b‖) < 1", mu < 1.0, f"μ ≤ {mu:.4g}"),
-        Assumption("m = ‖WᵀW‖₂ < 1", m < 1.0, f"m ≤ {m:.4g}"),
-        Assumption("‖x‖ ≤ B for all of D", None, f"B = {n.x_norm:.4g} over the inputs given"),
-        Assumption("x are the training samples, drawn independently", None, "not to be seen here"),
-        *(
-            [Assumption("β does not move with the weights", False, "it does: Eq 33 fails by 2.566")]
-            if n.kind == "GEQ"
-            else []
-        ),
-    ]
-
-
-def _warnings(n: LayerNumbers) -> list[str]:
-    made = ["the printed bound is smaller than what its proof gives (factors 4, 2, B + 1 for B)"]
-    if n.kind == "GEQ":
-        made.append("printed and derived are heuristic: the proof holds β constant (Eq 33)")
-    return made

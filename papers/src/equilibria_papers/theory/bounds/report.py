@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from torch import Tensor
+Row = tuple[str, Any, str]  # (name, value, note) of a line to show
 
 
 class AssumptionError(ValueError):
@@ -34,24 +34,10 @@ class Assumption:
 
 
 def number(value: Any) -> str:
-    """Four digits; a dash for None and for no finite number, a word for true and false."""
+    """Four digits; a dash for None and for no finite number."""
     if value is None or (isinstance(value, float) and not math.isfinite(value)):
         return "–"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
     return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().cpu().tolist()
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return value
 
 
 def refusing(refused: dict[str, str], name: str, formula: Any, *args: float) -> float | None:
@@ -69,15 +55,18 @@ class Report:
 
     TITLE: ClassVar[str] = ""
 
-    layer: str
-    """What it is about: "GEQ", "OptEq", or the name of a layer in a network."""
+    layer: str  # What it is about: "GEQ", "OptEq", or the name of a layer in a network
     assumptions: tuple[Assumption, ...] = ()
     warnings: tuple[str, ...] = ()
     refused: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Numbers of the paper that have no meaning here, by name, with the reason."""
 
-    def rows(self) -> list[tuple[str, Any, str]]:
-        """(name, value, note) of the lines to show; overridden by each report."""
+    def rows(self) -> list[Row]:
+        """The lines to show; overridden by each report."""
+        return []
+
+    def summary(self) -> list[tuple[str, str]]:
+        """(name, text) of the few numbers to compare layers by; overridden by each report."""
         return []
 
     @property
@@ -87,8 +76,7 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Every field in types that JSON has."""
-        made: dict[str, Any] = {"title": self.TITLE, **_plain(self)}
-        return made
+        return {"title": self.TITLE, **dataclasses.asdict(self)}
 
     def __str__(self) -> str:
         shown = [(name, number(value), note) for name, value, note in self.rows()]

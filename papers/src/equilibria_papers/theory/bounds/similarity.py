@@ -33,18 +33,13 @@ from equilibria.problems import (
 )
 
 from .layer_numbers import Provable, double, solved
-from .report import Assumption, AssumptionError, Report, check_positive, number, remark3
+from .report import Assumption, AssumptionError, Report, Row, check_positive, number, remark3
 
-# The right sides of Proposition 4 (GEQ) and Theorem 3 (KerDEQ): bounds on the output similarity κ.
-#
-#     J(θ) = sin θ + (π − θ)cos θ,  K₀ = E[U²]‖x₁‖‖x₂‖J(θ)/2π      Lemma 3: one ReLU neuron of Ux
-#     Eq 15   κ_opteq ≤ K₀/(1 − μ²)²
-#     Eq 14   κ_geq ≤ μ²De^{−γσ_min(U)²‖x₁−x₂‖²/4}K₀/(1 − β_maxμ²)²,  D = e^{γB‖W‖²}
-#     Eq 48   the same without the 1/4
-#     KerDEQ Eq 10   the same with e^{−γ‖U‖₂‖x₁−x₂‖²} and D = e^{γ‖W‖B}
-#
-# Lemma 3 is about one neuron, so κ is divided by the width. All of these fail for some W: the
-# proofs take zᵀWᵀWz′ ≤ ‖W‖²zᵀz′ entry by entry, which is false.
+_BATCH = 1 << 12  # states solved at a time
+
+# The papers' right sides, with J(θ) = sin θ + (π − θ)cos θ and K₀ = E[U²]‖x₁‖‖x₂‖J(θ)/2π (Lemma 3,
+# one ReLU neuron of Ux, so κ is divided by the width). All of them fail for some W: the proofs take
+# zᵀWᵀWz′ ≤ ‖W‖²zᵀz′ entry by entry, which is false.
 
 
 def arc_cosine(theta: float) -> float:
@@ -92,7 +87,10 @@ def eq14(
     distance: float,
     quarter: float = 0.25,
 ) -> float:
-    """κ̄_geq of Eq 14, D = e^{γBμ²}; ``quarter=1`` is the appendix' Eq 48."""
+    """κ̄_geq = μ²De^{−γσ_min(U)²‖x₁−x₂‖²/4}K₀/(1 − β_maxμ²)², D = e^{γBμ²} (Eq 14).
+
+    ``quarter=1`` is the appendix' Eq 48.
+    """
     exponent = gamma * (bound * mu**2 - quarter * (smallest * distance) ** 2)
     return _gaussian(_one_neuron(variance, sizes, theta), mu, beta_max, exponent)
 
@@ -122,9 +120,6 @@ def kerdeq_eq10(
 def log_d_derived(gamma: float, mu: float, bound: float) -> float:
     """log D = γ‖W‖²B², what Eq 58 gives: ‖W(z₁ − z₂)‖² ≤ 2‖W‖²B² for z₁, z₂ ≥ 0."""
     return gamma * mu**2 * bound**2
-
-
-# Equilibria of given inputs for many random U, and a bound on their norms for every U.
 
 
 def norms_of(t: Tensor) -> Tensor:
@@ -196,9 +191,6 @@ def state_bound(problem: Problem, mu: float, z: Tensor) -> Tensor:
     return torch.minimum(near, mu * cap)
 
 
-_ROWS = 1 << 12  # states solved at a time
-
-
 @dataclass(frozen=True, eq=False, kw_only=True)
 class SimilarityReport(Report):
     """κ of each pair, its standard error, and the bounds; lists of one entry a pair."""
@@ -208,15 +200,12 @@ class SimilarityReport(Report):
     theta: tuple[float, ...]
     distance: tuple[float, ...]
     kappa: tuple[float, ...]
-    error: tuple[float, ...]
-    """The standard error of ``kappa`` over the draws of U."""
+    error: tuple[float, ...]  # The standard error of ``kappa`` over the draws of U
     printed: tuple[float | None, ...]
     """Eq 14 (GEQ) or Eq 15 (OptEq), with the reading most favorable to it: the largest β and B
     and the smallest σ_min(U) of all draws."""
-    appendix: tuple[float | None, ...]
-    """Eq 48 (GEQ)."""
-    kerdeq: tuple[float | None, ...]
-    """KerDEQ Eq 10 (GEQ) or Eq 11 (OptEq)."""
+    appendix: tuple[float | None, ...]  # Eq 48 (GEQ)
+    kerdeq: tuple[float | None, ...]  # KerDEQ Eq 10 (GEQ) or Eq 11 (OptEq)
     ours: tuple[float, ...]
     variance: float
     draws: int
@@ -224,13 +213,10 @@ class SimilarityReport(Report):
     gamma: float | None
     beta_max: float | None
     bound: float
-    smallest: float
-    """σ_min(U) over the draws (0 where U takes a larger space to a smaller one)."""
+    smallest: float  # σ_min(U) over the draws (0 where U takes a larger space to a smaller one)
     largest: float
-    log_d: float | None
-    """γ‖W‖²B², the logarithm of the D that Eq 58 gives (GEQ)."""
-    remark3: float | None
-    """The distance 2√(log D/γ)/σ_min(U) from which κ̄_geq ≤ κ̄_opteq (GEQ)."""
+    log_d: float | None  # γ‖W‖²B², the logarithm of the D that Eq 58 gives (GEQ)
+    remark3: float | None  # The distance 2√(log D/γ)/σ_min(U) from which κ̄_geq ≤ κ̄_opteq (GEQ)
 
     @property
     def violated(self) -> tuple[bool, ...]:
@@ -240,8 +226,8 @@ class SimilarityReport(Report):
             for k, e, limit in zip(self.kappa, self.error, self.printed, strict=True)
         )
 
-    def rows(self) -> list[tuple[str, Any, str]]:
-        made: list[tuple[str, Any, str]] = []
+    def rows(self) -> list[Row]:
+        made: list[Row] = []
         label = "Eq 15" if self.gamma is None else "Eq 14"
         for i, theta in enumerate(self.theta):
             note = f"±{self.error[i]:.1e}; {label} {number(self.printed[i])}"
@@ -261,6 +247,14 @@ class SimilarityReport(Report):
                 ("Remark 3", self.remark3, "distance from which κ̄_geq ≤ κ̄_opteq"),
             ]
         return made
+
+    def summary(self) -> list[tuple[str, str]]:
+        return [
+            ("Prop 4, κ of the first pair", f"{self.kappa[0]:.3g} ± {self.error[0]:.1g}"),
+            ("Prop 4, κ ≤, Eq 14/15", number(self.printed[0])),
+            ("Prop 4, κ ≤, ours", number(self.ours[0])),
+            ("Prop 4, pairs that break it", f"{sum(self.violated)} of {len(self.kappa)}"),
+        ]
 
 
 @torch.no_grad()
@@ -289,15 +283,15 @@ def similarity_report(
     if x1.shape != x2.shape or len(x1) == 0:
         raise ValueError(f"x1 {tuple(x1.shape)} and x2 {tuple(x2.shape)} are not pairs.")
     exact = double(layer)
-    own: Any = exact.U.weight
-    spread = float(own.square().mean()) if variance is None else variance
-    x = torch.cat([x1, x2]).detach().to(own.device, torch.float64)
+    weight: Any = exact.U.weight
+    spread = float(weight.square().mean()) if variance is None else variance
+    x = torch.cat([x1, x2]).detach().to(weight.device, torch.float64)
     exact.check_input(x)
     sampler = Draws(exact, x, math.sqrt(spread))
     mu = sampler.mu()
     products, limits = [], []
     beta, size, gammas = 0.0, float(norms_of(x).max()), []
-    block = max(1, _ROWS // len(x))
+    block = max(1, _BATCH // len(x))
     for begin in range(0, draws, block):
         c = torch.cat([sampler.features(generator) for _ in range(min(block, draws - begin))])
         problem, z = sampler.solve(c)
@@ -311,79 +305,45 @@ def similarity_report(
             least = (q.gamma.unsqueeze(1) * q.energies(z)).min()
             beta = max(beta, float(torch.exp(-least)))
             gammas += [float(q.gamma.min()), float(q.gamma.max())]
-    return _assembled(
-        exact,
-        name,
-        x1.double(),
-        x2.double(),
-        sampler.norms,
-        torch.cat(products),
-        torch.cat(limits),
-        spread,
-        mu,
-        beta,
-        size,
-        gammas,
-    )
-
-
-def _assembled(
-    exact: Provable,
-    name: str,
-    x1: Tensor,
-    x2: Tensor,
-    norms: list[tuple[float, float]],
-    products: Tensor,
-    limits: Tensor,
-    variance: float,
-    mu: float,
-    beta: float,
-    size: float,
-    gammas: list[float],
-) -> SimilarityReport:
-    first, second = x1.flatten(1), x2.flatten(1)
-    lengths = norms_of(first), norms_of(second)
-    cosine = (first * second).sum(1) / (lengths[0] * lengths[1]).clamp_min(1e-300)
+    first, second = x1.double().flatten(1), x2.double().flatten(1)
+    lengths = norms_of(first) * norms_of(second)
+    cosine = (first * second).sum(1) / lengths.clamp_min(1e-300)
     theta = torch.acos(cosine.clamp(-1.0, 1.0)).tolist()
-    sizes = (lengths[0] * lengths[1]).tolist()
     distance = norms_of(first - second).tolist()
-    smallest, largest = min(a for a, _ in norms), min(b for _, b in norms)
+    smallest, largest = (min(norms) for norms in zip(*sampler.norms, strict=True))
     gamma = max(gammas) if gammas else None
     rows: list[tuple[float | None, float | None, float | None]] = []
     refused: dict[str, str] = {}
-    for t, s, d in zip(theta, sizes, distance, strict=True):
-        start = (variance, s, t, mu)
+    for length, angle, apart in zip(lengths.tolist(), theta, distance, strict=True):
+        start = (spread, length, angle, mu)
         try:
             if gamma is None:
                 rows.append((eq15(*start), None, eq15(*start)))
                 continue
-            numbers = {"gamma": gamma, "beta_max": beta, "bound": size, "distance": d}
-            rows.append(
-                (
-                    eq14(*start, smallest=smallest, **numbers),
-                    eq48(*start, smallest=smallest, **numbers),
-                    kerdeq_eq10(*start, largest=largest, **numbers),
-                )
-            )
+            numbers = {"gamma": gamma, "beta_max": beta, "bound": size, "distance": apart}
+            own = [eq(*start, smallest=smallest, **numbers) for eq in (eq14, eq48)]
+            rows.append((own[0], own[1], kerdeq_eq10(*start, largest=largest, **numbers)))
         except AssumptionError as error:
             refused["Proposition 4"] = str(error)
             rows.append((None, None, None))
+    printed, appendix, kerdeq = zip(*rows, strict=True)
+    drawn, limit = torch.cat(products), torch.cat(limits)
     log_d = None if gamma is None else log_d_derived(gamma, mu, size)
     return SimilarityReport(
         layer=name or ("GEQ" if isinstance(exact, GEQ) else "OptEq"),
-        assumptions=tuple(_assumptions(exact, mu, gammas, size, len(norms))),
+        assumptions=tuple(_assumptions(exact, mu, gammas, size, draws)),
         warnings=_warnings(gamma is not None),
         refused=refused,
         theta=tuple(theta),
         distance=tuple(distance),
-        kappa=tuple(products.mean(0).tolist()),
-        error=tuple((products.std(0) / math.sqrt(len(products))).tolist()),
-        printed=tuple(row[0] for row in rows),
-        appendix=tuple(row[1] for row in rows),
-        kerdeq=tuple(row[2] for row in rows),
-        ours=tuple(limits.mean(0).tolist()),
-        variance=variance,
-        draws=len(products),
+        kappa=tuple(drawn.mean(0).tolist()),
+        error=tuple((drawn.std(0) / math.sqrt(draws)).tolist()),
+        printed=printed,
+        appendix=appendix,
+        kerdeq=kerdeq,
+        ours=tuple(limit.mean(0).tolist()),
+        variance=spread,
+        draws=draws,
         mu=mu,
         gamma=gamma,
         beta_max=None if gamma is None else beta,
@@ -399,14 +359,11 @@ def _assumptions(
     exact: Provable, mu: float, gammas: list[float], size: float, draws: int
 ) -> list[Assumption]:
     dense = not exact.convolutional
+    rows = "drawn so" if dense else "a convolution's rows share entries and see few pixels"
     made = [
         Assumption("ReLU", isinstance(exact.prior, NonNegative), "the layer's prior"),
         Assumption("‖W‖ < 1", mu < 1.0, f"μ ≤ {mu:.4g}"),
-        Assumption(
-            "rows of U spherical Gaussian",
-            dense,
-            "drawn so" if dense else "a convolution's rows share entries and see few pixels",
-        ),
+        Assumption("rows of U spherical Gaussian", dense, rows),
         Assumption("no bias", True, "left out of the draws"),
         Assumption("inputs and outputs bounded by B", True, f"B = {size:.4g} over {draws} draws"),
     ]

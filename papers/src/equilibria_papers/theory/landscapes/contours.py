@@ -8,14 +8,15 @@ from typing import Any
 
 import numpy
 import torch
+from matplotlib.colors import LogNorm, Normalize
+from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
 from equilibria_papers.theory.pictures import (
     COLORS,
     GRAY,
-    MARKERS,
     SEQUENTIAL,
-    STYLES,
+    look,
     new_figure,
     plain_ticks,
 )
@@ -23,16 +24,12 @@ from equilibria_papers.theory.pictures import (
 from .surface import Surface
 
 _FAILED = 0.5  # hatched where more than this share of the solves blew up
+_LEVELS = 20
 _DECADES = 4.0  # the log scale goes this far below its top, at most
 
 
 def contour_figure(
-    surfaces: Sequence[Surface],
-    *,
-    log: bool = True,
-    levels: int = 20,
-    top: float | None = None,
-    channel: str = "loss",
+    surfaces: Sequence[Surface], *, log: bool = True, top: float | None = None
 ) -> Any:
     """Filled contours of Φ(a, b), side by side, all on one color scale.
 
@@ -42,21 +39,19 @@ def contour_figure(
     Args:
         surfaces: of two dimensions.
         log: whether levels are spaced evenly in log Φ.
-        levels: how many.
         top: the highest level; what lies above has its color. The largest value if None.
-        channel: "loss", "accuracy", "converged", "failed" or "steps".
     """
     given = _checked(surfaces, curve=False)
-    grids = [_values(s, channel) for s in given]
-    edges = _levels(grids, log and channel == "loss", levels, top)
+    edges = _levels(torch.cat([s.loss[torch.isfinite(s.loss)] for s in given]), log, top)
     columns = min(len(given), 4)
     rows = -(-len(given) // columns)
     figure = new_figure(2.6 * columns + 1.0, 2.5 * rows + 0.3)
     axes = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
     drawn = None
-    cut = any(bool((g[torch.isfinite(g)] > edges[-1]).any()) for g in grids)
-    for axis, surface, grid in zip(axes.flat, given, grids, strict=False):
-        drawn = _contours(axis, surface, grid, edges, log and channel == "loss", cut)
+    # The color bar's arrow says that something lies above the top, so only where it does.
+    over = "max" if any(bool((s.loss > edges[-1]).any()) for s in given) else "neither"
+    for axis, surface in zip(axes.flat, given, strict=False):
+        drawn = _contours(axis, surface, edges, log, over)
         axis.set_title(surface.name)
         axis.set_facecolor(GRAY)
         axis.set_aspect("equal")
@@ -66,8 +61,14 @@ def contour_figure(
         axis.set_ylabel("along $d_2$")
     for axis in axes[-1]:
         axis.set_xlabel("along $d_1$")
-    bar = figure.colorbar(drawn, ax=axes, label=channel)
-    _bar_ticks(bar, edges, log and channel == "loss")
+    bar = figure.colorbar(drawn, ax=axes, label="loss")
+    if log:
+        low, high = math.log10(edges[0]), math.log10(edges[-1])
+        ticks = [10.0**k for k in range(math.ceil(low), math.floor(high) + 1)]
+        if len(ticks) < 2:
+            ticks = [float(e) for e in edges[:: max(1, len(edges) // 5)]]
+        bar.set_ticks(ticks, labels=[f"{t:.3g}" for t in ticks])
+        bar.ax.minorticks_off()
     return figure
 
 
@@ -76,10 +77,8 @@ def surface_figure(surface: Surface, *, log: bool = False, top: float | None = N
 
     What lies above ``top`` (the largest value if None) is cut off there.
     """
-    from matplotlib.ticker import MaxNLocator
-
     (given,) = _checked([surface], curve=False)
-    grid = _values(given, "loss")
+    grid = given.loss
     highest = float(grid[torch.isfinite(grid)].max()) if top is None else top
     shown = grid.clamp(max=highest)
     if log:
@@ -116,18 +115,11 @@ def curve_figure(surfaces: Sequence[Surface], *, log: bool = False) -> Any:
     figure = new_figure(7.2, 3.2)
     loss, accuracy = figure.subplots(1, 2)
     for i, surface in enumerate(given):
-        look = {
-            "color": COLORS[i % len(COLORS)],
-            "linestyle": STYLES[i % len(STYLES)],
-            "marker": MARKERS[i % len(MARKERS)],
-            "markevery": max(1, len(surface.a) // 10),
-            "markersize": 4,
-            "label": surface.name,
-        }
-        loss.plot(surface.a.numpy(), surface.loss[:, 0].numpy(), **look)
+        marks = {"markevery": max(1, len(surface.a) // 10), "markersize": 4, "label": surface.name}
+        loss.plot(surface.a.numpy(), surface.loss[:, 0].numpy(), **look(i), **marks)
         right = surface.values["accuracy"][:, 0]
         if bool(torch.isfinite(right).any()):
-            accuracy.plot(surface.a.numpy(), 100 * right.numpy(), **look)
+            accuracy.plot(surface.a.numpy(), 100 * right.numpy(), **look(i), **marks)
     if log:
         loss.set_yscale("log")
         plain_ticks(loss)
@@ -154,66 +146,38 @@ def _checked(surfaces: Sequence[Surface], *, curve: bool) -> list[Surface]:
     return given
 
 
-def _values(surface: Surface, channel: str) -> Tensor:
-    if channel not in surface.values:
-        known = ", ".join(surface.values)
-        raise ValueError(f"{surface.name} has no {channel!r}; it has: {known}.")
-    if channel == "loss":
-        return surface.loss
-    found = surface.values[channel]
-    return torch.where(surface.done.unsqueeze(1), found, torch.nan)
-
-
-def _levels(grids: Sequence[Tensor], log: bool, count: int, top: float | None) -> Any:
-    """Increasing edges that all the grids share."""
-    finite = torch.cat([g[torch.isfinite(g)] for g in grids])
-    if not len(finite):
-        raise ValueError("no value is finite: there is nothing to draw.")
-    low, high = float(finite.min()), float(finite.max())
+def _levels(values: Tensor, log: bool, top: float | None) -> Any:
+    """Increasing edges of the levels for these finite values."""
+    low, high = float(values.min()), float(values.max())
     high = high if top is None else float(top)
     if log and high > 0:
         low = max(low, high * 10**-_DECADES)
         if high <= low * 1.001:
             high = low * 1.1
-        return numpy.geomspace(low, high, count + 1)
+        return numpy.geomspace(low, high, _LEVELS + 1)
     if high - low <= 1e-9 * max(abs(low), 1.0):
         high = low + max(abs(low), 1.0) * 0.1
-    return numpy.linspace(low, high, count + 1)
+    return numpy.linspace(low, high, _LEVELS + 1)
 
 
-def _contours(axis: Any, surface: Surface, grid: Tensor, edges: Any, log: bool, cut: bool) -> Any:
-    from matplotlib.colors import LogNorm, Normalize
-
+def _contours(axis: Any, surface: Surface, edges: Any, log: bool, over: str) -> Any:
     a, b = surface.a.numpy(), surface.b.numpy()
     # contourf takes [len(y), len(x)]: the first direction goes to the right.
-    shown = numpy.ma.masked_invalid(grid.T.numpy())
+    shown = numpy.ma.masked_invalid(surface.loss.T.numpy())
     shown = numpy.ma.clip(shown, edges[0], None)
     norm = (LogNorm if log else Normalize)(edges[0], edges[-1])
-    # The color bar's arrow says that something lies above the top, so only where it does.
-    over = "max" if cut else "neither"
-    drawn = axis.contourf(
-        a, b, shown, levels=edges, norm=norm, cmap=SEQUENTIAL, extend=over, zorder=1
-    )
+    filled = {"levels": edges, "norm": norm, "cmap": SEQUENTIAL, "extend": over, "zorder": 1}
+    drawn = axis.contourf(a, b, shown, **filled)
     axis.contour(a, b, shown, levels=edges[1:-1:2], colors="white", linewidths=0.3, zorder=2)
     if "failed" in surface.values:
-        failed = torch.nan_to_num(_values(surface, "failed"), nan=0.0).T.numpy()
+        measured = torch.where(surface.done.unsqueeze(1), surface.values["failed"], torch.nan)
+        failed = torch.nan_to_num(measured, nan=0.0).T.numpy()
         if failed.max() > _FAILED:
             axis.contourf(a, b, failed, levels=[_FAILED, 1.1], colors="none", hatches=["///"])
     if surface.path is not None and surface.path.shape[1] == 2:
         way = surface.path.numpy()
-        axis.plot(way[:, 0], way[:, 1], color=COLORS[4], marker="o", markersize=2, linewidth=1)
+        axis.plot(*way.T, color=COLORS[4], marker="o", markersize=2, linewidth=1)
     axis.plot(0, 0, marker="+", color="white", markersize=6, zorder=3)
     axis.set_xlim(a[0], a[-1])
     axis.set_ylim(b[0], b[-1])
     return drawn
-
-
-def _bar_ticks(bar: Any, edges: Any, log: bool) -> None:
-    if not log:
-        return
-    low, high = math.log10(edges[0]), math.log10(edges[-1])
-    ticks = [10.0**k for k in range(math.ceil(low), math.floor(high) + 1)]
-    if len(ticks) < 2:
-        ticks = [float(e) for e in edges[:: max(1, len(edges) // 5)]]
-    bar.set_ticks(ticks, labels=[f"{t:.3g}" for t in ticks])
-    bar.ax.minorticks_off()

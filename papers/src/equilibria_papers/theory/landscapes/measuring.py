@@ -6,8 +6,8 @@ import copy
 import dataclasses
 import hashlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from equilibria.data import ImageData
 from equilibria.engine import ConvergenceWarning, Result, SolverOptions, check_number, options
+from equilibria.evaluation import replaced
 from equilibria.nn import equilibrium_layers, observe
 from equilibria.solvers import Picard, SplittingSolver
 from equilibria_papers.theory.checks import check_sizes
@@ -25,7 +26,11 @@ from equilibria_papers.theory.progress import progress_bar
 from .directions import Direction, TrainingPlane, random_directions
 from .surface import LandscapeFileError, Surface
 
-# Short names for tensors: equal content, equal fingerprint.
+CHANNELS = ("loss", "accuracy", "converged", "failed", "steps")
+"""What is measured at a point; the last three for networks with equilibrium layers."""
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+"""(outputs [B, ...], targets [B, ...]) → the loss of each sample [B]."""
 
 
 def fingerprint(tensors: Mapping[str, Tensor]) -> str:
@@ -38,21 +43,6 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()[:16]
 
 
-def text_fingerprint(text: str) -> str:
-    """16 hexadecimal digits of the SHA-256 of a text."""
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-# L(θ* + a d₁ + b d₂) and what else is seen there: accuracy, and how the solves ended.
-
-
-CHANNELS = ("loss", "accuracy", "converged", "failed", "steps")
-"""What is measured at a point; the last three for networks with equilibrium layers."""
-
-Loss = Callable[[Tensor, Tensor], Tensor]
-"""(outputs [B, ...], targets [B, ...]) → the loss of each sample [B]."""
-
-
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """−log softmax(logits)[target] of each sample, [B]."""
     return F.cross_entropy(logits, targets, reduction="none")
@@ -63,34 +53,26 @@ def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
     return 0.5 * (outputs - targets).flatten(1).square().sum(1)
 
 
-def with_solver(
-    model: nn.Module, solver: SolverOptions | None, *, keep_splittings: bool = True
-) -> nn.Module:
+def with_solver(model: nn.Module, solver: SolverOptions | None) -> nn.Module:
     """A deep copy in eval mode; with another solver in every equilibrium layer if one is given.
 
     A layer that is solved by operator splitting keeps its splitting, with the tolerance and the
-    step limit of ``solver``: its own map need not contract. ``keep_splittings=False`` replaces it.
+    step limit of ``solver``: its own map need not contract.
     """
     made = copy.deepcopy(model).eval()
     if solver is None:
         return made
     if not isinstance(solver, SolverOptions):
         raise TypeError(f"solver={solver!r}: expected a solver such as Anderson(rtol=1e-2).")
+    taken = {k: getattr(solver, k) for k in ("rtol", "atol", "max_steps", "compact")}
     for layer in equilibrium_layers(made).values():
         for module in layer.modules():
-            own = getattr(module, "solver", None)
-            if isinstance(own, SolverOptions):
-                keep = keep_splittings and isinstance(own, SplittingSolver)
-                module.solver = _loosened(own, solver) if keep else solver  # type: ignore[assignment]
+            own: Any = getattr(module, "solver", None)
+            if isinstance(own, SplittingSolver) and not isinstance(solver, SplittingSolver):
+                module.solver = dataclasses.replace(own, **taken)  # type: ignore[assignment]
+            elif isinstance(own, SolverOptions):
+                module.solver = solver  # type: ignore[assignment]
     return made
-
-
-def _loosened(own: SolverOptions, given: SolverOptions) -> SolverOptions:
-    if isinstance(given, SplittingSolver):
-        return given
-    return dataclasses.replace(
-        own, rtol=given.rtol, atol=given.atol, max_steps=given.max_steps, compact=given.compact
-    )
 
 
 class Scorer:
@@ -155,7 +137,7 @@ class Scorer:
 
     def _part(self, x: Tensor, targets: Tensor) -> Tensor:
         """Sums over the samples of a batch."""
-        with _seen(self.model, self.solves) as seen:
+        with observe(self.model) if self.solves else nullcontext() as seen:
             outputs = self.model(x)
         loss = self.loss(outputs, targets)
         if loss.shape != (len(x),):
@@ -169,28 +151,11 @@ class Scorer:
             right = (outputs.argmax(1) == targets).to(loss.dtype)
         sums = [loss.double().sum(), right.double().sum()]
         if seen is not None:
-            sums += _solve_sums(seen, len(x))
+            sums += _solve_sums(seen)
         return torch.stack(sums)
 
-    @contextmanager
-    def restored(self) -> Iterator[None]:
-        """Back to the center at the end, whatever happens."""
-        try:
-            yield
-        finally:
-            self._move([0.0] * len(self.directions))
 
-
-@contextmanager
-def _seen(model: nn.Module, wanted: bool) -> Iterator[Any]:
-    if not wanted:
-        yield None
-        return
-    with observe(model) as found:
-        yield found
-
-
-def _solve_sums(seen: Any, count: int) -> list[Tensor]:
+def _solve_sums(seen: Any) -> list[Tensor]:
     """Samples of which every layer converged; of which some layer blew up; steps of all layers."""
     solutions = [s for found in seen.solutions.values() for s in found]
     codes = torch.stack([s.result for s in solutions])
@@ -236,12 +201,9 @@ def _check_direction(number: int, direction: Direction, weights: dict[str, Any])
 class Grid:
     """Where Φ is measured: ``points`` in each direction, from −radius to radius."""
 
-    points: int = 51
-    """In each direction; odd, so that the center is among them."""
-    radius: float = 1.0
-    """How far to go, in units of the directions."""
-    dims: int = 2
-    """2 for a surface, 1 for a curve."""
+    points: int = 51  # In each direction; odd, so that the center is among them
+    radius: float = 1.0  # How far to go, in units of the directions
+    dims: int = 2  # 2 for a surface, 1 for a curve
 
     def __post_init__(self) -> None:
         check_number(self, "points", low=3, high=10_001, integer=True)
@@ -282,32 +244,35 @@ def measure_landscape(
     The model is copied and evaluated in eval mode, its buffers (running statistics) as they are. A
     loss that is NaN or infinite is a hole of the surface. Where a solver does not converge the
     value is what the network gives, and the shares of samples that converged and that blew up are
-    kept beside it.
-
-    With ``file`` every row is saved as soon as it is measured, and a second call goes on where the
-    first ended, provided weights, data, directions, grid and solver are the same.
+    kept beside it. With ``file`` every row is saved as soon as it is measured, and a second call
+    goes on where the first ended, provided weights, data, directions, grid and solver are the same.
 
     Args:
-        model: the network; weights θ*.
         data: images with classes, or a pair (x [N, ...], targets [N, ...]) as the model takes them.
         directions: one or two, as from ``random_directions``, or a ``TrainingPlane``; filter-
             normalized random ones of ``seed`` if not given.
         grid: 51 × 51 over [−1, 1]² if not given.
         name: for legends; the model's own if empty.
-        seed: of random directions.
         loss: (outputs, targets) → one number a sample.
         solver: in place of every equilibrium layer's own, such as ``Anderson(rtol=1e-2)``.
-        batch_size: samples at a time.
         file: where to keep the surface (safetensors).
         overwrite: whether a file that holds another landscape may be replaced.
         progress: show a bar on stderr where it is a terminal.
         on_row: called with the surface so far after every row.
     """
     chosen = Grid() if grid is None else grid
-    path = directions.path if isinstance(directions, TrainingPlane) else None
-    steps = _directions(model, directions, chosen, seed)
+    path = None
+    if isinstance(directions, TrainingPlane):
+        path, directions = directions.path, directions.directions
+    if directions is None:
+        directions = random_directions(model, chosen.dims, seed=seed)
+    if len(directions) < chosen.dims:
+        raise ValueError(
+            f"{len(directions)} direction(s) were given for a grid of {chosen.dims} dims."
+        )
+    steps = directions[: chosen.dims]
     scorer = Scorer(model, data, steps, loss=loss, batch_size=batch_size, solver=solver)
-    surface = _fresh(model, scorer, chosen, name or model_name(model), loss, path)
+    surface = _fresh(model, scorer, chosen, name or model_name(model), path)
     place = None if file is None else Path(file)
     if place is not None:
         surface = _resumed(surface, place, overwrite)
@@ -332,35 +297,15 @@ def model_name(model: nn.Module) -> str:
     return str(getattr(getattr(model, "config", None), "name", type(model).__name__))
 
 
-def _directions(
-    model: nn.Module,
-    given: Sequence[Direction] | TrainingPlane | None,
-    grid: Grid,
-    seed: int,
-) -> tuple[Direction, ...]:
-    if given is None:
-        return random_directions(model, grid.dims, seed=seed)
-    found = given.directions if isinstance(given, TrainingPlane) else tuple(given)
-    if len(found) < grid.dims:
-        raise ValueError(f"{len(found)} direction(s) were given for a grid of {grid.dims} dims.")
-    return tuple(found[: grid.dims])
-
-
-def _fresh(
-    model: nn.Module,
-    scorer: Scorer,
-    grid: Grid,
-    name: str,
-    loss: Loss,
-    path: Tensor | None,
-) -> Surface:
+def _fresh(model: nn.Module, scorer: Scorer, grid: Grid, name: str, path: Tensor | None) -> Surface:
     a, b = grid.axes()
+    loss = scorer.loss
     steps = {f"{i}.{n}": t for i, d in enumerate(scorer.directions) for n, t in d.items()}
     about: dict[str, Any] = {
         "model": model_name(model),
         "weights": fingerprint(model.state_dict()),
         # Its text names depths, solvers and their tolerances, which are no weights.
-        "network": text_fingerprint(repr(scorer.model)),
+        "network": hashlib.sha256(repr(scorer.model).encode()).hexdigest()[:16],
         "data": fingerprint({"x": scorer.x, "targets": scorer.targets}),
         "directions": fingerprint(steps),
         "points": grid.points,
@@ -406,16 +351,12 @@ def _measure_row(scorer: Scorer, surface: Surface, row: int) -> Tensor:
     """[channels, len(b)] on the CPU: the device is read once a row."""
     first = float(surface.a[row])
     flat = len(scorer.directions) == 1
-    with scorer.restored():
-        columns = [scorer.at(first) if flat else scorer.at(first, float(b)) for b in surface.b]
+    columns = [scorer.at(first) if flat else scorer.at(first, float(b)) for b in surface.b]
     return torch.stack(columns, 1).cpu()
 
 
-# repeat-K: the weight-tied network that applies a layer's map K times (the NTK thesis, §4.2.1).
-
-
 def repeated(model: nn.Module, repeats: int) -> nn.Module:
-    """A copy in eval mode whose equilibrium layers take exactly ``repeats`` plain steps.
+    """repeat-K: a copy in eval mode whose equilibrium layers take exactly ``repeats`` plain steps.
 
     K steps of Picard from the layer's start are the explicit network that repeats the layer's map
     K times; of a DEQ this is ``deq.repeated(K)``, with the same weights.
@@ -427,4 +368,4 @@ def repeated(model: nn.Module, repeats: int) -> nn.Module:
         )
     check_sizes("repeated", {"repeats": repeats})
     plain = Picard(rtol=0.0, atol=0.0, max_steps=repeats)
-    return with_solver(model, plain, keep_splittings=False)
+    return replaced(model, solver=plain).eval()

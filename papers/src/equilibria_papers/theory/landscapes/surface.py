@@ -40,8 +40,7 @@ class Surface:
     done: Tensor
     about: Mapping[str, Any] = field(default_factory=dict)
     """What was measured: fingerprints of weights, data and directions, and settings."""
-    path: Tensor | None = None
-    """[E, 2]: where the checkpoints of a training lie in the plane."""
+    path: Tensor | None = None  # [E, 2]: where the checkpoints of a training lie in the plane
 
     @property
     def is_curve(self) -> bool:
@@ -62,17 +61,20 @@ class Surface:
         """[len(a), len(b)]: measured, and the loss was NaN or infinite."""
         return self.done.unsqueeze(1) & ~torch.isfinite(self.values["loss"])
 
+    def _center(self) -> tuple[Tensor, Tensor]:
+        """Of the grid point nearest to the origin."""
+        return self.a.abs().argmin(), self.b.abs().argmin()
+
     def center_loss(self) -> float:
         """Φ at the grid point nearest to the origin."""
-        return float(self.loss[self.a.abs().argmin(), self.b.abs().argmin()])
+        return float(self.loss[self._center()])
 
     def small_loss_share(self, rise: float = 1.0) -> float:
         """The share of the grid with a loss within ``rise`` of the center's.
 
         The thesis' "small-loss neighborhood" (§4.2.1) as a number. Holes do not count as small.
         """
-        limit = self.center_loss() + rise
-        small = self.loss <= limit
+        small = self.loss <= self.center_loss() + rise
         return float(small.double().sum() / (self.done.sum() * len(self.b)))
 
     def summary(self) -> dict[str, Any]:
@@ -92,8 +94,7 @@ class Surface:
             meant = key != "converged" or not self.about.get("fixed_steps", False)
             if key in self.values and meant:
                 found[key] = float(self.values[key][self.done].mean())
-        center = self.a.abs().argmin(), self.b.abs().argmin()
-        found["center_accuracy"] = float(self.values["accuracy"][center])
+        found["center_accuracy"] = float(self.values["accuracy"][self._center()])
         return found
 
     def save(self, path: str | os.PathLike[str]) -> Path:
@@ -103,11 +104,8 @@ class Surface:
         tensors |= {"a": self.a, "b": self.b, "done": self.done}
         if self.path is not None:
             tensors["path"] = self.path.contiguous()
-        header = {
-            "format": _FORMAT,
-            "name": self.name,
-            "about": json.dumps(dict(self.about), sort_keys=True),
-        }
+        about = json.dumps(dict(self.about), sort_keys=True)
+        header = {"format": _FORMAT, "name": self.name, "about": about}
         write_bytes(place, safetensors.torch.save(tensors, header))
         return place
 
@@ -134,17 +132,11 @@ class Surface:
                 for name, value in tensors.items()
                 if name.startswith("values.")
             }
-            made = cls(
-                header["name"],
-                tensors["a"],
-                tensors["b"],
-                values,
-                tensors["done"],
-                json.loads(header["about"]),
-                tensors.get("path"),
-            )
-            shape = (len(made.a), len(made.b))
-            if any(v.shape != shape for v in values.values()) or len(made.done) != shape[0]:
+            a, b, done = (tensors[name] for name in ("a", "b", "done"))
+            about = json.loads(header["about"])
+            made = cls(header["name"], a, b, values, done, about, tensors.get("path"))
+            shape = (len(a), len(b))
+            if any(v.shape != shape for v in values.values()) or len(done) != shape[0]:
                 raise KeyError("values of the grid's shape")
             if not {"loss", "accuracy"} <= set(values):
                 raise KeyError("loss and accuracy")

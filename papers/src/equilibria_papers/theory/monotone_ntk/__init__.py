@@ -5,19 +5,6 @@ and the kernel K of Proposition 4; Conditions 1, 2 and 2′ with the radii searc
 and gradient descent with the guaranteed curve beside the loss.
 """
 
-from .closed_form import (
-    ClosedFormKernel,
-    OutputJacobians,
-    StateJacobians,
-    closed_form_gradient,
-    closed_form_kernel,
-    commutation_matrix,
-    output_jacobians,
-    residual_jacobians,
-    square_loss,
-    state_jacobians,
-    weight_jacobians,
-)
 from .conditions import (
     CONDITIONS,
     Condition,
@@ -30,7 +17,19 @@ from .conditions import (
     search_radii,
     smallest_singular,
 )
-from .model import Equilibrium, ThesisModel, find_equilibrium, sensitivities
+from .model import (
+    ClosedFormKernel,
+    Equilibrium,
+    OutputJacobians,
+    ThesisModel,
+    closed_form_gradient,
+    closed_form_kernel,
+    commutation_matrix,
+    find_equilibrium,
+    output_jacobians,
+    sensitivities,
+    square_loss,
+)
 from .runs import (
     SCENARIOS,
     Outcome,
@@ -56,7 +55,6 @@ __all__ = [
     "Radii",
     "Run",
     "Scenario",
-    "StateJacobians",
     "ThesisModel",
     "check_condition",
     "closed_form_gradient",
@@ -68,12 +66,9 @@ __all__ = [
     "gradient_flow",
     "ingredients",
     "output_jacobians",
-    "residual_jacobians",
     "run_scenario",
     "search_radii",
     "sensitivities",
     "smallest_singular",
     "square_loss",
-    "state_jacobians",
-    "weight_jacobians",
 ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -19,8 +20,10 @@ from torch import Tensor
 
 from equilibria.engine import check_number, options
 
-from .closed_form import square_loss
-from .model import Equilibrium, ThesisModel, check_data, find_equilibrium
+from .model import Equilibrium, ThesisModel, check_data, find_equilibrium, square_loss
+
+_FREE = ("A", "U", "u")
+_SPAN = 25.0  # each radius is searched for within e^±25 of its natural scale
 
 
 @options
@@ -71,7 +74,10 @@ def ingredients(
     found = find_equilibrium(model, X) if found is None else found
     loss, _ = square_loss(model, found, y)
     plain, wide = model.without_bias(X)
-    norms = {f"norm_{k}": _spectral(getattr(plain, k)) for k in ("A", "B", "U", "u")}
+
+    def norm(part: Tensor) -> float:
+        return float(torch.linalg.svdvals(part)[0] if part.ndim == 2 else part.norm())
+
     return Ingredients(
         lambda0=smallest_singular(found.Z),
         norm_X=float(wide.norm()),
@@ -79,15 +85,11 @@ def ingredients(
         m=float(model.m),
         samples=X.shape[1],
         width=model.width,
-        **norms,
+        norm_A=norm(plain.A),
+        norm_B=norm(plain.B),
+        norm_U=norm(plain.U),
+        norm_u=norm(plain.u),
     )
-
-
-def _spectral(part: Tensor) -> float:
-    return float(torch.linalg.svdvals(part)[0] if part.ndim == 2 else part.norm())
-
-
-# ---------------------------------------------------------------------- the inequalities
 
 
 @dataclass(frozen=True)
@@ -137,11 +139,10 @@ def _condition2(given: Ingredients, R: Values) -> Rows:
     a, U, u = _bars(given, R)
     square, lam = given.norm_X**2, given.lambda0
     drift = 8.0 * square * given.misfit * u * (1.0 + 6.0 * U * U * a * a + 4.0 * U * U)
-    step = 20.0 * square * _printed_sum(a, U, u)
     return [
         *_stay(given, R, 8.0, "3.16"),
         ("(3.17)", lam**3, drift),
-        ("(3.18)", lam**2, step),
+        ("(3.18)", lam**2, 20.0 * square * _printed_sum(a, U, u)),
     ]
 
 
@@ -187,9 +188,6 @@ def _condition2_repaired(given: Ingredients, R: Values) -> Rows:
     ]
 
 
-# ---------------------------------------------------------------------- step sizes
-
-
 def _printed_step(given: Ingredients, R: Values) -> float:
     """η of Theorem 3.3.5 as printed."""
     a, U, u = (float(v) for v in _bars(given, R))
@@ -210,32 +208,20 @@ def _repaired_step(given: Ingredients, R: Values) -> float:
     return float(given.lambda0**2 / (8.0 * whole**2))
 
 
-# ---------------------------------------------------------------------- obstructions
-
-
-def _no_obstruction(given: Ingredients) -> str:
-    return ""
-
-
-def _printed_obstruction(given: Ingredients) -> str:
-    need = 20.0 * given.samples * given.m**2
+def _obstruction(given: Ingredients, *, restored: bool) -> str:
+    """Why no radii can satisfy (3.18): λ₀ is bounded by what it is asked to exceed."""
+    need = 20.0 * given.samples * (1.0 if restored else given.m**2)
     if need <= 1.0:
         return ""
-    return (
-        "no radii: λ₀² ≤ ‖Z‖_F²/N ≤ ‖X‖_F²‖U‖²/(m²N) by Lemma 3.3.3, and (3.18) asks for λ₀² ≥ "
-        f"20‖X‖_F²‖U‖², so 20Nm² ≤ 1 is needed; here it is {need:g}"
+    whom, of_m, over, rest = (
+        ("no radii for any model", " with the powers of m", "/m²", "20N ≤ 1")
+        if restored
+        else ("no radii", "", "", "20Nm² ≤ 1")
     )
-
-
-def _restored_obstruction(given: Ingredients) -> str:
     return (
-        "no radii for any model: λ₀² ≤ ‖Z‖_F²/N ≤ ‖X‖_F²‖U‖²/(m²N) by Lemma 3.3.3, and (3.18) with "
-        "the powers of m asks for λ₀² ≥ 20‖X‖_F²‖U‖²/m², so 20N ≤ 1 is needed; here it is "
-        f"{20 * given.samples:d}"
+        f"{whom}: λ₀² ≤ ‖Z‖_F²/N ≤ ‖X‖_F²‖U‖²/(m²N) by Lemma 3.3.3, and (3.18){of_m} asks for "
+        f"λ₀² ≥ 20‖X‖_F²‖U‖²{over}, so {rest} is needed; here it is {need:g}"
     )
-
-
-# ---------------------------------------------------------------------- conditions and reports
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,7 +232,7 @@ class Condition:
     theorem: str
     rows: Callable[[Ingredients, Values], Rows]
     step: Callable[[Ingredients, Values], float] | None = None
-    obstruction: Callable[[Ingredients], str] = _no_obstruction
+    obstruction: Callable[[Ingredients], str] = lambda given: ""
 
 
 CONDITIONS: Mapping[str, Condition] = MappingProxyType(
@@ -257,14 +243,14 @@ CONDITIONS: Mapping[str, Condition] = MappingProxyType(
             theorem="Theorem 3.3.5",
             rows=_condition2,
             step=_printed_step,
-            obstruction=_printed_obstruction,
+            obstruction=partial(_obstruction, restored=False),
         ),
         "2m": Condition(
             name="Condition 2 with the powers of m",
             theorem="Theorem 3.3.5",
             rows=_condition2_restored,
             step=_printed_step,
-            obstruction=_restored_obstruction,
+            obstruction=partial(_obstruction, restored=True),
         ),
         "2'": Condition(
             name="Condition 2′ (repaired)",
@@ -337,7 +323,7 @@ class ConditionReport:
 
 def check_condition(name: str, given: Ingredients, radii: Radii) -> ConditionReport:
     """The condition "1", "2", "2m" or "2'" at these radii."""
-    condition = find_condition(name)
+    condition = _find(name)
     values = asdict(radii)
     rows = condition.rows(given, values)
     step = None
@@ -354,48 +340,42 @@ def check_condition(name: str, given: Ingredients, radii: Radii) -> ConditionRep
     )
 
 
-def find_condition(name: str) -> Condition:
-    """The condition of this name; an error that lists them."""
+def _find(name: str) -> Condition:
     if name not in CONDITIONS:
         known = ", ".join(f"{key!r} ({each.name})" for key, each in CONDITIONS.items())
         raise ValueError(f"no condition {name!r}; there are {known}.")
     return CONDITIONS[name]
 
 
-# The radii that leave most slack: max over R of min over inequalities of left/right(R).
-#
-# Every right side is a posynomial of R, so log right is convex in log R and the search is a
-# geometric program: the slack that it ends with is the best there is, up to the solver's tolerance.
-# R_B stands in one inequality alone, which any large R_B satisfies, and is chosen last.
-
-
-_FREE = ("A", "U", "u")
-_SPAN = 25.0  # each radius is searched for within e^±25 of its natural scale
-
-
 def search_radii(name: str, given: Ingredients) -> ConditionReport:
     """The report of condition "1", "2", "2m" or "2'" at the radii with the largest smallest slack.
+
+    max over R of min over inequalities of left/right(R). Every right side is a posynomial of R, so
+    log right is convex in log R and the search is a geometric program: the slack that it ends with
+    is the best there is, up to the solver's tolerance.
 
     Where ``holds`` is false no radii satisfy the condition: ``slack`` is the best that there is and
     ``binding`` names an inequality that stands in the way (those that bind are equal at the end).
     Where λ₀ = 0 or the loss is 0 all radii are alike and the natural scale is reported.
     """
-    find_condition(name)
-    scale = _natural_scale(given)
+    condition = _find(name)
+    moves = given.lambda0 > 0 and given.misfit > 0
+    scale = {"A": max(given.norm_A, math.sqrt(given.m)), "B": given.m, "U": given.norm_U or 1.0}
+    scale["u"] = given.misfit / given.lambda0 if moves else 1.0
     radii = Radii(**scale)
-    if given.lambda0 > 0 and given.misfit > 0:
-        radii = _with_free_b(name, given, _search(name, given, scale))
+    if moves:
+        best = _search(condition, given, scale)
+        # R_B stands in one inequality alone, which any large R_B satisfies: it gets twice the slack
+        # of the tightest other, or of 1.
+        report = check_condition(name, given, Radii(B=1.0, **best))
+        others = [i.slack for i in report.inequalities if not i.name.endswith("R_B")]
+        own = next(i.slack for i in report.inequalities if i.name.endswith("R_B"))
+        radii = Radii(B=2.0 * max(1.0, min(others)) / own, **best)
     return replace(check_condition(name, given, radii), searched=True)
 
 
-def _natural_scale(given: Ingredients) -> dict[str, float]:
-    root = math.sqrt(given.m)
-    move = given.misfit / given.lambda0 if given.lambda0 > 0 and given.misfit > 0 else 1.0
-    return {"A": max(given.norm_A, root), "B": given.m, "U": given.norm_U or 1.0, "u": move}
-
-
-def _search(name: str, given: Ingredients, scale: dict[str, float]) -> dict[str, float]:
-    condition = find_condition(name)
+def _search(condition: Condition, given: Ingredients, scale: dict[str, float]) -> dict[str, float]:
+    """The best R_A, R_U and R_u."""
 
     def excess(x: Any) -> Any:
         """log(right/left) of every inequality but R_B's; x: log-radii beside the natural scale."""
@@ -433,11 +413,3 @@ def _search(name: str, given: Ingredients, scale: dict[str, float]) -> dict[str,
     if best is None:
         raise ArithmeticError(f"no radii could be tried: the ingredients are {given}.")
     return {key: scale[key] * math.exp(move) for key, move in zip(_FREE, best, strict=True)}
-
-
-def _with_free_b(name: str, given: Ingredients, radii: dict[str, float]) -> Radii:
-    """R_B such that its inequality has twice the slack of the tightest other, or of 1."""
-    report = check_condition(name, given, Radii(B=1.0, **radii))
-    others = [i.slack for i in report.inequalities if not i.name.endswith("R_B")]
-    own = next(i.slack for i in report.inequalities if i.name.endswith("R_B"))
-    return Radii(B=2.0 * max(1.0, min(others)) / own, **radii)

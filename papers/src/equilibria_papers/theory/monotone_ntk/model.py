@@ -1,6 +1,14 @@
-"""The model of the NTK thesis (Definition 3.2.1): a monotone DEQ with a linear readout.
+"""The model of the NTK thesis (Definition 3.2.1), its equilibrium, tangent kernel and gradient.
 
 z = σ(Wz + Ux (+ b)),  W = (1 − m)I − AᵀA + B − Bᵀ,  σ = ReLU,  f(x) = uᵀz
+
+With vᵢᵀ = uᵀQᵢ⁻¹Dᵢ the Jacobian of f(xᵢ) = uᵀzᵢ is (Lemmas 3.2.2 and 3.2.3, matrix by matrix)
+
+    ∂/∂W = vᵢzᵢᵀ,  ∂/∂A = −A(vᵢzᵢᵀ + zᵢvᵢᵀ),  ∂/∂B = vᵢzᵢᵀ − zᵢvᵢᵀ,
+    ∂/∂U = vᵢxᵢᵀ,  ∂/∂u = zᵢ,  ∂/∂b = vᵢ
+
+so that each JJᵀ is a sum of entrywise products of N × N Gram matrices: O(N n³ + N² n) operations,
+and no J_A of N × n² entries.
 """
 
 from __future__ import annotations
@@ -18,6 +26,11 @@ from equilibria.engine import ConvergenceWarning, solve_each
 from equilibria.nn import MonotoneDEQ
 from equilibria.problems import NonNegative
 from equilibria.solvers import PeacemanRachford
+from equilibria_papers.theory.checks import check_sizes
+
+_NEWTON = 40
+_ENTRIES = 1 << 23  # of the stacked n × n systems held at once: 64 MiB
+_UNIT = 2.0**-53
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,16 +99,13 @@ class ThesisModel:
         found = self.U @ X
         return found if self.b is None else found + self.b[:, None]
 
-    # ------------------------------------------------------------------ θ as one vector
-
     def vector(self) -> Tensor:
         """θ = (vec A, vec B, vec U, u (, b)), row by row, [p]."""
         return torch.cat([getattr(self, name).reshape(-1) for name in self.names])
 
     def at(self, vector: Tensor) -> ThesisModel:
         """The model with the parameters of ``vector``."""
-        sizes = [getattr(self, name).numel() for name in self.names]
-        parts = vector.split(sizes)
+        parts = vector.split([getattr(self, name).numel() for name in self.names])
         shaped = {
             name: part.reshape(getattr(self, name).shape)
             for name, part in zip(self.names, parts, strict=True)
@@ -111,8 +121,6 @@ class ThesisModel:
         ones = torch.ones(1, X.shape[1], dtype=torch.float64, device=X.device)
         return dataclasses.replace(self, U=wide, b=None), torch.cat([X, ones])
 
-    # ------------------------------------------------------------------ from and to elsewhere
-
     @classmethod
     def usual(
         cls,
@@ -125,7 +133,7 @@ class ThesisModel:
         generator: torch.Generator | None = None,
     ) -> ThesisModel:
         """A usual initialization: entries N(0, scale²/fan-in), b zero."""
-        check_count("ThesisModel.usual", width=width, inputs=inputs)
+        check_sizes("ThesisModel.usual", {"width": width, "inputs": inputs})
 
         def draw(*shape: int) -> Tensor:
             found = torch.randn(*shape, dtype=torch.float64, generator=generator)
@@ -180,13 +188,6 @@ class ThesisModel:
         return layer
 
 
-def check_count(owner: str, **counts: object) -> None:
-    """Raise unless every count is an integer of at least 1."""
-    for name, value in counts.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{owner}({name}={value!r}): expected an integer of at least 1.")
-
-
 def check_data(model: ThesisModel, X: Tensor, y: Tensor | None = None) -> Tensor:
     """X [d, N] in float64 on the model's device; raise where X or y [N] do not fit."""
     if X.ndim != 2 or X.shape[0] != model.inputs or X.shape[1] < 1:
@@ -200,17 +201,6 @@ def check_data(model: ThesisModel, X: Tensor, y: Tensor | None = None) -> Tensor
         if value is not None and not bool(value.isfinite().all()):
             raise ValueError(f"{name} has entries that are not finite.")
     return X.detach().to(model.A)
-
-
-# The equilibrium of the thesis' model to machine precision: Newton on the pattern of signs.
-#
-# Where the pattern D = 1[Wz + c > 0] is known, z = (I − DW)⁻¹Dc. All systems are n × n, one a
-# sample: Q = I − D(I_N ⊗ W) (Lemma 3.2.1) is block diagonal and is never formed.
-
-
-_NEWTON = 40
-_ENTRIES = 1 << 23  # of the stacked n × n systems held at once: 64 MiB
-_UNIT = 2.0**-53
 
 
 class Equilibrium(NamedTuple):
@@ -229,8 +219,10 @@ def find_equilibrium(
 ) -> Equilibrium:
     """Z* with Z* = σ(WZ* + UX), X [d, N]; ``start`` gives the first pattern of signs.
 
-    Samples for which Newton's patterns go round are taken by Peaceman–Rachford splitting, which
-    converges for every W of the model, and polished again.
+    Newton: where the pattern D = 1[Wz + c > 0] is known, z = (I − DW)⁻¹Dc. All systems are n × n,
+    one a sample: Q = I − D(I_N ⊗ W) (Lemma 3.2.1) is block diagonal and is never formed. Samples
+    for which the patterns go round are taken by Peaceman–Rachford splitting, which converges for
+    every W of the model, and polished again.
     """
     c = model.source(check_data(model, X))
     W = model.W
@@ -293,3 +285,106 @@ def _solve(W: Tensor, D: Tensor, right: Tensor, *, transposed: bool) -> Tensor:
         columns = right[:, first : first + chunk].T
         parts.append(solve_each(systems, columns))
     return torch.cat(parts).T.contiguous()
+
+
+class OutputJacobians(NamedTuple):
+    """∂ŷ/∂ vec A, B [N, n²], U [N, n d], u [N, n] and b [N, n] (or None)."""
+
+    A: Tensor
+    B: Tensor
+    U: Tensor
+    u: Tensor
+    b: Tensor | None
+
+
+def commutation_matrix(
+    rows: int, columns: int | None = None, *, device: torch.device | str | None = None
+) -> Tensor:
+    """K with K vec(M) = vec(Mᵀ) for M [rows, columns], vec by columns; a permutation, float64."""
+    columns = rows if columns is None else columns
+    check_sizes("commutation_matrix", {"rows": rows, "columns": columns})
+    # Entry (i, j) of M stands at j·rows + i of vec(M) and at i·columns + j of vec(Mᵀ).
+    place = torch.arange(rows * columns, device=device).reshape(columns, rows).T.reshape(-1)
+    return torch.eye(rows * columns, dtype=torch.float64, device=device)[place]
+
+
+def output_jacobians(
+    model: ThesisModel, X: Tensor, found: Equilibrium | None = None
+) -> OutputJacobians:
+    """Lemma 3.2.3 and Proposition 4: J_A = (I_N ⊗ uᵀ)Q⁻¹D[Zᵀ ⊗ I_n]P_A, and by B, U, u, b.
+
+    vec goes by columns, P_A = ∂ vec W/∂ vec A = −(I + K)(I_n ⊗ Aᵀ), P_B = I − K, K the commutation
+    matrix. Where the thesis prints uᵀ ⊗ I_N it must read I_N ⊗ uᵀ: vec stacks the samples' states.
+    Dense, N n × n² entries; for the kernel alone take ``closed_form_kernel``.
+    """
+    X = check_data(model, X)
+    found = find_equilibrium(model, X) if found is None else found
+    V = sensitivities(model, found)  # the rows of (I_N ⊗ uᵀ)Q⁻¹D
+    by_weight = torch.einsum("ji,ki->ijk", found.Z, V).reshape(X.shape[1], -1)
+    n = model.width
+    swap = commutation_matrix(n, device=X.device)
+    one = torch.eye(n * n, dtype=torch.float64, device=X.device)
+    blocks = torch.block_diag(*[model.A.T] * n)  # I_n ⊗ Aᵀ
+    return OutputJacobians(
+        A=by_weight @ (-(one + swap) @ blocks),
+        B=by_weight @ (one - swap),
+        U=torch.einsum("ji,ki->ijk", X, V).reshape(X.shape[1], -1),
+        u=found.Z.T,
+        b=None if model.b is None else V.T,
+    )
+
+
+@dataclass(frozen=True)
+class ClosedFormKernel:
+    """K = J_AJ_Aᵀ + J_BJ_Bᵀ + J_UJ_Uᵀ + ZᵀZ (+ J_bJ_bᵀ), each [N, N], Eq 3.7."""
+
+    A: Tensor
+    B: Tensor
+    U: Tensor
+    u: Tensor
+    b: Tensor | None
+
+    @property
+    def total(self) -> Tensor:
+        """K, [N, N]."""
+        found = self.A + self.B + self.U + self.u
+        return found if self.b is None else found + self.b
+
+    def smallest(self) -> float:
+        """λ_min(K); K is positive semidefinite, so what rounding puts below zero is zero."""
+        return max(0.0, float(torch.linalg.eigvalsh(self.total)[0]))
+
+
+def closed_form_kernel(
+    model: ThesisModel, X: Tensor, found: Equilibrium | None = None
+) -> ClosedFormKernel:
+    """K at X [d, N]; ``found`` is the equilibrium at X where it is known."""
+    X = check_data(model, X)
+    found = find_equilibrium(model, X) if found is None else found
+    Z, V = found.Z, sensitivities(model, found)
+    AZ, AV = model.A @ Z, model.A @ V
+    ZZ, VV, VZ = Z.T @ Z, V.T @ V, V.T @ Z
+    cross = (AV.T @ AZ) * VZ.T
+    return ClosedFormKernel(
+        A=(AV.T @ AV) * ZZ + (AZ.T @ AZ) * VV + cross + cross.T,
+        B=2.0 * (VV * ZZ - VZ * VZ.T),
+        U=VV * (X.T @ X),
+        u=ZZ,
+        b=None if model.b is None else VV,
+    )
+
+
+def square_loss(model: ThesisModel, found: Equilibrium, y: Tensor) -> tuple[float, Tensor]:
+    """L = ½‖ŷ − y‖² (Eq 3.4) and ŷ − y, [N]."""
+    rest = found.Z.T @ model.u - y.to(model.u)
+    return 0.5 * float(rest @ rest), rest
+
+
+def closed_form_gradient(model: ThesisModel, X: Tensor, found: Equilibrium, rest: Tensor) -> Tensor:
+    """∇L (Lemma 3.2.3) for ŷ − y = ``rest`` [N], in the order of ``ThesisModel.vector``, [p]."""
+    V = sensitivities(model, found) * rest
+    G = V @ found.Z.T  # ∂L/∂W
+    parts = [-model.A @ (G + G.T), G - G.T, V @ X.T, found.Z @ rest]
+    if model.b is not None:
+        parts.append(V.sum(1))
+    return torch.cat([part.reshape(-1) for part in parts])

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -20,13 +21,13 @@ from torch import Tensor
 from equilibria_papers.theory.pictures import (
     COLORS,
     GRAY,
-    STYLES,
+    look,
     new_figure,
+    on_log_axis,
     plain_ticks,
     save_picture,
 )
 
-from .closed_form import closed_form_gradient, closed_form_kernel, square_loss
 from .conditions import (
     ConditionReport,
     Radii,
@@ -35,10 +36,17 @@ from .conditions import (
     search_radii,
     smallest_singular,
 )
-from .model import Equilibrium, ThesisModel, check_data, find_equilibrium
+from .model import (
+    Equilibrium,
+    ThesisModel,
+    check_data,
+    closed_form_gradient,
+    closed_form_kernel,
+    find_equilibrium,
+    square_loss,
+)
 
-Progress = Callable[[float], None]
-"""Told how much of the run is done, 0 to 1."""
+Progress = Callable[[float], None]  # Told how much of the run is done, 0 to 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,20 +81,10 @@ class Run:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers, for JSON."""
-        return {
-            "kind": self.kind,
-            "lambda0": self.lambda0,
-            "step": self.step,
-            "evaluations": self.evaluations,
-            "worst_ratio": self.worst,
-            "times": list(self.times),
-            "loss": list(self.loss),
-            "guaranteed": list(self.guaranteed),
-            "lambda_min_kernel": list(self.kernel),
-            "sigma_min_features": list(self.features),
-            "pl_ratio": list(self.pl),
-            "moved": {key: list(value) for key, value in self.moved.items()},
-        }
+        names = {"kernel": "lambda_min_kernel", "features": "sigma_min_features", "pl": "pl_ratio"}
+        fields = [f.name for f in dataclasses.fields(self) if f.name != "final"]
+        found = {names.get(name, name): getattr(self, name) for name in fields}
+        return {**found, "worst_ratio": self.worst}
 
 
 @dataclass
@@ -96,8 +94,8 @@ class _Recorder:
     first: ThesisModel
     X: Tensor
     y: Tensor
-    rows: dict[str, list[float]] = field(default_factory=dict)
-    moved: dict[str, list[float]] = field(default_factory=dict)
+    rows: list[dict[str, float]] = field(default_factory=list)
+    moved: list[dict[str, float]] = field(default_factory=list)
 
     def take(self, time: float, model: ThesisModel, found: Equilibrium, gradient: Tensor) -> None:
         loss, _ = square_loss(model, found, self.y)
@@ -108,25 +106,19 @@ class _Recorder:
             "features": smallest_singular(found.Z),
             "pl": float(gradient @ gradient) / (2.0 * loss) if loss > 0 else math.nan,
         }
-        for key, value in row.items():
-            self.rows.setdefault(key, []).append(value)
-        for name in model.names:
-            gap = float((getattr(model, name) - getattr(self.first, name)).norm())
-            self.moved.setdefault(name, []).append(gap)
+        self.rows.append(row)
+        pairs = {name: (getattr(model, name), getattr(self.first, name)) for name in model.names}
+        self.moved.append({name: float((a - b).norm()) for name, (a, b) in pairs.items()})
 
     def finish(self, factor: Callable[[float], float], **others: Any) -> Run:
-        rows: dict[str, Any] = {key: tuple(value) for key, value in self.rows.items()}
-        start = rows["loss"][0]
+        columns: dict[str, Any] = {k: tuple(row[k] for row in self.rows) for k in self.rows[0]}
+        start = self.rows[0]["loss"]
         return Run(
-            guaranteed=tuple(factor(t) * start for t in rows["times"]),
-            moved={key: tuple(value) for key, value in self.moved.items()},
-            **rows,
+            guaranteed=tuple(factor(t) * start for t in columns["times"]),
+            moved={k: tuple(row[k] for row in self.moved) for k in self.moved[0]},
+            **columns,
             **others,
         )
-
-
-class _Slides(ArithmeticError):
-    """The adaptive solver made no headway."""
 
 
 def gradient_flow(
@@ -220,10 +212,9 @@ class _Flow:
 def _adaptive_steps(
     flow: _Flow, points: int, method: str, rtol: float, most: int
 ) -> tuple[list[float], list[Tensor]]:
-
     def slope(t: float, theta: Any) -> Any:
         if flow.evaluations >= most:
-            raise _Slides(
+            raise ArithmeticError(
                 f"gradient_flow: {most} evaluations of the gradient reached only t = {t:.4g} of "
                 f"{flow.horizon:.4g}; the flow is stiff, or slides along a kink of the ReLU. Take "
                 "method='fixed', a larger rtol or a larger max_evaluations."
@@ -330,9 +321,6 @@ def gradient_descent(
     )
 
 
-# Runs in which the theorems of the NTK thesis can be seen to hold, to say nothing, and to fail.
-
-
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
     """An initialization, data, the condition that is asked for, and how the run goes.
@@ -425,64 +413,61 @@ def _usual(seed: int) -> tuple[ThesisModel, Tensor, Tensor]:
     return model, X, torch.randn(4, dtype=torch.float64, generator=generator)
 
 
-SCENARIOS: Mapping[str, Scenario] = MappingProxyType(
-    {
-        each.name: each
-        for each in (
-            Scenario(
-                name="guaranteed-flow",
-                text="gradient flow where Condition 1 holds: U = 20I less 1/2 off the diagonal",
-                build=lambda seed: _diagonal(20.0, 1.0, tilt=0.5),
-                condition="1",
-                kind="flow",
-            ),
-            Scenario(
-                name="guaranteed-descent",
-                text="gradient descent where the repaired Condition 2′ holds: U = 160I less 1 off "
-                "the diagonal",
-                build=lambda seed: _diagonal(160.0, 1.0, tilt=1.0),
-                condition="2'",
-                kind="descent",
-                steps=1200,
-            ),
-            Scenario(
-                name="guaranteed-random",
-                text="gradient flow where Condition 1 holds: random A, B, X, y, n = 8, N = 3, u = "
-                "0, and U scaled up until it does",
-                build=_lazy,
-                condition="1",
-                kind="flow",
-            ),
-            Scenario(
-                name="usual-flow",
-                text="gradient flow from a usual initialization, n = 16, N = 4",
-                build=_usual,
-                condition="1",
-                kind="flow",
-                method="fixed",  # it slides along kinks of the ReLU
-                horizon=3.0,
-            ),
-            Scenario(
-                name="usual-descent",
-                text="gradient descent from a usual initialization, n = 16, N = 4",
-                build=_usual,
-                condition="2'",
-                kind="descent",
-                steps=400,
-            ),
-            Scenario(
-                name="counterexample",
-                text="the printed Theorem 3.3.5 broken: Condition 2 as printed holds, η = 4/λ₀² is "
-                "allowed, and the loss grows ninefold a step",
-                build=lambda seed: _diagonal(10.0, 0.05),
-                condition="2",
-                kind="descent",
-                radii=Radii(A=1.0, B=1.0, U=5.0, u=0.1),
-                steps=6,
-            ),
-        )
-    }
+_ALL = (
+    Scenario(
+        name="guaranteed-flow",
+        text="gradient flow where Condition 1 holds: U = 20I less 1/2 off the diagonal",
+        build=lambda seed: _diagonal(20.0, 1.0, tilt=0.5),
+        condition="1",
+        kind="flow",
+    ),
+    Scenario(
+        name="guaranteed-descent",
+        text="gradient descent where the repaired Condition 2′ holds: U = 160I less 1 off the "
+        "diagonal",
+        build=lambda seed: _diagonal(160.0, 1.0, tilt=1.0),
+        condition="2'",
+        kind="descent",
+        steps=1200,
+    ),
+    Scenario(
+        name="guaranteed-random",
+        text="gradient flow where Condition 1 holds: random A, B, X, y, n = 8, N = 3, u = 0, and U "
+        "scaled up until it does",
+        build=_lazy,
+        condition="1",
+        kind="flow",
+    ),
+    Scenario(
+        name="usual-flow",
+        text="gradient flow from a usual initialization, n = 16, N = 4",
+        build=_usual,
+        condition="1",
+        kind="flow",
+        method="fixed",  # it slides along kinks of the ReLU
+        horizon=3.0,
+    ),
+    Scenario(
+        name="usual-descent",
+        text="gradient descent from a usual initialization, n = 16, N = 4",
+        build=_usual,
+        condition="2'",
+        kind="descent",
+        steps=400,
+    ),
+    Scenario(
+        name="counterexample",
+        text="the printed Theorem 3.3.5 broken: Condition 2 as printed holds, η = 4/λ₀² is "
+        "allowed, and the loss grows ninefold a step",
+        build=lambda seed: _diagonal(10.0, 0.05),
+        condition="2",
+        kind="descent",
+        radii=Radii(A=1.0, B=1.0, U=5.0, u=0.1),
+        steps=6,
+    ),
 )
+SCENARIOS: Mapping[str, Scenario] = MappingProxyType({each.name: each for each in _ALL})
+"""Runs in which the theorems can be seen to hold, to say nothing, and to fail."""
 
 
 def run_scenario(name: str, *, seed: int = 0, progress: Progress | None = None) -> Outcome:
@@ -507,97 +492,56 @@ def run_scenario(name: str, *, seed: int = 0, progress: Progress | None = None) 
     return Outcome(scenario=scenario, report=report, run=run, seed=seed)
 
 
-# One picture a run: the loss with the guaranteed curve, λ_min(K) and PL*, the radii used up.
-
-
-_SYMBOLS = {"A": "A", "B": "B", "U": "U", "u": "u", "b": "b"}
-
-
 def draw_outcome(outcome: Outcome, stem: Path) -> list[Path]:
-    """Write ``stem.png`` and ``stem.svg``; the paths."""
+    """The loss with the guaranteed curve, λ_min(K) and PL*, the radii used up; png and svg."""
+    run = outcome.run
     figure = new_figure(10.4, 3.4)
     axes = figure.subplots(1, 3)
-    label = "time $t$" if outcome.run.kind == "flow" else "step $k$"
-    for axis in axes:
-        axis.set_xlabel(label)
-        axis.grid(visible=True, alpha=0.25)
     _loss(axes[0], outcome)
-    _conditioning(axes[1], outcome)
-    _radii(axes[2], outcome)
+    for i, (values, label) in enumerate(
+        (
+            (run.pl, r"$\|\nabla L\|^2/(2L)$"),
+            (run.kernel, r"$\lambda_{\min}(K)$"),
+            (tuple(s * s for s in run.features), r"$\sigma_{\min}(Z)^2$"),
+        )
+    ):
+        axes[1].semilogy(run.times, on_log_axis(values), label=label, **look(i, marker=False))
+    if run.lambda0 > 0:
+        axes[1].axhline(run.lambda0**2 / 4, color=GRAY, linestyle=":", label=r"$\lambda_0^2/4$")
+    for i, (name, values) in enumerate(run.moved.items()):
+        radius = getattr(outcome.report.radii, "U" if name == "b" else name)
+        shares = [value / radius for value in values]
+        if max(shares) > 0.0:  # a parameter that never moves has no place on a log axis
+            label = rf"$\|{name}-{name}(0)\|_F/R_{{{name}}}$"
+            axes[2].semilogy(run.times, on_log_axis(shares), label=label, **look(i, marker=False))
+    axes[2].axhline(1.0, color=GRAY, linestyle=":", label="the ball's edge")
+    for axis, label in zip(axes, ("loss", "conditioning", "share of the radius"), strict=True):
+        axis.set(xlabel="time $t$" if run.kind == "flow" else "step $k$", ylabel=label)
+        axis.grid(visible=True, alpha=0.25)
+        plain_ticks(axis)
+        axis.legend(fontsize=7)
     figure.suptitle(outcome.verdict, fontsize=9)
     return save_picture(figure, stem)
 
 
 def _loss(axis: Any, outcome: Outcome) -> None:
+    """The loss and the guaranteed curve, at the bottom of the axis where it is zero."""
     run = outcome.run
-    axis.semilogy(run.times, _positive(run.loss), color=COLORS[0], label=r"$L(\theta)$")
+    axis.semilogy(run.times, on_log_axis(run.loss), color=COLORS[0], label=r"$L(\theta)$")
     rate = r"$e^{-\lambda_0^2t/2}L_0$" if run.kind == "flow" else r"$(1-\eta\lambda_0^2/4)^kL_0$"
     word = "guaranteed" if outcome.report.holds else "not guaranteed"
-    look: dict[str, Any] = {"color": COLORS[4], "label": f"{rate}, {word}"}
-    zero = next((i for i, value in enumerate(run.guaranteed) if value <= 0.0), None)
-    if zero is None:
-        axis.semilogy(run.times, run.guaranteed, STYLES[1], **look)
-    else:
-        _falling_to_zero(axis, outcome, zero, look)
-    axis.set_ylabel("loss")
-    plain_ticks(axis)
-    axis.legend(fontsize=7)
-
-
-def _falling_to_zero(axis: Any, outcome: Outcome, zero: int, look: dict[str, Any]) -> None:
-    """The guaranteed curve, at the bottom of the axis where it is zero, which it says."""
-    run = outcome.run
-    shown = [value for value in (*run.loss, *run.guaranteed) if 0.0 < value < float("inf")]
-    floor = min(shown, default=1.0) / 10.0
-    curve = [value if value > 0.0 else floor for value in run.guaranteed]
-    places = range(zero, len(curve))
-    axis.semilogy(
-        *(run.times, curve, STYLES[1]), marker="v", markevery=list(places), clip_on=False, **look
-    )
-    axis.set_ylim(bottom=floor)
-    word = f"0 from {'time' if run.kind == 'flow' else 'step'} {run.times[zero]:g}"
-    axis.annotate(
-        word,
-        (run.times[zero], floor),
-        xytext=(6, 6),
-        textcoords="offset points",
-        color=look["color"],
-        fontsize=8,
-    )
-
-
-def _conditioning(axis: Any, outcome: Outcome) -> None:
-    run = outcome.run
-    rows = (
-        (run.pl, r"$\|\nabla L\|^2/(2L)$"),
-        (run.kernel, r"$\lambda_{\min}(K)$"),
-        (tuple(s * s for s in run.features), r"$\sigma_{\min}(Z)^2$"),
-    )
-    for (values, label), color, style in zip(rows, COLORS, STYLES, strict=False):
-        axis.semilogy(run.times, _positive(values), style, color=color, label=label)
-    if run.lambda0 > 0:
-        axis.axhline(run.lambda0**2 / 4, color=GRAY, linestyle=":", label=r"$\lambda_0^2/4$")
-    axis.set_ylabel("conditioning")
-    plain_ticks(axis)
-    axis.legend(fontsize=7)
-
-
-def _radii(axis: Any, outcome: Outcome) -> None:
-    run, radii = outcome.run, outcome.report.radii
-    for index, (name, values) in enumerate(run.moved.items()):
-        radius = getattr(radii, "U" if name == "b" else name)
-        shares = [value / radius for value in values]
-        if max(shares) == 0.0:
-            continue  # a parameter that never moves has no place on a log axis
-        style = STYLES[index % len(STYLES)]
-        label = rf"$\|{_SYMBOLS[name]}-{_SYMBOLS[name]}(0)\|_F/R_{{{name}}}$"
-        axis.semilogy(run.times, _positive(shares), style, color=COLORS[index], label=label)
-    axis.axhline(1.0, color=GRAY, linestyle=":", label="the ball's edge")
-    axis.set_ylabel("share of the radius")
-    plain_ticks(axis)
-    axis.legend(fontsize=7)
-
-
-def _positive(values: Any) -> list[float]:
-    """NaN, which is not drawn, for what a log axis cannot show."""
-    return [value if value > 0 else float("nan") for value in values]
+    color, marks = COLORS[4], {}
+    zeros = [i for i, value in enumerate(run.guaranteed) if value <= 0.0]
+    curve = run.guaranteed
+    if zeros:
+        shown = [value for value in (*run.loss, *run.guaranteed) if 0.0 < value < math.inf]
+        floor = min(shown, default=1.0) / 10.0
+        curve = tuple(value if value > 0.0 else floor for value in curve)
+        marks = {"marker": "v", "markevery": list(range(zeros[0], len(curve))), "clip_on": False}
+    axis.semilogy(run.times, curve, "--", color=color, label=f"{rate}, {word}", **marks)
+    if zeros:
+        axis.set_ylim(bottom=floor)
+        first = run.times[zeros[0]]
+        text = f"0 from {'time' if run.kind == 'flow' else 'step'} {first:g}"
+        beside: dict[str, Any] = {"xytext": (6, 6), "textcoords": "offset points"}
+        axis.annotate(text, (first, floor), color=color, fontsize=8, **beside)

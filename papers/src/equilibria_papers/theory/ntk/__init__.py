@@ -7,8 +7,7 @@ from .dynamics import (
     linear_gradient_descent,
     linear_gradient_flow,
 )
-from .kernel import TangentKernel, empirical_ntk
-from .projection import Projection
+from .kernel import Projection, TangentKernel, empirical_ntk
 from .spectrum import (
     Spectrum,
     kernel_alignment,

@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .kernel import TangentKernel, empirical_ntk
-from .rows import Filter, Method, Tell, evaluating, flat_outputs, following, select_parameters
+from .jacobian import Filter, Method, evaluating, flat_outputs, following, select_parameters
+from .kernel import TangentKernel, Tell, empirical_ntk
 from .spectrum import as_matrix, kernel_distance, kernel_drift
 
 _RATE = 0.2
@@ -28,18 +29,20 @@ _RATE = 0.2
 class LinearCurve:
     """What the linear model does at each of T times or steps."""
 
-    times: Tensor
-    """[T]."""
-    outputs: Tensor
-    """[T, *shape of f(0)], float64."""
-    losses: Tensor
-    """(s/2)‖f − y‖², [T]."""
+    times: Tensor  # [T]
+    outputs: Tensor  # [T, *shape of f(0)], float64
+    losses: Tensor  # (s/2)‖f − y‖², [T]
 
 
-def _decompose(
-    kernel: TangentKernel | Tensor, start: Tensor, targets: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """λ, U and Uᵀ(f(0) − y)."""
+def _evolve(
+    kernel: TangentKernel | Tensor,
+    start: Tensor,
+    targets: Tensor,
+    times: Tensor | Sequence[float],
+    scale: float,
+    factors: Callable[[Tensor, Tensor], Tensor],
+) -> LinearCurve:
+    """f = y + U·factors(λ, t)·Uᵀ(f(0) − y) for K = UλUᵀ; factors of λ [n] and t [T, 1]: [T, n]."""
     matrix = as_matrix(kernel).double()
     if start.shape != targets.shape or start.numel() != len(matrix):
         raise ValueError(
@@ -47,18 +50,12 @@ def _decompose(
             f"{len(matrix)} rows do not fit: the first two must have one entry a row."
         )
     values, vectors = torch.linalg.eigh((matrix + matrix.mT) / 2)
-    away = (start - targets).detach().double().flatten().to(matrix.device)
-    return values, vectors, vectors.mT @ away
-
-
-def _curve(
-    times: Tensor, factors: Tensor, vectors: Tensor, away: Tensor, targets: Tensor, scale: float
-) -> LinearCurve:
-    """factors [T, n] of each eigenvector → outputs and losses."""
-    apart = (factors * away) @ vectors.mT
-    outputs = targets.detach().double().flatten().to(apart.device) + apart
-    losses = 0.5 * scale * (factors * away).square().sum(1)
-    return LinearCurve(times, outputs.view(len(times), *targets.shape), losses)
+    away = vectors.mT @ (start - targets).detach().double().flatten().to(matrix.device)
+    when = torch.as_tensor(times, dtype=torch.float64).flatten().to(values.device)
+    apart = factors(values, when[:, None]) * away
+    outputs = targets.detach().double().flatten().to(apart.device) + apart @ vectors.mT
+    losses = 0.5 * scale * apart.square().sum(1)
+    return LinearCurve(when, outputs.view(len(when), *targets.shape), losses)
 
 
 @torch.no_grad()
@@ -74,17 +71,17 @@ def linear_gradient_flow(
 
     Args:
         kernel: [n, n].
-        start: f(0), n entries in the kernel's order ([N, k] for a kernel of k outputs).
-        targets: y, of the same shape.
+        start, targets: f(0) and y, n entries in the kernel's order ([N, k] for k outputs).
         times: t ≥ 0.
         scale: s of L = (s/2)‖f − y‖²; 1/N for a mean over samples.
     """
-    values, vectors, away = _decompose(kernel, start, targets)
-    when = torch.as_tensor(times, dtype=torch.float64).flatten().to(values.device)
-    if not bool((when >= 0).all()):
+    if not bool((torch.as_tensor(times) >= 0).all()):
         raise ValueError("times must be 0 or more.")
-    factors = torch.exp(-scale * values.clamp_min(0.0) * when[:, None])
-    return _curve(when, factors, vectors, away, targets, scale)
+
+    def factors(values: Tensor, when: Tensor) -> Tensor:
+        return torch.exp(-scale * values.clamp_min(0.0) * when)
+
+    return _evolve(kernel, start, targets, times, scale, factors)
 
 
 @torch.no_grad()
@@ -103,39 +100,32 @@ def linear_gradient_descent(
     """
     if not (math.isfinite(lr) and lr > 0):
         raise ValueError(f"lr={lr!r}: expected a positive number.")
-    values, vectors, away = _decompose(kernel, start, targets)
     counts = list(range(steps + 1)) if isinstance(steps, int) else list(steps)
     if any(s < 0 for s in counts) or not counts:
         raise ValueError(f"steps={steps!r}: expected numbers of steps, 0 or more.")
-    when = torch.tensor(counts, dtype=torch.float64, device=values.device)
-    base = 1.0 - lr * scale * values
-    # Signs apart: a negative base to a float power is NaN.
-    odd = torch.where(when[:, None] % 2 == 1, base.sign(), torch.ones_like(base))
-    factors = odd * base.abs().pow(when[:, None])
-    return _curve(when, factors, vectors, away, targets, scale)
+
+    def factors(values: Tensor, when: Tensor) -> Tensor:
+        base = 1.0 - lr * scale * values
+        # Signs apart: a negative base to a float power is NaN.
+        odd = torch.where(when % 2 == 1, base.sign(), torch.ones_like(base))
+        return odd * base.abs().pow(when)
+
+    return _evolve(kernel, start, targets, counts, scale, factors)
 
 
 @dataclass(frozen=True, eq=False)
 class TrainingComparison:
     """A run of gradient descent beside what the kernel at its start predicts."""
 
-    steps: Tensor
-    """Recorded steps, [T]."""
-    predicted: Tensor
-    """(s/2)‖f − y‖² of the linear model, [T]."""
-    actual: Tensor
-    """That of the network, [T]."""
-    outputs_gap: Tensor
-    """‖f_network − f_linear‖/‖f(0) − y‖, [T]."""
+    steps: Tensor  # Recorded steps, [T]
+    predicted: Tensor  # (s/2)‖f − y‖² of the linear model, [T]
+    actual: Tensor  # That of the network, [T]
+    outputs_gap: Tensor  # ‖f_network − f_linear‖/‖f(0) − y‖, [T]
     lr: float
-    largest_lr: float
-    """2/(s·λ_max), above which the linear model diverges."""
-    drift: float
-    """‖K_T − K_0‖/‖K_0‖ over the run; NaN where it diverged."""
-    distance: float
-    """1 − cos∠(K_T, K_0)."""
-    moved: float
-    """‖θ_T − θ_0‖/‖θ_0‖."""
+    largest_lr: float  # 2/(s·λ_max), above which the linear model diverges
+    drift: float  # ‖K_T − K_0‖/‖K_0‖ over the run; NaN where it diverged
+    distance: float  # 1 − cos∠(K_T, K_0)
+    moved: float  # ‖θ_T − θ_0‖/‖θ_0‖
     diverged: bool
     """Whether the network's outputs became infinite or NaN; the curves end before that."""
 
@@ -144,20 +134,9 @@ class TrainingComparison:
         """|L_actual − L_predicted|/L(0), [T]."""
         return (self.actual - self.predicted).abs() / self.actual[0]
 
-    def to_dict(self) -> dict[str, object]:
-        return {
-            "steps": self.steps.tolist(),
-            "predicted": self.predicted.tolist(),
-            "actual": self.actual.tolist(),
-            "gap": self.gap.tolist(),
-            "outputs_gap": self.outputs_gap.tolist(),
-            "lr": self.lr,
-            "largest_lr": self.largest_lr,
-            "drift": self.drift,
-            "distance": self.distance,
-            "moved": self.moved,
-            "diverged": self.diverged,
-        }
+    def to_dict(self) -> dict[str, Any]:
+        found = {"gap": self.gap, **vars(self)}
+        return {k: v.tolist() if isinstance(v, Tensor) else v for k, v in found.items()}
 
 
 def compare_training(
@@ -181,14 +160,10 @@ def compare_training(
 
     Args:
         model: x [N, …] → f [N, K]; it is left as it is.
-        x: samples.
         targets: y, of the shape of f(x).
-        steps: of gradient descent.
         lr: η; None: 0.2/(s·λ_max), which stays stable while λ_max grows tenfold.
-        scale: s.
         record: every so many steps a point of the curves.
-        parameters: which are trained; as in ``empirical_ntk``.
-        method, memory: as in ``empirical_ntk``.
+        parameters, method, memory: as in ``empirical_ntk``; the parameters are what is trained.
         progress: called with (steps done, of how many).
     """
     if steps < 1 or record < 1:
@@ -248,15 +223,14 @@ def _descend(
         with torch.enable_grad():
             outputs = flat_outputs(model, x)
             loss = 0.5 * scale * (outputs - y).square().sum()
-            gradients: Sequence[Tensor | None] = torch.autograd.grad(
-                loss, list(parameters), allow_unused=True
-            )
         if step in wanted:
             if not bool(torch.isfinite((outputs.double() - y).square().sum())):
                 break
             found.append(outputs.detach())
         if step == when[-1]:
             break
+        gradients: Sequence[Tensor | None]
+        gradients = torch.autograd.grad(loss, list(parameters), allow_unused=True)
         with torch.no_grad():
             for p, g in zip(parameters, gradients, strict=True):
                 if g is not None:

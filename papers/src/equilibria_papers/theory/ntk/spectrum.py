@@ -25,27 +25,16 @@ class Spectrum:
     """[n], float64, on the CPU; rounding may make the smallest a little negative."""
     smallest: float
     largest: float
-    condition: float
-    """λ_max/λ_min; infinite where λ_min is not above what rounding leaves of zero."""
+    condition: float  # λ_max/λ_min; infinite where λ_min is not above what rounding leaves of zero
     trace: float
-    rank: int
-    """How many eigenvalues are above n·ε·λ_max, ε of the kernel's dtype."""
+    rank: int  # How many eigenvalues are above n·ε·λ_max, ε of the kernel's dtype
     effective_rank: float
     participation: float
     stable_rank: float
 
     def to_dict(self) -> dict[str, float]:
         """All numbers but the list of eigenvalues."""
-        return {
-            "smallest": self.smallest,
-            "largest": self.largest,
-            "condition": self.condition,
-            "trace": self.trace,
-            "rank": self.rank,
-            "effective_rank": self.effective_rank,
-            "participation": self.participation,
-            "stable_rank": self.stable_rank,
-        }
+        return {name: value for name, value in vars(self).items() if name != "eigenvalues"}
 
 
 def as_matrix(kernel: TangentKernel | Tensor, what: str = "kernel") -> Tensor:
@@ -92,15 +81,6 @@ def spectrum(kernel: TangentKernel | Tensor) -> Spectrum:
     )
 
 
-# How far two kernels are apart, and how a kernel fits the labels.
-#
-#     drift        ‖K_t − K_0‖/‖K_0‖
-#     distance     1 − ⟨K_t, K_0⟩/(‖K_t‖‖K_0‖)            blind to the scale
-#     alignment    ⟨HKH, HLH⟩/(‖HKH‖‖HLH‖),  H = I − 11ᵀ/n, L = YYᵀ for labels Y (one-hot)
-#
-# Norms and products are Frobenius'.
-
-
 Kernel = TangentKernel | Tensor
 
 
@@ -129,16 +109,15 @@ def kernel_distance(kernel: Kernel, start: Kernel) -> float:
 
 
 @torch.no_grad()
-def kernel_alignment(first: Kernel, second: Kernel, *, centered: bool = True) -> float:
-    """⟨HKH, HLH⟩/(‖HKH‖‖HLH‖) of two square kernels; 0 where one is constant.
+def kernel_alignment(first: Kernel, second: Kernel) -> float:
+    """⟨HKH, HLH⟩/(‖HKH‖‖HLH‖) of two square kernels, H = I − 11ᵀ/n (Cortes et al. 2012).
 
-    ``centered=False`` leaves H out (Cristianini et al. 2001; with H, Cortes et al. 2012).
+    0 where one is constant.
     """
     a, b = _pair(first, second)
     if a.shape[0] != a.shape[1]:
         raise ValueError(f"alignment is of square kernels, got {list(a.shape)}.")
-    if centered:
-        a, b = _centered(a), _centered(b)
+    a, b = _centered(a), _centered(b)
     size = float(a.norm() * b.norm())
     return float((a * b).sum()) / size if size > 0 else 0.0
 
@@ -149,13 +128,12 @@ def _centered(kernel: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def label_alignment(kernel: Kernel, targets: Tensor, *, centered: bool = True) -> float:
+def label_alignment(kernel: Kernel, targets: Tensor) -> float:
     """The alignment of a kernel of N samples with YYᵀ.
 
     Args:
         kernel: [N, N]; of a kernel with several outputs the mean over them, tr K(x_i, x_j)/k.
         targets: classes, whole numbers [N], or values [N] or [N, K].
-        centered: as in ``kernel_alignment``.
     """
     matrix = kernel.traced if isinstance(kernel, TangentKernel) else kernel
     if targets.ndim not in (1, 2) or len(targets) != len(matrix):
@@ -171,4 +149,4 @@ def label_alignment(kernel: Kernel, targets: Tensor, *, centered: bool = True) -
         found = targets.unique(return_inverse=True)[1]
         values = torch.nn.functional.one_hot(found).double()
     values = values.to(matrix.device)
-    return kernel_alignment(matrix, values @ values.mT, centered=centered)
+    return kernel_alignment(matrix, values @ values.mT)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -17,25 +17,24 @@ from equilibria.engine import write_json
 from equilibria_papers.theory.pictures import (
     COLORS,
     GRAY,
-    MARKERS,
-    STYLES,
+    look,
     new_figure,
     plain_ticks,
     save_picture,
 )
 
 from .dynamics import TrainingComparison
-from .kernel import TangentKernel, empirical_ntk
-from .rows import Tell
+from .kernel import TangentKernel, Tell, empirical_ntk
 from .spectrum import Spectrum, kernel_distance, kernel_drift, label_alignment, spectrum
+
+_MOST = 24  # bars that can be read in a picture of one page; the rest is summed up
 
 
 @dataclass(frozen=True, eq=False)
 class KernelStudy:
     """Kernels of the same samples; the first network is the start of the drift."""
 
-    kernels: Mapping[str, TangentKernel]
-    """By the name of the network."""
+    kernels: Mapping[str, TangentKernel]  # By the name of the network
     targets: Tensor | None = None
     training: TrainingComparison | None = None
     about: Mapping[str, Any] = field(default_factory=dict)
@@ -84,36 +83,33 @@ class KernelStudy:
         """
         place = Path(folder)
         place.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".ntk", dir=place) as beside:
-            made = self._write(Path(beside))
+        with tempfile.TemporaryDirectory(prefix=".ntk", dir=place) as name:
+            beside = Path(name)
+            made = [write_json(beside / "ntk.json", self.to_dict()), beside / "ntk.safetensors"]
+            save_file(self._tensors(), made[1])
+            for stem, figure in self._figures().items():
+                made += save_picture(figure, beside / stem)
             return [path.replace(place / path.name) for path in made]
 
-    def _write(self, folder: Path) -> list[Path]:
-        written = [
-            write_json(folder / "ntk.json", self.to_dict()),
-            self._write_tensors(folder / "ntk.safetensors"),
-        ]
-        written += save_spectra(self.spectra, folder / "spectrum")
-        name, last = list(self.kernels.items())[-1]
-        if last.parts:
-            written += save_shares(last.shares(), last.sizes, folder / "layers", name=name)
-        if len(self.kernels) > 1:
-            rows = self.rows()
-            drift, distance = ([row[key] for row in rows] for key in ("drift", "distance"))
-            written += save_drift(list(self.kernels), drift, distance, folder / "drift")
-        if self.training is not None:
-            written += save_training(self.training, folder / "training")
-        return written
-
-    def _write_tensors(self, path: Path) -> Path:
+    def _tensors(self) -> dict[str, Tensor]:
         tensors = {}
         for name, kernel in self.kernels.items():
             tensors[f"{name}/kernel"] = kernel.matrix.cpu().contiguous()
             tensors[f"{name}/eigenvalues"] = self.spectra[name].eigenvalues.contiguous()
         if self.targets is not None:
             tensors["targets"] = self.targets.cpu().contiguous()
-        save_file(tensors, path)
-        return path
+        return tensors
+
+    def _figures(self) -> dict[str, Any]:
+        found = {"spectrum": _spectra_figure(self.spectra)}
+        name, last = list(self.kernels.items())[-1]
+        if last.parts:
+            found["layers"] = _shares_figure(last.shares(), last.sizes, name)
+        if len(self.kernels) > 1:
+            found["drift"] = _drift_figure(self.rows())
+        if self.training is not None:
+            found["training"] = _training_figure(self.training)
+        return found
 
 
 def study_kernels(
@@ -130,7 +126,6 @@ def study_kernels(
 
     Args:
         networks: by name, in the order of training; of one architecture, for the drift.
-        x: samples, [N, …].
         targets: classes [N], for the alignment.
         progress: called with (samples done, of how many), over all networks.
         about: what else the JSON file should say.
@@ -139,7 +134,7 @@ def study_kernels(
     """
     if not networks:
         raise ValueError("study_kernels needs one network at least, got none.")
-    made = {}
+    made: dict[str, TangentKernel] = {}
     for i, (name, model) in enumerate(networks.items()):
 
         def tell(done: int, of: int, i: int = i) -> None:
@@ -156,47 +151,30 @@ def study_kernels(
     return KernelStudy(made, kept, training, dict(about or {}))
 
 
-# Pictures of tangent kernels: spectra, shares of layers, drift, predicted and actual training.
-
-
-_MOST = 24
-"""Bars that can be read in a picture of one page; the rest is summed up."""
-
-
-def _axes(width: float = 5.2, height: float = 3.6) -> tuple[Any, Any]:
-    figure = new_figure(width, height)
+def _axes(height: float = 3.6) -> tuple[Any, Any]:
+    figure = new_figure(5.2, height)
     axes = figure.add_subplot()
     axes.spines[["top", "right"]].set_visible(False)
     return figure, axes
 
 
-def save_spectra(spectra: Mapping[str, Spectrum], stem: Path) -> list[Path]:
+def _spectra_figure(spectra: Mapping[str, Spectrum]) -> Any:
     """Eigenvalues, largest first, of one kernel or several, on logarithmic axes."""
     columns = 1 if len(spectra) < 3 else 2
-    figure, axes = _axes(5.2, 3.6 + 0.2 * -(-len(spectra) // columns))
+    figure, axes = _axes(3.6 + 0.2 * -(-len(spectra) // columns))
     for i, (name, found) in enumerate(spectra.items()):
         values = found.eigenvalues[: found.rank].tolist()
-        axes.loglog(
-            range(1, len(values) + 1),
-            values,
-            color=COLORS[i % len(COLORS)],
-            linestyle=STYLES[i % len(STYLES)],
-            label=f"{name} (effective rank {found.effective_rank:.3g})",
-        )
+        label = f"{name} (effective rank {found.effective_rank:.3g})"
+        axes.loglog(range(1, len(values) + 1), values, label=label, **look(i, marker=False))
     axes.set(xlabel="index", ylabel="eigenvalue of the tangent kernel")
     plain_ticks(axes)
     # Below: inside it would lie on a curve that falls from corner to corner.
     figure.legend(loc="outside lower center", ncols=columns, fontsize=8, frameon=False)
-    return save_picture(figure, stem)
+    return figure
 
 
-def save_shares(
-    shares: Mapping[str, float], sizes: Mapping[str, int], stem: Path, *, name: str = ""
-) -> list[Path]:
-    """tr K_layer/tr K beside the layer's share of the parameters, the largest on top.
-
-    ``name`` is of the network, for the title.
-    """
+def _shares_figure(shares: Mapping[str, float], sizes: Mapping[str, int], name: str) -> Any:
+    """tr K_layer/tr K beside the layer's share of the parameters, the largest on top."""
     ranked = sorted(shares, key=lambda name: -shares[name])
     kept, rest = ranked[:_MOST], ranked[_MOST:]
     total = sum(sizes.values())
@@ -206,61 +184,43 @@ def save_shares(
         kept = [*kept, f"{len(rest)} others"]
         of_trace.append(sum(shares[n] for n in rest))
         of_size.append(sum(sizes[n] for n in rest) / total)
-    figure, axes = _axes(5.2, 1.2 + 0.24 * len(kept))
+    figure, axes = _axes(1.2 + 0.24 * len(kept))
     rows = range(len(kept))
-    axes.barh(
-        [r - 0.2 for r in rows], of_trace, 0.4, color=COLORS[0], label="of the kernel's trace"
-    )
-    axes.barh(
-        [r + 0.2 for r in rows],
-        of_size,
-        0.4,
-        color=COLORS[1],
-        hatch="//",
-        edgecolor="white",
-        label="of the parameters",
-    )
+    above, below = [r - 0.2 for r in rows], [r + 0.2 for r in rows]
+    axes.barh(above, of_trace, 0.4, color=COLORS[0], label="of the kernel's trace")
+    hatched = {"color": COLORS[1], "hatch": "//", "edgecolor": "white"}
+    axes.barh(below, of_size, 0.4, label="of the parameters", **hatched)
     axes.set_yticks(list(rows), kept)
     axes.invert_yaxis()
     axes.set_xlabel("share")
     axes.set_title(name, fontsize="medium")
     axes.legend(frameon=False, loc="lower right")
-    return save_picture(figure, stem)
+    return figure
 
 
-def save_drift(
-    names: Sequence[str], drift: Sequence[float], distance: Sequence[float], stem: Path
-) -> list[Path]:
+def _drift_figure(rows: list[dict[str, Any]]) -> Any:
     """‖K − K_0‖/‖K_0‖ and 1 − cos∠(K, K_0) of the kernels of several networks."""
     figure, axes = _axes()
-    places = range(len(names))
-    for i, (values, label) in enumerate(
-        ((drift, "drift ‖K − K₀‖/‖K₀‖"), (distance, "distance 1 − cos∠(K, K₀)"))
-    ):
-        axes.plot(
-            places, values, color=COLORS[i], linestyle=STYLES[i], marker=MARKERS[i], label=label
-        )
-    axes.set_xticks(list(places), names, rotation=20 if max(map(len, names)) > 8 else 0)
+    names = [row["network"] for row in rows]
+    labels = {"drift": "drift ‖K − K₀‖/‖K₀‖", "distance": "distance 1 − cos∠(K, K₀)"}
+    for i, (key, label) in enumerate(labels.items()):
+        axes.plot(range(len(rows)), [row[key] for row in rows], label=label, **look(i))
+    axes.set_xticks(range(len(rows)), names, rotation=20 if max(map(len, names)) > 8 else 0)
     axes.set_ylabel("from the first network's kernel")
     axes.legend(frameon=False)
-    return save_picture(figure, stem)
+    return figure
 
 
-def save_training(found: TrainingComparison, stem: Path) -> list[Path]:
+def _training_figure(found: TrainingComparison) -> Any:
     """The loss of gradient descent, beside that of the linear model."""
     figure, axes = _axes()
     steps = found.steps.tolist()
     axes.semilogy(steps, found.actual.tolist(), color=COLORS[0], label="network")
-    axes.semilogy(
-        steps,
-        found.predicted.tolist(),
-        color=COLORS[4],
-        linestyle="--",
-        label="predicted by the kernel at step 0",
-    )
+    label = "predicted by the kernel at step 0"
+    axes.semilogy(steps, found.predicted.tolist(), color=COLORS[4], linestyle="--", label=label)
     axes.set(xlabel="step of gradient descent", ylabel="loss")
     plain_ticks(axes)
     axes.legend(frameon=False)
     said = "it diverged" if found.diverged else f"drift of the kernel {found.drift:.2g}"
     axes.set_title(said, loc="right", color=GRAY, fontsize="medium")
-    return save_picture(figure, stem)
+    return figure

@@ -27,12 +27,12 @@ from equilibria.engine import (
 from equilibria.nn import equilibrium_layers
 from equilibria.solvers import SplittingSolver
 from equilibria_papers.theory.checks import check_sizes
-from equilibria_papers.theory.ntk.rows import evaluating
-
-# The layer of a network whose solve is looked at, its input, and other scales of its weights.
-
+from equilibria_papers.theory.ntk.jacobian import evaluating
 
 _CLIPPED = 0.9  # of the standard deviation that was asked for
+# A tolerance small enough never to pass unless the residual is zero, and no zero, which would make
+# it a solve of fixed steps: those do not restart samples that stall, so their iterates are others.
+_NEVER = 1e-30
 
 
 class _Reached(Exception):
@@ -40,12 +40,9 @@ class _Reached(Exception):
 
 
 def layer_input(model: nn.Module, x: Any, name: str | None = None) -> tuple[nn.Module, Any]:
-    """(layer, what it is given) when ``model`` in eval mode is applied to x, without a graph.
+    """(layer, what it is given) when ``model`` in eval mode is applied to x [B, ...], no graph.
 
-    Args:
-        model: a network, or an equilibrium layer itself.
-        x: the network's input [B, ...].
-        name: of the layer, as in ``eq.nn.equilibrium_layers(model)``; its first if not given.
+    ``name`` is as in ``eq.nn.equilibrium_layers(model)``; its first layer if not given.
     """
     layers = equilibrium_layers(model)
     if not layers:
@@ -82,10 +79,8 @@ def layer_input(model: nn.Module, x: Any, name: str | None = None) -> tuple[nn.M
 def at_scale(model: nn.Module, std: float, *, seed: int = 0) -> nn.Module:
     """A copy whose equilibrium layers' kernels and matrices are drawn from N(0, std²) (§4.1.1).
 
-    Vectors (biases, gains of norms) and all that lies outside of these layers stay as they are. In
-    the thesis N(0, 0.01) means the standard deviation 0.01, as in the code that its block is from.
-
-    The numbers drawn are those of the weight that acts. Where a layer holds its norm within a bound
+    Vectors (biases, gains of norms) and all that lies outside of these layers stay as they are. The
+    numbers drawn are those of the weight that acts. Where a layer holds its norm within a bound
     (``NormBounded``), a larger draw is scaled back onto the bound: a warning says to what, and
     ``clipped_stds`` gives the numbers.
     """
@@ -123,8 +118,7 @@ def at_scale(model: nn.Module, std: float, *, seed: int = 0) -> nn.Module:
 def clipped_stds(model: nn.Module, std: float) -> dict[str, float]:
     """name → standard deviation √(Σw²/n) in effect, of weights that a constraint keeps below std.
 
-    Of the equilibrium layers' constrained kernels and matrices in a model that ``at_scale`` made;
-    empty if all have the scale that was asked for, within 10%.
+    Of a model that ``at_scale`` made; empty if all have the scale asked for, within 10%.
     """
     found = {}
     for name, (owner, attribute) in _matrices(model).items():
@@ -152,26 +146,20 @@ def _matrices(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
     return found
 
 
-def eval_copy(model: nn.Module) -> nn.Module:
-    """A deep copy in eval mode, for looking without touching."""
-    return copy.deepcopy(model).eval()
-
-
 @dataclass(frozen=True)
 class SolverPath:
     """The way of a solver for a batch: K iterates of B samples, on the CPU.
 
-    ``states`` [K, B, n] holds z^[0] … z^[K−1], leaves of a tree side by side; None where they were
-    not kept. ``residual`` [K, B] is ‖T(z) − z‖ and ``relative`` [K, B] the same over ‖T(z)‖
-    (the NTK thesis, Eq 4.2). A sample that blew up has NaN or infinity from there on.
+    ``states`` [K, B, n] holds z^[0] … z^[K−1], leaves of a tree side by side. ``residual`` [K, B]
+    is ‖T(z) − z‖ and ``relative`` [K, B] the same over ‖T(z)‖ (the NTK thesis, Eq 4.2). A sample
+    that blew up has NaN or infinity from there on.
     """
 
     solver: str
-    tolerance: float
-    """What the solver would have stopped at; 0 for a solver of fixed steps."""
+    tolerance: float  # What the solver would have stopped at; 0 for a solver of fixed steps
     residual: Tensor
     relative: Tensor
-    states: Tensor | None
+    states: Tensor
 
     @property
     def steps(self) -> int:
@@ -195,67 +183,47 @@ class SolverPath:
     def quantile_curve(self, q: float) -> Tensor:
         """[K]: the q-quantile over the samples; one that blew up counts as infinitely large."""
         known = torch.nan_to_num(self.relative.double(), nan=torch.inf, posinf=torch.inf)
-        ordered = known.sort(dim=1).values
         place = round(q * (known.shape[1] - 1))
-        found: Tensor = ordered[:, place]
+        found: Tensor = known.sort(dim=1).values[:, place]
         return found
-
-
-class _Log:
-    """‖T(z) − z‖ and ‖T(z)‖ of every point the solver saw, on the device."""
-
-    def __init__(self) -> None:
-        self.residual: list[Tensor] = []
-        self.scale: list[Tensor] = []
-
-    def note(self, point: Point) -> None:
-        self.residual.append(point.residual_norm.clone())
-        self.scale.append(sample_norm(without_graph(point.f)))
 
 
 class _Recording:
     """Mixed into a solver's own class, so that it passes for what it is (a splitting, Auto)."""
 
-    log: _Log
+    scales: list[Tensor]  # ‖T(z)‖ of every point the solver saw, on the device
 
     def step(self, point: Point, state: Any) -> tuple[Leaves, Any]:
-        self.log.note(point)
+        self.scales.append(sample_norm(without_graph(point.f)))
         following: tuple[Leaves, Any] = super().step(point, state)  # type: ignore[misc]
         return following
 
     def fallback(self, point: Point, state: Any) -> tuple[Leaves, Tensor, Tensor] | None:
         # Asked at the last evaluation, after which no step follows.
-        self.log.note(point)
-        kept: tuple[Leaves, Tensor, Tensor] | None = super().fallback(  # type: ignore[misc]
-            point, state
-        )
+        self.scales.append(sample_norm(without_graph(point.f)))
+        kept: tuple[Leaves, Tensor, Tensor] | None
+        kept = super().fallback(point, state)  # type: ignore[misc]
         return kept
 
     def for_map(self) -> Solver:
-        made: Solver = _recording(super().for_map(), self.log)  # type: ignore[misc]
+        made: Solver = _recording(super().for_map(), self.scales)  # type: ignore[misc]
         return made
 
     def for_problem(self, bounds: Bounds) -> Choice:
         choice = super().for_problem(bounds)  # type: ignore[misc]
-        return Choice(_recording(choice.solver, self.log), choice.tau, choice.reason)
+        return Choice(_recording(choice.solver, self.scales), choice.tau, choice.reason)
 
 
-def _recording(solver: Any, log: _Log) -> Any:
-    """``solver`` of the same class, writing into ``log``."""
+def _recording(solver: Any, scales: list[Tensor]) -> Any:
+    """``solver`` of the same class, writing into ``scales``."""
     if isinstance(solver, _Recording):
         return solver
     kind = type(solver)
     made: Any = object.__new__(type(f"Recording{kind.__name__}", (_Recording, kind), {}))
-    made.__dict__.update(solver.__dict__)
-    made.__dict__["log"] = log
+    made.__dict__.update(solver.__dict__, scales=scales)
     if isinstance(made, SplittingSolver):
-        made.__dict__["iteration"] = _recording(made.iteration, log)
+        made.__dict__["iteration"] = _recording(made.iteration, scales)
     return made
-
-
-# Small enough never to pass unless the residual is zero, and no zero, which would make it a solve
-# of fixed steps: those do not restart samples that stall, so their iterates would be others.
-_NEVER = 1e-30
 
 
 def _unstoppable(solver: SolverOptions, steps: int) -> SolverOptions:
@@ -265,10 +233,9 @@ def _unstoppable(solver: SolverOptions, steps: int) -> SolverOptions:
         kind: Any = type(solver)
         wrapped: SolverOptions = kind(_unstoppable(inner, steps))
         return wrapped
-    fixed = solver.fixed_steps
     return dataclasses.replace(
         solver,
-        rtol=0.0 if fixed else _NEVER,
+        rtol=0.0 if solver.fixed_steps else _NEVER,
         atol=0.0,
         max_steps=steps,
         compact=False,
@@ -278,13 +245,7 @@ def _unstoppable(solver: SolverOptions, steps: int) -> SolverOptions:
 
 
 def record_path(
-    layer: nn.Module,
-    x: Any,
-    *,
-    solver: SolverOptions | None = None,
-    z0: Any = None,
-    steps: int | None = None,
-    keep_states: bool = True,
+    layer: nn.Module, x: Any, *, solver: SolverOptions | None = None, steps: int | None = None
 ) -> SolverPath:
     """z^[0], z^[1], … of a layer's solve for the input x [B, ...], and the residual of each.
 
@@ -297,9 +258,7 @@ def record_path(
         layer: an equilibrium layer of ``equilibria.nn``; of a network use ``layer_input`` first.
         x: its input.
         solver: the layer's own if not given.
-        z0: where to start; the layer's own start if not given.
         steps: evaluations; the solver's ``max_steps`` if not given.
-        keep_states: whether to keep ``states``: K·B·n numbers.
     """
     if not getattr(layer, "is_equilibrium", False) or not hasattr(layer, "solve"):
         raise TypeError(
@@ -316,45 +275,33 @@ def record_path(
         )
     count = chosen.max_steps if steps is None else steps
     check_sizes("record_path", {"steps": count})
-    log = _Log()
     states: list[Tensor] = []
     shown: list[Tensor] = []
+    scales: list[Tensor] = []
+    like: list[Tensor] = []
 
     def callback(step: int, z: Any, residual: Tensor) -> None:
         shown.append(residual)
         leaves = pytree.tree_leaves(z)
-        if not shown[1:]:
-            found["like"] = leaves[0]
-        if keep_states:
-            states.append(torch.cat([t.detach().flatten(1) for t in leaves], 1).cpu())
+        like[:] = leaves[:1]
+        states.append(torch.cat([t.detach().flatten(1) for t in leaves], 1).cpu())
 
-    found: dict[str, Tensor] = {}
     solve: Any = layer.solve
-    running = _recording(_unstoppable(chosen, count), log)
+    running = _recording(_unstoppable(chosen, count), scales)
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)
-        solve(x, z0, solver=running, callback=callback)
-    residual, relative = _curves(log, shown)
-    like = found["like"]
+        solve(x, solver=running, callback=callback)
+    residual = torch.stack(shown).cpu()
+    # A solve of fixed steps shows its last point twice, to ``step`` and to ``fallback``. Where all
+    # samples ended early, exactly or by NaN, the last ‖T(z)‖ is taken for the one before.
+    seen = (scales or [torch.ones_like(shown[0])])[: len(shown)]
+    seen += seen[-1:] * (len(shown) - len(seen))
+    scale = torch.stack(seen).cpu()
+    tolerance = chosen.relative_tolerance(like[0].dtype, like[0].device.type)
     return SolverPath(
         solver=type(chosen).__name__,
-        tolerance=0.0
-        if chosen.fixed_steps
-        else chosen.relative_tolerance(like.dtype, like.device.type),
+        tolerance=0.0 if chosen.fixed_steps else tolerance,
         residual=residual,
-        relative=relative,
-        states=torch.stack(states) if keep_states else None,
+        relative=residual / scale.clamp_min(torch.finfo(scale.dtype).tiny),
+        states=torch.stack(states),
     )
-
-
-def _curves(log: _Log, shown: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """‖T(z) − z‖ and the same over ‖T(z)‖, [K, B] each."""
-    residual = torch.stack(shown).cpu()
-    # A solve of fixed steps shows its last point twice, to ``step`` and to ``fallback``.
-    seen = log.scale[: len(shown)]
-    # Where every sample ended early, exactly or by NaN, the last ‖T(z)‖ was not shown: it is taken
-    # for the one before.
-    while len(seen) < len(shown):
-        seen.append(seen[-1] if seen else torch.ones_like(shown[0]))
-    scale = torch.stack(seen).cpu()
-    return residual, residual / scale.clamp_min(torch.finfo(scale.dtype).tiny)

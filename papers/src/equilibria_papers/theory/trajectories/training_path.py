@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,12 +15,16 @@ from torch import Tensor, nn
 from equilibria.engine import SolverOptions
 from equilibria_papers.theory.checks import check_sizes
 
-from .recording import SolverPath, eval_copy, layer_input, record_path
-
-# Principal components: the plane that keeps most of the variance of a cloud of points.
-
+from .recording import SolverPath, layer_input, record_path
 
 _CHUNK = 1 << 14  # columns at a time in float64, so that a wide float32 cloud is not doubled
+
+
+def _centered(flat: Tensor, mean: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Columns of p − μ in float64, a part at a time."""
+    for begin in range(0, flat.shape[1], _CHUNK):
+        columns = slice(begin, begin + _CHUNK)
+        yield columns, flat[:, columns].double() - mean[columns]
 
 
 @dataclass(frozen=True)
@@ -35,9 +40,7 @@ class PCA:
         """[..., n] → [..., k] in float64."""
         flat = points.reshape(-1, points.shape[-1])
         total = flat.new_zeros(len(flat), len(self.components), dtype=torch.float64)
-        for begin in range(0, flat.shape[1], _CHUNK):
-            columns = slice(begin, begin + _CHUNK)
-            part = flat[:, columns].double() - self.mean[columns]
+        for columns, part in _centered(flat, self.mean):
             total += part @ self.components[:, columns].T
         return total.reshape(*points.shape[:-1], -1)
 
@@ -62,61 +65,37 @@ def principal_components(points: Tensor, count: int = 2) -> PCA:
             f"principal_components needs two finite points at least, got {len(flat)} of "
             f"{points.numel() // max(points.shape[-1], 1)}."
         )
-    mean = _mean(flat)
+    mean = torch.cat([part.double().mean(0) for part in flat.split(_CHUNK, 1)])
     if len(flat) <= flat.shape[1]:
         values, components = _by_gram(flat, mean, count)
     else:
         centered = flat.double() - mean
         values, vectors = torch.linalg.eigh(centered.T @ centered)
         values, components = values.flip(0)[:count], vectors.flip(1).T[:count]
-    total = _variance(flat, mean)
-    components, values = _filled(components, values, count, total)
+    total = torch.zeros((), dtype=torch.float64, device=flat.device)
+    for _, part in _centered(flat, mean):
+        total += part.square().sum()
+    # Components that carry rounding alone, and those beyond the cloud's rank, are zero.
+    kept = (values > 1e-13 * total) & (values > 0)
+    missing = max(0, count - len(values))
+    components = torch.where(kept.unsqueeze(1), components, 0.0)
+    components = torch.cat([components, components.new_zeros(missing, components.shape[1])])
+    values = torch.cat([torch.where(kept, values, 0.0), values.new_zeros(missing)])
     signs = components.gather(1, components.abs().argmax(1, keepdim=True)).sign()
     components = components * torch.where(signs == 0, 1.0, signs)
-    share = values / total if total > 0 else torch.zeros_like(values)
-    return PCA(mean, components, share)
-
-
-def _mean(flat: Tensor) -> Tensor:
-    return torch.cat([part.double().mean(0) for part in flat.split(_CHUNK, 1)])
-
-
-def _variance(flat: Tensor, mean: Tensor) -> Tensor:
-    total = torch.zeros((), dtype=torch.float64, device=flat.device)
-    for begin in range(0, flat.shape[1], _CHUNK):
-        columns = slice(begin, begin + _CHUNK)
-        total += (flat[:, columns].double() - mean[columns]).square().sum()
-    return total
+    return PCA(mean, components, values / total if total > 0 else torch.zeros_like(values))
 
 
 def _by_gram(flat: Tensor, mean: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Fewer points than dimensions: C = Vᵀ X / σ from the N × N matrix X Xᵀ = V σ² Vᵀ."""
     gram = flat.new_zeros(len(flat), len(flat), dtype=torch.float64)
-    for begin in range(0, flat.shape[1], _CHUNK):
-        columns = slice(begin, begin + _CHUNK)
-        part = flat[:, columns].double() - mean[columns]
+    for _, part in _centered(flat, mean):
         gram += part @ part.T
     values, vectors = torch.linalg.eigh(gram)
     values, vectors = values.flip(0)[:count].clamp_min(0), vectors.flip(1)[:, :count]
-    rows = []
-    for begin in range(0, flat.shape[1], _CHUNK):
-        columns = slice(begin, begin + _CHUNK)
-        rows.append(vectors.T @ (flat[:, columns].double() - mean[columns]))
-    components = torch.cat(rows, 1)
+    components = torch.cat([vectors.T @ part for _, part in _centered(flat, mean)], 1)
     norm = torch.linalg.vector_norm(components, dim=1, keepdim=True)
     return values, components / torch.where(norm == 0, 1.0, norm)
-
-
-def _filled(components: Tensor, values: Tensor, count: int, total: Tensor) -> tuple[Tensor, Tensor]:
-    """Exactly ``count`` rows; those that carry rounding alone are zero."""
-    kept = (values > 1e-13 * total) & (values > 0)
-    components = torch.where(kept.unsqueeze(1), components, 0.0)
-    values = torch.where(kept, values, 0.0)
-    missing = count - len(values)
-    if missing > 0:
-        components = torch.cat([components, components.new_zeros(missing, components.shape[1])])
-        values = torch.cat([values, values.new_zeros(missing)])
-    return components, values
 
 
 @dataclass(frozen=True)
@@ -134,17 +113,16 @@ class TrainingPath:
     @property
     def equilibria(self) -> Tensor:
         """[E, B, n]: z* of every sample at every moment."""
-        return torch.stack([_states(p)[-1] for p in self.paths])
+        return torch.stack([path.states[-1] for path in self.paths])
 
     @property
     def classes(self) -> list[int]:
         """The labels that occur, in order."""
         return [int(c) for c in self.labels.unique()]
 
-    def plane(self, *, whole: bool = False) -> PCA:
-        """Two principal components of all z*; of all iterates with ``whole``."""
-        points = torch.cat([_states(p) for p in self.paths]) if whole else self.equilibria
-        return principal_components(points)
+    def plane(self) -> PCA:
+        """Two principal components of all z*."""
+        return principal_components(self.equilibria)
 
     def class_means(self, points: Tensor) -> Tensor:
         """[E, B, k] → [E, C, k]: the mean of each class, over its samples with finite points."""
@@ -168,12 +146,6 @@ class TrainingPath:
         return between / torch.where(whole == 0, 1.0, whole)
 
 
-def _states(path: SolverPath) -> Tensor:
-    if path.states is None:
-        raise ValueError("this path was recorded without states: use keep_states=True.")
-    return path.states
-
-
 def follow_training(
     models: Iterable[nn.Module],
     x: Any,
@@ -188,28 +160,21 @@ def follow_training(
 
     Args:
         models: in the order of training; an iterator may load one at a time.
-        x: the networks' input, the same for all.
-        labels: classes [B].
+        x, labels: the networks' input, the same for all, and its classes [B].
         moments: their names; 1, 2, … if not given.
         layer: name of the equilibrium layer; the first if not given.
         solver, steps: as ``record_path``.
     """
     if labels.shape != (len(x),):
         raise ValueError(f"labels must be [{len(x)}], one a sample, got {tuple(labels.shape)}.")
-    paths = [_path(model, x, layer, solver, steps) for model in models]
+    found = (layer_input(model, x, layer) for model in models)
+    paths = [record_path(part, given, solver=solver, steps=steps) for part, given in found]
     if not paths:
         raise ValueError("follow_training needs one checkpoint at least, got none.")
     names = tuple(str(i + 1) for i in range(len(paths))) if moments is None else tuple(moments)
     if len(names) != len(paths):
         raise ValueError(f"{len(names)} moments were named for {len(paths)} checkpoints.")
     return TrainingPath(names, labels.cpu(), tuple(paths))
-
-
-def _path(
-    model: nn.Module, x: Any, layer: str | None, solver: SolverOptions | None, steps: int | None
-) -> SolverPath:
-    found, given = layer_input(model, x, layer)
-    return record_path(found, given, solver=solver, steps=steps)
 
 
 def training_recorder(
@@ -225,12 +190,8 @@ def training_recorder(
 
     Give it to ``training.fit(..., callbacks=[recorder])`` or to a Trainer; afterwards
     ``recorder.training_path()`` has what it saw. The model is copied and looked at in eval mode:
-    nothing of the training changes. Only the first process records.
-
-    Args:
-        x, labels: the samples to follow, as the network takes them.
-        every: epochs between two looks.
-        layer, solver, steps: as ``follow_training``.
+    nothing of the training changes. Only the first process records, every ``every`` epochs; the
+    others are as in ``follow_training``.
     """
     check_sizes("training_recorder", {"every": every})
 
@@ -251,12 +212,11 @@ def training_recorder(
         def _look(self, trainer: Any, pl_module: Any, epoch: int) -> None:
             if not trainer.is_global_zero:
                 return
-            model = eval_copy(getattr(pl_module, "model", pl_module))
+            model = copy.deepcopy(getattr(pl_module, "model", pl_module)).eval()
             like = next(model.parameters())
-            given = x.to(like.device, like.dtype)
             found = follow_training(
                 [model],
-                given,
+                x.to(like.device, like.dtype),
                 labels,
                 moments=[str(epoch)],
                 layer=layer,

@@ -34,11 +34,3 @@ def test_a_narrow_range_has_plain_numbers(low: float, high: float) -> None:
 def test_wide_ranges_keep_powers_and_huge_numbers_are_short() -> None:
     assert any("10^{" in text for text in labels(1e-3, 1e3))
     assert all("times 10^{7}" in text for text in labels(2e7, 4e7))
-
-
-def test_a_linear_axis_is_left_alone() -> None:
-    axes = new_figure().add_subplot()
-    axes.plot([0, 1], [1, 2])
-    before = axes.yaxis.get_major_locator()
-    plain_ticks(axes)
-    assert axes.yaxis.get_major_locator() is before
