@@ -343,3 +343,53 @@ def test_python_m_equilibria_is_the_command() -> None:
         check=True,
     )
     assert json.loads(done.stdout)["equilibria"] == eq.__version__
+
+
+# ---------------------------------------------------------------------- certified labels
+
+
+@pytest.fixture(scope="module")
+def certified(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A short run of a network made for certified radii."""
+    folder = tmp_path_factory.mktemp("certified") / "run"
+    small = ("--model", "geq_certified_digits", "-o", "widths=[8]", "-o", "depth=1")
+    flags = ("--optimizer", "adamw", "--lr", "0.02", "--margin", "0.3", "--temperature", "0.1")
+    assert run("train", *small, *flags, "--epochs", "3", "--quiet", "--out", folder) == 0
+    return folder
+
+
+def test_certify_radius_states_what_is_proven_and_what_an_attack_leaves(
+    certified: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "radii.json"
+    asked = ("--radius", "0.02,36/255", "--attack", "--images", "24", "--out", out)
+    assert run("certify", certified, *asked, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found == json.loads(out.read_text())
+    assert out.with_suffix(".png").stat().st_size > 1000
+    small, large = found["certified"]
+    assert large["radius"] == pytest.approx(36 / 255)
+    assert found["accuracy"] >= small["accuracy"] >= large["accuracy"]
+    assert small["accuracy"] > 0.3
+    for each in (small, large):
+        assert found["accuracy"] >= each["attacked"] >= each["accuracy"]
+    assert found["lipschitz"] == pytest.approx(1.0 / 0.3759, rel=0.02)
+
+
+@pytest.mark.parametrize("given", ["0", "a", "1/0", "36/255,-1", ""])
+def test_a_radius_that_is_none_is_refused(
+    given: str, certified: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("certify", certified, "--radius", given) == 1
+    assert "expected positive numbers" in capsys.readouterr().err
+
+
+def test_predict_tells_the_radius(
+    certified: Path, pictures: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("predict", certified, pictures, "--radius", "--json") == 0
+    radii = [answer["radius"] for answer in json.loads(capsys.readouterr().out)]
+    assert len(radii) == 3
+    assert max(radii) > 0.01
+    assert run("predict", certified, pictures, "--json") == 0
+    assert all(a["radius"] is None for a in json.loads(capsys.readouterr().out))

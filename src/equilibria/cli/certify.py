@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,7 +12,7 @@ from rich.table import Column
 
 from equilibria.engine import write_json
 
-from .console import output, print_json, print_table
+from .console import fail, output, print_json, print_table, say
 from .loading import Data, Device, Json, Root, Split, Weights, prepared
 
 
@@ -22,19 +23,41 @@ def certify(
     split: Split = "test",
     images: Annotated[int, typer.Option(min=1, help="How many images to certify on.")] = 64,
     device: Device = None,
+    radius: Annotated[
+        str | None,
+        typer.Option(
+            metavar="R,R",
+            help="Instead of the layers, certify the labels: accuracy that is proven within these "
+            "radii (ℓ2, pixels from 0 to 1), such as 36/255,72/255,108/255.",
+        ),
+    ] = None,
+    attack: Annotated[
+        bool, typer.Option("--attack", help="With --radius, also the accuracy under an attack.")
+    ] = False,
     full: Annotated[
         bool, typer.Option("--full", help="Print the whole certificate of every layer.")
     ] = False,
-    out: Annotated[Path | None, typer.Option(help="Write the numbers to this JSON file.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Write the numbers to this JSON file; with --radius a picture beside."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Is each layer's equilibrium unique, and how far from it is the answer?
+
+    With --radius: which labels are proven not to change within it?
 
     Exits with 1 if some layer's equilibrium is not certified to be unique.
     """
     from equilibria import evaluation
 
+    radii = None if radius is None else _radii(radius)
+    if attack and radii is None:
+        raise fail("--attack goes with --radius.", "Such as --radius 36/255,72/255 --attack.")
     model, dataset = prepared(weights, data, root, split, device, images)
+    if radii is not None:
+        _labels(model, dataset, radii, attack, out, as_json)
+        return
     whole = evaluation.certify_dataset(model, dataset, images)
     rows = [_row(name, part) for name, part in whole.items()]
     unique = all(part.unique for part in whole.values())
@@ -60,6 +83,52 @@ def certify(
                 output().print(f"\n{name}\n{part}", markup=False, highlight=False)
     if not unique:
         raise typer.Exit(1)
+
+
+def _radii(text: str) -> list[float]:
+    """Numbers or fractions, with commas between."""
+    try:
+        found = [float(Fraction(part.strip())) for part in text.split(",")]
+    except (ValueError, ZeroDivisionError):
+        found = []
+    if not found or not all(r > 0.0 for r in found):
+        raise fail(f"--radius {text}: expected positive numbers, such as 36/255,72/255 or 0.1,0.5.")
+    return found
+
+
+def _labels(
+    model: Any, dataset: Any, radii: list[float], attack: bool, out: Path | None, as_json: bool
+) -> None:
+    """Certified accuracy, and what an attack leaves of it."""
+    from equilibria import evaluation
+
+    progress = not as_json
+    found = evaluation.certified_accuracy(model, dataset, progress=progress)
+    report = found.to_dict(radii)
+    if attack:
+        for each in report["certified"]:
+            each["attacked"] = evaluation.attacked_accuracy(
+                model, dataset, each["radius"], progress=progress
+            )
+    if out is not None:
+        write_json(out, report)
+        found.save(out.with_suffix(".png"))
+    if as_json:
+        print_json(report)
+        return
+    rows = [("0", f"{found.accuracy:.1%}", "–" if attack else None)]
+    rows += [
+        (f"{e['radius']:.4g}", f"{e['accuracy']:.1%}", f"{e['attacked']:.1%}" if attack else None)
+        for e in report["certified"]
+    ]
+    columns = ("radius", "certified accuracy", *(["under attack"] if attack else []))
+    print_table(*columns, rows=[[cell for cell in row if cell is not None] for row in rows])
+    say(
+        f"{len(found.right)} images, median radius {report['median_radius']:.4g}, Lipschitz "
+        f"constant {found.lipschitz:.4g} (ℓ2, pixels from 0 to 1); the network at its equilibria."
+    )
+    for note in found.notes:
+        say(f"note: {note}")
 
 
 def _row(name: str, part: Any) -> dict[str, Any]:

@@ -23,6 +23,14 @@ def predict(
     on_corrupt: Annotated[
         str, typer.Option(help="What to do with a file that is no readable image: raise or skip.")
     ] = "raise",
+    radius: Annotated[
+        bool,
+        typer.Option(
+            "--radius",
+            help="Also the radius (ℓ2, pixels from 0 to 1) within which no image has another "
+            "label, proven.",
+        ),
+    ] = False,
     out: Annotated[Path | None, typer.Option(help="Write the answers to this JSON file.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -40,6 +48,7 @@ def predict(
             batch_size=batch_size,
             skip_corrupt=on_corrupt == "skip",
             solver=solver_of(converged),
+            certify=radius,
             progress=not as_json,
         )
     except ValueError as error:
@@ -59,5 +68,8 @@ def predict(
         for place, (label, confidence) in enumerate(answer.labels):
             first = place == 0
             name = str(answer.file) if first else ""
-            rows.append((name, label, f"{confidence:.1%}", state if first else ""))
-    print_table("file", "label", "confidence", "solver", rows=rows)
+            row = [name, label, f"{confidence:.1%}", state if first else ""]
+            if radius:
+                row.append(f"{answer.radius:.4g}" if first else "")
+            rows.append(row)
+    print_table("file", "label", "confidence", "solver", *["radius"] * radius, rows=rows)

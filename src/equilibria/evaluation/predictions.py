@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from equilibria.certify import certify_network
 from equilibria.data import read_image
 from equilibria.engine.result import Solution
 from equilibria.engine.solver import SolverOptions
@@ -36,6 +37,8 @@ class Prediction:
     """Evaluations of the map, the most that any layer took; None without equilibrium layers."""
     converged: bool | None
     """Whether every layer's solve passed its tolerance; None where it runs fixed steps."""
+    radius: float | None = None
+    """No image within this ℓ2 distance, pixels from 0 to 1, has another label; None: not asked."""
 
     def to_dict(self) -> dict[str, Any]:
         """The same as plain values."""
@@ -51,12 +54,14 @@ def predict_files(
     batch_size: int = 64,
     skip_corrupt: bool = False,
     solver: SolverOptions | None = None,
+    certify: bool = False,
     progress: bool = False,
 ) -> list[Prediction]:
     """Classify image files (folders are searched), one Prediction a readable file, in order.
 
     ``model`` comes from ``models.load``: its ``config`` says channels and size, its ``extra`` the
-    classes, mean and std that it was trained with. ``solver`` replaces that of every layer. A file
+    classes, mean and std that it was trained with. ``solver`` replaces that of every layer.
+    ``certify`` adds the proven radius of the label, 0 where the exact network has another. A file
     that is no image raises a ValueError that names it, or with ``skip_corrupt`` is left out and
     named in a warning.
     """
@@ -107,7 +112,14 @@ def predict_files(
                         f"the model has {logits.shape[1]} classes, its file {len(classes)}."
                     )
                 solved = [solution for each in seen.solutions.values() for solution in each]
-                found += _answers(kept, logits.float().softmax(1), classes, top, solved)
+                answers = _answers(kept, logits.float().softmax(1), classes, top, solved)
+                if certify:
+                    proven = certify_network(used, x)
+                    same = (proven.label == logits.argmax(1)).cpu()
+                    radii = proven.radius.cpu() * same * float(std.min()) * (1.0 - 1e-6)
+                    pairs = zip(answers, radii.tolist(), strict=True)
+                    answers = [replace(answer, radius=r) for answer, r in pairs]
+                found += answers
             advance()
     if skipped:
         noun = "file" if len(skipped) == 1 else "files"

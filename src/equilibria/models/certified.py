@@ -9,7 +9,8 @@ images are not standardized by the network. ``eq.certify(model, x)`` gives the r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,11 +22,7 @@ from equilibria.nn import GEQ, Envelope, NormBounded, OptEq, constrain
 from equilibria.problems import FixedGamma, Patches
 from equilibria.solvers import Picard, ProximalGradient
 
-from . import options as opt
-from .network import Network, Shape
-from .registry import ModelSpec
-
-__all__ = ["SPECS", "CertifiedNet"]
+from .network import ModelSpec, Network, Shape, check_pixels, entry
 
 
 class BoundedConv(nn.Module):
@@ -56,15 +53,14 @@ class CertifiedNet(Network):
         widths: tuple[int, ...],
         depth: int,
         unshuffle: int,
-        layer: Callable[[int], nn.Module],
+        layer: Callable[..., nn.Module],
+        **options: Any,
     ) -> None:
         super().__init__(shape.in_channels)
+        patch: int = options["patch"].size if "patch" in options else 1
         halvings = 2 ** (len(widths) - 1)
-        if shape.image_size % (2 * unshuffle * halvings):
-            raise ValueError(
-                f"image_size={shape.image_size} is no multiple of {2 * unshuffle * halvings}: "
-                f"unshuffle={unshuffle}, {len(widths)} stages and patches of 2 pixels need that."
-            )
+        why = f"unshuffle={unshuffle}, {len(widths)} stages and patches of {patch} pixels need that"
+        check_pixels(shape.image_size, patch * unshuffle * halvings, why)
         first = shape.in_channels * unshuffle**2
         if sorted(widths) != list(widths) or widths[0] < first:
             raise ValueError(
@@ -72,7 +68,7 @@ class CertifiedNet(Network):
             )
         self.widths, self.unshuffle = widths, unshuffle
         self.stages = nn.ModuleList(
-            nn.Sequential(*(layer(width) for _ in range(depth))) for width in widths
+            nn.Sequential(*(layer(width, **options) for _ in range(depth))) for width in widths
         )
         pixels = shape.image_size // unshuffle // halvings
         head = nn.Linear(widths[-1] * pixels**2, shape.num_classes)
@@ -86,25 +82,6 @@ class CertifiedNet(Network):
             x = stage(F.pad(x, [0, 0, 0, 0, 0, width - x.shape[1]]))
         out: Tensor = self.head(torch.flatten(x, 1))
         return out
-
-
-_SOLVER = ProximalGradient(rtol=0.0, atol=0.0, max_steps=4, accelerate=False)
-_ADJOINT = Phantom(steps=3, damping=1.0, form="neumann")
-
-
-def _net(make: Callable[..., nn.Module]) -> Callable[..., Network]:
-    def build(
-        shape: Shape, *, widths: tuple[int, ...], depth: int, unshuffle: int, **options: Any
-    ) -> Network:
-        return CertifiedNet(
-            shape,
-            widths=widths,
-            depth=depth,
-            unshuffle=unshuffle,
-            layer=lambda width: make(width, **options),
-        )
-
-    return build
 
 
 def _geq(width: int, **options: Any) -> nn.Module:
@@ -123,43 +100,46 @@ def _potential(width: int) -> nn.Module:
     return Envelope(OptEq(1, width, in_channels=width, kernel_size=3, **options))
 
 
-def _specs() -> Iterator[ModelSpec]:
-    solving = {"solver": opt.solver(_SOLVER), "adjoint": opt.adjoint(_ADJOINT)}
-    gaussian = {
-        "patch": opt.patch(Patches(channels=8, size=2)),
-        "hidden": opt.integer(32, "columns of W_h"),
-        "gamma": opt.gamma(FixedGamma(0.5)),
-        "constraint": opt.constraint(NormBounded(bound=0.95)),
-        **solving,
-    }
-    linear = {"constraint": opt.constraint(NormBounded(bound=0.7)), **solving}
-    kinds: tuple[tuple[str, Callable[..., nn.Module], str, dict[str, opt.Option]], ...] = (
-        ("geq", _geq, "envelopes of GEQ layers", gaussian),
-        ("opteq", _opteq, "envelopes of OptEq layers", linear),
+_SOLVING = {
+    "solver": ProximalGradient(rtol=0.0, atol=0.0, max_steps=4, accelerate=False),
+    "adjoint": Phantom(steps=3, damping=1.0, form="neumann"),
+}
+_GAUSSIAN = {
+    "patch": Patches(channels=8, size=2),
+    "hidden": 32,
+    "gamma": FixedGamma(0.5),
+    "constraint": NormBounded(bound=0.95),
+    **_SOLVING,
+}
+_LINEAR = {"constraint": NormBounded(bound=0.7), **_SOLVING}
+
+
+def _family(
+    suffix: str, widths: tuple[int, ...], depth: int, unshuffle: int, **card: Any
+) -> tuple[ModelSpec, ...]:
+    """Networks of four kinds of 1-Lipschitz layers, of equal width."""
+    shared = {"widths": widths, "depth": depth, "unshuffle": unshuffle}
+    kinds: tuple[tuple[str, Callable[..., nn.Module], str, dict[str, Any]], ...] = (
+        ("geq", _geq, "envelopes of GEQ layers", _GAUSSIAN),
+        ("opteq", _opteq, "envelopes of OptEq layers", _LINEAR),
         ("potential", _potential, "convex-potential layers", {}),
-        ("bounded", lambda width: BoundedConv(width), "bounded convolutions with |·|", {}),
+        ("bounded", BoundedConv, "bounded convolutions with |·|", {}),
     )
-    sizes = (
-        ("digits", (16, 32), 2, 1, 1, 8),
-        ("mnist", (16, 32), 2, 1, 1, 28),
-        ("cifar", (64, 128, 256), 5, 2, 3, 32),
+    return tuple(
+        entry(
+            f"{kind}_certified_{suffix}",
+            partial(CertifiedNet, layer=layer),
+            f"1-Lipschitz network of {about}, for certified radii",
+            {**shared, **own},
+            **card,
+        )
+        for kind, layer, about, own in kinds
     )
-    for suffix, widths, depth, unshuffle, channels, size in sizes:
-        for kind, make, about, own in kinds:
-            yield ModelSpec(
-                f"{kind}_certified_{suffix}",
-                _net(make),
-                f"1-Lipschitz network of {about}, for certified radii",
-                options={
-                    "widths": opt.integers(widths, "channels of each stage"),
-                    "depth": opt.integer(depth, "layers in each stage", high=64),
-                    "unshuffle": opt.integer(unshuffle, "pixels of the first unshuffle", high=16),
-                    **own,
-                },
-                in_channels=channels,
-                image_size=size,
-            )
 
 
-SPECS = tuple(_specs())
+SPECS = (
+    *_family("digits", (16, 32), 2, 1, in_channels=1, image_size=8),
+    *_family("mnist", (16, 32), 2, 1, in_channels=1, image_size=28),
+    *_family("cifar", (64, 128, 256), 5, 2),
+)
 """geq_certified_*, opteq_certified_*, potential_certified_*, bounded_certified_*."""

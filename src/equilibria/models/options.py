@@ -87,6 +87,7 @@ OPTIONS: dict[str, Option] = {
     "mids": _integer("channels of U and W in each branch or block"),
     "pool": _integer("average pooling before the head", high=256),
     "scales": _integer("how much coarser each branch is than the stem"),
+    "unshuffle": _integer("pixels of the first pixel unshuffle", high=16),
     "widths": _integer("channels of each stage"),
     # Numbers and choices.
     "alpha": _one_or_more(

@@ -7,13 +7,13 @@ import fnmatch
 from collections.abc import Mapping
 from typing import Any
 
-from . import branches, deep_opteq, mdeq, monotone, resnet, stacks
+from . import branches, certified, deep_opteq, mdeq, monotone, resnet, stacks
 from .network import ModelCard, ModelConfig, ModelSpec, Network, Shape, prefixed
 from .values import to_json
 
 SPECS: Mapping[str, ModelSpec] = {
     spec.card.name: spec
-    for family in (branches, stacks, deep_opteq, monotone, mdeq, resnet)
+    for family in (branches, stacks, certified, deep_opteq, monotone, mdeq, resnet)
     for spec in family.SPECS
 }
 _LARGEST = 1 << 16
