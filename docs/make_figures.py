@@ -167,9 +167,43 @@ def feature_map() -> None:
     save(figure, "feature_map")
 
 
+def certified() -> None:
+    """A digit with its certified radius, and certified accuracy beside that under an attack."""
+    from equilibria import evaluation
+
+    torch.manual_seed(0)
+    train, test = (eq.data.load("digits", split) for split in ("train", "test"))
+    layer = eq.nn.MonotoneDEQ(40, in_channels=64, m=20.0)
+    model = torch.nn.Sequential(torch.nn.Flatten(), layer, torch.nn.Linear(40, 10))
+    optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
+    x, y = train.normalize(train.images[:]), train.targets
+    for _ in range(60):
+        for rows in torch.randperm(len(x)).split(128):
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(model(x[rows]), y[rows]).backward()
+            optimizer.step()
+    model.eval()
+    found = evaluation.certified_accuracy(model, test, batch_size=1000)
+    figure, (left, right) = plt.subplots(1, 2, figsize=(8, 3.2), width_ratios=[1, 1.7])
+    one = eq.certify(model, test.normalize(test.images[:1]))
+    left.imshow(test.images[0, 0], cmap="gray_r")
+    left.set_axis_off()
+    radius = float(found.radius[0])
+    text = f"label {int(one.label[0])}: proven within {radius:.3f}\nnearest other class: "
+    left.set_title(text + str(int(one.nearest[0])), fontsize=9)
+    radii = torch.linspace(0.0, 0.8, 81)
+    right.plot(radii, [100 * found.at(float(r)) for r in radii], color=COLORS[0], label="proven")
+    tried = [0.05, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8]
+    left_over = [100 * evaluation.attacked_accuracy(model, test, r, batch_size=1000) for r in tried]
+    right.plot(tried, left_over, "o--", color=COLORS[1], label="under attack", markersize=4)
+    right.set(xlabel="radius (ℓ2, pixels from 0 to 1)", ylabel="accuracy in %", ylim=(0, 100))
+    right.legend(fontsize=8)
+    save(figure, "certified")
+
+
 if __name__ == "__main__":
     mpl.use("Agg")
     mpl.rcParams["svg.hashsalt"] = "equilibria"
     OUT.mkdir(parents=True, exist_ok=True)
-    for draw in (problem, kernels, priors, certificate, feature_map):
+    for draw in (problem, kernels, priors, certificate, feature_map, certified):
         draw()
