@@ -69,7 +69,7 @@ def test_middle_alternates_its_kernels() -> None:
 
 def test_a_layer_of_mixed_kernels_still_solves_and_certifies() -> None:
     # The blocks of Middle, small: one layer whose first block was replaced by a 5 × 5 one.
-    from equilibria.nn.deep_opteq_blocks import OptEqBlock
+    from equilibria.nn.deep_opteq import OptEqBlock
 
     torch.manual_seed(0)
     layer = eq.nn.DeepOptEq(4, (6, 4), kernel_size=3, separable=True).eval()

@@ -31,7 +31,7 @@ from equilibria import (
 from equilibria.certify import Guarantee
 from equilibria.nn import NormBounded, OptEq, WeightNormalized
 from equilibria.nn.deep_opteq import DeepOptEq, training_way
-from equilibria.nn.deep_opteq_blocks import SeparableConv
+from equilibria.nn.deep_opteq import SeparableConv
 from equilibria.solvers import SequentialAveraging
 from tests.contracts.layer_contract import EXACT, TIGHT, LayerContract
 from tests.optional import optional

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from equilibria.nn import NormBounded, WeightNormalized
-from equilibria.nn.deep_opteq_blocks import OptEqBlock, SeparableConv
+from equilibria.nn.deep_opteq import OptEqBlock, SeparableConv
 from tests.problems.test_operators import conv_matrix, randn
 
 

@@ -11,8 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from equilibria.adjoints import Phantom
-from equilibria.nn.deep_opteq import DeepOptEq
-from equilibria.nn.deep_opteq_blocks import OptEqBlock
+from equilibria.nn.deep_opteq import DeepOptEq, OptEqBlock
 from equilibria.solvers import Anderson
 
 from . import options as opt

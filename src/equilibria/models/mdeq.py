@@ -7,8 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from equilibria.adjoints import Phantom
-from equilibria.nn.mdeq import MDEQ
-from equilibria.nn.mdeq_heads import MDEQClassifier, MDEQSegmenter, MDEQStem
+from equilibria.nn.mdeq import MDEQ, MDEQClassifier, MDEQSegmenter, MDEQStem
 from equilibria.solvers import Anderson
 
 from . import options as opt

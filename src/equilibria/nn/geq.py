@@ -56,6 +56,7 @@ class GEQ(WeightedLayer):
             given; the constraint holds W_h too.
     """
 
+    shown = (*WeightedLayer.shown, "patch", "gamma")
     log_gamma: nn.Parameter | None
 
     def __init__(
@@ -132,11 +133,7 @@ class GEQ(WeightedLayer):
 
     @torch.no_grad()
     def input_norm_upper(self) -> float:
-        """A proven upper bound on the norm of x ↦ (patch rows of Ux)W_h (docs/facts.md, fact 5).
-
-        Dense: ‖W_hᵀU‖₂ by SVD. Convolutional: the smaller of ‖U‖‖W_h‖ and the bound on the one
-        strided convolution that the map is.
-        """
+        """A proven upper bound on the norm of x ↦ (patch rows of Ux)W_h (docs/facts.md, fact 5)."""
         hidden = self.hidden_weight()
         u = self.input_operator()
         if hidden is None:
@@ -147,19 +144,11 @@ class GEQ(WeightedLayer):
         slack = 4 * torch.finfo(torch.float64).eps * width * float(w_h.norm() * weight.norm())
         if self.patch is None:
             return dense_norm(w_h.mT @ weight).upper + slack
-        kernel, stride = patched_kernel(
-            weight,
-            w_h,
-            stride=(1, 1),
-            channels=self.patch.channels,
-            size=self.patch.size,
-        )
+        channels, size = self.patch.channels, self.patch.size
+        kernel, stride = patched_kernel(weight, w_h, stride=(1, 1), channels=channels, size=size)
         # One term of W_h may stand at p² places of the kernel, so the slack counts each.
-        through = convolution_norm_upper(kernel, stride=stride) + self.patch.size**2 * slack
+        through = convolution_norm_upper(kernel, stride=stride) + size**2 * slack
         return min(u.norm_upper() * dense_norm(w_h).upper, through)
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, patch={self.patch!r}, gamma={self.gamma!r}"
 
 
 class KerDEQ(GEQ):

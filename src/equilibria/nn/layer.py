@@ -29,6 +29,8 @@ class _SolvedLayer(nn.Module):
     """A solver and an adjoint; ``forward`` is ``solve``, shown to who observes the layer."""
 
     is_equilibrium: ClassVar[bool] = True
+    shown: ClassVar[tuple[str, ...]] = ()
+    """The attributes that ``repr`` shows before the solver and the adjoint."""
 
     def __init__(
         self, solver: SolverOptions | None, adjoint: Adjoint | None, default: SolverOptions
@@ -42,14 +44,19 @@ class _SolvedLayer(nn.Module):
         """Solve for x and tell all: value, result codes, stats. Options as ``fixed_point``."""
         raise NotImplementedError
 
+    def observed_solve(self, x: Any, z0: Any = None, **options: Any) -> Solution[Any]:
+        """``solve``, told to who observes this layer or collects its penalty."""
+        solution = self.solve(x, z0, **options)
+        report(self, solution)
+        return solution
+
     def forward(self, x: Any, z0: Any = None) -> Any:
         """z*, [B, *state]; ``z0`` is a warm start."""
-        solution = self.solve(x, z0)
-        report(self, solution)
-        return solution.value
+        return self.observed_solve(x, z0).value
 
     def extra_repr(self) -> str:
-        return f"solver={self.solver!r}, adjoint={self.adjoint!r}"
+        names = (*self.shown, "solver", "adjoint")
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
 
 
 class EquilibriumLayer(_SolvedLayer):
@@ -182,13 +189,28 @@ class MapLayer(_SolvedLayer, ABC):
         found: tuple[Any, ...] = marked(self.inject(x), bad)
         return found
 
-    def solve(self, x: Tensor, z0: Any = None, **options: Any) -> Solution[Any]:
-        """Solve for x and tell all: value, result codes, stats. Options as ``fixed_point``."""
+    def after_solve(self, solution: Solution[Any], *injected: Any) -> None:
+        """Called once after a solve, for what moves in training mode."""
+
+    def prepared(self, x: Any, z0: Any = None) -> tuple[Callable[..., Any], Any, tuple[Any, ...]]:
+        """The map of one solve, its start, checked, and what it is given besides."""
         injected = self.injected(x)
         start = self.start(x, *injected) if z0 is None else z0
         self.check_state(start, x)
+        return self.bound_step(), start, injected
+
+    def solve(self, x: Any, z0: Any = None, **options: Any) -> Solution[Any]:
+        """Solve for x and tell all: value, result codes, stats. Options as ``fixed_point``."""
+        return self.solve_map(*self.prepared(x, z0), **options)
+
+    def solve_map(
+        self, step: Callable[..., Any], start: Any, injected: tuple[Any, ...], **options: Any
+    ) -> Solution[Any]:
+        """``solve`` for what was ``prepared``."""
         ways = {"solver": self.solver, "adjoint": self.adjoint, "coupled": self.couples_batch()}
-        return fixed_point(self.bound_step(), start, injected, **{**ways, **options})
+        found = fixed_point(step, start, injected, **{**ways, **options})
+        self.after_solve(found, *injected)
+        return found
 
 
 def captured(fn: Any) -> Iterator[tuple[str, Any]]:

@@ -1,8 +1,13 @@
-"""MDEQ: one equilibrium of feature maps at several scales (Bai, Koltun and Kolter 2020)."""
+"""MDEQ: one equilibrium of feature maps at several scales (Bai, Koltun and Kolter 2020).
+
+With what stands around it: the stem before it, the heads for classes and for pixels after it.
+"""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,22 +21,29 @@ from equilibria.engine.solver import SolverOptions
 from .constraints import Constraint, WeightNormalized, constrain
 from .deq import MonitoredMapLayer
 from .inputs import (
-    channels_last,
     check_groups,
     check_input,
     check_kernel,
     check_sizes,
     lowered,
     solving_dtype,
+    zeros_as,
 )
 
-__all__ = ["MDEQ"]
+__all__ = ["MDEQ", "MDEQClassifier", "MDEQSegmenter", "MDEQStem"]
 
 
 def _small(conv: nn.Conv2d) -> nn.Conv2d:
     """Start from N(0, 0.01²), as the authors do where no weight normalization follows."""
-    nn.init.normal_(conv.weight, std=0.01)
+    for p in conv.parameters():
+        nn.init.normal_(p, std=0.01)
     return conv
+
+
+def _conv(
+    inputs: int, outputs: int, size: int, *, stride: int = 1, bias: bool = False
+) -> nn.Conv2d:
+    return _small(nn.Conv2d(inputs, outputs, size, stride=stride, padding=size // 2, bias=bias))
 
 
 def _gain(norm: nn.GroupNorm, value: float) -> None:
@@ -105,7 +117,7 @@ class Downsample(nn.Module):
         for level in range(levels):
             last = level == levels - 1
             width = outputs if last else inputs
-            parts.append(_small(nn.Conv2d(inputs, width, 3, stride=2, padding=1, bias=False)))
+            parts.append(_conv(inputs, width, 3, stride=2))
             parts.append(nn.GroupNorm(groups, width, affine=affine))
             if not last:
                 parts.append(nn.ReLU())
@@ -127,7 +139,7 @@ class Upsample(nn.Module):
     ) -> None:
         super().__init__()
         self.factor = float(2**levels)
-        self.conv = _small(nn.Conv2d(inputs, outputs, 1, bias=False))
+        self.conv = _conv(inputs, outputs, 1)
         self.norm = nn.GroupNorm(groups, outputs, affine=affine)
         _gain(self.norm, calm)
 
@@ -191,25 +203,12 @@ class MDEQ(MonitoredMapLayer):
     tuple of tensors, the finest first; ``layer(x)`` returns that tuple, for ``MDEQClassifier`` or
     ``MDEQSegmenter``.
 
-    The networks of the paper for CIFAR-10 are, with ``MDEQStem`` and ``MDEQClassifier``,
-
-    | channels | head channels | final | pointwise | parameters | the paper |
-    |---|---|---|---|---|---|
-    | (32, 64, 128, 256) | (10, 20, 40, 80) | 1280 | yes | 10,006,958 | 10 M |
-    | (24, 24) | (8, 16) | 340 | no | 169,670 | 170 k |
-
-    with ``post_affine=False``, ten classes, dropout 0.3 and 0.25. The authors' own configuration
-    files have the heads (14, 28, 56, 112) to 1680 and (8, 16) to 200, with which we count
-    11,097,438 and 158,890: the paper's round numbers are not theirs to the digit.
-
     Weights under a constraint are evaluated once a solve. Dropout is variational: one mask a
     sample, channel and block, drawn once a solve in training mode, so that the map stays one map.
     Group norm after every convolution makes the map blind to the scale of its weights, and with all
     its gains at 1 (``calm=1``, the authors' start) no solver finds a fixed point of an untrained
-    MDEQ: they train a shallow weight-tied network first. With ``calm=0.2`` the gains start so that
-    the input speaks louder than the state, and the untrained layer converges (ours). To train the
-    shallow network first all the same, set
-    ``layer.solver, layer.adjoint = Picard(rtol=0.0, max_steps=10), Unrolled()``.
+    MDEQ: they train a shallow weight-tied network first. With ``calm=0.2`` (ours) the gains start
+    so that the input speaks louder than the state, and the untrained layer converges.
 
     Args:
         channels: of each scale, the finest first.
@@ -227,6 +226,8 @@ class MDEQ(MonitoredMapLayer):
         solver, adjoint: Anderson() and Implicit() if not given. The authors' Broyden takes as many
             steps and twice the memory.
     """
+
+    shown = ("channels", "dropout", "jacobian_weight")
 
     def __init__(
         self,
@@ -255,43 +256,22 @@ class MDEQ(MonitoredMapLayer):
             check_groups("MDEQ", f"channels[{i}]", c, groups)
         self.dropout = dropout
         check_number(self, "dropout", low=0.0, high=1.0, high_open=True)
-
         self.calm = calm
         check_number(self, "calm", low=0.0, high=1.0, low_open=True)
         if calm != 1.0 and not affine:
             raise ValueError(
                 f"MDEQ(affine=False, calm={calm:g}): there are no gains; use calm=1.0."
             )
-
-        def scale(i: int, c: int, count: int) -> nn.ModuleList:
-            return nn.ModuleList(
-                ScaleBlock(
-                    c,
-                    expansion=expansion,
-                    groups=groups,
-                    kernel_size=kernel_size,
-                    affine=affine,
-                    constraint=constraint,
-                    calm=calm,
-                    injected=i == k == 0,
-                )
-                for k in range(count)
-            )
-
-        pairs = zip(self.channels, self.blocks, strict=True)
-        self.scales = nn.ModuleList(scale(i, c, n) for i, (c, n) in enumerate(pairs))
+        shared: dict[str, Any] = {"groups": groups, "affine": affine, "constraint": constraint}
+        shared["calm"] = calm
+        block = partial(ScaleBlock, expansion=expansion, kernel_size=kernel_size, **shared)
+        self.scales = nn.ModuleList(
+            nn.ModuleList(block(c, injected=i == k == 0) for k in range(count))
+            for i, (c, count) in enumerate(zip(self.channels, self.blocks, strict=True))
+        )
         self.fusion: Fusion | None = None
         if len(self.channels) > 1:
-            self.fusion = Fusion(
-                self.channels,
-                groups=groups,
-                affine=affine,
-                post_affine=post_affine,
-                constraint=constraint,
-                calm=calm,
-            )
-
-    # ------------------------------------------------------------------ the map
+            self.fusion = Fusion(self.channels, post_affine=post_affine, **shared)
 
     def inject(self, x: Tensor) -> tuple[Any, ...]:
         """x, checked, and in training mode the dropout masks [B, C, 1, 1] of this solve."""
@@ -299,58 +279,38 @@ class MDEQ(MonitoredMapLayer):
         if not self.training or self.dropout == 0.0:
             return x, ()
         keep = 1.0 - self.dropout
-        masks = [
-            torch.empty(x.shape[0], c, 1, 1, dtype=x.dtype, device=x.device).bernoulli_(keep) / keep
-            for c, count in zip(self.channels, self.blocks, strict=True)
-            for _ in range(count)
-        ]
-        return x, tuple(masks)
+        pairs = zip(self.channels, self.blocks, strict=True)
+        channels = [c for c, count in pairs for _ in range(count)]
+        return x, tuple(x.new_empty(x.shape[0], c, 1, 1).bernoulli_(keep) / keep for c in channels)
 
     def start(self, x: Tensor, *injected: Any) -> tuple[Tensor, ...]:
         """Zero at every scale, in the memory format of x."""
         height, width = x.shape[2:]
-        form = torch.channels_last if channels_last(x) else torch.contiguous_format
-        return tuple(
-            torch.empty(
-                (x.shape[0], c, height >> i, width >> i),
-                dtype=solving_dtype(x),
-                device=x.device,
-                memory_format=form,
-            ).zero_()
-            for i, c in enumerate(self.channels)
-        )
+        shapes = [(x.shape[0], c, height >> i, width >> i) for i, c in enumerate(self.channels)]
+        return tuple(zeros_as(x, shape, solving_dtype(x)) for shape in shapes)
 
     def weights(self) -> tuple[Tensor, ...]:
         """The kernels under a constraint, evaluated, in the order in which the map uses them."""
-        convs: list[nn.Module] = []
-        for blocks in self._blocks():
-            convs += [conv for block in blocks for conv in (block.conv1, block.conv2)]
+        scales: Any = self.scales
+        convs = [conv for blocks in scales for b in blocks for conv in (b.conv1, b.conv2)]
         if self.fusion is not None:
-            convs += list(self.fusion.mix)
-        kernels: list[Any] = [conv.weight for conv in convs]
-        return tuple(lowered(kernel) for kernel in kernels)
-
-    def _blocks(self) -> list[list[ScaleBlock]]:
-        return [list(scale) for scale in self.scales]  # type: ignore[call-overload]
+            convs += self.fusion.mix
+        return tuple(lowered(conv.weight) for conv in convs)
 
     def step(self, z: Any, *injected: Any) -> tuple[Tensor, ...]:
         """T(z; x)."""
         return self._map(self.weights(), z, *injected)
 
     def bound_step(self) -> Callable[..., Any]:
-        weights = self.weights()
-
-        def step(z: Any, *injected: Any) -> tuple[Tensor, ...]:
-            return self._map(weights, z, *injected)
-
-        return step
+        return partial(self._map, self.weights())
 
     def _map(
         self, weights: tuple[Tensor, ...], z: Any, x: Tensor, masks: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...]:
         kernels, rest = iter(weights), iter(masks)
+        scales: Any = self.scales
         h = []
-        for i, blocks in enumerate(self._blocks()):
+        for i, blocks in enumerate(scales):
             out = z[i]
             for k, block in enumerate(blocks):
                 injection = x if i == k == 0 else None
@@ -369,9 +329,6 @@ class MDEQ(MonitoredMapLayer):
                 "crop the input."
             )
 
-    def extra_repr(self) -> str:
-        return f"{self.channels}, dropout={self.dropout:g}, {super().extra_repr()}"
-
 
 def _counts(name: str, value: object, length: int | None) -> tuple[int, ...]:
     """A tuple of positive integers; one number stands for ``length`` of them."""
@@ -383,3 +340,159 @@ def _counts(name: str, value: object, length: int | None) -> tuple[int, ...]:
         raise ValueError(f"MDEQ({name}={value!r}): expected {length} entries, one a scale.")
     check_sizes("MDEQ", {f"{name}[{i}]": v for i, v in enumerate(value)})
     return tuple(value)
+
+
+# ---------------------------------------------------------------------- around it
+
+_EXPANSION = 4
+
+
+def _normalized(conv: nn.Conv2d) -> list[nn.Module]:
+    return [conv, nn.BatchNorm2d(conv.out_channels), nn.ReLU()]
+
+
+class MDEQStem(nn.Sequential):
+    """Images [B, in_channels, H, W] → features [B, channels, H/2^d, W/2^d] to be injected.
+
+    Two 3 × 3 convolutions (more where d > 2), each with batch norm and ReLU, the first d of stride
+    2; then, with ``pointwise``, a 1 × 1 one. The authors leave that out of their two-scale CIFAR
+    network.
+
+    Args:
+        channels: ``channels[0]`` of the MDEQ.
+        in_channels: of the images.
+        downsample: d, how often the image is halved: 0 for CIFAR, 2 for ImageNet.
+        pointwise: whether the 1 × 1 convolution follows.
+    """
+
+    def __init__(
+        self, channels: int, *, in_channels: int = 3, downsample: int = 0, pointwise: bool = True
+    ) -> None:
+        check_sizes("MDEQStem", {"channels": channels, "in_channels": in_channels})
+        check_sizes("MDEQStem", {"downsample": downsample}, least=0)
+        parts: list[nn.Module] = []
+        for i in range(max(2, downsample)):
+            stride = 2 if i < downsample else 1
+            parts += _normalized(_conv(channels if i else in_channels, channels, 3, stride=stride))
+        if pointwise:
+            parts += _normalized(_conv(channels, channels, 1))
+        super().__init__(*parts)
+
+
+class _Bottleneck(nn.Module):
+    """ReLU(BN(A₃ * ReLU(BN(A₂ * ReLU(BN(A₁ * z))))) + BN(S * z)), A₁, A₃, S 1 × 1 and A₂ 3 × 3."""
+
+    def __init__(self, inputs: int, width: int) -> None:
+        super().__init__()
+        outputs = _EXPANSION * width
+        self.narrow = _conv(inputs, width, 1)
+        self.spatial = _conv(width, width, 3)
+        self.widen = _conv(width, outputs, 1)
+        norms = (nn.BatchNorm2d(c, affine=False) for c in (width, width, outputs))
+        self.norm1, self.norm2, self.norm3 = norms
+        self.skip: nn.Module = nn.Identity()
+        if inputs != outputs:
+            self.skip = nn.Sequential(_conv(inputs, outputs, 1), nn.BatchNorm2d(outputs))
+
+    def forward(self, z: Tensor) -> Tensor:
+        out = F.relu(self.norm1(self.narrow(z)))
+        out = F.relu(self.norm2(self.spatial(out)))
+        return F.relu(self.norm3(self.widen(out)) + self.skip(z))
+
+
+class MDEQClassifier(nn.Module):
+    """States (z_1, …, z_n) of an MDEQ → logits [B, num_classes].
+
+    y_1 = B_1(z_1), y_{i+1} = B_{i+1}(z_{i+1}) + D_i(y_i): each scale goes through a bottleneck to
+    4·head_channels[i] channels and is added to the finer ones, brought down by strided 3 × 3
+    convolutions. Then 1 × 1 to ``final_channels``, the mean over pixels, and a linear map.
+
+    Args:
+        channels: those of the MDEQ, the finest first.
+        num_classes: how many logits.
+        head_channels: the width of the bottlenecks, one for each scale.
+        final_channels: of the last feature map.
+    """
+
+    def __init__(
+        self,
+        channels: Sequence[int],
+        num_classes: int,
+        *,
+        head_channels: Sequence[int],
+        final_channels: int,
+    ) -> None:
+        super().__init__()
+        self.channels = tuple(channels)
+        if len(head_channels) != len(self.channels):
+            raise ValueError(
+                f"MDEQClassifier(head_channels={tuple(head_channels)}): expected "
+                f"{len(self.channels)} entries, one for each of channels={self.channels}."
+            )
+        sizes = {"num_classes": num_classes, "final_channels": final_channels}
+        sizes |= {f"channels[{i}]": c for i, c in enumerate(self.channels)}
+        sizes |= {f"head_channels[{i}]": c for i, c in enumerate(head_channels)}
+        check_sizes("MDEQClassifier", sizes)
+        wide = [_EXPANSION * c for c in head_channels]
+        pairs = zip(self.channels, head_channels, strict=True)
+        self.widen = nn.ModuleList(_Bottleneck(a, b) for a, b in pairs)
+        self.down = nn.ModuleList(
+            nn.Sequential(*_normalized(_conv(a, b, 3, stride=2, bias=True)))
+            for a, b in itertools.pairwise(wide)
+        )
+        last = _conv(wide[-1], final_channels, 1, bias=True)
+        self.final = nn.Sequential(*_normalized(last))
+        self.linear = nn.Linear(final_channels, num_classes)
+
+    def forward(self, states: Sequence[Tensor]) -> Tensor:
+        _check_states("MDEQClassifier", states, self.channels)
+        y = self.widen[0](states[0])
+        for down, widen, z in zip(self.down, self.widen[1:], states[1:], strict=True):
+            y = widen(z) + down(y)
+        logits: Tensor = self.linear(self.final(y).mean((2, 3)))
+        return logits
+
+
+class MDEQSegmenter(nn.Module):
+    """States (z_1, …, z_n) of an MDEQ → logits [B, num_classes, H, W] at the finest scale.
+
+    All scales are brought to the finest by bilinear interpolation and set beside each other; a
+    1 × 1 convolution with batch norm and ReLU and a last convolution follow.
+
+    Args:
+        channels: those of the MDEQ, the finest first.
+        num_classes: classes of a pixel.
+        kernel_size: of the last convolution, odd.
+    """
+
+    def __init__(self, channels: Sequence[int], num_classes: int, *, kernel_size: int = 1) -> None:
+        super().__init__()
+        self.channels = tuple(channels)
+        sizes = {"num_classes": num_classes}
+        sizes |= {f"channels[{i}]": c for i, c in enumerate(self.channels)}
+        check_sizes("MDEQSegmenter", sizes)
+        check_kernel("MDEQSegmenter", kernel_size)
+        total = sum(self.channels)
+        self.mix = nn.Sequential(*_normalized(_conv(total, total, 1, bias=True)))
+        self.classify = _conv(total, num_classes, kernel_size, bias=True)
+
+    def forward(self, states: Sequence[Tensor], size: tuple[int, int] | None = None) -> Tensor:
+        """Logits; with ``size`` = (H, W) of the image they are interpolated to its pixels."""
+        _check_states("MDEQSegmenter", states, self.channels)
+        shape = states[0].shape[2:]
+        same = [states[0], *(_bilinear(z, shape) for z in states[1:])]
+        logits: Tensor = self.classify(self.mix(torch.cat(same, 1)))
+        return logits if size is None else _bilinear(logits, size)
+
+
+def _bilinear(z: Tensor, size: Sequence[int]) -> Tensor:
+    return F.interpolate(z, size=tuple(size), mode="bilinear", align_corners=True)
+
+
+def _check_states(owner: str, states: Sequence[Tensor], channels: tuple[int, ...]) -> None:
+    found = tuple(z.shape[1] for z in states) if isinstance(states, (tuple, list)) else None
+    if found != channels:
+        given = type(states).__name__ if found is None else f"states of {found} channels"
+        raise ValueError(
+            f"{owner} takes the tuple of states of an MDEQ with channels {channels}, got {given}."
+        )

@@ -13,15 +13,12 @@ from typing import Any, ClassVar, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from equilibria.adjoints import Implicit
-from equilibria.adjoints.quarantine import failed_codes
 from equilibria.certify import CompositeCertificate, Guaranteed, certify
 from equilibria.engine.adjoint import Adjoint
 from equilibria.engine.result import BackwardStats, ConvergenceWarning, Result, Solution, Stats
 from equilibria.engine.solver import SolverOptions
-from equilibria.engine.transforms import uncached
 from equilibria.engine.tree import sample_norm
 from equilibria.entry import check_ways, fixed_point
 from equilibria.ops.pooling import average_pool
@@ -170,14 +167,11 @@ def solve_branch(layer: Any, x: Tensor, z0: Any, options: dict[str, Any]) -> Sol
 def _of_map(layer: MapLayer, x: Tensor, z0: Any) -> BranchMap:
     if isinstance(layer, MonotoneDEQ) and isinstance(layer.solver, SplittingSolver):
         return _of_inclusion(layer, layer.solver, x, z0)
-    injected = layer.injected(x)
-    start = layer.start(x, *injected) if z0 is None else z0
-    layer.check_state(start, x)
-    step = layer.bound_step()
+    step, start, injected = layer.prepared(x, z0)
 
     def tell(solution: Solution[Any]) -> None:
+        layer.after_solve(solution, *injected)
         if isinstance(layer, MonitoredMapLayer):
-            layer.after_solve(solution.value, failed_codes(solution.result), *injected)
             layer.tell(solution, step, injected)
         else:
             report(layer, solution)
@@ -386,8 +380,7 @@ class MultiBranch(nn.Module):
 
         chosen = {"solver": self.solver, "adjoint": self.adjoint, **options}
         start = tuple(m.start for m in maps)
-        with uncached(pytree.tree_leaves(start)[0]):
-            found = fixed_point(step, start, tuple(m.args for m in maps), **chosen)
+        found = fixed_point(step, start, tuple(m.args for m in maps), **chosen)
         value = tuple(m.finish(z) for m, z in zip(maps, found.value, strict=True))
         parts = tuple(Solution(z, found.result, found.stats) for z in value)
         for branch, part in zip(maps, parts, strict=True):

@@ -16,10 +16,9 @@ from equilibria.problems import (
     NonNegative,
     Prior,
 )
-from equilibria.problems.norms import NormBound
 
 from .constraints import Constraint, NormBounded, constrain
-from .inputs import check_input, check_kernel, check_prior, check_sizes, lowered, zeros_like_input
+from .inputs import check_input, check_kernel, check_prior, check_sizes, lowered, zeros_as
 from .layer import EquilibriumLayer
 
 # How far the true norm may lie above the nominal bound (map size, one power iteration a step).
@@ -54,6 +53,8 @@ class WeightedLayer(EquilibriumLayer):
     Convolutional: x [B, in, H, W], state [B, channels, H, W].
     """
 
+    shown = ("channels", "mid", "in_channels", "kernel_size", "prior", "constraint")
+
     def __init__(
         self,
         channels: int,
@@ -79,14 +80,9 @@ class WeightedLayer(EquilibriumLayer):
         self.kernel_size = kernel_size
         self.prior = prior
         self.constraint = constraint
-        self.W = constrain(self._linear(channels, mid, False), "weight", constraint)
-        self.U = self._linear(self.in_channels, features, bias)
-
-    def _linear(self, inputs: int, outputs: int, bias: bool) -> nn.Module:
-        if self.kernel_size is None:
-            return nn.Linear(inputs, outputs, bias=bias)
-        k = self.kernel_size
-        return nn.Conv2d(inputs, outputs, k, padding=k // 2, bias=bias)
+        free = linear(channels, mid, kernel_size, bias=False)
+        self.W = constrain(free, "weight", constraint)
+        self.U = linear(self.in_channels, features, kernel_size, bias=bias)
 
     @property
     def convolutional(self) -> bool:
@@ -109,26 +105,15 @@ class WeightedLayer(EquilibriumLayer):
 
     def operator(self) -> LinearOperator:
         """W, its constraint evaluated once; under autocast already in the lower precision."""
-        weight = lowered(self.W.weight)
-        return ConvOperator(weight) if self.convolutional else DenseOperator(weight)
+        return weight_operator(lowered(self.W.weight))
 
     def input_operator(self) -> LinearOperator:
         """U without its bias: the linear part of x ↦ c."""
-        weight: Any = self.U.weight
-        return ConvOperator(weight) if self.convolutional else DenseOperator(weight)
+        return weight_operator(self.U.weight)
 
     def input_norm_upper(self) -> float:
         """A proven upper bound on the norm of x ↦ c, for the Lipschitz certificate: ‖U‖₂."""
         return self.input_operator().norm_upper()
-
-    def norm(self, size: int | tuple[int, int] | None = None) -> NormBound:
-        """‖W‖₂ on maps of ``size`` pixels: an estimate from below and a proven upper bound."""
-        if not self.convolutional:
-            return self.operator().norm()
-        if size is None:
-            raise ValueError(f"{type(self).__name__}.norm needs size, the pixels of the map.")
-        pixels = (size, size) if isinstance(size, int) else size
-        return self.operator().norm((self.channels, *pixels))
 
     def nominal_norm(self) -> float | None:
         """What the constraint says of ‖W‖₂, with a margin."""
@@ -136,14 +121,20 @@ class WeightedLayer(EquilibriumLayer):
 
     def start(self, problem: HiddenProblem, x: Tensor) -> Tensor:
         """Zero, in the memory format of x and in the precision of c."""
-        return zeros_like_input(problem.inputs()[0], x, self.state_channels)
+        shape = (x.shape[0], self.state_channels, *x.shape[2:])
+        return zeros_as(x, shape, problem.inputs()[0].dtype)
 
     def starts_at_zero(self) -> bool:
         return type(self).start is WeightedLayer.start
 
-    def extra_repr(self) -> str:
-        kernel = f", kernel_size={self.kernel_size}" if self.convolutional else ""
-        parts = f"{self.channels}, {self.mid}, in_channels={self.in_channels}{kernel}"
-        return (
-            f"{parts}, prior={self.prior!r}, constraint={self.constraint!r}, {super().extra_repr()}"
-        )
+
+def linear(inputs: int, outputs: int, kernel_size: int | None, *, bias: bool) -> nn.Module:
+    """A matrix, or with a kernel size a convolution that keeps the size of its maps."""
+    if kernel_size is None:
+        return nn.Linear(inputs, outputs, bias=bias)
+    return nn.Conv2d(inputs, outputs, kernel_size, padding=kernel_size // 2, bias=bias)
+
+
+def weight_operator(weight: Any) -> LinearOperator:
+    """A weight [out, in] as a matrix, [out, in, k, k] as a zero-padded convolution."""
+    return DenseOperator(weight) if weight.ndim == 2 else ConvOperator(weight)
