@@ -214,14 +214,13 @@ def test_all_is_as_before_after_an_error() -> None:
     assert not layer._forward_hooks
 
 
-def test_branches_count_one_by_one_and_a_joint_one_as_a_whole() -> None:
+def test_branches_count_one_by_one() -> None:
     def branch() -> eq.nn.GEQ:
         return eq.nn.GEQ(4, 4, patch=eq.Patches(channels=2, size=2), hidden=None)
 
     apart = eq.nn.MultiBranch([branch(), branch()], (4, 2))
-    joint = eq.nn.MultiBranch([branch(), branch()], (4, 2), joint=True)
-    model = nn.ModuleDict({"apart": apart, "joint": joint})
-    assert list(solving_layers(model)) == ["apart.branches.0", "apart.branches.1", "joint"]
+    model = nn.ModuleDict({"apart": apart})
+    assert list(solving_layers(model)) == ["apart.branches.0", "apart.branches.1"]
     marks = Marks(torch.device("cpu"))
     with marked(apart, marks):
         apart(torch.randn(2, 4, 4, 4)).sum().backward()

@@ -137,9 +137,9 @@ class SolverRecorder:
         seen.clear()
 
     def _keep(self, name: str, found: Solution[Any]) -> None:
-        # A MultiBranch that solves its branches one by one says how each of them did.
+        # A MultiBranch solves its branches one by one and says how each of them did.
         parts = getattr(found, "parts", ())
-        if parts and not getattr(self._layers[name], "joint", False):
+        if parts:
             for number, (branch, part) in enumerate(
                 zip(self._layers[name].branches, parts, strict=True)
             ):

@@ -100,7 +100,7 @@ def solving_layers(model: nn.Module) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, layer in equilibrium_layers(model).items():
         inner: dict[str, Any] = {name: layer}
-        if getattr(layer, "joint", None) is False:
+        if hasattr(layer, "branches"):
             prefix = f"{name}." if name else ""
             branches: Any = layer.branches
             inner = {f"{prefix}branches.{i}": branch for i, branch in enumerate(branches)}
