@@ -17,13 +17,12 @@ import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from equilibria.engine.result import Solution
-from equilibria.engine.tree import sample_norm
 from equilibria.problems.activated import Activated
 from equilibria.problems.norms import SAFETY, UNIT, exact
 from equilibria.problems.priors import Free, Prior
@@ -32,7 +31,7 @@ from equilibria.problems.regularizers import Regularizer
 
 from .guarantee import Guarantee, solved
 from .map_certificate import MapCertificate
-from .rounding import direct_convolutions, residual_rounding
+from .rounding import direct_convolutions, norm, residual_rounding
 
 __all__ = ["certify_block_chain", "regularizer_factor"]
 
@@ -47,35 +46,18 @@ class BlockChain(Protocol):
     Wᵀσ(Wz + c), and a call (z, c) ↦ α·image + (1 − α)z.
     """
 
-    @property
-    def prior(self) -> Prior: ...
-
-    @property
-    def regularizer(self) -> Regularizer | None: ...
-
-    @property
-    def regularize(self) -> str: ...
-
-    @property
-    def alpha(self) -> Sequence[float] | None: ...
+    prior: Prior
+    regularizer: Regularizer | None
+    regularize: Literal["gradient", "prox"]
+    alpha: tuple[float, ...] | None
 
     def solve(self, x: Tensor) -> Solution[Tensor]: ...
-
     def inject(self, x: Tensor) -> tuple[Tensor, ...]: ...
-
     def check_state(self, z: Tensor, x: Tensor) -> None: ...
-
     def bound_blocks(self) -> Sequence[Any]: ...
-
     def each_block(self) -> Sequence[Any]: ...
-
     def regularized(self, z: Tensor) -> Tensor: ...
-
     def eval(self) -> Any: ...
-
-
-def _norm(t: Tensor) -> Tensor:
-    return sample_norm([t])
 
 
 @dataclass(frozen=True)
@@ -117,31 +99,25 @@ def regularizer_factor(regularizer: Regularizer | None, form: str) -> float:
     return max(abs(1.0 - low), abs(1.0 - high)) * _UP
 
 
-def _regularizer_rounding(
-    regularizer: Regularizer | None, z: Tensor, moved: Tensor
-) -> tuple[Tensor, bool]:
-    """How far the computed z − ∂R(z) or prox_R(z) is from the exact one, [B]; whether derived."""
-    if regularizer is None:
-        return torch.zeros_like(_norm(z)), True
-    own = regularizer.step_rounding(z, moved)
-    if own is None:
-        return SAFETY * (z[0].numel() + 64) * UNIT * _norm(z.abs() + moved.abs()), False
-    return SAFETY * own, True
-
-
 def _evaluate(
     layer: BlockChain, numbers: _Exact, z: Tensor, c: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor, bool]:
     """T(z) in float64, a bound on its distance from the exact one [B]; whether that is derived."""
     state = layer.regularized(z)
-    off, derived = _regularizer_rounding(layer.regularizer, z, state)
+    off, derived = torch.zeros_like(norm(z)), True
+    if layer.regularizer is not None:
+        own = layer.regularizer.step_rounding(z, state)
+        derived = own is not None
+        if own is None:
+            own = (z[0].numel() + 64) * UNIT * norm(z.abs() + state.abs())
+        off = SAFETY * own
     for block, q, part in zip(numbers.blocks, numbers.factors, c, strict=True):
         image = block.image(state, part)
         problem = Problem(Free(), Activated(block.operator, part, block.prior))
         # It bounds the error of the image, and some more for that of a norm.
-        own, known = residual_rounding(problem, state, image)
-        own = own + SAFETY * 8 * UNIT * _norm(state.abs() + image.abs())  # of the skip
-        off, derived = q * off + own, derived and known
+        block_off, known = residual_rounding(problem, state, image)
+        skip_off = SAFETY * 8 * UNIT * norm(state.abs() + image.abs())
+        off, derived = q * off + (block_off + skip_off), derived and known
         state = block(state, part)
     return state, off * _UP, derived
 
@@ -179,7 +155,7 @@ def _certify(
     rho = math.prod(numbers.factors) * r * (1.0 + 4 * len(numbers.blocks) * UNIT)
     image, off, derived = _evaluate(model, numbers, z, c)
     gap = z - image
-    residual = _norm(gap)
+    residual = norm(gap)
     n = z[0].numel() + 4
     off = off + SAFETY * (n + 1) * UNIT * residual  # of the difference and of its norm
     finite = (residual + off).isfinite()
@@ -198,7 +174,6 @@ def _certify(
         error_bound=error,
         rounding=off,
         contraction=rho if math.isfinite(rho) else None,
-        modulus=None,
         lipschitz=lipschitz,
         lipschitz_note=why,
         solver=solver,
