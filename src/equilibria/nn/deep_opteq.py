@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -29,9 +29,8 @@ from equilibria.problems import (
 from equilibria.solvers import Picard, SequentialAveraging
 
 from .constraints import Constraint, NormBounded, OperatorNorm, constrain
-from .inputs import check_input, check_kernel, check_prior, check_sizes, lowered, zeros_as
-from .layer import MapLayer
-from .weighted import linear, weight_operator
+from .inputs import check_kernel, check_prior, check_sizes, lowered, zeros_as
+from .layer import FeatureLayer, MapLayer, linear, weight_operator
 
 __all__ = ["BoundBlock", "DeepOptEq", "OptEqBlock", "SeparableConv", "training_way"]
 
@@ -178,7 +177,7 @@ def _operator(module: nn.Module) -> LinearOperator:
     return weight_operator(lowered(module.weight))
 
 
-class DeepOptEq(MapLayer):
+class DeepOptEq(FeatureLayer, MapLayer):
     """z = T(z) = f_L ∘ … ∘ f_1(z),  f_l(z) = α_l W_lᵀσ(W_l z + U_l x + b_l) + (1−α_l)z  (Eq 5–6).
 
     With L_σ‖W_l‖² ≤ 1 each f_l is the proximal operator of α_l·M_{φ_l}^{1−α_l}, so nonexpansive
@@ -201,18 +200,14 @@ class DeepOptEq(MapLayer):
     z₀ = x where x has the shape of z (Algorithm 1), else at zero.
 
     Args:
-        channels: channels of z.
+        channels, in_channels: channels of z; of x, which None makes the same.
         mids: channels of W_l z and U_l x, one number a block; its length is L.
-        in_channels: channels of x; None: ``channels``.
         kernel_size: None for vectors, else odd.
         separable: W_l and U_l are depthwise-separable convolutions, pointwise ∘ depthwise.
         alpha: α in (0, 1], one number or one a block.
         learn_alpha: make each α_l a parameter, sigmoid(``alpha_logits``), started at ``alpha``.
-        prior: f with σ = prox_f.
-        constraint: on every W_l: ``NormBounded(bound=...)``, ``WeightNormalized()`` or None.
-        bias: whether U_l x has a bias b_l.
-        regularizer: R of §5.1, or None.
-        regularize: its form, see above.
+        prior, constraint, bias: f with σ = prox_f, on every W_l, b_l; as in ``LayerOptions``.
+        regularizer, regularize: R of §5.1, or None, and its form, see above.
         solver, adjoint: Anderson() and Implicit() if not given.
     """
 
@@ -278,10 +273,6 @@ class DeepOptEq(MapLayer):
             )
             for mid in self.mids
         )
-
-    @property
-    def convolutional(self) -> bool:
-        return self.kernel_size is not None
 
     def alphas(self) -> Tensor:
         """α_1 … α_L [L], in the dtype and on the device of the weights; learned ones with graph."""
@@ -349,10 +340,6 @@ class DeepOptEq(MapLayer):
         """What is proven of the fixed point for x, and of z (None: the layer's own answer)."""
         return certify_block_chain(self, x, z)
 
-    def check_input(self, x: Tensor) -> None:
-        """Raise unless x is a floating tensor [B, in] or [B, in, H, W] in the layer's dtype."""
-        check_input(self, x, self.in_channels, convolutional=self.convolutional)
-
     def check_state(self, z: object, x: Tensor) -> None:
         """Raise unless z is shaped as the state for x."""
         expected = (x.shape[0], self.channels, *x.shape[2:])
@@ -418,35 +405,27 @@ def _check_regularizer(regularizer: object, regularize: object) -> None:
         )
 
 
-class TrainingWay(TypedDict):
-    """Two options of a layer; None: the layer's own default."""
-
-    solver: SolverOptions | None
-    adjoint: Adjoint
-
-
 def training_way(
     way: Literal["implicit", "sam", "unrolled"],
     *,
     steps: int = 20,
     regularizer: Regularizer | None = None,
     **options: Any,
-) -> TrainingWay:
-    """The solver and the adjoint of one of the three ways of Algorithm 1 (Xie et al. 2021).
+) -> dict[str, Any]:
+    """The options ``solver`` and ``adjoint`` of the three ways of Algorithm 1 (Xie et al. 2021).
 
     - ``"implicit"``: solve the fixed point by the layer's own solver, differentiate by the implicit
       function theorem. Memory does not grow with the steps.
     - ``"sam"``: K = ``steps`` steps of ``SequentialAveraging`` (Eq 11), differentiated step by
       step; ``regularizer`` is its R (None: ½‖z‖²), ``options`` are the solver's (rho, c, …).
     - ``"unrolled"``: K plain steps z ← T(z), differentiated step by step.
-
-    The way of a layer that exists is changed by setting ``layer.solver`` and ``layer.adjoint``.
     """
+    fixed: dict[str, Any] = {"rtol": 0.0, "atol": 0.0, "max_steps": steps}
     if way == "sam":
-        averaging = SequentialAveraging(
-            regularizer=regularizer, rtol=0.0, atol=0.0, max_steps=steps, **options
-        )
+        averaging = SequentialAveraging(regularizer=regularizer, **fixed, **options)
         return {"solver": averaging, "adjoint": Unrolled()}
+    if way not in ("implicit", "unrolled"):
+        raise ValueError(f"training_way({way!r}): expected 'implicit', 'sam' or 'unrolled'.")
     if regularizer is not None or options:
         given = sorted([*options, *(["regularizer"] if regularizer is not None else [])])
         raise TypeError(
@@ -454,8 +433,5 @@ def training_way(
             "regularizer of §5.1 is an option of the layer."
         )
     if way == "unrolled":
-        plain = Picard(rtol=0.0, atol=0.0, max_steps=steps)
-        return {"solver": plain, "adjoint": Unrolled()}
-    if way == "implicit":
-        return {"solver": None, "adjoint": Implicit()}
-    raise ValueError(f"training_way({way!r}): expected 'implicit', 'sam' or 'unrolled'.")
+        return {"solver": Picard(**fixed), "adjoint": Unrolled()}
+    return {"solver": None, "adjoint": Implicit()}

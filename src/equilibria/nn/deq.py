@@ -83,8 +83,6 @@ class MonitoredMapLayer(MapLayer):
             for found in wanted:
                 found.add(self, self.jacobian_weight * mean)
 
-    # ------------------------------------------------------------------ the Jacobian
-
     def forward_with_penalty(self, x: Any, z0: Any = None) -> tuple[Any, Tensor]:
         """(z*, ‖J‖²_F/n of each sample [B]), both with a graph, from one map.
 
@@ -129,8 +127,6 @@ class MonitoredMapLayer(MapLayer):
         if failed is None:
             return values, torch.ones_like(values, dtype=torch.bool)
         return torch.where(failed, 0.0, values), ~failed
-
-    # ------------------------------------------------------------------ certificate
 
     @torch.no_grad()
     def certify(self, x: Any, z: Any = None) -> MapCertificate:
@@ -285,8 +281,8 @@ class DEQ(BlockHolder, MonitoredMapLayer):
             a function x → z0, which a state that is a tree needs.
         contraction: ρ, if you can prove ‖block(a, x) − block(b, x)‖ ≤ ρ‖a − b‖ for all a, b, x and
             all weights to come. A block with a method ``contraction_bound()`` is asked instead.
-        jacobian_weight: of ‖J‖²_F/n in what ``collect_penalties`` sums.
-        jacobian_samples: random vectors for an estimate of ‖J‖²_F.
+        jacobian_weight, jacobian_samples: the weight of ‖J‖²_F/n in ``collect_penalties``, and the
+            random vectors for an estimate of it.
         solver, adjoint: Anderson() and Implicit() if not given.
     """
 
@@ -347,12 +343,7 @@ class RepeatedBlock(BlockHolder):
 
     An explicit network, differentiated by autograd; exactly K steps of Picard. Its state_dict has
     the names of the DEQ's, so that either loads the other's; ``deq.repeated(K)`` and
-    ``repeated.deq()`` share the block itself.
-
-    Args:
-        block: block(z, x) → z.
-        repeats: K.
-        start: z_0, as in DEQ.
+    ``repeated.deq()`` share the block itself. ``start`` is z_0, as in DEQ.
     """
 
     def __init__(
@@ -387,8 +378,7 @@ class ResidualBlock(nn.Module):
     the start, so that a solver needs few steps; with 1.0 the iteration is chaotic (§4.1.1).
 
     Args:
-        channels: of z and x.
-        inner: of W₁ * z; None: ``channels``.
+        channels, inner: of z and x; of W₁ * z, which None makes the same.
         groups: of the group norms; must divide ``channels`` and ``inner``.
         kernel_size: odd.
         std: of the normal distribution that both kernels start from.

@@ -23,7 +23,7 @@ from equilibria.problems.norms import convolution_norm_upper, dense_norm, exact,
 
 from .constraints import NormBounded, constrain
 from .inputs import check_sizes
-from .weighted import LayerOptions, WeightedLayer
+from .layer import LayerOptions, WeightedLayer
 
 __all__ = ["GEQ", "KerDEQ"]
 
@@ -32,7 +32,7 @@ class GEQ(WeightedLayer):
     """z* = argmin 1ᵀf(z) + ½‖z‖² − (1/2γ) Σᵢ exp(−γ‖(Ux + b − Wz)ᵢW_h‖²) (GEQ Eq 5–6, Eq 16).
 
     The layer map is T(z) = prox_f(Wᵀ·unpatch(eᵢrᵢM)), rᵢ the patches of Ux + b − Wz,
-    eᵢ = exp(−γrᵢMrᵢᵀ) and M = W_hW_hᵀ; no hidden tensor of width ``hidden`` is ever made.
+    eᵢ = exp(−γrᵢMrᵢᵀ) and M = W_hW_hᵀ.
 
     With patches it is convolutional: x [B, in_channels, H, W] → z [B, channels, H, W], U and W are
     k × k, W_h is [c_s·p², hidden]. Without, it is a layer of vectors: x [B, in_channels] →
@@ -44,8 +44,7 @@ class GEQ(WeightedLayer):
     fact 3). The bounds are nominal; ``problem(x).coupling.mu_upper()`` proves one.
 
     Args:
-        channels: channels of z.
-        mid: channels of Ux and Wz.
+        channels, mid: channels of z; of Ux and Wz.
         patch: how Wz is cut; ``patch.channels`` must divide ``mid``, ``patch.size`` H and W.
         hidden: columns of W_h, or None.
         gamma: γ, a positive number or a policy. A ``LearnedGamma`` becomes the parameter

@@ -13,7 +13,7 @@ from equilibria.problems import Coupling, HiddenProblem, Polynomial, Problem, Si
 from equilibria.problems.kernels import SIGMOID_CURVATURE, inner
 from equilibria.solvers import Anderson, ProximalGradient
 
-from .weighted import LayerOptions, WeightedLayer
+from .layer import LayerOptions, WeightedLayer
 
 __all__ = ["PolynomialEq", "SigmoidEq"]
 
@@ -67,10 +67,8 @@ class PolynomialEq(_ScalarKernelLayer):
     number of pixels, so give ``radius`` to hold ‖c‖ ≤ radius.
 
     Args:
-        channels: channels of z and Ux.
-        mid: channels of Wz.
-        degree: d ≥ 2.
-        offset: a, 1.0 or 0.0.
+        channels, mid: channels of z and Ux; of Wz.
+        degree, offset: d ≥ 2; a, 1.0 or 0.0.
         radius: scale c into the ball of this radius, sample by sample; None: leave it.
         options: see ``LayerOptions``. The solver is ProximalGradient() if not given; Anderson()
             where d is odd and above 2, for then no bound on the curvature is known from which to

@@ -59,9 +59,8 @@ class ScaleBlock(nn.Module):
     [B, C, 1, 1] of this solve (or None). W₁ widens C to expansion·C. Weights are given from
     outside, evaluated once for a solve.
 
-    ``calm`` < 1 makes the block listen to its input at the start: where x is ``injected`` GN₂
-    starts with the weight 1/calm, so that z counts for little beside it; elsewhere GN₃ starts with
-    calm, so that the other scales are heard; W₂ starts smaller by calm².
+    With ``calm`` < 1 the input is heard at the start: where x is ``injected`` GN₂ starts with the
+    weight 1/calm, elsewhere GN₃ with calm, for the other scales; W₂ starts smaller by calm².
     """
 
     def __init__(
@@ -358,11 +357,7 @@ class MDEQStem(nn.Sequential):
     2; then, with ``pointwise``, a 1 × 1 one. The authors leave that out of their two-scale CIFAR
     network.
 
-    Args:
-        channels: ``channels[0]`` of the MDEQ.
-        in_channels: of the images.
-        downsample: d, how often the image is halved: 0 for CIFAR, 2 for ImageNet.
-        pointwise: whether the 1 × 1 convolution follows.
+    ``channels`` is ``channels[0]`` of the MDEQ; d = ``downsample`` is 0 for CIFAR, 2 for ImageNet.
     """
 
     def __init__(
@@ -407,11 +402,7 @@ class MDEQClassifier(nn.Module):
     4·head_channels[i] channels and is added to the finer ones, brought down by strided 3 × 3
     convolutions. Then 1 × 1 to ``final_channels``, the mean over pixels, and a linear map.
 
-    Args:
-        channels: those of the MDEQ, the finest first.
-        num_classes: how many logits.
-        head_channels: the width of the bottlenecks, one for each scale.
-        final_channels: of the last feature map.
+    ``channels`` are those of the MDEQ, the finest first.
     """
 
     def __init__(
@@ -459,10 +450,7 @@ class MDEQSegmenter(nn.Module):
     All scales are brought to the finest by bilinear interpolation and set beside each other; a
     1 × 1 convolution with batch norm and ReLU and a last convolution follow.
 
-    Args:
-        channels: those of the MDEQ, the finest first.
-        num_classes: classes of a pixel.
-        kernel_size: of the last convolution, odd.
+    ``channels`` are those of the MDEQ, the finest first; ``kernel_size``, odd, is that of the last.
     """
 
     def __init__(self, channels: Sequence[int], num_classes: int, *, kernel_size: int = 1) -> None:

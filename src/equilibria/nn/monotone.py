@@ -33,8 +33,8 @@ from equilibria.problems.norms import convolution_norm_upper, dense_norm
 from equilibria.solvers.forward_backward import Splitting, SplittingIteration, SplittingSolver
 from equilibria.solvers.peaceman_rachford import PeacemanRachford
 
-from .inputs import check_input, check_kernel, check_prior, check_sizes, solving_dtype, zeros_as
-from .layer import MapLayer
+from .inputs import check_kernel, check_prior, check_sizes, solving_dtype, zeros_as
+from .layer import FeatureLayer, MapLayer
 
 __all__ = ["MonotoneDEQ", "TransposedSplitting"]
 
@@ -147,12 +147,12 @@ def _scaled(weight: Tensor, length: Tensor) -> Tensor:
     return weight * (length / norm.clamp_min(torch.finfo(norm.dtype).tiny))
 
 
-class MonotoneDEQ(MapLayer):
+class MonotoneDEQ(FeatureLayer, MapLayer):
     """z = σ(Wz + Ux + b), W = (1 − m)I − AᵀA + B − Bᵀ  (Nguyen 2022, Eq 3.1–3.3).
 
-    The layer of Winston and Kolter 2020.
-    I − W ⪰ mI for every A and B, so the inclusion 0 ∈ (I − W)z − (Ux + b) + ∂f(z), σ = prox_f, has
-    exactly one solution, also where the map σ(Wz + Ux + b) expands and plain iteration diverges.
+    The layer of Winston and Kolter 2020. I − W ⪰ mI for every A and B, so the inclusion
+    0 ∈ (I − W)z − (Ux + b) + ∂f(z), σ = prox_f, has exactly one solution, also where the map
+    σ(Wz + Ux + b) expands and plain iteration diverges.
 
     - dense: ``channels`` a number, no ``kernel_size``; x [B, in_channels], z [B, channels].
     - convolutional: with an odd ``kernel_size``; x [B, in_channels, H, W], z [B, channels, H, W].
@@ -162,14 +162,13 @@ class MonotoneDEQ(MapLayer):
 
     Args:
         channels: channels of z, one number or one a tier.
-        in_channels: channels of x; None: those of (the first tier of) z.
+        in_channels: channels of x; None: those of the first tier of z.
         kernel_size: None for vectors, else odd: the size of U, A, B (and of the down-sampling).
         m: the modulus of strong monotonicity, above 0.
         padding: of every convolution. "zeros": maps are zero beyond their edges (monDEQ pads x
             by k//2 and holds the border of z at zero, which is the same; our z has no border).
             "circular": maps are tori.
         prior: f with σ = prox_f.
-        bias: whether Ux has a bias.
         solver: ``PeacemanRachford()`` if not given: it converges for every W with about the m/L-th
             part of the steps of ``ForwardBackward()``, at the price of one inverse a solve.
             Other solvers (Anderson, Broyden, Picard) run on the layer's own map σ(Wz + c), where
@@ -226,11 +225,6 @@ class MonotoneDEQ(MapLayer):
             self.W = TieredWeights(self.channels, kernel_size, float(m), padding)
 
     @property
-    def convolutional(self) -> bool:
-        """Whether x and z are maps."""
-        return self.kernel_size is not None
-
-    @property
     def tiers(self) -> int:
         """How many maps the state has; with one it is a tensor, else a tuple."""
         return len(self.channels)
@@ -244,7 +238,7 @@ class MonotoneDEQ(MapLayer):
 
     def check_input(self, x: Tensor) -> None:
         """Raise unless x is a floating tensor of the right shape, in the layer's dtype."""
-        check_input(self, x, self.in_channels, convolutional=self.convolutional)
+        super().check_input(x)
         if self.kernel_size is None:
             return
         unit = 1 << (self.tiers - 1)

@@ -13,7 +13,7 @@ from equilibria.problems.activated import Activated
 from equilibria.problems.operators import TransposedOperator
 
 from .inputs import lowered
-from .weighted import LayerOptions, WeightedLayer, weight_operator
+from .layer import LayerOptions, WeightedLayer, weight_operator
 
 __all__ = ["OptEq"]
 
@@ -35,8 +35,7 @@ class OptEq(WeightedLayer):
     ζ [B, mid, H, W].
 
     Args:
-        channels: channels of z.
-        mid: channels of ζ, Ux and Wz.
+        channels, mid: channels of z; of ζ, Ux and Wz.
         form: which of the two is solved and returned.
         nu: ν of Theorem 1, which asks ν ≥ L_σ‖W‖² (``nu_needed()``).
         options: see ``LayerOptions``.
