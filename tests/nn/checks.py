@@ -15,6 +15,30 @@ from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 import equilibria as eq
+from tests.contracts.layer_contract import LayerContract
+
+
+class MapContract(LayerContract):
+    """The layer contract for maps: what asks for a hidden problem asks the map instead."""
+
+    def test_the_answer_is_a_stationary_point_of_the_problem(self) -> None:
+        layer: Any = self.precise()
+        x = self.drawn().double()
+        with torch.no_grad():
+            z = layer(x)
+            assert float((layer.step(z, *layer.inject(x)) - z).abs().max()) < 1e-10
+
+    def test_the_objective_is_finite_and_no_lower_anywhere_near(self) -> None:
+        pytest.skip("a map minimizes nothing")
+
+    def test_the_map_compiles(self) -> None:
+        torch._dynamo.reset()
+        layer: Any = self.made().eval()
+        x = self.drawn(2)
+        with torch.no_grad():
+            z, c, plain = layer(x), layer.inject(x), layer.bound_step()
+        step = torch.compile(lambda z: plain(z, *c), backend="aot_eager", fullgraph=True)
+        torch.testing.assert_close(step(z), plain(z, *c), rtol=1e-5, atol=1e-6)
 
 
 def leaves(z: Any) -> list[Tensor]:
