@@ -135,17 +135,6 @@ def test_power_iteration_follows_a_moving_weight() -> None:
     assert norm_of(module.eval()) == pytest.approx(0.9, rel=2e-3)
 
 
-def test_more_steps_follow_closer() -> None:
-    def lag(steps: int) -> float:
-        module = constrain(linear(scale=2.0), "weight", NormBounded(bound=0.9, steps=steps))
-        module.parametrizations.weight.original.data = randn(7, 5, seed=11)
-        _ = module.train().weight
-        return norm_of(module.eval()) / 0.9
-
-    assert lag(8) < lag(1) + 1e-12
-    assert lag(30) == pytest.approx(1.0, rel=1e-4)
-
-
 @pytest.mark.parametrize("kind", ["dense", "conv"])
 @pytest.mark.parametrize("scale", [2.0, 0.01])
 def test_gradient_passes_through_the_norm(kind: str, scale: float) -> None:

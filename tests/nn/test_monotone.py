@@ -12,13 +12,13 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 import equilibria as eq
 from equilibria.nn import MonotoneDEQ, TransposedSplitting
 from equilibria.solvers import ForwardBackward, PeacemanRachford
-from tests.contracts.layer_contract import EXACT, LayerContract
+from tests.contracts.layer_contract import EXACT
+from tests.nn.checks import MapContract, check_compiles, check_gradients
 from tests.problems.test_monotone_operator import modulus, numpy_w
 from tests.problems.test_monotone_tiers import conv_matrix, tier_matrix
 
@@ -32,9 +32,7 @@ FB = ForwardBackward(rtol=1e-13, max_steps=5000)
 # ---------------------------------------------------------------------- the layer contract
 
 
-class MonotoneContract(LayerContract):
-    """The battery of every layer; a monotone layer has an inclusion where others have G."""
-
+class MonotoneContract(MapContract):
     laps = PeacemanRachford(rtol=0.0, atol=0.0, max_steps=3)
     tight = PR
 
@@ -271,16 +269,6 @@ def test_the_state_is_shaped_as_promised(form: str) -> None:
     torch.testing.assert_close(layer.step(z, *layer.inject(x)), z, rtol=1e-5, atol=1e-6)
 
 
-@each_form
-@pytest.mark.parametrize("solver", [PR, FB], ids=["pr", "fb"])
-def test_a_warm_start_is_an_answer(form: str, solver: Any) -> None:
-    layer, x = drawn(form, m=2.0, stretch=1.0, solver=solver)
-    cold = layer.solve(x)
-    loose = type(solver)(rtol=1e-8, block=1)
-    warm = layer.solve(x, cold.detach().value, solver=loose)
-    assert (warm.stats.steps == 1).all()
-
-
 @pytest.mark.parametrize("solver", [PR, FB], ids=["pr", "fb"])
 def test_a_bad_sample_harms_no_other_forward_or_backward(solver: Any) -> None:
     layer, x = drawn("tiers", m=2.0, stretch=1.0, solver=solver)
@@ -307,6 +295,9 @@ def test_a_solution_says_what_ran() -> None:
     )
     own = layer.solve(x, solver=eq.Broyden(max_steps=500))
     assert own.choice == "Broyden on the layer's own map"
+    seen: list[tuple[int, ...]] = []
+    layer.solve(x, callback=lambda step, z, residual: seen.append(tuple(z.shape)))
+    assert set(seen) == {(3, 6)}
 
 
 # ---------------------------------------------------------------------- gradients
@@ -361,6 +352,30 @@ def test_gradients_by_the_implicit_function_theorem(solver: Any, adjoint: Any) -
         )
 
 
+@each_form
+@pytest.mark.parametrize("kind", [PeacemanRachford, ForwardBackward])
+def test_gradcheck(form: str, kind: Any) -> None:
+    """To x and every parameter, backward by the transposed splitting."""
+    layer, x = drawn(form, m=3.0, stretch=0.7, solver=kind(rtol=1e-13))
+    check_gradients(layer, x[:1], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("form", "kind"),
+    [
+        ("dense", PeacemanRachford),
+        ("dense", ForwardBackward),
+        pytest.param("conv", PeacemanRachford, marks=pytest.mark.slow),
+        pytest.param("conv", ForwardBackward, marks=pytest.mark.slow),
+        pytest.param("tiers", PeacemanRachford, marks=pytest.mark.slow),
+        pytest.param("circular tiers", ForwardBackward, marks=pytest.mark.slow),
+    ],
+)
+def test_gradgradcheck(form: str, kind: Any) -> None:
+    layer, x = drawn(form, m=2.0, stretch=0.7, solver=kind(rtol=1e-13))
+    check_gradients(layer, x[:1], second=True, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("form", "solver"), [("dense", PR), ("tiers", PR), ("dense", FB), ("conv", FB)]
 )
@@ -375,19 +390,6 @@ def test_phantom_gradients_tend_to_the_implicit_ones(form: str, solver: Any) -> 
     exact, phantom, one = found
     np.testing.assert_allclose(phantom, exact, atol=1e-5 * np.abs(exact).max())
     assert np.vdot(one, exact) > 0  # biased, but downhill
-
-
-def test_the_backward_solve_is_told() -> None:
-    layer, x = drawn("tiers")
-    solution = layer.solve(x)
-    solution.value[-1].square().sum().backward()
-    told = solution.stats.backward
-    assert told.solves == 1
-    assert told.unconverged == 0
-    assert told.steps is not None
-    assert told.residual is not None
-    assert (told.steps > 1).all()
-    assert (told.residual <= 1e-8).all()
 
 
 def test_the_backward_solve_is_the_transposed_splitting(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -419,17 +421,6 @@ def test_fixed_steps_forward_converge_backward() -> None:
     assert int(told.steps.max()) > 5
 
 
-def test_jacrev_and_vmap() -> None:
-    layer, x = drawn("dense", stretch=1.0, solver=PR)
-    found = torch.func.vmap(torch.func.jacrev(lambda x: layer(x[None])[0]))(x)
-    w, u = matrix_w(layer, x), matrix_u(layer, x)
-    z = layer(x)
-    for i in range(len(x)):
-        d = np.diag((array(z[i]) > 0).astype(float))
-        expected = np.linalg.solve(np.eye(6) - d @ w, d @ u)
-        np.testing.assert_allclose(array(found[i]), expected, atol=1e-9)
-
-
 # ---------------------------------------------------------------------- a module like any other
 
 
@@ -440,8 +431,7 @@ def test_a_solve_leaves_nothing_on_the_module(form: str) -> None:
     before = pickle.dumps(layer)
     layer(x)
     assert pickle.dumps(layer) == before
-    names = set(layer.state_dict())
-    assert names == {name for name, _ in layer.named_parameters()}
+    assert set(layer.state_dict()) == {name for name, _ in layer.named_parameters()}
 
 
 def test_several_tiers_travel() -> None:
@@ -468,25 +458,10 @@ def test_several_tiers_travel() -> None:
             )
 
 
-def test_autocast_casts_the_weights_once_a_solve() -> None:
-    for form in ("dense", "tiers"):
-        layer, x = drawn(form)
-        layer, x = layer.float(), x.float()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            operator: Any = layer.inclusion(x).operator
-        kernels = [operator.weight] if form == "dense" else [*operator.kernels, *operator.n]
-        assert {k.dtype for k in kernels} == {torch.bfloat16}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("solver", [PeacemanRachford, ForwardBackward])
 def test_several_tiers_compile(solver: Any) -> None:
-    torch._dynamo.reset()
-    layer, x = drawn("tiers", solver=solver(rtol=0.0, atol=0.0, max_steps=3))
-    with torch.no_grad():
-        compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
-        for a, b in zip(compiled(x), layer(x), strict=True):
-            torch.testing.assert_close(a, b)
+    check_compiles(*drawn("tiers", solver=solver(rtol=0.0, atol=0.0, max_steps=3)))
 
 
 def test_negative_scales_keep_the_layer_monotone() -> None:
@@ -542,6 +517,26 @@ def test_parameter_counts_of_the_published_models(options: dict[str, Any], count
 def test_bad_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         MonotoneDEQ(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "shape", "message"),
+    [
+        (
+            {"channels": (2, 2, 2), "kernel_size": 3},
+            (8, 6),
+            "multiples of 4, got x of 8 × 6 pixels",
+        ),
+        (
+            {"channels": (2, 2), "kernel_size": 5, "padding": "circular"},
+            (6, 8),
+            "at least 4 pixels in its last tier, got 3",
+        ),
+    ],
+)
+def test_maps_of_a_wrong_size(options: Any, shape: tuple[int, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        MonotoneDEQ(in_channels=1, **options)(torch.zeros(1, 1, *shape))
 
 
 def test_a_start_of_another_shape() -> None:
