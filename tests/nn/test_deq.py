@@ -467,7 +467,6 @@ def capturing(block: nn.Module) -> Any:
         (lambda: DEQ("tanh"), TypeError, r"block='tanh'.*block\(z, x\)"),  # type: ignore[arg-type]
         (lambda: made(start=[5]), TypeError, r"start=\[5\].*shape of one sample"),
         (lambda: made(start=(5, 0)), ValueError, r"start\[1\]=0.*at least 1"),
-        (lambda: made(contraction=-0.5), ValueError, r"contraction=-0.5.*out of range"),
         (lambda: made().repeated(0), ValueError, r"RepeatedBlock\(repeats=0\).*at least 1"),
         (lambda: DEQ(capturing(TanhBlock())), ValueError, r"captures 'block'.*nn.Module with forw"),
         (lambda: ResidualBlock(12), ValueError, r"groups=8 .* divide channels=12, and 12 % 8 = 4"),

@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal, Protocol
 
 import torch
@@ -60,23 +60,22 @@ class BlockChain(Protocol):
     def eval(self) -> Any: ...
 
 
-@dataclass(frozen=True)
 class _Exact:
     """The layer's numbers in float64, as they were in its own dtype, with proven bounds."""
 
-    blocks: list[Any]
-    alphas: list[float]
-    norms: list[float]
-    """‖W_l‖, from above."""
-    input_norms: list[float]
-    """‖U_l‖, from above."""
-    expansion: float
-
-    @property
-    def factors(self) -> list[float]:
-        """q_l, from above."""
+    def __init__(self, model: BlockChain) -> None:
+        self.blocks: list[Any] = [
+            replace(b, operator=b.operator.cast(torch.float64), alpha=float(b.alpha))
+            for b in model.bound_blocks()
+        ]
+        inputs = [b.input_operator().cast(torch.float64) for b in model.each_block()]
+        self.expansion = model.prior.expansion
+        self.alphas = [block.alpha for block in self.blocks]
+        self.norms = [block.operator.norm_upper() for block in self.blocks]  # ‖W_l‖, from above
+        self.input_norms = [u.norm_upper() for u in inputs]  # ‖U_l‖, from above
         pairs = zip(self.alphas, self.norms, strict=True)
-        return [(a * self.expansion * w * w + (1.0 - a)) * _UP for a, w in pairs]
+        # q_l, from above
+        self.factors = [(a * self.expansion * w * w + (1.0 - a)) * _UP for a, w in pairs]
 
     def sensitivity(self) -> float:
         """A Lipschitz constant of x ↦ T(z; x): Σ_l α_l L_σ‖W_l‖‖U_l‖ q_{l+1} ⋯ q_L, from above."""
@@ -130,22 +129,7 @@ def certify_block_chain(layer: BlockChain, x: Tensor, z: Tensor | None = None) -
     c = [exact(part) for part in model.inject(x)]
     model.check_state(state, x)
     with direct_convolutions(state):
-        return _certify(model, _exactly(model), exact(state), c, text)
-
-
-def _exactly(model: BlockChain) -> _Exact:
-    blocks: list[Any] = []
-    for block in model.bound_blocks():
-        operator = block.operator.cast(torch.float64)
-        blocks.append(replace(block, operator=operator, alpha=float(block.alpha)))
-    inputs = [block.input_operator().cast(torch.float64) for block in model.each_block()]
-    return _Exact(
-        blocks,
-        [float(block.alpha) for block in blocks],
-        [block.operator.norm_upper() for block in blocks],
-        [operator.norm_upper() for operator in inputs],
-        model.prior.expansion,
-    )
+        return _certify(model, _Exact(model), exact(state), c, text)
 
 
 def _certify(
@@ -154,10 +138,8 @@ def _certify(
     r = regularizer_factor(model.regularizer, model.regularize)
     rho = math.prod(numbers.factors) * r * (1.0 + 4 * len(numbers.blocks) * UNIT)
     image, off, derived = _evaluate(model, numbers, z, c)
-    gap = z - image
-    residual = norm(gap)
-    n = z[0].numel() + 4
-    off = off + SAFETY * (n + 1) * UNIT * residual  # of the difference and of its norm
+    residual = norm(z - image)
+    off = off + SAFETY * (z[0].numel() + 5) * UNIT * residual  # of the difference and its norm
     finite = (residual + off).isfinite()
     contracts = rho < 1.0
     error = (residual + off) / (1.0 - rho) * _UP if contracts else torch.full_like(off, math.inf)

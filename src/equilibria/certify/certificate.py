@@ -4,6 +4,9 @@
 the factor ρ = max(|1 − m|, |L − 1|). ρ < 1: T is a contraction. m > 0: G is strongly convex, so
 there is one equilibrium z*, and ‖z − z*‖ ≤ (1 + ρ/m)·‖z − T(z)‖ for every z
 (docs/facts.md, facts 2–4).
+
+The Lipschitz constant of x → z* that a coupling states (``Coupling.lipschitz``) is in c̃, the
+features that the coupling sees; ‖x → c̃‖ or ‖c → c̃‖ leads to x or c (docs/facts.md, fact 5).
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, overload, runtime_checkable
+from typing import Any, Literal, Protocol, overload, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -35,10 +38,17 @@ from .guarantee import (
     solved,
     spread,
 )
-from .lipschitz import Variable, global_lipschitz, local_lipschitz
 from .rounding import direct_convolutions, residual_rounding
 
-__all__ = ["Certifiable", "Certificate", "Guarantee", "Numbers", "certify"]
+__all__ = [
+    "Certifiable",
+    "Certificate",
+    "Guarantee",
+    "Numbers",
+    "certify",
+    "global_lipschitz",
+    "local_lipschitz",
+]
 
 
 @runtime_checkable
@@ -113,7 +123,7 @@ class Certificate(Proven):
     lipschitz_local: Tensor | None
     """As ``lipschitz``, at this input alone, [B]; ``lipschitz_local_note`` says what is fixed."""
     lipschitz_local_note: str
-    lipschitz_in: Variable
+    lipschitz_in: Literal["x", "c"]
     """Whether both are in the layer's input x or, where its norm is not known, in c."""
     numbers: Numbers
 
@@ -321,3 +331,50 @@ def _singular_values(matrix: float | Tensor) -> tuple[float, float]:
     values = torch.linalg.svdvals(exact(matrix))
     slack = 16 * torch.finfo(torch.float64).eps * 2 * len(values) * float(values[0])
     return float(values[-1]) - slack, float(values[0]) + slack
+
+
+def _own_modulus(problem: Problem) -> Tensor:
+    """a: the modulus of everything in G but the prior and the coupling (1 without regularizer)."""
+    if problem.regularizer is None:
+        return torch.ones((), dtype=torch.float64)
+    whole = torch.as_tensor(problem.curvature().lower, dtype=torch.float64)
+    part = torch.as_tensor(problem.coupling.curvature().lower, dtype=torch.float64)
+    return (whole - part) * (1.0 - 1e-14)
+
+
+def global_lipschitz(
+    problem: HiddenProblem, modulus: float | Tensor, input_norm: float | None
+) -> tuple[float | None, str]:
+    """A Lipschitz constant of x → z* that holds for all inputs, or None, and why.
+
+    ``input_norm`` bounds x → c̃ (x → c for the linear coupling); None: the constant is in c.
+    """
+    if not isinstance(problem, Problem):
+        return None, f"no constant is derived for {type(problem).__name__}"
+    if problem.couples_batch:
+        return None, "the regularizer couples the samples of a batch"
+    q = problem.coupling
+    m = float(torch.as_tensor(modulus, dtype=torch.float64).min())
+    reach = q.features_norm() if input_norm is None else input_norm
+    return q.lipschitz(m, _own_modulus(problem), reach, in_x=input_norm is not None)
+
+
+def local_lipschitz(
+    problem: HiddenProblem, z: Tensor, error: Tensor, modulus: float | Tensor, input_norm: float
+) -> tuple[Tensor | None, str]:
+    """limsup ‖z*(x′) − z*(x)‖/‖x′ − x‖ as x′ → x, bounded, with γ held fixed; [B], inf where none.
+
+    From the curvature at z, widened to all points within ``error`` of it, so that it holds at the
+    equilibrium and not only at z.
+    """
+    if not isinstance(problem, Problem):
+        return None, f"nothing is derived for {type(problem).__name__}"
+    if problem.couples_batch:
+        return None, "the regularizer couples the samples of a batch"
+    m, here = (
+        torch.as_tensor(t, dtype=z.dtype, device=z.device)
+        for t in (modulus, problem.local_curvature(z).lower)
+    )
+    rest = _own_modulus(problem)
+    found, note = problem.coupling.local_lipschitz(z, error, m, here, rest)
+    return None if found is None else found * input_norm, note

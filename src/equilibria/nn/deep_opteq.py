@@ -192,17 +192,15 @@ class DeepOptEq(FeatureLayer, MapLayer):
     - ``regularize="prox"``: T(prox_R(z)), where R has a closed prox. L = 1: the minimizer of
       Φ + env R, the Moreau envelope min_u R(u) + ½‖u − z‖², and *not* of Φ + R.
 
-    Decorrelation and HSIC compare samples, so that an answer depends on the others, and the batch
-    is solved as one. The other way to regularize (§5.2) is the solver ``SequentialAveraging``.
+    With Decorrelation and HSIC, which compare samples, the batch is solved as one. The other way to
+    regularize (§5.2) is the solver ``SequentialAveraging``.
 
     Dense without ``kernel_size``: x [B, in_channels], z [B, channels], W_l [mids[l], channels].
-    Convolutional with it: x [B, in_channels, H, W], z [B, channels, H, W]. The solver starts at
-    z₀ = x where x has the shape of z (Algorithm 1), else at zero.
+    Convolutional with it: x [B, in_channels, H, W], z [B, channels, H, W].
 
     Args:
         channels, in_channels: channels of z; of x, which None makes the same.
         mids: channels of W_l z and U_l x, one number a block; its length is L.
-        kernel_size: None for vectors, else odd.
         separable: W_l and U_l are depthwise-separable convolutions, pointwise ∘ depthwise.
         alpha: α in (0, 1], one number or one a block.
         learn_alpha: make each α_l a parameter, sigmoid(``alpha_logits``), started at ``alpha``.

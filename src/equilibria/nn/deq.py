@@ -40,8 +40,8 @@ __all__ = ["DEQ", "MonitoredMapLayer", "RepeatedBlock", "ResidualBlock"]
 class MonitoredMapLayer(MapLayer):
     """z* = T(z*; x) with an eye on J = ∂T/∂z at z*. The base of DEQ and MDEQ.
 
-    Nothing is known of T beforehand: the penalty ‖J‖²_F keeps training from making it unstable
-    (Bai, Koltun and Kolter 2021), the spectral radius tells whether it did.
+    The penalty ‖J‖²_F keeps training from making T unstable (Bai, Koltun and Kolter 2021), the
+    spectral radius tells whether it did.
     """
 
     def __init__(
@@ -104,8 +104,8 @@ class MonitoredMapLayer(MapLayer):
     ) -> Tensor:
         """max |λ(J)| of each sample at z (z* if not given), an estimate by Arnoldi; [B].
 
-        Below 1, plain iteration started close enough finds z*; above 1 it leaves it. That is a
-        statement about this z alone. It is taken on a copy in eval mode: looking changes nothing.
+        Below 1, plain iteration started close enough finds z*; above 1 it leaves it. It is taken on
+        a copy in eval mode: looking changes nothing.
         """
         if self.training:
             still = copy.deepcopy(self).eval()
@@ -132,9 +132,8 @@ class MonitoredMapLayer(MapLayer):
     def certify(self, x: Any, z: Any = None) -> MapCertificate:
         """What is proven about the fixed point at x, and about z (the solver's if not given).
 
-        Of a map without structure nothing is: the certificate then holds the residual and, as a
-        note, the spectral radius. Where ``contraction_bound()`` gives a ρ < 1 the fixed point is
-        unique and ‖z − z*‖ ≤ ‖z − T(z)‖/(1 − ρ). A ρ that the Jacobian at z contradicts is refused.
+        Where ``contraction_bound()`` gives a ρ < 1 the fixed point is unique and
+        ‖z − z*‖ ≤ ‖z − T(z)‖/(1 − ρ), unless the Jacobian at z contradicts it; else nothing is.
         """
         model = copy.deepcopy(self).eval()
         return certify_map(model, x, *solved(lambda: model.solve(x), z))
@@ -270,38 +269,32 @@ class DEQ(BlockHolder, MonitoredMapLayer):
     that maps samples one by one and returns what is shaped as z. Batch norm inside it runs on its
     running statistics, which move once a training forward; dropout inside it is an error.
 
-    Whether there is a fixed point, one or many, is not known of a general block. Training with a
-    penalty on ‖J‖²_F (``jacobian_weight`` and ``collect_penalties``, or ``forward_with_penalty``)
-    keeps it well behaved, ``spectral_radius(x)`` watches it, and ``certify(x)`` says what is
-    proven: nothing, unless a contraction factor is given or the block has ``contraction_bound()``.
+    Whether there is a fixed point, one or many, is not known of a general block, and nothing is
+    certified, unless it has a method ``contraction_bound()``: ρ with
+    ‖block(a, x) − block(b, x)‖ ≤ ρ‖a − b‖ for all a, b, x and its present weights, or None.
 
     Args:
         block: block(z, x) → z.
         start: where the solver starts: None is zero, shaped as x; (n, ...) is zero, [B, n, ...]; or
             a function x → z0, which a state that is a tree needs.
-        contraction: ρ, if you can prove ‖block(a, x) − block(b, x)‖ ≤ ρ‖a − b‖ for all a, b, x and
-            all weights to come. A block with a method ``contraction_bound()`` is asked instead.
         jacobian_weight, jacobian_samples: the weight of ‖J‖²_F/n in ``collect_penalties``, and the
             random vectors for an estimate of it.
         solver, adjoint: Anderson() and Implicit() if not given.
     """
 
-    shown = ("contraction", "jacobian_weight")
+    shown = ("jacobian_weight",)
 
     def __init__(
         self,
         block: Callable[[Any, Any], Any],
         *,
         start: Start = None,
-        contraction: float | None = None,
         jacobian_weight: float = 0.0,
         jacobian_samples: int = 1,
         solver: SolverOptions | None = None,
         adjoint: Adjoint | None = None,
     ) -> None:
         MonitoredMapLayer.__init__(self, solver, adjoint, jacobian_weight, jacobian_samples)
-        self.contraction = contraction
-        check_number(self, "contraction", low=0.0, optional=True)
         self._hold(block, start)
 
     def inject(self, x: Any) -> tuple[Any, ...]:
@@ -326,9 +319,7 @@ class DEQ(BlockHolder, MonitoredMapLayer):
         self.move(solution.value, *injected, failed=failed_codes(solution.result))
 
     def contraction_bound(self) -> float | None:
-        """The ρ that was given, or what the block says of itself; None: not known."""
-        if self.contraction is not None:
-            return float(self.contraction)
+        """What the block says of itself; None: not known."""
         asked = getattr(self.block, "contraction_bound", None)
         found = asked() if callable(asked) else None
         return None if found is None else float(found)

@@ -146,8 +146,7 @@ class EquilibriumLayer(_SolvedLayer):
     def nominal_bounds(self, problem: HiddenProblem) -> tuple[Any, Any] | None:
         """(m, L) from a constraint instead of the weights, to choose a solver; None: not known.
 
-        No certificate uses them: those take the proven bounds of ``problem.curvature()``, which
-        cost too much for every training step.
+        Certificates take the proven ``problem.curvature()``, too dear for every training step.
         """
         return None
 

@@ -202,12 +202,10 @@ class MDEQ(MonitoredMapLayer):
     tuple of tensors, the finest first; ``layer(x)`` returns that tuple, for ``MDEQClassifier`` or
     ``MDEQSegmenter``.
 
-    Weights under a constraint are evaluated once a solve. Dropout is variational: one mask a
-    sample, channel and block, drawn once a solve in training mode, so that the map stays one map.
-    Group norm after every convolution makes the map blind to the scale of its weights, and with all
-    its gains at 1 (``calm=1``, the authors' start) no solver finds a fixed point of an untrained
-    MDEQ: they train a shallow weight-tied network first. With ``calm=0.2`` (ours) the gains start
-    so that the input speaks louder than the state, and the untrained layer converges.
+    Dropout is variational: one mask a sample, channel and block, drawn once a solve in training
+    mode, so that the map stays one map. With all gains of the group norms at 1 (``calm=1``, the
+    authors' start) no solver finds a fixed point of an untrained MDEQ; with ``calm=0.2`` (ours)
+    they start so that the input speaks louder than the state, and the untrained layer converges.
 
     Args:
         channels: of each scale, the finest first.
@@ -221,9 +219,7 @@ class MDEQ(MonitoredMapLayer):
         constraint: on the blocks' kernels and the 1 × 1 kernels of the fusion;
             ``WeightNormalized()`` in the paper.
         calm: in (0, 1], see above; 1.0 where ``affine=False``.
-        jacobian_weight, jacobian_samples: as in DEQ.
-        solver, adjoint: Anderson() and Implicit() if not given. The authors' Broyden takes as many
-            steps and twice the memory.
+        jacobian_weight, jacobian_samples, solver, adjoint: as in DEQ.
     """
 
     shown = ("channels", "dropout", "jacobian_weight")

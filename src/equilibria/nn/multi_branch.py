@@ -26,16 +26,6 @@ __all__ = ["BranchSolution", "MultiBranch"]
 Pixels = int | tuple[int, int]
 
 
-# From best to worst; a sample of the whole ends as its worst branch did.
-_SEVERITY = (
-    Result.converged,
-    Result.max_steps,
-    Result.stagnated,
-    Result.diverged,
-    Result.nonfinite,
-)
-
-
 @dataclass(frozen=True)
 class BranchSolution(Solution[tuple[Tensor, ...]]):
     """``value`` is the tuple of states; ``parts`` are the Solutions of the branches.
@@ -87,7 +77,9 @@ def worst(codes: Sequence[Tensor]) -> Tensor:
     """The worst result code of each sample, [B], without waiting for the device."""
     stacked = torch.stack(list(codes))
     order = torch.zeros_like(stacked)
-    for rank, code in enumerate(_SEVERITY):
+    # From bad to worse, above Result.converged.
+    bad = (Result.max_steps, Result.stagnated, Result.diverged, Result.nonfinite)
+    for rank, code in enumerate(bad, start=1):
         order = torch.where(stacked == int(code), rank, order)
     found: Tensor = stacked.gather(0, order.argmax(0, keepdim=True))[0]
     return found
@@ -124,10 +116,6 @@ class MultiBranch(nn.Module):
     upsampling from there to the output's. The papers' networks for CIFAR have six branches with
     ``scales=(32, 16, 8, 8, 4, 4)`` (GEQ A.6). Any layer with ``is_equilibrium`` whose state is one
     feature map will do, each solved by its own solver and adjoint; all have equal channels.
-
-    ``solve(x)`` gives the tuple of states and a sample's worst result code (``BranchSolution``,
-    with the branches' own Solutions in ``parts``), ``certify(x)`` the certificates of all branches
-    at their own inputs, which together certify the whole.
 
     With ``chain=True`` a branch also sees the branches before it: branch i solves at
     Pᵢx + Σ_{j<i} Rⱼyⱼ, where yⱼ = normⱼ(z*ⱼ) is its answer after a batch norm, and y is the mean of
@@ -336,13 +324,11 @@ class MultiBranch(nn.Module):
             error = error.double().cpu()
             if self.chain and i:
                 slope = getattr(part, "lipschitz", None)
-                seen = sum(
-                    (_resize_norm(self.scales[j], scale) * bounds[j] for j in range(i)),
-                    torch.zeros_like(error),
-                )
-                error = error + torch.where(
-                    seen > 0.0, seen * (math.inf if slope is None else slope), 0.0
-                )
+                slope = math.inf if slope is None else slope
+                seen = torch.zeros_like(error)
+                for j in range(i):
+                    seen = seen + _resize_norm(self.scales[j], scale) * bounds[j]
+                error = error + torch.where(seen > 0.0, seen * slope, 0.0)
             bounds.append(self.gain(i) * self._norm_factor(i) * error)
         pairs = zip(self.scales, bounds, strict=True)
         return torch.stack([_resize_norm(s, self.output) * e for s, e in pairs]).mean(0)
@@ -380,11 +366,8 @@ def _check_map(i: int, z: object, scale: tuple[int, int]) -> None:
 
 def _pixels(name: str, value: object) -> tuple[int, int]:
     pair = (value, value) if isinstance(value, int) else value
-    if (
-        not isinstance(pair, tuple)
-        or len(pair) != 2
-        or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in pair)
-    ):
+    whole = isinstance(pair, tuple) and all(type(n) is int and n >= 1 for n in pair)
+    if not isinstance(pair, tuple) or not whole or len(pair) != 2:
         raise ValueError(
             f"MultiBranch({name}={value!r}): expected a number of pixels or (height, width)."
         )
