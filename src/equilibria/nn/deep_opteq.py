@@ -374,7 +374,8 @@ def _start_alphas(
         )
     allowed = "(0, 1), which a sigmoid can reach," if learned else "(0, 1]"
     for value in values:
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        given: object = value
+        number = isinstance(given, (int, float)) and not isinstance(given, bool)
         if not number or not 0.0 < value <= 1.0 or (learned and value == 1.0):
             raise ValueError(f"DeepOptEq(alpha={alpha!r}): expected numbers in {allowed} (Eq 6).")
     return tuple(float(value) for value in values)

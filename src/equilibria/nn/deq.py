@@ -316,7 +316,7 @@ class DEQ(BlockHolder, MonitoredMapLayer):
         return self.begin(x)
 
     def after_solve(self, solution: Solution[Any], *injected: Any) -> None:
-        self.move(solution.value, *injected, failed=failed_codes(solution.result))
+        self.move(solution.value, injected[0], failed_codes(solution.result))
 
     def contraction_bound(self) -> float | None:
         """What the block says of itself; None: not known."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any, Unpack
+from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ __all__ = ["PolynomialEq", "SigmoidEq"]
 class _ScalarKernelLayer(WeightedLayer):
     """G(z) = 1ᵀf(z) + ½‖z‖² − φ(⟨c, z⟩) − ½‖Wz‖², c = Ux + b in the space of z."""
 
-    shown = (*WeightedLayer.shown, "radius")
+    shown: ClassVar[tuple[str, ...]] = (*WeightedLayer.shown, "radius")
 
     def __init__(
         self,

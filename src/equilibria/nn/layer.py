@@ -290,7 +290,7 @@ class WeightedLayer(FeatureLayer, EquilibriumLayer):
     Convolutional: x [B, in, H, W], state [B, channels, H, W].
     """
 
-    shown = ("channels", "mid", "in_channels", "kernel_size", "prior", "constraint")
+    shown: ClassVar[tuple[str, ...]] = ("channels", "mid", "in_channels", "kernel_size", "prior")
 
     def __init__(
         self,

@@ -259,9 +259,11 @@ class MDEQ(MonitoredMapLayer):
             )
         shared: dict[str, Any] = {"groups": groups, "affine": affine, "constraint": constraint}
         shared["calm"] = calm
-        block = partial(ScaleBlock, expansion=expansion, kernel_size=kernel_size, **shared)
+        sizes: dict[str, Any] = {"expansion": expansion, "kernel_size": kernel_size}
         self.scales = nn.ModuleList(
-            nn.ModuleList(block(c, injected=i == k == 0) for k in range(count))
+            nn.ModuleList(
+                ScaleBlock(c, injected=i == k == 0, **sizes, **shared) for k in range(count)
+            )
             for i, (c, count) in enumerate(zip(self.channels, self.blocks, strict=True))
         )
         self.fusion: Fusion | None = None
