@@ -14,10 +14,8 @@ from torch import Tensor, nn
 
 import equilibria as eq
 from equilibria import (
-    HSIC,
     L1,
     Box,
-    Decorrelation,
     FeatureIncay,
     LeakyNonNegative,
     NonNegative,
@@ -29,7 +27,7 @@ from equilibria.nn import NormBounded, OptEq, WeightNormalized
 from equilibria.nn.deep_opteq import DeepOptEq, SeparableConv, training_way
 from equilibria.solvers import SequentialAveraging
 from tests.contracts.layer_contract import EXACT, TIGHT
-from tests.nn.checks import MapContract, check_compiles, check_gradients
+from tests.nn.checks import MapContract, check_gradients
 from tests.optional import optional
 from tests.problems.test_operators import conv_matrix, randn
 
@@ -318,76 +316,6 @@ def test_each_form_minimizes_its_own_objective(
         np.testing.assert_allclose(z[i], minimizer(w, c[i], alpha, penalty), atol=3e-7)
 
 
-def test_feature_incay_finds_a_stationary_point() -> None:
-    """Not convex: L-BFGS-B on φ + R in a ≥ 0, from near the answer, stays there."""
-    layer, x, w, c = square(FeatureIncay(0.05, 1.0), "gradient", 1.0)
-    z = layer(x).detach().numpy()
-    for i in range(4):
-
-        def goal(a: np.ndarray, c: np.ndarray = c[i]) -> float:
-            u = w.T @ a
-            return float(0.5 * a @ a - c @ a - 0.5 * u @ u + 0.1 / (u @ u + 2.0))
-
-        start = np.maximum(np.linalg.solve(w.T, z[i]), 0) + 1e-3
-        found = scipy.optimize.minimize(
-            goal, start, bounds=[(0, None)] * 4, options={"ftol": 1e-16, "gtol": 1e-11}
-        )
-        np.testing.assert_allclose(z[i], w.T @ found.x, atol=2e-5)
-
-
-@pytest.mark.parametrize(
-    ("regularizer", "form", "inside"),
-    [
-        (SquaredNorm(0.4), "gradient", lambda z: 0.6 * z),
-        (SquaredNorm(0.4), "prox", lambda z: z / 1.4),
-        (L1(0.1), "prox", lambda z: np.sign(z) * np.maximum(np.abs(z) - 0.1, 0)),
-        (FeatureIncay(0.2, 1.0), "gradient", lambda z: z * (1 + 0.8 / (z @ z + 2.0) ** 2)),
-    ],
-)
-def test_the_regularizer_stands_in_front_of_the_blocks(
-    regularizer: Any, form: str, inside: Any
-) -> None:
-    layer = made(regularizer=regularizer, regularize=form)
-    x = drawn()
-    z = layer(x).detach().numpy()
-    blocks = matrices(layer, x)
-    for i in range(2):
-        t = numpy_map(blocks, (0.8,) * 3, ACTIVATIONS["relu"][1], i)
-        np.testing.assert_allclose(t(inside(z[i])), z[i], atol=1e-11)
-
-
-@pytest.mark.parametrize("regularizer", [Decorrelation(0.05), HSIC(0.05)])
-def test_regularizers_across_the_batch(regularizer: Any) -> None:
-    """z = T(z − ∂R(z)) with ∂R by autograd of its value; the answer depends on batch mates."""
-    layer = made(
-        regularizer=regularizer,
-        solver=eq.Anderson(rtol=1e-11, max_steps=400),
-        adjoint=eq.Implicit(solver=eq.Anderson(rtol=1e-11, max_steps=400)),
-    )
-    x = drawn(batch=5)
-    solution = layer.solve(x)
-    z = solution.value.detach().requires_grad_()
-    (gradient,) = torch.autograd.grad(regularizer.value(z), z)
-    plain = copy.deepcopy(layer)
-    plain.regularizer = None
-    again = plain.step(z - gradient, *plain.inject(x))
-    assert float((again - z).detach().abs().max()) < 1e-9
-    assert float((layer(x[:2]) - solution.value[:2]).detach().abs().max()) > 1e-6
-    # The gradient by a dense solve of the coupled system, all samples in one vector.
-    c = [t.detach() for t in layer.inject(x)]
-    start, step = z.detach(), layer.bound_step()
-    jacobian = torch.autograd.functional.jacobian(
-        lambda v: step(v.view_as(start), *c).flatten(), start.flatten()
-    )
-    u = torch.linalg.solve(torch.eye(20).double() - jacobian.mT, 2 * start.flatten())
-    weights = list(layer.parameters())
-    pulled = layer.step(start, *layer.inject(x)).flatten() @ u
-    expected = torch.autograd.grad(pulled, weights)
-    solution.value.square().sum().backward()
-    for p, wanted in zip(weights, expected, strict=True):
-        torch.testing.assert_close(p.grad, wanted, rtol=1e-6, atol=1e-8)
-
-
 # ---------------------------------------------------------------------- §5.2 on the layer itself
 
 
@@ -506,27 +434,6 @@ def test_what_each_way_computes() -> None:
     for way, expected in (("unrolled", plain), ("sam", averaged), ("implicit", end)):
         found = layer.solve(x, **WAYS[way]).value.detach()
         np.testing.assert_allclose(found, expected, atol=1e-10 if way == "implicit" else 1e-14)
-
-
-def test_many_raw_steps_have_the_implicit_gradient() -> None:
-    found = []
-    for way in (WAYS["implicit"], training_way("unrolled", steps=300)):
-        torch.manual_seed(1)
-        layer = settled(DeepOptEq(3, (4, 2), learn_alpha=True, **way))
-        layer(randn(2, 3, seed=3)).square().sum().backward()
-        found.append([p.grad for p in layer.parameters()])
-    for a, b in zip(*found, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-10)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("way", ["sam", "unrolled"])
-@pytest.mark.parametrize("form", list(FORMS))
-def test_unrolled_ways_compile_whole(way: Any, form: str) -> None:
-    layer = settled(
-        DeepOptEq(3, (4, 2), learn_alpha=True, **FORMS[form], **training_way(way, steps=3))
-    )
-    check_compiles(layer.float(), drawn(form).float())
 
 
 def test_what_a_way_is_made_of() -> None:
