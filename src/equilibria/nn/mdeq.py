@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -46,10 +47,24 @@ def _conv(
     return _small(nn.Conv2d(inputs, outputs, size, stride=stride, padding=size // 2, bias=bias))
 
 
-def _gain(norm: nn.GroupNorm, value: float) -> None:
-    """Set the weight of a group norm, if it has one."""
-    if norm.affine:
-        nn.init.constant_(norm.weight, value)
+@dataclass(frozen=True)
+class _Plan:
+    """The options that all parts of an MDEQ share."""
+
+    expansion: int
+    groups: int
+    kernel_size: int
+    affine: bool
+    post_affine: bool
+    constraint: Constraint
+    calm: float
+
+    def norm(self, channels: int, gain: float = 1.0) -> nn.GroupNorm:
+        """A group norm whose weight, if it has one, starts with ``gain``."""
+        norm = nn.GroupNorm(self.groups, channels, affine=self.affine)
+        if self.affine:
+            nn.init.constant_(norm.weight, gain)
+        return norm
 
 
 class ScaleBlock(nn.Module):
@@ -63,34 +78,21 @@ class ScaleBlock(nn.Module):
     weight 1/calm, elsewhere GN₃ with calm, for the other scales; W₂ starts smaller by calm².
     """
 
-    def __init__(
-        self,
-        channels: int,
-        *,
-        expansion: int,
-        groups: int,
-        kernel_size: int,
-        affine: bool,
-        constraint: Constraint,
-        calm: float,
-        injected: bool,
-    ) -> None:
+    def __init__(self, channels: int, plan: _Plan, *, injected: bool) -> None:
         super().__init__()
-        wide, pad = expansion * channels, kernel_size // 2
-        self.padding = pad
+        wide, size = plan.expansion * channels, plan.kernel_size
+        self.padding = size // 2
         # With weight normalization the authors' kernels keep torch's own initialization.
-        first = nn.Conv2d(channels, wide, kernel_size, padding=pad, bias=False)
-        second = nn.Conv2d(wide, channels, kernel_size, padding=pad, bias=False)
-        if constraint is None:
+        first = nn.Conv2d(channels, wide, size, padding=self.padding, bias=False)
+        second = nn.Conv2d(wide, channels, size, padding=self.padding, bias=False)
+        if plan.constraint is None:
             first, second = _small(first), _small(second)
-        second.weight.data.mul_(calm**2)
-        self.conv1 = constrain(first, "weight", constraint)
-        self.conv2 = constrain(second, "weight", constraint)
-        self.norm1 = nn.GroupNorm(groups, wide, affine=affine)
-        self.norm2 = nn.GroupNorm(groups, channels, affine=affine)
-        self.norm3 = nn.GroupNorm(groups, channels, affine=affine)
-        if calm != 1.0:
-            _gain(self.norm2, 1.0 / calm) if injected else _gain(self.norm3, calm)
+        second.weight.data.mul_(plan.calm**2)
+        self.conv1 = constrain(first, "weight", plan.constraint)
+        self.conv2 = constrain(second, "weight", plan.constraint)
+        self.norm1 = plan.norm(wide)
+        self.norm2 = plan.norm(channels, 1.0 / plan.calm if injected else 1.0)
+        self.norm3 = plan.norm(channels, 1.0 if injected else plan.calm)
 
     def forward(
         self, z: Tensor, weights: Iterator[Tensor], injection: Tensor | None, mask: Tensor | None
@@ -108,16 +110,13 @@ class ScaleBlock(nn.Module):
 class Downsample(nn.Module):
     """From a finer scale to one ``levels`` coarser: that many 3 × 3 convolutions of stride 2."""
 
-    def __init__(
-        self, inputs: int, outputs: int, levels: int, *, groups: int, affine: bool
-    ) -> None:
+    def __init__(self, inputs: int, outputs: int, levels: int, plan: _Plan) -> None:
         super().__init__()
         parts: list[nn.Module] = []
         for level in range(levels):
             last = level == levels - 1
             width = outputs if last else inputs
-            parts.append(_conv(inputs, width, 3, stride=2))
-            parts.append(nn.GroupNorm(groups, width, affine=affine))
+            parts += [_conv(inputs, width, 3, stride=2), plan.norm(width)]
             if not last:
                 parts.append(nn.ReLU())
         self.net = nn.Sequential(*parts)
@@ -133,14 +132,11 @@ class Upsample(nn.Module):
     Its group norm starts with the weight ``calm``.
     """
 
-    def __init__(
-        self, inputs: int, outputs: int, levels: int, *, groups: int, affine: bool, calm: float
-    ) -> None:
+    def __init__(self, inputs: int, outputs: int, levels: int, plan: _Plan) -> None:
         super().__init__()
         self.factor = float(2**levels)
         self.conv = _conv(inputs, outputs, 1)
-        self.norm = nn.GroupNorm(groups, outputs, affine=affine)
-        _gain(self.norm, calm)
+        self.norm = plan.norm(outputs, plan.calm)
 
     def forward(self, z: Tensor) -> Tensor:
         return F.interpolate(self.norm(self.conv(z)), scale_factor=self.factor, mode="nearest")
@@ -152,35 +148,24 @@ class Fusion(nn.Module):
     V_i is 1 × 1; its group norm has half the groups.
     """
 
-    def __init__(
-        self,
-        channels: tuple[int, ...],
-        *,
-        groups: int,
-        affine: bool,
-        post_affine: bool,
-        constraint: Constraint,
-        calm: float,
-    ) -> None:
+    def __init__(self, channels: tuple[int, ...], plan: _Plan) -> None:
         super().__init__()
         rows = []
         for i, outputs in enumerate(channels):
             row = nn.ModuleDict()
             for j, inputs in enumerate(channels):
                 if j < i:
-                    row[str(j)] = Downsample(inputs, outputs, i - j, groups=groups, affine=affine)
+                    row[str(j)] = Downsample(inputs, outputs, i - j, plan)
                 elif j > i:
-                    row[str(j)] = Upsample(
-                        inputs, outputs, j - i, groups=groups, affine=affine, calm=calm
-                    )
+                    row[str(j)] = Upsample(inputs, outputs, j - i, plan)
             rows.append(row)
         self.exchange = nn.ModuleList(rows)
         mixes = [nn.Conv2d(c, c, 1, bias=False) for c in channels]
-        if constraint is None:
+        if plan.constraint is None:
             mixes = [_small(conv) for conv in mixes]
-        self.mix = nn.ModuleList([constrain(conv, "weight", constraint) for conv in mixes])
-        half = max(1, groups // 2)
-        self.norm = nn.ModuleList([nn.GroupNorm(half, c, affine=post_affine) for c in channels])
+        self.mix = nn.ModuleList(constrain(conv, "weight", plan.constraint) for conv in mixes)
+        half, affine = max(1, plan.groups // 2), plan.post_affine
+        self.norm = nn.ModuleList(nn.GroupNorm(half, c, affine=affine) for c in channels)
 
     def forward(self, h: list[Tensor], weights: Iterator[Tensor]) -> tuple[Tensor, ...]:
         made = []
@@ -257,18 +242,12 @@ class MDEQ(MonitoredMapLayer):
             raise ValueError(
                 f"MDEQ(affine=False, calm={calm:g}): there are no gains; use calm=1.0."
             )
-        shared: dict[str, Any] = {"groups": groups, "affine": affine, "constraint": constraint}
-        shared["calm"] = calm
-        sizes: dict[str, Any] = {"expansion": expansion, "kernel_size": kernel_size}
+        plan = _Plan(expansion, groups, kernel_size, affine, post_affine, constraint, calm)
         self.scales = nn.ModuleList(
-            nn.ModuleList(
-                ScaleBlock(c, injected=i == k == 0, **sizes, **shared) for k in range(count)
-            )
+            nn.ModuleList(ScaleBlock(c, plan, injected=i == k == 0) for k in range(count))
             for i, (c, count) in enumerate(zip(self.channels, self.blocks, strict=True))
         )
-        self.fusion: Fusion | None = None
-        if len(self.channels) > 1:
-            self.fusion = Fusion(self.channels, post_affine=post_affine, **shared)
+        self.fusion = Fusion(self.channels, plan) if len(self.channels) > 1 else None
 
     def inject(self, x: Tensor) -> tuple[Any, ...]:
         """x, checked, and in training mode the dropout masks [B, C, 1, 1] of this solve."""
