@@ -383,7 +383,7 @@ def test_bad_options(make: Any, error: type[Exception], message: str) -> None:
 @pytest.mark.parametrize(
     ("x", "error", "message"),
     [
-        (torch.zeros(1, 8, 6, 8), ValueError, r"multiples of 4, got \(6, 8\)"),
+        (torch.zeros(1, 8, 6, 8), ValueError, "multiples of 4, got x of 6 × 8 pixels"),
         (torch.zeros(1, 4, 8, 8), ValueError, r"takes x \[B, 8, H, W\], got shape \(1, 4, 8, 8\)"),
         (None, TypeError, "takes a tensor"),
         (torch.zeros(1, 8, 8, 8).long(), TypeError, "floating-point"),

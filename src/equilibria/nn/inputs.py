@@ -72,6 +72,17 @@ def check_input(layer: nn.Module, x: object, channels: int, *, convolutional: bo
         )
 
 
+def check_halving(owner: str, x: Tensor, times: int) -> None:
+    """Raise unless the maps x [B, C, H, W] can be halved so often."""
+    height, width = x.shape[2:]
+    unit = 1 << times
+    if height % unit or width % unit:
+        raise ValueError(
+            f"{owner} halves its maps {times} times: H and W must be multiples of {unit}, got x of "
+            f"{height} × {width} pixels. Pad or crop the input."
+        )
+
+
 def contained(x: Any) -> tuple[Any, Tensor | None]:
     """x without samples that hold NaN or infinity, and which [B] they are; None: there are none.
 

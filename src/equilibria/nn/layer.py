@@ -357,11 +357,14 @@ class WeightedLayer(FeatureLayer, EquilibriumLayer):
         return type(self).start is WeightedLayer.start
 
 
-def linear(inputs: int, outputs: int, kernel_size: int | None, *, bias: bool) -> nn.Module:
+def linear(
+    inputs: int, outputs: int, kernel_size: int | None, *, bias: bool, padding: str = "zeros"
+) -> nn.Module:
     """A matrix, or with a kernel size a convolution that keeps the size of its maps."""
     if kernel_size is None:
         return nn.Linear(inputs, outputs, bias=bias)
-    return nn.Conv2d(inputs, outputs, kernel_size, padding=kernel_size // 2, bias=bias)
+    half, mode = kernel_size // 2, padding
+    return nn.Conv2d(inputs, outputs, kernel_size, padding=half, bias=bias, padding_mode=mode)
 
 
 def weight_operator(weight: Any) -> LinearOperator:

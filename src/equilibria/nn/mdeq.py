@@ -23,6 +23,7 @@ from .constraints import Constraint, WeightNormalized, constrain
 from .deq import MonitoredMapLayer
 from .inputs import (
     check_groups,
+    check_halving,
     check_input,
     check_kernel,
     check_sizes,
@@ -297,13 +298,7 @@ class MDEQ(MonitoredMapLayer):
     def check_input(self, x: Tensor) -> None:
         """Raise unless x is [B, channels[0], H, W] with H and W divisible by 2^(scales − 1)."""
         check_input(self, x, self.channels[0], convolutional=True)
-        factor = 2 ** (len(self.channels) - 1)
-        if x.shape[2] % factor or x.shape[3] % factor:
-            raise ValueError(
-                f"MDEQ with {len(self.channels)} scales halves the map {len(self.channels) - 1} "
-                f"times: H and W must be multiples of {factor}, got {tuple(x.shape[2:])}. Pad or "
-                "crop the input."
-            )
+        check_halving("MDEQ", x, len(self.channels) - 1)
 
 
 def _counts(name: str, value: object, length: int | None) -> tuple[int, ...]:

@@ -33,8 +33,8 @@ from equilibria.problems.norms import convolution_norm_upper, dense_norm
 from equilibria.solvers.forward_backward import Splitting, SplittingIteration, SplittingSolver
 from equilibria.solvers.peaceman_rachford import PeacemanRachford
 
-from .inputs import check_kernel, check_prior, check_sizes, solving_dtype, zeros_as
-from .layer import FeatureLayer, MapLayer
+from .inputs import check_halving, check_kernel, check_prior, check_sizes, solving_dtype, zeros_as
+from .layer import FeatureLayer, MapLayer, linear
 
 __all__ = ["MonotoneDEQ", "TransposedSplitting"]
 
@@ -208,20 +208,11 @@ class MonotoneDEQ(FeatureLayer, MapLayer):
         self.padding = padding
         check_prior("MonotoneDEQ", prior)
         self.prior = prior
-        self.U: nn.Module
+        self.U = linear(self.in_channels, self.channels[0], kernel_size, bias=bias, padding=padding)
         self.W: DenseWeights | TieredWeights
         if kernel_size is None:
-            self.U = nn.Linear(self.in_channels, self.channels[0], bias=bias)
             self.W = DenseWeights(self.channels[0], float(m))
         else:
-            self.U = nn.Conv2d(
-                self.in_channels,
-                self.channels[0],
-                kernel_size,
-                padding=kernel_size // 2,
-                padding_mode=padding,
-                bias=bias,
-            )
             self.W = TieredWeights(self.channels, kernel_size, float(m), padding)
 
     @property
@@ -241,19 +232,12 @@ class MonotoneDEQ(FeatureLayer, MapLayer):
         super().check_input(x)
         if self.kernel_size is None:
             return
-        unit = 1 << (self.tiers - 1)
-        size = tuple(x.shape[2:])
-        if size[0] % unit or size[1] % unit:
-            raise ValueError(
-                f"MonotoneDEQ with {self.tiers} tiers halves its maps {self.tiers - 1} times: H "
-                f"and W must be multiples of {unit}, got x of {size[0]} × {size[1]} pixels."
-            )
-        least = self.kernel_size - 1
-        if self.padding == "circular" and min(size) // unit < least:
+        check_halving("MonotoneDEQ", x, self.tiers - 1)
+        least, last = self.kernel_size - 1, min(x.shape[2:]) >> (self.tiers - 1)
+        if self.padding == "circular" and last < least:
             raise ValueError(
                 f"MonotoneDEQ(padding='circular', kernel_size={self.kernel_size}) needs maps of at "
-                f"least {least} pixels in its last tier, got {min(size) // unit} (x has {size[0]} "
-                f"× {size[1]})."
+                f"least {least} pixels in its last tier, got {last} (x is {tuple(x.shape)})."
             )
 
     def inject(self, x: Tensor) -> tuple[Tensor]:
