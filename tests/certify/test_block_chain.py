@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import equilibria as eq
-from equilibria import L1, Decorrelation, FeatureIncay, LeakyNonNegative, SquaredNorm, Tanh
+from equilibria import L1, Decorrelation, FeatureIncay, SquaredNorm, Tanh
 from equilibria.certify import Guarantee, MapCertificate
 from equilibria.certify.block_chain import regularizer_factor
 from equilibria.nn import NormBounded
 from equilibria.nn.deep_opteq import DeepOptEq
 from equilibria.nn.opteq import OptEq
 from equilibria.problems import CustomPrior, WithL1
-from tests.nn.test_deep_opteq import FORMS, drawn, made, matrices
+from tests.nn.test_deep_opteq import FORMS, drawn, made
 from tests.problems.test_operators import randn
 
 Long = np.longdouble  # 64 bits of mantissa: its own rounding is 2000 times below float64's
@@ -122,18 +122,6 @@ def test_no_two_states_come_apart_faster_than_the_factor(
         moved = layer.step(a, *c) - layer.step(b, *c)
     assert isinstance(found.contraction, float)
     assert float(moved.norm()) <= found.contraction * float((a - b).norm()) * (1 + 1e-12)
-
-
-@pytest.mark.parametrize("form", list(FORMS))
-def test_the_factor_is_the_product_of_the_blocks(form: str) -> None:
-    layer, x = made(form, alpha=(0.3, 1.0, 0.7), prior=LeakyNonNegative(0.5)), drawn(form)
-    expected = 1.0
-    for (w, _), alpha in zip(matrices(layer, x), (0.3, 1.0, 0.7), strict=True):
-        expected *= alpha * np.linalg.norm(w, 2) ** 2 + 1 - alpha
-    found = layer.certify(x).contraction
-    assert isinstance(found, float)
-    # Convolutions: ‖W‖ is bounded for maps of every size, not for this small one alone.
-    assert expected <= found <= (expected * (1 + 1e-12) if form == "dense" else 1.0)
 
 
 def test_the_factor_and_the_lipschitz_constant_are_reached() -> None:

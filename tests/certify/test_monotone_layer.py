@@ -243,9 +243,3 @@ def test_where_rounding_eats_the_modulus_nothing_is_claimed() -> None:
     assert found.error_bound.isinf().all()
     assert found.lipschitz is None
     assert "wider dtype" in found.notes[0]
-
-
-def test_a_state_of_another_shape() -> None:
-    layer, x = drawn("tiers")
-    with pytest.raises(ValueError, match="shaped as the state"):
-        layer.certify(x, torch.zeros(2, 2, 8, 4, dtype=torch.float64))

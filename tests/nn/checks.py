@@ -41,6 +41,17 @@ class MapContract(LayerContract):
         torch.testing.assert_close(step(z), plain(z, *c), rtol=1e-5, atol=1e-6)
 
 
+class SlowCompile(MapContract):
+    """Compiled with the slow tests only: one form of a layer is enough for every day."""
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize(
+        ("adjoint", "training"), [(eq.Phantom(steps=2), True), (eq.Unrolled(), False)]
+    )
+    def test_a_fixed_step_layer_compiles_whole(self, adjoint: Any, training: bool) -> None:
+        super().test_a_fixed_step_layer_compiles_whole(adjoint, training)
+
+
 def leaves(z: Any) -> list[Tensor]:
     return pytree.tree_leaves(z)
 

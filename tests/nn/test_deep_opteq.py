@@ -27,7 +27,7 @@ from equilibria.nn import NormBounded, OptEq, WeightNormalized
 from equilibria.nn.deep_opteq import DeepOptEq, SeparableConv, training_way
 from equilibria.solvers import SequentialAveraging
 from tests.contracts.layer_contract import EXACT, TIGHT
-from tests.nn.checks import MapContract, check_gradients
+from tests.nn.checks import MapContract, SlowCompile, check_gradients
 from tests.optional import optional
 from tests.problems.test_operators import conv_matrix, randn
 
@@ -56,22 +56,10 @@ class TestDense(DeepContract):
         return torch.randn(batch, 3)
 
 
-class ConvolutionalContract(DeepContract):
-    """The dense layer's test of the compiler is enough for every day."""
-
-    convolutional = True
-
-    @pytest.mark.slow
-    @pytest.mark.parametrize(
-        ("adjoint", "training"), [(eq.Phantom(steps=2), True), (eq.Unrolled(), False)]
-    )
-    def test_a_fixed_step_layer_compiles_whole(self, adjoint: Any, training: bool) -> None:
-        super().test_a_fixed_step_layer_compiles_whole(adjoint, training)
-
-
-class TestConvolutional(ConvolutionalContract):
+class TestConvolutional(DeepContract, SlowCompile):
     """With learned α, and the start z₀ = x."""
 
+    convolutional = True
     in_channels = 3
 
     def layer(self, **options: Any) -> DeepOptEq:
@@ -82,7 +70,8 @@ class TestConvolutional(ConvolutionalContract):
         return torch.randn(batch, 3, 4, 4)
 
 
-class TestSeparable(ConvolutionalContract):
+class TestSeparable(DeepContract, SlowCompile):
+    convolutional = True
     in_channels = 2
 
     def layer(self, **options: Any) -> DeepOptEq:

@@ -18,7 +18,7 @@ import equilibria as eq
 from equilibria.nn import MonotoneDEQ, TransposedSplitting
 from equilibria.solvers import ForwardBackward, PeacemanRachford
 from tests.contracts.layer_contract import EXACT
-from tests.nn.checks import MapContract, check_compiles, check_gradients
+from tests.nn.checks import MapContract, SlowCompile, check_compiles, check_gradients
 from tests.problems.test_monotone_operator import modulus, numpy_w
 from tests.problems.test_monotone_tiers import conv_matrix, tier_matrix
 
@@ -47,18 +47,7 @@ class MonotoneContract(MapContract):
             self.layer(m=0.0)
 
 
-class SlowCompile(MonotoneContract):
-    """Compiled with the full battery only: one form is enough for every day."""
-
-    @pytest.mark.slow
-    @pytest.mark.parametrize(
-        ("adjoint", "training"), [(eq.Phantom(steps=2), True), (eq.Unrolled(), False)]
-    )
-    def test_a_fixed_step_layer_compiles_whole(self, adjoint: Any, training: bool) -> None:
-        super().test_a_fixed_step_layer_compiles_whole(adjoint, training)
-
-
-class TestDense(SlowCompile):
+class TestDense(MonotoneContract, SlowCompile):
     def layer(self, **options: Any) -> MonotoneDEQ:
         return MonotoneDEQ(5, in_channels=4, **{"m": 0.4, **options})
 
@@ -76,7 +65,7 @@ class TestConvolutional(MonotoneContract):
         return torch.randn(batch, 2, 5, 4)
 
 
-class TestCircularForwardBackward(SlowCompile):
+class TestCircularForwardBackward(MonotoneContract, SlowCompile):
     convolutional = True
     laps = ForwardBackward(rtol=0.0, atol=0.0, max_steps=3)
     tight = FB

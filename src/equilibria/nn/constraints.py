@@ -106,11 +106,14 @@ class OperatorNorm(nn.Module):
             norm: Tensor = torch.linalg.vector_norm(self.operator(weight.to(work))(v))
         return norm
 
-    def forward(self, weight: Tensor) -> Tensor:
+    def excess(self, weight: Tensor) -> Tensor:
+        """max(1, σ/bound), exactly 1 inside the bound; in training mode after power iterations."""
         if self.training:
             self._iterate(weight)
-        # min(1, bound/σ) without a division by σ = 0, and exactly 1 inside the bound.
-        return (weight / (self.sigma(weight) / self.bound).clamp_min(1.0)).to(weight.dtype)
+        return (self.sigma(weight) / self.bound).clamp_min(1.0)
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return (weight / self.excess(weight)).to(weight.dtype)
 
     @torch.no_grad()
     def right_inverse(self, weight: Tensor) -> Tensor:

@@ -52,12 +52,6 @@ class _SeparableNorm(OperatorNorm):
     def _input_shape(self, weight: Tensor) -> tuple[int, ...]:
         return (weight.shape[1], self.size, self.size)
 
-    def excess(self, weight: Tensor) -> Tensor:
-        """max(1, σ/bound); in training mode after a power iteration."""
-        if self.training:
-            self._iterate(weight)
-        return (self.sigma(weight) / self.bound).clamp_min(1.0)
-
 
 class SeparableConv(nn.Module):
     """Wz = P(D ∗ z) + b: a depthwise k × k convolution, then a pointwise one, as one linear map.
