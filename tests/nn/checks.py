@@ -107,14 +107,15 @@ def check_autocast(layer: nn.Module, x: Tensor) -> None:
 
 
 def check_compiles(layer: nn.Module, x: Tensor) -> None:
-    """As one graph, with the same answer, and it trains; its solves take fixed steps."""
+    """As one graph, with the same answer, and with gradients it trains. Solves of fixed steps."""
     torch._dynamo.reset()
     twin = copy.deepcopy(layer)
     compiled = torch.compile(twin, backend="aot_eager", fullgraph=True)
     for a, b in zip(leaves(compiled(x)), leaves(layer(x)), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-    sum(z.square().sum() for z in leaves(compiled(x))).backward()
-    assert all(p.grad is not None for p in twin.parameters())
+    if torch.is_grad_enabled():
+        sum(z.square().sum() for z in leaves(compiled(x))).backward()
+        assert all(p.grad is not None for p in twin.parameters())
 
 
 def check_bad_sample(layer: Any, x: Tensor) -> None:

@@ -417,7 +417,8 @@ def test_several_tiers_travel() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("solver", [PeacemanRachford, ForwardBackward])
 def test_several_tiers_compile(solver: Any) -> None:
-    check_compiles(*drawn("tiers", solver=solver(rtol=0.0, atol=0.0, max_steps=3)))
+    with torch.no_grad():
+        check_compiles(*drawn("tiers", solver=solver(rtol=0.0, atol=0.0, max_steps=3)))
 
 
 def test_negative_scales_keep_the_layer_monotone() -> None:
