@@ -152,22 +152,17 @@ class EquilibriumLayer(_SolvedLayer):
 
     def solve(self, x: Tensor, z0: Tensor | None = None, **options: Any) -> Solution[Tensor]:
         """Solve for x and tell all: value, result codes, stats, the solver's choice."""
-        problem, start = self.posed(x, z0)
+        x, bad = contained(x)
+        problem = self.problem(x)
+        start = self.start(problem, x) if z0 is None else z0
+        if bad is not None:
+            problem = problem.with_inputs(*marked(problem.inputs(), bad))
+            if z0 is None:
+                start = torch.where(bad.view(-1, *[1] * (start.ndim - 1)), 0.0, start)
         chosen = {"solver": self.solver, "adjoint": self.adjoint, **options}
         zero = z0 is None and self.starts_at_zero()
         bounds = partial(self.nominal_bounds, problem)
         return minimize_from(problem, start, bounds=bounds, zero_start=zero, **chosen)
-
-    def posed(self, x: Tensor, z0: Tensor | None = None) -> tuple[HiddenProblem, Tensor]:
-        """The problem of a solve and its start: ``problem(x)``, bad samples of x kept apart."""
-        x, bad = contained(x)
-        problem = self.problem(x)
-        start = self.start(problem, x) if z0 is None else z0
-        if bad is None:
-            return problem, start
-        if z0 is None:
-            start = torch.where(bad.view(-1, *[1] * (start.ndim - 1)), 0.0, start)
-        return problem.with_inputs(*marked(problem.inputs(), bad)), start
 
 
 class MapLayer(_SolvedLayer, ABC):
