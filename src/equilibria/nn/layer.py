@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, ClassVar, TypedDict
+from typing import Any, ClassVar, Literal, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -353,7 +353,12 @@ class WeightedLayer(FeatureLayer, EquilibriumLayer):
 
 
 def linear(
-    inputs: int, outputs: int, kernel_size: int | None, *, bias: bool, padding: str = "zeros"
+    inputs: int,
+    outputs: int,
+    kernel_size: int | None,
+    *,
+    bias: bool,
+    padding: Literal["zeros", "circular"] = "zeros",
 ) -> nn.Module:
     """A matrix, or with a kernel size a convolution that keeps the size of its maps."""
     if kernel_size is None:

@@ -41,36 +41,27 @@ class BranchSolution(Solution[tuple[Tensor, ...]]):
         return replace(self, value=tuple(part.value for part in parts), parts=parts)
 
 
-def _masked(found: list[int]) -> int:
-    """−1 where a branch does not know."""
-    return -1 if min(found) < 0 else max(found)
-
-
 def _largest(found: list[Tensor | None]) -> Tensor | None:
     known = [t for t in found if t is not None]
     return torch.stack(known).amax(0) if known else None
-
-
-_READ: dict[str, Any] = {
-    "solves": sum,
-    "unconverged": sum,
-    "masked": _masked,
-    "steps": _largest,
-    "residual": _largest,
-}
 
 
 class _BranchBackward(BackwardStats):
     """What the branches' backward solves did, read when asked: they are filled in later."""
 
     def __init__(self, parts: Sequence[BackwardStats]) -> None:
-        object.__setattr__(self, "parts", tuple(parts))
+        self.parts = tuple(parts)
 
-    def __getattribute__(self, name: str) -> Any:
-        if name not in _READ:
-            return object.__getattribute__(self, name)
-        found = [getattr(part, name) for part in object.__getattribute__(self, "parts")]
-        return _READ[name](found)
+    @property
+    def masked(self) -> int:  # type: ignore[override]
+        """−1 where a branch does not know."""
+        found = [part.masked for part in self.parts]
+        return -1 if min(found) < 0 else max(found)
+
+    solves = property(lambda self: sum(p.solves for p in self.parts))
+    unconverged = property(lambda self: sum(p.unconverged for p in self.parts))
+    steps = property(lambda self: _largest([p.steps for p in self.parts]))
+    residual = property(lambda self: _largest([p.residual for p in self.parts]))
 
 
 def worst(codes: Sequence[Tensor]) -> Tensor:
