@@ -226,6 +226,17 @@ def test_a_nan_sample_loses_its_guarantee_and_no_other_does(
     assert "1 of 6 samples" in str(found)
 
 
+def test_an_infinite_or_huge_state_is_no_error() -> None:
+    layer, x = TinyLayer(), randn(3, 3, dtype=torch.float32)
+    z = torch.ones(3, 5)
+    z[0, 0], z[1] = math.inf, 1e30
+    found = certify(layer, x, z)
+    assert found.kinds[0] is Guarantee.none
+    assert found.error_bound[0] == math.inf
+    assert found.error_bound[1] > 1e29
+    assert found.error_bound[2] < 100
+
+
 def test_a_sample_is_judged_alone() -> None:
     layer, x = TinyLayer(gamma=MeanPatchEnergy()), randn(6, 3, dtype=torch.float32)
     z = torch.rand(6, 5, generator=torch.Generator().manual_seed(0))

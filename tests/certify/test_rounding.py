@@ -260,3 +260,12 @@ def test_no_bound_is_derived_for_smooth_priors_away_from_step_one() -> None:
     assert residual_rounding(problem, z, problem.step(z))[1]
     assert not residual_rounding(problem, z, problem.step(z, 0.5), 0.5)[1]
     assert subgradient_rounding(problem, z, problem.minimal_subgradient(z)) is None
+
+
+def test_weights_that_overflow_or_underflow_leave_a_finite_or_infinite_bound_never_nan() -> None:
+    for scale in (1e-160, 1e8, 1e150):
+        q, _, state = make_gaussian("dense", scale, 1.0)
+        z = randn(6, *state, seed=0) * scale
+        problem = Problem(NonNegative(), q)
+        bound, _ = residual_rounding(problem, z, problem.step(z))
+        assert not bound.isnan().any()
