@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import equilibria as eq
-from equilibria.nn import GEQ, KerDEQ, NormBounded
+from equilibria.nn import GEQ, KerDEQ, NormBounded, OperatorNorm
 from equilibria.problems import (
     Box,
     FixedGamma,
@@ -273,6 +273,15 @@ def test_mu_is_within_the_bound() -> None:
     assert coupling.mu_upper() <= 0.95 * 1.04  # the plane is 2% above 16 × 16 pixels, here
 
 
+@pytest.mark.parametrize("hidden", [6, None])
+def test_the_input_norm_of_a_vector_layer_is_exact(hidden: int | None) -> None:
+    layer = GEQ(4, 5, in_channels=3, hidden=hidden).double().eval()
+    weight = layer.hidden_weight()
+    w_h = np.eye(5) if weight is None else weight.detach().numpy()
+    expected = np.linalg.norm(w_h.T @ layer.U.weight.detach().numpy(), 2)
+    assert layer.input_norm_upper() == pytest.approx(expected, rel=1e-12)
+
+
 @pytest.mark.parametrize("hidden", [2, 5, None])
 def test_the_input_norm_of_a_convolution_is_a_close_upper_bound(hidden: int | None) -> None:
     torch.manual_seed(2)
@@ -299,8 +308,6 @@ def test_the_input_norm_of_a_convolution_is_a_close_upper_bound(hidden: int | No
 
 
 def test_the_constraint_is_evaluated_once_in_a_forward(monkeypatch: pytest.MonkeyPatch) -> None:
-    from equilibria.nn.constraints import OperatorNorm
-
     layer = GEQ(3, 4, patch=Patches(channels=2, size=2))
     calls: list[int] = []
     forward = OperatorNorm.forward

@@ -216,6 +216,15 @@ def test_the_linear_twin_of_a_geq_of_equal_size() -> None:
     assert twin(torch.randn(2, 8, 4, 4)).shape == (2, 12, 4, 4)
 
 
+def test_input_norm() -> None:
+    layer = made()
+    expected = np.linalg.norm(layer.U.weight.detach().numpy(), 2)
+    assert layer.input_norm_upper() == pytest.approx(expected, rel=1e-12)
+    conv = made(3, 4, kernel_size=3)
+    big = np.linalg.norm(conv_matrix(conv.U.weight, 12, 12, padding=1), 2)
+    assert big <= conv.input_norm_upper() <= 1.05 * big
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
