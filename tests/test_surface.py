@@ -33,6 +33,9 @@ MOVED = {
     "equilibria.problems.Guarantee": "equilibria.certify.Guarantee",
     "equilibria.problems.MapCertificate": "equilibria.certify.MapCertificate",
     "equilibria.problems.certify": "equilibria.certify.certify",
+    # One way to apply a block K times.
+    "equilibria.nn.DEQ.repeat": "equilibria.nn.DEQ.repeated",
+    "equilibria.nn.DEQ.repeated": "equilibria.nn.DEQ.repeated",
 }
 PRIORS = ("Box", "CustomPrior", "Free", "LeakyNonNegative", "Logistic", "NonNegative")
 PRIORS += ("ShiftedNonNegative", "SoftThreshold", "Softplus", "Tanh")
@@ -129,6 +132,22 @@ DROPPED: dict[str, str] = {
         *("bounds.arc_cosine", "bounds.eq1", "bounds.eq48", "bounds.kerdeq_", "bounds.ours_at"),
         *("bounds.remark1", "bounds.remark2", "bounds.remark3", "bounds.summary"),
     ),
+    **{
+        f"equilibria.nn.MultiBranch({name})": "branches are solved apart, and averaged"
+        for name in ("adjoint", "fuse", "joint", "solver")
+    },
+    **{
+        f"equilibria.nn.{kind}.norm": "layer.operator().norm(shape) is the same"
+        for kind in ("GEQ", "KerDEQ", "OptEq", "PolynomialEq", "SigmoidEq")
+    },
+    "equilibria.nn.DEQ(contraction)": "a block with contraction_bound() is asked",
+    "equilibria.nn.DEQ.jacobian_penalty": "eq.jacobian_penalty(layer.step, z, layer.inject(x))",
+    "equilibria.nn.MDEQ.jacobian_penalty": "eq.jacobian_penalty(layer.step, z, layer.inject(x))",
+    "equilibria.nn.MDEQ.repeat": "layer.solve(x, solver=Picard(rtol=0.0, max_steps=K))",
+    "equilibria.nn.DeepOptEq.block_step": "layer.bound_blocks()[l](z, c)",
+    "equilibria.nn.OptEq.objective_state": "problem(x).objective(z) has the same minimum",
+    "equilibria.nn.WeightNormalized(dim)": "weights are normalized by output",
+    "equilibria.nn.WeightNormalized.dim": "weights are normalized by output",
     # Set when an object is made, so that no class lists them.
     "equilibria.data.LazyImages.device": "an attribute, still there",
     "equilibria.data.LazyImages.ndim": "an attribute, still there",

@@ -7,7 +7,7 @@ import dataclasses
 import math
 import warnings
 from fractions import Fraction
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -17,19 +17,29 @@ from hypothesis import strategies as st
 from scipy.optimize import brentq
 from torch import Tensor, nn
 
-from equilibria.certify.certificate import Certificate, Guarantee, certify
+from equilibria.certify.certificate import Guarantee, certify
 from equilibria.engine.result import Solution
-from equilibria.nn import GEQ, EquilibriumLayer, NormBounded, OptEq, PolynomialEq, SigmoidEq
-from equilibria.problems.gamma import FixedGamma, GammaPolicy, MeanPatchEnergy, MinPatchEnergy
+from equilibria.nn import (
+    DEQ,
+    GEQ,
+    DeepOptEq,
+    MonotoneDEQ,
+    NormBounded,
+    OptEq,
+    PolynomialEq,
+    SigmoidEq,
+)
+from equilibria.problems.gamma import GammaPolicy, MeanPatchEnergy, MinPatchEnergy
 from equilibria.problems.gaussian import Gaussian
-from equilibria.problems.kernels import Curvature, Linear, Polynomial, Sigmoidal
+from equilibria.problems.kernels import Curvature, Linear, Sigmoidal
 from equilibria.problems.operators import ModuleOperator
 from equilibria.problems.patches import Patches
-from equilibria.problems.priors import Box, Free, NonNegative, Prior, Tanh
+from equilibria.problems.priors import Free, NonNegative, Tanh
 from equilibria.problems.problem import Problem
 from equilibria.problems.regularizers import Decorrelation, Regularizer, SquaredNorm
 from equilibria.problems.solving import minimize
 from equilibria.solvers import Picard
+from tests.certify.test_map_certificate import BoundedBlock
 from tests.problems.test_operators import randn
 
 CONCAVITY = 2 * math.exp(-1.5)
@@ -59,15 +69,15 @@ class TinyLayer(nn.Module):
         return float(np.linalg.norm(self.U.weight.detach().double().numpy(), 2)) * (1 + 1e-14)
 
 
-def equilibrium(w: Tensor, c: Tensor, gamma: Tensor | float, prox=lambda v: np.maximum(v, 0)):  # type: ignore[no-untyped-def]
-    """T_{1/2} to the end in numpy float64, on the numbers as given; prox for indicators only."""
+def equilibrium(w: Tensor, c: Tensor, gamma: float) -> np.ndarray:
+    """T_{1/2} to the end in numpy float64, on the numbers as given."""
     wn, cn = w.detach().double().numpy(), c.detach().double().numpy()
-    g = np.broadcast_to(np.asarray(gamma, dtype=float).reshape(-1, 1), (len(cn), 1))
     z = np.zeros((len(cn), wn.shape[1]))
     for _ in range(4000):
         r = cn - z @ wn.T
         last = z
-        z = prox(0.5 * z + 0.5 * (np.exp(-g * np.square(r).sum(1, keepdims=True)) * r) @ wn)
+        force = (np.exp(-gamma * np.square(r).sum(1, keepdims=True)) * r) @ wn
+        z = np.maximum(0.5 * z + 0.5 * force, 0)
         if np.abs(z - last).max() <= 1e-16 * np.abs(z).max():
             break
     return z
@@ -123,34 +133,53 @@ def test_objective_stationarity_and_residual_are_those_of_the_formulas() -> None
     assert found.solver == "z was given"
 
 
-@pytest.mark.parametrize("kind", ["tiny", "geq"])
-def test_certify_leaves_the_layer_as_it_is(kind: str) -> None:
-    """GEQ's norm constraint moves its power iteration in training mode: not here."""
-    layer = TinyLayer() if kind == "tiny" else GEQ(5, 7, in_channels=3, hidden=4)
-    x = randn(4, 3, dtype=torch.float32)
-    layer.train()
-    before = copy.deepcopy(layer.state_dict())
-    certify(layer, x.requires_grad_())
-    assert layer.training
-    assert all(torch.equal(t, before[name]) for name, t in layer.state_dict().items())
-    assert all(p.grad is None and p.requires_grad for p in layer.parameters())
-
-
 def test_an_unconverged_answer_gets_an_honest_bound_and_no_warning() -> None:
     layer, x = TinyLayer(steps=2), randn(32, 3, dtype=torch.float32)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         found = certify(layer, x)
-    true = errors(equilibrium_start(layer, x, 2), equilibrium(layer.W, layer.U(x), 0.5))
+    with pytest.warns(UserWarning, match="max_steps"):
+        true = errors(layer.solve(x).value, equilibrium(layer.W, layer.U(x), 0.5))
     assert (found.error_bound.numpy() > 1e-3).any()
     assert (true <= found.error_bound.numpy()).all()
     assert "max_steps" in found.solver
 
 
-def equilibrium_start(layer: TinyLayer, x: Tensor, steps: int) -> Tensor:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return minimize(layer.problem(x), solver=Picard(max_steps=steps)).value
+KINDS: dict[str, tuple[Any, tuple[int, ...]]] = {
+    "tiny": (TinyLayer, (3,)),
+    "geq": (lambda: GEQ(5, 7, in_channels=3, hidden=4), (3,)),
+    "deq": (lambda: DEQ(BoundedBlock(), start=(5,)), (4,)),
+    "deep": (lambda: DeepOptEq(4, (5, 3), in_channels=3, learn_alpha=True), (3,)),
+    "separable": (lambda: DeepOptEq(3, (2,), kernel_size=3, separable=True), (3, 4, 4)),
+    "monotone": (lambda: MonotoneDEQ(3, in_channels=2, kernel_size=3), (2, 4, 5)),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_certify_leaves_the_layer_as_it_is(kind: str) -> None:
+    """A norm constraint moves its power iteration in training mode: not here."""
+    torch.manual_seed(0)
+    make, shape = KINDS[kind]
+    layer, x = make().train(), randn(4, *shape, dtype=torch.float32)
+    before, drawn = copy.deepcopy(layer.state_dict()), torch.get_rng_state()
+    certify(layer, x.requires_grad_())
+    assert layer.training
+    assert torch.equal(torch.get_rng_state(), drawn)
+    for name, value in layer.state_dict().items():
+        assert torch.equal(value, before[name]), name
+        assert value.dtype == before[name].dtype
+    assert all(p.grad is None and p.requires_grad for p in layer.parameters())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_nan_sample_is_not_certified_and_the_others_are(kind: str) -> None:
+    torch.manual_seed(0)
+    make, shape = KINDS[kind]
+    x = randn(3, *shape, dtype=torch.float32)
+    x[1].view(-1)[0] = math.nan
+    found = certify(make(), x)
+    assert found.certified.tolist() == [True, False, True]
+    assert found.error_bound.isinf().tolist() == [False, True, False]
 
 
 def test_a_residual_of_zero_still_pays_for_rounding() -> None:
@@ -226,21 +255,6 @@ def test_other_precisions(dtype: torch.dtype) -> None:
     assert (errors(z, exact) <= found.error_bound.numpy()).all()
 
 
-def test_policies_decide_the_lipschitz_constant_of_a_layer() -> None:
-    x = randn(4, 3, dtype=torch.float32)
-    fixed, mean, least = (
-        certify(TinyLayer(gamma=g), x)
-        for g in (FixedGamma(0.5), MeanPatchEnergy(), MinPatchEnergy())
-    )
-    assert fixed.lipschitz is not None
-    assert mean.lipschitz is not None
-    assert fixed.lipschitz < mean.lipschitz
-    assert least.lipschitz is None
-    assert "MinPatchEnergy" in least.lipschitz_note
-    assert least.lipschitz_local is not None
-    assert "γ held fixed" in least.lipschitz_local_note
-
-
 # The layers of the library
 
 
@@ -296,54 +310,7 @@ def test_layers_of_the_library_are_certified(name: str) -> None:
     assert "Certificate" in str(found)
 
 
-def test_a_layer_made_of_a_problem_function_has_its_constants_in_c() -> None:
-    w = nn.Linear(4, 6, bias=False)
-    layer = EquilibriumLayer(
-        lambda x, W, U: Problem(NonNegative(), Gaussian(W, U(x), 0.5)), W=w, U=nn.Linear(3, 6)
-    )
-    found = certify(layer, randn(4, 3, dtype=torch.float32))
-    assert found.lipschitz_in == "c"
-    assert found.numbers.input_norm is None
-
-
-@given(
-    mu=st.floats(0.1, 1.45),
-    log_gamma=st.floats(-3, 3),
-    steps=st.integers(0, 40),
-    seed=st.integers(0, 10_000),
-    box=st.booleans(),
-)
-@settings(deadline=None, derandomize=True, max_examples=120)
-def test_the_bound_holds_for_any_layer_at_any_step(
-    mu: float, log_gamma: float, steps: int, seed: int, box: bool
-) -> None:
-    w = randn(5, 3, seed=seed)
-    w = (w * (mu / torch.linalg.matrix_norm(w, 2))).float()
-    gamma = 10**log_gamma
-    c = (randn(8, 5, seed=seed + 1) * math.sqrt(0.5 / gamma)).float()
-    prior: Prior = Box(-0.1, 0.4) if box else NonNegative()
-    problem = Problem(prior, Gaussian(w, c, gamma))
-    z = torch.zeros(8, 3)
-    for _ in range(steps):
-        z = problem.step(z)
-    found = certify(problem, z=z)
-    clip = (-0.1, 0.4) if box else (0.0, math.inf)
-    # γ as the problem holds it, in float32: that is the function being computed.
-    exact = equilibrium(w, c, problem.coupling.gamma, lambda v: np.clip(v, *clip))
-    left = 1e-12 * (1 + np.abs(exact).max()) + 1e-12  # of the oracle
-    assert (errors(z, exact) <= found.error_bound.numpy() + left).all()
-
-
 # Problems of other kinds
-
-
-def test_a_problem_is_certified_with_and_without_a_state() -> None:
-    problem = TinyLayer().problem(randn(4, 3, dtype=torch.float32))
-    found = certify(problem)
-    assert (found.error_bound < 1e-3).all()
-    assert found.lipschitz_in == "c"
-    far = certify(problem, z=torch.ones(4, 5))
-    assert (far.error_bound > found.error_bound).all()
 
 
 def test_a_skip_connection_keeps_the_bound_and_slows_the_contraction() -> None:
@@ -448,30 +415,6 @@ def test_local_certificates_of_the_sigmoid_kernel_name_the_equilibrium_nearby() 
     assert bound[np.isfinite(bound)].max() < 0.05
 
 
-def test_nothing_is_proven_of_the_polynomial_kernel_of_degree_four() -> None:
-    c, z = randn(3, 4, seed=1) * 0.05, torch.zeros(3, 4, dtype=torch.float64)
-    found = certify(Problem(NonNegative(), Polynomial(randn(4, 4) * 0.1, c, degree=4)), z=z)
-    assert set(found.kinds) == {Guarantee.none}
-    assert (found.modulus_local > 0).all()
-    assert found.error_bound.isinf().all()
-    assert found.lipschitz_local is not None
-    assert found.lipschitz_local.isinf().all()
-
-
-def test_a_module_in_float32_is_evaluated_in_float64() -> None:
-    forward, backward = nn.Linear(5, 7, bias=False), nn.Linear(7, 5, bias=False)
-    with torch.no_grad():
-        forward.weight.mul_(0.8)
-        backward.weight.copy_(forward.weight.T)
-    c, z = randn(4, 7, dtype=torch.float32), torch.rand(4, 5)
-    problem = Problem(NonNegative(), Gaussian(ModuleOperator(forward, backward, (5,)), c, 0.5))
-    found = certify(problem, z=z)
-    plain = certify(Problem(NonNegative(), Gaussian(forward.weight.detach(), c, 0.5)), z=z)
-    torch.testing.assert_close(found.residual, plain.residual, rtol=1e-12, atol=0)
-    assert not found.rigorous
-    assert forward.weight.dtype == torch.float32
-
-
 def test_a_metric_that_rounding_made_indefinite_is_certified_as_the_nearest_one() -> None:
     hidden = randn(6, 2, dtype=torch.float32)
     w, c = randn(6, 4, dtype=torch.float32) * 0.1, randn(3, 6, dtype=torch.float32)
@@ -485,29 +428,6 @@ def test_a_metric_that_rounding_made_indefinite_is_certified_as_the_nearest_one(
 
 
 # The face
-
-
-def example() -> Certificate:
-    layer = TinyLayer()
-    return certify(layer, randn(4, 3, dtype=torch.float32))
-
-
-def test_the_printout_is_aligned_and_names_every_number() -> None:
-    text = str(example())
-    lines = text.splitlines()
-    assert lines[0] == "Certificate for 4 samples: proven, in float64"
-    names = ["guarantee", "unique", "contraction ρ", "modulus m", "smoothness L", "objective"]
-    names += ["stationarity", "residual", "‖z − z*‖ ≤", "rounding", "Lipschitz in x", "μ", "γ"]
-    for name in names:
-        assert any(line.strip().startswith(name) for line in lines)
-    starts = {len(line) - len(line[2:].lstrip()) for line in lines[1:] if line[2:3] != " "}
-    assert starts == {2}
-    values = next(line for line in lines if line.startswith("  residual"))
-    assert "min" in values
-    assert "median" in values
-    assert "max" in values
-    assert max(len(line.split("  ")[1]) for line in lines[1:]) <= 16
-    assert not any(line != line.rstrip() for line in lines)
 
 
 @given(st.floats(-30.0, 30.0))
@@ -536,8 +456,26 @@ def test_a_local_guarantee_has_an_equilibrium_within_its_bound(z: float) -> None
     assert certify(Problem(Free(), coupling), z=torch.full((1, 1), 10.0)).kind is Guarantee.none
 
 
-def test_one_sample_and_mixed_kinds_print() -> None:
+def test_a_state_outside_the_domain_is_told() -> None:
+    layer, x = TinyLayer(), randn(3, 3, dtype=torch.float32)
+    z = layer.solve(x).value.detach().clone()
+    z[1, 0] = -1e-6
+    found = certify(layer, x, z)
+    assert found.objective[1] == math.inf
+    assert found.error_bound[1] < 1e-3
+    assert "1 of 3 states lie outside the domain" in str(found)
+
+
+def test_a_certificate_can_be_read() -> None:
+    """Every number has its name, mixed guarantees their counts."""
     layer = TinyLayer()
+    text = str(certify(layer, randn(4, 3, dtype=torch.float32)))
+    lines = [line.strip() for line in text.splitlines()]
+    assert lines[0] == "Certificate for 4 samples: proven, in float64"
+    names = ["guarantee", "unique", "contraction ρ", "modulus m", "smoothness L", "objective"]
+    names += ["stationarity", "residual", "‖z − z*‖ ≤", "rounding", "Lipschitz in x", "μ", "γ"]
+    for name in names:
+        assert any(line.startswith(name) for line in lines), name
     assert "1 sample:" in str(certify(layer, randn(1, 3, dtype=torch.float32)))
     w = torch.tensor([[1.55]], dtype=torch.float64)
     c = torch.full((3, 1), 1.880956005, dtype=torch.float64)
@@ -549,32 +487,34 @@ def test_one_sample_and_mixed_kinds_print() -> None:
     assert "certified for 0 of 3 samples" in text
 
 
-def test_a_state_outside_the_domain_is_told() -> None:
-    layer, x = TinyLayer(), randn(3, 3, dtype=torch.float32)
-    z = layer.solve(x).value.detach().clone()
-    z[1, 0] = -1e-6
-    found = certify(layer, x, z)
-    assert found.objective[1] == math.inf
-    assert found.error_bound[1] < 1e-3
-    assert "1 of 3 states lie outside the domain" in str(found)
+X = randn(4, 3, dtype=torch.float32)
+NARROW = ModuleOperator(lambda z: z @ torch.ones(5, 7), lambda y: y @ torch.ones(7, 5), (5,))
 
 
-def test_calls_that_cannot_be_meant() -> None:
-    layer, x = TinyLayer(), randn(4, 3, dtype=torch.float32)
-    problem = layer.problem(x)
-    with pytest.raises(TypeError, match=r"certify\(problem, z=z\)"):
-        certify(problem, x)
-    with pytest.raises(TypeError, match="needs the input x"):
-        certify(layer)
-    with pytest.raises(TypeError, match="got Linear"):
-        certify(nn.Linear(3, 3), x)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="takes states"):
-        certify(layer, x, torch.zeros(4, 6))
-    with pytest.raises(ValueError, match="c is"):
-        certify(layer, x, torch.zeros(3, 5))
-    w = randn(7, 5, dtype=torch.float32)
-    narrow = ModuleOperator(lambda z: z @ w.T, lambda y: y @ w, (5,))
-    with pytest.raises(TypeError, match="float64"):
-        certify(Problem(Tanh(), Gaussian(narrow, randn(4, 7).float(), 0.5)), z=torch.zeros(4, 5))
-    with pytest.raises(ValueError, match="NaN"):
-        certify(Problem(Free(), Linear(w.T @ w * math.nan, x @ w[:3])), z=torch.zeros(4, 5))
+@pytest.mark.parametrize(
+    ("what", "given", "error", "message"),
+    [
+        (TinyLayer().problem(X), {"x": X}, TypeError, r"certify\(problem, z=z\)"),
+        (TinyLayer(), {}, TypeError, "needs the input x"),
+        (nn.Linear(3, 3), {"x": X}, TypeError, "got Linear"),
+        (TinyLayer(), {"x": X, "z": torch.zeros(4, 6)}, ValueError, "takes states"),
+        (TinyLayer(), {"x": X, "z": torch.zeros(3, 5)}, ValueError, "c is"),
+        (
+            Problem(Tanh(), Gaussian(NARROW, randn(4, 7).float(), 0.5)),
+            {"z": torch.zeros(4, 5)},
+            TypeError,
+            "float64",
+        ),
+        (
+            Problem(Free(), Linear(torch.full((5, 5), math.nan), torch.zeros(4, 5))),
+            {"z": torch.zeros(4, 5)},
+            ValueError,
+            "NaN",
+        ),
+    ],
+)
+def test_calls_that_cannot_be_meant(
+    what: Any, given: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        certify(what, **given)

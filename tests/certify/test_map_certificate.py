@@ -37,12 +37,6 @@ def certificate(
     )
 
 
-def test_text_says_what_is_known() -> None:
-    text = str(certificate([Guarantee.contraction, Guarantee.none], [0.1, 0.2], [0.2, math.inf]))
-    for part in ("contraction: one", "1 of 2 samples", "‖U‖/(1 − ρ)", "‖W_1‖", "a note", "0.5"):
-        assert part in text
-
-
 def test_a_whole_is_as_good_as_its_worst_part() -> None:
     good = certificate([Guarantee.contraction] * 2, [0.3, 0.0], [0.6, 0.0])
     mixed = certificate(
@@ -114,53 +108,36 @@ def test_a_proven_factor_bounds_the_true_error(rtol: float) -> None:
     assert "contraction_bound()" in str(found)
 
 
-def test_a_given_factor_and_a_given_state() -> None:
-    torch.manual_seed(0)
-    layer, x = made(TanhBlock(scale=0.5), contraction=0.9), randn(3, 4)
-    z = randn(3, 5)
+class ClaimedBlock(TanhBlock):
+    """With a factor that nobody has proven."""
+
+    def __init__(self, claim: float) -> None:
+        super().__init__()
+        self.claim = claim
+        with torch.no_grad():  # J = 0.8 I at z = 0, where x = 0 leads
+            self.W.weight.copy_(0.8 * torch.eye(5))
+            self.U.bias.zero_()
+
+    def contraction_bound(self) -> float:
+        return self.claim
+
+
+def test_a_claimed_factor_and_a_given_state() -> None:
+    layer, x, z = made(ClaimedBlock(0.9)), randn(3, 4), randn(3, 5)
     found = layer.certify(x, z)
     assert found.solver == "z was given"
     gap = torch.linalg.vector_norm(layer.block(z, x) - z, dim=1).detach()
-    torch.testing.assert_close(found.error_bound, gap / 0.1, rtol=1e-9, atol=0)
-    above = made(TanhBlock(scale=0.5), contraction=1.5).certify(x)
+    torch.testing.assert_close(found.error_bound, gap / (1 - 0.9), rtol=1e-9, atol=0)
+    above = made(ClaimedBlock(1.5)).certify(x)
     assert above.kind == Guarantee.none
     assert "not below 1" in str(above)
 
 
 def test_a_wrong_factor_is_refuted() -> None:
-    block = TanhBlock()
-    with torch.no_grad():
-        block.W.weight.copy_(0.8 * torch.eye(5))
-        for p in block.U.parameters():
-            p.zero_()
-    layer, x = made(block, contraction=0.5), randn(2, 4)  # J = 0.8 I at z = 0
-    found = layer.certify(x)
+    found = made(ClaimedBlock(0.5)).certify(torch.zeros(2, 4, dtype=torch.float64))
     assert found.kind == Guarantee.none
     assert torch.isinf(found.error_bound).all()
     assert "REFUTED" in str(found)
-
-
-def test_the_layer_is_left_as_it_is() -> None:
-    torch.manual_seed(0)
-    layer = DEQ(TanhBlock(), start=(5,))
-    layer.train()
-    state = torch.get_rng_state()
-    found = layer.certify(torch.randn(2, 4, generator=torch.Generator().manual_seed(0)))
-    assert layer.training
-    assert layer.block.W.weight.dtype == torch.float32
-    assert torch.equal(torch.get_rng_state(), state)
-    # In float64, on the float32 answer: far below what float32 could resolve of the residual.
-    assert found.residual.dtype == torch.float64
-    assert (found.residual < 1e-3).all()
-
-
-def test_nan_is_not_certified() -> None:
-    torch.manual_seed(0)
-    layer, x = made(BoundedBlock()), randn(3, 4)
-    x[1, 0] = float("nan")
-    found = layer.certify(x)
-    assert found.certified.tolist() == [True, False, True]
-    assert torch.isinf(found.error_bound[1])
 
 
 def test_a_block_that_takes_one_dtype_only() -> None:

@@ -46,10 +46,6 @@ def shifted(z: Any, size: float, seed: int) -> Any:
     return moved[0] if isinstance(z, Tensor) else tuple(moved)
 
 
-def newton_state(w: np.ndarray, c: np.ndarray) -> Tensor:
-    return torch.from_numpy(newton(w, c, *RELU))
-
-
 def errors(z: Any, truth: Any) -> np.ndarray:
     return np.linalg.norm(flat(z) - flat(truth), axis=1)
 
@@ -82,15 +78,6 @@ def test_a_weak_coupling_is_a_contraction() -> None:
     found = layer.certify(x)
     assert found.kind == Guarantee.contraction
     assert np.linalg.norm(matrix_w(layer, x), 2) <= float(found.contraction) < 1
-
-
-def test_a_flat_activation_contracts_more() -> None:
-    """σ′ ≤ ¼: T contracts though ‖W‖ > 1."""
-    layer, x = drawn("dense", prior=eq.Logistic())
-    found = layer.certify(x)
-    assert np.linalg.norm(matrix_w(layer, x), 2) > 1.2
-    assert float(found.contraction) < 1
-    assert found.kind == Guarantee.contraction
 
 
 # ---------------------------------------------------------------------- the error bound
@@ -158,21 +145,6 @@ def test_the_error_bound_is_sharp(m: float) -> None:
     np.testing.assert_allclose(found.error_bound, errors(z, truth), rtol=1e-9)
 
 
-def test_the_error_bound_is_within_a_small_factor_on_average() -> None:
-    """Random dense layers, random states: the bound is no more than ‖W‖/m times too large."""
-    ratios = []
-    for seed in range(20):
-        torch.manual_seed(seed)
-        layer = MonotoneDEQ(8, m=0.5).double()
-        x = torch.randn(4, 8, dtype=torch.float64)
-        truth = layer.solve(x, solver=PR).value
-        z = shifted(truth, 1e-2, seed)
-        ratios.append(layer.certify(x, z).error_bound.numpy() / errors(z, truth))
-    assert np.min(ratios) >= 1.0
-    assert np.median(ratios) < 2.5
-    assert np.max(ratios) < 6.0
-
-
 def test_the_bound_covers_rounding_at_the_exact_solution() -> None:
     """Dyadic numbers: z* = 2c exactly; states a few units in the last place away are covered."""
     layer = MonotoneDEQ(2, m=0.5).double()
@@ -203,7 +175,7 @@ def test_lower_precisions_are_certified_as_computed(form: str, dtype: torch.dtyp
     parts = [z] if isinstance(z, Tensor) else list(z)
     w = matrix_of(operator, [tuple(p.shape[1:]) for p in parts])
     rest = [torch.zeros_like(p) for p in parts[1:]]
-    true = errors(z, newton_state(w, flat((c, *rest))))
+    true = errors(z, torch.from_numpy(newton(w, flat((c, *rest)), *RELU)))
     assert (true <= found.error_bound.numpy()).all()
     assert (true > 0).all()
 
@@ -246,20 +218,8 @@ def test_the_text_names_the_factors() -> None:
     m, upper = layer.bounds()
     factor = math.sqrt(1 - 2 * 0.05 * m + 0.05**2 * upper**2)
     assert f"factor {factor:.6g} at α = 0.05" in text
-    assert "Peaceman–Rachford  factor" in text
-    assert "strong monotonicity: one equilibrium" in text
-    assert "ForwardBackward with the step α = 0.05" in text
-    assert "‖U‖/m" in text
-    given = str(layer.certify(x, layer(x)))
-    assert "z was given" in given
-
-
-def test_a_bad_sample_is_not_certified() -> None:
-    layer, x = drawn("conv")
-    x[1] = float("nan")
-    found = layer.certify(x)
-    assert found.kinds == (Guarantee.strong_monotonicity, Guarantee.none)
-    assert found.error_bound.isinf().tolist() == [False, True]
+    for part in ("Peaceman–Rachford  factor", "strong monotonicity: one equilibrium", "‖U‖/m"):
+        assert part in text
 
 
 def test_samples_of_a_custom_activation_are_an_estimate() -> None:
@@ -283,9 +243,3 @@ def test_where_rounding_eats_the_modulus_nothing_is_claimed() -> None:
     assert found.error_bound.isinf().all()
     assert found.lipschitz is None
     assert "wider dtype" in found.notes[0]
-
-
-def test_a_state_of_another_shape() -> None:
-    layer, x = drawn("tiers")
-    with pytest.raises(ValueError, match="shaped as the state"):
-        layer.certify(x, torch.zeros(2, 2, 8, 4, dtype=torch.float64))

@@ -106,7 +106,7 @@ def test_every_layer_of_a_copy_is_changed_and_the_model_is_not() -> None:
     before = {name: value.clone() for name, value in model.state_dict().items()}
     tight = eq.Auto(rtol=1e-6)
     made = replaced(model, solver=tight, adjoint=eq.OneStep())
-    layers = [made[0][1], made[1], made[1].branches[0]]
+    layers = [made[0][1], made[1].branches[0]]
     assert all(layer.solver is tight for layer in layers)
     assert all(layer.adjoint == eq.OneStep() for layer in layers)
     assert isinstance(model[0][1].solver, eq.Picard)

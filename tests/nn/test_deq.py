@@ -12,21 +12,19 @@ import scipy.optimize
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.func import functional_call
-from torch.nn.utils.parametrize import is_parametrized
 
 import equilibria as eq
 from equilibria.nn import (
     DEQ,
     NormBounded,
-    OperatorNorm,
     RepeatedBlock,
     ResidualBlock,
     WeightNormalized,
     constrain,
 )
-from tests.contracts.layer_contract import EXACT, TIGHT, LayerContract
-from tests.problems.test_operators import randn
+from tests.contracts.layer_contract import EXACT, TIGHT
+from tests.nn.checks import MapContract, check_gradients
+from tests.problems.test_operators import conv_matrix, randn
 
 PICARD = eq.Picard(rtol=1e-13, max_steps=500)
 
@@ -78,27 +76,10 @@ def made(seed: int = 0, **options: Any) -> DEQ:
     return DEQ(TanhBlock(), **{"start": (5,), **options}).double()
 
 
-class MapContract(LayerContract):
-    """The layer's contract, less what asks for a hidden problem or for a prior."""
+class BlockContract(MapContract):
+    """Less what the block decides."""
 
     infinite_inputs_fail = False
-
-    def test_the_answer_is_a_stationary_point_of_the_problem(self) -> None:
-        layer, x = self.precise(), self.drawn().double()
-        with torch.no_grad():
-            z = layer(x)
-            assert float((layer.block(z, x) - z).abs().max()) < 1e-10
-
-    def test_the_objective_is_finite_and_no_lower_anywhere_near(self) -> None:
-        pytest.skip("a general map minimizes nothing")
-
-    def test_the_map_compiles(self) -> None:
-        torch._dynamo.reset()
-        layer, x = self.made().eval(), self.drawn(2)
-        with torch.no_grad():
-            z = layer(x)
-        step = torch.compile(lambda z: layer.step(z, x), backend="aot_eager", fullgraph=True)
-        torch.testing.assert_close(step(z), layer.step(z, x), rtol=1e-5, atol=1e-6)
 
     def test_wrong_number_of_channels(self) -> None:
         layer, x = self.made(), self.drawn()
@@ -137,7 +118,7 @@ class MapContract(LayerContract):
         assert "solver=" in repr(self.layer())
 
 
-class TestVectorDEQ(MapContract):
+class TestVectorDEQ(BlockContract):
     def layer(self, **options: Any) -> DEQ:
         return DEQ(TanhBlock(), start=(5,), **options)
 
@@ -145,7 +126,7 @@ class TestVectorDEQ(MapContract):
         return torch.randn(batch, 4)
 
 
-class TestResidualDEQ(MapContract):
+class TestResidualDEQ(BlockContract):
     """Nguyen 2022, Eq 4.1, with default start: zero, shaped as x."""
 
     convolutional = True
@@ -188,31 +169,13 @@ def test_fixed_points_agree_with_scipy() -> None:
         np.testing.assert_allclose(found, root.x, rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize("solver", [TIGHT, PICARD, eq.Broyden(rtol=1e-13, max_steps=300)], ids=repr)
-def test_every_solver_finds_it(solver: Any) -> None:
-    layer, x = made(solver=solver), randn(3, 4)
-    torch.testing.assert_close(layer.block(layer(x), x), layer(x), rtol=0, atol=1e-11)
-
-
 @pytest.mark.parametrize(
     "adjoint",
     [EXACT, eq.Phantom(steps=50, damping=1.0), eq.Unrolled()],
     ids=["implicit", "phantom", "unrolled"],
 )
 def test_gradients_with_every_adjoint(adjoint: Any) -> None:
-    layer, x = made(solver=PICARD, adjoint=adjoint), randn(2, 4)
-    names, values = zip(*layer.named_parameters(), strict=True)
-
-    def run(x: Tensor, *values: Tensor) -> Tensor:
-        return functional_call(layer, dict(zip(names, values, strict=True)), (x,))
-
-    inputs = [t.detach().clone().requires_grad_() for t in (x, *values)]
-    assert torch.autograd.gradcheck(run, inputs, atol=1e-7, rtol=1e-5)
-
-
-def test_second_derivatives() -> None:
-    layer = made(solver=TIGHT, adjoint=EXACT)
-    assert torch.autograd.gradgradcheck(layer, (randn(1, 4).requires_grad_(),), atol=1e-6)
+    check_gradients(made(solver=PICARD, adjoint=adjoint), randn(2, 4), atol=1e-7, rtol=1e-5)
 
 
 def test_a_state_that_is_a_tree() -> None:
@@ -241,18 +204,6 @@ def test_an_input_that_is_a_tree() -> None:
         DEQ(lambda z, x: z)(x)
 
 
-def test_a_learned_start_trains_through_unrolled_steps() -> None:
-    layer = DEQ(
-        TanhBlock(),
-        start=nn.Linear(4, 5),
-        solver=eq.Picard(rtol=0.0, max_steps=2),
-        adjoint=eq.Unrolled(),
-    )
-    layer(torch.randn(3, 4)).sum().backward()
-    assert layer.initial.weight.grad.abs().max() > 0
-    assert "initial.weight" in layer.state_dict()
-
-
 # ---------------------------------------------------------------------- the weight-tied twin
 
 
@@ -263,7 +214,6 @@ def test_repeated_block_is_so_many_picard_steps(repeats: int) -> None:
     expected = layer.solve(x, solver=solver, adjoint=eq.Unrolled())
     twin = layer.repeated(repeats)
     assert torch.equal(twin(x), expected.value)
-    assert torch.equal(layer.repeat(x, repeats), expected.value)
     w, u, b = (
         p.detach().numpy() for p in (*layer.block.W.parameters(), *layer.block.U.parameters())
     )
@@ -279,25 +229,14 @@ def test_repeated_block_is_so_many_picard_steps(repeats: int) -> None:
         torch.testing.assert_close(p.grad, a)
 
 
-def test_the_twin_tends_to_the_equilibrium_and_shares_the_block() -> None:
-    layer, x = made(solver=TIGHT), randn(3, 4)
-    z = layer(x)
-    gaps = [float((layer.repeated(k)(x) - z).detach().norm()) for k in (6, 11, 18, 200)]
-    assert gaps == sorted(gaps, reverse=True)
-    assert gaps[-1] < 1e-10
-    twin = layer.repeated(6)
-    assert twin.block is layer.block
-    back = twin.deq(solver=TIGHT)
-    assert back.block is layer.block
-    assert back.initial == layer.initial
-    assert torch.equal(back(x), z)
-    assert not eq.nn.equilibrium_layers(twin)
-
-
 def test_state_dicts_go_both_ways() -> None:
     layer, x = made(seed=0), randn(3, 4)
     other = RepeatedBlock(TanhBlock(), repeats=3, start=(5,)).double()
     assert list(other.state_dict()) == list(layer.state_dict())
+    back = layer.repeated(6).deq()
+    assert back.block is layer.block
+    assert back.initial == layer.initial
+    assert not eq.nn.equilibrium_layers(other)
     other.load_state_dict(layer.state_dict())
     assert torch.equal(other(x), layer.repeated(3)(x))
     fresh = made(seed=1)
@@ -339,57 +278,28 @@ def test_batch_norm_stands_still_in_a_solve_and_moves_once() -> None:
     assert int(block.norm.num_batches_tracked) == 2
 
 
-def test_the_gradient_is_that_of_the_statistics_before_they_moved() -> None:
-    torch.manual_seed(0)
-    layer = DEQ(NormedBlock(), solver=TIGHT, adjoint=EXACT).double()
-    layer.block.norm.momentum = 0.9
-    still, x = copy.deepcopy(layer).eval(), randn(6, 4)
-    for one in (layer, still):
-        one(x).square().sum().backward()
-    assert not torch.equal(layer.block.norm.running_var, still.block.norm.running_var)
-    for a, b in zip(layer.parameters(), still.parameters(), strict=True):
-        torch.testing.assert_close(a.grad, b.grad)
-
-
-def test_batch_norm_gradients_hold_the_statistics() -> None:
-    torch.manual_seed(0)
-    layer = DEQ(NormedBlock(), solver=TIGHT, adjoint=EXACT).double()
-    layer.block.norm.momentum = 0.0  # so that every call sees the same map
-    assert torch.autograd.gradcheck(layer, (randn(3, 4).requires_grad_(),), atol=1e-6)
-
-
 @pytest.mark.parametrize("kind", ["ours", "torch"])
-def test_power_iterations_move_once_a_forward(kind: str) -> None:
+def test_power_iterations_move_once_a_forward(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     block = TanhBlock(scale=4.0)
     if kind == "ours":
         constrain(block.W, "weight", NormBounded(bound=0.9))
-        norm = block.W.parametrizations.weight[0]
     else:
         nn.utils.parametrizations.spectral_norm(block.W)
-        norm = block.W.parametrizations.weight[0]
+    norm = block.W.parametrizations.weight[0]
     with torch.no_grad():
         for p in block.W.parametrizations.weight.parameters():
             p.copy_(torch.randn(p.shape))
-    layer = DEQ(block, start=(5,), solver=eq.Anderson(rtol=1e-10)).double()
-    x = randn(3, 4)
-    moves = 0
-    plain = type(norm)._iterate if kind == "ours" else type(norm)._power_method
-
-    def counted(self: Any, *args: Any) -> Any:
-        nonlocal moves
-        moves += 1
-        return plain(self, *args)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(norm), "_iterate" if kind == "ours" else "_power_method", counted)
-        first = layer.solve(x)
-        assert moves == 1
-        assert bool(first.converged.all())
-        first.value.sum().backward()
-        layer.eval()(x)
-        assert moves == 1
-    assert isinstance(norm, OperatorNorm) == (kind == "ours")
+    layer, x = DEQ(block, start=(5,), solver=eq.Anderson(rtol=1e-10)).double(), randn(3, 4)
+    method, moves = "_iterate" if kind == "ours" else "_power_method", []
+    plain = getattr(type(norm), method)
+    monkeypatch.setattr(type(norm), method, lambda self, *a: (moves.append(1), plain(self, *a))[1])
+    first = layer.solve(x)
+    assert len(moves) == 1
+    assert bool(first.converged.all())
+    first.value.sum().backward()
+    layer.eval()(x)
+    assert len(moves) == 1
 
 
 def test_dropout_in_the_block_is_refused() -> None:
@@ -404,42 +314,6 @@ def test_dropout_in_the_block_is_refused() -> None:
 # ---------------------------------------------------------------------- the Jacobian
 
 
-def jacobians(layer: DEQ, x: Tensor, z: Tensor) -> Tensor:
-    rows = [
-        torch.autograd.functional.jacobian(
-            lambda v, i=i: layer.block(v[None], x[i : i + 1])[0], z[i]
-        )
-        for i in range(len(x))
-    ]
-    return torch.stack(rows)
-
-
-def test_penalty_is_the_frobenius_norm_in_the_mean() -> None:
-    layer, x = made(), randn(3, 4)
-    z = layer(x).detach()
-    exact = jacobians(layer, x, z).square().sum((1, 2)) / 5
-    found = layer.jacobian_penalty(x, z, samples=4000, generator=torch.Generator().manual_seed(0))
-    # The relative deviation of one draw is at most √2, of 4,000 2.3 percent: three of them.
-    torch.testing.assert_close(found, exact, rtol=0.07, atol=0)
-
-
-def test_penalty_has_the_gradient_of_its_formula() -> None:
-    layer, x = made(), randn(2, 4).requires_grad_()
-    z = layer(x).detach()
-    weight, bias = layer.block.W.weight, layer.block.U
-
-    def formula(w: Tensor, x: Tensor) -> Tensor:
-        # J = diag(1 − tanh²)W.
-        slope = 1 - torch.tanh(z @ w.mT + bias(x)).square()
-        return (slope.unsqueeze(2) * w).square().sum() / 5 / 2
-
-    expected = torch.autograd.grad(formula(weight, x), [weight, x])
-    torch.manual_seed(0)
-    found = layer.jacobian_penalty(x, z, samples=4000).mean()
-    for a, b in zip(torch.autograd.grad(found, [weight, x]), expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=0.08 * float(b.abs().max()))
-
-
 def test_forward_with_penalty_and_collect_penalties_agree() -> None:
     layer, x = made(jacobian_weight=0.3, jacobian_samples=2), randn(3, 4)
     torch.manual_seed(5)
@@ -449,7 +323,18 @@ def test_forward_with_penalty_and_collect_penalties_agree() -> None:
         assert torch.equal(layer(x), z)
     torch.testing.assert_close(found.total(), 0.3 * penalty.mean())
     torch.manual_seed(5)
-    torch.testing.assert_close(layer.jacobian_penalty(x, z), penalty)
+    torch.testing.assert_close(eq.jacobian_penalty(layer.step, z, (x,), samples=2), penalty)
+
+
+def test_spectral_radius_is_the_largest_eigenvalue() -> None:
+    layer, x = made(solver=TIGHT), randn(3, 4)
+    z = layer(x).detach()
+    w = layer.block.W.weight
+    slope = 1 - torch.tanh(z @ w.mT + layer.block.U(x)).square()  # J = diag(1 − tanh²)W
+    jacobians = (slope.unsqueeze(2) * w).detach().numpy()
+    exact = np.abs(np.linalg.eigvals(jacobians)).max(1)
+    np.testing.assert_allclose(layer.spectral_radius(x, z).numpy(), exact, rtol=1e-8)
+    np.testing.assert_allclose(layer.spectral_radius(x).numpy(), exact, rtol=1e-6)
 
 
 def test_training_with_the_penalty_lowers_the_radius() -> None:
@@ -465,43 +350,6 @@ def test_training_with_the_penalty_lowers_the_radius() -> None:
         found.total().backward()
         optimizer.step()
     assert layer.spectral_radius(x).mean() < 0.7 * before
-
-
-def test_spectral_radius_is_the_largest_eigenvalue() -> None:
-    layer, x = made(solver=TIGHT), randn(3, 4)
-    z = layer(x).detach()
-    exact = np.abs(np.linalg.eigvals(jacobians(layer, x, z).detach().numpy())).max(1)
-    np.testing.assert_allclose(layer.spectral_radius(x, z).numpy(), exact, rtol=1e-8)
-    np.testing.assert_allclose(layer.spectral_radius(x).numpy(), exact, rtol=1e-6)
-
-
-# ---------------------------------------------------------------------- bad input
-
-
-def test_errors() -> None:
-    with pytest.raises(TypeError, match=r"block='tanh'.*block\(z, x\)"):
-        DEQ("tanh")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"start=\[5\].*shape of one sample"):
-        DEQ(TanhBlock(), start=[5])  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"start\[1\]=0.*at least 1"):
-        DEQ(TanhBlock(), start=(5, 0))
-    with pytest.raises(ValueError, match=r"contraction=-0.5.*out of range"):
-        DEQ(TanhBlock(), contraction=-0.5)
-    with pytest.raises(ValueError, match=r"RepeatedBlock\(repeats=0\).*at least 1"):
-        RepeatedBlock(TanhBlock(), repeats=0)
-    with pytest.raises(ValueError, match=r"DEQ.repeat\(repeats=1.5\)"):
-        made().repeat(randn(1, 4), 1.5)  # type: ignore[arg-type]
-    captured = TanhBlock()
-    with pytest.raises(ValueError, match=r"captures 'captured'.*nn.Module with forward"):
-        DEQ(lambda z, x: captured(z, x))
-    with pytest.raises(ValueError, match="T\\(z\\) and z must have one shape"):
-        DEQ(lambda z, x: z[:, :2], start=(4,))(torch.zeros(2, 4))
-
-
-def test_finished_samples_may_be_dropped() -> None:
-    layer, x = made(solver=eq.Anderson(compact=True, rtol=1e-9)), randn(16, 4)
-    x[::2] *= 1e-3
-    torch.testing.assert_close(layer(x), made(solver=TIGHT)(x), rtol=1e-7, atol=1e-8)
 
 
 def test_a_bad_sample_moves_no_running_statistics() -> None:
@@ -524,18 +372,6 @@ def test_a_bad_sample_moves_no_running_statistics() -> None:
 Array = NDArray[np.float64]
 
 
-def convolve(kernel: Array, image: Array) -> Array:
-    """Cross-correlation with zero padding, one output pixel after the other."""
-    k = kernel.shape[2] // 2
-    padded = np.pad(image, ((0, 0), (k, k), (k, k)))
-    out = np.zeros((kernel.shape[0], *image.shape[1:]))
-    for i in range(image.shape[1]):
-        for j in range(image.shape[2]):
-            window = padded[:, i : i + kernel.shape[2], j : j + kernel.shape[3]]
-            out[:, i, j] = (kernel * window).sum((1, 2, 3))
-    return out
-
-
 def group_norm(image: Array, groups: int, weight: Array, bias: Array) -> Array:
     cut = image.reshape(groups, -1)
     scaled = (cut - cut.mean(1, keepdims=True)) / np.sqrt(cut.var(1, keepdims=True) + 1e-5)
@@ -551,57 +387,60 @@ def test_the_formula_of_the_residual_block(size: int) -> None:
             p.add_(0.2 * torch.randn(p.shape))
     z, x = randn(2, 4, 5, 6), randn(2, 4, 5, 6)
     w = {name: p.detach().numpy() for name, p in block.named_parameters()}
+
+    def convolve(name: str, image: Array) -> Array:
+        matrix = conv_matrix(torch.from_numpy(w[name]), 5, 6, padding=size // 2)
+        return (matrix @ image.ravel()).reshape(-1, 5, 6)
+
     for i in range(2):
         a, b = z[i].numpy(), x[i].numpy()
-        inner = np.maximum(convolve(w["conv1.weight"], a), 0)
+        inner = np.maximum(convolve("conv1.weight", a), 0)
         inner = group_norm(inner, 2, w["norm1.weight"], w["norm1.bias"])
-        inner = b + convolve(w["conv2.weight"], inner)
+        inner = b + convolve("conv2.weight", inner)
         inner = group_norm(inner, 2, w["norm2.weight"], w["norm2.bias"])
         out = group_norm(np.maximum(a + inner, 0), 2, w["norm3.weight"], w["norm3.bias"])
         np.testing.assert_allclose(block(z, x)[i].detach().numpy(), out, rtol=1e-9, atol=1e-10)
 
 
-def test_the_start_of_the_weights() -> None:
-    """§4.1.1: the standard deviation 0.01 settles at once, 1 does not."""
-    torch.manual_seed(0)
-    x = torch.randn(4, 16, 8, 8)
-    residuals = {}
-    for std in (0.01, 1.0):
-        block = ResidualBlock(16, 32, std=std)
-        for conv in (block.conv1, block.conv2):
-            weight: Tensor = conv.weight  # type: ignore[assignment]
-            assert 0.9 * std < float(weight.detach().std()) < 1.1 * std
-        layer = eq.nn.DEQ(block)
-        solution = layer.solve(x, solver=eq.Picard(rtol=0.0, max_steps=12))
-        residuals[std] = float(solution.stats.relative.max())
-    assert residuals[0.01] < 0.1 * residuals[1.0]
-
-
-def test_sizes_and_constraints_of_the_residual_block() -> None:
-    block = ResidualBlock(8)
-    assert block.inner == 8
-    assert sum(p.numel() for p in block.parameters()) == 2 * 9 * 64 + 6 * 8
+def test_constraints_of_the_residual_block() -> None:
     plain = ResidualBlock(8, 16, affine=False, constraint=WeightNormalized())
-    assert is_parametrized(plain.conv1)
-    assert is_parametrized(plain.conv2)
     assert sum(p.numel() for p in plain.parameters()) == 2 * 9 * 128 + 16 + 8
     bounded = ResidualBlock(8, constraint=NormBounded(bound=0.01))
     assert float(bounded.conv1.weight.detach().norm()) < 1.0
 
 
-def test_errors_of_the_residual_block() -> None:
-    with pytest.raises(ValueError, match=r"groups=8 .* must divide channels=12, and 12 % 8 = 4"):
-        ResidualBlock(12)
-    with pytest.raises(ValueError, match=r"must divide inner=12"):
-        ResidualBlock(16, 12)
-    with pytest.raises(ValueError, match="odd kernel size"):
-        ResidualBlock(8, kernel_size=4)
-    with pytest.raises(ValueError, match=r"channels=0\): expected an integer of at least 1"):
-        ResidualBlock(0)
-    with pytest.raises(ValueError, match=r"std=0.*out of range"):
-        ResidualBlock(8, std=0.0)
-    block = ResidualBlock(8)
+# ---------------------------------------------------------------------- bad input
+
+
+def capturing(block: nn.Module) -> Any:
+    return lambda z, x: block(z, x)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: DEQ("tanh"), TypeError, r"block='tanh'.*block\(z, x\)"),  # type: ignore[arg-type]
+        (lambda: made(start=[5]), TypeError, r"start=\[5\].*shape of one sample"),
+        (lambda: made(start=(5, 0)), ValueError, r"start\[1\]=0.*at least 1"),
+        (lambda: made().repeated(0), ValueError, r"RepeatedBlock\(repeats=0\).*at least 1"),
+        (lambda: DEQ(capturing(TanhBlock())), ValueError, r"captures 'block'.*nn.Module with forw"),
+        (lambda: ResidualBlock(12), ValueError, r"groups=8 .* divide channels=12, and 12 % 8 = 4"),
+        (lambda: ResidualBlock(16, 12), ValueError, "must divide inner=12"),
+        (lambda: ResidualBlock(8, kernel_size=4), ValueError, "odd kernel size"),
+        (lambda: ResidualBlock(0), ValueError, r"channels=0\): expected an integer of at least 1"),
+        (lambda: ResidualBlock(8, std=0.0), ValueError, r"std=0.*out of range"),
+    ],
+)
+def test_bad_options(make: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_bad_shapes() -> None:
+    with pytest.raises(ValueError, match="T\\(z\\) and z must have one shape"):
+        DEQ(lambda z, x: z[:, :2], start=(4,))(torch.zeros(2, 4))
+    block, right = ResidualBlock(8), torch.zeros(2, 8, 3, 3)
     with pytest.raises(ValueError, match=r"takes z \[B, 8, H, W\], got shape \(2, 4, 3, 3\)"):
-        block(torch.zeros(2, 4, 3, 3), torch.zeros(2, 8, 3, 3))
+        block(right[:, :4], right)
     with pytest.raises(ValueError, match=r"takes x \[B, 8, H, W\]"):
-        block(torch.zeros(2, 8, 3, 3), torch.zeros(2, 8, 3))
+        block(right, right[..., 0])

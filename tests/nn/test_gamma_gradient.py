@@ -133,20 +133,6 @@ def test_gradcheck_and_gradgradcheck() -> None:
     torch.testing.assert_close(jacobian, right)
 
 
-@pytest.mark.slow
-def test_compiled() -> None:
-    """Fixed steps, unrolled, compile as a whole."""
-    layer, x = made(POLICIES["mean"], "unrolled"), drawn()
-    layer.solver = eq.Picard(rtol=0.0, atol=0.0, max_steps=4)
-    weight = torch.randn(2, 6, 4, 6, dtype=torch.float64)
-    right = gradients(layer, x, weight)
-    compiled: Any = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    given = x.clone().requires_grad_()
-    found = torch.autograd.grad((compiled(given) * weight).sum(), [given, *layer.parameters()])
-    for a, b in zip(found, right, strict=True):
-        torch.testing.assert_close(a, b)
-
-
 @pytest.mark.parametrize("path", ["implicit", "fused"])
 @pytest.mark.parametrize("gamma", ["mean", "min"])
 def test_at_the_floor_gamma_is_constant(gamma: str, path: str) -> None:

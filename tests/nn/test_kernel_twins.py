@@ -13,7 +13,6 @@ from torch import Tensor
 from equilibria import ConvergenceWarning
 from equilibria.nn import NormBounded, PolynomialEq, SigmoidEq
 from equilibria.problems import DegenerateKernelWarning, Free
-from equilibria.solvers import ProximalGradient
 from tests.contracts.layer_contract import TIGHT, BoundedLayerContract
 from tests.problems.test_operators import conv_matrix, randn
 
@@ -115,19 +114,6 @@ def test_the_polynomial_as_printed_warns_and_starts_away_from_zero() -> None:
     start = layer.start(problem, torch.randn(2, 4))
     torch.testing.assert_close(start.norm(dim=1), torch.ones(2))
     assert problem.step(torch.zeros(2, 4)).abs().max().item() == 0.0
-
-
-def test_sigmoid_without_a_radius_and_inputs_of_any_size() -> None:
-    """‖W‖ < 1: G is bounded below for every c, and a stationary point is found."""
-    torch.manual_seed(0)
-    layer = SigmoidEq(4, 5, constraint=SMALL, solver=ProximalGradient(rtol=1e-10, max_steps=20000))
-    layer = layer.double()
-    x = torch.cat([randn(3, 4, seed=1), 20 * randn(3, 4, seed=2)])
-    solution = layer.solve(x)
-    assert bool(solution.converged.all())
-    problem = layer.eval().problem(x)
-    z = problem.step(solution.value).detach()
-    assert problem.stationarity(z).max().item() < 1e-5
 
 
 def test_a_polynomial_of_unbounded_objective_is_reported() -> None:

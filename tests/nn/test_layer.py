@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
-from typing import Any
+import inspect
+from typing import Any, get_type_hints
 
 import pytest
 import torch
@@ -11,18 +11,17 @@ from torch import Tensor, nn
 
 import equilibria as eq
 from equilibria.nn import EquilibriumLayer
+from equilibria.nn.layer import WeightedLayer
 from equilibria.problems import (
     L1,
-    ConvOperator,
     Gaussian,
-    HiddenProblem,
     Linear,
     NonNegative,
     Polynomial,
     Problem,
-    SquaredNorm,
 )
 from tests.contracts.layer_contract import EXACT, TIGHT
+from tests.nn.checks import check_gradients
 from tests.problems.test_operators import randn
 
 
@@ -51,22 +50,6 @@ def test_the_five_lines_of_the_issue() -> None:
     assert all(p.grad is not None for p in layer.parameters())
 
 
-def test_gradients() -> None:
-    layer = made(solver=TIGHT, adjoint=EXACT)
-    names, values = zip(*layer.named_parameters(), strict=True)
-
-    def run(x: Tensor, *values: Tensor) -> Tensor:
-        return torch.func.functional_call(layer, dict(zip(names, values, strict=True)), (x,))
-
-    inputs = [randn(2, 4), *(p.detach().clone() for p in values)]
-    assert torch.autograd.gradcheck(run, [t.requires_grad_() for t in inputs], atol=1e-6)
-
-
-def test_second_derivatives() -> None:
-    layer = made(solver=TIGHT, adjoint=EXACT)
-    assert torch.autograd.gradgradcheck(layer, (randn(1, 4).requires_grad_(),), atol=1e-6)
-
-
 def test_a_parameter_as_a_part() -> None:
     weight = nn.Parameter(0.1 * torch.randn(5, 4))
     layer = EquilibriumLayer(lambda x, W: Problem(NonNegative(), Linear(W, x)), W=weight)
@@ -75,16 +58,6 @@ def test_a_parameter_as_a_part() -> None:
     torch.testing.assert_close(layer(x), expected, rtol=1e-2, atol=1e-3)
     layer(x).sum().backward()
     assert layer.W.grad is not None
-
-
-def test_copy_and_state_dict() -> None:
-    layer, x = made().eval(), randn(2, 4)
-    twin = copy.deepcopy(layer)
-    assert torch.equal(twin(x), layer(x))
-    torch.nn.init.zeros_(twin.W.weight)
-    assert not torch.equal(twin(x), layer(x))
-    twin.load_state_dict(layer.state_dict())
-    assert torch.equal(twin(x), layer(x))
 
 
 def test_solve_tells_all_and_takes_options() -> None:
@@ -111,47 +84,6 @@ def test_a_start_away_from_zero() -> None:
     assert (layer.start(problem, torch.randn(3, 4)) != 0).any()
 
 
-def test_a_subclass_writes_its_problem() -> None:
-    class Denoiser(EquilibriumLayer):
-        def __init__(self) -> None:
-            super().__init__()
-            self.kernel = nn.Parameter(0.05 * torch.randn(2, 1, 3, 3))
-
-        def problem(self, x: Tensor) -> HiddenProblem:
-            return Problem(NonNegative(), Linear(ConvOperator(self.kernel), x), SquaredNorm(0.5))
-
-    layer = Denoiser()
-    z = layer(torch.rand(2, 1, 5, 5))
-    z.sum().backward()
-    assert z.shape == (2, 1, 5, 5)
-    assert layer.kernel.grad is not None
-
-
-def test_transformed_problems() -> None:
-    torch.manual_seed(0)
-    parts = {"W": nn.Parameter(0.1 * torch.randn(5, 4))}
-    plain = EquilibriumLayer(lambda x, W: Problem(NonNegative(), Linear(W, x)), **parts)
-    skip = EquilibriumLayer(lambda x, W: Problem(NonNegative(), Linear(W, x)).moreau(0.5), **parts)
-    x = torch.randn(3, 4)
-    torch.testing.assert_close(skip(x), plain(x), rtol=1e-2, atol=1e-3)
-
-
-def test_errors() -> None:
-    with pytest.raises(TypeError, match="has no problem"):
-        EquilibriumLayer()(torch.zeros(1, 2))
-    with pytest.raises(TypeError, match="must return a Problem, got Tensor"):
-        EquilibriumLayer(lambda x: x)(torch.zeros(1, 2))
-    with pytest.raises(TypeError, match=r"W=.*nn.Module or nn.Parameter, got Tensor"):
-        EquilibriumLayer(gaussian, W=torch.zeros(2, 2))
-    with pytest.raises(TypeError, match="solver must be"):
-        EquilibriumLayer(gaussian, "anderson")
-    with pytest.raises(TypeError, match="adjoint must be"):
-        EquilibriumLayer(gaussian, None, "implicit")
-    weight = nn.Linear(2, 2, bias=False)
-    with pytest.raises(ValueError, match="problem_fn captures 'weight'"):
-        EquilibriumLayer(lambda x: Problem(NonNegative(), Linear(weight, x)))
-
-
 def test_a_bad_sample_harms_no_weight_of_a_problem_function() -> None:
     torch.manual_seed(0)
     layer = EquilibriumLayer(
@@ -168,3 +100,73 @@ def test_a_bad_sample_harms_no_weight_of_a_problem_function() -> None:
     assert solution.result[1] == eq.Result.nonfinite
     for a, b in zip(found, wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-8)
+
+
+def test_gradients() -> None:
+    layer = made(solver=TIGHT, adjoint=EXACT)
+    check_gradients(layer, randn(2, 4), atol=1e-6, fast=False)
+    check_gradients(layer, randn(1, 4), second=True)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: EquilibriumLayer()(torch.zeros(1, 2)), TypeError, "has no problem"),
+        (
+            lambda: EquilibriumLayer(lambda x: x)(torch.zeros(1, 2)),
+            TypeError,
+            "must return a Problem, got Tensor",
+        ),
+        (
+            lambda: EquilibriumLayer(gaussian, W=torch.zeros(2, 2)),
+            TypeError,
+            "W=.*nn.Module or nn.Parameter, got Tensor",
+        ),
+        (lambda: EquilibriumLayer(gaussian, "anderson"), TypeError, "solver must be"),
+        (lambda: EquilibriumLayer(gaussian, None, "implicit"), TypeError, "adjoint must be"),
+        (
+            lambda: capturing(nn.Linear(2, 2, bias=False)),
+            ValueError,
+            "problem_fn captures 'weight'",
+        ),
+    ],
+)
+def test_errors(make: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make()
+
+
+def capturing(weight: nn.Linear) -> EquilibriumLayer:
+    return EquilibriumLayer(lambda x: Problem(NonNegative(), Linear(weight, x)))
+
+
+# ---------------------------------------------------------------------- what all layers share
+
+
+@pytest.mark.parametrize("kind", [eq.nn.GEQ, eq.nn.KerDEQ, eq.nn.OptEq, eq.nn.PolynomialEq])
+def test_shared_options_are_written_once(kind: type[WeightedLayer]) -> None:
+    known = set(inspect.signature(WeightedLayer.__init__).parameters)
+    shared = known - {"self", "channels", "mid", "features"}
+    assert shared == set(get_type_hints(eq.nn.LayerOptions))
+    assert not shared & set(inspect.signature(kind.__init__).parameters)
+    with pytest.raises(TypeError, match="kernal_size"):
+        kind(4, 4, kernal_size=3)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        eq.nn.DeepOptEq(4, (4,), kernel_size=3),
+        eq.nn.MonotoneDEQ(4, kernel_size=3),
+        eq.nn.OptEq(4, 4, kernel_size=3),
+        eq.nn.GEQ(4, 4, patch=eq.Patches(channels=2, size=2)),
+        eq.nn.MDEQ((4, 4), groups=2),
+    ],
+    ids=lambda layer: type(layer).__name__,
+)
+@pytest.mark.parametrize(
+    ("shape", "text"), [((0, 4, 4, 4), "batch size zero"), ((2, 4, 0, 4), "no pixels")]
+)
+def test_there_is_nothing_to_solve(layer: nn.Module, shape: tuple[int, ...], text: str) -> None:
+    with pytest.raises(ValueError, match=rf"{type(layer).__name__} got x .* with {text}"):
+        layer(torch.zeros(shape))

@@ -1,10 +1,7 @@
-"""MDEQ: the map against its formula, the fixed point against scipy, gradients, dropout."""
+"""MDEQ, its stem and heads: against their formulas, the fixed point against scipy, dropout."""
 
 from __future__ import annotations
 
-import copy
-import io
-import pickle
 from typing import Any
 
 import numpy as np
@@ -13,14 +10,18 @@ import scipy.optimize
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call
 
 import equilibria as eq
-from equilibria.nn import MDEQ, NormBounded, WeightNormalized
+from equilibria.nn import MDEQ, MDEQClassifier, MDEQSegmenter, MDEQStem, WeightNormalized
 from tests.contracts.layer_contract import EXACT, TIGHT
+from tests.nn.checks import (
+    check_autocast,
+    check_bad_sample,
+    check_compiles,
+    check_copies,
+    check_gradients,
+)
 from tests.problems.test_operators import randn
-
-PICARD = eq.Picard(rtol=1e-13, max_steps=600)
 
 
 def made(channels: tuple[int, ...] = (4, 4), seed: int = 0, **options: Any) -> MDEQ:
@@ -59,6 +60,8 @@ def reference(layer: MDEQ, z: list[Tensor], x: Tensor, groups: int = 2) -> list[
             part = norm(torch.relu(out + part), f"{at}.norm3")
             k += 1
         h.append(part)
+    if len(h) == 1:
+        return h
     made = []
     for i in range(len(z)):
         total = h[i]
@@ -81,16 +84,24 @@ def reference(layer: MDEQ, z: list[Tensor], x: Tensor, groups: int = 2) -> list[
     return made
 
 
-@pytest.mark.parametrize("channels", [(4, 4), (4, 6, 8)])
-@pytest.mark.parametrize("constraint", [WeightNormalized(), None], ids=["normalized", "free"])
-def test_the_map_is_the_formula(channels: tuple[int, ...], constraint: Any) -> None:
-    layer = made(channels, constraint=constraint)
+@pytest.mark.parametrize("channels", [(4,), (4, 4), (4, 6, 8)])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"constraint": WeightNormalized()},
+        {"constraint": None},
+        {"kernel_size": 5, "blocks": 2},
+    ],
+    ids=["normalized", "free", "blocks"],
+)
+def test_the_map_is_the_formula(channels: tuple[int, ...], options: dict[str, Any]) -> None:
+    layer = made(channels, **options)
     x = randn(2, 4, 8, 8)
     z = [randn(2, c, 8 >> i, 8 >> i) for i, c in enumerate(channels)]
-    for a, b in zip(layer.step(tuple(z), x, ()), reference(layer, z, x), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
-    for a, b in zip(layer.bound_step()(tuple(z), x, ()), reference(layer, z, x), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+    expected = reference(layer, z, x)
+    for step in (layer.step, layer.bound_step()):
+        for a, b in zip(step(tuple(z), x, ()), expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
 
 def test_fixed_points_agree_with_scipy() -> None:
@@ -121,13 +132,7 @@ def test_gradients_with_every_adjoint(adjoint: Any) -> None:
     solver = eq.Picard(rtol=1e-11, max_steps=300)
     layer, x = made(solver=solver, adjoint=adjoint), randn(1, 4, 4, 4)
     assert bool(layer.solve(x).converged.all())
-    names, values = zip(*layer.named_parameters(), strict=True)
-
-    def run(x: Tensor, *values: Tensor) -> Any:
-        return functional_call(layer, dict(zip(names, values, strict=True)), (x,))
-
-    inputs = [t.detach().clone().requires_grad_() for t in (x, *values)]
-    assert torch.autograd.gradcheck(run, inputs, atol=1e-5, rtol=1e-4, fast_mode=True)
+    check_gradients(layer, x)
 
 
 def test_every_parameter_trains_and_the_answer_converges_untrained() -> None:
@@ -153,48 +158,11 @@ def test_every_parameter_trains_and_the_answer_converges_untrained() -> None:
     assert (layer.spectral_radius(x) < 1).all()
 
 
-def test_a_single_scale_has_no_fusion() -> None:
-    single = made((4,), solver=TIGHT)
-    x = randn(2, 4, 4, 4)
-    (found,) = single(x)
-    state = single.state_dict()
-    first, second = (kernel(state, f"scales.0.0.conv{i}") for i in (1, 2))
-    norms = [
-        (state[f"scales.0.0.norm{i}.weight"], state[f"scales.0.0.norm{i}.bias"]) for i in (1, 2, 3)
-    ]
-    out = torch.relu(F.group_norm(F.conv2d(found, first, padding=1), 2, *norms[0]))
-    out = F.group_norm(F.conv2d(out, second, padding=1) + x, 2, *norms[1])
-    out = F.group_norm(torch.relu(out + found), 2, *norms[2])
-    torch.testing.assert_close(out, found, rtol=0, atol=1e-10)
-    assert single.fusion is None
-
-
-def test_more_blocks_and_another_kernel() -> None:
-    layer = made((4, 4), blocks=(2, 1), kernel_size=5)
-    x = randn(1, 4, 4, 4)
-    assert len(layer.weights()) == 2 * 3 + 2
-    z = [randn(1, 4, 4, 4), randn(1, 4, 2, 2)]
-    for a, b in zip(layer.step(tuple(z), x, ()), reference(layer, z, x), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
-    assert MDEQ((4, 4), groups=2, constraint=NormBounded(bound=0.5)).weights()[0].isfinite().all()
-
-
-def test_repeat_is_picard() -> None:
-    layer, x = made(), randn(2, 4, 4, 4)
-    expected = layer.solve(x, solver=eq.Picard(rtol=0.0, max_steps=4), adjoint=eq.Unrolled()).value
-    z: list[Tensor] = [torch.zeros(2, 4, 4, 4).double(), torch.zeros(2, 4, 2, 2).double()]
-    for _ in range(4):
-        z = reference(layer, z, x)
-    for a, b, c in zip(layer.repeat(x, 4), expected, z, strict=True):
-        assert torch.equal(a, b)
-        torch.testing.assert_close(a.detach(), c, rtol=1e-9, atol=1e-9)
-
-
 # ---------------------------------------------------------------------- dropout
 
 
 def test_dropout_has_one_mask_a_solve() -> None:
-    layer, x = made(dropout=0.5, solver=PICARD), randn(3, 4, 4, 4)
+    layer, x = made(dropout=0.5, solver=eq.Picard(rtol=1e-13, max_steps=600)), randn(3, 4, 4, 4)
     torch.manual_seed(1)
     solution = layer.solve(x)
     assert bool(solution.converged.all())  # a new mask at each evaluation would never settle
@@ -225,70 +193,23 @@ def test_the_penalty_takes_the_masks_of_the_solve() -> None:
 # ---------------------------------------------------------------------- the module
 
 
-def test_batch_mates_and_bad_samples() -> None:
-    layer, x = made(solver=TIGHT).eval(), randn(3, 4, 4, 4)
-    together = layer(x)
-    alone = layer(x[1:2])
-    torch.testing.assert_close(alone[1][0], together[1][1], rtol=1e-8, atol=1e-9)
-    x[1, 0, 0, 0] = float("nan")
-    with pytest.warns(eq.ConvergenceWarning):
-        solution = layer.solve(x)
-    assert solution.converged.tolist() == [True, False, True]
-    torch.testing.assert_close(solution.value[0][2], together[0][2], rtol=1e-8, atol=1e-9)
-    weights = list(layer.parameters())
-    found = torch.autograd.grad(sum(z[[0, 2]].sum() for z in solution.value), weights)
-    wanted = torch.autograd.grad(sum(z.sum() for z in layer(x[[0, 2]])), weights)
-    for a, b in zip(found, wanted, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-8)
-
-
-def test_copies() -> None:
-    layer, x = made().eval(), randn(2, 4, 4, 4)
-    expected = layer(x)
-    file = io.BytesIO()
-    torch.save(layer.state_dict(), file)
-    file.seek(0)
-    fresh = made(seed=4).eval()
-    assert not torch.equal(fresh(x)[0], expected[0])
-    fresh.load_state_dict(torch.load(file, weights_only=True))
-    for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), fresh):
-        for a, b in zip(twin(x), expected, strict=True):
-            assert torch.equal(a, b)
-    with torch.no_grad():
-        next(twin.parameters()).add_(1.0)
-    assert torch.equal(layer(x)[0], expected[0])
+def test_it_is_a_module_like_any_other() -> None:
+    check_copies(made, randn(2, 4, 4, 4))
+    check_bad_sample(made(solver=TIGHT).eval(), randn(3, 4, 4, 4))
+    options: dict[str, Any] = {"solver": eq.Picard(rtol=0.0, max_steps=2)}
+    fixed = made(adjoint=eq.Phantom(steps=1), **options)
+    check_compiles(fixed.float(), torch.randn(2, 4, 4, 4))
 
 
 @pytest.mark.parametrize("training", [True, False])
 def test_autocast(training: bool) -> None:
     torch.manual_seed(0)
     layer, x = MDEQ((16, 16)).train(training), torch.randn(2, 16, 8, 8)
-    expected = layer(x)
+    check_autocast(layer, x)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         solution = layer.solve(x)
     assert bool(solution.converged.all())
-    for z, known in zip(solution.value, expected, strict=True):
-        assert z.dtype == torch.bfloat16
-        scale = float(known.detach().abs().max())
-        torch.testing.assert_close(z.float(), known, rtol=0, atol=0.2 * scale)
-    sum(z.float().square().sum() for z in solution.value).backward()
-    for name, p in layer.named_parameters():
-        assert p.grad is not None, name
-        assert p.grad.dtype == torch.float32
-        assert torch.isfinite(p.grad).all(), name
-
-
-def test_a_fixed_step_layer_compiles_whole() -> None:
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    options = {"solver": eq.Picard(rtol=0.0, max_steps=2), "adjoint": eq.Phantom(steps=1)}
-    layer = MDEQ((4, 4), groups=2, **options)  # type: ignore[arg-type]
-    twin, x = copy.deepcopy(layer), torch.randn(2, 4, 4, 4)
-    compiled = torch.compile(twin, backend="aot_eager", fullgraph=True)
-    for a, b in zip(compiled(x), layer(x), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-    sum(z.square().sum() for z in compiled(x)).backward()
-    assert all(p.grad is not None for p in twin.parameters())
+    assert {z.dtype for z in solution.value} == {torch.bfloat16}
 
 
 def test_memory_format_and_compaction() -> None:
@@ -298,55 +219,6 @@ def test_memory_format_and_compaction() -> None:
     for a, b in zip(last, plain, strict=True):
         assert a.is_contiguous(memory_format=torch.channels_last)
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
-
-
-def test_it_is_observed_and_trains() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), MDEQ((8, 8), groups=4))
-    x, target = torch.randn(8, 3, 4, 4), torch.randn(8, 8, 2, 2)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    losses = []
-    with eq.nn.observe(model) as seen:
-        for _ in range(12):
-            optimizer.zero_grad()
-            loss = F.mse_loss(model(x)[1], target)
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-    assert losses[-1] < 0.85 * losses[0]
-    assert len(seen.solutions["1"]) == 12
-
-
-def test_errors() -> None:
-    with pytest.raises(ValueError, match=r"groups=8 .* must divide channels\[1\]=12"):
-        MDEQ((16, 12))
-    with pytest.raises(ValueError, match=r"expansion=0.*at least 1"):
-        MDEQ((8, 8), expansion=0)
-    with pytest.raises(ValueError, match="odd kernel size"):
-        MDEQ((8, 8), kernel_size=2)
-    with pytest.raises(ValueError, match=r"blocks=\(1,\)\): expected 2 entries"):
-        MDEQ((8, 8), blocks=(1,))
-    with pytest.raises(TypeError, match=r"channels=8\): expected a sequence"):
-        MDEQ(8)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"dropout=1.*out of range"):
-        MDEQ((8, 8), dropout=1.0)
-    with pytest.raises(ValueError, match=r"calm=0.2\): there are no gains; use calm=1.0"):
-        MDEQ((8, 8), affine=False)
-    with pytest.raises(ValueError, match=r"calm=0.*out of range"):
-        MDEQ((8, 8), calm=0.0)
-    layer = MDEQ((8, 8, 8))
-    with pytest.raises(ValueError, match=r"multiples of 4, got \(6, 8\)"):
-        layer(torch.zeros(1, 8, 6, 8))
-    with pytest.raises(ValueError, match=r"takes x \[B, 8, H, W\], got shape \(1, 4, 8, 8\)"):
-        layer(torch.zeros(1, 4, 8, 8))
-    with pytest.raises(TypeError, match="takes a tensor"):
-        layer(None)
-    with pytest.raises(TypeError, match="floating-point"):
-        layer(torch.zeros(1, 8, 8, 8).long())
-    with pytest.raises(TypeError, match=r"weights of torch.float32 and got x of torch.float64"):
-        layer(torch.zeros(1, 8, 8, 8).double())
-    with pytest.raises(ValueError, match=r"lives on cpu and got x on meta"):
-        layer(torch.zeros(1, 8, 8, 8, device="meta"))
 
 
 def test_looking_at_the_spectral_radius_changes_nothing() -> None:
@@ -363,3 +235,174 @@ def test_looking_at_the_spectral_radius_changes_nothing() -> None:
     assert torch.equal(torch.get_rng_state(), drawn)
     for name, value in layer.state_dict().items():
         assert torch.equal(value, before[name]), name
+
+
+# ---------------------------------------------------------------------- stem and heads
+
+
+def network(
+    channels: tuple[int, ...], head: tuple[int, ...], final: int, *, pointwise: bool
+) -> tuple[nn.Module, nn.Module, nn.Module]:
+    with torch.device("meta"):
+        return (
+            MDEQStem(channels[0], pointwise=pointwise),
+            MDEQ(channels, post_affine=False),
+            MDEQClassifier(channels, 10, head_channels=head, final_channels=final),
+        )
+
+
+@pytest.mark.parametrize(
+    ("channels", "head", "final", "pointwise", "count", "paper"),
+    [
+        ((32, 64, 128, 256), (10, 20, 40, 80), 1280, True, 10_006_958, 10e6),
+        ((24, 24), (8, 16), 340, False, 169_670, 170e3),
+        # The authors' own files, which the paper rounds to 10 M and 170 k.
+        ((32, 64, 128, 256), (14, 28, 56, 112), 1680, True, 11_097_438, None),
+        ((24, 24), (8, 16), 200, False, 158_890, None),
+    ],
+)
+def test_parameter_counts(
+    channels: tuple[int, ...],
+    head: tuple[int, ...],
+    final: int,
+    pointwise: bool,
+    count: int,
+    paper: float | None,
+) -> None:
+    modules = network(channels, head, final, pointwise=pointwise)
+    found = sum(p.numel() for module in modules for p in module.parameters())
+    assert found == count
+    if paper is not None:
+        assert abs(found / paper - 1) < 0.03
+
+
+def test_the_network_runs_and_trains() -> None:
+    torch.manual_seed(0)
+    stem, layer = MDEQStem(8, downsample=1), MDEQ((8, 8), groups=4)
+    head = MDEQClassifier((8, 8), 3, head_channels=(2, 4), final_channels=6)
+    x = torch.randn(4, 3, 8, 8)
+    logits = head(layer(stem(x)))
+    assert logits.shape == (4, 3)
+    F.cross_entropy(logits, torch.tensor([0, 1, 2, 0])).backward()
+    assert all(p.grad is not None for m in (stem, layer, head) for p in m.parameters())
+
+
+@pytest.mark.parametrize(("downsample", "size"), [(0, 16), (1, 8), (2, 4), (3, 2)])
+def test_the_stem_halves(downsample: int, size: int) -> None:
+    stem = MDEQStem(8, in_channels=1, downsample=downsample)
+    assert stem(torch.randn(2, 1, 16, 16)).shape == (2, 8, size, size)
+    assert len(stem) == 3 * (max(2, downsample) + 1)
+
+
+def normalized(t: Tensor) -> Tensor:
+    mean, var = t.mean((0, 2, 3), keepdim=True), t.var((0, 2, 3), keepdim=True, unbiased=False)
+    return (t - mean) / (var + 1e-5).sqrt()
+
+
+def test_the_classifier_is_its_formula() -> None:
+    torch.manual_seed(0)
+    head = MDEQClassifier((4, 8), 3, head_channels=(2, 3), final_channels=5).double()
+    with torch.no_grad():
+        for p in head.parameters():
+            p.copy_(0.5 * torch.randn(p.shape))
+    states = [torch.randn(3, 4, 4, 4).double(), torch.randn(3, 8, 2, 2).double()]
+    w = head.state_dict()
+
+    def affine(t: Tensor, name: str) -> Tensor:
+        return normalized(t) * w[f"{name}.weight"].view(-1, 1, 1) + w[f"{name}.bias"].view(-1, 1, 1)
+
+    def bottleneck(z: Tensor, at: str) -> Tensor:
+        out = torch.relu(normalized(F.conv2d(z, w[f"{at}.narrow.weight"])))
+        out = torch.relu(normalized(F.conv2d(out, w[f"{at}.spatial.weight"], padding=1)))
+        out = normalized(F.conv2d(out, w[f"{at}.widen.weight"]))
+        if f"{at}.skip.0.weight" in w:
+            z = affine(F.conv2d(z, w[f"{at}.skip.0.weight"]), f"{at}.skip.1")
+        return torch.relu(out + z)
+
+    y = bottleneck(states[0], "widen.0")
+    down = F.conv2d(y, w["down.0.0.weight"], w["down.0.0.bias"], stride=2, padding=1)
+    y = bottleneck(states[1], "widen.1") + torch.relu(affine(down, "down.0.1"))
+    y = torch.relu(affine(F.conv2d(y, w["final.0.weight"], w["final.0.bias"]), "final.1"))
+    expected = y.mean((2, 3)) @ w["linear.weight"].mT + w["linear.bias"]
+    torch.testing.assert_close(head(states), expected, rtol=1e-9, atol=1e-9)
+    # A scale that has its 4·width channels already goes around without a convolution.
+    assert isinstance(
+        MDEQClassifier((8,), 3, head_channels=(2,), final_channels=5).widen[0].skip, nn.Identity
+    )
+
+
+def test_the_segmenter() -> None:
+    torch.manual_seed(0)
+    head = MDEQSegmenter((4, 8), 3, kernel_size=3)
+    states = (torch.randn(2, 4, 8, 8), torch.randn(2, 8, 4, 4))
+    logits = head(states)
+    assert logits.shape == (2, 3, 8, 8)
+    assert head(states, (16, 32)).shape == (2, 3, 16, 32)
+    constant = (torch.randn(2, 4, 8, 8), torch.ones(2, 8, 4, 4))
+    seen: list[Tensor] = []
+    head.mix.register_forward_hook(lambda module, given, out: seen.append(given[0]))
+    head(constant)
+    assert torch.equal(seen[0][:, :4], constant[0])
+    torch.testing.assert_close(seen[0][:, 4:], torch.ones(2, 8, 8, 8))
+    logits.sum().backward()
+
+
+# ---------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: MDEQ((16, 12)), ValueError, r"groups=8 .* must divide channels\[1\]=12"),
+        (lambda: MDEQ((8, 8), expansion=0), ValueError, r"expansion=0.*at least 1"),
+        (lambda: MDEQ((8, 8), kernel_size=2), ValueError, "odd kernel size"),
+        (lambda: MDEQ((8, 8), blocks=(1,)), ValueError, r"blocks=\(1,\)\): expected 2 entries"),
+        (lambda: MDEQ(8), TypeError, r"channels=8\): expected a sequence"),  # type: ignore[arg-type]
+        (lambda: MDEQ((8, 8), dropout=1.0), ValueError, r"dropout=1.*out of range"),
+        (lambda: MDEQ((8, 8), affine=False), ValueError, "there are no gains; use calm=1.0"),
+        (lambda: MDEQ((8, 8), calm=0.0), ValueError, r"calm=0.*out of range"),
+        (lambda: MDEQStem(8, downsample=-1), ValueError, r"downsample=-1.*at least 0"),
+        (lambda: MDEQSegmenter((4,), 3, kernel_size=2), ValueError, "odd kernel size"),
+        (
+            lambda: MDEQClassifier((4, 8), 3, head_channels=(2,), final_channels=5),
+            ValueError,
+            r"head_channels=\(2,\)\): expected 2 entries",
+        ),
+        (
+            lambda: MDEQClassifier((4,), 0, head_channels=(2,), final_channels=5),
+            ValueError,
+            r"num_classes=0.*at least 1",
+        ),
+    ],
+)
+def test_bad_options(make: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("x", "error", "message"),
+    [
+        (torch.zeros(1, 8, 6, 8), ValueError, "multiples of 4, got x of 6 × 8 pixels"),
+        (torch.zeros(1, 4, 8, 8), ValueError, r"takes x \[B, 8, H, W\], got shape \(1, 4, 8, 8\)"),
+        (None, TypeError, "takes a tensor"),
+        (torch.zeros(1, 8, 8, 8).long(), TypeError, "floating-point"),
+        (
+            torch.zeros(1, 8, 8, 8).double(),
+            TypeError,
+            r"of torch.float32 and got x of torch.float64",
+        ),
+        (torch.zeros(1, 8, 8, 8, device="meta"), ValueError, "lives on cpu and got x on meta"),
+    ],
+)
+def test_bad_inputs(x: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        MDEQ((8, 8, 8))(x)
+
+
+def test_states_of_another_network() -> None:
+    head = MDEQSegmenter((4, 8), 3)
+    with pytest.raises(ValueError, match=r"channels \(4, 8\), got states of \(4,\) channels"):
+        head((torch.zeros(1, 4, 2, 2),))
+    with pytest.raises(ValueError, match="got Tensor"):
+        head(torch.zeros(1, 4, 2, 2))  # type: ignore[arg-type]

@@ -12,13 +12,13 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 import equilibria as eq
 from equilibria.nn import MonotoneDEQ, TransposedSplitting
 from equilibria.solvers import ForwardBackward, PeacemanRachford
-from tests.contracts.layer_contract import EXACT, LayerContract
+from tests.contracts.layer_contract import EXACT
+from tests.nn.checks import MapContract, SlowCompile, check_compiles, check_gradients
 from tests.problems.test_monotone_operator import modulus, numpy_w
 from tests.problems.test_monotone_tiers import conv_matrix, tier_matrix
 
@@ -32,35 +32,9 @@ FB = ForwardBackward(rtol=1e-13, max_steps=5000)
 # ---------------------------------------------------------------------- the layer contract
 
 
-class MonotoneContract(LayerContract):
-    """The battery of every layer; a monotone layer has an inclusion where others have G."""
-
+class MonotoneContract(MapContract):
     laps = PeacemanRachford(rtol=0.0, atol=0.0, max_steps=3)
     tight = PR
-
-    def test_the_answer_is_a_stationary_point_of_the_problem(self) -> None:
-        layer, x = self.precise(), self.drawn().double()
-        with torch.no_grad():
-            z, inclusion = layer(x), layer.inclusion(x)
-            (c,) = layer.inject(x)
-            v = inclusion.argument(z, c)
-        assert float((torch.relu(v) - z).abs().max()) < 1e-10
-        # 0 ∈ z − v + ∂f(z): the multiplier v − z is zero where z > 0 and at most zero elsewhere.
-        multiplier = v - z
-        assert float(multiplier[z > 0].abs().max()) < 1e-10
-        assert float(multiplier[z == 0].max()) < 1e-10
-
-    def test_the_objective_is_finite_and_no_lower_anywhere_near(self) -> None:
-        pytest.skip("W is not symmetric: a monotone layer has no objective")
-
-    def test_the_map_compiles(self) -> None:
-        torch._dynamo.reset()
-        layer, x = self.made().eval(), self.drawn(2)
-        with torch.no_grad():
-            z, inclusion = layer(x), layer.inclusion(x)
-            (c,) = layer.inject(x)
-        step = torch.compile(inclusion.step, backend="aot_eager", fullgraph=True)
-        torch.testing.assert_close(step(z, c), inclusion.step(z, c), rtol=1e-5, atol=1e-6)
 
     def test_wrong_options(self) -> None:
         with pytest.raises(TypeError, match="solver must be a solver object"):
@@ -73,18 +47,7 @@ class MonotoneContract(LayerContract):
             self.layer(m=0.0)
 
 
-class SlowCompile(MonotoneContract):
-    """Compiled with the full battery only: one form is enough for every day."""
-
-    @pytest.mark.slow
-    @pytest.mark.parametrize(
-        ("adjoint", "training"), [(eq.Phantom(steps=2), True), (eq.Unrolled(), False)]
-    )
-    def test_a_fixed_step_layer_compiles_whole(self, adjoint: Any, training: bool) -> None:
-        super().test_a_fixed_step_layer_compiles_whole(adjoint, training)
-
-
-class TestDense(SlowCompile):
+class TestDense(MonotoneContract, SlowCompile):
     def layer(self, **options: Any) -> MonotoneDEQ:
         return MonotoneDEQ(5, in_channels=4, **{"m": 0.4, **options})
 
@@ -102,7 +65,7 @@ class TestConvolutional(MonotoneContract):
         return torch.randn(batch, 2, 5, 4)
 
 
-class TestCircularForwardBackward(SlowCompile):
+class TestCircularForwardBackward(MonotoneContract, SlowCompile):
     convolutional = True
     laps = ForwardBackward(rtol=0.0, atol=0.0, max_steps=3)
     tight = FB
@@ -295,49 +258,6 @@ def test_the_state_is_shaped_as_promised(form: str) -> None:
     torch.testing.assert_close(layer.step(z, *layer.inject(x)), z, rtol=1e-5, atol=1e-6)
 
 
-@each_form
-@pytest.mark.parametrize("solver", [PR, FB], ids=["pr", "fb"])
-def test_a_warm_start_is_an_answer(form: str, solver: Any) -> None:
-    layer, x = drawn(form, m=2.0, stretch=1.0, solver=solver)
-    cold = layer.solve(x)
-    loose = type(solver)(rtol=1e-8, block=1)
-    warm = layer.solve(x, cold.detach().value, solver=loose)
-    assert (warm.stats.steps == 1).all()
-
-
-def test_compaction_changes_no_answer() -> None:
-    layer, x = drawn("tiers")
-    x = torch.cat([x, 1e-3 * x, 30.0 * x])
-    whole = layer.solve(x, solver=PR)
-    parts = layer.solve(x, solver=PeacemanRachford(rtol=1e-12, compact=True))
-    np.testing.assert_allclose(flat(parts.value), flat(whole.value), atol=1e-9)
-
-
-@pytest.mark.parametrize("solver", [PR, FB], ids=["pr", "fb"])
-def test_a_bad_sample_harms_no_other_forward_or_backward(solver: Any) -> None:
-    layer, x = drawn("tiers", m=2.0, stretch=1.0, solver=solver)
-    layer(x[:1])[-1].square().sum().backward()
-    # Of U's own gradient nothing can be said: it is a product with x.
-    alone = [p.grad.clone() for p in layer.W.parameters() if p.grad is not None]
-    layer.zero_grad()
-    x[1, 0, 0, 0] = float("nan")
-    with pytest.warns(eq.ConvergenceWarning):
-        solution = layer.solve(x)
-    assert solution.converged.tolist() == [True, False]
-    solution.value[-1][0].square().sum().backward()
-    for expected, p in zip(alone, layer.W.parameters(), strict=True):
-        assert p.grad is not None
-        torch.testing.assert_close(p.grad, expected, rtol=1e-7, atol=1e-9)
-
-
-def test_the_callback_sees_the_state() -> None:
-    layer, x = drawn("conv")
-    seen: list[tuple[int, ...]] = []
-    layer.solve(x, callback=lambda step, z, residual: seen.append(tuple(z.shape)))
-    assert set(seen) == {(2, 3, 4, 5)}
-    assert len(seen) > 3
-
-
 def test_a_solution_says_what_ran() -> None:
     layer, x = drawn("dense")
     assert "PeacemanRachford with the step α = √n" in layer.solve(x).choice
@@ -347,6 +267,9 @@ def test_a_solution_says_what_ran() -> None:
     )
     own = layer.solve(x, solver=eq.Broyden(max_steps=500))
     assert own.choice == "Broyden on the layer's own map"
+    seen: list[tuple[int, ...]] = []
+    layer.solve(x, callback=lambda step, z, residual: seen.append(tuple(z.shape)))
+    assert set(seen) == {(3, 6)}
 
 
 # ---------------------------------------------------------------------- gradients
@@ -406,13 +329,7 @@ def test_gradients_by_the_implicit_function_theorem(solver: Any, adjoint: Any) -
 def test_gradcheck(form: str, kind: Any) -> None:
     """To x and every parameter, backward by the transposed splitting."""
     layer, x = drawn(form, m=3.0, stretch=0.7, solver=kind(rtol=1e-13))
-    names, values = zip(*layer.named_parameters(), strict=True)
-
-    def run(x: Tensor, *values: Tensor) -> Any:
-        return functional_call(layer, dict(zip(names, values, strict=True)), (x,))
-
-    inputs = [t.detach().clone().requires_grad_() for t in (x[:1], *values)]
-    assert torch.autograd.gradcheck(run, inputs, atol=1e-6, rtol=1e-4, fast_mode=True)
+    check_gradients(layer, x[:1], atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -428,42 +345,7 @@ def test_gradcheck(form: str, kind: Any) -> None:
 )
 def test_gradgradcheck(form: str, kind: Any) -> None:
     layer, x = drawn(form, m=2.0, stretch=0.7, solver=kind(rtol=1e-13))
-    names, values = zip(*layer.named_parameters(), strict=True)
-
-    def run(x: Tensor, *values: Tensor) -> Any:
-        return functional_call(layer, dict(zip(names, values, strict=True)), (x,))
-
-    inputs = [t.detach().clone().requires_grad_() for t in (x[:1], *values)]
-    assert torch.autograd.gradgradcheck(run, inputs, atol=1e-6, rtol=1e-4, fast_mode=True)
-
-
-@pytest.mark.parametrize(
-    ("form", "solver"), [("dense", PR), ("tiers", PR), ("dense", FB), ("conv", FB)]
-)
-def test_phantom_gradients_tend_to_the_implicit_ones(form: str, solver: Any) -> None:
-    found = []
-    for adjoint in (None, eq.Phantom(steps=80, damping=1.0), eq.OneStep()):
-        layer, x = drawn(form, m=2.0, stretch=1.0, solver=solver, adjoint=adjoint)
-        x.requires_grad_()
-        sum(t.square().sum() for t in pytree.tree_leaves(layer(x))).backward()
-        assert x.grad is not None
-        found.append(flat(x.grad))
-    exact, phantom, one = found
-    np.testing.assert_allclose(phantom, exact, atol=1e-5 * np.abs(exact).max())
-    assert np.vdot(one, exact) > 0  # biased, but downhill
-
-
-def test_the_backward_solve_is_told() -> None:
-    layer, x = drawn("tiers")
-    solution = layer.solve(x)
-    solution.value[-1].square().sum().backward()
-    told = solution.stats.backward
-    assert told.solves == 1
-    assert told.unconverged == 0
-    assert told.steps is not None
-    assert told.residual is not None
-    assert (told.steps > 1).all()
-    assert (told.residual <= 1e-8).all()
+    check_gradients(layer, x[:1], second=True, atol=1e-6)
 
 
 def test_the_backward_solve_is_the_transposed_splitting(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -495,17 +377,6 @@ def test_fixed_steps_forward_converge_backward() -> None:
     assert int(told.steps.max()) > 5
 
 
-def test_jacrev_and_vmap() -> None:
-    layer, x = drawn("dense", stretch=1.0, solver=PR)
-    found = torch.func.vmap(torch.func.jacrev(lambda x: layer(x[None])[0]))(x)
-    w, u = matrix_w(layer, x), matrix_u(layer, x)
-    z = layer(x)
-    for i in range(len(x)):
-        d = np.diag((array(z[i]) > 0).astype(float))
-        expected = np.linalg.solve(np.eye(6) - d @ w, d @ u)
-        np.testing.assert_allclose(array(found[i]), expected, atol=1e-9)
-
-
 # ---------------------------------------------------------------------- a module like any other
 
 
@@ -516,8 +387,7 @@ def test_a_solve_leaves_nothing_on_the_module(form: str) -> None:
     before = pickle.dumps(layer)
     layer(x)
     assert pickle.dumps(layer) == before
-    names = set(layer.state_dict())
-    assert names == {name for name, _ in layer.named_parameters()}
+    assert set(layer.state_dict()) == {name for name, _ in layer.named_parameters()}
 
 
 def test_several_tiers_travel() -> None:
@@ -544,25 +414,11 @@ def test_several_tiers_travel() -> None:
             )
 
 
-def test_autocast_casts_the_weights_once_a_solve() -> None:
-    for form in ("dense", "tiers"):
-        layer, x = drawn(form)
-        layer, x = layer.float(), x.float()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            operator: Any = layer.inclusion(x).operator
-        kernels = [operator.weight] if form == "dense" else [*operator.kernels, *operator.n]
-        assert {k.dtype for k in kernels} == {torch.bfloat16}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("solver", [PeacemanRachford, ForwardBackward])
 def test_several_tiers_compile(solver: Any) -> None:
-    torch._dynamo.reset()
-    layer, x = drawn("tiers", solver=solver(rtol=0.0, atol=0.0, max_steps=3))
     with torch.no_grad():
-        compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
-        for a, b in zip(compiled(x), layer(x), strict=True):
-            torch.testing.assert_close(a, b)
+        check_compiles(*drawn("tiers", solver=solver(rtol=0.0, atol=0.0, max_steps=3)))
 
 
 def test_negative_scales_keep_the_layer_monotone() -> None:
@@ -575,13 +431,6 @@ def test_negative_scales_keep_the_layer_monotone() -> None:
     w = matrix_w(layer, x)
     assert modulus(w) >= layer.m - 1e-12
     assert layer.solve(x).converged.all()
-
-
-def test_observed_by_name() -> None:
-    layer, x = drawn("dense")
-    with eq.nn.observe(layer) as seen:
-        layer(x)
-    assert len(seen.solutions[""]) == 1
 
 
 @pytest.mark.parametrize(
@@ -627,16 +476,24 @@ def test_bad_options(options: dict[str, Any], message: str) -> None:
         MonotoneDEQ(**options)
 
 
-def test_maps_that_do_not_halve() -> None:
-    layer = MonotoneDEQ((2, 2, 2), in_channels=1, kernel_size=3)
-    with pytest.raises(ValueError, match="multiples of 4, got x of 8 × 6 pixels"):
-        layer(torch.zeros(1, 1, 8, 6))
-
-
-def test_maps_too_small_to_wrap() -> None:
-    layer = MonotoneDEQ((2, 2), in_channels=1, kernel_size=5, padding="circular")
-    with pytest.raises(ValueError, match=r"at least 4 pixels in its last tier, got 3"):
-        layer(torch.zeros(1, 1, 6, 8))
+@pytest.mark.parametrize(
+    ("options", "shape", "message"),
+    [
+        (
+            {"channels": (2, 2, 2), "kernel_size": 3},
+            (8, 6),
+            "multiples of 4, got x of 8 × 6 pixels",
+        ),
+        (
+            {"channels": (2, 2), "kernel_size": 5, "padding": "circular"},
+            (6, 8),
+            "at least 4 pixels in its last tier, got 3",
+        ),
+    ],
+)
+def test_maps_of_a_wrong_size(options: Any, shape: tuple[int, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        MonotoneDEQ(in_channels=1, **options)(torch.zeros(1, 1, *shape))
 
 
 def test_a_start_of_another_shape() -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 import equilibria as eq
 from equilibria.engine.result import ConvergenceWarning
+from tests.nn.test_monotone import RELU, array, matrix_u, matrix_w, newton
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 SOLVERS = [
@@ -28,28 +29,8 @@ SOLVERS = [
 
 
 def dense(layer: eq.nn.MonotoneDEQ, x: Tensor) -> tuple[Array, Array]:
-    """W from its formula and c, in float64 numpy, on the layer's numbers."""
-    a, b, u, bias = (
-        t.detach().double().numpy() for t in (layer.W.A, layer.W.B, layer.U.weight, layer.U.bias)
-    )
-    w = (1 - layer.m) * np.eye(len(a)) - a.T @ a + b - b.T
-    return w, x.double().numpy() @ u.T + bias
-
-
-def inclusion(w: Array, c: Array) -> Array:
-    """z = max(Wz + c, 0) by Peaceman–Rachford in float64 numpy, to the end."""
-    n = len(w)
-    alpha = np.sqrt(n) / np.linalg.norm(np.eye(n) - w)
-    v = np.linalg.inv((1 + alpha) * np.eye(n) - alpha * w)
-    u = np.zeros_like(c)
-    for _ in range(20000):
-        z = np.maximum(u, 0)
-        reflected = 2 * z - u
-        u_next = 2 * (reflected + alpha * c) @ v.T - reflected
-        if np.abs(u_next - u).max() <= 1e-15 * np.abs(u).max():
-            break
-        u = u_next
-    return np.maximum(u, 0)
+    """W and c in float64 numpy, on the layer's numbers."""
+    return matrix_w(layer, x), array(x) @ matrix_u(layer, x).T + array(layer.U.bias)
 
 
 def relative(w: Array, c: Array, z: Tensor) -> Array:
@@ -79,9 +60,7 @@ def test_one_large_negative_input_does_not_hide_the_rest() -> None:
         x[:, 0] = -1e4
         for made_in in (layer, copy.deepcopy(layer).double()):
             given = x.to(made_in.U.weight.dtype)
-            with (
-                warnings.catch_warnings()
-            ):  # 1e4 beside 1 leaves float32 few digits, and it says so
+            with warnings.catch_warnings():  # 1e4 beside 1 leaves float32 few digits
                 warnings.simplefilter("ignore", ConvergenceWarning)
                 found = made_in.solve(given, solver=eq.PeacemanRachford(rtol=1e-4))
             w, c = dense(made_in, given)
@@ -101,7 +80,7 @@ def test_strongly_biased_inputs() -> None:
         x = torch.randn(64, 16)
         found = layer.solve(x)
         w, c = dense(layer, x)
-        exact = inclusion(w, c)
+        exact = newton(w, c, *RELU)
         miss = np.linalg.norm(found.value.detach().double().numpy() - exact, axis=1)
         assert found.converged.all()
         assert relative(w, c, found.value).max() <= 1.1e-4
@@ -172,7 +151,7 @@ def test_gradients_do_not_lose_digits_with_the_step(alpha: float | None) -> None
     (found,) = torch.autograd.grad(value, twin.U.bias, g)
     w, c = dense(layer, x)
     exact = np.zeros(6)
-    for row, gradient in zip(inclusion(w, c), g.double().numpy(), strict=True):
+    for row, gradient in zip(newton(w, c, *RELU), g.double().numpy(), strict=True):
         d = np.diag((row > 0).astype(float))
         exact += d @ np.linalg.solve(np.eye(6) - w.T @ d, gradient)
     np.testing.assert_allclose(

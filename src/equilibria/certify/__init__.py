@@ -4,10 +4,9 @@ Certificates of problems, of maps and of layers, in float64 with rounding paid f
 kernel, a prior, an operator or a regularizer are its own (``problems``): here they are asked for.
 """
 
-from .certificate import Certificate, Numbers
+from .certificate import Certificate, Numbers, global_lipschitz, local_lipschitz
 from .error_bounds import tight_curvature
 from .guarantee import Guarantee, Guaranteed
-from .lipschitz import global_lipschitz, local_lipschitz
 from .map_certificate import CompositeCertificate, MapCertificate
 from .network import Enclosed, NetworkCertificate, certify, certify_network
 

@@ -16,14 +16,13 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from equilibria.engine.result import Solution
-from equilibria.engine.tree import sample_norm
 from equilibria.problems.kernels import Activated
 from equilibria.problems.norms import SAFETY, UNIT, exact
 from equilibria.problems.priors import Free, Prior
@@ -32,7 +31,7 @@ from equilibria.problems.regularizers import Regularizer
 
 from .guarantee import Guarantee, solved
 from .map_certificate import MapCertificate
-from .rounding import direct_convolutions, residual_rounding
+from .rounding import direct_convolutions, norm, residual_rounding
 
 __all__ = ["certify_block_chain", "regularizer_factor"]
 
@@ -47,54 +46,36 @@ class BlockChain(Protocol):
     Wᵀσ(Wz + c), and a call (z, c) ↦ α·image + (1 − α)z.
     """
 
-    @property
-    def prior(self) -> Prior: ...
-
-    @property
-    def regularizer(self) -> Regularizer | None: ...
-
-    @property
-    def regularize(self) -> str: ...
-
-    @property
-    def alpha(self) -> Sequence[float] | None: ...
+    prior: Prior
+    regularizer: Regularizer | None
+    regularize: Literal["gradient", "prox"]
+    alpha: tuple[float, ...] | None
 
     def solve(self, x: Tensor) -> Solution[Tensor]: ...
-
     def inject(self, x: Tensor) -> tuple[Tensor, ...]: ...
-
     def check_state(self, z: Tensor, x: Tensor) -> None: ...
-
     def bound_blocks(self) -> Sequence[Any]: ...
-
     def each_block(self) -> Sequence[Any]: ...
-
     def regularized(self, z: Tensor) -> Tensor: ...
-
     def eval(self) -> Any: ...
 
 
-def _norm(t: Tensor) -> Tensor:
-    return sample_norm([t])
-
-
-@dataclass(frozen=True)
 class _Exact:
     """The layer's numbers in float64, as they were in its own dtype, with proven bounds."""
 
-    blocks: list[Any]
-    alphas: list[float]
-    norms: list[float]
-    """‖W_l‖, from above."""
-    input_norms: list[float]
-    """‖U_l‖, from above."""
-    expansion: float
-
-    @property
-    def factors(self) -> list[float]:
-        """q_l, from above."""
+    def __init__(self, model: BlockChain) -> None:
+        self.blocks: list[Any] = [
+            replace(b, operator=b.operator.cast(torch.float64), alpha=float(b.alpha))
+            for b in model.bound_blocks()
+        ]
+        inputs = [b.input_operator().cast(torch.float64) for b in model.each_block()]
+        self.expansion = model.prior.expansion
+        self.alphas = [block.alpha for block in self.blocks]
+        self.norms = [block.operator.norm_upper() for block in self.blocks]  # ‖W_l‖, from above
+        self.input_norms = [u.norm_upper() for u in inputs]  # ‖U_l‖, from above
         pairs = zip(self.alphas, self.norms, strict=True)
-        return [(a * self.expansion * w * w + (1.0 - a)) * _UP for a, w in pairs]
+        # q_l, from above
+        self.factors = [(a * self.expansion * w * w + (1.0 - a)) * _UP for a, w in pairs]
 
     def sensitivity(self) -> float:
         """A Lipschitz constant of x ↦ T(z; x): Σ_l α_l L_σ‖W_l‖‖U_l‖ q_{l+1} ⋯ q_L, from above."""
@@ -117,31 +98,25 @@ def regularizer_factor(regularizer: Regularizer | None, form: str) -> float:
     return max(abs(1.0 - low), abs(1.0 - high)) * _UP
 
 
-def _regularizer_rounding(
-    regularizer: Regularizer | None, z: Tensor, moved: Tensor
-) -> tuple[Tensor, bool]:
-    """How far the computed z − ∂R(z) or prox_R(z) is from the exact one, [B]; whether derived."""
-    if regularizer is None:
-        return torch.zeros_like(_norm(z)), True
-    own = regularizer.step_rounding(z, moved)
-    if own is None:
-        return SAFETY * (z[0].numel() + 64) * UNIT * _norm(z.abs() + moved.abs()), False
-    return SAFETY * own, True
-
-
 def _evaluate(
     layer: BlockChain, numbers: _Exact, z: Tensor, c: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor, bool]:
     """T(z) in float64, a bound on its distance from the exact one [B]; whether that is derived."""
     state = layer.regularized(z)
-    off, derived = _regularizer_rounding(layer.regularizer, z, state)
+    off, derived = torch.zeros_like(norm(z)), True
+    if layer.regularizer is not None:
+        own = layer.regularizer.step_rounding(z, state)
+        derived = own is not None
+        if own is None:
+            own = (z[0].numel() + 64) * UNIT * norm(z.abs() + state.abs())
+        off = SAFETY * own
     for block, q, part in zip(numbers.blocks, numbers.factors, c, strict=True):
         image = block.image(state, part)
         problem = Problem(Free(), Activated(block.operator, part, block.prior))
         # It bounds the error of the image, and some more for that of a norm.
-        own, known = residual_rounding(problem, state, image)
-        own = own + SAFETY * 8 * UNIT * _norm(state.abs() + image.abs())  # of the skip
-        off, derived = q * off + own, derived and known
+        block_off, known = residual_rounding(problem, state, image)
+        skip_off = SAFETY * 8 * UNIT * norm(state.abs() + image.abs())
+        off, derived = q * off + (block_off + skip_off), derived and known
         state = block(state, part)
     return state, off * _UP, derived
 
@@ -154,22 +129,7 @@ def certify_block_chain(layer: BlockChain, x: Tensor, z: Tensor | None = None) -
     c = [exact(part) for part in model.inject(x)]
     model.check_state(state, x)
     with direct_convolutions(state):
-        return _certify(model, _exactly(model), exact(state), c, text)
-
-
-def _exactly(model: BlockChain) -> _Exact:
-    blocks: list[Any] = []
-    for block in model.bound_blocks():
-        operator = block.operator.cast(torch.float64)
-        blocks.append(replace(block, operator=operator, alpha=float(block.alpha)))
-    inputs = [block.input_operator().cast(torch.float64) for block in model.each_block()]
-    return _Exact(
-        blocks,
-        [float(block.alpha) for block in blocks],
-        [block.operator.norm_upper() for block in blocks],
-        [operator.norm_upper() for operator in inputs],
-        model.prior.expansion,
-    )
+        return _certify(model, _Exact(model), exact(state), c, text)
 
 
 def _certify(
@@ -178,10 +138,8 @@ def _certify(
     r = regularizer_factor(model.regularizer, model.regularize)
     rho = math.prod(numbers.factors) * r * (1.0 + 4 * len(numbers.blocks) * UNIT)
     image, off, derived = _evaluate(model, numbers, z, c)
-    gap = z - image
-    residual = _norm(gap)
-    n = z[0].numel() + 4
-    off = off + SAFETY * (n + 1) * UNIT * residual  # of the difference and of its norm
+    residual = norm(z - image)
+    off = off + SAFETY * (z[0].numel() + 5) * UNIT * residual  # of the difference and its norm
     finite = (residual + off).isfinite()
     contracts = rho < 1.0
     error = (residual + off) / (1.0 - rho) * _UP if contracts else torch.full_like(off, math.inf)
@@ -198,7 +156,6 @@ def _certify(
         error_bound=error,
         rounding=off,
         contraction=rho if math.isfinite(rho) else None,
-        modulus=None,
         lipschitz=lipschitz,
         lipschitz_note=why,
         solver=solver,

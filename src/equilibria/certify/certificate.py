@@ -4,6 +4,9 @@
 the factor ρ = max(|1 − m|, |L − 1|). ρ < 1: T is a contraction. m > 0: G is strongly convex, so
 there is one equilibrium z*, and ‖z − z*‖ ≤ (1 + ρ/m)·‖z − T(z)‖ for every z
 (docs/facts.md, facts 2–4).
+
+The Lipschitz constant of x → z* that a coupling states (``Coupling.lipschitz``) is in c̃, the
+features that the coupling sees; ‖x → c̃‖ or ‖c → c̃‖ leads to x or c (docs/facts.md, fact 5).
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -24,23 +27,40 @@ from equilibria.problems.problem import AffineProblem, HiddenProblem, MoreauProb
 from equilibria.problems.solving import minimize
 
 from .error_bounds import global_bound, local_bound, local_modulus, tight_curvature
-from .guarantee import Guarantee, Guaranteed, either, guarantee_rows, lines, number, solved, spread
-from .lipschitz import Variable, global_lipschitz, local_lipschitz
+from .guarantee import (
+    SAMPLED,
+    Guarantee,
+    Proven,
+    either,
+    guarantee_rows,
+    lines,
+    number,
+    solved,
+    spread,
+)
 from .rounding import direct_convolutions, residual_rounding
 
-__all__ = ["Certifiable", "Certificate", "Guarantee", "Numbers", "SelfCertifying", "certify_layer"]
+__all__ = [
+    "Certifiable",
+    "Certificate",
+    "Guarantee",
+    "Numbers",
+    "SelfCertifying",
+    "certify_layer",
+    "global_lipschitz",
+    "local_lipschitz",
+]
 
 
 @runtime_checkable
 class Certifiable(Protocol):
-    """What ``certify`` asks of a layer. It may also have ``input_norm_upper() -> float``.
+    """What ``certify`` asks of a layer.
 
-    That is a rigorous bound on the norm of x → c̃, the (patch rows of Ux)W_h of a Gaussian
-    coupling or Ux of the others; with it the Lipschitz constants are in x, without it in c.
+    It may also have ``input_norm_upper() -> float``, a rigorous bound on the norm of x → c̃, the
+    features that the coupling sees; with it the Lipschitz constants are in x, without it in c.
     """
 
     def problem(self, x: Tensor) -> HiddenProblem: ...
-
     def solve(self, x: Tensor) -> Solution[Tensor]: ...
 
 
@@ -66,13 +86,28 @@ class Numbers:
     input_norm: float | None = None
     """An upper bound on ‖x → c̃‖₂, where the layer gives one."""
 
+    def rows(self) -> list[tuple[str, str]]:
+        """The known ones, in words."""
+        known = []
+        for name, bound in (("‖W‖", self.norm), ("μ", self.mu)):
+            if bound is not None:
+                known.append((name, f"{number(bound.estimate)}, at most {number(bound.upper)}"))
+        if self.hidden_norm is not None:
+            known.append(("‖W_h‖", f"at most {number(self.hidden_norm)}"))
+        if self.gamma is not None:
+            known.append(("γ", self.gamma))
+        if self.input_norm is not None:
+            known.append(("‖x → c̃‖", f"at most {number(self.input_norm)}"))
+        return known
 
-@dataclass(frozen=True, eq=False)
-class Certificate(Guaranteed):
-    """What is proven for a batch; [B] tensors are float64. ``print`` it to read it."""
 
-    kinds: tuple[Guarantee, ...]
-    """The guarantee of each sample; ``kind`` is the weakest."""
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Certificate(Proven):
+    """What is proven for a batch; [B] tensors are float64. ``print`` it to read it.
+
+    With a ``local`` guarantee z* is the only equilibrium within ``error_bound`` of z.
+    """
+
     contraction: float | Tensor
     """ρ = max(|1 − m|, |L − 1|), a Lipschitz constant of T; one number, or [B] where it depends on
     the input (so also ``modulus`` and ``smoothness``)."""
@@ -86,30 +121,34 @@ class Certificate(Guaranteed):
     """G(z), [B]."""
     stationarity: Tensor
     """dist(0, ∂G(z)), [B]; inf outside the domain of the prior."""
-    residual: Tensor
-    """‖z − T(z)‖ as computed in float64, [B]."""
-    error_bound: Tensor
-    """‖z − z*‖ is at most this, rounding included; inf where nothing is proven. For ``local`` z* is
-    the only equilibrium that close. [B]."""
-    rounding: Tensor
-    """The exact residual is within this of ``residual``; ``error_bound`` has it paid for. [B]."""
-    lipschitz: float | None
-    """A Lipschitz constant of x → z* for all inputs, or None; ``lipschitz_note`` says why."""
-    lipschitz_note: str
     lipschitz_local: Tensor | None
-    """The same at this input alone, [B]; ``lipschitz_local_note`` says what is held fixed."""
+    """As ``lipschitz``, at this input alone, [B]; ``lipschitz_local_note`` says what is fixed."""
     lipschitz_local_note: str
-    lipschitz_in: Variable
+    lipschitz_in: Literal["x", "c"]
     """Whether both are in the layer's input x or, where its norm is not known, in c."""
     numbers: Numbers
-    solver: str
-    """What made z, and how it ended."""
-    rigorous: bool
-    """Whether every bound is proven; False where an estimate had to be used (see ``notes``)."""
-    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return _described(self)
+        lipschitz = "none" if self.lipschitz is None else number(self.lipschitz)
+        rows = [
+            *guarantee_rows(self),
+            ("contraction ρ", either(self.contraction)),
+            ("modulus m", either(self.modulus)),
+            ("smoothness L", either(self.smoothness)),
+            ("modulus at z", spread(self.modulus_local)),
+            ("objective", spread(self.objective)),
+            ("stationarity", spread(self.stationarity)),
+            ("residual", spread(self.residual)),
+            ("‖z − z*‖ ≤", spread(self.error_bound)),
+            ("rounding", f"{spread(self.rounding)} (of the residual; paid for in the bound)"),
+            (f"Lipschitz in {self.lipschitz_in}", f"{lipschitz} ({self.lipschitz_note})"),
+        ]
+        if self.lipschitz_local is not None:
+            text = f"{spread(self.lipschitz_local)} ({self.lipschitz_local_note})"
+            rows.append(("  at this input", text))
+        rows += [*self.numbers.rows(), ("solver", self.solver)]
+        rows += [("note", note) for note in self.notes]
+        return lines(self, rows, rigorous=self.rigorous)
 
 
 @torch.no_grad()
@@ -127,28 +166,23 @@ def certify_layer(layer: Any, x: Tensor | None = None, z: Any = None) -> Any:
             raise TypeError("A problem is bound to its input: call certify(problem, z=z).")
         problem, input_norm = layer, None
         z, solver = solved(lambda: minimize(problem), z)
+    elif not isinstance(layer, (SelfCertifying, Certifiable)):
+        raise TypeError(
+            "certify takes a layer with problem(x) and solve(x), one with certify(x, z), or a "
+            f"Problem, got {type(layer).__name__}."
+        )
+    elif x is None:
+        raise TypeError(f"certify({type(layer).__name__}, x) needs the input x [B, ...].")
     elif isinstance(layer, SelfCertifying):
-        return layer.certify(_needed(layer, x), z)
-    elif isinstance(layer, Certifiable):
-        x = _needed(layer, x)
+        return layer.certify(x, z)
+    else:
         model = copy.deepcopy(layer).eval() if isinstance(layer, nn.Module) else layer
         problem = model.problem(x)
         bound = getattr(model, "input_norm_upper", None)
         input_norm = None if bound is None else float(bound())
         z, solver = solved(lambda: model.solve(x), z)
-    else:
-        raise TypeError(
-            "certify takes a layer with problem(x) and solve(x), one with certify(x, z), a "
-            f"network with logits or a Problem, got {type(layer).__name__}."
-        )
     with direct_convolutions(z):
         return _certify(problem, z, input_norm, solver)
-
-
-def _needed(layer: object, x: Tensor | None) -> Tensor:
-    if x is None:
-        raise TypeError(f"certify({type(layer).__name__}, x) needs the input x [B, ...].")
-    return x
 
 
 def _number(values: Tensor) -> float | Tensor:
@@ -180,10 +214,7 @@ def _certify(
         notes.append("the bounds on the Hessian are estimates")
     sampled = isinstance(problem, Problem) and problem.effective_prior.sampled
     if sampled:
-        notes.append(
-            "the activation is monotone and nonexpansive at the samples that CustomPrior took; "
-            "that it is so everywhere, and its rounding, are assumed"
-        )
+        notes.append(SAMPLED)
     near = local_modulus(problem, z)
     finite = (residual + off).isfinite()
     error = torch.minimum(
@@ -198,15 +229,16 @@ def _certify(
             f"{outside} of {batch} states lie outside the domain of the prior, where G is infinite "
             "(a solver extrapolated); T(z) lies inside, within the residual of z"
         )
-    kinds = _kinds(finite, rho < 1, m > 0, error.isfinite())
-
-    reach = input_norm
-    if reach is None:
-        reach = problem.coupling.features_norm() if isinstance(problem, Problem) else math.inf
+    columns = (t.tolist() for t in (finite & (m > 0), rho < 1, error.isfinite()))
+    reach, shown = input_norm, {}
+    if isinstance(problem, Problem):
+        reach = problem.coupling.features_norm() if reach is None else reach
+        shown = problem.coupling.numbers(tuple(z.shape[1:]))
+    reach = math.inf if reach is None else reach
     lipschitz, lipschitz_note = global_lipschitz(problem, _number(lower), input_norm)
     local, local_note = local_lipschitz(problem, z, error, _number(lower), reach)
     return Certificate(
-        kinds=kinds,
+        kinds=tuple(_kind(*row) for row in zip(*columns, strict=True)),
         contraction=_number(plain.relaxation * factor + (1.0 - plain.relaxation)),
         modulus=_number(lower),
         smoothness=_number(upper),
@@ -221,11 +253,17 @@ def _certify(
         lipschitz_local=None if local is None else plain.scale * local,
         lipschitz_local_note=local_note,
         lipschitz_in="c" if input_norm is None else "x",
-        numbers=_numbers(problem, z, input_norm),
+        numbers=Numbers(**shown, input_norm=input_norm),
         solver=solver,
         rigorous=derived and curvature.rigorous and not sampled,
         notes=tuple(notes),
     )
+
+
+def _kind(unique: bool, contracts: bool, near: bool) -> Guarantee:
+    if unique:
+        return Guarantee.contraction if contracts else Guarantee.strong_convexity
+    return Guarantee.local if near else Guarantee.none
 
 
 def _outward(curvature: Curvature, z: Tensor, *, together: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -239,26 +277,6 @@ def _outward(curvature: Curvature, z: Tensor, *, together: bool) -> tuple[Tensor
     if together:
         lower, upper = lower.min(), upper.max()
     return lower, upper, torch.maximum((1.0 - lower).abs(), (upper - 1.0).abs())
-
-
-def _kinds(
-    finite: Tensor, contracts: Tensor, convex: Tensor, bounded: Tensor
-) -> tuple[Guarantee, ...]:
-    found: list[Guarantee] = []
-    columns = (t.tolist() for t in (finite, contracts, convex, bounded))
-    for known, contracting, strongly, near in zip(*columns, strict=True):
-        if known and strongly:
-            best = Guarantee.contraction if contracting else Guarantee.strong_convexity
-        else:
-            best = Guarantee.local if known and near else Guarantee.none
-        found.append(best)
-    return tuple(found)
-
-
-def _numbers(problem: HiddenProblem, z: Tensor, input_norm: float | None) -> Numbers:
-    if not isinstance(problem, Problem):
-        return Numbers(input_norm=input_norm)
-    return Numbers(**problem.coupling.numbers(tuple(z.shape[1:])), input_norm=input_norm)
 
 
 @dataclass(frozen=True)
@@ -304,39 +322,48 @@ def _singular_values(matrix: float | Tensor) -> tuple[float, float]:
     return float(values[-1]) - slack, float(values[0]) + slack
 
 
-def _origins(certificate: Certificate) -> list[tuple[str, str]]:
-    numbers = certificate.numbers
-    rows = []
-    for name, bound in (("‖W‖", numbers.norm), ("μ", numbers.mu)):
-        if bound is not None:
-            rows.append((name, f"{number(bound.estimate)}, at most {number(bound.upper)}"))
-    if numbers.hidden_norm is not None:
-        rows.append(("‖W_h‖", f"at most {number(numbers.hidden_norm)}"))
-    if numbers.gamma is not None:
-        rows.append(("γ", numbers.gamma))
-    if numbers.input_norm is not None:
-        rows.append(("‖x → c̃‖", f"at most {number(numbers.input_norm)}"))
-    return rows
+def _own_modulus(problem: Problem) -> Tensor:
+    """a: the modulus of everything in G but the prior and the coupling (1 without regularizer)."""
+    if problem.regularizer is None:
+        return torch.ones((), dtype=torch.float64)
+    whole = torch.as_tensor(problem.curvature().lower, dtype=torch.float64)
+    part = torch.as_tensor(problem.coupling.curvature().lower, dtype=torch.float64)
+    return (whole - part) * (1.0 - 1e-14)
 
 
-def _described(c: Certificate) -> str:
-    lipschitz = "none" if c.lipschitz is None else number(c.lipschitz)
-    rows = [
-        *guarantee_rows(c),
-        ("contraction ρ", either(c.contraction)),
-        ("modulus m", either(c.modulus)),
-        ("smoothness L", either(c.smoothness)),
-        ("modulus at z", spread(c.modulus_local)),
-        ("objective", spread(c.objective)),
-        ("stationarity", spread(c.stationarity)),
-        ("residual", spread(c.residual)),
-        ("‖z − z*‖ ≤", spread(c.error_bound)),
-        ("rounding", f"{spread(c.rounding)} (of the residual; paid for in the bound)"),
-        (f"Lipschitz in {c.lipschitz_in}", f"{lipschitz} ({c.lipschitz_note})"),
-    ]
-    if c.lipschitz_local is not None:
-        text = f"{spread(c.lipschitz_local)} ({c.lipschitz_local_note})"
-        rows.append(("  at this input", text))
-    rows += [*_origins(c), ("solver", c.solver)]
-    rows += [("note", note) for note in c.notes]
-    return lines(c, rows, rigorous=c.rigorous)
+def global_lipschitz(
+    problem: HiddenProblem, modulus: float | Tensor, input_norm: float | None
+) -> tuple[float | None, str]:
+    """A Lipschitz constant of x → z* that holds for all inputs, or None, and why.
+
+    ``input_norm`` bounds x → c̃ (x → c for the linear coupling); None: the constant is in c.
+    """
+    if not isinstance(problem, Problem):
+        return None, f"no constant is derived for {type(problem).__name__}"
+    if problem.couples_batch:
+        return None, "the regularizer couples the samples of a batch"
+    q = problem.coupling
+    m = float(torch.as_tensor(modulus, dtype=torch.float64).min())
+    reach = q.features_norm() if input_norm is None else input_norm
+    return q.lipschitz(m, _own_modulus(problem), reach, in_x=input_norm is not None)
+
+
+def local_lipschitz(
+    problem: HiddenProblem, z: Tensor, error: Tensor, modulus: float | Tensor, input_norm: float
+) -> tuple[Tensor | None, str]:
+    """limsup ‖z*(x′) − z*(x)‖/‖x′ − x‖ as x′ → x, bounded, with γ held fixed; [B], inf where none.
+
+    From the curvature at z, widened to all points within ``error`` of it, so that it holds at the
+    equilibrium and not only at z.
+    """
+    if not isinstance(problem, Problem):
+        return None, f"nothing is derived for {type(problem).__name__}"
+    if problem.couples_batch:
+        return None, "the regularizer couples the samples of a batch"
+    m, here = (
+        torch.as_tensor(t, dtype=z.dtype, device=z.device)
+        for t in (modulus, problem.local_curvature(z).lower)
+    )
+    rest = _own_modulus(problem)
+    found, note = problem.coupling.local_lipschitz(z, error, m, here, rest)
+    return None if found is None else found * input_norm, note

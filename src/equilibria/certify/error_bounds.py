@@ -20,20 +20,15 @@ import math
 import torch
 from torch import Tensor
 
-from equilibria.engine.tree import sample_norm
 from equilibria.problems.kernels import Curvature
 from equilibria.problems.norms import UNIT
 from equilibria.problems.problem import HiddenProblem, Problem
 
-from .rounding import residual_rounding, subgradient_rounding
+from .rounding import norm, residual_rounding, subgradient_rounding
 
-__all__ = ["global_bound", "local_bound", "local_modulus", "optimal_step", "tight_curvature"]
+__all__ = ["global_bound", "local_bound", "local_modulus", "tight_curvature"]
 
 _UP = 1.0 + 32 * UNIT  # the last few operations of a bound, each rounded once
-
-
-def _norm(t: Tensor) -> Tensor:
-    return sample_norm([t])
 
 
 def _smaller(a: Tensor, b: Tensor) -> Tensor:
@@ -44,13 +39,7 @@ def _smaller(a: Tensor, b: Tensor) -> Tensor:
 
 def _pool(t: Tensor, together: bool) -> Tensor:
     """Norms [B]; where samples are coupled, the norm over the batch for each of them."""
-    return _norm(t.unsqueeze(0)).expand_as(t) if together else t
-
-
-def optimal_step(m: Tensor, upper: Tensor) -> Tensor:
-    """τ = 2/(m + L), where T_τ has the factor (L − m)/(L + m); 1 where that is no step."""
-    tau = 2.0 / (m + upper)
-    return torch.where((m > 0) & tau.isfinite() & (tau > 0), tau, 1.0)
+    return norm(t.unsqueeze(0)).expand_as(t) if together else t
 
 
 def global_bound(
@@ -72,12 +61,13 @@ def global_bound(
         least = problem.minimal_subgradient(z)
         off = subgradient_rounding(problem, z, least)
         if off is not None:
-            best = _smaller(best, _pool(_norm(least) + off, together) / m)
-            tau = optimal_step(m, upper)
+            best = _smaller(best, _pool(norm(least) + off, together) / m)
+            tau = 2.0 / (m + upper)  # T_τ has the factor (L − m)/(L + m)
+            tau = torch.where((m > 0) & tau.isfinite() & (tau > 0), tau, 1.0)
             image = problem.step(z, tau)
             off = residual_rounding(problem, z, image, tau)[0]
             factor = torch.maximum((1.0 / tau - m).abs(), (upper - 1.0 / tau).abs())
-            best = _smaller(best, (1.0 + factor / m) * _pool(_norm(z - image) + off, together))
+            best = _smaller(best, (1.0 + factor / m) * _pool(norm(z - image) + off, together))
     best = torch.where(best.isnan(), math.inf, best * _UP)
     return torch.where(m > 0, best, math.inf)
 
@@ -136,5 +126,5 @@ def local_bound(
         least = problem.minimal_subgradient(z)
         extra = subgradient_rounding(problem, z, least)
         if extra is not None:
-            best = _smaller(best, _radius(local_modulus(problem, z), _norm(least) + extra, bend))
+            best = _smaller(best, _radius(local_modulus(problem, z), norm(least) + extra, bend))
     return torch.where(best.isnan(), math.inf, best)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,8 +14,10 @@ from torch import Tensor
 from equilibria.engine.result import ConvergenceWarning, Solution
 
 __all__ = [
+    "SAMPLED",
     "Guarantee",
     "Guaranteed",
+    "Proven",
     "either",
     "guarantee_rows",
     "lines",
@@ -23,34 +26,40 @@ __all__ = [
     "spread",
 ]
 
-_WORDS = {
-    "contraction": "one equilibrium, and plain iteration converges to it",
-    "strong convexity": "one equilibrium (G is strongly convex)",
-    "strong monotonicity": "one equilibrium (I − W is strongly monotone)",
-    "local": "one equilibrium within the bound below, a strict local minimizer; others may exist",
-    "none": "nothing is proven",
-}
-
 
 class Guarantee(enum.StrEnum):
-    """What is proven about a sample's equilibrium, strongest first."""
+    """What is proven about a sample's equilibrium, strongest first; ``words`` says it."""
 
     contraction = "contraction"
-    """One equilibrium; plain iteration z ← T(z) converges to it at the rate ρ < 1."""
     strong_convexity = "strong convexity"
-    """One equilibrium; T_τ with τ = 2/(m + L) converges to it."""
     strong_monotonicity = "strong monotonicity"
-    """One equilibrium; operator splitting with a step from m and L converges to it."""
     local = "local"
-    """Exactly one equilibrium within the error bound of z, a strict local minimizer; there may be
-    others elsewhere."""
     none = "none"
-    """Nothing is proven."""
+
+    @property
+    def words(self) -> str:
+        return _WORDS[self]
 
     @property
     def means_unique(self) -> bool:
         """Whether exactly one equilibrium is proven to exist."""
         return self not in (Guarantee.local, Guarantee.none)
+
+
+_WORDS = {
+    Guarantee.contraction: "one equilibrium, and plain iteration converges to it",
+    Guarantee.strong_convexity: "one equilibrium (G is strongly convex)",
+    Guarantee.strong_monotonicity: "one equilibrium (I − W is strongly monotone)",
+    Guarantee.local: "one equilibrium within the bound below, a strict local minimizer; others may "
+    "exist",
+    Guarantee.none: "nothing is proven",
+}
+
+
+SAMPLED = (
+    "the activation is monotone and nonexpansive at the samples that CustomPrior took; that it is "
+    "so everywhere, and its rounding, are assumed"
+)
 
 
 class Guaranteed:
@@ -74,6 +83,28 @@ class Guaranteed:
         """The weakest guarantee in the batch."""
         order = list(Guarantee)
         return max(self.kinds, key=order.index) if self.kinds else Guarantee.none
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Proven(Guaranteed):
+    """What every certificate of one layer or problem holds; [B] tensors are float64."""
+
+    kinds: tuple[Guarantee, ...]
+    """The guarantee of each sample; ``kind`` is the weakest."""
+    residual: Tensor
+    """‖z − T(z)‖ as computed in float64, [B]."""
+    error_bound: Tensor
+    """‖z − z*‖ is at most this, rounding included; inf where nothing is proven. [B]."""
+    rounding: Tensor
+    """The exact residual is within this of ``residual``; ``error_bound`` has it paid for. [B]."""
+    lipschitz: float | None
+    """A Lipschitz constant of x → z* for all inputs, or None; ``lipschitz_note`` says why."""
+    lipschitz_note: str
+    solver: str
+    """What made z, and how it ended."""
+    rigorous: bool
+    """Whether every bound is proven; False where an estimate had to be used (see ``notes``)."""
+    notes: tuple[str, ...] = ()
 
 
 def number(value: float) -> str:
@@ -100,15 +131,13 @@ def either(value: float | Tensor) -> str:
 
 def guarantee_rows(certificate: Guaranteed) -> list[tuple[str, str]]:
     """The guarantees in words, and whether every sample has exactly one equilibrium."""
-    counts = {str(kind): 0 for kind in certificate.kinds}
-    for kind in certificate.kinds:
-        counts[str(kind)] += 1
     total = len(certificate.kinds)
     rows: list[tuple[str, str]] = []
-    for name, words in _WORDS.items():
-        if name in counts:
-            share = "" if counts[name] == total else f" ({counts[name]} of {total} samples)"
-            rows.append(("guarantee" if not rows else "", f"{name}: {words}{share}"))
+    for kind in Guarantee:
+        count = certificate.kinds.count(kind)
+        if count:
+            share = "" if count == total else f" ({count} of {total} samples)"
+            rows.append(("guarantee" if not rows else "", f"{kind}: {kind.words}{share}"))
     certain = f"certified for {int(certificate.certified.sum())} of {total} samples"
     return [*rows, ("unique", "yes" if certificate.unique else certain)]
 

@@ -21,58 +21,42 @@ from equilibria.engine.spectral import spectral_radius
 from equilibria.engine.tree import flatten_state, sample_norm
 from equilibria.problems.norms import UNIT
 
-from .guarantee import Guarantee, Guaranteed, either, guarantee_rows, lines, spread
+from .guarantee import (
+    Guarantee,
+    Guaranteed,
+    Proven,
+    either,
+    guarantee_rows,
+    lines,
+    number,
+    spread,
+)
 
-__all__ = [
-    "CompositeCertificate",
-    "MapCertificate",
-    "certify_map",
-]
+__all__ = ["CompositeCertificate", "MapCertificate", "certify_map"]
 
 
-@dataclass(frozen=True, eq=False)
-class MapCertificate(Guaranteed):
+@dataclass(frozen=True, eq=False, kw_only=True)
+class MapCertificate(Proven):
     """What is proven for a batch of fixed points z* = T(z*); [B] tensors are float64."""
 
-    kinds: tuple[Guarantee, ...]
-    """The guarantee of each sample; ``kind`` is the weakest."""
-    residual: Tensor
-    """‖z − T(z)‖ as computed in float64, [B]."""
-    error_bound: Tensor
-    """‖z − z*‖ is at most this, rounding included; inf where nothing is proven. [B]."""
-    rounding: Tensor
-    """The exact residual is within this of ``residual``; ``error_bound`` has it paid for. [B]."""
     contraction: float | Tensor | None
     """ρ, a Lipschitz constant of T for all z; None where none is known."""
-    modulus: float | Tensor | None
+    modulus: float | Tensor | None = None
     """m with I − W ⪰ mI, rounded down (monotone layers); None elsewhere."""
-    lipschitz: float | None
-    """A Lipschitz constant of x → z* for all inputs, or None; ``lipschitz_note`` says why."""
-    lipschitz_note: str
-    solver: str
-    """What made z, and how it ended."""
-    rigorous: bool
-    """Whether every bound is proven; False where an estimate had to be used (see ``notes``)."""
     numbers: Mapping[str, str] = field(default_factory=dict)
     """What the bounds were made of, name by name, in words."""
-    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        known, factor = self.lipschitz, self.contraction
-        rows = [
-            *guarantee_rows(self),
-            ("contraction ρ", "not known" if factor is None else either(factor)),
-        ]
+        known = "none" if self.lipschitz is None else number(self.lipschitz)
+        factor = "not known" if self.contraction is None else either(self.contraction)
+        rows = [*guarantee_rows(self), ("contraction ρ", factor)]
         if self.modulus is not None:
             rows.append(("modulus m", either(self.modulus)))
         rows += [
             ("residual", spread(self.residual)),
             ("‖z − z*‖ ≤", spread(self.error_bound)),
             ("rounding", f"{spread(self.rounding)} (of the residual; paid for in the bound)"),
-            (
-                "Lipschitz in x",
-                f"{'none' if known is None else f'{known:.4g}'} ({self.lipschitz_note})",
-            ),
+            ("Lipschitz in x", f"{known} ({self.lipschitz_note})"),
             *self.numbers.items(),
             ("solver", self.solver),
             *(("note", note) for note in self.notes),
@@ -131,11 +115,8 @@ class CompositeCertificate(Guaranteed, Mapping[str, Guaranteed]):
         return all(bool(getattr(part, "rigorous", False)) for part in self.parts.values())
 
     def __str__(self) -> str:
-        rows = [
-            *guarantee_rows(self),
-            ("residual", spread(self.residual)),
-            ("‖z − z*‖ ≤", spread(self.error_bound)),
-        ]
+        rows = [*guarantee_rows(self), ("residual", spread(self.residual))]
+        rows.append(("‖z − z*‖ ≤", spread(self.error_bound)))
         rows += [("note", self.note)] if self.note else []
         text = [lines(self, rows, rigorous=self.rigorous)]
         for name, part in self.parts.items():
@@ -157,11 +138,8 @@ class GeneralMap(Protocol):
     """What is asked of the layer: an ``nn.Module`` that is a map and nothing more."""
 
     def contraction_bound(self) -> float | None: ...
-
     def bound_step(self) -> Callable[..., Any]: ...
-
     def inject(self, x: Any) -> tuple[Any, ...]: ...
-
     def double(self) -> Self: ...
 
 
@@ -196,14 +174,13 @@ def certify_map(model: GeneralMap, x: Any, z: Any, solver: str) -> MapCertificat
     holds = finite & _believed(bound, radius, notes)
     rho = math.inf if bound is None else bound
     error = torch.where(holds, (residual + rounding) / (1.0 - rho) * (1 + 8 * UNIT), math.inf)
-    kinds = [Guarantee.contraction if ok else Guarantee.none for ok in holds.tolist()]
+    kind = {True: Guarantee.contraction, False: Guarantee.none}
     return MapCertificate(
-        kinds=tuple(kinds),
+        kinds=tuple(kind[known] for known in holds.tolist()),
         residual=residual,
         error_bound=error,
         rounding=rounding,
         contraction=bound,
-        modulus=None,
         lipschitz=None,
         lipschitz_note="how a general map depends on x is not known",
         solver=solver,

@@ -32,7 +32,7 @@ from equilibria.problems.priors import Prior
 from equilibria.solvers.forward_backward import ForwardBackward, forward_backward_factor
 from equilibria.solvers.peaceman_rachford import PeacemanRachford, peaceman_rachford_factor
 
-from .guarantee import Guarantee, solved
+from .guarantee import SAMPLED, Guarantee, solved
 from .map_certificate import MapCertificate
 from .rounding import direct_convolutions
 
@@ -44,24 +44,13 @@ _UP = 1.0 + 1e-12
 class MonotoneLayer(Protocol):
     """What is asked of the layer."""
 
-    @property
-    def m(self) -> float: ...
-
-    @property
-    def prior(self) -> Prior: ...
-
-    @property
-    def tiers(self) -> int: ...
-
-    @property
-    def solver(self) -> SolverOptions: ...
+    m: float
+    prior: Prior
+    solver: SolverOptions
 
     def solve(self, x: Tensor) -> Solution[Any]: ...
-
     def inject(self, x: Tensor) -> tuple[Tensor, ...]: ...
-
     def inclusion(self, x: Tensor) -> MonotoneInclusion: ...
-
     def input_norm_upper(self) -> float: ...
 
 
@@ -71,7 +60,7 @@ def certify_monotone(layer: MonotoneLayer, x: Tensor, z: Any = None) -> MapCerti
     z, solver = solved(lambda: layer.solve(x), z)
     (c,) = layer.inject(x)
     own = layer.inclusion(x)
-    inclusion = MonotoneInclusion(own.operator.double(), layer.prior, layer.tiers)
+    inclusion = MonotoneInclusion(own.operator.double(), layer.prior, own.tiers)
     parts = tuple(exact(part) for part in own.parts(z))
     with direct_convolutions(x):
         return _certify(layer, inclusion, parts, exact(c), solver)
@@ -88,35 +77,29 @@ def _certify(
     argument = inclusion.parts(inclusion.argument(inclusion.state(z), c))
     image = tuple(layer.prior.activation(v) for v in argument)
     gap = tuple(a - b for a, b in zip(z, image, strict=True))
-    residual = _norm(gap)
+    residual = sample_norm(gap)
     off = _rounding(layer, operator, z, argument, image, gap)
     finite = (residual + off).isfinite()
     error = torch.where(finite, _error_bound(operator, gap, residual, off, m, norm), math.inf)
-    proven = Guarantee.none
+    proven, lipschitz = Guarantee.none, None
+    note = "I − W is not certified monotone in this precision"
+    notes = []
     if m > 0:
         proven = Guarantee.contraction if factor < 1 else Guarantee.strong_monotonicity
-    else:
-        error = torch.full_like(error, math.inf)
-    kinds = tuple(proven if known else Guarantee.none for known in finite.tolist())
-    lipschitz, note = None, "I − W is not certified monotone in this precision"
-    if m > 0:
         lipschitz = layer.input_norm_upper() / m * _UP
         note = "‖U‖/m (Pabbaraju, Winston and Kolter)"
-    notes = []
-    if m <= 0:
+    else:
+        error = torch.full_like(error, math.inf)
         notes.append(
             f"the rounding of W exceeds the modulus m = {layer.m:g}: take a wider dtype or a "
             "larger m"
         )
-    derived = layer.prior.shift is not None
+    kinds = tuple(proven if known else Guarantee.none for known in finite.tolist())
+    derived, sampled = layer.prior.shift is not None, layer.prior.sampled
     if not derived:
         notes.append("rounding is an estimate: none is derived for this prior")
-    sampled = layer.prior.sampled
     if sampled:
-        notes.append(
-            "the activation is monotone and nonexpansive at the samples that CustomPrior took; "
-            "that it is so everywhere, and its rounding, are assumed"
-        )
+        notes.append(SAMPLED)
     return MapCertificate(
         kinds=kinds,
         residual=residual,
@@ -131,11 +114,6 @@ def _certify(
         numbers=_numbers(layer, operator, m, upper, norm),
         notes=tuple(notes),
     )
-
-
-def _norm(parts: States) -> Tensor:
-    """‖·‖ over all tiers, [B]."""
-    return sample_norm(parts)
 
 
 def _rounding(
@@ -154,7 +132,7 @@ def _rounding(
             product + 4 * UNIT * v.abs() + FUNCTION * (v.abs() + a.abs() + shift) + UNIT * r.abs()
         )
     entries = sum(part[0].numel() for part in z)
-    return SAFETY * (_norm(tuple(rows)) + (entries + 4) * UNIT * _norm(gap))
+    return SAFETY * (sample_norm(tuple(rows)) + (entries + 4) * UNIT * sample_norm(gap))
 
 
 def _error_bound(
@@ -162,12 +140,13 @@ def _error_bound(
 ) -> Tensor:
     """The smaller of (a) and (b), with r known up to ``off`` and products up to their rounding."""
     w, back = operator(r), operator.adjoint(r)
-    slack = norm * off + SAFETY * _norm(operator.rounding(r))
+    slack = norm * off + SAFETY * sample_norm(operator.rounding(r))
     moved = tuple(p + q / (2.0 * m) for p, q in zip(r, w, strict=True))
-    wide = _norm(w) + slack
-    first = _norm(moved) + off + slack / (2.0 * m) + wide / (2.0 * m)
-    slack_back = norm * off + SAFETY * _norm(operator.rounding(r, transposed=True))
-    q = _norm(tuple(2.0 * p - t for p, t in zip(r, back, strict=True))) + 2.0 * off + slack_back
+    wide = sample_norm(w) + slack
+    first = sample_norm(moved) + off + slack / (2.0 * m) + wide / (2.0 * m)
+    slack_back = norm * off + SAFETY * sample_norm(operator.rounding(r, transposed=True))
+    reflected = tuple(2.0 * p - t for p, t in zip(r, back, strict=True))
+    q = sample_norm(reflected) + 2.0 * off + slack_back
     inner = (q / (2.0 * m)) ** 2 - (size - off).clamp_min(0.0) ** 2 / m
     second = q / (2.0 * m) + inner.clamp_min(0.0).sqrt()
     return torch.minimum(first, second) * _UP
@@ -177,14 +156,15 @@ def _numbers(
     layer: MonotoneLayer, operator: MonotoneOperator, m: float, upper: float, norm: float
 ) -> dict[str, str]:
     numbers = {"‖I − W‖": f"at most {upper:.4g}", "‖W‖": f"at most {norm:.4g}"}
-    if m > 0:
-        given = layer.solver.alpha if isinstance(layer.solver, ForwardBackward) else None
-        alpha = m / upper**2 if given is None else given
-        rate = forward_backward_factor(m, upper, alpha) * _UP
-        end = 2.0 * m / upper**2
-        numbers["forward-backward"] = f"factor {rate:.6g} at α = {alpha:.4g} (2m/L² = {end:.4g})"
-        given = layer.solver.alpha if isinstance(layer.solver, PeacemanRachford) else None
-        alpha = 1.0 / float(operator.scale()) if given is None else given
-        rate = peaceman_rachford_factor(m, upper, alpha) * _UP
-        numbers["Peaceman–Rachford"] = f"factor {rate:.6g} at α = {alpha:.4g}"
+    if m <= 0:
+        return numbers
+    given = layer.solver.alpha if isinstance(layer.solver, ForwardBackward) else None
+    alpha = m / upper**2 if given is None else given
+    rate = forward_backward_factor(m, upper, alpha) * _UP
+    end = 2.0 * m / upper**2
+    numbers["forward-backward"] = f"factor {rate:.6g} at α = {alpha:.4g} (2m/L² = {end:.4g})"
+    given = layer.solver.alpha if isinstance(layer.solver, PeacemanRachford) else None
+    alpha = 1.0 / float(operator.scale()) if given is None else given
+    rate = peaceman_rachford_factor(m, upper, alpha) * _UP
+    numbers["Peaceman–Rachford"] = f"factor {rate:.6g} at α = {alpha:.4g}"
     return numbers

@@ -21,7 +21,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, cast, overload, runtime_checkable
+from typing import Any, Protocol, overload, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -195,8 +195,6 @@ def _plain_copy(model: nn.Module) -> nn.Module:
         for name, made in getattr(module, "parametrizations", {}).items():
             weight = getattr(module, name).detach().double()
             made.forward = partial(torch.clone, weight)
-        if getattr(module, "joint", False):  # the same equilibria, one by one
-            cast(Any, module).joint = False
     return network.double()
 
 
@@ -235,6 +233,8 @@ def _solved(
         constant, error, why = found.lipschitz, found.error_bound, found.lipschitz_note
         if getattr(found, "lipschitz_in", "x") != "x":
             constant, why = None, "no bound on the norm of its input map is known"
+        if not found.rigorous:
+            constant, why = None, "its bounds are estimates"
     if constant is None:
         notes.append(f"layer {name}: {why}")
         constant = math.inf

@@ -17,7 +17,7 @@ from equilibria.engine.tree import sample_norm
 from equilibria.problems.norms import FUNCTION, SAFETY, UNIT, sum_error
 from equilibria.problems.problem import HiddenProblem, Problem
 
-__all__ = ["direct_convolutions", "residual_rounding", "subgradient_rounding"]
+__all__ = ["direct_convolutions", "norm", "residual_rounding", "subgradient_rounding"]
 
 
 def direct_convolutions(z: Tensor) -> AbstractContextManager[None]:
@@ -25,7 +25,8 @@ def direct_convolutions(z: Tensor) -> AbstractContextManager[None]:
     return torch.backends.cudnn.flags(enabled=False) if z.is_cuda else nullcontext()
 
 
-def _norm(t: Tensor) -> Tensor:
+def norm(t: Tensor) -> Tensor:
+    """‖·‖ of each sample, [B]."""
     return sample_norm([t])
 
 
@@ -58,7 +59,7 @@ def residual_rounding(
     shift = problem.effective_prior.shift if isinstance(problem, Problem) else None
     if force_off is None or shift is None or not isinstance(problem, Problem):
         # n + 64 roundings of everything in sight.
-        scale = _norm(z) + _norm(image) + _norm(problem.gradient(z))
+        scale = norm(z) + norm(image) + norm(problem.gradient(z))
         return SAFETY * sum_error(z[0].numel() + 64) * scale, False
     step = _column(tau, z)
     force = z.abs() + problem.gradient(z).abs()
@@ -66,7 +67,7 @@ def residual_rounding(
     argument = (1.0 - step).abs() * z.abs() + step * force
     off = step * force_off + 4 * UNIT * (argument + step * force)
     off = off + FUNCTION * (argument + image.abs() + step * shift)
-    delta = SAFETY * (_norm(off + UNIT * gap) + sum_error(z[0].numel() + 4) * _norm(gap))
+    delta = SAFETY * (norm(off + UNIT * gap) + sum_error(z[0].numel() + 4) * norm(gap))
     exact = not isinstance(tau, Tensor) and tau == 1.0
     return delta, exact or problem.effective_prior.piecewise_linear
 
@@ -84,4 +85,4 @@ def subgradient_rounding(problem: Problem, z: Tensor, least: Tensor) -> Tensor |
     force = z.abs() + problem.gradient(z).abs()
     ends = [torch.where(end.isfinite(), end, 0.0).abs() for end in prior.subdifferential(z)]
     off = force_off + FUNCTION * (force + z.abs() + torch.maximum(*ends) + least.abs())
-    return SAFETY * (_norm(off) + sum_error(z[0].numel() + 4) * _norm(least))
+    return SAFETY * (norm(off) + sum_error(z[0].numel() + 4) * norm(least))

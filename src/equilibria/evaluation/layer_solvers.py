@@ -154,10 +154,12 @@ class SolverRecorder:
         seen.clear()
 
     def _keep(self, name: str, found: Solution[Any]) -> None:
-        # A MultiBranch that solves its branches one by one says how each of them did.
-        parts, layer = getattr(found, "parts", ()), self._layers[name]
-        if parts and not getattr(layer, "joint", False):
-            for number, (branch, part) in enumerate(zip(layer.branches, parts, strict=True)):
+        # A MultiBranch solves its branches one by one and says how each of them did.
+        parts = getattr(found, "parts", ())
+        if parts:
+            for number, (branch, part) in enumerate(
+                zip(self._layers[name].branches, parts, strict=True)
+            ):
                 inner = f"{name}.branches.{number}" if name else f"branches.{number}"
                 self._layers.setdefault(inner, branch)
                 self._keep(inner, part)

@@ -2,20 +2,17 @@
 
 from . import constraints
 from .constraints import NormBounded, OperatorNorm, WeightNormalized, constrain
-from .deep_opteq import DeepOptEq, training_way
-from .deep_opteq_blocks import BoundBlock, OptEqBlock
+from .deep_opteq import BoundBlock, DeepOptEq, OptEqBlock, training_way
 from .deq import DEQ, RepeatedBlock, ResidualBlock
 from .envelope import Envelope
 from .geq import GEQ, KerDEQ
 from .kernel_twins import PolynomialEq, SigmoidEq
-from .layer import EquilibriumLayer, MapLayer
-from .mdeq import MDEQ
-from .mdeq_heads import MDEQClassifier, MDEQSegmenter, MDEQStem
+from .layer import EquilibriumLayer, LayerOptions, MapLayer
+from .mdeq import MDEQ, MDEQClassifier, MDEQSegmenter, MDEQStem
 from .monotone import MonotoneDEQ, TransposedSplitting
 from .multi_branch import BranchSolution, MultiBranch
 from .observing import Observed, Penalties, collect_penalties, equilibrium_layers, observe
 from .opteq import OptEq
-from .weighted import LayerOptions
 
 __all__ = [
     "DEQ",

@@ -1,8 +1,7 @@
 """Bounds on the operator norm of weights, ‖W‖₂ ≤ bound, through torch.nn.utils.parametrize.
 
-An equilibrium layer contracts, or has a strongly convex problem, when its weights are bounded. A
-parametrization holds them there while they train: ``layer.W.weight`` is always the bounded one,
-``layer.W.parametrizations.weight.original`` is what the optimizer moves.
+``layer.W.weight`` is always the bounded weight, ``layer.W.parametrizations.weight.original`` what
+the optimizer moves.
 """
 
 from __future__ import annotations
@@ -29,9 +28,8 @@ class NormBounded:
 
     σ comes from power iteration and is an estimate from below: while weights train the norm may
     exceed the bound (see ``steps``), and on maps larger than ``size`` × ``size`` by a little more
-    (a 3 × 3 convolution on any map, against 16 × 16 pixels: 0.5% for 64 channels, 2% for 3). A
-    certificate therefore takes ``operator.norm_upper()``, which is proven (and up to 1% above the
-    truth for convolutions), not this number.
+    (3 × 3 on any map, against 16 × 16 pixels: 0.5% for 64 channels, 2% for 3). A certificate
+    therefore takes ``operator.norm_upper()``, which is proven, not this number.
     """
 
     bound: float = 0.95
@@ -41,8 +39,7 @@ class NormBounded:
     steps: int = 4
     """Power iterations for each evaluation in training mode. While weights move fast the norm runs
     ahead of its estimate: under a bound of 0.95, in the first epochs of small convolutional layers
-    at a high learning rate, it reached 1.7 with one and 1.25 with four (benchmarks/norm_lag.py).
-    It falls back as the rate does. Small dense weights under AdamW want more still."""
+    at a high learning rate, it reached 1.7 with one and 1.25 with four (benchmarks/norm_lag.py)."""
 
     def __post_init__(self) -> None:
         check_number(self, "bound", low=0.0, low_open=True)
@@ -52,13 +49,7 @@ class NormBounded:
 
 @options
 class WeightNormalized:
-    """W = g·V/‖V‖ row by row (Salimans and Kingma), as in the papers; no bound on ‖W‖₂."""
-
-    dim: int = 0
-    """The dimension that keeps its own g; 0 is one g for each output."""
-
-    def __post_init__(self) -> None:
-        check_number(self, "dim", low=0, integer=True)
+    """W = g·V/‖V‖, one g an output (Salimans and Kingma), as in the papers; no bound on ‖W‖₂."""
 
 
 Constraint = NormBounded | WeightNormalized | None
@@ -115,11 +106,14 @@ class OperatorNorm(nn.Module):
             norm: Tensor = torch.linalg.vector_norm(self.operator(weight.to(work))(v))
         return norm
 
-    def forward(self, weight: Tensor) -> Tensor:
+    def excess(self, weight: Tensor) -> Tensor:
+        """max(1, σ/bound), exactly 1 inside the bound; in training mode after power iterations."""
         if self.training:
             self._iterate(weight)
-        # min(1, bound/σ) without a division by σ = 0, and exactly 1 inside the bound.
-        return (weight / (self.sigma(weight) / self.bound).clamp_min(1.0)).to(weight.dtype)
+        return (self.sigma(weight) / self.bound).clamp_min(1.0)
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return (weight / self.excess(weight)).to(weight.dtype)
 
     @torch.no_grad()
     def right_inverse(self, weight: Tensor) -> Tensor:
@@ -168,15 +162,10 @@ class OperatorNorm(nn.Module):
 
 
 class RowNorm(nn.Module):
-    """(g, V) ↦ g·V/‖V‖ with one norm for each index of ``dim``.
+    """(g, V) ↦ g·V/‖V‖ with one norm for each output.
 
-    The parametrization of ``torch.nn.utils.parametrizations.weight_norm``, and its state_dict
-    (original0 = g, original1 = V); torch's leaves a hook behind that cannot be pickled.
+    As torch's ``weight_norm``, with its state_dict; torch's leaves a hook that cannot be pickled.
     """
-
-    def __init__(self, dim: int = 0) -> None:
-        super().__init__()
-        self.dim = dim
 
     def forward(self, g: Tensor, v: Tensor) -> Tensor:
         return g * v / self._norm(v)
@@ -185,8 +174,7 @@ class RowNorm(nn.Module):
         return self._norm(weight), weight
 
     def _norm(self, v: Tensor) -> Tensor:
-        dims = [d for d in range(v.ndim) if d != self.dim]
-        norm: Tensor = torch.linalg.vector_norm(v, dim=dims, keepdim=True)
+        norm: Tensor = torch.linalg.vector_norm(v, dim=list(range(1, v.ndim)), keepdim=True)
         return norm
 
 
@@ -246,8 +234,7 @@ def constrain(module: nn.Module, name: str, spec: Constraint) -> nn.Module:
     """Put the parameter ``name`` of ``module`` under a constraint, in place; None leaves it free.
 
     Convolutions (nn.Conv2d) are bounded with their own stride, padding and groups. The constrained
-    module deep-copies, saves and loads as ever, and pickles, which torch's parametrized modules do
-    not by themselves.
+    module also pickles, which torch's parametrized modules do not by themselves.
     """
     if spec is None:
         return module
@@ -263,7 +250,7 @@ def constrain(module: nn.Module, name: str, spec: Constraint) -> nn.Module:
         bounded = OperatorNorm(spec.bound, size=spec.size, steps=spec.steps, **made)
         parametrize.register_parametrization(module, name, bounded)
     elif isinstance(spec, WeightNormalized):
-        parametrize.register_parametrization(module, name, RowNorm(spec.dim), unsafe=True)
+        parametrize.register_parametrization(module, name, RowNorm(), unsafe=True)
     else:
         raise TypeError(
             f"constraint={spec!r}: expected NormBounded(bound=...), WeightNormalized() or None."

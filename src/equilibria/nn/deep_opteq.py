@@ -1,6 +1,6 @@
 """Deep OptEq: z = f_L ∘ … ∘ f_1(z), f_l(z) = α_l W_lᵀσ(W_l z + c_l) + (1−α_l)z.
 
-Xie et al. 2021, Eq 5–6.
+Xie et al. 2021, Eq 5–6. W_l and U_l are matrices, k × k convolutions, or depthwise-separable ones.
 The three ways of Algorithm 1 to train it, or any other layer, are in ``training_way``.
 """
 
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypedDict
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,20 +19,159 @@ from equilibria.certify.block_chain import certify_block_chain
 from equilibria.certify.map_certificate import MapCertificate
 from equilibria.engine.adjoint import Adjoint
 from equilibria.engine.solver import SolverOptions
-from equilibria.problems import NonNegative, Prior, Regularizer
+from equilibria.problems import (
+    LinearOperator,
+    NonNegative,
+    Prior,
+    Regularizer,
+    SeparableConvOperator,
+)
 from equilibria.solvers import Picard, SequentialAveraging
 
-from .constraints import Constraint, NormBounded
-from .deep_opteq_blocks import BoundBlock, OptEqBlock
-from .inputs import check_input, check_kernel, check_prior, check_sizes, zeros_like_input
-from .layer import MapLayer
+from .constraints import Constraint, NormBounded, OperatorNorm, constrain
+from .inputs import check_kernel, check_prior, check_sizes, lowered, zeros_as
+from .layer import FeatureLayer, MapLayer, linear, weight_operator
 
-__all__ = ["DeepOptEq", "TrainingWay", "training_way"]
-
-Step = Callable[..., Tensor]
+__all__ = ["BoundBlock", "DeepOptEq", "OptEqBlock", "SeparableConv", "training_way"]
 
 
-class DeepOptEq(MapLayer):
+class _SeparableNorm(OperatorNorm):
+    """σ of the composed map z ↦ P(D ∗ z), from both weights in one matrix [out + k², C]."""
+
+    def __init__(self, spec: NormBounded, kernel_size: int) -> None:
+        # The singular values of a separable kernel lie close: one power iteration follows them too
+        # slowly where it is enough for a full convolution, and four still cost less.
+        super().__init__(spec.bound, size=spec.size, steps=4 * spec.steps)
+        self.kernel_size = kernel_size
+
+    def operator(self, weight: Tensor) -> SeparableConvOperator:
+        k = self.kernel_size
+        pointwise, depthwise = weight[: -k * k], weight[-k * k :]
+        return SeparableConvOperator(depthwise.mT.reshape(-1, 1, k, k), pointwise[:, :, None, None])
+
+    def _input_shape(self, weight: Tensor) -> tuple[int, ...]:
+        return (weight.shape[1], self.size, self.size)
+
+
+class SeparableConv(nn.Module):
+    """Wz = P(D ∗ z) + b: a depthwise k × k convolution, then a pointwise one, as one linear map.
+
+    ``NormBounded(bound=β)`` bounds the composed map: P is divided by max(1, ‖P∘D‖/β).
+    ``WeightNormalized`` acts on each of the two. Whoever writes to the weights by hand calls
+    ``settle()`` afterwards; an optimizer's steps are followed by power iteration.
+
+    z [B, inputs, H, W] → [B, outputs, H, W]; k odd.
+    """
+
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        kernel_size: int,
+        *,
+        bias: bool = False,
+        constraint: Constraint = None,
+    ) -> None:
+        super().__init__()
+        self.depthwise = nn.Conv2d(
+            inputs, inputs, kernel_size, padding=kernel_size // 2, groups=inputs, bias=False
+        )
+        self.pointwise = nn.Conv2d(inputs, outputs, 1, bias=bias)
+        self.norm: _SeparableNorm | None = None
+        if isinstance(constraint, NormBounded):
+            self.norm = _SeparableNorm(constraint, kernel_size)
+            self.settle()
+        else:
+            constrain(self.depthwise, "weight", constraint)
+            constrain(self.pointwise, "weight", constraint)
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self.pointwise.bias
+
+    def _packed(self) -> Tensor:
+        return torch.cat([self.pointwise.weight.flatten(1), self.depthwise.weight.flatten(1).mT])
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Converge the power iteration on the present weights."""
+        if self.norm is not None:
+            self.norm.right_inverse(self._packed())
+
+    def operator(self) -> SeparableConvOperator:
+        """The linear part, its constraint evaluated once."""
+        depthwise, pointwise = self.depthwise.weight, self.pointwise.weight
+        if self.norm is not None:
+            pointwise = (pointwise / self.norm.excess(self._packed())).to(pointwise.dtype)
+        return SeparableConvOperator(lowered(depthwise), lowered(pointwise))
+
+    def forward(self, z: Tensor) -> Tensor:
+        out = self.operator()(z)
+        return out if self.bias is None else out + self.bias.to(out.dtype).view(-1, 1, 1)
+
+
+@dataclass(frozen=True, eq=False)
+class BoundBlock:
+    """A block with its weights evaluated: what a solve repeats. z, f(z) [B, channels, ...]."""
+
+    operator: LinearOperator
+    alpha: float | Tensor
+    prior: Prior
+
+    def image(self, z: Tensor, c: Tensor) -> Tensor:
+        """Wᵀσ(Wz + c), the proximal operator of this block's φ where L_σ‖W‖² ≤ 1 (Theorem 1)."""
+        hidden = self.prior.activation(self.operator(z) + c)
+        return self.operator.adjoint(hidden, z.shape[1:])
+
+    def __call__(self, z: Tensor, c: Tensor) -> Tensor:
+        image = self.image(z, c)
+        if isinstance(self.alpha, float) and self.alpha == 1.0:
+            return image
+        weight = self.alpha if isinstance(self.alpha, float) else self.alpha.to(z.dtype)
+        return torch.lerp(z, image.to(z.dtype), weight)
+
+
+class OptEqBlock(nn.Module):
+    """The weights of one block: W [mid ← channels] under its constraint, U [mid ← in] with b."""
+
+    def __init__(
+        self,
+        channels: int,
+        mid: int,
+        in_channels: int,
+        *,
+        kernel_size: int | None,
+        separable: bool,
+        constraint: Constraint,
+        bias: bool,
+    ) -> None:
+        super().__init__()
+        self.W: nn.Module
+        self.U: nn.Module
+        if separable and kernel_size is not None:
+            self.W = SeparableConv(channels, mid, kernel_size, constraint=constraint)
+            self.U = SeparableConv(in_channels, mid, kernel_size, bias=bias)
+        else:
+            free = linear(channels, mid, kernel_size, bias=False)
+            self.W = constrain(free, "weight", constraint)
+            self.U = linear(in_channels, mid, kernel_size, bias=bias)
+
+    def operator(self) -> LinearOperator:
+        """W, its constraint evaluated once; under autocast already in the lower precision."""
+        return _operator(self.W)
+
+    def input_operator(self) -> LinearOperator:
+        """U without its bias."""
+        return _operator(self.U)
+
+
+def _operator(module: nn.Module) -> LinearOperator:
+    if isinstance(module, SeparableConv):
+        return module.operator()
+    return weight_operator(lowered(module.weight))
+
+
+class DeepOptEq(FeatureLayer, MapLayer):
     """z = T(z) = f_L ∘ … ∘ f_1(z),  f_l(z) = α_l W_lᵀσ(W_l z + U_l x + b_l) + (1−α_l)z  (Eq 5–6).
 
     With L_σ‖W_l‖² ≤ 1 each f_l is the proximal operator of α_l·M_{φ_l}^{1−α_l}, so nonexpansive
@@ -46,26 +186,20 @@ class DeepOptEq(MapLayer):
     - ``regularize="prox"``: T(prox_R(z)), where R has a closed prox. L = 1: the minimizer of
       Φ + env R, the Moreau envelope min_u R(u) + ½‖u − z‖², and *not* of Φ + R.
 
-    Decorrelation and HSIC compare samples, so that an answer depends on the others, and the batch
-    is solved as one. The other way to regularize (§5.2) is the solver ``SequentialAveraging``.
+    With Decorrelation and HSIC, which compare samples, the batch is solved as one. The other way to
+    regularize (§5.2) is the solver ``SequentialAveraging``.
 
     Dense without ``kernel_size``: x [B, in_channels], z [B, channels], W_l [mids[l], channels].
-    Convolutional with it: x [B, in_channels, H, W], z [B, channels, H, W]. The solver starts at
-    z₀ = x where x has the shape of z (Algorithm 1), else at zero.
+    Convolutional with it: x [B, in_channels, H, W], z [B, channels, H, W].
 
     Args:
-        channels: channels of z.
+        channels, in_channels: channels of z; of x, which None makes the same.
         mids: channels of W_l z and U_l x, one number a block; its length is L.
-        in_channels: channels of x; None: ``channels``.
-        kernel_size: None for vectors, else odd.
         separable: W_l and U_l are depthwise-separable convolutions, pointwise ∘ depthwise.
         alpha: α in (0, 1], one number or one a block.
         learn_alpha: make each α_l a parameter, sigmoid(``alpha_logits``), started at ``alpha``.
-        prior: f with σ = prox_f.
-        constraint: on every W_l: ``NormBounded(bound=...)``, ``WeightNormalized()`` or None.
-        bias: whether U_l x has a bias b_l.
-        regularizer: R of §5.1, or None.
-        regularize: its form, see above.
+        prior, constraint, bias: f with σ = prox_f, on every W_l, b_l; as in ``LayerOptions``.
+        regularizer, regularize: R of §5.1, or None, and its form, see above.
         solver, adjoint: Anderson() and Implicit() if not given.
     """
 
@@ -74,6 +208,7 @@ class DeepOptEq(MapLayer):
     alpha: tuple[float, ...] | None
     """Fixed α_l, or None where they are learned; ``alphas()`` gives both."""
     alpha_logits: nn.Parameter | None
+    shown = ("channels", "mids", "in_channels", "kernel_size", "alpha", "prior", "regularizer")
 
     def __init__(
         self,
@@ -131,12 +266,6 @@ class DeepOptEq(MapLayer):
             for mid in self.mids
         )
 
-    # ------------------------------------------------------------------ the map
-
-    @property
-    def convolutional(self) -> bool:
-        return self.kernel_size is not None
-
     def alphas(self) -> Tensor:
         """α_1 … α_L [L], in the dtype and on the device of the weights; learned ones with graph."""
         weight = next(self.blocks.parameters())
@@ -162,7 +291,7 @@ class DeepOptEq(MapLayer):
         pairs = zip(self.each_block(), self._factors(), strict=True)
         return [BoundBlock(block.operator(), factor, self.prior) for block, factor in pairs]
 
-    def bound_step(self) -> Step:
+    def bound_step(self) -> Callable[..., Tensor]:
         """(z, c_1, …, c_L) ↦ T(z; x) with the weights evaluated once; see ``bound_blocks``."""
         # The closure holds what the map uses and not the layer: adjoints look through it.
         blocks, regularizer, form = self.bound_blocks(), self.regularizer, self.regularize
@@ -184,11 +313,6 @@ class DeepOptEq(MapLayer):
         """T(z; x), the regularizer of §5.1 included. A solve evaluates the weights once instead."""
         return self.bound_step()(z, *injected)
 
-    def block_step(self, l: int, z: Tensor, c_l: Tensor) -> Tensor:
-        """f_l(z) of one block, l = 0 … L − 1, without the regularizer; c_l = ``inject(x)[l]``."""
-        block = BoundBlock(self.each_block()[l].operator(), self._factors()[l], self.prior)
-        return block(z, c_l)
-
     def regularized(self, z: Tensor) -> Tensor:
         """z − ∂R(z) or prox_R(z), what the blocks are applied to; z itself without R."""
         return _regularized(z, self.regularizer, self.regularize)
@@ -199,22 +323,14 @@ class DeepOptEq(MapLayer):
         if self.in_channels == self.channels:
             # A sample with NaN must fail by its c and not carry NaN through an unrolled graph.
             return torch.where(torch.isfinite(x), x, 0.0).to(c.dtype)
-        return zeros_like_input(c, x, self.channels)
+        return zeros_as(x, (x.shape[0], self.channels, *x.shape[2:]), c.dtype)
 
     def couples_batch(self) -> bool:
         return self.regularizer is not None and self.regularizer.couples_batch
 
-    # ------------------------------------------------------------------ what is proven
-
     def certify(self, x: Tensor, z: Tensor | None = None) -> MapCertificate:
         """What is proven of the fixed point for x, and of z (None: the layer's own answer)."""
         return certify_block_chain(self, x, z)
-
-    # ------------------------------------------------------------------ checks and words
-
-    def check_input(self, x: Tensor) -> None:
-        """Raise unless x is a floating tensor [B, in] or [B, in, H, W] in the layer's dtype."""
-        check_input(self, x, self.in_channels, convolutional=self.convolutional)
 
     def check_state(self, z: object, x: Tensor) -> None:
         """Raise unless z is shaped as the state for x."""
@@ -224,19 +340,6 @@ class DeepOptEq(MapLayer):
             raise ValueError(
                 f"the state of DeepOptEq for x {tuple(x.shape)} is {expected}, got z0 {got}."
             )
-
-    def extra_repr(self) -> str:
-        kernel = "" if self.kernel_size is None else f", kernel_size={self.kernel_size}"
-        kernel += ", separable=True" if self.separable else ""
-        alpha = "learned" if self.alpha is None else self.alpha
-        regularizer = ""
-        if self.regularizer is not None:
-            regularizer = f", regularizer={self.regularizer!r}, regularize={self.regularize!r}"
-        return (
-            f"{self.channels}, {self.mids}, in_channels={self.in_channels}{kernel}, alpha={alpha}, "
-            f"prior={self.prior!r}, constraint={self.constraint!r}{regularizer}, "
-            f"{super().extra_repr()}"
-        )
 
 
 def _regularized(z: Tensor, regularizer: Regularizer | None, form: str) -> Tensor:
@@ -295,39 +398,27 @@ def _check_regularizer(regularizer: object, regularize: object) -> None:
         )
 
 
-class TrainingWay(TypedDict):
-    """The two options of a layer that make a way to train it; None: the layer's own default."""
-
-    solver: SolverOptions | None
-    adjoint: Adjoint
-
-
 def training_way(
     way: Literal["implicit", "sam", "unrolled"],
     *,
     steps: int = 20,
     regularizer: Regularizer | None = None,
     **options: Any,
-) -> TrainingWay:
-    """The solver and the adjoint of one of the three ways of Algorithm 1 (Xie et al. 2021).
-
-    ::
-
-        layer = eq.nn.DeepOptEq(30, (16, 32, 64), **training_way("sam", steps=20))
+) -> dict[str, Any]:
+    """The options ``solver`` and ``adjoint`` of the three ways of Algorithm 1 (Xie et al. 2021).
 
     - ``"implicit"``: solve the fixed point by the layer's own solver, differentiate by the implicit
       function theorem. Memory does not grow with the steps.
     - ``"sam"``: K = ``steps`` steps of ``SequentialAveraging`` (Eq 11), differentiated step by
       step; ``regularizer`` is its R (None: ½‖z‖²), ``options`` are the solver's (rho, c, …).
     - ``"unrolled"``: K plain steps z ← T(z), differentiated step by step.
-
-    The way of a layer that exists is changed by setting ``layer.solver`` and ``layer.adjoint``.
     """
+    fixed: dict[str, Any] = {"rtol": 0.0, "atol": 0.0, "max_steps": steps}
     if way == "sam":
-        averaging = SequentialAveraging(
-            regularizer=regularizer, rtol=0.0, atol=0.0, max_steps=steps, **options
-        )
+        averaging = SequentialAveraging(regularizer=regularizer, **fixed, **options)
         return {"solver": averaging, "adjoint": Unrolled()}
+    if way not in ("implicit", "unrolled"):
+        raise ValueError(f"training_way({way!r}): expected 'implicit', 'sam' or 'unrolled'.")
     if regularizer is not None or options:
         given = sorted([*options, *(["regularizer"] if regularizer is not None else [])])
         raise TypeError(
@@ -335,8 +426,5 @@ def training_way(
             "regularizer of §5.1 is an option of the layer."
         )
     if way == "unrolled":
-        plain = Picard(rtol=0.0, atol=0.0, max_steps=steps)
-        return {"solver": plain, "adjoint": Unrolled()}
-    if way == "implicit":
-        return {"solver": None, "adjoint": Implicit()}
-    raise ValueError(f"training_way({way!r}): expected 'implicit', 'sam' or 'unrolled'.")
+        return {"solver": Picard(**fixed), "adjoint": Unrolled()}
+    return {"solver": None, "adjoint": Implicit()}

@@ -1,13 +1,11 @@
 """DEQ: the fixed point of any block; RepeatedBlock, the same block applied K times; ResidualBlock.
 
-``MonitoredMapLayer`` is what DEQ and MDEQ share: layers that are a map and nothing more are solved,
-watched and penalized by their Jacobian, and certified as far as that goes.
+``MonitoredMapLayer`` is what DEQ and MDEQ share.
 """
 
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,13 +19,13 @@ from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.utils import _pytree as pytree
 
 from equilibria.adjoints.quarantine import failed_codes, lend
+from equilibria.certify.guarantee import solved
 from equilibria.certify.map_certificate import MapCertificate, certify_map
 from equilibria.engine.adjoint import Adjoint
 from equilibria.engine.options import check_number
-from equilibria.engine.result import ConvergenceWarning, Solution
+from equilibria.engine.result import Solution
 from equilibria.engine.solver import SolverOptions
 from equilibria.engine.spectral import jacobian_penalty, spectral_radius
-from equilibria.engine.transforms import uncached
 from equilibria.engine.tree import map_tensors
 from equilibria.entry import fixed_point
 
@@ -42,8 +40,8 @@ __all__ = ["DEQ", "MonitoredMapLayer", "RepeatedBlock", "ResidualBlock"]
 class MonitoredMapLayer(MapLayer):
     """z* = T(z*; x) with an eye on J = ∂T/∂z at z*. The base of DEQ and MDEQ.
 
-    Nothing is known of T beforehand: the penalty ‖J‖²_F keeps training from making it unstable
-    (Bai, Koltun and Kolter 2021), the spectral radius tells whether it did.
+    The penalty ‖J‖²_F keeps training from making T unstable (Bai, Koltun and Kolter 2021), the
+    spectral radius tells whether it did.
     """
 
     def __init__(
@@ -63,54 +61,27 @@ class MonitoredMapLayer(MapLayer):
         """``inject(x)`` as it is: x enters the map itself, whose answer shows bad samples."""
         return self.inject(x)
 
-    def after_solve(self, z: Any, failed: Tensor | None, *injected: Any) -> None:
-        """Called once after a solve, for what moves in training mode; ``failed`` [B] blew up."""
-
     def contraction_bound(self) -> float | None:
         """ρ with ‖T(a; x) − T(b; x)‖ ≤ ρ‖a − b‖ for all a, b, x, or None where none is known."""
         return None
 
-    def solve(self, x: Any, z0: Any = None, **options: Any) -> Solution[Any]:
-        return self._solve(x, z0, self.bound_step(), self.inject(x), options)
-
-    def forward(self, x: Any, z0: Any = None) -> Any:
-        """z*; ``z0`` is a warm start."""
-        return self.observed_solve(x, z0).value
-
     def observed_solve(self, x: Any, z0: Any = None, **options: Any) -> Solution[Any]:
-        """``solve``, told to who observes this layer or collects its penalty."""
-        fn, injected = self.bound_step(), self.inject(x)
-        solution = self._solve(x, z0, fn, injected, options)
-        self.tell(solution, fn, injected)
+        step, start, injected = self.prepared(x, z0)
+        solution = self.solve_map(step, start, injected, **options)
+        self.tell(solution, step, injected)
         return solution
 
     def tell(
-        self, solution: Solution[Any], fn: Callable[..., Any], injected: tuple[Any, ...]
+        self, solution: Solution[Any], step: Callable[..., Any], injected: tuple[Any, ...]
     ) -> None:
         """Hand the solution to who observes this layer, and its penalty to who collects them."""
         report(self, solution)
         wanted = collectors(self) if self.jacobian_weight > 0 else []
         if wanted:
-            penalty = self.jacobian_weight * _mean(*self._penalty(solution, fn, injected))
+            values, kept = self._penalty(solution, step, injected)
+            mean = values.sum() / kept.sum().clamp_min(1)
             for found in wanted:
-                found.add(self, penalty)
-
-    def _solve(
-        self,
-        x: Any,
-        z0: Any,
-        fn: Callable[..., Any],
-        injected: tuple[Any, ...],
-        options: dict[str, Any],
-    ) -> Solution[Any]:
-        start = self.start(x, *injected) if z0 is None else z0
-        chosen = {"solver": self.solver, "adjoint": self.adjoint, **options}
-        with uncached(pytree.tree_leaves(start)[0]):
-            found = fixed_point(fn, start, injected, **chosen)
-        self.after_solve(found.value, failed_codes(found.result), *injected)
-        return found
-
-    # ------------------------------------------------------------------ the Jacobian
+                found.add(self, self.jacobian_weight * mean)
 
     def forward_with_penalty(self, x: Any, z0: Any = None) -> tuple[Any, Tensor]:
         """(z*, ‖J‖²_F/n of each sample [B]), both with a graph, from one map.
@@ -118,27 +89,10 @@ class MonitoredMapLayer(MapLayer):
         Add ``layer.jacobian_weight * penalty.mean()`` to the loss. Samples whose solve blew up
         have the penalty 0. ``collect_penalties`` does this for a whole model.
         """
-        fn, injected = self.bound_step(), self.inject(x)
-        solution = self._solve(x, z0, fn, injected, {})
+        step, start, injected = self.prepared(x, z0)
+        solution = self.solve_map(step, start, injected)
         report(self, solution)
-        return solution.value, self._penalty(solution, fn, injected)[0]
-
-    def jacobian_penalty(
-        self,
-        x: Any,
-        z: Any,
-        *,
-        samples: int | None = None,
-        generator: torch.Generator | None = None,
-    ) -> Tensor:
-        """‖J‖²_F/n of each sample at z, by Hutchinson, with a graph to the weights and to x; [B].
-
-        z is taken as a constant. With dropout the masks are drawn anew: ``forward_with_penalty``
-        takes those of the solve.
-        """
-        count = self.jacobian_samples if samples is None else samples
-        fn, injected = self.bound_step(), self.inject(x)
-        return jacobian_penalty(fn, z, injected, samples=count, generator=generator)
+        return solution.value, self._penalty(solution, step, injected)[0]
 
     def spectral_radius(
         self,
@@ -150,69 +104,39 @@ class MonitoredMapLayer(MapLayer):
     ) -> Tensor:
         """max |λ(J)| of each sample at z (z* if not given), an estimate by Arnoldi; [B].
 
-        Below 1, plain iteration started close enough finds z*; above 1 it leaves it. That is a
-        statement about this z alone. It is taken on a copy in eval mode: looking changes nothing.
+        Below 1, plain iteration started close enough finds z*; above 1 it leaves it. It is taken on
+        a copy in eval mode: looking changes nothing.
         """
         if self.training:
             still = copy.deepcopy(self).eval()
             return still.spectral_radius(x, z, steps=steps, generator=generator)
         with torch.no_grad():
-            fn, injected = self.bound_step(), self.inject(x)
+            step, start, injected = self.prepared(x, z)
             if z is None:
-                start = self.start(x, *injected)
-                z = fixed_point(fn, start, injected, solver=self.solver).value
-            return spectral_radius(fn, z, injected, steps=steps, generator=generator)
+                z = fixed_point(step, start, injected, solver=self.solver).value
+            return spectral_radius(step, z, injected, steps=steps, generator=generator)
 
     def _penalty(
-        self, solution: Solution[Any], fn: Callable[..., Any], injected: tuple[Any, ...]
+        self, solution: Solution[Any], step: Callable[..., Any], injected: tuple[Any, ...]
     ) -> tuple[Tensor, Tensor]:
         """The penalty [B], zero for samples that failed, and which did not, [B]."""
         failed = failed_codes(solution.result)
         # Their inputs may hold NaN, and 0·NaN is NaN in the gradients of shared weights.
         z, given = map_tensors(lambda t: lend(t, failed), (solution.value, injected))
-        values = jacobian_penalty(fn, z, given, samples=self.jacobian_samples)
+        values = jacobian_penalty(step, z, given, samples=self.jacobian_samples)
         if failed is None:
             return values, torch.ones_like(values, dtype=torch.bool)
         return torch.where(failed, 0.0, values), ~failed
-
-    # ------------------------------------------------------------------ the unrolled twin
-
-    def repeat(self, x: Any, repeats: int, z0: Any = None) -> Any:
-        """T applied ``repeats`` times, with a graph: the weight-tied network of that depth."""
-        check_sizes(type(self).__name__ + ".repeat", {"repeats": repeats})
-        fn, injected = self.bound_step(), self.inject(x)
-        z = self.start(x, *injected) if z0 is None else z0
-        for _ in range(repeats):
-            z = fn(z, *injected)
-        self.after_solve(z, None, *injected)
-        return z
-
-    # ------------------------------------------------------------------ certificate
 
     @torch.no_grad()
     def certify(self, x: Any, z: Any = None) -> MapCertificate:
         """What is proven about the fixed point at x, and about z (the solver's if not given).
 
-        Of a map without structure nothing is: the certificate then holds the residual and, as a
-        note, the spectral radius. Where ``contraction_bound()`` gives a ρ < 1 the fixed point is
-        unique and ‖z − z*‖ ≤ ‖z − T(z)‖/(1 − ρ). A ρ that the Jacobian at z contradicts is refused.
+        Where ``contraction_bound()`` gives a ρ < 1 the fixed point is unique and
+        ‖z − z*‖ ≤ ‖z − T(z)‖/(1 − ρ), unless the Jacobian at z contradicts it; else nothing is.
         """
         model = copy.deepcopy(self).eval()
-        solver = "z was given"
-        if z is None:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", ConvergenceWarning)
-                found = model.solve(x)
-            z, solver = found.value, found.summary()
-        return certify_map(model, x, z, solver)
-
-    def extra_repr(self) -> str:
-        weight = f", jacobian_weight={self.jacobian_weight:g}" if self.jacobian_weight else ""
-        return super().extra_repr() + weight
-
-
-def _mean(values: Tensor, kept: Tensor) -> Tensor:
-    return values.sum() / kept.sum().clamp_min(1)
+        return certify_map(model, x, *solved(lambda: model.solve(x), z))
 
 
 Start = Callable[[Any], Any] | tuple[int, ...] | None
@@ -224,15 +148,10 @@ _MOVING = (_BatchNorm, OperatorNorm, _SpectralNorm)
 class BlockHolder(nn.Module):
     """Holds ``block`` and ``initial``; the base of DEQ and of its weight-tied twin.
 
-    A fixed point z* = block(z*, x) exists only where every evaluation is of the same map. Modules
-    that change in training mode are therefore held still inside a solve and moved once after it,
-    and those that draw random numbers are refused (dropout).
-
-    In training mode ``nn.BatchNorm*`` of the block runs on its running statistics: batch statistics
-    would make the answer of a sample depend on the others, and updates at every evaluation
-    would move the map under the solver. The statistics are moved once a forward, by one evaluation
-    at the answer. The same holds for the power iteration of ``NormBounded`` and of torch's
-    ``spectral_norm``. Group norm needs none of this.
+    A fixed point z* = block(z*, x) exists only where every evaluation is of the same map. So what
+    changes in training mode (the running statistics of ``nn.BatchNorm*``, the power iterations of
+    ``NormBounded`` and torch's ``spectral_norm``) is held still inside a solve and moved once after
+    it, by one evaluation at the answer; what draws random numbers is refused (dropout).
     """
 
     block: Callable[..., Any]
@@ -243,7 +162,13 @@ class BlockHolder(nn.Module):
             raise TypeError(
                 f"{name}(block={block!r}): expected an nn.Module or a function, block(z, x) → z."
             )
-        _check_start(name, start)
+        if not (start is None or callable(start) or isinstance(start, tuple)):
+            raise TypeError(
+                f"{name}(start={start!r}): expected None (zero, shaped as x), the shape of one "
+                "sample's state such as (8, 4, 4), or a function x → z0."
+            )
+        if isinstance(start, tuple):
+            check_sizes(name, {f"start[{i}]": n for i, n in enumerate(start)})
         if isinstance(block, nn.Module):
             _refuse_dropout(name, block)
         else:
@@ -314,16 +239,6 @@ def _moved(modules: list[nn.Module]) -> Iterator[None]:
             module.training = False
 
 
-def _check_start(owner: str, start: object) -> None:
-    if not (start is None or callable(start) or isinstance(start, tuple)):
-        raise TypeError(
-            f"{owner}(start={start!r}): expected None (zero, shaped as x), the shape of one "
-            "sample's state such as (8, 4, 4), or a function x → z0."
-        )
-    if isinstance(start, tuple):
-        check_sizes(owner, {f"start[{i}]": n for i, n in enumerate(start)})
-
-
 def _refuse_dropout(owner: str, block: nn.Module) -> None:
     for path, module in block.named_modules():
         if isinstance(module, _DropoutNd) and module.p > 0:
@@ -351,44 +266,35 @@ class DEQ(BlockHolder, MonitoredMapLayer):
     """z* = block(z*, x): an infinitely deep weight-tied network (Bai, Kolter and Koltun 2019).
 
     x [B, ...] is a tensor or a tree of them; so is the state z. The block is any module or function
-    that maps samples one by one and returns what is shaped as z::
+    that maps samples one by one and returns what is shaped as z. Batch norm inside it runs on its
+    running statistics, which move once a training forward; dropout inside it is an error.
 
-        layer = eq.nn.DEQ(eq.nn.ResidualBlock(48, 64))
-        z = layer(features)  # [B, 48, H, W]
-
-    Whether there is a fixed point, one or many, is not known of a general block. Training with a
-    penalty on ‖J‖²_F (``jacobian_weight`` and ``collect_penalties``, or ``forward_with_penalty``)
-    keeps it well behaved, ``spectral_radius(x)`` watches it, and ``certify(x)`` says what is
-    proven: nothing, unless a contraction factor is given or the block has ``contraction_bound()``.
-
-    Batch norm inside the block runs on its running statistics, which move once a training forward
-    (see ``BlockHolder``); dropout inside the block is an error. Group norm is the safe choice.
+    Whether there is a fixed point, one or many, is not known of a general block, and nothing is
+    certified, unless it has a method ``contraction_bound()``: ρ with
+    ‖block(a, x) − block(b, x)‖ ≤ ρ‖a − b‖ for all a, b, x and its present weights, or None.
 
     Args:
         block: block(z, x) → z.
         start: where the solver starts: None is zero, shaped as x; (n, ...) is zero, [B, n, ...]; or
             a function x → z0, which a state that is a tree needs.
-        contraction: ρ, if you can prove ‖block(a, x) − block(b, x)‖ ≤ ρ‖a − b‖ for all a, b, x and
-            all weights to come. A block with a method ``contraction_bound()`` is asked instead.
-        jacobian_weight: of ‖J‖²_F/n in what ``collect_penalties`` sums.
-        jacobian_samples: random vectors for an estimate of ‖J‖²_F.
+        jacobian_weight, jacobian_samples: the weight of ‖J‖²_F/n in ``collect_penalties``, and the
+            random vectors for an estimate of it.
         solver, adjoint: Anderson() and Implicit() if not given.
     """
+
+    shown = ("jacobian_weight",)
 
     def __init__(
         self,
         block: Callable[[Any, Any], Any],
         *,
         start: Start = None,
-        contraction: float | None = None,
         jacobian_weight: float = 0.0,
         jacobian_samples: int = 1,
         solver: SolverOptions | None = None,
         adjoint: Adjoint | None = None,
     ) -> None:
         MonitoredMapLayer.__init__(self, solver, adjoint, jacobian_weight, jacobian_samples)
-        self.contraction = contraction
-        check_number(self, "contraction", low=0.0, optional=True)
         self._hold(block, start)
 
     def inject(self, x: Any) -> tuple[Any, ...]:
@@ -409,14 +315,11 @@ class DEQ(BlockHolder, MonitoredMapLayer):
     def start(self, x: Any, *injected: Any) -> Any:
         return self.begin(x)
 
-    def after_solve(self, z: Any, failed: Tensor | None, *injected: Any) -> None:
-        (x,) = injected
-        self.move(z, x, failed)
+    def after_solve(self, solution: Solution[Any], *injected: Any) -> None:
+        self.move(solution.value, injected[0], failed_codes(solution.result))
 
     def contraction_bound(self) -> float | None:
-        """The ρ that was given, or what the block says of itself; None: not known."""
-        if self.contraction is not None:
-            return float(self.contraction)
+        """What the block says of itself; None: not known."""
         asked = getattr(self.block, "contraction_bound", None)
         found = asked() if callable(asked) else None
         return None if found is None else float(found)
@@ -425,22 +328,13 @@ class DEQ(BlockHolder, MonitoredMapLayer):
         """The weight-tied network of ``repeats`` applications, sharing this layer's block."""
         return RepeatedBlock(self.block, repeats=repeats, start=self.initial)
 
-    def extra_repr(self) -> str:
-        known = "" if self.contraction is None else f", contraction={self.contraction:g}"
-        return super().extra_repr() + known
-
 
 class RepeatedBlock(BlockHolder):
     """z_{k+1} = block(z_k, x), k < K: the weight-tied repeat-K twin of a DEQ (Nguyen 2022, §4.2.1).
 
     An explicit network, differentiated by autograd; exactly K steps of Picard. Its state_dict has
     the names of the DEQ's, so that either loads the other's; ``deq.repeated(K)`` and
-    ``repeated.deq()`` share the block itself.
-
-    Args:
-        block: block(z, x) → z.
-        repeats: K.
-        start: z_0, as in DEQ.
+    ``repeated.deq()`` share the block itself. ``start`` is z_0, as in DEQ.
     """
 
     def __init__(
@@ -475,8 +369,7 @@ class ResidualBlock(nn.Module):
     the start, so that a solver needs few steps; with 1.0 the iteration is chaotic (§4.1.1).
 
     Args:
-        channels: of z and x.
-        inner: of W₁ * z; None: ``channels``.
+        channels, inner: of z and x; of W₁ * z, which None makes the same.
         groups: of the group norms; must divide ``channels`` and ``inner``.
         kernel_size: odd.
         std: of the normal distribution that both kernels start from.

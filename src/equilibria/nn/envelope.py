@@ -17,9 +17,9 @@ from equilibria.problems.norms import SAFETY, sum_error
 
 from .constraints import NormBounded, constrain
 from .geq import GEQ
+from .layer import WeightedLayer
 from .observing import report
 from .opteq import OptEq
-from .weighted import WeightedLayer
 
 __all__ = ["Envelope"]
 
@@ -124,7 +124,10 @@ class Envelope(nn.Module):
         problem = self.layer.problem(x)
         assert isinstance(problem, Problem)
         constant, slope = self._constant(problem)
-        distance: Tensor = certify(self.layer, x, z).error_bound
+        found = certify(self.layer, x, z)
+        distance: Tensor = found.error_bound
+        if not found.rigorous:
+            distance = torch.full_like(distance, math.inf)
         y = self._output(x, problem, z)
         terms = self.layer.input_operator().magnitude()
         count = 64 if terms is None else 8 * terms[1] + 64

@@ -23,7 +23,7 @@ from equilibria.problems.norms import convolution_norm_upper, dense_norm, exact,
 
 from .constraints import NormBounded, constrain
 from .inputs import check_sizes
-from .weighted import LayerOptions, WeightedLayer
+from .layer import LayerOptions, WeightedLayer
 
 __all__ = ["GEQ", "KerDEQ"]
 
@@ -32,7 +32,7 @@ class GEQ(WeightedLayer):
     """z* = argmin 1ᵀf(z) + ½‖z‖² − (1/2γ) Σᵢ exp(−γ‖(Ux + b − Wz)ᵢW_h‖²) (GEQ Eq 5–6, Eq 16).
 
     The layer map is T(z) = prox_f(Wᵀ·unpatch(eᵢrᵢM)), rᵢ the patches of Ux + b − Wz,
-    eᵢ = exp(−γrᵢMrᵢᵀ) and M = W_hW_hᵀ; no hidden tensor of width ``hidden`` is ever made.
+    eᵢ = exp(−γrᵢMrᵢᵀ) and M = W_hW_hᵀ.
 
     With patches it is convolutional: x [B, in_channels, H, W] → z [B, channels, H, W], U and W are
     k × k, W_h is [c_s·p², hidden]. Without, it is a layer of vectors: x [B, in_channels] →
@@ -44,8 +44,7 @@ class GEQ(WeightedLayer):
     fact 3). The bounds are nominal; ``problem(x).coupling.mu_upper()`` proves one.
 
     Args:
-        channels: channels of z.
-        mid: channels of Ux and Wz.
+        channels, mid: channels of z; of Ux and Wz.
         patch: how Wz is cut; ``patch.channels`` must divide ``mid``, ``patch.size`` H and W.
         hidden: columns of W_h, or None.
         gamma: γ, a positive number or a policy. A ``LearnedGamma`` becomes the parameter
@@ -56,6 +55,7 @@ class GEQ(WeightedLayer):
             given; the constraint holds W_h too.
     """
 
+    shown = (*WeightedLayer.shown, "patch", "gamma")
     log_gamma: nn.Parameter | None
 
     def __init__(
@@ -132,11 +132,7 @@ class GEQ(WeightedLayer):
 
     @torch.no_grad()
     def input_norm_upper(self) -> float:
-        """A proven upper bound on the norm of x ↦ (patch rows of Ux)W_h (docs/facts.md, fact 5).
-
-        Dense: ‖W_hᵀU‖₂ by SVD. Convolutional: the smaller of ‖U‖‖W_h‖ and the bound on the one
-        strided convolution that the map is.
-        """
+        """A proven upper bound on the norm of x ↦ (patch rows of Ux)W_h (docs/facts.md, fact 5)."""
         hidden = self.hidden_weight()
         u = self.input_operator()
         if hidden is None:
@@ -147,19 +143,11 @@ class GEQ(WeightedLayer):
         slack = 4 * torch.finfo(torch.float64).eps * width * float(w_h.norm() * weight.norm())
         if self.patch is None:
             return dense_norm(w_h.mT @ weight).upper + slack
-        kernel, stride = patched_kernel(
-            weight,
-            w_h,
-            stride=(1, 1),
-            channels=self.patch.channels,
-            size=self.patch.size,
-        )
+        channels, size = self.patch.channels, self.patch.size
+        kernel, stride = patched_kernel(weight, w_h, stride=(1, 1), channels=channels, size=size)
         # One term of W_h may stand at p² places of the kernel, so the slack counts each.
-        through = convolution_norm_upper(kernel, stride=stride) + self.patch.size**2 * slack
+        through = convolution_norm_upper(kernel, stride=stride) + size**2 * slack
         return min(u.norm_upper() * dense_norm(w_h).upper, through)
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, patch={self.patch!r}, gamma={self.gamma!r}"
 
 
 class KerDEQ(GEQ):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -72,6 +72,17 @@ def check_input(layer: nn.Module, x: object, channels: int, *, convolutional: bo
         )
 
 
+def check_halving(owner: str, x: Tensor, times: int) -> None:
+    """Raise unless the maps x [B, C, H, W] can be halved so often."""
+    height, width = x.shape[2:]
+    unit = 1 << times
+    if height % unit or width % unit:
+        raise ValueError(
+            f"{owner} halves its maps {times} times: H and W must be multiples of {unit}, got x of "
+            f"{height} × {width} pixels. Pad or crop the input."
+        )
+
+
 def contained(x: Any) -> tuple[Any, Tensor | None]:
     """x without samples that hold NaN or infinity, and which [B] they are; None: there are none.
 
@@ -83,10 +94,8 @@ def contained(x: Any) -> tuple[Any, Tensor | None]:
         return x, None
     if x.ndim == 0 or x.numel() == 0:
         return x, None
-    wide = x.detach()
-    size = (
-        wide if x.ndim == 1 else torch.linalg.vector_norm(wide, torch.inf, tuple(range(1, x.ndim)))
-    )
+    rest = tuple(range(1, x.ndim))
+    size = torch.linalg.vector_norm(x.detach(), torch.inf, rest) if rest else x.detach()
     bad = ~torch.isfinite(size)
     if host_may_read(bad) and not bool(bad.any()):
         return x, None
@@ -106,17 +115,13 @@ def marked(tree: Any, bad: Tensor | None) -> Any:
     return map_tensors(mark, tree)
 
 
-def channels_last(x: Tensor) -> bool:
-    """Whether x lies channels-last in memory, and not in the plain order too."""
-    if x.ndim != 4 or x.is_contiguous():
-        return False
-    return x.is_contiguous(memory_format=torch.channels_last)
-
-
-def zeros_like_input(c: Tensor, x: Tensor, *channels: int) -> Tensor:
-    """Zeros [B, *channels, H, W] in the memory format of x and the precision of c."""
-    zeros = c.new_zeros(x.shape[0], *channels, *x.shape[2:])
-    return zeros.to(memory_format=torch.channels_last) if channels_last(x) else zeros
+def zeros_as(x: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Zeros on the device of x, channels-last where x lies so and not in the plain order too."""
+    zeros = x.new_zeros(shape, dtype=dtype)
+    last = torch.channels_last
+    if x.ndim != 4 or x.is_contiguous() or not x.is_contiguous(memory_format=last):
+        return zeros
+    return zeros.to(memory_format=last)
 
 
 def solving_dtype(like: Tensor) -> torch.dtype:

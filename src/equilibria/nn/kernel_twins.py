@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any, Unpack
+from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor
 
 from equilibria.engine.options import check_number
-from equilibria.problems import (
-    Coupling,
-    HiddenProblem,
-    Polynomial,
-    Problem,
-    Sigmoidal,
-)
+from equilibria.problems import Coupling, HiddenProblem, Polynomial, Problem, Sigmoidal
 from equilibria.problems.kernels import SIGMOID_CURVATURE, inner
 from equilibria.solvers import Anderson, ProximalGradient
 
-from .weighted import LayerOptions, WeightedLayer
+from .layer import LayerOptions, WeightedLayer
 
 __all__ = ["PolynomialEq", "SigmoidEq"]
 
 
 class _ScalarKernelLayer(WeightedLayer):
     """G(z) = 1ᵀf(z) + ½‖z‖² − φ(⟨c, z⟩) − ½‖Wz‖², c = Ux + b in the space of z."""
+
+    shown: ClassVar[tuple[str, ...]] = (*WeightedLayer.shown, "radius")
 
     def __init__(
         self,
@@ -60,9 +56,6 @@ class _ScalarKernelLayer(WeightedLayer):
     def start(self, problem: HiddenProblem, x: Tensor) -> Tensor:
         return problem.default_start()
 
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, radius={self.radius}"
-
 
 class PolynomialEq(_ScalarKernelLayer):
     """T(z) = prox_f(WᵀWz + d(a + ⟨c, z⟩)ᵈ⁻¹c), c = Ux + b (GEQ full, Table 4, has a = 0).
@@ -74,15 +67,15 @@ class PolynomialEq(_ScalarKernelLayer):
     number of pixels, so give ``radius`` to hold ‖c‖ ≤ radius.
 
     Args:
-        channels: channels of z and Ux.
-        mid: channels of Wz.
-        degree: d ≥ 2.
-        offset: a, 1.0 or 0.0.
+        channels, mid: channels of z and Ux; of Wz.
+        degree, offset: d ≥ 2; a, 1.0 or 0.0.
         radius: scale c into the ball of this radius, sample by sample; None: leave it.
         options: see ``LayerOptions``. The solver is ProximalGradient() if not given; Anderson()
             where d is odd and above 2, for then no bound on the curvature is known from which to
             take a step.
     """
+
+    shown = (*_ScalarKernelLayer.shown, "degree", "offset")
 
     def __init__(
         self,
@@ -111,23 +104,13 @@ class PolynomialEq(_ScalarKernelLayer):
         c = problem.inputs()[0].detach()
         return 1.0 - norm**2 - 2.0 * inner(c, c), 1.0
 
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, degree={self.degree}, offset={self.offset:g}"
-
 
 class SigmoidEq(_ScalarKernelLayer):
     """T(z) = prox_f(WᵀWz + (1 − tanh²⟨c, z⟩)c), c = Ux + b (GEQ full, Table 4).
 
     Strongly convex, with one equilibrium, for the inputs with ‖W‖² + 0.7698‖c‖² < 1
-    (docs/facts.md, fact 6); bounded below for every input when ‖W‖ < 1. ``radius`` as in
-    PolynomialEq.
-
-    Args:
-        channels: channels of z and Ux.
-        mid: channels of Wz.
-        radius: scale c into the ball of this radius, sample by sample; None: leave it. This does
-            not expand, so that ‖U‖₂ bounds the norm of x ↦ c.
-        options: see ``LayerOptions``. The solver is ProximalGradient() if not given.
+    (docs/facts.md, fact 6); bounded below for every input when ‖W‖ < 1. ``radius`` and the other
+    options as in PolynomialEq; scaling into the ball does not expand, so that ‖U‖₂ bounds x ↦ c.
     """
 
     def _coupling(self, c: Tensor) -> Coupling:

@@ -1,11 +1,15 @@
-"""Layers whose forward is a solve: of a problem (EquilibriumLayer) or of a map (MapLayer)."""
+"""Layers whose forward is a solve: of a problem (EquilibriumLayer) or of a map (MapLayer).
+
+``WeightedLayer`` has what the layers of problems with weights share: W (bounded) on the state and
+c = Ux + b from the input.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -15,20 +19,39 @@ from equilibria.engine.adjoint import Adjoint
 from equilibria.engine.result import Solution
 from equilibria.engine.solver import SolverOptions
 from equilibria.entry import check_ways, fixed_point
-from equilibria.problems import HiddenProblem
+from equilibria.problems import (
+    ConvOperator,
+    DenseOperator,
+    HiddenProblem,
+    LinearOperator,
+    NonNegative,
+    Prior,
+)
 from equilibria.problems.solving import minimize_from
 from equilibria.solvers import Anderson, Auto
 
-from .inputs import contained, marked
+from .constraints import Constraint, NormBounded, constrain
+from .inputs import (
+    check_input,
+    check_kernel,
+    check_prior,
+    check_sizes,
+    contained,
+    lowered,
+    marked,
+    zeros_as,
+)
 from .observing import report
 
-__all__ = ["EquilibriumLayer", "MapLayer"]
+__all__ = ["EquilibriumLayer", "LayerOptions", "MapLayer"]
 
 
 class _SolvedLayer(nn.Module):
     """A solver and an adjoint; ``forward`` is ``solve``, shown to who observes the layer."""
 
     is_equilibrium: ClassVar[bool] = True
+    shown: ClassVar[tuple[str, ...]] = ()
+    """The attributes that ``repr`` shows before the solver and the adjoint."""
 
     def __init__(
         self, solver: SolverOptions | None, adjoint: Adjoint | None, default: SolverOptions
@@ -42,14 +65,19 @@ class _SolvedLayer(nn.Module):
         """Solve for x and tell all: value, result codes, stats. Options as ``fixed_point``."""
         raise NotImplementedError
 
+    def observed_solve(self, x: Any, z0: Any = None, **options: Any) -> Solution[Any]:
+        """``solve``, told to who observes this layer or collects its penalty."""
+        solution = self.solve(x, z0, **options)
+        report(self, solution)
+        return solution
+
     def forward(self, x: Any, z0: Any = None) -> Any:
         """z*, [B, *state]; ``z0`` is a warm start."""
-        solution = self.solve(x, z0)
-        report(self, solution)
-        return solution.value
+        return self.observed_solve(x, z0).value
 
     def extra_repr(self) -> str:
-        return f"solver={self.solver!r}, adjoint={self.adjoint!r}"
+        names = (*self.shown, "solver", "adjoint")
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
 
 
 class EquilibriumLayer(_SolvedLayer):
@@ -118,8 +146,7 @@ class EquilibriumLayer(_SolvedLayer):
     def nominal_bounds(self, problem: HiddenProblem) -> tuple[Any, Any] | None:
         """(m, L) from a constraint instead of the weights, to choose a solver; None: not known.
 
-        No certificate uses them: those take the proven bounds of ``problem.curvature()``, which
-        cost too much for every training step.
+        Certificates take the proven ``problem.curvature()``, too dear for every training step.
         """
         return None
 
@@ -187,13 +214,28 @@ class MapLayer(_SolvedLayer, ABC):
         found: tuple[Any, ...] = marked(self.inject(x), bad)
         return found
 
-    def solve(self, x: Tensor, z0: Any = None, **options: Any) -> Solution[Any]:
-        """Solve for x and tell all: value, result codes, stats. Options as ``fixed_point``."""
+    def after_solve(self, solution: Solution[Any], *injected: Any) -> None:
+        """Called once after a solve, for what moves in training mode."""
+
+    def prepared(self, x: Any, z0: Any = None) -> tuple[Callable[..., Any], Any, tuple[Any, ...]]:
+        """The map of one solve, its start, checked, and what it is given besides."""
         injected = self.injected(x)
         start = self.start(x, *injected) if z0 is None else z0
         self.check_state(start, x)
+        return self.bound_step(), start, injected
+
+    def solve(self, x: Any, z0: Any = None, **options: Any) -> Solution[Any]:
+        """Solve for x and tell all: value, result codes, stats. Options as ``fixed_point``."""
+        return self.solve_map(*self.prepared(x, z0), **options)
+
+    def solve_map(
+        self, step: Callable[..., Any], start: Any, injected: tuple[Any, ...], **options: Any
+    ) -> Solution[Any]:
+        """``solve`` for what was ``prepared``."""
         ways = {"solver": self.solver, "adjoint": self.adjoint, "coupled": self.couples_batch()}
-        return fixed_point(self.bound_step(), start, injected, **{**ways, **options})
+        found = fixed_point(step, start, injected, **{**ways, **options})
+        self.after_solve(found, *injected)
+        return found
 
 
 def captured(fn: Any) -> Iterator[tuple[str, Any]]:
@@ -204,3 +246,137 @@ def captured(fn: Any) -> Iterator[tuple[str, Any]]:
             yield name, cell.cell_contents
         except ValueError:  # not assigned yet
             continue
+
+
+class FeatureLayer(nn.Module):
+    """A layer of x [B, in_channels], or with a kernel size of maps [B, in_channels, H, W]."""
+
+    in_channels: int
+    kernel_size: int | None
+
+    @property
+    def convolutional(self) -> bool:
+        return self.kernel_size is not None
+
+    def check_input(self, x: Tensor) -> None:
+        """Raise unless x is a floating tensor [B, in] or [B, in, H, W] in the layer's dtype."""
+        check_input(self, x, self.in_channels, convolutional=self.convolutional)
+
+
+# How far the true norm may lie above the nominal bound (map size, one power iteration a step).
+_MARGIN = 1.02
+
+
+class LayerOptions(TypedDict, total=False):
+    """Options that GEQ, KerDEQ, OptEq, PolynomialEq and SigmoidEq share, all by keyword."""
+
+    in_channels: int | None
+    """Channels of x; None: ``channels``."""
+    kernel_size: int | None
+    """None for vectors, x [B, in_channels]; odd for convolutions, x [B, in_channels, H, W]."""
+    prior: Prior
+    """f; its proximal operator σ = prox_f is the activation. NonNegative(), if not given, is
+    ReLU."""
+    constraint: Constraint
+    """On W: ``NormBounded(bound=...)``, ``WeightNormalized()`` or None (free);
+    NormBounded(bound=0.95) if not given."""
+    bias: bool
+    """Whether Ux has a bias; True if not given."""
+    solver: SolverOptions | None
+    """How the problem is solved; None: Auto(), unless the layer says otherwise."""
+    adjoint: Adjoint | None
+    """How gradients pass the answer; None: Implicit()."""
+
+
+class WeightedLayer(FeatureLayer, EquilibriumLayer):
+    """A layer with W: state → mid and U: x → features, dense or k × k convolutions.
+
+    Dense: x [B, in], state [B, channels].
+    Convolutional: x [B, in, H, W], state [B, channels, H, W].
+    """
+
+    shown: ClassVar[tuple[str, ...]] = ("channels", "mid", "in_channels", "kernel_size", "prior")
+
+    def __init__(
+        self,
+        channels: int,
+        mid: int,
+        *,
+        features: int,
+        in_channels: int | None = None,
+        kernel_size: int | None = None,
+        prior: Prior = NonNegative(),  # noqa: B008 — frozen
+        constraint: Constraint = NormBounded(bound=0.95),  # noqa: B008
+        bias: bool = True,
+        solver: SolverOptions | None = None,
+        adjoint: Adjoint | None = None,
+    ) -> None:
+        super().__init__(None, solver, adjoint)
+        name = type(self).__name__
+        self.in_channels = channels if in_channels is None else in_channels
+        check_sizes(name, {"channels": channels, "mid": mid, "in_channels": self.in_channels})
+        if kernel_size is not None:
+            check_kernel(name, kernel_size)
+        check_prior(name, prior)
+        self.channels, self.mid = channels, mid
+        self.kernel_size = kernel_size
+        self.prior = prior
+        self.constraint = constraint
+        free = linear(channels, mid, kernel_size, bias=False)
+        self.W = constrain(free, "weight", constraint)
+        self.U = linear(self.in_channels, features, kernel_size, bias=bias)
+
+    @property
+    def state_channels(self) -> int:
+        """Channels of the state that is solved for."""
+        return self.channels
+
+    def features(self, x: Tensor) -> Tensor:
+        """c = Ux + b, checked."""
+        self.check_input(x)
+        c: Tensor = self.U(x)
+        return c
+
+    def operator(self) -> LinearOperator:
+        """W, its constraint evaluated once; under autocast already in the lower precision."""
+        return weight_operator(lowered(self.W.weight))
+
+    def input_operator(self) -> LinearOperator:
+        """U without its bias: the linear part of x ↦ c."""
+        return weight_operator(self.U.weight)
+
+    def input_norm_upper(self) -> float:
+        """A proven upper bound on the norm of x ↦ c, for the Lipschitz certificate: ‖U‖₂."""
+        return self.input_operator().norm_upper()
+
+    def nominal_norm(self) -> float | None:
+        """What the constraint says of ‖W‖₂, with a margin."""
+        return _MARGIN * self.constraint.bound if isinstance(self.constraint, NormBounded) else None
+
+    def start(self, problem: HiddenProblem, x: Tensor) -> Tensor:
+        """Zero, in the memory format of x and in the precision of c."""
+        shape = (x.shape[0], self.state_channels, *x.shape[2:])
+        return zeros_as(x, shape, problem.inputs()[0].dtype)
+
+    def starts_at_zero(self) -> bool:
+        return type(self).start is WeightedLayer.start
+
+
+def linear(
+    inputs: int,
+    outputs: int,
+    kernel_size: int | None,
+    *,
+    bias: bool,
+    padding: Literal["zeros", "circular"] = "zeros",
+) -> nn.Module:
+    """A matrix, or with a kernel size a convolution that keeps the size of its maps."""
+    if kernel_size is None:
+        return nn.Linear(inputs, outputs, bias=bias)
+    half, mode = kernel_size // 2, padding
+    return nn.Conv2d(inputs, outputs, kernel_size, padding=half, bias=bias, padding_mode=mode)
+
+
+def weight_operator(weight: Any) -> LinearOperator:
+    """A weight [out, in] as a matrix, [out, in, k, k] as a zero-padded convolution."""
+    return DenseOperator(weight) if weight.ndim == 2 else ConvOperator(weight)

@@ -1,8 +1,14 @@
-"""MDEQ: one equilibrium of feature maps at several scales (Bai, Koltun and Kolter 2020)."""
+"""MDEQ: one equilibrium of feature maps at several scales (Bai, Koltun and Kolter 2020).
+
+With what stands around it: the stem before it, the heads for classes and for pixels after it.
+"""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,28 +22,50 @@ from equilibria.engine.solver import SolverOptions
 from .constraints import Constraint, WeightNormalized, constrain
 from .deq import MonitoredMapLayer
 from .inputs import (
-    channels_last,
     check_groups,
+    check_halving,
     check_input,
     check_kernel,
     check_sizes,
     lowered,
     solving_dtype,
+    zeros_as,
 )
 
-__all__ = ["MDEQ"]
+__all__ = ["MDEQ", "MDEQClassifier", "MDEQSegmenter", "MDEQStem"]
 
 
 def _small(conv: nn.Conv2d) -> nn.Conv2d:
     """Start from N(0, 0.01²), as the authors do where no weight normalization follows."""
-    nn.init.normal_(conv.weight, std=0.01)
+    for p in conv.parameters():
+        nn.init.normal_(p, std=0.01)
     return conv
 
 
-def _gain(norm: nn.GroupNorm, value: float) -> None:
-    """Set the weight of a group norm, if it has one."""
-    if norm.affine:
-        nn.init.constant_(norm.weight, value)
+def _conv(
+    inputs: int, outputs: int, size: int, *, stride: int = 1, bias: bool = False
+) -> nn.Conv2d:
+    return _small(nn.Conv2d(inputs, outputs, size, stride=stride, padding=size // 2, bias=bias))
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """The options that all parts of an MDEQ share."""
+
+    expansion: int
+    groups: int
+    kernel_size: int
+    affine: bool
+    post_affine: bool
+    constraint: Constraint
+    calm: float
+
+    def norm(self, channels: int, gain: float = 1.0) -> nn.GroupNorm:
+        """A group norm whose weight, if it has one, starts with ``gain``."""
+        norm = nn.GroupNorm(self.groups, channels, affine=self.affine)
+        if self.affine:
+            nn.init.constant_(norm.weight, gain)
+        return norm
 
 
 class ScaleBlock(nn.Module):
@@ -47,39 +75,25 @@ class ScaleBlock(nn.Module):
     [B, C, 1, 1] of this solve (or None). W₁ widens C to expansion·C. Weights are given from
     outside, evaluated once for a solve.
 
-    ``calm`` < 1 makes the block listen to its input at the start: where x is ``injected`` GN₂
-    starts with the weight 1/calm, so that z counts for little beside it; elsewhere GN₃ starts with
-    calm, so that the other scales are heard; W₂ starts smaller by calm².
+    With ``calm`` < 1 the input is heard at the start: where x is ``injected`` GN₂ starts with the
+    weight 1/calm, elsewhere GN₃ with calm, for the other scales; W₂ starts smaller by calm².
     """
 
-    def __init__(
-        self,
-        channels: int,
-        *,
-        expansion: int,
-        groups: int,
-        kernel_size: int,
-        affine: bool,
-        constraint: Constraint,
-        calm: float,
-        injected: bool,
-    ) -> None:
+    def __init__(self, channels: int, plan: _Plan, *, injected: bool) -> None:
         super().__init__()
-        wide, pad = expansion * channels, kernel_size // 2
-        self.padding = pad
+        wide, size = plan.expansion * channels, plan.kernel_size
+        self.padding = size // 2
         # With weight normalization the authors' kernels keep torch's own initialization.
-        first = nn.Conv2d(channels, wide, kernel_size, padding=pad, bias=False)
-        second = nn.Conv2d(wide, channels, kernel_size, padding=pad, bias=False)
-        if constraint is None:
+        first = nn.Conv2d(channels, wide, size, padding=self.padding, bias=False)
+        second = nn.Conv2d(wide, channels, size, padding=self.padding, bias=False)
+        if plan.constraint is None:
             first, second = _small(first), _small(second)
-        second.weight.data.mul_(calm**2)
-        self.conv1 = constrain(first, "weight", constraint)
-        self.conv2 = constrain(second, "weight", constraint)
-        self.norm1 = nn.GroupNorm(groups, wide, affine=affine)
-        self.norm2 = nn.GroupNorm(groups, channels, affine=affine)
-        self.norm3 = nn.GroupNorm(groups, channels, affine=affine)
-        if calm != 1.0:
-            _gain(self.norm2, 1.0 / calm) if injected else _gain(self.norm3, calm)
+        second.weight.data.mul_(plan.calm**2)
+        self.conv1 = constrain(first, "weight", plan.constraint)
+        self.conv2 = constrain(second, "weight", plan.constraint)
+        self.norm1 = plan.norm(wide)
+        self.norm2 = plan.norm(channels, 1.0 / plan.calm if injected else 1.0)
+        self.norm3 = plan.norm(channels, 1.0 if injected else plan.calm)
 
     def forward(
         self, z: Tensor, weights: Iterator[Tensor], injection: Tensor | None, mask: Tensor | None
@@ -97,16 +111,13 @@ class ScaleBlock(nn.Module):
 class Downsample(nn.Module):
     """From a finer scale to one ``levels`` coarser: that many 3 × 3 convolutions of stride 2."""
 
-    def __init__(
-        self, inputs: int, outputs: int, levels: int, *, groups: int, affine: bool
-    ) -> None:
+    def __init__(self, inputs: int, outputs: int, levels: int, plan: _Plan) -> None:
         super().__init__()
         parts: list[nn.Module] = []
         for level in range(levels):
             last = level == levels - 1
             width = outputs if last else inputs
-            parts.append(_small(nn.Conv2d(inputs, width, 3, stride=2, padding=1, bias=False)))
-            parts.append(nn.GroupNorm(groups, width, affine=affine))
+            parts += [_conv(inputs, width, 3, stride=2), plan.norm(width)]
             if not last:
                 parts.append(nn.ReLU())
         self.net = nn.Sequential(*parts)
@@ -122,14 +133,11 @@ class Upsample(nn.Module):
     Its group norm starts with the weight ``calm``.
     """
 
-    def __init__(
-        self, inputs: int, outputs: int, levels: int, *, groups: int, affine: bool, calm: float
-    ) -> None:
+    def __init__(self, inputs: int, outputs: int, levels: int, plan: _Plan) -> None:
         super().__init__()
         self.factor = float(2**levels)
-        self.conv = _small(nn.Conv2d(inputs, outputs, 1, bias=False))
-        self.norm = nn.GroupNorm(groups, outputs, affine=affine)
-        _gain(self.norm, calm)
+        self.conv = _conv(inputs, outputs, 1)
+        self.norm = plan.norm(outputs, plan.calm)
 
     def forward(self, z: Tensor) -> Tensor:
         return F.interpolate(self.norm(self.conv(z)), scale_factor=self.factor, mode="nearest")
@@ -141,35 +149,24 @@ class Fusion(nn.Module):
     V_i is 1 × 1; its group norm has half the groups.
     """
 
-    def __init__(
-        self,
-        channels: tuple[int, ...],
-        *,
-        groups: int,
-        affine: bool,
-        post_affine: bool,
-        constraint: Constraint,
-        calm: float,
-    ) -> None:
+    def __init__(self, channels: tuple[int, ...], plan: _Plan) -> None:
         super().__init__()
         rows = []
         for i, outputs in enumerate(channels):
             row = nn.ModuleDict()
             for j, inputs in enumerate(channels):
                 if j < i:
-                    row[str(j)] = Downsample(inputs, outputs, i - j, groups=groups, affine=affine)
+                    row[str(j)] = Downsample(inputs, outputs, i - j, plan)
                 elif j > i:
-                    row[str(j)] = Upsample(
-                        inputs, outputs, j - i, groups=groups, affine=affine, calm=calm
-                    )
+                    row[str(j)] = Upsample(inputs, outputs, j - i, plan)
             rows.append(row)
         self.exchange = nn.ModuleList(rows)
         mixes = [nn.Conv2d(c, c, 1, bias=False) for c in channels]
-        if constraint is None:
+        if plan.constraint is None:
             mixes = [_small(conv) for conv in mixes]
-        self.mix = nn.ModuleList([constrain(conv, "weight", constraint) for conv in mixes])
-        half = max(1, groups // 2)
-        self.norm = nn.ModuleList([nn.GroupNorm(half, c, affine=post_affine) for c in channels])
+        self.mix = nn.ModuleList(constrain(conv, "weight", plan.constraint) for conv in mixes)
+        half, affine = max(1, plan.groups // 2), plan.post_affine
+        self.norm = nn.ModuleList(nn.GroupNorm(half, c, affine=affine) for c in channels)
 
     def forward(self, h: list[Tensor], weights: Iterator[Tensor]) -> tuple[Tensor, ...]:
         made = []
@@ -191,25 +188,10 @@ class MDEQ(MonitoredMapLayer):
     tuple of tensors, the finest first; ``layer(x)`` returns that tuple, for ``MDEQClassifier`` or
     ``MDEQSegmenter``.
 
-    The networks of the paper for CIFAR-10 are, with ``MDEQStem`` and ``MDEQClassifier``,
-
-    | channels | head channels | final | pointwise | parameters | the paper |
-    |---|---|---|---|---|---|
-    | (32, 64, 128, 256) | (10, 20, 40, 80) | 1280 | yes | 10,006,958 | 10 M |
-    | (24, 24) | (8, 16) | 340 | no | 169,670 | 170 k |
-
-    with ``post_affine=False``, ten classes, dropout 0.3 and 0.25. The authors' own configuration
-    files have the heads (14, 28, 56, 112) to 1680 and (8, 16) to 200, with which we count
-    11,097,438 and 158,890: the paper's round numbers are not theirs to the digit.
-
-    Weights under a constraint are evaluated once a solve. Dropout is variational: one mask a
-    sample, channel and block, drawn once a solve in training mode, so that the map stays one map.
-    Group norm after every convolution makes the map blind to the scale of its weights, and with all
-    its gains at 1 (``calm=1``, the authors' start) no solver finds a fixed point of an untrained
-    MDEQ: they train a shallow weight-tied network first. With ``calm=0.2`` the gains start so that
-    the input speaks louder than the state, and the untrained layer converges (ours). To train the
-    shallow network first all the same, set
-    ``layer.solver, layer.adjoint = Picard(rtol=0.0, max_steps=10), Unrolled()``.
+    Dropout is variational: one mask a sample, channel and block, drawn once a solve in training
+    mode, so that the map stays one map. With all gains of the group norms at 1 (``calm=1``, the
+    authors' start) no solver finds a fixed point of an untrained MDEQ; with ``calm=0.2`` (ours)
+    they start so that the input speaks louder than the state, and the untrained layer converges.
 
     Args:
         channels: of each scale, the finest first.
@@ -223,10 +205,10 @@ class MDEQ(MonitoredMapLayer):
         constraint: on the blocks' kernels and the 1 × 1 kernels of the fusion;
             ``WeightNormalized()`` in the paper.
         calm: in (0, 1], see above; 1.0 where ``affine=False``.
-        jacobian_weight, jacobian_samples: as in DEQ.
-        solver, adjoint: Anderson() and Implicit() if not given. The authors' Broyden takes as many
-            steps and twice the memory.
+        jacobian_weight, jacobian_samples, solver, adjoint: as in DEQ.
     """
+
+    shown = ("channels", "dropout", "jacobian_weight")
 
     def __init__(
         self,
@@ -255,43 +237,18 @@ class MDEQ(MonitoredMapLayer):
             check_groups("MDEQ", f"channels[{i}]", c, groups)
         self.dropout = dropout
         check_number(self, "dropout", low=0.0, high=1.0, high_open=True)
-
         self.calm = calm
         check_number(self, "calm", low=0.0, high=1.0, low_open=True)
         if calm != 1.0 and not affine:
             raise ValueError(
                 f"MDEQ(affine=False, calm={calm:g}): there are no gains; use calm=1.0."
             )
-
-        def scale(i: int, c: int, count: int) -> nn.ModuleList:
-            return nn.ModuleList(
-                ScaleBlock(
-                    c,
-                    expansion=expansion,
-                    groups=groups,
-                    kernel_size=kernel_size,
-                    affine=affine,
-                    constraint=constraint,
-                    calm=calm,
-                    injected=i == k == 0,
-                )
-                for k in range(count)
-            )
-
-        pairs = zip(self.channels, self.blocks, strict=True)
-        self.scales = nn.ModuleList(scale(i, c, n) for i, (c, n) in enumerate(pairs))
-        self.fusion: Fusion | None = None
-        if len(self.channels) > 1:
-            self.fusion = Fusion(
-                self.channels,
-                groups=groups,
-                affine=affine,
-                post_affine=post_affine,
-                constraint=constraint,
-                calm=calm,
-            )
-
-    # ------------------------------------------------------------------ the map
+        plan = _Plan(expansion, groups, kernel_size, affine, post_affine, constraint, calm)
+        self.scales = nn.ModuleList(
+            nn.ModuleList(ScaleBlock(c, plan, injected=i == k == 0) for k in range(count))
+            for i, (c, count) in enumerate(zip(self.channels, self.blocks, strict=True))
+        )
+        self.fusion = Fusion(self.channels, plan) if len(self.channels) > 1 else None
 
     def inject(self, x: Tensor) -> tuple[Any, ...]:
         """x, checked, and in training mode the dropout masks [B, C, 1, 1] of this solve."""
@@ -299,58 +256,38 @@ class MDEQ(MonitoredMapLayer):
         if not self.training or self.dropout == 0.0:
             return x, ()
         keep = 1.0 - self.dropout
-        masks = [
-            torch.empty(x.shape[0], c, 1, 1, dtype=x.dtype, device=x.device).bernoulli_(keep) / keep
-            for c, count in zip(self.channels, self.blocks, strict=True)
-            for _ in range(count)
-        ]
-        return x, tuple(masks)
+        pairs = zip(self.channels, self.blocks, strict=True)
+        channels = [c for c, count in pairs for _ in range(count)]
+        return x, tuple(x.new_empty(x.shape[0], c, 1, 1).bernoulli_(keep) / keep for c in channels)
 
     def start(self, x: Tensor, *injected: Any) -> tuple[Tensor, ...]:
         """Zero at every scale, in the memory format of x."""
         height, width = x.shape[2:]
-        form = torch.channels_last if channels_last(x) else torch.contiguous_format
-        return tuple(
-            torch.empty(
-                (x.shape[0], c, height >> i, width >> i),
-                dtype=solving_dtype(x),
-                device=x.device,
-                memory_format=form,
-            ).zero_()
-            for i, c in enumerate(self.channels)
-        )
+        shapes = [(x.shape[0], c, height >> i, width >> i) for i, c in enumerate(self.channels)]
+        return tuple(zeros_as(x, shape, solving_dtype(x)) for shape in shapes)
 
     def weights(self) -> tuple[Tensor, ...]:
         """The kernels under a constraint, evaluated, in the order in which the map uses them."""
-        convs: list[nn.Module] = []
-        for blocks in self._blocks():
-            convs += [conv for block in blocks for conv in (block.conv1, block.conv2)]
+        scales: Any = self.scales
+        convs = [conv for blocks in scales for b in blocks for conv in (b.conv1, b.conv2)]
         if self.fusion is not None:
-            convs += list(self.fusion.mix)
-        kernels: list[Any] = [conv.weight for conv in convs]
-        return tuple(lowered(kernel) for kernel in kernels)
-
-    def _blocks(self) -> list[list[ScaleBlock]]:
-        return [list(scale) for scale in self.scales]  # type: ignore[call-overload]
+            convs += self.fusion.mix
+        return tuple(lowered(conv.weight) for conv in convs)
 
     def step(self, z: Any, *injected: Any) -> tuple[Tensor, ...]:
         """T(z; x)."""
         return self._map(self.weights(), z, *injected)
 
     def bound_step(self) -> Callable[..., Any]:
-        weights = self.weights()
-
-        def step(z: Any, *injected: Any) -> tuple[Tensor, ...]:
-            return self._map(weights, z, *injected)
-
-        return step
+        return partial(self._map, self.weights())
 
     def _map(
         self, weights: tuple[Tensor, ...], z: Any, x: Tensor, masks: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...]:
         kernels, rest = iter(weights), iter(masks)
+        scales: Any = self.scales
         h = []
-        for i, blocks in enumerate(self._blocks()):
+        for i, blocks in enumerate(scales):
             out = z[i]
             for k, block in enumerate(blocks):
                 injection = x if i == k == 0 else None
@@ -361,16 +298,7 @@ class MDEQ(MonitoredMapLayer):
     def check_input(self, x: Tensor) -> None:
         """Raise unless x is [B, channels[0], H, W] with H and W divisible by 2^(scales − 1)."""
         check_input(self, x, self.channels[0], convolutional=True)
-        factor = 2 ** (len(self.channels) - 1)
-        if x.shape[2] % factor or x.shape[3] % factor:
-            raise ValueError(
-                f"MDEQ with {len(self.channels)} scales halves the map {len(self.channels) - 1} "
-                f"times: H and W must be multiples of {factor}, got {tuple(x.shape[2:])}. Pad or "
-                "crop the input."
-            )
-
-    def extra_repr(self) -> str:
-        return f"{self.channels}, dropout={self.dropout:g}, {super().extra_repr()}"
+        check_halving("MDEQ", x, len(self.channels) - 1)
 
 
 def _counts(name: str, value: object, length: int | None) -> tuple[int, ...]:
@@ -383,3 +311,148 @@ def _counts(name: str, value: object, length: int | None) -> tuple[int, ...]:
         raise ValueError(f"MDEQ({name}={value!r}): expected {length} entries, one a scale.")
     check_sizes("MDEQ", {f"{name}[{i}]": v for i, v in enumerate(value)})
     return tuple(value)
+
+
+# ---------------------------------------------------------------------- around it
+
+_EXPANSION = 4
+
+
+def _normalized(conv: nn.Conv2d) -> list[nn.Module]:
+    return [conv, nn.BatchNorm2d(conv.out_channels), nn.ReLU()]
+
+
+class MDEQStem(nn.Sequential):
+    """Images [B, in_channels, H, W] → features [B, channels, H/2^d, W/2^d] to be injected.
+
+    Two 3 × 3 convolutions (more where d > 2), each with batch norm and ReLU, the first d of stride
+    2; then, with ``pointwise``, a 1 × 1 one. The authors leave that out of their two-scale CIFAR
+    network.
+
+    ``channels`` is ``channels[0]`` of the MDEQ; d = ``downsample`` is 0 for CIFAR, 2 for ImageNet.
+    """
+
+    def __init__(
+        self, channels: int, *, in_channels: int = 3, downsample: int = 0, pointwise: bool = True
+    ) -> None:
+        check_sizes("MDEQStem", {"channels": channels, "in_channels": in_channels})
+        check_sizes("MDEQStem", {"downsample": downsample}, least=0)
+        parts: list[nn.Module] = []
+        for i in range(max(2, downsample)):
+            stride = 2 if i < downsample else 1
+            parts += _normalized(_conv(channels if i else in_channels, channels, 3, stride=stride))
+        if pointwise:
+            parts += _normalized(_conv(channels, channels, 1))
+        super().__init__(*parts)
+
+
+class _Bottleneck(nn.Module):
+    """ReLU(BN(A₃ * ReLU(BN(A₂ * ReLU(BN(A₁ * z))))) + BN(S * z)), A₁, A₃, S 1 × 1 and A₂ 3 × 3."""
+
+    def __init__(self, inputs: int, width: int) -> None:
+        super().__init__()
+        outputs = _EXPANSION * width
+        self.narrow = _conv(inputs, width, 1)
+        self.spatial = _conv(width, width, 3)
+        self.widen = _conv(width, outputs, 1)
+        norms = (nn.BatchNorm2d(c, affine=False) for c in (width, width, outputs))
+        self.norm1, self.norm2, self.norm3 = norms
+        self.skip: nn.Module = nn.Identity()
+        if inputs != outputs:
+            self.skip = nn.Sequential(_conv(inputs, outputs, 1), nn.BatchNorm2d(outputs))
+
+    def forward(self, z: Tensor) -> Tensor:
+        out = F.relu(self.norm1(self.narrow(z)))
+        out = F.relu(self.norm2(self.spatial(out)))
+        return F.relu(self.norm3(self.widen(out)) + self.skip(z))
+
+
+class MDEQClassifier(nn.Module):
+    """States (z_1, …, z_n) of an MDEQ → logits [B, num_classes].
+
+    y_1 = B_1(z_1), y_{i+1} = B_{i+1}(z_{i+1}) + D_i(y_i): each scale goes through a bottleneck to
+    4·head_channels[i] channels and is added to the finer ones, brought down by strided 3 × 3
+    convolutions. Then 1 × 1 to ``final_channels``, the mean over pixels, and a linear map.
+
+    ``channels`` are those of the MDEQ, the finest first.
+    """
+
+    def __init__(
+        self,
+        channels: Sequence[int],
+        num_classes: int,
+        *,
+        head_channels: Sequence[int],
+        final_channels: int,
+    ) -> None:
+        super().__init__()
+        self.channels = tuple(channels)
+        if len(head_channels) != len(self.channels):
+            raise ValueError(
+                f"MDEQClassifier(head_channels={tuple(head_channels)}): expected "
+                f"{len(self.channels)} entries, one for each of channels={self.channels}."
+            )
+        sizes = {"num_classes": num_classes, "final_channels": final_channels}
+        sizes |= {f"channels[{i}]": c for i, c in enumerate(self.channels)}
+        sizes |= {f"head_channels[{i}]": c for i, c in enumerate(head_channels)}
+        check_sizes("MDEQClassifier", sizes)
+        wide = [_EXPANSION * c for c in head_channels]
+        pairs = zip(self.channels, head_channels, strict=True)
+        self.widen = nn.ModuleList(_Bottleneck(a, b) for a, b in pairs)
+        self.down = nn.ModuleList(
+            nn.Sequential(*_normalized(_conv(a, b, 3, stride=2, bias=True)))
+            for a, b in itertools.pairwise(wide)
+        )
+        last = _conv(wide[-1], final_channels, 1, bias=True)
+        self.final = nn.Sequential(*_normalized(last))
+        self.linear = nn.Linear(final_channels, num_classes)
+
+    def forward(self, states: Sequence[Tensor]) -> Tensor:
+        _check_states("MDEQClassifier", states, self.channels)
+        y = self.widen[0](states[0])
+        for down, widen, z in zip(self.down, self.widen[1:], states[1:], strict=True):
+            y = widen(z) + down(y)
+        logits: Tensor = self.linear(self.final(y).mean((2, 3)))
+        return logits
+
+
+class MDEQSegmenter(nn.Module):
+    """States (z_1, …, z_n) of an MDEQ → logits [B, num_classes, H, W] at the finest scale.
+
+    All scales are brought to the finest by bilinear interpolation and set beside each other; a
+    1 × 1 convolution with batch norm and ReLU and a last convolution follow.
+
+    ``channels`` are those of the MDEQ, the finest first; ``kernel_size``, odd, is that of the last.
+    """
+
+    def __init__(self, channels: Sequence[int], num_classes: int, *, kernel_size: int = 1) -> None:
+        super().__init__()
+        self.channels = tuple(channels)
+        sizes = {"num_classes": num_classes}
+        sizes |= {f"channels[{i}]": c for i, c in enumerate(self.channels)}
+        check_sizes("MDEQSegmenter", sizes)
+        check_kernel("MDEQSegmenter", kernel_size)
+        total = sum(self.channels)
+        self.mix = nn.Sequential(*_normalized(_conv(total, total, 1, bias=True)))
+        self.classify = _conv(total, num_classes, kernel_size, bias=True)
+
+    def forward(self, states: Sequence[Tensor], size: tuple[int, int] | None = None) -> Tensor:
+        """Logits; with ``size`` = (H, W) of the image they are interpolated to its pixels."""
+        _check_states("MDEQSegmenter", states, self.channels)
+        shape = states[0].shape[2:]
+        same = [states[0], *(_bilinear(z, shape) for z in states[1:])]
+        logits: Tensor = self.classify(self.mix(torch.cat(same, 1)))
+        return logits if size is None else _bilinear(logits, size)
+
+
+def _bilinear(z: Tensor, size: Sequence[int]) -> Tensor:
+    return F.interpolate(z, size=tuple(size), mode="bilinear", align_corners=True)
+
+
+def _check_states(owner: str, states: Sequence[Tensor], channels: tuple[int, ...]) -> None:
+    found = tuple(z.shape[1] for z in states) if isinstance(states, (tuple, list)) else None
+    if found != channels:
+        given = type(states).__name__ if found is None else f"states of {found} channels"
+        raise ValueError(
+            f"{owner} takes the tuple of states of an MDEQ with channels {channels}, got {given}."
+        )

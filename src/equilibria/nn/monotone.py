@@ -30,22 +30,11 @@ from equilibria.problems.monotone_operator import (
 )
 from equilibria.problems.monotone_tiers import TieredMonotone, make_geometry
 from equilibria.problems.norms import convolution_norm_upper, dense_norm
-from equilibria.solvers.forward_backward import (
-    Splitting,
-    SplittingIteration,
-    SplittingSolver,
-)
+from equilibria.solvers.forward_backward import Splitting, SplittingIteration, SplittingSolver
 from equilibria.solvers.peaceman_rachford import PeacemanRachford
 
-from .inputs import (
-    channels_last,
-    check_input,
-    check_kernel,
-    check_prior,
-    check_sizes,
-    solving_dtype,
-)
-from .layer import MapLayer
+from .inputs import check_halving, check_kernel, check_prior, check_sizes, solving_dtype, zeros_as
+from .layer import FeatureLayer, MapLayer, linear
 
 __all__ = ["MonotoneDEQ", "TransposedSplitting"]
 
@@ -80,10 +69,8 @@ class TransposedSplitting(Adjoint):
         return self._implicit(fn, z0, solver).run(fn, z0, solver, callback, backward)
 
     def _implicit(self, fn: Map, z0: Leaves, solver: Solver) -> Implicit:
-        if not isinstance(solver, SplittingIteration):
+        if not isinstance(solver, SplittingIteration) or not torch.is_grad_enabled():
             return _KRYLOV
-        if not torch.is_grad_enabled():
-            return _KRYLOV  # no gradient will be asked for
         if solver.fixed_steps:
             solver = dataclasses.replace(
                 solver, rtol=None, max_steps=max(solver.max_steps, _BACKWARD_STEPS)
@@ -113,9 +100,6 @@ class DenseWeights(nn.Module):
         dtype = solving_dtype(self.A)
         with torch.autocast(self.A.device.type, enabled=False):
             return DenseMonotone(self.A, self.B, self.m, dtype)
-
-    def extra_repr(self) -> str:
-        return f"{self.A.shape[0]}, m={self.m:g}"
 
 
 class TieredWeights(nn.Module):
@@ -156,10 +140,6 @@ class TieredWeights(nn.Module):
                 n = [_scaled(w, self.g_down[i]) for i, w in enumerate(self.N)]
             return TieredMonotone(a, b, n, self.m, sizes, geometry, dtype)
 
-    def extra_repr(self) -> str:
-        channels = tuple(w.shape[0] for w in self.A)
-        return f"{channels}, kernel_size={self.kernel_size}, m={self.m:g}, padding={self.padding!r}"
-
 
 def _scaled(weight: Tensor, length: Tensor) -> Tensor:
     """length·weight/‖weight‖_F; zero stays zero."""
@@ -167,12 +147,12 @@ def _scaled(weight: Tensor, length: Tensor) -> Tensor:
     return weight * (length / norm.clamp_min(torch.finfo(norm.dtype).tiny))
 
 
-class MonotoneDEQ(MapLayer):
+class MonotoneDEQ(FeatureLayer, MapLayer):
     """z = σ(Wz + Ux + b), W = (1 − m)I − AᵀA + B − Bᵀ  (Nguyen 2022, Eq 3.1–3.3).
 
-    The layer of Winston and Kolter 2020.
-    I − W ⪰ mI for every A and B, so the inclusion 0 ∈ (I − W)z − (Ux + b) + ∂f(z), σ = prox_f, has
-    exactly one solution, also where the map σ(Wz + Ux + b) expands and plain iteration diverges.
+    The layer of Winston and Kolter 2020. I − W ⪰ mI for every A and B, so the inclusion
+    0 ∈ (I − W)z − (Ux + b) + ∂f(z), σ = prox_f, has exactly one solution, also where the map
+    σ(Wz + Ux + b) expands and plain iteration diverges.
 
     - dense: ``channels`` a number, no ``kernel_size``; x [B, in_channels], z [B, channels].
     - convolutional: with an odd ``kernel_size``; x [B, in_channels, H, W], z [B, channels, H, W].
@@ -182,14 +162,13 @@ class MonotoneDEQ(MapLayer):
 
     Args:
         channels: channels of z, one number or one a tier.
-        in_channels: channels of x; None: those of (the first tier of) z.
+        in_channels: channels of x; None: those of the first tier of z.
         kernel_size: None for vectors, else odd: the size of U, A, B (and of the down-sampling).
         m: the modulus of strong monotonicity, above 0.
         padding: of every convolution. "zeros": maps are zero beyond their edges (monDEQ pads x
             by k//2 and holds the border of z at zero, which is the same; our z has no border).
             "circular": maps are tori.
         prior: f with σ = prox_f.
-        bias: whether Ux has a bias.
         solver: ``PeacemanRachford()`` if not given: it converges for every W with about the m/L-th
             part of the steps of ``ForwardBackward()``, at the price of one inverse a solve.
             Other solvers (Anderson, Broyden, Picard) run on the layer's own map σ(Wz + c), where
@@ -197,6 +176,8 @@ class MonotoneDEQ(MapLayer):
         adjoint: ``TransposedSplitting()`` if not given: implicit gradients, the backward system
             solved by the transposed splitting. All other adjoints work, on the splitting's step.
     """
+
+    shown = ("channels", "in_channels", "kernel_size", "padding", "m", "prior")
 
     def __init__(
         self,
@@ -215,7 +196,7 @@ class MonotoneDEQ(MapLayer):
             PeacemanRachford() if solver is None else solver,
             TransposedSplitting() if adjoint is None else adjoint,
         )
-        self.channels = self._check_channels(channels, kernel_size)
+        self.channels = _tiers(channels, kernel_size)
         if in_channels is not None:
             check_sizes("MonotoneDEQ", {"in_channels": in_channels})
         self.in_channels = self.channels[0] if in_channels is None else in_channels
@@ -227,47 +208,12 @@ class MonotoneDEQ(MapLayer):
         self.padding = padding
         check_prior("MonotoneDEQ", prior)
         self.prior = prior
-        self.U: nn.Module
+        self.U = linear(self.in_channels, self.channels[0], kernel_size, bias=bias, padding=padding)
         self.W: DenseWeights | TieredWeights
         if kernel_size is None:
-            self.U = nn.Linear(self.in_channels, self.channels[0], bias=bias)
             self.W = DenseWeights(self.channels[0], float(m))
         else:
-            self.U = nn.Conv2d(
-                self.in_channels,
-                self.channels[0],
-                kernel_size,
-                padding=kernel_size // 2,
-                padding_mode=padding,
-                bias=bias,
-            )
             self.W = TieredWeights(self.channels, kernel_size, float(m), padding)
-
-    def _check_channels(
-        self, channels: int | Sequence[int], kernel_size: int | None
-    ) -> tuple[int, ...]:
-        several = isinstance(channels, (list, tuple))
-        found: tuple[Any, ...] = tuple(channels) if isinstance(channels, Sequence) else (channels,)
-        for value in found:
-            check_sizes("MonotoneDEQ", {"channels": value})
-        if not found:
-            raise ValueError("MonotoneDEQ(channels=()): expected at least one tier.")
-        if kernel_size is None:
-            if several:
-                raise ValueError(
-                    f"MonotoneDEQ(channels={channels!r}): several tiers are convolutional; give "
-                    "kernel_size, an odd number such as 3."
-                )
-            return found
-        check_kernel("MonotoneDEQ", kernel_size)
-        return found
-
-    # ------------------------------------------------------------------ the map
-
-    @property
-    def convolutional(self) -> bool:
-        """Whether x and z are maps."""
-        return self.kernel_size is not None
 
     @property
     def tiers(self) -> int:
@@ -283,24 +229,15 @@ class MonotoneDEQ(MapLayer):
 
     def check_input(self, x: Tensor) -> None:
         """Raise unless x is a floating tensor of the right shape, in the layer's dtype."""
-        check_input(self, x, self.in_channels, convolutional=self.convolutional)
-        if self.kernel_size is not None:
-            self._check_pixels(x, self.kernel_size)
-
-    def _check_pixels(self, x: Tensor, kernel_size: int) -> None:
-        unit = 1 << (self.tiers - 1)
-        size = tuple(x.shape[2:])
-        if min(size) < 1 or size[0] % unit or size[1] % unit:
+        super().check_input(x)
+        if self.kernel_size is None:
+            return
+        check_halving("MonotoneDEQ", x, self.tiers - 1)
+        least, last = self.kernel_size - 1, min(x.shape[2:]) >> (self.tiers - 1)
+        if self.padding == "circular" and last < least:
             raise ValueError(
-                f"MonotoneDEQ with {self.tiers} tiers halves its maps {self.tiers - 1} times: H "
-                f"and W must be multiples of {unit}, got x of {size[0]} × {size[1]} pixels."
-            )
-        least = kernel_size - 1
-        if self.padding == "circular" and min(size) // unit < least:
-            raise ValueError(
-                f"MonotoneDEQ(padding='circular', kernel_size={kernel_size}) needs maps of at "
-                f"least {least} pixels in its last tier, got {min(size) // unit} (x has {size[0]} "
-                f"× {size[1]})."
+                f"MonotoneDEQ(padding='circular', kernel_size={self.kernel_size}) needs maps of at "
+                f"least {least} pixels in its last tier, got {last} (x is {tuple(x.shape)})."
             )
 
     def inject(self, x: Tensor) -> tuple[Tensor]:
@@ -319,35 +256,22 @@ class MonotoneDEQ(MapLayer):
 
     def start(self, x: Tensor, *injected: Any) -> Any:
         """Zero, in the memory format of x and in the precision of c."""
-        (c,) = injected
-        shapes = self._state_shapes(x)
-        parts = [c.new_zeros(shape) for shape in shapes]
-        if channels_last(x):
-            parts = [part.to(memory_format=torch.channels_last) for part in parts]
+        parts = [zeros_as(x, shape, injected[0].dtype) for shape in self._state_shapes(x)]
         return parts[0] if self.tiers == 1 else tuple(parts)
 
     def _state_shapes(self, x: Tensor) -> list[tuple[int, ...]]:
         sizes: list[Any] = self.state_sizes(x) or [()]
         return [(x.shape[0], c, *size) for c, size in zip(self.channels, sizes, strict=True)]
 
-    def _check_start(self, x: Tensor, z0: Any) -> Any:
+    def check_state(self, z: Any, x: Tensor) -> None:
+        """Raise unless z is shaped as the state for x."""
         shapes = self._state_shapes(x)
-        found = (z0,) if self.tiers == 1 else z0
-        fits = (
-            isinstance(found, (tuple, list))
-            and len(found) == len(shapes)
-            and all(isinstance(part, Tensor) for part in found)
-            and all(tuple(part.shape) == s for part, s in zip(found, shapes, strict=True))
-        )
-        if not fits:
-            parts = found if isinstance(found, (tuple, list)) else (found,)
-            given = [tuple(getattr(part, "shape", ())) or type(part).__name__ for part in parts]
+        parts = list(z) if self.tiers > 1 and isinstance(z, (tuple, list)) else [z]
+        found = [tuple(getattr(part, "shape", ())) or type(part).__name__ for part in parts]
+        if found != shapes or not all(isinstance(part, Tensor) for part in parts):
             raise ValueError(
-                f"MonotoneDEQ: z0 must be shaped as the state, {shapes}, but is {given}."
+                f"MonotoneDEQ: z0 must be shaped as the state, {shapes}, but is {found}."
             )
-        return z0 if self.tiers == 1 else tuple(z0)
-
-    # ------------------------------------------------------------------ the solve
 
     def solve(self, x: Tensor, z0: Any = None, **options: Any) -> Solution[Any]:
         """Solve for x and tell all. Options as ``fixed_point``: solver, adjoint, throw, callback.
@@ -357,7 +281,7 @@ class MonotoneDEQ(MapLayer):
         chosen = {"adjoint": self.adjoint, **options}
         solver = chosen.pop("solver", self.solver)
         if not isinstance(solver, SplittingSolver):
-            inclusion, start, c = self._prepared(x, z0)
+            inclusion, start, c = self._posed(x, z0)
             found = fixed_point(inclusion.step, start, (c,), solver=solver, **chosen)
             # Solvers that extrapolate may end a little outside of the prior's domain.
             value = inclusion.into_domain(found.value)
@@ -374,14 +298,13 @@ class MonotoneDEQ(MapLayer):
 
     def split(self, solver: SplittingSolver, x: Tensor, z0: Any = None) -> Splitting:
         """The map that ``solver`` iterates for x, and how its fixed point gives z."""
-        return solver.split(*self._prepared(x, z0))
+        return solver.split(*self._posed(x, z0))
 
-    def _prepared(self, x: Tensor, z0: Any) -> tuple[MonotoneInclusion, Any, Tensor]:
+    def _posed(self, x: Tensor, z0: Any) -> tuple[MonotoneInclusion, Any, Tensor]:
         (c,) = self.injected(x)
-        start = self.start(x, c) if z0 is None else self._check_start(x, z0)
-        return self.inclusion(x), start, c
-
-    # ------------------------------------------------------------------ what is proven
+        start = self.start(x, c) if z0 is None else z0
+        self.check_state(start, x)
+        return self.inclusion(x), start if self.tiers == 1 else tuple(start), c
 
     def bounds(self) -> tuple[float, float]:
         """(m, L), proven for these weights: I − W ⪰ mI rounded down, L ≥ ‖I − W‖ rounded up."""
@@ -398,13 +321,26 @@ class MonotoneDEQ(MapLayer):
 
     def certify(self, x: Tensor, z: Any = None) -> MapCertificate:
         """What is proven at x, and about z (None: the layer's own answer); see docs/monotone.md."""
-        return certify_monotone(self, x, None if z is None else self._check_start(x, z))
+        if z is not None:
+            self.check_state(z, x)
+        return certify_monotone(self, x, z)
 
-    def extra_repr(self) -> str:
-        channels = self.channels[0] if self.tiers == 1 else self.channels
-        kernel = f", kernel_size={self.kernel_size}, padding={self.padding!r}"
-        parts = f"{channels}, in_channels={self.in_channels}{kernel if self.convolutional else ''}"
-        return f"{parts}, m={self.m:g}, prior={self.prior!r}, {super().extra_repr()}"
+
+def _tiers(channels: object, kernel_size: int | None) -> tuple[int, ...]:
+    """The channels of each tier, checked."""
+    found = tuple(channels) if isinstance(channels, Sequence) else (channels,)
+    for value in found:
+        check_sizes("MonotoneDEQ", {"channels": value})
+    if not found:
+        raise ValueError("MonotoneDEQ(channels=()): expected at least one tier.")
+    if kernel_size is not None:
+        check_kernel("MonotoneDEQ", kernel_size)
+    elif isinstance(channels, Sequence):
+        raise ValueError(
+            f"MonotoneDEQ(channels={channels!r}): several tiers are convolutional; give "
+            "kernel_size, an odd number such as 3."
+        )
+    return found
 
 
 def _reading(

@@ -5,24 +5,15 @@ from __future__ import annotations
 import math
 from typing import Any, Literal, Unpack
 
-import torch
 from torch import Tensor
 
 from equilibria.engine.options import check_number
-from equilibria.problems import (
-    ConvOperator,
-    DenseOperator,
-    Free,
-    HiddenProblem,
-    Linear,
-    LinearOperator,
-    Problem,
-)
-from equilibria.problems.kernels import Activated, per_sample_sum
+from equilibria.problems import Free, HiddenProblem, Linear, Problem
+from equilibria.problems.kernels import Activated
 from equilibria.problems.operators import TransposedOperator
-from equilibria.problems.priors import at_least_float32
 
-from .weighted import LayerOptions, WeightedLayer
+from .inputs import lowered
+from .layer import LayerOptions, WeightedLayer, weight_operator
 
 __all__ = ["OptEq"]
 
@@ -44,12 +35,13 @@ class OptEq(WeightedLayer):
     ζ [B, mid, H, W].
 
     Args:
-        channels: channels of z.
-        mid: channels of ζ, Ux and Wz.
+        channels, mid: channels of z; of ζ, Ux and Wz.
         form: which of the two is solved and returned.
         nu: ν of Theorem 1, which asks ν ≥ L_σ‖W‖² (``nu_needed()``).
         options: see ``LayerOptions``.
     """
+
+    shown = (*WeightedLayer.shown, "form", "nu")
 
     def __init__(
         self,
@@ -74,20 +66,12 @@ class OptEq(WeightedLayer):
     def problem(self, x: Tensor) -> Problem:
         """The problem of this form. In training mode this moves W's power iteration."""
         c = self.features(x)
-        w = self.operator()
         if self.form == "state":
-            return Problem(Free(), Activated(w, c, self.prior, self.nu))
-        return Problem(self.prior, Linear(TransposedOperator(self._scaled(w)), c))
-
-    def _scaled(self, w: LinearOperator) -> LinearOperator:
-        """W/√ν."""
-        if self.nu == 1.0:
-            return w
-        factor = 1.0 / math.sqrt(self.nu)
-        if isinstance(w, ConvOperator):
-            return ConvOperator(w.weight * factor)
-        assert isinstance(w, DenseOperator)
-        return DenseOperator(w.weight * factor)
+            return Problem(Free(), Activated(self.operator(), c, self.prior, self.nu))
+        weight = lowered(self.W.weight)
+        if self.nu != 1.0:
+            weight = weight * (1.0 / math.sqrt(self.nu))
+        return Problem(self.prior, Linear(TransposedOperator(weight_operator(weight)), c))
 
     def to_hidden(self, z: Tensor, x: Tensor) -> Tensor:
         """ζ = σ(Wz + Ux + b) from z of the state form."""
@@ -105,45 +89,3 @@ class OptEq(WeightedLayer):
     def nu_needed(self) -> float:
         """The least ν for which Theorem 1 is proven here: L_σ‖W‖², by the upper bound on ‖W‖."""
         return self.prior.expansion * self.operator().norm_upper() ** 2
-
-    def objective_state(self, z: Tensor, x: Tensor, *, tolerance: float | None = None) -> Tensor:
-        """φ(z) = ψ*(z) − ½‖z‖² of Theorem 1, in closed form for a square invertible W. [B].
-
-        ψ = (1/ν)1ᵀσ̃(W· + c) and σ̃* = f + ½|·|², so with ζ = νW⁻ᵀz
-
-            φ(z) = (1/ν)(1ᵀf(ζ) + ½‖ζ‖² − ⟨c, ζ⟩) − ½‖z‖²,
-
-        Eq 4 for ReLU with σ̃*(0) = 0 (the paper prints ∞ there, where most equilibria sit). Entries
-        of ζ outside the domain of f by less than ``tolerance``·max|ζ| count as on its edge: the
-        solve with W rounds (None: 1e-9 in float64, 1e-4 in float32).
-        """
-        w = self.operator()
-        if not isinstance(w, DenseOperator) or w.weight.shape[0] != w.weight.shape[1]:
-            raise ValueError(
-                "OptEq.objective_state is closed for a square matrix W only, and this layer has "
-                f"channels={self.channels}, mid={self.mid}, kernel_size={self.kernel_size}; "
-                "OptEq(form='state').problem(x).objective(z) has the same minimizer and minimum "
-                "for every W."
-            )
-        c = at_least_float32(self.features(x))
-        z = at_least_float32(z)
-        weight = at_least_float32(w.weight)
-        spread = torch.linalg.svdvals(weight.detach().double())
-        if not bool(spread[-1] > 1e-10 * spread[0]):
-            raise ValueError(
-                "OptEq.objective_state needs an invertible W; its singular values go from "
-                f"{float(spread[-1]):.2e} to {float(spread[0]):.2e}."
-            )
-        zeta = self.nu * torch.linalg.solve(weight.mT, z.mT).mT
-        if tolerance is None:
-            tolerance = 1e-9 if zeta.dtype == torch.float64 else 1e-4
-        # prox_{τf} for a tiny τ is the projection to the domain of f.
-        outside = torch.isinf(self.prior.value(zeta))
-        edge = self.prior.prox(zeta, 1e-12)
-        near = (edge - zeta).abs() <= tolerance * zeta.detach().abs().amax(1, keepdim=True)
-        zeta = torch.where(outside & near, edge, zeta)
-        inner = self.prior.value(zeta) + 0.5 * zeta * zeta - c * zeta
-        return per_sample_sum(inner) / self.nu - 0.5 * per_sample_sum(z * z)
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, form={self.form!r}, nu={self.nu:g}"

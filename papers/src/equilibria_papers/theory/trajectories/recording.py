@@ -265,14 +265,14 @@ def record_path(
             f"record_path takes an equilibrium layer such as eq.nn.DEQ(...), got "
             f"{type(layer).__name__}. Of a network: layer, x = layer_input(network, images)."
         )
+    if getattr(layer, "branches", None) is not None:
+        raise TypeError(
+            f"{type(layer).__name__} solves its branches one after the other: record the path of "
+            "one of layer.branches on its part of layer.split(x)."
+        )
     chosen: Any = getattr(layer, "solver", None) if solver is None else solver
     if not isinstance(chosen, SolverOptions):
         raise TypeError(f"solver must be a solver object such as Anderson(), got {chosen!r}.")
-    if getattr(layer, "branches", None) is not None and not getattr(layer, "joint", False):
-        raise TypeError(
-            f"{type(layer).__name__} solves its branches one after the other: record the path of "
-            "one of layer.branches on its part of layer.split(x), or make the layer joint=True."
-        )
     count = chosen.max_steps if steps is None else steps
     check_sizes("record_path", {"steps": count})
     states: list[Tensor] = []
