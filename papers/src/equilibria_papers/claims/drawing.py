@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -35,6 +35,32 @@ def choice(draw: torch.Generator, items: Sequence[T]) -> T:
 
 def normal(draw: torch.Generator, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=draw, dtype=torch.float64)
+
+
+def identity(n: int) -> Tensor:
+    return torch.eye(n, dtype=torch.float64)
+
+
+def zeros(*shape: int) -> Tensor:
+    return torch.zeros(*shape, dtype=torch.float64)
+
+
+def ones(*shape: int) -> Tensor:
+    return torch.ones(*shape, dtype=torch.float64)
+
+
+def tensor(values: Any) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def logistic(t: Tensor, top: float) -> float:
+    """A free number as one between 0 and ``top``, for searches."""
+    return top / (1.0 + math.exp(-float(t.clamp(-30, 30))))
+
+
+def exponential(t: Tensor, low: float, high: float) -> float:
+    """A free number as a positive one between e^low and e^high, for searches."""
+    return math.exp(float(t.clamp(low, high)))
 
 
 def norm(t: Tensor) -> float:
@@ -105,17 +131,9 @@ _ALL = (
         lambda t: 0.5 * t.clamp(0.0, 1.0) ** 2 + (t - 1.0).clamp_min(0.0),
     ),
     Activation(
-        "soft threshold",
-        _soft,
-        lambda t: (t.abs() > 0.3).double(),
-        lambda t: 0.5 * _soft(t) ** 2,
+        "soft threshold", _soft, lambda t: (t.abs() > 0.3).double(), lambda t: 0.5 * _soft(t) ** 2
     ),
-    Activation(
-        "leaky relu",
-        lambda t: t * _leak(t),
-        _leak,
-        lambda t: 0.5 * t * t * _leak(t),
-    ),
+    Activation("leaky relu", lambda t: t * _leak(t), _leak, lambda t: 0.5 * t * t * _leak(t)),
     Activation("tanh", torch.tanh, lambda t: 1.0 - torch.tanh(t) ** 2, _log_cosh, smooth=True),
     Activation(
         "sigmoid",

@@ -18,10 +18,10 @@ from equilibria.problems import (
     Sigmoidal,
 )
 
-from .claim import Trial, claim, printed, reading
-from .drawing import ACTIVATIONS, Activation, choice, integer, norm, normal, uniform, weights
-from .ours_layers import PRIORS
-from .solving import newton, solve
+from .claim import Trial, Trials, tried
+from .drawing import ACTIVATIONS, Activation, choice, integer, norm, normal, uniform, weights, zeros
+from .numerics import newton, solve
+from .ours_gaussian import PRIORS
 
 _STEEP = 4.0 / (3.0 * math.sqrt(3.0))
 
@@ -47,7 +47,7 @@ def _linear(draw: torch.Generator) -> Trial:
         )
 
     problem = Problem(PRIORS[sigma.name], Linear(w, torch.stack([c, other])))
-    found = certify(problem, z=torch.zeros(2, len(c), dtype=torch.float64))
+    found = certify(problem, z=zeros(2, len(c)))
     assert found.lipschitz is not None
     one, two = star(c), star(other)
     moved = norm(one - two) / (found.lipschitz * norm(c - other) + 1e-11)
@@ -128,69 +128,18 @@ def _degenerate(draw: torch.Generator, *, offset: float) -> Trial:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DegenerateKernelWarning)
         problem = Problem(PRIORS["identity"], Polynomial(w, c[None], degree, offset=offset))
-    after = norm(problem.step(torch.zeros(1, len(c), dtype=torch.float64)))
+    after = norm(problem.step(zeros(1, len(c))))
     case = {"W": w, "c": c, "degree": degree, "T(0)": after}
     return Trial(1e-6 * norm(c) / after if after > 0 else math.inf, case)
 
 
-CLAIMS = (
-    claim(
-        "ours.fact6.linear",
-        "Fact 6, linear kernel",
-        r"$z = \sigma(W^\top Wz + c)$: factor $\|W\|_2^2$, modulus $1 - \|W\|_2^2$, "
-        r"Lipschitz constant $1/(1 - \|W\|_2^2)$ in $c$; tried with the numbers of `certify`.",
-        reading(
-            "ours",
-            "",
-            _linear,
-            cost=4.0,
-            proof=r"$\nabla^2q = -W^\top W$, and $\sigma$ does not expand",
-        ),
-    ),
-    claim(
-        "ours.fact6.sigmoid",
-        "Fact 6, sigmoid kernel",
-        r"$-(\frac{4}{3\sqrt3}\|c\|^2 + \|W\|^2) \le \nabla^2q \le "
-        r"\frac{4}{3\sqrt3}\|c\|^2$.",
-        reading(
-            "ours",
-            "",
-            _sigmoid,
-            cost=2.0,
-            proof=r"$\nabla^2q = 2t(1-t^2)cc^\top - W^\top W$, and $|2t(1-t^2)| \le "
-            r"\frac{4}{3\sqrt3}$ on $[-1, 1]$",
-        ),
-    ),
-    claim(
-        "ours.fact6.unique",
-        "Fact 6, sigmoid kernel, uniqueness",
-        r"One equilibrium for the inputs with $\|W\|^2 + 0.7698\|c\|^2 < 1$.",
-        reading(
-            "ours",
-            "",
-            _sigmoid_unique,
-            cost=4.0,
-            proof="the bound on the Hessian makes $G$ strongly convex",
-        ),
-    ),
-    claim(
-        "ours.fact6.polynomial",
-        "Fact 6, polynomial kernel, d = 2",
-        r"$-2\|c\|^2 - \|W\|^2 \le \nabla^2q \le 0$.",
-        reading("ours", "", _polynomial, cost=2.0, proof=r"$\nabla^2q = -2cc^\top - W^\top W$"),
-    ),
-    claim(
-        "ours.polynomial",
-        "The polynomial kernel tells inputs apart",
-        r"With $q = -\langle c, z\rangle^d - \frac12\|Wz\|^2$ (GEQ, Table 4) a solver "
-        r"started at 0 returns something that depends on $x$.",
-        printed(lambda draw: _degenerate(draw, offset=0.0)),
-        reading(
-            "offset 1",
-            r"$q = -(1 + \langle c, z\rangle)^d - \frac12\|Wz\|^2$",
-            lambda draw: _degenerate(draw, offset=1.0),
-            proof=r"$-\nabla q(0) = d\,c$",
-        ),
-        note=r"$T(0) = 0$ for every $x$ as printed: zero is an equilibrium of every input.",
-    ),
-)
+TRIALS: Trials = {
+    "ours.fact6.linear": tried(_linear, cost=4.0),
+    "ours.fact6.sigmoid": tried(_sigmoid, cost=2.0),
+    "ours.fact6.unique": tried(_sigmoid_unique, cost=4.0),
+    "ours.fact6.polynomial": tried(_polynomial, cost=2.0),
+    "ours.polynomial": {
+        "as printed": tried(_degenerate, offset=0.0),
+        "offset 1": tried(_degenerate, offset=1.0),
+    },
+}

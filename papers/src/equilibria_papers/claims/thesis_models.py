@@ -17,7 +17,7 @@ from equilibria_papers.theory.monotone_ntk import (
     search_radii,
 )
 
-from .drawing import integer, log_uniform, norm, normal, spectral
+from .drawing import integer, log_uniform, norm, normal, spectral, zeros
 
 
 class Case(NamedTuple):
@@ -104,10 +104,10 @@ def kron(a: Tensor, b: Tensor) -> Tensor:
 
 def commutation(n: int) -> Tensor:
     """K = Σ E_ij ⊗ E_ijᵀ, so that K vec(M) = vec(Mᵀ), vec by columns, [n², n²]."""
-    K = torch.zeros(n * n, n * n, dtype=torch.float64)
+    K = zeros(n * n, n * n)
     for i in range(n):
         for j in range(n):
-            unit = torch.zeros(n, n, dtype=torch.float64)
+            unit = zeros(n, n)
             unit[i, j] = 1.0
             K += kron(unit, unit.T)
     return K

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,8 +22,8 @@ from equilibria_papers.theory.monotone_ntk import (
     square_loss,
 )
 
-from .claim import Claim, Trial, Variant, claim, reading
-from .drawing import integer, log_uniform, norm, normal, spectral, uniform
+from .claim import Trial, Trials, tried
+from .drawing import identity, integer, log_uniform, norm, normal, spectral, tensor, uniform, zeros
 from .thesis_models import Case, draw_case, near_labels
 
 Draw = Callable[[torch.Generator], Trial | None]
@@ -62,9 +61,9 @@ def _flow_trial(case: Case, given: Ingredients) -> Trial | None:
 def _flow_family(draw: torch.Generator) -> Iterator[Trial | None]:
     """U = cI less t off the diagonal, u = 0, and the random scenario."""
     for scale, tilt in ((20.0, 0.0), (20.0, 0.5), (40.0, 0.0), (40.0, 5.0)):
-        eye, zero = torch.eye(2, dtype=torch.float64), torch.zeros(2, 2, dtype=torch.float64)
+        eye, zero = identity(2), zeros(2, 2)
         model = ThesisModel(A=zero, B=zero, U=scale * eye - tilt * (1 - eye), u=zero[0], m=1.0)
-        y = torch.tensor([0.6, -0.8], dtype=torch.float64)
+        y = tensor([0.6, -0.8])
         yield _flow_of(model, eye, y)
     yield _flow_of(*SCENARIOS["guaranteed-random"].build(0))
 
@@ -77,7 +76,7 @@ def _flow_of(model: ThesisModel, X: Any, y: Any) -> Trial | None:
 def _diagonal(draw: torch.Generator, m: float, scale: float) -> Case:
     """n = N = d up to 2, X = I, U = scale·I, A = B = 0, u = 0, ‖y‖ = 1."""
     n = integer(draw, 1, 2)
-    eye, zero = torch.eye(n, dtype=torch.float64), torch.zeros(n, n, dtype=torch.float64)
+    eye, zero = identity(n), zeros(n, n)
     model = ThesisModel(A=zero, B=zero, U=scale * eye, u=zero[0], m=m)
     y = normal(draw, n)
     return Case(model, eye, y / norm(y), find_equilibrium(model, eye))
@@ -315,131 +314,36 @@ def _large_steps(draw: torch.Generator) -> Iterator[Trial | None]:
         yield attempt(draw)
 
 
-def _printed(random: Draw, cost: float, **more: Any) -> Variant:
-    return Variant(name="as printed", random=random, cost=cost, **more)
-
-
-def _restored(random: Draw, needs: str = "the powers of $m$ of Lemmas 3.3.4 and 3.3.7") -> Variant:
-    return reading("with the powers of m", needs, random, cost=10.0)
-
-
-CLAIMS: tuple[Claim, ...] = (
-    claim(
-        "thesis.theorem3.3.1",
-        "Theorem 3.3.1",
-        r"Under Condition 1 and $n \ge N$, gradient flow keeps $L(\theta(t)) \le "
-        r"e^{-\lambda_0^2t/2}L(\theta(0))$.",
-        _printed(_flow, 20.0, adversarial=_flow_family, tolerance=1e-5),
-        note=r"The premise is met by few initializations ($u = 0$ and a large $U$) and by every "
-        r"one whose labels lie close to its outputs; at usual ones the best slack is about "
-        r"$10^{-7}$. The proof prints $e^{-\lambda_0 s/4}$ for $e^{-\lambda_0^2s/4}$.",
-    ),
-    claim(
-        "thesis.condition2",
-        "Condition 2",
-        r"Condition 2 can be met: by initializations made for it, with $\lambda_0 > 0$ (the ratio "
-        "is 1 over the least slack at the best radii).",
-        _printed(_small_m, 5.0),
-        reading(
-            "with the powers of m",
-            "the powers of $m$ that Lemmas 3.3.4 and 3.3.7 carry; $u$ small, labels near the "
-            "outputs",
-            partial(_satisfiable, condition="2m"),
-            cost=10.0,
-        ),
-        reading(
-            "Condition 2′",
-            r"the repaired Condition 2′: $16C_2 \le \lambda_0^2$ in place of (3.18), and "
-            r"$\eta \le \lambda_0^2/(8C^2)$; $u$ small, labels near the outputs",
-            partial(_satisfiable, condition="2'"),
-            cost=10.0,
-        ),
-        note=r"As printed it needs $20Nm^2 \le 1$, so a small $m$, and there Theorem 3.3.5 is "
-        r"false. With the powers of $m$: $\lambda_0^2 \le \|Z\|_F^2/N \le \|X\|_F^2\|U\|^2/(m^2N)$ "
-        r"by Lemma 3.3.3, and (3.18) asks for $20\|X\|_F^2\|U\|^2/m^2$: $20N \le 1$, never.",
-    ),
-    claim(
-        "thesis.theorem3.3.5",
-        "Theorem 3.3.5",
-        r"Under Condition 2, $n \ge N$ and the step sizes printed, $L(\theta_{k+1}) \le (1 - "
-        r"\eta\lambda_0^2/4)L(\theta_k)$.",
-        _printed(_printed_descent, 10.0, adversarial=_counterexample),
-        reading(
-            "Condition 2′",
-            r"Condition 2′ and $\eta \le \lambda_0^2/(8C^2)$",
-            _repaired_descent,
-            _repaired_family,
-            tolerance=1e-5,
-            cost=20.0,
-        ),
-        note=r"Without the powers of $m$ the condition is met by $m = 0.05$, $U = 10I$, where the "
-        r"allowed $\eta = 4/\lambda_0^2$ makes the loss grow ninefold a step.",
-    ),
-    claim(
-        "thesis.lemma3.3.7",
-        "Lemma 3.3.7",
-        r"While the parameters are in their balls, one step moves $U$, $u$, $A$, $B$ by at most "
-        r"$\eta\|X\|_F\|\hat y - y\|$ times $\bar\lambda_u/m$, $\bar\lambda_U/m$, "
-        r"$2\bar\lambda_{UuA}/m^2$, $2\bar\lambda_{Uu}/m^2$, and $W$ by $4\bar\lambda_{Uu}"
-        r"(\bar\lambda_A^2 + \eta\lambda_0^2\bar\lambda_A^2/16 + 1)/m^2$.",
-        _printed(_parameter_steps(near=False), 5.0, adversarial=_large_steps),
-        reading(
-            "with (3.16)",
-            "Eq 3.16 for the line on $W$, which the lemma does not state",
-            _parameter_steps(near=True),
-            cost=10.0,
-        ),
-    ),
-    claim(
-        "thesis.prop5",
-        "Proposition 5",
-        r"The balls are not left: $\|A(k+1)\|_F \le \|A(0)\|_2 + R_A$ and so on, and $\|W(k+1) - "
-        r"W(0)\|_F \le 16\|X\|_F\|\hat y_0 - y\|(3\bar\lambda_A^2 + "
-        r"2)\bar\lambda_{Uu}/(\lambda_0^2m^2)$.",
-        _printed(_stay(frobenius=True), 10.0),
-        reading(
-            "spectral norms",
-            r"$\|\cdot\|_2$ on the left, as $\bar\lambda$ is defined",
-            _stay(frobenius=False),
-            cost=10.0,
-        ),
-    ),
-    claim(
-        "thesis.prop6",
-        "Proposition 6",
-        r"$\sigma_{\min}(Z(k+1)) \ge \lambda_0/2$ under (3.16), (3.17) and hypotheses 1 and 3.",
-        _printed(_features_stay(restored=False), 10.0),
-        _restored(
-            _features_stay(restored=True),
-            needs="(3.17) with 16 for 8 and the powers of $m$, which is what the proof uses",
-        ),
-        note="The proof needs 16 for 8 in (3.17) and drops powers of $m$; no run was found in "
-        "which the conclusion fails.",
-    ),
-    claim(
-        "thesis.lemma3.3.8",
-        "Lemma 3.3.8",
-        r"$I_1 \le L(\eta^2C_{11}^2 + 2\eta^3\lambda_0^2C_{11}C_{12} + \eta^4\lambda_0C_{12}^2)$, "
-        r"$C_{11} = \|X\|_F^2(\bar\lambda_u^2 + 4\bar\lambda_{Uu}^2 + 4\bar\lambda_{UuA}^2 + "
-        r"\bar\lambda_U^2)$, $C_{12} = \|X\|_F^2\bar\lambda_{UuA}^2/4$.",
-        _printed(_progress("I1", restored=False), 10.0),
-        _restored(_progress("I1", restored=True)),
-        note=r"The last term needs $\lambda_0^4$.",
-    ),
-    claim(
-        "thesis.lemma3.3.9",
-        "Lemma 3.3.9",
-        r"$I_2 \le 2L(\eta(C_{11} - \bar\lambda_U^2\|X\|_F^2) + \eta^2\lambda_0^2C_{12})$.",
-        _printed(_progress("I2", restored=False), 10.0),
-        _restored(_progress("I2", restored=True)),
-        note=r"$I_2 = -\eta\,r^\top(J_AJ_A^\top + J_BJ_B^\top + J_UJ_U^\top)r + O(\eta^2)$ is "
-        "negative to first order; the proof bounds its size, which is what makes (3.18) so strict.",
-    ),
-    claim(
-        "thesis.lemma3.3.10",
-        "Lemma 3.3.10",
-        r"$I_3 \le -\eta\frac{\lambda_0^2}{2}L(\theta_k)$ where $\sigma_{\min}(Z(k)) \ge "
-        r"\lambda_0/2$ and $n \ge N$.",
-        _printed(_progress("I3", restored=True), 10.0),
-    ),
-)
+TRIALS: Trials = {
+    "thesis.theorem3.3.1": tried(_flow, _flow_family, tolerance=1e-5, cost=20.0),
+    "thesis.condition2": {
+        "as printed": tried(_small_m, cost=5.0),
+        "with the powers of m": tried(_satisfiable, condition="2m", cost=10.0),
+        "Condition 2′": tried(_satisfiable, condition="2'", cost=10.0),
+    },
+    "thesis.theorem3.3.5": {
+        "as printed": tried(_printed_descent, _counterexample, cost=10.0),
+        "Condition 2′": tried(_repaired_descent, _repaired_family, tolerance=1e-5, cost=20.0),
+    },
+    "thesis.lemma3.3.7": {
+        "as printed": tried(_parameter_steps(near=False), _large_steps, cost=5.0),
+        "with (3.16)": tried(_parameter_steps(near=True), cost=10.0),
+    },
+    "thesis.prop5": {
+        "as printed": tried(_stay(frobenius=True), cost=10.0),
+        "spectral norms": tried(_stay(frobenius=False), cost=10.0),
+    },
+    "thesis.prop6": {
+        "as printed": tried(_features_stay(restored=False), cost=10.0),
+        "with the powers of m": tried(_features_stay(restored=True), cost=10.0),
+    },
+    "thesis.lemma3.3.8": {
+        "as printed": tried(_progress("I1", restored=False), cost=10.0),
+        "with the powers of m": tried(_progress("I1", restored=True), cost=10.0),
+    },
+    "thesis.lemma3.3.9": {
+        "as printed": tried(_progress("I2", restored=False), cost=10.0),
+        "with the powers of m": tried(_progress("I2", restored=True), cost=10.0),
+    },
+    "thesis.lemma3.3.10": tried(_progress("I3", restored=True), cost=10.0),
+}
