@@ -93,9 +93,6 @@ def _draw_deep(
     return Deep(tuple(layers), uniform(draw, 0.05, 0.95) if alpha is None else alpha)
 
 
-# -------------------------------------------------------------- Lemma 3, Theorem 2, Corollary 1
-
-
 def _multi(deep: Deep) -> MultiBlock:
     relu = [Block(layer.w, layer.c[None], alpha=deep.alpha) for layer in deep.layers]
     return MultiBlock(relu)
@@ -196,9 +193,6 @@ def _corollary1(draw: torch.Generator, *, inside: bool) -> Trial:
     return Trial(off(z.flatten(), least[at:]), deep.case())
 
 
-# -------------------------------------------------------------------------------------- Theorem 3
-
-
 def _wide(layers: Sequence[Layer]) -> Tensor:
     """The y of min Σφ_i(x_i) + ½‖x_i − y‖² for ReLU, by one program in (ζ_1, …, ζ_L, y)."""
     sizes = [len(layer.c) for layer in layers]
@@ -246,9 +240,6 @@ def _theorem3_adversarial(draw: torch.Generator) -> Iterator[Trial | None]:
                     for k in range(count)
                 ]
                 yield _theorem3(Deep(tuple(layers), alpha))
-
-
-# ------------------------------------------------------------------------------------ Section 6.1
 
 
 def _contraction(draw: torch.Generator) -> Trial:

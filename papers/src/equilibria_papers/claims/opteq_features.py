@@ -14,8 +14,6 @@ from .drawing import ACTIVATIONS, identity, integer, norm, normal, spectral, uni
 from .numerics import bisect, crossings, solve
 from .opteq_layer import EXACT, Layer, draw_layer, off
 
-# ---------------------------------------------------------------------- Theorem 4 and Section 5.1
-
 
 def _theorem4(draw: torch.Generator) -> Trial:
     """R(z) = ½(z − a)ᵀK(z − a), ReLU: the fixed point of f ∘ (I − γ∇R) against one program."""
@@ -72,9 +70,6 @@ def _prox_form(draw: torch.Generator, *, envelope: bool) -> Trial:
     weight = gamma * shrink if envelope else gamma
     least = layer.minimizer(weight=weight * identity(layer.m))
     return Trial(off(star, least), {**layer.case(), "gamma": gamma, "z*": star, "argmin": least})
-
-
-# ---------------------------------------------------------------------------------------- Table 2
 
 
 def _prox_row(draw: torch.Generator, kind: str) -> Trial:

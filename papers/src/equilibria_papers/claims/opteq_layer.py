@@ -101,9 +101,6 @@ def _excess(best: float, other: float) -> float:
     return 1.0 + (best - other) / (1e-3 + abs(best) + abs(other))
 
 
-# ------------------------------------------------------------------------------------- Theorem 1
-
-
 def _theorem1(draw: torch.Generator) -> Trial:
     """The layer against competitors: prox inequality, firm nonexpansiveness, the minimizer."""
     layer = draw_layer(draw, slack=1.0)
@@ -147,9 +144,6 @@ def _theorem1_adversarial(draw: torch.Generator) -> Iterator[Trial | None]:
         yield from climb(attempt, (normal(draw, 10) for _ in range(3)))
 
 
-# ---------------------------------------------------------------- Section 3.2: existence of z*
-
-
 def _strictly_convex(draw: torch.Generator) -> Trial:
     """Softplus has σ′ < 1, so φ is strictly convex for every ‖W‖ ≤ 1; W diagonal, ν = 1."""
     m = integer(draw, 1, 5)
@@ -179,9 +173,6 @@ def _contractive(draw: torch.Generator) -> Trial:
     again = solve(layer, layer.slope, normal(draw, layer.m) * 10.0)
     left = norm(star - layer(star)) / (1e-9 * (1.0 + norm(star)))
     return Trial(max(left, off(again, star)), layer.case())
-
-
-# ------------------------------------- Eq 4 and Table 1: closed forms and modified objectives, ReLU
 
 
 def _eq4(draw: torch.Generator, *, at_zero: float) -> Trial:

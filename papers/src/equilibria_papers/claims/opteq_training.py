@@ -127,9 +127,6 @@ def _sam_families(draw: torch.Generator, *, printed: bool) -> Iterator[Trial]:
                 yield _follow(problem, normal(draw, 2), rho, c, printed=printed)
 
 
-# -------------------------------------------------------------------------------------- Theorem 6
-
-
 def _smooth(t: Tensor) -> Tensor:
     """Strongly monotone (slope ≥ 0.6), 1-Lipschitz, smooth."""
     return 0.6 * t + 0.4 * torch.tanh(t)

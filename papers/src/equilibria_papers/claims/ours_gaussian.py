@@ -18,21 +18,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from equilibria import problems
 from equilibria.certify import certify
-from equilibria.problems import (
-    GAUSSIAN_BEND,
-    Box,
-    Free,
-    Gaussian,
-    LeakyNonNegative,
-    Logistic,
-    NonNegative,
-    Patches,
-    Prior,
-    Problem,
-    SoftThreshold,
-    Tanh,
-)
+from equilibria.problems import Gaussian, Patches, Prior, Problem
 
 from .claim import Trial, Trials, tried
 from .drawing import (
@@ -59,13 +47,13 @@ THRESHOLD = math.exp(0.75) / math.sqrt(2.0)
 """μ = 1.49694…, where 1 − 2e^{−3/2}μ² = 0."""
 
 PRIORS: dict[str, Prior] = {
-    "identity": Free(),
-    "relu": NonNegative(),
-    "clipped relu": Box(0.0, 1.0),
-    "soft threshold": SoftThreshold(0.3),
-    "leaky relu": LeakyNonNegative(0.1),
-    "tanh": Tanh(),
-    "sigmoid": Logistic(),
+    "identity": problems.Free(),
+    "relu": problems.NonNegative(),
+    "clipped relu": problems.Box(0.0, 1.0),
+    "soft threshold": problems.SoftThreshold(0.3),
+    "leaky relu": problems.LeakyNonNegative(0.1),
+    "tanh": problems.Tanh(),
+    "sigmoid": problems.Logistic(),
 }
 
 
@@ -194,9 +182,6 @@ def _number(value: float | Tensor) -> float:
     return float(torch.as_tensor(value).reshape(-1)[0])
 
 
-# ----------------------------------------------------------------------------------------- fact 1
-
-
 def _basis(z: Tensor) -> tuple[Tensor, ...]:
     return tuple(identity(len(z)))
 
@@ -253,11 +238,8 @@ def _bend(draw: torch.Generator) -> Trial:
     a = normal(draw, n) * 2.0
     b = a + normal(draw, n) * 10.0 ** uniform(draw, -4.0, 0.5)
     change = float(torch.linalg.matrix_norm(layer.hessian(a) - layer.hessian(b), 2))
-    allowed = GAUSSIAN_BEND * math.sqrt(layer.gamma) * layer.mu**3 * norm(a - b)
+    allowed = problems.GAUSSIAN_BEND * math.sqrt(layer.gamma) * layer.mu**3 * norm(a - b)
     return Trial(change / (allowed + 1e-13 * layer.mu**2), {**layer.case(), "a": a, "b": b})
-
-
-# ----------------------------------------------------------------------------------- facts 2 and 3
 
 
 def _pair(draw: torch.Generator, n: int) -> tuple[Tensor, Tensor]:
@@ -367,9 +349,6 @@ def _fact3_sharp(draw: torch.Generator) -> Trial:
     ratio = max(3.0 / len(states), left / (1e-9 * (1.0 + norm(layer.c))))
     case = {"mu": mu, "gamma": gamma, "c": layer.c, "activation": name, "equilibria": states}
     return Trial(ratio, case)
-
-
-# ----------------------------------------------------------------------------------------- fact 4
 
 
 def _near(draw: torch.Generator, star: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -19,7 +20,18 @@ from equilibria.problems import (
 )
 
 from .claim import Trial, Trials, tried
-from .drawing import ACTIVATIONS, Activation, choice, integer, norm, normal, uniform, weights, zeros
+from .drawing import (
+    ACTIVATIONS,
+    Activation,
+    choice,
+    integer,
+    norm,
+    normal,
+    spectral,
+    uniform,
+    weights,
+    zeros,
+)
 from .numerics import newton, solve
 from .ours_gaussian import PRIORS
 
@@ -61,32 +73,35 @@ def _linear(draw: torch.Generator) -> Trial:
     return Trial(ratio, {"W": w, "c": c, "c'": other, "activation": sigma.name})
 
 
-def _spectrum(coupling: Coupling, hessian: Tensor) -> float:
-    """1 + how far an eigenvalue lies outside the library's bounds, in units of their width."""
-    values = torch.linalg.eigvalsh(hessian)
+def _spectrum(
+    coupling: Coupling, kernel: Callable[[Tensor], Tensor], w: Tensor, c: Tensor, z: Tensor
+) -> Trial:
+    """∇² of q = −kernel(⟨c, z⟩) − ½‖Wz‖² by autograd against the library's bounds.
+
+    The ratio is 1 + how far an eigenvalue lies outside, in units of their width.
+    """
+
+    def q(v: Tensor) -> Tensor:
+        return -kernel(c @ v) - 0.5 * (w @ v).square().sum()
+
+    values = torch.linalg.eigvalsh(torch.autograd.functional.hessian(q, z))
     bounds = coupling.curvature()
     low, high = (float(torch.as_tensor(t).reshape(-1)[0]) for t in (bounds.lower, bounds.upper))
     width = 1e-9 + high - low
-    return 1.0 + max(float(values[-1]) - high, low - float(values[0])) / width
+    ratio = 1.0 + max(float(values[-1]) - high, low - float(values[0])) / width
+    return Trial(ratio, {"W": w, "c": c, "z": z})
 
 
 def _sigmoid(draw: torch.Generator) -> Trial:
-    """−(k‖c‖² + ‖W‖²) ≤ ∇²q ≤ k‖c‖², k = 4/(3√3), by autograd of q as defined."""
+    """−(k‖c‖² + ‖W‖²) ≤ ∇²q ≤ k‖c‖², k = 4/(3√3)."""
     w, c, _ = _draw(draw, 2.0)
-    z = normal(draw, len(c))
-
-    def q(v: Tensor) -> Tensor:
-        return -torch.tanh(c @ v) - 0.5 * (w @ v).square().sum()
-
-    found = torch.autograd.functional.hessian(q, z)
-    return Trial(_spectrum(Sigmoidal(w, c[None]), found), {"W": w, "c": c, "z": z})
+    return _spectrum(Sigmoidal(w, c[None]), torch.tanh, w, c, normal(draw, len(c)))
 
 
 def _sigmoid_unique(draw: torch.Generator) -> Trial:
     """‖W‖² + 0.7698‖c‖² < 1: Newton from six far starts finds one equilibrium."""
     w, c, sigma = _draw(draw, 0.95)
-    size = float(torch.linalg.matrix_norm(w, 2))
-    c = c * (math.sqrt((1.0 - size**2) / _STEEP) * uniform(draw, 0.1, 0.999) / norm(c))
+    c = c * (math.sqrt((1.0 - spectral(w) ** 2) / _STEEP) * uniform(draw, 0.1, 0.999) / norm(c))
     gram = w.mT @ w
 
     def force(z: Tensor) -> Tensor:
@@ -106,28 +121,23 @@ def _sigmoid_unique(draw: torch.Generator) -> Trial:
     return Trial(spread / (1e-6 * (1.0 + norm(found[0]))), {"W": w, "c": c, "equilibria": found})
 
 
+def _kernel(w: Tensor, c: Tensor, degree: int, offset: float) -> Polynomial:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DegenerateKernelWarning)
+        return Polynomial(w, c[None], degree, offset=offset)
+
+
 def _polynomial(draw: torch.Generator) -> Trial:
     """d = 2: −2‖c‖² − ‖W‖² ≤ ∇²q ≤ 0."""
     w, c, _ = _draw(draw, 2.0)
-    z = normal(draw, len(c))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DegenerateKernelWarning)
-        coupling = Polynomial(w, c[None], 2, offset=0.0)
-
-    def q(v: Tensor) -> Tensor:
-        return -((c @ v) ** 2) - 0.5 * (w @ v).square().sum()
-
-    found = torch.autograd.functional.hessian(q, z)
-    return Trial(_spectrum(coupling, found), {"W": w, "c": c, "z": z})
+    return _spectrum(_kernel(w, c, 2, 0.0), lambda t: t**2, w, c, normal(draw, len(c)))
 
 
 def _degenerate(draw: torch.Generator, *, offset: float) -> Trial:
     """An equilibrium that tells inputs apart: T(0) ≠ 0. The ratio is tiny/‖T(0)‖."""
     w, c, _ = _draw(draw, 0.9)
     degree = integer(draw, 2, 4)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DegenerateKernelWarning)
-        problem = Problem(PRIORS["identity"], Polynomial(w, c[None], degree, offset=offset))
+    problem = Problem(PRIORS["identity"], _kernel(w, c, degree, offset))
     after = norm(problem.step(zeros(1, len(c))))
     case = {"W": w, "c": c, "degree": degree, "T(0)": after}
     return Trial(1e-6 * norm(c) / after if after > 0 else math.inf, case)

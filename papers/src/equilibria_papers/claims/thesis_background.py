@@ -16,9 +16,6 @@ EXACT = 1e-8
 """How far two computations of one number may lie apart, relative to its size."""
 
 
-# ---------------------------------------------------------------- monotone operators, 2.3
-
-
 def _subgradients(draw: torch.Generator) -> Trial:
     """∂f for f = Σ wᵢ|x − tᵢ| + ½qx² is monotone, and I + ∂f is onto (Minty: maximal)."""
     count = integer(draw, 1, 5)
@@ -94,9 +91,6 @@ def _least_singular(draw: torch.Generator, by_norm: bool) -> Trial | None:
         return None
     least = float(torch.linalg.svdvals(identity(len(J)) - J)[-1])
     return Trial((1 - size) / least, {"J": J.tolist()})
-
-
-# ---------------------------------------------------------------- gradient descent, 2.5
 
 
 @dataclass(frozen=True)
@@ -223,9 +217,6 @@ def _path_length(draw: torch.Generator, constant: float) -> Trial:
     return Trial(length / bound, {"n": len(x), "mu": mu, "L": L})
 
 
-# ---------------------------------------------------------------- tangent kernels, 2.6
-
-
 def _spectral_theorem(draw: torch.Generator) -> Trial:
     n = integer(draw, 1, 7)
     S = normal(draw, n, n)
@@ -295,9 +286,6 @@ def _globally(draw: torch.Generator) -> Trial | None:
         worst = max(worst, left / ((1 - mu / (2 * beta)) ** k * start))
     worst = max(worst, norm(theta - first) / (4 * math.sqrt(start / mu)))
     return Trial(worst, {"N": len(y), "eps": eps, "mu": mu, "beta": beta})
-
-
-# ---------------------------------------------------------------- appendices A and B
 
 
 def _implicit_function(draw: torch.Generator) -> Trial:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,15 +14,12 @@ from equilibria_papers.theory.monotone_ntk import ThesisModel, find_equilibrium
 from .claim import Trial, Trials, tried
 from .drawing import identity, integer, log_uniform, norm, normal, ones, spectral, tensor, zeros
 from .numerics import climb
-from .thesis_models import Case, draw_case, draw_model
-
-# ---------------------------------------------------------------- Lemmas 3.3.2, C.0.4, C.0.5
+from .thesis_models import Case, case_of, draw_case, draw_model
 
 
 def _row_norm(W: Tensor, D: Tensor, u: Tensor, *, gated: bool) -> float:
     """‖uᵀ(I − DW)⁻¹‖, or with a further D behind; D [n] the diagonal."""
-    eye = identity(len(W))
-    row = torch.linalg.solve((eye - D[:, None] * W).T, u)
+    row = torch.linalg.solve((identity(len(W)) - D[:, None] * W).T, u)
     return norm(D * row if gated else row)
 
 
@@ -42,25 +38,17 @@ def _rows_family(draw: torch.Generator, gated: bool) -> Iterator[Trial | None]:
     for t in (1.0, 10.0, 1000.0):
         B = tensor([[0.0, t], [0.0, 0.0]])
         U = tensor([[1.0], [-1.0 - 2 * t]])
-        u = tensor([1.0, 0.0])
-        model = ThesisModel(A=torch.zeros(2, 2), B=B, U=U, u=u, m=1.0)
-        X = ones(1, 1)
-        yield _rows_of(Case(model, X, X[0], find_equilibrium(model, X)), gated)
+        model = ThesisModel(A=torch.zeros(2, 2), B=B, U=U, u=tensor([1.0, 0.0]), m=1.0)
+        yield _rows_of(case_of(model, ones(1, 1)), gated)
 
     def attempt(at: Tensor) -> Trial:
-        n, at = 3, at.clamp(-30.0, 30.0)  # the printed ratio has no upper bound
-        W = _monotone(at[: 2 * n * n], n, 1.0)
-        D = (at[2 * n * n : 2 * n * n + n] > 0).double()
-        u = at[2 * n * n + n :]
-        return Trial(_row_norm(W, D, u, gated=gated) / (1e-12 + norm(u)), {"at": at.tolist()})
+        at = at.clamp(-30.0, 30.0)  # the printed ratio has no upper bound
+        A, B, D, u = at[:9].reshape(3, 3), at[9:18].reshape(3, 3), (at[18:21] > 0).double(), at[21:]
+        size = _row_norm(-(A.T @ A) + B - B.T, D, u, gated=gated)
+        return Trial(size / (1e-12 + norm(u)), {"at": at.tolist()})
 
-    starts = [normal(draw, 2 * 9 + 6) for _ in range(2)]
+    starts = [normal(draw, 24) for _ in range(2)]
     yield from climb(attempt, starts, methods=("Powell",), evaluations=500)
-
-
-def _monotone(entries: Tensor, n: int, m: float) -> Tensor:
-    A, B = entries[: n * n].reshape(n, n), entries[n * n : 2 * n * n].reshape(n, n)
-    return (1 - m) * identity(n) - A.T @ A + B - B.T
 
 
 def _any_gate(draw: torch.Generator, gated: bool) -> Trial:
@@ -74,9 +62,6 @@ def _any_gate(draw: torch.Generator, gated: bool) -> Trial:
     return Trial(size * model.m / norm(model.u), {"n": n, "m": model.m, "J": J.tolist()})
 
 
-# ---------------------------------------------------------------- Lemma 3.3.3
-
-
 def _state_norm(case: Case) -> Trial:
     bound = norm(case.X) * spectral(case.model.U) / case.model.m
     return Trial(norm(case.found.Z) / bound, case.sizes())
@@ -88,10 +73,7 @@ def _state_family(draw: torch.Generator) -> Iterator[Trial]:
         eye, zero = identity(3), zeros(3, 3)
         model = ThesisModel(A=zero, B=zero, U=eye, u=eye[0], m=m)
         X = tensor([[1.0, 2.0], [2.0, 4.0], [0.5, 1.0]])
-        yield _state_norm(Case(model, X, X[0], find_equilibrium(model, X)))
-
-
-# ---------------------------------------------------------------- Lemmas 3.3.4 and 3.3.6
+        yield _state_norm(case_of(model, X))
 
 
 def _moved(draw: torch.Generator) -> tuple[Case, Case]:
@@ -124,9 +106,14 @@ def _output_change(s: Case, k: Case) -> Trial | None:
     return None if bound < 1e-9 else Trial(moved / bound, s.sizes() | {"dU": dU, "dW": dW})
 
 
-def _change_family(
-    draw: torch.Generator, measure: Callable[[Case, Case], Trial | None]
-) -> Iterator[Trial | None]:
+Measure = Callable[[Case, Case], Trial | None]
+
+
+def _change(draw: torch.Generator, *, measure: Measure) -> Trial | None:
+    return measure(*_moved(draw))
+
+
+def _change_family(draw: torch.Generator, *, measure: Measure) -> Iterator[Trial | None]:
     """n = d = N = 1: z = Ux/(m + a²), so small a comes near to the bound."""
     one = ones(1, 1)
     for m in (0.05, 1.0):
@@ -134,8 +121,8 @@ def _change_family(
             pair = []
             for value in (0.0, a * math.sqrt(m)):
                 model = ThesisModel(A=value * one, B=0 * one, U=one, u=one[0], m=m)
-                pair.append(Case(model, one, one[0], find_equilibrium(model, one)))
-            yield measure(pair[0], pair[1])
+                pair.append(case_of(model, one))
+            yield measure(*pair)
 
 
 def _weight_change(draw: torch.Generator) -> Trial | None:
@@ -160,11 +147,7 @@ TRIALS: Trials = {
         "with J": tried(_any_gate, gated=True),
     },
     "thesis.lemma3.3.3": tried(lambda draw: _state_norm(draw_case(draw)), _state_family),
-    "thesis.lemma3.3.4a": tried(
-        lambda draw: _state_change(*_moved(draw)), partial(_change_family, measure=_state_change)
-    ),
-    "thesis.lemma3.3.4b": tried(
-        lambda draw: _output_change(*_moved(draw)), partial(_change_family, measure=_output_change)
-    ),
+    "thesis.lemma3.3.4a": tried(_change, _change_family, measure=_state_change),
+    "thesis.lemma3.3.4b": tried(_change, _change_family, measure=_output_change),
     "thesis.lemma3.3.6": tried(_weight_change, tolerance=1e-5),
 }

@@ -50,8 +50,12 @@ def draw_case(draw: torch.Generator, *, wide: bool = False, low: float = 0.05) -
     N = integer(draw, 1, 4)
     n, d = integer(draw, N if wide else 1, 5), integer(draw, 1, 4)
     model = draw_model(draw, n, d, log_uniform(draw, low, 3.0))
-    X = normal(draw, d, N)
-    return Case(model, X, normal(draw, N), find_equilibrium(model, X))
+    return case_of(model, normal(draw, d, N), normal(draw, N))
+
+
+def case_of(model: ThesisModel, X: Tensor, y: Tensor | None = None) -> Case:
+    """With the equilibrium found; labels that do not matter are the first row of X."""
+    return Case(model, X, X[0] if y is None else y, find_equilibrium(model, X))
 
 
 def away_from_kinks(case: Case) -> bool:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 
@@ -24,12 +23,7 @@ from equilibria_papers.theory.monotone_ntk import (
 
 from .claim import Trial, Trials, tried
 from .drawing import identity, integer, log_uniform, norm, normal, spectral, tensor, uniform, zeros
-from .thesis_models import Case, draw_case, near_labels
-
-Draw = Callable[[torch.Generator], Trial | None]
-
-
-# ---------------------------------------------------------------- the theorems
+from .thesis_models import Case, case_of, draw_case, near_labels
 
 
 def _flow(draw: torch.Generator) -> Trial | None:
@@ -45,13 +39,8 @@ def _flow_trial(case: Case, given: Ingredients) -> Trial | None:
     if given.misfit < 1e-7 * float(norm(case.y)):
         return None  # what is left of it after a while is rounding of the outputs
     try:
-        run = gradient_flow(
-            *case[:3],
-            horizon=8.0 / given.lambda0**2,
-            points=9,
-            rtol=1e-11,
-            max_evaluations=4000,
-        )
+        horizon = 8.0 / given.lambda0**2
+        run = gradient_flow(*case[:3], horizon=horizon, points=9, rtol=1e-11, max_evaluations=4000)
     except ArithmeticError:
         return None  # stiff beyond what a trial may cost
     told = {"slack": report.slack, "lambda0": given.lambda0, "misfit": given.misfit}
@@ -63,14 +52,10 @@ def _flow_family(draw: torch.Generator) -> Iterator[Trial | None]:
     for scale, tilt in ((20.0, 0.0), (20.0, 0.5), (40.0, 0.0), (40.0, 5.0)):
         eye, zero = identity(2), zeros(2, 2)
         model = ThesisModel(A=zero, B=zero, U=scale * eye - tilt * (1 - eye), u=zero[0], m=1.0)
-        y = tensor([0.6, -0.8])
-        yield _flow_of(model, eye, y)
-    yield _flow_of(*SCENARIOS["guaranteed-random"].build(0))
-
-
-def _flow_of(model: ThesisModel, X: Any, y: Any) -> Trial | None:
-    case = Case(model, X, y, find_equilibrium(model, X))
-    return _flow_trial(case, ingredients(model, X, y, case.found))
+        case = case_of(model, eye, tensor([0.6, -0.8]))
+        yield _flow_trial(case, ingredients(*case))
+    case = case_of(*SCENARIOS["guaranteed-random"].build(0))
+    yield _flow_trial(case, ingredients(*case))
 
 
 def _diagonal(draw: torch.Generator, m: float, scale: float) -> Case:
@@ -79,7 +64,7 @@ def _diagonal(draw: torch.Generator, m: float, scale: float) -> Case:
     eye, zero = identity(n), zeros(n, n)
     model = ThesisModel(A=zero, B=zero, U=scale * eye, u=zero[0], m=m)
     y = normal(draw, n)
-    return Case(model, eye, y / norm(y), find_equilibrium(model, eye))
+    return case_of(model, eye, y / norm(y))
 
 
 def _printed_descent(draw: torch.Generator) -> Trial | None:
@@ -97,23 +82,22 @@ def _descent_trial(
     case: Case, condition: str, radii: Radii | None, steps: int, share: float
 ) -> Trial | None:
     """A run with this share of the largest allowed step; None where the condition fails."""
-    model, X, y, found = case
-    given = ingredients(model, X, y, found)
-    if radii is None:
-        report = search_radii(condition, given)
-    else:
-        report = check_condition(condition, given, radii)
+    given = ingredients(*case)
+    report = (
+        search_radii(condition, given)
+        if radii is None
+        else check_condition(condition, given, radii)
+    )
     if not report.holds or report.step is None:
         return None
-    run = gradient_descent(model, X, y, step=share * report.step, steps=steps)
+    run = gradient_descent(*case[:3], step=share * report.step, steps=steps)
     told = {"slack": report.slack, "step": run.step, "losses": list(run.loss[:4])}
     return Trial(run.worst, case.sizes() | told)
 
 
 def _counterexample(draw: torch.Generator) -> Iterator[Trial | None]:
     scenario = SCENARIOS["counterexample"]
-    model, X, y = scenario.build(0)
-    case = Case(model, X, y, find_equilibrium(model, X))
+    case = case_of(*scenario.build(0))
     yield _descent_trial(case, "2", scenario.radii, 4, 1.0)
     yield _descent_trial(case, "2", scenario.radii, 4, 0.9)
 
@@ -146,9 +130,6 @@ def _met(case: Case, given: Ingredients, condition: str) -> Trial:
     best = search_radii(condition, given)
     told = {"binding": best.binding.name, "20N": 20 * given.samples}
     return Trial(1.0 / best.slack, case.sizes() | told)
-
-
-# ---------------------------------------------------------------- the lemmas of the proof
 
 
 def _one_step(
@@ -186,32 +167,28 @@ def _bars(given: Ingredients, radii: Radii) -> tuple[float, float, float]:
     return given.norm_A + radii.A, given.norm_U + radii.U, given.norm_u + radii.u
 
 
-def _parameter_steps(*, near: bool) -> Draw:
+def _parameter_steps(draw: torch.Generator, *, near: bool) -> Trial | None:
     """Lemma 3.3.7, all five lines."""
-
-    def trial(draw: torch.Generator) -> Trial | None:
-        made = _one_step(draw, near=near)
-        if made is None:
-            return None
-        case, given, radii, step = made
-        a, U, u = _bars(given, radii)
-        m, move, A = given.m, _move(case, step), case.model.A
-        unit = step * given.norm_X * given.misfit
-        bounds = {
-            "U": unit * u / m,
-            "u": unit * U / m,
-            "A": unit * 2 * U * u * a / m**2,
-            "B": unit * 2 * U * u / m**2,
-        }
-        if min(bounds.values()) == 0.0:
-            return None
-        ratios = {k: norm(getattr(move, k)) / bound for k, bound in bounds.items()}
-        inner = a * a + step * given.lambda0**2 * a * a / 16 + 1
-        change = move.B - move.B.T - A.T @ move.A - move.A.T @ A - move.A.T @ move.A
-        ratios["W"] = spectral(change) / (unit * 4 * U * u * inner / m**2)
-        return Trial(max(ratios.values()), case.sizes() | ratios | {"step": step})
-
-    return trial
+    made = _one_step(draw, near=near)
+    if made is None:
+        return None
+    case, given, radii, step = made
+    a, U, u = _bars(given, radii)
+    m, move, A = given.m, _move(case, step), case.model.A
+    unit = step * given.norm_X * given.misfit
+    bounds = {
+        "U": unit * u / m,
+        "u": unit * U / m,
+        "A": unit * 2 * U * u * a / m**2,
+        "B": unit * 2 * U * u / m**2,
+    }
+    if min(bounds.values()) == 0.0:
+        return None
+    ratios = {k: norm(getattr(move, k)) / bound for k, bound in bounds.items()}
+    inner = a * a + step * given.lambda0**2 * a * a / 16 + 1
+    change = move.B - move.B.T - A.T @ move.A - move.A.T @ A - move.A.T @ move.A
+    ratios["W"] = spectral(change) / (unit * 4 * U * u * inner / m**2)
+    return Trial(max(ratios.values()), case.sizes() | ratios | {"step": step})
 
 
 def _constants(given: Ingredients, radii: Radii, restored: bool) -> tuple[float, float, float]:
@@ -222,96 +199,83 @@ def _constants(given: Ingredients, radii: Radii, restored: bool) -> tuple[float,
     return c11, X * (U * u * a) ** 2 / 4 / m**4, X * U * U / m**2
 
 
-def _progress(which: str, *, restored: bool) -> Draw:
+def _progress(draw: torch.Generator, *, which: str, restored: bool) -> Trial | None:
     """Lemmas 3.3.8 (I₁), 3.3.9 (I₂) and 3.3.10 (I₃) for one step."""
-
-    def trial(draw: torch.Generator) -> Trial | None:
-        made = _one_step(draw, near=True)
-        if made is None:
-            return None
-        case, given, radii, step = made
-        then = _after(case, step)
-        loss, rest = square_loss(case.model, case.found, case.y)
-        before, after = case.found.Z.T @ case.model.u, then.found.Z.T @ then.model.u
-        between = case.found.Z.T @ then.model.u
-        if norm(after - before) < 1e-10 * (1e-3 + norm(before)):
-            return None  # rounding of ŷ
-        lam2 = given.lambda0**2
-        c11, c12, cu = _constants(given, radii, restored)
-        if which == "I1":
-            left = 0.5 * float((after - before) @ (after - before))
-            last = lam2**2 if restored else given.lambda0
-            right = loss * (
-                (step * c11) ** 2 + 2 * step**3 * lam2 * c11 * c12 + step**4 * last * c12**2
-            )
-        elif which == "I2":
-            left = float((after - between) @ rest)
-            right = 2 * loss * (step * (c11 - cu) + step**2 * lam2 * c12)
-        else:  # I₃ = −η‖Zr‖² ≤ −left
-            left, right = step * lam2 / 2 * loss, -float(_move(case, step).u @ case.found.Z @ rest)
-        return Trial(left / right, case.sizes() | {"step": step})
-
-    return trial
+    made = _one_step(draw, near=True)
+    if made is None:
+        return None
+    case, given, radii, step = made
+    then = _after(case, step)
+    loss, rest = square_loss(case.model, case.found, case.y)
+    before, after = case.found.Z.T @ case.model.u, then.found.Z.T @ then.model.u
+    between = case.found.Z.T @ then.model.u
+    if norm(after - before) < 1e-10 * (1e-3 + norm(before)):
+        return None  # rounding of ŷ
+    lam2 = given.lambda0**2
+    c11, c12, cu = _constants(given, radii, restored)
+    if which == "I1":
+        left = 0.5 * float((after - before) @ (after - before))
+        last = lam2**2 if restored else given.lambda0
+        right = loss * (
+            (step * c11) ** 2 + 2 * step**3 * lam2 * c11 * c12 + step**4 * last * c12**2
+        )
+    elif which == "I2":
+        left = float((after - between) @ rest)
+        right = 2 * loss * (step * (c11 - cu) + step**2 * lam2 * c12)
+    else:  # I₃ = −η‖Zr‖² ≤ −left
+        left, right = step * lam2 / 2 * loss, -float(_move(case, step).u @ case.found.Z @ rest)
+    return Trial(left / right, case.sizes() | {"step": step})
 
 
-def _stay(*, frobenius: bool) -> Draw:
+def _stay(draw: torch.Generator, *, frobenius: bool) -> Trial | None:
     """Proposition 5 along a run: norms, and ‖W(k+1) − W(0)‖, where hypotheses 1 and 3 hold."""
-
-    def trial(draw: torch.Generator) -> Trial | None:
-        made = _one_step(draw, near=True)
-        if made is None:
-            return None
-        case, given, radii, step = made
-        worst, then, factor = 0.0, case, 1 - step * given.lambda0**2 / 4
-        start = 0.5 * given.misfit**2
-        for k in range(1, integer(draw, 2, 12)):
-            then = _after(then, step)
-            size = norm if frobenius else spectral
-            for name in ("A", "B", "U"):
-                bound = getattr(given, f"norm_{name}") + getattr(radii, name)
-                worst = max(worst, size(getattr(then.model, name)) / bound)
-            worst = max(worst, norm(then.model.u) / (given.norm_u + radii.u))
-            a, U, u = _bars(given, radii)
-            drift = 16 * (3 * a * a + 2) * U * u / (given.lambda0 * given.m) ** 2
-            moved = norm(then.model.W - case.model.W)
-            if moved > 1e-9 * norm(case.model.W):
-                worst = max(worst, moved / (given.norm_X * given.misfit * drift))
-            if square_loss(then.model, then.found, case.y)[0] > factor**k * start:
-                break  # hypothesis 3 ends here
-        return Trial(worst, case.sizes() | {"step": step})
-
-    return trial
+    made = _one_step(draw, near=True)
+    if made is None:
+        return None
+    case, given, radii, step = made
+    worst, then, factor = 0.0, case, 1 - step * given.lambda0**2 / 4
+    start = 0.5 * given.misfit**2
+    for k in range(1, integer(draw, 2, 12)):
+        then = _after(then, step)
+        size = norm if frobenius else spectral
+        for name in ("A", "B", "U"):
+            bound = getattr(given, f"norm_{name}") + getattr(radii, name)
+            worst = max(worst, size(getattr(then.model, name)) / bound)
+        worst = max(worst, norm(then.model.u) / (given.norm_u + radii.u))
+        a, U, u = _bars(given, radii)
+        drift = 16 * (3 * a * a + 2) * U * u / (given.lambda0 * given.m) ** 2
+        moved = norm(then.model.W - case.model.W)
+        if moved > 1e-9 * norm(case.model.W):
+            worst = max(worst, moved / (given.norm_X * given.misfit * drift))
+        if square_loss(then.model, then.found, case.y)[0] > factor**k * start:
+            break  # hypothesis 3 ends here
+    return Trial(worst, case.sizes() | {"step": step})
 
 
-def _features_stay(*, restored: bool) -> Draw:
+def _features_stay(draw: torch.Generator, *, restored: bool) -> Trial | None:
     """Proposition 6 along a run: σ_min(Z(k)) ≥ λ₀/2 while hypotheses 1 and 3 hold."""
-
-    def trial(draw: torch.Generator) -> Trial | None:
-        made = _one_step(draw, near=True)
-        if made is None:
-            return None
-        case, given, radii, step = made
-        rows = check_condition("2'" if restored else "2", given, radii).inequalities
-        if any(row.slack < 1 for row in rows if not row.name.startswith("(3.18")):
-            return None
-        then, worst = case, 0.0
-        for k in range(1, integer(draw, 2, 12)):
-            then = _after(then, step)
-            least = float(torch.linalg.svdvals(then.found.Z)[-1])
-            worst = max(worst, given.lambda0 / 2 / max(least, 1e-300))
-            loss, _ = square_loss(then.model, then.found, case.y)
-            if loss > (1 - step * given.lambda0**2 / 4) ** k * 0.5 * given.misfit**2:
-                break
-        return Trial(worst, case.sizes() | {"step": step})
-
-    return trial
+    made = _one_step(draw, near=True)
+    if made is None:
+        return None
+    case, given, radii, step = made
+    rows = check_condition("2'" if restored else "2", given, radii).inequalities
+    if any(row.slack < 1 for row in rows if not row.name.startswith("(3.18")):
+        return None
+    then, worst = case, 0.0
+    for k in range(1, integer(draw, 2, 12)):
+        then = _after(then, step)
+        least = float(torch.linalg.svdvals(then.found.Z)[-1])
+        worst = max(worst, given.lambda0 / 2 / max(least, 1e-300))
+        loss, _ = square_loss(then.model, then.found, case.y)
+        if loss > (1 - step * given.lambda0**2 / 4) ** k * 0.5 * given.misfit**2:
+            break
+    return Trial(worst, case.sizes() | {"step": step})
 
 
-def _large_steps(draw: torch.Generator) -> Iterator[Trial | None]:
+def _large_steps(draw: torch.Generator, *, near: bool) -> Iterator[Trial | None]:
     """Lemma 3.3.7's line on W asks for (3.16): a large η shows it."""
-    attempt = _parameter_steps(near=False)
     for _ in range(40):
-        yield attempt(draw)
+        yield _parameter_steps(draw, near=near)
 
 
 TRIALS: Trials = {
@@ -326,24 +290,24 @@ TRIALS: Trials = {
         "Condition 2′": tried(_repaired_descent, _repaired_family, tolerance=1e-5, cost=20.0),
     },
     "thesis.lemma3.3.7": {
-        "as printed": tried(_parameter_steps(near=False), _large_steps, cost=5.0),
-        "with (3.16)": tried(_parameter_steps(near=True), cost=10.0),
+        "as printed": tried(_parameter_steps, _large_steps, near=False, cost=5.0),
+        "with (3.16)": tried(_parameter_steps, near=True, cost=10.0),
     },
     "thesis.prop5": {
-        "as printed": tried(_stay(frobenius=True), cost=10.0),
-        "spectral norms": tried(_stay(frobenius=False), cost=10.0),
+        "as printed": tried(_stay, frobenius=True, cost=10.0),
+        "spectral norms": tried(_stay, frobenius=False, cost=10.0),
     },
     "thesis.prop6": {
-        "as printed": tried(_features_stay(restored=False), cost=10.0),
-        "with the powers of m": tried(_features_stay(restored=True), cost=10.0),
+        "as printed": tried(_features_stay, restored=False, cost=10.0),
+        "with the powers of m": tried(_features_stay, restored=True, cost=10.0),
     },
     "thesis.lemma3.3.8": {
-        "as printed": tried(_progress("I1", restored=False), cost=10.0),
-        "with the powers of m": tried(_progress("I1", restored=True), cost=10.0),
+        "as printed": tried(_progress, which="I1", restored=False, cost=10.0),
+        "with the powers of m": tried(_progress, which="I1", restored=True, cost=10.0),
     },
     "thesis.lemma3.3.9": {
-        "as printed": tried(_progress("I2", restored=False), cost=10.0),
-        "with the powers of m": tried(_progress("I2", restored=True), cost=10.0),
+        "as printed": tried(_progress, which="I2", restored=False, cost=10.0),
+        "with the powers of m": tried(_progress, which="I2", restored=True, cost=10.0),
     },
-    "thesis.lemma3.3.10": tried(_progress("I3", restored=True), cost=10.0),
+    "thesis.lemma3.3.10": tried(_progress, which="I3", restored=True, cost=10.0),
 }

@@ -27,11 +27,9 @@ from joblib.externals.loky import (  # type: ignore[import-untyped]
     wait,
 )
 
-from .callbacks import Stop
-from .choices import Choices
-from .planning import Planned
+from .plan import Choices, Planned
 from .provenance import Log
-from .running import complete, run_job
+from .runs import Stop, complete, run_job
 
 TIMING = frozenset({"throughput", "times"})
 """Measures of time: true only where nothing else runs."""

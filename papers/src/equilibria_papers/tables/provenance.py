@@ -17,7 +17,7 @@ import torch
 
 from equilibria import __version__
 
-from .planning import Planned
+from .plan import Planned
 
 COMMIT_VARIABLE = "EQUILIBRIA_COMMIT"
 """Names the commit on machines without git."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from .declaring import Job
+from .experiment import Job
 
 
 def _recipe(**options: Any) -> Mapping[str, Any]:
@@ -119,21 +119,14 @@ RATES: Mapping[str, float] = MappingProxyType(
     }
 )
 
-
 # Trainings that several tables share: declared once, so that they are run once.
-
 
 _SIX = [8] * 6
 _BRANCHES = {"channels": 16, "mids": _SIX, "image_size": 16}
 _GAUSSIAN = {**_BRANCHES, "hidden": 8}
 _STACK = {"widths": [8, 16], "depth": 1, "image_size": 8}
-_MDEQ = {
-    "channels": [8, 16],
-    "expansion": 1,
-    "head_channels": [4, 4],
-    "final_channels": 16,
-    "image_size": 16,
-}
+_MDEQ = {"channels": [8, 16], "expansion": 1, "head_channels": [4, 4], "final_channels": 16}
+_INSTEAD = {"data": "cifar10", "epochs": 20, "augment": ["crop", "flip"]}
 _COARSE = {"channels": 16, "mids": [8, 8], "scales": [1, 2], "image_size": 32}
 _DEEP = {"channels": 8, "mids": [4, 8], "image_size": 8}
 
@@ -148,7 +141,7 @@ _FAMILIES: tuple[tuple[str, str, Mapping[str, Any]], ...] = (
     ("geq_cifar_", "branches", _GAUSSIAN),
     ("kerdeq_cifar_", "branches", _GAUSSIAN),
     ("mopteq_", "linear branches", _BRANCHES),
-    ("mdeq_", "mdeq", _MDEQ),
+    ("mdeq_", "mdeq", {**_MDEQ, "image_size": 16}),
     ("resnet18_cifar", "resnet18", {"image_size": 8}),
     ("resnet50_cifar", "resnet50", {"image_size": 8}),
     ("resnet", "imagenet", {"image_size": 32}),
@@ -222,12 +215,7 @@ def imagenet(
         measures=measures,
         rate=min(speed, RATES["imagenet"]),
         images=9_000 if data == "imagenette" else 114_000,
-        stand_in={
-            "data": "cifar10",
-            "image_size": pixels,
-            "epochs": 20,
-            "augment": ["crop", "flip"],
-        },
+        stand_in={**_INSTEAD, "image_size": pixels},
         smoke=dict(tiny),
     )
 

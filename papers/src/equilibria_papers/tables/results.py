@@ -13,7 +13,7 @@ from typing import Any
 
 from equilibria.engine import write_json, write_text
 
-from .declaring import Cell, Experiment
+from .experiment import Cell, Experiment
 
 MEASURED, PARTLY, STAND_IN = "measured", "partly", "stand-in data"
 SMOKE, NOT_RUN, QUOTED = "smoke only", "not run", "quoted"
@@ -184,7 +184,7 @@ class Result:
 
     def save(self, folder: Path) -> list[Path]:
         """Write the JSON and the Markdown; each is whole or not there."""
-        from .rendering import markdown
+        from .pages import markdown
 
         path = result_path(folder, self.experiment.id, self.smoke, self.change)
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,20 +1,27 @@
-"""Reproduced tables for people: for the terminal (rich) and as Markdown."""
+"""Reproduced tables for people: for the terminal (rich), as Markdown, and as pictures."""
 
 from __future__ import annotations
 
-import io
+import dataclasses
+import math
+import shutil
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import starmap
+from pathlib import Path
 from typing import Any
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
+from rich.jupyter import JupyterMixin
 from rich.table import Table
 from rich.text import Text
 
-from .results import MEASURED, NOT_RUN, SMOKE, CellResult, Result, largest
+from equilibria_papers.theory import pictures
 
+from .results import MEASURED, NOT_RUN, SMOKE, CellResult, Result, largest, result_path
+
+_NAMED = 4  # places that a remark names
 UNSETTLED = 0.1
 """A relative residual above which a state is not near its equilibrium."""
 
@@ -49,13 +56,6 @@ def heading(result: Result) -> str:
     """The paper, the id and what the table is of."""
     smoke = "SMOKE TEST, NO RESULT: " if result.smoke else ""
     return f"{smoke}{result.experiment.paper}, {result.experiment.id}: {result.experiment.title}"
-
-
-def rich_table(result: Result) -> Any:
-    """For ``Console.print``: as the terminal is wide."""
-    from .rendering import Shown
-
-    return Shown(result)
 
 
 def caption(result: Result) -> str:
@@ -156,9 +156,6 @@ def _named(places: list[str]) -> str:
     return _cell(shown + (f"; and {more} more." if more > 0 else "."))
 
 
-_NAMED = 4
-
-
 def _commands(result: Result) -> list[str]:
     """What was typed for the numbers, each once."""
     samples = (sample for cell in result.cells for sample in cell.samples)
@@ -181,21 +178,17 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|")
 
 
-# A reproduced table for the terminal: what has numbers of ours, and in a sentence what has none.
-#
-# A line for each row and a column for each of its columns where the terminal is wide enough; a line
-# for each cell, under the name of its row, where it is not.
-
+# For the terminal: what has numbers of ours, and in a sentence what has none. A line for each row
+# where the terminal is wide enough; a line for each cell, under the name of its row, where not.
 
 _HEADS = (60, 24, 16, 12, 0)  # widths that a heading may be wrapped to; no word is cut
 _NAMES = (60, 26)  # the same of a row's name
 _FEW = 3  # rows that are named beside a column
-_NOTEBOOK = 160  # characters of a line
 _EDGES = 3  # a column's: a space on each side, and a line
 
 
-class Shown:
-    """For ``Console.print``: it looks at the width of the console."""
+class Shown(JupyterMixin):
+    """For ``Console.print`` and notebooks: it looks at the width of the console."""
 
     def __init__(self, result: Result) -> None:
         self.result = result
@@ -210,17 +203,6 @@ class Shown:
         yield Text(self._caption(), style="dim")
         for remark in (*self._absent(), *self._partial(), *unsettled(self.result)):
             yield Text(f"- {remark}")
-
-    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
-        """What a notebook shows."""
-        console = Console(file=io.StringIO(), record=True, width=_NOTEBOOK, force_jupyter=False)
-        console.print(self)
-        plain = console.export_text(clear=False)
-        page = '<pre style="white-space:pre;overflow-x:auto">{code}</pre>'
-        return {
-            "text/plain": plain,
-            "text/html": console.export_html(inline_styles=True, code_format=page),
-        }
 
     def _wide(self, width: int) -> Any:
         """A line a row; None where numbers would have to be cut."""
@@ -292,6 +274,11 @@ class Shown:
         return [f"{why}: {_listed(rows)}." for why, rows in reasons.items()]
 
 
+def rich_table(result: Result) -> Shown:
+    """For ``Console.print``: as the terminal is wide."""
+    return Shown(result)
+
+
 def _has_number(found: CellResult) -> bool:
     """Of ours or of the paper."""
     return bool(found.samples) or found.cell.published is not None
@@ -326,3 +313,96 @@ def _grid(columns: Sequence[tuple[str, Sequence[str]]]) -> Any:
     for texts in zip(*(below for _, below in columns), strict=True):
         table.add_row(*map(Text, texts))
     return table
+
+
+# A figure of a paper from our numbers: lines or bars, one color a column.
+
+
+def draw(result: Result, folder: Path) -> Result:
+    """Save the picture beside the table, where any cell was measured; the result names it."""
+    columns: dict[str, list[CellResult]] = {}
+    for cell in result.cells:
+        if cell.samples:
+            columns.setdefault(cell.cell.column, []).append(cell)
+    if not columns:
+        return result
+    rows = result.experiment.rows
+    figure = pictures.new_figure(max(5.2, 0.45 * len(rows) + 2.0), 4.2)
+    axes = figure.subplots()
+    for number, (column, cells) in enumerate(columns.items()):
+        label = column + _instead(cells)
+        if result.experiment.picture == "bars":
+            _bars(axes, rows, cells, label, number, len(columns))
+        else:
+            _lines(axes, rows, cells, label, number)
+    axes.set_xticks(range(len(rows)), rows, rotation=60, ha="right", fontsize=7)
+    axes.set_ylabel("ours")
+    axes.legend(fontsize=7)
+    change = f" ({result.change})" if result.change else ""
+    axes.set_title(f"{result.experiment.id}: {result.status}{change}", fontsize=8)
+    stem = result_path(folder, result.experiment.id, result.smoke, result.change)
+    written = pictures.save_picture(figure, stem.with_suffix(""))
+    return dataclasses.replace(result, files=tuple(path.name for path in written))
+
+
+def _instead(cells: Sequence[CellResult]) -> str:
+    names = {sample.stands_in for cell in cells for sample in cell.samples if sample.stands_in}
+    return f" ({', '.join(sorted(names))} stands in)" if names else ""
+
+
+def _bars(
+    axes: Any, rows: Sequence[str], cells: Sequence[CellResult], label: str, number: int, count: int
+) -> None:
+    width = 0.8 / count
+    shift = width * (number - (count - 1) / 2)
+    places = [rows.index(found.cell.row) + shift for found in cells]
+    means, spread = zip(*((found.mean, found.std or 0.0) for found in cells), strict=True)
+    axes.bar(places, means, width, yerr=spread, color=_pick(pictures.COLORS, number), label=label)
+
+
+def _lines(
+    axes: Any, rows: Sequence[str], cells: Sequence[CellResult], label: str, number: int
+) -> None:
+    """A line for each quantity that the rows vary; none through a row without a number."""
+    found = {cell.cell.row: cell for cell in cells}
+    for quantity in dict.fromkeys(_varied(row) for row in rows):
+        mine = [row for row in rows if _varied(row) == quantity]
+        means = [found[row].mean if row in found else math.nan for row in mine]
+        spread = [(found[row].std or 0.0) if row in found else 0.0 for row in mine]
+        axes.errorbar(
+            [rows.index(row) for row in mine],
+            means,
+            spread,
+            color=_pick(pictures.COLORS, number),
+            marker=_pick(pictures.MARKERS, number),
+            linestyle=_pick(pictures.STYLES, number),
+            label=label,
+        )
+        label = ""
+
+
+def _varied(row: str) -> str:
+    """``γ`` of the row "γ = 0.5"; rows that name no quantity vary the same."""
+    return row.split(" = ")[0] if " = " in row else ""
+
+
+def _pick(values: Sequence[Any], number: int) -> Any:
+    return values[number % len(values)]
+
+
+# What measures draw into a run's folder and what a figure of a paper shows; the corruptions' own
+# picture is left there, for the figure has all networks in one.
+_DRAWN = ("paths.png", "training_paths.png", "landscape.png", "test_landscape.png", "gradcam.png")
+
+
+def copy_pictures(result: Result, runs: Iterable[tuple[str, Path]], folder: Path) -> Result:
+    """Put what was drawn for the jobs (name, run folder) beside the table; the result names it."""
+    stem = result_path(folder, result.experiment.id, result.smoke, result.change).with_suffix("")
+    names = []
+    for job, run in dict(runs).items():
+        for found in (run / name for name in _DRAWN):
+            if found.exists():
+                stem.parent.mkdir(parents=True, exist_ok=True)
+                names.append(f"{stem.name}--{job}--{found.name}")
+                shutil.copyfile(found, stem.parent / names[-1])
+    return dataclasses.replace(result, files=(*result.files, *names))
