@@ -23,8 +23,16 @@ from equilibria_papers.claims import Claim, Settings, Trial, Variant, page
 from equilibria_papers.claims import audit as running
 from equilibria_papers.claims import claim as records
 from equilibria_papers.claims.drawing import ACTIVATIONS, normal, spectral, weights
-from equilibria_papers.claims.searching import climb, evolve
-from equilibria_papers.claims.solving import Unsolved, bisect, newton, program, relu_prox, solve
+from equilibria_papers.claims.numerics import (
+    Unsolved,
+    bisect,
+    climb,
+    evolve,
+    newton,
+    program,
+    relu_prox,
+    solve,
+)
 
 QUICK = Settings(trials=20, seconds=5.0)
 

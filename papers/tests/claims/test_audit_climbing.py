@@ -15,7 +15,7 @@ from equilibria_papers.claims import Claim, Settings, Trial, Variant
 from equilibria_papers.claims import audit as running
 from equilibria_papers.claims.audit import REACH, SAMPLES, Tape, climb_draws
 from equilibria_papers.claims.drawing import integer, normal, uniform
-from equilibria_papers.claims.solving import Unsolved
+from equilibria_papers.claims.numerics import Unsolved
 
 
 def seeded(seed: int) -> torch.Generator:

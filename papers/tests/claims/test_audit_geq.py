@@ -11,8 +11,14 @@ import torch
 import equilibria as eq
 from equilibria_papers.claims import Settings, load_claims, run_claim
 from equilibria_papers.claims.claim import Claim, Trial, Variant
-from equilibria_papers.claims.geq_layers import below, geq, one_neuron, opteq, scalar_geq
-from equilibria_papers.claims.geq_similarity import family, measured, sample_pair
+from equilibria_papers.claims.geq_layer import geq, opteq, scalar_geq
+from equilibria_papers.claims.geq_similarity import (
+    below,
+    family,
+    measured,
+    one_neuron,
+    sample_pair,
+)
 from equilibria_papers.theory.bounds import similarity as formulas
 from papers.tests.theory.bounds.layers import drawn
 

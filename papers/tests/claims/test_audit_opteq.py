@@ -162,7 +162,7 @@ def test_lemma2_solved_from_scratch() -> None:
     layers = tuple(opteq_layer.Layer(w, c, ACTIVATIONS["tanh"]) for w in made.weights)
     deep = opteq_deep.Deep(layers, 0.4)
     start = made.state @ torch.cat([h1, h2])
-    from equilibria_papers.claims.solving import newton
+    from equilibria_papers.claims.numerics import newton
 
     z, left = newton(deep, deep.slope, start + 1e-3)
     assert left < 1e-12

@@ -13,10 +13,10 @@ import equilibria as eq
 from equilibria.problems import Gaussian, MeanPatchEnergy
 from equilibria.problems.kernels import Curvature
 from equilibria_papers import claims as audit
-from equilibria_papers.claims import ours_errors, ours_lipschitz
+from equilibria_papers.claims import ours_gaussian, ours_lipschitz
 from equilibria_papers.claims.drawing import ACTIVATIONS
-from equilibria_papers.claims.ours_layers import THRESHOLD, B, GaussLayer, draw_gauss
-from equilibria_papers.claims.solving import newton
+from equilibria_papers.claims.numerics import newton
+from equilibria_papers.claims.ours_gaussian import THRESHOLD, B, GaussLayer, draw_gauss
 
 EXPECTED = {
     "ours.fact1": "holds",
@@ -139,7 +139,11 @@ def test_the_mean_rule_has_the_proven_factor() -> None:
 @pytest.mark.slow
 def test_the_search_reaches_the_sharp_constant() -> None:
     draw = torch.Generator().manual_seed(0)
-    found = [trial.ratio for trial in ours_lipschitz._search_inputs(draw, None, "sharp") if trial]
+    found = [
+        trial.ratio
+        for trial in ours_lipschitz._search_inputs(draw, rule=None, kind="sharp")
+        if trial
+    ]
     assert 0.999 < max(found) <= 1.0 + 1e-5
 
 
@@ -180,13 +184,13 @@ def test_a_lipschitz_constant_that_is_too_small_is_caught(monkeypatch: pytest.Mo
 
 
 def test_an_error_bound_that_is_too_small_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = ours_errors.certify
+    real = ours_gaussian.certify
 
     def wrong(problem: object, z: torch.Tensor) -> object:
         found = real(problem, z=z)  # type: ignore[call-overload]
         return dataclasses.replace(found, error_bound=0.5 * found.error_bound)
 
-    monkeypatch.setattr(ours_errors, "certify", wrong)
+    monkeypatch.setattr(ours_gaussian, "certify", wrong)
     assert run("ours.certificate", trials=200, seconds=2.0).verdict == "fails"
 
 

@@ -15,7 +15,7 @@ import safetensors.torch
 import torch
 
 from equilibria.training import Interrupted, read_checkpoint
-from equilibria_papers.tables.callbacks import Snapshots, Stop, StopWhenAsked
+from equilibria_papers.tables.runs import Snapshots, Stop, StopWhenAsked
 from tests.training.small import RaiseAt, SignalAt, config, run
 
 

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from equilibria_papers.tables.reproducing import held
+from equilibria_papers.tables.reproduction import held
 
 
 def test_ctrl_c_comes_at_the_end_of_the_outermost_block() -> None:

@@ -23,11 +23,12 @@ from torch import Tensor, nn
 from equilibria import data
 from equilibria.data import ImageData
 from equilibria.training import Interrupted
-from equilibria_papers.tables import describe, measures, reproduce, supplying
-from equilibria_papers.tables.callbacks import Snapshots, snapshot_epochs
-from equilibria_papers.tables.declaring import Cell, Job
-from equilibria_papers.tables.planning import Planned, plan_of
-from equilibria_papers.tables.running import _create
+from equilibria_papers.tables import describe, measures, reproduce
+from equilibria_papers.tables import images as supplying
+from equilibria_papers.tables.experiment import Cell, Job
+from equilibria_papers.tables.measures import snapshot_epochs
+from equilibria_papers.tables.plan import Planned, plan_of
+from equilibria_papers.tables.runs import Snapshots, _create
 from tests.training.small import SignalAt, config, run
 
 from . import tiny

@@ -18,12 +18,13 @@ from torch import Tensor, nn
 import equilibria as eq
 from equilibria import evaluation
 from equilibria.data import ImageData
-from equilibria_papers.tables import measures, measures_thesis, supplying
+from equilibria_papers.tables import images as supplying
+from equilibria_papers.tables import measures
 from equilibria_papers.tables import measures as measures_time
 from equilibria_papers.tables.geq import KINDS
+from equilibria_papers.tables.measures import Scene
 from equilibria_papers.tables.networks import ResidualNet
-from equilibria_papers.tables.planning import plan_of
-from equilibria_papers.tables.supplying import Scene
+from equilibria_papers.tables.plan import plan_of
 
 from . import tiny
 from .scenes import Array, Linear, TwoLayers, contraction, digits, iterates, numbered, scene_of
@@ -128,31 +129,31 @@ def test_local_minima_are_counted(rows: list[list[int]]) -> None:
                 if (a, b) != (i, j)
             ]
             expected += all(rows[i][j] < value for value in around)
-    assert measures_thesis.local_minima(grid) == expected
+    assert measures.local_minima(grid) == expected
 
 
 def test_a_bowl_has_one_minimum_and_a_hole_is_none() -> None:
     axis = torch.linspace(-1, 1, 11, dtype=torch.float64)
     bowl = axis[:, None].square() + axis[None].square()
-    assert measures_thesis.local_minima(bowl) == 1
+    assert measures.local_minima(bowl) == 1
     bowl[0, 0] = torch.nan
-    assert measures_thesis.local_minima(bowl) == 1
+    assert measures.local_minima(bowl) == 1
     bowl[5, 5] = torch.nan
-    assert measures_thesis.local_minima(bowl) == 0  # its four neighbors tie
+    assert measures.local_minima(bowl) == 0  # its four neighbors tie
 
 
 def test_first_steps_share_of_a_path() -> None:
     # One sample goes 3, then 1; the other leaps once; the third blows up and is left out.
     points = torch.tensor([[0.0, 0.0, 0.0], [3.0, 2.0, 1.0], [4.0, 2.0, torch.inf]])
-    assert measures_thesis._first_step(points[..., None]) == pytest.approx(100 * (0.75 + 1.0) / 2)
+    assert measures._first_step(points[..., None]) == pytest.approx(100 * (0.75 + 1.0) / 2)
 
 
 def test_separation_is_the_share_between_classes() -> None:
     points = torch.tensor([[0.0], [2.0], [10.0], [12.0]])
     classes = torch.tensor([0, 0, 1, 1])
     # Means 1 and 11 about 6: 4·25 of a whole of 36 + 16 + 16 + 36.
-    assert measures_thesis._separation(points, classes) == pytest.approx(100 * 100 / 104)
-    assert measures_thesis._separation(torch.zeros(4, 1), classes) == 0.0
+    assert measures._separation(points, classes) == pytest.approx(100 * 100 / 104)
+    assert measures._separation(torch.zeros(4, 1), classes) == 0.0
 
 
 def test_times_leave_the_network_as_it_is(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from equilibria_papers.tables import (
     reproduce_all,
 )
 from equilibria_papers.tables.parallel import split
-from equilibria_papers.tables.planning import plan_of
+from equilibria_papers.tables.plan import plan_of
 from equilibria_papers.tables.provenance import read_log
 
 from . import tiny

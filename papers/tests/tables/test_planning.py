@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from equilibria import models
 from equilibria_papers.tables import Cell, Choices, cells_asked, describe, plan
-from equilibria_papers.tables.planning import Planned, plan_of
+from equilibria_papers.tables.plan import Planned, plan_of
 
 from . import tiny
 

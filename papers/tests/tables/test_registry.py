@@ -10,8 +10,8 @@ from equilibria import models
 from equilibria.models.table import REGISTRY
 from equilibria_papers.tables import Choices, Experiment, Job, describe, names, plan
 from equilibria_papers.tables.measures import MEASURES
-from equilibria_papers.tables.networks import is_network
-from equilibria_papers.tables.registry import EXPERIMENTS
+from equilibria_papers.tables.networks import NETWORKS
+from equilibria_papers.tables.reproduction import EXPERIMENTS
 
 IDS = (
     *("geq-table1", "geq-table2", "geq-table3", "geq-table5"),
@@ -210,7 +210,7 @@ def test_jobs_are_made_of_what_there_is(name: str) -> None:
         assert job.minutes > 0
         for options in (job.options, {**job.options, **job.smoke}):
             given = {k: v for k, v in options.items() if k != "image_size"}
-            if not is_network(job.model):
+            if job.model not in NETWORKS:
                 REGISTRY.spec(job.model).parse(given)
 
 

@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from equilibria_papers.tables import Cell, Experiment, Published, drawing
-from equilibria_papers.tables.drawing import copy_pictures
-from equilibria_papers.tables.registry import EXPERIMENTS
-from equilibria_papers.tables.rendering import Shown, markdown, rich_table
+from equilibria_papers.tables import Cell, Experiment, Published, pages
+from equilibria_papers.tables.pages import Shown, copy_pictures, markdown, rich_table
+from equilibria_papers.tables.reproduction import EXPERIMENTS
 from equilibria_papers.tables.results import (
     CellResult,
     Result,
@@ -214,7 +213,7 @@ def test_no_line_through_what_was_not_measured() -> None:
         for row, value in ((rows[0], 1.0), (rows[2], 3.0), (rows[4], 5.0))
     ]
     axes = _Axes()
-    drawing._lines(axes, rows, cells, "x", 0)
+    pages._lines(axes, rows, cells, "x", 0)
     (first, means, label), (second, others, again) = axes.lines
     assert (first, second) == ([0, 1, 2], [3, 4])
     assert means[0] == 1.0
@@ -227,8 +226,8 @@ def test_no_line_through_what_was_not_measured() -> None:
 
 def test_the_legend_names_what_stands_in() -> None:
     cell = CellResult(Cell(row="r", column="x"), (_sample(0, stands_in="cifar10"),))
-    assert drawing._instead([cell]) == " (cifar10 stands in)"
-    assert drawing._instead([CellResult(Cell(row="r", column="x"), (_sample(0),))]) == ""
+    assert pages._instead([cell]) == " (cifar10 stands in)"
+    assert pages._instead([CellResult(Cell(row="r", column="x"), (_sample(0),))]) == ""
 
 
 @pytest.mark.parametrize("residual", [None, 0.02, 0.1, 0.9, math.nan])

@@ -14,7 +14,7 @@ import torch
 
 from equilibria import training
 from equilibria_papers import tables
-from equilibria_papers.tables import reproduce, running
+from equilibria_papers.tables import reproduce, runs
 from equilibria_papers.tables.measures import MEASURES, Scene
 from equilibria_papers.tables.provenance import read_log
 
@@ -36,7 +36,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
         return quality(scene)
 
     monkeypatch.setattr(training, "fit", counting_fit)
-    monkeypatch.setattr(running, "MEASURES", {**MEASURES, "quality": counting_quality})
+    monkeypatch.setattr(runs, "MEASURES", {**MEASURES, "quality": counting_quality})
     return counts
 
 
@@ -57,8 +57,8 @@ def test_another_table_takes_the_training_and_measures_what_is_new(
     tmp_path: Path, counted: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reproduce(tiny.table(), tiny.choices(tmp_path))
-    new = {**running.MEASURES, "new": lambda scene: {"answer": 42.0}}
-    monkeypatch.setattr(running, "MEASURES", new)
+    new = {**runs.MEASURES, "new": lambda scene: {"answer": 42.0}}
+    monkeypatch.setattr(runs, "MEASURES", new)
     job = tiny.job(measures=("quality", "new"))
     cell = tables.Cell(row="r", column="c", job=job, metric="answer")
     other = dataclasses.replace(tiny.table(), id="other", cells=(cell,))
@@ -75,15 +75,15 @@ def test_several_tables_share_a_training_and_unite_what_they_measure(
     tmp_path: Path, counted: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded: list[str] = []
-    new = {**running.MEASURES, "new": lambda scene: {"answer": 42.0}}
-    network = running._network
+    new = {**runs.MEASURES, "new": lambda scene: {"answer": 42.0}}
+    network = runs._network
 
     def counting(planned: Any, *rest: Any) -> Any:
         loaded.append(planned.job.name)
         return network(planned, *rest)
 
-    monkeypatch.setattr(running, "MEASURES", new)
-    monkeypatch.setattr(running, "_network", counting)
+    monkeypatch.setattr(runs, "MEASURES", new)
+    monkeypatch.setattr(runs, "_network", counting)
     # The same training by another name: one folder, one model.
     other = _second(tiny.job("alias", measures=("new",)), "answer")
     told: list[str] = []
@@ -143,7 +143,7 @@ def test_a_failure_is_logged_and_the_others_go_on(
     def broken(scene: Scene) -> dict[str, float]:
         raise RuntimeError("the measure broke")
 
-    monkeypatch.setattr(running, "MEASURES", {**MEASURES, "broken": broken})
+    monkeypatch.setattr(runs, "MEASURES", {**MEASURES, "broken": broken})
     bad = tiny.job("bad", measures=("broken",), recipe={**tiny.RECIPE, "lr": 0.04})
     table = tiny.table()
     mixed = dataclasses.replace(
@@ -193,7 +193,7 @@ def test_ctrl_c_as_a_training_ends_begins_no_other(
     (run,) = (tmp_path / "runs").iterdir()
     weights = run / "model.safetensors"
     made = weights.stat().st_mtime_ns
-    assert running.is_trained(run)
+    assert runs.is_trained(run)
     assert reproduce(tiny.table(), asked).cells[0].mean is not None
     assert weights.stat().st_mtime_ns == made  # measured, not trained again
     outcomes = [line["outcome"] for line in read_log(tmp_path / "results")]
@@ -203,7 +203,7 @@ def test_ctrl_c_as_a_training_ends_begins_no_other(
 def test_no_training_is_begun_when_the_time_is_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from equilibria_papers.tables import reproducing
+    from equilibria_papers.tables import reproduction
 
     begun: list[int] = []
 
@@ -214,7 +214,7 @@ def test_no_training_is_begun_when_the_time_is_over(
         planned.folder.mkdir(parents=True)
         (planned.folder / "measured.json").write_text(json.dumps(kept))
 
-    monkeypatch.setattr(reproducing, "run_job", instant)
+    monkeypatch.setattr(reproduction, "run_job", instant)
     with pytest.raises(KeyboardInterrupt, match="minutes are over"):
         reproduce(tiny.table(), tiny.choices(tmp_path, seeds=(0, 1), minutes=1e-9))
     assert begun == [0]
@@ -248,8 +248,8 @@ def test_stand_in_is_said(tmp_path: Path) -> None:
 
 
 def test_held_out_images_are_the_same_for_every_seed(tmp_path: Path) -> None:
-    from equilibria_papers.tables.planning import plan_of
-    from equilibria_papers.tables.supplying import supply
+    from equilibria_papers.tables.images import supply
+    from equilibria_papers.tables.plan import plan_of
 
     first, second = (
         supply(p, progress=False) for p in plan_of(tiny.job(), tiny.choices(tmp_path, seeds=(0, 7)))
@@ -262,7 +262,7 @@ def test_held_out_images_are_the_same_for_every_seed(tmp_path: Path) -> None:
 
 
 def test_listing_reads_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from equilibria_papers.tables import registry as standing
+    from equilibria_papers.tables import reproduction as standing
 
     out = tmp_path / "results"
     monkeypatch.setattr(standing, "EXPERIMENTS", {"tiny-table": tiny.table()})
@@ -311,7 +311,7 @@ def test_gathering_trains_nothing_and_takes_a_part(tmp_path: Path, counted: dict
 def test_graphs_where_they_fit(
     tmp_path: Path, graphs: bool, compiled: bool, device: str, expected: bool
 ) -> None:
-    from equilibria_papers.tables.running import _made_fast
+    from equilibria_papers.tables.runs import _made_fast
 
     asked = tiny.choices(tmp_path, device=device, overrides={"compile": compiled})
     (one,) = tables.plan([tiny.table(graphs=graphs).cells[0]], asked)
@@ -320,7 +320,7 @@ def test_graphs_where_they_fit(
 
 @pytest.mark.parametrize("change", [{"cuda_graphs": False}, {"jacobian_weight": 0.1}])
 def test_graphs_can_be_left_out(tmp_path: Path, change: dict[str, Any]) -> None:
-    from equilibria_papers.tables.running import _made_fast
+    from equilibria_papers.tables.runs import _made_fast
 
     asked = tiny.choices(tmp_path, device="cuda", overrides=change)
     (one,) = tables.plan([tiny.table(graphs=True).cells[0]], asked)
@@ -331,7 +331,7 @@ def test_graphs_can_be_left_out(tmp_path: Path, change: dict[str, Any]) -> None:
 def test_a_number_that_is_none_costs_no_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: float
 ) -> None:
-    monkeypatch.setattr(running, "MEASURES", {**MEASURES, "odd": lambda scene: {"x": value}})
+    monkeypatch.setattr(runs, "MEASURES", {**MEASURES, "odd": lambda scene: {"x": value}})
     job = tiny.job(measures=("quality", "odd"))
     cells = (
         tables.Cell(row="r", column="x", job=job, metric="x"),
@@ -350,7 +350,7 @@ def test_what_was_measured_counts_where_a_later_measure_fails(
     def fails(scene: Scene) -> dict[str, float]:
         raise RuntimeError("no")
 
-    monkeypatch.setattr(running, "MEASURES", {**MEASURES, "late": fails})
+    monkeypatch.setattr(runs, "MEASURES", {**MEASURES, "late": fails})
     job = tiny.job(measures=("quality", "late"))
     cells = (
         tables.Cell(row="r", column="accuracy", job=job),
@@ -393,7 +393,7 @@ def test_gathering_takes_the_papers_data_before_what_stands_in(tmp_path: Path) -
 
 
 def test_the_list_knows_an_earlier_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from equilibria_papers.tables import registry as standing
+    from equilibria_papers.tables import reproduction as standing
 
     choices = tiny.choices(tmp_path)
     reproduce(tiny.table(), choices)
@@ -411,12 +411,12 @@ def test_a_stop_in_the_last_validation_does_not_lose_the_end(tmp_path: Path) -> 
     cells = tables.describe("thesis-figure4.3").cells
     choices = tiny.choices(tmp_path, smoke=True)
     (planned,) = tables.plan(cells, choices)
-    log = running.Log(tmp_path, "thesis-figure4.3", "")
-    first = running.run_job(planned, choices, log)
+    log = runs.Log(tmp_path, "thesis-figure4.3", "")
+    first = runs.run_job(planned, choices, log)
     end = planned.folder / "snapshots" / f"weights_{planned.config.epochs}.safetensors"
     kept = end.read_bytes()
     for path in (end, *(planned.folder / n for n in ("measured.json", "result.json"))):
         path.unlink()
-    again = running.run_job(planned, choices, log)
+    again = runs.run_job(planned, choices, log)
     assert end.read_bytes() == kept
     assert again.values["stage.at the end.steps"] == first.values["stage.at the end.steps"]
