@@ -25,7 +25,6 @@ from equilibria_papers.claims import claim as records
 from equilibria_papers.claims.drawing import ACTIVATIONS, normal, spectral, weights
 from equilibria_papers.claims.numerics import (
     Unsolved,
-    bisect,
     climb,
     evolve,
     newton,
@@ -44,9 +43,6 @@ def constant(ratio: float | None, name: str = "as printed", needs: str = "") -> 
 
 def claim(*variants: Variant, id: str = "test.claim") -> Claim:
     return Claim(id=id, paper="ours", where="Here", statement="$a \\le b$.", variants=variants)
-
-
-# ---------------------------------------------------------------------------------- the verdict
 
 
 @pytest.mark.parametrize(
@@ -130,9 +126,6 @@ def test_cost_divides_the_trials_and_the_clock_stops_them() -> None:
     assert found.seconds < 2.0
 
 
-# ------------------------------------------------------------------------------ repeating a trial
-
-
 def drawn(draw: torch.Generator) -> Trial:
     return Trial(float(torch.rand((), generator=draw, dtype=torch.float64)), {})
 
@@ -171,9 +164,6 @@ def test_an_error_names_the_trial() -> None:
         audit.run_claim(claim(Variant(name="as printed", random=broken)), QUICK)
     assert "test.claim" in str(caught.value.__notes__)
     assert "trial 0" in str(caught.value.__notes__)
-
-
-# -------------------------------------------------------------------------------- records, resuming
 
 
 def test_finished_claims_are_kept(tmp_path: Path) -> None:
@@ -272,9 +262,6 @@ def test_claims_are_found_by_paper_and_pattern() -> None:
             assert each.note.count("$") % 2 == 0
 
 
-# -------------------------------------------------------------------------------------- the page
-
-
 def test_the_page_shows_the_counterexample() -> None:
     bad = Variant(name="as | printed", random=lambda draw: Trial(3.0, {"W": [[1.0, 2.0]], "k": 7}))
     good = constant(0.25, "repaired", "$x > 0 $")
@@ -320,9 +307,6 @@ def test_a_first_reading_is_called_by_its_name() -> None:
     wide = constant(2.0, "for every mu")
     found = audit.run_claim(claim(wide, constant(0.5, "small mu", "mu < 1")), Settings(trials=100))
     assert found.sentence() == "holds under: mu < 1 (for every mu: violated in 100 of 100 trials)"
-
-
-# ----------------------------------------------------------------------- ingredients and solvers
 
 
 @pytest.mark.parametrize("name", list(ACTIVATIONS))
@@ -381,23 +365,6 @@ def test_the_prox_of_phi_by_its_definition() -> None:
     assert float(found) == pytest.approx(w * max(w * p + c, 0.0))
 
 
-def test_newton_agrees_with_scipy() -> None:
-    draw = torch.Generator().manual_seed(0)
-    w = weights(draw, 4, 4, 0.95)
-    c = normal(draw, 4)
-
-    def step(z: Tensor) -> Tensor:
-        return torch.tanh(w @ z + c)
-
-    def slope(z: Tensor) -> Tensor:
-        return (1.0 - step(z) ** 2)[:, None] * w
-
-    other = scipy.optimize.root(
-        lambda z: z - np.tanh(w.numpy() @ z + c.numpy()), np.zeros(4), tol=1e-14
-    ).x
-    assert solve(step, slope, torch.zeros(4).double()).numpy() == pytest.approx(other, abs=1e-10)
-
-
 def test_newton_on_kinks_and_without_a_solution() -> None:
     draw = torch.Generator().manual_seed(1)
     w = weights(draw, 5, 5, 0.99)
@@ -415,13 +382,6 @@ def test_newton_on_kinks_and_without_a_solution() -> None:
     one = torch.ones(1, 1).double()
     with pytest.raises(Unsolved, match="Newton"):
         solve(lambda z: z + 1.0, lambda z: one, torch.zeros(1).double())
-
-
-def test_bisection() -> None:
-    low, high = torch.full((2,), -10.0).double(), torch.full((2,), 10.0).double()
-    target = torch.tensor([0.3, -7.0]).double()
-    found = bisect(lambda t: torch.sinh(t) - torch.sinh(target), low, high)
-    assert torch.allclose(found, target, atol=1e-12)
 
 
 def test_searches_find_a_known_maximum() -> None:

@@ -34,9 +34,6 @@ def peak(draw: torch.Generator) -> Trial:
     return Trial(1.02 * math.exp(-0.2 * far), {"x": x, "u": u})
 
 
-# ------------------------------------------------------------------------------------- the tape
-
-
 def test_a_tape_plays_back_what_was_drawn() -> None:
     draw = seeded(0)
     with Tape(draw) as first:
@@ -84,9 +81,6 @@ def test_samples_are_new_in_every_trial() -> None:
     assert len(set(found)) == 300
     assert max(found) < 5.0 / math.sqrt(1000)
     assert abs(sum(found[150:]) / 150) < 5.0 / math.sqrt(1000 * 150)  # not fitted
-
-
-# --------------------------------------------------------------------------------------- moving
 
 
 @settings(max_examples=25, deadline=None)
@@ -150,9 +144,6 @@ def test_nothing_to_move() -> None:
         lambda draw: None,
     ):
         assert list(climb_draws(trial, seeded(0), seeded(1), 5)) == []
-
-
-# ------------------------------------------------------------------------------ in the audit
 
 
 def test_it_finds_what_random_trials_miss() -> None:

@@ -22,23 +22,17 @@ from torch import Tensor, nn
 
 from equilibria import data
 from equilibria.data import ImageData
-from equilibria.training import Interrupted
 from equilibria_papers.tables import describe, measures, reproduce
 from equilibria_papers.tables import images as supplying
 from equilibria_papers.tables.experiment import Cell, Job
-from equilibria_papers.tables.measures import snapshot_epochs
 from equilibria_papers.tables.plan import Planned, plan_of
-from equilibria_papers.tables.runs import Snapshots, _create
-from tests.training.small import SignalAt, config, run
+from equilibria_papers.tables.runs import _create
 
 from . import tiny
 from .scenes import scene_of
 
 Array = npt.NDArray[np.float64]
 Step = Callable[[Array], Array]
-
-
-# ---------------------------------------------------------------------- a deep OptEq in numpy
 
 
 def _convolved(z: Array, w: Array) -> Array:
@@ -228,9 +222,6 @@ def test_every_row_of_tables_3_to_5_is_looked_at() -> None:
     }
 
 
-# ---------------------------------------------------------------------- Table 3, λ‖z‖₁ and λ‖z‖²
-
-
 def _prox(kind: str, weight: float) -> Step:
     """argmin_u λ|u| + ½(u − z)², or λu² + ½(u − z)², number by number."""
     if kind == "‖z‖₁":
@@ -362,9 +353,6 @@ def test_a_trained_row_of_table_3_is_penalized_as_it_says(kind: str, tmp_path: P
     assert z.ravel() == pytest.approx(expected, abs=1e-4 * np.abs(expected).max())
 
 
-# ---------------------------------------------------------------------- Table 8
-
-
 def test_table_8_takes_the_steps_that_it_names(tmp_path: Path) -> None:
     """K plain steps at α = 0.8, and ‖z − T(z)‖/‖z‖ of test batches; IFT: near its threshold."""
     jobs = {cell.row: cell.job for cell in _cells("opteq-table8")}
@@ -402,9 +390,6 @@ def test_table_8_takes_the_steps_that_it_names(tmp_path: Path) -> None:
         assert found == pytest.approx(np.mean(ratios), rel=1e-4, abs=1e-9)
         assert found < max(previous, 1e-12)
         previous = found
-
-
-# ---------------------------------------------------------------------- data that stand in
 
 
 # Table → (its large data, pixels of CIFAR-10 in their place).
@@ -471,48 +456,3 @@ def test_networks_take_what_stands_in(tmp_path: Path, monkeypatch: pytest.Monkey
         model = _create(planned, _images(10, pixels)).eval()
         with torch.no_grad():
             assert model(torch.zeros(1, 3, pixels, pixels)).shape == (1, 10)
-
-
-# ---------------------------------------------------------------------- weights on the way
-
-
-def test_moments_of_figure_4_3() -> None:
-    assert snapshot_epochs(40) == (0, 1, 10, 20, 40)
-    assert snapshot_epochs(1) == (0, 1, 1, 1, 1)
-
-
-@pytest.mark.parametrize("cut", [None, 6, 8, 14])
-def test_snapshots_are_the_weights_after_their_epochs(cut: int | None, tmp_path: Path) -> None:
-    """Six steps an epoch; also of a training that was stopped and went on."""
-    kept: dict[int, dict[str, Tensor]] = {}
-
-    class Watch(SignalAt):
-        """Copies of its own, without a stop: the weights before step 1 and after 6 and 18."""
-
-        def on_train_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
-            if self.seen == 0:
-                kept[0] = {k: v.clone() for k, v in module.model.state_dict().items()}
-
-        def on_train_batch_end(self, trainer: Any = None, module: Any = None, *_: Any) -> None:
-            super().on_train_batch_end()
-            if self.seen % 6 == 0:
-                copied = {k: v.clone() for k, v in module.model.state_dict().items()}
-                kept[self.seen // 6] = copied
-
-    run(config(tmp_path / "whole"), callbacks=[Watch(-1)])
-    folder = tmp_path / "snapshots"
-    own = [Snapshots(folder, (0, 1, 3))]
-    if cut is None:
-        run(config(tmp_path / "other"), callbacks=own)
-    else:
-        with pytest.raises(Interrupted):
-            run(config(tmp_path / "other"), callbacks=[*own, SignalAt(cut)])
-        again = [Snapshots(folder, (0, 1, 3))]
-        run(config(tmp_path / "other"), resume=tmp_path / "other", callbacks=again)
-    assert sorted(path.name for path in folder.iterdir()) == [
-        f"weights_{k}.safetensors" for k in (0, 1, 3)
-    ]
-    for epoch in (0, 1, 3):
-        found = safetensors.torch.load_file(folder / f"weights_{epoch}.safetensors")
-        assert found.keys() == kept[epoch].keys()
-        assert all(torch.equal(found[name], kept[epoch][name]) for name in found)

@@ -21,8 +21,6 @@ from equilibria_papers.tables.networks import ResidualNet
 
 from .scenes import Array, TwoLayers, contraction, digits, iterates, numbered, scene_of
 
-# ---------------------------------------------------------------------- the thesis: paths
-
 
 class Scaled(nn.Module):
     """z = a z + x: Anderson goes 0, x, x/(1 − a) and stays there."""
@@ -84,24 +82,6 @@ def test_training_paths_of_scalar_maps(tmp_path: Path) -> None:
     assert float(own) == pytest.approx(0.9)
 
 
-@pytest.mark.parametrize("epochs", [2, 5])
-def test_stages_of_a_short_training(epochs: int, tmp_path: Path) -> None:
-    """A quarter and half of it are whole epochs, the first at least."""
-    data, _ = digits(20)
-    folder = tmp_path / "snapshots"
-    folder.mkdir()
-    moments = {2: (0, 1, 1, 1, 2), 5: (0, 1, 1, 2, 5)}[epochs]
-    for epoch in set(moments):
-        weights = dict(Scaled(0.1 + 0.1 * epoch).state_dict())
-        safetensors.torch.save_file(weights, folder / f"weights_{epoch}.safetensors")
-    scene = scene_of(Scaled(0.9), data, tmp_path, epochs=epochs)
-    found = measures.training_paths(scene)
-    stages = ("start", "after 1 epoch", "after a quarter", "after half", "at the end")
-    for stage, epoch in zip(stages, moments, strict=True):
-        expected = pytest.approx(90.0 - 10.0 * epoch, rel=1e-3)
-        assert found[f"stage.{stage}.first_step"] == expected
-
-
 def test_a_path_by_its_powers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Figures 4.1 and 4.2 with plain steps: z^[k] = Σ_{i<k} Aⁱ x, Eq 4.2, the plane by an SVD."""
     monkeypatch.setattr(
@@ -126,9 +106,6 @@ def test_a_path_by_its_powers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     points = path[:50, :32].reshape(-1, 64)
     values = np.linalg.svd(points - points.mean(0), compute_uv=False) ** 2
     assert found["path.plane"] == pytest.approx(100 * values[:2].sum() / values.sum(), rel=1e-4)
-
-
-# ---------------------------------------------------------------------- the thesis: landscapes
 
 
 class Rows(nn.Module):

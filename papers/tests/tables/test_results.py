@@ -404,7 +404,7 @@ def test_no_number_and_no_name_is_cut_in_any_table(name: str, width: int) -> Non
 
 def test_a_notebook_shows_the_table() -> None:
     made = _full(EXPERIMENTS["geq-table1"])
-    shows = Shown(made)._repr_mimebundle_()
+    shows = Shown(made)._repr_mimebundle_((), ())
     assert "ResNet-18" in shows["text/plain"]
     assert shows["text/html"].startswith("<pre")
     assert "95.25 ± 1.00 (3) / 93.5 ± 0.2%" in shows["text/html"]

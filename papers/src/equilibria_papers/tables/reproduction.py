@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import difflib
 import signal
-import threading
 import time
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 from . import geq, kerdeq, opteq, ours, thesis
 from .experiment import Cell, Experiment
 from .pages import copy_pictures, draw
-from .parallel import Task, run_beside, split
+from .parallel import Task, Tell, handled, run_beside, split
 from .plan import Choices, Planned, at_hand, cells_asked, plan, plan_of
 from .provenance import Log, made_by
 from .results import (
@@ -131,9 +130,6 @@ def _today(
     ]
 
 
-# Ctrl-C that has to wait: what must not be cut in two is finished first.
-
-
 @contextmanager
 def held() -> Iterator[None]:
     """Ctrl-C inside the block interrupts at its end: a file is whole, a worker is on the list.
@@ -141,22 +137,13 @@ def held() -> Iterator[None]:
     Blocks may be nested: the outermost interrupts. Outside the main thread Python gives no signals,
     and the block changes nothing.
     """
-    before = signal.getsignal(signal.SIGINT)
-    # None: a handler that was not set by Python; there is no way to put that one back.
-    if threading.current_thread() is not threading.main_thread() or before is None:
-        yield
-        return
     came: list[int] = []
-    signal.signal(signal.SIGINT, lambda number, _: came.append(number))
     try:
-        yield
+        with handled(lambda number, _: came.append(number)):
+            yield
     finally:
-        signal.signal(signal.SIGINT, before)
         if came:
             signal.raise_signal(signal.SIGINT)
-
-
-Tell = Callable[[str], None]
 
 
 def reproduce(
@@ -243,16 +230,12 @@ def _written(
     with held():  # files are whole, and a page has its pictures
         if experiment.picture:
             result = draw(result, choices.out)
-        result = copy_pictures(result, _drawn_in(cells, choices, done), choices.out)
+        jobs = {cell.job.name: cell.job for cell in cells if cell.job is not None}
+        first = {name: plan_of(job, choices)[0] for name, job in jobs.items()}
+        folders = [(name, done.planned[run.key].folder) for name, run in first.items()]
+        result = copy_pictures(result, folders, choices.out)
         result.save(choices.out)
     return result
-
-
-def _drawn_in(cells: Sequence[Cell], choices: Choices, done: _Done) -> list[tuple[str, Path]]:
-    """Jobs with the folders of their first seed."""
-    jobs = {cell.job.name: cell.job for cell in cells if cell.job is not None}
-    first = {name: plan_of(job, choices)[0] for name, job in jobs.items()}
-    return [(name, done.planned[run.key].folder) for name, run in first.items()]
 
 
 def _run_all(

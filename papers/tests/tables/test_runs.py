@@ -5,18 +5,26 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import signal
+import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 
 from equilibria import training
+from equilibria.training import Interrupted, Run, read_checkpoint
 from equilibria_papers import tables
 from equilibria_papers.tables import reproduce, runs
 from equilibria_papers.tables.measures import MEASURES, Scene
 from equilibria_papers.tables.provenance import read_log
+from equilibria_papers.tables.runs import Snapshots, Stop, StopWhenAsked
+from tests.training.small import RaiseAt, SignalAt, config, run
 
 from . import tiny
 
@@ -175,8 +183,6 @@ def test_a_limit_of_time_saves_and_the_next_call_goes_on(tmp_path: Path) -> None
 def test_ctrl_c_as_a_training_ends_begins_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from equilibria.training import Run
-
     save = Run.save
 
     def pressed(self: Run, *given: Any) -> None:
@@ -247,20 +253,6 @@ def test_stand_in_is_said(tmp_path: Path) -> None:
     assert "stand-in data: digits" in tables.markdown(result)
 
 
-def test_held_out_images_are_the_same_for_every_seed(tmp_path: Path) -> None:
-    from equilibria_papers.tables.images import supply
-    from equilibria_papers.tables.plan import plan_of
-
-    first, second = (
-        supply(p, progress=False) for p in plan_of(tiny.job(), tiny.choices(tmp_path, seeds=(0, 7)))
-    )
-    assert first.held_out is not None
-    assert second.held_out is not None
-    assert torch.equal(torch.as_tensor(first.held_out.images), second.held_out.images)
-    assert len(first.train) + len(first.held_out) == 1438
-    assert len(first.test) == 359
-
-
 def test_listing_reads_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from equilibria_papers.tables import reproduction as standing
 
@@ -300,31 +292,22 @@ def test_gathering_trains_nothing_and_takes_a_part(tmp_path: Path, counted: dict
 
 
 @pytest.mark.parametrize(
-    ("graphs", "compiled", "device", "expected"),
+    ("graphs", "overrides", "device", "expected"),
     [
-        (True, False, "cuda", True),
-        (True, False, "cpu", False),
-        (True, True, "cuda", False),
-        (False, False, "cuda", False),
+        (True, {}, "cuda", True),
+        (True, {}, "cpu", False),
+        (True, {"compile": True}, "cuda", False),
+        (True, {"cuda_graphs": False}, "cuda", False),
+        (True, {"jacobian_weight": 0.1}, "cuda", False),
+        (False, {}, "cuda", False),
     ],
 )
 def test_graphs_where_they_fit(
-    tmp_path: Path, graphs: bool, compiled: bool, device: str, expected: bool
+    tmp_path: Path, graphs: bool, overrides: dict[str, Any], device: str, expected: bool
 ) -> None:
-    from equilibria_papers.tables.runs import _made_fast
-
-    asked = tiny.choices(tmp_path, device=device, overrides={"compile": compiled})
+    asked = tiny.choices(tmp_path, device=device, overrides=overrides)
     (one,) = tables.plan([tiny.table(graphs=graphs).cells[0]], asked)
-    assert _made_fast(one, asked).cuda_graphs is expected
-
-
-@pytest.mark.parametrize("change", [{"cuda_graphs": False}, {"jacobian_weight": 0.1}])
-def test_graphs_can_be_left_out(tmp_path: Path, change: dict[str, Any]) -> None:
-    from equilibria_papers.tables.runs import _made_fast
-
-    asked = tiny.choices(tmp_path, device="cuda", overrides=change)
-    (one,) = tables.plan([tiny.table(graphs=True).cells[0]], asked)
-    assert not _made_fast(one, asked).cuda_graphs
+    assert runs._made_fast(one, asked).cuda_graphs is expected
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -420,3 +403,114 @@ def test_a_stop_in_the_last_validation_does_not_lose_the_end(tmp_path: Path) -> 
     again = runs.run_job(planned, choices, log)
     assert end.read_bytes() == kept
     assert again.values["stage.at the end.steps"] == first.values["stage.at the end.steps"]
+
+
+# Callbacks: a limit of time, and copies of the weights on the way.
+
+
+def _progress(folder: Path) -> dict[str, int]:
+    found: dict[str, int] = read_checkpoint(folder / "last.ckpt")["equilibria"]["progress"]
+    return found
+
+
+def test_it_stops_after_a_step_without_a_signal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[int] = []
+    monkeypatch.setattr(signal, "raise_signal", sent.append)
+    with pytest.raises(Interrupted, match="Go on with"):
+        run(config(tmp_path), callbacks=[StopWhenAsked(Stop(time.time()))])
+    assert _progress(tmp_path) == {"epoch": 0, "batch": 1, "step": 1}
+    assert not sent
+
+
+def test_outside_the_main_thread_it_stops_the_training_and_nothing_else(tmp_path: Path) -> None:
+    caught: list[Any] = []
+    reached: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: reached.append(number))
+
+    def work() -> None:
+        try:
+            caught.append(run(config(tmp_path), callbacks=[StopWhenAsked(Stop(time.time()))]))
+        except Interrupted as stopped:
+            caught.append(stopped)
+
+    try:
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert isinstance(caught[0], Interrupted)
+    assert _progress(tmp_path)["step"] == 1
+    assert reached == []
+
+
+def test_ctrl_c_in_the_same_step_does_not_cut_it(tmp_path: Path) -> None:
+    """The limit is no second Ctrl-C, nor is a Ctrl-C after it."""
+    late = StopWhenAsked(Stop(time.time()))
+    for folder, own in (("a", [SignalAt(1), late]), ("b", [late, SignalAt(1)])):
+        with pytest.raises(Interrupted) as caught:
+            run(config(tmp_path / folder), callbacks=own)
+        assert caught.value.exact
+        assert _progress(tmp_path / folder)["step"] == 1
+
+
+def test_before_its_time_it_does_nothing(tmp_path: Path) -> None:
+    result = run(config(tmp_path, epochs=1), callbacks=[StopWhenAsked(Stop(time.time() + 1e6))])
+    assert result.history[-1]["epoch"] == 1
+
+
+def test_a_file_or_a_parent_that_is_gone_ask_too(tmp_path: Path) -> None:
+    file = tmp_path / "stop"
+    assert not Stop(file=file, parent=os.getppid()).asked()
+    assert Stop(parent=1_000_000_000).asked()
+    file.touch()
+    assert Stop(file=file).asked()
+
+
+def test_a_trainer_of_somebody_else_is_refused() -> None:
+    other: Any = SimpleNamespace(callbacks=[])
+    with pytest.raises(RuntimeError, match=r"equilibria\.training\.fit"):
+        StopWhenAsked(Stop(0.0)).on_train_batch_end(other)
+
+
+@pytest.mark.parametrize("cut", [None, 2, 6, 8, 14, "validation"])
+def test_snapshots_are_the_weights_after_their_epochs(
+    cut: int | str | None, tmp_path: Path
+) -> None:
+    """Six steps an epoch; also of a training that was stopped and went on."""
+    kept: dict[int, dict[str, torch.Tensor]] = {}
+
+    class Watch(SignalAt):
+        """Copies of its own, without a stop: the weights before step 1 and after 6 and 18."""
+
+        def on_train_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
+            if self.seen == 0:
+                kept[0] = {k: v.clone() for k, v in module.model.state_dict().items()}
+
+        def on_train_batch_end(self, trainer: Any = None, module: Any = None, *_: Any) -> None:
+            super().on_train_batch_end()
+            if self.seen % 6 == 0:
+                copied = {k: v.clone() for k, v in module.model.state_dict().items()}
+                kept[self.seen // 6] = copied
+
+    run(config(tmp_path / "whole"), callbacks=[Watch(-1)])
+    folder = tmp_path / "snapshots"
+    own = [Snapshots(folder, (0, 1, 3))]
+    if cut is None:
+        run(config(tmp_path / "other"), callbacks=own)
+    else:
+        second = RaiseAt(1, KeyboardInterrupt(), "on_validation_batch_end")
+        stop = SignalAt(cut) if isinstance(cut, int) else second
+        with pytest.raises(Interrupted):
+            run(config(tmp_path / "other"), callbacks=[*own, stop])
+        again = [Snapshots(folder, (0, 1, 3))]
+        run(config(tmp_path / "other"), resume=tmp_path / "other", callbacks=again)
+    assert sorted(path.name for path in folder.iterdir()) == [
+        f"weights_{k}.safetensors" for k in (0, 1, 3)
+    ]
+    for epoch in (0, 1, 3):
+        found = safetensors.torch.load_file(folder / f"weights_{epoch}.safetensors")
+        assert found.keys() == kept[epoch].keys()
+        assert all(torch.equal(found[name], kept[epoch][name]) for name in found)
