@@ -199,20 +199,15 @@ def held_out(scene: Scene) -> dict[str, float]:
     """Accuracy on the images that were held out: what choices are made by."""
     if scene.held_out is None:
         raise ValueError("nothing was held out (validation=0): there is nothing to choose by.")
-    report = _judged(scene, scene.held_out)
-    return {"held_out.accuracy": 100 * report.accuracy}
+    return {"held_out.accuracy": 100 * _judged(scene, scene.held_out).accuracy}
 
 
 def flipped(scene: Scene) -> dict[str, float]:
     """Accuracy and calibration with the mean of an image's and its mirror image's probabilities."""
-    report = _judged(scene, scene.test, flip=True)
-    metrics = report.flip
-    assert isinstance(metrics, evaluation.ClassificationMetrics)
-    return {
-        "flip.accuracy": 100 * metrics.accuracy,
-        "flip.nll": metrics.nll,
-        "flip.ece": 100 * metrics.ece,
-    }
+    found = _judged(scene, scene.test, flip=True).flip
+    assert isinstance(found, evaluation.ClassificationMetrics)
+    calibration = {"flip.nll": found.nll, "flip.ece": 100 * found.ece}
+    return {"flip.accuracy": 100 * found.accuracy, **calibration}
 
 
 def certificate(scene: Scene) -> dict[str, float]:
@@ -224,8 +219,7 @@ def certificate(scene: Scene) -> dict[str, float]:
 
 def segmentation(scene: Scene) -> dict[str, float]:
     """mIoU, mean accuracy of the classes, share of right pixels."""
-    report = _judged(scene, scene.test, batch_size=min(scene.batch_size, 16))
-    metrics = report.metrics
+    metrics = _judged(scene, scene.test, batch_size=min(scene.batch_size, 16)).metrics
     assert isinstance(metrics, evaluation.SegmentationMetrics)
     share = metrics.per_class
     return {
@@ -304,20 +298,14 @@ def saliency(scene: Scene) -> dict[str, float]:
 def features(scene: Scene) -> dict[str, float]:
     """Mean of |z| and of z² over the equilibria of the test images (OptEq Table 3)."""
     total, count = torch.zeros(2, dtype=torch.float64, device=scene.device), 0
-    for z in _equilibria(scene.model, scene.test, scene):
-        total += torch.stack([z.double().abs().sum(), z.double().square().sum()])
-        count += z.numel()
+    for images, _ in batches(scene.test, scene.batch_size, scene.device):
+        with evaluating(scene.model), observe(scene.model) as seen:
+            scene.model(model_input(scene.model, scene.test, images))
+        for z in (found.value for each in seen.solutions.values() for found in each):
+            total += torch.stack([z.double().abs().sum(), z.double().square().sum()])
+            count += z.numel()
     absolute, square = (total / count).tolist()
     return {"mean_absolute": absolute, "mean_square": square}
-
-
-def _equilibria(model: nn.Module, test: ImageData, scene: Scene) -> Iterator[torch.Tensor]:
-    for images, _ in batches(test, scene.batch_size, scene.device):
-        with evaluating(model), observe(model) as seen:
-            model(model_input(model, test, images))
-            for solutions in seen.solutions.values():
-                for found in solutions:
-                    yield found.value
 
 
 @contextmanager

@@ -19,25 +19,21 @@ from rich.text import Text
 
 from equilibria_papers.theory import pictures
 
-from .results import MEASURED, NOT_RUN, SMOKE, CellResult, Result, largest, result_path
+from .results import MEASURED, NOT_RUN, CellResult, Result, largest, result_path
 
 _NAMED = 4  # places that a remark names
 UNSETTLED = 0.1
 """A relative residual above which a state is not near its equilibrium."""
 
 
-def rows_of(result: Result) -> list[list[str]]:
-    """Row, column, the paper's number, ours, state: one line a cell, in order."""
-    return [
-        [
-            found.cell.row,
-            found.cell.column,
-            "–" if found.cell.published is None else found.cell.published.text,
-            found.ours,
-            SMOKE if result.smoke and found.samples else _state(found),
-        ]
+def _states(result: Result) -> list[tuple[str, str, str]]:
+    """(row, column, what is to be said) of the cells of which something is."""
+    states = [
+        (found.cell.row, found.cell.column, _state(found))
         for found in result.cells
+        if not (result.smoke and found.samples)
     ]
+    return [one for one in states if one[2] != MEASURED]
 
 
 def _state(found: CellResult) -> str:
@@ -58,15 +54,16 @@ def heading(result: Result) -> str:
     return f"{smoke}{result.experiment.paper}, {result.experiment.id}: {result.experiment.title}"
 
 
-def caption(result: Result) -> str:
-    """State, seconds, and what was changed of the recipe."""
-    change = f" Changed recipe: {result.change}." if result.change else ""
-    return f"{result.status}; {result.seconds:,.0f} s of training and measuring.{change}"
-
-
 def markdown(result: Result) -> str:
     """The page that stands beside the JSON."""
     experiment, made = result.experiment, result.made_by
+    origins = [sample.made_by for cell in result.cells for sample in cell.samples]
+    commands = sorted({str(by.get("command", "unknown")) for by in origins})
+    machines = {
+        f"{by.get('device', 'an unknown machine')}, torch {by.get('torch', '?')}, commit "
+        f"{by.get('commit', 'unknown')}"
+        for by in origins
+    }
     lines = [f"# {heading(result)}", ""]
     if result.smoke:
         lines += [
@@ -89,10 +86,10 @@ def markdown(result: Result) -> str:
     lines += [f"- {note}" for note in experiment.notes]
     lines += [
         "",
-        f"Numbers from {_machines(result)}; {result.seconds:,.0f} s of training and measuring, "
-        "longer where trainings ran side by side. They were made by:",
+        f"Numbers from {'; '.join(sorted(machines)) or 'nowhere yet'}; {result.seconds:,.0f} s of "
+        "training and measuring, longer where trainings ran side by side. They were made by:",
         "",
-        *(f"- `{command}`" for command in _commands(result)),
+        *(f"- `{command}`" for command in commands),
         "",
         f"Written by `{made.get('command', '')}`, commit {made.get('commit', 'unknown')}, "
         f"equilibria {made.get('version', '')}, {made.get('date', '')}.",
@@ -123,10 +120,13 @@ def pair(found: CellResult | None) -> str:
 def _remarks(result: Result) -> list[str]:
     """What is to be said of cells: why there is no number, whose data, notes; each once."""
     said: dict[str, list[str]] = {}
-    for row, column, _, _, state in rows_of(result):
-        if state not in (MEASURED, SMOKE):
-            said.setdefault(state, []).append(f"{row}, {column}")
-    remarks = [f"{state}: {_named(places)}" for state, places in said.items()]
+    for row, column, state in _states(result):
+        said.setdefault(state, []).append(f"{row}, {column}")
+    remarks = []
+    for state, places in said.items():
+        more = len(places) - _NAMED
+        end = f"; and {more} more." if more > 0 else "."
+        remarks.append(f"{state}: {_cell('; '.join(places[:_NAMED]) + end)}")
     return [f"- {remark}" for remark in (*remarks, *unsettled(result))]
 
 
@@ -147,30 +147,6 @@ def unsettled(result: Result) -> list[str]:
         "not at their equilibrium; the last step still moved the state (by this share of it, the "
         f"median over the test images): {_cell(named)}."
     ]
-
-
-def _named(places: list[str]) -> str:
-    """Some places by name, the rest as a number."""
-    shown = "; ".join(places[:_NAMED])
-    more = len(places) - _NAMED
-    return _cell(shown + (f"; and {more} more." if more > 0 else "."))
-
-
-def _commands(result: Result) -> list[str]:
-    """What was typed for the numbers, each once."""
-    samples = (sample for cell in result.cells for sample in cell.samples)
-    return sorted({str(sample.made_by.get("command", "unknown")) for sample in samples})
-
-
-def _machines(result: Result) -> str:
-    """Where the numbers were made, each machine and commit once; a table may have several."""
-    found = {
-        f"{by.get('device', 'an unknown machine')}, torch {by.get('torch', '?')}, commit "
-        f"{by.get('commit', 'unknown')}"
-        for cell in result.cells
-        for by in (sample.made_by for sample in cell.samples)
-    }
-    return "; ".join(sorted(found)) or "nowhere yet"
 
 
 def _cell(text: str) -> str:
@@ -241,14 +217,18 @@ class Shown(JupyterMixin):
         return [found for found in self.result.cells if found.cell.row == row]
 
     def _caption(self) -> str:
+        """State, seconds, and what was changed of the recipe."""
+        result = self.result
+        change = f" Changed recipe: {result.change}." if result.change else ""
+        said = f"{result.status}; {result.seconds:,.0f} s of training and measuring.{change}"
         beside = any(found.cell.published for row in self.rows for found in self._of(row))
-        return f"{'ours / paper; ' if beside else ''}{caption(self.result)}"
+        return f"{'ours / paper; ' if beside else ''}{said}"
 
     def _partial(self) -> list[str]:
         """What is to be said of single cells of the rows that are shown, by column."""
         said: dict[str, dict[str, list[str]]] = {}
-        for row, column, _, _, state in rows_of(self.result):
-            if row in self.rows and state not in (MEASURED, SMOKE):
+        for row, column, state in _states(self.result):
+            if row in self.rows:
                 said.setdefault(_said(state), {}).setdefault(column, []).append(row)
         return [
             f"{state}, of the rows above: {'; '.join(starmap(self._part, places.items()))}."
@@ -265,7 +245,7 @@ class Shown(JupyterMixin):
     def _absent(self) -> list[str]:
         """The rows of which nothing is ours, by the reason."""
         states: dict[str, dict[str, None]] = {}
-        for row, _, _, _, state in rows_of(self.result):
+        for row, _, state in _states(self.result):
             if row not in self.rows:
                 states.setdefault(row, {})[_said(state)] = None
         reasons: dict[str, list[str]] = {}
