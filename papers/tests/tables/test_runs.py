@@ -118,14 +118,6 @@ def test_a_measure_that_fails_for_one_table_leaves_the_other_its_number(tmp_path
     assert found[1].cells[0].why == "failed: KeyError: 'no such measure'"
 
 
-def test_rows_of_several_tables(tmp_path: Path) -> None:
-    other = _second(tiny.job("b", recipe={**tiny.RECIPE, "lr": 0.02}), "accuracy")
-    choices = tiny.choices(tmp_path, only=("r",), overrides={"epochs": 1})
-    (found,) = tables.reproduce_all([tiny.table(), other], choices)
-    assert found.experiment.id == "other"
-    assert [folder.name[:2] for folder in (tmp_path / "runs").iterdir()] == ["b-"]
-
-
 def test_the_log_has_every_run(tmp_path: Path) -> None:
     reproduce(tiny.table(), tiny.choices(tmp_path, overrides={"epochs": 1}))
     (line,) = read_log(tmp_path / "results")
@@ -325,25 +317,6 @@ def test_a_number_that_is_none_costs_no_table(
         found = reproduce(odd, tiny.choices(tmp_path)).cells
         assert not math.isfinite(found[0].values[0])
         assert found[1].values[0] > 0
-
-
-def test_what_was_measured_counts_where_a_later_measure_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fails(scene: Scene) -> dict[str, float]:
-        raise RuntimeError("no")
-
-    monkeypatch.setattr(runs, "MEASURES", {**MEASURES, "late": fails})
-    job = tiny.job(measures=("quality", "late"))
-    cells = (
-        tables.Cell(row="r", column="accuracy", job=job),
-        tables.Cell(row="r", column="x", job=job, metric="x"),
-    )
-    found = reproduce(
-        dataclasses.replace(tiny.table(), id="late", cells=cells), tiny.choices(tmp_path)
-    )
-    assert [cell.status for cell in found.cells] == ["measured", "not run"]
-    assert found.cells[1].why.startswith("failed: RuntimeError")
 
 
 def test_a_damaged_file_of_numbers_is_measured_anew(

@@ -159,12 +159,12 @@ def similarity(
     return found.against(limit(found))
 
 
-def _eq14(s: Similarity) -> float:
-    return formulas.eq14(*s.start(), smallest=s.smallest, **s.rest())
+def _eq14(s: Similarity, formula: Callable[..., float] = formulas.eq14) -> float:
+    return formula(*s.start(), smallest=s.smallest, **s.rest())
 
 
 def _eq48(s: Similarity) -> float:
-    return formulas.eq48(*s.start(), smallest=s.smallest, **s.rest())
+    return _eq14(s, formulas.eq48)
 
 
 def _eq14_derived(s: Similarity) -> float:

@@ -93,11 +93,6 @@ def _draw_deep(
     return Deep(tuple(layers), uniform(draw, 0.05, 0.95) if alpha is None else alpha)
 
 
-def _multi(deep: Deep) -> MultiBlock:
-    relu = [Block(layer.w, layer.c[None], alpha=deep.alpha) for layer in deep.layers]
-    return MultiBlock(relu)
-
-
 def _eq7(deep: Deep, z: Tensor, *, inside: bool) -> Tensor:
     """αW̃ᵀσ(W̃[P]z̃ + c̃) + (1 − α)Pz̃, with P inside or not; z̃ [L, m]."""
     before = torch.roll(z, 1, dims=0)
@@ -114,7 +109,8 @@ def _lemma3(draw: torch.Generator, *, inside: bool) -> Trial:
     z = deep.blocks()
     ratio = off(_eq7(deep, z, inside=inside), z)
     if deep.layers[0].sigma.name == "relu":
-        own = float(_multi(deep).residual(z[None], as_printed=not inside)[0])
+        blocks = [Block(layer.w, layer.c[None], alpha=deep.alpha) for layer in deep.layers]
+        own = float(MultiBlock(blocks).residual(z[None], as_printed=not inside)[0])
         ratio = max(ratio, own / (1e-7 * (1.0 + norm(z))))
     return Trial(ratio, deep.case())
 
@@ -195,10 +191,9 @@ def _corollary1(draw: torch.Generator, *, inside: bool) -> Trial:
 
 def _wide(layers: Sequence[Layer]) -> Tensor:
     """The y of min Σφ_i(x_i) + ½‖x_i − y‖² for ReLU, by one program in (ζ_1, …, ζ_L, y)."""
-    sizes = [len(layer.c) for layer in layers]
     m = layers[0].m
     stacked = torch.cat([layer.w for layer in layers])
-    total = sum(sizes)
+    total = len(stacked)
     h = identity(total + m)
     h[:total, total:], h[total:, :total] = -stacked, -stacked.mT
     h[total:, total:] *= len(layers)

@@ -182,10 +182,6 @@ def _number(value: float | Tensor) -> float:
     return float(torch.as_tensor(value).reshape(-1)[0])
 
 
-def _basis(z: Tensor) -> tuple[Tensor, ...]:
-    return tuple(identity(len(z)))
-
-
 def _fact1(draw: torch.Generator) -> Trial:
     layer = draw_gauss(draw, 0.05, 3.0)
     return _curvature_ratio(layer, normal(draw, layer.n))
@@ -198,7 +194,7 @@ def _curvature_ratio(layer: GaussLayer, z: Tensor) -> Trial:
     values = torch.linalg.eigvalsh(found)
     problem, state = layer.problem(len(z)), layer.state(*[z] * len(z))
     scale = 1e-9 * (1.0 + norm(found))
-    own = problem.coupling.hvp(state, layer.state(*_basis(z))).flatten(1)
+    own = problem.coupling.hvp(state, layer.state(*identity(len(z)))).flatten(1)
     ratio = max(norm(found - layer.hessian(z)), norm(own - found)) / scale
     slack = 1e-12 * layer.mu**2
     for bounds in (problem.coupling.curvature(), problem.coupling.local_curvature(state)):

@@ -13,12 +13,10 @@ from equilibria_papers.theory.monotone_ntk import ThesisModel, find_equilibrium
 
 from .claim import Trial, Trials, tried
 from .drawing import identity, integer, log_uniform, norm, spectral, tensor, uniform
-from .thesis_models import Case, away_from_kinks, commutation, draw_case, draw_model, kron
+from .thesis_models import Case, away_from_kinks, case_of, commutation, draw_case, draw_model, kron
 
 CLOSE = 1e-5
 """How far a formula may lie from finite differences, relative to its size."""
-
-Draw = Callable[[torch.Generator], Trial | None]
 
 
 def _vec(M: Tensor) -> Tensor:
@@ -61,6 +59,12 @@ def _worst(pairs: list[tuple[Tensor, Tensor]], case: Case) -> Trial:
     return Trial(error / CLOSE, case.sizes())
 
 
+def _compared(case: Case, of: Callable[[ThesisModel], Tensor], *rows: Tensor) -> Trial:
+    """The formulas for A, B and U against differences of ``of``."""
+    names = zip(rows, "ABU", strict=True)
+    return _worst([(row, _differences(case, name, of)) for row, name in names], case)
+
+
 def _of_residual(draw: torch.Generator, one_sample: bool) -> Trial | None:
     case = draw_case(draw, low=0.2)
     if one_sample:
@@ -73,15 +77,9 @@ def _of_residual(draw: torch.Generator, one_sample: bool) -> Trial | None:
     def g(model: ThesisModel) -> Tensor:
         return _vec(Z - torch.relu(model.W @ Z + model.U @ case.X))
 
-    D = parts["D"]
-    return _worst(
-        [
-            (-D @ parts["Z"] @ parts["A"], _differences(case, "A", g)),
-            (-D @ parts["Z"] @ parts["B"], _differences(case, "B", g)),
-            (-D @ parts["X"], _differences(case, "U", g)),
-        ],
-        case,
-    )
+    D = -parts["D"]
+    by_w = D @ parts["Z"]
+    return _compared(case, g, by_w @ parts["A"], by_w @ parts["B"], D @ parts["X"])
 
 
 def _of_state(draw: torch.Generator, appendix: bool) -> Trial | None:
@@ -90,7 +88,7 @@ def _of_state(draw: torch.Generator, appendix: bool) -> Trial | None:
         n = integer(draw, 2, 3)
         model = draw_model(draw, n, n, log_uniform(draw, 0.2, 3.0))
         X = torch.randn(n, n, generator=draw, dtype=torch.float64)
-        case = Case(model, X, torch.zeros(n), find_equilibrium(model, X))
+        case = case_of(model, X)
     if not away_from_kinks(case):
         return None
     parts = _matrices(case)
@@ -99,19 +97,12 @@ def _of_state(draw: torch.Generator, appendix: bool) -> Trial | None:
     def state(model: ThesisModel) -> Tensor:
         return _vec(find_equilibrium(model, case.X, case.found).Z)
 
-    by_a, by_b, by_u = parts["Z"] @ parts["A"], parts["Z"] @ parts["B"], parts["X"]
+    by_w, by_u = parts["Z"], parts["X"]
     if appendix:
         eye = identity(case.model.width)
-        wide, wide_x = kron(eye, case.found.Z), kron(eye, case.X)
-        by_a, by_b, by_u = -wide @ parts["A"], -wide @ parts["B"], -wide_x
-    return _worst(
-        [
-            (solve @ by_a, _differences(case, "A", state)),
-            (solve @ by_b, _differences(case, "B", state)),
-            (solve @ by_u, _differences(case, "U", state)),
-        ],
-        case,
-    )
+        by_w, by_u = -kron(eye, case.found.Z), -kron(eye, case.X)
+    rows = (by_w @ parts["A"], by_w @ parts["B"], by_u)
+    return _compared(case, state, *(solve @ row for row in rows))
 
 
 def _rows(case: Case, printed: bool) -> dict[str, Tensor]:
@@ -137,11 +128,7 @@ def _of_loss(draw: torch.Generator, printed: bool) -> Trial | None:
         gap = find_equilibrium(model, case.X, case.found).Z.T @ model.u - case.y
         return 0.5 * (gap @ gap).reshape(1)
 
-    rows = _rows(case, printed)
-    return _worst(
-        [(rest[None] @ rows[name], _differences(case, name, loss)) for name in ("A", "B", "U")],
-        case,
-    )
+    return _compared(case, loss, *(rest[None] @ row for row in _rows(case, printed).values()))
 
 
 def _of_outputs(draw: torch.Generator, printed: bool) -> Trial | None:
@@ -162,18 +149,14 @@ def _of_outputs(draw: torch.Generator, printed: bool) -> Trial | None:
     return _worst([(K, wanted)], case)
 
 
-def _step_bound(W: Tensor, m: float, alpha: float) -> float:
-    eye = identity(len(W))
-    L = spectral(eye - W)
-    return math.sqrt(max(0.0, 1 - 2 * alpha * m + (alpha * L) ** 2))
-
-
 def _contraction(draw: torch.Generator) -> Trial:
     model = draw_case(draw).model
     W, eye = model.W, identity(model.width)
-    alpha = uniform(draw, 0.0, 3.0) * 2 * model.m / spectral(eye - W) ** 2
-    T = eye - alpha * (eye - W)
-    return Trial(spectral(T) / _step_bound(W, model.m, alpha), {"m": model.m, "alpha": alpha})
+    L = spectral(eye - W)
+    alpha = uniform(draw, 0.0, 3.0) * 2 * model.m / L**2
+    bound = math.sqrt(max(0.0, 1 - 2 * alpha * model.m + (alpha * L) ** 2))
+    size = spectral(eye - alpha * (eye - W))
+    return Trial(size / bound, {"m": model.m, "alpha": alpha})
 
 
 def _contractive(draw: torch.Generator, closed: bool) -> Iterator[Trial]:

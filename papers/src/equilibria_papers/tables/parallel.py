@@ -61,7 +61,8 @@ def split(planned: Planned) -> tuple[Planned | None, Planned | None]:
 
 def _work(planned: Planned, log: Log, choices: Choices, stop: Stop) -> tuple[str, str, list[Any]]:
     """In a worker: how it ended, why, and the lines of the log, which the parent alone writes."""
-    log.kept = lines = []
+    lines: list[Any] = []
+    log.kept = lines
     try:
         with contextlib.redirect_stdout(sys.stderr):  # stdout is for the tables
             run_job(planned, choices, log, stop=stop)

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 from . import geq, kerdeq, opteq, ours, thesis
 from .experiment import Cell, Experiment
@@ -31,7 +30,7 @@ from .results import (
     result_path,
     status_of,
 )
-from .runs import Outcome, Stop, chosen_device, complete, is_trained, remembered, run_job
+from .runs import Stop, chosen_device, complete, is_trained, remembered, run_job
 
 
 def _declared() -> dict[str, Experiment]:
@@ -64,9 +63,6 @@ def describe(name: str) -> Experiment:
     return EXPERIMENTS[name]
 
 
-# ``reproduce list``: every table with its state, as the files of results have it.
-
-
 @dataclass(frozen=True)
 class Listed:
     """A line of ``reproduce list``."""
@@ -82,17 +78,14 @@ class Listed:
 def listing(out: Path, data_root: Path | None) -> list[Listed]:
     """Every id with its state, as the files in ``out`` have it."""
     there = {name: at_hand(name, data_root) for e in EXPERIMENTS.values() for name in e.data}
-    return [
-        Listed(
-            experiment,
-            *_standing(out, experiment),
-            tuple(name for name in experiment.data if not there[name]),
-        )
-        for experiment in EXPERIMENTS.values()
-    ]
+    made = []
+    for one in EXPERIMENTS.values():
+        missing = tuple(name for name in one.data if not there[name])
+        made.append(Listed(one, *_state_in(out, one), missing))
+    return made
 
 
-def _standing(out: Path, experiment: Experiment) -> tuple[str, int]:
+def _state_in(out: Path, experiment: Experiment) -> tuple[str, int]:
     """(state, cells measured): the declared recipe first, then changed ones by name, then smoke."""
     name = experiment.id
     states, places = [], set()
@@ -100,7 +93,14 @@ def _standing(out: Path, experiment: Experiment) -> tuple[str, int]:
         kept = read_result(path)
         if kept is None:
             continue
-        cells = _today(experiment, kept, earlier_samples(path))
+        samples = earlier_samples(path)
+        choices = Choices(overrides=kept.get("overrides", {}), gather=True)
+        groups = {job.name: plan_of(job, choices)[0].group for job in experiment.jobs}
+        cells = []
+        for cell in experiment.cells:  # today's, in which samples of an earlier recipe show
+            found = tuple(samples.get((cell.row, cell.column), ()))
+            group = "" if cell.job is None else groups[cell.job.name]
+            cells.append(CellResult(cell, found, group=group))
         status = status_of((cell.status for cell in cells), smoke=False)
         if status != NOT_RUN:
             states.append(status + (f" ({kept['change']})" if kept["change"] else ""))
@@ -109,25 +109,6 @@ def _standing(out: Path, experiment: Experiment) -> tuple[str, int]:
         return "; ".join(states), len(places)
     smoke = read_result(result_path(out, name, smoke=True))
     return (NOT_RUN if smoke is None else SMOKE), 0
-
-
-def _today(
-    experiment: Experiment,
-    kept: Mapping[str, Any],
-    samples: Mapping[tuple[str, str], list[Sample]],
-) -> list[CellResult]:
-    """The cells of today's table with the samples of a file: those of an earlier recipe show."""
-    choices = Choices(overrides=kept.get("overrides", {}), gather=True)
-    jobs = {cell.job.name: cell.job for cell in experiment.cells if cell.job is not None}
-    groups = {name: plan_of(job, choices)[0].group for name, job in jobs.items()}
-    return [
-        CellResult(
-            cell,
-            tuple(samples.get((cell.row, cell.column), ())),
-            group="" if cell.job is None else groups[cell.job.name],
-        )
-        for cell in experiment.cells
-    ]
 
 
 @contextmanager
@@ -177,187 +158,163 @@ def reproduce_all(
     choices = Choices() if choices is None else choices
     given = [describe(one) if isinstance(one, str) else one for one in experiments]
     asked = cells_asked(given, choices.only)
-    planned = plan([cell for _, cells in asked for cell in cells], choices)
-    done = _Done({one.key: one for one in planned}, {}, choices.gather)
+    work = _Work(choices, asked, tell or (lambda text: None))
     try:
-        _run_all(planned, _users(asked, choices), choices, done, tell or (lambda text: None))
+        work.run()
     except BaseException:
         with held():
-            for experiment, cells in asked:  # what is done is shown, whatever ended the rest
-                if _table(experiment, cells, choices, done)[1]:
-                    _written(experiment, cells, choices, done)
+            for one in asked:  # what is done is shown, whatever ended the rest
+                if work.table(*one)[1]:
+                    work.written(*one)
         raise
-    return [_written(*one, choices, done) for one in asked]
+    return [work.written(*one) for one in asked]
 
 
-@dataclass(frozen=True)
-class _Done:
-    """By the key of a training: where it is kept, and why it gave nothing if it did not."""
+class _Work:
+    """What is asked for: the trainings by their keys, and why one gave nothing if it did not."""
 
-    planned: Mapping[str, Planned]
-    failures: dict[str, str]
-    gathered: bool = False
+    def __init__(
+        self, choices: Choices, asked: list[tuple[Experiment, tuple[Cell, ...]]], say: Tell
+    ) -> None:
+        self.choices, self.say = choices, say
+        found = plan([cell for _, cells in asked for cell in cells], choices)
+        self.planned = {one.key: one for one in found}
+        self.failures: dict[str, str] = {}
+        self.users: dict[str, list[str]] = {}  # the tables that ask for a training
+        for experiment, cells in asked:
+            for one in plan(cells, choices):
+                self.users.setdefault(one.key, []).append(experiment.id)
 
-    def outcome(self, run: Planned) -> Outcome | None:
-        """What was measured of it; equal trainings by several names are in the first's folder."""
-        kept = self.planned.get(run.key)
-        if kept is None:
-            return None
-        return remembered(kept.measuring(run.job.measures), part=True)
+    def run(self) -> None:
+        """Every training. One that fails is logged and said, and the others go on."""
+        choices, say, count = self.choices, self.say, len(self.planned)
+        if choices.gather:
+            there = sum(one.folder.is_dir() for one in self.planned.values())
+            say(f"nothing is trained: {there} of {count} run folders are in {choices.runs}")
+            return
+        stop = Stop(None if choices.minutes is None else time.time() + 60.0 * choices.minutes)
+        # A smoke test is no experiment: its lines stand beside its pages.
+        folder = choices.out / "smoke" if choices.smoke else choices.out
+        tasks = []
+        for number, (key, one) in enumerate(self.planned.items(), 1):
+            label = f"{number}/{count} {one.job.name}, seed {one.seed}"
+            if one.missing:
+                say(f"{label}: left out, {one.missing} is not at hand")
+            elif complete(one):
+                say(f"{label}: done before")
+            else:
+                log = Log(folder, ", ".join(self.users[key]), choices.change)
+                tasks.append(Task(one, label, log))
+        if choices.parallel == 1:
+            self._in_turn(tasks, stop)
+            return
+        # Trainings at once; measures of time after all of them, one after another.
+        parts = [(task, *split(task.planned)) for task in tasks]
+        beside = [replace(task, planned=part) for task, part, _ in parts if part]
+        run_beside(beside, choices, stop, self.failures, say)
+        alone = [
+            replace(task, planned=part, label=f"{task.label}, times")
+            for task, _, part in parts
+            # A training that failed is not begun again for the sake of its times.
+            if part and (not part.job.trained or is_trained(part.folder))
+        ]
+        self._in_turn(alone, stop)
 
-    def complete(self, run: Planned) -> bool:
-        """Whether all that its job measures is there."""
-        return complete(self.planned[run.key].measuring(run.job.measures))
+    def _in_turn(self, tasks: Sequence[Task], stop: Stop) -> None:
+        for number, task in enumerate(tasks):
+            # The first training gets its step in any case: calls that are too short get on too.
+            if number and stop.late():
+                raise KeyboardInterrupt(f"The {self.choices.minutes:g} minutes are over.")
+            self.say(f"{task.label}: in {task.planned.folder}")
+            try:
+                run_job(task.planned, self.choices, task.log, stop=stop)
+            except Exception as error:
+                if self.choices.smoke:  # a test: nothing may be passed over
+                    raise
+                why = f"failed: {type(error).__name__}: {str(error)[:200]}"
+                self.failures[task.planned.key] = why
+                self.say(f"{task.label}: {why}")
 
+    def written(self, experiment: Experiment, cells: Sequence[Cell]) -> Result:
+        choices = self.choices
+        result, _ = self.table(experiment, cells)
+        if choices.gather and not any(found.samples for found in result.cells):
+            return result  # a wrong word on the command line leaves no empty page behind
+        with held():  # files are whole, and a page has its pictures
+            if experiment.picture:
+                result = draw(result, choices.out)
+            jobs = {cell.job.name: cell.job for cell in cells if cell.job is not None}
+            first = {name: plan_of(job, choices)[0] for name, job in jobs.items()}
+            folders = [(name, self.planned[run.key].folder) for name, run in first.items()]
+            result = copy_pictures(result, folders, choices.out)
+            result.save(choices.out)
+        return result
 
-def _users(
-    asked: Sequence[tuple[Experiment, Sequence[Cell]]], choices: Choices
-) -> dict[str, list[str]]:
-    """By the key of a training: the tables that ask for it."""
-    found: dict[str, list[str]] = {}
-    for experiment, cells in asked:
-        for one in plan(cells, choices):
-            found.setdefault(one.key, []).append(experiment.id)
-    return found
-
-
-def _written(
-    experiment: Experiment, cells: Sequence[Cell], choices: Choices, done: _Done
-) -> Result:
-    result, _ = _table(experiment, cells, choices, done)
-    if choices.gather and not any(found.samples for found in result.cells):
-        return result  # a wrong word on the command line leaves no empty page behind
-    with held():  # files are whole, and a page has its pictures
-        if experiment.picture:
-            result = draw(result, choices.out)
-        jobs = {cell.job.name: cell.job for cell in cells if cell.job is not None}
-        first = {name: plan_of(job, choices)[0] for name, job in jobs.items()}
-        folders = [(name, done.planned[run.key].folder) for name, run in first.items()]
-        result = copy_pictures(result, folders, choices.out)
-        result.save(choices.out)
-    return result
-
-
-def _run_all(
-    planned: Sequence[Planned],
-    users: Mapping[str, Sequence[str]],
-    choices: Choices,
-    done: _Done,
-    say: Tell,
-) -> None:
-    """Every training. One that fails is logged and said, and the others go on."""
-    if choices.gather:
-        there = sum(one.folder.is_dir() for one in planned)
-        say(f"nothing is trained: {there} of {len(planned)} run folders are in {choices.runs}")
-        return
-    stop = Stop(None if choices.minutes is None else time.time() + 60.0 * choices.minutes)
-    # A smoke test is no experiment: its lines stand beside its pages.
-    folder = choices.out / "smoke" if choices.smoke else choices.out
-    tasks = []
-    for number, one in enumerate(planned, 1):
-        label = f"{number}/{len(planned)} {one.job.name}, seed {one.seed}"
-        log = Log(folder, ", ".join(users[one.key]), choices.change)
-        if one.missing:
-            say(f"{label}: left out, {one.missing} is not at hand")
-        elif complete(one):
-            say(f"{label}: done before")
-        else:
-            tasks.append(Task(one, label, log))
-    if choices.parallel == 1:
-        _in_turn(tasks, choices, stop, done.failures, say)
-        return
-    # Trainings at once; measures of time after all of them, one after another.
-    parts = [(task, *split(task.planned)) for task in tasks]
-    beside = [replace(task, planned=part) for task, part, _ in parts if part]
-    run_beside(beside, choices, stop, done.failures, say)
-    alone = [
-        replace(task, planned=part, label=f"{task.label}, times") for task, _, part in parts if part
-    ]
-    # A training that failed is not begun again for the sake of its times.
-    ready = [t for t in alone if not t.planned.job.trained or is_trained(t.planned.folder)]
-    _in_turn(ready, choices, stop, done.failures, say)
-
-
-def _in_turn(
-    tasks: Sequence[Task], choices: Choices, stop: Stop, failures: dict[str, str], say: Tell
-) -> None:
-    for number, task in enumerate(tasks):
-        # The first training gets its step in any case: calls that are too short get on too.
-        if number and stop.late():
-            raise KeyboardInterrupt(f"The {choices.minutes:g} minutes are over.")
-        say(f"{task.label}: in {task.planned.folder}")
-        try:
-            run_job(task.planned, choices, task.log, stop=stop)
-        except Exception as error:
-            if choices.smoke:  # a test: nothing may be passed over
-                raise
-            failures[task.planned.key] = f"failed: {type(error).__name__}: {str(error)[:200]}"
-            say(f"{task.label}: {failures[task.planned.key]}")
-
-
-def _table(
-    experiment: Experiment, asked: Sequence[Cell], choices: Choices, done: _Done
-) -> tuple[Result, bool]:
-    """(the table as the run folders and the earlier table have it, whether a run is in it)."""
-    path = result_path(choices.out, experiment.id, choices.smoke, choices.change)
-    earlier = earlier_samples(path)
-    wanted = {(cell.row, cell.column) for cell in asked}
-    jobs = {id(cell.job): cell.job for cell in experiment.cells if cell.job is not None}
-    runs_of = {which: plan_of(job, choices) for which, job in jobs.items()}
-    cells, fresh = [], False
-    for cell in experiment.cells:
-        place = (cell.row, cell.column)
-        runs = [] if cell.job is None else runs_of[id(cell.job)]
-        new = _samples(cell, runs, done) if place in wanted else []
-        fresh = fresh or bool(new)
-        group = runs[0].group if runs else ""
-        found = merged(new, earlier.get(place, []), group)
-        cells.append(CellResult(cell, found, _why(runs, done, place in wanted), group))
-    result = Result(
-        experiment=experiment,
-        cells=tuple(cells),
-        smoke=choices.smoke,
-        change=choices.change,
-        overrides=choices.overrides,
-        made_by=made_by(chosen_device(choices.device)),
-    )
-    return result, fresh
-
-
-def _samples(cell: Cell, runs: Sequence[Planned], done: _Done) -> list[Sample]:
-    made = []
-    for run in runs:
-        outcome = done.outcome(run)
-        if outcome is None:
-            continue
-        if cell.metric not in outcome.values:
-            if not done.complete(run):  # a measure that failed or was not come to
-                continue
-            raise KeyError(
-                f"{run.job.name} was measured and has no {cell.metric!r}; it has: "
-                f"{', '.join(outcome.values)}."
-            )
-        made.append(
-            Sample(
-                seed=run.seed,
-                value=outcome.values[cell.metric],
-                group=run.group,
-                seconds=outcome.seconds,
-                made_by=outcome.made_by,
-                stands_in=run.stands_in,
-                residual=outcome.values.get("median_residual"),
-            )
+    def table(self, experiment: Experiment, asked: Sequence[Cell]) -> tuple[Result, bool]:
+        """(the table as the run folders and the earlier table have it, whether a run is in it)."""
+        choices = self.choices
+        path = result_path(choices.out, experiment.id, choices.smoke, choices.change)
+        earlier = earlier_samples(path)
+        wanted = {(cell.row, cell.column) for cell in asked}
+        jobs = {id(cell.job): cell.job for cell in experiment.cells if cell.job is not None}
+        runs_of = {which: plan_of(job, choices) for which, job in jobs.items()}
+        cells, fresh = [], False
+        for cell in experiment.cells:
+            place = (cell.row, cell.column)
+            runs = [] if cell.job is None else runs_of[id(cell.job)]
+            new = self._samples(cell, runs) if place in wanted else []
+            fresh = fresh or bool(new)
+            group = runs[0].group if runs else ""
+            found = merged(new, earlier.get(place, []), group)
+            cells.append(CellResult(cell, found, self._why(runs, place in wanted), group))
+        result = Result(
+            experiment=experiment,
+            cells=tuple(cells),
+            smoke=choices.smoke,
+            change=choices.change,
+            overrides=choices.overrides,
+            made_by=made_by(chosen_device(choices.device)),
         )
-    return made
+        return result, fresh
 
+    def _samples(self, cell: Cell, runs: Sequence[Planned]) -> list[Sample]:
+        made = []
+        for run in runs:
+            if run.key not in self.planned:
+                continue
+            # Equal trainings by several names are in the first's folder.
+            kept = self.planned[run.key].measuring(run.job.measures)
+            outcome = remembered(kept, part=True)
+            if outcome is None:
+                continue
+            values = outcome.values
+            if cell.metric not in values:
+                if not complete(kept):  # a measure that failed or was not come to
+                    continue
+                raise KeyError(
+                    f"{run.job.name} was measured and has no {cell.metric!r}; it has: "
+                    f"{', '.join(values)}."
+                )
+            made.append(
+                Sample(
+                    seed=run.seed,
+                    value=values[cell.metric],
+                    group=run.group,
+                    seconds=outcome.seconds,
+                    made_by=outcome.made_by,
+                    stands_in=run.stands_in,
+                    residual=values.get("median_residual"),
+                )
+            )
+        return made
 
-def _why(runs: Sequence[Planned], done: _Done, wanted: bool) -> str:
-    """Why a cell has no number."""
-    for run in runs:
-        if run.missing:
-            return f"{run.missing} is not at hand"
-        if run.key in done.failures:
-            return done.failures[run.key]
-        if wanted and run.key in done.planned and done.gathered:
-            return "no run folder has it"
-    return "" if wanted or not runs else "not asked for"
+    def _why(self, runs: Sequence[Planned], wanted: bool) -> str:
+        """Why a cell has no number."""
+        for run in runs:
+            if run.missing:
+                return f"{run.missing} is not at hand"
+            if run.key in self.failures:
+                return self.failures[run.key]
+            if wanted and run.key in self.planned and self.choices.gather:
+                return "no run folder has it"
+        return "" if wanted or not runs else "not asked for"
