@@ -22,7 +22,7 @@ from equilibria_papers import claims as audit
 from equilibria_papers.claims import Claim, Settings, Trial, Variant, page
 from equilibria_papers.claims import audit as running
 from equilibria_papers.claims import claim as records
-from equilibria_papers.claims.drawing import ACTIVATIONS, normal, spectral, weights
+from equilibria_papers.claims.drawing import ACTIVATIONS, Random, spectral
 from equilibria_papers.claims.numerics import (
     Unsolved,
     climb,
@@ -324,10 +324,14 @@ def test_activations_agree_with_quadrature_and_differences(name: str) -> None:
             assert -1e-12 <= float(slope) <= each.expansion + 1e-6
 
 
+def seeded(seed: int) -> Random:
+    return Random(torch.Generator().manual_seed(seed))
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 5), st.integers(1, 5), st.floats(0.01, 3.0), st.integers(0, 2**31))
 def test_weights_have_the_norm_asked_for(rows: int, columns: int, size: float, seed: int) -> None:
-    found = weights(torch.Generator().manual_seed(seed), rows, columns, size)
+    found = seeded(seed).weights(rows, columns, size)
     assert np.linalg.norm(found.numpy(), 2) == pytest.approx(size)
     assert found.shape == (rows, columns)
 
@@ -335,10 +339,10 @@ def test_weights_have_the_norm_asked_for(rows: int, columns: int, size: float, s
 @settings(max_examples=12, deadline=None)
 @given(st.integers(1, 4), st.integers(0, 2**31))
 def test_programs_agree_with_scipy(size: int, seed: int) -> None:
-    draw = torch.Generator().manual_seed(seed)
-    root = normal(draw, size + 1, size)
-    h, g = root.mT @ root + 0.1 * torch.eye(size, dtype=torch.float64), normal(draw, size)
-    signed = torch.rand(size, generator=draw) < 0.5
+    draw = seeded(seed)
+    root = draw.normal(size + 1, size)
+    h, g = root.mT @ root + 0.1 * torch.eye(size, dtype=torch.float64), draw.normal(size)
+    signed = draw.share(size) < 0.5
     for mask in (torch.ones(size, dtype=torch.bool), signed):
         found = program(h, g, mask)
         bounds = [(0.0, None) if m else (None, None) for m in mask.tolist()]
@@ -366,9 +370,9 @@ def test_the_prox_of_phi_by_its_definition() -> None:
 
 
 def test_newton_on_kinks_and_without_a_solution() -> None:
-    draw = torch.Generator().manual_seed(1)
-    w = weights(draw, 5, 5, 0.99)
-    c = normal(draw, 5)
+    draw = seeded(1)
+    w = draw.weights(5, 5, 0.99)
+    c = draw.normal(5)
     found, size = newton(
         lambda z: (w @ z + c).clamp_min(0.0),
         lambda z: (w @ z + c > 0).double()[:, None] * w,
@@ -396,7 +400,7 @@ def test_searches_find_a_known_maximum() -> None:
         assert found is not None
         assert found.ratio == pytest.approx(1.0, abs=1e-6)
         assert method in found.case["found by"]
-    draw = torch.Generator().manual_seed(0)
+    draw = seeded(0)
     (best,) = evolve(hill, [(-3.0, 3.0)] * 2, draw)
     assert best is not None
     assert best.ratio > 0.99

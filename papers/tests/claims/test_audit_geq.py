@@ -11,7 +11,7 @@ import torch
 import equilibria as eq
 from equilibria_papers.claims import Settings, load_claims, run_claim
 from equilibria_papers.claims.claim import Trial, Variant
-from equilibria_papers.claims.drawing import weights
+from equilibria_papers.claims.drawing import Random
 from equilibria_papers.claims.geq_layer import geq, opteq, scalar_geq
 from equilibria_papers.claims.geq_similarity import (
     below,
@@ -108,13 +108,13 @@ def test_the_premise_of_remark_2_is_out_of_reach_without_a_bias() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_small_solvers_against_the_library(seed: int) -> None:
-    draw = torch.Generator().manual_seed(seed)
-    w, c = weights(draw, 4, 3, 1.3), weights(draw, 5, 4, 3.0)
+    draw = Random(torch.Generator().manual_seed(seed))
+    w, c = draw.weights(4, 3, 1.3), draw.weights(5, 4, 3.0)
     problem = eq.Problem(eq.NonNegative(), eq.Gaussian(w, c, gamma=0.7))
     solver = eq.ProximalGradient(rtol=1e-12, atol=1e-14, max_steps=4000)
     wanted = eq.minimize(problem, solver=solver).value
     torch.testing.assert_close(geq(w, c, 0.7), wanted, atol=1e-10, rtol=0)
-    w, c = weights(draw, 4, 3, 0.9), weights(draw, 5, 3, 3.0)
+    w, c = draw.weights(4, 3, 0.9), draw.weights(5, 3, 3.0)
     wanted = eq.minimize(eq.Problem(eq.NonNegative(), eq.Linear(w, c)), solver=solver).value
     torch.testing.assert_close(opteq(w, c), wanted, atol=1e-9, rtol=0)
 
@@ -137,7 +137,7 @@ def test_one_neuron_by_simulation(theta: float) -> None:
 
 
 def test_families_and_pairs() -> None:
-    g = torch.Generator().manual_seed(0)
+    g = Random(torch.Generator().manual_seed(0))
     for kind in ("identity", "mean", "centering", "random"):
         assert float(torch.linalg.matrix_norm(family(kind, 5, 0.7, g), 2)) == pytest.approx(0.7)
     x = sample_pair(g, 6, 2.0, 3.0)
@@ -146,7 +146,7 @@ def test_families_and_pairs() -> None:
 
 
 def test_similarity_of_the_identity_is_eq_15() -> None:
-    g = torch.Generator().manual_seed(0)
+    g = Random(torch.Generator().manual_seed(0))
     s = measured(g, kind="identity", n=8, mu=0.5, theta=1.2, gamma=None, draws=3000)
     exact = (1 / 8) * one_neuron(1.2) / (1 - 0.25) ** 2
     assert abs(s.kappa - exact) < 5 * s.error

@@ -21,7 +21,7 @@ from equilibria_papers.claims import (
     opteq_networks,
     opteq_training,
 )
-from equilibria_papers.claims.drawing import ACTIVATIONS
+from equilibria_papers.claims.drawing import ACTIVATIONS, Random
 from equilibria_papers.claims.opteq_networks import cyclic_deep
 
 VERDICTS = {
@@ -153,15 +153,15 @@ def test_lemma2_solved_from_scratch() -> None:
 
 
 def test_slopes_of_deep_layers_by_differences() -> None:
-    draw = torch.Generator().manual_seed(2)
+    draw = Random(torch.Generator().manual_seed(2))
     deep = opteq_deep._draw_deep(draw, activation="tanh", count=3)
-    z = torch.randn(deep.layers[0].w.shape[1], generator=draw, dtype=torch.float64)
+    z = draw.normal(deep.layers[0].m)
     jacobian = torch.autograd.functional.jacobian(deep, z)
     assert torch.allclose(deep.slope(z), jacobian, atol=1e-12)
 
 
 def test_theorem3_falls_like_alpha() -> None:
-    draw = torch.Generator().manual_seed(9)
+    draw = Random(torch.Generator().manual_seed(9))
     deep = opteq_deep._draw_deep(draw, activation="relu", count=3, top=0.9)
     y = opteq_deep._wide(deep.layers)
     far = [

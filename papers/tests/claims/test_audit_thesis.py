@@ -10,6 +10,7 @@ import torch
 
 from equilibria_papers.claims import load_claims, thesis_training
 from equilibria_papers.claims.claim import Claim, Variant
+from equilibria_papers.claims.drawing import Random
 from equilibria_papers.theory.monotone_ntk import Radii, check_condition, ingredients
 
 CLAIMS = load_claims(["NTK thesis"])
@@ -99,7 +100,7 @@ def test_condition_2_can_be_met_as_printed_and_as_repaired() -> None:
     assert worst(restored, 3) > 20.0
     assert worst(repaired, 3) <= 1 + repaired.tolerance
     # m = 0.05, U = 10I, N = 2: R = (1, 1, 5, 0.1) leaves a slack of 1.18, the best radii more.
-    case = thesis_training._diagonal(torch.Generator().manual_seed(1), 0.05, 10.0)
+    case = thesis_training._diagonal(Random(torch.Generator().manual_seed(1)), 0.05, 10.0)
     assert case.X.shape == (2, 2)
     given = ingredients(*case)
     known = check_condition("2", given, Radii(A=1.0, B=1.0, U=5.0, u=0.1)).slack

@@ -16,13 +16,14 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 
 from equilibria.engine import write_text
+
+from .drawing import Random
 
 
 class Trial(NamedTuple):
@@ -129,10 +130,14 @@ def tried(
     **given: Any,
 ) -> Variant:
     """How a reading is tried; ``given`` are arguments of both functions. Its words are TOML's."""
+
+    def drawing(function: Callable[..., Any]) -> Callable[[torch.Generator], Any]:
+        return lambda generator: function(Random(generator), **given)
+
     return Variant(
         name="as printed",
-        random=partial(random, **given),
-        adversarial=None if adversarial is None else partial(adversarial, **given),
+        random=drawing(random),
+        adversarial=None if adversarial is None else drawing(adversarial),
         tolerance=tolerance,
         cost=cost,
         climbs=climbs,

@@ -16,25 +16,47 @@ from torch import Tensor
 T = TypeVar("T")
 
 
-def uniform(draw: torch.Generator, low: float, high: float) -> float:
-    return low + (high - low) * float(torch.rand((), generator=draw, dtype=torch.float64))
+class Random:
+    """What a trial draws, from one generator; tensors are float64."""
 
+    def __init__(self, generator: torch.Generator) -> None:
+        self.generator = generator
 
-def log_uniform(draw: torch.Generator, low: float, high: float) -> float:
-    return math.exp(uniform(draw, math.log(low), math.log(high)))
+    def uniform(self, low: float, high: float) -> float:
+        return low + (high - low) * float(self.share())
 
+    def log_uniform(self, low: float, high: float) -> float:
+        return math.exp(self.uniform(math.log(low), math.log(high)))
 
-def integer(draw: torch.Generator, low: int, high: int) -> int:
-    """Low to high, both ends included."""
-    return int(torch.randint(low, high + 1, (), generator=draw))
+    def integer(self, low: int, high: int) -> int:
+        """Low to high, both ends included."""
+        return int(torch.randint(low, high + 1, (), generator=self.generator))
 
+    def choice(self, items: Sequence[T]) -> T:
+        return items[self.integer(0, len(items) - 1)]
 
-def choice(draw: torch.Generator, items: Sequence[T]) -> T:
-    return items[integer(draw, 0, len(items) - 1)]
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self.generator, dtype=torch.float64)
 
+    def share(self, *shape: int) -> Tensor:
+        """Uniform in [0, 1)."""
+        return torch.rand(shape, generator=self.generator, dtype=torch.float64)
 
-def normal(draw: torch.Generator, *shape: int) -> Tensor:
-    return torch.randn(*shape, generator=draw, dtype=torch.float64)
+    def weights(self, rows: int, columns: int, size: float) -> Tensor:
+        """[rows, columns] with spectral norm ``size``: dense, of rank one, orthogonal, sparse."""
+        kind = self.integer(0, 5)
+        found = self.normal(rows, columns)
+        if kind == 0:
+            found = self.normal(rows, 1) @ self.normal(1, columns)
+        elif kind == 1:
+            u, _, v = torch.linalg.svd(found, full_matrices=False)
+            found = u @ v
+        elif kind == 2:
+            found = found * (torch.rand(rows, columns, generator=self.generator) < 0.5)
+        elif kind == 3:
+            found = found.abs()
+        largest = spectral(found)
+        return self.weights(rows, columns, size) if largest < 1e-9 else found * (size / largest)
 
 
 def identity(n: int) -> Tensor:
@@ -69,23 +91,6 @@ def norm(t: Tensor) -> float:
 
 def spectral(matrix: Tensor) -> float:
     return float(torch.linalg.matrix_norm(matrix, 2))
-
-
-def weights(draw: torch.Generator, rows: int, columns: int, size: float) -> Tensor:
-    """[rows, columns] with spectral norm ``size``: dense, of rank one, orthogonal, or sparse."""
-    kind = integer(draw, 0, 5)
-    found = normal(draw, rows, columns)
-    if kind == 0:
-        found = normal(draw, rows, 1) @ normal(draw, 1, columns)
-    elif kind == 1:
-        u, _, v = torch.linalg.svd(found, full_matrices=False)
-        found = u @ v
-    elif kind == 2:
-        found = found * (torch.rand(rows, columns, generator=draw) < 0.5)
-    elif kind == 3:
-        found = found.abs()
-    largest = spectral(found)
-    return weights(draw, rows, columns, size) if largest < 1e-9 else found * (size / largest)
 
 
 @dataclass(frozen=True)

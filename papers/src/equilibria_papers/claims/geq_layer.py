@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 from .claim import Trial, Trials, tried
-from .drawing import choice, integer, normal, spectral, uniform, weights
+from .drawing import Random, spectral
 
 _B = 2.0 * math.exp(-1.5)
 _SMALL = 1e-8  # a residual counts as zero below this
 
 
-def unit(g: torch.Generator, *shape: int) -> Tensor:
+def unit(g: Random, *shape: int) -> Tensor:
     """Rows of length 1."""
-    made = normal(g, *shape)
+    made = g.normal(*shape)
     length: Tensor = torch.linalg.vector_norm(made, dim=-1, keepdim=True)
     return made / length
 
@@ -83,11 +83,11 @@ def scalar_beta(w: float, c: float, gamma: float, z: float) -> float:
     return math.exp(-gamma * (c - w * z) ** 2)
 
 
-def _eq4(g: torch.Generator) -> Trial:
+def _eq4(g: Random) -> Trial:
     """The z of Eq 4 gives the z̃ of Eq 1 by z̃ = W̃ᵀz."""
-    n = integer(g, 1, 5)
-    tilde = weights(g, n, n, uniform(g, 0.2, 0.95))  # W̃, and W = W̃ᵀ
-    c = normal(g, n)
+    n = g.integer(1, 5)
+    tilde = g.weights(n, n, g.uniform(0.2, 0.95))  # W̃, and W = W̃ᵀ
+    c = g.normal(n)
     z = opteq(tilde.mT, c[None])[0]
     state = tilde.mT @ z
     gap = (state - tilde.mT @ (tilde @ state + c).clamp_min(0.0)).norm()
@@ -98,11 +98,11 @@ def _gradient_gap(pushed: Tensor, claimed: Tensor) -> float:
     return float((pushed - claimed).norm()) / (1 + float(pushed.norm())) / _SMALL
 
 
-def _table4(g: torch.Generator) -> Trial:
+def _table4(g: Random) -> Trial:
     """A row of Table 4 by autograd: Eq 5 → Eq 6, or a kernel of ⟨c, z⟩."""
-    if integer(g, 0, 3) == 0:
-        n, m, gamma = integer(g, 1, 4), integer(g, 1, 4), uniform(g, 0.1, 2.0)
-        w, c, z = weights(g, m, n, uniform(g, 0.2, 0.9)), normal(g, m), normal(g, n)
+    if g.integer(0, 3) == 0:
+        n, m, gamma = g.integer(1, 4), g.integer(1, 4), g.uniform(0.1, 2.0)
+        w, c, z = g.weights(m, n, g.uniform(0.2, 0.9)), g.normal(m), g.normal(n)
         z.requires_grad_(True)
         q = torch.exp(-gamma * (c - w @ z).square().sum()) / (2 * gamma)
         (pushed,) = torch.autograd.grad(q, z)
@@ -110,9 +110,9 @@ def _table4(g: torch.Generator) -> Trial:
             r = c - w @ z
             claimed = torch.exp(-gamma * r.square().sum()) * w.mT @ r
         return Trial(_gradient_gap(pushed, claimed), {"kernel": "gaussian", "gamma": gamma})
-    kernel = choice(g, ("linear", "polynomial", "sigmoid"))
-    n, degree = integer(g, 1, 4), integer(g, 2, 4)
-    w, c, z = weights(g, integer(g, 1, 4), n, uniform(g, 0.2, 0.9)), normal(g, n), normal(g, n)
+    kernel = g.choice(("linear", "polynomial", "sigmoid"))
+    n, degree = g.integer(1, 4), g.integer(2, 4)
+    w, c, z = g.weights(g.integer(1, 4), n, g.uniform(0.2, 0.9)), g.normal(n), g.normal(n)
     z.requires_grad_(True)
     t = c @ z
     value, slope = {
@@ -125,16 +125,14 @@ def _table4(g: torch.Generator) -> Trial:
     return Trial(_gradient_gap(pushed, claimed), {"kernel": kernel, "degree": degree})
 
 
-def feature_map_trial(
-    g: torch.Generator, *, square: bool, half: bool, constant: bool = False
-) -> Trial:
+def feature_map_trial(g: Random, *, square: bool, half: bool, constant: bool = False) -> Trial:
     """Is GEQ's output an equilibrium of 1ᵀf + ½‖z‖² − λ⟨Φ(c), Φ(Wz)⟩, all terms of Φ kept?
 
     ``square``: λ with ‖Wz‖²; ``half``: with the factor 1/2γ; ``constant``: λ held while ∂/∂z.
     """
-    n, m = integer(g, 1, 3), integer(g, 1, 3)
-    w, gamma = weights(g, m, n, uniform(g, 0.3, 0.95)), uniform(g, 0.1, 2.0)
-    c = 2 * normal(g, m)
+    n, m = g.integer(1, 3), g.integer(1, 3)
+    w, gamma = g.weights(m, n, g.uniform(0.3, 0.95)), g.uniform(0.1, 2.0)
+    c = 2 * g.normal(m)
     z = geq(w, c[None], gamma)[0]
     if float(z.norm()) < 1e-3:  # both problems have z = 0 here: nothing to tell apart
         return Trial(0.0, {})

@@ -12,20 +12,7 @@ from equilibria_papers.theory.bounds.lipschitz import eq11, eq12, ours_at_the_da
 from equilibria_papers.theory.bounds.report import AssumptionError
 
 from .claim import Trial, Trials, tried
-from .drawing import (
-    exponential,
-    identity,
-    integer,
-    log_uniform,
-    logistic,
-    normal,
-    ones,
-    spectral,
-    tensor,
-    uniform,
-    weights,
-    zeros,
-)
+from .drawing import Random, exponential, identity, logistic, ones, spectral, tensor, zeros
 from .geq_layer import geq, opteq, scalar_beta, scalar_geq, unit
 from .numerics import climb
 
@@ -57,15 +44,15 @@ class _Pair:
         return Trial(left / (self.bound * self.mu**2), self.case())
 
 
-def _pair(g: torch.Generator, *, bias: bool) -> _Pair:
-    n, m, d = integer(g, 1, 4), integer(g, 1, 4), integer(g, 1, 4)
-    mu, size = uniform(g, 0.1, 0.99), log_uniform(g, 0.1, 5.0)
-    x = size * normal(g, 1, d)
-    step = log_uniform(g, 1e-3, 2.0) * size
+def _pair(g: Random, *, bias: bool) -> _Pair:
+    n, m, d = g.integer(1, 4), g.integer(1, 4), g.integer(1, 4)
+    mu, size = g.uniform(0.1, 0.99), g.log_uniform(0.1, 5.0)
+    x = size * g.normal(1, d)
+    step = g.log_uniform(1e-3, 2.0) * size
     x = torch.cat([x, x + step * unit(g, 1, d)])
-    b = normal(g, m) if bias else zeros(m)
-    w, u = weights(g, m, n, mu), weights(g, m, d, mu * uniform(g, 0.3, 1.0))
-    return _Pair(w, u, b, log_uniform(g, 1e-3, 10.0), x)
+    b = g.normal(m) if bias else zeros(m)
+    w, u = g.weights(m, n, mu), g.weights(m, d, mu * g.uniform(0.3, 1.0))
+    return _Pair(w, u, b, g.log_uniform(1e-3, 10.0), x)
 
 
 def _printed(p: _Pair) -> float:
@@ -84,7 +71,7 @@ def _against(limit: Callable[[_Pair], float], pair: _Pair) -> Trial | None:
     return Trial(pair.moved_z / (constant * pair.moved_x), pair.case())
 
 
-def _eq11(g: torch.Generator, *, bias: bool) -> Trial | None:
+def _eq11(g: Random, *, bias: bool) -> Trial | None:
     return _against(_printed, _pair(g, bias=bias))
 
 
@@ -101,7 +88,7 @@ def _scalar_ratio(w: float, b: float, gamma: float, x: float, step: float) -> fl
     return abs(zs[0] - zs[1]) / (limit * 2.0 * abs(step)) if step else None
 
 
-def _search(g: torch.Generator, *, bias: bool) -> Iterator[Trial | None]:
+def _search(g: Random, *, bias: bool) -> Iterator[Trial | None]:
     """Optimizers over layers of one dimension, from random starts."""
 
     def attempt(p: Tensor) -> Trial | None:
@@ -112,11 +99,11 @@ def _search(g: torch.Generator, *, bias: bool) -> Iterator[Trial | None]:
         return None if found is None else Trial(found, case)
 
     low, high = torch.tensor([-2.0, 0, -4, -1]), torch.tensor([3.0, 3, 2, 2])
-    starts = (low + (high - low) * torch.rand(4, generator=g) for _ in range(6))
+    starts = (low + (high - low) * torch.rand(4, generator=g.generator) for _ in range(6))
     yield from climb(attempt, starts, methods=("Nelder-Mead",))
 
 
-def _known(g: torch.Generator, *, bias: bool) -> Iterator[Trial | None]:
+def _known(g: Random, *, bias: bool) -> Iterator[Trial | None]:
     """μ = 0.5, γ = 1, b = 1.29306, x = ±5e-5: 0.12557 against 0.07859; then a search."""
     one = ones(1, 1)
     x = tensor([[5e-5], [-5e-5]])
@@ -128,26 +115,26 @@ def _moved(z: Tensor, x: Tensor) -> float:
     return float((z[0] - z[1]).norm() / (x[0] - x[1]).norm())
 
 
-def _eq12(g: torch.Generator) -> Trial:
-    n, m, d, mu = integer(g, 1, 4), integer(g, 1, 4), integer(g, 1, 4), uniform(g, 0.1, 0.97)
-    w, u = weights(g, m, n, mu), weights(g, n, d, mu)
-    x = normal(g, 2, d)
-    z = opteq(w, x @ u.mT + normal(g, n))
+def _eq12(g: Random) -> Trial:
+    n, m, d, mu = g.integer(1, 4), g.integer(1, 4), g.integer(1, 4), g.uniform(0.1, 0.97)
+    w, u = g.weights(m, n, mu), g.weights(n, d, mu)
+    x = g.normal(2, d)
+    z = opteq(w, x @ u.mT + g.normal(n))
     return Trial(_moved(z, x) / eq12(mu), {"mu": mu, "n": n})
 
 
-def _eq12_worst(g: torch.Generator) -> Iterator[Trial]:
+def _eq12_worst(g: Random) -> Iterator[Trial]:
     """W = U = μI, both inputs positive: z = μx/(1 − μ²), so the constant is attained."""
     for mu in (0.3, 0.6, 0.9, 0.97):
-        x = torch.rand(2, 2, generator=g, dtype=torch.float64) + 0.1
+        x = g.share(2, 2) + 0.1
         yield Trial(_moved(opteq(mu * identity(2), mu * x), x) / eq12(mu), {"mu": mu})
 
 
-def _eq44(g: torch.Generator) -> Trial:
+def _eq44(g: Random) -> Trial:
     return _pair(g, bias=False).eq44()
 
 
-def _eq44_worst(g: torch.Generator) -> Iterator[Trial | None]:
+def _eq44_worst(g: Random) -> Iterator[Trial | None]:
     """Optimizers over W = μQ·diag(1, t) with two coordinates, U = μI and the input."""
 
     def turned(angle: Tensor) -> Tensor:
@@ -160,10 +147,10 @@ def _eq44_worst(g: torch.Generator) -> Iterator[Trial | None]:
         gamma: float = 10 ** float(p[6].clamp(-3, 1))
         return _Pair(w @ turned(p[3]), mu * identity(2), zeros(2), gamma, x).eq44()
 
-    yield from climb(attempt, (normal(g, 7) for _ in range(4)), methods=("Nelder-Mead",))
+    yield from climb(attempt, (g.normal(7) for _ in range(4)), methods=("Nelder-Mead",))
 
 
-def _eq46(g: torch.Generator) -> Trial:
+def _eq46(g: Random) -> Trial:
     """|β₁ − β₂| ≤ √γ·|‖r₁‖ − ‖r₂‖| (the steepest slope of e^{−t²} is 0.858)."""
     p = _pair(g, bias=True)
     sizes = p.r.norm(dim=1)
@@ -172,18 +159,18 @@ def _eq46(g: torch.Generator) -> Trial:
     return Trial(left / right if right > 1e-12 else 0.0, p.case())
 
 
-def _remark2(g: torch.Generator, *, layer: bool, bias: bool) -> Trial | None:
+def _remark2(g: Random, *, layer: bool, bias: bool) -> Trial | None:
     """L_geq < L_opteq where β_max < 0.8, B < 1, √γ < 0.2, on a layer or as algebra alone."""
     if layer:
         p = _pair(g, bias=bias)
         if bias:  # a large bias is what brings β down
-            x = uniform(g, 0.1, 0.9) * unit(g, 2, p.x.shape[1])
-            b = log_uniform(g, 1.0, 30.0) * unit(g, p.W.shape[0])
-            p = _Pair(p.W, p.U, b, uniform(g, 0.005, 0.039), x)
+            x = g.uniform(0.1, 0.9) * unit(g, 2, p.x.shape[1])
+            b = g.log_uniform(1.0, 30.0) * unit(g, p.W.shape[0])
+            p = _Pair(p.W, p.U, b, g.uniform(0.005, 0.039), x)
         mu, beta, bound, gamma = p.mu, p.beta_max, p.bound, p.gamma
     else:
-        mu, beta = uniform(g, 0.01, 0.999), uniform(g, 0.0, 0.8)
-        bound, gamma = uniform(g, 0.0, 1.0), uniform(g, 1e-6, 0.2) ** 2
+        mu, beta = g.uniform(0.01, 0.999), g.uniform(0.0, 0.8)
+        bound, gamma = g.uniform(0.0, 1.0), g.uniform(1e-6, 0.2) ** 2
     if not (beta < 0.8 and bound < 1.0 and math.sqrt(gamma) < 0.2):
         return None
     case = {"mu": mu, "beta_max": beta, "B": bound, "gamma": gamma}

@@ -15,17 +15,7 @@ from equilibria_papers.theory.bounds.margin import Sizes, geq_change, opteq_chan
 from equilibria_papers.theory.bounds.report import remark1_ratios
 
 from .claim import Trial, Trials, tried
-from .drawing import (
-    exponential,
-    integer,
-    log_uniform,
-    logistic,
-    normal,
-    ones,
-    spectral,
-    uniform,
-    weights,
-)
+from .drawing import Random, exponential, logistic, ones, spectral
 from .geq_layer import geq, opteq, scalar_beta, scalar_geq
 from .numerics import climb
 
@@ -41,14 +31,14 @@ def _general(W: Tensor, c: Tensor) -> Tensor:
     return z
 
 
-def _lemma1(g: torch.Generator) -> Trial:
-    n, d, m = integer(g, 1, 4), integer(g, 1, 3), uniform(g, 0.05, 0.95)
-    scale = log_uniform(g, 1e-4, 1.0)
-    w = weights(g, n, n, m * uniform(g, 0.1, 1.0))
-    u, b, x = normal(g, n, d), normal(g, n), normal(g, d)
-    moved = w + scale * normal(g, n, n)
+def _lemma1(g: Random) -> Trial:
+    n, d, m = g.integer(1, 4), g.integer(1, 3), g.uniform(0.05, 0.95)
+    scale = g.log_uniform(1e-4, 1.0)
+    w = g.weights(n, n, m * g.uniform(0.1, 1.0))
+    u, b, x = g.normal(n, d), g.normal(n), g.normal(d)
+    moved = w + scale * g.normal(n, n)
     moved = moved * min(1.0, m / spectral(moved))
-    du, db = scale * normal(g, n, d), scale * normal(g, n)
+    du, db = scale * g.normal(n, d), scale * g.normal(n)
     c = u @ x + b
     left = float((_general(moved, c + du @ x + db) - _general(w, c)).norm())
     size = max(spectral(w), spectral(moved))
@@ -57,19 +47,19 @@ def _lemma1(g: torch.Generator) -> Trial:
     return Trial(left / right, {"n": n, "m": size, "scale": scale})
 
 
-def _lemma2(g: torch.Generator) -> Trial:
+def _lemma2(g: Random) -> Trial:
     """Two Gaussian classes, w trained on M samples, u = N(0, σ²): every part has a closed form."""
-    d, count, delta = integer(g, 1, 6), integer(g, 400, 4000), 0.05
-    center = normal(g, d) * uniform(g, 0.2, 3.0)
+    d, count, delta = g.integer(1, 6), g.integer(400, 4000), 0.05
+    center = g.normal(d) * g.uniform(0.2, 3.0)
 
     def classes(count: int) -> tuple[Tensor, Tensor]:
-        labels = torch.randint(0, 2, (count,), generator=g).double() * 2 - 1
-        return labels, (labels[:, None] * center + normal(g, count, d)).clamp(-6, 6)
+        labels = torch.randint(0, 2, (count,), generator=g.generator).double() * 2 - 1
+        return labels, (labels[:, None] * center + g.normal(count, d)).clamp(-6, 6)
 
     labels, x = classes(count)
     w = (labels[:, None] * x).mean(0)
-    w = w * (uniform(g, 0.3, 3.0) / float(w.norm()))
-    margin = uniform(g, 0.05, 2.0)
+    w = w * (g.uniform(0.3, 3.0) / float(w.norm()))
+    margin = g.uniform(0.05, 2.0)
     # Two classes with scores ±⟨w, x⟩/2: the margin is ⟨w, x⟩y, and |⟨u, x⟩|/2 < η/4 is asked for
     # all x with probability 1/2; ‖u‖ ≤ σ√(2d) has it, as E‖u‖² = σ²d.
     reach = 6.0 * math.sqrt(d)
@@ -82,19 +72,19 @@ def _lemma2(g: torch.Generator) -> Trial:
     return Trial(error / right, {"d": d, "M": count, "margin": margin, "kl": kl})
 
 
-def _eq29(g: torch.Generator, *, second: bool) -> Trial:
-    n, m, mu = integer(g, 1, 4), integer(g, 1, 4), uniform(g, 0.1, 0.99)
-    w, omega = weights(g, m, n, mu), log_uniform(g, 1e-3, 1.0)
-    moved = w + weights(g, m, n, omega)
+def _eq29(g: Random, *, second: bool) -> Trial:
+    n, m, mu = g.integer(1, 4), g.integer(1, 4), g.uniform(0.1, 0.99)
+    w, omega = g.weights(m, n, mu), g.log_uniform(1e-3, 1.0)
+    moved = w + g.weights(m, n, omega)
     left = spectral(moved.mT @ moved - w.mT @ w)
     right = 2 * omega * mu + (omega**2 if second else 0.0)
     return Trial(left / right, {"mu": mu, "omega": omega})
 
 
-def _eq29_worst(g: torch.Generator, **_: object) -> Iterator[Trial]:
+def _eq29_worst(g: Random, **_: object) -> Iterator[Trial]:
     """ΔW along W: (μ + ω)² − μ² = 2μω + ω²."""
     for ratio in (0.01, 0.1, 1.0):
-        mu = uniform(g, 0.2, 0.9)
+        mu = g.uniform(0.2, 0.9)
         yield Trial(1.0 + ratio / 2.0, {"mu": mu, "omega": ratio * mu, "W": "μI", "ΔW": "ωI"})
 
 
@@ -127,20 +117,20 @@ class _Moved:
         return {"mu": self.mu, "omega": self.omega, "B": self.bound, "gamma": self.gamma}
 
 
-def _moved(g: torch.Generator, *, gaussian: bool, small: bool) -> _Moved | None:
-    n, m, d, classes = integer(g, 1, 4), integer(g, 1, 4), integer(g, 1, 3), integer(g, 2, 4)
-    mu = uniform(g, 0.2, 0.95)
-    omega = log_uniform(g, 1e-6, 1e-4) if small else log_uniform(g, 1e-4, 0.3)
-    gamma = log_uniform(g, 0.05, 5.0)
+def _moved(g: Random, *, gaussian: bool, small: bool) -> _Moved | None:
+    n, m, d, classes = g.integer(1, 4), g.integer(1, 4), g.integer(1, 3), g.integer(2, 4)
+    mu = g.uniform(0.2, 0.95)
+    omega = g.log_uniform(1e-6, 1e-4) if small else g.log_uniform(1e-4, 0.3)
+    gamma = g.log_uniform(0.05, 5.0)
     out = m if gaussian else n
     shapes = ((m, n), (out, d), (out, 1), (classes, n), (classes, 1))
     old = [
-        weights(g, r, c, mu * (1.0 if i in (0, 3) else uniform(g, 0.1, 1.0)))
+        g.weights(r, c, mu * (1.0 if i in (0, 3) else g.uniform(0.1, 1.0)))
         for i, (r, c) in enumerate(shapes)
     ]
-    new = [t + weights(g, t.shape[0], t.shape[1], omega) for t in old]
-    bound = log_uniform(g, 0.3, 10.0)
-    x = normal(g, 8, d)
+    new = [t + g.weights(t.shape[0], t.shape[1], omega) for t in old]
+    bound = g.log_uniform(0.3, 10.0)
+    x = g.normal(8, d)
     x = bound * x / x.norm(dim=1, keepdim=True)
     if spectral(new[0]) >= (1.4 if gaussian else 0.999):
         return None
@@ -159,7 +149,7 @@ def _moved(g: torch.Generator, *, gaussian: bool, small: bool) -> _Moved | None:
     return _Moved(change, omega, max(w, u, b, head), w**2, bound, top, sizes, gamma)
 
 
-def _eq30(g: torch.Generator, *, power: int, ours: bool = False) -> Trial | None:
+def _eq30(g: Random, *, power: int, ours: bool = False) -> Trial | None:
     """The logits' change against Eq 30 (power 2), Eq 31 (power 3), or ours."""
     p = _moved(g, gaussian=False, small=not ours and power == 3)
     if p is None:
@@ -168,11 +158,11 @@ def _eq30(g: torch.Generator, *, power: int, ours: bool = False) -> Trial | None
     return Trial(p.change / limit, p.case())
 
 
-def _eq30_aligned(g: torch.Generator, *, power: int, ours: bool = False) -> Iterator[Trial]:
+def _eq30_aligned(g: Random, *, power: int, ours: bool = False) -> Iterator[Trial]:
     """One dimension, all weights μ moved to μ + ω, x = B: the second order shows near μ = 1."""
     one = ones(1, 1)
     for mu, omega in ((0.9, 0.05), (0.95, 0.02), (0.95, 1e-7), (0.5, 0.2)):
-        bound = uniform(g, 0.5, 5.0)
+        bound = g.uniform(0.5, 5.0)
         ends = [w * float(opteq(w * one, (w * bound + w) * one)) + w for w in (mu + omega, mu)]
         sizes = Sizes(w=mu, u=mu, b=mu, head=mu, bound=bound)
         k = _k30(mu, mu**2, bound, power)
@@ -180,7 +170,7 @@ def _eq30_aligned(g: torch.Generator, *, power: int, ours: bool = False) -> Iter
         yield Trial(abs(ends[0] - ends[1]) / limit, {"mu": mu, "omega": omega, "B": bound})
 
 
-def _eq35(g: torch.Generator, *, ours: bool) -> Trial | None:
+def _eq35(g: Random, *, ours: bool) -> Trial | None:
     p = _moved(g, gaussian=True, small=False)
     if p is None:
         return None
@@ -190,7 +180,7 @@ def _eq35(g: torch.Generator, *, ours: bool) -> Trial | None:
     return Trial(p.change / (p.omega * k), {**p.case(), "beta_max": p.beta})
 
 
-def _eq35_search(g: torch.Generator, *, ours: bool) -> Iterator[Trial | None]:
+def _eq35_search(g: Random, *, ours: bool) -> Iterator[Trial | None]:
     """One dimension: ω times the sum of |∂f/∂θ| over all five weights, the layer searched."""
 
     def attempt(p: Tensor) -> Trial | None:
@@ -211,13 +201,13 @@ def _eq35_search(g: torch.Generator, *, ours: bool) -> Iterator[Trial | None]:
         limit = geq_change(sizes, omega, gamma) if ours else omega * k
         return Trial(change / limit, {"mu": w, "gamma": gamma, "B": x, "u": u, "b": b, "w_c": head})
 
-    yield from climb(attempt, (normal(g, 6) for _ in range(4)), methods=("Nelder-Mead",))
+    yield from climb(attempt, (g.normal(6) for _ in range(4)), methods=("Nelder-Mead",))
 
 
-def _eq33_weights(g: torch.Generator, *, ours: bool) -> Trial | None:
+def _eq33_weights(g: Random, *, ours: bool) -> Trial | None:
     """A move of W alone, one dimension, u = 1, b = 0."""
-    w, c = uniform(g, 0.1, 0.95), log_uniform(g, 0.1, 5.0)
-    return _weight_move(w, c, log_uniform(g, 0.1, 5.0), 1e-4, ours=ours)
+    w, c = g.uniform(0.1, 0.95), g.log_uniform(0.1, 5.0)
+    return _weight_move(w, c, g.log_uniform(0.1, 5.0), 1e-4, ours=ours)
 
 
 def _weight_move(w: float, c: float, gamma: float, step: float, *, ours: bool) -> Trial | None:
@@ -238,17 +228,17 @@ def _weight_move(w: float, c: float, gamma: float, step: float, *, ours: bool) -
     return Trial(abs(zs[1] - zs[0]) / right, case)
 
 
-def _eq33_weights_worst(g: torch.Generator, *, ours: bool) -> Iterator[Trial | None]:
+def _eq33_weights_worst(g: Random, *, ours: bool) -> Iterator[Trial | None]:
     def attempt(p: Tensor) -> Trial | None:
         return _weight_move(logistic(p[0], 0.98), exponential(p[1], -6, 2), 1.0, 1e-5, ours=ours)
 
-    yield from climb(attempt, (normal(g, 2) for _ in range(5)), methods=("Nelder-Mead",))
+    yield from climb(attempt, (g.normal(2) for _ in range(5)), methods=("Nelder-Mead",))
 
 
-def _eq33_input(g: torch.Generator, *, ours: bool) -> Trial:
+def _eq33_input(g: Random, *, ours: bool) -> Trial:
     """The move of U or b alone: Eq 33 says β/(1 − βm); with β free to move ours is Λ(μ)·|Δc|."""
-    w, gamma, step = uniform(g, 0.1, 0.95), 1.0, 1e-5
-    c = uniform(g, 0.05, 3.0)
+    w, gamma, step = g.uniform(0.1, 0.95), 1.0, 1e-5
+    c = g.uniform(0.05, 3.0)
     return _input_move(w, c, gamma, step, float(gaussian_sensitivity(w)) if ours else None)
 
 
@@ -261,22 +251,22 @@ def _input_move(w: float, c: float, gamma: float, step: float, limit: float | No
     return Trial(abs(zs[1] - zs[0]) / (2 * step) / right, case)
 
 
-def _eq33_known(g: torch.Generator, **_: object) -> Iterator[Trial]:
+def _eq33_known(g: Random, **_: object) -> Iterator[Trial]:
     """w = 0.9 at s = 1.5, where e^{−s}(1 − 2s) is least: 2.566 times too much."""
     w, s = 0.9, 1.5
     yield _input_move(w, math.sqrt(s) * (1 + w * w * math.exp(-s)), 1.0, 1e-6, None)
 
 
-def _prop2(g: torch.Generator, *, gaussian: bool) -> Trial:
+def _prop2(g: Random, *, gaussian: bool) -> Trial:
     """What Lemma 2 and Eq 31/37 give, over what is printed."""
-    mu, beta = uniform(g, 0.1, 0.99), uniform(g, 0.1, 1.0)
-    m, bound = mu**2, log_uniform(g, 0.1, 50.0)
+    mu, beta = g.uniform(0.1, 0.99), g.uniform(0.1, 1.0)
+    m, bound = mu**2, g.log_uniform(0.1, 50.0)
     frame = bounds.PacBayes(
-        samples=integer(g, 100, 100_000),
-        delta=uniform(g, 0.001, 0.2),
-        margin=log_uniform(g, 0.01, 10.0),
-        width=integer(g, 2, 1000),
-        size=log_uniform(g, 0.1, 1000.0),
+        samples=g.integer(100, 100_000),
+        delta=g.uniform(0.001, 0.2),
+        margin=g.log_uniform(0.01, 10.0),
+        width=g.integer(2, 1000),
+        size=g.log_uniform(0.1, 1000.0),
     )
     if gaussian:
         ks = [bounds.bracket_geq(mu, m, beta, bound, derived=d) for d in (False, True)]
@@ -286,9 +276,9 @@ def _prop2(g: torch.Generator, *, gaussian: bool) -> Trial:
     return Trial(ratio, {"mu": mu, "B": bound, "h": frame.width, "M": frame.samples})
 
 
-def _frobenius(g: torch.Generator) -> Trial:
+def _frobenius(g: Random) -> Trial:
     """KL of moving W has ‖W‖_F²; the printed 𝓑_W has ‖WᵀW‖_F² ≤ ‖W‖²‖W‖_F²."""
-    w = weights(g, integer(g, 1, 6), integer(g, 1, 6), uniform(g, 0.1, 0.99))
+    w = g.weights(g.integer(1, 6), g.integer(1, 6), g.uniform(0.1, 0.99))
     left, right = float(w.square().sum()), float((w.mT @ w).square().sum())
     return Trial(left / right, {"norm": spectral(w)})
 
@@ -298,11 +288,11 @@ def remark1_at(beta: float, mu: float, m: float) -> Trial:
     return Trial(max(remark1_ratios(beta, mu, m)), {"beta": beta, "mu": mu, "m": m})
 
 
-def _remark1(g: torch.Generator) -> Trial:
-    return remark1_at(uniform(g, 0.0, 0.8), uniform(g, 0.9, 1.0), uniform(g, 0.9, 1.0))
+def _remark1(g: Random) -> Trial:
+    return remark1_at(g.uniform(0.0, 0.8), g.uniform(0.9, 1.0), g.uniform(0.9, 1.0))
 
 
-def _remark1_corner(g: torch.Generator) -> Iterator[Trial]:
+def _remark1_corner(g: Random) -> Iterator[Trial]:
     """The corner β = 0.8, μ = 1, m = 0.9, where both ratios are largest: 0.2857 and 0.9286."""
     yield remark1_at(0.8 - 1e-9, 1.0 - 1e-9, 0.9 + 1e-9)
 

@@ -14,17 +14,7 @@ from equilibria_papers.theory.bounds import report as remarks
 from equilibria_papers.theory.bounds import similarity as formulas
 
 from .claim import Trial, Trials, tried
-from .drawing import (
-    choice,
-    identity,
-    integer,
-    log_uniform,
-    normal,
-    spectral,
-    tensor,
-    uniform,
-    weights,
-)
+from .drawing import Random, identity, spectral, tensor
 from .geq_layer import geq, opteq, unit
 
 
@@ -50,18 +40,18 @@ def below(value: float, error: float, limit: float) -> float:
     return math.inf if limit <= 0.0 else least / limit
 
 
-def family(kind: str, n: int, mu: float, g: torch.Generator) -> Tensor:
+def family(kind: str, n: int, mu: float, g: Random) -> Tensor:
     """W [n, n] with ‖W‖ = μ: "identity", "mean" (11ᵀ/n), "centering" (I − 11ᵀ/n) or "random"."""
     if kind == "random":
-        return weights(g, n, n, mu)
+        return g.weights(n, n, mu)
     mean = torch.full((n, n), 1.0 / n, dtype=torch.float64)
     eye = identity(n)
     return mu * {"identity": eye, "mean": mean, "centering": eye - mean}[kind]
 
 
-def sample_pair(g: torch.Generator, d: int, theta: float, size: float) -> Tensor:
+def sample_pair(g: Random, d: int, theta: float, size: float) -> Tensor:
     """Two inputs of length ``size`` at the angle θ. [2, d]."""
-    basis = torch.linalg.qr(normal(g, d, 2))[0].mT
+    basis = torch.linalg.qr(g.normal(d, 2))[0].mT
     second = math.cos(theta) * basis[0] + math.sin(theta) * basis[1]
     return size * torch.stack([basis[0], second])
 
@@ -104,7 +94,7 @@ Limit = Callable[[Similarity], float]
 
 
 def measured(
-    g: torch.Generator,
+    g: Random,
     *,
     kind: str,
     n: int,
@@ -117,7 +107,7 @@ def measured(
     """κ(x₁, x₂) for W of a family and U [n, n] with entries N(0, 1/n); γ None: OptEq."""
     w = family(kind, n, mu, g)
     x = sample_pair(g, n, theta, size)
-    u = normal(g, draws, n, n) / math.sqrt(n)
+    u = g.normal(draws, n, n) / math.sqrt(n)
     c = (x @ u.mT).flatten(0, 1)  # [draws·2, n]
     z = opteq(w, c) if gamma is None else geq(w, c, gamma)
     r = c - z @ w.mT
@@ -143,18 +133,16 @@ def measured(
     )
 
 
-def similarity(
-    g: torch.Generator, *, limit: Limit, gaussian: bool, kind: str | None = None
-) -> Trial:
+def similarity(g: Random, *, limit: Limit, gaussian: bool, kind: str | None = None) -> Trial:
     """A random layer against a bound on κ."""
     found = measured(
         g,
-        kind=kind or choice(g, ("identity", "mean", "centering", "random")),
-        n=integer(g, 2, 24),
-        mu=uniform(g, 0.1, 0.95),
-        theta=uniform(g, 0.02, 0.99) * math.pi,
-        gamma=log_uniform(g, 0.05, 5.0) if gaussian else None,
-        size=log_uniform(g, 0.3, 3.0),
+        kind=kind or g.choice(("identity", "mean", "centering", "random")),
+        n=g.integer(2, 24),
+        mu=g.uniform(0.1, 0.95),
+        theta=g.uniform(0.02, 0.99) * math.pi,
+        gamma=g.log_uniform(0.05, 5.0) if gaussian else None,
+        size=g.log_uniform(0.3, 3.0),
     )
     return found.against(limit(found))
 
@@ -188,14 +176,14 @@ def _free_of_angle_geq(s: Similarity) -> float:
     return min(near, s.mu**2 / (2 * math.e * s.gamma * s.n))
 
 
-def _eq15_identity(g: torch.Generator) -> Trial:
+def _eq15_identity(g: Random) -> Trial:
     """W = μI, where neurons do not meet: κ by quadrature, and Eq 15 as an equality.
 
     (Ux₁, Ux₂) of a neuron is ‖x‖√E[U²]·r(cos φ, cos(φ − θ)), φ uniform and ∫r³e^{−r²/2}dr = 2;
     z(rc) = rz(c), so κ = E[U²]‖x₁‖‖x₂‖(1/π)∫z(cos φ)z(cos(φ − θ))dφ, z by the layer's iteration.
     """
-    mu, theta = uniform(g, 0.1, 0.95), uniform(g, 0.0, 1.0) * math.pi
-    variance, sizes = 1.0 / integer(g, 2, 24), log_uniform(g, 0.1, 9.0)
+    mu, theta = g.uniform(0.1, 0.95), g.uniform(0.0, 1.0) * math.pi
+    variance, sizes = 1.0 / g.integer(2, 24), g.log_uniform(0.1, 9.0)
     points = 2000
     phi = torch.arange(points, dtype=torch.float64) * (2 * math.pi / points)
     angles = torch.stack([phi.cos(), (phi - theta).cos()])[..., None]
@@ -208,7 +196,7 @@ def _eq15_identity(g: torch.Generator) -> Trial:
     return Trial(ratio, {"mu": mu, "theta/pi": theta / math.pi, "kappa": kappa, "Eq 15": limit})
 
 
-def _eq15_family(g: torch.Generator, **_: object) -> Iterator[Trial]:
+def _eq15_family(g: Random, **_: object) -> Iterator[Trial]:
     """W = 0.9·11ᵀ/n: 4 times the bound at θ = 0.9π, and κ > 0 at θ = π, where the bound is 0."""
     for n, theta, draws in ((48, 0.9, 3000), (48, 1.0, 1000), (100, 0.9, 600)):
         theta = theta * math.pi
@@ -216,7 +204,7 @@ def _eq15_family(g: torch.Generator, **_: object) -> Iterator[Trial]:
         yield found.against(_eq15(found))
 
 
-def _eq14_family(g: torch.Generator, *, limit: Limit, **_: object) -> Iterator[Trial]:
+def _eq14_family(g: Random, *, limit: Limit, **_: object) -> Iterator[Trial]:
     """W = 0.9(I − 11ᵀ/n), γ = 0.3, θ near π; and θ = π, where the bound is 0."""
     for n, theta in ((20, 0.98), (40, 0.98), (40, 0.99), (20, 1.0)):
         theta = theta * math.pi
@@ -224,27 +212,27 @@ def _eq14_family(g: torch.Generator, *, limit: Limit, **_: object) -> Iterator[T
         yield found.against(limit(found))
 
 
-def _lemma3(g: torch.Generator, *, width: int | None) -> Trial:
+def _lemma3(g: Random, *, width: int | None) -> Trial:
     """Eq 50 against quadrature of one neuron, times the width of the layer (None: one neuron)."""
-    theta = uniform(g, 0.0, math.pi)
-    n = integer(g, 2, 64) if width is None else width
+    theta = g.uniform(0.0, math.pi)
+    n = g.integer(2, 64) if width is None else width
     left = n * one_neuron(theta)
     right = formulas.arc_cosine(theta) / (2 * math.pi)
     return Trial(abs(left - right) / (1e-5 * (1e-3 + right)), {"theta/pi": theta / math.pi, "n": n})
 
 
-def _entrywise(g: torch.Generator, *, kind: str | None) -> Trial | None:
+def _entrywise(g: Random, *, kind: str | None) -> Trial | None:
     """Eq 51: σ(WᵀWz₁)ᵀz₂ ≤ μ²z₁ᵀz₂ for z₁, z₂ ≥ 0."""
-    n = integer(g, 2, 6)
-    w = family(kind or choice(g, ("mean", "centering", "random")), n, uniform(g, 0.2, 0.95), g)
-    z = normal(g, 2, n).clamp_min(0.0)
+    n = g.integer(2, 6)
+    w = family(kind or g.choice(("mean", "centering", "random")), n, g.uniform(0.2, 0.95), g)
+    z = g.normal(2, n).clamp_min(0.0)
     right = spectral(w) ** 2 * float(z[0] @ z[1])
     if right < 1e-9:
         return None
     return Trial(float((w.mT @ (w @ z[0])).clamp_min(0.0) @ z[1]) / right, {"n": n})
 
 
-def _entrywise_worst(g: torch.Generator, **_: object) -> Iterator[Trial]:
+def _entrywise_worst(g: Random, **_: object) -> Iterator[Trial]:
     """W = μ11ᵀ/n, z₁ and z₂ nearly disjoint: the left side does not see that."""
     for overlap in (0.1, 0.01):
         w = family("mean", 2, 0.9, g)
@@ -253,11 +241,11 @@ def _entrywise_worst(g: torch.Generator, **_: object) -> Iterator[Trial]:
         yield Trial(left / right, {"overlap": overlap})
 
 
-def _eq58(g: torch.Generator, *, squared: bool) -> Trial:
+def _eq58(g: Random, *, squared: bool) -> Trial:
     """β₁β₂ ≤ De^{−γσ_min²‖Δx‖²/4}, D = e^{γB‖W‖²} as printed or e^{γB²‖W‖²}."""
-    n, gamma, mu = integer(g, 1, 4), log_uniform(g, 0.01, 3.0), uniform(g, 0.1, 0.99)
-    w, u = weights(g, n, n, mu), normal(g, n, n) * log_uniform(g, 0.3, 3.0)
-    x = log_uniform(g, 0.1, 5.0) * unit(g, 2, n) * torch.rand(2, 1, generator=g).double()
+    n, gamma, mu = g.integer(1, 4), g.log_uniform(0.01, 3.0), g.uniform(0.1, 0.99)
+    w, u = g.weights(n, n, mu), g.normal(n, n) * g.log_uniform(0.3, 3.0)
+    x = g.log_uniform(0.1, 5.0) * unit(g, 2, n) * torch.rand(2, 1, generator=g.generator).double()
     c = x @ u.mT
     z = geq(w, c, gamma)
     s = float(gamma * (c - z @ w.mT).square().sum())
@@ -269,7 +257,7 @@ def _eq58(g: torch.Generator, *, squared: bool) -> Trial:
     return Trial(math.exp(min(-s - power + decay, 600.0)), case)
 
 
-def _eq58_worst(g: torch.Generator, **_: object) -> Iterator[Trial]:
+def _eq58_worst(g: Random, **_: object) -> Iterator[Trial]:
     """W = μ(1, −1)/√2, U = 1, x = ±B: both inputs are half explained by Wz, so r = B/(1 + βμ²/2).
 
     Then ‖r₁‖² + ‖r₂‖² is below B² = ‖U(x₁ − x₂)‖²/4, and D = e^{γBμ²} makes up for it only if B is
@@ -284,9 +272,9 @@ def _eq58_worst(g: torch.Generator, **_: object) -> Iterator[Trial]:
         yield Trial(math.exp(-s - power), {"gamma": gamma, "B": size, "W": "0.99(1, −1)/√2"})
 
 
-def _remark3(g: torch.Generator, *, printed: bool) -> Trial:
-    gamma, bound, mu = log_uniform(g, 0.01, 20.0), log_uniform(g, 0.1, 50.0), uniform(g, 0.1, 0.99)
-    beta, least = uniform(g, 0.0, 1.0), log_uniform(g, 0.01, 5.0)
+def _remark3(g: Random, *, printed: bool) -> Trial:
+    gamma, bound, mu = g.log_uniform(0.01, 20.0), g.log_uniform(0.1, 50.0), g.uniform(0.1, 0.99)
+    beta, least = g.uniform(0.0, 1.0), g.log_uniform(0.01, 5.0)
     return _remark3_ratio(gamma, bound, mu, beta, least, printed)
 
 
@@ -301,7 +289,7 @@ def _remark3_ratio(
     return Trial(ratio, {"gamma": gamma, "B": bound, "mu": mu, "beta_max": beta})
 
 
-def _remark3_known(g: torch.Generator, *, printed: bool) -> Iterator[Trial]:
+def _remark3_known(g: Random, *, printed: bool) -> Iterator[Trial]:
     """γ = 0.2, B = 20, μ = 0.95, β_max → 1."""
     yield _remark3_ratio(0.2, 20.0, 0.95, 1.0, 1.0, printed)
 
@@ -318,10 +306,7 @@ FREE_OF_ANGLE = {
 }
 
 TRIALS: Trials = {
-    "geq.lemma3": {
-        "as printed": tried(_lemma3, width=None),
-        "per neuron": tried(_lemma3, width=1),
-    },
+    "geq.lemma3": {"as printed": tried(_lemma3, width=None), "per neuron": tried(_lemma3, width=1)},
     "geq.eq51": {
         "as printed": tried(_entrywise, _entrywise_worst, kind=None),
         "W = μI": tried(_entrywise, kind="identity"),

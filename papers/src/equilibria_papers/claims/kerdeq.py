@@ -5,31 +5,29 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-import torch
-
 from equilibria_papers.theory.bounds.report import kerdeq_remark1
 from equilibria_papers.theory.bounds.similarity import kerdeq_eq10
 
 from .claim import Trial, Trials, tried
-from .drawing import integer, spectral, uniform, weights
+from .drawing import Random, spectral
 from .geq_layer import feature_map_trial
 from .geq_margin import MARGIN, remark1_at
 from .geq_similarity import EQ15, FREE_OF_ANGLE, Similarity, measured, similarity
 
 
-def _remark1(g: torch.Generator) -> Trial | None:
+def _remark1(g: Random) -> Trial | None:
     """m = 0.9 and μ = 0.9: no W has them, as μ ≥ ‖W‖ = √m."""
-    w = weights(g, integer(g, 1, 4), integer(g, 1, 4), uniform(g, 0.5, 0.999))
+    w = g.weights(g.integer(1, 4), g.integer(1, 4), g.uniform(0.5, 0.999))
     mu = spectral(w * math.sqrt(0.9 / spectral(w.mT @ w)))
     return None if mu > 0.9 + 1e-9 else Trial(0.0, {"mu": mu})
 
 
-def _remark1_limit(g: torch.Generator, *, mu: float, limit: float) -> Trial:
+def _remark1_limit(g: Random, *, mu: float, limit: float) -> Trial:
     """Both ratios of Remark 1 for β below the limit."""
-    return remark1_at(uniform(g, 0.0, limit), mu, 0.9)
+    return remark1_at(g.uniform(0.0, limit), mu, 0.9)
 
 
-def _remark1_edge(g: torch.Generator, *, mu: float, limit: float) -> Iterator[Trial]:
+def _remark1_edge(g: Random, *, mu: float, limit: float) -> Iterator[Trial]:
     yield Trial(remark1_at(limit - 1e-12, mu, 0.9).ratio, {"beta": limit, "mu": mu, "m": 0.9})
 
 
@@ -37,7 +35,7 @@ def _eq10(s: Similarity) -> float:
     return kerdeq_eq10(*s.start(), largest=s.largest, **s.rest())
 
 
-def _theorem3_family(g: torch.Generator, **_: object) -> Iterator[Trial]:
+def _theorem3_family(g: Random, **_: object) -> Iterator[Trial]:
     """W = 0.5I at θ = 0.75π, and W = 0.9(I − 11ᵀ/n), γ = 3 at θ = 0.9π."""
     for kind, mu, theta, gamma in (
         ("identity", 0.5, 0.75, 1.0),

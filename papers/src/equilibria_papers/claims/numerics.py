@@ -15,7 +15,7 @@ from scipy import optimize  # type: ignore[import-untyped]
 from torch import Tensor
 
 from .claim import Trial
-from .drawing import identity, norm, ones, tensor
+from .drawing import Random, identity, norm, ones, tensor
 
 Map = Callable[[Tensor], Tensor]
 
@@ -161,14 +161,14 @@ def climb(
 def evolve(
     attempt: Try,
     bounds: Sequence[tuple[float, float]],
-    draw: torch.Generator,
+    draw: Random,
     *,
     generations: int = 20,
     population: int = 8,
 ) -> Iterator[Trial | None]:
     """Differential evolution in the box; one trial."""
     watched = _Watched(attempt)
-    seed = int(torch.randint(2**31 - 1, (), generator=draw))
+    seed = int(torch.randint(2**31 - 1, (), generator=draw.generator))
     size = {"maxiter": generations, "popsize": population}
     optimize.differential_evolution(watched, list(bounds), **size, seed=seed, polish=False, tol=0.0)
     yield watched.report("differential evolution")

@@ -15,19 +15,7 @@ from equilibria_papers.theory.blocks import Block
 from equilibria_papers.theory.multi_block import MultiBlock
 
 from .claim import Trial, Trials, tried
-from .drawing import (
-    ACTIVATIONS,
-    choice,
-    identity,
-    integer,
-    norm,
-    normal,
-    spectral,
-    tensor,
-    uniform,
-    weights,
-    zeros,
-)
+from .drawing import ACTIVATIONS, Random, identity, norm, spectral, tensor, zeros
 from .numerics import program, solve
 from .opteq_layer import Layer, off
 
@@ -74,7 +62,7 @@ class Deep:
 
 
 def _draw_deep(
-    draw: torch.Generator,
+    draw: Random,
     *,
     count: int | None = None,
     activation: str | None = None,
@@ -82,15 +70,15 @@ def _draw_deep(
     top: float = 1.0,
 ) -> Deep:
     """‖W_1‖ ≤ 0.9, the others up to ``top``."""
-    number = integer(draw, 2, 4) if count is None else count
-    m = integer(draw, 1, 4)
-    sigma = ACTIVATIONS[activation or choice(draw, list(ACTIVATIONS))]
+    number = draw.integer(2, 4) if count is None else count
+    m = draw.integer(1, 4)
+    sigma = ACTIVATIONS[activation or draw.choice(list(ACTIVATIONS))]
     layers = []
     for index in range(number):
-        n = integer(draw, 1, 5)
-        size = uniform(draw, 0.2, 0.9 if index == 0 else top)
-        layers.append(Layer(weights(draw, n, m, size), normal(draw, n) * 1.5, sigma))
-    return Deep(tuple(layers), uniform(draw, 0.05, 0.95) if alpha is None else alpha)
+        n = draw.integer(1, 5)
+        size = draw.uniform(0.2, 0.9 if index == 0 else top)
+        layers.append(Layer(draw.weights(n, m, size), draw.normal(n) * 1.5, sigma))
+    return Deep(tuple(layers), draw.uniform(0.05, 0.95) if alpha is None else alpha)
 
 
 def _eq7(deep: Deep, z: Tensor, *, inside: bool) -> Tensor:
@@ -104,7 +92,7 @@ def _eq7(deep: Deep, z: Tensor, *, inside: bool) -> Tensor:
     return torch.stack(rows)
 
 
-def _lemma3(draw: torch.Generator, *, inside: bool) -> Trial:
+def _lemma3(draw: Random, *, inside: bool) -> Trial:
     deep = _draw_deep(draw)
     z = deep.blocks()
     ratio = off(_eq7(deep, z, inside=inside), z)
@@ -149,9 +137,9 @@ def _envelope_point(layer: Layer, z: Tensor, alpha: float) -> Tensor:
     return layer(solve(step, slope, z))
 
 
-def _theorem2(draw: torch.Generator, *, inside: bool) -> Trial:
+def _theorem2(draw: Random, *, inside: bool) -> Trial:
     """∇Φ(z̃) + (I − P)z̃, with ∇(αM^{1−α})(z) = α(z − u)/(1 − α)."""
-    deep = _draw_deep(draw, activation=choice(draw, ("relu", "relu", "tanh", "leaky relu")))
+    deep = _draw_deep(draw, activation=draw.choice(("relu", "relu", "tanh", "leaky relu")))
     z = _equilibrium_of_eq7(deep, inside=inside)
     before = torch.roll(z, 1, dims=0)
     share = deep.alpha / (1.0 - deep.alpha)
@@ -163,7 +151,7 @@ def _theorem2(draw: torch.Generator, *, inside: bool) -> Trial:
     return Trial(found, deep.case())
 
 
-def _corollary1(draw: torch.Generator, *, inside: bool) -> Trial:
+def _corollary1(draw: Random, *, inside: bool) -> Trial:
     """Two layers, ReLU: z̃ against the minimizer of one program in (ζ_1, ζ_2, z_1, z_0)."""
     deep = _draw_deep(draw, count=2, activation="relu", top=0.98)
     z = _equilibrium_of_eq7(deep, inside=inside)
@@ -219,29 +207,29 @@ def _theorem3(deep: Deep) -> Trial | None:
     return Trial(far / (allowed + 1e-8 * (1.0 + norm(y))), case)
 
 
-def _theorem3_random(draw: torch.Generator) -> Trial | None:
-    alpha = 10.0 ** uniform(draw, -5.0, -1.5)
+def _theorem3_random(draw: Random) -> Trial | None:
+    alpha = 10.0 ** draw.uniform(-5.0, -1.5)
     return _theorem3(_draw_deep(draw, activation="relu", alpha=alpha, top=0.98))
 
 
-def _theorem3_adversarial(draw: torch.Generator) -> Iterator[Trial | None]:
+def _theorem3_adversarial(draw: Random) -> Iterator[Trial | None]:
     """One-dimensional layers with far apart wishes, ‖W_l‖ to 0.99, α down to 1e-6."""
     relu = ACTIVATIONS["relu"]
     for alpha in (1e-2, 1e-3, 1e-4, 1e-5, 1e-6):
         for size in (0.3, 0.9, 0.99):
             for count in (2, 3, 6):
                 layers = [
-                    Layer(tensor([[size * (-1.0) ** k]]), tensor([uniform(draw, 1.0, 10.0)]), relu)
+                    Layer(tensor([[size * (-1.0) ** k]]), tensor([draw.uniform(1.0, 10.0)]), relu)
                     for k in range(count)
                 ]
                 yield _theorem3(Deep(tuple(layers), alpha))
 
 
-def _contraction(draw: torch.Generator) -> Trial:
+def _contraction(draw: Random) -> Trial:
     """‖T(a) − T(b)‖ ≤ Π(1 − α(1 − ‖W_l‖²))‖a − b‖, which is < 1 when one ‖W_l‖ is."""
     deep = _draw_deep(draw)
     m = deep.layers[0].m
-    a, b = normal(draw, m) * 2.0, normal(draw, m) * uniform(draw, 0.01, 3.0)
+    a, b = draw.normal(m) * 2.0, draw.normal(m) * draw.uniform(0.01, 3.0)
     allowed = 1.0
     for layer in deep.layers:
         allowed *= 1.0 - deep.alpha * (1.0 - spectral(layer.w) ** 2)

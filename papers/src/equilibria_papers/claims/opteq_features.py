@@ -10,18 +10,18 @@ from torch import Tensor
 from equilibria.problems import Decorrelation, FeatureIncay
 
 from .claim import Trial, Trials, tried
-from .drawing import ACTIVATIONS, identity, integer, norm, normal, spectral, uniform, zeros
+from .drawing import ACTIVATIONS, Random, identity, norm, spectral, zeros
 from .numerics import bisect, crossings, solve
 from .opteq_layer import EXACT, Layer, draw_layer, off
 
 
-def _theorem4(draw: torch.Generator) -> Trial:
+def _theorem4(draw: Random) -> Trial:
     """R(z) = ½(z − a)ᵀK(z − a), ReLU: the fixed point of f ∘ (I − γ∇R) against one program."""
     layer = draw_layer(draw, activation="relu")
     m = layer.m
-    root = normal(draw, m, integer(draw, 1, m))
-    k, a = root @ root.mT, normal(draw, m)
-    gamma = uniform(draw, 0.01, 1.0) / spectral(k)
+    root = draw.normal(m, draw.integer(1, m))
+    k, a = root @ root.mT, draw.normal(m)
+    gamma = draw.uniform(0.01, 1.0) / spectral(k)
 
     def step(z: Tensor) -> Tensor:
         return layer(z - gamma * (k @ (z - a)))
@@ -34,11 +34,11 @@ def _theorem4(draw: torch.Generator) -> Trial:
     return Trial(off(star, least), {**layer.case(), "gamma": gamma, "K": k, "a": a})
 
 
-def _theorem4_smooth(draw: torch.Generator) -> Iterator[Trial]:
+def _theorem4_smooth(draw: Random) -> Iterator[Trial]:
     """Other activations and R = Σ log cosh, against points around: φ + γR is least at z*."""
     for _ in range(200):
         layer = draw_layer(draw)
-        gamma = uniform(draw, 0.05, 0.9)
+        gamma = draw.uniform(0.05, 0.9)
 
         def step(z: Tensor, layer: Layer = layer, gamma: float = gamma) -> Tensor:
             return layer(z - gamma * torch.tanh(z))
@@ -52,15 +52,15 @@ def _theorem4_smooth(draw: torch.Generator) -> Iterator[Trial]:
 
         star = solve(step, slope, zeros(layer.m))
         best = whole(star - gamma * torch.tanh(star))
-        least = min(whole(star + normal(draw, layer.m) * 10.0 ** (-k)) for k in range(4))
+        least = min(whole(star + draw.normal(layer.m) * 10.0 ** (-k)) for k in range(4))
         ratio = 1.0 + (best - least) / (1e-3 + abs(best) + abs(least))
         yield Trial(ratio, {**layer.case(), "gamma": gamma, "R": "log cosh"})
 
 
-def _prox_form(draw: torch.Generator, *, envelope: bool) -> Trial:
+def _prox_form(draw: Random, *, envelope: bool) -> Trial:
     """z = f(prox_{γR}(z)) for R = ½‖z‖² against argmin φ + γR, or φ + the envelope of γR."""
     layer = draw_layer(draw, activation="relu")
-    gamma = uniform(draw, 0.05, 2.0)
+    gamma = draw.uniform(0.05, 2.0)
     shrink = 1.0 / (1.0 + gamma)
 
     def slope(z: Tensor) -> Tensor:
@@ -72,9 +72,9 @@ def _prox_form(draw: torch.Generator, *, envelope: bool) -> Trial:
     return Trial(off(star, least), {**layer.case(), "gamma": gamma, "z*": star, "argmin": least})
 
 
-def _prox_row(draw: torch.Generator, kind: str) -> Trial:
+def _prox_row(draw: Random, kind: str) -> Trial:
     """prox_{γR} entrywise: the zero of the rising u − z + γ∂R(u)."""
-    z, gamma = normal(draw, 6) * 3.0, uniform(draw, 0.01, 3.0)
+    z, gamma = draw.normal(6) * 3.0, draw.uniform(0.01, 3.0)
     slope: Callable[[Tensor], Tensor] = (lambda u: u) if kind == "norm" else torch.sign
     far = torch.full_like(z, 20.0)
     least = bisect(lambda u: u - z + gamma * slope(u), -far, far)
@@ -96,9 +96,9 @@ def _apart(given: Tensor, right: Tensor) -> float:
     return norm(given - right) / (1e-9 * (1.0 + norm(right)))
 
 
-def _incay(draw: torch.Generator, *, sign: float) -> Trial:
-    z, gamma = normal(draw, integer(draw, 1, 5)), uniform(draw, 0.05, 2.0)
-    eps = uniform(draw, 0.3, 2.0)
+def _incay(draw: Random, *, sign: float) -> Trial:
+    z, gamma = draw.normal(draw.integer(1, 5)), draw.uniform(0.05, 2.0)
+    eps = draw.uniform(0.3, 2.0)
     right = z - gamma * _gradient(lambda v: 2.0 / (v @ v + 2.0 * eps), z)
     given = (1.0 + sign * 4.0 * gamma / (float(z @ z) + 2.0 * eps) ** 2) * z
     ratio = _apart(given, right)
@@ -116,9 +116,9 @@ def _cosines(z: Tensor) -> Tensor:
     return half
 
 
-def _decorrelation(draw: torch.Generator, *, printed: bool) -> Trial:
-    rows, length = integer(draw, 2, 4), integer(draw, 2, 4)
-    z, gamma = normal(draw, rows, length), uniform(draw, 0.1, 1.5)
+def _decorrelation(draw: Random, *, printed: bool) -> Trial:
+    rows, length = draw.integer(2, 4), draw.integer(2, 4)
+    z, gamma = draw.normal(rows, length), draw.uniform(0.1, 1.5)
     right = z - gamma * _gradient(_cosines, z)
     squares = z.square().sum(1)
     proj = z[:, :, None] * z[:, None, :] / squares[:, None, None]
@@ -139,9 +139,9 @@ def _decorrelation(draw: torch.Generator, *, printed: bool) -> Trial:
     return Trial(ratio, {"rows": z, "gamma": gamma})
 
 
-def _eq13(draw: torch.Generator) -> Trial:
+def _eq13(draw: Random) -> Trial:
     """½‖DZZᵀD − I‖²_F against Table 2's sum of squared cosines."""
-    z = normal(draw, integer(draw, 1, 5), integer(draw, 1, 5))
+    z = draw.normal(draw.integer(1, 5), draw.integer(1, 5))
     d = torch.diag(1.0 / torch.linalg.vector_norm(z, dim=1))
     eye = identity(len(z))
     whole = 0.5 * float((d @ z @ z.mT @ d - eye).square().sum())
@@ -149,18 +149,18 @@ def _eq13(draw: torch.Generator) -> Trial:
     return Trial(abs(whole - other) / (1e-10 * (1.0 + whole)), {"Z": z})
 
 
-def _two_incays(draw: torch.Generator) -> Trial:
+def _two_incays(draw: Random) -> Trial:
     """1/(‖z‖² + ε) of Section 7.2.2 against 2/(‖z‖² + 2ε) of Tables 2 and 5."""
-    square, eps = uniform(draw, 0.1, 5.0), uniform(draw, 0.1, 2.0)
+    square, eps = draw.uniform(0.1, 5.0), draw.uniform(0.1, 2.0)
     a, b = 1.0 / (square + eps), 2.0 / (square + 2.0 * eps)
     return Trial(abs(a - b) / (1e-10 * b), {"|z|^2": square, "epsilon": eps})
 
 
-def _incay_minimum(draw: torch.Generator) -> Trial:
+def _incay_minimum(draw: Random) -> Trial:
     """σ = identity, W = w I: a fixed point of f ∘ (I − γ∇R) against the least value of φ + γR."""
-    m = integer(draw, 1, 4)
-    w, gamma, eps = uniform(draw, 0.2, 0.95), uniform(draw, 0.05, 1.0), uniform(draw, 0.05, 1.0)
-    c = normal(draw, m) * uniform(draw, 0.0, 1.0)
+    m = draw.integer(1, 4)
+    w, gamma, eps = draw.uniform(0.2, 0.95), draw.uniform(0.05, 1.0), draw.uniform(0.05, 1.0)
+    c = draw.normal(m) * draw.uniform(0.0, 1.0)
     return _incay_points(w, gamma, eps, c)
 
 
@@ -194,10 +194,7 @@ TRIALS: Trials = {
     },
     "opteq.table2.norm": tried(lambda draw: _prox_row(draw, "norm")),
     "opteq.table2.l1": tried(lambda draw: _prox_row(draw, "l1")),
-    "opteq.table2.incay": {
-        "as printed": tried(_incay, sign=-1.0),
-        "plus": tried(_incay, sign=1.0),
-    },
+    "opteq.table2.incay": {"as printed": tried(_incay, sign=-1.0), "plus": tried(_incay, sign=1.0)},
     "opteq.table2.decorrelation": {
         "as printed": tried(_decorrelation, printed=True),
         "corrected": tried(_decorrelation, printed=False),

@@ -14,20 +14,7 @@ import torch
 from torch import Tensor
 
 from .claim import Trial, Trials, tried
-from .drawing import (
-    ACTIVATIONS,
-    Activation,
-    choice,
-    identity,
-    integer,
-    norm,
-    normal,
-    ones,
-    spectral,
-    uniform,
-    weights,
-    zeros,
-)
+from .drawing import ACTIVATIONS, Activation, Random, identity, norm, ones, spectral, zeros
 from .numerics import bisect, climb, relu_prox, solve
 
 EXACT = 1e-7
@@ -78,16 +65,14 @@ class Layer:
         return {"W": self.w, "c": self.c, "activation": self.sigma.name, "nu": self.nu}
 
 
-def draw_layer(
-    draw: torch.Generator, *, activation: str | None = None, slack: float = 1.02
-) -> Layer:
+def draw_layer(draw: Random, *, activation: str | None = None, slack: float = 1.02) -> Layer:
     """ν between ``slack`` and 3 times L_σ‖W‖²; slack 1 also draws the end itself."""
-    m = integer(draw, 1, 5)
-    n = integer(draw, 1, 6)
-    sigma = ACTIVATIONS[activation or choice(draw, list(ACTIVATIONS))]
-    w = weights(draw, n, m, uniform(draw, 0.2, 2.5))
-    part = slack if slack == 1.0 and integer(draw, 0, 1) else uniform(draw, slack, 3.0)
-    c = normal(draw, n) * uniform(draw, 0.1, 3.0)
+    m = draw.integer(1, 5)
+    n = draw.integer(1, 6)
+    sigma = ACTIVATIONS[activation or draw.choice(list(ACTIVATIONS))]
+    w = draw.weights(n, m, draw.uniform(0.2, 2.5))
+    part = slack if slack == 1.0 and draw.integer(0, 1) else draw.uniform(slack, 3.0)
+    c = draw.normal(n) * draw.uniform(0.1, 3.0)
     return Layer(w, c, sigma, part * sigma.expansion * spectral(w) ** 2)
 
 
@@ -101,10 +86,10 @@ def _excess(best: float, other: float) -> float:
     return 1.0 + (best - other) / (1e-3 + abs(best) + abs(other))
 
 
-def _theorem1(draw: torch.Generator) -> Trial:
+def _theorem1(draw: Random) -> Trial:
     """The layer against competitors: prox inequality, firm nonexpansiveness, the minimizer."""
     layer = draw_layer(draw, slack=1.0)
-    z, v = normal(draw, layer.m) * 2.0, normal(draw, layer.m) * uniform(draw, 0.01, 5.0)
+    z, v = draw.normal(layer.m) * 2.0, draw.normal(layer.m) * draw.uniform(0.01, 5.0)
     ratio, part = _prox_ratio(layer, z, v)
     if layer.nu > 1.01 * layer.sigma.expansion * spectral(layer.w) ** 2:
         star = layer.equilibrium()
@@ -128,7 +113,7 @@ def _prox_ratio(layer: Layer, z: Tensor, v: Tensor) -> tuple[float, str]:
     return max((firm, "firmly nonexpansive"), (_excess(best, other), "prox against a competitor"))
 
 
-def _theorem1_adversarial(draw: torch.Generator) -> Iterator[Trial | None]:
+def _theorem1_adversarial(draw: Random) -> Iterator[Trial | None]:
     """W [2, 2], c, z, v moved by optimizers, ν = L_σ‖W‖² exactly."""
     for name in ("relu", "leaky relu", "tanh", "clipped relu", "sigmoid"):
         sigma = ACTIVATIONS[name]
@@ -141,15 +126,15 @@ def _theorem1_adversarial(draw: torch.Generator) -> Iterator[Trial | None]:
             ratio, part = _prox_ratio(layer, at[6:8], at[8:])
             return Trial(ratio, {**layer.case(), "z": at[6:8], "v": at[8:], "worst part": part})
 
-        yield from climb(attempt, (normal(draw, 10) for _ in range(3)))
+        yield from climb(attempt, (draw.normal(10) for _ in range(3)))
 
 
-def _strictly_convex(draw: torch.Generator) -> Trial:
+def _strictly_convex(draw: Random) -> Trial:
     """Softplus has σ′ < 1, so φ is strictly convex for every ‖W‖ ≤ 1; W diagonal, ν = 1."""
-    m = integer(draw, 1, 5)
-    w = torch.rand(m, generator=draw, dtype=torch.float64)
-    w = torch.where(torch.rand(m, generator=draw) < 0.3, 1.0, w)
-    return _softplus_gap(w, normal(draw, m) * 2.0)
+    m = draw.integer(1, 5)
+    w = draw.share(m)
+    w = torch.where(torch.rand(m, generator=draw.generator) < 0.3, 1.0, w)
+    return _softplus_gap(w, draw.normal(m) * 2.0)
 
 
 def _softplus_gap(w: Tensor, c: Tensor) -> Trial:
@@ -162,20 +147,20 @@ def _softplus_gap(w: Tensor, c: Tensor) -> Trial:
     return Trial(left / 1e-6, {"W": f"diagonal, {w.tolist()}", "c": c, "activation": "softplus"})
 
 
-def _softplus_family(draw: torch.Generator) -> Iterator[Trial]:
+def _softplus_family(draw: Random) -> Iterator[Trial]:
     for c in (-2.0, -0.5, 0.1, 1.0, 3.0):
         yield _softplus_gap(ones(1), torch.tensor([c]).double())
 
 
-def _contractive(draw: torch.Generator) -> Trial:
+def _contractive(draw: Random) -> Trial:
     layer = draw_layer(draw, slack=1.02)
     star = layer.equilibrium()
-    again = solve(layer, layer.slope, normal(draw, layer.m) * 10.0)
+    again = solve(layer, layer.slope, draw.normal(layer.m) * 10.0)
     left = norm(star - layer(star)) / (1e-9 * (1.0 + norm(star)))
     return Trial(max(left, off(again, star)), layer.case())
 
 
-def _eq4(draw: torch.Generator, *, at_zero: float) -> Trial:
+def _eq4(draw: Random, *, at_zero: float) -> Trial:
     """φ of Eq 4 at the equilibrium; ``at_zero`` is σ̃*(0)."""
     layer = _invertible(draw)
     star = layer.equilibrium()
@@ -194,26 +179,26 @@ def _eq4_value(layer: Layer, z: Tensor) -> float:
     return float(0.5 * zeta @ zeta - layer.c @ zeta - 0.5 * z @ z)
 
 
-def _rotated(draw: torch.Generator, m: int) -> tuple[Tensor, Tensor]:
+def _rotated(draw: Random, m: int) -> tuple[Tensor, Tensor]:
     """Two random orthogonal matrices."""
-    left, _ = torch.linalg.qr(normal(draw, m, m))
-    right, _ = torch.linalg.qr(normal(draw, m, m))
+    left, _ = torch.linalg.qr(draw.normal(m, m))
+    right, _ = torch.linalg.qr(draw.normal(m, m))
     return left, right
 
 
-def _invertible(draw: torch.Generator) -> Layer:
+def _invertible(draw: Random) -> Layer:
     """ReLU, W square with singular values in (0.2, 0.98), ν = 1."""
-    m = integer(draw, 1, 5)
+    m = draw.integer(1, 5)
     left, right = _rotated(draw, m)
-    values = torch.rand(m, generator=draw, dtype=torch.float64) * 0.78 + 0.2
-    return Layer(left * values @ right, normal(draw, m), ACTIVATIONS["relu"])
+    values = draw.share(m) * 0.78 + 0.2
+    return Layer(left * values @ right, draw.normal(m), ACTIVATIONS["relu"])
 
 
-def _skip(draw: torch.Generator) -> Trial:
+def _skip(draw: Random) -> Trial:
     """prox of αM_φ^{1−α} by one program in (u, y), against αT + (1 − α)I; and the fixed point."""
     layer = draw_layer(draw, activation="relu")
-    alpha = uniform(draw, 0.05, 0.95)
-    z = normal(draw, layer.m) * 2.0
+    alpha = draw.uniform(0.05, 0.95)
+    z = draw.normal(layer.m) * 2.0
     # y minimizes ½‖y − z‖² + α‖u − y‖²/(2(1 − α)); inserted, u has the weight below.
     share = alpha / (1.0 - alpha)
     left = 1.0 / (1.0 + share)
@@ -224,14 +209,14 @@ def _skip(draw: torch.Generator) -> Trial:
     return Trial(max(off(*pair) for pair in pairs), {**layer.case(), "alpha": alpha, "z": z})
 
 
-def _affine(draw: torch.Generator, *, read: str) -> Trial:
+def _affine(draw: Random, *, read: str) -> Trial:
     """A⁻¹(f(Az + t) − t) against prox of φ(A· + t), or its fixed points against the minimizer."""
     layer = draw_layer(draw, activation="relu")
     m = layer.m
     left, right = _rotated(draw, m)
-    values = ones(m) if read == "orthogonal" else torch.exp(normal(draw, m) * 0.5)
+    values = ones(m) if read == "orthogonal" else torch.exp(draw.normal(m) * 0.5)
     a = left * values @ right
-    shift, z = normal(draw, m), normal(draw, m)
+    shift, z = draw.normal(m), draw.normal(m)
     case = {**layer.case(), "A": a, "shift": shift}
     inverse = torch.linalg.inv(a)
     if read == "fixed points":
@@ -243,16 +228,16 @@ def _affine(draw: torch.Generator, *, read: str) -> Trial:
     return Trial(off(printed, inverse @ (u - shift)), {**case, "z": z})
 
 
-def _multivariate(draw: torch.Generator, *, definite: bool) -> Trial:
+def _multivariate(draw: Random, *, definite: bool) -> Trial:
     """Fixed point of WᵀS(Wz + c) against the stationary point of Table 1's quadratic."""
-    integer(draw, 1, 4)  # keeps the stream of the draws below
+    draw.integer(1, 4)  # keeps the stream of the draws below
     w = _invertible(draw).w
     m = len(w)
-    s = normal(draw, m, m)
+    s = draw.normal(m, m)
     if definite:
         s = s @ s.mT + 0.1 * identity(m)
     s = s * (0.95 / spectral(w.mT @ s @ w))
-    c = normal(draw, m)
+    c = draw.normal(m)
     star = torch.linalg.solve(identity(m) - w.mT @ s @ w, w.mT @ s @ c)
     inverse = torch.linalg.inv(w)
     q = inverse @ torch.linalg.inv(s) @ inverse.mT

@@ -12,17 +12,7 @@ from torch import Tensor, nn
 from equilibria_papers.theory.converters import to_deep_opteq, to_hidden_units
 
 from .claim import Trial, Trials, tried
-from .drawing import (
-    ACTIVATIONS,
-    choice,
-    identity,
-    integer,
-    normal,
-    spectral,
-    tensor,
-    uniform,
-    zeros,
-)
+from .drawing import ACTIVATIONS, Random, identity, spectral, tensor, zeros
 from .opteq_deep import Deep
 from .opteq_layer import Layer, off
 
@@ -98,8 +88,8 @@ def _gram(n: Tensor, layers: int, alpha: float) -> Tensor:
 _MODULES = {"relu": nn.ReLU, "tanh": nn.Tanh, "identity": nn.Identity, "sigmoid": nn.Sigmoid}
 
 
-def _network(draw: torch.Generator, stages: int, sigma: str) -> nn.Sequential:
-    sizes = [integer(draw, 1, 4) for _ in range(stages + 2)]
+def _network(draw: Random, stages: int, sigma: str) -> nn.Sequential:
+    sizes = [draw.integer(1, 4) for _ in range(stages + 2)]
     parts: list[nn.Module] = []
     for k in range(stages + 1):
         # skip_init: torch's own draw would use, and move, the global generator.
@@ -107,21 +97,21 @@ def _network(draw: torch.Generator, stages: int, sigma: str) -> nn.Sequential:
             nn.Linear, sizes[k], sizes[k + 1], dtype=torch.float64
         )
         with torch.no_grad():
-            linear.weight.copy_(normal(draw, sizes[k + 1], sizes[k]))
-            linear.bias.copy_(normal(draw, sizes[k + 1]))
+            linear.weight.copy_(draw.normal(sizes[k + 1], sizes[k]))
+            linear.bias.copy_(draw.normal(sizes[k + 1]))
         parts += [linear] if k == stages else [linear, _MODULES[sigma]()]
     return nn.Sequential(*parts)
 
 
 @torch.no_grad()
-def _lemma1(draw: torch.Generator) -> Trial:
+def _lemma1(draw: Random) -> Trial:
     """The library's construction against the network itself, with random input skips."""
-    sigma, stages = choice(draw, list(_MODULES)), integer(draw, 1, 4)
+    sigma, stages = draw.choice(list(_MODULES)), draw.integer(1, 4)
     network = _network(draw, stages, sigma)
     linears = [part for part in network if isinstance(part, nn.Linear)]
     inputs = linears[0].in_features
-    skips = [normal(draw, part.out_features, inputs) for part in linears[1:-1]]
-    x = normal(draw, 3, inputs)
+    skips = [draw.normal(part.out_features, inputs) for part in linears[1:-1]]
+    x = draw.normal(3, inputs)
     z = ACTIVATIONS[sigma].value(linears[0](x))
     for linear, skip in zip(linears[1:-1], skips, strict=True):
         z = ACTIVATIONS[sigma].value(linear(z) + x @ skip.mT)
@@ -131,9 +121,9 @@ def _lemma1(draw: torch.Generator) -> Trial:
 
 
 @torch.no_grad()
-def _lemma2(draw: torch.Generator) -> Trial:
+def _lemma2(draw: Random) -> Trial:
     """α in (0, 1) by cyclic_deep: the equilibrium and its output."""
-    sigma, hidden = choice(draw, list(_MODULES)), integer(draw, 1, 4)
+    sigma, hidden = draw.choice(list(_MODULES)), draw.integer(1, 4)
     network = _network(draw, hidden, sigma)
     linears = [part for part in network if isinstance(part, nn.Linear)]
     sizes = [part.out_features for part in linears[:-1]]
@@ -143,9 +133,9 @@ def _lemma2(draw: torch.Generator) -> Trial:
     for k in range(1, hidden):
         rows = slice(starts[k], starts[k] + sizes[k])
         n[rows, starts[k - 1] : starts[k - 1] + sizes[k - 1]] = linears[k].weight
-    alpha = uniform(draw, 0.05, 0.95)
+    alpha = draw.uniform(0.05, 0.95)
     made = cyclic_deep(n, hidden + 1, alpha)
-    x = normal(draw, linears[0].in_features)
+    x = draw.normal(linears[0].in_features)
     c = torch.cat([linears[0](x), *[part.bias for part in linears[1:-1]]])
     deep = Deep(tuple(Layer(w, c, ACTIVATIONS[sigma]) for w in made.weights), alpha)
     last = identity(total)[starts[-1] :]
@@ -163,11 +153,11 @@ def _lemma2(draw: torch.Generator) -> Trial:
 
 
 @torch.no_grad()
-def _lemma2_one(draw: torch.Generator) -> Trial:
+def _lemma2_one(draw: Random) -> Trial:
     """The library's construction for α = 1."""
-    sigma = choice(draw, list(_MODULES))
-    network = _network(draw, integer(draw, 1, 4), sigma)
-    x = normal(draw, 3, network[0].in_features)  # type: ignore[arg-type]
+    sigma = draw.choice(list(_MODULES))
+    network = _network(draw, draw.integer(1, 4), sigma)
+    x = draw.normal(3, network[0].in_features)  # type: ignore[arg-type]
     made = to_deep_opteq(network)
     return Trial(off(made(x), network(x)), {"activation": sigma, "network": str(network)})
 

@@ -16,17 +16,7 @@ import torch
 from torch import Tensor
 
 from .claim import Trial, Trials, tried
-from .drawing import (
-    identity,
-    integer,
-    norm,
-    normal,
-    spectral,
-    tensor,
-    uniform,
-    weights,
-    zeros,
-)
+from .drawing import Random, identity, norm, spectral, tensor, zeros
 from .numerics import program, solve
 
 _STEPS = 4096
@@ -105,26 +95,26 @@ def _follow(problem: _Selection, start: Tensor, rho: float, c: float, *, printed
     return Trial(max(falls, late / 0.02), case)
 
 
-def _sam(draw: torch.Generator, *, printed: bool) -> Trial:
+def _sam(draw: Random, *, printed: bool) -> Trial:
     """Well conditioned R and exponents away from the border: what 4096 steps can show."""
-    m = integer(draw, 1, 4)
-    q, _ = torch.linalg.qr(normal(draw, m, m))
-    root = weights(draw, m + 1, m, uniform(draw, 0.5, 1.5))
+    m = draw.integer(1, 4)
+    q, _ = torch.linalg.qr(draw.normal(m, m))
+    root = draw.weights(m + 1, m, draw.uniform(0.5, 1.5))
     h = root.mT @ root + 0.3 * identity(m)
-    problem = _Selection(q, h, normal(draw, m) * 1.5)
-    rho = uniform(draw, 0.15, 0.4)
-    c = uniform(draw, 0.15, min(0.35, 0.5 * (0.95 - rho)))
-    return _follow(problem, normal(draw, m), rho, c, printed=printed)
+    problem = _Selection(q, h, draw.normal(m) * 1.5)
+    rho = draw.uniform(0.15, 0.4)
+    c = draw.uniform(0.15, min(0.35, 0.5 * (0.95 - rho)))
+    return _follow(problem, draw.normal(m), rho, c, printed=printed)
 
 
-def _sam_families(draw: torch.Generator, *, printed: bool) -> Iterator[Trial]:
+def _sam_families(draw: Random, *, printed: bool) -> Iterator[Trial]:
     """The point of least norm, steep and flat directions, several exponents."""
     eye = identity(2)
     for h in (eye, torch.diag(tensor([1.0, 0.3]))):
         for a in ([1.0, -2.0], [-1.0, -1.0], [0.5, 0.5]):
             for rho, c in ((0.3, 0.3), (0.2, 0.35), (0.4, 0.25)):
                 problem = _Selection(eye, h, tensor(a))
-                yield _follow(problem, normal(draw, 2), rho, c, printed=printed)
+                yield _follow(problem, draw.normal(2), rho, c, printed=printed)
 
 
 def _smooth(t: Tensor) -> Tensor:
@@ -132,17 +122,17 @@ def _smooth(t: Tensor) -> Tensor:
     return 0.6 * t + 0.4 * torch.tanh(t)
 
 
-def _training(draw: torch.Generator) -> Trial:
+def _training(draw: Random) -> Trial:
     """Gradient descent on two unrolled layers; ℓ_t against ℓ_0(1 − ηλ_min(K_0)/2)^t."""
     samples, d, m, n = 3, 4, 6, 48
-    x = normal(draw, samples, d)
+    x = draw.normal(samples, d)
     x = x / torch.linalg.vector_norm(x, dim=1, keepdim=True)
-    y = normal(draw, samples, 1)
+    y = draw.normal(samples, 1)
     parameters = []
     for _ in range(2):
-        parameters.append(weights(draw, n, m, 0.7))
-        parameters.append(normal(draw, n, d) / math.sqrt(d))
-    parameters.append(normal(draw, 1, m) * 2.0)
+        parameters.append(draw.weights(n, m, 0.7))
+        parameters.append(draw.normal(n, d) / math.sqrt(d))
+    parameters.append(draw.normal(1, m) * 2.0)
     for parameter in parameters:
         parameter.requires_grad_(True)
 
@@ -175,18 +165,8 @@ def _training(draw: torch.Generator) -> Trial:
 
 TRIALS: Trials = {
     "opteq.theorem5": {
-        "as printed": tried(
-            _sam,
-            _sam_families,
-            printed=True,
-            cost=8.0,
-        ),
-        "with exponents rho and c": tried(
-            _sam,
-            _sam_families,
-            printed=False,
-            cost=8.0,
-        ),
+        "as printed": tried(_sam, _sam_families, printed=True, cost=8.0),
+        "with exponents rho and c": tried(_sam, _sam_families, printed=False, cost=8.0),
     },
     "opteq.theorem6": tried(_training, cost=20.0),
 }

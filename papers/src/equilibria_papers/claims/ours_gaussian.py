@@ -26,18 +26,14 @@ from .claim import Trial, Trials, tried
 from .drawing import (
     ACTIVATIONS,
     Activation,
-    choice,
+    Random,
     exponential,
     identity,
-    integer,
     logistic,
     norm,
-    normal,
     ones,
     spectral,
     tensor,
-    uniform,
-    weights,
     zeros,
 )
 from .numerics import Unsolved, climb, crossings, evolve, newton, solve
@@ -149,7 +145,7 @@ class GaussLayer:
 
 
 def draw_gauss(
-    draw: torch.Generator,
+    draw: Random,
     low: float,
     high: float,
     *,
@@ -157,16 +153,16 @@ def draw_gauss(
     activations: tuple[str, ...] = tuple(ACTIVATIONS),
 ) -> GaussLayer:
     """μ between low and high; γ, patches, W_h, activation and the size of c at random."""
-    n, patches, width = integer(draw, 1, 4), integer(draw, 1, 3), integer(draw, 1, 3)
-    hidden = normal(draw, width, integer(draw, 1, 3))
-    if flat or (flat is None and integer(draw, 0, 1)):
+    n, patches, width = draw.integer(1, 4), draw.integer(1, 3), draw.integer(1, 3)
+    hidden = draw.normal(width, draw.integer(1, 3))
+    if flat or (flat is None and draw.integer(0, 1)):
         patches, hidden = 1, identity(width)
-    gamma = 10.0 ** uniform(draw, -1.5, 1.5)
-    w = weights(draw, patches * width, n, 1.0)
-    c = normal(draw, patches * width) * (uniform(draw, 0.0, 2.5) / math.sqrt(gamma))
-    sigma = ACTIVATIONS[choice(draw, activations)]
+    gamma = 10.0 ** draw.uniform(-1.5, 1.5)
+    w = draw.weights(patches * width, n, 1.0)
+    c = draw.normal(patches * width) * (draw.uniform(0.0, 2.5) / math.sqrt(gamma))
+    sigma = ACTIVATIONS[draw.choice(activations)]
     made = GaussLayer(w, hidden, c, gamma, sigma)
-    mu = uniform(draw, low, high)
+    mu = draw.uniform(low, high)
     if made.mu < 1e-6:  # W_h may annihilate W
         return draw_gauss(draw, low, high, flat=flat, activations=activations)
     return GaussLayer(w * (mu / made.mu), hidden, c, gamma, sigma)
@@ -182,9 +178,9 @@ def _number(value: float | Tensor) -> float:
     return float(torch.as_tensor(value).reshape(-1)[0])
 
 
-def _fact1(draw: torch.Generator) -> Trial:
+def _fact1(draw: Random) -> Trial:
     layer = draw_gauss(draw, 0.05, 3.0)
-    return _curvature_ratio(layer, normal(draw, layer.n))
+    return _curvature_ratio(layer, draw.normal(layer.n))
 
 
 def _curvature_ratio(layer: GaussLayer, z: Tensor) -> Trial:
@@ -203,19 +199,19 @@ def _curvature_ratio(layer: GaussLayer, z: Tensor) -> Trial:
     return Trial(ratio, {**layer.case(), "z": z, "eigenvalues": values})
 
 
-def _fact1_adversarial(draw: torch.Generator) -> Iterator[Trial | None]:
+def _fact1_adversarial(draw: Random) -> Iterator[Trial | None]:
     """n = 1 and two patches: energies moved by optimizers; both ends are nearly reached."""
 
     def attempt(at: Tensor) -> Trial | None:
         layer = scalar_layer(at[:2], at[2:4], exponential(at[4], -4, 4))
         return None if layer.mu < 1e-2 else _curvature_ratio(layer, at[5:6])
 
-    yield from climb(attempt, (normal(draw, 6) for _ in range(2)), evaluations=150)
+    yield from climb(attempt, (draw.normal(6) for _ in range(2)), evaluations=150)
 
 
-def _fact1_sharp(draw: torch.Generator) -> Trial:
+def _fact1_sharp(draw: Random) -> Trial:
     """A patch at s = 0 has the curvature μ², one at s = 3/2 has −2e^{−3/2}μ²."""
-    mu, gamma = uniform(draw, 0.1, 3.0), 10.0 ** uniform(draw, -2.0, 2.0)
+    mu, gamma = draw.uniform(0.1, 3.0), 10.0 ** draw.uniform(-2.0, 2.0)
     zero = zeros(1)
     ends = []
     for energy in (0.0, 1.5):
@@ -227,20 +223,20 @@ def _fact1_sharp(draw: torch.Generator) -> Trial:
     return Trial(ratio, {"mu": mu, "gamma": gamma, "curvatures": ends})
 
 
-def _bend(draw: torch.Generator) -> Trial:
+def _bend(draw: Random) -> Trial:
     """‖∇²q(a) − ∇²q(b)‖ ≤ 1.9518√γ μ³‖a − b‖."""
     layer = draw_gauss(draw, 0.1, 2.0)
     n = layer.n
-    a = normal(draw, n) * 2.0
-    b = a + normal(draw, n) * 10.0 ** uniform(draw, -4.0, 0.5)
+    a = draw.normal(n) * 2.0
+    b = a + draw.normal(n) * 10.0 ** draw.uniform(-4.0, 0.5)
     change = float(torch.linalg.matrix_norm(layer.hessian(a) - layer.hessian(b), 2))
     allowed = problems.GAUSSIAN_BEND * math.sqrt(layer.gamma) * layer.mu**3 * norm(a - b)
     return Trial(change / (allowed + 1e-13 * layer.mu**2), {**layer.case(), "a": a, "b": b})
 
 
-def _pair(draw: torch.Generator, n: int) -> tuple[Tensor, Tensor]:
-    a = normal(draw, n) * uniform(draw, 0.0, 3.0)
-    return a, a + normal(draw, n) * 10.0 ** uniform(draw, -3.0, 0.7)
+def _pair(draw: Random, n: int) -> tuple[Tensor, Tensor]:
+    a = draw.normal(n) * draw.uniform(0.0, 3.0)
+    return a, a + draw.normal(n) * 10.0 ** draw.uniform(-3.0, 0.7)
 
 
 def _step_ratio(layer: GaussLayer, a: Tensor, b: Tensor, *, best: bool) -> Trial:
@@ -254,12 +250,12 @@ def _step_ratio(layer: GaussLayer, a: Tensor, b: Tensor, *, best: bool) -> Trial
     return Trial(ratio, {**layer.case(), "a": a, "b": b, "tau": tau})
 
 
-def _step(draw: torch.Generator, *, best: bool) -> Trial:
+def _step(draw: Random, *, best: bool) -> Trial:
     layer = draw_gauss(draw, 0.05, 1.49 if best else 0.999)
     return _step_ratio(layer, *_pair(draw, layer.n), best=best)
 
 
-def _step_adversarial(draw: torch.Generator, *, best: bool) -> Iterator[Trial | None]:
+def _step_adversarial(draw: Random, *, best: bool) -> Iterator[Trial | None]:
     """n = 1, three patches: everything but μ moved by optimizers."""
     for mu in (0.5, 0.95) if not best else (0.7, 1.2, 1.48):
 
@@ -269,7 +265,7 @@ def _step_adversarial(draw: torch.Generator, *, best: bool) -> Iterator[Trial | 
             layer = scalar_layer(at[:3] * (mu / norm(at[:3])), at[3:6], 1.0)
             return _step_ratio(layer, at[6:7], at[7:8], best=best)
 
-        yield from climb(attempt, (normal(draw, 8) for _ in range(2)), evaluations=250)
+        yield from climb(attempt, (draw.normal(8) for _ in range(2)), evaluations=250)
 
 
 def _convexity_ratio(layer: GaussLayer, a: Tensor, b: Tensor) -> float:
@@ -282,13 +278,13 @@ def _convexity_ratio(layer: GaussLayer, a: Tensor, b: Tensor) -> float:
     return m * float(moved @ moved) / across if across > 0 else math.inf
 
 
-def _fact3(draw: torch.Generator) -> Trial:
+def _fact3(draw: Random) -> Trial:
     layer = draw_gauss(draw, 0.05, 1.4969)
     a, b = _pair(draw, layer.n)
     return Trial(_convexity_ratio(layer, a, b), {**layer.case(), "a": a, "b": b})
 
 
-def _fact3_adversarial(draw: torch.Generator) -> Iterator[Trial | None]:
+def _fact3_adversarial(draw: Random) -> Iterator[Trial | None]:
     """Optimizers on n = 1, then equilibria of layers at μ up to 1.4969 from many starts."""
 
     def attempt(at: Tensor) -> Trial | None:
@@ -297,7 +293,7 @@ def _fact3_adversarial(draw: torch.Generator) -> Iterator[Trial | None]:
         layer = scalar_layer(at[:2] * (1.49 / norm(at[:2])), at[2:4], 1.0)
         return Trial(_convexity_ratio(layer, at[4:5], at[5:6]), layer.case())
 
-    yield from climb(attempt, (normal(draw, 6) for _ in range(2)), evaluations=250)
+    yield from climb(attempt, (draw.normal(6) for _ in range(2)), evaluations=250)
     yield from evolve(attempt, [(-2.0, 2.0)] * 4 + [(-3.0, 3.0)] * 2, draw)
     for _ in range(60):
         layer = draw_gauss(draw, 1.3, 1.4969, activations=("identity", "relu"))
@@ -306,11 +302,11 @@ def _fact3_adversarial(draw: torch.Generator) -> Iterator[Trial | None]:
         yield Trial(spread / 1e-5, {**layer.case(), "equilibria": found})
 
 
-def _equilibria(layer: GaussLayer, draw: torch.Generator, starts: int) -> list[Tensor]:
+def _equilibria(layer: GaussLayer, draw: Random, starts: int) -> list[Tensor]:
     """What Newton finds from random starts, at residuals below 1e-12."""
     found = []
     for _ in range(starts):
-        start = normal(draw, layer.n) * 3.0
+        start = draw.normal(layer.n) * 3.0
         z, size = newton(layer, layer.slope, start)
         if size > 1e-12:
             try:
@@ -321,10 +317,10 @@ def _equilibria(layer: GaussLayer, draw: torch.Generator, starts: int) -> list[T
     return found or [layer.equilibrium()]
 
 
-def _fact3_sharp(draw: torch.Generator) -> Trial:
+def _fact3_sharp(draw: Random) -> Trial:
     """n = 1, μ just above the threshold: √γc = t(1 + μ²e^{−t²}) has three solutions t."""
-    mu: float = THRESHOLD * (1.0 + 10.0 ** uniform(draw, -6.0, 0.0))
-    gamma = 10.0 ** uniform(draw, -1.0, 1.0)
+    mu: float = THRESHOLD * (1.0 + 10.0 ** draw.uniform(-6.0, 0.0))
+    gamma = 10.0 ** draw.uniform(-1.0, 1.0)
     middle = math.sqrt(1.5)
 
     level: float = middle * (1.0 + mu**2 * math.exp(-1.5))
@@ -337,7 +333,7 @@ def _fact3_sharp(draw: torch.Generator) -> Trial:
     away = [t for t in crossings(rise, line) if abs(float(t) - middle) > 1e-5]
     roots = [tensor(middle), *away]
     c = tensor([level / math.sqrt(gamma)])
-    name = ("identity", "relu")[integer(draw, 0, 1)]
+    name = ("identity", "relu")[draw.integer(0, 1)]
     layer = scalar_layer(tensor([mu]), c, gamma, name)
     states = [(layer.c - t / math.sqrt(gamma)) / mu for t in roots]
     after = layer.problem(len(states)).step(layer.state(*states)).flatten(1)
@@ -347,19 +343,19 @@ def _fact3_sharp(draw: torch.Generator) -> Trial:
     return Trial(ratio, case)
 
 
-def _near(draw: torch.Generator, star: Tensor) -> Tensor:
-    far: float = 10.0 ** uniform(draw, -5.0, 0.7)
-    return star + far * normal(draw, len(star))
+def _near(draw: Random, star: Tensor) -> Tensor:
+    far: float = 10.0 ** draw.uniform(-5.0, 0.7)
+    return star + far * draw.normal(len(star))
 
 
-def _fact4(draw: torch.Generator, *, simple: bool) -> Trial:
+def _fact4(draw: Random, *, simple: bool) -> Trial:
     """‖T_τ(z) − z*‖ ≤ max(|1/τ − m|, |L − 1/τ|)‖R‖/m, or ‖z − z*‖ ≤ (1 + μ²/m)‖z − T(z)‖."""
     layer = draw_gauss(draw, 0.05, 1.45)
     star = layer.equilibrium()
     z = _near(draw, star)
     m, top = layer.modulus, 1.0 + layer.mu**2
-    taus = (2.0 / (m + top), 1.0, uniform(draw, 0.05, 2.0))
-    tau = 1.0 if simple else taus[integer(draw, 0, 2)]
+    taus = (2.0 / (m + top), 1.0, draw.uniform(0.05, 2.0))
+    tau = 1.0 if simple else taus[draw.integer(0, 2)]
     after = layer.problem().step(layer.state(z), tau).flatten()
     gap = norm(z - after)
     factor = max(abs(1.0 / tau - m), abs(top - 1.0 / tau))
@@ -384,14 +380,12 @@ def _tightness(layer: GaussLayer, z: Tensor, *, usual: bool) -> Trial | None:
     return Trial(ratio, {**layer.case(), "z": z, "z*": star})
 
 
-def _tight(draw: torch.Generator, *, high: float, usual: bool) -> Trial | None:
+def _tight(draw: Random, *, high: float, usual: bool) -> Trial | None:
     layer = draw_gauss(draw, 0.05, high)
     return _tightness(layer, _near(draw, layer.equilibrium()), usual=usual)
 
 
-def _tight_adversarial(
-    draw: torch.Generator, *, high: float, usual: bool
-) -> Iterator[Trial | None]:
+def _tight_adversarial(draw: Random, *, high: float, usual: bool) -> Iterator[Trial | None]:
     """n = 1, identity: energies near 0 make the residual (1 + μ²) times the error."""
 
     def attempt(at: Tensor) -> Trial | None:
@@ -399,18 +393,18 @@ def _tight_adversarial(
         return _tightness(layer, layer.equilibrium() + 0.1 * at[2:3], usual=usual)
 
     yield from climb(attempt, [tensor([4.0, 0.1, 0.5])], evaluations=300)
-    yield from climb(attempt, (normal(draw, 3) for _ in range(2)), evaluations=200)
+    yield from climb(attempt, (draw.normal(3) for _ in range(2)), evaluations=200)
 
 
 @torch.no_grad()
-def _certificate(draw: torch.Generator) -> Trial | None:
+def _certificate(draw: Random) -> Trial | None:
     """certify's error_bound against the equilibrium that Newton finds from z, eight states each."""
     layer = draw_gauss(draw, 0.05, 2.2, flat=True)
     try:
-        star = layer.equilibrium(normal(draw, layer.n))
+        star = layer.equilibrium(draw.normal(layer.n))
     except Unsolved:
         return None
-    states = [star + normal(draw, len(star)) * 10.0 ** (-k) for k in range(8)]
+    states = [star + draw.normal(len(star)) * 10.0 ** (-k) for k in range(8)]
     found = certify(layer.problem(8), z=layer.state(*states))
     ratios = []
     for z, bound in zip(states, found.error_bound.tolist(), strict=True):

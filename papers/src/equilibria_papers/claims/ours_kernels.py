@@ -20,35 +20,24 @@ from equilibria.problems import (
 )
 
 from .claim import Trial, Trials, tried
-from .drawing import (
-    ACTIVATIONS,
-    Activation,
-    choice,
-    integer,
-    norm,
-    normal,
-    spectral,
-    uniform,
-    weights,
-    zeros,
-)
+from .drawing import ACTIVATIONS, Activation, Random, norm, spectral, zeros
 from .numerics import newton, solve
 from .ours_gaussian import PRIORS
 
 _STEEP = 4.0 / (3.0 * math.sqrt(3.0))
 
 
-def _draw(draw: torch.Generator, high: float) -> tuple[Tensor, Tensor, Activation]:
+def _draw(draw: Random, high: float) -> tuple[Tensor, Tensor, Activation]:
     """W [k, n] of norm up to ``high``, c [n] and an activation."""
-    n = integer(draw, 1, 4)
-    w = weights(draw, integer(draw, 1, 4), n, uniform(draw, 0.05, high))
-    return w, normal(draw, n), ACTIVATIONS[choice(draw, list(ACTIVATIONS))]
+    n = draw.integer(1, 4)
+    w = draw.weights(draw.integer(1, 4), n, draw.uniform(0.05, high))
+    return w, draw.normal(n), ACTIVATIONS[draw.choice(list(ACTIVATIONS))]
 
 
-def _linear(draw: torch.Generator) -> Trial:
+def _linear(draw: Random) -> Trial:
     """Contraction, modulus and Lipschitz constant of z = σ(WᵀWz + c) from the library's numbers."""
     w, c, sigma = _draw(draw, 0.97)
-    other = c + normal(draw, len(c)) * 10.0 ** uniform(draw, -3.0, 0.5)
+    other = c + draw.normal(len(c)) * 10.0 ** draw.uniform(-3.0, 0.5)
     gram = w.mT @ w
 
     def star(at: Tensor) -> Tensor:
@@ -63,7 +52,7 @@ def _linear(draw: torch.Generator) -> Trial:
     assert found.lipschitz is not None
     one, two = star(c), star(other)
     moved = norm(one - two) / (found.lipschitz * norm(c - other) + 1e-11)
-    a, b = normal(draw, len(c)), normal(draw, len(c))
+    a, b = draw.normal(len(c)), draw.normal(len(c))
     same = Problem(PRIORS[sigma.name], Linear(w, torch.stack([c, c])))
     after = same.step(torch.stack([a, b]))
     rho = float(torch.as_tensor(found.contraction).max())
@@ -92,16 +81,16 @@ def _spectrum(
     return Trial(ratio, {"W": w, "c": c, "z": z})
 
 
-def _sigmoid(draw: torch.Generator) -> Trial:
+def _sigmoid(draw: Random) -> Trial:
     """−(k‖c‖² + ‖W‖²) ≤ ∇²q ≤ k‖c‖², k = 4/(3√3)."""
     w, c, _ = _draw(draw, 2.0)
-    return _spectrum(Sigmoidal(w, c[None]), torch.tanh, w, c, normal(draw, len(c)))
+    return _spectrum(Sigmoidal(w, c[None]), torch.tanh, w, c, draw.normal(len(c)))
 
 
-def _sigmoid_unique(draw: torch.Generator) -> Trial:
+def _sigmoid_unique(draw: Random) -> Trial:
     """‖W‖² + 0.7698‖c‖² < 1: Newton from six far starts finds one equilibrium."""
     w, c, sigma = _draw(draw, 0.95)
-    c = c * (math.sqrt((1.0 - spectral(w) ** 2) / _STEEP) * uniform(draw, 0.1, 0.999) / norm(c))
+    c = c * (math.sqrt((1.0 - spectral(w) ** 2) / _STEEP) * draw.uniform(0.1, 0.999) / norm(c))
     gram = w.mT @ w
 
     def force(z: Tensor) -> Tensor:
@@ -114,7 +103,7 @@ def _sigmoid_unique(draw: torch.Generator) -> Trial:
 
     found = [solve(lambda z: sigma.value(force(z)), slope, torch.zeros_like(c))]
     for _ in range(6):
-        z, left = newton(lambda v: sigma.value(force(v)), slope, normal(draw, len(c)) * 5.0)
+        z, left = newton(lambda v: sigma.value(force(v)), slope, draw.normal(len(c)) * 5.0)
         if left < 1e-12:
             found.append(z)
     spread = max(norm(z - found[0]) for z in found)
@@ -127,16 +116,16 @@ def _kernel(w: Tensor, c: Tensor, degree: int, offset: float) -> Polynomial:
         return Polynomial(w, c[None], degree, offset=offset)
 
 
-def _polynomial(draw: torch.Generator) -> Trial:
+def _polynomial(draw: Random) -> Trial:
     """d = 2: −2‖c‖² − ‖W‖² ≤ ∇²q ≤ 0."""
     w, c, _ = _draw(draw, 2.0)
-    return _spectrum(_kernel(w, c, 2, 0.0), lambda t: t**2, w, c, normal(draw, len(c)))
+    return _spectrum(_kernel(w, c, 2, 0.0), lambda t: t**2, w, c, draw.normal(len(c)))
 
 
-def _degenerate(draw: torch.Generator, *, offset: float) -> Trial:
+def _degenerate(draw: Random, *, offset: float) -> Trial:
     """An equilibrium that tells inputs apart: T(0) ≠ 0. The ratio is tiny/‖T(0)‖."""
     w, c, _ = _draw(draw, 0.9)
-    degree = integer(draw, 2, 4)
+    degree = draw.integer(2, 4)
     problem = Problem(PRIORS["identity"], _kernel(w, c, degree, offset))
     after = norm(problem.step(zeros(1, len(c))))
     case = {"W": w, "c": c, "degree": degree, "T(0)": after}

@@ -17,7 +17,7 @@ from equilibria.certify import certify
 from equilibria.problems import MeanPatchEnergy, gaussian_sensitivity
 
 from .claim import Trial, Trials, Variant, tried
-from .drawing import identity, integer, norm, normal, spectral, tensor, uniform
+from .drawing import Random, identity, norm, spectral, tensor
 from .numerics import climb, evolve
 from .ours_gaussian import B, GaussLayer, draw_gauss, scalar_layer
 
@@ -66,16 +66,14 @@ def _two_inputs(
     return Trial(moved / (_constant(layer.mu, kind) * apart + 1e-11), case)
 
 
-def _random_inputs(draw: torch.Generator, *, rule: Rule | None, kind: str) -> Trial | None:
+def _random_inputs(draw: Random, *, rule: Rule | None, kind: str) -> Trial | None:
     layer = draw_gauss(draw, 0.05, 1.45)
     first = layer.features
-    change = normal(draw, *first.shape) * 10.0 ** uniform(draw, -4.0, 0.5)
+    change = draw.normal(*first.shape) * 10.0 ** draw.uniform(-4.0, 0.5)
     return _two_inputs(layer, first, first + change / math.sqrt(layer.gamma), rule, kind)
 
 
-def _search_inputs(
-    draw: torch.Generator, *, rule: Rule | None, kind: str
-) -> Iterator[Trial | None]:
+def _search_inputs(draw: Random, *, rule: Rule | None, kind: str) -> Iterator[Trial | None]:
     """n = 1, two patches of one channel, two nearby inputs; Nelder–Mead, Powell, evolution."""
     for mu in (0.4, 0.7, 0.95, 1.3):
         for name in ("identity", "relu"):
@@ -88,15 +86,15 @@ def _search_inputs(
                 near = at[2:4] + at[4:6] * (1e-4 / norm(at[4:6]))
                 return _two_inputs(layer, at[2:4, None], near[:, None], rule, kind)
 
-            yield from climb(attempt, [normal(draw, 6)], evaluations=150)
+            yield from climb(attempt, [draw.normal(6)], evaluations=150)
             if name == "identity":
                 box = [(-1.0, 1.0)] * 2 + [(-3.0, 3.0)] * 2 + [(-1.0, 1.0)] * 2
                 yield from evolve(attempt, box, draw, generations=5, population=6)
 
 
-def _sharp(draw: torch.Generator) -> Trial:
+def _sharp(draw: Random) -> Trial:
     """n = 1, two patches at s = 0 and s = 3/2, the best split of ρ ≤ μ: Λ(μ) over what is met."""
-    mu, gamma = uniform(draw, 0.05, 1.45), 10.0 ** uniform(draw, -1.0, 1.0)
+    mu, gamma = draw.uniform(0.05, 1.45), 10.0 ** draw.uniform(-1.0, 1.0)
     angle = torch.linspace(0.0, math.pi / 2.0, 20001, dtype=torch.float64)
     best, rho, theta = 0.0, mu, 0.0
     for size in mu * torch.linspace(0.02, 1.0, 50, dtype=torch.float64):
@@ -118,10 +116,10 @@ def _sharp(draw: torch.Generator) -> Trial:
     return Trial(_constant(mu, "sharp") / met, case)
 
 
-def _min_growth(draw: torch.Generator) -> Trial:
+def _min_growth(draw: Random) -> Trial:
     """P patches of μ/√P at s = 3/2 and one that sets γ: at least 1.8332√P·μ/m."""
-    patches = 4 ** integer(draw, 0, 5)
-    return _min_family(patches, uniform(draw, 0.1, 1.3), 10.0 ** uniform(draw, -1.0, 1.0))
+    patches = 4 ** draw.integer(0, 5)
+    return _min_family(patches, draw.uniform(0.1, 1.3), 10.0 ** draw.uniform(-1.0, 1.0))
 
 
 def _min_family(patches: int, mu: float, gamma: float) -> Trial:
@@ -147,7 +145,7 @@ def _min_layer(patches: int, mu: float, gamma: float) -> tuple[GaussLayer, Tenso
     return scalar_layer(a, features[:, 0], gamma), features, change
 
 
-def _any_rule(draw: torch.Generator, *, rule: Rule, kind: str) -> Iterator[Trial | None]:
+def _any_rule(draw: Random, *, rule: Rule, kind: str) -> Iterator[Trial | None]:
     """The min rule's family: the ratio grows with the number of patches."""
     for patches in (1, 4, 16, 64, 256):
         layer, features, change = _min_layer(patches, 0.6, 1.0)
@@ -159,7 +157,7 @@ def _any_rule(draw: torch.Generator, *, rule: Rule, kind: str) -> Iterator[Trial
 
 
 @torch.no_grad()
-def _local(draw: torch.Generator) -> Trial:
+def _local(draw: Random) -> Trial:
     """dz*/dc by the implicit function theorem against certify's lipschitz_local, γ held fixed."""
     layer = draw_gauss(draw, 0.05, 1.45, flat=True)
     star = layer.equilibrium()

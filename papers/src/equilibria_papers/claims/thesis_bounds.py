@@ -12,7 +12,7 @@ from torch import Tensor
 from equilibria_papers.theory.monotone_ntk import ThesisModel, find_equilibrium
 
 from .claim import Trial, Trials, tried
-from .drawing import identity, integer, log_uniform, norm, normal, ones, spectral, tensor, zeros
+from .drawing import Random, identity, norm, ones, spectral, tensor, zeros
 from .numerics import climb
 from .thesis_models import Case, case_of, draw_case, draw_model
 
@@ -23,7 +23,7 @@ def _row_norm(W: Tensor, D: Tensor, u: Tensor, *, gated: bool) -> float:
     return norm(D * row if gated else row)
 
 
-def _rows(draw: torch.Generator, gated: bool) -> Trial | None:
+def _rows(draw: Random, gated: bool) -> Trial | None:
     return _rows_of(draw_case(draw), gated)
 
 
@@ -33,7 +33,7 @@ def _rows_of(case: Case, gated: bool) -> Trial:
     return Trial(worst * model.m / norm(model.u), case.sizes())
 
 
-def _rows_family(draw: torch.Generator, gated: bool) -> Iterator[Trial | None]:
+def _rows_family(draw: Random, gated: bool) -> Iterator[Trial | None]:
     # m = 1, A = 0, B = [[0, t], [0, 0]], Ux = (1, −1): the second unit is off, u = e₁.
     for t in (1.0, 10.0, 1000.0):
         B = tensor([[0.0, t], [0.0, 0.0]])
@@ -47,16 +47,16 @@ def _rows_family(draw: torch.Generator, gated: bool) -> Iterator[Trial | None]:
         size = _row_norm(-(A.T @ A) + B - B.T, D, u, gated=gated)
         return Trial(size / (1e-12 + norm(u)), {"at": at.tolist()})
 
-    starts = [normal(draw, 24) for _ in range(2)]
+    starts = [draw.normal(24) for _ in range(2)]
     yield from climb(attempt, starts, methods=("Powell",), evaluations=500)
 
 
-def _any_gate(draw: torch.Generator, gated: bool) -> Trial:
+def _any_gate(draw: Random, gated: bool) -> Trial:
     """Lemma C.0.4 for any diagonal J with entries in [0, 1]."""
-    n = integer(draw, 1, 5)
-    model = draw_model(draw, n, 1, log_uniform(draw, 0.05, 3.0))
-    J = torch.rand(n, generator=draw, dtype=torch.float64)
-    if integer(draw, 0, 1):
+    n = draw.integer(1, 5)
+    model = draw_model(draw, n, 1, draw.log_uniform(0.05, 3.0))
+    J = draw.share(n)
+    if draw.integer(0, 1):
         J = J.round()
     size = _row_norm(model.W, J, model.u, gated=gated)
     return Trial(size * model.m / norm(model.u), {"n": n, "m": model.m, "J": J.tolist()})
@@ -67,7 +67,7 @@ def _state_norm(case: Case) -> Trial:
     return Trial(norm(case.found.Z) / bound, case.sizes())
 
 
-def _state_family(draw: torch.Generator) -> Iterator[Trial]:
+def _state_family(draw: Random) -> Iterator[Trial]:
     """A = B = 0, U = I, positive x along one line: Z = X/m, equality."""
     for m in (0.05, 0.5, 2.0):
         eye, zero = identity(3), zeros(3, 3)
@@ -76,12 +76,12 @@ def _state_family(draw: torch.Generator) -> Iterator[Trial]:
         yield _state_norm(case_of(model, X))
 
 
-def _moved(draw: torch.Generator) -> tuple[Case, Case]:
+def _moved(draw: Random) -> tuple[Case, Case]:
     case = draw_case(draw)
-    size = log_uniform(draw, 1e-4, 3.0)
+    size = draw.log_uniform(1e-4, 3.0)
     far = draw_model(draw, case.model.width, case.model.inputs, case.model.m)
     mixed = {
-        k: getattr(case.model, k) + size * getattr(far, k) * float(integer(draw, 0, 1))
+        k: getattr(case.model, k) + size * getattr(far, k) * float(draw.integer(0, 1))
         for k in ("A", "B", "U", "u")
     }
     other = dataclasses.replace(case.model, **mixed)
@@ -109,11 +109,11 @@ def _output_change(s: Case, k: Case) -> Trial | None:
 Measure = Callable[[Case, Case], Trial | None]
 
 
-def _change(draw: torch.Generator, *, measure: Measure) -> Trial | None:
+def _change(draw: Random, *, measure: Measure) -> Trial | None:
     return measure(*_moved(draw))
 
 
-def _change_family(draw: torch.Generator, *, measure: Measure) -> Iterator[Trial | None]:
+def _change_family(draw: Random, *, measure: Measure) -> Iterator[Trial | None]:
     """n = d = N = 1: z = Ux/(m + a²), so small a comes near to the bound."""
     one = ones(1, 1)
     for m in (0.05, 1.0):
@@ -125,7 +125,7 @@ def _change_family(draw: torch.Generator, *, measure: Measure) -> Iterator[Trial
             yield measure(*pair)
 
 
-def _weight_change(draw: torch.Generator) -> Trial | None:
+def _weight_change(draw: Random) -> Trial | None:
     s, k = _moved(draw)
     A, dA, dB = s.model.A, k.model.A - s.model.A, k.model.B - s.model.B
     size = spectral(k.model.W - s.model.W)

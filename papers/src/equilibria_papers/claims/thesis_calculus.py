@@ -12,7 +12,7 @@ from torch import Tensor
 from equilibria_papers.theory.monotone_ntk import ThesisModel, find_equilibrium
 
 from .claim import Trial, Trials, tried
-from .drawing import identity, integer, log_uniform, norm, spectral, tensor, uniform
+from .drawing import Random, identity, norm, spectral, tensor
 from .thesis_models import Case, away_from_kinks, case_of, commutation, draw_case, draw_model, kron
 
 CLOSE = 1e-5
@@ -65,7 +65,7 @@ def _compared(case: Case, of: Callable[[ThesisModel], Tensor], *rows: Tensor) ->
     return _worst([(row, _differences(case, name, of)) for row, name in names], case)
 
 
-def _of_residual(draw: torch.Generator, one_sample: bool) -> Trial | None:
+def _of_residual(draw: Random, one_sample: bool) -> Trial | None:
     case = draw_case(draw, low=0.2)
     if one_sample:
         X = case.X[:, :1].clone()
@@ -82,12 +82,12 @@ def _of_residual(draw: torch.Generator, one_sample: bool) -> Trial | None:
     return _compared(case, g, by_w @ parts["A"], by_w @ parts["B"], D @ parts["X"])
 
 
-def _of_state(draw: torch.Generator, appendix: bool) -> Trial | None:
+def _of_state(draw: Random, appendix: bool) -> Trial | None:
     case = draw_case(draw, low=0.2)
     if appendix:  # [I ⊗ Z] fits nothing unless N = n = d
-        n = integer(draw, 2, 3)
-        model = draw_model(draw, n, n, log_uniform(draw, 0.2, 3.0))
-        X = torch.randn(n, n, generator=draw, dtype=torch.float64)
+        n = draw.integer(2, 3)
+        model = draw_model(draw, n, n, draw.log_uniform(0.2, 3.0))
+        X = draw.normal(n, n)
         case = case_of(model, X)
     if not away_from_kinks(case):
         return None
@@ -118,7 +118,7 @@ def _rows(case: Case, printed: bool) -> dict[str, Tensor]:
     }
 
 
-def _of_loss(draw: torch.Generator, printed: bool) -> Trial | None:
+def _of_loss(draw: Random, printed: bool) -> Trial | None:
     case = draw_case(draw, low=0.2)
     if not away_from_kinks(case):
         return None
@@ -131,7 +131,7 @@ def _of_loss(draw: torch.Generator, printed: bool) -> Trial | None:
     return _compared(case, loss, *(rest[None] @ row for row in _rows(case, printed).values()))
 
 
-def _of_outputs(draw: torch.Generator, printed: bool) -> Trial | None:
+def _of_outputs(draw: Random, printed: bool) -> Trial | None:
     case = draw_case(draw, low=0.2)
     if not away_from_kinks(case):
         return None
@@ -149,17 +149,17 @@ def _of_outputs(draw: torch.Generator, printed: bool) -> Trial | None:
     return _worst([(K, wanted)], case)
 
 
-def _contraction(draw: torch.Generator) -> Trial:
+def _contraction(draw: Random) -> Trial:
     model = draw_case(draw).model
     W, eye = model.W, identity(model.width)
     L = spectral(eye - W)
-    alpha = uniform(draw, 0.0, 3.0) * 2 * model.m / L**2
+    alpha = draw.uniform(0.0, 3.0) * 2 * model.m / L**2
     bound = math.sqrt(max(0.0, 1 - 2 * alpha * model.m + (alpha * L) ** 2))
     size = spectral(eye - alpha * (eye - W))
     return Trial(size / bound, {"m": model.m, "alpha": alpha})
 
 
-def _contractive(draw: torch.Generator, closed: bool) -> Iterator[Trial]:
+def _contractive(draw: Random, closed: bool) -> Iterator[Trial]:
     """At α = 2m/L², or just below it: ‖T_α‖ must lie below 1 itself, not only at most at 1."""
     for t in (0.5, 1.0, 3.0):
         # W = I − mI + skew of size t: I − W has all singular values √(m² + t²).
@@ -173,11 +173,11 @@ def _contractive(draw: torch.Generator, closed: bool) -> Iterator[Trial]:
             yield Trial(ratio, {"W": W.tolist(), "m": m, "alpha": alpha, "norm": size})
 
 
-def _contractive_random(draw: torch.Generator, closed: bool) -> Trial:
+def _contractive_random(draw: Random, closed: bool) -> Trial:
     model = draw_case(draw).model
     eye = identity(model.width)
     end = 2 * model.m / spectral(eye - model.W) ** 2
-    alpha = end * (1.0 if closed and integer(draw, 0, 1) else uniform(draw, 0.01, 0.99))
+    alpha = end * (1.0 if closed and draw.integer(0, 1) else draw.uniform(0.01, 0.99))
     size = spectral(eye - alpha * (eye - model.W))
     return Trial(size if size < 1 - 1e-12 else 1.0 + 1e-3, {"m": model.m, "alpha": alpha})
 

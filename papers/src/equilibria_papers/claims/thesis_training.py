@@ -22,13 +22,13 @@ from equilibria_papers.theory.monotone_ntk import (
 )
 
 from .claim import Trial, Trials, tried
-from .drawing import identity, integer, log_uniform, norm, normal, spectral, tensor, uniform, zeros
+from .drawing import Random, identity, norm, spectral, tensor, zeros
 from .thesis_models import Case, case_of, draw_case, near_labels
 
 
-def _flow(draw: torch.Generator) -> Trial | None:
+def _flow(draw: Random) -> Trial | None:
     """Theorem 3.3.1: labels so near that Condition 1 holds with a slack of 1.02 to 3."""
-    made = near_labels(draw, "1", log_uniform(draw, 1.02, 3.0))
+    made = near_labels(draw, "1", draw.log_uniform(1.02, 3.0))
     return None if made is None else _flow_trial(*made)
 
 
@@ -47,7 +47,7 @@ def _flow_trial(case: Case, given: Ingredients) -> Trial | None:
     return Trial(run.worst, case.sizes() | told)
 
 
-def _flow_family(draw: torch.Generator) -> Iterator[Trial | None]:
+def _flow_family(draw: Random) -> Iterator[Trial | None]:
     """U = cI less t off the diagonal, u = 0, and the random scenario."""
     for scale, tilt in ((20.0, 0.0), (20.0, 0.5), (40.0, 0.0), (40.0, 5.0)):
         eye, zero = identity(2), zeros(2, 2)
@@ -58,24 +58,24 @@ def _flow_family(draw: torch.Generator) -> Iterator[Trial | None]:
     yield _flow_trial(case, ingredients(*case))
 
 
-def _diagonal(draw: torch.Generator, m: float, scale: float) -> Case:
+def _diagonal(draw: Random, m: float, scale: float) -> Case:
     """n = N = d up to 2, X = I, U = scale·I, A = B = 0, u = 0, ‖y‖ = 1."""
-    n = integer(draw, 1, 2)
+    n = draw.integer(1, 2)
     eye, zero = identity(n), zeros(n, n)
     model = ThesisModel(A=zero, B=zero, U=scale * eye, u=zero[0], m=m)
-    y = normal(draw, n)
+    y = draw.normal(n)
     return case_of(model, eye, y / norm(y))
 
 
-def _printed_descent(draw: torch.Generator) -> Trial | None:
-    case = _diagonal(draw, log_uniform(draw, 0.02, 0.2), log_uniform(draw, 1.0, 50.0))
+def _printed_descent(draw: Random) -> Trial | None:
+    case = _diagonal(draw, draw.log_uniform(0.02, 0.2), draw.log_uniform(1.0, 50.0))
     radii = Radii(
-        A=log_uniform(draw, 0.1, 3.0),
+        A=draw.log_uniform(0.1, 3.0),
         B=1.0,
-        U=spectral(case.model.U) * log_uniform(draw, 1e-3, 1.0),
-        u=log_uniform(draw, 1e-2, 1.0),
+        U=spectral(case.model.U) * draw.log_uniform(1e-3, 1.0),
+        u=draw.log_uniform(1e-2, 1.0),
     )
-    return _descent_trial(case, "2", radii, 4, uniform(draw, 0.2, 1.0))
+    return _descent_trial(case, "2", radii, 4, draw.uniform(0.2, 1.0))
 
 
 def _descent_trial(
@@ -95,34 +95,34 @@ def _descent_trial(
     return Trial(run.worst, case.sizes() | told)
 
 
-def _counterexample(draw: torch.Generator) -> Iterator[Trial | None]:
+def _counterexample(draw: Random) -> Iterator[Trial | None]:
     scenario = SCENARIOS["counterexample"]
     case = case_of(*scenario.build(0))
     yield _descent_trial(case, "2", scenario.radii, 4, 1.0)
     yield _descent_trial(case, "2", scenario.radii, 4, 0.9)
 
 
-def _repaired_descent(draw: torch.Generator) -> Trial | None:
-    made = near_labels(draw, "2'", log_uniform(draw, 1.02, 3.0))
+def _repaired_descent(draw: Random) -> Trial | None:
+    made = near_labels(draw, "2'", draw.log_uniform(1.02, 3.0))
     if made is None:
         return None
-    return _descent_trial(made[0], "2'", None, integer(draw, 1, 25), uniform(draw, 0.5, 1.0))
+    return _descent_trial(made[0], "2'", None, draw.integer(1, 25), draw.uniform(0.5, 1.0))
 
 
-def _repaired_family(draw: torch.Generator) -> Iterator[Trial | None]:
+def _repaired_family(draw: Random) -> Iterator[Trial | None]:
     for scale in (150.0, 160.0, 320.0):
         yield _descent_trial(_diagonal(draw, 1.0, scale), "2'", None, 300, 1.0)
 
 
-def _satisfiable(draw: torch.Generator, condition: str) -> Trial | None:
+def _satisfiable(draw: Random, condition: str) -> Trial | None:
     """1/slack of the best radii, where u and ŷ − y are as small as the condition may ask."""
     made = near_labels(draw, condition, 1.0)
     return None if made is None else _met(*made, condition)
 
 
-def _small_m(draw: torch.Generator) -> Trial:
+def _small_m(draw: Random) -> Trial:
     """20Nm² well below 1, U a large multiple of I: (3.18) as printed has no power of m."""
-    case = _diagonal(draw, log_uniform(draw, 0.02, 0.1), log_uniform(draw, 20.0, 200.0))
+    case = _diagonal(draw, draw.log_uniform(0.02, 0.1), draw.log_uniform(20.0, 200.0))
     return _met(case, ingredients(*case), "2")
 
 
@@ -132,23 +132,21 @@ def _met(case: Case, given: Ingredients, condition: str) -> Trial:
     return Trial(1.0 / best.slack, case.sizes() | told)
 
 
-def _one_step(
-    draw: torch.Generator, *, near: bool
-) -> tuple[Case, Ingredients, Radii, float] | None:
+def _one_step(draw: Random, *, near: bool) -> tuple[Case, Ingredients, Radii, float] | None:
     """A case, radii (those that (3.16) needs where ``near``), and a step size."""
     if near:
-        made = near_labels(draw, "2'", log_uniform(draw, 1.0, 2.0))
+        made = near_labels(draw, "2'", draw.log_uniform(1.0, 2.0))
         if made is None:
             return None
         case, given = made
         radii = search_radii("2'", given).radii
-        share = log_uniform(draw, 1e-2, 1.0)
+        share = draw.log_uniform(1e-2, 1.0)
         step = (check_condition("2'", given, radii).step or 1.0) * share
         return case, given, radii, step
     case = draw_case(draw, wide=True)
     given = ingredients(*case)
     tiny = 1e-9
-    return case, given, Radii(A=tiny, B=tiny, U=tiny, u=tiny), log_uniform(draw, 1e-4, 10.0)
+    return case, given, Radii(A=tiny, B=tiny, U=tiny, u=tiny), draw.log_uniform(1e-4, 10.0)
 
 
 def _move(case: Case, step: float) -> ThesisModel:
@@ -167,7 +165,7 @@ def _bars(given: Ingredients, radii: Radii) -> tuple[float, float, float]:
     return given.norm_A + radii.A, given.norm_U + radii.U, given.norm_u + radii.u
 
 
-def _parameter_steps(draw: torch.Generator, *, near: bool) -> Trial | None:
+def _parameter_steps(draw: Random, *, near: bool) -> Trial | None:
     """Lemma 3.3.7, all five lines."""
     made = _one_step(draw, near=near)
     if made is None:
@@ -199,7 +197,7 @@ def _constants(given: Ingredients, radii: Radii, restored: bool) -> tuple[float,
     return c11, X * (U * u * a) ** 2 / 4 / m**4, X * U * U / m**2
 
 
-def _progress(draw: torch.Generator, *, which: str, restored: bool) -> Trial | None:
+def _progress(draw: Random, *, which: str, restored: bool) -> Trial | None:
     """Lemmas 3.3.8 (I₁), 3.3.9 (I₂) and 3.3.10 (I₃) for one step."""
     made = _one_step(draw, near=True)
     if made is None:
@@ -227,7 +225,7 @@ def _progress(draw: torch.Generator, *, which: str, restored: bool) -> Trial | N
     return Trial(left / right, case.sizes() | {"step": step})
 
 
-def _stay(draw: torch.Generator, *, frobenius: bool) -> Trial | None:
+def _stay(draw: Random, *, frobenius: bool) -> Trial | None:
     """Proposition 5 along a run: norms, and ‖W(k+1) − W(0)‖, where hypotheses 1 and 3 hold."""
     made = _one_step(draw, near=True)
     if made is None:
@@ -235,7 +233,7 @@ def _stay(draw: torch.Generator, *, frobenius: bool) -> Trial | None:
     case, given, radii, step = made
     worst, then, factor = 0.0, case, 1 - step * given.lambda0**2 / 4
     start = 0.5 * given.misfit**2
-    for k in range(1, integer(draw, 2, 12)):
+    for k in range(1, draw.integer(2, 12)):
         then = _after(then, step)
         size = norm if frobenius else spectral
         for name in ("A", "B", "U"):
@@ -252,7 +250,7 @@ def _stay(draw: torch.Generator, *, frobenius: bool) -> Trial | None:
     return Trial(worst, case.sizes() | {"step": step})
 
 
-def _features_stay(draw: torch.Generator, *, restored: bool) -> Trial | None:
+def _features_stay(draw: Random, *, restored: bool) -> Trial | None:
     """Proposition 6 along a run: σ_min(Z(k)) ≥ λ₀/2 while hypotheses 1 and 3 hold."""
     made = _one_step(draw, near=True)
     if made is None:
@@ -262,7 +260,7 @@ def _features_stay(draw: torch.Generator, *, restored: bool) -> Trial | None:
     if any(row.slack < 1 for row in rows if not row.name.startswith("(3.18")):
         return None
     then, worst = case, 0.0
-    for k in range(1, integer(draw, 2, 12)):
+    for k in range(1, draw.integer(2, 12)):
         then = _after(then, step)
         least = float(torch.linalg.svdvals(then.found.Z)[-1])
         worst = max(worst, given.lambda0 / 2 / max(least, 1e-300))
@@ -272,7 +270,7 @@ def _features_stay(draw: torch.Generator, *, restored: bool) -> Trial | None:
     return Trial(worst, case.sizes() | {"step": step})
 
 
-def _large_steps(draw: torch.Generator, *, near: bool) -> Iterator[Trial | None]:
+def _large_steps(draw: Random, *, near: bool) -> Iterator[Trial | None]:
     """Lemma 3.3.7's line on W asks for (3.16): a large η shows it."""
     for _ in range(40):
         yield _parameter_steps(draw, near=near)

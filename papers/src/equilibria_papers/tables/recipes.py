@@ -37,7 +37,7 @@ IMAGENET = _recipe(
         "lr": 0.1,
         "image_size": 256,
         "augment": ["resized_crop", "flip", "rand_augment"],
-    },
+    }
 )
 """GEQ A.7.2: images of 256 pixels, the rest as for CIFAR."""
 
