@@ -7,7 +7,7 @@ from typing import Any
 
 from . import recipes
 from .experiment import Cell, Job, cells
-from .recipes import RATES, deep_opteq, family
+from .recipes import RATES, deep_opteq, job
 
 ALPHAS = (0.01, 0.1, 0.4, 0.8, 1.0)
 _DECORRELATION = {"kind": "Decorrelation", "weight": 0.01, "features": "channels"}
@@ -71,8 +71,8 @@ def _by_alpha(row: str, setting: str) -> list[Cell]:
     tag, options = _SETTINGS[setting]
     made: list[Cell] = []
     for alpha, text in zip(ALPHAS, _TABLE_5[setting].split(), strict=True):
-        job = deep_opteq("deep_opteq_199k", f"{tag}-alpha-{alpha:g}", {**options, "alpha": alpha})
-        made += cells(row, job, (f"α = {alpha:g}, accuracy in %", "accuracy", text))
+        one = deep_opteq("deep_opteq_199k", f"{tag}-alpha-{alpha:g}", {**options, "alpha": alpha})
+        made += cells(row, one, (f"α = {alpha:g}, accuracy in %", "accuracy", text))
     return made
 
 
@@ -81,9 +81,9 @@ def _penalized(
 ) -> list[Cell]:
     """§5.1 with λ‖z‖₁ or λ‖z‖², by the prox, which exists for every λ."""
     options = changed({"kind": kind, "weight": weight}, "prox")
-    job = deep_opteq("deep_opteq_199k", tag, options, measures=("quality", "features"))
+    one = deep_opteq("deep_opteq_199k", tag, options, measures=("quality", "features"))
     what, metric = ("mean |z|", "mean_absolute") if kind == "L1" else ("mean z²", "mean_square")
-    return cells(row, job, (what, metric, mean), ("accuracy in %", "accuracy", accuracy))
+    return cells(row, one, (what, metric, mean), ("accuracy in %", "accuracy", accuracy))
 
 
 _DNN = cells(
@@ -94,22 +94,22 @@ _DNN = cells(
 )
 
 
-def _compared(row: str, size: str, accuracy: str, job: Job | None) -> list[Cell]:
+def _compared(row: str, size: str, accuracy: str, one: Job | None) -> list[Cell]:
     """A row of Table 4."""
     unit = size[-1]
-    note = "no neural ODE here" if job is None else ""
+    note = "no neural ODE here" if one is None else ""
     column = (f"size in {unit}", f"parameters_{unit.lower()}", size)
-    made = cells(row, job, column, note=note)
-    return [*made, *cells(row, job, ("accuracy in %", "accuracy", accuracy))]
+    made = cells(row, one, column, note=note)
+    return [*made, *cells(row, one, ("accuracy in %", "accuracy", accuracy))]
 
 
 def _training(row: str, tag: str, options: Mapping[str, Any], *texts: str) -> list[Cell]:
     """A row of Table 8, at α = 0.8."""
     measures = ("quality", "times", "residual")
-    job = deep_opteq("deep_opteq_199k", tag, {**options, "alpha": 0.8}, measures=measures)
+    one = deep_opteq("deep_opteq_199k", tag, {**options, "alpha": 0.8}, measures=measures)
     names = ("accuracy in %", "inference, s", "back-prop, s", "relative residual")
     metrics = ("accuracy", "seconds.forward", "seconds.backward", "residual")
-    return cells(row, job, *zip(names, metrics, texts, strict=True))
+    return cells(row, one, *zip(names, metrics, texts, strict=True))
 
 
 def _unrolled(steps: int, *texts: str) -> list[Cell]:
@@ -122,16 +122,15 @@ _QUOTED = "this network is not in the table of models"
 
 
 def _imagenet(model: str, tag: str = "", options: Mapping[str, Any] | None = None) -> Job:
-    return Job(
-        name=f"imagenet-{model}{'-' if tag else ''}{tag}",
-        model=model,
-        options=dict(options or {}),
-        data="imagenet",
+    return job(
+        model,
+        "imagenet",
+        tag,
+        options=options,
         recipe=recipes.OPTEQ_IMAGENET,
         rate=RATES["imagenet"],
         images=1_255_000,
         stand_in={"data": "cifar10", "image_size": 64, "epochs": 20, "batch_size": 256},
-        smoke=dict(family(model)[1]),
     )
 
 
@@ -176,17 +175,18 @@ def _large(row: str, top1: str, top5: str, size: str) -> list[Cell]:
 
 
 def _speed(row: str, text: str, model: str, tag: str, options: Mapping[str, Any]) -> list[Cell]:
-    job = Job(
-        name=f"speed-{model}{'-' if tag else ''}{tag}",
-        model=model,
-        options=dict(options),
-        data="random",
+    timed = job(
+        model,
+        "random",
+        tag,
+        first="speed",
+        options=options,
         recipe={"image_size": 224, "batch_size": 96, "precision": "bf16-mixed"},
+        rate=5000.0,
         measures=("throughput",),
         trained=False,
-        smoke=dict(family(model)[1]),
     )
-    return cells(row, job, ("images/s", "images_per_second", text))
+    return cells(row, timed, ("images/s", "images_per_second", text))
 
 
 def _quoted(row: str, text: str) -> list[Cell]:
@@ -194,20 +194,18 @@ def _quoted(row: str, text: str) -> list[Cell]:
 
 
 def _scene(row: str, model: str, *texts: str) -> list[Cell]:
-    job = Job(
-        name=f"cityscapes-{model}",
-        model=model,
-        data="cityscapes",
+    trained = job(
+        model,
+        "cityscapes",
         recipe={**recipes.SEGMENTATION, "image_size": 512},
         measures=("segmentation",),
         rate=RATES["segmentation"] / 8,
         images=2678,
         stand_in={"data": "camvid", "image_size": None},
-        smoke=dict(family(model)[1]),
     )
     names = ("mIoU in %", "mAcc in %", "aAcc in %")
     columns = zip(names, ("miou", "macc", "aacc"), texts or ("", "", ""), strict=True)
-    return cells(row, job, *columns, ("size in M", "parameters_m"))
+    return cells(row, trained, *columns, ("size in M", "parameters_m"))
 
 
 _SMALLEST = "deep_opteq_162k"
@@ -227,7 +225,7 @@ CELLS = {
     ],
     "opteq-table4": [
         cell
-        for row, size, accuracy, job in (
+        for row, size, accuracy, one in (
             (
                 *("decorrelation (R*)", "1.4 M", "91.0%"),
                 deep_opteq("deep_opteq_1m4", "decorrelation", changed(_DECORRELATION)),
@@ -246,7 +244,7 @@ CELLS = {
                 deep_opteq("mondeq_single", "large", {"channels": [200]}),
             ),
         )
-        for cell in _compared(row, size, accuracy, job)
+        for cell in _compared(row, size, accuracy, one)
     ],
     "opteq-table5": [cell for row in _TABLE_5 for cell in _by_alpha(row, row)],
     "opteq-table7": [cell for row in _TABLE_7 for cell in _large(*row)],
