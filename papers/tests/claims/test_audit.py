@@ -22,7 +22,7 @@ from equilibria_papers import claims as audit
 from equilibria_papers.claims import Claim, Settings, Trial, Variant, page
 from equilibria_papers.claims import audit as running
 from equilibria_papers.claims import claim as records
-from equilibria_papers.claims.drawing import ACTIVATIONS, Random, spectral
+from equilibria_papers.claims.drawing import ACTIVATIONS, Random
 from equilibria_papers.claims.numerics import (
     Unsolved,
     climb,
@@ -303,12 +303,6 @@ def test_the_page_counts_by_paper_and_names_proofs() -> None:
     assert not found[0].answers(claim(constant(0.5), lied, id="ours.a"), many)
 
 
-def test_a_first_reading_is_called_by_its_name() -> None:
-    wide = constant(2.0, "for every mu")
-    found = audit.run_claim(claim(wide, constant(0.5, "small mu", "mu < 1")), Settings(trials=100))
-    assert found.sentence() == "holds under: mu < 1 (for every mu: violated in 100 of 100 trials)"
-
-
 @pytest.mark.parametrize("name", list(ACTIVATIONS))
 def test_activations_agree_with_quadrature_and_differences(name: str) -> None:
     each = ACTIVATIONS[name]
@@ -415,5 +409,4 @@ def test_seeds_do_not_meet() -> None:
         for names in (("a", "b"), ("ab",), ("a", "b", 1), ("a", "b", 2))
     }
     assert len(firsts) == 12
-    assert spectral(torch.eye(3).double()) == 1.0
     assert records.plain({"a": torch.tensor(math.inf), 1: (np.float64(2.0), object)})["a"] == "inf"

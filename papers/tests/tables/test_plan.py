@@ -67,13 +67,6 @@ def test_a_job_of_several_cells_is_one_training_with_all_measures() -> None:
     assert set(one[0].job.measures) == {"quality", "corruptions", "certificate"}
 
 
-def test_tables_share_trainings() -> None:
-    ours = {p.key for p in plan(describe("geq-table1").cells, Choices())}
-    theirs = {p.key for p in plan(describe("kerdeq-table1").cells, Choices())}
-    # ResNet-18, MDEQ and MOptEq on both sets, and KerDEQ 5M.
-    assert len(ours & theirs) == 8
-
-
 def test_equal_trainings_are_one_whatever_they_are_called() -> None:
     jobs = [tiny.job("a"), tiny.job("b", measures=("features", "quality")), tiny.job("a", data="x")]
     cells = [Cell(row=str(k), column="c", job=job) for k, job in enumerate(jobs)]

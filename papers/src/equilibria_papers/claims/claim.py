@@ -129,7 +129,10 @@ def tried(
     climbs: bool = True,
     **given: Any,
 ) -> Variant:
-    """How a reading is tried; ``given`` are arguments of both functions. Its words are TOML's."""
+    """How a reading is tried; ``given`` are arguments of both functions.
+
+    Its name, what it needs and its proof come from the TOML file of the paper.
+    """
 
     def drawing(function: Callable[..., Any]) -> Callable[[torch.Generator], Any]:
         return lambda generator: function(Random(generator), **given)
