@@ -22,9 +22,16 @@ from equilibria_papers import claims as audit
 from equilibria_papers.claims import Claim, Settings, Trial, Variant, page
 from equilibria_papers.claims import audit as running
 from equilibria_papers.claims import claim as records
-from equilibria_papers.claims.drawing import ACTIVATIONS, normal, spectral, weights
-from equilibria_papers.claims.searching import climb, evolve
-from equilibria_papers.claims.solving import Unsolved, bisect, newton, program, relu_prox, solve
+from equilibria_papers.claims.drawing import ACTIVATIONS, Random
+from equilibria_papers.claims.numerics import (
+    Unsolved,
+    climb,
+    evolve,
+    newton,
+    program,
+    relu_prox,
+    solve,
+)
 
 QUICK = Settings(trials=20, seconds=5.0)
 
@@ -36,9 +43,6 @@ def constant(ratio: float | None, name: str = "as printed", needs: str = "") -> 
 
 def claim(*variants: Variant, id: str = "test.claim") -> Claim:
     return Claim(id=id, paper="ours", where="Here", statement="$a \\le b$.", variants=variants)
-
-
-# ---------------------------------------------------------------------------------- the verdict
 
 
 @pytest.mark.parametrize(
@@ -122,9 +126,6 @@ def test_cost_divides_the_trials_and_the_clock_stops_them() -> None:
     assert found.seconds < 2.0
 
 
-# ------------------------------------------------------------------------------ repeating a trial
-
-
 def drawn(draw: torch.Generator) -> Trial:
     return Trial(float(torch.rand((), generator=draw, dtype=torch.float64)), {})
 
@@ -163,9 +164,6 @@ def test_an_error_names_the_trial() -> None:
         audit.run_claim(claim(Variant(name="as printed", random=broken)), QUICK)
     assert "test.claim" in str(caught.value.__notes__)
     assert "trial 0" in str(caught.value.__notes__)
-
-
-# -------------------------------------------------------------------------------- records, resuming
 
 
 def test_finished_claims_are_kept(tmp_path: Path) -> None:
@@ -264,9 +262,6 @@ def test_claims_are_found_by_paper_and_pattern() -> None:
             assert each.note.count("$") % 2 == 0
 
 
-# -------------------------------------------------------------------------------------- the page
-
-
 def test_the_page_shows_the_counterexample() -> None:
     bad = Variant(name="as | printed", random=lambda draw: Trial(3.0, {"W": [[1.0, 2.0]], "k": 7}))
     good = constant(0.25, "repaired", "$x > 0 $")
@@ -308,15 +303,6 @@ def test_the_page_counts_by_paper_and_names_proofs() -> None:
     assert not found[0].answers(claim(constant(0.5), lied, id="ours.a"), many)
 
 
-def test_a_first_reading_is_called_by_its_name() -> None:
-    wide = constant(2.0, "for every mu")
-    found = audit.run_claim(claim(wide, constant(0.5, "small mu", "mu < 1")), Settings(trials=100))
-    assert found.sentence() == "holds under: mu < 1 (for every mu: violated in 100 of 100 trials)"
-
-
-# ----------------------------------------------------------------------- ingredients and solvers
-
-
 @pytest.mark.parametrize("name", list(ACTIVATIONS))
 def test_activations_agree_with_quadrature_and_differences(name: str) -> None:
     each = ACTIVATIONS[name]
@@ -332,10 +318,14 @@ def test_activations_agree_with_quadrature_and_differences(name: str) -> None:
             assert -1e-12 <= float(slope) <= each.expansion + 1e-6
 
 
+def seeded(seed: int) -> Random:
+    return Random(torch.Generator().manual_seed(seed))
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 5), st.integers(1, 5), st.floats(0.01, 3.0), st.integers(0, 2**31))
 def test_weights_have_the_norm_asked_for(rows: int, columns: int, size: float, seed: int) -> None:
-    found = weights(torch.Generator().manual_seed(seed), rows, columns, size)
+    found = seeded(seed).weights(rows, columns, size)
     assert np.linalg.norm(found.numpy(), 2) == pytest.approx(size)
     assert found.shape == (rows, columns)
 
@@ -343,10 +333,10 @@ def test_weights_have_the_norm_asked_for(rows: int, columns: int, size: float, s
 @settings(max_examples=12, deadline=None)
 @given(st.integers(1, 4), st.integers(0, 2**31))
 def test_programs_agree_with_scipy(size: int, seed: int) -> None:
-    draw = torch.Generator().manual_seed(seed)
-    root = normal(draw, size + 1, size)
-    h, g = root.mT @ root + 0.1 * torch.eye(size, dtype=torch.float64), normal(draw, size)
-    signed = torch.rand(size, generator=draw) < 0.5
+    draw = seeded(seed)
+    root = draw.normal(size + 1, size)
+    h, g = root.mT @ root + 0.1 * torch.eye(size, dtype=torch.float64), draw.normal(size)
+    signed = draw.share(size) < 0.5
     for mask in (torch.ones(size, dtype=torch.bool), signed):
         found = program(h, g, mask)
         bounds = [(0.0, None) if m else (None, None) for m in mask.tolist()]
@@ -373,27 +363,10 @@ def test_the_prox_of_phi_by_its_definition() -> None:
     assert float(found) == pytest.approx(w * max(w * p + c, 0.0))
 
 
-def test_newton_agrees_with_scipy() -> None:
-    draw = torch.Generator().manual_seed(0)
-    w = weights(draw, 4, 4, 0.95)
-    c = normal(draw, 4)
-
-    def step(z: Tensor) -> Tensor:
-        return torch.tanh(w @ z + c)
-
-    def slope(z: Tensor) -> Tensor:
-        return (1.0 - step(z) ** 2)[:, None] * w
-
-    other = scipy.optimize.root(
-        lambda z: z - np.tanh(w.numpy() @ z + c.numpy()), np.zeros(4), tol=1e-14
-    ).x
-    assert solve(step, slope, torch.zeros(4).double()).numpy() == pytest.approx(other, abs=1e-10)
-
-
 def test_newton_on_kinks_and_without_a_solution() -> None:
-    draw = torch.Generator().manual_seed(1)
-    w = weights(draw, 5, 5, 0.99)
-    c = normal(draw, 5)
+    draw = seeded(1)
+    w = draw.weights(5, 5, 0.99)
+    c = draw.normal(5)
     found, size = newton(
         lambda z: (w @ z + c).clamp_min(0.0),
         lambda z: (w @ z + c > 0).double()[:, None] * w,
@@ -409,13 +382,6 @@ def test_newton_on_kinks_and_without_a_solution() -> None:
         solve(lambda z: z + 1.0, lambda z: one, torch.zeros(1).double())
 
 
-def test_bisection() -> None:
-    low, high = torch.full((2,), -10.0).double(), torch.full((2,), 10.0).double()
-    target = torch.tensor([0.3, -7.0]).double()
-    found = bisect(lambda t: torch.sinh(t) - torch.sinh(target), low, high)
-    assert torch.allclose(found, target, atol=1e-12)
-
-
 def test_searches_find_a_known_maximum() -> None:
     def hill(at: Tensor) -> Trial | None:
         if float(at[0]) > 5:
@@ -428,7 +394,7 @@ def test_searches_find_a_known_maximum() -> None:
         assert found is not None
         assert found.ratio == pytest.approx(1.0, abs=1e-6)
         assert method in found.case["found by"]
-    draw = torch.Generator().manual_seed(0)
+    draw = seeded(0)
     (best,) = evolve(hill, [(-3.0, 3.0)] * 2, draw)
     assert best is not None
     assert best.ratio > 0.99
@@ -443,5 +409,4 @@ def test_seeds_do_not_meet() -> None:
         for names in (("a", "b"), ("ab",), ("a", "b", 1), ("a", "b", 2))
     }
     assert len(firsts) == 12
-    assert spectral(torch.eye(3).double()) == 1.0
     assert records.plain({"a": torch.tensor(math.inf), 1: (np.float64(2.0), object)})["a"] == "inf"

@@ -14,8 +14,8 @@ from equilibria_papers import claims as audit
 from equilibria_papers.claims import Claim, Settings, Trial, Variant
 from equilibria_papers.claims import audit as running
 from equilibria_papers.claims.audit import REACH, SAMPLES, Tape, climb_draws
-from equilibria_papers.claims.drawing import integer, normal, uniform
-from equilibria_papers.claims.solving import Unsolved
+from equilibria_papers.claims.drawing import Random
+from equilibria_papers.claims.numerics import Unsolved
 
 
 def seeded(seed: int) -> torch.Generator:
@@ -29,12 +29,9 @@ def claim(random: object, **more: object) -> Claim:
 
 def peak(draw: torch.Generator) -> Trial:
     """1.02 at one point of R⁴ × [0, 1], far out: a random draw is above 1 about once in 10⁸."""
-    x, u = normal(draw, 4), uniform(draw, 0.0, 1.0)
+    x, u = Random(draw).normal(4), Random(draw).uniform(0.0, 1.0)
     far = float((x - 2.0).square().sum()) + 4.0 * (u - 0.9) ** 2
     return Trial(1.02 * math.exp(-0.2 * far), {"x": x, "u": u})
-
-
-# ------------------------------------------------------------------------------------- the tape
 
 
 def test_a_tape_plays_back_what_was_drawn() -> None:
@@ -77,8 +74,8 @@ def test_samples_are_new_in_every_trial() -> None:
     assert not torch.equal(tape.made[0].value, again.made[0].value)
 
     def noise(draw: torch.Generator) -> Trial:
-        shift = uniform(draw, 0.0, 1.0)
-        return Trial(float(normal(draw, 1000).mean()), {"shift": shift})
+        shift = Random(draw).uniform(0.0, 1.0)
+        return Trial(float(Random(draw).normal(1000).mean()), {"shift": shift})
 
     found = [t.ratio for t in climb_draws(noise, seeded(1), seeded(2), 300) if t is not None]
     assert len(set(found)) == 300
@@ -86,14 +83,11 @@ def test_samples_are_new_in_every_trial() -> None:
     assert abs(sum(found[150:]) / 150) < 5.0 / math.sqrt(1000 * 150)  # not fitted
 
 
-# --------------------------------------------------------------------------------------- moving
-
-
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 2**31))
 def test_moves_stay_where_draws_can_be(seed: int) -> None:
     def outward(draw: torch.Generator) -> Trial:
-        x, u, k = normal(draw, 3), torch.rand(2, generator=draw), integer(draw, 1, 3)
+        x, u, k = Random(draw).normal(3), torch.rand(2, generator=draw), Random(draw).integer(1, 3)
         seen.append((float(x.abs().max()), float(u.min()), float(u.max()), k))
         return Trial(float(x.square().sum() + u.sum()), {})
 
@@ -110,7 +104,7 @@ def test_moves_stay_where_draws_can_be(seed: int) -> None:
 
 def test_integers_are_drawn_anew_now_and_then() -> None:
     def stepped(draw: torch.Generator) -> Trial:
-        k, x = integer(draw, 0, 9), normal(draw, 1)
+        k, x = Random(draw).integer(0, 9), Random(draw).normal(1)
         return Trial(float(k), {"x": x})
 
     found = [t.ratio for t in climb_draws(stepped, seeded(4), seeded(5), 300) if t is not None]
@@ -120,7 +114,7 @@ def test_integers_are_drawn_anew_now_and_then() -> None:
 
 def test_a_draw_that_cannot_be_solved_is_none_and_other_errors_are_told() -> None:
     def fragile(draw: torch.Generator) -> Trial:
-        x = float(normal(draw, 1))
+        x = float(Random(draw).normal(1))
         if x > 1.0:
             raise Unsolved("no")
         if x < -3.0:
@@ -135,7 +129,7 @@ def test_a_draw_that_cannot_be_solved_is_none_and_other_errors_are_told() -> Non
         calls.append(1)
         if len(calls) > 11:
             raise ZeroDivisionError("x")
-        return Trial(float(normal(draw, 1)) ** 2, {})
+        return Trial(float(Random(draw).normal(1)) ** 2, {})
 
     calls: list[int] = []
     with pytest.raises(ZeroDivisionError) as caught:
@@ -146,13 +140,10 @@ def test_a_draw_that_cannot_be_solved_is_none_and_other_errors_are_told() -> Non
 def test_nothing_to_move() -> None:
     for trial in (
         lambda draw: Trial(0.5, {}),
-        lambda draw: Trial(float(integer(draw, 0, 1)), {}),
+        lambda draw: Trial(float(Random(draw).integer(0, 1)), {}),
         lambda draw: None,
     ):
         assert list(climb_draws(trial, seeded(0), seeded(1), 5)) == []
-
-
-# ------------------------------------------------------------------------------ in the audit
 
 
 def test_it_finds_what_random_trials_miss() -> None:
@@ -182,7 +173,7 @@ def test_it_starts_from_the_worst_random_trials() -> None:
 
 def test_violated_readings_are_left_alone() -> None:
     def bad(draw: torch.Generator) -> Trial:
-        return Trial(2.0 + abs(float(normal(draw, 1))), {})
+        return Trial(2.0 + abs(float(Random(draw).normal(1))), {})
 
     assert audit.run_claim(claim(bad), Settings(trials=20)).printed.climbs == 0
 

@@ -246,10 +246,17 @@ def test_two_ids_in_one_call(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     for one in found:
         kept = json.loads((tmp_path / "out" / "smoke" / f"{one['id']}.json").read_text())
         assert kept["cells"] == one["cells"]
+        assert all(cell["n"] == 1 for cell in kept["cells"])
     assert run("thesis-figure4.2", "thesis-figure4.1", "--smoke", *places) == 0
     shown = capsys.readouterr()
     assert shown.out.index("thesis-figure4.2") < shown.out.index("thesis-figure4.1")
+    assert shown.out.count("SMOKE TEST") == 2
     assert "done before" in shown.err
+    assert not list((tmp_path / "out").glob("*.json"))  # a test takes no result's place
+    assert run("list", "--out", tmp_path / "out", "--json") == 0
+    states = {one["id"]: one["status"] for one in json.loads(capsys.readouterr().out)}
+    assert states["thesis-figure4.2"] == "smoke only"
+    assert states["thesis-figure4.3"] == "not run"
 
 
 @pytest.mark.slow
@@ -282,22 +289,6 @@ def test_nothing_at_hand_is_a_failure_that_says_why(
     shown = capsys.readouterr()
     assert "cifar100 is not at hand" in shown.err
     assert "nothing was run" in shown.err
-
-
-def test_smoke_writes_a_table_that_says_what_it_is(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    places = ("--out", tmp_path / "out", "--runs", tmp_path / "runs", "--device", "cpu")
-    assert run("thesis-figure4.2", "--smoke", *places) == 0
-    assert "SMOKE TEST" in capsys.readouterr().out
-    kept = json.loads((tmp_path / "out" / "smoke" / "thesis-figure4.2.json").read_text())
-    assert kept["status"] == "smoke only"
-    assert all(cell["n"] == 1 for cell in kept["cells"])
-    assert not (tmp_path / "out" / "thesis-figure4.2.json").exists()
-    assert run("list", "--out", tmp_path / "out", "--json") == 0
-    states = {one["id"]: one["status"] for one in json.loads(capsys.readouterr().out)}
-    assert states["thesis-figure4.2"] == "smoke only"
-    assert states["thesis-figure4.1"] == "not run"
 
 
 @pytest.mark.slow

@@ -56,42 +56,6 @@ def test_a_network(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert names == {"bounds.json", "lipschitz.png", "lipschitz.svg"}
 
 
-def test_data_without_weights(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("--data", "digits") == 1
-    assert "WEIGHTS" in capsys.readouterr().err
-
-
-def test_missing_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(tmp_path / "none.safetensors") == 1
-    assert "there is no" in " ".join(capsys.readouterr().err.split())
-
-
-@pytest.mark.parametrize(
-    ("flag", "value", "said"),
-    [
-        ("--margin", "-1", "--margin -1: expected a positive number"),
-        ("--margin", "nan", "--margin nan: expected a positive number"),
-        ("--delta", "2", "--delta 2: expected a probability between 0 and 1"),
-        ("--delta", "0", "--delta 0: expected a probability between 0 and 1"),
-    ],
-)
-def test_numbers_out_of_range_are_refused_before_training(
-    flag: str,
-    value: str,
-    said: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def trained(**_: object) -> None:
-        raise AssertionError("it was trained first")
-
-    monkeypatch.setattr("equilibria_papers.theory.bounds.demonstration_pair", trained)
-    assert run(*SMALL, flag, value, "--out", tmp_path / "o") == 1
-    assert said in " ".join(capsys.readouterr().err.split())
-    assert not (tmp_path / "o").exists()
-
-
 def test_fewer_images_than_asked_for_are_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -113,9 +77,3 @@ def test_fewer_images_than_asked_for_are_told(
     assert "--images 100000: digits (test) has 3; all of them are taken" in said
     assert "--pairs 4: 3 images make 1" in said
     assert seen == [3]
-
-
-def test_out_is_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "file").write_text("")
-    assert run(*SMALL, "--out", tmp_path / "file") == 1
-    assert "this is a file" in " ".join(capsys.readouterr().err.split())

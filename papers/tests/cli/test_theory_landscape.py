@@ -145,26 +145,3 @@ def test_a_fresh_network_says_that_it_is_one(
     assert code == 0
     said = " ".join(capsys.readouterr().err.split())
     assert "opteq_digits with fresh weights (seed 0), untrained" in said
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (("--points", "4"), "odd"),
-        (("--repeats", "6,0"), "--repeats 6,0: expected positive numbers"),
-        (("--repeats", "six"), "--repeats six: expected positive numbers"),
-        (("--radius", "0"), "radius"),
-        (("--redraw", "grid", "--model", "geq_digits"), "--redraw draws measured grids"),
-        (("--redraw", "none.safetensors"), "there is no landscape file none.safetensors"),
-        (("--along-training", "--model", "geq_digits"), "three checkpoints"),
-    ],
-)
-def test_wrong_usage_is_said(
-    arguments: tuple[str, ...],
-    said: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert run(*arguments, "--images", "4", "--out", tmp_path / "out") == 1
-    assert said in " ".join(capsys.readouterr().err.split())
-    assert not list((tmp_path / "out").glob("*.png"))

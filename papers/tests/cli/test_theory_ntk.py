@@ -66,17 +66,6 @@ def test_the_drift_between_two_checkpoints(
     )
 
 
-def test_fewer_samples_than_asked_for_are_told(
-    checkpoints: list[Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    digits = eq.data.load("digits", "train", progress=False).subset(range(3))
-    monkeypatch.setattr("equilibria.data.load", lambda *_, **__: digits)
-    assert run(checkpoints[0], "--samples", "100", "--outputs", "0", "--json") == 0
-    printed = capsys.readouterr()
-    assert "--samples 100: digits (train) has 3; all of them" in " ".join(printed.err.split())
-    assert json.loads(printed.out)["samples"] == 3
-
-
 def test_a_named_network_projected_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     code = run(
         *("--model", "explicit_digits", "--samples", "4", "--outputs", "sum", "--json"),
@@ -101,22 +90,3 @@ def test_the_kernel_of_the_equilibrium_itself(capsys: pytest.CaptureFixture[str]
     exact = json.loads(capsys.readouterr().out)["networks"][0]
     assert exact["trace"] != own["trace"]
     assert exact["trace"] == pytest.approx(own["trace"], rel=0.2)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ((), "--model"),
-        (("nowhere", "--model", "geq_digits"), "--model"),
-        (("nowhere",), "there is no nowhere"),
-        (("--model", "geq_digits", "--outputs", "some"), "all, trace, sum"),
-        (("--model", "geq_digitz"), "geq_digits"),
-        (("--model", "explicit_digits", "--samples", "3", "--memory", "0.001"), "memory"),
-        (("--model", "explicit_digits", "--samples", "3", "--parameters", "tail"), "fits none"),
-    ],
-)
-def test_what_is_wrong_is_said(
-    arguments: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(*arguments) == 1
-    assert words in " ".join(capsys.readouterr().err.split())

@@ -82,27 +82,3 @@ def test_checkpoints_are_drawn_by_class(
     assert all(math.isfinite(row["last_residual"]) for row in found["rows"])
     for name in ("classes.svg", "training.svg"):
         assert (tmp_path / name).stat().st_size > 1000
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (("--init-scales", "1,x"), "--init-scales 1,x: expected positive numbers"),
-        (("--init-scales", "-1"), "--init-scales -1: expected positive numbers"),
-        (("--solvers", "newton"), "--solvers newton: expected some of picard"),
-        (("--layer", "none"), "no equilibrium layer 'none'"),
-        (("--model", "resnet18_cifar"), "has no equilibrium layer"),
-        (("--model", "nothing"), "there is no model 'nothing'"),
-        (("weights", "--model", "geq_digits"), "not both"),
-        (("nowhere.safetensors",), "there is no nowhere.safetensors"),
-    ],
-)
-def test_wrong_usage_is_said(
-    arguments: tuple[str, ...],
-    said: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert run(*arguments, *SMALL, "--out", tmp_path / "out") == 1
-    assert said in " ".join(capsys.readouterr().err.split())
-    assert not list((tmp_path / "out").glob("*.png"))

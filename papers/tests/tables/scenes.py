@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import equilibria as eq
 from equilibria.data import ImageData
-from equilibria_papers.tables.supplying import Scene
+from equilibria_papers.tables.measures import Scene
 
 Array = npt.NDArray[np.float64]
 

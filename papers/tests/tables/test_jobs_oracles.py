@@ -16,28 +16,22 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import safetensors.torch
-import scipy.optimize  # type: ignore[import-untyped]
 import torch
 from torch import Tensor, nn
 
 from equilibria import data
 from equilibria.data import ImageData
-from equilibria.training import Interrupted
-from equilibria_papers.tables import describe, measures, reproduce, supplying
-from equilibria_papers.tables.callbacks import Snapshots, snapshot_epochs
-from equilibria_papers.tables.declaring import Cell, Job
-from equilibria_papers.tables.planning import Planned, plan_of
-from equilibria_papers.tables.running import _create
-from tests.training.small import SignalAt, config, run
+from equilibria_papers.tables import describe, measures, reproduce
+from equilibria_papers.tables import images as supplying
+from equilibria_papers.tables.experiment import Cell, Job
+from equilibria_papers.tables.plan import Planned, plan_of
+from equilibria_papers.tables.runs import _create
 
 from . import tiny
 from .scenes import scene_of
 
 Array = npt.NDArray[np.float64]
 Step = Callable[[Array], Array]
-
-
-# ---------------------------------------------------------------------- a deep OptEq in numpy
 
 
 def _convolved(z: Array, w: Array) -> Array:
@@ -227,9 +221,6 @@ def test_every_row_of_tables_3_to_5_is_looked_at() -> None:
     }
 
 
-# ---------------------------------------------------------------------- Table 3, λ‖z‖₁ and λ‖z‖²
-
-
 def _prox(kind: str, weight: float) -> Step:
     """argmin_u λ|u| + ½(u − z)², or λu² + ½(u − z)², number by number."""
     if kind == "‖z‖₁":
@@ -273,48 +264,6 @@ def _stem(model: Any, images: ImageData) -> Array:
     return out
 
 
-def _dense(w: Array, size: int) -> Array:
-    """The matrix of the convolution on maps of size × size."""
-    units = np.eye(w.shape[1] * size**2).reshape(-1, w.shape[1], size, size)
-    made: Array = _convolved(units, w).reshape(len(units), -1).T
-    return made
-
-
-def _minimizer(kind: str, weight: float, alpha: float, w: Array, c: Array) -> Array:
-    """argmin_z Φ(z) + env R(z) of one block (§5.1) by a quasi-Newton method with bounds.
-
-    Φ = αM_φ^{1−α}, φ(Wᵀv) = min_{v ≥ 0} ½‖v‖² − c·v − ½‖Wᵀv‖², env R(z) = min_u R(u) + ½‖u − z‖²:
-    jointly convex in (v, z).
-    """
-    mids, n = w.shape
-
-    def objective(point: Array) -> tuple[float, Array]:
-        v, z = point[:mids], point[mids:]
-        u = w.T @ v
-        gap = u - z
-        value = alpha * (0.5 * v @ v - c @ v - 0.5 * u @ u) + alpha / (2 * (1 - alpha)) * gap @ gap
-        dv = alpha * (v - c - w @ u) + alpha / (1 - alpha) * (w @ gap)
-        if kind == "‖z‖₁":
-            inner = np.abs(z) <= weight
-            value += np.where(inner, 0.5 * z**2, weight * np.abs(z) - 0.5 * weight**2).sum()
-            push = np.where(inner, z, weight * np.sign(z))
-        else:
-            value += weight / (1 + 2 * weight) * z @ z
-            push = 2 * weight / (1 + 2 * weight) * z
-        return float(value), np.r_[dv, push - alpha / (1 - alpha) * gap]
-
-    found = scipy.optimize.minimize(
-        objective,
-        np.zeros(mids + n),
-        jac=True,
-        method="L-BFGS-B",
-        bounds=[(0, None)] * mids + [(None, None)] * n,
-        options={"maxiter": 20_000, "maxfun": 40_000, "ftol": 1e-16, "gtol": 1e-10, "maxcor": 30},
-    )
-    made: Array = found.x[mids:]
-    return made
-
-
 @pytest.mark.parametrize("kind", ["‖z‖₁", "‖z‖²"])
 def test_a_trained_row_of_table_3_is_penalized_as_it_says(kind: str, tmp_path: Path) -> None:
     """From the job to the number of the table, with the trained weights taken up in numpy."""
@@ -350,18 +299,6 @@ def test_a_trained_row_of_table_3_is_penalized_as_it_says(kind: str, tmp_path: P
     assert result.cells[0].mean == pytest.approx(means[1], rel=1e-6)
     assert means[0] > 1.05 * means[1]  # §7.1: features show decreases in the norm
     assert means[1] > 1.05 * means[2]
-
-    # The limit of these steps minimizes Φ + env R: what §5.1 claims of the network.
-    value, prox = rows[1][0], _prox(kind, rows[1][0])
-    one = weights.map(x[:1], 0.8)
-    z = _plain(lambda z: one(prox(z)), x[:1], steps=3000)
-    c = (_convolved(x[:1], weights.u[0]) + weights.b[0][:, None, None]).ravel()
-    expected = _minimizer(kind, value, 0.8, _dense(weights.w[0], 8), c)
-    assert np.abs(expected).max() > 1e-3
-    assert z.ravel() == pytest.approx(expected, abs=1e-4 * np.abs(expected).max())
-
-
-# ---------------------------------------------------------------------- Table 8
 
 
 def test_table_8_takes_the_steps_that_it_names(tmp_path: Path) -> None:
@@ -401,9 +338,6 @@ def test_table_8_takes_the_steps_that_it_names(tmp_path: Path) -> None:
         assert found == pytest.approx(np.mean(ratios), rel=1e-4, abs=1e-9)
         assert found < max(previous, 1e-12)
         previous = found
-
-
-# ---------------------------------------------------------------------- data that stand in
 
 
 # Table → (its large data, pixels of CIFAR-10 in their place).
@@ -470,48 +404,3 @@ def test_networks_take_what_stands_in(tmp_path: Path, monkeypatch: pytest.Monkey
         model = _create(planned, _images(10, pixels)).eval()
         with torch.no_grad():
             assert model(torch.zeros(1, 3, pixels, pixels)).shape == (1, 10)
-
-
-# ---------------------------------------------------------------------- weights on the way
-
-
-def test_moments_of_figure_4_3() -> None:
-    assert snapshot_epochs(40) == (0, 1, 10, 20, 40)
-    assert snapshot_epochs(1) == (0, 1, 1, 1, 1)
-
-
-@pytest.mark.parametrize("cut", [None, 6, 8, 14])
-def test_snapshots_are_the_weights_after_their_epochs(cut: int | None, tmp_path: Path) -> None:
-    """Six steps an epoch; also of a training that was stopped and went on."""
-    kept: dict[int, dict[str, Tensor]] = {}
-
-    class Watch(SignalAt):
-        """Copies of its own, without a stop: the weights before step 1 and after 6 and 18."""
-
-        def on_train_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
-            if self.seen == 0:
-                kept[0] = {k: v.clone() for k, v in module.model.state_dict().items()}
-
-        def on_train_batch_end(self, trainer: Any = None, module: Any = None, *_: Any) -> None:
-            super().on_train_batch_end()
-            if self.seen % 6 == 0:
-                copied = {k: v.clone() for k, v in module.model.state_dict().items()}
-                kept[self.seen // 6] = copied
-
-    run(config(tmp_path / "whole"), callbacks=[Watch(-1)])
-    folder = tmp_path / "snapshots"
-    own = [Snapshots(folder, (0, 1, 3))]
-    if cut is None:
-        run(config(tmp_path / "other"), callbacks=own)
-    else:
-        with pytest.raises(Interrupted):
-            run(config(tmp_path / "other"), callbacks=[*own, SignalAt(cut)])
-        again = [Snapshots(folder, (0, 1, 3))]
-        run(config(tmp_path / "other"), resume=tmp_path / "other", callbacks=again)
-    assert sorted(path.name for path in folder.iterdir()) == [
-        f"weights_{k}.safetensors" for k in (0, 1, 3)
-    ]
-    for epoch in (0, 1, 3):
-        found = safetensors.torch.load_file(folder / f"weights_{epoch}.safetensors")
-        assert found.keys() == kept[epoch].keys()
-        assert all(torch.equal(found[name], kept[epoch][name]) for name in found)

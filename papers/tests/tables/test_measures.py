@@ -18,94 +18,14 @@ from torch import Tensor, nn
 import equilibria as eq
 from equilibria import evaluation
 from equilibria.data import ImageData
-from equilibria_papers.tables import measures, measures_thesis, supplying
-from equilibria_papers.tables import measures as measures_time
+from equilibria_papers.tables import images as supplying
+from equilibria_papers.tables import measures
 from equilibria_papers.tables.geq import KINDS
 from equilibria_papers.tables.networks import ResidualNet
-from equilibria_papers.tables.planning import plan_of
-from equilibria_papers.tables.supplying import Scene
+from equilibria_papers.tables.plan import plan_of
 
 from . import tiny
 from .scenes import Array, Linear, TwoLayers, contraction, digits, iterates, numbered, scene_of
-
-
-class Shift(nn.Module):
-    """(z, x) ↦ A z + x, ‖A‖ = ½."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        a = torch.randn(64, 64)
-        self.a = nn.Parameter(0.5 * a / torch.linalg.matrix_norm(a, 2))
-
-    def forward(self, z: Tensor, x: Tensor) -> Tensor:
-        return z @ self.a.T + x
-
-
-class Affine(nn.Module):
-    """z* = A z* + x on the 64 pixels of a digit; z* = (I − A)⁻¹ x."""
-
-    def __init__(self, steps: int) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        block = Shift()
-        self.a = block.a.detach()
-        solver = eq.Picard(rtol=0.0, atol=0.0, max_steps=steps)
-        self.layer = eq.nn.DEQ(block, solver=solver)
-        self.head = nn.Linear(64, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.layer(x.flatten(1)))
-        return logits
-
-
-def _digits(count: int = 32) -> ImageData:
-    return eq.data.load("digits", "test", progress=False).subset(range(count))
-
-
-def _scene(model: nn.Module, folder: Path, data: ImageData | None = None) -> Scene:
-    return scene_of(model, _digits() if data is None else data, folder, smoke=True)
-
-
-def test_residual_is_table_8s(tmp_path: Path) -> None:
-    model = Affine(steps=4)
-    found = measures.residual(_scene(model, tmp_path))["residual"]
-    data, a = _digits(), model.a.double()
-    x = data.normalize(torch.as_tensor(data.images)).flatten(1).double()
-    expected = []
-    for rows in x.split(16):
-        z = torch.zeros_like(rows)
-        for _ in range(4):
-            z = z @ a.T + rows
-        expected.append(float((z - (z @ a.T + rows)).norm() / z.norm()))
-    assert found == pytest.approx(sum(expected) / 2, rel=1e-4)
-
-
-def test_features_are_means_over_the_equilibria(tmp_path: Path) -> None:
-    model = Affine(steps=60)
-    found = measures.features(_scene(model, tmp_path))
-    data = _digits()
-    x = data.normalize(torch.as_tensor(data.images)).flatten(1).double()
-    z = torch.linalg.solve(torch.eye(64).double() - model.a.double(), x.T).T
-    assert found["mean_absolute"] == pytest.approx(float(z.abs().mean()), rel=1e-5)
-    assert found["mean_square"] == pytest.approx(float(z.square().mean()), rel=1e-5)
-
-
-def test_quality_counts_right_predictions(tmp_path: Path) -> None:
-    model = Affine(steps=60)
-    found = measures.quality(_scene(model, tmp_path))
-    data = _digits()
-    with torch.no_grad():
-        guess = model(data.normalize(torch.as_tensor(data.images))).argmax(1)
-    right = int((guess == torch.as_tensor(data.targets)).sum())
-    assert found["accuracy"] == pytest.approx(100 * right / 32)
-    assert found["parameters_k"] == pytest.approx((64 * 64 + 64 * 10 + 10) / 1000)
-
-
-def test_certificate_of_a_contraction(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    proven = eq.models.create("geq_digits", widths=[4], depth=1)
-    assert measures.certificate(_scene(proven, tmp_path))["certified"] == 100.0
-    assert measures.certificate(_scene(Affine(steps=60), tmp_path))["certified"] == 0.0
 
 
 @settings(deadline=None)
@@ -128,86 +48,43 @@ def test_local_minima_are_counted(rows: list[list[int]]) -> None:
                 if (a, b) != (i, j)
             ]
             expected += all(rows[i][j] < value for value in around)
-    assert measures_thesis.local_minima(grid) == expected
+    assert measures.local_minima(grid) == expected
 
 
 def test_a_bowl_has_one_minimum_and_a_hole_is_none() -> None:
     axis = torch.linspace(-1, 1, 11, dtype=torch.float64)
     bowl = axis[:, None].square() + axis[None].square()
-    assert measures_thesis.local_minima(bowl) == 1
+    assert measures.local_minima(bowl) == 1
     bowl[0, 0] = torch.nan
-    assert measures_thesis.local_minima(bowl) == 1
+    assert measures.local_minima(bowl) == 1
     bowl[5, 5] = torch.nan
-    assert measures_thesis.local_minima(bowl) == 0  # its four neighbors tie
+    assert measures.local_minima(bowl) == 0  # its four neighbors tie
 
 
 def test_first_steps_share_of_a_path() -> None:
     # One sample goes 3, then 1; the other leaps once; the third blows up and is left out.
     points = torch.tensor([[0.0, 0.0, 0.0], [3.0, 2.0, 1.0], [4.0, 2.0, torch.inf]])
-    assert measures_thesis._first_step(points[..., None]) == pytest.approx(100 * (0.75 + 1.0) / 2)
+    assert measures._first_step(points[..., None]) == pytest.approx(100 * (0.75 + 1.0) / 2)
 
 
 def test_separation_is_the_share_between_classes() -> None:
     points = torch.tensor([[0.0], [2.0], [10.0], [12.0]])
     classes = torch.tensor([0, 0, 1, 1])
     # Means 1 and 11 about 6: 4·25 of a whole of 36 + 16 + 16 + 36.
-    assert measures_thesis._separation(points, classes) == pytest.approx(100 * 100 / 104)
-    assert measures_thesis._separation(torch.zeros(4, 1), classes) == 0.0
+    assert measures._separation(points, classes) == pytest.approx(100 * 100 / 104)
+    assert measures._separation(torch.zeros(4, 1), classes) == 0.0
 
 
 def test_times_leave_the_network_as_it_is(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = ResidualNet(10, 1, channels=16, inner=16, repeats=2)
     before = {k: v.clone() for k, v in model.state_dict().items()}
-    scene = _scene(model, tmp_path)
-    found = measures_time.times(scene) | measures_time.throughput(scene)
+    scene = scene_of(model, digits(32)[0], tmp_path, smoke=True)
+    found = measures.times(scene) | measures.throughput(scene)
     assert all(value > 0 for value in found.values())
     after = model.state_dict()
     assert all(torch.equal(before[k], after[k]) for k in before)
     assert not model.training
-
-
-def test_saliency_is_a_share(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model = ResidualNet(10, 1, channels=16, inner=16, repeats=1)
-    found = measures.saliency(_scene(model, tmp_path, _digits(8)))
-    assert 20.0 <= found["focus"] <= 100.0
-    assert (tmp_path / "gradcam.png").exists()
-
-
-def test_segmentation_of_two_classes(tmp_path: Path) -> None:
-    digits = _digits(8)
-    images = torch.as_tensor(digits.images)
-    ink = dataclasses.replace(
-        digits, targets=(images[:, 0] > 127).long(), classes=("paper", "ink"), task="segmentation"
-    )
-
-    class Perfect(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            dark = x[:, 0] * ink.std[0] + ink.mean[0] > 127.5 / 255
-            return torch.stack([~dark, dark], 1).float()
-
-    found = measures.segmentation(_scene(Perfect(), tmp_path, ink))
-    assert (found["miou"], found["macc"], found["aacc"]) == (100.0, 100.0, 100.0)
-
-
-def test_flip_is_the_mean_of_two_predictions(tmp_path: Path) -> None:
-    scene = _scene(Affine(30), tmp_path)
-    found = measures.flipped(scene)
-    x = scene.test.normalize(torch.as_tensor(scene.test.images)).float()
-    with torch.no_grad():
-        both = [scene.model(image).double().softmax(1) for image in (x, x.flip(3))]
-    mean = (both[0] + both[1]) / 2
-    right = mean.argmax(1) == torch.as_tensor(scene.test.targets)
-    assert found["flip.accuracy"] == pytest.approx(100 * float(right.double().mean()))
-    chosen = mean[torch.arange(len(mean)), torch.as_tensor(scene.test.targets)]
-    assert found["flip.nll"] == pytest.approx(float(-chosen.log().mean()), rel=1e-6)
-
-
-# The measures of ``reproduce`` against numpy in float64, closed forms and counting by hand.
-
-
-# ---------------------------------------------------------------------- what is measured
 
 
 class LookUp(nn.Module):
@@ -249,9 +126,6 @@ def _ece(p: Array, targets: npt.NDArray[np.int64], bins: int = 15) -> float:
 def _logits(count: int, classes: int, seed: int, scale: float = 2.0) -> Array:
     drawn: Array = scale * np.random.default_rng(seed).standard_normal((count, classes))
     return drawn
-
-
-# ---------------------------------------------------------------------- classification
 
 
 def test_quality_by_numpy(tmp_path: Path) -> None:
@@ -328,9 +202,6 @@ def test_segmentation_by_numpy(tmp_path: Path) -> None:
     assert found["miou"] == pytest.approx(100 * np.mean(iou))
     assert found["macc"] == pytest.approx(100 * np.mean(share))
     assert found["aacc"] == pytest.approx(100 * (t == g).mean())
-
-
-# ---------------------------------------------------------------------- classes not learned
 
 
 def _supplied(
@@ -425,9 +296,6 @@ def test_what_is_held_out_is_the_same_for_every_seed(
         assert np.bincount(targets[kept], minlength=10).tolist() == [round(40 * share)] * 10
         parts.append(kept.tolist())
     assert parts[0] == parts[1]
-
-
-# ---------------------------------------------------------------------- equilibria
 
 
 def test_layers_of_a_network_are_all_looked_at(tmp_path: Path) -> None:
@@ -526,9 +394,6 @@ def test_corruptions_are_of_the_first_2000_images(
     assert found == expected | {"corruption.mean": 50.0, "corruption.clean": 75.0}
 
 
-# ---------------------------------------------------------------------- times
-
-
 def test_times_are_of_eighty_batches_of_125(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -549,18 +414,18 @@ def test_times_are_of_eighty_batches_of_125(
             return logits
 
     clock = SimpleNamespace(perf_counter=lambda: now[0])
-    monkeypatch.setattr(measures_time, "time", clock)
+    monkeypatch.setattr(measures, "time", clock)
     scene = scene_of(Slow(), numbered([0, 1] * 15, 2), tmp_path)
-    assert measures_time.times(scene) == {
+    assert measures.times(scene) == {
         "seconds.forward": pytest.approx(160.0),
         "seconds.backward": pytest.approx(240.0),
     }
     assert seen == [125] * 81
     # A smoke test: two batches of 16 stand for 10,000 images.
     small = dataclasses.replace(scene, smoke=True)
-    assert measures_time.times(small)["seconds.forward"] == pytest.approx(4.0 * 10_000 / 32)
+    assert measures.times(small)["seconds.forward"] == pytest.approx(4.0 * 10_000 / 32)
     seen.clear()
-    found = measures_time.throughput(dataclasses.replace(scene, train_batch=96))
+    found = measures.throughput(dataclasses.replace(scene, train_batch=96))
     assert found["images_per_second"] == pytest.approx(96 / 5.0)
     assert set(seen) == {96}
     assert found["parameters_m"] == pytest.approx(1e-6)

@@ -27,8 +27,9 @@ from equilibria_papers.tables import (
     reproduce_all,
 )
 from equilibria_papers.tables.parallel import split
-from equilibria_papers.tables.planning import plan_of
+from equilibria_papers.tables.plan import plan_of
 from equilibria_papers.tables.provenance import read_log
+from equilibria_papers.tables.reproduction import held
 
 from . import tiny
 
@@ -219,3 +220,26 @@ def test_what_runs_alone_is_split_off(tmp_path: Path) -> None:
     (folder / "measured.json").write_text(json.dumps(kept))
     assert parts("quality", "times") == [None, None]
     assert parts("quality", "throughput") == [None, ("throughput",)]
+
+
+def test_ctrl_c_waits_for_the_end_of_the_outermost_block() -> None:
+    before, done = signal.getsignal(signal.SIGINT), list[str]()
+
+    def write() -> None:
+        with held():
+            with held():
+                signal.raise_signal(signal.SIGINT)
+                done.append("inner")
+            done.append("outer")
+        done.append("after")
+
+    with pytest.raises(KeyboardInterrupt):
+        write()
+    assert done == ["inner", "outer"]
+    with pytest.raises(ValueError, match="own"), held():  # errors pass
+        raise ValueError("own")
+    thread = threading.Thread(target=lambda: done.append(held().__enter__() or "other thread"))
+    thread.start()
+    thread.join()
+    assert done[-1] == "other thread"
+    assert signal.getsignal(signal.SIGINT) is before

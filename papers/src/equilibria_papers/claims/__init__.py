@@ -1,13 +1,17 @@
 """The audit: every proposition of the papers, and our own facts, against thousands of trials.
 
 ``load_claims`` gathers the claims, ``run_audit`` tries them, ``audit_page`` writes what was found.
-The verdict of a claim is computed from its trials.
+What is claimed stands in a TOML file for each paper, how it is tried in the modules beside it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from .audit import Progress, rerun, run_audit, run_claim
@@ -46,6 +50,15 @@ __all__ = [
 ]
 
 
+_MODULES = {
+    "geq": "geq_layer geq_margin geq_lipschitz geq_similarity",
+    "kerdeq": "kerdeq",
+    "opteq": "opteq_layer opteq_networks opteq_deep opteq_features opteq_training",
+    "thesis": "thesis_background thesis_calculus thesis_bounds thesis_training",
+    "ours": "ours_gaussian ours_lipschitz ours_kernels",
+}
+
+
 def load_claims(
     papers: Sequence[str] | None = None, only: Sequence[str] | None = None
 ) -> tuple[Claim, ...]:
@@ -55,10 +68,7 @@ def load_claims(
     nothing, is an error that lists what there is.
     """
     asked = list(PAPERS) if papers is None else [_paper(name) for name in papers]
-    found: list[Claim] = []
-    for name in PAPERS:
-        if name in asked:
-            found.extend(_claims_of(name))
+    found = [claim for name in PAPERS if name in asked for claim in _claims_of(name)]
     if only is None:
         return tuple(found)
     for pattern in only:
@@ -74,29 +84,34 @@ def _paper(name: str) -> str:
     raise ValueError(f"there is no paper {name!r} here; there are: {list(PAPERS)}.")
 
 
-def _claims_of(paper: str) -> tuple[Claim, ...]:
-    """In the order of the paper; imported where asked for: they import much of the library."""
-    files: tuple[Any, ...]
-    if paper == "GEQ":
-        from . import geq_lipschitz, geq_margin, geq_problems, geq_similarity
+def _claims_of(paper: str) -> list[Claim]:
+    """In the order of the TOML file. The trials import much of the library: only those needed."""
+    folder, short = Path(__file__).parent, PAPERS[paper]
+    words = tomllib.loads((folder / f"{short}.toml").read_text("utf-8"))
+    trials: dict[str, Any] = {}
+    for module in _MODULES[short].split():
+        trials |= import_module(f".{module}", __name__).TRIALS
+    if set(words) != set(trials):
+        raise ValueError(
+            f"{short}.toml and the trials differ in {sorted(set(words) ^ set(trials))}."
+        )
+    return [_claim(key, paper, text, trials[key]) for key, text in words.items()]
 
-        files = (geq_problems, geq_margin, geq_lipschitz, geq_similarity)
-    elif paper == "KerDEQ":
-        from . import kerdeq
 
-        files = (kerdeq,)
-    elif paper == "OptEq":
-        from . import opteq_deep as deep
-        from . import opteq_features as features
-        from . import opteq_layer, opteq_networks, opteq_table1, opteq_training
-
-        files = (opteq_layer, opteq_table1, opteq_networks, deep, features, opteq_training)
-    elif paper == "NTK thesis":
-        from . import thesis_background, thesis_bounds, thesis_calculus, thesis_training
-
-        files = (thesis_background, thesis_calculus, thesis_bounds, thesis_training)
-    else:
-        from . import ours_errors, ours_gaussian, ours_kernels, ours_lipschitz
-
-        files = (ours_gaussian, ours_errors, ours_lipschitz, ours_kernels)
-    return tuple(claim for file in files for claim in file.CLAIMS)
+def _claim(
+    key: str, paper: str, text: Mapping[str, Any], ways: Variant | Mapping[str, Variant]
+) -> Claim:
+    readings = text.get("readings", [{"name": "as printed"}])
+    if isinstance(ways, Variant):  # the only reading
+        ways = {readings[0]["name"]: ways}
+    if [each["name"] for each in readings] != list(ways):
+        raise ValueError(f"{key}: its readings are {readings}, the trials {list(ways)}.")
+    variants = tuple(replace(ways[each["name"]], **each) for each in readings)
+    return Claim(
+        id=key,
+        paper=paper,
+        where=text["where"],
+        statement=text["statement"],
+        note=text.get("note", ""),
+        variants=variants,
+    )

@@ -16,6 +16,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,12 +34,11 @@ from .claim import (
     Trial,
     Variant,
     Worst,
-    badness,
+    plain,
     read_records,
-    worst_of,
     write_records,
 )
-from .solving import Unsolved
+from .numerics import Unsolved
 
 # The adversary that every reading has: hill climbing on the numbers that a random trial draws.
 #
@@ -92,6 +92,11 @@ class Tape(TorchFunctionMode):
         return made.value.clone()
 
 
+def badness(ratio: float) -> float:
+    """The ratio, where not a number is as bad as can be."""
+    return math.inf if math.isnan(ratio) else ratio
+
+
 def climb_draws(
     random: Draw, start: torch.Generator, moves: torch.Generator, count: int
 ) -> Iterator[Trial | None]:
@@ -107,19 +112,15 @@ def climb_draws(
         return
     for _ in range(count):
         with Tape(moves, _moved(kept, size, moves)) as tape:
-            trial = _tried(random, moves)
+            try:
+                trial = random(moves)
+            except (Unsolved, torch.linalg.LinAlgError):  # type: ignore[attr-defined]
+                trial = None  # a draw that no random trial makes may be beyond its own solvers
         yield trial
         if trial is not None and badness(trial.ratio) >= badness(best.ratio):
             best, kept, size = trial, tape.made, min(1.0, 1.6 * size)
         else:
             size = max(1e-4, 0.85 * size)
-
-
-def _tried(random: Draw, moves: torch.Generator) -> Trial | None:
-    try:
-        return random(moves)
-    except (Unsolved, torch.linalg.LinAlgError):  # type: ignore[attr-defined]
-        return None  # a draw that no random trial makes may be beyond the trial's own solvers
 
 
 def _continuous(drawn: Drawn) -> bool:
@@ -190,15 +191,16 @@ class _Count:
         if trial is None:
             self.vacuous += 1
             return
+        new, old = badness(trial.ratio), -1.0 if self.worst is None else badness(self.worst.ratio)
         self.counts[source] += 1
         if source == "random":
-            self.ranked.append((badness(trial.ratio), -index))
-        self.violations += not badness(trial.ratio) <= 1.0 + self.tolerance
-        new, old = badness(trial.ratio), -1.0 if self.worst is None else badness(self.worst.ratio)
+            self.ranked.append((new, -index))
+        self.violations += not new <= 1.0 + self.tolerance
         # Of equally bad trials (infinite ratios) the one that is told in fewer numbers.
         if new > old or (new == old and math.isinf(new)):
-            found = worst_of(source, index, trial, start)
-            if self.worst is None or new > old or _length(found) < _length(self.worst):
+            ratio, case = float(trial.ratio), plain(trial.case)
+            found = Worst(source=source, index=index, ratio=ratio, case=case, start=start)
+            if self.worst is None or new > old or len(str(case)) < len(str(self.worst.case)):
                 self.worst = found
 
     def starts(self) -> list[int]:
@@ -206,8 +208,32 @@ class _Count:
         return [-place for _, place in sorted(self.ranked, reverse=True)[:STARTS]]
 
 
-def _length(worst: Worst) -> int:
-    return len(str(worst.case))
+def _trials(
+    claim: Claim, variant: Variant, seed: int, source: Source, first: int = 0, count: int = 0
+) -> Iterator[tuple[int, Trial | None]]:
+    """(index, trial) of one source: random ones from ``first`` on, or a climb that starts there.
+
+    Adversarial trials share one stream, so none can be jumped over. An error names its trial.
+    """
+    stream = partial(generator_for, seed, claim.id, variant.name)
+    made: Iterator[Trial | None] = iter(())
+    if source == "random":
+        made = (variant.random(stream(index)) for index in range(first, first + count))
+    elif source == "climb":
+        made = climb_draws(variant.random, stream(first), stream("climb", first), count)
+    elif variant.adversarial is not None:
+        made = iter(variant.adversarial(stream("adversarial")))
+    index = first if source == "random" else 0
+    while True:
+        try:
+            trial = next(made)
+        except StopIteration:
+            return
+        except Exception as error:
+            error.add_note(f"in the audit of {claim.id}, reading {variant.name!r}, trial {index}")
+            raise
+        yield index, trial
+        index += 1
 
 
 def rerun(claim: Claim, reading: str, worst: Worst, settings: Settings) -> Trial | None:
@@ -216,71 +242,12 @@ def rerun(claim: Claim, reading: str, worst: Worst, settings: Settings) -> Trial
     if variant is None:
         names = [v.name for v in claim.variants]
         raise ValueError(f"{claim.id} has no reading {reading!r}; it has {names}.")
-    for index, trial in _again(claim, variant, worst, settings.seed):
+    first = worst.index if worst.source == "random" else worst.start or 0
+    made = _trials(claim, variant, settings.seed, worst.source, first, worst.index + 1)
+    for index, trial in made:
         if index == worst.index:
             return trial
     raise ValueError(f"{claim.id}, {reading}: there is no {worst.source} trial {worst.index}.")
-
-
-def _again(
-    claim: Claim, variant: Variant, worst: Worst, seed: int
-) -> Iterator[tuple[int, Trial | None]]:
-    if worst.source == "random":
-        return _random(claim, variant, seed, start=worst.index)
-    if worst.source == "adversarial":
-        return _adversarial(claim, variant, seed)
-    return _climb(claim, variant, seed, worst.start or 0, worst.index + 1)
-
-
-def _random(
-    claim: Claim, variant: Variant, seed: int, start: int = 0
-) -> Iterator[tuple[int, Trial | None]]:
-    index = start
-    while True:
-        draw = generator_for(seed, claim.id, variant.name, index)
-        yield index, _guarded(claim, variant, index, lambda draw=draw: variant.random(draw))  # type: ignore[misc]
-        index += 1
-
-
-def _adversarial(claim: Claim, variant: Variant, seed: int) -> Iterator[tuple[int, Trial | None]]:
-    """All adversarial trials in order: they share one stream, so none can be jumped over."""
-    if variant.adversarial is None:
-        return
-    trials = iter(variant.adversarial(generator_for(seed, claim.id, variant.name, "adversarial")))
-    yield from _numbered(claim, variant, trials)
-
-
-def _climb(
-    claim: Claim, variant: Variant, seed: int, start: int, count: int
-) -> Iterator[tuple[int, Trial | None]]:
-    """Moves from random trial ``start``: a stream of its own for every start."""
-    trials = climb_draws(
-        variant.random,
-        generator_for(seed, claim.id, variant.name, start),
-        generator_for(seed, claim.id, variant.name, "climb", start),
-        count,
-    )
-    yield from _numbered(claim, variant, trials)
-
-
-def _numbered(
-    claim: Claim, variant: Variant, trials: Iterator[Trial | None]
-) -> Iterator[tuple[int, Trial | None]]:
-    index, end = 0, object()
-    while True:
-        trial = _guarded(claim, variant, index, lambda: next(trials, end))
-        if trial is end:
-            return
-        yield index, trial
-        index += 1
-
-
-def _guarded(claim: Claim, variant: Variant, index: int, make: Callable[[], Any]) -> Any:
-    try:
-        return make()
-    except Exception as error:
-        error.add_note(f"in the audit of {claim.id}, reading {variant.name!r}, trial {index}")
-        raise
 
 
 def run_claim(claim: Claim, settings: Settings, progress: Progress = _silent) -> Record:
@@ -289,14 +256,13 @@ def run_claim(claim: Claim, settings: Settings, progress: Progress = _silent) ->
     A reading has ``settings.seconds`` for its ``trials / variant.cost`` random trials, as many for
     its adversarial ones, and a fifth of them for climbing, with ``trials / 5`` moves at most.
     """
-    outcomes = tuple(_run_variant(claim, v, settings, progress) for v in claim.variants)
     return Record(
         id=claim.id,
         paper=claim.paper,
         where=claim.where,
         statement=claim.statement,
         note=claim.note,
-        outcomes=outcomes,
+        outcomes=tuple(_run_variant(claim, v, settings, progress) for v in claim.variants),
         settings=settings,
     )
 
@@ -305,19 +271,23 @@ def _run_variant(claim: Claim, variant: Variant, settings: Settings, progress: P
     seen, begin = _Count(variant.tolerance), time.process_time()
     wanted = max(1, round(settings.trials / variant.cost))
     progress(claim, variant.name, 0, wanted)
-    for index, trial in _random(claim, variant, settings.seed):
-        seen.add("random", index, trial)
-        progress(claim, variant.name, index + 1, wanted)
-        if index + 1 >= wanted or time.process_time() - begin > settings.seconds:
-            break
-    middle = time.process_time()
-    for index, trial in _adversarial(claim, variant, settings.seed):
-        seen.add("adversarial", index, trial)
-        progress(claim, variant.name, wanted, wanted)
-        if time.process_time() - middle > settings.seconds:
-            break
+
+    def run(source: Source, share: float, first: int = 0, count: int = 0) -> None:
+        """Trials of one source, for this share of the seconds."""
+        since = time.process_time()
+        for index, trial in _trials(claim, variant, settings.seed, source, first, count):
+            seen.add(source, index, trial, first if source == "climb" else None)
+            progress(claim, variant.name, index + 1 if source == "random" else wanted, wanted)
+            if time.process_time() - since > share * settings.seconds:
+                break
+
+    run("random", 1.0, count=wanted)
+    run("adversarial", 1.0)
     if variant.climbs and not seen.violations:
-        _climb_all(claim, variant, settings, seen)
+        starts = seen.starts()
+        for start in starts:  # each has an equal part of the moves and of the clock
+            parts = 5 * len(starts)
+            run("climb", 1.0 / parts, start, math.ceil(settings.trials / parts))
     return Outcome(
         name=variant.name,
         needs=variant.needs,
@@ -331,18 +301,6 @@ def _run_variant(claim: Claim, variant: Variant, settings: Settings, progress: P
         climbs=seen.counts["climb"],
         proof=variant.proof,
     )
-
-
-def _climb_all(claim: Claim, variant: Variant, settings: Settings, seen: _Count) -> None:
-    """From each start an equal part of the moves and of the clock."""
-    starts = seen.starts()
-    for start in starts:
-        begin = time.process_time()
-        count = math.ceil(settings.trials / (5 * len(starts)))
-        for index, trial in _climb(claim, variant, settings.seed, start, count):
-            seen.add("climb", index, trial, start)
-            if time.process_time() - begin > settings.seconds / (5 * len(starts)):
-                break
 
 
 def run_audit(

@@ -1,10 +1,13 @@
 """A claim of a paper as something that can be tried: ratio = left side / right side ≤ 1.
 
-A claim holds its statement, where it stands, and one or more readings (variants): the printed one
-first, then repaired ones. A reading is a function that makes one random trial, and perhaps one
-that makes adversarial trials (families, optimizer searches, known counterexamples); hill climbing
-on the random trial's draws (audit.py) comes on top. The verdict is computed from the trials,
-never written by hand.
+A claim has one or more readings (variants): the printed one first, then repaired ones. A reading is
+a function that makes one random trial, and perhaps one that makes adversarial trials. What the
+trials found is kept as JSON, and the verdict is computed from it:
+
+    printed reading not violated                   → holds
+    violated, a later reading is not               → holds under what that reading needs
+    every reading violated                         → fails
+    no draw of the printed reading met its premise → vacuous
 """
 
 from __future__ import annotations
@@ -14,11 +17,13 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 
 from equilibria.engine import write_text
+
+from .drawing import Random
 
 
 class Trial(NamedTuple):
@@ -111,33 +116,35 @@ PAPERS = {
 }
 """A paper's name → its short name, with which the ids of its claims begin."""
 
-
-def printed(random: Draw, adversarial: Adversary | None = None, **more: Any) -> Variant:
-    """The reading that the paper prints."""
-    return Variant(name="as printed", random=random, adversarial=adversarial, **more)
+Trials: TypeAlias = Mapping[str, Variant | Mapping[str, Variant]]
+"""The id of a claim → how it is tried, or the names of its readings → how each is."""
 
 
-def reading(
-    name: str, needs: str, random: Draw, adversarial: Adversary | None = None, **more: Any
+def tried(
+    random: Callable[..., Trial | None],
+    adversarial: Callable[..., Iterable[Trial | None]] | None = None,
+    *,
+    tolerance: float = 1e-6,
+    cost: float = 1.0,
+    climbs: bool = True,
+    **given: Any,
 ) -> Variant:
-    """Another reading, and what it needs."""
-    return Variant(name=name, needs=needs, random=random, adversarial=adversarial, **more)
+    """How a reading is tried; ``given`` are arguments of both functions.
 
+    Its name, what it needs and its proof come from the TOML file of the paper.
+    """
 
-def claim(id: str, where: str, statement: str, *variants: Variant, note: str = "") -> Claim:
-    """A claim of the paper that its id begins with."""
-    paper = next(name for name, short in PAPERS.items() if short == id.split(".")[0])
-    return Claim(id=id, paper=paper, where=where, statement=statement, variants=variants, note=note)
+    def drawing(function: Callable[..., Any]) -> Callable[[torch.Generator], Any]:
+        return lambda generator: function(Random(generator), **given)
 
-
-# What an audit found: one outcome per reading, one record per claim, kept as JSON.
-#
-# The verdict is computed from the outcomes:
-#
-#     printed reading not violated                   → holds
-#     violated, a later reading is not               → holds under what that reading needs
-#     every reading violated                         → fails
-#     no draw of the printed reading met its premise → vacuous
+    return Variant(
+        name="as printed",
+        random=drawing(random),
+        adversarial=None if adversarial is None else drawing(adversarial),
+        tolerance=tolerance,
+        cost=cost,
+        climbs=climbs,
+    )
 
 
 Verdict = Literal["holds", "holds under", "fails", "vacuous"]
@@ -176,11 +183,6 @@ class Worst:
     ratio: float
     case: Mapping[str, Any]
     start: int | None = None
-
-
-def badness(ratio: float) -> float:
-    """The ratio, where not a number is as bad as can be."""
-    return math.inf if math.isnan(ratio) else ratio
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,21 +246,20 @@ class Record:
     @property
     def verdict(self) -> Verdict:
         own = self.printed.verdict
-        if own == "fails" and self.repair is not None:
-            return "holds under"
-        return own
+        return "holds under" if own == "fails" and self.repair is not None else own
 
     def sentence(self) -> str:
         """The verdict in words, with the numbers that it rests on."""
-        first, verdict = self.printed, self.verdict
-        if verdict == "holds":
+        first, repair = self.printed, self.repair
+        if first.verdict == "holds":
             return f"holds in all {first.trials:,} trials" + " (few trials)" * first.few
-        if verdict == "vacuous":
+        if first.verdict == "vacuous":
             return f"vacuous: the premise was met in none of {first.vacuous:,} draws"
         violated = f"violated in {first.violations:,} of {first.trials:,} trials"
-        if self.repair is None:
+        if repair is None:
             return f"fails ({violated})"
-        return f"holds under: {self.repair.needs}{_few(self.repair)} ({first.name}: {violated})"
+        few = f" (few trials: {repair.trials})" if repair.few else ""
+        return f"holds under: {repair.needs}{few} ({first.name}: {violated})"
 
     def answers(self, claim: Claim, settings: Settings) -> bool:
         """Whether this record is that of ``claim`` as it reads now, under these settings."""
@@ -267,15 +268,14 @@ class Record:
         same = (self.id, self.statement, self.settings) == (claim.id, claim.statement, settings)
         return same and readings == wanted
 
-
-def _few(outcome: Outcome) -> str:
-    return f" (few trials: {outcome.trials})" if outcome.few else ""
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "verdict": self.verdict, "sentence": self.sentence()}
 
 
 def plain(value: Any) -> Any:
     """JSON's types: tensors as lists, non-finite numbers as words."""
     if isinstance(value, torch.Tensor):
-        return plain(value.detach().cpu().tolist())
+        value = value.detach().cpu().tolist()
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -289,45 +289,29 @@ def plain(value: Any) -> Any:
     return number if math.isfinite(number) else str(number)
 
 
-def worst_of(source: Source, index: int, trial: Trial, start: int | None = None) -> Worst:
-    return Worst(
-        source=source, index=index, ratio=float(trial.ratio), case=plain(trial.case), start=start
-    )
-
-
 def write_records(path: Path, records: Iterable[Record], *, about: Mapping[str, Any]) -> Path:
     """``{**about, claims: […]}`` in one step: after Ctrl-C the old file or the new one is there."""
-    made = {**about, "claims": [_as_json(record) for record in records]}
-    text = json.dumps(plain(made), indent=1, ensure_ascii=False) + "\n"
-    return write_text(path, text)
-
-
-def _as_json(record: Record) -> dict[str, Any]:
-    return {**asdict(record), "verdict": record.verdict, "sentence": record.sentence()}
+    made = {**about, "claims": [record.to_dict() for record in records]}
+    return write_text(path, json.dumps(plain(made), indent=1, ensure_ascii=False) + "\n")
 
 
 def read_records(path: Path) -> list[Record]:
     """The records in an ``audit.json``; an error that names the file where it is none."""
     try:
-        found = json.loads(path.read_text("utf-8"))
-        return [_from_json(each) for each in found["claims"]]
-    except (json.JSONDecodeError, KeyError, TypeError, ValueError, AttributeError) as error:
+        return [_record(each) for each in json.loads(path.read_text("utf-8"))["claims"]]
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(
             f"{path} is not a record of an audit ({type(error).__name__}: {error}); move it away "
             "or give another folder."
         ) from error
 
 
-def _from_json(found: Mapping[str, Any]) -> Record:
-    return Record(
-        outcomes=tuple(_outcome(each) for each in found["outcomes"]),
-        settings=Settings(**found["settings"]),
-        **{key: found[key] for key in ("id", "paper", "where", "statement", "note")},
-    )
-
-
-def _outcome(found: Mapping[str, Any]) -> Outcome:
-    worst = found["worst"]
-    if worst is not None:
-        worst = Worst(**{**worst, "ratio": float(worst["ratio"])})
-    return Outcome(**{**found, "worst": worst})
+def _record(found: Mapping[str, Any]) -> Record:
+    outcomes = []
+    for each in found["outcomes"]:
+        worst = each["worst"]
+        if worst is not None:
+            worst = Worst(**{**worst, "ratio": float(worst["ratio"])})
+        outcomes.append(Outcome(**{**each, "worst": worst}))
+    words = {key: found[key] for key in ("id", "paper", "where", "statement", "note")}
+    return Record(outcomes=tuple(outcomes), settings=Settings(**found["settings"]), **words)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,25 +16,73 @@ from torch import Tensor
 T = TypeVar("T")
 
 
-def uniform(draw: torch.Generator, low: float, high: float) -> float:
-    return low + (high - low) * float(torch.rand((), generator=draw, dtype=torch.float64))
+class Random:
+    """What a trial draws, from one generator; tensors are float64."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self.generator = generator
+
+    def uniform(self, low: float, high: float) -> float:
+        return low + (high - low) * float(self.share())
+
+    def log_uniform(self, low: float, high: float) -> float:
+        return math.exp(self.uniform(math.log(low), math.log(high)))
+
+    def integer(self, low: int, high: int) -> int:
+        """Low to high, both ends included."""
+        return int(torch.randint(low, high + 1, (), generator=self.generator))
+
+    def choice(self, items: Sequence[T]) -> T:
+        return items[self.integer(0, len(items) - 1)]
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self.generator, dtype=torch.float64)
+
+    def share(self, *shape: int) -> Tensor:
+        """Uniform in [0, 1)."""
+        return torch.rand(shape, generator=self.generator, dtype=torch.float64)
+
+    def weights(self, rows: int, columns: int, size: float) -> Tensor:
+        """[rows, columns] with spectral norm ``size``: dense, of rank one, orthogonal, sparse."""
+        kind = self.integer(0, 5)
+        found = self.normal(rows, columns)
+        if kind == 0:
+            found = self.normal(rows, 1) @ self.normal(1, columns)
+        elif kind == 1:
+            u, _, v = torch.linalg.svd(found, full_matrices=False)
+            found = u @ v
+        elif kind == 2:
+            found = found * (torch.rand(rows, columns, generator=self.generator) < 0.5)
+        elif kind == 3:
+            found = found.abs()
+        largest = spectral(found)
+        return self.weights(rows, columns, size) if largest < 1e-9 else found * (size / largest)
 
 
-def log_uniform(draw: torch.Generator, low: float, high: float) -> float:
-    return math.exp(uniform(draw, math.log(low), math.log(high)))
+def identity(n: int) -> Tensor:
+    return torch.eye(n, dtype=torch.float64)
 
 
-def integer(draw: torch.Generator, low: int, high: int) -> int:
-    """Low to high, both ends included."""
-    return int(torch.randint(low, high + 1, (), generator=draw))
+def zeros(*shape: int) -> Tensor:
+    return torch.zeros(*shape, dtype=torch.float64)
 
 
-def choice(draw: torch.Generator, items: Sequence[T]) -> T:
-    return items[integer(draw, 0, len(items) - 1)]
+def ones(*shape: int) -> Tensor:
+    return torch.ones(*shape, dtype=torch.float64)
 
 
-def normal(draw: torch.Generator, *shape: int) -> Tensor:
-    return torch.randn(*shape, generator=draw, dtype=torch.float64)
+def tensor(values: Any) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def logistic(t: Tensor, top: float) -> float:
+    """A free number as one between 0 and ``top``, for searches."""
+    return top / (1.0 + math.exp(-float(t.clamp(-30, 30))))
+
+
+def exponential(t: Tensor, low: float, high: float) -> float:
+    """A free number as a positive one between e^low and e^high, for searches."""
+    return math.exp(float(t.clamp(low, high)))
 
 
 def norm(t: Tensor) -> float:
@@ -43,23 +91,6 @@ def norm(t: Tensor) -> float:
 
 def spectral(matrix: Tensor) -> float:
     return float(torch.linalg.matrix_norm(matrix, 2))
-
-
-def weights(draw: torch.Generator, rows: int, columns: int, size: float) -> Tensor:
-    """[rows, columns] with spectral norm ``size``: dense, of rank one, orthogonal, or sparse."""
-    kind = integer(draw, 0, 5)
-    found = normal(draw, rows, columns)
-    if kind == 0:
-        found = normal(draw, rows, 1) @ normal(draw, 1, columns)
-    elif kind == 1:
-        u, _, v = torch.linalg.svd(found, full_matrices=False)
-        found = u @ v
-    elif kind == 2:
-        found = found * (torch.rand(rows, columns, generator=draw) < 0.5)
-    elif kind == 3:
-        found = found.abs()
-    largest = spectral(found)
-    return weights(draw, rows, columns, size) if largest < 1e-9 else found * (size / largest)
 
 
 @dataclass(frozen=True)
@@ -105,17 +136,9 @@ _ALL = (
         lambda t: 0.5 * t.clamp(0.0, 1.0) ** 2 + (t - 1.0).clamp_min(0.0),
     ),
     Activation(
-        "soft threshold",
-        _soft,
-        lambda t: (t.abs() > 0.3).double(),
-        lambda t: 0.5 * _soft(t) ** 2,
+        "soft threshold", _soft, lambda t: (t.abs() > 0.3).double(), lambda t: 0.5 * _soft(t) ** 2
     ),
-    Activation(
-        "leaky relu",
-        lambda t: t * _leak(t),
-        _leak,
-        lambda t: 0.5 * t * t * _leak(t),
-    ),
+    Activation("leaky relu", lambda t: t * _leak(t), _leak, lambda t: 0.5 * t * t * _leak(t)),
     Activation("tanh", torch.tanh, lambda t: 1.0 - torch.tanh(t) ** 2, _log_cosh, smooth=True),
     Activation(
         "sigmoid",

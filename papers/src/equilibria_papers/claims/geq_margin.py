@@ -10,22 +10,14 @@ import torch
 from torch import Tensor
 
 from equilibria.problems import GAUSSIAN_CONCAVITY, gaussian_sensitivity
-from equilibria_papers.theory.bounds.margin import (
-    PacBayes,
-    Sizes,
-    bracket_geq,
-    bracket_opteq,
-    geq_change,
-    opteq_change,
-)
+from equilibria_papers.theory.bounds import margin as bounds
+from equilibria_papers.theory.bounds.margin import Sizes, geq_change, opteq_change
 from equilibria_papers.theory.bounds.report import remark1_ratios
 
-from .claim import Claim, Trial, Variant, claim, printed, reading
-from .drawing import integer, log_uniform, normal, spectral, uniform, weights
-from .geq_layers import geq, opteq, scalar_geq
-from .searching import climb
-
-# Trials of GEQ's Proposition 2 and Remark 1: its lemmas, and the steps of its proof.
+from .claim import Trial, Trials, tried
+from .drawing import Random, exponential, logistic, ones, spectral
+from .geq_layer import geq, opteq, scalar_beta, scalar_geq
+from .numerics import climb
 
 
 def _general(W: Tensor, c: Tensor) -> Tensor:
@@ -39,18 +31,14 @@ def _general(W: Tensor, c: Tensor) -> Tensor:
     return z
 
 
-def lemma1(g: torch.Generator) -> Trial:
-    n, d, m = integer(g, 1, 4), integer(g, 1, 3), uniform(g, 0.05, 0.95)
-    scale = log_uniform(g, 1e-4, 1.0)
-    w, u, b, x = (
-        weights(g, n, n, m * uniform(g, 0.1, 1.0)),
-        normal(g, n, d),
-        normal(g, n),
-        normal(g, d),
-    )
-    moved = w + scale * normal(g, n, n)
+def _lemma1(g: Random) -> Trial:
+    n, d, m = g.integer(1, 4), g.integer(1, 3), g.uniform(0.05, 0.95)
+    scale = g.log_uniform(1e-4, 1.0)
+    w = g.weights(n, n, m * g.uniform(0.1, 1.0))
+    u, b, x = g.normal(n, d), g.normal(n), g.normal(d)
+    moved = w + scale * g.normal(n, n)
     moved = moved * min(1.0, m / spectral(moved))
-    du, db = scale * normal(g, n, d), scale * normal(g, n)
+    du, db = scale * g.normal(n, d), scale * g.normal(n)
     c = u @ x + b
     left = float((_general(moved, c + du @ x + db) - _general(w, c)).norm())
     size = max(spectral(w), spectral(moved))
@@ -59,15 +47,19 @@ def lemma1(g: torch.Generator) -> Trial:
     return Trial(left / right, {"n": n, "m": size, "scale": scale})
 
 
-def lemma2(g: torch.Generator) -> Trial:
+def _lemma2(g: Random) -> Trial:
     """Two Gaussian classes, w trained on M samples, u = N(0, σ²): every part has a closed form."""
-    d, count, delta = integer(g, 1, 6), integer(g, 400, 4000), 0.05
-    center = normal(g, d) * uniform(g, 0.2, 3.0)
-    labels = torch.randint(0, 2, (count,), generator=g).double() * 2 - 1
-    x = (labels[:, None] * center + normal(g, count, d)).clamp(-6, 6)
+    d, count, delta = g.integer(1, 6), g.integer(400, 4000), 0.05
+    center = g.normal(d) * g.uniform(0.2, 3.0)
+
+    def classes(count: int) -> tuple[Tensor, Tensor]:
+        labels = torch.randint(0, 2, (count,), generator=g.generator).double() * 2 - 1
+        return labels, (labels[:, None] * center + g.normal(count, d)).clamp(-6, 6)
+
+    labels, x = classes(count)
     w = (labels[:, None] * x).mean(0)
-    w = w * (uniform(g, 0.3, 3.0) / float(w.norm()))
-    margin = uniform(g, 0.05, 2.0)
+    w = w * (g.uniform(0.3, 3.0) / float(w.norm()))
+    margin = g.uniform(0.05, 2.0)
     # Two classes with scores ±⟨w, x⟩/2: the margin is ⟨w, x⟩y, and |⟨u, x⟩|/2 < η/4 is asked for
     # all x with probability 1/2; ‖u‖ ≤ σ√(2d) has it, as E‖u‖² = σ²d.
     reach = 6.0 * math.sqrt(d)
@@ -75,27 +67,37 @@ def lemma2(g: torch.Generator) -> Trial:
     kl = float(w.square().sum()) / (2 * sigma**2)
     loss = float((labels * (x @ w) <= margin).double().mean())
     right = loss + 4.0 * math.sqrt((kl + math.log(6 * count / delta)) / (count - 1))
-    fresh = torch.randint(0, 2, (4000,), generator=g).double() * 2 - 1
-    new = (fresh[:, None] * center + normal(g, 4000, d)).clamp(-6, 6)
+    fresh, new = classes(4000)
     error = float((fresh * (new @ w) <= 0).double().mean())
     return Trial(error / right, {"d": d, "M": count, "margin": margin, "kl": kl})
 
 
-def eq29(g: torch.Generator, *, second: bool) -> Trial:
-    n, m, mu = integer(g, 1, 4), integer(g, 1, 4), uniform(g, 0.1, 0.99)
-    w, omega = weights(g, m, n, mu), log_uniform(g, 1e-3, 1.0)
-    moved = w + weights(g, m, n, omega)
+def _eq29(g: Random, *, second: bool) -> Trial:
+    n, m, mu = g.integer(1, 4), g.integer(1, 4), g.uniform(0.1, 0.99)
+    w, omega = g.weights(m, n, mu), g.log_uniform(1e-3, 1.0)
+    moved = w + g.weights(m, n, omega)
     left = spectral(moved.mT @ moved - w.mT @ w)
-    return Trial(
-        left / (2 * omega * mu + (omega**2 if second else 0.0)), {"mu": mu, "omega": omega}
-    )
+    right = 2 * omega * mu + (omega**2 if second else 0.0)
+    return Trial(left / right, {"mu": mu, "omega": omega})
 
 
-def eq29_worst(g: torch.Generator) -> Iterator[Trial]:
+def _eq29_worst(g: Random, **_: object) -> Iterator[Trial]:
     """ΔW along W: (μ + ω)² − μ² = 2μω + ω²."""
     for ratio in (0.01, 0.1, 1.0):
-        mu = uniform(g, 0.2, 0.9)
+        mu = g.uniform(0.2, 0.9)
         yield Trial(1.0 + ratio / 2.0, {"mu": mu, "omega": ratio * mu, "W": "μI", "ΔW": "ωI"})
+
+
+def _k30(mu: float, m: float, bound: float, power: int) -> float:
+    """Eq 30 (power 2) or 31 (power 3) over ω."""
+    reach = bound + 1
+    return 2 * mu**power * reach / (1 - m) ** 2 + 2 * mu * reach / (1 - m) + 1
+
+
+def _k35(mu: float, rest: float, beta: float, bound: float) -> float:
+    """Eq 35 over ω; ``rest`` is 1 − β_max m."""
+    reach = bound + 1
+    return 2 * beta * mu**3 * reach / rest**2 + (2 * mu * beta + 1) * mu * reach / rest + 1
 
 
 @dataclass(frozen=True)
@@ -115,23 +117,22 @@ class _Moved:
         return {"mu": self.mu, "omega": self.omega, "B": self.bound, "gamma": self.gamma}
 
 
-def _moved(g: torch.Generator, *, gaussian: bool, small: bool) -> _Moved | None:
-    n, m, d, classes = integer(g, 1, 4), integer(g, 1, 4), integer(g, 1, 3), integer(g, 2, 4)
-    mu = uniform(g, 0.2, 0.95)
-    omega = log_uniform(g, 1e-6, 1e-4) if small else log_uniform(g, 1e-4, 0.3)
-    gamma = log_uniform(g, 0.05, 5.0)
+def _moved(g: Random, *, gaussian: bool, small: bool) -> _Moved | None:
+    n, m, d, classes = g.integer(1, 4), g.integer(1, 4), g.integer(1, 3), g.integer(2, 4)
+    mu = g.uniform(0.2, 0.95)
+    omega = g.log_uniform(1e-6, 1e-4) if small else g.log_uniform(1e-4, 0.3)
+    gamma = g.log_uniform(0.05, 5.0)
     out = m if gaussian else n
     shapes = ((m, n), (out, d), (out, 1), (classes, n), (classes, 1))
     old = [
-        weights(g, r, c, mu * (1.0 if i in (0, 3) else uniform(g, 0.1, 1.0)))
+        g.weights(r, c, mu * (1.0 if i in (0, 3) else g.uniform(0.1, 1.0)))
         for i, (r, c) in enumerate(shapes)
     ]
-    new = [t + weights(g, t.shape[0], t.shape[1], omega) for t in old]
-    bound = log_uniform(g, 0.3, 10.0)
-    x = normal(g, 8, d)
+    new = [t + g.weights(t.shape[0], t.shape[1], omega) for t in old]
+    bound = g.log_uniform(0.3, 10.0)
+    x = g.normal(8, d)
     x = bound * x / x.norm(dim=1, keepdim=True)
-    limit = 1.4 if gaussian else 0.999
-    if spectral(new[0]) >= limit:
+    if spectral(new[0]) >= (1.4 if gaussian else 0.999):
         return None
 
     def logits(t: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -148,309 +149,189 @@ def _moved(g: torch.Generator, *, gaussian: bool, small: bool) -> _Moved | None:
     return _Moved(change, omega, max(w, u, b, head), w**2, bound, top, sizes, gamma)
 
 
-def eq30(g: torch.Generator, *, power: int, ours: bool = False) -> Trial | None:
+def _eq30(g: Random, *, power: int, ours: bool = False) -> Trial | None:
     """The logits' change against Eq 30 (power 2), Eq 31 (power 3), or ours."""
     p = _moved(g, gaussian=False, small=not ours and power == 3)
     if p is None:
         return None
-    if ours:
-        return Trial(p.change / opteq_change(p.sizes, p.omega), p.case())
-    reach = p.bound + 1
-    k = 2 * p.mu**power * reach / (1 - p.m) ** 2 + 2 * p.mu * reach / (1 - p.m) + 1
-    return Trial(p.change / (p.omega * k), p.case())
+    limit = opteq_change(p.sizes, p.omega) if ours else p.omega * _k30(p.mu, p.m, p.bound, power)
+    return Trial(p.change / limit, p.case())
 
 
-def eq30_aligned(g: torch.Generator, *, power: int, ours: bool = False) -> Iterator[Trial]:
+def _eq30_aligned(g: Random, *, power: int, ours: bool = False) -> Iterator[Trial]:
     """One dimension, all weights μ moved to μ + ω, x = B: the second order shows near μ = 1."""
+    one = ones(1, 1)
     for mu, omega in ((0.9, 0.05), (0.95, 0.02), (0.95, 1e-7), (0.5, 0.2)):
-        bound = uniform(g, 0.5, 5.0)
-        one = torch.ones(1, 1, dtype=torch.float64)
-
-        def logit(w: float, bound: float = bound, one: Tensor = one) -> float:
-            return w * float(opteq(w * one, (w * bound + w) * one)) + w
-
-        change = abs(logit(mu + omega) - logit(mu))
+        bound = g.uniform(0.5, 5.0)
+        ends = [w * float(opteq(w * one, (w * bound + w) * one)) + w for w in (mu + omega, mu)]
         sizes = Sizes(w=mu, u=mu, b=mu, head=mu, bound=bound)
-        reach, rest = bound + 1, 1 - mu**2
-        k = 2 * mu**power * reach / rest**2 + 2 * mu * reach / rest + 1
+        k = _k30(mu, mu**2, bound, power)
         limit = opteq_change(sizes, omega) if ours else omega * k
-        yield Trial(change / limit, {"mu": mu, "omega": omega, "B": bound})
+        yield Trial(abs(ends[0] - ends[1]) / limit, {"mu": mu, "omega": omega, "B": bound})
 
 
-def eq35(g: torch.Generator, *, ours: bool) -> Trial | None:
+def _eq35(g: Random, *, ours: bool) -> Trial | None:
     p = _moved(g, gaussian=True, small=False)
     if p is None:
         return None
     if ours:
         return Trial(p.change / geq_change(p.sizes, p.omega, p.gamma), p.case())
-    rest, reach = 1 - p.beta * p.m, p.bound + 1
-    k = 2 * p.beta * p.mu**3 * reach / rest**2 + (2 * p.mu * p.beta + 1) * p.mu * reach / rest + 1
+    k = _k35(p.mu, 1 - p.beta * p.m, p.beta, p.bound)
     return Trial(p.change / (p.omega * k), {**p.case(), "beta_max": p.beta})
 
 
-def eq35_search(g: torch.Generator, *, ours: bool) -> Iterator[Trial | None]:
+def _eq35_search(g: Random, *, ours: bool) -> Iterator[Trial | None]:
     """One dimension: ω times the sum of |∂f/∂θ| over all five weights, the layer searched."""
 
     def attempt(p: Tensor) -> Trial | None:
-        w = 0.98 / (1 + math.exp(-float(p[0].clamp(-30, 30))))
-        gamma, x = math.exp(float(p[1].clamp(-5, 5))), math.exp(float(p[2].clamp(-4, 4)))
+        w, gamma, x = logistic(p[0], 0.98), exponential(p[1], -5, 5), exponential(p[2], -4, 4)
         u, b, head = (w * math.tanh(float(p[i])) for i in (3, 4, 5))
+        theta, omega, change = [w, u, b, head, 0.0], 1e-6, 0.0
 
-        def logit(t: list[float]) -> float:
+        def logit(moved: int, by: float) -> float:
+            t = [v + (by if i == moved else 0.0) for i, v in enumerate(theta)]
             return t[3] * scalar_geq(t[0], t[1] * x + t[2], gamma) + t[4]
 
-        theta, omega, change = [w, u, b, head, 0.0], 1e-6, 0.0
         for i in range(5):
-            ends = [
-                [v + (sign * omega if i == j else 0.0) for j, v in enumerate(theta)]
-                for sign in (1, -1)
-            ]
-            change += abs(logit(ends[0]) - logit(ends[1])) / 2
+            change += abs(logit(i, omega) - logit(i, -omega)) / 2
         c = u * x + b
-        beta = math.exp(-gamma * (c - w * scalar_geq(w, c, gamma)) ** 2)
-        rest, reach = 1 - beta * w * w, x + 1
-        k = 2 * beta * w**3 * reach / rest**2 + (2 * w * beta + 1) * w * reach / rest + 1
+        beta = scalar_beta(w, c, gamma, scalar_geq(w, c, gamma))
         sizes = Sizes(w=w, u=abs(u), b=abs(b), head=abs(head), bound=x)
+        k = _k35(w, 1 - beta * w * w, beta, x)
         limit = geq_change(sizes, omega, gamma) if ours else omega * k
         return Trial(change / limit, {"mu": w, "gamma": gamma, "B": x, "u": u, "b": b, "w_c": head})
 
-    yield from climb(attempt, (normal(g, 6) for _ in range(4)), methods=("Nelder-Mead",))
+    yield from climb(attempt, (g.normal(6) for _ in range(4)), methods=("Nelder-Mead",))
 
 
-def eq33_weights(g: torch.Generator, *, ours: bool) -> Trial | None:
+def _eq33_weights(g: Random, *, ours: bool) -> Trial | None:
     """A move of W alone, one dimension, u = 1, b = 0."""
-    w, c = uniform(g, 0.1, 0.95), log_uniform(g, 0.1, 5.0)
-    return _weight_move(w, c, log_uniform(g, 0.1, 5.0), 1e-4, ours=ours)
+    w, c = g.uniform(0.1, 0.95), g.log_uniform(0.1, 5.0)
+    return _weight_move(w, c, g.log_uniform(0.1, 5.0), 1e-4, ours=ours)
 
 
 def _weight_move(w: float, c: float, gamma: float, step: float, *, ours: bool) -> Trial | None:
     ends = (w, w + step)
     zs = [scalar_geq(v, c, gamma) for v in ends]
-    beta = max(math.exp(-gamma * (c - v * z) ** 2) for v, z in zip(ends, zs, strict=True))
+    beta = max(scalar_beta(v, c, gamma, z) for v, z in zip(ends, zs, strict=True))
     if beta < 1e-6:  # z* has too few digits for a difference
         return None
     m = ends[1] ** 2
-    right = beta * ends[1] * (m - w * w) * c / (1 - beta * m) ** 2 + beta * step * c / (
-        1 - beta * m
-    )
     if ours:
         message = min(c, math.sqrt(1 / (2 * math.e * gamma)))
         state = w * message
         right = step * (message + ends[1] * state) / (1 - GAUSSIAN_CONCAVITY * m)
+    else:
+        right = beta * ends[1] * (m - w * w) * c / (1 - beta * m) ** 2
+        right += beta * step * c / (1 - beta * m)
     case = {"w": w, "step": step, "c": c, "gamma": gamma, "beta_max": beta}
     return Trial(abs(zs[1] - zs[0]) / right, case)
 
 
-def eq33_weights_worst(g: torch.Generator, *, ours: bool) -> Iterator[Trial | None]:
+def _eq33_weights_worst(g: Random, *, ours: bool) -> Iterator[Trial | None]:
     def attempt(p: Tensor) -> Trial | None:
-        w = 0.98 / (1 + math.exp(-float(p[0].clamp(-30, 30))))
-        return _weight_move(w, math.exp(float(p[1].clamp(-6, 2))), 1.0, 1e-5, ours=ours)
+        return _weight_move(logistic(p[0], 0.98), exponential(p[1], -6, 2), 1.0, 1e-5, ours=ours)
 
-    yield from climb(attempt, (normal(g, 2) for _ in range(5)), methods=("Nelder-Mead",))
+    yield from climb(attempt, (g.normal(2) for _ in range(5)), methods=("Nelder-Mead",))
 
 
-def eq33_input(g: torch.Generator, *, ours: bool) -> Trial:
+def _eq33_input(g: Random, *, ours: bool) -> Trial:
     """The move of U or b alone: Eq 33 says β/(1 − βm); with β free to move ours is Λ(μ)·|Δc|."""
-    w, gamma, step = uniform(g, 0.1, 0.95), 1.0, 1e-5
-    c = uniform(g, 0.05, 3.0)
+    w, gamma, step = g.uniform(0.1, 0.95), 1.0, 1e-5
+    c = g.uniform(0.05, 3.0)
     return _input_move(w, c, gamma, step, float(gaussian_sensitivity(w)) if ours else None)
 
 
 def _input_move(w: float, c: float, gamma: float, step: float, limit: float | None) -> Trial:
-    zs = [scalar_geq(w, v, gamma) for v in (c - step, c + step)]
-    beta = max(
-        math.exp(-gamma * (v - w * z) ** 2) for v, z in zip((c - step, c + step), zs, strict=True)
-    )
+    ends = (c - step, c + step)
+    zs = [scalar_geq(w, v, gamma) for v in ends]
+    beta = max(scalar_beta(w, v, gamma, z) for v, z in zip(ends, zs, strict=True))
     right = beta * w / (1 - beta * w * w) if limit is None else limit
     case = {"w": w, "c": c, "s": gamma * (c - w * zs[0]) ** 2, "beta_max": beta}
     return Trial(abs(zs[1] - zs[0]) / (2 * step) / right, case)
 
 
-def eq33_known(g: torch.Generator) -> Iterator[Trial]:
+def _eq33_known(g: Random, **_: object) -> Iterator[Trial]:
     """w = 0.9 at s = 1.5, where e^{−s}(1 − 2s) is least: 2.566 times too much."""
     w, s = 0.9, 1.5
-    t = math.sqrt(s)
-    yield _input_move(w, t * (1 + w * w * math.exp(-s)), 1.0, 1e-6, None)
+    yield _input_move(w, math.sqrt(s) * (1 + w * w * math.exp(-s)), 1.0, 1e-6, None)
 
 
-def prop2(g: torch.Generator, *, gaussian: bool) -> Trial:
+def _prop2(g: Random, *, gaussian: bool) -> Trial:
     """What Lemma 2 and Eq 31/37 give, over what is printed."""
-    mu, beta = uniform(g, 0.1, 0.99), uniform(g, 0.1, 1.0)
-    m, bound = mu**2, log_uniform(g, 0.1, 50.0)
-    frame = PacBayes(
-        samples=integer(g, 100, 100_000),
-        delta=uniform(g, 0.001, 0.2),
-        margin=log_uniform(g, 0.01, 10.0),
-        width=integer(g, 2, 1000),
-        size=log_uniform(g, 0.1, 1000.0),
+    mu, beta = g.uniform(0.1, 0.99), g.uniform(0.1, 1.0)
+    m, bound = mu**2, g.log_uniform(0.1, 50.0)
+    frame = bounds.PacBayes(
+        samples=g.integer(100, 100_000),
+        delta=g.uniform(0.001, 0.2),
+        margin=g.log_uniform(0.01, 10.0),
+        width=g.integer(2, 1000),
+        size=g.log_uniform(0.1, 1000.0),
     )
     if gaussian:
-        ks = [bracket_geq(mu, m, beta, bound, derived=d) for d in (False, True)]
+        ks = [bounds.bracket_geq(mu, m, beta, bound, derived=d) for d in (False, True)]
     else:
-        ks = [bracket_opteq(mu, m, bound, derived=d) for d in (False, True)]
+        ks = [bounds.bracket_opteq(mu, m, bound, derived=d) for d in (False, True)]
     ratio = frame.derived(ks[1]) / frame.printed(ks[0])
     return Trial(ratio, {"mu": mu, "B": bound, "h": frame.width, "M": frame.samples})
 
 
-def frobenius(g: torch.Generator) -> Trial:
+def _frobenius(g: Random) -> Trial:
     """KL of moving W has ‖W‖_F²; the printed 𝓑_W has ‖WᵀW‖_F² ≤ ‖W‖²‖W‖_F²."""
-    w = weights(g, integer(g, 1, 6), integer(g, 1, 6), uniform(g, 0.1, 0.99))
+    w = g.weights(g.integer(1, 6), g.integer(1, 6), g.uniform(0.1, 0.99))
     left, right = float(w.square().sum()), float((w.mT @ w).square().sum())
     return Trial(left / right, {"norm": spectral(w)})
 
 
-def remark1(g: torch.Generator) -> Trial:
-    beta, mu, m = uniform(g, 0.0, 0.8), uniform(g, 0.9, 1.0), uniform(g, 0.9, 1.0)
+def remark1_at(beta: float, mu: float, m: float) -> Trial:
+    """The larger of both ratios of Remark 1."""
     return Trial(max(remark1_ratios(beta, mu, m)), {"beta": beta, "mu": mu, "m": m})
 
 
-def remark1_corner(g: torch.Generator) -> Iterator[Trial]:
+def _remark1(g: Random) -> Trial:
+    return remark1_at(g.uniform(0.0, 0.8), g.uniform(0.9, 1.0), g.uniform(0.9, 1.0))
+
+
+def _remark1_corner(g: Random) -> Iterator[Trial]:
     """The corner β = 0.8, μ = 1, m = 0.9, where both ratios are largest: 0.2857 and 0.9286."""
-    beta, mu, m = 0.8 - 1e-9, 1.0 - 1e-9, 0.9 + 1e-9
-    yield Trial(max(remark1_ratios(beta, mu, m)), {"beta": beta, "mu": mu, "m": m})
+    yield remark1_at(0.8 - 1e-9, 1.0 - 1e-9, 0.9 + 1e-9)
 
 
-def margin_variants() -> tuple[Variant, ...]:
-    """The readings of the GEQ half of Proposition 2."""
-    return (
-        printed(lambda g: prop2(g, gaussian=True)),
-        reading(
-            "ours: β moves",
-            "γ fixed, strong convexity of G in place of a constant β, σ from a cover",
-            lambda g: eq35(g, ours=True),
-            cost=4,
-        ),
-    )
+MARGIN = {
+    "as printed": tried(_prop2, gaussian=True),
+    "ours: β moves": tried(_eq35, ours=True, cost=4),
+}
+"""The GEQ half of Proposition 2."""
 
-
-_PROOF = "the constants of its own proof: 4√(·/(M − 1)), B + 1, the factors 2 of Eq 31 and 37"
-
-CLAIMS: tuple[Claim, ...] = (
-    claim(
-        "geq.lemma1",
-        "Lemma 1, Eq 26",
-        r"For $z = \sigma(Wz + Ux + b)$ with $\|W\|, \|\bar W\| \le m < 1$ the output "
-        r"moves by at most $\|\Delta W\|\|Ux + b\|/(1-m)^2 + (\|\Delta Ux\| + \|\Delta b\|)"
-        r"/(1-m)$.",
-        printed(lemma1, cost=4),
-    ),
-    claim(
-        "geq.lemma2",
-        "Lemma 2, Eq 27",
-        r"$L_0(f_w) \le \hat L_\eta(f_w) + 4\sqrt{(KL(w+u\|P) + \ln(6M/\delta))/(M-1)}$ "
-        r"if the outputs move by less than $\eta/4$ with probability $1/2$.",
-        printed(lemma2, cost=2),
-        note="Tried on linear classifiers of two Gaussian classes, error on fresh samples.",
-    ),
-    claim(
-        "geq.eq29",
-        "Eq 29 (proof of Proposition 2)",
-        r"$\|\Delta(W^\top W)\|_2 \le 2\omega\mu$ for $\|\Delta W\| \le \omega$.",
-        printed(lambda g: eq29(g, second=False), eq29_worst),
-        reading("with ω²", "2ωμ + ω² on the right", lambda g: eq29(g, second=True)),
-        note="The second-order term is dropped; so is that ‖W̄‖ may be larger than ‖W‖.",
-    ),
-    claim(
-        "geq.eq30",
-        "Eq 30–31 (proof of Proposition 2, OptEq)",
-        r"A move of all weights by $\omega$ moves OptEq's logits by at most "
-        r"$\frac{2\mu^2\omega(B+1)}{(1-m)^2} + \frac{2\mu\omega(B+1)}{1-m} + \omega$.",
-        printed(lambda g: eq30(g, power=2), lambda g: eq30_aligned(g, power=2), cost=4),
-        reading(
-            "Eq 31, first order",
-            "2μ³ as in Eq 31, ω → 0",
-            lambda g: eq30(g, power=3),
-            tolerance=1e-2,
-            cost=4,
-        ),
-        reading(
-            "ours: all orders",
-            "‖W̄‖ as it becomes, and the terms in ω²",
-            lambda g: eq30(g, power=3, ours=True),
-            lambda g: eq30_aligned(g, power=3, ours=True),
-            cost=4,
-        ),
-    ),
-    claim(
-        "geq.eq33",
-        "Eq 33 (proof of Proposition 2, GEQ)",
-        r"With $\beta$ held constant, a move of $Ux + b$ moves $z^*$ by at most "
-        r"$\beta_{\max}\|W\|/(1 - \beta_{\max}m)$ times as much.",
-        printed(lambda g: eq33_input(g, ours=False), eq33_known),
-        reading(
-            "ours: β moves",
-            "Λ(μ) in place of β_maxμ/(1 − β_maxm)",
-            lambda g: eq33_input(g, ours=True),
-        ),
-        note="β moves with the weights: the slope of te^{−t²} is e^{−s}(1 − 2s), not e^{−s}. At "
-        "s = 1.5, w = 0.9 that is 2.566 times the right side, and about 2s − 1 times for large s. "
-        "The GEQ half of Proposition 2 rests on this step.",
-    ),
-    claim(
-        "geq.eq33.weights",
-        "Eq 33, a move of W (proof of Proposition 2, GEQ)",
-        r"A move of $W$ alone moves $z^*$ by at most $\beta_{\max}\mu\|\Delta W_s\|\|Ux\|"
-        r"/(1-\beta_{\max}m)^2 + \beta_{\max}\|\Delta WUx\|/(1-\beta_{\max}m)$.",
-        printed(lambda g: eq33_weights(g, ours=False), lambda g: eq33_weights_worst(g, ours=False)),
-        reading(
-            "ours: β moves",
-            "ω(‖e^{−γ‖r‖²}r‖ + ‖W̄‖‖z‖)/(1 − 2e^{−3/2}‖W̄‖²) on the right",
-            lambda g: eq33_weights(g, ours=True),
-            lambda g: eq33_weights_worst(g, ours=True),
-        ),
-    ),
-    claim(
-        "geq.eq35",
-        "Eq 35 (proof of Proposition 2, GEQ)",
-        r"A move of all weights by $\omega$ moves GEQ's logits by at most "
-        r"$\frac{2\beta_{\max}\mu^3\omega(B+1)}{(1-\beta_{\max}m)^2} + \frac{(2\mu\beta_{\max}+1)"
-        r"\mu\omega(B+1)}{1-\beta_{\max}m} + \omega$.",
-        printed(lambda g: eq35(g, ours=False), lambda g: eq35_search(g, ours=False), cost=4),
-        reading(
-            "ours: β moves",
-            "strong convexity of G in place of a constant β",
-            lambda g: eq35(g, ours=True),
-            lambda g: eq35_search(g, ours=True),
-            cost=4,
-        ),
-    ),
-    claim(
-        "geq.prop2",
-        "Proposition 2, Eq 10 (OptEq)",
-        r"The printed excess $\sqrt{16h\ln(24h)K^2\mathcal B_W/(\eta^2M) + "
-        r"\ln(M\sqrt M/\delta)/M}$ is at least what Lemma 2 and Eq 31 give.",
-        printed(lambda g: prop2(g, gaussian=False)),
-        reading(
-            "ours: all orders",
-            f"{_PROOF}; ‖W‖_F² for ‖WᵀW‖_F²; σ from a cover",
-            lambda g: eq30(g, power=3, ours=True),
-            cost=4,
-        ),
-        note="Lemma 2's factor 4 (16 under the root), B + 1 and factors 2 are lost on the way. The "
-        "bound itself may still be true: it exceeds 1 on every layer we met.",
-    ),
-    claim(
-        "geq.prop2.geq",
-        "Proposition 2 (GEQ)",
-        "The printed excess of GEQ is at least what Lemma 2 and Eq 37 give.",
-        *margin_variants(),
-        note="Heuristic besides: its proof holds β constant, and Eq 33 is false. Of what it ends "
-        "with, Eq 35, no violation was found: its other terms are slack enough.",
-    ),
-    claim(
-        "geq.prop2.size",
-        r"Proposition 2, 𝓑_W",
-        r"$\mathcal B_W$ with $\|W^\top W\|_F^2$ bounds the squared size of the weights "
-        r"that the proof moves: $\|W\|_F^2 \le \|W^\top W\|_F^2$.",
-        printed(frobenius),
-        note="The proof moves W (Eq 29), so KL(w + u‖P) has ‖W‖_F², which is larger for ‖W‖ < 1.",
-    ),
-    claim(
-        "geq.remark1",
-        "Remark 1",
-        r"If $\beta_{\max} < 0.8$ and $\mu, m > 0.9$ then $\frac{\beta_{\max}\mu}"
-        r"{1-\beta_{\max}m} < \frac{1}{1-m}$ and $\frac{2\mu\beta_{\max}+1}{1-\beta_{\max}m} \le "
-        r"\frac{1}{1-m}$.",
-        printed(remark1, remark1_corner),
-    ),
-)
+TRIALS: Trials = {
+    "geq.lemma1": tried(_lemma1, cost=4),
+    "geq.lemma2": tried(_lemma2, cost=2),
+    "geq.eq29": {
+        "as printed": tried(_eq29, _eq29_worst, second=False),
+        "with ω²": tried(_eq29, second=True),
+    },
+    "geq.eq30": {
+        "as printed": tried(_eq30, _eq30_aligned, power=2, cost=4),
+        "Eq 31, first order": tried(_eq30, power=3, tolerance=1e-2, cost=4),
+        "ours: all orders": tried(_eq30, _eq30_aligned, power=3, ours=True, cost=4),
+    },
+    "geq.eq33": {
+        "as printed": tried(_eq33_input, _eq33_known, ours=False),
+        "ours: β moves": tried(_eq33_input, ours=True),
+    },
+    "geq.eq33.weights": {
+        "as printed": tried(_eq33_weights, _eq33_weights_worst, ours=False),
+        "ours: β moves": tried(_eq33_weights, _eq33_weights_worst, ours=True),
+    },
+    "geq.eq35": {
+        "as printed": tried(_eq35, _eq35_search, ours=False, cost=4),
+        "ours: β moves": tried(_eq35, _eq35_search, ours=True, cost=4),
+    },
+    "geq.prop2": {
+        "as printed": tried(_prop2, gaussian=False),
+        "ours: all orders": tried(_eq30, power=3, ours=True, cost=4),
+    },
+    "geq.prop2.geq": MARGIN,
+    "geq.prop2.size": tried(_frobenius),
+    "geq.remark1": tried(_remark1, _remark1_corner),
+}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,25 +13,45 @@ from equilibria.problems import gaussian_sensitivity
 from equilibria_papers.theory.bounds import report as remarks
 from equilibria_papers.theory.bounds import similarity as formulas
 
-from .claim import Claim, Trial, claim, printed, reading
-from .drawing import choice, integer, log_uniform, normal, spectral, uniform, weights
-from .geq_layers import below, geq, one_neuron, opteq, unit
-
-# Trials of GEQ's Proposition 4 and Remark 3: the similarity κ, and the steps of the proofs.
+from .claim import Trial, Trials, tried
+from .drawing import Random, identity, spectral, tensor
+from .geq_layer import geq, opteq, unit
 
 
-def family(kind: str, n: int, mu: float, g: torch.Generator) -> Tensor:
+def one_neuron(theta: float) -> float:
+    """E[σ(u)σ(v)] of standard normals at angle θ by quadrature: (1/π)∫cos φ cos(φ − θ)dφ.
+
+    In polar coordinates ∫r³e^{−r²/2}dr = 2, and both factors are positive for θ − π/2 < φ < π/2.
+    """
+    points = 2000
+    width = (math.pi - theta) / points
+    total = 0.0
+    for i in range(points):  # midpoint rule: error 1e-7
+        phi = theta - math.pi / 2 + (i + 0.5) * width
+        total += math.cos(phi) * math.cos(phi - theta)
+    return total * width / math.pi
+
+
+def below(value: float, error: float, limit: float) -> float:
+    """(value − 4 standard errors)/limit: a ratio above 1 is no accident. 0/0 counts as 0."""
+    least = value - 4.0 * error
+    if least <= 0.0:
+        return 0.0
+    return math.inf if limit <= 0.0 else least / limit
+
+
+def family(kind: str, n: int, mu: float, g: Random) -> Tensor:
     """W [n, n] with ‖W‖ = μ: "identity", "mean" (11ᵀ/n), "centering" (I − 11ᵀ/n) or "random"."""
-    mean = torch.full((n, n), 1.0 / n, dtype=torch.float64)
     if kind == "random":
-        return weights(g, n, n, mu)
-    eye = torch.eye(n, dtype=torch.float64)
+        return g.weights(n, n, mu)
+    mean = torch.full((n, n), 1.0 / n, dtype=torch.float64)
+    eye = identity(n)
     return mu * {"identity": eye, "mean": mean, "centering": eye - mean}[kind]
 
 
-def sample_pair(g: torch.Generator, d: int, theta: float, size: float) -> Tensor:
+def sample_pair(g: Random, d: int, theta: float, size: float) -> Tensor:
     """Two inputs of length ``size`` at the angle θ. [2, d]."""
-    basis = torch.linalg.qr(normal(g, d, 2))[0].mT
+    basis = torch.linalg.qr(g.normal(d, 2))[0].mT
     second = math.cos(theta) * basis[0] + math.sin(theta) * basis[1]
     return size * torch.stack([basis[0], second])
 
@@ -60,12 +79,8 @@ class Similarity:
         return self.variance, self.sizes, self.theta, self.mu
 
     def rest(self) -> dict[str, float]:
-        return {
-            "gamma": self.gamma,
-            "beta_max": self.beta_max,
-            "bound": self.bound,
-            "distance": self.distance,
-        }
+        names = ("gamma", "beta_max", "bound", "distance")
+        return {name: getattr(self, name) for name in names}
 
     def against(self, limit: float) -> Trial:
         case = {
@@ -75,8 +90,11 @@ class Similarity:
         return Trial(below(self.kappa, self.error, limit), case)
 
 
+Limit = Callable[[Similarity], float]
+
+
 def measured(
-    g: torch.Generator,
+    g: Random,
     *,
     kind: str,
     n: int,
@@ -89,11 +107,11 @@ def measured(
     """κ(x₁, x₂) for W of a family and U [n, n] with entries N(0, 1/n); γ None: OptEq."""
     w = family(kind, n, mu, g)
     x = sample_pair(g, n, theta, size)
-    u = normal(g, draws, n, n) / math.sqrt(n)
+    u = g.normal(draws, n, n) / math.sqrt(n)
     c = (x @ u.mT).flatten(0, 1)  # [draws·2, n]
     z = opteq(w, c) if gamma is None else geq(w, c, gamma)
     r = c - z @ w.mT
-    values = torch.linalg.svdvals(u) if gamma is not None else torch.ones(1, 1).double()
+    values = torch.linalg.svdvals(u) if gamma is not None else identity(1)
     pairs = z.view(draws, 2, n)
     products = (pairs[:, 0] * pairs[:, 1]).sum(1) / n
     rate = 0.0 if gamma is None else gamma
@@ -115,69 +133,61 @@ def measured(
     )
 
 
-def _drawn(g: torch.Generator, *, gaussian: bool, kind: str | None = None) -> Similarity:
-    return measured(
+def similarity(g: Random, *, limit: Limit, gaussian: bool, kind: str | None = None) -> Trial:
+    """A random layer against a bound on κ."""
+    found = measured(
         g,
-        kind=kind or choice(g, ("identity", "mean", "centering", "random")),
-        n=integer(g, 2, 24),
-        mu=uniform(g, 0.1, 0.95),
-        theta=uniform(g, 0.02, 0.99) * math.pi,
-        gamma=log_uniform(g, 0.05, 5.0) if gaussian else None,
-        size=log_uniform(g, 0.3, 3.0),
+        kind=kind or g.choice(("identity", "mean", "centering", "random")),
+        n=g.integer(2, 24),
+        mu=g.uniform(0.1, 0.95),
+        theta=g.uniform(0.02, 0.99) * math.pi,
+        gamma=g.log_uniform(0.05, 5.0) if gaussian else None,
+        size=g.log_uniform(0.3, 3.0),
     )
+    return found.against(limit(found))
 
 
-def eq14(s: Similarity) -> float:
-    return formulas.eq14(*s.start(), smallest=s.smallest, **s.rest())
+def _eq14(s: Similarity, formula: Callable[..., float] = formulas.eq14) -> float:
+    return formula(*s.start(), smallest=s.smallest, **s.rest())
 
 
-def eq48(s: Similarity) -> float:
-    return formulas.eq48(*s.start(), smallest=s.smallest, **s.rest())
+def _eq48(s: Similarity) -> float:
+    return _eq14(s, formulas.eq48)
 
 
-def eq14_derived(s: Similarity) -> float:
+def _eq14_derived(s: Similarity) -> float:
     """Eq 14 with D = e^{γ‖W‖²B²}, as Eq 58 gives it."""
     grown = formulas.log_d_derived(s.gamma, s.mu, s.bound) - s.gamma * s.bound * s.mu**2
-    return eq14(s) * math.exp(min(grown, 600.0))
+    return _eq14(s) * math.exp(min(grown, 600.0))
 
 
-def free_of_angle(s: Similarity) -> float:
+def _eq15(s: Similarity) -> float:
+    return formulas.eq15(*s.start())
+
+
+def _free_of_angle(s: Similarity) -> float:
     """Ours, OptEq: E[U²]‖x₁‖‖x₂‖/(1 − μ²)², from ‖z‖ ≤ ‖Ux‖/(1 − μ²)."""
     return s.variance * s.sizes / (1 - s.mu**2) ** 2
 
 
-def free_of_angle_geq(s: Similarity) -> float:
+def _free_of_angle_geq(s: Similarity) -> float:
     """Ours, GEQ: min(Λ(μ)²E[U²]‖x₁‖‖x₂‖, μ²/(2eγn))."""
     near = float(gaussian_sensitivity(s.mu)) ** 2 * s.variance * s.sizes
     return min(near, s.mu**2 / (2 * math.e * s.gamma * s.n))
 
 
-def variant(
-    limit: Callable[[Similarity], float], *, gaussian: bool, kind: str | None = None
-) -> Callable[[torch.Generator], Trial]:
-    def trial(g: torch.Generator) -> Trial:
-        s = _drawn(g, gaussian=gaussian, kind=kind)
-        return s.against(limit(s))
-
-    return trial
-
-
-def eq15(s: Similarity) -> float:
-    return formulas.eq15(*s.start())
-
-
-def eq15_identity(g: torch.Generator) -> Trial:
+def _eq15_identity(g: Random) -> Trial:
     """W = μI, where neurons do not meet: κ by quadrature, and Eq 15 as an equality.
 
     (Ux₁, Ux₂) of a neuron is ‖x‖√E[U²]·r(cos φ, cos(φ − θ)), φ uniform and ∫r³e^{−r²/2}dr = 2;
     z(rc) = rz(c), so κ = E[U²]‖x₁‖‖x₂‖(1/π)∫z(cos φ)z(cos(φ − θ))dφ, z by the layer's iteration.
     """
-    mu, theta = uniform(g, 0.1, 0.95), uniform(g, 0.0, 1.0) * math.pi
-    variance, sizes = 1.0 / integer(g, 2, 24), log_uniform(g, 0.1, 9.0)
+    mu, theta = g.uniform(0.1, 0.95), g.uniform(0.0, 1.0) * math.pi
+    variance, sizes = 1.0 / g.integer(2, 24), g.log_uniform(0.1, 9.0)
     points = 2000
     phi = torch.arange(points, dtype=torch.float64) * (2 * math.pi / points)
-    w = torch.tensor([[mu]], dtype=torch.float64)
-    z = opteq(w, torch.stack([phi.cos(), (phi - theta).cos()])[..., None]).squeeze(-1)
+    angles = torch.stack([phi.cos(), (phi - theta).cos()])[..., None]
+    z = opteq(tensor([[mu]]), angles).squeeze(-1)
     scale = variance * sizes
     kappa = scale * float((z[0] * z[1]).mean()) * 2.0
     limit = formulas.eq15(variance, sizes, theta, mu)
@@ -186,59 +196,56 @@ def eq15_identity(g: torch.Generator) -> Trial:
     return Trial(ratio, {"mu": mu, "theta/pi": theta / math.pi, "kappa": kappa, "Eq 15": limit})
 
 
-def eq15_family(g: torch.Generator) -> Iterator[Trial]:
+def _eq15_family(g: Random, **_: object) -> Iterator[Trial]:
     """W = 0.9·11ᵀ/n: 4 times the bound at θ = 0.9π, and κ > 0 at θ = π, where the bound is 0."""
     for n, theta, draws in ((48, 0.9, 3000), (48, 1.0, 1000), (100, 0.9, 600)):
-        found = measured(
-            g, kind="mean", n=n, mu=0.9, theta=theta * math.pi, gamma=None, draws=draws
-        )
-        yield found.against(eq15(found))
+        theta = theta * math.pi
+        found = measured(g, kind="mean", n=n, mu=0.9, theta=theta, gamma=None, draws=draws)
+        yield found.against(_eq15(found))
 
 
-def eq14_family(g: torch.Generator, limit: Callable[[Similarity], float]) -> Iterator[Trial]:
+def _eq14_family(g: Random, *, limit: Limit, **_: object) -> Iterator[Trial]:
     """W = 0.9(I − 11ᵀ/n), γ = 0.3, θ near π; and θ = π, where the bound is 0."""
     for n, theta in ((20, 0.98), (40, 0.98), (40, 0.99), (20, 1.0)):
-        found = measured(
-            g, kind="centering", n=n, mu=0.9, theta=theta * math.pi, gamma=0.3, draws=2000
-        )
+        theta = theta * math.pi
+        found = measured(g, kind="centering", n=n, mu=0.9, theta=theta, gamma=0.3, draws=2000)
         yield found.against(limit(found))
 
 
-def lemma3(g: torch.Generator, *, width: int | None) -> Trial:
+def _lemma3(g: Random, *, width: int | None) -> Trial:
     """Eq 50 against quadrature of one neuron, times the width of the layer (None: one neuron)."""
-    theta = uniform(g, 0.0, math.pi)
-    n = integer(g, 2, 64) if width is None else width
+    theta = g.uniform(0.0, math.pi)
+    n = g.integer(2, 64) if width is None else width
     left = n * one_neuron(theta)
     right = formulas.arc_cosine(theta) / (2 * math.pi)
     return Trial(abs(left - right) / (1e-5 * (1e-3 + right)), {"theta/pi": theta / math.pi, "n": n})
 
 
-def entrywise(g: torch.Generator, *, kind: str | None) -> Trial | None:
+def _entrywise(g: Random, *, kind: str | None) -> Trial | None:
     """Eq 51: σ(WᵀWz₁)ᵀz₂ ≤ μ²z₁ᵀz₂ for z₁, z₂ ≥ 0."""
-    n = integer(g, 2, 6)
-    w = family(kind or choice(g, ("mean", "centering", "random")), n, uniform(g, 0.2, 0.95), g)
-    z = normal(g, 2, n).clamp_min(0.0)
+    n = g.integer(2, 6)
+    w = family(kind or g.choice(("mean", "centering", "random")), n, g.uniform(0.2, 0.95), g)
+    z = g.normal(2, n).clamp_min(0.0)
     right = spectral(w) ** 2 * float(z[0] @ z[1])
     if right < 1e-9:
         return None
     return Trial(float((w.mT @ (w @ z[0])).clamp_min(0.0) @ z[1]) / right, {"n": n})
 
 
-def entrywise_worst(g: torch.Generator) -> Iterator[Trial]:
+def _entrywise_worst(g: Random, **_: object) -> Iterator[Trial]:
     """W = μ11ᵀ/n, z₁ and z₂ nearly disjoint: the left side does not see that."""
     for overlap in (0.1, 0.01):
         w = family("mean", 2, 0.9, g)
-        z = torch.tensor([[1.0, overlap], [overlap, 1.0]], dtype=torch.float64)
-        yield Trial(
-            float((w.mT @ (w @ z[0])) @ z[1]) / (0.81 * float(z[0] @ z[1])), {"overlap": overlap}
-        )
+        z = tensor([[1.0, overlap], [overlap, 1.0]])
+        left, right = float((w.mT @ (w @ z[0])) @ z[1]), 0.81 * float(z[0] @ z[1])
+        yield Trial(left / right, {"overlap": overlap})
 
 
-def eq58(g: torch.Generator, *, squared: bool) -> Trial:
+def _eq58(g: Random, *, squared: bool) -> Trial:
     """β₁β₂ ≤ De^{−γσ_min²‖Δx‖²/4}, D = e^{γB‖W‖²} as printed or e^{γB²‖W‖²}."""
-    n, gamma, mu = integer(g, 1, 4), log_uniform(g, 0.01, 3.0), uniform(g, 0.1, 0.99)
-    w, u = weights(g, n, n, mu), normal(g, n, n) * log_uniform(g, 0.3, 3.0)
-    x = log_uniform(g, 0.1, 5.0) * unit(g, 2, n) * torch.rand(2, 1, generator=g).double()
+    n, gamma, mu = g.integer(1, 4), g.log_uniform(0.01, 3.0), g.uniform(0.1, 0.99)
+    w, u = g.weights(n, n, mu), g.normal(n, n) * g.log_uniform(0.3, 3.0)
+    x = g.log_uniform(0.1, 5.0) * unit(g, 2, n) * torch.rand(2, 1, generator=g.generator).double()
     c = x @ u.mT
     z = geq(w, c, gamma)
     s = float(gamma * (c - z @ w.mT).square().sum())
@@ -250,30 +257,29 @@ def eq58(g: torch.Generator, *, squared: bool) -> Trial:
     return Trial(math.exp(min(-s - power + decay, 600.0)), case)
 
 
-def eq58_worst(g: torch.Generator) -> Iterator[Trial]:
+def _eq58_worst(g: Random, **_: object) -> Iterator[Trial]:
     """W = μ(1, −1)/√2, U = 1, x = ±B: both inputs are half explained by Wz, so r = B/(1 + βμ²/2).
 
     Then ‖r₁‖² + ‖r₂‖² is below B² = ‖U(x₁ − x₂)‖²/4, and D = e^{γBμ²} makes up for it only if B is
     small.
     """
-    w = torch.tensor([[1.0, -1.0]], dtype=torch.float64) * (0.99 / math.sqrt(2.0))
+    w = tensor([[1.0, -1.0]]) * (0.99 / math.sqrt(2.0))
     for size in (10.0, 100.0, 1000.0):
         gamma = 0.1 / size**2
-        x = torch.tensor([[size], [-size]], dtype=torch.float64)
-        z = geq(w, x, gamma)
-        s = float(gamma * (x - z @ w.mT).square().sum())
+        x = tensor([[size], [-size]])
+        s = float(gamma * (x - geq(w, x, gamma) @ w.mT).square().sum())
         power = gamma * (0.99**2 * size - size**2)
         yield Trial(math.exp(-s - power), {"gamma": gamma, "B": size, "W": "0.99(1, −1)/√2"})
 
 
-def remark3(g: torch.Generator, *, printed: bool) -> Trial:
-    gamma, bound, mu = log_uniform(g, 0.01, 20.0), log_uniform(g, 0.1, 50.0), uniform(g, 0.1, 0.99)
-    beta, least = uniform(g, 0.0, 1.0), log_uniform(g, 0.01, 5.0)
-    return _remark3_ratio(gamma, bound, mu, beta, least, printed=printed)
+def _remark3(g: Random, *, printed: bool) -> Trial:
+    gamma, bound, mu = g.log_uniform(0.01, 20.0), g.log_uniform(0.1, 50.0), g.uniform(0.1, 0.99)
+    beta, least = g.uniform(0.0, 1.0), g.log_uniform(0.01, 5.0)
+    return _remark3_ratio(gamma, bound, mu, beta, least, printed)
 
 
 def _remark3_ratio(
-    gamma: float, bound: float, mu: float, beta: float, least: float, *, printed: bool
+    gamma: float, bound: float, mu: float, beta: float, least: float, printed: bool
 ) -> Trial:
     """κ̄_geq/κ̄_opteq at the distance of Remark 3; the rest of the two bounds is the same."""
     log_d = gamma * bound * mu**2
@@ -283,102 +289,43 @@ def _remark3_ratio(
     return Trial(ratio, {"gamma": gamma, "B": bound, "mu": mu, "beta_max": beta})
 
 
-def remark3_known(g: torch.Generator) -> Iterator[Trial]:
+def _remark3_known(g: Random, *, printed: bool) -> Iterator[Trial]:
     """γ = 0.2, B = 20, μ = 0.95, β_max → 1."""
-    yield _remark3_ratio(0.2, 20.0, 0.95, 1.0, 1.0, printed=True)
+    yield _remark3_ratio(0.2, 20.0, 0.95, 1.0, 1.0, printed)
 
 
-EQ15_READINGS = (
-    printed(variant(eq15, gaussian=False), eq15_family, cost=10),
-    reading(
-        "W = μI",
-        "W = μI, where it is an equality (tried as one)",
-        eq15_identity,
-        cost=2,
-        proof="z = σ(Ux)/(1 − μ²), then Lemma 3 for one neuron",
-    ),
-    reading(
-        "ours: free of the angle",
-        "E[U²]‖x₁‖‖x₂‖/(1 − μ²)² on the right",
-        variant(free_of_angle, gaussian=False),
-        cost=10,
-        proof="Cauchy and Schwarz with ‖z‖ ≤ ‖Ux‖/(1 − μ²)",
-    ),
-)
+EQ15 = {
+    "as printed": tried(similarity, _eq15_family, limit=_eq15, gaussian=False, cost=10),
+    "W = μI": tried(_eq15_identity, cost=2),
+    "ours: free of the angle": tried(similarity, limit=_free_of_angle, gaussian=False, cost=10),
+}
+FREE_OF_ANGLE = {
+    "ours: free of the angle": tried(
+        similarity, _eq14_family, limit=_free_of_angle_geq, gaussian=True, cost=10
+    )
+}
 
-FREE_OF_ANGLE = reading(
-    "ours: free of the angle",
-    "min(Λ(μ)²E[U²]‖x₁‖‖x₂‖, μ²/(2eγn)) on the right",
-    variant(free_of_angle_geq, gaussian=True),
-    partial(eq14_family, limit=free_of_angle_geq),
-    cost=10,
-    proof="Cauchy and Schwarz with ‖z‖ ≤ Λ(μ)‖Ux‖ (fact 5) and ‖z‖ ≤ μ max √(s/γ)e^{−s}",
-)
-
-CLAIMS: tuple[Claim, ...] = (
-    claim(
-        "geq.lemma3",
-        "Lemma 3, Eq 50",
-        r"$E[\sigma(Ux_1)^\top\sigma(Ux_2)] = \frac{E[U_i^2]\|x_1\|\|x_2\|}{2\pi}"
-        r"(\sin\theta_0 + (\pi - \theta_0)\cos\theta_0)$ for a layer $\sigma(Ux)$.",
-        printed(lambda g: lemma3(g, width=None)),
-        reading("per neuron", "one row of U", lambda g: lemma3(g, width=1)),
-        note="True of one neuron; a layer of n has n times as much: divide κ by the width.",
-    ),
-    claim(
-        "geq.eq51",
-        "Eq 51–53 (proof of Proposition 4)",
-        r"$\sigma(W^\top Wz_1)^\top z_2 \le \mu^2 z_1^\top z_2$ for $z_1, z_2 \ge 0$.",
-        printed(lambda g: entrywise(g, kind=None), entrywise_worst),
-        reading("W = μI", "WᵀW a multiple of I", lambda g: entrywise(g, kind="identity")),
-        note="‖W‖ bounds quadratic forms, not products of two different vectors.",
-    ),
-    claim(
-        "geq.prop4.eq15",
-        "Proposition 4, Eq 15",
-        r"$\kappa_{opteq} \le \frac{E[U_i^2]\|x_1\|\|x_2\|(\sin\theta_0 + "
-        r"(\pi-\theta_0)\cos\theta_0)}{2\pi(1-\mu^2)^2}$, per neuron.",
-        *EQ15_READINGS,
-        note="Rests on Eq 51, which is false. At opposite inputs the right side is 0 and κ is not.",
-    ),
-    claim(
-        "geq.eq58",
-        "Eq 58 (proof of Proposition 4)",
-        r"$\beta_{x_1}\beta_{x_2} \le De^{-\frac\gamma4\sigma_{\min}(U)^2\|x_1-x_2\|^2}$ "
-        r"with $D = e^{\gamma\|W\|^2B}$.",
-        printed(lambda g: eq58(g, squared=False), eq58_worst, cost=4),
-        reading("with B²", "D = e^{γ‖W‖²B²}", lambda g: eq58(g, squared=True), cost=4),
-    ),
-    claim(
-        "geq.prop4.eq14",
-        "Proposition 4, Eq 14",
-        r"$\kappa_{geq} \le \frac{\mu^2De^{-\frac\gamma4\sigma_{\min}(U)^2\|x_1-x_2\|^2}"
-        r"E[U_i^2]\|x_1\|\|x_2\|(\sin\theta_0 + (\pi-\theta_0)\cos\theta_0)}"
-        r"{2\pi(1-\beta_{\max}\mu^2)^2}$, per neuron.",
-        printed(variant(eq14, gaussian=True), partial(eq14_family, limit=eq14), cost=10),
-        reading(
-            "W = μI, D with B²",
-            "W = μI and D = e^{γ‖W‖²B²}",
-            variant(eq14_derived, gaussian=True, kind="identity"),
-            cost=10,
+TRIALS: Trials = {
+    "geq.lemma3": {"as printed": tried(_lemma3, width=None), "per neuron": tried(_lemma3, width=1)},
+    "geq.eq51": {
+        "as printed": tried(_entrywise, _entrywise_worst, kind=None),
+        "W = μI": tried(_entrywise, kind="identity"),
+    },
+    "geq.prop4.eq15": EQ15,
+    "geq.eq58": {
+        "as printed": tried(_eq58, _eq58_worst, squared=False, cost=4),
+        "with B²": tried(_eq58, squared=True, cost=4),
+    },
+    "geq.prop4.eq14": {
+        "as printed": tried(similarity, _eq14_family, limit=_eq14, gaussian=True, cost=10),
+        "W = μI, D with B²": tried(
+            similarity, limit=_eq14_derived, gaussian=True, kind="identity", cost=10
         ),
-        FREE_OF_ANGLE,
-        note="Read with the largest β_max and B and the smallest σ_min(U) of all draws, which "
-        "favors it; they are random when U is. Fails near opposite inputs, for Eq 51's reason.",
-    ),
-    claim(
-        "geq.prop4.eq48",
-        "Proposition 4 in the appendix, Eq 48",
-        r"The same with $e^{-\gamma\sigma_{\min}(U)^2\|x_1-x_2\|^2}$, without the $1/4$.",
-        printed(variant(eq48, gaussian=True), partial(eq14_family, limit=eq48), cost=10),
-        note="Its own proof ends with the 1/4 of Eq 14 (Eq 58–59).",
-    ),
-    claim(
-        "geq.remark3",
-        "Remark 3",
-        r"If $\|x_1-x_2\| \ge 2\sqrt{-\log(1/D)}/\sigma_{\min}(U)$ then "
-        r"$\bar\kappa_{geq} \le \bar\kappa_{opteq}$ (printed with $\bar\kappa_{geq}$ twice).",
-        printed(lambda g: remark3(g, printed=True), remark3_known),
-        reading("with 1/γ", "2√(log D/γ)/σ_min(U)", lambda g: remark3(g, printed=False)),
-    ),
-)
+        **FREE_OF_ANGLE,
+    },
+    "geq.prop4.eq48": tried(similarity, _eq14_family, limit=_eq48, gaussian=True, cost=10),
+    "geq.remark3": {
+        "as printed": tried(_remark3, _remark3_known, printed=True),
+        "with 1/γ": tried(_remark3, printed=False),
+    },
+}

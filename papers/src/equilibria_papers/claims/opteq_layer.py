@@ -1,4 +1,4 @@
-"""OptEq, one layer: f(z) = (1/ν)Wᵀσ(Wz + c), Theorem 1 and well-posedness.
+"""OptEq, one layer: f(z) = (1/ν)Wᵀσ(Wz + c). Theorem 1, well-posedness, Eq 4 and Table 1.
 
 With ψ(z) = (1/ν)1ᵀσ̃(Wz + c) the layer is ∇ψ, and ψ*(f(v)) = ⟨f(v), v⟩ − ψ(v) gives
 φ = ψ* − ½‖·‖² at every point of its domain without a conjugate to compute.
@@ -13,20 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .claim import Trial, claim, printed, reading
-from .drawing import (
-    ACTIVATIONS,
-    Activation,
-    choice,
-    integer,
-    norm,
-    normal,
-    spectral,
-    uniform,
-    weights,
-)
-from .searching import climb
-from .solving import bisect, relu_prox, solve
+from .claim import Trial, Trials, tried
+from .drawing import ACTIVATIONS, Activation, Random, identity, norm, ones, spectral, zeros
+from .numerics import bisect, climb, relu_prox, solve
 
 EXACT = 1e-7
 """How far two computations of one point may lie apart, relative to its size."""
@@ -40,6 +29,10 @@ class Layer:
     c: Tensor
     sigma: Activation
     nu: float = 1.0
+
+    @property
+    def m(self) -> int:
+        return self.w.shape[1]
 
     def __call__(self, z: Tensor) -> Tensor:
         return self.w.mT @ self.sigma.value(self.w @ z + self.c) / self.nu
@@ -60,26 +53,26 @@ class Layer:
         return self.conjugate(v) - 0.5 * float(u @ u)
 
     def equilibrium(self) -> Tensor:
-        return solve(self, self.slope, torch.zeros(self.w.shape[1], dtype=torch.float64))
+        return solve(self, self.slope, zeros(self.m))
+
+    def minimizer(self, pull: Tensor | None = None, weight: Tensor | None = None) -> Tensor:
+        """argmin_u φ(u) + ½uᵀQu − ⟨p, u⟩ for ReLU."""
+        pull = zeros(self.m) if pull is None else pull
+        weight = zeros(self.m, self.m) if weight is None else weight
+        return relu_prox(self.w, self.c, pull, weight, self.nu)
 
     def case(self) -> dict[str, object]:
         return {"W": self.w, "c": self.c, "activation": self.sigma.name, "nu": self.nu}
 
 
-def draw_layer(
-    draw: torch.Generator,
-    *,
-    activation: str | None = None,
-    square: bool = False,
-    slack: float = 1.02,
-) -> Layer:
+def draw_layer(draw: Random, *, activation: str | None = None, slack: float = 1.02) -> Layer:
     """ν between ``slack`` and 3 times L_σ‖W‖²; slack 1 also draws the end itself."""
-    m = integer(draw, 1, 5)
-    n = m if square else integer(draw, 1, 6)
-    sigma = ACTIVATIONS[activation or choice(draw, list(ACTIVATIONS))]
-    w = weights(draw, n, m, uniform(draw, 0.2, 2.5))
-    part = slack if slack == 1.0 and integer(draw, 0, 1) else uniform(draw, slack, 3.0)
-    c = normal(draw, n) * uniform(draw, 0.1, 3.0)
+    m = draw.integer(1, 5)
+    n = draw.integer(1, 6)
+    sigma = ACTIVATIONS[activation or draw.choice(list(ACTIVATIONS))]
+    w = draw.weights(n, m, draw.uniform(0.2, 2.5))
+    part = slack if slack == 1.0 and draw.integer(0, 1) else draw.uniform(slack, 3.0)
+    c = draw.normal(n) * draw.uniform(0.1, 3.0)
     return Layer(w, c, sigma, part * sigma.expansion * spectral(w) ** 2)
 
 
@@ -88,22 +81,21 @@ def off(a: Tensor, b: Tensor) -> float:
     return norm(a - b) / (EXACT * (1.0 + norm(b)))
 
 
-# ------------------------------------------------------------------------------------- Theorem 1
+def _excess(best: float, other: float) -> float:
+    """1 + how far best lies above other, relative to their size."""
+    return 1.0 + (best - other) / (1e-3 + abs(best) + abs(other))
 
 
-def _theorem1(draw: torch.Generator) -> Trial:
+def _theorem1(draw: Random) -> Trial:
     """The layer against competitors: prox inequality, firm nonexpansiveness, the minimizer."""
     layer = draw_layer(draw, slack=1.0)
-    m = layer.w.shape[1]
-    z, v = normal(draw, m) * 2.0, normal(draw, m) * uniform(draw, 0.01, 5.0)
+    z, v = draw.normal(layer.m) * 2.0, draw.normal(layer.m) * draw.uniform(0.01, 5.0)
     ratio, part = _prox_ratio(layer, z, v)
     if layer.nu > 1.01 * layer.sigma.expansion * spectral(layer.w) ** 2:
         star = layer.equilibrium()
-        found = _least(layer, star, v)
+        found = _excess(layer.phi(star), layer.phi(v))  # φ(z*) ≤ φ(f(v))
         if layer.sigma.name == "relu":
-            zero = torch.zeros(m, m, dtype=torch.float64)
-            least = relu_prox(layer.w, layer.c, torch.zeros(m, dtype=z.dtype), zero, layer.nu)
-            found = max(found, off(star, least))
+            found = max(found, off(star, layer.minimizer()))
         if found > ratio:
             ratio, part = found, "the fixed point against the minimizer"
     return Trial(ratio, {**layer.case(), "z": z, "v": v, "worst part": part})
@@ -118,17 +110,10 @@ def _prox_ratio(layer: Layer, z: Tensor, v: Tensor) -> tuple[float, str]:
     firm = float(change @ change) / (across + slack) if across > -slack else math.inf
     best = layer.conjugate(z) - float(layer(z) @ z)
     other = layer.conjugate(v) - float(layer(v) @ z)
-    prox = 1.0 + (best - other) / (1e-3 + abs(best) + abs(other))
-    return max((firm, "firmly nonexpansive"), (prox, "prox against a competitor"))
+    return max((firm, "firmly nonexpansive"), (_excess(best, other), "prox against a competitor"))
 
 
-def _least(layer: Layer, star: Tensor, v: Tensor) -> float:
-    """φ(z*) ≤ φ(f(v)): 1 + the relative excess."""
-    best, other = layer.phi(star), layer.phi(v)
-    return 1.0 + (best - other) / (1e-3 + abs(best) + abs(other))
-
-
-def _theorem1_adversarial(draw: torch.Generator) -> Iterator[Trial | None]:
+def _theorem1_adversarial(draw: Random) -> Iterator[Trial | None]:
     """W [2, 2], c, z, v moved by optimizers, ν = L_σ‖W‖² exactly."""
     for name in ("relu", "leaky relu", "tanh", "clipped relu", "sigmoid"):
         sigma = ACTIVATIONS[name]
@@ -141,19 +126,15 @@ def _theorem1_adversarial(draw: torch.Generator) -> Iterator[Trial | None]:
             ratio, part = _prox_ratio(layer, at[6:8], at[8:])
             return Trial(ratio, {**layer.case(), "z": at[6:8], "v": at[8:], "worst part": part})
 
-        yield from climb(attempt, (normal(draw, 10) for _ in range(3)))
+        yield from climb(attempt, (draw.normal(10) for _ in range(3)))
 
 
-# ---------------------------------------------------------------- Section 3.2: existence of z*
-
-
-def _strictly_convex(draw: torch.Generator) -> Trial:
+def _strictly_convex(draw: Random) -> Trial:
     """Softplus has σ′ < 1, so φ is strictly convex for every ‖W‖ ≤ 1; W diagonal, ν = 1."""
-    m = integer(draw, 1, 5)
-    w = torch.rand(m, generator=draw, dtype=torch.float64)
-    w = torch.where(torch.rand(m, generator=draw) < 0.3, 1.0, w)
-    c = normal(draw, m) * 2.0
-    return _softplus_gap(w, c)
+    m = draw.integer(1, 5)
+    w = draw.share(m)
+    w = torch.where(torch.rand(m, generator=draw.generator) < 0.3, 1.0, w)
+    return _softplus_gap(w, draw.normal(m) * 2.0)
 
 
 def _softplus_gap(w: Tensor, c: Tensor) -> Trial:
@@ -162,50 +143,130 @@ def _softplus_gap(w: Tensor, c: Tensor) -> Trial:
 
     # The gap rises in z; where it is negative at the far end, it has no zero.
     end = torch.full_like(w, 1e6)
-    found = bisect(gap, -end, end)
-    left = norm(gap(found))
+    left = norm(gap(bisect(gap, -end, end)))
     return Trial(left / 1e-6, {"W": f"diagonal, {w.tolist()}", "c": c, "activation": "softplus"})
 
 
-def _contractive(draw: torch.Generator) -> Trial:
+def _softplus_family(draw: Random) -> Iterator[Trial]:
+    for c in (-2.0, -0.5, 0.1, 1.0, 3.0):
+        yield _softplus_gap(ones(1), torch.tensor([c]).double())
+
+
+def _contractive(draw: Random) -> Trial:
     layer = draw_layer(draw, slack=1.02)
-    m = layer.w.shape[1]
     star = layer.equilibrium()
-    again = solve(layer, layer.slope, normal(draw, m) * 10.0)
+    again = solve(layer, layer.slope, draw.normal(layer.m) * 10.0)
     left = norm(star - layer(star)) / (1e-9 * (1.0 + norm(star)))
     return Trial(max(left, off(again, star)), layer.case())
 
 
-CLAIMS = (
-    claim(
-        "opteq.theorem1",
-        "Theorem 1",
-        r"For a monotone $L_\sigma$-Lipschitz $\sigma$ and $\mu \ge L_\sigma\|W\|_2^2$, "
-        r"$f(z) = \frac1\mu W^\top\sigma(Wz + Ux + b)$ is $\mathrm{prox}_\varphi$ of the convex "
-        r"$\varphi = \psi^* - \frac12\|\cdot\|^2$, $\psi = \frac1\mu 1^\top\tilde\sigma(Wz+Ux+b)$, "
-        r"and its fixed point minimizes $\varphi$.",
-        printed(_theorem1, _theorem1_adversarial),
-    ),
-    claim(
-        "opteq.wellposed",
-        "Section 3.2, after Eq 4",
-        r"Any $W$ that makes $\varphi$ strictly convex ensures the existence and "
-        r"uniqueness of the equilibrium.",
-        printed(
-            _strictly_convex,
-            lambda draw: (
-                _softplus_gap(torch.ones(1).double(), torch.tensor([c]).double())
-                for c in (-2.0, -0.5, 0.1, 1.0, 3.0)
-            ),
-        ),
-        reading(
-            "with a contraction",
-            r"$L_\sigma\|W\|_2^2 < \mu$, so that $\varphi$ is strongly convex",
-            _contractive,
-            cost=2.0,
-        ),
-        note=r"Uniqueness follows from strict convexity, existence does not: softplus has "
-        r"$\sigma' < 1$, so $W = 1$, $\mu = 1$ gives a strictly convex $\varphi$, and "
-        r"$z = \mathrm{softplus}(z + c)$ has no solution for $c \ge 0$.",
-    ),
-)
+def _eq4(draw: Random, *, at_zero: float) -> Trial:
+    """φ of Eq 4 at the equilibrium; ``at_zero`` is σ̃*(0)."""
+    layer = _invertible(draw)
+    star = layer.equilibrium()
+    zeta = torch.linalg.solve(layer.w.mT, star)
+    zeta = torch.where(zeta.abs() < 1e-9, 0.0, zeta)
+    if at_zero > 0 and bool((zeta == 0).any()):
+        return Trial(math.inf, {**layer.case(), "W^-T z*": zeta, "phi(z*)": math.inf})
+    least = layer.minimizer()
+    value, bound = _eq4_value(layer, star), _eq4_value(layer, least)
+    ratio = max(off(star, least), 1.0 + (value - bound) / (1e-6 + abs(bound)))
+    return Trial(ratio, {**layer.case(), "z*": star, "phi(z*)": value, "minimum": bound})
+
+
+def _eq4_value(layer: Layer, z: Tensor) -> float:
+    zeta = torch.linalg.solve(layer.w.mT, z).clamp_min(0.0)
+    return float(0.5 * zeta @ zeta - layer.c @ zeta - 0.5 * z @ z)
+
+
+def _rotated(draw: Random, m: int) -> tuple[Tensor, Tensor]:
+    """Two random orthogonal matrices."""
+    left, _ = torch.linalg.qr(draw.normal(m, m))
+    right, _ = torch.linalg.qr(draw.normal(m, m))
+    return left, right
+
+
+def _invertible(draw: Random) -> Layer:
+    """ReLU, W square with singular values in (0.2, 0.98), ν = 1."""
+    m = draw.integer(1, 5)
+    left, right = _rotated(draw, m)
+    values = draw.share(m) * 0.78 + 0.2
+    return Layer(left * values @ right, draw.normal(m), ACTIVATIONS["relu"])
+
+
+def _skip(draw: Random) -> Trial:
+    """prox of αM_φ^{1−α} by one program in (u, y), against αT + (1 − α)I; and the fixed point."""
+    layer = draw_layer(draw, activation="relu")
+    alpha = draw.uniform(0.05, 0.95)
+    z = draw.normal(layer.m) * 2.0
+    # y minimizes ½‖y − z‖² + α‖u − y‖²/(2(1 − α)); inserted, u has the weight below.
+    share = alpha / (1.0 - alpha)
+    left = 1.0 / (1.0 + share)
+    weight = (share * left) / alpha
+    y = left * z + share * left * layer.minimizer(weight * z, weight * identity(layer.m))
+    star = layer.equilibrium()
+    pairs = [(alpha * layer(at) + (1.0 - alpha) * at, to) for at, to in ((z, y), (star, star))]
+    return Trial(max(off(*pair) for pair in pairs), {**layer.case(), "alpha": alpha, "z": z})
+
+
+def _affine(draw: Random, *, read: str) -> Trial:
+    """A⁻¹(f(Az + t) − t) against prox of φ(A· + t), or its fixed points against the minimizer."""
+    layer = draw_layer(draw, activation="relu")
+    m = layer.m
+    left, right = _rotated(draw, m)
+    values = ones(m) if read == "orthogonal" else torch.exp(draw.normal(m) * 0.5)
+    a = left * values @ right
+    shift, z = draw.normal(m), draw.normal(m)
+    case = {**layer.case(), "A": a, "shift": shift}
+    inverse = torch.linalg.inv(a)
+    if read == "fixed points":
+        y = inverse @ (layer.equilibrium() - shift)
+        return Trial(off(y, inverse @ (layer.minimizer() - shift)), case)
+    gram = inverse.mT @ inverse
+    u = layer.minimizer(inverse.mT @ z + gram @ shift, gram)
+    printed = inverse @ (layer(a @ z + shift) - shift)
+    return Trial(off(printed, inverse @ (u - shift)), {**case, "z": z})
+
+
+def _multivariate(draw: Random, *, definite: bool) -> Trial:
+    """Fixed point of WᵀS(Wz + c) against the stationary point of Table 1's quadratic."""
+    draw.integer(1, 4)  # keeps the stream of the draws below
+    w = _invertible(draw).w
+    m = len(w)
+    s = draw.normal(m, m)
+    if definite:
+        s = s @ s.mT + 0.1 * identity(m)
+    s = s * (0.95 / spectral(w.mT @ s @ w))
+    c = draw.normal(m)
+    star = torch.linalg.solve(identity(m) - w.mT @ s @ w, w.mT @ s @ c)
+    inverse = torch.linalg.inv(w)
+    q = inverse @ torch.linalg.inv(s) @ inverse.mT
+    hessian = 0.5 * (q + q.mT) - identity(m)
+    lowest = float(torch.linalg.eigvalsh(hessian)[0])
+    ratio = norm(hessian @ star - inverse @ c) / (EXACT * (1.0 + norm(star)) * spectral(q))
+    if lowest <= 0:  # a saddle or a maximum is not a solution
+        ratio = math.inf
+    return Trial(ratio, {"W": w, "S": s, "c": c, "lowest curvature": lowest})
+
+
+TRIALS: Trials = {
+    "opteq.theorem1": tried(_theorem1, _theorem1_adversarial),
+    "opteq.wellposed": {
+        "as printed": tried(_strictly_convex, _softplus_family),
+        "with a contraction": tried(_contractive, cost=2.0),
+    },
+    "opteq.eq4": {
+        "as printed": tried(_eq4, at_zero=math.inf, cost=2.0),
+        "0 at 0": tried(_eq4, at_zero=0.0, cost=2.0),
+    },
+    "opteq.table1.skip": tried(_skip, cost=2.0),
+    "opteq.table1.affine": {
+        "as printed": tried(_affine, read="prox"),
+        "orthogonal": tried(_affine, read="orthogonal"),
+        "fixed points only": tried(_affine, read="fixed points", cost=2.0),
+    },
+    "opteq.table1.multivariate": {
+        "as printed": tried(_multivariate, definite=False),
+        "definite": tried(_multivariate, definite=True),
+    },
+}

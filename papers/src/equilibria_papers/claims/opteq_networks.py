@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from equilibria_papers.theory.converters import to_deep_opteq, to_hidden_units
 
-from .claim import Trial, claim, printed, reading
-from .drawing import ACTIVATIONS, choice, integer, normal, uniform
+from .claim import Trial, Trials, tried
+from .drawing import ACTIVATIONS, Random, identity, spectral, tensor, zeros
 from .opteq_deep import Deep
 from .opteq_layer import Layer, off
 
@@ -57,23 +57,23 @@ def cyclic_deep(n: Tensor, layers: int, alpha: float) -> CyclicDeep:
     rows = (vectors[:, kept] * values[kept].sqrt()).reshape(layers, len(n), -1)
     decay = 1.0 - alpha
     # The shares of W_L, W_{L−1}, …, W_1 in the state.
-    shares = torch.tensor([decay**j for j in range(layers)], dtype=n.dtype)
+    shares = tensor([decay**j for j in range(layers)])
     state = (shares[:, None, None] * rows.flip(0)).sum(0).mT * (alpha / (1.0 - decay**layers))
     return CyclicDeep(list(rows), state)
 
 
 def _gram(n: Tensor, layers: int, alpha: float) -> Tensor:
     """The block matrix (G_{l−k}) [Ln, Ln]."""
-    eye = torch.eye(len(n), dtype=n.dtype)
+    eye = identity(len(n))
     decay = 1.0 - alpha
     if layers == 2:
-        return torch.kron(torch.tensor([[1.0, -decay], [-decay, 1.0]], dtype=n.dtype), eye)
+        return torch.kron(tensor([[1.0, -decay], [-decay, 1.0]]), eye)
     turn = cmath.exp(2j * math.pi * (math.ceil(layers / 2) - 1) / layers)
     gain = 1.0 / (turn.conjugate() - decay)
     target = n * (layers / alpha)
     symmetric, skew = 0.5 * (target + target.mT), 0.5 * (target - target.mT)
     imaginary = skew / (-2.0 * gain.imag)
-    norms = [float(torch.linalg.matrix_norm(t, 2)) for t in (imaginary, symmetric)]
+    norms = [spectral(t) for t in (imaginary, symmetric)]
     real = max(norms[0], norms[1] / (2.0 * abs(gain.real))) * 1.1 + 0.1
     at_one = alpha * (symmetric - 2.0 * gain.real * real * eye)
 
@@ -88,8 +88,8 @@ def _gram(n: Tensor, layers: int, alpha: float) -> Tensor:
 _MODULES = {"relu": nn.ReLU, "tanh": nn.Tanh, "identity": nn.Identity, "sigmoid": nn.Sigmoid}
 
 
-def _network(draw: torch.Generator, stages: int, sigma: str) -> nn.Sequential:
-    sizes = [integer(draw, 1, 4) for _ in range(stages + 2)]
+def _network(draw: Random, stages: int, sigma: str) -> nn.Sequential:
+    sizes = [draw.integer(1, 4) for _ in range(stages + 2)]
     parts: list[nn.Module] = []
     for k in range(stages + 1):
         # skip_init: torch's own draw would use, and move, the global generator.
@@ -97,21 +97,21 @@ def _network(draw: torch.Generator, stages: int, sigma: str) -> nn.Sequential:
             nn.Linear, sizes[k], sizes[k + 1], dtype=torch.float64
         )
         with torch.no_grad():
-            linear.weight.copy_(normal(draw, sizes[k + 1], sizes[k]))
-            linear.bias.copy_(normal(draw, sizes[k + 1]))
+            linear.weight.copy_(draw.normal(sizes[k + 1], sizes[k]))
+            linear.bias.copy_(draw.normal(sizes[k + 1]))
         parts += [linear] if k == stages else [linear, _MODULES[sigma]()]
     return nn.Sequential(*parts)
 
 
 @torch.no_grad()
-def _lemma1(draw: torch.Generator) -> Trial:
+def _lemma1(draw: Random) -> Trial:
     """The library's construction against the network itself, with random input skips."""
-    sigma, stages = choice(draw, list(_MODULES)), integer(draw, 1, 4)
+    sigma, stages = draw.choice(list(_MODULES)), draw.integer(1, 4)
     network = _network(draw, stages, sigma)
     linears = [part for part in network if isinstance(part, nn.Linear)]
     inputs = linears[0].in_features
-    skips = [normal(draw, part.out_features, inputs) for part in linears[1:-1]]
-    x = normal(draw, 3, inputs)
+    skips = [draw.normal(part.out_features, inputs) for part in linears[1:-1]]
+    x = draw.normal(3, inputs)
     z = ACTIVATIONS[sigma].value(linears[0](x))
     for linear, skip in zip(linears[1:-1], skips, strict=True):
         z = ACTIVATIONS[sigma].value(linear(z) + x @ skip.mT)
@@ -121,24 +121,24 @@ def _lemma1(draw: torch.Generator) -> Trial:
 
 
 @torch.no_grad()
-def _lemma2(draw: torch.Generator) -> Trial:
+def _lemma2(draw: Random) -> Trial:
     """α in (0, 1) by cyclic_deep: the equilibrium and its output."""
-    sigma, hidden = choice(draw, list(_MODULES)), integer(draw, 1, 4)
+    sigma, hidden = draw.choice(list(_MODULES)), draw.integer(1, 4)
     network = _network(draw, hidden, sigma)
     linears = [part for part in network if isinstance(part, nn.Linear)]
     sizes = [part.out_features for part in linears[:-1]]
     total = sum(sizes)
-    n = torch.zeros(total, total, dtype=torch.float64)
+    n = zeros(total, total)
     starts = [sum(sizes[:k]) for k in range(hidden)]
     for k in range(1, hidden):
         rows = slice(starts[k], starts[k] + sizes[k])
         n[rows, starts[k - 1] : starts[k - 1] + sizes[k - 1]] = linears[k].weight
-    alpha = uniform(draw, 0.05, 0.95)
+    alpha = draw.uniform(0.05, 0.95)
     made = cyclic_deep(n, hidden + 1, alpha)
-    x = normal(draw, linears[0].in_features)
+    x = draw.normal(linears[0].in_features)
     c = torch.cat([linears[0](x), *[part.bias for part in linears[1:-1]]])
     deep = Deep(tuple(Layer(w, c, ACTIVATIONS[sigma]) for w in made.weights), alpha)
-    last = torch.eye(total, dtype=torch.float64)[starts[-1] :]
+    last = identity(total)[starts[-1] :]
     head = linears[-1].weight @ last @ torch.linalg.pinv(made.state)
     # The equilibrium is built from what each unit should say, and then only checked.
     h = x
@@ -153,42 +153,19 @@ def _lemma2(draw: torch.Generator) -> Trial:
 
 
 @torch.no_grad()
-def _lemma2_one(draw: torch.Generator) -> Trial:
+def _lemma2_one(draw: Random) -> Trial:
     """The library's construction for α = 1."""
-    sigma = choice(draw, list(_MODULES))
-    network = _network(draw, integer(draw, 1, 4), sigma)
-    x = normal(draw, 3, network[0].in_features)  # type: ignore[arg-type]
+    sigma = draw.choice(list(_MODULES))
+    network = _network(draw, draw.integer(1, 4), sigma)
+    x = draw.normal(3, network[0].in_features)  # type: ignore[arg-type]
     made = to_deep_opteq(network)
     return Trial(off(made(x), network(x)), {"activation": sigma, "network": str(network)})
 
 
-CLAIMS = (
-    claim(
-        "opteq.lemma1",
-        "Lemma 1",
-        r"Every network $z_{k+1} = \sigma(W_kz_k + U_kx + b_k)$, $y = W_{L+1}z_L$ equals "
-        r"$\bar z_{k+1} = \bar W_k^\top\sigma(\bar W_k\bar z_k + U_kx + b_k)$, "
-        r"$y = \bar W_{L+1}\bar z_L$ for some $\bar W_k$ with $m \ge \max(n_k + n_{k+1})$.",
-        printed(_lemma1, cost=2.0),
-        note=r"Tried with the library's `to_hidden_units` at the least $m$. The $\bar W_k$ are not "
-        r"bounded by 1, so Theorem 1 needs its $\mu$ for them.",
-    ),
-    claim(
-        "opteq.lemma2",
-        "Lemma 2",
-        r"For every feed-forward network with $L - 1$ hidden layers there is a deep OptEq"
-        r" of $L$ layers (Eq 5, $\alpha \in (0, 1)$) with the same output.",
-        reading("as printed, by our cyclic weights", "", _lemma2, climbs=False),
-        reading(
-            "alpha = 1, by the paper's products",
-            r"$\alpha = 1$, and one layer more for fewer than three hidden layers",
-            _lemma2_one,
-            cost=8.0,
-        ),
-        note=r"The skip carries every $W_l^\top\sigma_l$ around the loop, so the paper's products "
-        r"$W_{l+1}W_l^\top = A_{l+1}$ do not do it for $\alpha < 1$. Weights with "
-        r"$W_lW_k^\top = G_{l-k}$, a cyclic sequence chosen in its Fourier domain, do, for every "
-        r"$\alpha$ and every $\sigma$ (`claims/opteq_networks.py` has the proof). Neither bounds "
-        r"$\|W_l\|$ by 1: for $\alpha < 1$ other equilibria may exist beside this one.",
-    ),
-)
+TRIALS: Trials = {
+    "opteq.lemma1": tried(_lemma1, cost=2.0),
+    "opteq.lemma2": {
+        "as printed, by our cyclic weights": tried(_lemma2, climbs=False),
+        "alpha = 1, by the paper's products": tried(_lemma2_one, cost=8.0),
+    },
+}

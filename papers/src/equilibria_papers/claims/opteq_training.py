@@ -15,9 +15,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from .claim import Trial, claim, printed, reading
-from .drawing import integer, norm, normal, spectral, uniform, weights
-from .solving import program, solve
+from .claim import Trial, Trials, tried
+from .drawing import Random, identity, norm, spectral, tensor, zeros
+from .numerics import program, solve
 
 _STEPS = 4096
 _TINY = 1e-4
@@ -54,7 +54,7 @@ class _Selection:
         return beta * pulled + (1.0 - beta) * kept
 
     def slope(self, z: Tensor, beta: float, lam: float, gamma: float) -> Tensor:
-        eye = torch.eye(len(z), dtype=z.dtype)
+        eye = identity(len(z))
         kept = self.q.mT * (self.q @ z > 0).double() @ self.q
         return beta * ((1.0 - gamma * lam) * eye - gamma * self.h) + (1.0 - beta) * kept
 
@@ -95,29 +95,26 @@ def _follow(problem: _Selection, start: Tensor, rho: float, c: float, *, printed
     return Trial(max(falls, late / 0.02), case)
 
 
-def _sam(draw: torch.Generator, *, printed: bool) -> Trial:
+def _sam(draw: Random, *, printed: bool) -> Trial:
     """Well conditioned R and exponents away from the border: what 4096 steps can show."""
-    m = integer(draw, 1, 4)
-    q, _ = torch.linalg.qr(normal(draw, m, m))
-    root = weights(draw, m + 1, m, uniform(draw, 0.5, 1.5))
-    h = root.mT @ root + 0.3 * torch.eye(m, dtype=torch.float64)
-    problem = _Selection(q, h, normal(draw, m) * 1.5)
-    rho = uniform(draw, 0.15, 0.4)
-    c = uniform(draw, 0.15, min(0.35, 0.5 * (0.95 - rho)))
-    return _follow(problem, normal(draw, m), rho, c, printed=printed)
+    m = draw.integer(1, 4)
+    q, _ = torch.linalg.qr(draw.normal(m, m))
+    root = draw.weights(m + 1, m, draw.uniform(0.5, 1.5))
+    h = root.mT @ root + 0.3 * identity(m)
+    problem = _Selection(q, h, draw.normal(m) * 1.5)
+    rho = draw.uniform(0.15, 0.4)
+    c = draw.uniform(0.15, min(0.35, 0.5 * (0.95 - rho)))
+    return _follow(problem, draw.normal(m), rho, c, printed=printed)
 
 
-def _sam_families(draw: torch.Generator, *, printed: bool) -> Iterator[Trial]:
+def _sam_families(draw: Random, *, printed: bool) -> Iterator[Trial]:
     """The point of least norm, steep and flat directions, several exponents."""
-    eye = torch.eye(2, dtype=torch.float64)
-    for h in (eye, torch.diag(torch.tensor([1.0, 0.3], dtype=torch.float64))):
+    eye = identity(2)
+    for h in (eye, torch.diag(tensor([1.0, 0.3]))):
         for a in ([1.0, -2.0], [-1.0, -1.0], [0.5, 0.5]):
             for rho, c in ((0.3, 0.3), (0.2, 0.35), (0.4, 0.25)):
-                problem = _Selection(eye, h, torch.tensor(a, dtype=torch.float64))
-                yield _follow(problem, normal(draw, 2), rho, c, printed=printed)
-
-
-# -------------------------------------------------------------------------------------- Theorem 6
+                problem = _Selection(eye, h, tensor(a))
+                yield _follow(problem, draw.normal(2), rho, c, printed=printed)
 
 
 def _smooth(t: Tensor) -> Tensor:
@@ -125,22 +122,22 @@ def _smooth(t: Tensor) -> Tensor:
     return 0.6 * t + 0.4 * torch.tanh(t)
 
 
-def _training(draw: torch.Generator) -> Trial:
+def _training(draw: Random) -> Trial:
     """Gradient descent on two unrolled layers; ℓ_t against ℓ_0(1 − ηλ_min(K_0)/2)^t."""
     samples, d, m, n = 3, 4, 6, 48
-    x = normal(draw, samples, d)
+    x = draw.normal(samples, d)
     x = x / torch.linalg.vector_norm(x, dim=1, keepdim=True)
-    y = normal(draw, samples, 1)
+    y = draw.normal(samples, 1)
     parameters = []
     for _ in range(2):
-        parameters.append(weights(draw, n, m, 0.7))
-        parameters.append(normal(draw, n, d) / math.sqrt(d))
-    parameters.append(normal(draw, 1, m) * 2.0)
+        parameters.append(draw.weights(n, m, 0.7))
+        parameters.append(draw.normal(n, d) / math.sqrt(d))
+    parameters.append(draw.normal(1, m) * 2.0)
     for parameter in parameters:
         parameter.requires_grad_(True)
 
     def predict() -> Tensor:
-        z = torch.zeros(samples, m, dtype=torch.float64)
+        z = zeros(samples, m)
         for _ in range(12):
             for w, u in (parameters[0:2], parameters[2:4]):
                 z = 0.8 * _smooth(z @ w.mT + x @ u.mT) @ w + 0.2 * z
@@ -166,40 +163,10 @@ def _training(draw: torch.Generator) -> Trial:
     return Trial(worst, {"eta": eta, "smallest eigenvalue of K(0)": values[0], "step": at})
 
 
-CLAIMS = (
-    claim(
-        "opteq.theorem5",
-        "Theorem 5",
-        r"The iteration $z^k = \beta_k\mathcal S_{\lambda_k}(z^{k-1}) + (1-\beta_k)"
-        r"\mathcal T(z^{k-1})$ with $\beta_k = \lambda_k = \rho/k^c$ (as printed), $\gamma = "
-        r"1/(2L_z)$, $\rho, c > 0$, $\rho + 2c < 1$ converges to the minimizer of $\mathcal R_z$ "
-        r"over $\mathrm{Fix}(\mathcal T)$.",
-        printed(
-            lambda draw: _sam(draw, printed=True),
-            lambda draw: _sam_families(draw, printed=True),
-            cost=8.0,
-        ),
-        reading(
-            "with exponents rho and c",
-            r"$\beta_k = \eta/k^\rho$, $\lambda_k = \eta/k^c$, which uses the printed "
-            r"$\eta$ and is what $\rho + 2c < 1$ is for",
-            lambda draw: _sam(draw, printed=False),
-            lambda draw: _sam_families(draw, printed=False),
-            cost=8.0,
-        ),
-        note="A limit cannot be tried, only a trend: up to step 4096 the error falls clearly, or "
-        r"the iterate is within 0.02 of the fixed point of its own step; and that fixed point, at "
-        r"$\beta = \lambda = 10^{-4}$, is within 0.02 of the minimizer. Convergence is slow, and "
-        "slower still for a badly conditioned regularizer.",
-    ),
-    claim(
-        "opteq.theorem6",
-        "Theorem 6 (informal)",
-        r"Wide layers, singular values bounded below, a smooth strongly monotone "
-        r"$\sigma$, a small rate $\eta$: $\ell(\theta^t) \le \ell(\theta^0)(1 - \eta Q_0)^t$.",
-        reading("with Q_0 = half the smallest eigenvalue of K(0)", "", _training, cost=20.0),
-        note=r"The constants are in an appendix that we do not have; we take $Q_0 = \lambda_{\min}"
-        r"(K(0))/2$, $K$ the tangent kernel, and $\eta = 0.2/\lambda_{\max}(K(0))$. So this is one "
-        "instance of the claim, no proof or refutation.",
-    ),
-)
+TRIALS: Trials = {
+    "opteq.theorem5": {
+        "as printed": tried(_sam, _sam_families, printed=True, cost=8.0),
+        "with exponents rho and c": tried(_sam, _sam_families, printed=False, cost=8.0),
+    },
+    "opteq.theorem6": tried(_training, cost=20.0),
+}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -18,25 +19,25 @@ from equilibria.problems import (
     Sigmoidal,
 )
 
-from .claim import Trial, claim, printed, reading
-from .drawing import ACTIVATIONS, Activation, choice, integer, norm, normal, uniform, weights
-from .ours_layers import PRIORS
-from .solving import newton, solve
+from .claim import Trial, Trials, tried
+from .drawing import ACTIVATIONS, Activation, Random, norm, spectral, zeros
+from .numerics import newton, solve
+from .ours_gaussian import PRIORS
 
 _STEEP = 4.0 / (3.0 * math.sqrt(3.0))
 
 
-def _draw(draw: torch.Generator, high: float) -> tuple[Tensor, Tensor, Activation]:
+def _draw(draw: Random, high: float) -> tuple[Tensor, Tensor, Activation]:
     """W [k, n] of norm up to ``high``, c [n] and an activation."""
-    n = integer(draw, 1, 4)
-    w = weights(draw, integer(draw, 1, 4), n, uniform(draw, 0.05, high))
-    return w, normal(draw, n), ACTIVATIONS[choice(draw, list(ACTIVATIONS))]
+    n = draw.integer(1, 4)
+    w = draw.weights(draw.integer(1, 4), n, draw.uniform(0.05, high))
+    return w, draw.normal(n), ACTIVATIONS[draw.choice(list(ACTIVATIONS))]
 
 
-def _linear(draw: torch.Generator) -> Trial:
+def _linear(draw: Random) -> Trial:
     """Contraction, modulus and Lipschitz constant of z = σ(WᵀWz + c) from the library's numbers."""
     w, c, sigma = _draw(draw, 0.97)
-    other = c + normal(draw, len(c)) * 10.0 ** uniform(draw, -3.0, 0.5)
+    other = c + draw.normal(len(c)) * 10.0 ** draw.uniform(-3.0, 0.5)
     gram = w.mT @ w
 
     def star(at: Tensor) -> Tensor:
@@ -47,11 +48,11 @@ def _linear(draw: torch.Generator) -> Trial:
         )
 
     problem = Problem(PRIORS[sigma.name], Linear(w, torch.stack([c, other])))
-    found = certify(problem, z=torch.zeros(2, len(c), dtype=torch.float64))
+    found = certify(problem, z=zeros(2, len(c)))
     assert found.lipschitz is not None
     one, two = star(c), star(other)
     moved = norm(one - two) / (found.lipschitz * norm(c - other) + 1e-11)
-    a, b = normal(draw, len(c)), normal(draw, len(c))
+    a, b = draw.normal(len(c)), draw.normal(len(c))
     same = Problem(PRIORS[sigma.name], Linear(w, torch.stack([c, c])))
     after = same.step(torch.stack([a, b]))
     rho = float(torch.as_tensor(found.contraction).max())
@@ -61,32 +62,35 @@ def _linear(draw: torch.Generator) -> Trial:
     return Trial(ratio, {"W": w, "c": c, "c'": other, "activation": sigma.name})
 
 
-def _spectrum(coupling: Coupling, hessian: Tensor) -> float:
-    """1 + how far an eigenvalue lies outside the library's bounds, in units of their width."""
-    values = torch.linalg.eigvalsh(hessian)
+def _spectrum(
+    coupling: Coupling, kernel: Callable[[Tensor], Tensor], w: Tensor, c: Tensor, z: Tensor
+) -> Trial:
+    """∇² of q = −kernel(⟨c, z⟩) − ½‖Wz‖² by autograd against the library's bounds.
+
+    The ratio is 1 + how far an eigenvalue lies outside, in units of their width.
+    """
+
+    def q(v: Tensor) -> Tensor:
+        return -kernel(c @ v) - 0.5 * (w @ v).square().sum()
+
+    values = torch.linalg.eigvalsh(torch.autograd.functional.hessian(q, z))
     bounds = coupling.curvature()
     low, high = (float(torch.as_tensor(t).reshape(-1)[0]) for t in (bounds.lower, bounds.upper))
     width = 1e-9 + high - low
-    return 1.0 + max(float(values[-1]) - high, low - float(values[0])) / width
+    ratio = 1.0 + max(float(values[-1]) - high, low - float(values[0])) / width
+    return Trial(ratio, {"W": w, "c": c, "z": z})
 
 
-def _sigmoid(draw: torch.Generator) -> Trial:
-    """−(k‖c‖² + ‖W‖²) ≤ ∇²q ≤ k‖c‖², k = 4/(3√3), by autograd of q as defined."""
+def _sigmoid(draw: Random) -> Trial:
+    """−(k‖c‖² + ‖W‖²) ≤ ∇²q ≤ k‖c‖², k = 4/(3√3)."""
     w, c, _ = _draw(draw, 2.0)
-    z = normal(draw, len(c))
-
-    def q(v: Tensor) -> Tensor:
-        return -torch.tanh(c @ v) - 0.5 * (w @ v).square().sum()
-
-    found = torch.autograd.functional.hessian(q, z)
-    return Trial(_spectrum(Sigmoidal(w, c[None]), found), {"W": w, "c": c, "z": z})
+    return _spectrum(Sigmoidal(w, c[None]), torch.tanh, w, c, draw.normal(len(c)))
 
 
-def _sigmoid_unique(draw: torch.Generator) -> Trial:
+def _sigmoid_unique(draw: Random) -> Trial:
     """‖W‖² + 0.7698‖c‖² < 1: Newton from six far starts finds one equilibrium."""
     w, c, sigma = _draw(draw, 0.95)
-    size = float(torch.linalg.matrix_norm(w, 2))
-    c = c * (math.sqrt((1.0 - size**2) / _STEEP) * uniform(draw, 0.1, 0.999) / norm(c))
+    c = c * (math.sqrt((1.0 - spectral(w) ** 2) / _STEEP) * draw.uniform(0.1, 0.999) / norm(c))
     gram = w.mT @ w
 
     def force(z: Tensor) -> Tensor:
@@ -99,98 +103,42 @@ def _sigmoid_unique(draw: torch.Generator) -> Trial:
 
     found = [solve(lambda z: sigma.value(force(z)), slope, torch.zeros_like(c))]
     for _ in range(6):
-        z, left = newton(lambda v: sigma.value(force(v)), slope, normal(draw, len(c)) * 5.0)
+        z, left = newton(lambda v: sigma.value(force(v)), slope, draw.normal(len(c)) * 5.0)
         if left < 1e-12:
             found.append(z)
     spread = max(norm(z - found[0]) for z in found)
     return Trial(spread / (1e-6 * (1.0 + norm(found[0]))), {"W": w, "c": c, "equilibria": found})
 
 
-def _polynomial(draw: torch.Generator) -> Trial:
+def _kernel(w: Tensor, c: Tensor, degree: int, offset: float) -> Polynomial:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DegenerateKernelWarning)
+        return Polynomial(w, c[None], degree, offset=offset)
+
+
+def _polynomial(draw: Random) -> Trial:
     """d = 2: −2‖c‖² − ‖W‖² ≤ ∇²q ≤ 0."""
     w, c, _ = _draw(draw, 2.0)
-    z = normal(draw, len(c))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DegenerateKernelWarning)
-        coupling = Polynomial(w, c[None], 2, offset=0.0)
-
-    def q(v: Tensor) -> Tensor:
-        return -((c @ v) ** 2) - 0.5 * (w @ v).square().sum()
-
-    found = torch.autograd.functional.hessian(q, z)
-    return Trial(_spectrum(coupling, found), {"W": w, "c": c, "z": z})
+    return _spectrum(_kernel(w, c, 2, 0.0), lambda t: t**2, w, c, draw.normal(len(c)))
 
 
-def _degenerate(draw: torch.Generator, *, offset: float) -> Trial:
+def _degenerate(draw: Random, *, offset: float) -> Trial:
     """An equilibrium that tells inputs apart: T(0) ≠ 0. The ratio is tiny/‖T(0)‖."""
     w, c, _ = _draw(draw, 0.9)
-    degree = integer(draw, 2, 4)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DegenerateKernelWarning)
-        problem = Problem(PRIORS["identity"], Polynomial(w, c[None], degree, offset=offset))
-    after = norm(problem.step(torch.zeros(1, len(c), dtype=torch.float64)))
+    degree = draw.integer(2, 4)
+    problem = Problem(PRIORS["identity"], _kernel(w, c, degree, offset))
+    after = norm(problem.step(zeros(1, len(c))))
     case = {"W": w, "c": c, "degree": degree, "T(0)": after}
     return Trial(1e-6 * norm(c) / after if after > 0 else math.inf, case)
 
 
-CLAIMS = (
-    claim(
-        "ours.fact6.linear",
-        "Fact 6, linear kernel",
-        r"$z = \sigma(W^\top Wz + c)$: factor $\|W\|_2^2$, modulus $1 - \|W\|_2^2$, "
-        r"Lipschitz constant $1/(1 - \|W\|_2^2)$ in $c$; tried with the numbers of `certify`.",
-        reading(
-            "ours",
-            "",
-            _linear,
-            cost=4.0,
-            proof=r"$\nabla^2q = -W^\top W$, and $\sigma$ does not expand",
-        ),
-    ),
-    claim(
-        "ours.fact6.sigmoid",
-        "Fact 6, sigmoid kernel",
-        r"$-(\frac{4}{3\sqrt3}\|c\|^2 + \|W\|^2) \le \nabla^2q \le "
-        r"\frac{4}{3\sqrt3}\|c\|^2$.",
-        reading(
-            "ours",
-            "",
-            _sigmoid,
-            cost=2.0,
-            proof=r"$\nabla^2q = 2t(1-t^2)cc^\top - W^\top W$, and $|2t(1-t^2)| \le "
-            r"\frac{4}{3\sqrt3}$ on $[-1, 1]$",
-        ),
-    ),
-    claim(
-        "ours.fact6.unique",
-        "Fact 6, sigmoid kernel, uniqueness",
-        r"One equilibrium for the inputs with $\|W\|^2 + 0.7698\|c\|^2 < 1$.",
-        reading(
-            "ours",
-            "",
-            _sigmoid_unique,
-            cost=4.0,
-            proof="the bound on the Hessian makes $G$ strongly convex",
-        ),
-    ),
-    claim(
-        "ours.fact6.polynomial",
-        "Fact 6, polynomial kernel, d = 2",
-        r"$-2\|c\|^2 - \|W\|^2 \le \nabla^2q \le 0$.",
-        reading("ours", "", _polynomial, cost=2.0, proof=r"$\nabla^2q = -2cc^\top - W^\top W$"),
-    ),
-    claim(
-        "ours.polynomial",
-        "The polynomial kernel tells inputs apart",
-        r"With $q = -\langle c, z\rangle^d - \frac12\|Wz\|^2$ (GEQ, Table 4) a solver "
-        r"started at 0 returns something that depends on $x$.",
-        printed(lambda draw: _degenerate(draw, offset=0.0)),
-        reading(
-            "offset 1",
-            r"$q = -(1 + \langle c, z\rangle)^d - \frac12\|Wz\|^2$",
-            lambda draw: _degenerate(draw, offset=1.0),
-            proof=r"$-\nabla q(0) = d\,c$",
-        ),
-        note=r"$T(0) = 0$ for every $x$ as printed: zero is an equilibrium of every input.",
-    ),
-)
+TRIALS: Trials = {
+    "ours.fact6.linear": tried(_linear, cost=4.0),
+    "ours.fact6.sigmoid": tried(_sigmoid, cost=2.0),
+    "ours.fact6.unique": tried(_sigmoid_unique, cost=4.0),
+    "ours.fact6.polynomial": tried(_polynomial, cost=2.0),
+    "ours.polynomial": {
+        "as printed": tried(_degenerate, offset=0.0),
+        "offset 1": tried(_degenerate, offset=1.0),
+    },
+}

@@ -16,10 +16,10 @@ from torch import Tensor
 from equilibria.certify import certify
 from equilibria.problems import MeanPatchEnergy, gaussian_sensitivity
 
-from .claim import Trial, claim, reading
-from .drawing import ACTIVATIONS, integer, norm, normal, spectral, uniform
-from .ours_layers import B, GaussLayer, draw_gauss
-from .searching import climb, evolve
+from .claim import Trial, Trials, Variant, tried
+from .drawing import Random, identity, norm, spectral, tensor
+from .numerics import climb, evolve
+from .ours_gaussian import B, GaussLayer, draw_gauss, scalar_layer
 
 Rule = Callable[[Tensor], float]
 """Patch energies at z = 0, [P] → γ."""
@@ -37,13 +37,8 @@ def _moved(layer: GaussLayer, features: Tensor, rule: Rule | None) -> GaussLayer
     """The same weights with W_h absorbed, at these features c̃ [P, k]; γ by the rule if given."""
     k = features.shape[1]
     gamma = layer.gamma if rule is None else rule(features.square().sum(1))
-    return GaussLayer(
-        layer.a.flatten(0, 1),
-        torch.eye(k, dtype=torch.float64),
-        features.flatten(),
-        gamma,
-        layer.sigma,
-    )
+    a, c = layer.a.flatten(0, 1), features.flatten()
+    return GaussLayer(a, identity(k), c, gamma, layer.sigma)
 
 
 def _constant(mu: float, kind: str) -> float:
@@ -66,27 +61,19 @@ def _two_inputs(
     one, two = _moved(layer, first, rule), _moved(layer, second, rule)
     start = one.equilibrium()
     moved = norm(start - two.equilibrium(start))
-    case = {
-        "mu": layer.mu,
-        "gamma": [one.gamma, two.gamma],
-        "activation": layer.sigma.name,
-        "A": one.w,
-        "features 1": first,
-        "features 2": second,
-    }
+    case = {"mu": layer.mu, "gamma": [one.gamma, two.gamma], "activation": layer.sigma.name}
+    case |= {"A": one.w, "features 1": first, "features 2": second}
     return Trial(moved / (_constant(layer.mu, kind) * apart + 1e-11), case)
 
 
-def _random_inputs(
-    draw: torch.Generator, rule: Rule | None, kind: str, high: float = 1.45
-) -> Trial | None:
-    layer = draw_gauss(draw, 0.05, high)
+def _random_inputs(draw: Random, *, rule: Rule | None, kind: str) -> Trial | None:
+    layer = draw_gauss(draw, 0.05, 1.45)
     first = layer.features
-    change = normal(draw, *first.shape) * 10.0 ** uniform(draw, -4.0, 0.5)
+    change = draw.normal(*first.shape) * 10.0 ** draw.uniform(-4.0, 0.5)
     return _two_inputs(layer, first, first + change / math.sqrt(layer.gamma), rule, kind)
 
 
-def _search_inputs(draw: torch.Generator, rule: Rule | None, kind: str) -> Iterator[Trial | None]:
+def _search_inputs(draw: Random, *, rule: Rule | None, kind: str) -> Iterator[Trial | None]:
     """n = 1, two patches of one channel, two nearby inputs; Nelder–Mead, Powell, evolution."""
     for mu in (0.4, 0.7, 0.95, 1.3):
         for name in ("identity", "relu"):
@@ -95,20 +82,19 @@ def _search_inputs(draw: torch.Generator, rule: Rule | None, kind: str) -> Itera
                 if norm(at[:2]) < 1e-6 or norm(at[4:6]) < 1e-9:
                     return None
                 a = at[:2] * (mu / norm(at[:2]))
-                one = torch.ones(1, 1, dtype=torch.float64)
-                layer = GaussLayer(a[:, None], one, at[2:4], 1.0, ACTIVATIONS[name])
+                layer = scalar_layer(a, at[2:4], 1.0, name)
                 near = at[2:4] + at[4:6] * (1e-4 / norm(at[4:6]))
                 return _two_inputs(layer, at[2:4, None], near[:, None], rule, kind)
 
-            yield from climb(attempt, [normal(draw, 6)], evaluations=150)
+            yield from climb(attempt, [draw.normal(6)], evaluations=150)
             if name == "identity":
                 box = [(-1.0, 1.0)] * 2 + [(-3.0, 3.0)] * 2 + [(-1.0, 1.0)] * 2
                 yield from evolve(attempt, box, draw, generations=5, population=6)
 
 
-def _sharp(draw: torch.Generator) -> Trial:
+def _sharp(draw: Random) -> Trial:
     """n = 1, two patches at s = 0 and s = 3/2, the best split of ρ ≤ μ: Λ(μ) over what is met."""
-    mu, gamma = uniform(draw, 0.05, 1.45), 10.0 ** uniform(draw, -1.0, 1.0)
+    mu, gamma = draw.uniform(0.05, 1.45), 10.0 ** draw.uniform(-1.0, 1.0)
     angle = torch.linspace(0.0, math.pi / 2.0, 20001, dtype=torch.float64)
     best, rho, theta = 0.0, mu, 0.0
     for size in mu * torch.linspace(0.02, 1.0, 50, dtype=torch.float64):
@@ -117,24 +103,23 @@ def _sharp(draw: torch.Generator) -> Trial:
         at = int(found.argmax())
         if float(found[at]) > best:
             best, rho, theta = float(found[at]), float(size), float(angle[at])
-    a = rho * torch.tensor([math.cos(theta), math.sin(theta)], dtype=torch.float64)
-    h = torch.tensor([0.0, math.sqrt(1.5 / gamma)], dtype=torch.float64)
+    a = rho * tensor([math.cos(theta), math.sin(theta)])
+    h = tensor([0.0, math.sqrt(1.5 / gamma)])
     star = float((a * torch.exp(-gamma * h * h) * h).sum())
     c = h + a * star
-    push = a * torch.tensor([1.0, -B], dtype=torch.float64)
+    push = a * tensor([1.0, -B])
     step = push * (1e-5 / (norm(push) * math.sqrt(gamma)))
-    one = torch.ones(1, 1, dtype=torch.float64)
-    layer = GaussLayer(a[:, None], one, c, gamma, ACTIVATIONS["identity"])
+    layer = scalar_layer(a, c, gamma)
     sides = [dataclasses.replace(layer, c=c + sign * step).equilibrium() for sign in (1.0, -1.0)]
     met = norm(sides[0] - sides[1]) / norm(2.0 * step)
     case = {"mu": mu, "gamma": gamma, "A": a, "c": c, "direction": push, "met": met}
     return Trial(_constant(mu, "sharp") / met, case)
 
 
-def _min_growth(draw: torch.Generator) -> Trial:
+def _min_growth(draw: Random) -> Trial:
     """P patches of μ/√P at s = 3/2 and one that sets γ: at least 1.8332√P·μ/m."""
-    patches = 4 ** integer(draw, 0, 5)
-    return _min_family(patches, uniform(draw, 0.1, 1.3), 10.0 ** uniform(draw, -1.0, 1.0))
+    patches = 4 ** draw.integer(0, 5)
+    return _min_family(patches, draw.uniform(0.1, 1.3), 10.0 ** draw.uniform(-1.0, 1.0))
 
 
 def _min_family(patches: int, mu: float, gamma: float) -> Trial:
@@ -157,33 +142,31 @@ def _min_layer(patches: int, mu: float, gamma: float) -> tuple[GaussLayer, Tenso
     features[-1, 0] = math.sqrt(0.2 / gamma)
     change = torch.zeros_like(features)
     change[-1, 0] = 1e-5 / math.sqrt(gamma)
-    one = torch.ones(1, 1, dtype=torch.float64)
-    layer = GaussLayer(a[:, None], one, features[:, 0], gamma, ACTIVATIONS["identity"])
-    return layer, features, change
+    return scalar_layer(a, features[:, 0], gamma), features, change
 
 
-def _any_rule(draw: torch.Generator) -> Iterator[Trial | None]:
+def _any_rule(draw: Random, *, rule: Rule, kind: str) -> Iterator[Trial | None]:
     """The min rule's family: the ratio grows with the number of patches."""
     for patches in (1, 4, 16, 64, 256):
         layer, features, change = _min_layer(patches, 0.6, 1.0)
-        found = _two_inputs(layer, features, features + change, _min_rule, "plain")
+        found = _two_inputs(layer, features, features + change, rule, kind)
         if found is not None:
             told = "P rows 0.6/sqrt(P) at energy 1.5, one row 0 whose energy 0.2 sets gamma = 1"
             yield Trial(found.ratio, {"patches P": patches, "mu": 0.6, "layer": told})
-    yield from _search_inputs(draw, _min_rule, "plain")
+    yield from _search_inputs(draw, rule=rule, kind=kind)
 
 
 @torch.no_grad()
-def _local(draw: torch.Generator) -> Trial:
+def _local(draw: Random) -> Trial:
     """dz*/dc by the implicit function theorem against certify's lipschitz_local, γ held fixed."""
     layer = draw_gauss(draw, 0.05, 1.45, flat=True)
     star = layer.equilibrium()
     h = layer.features[0] - layer.a[0] @ star
     s = layer.gamma * float(h @ h)
-    eye = torch.eye(len(h), dtype=torch.float64)
+    eye = identity(len(h))
     block = math.exp(-s) * (eye - 2.0 * layer.gamma * torch.outer(h, h))
     slope = layer.sigma.slope(layer.force(star))[:, None]
-    whole = torch.eye(len(star), dtype=torch.float64) - layer.slope(star)
+    whole = identity(len(star)) - layer.slope(star)
     moved = spectral(torch.linalg.solve(whole, slope * (layer.a[0].mT @ block)))
     found = certify(layer.problem(), z=layer.state(star))
     assert found.lipschitz_local is not None
@@ -193,126 +176,26 @@ def _local(draw: torch.Generator) -> Trial:
     return Trial(ratio, {**layer.case(), "true": moved, "local bound": local})
 
 
-_SHARP = (
-    r"monotonicity of $\partial f$ and $-bI \preceq \bar B \preceq I$ for the mean Hessian blocks, "
-    r"so $\bar B^2 \preceq (1-b)\bar B + bI$; then the maximum over $\rho \le \mu$"
-)
+def _compared(rule: Rule | None, kind: str, *, searched: bool = True) -> Variant:
+    """Two inputs of one layer, at random and by optimizers."""
+    search = _search_inputs if searched else None
+    return tried(_random_inputs, search, rule=rule, kind=kind, tolerance=1e-5, cost=2.0)
 
-CLAIMS = (
-    claim(
-        "ours.fact5",
-        "Fact 5, Lipschitz constant for a fixed γ",
-        r"$\|z^*(x_1) - z^*(x_2)\| \le \Lambda(\mu)\|\tilde c_1 - \tilde c_2\|$, "
-        r"$b = 2e^{-3/2}$: $\Lambda = \mu/(1+\mu^2)$ for $\mu^2 \le (1-b)/(1+b)$, "
-        r"$(1-b)/(2\sqrt{1-b-b\mu^2})$ up to $\mu^2 = (1-b)/(b(1+b))$, $b\mu/(1-b\mu^2)$ above.",
-        reading(
-            "ours",
-            "",
-            lambda draw: _random_inputs(draw, None, "sharp"),
-            lambda draw: _search_inputs(draw, None, "sharp"),
-            tolerance=1e-5,
-            cost=2.0,
-            proof=_SHARP,
+
+TRIALS: Trials = {
+    "ours.fact5": _compared(None, "sharp"),
+    "ours.fact5.sharp": tried(_sharp, tolerance=1e-3, cost=8.0),
+    "ours.fact5.local": tried(_local, cost=4.0),
+    "ours.fact5.rule": {
+        "gamma = 0.2 / min energy (GEQ Section 4.1)": tried(
+            _random_inputs, _any_rule, rule=_min_rule, kind="plain", tolerance=1e-5, cost=2.0
         ),
-    ),
-    claim(
-        "ours.fact5.sharp",
-        "Fact 5 is sharp",
-        r"For every $\mu < 1.4969$ a layer with $n = 1$ and two patches, $s = 0$ and "
-        r"$s = 3/2$, has the Lipschitz constant $\Lambda(\mu)$; the ratio is $\Lambda$ over met.",
-        reading(
-            "ours",
-            "",
-            _sharp,
-            tolerance=1e-3,
-            cost=8.0,
-            proof="the two blocks of this layer are the ends of the interval, so every step of "
-            "fact 5's proof is an equality",
-        ),
-    ),
-    claim(
-        "ours.fact5.local",
-        "Fact 5 at one input",
-        r"`certify(...).lipschitz_local` bounds $\|\partial z^*/\partial c\|_2$ there.",
-        reading("ours", "", _local, cost=4.0),
-    ),
-    claim(
-        "ours.fact5.rule",
-        "Fact 5 and the rule for γ",
-        r"$\|z^*(x_1) - z^*(x_2)\| \le (\mu/m)\|\tilde c_1 - \tilde c_2\|$ whatever rule "
-        r"gives $\gamma$, since $\gamma$ is detached.",
-        reading(
-            "gamma = 0.2 / min energy (GEQ Section 4.1)",
-            "",
-            lambda draw: _random_inputs(draw, _min_rule, "plain"),
-            _any_rule,
-            tolerance=1e-5,
-            cost=2.0,
-        ),
-        reading(
-            "gamma fixed",
-            r"$\gamma$ does not depend on the input",
-            lambda draw: _random_inputs(draw, None, "plain"),
-            lambda draw: _search_inputs(draw, None, "plain"),
-            tolerance=1e-5,
-            cost=2.0,
-            proof=r"$-\nabla q$ moves by at most $\mu\|\tilde c_1 - \tilde c_2\|$, and the "
-            "objective is $m$-strongly convex",
-        ),
-        note="Detaching changes the gradient, not the map. With the minimum of the patch energies "
-        "no constant exists that does not grow with the number of patches.",
-    ),
-    claim(
-        "ours.fact5.mean",
-        "Fact 5 for the mean rule",
-        r"With $\gamma = 0.2/\text{mean energy}$ the constant is at most "
-        r"$(1 + 2(3/2)^{3/2}e^{-3/2}/\sqrt{0.2})\,\mu/m = 2.833\,\mu/m$.",
-        reading(
-            "ours",
-            "",
-            lambda draw: _random_inputs(draw, _mean_rule, "mean"),
-            lambda draw: _search_inputs(draw, _mean_rule, "mean"),
-            tolerance=1e-5,
-            cost=2.0,
-            proof=r"$|d\gamma| \le 2\gamma|d\tilde c|/\sqrt{PE}$, "
-            r"$|d(e^{-\gamma h^2}h)/d\gamma| \le 0.40992\,\gamma^{-3/2}$ for each "
-            r"patch, and $\gamma E = 0.2$",
-        ),
-    ),
-    claim(
-        "ours.fact5.mean_sharp",
-        "The sharp constant and the mean rule",
-        r"$\Lambda(\mu)$ of a fixed $\gamma$ also bounds the mean rule.",
-        reading(
-            "gamma = 0.2 / mean energy",
-            "",
-            lambda draw: _random_inputs(draw, _mean_rule, "sharp"),
-            lambda draw: _search_inputs(draw, _mean_rule, "sharp"),
-            tolerance=1e-5,
-            cost=2.0,
-        ),
-        reading(
-            "gamma fixed",
-            r"$\gamma$ does not depend on the input",
-            lambda draw: _random_inputs(draw, None, "sharp"),
-            tolerance=1e-5,
-            cost=2.0,
-            proof=_SHARP,
-        ),
-    ),
-    claim(
-        "ours.fact5.min",
-        "Fact 5: no constant for the min rule",
-        r"With $\gamma = 0.2/\text{least energy}$ there are layers of $P + 1$ patches "
-        r"whose Lipschitz constant is at least $2(3/2)^{3/2}e^{-3/2}/\sqrt{0.2}\cdot\sqrt P\,\mu/m "
-        r"= 1.833\sqrt P\,\mu/m$; the ratio is that over met.",
-        reading(
-            "ours",
-            "",
-            _min_growth,
-            tolerance=1e-4,
-            cost=2.0,
-            proof="the derivative of this equilibrium in the last patch, in closed form",
-        ),
-    ),
-)
+        "gamma fixed": _compared(None, "plain"),
+    },
+    "ours.fact5.mean": _compared(_mean_rule, "mean"),
+    "ours.fact5.mean_sharp": {
+        "gamma = 0.2 / mean energy": _compared(_mean_rule, "sharp"),
+        "gamma fixed": _compared(None, "sharp", searched=False),
+    },
+    "ours.fact5.min": tried(_min_growth, tolerance=1e-4, cost=2.0),
+}

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from .claim import FEW, Outcome, Record
+from .claim import FEW, Outcome, Record, Worst
 
 _WHY_NONE = (
     "the random trials already violate the reading or never met its premise, or it has no "
@@ -23,10 +23,6 @@ def ratio_text(ratio: float) -> str:
     if 0.999 < ratio < 1.001 and ratio != 1.0:
         return f"{ratio:.7f}"
     return f"{ratio:.4g}"
-
-
-def anchor(identifier: str) -> str:
-    return identifier.replace(".", "-").lower()
 
 
 def audit_page(records: Sequence[Record], command: str) -> str:
@@ -72,7 +68,7 @@ def _table(records: Iterable[Record]) -> list[str]:
         "| --- | --- | --- | ---: | ---: | ---: | --- |",
     ]
     for record in records:
-        link = f"[{_cell(record.where)}](#{anchor(record.id)})"
+        link = f"[{_cell(record.where)}](#{_anchor(record)})"
         for number, outcome in enumerate(record.outcomes):
             first = number == 0
             worst = "–" if outcome.worst is None else ratio_text(outcome.worst.ratio)
@@ -96,6 +92,10 @@ def _verdict(outcome: Outcome) -> str:
     return _MARKS[outcome.verdict] + (f" ({', '.join(marks)})" if marks else "")
 
 
+def _anchor(record: Record) -> str:
+    return record.id.replace(".", "-").lower()
+
+
 def _cell(text: str) -> str:
     return text.replace("|", "\\|")
 
@@ -103,7 +103,7 @@ def _cell(text: str) -> str:
 def claim_section(record: Record) -> str:
     """One claim: its statement, the verdict, every reading, the counterexample, the note."""
     lines = [
-        f"### {record.where} {{#{anchor(record.id)}}}",
+        f"### {record.where} {{#{_anchor(record)}}}",
         "",
         f"`{record.id}`. {record.statement}",
         "",
@@ -113,15 +113,11 @@ def claim_section(record: Record) -> str:
     lines += [_reading(outcome) for outcome in record.outcomes]
     if record.note:
         lines += ["", record.note]
-    shown = record.printed if record.verdict in ("fails", "holds under") else None
-    if shown is not None and shown.worst is not None:
-        lines += ["", *_counterexample(shown)]
-    return _trimmed("\n".join(lines)) + "\n"
-
-
-def _trimmed(text: str) -> str:
-    """Formulas without spaces next to their dollars, which would make them plain text."""
-    return re.sub(r"\$\s*([^$\n]+?)\s*\$", r"$\1$", text)
+    worst = record.printed.worst
+    if record.verdict in ("fails", "holds under") and worst is not None:
+        lines += ["", *_counterexample(worst)]
+    # Spaces next to the dollars of a formula would make it plain text.
+    return re.sub(r"\$\s*([^$\n]+?)\s*\$", r"$\1$", "\n".join(lines)) + "\n"
 
 
 def _reading(outcome: Outcome) -> str:
@@ -142,9 +138,7 @@ def _reading(outcome: Outcome) -> str:
     return f"- *{outcome.name}*{needs}: {', '.join(parts)}.{proof}"
 
 
-def _counterexample(outcome: Outcome) -> list[str]:
-    assert outcome.worst is not None
-    worst = outcome.worst
+def _counterexample(worst: Worst) -> list[str]:
     which = f"{worst.source} trial {worst.index}"
     if worst.source == "climb":
         which = f"move {worst.index} of the climb from random trial {worst.start}"

@@ -5,34 +5,30 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from .claim import Claim, Trial, claim, printed, reading
-from .drawing import integer, log_uniform, norm, normal, spectral, uniform
+from .claim import Trial, Trials, tried
+from .drawing import Random, identity, norm, ones, spectral, zeros
 
 EXACT = 1e-8
 """How far two computations of one number may lie apart, relative to its size."""
 
 
-# ---------------------------------------------------------------- monotone operators, 2.3
-
-
-def _subgradients(draw: torch.Generator) -> Trial:
+def _subgradients(draw: Random) -> Trial:
     """∂f for f = Σ wᵢ|x − tᵢ| + ½qx² is monotone, and I + ∂f is onto (Minty: maximal)."""
-    count = integer(draw, 1, 5)
-    w, t = normal(draw, count).abs(), normal(draw, count)
-    q = uniform(draw, 0.0, 2.0)
+    count = draw.integer(1, 5)
+    w, t = draw.normal(count).abs(), draw.normal(count)
+    q = draw.uniform(0.0, 2.0)
 
     def edge(x: float, side: float) -> float:
         signs = torch.where(t == x, torch.full_like(t, side), torch.sign(x - t))
         return float((w * signs).sum()) + q * x
 
-    a, b = sorted((uniform(draw, -2, 2), uniform(draw, -2, 2)))
+    a, b = sorted((draw.uniform(-2, 2), draw.uniform(-2, 2)))
     falls = max(0.0, edge(a, 1.0) - edge(b, -1.0)) if a < b else 0.0
-    target, low, high = uniform(draw, -9, 9), -100.0, 100.0
+    target, low, high = draw.uniform(-9, 9), -100.0, 100.0
     for knot in sorted(t.tolist()):
         # A knot takes a whole interval of targets: bisection alone would only come near it.
         if knot + edge(knot, -1.0) <= target <= knot + edge(knot, 1.0):
@@ -45,22 +41,22 @@ def _subgradients(draw: torch.Generator) -> Trial:
     return Trial((falls + miss) / EXACT, {"weights": w.tolist(), "knots": t.tolist(), "q": q})
 
 
-def _strongly(draw: torch.Generator, factor: float) -> Trial:
-    n, m = integer(draw, 1, 5), log_uniform(draw, 0.05, 3.0)
-    W = normal(draw, n, n)
+def _strongly(draw: Random, factor: float) -> Trial:
+    n, m = draw.integer(1, 5), draw.log_uniform(0.05, 3.0)
+    W = draw.normal(n, n)
     low = float(torch.linalg.eigvalsh(W + W.T)[0])
-    W = W + 0.5 * (factor * m - low) * torch.eye(n, dtype=W.dtype)  # W + Wᵀ ⪰ factor·m·I
+    W = W + 0.5 * (factor * m - low) * identity(n)  # W + Wᵀ ⪰ factor·m·I
     v = torch.linalg.eigh(W + W.T).eigenvectors[:, 0]
     return Trial(m / float(v @ W @ v), {"n": n, "m": m})
 
 
-def _parametrized(draw: torch.Generator) -> Trial:
+def _parametrized(draw: Random) -> Trial:
     """Every W with I − W ⪰ mI is (1 − m)I − AᵀA + B − Bᵀ, and every such W has I − W ⪰ mI."""
-    n, m = integer(draw, 1, 6), log_uniform(draw, 0.05, 3.0)
-    eye = torch.eye(n, dtype=torch.float64)
-    W = normal(draw, n, n) * log_uniform(draw, 0.1, 5.0)
+    n, m = draw.integer(1, 6), draw.log_uniform(0.05, 3.0)
+    eye = identity(n)
+    W = draw.normal(n, n) * draw.log_uniform(0.1, 5.0)
     low = float(torch.linalg.eigvalsh(2 * eye - W - W.T)[0]) / 2
-    W = W + (low - m - uniform(draw, 0.0, 1.0)) * eye
+    W = W + (low - m - draw.uniform(0.0, 1.0)) * eye
     values, vectors = torch.linalg.eigh(eye - (W + W.T) / 2 - m * eye)
     A = values.clamp_min(0).sqrt()[:, None] * vectors.T
     B = (W - W.T) / 4
@@ -70,34 +66,31 @@ def _parametrized(draw: torch.Generator) -> Trial:
     return Trial(error / EXACT, {"n": n, "m": m})
 
 
-def _square(draw: torch.Generator, *, normal_only: bool = False) -> Tensor:
-    n = integer(draw, 2, 5)
-    J = normal(draw, n, n)
+def _square(draw: Random, *, normal_only: bool = False) -> Tensor:
+    n = draw.integer(2, 5)
+    J = draw.normal(n, n)
     if normal_only:
         q, _ = torch.linalg.qr(J)
-        J = q @ torch.diag(normal(draw, n)) @ q.T
-    return J * (uniform(draw, 0.1, 0.95) / float(torch.linalg.eigvals(J).abs().max()))
+        J = q @ torch.diag(draw.normal(n)) @ q.T
+    return J * (draw.uniform(0.1, 0.95) / float(torch.linalg.eigvals(J).abs().max()))
 
 
 def _radius(J: Tensor) -> float:
     return float(torch.linalg.eigvals(J).abs().max())
 
 
-def _norm_is_radius(draw: torch.Generator, normal_only: bool) -> Trial:
+def _norm_is_radius(draw: Random, normal_only: bool) -> Trial:
     J = _square(draw, normal_only=normal_only)
     return Trial(spectral(J) / _radius(J), {"J": J.tolist()})
 
 
-def _least_singular(draw: torch.Generator, by_norm: bool) -> Trial | None:
+def _least_singular(draw: Random, by_norm: bool) -> Trial | None:
     J = _square(draw)
     size = spectral(J) if by_norm else _radius(J)
     if size >= 1:
         return None
-    least = float(torch.linalg.svdvals(torch.eye(len(J), dtype=J.dtype) - J)[-1])
+    least = float(torch.linalg.svdvals(identity(len(J)) - J)[-1])
     return Trial((1 - size) / least, {"J": J.tolist()})
-
-
-# ---------------------------------------------------------------- gradient descent, 2.5
 
 
 @dataclass(frozen=True)
@@ -127,26 +120,26 @@ class Smooth:
         return float(torch.linalg.eigvalsh(self.H)[0])
 
 
-def _smooth(draw: torch.Generator, *, waves: bool, strong: bool) -> tuple[Smooth, Tensor]:
-    n, k = integer(draw, 1, 4), integer(draw, 1, 4)
-    root = normal(draw, n, n)
-    H = root @ root.T + log_uniform(draw, 1e-3, 1.0) * torch.eye(n, dtype=root.dtype)
+def _smooth(draw: Random, *, waves: bool, strong: bool) -> tuple[Smooth, Tensor]:
+    n, k = draw.integer(1, 4), draw.integer(1, 4)
+    root = draw.normal(n, n)
+    H = root @ root.T + draw.log_uniform(1e-3, 1.0) * identity(n)
     if not strong:
         H = torch.zeros_like(H)
-    return Smooth(H, normal(draw, k, n), normal(draw, k).abs(), waves), 3 * normal(draw, n)
+    return Smooth(H, draw.normal(k, n), draw.normal(k).abs(), waves), 3 * draw.normal(n)
 
 
-def _cocoercive(draw: torch.Generator, reverse: bool) -> Trial | None:
+def _cocoercive(draw: Random, reverse: bool) -> Trial | None:
     f, x = _smooth(draw, waves=False, strong=True)
-    y = x + normal(draw, len(x)) * log_uniform(draw, 1e-2, 3.0)
+    y = x + draw.normal(len(x)) * draw.log_uniform(1e-2, 3.0)
     d = f.gradient(x) - f.gradient(y)
     inner, square = float((x - y) @ d), float(d @ d) / f.smoothness
     return Trial(square / inner if reverse else inner / square, {"n": len(x)})
 
 
-def _descent(draw: torch.Generator) -> Trial | None:
+def _descent(draw: Random) -> Trial | None:
     f, x = _smooth(draw, waves=True, strong=False)
-    eta = uniform(draw, 0.05, 1.0) / f.smoothness
+    eta = draw.uniform(0.05, 1.0) / f.smoothness
     g = f.gradient(x)
     if norm(g) < 1e-4:
         return None
@@ -154,10 +147,10 @@ def _descent(draw: torch.Generator) -> Trial | None:
     return Trial(0.5 * eta * float(g @ g) / max(fall, 1e-300), {"n": len(x), "eta": eta})
 
 
-def _critical(draw: torch.Generator) -> Trial | None:
+def _critical(draw: Random) -> Trial | None:
     f, x = _smooth(draw, waves=True, strong=False)
     L, start = f.smoothness, f.value(x)
-    eps = math.sqrt(2 * L * start / integer(draw, 3, 60)) if start > 0 else 0.0
+    eps = math.sqrt(2 * L * start / draw.integer(3, 60)) if start > 0 else 0.0
     if eps == 0.0:
         return None
     most = math.floor(2 * L * start / eps**2 + 1e-9)
@@ -168,16 +161,16 @@ def _critical(draw: torch.Generator) -> Trial | None:
     return Trial(least / eps, {"n": len(x), "iterations": most})
 
 
-def _gradient_bounds(draw: torch.Generator) -> Trial:
+def _gradient_bounds(draw: Random) -> Trial:
     f, x = _smooth(draw, waves=False, strong=True)
     mu, value, g = f.strength, f.value(x), f.gradient(x)
     upper, lower = float(g @ g) / (2 * mu), mu / 2 * float(x @ x)
     return Trial(max(value / upper, lower / value), {"n": len(x), "mu": mu})
 
 
-def _rate(draw: torch.Generator) -> Trial:
+def _rate(draw: Random) -> Trial:
     f, x = _smooth(draw, waves=False, strong=True)
-    return _descend(f, x, 1 - f.strength / f.smoothness, integer(draw, 1, 30))
+    return _descend(f, x, 1 - f.strength / f.smoothness, draw.integer(1, 30))
 
 
 def _descend(f: Smooth, x: Tensor, factor: float, steps: int) -> Trial:
@@ -191,19 +184,19 @@ def _descend(f: Smooth, x: Tensor, factor: float, steps: int) -> Trial:
     return Trial(left / bound if bound > 0 else math.inf, case)
 
 
-def _pl_rate(draw: torch.Generator, half: bool) -> Trial:
+def _pl_rate(draw: Random, half: bool) -> Trial:
     """‖∇f‖² ≥ μf holds with μ = 2λ_min(H) on a quadratic, with equality along an eigenvector."""
-    n = integer(draw, 1, 4)
-    root = normal(draw, n, n)
-    H = root @ root.T + 0.05 * torch.eye(n, dtype=root.dtype)
-    f = Smooth(H, torch.zeros(1, n, dtype=H.dtype), torch.zeros(1, dtype=H.dtype), False)
+    n = draw.integer(1, 4)
+    root = draw.normal(n, n)
+    H = root @ root.T + 0.05 * identity(n)
+    f = Smooth(H, zeros(1, n), zeros(1), False)
     factor = 1 - (0.5 if half else 1.0) * 2 * f.strength / f.smoothness
-    return _descend(f, normal(draw, n), factor, integer(draw, 1, 10))
+    return _descend(f, draw.normal(n), factor, draw.integer(1, 10))
 
 
-def _pl_family(draw: torch.Generator, half: bool) -> Iterator[Trial]:
+def _pl_family(draw: Random, half: bool) -> Iterator[Trial]:
     # f = ½x²: ‖f′‖² = 2f, so μ = 2 and L = 1: the printed factor 1 − μ/L is −1.
-    one = torch.ones(1, 1, dtype=torch.float64)
+    one = ones(1, 1)
     f = Smooth(one, 0 * one, 0 * one[0], False)
     yield _descend(f, one[0], 1 - (1.0 if half else 2.0), 1)
     # f = x² + 3 sin²x = x² + (3/2)(1 − cos 2x), not convex: μ = 1/16 (Karimi et al.), L = 8.
@@ -213,7 +206,7 @@ def _pl_family(draw: torch.Generator, half: bool) -> Iterator[Trial]:
         yield _descend(wave, x, 1 - (0.5 if half else 1.0) / 16 / 8, 12)
 
 
-def _path_length(draw: torch.Generator, constant: float) -> Trial:
+def _path_length(draw: Random, constant: float) -> Trial:
     f, x = _smooth(draw, waves=False, strong=True)
     mu, L = 2 * f.strength, f.smoothness  # ‖∇f‖² ≥ 2·strength·f
     bound, length = constant * math.sqrt(f.value(x) / mu), 0.0
@@ -224,24 +217,21 @@ def _path_length(draw: torch.Generator, constant: float) -> Trial:
     return Trial(length / bound, {"n": len(x), "mu": mu, "L": L})
 
 
-# ---------------------------------------------------------------- tangent kernels, 2.6
-
-
-def _spectral_theorem(draw: torch.Generator) -> Trial:
-    n = integer(draw, 1, 7)
-    S = normal(draw, n, n)
+def _spectral_theorem(draw: Random) -> Trial:
+    n = draw.integer(1, 7)
+    S = draw.normal(n, n)
     S = S + S.T
     values, vectors = torch.linalg.eigh(S)
     error = norm(vectors @ torch.diag(values) @ vectors.T - S) / norm(S)
-    error += norm(vectors.T @ vectors - torch.eye(n, dtype=S.dtype))
+    error += norm(vectors.T @ vectors - identity(n))
     return Trial(error / EXACT, {"n": n})
 
 
-def _output_flow(draw: torch.Generator, mean: bool) -> Trial:
+def _output_flow(draw: Random, mean: bool) -> Trial:
     """dŷ/dt along θ̇ = −∇L, by a central difference, against −K(ŷ − y), for a tanh network."""
-    d, h, N = integer(draw, 1, 3), integer(draw, 2, 5), integer(draw, 2, 4)
-    X, y = normal(draw, N, d), normal(draw, N)
-    theta = normal(draw, h * d + h)
+    d, h, N = draw.integer(1, 3), draw.integer(2, 5), draw.integer(2, 4)
+    X, y = draw.normal(N, d), draw.normal(N)
+    theta = draw.normal(h * d + h)
 
     def outputs(v: Tensor) -> Tensor:
         return torch.tanh(X @ v[: h * d].reshape(d, h)) @ v[h * d :] / h
@@ -256,14 +246,14 @@ def _output_flow(draw: torch.Generator, mean: bool) -> Trial:
     return Trial(norm(speed - wanted) / (1e-5 * norm(wanted) + rounding), {"N": N, "hidden": h})
 
 
-def _warped(draw: torch.Generator) -> tuple[Tensor, float, Tensor, Tensor]:
+def _warped(draw: Random) -> tuple[Tensor, float, Tensor, Tensor]:
     """F(θ) = t + ε sin t, t = Mθ: J = diag(1 + ε cos t)M, so λ_min(K) ≥ (1 − ε)²σ_min(M)²."""
-    N = integer(draw, 1, 4)
-    M = normal(draw, N, N + integer(draw, 0, 4))
-    return M, uniform(draw, 0.0, 0.5), normal(draw, N), normal(draw, M.shape[1])
+    N = draw.integer(1, 4)
+    M = draw.normal(N, N + draw.integer(0, 4))
+    return M, draw.uniform(0.0, 0.5), draw.normal(N), draw.normal(M.shape[1])
 
 
-def _uniformly_conditioned(draw: torch.Generator) -> Trial:
+def _uniformly_conditioned(draw: Random) -> Trial:
     M, eps, y, theta = _warped(draw)
     t = M @ theta
     J = (1 + eps * torch.cos(t))[:, None] * M
@@ -273,7 +263,7 @@ def _uniformly_conditioned(draw: torch.Generator) -> Trial:
     return Trial(mu * 0.5 * float(rest @ rest) / float(g @ g), {"N": len(y), "eps": eps})
 
 
-def _globally(draw: torch.Generator) -> Trial | None:
+def _globally(draw: Random) -> Trial | None:
     """Theorem 2.6.3 with κ = ημ/2, η = 1/β, and the ball of R = 4√(L₀/μ)."""
     M, eps, y, theta = _warped(draw)
     mu = 2 * ((1 - eps) * float(torch.linalg.svdvals(M)[-1])) ** 2
@@ -298,210 +288,85 @@ def _globally(draw: torch.Generator) -> Trial | None:
     return Trial(worst, {"N": len(y), "eps": eps, "mu": mu, "beta": beta})
 
 
-# ---------------------------------------------------------------- appendices A and B
-
-
-def _implicit_function(draw: torch.Generator) -> Trial:
+def _implicit_function(draw: Random) -> Trial:
     """z = tanh(Wz + Vp), ‖W‖ < 1: dz/dp by central differences against −(∂g/∂z)⁻¹∂g/∂p."""
-    n, k = integer(draw, 1, 4), integer(draw, 1, 3)
-    W, V = normal(draw, n, n), normal(draw, n, k)
+    n, k = draw.integer(1, 4), draw.integer(1, 3)
+    W, V = draw.normal(n, n), draw.normal(n, k)
     W = W * (0.8 / spectral(W))
-    p, move = normal(draw, k), normal(draw, k)
+    p, move = draw.normal(k), draw.normal(k)
 
     def solved(at: Tensor) -> Tensor:
-        z = torch.zeros(n, dtype=at.dtype)
+        z = zeros(n)
         for _ in range(200):
             z = torch.tanh(W @ z + V @ at)
         return z
 
     slope = 1 - solved(p) ** 2
-    eye = torch.eye(n, dtype=W.dtype)
+    eye = identity(n)
     wanted = torch.linalg.solve(eye - slope[:, None] * W, slope * (V @ move))
     found = (solved(p + 1e-5 * move) - solved(p - 1e-5 * move)) / 2e-5
     # Where tanh is flat the difference is rounding, about 1e-11.
     return Trial(norm(found - wanted) / (1e-5 * norm(wanted) + 1e-9), {"n": n, "k": k})
 
 
-def _weight_tied(draw: torch.Generator) -> Trial:
+def _weight_tied(draw: Random) -> Trial:
     """Block i of the tied state holds the i-th layer's activation after i steps."""
-    depth, n = integer(draw, 1, 5), integer(draw, 1, 4)
-    Ws, bs = [normal(draw, n, n) for _ in range(depth)], [normal(draw, n) for _ in range(depth)]
-    sigmas = [(torch.tanh, torch.relu, torch.sigmoid)[integer(draw, 0, 2)] for _ in range(depth)]
-    x = normal(draw, n)
+    depth, n = draw.integer(1, 5), draw.integer(1, 4)
+    Ws, bs = [draw.normal(n, n) for _ in range(depth)], [draw.normal(n) for _ in range(depth)]
+    sigmas = [(torch.tanh, torch.relu, torch.sigmoid)[draw.integer(0, 2)] for _ in range(depth)]
+    x = draw.normal(n)
     wanted = x
     for W, b, sigma in zip(Ws, bs, sigmas, strict=True):
         wanted = sigma(W @ wanted + b)
-    big = torch.zeros(depth * n, depth * n, dtype=torch.float64)
+    big = zeros(depth * n, depth * n)
     for i in range(1, depth):
         big[i * n : (i + 1) * n, (i - 1) * n : i * n] = Ws[i]
-    source = torch.cat([Ws[0] @ x, torch.zeros((depth - 1) * n, dtype=torch.float64)])
-    z = normal(draw, depth * n)  # the start does not matter
+    source = torch.cat([Ws[0] @ x, zeros((depth - 1) * n)])
+    z = draw.normal(depth * n)  # the start does not matter
     for _ in range(depth):
         parts = (big @ z + source + torch.cat(bs)).split(n)
         z = torch.cat([sigma(part) for sigma, part in zip(sigmas, parts, strict=True)])
     return Trial(norm(z[-n:] - wanted) / EXACT, {"depth": depth, "n": n})
 
 
-CLAIMS: tuple[Claim, ...] = (
-    claim(
-        "thesis.lemma2.3.1",
-        "Lemma 2.3.1",
-        r"$\partial f$ is maximal monotone iff $f$ is convex, closed and proper (tried: if, in one "
-        "dimension, maximality by Minty's theorem).",
-        printed(_subgradients),
-    ),
-    claim(
-        "thesis.lemma2.3.2",
-        "Lemma 2.3.2",
-        r"$F(x) = Wx + h$ is strongly monotone (with parameter $m$) if $W + W^\top \succeq mI$.",
-        printed(partial(_strongly, factor=1.0)),
-        reading(
-            "twice",
-            r"$W + W^\top \succeq 2mI$, as the thesis itself uses it afterwards",
-            partial(_strongly, factor=2.0),
-        ),
-        note=r"$\langle Wv, v\rangle = \frac12 v^\top(W + W^\top)v$ gives the modulus $m/2$.",
-    ),
-    claim(
-        "thesis.prop1",
-        "Proposition 1",
-        r"$I - W \succeq mI$ iff $W = (1 - m)I - A^\top A + B - B^\top$ for some $A$, $B$.",
-        printed(_parametrized),
-    ),
-    claim(
-        "thesis.eq2.6",
-        "Eq 2.6",
-        r"$\|J\|_2 = \rho(J) = \max_i |\lambda_i(J)|$.",
-        printed(partial(_norm_is_radius, normal_only=False)),
-        reading("normal", "J normal", partial(_norm_is_radius, normal_only=True)),
-        note="The spectral radius is not the largest singular value.",
-    ),
-    claim(
-        "thesis.eq2.8",
-        "Eq 2.8 and the line before",
-        r"The smallest singular value of $I - J$ is (at least) $1 - \rho(J)$.",
-        printed(partial(_least_singular, by_norm=False)),
-        reading(
-            "by the norm",
-            r"$\rho(J)$ read as $\|J\|_2 < 1$ and equality as $\ge$",
-            partial(_least_singular, by_norm=True),
-        ),
-    ),
-    claim(
-        "thesis.definition2.5.2",
-        "Definition 2.5.2, third form",
-        r"$L$-smoothness is equivalent to $\langle x - y, \nabla f(x) - \nabla f(y)\rangle \le "
-        r"\frac1L \|\nabla f(x) - \nabla f(y)\|^2$.",
-        printed(partial(_cocoercive, reverse=False)),
-        reading(
-            "reversed",
-            r"$\ge$ in place of $\le$, and $f$ convex",
-            partial(_cocoercive, reverse=True),
-        ),
-    ),
-    claim(
-        "thesis.prop2",
-        "Proposition 2",
-        r"For $\eta \le 1/L$ gradient descent on an $L$-smooth function falls by at least "
-        r"$\frac\eta2\|\nabla L\|^2$ a step.",
-        printed(_descent),
-    ),
-    claim(
-        "thesis.theorem2.5.1",
-        "Theorem 2.5.1",
-        r"With $\eta = 1/L$ an $\epsilon$-critical point is reached in $2L(L(\theta_0) - "
-        r"L^*)/\epsilon^2$ iterations (printed with $\theta^*$ for $L^*$).",
-        printed(_critical, cost=2.0),
-    ),
-    claim(
-        "thesis.lemma2.5.2",
-        "Lemma 2.5.2",
-        r"$\frac1{2\mu}\|\nabla f(w)\|^2 \ge f(w) - f^* \ge \frac\mu2\|w - w^*\|^2$ where $f$ is "
-        r"$\mu$-strongly convex.",
-        printed(_gradient_bounds),
-    ),
-    claim(
-        "thesis.theorem2.5.3",
-        "Theorem 2.5.3",
-        r"$L(\theta_t) - L^* \le (1 - \mu/L)^t(L(\theta_0) - L^*)$ for $\mu$-strongly convex "
-        "functions.",
-        printed(_rate),
-    ),
-    claim(
-        "thesis.theorem2.5.4",
-        "Theorem 2.5.4 with Definition 2.5.3",
-        r"$\|\nabla f\|^2 \ge \mu f$ gives $f(\theta_t) \le (1 - \mu/L)^t f(\theta_0)$ with "
-        r"$\eta = 1/L$.",
-        printed(partial(_pl_rate, half=False), adversarial=partial(_pl_family, half=False)),
-        reading(
-            "half the rate",
-            r"the rate $1 - \mu/(2L)$, or $\frac12\|\nabla f\|^2 \ge \mu f$ in Definition "
-            "2.5.3",
-            partial(_pl_rate, half=True),
-            partial(_pl_family, half=True),
-        ),
-        note=r"The definition lost the usual factor $\frac12$: $f = x^2/2$ has $\mu = 2$, $L = 1$, "
-        "and the printed factor is −1.",
-    ),
-    claim(
-        "thesis.path",
-        "Section 2.6.1, trajectory length",
-        r"$\|\theta(k) - \theta(0)\| \le \sum_i\|\theta(i+1) - \theta(i)\| \le "
-        r"2\sqrt{L(\theta_0)/\mu}$ for $\eta \le 1/\beta$ under $\|\nabla L\|^2 \ge \mu L$ "
-        "(tried on strongly convex functions).",
-        printed(partial(_path_length, constant=2.0), cost=2.0),
-        reading(
-            "twice the length",
-            r"$4\sqrt{L(\theta_0)/\mu}$, which the descent property gives for every function",
-            partial(_path_length, constant=4.0),
-            cost=2.0,
-        ),
-    ),
-    claim(
-        "thesis.theorem2.6.1",
-        "Theorem 2.6.1",
-        "A symmetric matrix has an orthonormal basis of eigenvectors and real eigenvalues.",
-        printed(_spectral_theorem),
-    ),
-    claim(
-        "thesis.lemma2.6.2",
-        "Lemma 2.6.2, Eq 2.14",
-        r"Under gradient flow on the squared loss $\frac1{2N}\|\hat y - y\|^2$ of Section 2.6, "
-        r"$d\hat y/dt = -K(\hat y - y)$.",
-        printed(partial(_output_flow, mean=True)),
-        reading(
-            "the sum",
-            r"the loss $\frac12\|\hat y - y\|^2$ of Eq 3.4, without $1/N$",
-            partial(_output_flow, mean=False),
-        ),
-    ),
-    claim(
-        "thesis.theorem2.6.3",
-        "Theorem 2.6.3 (informal)",
-        r"PL* on a ball of radius $c\sqrt{L_0}$ gives $L(\theta_k) \le (1 - \kappa)^k L_0$ inside "
-        r"it (tried with $\kappa = \mu/(2\beta)$, $c = 4/\sqrt\mu$ on $F = t + \epsilon\sin t$, "
-        r"$t = M\theta$).",
-        printed(_globally, cost=3.0),
-    ),
-    claim(
-        "thesis.theorem2.6.4",
-        "Theorem 2.6.4",
-        r"$\lambda_{\min}(K) \ge \mu$ gives $\|\nabla L\|^2 \ge \mu L$.",
-        printed(_uniformly_conditioned),
-        note=r"It gives $2\mu L$.",
-    ),
-    claim(
-        "thesis.theoremA.0.1",
-        "Theorem A.0.1",
-        r"$ds/dp = -(\partial g/\partial z)^{-1}\,\partial g/\partial p$ where $\partial "
-        r"g/\partial z$ is invertible.",
-        printed(_implicit_function, cost=3.0),
-    ),
-    claim(
-        "thesis.theoremB.0.1",
-        "Theorem B.0.1",
-        "An L-layer network is a weight-tied, input-injected network of depth L, with one "
-        "nonlinearity of its own for each block of the wide state.",
-        printed(_weight_tied),
-    ),
-)
+TRIALS: Trials = {
+    "thesis.lemma2.3.1": tried(_subgradients),
+    "thesis.lemma2.3.2": {
+        "as printed": tried(_strongly, factor=1.0),
+        "twice": tried(_strongly, factor=2.0),
+    },
+    "thesis.prop1": tried(_parametrized),
+    "thesis.eq2.6": {
+        "as printed": tried(_norm_is_radius, normal_only=False),
+        "normal": tried(_norm_is_radius, normal_only=True),
+    },
+    "thesis.eq2.8": {
+        "as printed": tried(_least_singular, by_norm=False),
+        "by the norm": tried(_least_singular, by_norm=True),
+    },
+    "thesis.definition2.5.2": {
+        "as printed": tried(_cocoercive, reverse=False),
+        "reversed": tried(_cocoercive, reverse=True),
+    },
+    "thesis.prop2": tried(_descent),
+    "thesis.theorem2.5.1": tried(_critical, cost=2.0),
+    "thesis.lemma2.5.2": tried(_gradient_bounds),
+    "thesis.theorem2.5.3": tried(_rate),
+    "thesis.theorem2.5.4": {
+        "as printed": tried(_pl_rate, _pl_family, half=False),
+        "half the rate": tried(_pl_rate, _pl_family, half=True),
+    },
+    "thesis.path": {
+        "as printed": tried(_path_length, constant=2.0, cost=2.0),
+        "twice the length": tried(_path_length, constant=4.0, cost=2.0),
+    },
+    "thesis.theorem2.6.1": tried(_spectral_theorem),
+    "thesis.lemma2.6.2": {
+        "as printed": tried(_output_flow, mean=True),
+        "the sum": tried(_output_flow, mean=False),
+    },
+    "thesis.theorem2.6.3": tried(_globally, cost=3.0),
+    "thesis.theorem2.6.4": tried(_uniformly_conditioned),
+    "thesis.theoremA.0.1": tried(_implicit_function, cost=3.0),
+    "thesis.theoremB.0.1": tried(_weight_tied),
+}

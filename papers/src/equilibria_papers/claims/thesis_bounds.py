@@ -5,29 +5,25 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from equilibria_papers.theory.monotone_ntk import ThesisModel, find_equilibrium
 
-from .claim import Claim, Trial, claim, printed, reading
-from .drawing import integer, log_uniform, norm, normal, spectral
-from .searching import climb
-from .thesis_models import Case, draw_case, draw_model
-
-# ---------------------------------------------------------------- Lemmas 3.3.2, C.0.4, C.0.5
+from .claim import Trial, Trials, tried
+from .drawing import Random, identity, norm, ones, spectral, tensor, zeros
+from .numerics import climb
+from .thesis_models import Case, case_of, draw_case, draw_model
 
 
 def _row_norm(W: Tensor, D: Tensor, u: Tensor, *, gated: bool) -> float:
     """‖uᵀ(I − DW)⁻¹‖, or with a further D behind; D [n] the diagonal."""
-    eye = torch.eye(len(W), dtype=W.dtype)
-    row = torch.linalg.solve((eye - D[:, None] * W).T, u)
+    row = torch.linalg.solve((identity(len(W)) - D[:, None] * W).T, u)
     return norm(D * row if gated else row)
 
 
-def _rows(draw: torch.Generator, gated: bool) -> Trial | None:
+def _rows(draw: Random, gated: bool) -> Trial | None:
     return _rows_of(draw_case(draw), gated)
 
 
@@ -37,44 +33,33 @@ def _rows_of(case: Case, gated: bool) -> Trial:
     return Trial(worst * model.m / norm(model.u), case.sizes())
 
 
-def _rows_family(draw: torch.Generator, gated: bool) -> Iterator[Trial | None]:
+def _rows_family(draw: Random, gated: bool) -> Iterator[Trial | None]:
     # m = 1, A = 0, B = [[0, t], [0, 0]], Ux = (1, −1): the second unit is off, u = e₁.
     for t in (1.0, 10.0, 1000.0):
-        B = torch.tensor([[0.0, t], [0.0, 0.0]], dtype=torch.float64)
-        U = torch.tensor([[1.0], [-1.0 - 2 * t]], dtype=torch.float64)
-        u = torch.tensor([1.0, 0.0], dtype=torch.float64)
-        model = ThesisModel(A=torch.zeros(2, 2), B=B, U=U, u=u, m=1.0)
-        X = torch.ones(1, 1, dtype=torch.float64)
-        yield _rows_of(Case(model, X, X[0], find_equilibrium(model, X)), gated)
+        B = tensor([[0.0, t], [0.0, 0.0]])
+        U = tensor([[1.0], [-1.0 - 2 * t]])
+        model = ThesisModel(A=torch.zeros(2, 2), B=B, U=U, u=tensor([1.0, 0.0]), m=1.0)
+        yield _rows_of(case_of(model, ones(1, 1)), gated)
 
     def attempt(at: Tensor) -> Trial:
-        n, at = 3, at.clamp(-30.0, 30.0)  # the printed ratio has no upper bound
-        W = _monotone(at[: 2 * n * n], n, 1.0)
-        D = (at[2 * n * n : 2 * n * n + n] > 0).double()
-        u = at[2 * n * n + n :]
-        return Trial(_row_norm(W, D, u, gated=gated) / (1e-12 + norm(u)), {"at": at.tolist()})
+        at = at.clamp(-30.0, 30.0)  # the printed ratio has no upper bound
+        A, B, D, u = at[:9].reshape(3, 3), at[9:18].reshape(3, 3), (at[18:21] > 0).double(), at[21:]
+        size = _row_norm(-(A.T @ A) + B - B.T, D, u, gated=gated)
+        return Trial(size / (1e-12 + norm(u)), {"at": at.tolist()})
 
-    starts = [normal(draw, 2 * 9 + 6) for _ in range(2)]
+    starts = [draw.normal(24) for _ in range(2)]
     yield from climb(attempt, starts, methods=("Powell",), evaluations=500)
 
 
-def _monotone(entries: Tensor, n: int, m: float) -> Tensor:
-    A, B = entries[: n * n].reshape(n, n), entries[n * n : 2 * n * n].reshape(n, n)
-    return (1 - m) * torch.eye(n, dtype=A.dtype) - A.T @ A + B - B.T
-
-
-def _any_gate(draw: torch.Generator, gated: bool) -> Trial:
+def _any_gate(draw: Random, gated: bool) -> Trial:
     """Lemma C.0.4 for any diagonal J with entries in [0, 1]."""
-    n = integer(draw, 1, 5)
-    model = draw_model(draw, n, 1, log_uniform(draw, 0.05, 3.0))
-    J = torch.rand(n, generator=draw, dtype=torch.float64)
-    if integer(draw, 0, 1):
+    n = draw.integer(1, 5)
+    model = draw_model(draw, n, 1, draw.log_uniform(0.05, 3.0))
+    J = draw.share(n)
+    if draw.integer(0, 1):
         J = J.round()
     size = _row_norm(model.W, J, model.u, gated=gated)
     return Trial(size * model.m / norm(model.u), {"n": n, "m": model.m, "J": J.tolist()})
-
-
-# ---------------------------------------------------------------- Lemma 3.3.3
 
 
 def _state_norm(case: Case) -> Trial:
@@ -82,24 +67,21 @@ def _state_norm(case: Case) -> Trial:
     return Trial(norm(case.found.Z) / bound, case.sizes())
 
 
-def _state_family(draw: torch.Generator) -> Iterator[Trial]:
+def _state_family(draw: Random) -> Iterator[Trial]:
     """A = B = 0, U = I, positive x along one line: Z = X/m, equality."""
     for m in (0.05, 0.5, 2.0):
-        eye, zero = torch.eye(3, dtype=torch.float64), torch.zeros(3, 3, dtype=torch.float64)
+        eye, zero = identity(3), zeros(3, 3)
         model = ThesisModel(A=zero, B=zero, U=eye, u=eye[0], m=m)
-        X = torch.tensor([[1.0, 2.0], [2.0, 4.0], [0.5, 1.0]], dtype=torch.float64)
-        yield _state_norm(Case(model, X, X[0], find_equilibrium(model, X)))
+        X = tensor([[1.0, 2.0], [2.0, 4.0], [0.5, 1.0]])
+        yield _state_norm(case_of(model, X))
 
 
-# ---------------------------------------------------------------- Lemmas 3.3.4 and 3.3.6
-
-
-def _moved(draw: torch.Generator) -> tuple[Case, Case]:
+def _moved(draw: Random) -> tuple[Case, Case]:
     case = draw_case(draw)
-    size = log_uniform(draw, 1e-4, 3.0)
+    size = draw.log_uniform(1e-4, 3.0)
     far = draw_model(draw, case.model.width, case.model.inputs, case.model.m)
     mixed = {
-        k: getattr(case.model, k) + size * getattr(far, k) * float(integer(draw, 0, 1))
+        k: getattr(case.model, k) + size * getattr(far, k) * float(draw.integer(0, 1))
         for k in ("A", "B", "U", "u")
     }
     other = dataclasses.replace(case.model, **mixed)
@@ -124,21 +106,26 @@ def _output_change(s: Case, k: Case) -> Trial | None:
     return None if bound < 1e-9 else Trial(moved / bound, s.sizes() | {"dU": dU, "dW": dW})
 
 
-def _change_family(
-    draw: torch.Generator, measure: Callable[[Case, Case], Trial | None]
-) -> Iterator[Trial | None]:
+Measure = Callable[[Case, Case], Trial | None]
+
+
+def _change(draw: Random, *, measure: Measure) -> Trial | None:
+    return measure(*_moved(draw))
+
+
+def _change_family(draw: Random, *, measure: Measure) -> Iterator[Trial | None]:
     """n = d = N = 1: z = Ux/(m + a²), so small a comes near to the bound."""
-    one = torch.ones(1, 1, dtype=torch.float64)
+    one = ones(1, 1)
     for m in (0.05, 1.0):
         for a in (1.0, 0.1, 0.01):
             pair = []
             for value in (0.0, a * math.sqrt(m)):
                 model = ThesisModel(A=value * one, B=0 * one, U=one, u=one[0], m=m)
-                pair.append(Case(model, one, one[0], find_equilibrium(model, one)))
-            yield measure(pair[0], pair[1])
+                pair.append(case_of(model, one))
+            yield measure(*pair)
 
 
-def _weight_change(draw: torch.Generator) -> Trial | None:
+def _weight_change(draw: Random) -> Trial | None:
     s, k = _moved(draw)
     A, dA, dB = s.model.A, k.model.A - s.model.A, k.model.B - s.model.B
     size = spectral(k.model.W - s.model.W)
@@ -150,64 +137,17 @@ def _weight_change(draw: torch.Generator) -> Trial | None:
     return Trial(max(size / bound, 1.0 + 1e3 * abs(printed - size) / size), s.sizes())
 
 
-_GATED = r"$Q^{-1}D$ in place of $Q^{-1}$, which is all that the proofs of the theorems use"
-
-CLAIMS: tuple[Claim, ...] = (
-    claim(
-        "thesis.lemma3.3.2",
-        "Lemma 3.3.2 (C.0.5)",
-        r"$\|(u^\top \otimes I_N)Q^{-1}\| \le \|u\|/m$ (read with $I_N \otimes u^\top$).",
-        printed(partial(_rows, gated=False), partial(_rows_family, gated=False)),
-        reading("with D", _GATED, partial(_rows, gated=True), partial(_rows_family, gated=True)),
-        note=r"Units that are off still pass $u$ on: $(I - DW)^{-1}$ is not bounded by $1/m$.",
-    ),
-    claim(
-        "thesis.lemmaC.0.4",
-        "Lemma C.0.4",
-        r"$\|(I - W^\top J)^{-1}u\| \le \|u\|/m$ for diagonal $J$ with entries in $[0, 1]$.",
-        printed(partial(_any_gate, gated=False)),
-        reading(
-            "with J",
-            r"$J(I - W^\top J)^{-1}u$ on the left",
-            partial(_any_gate, gated=True),
-            proof=r"$(I - JW)^{-1}J = (J^{-1} - W)^{-1}$ for invertible $J$, and "
-            r"$J^{-1} - W \succeq mI$; by continuity for every $J$",
-        ),
-        note=r"The proof's $\|R_G\| \le 1$ does not follow.",
-    ),
-    claim(
-        "thesis.lemma3.3.3",
-        "Lemma 3.3.3 (C.0.3)",
-        r"$\|Z^*\|_F \le \|X\|_F\|U\|_2/m$.",
-        printed(lambda draw: _state_norm(draw_case(draw)), _state_family),
-    ),
-    claim(
-        "thesis.lemma3.3.4a",
-        "Lemma 3.3.4, Eq 3.15 (C.5)",
-        r"$\|Z(k) - Z(s)\|_F \le \|X\|_F(\|U(k) - U(s)\|/m + \|W(k) - W(s)\|\|U(s)\|/m^2)$.",
-        printed(
-            lambda draw: _state_change(*_moved(draw)),
-            partial(_change_family, measure=_state_change),
-        ),
-    ),
-    claim(
-        "thesis.lemma3.3.4b",
-        "Lemma 3.3.4, second part (C.6)",
-        r"$\|\hat y(k) - \hat y(s)\| \le \|X\|_F(\|u(k)\|\|U(k) - U(s)\|/m + \|u(k)\|\|W(k) - "
-        r"W(s)\|\|U(s)\|/m^2 + \|U(s)\|\|u(k) - u(s)\|/m)$.",
-        printed(
-            lambda draw: _output_change(*_moved(draw)),
-            partial(_change_family, measure=_output_change),
-        ),
-        note=r"The main text prints $y(s)$ for $\hat y(s)$.",
-    ),
-    claim(
-        "thesis.lemma3.3.6",
-        "Lemma 3.3.6",
-        r"$\|\Delta_W\| = \|A^\top\Delta_A + \Delta_A^\top A + \Delta_A^\top\Delta_A + \Delta_B - "
-        r"\Delta_B^\top\| \le 2\|A\|\|\Delta_A\| + \|\Delta_A\|^2 + 2\|\Delta_B\|$.",
-        printed(_weight_change, tolerance=1e-5),
-        note=r"The terms in $\Delta_A$ have the wrong sign, but the norm is the same: they are "
-        "symmetric and the others skew, so that a transpose turns one sum into minus the other.",
-    ),
-)
+TRIALS: Trials = {
+    "thesis.lemma3.3.2": {
+        "as printed": tried(_rows, _rows_family, gated=False),
+        "with D": tried(_rows, _rows_family, gated=True),
+    },
+    "thesis.lemmaC.0.4": {
+        "as printed": tried(_any_gate, gated=False),
+        "with J": tried(_any_gate, gated=True),
+    },
+    "thesis.lemma3.3.3": tried(lambda draw: _state_norm(draw_case(draw)), _state_family),
+    "thesis.lemma3.3.4a": tried(_change, _change_family, measure=_state_change),
+    "thesis.lemma3.3.4b": tried(_change, _change_family, measure=_output_change),
+    "thesis.lemma3.3.6": tried(_weight_change, tolerance=1e-5),
+}

@@ -5,21 +5,18 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from equilibria_papers.theory.monotone_ntk import ThesisModel, find_equilibrium
 
-from .claim import Claim, Trial, claim, printed, reading
-from .drawing import integer, log_uniform, norm, spectral, uniform
-from .thesis_models import Case, away_from_kinks, commutation, draw_case, draw_model, kron
+from .claim import Trial, Trials, tried
+from .drawing import Random, identity, norm, spectral, tensor
+from .thesis_models import Case, away_from_kinks, case_of, commutation, draw_case, draw_model, kron
 
 CLOSE = 1e-5
 """How far a formula may lie from finite differences, relative to its size."""
-
-Draw = Callable[[torch.Generator], Trial | None]
 
 
 def _vec(M: Tensor) -> Tensor:
@@ -43,13 +40,13 @@ def _differences(case: Case, name: str, of: Callable[[ThesisModel], Tensor]) -> 
 def _matrices(case: Case) -> dict[str, Tensor]:
     """D, Q, Zᵀ ⊗ I, Xᵀ ⊗ I, P_A, P_B as in Lemma 3.2.1, with I_n read as I_{n²} beside K."""
     n, N = case.found.Z.shape
-    eye, one = torch.eye(n, dtype=torch.float64), torch.eye(n * n, dtype=torch.float64)
+    eye, one = identity(n), identity(n * n)
     K = commutation(n)
     D = torch.diag(_vec(case.found.D))
-    lifted = kron(torch.eye(N, dtype=torch.float64), case.model.W)
+    lifted = kron(identity(N), case.model.W)
     return {
         "D": D,
-        "Q": torch.eye(N * n, dtype=torch.float64) - D @ lifted,
+        "Q": identity(N * n) - D @ lifted,
         "Z": kron(case.found.Z.T, eye),
         "X": kron(case.X.T, eye),
         "A": -(one + K) @ kron(eye, case.model.A.T),
@@ -62,7 +59,13 @@ def _worst(pairs: list[tuple[Tensor, Tensor]], case: Case) -> Trial:
     return Trial(error / CLOSE, case.sizes())
 
 
-def _of_residual(draw: torch.Generator, one_sample: bool) -> Trial | None:
+def _compared(case: Case, of: Callable[[ThesisModel], Tensor], *rows: Tensor) -> Trial:
+    """The formulas for A, B and U against differences of ``of``."""
+    names = zip(rows, "ABU", strict=True)
+    return _worst([(row, _differences(case, name, of)) for row, name in names], case)
+
+
+def _of_residual(draw: Random, one_sample: bool) -> Trial | None:
     case = draw_case(draw, low=0.2)
     if one_sample:
         X = case.X[:, :1].clone()
@@ -74,24 +77,18 @@ def _of_residual(draw: torch.Generator, one_sample: bool) -> Trial | None:
     def g(model: ThesisModel) -> Tensor:
         return _vec(Z - torch.relu(model.W @ Z + model.U @ case.X))
 
-    D = parts["D"]
-    return _worst(
-        [
-            (-D @ parts["Z"] @ parts["A"], _differences(case, "A", g)),
-            (-D @ parts["Z"] @ parts["B"], _differences(case, "B", g)),
-            (-D @ parts["X"], _differences(case, "U", g)),
-        ],
-        case,
-    )
+    D = -parts["D"]
+    by_w = D @ parts["Z"]
+    return _compared(case, g, by_w @ parts["A"], by_w @ parts["B"], D @ parts["X"])
 
 
-def _of_state(draw: torch.Generator, appendix: bool) -> Trial | None:
+def _of_state(draw: Random, appendix: bool) -> Trial | None:
     case = draw_case(draw, low=0.2)
     if appendix:  # [I ⊗ Z] fits nothing unless N = n = d
-        n = integer(draw, 2, 3)
-        model = draw_model(draw, n, n, log_uniform(draw, 0.2, 3.0))
-        X = torch.randn(n, n, generator=draw, dtype=torch.float64)
-        case = Case(model, X, torch.zeros(n), find_equilibrium(model, X))
+        n = draw.integer(2, 3)
+        model = draw_model(draw, n, n, draw.log_uniform(0.2, 3.0))
+        X = draw.normal(n, n)
+        case = case_of(model, X)
     if not away_from_kinks(case):
         return None
     parts = _matrices(case)
@@ -100,24 +97,17 @@ def _of_state(draw: torch.Generator, appendix: bool) -> Trial | None:
     def state(model: ThesisModel) -> Tensor:
         return _vec(find_equilibrium(model, case.X, case.found).Z)
 
-    by_a, by_b, by_u = parts["Z"] @ parts["A"], parts["Z"] @ parts["B"], parts["X"]
+    by_w, by_u = parts["Z"], parts["X"]
     if appendix:
-        eye = torch.eye(case.model.width, dtype=torch.float64)
-        wide, wide_x = kron(eye, case.found.Z), kron(eye, case.X)
-        by_a, by_b, by_u = -wide @ parts["A"], -wide @ parts["B"], -wide_x
-    return _worst(
-        [
-            (solve @ by_a, _differences(case, "A", state)),
-            (solve @ by_b, _differences(case, "B", state)),
-            (solve @ by_u, _differences(case, "U", state)),
-        ],
-        case,
-    )
+        eye = identity(case.model.width)
+        by_w, by_u = -kron(eye, case.found.Z), -kron(eye, case.X)
+    rows = (by_w @ parts["A"], by_w @ parts["B"], by_u)
+    return _compared(case, state, *(solve @ row for row in rows))
 
 
 def _rows(case: Case, printed: bool) -> dict[str, Tensor]:
     """J_A, J_B, J_U, with uᵀ ⊗ I_N as printed or I_N ⊗ uᵀ."""
-    parts, eye = _matrices(case), torch.eye(case.X.shape[1], dtype=torch.float64)
+    parts, eye = _matrices(case), identity(case.X.shape[1])
     u = case.model.u[None, :]
     front = kron(u, eye) if printed else kron(eye, u)
     front = front @ torch.linalg.solve(parts["Q"], parts["D"])
@@ -128,7 +118,7 @@ def _rows(case: Case, printed: bool) -> dict[str, Tensor]:
     }
 
 
-def _of_loss(draw: torch.Generator, printed: bool) -> Trial | None:
+def _of_loss(draw: Random, printed: bool) -> Trial | None:
     case = draw_case(draw, low=0.2)
     if not away_from_kinks(case):
         return None
@@ -138,14 +128,10 @@ def _of_loss(draw: torch.Generator, printed: bool) -> Trial | None:
         gap = find_equilibrium(model, case.X, case.found).Z.T @ model.u - case.y
         return 0.5 * (gap @ gap).reshape(1)
 
-    rows = _rows(case, printed)
-    return _worst(
-        [(rest[None] @ rows[name], _differences(case, name, loss)) for name in ("A", "B", "U")],
-        case,
-    )
+    return _compared(case, loss, *(rest[None] @ row for row in _rows(case, printed).values()))
 
 
-def _of_outputs(draw: torch.Generator, printed: bool) -> Trial | None:
+def _of_outputs(draw: Random, printed: bool) -> Trial | None:
     case = draw_case(draw, low=0.2)
     if not away_from_kinks(case):
         return None
@@ -163,27 +149,23 @@ def _of_outputs(draw: torch.Generator, printed: bool) -> Trial | None:
     return _worst([(K, wanted)], case)
 
 
-def _step_bound(W: Tensor, m: float, alpha: float) -> float:
-    eye = torch.eye(len(W), dtype=W.dtype)
-    L = spectral(eye - W)
-    return math.sqrt(max(0.0, 1 - 2 * alpha * m + (alpha * L) ** 2))
-
-
-def _contraction(draw: torch.Generator) -> Trial:
+def _contraction(draw: Random) -> Trial:
     model = draw_case(draw).model
-    W, eye = model.W, torch.eye(model.width, dtype=torch.float64)
-    alpha = uniform(draw, 0.0, 3.0) * 2 * model.m / spectral(eye - W) ** 2
-    T = eye - alpha * (eye - W)
-    return Trial(spectral(T) / _step_bound(W, model.m, alpha), {"m": model.m, "alpha": alpha})
+    W, eye = model.W, identity(model.width)
+    L = spectral(eye - W)
+    alpha = draw.uniform(0.0, 3.0) * 2 * model.m / L**2
+    bound = math.sqrt(max(0.0, 1 - 2 * alpha * model.m + (alpha * L) ** 2))
+    size = spectral(eye - alpha * (eye - W))
+    return Trial(size / bound, {"m": model.m, "alpha": alpha})
 
 
-def _contractive(draw: torch.Generator, closed: bool) -> Iterator[Trial]:
+def _contractive(draw: Random, closed: bool) -> Iterator[Trial]:
     """At α = 2m/L², or just below it: ‖T_α‖ must lie below 1 itself, not only at most at 1."""
     for t in (0.5, 1.0, 3.0):
         # W = I − mI + skew of size t: I − W has all singular values √(m² + t²).
         for m in (0.3, 1.0):
-            skew = torch.tensor([[0.0, t], [-t, 0.0]], dtype=torch.float64)
-            eye = torch.eye(2, dtype=torch.float64)
+            skew = tensor([[0.0, t], [-t, 0.0]])
+            eye = identity(2)
             W = (1 - m) * eye + skew
             alpha = 2 * m / (m * m + t * t) * (1.0 if closed else 1 - 1e-4)
             size = spectral(eye - alpha * (eye - W))
@@ -191,90 +173,34 @@ def _contractive(draw: torch.Generator, closed: bool) -> Iterator[Trial]:
             yield Trial(ratio, {"W": W.tolist(), "m": m, "alpha": alpha, "norm": size})
 
 
-def _contractive_random(draw: torch.Generator, closed: bool) -> Trial:
+def _contractive_random(draw: Random, closed: bool) -> Trial:
     model = draw_case(draw).model
-    eye = torch.eye(model.width, dtype=torch.float64)
+    eye = identity(model.width)
     end = 2 * model.m / spectral(eye - model.W) ** 2
-    alpha = end * (1.0 if closed and integer(draw, 0, 1) else uniform(draw, 0.01, 0.99))
+    alpha = end * (1.0 if closed and draw.integer(0, 1) else draw.uniform(0.01, 0.99))
     size = spectral(eye - alpha * (eye - model.W))
     return Trial(size if size < 1 - 1e-12 else 1.0 + 1e-3, {"m": model.m, "alpha": alpha})
 
 
-_SWAPPED = r"$I_N \otimes u^\top$ in place of $u^\top \otimes I_N$ (vec by columns)"
-
-CLAIMS: tuple[Claim, ...] = (
-    claim(
-        "thesis.prop3",
-        "Proposition 3",
-        r"$L[T_\alpha] \le \sqrt{1 - 2\alpha m + \alpha^2 L[I - W]^2}$ for $T_\alpha = I - "
-        r"\alpha(I - W)$.",
-        printed(_contraction),
-    ),
-    claim(
-        "thesis.section3.2.2",
-        "Section 3.2.2",
-        r"$T_\alpha$ is contractive for every $\alpha \in (0, 2m/L^2]$.",
-        printed(partial(_contractive_random, closed=True), partial(_contractive, closed=True)),
-        reading(
-            "open",
-            r"the open interval $\alpha < 2m/L^2$, as in Section 2.3.2",
-            partial(_contractive_random, closed=False),
-            partial(_contractive, closed=False),
-        ),
-        note=r"At the end $\|T_\alpha\| = 1$ where $I - W = mI + $ skew.",
-    ),
-    claim(
-        "thesis.lemma3.2.1",
-        "Lemma 3.2.1",
-        r"$\partial g/\partial \mathrm{vec} A = -D[Z^\top \otimes I_n]P_A$, "
-        r"$\partial g/\partial \mathrm{vec} B = -D[Z^\top \otimes I_n]P_B$, "
-        r"$\partial g/\partial \mathrm{vec} U = -D[X^\top \otimes I_n]$, "
-        r"$P_A = -(I + K)(I \otimes A^\top)$, $P_B = I - K$.",
-        printed(partial(_of_residual, one_sample=False), cost=5.0),
-        note="The identity beside K must be of size n², printed as n.",
-    ),
-    claim(
-        "thesis.lemmaC.0.1",
-        "Lemma C.0.1",
-        "The same derivatives for one sample.",
-        printed(partial(_of_residual, one_sample=True), cost=5.0),
-    ),
-    claim(
-        "thesis.lemma3.2.2",
-        "Lemma 3.2.2",
-        r"$\partial \mathrm{vec} Z/\partial \mathrm{vec} W = Q^{-1}D[Z^\top \otimes I_n]$, times "
-        r"$P_A$ and $P_B$ for $A$ and $B$; $Q^{-1}D[X^\top \otimes I_n]$ for $U$.",
-        printed(partial(_of_state, appendix=False), cost=10.0),
-    ),
-    claim(
-        "thesis.lemmaC.0.2",
-        "Lemma C.0.2",
-        r"$\partial \mathrm{vec} Z/\partial \mathrm{vec} A = Q^{-1}D[I \otimes Z]P_A$ with $P_A = "
-        r"(I + K)(I \otimes A^\top)$, $-Q^{-1}D[I \otimes Z]P_B$ for $B$, $-Q^{-1}D[I \otimes X]$ "
-        "for $U$.",
-        printed(partial(_of_state, appendix=True), cost=10.0),
-        reading(
-            "as in the main text",
-            "the signs and the factors of Lemma 3.2.2",
-            partial(_of_state, appendix=False),
-            cost=10.0,
-        ),
-        note="The sizes fit only where N = n; the signs and the order of the factors are wrong.",
-    ),
-    claim(
-        "thesis.lemma3.2.3",
-        "Lemma 3.2.3",
-        r"$\partial L/\partial A = (\hat y - y)^\top(u^\top \otimes I_N)Q^{-1}D[Z^\top \otimes "
-        r"I_n]P_A$, and so for $B$ and $U$.",
-        printed(partial(_of_loss, printed=True), cost=10.0),
-        reading("swapped", _SWAPPED, partial(_of_loss, printed=False), cost=10.0),
-    ),
-    claim(
-        "thesis.prop4",
-        "Proposition 4, Eq 3.7",
-        r"$d\hat y/dt = -K(t)(\hat y - y)$ with $K = J_A^\top J_A + J_B^\top J_B + J_U^\top J_U + "
-        r"Z^\top Z$ (read as $JJ^\top$, the only product of size $N$).",
-        printed(partial(_of_outputs, printed=True), cost=10.0),
-        reading("swapped", _SWAPPED, partial(_of_outputs, printed=False), cost=10.0),
-    ),
-)
+TRIALS: Trials = {
+    "thesis.prop3": tried(_contraction),
+    "thesis.section3.2.2": {
+        "as printed": tried(_contractive_random, _contractive, closed=True),
+        "open": tried(_contractive_random, _contractive, closed=False),
+    },
+    "thesis.lemma3.2.1": tried(_of_residual, one_sample=False, cost=5.0),
+    "thesis.lemmaC.0.1": tried(_of_residual, one_sample=True, cost=5.0),
+    "thesis.lemma3.2.2": tried(_of_state, appendix=False, cost=10.0),
+    "thesis.lemmaC.0.2": {
+        "as printed": tried(_of_state, appendix=True, cost=10.0),
+        "as in the main text": tried(_of_state, appendix=False, cost=10.0),
+    },
+    "thesis.lemma3.2.3": {
+        "as printed": tried(_of_loss, printed=True, cost=10.0),
+        "swapped": tried(_of_loss, printed=False, cost=10.0),
+    },
+    "thesis.prop4": {
+        "as printed": tried(_of_outputs, printed=True, cost=10.0),
+        "swapped": tried(_of_outputs, printed=False, cost=10.0),
+    },
+}

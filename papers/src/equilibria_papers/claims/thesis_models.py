@@ -17,7 +17,7 @@ from equilibria_papers.theory.monotone_ntk import (
     search_radii,
 )
 
-from .drawing import integer, log_uniform, norm, normal, spectral
+from .drawing import Random, norm, spectral, zeros
 
 
 class Case(NamedTuple):
@@ -35,23 +35,27 @@ class Case(NamedTuple):
         return sizes | {f"|{k}|": norm(getattr(model, k)) for k in ("A", "B", "U", "u")}
 
 
-def draw_model(draw: torch.Generator, n: int, d: int, m: float) -> ThesisModel:
+def draw_model(draw: Random, n: int, d: int, m: float) -> ThesisModel:
     """Entries N(0, s²/n) with s of its own for each parameter, from 0.05 to 5."""
 
     def part(*shape: int) -> Tensor:
-        drawn: Tensor = normal(draw, *shape) * (log_uniform(draw, 0.05, 5.0) / shape[-1] ** 0.5)
+        drawn: Tensor = draw.normal(*shape) * (draw.log_uniform(0.05, 5.0) / shape[-1] ** 0.5)
         return drawn
 
     return ThesisModel(A=part(n, n), B=part(n, n), U=part(n, d), u=part(n), m=m)
 
 
-def draw_case(draw: torch.Generator, *, wide: bool = False, low: float = 0.05) -> Case:
+def draw_case(draw: Random, *, wide: bool = False, low: float = 0.05) -> Case:
     """n, d, N up to 5 (n ≥ N where ``wide``), m from ``low`` to 3."""
-    N = integer(draw, 1, 4)
-    n, d = integer(draw, N if wide else 1, 5), integer(draw, 1, 4)
-    model = draw_model(draw, n, d, log_uniform(draw, low, 3.0))
-    X = normal(draw, d, N)
-    return Case(model, X, normal(draw, N), find_equilibrium(model, X))
+    N = draw.integer(1, 4)
+    n, d = draw.integer(N if wide else 1, 5), draw.integer(1, 4)
+    model = draw_model(draw, n, d, draw.log_uniform(low, 3.0))
+    return case_of(model, draw.normal(d, N), draw.normal(N))
+
+
+def case_of(model: ThesisModel, X: Tensor, y: Tensor | None = None) -> Case:
+    """With the equilibrium found; labels that do not matter are the first row of X."""
+    return Case(model, X, X[0] if y is None else y, find_equilibrium(model, X))
 
 
 def away_from_kinks(case: Case) -> bool:
@@ -61,9 +65,7 @@ def away_from_kinks(case: Case) -> bool:
     return bool((argument.abs() > 1e-3 * (1e-9 + argument.abs().max())).all())
 
 
-def near_labels(
-    draw: torch.Generator, condition: str, slack: float
-) -> tuple[Case, Ingredients] | None:
+def near_labels(draw: Random, condition: str, slack: float) -> tuple[Case, Ingredients] | None:
     """A random case whose y lies so near to ŷ that the condition holds with about this slack.
 
     Every right side grows with ‖ŷ(0) − y‖ but (3.18)'s, which grows with ‖u‖: where that is asked
@@ -82,7 +84,7 @@ def near_labels(
         inner = 1 / model.m**2 + 4 * U**2 * (spectral(model.A) ** 2 + 1) / model.m**4
         limit = least / (8 * slack * norm(case.X) * inner**0.5)
         model = dataclasses.replace(model, u=model.u * min(1.0, limit / norm(model.u)))
-    away = normal(draw, case.X.shape[1])
+    away = draw.normal(case.X.shape[1])
     away = away / norm(away)
     outputs = case.found.Z.T @ model.u
     start = ingredients(model, case.X, outputs + away, case.found)
@@ -104,10 +106,10 @@ def kron(a: Tensor, b: Tensor) -> Tensor:
 
 def commutation(n: int) -> Tensor:
     """K = Σ E_ij ⊗ E_ijᵀ, so that K vec(M) = vec(Mᵀ), vec by columns, [n², n²]."""
-    K = torch.zeros(n * n, n * n, dtype=torch.float64)
+    K = zeros(n * n, n * n)
     for i in range(n):
         for j in range(n):
-            unit = torch.zeros(n, n, dtype=torch.float64)
+            unit = zeros(n, n)
             unit[i, j] = 1.0
             K += kron(unit, unit.T)
     return K

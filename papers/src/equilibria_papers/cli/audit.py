@@ -10,10 +10,10 @@ import typer
 from rich.table import Column, Table
 from rich.text import Text
 
-from equilibria.cli import error_console, make_folder, output, print_json, stop
+from equilibria.cli import error_console, make_folder, output, stop
 from equilibria.engine import write_text
 
-from .common import Json, Quiet
+from .common import Json, Quiet, answer
 
 _STYLES = {"holds": "green", "holds under": "yellow", "fails": "red", "vacuous": "magenta"}
 
@@ -70,59 +70,54 @@ def audit(
     keeps the claims that are done; the same command goes on from there.
     """
     from equilibria_papers import claims as module
+    from equilibria_papers.theory.progress import progress_bar
 
     settings = module.Settings(trials=trials, seconds=seconds, seed=seed)
     claims = module.load_claims(paper, [show] if show is not None else only)
-    folder = None if out is None else make_folder(out)
-    file = None if folder is None else folder / "audit.json"
+    file = None if out is None else make_folder(out) / "audit.json"
+    order = {claim.id: number for number, claim in enumerate(claims, 1)}
     try:
-        records = _run(module, claims, settings, file, fresh, shown=not quiet)
+        with progress_bar("claims", not quiet) as update:
+
+            def report(claim: Any, reading: str, done: int, total: int) -> None:
+                update(done, total, f"{order[claim.id]}/{len(claims)} {claim.id}: {reading}")
+
+            records = module.run_audit(claims, settings, out=file, fresh=fresh, progress=report)
     except KeyboardInterrupt:
         if file is None or not file.exists():
             raise
-        _write_page(module, file, trials, seconds, seed)
+        _write_page(file, settings)
         raise stop(f"interrupted; {file} keeps the claims that are done, run it again") from None
     if file is not None:
-        _write_page(module, file, trials, seconds, seed)
-    if as_json:
-        print_json([_plain(record) for record in records])
-    elif show is not None:
-        for record in records:
-            output().print(module.claim_section(record), markup=False, highlight=False)
-    else:
+        _write_page(file, settings)
+
+    def printed() -> None:
+        if show is not None:
+            for record in records:
+                output().print(module.claim_section(record), markup=False, highlight=False)
+            return
         output().print(_table(records))
-        if folder is not None:
-            error_console.print(f"wrote {folder / 'audit.json'} and {folder / 'audit.md'}")
+        if file is not None:
+            error_console.print(f"wrote {file} and {file.with_suffix('.md')}")
+
+    answer([record.to_dict() for record in records], as_json, printed)
 
 
-def _run(
-    module: Any, claims: Any, settings: Any, file: Path | None, fresh: bool, *, shown: bool
-) -> Any:
-    from equilibria_papers.theory.progress import progress_bar
-
-    order = {claim.id: number for number, claim in enumerate(claims, 1)}
-    with progress_bar("claims", shown) as update:
-
-        def report(claim: Any, reading: str, done: int, total: int) -> None:
-            update(done, total, f"{order[claim.id]}/{len(claims)} {claim.id}: {reading}")
-
-        return module.run_audit(claims, settings, out=file, fresh=fresh, progress=report)
-
-
-def _write_page(module: Any, file: Path, trials: int, seconds: float, seed: int) -> None:
+def _write_page(file: Path, settings: Any) -> None:
     """audit.md from all of audit.json, in the order of the papers."""
+    from equilibria_papers import claims as module
+
     records = module.read_records(file)
     papers = list(module.PAPERS)
-    order = {
-        claim.id: number
-        for number, claim in enumerate(module.load_claims(sorted({r.paper for r in records})))
-    }
+    known = module.load_claims(sorted({record.paper for record in records}))
+    order = {claim.id: number for number, claim in enumerate(known)}
     records.sort(key=lambda r: (papers.index(r.paper), order.get(r.id, len(order))))
     command = ["equilibria", "theory", "audit", "--out", file.parent.name]
-    defaults = (("--trials", trials, 2000), ("--seconds", seconds, 20.0), ("--seed", seed, 0))
-    for flag, value, usual in defaults:
-        if value != usual:
-            command += [flag, f"{value:g}"]
+    usual = module.Settings()
+    for name in ("trials", "seconds", "seed"):
+        value = getattr(settings, name)
+        if value != getattr(usual, name):
+            command += [f"--{name}", f"{value:g}"]
     write_text(file.with_suffix(".md"), module.audit_page(records, shlex.join(command)))
 
 
@@ -145,9 +140,3 @@ def _table(records: Any) -> Table:
             said.append(" (few trials)", style="dim")
         table.add_row(record.id, record.where, f"{record.printed.trials:,}", ratio, said)
     return table
-
-
-def _plain(record: Any) -> dict[str, Any]:
-    from dataclasses import asdict
-
-    return {**asdict(record), "verdict": record.verdict, "sentence": record.sentence()}

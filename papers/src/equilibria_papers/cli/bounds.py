@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,18 +14,16 @@ from rich.table import Column
 from equilibria.cli import (
     Device,
     Root,
-    complain,
     device_of,
     error_console,
     fail,
     make_folder,
     output,
     prepared,
-    print_json,
     write_json,
 )
 
-from .common import Data, Json, Split, narrow_table, say_if_fewer, say_written
+from .common import Data, Json, Split, answer, narrow_table, note, put_in_place, say_if_fewer
 
 
 def bounds(
@@ -58,6 +56,7 @@ def bounds(
 ) -> None:
     """Margin, Lipschitz and similarity bounds of GEQ beside OptEq: printed, ours, measured."""
     from equilibria_papers.theory import bounds as module
+    from equilibria_papers.theory.pictures import save_picture
 
     if weights is None and (data is not None or root is not None):
         raise fail("--data and --root are for a trained network: give its WEIGHTS too.")
@@ -82,8 +81,7 @@ def bounds(
             pair = module.demonstration_pair(width=width, epochs=epochs, seed=seed)
             there = len(pair[0].x)
             if images > there:
-                text = f"--images {images}: there are {there} training digits; all are taken."
-                complain("note:", text, "yellow")
+                note(f"--images {images}: there are {there} training digits; all are taken.")
             _say_if_fewer_pairs(pairs, min(images, there))
             found = module.compare_bounds(
                 pair, margin=margin, delta=delta, images=images, told=told, **numbers
@@ -95,22 +93,20 @@ def bounds(
         if weights is not None and out is not None:
             told("curves")
             panels = module.network_curves(found)
-    told_of = {
-        **found.to_dict(),
-        "curves": {k: [c.to_dict() for c in v] for k, v in panels.items()},
-    }
-    written = [] if out is None else _write(out, told_of, panels)
-    if as_json:
-        print_json(told_of)
-        return
-    _show(found, full)
-    say_written(written)
+    curves = {k: [c.to_dict() for c in v] for k, v in panels.items()}
+    record = {**found.to_dict(), "curves": curves}
+    written: list[Path] = []
+    if out is not None:
+        with put_in_place(out) as (aside, written):
+            written.append(write_json(aside / "bounds.json", record))
+            for stem, panel in panels.items():
+                written += save_picture(module.draw_curves(panel), aside / stem)
+    answer(record, as_json, partial(_show, found, full), written)
 
 
 def _say_if_fewer_pairs(pairs: int, images: int) -> None:
     if pairs > images // 2:
-        text = f"--pairs {pairs}: {images} images make {images // 2}; so many are taken."
-        complain("note:", text, "yellow")
+        note(f"--pairs {pairs}: {images} images make {images // 2}; so many are taken.")
 
 
 @contextmanager
@@ -131,28 +127,11 @@ def _show(found: Any, full: bool) -> None:
         kept = [(name, texts) for name, texts in rows if "Eq" in name or "measured" in name]
         heads = ["layer", *(name.removeprefix("Prop ") for name, _ in kept)]
         cells = [[layer, *(texts[i] for _, texts in kept)] for i, layer in enumerate(layers)]
-    table = narrow_table(*(Column(head, overflow="fold") for head in heads))
-    for row in cells:
-        table.add_row(*row)
-    output().print(table)
+    output().print(narrow_table((Column(head, overflow="fold") for head in heads), cells))
     if full:
         output().print(f"\n{found}", markup=False, highlight=False, soft_wrap=True)
         return
-    for note in dict.fromkeys((*found.notes, *(w for r in found.reports for w in r.warnings))):
-        output().print(f"note: {note}", markup=False, highlight=False)
-    refused = {why for r in found.reports for why in r.refused.values()}
-    for why in sorted(refused):
+    for text in dict.fromkeys((*found.notes, *(w for r in found.reports for w in r.warnings))):
+        output().print(f"note: {text}", markup=False, highlight=False)
+    for why in sorted({why for r in found.reports for why in r.refused.values()}):
         output().print(f"refused: {why}", markup=False, highlight=False)
-
-
-def _write(folder: Path, numbers: dict[str, Any], panels: dict[str, Any]) -> list[Path]:
-    """bounds.json and the pictures, made aside and then put in place: whole, or not at all."""
-    from equilibria_papers.theory.bounds import draw_curves
-    from equilibria_papers.theory.pictures import save_picture
-
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".partial-") as name:
-        aside = Path(name)
-        made = [write_json(aside / "bounds.json", numbers)]
-        for stem, curves in panels.items():
-            made += save_picture(draw_curves(curves), aside / stem)
-        return [path.replace(folder / path.name) for path in made]

@@ -1,7 +1,10 @@
-"""What the commands of ``equilibria theory`` share: options, networks, images, tables."""
+"""What the commands of ``equilibria theory`` share: options, networks, images, answers."""
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,7 +12,7 @@ import typer
 from rich import box
 from rich.table import Column, Table
 
-from equilibria.cli import complain, device_of, fail, load, output, prepared
+from equilibria.cli import complain, device_of, fail, load, output, prepared, print_json
 
 THESIS = "residual_deq"
 
@@ -27,17 +30,35 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress bar.")]
 
 
-def narrow_table(*columns: Column | str) -> Table:
+def narrow_table(heads: Iterable[Column | str], rows: Iterable[Iterable[str]]) -> Table:
     """Without edges seven columns and a network's whole name fit into 80."""
-    return Table(
-        *columns, box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True
+    table = Table(
+        *heads, box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True
     )
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
-def say_written(paths: list[Path]) -> None:
-    """Where the files are, in one line; nothing of none."""
-    if paths:
-        output().print("wrote " + ", ".join(map(str, paths)), soft_wrap=True)
+def answer(
+    record: Any, as_json: bool, show: Callable[[], None], written: Iterable[Path] = ()
+) -> None:
+    """The record as JSON; or what ``show`` prints, and where files are."""
+    if as_json:
+        print_json(record)
+        return
+    show()
+    if written:
+        output().print("wrote " + ", ".join(map(str, written)), soft_wrap=True)
+
+
+@contextmanager
+def put_in_place(folder: Path) -> Iterator[tuple[Path, list[Path]]]:
+    """(a folder to write into, a list of the files): moved at the end, all of them or none."""
+    made: list[Path] = []
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".partial-") as name:
+        yield Path(name), made
+        made[:] = [path.replace(folder / path.name) for path in made]
 
 
 def numbers_of(flag: str, text: str, example: str, *, whole: bool = False) -> list[Any]:
@@ -50,6 +71,10 @@ def numbers_of(flag: str, text: str, example: str, *, whole: bool = False) -> li
     if any(not 0 < n < float("inf") for n in found):
         raise fail(f"{flag} {text}: expected positive numbers with commas, such as {example}.")
     return found
+
+
+def note(text: str) -> None:
+    complain("note:", text, "yellow")
 
 
 def networks(
@@ -66,19 +91,14 @@ def networks(
         raise fail("give the weights of trained networks or --model, not both.")
     if weights:
         first, dataset = prepared(weights[0], data, root, split, device)
-        target = device_of(device)
-        rest = [load(w, target) for w in weights[1:]]
+        rest = [load(w, device_of(device)) for w in weights[1:]]
         return dict(zip(_names(weights), [first, *rest], strict=True)), dataset
     from equilibria import data as module
 
     name = model or THESIS
     target = device_of(device)
     dataset = module.load(data or "digits", split, root=root)
-    complain(
-        "note:",
-        f"no weights were given, so this is {name} with fresh weights (seed {seed}), untrained.",
-        "yellow",
-    )
+    note(f"no weights were given, so this is {name} with fresh weights (seed {seed}), untrained.")
     return {name: _fresh(name, dataset, seed).to(target).eval()}, dataset
 
 
@@ -108,7 +128,7 @@ def say_if_fewer(flag: str, count: int, dataset: Any) -> None:
     """A note where more images are asked for than there are."""
     if count > len(dataset):
         there = f"{dataset.name} ({dataset.split_name}) has {len(dataset)}"
-        complain("note:", f"{flag} {count}: {there}; all of them are taken.", "yellow")
+        note(f"{flag} {count}: {there}; all of them are taken.")
 
 
 def images_of(

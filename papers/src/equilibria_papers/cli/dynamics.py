@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-import tempfile
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
-from rich.table import Column, Table
+from rich.table import Column
 
-from equilibria.cli import (
-    fail,
-    make_folder,
-    output,
-    print_json,
-    write_json,
-)
+from equilibria.cli import fail, make_folder, output, write_json
 
-if TYPE_CHECKING:
-    from equilibria_papers.theory.monotone_ntk import Outcome
-
-from .common import Json, Quiet, narrow_table
+from .common import Json, Quiet, answer, narrow_table, put_in_place
 
 
 def dynamics(
@@ -47,6 +37,7 @@ def dynamics(
     not, and where the printed theorem breaks.
     """
     from equilibria_papers.theory import monotone_ntk
+    from equilibria_papers.theory.progress import progress_bar
 
     known = list(monotone_ntk.SCENARIOS)
     names = known if everything else list(dict.fromkeys(scenario or []))
@@ -56,59 +47,32 @@ def dynamics(
     if unknown:
         raise fail(f"--scenario {unknown[0]}: expected one of {', '.join(known)}.")
     folder = None if out is None else make_folder(out)
-    outcomes = _run(names, seed, shown=not quiet)
+    outcomes = []
+    for name in names:
+        with progress_bar(name, not quiet) as update:
+            share = partial(update, total=1.0)
+            outcomes.append(monotone_ntk.run_scenario(name, seed=seed, progress=share))
     found = [outcome.to_dict() for outcome in outcomes]
-    written = [] if folder is None else _write(folder, outcomes, found)
-    if as_json:
-        print_json(found)
-        return
-    output().print(_table(outcomes))
+    written: list[Path] = []
+    if folder is not None:
+        with put_in_place(folder) as (aside, written):
+            for outcome in outcomes:
+                written += monotone_ntk.draw_outcome(outcome, aside / outcome.scenario.name)
+            written.append(write_json(aside / "dynamics.json", found))
+    answer(found, as_json, partial(_show, outcomes, written))
+
+
+def _show(outcomes: list[Any], written: list[Path]) -> None:
+    columns = ("slack", "holds", "loss at the end", "guaranteed", "worst ratio")
+    rows = [
+        (
+            *(one.scenario.name, f"{one.report.slack:.3g}", "yes" if one.report.holds else "no"),
+            *(f"{v:.3g}" for v in (one.run.loss[-1], one.run.guaranteed[-1], one.run.worst)),
+        )
+        for one in outcomes
+    ]
+    output().print(narrow_table((Column("scenario", overflow="fold"), *columns), rows))
     for outcome in outcomes:
         output().print(f"{outcome.scenario.name}: {outcome.verdict}", highlight=False)
     for path in written:
         output().print(f"wrote {path}", markup=False, highlight=False, soft_wrap=True)
-
-
-def _run(names: list[str], seed: int, *, shown: bool) -> list[Outcome]:
-    from equilibria_papers.theory.monotone_ntk import run_scenario
-    from equilibria_papers.theory.progress import progress_bar
-
-    outcomes = []
-    for name in names:
-        with progress_bar(name, shown) as update:
-            share = partial(update, total=1.0)
-            outcomes.append(run_scenario(name, seed=seed, progress=share))
-    return outcomes
-
-
-def _write(folder: Path, outcomes: list[Outcome], found: list[dict[str, Any]]) -> list[Path]:
-    """Pictures and JSON, made in a folder of their own and moved when all are there."""
-    from equilibria_papers.theory.monotone_ntk import draw_outcome
-
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".partial-") as name:
-        made = []
-        for outcome in outcomes:
-            made += draw_outcome(outcome, Path(name) / outcome.scenario.name)
-        made.append(write_json(Path(name) / "dynamics.json", found))
-        written = [folder / path.name for path in made]
-        for path, final in zip(made, written, strict=True):
-            path.replace(final)
-    return written
-
-
-def _table(outcomes: list[Outcome]) -> Table:
-    table = narrow_table(
-        Column("scenario", overflow="fold"),
-        *("slack", "holds", "loss at the end", "guaranteed", "worst ratio"),
-    )
-    for outcome in outcomes:
-        run, report = outcome.run, outcome.report
-        table.add_row(
-            outcome.scenario.name,
-            f"{report.slack:.3g}",
-            "yes" if report.holds else "no",
-            f"{run.loss[-1]:.3g}",
-            f"{run.guaranteed[-1]:.3g}",
-            f"{run.worst:.3g}",
-        )
-    return table

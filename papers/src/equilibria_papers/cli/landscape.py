@@ -6,31 +6,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Column
+from rich.table import Column, Table
 
-from equilibria.cli import (
-    Batch,
-    Device,
-    Root,
-    fail,
-    make_folder,
-    output,
-    print_json,
-    stop,
-    write_json,
-)
+from equilibria.cli import Batch, Device, Root, fail, make_folder, output, stop, write_json
 
-from .common import (
-    Data,
-    Json,
-    Model,
-    Split,
-    images_of,
-    narrow_table,
-    networks,
-    numbers_of,
-    say_written,
-)
+from .common import Data, Json, Model, Split, answer, images_of, narrow_table, networks, numbers_of
 
 
 def landscape(
@@ -102,6 +82,7 @@ def landscape(
     Every row of the grid is kept as soon as it is measured: after an interruption the same command
     goes on where it was.
     """
+    from equilibria.solvers import Anderson
     from equilibria_papers.theory import landscapes as module
 
     if redraw:
@@ -112,7 +93,7 @@ def landscape(
     else:
         twins = numbers_of("--repeats", repeats, "6,11,18", whole=True)
         grid = module.Grid(points=points, radius=radius, dims=1 if curve else 2)
-        solver = _solver(rtol, max_steps)
+        solver = None if rtol is None else Anderson(rtol=rtol, max_steps=max_steps)
         make_folder(out)
         found, dataset = networks(weights or [], model, data, root, split, device, seed)
         pair = images_of(dataset, images, seed, device)
@@ -147,17 +128,7 @@ def landscape(
     written = _draw(surfaces, out, log, top)
     record = [{**s.summary(), "about": dict(s.about)} for s in surfaces]
     written.append(write_json(out / "landscape.json", record))
-    if as_json:
-        print_json(record)
-        return
-    _show(record)
-    say_written(written)
-
-
-def _solver(rtol: float | None, max_steps: int) -> Any:
-    from equilibria.solvers import Anderson
-
-    return None if rtol is None else Anderson(rtol=rtol, max_steps=max_steps)
+    answer(record, as_json, lambda: output().print(_table(record)), written)
 
 
 def _with_twins(found: dict[str, Any], repeats: list[int]) -> list[tuple[str, Any, bool]]:
@@ -207,17 +178,15 @@ def _draw(surfaces: list[Any], out: Path, log: bool, top: float | None) -> list[
     return written
 
 
-def _show(record: list[dict[str, Any]]) -> None:
+def _table(record: list[dict[str, Any]]) -> Table:
     columns = ("loss", "accuracy", "highest", "within 1", "holes", "converged")
-    table = narrow_table(
-        Column("network", overflow="fold"),
-        *(Column(name, justify="right", no_wrap=True) for name in columns),
-    )
-    for row in record:
-        converged = row.get("converged")
-        table.add_row(
+    numbers = (Column(name, justify="right", no_wrap=True) for name in columns)
+    rows = [
+        (
             *(row["name"], f"{row['center_loss']:.4g}", f"{row['center_accuracy']:.1%}"),
             *(f"{row['max_loss']:.4g}", f"{row['small_loss_share']:.1%}", str(row["holes"])),
-            "–" if converged is None else f"{converged:.0%}",
+            "–" if row.get("converged") is None else f"{row['converged']:.0%}",
         )
-    output().print(table)
+        for row in record
+    ]
+    return narrow_table((Column("network", overflow="fold"), *numbers), rows)

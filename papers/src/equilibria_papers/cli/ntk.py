@@ -8,16 +8,9 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from equilibria.cli import (
-    Device,
-    Root,
-    fail,
-    make_folder,
-    output,
-    print_json,
-)
+from equilibria.cli import Device, Root, fail, make_folder, output
 
-from .common import Data, Json, Model, Split, images_of, networks, say_written
+from .common import Data, Json, Model, Split, answer, images_of, networks
 
 
 def ntk(
@@ -78,6 +71,8 @@ def ntk(
     as_json: Json = False,
 ) -> None:
     """The neural tangent kernel: spectrum, shares of the layers, fit to the labels, drift."""
+    from torch.nn.functional import one_hot
+
     from equilibria_papers import theory
     from equilibria_papers.theory.progress import progress_bar
 
@@ -97,7 +92,7 @@ def ntk(
     if train_steps:
         with progress_bar("training", shown) as tell:
             first = next(iter(found.values()))
-            targets = _one_hot(y, dataset.num_classes)
+            targets = one_hot(y, dataset.num_classes).float()
             compared = theory.compare_training(
                 first, x, targets, steps=train_steps, progress=tell, **options
             )
@@ -115,12 +110,7 @@ def ntk(
             batch_size=batch_size,
             **options,
         )
-    written = [] if out is None else study.save(out)
-    if as_json:
-        print_json(study.to_dict())
-        return
-    _show(study)
-    say_written(written)
+    answer(study.to_dict(), as_json, lambda: _show(study), [] if out is None else study.save(out))
 
 
 def _outputs(text: str) -> Any:
@@ -132,12 +122,6 @@ def _outputs(text: str) -> Any:
         raise fail(
             f"--outputs {text}: expected all, trace, sum, or indices such as 3 or 0,1."
         ) from None
-
-
-def _one_hot(targets: Any, classes: int) -> Any:
-    import torch
-
-    return torch.nn.functional.one_hot(targets, classes).float()
 
 
 def _implicit(model: Any, rtol: float) -> Any:

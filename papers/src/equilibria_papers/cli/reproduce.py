@@ -23,235 +23,86 @@ from equilibria.cli import (
     stop,
 )
 
-# What ``equilibria reproduce`` prints: the list, the plans, the tables.
-
-
-def show_results(results: list[Any], out: Path, quiet: bool) -> None:
-    """The tables on stdout; unless quiet, their notes and pages on stderr, each once."""
-    from equilibria_papers import tables
-
-    for result in results:
-        output().print(tables.rich_table(result))
-    if quiet:
-        return
-    for line in (*_notes(results), *_pages(results, out)):
-        error_console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
-
-
-def _notes(results: list[Any]) -> list[str]:
-    """Each note once; of several tables, with those that it is of."""
-    of: dict[str, list[str]] = {}
-    for result in results:
-        for note in result.experiment.notes:
-            of.setdefault(note, []).append(result.experiment.id)
-    several = len(results) > 1
-    return [f"- {', '.join(ids) + ': ' if several else ''}{note}" for note, ids in of.items()]
-
-
-def _pages(results: list[Any], out: Path) -> list[str]:
-    """Where the whole tables stand, also the rows of which nothing is ours."""
-    from equilibria_papers.tables.results import result_path
-
-    made = [r for r in results if r.status != "not run"]
-    found = [result_path(out, r.experiment.id, r.smoke, r.change) for r in made]
-    return [f"written: {path.with_suffix('.md')} and .json" for path in found]
-
-
-def _cost(minutes: int) -> str:
-    return f"{minutes} min" if minutes < 120 else f"{minutes / 60:,.0f} h"
-
-
-def show_list(out: Path, data_root: Path | None, as_json: bool) -> None:
-    from equilibria_papers import tables
-
-    found = tables.listing(out, data_root)
-    if as_json:
-        print_json(
-            [
-                {
-                    "id": one.experiment.id,
-                    "paper": one.experiment.paper,
-                    "title": one.experiment.title,
-                    "gpu_minutes": one.experiment.minutes,
-                    "data": list(one.experiment.data),
-                    "missing": list(one.missing),
-                    "status": one.status,
-                    "measured": one.measured,
-                    "cells": len(one.experiment.cells),
-                }
-                for one in found
-            ]
-        )
-        return
-    table = Table(caption="cost: GPU time of one seed, estimated for one H200; ✗: not at hand")
-    table.add_column("id", no_wrap=True)
-    for title in ("what", "cost", "data", "status"):
-        table.add_column(title, justify="right" if title == "cost" else "left")
-    paper = ""
-    for one in found:
-        if one.experiment.paper != paper:
-            paper = one.experiment.paper
-            table.add_section()
-            table.add_row(paper, style="bold")
-        table.add_row(
-            one.experiment.id,
-            one.experiment.title,
-            _cost(one.experiment.minutes),
-            ", ".join(n + (" ✗" if n in one.missing else "") for n in one.experiment.data),
-            _status(one),
-        )
-    output().print(table)
-
-
-def _status(one: Any) -> str:
-    if not one.measured:
-        return str(one.status)
-    return f"{one.status} ({one.measured} of {len(one.experiment.cells)})"
-
-
-def show_plans(plans: dict[str, list[Any]], several: bool, as_json: bool) -> None:
-    """Every training of every id; what ids share stands under each."""
-    rows = {name: _plan_rows(planned) for name, planned in plans.items()}
-    if as_json:
-        found = [{"id": name, "jobs": jobs} for name, jobs in rows.items()]
-        print_json(found if several else found[0])
-        return
-    console = output()
-    for name, jobs in rows.items():
-        console.print(f"{name}: {len(jobs)} training(s)", highlight=False)
-        for row in jobs:
-            _show_job(console, row)
-        console.print()
-    if several:
-        keys = {row["key"] for jobs in rows.values() for row in jobs}
-        console.print(f"together: {len(keys)} training(s), shared ones once", highlight=False)
-
-
-def _plan_rows(planned: list[Any]) -> list[dict[str, Any]]:
-    """Each training with the options that differ from the defaults."""
-    from equilibria.training import TrainConfig
-
-    usual = TrainConfig()
-    return [
-        {
-            "job": one.job.name,
-            "seed": one.seed,
-            "key": one.key,
-            "folder": str(one.folder),
-            "measures": list(one.job.measures),
-            "classes": one.job.classes,
-            "trained": one.job.trained,
-            "stands_in": one.stands_in,
-            "missing": one.missing,
-            "options": {
-                k: now for k, (now, _) in one.config.differences(usual).items() if k != "out"
-            },
-        }
-        for one in planned
-    ]
-
-
-def _show_job(console: Any, row: dict[str, Any]) -> None:
-    note = f" [{row['missing']} is not at hand]" if row["missing"] else ""
-    note += f" [{row['stands_in']} stands in]" if row["stands_in"] else ""
-    line = f"\n{row['job']}, seed {row['seed']}{note}\n  folder: {row['folder']}"
-    console.print(line, markup=False, highlight=False, soft_wrap=True)
-    console.print(f"  measures: {', '.join(row['measures'])}", markup=False, highlight=False)
-    for key, value in row["options"].items():
-        console.print(f"  {key}: {value}", markup=False, highlight=False, soft_wrap=True)
-
+from .common import Json
 
 _LIST = "list"
 _OF_LIST = frozenset({"out", "data_root", "as_json"})
 _OF_TRAINING = frozenset({"parallel", "minutes", "device", "data_root", "dry_run"})
 
-_Names = Annotated[
-    list[str],
-    typer.Argument(
-        metavar="ID",
-        help="Tables or figures: what they share is trained once. Or 'list' for all of them.",
-    ),
-]
-_Smoke = Annotated[
-    bool,
-    typer.Option("--smoke", help="Tiny networks on the digits, in a minute: a test, no result."),
-]
-_DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="Print the trainings with their options and stop.")
-]
-_Seeds = Annotated[str, typer.Option(help="A training for each: 0,1,2.")]
-_Only = Annotated[
-    list[str] | None,
-    typer.Option("--only", metavar="ROW", help="Only this row; may be repeated."),
-]
-_Epochs = Annotated[
-    int | None, typer.Option(min=1, help="Other epochs than the recipe's; the table says so.")
-]
-_Change = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="KEY=VALUE",
-        help="Another option of `equilibria train` than the recipe's, such as batch_size=256; "
-        "may be repeated, and the table says so.",
-    ),
-]
-_StandIn = Annotated[
-    bool,
-    typer.Option(
-        "--stand-in", help="Take other data where the paper's are not at hand; it is said."
-    ),
-]
-_Minutes = Annotated[
-    float | None,
-    typer.Option(help="Stop training after this long; the same command goes on from there."),
-]
-_Gather = Annotated[
-    bool,
-    typer.Option(
-        "--gather",
-        help="Train nothing: write the tables of what the run folders hold. Not with --parallel, "
-        "--minutes, --device, --data-root, --dry-run.",
-    ),
-]
-_Parallel = Annotated[
-    int,
-    typer.Option(
-        min=1,
-        metavar="N",
-        help="N trainings at once, each in a process of its own; times are measured alone.",
-    ),
-]
-_DataRoot = Annotated[
-    Path | None, typer.Option("--data-root", help="The folder that holds the data.")
-]
-_Out = Annotated[Path, typer.Option(help="Where tables and the log are written.")]
-_Runs = Annotated[Path, typer.Option(help="Where trainings are kept.")]
-_Quiet = Annotated[
-    bool, typer.Option("--quiet", "-q", help="The tables alone: no progress, no notes.")
-]
-_Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-
 
 def reproduce(
     context: typer.Context,
-    names: _Names,
-    smoke: _Smoke = False,
-    dry_run: _DryRun = False,
-    seeds: _Seeds = "0",
-    only: _Only = None,
-    epochs: _Epochs = None,
-    change: _Change = None,
-    stand_in: _StandIn = False,
-    minutes: _Minutes = None,
-    gather: _Gather = False,
-    parallel: _Parallel = 1,
+    names: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="ID",
+            help="Tables or figures: what they share is trained once. Or 'list' for all of them.",
+        ),
+    ],
+    smoke: Annotated[
+        bool,
+        typer.Option(
+            "--smoke", help="Tiny networks on the digits, in a minute: a test, no result."
+        ),
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the trainings with their options and stop.")
+    ] = False,
+    seeds: Annotated[str, typer.Option(help="A training for each: 0,1,2.")] = "0",
+    only: Annotated[
+        list[str] | None,
+        typer.Option("--only", metavar="ROW", help="Only this row; may be repeated."),
+    ] = None,
+    epochs: Annotated[
+        int | None, typer.Option(min=1, help="Other epochs than the recipe's; the table says so.")
+    ] = None,
+    change: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Another option of `equilibria train` than the recipe's, such as batch_size=256; "
+            "may be repeated, and the table says so.",
+        ),
+    ] = None,
+    stand_in: Annotated[
+        bool,
+        typer.Option(
+            "--stand-in", help="Take other data where the paper's are not at hand; it is said."
+        ),
+    ] = False,
+    minutes: Annotated[
+        float | None,
+        typer.Option(help="Stop training after this long; the same command goes on from there."),
+    ] = None,
+    gather: Annotated[
+        bool,
+        typer.Option(
+            "--gather",
+            help="Train nothing: write the tables of what the run folders hold. Not with "
+            "--parallel, --minutes, --device, --data-root, --dry-run.",
+        ),
+    ] = False,
+    parallel: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="N trainings at once, each in a process of its own; times are measured alone.",
+        ),
+    ] = 1,
     device: Device = None,
-    data_root: _DataRoot = None,
-    out: _Out = Path("results/reproduce"),
-    runs: _Runs = Path("runs/reproduce"),
-    quiet: _Quiet = False,
-    as_json: _Json = False,
+    data_root: Annotated[
+        Path | None, typer.Option("--data-root", help="The folder that holds the data.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Where tables and the log are written.")] = Path(
+        "results/reproduce"
+    ),
+    runs: Annotated[Path, typer.Option(help="Where trainings are kept.")] = Path("runs/reproduce"),
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="The tables alone: no progress, no notes.")
+    ] = False,
+    as_json: Json = False,
 ) -> None:
     """Train what tables of the papers need and print the papers' numbers beside ours.
 
@@ -262,7 +113,7 @@ def reproduce(
 
     _check_together(names, _given(context), gather)
     if names == [_LIST]:
-        show_list(out, data_root, as_json)
+        _show_list(out, data_root, as_json)
         return
     if device is not None:
         device_of(device)
@@ -287,7 +138,7 @@ def reproduce(
     except (ValueError, TypeError) as error:
         raise fail(as_flags(error)) from None
     if dry_run:
-        show_plans(plans, len(names) > 1, as_json)
+        _show_plans(plans, len(names) > 1, as_json)
         return
     make_folder(out)
     results = _run(names, choices, quiet or as_json)
@@ -295,10 +146,13 @@ def reproduce(
         found = [result.to_dict() for result in results]
         print_json(found if len(names) > 1 else found[0])
     else:
-        show_results(results, out, quiet)
+        _show_results(results, out, quiet)
     idle = [result.experiment.id for result in results if result.status == "not run"]
     if idle:
-        raise fail(f"nothing was run of {', '.join(idle)}.", _instead(gather))
+        way = "--stand-in, --data-root, --smoke."
+        if gather:
+            way = "--runs names the run folders, without --gather it trains."
+        raise fail(f"nothing was run of {', '.join(idle)}.", f"See the reasons above; {way}")
 
 
 def _given(context: typer.Context) -> dict[str, str]:
@@ -376,7 +230,119 @@ def _tell(text: str) -> None:
     error_console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def _instead(gather: bool) -> str:
-    if gather:
-        return "See the reasons above; --runs names the run folders, without --gather it trains."
-    return "See the reasons above; --stand-in, --data-root, --smoke."
+def _show_results(results: list[Any], out: Path, quiet: bool) -> None:
+    """The tables on stdout; unless quiet, their notes and pages on stderr, each once."""
+    from equilibria_papers import tables
+    from equilibria_papers.tables.results import result_path
+
+    for result in results:
+        output().print(tables.rich_table(result))
+    if quiet:
+        return
+    of: dict[str, list[str]] = {}  # each note once, with the tables that it is of
+    for result in results:
+        for note in result.experiment.notes:
+            of.setdefault(note, []).append(result.experiment.id)
+    several = len(results) > 1
+    lines = [f"- {', '.join(ids) + ': ' if several else ''}{note}" for note, ids in of.items()]
+    for one in results:
+        if one.status != "not run":
+            path = result_path(out, one.experiment.id, one.smoke, one.change)
+            lines.append(f"written: {path.with_suffix('.md')} and .json")
+    for line in lines:
+        error_console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
+
+
+def _show_list(out: Path, data_root: Path | None, as_json: bool) -> None:
+    from equilibria_papers import tables
+
+    found = tables.listing(out, data_root)
+    if as_json:
+        print_json(
+            [
+                {
+                    "id": one.experiment.id,
+                    "paper": one.experiment.paper,
+                    "title": one.experiment.title,
+                    "gpu_minutes": one.experiment.minutes,
+                    "data": list(one.experiment.data),
+                    "missing": list(one.missing),
+                    "status": one.status,
+                    "measured": one.measured,
+                    "cells": len(one.experiment.cells),
+                }
+                for one in found
+            ]
+        )
+        return
+    table = Table(caption="cost: GPU time of one seed, estimated for one H200; ✗: not at hand")
+    table.add_column("id", no_wrap=True)
+    for title in ("what", "cost", "data", "status"):
+        table.add_column(title, justify="right" if title == "cost" else "left")
+    paper = ""
+    for one in found:
+        if one.experiment.paper != paper:
+            paper = one.experiment.paper
+            table.add_section()
+            table.add_row(paper, style="bold")
+        minutes, cells = one.experiment.minutes, len(one.experiment.cells)
+        table.add_row(
+            one.experiment.id,
+            one.experiment.title,
+            f"{minutes} min" if minutes < 120 else f"{minutes / 60:,.0f} h",
+            ", ".join(n + (" ✗" if n in one.missing else "") for n in one.experiment.data),
+            one.status + (f" ({one.measured} of {cells})" if one.measured else ""),
+        )
+    output().print(table)
+
+
+def _show_plans(plans: dict[str, list[Any]], several: bool, as_json: bool) -> None:
+    """Every training of every id; what ids share stands under each."""
+    rows = {name: _plan_rows(planned) for name, planned in plans.items()}
+    if as_json:
+        found = [{"id": name, "jobs": jobs} for name, jobs in rows.items()]
+        print_json(found if several else found[0])
+        return
+    console = output()
+    for name, jobs in rows.items():
+        console.print(f"{name}: {len(jobs)} training(s)", highlight=False)
+        for row in jobs:
+            _show_job(console, row)
+        console.print()
+    if several:
+        keys = {row["key"] for jobs in rows.values() for row in jobs}
+        console.print(f"together: {len(keys)} training(s), shared ones once", highlight=False)
+
+
+def _plan_rows(planned: list[Any]) -> list[dict[str, Any]]:
+    """Each training with the options that differ from the defaults."""
+    from equilibria.training import TrainConfig
+
+    usual = TrainConfig()
+    return [
+        {
+            "job": one.job.name,
+            "seed": one.seed,
+            "key": one.key,
+            "folder": str(one.folder),
+            "measures": list(one.job.measures),
+            "classes": one.job.classes,
+            "trained": one.job.trained,
+            "stands_in": one.stands_in,
+            "missing": one.missing,
+            "options": {
+                k: now for k, (now, _) in one.config.differences(usual).items() if k != "out"
+            },
+        }
+        for one in planned
+    ]
+
+
+def _show_job(console: Any, row: dict[str, Any]) -> None:
+    note = f" [{row['missing']} is not at hand]" if row["missing"] else ""
+    note += f" [{row['stands_in']} stands in]" if row["stands_in"] else ""
+    line = f"\n{row['job']}, seed {row['seed']}{note}\n  folder: {row['folder']}"
+    console.print(line, markup=False, highlight=False, soft_wrap=True)
+    console.print(f"  measures: {', '.join(row['measures'])}", markup=False, highlight=False)
+    for key, value in row["options"].items():
+        console.print(f"  {key}: {value}", markup=False, highlight=False, soft_wrap=True)

@@ -8,18 +8,9 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from equilibria.cli import (
-    Device,
-    Root,
-    error_console,
-    fail,
-    make_folder,
-    output,
-    print_json,
-    write_json,
-)
+from equilibria.cli import Device, Root, error_console, fail, make_folder, output, write_json
 
-from .common import THESIS, Data, Json, Split, images_of, networks, numbers_of, say_written
+from .common import THESIS, Data, Json, Split, answer, images_of, networks, numbers_of
 
 
 def trajectory(
@@ -103,11 +94,7 @@ def trajectory(
     if training is not None:
         record["between_classes"] = dict(zip(found, training.spread().tolist(), strict=True))
     written.append(write_json(out / "trajectory.json", record))
-    if as_json:
-        print_json(record)
-        return
-    _show(rows)
-    say_written(written)
+    answer(record, as_json, lambda: _show(rows), written)
 
 
 def _scaled(network: Any, scales: list[float], seed: int) -> dict[str, Any]:

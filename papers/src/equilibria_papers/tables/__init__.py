@@ -6,13 +6,11 @@
     result.status, result.cells[0].ours
 """
 
-from .choices import Choices
-from .declaring import Cell, Experiment, Job, Published
-from .planning import Planned, cells_asked, plan
+from .experiment import Cell, Experiment, Job, Published
+from .pages import markdown, rich_table
+from .plan import Choices, Planned, cells_asked, plan
 from .provenance import read_log
-from .registry import Listed, describe, listing, names
-from .rendering import markdown, rich_table
-from .reproducing import reproduce, reproduce_all
+from .reproduction import Listed, describe, listing, names, reproduce, reproduce_all
 from .results import Result
 
 __all__ = [

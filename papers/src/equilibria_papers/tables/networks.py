@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -72,13 +71,3 @@ class ResidualNet(nn.Module):
 
 NETWORKS: Mapping[str, Callable[..., nn.Module]] = MappingProxyType({"residual_deq": ResidualNet})
 """name → build(classes, in_channels, **options)."""
-
-
-def is_network(name: str) -> bool:
-    """Whether the name is one of this file's."""
-    return name in NETWORKS
-
-
-def build(name: str, classes: int, in_channels: int, options: Mapping[str, Any]) -> nn.Module:
-    """A network of this file, with fresh weights."""
-    return NETWORKS[name](classes, in_channels, **options)

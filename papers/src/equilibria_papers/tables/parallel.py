@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,11 +27,9 @@ from joblib.externals.loky import (  # type: ignore[import-untyped]
     wait,
 )
 
-from .callbacks import Stop
-from .choices import Choices
-from .planning import Planned
+from .plan import Choices, Planned
 from .provenance import Log
-from .running import complete, run_job
+from .runs import Stop, complete, run_job
 
 TIMING = frozenset({"throughput", "times"})
 """Measures of time: true only where nothing else runs."""
@@ -61,26 +59,10 @@ def split(planned: Planned) -> tuple[Planned | None, Planned | None]:
     return None if complete(beside) else beside, alone if left else None
 
 
-class _Kept(Log):
-    """A log whose lines are brought to the parent, which alone writes the file."""
-
-    def __init__(self) -> None:
-        self.lines: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-
-    def add(
-        self,
-        planned: Planned,
-        outcome: str,
-        seconds: float,
-        result: Mapping[str, Any] | None = None,
-        **more: Any,
-    ) -> None:
-        self.lines.append(((outcome, seconds, result), more))
-
-
-def _work(planned: Planned, choices: Choices, stop: Stop) -> tuple[str, str, list[Any]]:
-    """In a worker: how it ended, why, and the lines of the log."""
-    log = _Kept()
+def _work(planned: Planned, log: Log, choices: Choices, stop: Stop) -> tuple[str, str, list[Any]]:
+    """In a worker: how it ended, why, and the lines of the log, which the parent alone writes."""
+    lines: list[Any] = []
+    log.kept = lines
     try:
         with contextlib.redirect_stdout(sys.stderr):  # stdout is for the tables
             run_job(planned, choices, log, stop=stop)
@@ -91,7 +73,7 @@ def _work(planned: Planned, choices: Choices, stop: Stop) -> tuple[str, str, lis
         how, why = "failed", f"{type(error).__name__}: {str(error)[:200]}"
     if stop.orphaned():
         os._exit(1)  # all is saved, and nobody hears the answer
-    return how, why, log.lines
+    return how, why, lines
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,9 +98,10 @@ def run_beside(
     own = replace(choices, progress=False, parallel=1)
     threads = max(1, torch.get_num_threads() // choices.parallel)
     with tempfile.TemporaryDirectory() as folder:
-        stop = replace(stop, file=Path(folder) / "stop", parent=os.getpid())
+        file = Path(folder) / "stop"
+        stop = replace(stop, file=file, parent=os.getpid())
         try:
-            with _ctrl_c(stop, say):
+            with _ctrl_c(file, say):
                 while waiting or running:
                     while waiting and len(running) < choices.parallel:
                         # Late, the first get their step all the same: short calls get on too.
@@ -126,8 +109,9 @@ def run_beside(
                             break
                         task = waiting.popleft()
                         executor = ProcessPoolExecutor(1, env={"OMP_NUM_THREADS": str(threads)})
-                        with _ignored():  # by the worker, which is born here: it reads the file
-                            future = executor.submit(_work, task.planned, own, stop)
+                        # Not heard by the worker, which is born here: it reads the file.
+                        with handled(signal.SIG_IGN):
+                            future = executor.submit(_work, task.planned, task.log, own, stop)
                         running[future] = _Running(task, executor, time.perf_counter())
                         begun += 1
                         say(f"{task.label}: started in {task.planned.folder}")
@@ -140,10 +124,9 @@ def run_beside(
                 one.executor.shutdown(kill_workers=True)
                 for part in one.task.planned.folder.rglob(".*.part"):  # of a file it was writing
                     part.unlink(missing_ok=True)
-        if stop.late() and (waiting or cut):
-            raise KeyboardInterrupt(f"The {choices.minutes:g} minutes are over.")
         if waiting or cut:
-            raise KeyboardInterrupt(f"{cut} training(s) were interrupted.")
+            over = f"The {choices.minutes:g} minutes are over." if stop.late() else ""
+            raise KeyboardInterrupt(over or f"{cut} training(s) were interrupted.")
 
 
 def _ended(
@@ -157,8 +140,8 @@ def _ended(
         how, why, lines = "failed", "its process was killed (out of memory?)", []
         task.log.add(task.planned, how, seconds, error=why)
     one.executor.shutdown()
-    for given, more in lines:
-        task.log.add(task.planned, *given, **more)
+    for line in lines:
+        task.log.write(line)
     said = {"done": "done in", "interrupted": "stopped after", "failed": "failed after"}[how]
     say(f"{task.label}: {said} {seconds:.0f} s{f': {why}' if how == 'failed' else ''}")
     if how == "failed":
@@ -168,13 +151,11 @@ def _ended(
     return bool(how == "interrupted")
 
 
-@contextlib.contextmanager
-def _ctrl_c(stop: Stop, say: Tell) -> Iterator[None]:
+def _ctrl_c(file: Path, say: Tell) -> contextlib.AbstractContextManager[None]:
     """Ctrl-C makes the file that the workers look for; from the third on it is what it was."""
-    before, file = signal.getsignal(signal.SIGINT), stop.file
+    before = signal.getsignal(signal.SIGINT)
 
     def ask(*_: Any) -> None:
-        assert file is not None
         if file.exists():
             signal.signal(signal.SIGINT, before)
             say("still saving: the next Ctrl-C ends the trainings as they are")
@@ -182,18 +163,14 @@ def _ctrl_c(stop: Stop, say: Tell) -> Iterator[None]:
         file.touch()
         say("stopping: the trainings finish their step and save")
 
-    with _handled(ask):
-        yield
-
-
-def _ignored() -> contextlib.AbstractContextManager[None]:
-    return _handled(signal.SIG_IGN)
+    return handled(ask)
 
 
 @contextlib.contextmanager
-def _handled(by: Any) -> Iterator[None]:
+def handled(by: Any) -> Iterator[None]:
     """Ctrl-C is handled so inside the block; outside the main thread nothing changes."""
     before = signal.getsignal(signal.SIGINT)
+    # None: a handler that was not set by Python; there is no way to put that one back.
     if threading.current_thread() is not threading.main_thread() or before is None:
         yield
         return

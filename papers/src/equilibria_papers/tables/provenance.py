@@ -17,15 +17,10 @@ import torch
 
 from equilibria import __version__
 
-from .planning import Planned
+from .plan import Planned
 
 COMMIT_VARIABLE = "EQUILIBRIA_COMMIT"
 """Names the commit on machines without git."""
-
-
-def now() -> str:
-    """The time, UTC, to the second."""
-    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def command() -> str:
@@ -73,7 +68,7 @@ def made_by(device: torch.device) -> dict[str, Any]:
         "torch": str(torch.__version__),
         "python": platform.python_version(),
         "device": device_name(device),
-        "date": now(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 
 
@@ -87,6 +82,8 @@ class Log:
         self.path = folder / "log.jsonl"
         self.experiment = experiment
         self.change = change
+        self.kept: list[dict[str, Any]] | None = None
+        """Lines that another process will write; None: they are written."""
 
     def add(
         self,
@@ -98,7 +95,7 @@ class Log:
     ) -> None:
         """Note how a training ended: "done", "measured", "failed", "interrupted"."""
         line = {
-            "date": now(),
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "id": self.experiment,
             "job": planned.job.name,
             "key": planned.key,
@@ -111,6 +108,12 @@ class Log:
             "result": dict(result or {}),
             **more,
         }
+        self.write(line)
+
+    def write(self, line: dict[str, Any]) -> None:
+        if self.kept is not None:
+            self.kept.append(line)
+            return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from .declaring import Job
+from .experiment import Job
 
 
 def _recipe(**options: Any) -> Mapping[str, Any]:
@@ -37,7 +37,7 @@ IMAGENET = _recipe(
         "lr": 0.1,
         "image_size": 256,
         "augment": ["resized_crop", "flip", "rand_augment"],
-    },
+    }
 )
 """GEQ A.7.2: images of 256 pixels, the rest as for CIFAR."""
 
@@ -119,21 +119,14 @@ RATES: Mapping[str, float] = MappingProxyType(
     }
 )
 
-
 # Trainings that several tables share: declared once, so that they are run once.
-
 
 _SIX = [8] * 6
 _BRANCHES = {"channels": 16, "mids": _SIX, "image_size": 16}
 _GAUSSIAN = {**_BRANCHES, "hidden": 8}
 _STACK = {"widths": [8, 16], "depth": 1, "image_size": 8}
-_MDEQ = {
-    "channels": [8, 16],
-    "expansion": 1,
-    "head_channels": [4, 4],
-    "final_channels": 16,
-    "image_size": 16,
-}
+_MDEQ = {"channels": [8, 16], "expansion": 1, "head_channels": [4, 4], "final_channels": 16}
+_INSTEAD = {"data": "cifar10", "epochs": 20, "augment": ["crop", "flip"]}
 _COARSE = {"channels": 16, "mids": [8, 8], "scales": [1, 2], "image_size": 32}
 _DEEP = {"channels": 8, "mids": [4, 8], "image_size": 8}
 
@@ -148,7 +141,7 @@ _FAMILIES: tuple[tuple[str, str, Mapping[str, Any]], ...] = (
     ("geq_cifar_", "branches", _GAUSSIAN),
     ("kerdeq_cifar_", "branches", _GAUSSIAN),
     ("mopteq_", "linear branches", _BRANCHES),
-    ("mdeq_", "mdeq", _MDEQ),
+    ("mdeq_", "mdeq", {**_MDEQ, "image_size": 16}),
     ("resnet18_cifar", "resnet18", {"image_size": 8}),
     ("resnet50_cifar", "resnet50", {"image_size": 8}),
     ("resnet", "imagenet", {"image_size": 32}),
@@ -162,73 +155,58 @@ _FAMILIES: tuple[tuple[str, str, Mapping[str, Any]], ...] = (
 )
 
 
-def family(model: str) -> tuple[float, Mapping[str, Any]]:
-    """Images a second of a model of this name, and the options that make it tiny."""
-    for beginning, rate, smoke in _FAMILIES:
-        if model.startswith(beginning):
-            return RATES[rate], smoke
-    raise ValueError(f"{model!r} belongs to no family of recipes.py: add it to _FAMILIES.")
+def job(
+    model: str,
+    data: str,
+    tag: str = "",
+    *,
+    options: Mapping[str, Any] | None = None,
+    smoke: Mapping[str, Any] | None = None,
+    rate: float | None = None,
+    first: str = "",
+    **more: Any,
+) -> Job:
+    """A job by the name ``data-model-tag``; rate and tiny form are those of the model's family.
+
+    ``first`` stands in place of the data in the name; ``more`` are other fields of Job.
+    """
+    found = [(RATES[kind], tiny) for start, kind, tiny in _FAMILIES if model.startswith(start)]
+    if not found:
+        raise ValueError(f"{model!r} belongs to no family of recipes.py: add it to _FAMILIES.")
+    speed, tiny = found[0]
+    return Job(
+        name="-".join(filter(None, (first or data, model, tag))),
+        model=model,
+        options=dict(options or {}),
+        data=data,
+        rate=speed if rate is None else rate,
+        smoke=dict(tiny if smoke is None else smoke),
+        **more,
+    )
 
 
 def cifar(
-    model: str,
-    data: str = "cifar10",
-    *,
-    tag: str = "",
-    options: Mapping[str, Any] | None = None,
-    recipe: Mapping[str, Any] | None = None,
-    classes: str = "all",
-    measures: tuple[str, ...] = ("quality",),
-    smoke: Mapping[str, Any] | None = None,
-    rate: float | None = None,
+    model: str, data: str = "cifar10", *, recipe: Mapping[str, Any] | None = None, **more: Any
 ) -> Job:
     """A network on CIFAR by the recipe that all rows share; CIFAR-10 stands in for CIFAR-100.
 
     ``recipe`` holds what a row changes in it.
     """
-    speed, tiny = family(model)
-    return Job(
-        name=f"{data}-{model}{'-' if tag else ''}{tag}",
-        model=model,
-        options=dict(options or {}),
-        data=data,
-        recipe={**CIFAR, **recipe} if recipe else CIFAR,
-        classes=classes,
-        measures=measures,
-        graphs=True,
-        rate=speed if rate is None else rate,
-        stand_in={} if data == "cifar10" else {"data": "cifar10"},
-        smoke=dict(tiny if smoke is None else smoke),
-    )
+    changed = {**CIFAR, **recipe} if recipe else CIFAR
+    instead = {} if data == "cifar10" else {"data": "cifar10"}
+    return job(model, data, recipe=changed, graphs=True, stand_in=instead, **more)
 
 
-def imagenet(
-    model: str,
-    data: str,
-    *,
-    tag: str = "",
-    options: Mapping[str, Any] | None = None,
-    measures: tuple[str, ...] = ("quality",),
-    pixels: int = 64,
-) -> Job:
+def imagenet(model: str, data: str, *, pixels: int = 64, **more: Any) -> Job:
     """A network on ImageNette or ImageNet-100, 256 pixels; CIFAR-10 at ``pixels`` stands in."""
-    speed, tiny = family(model)
-    return Job(
-        name=f"{data}-{model}{'-' if tag else ''}{tag}",
-        model=model,
-        options=dict(options or {}),
-        data=data,
+    return job(
+        model,
+        data,
         recipe=IMAGENET,
-        measures=measures,
-        rate=min(speed, RATES["imagenet"]),
+        rate=RATES["imagenet"],
         images=9_000 if data == "imagenette" else 114_000,
-        stand_in={
-            "data": "cifar10",
-            "image_size": pixels,
-            "epochs": 20,
-            "augment": ["crop", "flip"],
-        },
-        smoke=dict(tiny),
+        stand_in={**_INSTEAD, "image_size": pixels},
+        **more,
     )
 
 
@@ -252,25 +230,10 @@ def one_branch(model: str, data: str = "cifar10") -> Job:
     )
 
 
-def deep_opteq(
-    model: str,
-    tag: str,
-    options: Mapping[str, Any],
-    *,
-    measures: tuple[str, ...] = ("quality",),
-    smoke: Mapping[str, Any] | None = None,
-) -> Job:
+def deep_opteq(model: str, tag: str, options: Mapping[str, Any], **more: Any) -> Job:
     """A deep OptEq on CIFAR-10 by the recipe of OptEq §7.1 and §7.2."""
-    speed, tiny = family(model)
     unrolled = options.get("adjoint", {}).get("kind") == "Unrolled"
-    return Job(
-        name=f"cifar10-{model}-{tag}",
-        model=model,
-        options=dict(options),
-        data="cifar10",
-        recipe=OPTEQ,
-        measures=measures,
-        graphs=unrolled,
-        rate=RATES["unrolled"] if unrolled else speed,
-        smoke={**tiny, **(smoke or {})},
+    rate = RATES["unrolled"] if unrolled else None
+    return job(
+        model, "cifar10", tag, options=options, rate=rate, recipe=OPTEQ, graphs=unrolled, **more
     )

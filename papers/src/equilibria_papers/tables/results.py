@@ -13,10 +13,11 @@ from typing import Any
 
 from equilibria.engine import write_json, write_text
 
-from .declaring import Cell, Experiment
+from .experiment import Cell, Experiment
 
 MEASURED, PARTLY, STAND_IN = "measured", "partly", "stand-in data"
 SMOKE, NOT_RUN, QUOTED = "smoke only", "not run", "quoted"
+_WARNING = "a smoke test: tiny networks on a few digits, no result"
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,9 @@ class CellResult:
         """``94.8 ± 0.1 (3)``: mean, standard deviation, seeds; "–" where nothing was measured."""
         if self.mean is None:
             return "–"
-        digits = _digits(self.cell, self.mean)
+        size = abs(self.mean)
+        small = size < 0.01 and self.mean != 0.0
+        digits = ".2e" if small else ".3g" if size < 1 else ".2f" if size < 1000 else ",.0f"
         spread = "" if self.std is None else f" ± {self.std:{digits}}"
         count = f" ({len(self.samples)})" if len(self.samples) > 1 else ""
         return f"{self.mean:{digits}}{spread}{count}"
@@ -119,11 +122,6 @@ def largest(values: Iterable[float]) -> float | None:
     """The maximum, and NaN where one is NaN, wherever it stands; None of nothing."""
     found = list(values)
     return math.nan if any(map(math.isnan, found)) else max(found, default=None)
-
-
-def _digits(cell: Cell, value: float) -> str:
-    small = abs(value) < 0.01 and value != 0.0
-    return ".2e" if small else ".3g" if abs(value) < 1 else ".2f" if abs(value) < 1000 else ",.0f"
 
 
 @dataclass(frozen=True)
@@ -165,9 +163,7 @@ class Result:
             "source": experiment.source,
             "claim": experiment.claim,
             "smoke": self.smoke,
-            "warning": "a smoke test: tiny networks on a few digits, no result"
-            if self.smoke
-            else "",
+            "warning": _WARNING if self.smoke else "",
             "status": self.status,
             "change": self.change,
             "overrides": dict(self.overrides),
@@ -184,7 +180,7 @@ class Result:
 
     def save(self, folder: Path) -> list[Path]:
         """Write the JSON and the Markdown; each is whole or not there."""
-        from .rendering import markdown
+        from .pages import markdown
 
         path = result_path(folder, self.experiment.id, self.smoke, self.change)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -238,11 +234,8 @@ def earlier_samples(path: Path) -> dict[tuple[str, str], list[Sample]]:
 def _sample(kept: Mapping[str, Any]) -> Sample:
     """Numbers that JSON does not know are kept as text; older files have no residual."""
     residual = kept.get("residual")
-    numbers = {
-        "value": float(kept["value"]),
-        "residual": None if residual is None else float(residual),
-    }
-    return Sample(**{**kept, **numbers})
+    residual = None if residual is None else float(residual)
+    return Sample(**{**kept, "value": float(kept["value"]), "residual": residual})
 
 
 def merged(new: Iterable[Sample], old: Iterable[Sample], group: str) -> tuple[Sample, ...]:

@@ -6,20 +6,16 @@ import dataclasses
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from equilibria import data as module
-from equilibria.data import IGNORE, DataError, ImageData, find_named
+from equilibria.data import IGNORE, ImageData
 from equilibria.evaluation import select_classes, superclass_split
 
-if TYPE_CHECKING:
-    from .planning import Planned
+from .plan import RANDOM, Planned, data_folder
 
-RANDOM = "random"
-"""Images that nobody drew: for measurements of time."""
 _HELD_OUT_SEED = 0  # the same images for every seed of the training: choices never see another part
 _SMOKE_TRAIN, _SMOKE_TEST = 96, 64
 _VEHICLES = ("airplane", "automobile", "ship", "truck")  # of CIFAR-10; its other six are animals
@@ -32,47 +28,6 @@ class Supplied:
     train: ImageData
     held_out: ImageData | None
     test: ImageData
-
-
-@dataclass(frozen=True, eq=False)
-class Scene:
-    """What a measure looks at: a network in eval mode, the images, and a folder to draw in."""
-
-    model: nn.Module
-    train: ImageData
-    test: ImageData
-    folder: Path
-    device: torch.device
-    batch_size: int
-    """Images at a time, of the test."""
-    train_batch: int
-    """Images of a training step."""
-    precision: str
-    """Of the training, in Lightning's words."""
-    seed: int
-    progress: bool
-    smoke: bool
-    held_out: ImageData | None = None
-    """What choices may look at."""
-    epochs: int = 0
-    """Of the whole training."""
-
-
-def _folder(name: str, root: Path | None) -> Path:
-    return (Path() if root is None else root) / name
-
-
-def at_hand(name: str, root: Path | None) -> bool:
-    """Whether the training images can be read without a download."""
-    if name == RANDOM:
-        return True
-    if name not in module.names():
-        return _folder(name, root).is_dir()
-    try:
-        find_named(name, "train", root, False, False)
-    except (DataError, OSError):
-        return False
-    return True
 
 
 def known_classes(dataset: ImageData) -> range:
@@ -91,7 +46,10 @@ def supply(planned: Planned, *, progress: bool = True) -> Supplied:
         whole, test = whole.subset(range(_SMOKE_TRAIN)), test.subset(range(_SMOKE_TEST))
         whole, test = (_made_of_digits(planned, part) for part in (whole, test))
     elif job.classes == "superclass" and config.data == "cifar10":
-        whole, test = (_vehicles_and_animals(part) for part in (whole, test))
+        # CIFAR-10 stands in for CIFAR-100, with two superclasses in place of its twenty.
+        above = torch.tensor([int(name not in _VEHICLES) for name in whole.classes])
+        names = ("vehicles", "animals")
+        whole, test = (_grouped(part, above[_labels(part)], names) for part in (whole, test))
     if job.classes == "first half":
         whole = select_classes(whole, known_classes(whole))
     elif job.classes == "superclass":
@@ -100,7 +58,11 @@ def supply(planned: Planned, *, progress: bool = True) -> Supplied:
         raise ValueError(
             f"{job.name}: classes={job.classes!r}; expected 'all', 'first half' or 'superclass'."
         )
-    train, held_out = _hold_out(planned, whole, progress)
+    train, held_out = whole, None
+    if config.data == "camvid":  # has a part of its own for choices
+        held_out = _load(planned, "val", progress)
+    elif config.validation:
+        train, held_out = whole.split(config.validation, _HELD_OUT_SEED)
     if config.samples is not None:
         train = _few(train, config.samples)
     if (test.mean, test.std) != (train.mean, train.std):
@@ -121,18 +83,7 @@ def _read(
     root = None if data_root is None else Path(data_root)
     if name in module.names():
         return module.load(name, split, root=root, image_size=image_size, progress=progress)
-    return module.load(_folder(name, root), split, image_size=image_size, progress=progress)
-
-
-def _hold_out(
-    planned: Planned, whole: ImageData, progress: bool
-) -> tuple[ImageData, ImageData | None]:
-    """(training, held out): CamVid has a part of its own for choices, other sets are split."""
-    if planned.config.data == "camvid":
-        return whole, _load(planned, "val", progress)
-    if planned.config.validation == 0.0:
-        return whole, None
-    return whole.split(planned.config.validation, _HELD_OUT_SEED)
+    return module.load(data_folder(name, root), split, image_size=image_size, progress=progress)
 
 
 def _few(images: ImageData, samples: int) -> ImageData:
@@ -147,24 +98,19 @@ def _few(images: ImageData, samples: int) -> ImageData:
     return images.split(1.0 - part, _HELD_OUT_SEED)[0]
 
 
-def _vehicles_and_animals(images: ImageData) -> ImageData:
-    """CIFAR-10 with two superclasses, where it stands in for CIFAR-100 and its twenty."""
+def _labels(images: ImageData) -> Tensor:
     assert isinstance(images.targets, Tensor)
-    above = torch.tensor([int(name not in _VEHICLES) for name in images.classes])
-    return dataclasses.replace(
-        images,
-        superclasses=above[images.targets.long()],
-        superclass_names=("vehicles", "animals"),
-    )
+    return images.targets.long()
+
+
+def _grouped(images: ImageData, above: Tensor, names: tuple[str, ...]) -> ImageData:
+    return dataclasses.replace(images, superclasses=above, superclass_names=names)
 
 
 def _made_of_digits(planned: Planned, digits: ImageData) -> ImageData:
     """What a smoke test needs and the digits do not have: superclasses, or a class a pixel."""
     if planned.job.classes == "superclass":
-        assert isinstance(digits.targets, Tensor)
-        return dataclasses.replace(
-            digits, superclasses=digits.targets // 5, superclass_names=("below 5", "from 5 on")
-        )
+        return _grouped(digits, _labels(digits) // 5, ("below 5", "from 5 on"))
     if "segmentation" in planned.job.measures:
         assert isinstance(digits.images, Tensor)
         return dataclasses.replace(

@@ -4,31 +4,112 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
+import safetensors.torch
 import torch
-from safetensors.torch import load_file
 from torch import nn
 
 from equilibria import models, training
 from equilibria.data import ImageData
-from equilibria.engine import write_json
-from equilibria.training import TrainConfig
+from equilibria.engine import write_bytes, write_json
+from equilibria.training import Run, TrainConfig
 
-from .callbacks import Snapshots, Stop, StopWhenAsked, snapshot_epochs
-from .choices import Choices
-from .measures import MEASURES
-from .networks import build, is_network
-from .planning import Planned
+from .images import Supplied, supply
+from .measures import MEASURES, Scene, snapshot_epochs
+from .networks import NETWORKS
+from .plan import Choices, Planned
 from .provenance import Log, made_by
 from .results import in_json
-from .supplying import Scene, Supplied, supply
 
 _FILE = "measured.json"
+
+
+@dataclass(frozen=True)
+class Stop:
+    """When trainings end before their end, in this process or in a worker."""
+
+    until: float | None = None
+    """A time of ``time.time()``: other clocks need not agree between processes."""
+    file: Path | None = None
+    """Where it exists, a stop is asked for."""
+    parent: int | None = None
+    """The process that waits for this one: where it is gone, nobody does."""
+
+    def late(self) -> bool:
+        return self.until is not None and time.time() >= self.until
+
+    def orphaned(self) -> bool:
+        return self.parent not in (None, os.getpid(), os.getppid())
+
+    def asked(self) -> bool:
+        return self.late() or self.orphaned() or (self.file is not None and self.file.exists())
+
+
+class StopWhenAsked(pl.Callback):
+    """Stops a training as Ctrl-C does, after a step: everything is saved, and can go on.
+
+    It asks the run. A signal would go to the main thread, whichever thread trains.
+    """
+
+    def __init__(self, stop: Stop) -> None:
+        super().__init__()
+        self.stop = stop
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
+        if self.stop.asked():
+            _run(trainer).request.asked = True
+
+
+def _run(trainer: pl.Trainer) -> Run:
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, Run):
+            return callback
+    raise RuntimeError(
+        "StopWhenAsked and Snapshots belong to runs of equilibria.training.fit; this trainer is "
+        "another's."
+    )
+
+
+class Snapshots(pl.Callback):
+    """Writes the weights to ``folder/weights_<epoch>.safetensors`` after chosen epochs."""
+
+    def __init__(self, folder: Path, epochs: tuple[int, ...]) -> None:
+        super().__init__()
+        self.folder = folder
+        self.epochs = frozenset(epochs)
+        self.done = 0
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        # A run resumed inside an epoch has nothing to write. At an epoch's end it writes again: a
+        # stop in the validation came before on_train_epoch_end.
+        here = _run(trainer).progress
+        self.done = here.epoch
+        if here.batch == 0:
+            self._write(pl_module)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.done += 1
+        self._write(pl_module)
+
+    def _write(self, module: pl.LightningModule) -> None:
+        if self.done in self.epochs:
+            self.write(module.model, self.done)
+
+    def write(self, model: Any, epoch: int) -> None:
+        """Keep the weights of ``model`` as those after ``epoch``."""
+        tensors = {k: v.detach().cpu().contiguous().clone() for k, v in model.state_dict().items()}
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_bytes(self.path(epoch), safetensors.torch.save(tensors))
+
+    def path(self, epoch: int) -> Path:
+        """Where the weights after ``epoch`` are."""
+        return self.folder / f"weights_{epoch}.safetensors"
 
 
 @dataclass(frozen=True)
@@ -43,9 +124,7 @@ class Outcome:
 
 def chosen_device(name: str | None) -> torch.device:
     """The device asked for; a GPU where there is one."""
-    if name is not None:
-        return torch.device(name)
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def remembered(planned: Planned, *, part: bool = False) -> Outcome | None:
@@ -97,12 +176,9 @@ def run_job(planned: Planned, choices: Choices, log: Log, *, stop: Stop | None =
     found = remembered(planned)
     assert found is not None
     made = found.made_by or made_by(chosen_device(choices.device))
-    log.add(planned, "done", time.perf_counter() - began, found.values, **_where(made))
+    where = {name: made[name] for name in ("commit", "device", "command")}
+    log.add(planned, "done", time.perf_counter() - began, found.values, **where)
     return found
-
-
-def _where(made: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: made[name] for name in ("commit", "device", "command")}
 
 
 def _read(folder: Path) -> dict[str, Any]:
@@ -118,20 +194,21 @@ def _read(folder: Path) -> dict[str, Any]:
 def _measure_all(planned: Planned, choices: Choices, model: nn.Module, images: Supplied) -> None:
     """Each measure is written as soon as it is made: a later one that fails takes none along."""
     device = chosen_device(choices.device)
+    config = planned.config
     scene = Scene(
         model=model.to(device).eval(),
         train=images.train,
         test=images.test,
         folder=planned.folder,
         device=device,
-        batch_size=min(512, max(16, 2 * planned.config.batch_size)),
-        train_batch=planned.config.batch_size,
-        precision=planned.config.precision,
+        batch_size=min(512, max(16, 2 * config.batch_size)),
+        train_batch=config.batch_size,
+        precision=config.precision,
         seed=planned.seed,
         progress=choices.progress,
         smoke=planned.smoke,
         held_out=images.held_out,
-        epochs=planned.config.epochs,
+        epochs=config.epochs,
     )
     planned.folder.mkdir(parents=True, exist_ok=True)
     for name in planned.job.measures:
@@ -146,7 +223,7 @@ def _measure_all(planned: Planned, choices: Choices, model: nn.Module, images: S
         kept.setdefault("intervals", {})[name] = [round(at, 3), round(at + spent, 3)]
         kept["seconds"] = round((kept["seconds"] or _training_seconds(planned)) + spent, 1)
         kept["made_by"] = made_by(device)
-        kept["settings"] = planned.config.with_overrides(out=None, data_root=None).to_dict()
+        kept["settings"] = config.with_overrides(out=None, data_root=None).to_dict()
         write_json(planned.folder / _FILE, kept)
 
 
@@ -165,7 +242,7 @@ def _network(planned: Planned, images: Supplied, choices: Choices, stop: Stop | 
         return _create(planned, images.train)
     if is_trained(planned.folder):
         model = _create(planned, images.train)
-        model.load_state_dict(load_file(planned.folder / "model.safetensors"))
+        model.load_state_dict(safetensors.torch.load_file(planned.folder / "model.safetensors"))
         return model
     return _train(planned, images, choices, stop)
 
@@ -173,8 +250,9 @@ def _network(planned: Planned, images: Supplied, choices: Choices, stop: Stop | 
 def _create(planned: Planned, train: ImageData) -> nn.Module:
     """The network with fresh weights, laid out for the images."""
     config = planned.config
-    if is_network(config.model):
-        return build(config.model, train.num_classes, train.channels, config.model_options)
+    if config.model in NETWORKS:
+        build = NETWORKS[config.model]
+        return build(train.num_classes, train.channels, **config.model_options)
     height, width = train.images.shape[2:]
     return models.create(
         config.model,
@@ -198,12 +276,12 @@ def _made_fast(planned: Planned, choices: Choices) -> TrainConfig:
 def _train(planned: Planned, images: Supplied, choices: Choices, stop: Stop | None) -> nn.Module:
     own: list[Any] = [] if stop is None else [StopWhenAsked(stop)]
     snapshots: Snapshots | None = None
+    end = planned.config.epochs
     if "paths of training images" in planned.job.measures:
-        epochs = snapshot_epochs(planned.config.epochs)
-        snapshots = Snapshots(planned.folder / "snapshots", epochs)
+        snapshots = Snapshots(planned.folder / "snapshots", snapshot_epochs(end))
         own.append(snapshots)
     given: dict[str, Any] = {}
-    if is_network(planned.config.model):
+    if planned.config.model in NETWORKS:
         torch.manual_seed(planned.seed)
         given["model"] = _create(planned, images.train)
     left = planned.folder / "last.ckpt"
@@ -217,7 +295,6 @@ def _train(planned: Planned, images: Supplied, choices: Choices, stop: Stop | No
         callbacks=own,
         **given,
     )
-    end = planned.config.epochs
     if snapshots is not None and not snapshots.path(end).exists():
         snapshots.write(result.model, end)  # stopped in the last validation, with all trained
     return result.model

@@ -1,36 +1,39 @@
-"""Reproduced tables for people: for the terminal (rich) and as Markdown."""
+"""Reproduced tables for people: for the terminal (rich), as Markdown, and as pictures."""
 
 from __future__ import annotations
 
-import io
+import dataclasses
+import math
+import shutil
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import starmap
+from pathlib import Path
 from typing import Any
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
+from rich.jupyter import JupyterMixin
 from rich.table import Table
 from rich.text import Text
 
-from .results import MEASURED, NOT_RUN, SMOKE, CellResult, Result, largest
+from equilibria_papers.theory import pictures
 
+from .results import MEASURED, NOT_RUN, CellResult, Result, largest, result_path
+
+_NAMED = 4  # places that a remark names
 UNSETTLED = 0.1
 """A relative residual above which a state is not near its equilibrium."""
 
 
-def rows_of(result: Result) -> list[list[str]]:
-    """Row, column, the paper's number, ours, state: one line a cell, in order."""
-    return [
-        [
-            found.cell.row,
-            found.cell.column,
-            "–" if found.cell.published is None else found.cell.published.text,
-            found.ours,
-            SMOKE if result.smoke and found.samples else _state(found),
-        ]
+def _states(result: Result) -> list[tuple[str, str, str]]:
+    """(row, column, what is to be said) of the cells of which something is."""
+    states = [
+        (found.cell.row, found.cell.column, _state(found))
         for found in result.cells
+        if not (result.smoke and found.samples)
     ]
+    return [one for one in states if one[2] != MEASURED]
 
 
 def _state(found: CellResult) -> str:
@@ -51,22 +54,16 @@ def heading(result: Result) -> str:
     return f"{smoke}{result.experiment.paper}, {result.experiment.id}: {result.experiment.title}"
 
 
-def rich_table(result: Result) -> Any:
-    """For ``Console.print``: as the terminal is wide."""
-    from .rendering import Shown
-
-    return Shown(result)
-
-
-def caption(result: Result) -> str:
-    """State, seconds, and what was changed of the recipe."""
-    change = f" Changed recipe: {result.change}." if result.change else ""
-    return f"{result.status}; {result.seconds:,.0f} s of training and measuring.{change}"
-
-
 def markdown(result: Result) -> str:
     """The page that stands beside the JSON."""
     experiment, made = result.experiment, result.made_by
+    origins = [sample.made_by for cell in result.cells for sample in cell.samples]
+    commands = sorted({str(by.get("command", "unknown")) for by in origins})
+    machines = {
+        f"{by.get('device', 'an unknown machine')}, torch {by.get('torch', '?')}, commit "
+        f"{by.get('commit', 'unknown')}"
+        for by in origins
+    }
     lines = [f"# {heading(result)}", ""]
     if result.smoke:
         lines += [
@@ -89,10 +86,10 @@ def markdown(result: Result) -> str:
     lines += [f"- {note}" for note in experiment.notes]
     lines += [
         "",
-        f"Numbers from {_machines(result)}; {result.seconds:,.0f} s of training and measuring, "
-        "longer where trainings ran side by side. They were made by:",
+        f"Numbers from {'; '.join(sorted(machines)) or 'nowhere yet'}; {result.seconds:,.0f} s of "
+        "training and measuring, longer where trainings ran side by side. They were made by:",
         "",
-        *(f"- `{command}`" for command in _commands(result)),
+        *(f"- `{command}`" for command in commands),
         "",
         f"Written by `{made.get('command', '')}`, commit {made.get('commit', 'unknown')}, "
         f"equilibria {made.get('version', '')}, {made.get('date', '')}.",
@@ -123,10 +120,13 @@ def pair(found: CellResult | None) -> str:
 def _remarks(result: Result) -> list[str]:
     """What is to be said of cells: why there is no number, whose data, notes; each once."""
     said: dict[str, list[str]] = {}
-    for row, column, _, _, state in rows_of(result):
-        if state not in (MEASURED, SMOKE):
-            said.setdefault(state, []).append(f"{row}, {column}")
-    remarks = [f"{state}: {_named(places)}" for state, places in said.items()]
+    for row, column, state in _states(result):
+        said.setdefault(state, []).append(f"{row}, {column}")
+    remarks = []
+    for state, places in said.items():
+        more = len(places) - _NAMED
+        end = f"; and {more} more." if more > 0 else "."
+        remarks.append(f"{state}: {_cell('; '.join(places[:_NAMED]) + end)}")
     return [f"- {remark}" for remark in (*remarks, *unsettled(result))]
 
 
@@ -149,53 +149,22 @@ def unsettled(result: Result) -> list[str]:
     ]
 
 
-def _named(places: list[str]) -> str:
-    """Some places by name, the rest as a number."""
-    shown = "; ".join(places[:_NAMED])
-    more = len(places) - _NAMED
-    return _cell(shown + (f"; and {more} more." if more > 0 else "."))
-
-
-_NAMED = 4
-
-
-def _commands(result: Result) -> list[str]:
-    """What was typed for the numbers, each once."""
-    samples = (sample for cell in result.cells for sample in cell.samples)
-    return sorted({str(sample.made_by.get("command", "unknown")) for sample in samples})
-
-
-def _machines(result: Result) -> str:
-    """Where the numbers were made, each machine and commit once; a table may have several."""
-    found = {
-        f"{by.get('device', 'an unknown machine')}, torch {by.get('torch', '?')}, commit "
-        f"{by.get('commit', 'unknown')}"
-        for cell in result.cells
-        for by in (sample.made_by for sample in cell.samples)
-    }
-    return "; ".join(sorted(found)) or "nowhere yet"
-
-
 def _cell(text: str) -> str:
     """Text that does not end a column of a Markdown table."""
     return text.replace("|", "\\|")
 
 
-# A reproduced table for the terminal: what has numbers of ours, and in a sentence what has none.
-#
-# A line for each row and a column for each of its columns where the terminal is wide enough; a line
-# for each cell, under the name of its row, where it is not.
-
+# For the terminal: what has numbers of ours, and in a sentence what has none. A line for each row
+# where the terminal is wide enough; a line for each cell, under the name of its row, where not.
 
 _HEADS = (60, 24, 16, 12, 0)  # widths that a heading may be wrapped to; no word is cut
 _NAMES = (60, 26)  # the same of a row's name
 _FEW = 3  # rows that are named beside a column
-_NOTEBOOK = 160  # characters of a line
 _EDGES = 3  # a column's: a space on each side, and a line
 
 
-class Shown:
-    """For ``Console.print``: it looks at the width of the console."""
+class Shown(JupyterMixin):
+    """For ``Console.print`` and notebooks: it looks at the width of the console."""
 
     def __init__(self, result: Result) -> None:
         self.result = result
@@ -210,17 +179,6 @@ class Shown:
         yield Text(self._caption(), style="dim")
         for remark in (*self._absent(), *self._partial(), *unsettled(self.result)):
             yield Text(f"- {remark}")
-
-    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
-        """What a notebook shows."""
-        console = Console(file=io.StringIO(), record=True, width=_NOTEBOOK, force_jupyter=False)
-        console.print(self)
-        plain = console.export_text(clear=False)
-        page = '<pre style="white-space:pre;overflow-x:auto">{code}</pre>'
-        return {
-            "text/plain": plain,
-            "text/html": console.export_html(inline_styles=True, code_format=page),
-        }
 
     def _wide(self, width: int) -> Any:
         """A line a row; None where numbers would have to be cut."""
@@ -259,14 +217,18 @@ class Shown:
         return [found for found in self.result.cells if found.cell.row == row]
 
     def _caption(self) -> str:
+        """State, seconds, and what was changed of the recipe."""
+        result = self.result
+        change = f" Changed recipe: {result.change}." if result.change else ""
+        said = f"{result.status}; {result.seconds:,.0f} s of training and measuring.{change}"
         beside = any(found.cell.published for row in self.rows for found in self._of(row))
-        return f"{'ours / paper; ' if beside else ''}{caption(self.result)}"
+        return f"{'ours / paper; ' if beside else ''}{said}"
 
     def _partial(self) -> list[str]:
         """What is to be said of single cells of the rows that are shown, by column."""
         said: dict[str, dict[str, list[str]]] = {}
-        for row, column, _, _, state in rows_of(self.result):
-            if row in self.rows and state not in (MEASURED, SMOKE):
+        for row, column, state in _states(self.result):
+            if row in self.rows:
                 said.setdefault(_said(state), {}).setdefault(column, []).append(row)
         return [
             f"{state}, of the rows above: {'; '.join(starmap(self._part, places.items()))}."
@@ -283,13 +245,18 @@ class Shown:
     def _absent(self) -> list[str]:
         """The rows of which nothing is ours, by the reason."""
         states: dict[str, dict[str, None]] = {}
-        for row, _, _, _, state in rows_of(self.result):
+        for row, _, state in _states(self.result):
             if row not in self.rows:
                 states.setdefault(row, {})[_said(state)] = None
         reasons: dict[str, list[str]] = {}
         for row, why in states.items():
             reasons.setdefault("; ".join(why), []).append(row)
         return [f"{why}: {_listed(rows)}." for why, rows in reasons.items()]
+
+
+def rich_table(result: Result) -> Shown:
+    """For ``Console.print``: as the terminal is wide."""
+    return Shown(result)
 
 
 def _has_number(found: CellResult) -> bool:
@@ -326,3 +293,96 @@ def _grid(columns: Sequence[tuple[str, Sequence[str]]]) -> Any:
     for texts in zip(*(below for _, below in columns), strict=True):
         table.add_row(*map(Text, texts))
     return table
+
+
+# A figure of a paper from our numbers: lines or bars, one color a column.
+
+
+def draw(result: Result, folder: Path) -> Result:
+    """Save the picture beside the table, where any cell was measured; the result names it."""
+    columns: dict[str, list[CellResult]] = {}
+    for cell in result.cells:
+        if cell.samples:
+            columns.setdefault(cell.cell.column, []).append(cell)
+    if not columns:
+        return result
+    rows = result.experiment.rows
+    figure = pictures.new_figure(max(5.2, 0.45 * len(rows) + 2.0), 4.2)
+    axes = figure.subplots()
+    for number, (column, cells) in enumerate(columns.items()):
+        label = column + _instead(cells)
+        if result.experiment.picture == "bars":
+            _bars(axes, rows, cells, label, number, len(columns))
+        else:
+            _lines(axes, rows, cells, label, number)
+    axes.set_xticks(range(len(rows)), rows, rotation=60, ha="right", fontsize=7)
+    axes.set_ylabel("ours")
+    axes.legend(fontsize=7)
+    change = f" ({result.change})" if result.change else ""
+    axes.set_title(f"{result.experiment.id}: {result.status}{change}", fontsize=8)
+    stem = result_path(folder, result.experiment.id, result.smoke, result.change)
+    written = pictures.save_picture(figure, stem.with_suffix(""))
+    return dataclasses.replace(result, files=tuple(path.name for path in written))
+
+
+def _instead(cells: Sequence[CellResult]) -> str:
+    names = {sample.stands_in for cell in cells for sample in cell.samples if sample.stands_in}
+    return f" ({', '.join(sorted(names))} stands in)" if names else ""
+
+
+def _bars(
+    axes: Any, rows: Sequence[str], cells: Sequence[CellResult], label: str, number: int, count: int
+) -> None:
+    width = 0.8 / count
+    shift = width * (number - (count - 1) / 2)
+    places = [rows.index(found.cell.row) + shift for found in cells]
+    means, spread = zip(*((found.mean, found.std or 0.0) for found in cells), strict=True)
+    axes.bar(places, means, width, yerr=spread, color=_pick(pictures.COLORS, number), label=label)
+
+
+def _lines(
+    axes: Any, rows: Sequence[str], cells: Sequence[CellResult], label: str, number: int
+) -> None:
+    """A line for each quantity that the rows vary; none through a row without a number."""
+    found = {cell.cell.row: cell for cell in cells}
+    for quantity in dict.fromkeys(_varied(row) for row in rows):
+        mine = [row for row in rows if _varied(row) == quantity]
+        means = [found[row].mean if row in found else math.nan for row in mine]
+        spread = [(found[row].std or 0.0) if row in found else 0.0 for row in mine]
+        axes.errorbar(
+            [rows.index(row) for row in mine],
+            means,
+            spread,
+            color=_pick(pictures.COLORS, number),
+            marker=_pick(pictures.MARKERS, number),
+            linestyle=_pick(pictures.STYLES, number),
+            label=label,
+        )
+        label = ""
+
+
+def _varied(row: str) -> str:
+    """``γ`` of the row "γ = 0.5"; rows that name no quantity vary the same."""
+    return row.split(" = ")[0] if " = " in row else ""
+
+
+def _pick(values: Sequence[Any], number: int) -> Any:
+    return values[number % len(values)]
+
+
+# What measures draw into a run's folder and what a figure of a paper shows; the corruptions' own
+# picture is left there, for the figure has all networks in one.
+_DRAWN = ("paths.png", "training_paths.png", "landscape.png", "test_landscape.png", "gradcam.png")
+
+
+def copy_pictures(result: Result, runs: Iterable[tuple[str, Path]], folder: Path) -> Result:
+    """Put what was drawn for the jobs (name, run folder) beside the table; the result names it."""
+    stem = result_path(folder, result.experiment.id, result.smoke, result.change).with_suffix("")
+    names = []
+    for job, run in dict(runs).items():
+        for found in (run / name for name in _DRAWN):
+            if found.exists():
+                stem.parent.mkdir(parents=True, exist_ok=True)
+                names.append(f"{stem.name}--{job}--{found.name}")
+                shutil.copyfile(found, stem.parent / names[-1])
+    return dataclasses.replace(result, files=(*result.files, *names))

@@ -8,9 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-# A number as a paper prints it: ``94.8 ± 0.1%`` is 94.8 with a spread of 0.1, in percent.
-
-
 _NUMBER = r"(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
 _FORM = re.compile(
     rf"(?P<sign>[<>]?)\s*(?P<value>-?{_NUMBER})\s*(?:±\s*(?P<spread>{_NUMBER}))?\s*"
@@ -37,13 +34,8 @@ class Published:
             raise ValueError(
                 f"{text!r} is no printed number: expected such as '94.8 ± 0.1%', '> 5', '1.3 s'."
             )
-        spread = found["spread"]
-        return cls(
-            text.strip(),
-            float(found["value"]),
-            None if spread is None else float(spread),
-            found["sign"],
-        )
+        spread = None if found["spread"] is None else float(found["spread"])
+        return cls(text.strip(), float(found["value"]), spread, found["sign"])
 
     def __str__(self) -> str:
         return self.text
@@ -101,6 +93,17 @@ class Cell:
     metric: str = "accuracy"
     """A number that the job's measures give."""
     note: str = ""
+
+
+def cells(row: str, job: Job | None, *columns: tuple[str, ...], note: str = "") -> list[Cell]:
+    """A cell for each (column, metric), or (column, metric, what the paper prints)."""
+    made = []
+    for column, metric, *printed in columns:
+        published = Published.read(printed[0]) if printed and printed[0] else None
+        made.append(
+            Cell(row=row, column=column, published=published, job=job, metric=metric, note=note)
+        )
+    return made
 
 
 @dataclass(frozen=True, kw_only=True)

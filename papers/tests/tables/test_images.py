@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from equilibria.data import ImageData
-from equilibria_papers.tables import supplying
-from equilibria_papers.tables.planning import plan_of
-from equilibria_papers.tables.supplying import Supplied, at_hand, supply
+from equilibria_papers.tables import images as supplying
+from equilibria_papers.tables.images import Supplied, supply
+from equilibria_papers.tables.plan import at_hand, plan_of
 
 from . import tiny
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from equilibria import models
 from equilibria_papers.tables import Cell, Choices, cells_asked, describe, plan
-from equilibria_papers.tables.planning import Planned, plan_of
+from equilibria_papers.tables.plan import Planned, plan_of
 
 from . import tiny
 
@@ -30,6 +30,7 @@ def test_where_it_runs_does_not_change_what_it_is(tmp_path: Path) -> None:
         runs=tmp_path, out=tmp_path, device="cuda:1", minutes=3.0, progress=False, parallel=8
     )
     assert (here.key, here.group) == (there.key, there.group)
+    assert here.key == _one(overrides={"compile": True}).key == _one(measures=("features",)).key
     assert there.folder == tmp_path / f"tiny-{here.key}"
     assert there.config.accelerator == "cuda"
     assert there.config.devices == (1,)
@@ -51,14 +52,6 @@ def test_what_matters_changes_the_name(change: dict[str, Any]) -> None:
     assert _one(**change).group != _one().group
 
 
-def test_compiling_does_not_change_the_name() -> None:
-    assert _one(overrides={"compile": True}).key == _one().key
-
-
-def test_what_is_measured_does_not_change_the_training() -> None:
-    assert _one(measures=("features",)).key == _one().key
-
-
 def test_seeds_share_a_group() -> None:
     first, second = plan_of(tiny.job(), Choices(seeds=(0, 1)))
     assert first.group == second.group
@@ -72,13 +65,6 @@ def test_a_job_of_several_cells_is_one_training_with_all_measures() -> None:
     one = [p for p in found if p.job.name == "cifar10-geq_cifar_8m"]
     assert len(one) == 1
     assert set(one[0].job.measures) == {"quality", "corruptions", "certificate"}
-
-
-def test_tables_share_trainings() -> None:
-    ours = {p.key for p in plan(describe("geq-table1").cells, Choices())}
-    theirs = {p.key for p in plan(describe("kerdeq-table1").cells, Choices())}
-    # ResNet-18, MDEQ and MOptEq on both sets, and KerDEQ 5M.
-    assert len(ours & theirs) == 8
 
 
 def test_equal_trainings_are_one_whatever_they_are_called() -> None:
@@ -177,11 +163,6 @@ def test_what_stands_in_is_the_training_of_the_tables_on_those_data(tmp_path: Pa
     assert found.folder.name == f"digits-tiny-{found.key}"
 
 
-def test_options_of_the_machine_are_no_change_of_the_recipe(tmp_path: Path) -> None:
-    asked = tiny.choices(tmp_path, overrides={"compile": True, "cuda_graphs": False, "lr": 0.1})
-    assert asked.change == "lr=0.1"
-
-
 def _as_published(monkeypatch: pytest.MonkeyPatch) -> None:
     """The keys of models in their first revision, by which the published runs are named."""
     known = models.describe
@@ -243,3 +224,5 @@ def test_one_training_has_one_word_for_its_change() -> None:
     words = [Choices(overrides={"validation": v, "lr": 1e-05}).change for v in (0, 0.0)]
     assert words == ["lr=1e-05, validation=0"] * 2
     assert Choices(overrides={"lr": 0.1234567891}).change == "lr=0.1234567891"
+    machine = {"compile": True, "cuda_graphs": False}  # no change of the recipe
+    assert Choices(overrides={**machine, "lr": 0.1}).change == "lr=0.1"

@@ -5,18 +5,26 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import signal
+import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 
 from equilibria import training
+from equilibria.training import Interrupted, Run, read_checkpoint
 from equilibria_papers import tables
-from equilibria_papers.tables import reproduce, running
+from equilibria_papers.tables import reproduce, runs
 from equilibria_papers.tables.measures import MEASURES, Scene
 from equilibria_papers.tables.provenance import read_log
+from equilibria_papers.tables.runs import Snapshots, Stop, StopWhenAsked
+from tests.training.small import RaiseAt, SignalAt, config, run
 
 from . import tiny
 
@@ -36,7 +44,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
         return quality(scene)
 
     monkeypatch.setattr(training, "fit", counting_fit)
-    monkeypatch.setattr(running, "MEASURES", {**MEASURES, "quality": counting_quality})
+    monkeypatch.setattr(runs, "MEASURES", {**MEASURES, "quality": counting_quality})
     return counts
 
 
@@ -57,8 +65,8 @@ def test_another_table_takes_the_training_and_measures_what_is_new(
     tmp_path: Path, counted: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reproduce(tiny.table(), tiny.choices(tmp_path))
-    new = {**running.MEASURES, "new": lambda scene: {"answer": 42.0}}
-    monkeypatch.setattr(running, "MEASURES", new)
+    new = {**runs.MEASURES, "new": lambda scene: {"answer": 42.0}}
+    monkeypatch.setattr(runs, "MEASURES", new)
     job = tiny.job(measures=("quality", "new"))
     cell = tables.Cell(row="r", column="c", job=job, metric="answer")
     other = dataclasses.replace(tiny.table(), id="other", cells=(cell,))
@@ -75,15 +83,15 @@ def test_several_tables_share_a_training_and_unite_what_they_measure(
     tmp_path: Path, counted: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded: list[str] = []
-    new = {**running.MEASURES, "new": lambda scene: {"answer": 42.0}}
-    network = running._network
+    new = {**runs.MEASURES, "new": lambda scene: {"answer": 42.0}}
+    network = runs._network
 
     def counting(planned: Any, *rest: Any) -> Any:
         loaded.append(planned.job.name)
         return network(planned, *rest)
 
-    monkeypatch.setattr(running, "MEASURES", new)
-    monkeypatch.setattr(running, "_network", counting)
+    monkeypatch.setattr(runs, "MEASURES", new)
+    monkeypatch.setattr(runs, "_network", counting)
     # The same training by another name: one folder, one model.
     other = _second(tiny.job("alias", measures=("new",)), "answer")
     told: list[str] = []
@@ -108,14 +116,6 @@ def test_a_measure_that_fails_for_one_table_leaves_the_other_its_number(tmp_path
     found = tables.reproduce_all([tiny.table(), bad], tiny.choices(tmp_path))
     assert [result.status for result in found] == ["measured", "not run"]
     assert found[1].cells[0].why == "failed: KeyError: 'no such measure'"
-
-
-def test_rows_of_several_tables(tmp_path: Path) -> None:
-    other = _second(tiny.job("b", recipe={**tiny.RECIPE, "lr": 0.02}), "accuracy")
-    choices = tiny.choices(tmp_path, only=("r",), overrides={"epochs": 1})
-    (found,) = tables.reproduce_all([tiny.table(), other], choices)
-    assert found.experiment.id == "other"
-    assert [folder.name[:2] for folder in (tmp_path / "runs").iterdir()] == ["b-"]
 
 
 def test_the_log_has_every_run(tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_a_failure_is_logged_and_the_others_go_on(
     def broken(scene: Scene) -> dict[str, float]:
         raise RuntimeError("the measure broke")
 
-    monkeypatch.setattr(running, "MEASURES", {**MEASURES, "broken": broken})
+    monkeypatch.setattr(runs, "MEASURES", {**MEASURES, "broken": broken})
     bad = tiny.job("bad", measures=("broken",), recipe={**tiny.RECIPE, "lr": 0.04})
     table = tiny.table()
     mixed = dataclasses.replace(
@@ -175,8 +175,6 @@ def test_a_limit_of_time_saves_and_the_next_call_goes_on(tmp_path: Path) -> None
 def test_ctrl_c_as_a_training_ends_begins_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from equilibria.training import Run
-
     save = Run.save
 
     def pressed(self: Run, *given: Any) -> None:
@@ -193,7 +191,7 @@ def test_ctrl_c_as_a_training_ends_begins_no_other(
     (run,) = (tmp_path / "runs").iterdir()
     weights = run / "model.safetensors"
     made = weights.stat().st_mtime_ns
-    assert running.is_trained(run)
+    assert runs.is_trained(run)
     assert reproduce(tiny.table(), asked).cells[0].mean is not None
     assert weights.stat().st_mtime_ns == made  # measured, not trained again
     outcomes = [line["outcome"] for line in read_log(tmp_path / "results")]
@@ -203,7 +201,7 @@ def test_ctrl_c_as_a_training_ends_begins_no_other(
 def test_no_training_is_begun_when_the_time_is_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from equilibria_papers.tables import reproducing
+    from equilibria_papers.tables import reproduction
 
     begun: list[int] = []
 
@@ -214,7 +212,7 @@ def test_no_training_is_begun_when_the_time_is_over(
         planned.folder.mkdir(parents=True)
         (planned.folder / "measured.json").write_text(json.dumps(kept))
 
-    monkeypatch.setattr(reproducing, "run_job", instant)
+    monkeypatch.setattr(reproduction, "run_job", instant)
     with pytest.raises(KeyboardInterrupt, match="minutes are over"):
         reproduce(tiny.table(), tiny.choices(tmp_path, seeds=(0, 1), minutes=1e-9))
     assert begun == [0]
@@ -247,22 +245,8 @@ def test_stand_in_is_said(tmp_path: Path) -> None:
     assert "stand-in data: digits" in tables.markdown(result)
 
 
-def test_held_out_images_are_the_same_for_every_seed(tmp_path: Path) -> None:
-    from equilibria_papers.tables.planning import plan_of
-    from equilibria_papers.tables.supplying import supply
-
-    first, second = (
-        supply(p, progress=False) for p in plan_of(tiny.job(), tiny.choices(tmp_path, seeds=(0, 7)))
-    )
-    assert first.held_out is not None
-    assert second.held_out is not None
-    assert torch.equal(torch.as_tensor(first.held_out.images), second.held_out.images)
-    assert len(first.train) + len(first.held_out) == 1438
-    assert len(first.test) == 359
-
-
 def test_listing_reads_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from equilibria_papers.tables import registry as standing
+    from equilibria_papers.tables import reproduction as standing
 
     out = tmp_path / "results"
     monkeypatch.setattr(standing, "EXPERIMENTS", {"tiny-table": tiny.table()})
@@ -300,38 +284,29 @@ def test_gathering_trains_nothing_and_takes_a_part(tmp_path: Path, counted: dict
 
 
 @pytest.mark.parametrize(
-    ("graphs", "compiled", "device", "expected"),
+    ("graphs", "overrides", "device", "expected"),
     [
-        (True, False, "cuda", True),
-        (True, False, "cpu", False),
-        (True, True, "cuda", False),
-        (False, False, "cuda", False),
+        (True, {}, "cuda", True),
+        (True, {}, "cpu", False),
+        (True, {"compile": True}, "cuda", False),
+        (True, {"cuda_graphs": False}, "cuda", False),
+        (True, {"jacobian_weight": 0.1}, "cuda", False),
+        (False, {}, "cuda", False),
     ],
 )
 def test_graphs_where_they_fit(
-    tmp_path: Path, graphs: bool, compiled: bool, device: str, expected: bool
+    tmp_path: Path, graphs: bool, overrides: dict[str, Any], device: str, expected: bool
 ) -> None:
-    from equilibria_papers.tables.running import _made_fast
-
-    asked = tiny.choices(tmp_path, device=device, overrides={"compile": compiled})
+    asked = tiny.choices(tmp_path, device=device, overrides=overrides)
     (one,) = tables.plan([tiny.table(graphs=graphs).cells[0]], asked)
-    assert _made_fast(one, asked).cuda_graphs is expected
-
-
-@pytest.mark.parametrize("change", [{"cuda_graphs": False}, {"jacobian_weight": 0.1}])
-def test_graphs_can_be_left_out(tmp_path: Path, change: dict[str, Any]) -> None:
-    from equilibria_papers.tables.running import _made_fast
-
-    asked = tiny.choices(tmp_path, device="cuda", overrides=change)
-    (one,) = tables.plan([tiny.table(graphs=True).cells[0]], asked)
-    assert not _made_fast(one, asked).cuda_graphs
+    assert runs._made_fast(one, asked).cuda_graphs is expected
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_number_that_is_none_costs_no_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: float
 ) -> None:
-    monkeypatch.setattr(running, "MEASURES", {**MEASURES, "odd": lambda scene: {"x": value}})
+    monkeypatch.setattr(runs, "MEASURES", {**MEASURES, "odd": lambda scene: {"x": value}})
     job = tiny.job(measures=("quality", "odd"))
     cells = (
         tables.Cell(row="r", column="x", job=job, metric="x"),
@@ -342,25 +317,6 @@ def test_a_number_that_is_none_costs_no_table(
         found = reproduce(odd, tiny.choices(tmp_path)).cells
         assert not math.isfinite(found[0].values[0])
         assert found[1].values[0] > 0
-
-
-def test_what_was_measured_counts_where_a_later_measure_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fails(scene: Scene) -> dict[str, float]:
-        raise RuntimeError("no")
-
-    monkeypatch.setattr(running, "MEASURES", {**MEASURES, "late": fails})
-    job = tiny.job(measures=("quality", "late"))
-    cells = (
-        tables.Cell(row="r", column="accuracy", job=job),
-        tables.Cell(row="r", column="x", job=job, metric="x"),
-    )
-    found = reproduce(
-        dataclasses.replace(tiny.table(), id="late", cells=cells), tiny.choices(tmp_path)
-    )
-    assert [cell.status for cell in found.cells] == ["measured", "not run"]
-    assert found.cells[1].why.startswith("failed: RuntimeError")
 
 
 def test_a_damaged_file_of_numbers_is_measured_anew(
@@ -393,7 +349,7 @@ def test_gathering_takes_the_papers_data_before_what_stands_in(tmp_path: Path) -
 
 
 def test_the_list_knows_an_earlier_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from equilibria_papers.tables import registry as standing
+    from equilibria_papers.tables import reproduction as standing
 
     choices = tiny.choices(tmp_path)
     reproduce(tiny.table(), choices)
@@ -411,12 +367,123 @@ def test_a_stop_in_the_last_validation_does_not_lose_the_end(tmp_path: Path) -> 
     cells = tables.describe("thesis-figure4.3").cells
     choices = tiny.choices(tmp_path, smoke=True)
     (planned,) = tables.plan(cells, choices)
-    log = running.Log(tmp_path, "thesis-figure4.3", "")
-    first = running.run_job(planned, choices, log)
+    log = runs.Log(tmp_path, "thesis-figure4.3", "")
+    first = runs.run_job(planned, choices, log)
     end = planned.folder / "snapshots" / f"weights_{planned.config.epochs}.safetensors"
     kept = end.read_bytes()
     for path in (end, *(planned.folder / n for n in ("measured.json", "result.json"))):
         path.unlink()
-    again = running.run_job(planned, choices, log)
+    again = runs.run_job(planned, choices, log)
     assert end.read_bytes() == kept
     assert again.values["stage.at the end.steps"] == first.values["stage.at the end.steps"]
+
+
+# Callbacks: a limit of time, and copies of the weights on the way.
+
+
+def _progress(folder: Path) -> dict[str, int]:
+    found: dict[str, int] = read_checkpoint(folder / "last.ckpt")["equilibria"]["progress"]
+    return found
+
+
+def test_it_stops_after_a_step_without_a_signal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[int] = []
+    monkeypatch.setattr(signal, "raise_signal", sent.append)
+    with pytest.raises(Interrupted, match="Go on with"):
+        run(config(tmp_path), callbacks=[StopWhenAsked(Stop(time.time()))])
+    assert _progress(tmp_path) == {"epoch": 0, "batch": 1, "step": 1}
+    assert not sent
+
+
+def test_outside_the_main_thread_it_stops_the_training_and_nothing_else(tmp_path: Path) -> None:
+    caught: list[Any] = []
+    reached: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: reached.append(number))
+
+    def work() -> None:
+        try:
+            caught.append(run(config(tmp_path), callbacks=[StopWhenAsked(Stop(time.time()))]))
+        except Interrupted as stopped:
+            caught.append(stopped)
+
+    try:
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert isinstance(caught[0], Interrupted)
+    assert _progress(tmp_path)["step"] == 1
+    assert reached == []
+
+
+def test_ctrl_c_in_the_same_step_does_not_cut_it(tmp_path: Path) -> None:
+    """The limit is no second Ctrl-C, nor is a Ctrl-C after it."""
+    late = StopWhenAsked(Stop(time.time()))
+    for folder, own in (("a", [SignalAt(1), late]), ("b", [late, SignalAt(1)])):
+        with pytest.raises(Interrupted) as caught:
+            run(config(tmp_path / folder), callbacks=own)
+        assert caught.value.exact
+        assert _progress(tmp_path / folder)["step"] == 1
+
+
+def test_before_its_time_it_does_nothing(tmp_path: Path) -> None:
+    result = run(config(tmp_path, epochs=1), callbacks=[StopWhenAsked(Stop(time.time() + 1e6))])
+    assert result.history[-1]["epoch"] == 1
+
+
+def test_a_file_or_a_parent_that_is_gone_ask_too(tmp_path: Path) -> None:
+    file = tmp_path / "stop"
+    assert not Stop(file=file, parent=os.getppid()).asked()
+    assert Stop(parent=1_000_000_000).asked()
+    file.touch()
+    assert Stop(file=file).asked()
+
+
+def test_a_trainer_of_somebody_else_is_refused() -> None:
+    other: Any = SimpleNamespace(callbacks=[])
+    with pytest.raises(RuntimeError, match=r"equilibria\.training\.fit"):
+        StopWhenAsked(Stop(0.0)).on_train_batch_end(other)
+
+
+@pytest.mark.parametrize("cut", [None, 2, 6, 8, 14, "validation"])
+def test_snapshots_are_the_weights_after_their_epochs(
+    cut: int | str | None, tmp_path: Path
+) -> None:
+    """Six steps an epoch; also of a training that was stopped and went on."""
+    kept: dict[int, dict[str, torch.Tensor]] = {}
+
+    class Watch(SignalAt):
+        """Copies of its own, without a stop: the weights before step 1 and after 6 and 18."""
+
+        def on_train_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
+            if self.seen == 0:
+                kept[0] = {k: v.clone() for k, v in module.model.state_dict().items()}
+
+        def on_train_batch_end(self, trainer: Any = None, module: Any = None, *_: Any) -> None:
+            super().on_train_batch_end()
+            if self.seen % 6 == 0:
+                copied = {k: v.clone() for k, v in module.model.state_dict().items()}
+                kept[self.seen // 6] = copied
+
+    run(config(tmp_path / "whole"), callbacks=[Watch(-1)])
+    folder = tmp_path / "snapshots"
+    own = [Snapshots(folder, (0, 1, 3))]
+    if cut is None:
+        run(config(tmp_path / "other"), callbacks=own)
+    else:
+        second = RaiseAt(1, KeyboardInterrupt(), "on_validation_batch_end")
+        stop = SignalAt(cut) if isinstance(cut, int) else second
+        with pytest.raises(Interrupted):
+            run(config(tmp_path / "other"), callbacks=[*own, stop])
+        again = [Snapshots(folder, (0, 1, 3))]
+        run(config(tmp_path / "other"), resume=tmp_path / "other", callbacks=again)
+    assert sorted(path.name for path in folder.iterdir()) == [
+        f"weights_{k}.safetensors" for k in (0, 1, 3)
+    ]
+    for epoch in (0, 1, 3):
+        found = safetensors.torch.load_file(folder / f"weights_{epoch}.safetensors")
+        assert found.keys() == kept[epoch].keys()
+        assert all(torch.equal(found[name], kept[epoch][name]) for name in found)
