@@ -1,4 +1,4 @@
-"""Our fact 5: how far z* moves with the input, for a fixed γ (sharp), and for a γ from the input.
+"""Our facts 5 and 7: how far z* moves with the input, and the optimal value as a function of it.
 
 Λ is the library's ``gaussian_sensitivity``, the factor of the mean rule its own
 ``MeanPatchEnergy.lipschitz_factor``, the local constant that of ``certify``.
@@ -176,6 +176,69 @@ def _local(draw: Random) -> Trial:
     return Trial(ratio, {**layer.case(), "true": moved, "local bound": local})
 
 
+def _value_hessian(layer: GaussLayer) -> Tensor:
+    """∇²φ(c̃), φ(c̃) = min_z G, by the implicit function theorem: ∇φ = (e^{−sᵢ}hᵢ)ᵢ at z*."""
+    star = layer.equilibrium()
+    h = layer.features - layer.a @ star
+    e = torch.exp(-layer.gamma * h.square().sum(1))
+    eye = identity(h.shape[1])
+    blocks = e[:, None, None] * (eye - 2.0 * layer.gamma * h[:, :, None] * h[:, None, :])
+    block, a = torch.block_diag(*blocks), layer.a.flatten(0, 1)
+    slope = layer.sigma.slope(layer.force(star))[:, None]
+    whole = identity(len(star)) - layer.slope(star)
+    moved = torch.linalg.solve(whole, slope * (a.mT @ block))
+    return block @ (identity(len(a)) - a @ moved)
+
+
+def _value_trial(layer: GaussLayer) -> Trial:
+    values = torch.linalg.eigvals(_value_hessian(layer)).real
+    kappa = B / layer.modulus
+    ratio = max(float(values.max()), -float(values.min()) / kappa)
+    return Trial(ratio, {**layer.case(), "least": float(values.min()), "kappa": kappa})
+
+
+def _value_random(draw: Random) -> Trial:
+    return _value_trial(draw_gauss(draw, 0.05, 1.45))
+
+
+def _value_search(draw: Random) -> Iterator[Trial | None]:
+    """n = 1, two patches of one channel: where the optimal value bends most."""
+    for mu in (0.4, 0.95, 1.3, 1.45):
+        for name in ("identity", "relu", "tanh"):
+
+            def attempt(at: Tensor, mu: float = mu, name: str = name) -> Trial | None:
+                if norm(at[:2]) < 1e-6:
+                    return None
+                return _value_trial(scalar_layer(at[:2] * (mu / norm(at[:2])), at[2:4], 1.0, name))
+
+            yield from climb(
+                attempt, [draw.normal(4), tensor([1.0, 0.0, 1.5, 0.0])], evaluations=200
+            )
+
+
+def _envelope(layer: GaussLayer, u: Tensor, x: Tensor) -> Tensor:
+    """x − 2/(L‖U‖²)·Uᵀ(∇φ + κc̃) at c̃ = Ux, written out."""
+    kappa = B / layer.modulus
+    c = (u @ x).reshape(layer.features.shape)
+    at = _moved(layer, c, None)
+    h = c - layer.a @ at.equilibrium()
+    message = torch.exp(-layer.gamma * h.square().sum(1, keepdim=True)) * h
+    step = 2.0 / ((1.0 + kappa) * spectral(u) ** 2)
+    return x - step * u.mT @ (message + kappa * c).flatten()
+
+
+def _envelope_random(draw: Random) -> Trial:
+    """Two inputs, near or far: their distance after the layer over that before."""
+    layer = draw_gauss(draw, 0.05, 1.45)
+    size = layer.features.numel()
+    u = draw.normal(size, draw.integer(1, 5))
+    first = draw.normal(u.shape[1]) / math.sqrt(layer.gamma)
+    second = first + draw.normal(u.shape[1]) * 10.0 ** draw.uniform(-3.0, 0.5)
+    after = norm(_envelope(layer, u, first) - _envelope(layer, u, second))
+    case = {**layer.case(), "U": u, "x1": first, "x2": second}
+    return Trial((after - 1e-10) / norm(first - second), case)
+
+
 def _compared(rule: Rule | None, kind: str, *, searched: bool = True) -> Variant:
     """Two inputs of one layer, at random and by optimizers."""
     search = _search_inputs if searched else None
@@ -198,4 +261,6 @@ TRIALS: Trials = {
         "gamma fixed": _compared(None, "sharp", searched=False),
     },
     "ours.fact5.min": tried(_min_growth, tolerance=1e-4, cost=2.0),
+    "ours.fact7": tried(_value_random, _value_search, cost=2.0),
+    "ours.fact7.layer": tried(_envelope_random, cost=3.0),
 }
