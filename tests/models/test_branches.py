@@ -21,7 +21,8 @@ def _network(name: str, **more: object) -> BranchNet:
 
 
 def test_forward_is_pool_solve_resize_average() -> None:
-    model = _network("geq_cifar_5m", image_size=16, scales=(1, 2, 4), mids=(8, 8, 8))
+    layout = {"image_size": 16, "scales": (1, 2, 4), "mids": (8, 8, 8)}
+    model = _network("geq_cifar_5m", reading="parallel", **layout)
     x = images(model)
     with torch.no_grad():
         features = model.stem(x)
@@ -69,8 +70,12 @@ def test_every_sample_is_certified_unique(kind: str) -> None:
     given = model.stem(images(model)).detach()
     certificate = eq.certify(model.branches, given)
     assert certificate.unique
-    # ... and the ten steps came close to the one equilibrium of each branch.
-    assert float(model.branches.output_error(certificate).max()) < 1e-2
+    # ... and the steps came close to the one equilibrium of each branch.
+    errors = [float(part.error_bound.max()) for part in certificate.values()]
+    assert max(errors) < 3e-2
+    # In a chain an error passes on by the branches' Lipschitz constants, which these two lack.
+    whole = float(model.branches.output_error(certificate).max())
+    assert math.isinf(whole) if "_" in kind else whole < 0.1
 
 
 def test_kerdeq_starts_where_messages_live() -> None:

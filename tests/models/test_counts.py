@@ -18,12 +18,13 @@ def count(name: str, num_classes: int | None = None) -> int:
         return models.count_parameters(models.create(name, classes))
 
 
-# Six branches: U (with bias) and W, 3 × 3, per branch; W_h; a batch norm has two numbers a channel.
+# Six branches: U (with bias) and W, 3 × 3, per branch; W_h; a batch norm has two numbers a channel,
+# and each branch of a chain has one.
 def _six_branches(
     channels: int, mids: list[int], patch: int, hidden: int, stem: int, extra: int, classes: int
 ) -> int:
     branches = sum(2 * 9 * channels * mid + mid + patch * hidden for mid in mids)
-    norms = 2 * channels * (extra + 2)
+    norms = 2 * channels * (extra + 2 + len(mids))
     return branches + stem + extra * 9 * channels**2 + norms + channels * classes + classes
 
 
@@ -39,8 +40,8 @@ IMAGENET_13M = [48, 96, 192, 192, 384, 384]
         ("geq_cifar_5m", _six_branches(256, CIFAR_5M, 32, 64, 27 * 256, 1, 10), 5_040),
         ("geq_cifar_8m", _six_branches(320, CIFAR_8M, 32, 64, 27 * 320, 1, 10), 7_860),
         # The second stem convolution is the third of the three C → C convolutions.
-        ("geq_imagenet_6m", _six_branches(256, IMAGENET_6M, 32, 128, 147 * 256, 3, 100), 5_840),
-        ("geq_imagenet_13m", _six_branches(384, IMAGENET_13M, 32, 128, 147 * 384, 3, 100), 13_060),
+        ("geq_imagenet_6m", _six_branches(256, IMAGENET_6M, 32, 128, 147 * 256, 3, 100), 5_850),
+        ("geq_imagenet_13m", _six_branches(384, IMAGENET_13M, 32, 128, 147 * 384, 3, 100), 13_070),
         ("kerdeq_cifar_5m", _six_branches(256, CIFAR_5M, 32, 64, 27 * 256, 1, 10), 5_040),
         ("kerdeq_imagenet_6m", _six_branches(256, IMAGENET_6M, 64, 128, 147 * 256, 3, 100), 5_870),
         ("mopteq_cifar_8m", _six_branches(320, CIFAR_8M, 0, 0, 27 * 320, 1, 10), 7_850),

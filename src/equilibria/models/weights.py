@@ -268,7 +268,10 @@ def _build(path: str | os.PathLike[str], header: Mapping[str, Any]) -> Network:
     shape = {key: config[key] for key in ("num_classes", "in_channels", "image_size")}
     try:
         with torch.device("meta"):
-            return create(config["name"], **shape, **config["options"])
+            options = dict(config["options"])
+            if "fusion" in options:  # six branches; files of 0.1.0 have no reading
+                options.setdefault("reading", "parallel")
+            return create(config["name"], **shape, **options)
     except (TypeError, ValueError) as error:
         raise ModelFileError(
             f"{path} was written by version {header['library']} and describes a network that "
