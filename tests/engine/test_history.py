@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from equilibria.engine.history import History
+from equilibria.engine.tree import History
 from tests.contracts.problems import randn
 
 

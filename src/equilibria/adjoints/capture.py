@@ -3,9 +3,8 @@
 The implicit gradient must reach everything that T uses, each dependency once: where T uses both a
 weight W and a feature h(x; W), the gradient to W must not also run through h. So T is evaluated
 once on stand-ins: fresh leaves in place of its arguments and of captured intermediate tensors.
-Captured leaves (parameters) stand for themselves and are read off the graph of that evaluation.
-An intermediate tensor that the closure does not show is found by watching a second evaluation;
-what cannot be found is an error, never a missing gradient.
+Captured leaves (parameters) are read off the graph of that evaluation, and an intermediate tensor
+that the closure does not show is found by watching a second one. What cannot be found is an error.
 """
 
 from __future__ import annotations
@@ -23,9 +22,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from equilibria.engine.maps import Map
-from equilibria.engine.tree import Leaves
+from equilibria.engine.tree import Leaves, map_tensors
 
 Edge = tuple[Any, int]
+Pair = tuple[Tensor, Tensor]
+"""A dependency of the map, and what stands for it."""
 
 
 def edge_of(tensor: Tensor) -> Edge:
@@ -80,32 +81,22 @@ def evaluate(fn: Map, z: Leaves) -> Evaluation:
     )
 
 
-def _stand_ins_for_args(args: Any) -> tuple[Any, list[tuple[Tensor, Tensor]]]:
-    pairs: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def stand_in(t: Any) -> Any:
-        if not isinstance(t, Tensor) or not t.requires_grad:
-            return t
-        if id(t) not in pairs:
-            pairs[id(t)] = (t, t.detach().requires_grad_())
-        return pairs[id(t)][1]
-
-    return pytree.tree_map(stand_in, args), list(pairs.values())
+def _stand_ins_for_args(args: Any) -> tuple[Any, list[Pair]]:
+    given = {id(t): t for t in pytree.tree_leaves(args) if isinstance(t, Tensor)}
+    pairs = {key: (t, t.detach().requires_grad_()) for key, t in given.items() if t.requires_grad}
+    stood = map_tensors(lambda t: pairs[id(t)][1] if id(t) in pairs else t, args)
+    return stood, list(pairs.values())
 
 
 def _walk(
-    start: Iterable[Edge],
-    stop: set[Edge],
-    known: dict[Edge, tuple[Tensor, Tensor]],
-    since: int,
-) -> tuple[list[tuple[Tensor, Tensor]], set[Edge]]:
+    start: list[Edge], stop: set[Edge], known: dict[Edge, Pair], since: int
+) -> tuple[list[Pair], set[Edge]]:
     """(source, stand-in) pairs that the graph ends at, and edges to older nodes."""
-    found: dict[Edge, tuple[Tensor, Tensor]] = {}
+    found: dict[Edge, Pair] = {}
     unknown: set[Edge] = set()
     seen: set[Any] = set()
-    stack = list(start)
-    while stack:
-        edge = stack.pop()
+    while start:
+        edge = start.pop()
         node = edge[0]
         if node is None or edge in stop or edge in found:
             continue
@@ -117,7 +108,7 @@ def _walk(
             unknown.add(edge)
         elif node not in seen:
             seen.add(node)
-            stack.extend(node.next_functions)
+            start.extend(node.next_functions)
     return list(found.values()), unknown
 
 
@@ -140,8 +131,8 @@ class Closure:
     """Whether torch.compile made the function or something that it calls."""
 
 
-# Beyond these a closure holds more than a map (a trainer, a data set). What is not looked at is
-# still found on the graph or by watching, only later.
+# Beyond these a closure holds more than a map (a trainer, a data set). The rest is found later, on
+# the graph or by watching.
 _DEPTH, _OBJECTS, _ITEMS = 6, 2000, 256
 
 
@@ -205,11 +196,10 @@ class _Watch(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
         for t in pytree.tree_leaves((args, kwargs)):
             if isinstance(t, Tensor) and id(t) not in self.made:
                 self.given[id(t)] = t
-        out = func(*args, **kwargs)
+        out = func(*args, **kwargs or {})
         for t in pytree.tree_leaves(out):
             if isinstance(t, Tensor) and id(t) not in self.given:
                 self.made[id(t)] = t
@@ -244,7 +234,5 @@ class Substitute(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        args, kwargs = pytree.tree_map(
-            lambda t: self.swap.get(id(t), t) if isinstance(t, Tensor) else t, (args, kwargs or {})
-        )
+        args, kwargs = map_tensors(lambda t: self.swap.get(id(t), t), (args, kwargs or {}))
         return func(*args, **kwargs)

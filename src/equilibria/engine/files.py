@@ -1,8 +1,4 @@
-"""Files that are whole or not there, and values as JSON: the one place that writes either.
-
-A file is written beside its place, flushed to the disk, then moved there: after a crash or Ctrl-C
-``path`` holds the old content or the new, never a part of it.
-"""
+"""Files that are whole or not there, and values as JSON: the one place that writes either."""
 
 from __future__ import annotations
 
@@ -17,7 +13,6 @@ from typing import Any
 
 __all__ = ["SaveError", "json_text", "json_value", "write_bytes", "write_json", "write_text"]
 
-
 _CHUNK = 1 << 24  # bytes at a time, so that Ctrl-C is heard in between
 
 
@@ -26,7 +21,10 @@ class SaveError(OSError):
 
 
 def write_bytes(path: Path | str, content: bytes | memoryview) -> Path:
-    """Write ``path`` in one step; its folder is made if missing."""
+    """Write ``path`` in one step: after a crash it holds the old content or the new, whole.
+
+    The folder is made if missing.
+    """
     path = Path(path)
     beside = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
@@ -37,7 +35,12 @@ def write_bytes(path: Path | str, content: bytes | memoryview) -> Path:
             file.flush()
             os.fsync(file.fileno())
         beside.replace(path)
-        _sync_folder(path.parent)
+        if os.name != "nt":  # make the new name itself durable, where folders can be opened
+            handle = os.open(path.parent, os.O_RDONLY)
+            try:
+                os.fsync(handle)
+            finally:
+                os.close(handle)
     except OSError as error:
         old = "the earlier one is unchanged" if path.exists() else "nothing was there before"
         raise SaveError(
@@ -49,17 +52,6 @@ def write_bytes(path: Path | str, content: bytes | memoryview) -> Path:
         with contextlib.suppress(OSError):
             beside.unlink(missing_ok=True)
     return path
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make the new name itself durable, where folders can be opened for that."""
-    if os.name == "nt":
-        return
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def write_text(path: Path | str, text: str) -> Path:

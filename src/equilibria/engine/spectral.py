@@ -7,10 +7,19 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from .history import History
+from .krylov import orthogonalized
 from .maps import Map
-from .tree import Leaves, accumulation_dtype, flatten_state, sample_dot, sample_norm, scale_samples
+from .tree import (
+    History,
+    Leaves,
+    accumulation_dtype,
+    flatten_state,
+    sample_dot,
+    sample_norm,
+    scale_samples,
+)
 
 
 def pull(
@@ -85,9 +94,8 @@ def spectral_radius(
 ) -> Tensor:
     """max |λ(J)| of each sample at z, [B], by Arnoldi on Jᵀ (same eigenvalues as J).
 
-    Unlike power iteration this is right when the dominant eigenvalues are a complex pair. It
-    approaches the radius from the Krylov space of ``steps`` products, and is exact (to rounding)
-    once ``steps`` reaches the size of the state.
+    Unlike power iteration this is right when the dominant eigenvalues are a complex pair. It is
+    exact (to rounding) once ``steps`` reaches the size of the state.
     """
     if steps < 1:
         raise ValueError(f"spectral_radius(steps={steps}): expected an integer of at least 1.")
@@ -111,22 +119,14 @@ def spectral_radius(
             basis.write(j, v)
             w = pull(outputs, inside, [a.to(b.dtype) for a, b in zip(v, leaves, strict=True)])
             w = [a.to(b.dtype) for a, b in zip(w, v, strict=True)]
-            column = basis.dot(w)
-            w = [a - b for a, b in zip(w, basis.combine(column), strict=True)]
-            again = basis.dot(w)
-            w = [a - b for a, b in zip(w, basis.combine(again), strict=True)]
-            column, length = column + again, sample_norm(w)
+            w, column = orthogonalized(w, basis)
+            length = sample_norm(w)
             # Rounding noise is no direction: the Krylov space is invariant, H is complete.
             noise = 8 * torch.finfo(length.dtype).eps * sample_norm([column])
             length = torch.where(length > noise, length, 0.0)
             v = scale_samples(torch.where(length > 0, 1.0 / length.clamp_min(tiny), 0.0), w)
             columns.append(torch.cat([column, length.unsqueeze(1)], 1))
-        hessenberg = torch.stack(
-            [
-                torch.nn.functional.pad(c[:, :steps], (0, max(0, steps - c.shape[1])))
-                for c in columns
-            ],
-            2,
-        )
+        rows = [pad(c[:, :steps], (0, max(0, steps - c.shape[1]))) for c in columns]
+        hessenberg = torch.stack(rows, 2)
         radius: Tensor = torch.linalg.eigvals(hessenberg).abs().amax(1)
         return radius
