@@ -11,7 +11,6 @@ from torch import Tensor
 
 import equilibria as eq
 from tests.contracts.adjoint_contract import (
-    CLOSE,
     FORWARD,
     TANH,
     TREE,
@@ -20,38 +19,35 @@ from tests.contracts.adjoint_contract import (
     dense_of,
     exact_propagator,
     loss_of,
+    saved_tensors,
     series_propagator,
     weights_of_loss,
 )
 
 
-class TestPhantomUnrolled(AdjointContract):
+class PhantomContract(AdjointContract):
+    adjoint = eq.Phantom(steps=4, damping=0.7)
+
     def make_adjoint(self) -> Any:
-        return eq.Phantom(steps=4, damping=0.7)
+        return self.adjoint
 
     def propagator(self, jacobian: Tensor) -> Tensor:
-        return series_propagator(4, 0.7)(jacobian)
+        return series_propagator(self.adjoint.steps, self.adjoint.damping)(jacobian)
 
 
-class TestPhantomPlainSteps(AdjointContract):
+class TestPhantomUnrolled(PhantomContract):
+    pass
+
+
+class TestPhantomPlainSteps(PhantomContract):
     """β = 1 takes another road through the code."""
 
-    def make_adjoint(self) -> Any:
-        return eq.Phantom(steps=3, damping=1.0)
-
-    def propagator(self, jacobian: Tensor) -> Tensor:
-        return series_propagator(3, 1.0)(jacobian)
+    adjoint = eq.Phantom(steps=3, damping=1.0)
 
 
-class TestPhantomNeumann(AdjointContract):
-    under_transforms = False
-    twice = False
-
-    def make_adjoint(self) -> Any:
-        return eq.Phantom(steps=4, damping=0.7, form="neumann")
-
-    def propagator(self, jacobian: Tensor) -> Tensor:
-        return series_propagator(4, 0.7)(jacobian)
+class TestPhantomNeumann(PhantomContract):
+    adjoint = eq.Phantom(steps=4, damping=0.7, form="neumann")
+    under_transforms = twice = compiles = False
 
 
 @pytest.mark.parametrize(("steps", "damping"), [(1, 1.0), (1, 0.5), (3, 1.0), (5, 0.8)])
@@ -61,14 +57,8 @@ def test_unrolled_form_equals_a_hand_written_loop_of_a_rough_solve(
     """After a solve of two steps only, so that iterates move: the solver's value, the gradient of
     the loop."""
     weight, x = TANH.leaves()
-    rough = eq.Picard(rtol=0.0, atol=0.0, max_steps=2)
-    value = eq.fixed_point(
-        TANH.fn,
-        TANH.start,
-        (weight, x),
-        solver=rough,
-        adjoint=eq.Phantom(steps=steps, damping=damping),
-    ).value
+    rough, adjoint = eq.Picard(rtol=0.0, max_steps=2), eq.Phantom(steps=steps, damping=damping)
+    value = eq.fixed_point(TANH.fn, TANH.start, (weight, x), solver=rough, adjoint=adjoint).value
     with torch.no_grad():
         z = TANH.start
         for _ in range(2):
@@ -155,41 +145,11 @@ def test_neumann_form_under_transforms_says_what_to_use() -> None:
             run(dual)
 
 
-def saved_tensors(adjoint: Any) -> int:
-    weight, x = TANH.leaves()
-    count = 0
-
-    def pack(t: Tensor) -> Tensor:
-        nonlocal count
-        count += 1
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        eq.fixed_point(TANH.fn, TANH.start, (weight, x), solver=FORWARD, adjoint=adjoint)
-    return count
-
-
 def test_memory_of_the_neumann_form_does_not_grow_with_its_steps() -> None:
     few, many = (saved_tensors(eq.Phantom(steps=k, form="neumann")) for k in (2, 20))
     assert few == many > 0
     few, many = (saved_tensors(eq.Phantom(steps=k)) for k in (2, 20))
     assert many >= 10 * few > 0
-
-
-def test_fixed_steps_compile_to_one_graph() -> None:
-    weight, x = TANH.leaves()
-    solver = eq.Picard(rtol=0.0, atol=0.0, max_steps=4)
-
-    def run(w: Tensor, x: Tensor) -> Tensor:
-        return eq.fixed_point(
-            TANH.fn, TANH.start, (w, x), solver=solver, adjoint=eq.Phantom(steps=2)
-        ).value
-
-    value = torch.compile(run, fullgraph=True, backend="aot_eager")(weight, x)
-    plain = run(weight, x)
-    torch.testing.assert_close(value, plain, **CLOSE)
-    found = torch.autograd.grad(loss_of(value), (weight, x))
-    assert_close(found, torch.autograd.grad(loss_of(plain), (weight, x)))
 
 
 def test_forward_mode_and_jacobians_of_the_unrolled_form_agree() -> None:
