@@ -131,14 +131,6 @@ class SolverContract:
         assert steps[0] <= 2  # A = 0: T(z0) is the answer
         assert steps[0] < steps[2] < steps[-1]
 
-    def test_from_the_answer_nothing_is_to_do(self) -> None:
-        problem = problems.tanh()
-        solution = eq.fixed_point(
-            problem.fn, problem.answer, problem.args, solver=self.precise(rtol=1e-10)
-        )
-        assert solution.stats.steps.tolist() == [1] * problem.batch
-        assert torch.equal(solution.value, problem.answer)
-
     def test_identity_and_zero_maps(self) -> None:
         z0 = problems.randn(3, 4, seed=0)
         same = eq.fixed_point(lambda z: z, z0, solver=self.precise())
@@ -275,23 +267,6 @@ class SolverContract:
             assert bad == Result.nonfinite
             assert int(solution.stats.steps[place]) == HEALTH_INTERVAL
             assert torch.equal(solution.value[place], problem.z0[place])
-
-    def test_bad_samples_are_named_in_the_warning(self) -> None:
-        problem = problems.with_bad_sample(problems.NAN, 1)
-        with pytest.warns(ConvergenceWarning, match=r"1 of 5 samples nonfinite .*NaN"):
-            solve(problem, self.precise())
-        with pytest.raises(eq.NotConvergedError, match="nonfinite"):
-            solve(problem, self.precise(), throw=True)
-
-    @pytest.mark.parametrize("max_steps", [1, 7, 40])
-    def test_map_that_returns_nan_at_once(self, max_steps: int) -> None:
-        z0 = problems.randn(3, 4, seed=0)
-        with pytest.warns(ConvergenceWarning, match="3 of 3 samples nonfinite"):
-            solution = eq.fixed_point(
-                lambda z: z * float("nan"), z0, solver=self.precise(max_steps=max_steps)
-            )
-        assert codes(solution) == [Result.nonfinite] * 3
-        assert torch.equal(solution.value, z0)
 
     def test_infinite_map_never_counts_as_converged(self) -> None:
         """∞ ≤ rtol·∞ holds; it must not pass."""
@@ -563,16 +538,6 @@ class SolverContract:
 
     # ------------------------------------------------------------------ scale
 
-    @pytest.mark.parametrize("exponent", [-27, 27])
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-    def test_power_of_two_scale_changes_no_bit(self, exponent: int, dtype: torch.dtype) -> None:
-        """Scaling by 2^k is exact in floating point, so that every step is the same."""
-        for base in (problems.mixed().to(dtype), problems.tanh().to(dtype)):
-            one = solve(base, self.solver(max_steps=1000))
-            other = solve(problems.scaled(base, 2.0**exponent), self.solver(max_steps=1000))
-            assert torch.equal(other.stats.steps, one.stats.steps)
-            assert torch.equal(other.value, one.value * 2.0**exponent)
-
     @law
     @given(exponent=st.floats(-8, 8))
     def test_any_scale_takes_the_same_steps(self, exponent: float) -> None:
@@ -621,26 +586,18 @@ class SolverContract:
     def test_half_precision_with_many_features(self, dtype: torch.dtype) -> None:
         """Norms and products over 4096 features would lose all digits if summed up in half."""
         x = problems.randn(2, 4096, seed=0).to(dtype)
-        solution = eq.fixed_point(lambda z, x: 0.5 * torch.tanh(z) + x, x, x, solver=self.solver())
+        fn = lambda z, x: 0.5 * torch.tanh(z) + x
+        solution = eq.fixed_point(fn, x, x, solver=self.solver())
         assert solution.converged.all()
-        assert torch.isfinite(solution.value).all()
+        # T(z) − z is a half-precision tensor, each entry rounded; its norm must not be.
+        residual = norm((fn(solution.value, x) - solution.value).double())
+        torch.testing.assert_close(solution.stats.residual.double(), residual, rtol=1e-5, atol=0)
         exact = x.double()
         for _ in range(60):
             exact = 0.5 * torch.tanh(exact) + x.double()
         rtol = self.solver().relative_tolerance(dtype)
         error = norm(solution.value.double() - exact) / norm(exact)
         assert (error <= 2 * (rtol + 4 * torch.finfo(dtype).eps)).all()
-
-    def test_half_precision_residual_is_summed_in_float32(self) -> None:
-        """The reported residual agrees with a float64 one to float32 digits, not to half ones."""
-        x = problems.randn(2, 4096, seed=0).to(torch.bfloat16)
-        fn = lambda z, x: 0.5 * torch.tanh(z) + x
-        solution = eq.fixed_point(fn, x, x, solver=self.solver())
-        # T(z) − z is a bfloat16 tensor, each entry rounded; its norm must not be.
-        difference = (fn(solution.value, x) - solution.value).double()
-        torch.testing.assert_close(
-            solution.stats.residual.double(), norm(difference), rtol=1e-5, atol=0
-        )
 
     def test_map_that_answers_in_another_dtype(self) -> None:
         """As under autocast: T computes in bfloat16, the state stays float32."""
@@ -789,27 +746,6 @@ class SolverContract:
             assert watched.stats.steps.tolist() == plain.stats.steps.tolist()
             assert_same(watched.value.detach(), plain.value)
 
-    def test_exception_of_the_map_passes_and_harms_nothing(self) -> None:
-        class Mine(Exception):
-            pass
-
-        problem = problems.linear()
-        solver = self.precise()
-        calls = 0
-
-        def fn(z: Tensor, *args: Tensor) -> Tensor:
-            nonlocal calls
-            calls += 1
-            if calls == 3:
-                raise Mine("from the map")
-            return problem.fn(z, *args)
-
-        before = torch.is_grad_enabled()
-        with pytest.raises(Mine, match="from the map"):
-            eq.fixed_point(fn, problem.z0, problem.args, solver=solver)
-        assert torch.is_grad_enabled() == before
-        assert_answers(problem, solve(problem, solver))
-
     # ------------------------------------------------------------------ options
 
     def test_options_are_frozen_comparable_and_portable(self) -> None:
@@ -825,37 +761,11 @@ class SolverContract:
             assert torch.equal(solve(problem, twin).value, solve(problem, solver).value)
         assert "max_steps=17" in repr(solver)
 
-    @pytest.mark.parametrize(
-        ("name", "value"),
-        [
-            ("rtol", -1e-3),
-            ("atol", -1.0),
-            ("rtol", float("nan")),
-            ("atol", float("inf")),
-            ("max_steps", 0),
-            ("max_steps", -5),
-            ("block", 0),
-            ("divergence", 1.0),
-            ("patience", 0),
-        ],
-    )
-    def test_option_out_of_range_names_itself(self, name: str, value: float) -> None:
-        with pytest.raises(ValueError, match=rf"{name}={value!r}\) is out of range: expected a"):
-            self.solver(**{name: value})
-
-    @pytest.mark.parametrize(
-        ("name", "value"),
-        [("rtol", "1e-3"), ("max_steps", 2.5), ("max_steps", True), ("block", 1.0), ("atol", None)],
-    )
-    def test_option_of_a_wrong_type_names_itself(self, name: str, value: object) -> None:
-        with pytest.raises(TypeError, match=rf"{name}=.* expected a.*got {type(value).__name__}"):
-            self.solver(**{name: value})
-
-    def test_unknown_option_names_itself_and_the_near_miss(self) -> None:
-        with pytest.raises(TypeError) as caught:
-            self.solver(max_step=7)
-        text = str(caught.value)
-        assert "no option 'max_step'" in text
-        assert "max_step=7" in text
-        assert "Did you mean 'max_steps'?" in text
-        assert "It takes: rtol, atol, max_steps, block, compact" in text
+    def test_option_out_of_range_names_itself(self) -> None:
+        wrong = {"rtol": float("nan"), "atol": -1.0, "max_steps": 0, "block": 0}
+        for name, value in {**wrong, "divergence": 1.0, "patience": 0}.items():
+            text = rf"{name}={value!r}\) is out of range: expected a"
+            with pytest.raises(ValueError, match=text):
+                self.solver(**{name: value})
+        with pytest.raises(TypeError, match=r"max_steps=2.5.* expected an integer.*got float"):
+            self.solver(max_steps=2.5)

@@ -81,10 +81,6 @@ def test_wrong_types_are_named(value: Any) -> None:
         Example(count=value)
 
 
-def test_integers_are_numbers() -> None:
-    assert Example(ratio=1).ratio == 1
-
-
 def test_positional_values_are_refused_with_the_way_to_write_it() -> None:
     with pytest.raises(TypeError, match=r"keyword options only.*Example\(ratio=\.\.\., count="):
         Example(0.5, 3)  # type: ignore[misc]
