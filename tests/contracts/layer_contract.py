@@ -168,14 +168,6 @@ class LayerContract:
         for i in range(4):
             torch.testing.assert_close(layer(x[i : i + 1])[0], together[i], rtol=1e-9, atol=1e-10)
 
-    def test_default_solver_on_a_batch_of_one(self) -> None:
-        layer, x = self.made().eval(), self.drawn(3)
-        together = layer(x)
-        alone = layer(x[:1])
-        assert alone.shape == (1, *together.shape[1:])
-        # Float32, both solves to 1e-4 of a map that contracts with 0.9: within 1e-3/(1 − 0.9).
-        torch.testing.assert_close(alone[0], together[0], rtol=1e-2, atol=1e-2)
-
     def test_one_bad_sample_harms_no_other(self) -> None:
         layer, x = self.precise(), self.drawn(3).double()
         alone = layer(x[[0, 2]])
@@ -297,13 +289,6 @@ class LayerContract:
         again(x).square().sum().backward()
         assert all(p.grad is not None for p in again.parameters())
 
-    def test_torch_save_round_trip(self) -> None:
-        layer, x = self.made().eval(), self.drawn()
-        file = io.BytesIO()
-        torch.save(layer, file)
-        file.seek(0)
-        assert torch.equal(torch.load(file, weights_only=False)(x), layer(x))
-
     def test_state_dict_into_a_freshly_built_layer(self) -> None:
         layer, x = self.made().train(), self.drawn()
         layer(x)  # moves the power iteration away from where it was built
@@ -319,13 +304,12 @@ class LayerContract:
         layer, x = self.made().train(), self.drawn()
         layer(x).square().sum().backward()
         twin = copy.deepcopy(layer)
-        optimizer = torch.optim.SGD(twin.parameters(), lr=1e-2)
-        before = twin(x).square().sum().item()
-        for _ in range(5):
-            optimizer.zero_grad()
-            twin(x).square().sum().backward()
-            optimizer.step()
-        assert twin(x).square().sum().item() < before
+        before = twin(x).square().sum()
+        before.backward()
+        with torch.no_grad():
+            for p in twin.parameters():
+                p.sub_(0.01 * p.grad)
+        assert float(twin(x).square().sum()) < float(before)
 
     # ------------------------------------------------------------------ precisions
 
@@ -420,9 +404,6 @@ class LayerContract:
         layer, x = self.made(), self.drawn()
         with pytest.raises(ValueError, match=rf"takes x \[B, {x.shape[1]}.*got shape"):
             layer(torch.cat([x, x], 1))
-
-    def test_wrong_number_of_dimensions(self) -> None:
-        layer, x = self.made(), self.drawn()
         with pytest.raises(ValueError, match=r"takes x .* got shape"):
             layer(x[0])
 
@@ -450,11 +431,6 @@ class LayerContract:
             self.layer(prior="relu")
         with pytest.raises(TypeError, match="NormBounded"):
             self.layer(constraint=0.95)
-
-    def test_repr_names_the_parts(self) -> None:
-        text = repr(self.layer())
-        assert "prior=" in text
-        assert "solver=" in text
 
 
 class BoundedLayerContract(LayerContract):

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 import equilibria as eq
 from equilibria import ConvergenceWarning, Result, Solution
-from equilibria.engine.solver import Solver
+from equilibria.engine.solver import Point, Solver
 
 from . import problems
 from .problems import Problem, norm
@@ -70,6 +70,47 @@ def assert_same(left: Any, right: Any, rtol: float = 1e-11) -> None:
     for a, b in zip(pytree.tree_leaves(left), pytree.tree_leaves(right), strict=True):
         scale = float(b.abs().max()) or 1.0
         torch.testing.assert_close(a, b, rtol=0, atol=rtol * scale)
+
+
+def steps_of(
+    solver: Solver,
+    problem: Problem,
+    count: int,
+    restart_at: int | None = None,
+    stalled: Tensor | None = None,
+) -> list[Tensor]:
+    """The iterates of so many bare steps; before one of them some samples are restarted."""
+    z, state = [problem.z0], solver.init([problem.z0])
+    found = []
+    with torch.no_grad():
+        for k in range(count):
+            if k == restart_at:
+                state = solver.restart(state, stalled)
+            z, state = solver.step(Point(z, [problem.fn(z[0], *problem.args)]), state)
+            found.append(z[0])
+    return found
+
+
+def state_bytes(solver: Solver, batch: int, size: int) -> int:
+    """What a solver holds after many steps on states [batch, size] in float32."""
+    z = [torch.zeros(batch, size)]
+    state = solver.init(z)
+    with torch.no_grad():
+        for _ in range(25):
+            z, state = solver.step(Point(z, [0.9 * torch.cos(z[0])]), state)
+    held: dict[int, int] = {}
+
+    def walk(item: Any) -> None:
+        if isinstance(item, Tensor):
+            held[item.untyped_storage().data_ptr()] = item.untyped_storage().nbytes()
+        elif isinstance(item, (list, tuple)):
+            for child in item:
+                walk(child)
+        elif hasattr(item, "__dict__"):
+            walk(list(vars(item).values()))
+
+    walk(state)
+    return sum(held.values())
 
 
 class SolverContract:

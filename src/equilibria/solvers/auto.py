@@ -15,6 +15,7 @@ from .picard import Picard
 from .proximal_gradient import ProximalGradient, proximal_step
 
 _EASY = 0.3
+_SHARED = tuple(field.name for field in dataclasses.fields(SolverOptions))
 
 
 @options
@@ -77,7 +78,7 @@ def choose_solver(auto: Auto, bounds: Bounds) -> Choice:
 
 
 def _with_options(auto: Auto, kind: type[Solver], **own: Any) -> Solver:
-    shared = {field.name: getattr(auto, field.name) for field in dataclasses.fields(SolverOptions)}
+    shared = {name: getattr(auto, name) for name in _SHARED}
     if kind is ProximalGradient and auto.max_steps == Auto.max_steps:
         shared["max_steps"] = ProximalGradient.max_steps
     return kind(**shared, **own)
