@@ -308,7 +308,7 @@ class LayerContract:
         before.backward()
         with torch.no_grad():
             for p in twin.parameters():
-                p.sub_(0.01 * p.grad)
+                p.sub_(1e-3 * p.grad)
         assert float(twin(x).square().sum()) < float(before)
 
     # ------------------------------------------------------------------ precisions
