@@ -24,7 +24,7 @@ from equilibria.engine.maps import Map
 from equilibria.engine.result import BackwardStats, warn_failures
 from equilibria.engine.solver import Solver
 from equilibria.engine.transforms import forward_levels, forward_mode_active
-from equilibria.engine.tree import Leaves, add, where_sample
+from equilibria.engine.tree import Leaves, add, keep_samples
 
 from .backward import note_backward, solve_adjoint
 from .capture import Substitute, survey, watch
@@ -80,8 +80,11 @@ def solve_functional(
     how = Backward(rule, backward, len(z0[0]), fn.coupled)
     problem = _Problem(explicit, len(z0), solver, how, callback=callback)
     out = _SolveFunction.apply(problem, *z0, *sources)
-    n = len(z0)
-    return Iterated(list(out[:n]), *out[n:], *problem.counted, coupled=how.coupled)
+    value, (code, steps, residual, relative) = list(out[: len(z0)]), out[len(z0) :]
+    evaluations, syncs = problem.counted
+    done = Iterated(value, code, steps, residual, relative, evaluations, syncs)
+    done.coupled = how.coupled
+    return done
 
 
 def make_explicit(fn: Map, sources: Sequence[Tensor], modules: Sequence[nn.Module]) -> Explicit:
@@ -150,8 +153,7 @@ class _SolveFunction(torch.autograd.Function):
         problem: _Problem = ctx.problem
         n = problem.count
         z, deps, failed = _saved(ctx)
-        zero = [torch.zeros_like(g) for g in grads[:n]]
-        g = where_sample(failed, zero, grads[:n])
+        g = keep_samples(~failed, grads[:n])
         found = backward_functional(problem.fn, z, deps, g, problem.how)
         return (None, *([None] * n), *found)
 
@@ -162,8 +164,7 @@ class _SolveFunction(torch.autograd.Function):
         z, deps, failed = _saved(ctx)
         pairs = zip(deps, tangents[1 + n :], strict=True)
         moves = [torch.zeros_like(d) if t is None else t for d, t in pairs]
-        offset = _push(lambda d: fn(z, d), deps, moves)
-        offset = where_sample(failed, [torch.zeros_like(x) for x in offset], offset)
+        offset = keep_samples(~failed, _push(lambda d: fn(z, d), deps, moves))
 
         def tangent(t: Leaves, given: Sequence[Tensor]) -> Leaves:
             start, at, rest = given[:n], list(given[n : 2 * n]), given[2 * n :]

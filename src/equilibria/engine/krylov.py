@@ -23,6 +23,7 @@ from .tree import (
     accumulation_dtype,
     add,
     join_samples,
+    keep_samples,
     part_samples,
     power_of_two,
     repeat_samples,
@@ -184,8 +185,7 @@ class _Check:
         worst = torch.arange(len(excess), device=excess.device) == excess.argmax()
         x = self.done.value
         some = [torch.arange(v.numel(), device=v.device).cos().to(v.dtype).view_as(v) for v in x]
-        apart = where_sample(worst, [torch.zeros_like(v) for v in x], some)
-        found = sample_norm(self.matvec(apart))
+        found = sample_norm(self.matvec(keep_samples(~worst, some)))
         self.syncs += 1
         size = found.nan_to_num(0.0, 0.0, 0.0).mean()  # a mate may have NaN, and keeps it
         return bool((worst & (found > 4 * torch.finfo(x[0].dtype).eps * size)).any())
@@ -240,8 +240,7 @@ def _finish(
     code = torch.where(stuck, int(Result.stagnated), code)
     finite = torch.isfinite(sample_norm(x)) & torch.isfinite(relative)
     code = torch.where(finite, code, int(Result.nonfinite)).to(torch.int8)
-    x = where_sample(finite, x, [torch.zeros_like(v) for v in x])
-    return LinearIterated(x, code, steps.to(torch.int32), relative, syncs)
+    return LinearIterated(keep_samples(finite, x), code, steps.to(torch.int32), relative, syncs)
 
 
 @options

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -50,6 +51,11 @@ def _prepare(fn: Callable[..., Any], z: Any, args: Any) -> tuple[Map, Leaves]:
     return Map(fn, args if isinstance(args, tuple) else (args,), spec, leaves), leaves
 
 
+def _drawn(like: Leaves, generator: torch.Generator | None) -> Leaves:
+    """Normal numbers."""
+    return [torch.randn(x.shape, dtype=x.dtype, device=x.device, generator=generator) for x in like]
+
+
 def jacobian_penalty(
     fn: Callable[..., Any],
     z: Any,
@@ -70,16 +76,11 @@ def jacobian_penalty(
     with torch.enable_grad():
         inside = [x.detach().requires_grad_() for x in leaves]
         outputs = map_(inside)
-        total: Tensor | None = None
+        parts = []
         for _ in range(samples):
-            v = [
-                torch.randn(f.shape, dtype=f.dtype, device=f.device, generator=generator)
-                for f in outputs
-            ]
-            pulled = pull(outputs, inside, v, create_graph=keep)
-            part = sample_dot(pulled, pulled)
-            total = part if total is None else total + part
-    assert total is not None
+            pulled = pull(outputs, inside, _drawn(outputs, generator), create_graph=keep)
+            parts.append(sample_dot(pulled, pulled))
+        total = functools.reduce(torch.add, parts)
     size = sum(x[0].numel() for x in leaves)
     return total / (samples * size)
 
@@ -105,12 +106,7 @@ def spectral_radius(
         outputs = map_(inside)
     steps = min(steps, sum(x[0].numel() for x in leaves))
     with torch.no_grad():
-        v = [
-            torch.randn(
-                x.shape, dtype=accumulation_dtype(x.dtype), device=x.device, generator=generator
-            )
-            for x in leaves
-        ]
+        v = _drawn([x.to(accumulation_dtype(x.dtype)) for x in leaves], generator)
         tiny = torch.finfo(v[0].dtype).tiny
         v = scale_samples(1.0 / sample_norm(v).clamp_min(tiny), v)
         basis = History(v, steps)

@@ -62,10 +62,10 @@ class Layout:
 
     @staticmethod
     def of(leaf: Tensor) -> Layout:
-        dims = list(range(leaf.dim()))
+        dims, strides = list(range(leaf.dim())), leaf.stride()
         order = dims
         if leaf.dim() > 2 and not leaf.is_contiguous():
-            order = [0, *sorted(dims[1:], key=lambda d: -leaf.stride(d))]
+            order = [0, *sorted(dims[1:], key=lambda d: -strides[d])]
         if order == dims:
             return Layout(None, None, tuple(leaf.shape))
         inverse = tuple(order.index(d) for d in dims)
@@ -191,6 +191,11 @@ def scale_samples(scale: Tensor, leaves: Sequence[Tensor]) -> Leaves:
 def where_sample(mask: Tensor, a: Sequence[Tensor], b: Sequence[Tensor]) -> Leaves:
     """Per sample: a where mask [B], else b."""
     return [torch.where(per_sample(mask, x), x, y) for x, y in zip(a, b, strict=True)]
+
+
+def keep_samples(mask: Tensor, leaves: Sequence[Tensor]) -> Leaves:
+    """Per sample: the leaf where mask [B], else zero."""
+    return [torch.where(per_sample(mask, x), x, 0.0) for x in leaves]
 
 
 def join_samples(leaves: Sequence[Tensor], size: int) -> Leaves:

@@ -183,9 +183,10 @@ class _Energies(torch.autograd.Function):
         if ctx.fused:
             from . import gaussian_triton as kernels
 
-            given = permuted(metric, *ctx.cut), g.contiguous()
-            dc, dm = kernels.energies_backward(c, *given, *ctx.cut, needs[1], kernels.direct)
-            back = restored(dm, *ctx.cut).to(metric.dtype) if needs[1] else None
+            channels, size = ctx.cut
+            given = c, permuted(metric, channels, size), g.contiguous(), channels, size
+            dc, dm = kernels.energies_backward(*given, needs[1], kernels.direct)
+            back = restored(dm, channels, size).to(metric.dtype) if needs[1] else None
             return dc, back, None, None
         return (*_plain_pull(c, metric, g, ctx.cut, ctx.planes, needs[1]), None, None)
 
