@@ -300,12 +300,6 @@ def _judge_gradient(
         size = float(case.g.double().abs().max()) * max(case.scale, 1.0)
         fits = case.dtype in BACKWARD_RTOL and size < 1e-3 * torch.finfo(case.dtype).max
         fits = fits and bool(torch.isfinite(value).all())
-        # Known limit: a sample whose later fixed steps are NaN, returned as its best iterate.
-        best = isinstance(case.solver, eq.BestIterate) and case.solver.fixed_steps
-        fits = fits and not (best and isinstance(case.adjoint, eq.Unrolled))
-        # And fixed steps, judged at the iterate before, that end where T is not finite.
-        image = case.apply(value.double(), *_wide(case))[healthy]
-        fits = fits and bool(torch.isfinite(image).all())
         return ["a gradient is NaN or infinite"] if fits else []
     unrolled = isinstance(case.adjoint, eq.Unrolled)
     if case.dtype not in BACKWARD_RTOL or not (unrolled or isinstance(case.adjoint, eq.Implicit)):
@@ -324,13 +318,17 @@ def _reference_inputs(case: Case, rows: list[int]) -> tuple[Tensor, Tensor, Tens
 
 
 def _compare(
-    ours: tuple[Tensor, Tensor], truth: tuple[Tensor, Tensor], allowed: float, what: str
+    ours: tuple[Tensor, Tensor],
+    truth: tuple[Tensor, Tensor],
+    allowed: float,
+    what: str,
+    floor: float = 1e-37,
 ) -> list[str]:
     found = []
     for name, a, b in zip(("x", "W"), ours, truth, strict=True):
         size = float(b.abs().amax())
         gap = float((a.double() - b).abs().amax())
-        if gap > allowed * size and gap > 1e-37:
+        if gap > max(allowed * size, floor):
             found.append(f"{what} in {name} is off by {gap / max(size, 1e-300):.1e}")
     return found
 
@@ -649,7 +647,9 @@ def judge_problem(seed: int, number: int) -> tuple[str, list[str]]:
     )
     if allowed < 0.3 and not kink:
         ours = (leaf[0].grad, leaf[1].grad)
-        found += _compare(ours, (truth[0], truth[1]), allowed, "the gradient")
+        # Where every entry is clamped the truth is zero, and steps before it leave rounding.
+        floor = 100 * EPS[dtype] * float(g.abs().amax())
+        found += _compare(ours, (truth[0], truth[1]), allowed, "the gradient", floor)
     return text, found
 
 

@@ -25,9 +25,6 @@ def test_a_search_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::equilibria.ConvergenceWarning")
-@pytest.mark.xfail(
-    reason="not contained yet; the search leaves both out (docs/adjoints.md, Limits)"
-)
 @pytest.mark.parametrize(("seed", "number"), [(3, 980), (2, 4276)])
 def test_fixed_steps_that_meet_nan_late_harm_no_weight(seed: int, number: int) -> None:
     """OneStep at a z with T(z) not finite; Unrolled where BestIterate returns an earlier z."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import equilibria as eq
-from equilibria.adjoints.quarantine import carry, clean, cut_off, isolate, lend
+from equilibria.adjoints.quarantine import clean, cut_off, isolate, lend
 from equilibria.engine.iterate import Iterated
 from equilibria.engine.maps import Map
 from equilibria.engine.result import Result
@@ -124,14 +124,35 @@ def test_cut_off_takes_the_constant_for_failed_samples() -> None:
     assert cut_off(None, [value], [constant])[0] is value
 
 
-def test_carry_keeps_the_value_and_takes_the_gradient() -> None:
-    w = torch.tensor([2.0, 3.0, 4.0], requires_grad=True)
-    carrier = w.view(3, 1) + torch.tensor([[0.0, 0.0], [1.0, INF], [5.0, NAN]])
-    value = torch.arange(6.0).view(3, 2)
-    (out,) = carry([value], [carrier], FAILED)
-    assert torch.equal(out, value)
-    (found,) = torch.autograd.grad(out.sum(), w)
-    assert found.tolist() == [0.0, 1.0, 1.0]
+@pytest.mark.parametrize(
+    "adjoint",
+    [eq.Implicit(), eq.Phantom(), eq.Phantom(form="neumann"), eq.OneStep()],
+    ids=repr,
+)
+@pytest.mark.parametrize(
+    ("steps", "start", "first", "weight"), [(1, 0, 0.1, 0.5), (2, 0.4, 0.3, 0.7)]
+)
+def test_an_answer_outside_the_domain_of_the_map_harms_no_weight(
+    adjoint: Any, steps: int, start: float, first: float, weight: float
+) -> None:
+    """After ``steps`` of √(x − wz) the next evaluation at the first sample is NaN."""
+    solver = eq.Picard(rtol=0.0, atol=0.0, max_steps=steps)
+
+    def solve(x: Tensor, z0: Tensor) -> tuple[Tensor, Tensor]:
+        w = torch.tensor(weight, requires_grad=True)
+        sol = eq.fixed_point(
+            lambda z, x: torch.sqrt(x - w * z), z0, (x,), solver=solver, adjoint=adjoint
+        )
+        (found,) = torch.autograd.grad(sol.value.sum(), w)
+        return sol.value.detach(), found
+
+    x, z0 = torch.tensor([[first], [4.0]]), torch.tensor([[start], [0.0]])
+    value, found = solve(x, z0)
+    alone, wanted = solve(x[1:], z0[1:])
+    assert torch.isfinite(value).all()
+    assert torch.equal(value[1:], alone)
+    assert torch.isfinite(found)
+    torch.testing.assert_close(found, wanted)
 
 
 @pytest.mark.parametrize(

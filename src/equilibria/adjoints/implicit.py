@@ -9,6 +9,7 @@ a graph is asked for (second derivatives), the same rule is applied to it, so ev
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from equilibria.engine.tree import Leaves
 
 from .capture import Evaluation, evaluate
 from .functional import Explicit, make_explicit, solve_functional
-from .quarantine import FAILED, cut_off, isolate, without_gradient
+from .quarantine import cut_off, evaluate_isolated, without_gradient
 from .rules import Rule, SolveRule
 
 
@@ -75,19 +76,26 @@ class Implicit(Adjoint):
 def _attach_outside_compile(
     fn: Map, done: Iterated, solver: LinearSolver | Solver, stats: BackwardStats
 ) -> Leaves:
-    part = isolate(fn, done)
-    if part is None:
-        stats.masked = len(done.result)
+    def rule(failed: Tensor | None) -> Rule:
+        if failed is not None:
+            stats.masked = -1 if done.counts is None else int(failed.sum())
+        return SolveRule(solver, stats, failed, coupled=done.coupled)
+
+    return attach_isolated(fn, done, rule)
+
+
+def attach_isolated(fn: Map, done: Iterated, rule: Callable[[Tensor | None], Rule]) -> Leaves:
+    """The answer of a solve with the gradient of a rule, which is made for the failed samples."""
+    taken = evaluate_isolated(fn, done, lambda part: evaluate(part.fn, part.z))
+    if taken is None:
+        rule(torch.ones_like(done.result, dtype=torch.bool))
         return without_gradient(fn, done.value)
-    if part.failed is not None:
-        stats.masked = -1 if done.counts is None else sum(done.counts.get(c, 0) for c in FAILED)
-    rule = SolveRule(solver, stats, part.failed, coupled=done.coupled)
-    return cut_off(part.failed, attach(part.fn, part.z, rule), done.value)
+    part, graph = taken
+    return cut_off(part.failed, attach(part.fn, part.z, graph, rule(part.failed)), done.value)
 
 
-def attach(fn: Map, z: Leaves, rule: Rule) -> Leaves:
-    """Leaves with the value of z whose gradient the rule gives."""
-    graph = evaluate(fn, z)
+def attach(fn: Map, z: Leaves, graph: Evaluation, rule: Rule) -> Leaves:
+    """Leaves with the value of z whose gradient the rule gives; ``graph``: of fn at z."""
     if not graph.sources:
         return z
     explicit = make_explicit(fn, graph.sources, graph.modules)
@@ -104,7 +112,8 @@ def attach_linear(
 
     spec = pytree.tree_structure(tuple(b))
     rule = SolveRule(solver, stats, coupled=coupled)
-    return attach(Map(richardson, (tuple(b),), spec, b), x, rule)
+    fn = Map(richardson, (tuple(b),), spec, b)
+    return attach(fn, x, evaluate(fn, x), rule)
 
 
 class _ImplicitFunction(torch.autograd.Function):

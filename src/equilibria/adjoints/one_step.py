@@ -13,7 +13,7 @@ from equilibria.engine.solver import Solver
 from equilibria.engine.tree import Leaves
 
 from .detached import solve_detached
-from .quarantine import carry, isolate, without_gradient
+from .quarantine import carry
 
 
 @options
@@ -34,9 +34,5 @@ class OneStep(Adjoint):
     ) -> Iterated:
         done = solve_detached(fn, z0, solver, callback)
         if torch.is_grad_enabled():
-            part = isolate(fn, done)
-            if part is None:
-                done.value = without_gradient(fn, done.value)
-            else:
-                done.value = carry(done.value, part.fn(part.z), part.failed)
+            done.value = carry(fn, done, lambda part: part.fn(part.z))
         return done

@@ -21,8 +21,8 @@ from equilibria.engine.transforms import (
 from equilibria.engine.tree import Leaves
 
 from .detached import solve_detached
-from .implicit import attach
-from .quarantine import Isolated, carry, cut_off, isolate, without_gradient
+from .implicit import attach_isolated
+from .quarantine import Isolated, carry, cut_off
 from .rules import SeriesRule
 
 
@@ -66,14 +66,10 @@ class Phantom(Adjoint):
             )
         done = solve_detached(fn, z0, solver, callback)
         if torch.is_grad_enabled():
-            part = isolate(fn, done)
-            if part is None:
-                done.value = without_gradient(fn, done.value)
-            elif self.form == "unrolled":
-                done.value = carry(done.value, self._unrolled(part), part.failed)
+            if self.form == "unrolled":
+                done.value = carry(fn, done, self._unrolled)
             else:
-                found = self._neumann(part, backward)
-                done.value = cut_off(part.failed, found, done.value)
+                done.value = self._neumann(fn, done, backward)
         return done
 
     def _unrolled(self, part: Isolated) -> Leaves:
@@ -88,5 +84,7 @@ class Phantom(Adjoint):
         return z
 
     @outside_compile("the Neumann form reads the autograd graph; compile the map instead")
-    def _neumann(self, part: Isolated, stats: BackwardStats) -> Leaves:
-        return attach(part.fn, part.z, SeriesRule(self.steps, self.damping, stats, part.failed))
+    def _neumann(self, fn: Map, done: Iterated, stats: BackwardStats) -> Leaves:
+        return attach_isolated(
+            fn, done, lambda failed: SeriesRule(self.steps, self.damping, stats, failed)
+        )

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,9 @@ from equilibria.engine.result import Result
 from equilibria.engine.transforms import transforms_active
 from equilibria.engine.tree import Leaves, map_tensors, sample_norm, where_sample
 
-from .capture import Substitute, evaluate, survey, watch
+from .capture import Evaluation, Substitute, evaluate, survey, watch
+
+Evaluated = TypeVar("Evaluated", bound=Leaves | Evaluation)
 
 FAILED = (Result.diverged, Result.nonfinite)
 
@@ -48,6 +50,12 @@ def failed_samples(done: Iterated) -> Tensor | None:
     if done.counts is not None and not any(done.counts.get(code) for code in FAILED):
         return None
     return failed_codes(done.result)
+
+
+def finite_samples(leaves: Leaves) -> Tensor:
+    """[B] bool: samples without NaN and infinity."""
+    finite = [torch.isfinite(x.detach()).reshape(len(x), -1).all(1) for x in leaves]
+    return torch.stack(finite).all(0)
 
 
 def _rows(mask: Tensor, t: Tensor) -> Tensor:
@@ -100,13 +108,16 @@ class Isolated:
     """Whether failed samples are out of the way; not so where the map couples samples."""
 
 
-def isolate(fn: Map, done: Iterated) -> Isolated | None:
+def isolate(fn: Map, done: Iterated, lost: Tensor | None = None) -> Isolated | None:
     """Where to differentiate fn after a solve; None where the host knows that all samples failed.
 
-    Where the host does not know which samples failed (fixed steps on a GPU, compiled or under a
-    transform), their states are replaced, and of other tensors NaN and infinity alone.
+    Samples of ``lost`` [B] count as failed. Where the host does not know which samples failed
+    (fixed steps on a GPU, compiled or under a transform), their states are replaced, and of other
+    tensors NaN and infinity alone.
     """
     failed = failed_samples(done)
+    if lost is not None:
+        failed = lost if failed is None else failed | lost
     if failed is None:
         return Isolated(fn, done.value, None)
     z = [lend(x, failed) for x in done.value]
@@ -118,6 +129,30 @@ def isolate(fn: Map, done: Iterated) -> Isolated | None:
     if separate is None:
         return Isolated(cleaned(fn, failed), done.value, failed, apart=False)
     return Isolated(separate, z, failed)
+
+
+def evaluate_isolated(
+    fn: Map, done: Iterated, run: Callable[[Isolated], Evaluated]
+) -> tuple[Isolated, Evaluated] | None:
+    """``run``, which evaluates fn at the answer, with failed samples isolated.
+
+    A solve may end where T, or a further step, is not finite: fixed steps are judged one step
+    before, others may be out of steps. Such samples are isolated too, and ``run`` is repeated.
+    """
+    part = isolate(fn, done)
+    if part is None:
+        return None
+    found = run(part)
+    if not host_may_read(done.result):
+        return part, found
+    images = found.outputs if isinstance(found, Evaluation) else found
+    lost = ~finite_samples(images)
+    if part.failed is not None:
+        lost = lost & ~part.failed
+    if not bool(lost.any()):
+        return part, found
+    part = isolate(fn, done, lost)
+    return None if part is None else (part, run(part))
 
 
 def cleaned(fn: Map, failed: Tensor) -> Map:
@@ -215,15 +250,19 @@ class _Zero(torch.autograd.Function):
         return (None, *([None] * ctx.count), *zeros)
 
 
-def carry(value: Leaves, carrier: Leaves, failed: Tensor | None) -> Leaves:
-    """``value`` with the gradient of ``carrier``: none to failed samples, nor by what overflowed.
+def carry(fn: Map, done: Iterated, steps: Callable[[Isolated], Leaves]) -> Leaves:
+    """The answer with the gradient of ``steps`` taken at it: none to failed samples.
 
-    A step at the answer serves the gradient; the answer stays the one that was judged.
+    The steps serve the gradient; the answer stays the one that was judged.
     """
+    taken = evaluate_isolated(fn, done, steps)
+    if taken is None:
+        return without_gradient(fn, done.value)
+    part, carrier = taken
     found = []
-    for v, c in zip(value, carrier, strict=True):
+    for v, c in zip(done.value, carrier, strict=True):
         live = torch.isfinite(c.detach())
-        if failed is not None:
-            live = live & ~_rows(failed, c)
+        if part.failed is not None:
+            live = live & ~_rows(part.failed, c)
         found.append(v + torch.where(live, c - c.detach(), 0.0))
     return found

@@ -20,7 +20,15 @@ from equilibria.engine.transforms import transforms_active
 from equilibria.engine.tree import Leaves, where_sample
 
 from .detached import refuse_data_dependence
-from .quarantine import cleaned, cut_off, host_may_read, isolate, lend, without_gradient
+from .quarantine import (
+    cleaned,
+    cut_off,
+    finite_samples,
+    host_may_read,
+    isolate,
+    lend,
+    without_gradient,
+)
 
 
 @options
@@ -94,10 +102,7 @@ class Unrolled(Adjoint):
         """Fixed steps of which the host sees nothing: samples whose T(z0) is not finite are out."""
         with torch.no_grad():
             first = fn([z.detach() for z in z0])
-        finite = [
-            torch.isfinite(f).flatten(1).all(1) if f.dim() > 1 else f.isfinite() for f in first
-        ]
-        sick = ~torch.stack(finite).all(0)
+        sick = ~finite_samples(first)
         again = self._stored(cleaned(fn, sick), z0)
         done = iterate(again, [lend(z, sick) for z in z0], solver, callback)
         done.evaluations += 1

@@ -204,6 +204,7 @@ def _run_fixed(fn: Map, z0: Leaves, solver: Solver, callback: Callback | None) -
         z = _hold(point, following, hold)
         if step < solver.max_steps:
             del point, following  # so that the map's own memory does not come on top of theirs
+    met_nan = ~(torch.isfinite(residual) & torch.isfinite(scale))
     kept = solver.fallback(point, last)
     if kept is not None:
         z, residual, scale = _own_norms(fn, kept)
@@ -213,7 +214,7 @@ def _run_fixed(fn: Map, z0: Leaves, solver: Solver, callback: Callback | None) -
     code = torch.where(residual > limit, int(Result.diverged), code)
     finite = torch.isfinite(residual) & torch.isfinite(scale)
     finite = finite & torch.isfinite(sample_norm(without_graph(z)))
-    code = torch.where(finite, code, int(Result.nonfinite)).to(torch.int8)
+    code = torch.where(finite & ~met_nan, code, int(Result.nonfinite)).to(torch.int8)
     z = where_sample(finite, z, z0)
     steps = torch.full_like(code, solver.max_steps, dtype=torch.int32)
     return Iterated(z, code, steps, residual, _relative(residual, scale), solver.max_steps, 0)
