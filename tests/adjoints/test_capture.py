@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import equilibria as eq
-from equilibria.adjoints.capture import Substitute, evaluate, survey, watch
+from equilibria.adjoints.graph import Substitute, evaluate, survey, watch
 from equilibria.engine.maps import Map
 from equilibria.engine.tree import flatten_state
 from tests.contracts.adjoint_contract import (

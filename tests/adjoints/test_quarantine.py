@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import equilibria as eq
-from equilibria.adjoints.quarantine import clean, cut_off, isolate, lend
+from equilibria.adjoints.graph import clean, cut_off, isolate, lend
 from equilibria.engine.iterate import Iterated
 from equilibria.engine.maps import Map
 from equilibria.engine.result import Result

@@ -19,16 +19,20 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils import _pytree as pytree
 
 from equilibria.engine.iterate import Callback, Iterated, iterate
-from equilibria.engine.krylov import LinearSolver
+from equilibria.engine.krylov import GMRES, LinearSolver
 from equilibria.engine.maps import Map
 from equilibria.engine.result import BackwardStats, warn_failures
 from equilibria.engine.solver import Solver
-from equilibria.engine.transforms import forward_levels, forward_mode_active
+from equilibria.engine.transforms import (
+    forward_levels,
+    forward_mode_active,
+    functorch_active,
+    transforms_active,
+)
 from equilibria.engine.tree import Leaves, add, keep_samples
 
 from .backward import note_backward, solve_adjoint
-from .capture import Substitute, survey, watch
-from .quarantine import FAILED, clean, has_batch, lend
+from .graph import Substitute, blown_up, clean, has_batch, lend, survey, watch
 
 Explicit = Callable[[Leaves, Sequence[Tensor]], Leaves]
 """(leaves of z, dependencies) ↦ leaves of T(z)."""
@@ -55,7 +59,7 @@ class _Problem:
     solver: Solver | LinearSolver
     how: Backward
     affine: bool = False
-    callback: Callback | None = None
+    callback: Callback = None
     counted: list[int] = field(default_factory=lambda: [0, 0])
     """Evaluations and syncs of a forward solve, told by the host."""
 
@@ -65,7 +69,7 @@ def solve_functional(
     z0: Leaves,
     solver: Solver,
     rule: LinearSolver | Solver,
-    callback: Callback | None,
+    callback: Callback,
     backward: BackwardStats,
 ) -> Iterated:
     """Solve with rules for vmap, reverse and forward mode."""
@@ -75,7 +79,9 @@ def solve_functional(
             "forward over reverse, as torch.func.hessian does (jacfwd of jacrev)."
         )
     # What may hold a row a sample is a dependency too: NaN of failed samples is cleaned there.
-    sources = [t for t in watch(fn, z0) if _tracked(t) or _may_hold_samples(t, z0)]
+    sources = [
+        t for t in watch(fn, z0) if _tracked(t) or (t.is_floating_point() and has_batch(t, z0[0]))
+    ]
     explicit = make_explicit(fn, sources, survey(fn.fn).modules)
     how = Backward(rule, backward, len(z0[0]), fn.coupled)
     problem = _Problem(explicit, len(z0), solver, how, callback=callback)
@@ -85,6 +91,26 @@ def solve_functional(
     done = Iterated(value, code, steps, residual, relative, evaluations, syncs)
     done.coupled = how.coupled
     return done
+
+
+def solve_detached(fn: Map, z0: Leaves, solver: Solver, callback: Callback) -> Iterated:
+    """Solve without a graph; the value is a constant for whatever differentiates it later."""
+    with torch.no_grad():
+        if not transforms_active():
+            return iterate(fn, [z.detach() for z in z0], solver, callback)
+        done = solve_functional(fn, z0, solver, GMRES(), callback, BackwardStats())
+    done.value = [v.detach() for v in done.value]
+    return done
+
+
+def refuse_data_dependence(solver: Solver, name: str) -> None:
+    """Inside vmap a solve that stops by its residual cannot be unrolled: say what can."""
+    if functorch_active() and not solver.fixed_steps:
+        raise RuntimeError(
+            f"{name} with a tolerance stops by the data, which torch.func transforms cannot "
+            "follow. Use a fixed number of steps (rtol=0, atol=0, max_steps=...) or "
+            "adjoint=Implicit()."
+        )
 
 
 def make_explicit(fn: Map, sources: Sequence[Tensor], modules: Sequence[nn.Module]) -> Explicit:
@@ -111,10 +137,6 @@ def _tracked(t: Tensor) -> bool:
     if t.requires_grad or torch._C._functorch.is_functorch_wrapped_tensor(t):
         return True
     return forward_mode_active() and forward_ad.unpack_dual(t).tangent is not None
-
-
-def _may_hold_samples(t: Tensor, z0: Leaves) -> bool:
-    return t.is_floating_point() and has_batch(t, z0[0])
 
 
 def _pull(fn: Callable[..., Any], *primals: Any) -> Callable[[Any], Any]:
@@ -204,10 +226,8 @@ class _SolveFunction(torch.autograd.Function):
 
 def _saved(ctx: Any) -> tuple[Leaves, list[Tensor], Tensor]:
     """z* and the dependencies with failed samples cleaned, and which samples [B] failed."""
-    n = ctx.problem.count
-    saved = ctx.saved_tensors
-    result = saved[n]
-    failed = (result == int(FAILED[0])) | (result == int(FAILED[1]))
+    n, saved = ctx.problem.count, ctx.saved_tensors
+    failed = blown_up(saved[n])
     z = [lend(x, failed) for x in saved[:n]]
     return z, [clean(d, failed) for d in saved[n + 1 :]], failed
 

@@ -44,7 +44,7 @@ class Adjoint(ABC):
         fn: Map,
         z0: Leaves,
         solver: Solver,
-        callback: Callback | None,
+        callback: Callback,
         backward: BackwardStats,
     ) -> Iterated:
         """Solve, and return leaves through which gradients flow in this adjoint's way."""

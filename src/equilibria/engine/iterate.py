@@ -49,8 +49,8 @@ from .tree import (
 HEALTH = 16
 """Steps between two looks at divergence, NaN and stagnation."""
 
-Callback = Callable[[int, Leaves, Tensor], None]
-"""Called after each evaluation with (step, leaves of z, residual norms [B])."""
+Callback = Callable[[int, Leaves, Tensor], None] | None
+"""Called after each evaluation with (step, leaves of z, residual norms [B]); or nothing is."""
 
 
 @dataclass
@@ -70,7 +70,7 @@ class Iterated:
     """Whether samples are known to depend on each other."""
 
 
-def iterate(fn: Map, z0: Leaves, solver: Solver, callback: Callback | None = None) -> Iterated:
+def iterate(fn: Map, z0: Leaves, solver: Solver, callback: Callback = None) -> Iterated:
     """Solve z = T(z) from z0 by ``solver``."""
     if torch.is_autocast_enabled(z0[0].device.type):
         return _run_in_state_dtype(fn, z0, solver, callback)
@@ -83,7 +83,7 @@ def iterate(fn: Map, z0: Leaves, solver: Solver, callback: Callback | None = Non
     return _spread(done, size)
 
 
-def _run_in_state_dtype(fn: Map, z0: Leaves, solver: Solver, callback: Callback | None) -> Iterated:
+def _run_in_state_dtype(fn: Map, z0: Leaves, solver: Solver, callback: Callback) -> Iterated:
     """Under autocast the map keeps it, but the solver's own algebra stays in the state's dtype."""
     device = z0[0].device.type
     dtype, cache = torch.get_autocast_dtype(device), torch.is_autocast_cache_enabled()
@@ -99,7 +99,7 @@ def _run_in_state_dtype(fn: Map, z0: Leaves, solver: Solver, callback: Callback 
         return iterate(fn.wrapped(cast), z0, solver, callback)
 
 
-def _each(callback: Callback | None, size: int) -> Callback | None:
+def _each(callback: Callback, size: int) -> Callback:
     """The callback of a solve whose samples are joined; each gets the norm of its group."""
     if callback is None:
         return None
@@ -135,7 +135,7 @@ def _map_in_units(fn: Map, unit: Tensor) -> Map:
     return fn.wrapped(scaled, (unit, 1.0 / unit, *fn.args))
 
 
-def _shown_in_units(callback: Callback | None, unit: Tensor) -> Callback | None:
+def _shown_in_units(callback: Callback, unit: Tensor) -> Callback:
     """The callback, shown z and its residual where the engine iterates w."""
     if callback is None:
         return None
@@ -184,7 +184,7 @@ def _hold_limit(fn: Map, point: Point, solver: Solver, limit: Tensor) -> Tensor:
     return solver.divergence * (point.residual_norm + sample_norm(without_graph(point.f)))
 
 
-def _run_fixed(fn: Map, z0: Leaves, solver: Solver, callback: Callback | None) -> Iterated:
+def _run_fixed(fn: Map, z0: Leaves, solver: Solver, callback: Callback) -> Iterated:
     z, state = z0, solver.init(z0)
     hold, epsilons = None, [torch.finfo(d).eps for d in fn.dtypes(z0)]
     for step in range(1, solver.max_steps + 1):
@@ -302,7 +302,7 @@ class _Run:
         fn: Map,
         z0: Leaves,
         solver: Solver,
-        callback: Callback | None,
+        callback: Callback,
         inverse_unit: Tensor | None = None,
         size: int = 0,
     ) -> None:

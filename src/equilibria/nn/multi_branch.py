@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from equilibria.adjoints import Implicit
-from equilibria.adjoints.quarantine import failed_codes
+from equilibria.adjoints.graph import failed_codes
 from equilibria.certify import CompositeCertificate, Guaranteed, certify
 from equilibria.engine.adjoint import Adjoint
 from equilibria.engine.result import BackwardStats, ConvergenceWarning, Result, Solution, Stats
