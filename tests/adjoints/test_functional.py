@@ -98,29 +98,6 @@ def hessian_by_differences(problem: Problem, index: int) -> Tensor:
     return torch.stack(rows, 1).view(*shape, *shape)
 
 
-def test_a_second_jvp_equals_differences_of_the_first() -> None:
-    """Forward mode nested in forward mode, d²/dt² of z*(x + tv): right, or says what to use."""
-    weight, x = TANH.parameters
-    v = draw(73, *x.shape)
-
-    def slope(x: Tensor) -> Tensor:
-        return jvp(lambda x: solve(TANH.fn, TANH.start, (weight, x)), (x,), (v,))[1]
-
-    found, error = attempt(lambda: jvp(slope, (x,), (v,))[1])
-    if found is None:
-        assert "jacrev" in error or "hessian" in error
-        return
-    h = 1e-4
-
-    def reference(t: float) -> Tensor:
-        moved = dense(TANH.fn, TANH.start, (weight, x + t * v)).sensitivities()[1]
-        return torch.tensordot(moved, v, 2)
-
-    wanted = (reference(h) - reference(-h)) / (2 * h)
-    # h² = 1e-8 times a fourth derivative of order ten, and rounding of 1e-12/h.
-    assert_close([found.flatten()], [wanted], rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize(
     "transform",
     [
@@ -145,24 +122,6 @@ def test_hessians_of_every_mixture_of_modes(transform: Any, request: pytest.Fixt
     else:
         # h² = 1e-10 times a fourth derivative, and rounding of 1e-13/h.
         assert_close([found], [hessian_by_differences(one, 1)], rtol=1e-5, atol=1e-6)
-
-
-def test_hessian_in_the_weight() -> None:
-    weight, x = contraction(71, 2, 2), draw(72, 2, 2)
-    small = Problem("small", TANH.fn, zeros(2, 2), (weight, x))
-    found = hessian(lambda w: loss_of(solve(small.fn, small.start, (w, x))))(weight)
-    assert_close([found], [hessian_by_differences(small, 0)], rtol=1e-5, atol=1e-6)
-
-
-def test_grad_of_grad_equals_double_backward() -> None:
-    weight, x = TANH.leaves()
-
-    def loss(w: Tensor, x: Tensor) -> Tensor:
-        return loss_of(solve(TANH.fn, TANH.start, (w, x)))
-
-    found = grad(lambda w: (grad(loss)(w, x.detach()) ** 2).sum())(weight.detach())
-    (first,) = torch.autograd.grad(loss(weight, x), weight, create_graph=True)
-    assert_close([found], torch.autograd.grad((first**2).sum(), weight))
 
 
 # vmap ----------------------------------------------------------------------------------------
@@ -253,20 +212,6 @@ def test_functional_call_around_the_equilibrium(transform: Any) -> None:
     assert_close(found, dense_of("tanh").sensitivities())
 
 
-def test_ensemble_of_weights_by_vmap_of_functional_call() -> None:
-    linear = nn.Linear(4, 4, bias=False).double()
-    weights = torch.stack([contraction(96 + i, 4, 4) for i in range(3)])
-    x = TANH.parameters[1]
-
-    def run(w: Tensor) -> Tensor:
-        inner = lambda z: functional_call(linear, {"weight": w}, (z,))
-        return solve(lambda z: torch.tanh(inner(z) + x), TANH.start)
-
-    found = vmap(run)(weights)
-    for w, z in zip(weights, found, strict=True):
-        assert_close([z.flatten()], [dense(TANH.fn, TANH.start, (w, x)).z])
-
-
 # Closures ------------------------------------------------------------------------------------
 
 
@@ -353,18 +298,6 @@ def test_plain_dual_numbers(way: str) -> None:
         value, tangent = forward_ad.unpack_dual(solve(fn, TANH.start, args))
     assert_close([value.flatten()], [dense_of("tanh").z])
     assert_close([tangent.flatten()], [pushed_by_hand(directions)])
-
-
-def test_dual_numbers_through_a_module() -> None:
-    linear = nn.Linear(4, 4, bias=False).double()
-    weight, x = TANH.parameters
-    direction = draw(100, 4, 4)
-    with forward_ad.dual_level():
-        dual = {"weight": forward_ad.make_dual(weight, direction)}
-        value = solve(lambda z: torch.tanh(functional_call(linear, dual, (z,)) + x), TANH.start)
-        tangent = forward_ad.unpack_dual(value).tangent
-    wanted = torch.tensordot(dense_of("tanh").sensitivities()[0], direction, 2)
-    assert_close([tangent.flatten()], [wanted])
 
 
 def test_a_dual_level_without_duals_leaves_reverse_mode_as_it_is() -> None:
