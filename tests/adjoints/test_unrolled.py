@@ -272,11 +272,9 @@ def test_infinite_inputs_with_finite_answers_are_ordinary(
             return torch.softmax(z @ weight.T + edge, 1) + x
         return torch.maximum(z @ weight.T + x, edge)
 
-    args = (edge, x) if way == "argument" else ()
+    map_, args = (fn, (edge, x)) if way == "argument" else (lambda z: fn(z, edge, x), ())
     start = torch.zeros(3, 4, dtype=torch.float64)
-    sol = eq.fixed_point(
-        fn if args else lambda z: fn(z, edge, x), start, args, solver=FEW, adjoint=eq.Unrolled()
-    )
+    sol = eq.fixed_point(map_, start, args, solver=FEW, adjoint=eq.Unrolled())
     assert sol.result.tolist() == [int(c) for c in (MAX_STEPS, eq.Result.nonfinite, MAX_STEPS)]
     rest = [0, 2]
     z = start[rest]
