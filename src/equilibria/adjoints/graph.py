@@ -405,12 +405,9 @@ def _exchanged(fn: Map, old: Sequence[Tensor], new: Sequence[Tensor]) -> Map:
         return fn.with_args(args)
     others = [swap[id(t)] for t in held]
 
-    def substituted(inner: Callable[..., Any]) -> Callable[..., Any]:
-        def within(z: Any, *given: Any) -> Any:
-            with Substitute(held, others):
-                return inner(z, *given)
-
-        return within
+    def substituted(inner: Callable[..., Any], z: Any, *given: Any) -> Any:
+        with Substitute(held, others):
+            return inner(z, *given)
 
     return fn.wrapped(substituted, args)
 

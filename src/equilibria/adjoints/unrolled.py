@@ -17,7 +17,7 @@ from equilibria.engine.options import options
 from equilibria.engine.result import BackwardStats, Result
 from equilibria.engine.solver import Solver
 from equilibria.engine.transforms import transforms_active
-from equilibria.engine.tree import Leaves, where_sample
+from equilibria.engine.tree import Leaves, unflatten, where_sample
 
 from .functional import refuse_data_dependence
 from .graph import (
@@ -108,11 +108,8 @@ class Unrolled(Adjoint):
 def _pinned(fn: Map, failed: Tensor, at: Leaves) -> Map:
     """The map with the states of failed samples held at ``at``."""
 
-    def held(inner: Callable[..., Any]) -> Callable[..., Any]:
-        def within(z: Any, *args: Any) -> Any:
-            leaves = where_sample(failed, at, pytree.tree_leaves(z))
-            return inner(pytree.tree_unflatten(leaves, fn.spec), *args)
-
-        return within
+    def held(inner: Callable[..., Any], z: Any, *args: Any) -> Any:
+        leaves = where_sample(failed, at, pytree.tree_leaves(z))
+        return inner(unflatten(leaves, fn.spec), *args)
 
     return fn.wrapped(held)

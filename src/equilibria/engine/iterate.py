@@ -88,12 +88,9 @@ def _run_in_state_dtype(fn: Map, z0: Leaves, solver: Solver, callback: Callback)
     device = z0[0].device.type
     dtype, cache = torch.get_autocast_dtype(device), torch.is_autocast_cache_enabled()
 
-    def cast(inner: Callable[..., Any]) -> Callable[..., Any]:
-        def within(z: Any, *args: Any) -> Any:
-            with torch.autocast(device, dtype=dtype, cache_enabled=cache):
-                return inner(z, *args)
-
-        return within
+    def cast(inner: Callable[..., Any], z: Any, *args: Any) -> Any:
+        with torch.autocast(device, dtype=dtype, cache_enabled=cache):
+            return inner(z, *args)
 
     with torch.autocast(device, enabled=False):
         return iterate(fn.wrapped(cast), z0, solver, callback)
@@ -123,14 +120,11 @@ def _spread(done: Iterated, size: int) -> Iterated:
 def _map_in_units(fn: Map, unit: Tensor) -> Map:
     """w ↦ T(unit·w)/unit."""
 
-    def scaled(inner: Callable[..., Any]) -> Callable[..., Any]:
-        def within(w: Any, up: Tensor, down: Tensor, *args: Any) -> Any:
-            leaves, spec = flatten_state(w, "z")
-            out = inner(unflatten(scale_samples(up, leaves), spec), *args)
-            flat, spec = flatten_state(out, "T(z)")
-            return unflatten(scale_samples(down, flat), spec)
-
-        return within
+    def scaled(inner: Callable[..., Any], w: Any, up: Tensor, down: Tensor, *args: Any) -> Any:
+        leaves, spec = flatten_state(w, "z")
+        out = inner(unflatten(scale_samples(up, leaves), spec), *args)
+        flat, spec = flatten_state(out, "T(z)")
+        return unflatten(scale_samples(down, flat), spec)
 
     return fn.wrapped(scaled, (unit, 1.0 / unit, *fn.args))
 

@@ -126,24 +126,28 @@ class Map:
 
     def with_args(self, args: tuple[Any, ...]) -> Map:
         """The same function on other arguments."""
-        other = self.wrapped(lambda inner: inner, args)
+        other = self._like(self.fn, args, self.surrogate)
         other._checked = self._checked
         return other
 
-    def wrapped(
-        self,
-        wrap: Callable[[Callable[..., Any]], Callable[..., Any]],
-        args: tuple[Any, ...] | None = None,
-    ) -> Map:
-        """The map with its functions wrapped; ``args`` may have more in front of its own."""
-        given, surrogate = self.surrogate, None
+    def wrapped(self, around: Callable[..., Any], args: tuple[Any, ...] | None = None) -> Map:
+        """The map as ``around(inner, z, *args)``, inner the function of this map, or of its
+        surrogate's; ``args`` may have more in front of the map's own."""
+
+        def wrap(inner: Callable[..., Any]) -> Callable[..., Any]:
+            return lambda z, *given: around(inner, z, *given)
+
+        own, surrogate = self.surrogate, None
         args = self.args if args is None else args
-        if given is not None:
+        if own is not None:
             ahead = len(args) - len(self.args)
             surrogate = Surrogate(
-                self.fn, wrap(given.own), lambda *both: given.near(*both[ahead:]), given.dtype
+                self.fn, wrap(own.own), lambda *both: own.near(*both[ahead:]), own.dtype
             )
-        other = Map(wrap(self.fn), args, self.spec, (), surrogate, coupled=self.coupled)
+        return self._like(wrap(self.fn), args, surrogate)
+
+    def _like(self, fn: Callable[..., Any], args: Any, surrogate: Surrogate | None) -> Map:
+        other = Map(fn, args, self.spec, (), surrogate, coupled=self.coupled)
         other.batch, other.group = self.batch, self.group
         return other
 
