@@ -19,7 +19,6 @@ from equilibria.adjoints.graph import (
     isolate,
     lend,
     survey,
-    watch,
 )
 from equilibria.engine.iterate import Iterated
 from equilibria.engine.maps import Map
@@ -151,18 +150,6 @@ def test_a_tensor_out_of_sight_of_torch_functions_is_refused_with_advice() -> No
 
     with pytest.raises(RuntimeError, match="args"):
         sources(fn)
-
-
-def test_watch_sees_what_comes_from_outside_and_nothing_made_inside() -> None:
-    held, argument = torch.ones(3), torch.ones(3)
-    z = torch.zeros(2, 3)
-    map_, leaves = as_map(
-        lambda z, a: torch.relu(z * held + a) + torch.ones(3) * 2.0, z, (argument,)
-    )
-    given_ = watch(map_, leaves)
-    assert {id(held), id(argument)} <= {id(t) for t in given_}
-    assert id(z) not in {id(t) for t in given_}
-    assert not any(t.requires_grad for t in given_)
 
 
 def test_substitute_feeds_other_tensors_everywhere() -> None:

@@ -162,17 +162,6 @@ def test_a_leaf_returned_as_it_was_given_when_a_graph_is_asked_for(carry: bool) 
     assert_close([f.detach() for f in found], wanted)
 
 
-def test_create_graph_changes_no_digit_of_the_first_derivative() -> None:
-    for problem in GENERAL:
-        found = []
-        for create_graph in (False, True):
-            parameters = problem.leaves()
-            value = solve(problem.fn, problem.start, parameters)
-            found.append(torch.autograd.grad(loss_of(value), parameters, create_graph=create_graph))
-        # Both solve the same system to 1e-13.
-        assert_close([f.detach() for f in found[1]], found[0], rtol=1e-11, atol=1e-11)
-
-
 def test_four_derivatives_of_a_scalar_equilibrium_by_hand() -> None:
     """z = f(z) + x, f = tanh/2: z′ = 1/(1 − f′), z″ = f″z′³, z‴ = f‴z′⁴ + 3f″²z′⁵, …"""
     x = torch.tensor([0.3], dtype=torch.float64, requires_grad=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ import equilibria as eq
 from tests.contracts.adjoint_contract import (
     FORWARD,
     TANH,
-    TREE,
     AdjointContract,
     assert_close,
     dense_of,
@@ -84,16 +82,6 @@ def test_second_derivative_of_the_unrolled_form_is_that_of_its_steps() -> None:
         (first,) = torch.autograd.grad(loss_of(end), weight, create_graph=True)
         seconds.append(torch.autograd.grad((first**2).sum(), (weight, x)))
     assert_close(seconds[0], seconds[1])
-
-
-def test_neumann_form_equals_the_dense_series_on_a_tree() -> None:
-    reference = dense_of("tree")
-    for steps, damping in itertools.product((1, 2, 7), (0.4, 1.0)):
-        parameters = TREE.leaves()
-        adjoint = eq.Phantom(steps=steps, damping=damping, form="neumann")
-        sol = eq.fixed_point(TREE.fn, TREE.start, parameters, solver=FORWARD, adjoint=adjoint)
-        found = torch.autograd.grad(loss_of(sol.value), parameters)
-        assert_close(found, reference.gradients(series_propagator(steps, damping)))
 
 
 @pytest.mark.parametrize("form", ["unrolled", "neumann"])

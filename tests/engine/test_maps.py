@@ -106,13 +106,6 @@ def test_part_of_a_map_indexes_every_tensor_in_args() -> None:
     torch.testing.assert_close(again([z[[1]]])[0], fn([z])[0][[1]], rtol=1e-14, atol=0)
 
 
-@pytest.mark.parametrize("shared", [torch.zeros(2, 2), torch.tensor(1.0), torch.zeros(6, 1)])
-def test_part_refuses_tensors_without_the_batch(shared: Tensor) -> None:
-    fn = wrap(lambda z, w: z, Z, (shared,))
-    with pytest.raises(ValueError, match=r"carry the batch of 3 in dim 0, but one has shape"):
-        fn.take(torch.tensor([0]))
-
-
 @pytest.mark.parametrize("leak", [1.0, 1e-6])
 def test_samples_that_mix_are_caught(leak: float) -> None:
     """In float64 even a small dependence on the batch shows (the check allows 1e-10)."""

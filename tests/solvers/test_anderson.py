@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import equilibria as eq
-from equilibria import Anderson, Picard
+from equilibria import Anderson
 from tests.contracts import problems
 from tests.contracts.solver_contract import (
     SolverContract,
@@ -101,13 +101,6 @@ def test_expansive_map_is_solved() -> None:
     """Eigenvalues −4 … 0.9: Picard diverges."""
     problem = problems.symmetric(torch.tensor([[-4.0, -2.0, -1.0, 0.5, 0.9]]).expand(3, 5))
     assert_answers(problem, solve(problem, Anderson(memory=7, rtol=1e-8)))
-
-
-def test_memory_of_one_is_picard() -> None:
-    problem = problems.tanh()
-    left = solve(problem, Anderson(memory=1, damping=0.6, rtol=1e-8, max_steps=500))
-    right = solve(problem, Picard(damping=0.6, rtol=1e-8, max_steps=500))
-    assert torch.equal(left.value, right.value)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 import equilibria as eq
 from equilibria import Broyden
@@ -18,7 +17,6 @@ from tests.contracts import problems
 from tests.contracts.solver_contract import (
     SolverContract,
     assert_answers,
-    assert_same,
     solve,
     solve_quietly,
     state_bytes,
@@ -109,26 +107,6 @@ def test_singular_update_is_skipped() -> None:
             )
         assert torch.isfinite(solution.value).all()
         assert solution.converged.tolist() == [True, False]
-
-
-def jumpy(z: Tensor, slope: Tensor) -> Tensor:
-    """A scalar map whose secant points far away once: z ↦ z + atan(slope·z) type root."""
-    return z - torch.atan(slope * (z - 1.0))
-
-
-def test_jump_restarts_one_sample_and_spares_its_mates() -> None:
-    """A sample thrown out by a bad secant comes back; its mates take the steps they take alone."""
-    slope = torch.tensor([[0.5], [30.0], [1.0]], dtype=torch.float64)
-    z0 = torch.tensor([[0.0], [-20.0], [3.0]], dtype=torch.float64)
-    solver = Broyden(rtol=0.0, atol=1e-9, max_steps=400, block=1)
-    problem = problems.Problem(jumpy, z0, (slope,), torch.ones(3, 1).double(), torch.ones(3))
-    together = solve_quietly(problem, solver)
-    for i in (0, 2):
-        alone = solve(problem.take([i]), solver)
-        assert_same(alone.value[0], together.value[i])
-        assert int(alone.stats.steps) == int(together.stats.steps[i])
-        assert abs(float(together.value[i]) - 1.0) < 1e-8
-    assert torch.isfinite(together.value).all()
 
 
 def test_restart_forgets_one_sample_and_spares_its_mates() -> None:
