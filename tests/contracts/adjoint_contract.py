@@ -406,6 +406,12 @@ class AdjointContract:
     def wanted(self, problem: Problem) -> list[Tensor]:
         return dense_of(problem.name).gradients(self.propagator)
 
+    def check(self, fn: Any, args: Any, leaves: Any, wanted: Any = None, start: Any = None) -> None:
+        """The gradients of the loss to the leaves are those of the base problem, or as wanted."""
+        value = self.solve(fn, self.base.start if start is None else start, args).value
+        found = torch.autograd.grad(loss_of(value), leaves)
+        assert_close(found, self.wanted(self.base) if wanted is None else wanted)
+
     # values and gradients
 
     def test_value_and_gradients_equal_the_dense_formula(self) -> None:
@@ -422,9 +428,7 @@ class AdjointContract:
         """Leaves, and tensors made by an earlier computation, however the map holds them."""
         weight, x = self.base.leaves()
         held = (weight, x) if leaf else (1.0 * weight, x.clone())
-        fn, args = ways_to_capture(self.base.fn)[way](*held)
-        value = self.solve(fn, self.base.start, args).value
-        assert_close(torch.autograd.grad(loss_of(value), (weight, x)), self.wanted(self.base))
+        self.check(*ways_to_capture(self.base.fn)[way](*held), (weight, x))
 
     def test_gradients_reach_an_intermediate_held_in_a_global(self) -> None:
         weight, x = TANH.leaves()
@@ -433,33 +437,26 @@ class AdjointContract:
         global GLOBAL_FEATURE
         GLOBAL_FEATURE = x.clone()
         try:
-            value = self.solve(map_with_a_global, TANH.start, (weight,)).value
-            found = torch.autograd.grad(loss_of(value), (weight, x))
+            self.check(map_with_a_global, (weight,), (weight, x))
         finally:
             GLOBAL_FEATURE = None
-        assert_close(found, self.wanted(TANH))
 
     def test_gradients_reach_an_intermediate_held_by_a_submodule(self) -> None:
         weight, x = self.base.leaves()
         module = HoldingModule(weight, self.base.fn)
         module.inner.feature = 1.0 * x
-        value = self.solve(module, self.base.start).value
-        found = torch.autograd.grad(loss_of(value), (module.weight, x))
-        assert_close(found, self.wanted(self.base))
+        self.check(module, (), (module.weight, x))
 
     @pytest.mark.parametrize("way", ["as_argument", "closure", "bound_method"])
     def test_weight_used_upstream_and_inside_is_counted_once_each(self, way: str) -> None:
         """T uses W and h(x; W): the total derivative is ∂/∂W + (∂h/∂W)ᵀ∂/∂h, no more, no less."""
         weight, x = self.base.leaves()
         feature = x + 0.3 * (weight * weight).sum()
-        fn, args = ways_to_capture(self.base.fn)[way](weight, feature)
-        value = self.solve(fn, self.base.start, args).value
-        found = torch.autograd.grad(loss_of(value), (weight, x))
-
         reference = dense(self.base.fn, self.base.start, (weight, feature))
         to_weight, to_feature = reference.gradients(self.propagator)
-        through = 0.6 * weight.detach() * to_feature.sum()
-        assert_close(found, [to_weight + through, to_feature])
+        wanted = [to_weight + 0.6 * weight.detach() * to_feature.sum(), to_feature]
+        fn, args = ways_to_capture(self.base.fn)[way](weight, feature)
+        self.check(fn, args, (weight, x), wanted)
 
     @pytest.mark.parametrize("leaf", [True, False], ids=["leaf", "intermediate"])
     def test_a_tensor_given_twice_gets_the_sum_of_both(self, leaf: bool) -> None:
@@ -470,9 +467,7 @@ class AdjointContract:
         def fn(z: Tensor, a: Tensor, b: Tensor) -> Tensor:
             return self.base.fn(z, weight, 0.5 * a + 0.25 * b + 0.25 * given_)
 
-        value = self.solve(fn, self.base.start, (given_, given_)).value
-        (found,) = torch.autograd.grad(loss_of(value), x)
-        assert_close([found], self.wanted(self.base)[1:])
+        self.check(fn, (given_, given_), x, self.wanted(self.base)[1:])
 
     def test_arguments_that_cannot_be_differentiated_pass_through(self) -> None:
         weight, x = self.base.leaves()
@@ -482,10 +477,8 @@ class AdjointContract:
             assert none is None
             return self.base.fn(z, w, x[order])
 
-        order = torch.arange(len(x))
-        value = self.solve(fn, self.base.start, (weight, order, "name", None, x.detach())).value
-        found = torch.autograd.grad(loss_of(value), weight)
-        assert_close(found, self.wanted(self.base)[:1])
+        args = (weight, torch.arange(len(x)), "name", None, x.detach())
+        self.check(fn, args, weight, self.wanted(self.base)[:1])
 
     def test_nothing_to_differentiate_gives_a_value_without_a_graph(self) -> None:
         value = self.solve(self.base.fn, self.base.start, self.base.parameters).value
@@ -511,8 +504,7 @@ class AdjointContract:
             return self.base.fn(state[0], w, state[1]), x
 
         start = (self.base.start, torch.zeros_like(x))
-        found = torch.autograd.grad(loss_of(self.solve(fn, start, args).value), args)
-        assert_close(found, dense(fn, start, args).gradients(self.propagator))
+        self.check(fn, args, args, dense(fn, start, args).gradients(self.propagator), start)
 
     def test_the_start_gets_no_gradient(self) -> None:
         start = self.base.start.clone().requires_grad_()
@@ -551,16 +543,12 @@ class AdjointContract:
         problem = SYMMETRIC_CONV if self.symmetric else CONV
         parameters = problem.leaves()
         start = problem.start.contiguous(memory_format=torch.channels_last)
-        sol = self.solve(problem.fn, start, parameters)
-        found = torch.autograd.grad(loss_of(sol.value), parameters)
-        assert_close(found, self.wanted(problem))
+        self.check(problem.fn, parameters, parameters, self.wanted(problem), start)
 
     def test_the_start_may_be_the_input_itself(self) -> None:
         """z0 = x, one tensor in two roles: the gradient of x is that of its role in the map."""
-        weight, x = self.base.leaves()
-        value = self.solve(self.base.fn, x, (weight, x)).value
-        found = torch.autograd.grad(loss_of(value), (weight, x))
-        assert_close(found, self.wanted(self.base))
+        parameters = self.base.leaves()
+        self.check(self.base.fn, parameters, parameters, start=parameters[1])
 
     def test_parametrized_modules(self) -> None:
         """Weights computed inside the map: weight_norm and spectral_norm, module as the map."""
@@ -575,9 +563,6 @@ class AdjointContract:
                     return symmetric_map(z, 0.4 * linear.weight, x)
                 return torch.tanh(0.4 * linear(z) + x)
 
-            value = self.solve(fn, self.base.start).value
-            found = torch.autograd.grad(loss_of(value), parameters)
-
             def functional(
                 z: Tensor, *given_: Tensor, linear: nn.Module = linear, x: Tensor = x
             ) -> Tensor:
@@ -589,7 +574,7 @@ class AdjointContract:
 
             wanted = dense(functional, self.base.start, parameters).gradients(self.propagator)
             # spectral_norm divides by an estimate of the norm: the same in both evaluations.
-            assert_close(found, wanted)
+            self.check(fn, (), parameters, wanted)
 
     def test_shared_module_parameters_accumulate_grad(self) -> None:
         """loss.backward() fills .grad of a module's parameters."""
