@@ -1,4 +1,8 @@
-"""Files that are whole or not there, and values as JSON: the one place that writes either."""
+"""Files that are whole or not there, and values as JSON: the one place that writes either.
+
+A file is written beside its place, flushed to the disk, then moved there: after a crash or Ctrl-C
+``path`` holds the old content or the new, never a part of it.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +11,14 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["SaveError", "json_text", "json_value", "write_bytes", "write_json", "write_text"]
+__all__ = ["SaveError", "json_text", "json_value"]
+__all__ += ["replacing", "write_bytes", "write_json", "write_text"]
+
 
 _CHUNK = 1 << 24  # bytes at a time, so that Ctrl-C is heard in between
 
@@ -20,27 +27,30 @@ class SaveError(OSError):
     """A file could not be written. What stood there before is unchanged."""
 
 
-def write_bytes(path: Path | str, content: bytes | memoryview) -> Path:
-    """Write ``path`` in one step: after a crash it holds the old content or the new, whole.
-
-    The folder is made if missing.
-    """
+@contextlib.contextmanager
+def replacing(path: Path | str) -> Iterator[Path]:
+    """A file beside ``path`` that takes its place at the end of the block, whole or not at all."""
     path = Path(path)
-    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    beside = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.part")
+    path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with beside.open("wb") as file:
-            for begin in range(0, len(content), _CHUNK):
-                file.write(content[begin : begin + _CHUNK])
-            file.flush()
+        yield beside
+        with beside.open("rb+") as file:
             os.fsync(file.fileno())
         beside.replace(path)
-        if os.name != "nt":  # make the new name itself durable, where folders can be opened
-            handle = os.open(path.parent, os.O_RDONLY)
-            try:
-                os.fsync(handle)
-            finally:
-                os.close(handle)
+        _sync_folder(path.parent)
+    finally:
+        with contextlib.suppress(OSError):
+            beside.unlink(missing_ok=True)
+
+
+def write_bytes(path: Path | str, content: bytes | memoryview) -> Path:
+    """Write ``path`` in one step; its folder is made if missing."""
+    path = Path(path)
+    try:
+        with replacing(path) as beside, beside.open("wb") as file:
+            for begin in range(0, len(content), _CHUNK):
+                file.write(content[begin : begin + _CHUNK])
     except OSError as error:
         old = "the earlier one is unchanged" if path.exists() else "nothing was there before"
         raise SaveError(
@@ -48,10 +58,18 @@ def write_bytes(path: Path | str, content: bytes | memoryview) -> Path:
             f"could not write {path} ({len(content):,} bytes): {error.strerror or error}; {old}. "
             "Free some space or check the folder's permissions",
         ) from error
-    finally:
-        with contextlib.suppress(OSError):
-            beside.unlink(missing_ok=True)
     return path
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the new name itself durable, where folders can be opened for that."""
+    if os.name == "nt":
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def write_text(path: Path | str, text: str) -> Path:
