@@ -46,6 +46,18 @@ def pull(
     return [torch.zeros_like(x) if d is None else d for d, x in zip(known, inputs, strict=True)]
 
 
+def pull_with_graph(
+    plain: Callable[..., Tensor], given: Sequence[Tensor | None], needs: Sequence[bool], g: Tensor
+) -> list[Tensor | None]:
+    """(∂plain/∂given)ᵀg where asked for, with a graph: the second derivative of a fused operation
+    is that of its plain form."""
+    # A view of each: one tensor may have been given twice.
+    inputs = [t.view_as(t) if t is not None and t.requires_grad else t for t in given]
+    wanted = [t for t, asked in zip(inputs, needs, strict=True) if asked and t is not None]
+    found = iter(torch.autograd.grad(plain(*inputs), wanted, g, create_graph=True))
+    return [next(found) if asked else None for asked in needs]
+
+
 def _prepare(fn: Callable[..., Any], z: Any, args: Any) -> tuple[Map, Leaves]:
     leaves, spec = flatten_state(z, "z")
     return Map(fn, args if isinstance(args, tuple) else (args,), spec, leaves), leaves

@@ -8,6 +8,7 @@ differentiable to any order in a, c, M and γ.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from equilibria.engine.spectral import pull_with_graph
 from equilibria.engine.transforms import functorch_active, transforms_active
 
 from .gaussian import gaussian_energies, gaussian_message
@@ -175,11 +177,8 @@ class _Energies(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (c, metric), (g,), needs = ctx.saved_tensors, gradients, ctx.needs_input_grad[:2]
         if torch.is_grad_enabled():
-            inputs = [t.view_as(t) for t in (c, metric) if t is not None]
-            out = _energies(inputs[0], inputs[1] if len(inputs) == 2 else None, ctx.cut, ctx.planes)
-            wanted = [t for t, asked in zip(inputs, needs, strict=False) if asked]
-            found = iter(torch.autograd.grad(out, wanted, g, create_graph=True))
-            return (*(next(found) if asked else None for asked in needs), None, None)
+            plain = functools.partial(_energies, cut=ctx.cut, planes=ctx.planes)
+            return (*pull_with_graph(plain, (c, metric), needs, g), None, None)
         if ctx.fused:
             from . import gaussian_triton as kernels
 

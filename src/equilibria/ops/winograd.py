@@ -9,6 +9,7 @@ that of the direct sum: about 2e-6 of ‖y‖ in float32.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from equilibria.engine.spectral import pull_with_graph
 from equilibria.engine.transforms import functorch_active, transforms_active
 
 __all__ = ["can_use_winograd", "transformed_weight", "winograd"]
@@ -75,10 +77,6 @@ def winograd(x: Tensor, weight: Tensor, forward: Tensor, backward: Tensor, adjoi
     return _convolve(x, forward)
 
 
-def _plain(x: Tensor, weight: Tensor, adjoint: bool) -> Tensor:
-    return (F.conv_transpose2d if adjoint else F.conv2d)(x, weight, padding=1)
-
-
 class _Winograd(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -93,7 +91,8 @@ class _Winograd(torch.autograd.Function):
         x, weight, backward = ctx.saved_tensors
         needs, (g,) = _asked(ctx), gradients
         if torch.is_grad_enabled():
-            return (*_differentiable(x, weight, g, needs, ctx.adjoint), None, None, None)
+            plain = functools.partial(F.conv_transpose2d if ctx.adjoint else F.conv2d, padding=1)
+            return (*pull_with_graph(plain, (x, weight), needs, g), None, None, None)
         dx = dw = None
         if needs[0]:
             last = g.contiguous(memory_format=torch.channels_last)
@@ -113,16 +112,6 @@ def _asked(ctx: Any) -> list[bool]:
     """
     nodes = [node for node, _ in ctx.next_functions[:2]]
     return [node is not None and torch._C._will_engine_execute_node(node) for node in nodes]
-
-
-def _differentiable(
-    x: Tensor, weight: Tensor, g: Tensor, needs: Sequence[bool], adjoint: bool
-) -> list[Tensor | None]:
-    """The same gradients with a graph, by the plain form."""
-    x, weight = (t.view_as(t) if t.requires_grad else t for t in (x, weight))
-    wanted = [t for t, asked in zip((x, weight), needs, strict=True) if asked]
-    found = iter(torch.autograd.grad(_plain(x, weight, adjoint), wanted, g, create_graph=True))
-    return [next(found) if asked else None for asked in needs]
 
 
 def _convolve(x: Tensor, u: Tensor) -> Tensor:
