@@ -6,7 +6,6 @@ by the dense joint Jacobian or by finite differences of such solves. It shares n
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -135,30 +134,16 @@ def test_minimized_problem_with_a_coupling_regularizer(regularizer: Any) -> None
 # ---------------------------------------------------------------------- plain maps
 
 
-def shifted(z: Tensor) -> Tensor:
-    """Each sample gets the one before it; the first gets zero."""
-    return torch.cat([torch.zeros_like(z[:1]), z[:-1]])
-
-
-def last_sees_first(z: Tensor) -> Tensor:
-    return torch.cat([torch.zeros_like(z[:-1]), z[:1]])
-
-
-def normalized(z: Tensor) -> Tensor:
-    return torch.nn.functional.batch_norm(z, None, None, training=True, eps=0.1)
-
-
-def attended(z: Tensor) -> Tensor:
-    return torch.softmax(z @ z.T, 1) @ z
-
-
 MIXTURES: dict[str, Callable[[Tensor], Tensor]] = {
     "apart": torch.zeros_like,
     "mean": lambda z: z.mean(0, keepdim=True).expand_as(z),
-    "batch statistics": normalized,
-    "chain": shifted,
-    "one pair": last_sees_first,
-    "attention": attended,
+    "batch statistics": lambda z: torch.nn.functional.batch_norm(
+        z, None, None, training=True, eps=0.1
+    ),
+    # Each sample gets the one before it; the last gets the first.
+    "chain": lambda z: torch.cat([torch.zeros_like(z[:1]), z[:-1]]),
+    "one pair": lambda z: torch.cat([torch.zeros_like(z[:-1]), z[:1]]),
+    "attention": lambda z: torch.softmax(z @ z.T, 1) @ z,
 }
 
 
@@ -221,9 +206,8 @@ def test_gradients_are_those_of_the_dense_joint_system(
     sol = eq.fixed_point(fn, start, tuple(deps), coupled=declared, **options)
     assert sol.converged.all()
     plain = [d.detach() for d in deps]
-    torch.testing.assert_close(
-        sol.value.detach(), joint_root(lambda z: fn(z, *plain), start), rtol=1e-9, atol=1e-10
-    )
+    root = joint_root(lambda z: fn(z, *plain), start)
+    torch.testing.assert_close(sol.value.detach(), root, rtol=1e-9, atol=1e-10)
     found = torch.autograd.grad((sol.value * g).sum(), deps)
     wanted = joint_gradients(fn, start, plain, g)
     # Unrolled differentiates an iterate that is 1e-12 away; its derivative lags behind.
@@ -252,14 +236,9 @@ def test_conjugate_gradients_on_a_symmetric_joint_jacobian(
 ) -> None:
     weight, x = scene(seed, 4, 3)
     leaf, g = x.clone().requires_grad_(), incoming(seed, x, rows)
-    sol = eq.fixed_point(
-        symmetric_map,
-        torch.zeros_like(x),
-        (weight, leaf),
-        coupled=declared,
-        solver=eq.Anderson(**TIGHT),
-        adjoint=eq.Implicit(solver=eq.CG(rtol=1e-11)),
-    )
+    options = {"solver": eq.Anderson(**TIGHT), "adjoint": eq.Implicit(solver=eq.CG(rtol=1e-11))}
+    start = torch.zeros_like(x)
+    sol = eq.fixed_point(symmetric_map, start, (weight, leaf), coupled=declared, **options)
     (found,) = torch.autograd.grad((sol.value * g).sum(), leaf)
     wanted = joint_gradients(lambda z, x: symmetric_map(z, weight, x), x, [x], g)[0]
     torch.testing.assert_close(found, wanted, rtol=1e-8, atol=1e-9)
@@ -280,8 +259,7 @@ def test_batch_norm_module_in_a_plain_map() -> None:
     (wanted, _) = joint_gradients(fn, torch.zeros_like(x), [weight.detach(), x], g)
     # The forward tolerance of 1e-8 is what is left.
     torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
-    residual = sol.stats.backward.residual
-    assert float(residual.max()) <= 2e-10
+    assert float(sol.stats.backward.residual.max()) <= 2e-10
 
 
 # ---------------------------------------------------------------------- what is stated
@@ -300,19 +278,13 @@ def test_backward_residual_is_the_true_one_and_a_miss_warns(name: str, declared:
     solver = type(BACKWARD[name])(max_steps=3, rtol=1e-11)
     weight, x = scene(3, 4, 3)
     leaf, g = x.clone().requires_grad_(), incoming(3, x, "all")
-    fn = mixing_map("mean")
-    sol = eq.fixed_point(
-        lambda z, x: fn(z, weight, torch.zeros_like(x)) + x,
-        torch.zeros_like(x),
-        (leaf,),
-        coupled=declared,
-        solver=eq.Anderson(**TIGHT),
-        adjoint=eq.Implicit(solver=solver),
-    )
+    fn = lambda z: mixing_map("mean")(z, weight, torch.zeros_like(z))
+    options = {"solver": eq.Anderson(**TIGHT), "adjoint": eq.Implicit(solver=solver)}
+    start = torch.zeros_like(x)
+    sol = eq.fixed_point(lambda z, x: fn(z) + x, start, (leaf,), coupled=declared, **options)
     with pytest.warns(eq.ConvergenceWarning, match="4 of 4"):
         (u,) = torch.autograd.grad((sol.value * g).sum(), leaf)
-    z = sol.value.detach()
-    wanted = true_backward_residual(lambda z: fn(z, weight, torch.zeros_like(x)), z, u, g)
+    wanted = true_backward_residual(fn, sol.value.detach(), u, g)
     stated = sol.stats.backward.residual
     assert stated is not None
     if declared or name == "GMRES":
@@ -521,24 +493,20 @@ def test_uncoupled_solves_take_no_further_evaluation() -> None:
     with torch.no_grad():
         sol = eq.fixed_point(fn, torch.zeros_like(x), solver=eq.Picard(max_steps=500))
     assert calls == sol.stats.evaluations == int(sol.stats.steps.max())
-    leaf = torch.zeros_like(x).requires_grad_()
-    calls = 0
-    sol = eq.fixed_point(
-        lambda z: fn(z) + leaf, torch.zeros_like(x), solver=eq.Picard(), adjoint=eq.Unrolled()
-    )
+    leaf, start, calls = torch.zeros_like(x).requires_grad_(), torch.zeros_like(x), 0
+    options = {"solver": eq.Picard(), "adjoint": eq.Unrolled()}
+    sol = eq.fixed_point(lambda z: fn(z) + leaf, start, **options)
     assert calls == sol.stats.evaluations == int(sol.stats.steps.max()) + 1
 
 
 @pytest.mark.filterwarnings("ignore::equilibria.ConvergenceWarning")
 def test_fixed_steps_of_a_declared_coupled_map_compile_and_read_nothing() -> None:
     weight, x = scene(4, 4, 3)
-    fn = mixing_map("mean")
-    solver = eq.Anderson(rtol=0.0, atol=0.0, max_steps=10)
+    fn, start = mixing_map("mean"), torch.zeros_like(x)
+    options = {"solver": eq.Anderson(rtol=0.0, max_steps=10), "adjoint": eq.Unrolled()}
 
     def solve(x: Tensor) -> Tensor:
-        return eq.fixed_point(
-            fn, torch.zeros_like(x), (weight, x), coupled=True, solver=solver, adjoint=eq.Unrolled()
-        ).value
+        return eq.fixed_point(fn, start, (weight, x), coupled=True, **options).value
 
     compiled = torch.compile(solve, backend="eager", fullgraph=True)
     wanted = joint_root(lambda z: fn(z, weight, x), torch.zeros_like(x))
@@ -570,8 +538,7 @@ def test_a_coupled_batch_that_does_not_converge_says_so_for_all() -> None:
     x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0)).double()
     fn = lambda z: 0.5 * z + 1.5 * z.mean(0) + x
     for coupled in (False, True):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", eq.ConvergenceWarning)
+        with pytest.warns(eq.ConvergenceWarning, match="4 of 4"):
             sol = eq.fixed_point(
                 fn, torch.zeros_like(x), coupled=coupled, solver=eq.Picard(max_steps=200)
             )

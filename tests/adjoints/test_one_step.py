@@ -10,7 +10,6 @@ from torch import Tensor
 
 import equilibria as eq
 from tests.contracts.adjoint_contract import (
-    CLOSE,
     FORWARD,
     TANH,
     AdjointContract,
@@ -37,29 +36,6 @@ def test_gradient_is_that_of_one_application_at_the_solution() -> None:
     z = dense_of("tanh").z.view(3, 4)
     pulled = (1 - z * z) * (weights_of_loss(z) + z.reshape(-1)).view(3, 4)
     assert_close(found, [pulled.T @ z, pulled])
-
-
-def test_the_start_gets_no_gradient() -> None:
-    weight, x = TANH.leaves()
-    start = TANH.start.clone().requires_grad_()
-    value = eq.fixed_point(TANH.fn, start, (weight, x), adjoint=eq.OneStep()).value
-    assert torch.autograd.grad(value.sum(), start, allow_unused=True)[0] is None
-
-
-def test_fixed_steps_compile_to_one_graph() -> None:
-    weight, x = TANH.leaves()
-    solver = eq.Picard(rtol=0.0, atol=0.0, max_steps=4)
-
-    def run(w: Tensor, x: Tensor) -> Tensor:
-        return eq.fixed_point(
-            TANH.fn, TANH.start, (w, x), solver=solver, adjoint=eq.OneStep()
-        ).value
-
-    value = torch.compile(run, fullgraph=True, backend="aot_eager")(weight, x)
-    plain = run(weight, x)
-    torch.testing.assert_close(value, plain, **CLOSE)
-    found = torch.autograd.grad(loss_of(value), (weight, x))
-    assert_close(found, torch.autograd.grad(loss_of(plain), (weight, x)))
 
 
 def test_it_takes_no_options() -> None:

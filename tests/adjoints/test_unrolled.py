@@ -11,7 +11,6 @@ from torch.autograd import gradcheck, gradgradcheck
 
 import equilibria as eq
 from tests.contracts.adjoint_contract import (
-    CLOSE,
     FORWARD,
     GENERAL,
     LAPS,
@@ -33,21 +32,31 @@ MAX_STEPS = eq.Result.max_steps
 FEW = eq.Picard(rtol=0.0, atol=0.0, max_steps=4)
 
 
+def solve(fn: Any, start: Any, args: Any = (), **options: Any) -> Any:
+    return eq.fixed_point(fn, start, args, **{"adjoint": eq.Unrolled(), **options}).value
+
+
 class TestUnrolled(AdjointContract):
     solver = LAPS
     tolerant = eq.Picard(rtol=1e-13)
+    reaches_start = True
 
     def make_adjoint(self) -> Any:
         return eq.Unrolled()
 
+    def test_fixed_steps_of_anderson_compile_to_one_graph(self) -> None:
+        self.check_compiled(eq.Anderson(rtol=0.0, atol=0.0, max_steps=4, memory=3))
 
-class TestUnrolledWithCheckpoint(AdjointContract):
-    solver = LAPS
-    tolerant = eq.Picard(rtol=1e-13)
+
+class TestUnrolledWithCheckpoint(TestUnrolled):
     under_transforms = False
 
     def make_adjoint(self) -> Any:
         return eq.Unrolled(checkpoint=True)
+
+    @pytest.mark.slow
+    def test_fixed_steps_of_anderson_compile_to_one_graph(self) -> None:
+        super().test_fixed_steps_of_anderson_compile_to_one_graph()
 
 
 @pytest.mark.parametrize("checkpoint", [False, True])
@@ -55,11 +64,10 @@ class TestUnrolledWithCheckpoint(AdjointContract):
 def test_gradcheck_and_gradgradcheck(problem: Problem, checkpoint: bool) -> None:
     """The iterate after four steps is differentiated exactly, converged or not."""
 
+    adjoint = eq.Unrolled(checkpoint=checkpoint)
+
     def run(*parameters: Tensor) -> Tensor:
-        adjoint = eq.Unrolled(checkpoint=checkpoint)
-        return flat(
-            eq.fixed_point(problem.fn, problem.start, parameters, solver=FEW, adjoint=adjoint).value
-        )
+        return flat(solve(problem.fn, problem.start, parameters, solver=FEW, adjoint=adjoint))
 
     assert gradcheck(run, problem.leaves(), fast_mode=True)
     assert gradgradcheck(run, problem.leaves(), fast_mode=True)
@@ -79,11 +87,7 @@ def test_gradcheck_and_gradgradcheck(problem: Problem, checkpoint: bool) -> None
 @pytest.mark.parametrize("problem", [TANH, TREE], ids=lambda p: p.name)
 def test_every_solver_is_differentiated_through(solver: Any, problem: Problem) -> None:
     def run(*parameters: Tensor) -> Tensor:
-        return flat(
-            eq.fixed_point(
-                problem.fn, problem.start, parameters, solver=solver, adjoint=eq.Unrolled()
-            ).value
-        )
+        return flat(solve(problem.fn, problem.start, parameters, solver=solver))
 
     assert gradcheck(run, problem.leaves())
 
@@ -92,7 +96,7 @@ def test_the_start_gets_its_gradient() -> None:
     """dz_K/dz_0 after K = 4 steps, by hand."""
     weight, x = TANH.parameters
     start = torch.full_like(TANH.start, 0.3).requires_grad_()
-    value = eq.fixed_point(TANH.fn, start, (weight, x), solver=FEW, adjoint=eq.Unrolled()).value
+    value = solve(TANH.fn, start, (weight, x), solver=FEW)
     by_hand = start
     for _ in range(4):
         by_hand = torch.tanh(by_hand @ weight.T + x)
@@ -114,8 +118,8 @@ def test_solves_with_a_tolerance_approach_the_implicit_gradient(solver: Any) -> 
     sol = eq.fixed_point(TANH.fn, TANH.start, (weight, x), solver=solver, adjoint=eq.Unrolled())
     assert len(set(sol.stats.steps.tolist())) > 1
     found = torch.autograd.grad(loss_of(sol.value), (weight, x))
-    reference = eq.fixed_point(TANH.fn, TANH.start, (weight, x), solver=FORWARD)
-    wanted = torch.autograd.grad(loss_of(reference.value), (weight, x))
+    reference = solve(TANH.fn, TANH.start, (weight, x), solver=FORWARD, adjoint=eq.Implicit())
+    wanted = torch.autograd.grad(loss_of(reference), (weight, x))
     assert_close(found, wanted, rtol=1e-6, atol=1e-6)
 
 
@@ -133,9 +137,8 @@ def test_solves_with_a_tolerance_approach_the_implicit_gradient(solver: Any) -> 
 def test_steps_past_convergence_do_not_spoil_the_gradient(solver: Any, dtype: torch.dtype) -> None:
     """When the residual is rounding noise, 1/‖r‖ in a solver must not blow up its derivative."""
     weight, x = (p.detach().to(dtype).requires_grad_() for p in TANH.leaves())
-    start = TANH.start.to(dtype)
-    sol = eq.fixed_point(TANH.fn, start, (weight, x), solver=solver, adjoint=eq.Unrolled())
-    found = torch.autograd.grad(loss_of(sol.value), (weight, x))
+    value = solve(TANH.fn, TANH.start.to(dtype), (weight, x), solver=solver)
+    found = torch.autograd.grad(loss_of(value), (weight, x))
     wanted = dense_of("tanh").gradients(exact_propagator)
     # Derivatives of differences of rounding noise lose half the digits at most.
     tolerance = torch.finfo(dtype).eps ** 0.5
@@ -148,13 +151,7 @@ def test_compaction_leaves_the_gradient_as_it_is() -> None:
     found = []
     for compact in (False, True):
         solver = eq.Picard(rtol=1e-12, compact=compact)
-        value = eq.fixed_point(
-            lambda z, x: TANH.fn(z, weight, x),
-            torch.zeros_like(x),
-            (x,),
-            solver=solver,
-            adjoint=eq.Unrolled(),
-        ).value
+        value = solve(lambda z, x: TANH.fn(z, weight, x), torch.zeros_like(x), (x,), solver=solver)
         found.append(torch.autograd.grad(value.sin().sum(), x)[0])
     assert_close(found[1:], found[:1])
 
@@ -196,14 +193,8 @@ def test_checkpoint_recomputes_each_evaluation_once_and_changes_no_digit() -> No
 
     found = []
     for checkpoint, wanted_calls in ((False, (4, 4)), (True, (4, 8))):
-        calls = 0
-        value = eq.fixed_point(
-            counted,
-            TANH.start,
-            (weight, x),
-            solver=FEW,
-            adjoint=eq.Unrolled(checkpoint=checkpoint),
-        ).value
+        calls, adjoint = 0, eq.Unrolled(checkpoint=checkpoint)
+        value = solve(counted, TANH.start, (weight, x), solver=FEW, adjoint=adjoint)
         forward = calls
         found.append(torch.autograd.grad(loss_of(value), (weight, x)))
         assert (forward, calls) == wanted_calls
@@ -216,9 +207,7 @@ def test_a_tolerance_under_transforms_says_what_to_use(transform: Any) -> None:
 
     def run(x: Tensor) -> Tensor:
         x = x.view(-1, 4)
-        return eq.fixed_point(
-            TANH.fn, torch.zeros_like(x), (weight, x), adjoint=eq.Unrolled()
-        ).value
+        return solve(TANH.fn, torch.zeros_like(x), (weight, x))
 
     with pytest.raises(RuntimeError, match=r"Implicit\(\)"):
         transform(run)(x)
@@ -226,22 +215,17 @@ def test_a_tolerance_under_transforms_says_what_to_use(transform: Any) -> None:
 
 def test_checkpoint_under_torch_func_says_what_to_use() -> None:
     weight, x = TANH.parameters
-    adjoint = eq.Unrolled(checkpoint=True)
+    given = {"solver": FEW, "adjoint": eq.Unrolled(checkpoint=True)}
+    run = lambda x: loss_of(solve(TANH.fn, TANH.start, (weight, x), **given))
     with pytest.raises(RuntimeError, match="checkpoint=False"):
-        torch.func.grad(
-            lambda x: loss_of(
-                eq.fixed_point(TANH.fn, TANH.start, (weight, x), solver=FEW, adjoint=adjoint).value
-            )
-        )(x)
+        torch.func.grad(run)(x)
 
 
 def test_fixed_steps_under_transforms_equal_plain_autograd() -> None:
     weight, x = TANH.parameters
 
     def run(x: Tensor) -> Tensor:
-        return eq.fixed_point(
-            TANH.fn, TANH.start, (weight, x), solver=FEW, adjoint=eq.Unrolled()
-        ).value
+        return solve(TANH.fn, TANH.start, (weight, x), solver=FEW)
 
     def by_hand(x: Tensor) -> Tensor:
         z = TANH.start
@@ -260,38 +244,10 @@ def test_plain_dual_numbers() -> None:
     direction = torch.ones_like(x)
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(x, direction)
-        value = eq.fixed_point(
-            TANH.fn, TANH.start, (weight, dual), solver=LAPS, adjoint=eq.Unrolled()
-        ).value
+        value = solve(TANH.fn, TANH.start, (weight, dual), solver=LAPS)
         pushed = torch.autograd.forward_ad.unpack_dual(value).tangent
     wanted = torch.tensordot(dense_of("tanh").sensitivities()[1], direction, 2)
     assert_close([pushed.flatten()], [wanted])
-
-
-@pytest.mark.parametrize(
-    ("solver", "checkpoint"),
-    [
-        (FEW, False),
-        (FEW, True),
-        (eq.Anderson(rtol=0.0, atol=0.0, max_steps=4, memory=3), False),
-        pytest.param(
-            eq.Anderson(rtol=0.0, atol=0.0, max_steps=4, memory=3), True, marks=pytest.mark.slow
-        ),
-    ],
-    ids=["picard", "picard-checkpoint", "anderson", "anderson-checkpoint"],
-)
-def test_fixed_steps_compile_to_one_graph(solver: Any, checkpoint: bool) -> None:
-    weight, x = TANH.leaves()
-
-    def run(w: Tensor, x: Tensor) -> Tensor:
-        adjoint = eq.Unrolled(checkpoint=checkpoint)
-        return eq.fixed_point(TANH.fn, TANH.start, (w, x), solver=solver, adjoint=adjoint).value
-
-    value = torch.compile(run, fullgraph=True, backend="aot_eager")(weight, x)
-    plain = run(weight, x)
-    torch.testing.assert_close(value, plain, **CLOSE)
-    found = torch.autograd.grad(loss_of(value), (weight, x))
-    assert_close(found, torch.autograd.grad(loss_of(plain), (weight, x)))
 
 
 @pytest.mark.parametrize("blind", [False, True])
@@ -316,11 +272,9 @@ def test_infinite_inputs_with_finite_answers_are_ordinary(
             return torch.softmax(z @ weight.T + edge, 1) + x
         return torch.maximum(z @ weight.T + x, edge)
 
-    args = (edge, x) if way == "argument" else ()
+    map_, args = (fn, (edge, x)) if way == "argument" else (lambda z: fn(z, edge, x), ())
     start = torch.zeros(3, 4, dtype=torch.float64)
-    sol = eq.fixed_point(
-        fn if args else lambda z: fn(z, edge, x), start, args, solver=FEW, adjoint=eq.Unrolled()
-    )
+    sol = eq.fixed_point(map_, start, args, solver=FEW, adjoint=eq.Unrolled())
     assert sol.result.tolist() == [int(c) for c in (MAX_STEPS, eq.Result.nonfinite, MAX_STEPS)]
     rest = [0, 2]
     z = start[rest]
@@ -362,14 +316,9 @@ def test_derivatives_of_short_steps_do_not_overflow(solver: Any, scale: float) -
     for seed in range(4):
         weight, x = contraction(seed, 8, 8, 0.9), draw(seed + 100, 4, 8, scale=scale)
         w, single = weight.float().requires_grad_(), x.float()
-        sol = eq.fixed_point(
-            lambda z, x, w=w: torch.relu(z @ w.T + x),
-            torch.zeros(4, 8),
-            (single,),
-            solver=solver,
-            adjoint=eq.Unrolled(),
-        )
-        (found,) = torch.autograd.grad(sol.value.sum(), w)
+        fn = lambda z, x, w=w: torch.relu(z @ w.T + x)
+        value = solve(fn, torch.zeros(4, 8), (single,), solver=solver)
+        (found,) = torch.autograd.grad(value.sum(), w)
         wanted = relu_gradient(w.detach().double(), single.double())
         # Iterates to 1e-6 of a map with 1/(1 − ‖W‖) = 10; their derivatives follow behind.
         assert (found.double() - wanted).norm() <= 3e-3 * wanted.norm()

@@ -48,9 +48,7 @@ LAW = settings(
 LAPS = eq.Picard(rtol=0.0, atol=0.0, max_steps=70)  # maps here halve the error: 2⁻⁷⁰ < eps
 
 
-# --------------------------------------------------------------------------------------------
-# Problems: a map, a start, and the tensors it depends on.
-# --------------------------------------------------------------------------------------------
+# Problems: a map, a start, and the tensors it depends on. --------------------------------------
 
 
 @dataclass(frozen=True)
@@ -111,59 +109,33 @@ def symmetric_conv_map(z: Tensor, kernel: Tensor, x: Tensor) -> Tensor:
     return x - nn.functional.conv_transpose2d(inner, kernel, padding=1)
 
 
-TANH = Problem(
-    "tanh",
-    tanh_map,
-    torch.zeros(3, 4, dtype=torch.float64),
-    (contraction(1, 4, 4), draw(2, 3, 4)),
-)
-DEEP = Problem(
-    "several",
-    deep_map,
-    torch.zeros(2, 4, dtype=torch.float64),
-    (
-        contraction(3, 4, 5, 0.7),
-        contraction(4, 5, 4, 0.7),
-        draw(5, 5),
-        torch.tensor(0.9, dtype=torch.float64),
-        draw(6, 2, 4),
-    ),
-)
+def zeros(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.float64)
+
+
+TANH = Problem("tanh", tanh_map, zeros(3, 4), (contraction(1, 4, 4), draw(2, 3, 4)))
+_DEEP = (contraction(3, 4, 5, 0.7), contraction(4, 5, 4, 0.7), draw(5, 5))
+_SCALE = torch.tensor(0.9, dtype=torch.float64)
+DEEP = Problem("several", deep_map, zeros(2, 4), (*_DEEP, _SCALE, draw(6, 2, 4)))
 TREE = Problem(
     "tree",
     tree_map,
-    {
-        "a": torch.zeros(2, 3, dtype=torch.float64),
-        "b": torch.zeros(2, 2, 2, dtype=torch.float64),
-    },
+    {"a": zeros(2, 3), "b": zeros(2, 2, 2)},
     (contraction(7, 3, 4), contraction(8, 4, 3), draw(9, 2, 3)),
 )
-CONV = Problem(
-    "conv",
-    conv_map,
-    torch.zeros(2, 2, 3, 2, dtype=torch.float64),
-    (draw(10, 2, 2, 3, 3, scale=0.09), draw(11, 2, 2, 3, 2)),
-)
+_KERNELS = draw(10, 2, 2, 3, 3, scale=0.09), draw(14, 2, 2, 3, 3, scale=0.12)
+CONV = Problem("conv", conv_map, zeros(2, 2, 3, 2), (_KERNELS[0], draw(11, 2, 2, 3, 2)))
 SYMMETRIC = Problem(
-    "symmetric",
-    symmetric_map,
-    torch.zeros(3, 4, dtype=torch.float64),
-    (contraction(12, 5, 4, 0.7), draw(13, 3, 4)),
+    "symmetric", symmetric_map, zeros(3, 4), (contraction(12, 5, 4, 0.7), draw(13, 3, 4))
 )
 SYMMETRIC_CONV = Problem(
-    "symmetric_conv",
-    symmetric_conv_map,
-    torch.zeros(2, 2, 3, 2, dtype=torch.float64),
-    (draw(14, 2, 2, 3, 3, scale=0.12), draw(15, 2, 2, 3, 2)),
+    "symmetric_conv", symmetric_conv_map, zeros(2, 2, 3, 2), (_KERNELS[1], draw(15, 2, 2, 3, 2))
 )
 GENERAL = (TANH, DEEP, TREE, CONV, SYMMETRIC)
 ONLY_SYMMETRIC = (SYMMETRIC, SYMMETRIC_CONV)
 
 
-# --------------------------------------------------------------------------------------------
-# Maps in which one sample may have no finite answer, or no finite derivative.
-# --------------------------------------------------------------------------------------------
-
+# Maps in which one sample may have no finite answer, or no finite derivative. ------------------
 Mix = Callable[[Tensor, Tensor], Tensor]
 """(z, weight) ↦ what is fed back, with a small Lipschitz constant."""
 
@@ -197,9 +169,7 @@ HOSTILE = {
 }
 
 
-# --------------------------------------------------------------------------------------------
-# Oracle: scipy for z*, dense algebra for gradients.
-# --------------------------------------------------------------------------------------------
+# Oracle: scipy for z*, dense algebra for gradients. --------------------------------------------
 
 
 def flat(tree: Any) -> Tensor:
@@ -209,9 +179,8 @@ def flat(tree: Any) -> Tensor:
 def unflat(vector: Tensor, like: Any) -> Any:
     leaves, spec = pytree.tree_flatten(like)
     parts = torch.split(vector, [leaf.numel() for leaf in leaves])
-    return pytree.tree_unflatten(
-        [p.view(x.shape) for p, x in zip(parts, leaves, strict=True)], spec
-    )
+    shaped = [p.view(x.shape) for p, x in zip(parts, leaves, strict=True)]
+    return pytree.tree_unflatten(shaped, spec)
 
 
 def weights_of_loss(z: Tensor) -> Tensor:
@@ -303,6 +272,20 @@ def quiet(call: Callable[[], Any]) -> Any:
         return call()
 
 
+def saved_tensors(adjoint: Any, solver: Any = FORWARD) -> int:
+    """How many tensors the graph of one solve keeps."""
+    parameters = TANH.leaves()
+    kept: list[Tensor] = []
+
+    def pack(t: Tensor) -> Tensor:
+        kept.append(t)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        eq.fixed_point(TANH.fn, TANH.start, parameters, solver=solver, adjoint=adjoint)
+    return len(kept)
+
+
 def attempt(call: Callable[[], Any]) -> tuple[Any, str]:
     """(answer, "") or (None, message of the RuntimeError or ValueError)."""
     try:
@@ -346,69 +329,37 @@ class HoldingModule(nn.Module):
 def ways_to_capture(fn: Callable[..., Tensor]) -> dict[str, Callable[[Tensor, Tensor], Any]]:
     """(weight, feature) ↦ (map, args): every way by which a map may come to its feature."""
 
-    def as_argument(weight: Tensor, feature: Tensor) -> Any:
-        return fn, (weight, feature)
-
-    def nested_arguments(weight: Tensor, feature: Tensor) -> Any:
-        return lambda z, box: fn(z, box["w"][0], box["x"]), ({"w": [weight], "x": feature},)
-
-    def closure(weight: Tensor, feature: Tensor) -> Any:
-        return lambda z: fn(z, weight, feature), ()
-
-    def nested_lambda(weight: Tensor, feature: Tensor) -> Any:
+    def nested_lambda(w: Tensor, h: Tensor) -> Any:
         def outer() -> Callable[[Tensor], Tensor]:
-            return lambda z: (lambda y: fn(y, weight, feature))(z)
+            return lambda z: (lambda y: fn(y, w, h))(z)
 
         return lambda z: outer()(z), ()
 
-    def partial(weight: Tensor, feature: Tensor) -> Any:
-        return functools.partial(lambda z, w, x: fn(z, w, x), x=feature), (weight,)
-
-    def default_argument(weight: Tensor, feature: Tensor) -> Any:
-        def map_(z: Tensor, w: Tensor = weight, x: Tensor = feature) -> Tensor:
-            return fn(z, w, x)
-
-        return map_, ()
-
-    def keyword_default(weight: Tensor, feature: Tensor) -> Any:
-        def map_(z: Tensor, *, w: Tensor = weight, x: Tensor = feature) -> Tensor:
-            return fn(z, w, x)
-
-        return map_, ()
-
-    def bound_method(weight: Tensor, feature: Tensor) -> Any:
-        return Holder(feature, fn).map, (weight,)
-
-    def inside_a_list(weight: Tensor, feature: Tensor) -> Any:
-        box = [{"deep": (feature,)}]
-        return lambda z: fn(z, weight, box[0]["deep"][0]), ()
-
-    def object_argument(weight: Tensor, feature: Tensor) -> Any:
-        return lambda z, w, holder: holder.map(z, w), (weight, Holder(feature, fn))
+    def inside_a_list(w: Tensor, h: Tensor) -> Any:
+        box = [{"deep": (h,)}]
+        return lambda z: fn(z, w, box[0]["deep"][0]), ()
 
     return {
-        way.__name__: way
-        for way in (
-            as_argument,
-            nested_arguments,
-            closure,
-            nested_lambda,
-            partial,
-            default_argument,
-            keyword_default,
-            bound_method,
-            inside_a_list,
-            object_argument,
-        )
+        "as_argument": lambda w, h: (fn, (w, h)),
+        "nested_arguments": lambda w, h: (
+            lambda z, box: fn(z, box["w"][0], box["x"]),
+            ({"w": [w], "x": h},),
+        ),
+        "closure": lambda w, h: (lambda z: fn(z, w, h), ()),
+        "nested_lambda": nested_lambda,
+        "partial": lambda w, h: (functools.partial(lambda z, w, x: fn(z, w, x), x=h), (w,)),
+        "default_argument": lambda w, h: (lambda z, w=w, x=h: fn(z, w, x), ()),
+        "keyword_default": lambda w, h: (lambda z, *, w=w, x=h: fn(z, w, x), ()),
+        "bound_method": lambda w, h: (Holder(h, fn).map, (w,)),
+        "inside_a_list": inside_a_list,
+        "object_argument": lambda w, h: (lambda z, w, held: held.map(z, w), (w, Holder(h, fn))),
     }
 
 
 WAYS = tuple(ways_to_capture(tanh_map))
 
 
-# --------------------------------------------------------------------------------------------
-# The battery
-# --------------------------------------------------------------------------------------------
+# The battery -----------------------------------------------------------------------------------
 
 
 class AdjointContract:
@@ -423,6 +374,10 @@ class AdjointContract:
     """torch.func and forward mode work."""
     twice = True
     """A second backward pass through the gradient works (it may be a clear error)."""
+    reaches_start = False
+    """The start gets a gradient."""
+    compiles = True
+    """A solve of fixed steps and its gradient are one graph to torch.compile."""
 
     def make_adjoint(self) -> Any:
         raise NotImplementedError
@@ -451,6 +406,12 @@ class AdjointContract:
     def wanted(self, problem: Problem) -> list[Tensor]:
         return dense_of(problem.name).gradients(self.propagator)
 
+    def check(self, fn: Any, args: Any, leaves: Any, wanted: Any = None, start: Any = None) -> None:
+        """The gradients of the loss to the leaves are those of the base problem, or as wanted."""
+        value = self.solve(fn, self.base.start if start is None else start, args).value
+        found = torch.autograd.grad(loss_of(value), leaves)
+        assert_close(found, self.wanted(self.base) if wanted is None else wanted)
+
     # values and gradients
 
     def test_value_and_gradients_equal_the_dense_formula(self) -> None:
@@ -467,9 +428,7 @@ class AdjointContract:
         """Leaves, and tensors made by an earlier computation, however the map holds them."""
         weight, x = self.base.leaves()
         held = (weight, x) if leaf else (1.0 * weight, x.clone())
-        fn, args = ways_to_capture(self.base.fn)[way](*held)
-        value = self.solve(fn, self.base.start, args).value
-        assert_close(torch.autograd.grad(loss_of(value), (weight, x)), self.wanted(self.base))
+        self.check(*ways_to_capture(self.base.fn)[way](*held), (weight, x))
 
     def test_gradients_reach_an_intermediate_held_in_a_global(self) -> None:
         weight, x = TANH.leaves()
@@ -478,33 +437,26 @@ class AdjointContract:
         global GLOBAL_FEATURE
         GLOBAL_FEATURE = x.clone()
         try:
-            value = self.solve(map_with_a_global, TANH.start, (weight,)).value
-            found = torch.autograd.grad(loss_of(value), (weight, x))
+            self.check(map_with_a_global, (weight,), (weight, x))
         finally:
             GLOBAL_FEATURE = None
-        assert_close(found, self.wanted(TANH))
 
     def test_gradients_reach_an_intermediate_held_by_a_submodule(self) -> None:
         weight, x = self.base.leaves()
         module = HoldingModule(weight, self.base.fn)
         module.inner.feature = 1.0 * x
-        value = self.solve(module, self.base.start).value
-        found = torch.autograd.grad(loss_of(value), (module.weight, x))
-        assert_close(found, self.wanted(self.base))
+        self.check(module, (), (module.weight, x))
 
     @pytest.mark.parametrize("way", ["as_argument", "closure", "bound_method"])
     def test_weight_used_upstream_and_inside_is_counted_once_each(self, way: str) -> None:
         """T uses W and h(x; W): the total derivative is ∂/∂W + (∂h/∂W)ᵀ∂/∂h, no more, no less."""
         weight, x = self.base.leaves()
         feature = x + 0.3 * (weight * weight).sum()
-        fn, args = ways_to_capture(self.base.fn)[way](weight, feature)
-        value = self.solve(fn, self.base.start, args).value
-        found = torch.autograd.grad(loss_of(value), (weight, x))
-
         reference = dense(self.base.fn, self.base.start, (weight, feature))
         to_weight, to_feature = reference.gradients(self.propagator)
-        through = 0.6 * weight.detach() * to_feature.sum()
-        assert_close(found, [to_weight + through, to_feature])
+        wanted = [to_weight + 0.6 * weight.detach() * to_feature.sum(), to_feature]
+        fn, args = ways_to_capture(self.base.fn)[way](weight, feature)
+        self.check(fn, args, (weight, x), wanted)
 
     @pytest.mark.parametrize("leaf", [True, False], ids=["leaf", "intermediate"])
     def test_a_tensor_given_twice_gets_the_sum_of_both(self, leaf: bool) -> None:
@@ -515,9 +467,7 @@ class AdjointContract:
         def fn(z: Tensor, a: Tensor, b: Tensor) -> Tensor:
             return self.base.fn(z, weight, 0.5 * a + 0.25 * b + 0.25 * given_)
 
-        value = self.solve(fn, self.base.start, (given_, given_)).value
-        (found,) = torch.autograd.grad(loss_of(value), x)
-        assert_close([found], self.wanted(self.base)[1:])
+        self.check(fn, (given_, given_), x, self.wanted(self.base)[1:])
 
     def test_arguments_that_cannot_be_differentiated_pass_through(self) -> None:
         weight, x = self.base.leaves()
@@ -527,10 +477,8 @@ class AdjointContract:
             assert none is None
             return self.base.fn(z, w, x[order])
 
-        order = torch.arange(len(x))
-        value = self.solve(fn, self.base.start, (weight, order, "name", None, x.detach())).value
-        found = torch.autograd.grad(loss_of(value), weight)
-        assert_close(found, self.wanted(self.base)[:1])
+        args = (weight, torch.arange(len(x)), "name", None, x.detach())
+        self.check(fn, args, weight, self.wanted(self.base)[:1])
 
     def test_nothing_to_differentiate_gives_a_value_without_a_graph(self) -> None:
         value = self.solve(self.base.fn, self.base.start, self.base.parameters).value
@@ -544,38 +492,44 @@ class AdjointContract:
         assert not value.requires_grad
         torch.testing.assert_close(flat(value), dense_of(self.base.name).z, **CLOSE)
 
-    def test_a_leaf_of_the_state_may_be_an_argument_itself(self) -> None:
-        """A tree that carries its input along: T((z, h), x) = (…, x)."""
+    @pytest.mark.parametrize("constant", [False, True])
+    def test_a_leaf_of_the_state_may_be_an_argument_itself(self, constant: bool) -> None:
+        """A tree that carries its input along: T((z, h), x) = (…, x); or a constant."""
         if self.symmetric:
             pytest.skip("the Jacobian of such a tree is not symmetric")
         weight, x = self.base.leaves()
+        fixed, args = x.detach(), (weight,) if constant else (weight, x)
 
-        def fn(state: tuple[Tensor, Tensor], w: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        def fn(state: tuple[Tensor, Tensor], w: Tensor, x: Tensor = fixed) -> Any:
             return self.base.fn(state[0], w, state[1]), x
 
         start = (self.base.start, torch.zeros_like(x))
-        value = self.solve(fn, start, (weight, x)).value
-        found = torch.autograd.grad(loss_of(value), (weight, x))
-        reference = dense(fn, start, (weight, x))
-        assert_close(found, reference.gradients(self.propagator))
+        self.check(fn, args, args, dense(fn, start, args).gradients(self.propagator), start)
 
-    def test_a_leaf_of_the_state_may_be_constant(self) -> None:
-        if self.symmetric:
-            pytest.skip("the Jacobian of such a tree is not symmetric")
-        weight, _ = self.base.leaves()
-        x = self.base.parameters[1]
+    def test_the_start_gets_no_gradient(self) -> None:
+        start = self.base.start.clone().requires_grad_()
+        value = self.solve(self.base.fn, start, self.base.leaves()).value
+        (found,) = torch.autograd.grad(value.sum(), start, allow_unused=True)
+        assert (found is not None) == self.reaches_start
 
-        def fn(state: tuple[Tensor, Tensor], w: Tensor) -> tuple[Tensor, Tensor]:
-            return self.base.fn(state[0], w, state[1]), x
+    def check_compiled(self, solver: Any) -> None:
+        """One graph, with the value and the gradients of the same code run eagerly."""
+        parameters, adjoint = self.base.leaves(), self.make_adjoint()
 
-        start = (self.base.start, torch.zeros_like(x))
-        value = self.solve(fn, start, (weight,)).value
-        found = torch.autograd.grad(loss_of(value[0]), weight)
-        z = dense_of(self.base.name).z
-        reference = dense(fn, start, (weight,))
-        g = torch.cat([weights_of_loss(z) + z, torch.zeros_like(flat(x))])
-        u = self.propagator(reference.jacobian).T @ g
-        assert_close(found, [torch.tensordot(u, reference.partials[0], 1)])
+        def run(*given_: Tensor) -> Tensor:
+            options = {"solver": solver, "adjoint": adjoint}
+            return eq.fixed_point(self.base.fn, self.base.start, given_, **options).value
+
+        value = torch.compile(run, fullgraph=True, backend="aot_eager")(*parameters)
+        plain = run(*parameters)
+        torch.testing.assert_close(value, plain, **CLOSE)
+        found = torch.autograd.grad(loss_of(value), parameters)
+        assert_close(found, torch.autograd.grad(loss_of(plain), parameters))
+
+    def test_fixed_steps_compile_to_one_graph(self) -> None:
+        if not self.compiles:
+            pytest.skip("reads the autograd graph, which breaks that of the compiler")
+        self.check_compiled(eq.Picard(rtol=0.0, atol=0.0, max_steps=4))
 
     def test_one_number_a_sample(self) -> None:
         """States [B] without further dimensions: z = a·tanh(z) + x, dz/dx by M(J)."""
@@ -589,16 +543,12 @@ class AdjointContract:
         problem = SYMMETRIC_CONV if self.symmetric else CONV
         parameters = problem.leaves()
         start = problem.start.contiguous(memory_format=torch.channels_last)
-        sol = self.solve(problem.fn, start, parameters)
-        found = torch.autograd.grad(loss_of(sol.value), parameters)
-        assert_close(found, self.wanted(problem))
+        self.check(problem.fn, parameters, parameters, self.wanted(problem), start)
 
     def test_the_start_may_be_the_input_itself(self) -> None:
         """z0 = x, one tensor in two roles: the gradient of x is that of its role in the map."""
-        weight, x = self.base.leaves()
-        value = self.solve(self.base.fn, x, (weight, x)).value
-        found = torch.autograd.grad(loss_of(value), (weight, x))
-        assert_close(found, self.wanted(self.base))
+        parameters = self.base.leaves()
+        self.check(self.base.fn, parameters, parameters, start=parameters[1])
 
     def test_parametrized_modules(self) -> None:
         """Weights computed inside the map: weight_norm and spectral_norm, module as the map."""
@@ -613,24 +563,18 @@ class AdjointContract:
                     return symmetric_map(z, 0.4 * linear.weight, x)
                 return torch.tanh(0.4 * linear(z) + x)
 
-            value = self.solve(fn, self.base.start).value
-            found = torch.autograd.grad(loss_of(value), parameters)
-
-            names = [name for name, _ in linear.named_parameters()]
-
             def functional(
-                z: Tensor, *given_: Tensor, linear: nn.Module = linear, names: list[str] = names
+                z: Tensor, *given_: Tensor, linear: nn.Module = linear, x: Tensor = x
             ) -> Tensor:
-                eye = torch.eye(4, dtype=torch.float64)
+                names = [name for name, _ in linear.named_parameters()]
                 replaced = dict(zip(names, given_, strict=True))
-                weight = torch.func.functional_call(linear, replaced, (eye,)).T
-                if self.symmetric:
-                    return symmetric_map(z, 0.4 * weight, self.base.parameters[1])
-                return torch.tanh(0.4 * z @ weight.T + self.base.parameters[1])
+                eye = torch.eye(4, dtype=torch.float64)
+                weight = 0.4 * torch.func.functional_call(linear, replaced, (eye,)).T
+                return symmetric_map(z, weight, x) if self.symmetric else tanh_map(z, weight, x)
 
             wanted = dense(functional, self.base.start, parameters).gradients(self.propagator)
             # spectral_norm divides by an estimate of the norm: the same in both evaluations.
-            assert_close(found, wanted)
+            self.check(fn, (), parameters, wanted)
 
     def test_shared_module_parameters_accumulate_grad(self) -> None:
         """loss.backward() fills .grad of a module's parameters."""
@@ -663,12 +607,10 @@ class AdjointContract:
         (together,) = torch.autograd.grad(value.sin().sum(), x)
         for i in order:
             alone = x[i : i + 1].detach().requires_grad_()
-            one = self.solve(
-                lambda z, x: self.base.fn(z, weight, x), start[i : i + 1], (alone,)
-            ).value
-            torch.testing.assert_close(
-                torch.autograd.grad(one.sin().sum(), alone)[0][0], together[i], **CLOSE
-            )
+            fn = lambda z, x: self.base.fn(z, weight, x)
+            one = self.solve(fn, start[i : i + 1], (alone,)).value
+            (found,) = torch.autograd.grad(one.sin().sum(), alone)
+            torch.testing.assert_close(found[0], together[i], **CLOSE)
 
     # bad samples
 
@@ -752,14 +694,7 @@ class AdjointContract:
         seed=st.integers(0, 99),
     )
     def test_a_sample_without_a_finite_derivative_harms_no_weight(
-        self,
-        kind: str,
-        sick_start: bool,
-        solver: int,
-        way: str,
-        batch: int,
-        where: int,
-        seed: int,
+        self, kind: str, sick_start: bool, solver: int, way: str, batch: int, where: int, seed: int
     ) -> None:
         """Square roots, logarithms, masks: gradients are those of the rest, by dense algebra.
 
@@ -818,42 +753,25 @@ class AdjointContract:
     def test_the_residual_stated_is_that_of_the_value(self) -> None:
         """T = 1000z + 1e-8 passes atol = 1e-4 at once; five steps on, z is in the thousands."""
         w = torch.tensor(1e3, dtype=torch.float64, requires_grad=True)
-        sol = self.solve(
-            lambda z: w * z + 1e-8,
-            torch.zeros(2, 3, dtype=torch.float64),
-            solver=eq.Picard(atol=1e-4),
-        )
+        start = torch.zeros(2, 3, dtype=torch.float64)
+        sol = self.solve(lambda z: w * z + 1e-8, start, solver=eq.Picard(atol=1e-4))
         assert sol.converged.all()
         residual = (1e3 * sol.value + 1e-8 - sol.value).detach().norm(dim=1)
         torch.testing.assert_close(sol.stats.residual, residual, rtol=1e-9, atol=0.0)
 
     # graphs
 
-    def test_two_backward_passes_with_retain_graph_agree(self) -> None:
+    def test_backward_passes_agree_and_one_more_raises_or_is_right(self) -> None:
+        """Two with retain_graph; a further one without the graph."""
         weight, x = self.base.leaves()
         loss = loss_of(self.solve(self.base.fn, self.base.start, (weight, x)).value)
         first = torch.autograd.grad(loss, (weight, x), retain_graph=True)
-        second = torch.autograd.grad(loss, (weight, x))
-        assert_close(second, first, rtol=0, atol=0)
-
-    def test_two_losses_of_one_solve(self) -> None:
-        """Gradients add up: ∇(L₁ + L₂) = ∇L₁ + ∇L₂ from one graph."""
-        weight, x = self.base.leaves()
-        value = self.solve(self.base.fn, self.base.start, (weight, x)).value
-        parts = [value.sin().sum(), (value**3).sum()]
-        found = [torch.autograd.grad(p, weight, retain_graph=True)[0] for p in parts]
-        both = torch.autograd.grad(parts[0] + parts[1], weight)
-        assert_close(both, [found[0] + found[1]])
-
-    def test_a_second_backward_without_retain_graph_raises_or_is_right(self) -> None:
-        weight, x = self.base.leaves()
-        loss = loss_of(self.solve(self.base.fn, self.base.start, (weight, x)).value)
-        first = torch.autograd.grad(loss, (weight, x))
-        second, error = attempt(lambda: torch.autograd.grad(loss, (weight, x)))
-        if second is None:
+        assert_close(torch.autograd.grad(loss, (weight, x)), first, rtol=0, atol=0)
+        third, error = attempt(lambda: torch.autograd.grad(loss, (weight, x)))
+        if third is None:
             assert "second time" in error
         else:
-            assert_close(second, first)
+            assert_close(third, first)
 
     @pytest.mark.parametrize("create_graph", [False, True])
     @pytest.mark.parametrize("which", [0, 1], ids=["weight", "input"])
@@ -870,9 +788,8 @@ class AdjointContract:
         loss = loss_of(self.solve(self.base.fn, self.base.start, parameters).value)
         with torch.no_grad():
             parameters[which].mul_(1.5)
-        found, error = attempt(
-            lambda: torch.autograd.grad(loss, parameters, create_graph=create_graph)
-        )
+        pull = lambda: torch.autograd.grad(loss, parameters, create_graph=create_graph)
+        found, error = attempt(pull)
         if found is None:
             assert "modified" in error
         else:
@@ -938,10 +855,9 @@ class AdjointContract:
         weight, x = (p.detach().float().requires_grad_() for p in self.base.leaves())
         start = self.base.start.float()
         solver = eq.Anderson(rtol=2e-2) if self.solver is FORWARD else self.solver
+        options = {"solver": solver, "adjoint": self.loose_adjoint(2e-2)}
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            value = self.solve(
-                self.base.fn, start, (weight, x), solver=solver, adjoint=self.loose_adjoint(2e-2)
-            ).value
+            value = self.solve(self.base.fn, start, (weight, x), **options).value
         assert value.dtype == torch.float32
         found = torch.autograd.grad(loss_of(value), (weight, x))
         # As for bf16 states: rounding of eps(bf16) = 2⁻⁷ and the tolerance above, doubled twice.
@@ -954,11 +870,9 @@ class AdjointContract:
 
     def functional_gradient(self) -> Any:
         """Gradients by torch.func.grad."""
-        problem = self.base
-        return torch.func.grad(
-            lambda w, x: loss_of(self.solve(problem.fn, problem.start, (w, x)).value),
-            argnums=(0, 1),
-        )(*problem.parameters)
+        fn, start = self.base.fn, self.base.start
+        loss = lambda w, x: loss_of(self.solve(fn, start, (w, x)).value)
+        return torch.func.grad(loss, argnums=(0, 1))(*self.base.parameters)
 
     def test_torch_func_grad_is_right_or_a_clear_error(self) -> None:
         if self.under_transforms:
@@ -985,29 +899,10 @@ class AdjointContract:
 
     # objects
 
-    def test_options_copy_pickle_compare_and_print(self) -> None:
+    def test_options_copy_pickle_and_compare(self) -> None:
         adjoint = self.make_adjoint()
         for other in (copy.deepcopy(adjoint), pickle.loads(pickle.dumps(adjoint))):
             assert other == adjoint
             assert hash(other) == hash(adjoint)
-            assert repr(other) == repr(adjoint)
-        assert repr(adjoint).startswith(type(adjoint).__name__ + "(")
-
-    def test_unknown_option_is_an_error_that_names_it(self) -> None:
-        with pytest.raises(TypeError, match="momentum"):
-            type(self.make_adjoint())(momentum=0.9)
-
-    def test_options_are_frozen(self) -> None:
         with pytest.raises(AttributeError):
-            self.make_adjoint().steps = 3
-
-    def test_a_divergent_solve_is_never_called_converged(self) -> None:
-        """z = eᶻ + x has no solution for x = 1."""
-        x = torch.ones(2, 3, dtype=torch.float64, requires_grad=True)
-        for solver in (self.solver, self.tolerant, eq.Picard(), eq.Broyden()):
-            sol = quiet(
-                lambda solver=solver: self.solve(
-                    lambda z, x: torch.exp(z) + x, torch.zeros_like(x), (x,), solver=solver
-                )
-            )
-            assert not sol.converged.any()
+            adjoint.steps = 3

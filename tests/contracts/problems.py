@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from equilibria.adjoints import quarantine, unrolled
+from equilibria.adjoints import graph, unrolled
 from equilibria.nn import inputs
 
 
@@ -260,7 +260,7 @@ def recording(base: Problem) -> tuple[Problem, list[Any]]:
 
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Adjoints and layers read no value that only a device knows, here on the CPU too."""
-    for module in (quarantine, unrolled, inputs):
+    for module in (graph, unrolled, inputs):
         monkeypatch.setattr(module, "host_may_read", lambda t: False)
 
 

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 import equilibria as eq
 from equilibria import ConvergenceWarning, Result, Solution
-from equilibria.engine.solver import Solver
+from equilibria.engine.solver import Point, Solver
 
 from . import problems
 from .problems import Problem, norm
@@ -72,6 +72,47 @@ def assert_same(left: Any, right: Any, rtol: float = 1e-11) -> None:
         torch.testing.assert_close(a, b, rtol=0, atol=rtol * scale)
 
 
+def steps_of(
+    solver: Solver,
+    problem: Problem,
+    count: int,
+    restart_at: int | None = None,
+    stalled: Tensor | None = None,
+) -> list[Tensor]:
+    """The iterates of so many bare steps; before one of them some samples are restarted."""
+    z, state = [problem.z0], solver.init([problem.z0])
+    found = []
+    with torch.no_grad():
+        for k in range(count):
+            if k == restart_at:
+                state = solver.restart(state, stalled)
+            z, state = solver.step(Point(z, [problem.fn(z[0], *problem.args)]), state)
+            found.append(z[0])
+    return found
+
+
+def state_bytes(solver: Solver, batch: int, size: int) -> int:
+    """What a solver holds after many steps on states [batch, size] in float32."""
+    z = [torch.zeros(batch, size)]
+    state = solver.init(z)
+    with torch.no_grad():
+        for _ in range(25):
+            z, state = solver.step(Point(z, [0.9 * torch.cos(z[0])]), state)
+    held: dict[int, int] = {}
+
+    def walk(item: Any) -> None:
+        if isinstance(item, Tensor):
+            held[item.untyped_storage().data_ptr()] = item.untyped_storage().nbytes()
+        elif isinstance(item, (list, tuple)):
+            for child in item:
+                walk(child)
+        elif hasattr(item, "__dict__"):
+            walk(list(vars(item).values()))
+
+    walk(state)
+    return sum(held.values())
+
+
 class SolverContract:
     """Inherited by the tests of each solver."""
 
@@ -90,19 +131,10 @@ class SolverContract:
 
     # ------------------------------------------------------------------ answers
 
-    @pytest.mark.parametrize("radius", [0.0, 0.3, 0.95])
-    def test_linear_map_reaches_the_dense_solution(self, radius: float) -> None:
-        problem = problems.linear(radius=radius)
-        assert_answers(problem, solve(problem, self.precise()))
-
-    @pytest.mark.parametrize("radius", [0.5, 0.95])
-    def test_tanh_map_reaches_scipys_root(self, radius: float) -> None:
-        problem = problems.tanh(radius=radius)
-        assert_answers(problem, solve(problem, self.precise()))
-
-    @pytest.mark.parametrize("radius", [0.5, 0.95])
-    def test_rotations_with_complex_spectrum(self, radius: float) -> None:
-        problem = problems.rotation(radius)
+    @pytest.mark.parametrize("radius", [0.0, 0.5, 0.95])
+    @pytest.mark.parametrize("kind", [problems.linear, problems.tanh, problems.rotation])
+    def test_the_known_answer_is_reached(self, kind: Any, radius: float) -> None:
+        problem = kind(radius=radius)
         assert_answers(problem, solve(problem, self.precise()))
 
     def test_stiff_map(self) -> None:
@@ -131,14 +163,6 @@ class SolverContract:
         assert steps[0] <= 2  # A = 0: T(z0) is the answer
         assert steps[0] < steps[2] < steps[-1]
 
-    def test_from_the_answer_nothing_is_to_do(self) -> None:
-        problem = problems.tanh()
-        solution = eq.fixed_point(
-            problem.fn, problem.answer, problem.args, solver=self.precise(rtol=1e-10)
-        )
-        assert solution.stats.steps.tolist() == [1] * problem.batch
-        assert torch.equal(solution.value, problem.answer)
-
     def test_identity_and_zero_maps(self) -> None:
         z0 = problems.randn(3, 4, seed=0)
         same = eq.fixed_point(lambda z: z, z0, solver=self.precise())
@@ -149,8 +173,8 @@ class SolverContract:
         assert zero.stats.relative.tolist() == [0.0] * 3
 
     def test_one_sample_of_one_number(self) -> None:
-        solution = eq.fixed_point(torch.cos, torch.zeros(1, dtype=torch.float64),
-                                  solver=self.precise())  # fmt: skip
+        start = torch.zeros(1, dtype=torch.float64)
+        solution = eq.fixed_point(torch.cos, start, solver=self.precise())
         # Dottie's number. |cos'| < 0.68 there: gain 1/(1 − 0.68) ≤ 3.2 with T(z) ≤ 1.
         assert abs(float(solution.value) - 0.7390851332151607) < 3.2 * RTOL
 
@@ -161,11 +185,8 @@ class SolverContract:
         """‖T(z) − z‖ ≤ atol + rtol·‖T(z)‖ at the returned z, and at no z before it."""
         problem = problems.mixed()
         trajectory: list[Tensor] = []
-        solution = solve(
-            problem,
-            self.precise(rtol=rtol, atol=atol, block=1),
-            callback=lambda step, z, residual: trajectory.append(z.clone()),
-        )
+        note = lambda step, z, residual: trajectory.append(z.clone())
+        solution = solve(problem, self.precise(rtol=rtol, atol=atol), callback=note)
         assert solution.converged.all()
         tests = []
         for z in trajectory:
@@ -180,10 +201,9 @@ class SolverContract:
         for max_steps in (3, 20, 90):
             solution = solve_quietly(base, self.precise(max_steps=max_steps))
             residual, scale = base.residual(solution.value)
-            torch.testing.assert_close(solution.stats.residual, residual, rtol=1e-9, atol=1e-14)
-            torch.testing.assert_close(
-                solution.stats.relative, residual / scale, rtol=1e-9, atol=1e-14
-            )
+            close = {"rtol": 1e-9, "atol": 1e-14}
+            torch.testing.assert_close(solution.stats.residual, residual, **close)
+            torch.testing.assert_close(solution.stats.relative, residual / scale, **close)
 
     def test_step_limit_is_kept_and_reported(self) -> None:
         problem, seen = problems.recording(problems.mixed())
@@ -199,11 +219,10 @@ class SolverContract:
 
     def test_warns_once_with_counts_and_advice(self) -> None:
         problem = problems.mixed()
+        solver = self.solver(rtol=1e-12, max_steps=4)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            solution = eq.fixed_point(
-                problem.fn, problem.z0, problem.args, solver=self.solver(rtol=1e-12, max_steps=4)
-            )
+            solution = eq.fixed_point(problem.fn, problem.z0, problem.args, solver=solver)
         assert [w.category for w in caught] == [ConvergenceWarning]
         left = int((solution.result == Result.max_steps).sum())
         text = str(caught[0].message)
@@ -241,9 +260,8 @@ class SolverContract:
             alone = solve(problem.take([i]), self.precise())
             assert int(alone.stats.steps) == int(together.stats.steps[i])
             assert_same(alone.value[0], together.value[i])
-            torch.testing.assert_close(
-                alone.stats.relative[0], together.stats.relative[i], rtol=1e-2, atol=1e-14
-            )
+            mine, theirs = alone.stats.relative[0], together.stats.relative[i]
+            torch.testing.assert_close(mine, theirs, rtol=1e-2, atol=1e-14)
 
     @law
     @given(seed=st.integers(0, 10**6), order=st.permutations(range(5)))
@@ -276,30 +294,11 @@ class SolverContract:
             assert int(solution.stats.steps[place]) == HEALTH_INTERVAL
             assert torch.equal(solution.value[place], problem.z0[place])
 
-    def test_bad_samples_are_named_in_the_warning(self) -> None:
-        problem = problems.with_bad_sample(problems.NAN, 1)
-        with pytest.warns(ConvergenceWarning, match=r"1 of 5 samples nonfinite .*NaN"):
-            solve(problem, self.precise())
-        with pytest.raises(eq.NotConvergedError, match="nonfinite"):
-            solve(problem, self.precise(), throw=True)
-
-    @pytest.mark.parametrize("max_steps", [1, 7, 40])
-    def test_map_that_returns_nan_at_once(self, max_steps: int) -> None:
-        z0 = problems.randn(3, 4, seed=0)
-        with pytest.warns(ConvergenceWarning, match="3 of 3 samples nonfinite"):
-            solution = eq.fixed_point(
-                lambda z: z * float("nan"), z0, solver=self.precise(max_steps=max_steps)
-            )
-        assert codes(solution) == [Result.nonfinite] * 3
-        assert torch.equal(solution.value, z0)
-
     def test_infinite_map_never_counts_as_converged(self) -> None:
         """∞ ≤ rtol·∞ holds; it must not pass."""
-        solution = None
-        with pytest.warns(ConvergenceWarning, match="nonfinite"):
-            solution = eq.fixed_point(
-                lambda z: torch.full_like(z, float("inf")), torch.zeros(2, 3), solver=self.solver()
-            )
+        fn = lambda z: torch.full_like(z, float("inf"))
+        with pytest.warns(ConvergenceWarning, match="2 of 2 samples nonfinite"):
+            solution = eq.fixed_point(fn, torch.zeros(2, 3), solver=self.solver())
         assert codes(solution) == [Result.nonfinite] * 2
         assert torch.isfinite(solution.value).all()
 
@@ -307,9 +306,8 @@ class SolverContract:
         """Its value is the iterate at its own last step, however long the others run."""
         problem = problems.mixed()
         trajectory: list[Tensor] = []
-        solution = solve(
-            problem, self.precise(), callback=lambda step, z, r: trajectory.append(z.clone())
-        )
+        note = lambda step, z, r: trajectory.append(z.clone())
+        solution = solve(problem, self.precise(), callback=note)
         steps = solution.stats.steps.tolist()
         assert len(trajectory) == max(steps)
         assert 0 <= solution.stats.evaluations - max(steps) <= 1  # one may look for coupling
@@ -357,11 +355,8 @@ class SolverContract:
             pytest.skip("returns another iterate by design")
         problem = problems.tanh()
         trajectory: list[Tensor] = []
-        solve_quietly(
-            problem,
-            self.solver(rtol=1e-15, max_steps=15),
-            callback=lambda step, z, r: trajectory.append(z.clone()),
-        )
+        note = lambda step, z, r: trajectory.append(z.clone())
+        solve_quietly(problem, self.solver(rtol=1e-15, max_steps=15), callback=note)
         solution = solve(problem, self.solver(rtol=0.0, max_steps=steps))
         assert torch.equal(solution.value, trajectory[steps])
 
@@ -444,9 +439,8 @@ class SolverContract:
         """Once at least half of the batch is done it is cut: never twice the rows at work."""
         problem, seen = problems.recording(problems.mixed())
         rows: list[int] = []
-        solution = solve(
-            problem, self.precise(compact=True), callback=lambda *a: rows.append(len(seen[-1]))
-        )
+        note = lambda *_: rows.append(len(seen[-1]))
+        solution = solve(problem, self.precise(compact=True), callback=note)
         steps = solution.stats.steps
         assert len(rows) == int(steps.max())
         assert rows[0] == 6
@@ -490,25 +484,18 @@ class SolverContract:
         z0[0] = base.answer[0]  # two of four samples start at their answer and finish at once
         problem, seen = problems.recording(problems.replace(base, z0=z0))
         last = torch.channels_last
-        told: list[bool] = []
-        solution = solve(
-            problem,
-            self.precise(rtol=1e-6, compact=True),
-            callback=lambda step, z, r: told.append(z.is_contiguous(memory_format=last)),
-        )
+        told: list[Tensor] = []
+        solver = self.precise(rtol=1e-6, compact=True)
+        solution = solve(problem, solver, callback=lambda step, z, r: told.append(z))
         assert {len(z) for z in seen} > {4}
-        assert solution.value.is_contiguous(memory_format=last)
-        assert all(z.is_contiguous(memory_format=last) for z in seen)
-        assert all(told)
+        for z in (solution.value, *seen, *told):
+            assert z.is_contiguous(memory_format=last)
 
     def test_compaction_reports_whole_batches_to_the_callback(self) -> None:
         problem = problems.mixed()
-        trajectory: list[Tensor] = []
-        solution = solve(
-            problem,
-            self.precise(compact=True),
-            callback=lambda step, z, r: trajectory.append((z.clone(), r.clone())),
-        )
+        trajectory: list[tuple[Tensor, Tensor]] = []
+        note = lambda step, z, r: trajectory.append((z.clone(), r.clone()))
+        solution = solve(problem, self.precise(compact=True), callback=note)
         assert all(z.shape == problem.z0.shape and len(r) == 6 for z, r in trajectory)
         for i, step in enumerate(solution.stats.steps.tolist()):
             assert_same(solution.value[i], trajectory[step - 1][0][i])
@@ -553,25 +540,11 @@ class SolverContract:
         weight = problems.linear(1, 8, 0.5).args[0][0]
         speed = torch.linspace(0.0, 1.9, batch, dtype=torch.float64)[:, None]
         fn = lambda z, x, s, w: s * (z @ w.T) + x
+        args = (problem.args[1], speed, weight)
         with pytest.raises(ValueError, match="compact=True"):
-            eq.fixed_point(
-                fn,
-                problem.z0,
-                (problem.args[1], speed, weight),
-                solver=self.precise(compact=True),
-            )
+            eq.fixed_point(fn, problem.z0, args, solver=self.precise(compact=True))
 
     # ------------------------------------------------------------------ scale
-
-    @pytest.mark.parametrize("exponent", [-27, 27])
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-    def test_power_of_two_scale_changes_no_bit(self, exponent: int, dtype: torch.dtype) -> None:
-        """Scaling by 2^k is exact in floating point, so that every step is the same."""
-        for base in (problems.mixed().to(dtype), problems.tanh().to(dtype)):
-            one = solve(base, self.solver(max_steps=1000))
-            other = solve(problems.scaled(base, 2.0**exponent), self.solver(max_steps=1000))
-            assert torch.equal(other.stats.steps, one.stats.steps)
-            assert torch.equal(other.value, one.value * 2.0**exponent)
 
     @law
     @given(exponent=st.floats(-8, 8))
@@ -582,9 +555,8 @@ class SolverContract:
             other = solve(problems.scaled(base, factor), self.precise())
             assert other.stats.steps.tolist() == one.stats.steps.tolist()
             assert_same(other.value / factor, one.value)
-            torch.testing.assert_close(
-                other.stats.relative, one.stats.relative, rtol=1e-2, atol=1e-14
-            )
+            relative = other.stats.relative, one.stats.relative
+            torch.testing.assert_close(*relative, rtol=1e-2, atol=1e-14)
 
     def test_samples_of_very_different_scale_in_one_batch(self) -> None:
         factors = torch.logspace(-8, 8, 5, dtype=torch.float64)[:, None]
@@ -595,9 +567,8 @@ class SolverContract:
         assert len(set(solution.stats.steps.tolist())) == 1
         relative = problems.norm(solution.value / factors - one.answer) / norm(one.answer)
         _, scale = base.residual(solution.value)
-        assert (
-            relative <= one.gain * RTOL * 1.1 * (scale / factors[:, 0]) / norm(one.answer)
-        ).all()
+        allowed = one.gain * RTOL * 1.1 * (scale / factors[:, 0]) / norm(one.answer)
+        assert (relative <= allowed).all()
 
     # ------------------------------------------------------------------ dtypes
 
@@ -621,26 +592,18 @@ class SolverContract:
     def test_half_precision_with_many_features(self, dtype: torch.dtype) -> None:
         """Norms and products over 4096 features would lose all digits if summed up in half."""
         x = problems.randn(2, 4096, seed=0).to(dtype)
-        solution = eq.fixed_point(lambda z, x: 0.5 * torch.tanh(z) + x, x, x, solver=self.solver())
+        fn = lambda z, x: 0.5 * torch.tanh(z) + x
+        solution = eq.fixed_point(fn, x, x, solver=self.solver())
         assert solution.converged.all()
-        assert torch.isfinite(solution.value).all()
+        # T(z) − z is a half-precision tensor, each entry rounded; its norm must not be.
+        residual = norm((fn(solution.value, x) - solution.value).double())
+        torch.testing.assert_close(solution.stats.residual.double(), residual, rtol=1e-5, atol=0)
         exact = x.double()
         for _ in range(60):
             exact = 0.5 * torch.tanh(exact) + x.double()
         rtol = self.solver().relative_tolerance(dtype)
         error = norm(solution.value.double() - exact) / norm(exact)
         assert (error <= 2 * (rtol + 4 * torch.finfo(dtype).eps)).all()
-
-    def test_half_precision_residual_is_summed_in_float32(self) -> None:
-        """The reported residual agrees with a float64 one to float32 digits, not to half ones."""
-        x = problems.randn(2, 4096, seed=0).to(torch.bfloat16)
-        fn = lambda z, x: 0.5 * torch.tanh(z) + x
-        solution = eq.fixed_point(fn, x, x, solver=self.solver())
-        # T(z) − z is a bfloat16 tensor, each entry rounded; its norm must not be.
-        difference = (fn(solution.value, x) - solution.value).double()
-        torch.testing.assert_close(
-            solution.stats.residual.double(), norm(difference), rtol=1e-5, atol=0
-        )
 
     def test_map_that_answers_in_another_dtype(self) -> None:
         """As under autocast: T computes in bfloat16, the state stays float32."""
@@ -663,7 +626,6 @@ class SolverContract:
 
     def test_tree_with_leaves_of_different_dtype(self) -> None:
         base = problems.linear(radius=0.8)
-        matrix, offset = base.args
         dtypes = {"single": torch.float32, "double": torch.float64}
 
         def fn(z: dict[str, Tensor], a: Tensor, b: Tensor) -> dict[str, Tensor]:
@@ -673,13 +635,8 @@ class SolverContract:
 
         z0 = {"single": base.z0[:, :3].float(), "double": base.z0[:, 3:]}
         seen: list[dict[str, Tensor]] = []
-        solution = eq.fixed_point(
-            fn,
-            z0,
-            (matrix, offset),
-            solver=self.solver(),
-            callback=lambda step, z, r: seen.append(z),
-        )
+        note = lambda step, z, r: seen.append(z)
+        solution = eq.fixed_point(fn, z0, base.args, solver=self.solver(), callback=note)
         assert solution.converged.all()
         for z in (*seen, solution.value):
             assert {k: v.dtype for k, v in z.items()} == dtypes
@@ -711,9 +668,8 @@ class SolverContract:
 
         solution = eq.fixed_point(fn, torch.zeros_like(x), x, solver=self.precise())
         assert all(z.is_contiguous(memory_format=last) for z in (*seen, solution.value))
-        usual = eq.fixed_point(
-            fn, torch.zeros(x.shape).double(), x.contiguous(), solver=self.precise()
-        )
+        start = torch.zeros(x.shape).double()
+        usual = eq.fixed_point(fn, start, x.contiguous(), solver=self.precise())
         assert_same(solution.value, usual.value)
 
     # ------------------------------------------------------------------ use
@@ -725,12 +681,6 @@ class SolverContract:
             assert again.stats.steps.tolist() == [1] * problem.batch
             assert torch.equal(again.value, first.value)
 
-    def test_warm_start_near_the_answer_takes_fewer_steps(self) -> None:
-        problem = problems.tanh(radius=0.95)
-        cold = solve(problem, self.precise())
-        near = problems.replace(problem, z0=cold.value * (1 + 1e-5))
-        assert (solve(near, self.precise()).stats.steps < cold.stats.steps).all()
-
     def test_callback_sees_the_trajectory(self) -> None:
         problem, seen = problems.recording(problems.linear(radius=0.6))
         told: list[tuple[int, Tensor, Tensor]] = []
@@ -741,13 +691,6 @@ class SolverContract:
             assert torch.equal(z, given_to_map)
             assert not z.requires_grad
             torch.testing.assert_close(residual, problem.residual(z)[0], rtol=1e-9, atol=1e-15)
-
-    def test_callback_changes_nothing(self) -> None:
-        problem = problems.mixed()
-        plain = solve(problem, self.precise())
-        watched = solve(problem, self.precise(), callback=lambda step, z, r: None)
-        assert torch.equal(plain.value, watched.value)
-        assert plain.stats.syncs == watched.stats.syncs
 
     def test_inputs_are_left_alone(self) -> None:
         problem = problems.mixed()
@@ -777,38 +720,13 @@ class SolverContract:
         problem = problems.mixed()
         matrix, offset = problem.args
         for options in ({"rtol": RTOL, "max_steps": 2000}, {"rtol": 0.0, "max_steps": 12}):
-            plain = solve_quietly(problem, self.solver(**options))
-            watched = eq.fixed_point(
-                problem.fn,
-                problem.z0,
-                (matrix.clone().requires_grad_(), offset),
-                solver=self.solver(**options),
-                adjoint=eq.Unrolled(),
-            )
+            solver = self.solver(**options)
+            plain = solve_quietly(problem, solver)
+            recorded = problems.replace(problem, args=(matrix.clone().requires_grad_(), offset))
+            watched = solve(recorded, solver, adjoint=eq.Unrolled())
             assert watched.value.requires_grad
             assert watched.stats.steps.tolist() == plain.stats.steps.tolist()
             assert_same(watched.value.detach(), plain.value)
-
-    def test_exception_of_the_map_passes_and_harms_nothing(self) -> None:
-        class Mine(Exception):
-            pass
-
-        problem = problems.linear()
-        solver = self.precise()
-        calls = 0
-
-        def fn(z: Tensor, *args: Tensor) -> Tensor:
-            nonlocal calls
-            calls += 1
-            if calls == 3:
-                raise Mine("from the map")
-            return problem.fn(z, *args)
-
-        before = torch.is_grad_enabled()
-        with pytest.raises(Mine, match="from the map"):
-            eq.fixed_point(fn, problem.z0, problem.args, solver=solver)
-        assert torch.is_grad_enabled() == before
-        assert_answers(problem, solve(problem, solver))
 
     # ------------------------------------------------------------------ options
 
@@ -825,37 +743,11 @@ class SolverContract:
             assert torch.equal(solve(problem, twin).value, solve(problem, solver).value)
         assert "max_steps=17" in repr(solver)
 
-    @pytest.mark.parametrize(
-        ("name", "value"),
-        [
-            ("rtol", -1e-3),
-            ("atol", -1.0),
-            ("rtol", float("nan")),
-            ("atol", float("inf")),
-            ("max_steps", 0),
-            ("max_steps", -5),
-            ("block", 0),
-            ("divergence", 1.0),
-            ("patience", 0),
-        ],
-    )
-    def test_option_out_of_range_names_itself(self, name: str, value: float) -> None:
-        with pytest.raises(ValueError, match=rf"{name}={value!r}\) is out of range: expected a"):
-            self.solver(**{name: value})
-
-    @pytest.mark.parametrize(
-        ("name", "value"),
-        [("rtol", "1e-3"), ("max_steps", 2.5), ("max_steps", True), ("block", 1.0), ("atol", None)],
-    )
-    def test_option_of_a_wrong_type_names_itself(self, name: str, value: object) -> None:
-        with pytest.raises(TypeError, match=rf"{name}=.* expected a.*got {type(value).__name__}"):
-            self.solver(**{name: value})
-
-    def test_unknown_option_names_itself_and_the_near_miss(self) -> None:
-        with pytest.raises(TypeError) as caught:
-            self.solver(max_step=7)
-        text = str(caught.value)
-        assert "no option 'max_step'" in text
-        assert "max_step=7" in text
-        assert "Did you mean 'max_steps'?" in text
-        assert "It takes: rtol, atol, max_steps, block, compact" in text
+    def test_option_out_of_range_names_itself(self) -> None:
+        wrong = {"rtol": float("nan"), "atol": -1.0, "max_steps": 0, "block": 0}
+        for name, value in {**wrong, "divergence": 1.0, "patience": 0}.items():
+            text = rf"{name}={value!r}\) is out of range: expected a"
+            with pytest.raises(ValueError, match=text):
+                self.solver(**{name: value})
+        with pytest.raises(TypeError, match=r"max_steps=2.5.* expected an integer.*got float"):
+            self.solver(max_steps=2.5)

@@ -76,21 +76,6 @@ def test_cg_on_positive_systems(seed: int, batch: int, size: int) -> None:
     assert int(found.stats.steps.max()) <= size + 2  # n in exact arithmetic
 
 
-@pytest.mark.parametrize("restart", [3, 20])
-def test_gmres_with_complex_spectrum(restart: int) -> None:
-    matrix = torch.eye(4).double() - problems.rotation(0.9).args[0]
-    b = randn(3, 4, seed=0)
-    assert_solved(matrix, b, eq.linear_solve(times(matrix), b, solver=GMRES(restart=restart)))
-
-
-def test_gmres_on_indefinite_systems() -> None:
-    values = torch.tensor([[-3.0, -1.0, -0.1, 0.2, 1.0, 2.0]]).double()
-    q = problems.orthogonal(1, 6, 0)
-    matrix = q * values.unsqueeze(1) @ q.mT
-    b = randn(1, 6, seed=1)
-    assert_solved(matrix, b, eq.linear_solve(times(matrix), b))
-
-
 @pytest.mark.parametrize("restart", [1, 2, 5])
 def test_gmres_restarted_on_definite_systems(restart: int) -> None:
     """A positive definite symmetric part: every restart length converges."""
@@ -115,16 +100,6 @@ def test_gmres_on_the_shift_needs_the_whole_space() -> None:
     with pytest.warns(ConvergenceWarning, match="2 of 2 samples max_steps"):
         stuck = eq.linear_solve(times(matrix), b, solver=GMRES(restart=4, max_steps=40))
     np.testing.assert_allclose(stuck.stats.relative, 1.0, rtol=1e-12)
-
-
-def test_gmres_takes_as_many_steps_as_distinct_eigenvalues() -> None:
-    values = torch.tensor([[1.0, 1, 1, 2, 2, 5], [1.0, 2, 3, 4, 5, 6]]).double()
-    q = problems.orthogonal(2, 6, 0)
-    matrix = q * values.unsqueeze(1) @ q.mT
-    b = randn(2, 6, seed=0)
-    found = eq.linear_solve(times(matrix), b)
-    assert_solved(matrix, b, found)
-    assert found.stats.steps.tolist() == [3, 6]
 
 
 @pytest.mark.parametrize("gap", [1e-4, 1e-7])
@@ -221,14 +196,6 @@ def test_lucky_breakdown(solver: LinearSolver) -> None:
 
 
 @both
-def test_identity_takes_one_step(solver: LinearSolver) -> None:
-    b = randn(3, 4, seed=0)
-    found = eq.linear_solve(lambda x: x, b, solver=solver)
-    torch.testing.assert_close(found.value, b, rtol=1e-14, atol=0)
-    assert found.stats.steps.tolist() == [1] * 3
-
-
-@both
 def test_zero_right_hand_side_has_the_zero_answer(solver: LinearSolver) -> None:
     matrix = positive(3, 4, 0)
     b = randn(3, 4, seed=1)
@@ -274,19 +241,6 @@ def test_finished_sample_is_frozen(solver: LinearSolver) -> None:
     assert int(alone.stats.steps[0]) == int(together.stats.steps[0]) < int(together.stats.steps[1])
     assert float(alone.stats.relative[0]) > 1e-4  # there was something to gain
     torch.testing.assert_close(together.value[:1], alone.value, rtol=1e-11, atol=1e-12)
-
-
-@both
-def test_samples_of_different_difficulty_and_scale(solver: LinearSolver) -> None:
-    values = torch.stack([torch.linspace(least, 1, 9) for least in (1.0, 0.5, 1e-3)]).double()
-    q = problems.orthogonal(3, 9, 0)
-    matrix = q * values.unsqueeze(1) @ q.mT
-    b = randn(3, 9, seed=0) * torch.tensor([[1e-8], [1.0], [1e8]]).double()
-    found = eq.linear_solve(times(matrix), b, solver=solver)
-    assert_solved(matrix, b, found)
-    steps = found.stats.steps.tolist()
-    assert steps[0] == 1
-    assert steps[0] < steps[1] <= steps[2]
 
 
 @both
@@ -525,48 +479,6 @@ def test_gradients_of_a_nonsymmetric_system() -> None:
         torch.testing.assert_close(left, right, rtol=1e-9, atol=1e-11)
 
 
-def test_gradients_of_a_tree() -> None:
-    matrix = (torch.eye(5).double() + 0.3 * randn(5, 5, seed=0)).requires_grad_()
-    b = randn(2, 5, seed=1).requires_grad_()
-
-    def answer(b: Tensor, matrix: Tensor) -> Tensor:
-        def product(x: dict[str, Tensor]) -> dict[str, Tensor]:
-            out = torch.cat([x["p"], x["q"]], 1) @ matrix.T
-            return {"p": out[:, :2], "q": out[:, 2:]}
-
-        right = {"p": b[:, :2], "q": b[:, 2:]}
-        found = eq.linear_solve(product, right, solver=GMRES(rtol=1e-13)).value
-        return torch.cat([found["p"], found["q"]], 1)
-
-    assert torch.autograd.gradcheck(answer, (b, matrix))
-
-
-@pytest.mark.parametrize("factor", [1e-8, 1.0, 1e8])
-def test_gradients_do_not_depend_on_the_scale_of_the_loss(factor: float) -> None:
-    matrix = (torch.eye(4).double() + 0.4 * randn(4, 4, seed=0)).requires_grad_()
-    b = randn(2, 4, seed=1)
-    found = eq.linear_solve(lambda x: x @ matrix.T, b)
-    (ours,) = torch.autograd.grad(factor * found.value.square().sum(), matrix)
-    exact = torch.linalg.solve(matrix, b.unsqueeze(-1)).squeeze(-1)
-    (dense,) = torch.autograd.grad(exact.square().sum(), matrix)
-    torch.testing.assert_close(ours / factor, dense, rtol=1e-7, atol=1e-9)
-    assert found.stats.backward.solves == 1
-    assert found.stats.backward.unconverged == 0
-
-
-def test_no_graph_where_none_is_asked_for() -> None:
-    matrix, b = positive(2, 4, 0), randn(2, 4, seed=0)
-    assert not eq.linear_solve(times(matrix), b).value.requires_grad
-    with torch.no_grad():
-        assert not eq.linear_solve(times(matrix), b.requires_grad_()).value.requires_grad
-
-
-def test_transforms_are_refused_with_a_way_out() -> None:
-    b = randn(2, 3, seed=0)
-    with pytest.raises(RuntimeError, match=r"fixed_point\(lambda x: x \+ b - A\(x\), b\)"):
-        torch.func.grad(lambda b: eq.linear_solve(lambda x: 2 * x, b).value.sum())(b)
-
-
 # ---------------------------------------------------------------------- options and bad input
 
 
@@ -591,15 +503,6 @@ def test_solver_must_be_a_linear_one() -> None:
             eq.linear_solve(lambda x: x, torch.ones(1, 2), solver=wrong)
 
 
-def test_exception_of_the_product_passes() -> None:
-    def product(x: Tensor) -> Tensor:
-        raise ZeroDivisionError("mine")
-
-    with pytest.raises(ZeroDivisionError, match="mine"):
-        eq.linear_solve(product, torch.ones(1, 2))
-    assert torch.is_grad_enabled()
-
-
 def test_absolute_tolerance() -> None:
     matrix, b = positive(3, 40, 0, 0.1), randn(3, 40, seed=0)
     for solver in (GMRES(rtol=0.0, atol=1e-3), CG(rtol=0.0, atol=1e-3)):
@@ -610,28 +513,20 @@ def test_absolute_tolerance() -> None:
         assert (residual > 1e-9).all()  # it stopped by the tolerance, not by chance
 
 
-@pytest.mark.parametrize("size", [3e-23, 1e-30, 1e22, 1e30])
-@pytest.mark.parametrize("solver", [GMRES(rtol=1e-5), CG(rtol=1e-5)])
-def test_the_size_of_b_does_not_matter(size: float, solver: LinearSolver) -> None:
-    """In float32 the square of 3e-23 is not a normal number."""
-    torch.manual_seed(0)
-    root = torch.randn(6, 6, dtype=torch.float64)
-    matrix = torch.eye(6, dtype=torch.float64) + 0.1 * root @ root.T
-    b = torch.randn(3, 6, dtype=torch.float64)
-    b[1] *= size
-    expected = torch.linalg.solve(matrix, b.T).T
-    found = eq.linear_solve(lambda v: v @ matrix.float(), b.float(), solver=solver)
-    assert bool(found.converged.all())
-    error = (found.value.double() - expected).norm(dim=1) / expected.norm(dim=1)
-    assert float(error.max()) < 1e-4
-
-
-@pytest.mark.parametrize("size", [1e-300, 1e-200, 1e200, 1e300])
-@pytest.mark.parametrize("solver", [GMRES(), CG()])
-def test_the_size_of_b_does_not_matter_in_float64(size: float, solver: LinearSolver) -> None:
-    """1e-200 squared is zero, and zero for an answer would pass as converged."""
+@both
+@pytest.mark.parametrize(
+    ("size", "dtype"),
+    [*((s, torch.float32) for s in (3e-23, 1e-30, 1e22, 1e30)),
+     *((s, torch.float64) for s in (1e-300, 1e-200, 1e200, 1e300))],
+)  # fmt: skip
+def test_the_size_of_b_does_not_matter(
+    solver: LinearSolver, size: float, dtype: torch.dtype
+) -> None:
+    """Its square is not a normal number, and zero for an answer would pass as converged."""
     matrix, b = positive(3, 5, 0), randn(3, 5, seed=1)
     expected = dense(matrix, b)
-    found = eq.linear_solve(times(matrix), size * b, solver=solver)
-    assert bool(found.converged.all())
-    assert float((norm(found.value / size - expected) / norm(expected)).max()) < 1e-8
+    sizes = torch.tensor([[1.0], [size], [size]], dtype=torch.float64)
+    found = eq.linear_solve(times(matrix.to(dtype)), (sizes * b).to(dtype), solver=solver)
+    assert found.converged.all()
+    error = norm(found.value.double() / sizes - expected) / norm(expected)
+    assert float(error.max()) < (1e-4 if dtype == torch.float32 else 1e-8)

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import math
 import pickle
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import equilibria as eq
 from equilibria.engine.options import check_number, options
-
-law = settings(max_examples=60, deadline=None, derandomize=True)
 
 OPTION_CLASSES = [
     eq.Picard,
@@ -43,46 +38,27 @@ class Example:
         check_number(self, "limit", low=0.0, high=2.0, high_open=True, optional=True)
 
 
-@law
-@given(value=st.floats(allow_nan=True, allow_infinity=True))
-def test_interval_is_half_open(value: float) -> None:
-    inside = 0 < value <= 1  # false for NaN
-    if inside:
-        assert Example(ratio=value).ratio == value
-        return
-    with pytest.raises(ValueError, match=r"Example\(ratio=.*\(0, 1\]"):
-        Example(ratio=value)
+INTERVALS = {
+    "ratio": ((5e-324, 0.3, 1), (0.0, -1.0, math.nextafter(1, 2), math.nan, math.inf), r"\(0, 1\]"),
+    "limit": ((0.0, 1.5, None), (-5e-324, 2.0, math.nan), r"number in \[0, 2\) or None"),
+    "count": ((1, 10**9), (0, -3), r"integer in \[1, inf\)"),
+}
 
 
-@law
-@given(value=st.floats(-3, 3))
-def test_optional_interval_open_above(value: float) -> None:
-    if 0 <= value < 2:
-        assert Example(limit=value).limit == value
-    else:
-        with pytest.raises(ValueError, match=r"expected a number in \[0, 2\) or None"):
-            Example(limit=value)
-    assert Example(limit=None).limit is None
-
-
-@law
-@given(value=st.integers(-10, 10))
-def test_integer_bounded_below(value: int) -> None:
-    if value >= 1:
-        assert Example(count=value).count == value
-    else:
-        with pytest.raises(ValueError, match=r"expected an integer in \[1, inf\)"):
-            Example(count=value)
+@pytest.mark.parametrize("name", INTERVALS)
+def test_ends_of_intervals(name: str) -> None:
+    inside, outside, allowed = INTERVALS[name]
+    for value in inside:
+        assert getattr(Example(**{name: value}), name) == value
+    for value in outside:
+        with pytest.raises(ValueError, match=rf"Example\({name}=.*{allowed}"):
+            Example(**{name: value})
 
 
 @pytest.mark.parametrize("value", ["3", True, 2.0, None, [3]])
 def test_wrong_types_are_named(value: Any) -> None:
     with pytest.raises(TypeError, match=rf"count=.*expected an integer.*{type(value).__name__}"):
         Example(count=value)
-
-
-def test_integers_are_numbers() -> None:
-    assert Example(ratio=1).ratio == 1
 
 
 def test_positional_values_are_refused_with_the_way_to_write_it() -> None:
@@ -117,14 +93,6 @@ def test_options_are_frozen_equal_hashable_and_portable(cls: Any) -> None:
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(made, field.name, 1)
     assert not math.isnan(hash(made))
-
-
-@pytest.mark.parametrize("cls", OPTION_CLASSES)
-def test_signature_shows_the_options(cls: Any) -> None:
-    """Editors and help() read it; the helpful constructor must not hide it."""
-    shown = inspect.signature(cls).parameters
-    assert list(shown) == [f.name for f in dataclasses.fields(cls)]
-    assert all(p.kind is p.KEYWORD_ONLY for p in shown.values())
 
 
 @pytest.mark.parametrize(

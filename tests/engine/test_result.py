@@ -20,21 +20,6 @@ def made(*codes: Result) -> Solution[torch.Tensor]:
     return Solution(torch.zeros(n, 2), torch.tensor([int(c) for c in codes]), stats)
 
 
-def test_the_five_ways_to_end() -> None:
-    assert [r.name for r in Result] == [
-        "converged",
-        "max_steps",
-        "diverged",
-        "nonfinite",
-        "stagnated",
-    ]
-    assert Result.converged == 0
-    assert len({r.message for r in Result}) == 5
-    for code in list(Result)[1:]:
-        told = describe_failures({code: 1}) or ""
-        assert f"({code.message}: " in told  # what happened: what helps
-
-
 def test_counts_and_converged() -> None:
     solution = made(Result.converged, Result.nonfinite, Result.converged, Result.stagnated)
     assert solution.converged.tolist() == [True, False, True, False]
@@ -43,10 +28,8 @@ def test_counts_and_converged() -> None:
 
 def test_summary_is_a_line_for_people() -> None:
     text = made(Result.converged, Result.diverged).summary()
-    assert "1 converged, 1 diverged" in text
-    assert "steps 1 to 2" in text
-    assert "2.00e-01" in text
-    assert "\n" not in text
+    wanted = "1 converged, 1 diverged; steps 1 to 2, relative residual up to 2.00e-01"
+    assert text == wanted
 
 
 def test_description_of_failures() -> None:
@@ -57,15 +40,9 @@ def test_description_of_failures() -> None:
     assert "2 of 6 samples diverged" in text
     assert "1 of 6 samples max_steps" in text
     assert "converged (" not in text
-    assert Result.diverged.message in text
-
-
-def test_solution_is_frozen() -> None:
-    solution = made(Result.converged)
-    with pytest.raises(AttributeError):
-        solution.value = torch.ones(1)  # type: ignore[misc]
-    with pytest.raises(AttributeError):
-        solution.stats.steps = torch.ones(1)  # type: ignore[misc]
+    for code in list(Result)[1:]:
+        told = describe_failures({code: 1}) or ""
+        assert f"({code.message}: " in told  # what happened: what helps
 
 
 def test_solution_of_a_solve_pickles() -> None:
@@ -75,14 +52,6 @@ def test_solution_of_a_solve_pickles() -> None:
     again = pickle.loads(pickle.dumps(solution))
     assert torch.equal(again.value, solution.value)
     assert torch.equal(again.stats.residual, solution.stats.residual)
-
-
-def test_convergence_says_nothing() -> None:
-    problem = problems.linear()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        eq.fixed_point(problem.fn, problem.z0, problem.args, throw=True)
-    assert caught == []
 
 
 def test_warning_names_every_kind_of_failure_once() -> None:
@@ -97,19 +66,6 @@ def test_warning_names_every_kind_of_failure_once() -> None:
     assert "1 of 5 samples nonfinite" in text
     assert "1 of 5 samples diverged" in text
     assert caught[0].filename == __file__
-
-
-def test_error_carries_the_solution_and_is_no_warning() -> None:
-    problem = problems.with_bad_sample(problems.NAN, 0)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        with pytest.raises(NotConvergedError) as raised:
-            eq.fixed_point(problem.fn, problem.z0, problem.args, throw=True)
-    assert caught == []
-    solution = raised.value.solution
-    assert isinstance(solution, Solution)
-    assert solution.counts()[Result.nonfinite] == 1
-    assert torch.isfinite(solution.value).all()
 
 
 def test_linear_solve_warns_by_its_own_name() -> None:

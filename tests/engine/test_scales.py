@@ -144,24 +144,6 @@ def test_converged_means_the_tolerance(
         assert done.all()
 
 
-def test_a_start_of_ordinary_size_does_not_hide_a_tiny_answer() -> None:
-    b = torch.tensor([[1e-25, 2e-25]])
-    for solver in (eq.Picard(max_steps=300), eq.Anderson(max_steps=300)):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ConvergenceWarning)
-            found = eq.fixed_point(lambda z, b: 0.5 * z + b, torch.ones(1, 2), b, solver=solver)
-        if found.converged.all():
-            torch.testing.assert_close(found.value / b, torch.full((1, 2), 2.0), rtol=1e-3, atol=0)
-    assert found.stats.relative.isfinite().all()
-
-
-def test_an_infinite_scale_is_no_convergence() -> None:
-    fn = lambda z, b: torch.cat([z[:, :1] * 0 + math.inf, z[:, 1:] * 0.5 + b], 1)
-    with pytest.warns(ConvergenceWarning):
-        found = eq.fixed_point(fn, torch.zeros(1, 2), torch.ones(1, 1), solver=eq.Picard())
-    assert found.result.tolist() == [int(eq.Result.nonfinite)]
-
-
 @pytest.mark.parametrize("size", [2.0**-100, 2.0**100])
 @pytest.mark.parametrize("compact", [False, True])
 def test_units_travel_with_absolute_tolerances_callbacks_and_compaction(

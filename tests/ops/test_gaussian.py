@@ -31,26 +31,22 @@ def _by_loops(rows: np.ndarray, hidden: np.ndarray, gamma: np.ndarray) -> np.nda
 
 
 @pytest.mark.parametrize("gamma", [1e-3, 0.5, 10.0])
-def test_message_is_algorithm_1(gamma: float) -> None:
-    rows, hidden = randn(3, 5, 4), randn(4, 7, seed=1)
+@pytest.mark.parametrize("with_metric", [True, False])
+def test_message_is_algorithm_1(gamma: float, with_metric: bool) -> None:
+    """No metric is the identity."""
+    rows = randn(3, 5, 4)
+    hidden = randn(4, 7, seed=1) if with_metric else torch.eye(4, dtype=torch.float64)
+    metric = hidden @ hidden.T if with_metric else None
     gammas = gamma * torch.tensor([1.0, 0.5, 2.0], dtype=torch.float64)
-    message, s = gaussian_message(rows, hidden @ hidden.T, gammas)
+    message, s = gaussian_message(rows, metric, gammas)
     expected = _by_loops(rows.numpy(), hidden.numpy(), gammas.numpy())
     np.testing.assert_allclose(message.numpy(), expected, rtol=1e-11, atol=1e-14)
     energies = np.square(rows.numpy() @ hidden.numpy()).sum(-1)
     np.testing.assert_allclose(s.numpy(), energies, rtol=1e-12)
-    np.testing.assert_allclose(gaussian_energies(rows, hidden @ hidden.T).numpy(), energies)
+    np.testing.assert_allclose(gaussian_energies(rows, metric).numpy(), energies)
     np.testing.assert_allclose(
         gaussian_weights(s, gammas).numpy(), np.exp(-gammas.numpy()[:, None] * energies)
     )
-
-
-def test_no_metric_is_the_identity() -> None:
-    rows = randn(2, 3, 4)
-    plain, s = gaussian_message(rows, None, 0.7)
-    expected = _by_loops(rows.numpy(), np.eye(4), np.full(2, 0.7))
-    np.testing.assert_allclose(plain.numpy(), expected, rtol=1e-12)
-    np.testing.assert_allclose(s.numpy(), np.square(rows.numpy()).sum(-1))
 
 
 def test_jvp_against_central_differences() -> None:
@@ -82,9 +78,11 @@ def test_gradcheck_in_every_argument() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize(
     ("size", "gamma"),
-    [(1e3, 1e3), (1e3, 1e30), (1.0, 1e38), (1e-3, 1e38), (0.0, 1e38), (100.0, 1e9)],
+    [(1e3, 1e3), (1e3, 1e30), (1.0, 1e38), (1e-3, 1e38), (0.0, 1e38), (100.0, 1e9), (1e25, 1e-3)],
 )
 def test_underflow_gives_zeros_and_never_nan(dtype: torch.dtype, size: float, gamma: float) -> None:
+    if size > torch.finfo(dtype).max:
+        pytest.skip("not a number of this dtype")
     rows = torch.full((1, 2, 3), size).to(dtype).requires_grad_()
     g = torch.tensor([gamma], dtype=torch.float32, requires_grad=True)
     metric = torch.eye(3, dtype=dtype)
@@ -98,15 +96,6 @@ def test_underflow_gives_zeros_and_never_nan(dtype: torch.dtype, size: float, ga
     if size:
         assert not message.any()
         assert not first[0].any()
-
-
-def test_energy_that_overflows_float32_is_finite() -> None:
-    rows = torch.full((1, 1, 2), 1e25, requires_grad=True)
-    gamma = torch.tensor([1e-3], requires_grad=True)
-    message, s = gaussian_message(rows, None, gamma)
-    assert torch.isfinite(s).all()
-    for t in torch.autograd.grad(message.sum(), (rows, gamma)):
-        assert torch.isfinite(t).all()
 
 
 def test_a_null_direction_of_the_metric_never_gives_a_weight_above_one() -> None:

@@ -5,11 +5,6 @@ The interpreter is chosen when Triton is first imported, so its tests run in a p
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -27,6 +22,8 @@ from equilibria.ops.gaussian_patches import (
     split_rows,
 )
 from equilibria.problems import Patches
+
+from . import on_gpu, run_interpreted
 
 # batch, channels, height, width, c_s, p: also rows of 12 and 27, which fill no power of two.
 SHAPES = [(2, 16, 4, 6, 8, 2), (3, 6, 4, 4, 3, 2), (1, 32, 8, 8, 4, 4), (2, 6, 6, 3, 3, 3)]
@@ -120,18 +117,7 @@ print(json.dumps({"rows": rows, "higher": higher, "of_zero": zero, "huge": huge}
 
 @pytest.fixture(scope="module")
 def interpreted() -> Any:
-    if find_spec("triton") is None:
-        pytest.skip("Triton is not installed")
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", _SCRIPT],
-        input=json.dumps(SHAPES),
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout)
+    return run_interpreted(_SCRIPT, SHAPES)
 
 
 def test_the_kernels_agree_with_the_plain_form_in_float64(interpreted: Any) -> None:
@@ -170,28 +156,25 @@ def test_columns_are_permuted_as_the_kernel_reads_them() -> None:
         assert moved[row, column] == metric[places[0], places[1]]
 
 
-def test_the_cpu_takes_the_plain_form() -> None:
-    x = torch.randn(2, 8, 4, 4)
-    assert not can_fuse(x, x, torch.eye(32), 8, 2)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("shape", [*SHAPES, (64, 64, 16, 16, 32, 2)])
-def test_on_the_gpu(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def drawn_on_the_gpu(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
+    """Three maps and a metric."""
     batch, channels, height, width, group, size = shape
     torch.manual_seed(0)
     k = group * size * size
-
-    def drawn() -> Tensor:
-        x = torch.randn(batch, channels, height, width, device="cuda", dtype=dtype)
-        return x.to(memory_format=torch.channels_last)
-
-    a, c, g = drawn().requires_grad_(), drawn().requires_grad_(), drawn()
+    maps = torch.randn(3, batch, channels, height, width, device="cuda", dtype=dtype)
     root = torch.randn(k, 2 * k, device="cuda") / k
-    metric = (root @ root.T).to(dtype).requires_grad_()
-    gamma = (torch.rand(batch, device="cuda") + 0.3).requires_grad_()
+    laid = [x.contiguous(memory_format=torch.channels_last) for x in maps]
+    return laid, (root @ root.T).to(dtype).requires_grad_()
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [*SHAPES, (64, 64, 16, 16, 32, 2)])
+def test_on_the_gpu(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    group, size = shape[4:]
+    (a, c, g), metric = drawn_on_the_gpu(shape, dtype)
+    a, c = a.requires_grad_(), c.requires_grad_()
+    gamma = (torch.rand(shape[0], device="cuda") + 0.3).requires_grad_()
     assert can_fuse(a, c, metric, group, size)
     leaves = (a, c, metric, gamma)
     out = fused_message(*leaves, group, size)
@@ -215,19 +198,14 @@ def _plain_energies(c: Tensor, metric: Tensor, channels: int, size: int) -> Tens
     return gaussian_energies(split_rows(c, channels, size), metric)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@on_gpu
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [*SHAPES, (64, 64, 16, 16, 8, 2)])
 def test_energies_on_the_gpu(shape: tuple[int, ...], dtype: torch.dtype, compiled: bool) -> None:
-    batch, channels, height, width, group, size = shape
-    torch.manual_seed(0)
-    k = group * size * size
-    c = torch.randn(batch, channels, height, width, device="cuda", dtype=dtype)
-    c = c.to(memory_format=torch.channels_last).requires_grad_()
-    root = torch.randn(k, 2 * k, device="cuda") / k
-    metric = (root @ root.T).to(dtype).requires_grad_()
+    group, size = shape[4:]
+    (c, _, _), metric = drawn_on_the_gpu(shape, dtype)
+    c = c.requires_grad_()
     assert can_fuse(c, c, metric, group, size)
     torch._dynamo.reset()  # another shape is another graph, and their number is limited
     form: Any = torch.compile(patch_energies, backend="aot_eager") if compiled else patch_energies
@@ -264,6 +242,7 @@ def test_wide_rows_are_left_to_a_compiler(monkeypatch: pytest.MonkeyPatch) -> No
         def numel(self) -> int:
             return x.numel()
 
+    assert not patches.can_fuse(torch.randn(2, 8, 4, 4), x, torch.eye(32), 8, 2)  # on a CPU
     given: Any = OnGPU()
     assert patches.can_fuse(given, given, given, 32, 2)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)

@@ -1,12 +1,20 @@
-"""The message and its derivative without autograd, against autograd in float64."""
+"""The message and its derivative without autograd, against autograd in float64; rows of patches."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
-from equilibria.ops.gaussian_patches import patch_energies, plain_message
+from equilibria.ops.gaussian_patches import (
+    can_unshuffle,
+    merge_planes,
+    patch_energies,
+    plain_message,
+    plane_rows,
+)
 from equilibria.ops.gaussian_steps import PatchMessage, blank, residual_norms, threshold_sum
 
 CUT = (3, 2)
@@ -71,11 +79,13 @@ def test_energies_are_those_of_the_rows() -> None:
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-@pytest.mark.parametrize("given", [True, False])
-def test_energies_have_gradients_to_any_order(layout: torch.memory_format, given: bool) -> None:
+@pytest.mark.parametrize("with_metric", [True, False])
+def test_energies_have_gradients_to_any_order(
+    layout: torch.memory_format, with_metric: bool
+) -> None:
     _, c, _, metric, _ = drawn(2)
     c = c[:, :, :2, :4].contiguous(memory_format=layout).requires_grad_()
-    leaves = (c, metric.clone().requires_grad_()) if given else (c,)
+    leaves = (c, metric.clone().requires_grad_()) if with_metric else (c,)
 
     def energies(c: Tensor, metric: Tensor | None = None) -> Tensor:
         return patch_energies(c, metric, *CUT)
@@ -119,3 +129,25 @@ def test_the_small_passes() -> None:
     assert cleaned is sick
     assert float(cleaned[2].abs().max()) == 0.0
     assert torch.equal(cleaned[:2], z[:2])
+
+
+@given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 4), st.integers(1, 3))
+@settings(max_examples=30, deadline=None)
+def test_rows_are_patches(groups: int, channels: int, cells: int, size: int) -> None:
+    shape = (2, groups * channels, cells * size, 2 * size)
+    r = torch.arange(float(torch.Size(shape).numel())).view(shape)
+    r = r.to(memory_format=torch.channels_last)
+    rows = plane_rows(r, channels, size)
+    for a in range(cells):
+        for b in range(2):
+            for g in range(groups):
+                patch = r[:, g * channels :, a * size :, b * size :][:, :channels, :size, :size]
+                assert torch.equal(rows[:, (a * 2 + b) * groups + g], patch.flatten(1))
+    assert torch.equal(merge_planes(rows, shape, size), r)
+
+
+def test_it_serves_channels_last_maps_on_a_cpu() -> None:
+    r = torch.zeros(2, 8, 4, 4)
+    assert not can_unshuffle(r)
+    assert can_unshuffle(r.to(memory_format=torch.channels_last))
+    assert not can_unshuffle(torch.zeros(2, 1, 4, 4))

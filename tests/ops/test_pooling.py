@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from importlib.util import find_spec
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
 
 from equilibria.ops.pooling import average_pool
+
+from . import on_gpu, run_interpreted
 
 BLOCKS = [(1, 1), (2, 2), (2, 4), (8, 1)]
 
@@ -23,11 +18,8 @@ def test_it_is_the_mean_of_blocks(block: tuple[int, int]) -> None:
     x = torch.randn(2, 3, 8, 8, dtype=torch.float64)
     found = average_pool(x, *block)
     for i, j in ((0, 0), (8 // block[0] - 1, 8 // block[1] - 1)):
-        rows, columns = (
-            slice(i * block[0], (i + 1) * block[0]),
-            slice(j * block[1], (j + 1) * block[1]),
-        )
-        right = x[:, :, rows, columns].mean((2, 3))
+        corner = x[:, :, i * block[0] :, j * block[1] :]
+        right = corner[:, :, : block[0], : block[1]].mean((2, 3))
         torch.testing.assert_close(found[:, :, i, j], right)
 
 
@@ -69,29 +61,14 @@ print(json.dumps(found))
 """
 
 
-@pytest.fixture(scope="module")
-def interpreted() -> Any:
-    if find_spec("triton") is None:
-        pytest.skip("Triton is not installed")
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", _SCRIPT],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout)
-
-
-def test_the_kernels_agree_with_torch(interpreted: Any) -> None:
-    assert len(interpreted) == 9
-    for name, off in interpreted.items():
+def test_the_kernels_agree_with_torch() -> None:
+    found = run_interpreted(_SCRIPT)
+    assert len(found) == 9
+    for name, off in found.items():
         assert off < (1e-4 if name in ("moved", "scale", "alone") else 1e-6), (name, off)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@on_gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_on_the_gpu(dtype: torch.dtype) -> None:
     x = torch.randn(16, 40, 16, 16, device="cuda", dtype=dtype)
@@ -104,8 +81,6 @@ def test_on_the_gpu(dtype: torch.dtype) -> None:
     right = F.avg_pool2d(exact, (4, 2))
     (right_dx,) = torch.autograd.grad(right, exact, g.detach().double())
     tolerance = 1e-6 if dtype == torch.float32 else 1e-2
-    torch.testing.assert_close(found.double(), right, rtol=tolerance, atol=tolerance)
-    torch.testing.assert_close(dx.double(), right_dx, rtol=tolerance, atol=tolerance)
-    torch.testing.assert_close(
-        again.double(), 2 * g.detach().double() / 8, rtol=tolerance, atol=tolerance
-    )
+    known = ((found, right), (dx, right_dx), (again, 2 * g.detach().double() / 8))
+    for mine, true in known:
+        torch.testing.assert_close(mine.double(), true, rtol=tolerance, atol=tolerance)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from typing import Any
 
@@ -11,18 +10,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 import equilibria as eq
-from equilibria import Anderson, Picard
-from equilibria.engine.solver import Point
+from equilibria import Anderson
 from tests.contracts import problems
 from tests.contracts.solver_contract import (
     SolverContract,
     assert_answers,
     assert_same,
     solve,
-    solve_quietly,
+    state_bytes,
+    steps_of,
 )
 
 
@@ -105,20 +103,6 @@ def test_expansive_map_is_solved() -> None:
     assert_answers(problem, solve(problem, Anderson(memory=7, rtol=1e-8)))
 
 
-def test_growing_sample_among_others_is_solved() -> None:
-    """T = 3z + 1 has the fixed point −1/2."""
-    problem = problems.with_bad_sample(problems.GROWS, 1)
-    solution = solve(problem, Anderson(rtol=1e-8))
-    assert float((solution.value[1] + 0.5).abs().max()) < 0.5 * 1e-8
-
-
-def test_memory_of_one_is_picard() -> None:
-    problem = problems.tanh()
-    left = solve(problem, Anderson(memory=1, damping=0.6, rtol=1e-8, max_steps=500))
-    right = solve(problem, Picard(damping=0.6, rtol=1e-8, max_steps=500))
-    assert torch.equal(left.value, right.value)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_ridge_is_relative(dtype: torch.dtype) -> None:
     """A large ridge has the same effect at every scale."""
@@ -128,13 +112,6 @@ def test_ridge_is_relative(dtype: torch.dtype) -> None:
         solver = Anderson(ridge=0.1, max_steps=1000)
         counts.append(solve(problems.scaled(base, factor), solver).stats.steps.tolist())
     assert counts[0] == counts[1] == counts[2]
-
-
-def test_ridge_has_an_effect() -> None:
-    problem = problems.linear(radius=0.9)
-    few = solve(problem, Anderson(rtol=1e-8, ridge=1e-12, block=1)).stats.steps
-    more = solve(problem, Anderson(rtol=1e-8, ridge=1.0, block=1, max_steps=1000)).stats.steps
-    assert (more > few).all()
 
 
 def test_repeated_residuals_make_a_singular_system_that_is_survived() -> None:
@@ -148,103 +125,27 @@ def test_repeated_residuals_make_a_singular_system_that_is_survived() -> None:
     assert float((solution.value[0] - 2).abs().max()) < 1e-4
 
 
-def advance(solver: Anderson, problem: problems.Problem, z: list[Tensor], state: Any) -> Any:
-    return solver.step(Point(z, [problem.fn(z[0], *problem.args)]), state)
-
-
 def test_restart_forgets_one_sample_and_spares_its_mates() -> None:
-    problem = problems.tanh(batch=3)
-    solver = Anderson(memory=3)
-    with torch.no_grad():
-        twins = []
-        for stalled in (None, torch.tensor([False, True, False])):
-            z, state = [problem.z0], solver.init([problem.z0])
-            for _ in range(5):
-                z, state = advance(solver, problem, z, state)
-            if stalled is not None:
-                state = solver.restart(state, stalled)
-            trajectory = []
-            for _ in range(4):
-                before = z[0]
-                z, state = advance(solver, problem, z, state)
-                trajectory.append(z[0])
-            twins.append((before, trajectory))
-    (_, plain), (_, restarted) = twins
-    for k in range(4):
-        assert torch.equal(plain[k][[0, 2]], restarted[k][[0, 2]])
-    assert not torch.equal(plain[0][1], restarted[0][1])
+    problem, solver = problems.tanh(batch=3), Anderson(memory=3)
+    stalled = torch.tensor([False, True, False])
+    plain, restarted = steps_of(solver, problem, 9), steps_of(solver, problem, 9, 5, stalled)
+    for a, b in zip(plain, restarted, strict=True):
+        assert torch.equal(a[[0, 2]], b[[0, 2]])
+    assert not torch.equal(plain[5][1], restarted[5][1])
     # A fresh solve from the same iterate takes the same steps as the restarted sample.
-    z, state = [problem.z0], solver.init([problem.z0])
-    with torch.no_grad():
-        for _ in range(5):
-            z, state = advance(solver, problem, z, state)
-        state = solver.init(z)
-        for k in range(4):
-            z, state = advance(solver, problem, z, state)
-            assert_same(z[0][1], restarted[k][1], rtol=1e-9)
+    fresh = steps_of(solver, problems.replace(problem, z0=plain[4]), 4)
+    for a, b in zip(fresh, restarted[5:], strict=True):
+        assert_same(a[1], b[1], rtol=1e-9)
 
 
-def test_state_memory_is_at_most_2m_plus_4_states() -> None:
+def test_state_memory_is_at_most_2m_plus_2_states() -> None:
     memory, batch, size = 4, 3, 1000
-    problem = problems.replace(
-        problems.tanh(2, 2), fn=lambda z: 0.9 * torch.cos(z), z0=torch.zeros(batch, size), args=()
-    )
-    solver = Anderson(memory=memory)
-    with torch.no_grad():
-        z, state = [problem.z0], solver.init([problem.z0])
-        for _ in range(15):
-            z, state = advance(solver, problem, z, state)
-    held: dict[int, int] = {}
-
-    def walk(item: Any) -> None:
-        if isinstance(item, Tensor):
-            held[item.untyped_storage().data_ptr()] = item.untyped_storage().nbytes()
-        elif isinstance(item, (list, tuple)):
-            for child in item:
-                walk(child)
-        elif hasattr(item, "__dict__"):
-            walk(list(vars(item).values()))
-
-    walk(state)
     small = batch * memory * (memory + 2) * 8
-    assert sum(held.values()) <= (2 * memory + 2) * batch * size * 4 + small
+    found = state_bytes(Anderson(memory=memory), batch, size)
+    assert found <= (2 * memory + 2) * batch * size * 4 + small
 
 
-@pytest.mark.parametrize(
-    ("options", "allowed"),
-    [
-        ({"memory": 0}, r"memory=0\) is out of range: expected an integer in \[1, inf\)"),
-        ({"memory": -3}, r"memory=-3\)"),
-        ({"damping": 0.0}, r"damping=0.0\).*\(0, 1\]"),
-        ({"damping": 1.01}, r"damping=1.01\)"),
-        ({"ridge": 0.0}, r"ridge=0.0\)"),
-        ({"ridge": -1e-6}, r"ridge=-1e-06\)"),
-    ],
-)
-def test_own_options_out_of_range(options: dict[str, Any], allowed: str) -> None:
-    with pytest.raises(ValueError, match=rf"Anderson\({allowed}"):
+@pytest.mark.parametrize("options", [{"memory": 0}, {"damping": 1.01}, {"ridge": 0.0}])
+def test_own_options_out_of_range(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=rf"Anderson\({next(iter(options))}=.* is out of range"):
         Anderson(**options)
-
-
-def test_own_options_of_a_wrong_type() -> None:
-    with pytest.raises(TypeError, match=r"memory=2.5\): expected an integer"):
-        Anderson(memory=2.5)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"positional value\(s\) \(5,\); write Anderson\(rtol="):
-        Anderson(5)  # type: ignore[misc]
-    with pytest.raises(TypeError, match=r"no option 'memroy'.*Did you mean 'memory'\?"):
-        Anderson(memroy=5)  # type: ignore[call-arg]
-
-
-def test_is_the_default_solver() -> None:
-    problem = problems.mixed()
-    default = eq.fixed_point(problem.fn, problem.z0, problem.args)
-    assert torch.equal(default.value, solve(problem, Anderson()).value)
-    assert dataclasses.replace(Anderson(), memory=7).memory == 7
-
-
-def test_small_norm_systems_do_not_fall_behind_picard() -> None:
-    """Cotangents of a mean loss have norms like 1e-7; an absolute ridge loses to Picard there."""
-    problem = problems.scaled(problems.linear(radius=0.95).to(torch.float32), 1e-7)
-    ours = solve(problem, Anderson(rtol=1e-5, max_steps=500)).stats.steps
-    plain = solve_quietly(problem, Picard(rtol=1e-5, max_steps=500)).stats.steps
-    assert (ours < plain).all()

@@ -71,15 +71,6 @@ def test_failing_sample_gets_its_best_iterate(inner: type[Solver], compact: bool
     )
 
 
-def test_best_is_better_than_last() -> None:
-    problem = restless()
-    options = {"rtol": 1e-12, "max_steps": 60}
-    last = solve_quietly(problem, Picard(**options))
-    best = solve_quietly(problem, BestIterate(Picard(**options)))
-    assert codes(last) == codes(best) == [Result.max_steps] * 4
-    assert (best.stats.residual < 0.5 * last.stats.residual).all()
-
-
 def test_best_iterate_of_a_stagnating_sample() -> None:
     problem = problems.rotation(1.0)
     solution = solve_quietly(problem, BestIterate(Picard(max_steps=200)))
@@ -122,18 +113,11 @@ def test_converged_samples_are_those_of_the_inner_solver() -> None:
     assert torch.equal(solve(problem, BestIterate(inner)).value, solve(problem, inner).value)
 
 
-def test_wrappers_of_different_solvers_differ() -> None:
-    assert BestIterate(Anderson()) == BestIterate(Anderson())
-    assert BestIterate(Anderson()) != BestIterate(Picard())
-    assert BestIterate(Anderson(memory=3)) != BestIterate(Anderson(memory=4))
-    assert BestIterate(Anderson()) != Anderson()
-
-
 def test_options_of_the_inner_solver_hold() -> None:
     wrapped = BestIterate(Anderson(rtol=1e-3, max_steps=9, memory=3))
     assert (wrapped.rtol, wrapped.max_steps) == (1e-3, 9)
-    assert repr(wrapped).startswith("BestIterate(Anderson(")
-    assert "memory=3" in repr(wrapped)
+    assert wrapped != BestIterate(Anderson(rtol=1e-3, max_steps=9, memory=4))
+    assert "BestIterate(Anderson(" in repr(wrapped)
 
 
 @pytest.mark.parametrize("inner", [Anderson, None, "anderson", BestIterate(Picard())])

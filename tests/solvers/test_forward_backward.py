@@ -189,12 +189,3 @@ def test_options_are_handed_to_the_iteration(kind: type[SplittingSolver]) -> Non
             assert getattr(copied.iteration, name) == getattr(made, name)
     assert "iteration" not in repr(made)
     assert kind(alpha=0.5) != kind()
-
-
-def test_unknown_options_are_named() -> None:
-    with pytest.raises(
-        TypeError, match=r"ForwardBackward has no option 'alfa'.*Did you mean 'alpha'"
-    ):
-        ForwardBackward(alfa=0.1)  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match="keyword"):
-        ForwardBackward(0.1)  # type: ignore[misc]

@@ -73,20 +73,6 @@ def test_damping_solves_where_the_plain_iteration_diverges() -> None:
     assert codes(plain) == [Result.diverged]
 
 
-def test_step_count_is_the_theoretical_one() -> None:
-    """T = az + b from 0: residual aᵏ⁻¹b at step k; stops at the first k below the tolerance."""
-    rate = torch.tensor([[0.1], [0.5], [0.9]], dtype=torch.float64)
-    solution = eq.fixed_point(lambda z, a: a * z + 1, torch.zeros(3, 1).double(), rate,
-                              solver=Picard(rtol=1e-6, max_steps=500, block=1))  # fmt: skip
-    expected = []
-    for a in rate[:, 0].tolist():
-        z, step = 0.0, 1
-        while abs(a * z + 1 - z) > 1e-6 * abs(a * z + 1):
-            z, step = a * z + 1, step + 1
-        expected.append(step)
-    assert solution.stats.steps.tolist() == expected
-
-
 def test_linear_growth_is_called_divergence() -> None:
     problem = problems.with_bad_sample(problems.GROWS, 1)
     solution = solve_quietly(problem, Picard(rtol=1e-8, max_steps=4000))
@@ -107,17 +93,14 @@ def test_divergence_option_sets_the_bound() -> None:
         assert codes(solution) == [code]
 
 
-def test_fixed_steps_report_an_exact_hit() -> None:
+def test_fixed_steps_report_an_exact_hit_and_divergence() -> None:
     solution = solve(problems.mixed(), Picard(rtol=0.0, max_steps=3))
     assert codes(solution) == [Result.converged, *[Result.max_steps] * 5]
     assert float(solution.stats.residual[0]) == 0.0
-
-
-def test_fixed_steps_report_divergence() -> None:
     problem = problems.with_bad_sample(problems.GROWS, 1)
-    solution = solve(problem, Picard(rtol=0.0, max_steps=20))
-    assert codes(solution)[1] == Result.diverged
-    assert Result.diverged not in codes(solution)[2:]
+    found = codes(solve(problem, Picard(rtol=0.0, max_steps=20)))
+    assert found.count(Result.diverged) == 1
+    assert found[1] == Result.diverged
 
 
 def test_pure_rotation_stagnates() -> None:

@@ -14,7 +14,7 @@ from equilibria.engine.krylov import LinearIterated, LinearSolver, MatVec
 from equilibria.engine.maps import Map
 from equilibria.engine.result import BackwardStats, ConvergenceWarning, Result
 from equilibria.engine.solver import Solver
-from equilibria.engine.tree import Leaves, repeat_samples, sample_norm
+from equilibria.engine.tree import Leaves, add, repeat_samples, sample_norm, subtract
 
 
 def solve_adjoint(
@@ -33,20 +33,19 @@ def solve_adjoint(
     if isinstance(solver, LinearSolver):
 
         def identity_minus(v: Leaves) -> Leaves:
-            return [a - b for a, b in zip(v, transpose(v), strict=True)]
+            return subtract(v, transpose(v))
 
         return solver.solve(identity_minus, g, coupled=coupled, group=group)
 
     def affine(u: Any) -> Any:
-        return tuple(a + b for a, b in zip(g, transpose(list(u)), strict=True))
+        return tuple(add(g, transpose(list(u))))
 
     spec = pytree.tree_structure(tuple(g))
     done = iterate(Map(affine, (), spec, g, coupled=coupled, group=group), g, solver)
     residual, norm = done.residual, sample_norm(g)
     if solver.fixed_steps:
         # The last step was taken after the last evaluation.
-        step = zip(done.value, affine(done.value), strict=True)
-        residual = sample_norm([b - a for a, b in step])
+        residual = sample_norm(subtract(affine(done.value), done.value))
     if done.coupled:
         size = len(norm) if group is None else group
         norm = _together(norm, size)

@@ -1,9 +1,8 @@
 """Implicit differentiation under torch.func and forward-mode AD.
 
 Transforms need every dependency of a solve as an explicit input. The map's closure is made
-explicit by watching one evaluation and substituting tensors in later ones; the solve is then a
-``torch.autograd.Function`` with its own rules. The rules of u = g + Jᵀu (reverse), t = c + Jt
-(forward) and of a batched solve (vmap) are solves of the same kind, so transforms nest.
+explicit by watching one evaluation and substituting tensors in later ones. The rules of u = g + Jᵀu
+(reverse), t = c + Jt (forward) and of vmap are solves of the same kind, so transforms nest.
 """
 
 from __future__ import annotations
@@ -20,16 +19,20 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils import _pytree as pytree
 
 from equilibria.engine.iterate import Callback, Iterated, iterate
-from equilibria.engine.krylov import LinearSolver
+from equilibria.engine.krylov import GMRES, LinearSolver
 from equilibria.engine.maps import Map
 from equilibria.engine.result import BackwardStats, warn_failures
 from equilibria.engine.solver import Solver
-from equilibria.engine.transforms import forward_levels, forward_mode_active
-from equilibria.engine.tree import Leaves, where_sample
+from equilibria.engine.transforms import (
+    forward_levels,
+    forward_mode_active,
+    functorch_active,
+    transforms_active,
+)
+from equilibria.engine.tree import Leaves, add, keep_samples
 
 from .backward import note_backward, solve_adjoint
-from .capture import Substitute, survey, watch
-from .quarantine import FAILED, clean, has_batch, lend
+from .graph import Substitute, blown_up, clean, has_batch, lend, survey, watch
 
 Explicit = Callable[[Leaves, Sequence[Tensor]], Leaves]
 """(leaves of z, dependencies) ↦ leaves of T(z)."""
@@ -56,16 +59,9 @@ class _Problem:
     solver: Solver | LinearSolver
     how: Backward
     affine: bool = False
-    callback: Callback | None = None
-    count_of: _Counts = field(default_factory=lambda: _Counts())
-
-
-@dataclass
-class _Counts:
-    """What a forward solve did, told by the host."""
-
-    evaluations: int = 0
-    syncs: int = 0
+    callback: Callback = None
+    counted: list[int] = field(default_factory=lambda: [0, 0])
+    """Evaluations and syncs of a forward solve, told by the host."""
 
 
 def solve_functional(
@@ -73,7 +69,7 @@ def solve_functional(
     z0: Leaves,
     solver: Solver,
     rule: LinearSolver | Solver,
-    callback: Callback | None,
+    callback: Callback,
     backward: BackwardStats,
 ) -> Iterated:
     """Solve with rules for vmap, reverse and forward mode."""
@@ -83,25 +79,45 @@ def solve_functional(
             "forward over reverse, as torch.func.hessian does (jacfwd of jacrev)."
         )
     # What may hold a row a sample is a dependency too: NaN of failed samples is cleaned there.
-    sources = [t for t in watch(fn, z0) if _tracked(t) or _may_hold_samples(t, z0)]
+    sources = [
+        t for t in watch(fn, z0) if _tracked(t) or (t.is_floating_point() and has_batch(t, z0[0]))
+    ]
     explicit = make_explicit(fn, sources, survey(fn.fn).modules)
     how = Backward(rule, backward, len(z0[0]), fn.coupled)
     problem = _Problem(explicit, len(z0), solver, how, callback=callback)
     out = _SolveFunction.apply(problem, *z0, *sources)
-    n = len(z0)
-    counts = problem.count_of
-    done = Iterated(
-        list(out[:n]), out[n], out[n + 1], out[n + 2], out[n + 3], counts.evaluations, counts.syncs
-    )
+    value, (code, steps, residual, relative) = list(out[: len(z0)]), out[len(z0) :]
+    evaluations, syncs = problem.counted
+    done = Iterated(value, code, steps, residual, relative, evaluations, syncs)
     done.coupled = how.coupled
     return done
+
+
+def solve_detached(fn: Map, z0: Leaves, solver: Solver, callback: Callback) -> Iterated:
+    """Solve without a graph; the value is a constant for whatever differentiates it later."""
+    with torch.no_grad():
+        if not transforms_active():
+            return iterate(fn, [z.detach() for z in z0], solver, callback)
+        done = solve_functional(fn, z0, solver, GMRES(), callback, BackwardStats())
+    done.value = [v.detach() for v in done.value]
+    return done
+
+
+def refuse_data_dependence(solver: Solver, name: str) -> None:
+    """Inside vmap a solve that stops by its residual cannot be unrolled: say what can."""
+    if functorch_active() and not solver.fixed_steps:
+        raise RuntimeError(
+            f"{name} with a tolerance stops by the data, which torch.func transforms cannot "
+            "follow. Use a fixed number of steps (rtol=0, atol=0, max_steps=...) or "
+            "adjoint=Implicit()."
+        )
 
 
 def make_explicit(fn: Map, sources: Sequence[Tensor], modules: Sequence[nn.Module]) -> Explicit:
     """T as a function of z and of the tensors it depends on, wherever it finds them.
 
-    Modules are remembered with the tensors they hold now: by the time of a backward pass
-    ``torch.func.functional_call`` has put others in their place.
+    Modules are remembered with the tensors they hold now: ``functional_call`` puts others
+    in their place before a backward pass.
     """
     held = [(m, dict([*m.named_parameters(), *m.named_buffers()])) for m in modules]
 
@@ -123,19 +139,13 @@ def _tracked(t: Tensor) -> bool:
     return forward_mode_active() and forward_ad.unpack_dual(t).tangent is not None
 
 
-def _may_hold_samples(t: Tensor, z0: Leaves) -> bool:
-    return t.is_floating_point() and has_batch(t, z0[0])
-
-
 def _pull(fn: Callable[..., Any], *primals: Any) -> Callable[[Any], Any]:
     return torch.func.vjp(fn, *primals)[1]
 
 
 def _push(fn: Callable[[Any], Any], primal: Any, tangent: Any) -> Any:
-    """The product of fn's Jacobian with a tangent, by transposing the transpose.
-
-    Reverse mode twice, because forward mode does not nest inside a dual level.
-    """
+    """The product of fn's Jacobian with a tangent, by reverse mode twice, because forward mode does
+    not nest inside a dual level."""
     value, pull = torch.func.vjp(fn, primal)[:2]
     start = pytree.tree_map(torch.zeros_like, value)
     return _pull(lambda w: pull(w)[0], start)(tangent)[0]
@@ -165,8 +175,7 @@ class _SolveFunction(torch.autograd.Function):
         problem: _Problem = ctx.problem
         n = problem.count
         z, deps, failed = _saved(ctx)
-        zero = [torch.zeros_like(g) for g in grads[:n]]
-        g = where_sample(failed, zero, grads[:n])
+        g = keep_samples(~failed, grads[:n])
         found = backward_functional(problem.fn, z, deps, g, problem.how)
         return (None, *([None] * n), *found)
 
@@ -175,17 +184,13 @@ class _SolveFunction(torch.autograd.Function):
         problem: _Problem = ctx.problem
         fn, n = problem.fn, problem.count
         z, deps, failed = _saved(ctx)
-        moves = [
-            torch.zeros_like(d) if t is None else t
-            for d, t in zip(deps, tangents[1 + n :], strict=True)
-        ]
-        offset = _push(lambda d: fn(z, d), deps, moves)
-        offset = where_sample(failed, [torch.zeros_like(x) for x in offset], offset)
+        pairs = zip(deps, tangents[1 + n :], strict=True)
+        moves = [torch.zeros_like(d) if t is None else t for d, t in pairs]
+        offset = keep_samples(~failed, _push(lambda d: fn(z, d), deps, moves))
 
         def tangent(t: Leaves, given: Sequence[Tensor]) -> Leaves:
             start, at, rest = given[:n], list(given[n : 2 * n]), given[2 * n :]
-            pushed = _push(lambda x: fn(x, rest), at, t)
-            return [a + b for a, b in zip(start, pushed, strict=True)]
+            return add(start, _push(lambda x: fn(x, rest), at, t))
 
         t = _solve_affine(tangent, offset, [*z, *deps], problem.how)
         return (*t, None, None, None, None)
@@ -196,41 +201,33 @@ class _SolveFunction(torch.autograd.Function):
     ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
         if problem.callback is not None:
             raise RuntimeError("a callback cannot follow a solve under vmap; call it without one.")
-        size, n = info.batch_size, problem.count
-        dims = in_dims[1:]
+        size, n, dims = info.batch_size, problem.count, in_dims[1:]
+        given = [t if d is None else t.movedim(d, 0) for t, d in zip(tensors, dims, strict=True)]
         z0 = [
-            t.unsqueeze(0).expand(size, *t.shape) if d is None else t.movedim(d, 0)
-            for t, d in zip(tensors[:n], dims[:n], strict=True)
-        ]
-        deps = [
-            t if d is None else t.movedim(d, 0) for t, d in zip(tensors[n:], dims[n:], strict=True)
+            t.unsqueeze(0).expand(size, *t.shape) if d is None else t
+            for t, d in zip(given[:n], dims[:n], strict=True)
         ]
         dep_dims = [None if d is None else 0 for d in dims[n:]]
         shapes = [t.shape for t in z0]
 
-        def batched(z: Leaves, given: Sequence[Tensor]) -> Leaves:
+        def batched(z: Leaves, deps: Sequence[Tensor]) -> Leaves:
             stacked = [x.unflatten(0, s[:2]) for x, s in zip(z, shapes, strict=True)]
             if not any(d == 0 for d in dep_dims):
-                out = torch.vmap(lambda a: fn_one(a, given))(stacked)
+                out = torch.vmap(lambda a: problem.fn(a, deps))(stacked)
             else:
-                out = torch.vmap(fn_one, in_dims=(0, dep_dims))(stacked, list(given))
+                out = torch.vmap(problem.fn, in_dims=(0, dep_dims))(stacked, list(deps))
             return [x.flatten(0, 1) for x in out]
 
-        def fn_one(z: Leaves, given: Sequence[Tensor]) -> Leaves:
-            return problem.fn(z, given)
-
         wide = _Problem(batched, n, problem.solver, problem.how, problem.affine)
-        out = _SolveFunction.apply(wide, *[x.flatten(0, 1) for x in z0], *deps)
+        out = _SolveFunction.apply(wide, *[x.flatten(0, 1) for x in z0], *given[n:])
         split = tuple(x.unflatten(0, shapes[0][:2]) for x in out)
         return split, (0,) * len(split)
 
 
 def _saved(ctx: Any) -> tuple[Leaves, list[Tensor], Tensor]:
     """z* and the dependencies with failed samples cleaned, and which samples [B] failed."""
-    n = ctx.problem.count
-    saved = ctx.saved_tensors
-    result = saved[n]
-    failed = (result == int(FAILED[0])) | (result == int(FAILED[1]))
+    n, saved = ctx.problem.count, ctx.saved_tensors
+    failed = blown_up(saved[n])
     z = [lend(x, failed) for x in saved[:n]]
     return z, [clean(d, failed) for d in saved[n + 1 :]], failed
 
@@ -243,8 +240,7 @@ def backward_functional(
 
     def adjoint(u: Leaves, given: Sequence[Tensor]) -> Leaves:
         offset, at, rest = given[:n], list(given[n : 2 * n]), given[2 * n :]
-        pulled = _pull(lambda x: fn(x, rest), at)(u)[0]
-        return [a + b for a, b in zip(offset, pulled, strict=True)]
+        return add(offset, _pull(lambda x: fn(x, rest), at)(u)[0])
 
     u = _solve_affine(adjoint, g, [*z, *deps], how)
     return list(_pull(lambda d: fn(z, d), list(deps))(u)[0])
@@ -262,28 +258,21 @@ def _run(problem: _Problem, z0: Leaves, deps: list[Tensor]) -> Iterated:
         still = [torch.zeros_like(d) for d in deps[:n]] + deps[n:]
         offset = problem.fn([torch.zeros_like(z) for z in z0], deps)
         found = solve_adjoint(
-            how.solver,
-            lambda v: problem.fn(v, still),
-            offset,
-            coupled=how.coupled,
-            group=how.group,
+            how.solver, lambda v: problem.fn(v, still), offset, coupled=how.coupled, group=how.group
         )
         note_backward(how.stats, found)
         relative = found.relative
         return Iterated(found.value, found.result, found.steps, relative, relative, 0, 0)
     assert isinstance(problem.solver, Solver)
+
+    def plain(z: Any) -> Any:
+        return tuple(problem.fn(list(z), deps))
+
     spec = pytree.tree_structure(tuple(z0))
-    fn = Map(
-        lambda z: tuple(problem.fn(list(z), deps)),
-        (),
-        spec,
-        z0,
-        coupled=how.coupled,
-        group=how.group,
-    )
+    fn = Map(plain, (), spec, z0, coupled=how.coupled, group=how.group)
     done = iterate(fn, z0, problem.solver, problem.callback)
     how.coupled = how.coupled or done.coupled
-    problem.count_of.evaluations, problem.count_of.syncs = done.evaluations, done.syncs
+    problem.counted[:] = done.evaluations, done.syncs
     if done.counts is not None:
         warn_failures(done.counts, stacklevel=2, options=problem.solver, dtype=z0[0].dtype)
     return done

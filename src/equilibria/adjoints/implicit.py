@@ -2,14 +2,16 @@
 
     dL/dθ = (∂T/∂θ)ᵀu,   (I − J)ᵀu = dL/dz,   J = ∂T/∂z at z*.
 
-The system for u is solved by products with Jᵀ, all taken from one evaluation graph of T. The
-equation u = g + Jᵀu is itself a fixed point, of an affine map that depends on g, z* and θ; when
-a graph is asked for (second derivatives), the same rule is applied to it, so every order is right.
+The system for u is solved by products with Jᵀ, all taken from one evaluation graph of T. It is
+itself a fixed point, of an affine map u ↦ g + Jᵀu; when a graph is asked for (second derivatives),
+the same rule is applied to it, so every order is right.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,19 +20,68 @@ from torch.utils import _pytree as pytree
 
 from equilibria.engine.adjoint import Adjoint
 from equilibria.engine.iterate import Callback, Iterated, iterate
-from equilibria.engine.krylov import GMRES, LinearSolver
+from equilibria.engine.krylov import GMRES, LinearSolver, MatVec
 from equilibria.engine.maps import Map
 from equilibria.engine.options import options
 from equilibria.engine.result import BackwardStats
 from equilibria.engine.solver import Solver, SolverOptions
 from equilibria.engine.spectral import pull
 from equilibria.engine.transforms import outside_compile, transforms_active
-from equilibria.engine.tree import Leaves
+from equilibria.engine.tree import Leaves, keep_samples
 
-from .capture import Evaluation, evaluate
-from .functional import Explicit, make_explicit, solve_functional
-from .quarantine import cut_off, evaluate_isolated, without_gradient
-from .rules import Rule, SolveRule
+from .backward import note_backward, solve_adjoint
+from .functional import Backward, Explicit, backward_functional, make_explicit, solve_functional
+from .graph import Evaluation, cut_off, evaluate, evaluate_isolated, without_gradient
+
+
+@dataclass(kw_only=True)
+class Rule(ABC):
+    """What stands for (I − Jᵀ)⁻¹; samples that ``failed`` [B] get zero."""
+
+    stats: BackwardStats
+    failed: Tensor | None = None
+
+    def mask(self, g: Leaves) -> Leaves:
+        return g if self.failed is None else keep_samples(~self.failed, g)
+
+    def solve(self, transpose: MatVec, g: Leaves) -> Leaves:
+        """u ≈ (I − Jᵀ)⁻¹g, transpose(v) = Jᵀv."""
+        if self.failed is None:
+            return self.apply(transpose, g)
+        if self.stats.masked < 0:
+            self.stats.masked = int(self.failed.sum())
+        # A failed sample is a constant: also to samples that it is coupled to.
+        return self.apply(lambda v: self.mask(transpose(v)), self.mask(g))
+
+    @abstractmethod
+    def apply(self, transpose: MatVec, g: Leaves) -> Leaves:
+        """The rule itself."""
+
+    @abstractmethod
+    def differentiable(
+        self, explicit: Explicit, z: Leaves, sources: Sequence[Tensor], g: Leaves
+    ) -> Leaves:
+        """(∂T/∂sources)ᵀu as a differentiable function of z, sources and g."""
+
+
+@dataclass(kw_only=True)
+class SolveRule(Rule):
+    """u solves u = g + Jᵀu: exact to the solver's tolerance, and differentiable to any order."""
+
+    solver: LinearSolver | Solver
+    coupled: bool = False
+    """Whether samples are known to depend on each other."""
+
+    def apply(self, transpose: MatVec, g: Leaves) -> Leaves:
+        outcome = solve_adjoint(self.solver, transpose, g, coupled=self.coupled)
+        note_backward(self.stats, outcome)
+        return outcome.value
+
+    def differentiable(
+        self, explicit: Explicit, z: Leaves, sources: Sequence[Tensor], g: Leaves
+    ) -> Leaves:
+        how = Backward(self.solver, self.stats, len(z[0]), self.coupled)
+        return backward_functional(explicit, z, sources, self.mask(g), how)
 
 
 @options
@@ -57,7 +108,7 @@ class Implicit(Adjoint):
         fn: Map,
         z0: Leaves,
         solver: Solver,
-        callback: Callback | None,
+        callback: Callback,
         backward: BackwardStats,
     ) -> Iterated:
         given = self.solver
@@ -79,7 +130,7 @@ def _attach_outside_compile(
     def rule(failed: Tensor | None) -> Rule:
         if failed is not None:
             stats.masked = -1 if done.counts is None else int(failed.sum())
-        return SolveRule(solver, stats, failed, coupled=done.coupled)
+        return SolveRule(solver=solver, stats=stats, failed=failed, coupled=done.coupled)
 
     return attach_isolated(fn, done, rule)
 
@@ -111,7 +162,7 @@ def attach_linear(
         return tuple(p + q - r for p, q, r in zip(state, right, product(list(state)), strict=True))
 
     spec = pytree.tree_structure(tuple(b))
-    rule = SolveRule(solver, stats, coupled=coupled)
+    rule = SolveRule(solver=solver, stats=stats, coupled=coupled)
     fn = Map(richardson, (tuple(b),), spec, b)
     return attach(fn, x, evaluate(fn, x), rule)
 

@@ -12,8 +12,8 @@ from equilibria.engine.result import BackwardStats
 from equilibria.engine.solver import Solver
 from equilibria.engine.tree import Leaves
 
-from .detached import solve_detached
-from .quarantine import carry
+from .functional import solve_detached
+from .graph import carry
 
 
 @options
@@ -29,7 +29,7 @@ class OneStep(Adjoint):
         fn: Map,
         z0: Leaves,
         solver: Solver,
-        callback: Callback | None,
+        callback: Callback,
         backward: BackwardStats,
     ) -> Iterated:
         done = solve_detached(fn, z0, solver, callback)

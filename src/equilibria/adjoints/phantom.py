@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from equilibria.engine.adjoint import Adjoint
 from equilibria.engine.iterate import Callback, Iterated
+from equilibria.engine.krylov import MatVec
 from equilibria.engine.maps import Map
 from equilibria.engine.options import check_number, options
 from equilibria.engine.result import BackwardStats
@@ -18,12 +22,11 @@ from equilibria.engine.transforms import (
     outside_compile,
     transforms_active,
 )
-from equilibria.engine.tree import Leaves
+from equilibria.engine.tree import Leaves, add
 
-from .detached import solve_detached
-from .implicit import attach_isolated
-from .quarantine import Isolated, carry, cut_off
-from .rules import SeriesRule
+from .functional import Explicit, solve_detached
+from .graph import Isolated, carry, cut_off
+from .implicit import Rule, attach_isolated
 
 
 @options
@@ -36,8 +39,7 @@ class Phantom(Adjoint):
     approximate the implicit gradient and agree with it as ``steps`` grows where T contracts.
 
     The value is the solver's own, which its residual and result code speak of; the papers return
-    the last of the updates. So a layer answers the same with and without gradients, and an update
-    that expands does not carry the answer away.
+    the last of the updates.
     """
 
     steps: int = 5
@@ -55,7 +57,7 @@ class Phantom(Adjoint):
         fn: Map,
         z0: Leaves,
         solver: Solver,
-        callback: Callback | None,
+        callback: Callback,
         backward: BackwardStats,
     ) -> Iterated:
         derived = torch.is_grad_enabled() or forward_mode_active() or forward_levels() > 0
@@ -85,6 +87,32 @@ class Phantom(Adjoint):
 
     @outside_compile("the Neumann form reads the autograd graph; compile the map instead")
     def _neumann(self, fn: Map, done: Iterated, stats: BackwardStats) -> Leaves:
-        return attach_isolated(
-            fn, done, lambda failed: SeriesRule(self.steps, self.damping, stats, failed)
+        def rule(failed: Tensor | None) -> Rule:
+            return _SeriesRule(steps=self.steps, damping=self.damping, stats=stats, failed=failed)
+
+        return attach_isolated(fn, done, rule)
+
+
+@dataclass(kw_only=True)
+class _SeriesRule(Rule):
+    """u = β Σₖ (βJᵀ + (1 − β)I)ᵏ g, k < steps: Neumann's series, of first order only."""
+
+    steps: int
+    damping: float
+
+    def apply(self, transpose: MatVec, g: Leaves) -> Leaves:
+        term = [self.damping * x for x in g]
+        total = term
+        for _ in range(self.steps - 1):
+            pairs = zip(term, transpose(term), strict=True)
+            term = [torch.add((1.0 - self.damping) * t, p, alpha=self.damping) for t, p in pairs]
+            total = add(total, term)
+        return total
+
+    def differentiable(
+        self, explicit: Explicit, z: Leaves, sources: Sequence[Tensor], g: Leaves
+    ) -> Leaves:
+        raise RuntimeError(
+            "Phantom(form='neumann') has no second derivative; use Phantom(form='unrolled') or "
+            "Implicit()."
         )

@@ -17,10 +17,11 @@ from equilibria.engine.options import options
 from equilibria.engine.result import BackwardStats, Result
 from equilibria.engine.solver import Solver
 from equilibria.engine.transforms import transforms_active
-from equilibria.engine.tree import Leaves, where_sample
+from equilibria.engine.tree import Leaves, unflatten, where_sample
 
-from .detached import refuse_data_dependence
-from .quarantine import (
+from .functional import refuse_data_dependence
+from .graph import (
+    blown_up,
     cleaned,
     cut_off,
     finite_samples,
@@ -36,11 +37,10 @@ class Unrolled(Adjoint):
     """Back-propagate through every step; exact for the iterate returned, at the cost of memory.
 
     The only adjoint through which z0 receives a gradient. Where a sample fails, the steps are taken
-    again with a healthy sample in its place, so that it cannot spoil shared weights. A fixed-step
-    solve on a GPU, or compiled, does not wait to learn of it: there samples are judged by T(z0),
-    at the cost of one evaluation, and one that overflows later can spoil them. With
-    ``checkpoint=True`` each evaluation of the map is recomputed in the backward pass, so that only
-    iterates are stored.
+    again with a healthy sample in its place. A fixed-step solve on a GPU, or compiled, does not
+    wait to learn of it: there samples are judged by T(z0), at the cost of one evaluation, and one
+    that overflows later can spoil shared weights. With ``checkpoint=True`` each evaluation of the
+    map is recomputed in the backward pass, so that only iterates are stored.
     """
 
     checkpoint: bool = False
@@ -50,7 +50,7 @@ class Unrolled(Adjoint):
         fn: Map,
         z0: Leaves,
         solver: Solver,
-        callback: Callback | None,
+        callback: Callback,
         backward: BackwardStats,
     ) -> Iterated:
         refuse_data_dependence(solver, "Unrolled")
@@ -86,19 +86,10 @@ class Unrolled(Adjoint):
         def recomputed(z: Any, *args: Any) -> Any:
             return checkpoint(inner, z, *args, use_reentrant=False)
 
-        return Map(
-            recomputed,
-            fn.args,
-            fn.spec,
-            like,
-            fn.surrogate,
-            coupled=fn.coupled,
-            group=fn.group,
-        )
+        given = recomputed, fn.args, fn.spec, like, fn.surrogate
+        return Map(*given, coupled=fn.coupled, group=fn.group)
 
-    def _run_unseen(
-        self, fn: Map, z0: Leaves, solver: Solver, callback: Callback | None
-    ) -> Iterated:
+    def _run_unseen(self, fn: Map, z0: Leaves, solver: Solver, callback: Callback) -> Iterated:
         """Fixed steps of which the host sees nothing: samples whose T(z0) is not finite are out."""
         with torch.no_grad():
             first = fn([z.detach() for z in z0])
@@ -110,19 +101,15 @@ class Unrolled(Adjoint):
         done.residual, done.relative = (
             torch.where(sick, float("nan"), t) for t in (done.residual, done.relative)
         )
-        failed = (done.result == int(Result.diverged)) | (done.result == int(Result.nonfinite))
-        done.value = cut_off(failed, done.value, [z.detach() for z in z0])
+        done.value = cut_off(blown_up(done.result), done.value, [z.detach() for z in z0])
         return done
 
 
 def _pinned(fn: Map, failed: Tensor, at: Leaves) -> Map:
     """The map with the states of failed samples held at ``at``."""
 
-    def held(inner: Callable[..., Any]) -> Callable[..., Any]:
-        def within(z: Any, *args: Any) -> Any:
-            leaves = where_sample(failed, at, pytree.tree_leaves(z))
-            return inner(pytree.tree_unflatten(leaves, fn.spec), *args)
-
-        return within
+    def held(inner: Callable[..., Any], z: Any, *args: Any) -> Any:
+        leaves = where_sample(failed, at, pytree.tree_leaves(z))
+        return inner(unflatten(leaves, fn.spec), *args)
 
     return fn.wrapped(held)

@@ -14,17 +14,13 @@ from .tree import Leaves
 
 
 class Watch:
-    """Told when a solve that is one operation begins and ends, forward and backward; does nothing.
-
-    A profiler hands out one of its own (see ``Adjoint.watch``).
-    """
+    """Told of a solve that is one operation, of so many evaluations, and of its backward pass, of
+    so many terms. Does nothing; a profiler hands out one of its own (``Adjoint.watch``)."""
 
     def solving(self, evaluations: int) -> AbstractContextManager[object]:
-        """Around a forward solve of so many evaluations."""
         return nullcontext()
 
     def pulling(self, terms: int) -> AbstractContextManager[object]:
-        """Around its backward pass of so many terms."""
         return nullcontext()
 
 
@@ -48,7 +44,7 @@ class Adjoint(ABC):
         fn: Map,
         z0: Leaves,
         solver: Solver,
-        callback: Callback | None,
+        callback: Callback,
         backward: BackwardStats,
     ) -> Iterated:
         """Solve, and return leaves through which gradients flow in this adjoint's way."""

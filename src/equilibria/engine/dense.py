@@ -1,8 +1,7 @@
 """Batches of dense systems, matrix by matrix where a batched LU cannot be trusted.
 
 Intel's MKL, in torch's builds for the CPU (seen with 2.13), answers a *batch* of matrices of about
-200 rows or more with wrong numbers or an error ("Pivots given to lu_solve") as soon as it may use
-two threads; a single matrix is right. A loop costs nothing at that size.
+200 rows or more with wrong numbers or an error ("Pivots given to lu_solve") on two threads.
 """
 
 from __future__ import annotations
@@ -12,12 +11,10 @@ from torch import Tensor
 
 __all__ = ["inverse_each", "solve_each"]
 
-_TRUSTED = 128
-"""Rows up to which batches were right in every trial."""
-
 
 def _one_by_one(a: Tensor) -> bool:
-    return a.device.type == "cpu" and a.ndim > 2 and a.shape[-1] > _TRUSTED
+    # Up to 128 rows batches were right in every trial.
+    return a.device.type == "cpu" and a.ndim > 2 and a.shape[-1] > 128
 
 
 def solve_each(a: Tensor, b: Tensor) -> Tensor:

@@ -6,11 +6,13 @@ steps; and all at the last step. These moments depend on the step count alone, s
 answer does not depend on the others of its batch.
 
 A sample that is done stands still, and each later test looks at it again, at no cost: T(z) was
-evaluated at its final value. If its residual has grown, the map couples samples (batch statistics,
-a regularizer across the batch). From there on, or from the start where coupling was declared, the
-batch is one sample to the solver: one history, one set of coefficients, no compaction, and it is
-done when every sample passes its test at the same z. Where steps are differentiated, and in a
-solve that takes long, one evaluation asks for coupling (``Map.couples``).
+evaluated at its final value. If its residual has grown, the map couples samples. From there on, or
+from the start where coupling was declared, the batch is one sample to the solver, done when every
+sample passes its test at the same z. Where steps are differentiated, and in a solve that takes
+long, one evaluation asks for coupling (``Map.couples``).
+
+A problem so small or large that products under- or overflow is solved for w = z/unit. Units are
+powers of two, one a sample: no digit of the answer changes.
 """
 
 from __future__ import annotations
@@ -24,28 +26,31 @@ from torch import Tensor
 
 from .maps import Map
 from .result import Result
-from .solver import Point, Solver
+from .solver import Point, Reached, Solver
 from .tree import (
     Leaves,
+    flatten_state,
     join_samples,
     part_samples,
     place_samples,
+    power_of_two,
     quick_norm,
     repeat_samples,
     sample_norm,
     scale_samples,
     select_samples,
     strange,
+    subtract,
+    unflatten,
     where_sample,
     without_graph,
 )
-from .units import callback_in_units, choose_units, map_in_units
 
 HEALTH = 16
 """Steps between two looks at divergence, NaN and stagnation."""
 
-Callback = Callable[[int, Leaves, Tensor], None]
-"""Called after each evaluation with (step, leaves of z, residual norms [B])."""
+Callback = Callable[[int, Leaves, Tensor], None] | None
+"""Called after each evaluation with (step, leaves of z, residual norms [B]); or nothing is."""
 
 
 @dataclass
@@ -65,7 +70,7 @@ class Iterated:
     """Whether samples are known to depend on each other."""
 
 
-def iterate(fn: Map, z0: Leaves, solver: Solver, callback: Callback | None = None) -> Iterated:
+def iterate(fn: Map, z0: Leaves, solver: Solver, callback: Callback = None) -> Iterated:
     """Solve z = T(z) from z0 by ``solver``."""
     if torch.is_autocast_enabled(z0[0].device.type):
         return _run_in_state_dtype(fn, z0, solver, callback)
@@ -78,23 +83,20 @@ def iterate(fn: Map, z0: Leaves, solver: Solver, callback: Callback | None = Non
     return _spread(done, size)
 
 
-def _run_in_state_dtype(fn: Map, z0: Leaves, solver: Solver, callback: Callback | None) -> Iterated:
+def _run_in_state_dtype(fn: Map, z0: Leaves, solver: Solver, callback: Callback) -> Iterated:
     """Under autocast the map keeps it, but the solver's own algebra stays in the state's dtype."""
     device = z0[0].device.type
     dtype, cache = torch.get_autocast_dtype(device), torch.is_autocast_cache_enabled()
 
-    def cast(inner: Callable[..., Any]) -> Callable[..., Any]:
-        def within(z: Any, *args: Any) -> Any:
-            with torch.autocast(device, dtype=dtype, cache_enabled=cache):
-                return inner(z, *args)
-
-        return within
+    def cast(inner: Callable[..., Any], z: Any, *args: Any) -> Any:
+        with torch.autocast(device, dtype=dtype, cache_enabled=cache):
+            return inner(z, *args)
 
     with torch.autocast(device, enabled=False):
         return iterate(fn.wrapped(cast), z0, solver, callback)
 
 
-def _each(callback: Callback | None, size: int) -> Callback | None:
+def _each(callback: Callback, size: int) -> Callback:
     """The callback of a solve whose samples are joined; each gets the norm of its group."""
     if callback is None:
         return None
@@ -103,13 +105,35 @@ def _each(callback: Callback | None, size: int) -> Callback | None:
 
 def _spread(done: Iterated, size: int) -> Iterated:
     """The outcome of joined samples, for each: codes and numbers are those of its group."""
-    numbers = (done.result, done.steps, done.residual, done.relative)
-    result, steps, residual, relative = (repeat_samples(x, size) for x in numbers)
-    counts = None if done.counts is None else {code: n * size for code, n in done.counts.items()}
-    counted = done.evaluations, done.syncs, counts
-    return Iterated(
-        part_samples(done.value), result, steps, residual, relative, *counted, coupled=True
+    return replace(
+        done,
+        value=part_samples(done.value),
+        result=repeat_samples(done.result, size),
+        steps=repeat_samples(done.steps, size),
+        residual=repeat_samples(done.residual, size),
+        relative=repeat_samples(done.relative, size),
+        counts=None if done.counts is None else {c: n * size for c, n in done.counts.items()},
+        coupled=True,
     )
+
+
+def _map_in_units(fn: Map, unit: Tensor) -> Map:
+    """w ↦ T(unit·w)/unit."""
+
+    def scaled(inner: Callable[..., Any], w: Any, up: Tensor, down: Tensor, *args: Any) -> Any:
+        leaves, spec = flatten_state(w, "z")
+        out = inner(unflatten(scale_samples(up, leaves), spec), *args)
+        flat, spec = flatten_state(out, "T(z)")
+        return unflatten(scale_samples(down, flat), spec)
+
+    return fn.wrapped(scaled, (unit, 1.0 / unit, *fn.args))
+
+
+def _shown_in_units(callback: Callback, unit: Tensor) -> Callback:
+    """The callback, shown z and its residual where the engine iterates w."""
+    if callback is None:
+        return None
+    return lambda step, w, norm: callback(step, scale_samples(unit, w), norm * unit)
 
 
 def _judged_leaves(fn: Map, point: Point) -> tuple[Leaves, Leaves]:
@@ -117,7 +141,7 @@ def _judged_leaves(fn: Map, point: Point) -> tuple[Leaves, Leaves]:
     if fn.surrogate is None:
         return without_graph(point.residual), without_graph(point.f)
     z, image = fn.judged(fn.surrogate, point.z)
-    return [a - b for a, b in zip(image, z, strict=True)], image
+    return subtract(image, z), image
 
 
 def _judged_norms(fn: Map, point: Point) -> tuple[Tensor, Tensor]:
@@ -128,7 +152,7 @@ def _judged_norms(fn: Map, point: Point) -> tuple[Tensor, Tensor]:
     return sample_norm(residual), sample_norm(image)
 
 
-def _own_norms(fn: Map, kept: tuple[Leaves, Tensor, Tensor]) -> tuple[Leaves, Tensor, Tensor]:
+def _own_norms(fn: Map, kept: Reached) -> Reached:
     """An iterate that a solver kept, with the norms of T where it knows those of a surrogate."""
     z = kept[0]
     return kept if fn.surrogate is None else (z, *_judged_norms(fn, Point(z, z)))
@@ -140,11 +164,8 @@ def _relative(residual: Tensor, scale: Tensor) -> Tensor:
 
 
 def _hold(point: Point, following: Leaves, limit: Tensor | None) -> Leaves:
-    """Where a graph is recorded, samples that blow up stand still.
-
-    Their codes say what happened; but once their numbers overflow, even a zero gradient into them
-    turns into NaN for the weights that they share with the others.
-    """
+    """Where a graph is recorded, samples that blow up stand still: once their numbers overflow,
+    even a zero gradient into them is NaN for the weights that they share with the others."""
     if limit is None:
         return following
     return where_sample(point.residual_norm <= limit, following, point.z)
@@ -157,7 +178,7 @@ def _hold_limit(fn: Map, point: Point, solver: Solver, limit: Tensor) -> Tensor:
     return solver.divergence * (point.residual_norm + sample_norm(without_graph(point.f)))
 
 
-def _run_fixed(fn: Map, z0: Leaves, solver: Solver, callback: Callback | None) -> Iterated:
+def _run_fixed(fn: Map, z0: Leaves, solver: Solver, callback: Callback) -> Iterated:
     z, state = z0, solver.init(z0)
     hold, epsilons = None, [torch.finfo(d).eps for d in fn.dtypes(z0)]
     for step in range(1, solver.max_steps + 1):
@@ -215,7 +236,6 @@ def _count(masks: list[Tensor]) -> list[int]:
 class _Judge:
     """When a sample has converged: ‖T(z) − z‖ ≤ atol + rtol·‖T(z)‖ of the map T that is meant.
 
-    The map that is iterated may be another (``Map.surrogate``), leaves may differ in precision, and
     ``size`` coupled samples may be joined to one (0: none are), which passes when all of them do.
     """
 
@@ -230,10 +250,6 @@ class _Judge:
         self.atol: float | Tensor = solver.atol
         if inverse_unit is not None:
             self.atol = solver.atol * (repeat_samples(inverse_unit, size) if size else inverse_unit)
-
-    def norms(self, point: Point) -> tuple[Tensor, Tensor]:
-        """‖T(z) − z‖ and ‖T(z)‖ of each sample, [B] each, right at any scale."""
-        return _judged_norms(self.fn, point)
 
     def passes(self, point: Point, residual: Tensor, scale: Tensor) -> Tensor:
         """Which samples have converged, [B], by these norms of the point."""
@@ -259,22 +275,11 @@ class _Judge:
         # Beside an ordinary scale a residual that underflows passes, one that overflows not.
         return self._within(own, scale), residual, scale, strange(scale)
 
-    @property
-    def quick_is_exact(self) -> bool:
-        """Whether ``quick`` decides at ordinary scales."""
-        return self.fn.surrogate is None and len(set(self.tolerances)) == 1
-
     def fails_now(self, residual: Tensor, scale: Tensor) -> Tensor:
         """Which samples, [B], fail by more than a map that does not round the same way twice."""
         allowed = self.rtol * scale + self.atol
         slack = torch.minimum(4 * self.eps * scale, 0.5 * allowed)
         return (residual > allowed + slack) & torch.isfinite(residual)
-
-    def take(self, fn: Map, index: Tensor) -> None:
-        """Judge some samples only, by their map."""
-        self.fn = fn
-        if isinstance(self.atol, Tensor):
-            self.atol = self.atol.index_select(0, index)
 
     def _within(self, residual: Tensor, scale: Tensor) -> Tensor:
         """residual ≤ atol + rtol·scale; an infinite scale never passes."""
@@ -291,7 +296,7 @@ class _Run:
         fn: Map,
         z0: Leaves,
         solver: Solver,
-        callback: Callback | None,
+        callback: Callback,
         inverse_unit: Tensor | None = None,
         size: int = 0,
     ) -> None:
@@ -305,13 +310,14 @@ class _Run:
         self.compaction_checked = False
         self.hold: Tensor | None = None
         self.coupled, self.asked = fn.coupled, False  # asked: whether coupling was looked for
+        self.quick_decides = fn.surrogate is None and len(set(self.judge.tolerances)) == 1
         self._begin(z0)
         if fn.coupled and solver.joins and not size:
             self._join(z0)
 
     def _begin(self, z: Leaves) -> None:
         """Nothing is known of any sample."""
-        self.z = self.safe = self.origin = z  # safe: the latest iterate known to be bounded
+        self.z = self.origin = z
         self.left = z[0].shape[0]
         self.active: Tensor | None = None  # None: all
         self.settled: Tensor | None = None  # samples that are done because they passed; None: none
@@ -380,19 +386,16 @@ class _Run:
         self.syncs += self.fn.evaluations - before
 
     def _onset(self, point: Point) -> Leaves:
-        """Where the joined solve starts.
-
-        Steps of samples apart from each other are not to be differentiated where they are coupled:
-        small differences of theirs grow.
-        """
+        """Where the joined solve starts. Steps of samples apart from each other are not to be
+        differentiated where they are coupled: small differences of theirs grow."""
         if torch.is_grad_enabled():
             return self.start
         return point.z if self.active is None else where_sample(self.active, point.z, self.frozen)
 
     def _start(self, point: Point, step: int) -> None:
         self.first = False
-        residual, scale = self.judge.norms(point)
-        self.safe_norms = (residual, scale)
+        residual, scale = _judged_norms(self.fn, point)
+        self.safe = point.z, residual, scale  # the latest iterate known to be bounded
         self.limit = self.solver.divergence * (residual + scale)
         if torch.is_grad_enabled():
             self.hold = _hold_limit(self.fn, point, self.solver, self.limit)
@@ -404,24 +407,25 @@ class _Run:
 
     def _test_start(self, point: Point) -> Tensor | None:
         """Is the start the answer? If not: the units to solve in, where they are not all 1."""
-        residual, scale = self.safe_norms
+        _, residual, scale = self.safe
         passed = self._still_active(self.judge.passes(point, residual, scale))
-        odd = strange(torch.maximum(residual, scale)) & ~passed
+        size = torch.maximum(residual, scale)
+        odd = strange(size) & ~passed
         self.syncs += 1
         count, extreme = _count([passed, odd])
         if extreme and not self.in_units:
-            unit = choose_units(residual, scale)
+            unit = torch.where(strange(size), power_of_two(size), 1.0)
             self.syncs += 1
             if bool((unit != 1.0).any()):
                 return unit
         if count:
-            self._record(passed, count, Result.converged, point.z, residual, scale, 1)
+            self._record(passed, count, Result.converged, self.safe, 1)
         return None
 
     def _again(self, unit: Tensor) -> Iterated:
         """The whole solve in other units."""
         size, inverse = self.judge.size, 1.0 / unit
-        fn, shown = map_in_units(self.fn, unit), callback_in_units(self.callback, unit)
+        fn, shown = _map_in_units(self.fn, unit), _shown_in_units(self.callback, unit)
         w0 = scale_samples(inverse, self.origin)
         done = _Run(fn, w0, self.solver, shown, inverse, size).solve()
         if size:  # the outcome is of samples again
@@ -452,8 +456,7 @@ class _Run:
             del self.counts[Result.converged]
 
     def _test(self, point: Point, step: int) -> None:
-        """Which samples have converged? Two or three numbers are read; an exact test follows where
-        the quick one is not enough."""
+        """Which samples have converged? An exact test follows where the quick one is not enough."""
         exact = bool(self.judge.size)
         if not exact:
             passed, residual, scale, odd = self.judge.quick(point)
@@ -461,9 +464,9 @@ class _Run:
             lost = self._lost(residual, scale) if self.fn.surrogate is None else []
             self.syncs += 1
             count, unsure, *regained = _count([passed, odd, *lost])
-            exact = unsure > 0 or (count > 0 and not self.judge.quick_is_exact)
+            exact = unsure > 0 or (count > 0 and not self.quick_decides)
         if exact:
-            residual, scale = self.judge.norms(point)
+            residual, scale = _judged_norms(self.fn, point)
             passed = self._still_active(self.judge.passes(point, residual, scale))
             lost = self._lost(residual, scale)
             self.syncs += 1
@@ -471,13 +474,13 @@ class _Run:
         if regained and regained[0]:
             self._reopen(lost[0], regained[0])
         if count:
-            self._record(passed, count, Result.converged, point.z, residual, scale, step)
+            self._record(passed, count, Result.converged, (point.z, residual, scale), step)
 
     def _examine(self, point: Point, state: Any, step: int, *, final: bool) -> Any:
         """Converged, diverged, NaN, stagnated, out of steps? Four numbers are read at once."""
-        residual, scale = self.judge.norms(point)
+        residual, scale = _judged_norms(self.fn, point)
         passed = self._still_active(self.judge.passes(point, residual, scale))
-        alive = ~passed if self.active is None else self.active & ~passed
+        alive = self._still_active(~passed)
         infinite = alive & ~(torch.isfinite(residual) & torch.isfinite(scale))
         diverged = alive & (residual > self.limit) & ~infinite
         improved = residual < self.solver.fall * self.best
@@ -494,26 +497,27 @@ class _Run:
 
         for code, i in ((Result.nonfinite, 1), (Result.diverged, 2)):
             if counts[i]:
-                self._record(masks[i], counts[i], code, self.safe, *self.safe_norms, step)
+                self._record(masks[i], counts[i], code, self.safe, step)
+        here = point.z, residual, scale
         if counts[0]:
-            self._record(passed, counts[0], Result.converged, point.z, residual, scale, step)
+            self._record(passed, counts[0], Result.converged, here, step)
         if counts[3] or (final and self.left):
-            best = self._fallback(point, state) or (point.z, residual, scale)
+            best = self._fallback(point, state) or here
             if counts[3]:
-                self._record(ended, counts[3], Result.stagnated, *best, step)
+                self._record(ended, counts[3], Result.stagnated, best, step)
             if final and self.left:
                 rest = ~ended if self.active is None else self.active
-                self._record(rest, self.left, Result.max_steps, *best, step)
-        self.safe, self.safe_norms = point.z, (residual, scale)
+                self._record(rest, self.left, Result.max_steps, best, step)
+        self.safe = here
         if self.left and self.solver.joins and step >= 2 * HEALTH:
             self._ask(point)
         if counts[4] and self.left:
             state = self.solver.restart(state, stuck)
         return state
 
-    def _fallback(self, point: Point, state: Any) -> tuple[Leaves, Tensor, Tensor] | None:
-        """What the solver has for samples that did not converge, with the norms of the map that is
-        meant. Iterates of different steps do not go together where samples are coupled."""
+    def _fallback(self, point: Point, state: Any) -> Reached | None:
+        """What the solver has for samples that did not converge. Iterates of different steps do not
+        go together where samples are coupled."""
         kept = self.solver.fallback(point, state)
         if kept is None:
             return None
@@ -522,17 +526,9 @@ class _Run:
             return None
         return _own_norms(self.fn, kept)
 
-    def _record(
-        self,
-        mask: Tensor,
-        count: int,
-        code: Result,
-        z: Leaves,
-        residual: Tensor,
-        scale: Tensor,
-        step: int,
-    ) -> None:
+    def _record(self, mask: Tensor, count: int, code: Result, at: Reached, step: int) -> None:
         """Freeze the samples of ``mask``: write down their value and numbers."""
+        z, residual, scale = at
         self.counts[code] = self.counts.get(code, 0) + count
         self.left -= count
         codes = torch.full_like(residual, int(code), dtype=torch.int8)
@@ -580,20 +576,22 @@ class _Run:
         self.fn = part
         self.rows = index if self.rows is None else self.rows.index_select(0, index)
         self.z = select_samples(self.z, index)
-        self.safe = select_samples(self.safe, index)
-        norms = [*self.safe_norms, self.limit, self.best, self.best_step]
+        safe, *norms = self.safe
+        norms += [self.limit, self.best, self.best_step]
         first, second, self.limit, self.best, self.best_step = select_samples(norms, index)
-        self.safe_norms = (first, second)
+        self.safe = select_samples(safe, index), first, second
         if self.hold is not None:
             self.hold = self.hold.index_select(0, index)
-        self.judge.take(part, index)
+        self.judge.fn = part
+        if isinstance(self.judge.atol, Tensor):
+            self.judge.atol = self.judge.atol.index_select(0, index)
         self.active = self.settled = None
         return self.solver.take(state, index)
 
     def _report(self, step: int, point: Point) -> None:
         """Tell the callback; rows that were compacted away stand at their final value."""
         assert self.callback is not None
-        z, norm = point.z, self.judge.norms(point)[0]
+        z, norm = point.z, _judged_norms(self.fn, point)[0]
         if self.rows is not None:
             *z, norm = place_samples(self.out[: len(z) + 1], self.rows, [*z, norm])
         self.callback(step, z, norm)

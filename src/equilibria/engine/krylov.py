@@ -1,45 +1,42 @@
 """Linear systems A x = b by products with A alone: GMRES with restart, and CG.
 
-Every sample of the batch has its own Krylov space, its own coefficients and its own stopping;
-samples share only the call of A. Where A couples samples, the batch has one Krylov space. The small
-systems run in float32 or better, and so do the bases of half-precision systems.
-
-What a recursion believes of its residual holds where A takes samples apart and rounds little. So
-the residual b − Ax is evaluated once at the end, of the x that is returned.
+Every sample has its own Krylov space and its own stopping; where A couples samples, the batch has
+one. Small systems, and the bases of half-precision ones, are in float32 or better. What a recursion
+believes of its residual holds where A takes samples apart and rounds little. So b − Ax is evaluated
+once at the end, of the x that is returned.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from .history import History
 from .options import check_number, options
 from .result import Result
 from .tree import (
+    History,
     Leaves,
     accumulation_dtype,
+    add,
     join_samples,
+    keep_samples,
     part_samples,
+    power_of_two,
     repeat_samples,
     sample_dot,
     sample_norm,
     scale_samples,
+    subtract,
     where_sample,
 )
 
 MatVec = Callable[[Leaves], Leaves]
 
-_DEFAULT_RTOL = {
-    torch.float64: 1e-10,
-    torch.float32: 1e-5,
-    torch.float16: 4e-3,
-    torch.bfloat16: 2e-2,
-}
+_RTOL = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 
 
 @dataclass
@@ -85,9 +82,8 @@ class LinearSolver(ABC):
     ) -> LinearIterated:
         """Solve A x = b from x0 (zero if None), and evaluate b − Ax.
 
-        Where it is larger than it should be, one more product tells whether A couples samples; if
-        so, the system is solved again as one (``group`` samples together; None: all), as it is at
-        once with ``coupled``.
+        Where that is too large, one more product tells whether A couples samples; if so (or with
+        ``coupled``), the system is solved as one: ``group`` samples together, None: all.
         """
         size = len(b[0]) if group is None else group
         if coupled and size > 1:
@@ -113,22 +109,26 @@ class LinearSolver(ABC):
         check = _Check(whole, right, done, self._tolerance(b), self.atol)
         check.read()
         found = check.outcome()
-        numbers = (found.result, found.steps, found.relative)
-        result, steps, relative = (repeat_samples(x, size) for x in numbers)
-        value = part_samples(found.value)
-        return LinearIterated(value, result, steps, relative, found.syncs, coupled=True)
+        return LinearIterated(
+            part_samples(found.value),
+            repeat_samples(found.result, size),
+            repeat_samples(found.steps, size),
+            repeat_samples(found.relative, size),
+            found.syncs,
+            coupled=True,
+        )
 
     def _tolerance(self, b: Leaves) -> float:
         """Of the finest leaf: what a coarse one cannot resolve counts as its rounding."""
-        return min(_DEFAULT_RTOL[x.dtype] for x in b) if self.rtol is None else self.rtol
+        return min(_RTOL[x.dtype] for x in b) if self.rtol is None else self.rtol
 
     def _solve(self, matvec: MatVec, b: Leaves, x0: Leaves | None) -> LinearIterated:
         """Each sample by itself; ``relative`` is what the recursion believes."""
-        rtol = self._tolerance(b)
-        matvec, b, dtypes = _widened(matvec, b)
+        rtol, dtypes = self._tolerance(b), [x.dtype for x in b]
+        matvec, b = _widened(matvec, dtypes), _wide(b)
         # Near 1, so that squares of small or large entries neither vanish nor overflow. Powers of
         # two: no digit of the answer changes.
-        scale = _power_of_two(b)
+        scale = _unit(b)
         b = scale_samples(1.0 / scale, b)
         start = None
         if x0 is not None:
@@ -137,8 +137,7 @@ class LinearSolver(ABC):
         norm = sample_norm(b)
         done = self.run(matvec, b, start, norm, self.atol / scale + rtol * norm)
         value = scale_samples(scale, done.value)
-        value = [v.to(d) for v, d in zip(value, dtypes, strict=True)]
-        return replace(done, value=value)
+        return replace(done, value=[v.to(d) for v, d in zip(value, dtypes, strict=True)])
 
     @abstractmethod
     def run(
@@ -157,27 +156,21 @@ class _Check:
         self, matvec: MatVec, b: Leaves, done: LinearIterated, rtol: float, atol: float
     ) -> None:
         self.matvec, self.done, self.syncs = matvec, done, done.syncs
-        wide = [accumulation_dtype(x.dtype) for x in b]
-        right = [x.to(d) for x, d in zip(b, wide, strict=True)]
-        self.scale = _power_of_two(right)
+        self.scale = _unit(_wide(b))
         self.product = self._apply(done.value)
-        right = scale_samples(1.0 / self.scale, right)
+        right = scale_samples(1.0 / self.scale, _wide(b))
         norm = sample_norm(right)
-        self.residual = sample_norm(_axpy(right, self.product, -1.0))
+        self.residual = sample_norm(subtract(right, self.product))
         self.relative = self.residual / norm.clamp_min(torch.finfo(norm.dtype).tiny)
         # Twice the tolerance, because recursions round; and the rounding of x and Ax themselves.
         eps = max(torch.finfo(x.dtype).eps for x in b)
-        x = scale_samples(
-            1.0 / self.scale, [v.to(d) for v, d in zip(done.value, wide, strict=True)]
-        )
+        x = scale_samples(1.0 / self.scale, _wide(done.value))
         rounding = 4 * eps * (sample_norm(x) + sample_norm(self.product))
         self.allowed = 2 * (atol / self.scale + rtol * norm) + rounding
         self.missed = ~(self.residual <= self.allowed)
 
     def _apply(self, x: Leaves) -> Leaves:
-        out = self.matvec(x)
-        wide = [y.to(accumulation_dtype(y.dtype)) for y in out]
-        return scale_samples(1.0 / self.scale, wide)
+        return scale_samples(1.0 / self.scale, _wide(self.matvec(x)))
 
     def read(self) -> bool:
         """Does any sample miss its tolerance?"""
@@ -192,9 +185,7 @@ class _Check:
         worst = torch.arange(len(excess), device=excess.device) == excess.argmax()
         x = self.done.value
         some = [torch.arange(v.numel(), device=v.device).cos().to(v.dtype).view_as(v) for v in x]
-        found = sample_norm(
-            self.matvec(where_sample(worst, [torch.zeros_like(v) for v in x], some))
-        )
+        found = sample_norm(self.matvec(keep_samples(~worst, some)))
         self.syncs += 1
         size = found.nan_to_num(0.0, 0.0, 0.0).mean()  # a mate may have NaN, and keeps it
         return bool((worst & (found > 4 * torch.finfo(x[0].dtype).eps * size)).any())
@@ -204,68 +195,52 @@ class _Check:
         code = self.done.result
         if self.surprised:
             # A times 1.1x rounds differently from A times x: half-precision or TF32 products.
-            again = scale_samples(
-                torch.full_like(self.scale, 1 / 1.1),
-                self._apply([1.1 * v for v in self.done.value]),
-            )
-            noise = sample_norm(_axpy(again, self.product, -1.0))
+            again = self._apply([1.1 * v for v in self.done.value])
+            again = scale_samples(torch.full_like(self.scale, 1 / 1.1), again)
+            noise = sample_norm(subtract(again, self.product))
             wrong = self.missed & ~(self.residual <= self.allowed + 16 * noise)
             wrong = wrong & (code == int(Result.converged))
             code = torch.where(wrong, int(Result.stagnated), code).to(torch.int8)
         return replace(self.done, result=code, relative=self.relative, syncs=self.syncs)
 
 
-def _widened(matvec: MatVec, b: Leaves) -> tuple[MatVec, Leaves, list[torch.dtype]]:
+def _wide(leaves: Leaves) -> Leaves:
+    return [x.to(accumulation_dtype(x.dtype)) for x in leaves]
+
+
+def _widened(matvec: MatVec, dtypes: list[torch.dtype]) -> MatVec:
     """Run half-precision systems on float32 vectors; A still sees its own dtype."""
-    dtypes = [x.dtype for x in b]
     if all(accumulation_dtype(d) == d for d in dtypes):
-        return matvec, b, dtypes
+        return matvec
 
     def wide(v: Leaves) -> Leaves:
         out = matvec([x.to(d) for x, d in zip(v, dtypes, strict=True)])
         return [y.to(x.dtype) for x, y in zip(v, out, strict=True)]
 
-    return wide, [x.to(accumulation_dtype(x.dtype)) for x in b], dtypes
+    return wide
 
 
-def _power_of_two(b: Leaves) -> Tensor:
-    """2^k of each sample with max|b| in [½, 1)·2^k, [B]; 1 where b is zero or not finite.
-
-    k stops short of the ends of the dtype, where 2^k or 2^{−k} would not be a normal number.
-    """
+def _unit(b: Leaves) -> Tensor:
+    """The power of two near max|b| of each sample, [B]."""
     largest = torch.stack([x.reshape(x.shape[0], -1).abs().amax(1) for x in b]).amax(0)
-    end = 1000 if largest.dtype == torch.float64 else 100
-    exponent = torch.frexp(largest).exponent.clamp(-end, end)
-    scale = torch.ldexp(torch.ones_like(largest), exponent)
-    return torch.where((largest > 0) & largest.isfinite(), scale, 1.0)
-
-
-def _axpy(a: Sequence[Tensor], x: Sequence[Tensor], sign: float = 1.0) -> Leaves:
-    return [torch.add(p, q, alpha=sign) for p, q in zip(a, x, strict=True)]
+    return power_of_two(largest)
 
 
 def _begin(matvec: MatVec, b: Leaves, x0: Leaves | None) -> tuple[Leaves, Leaves, int]:
     """The start x, its residual b − Ax, and the products that this cost."""
     if x0 is None:
         return [torch.zeros_like(v) for v in b], b, 0
-    return x0, _axpy(b, matvec(x0), -1.0), 1
+    return x0, subtract(b, matvec(x0)), 1
 
 
 def _finish(
-    x: Leaves,
-    done: Tensor,
-    steps: Tensor,
-    relative: Tensor,
-    syncs: int,
-    stuck: Tensor | None = None,
+    x: Leaves, done: Tensor, stuck: Tensor, steps: Tensor, relative: Tensor, syncs: int
 ) -> LinearIterated:
     code = torch.where(done, int(Result.converged), int(Result.max_steps))
-    if stuck is not None:
-        code = torch.where(stuck, int(Result.stagnated), code)
+    code = torch.where(stuck, int(Result.stagnated), code)
     finite = torch.isfinite(sample_norm(x)) & torch.isfinite(relative)
     code = torch.where(finite, code, int(Result.nonfinite)).to(torch.int8)
-    x = where_sample(finite, x, [torch.zeros_like(v) for v in x])
-    return LinearIterated(x, code, steps.to(torch.int32), relative, syncs)
+    return LinearIterated(keep_samples(finite, x), code, steps.to(torch.int32), relative, syncs)
 
 
 @options
@@ -295,7 +270,7 @@ class GMRES(LinearSolver):
             limit = max(1, min(self.restart, self.max_steps - taken))
             cycle = _Cycle(matvec, residual, current, done | stuck, limit)
             cycle.run(target, block, taken)
-            x = _axpy(x, cycle.correction())
+            x = add(x, cycle.correction())
             current, done = cycle.current, cycle.done & ~stuck
             steps = torch.where(cycle.steps > 0, cycle.steps, steps)
             taken += cycle.size
@@ -303,7 +278,7 @@ class GMRES(LinearSolver):
             verify = cycle.any_broken
             if (cycle.all_done and not verify) or taken + 1 > self.max_steps:
                 break
-            residual = _axpy(b, matvec(x), -1.0)
+            residual = subtract(b, matvec(x))
             taken += 1
             true = sample_norm(residual)
             current = torch.where((done & ~cycle.broken) | stuck, current, true)
@@ -317,7 +292,7 @@ class GMRES(LinearSolver):
             if taken + 1 > self.max_steps:
                 break
         tiny = torch.finfo(norm.dtype).tiny
-        return _finish(x, done, steps, current / norm.clamp_min(tiny), syncs, stuck)
+        return _finish(x, done, stuck, steps, current / norm.clamp_min(tiny), syncs)
 
 
 class _Cycle:
@@ -368,12 +343,7 @@ class _Cycle:
 
     def _extend(self, weight: Tensor) -> Tensor:
         """One product with A, orthogonalized twice against the basis; returns the new ‖n‖²."""
-        w = self.matvec(self.vector)
-        column = self.basis.dot(w)
-        w = _axpy(w, self.basis.combine(column), -1.0)
-        again = self.basis.dot(w)
-        w = _axpy(w, self.basis.combine(again), -1.0)
-        column = column + again
+        w, column = orthogonalized(self.matvec(self.vector), self.basis)
         length = sample_norm(w)
         # A direction that is rounding noise beside the column is a breakdown: the space is full.
         eps, size = torch.finfo(length.dtype).eps, torch.linalg.vector_norm(column, dim=1)
@@ -410,6 +380,17 @@ class _Cycle:
             solved = _by_qr(hessenberg, self.norm, unused)
         padded = torch.nn.functional.pad(solved, (0, 1))
         return self.basis.combine(padded[:, : self.basis.used])
+
+
+def orthogonalized(w: Leaves, basis: History) -> tuple[Leaves, Tensor]:
+    """w without its part in the span of the basis, and the coefficients of that part, [B, used].
+
+    Twice, so that the rounding of the first does not stay.
+    """
+    column = basis.dot(w)
+    w = subtract(w, basis.combine(column))
+    again = basis.dot(w)
+    return subtract(w, basis.combine(again)), column + again
 
 
 def _by_qr(hessenberg: Tensor, beta: Tensor, unused: Tensor) -> Tensor:
@@ -464,12 +445,12 @@ class CG(LinearSolver):
             curvature = sample_dot(p, ap)
             active = active & (curvature > 0)
             alpha = torch.where(active, rr / curvature.clamp_min(tiny), 0.0)
-            x = _axpy(x, scale_samples(alpha, p))
-            r = _axpy(r, scale_samples(alpha, ap), -1.0)
+            x = add(x, scale_samples(alpha, p))
+            r = subtract(r, scale_samples(alpha, ap))
             new = sample_dot(r, r)
             steps = torch.where(active, float(step), steps)
             beta = torch.where(active, new / rr.clamp_min(tiny), 0.0)
-            p = where_sample(active, _axpy(r, scale_samples(beta, p)), p)
+            p = where_sample(active, add(r, scale_samples(beta, p)), p)
             rr = torch.where(active, new, rr)
             active = active & (rr.sqrt() > target)
             if step % block == 0 or step == self.max_steps:
@@ -477,4 +458,5 @@ class CG(LinearSolver):
                 if not bool(active.any()):
                     break
         left = rr.sqrt()
-        return _finish(x, left <= target, steps, left / norm.clamp_min(tiny), syncs)
+        never = torch.zeros_like(active)
+        return _finish(x, left <= target, never, steps, left / norm.clamp_min(tiny), syncs)

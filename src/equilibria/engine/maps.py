@@ -18,6 +18,7 @@ from .tree import (
     part_samples,
     sample_norm,
     select_samples,
+    subtract,
     unflatten,
     where_sample,
     without_graph,
@@ -28,8 +29,7 @@ from .tree import (
 class Surrogate:
     """A map S that is iterated in place of T: ``fixed_point(Surrogate(...), u0, args)``.
 
-    Convergence is judged by ‖T(z) − z‖ of the z that u stands for, so that a tolerance means the
-    same whatever S is.
+    Convergence is judged by ‖T(z) − z‖ of the z that u stands for.
     """
 
     step: Callable[..., Any]
@@ -37,8 +37,8 @@ class Surrogate:
     own: Callable[..., tuple[Any, Any]]
     """(u, *args) ↦ (z, T(z)), two states."""
     near: Callable[..., float | Tensor]
-    """args ↦ about ‖S(u) − u‖ / ‖T(z) − z‖ near the solution, a number or [B]. ``own`` is evaluated
-    where S says that it may pass; so this costs or saves time, and decides nothing."""
+    """args ↦ about ‖S(u) − u‖ / ‖T(z) − z‖ near the solution, a number or [B]. It says when ``own``
+    is evaluated, and decides nothing."""
     dtype: torch.dtype | None
     """The precision that T(z) has, where it is not that of u: tolerances are those of this."""
 
@@ -49,11 +49,9 @@ class Surrogate:
 class Map:
     """z ↦ T(z, *args) on lists of leaves.
 
-    The first call checks structure, shapes and devices and says what differs. Where T answers in
-    another floating dtype (autocast), leaves are brought back to the dtype of z.
-
-    ``coupled`` says that samples are known to depend on each other. ``group`` is how many do: the
-    batch, or less where a solve under vmap has stacked several batches.
+    Where T answers in another floating dtype (autocast), leaves are brought back to the dtype of z.
+    ``coupled`` says that samples are known to depend on each other; ``group`` is how many: the
+    batch, or less where vmap stacked several.
     """
 
     def __init__(
@@ -128,31 +126,29 @@ class Map:
 
     def with_args(self, args: tuple[Any, ...]) -> Map:
         """The same function on other arguments."""
-        other = self.wrapped(lambda inner: inner, args)
+        other = self._like(self.fn, args, self.surrogate)
         other._checked = self._checked
         return other
 
-    def wrapped(
-        self,
-        wrap: Callable[[Callable[..., Any]], Callable[..., Any]],
-        args: tuple[Any, ...] | None = None,
-    ) -> Map:
-        """The map with its function, and what it is judged by, wrapped.
+    def wrapped(self, around: Callable[..., Any], args: tuple[Any, ...] | None = None) -> Map:
+        """The map as ``around(inner, z, *args)``, inner the function of this map, or of its
+        surrogate's; ``args`` may have more in front of the map's own."""
 
-        ``args`` may have further arguments in front of the map's own.
-        """
-        given, count, surrogate = self.surrogate, len(self.args), None
-        if given is not None:
+        def wrap(inner: Callable[..., Any]) -> Callable[..., Any]:
+            return lambda z, *given: around(inner, z, *given)
 
-            def near(*both: Any) -> float | Tensor:
-                return given.near(*both[len(both) - count :])
-
-            surrogate = Surrogate(self.fn, wrap(given.own), near, given.dtype)
+        own, surrogate = self.surrogate, None
         args = self.args if args is None else args
-        other = Map(
-            wrap(self.fn), args, self.spec, (), surrogate, coupled=self.coupled, group=self.group
-        )
-        other.batch = self.batch
+        if own is not None:
+            ahead = len(args) - len(self.args)
+            surrogate = Surrogate(
+                self.fn, wrap(own.own), lambda *both: own.near(*both[ahead:]), own.dtype
+            )
+        return self._like(wrap(self.fn), args, surrogate)
+
+    def _like(self, fn: Callable[..., Any], args: Any, surrogate: Surrogate | None) -> Map:
+        other = Map(fn, args, self.spec, (), surrogate, coupled=self.coupled)
+        other.batch, other.group = self.batch, self.group
         return other
 
     def joined(self) -> Map:
@@ -174,8 +170,8 @@ class Map:
     def couples(self, z: Leaves, f: Leaves) -> bool:
         """Whether T mixes samples, at z with f = T(z). One evaluation and one read; two if so.
 
-        Every second sample is moved to its T(z): do the rows of the others change? Coupling that
-        runs only among the first, or only among the others, is not seen.
+        Every second sample is moved to its T(z): do the rows of the others change? Coupling among
+        the moved samples alone, or among the others alone, is not seen.
         """
         if self.group < 2:
             return False
@@ -184,12 +180,12 @@ class Map:
         eps = max(torch.finfo(x.dtype).eps for x in z)
         with torch.no_grad():
             moved = self(where_sample(still, z, f))
-            gap = sample_norm([a - b for a, b in zip(moved, f, strict=True)])
+            gap = sample_norm(subtract(moved, f))
             changed = still & (gap > 4 * eps * sample_norm(f))
             if not bool(changed.any()):
                 return False
             # A map that answers differently each time (dropout, a power iteration) says nothing.
-            drift = sample_norm([a - b for a, b in zip(self(z), f, strict=True)])
+            drift = sample_norm(subtract(self(z), f))
             return bool((changed & (gap > 4 * drift)).any())
 
     def take(self, index: Tensor) -> Map:
@@ -211,7 +207,7 @@ class Map:
         try:
             alone = part(select_samples(z, index))
         except (RuntimeError, ValueError, IndexError) as error:
-            raise ValueError(_NOT_SEPARABLE + f" Evaluating a part failed with: {error}") from error
+            raise ValueError(f"{_NOT_SEPARABLE} Evaluating a part failed with: {error}") from error
         for a, b in zip(whole, alone, strict=True):
             finite = torch.isfinite(a) & torch.isfinite(b)
             gap = sample_norm([torch.where(finite, a - b, 0)])

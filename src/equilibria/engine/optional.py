@@ -10,14 +10,10 @@ __all__ = ["needs"]
 
 @contextmanager
 def needs(package: str, purpose: str, *, extra: str = "train") -> Iterator[None]:
-    """Import an optional package inside this block.
+    """Import an optional package inside this block, ``with needs("pyarrow", "Reading Parquet")``.
 
-        with needs("pyarrow", "Reading Parquet files"):
-            import pyarrow.parquet as pq
-
-    Where the import fails, the error reads: Reading Parquet files needs pyarrow, which cannot be
-    imported (No module named 'pyarrow'): pip install "equilibria[train]". The import itself stays
-    an ordinary statement, which type checkers and the test of the import order can read.
+    The import stays an ordinary statement, which type checkers and the test of the import order can
+    read.
     """
     try:
         yield

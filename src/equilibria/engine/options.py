@@ -16,8 +16,7 @@ class OptionError(ValueError):
     """A value that a class of options refuses, or values that do not go together.
 
     ``owner`` is the name of the class, ``given`` the options with their values, ``text`` what is
-    wrong: ``TrainConfig(lr=-1.0) is out of range: expected a number in (0, inf).`` The command line
-    writes the same data as flags. ``source`` is the file that held the values, if any.
+    wrong: the command line writes them as flags. ``source`` is the file that held the values.
     """
 
     source: str | None = None

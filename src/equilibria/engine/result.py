@@ -82,8 +82,7 @@ class BackwardStats:
     steps: Tensor | None = None
     """Steps a sample of the latest backward solve, [B]."""
     residual: Tensor | None = None
-    """‖u − g − Jᵀu‖/‖g‖ of the latest backward solve's u, [B], evaluated when it was done; that of
-    the batch for each sample where J couples samples."""
+    """‖u − g − Jᵀu‖/‖g‖ of the latest backward solve's u, [B]; of the batch where J couples it."""
 
 
 @dataclass(frozen=True)
@@ -121,8 +120,7 @@ class Solution(Generic[V]):
 
     def detach(self) -> Solution[V]:
         """The same without a graph."""
-        value = map_tensors(lambda t: t.detach(), self.value)
-        return replace(self, value=value)
+        return replace(self, value=map_tensors(lambda t: t.detach(), self.value))
 
     def counts(self) -> dict[Result, int]:
         """How many samples ended in which way (synchronizes)."""
@@ -131,11 +129,11 @@ class Solution(Generic[V]):
 
     def summary(self) -> str:
         """A line a person can read (synchronizes)."""
-        parts = [f"{n} {code.name}" for code, n in self.counts().items()]
-        steps, relative = self.stats.steps, self.stats.relative
+        parts = ", ".join(f"{n} {code.name}" for code, n in self.counts().items())
+        steps, relative = self.stats.steps, float(self.stats.relative.max())
         return (
-            f"{', '.join(parts)}; steps {int(steps.min())} to {int(steps.max())}, "
-            f"relative residual up to {float(relative.max()):.2e}"
+            f"{parts}; steps {int(steps.min())} to {int(steps.max())}, "
+            f"relative residual up to {relative:.2e}"
         )
 
 

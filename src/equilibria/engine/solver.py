@@ -1,8 +1,7 @@
 """What a fixed-point solver is: options, a state, and one step. The loop is not its business.
 
 To add a solver, subclass :class:`Solver` with ``@options``, and write ``init`` and ``step``
-(docs/write-your-own-solver.md has one in two dozen lines). The driver in ``iterate.py`` evaluates
-the map, tests convergence, freezes, compacts and reports, for every solver alike.
+(docs/write-your-own-solver.md). The driver in ``iterate.py`` does the rest, for every solver alike.
 """
 
 from __future__ import annotations
@@ -17,16 +16,9 @@ from torch import Tensor
 
 from .options import check_number, options
 from .transforms import convolutions_take_tf32, products_take_tf32
-from .tree import Leaves, map_tensors, sample_norm, without_graph
+from .tree import Leaves, map_tensors, sample_norm, subtract, without_graph
 
-_DEFAULT_RTOL = {
-    torch.float64: 1e-8,
-    torch.float32: 1e-4,
-    torch.float16: 4e-3,
-    torch.bfloat16: 2e-2,
-}
-
-
+_RTOL = {torch.float64: 1e-8, torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 _TF32_RTOL = 1e-3
 """TF32 keeps ten bits: on an H200 float32 GEQ layers stagnate at 1e-4 to 5e-4 with it and at 1e-7
 without (benchmarks/tf32_floor.py)."""
@@ -48,7 +40,7 @@ class Point:
     def residual(self) -> Leaves:
         if self._residual is None:
             if self._memory is None:
-                self._residual = [a - b for a, b in zip(self.f, self.z, strict=True)]
+                self._residual = subtract(self.f, self.z)
             else:
                 for a, b, out in zip(self.f, self.z, self._memory, strict=True):
                     torch.sub(a, b, out=out)
@@ -72,6 +64,9 @@ class Point:
         eps = max(torch.finfo(x.dtype).eps for x in self.z)
         return self.residual_norm <= 16 * eps * sample_norm(without_graph(self.f))
 
+
+Reached = tuple[Leaves, Tensor, Tensor]
+"""An iterate (z, ‖T(z) − z‖, ‖T(z)‖)."""
 
 Bounds = Callable[[], tuple[float | Tensor, float | Tensor]]
 """Gives (m, L) with m·I ⪯ ∇²(smooth part of G) ⪯ L·I, a number or one per sample; may be slow."""
@@ -139,14 +134,13 @@ class SolverOptions(ABC):
         coarse = device == "cuda" and dtype == torch.float32
         if coarse and (convolutions_take_tf32() or products_take_tf32()):
             return _TF32_RTOL
-        return _DEFAULT_RTOL[dtype]
+        return _RTOL[dtype]
 
     def block_length(self, z: Leaves) -> int:
         if self.block is not None:
             return self.block
-        if z[0].device.type != "cpu":
-            return 4
-        return 4 if sum(x[0].numel() for x in z) <= 4096 else 1
+        small = sum(x[0].numel() for x in z) <= 4096
+        return 4 if small or z[0].device.type != "cpu" else 1
 
 
 @options
@@ -157,7 +151,6 @@ class Solver(SolverOptions):
     """A residual below this times the least one so far counts as a fall."""
     accelerated: ClassVar[bool] = False
     """Whether there is no faster solver to recommend."""
-
     joins: ClassVar[bool] = True
     """Whether samples that the map couples may be handed to ``step`` as one sample [1, B, ...].
     False where a step looks at the shape of a state."""
@@ -182,8 +175,8 @@ class Solver(SolverOptions):
         """The state of some samples only (compaction)."""
         return map_tensors(lambda t: t.index_select(0, index), state)
 
-    def fallback(self, point: Point, state: Any) -> tuple[Leaves, Tensor, Tensor] | None:
-        """(z, ‖T(z) − z‖, ‖T(z)‖) to return for samples that did not converge, if any."""
+    def fallback(self, point: Point, state: Any) -> Reached | None:
+        """What to return for samples that did not converge, if any."""
         return None
 
     def for_map(self) -> Solver:

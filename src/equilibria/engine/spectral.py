@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from .history import History
+from .krylov import orthogonalized
 from .maps import Map
-from .tree import Leaves, accumulation_dtype, flatten_state, sample_dot, sample_norm, scale_samples
+from .tree import (
+    History,
+    Leaves,
+    accumulation_dtype,
+    flatten_state,
+    sample_dot,
+    sample_norm,
+    scale_samples,
+)
 
 
 def pull(
@@ -36,9 +46,26 @@ def pull(
     return [torch.zeros_like(x) if d is None else d for d, x in zip(known, inputs, strict=True)]
 
 
+def pull_with_graph(
+    plain: Callable[..., Tensor], given: Sequence[Tensor | None], needs: Sequence[bool], g: Tensor
+) -> list[Tensor | None]:
+    """(∂plain/∂given)ᵀg where asked for, with a graph: the second derivative of a fused operation
+    is that of its plain form."""
+    # A view of each: one tensor may have been given twice.
+    inputs = [t.view_as(t) if t is not None and t.requires_grad else t for t in given]
+    wanted = [t for t, asked in zip(inputs, needs, strict=True) if asked and t is not None]
+    found = iter(torch.autograd.grad(plain(*inputs), wanted, g, create_graph=True))
+    return [next(found) if asked else None for asked in needs]
+
+
 def _prepare(fn: Callable[..., Any], z: Any, args: Any) -> tuple[Map, Leaves]:
     leaves, spec = flatten_state(z, "z")
     return Map(fn, args if isinstance(args, tuple) else (args,), spec, leaves), leaves
+
+
+def _drawn(like: Leaves, generator: torch.Generator | None) -> Leaves:
+    """Normal numbers."""
+    return [torch.randn(x.shape, dtype=x.dtype, device=x.device, generator=generator) for x in like]
 
 
 def jacobian_penalty(
@@ -61,16 +88,11 @@ def jacobian_penalty(
     with torch.enable_grad():
         inside = [x.detach().requires_grad_() for x in leaves]
         outputs = map_(inside)
-        total: Tensor | None = None
+        parts = []
         for _ in range(samples):
-            v = [
-                torch.randn(f.shape, dtype=f.dtype, device=f.device, generator=generator)
-                for f in outputs
-            ]
-            pulled = pull(outputs, inside, v, create_graph=keep)
-            part = sample_dot(pulled, pulled)
-            total = part if total is None else total + part
-    assert total is not None
+            pulled = pull(outputs, inside, _drawn(outputs, generator), create_graph=keep)
+            parts.append(sample_dot(pulled, pulled))
+        total = functools.reduce(torch.add, parts)
     size = sum(x[0].numel() for x in leaves)
     return total / (samples * size)
 
@@ -85,9 +107,8 @@ def spectral_radius(
 ) -> Tensor:
     """max |λ(J)| of each sample at z, [B], by Arnoldi on Jᵀ (same eigenvalues as J).
 
-    Unlike power iteration this is right when the dominant eigenvalues are a complex pair. It
-    approaches the radius from the Krylov space of ``steps`` products, and is exact (to rounding)
-    once ``steps`` reaches the size of the state.
+    Unlike power iteration this is right when the dominant eigenvalues are a complex pair. It is
+    exact (to rounding) once ``steps`` reaches the size of the state.
     """
     if steps < 1:
         raise ValueError(f"spectral_radius(steps={steps}): expected an integer of at least 1.")
@@ -97,12 +118,7 @@ def spectral_radius(
         outputs = map_(inside)
     steps = min(steps, sum(x[0].numel() for x in leaves))
     with torch.no_grad():
-        v = [
-            torch.randn(
-                x.shape, dtype=accumulation_dtype(x.dtype), device=x.device, generator=generator
-            )
-            for x in leaves
-        ]
+        v = _drawn([x.to(accumulation_dtype(x.dtype)) for x in leaves], generator)
         tiny = torch.finfo(v[0].dtype).tiny
         v = scale_samples(1.0 / sample_norm(v).clamp_min(tiny), v)
         basis = History(v, steps)
@@ -111,22 +127,14 @@ def spectral_radius(
             basis.write(j, v)
             w = pull(outputs, inside, [a.to(b.dtype) for a, b in zip(v, leaves, strict=True)])
             w = [a.to(b.dtype) for a, b in zip(w, v, strict=True)]
-            column = basis.dot(w)
-            w = [a - b for a, b in zip(w, basis.combine(column), strict=True)]
-            again = basis.dot(w)
-            w = [a - b for a, b in zip(w, basis.combine(again), strict=True)]
-            column, length = column + again, sample_norm(w)
+            w, column = orthogonalized(w, basis)
+            length = sample_norm(w)
             # Rounding noise is no direction: the Krylov space is invariant, H is complete.
             noise = 8 * torch.finfo(length.dtype).eps * sample_norm([column])
             length = torch.where(length > noise, length, 0.0)
             v = scale_samples(torch.where(length > 0, 1.0 / length.clamp_min(tiny), 0.0), w)
             columns.append(torch.cat([column, length.unsqueeze(1)], 1))
-        hessenberg = torch.stack(
-            [
-                torch.nn.functional.pad(c[:, :steps], (0, max(0, steps - c.shape[1])))
-                for c in columns
-            ],
-            2,
-        )
+        rows = [pad(c[:, :steps], (0, max(0, steps - c.shape[1]))) for c in columns]
+        hessenberg = torch.stack(rows, 2)
         radius: Tensor = torch.linalg.eigvals(hessenberg).abs().amax(1)
         return radius

@@ -54,30 +54,27 @@ def uncached(like: Tensor) -> contextlib.AbstractContextManager[object]:
     The cache would hand the evaluation that is differentiated (and whatever the caller computes
     after the solve) a cast made during the solve, without a graph to the weight.
     """
-    if torch.compiler.is_compiling() or not autocasts(like):
-        return contextlib.nullcontext()
-    if not torch.is_autocast_cache_enabled():
+    if torch.compiler.is_compiling() or not (autocasts(like) and torch.is_autocast_cache_enabled()):
         return contextlib.nullcontext()
     device = like.device.type
     return torch.autocast(device, dtype=torch.get_autocast_dtype(device), cache_enabled=False)
 
 
-# torch has two ways to set this. The older names raise where the newer ones were used.
-
-
 def convolutions_take_tf32() -> bool:
     """Whether cuDNN may round float32 to TF32."""
-    try:
-        return bool(torch.backends.cudnn.allow_tf32)
-    except RuntimeError:
-        newer: Any = torch.backends.cudnn
-        return bool(newer.conv.fp32_precision == "tf32")
+    cudnn: Any = torch.backends.cudnn
+    return _takes_tf32(cudnn, lambda: cudnn.conv)
 
 
 def products_take_tf32() -> bool:
     """Whether float32 products of matrices on a GPU may round to TF32."""
+    matmul: Any = torch.backends.cuda.matmul
+    return _takes_tf32(matmul, lambda: matmul)
+
+
+def _takes_tf32(older: Any, newer: Callable[[], Any]) -> bool:
+    """torch has two ways to set this; the older name raises where the newer one was used."""
     try:
-        return bool(torch.backends.cuda.matmul.allow_tf32)
+        return bool(older.allow_tf32)
     except RuntimeError:
-        newer: Any = torch.backends.cuda.matmul
-        return bool(newer.fp32_precision == "tf32")
+        return bool(newer().fp32_precision == "tf32")

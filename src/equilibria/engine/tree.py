@@ -1,8 +1,7 @@
-"""States are tensors or trees of tensors with the batch in dim 0 of each leaf.
+"""States: tensors or trees of tensors with the batch in dim 0 of each leaf; and histories of them.
 
-Leaves are never concatenated. A leaf that must be seen as a matrix [B, N] (inner products,
-histories) is *viewed* so through its ``Layout``, which follows the leaf's own memory order:
-a channels_last leaf stays channels_last.
+Leaves are never concatenated. Where one must be a matrix [B, N] it is *viewed* so through its
+``Layout``, in its own memory order: a channels_last leaf stays channels_last.
 """
 
 from __future__ import annotations
@@ -15,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from .transforms import functorch_active
+
 Leaves = list[Tensor]
 TreeSpec = pytree.TreeSpec
 
@@ -23,15 +24,13 @@ def flatten_state(tree: Any, what: str = "z0") -> tuple[Leaves, TreeSpec]:
     """Flatten and check a state: floating tensors, one batch size, at least one sample."""
     leaves, spec = pytree.tree_flatten(tree)
     if not leaves:
-        raise ValueError(
-            f"{what} holds no tensor; give a tensor or a tree (tuple, dict) of tensors."
-        )
+        text = "holds no tensor; give a tensor or a tree (tuple, dict) of tensors."
+        raise ValueError(f"{what} {text}")
     for i, leaf in enumerate(leaves):
         name = what if len(leaves) == 1 else f"leaf {i} of {what}"
         if not isinstance(leaf, Tensor):
-            raise TypeError(
-                f"{name} is a {type(leaf).__name__}; every leaf must be a torch.Tensor."
-            )
+            kind = type(leaf).__name__
+            raise TypeError(f"{name} is a {kind}; every leaf must be a torch.Tensor.")
         if not leaf.is_floating_point():
             raise TypeError(
                 f"{name} has dtype {leaf.dtype}; a fixed point needs a floating dtype "
@@ -63,14 +62,14 @@ class Layout:
 
     @staticmethod
     def of(leaf: Tensor) -> Layout:
-        order: list[int] = list(range(leaf.dim()))
+        dims, strides = list(range(leaf.dim())), leaf.stride()
+        order = dims
         if leaf.dim() > 2 and not leaf.is_contiguous():
-            strides = leaf.stride()
-            order[1:] = sorted(order[1:], key=lambda d: -strides[d])
-        if order == list(range(leaf.dim())):
+            order = [0, *sorted(dims[1:], key=lambda d: -strides[d])]
+        if order == dims:
             return Layout(None, None, tuple(leaf.shape))
-        inverse = [order.index(d) for d in range(leaf.dim())]
-        return Layout(tuple(order), tuple(inverse), tuple(leaf.shape[d] for d in order))
+        inverse = tuple(order.index(d) for d in dims)
+        return Layout(tuple(order), inverse, tuple(leaf.shape[d] for d in order))
 
     def flat(self, leaf: Tensor) -> Tensor:
         """[B, ...] → [B, N], a view where the leaf has this layout."""
@@ -103,16 +102,18 @@ def quick_norm(leaves: Sequence[Tensor]) -> Tensor:
     if len(leaves) == 1 and leaves[0].dim() == 2 and leaves[0].dtype in _ORDINARY:
         norm: Tensor = torch.linalg.vector_norm(leaves[0], dim=1)
         return norm
-    norms: list[Tensor] = [
-        torch.linalg.vector_norm(x, dim=tuple(range(1, x.dim())), dtype=accumulation_dtype(x.dtype))
-        if x.dim() > 1
-        else x.to(accumulation_dtype(x.dtype)).abs()
-        for x in leaves
-    ]
+    norms = [_plain_norm(x, accumulation_dtype(x.dtype)) for x in leaves]
     if len(norms) == 1:
         return norms[0]
     total: Tensor = torch.linalg.vector_norm(torch.stack(norms), dim=0)
     return total
+
+
+def _plain_norm(x: Tensor, dtype: torch.dtype) -> Tensor:
+    if x.dim() == 1:
+        return x.to(dtype).abs()
+    norm: Tensor = torch.linalg.vector_norm(x, dim=tuple(range(1, x.dim())), dtype=dtype)
+    return norm
 
 
 def sample_norm(leaves: Sequence[Tensor]) -> Tensor:
@@ -129,10 +130,9 @@ def _leaf_norm(x: Tensor) -> Tensor:
     wide = accumulation_dtype(x.dtype)
     if x.dim() == 1:
         return x.to(wide).abs()
-    dims = tuple(range(1, x.dim()))
     if wide != torch.float64 and x.device.type != "mps":
-        wider: Tensor = torch.linalg.vector_norm(x, dim=dims, dtype=torch.float64)
-        return wider.to(wide)
+        return _plain_norm(x, torch.float64).to(wide)
+    dims = tuple(range(1, x.dim()))
     largest = x.detach().to(wide).abs().amax(dims, keepdim=True)
     unit = torch.where((largest > 0) & (largest < torch.inf), largest, 1.0)
     norm: Tensor = torch.linalg.vector_norm(x / unit, dim=dims)
@@ -146,26 +146,56 @@ def without_graph(leaves: Sequence[Tensor]) -> Leaves:
 
 def sample_dot(a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:
     """⟨a, b⟩ of each sample over all leaves, [B], in float32 or better."""
-    total: Tensor | None = None
-    for x, y in zip(a, b, strict=True):
-        acc = accumulation_dtype(x.dtype)
-        product = x.to(acc) * y.to(acc)
-        part = product if x.dim() == 1 else product.flatten(1).sum(1)
-        total = part if total is None else total + part
-    assert total is not None
-    return total
+    first, *others = (_leaf_dot(x, y) for x, y in zip(a, b, strict=True))
+    for part in others:
+        first = first + part
+    return first
+
+
+def _leaf_dot(x: Tensor, y: Tensor) -> Tensor:
+    wide = accumulation_dtype(x.dtype)
+    product = x.to(wide) * y.to(wide)
+    return product if x.dim() == 1 else product.flatten(1).sum(1)
+
+
+def power_of_two(size: Tensor) -> Tensor:
+    """2^k of each sample with ``size`` [B] in [½, 1)·2^k, [B]; 1 where that is zero or not finite.
+
+    k stops short of the ends of the dtype, where 2^k or 2^{−k} would not be a normal number.
+    """
+    end = 1000 if size.dtype == torch.float64 else 100
+    scale = torch.ldexp(torch.ones_like(size), torch.frexp(size).exponent.clamp(-end, end))
+    return torch.where((size > 0) & size.isfinite(), scale, 1.0)
+
+
+def per_sample(x: Tensor, leaf: Tensor) -> Tensor:
+    """x [B] shaped to broadcast over a leaf [B, ...]."""
+    return x.view(-1, *([1] * (leaf.dim() - 1)))
+
+
+def add(a: Sequence[Tensor], b: Sequence[Tensor]) -> Leaves:
+    """a + b, leaf by leaf."""
+    return [x + y for x, y in zip(a, b, strict=True)]
+
+
+def subtract(a: Sequence[Tensor], b: Sequence[Tensor]) -> Leaves:
+    """a − b, leaf by leaf."""
+    return [x - y for x, y in zip(a, b, strict=True)]
 
 
 def scale_samples(scale: Tensor, leaves: Sequence[Tensor]) -> Leaves:
     """scale[b]·leaf[b]: computed in the wider of both dtypes, returned in the leaf's."""
-    return [(x * scale.view(-1, *([1] * (x.dim() - 1)))).to(x.dtype) for x in leaves]
+    return [(x * per_sample(scale, x)).to(x.dtype) for x in leaves]
 
 
 def where_sample(mask: Tensor, a: Sequence[Tensor], b: Sequence[Tensor]) -> Leaves:
     """Per sample: a where mask [B], else b."""
-    return [
-        torch.where(mask.view(-1, *([1] * (x.dim() - 1))), x, y) for x, y in zip(a, b, strict=True)
-    ]
+    return [torch.where(per_sample(mask, x), x, y) for x, y in zip(a, b, strict=True)]
+
+
+def keep_samples(mask: Tensor, leaves: Sequence[Tensor]) -> Leaves:
+    """Per sample: the leaf where mask [B], else zero."""
+    return [torch.where(per_sample(mask, x), x, 0.0) for x in leaves]
 
 
 def join_samples(leaves: Sequence[Tensor], size: int) -> Leaves:
@@ -183,15 +213,12 @@ def repeat_samples(x: Tensor, size: int) -> Tensor:
     return x.unsqueeze(1).expand(-1, size).flatten()
 
 
-_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
-
-
 def select_samples(leaves: Sequence[Tensor], index: Tensor) -> Leaves:
     """Some samples of each leaf, in the leaf's own memory format."""
     picked = []
     for x in leaves:
         part = x.index_select(0, index)
-        last = _CHANNELS_LAST.get(x.dim())
+        last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
         if last is not None and not x.is_contiguous() and x.is_contiguous(memory_format=last):
             part = part.contiguous(memory_format=last)
         picked.append(part)
@@ -206,3 +233,124 @@ def place_samples(leaves: Sequence[Tensor], index: Tensor, parts: Sequence[Tenso
 def map_tensors(fn: Callable[[Tensor], Tensor], tree: Any) -> Any:
     """Apply ``fn`` to the tensors of a tree, leaving other leaves as they are."""
     return pytree.tree_map(lambda t: fn(t) if isinstance(t, Tensor) else t, tree)
+
+
+_BMM_WIDE_OUTPUT = torch.cuda.is_available() and "out_dtype" in (torch.bmm.__doc__ or "")
+
+
+def must_be_functional() -> bool:
+    """Whether buffers may not be written in place: a graph is recorded, or something traces."""
+    return torch.is_grad_enabled() or functorch_active() or torch.compiler.is_compiling()
+
+
+class History:
+    """The last m vectors of each leaf: slots 0 … m−1, a ring that the solver indexes.
+
+    Products with all slots are one call: a leaf has one buffer [m, B, N], written in place. Where
+    autograd or torch.func watches, slots are separate tensors, stacked for each product.
+    """
+
+    def __init__(self, z: Leaves, memory: int) -> None:
+        self.layouts = [Layout.of(x) for x in z]
+        self.memory = memory
+        self.functional = must_be_functional()
+        self.used = 0
+        self.slots: list[list[Tensor]] = [[] for _ in z]
+        self.buffers: list[Tensor] = []
+        if not self.functional:
+            self.buffers = [x.new_empty((memory, x.shape[0], x[0].numel())) for x in z]
+        self._forget_views()
+
+    def _forget_views(self) -> None:
+        # Views cost microseconds each to make; a solve uses the same few over and over.
+        self._leaf_views: dict[int, Leaves] = {}
+        self._rows: dict[int, Leaves] = {}
+        self._matrix_views: tuple[Leaves, Leaves] | None = None
+
+    def slot(self, index: int) -> Leaves:
+        """The slot's memory, shaped as the state, to be written with ``out=``."""
+        if index not in self._leaf_views:
+            pairs = zip(self.layouts, self.buffers, strict=True)
+            self._leaf_views[index] = [lay.leaf(buffer[index]) for lay, buffer in pairs]
+        return self._leaf_views[index]
+
+    def filled(self, index: int) -> None:
+        """Say that a slot has been written; slots fill in order."""
+        if index >= self.used:
+            self.used = index + 1
+            self._matrix_views = None
+
+    def write(self, index: int, leaves: Sequence[Tensor]) -> None:
+        """Put one vector into a slot."""
+        if self.functional:
+            for held, lay, x in zip(self.slots, self.layouts, leaves, strict=True):
+                held[index : index + 1] = [lay.flat(x)]
+        else:
+            for view, x in zip(self.slot(index), leaves, strict=True):
+                if view is not x:
+                    view.copy_(x)
+        self.filled(index)
+
+    def _matrices(self) -> tuple[Leaves, Leaves]:
+        """Each leaf's slots as [B, used, N], and transposed."""
+        if self.functional:
+            stacked = [torch.stack(held, dim=1) for held in self.slots]
+            return stacked, [s.transpose(1, 2) for s in stacked]
+        if self._matrix_views is None:
+            filled = [buffer[: self.used] for buffer in self.buffers]
+            across, down = [b.transpose(0, 1) for b in filled], [b.permute(1, 2, 0) for b in filled]
+            self._matrix_views = across, down
+        return self._matrix_views
+
+    def dot(self, leaves: Sequence[Tensor]) -> Tensor:
+        """⟨slot i, x⟩ of each sample, [B, used], in float32 or better."""
+        pairs = zip(self.layouts, leaves, strict=True)
+        return self._dot([lay.flat(x).unsqueeze(1) for lay, x in pairs]).squeeze(1)
+
+    def dot_slot(self, index: int) -> Tensor:
+        """⟨slot i, slot index⟩ of each sample, [B, 1, used], in float32 or better."""
+        if self.functional:
+            return self._dot([held[index].unsqueeze(1) for held in self.slots])
+        if index not in self._rows:
+            self._rows[index] = [b[index].unsqueeze(1) for b in self.buffers]
+        return self._dot(self._rows[index])
+
+    def _dot(self, rows: Leaves) -> Tensor:
+        # Row times matrix: as matrix times column the CPU's batched product is ten times slower.
+        transposed = self._matrices()[1]
+        total = _wide_bmm(rows[0], transposed[0])
+        for row, matrix in zip(rows[1:], transposed[1:], strict=True):
+            total = total + _wide_bmm(row, matrix)
+        return total
+
+    def combine(self, weights: Tensor) -> Leaves:
+        """Σᵢ weights[:, i]·slot i, shaped as the state; weights [B, used] or [B, 1, used]."""
+        row = weights if weights.dim() == 3 else weights.unsqueeze(1)
+        return [
+            lay.leaf(torch.bmm(row if row.dtype == h.dtype else row.to(h.dtype), h))
+            for h, lay in zip(self._matrices()[0], self.layouts, strict=True)
+        ]
+
+    def clear(self) -> None:
+        self.used = 0
+        self.slots = [[] for _ in self.layouts]
+        self._matrix_views = None
+
+    def take(self, index: Tensor) -> History:
+        """The history of some samples only."""
+        part = object.__new__(History)
+        part.__dict__.update(self.__dict__)
+        part.buffers = [b.index_select(1, index) for b in self.buffers]
+        part.slots = [[x.index_select(0, index) for x in held] for held in self.slots]
+        part._forget_views()
+        return part
+
+
+def _wide_bmm(a: Tensor, b: Tensor) -> Tensor:
+    """Batched product of half-precision tensors with float32 sums *and* result."""
+    if a.dtype in (torch.float32, torch.float64):
+        return torch.bmm(a, b)
+    wide = accumulation_dtype(a.dtype)
+    if a.is_cuda and _BMM_WIDE_OUTPUT and not torch.is_grad_enabled():
+        return torch.bmm(a, b, out_dtype=wide)
+    return torch.bmm(a.to(wide), b.to(wide))

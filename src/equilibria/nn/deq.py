@@ -18,7 +18,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.utils import _pytree as pytree
 
-from equilibria.adjoints.quarantine import failed_codes, lend
+from equilibria.adjoints.graph import failed_codes, lend
 from equilibria.certify.guarantee import solved
 from equilibria.certify.map_certificate import MapCertificate, certify_map
 from equilibria.engine.adjoint import Adjoint

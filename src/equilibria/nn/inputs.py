@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from equilibria.adjoints.quarantine import has_batch, host_may_read, lend
+from equilibria.adjoints.graph import has_batch, host_may_read, lend
 from equilibria.engine.transforms import autocasts
 from equilibria.engine.tree import map_tensors
 from equilibria.problems import Prior

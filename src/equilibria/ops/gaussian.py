@@ -1,12 +1,12 @@
 """The Gaussian message over rows: v = rM, s = ⟨r, v⟩, message = exp(−γs)·v.
 
-This is the inner operation of GEQ's Algorithm 1 (GEQ full, Eq 16) written with M = W_hW_hᵀ, so
-that no hidden tensor of width c_hid is ever made. These are the plain PyTorch forms; they are
-differentiable to any order and have no data-dependent control flow.
+The inner operation of GEQ's Algorithm 1 (GEQ full, Eq 16) written with M = W_hW_hᵀ, so that no
+hidden tensor of width c_hid is ever made: the plain PyTorch forms, differentiable to any order,
+without data-dependent control flow.
 
-Exponentials and energies are computed in float32 or better. For huge γs the weight exp(−γs)
-underflows to 0 and so do the message and all its derivatives: 0 is always multiplied into finite
-factors, never into an overflowed one. All that is asked is that rM is finite in its own dtype.
+Exponentials and energies are in float32 or better. For huge γs the weight exp(−γs) underflows to 0
+and so do the message and all its derivatives: 0 is never multiplied into an overflowed factor. All
+that is asked is that rM is finite in its own dtype.
 """
 
 from __future__ import annotations
@@ -14,12 +14,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from equilibria.engine.tree import accumulation_dtype
+
 __all__ = ["gaussian_energies", "gaussian_message", "gaussian_message_jvp", "gaussian_weights"]
-
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float32 for half precisions, the dtype itself for float32 and float64."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 def _per_row(gamma: float | Tensor) -> float | Tensor:
@@ -39,8 +36,7 @@ def _row_inner(a: Tensor, b: Tensor) -> Tensor:
 
 def _energies(rows: Tensor, v: Tensor, metric: Tensor | None) -> Tensor:
     # M is positive semidefinite, so a negative sum is rounding, and a large γ would turn it into
-    # a weight above 1. An overflowed sum becomes the largest finite number: then weight 0 times s
-    # is 0 in the derivative in γ, not NaN.
+    # a weight above 1. An overflowed sum becomes finite: then 0·s is 0 in the derivative in γ.
     s = _row_inner(rows, v)
     if metric is not None and v.dtype in (torch.float16, torch.bfloat16):
         # s ≥ ‖v‖²/‖M‖. Where M is singular the rounding of v in half precision can leave s far

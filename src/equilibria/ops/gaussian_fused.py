@@ -7,11 +7,14 @@ derivative of the derivative is that of the plain form: right to any order, fuse
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
+
+from equilibria.engine.spectral import pull_with_graph
 
 from . import gaussian_triton as kernels
 from .gaussian import gaussian_message
@@ -42,10 +45,11 @@ class _Message(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         saved, needs, (g,) = ctx.saved_tensors, ctx.needs_input_grad[:4], gradients
-        if torch.is_grad_enabled():
-            return (*_differentiable(saved, needs, g, *ctx.cut), None, None)
-        a, c, metric, gamma = saved
         channels, size = ctx.cut
+        if torch.is_grad_enabled():
+            plain = functools.partial(plain_in_kernel_order, channels=channels, size=size)
+            return (*pull_with_graph(plain, saved, needs, g), None, None)
+        a, c, metric, gamma = saved
         found = kernels.backward(
             a, c, metric, gamma, g, channels, size, needs[2], needs[3], kernels.direct
         )
@@ -63,18 +67,6 @@ def _spread(
         dm.to(dtype) if needs[2] else None,
         dgamma if needs[3] else None,
     )
-
-
-def _differentiable(
-    saved: tuple[Tensor, ...], needs: tuple[bool, ...], g: Tensor, channels: int, size: int
-) -> list[Tensor | None]:
-    """The same gradients with a graph, by the plain form."""
-    # A view of each: one tensor may have been given twice.
-    inputs = [t.view_as(t) if t.requires_grad else t for t in saved]
-    wanted = [t for t, asked in zip(inputs, needs, strict=True) if asked]
-    out = plain_in_kernel_order(inputs[0], inputs[1], inputs[2], inputs[3], channels, size)
-    found = iter(torch.autograd.grad(out, wanted, g, create_graph=True))
-    return [next(found) if asked else None for asked in needs]
 
 
 def plain_in_kernel_order(

@@ -2,42 +2,47 @@
 
     gaussian_patch_message(a, c, M, γ) = merge(exp(−γsᵢ)·rᵢM),  r = a − c cut into rows rᵢ
 
-(GEQ full, Algorithm 1.) The fused form reads a and c once and writes the message; the plain one is
-``gaussian_message`` between ``Patches.split`` and ``Patches.merge``. Both are differentiable to any
-order in a, c, M and γ.
+(GEQ full, Algorithm 1.) The fused form reads a and c once and writes the message. Both are
+differentiable to any order in a, c, M and γ.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from equilibria.engine.spectral import pull_with_graph
 from equilibria.engine.transforms import functorch_active, transforms_active
 
 from .gaussian import gaussian_energies, gaussian_message
-from .gaussian_planes import can_unshuffle, merge_planes, plane_rows
 
 __all__ = [
     "TRITON",
     "can_fuse",
+    "can_unshuffle",
     "fused_message",
+    "merge_planes",
     "merge_rows",
     "patch_energies",
     "permuted",
     "plain_message",
+    "plane_rows",
     "restored",
     "split_rows",
 ]
 
-_WIDEST = 128
-"""Rows longer than this do not fit the registers."""
+Cut = tuple[int, int]
+"""(c_s, p): the channels of a patch and the length of its sides."""
 
-_WIDEST_COMPILED = 64
-"""Beyond this a compiler's own kernels are faster (results/gaussian_op.json)."""
+_WIDEST, _WIDEST_COMPILED = 128, 64
+"""Longer rows do not fit the registers; a compiler's own kernels are faster beyond the second
+(results/gaussian_op.json)."""
 
 # Registered with torch when the package is imported: torch.compile cannot follow it later.
 TRITON = bool(torch.version.cuda or torch.version.hip) and find_spec("triton") is not None
@@ -63,6 +68,28 @@ def merge_rows(
         pixels = blocks.permute(0, 2, 5, 3, 6, 1, 4).reshape(b, h, w, c)
         return pixels.contiguous().permute(0, 3, 1, 2)
     return blocks.permute(0, 1, 4, 2, 5, 3, 6).reshape(b, c, h, w).contiguous()
+
+
+def can_unshuffle(r: Tensor) -> bool:
+    """Whether ``plane_rows`` of r [B, C, H, W] is faster: channels-last on a CPU."""
+    return r.device.type == "cpu" and r.shape[1] > 1 and r.stride(1) == 1 and not functorch_active()
+
+
+def plane_rows(r: Tensor, channels: int, size: int) -> Tensor:
+    """``split_rows`` with patches in the order (a, b, g) instead of (g, a, b), by unshuffling.
+
+    A CPU copies a channels-last map so in long runs. A message, one patch at a time, does not see
+    the order.
+    """
+    planes = F.pixel_unshuffle(r, size)
+    return planes.permute(0, 2, 3, 1).reshape(r.shape[0], -1, channels * size * size)
+
+
+def merge_planes(rows: Tensor, shape: Sequence[int], size: int) -> Tensor:
+    """The inverse of ``plane_rows``, channels-last."""
+    b, c, h, w = shape
+    planes = rows.reshape(b, h // size, w // size, c * size * size).permute(0, 3, 1, 2)
+    return F.pixel_shuffle(planes, size)
 
 
 def plain_message(
@@ -150,40 +177,25 @@ class _Energies(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (c, metric), (g,), needs = ctx.saved_tensors, gradients, ctx.needs_input_grad[:2]
         if torch.is_grad_enabled():
-            inputs = [t.view_as(t) for t in (c, metric) if t is not None]
-            out = _energies(inputs[0], inputs[1] if len(inputs) == 2 else None, ctx.cut, ctx.planes)
-            wanted = [t for t, asked in zip(inputs, needs, strict=False) if asked]
-            found = iter(torch.autograd.grad(out, wanted, g, create_graph=True))
-            return (*(next(found) if asked else None for asked in needs), None, None)
+            plain = functools.partial(_energies, cut=ctx.cut, planes=ctx.planes)
+            return (*pull_with_graph(plain, (c, metric), needs, g), None, None)
         if ctx.fused:
             from . import gaussian_triton as kernels
 
             channels, size = ctx.cut
-            dc, dm = kernels.energies_backward(
-                c,
-                permuted(metric, channels, size),
-                g.contiguous(),
-                channels,
-                size,
-                needs[1],
-                kernels.direct,
-            )
+            given = c, permuted(metric, channels, size), g.contiguous(), channels, size
+            dc, dm = kernels.energies_backward(*given, needs[1], kernels.direct)
             back = restored(dm, channels, size).to(metric.dtype) if needs[1] else None
             return dc, back, None, None
         return (*_plain_pull(c, metric, g, ctx.cut, ctx.planes, needs[1]), None, None)
 
 
-def _energies(c: Tensor, metric: Tensor | None, cut: tuple[int, int], planes: bool) -> Tensor:
+def _energies(c: Tensor, metric: Tensor | None, cut: Cut, planes: bool) -> Tensor:
     return gaussian_energies(plane_rows(c, *cut) if planes else split_rows(c, *cut), metric)
 
 
 def _plain_pull(
-    c: Tensor,
-    metric: Tensor | None,
-    g: Tensor,
-    cut: tuple[int, int],
-    planes: bool,
-    with_metric: bool,
+    c: Tensor, metric: Tensor | None, g: Tensor, cut: Cut, planes: bool, with_metric: bool
 ) -> tuple[Tensor, Tensor | None]:
     """(dc, dM or None) of Σᵢ gᵢsᵢ."""
     up = g.unsqueeze(-1)

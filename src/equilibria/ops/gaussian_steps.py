@@ -13,7 +13,7 @@ from torch import Tensor
 from equilibria.engine.tree import sample_norm
 
 from .gaussian import gaussian_message, gaussian_message_jvp
-from .gaussian_patches import TRITON, can_fuse, merge_rows, permuted, restored, split_rows
+from .gaussian_patches import TRITON, Cut, can_fuse, merge_rows, permuted, restored, split_rows
 
 __all__ = ["PatchMessage", "blank", "residual_norms", "threshold_sum"]
 
@@ -25,12 +25,7 @@ class PatchMessage:
     """
 
     def __init__(
-        self,
-        c: Tensor,
-        metric: Tensor,
-        gamma: Tensor,
-        cut: tuple[int, int],
-        failed: Tensor | None = None,
+        self, c: Tensor, metric: Tensor, gamma: Tensor, cut: Cut, failed: Tensor | None = None
     ) -> None:
         self.c, self.metric, self.cut = c, metric.to(c.dtype), cut
         self.failed = failed
@@ -65,17 +60,9 @@ class PatchMessage:
         if self.fused:
             from . import gaussian_triton as kernels
 
+            given = a, self.c, self._metric, self._rate, g, *self.cut
             dr, dm, dgamma = kernels.backward(
-                a,
-                self.c,
-                self._metric,
-                self._rate,
-                g,
-                *self.cut,
-                with_metric,
-                with_gamma,
-                kernels.direct,
-                scale,
+                *given, with_metric, with_gamma, kernels.direct, scale
             )
             found = restored(dm, *self.cut) if with_metric else None
             return dr, found, dgamma if with_gamma else None

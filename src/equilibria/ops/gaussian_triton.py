@@ -236,6 +236,19 @@ def direct(kernel: Any) -> Any:
     return kernel
 
 
+def _launch(
+    t: Tensor, metric: Tensor, channels: int, size: int
+) -> tuple[tuple[int, int, int, int], int, dict[str, Any]]:
+    """The layout of a map t, the number of programs, and the constants of a launch."""
+    layout, width = _layout(t, channels, size), channels * size * size
+    rows, columns = _blocks(width)
+    constants = {
+        "CS": channels, "P": size, "WIDTH": width, "ROWS": rows, "COLUMNS": columns,
+        "PRECISION": _precision(metric), "num_warps": _WARPS,
+    }  # fmt: skip
+    return layout, _programs(t, layout[0], rows), constants
+
+
 def forward(
     a: Tensor,
     c: Tensor,
@@ -250,30 +263,19 @@ def forward(
 
     a, c [B, C, H, W]; metric [k, k] permuted; gamma [B] float32.
     """
-    count, groups, across, down = _layout(a, channels, size)
-    rows, columns = _blocks(channels * size * size)
+    layout, programs, constants = _launch(a, metric, channels, size)
     out = torch.empty_like(c)
-    wrap(_forward_kernel)[(_programs(a, count, rows),)](
-        a, c, metric, gamma, out, scale,
-        count, groups, across, down,
-        *a.stride(), *c.stride(), *out.stride(),
-        CS=channels, P=size, WIDTH=channels * size * size, ROWS=rows, COLUMNS=columns,
-        PRECISION=_precision(metric), num_warps=_WARPS,
-    )  # fmt: skip
+    strides = *a.stride(), *c.stride(), *out.stride()
+    given = a, c, metric, gamma, out, scale
+    wrap(_forward_kernel)[(programs,)](*given, *layout, *strides, **constants)
     return out
 
 
 def energies(c: Tensor, metric: Tensor, channels: int, size: int, wrap: Any) -> Tensor:
     """⟨rᵢM, rᵢ⟩ of every row of c, [B, P] float32, rows in the order (y, x, group)."""
-    count, groups, across, down = _layout(c, channels, size)
-    rows, columns = _blocks(channels * size * size)
-    out = c.new_empty((c.shape[0], count // c.shape[0]), dtype=torch.float32)
-    wrap(_energy_kernel)[(_programs(c, count, rows),)](
-        c, metric, out,
-        count, groups, across, down, *c.stride(),
-        CS=channels, P=size, WIDTH=channels * size * size, ROWS=rows, COLUMNS=columns,
-        PRECISION=_precision(metric), num_warps=_WARPS,
-    )  # fmt: skip
+    layout, programs, constants = _launch(c, metric, channels, size)
+    out = c.new_empty((c.shape[0], layout[0] // c.shape[0]), dtype=torch.float32)
+    wrap(_energy_kernel)[(programs,)](c, metric, out, *layout, *c.stride(), **constants)
     return out
 
 
@@ -284,18 +286,11 @@ def energies_backward(
 
     g [B, P] float32, contiguous, in the order of ``energies``.
     """
-    count, groups, across, down = _layout(c, channels, size)
-    width = channels * size * size
-    rows, columns = _blocks(width)
-    programs = _programs(c, count, rows)
-    dc = torch.empty_like(c)
+    layout, programs, constants = _launch(c, metric, channels, size)
+    dc, width = torch.empty_like(c), constants["WIDTH"]
     partial = c.new_empty((programs if with_metric else 0, width, width), dtype=torch.float32)
-    wrap(_energy_backward_kernel)[(programs,)](
-        c, metric, g, dc, partial,
-        count, groups, across, down, *c.stride(), *dc.stride(),
-        CS=channels, P=size, WIDTH=width, ROWS=rows, COLUMNS=columns,
-        PRECISION=_precision(metric), WITH_METRIC=with_metric, num_warps=_WARPS,
-    )  # fmt: skip
+    given = c, metric, g, dc, partial, *layout, *c.stride(), *dc.stride()
+    wrap(_energy_backward_kernel)[(programs,)](*given, WITH_METRIC=with_metric, **constants)
     return dc, partial.sum(0)
 
 
@@ -313,20 +308,14 @@ def backward(
     scale: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dr [B, C, H, W], dM [k, k] float32, dγ [B] float32); the last two empty if not asked for."""
-    count, groups, across, down = _layout(a, channels, size)
-    width = channels * size * size
-    rows, columns = _blocks(width)
-    programs = _programs(a, count, rows)
-    dr = torch.empty_like(c)
+    layout, programs, constants = _launch(a, metric, channels, size)
+    dr, width = torch.empty_like(c), constants["WIDTH"]
     partial = a.new_empty((programs if with_metric else 0, width, width), dtype=torch.float32)
-    dgamma = a.new_empty(count if with_gamma else 0, dtype=torch.float32)
+    dgamma = a.new_empty(layout[0] if with_gamma else 0, dtype=torch.float32)
+    given = a, c, metric, gamma, g, dr, partial, dgamma, scale
+    strides = *a.stride(), *c.stride(), *g.stride(), *dr.stride()
     wrap(_backward_kernel)[(programs,)](
-        a, c, metric, gamma, g, dr, partial, dgamma, scale,
-        count, groups, across, down,
-        *a.stride(), *c.stride(), *g.stride(), *dr.stride(),
-        CS=channels, P=size, WIDTH=width, ROWS=rows, COLUMNS=columns,
-        PRECISION=_precision(metric), WITH_METRIC=with_metric, WITH_GAMMA=with_gamma,
-        num_warps=_WARPS,
-    )  # fmt: skip
+        *given, *layout, *strides, WITH_METRIC=with_metric, WITH_GAMMA=with_gamma, **constants
+    )
     per_sample = dgamma.view(a.shape[0], -1).sum(1) if with_gamma else dgamma
     return dr, partial.sum(0), per_sample

@@ -32,7 +32,7 @@ def average_pool(x: Tensor, kh: int, kw: int) -> Tensor:
     if kh == kw == 1:
         return x
     if _can_fuse(x):
-        found: Tensor = _Pool.apply(x, kh, kw)  # type: ignore[no-untyped-call]
+        found: Tensor = _Blocks.apply(x, kh, kw, False)  # type: ignore[no-untyped-call]
         return found
     return F.avg_pool2d(x, (kh, kw))
 
@@ -45,28 +45,18 @@ def _can_fuse(x: Tensor) -> bool:
     return not transforms_active() and not functorch_active()
 
 
-class _Pool(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, kh: int, kw: int) -> Tensor:
-        from .pooling_triton import pool
-
-        ctx.block = kh, kw
-        return pool(x, kh, kw)
+class _Blocks(torch.autograd.Function):
+    """Means of blocks, or the adjoint of that: each is the derivative of the other."""
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return _Spread.apply(gradients[0], *ctx.block), None, None  # type: ignore[no-untyped-call]
+    def forward(ctx: Any, x: Tensor, kh: int, kw: int, adjoint: bool) -> Tensor:
+        from .pooling_triton import pool, spread
 
-
-class _Spread(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, g: Tensor, kh: int, kw: int) -> Tensor:
-        from .pooling_triton import spread
-
-        ctx.block = kh, kw
-        return spread(g.contiguous(memory_format=torch.channels_last), kh, kw)
+        ctx.other = kh, kw, not adjoint
+        last = x.contiguous(memory_format=torch.channels_last)
+        return spread(last, kh, kw) if adjoint else pool(last, kh, kw)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        g = gradients[0].contiguous(memory_format=torch.channels_last)
-        return _Pool.apply(g, *ctx.block), None, None  # type: ignore[no-untyped-call]
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        found: Tensor = _Blocks.apply(gradients[0], *ctx.other)  # type: ignore[no-untyped-call]
+        return found, None, None, None

@@ -54,10 +54,12 @@ def _spread_kernel(
             tl.store(out + at, value, mask=mask)
 
 
-def _grid(pixels: int, channels: int) -> tuple[tuple[int, int], int, int]:
+def _grid(pixels: int, channels: int) -> tuple[tuple[int, int], dict[str, int]]:
+    """The programs and the constants of a launch."""
     columns = min(128, int(triton.next_power_of_2(channels)))
     rows = max(1, _TILE // columns)
-    return (int(triton.cdiv(pixels, rows)), int(triton.cdiv(channels, columns))), rows, columns
+    grid = int(triton.cdiv(pixels, rows)), int(triton.cdiv(channels, columns))
+    return grid, {"ROWS": rows, "COLUMNS": columns, "num_warps": _WARPS}
 
 
 def _empty(like: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
@@ -71,11 +73,8 @@ def pool(x: Tensor, kh: int, kw: int) -> Tensor:
     b, c, h, w = x.shape
     out = _empty(x, (b, c, h // kh, w // kw))
     pixels = b * (h // kh) * (w // kw)
-    grid, rows, columns = _grid(pixels, c)
-    _pool_kernel[grid](
-        x, out, pixels, w // kw, h // kh, c,
-        KH=kh, KW=kw, ROWS=rows, COLUMNS=columns, num_warps=_WARPS,
-    )  # fmt: skip
+    grid, constants = _grid(pixels, c)
+    _pool_kernel[grid](x, out, pixels, w // kw, h // kh, c, KH=kh, KW=kw, **constants)
     return out
 
 
@@ -83,9 +82,6 @@ def spread(g: Tensor, kh: int, kw: int) -> Tensor:
     """The adjoint, [B, C, H, W] → [B, C, H·kh, W·kw]: each entry over its block, divided."""
     b, c, h, w = g.shape
     out = _empty(g, (b, c, h * kh, w * kw))
-    grid, rows, columns = _grid(b * h * w, c)
-    _spread_kernel[grid](
-        g, out, b * h * w, w, h, c,
-        KH=kh, KW=kw, ROWS=rows, COLUMNS=columns, num_warps=_WARPS,
-    )  # fmt: skip
+    grid, constants = _grid(b * h * w, c)
+    _spread_kernel[grid](g, out, b * h * w, w, h, c, KH=kh, KW=kw, **constants)
     return out

@@ -2,13 +2,14 @@
 
     y = Aᵀ[(G g Gᵀ) ⊙ (Bᵀ d B)]A        for every 4 × 4 tile of y, d the 6 × 6 pixels under it
 
-F(4 × 4, 3 × 3): 36 products a tile instead of 144, as 36 matrix products over channels. The
-transforms are additions over whole channels-last slices, made a few samples at a time so that they
-stay in the cache. Rounding is ten times that of the direct sum: about 2e-6 of ‖y‖ in float32.
+F(4 × 4, 3 × 3): 36 products a tile instead of 144, as 36 matrix products over channels. It makes
+the inference of a GEQ network 1.10 times faster (docs/performance-cpu.md). Rounding is ten times
+that of the direct sum: about 2e-6 of ‖y‖ in float32.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from equilibria.engine.spectral import pull_with_graph
 from equilibria.engine.transforms import functorch_active, transforms_active
 
 __all__ = ["can_use_winograd", "transformed_weight", "winograd"]
@@ -28,12 +30,9 @@ _G = (
     (1 / 24, -1 / 12, 1 / 6),
     (0.0, 0.0, 1.0),
 )
-_NARROWEST = 64
-"""With fewer channels the transforms cost more than the products save."""
-_LEAST_TILES = 32
-"""With fewer tiles in the batch the 36 products are too small."""
-_BYTES = 4 * 2**20
-"""Working set of the transforms: what a core's caches hold."""
+_NARROWEST = 64  # with fewer channels the transforms cost more than the products save
+_LEAST_TILES = 32  # with fewer tiles in the batch the 36 products are too small
+_BYTES = 4 * 2**20  # working set of the transforms: what a core's caches hold
 
 
 def can_use_winograd(x: Tensor, weight: Tensor) -> bool:
@@ -78,10 +77,6 @@ def winograd(x: Tensor, weight: Tensor, forward: Tensor, backward: Tensor, adjoi
     return _convolve(x, forward)
 
 
-def _plain(x: Tensor, weight: Tensor, adjoint: bool) -> Tensor:
-    return (F.conv_transpose2d if adjoint else F.conv2d)(x, weight, padding=1)
-
-
 class _Winograd(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -96,7 +91,8 @@ class _Winograd(torch.autograd.Function):
         x, weight, backward = ctx.saved_tensors
         needs, (g,) = _asked(ctx), gradients
         if torch.is_grad_enabled():
-            return (*_differentiable(x, weight, g, needs, ctx.adjoint), None, None, None)
+            plain = functools.partial(F.conv_transpose2d if ctx.adjoint else F.conv2d, padding=1)
+            return (*pull_with_graph(plain, (x, weight), needs, g), None, None, None)
         dx = dw = None
         if needs[0]:
             last = g.contiguous(memory_format=torch.channels_last)
@@ -116,16 +112,6 @@ def _asked(ctx: Any) -> list[bool]:
     """
     nodes = [node for node, _ in ctx.next_functions[:2]]
     return [node is not None and torch._C._will_engine_execute_node(node) for node in nodes]
-
-
-def _differentiable(
-    x: Tensor, weight: Tensor, g: Tensor, needs: Sequence[bool], adjoint: bool
-) -> list[Tensor | None]:
-    """The same gradients with a graph, by the plain form."""
-    x, weight = (t.view_as(t) if t.requires_grad else t for t in (x, weight))
-    wanted = [t for t, asked in zip((x, weight), needs, strict=True) if asked]
-    found = iter(torch.autograd.grad(_plain(x, weight, adjoint), wanted, g, create_graph=True))
-    return [next(found) if asked else None for asked in needs]
 
 
 def _convolve(x: Tensor, u: Tensor) -> Tensor:

@@ -15,8 +15,14 @@ from equilibria.ops.gaussian import (
     gaussian_message_jvp,
     gaussian_weights,
 )
-from equilibria.ops.gaussian_patches import can_fuse, fused_message, patch_energies
-from equilibria.ops.gaussian_planes import can_unshuffle, merge_planes, plane_rows
+from equilibria.ops.gaussian_patches import (
+    can_fuse,
+    can_unshuffle,
+    fused_message,
+    merge_planes,
+    patch_energies,
+    plane_rows,
+)
 from equilibria.problems.gamma import GammaPolicy, as_gamma
 from equilibria.problems.kernels import Curvature, ImageCoupling, Reasoned, unproven
 from equilibria.problems.norms import (

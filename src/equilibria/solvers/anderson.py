@@ -7,12 +7,13 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from equilibria.engine.history import History
 from equilibria.engine.options import check_number, options
 from equilibria.engine.solver import Point, Solver
 from equilibria.engine.tree import (
+    History,
     Leaves,
     accumulation_dtype,
+    per_sample,
     sample_norm,
     scale_samples,
     strange,
@@ -83,10 +84,8 @@ class Anderson(Solver):
         )
 
     def residual_memory(self, state: AndersonState) -> Leaves | None:
-        """Residuals are written where they are kept."""
-        if state.residuals.functional:
-            return None
-        return state.residuals.slot(state.count % self.memory)
+        kept = state.residuals
+        return None if kept.functional else kept.slot(state.count % self.memory)
 
     def step(self, point: Point, state: AndersonState) -> tuple[Leaves, AndersonState]:
         slot = state.count % self.memory
@@ -114,10 +113,9 @@ class Anderson(Solver):
         return state.candidates.combine(weights.transpose(1, 2)), state
 
     def _scale(self, point: Point, state: AndersonState, slot: int) -> AndersonState:
-        """Keep the residual in units of the first iterate, where that is very small or large.
+        """Keep the residual in units of the first iterate, where its squares would leave the dtype.
 
-        Its squares would leave the dtype. With a tolerance the driver sees to that, once it has
-        looked at the start; a fixed-step solve never looks.
+        With a tolerance the driver sees to that; a fixed-step solve never looks at the start.
         """
         if state.inverse is None:
             size = torch.maximum(point.residual_norm, sample_norm(without_graph(point.f)))
@@ -129,7 +127,7 @@ class Anderson(Solver):
         else:
             state.residuals.write(slot, point.residual)
             for kept in state.residuals.slot(slot):
-                kept.mul_(state.inverse.view(-1, *([1] * (kept.dim() - 1))))
+                kept.mul_(per_sample(state.inverse, kept))
         return state
 
     def _candidate(self, point: Point, state: AndersonState, slot: int) -> Leaves:
@@ -170,9 +168,10 @@ class Anderson(Solver):
 
     def restart(self, state: AndersonState, stalled: Tensor) -> AndersonState:
         """Forget the history of stalled samples: their slots become unusable, not their mates'."""
+        stalled = stalled.view(-1, 1, 1)
         eye = torch.eye(self.memory, dtype=state.gram.dtype, device=state.gram.device)
-        gram = torch.where(stalled.view(-1, 1, 1), eye, state.gram)
-        ones = torch.where(stalled.view(-1, 1, 1), 0.0, state.ones)
+        gram = torch.where(stalled, eye, state.gram)
+        ones = torch.where(stalled, 0.0, state.ones)
         return replace(state, gram=gram, ones=ones, restarted=True, views={})
 
     def take(self, state: AndersonState, index: Tensor) -> AndersonState:

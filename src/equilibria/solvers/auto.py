@@ -22,9 +22,9 @@ _SHARED = tuple(field.name for field in dataclasses.fields(SolverOptions))
 class Auto(SolverOptions):
     """Let ``choose_solver`` choose by the contraction factor ρ of the layer's map, and say so.
 
-    The tolerances and limits given here are handed on; ``max_steps`` is at least 500 for
-    ProximalGradient unless it was set. ``Solution.choice`` says what was chosen and why. On a plain
-    fixed point, where no bounds are known, it is Anderson.
+    The tolerances and limits given here are handed on; ``max_steps`` is 500 for ProximalGradient
+    unless it was set. ``Solution.choice`` says what was chosen and why. On a plain fixed point,
+    where no bounds are known, it is Anderson.
     """
 
     def for_map(self) -> Solver:
@@ -37,13 +37,12 @@ class Auto(SolverOptions):
 def choose_solver(auto: Auto, bounds: Bounds) -> Choice:
     """The solver for a problem with the bounds m ⪯ ∇²g ⪯ L, and the step τ of its map T_τ.
 
-    By the contraction factor ρ = max(|1 − m|, |L − 1|) of the layer's own map. ρ ≤ 0.3: Picard (a
-    step gains half a digit, nothing beats it). ρ < 1: Anderson, damped by β = min(1, 2/(m + L)),
-    which centers the spectrum of I − J. ρ ≥ 1, where plain iteration may oscillate: Anderson on T_τ
-    with τ = 2/(m + L) if m > 0, for then T_τ contracts with the factor (L − m)/(L + m); else
-    ProximalGradient, which descends everywhere. Where the bounds differ from sample to sample,
-    ProximalGradient with a step for each: it serves all of them, so that an answer does not depend
-    on the other samples of the batch.
+    By the contraction factor ρ = max(|1 − m|, |L − 1|) of the layer's own map. ρ ≤ 0.3: Picard.
+    ρ < 1: Anderson, damped by β = min(1, 2/(m + L)), which centers the spectrum of I − J. ρ ≥ 1,
+    where plain iteration may oscillate: Anderson on T_τ with τ = 2/(m + L) if m > 0, for then T_τ
+    contracts with the factor (L − m)/(L + m); else ProximalGradient, which descends everywhere.
+    Where the bounds differ from sample to sample, ProximalGradient with a step for each, so that an
+    answer does not depend on the other samples of the batch.
     """
     modulus, smoothness = bounds()
     m = torch.as_tensor(modulus, dtype=torch.float64)

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from equilibria.engine.solver import Bounds, Choice, Point, Solver, SolverOptions
+from equilibria.engine.solver import Bounds, Choice, Point, Reached, Solver, SolverOptions
 from equilibria.engine.tree import Leaves, sample_norm, select_samples, where_sample
 
 
 @dataclass
 class BestState:
+    """The state of the inner solver, and each sample's best iterate so far."""
+
     inner: Any
-    z: Leaves
-    norm: Tensor | None
-    scale: Tensor | None
+    best: Reached | None = None
 
 
 class BestIterate(Solver):
@@ -55,41 +55,33 @@ class BestIterate(Solver):
         return Choice(BestIterate(choice.solver), choice.tau, choice.reason)
 
     def init(self, z: Leaves) -> BestState:
-        return BestState(self.inner.init(z), z, None, None)
+        return BestState(self.inner.init(z))
 
     def step(self, point: Point, state: BestState) -> tuple[Leaves, BestState]:
-        best = self._update(point, state)
-        z, best.inner = self.inner.step(point, state.inner)
-        return z, best
+        best = self.fallback(point, state)
+        z, inner = self.inner.step(point, state.inner)
+        return z, BestState(inner, best)
 
-    def _update(self, point: Point, state: BestState) -> BestState:
+    def fallback(self, point: Point, state: BestState) -> Reached:
         norm, scale = point.residual_norm, sample_norm([f.detach() for f in point.f])
-        if state.norm is None or state.scale is None:
-            return BestState(state.inner, point.z, norm, scale)
-        better = norm < state.norm
-        return BestState(
-            state.inner,
-            where_sample(better, point.z, state.z),
-            torch.where(better, norm, state.norm),
-            torch.where(better, scale, state.scale),
-        )
+        if state.best is None:
+            return point.z, norm, scale
+        best, least, size = state.best
+        better = norm < least
+        z = where_sample(better, point.z, best)
+        return z, torch.where(better, norm, least), torch.where(better, scale, size)
 
     def residual_memory(self, state: BestState) -> Leaves | None:
         memory: Leaves | None = self.inner.residual_memory(state.inner)
         return memory
 
     def restart(self, state: BestState, stalled: Tensor) -> BestState:
-        return BestState(self.inner.restart(state.inner, stalled), state.z, state.norm, state.scale)
+        return replace(state, inner=self.inner.restart(state.inner, stalled))
 
     def take(self, state: BestState, index: Tensor) -> BestState:
-        norms = [x for x in (state.norm, state.scale) if x is not None]
-        norm, scale = select_samples(norms, index) if norms else (None, None)
-        return BestState(
-            self.inner.take(state.inner, index), select_samples(state.z, index), norm, scale
-        )
-
-    def fallback(self, point: Point, state: BestState) -> tuple[Leaves, Tensor, Tensor]:
-        best = self._update(point, state)
-        assert best.norm is not None
-        assert best.scale is not None
-        return best.z, best.norm, best.scale
+        best = state.best
+        if best is not None:
+            z, *norms = best
+            least, size = select_samples(norms, index)
+            best = select_samples(z, index), least, size
+        return BestState(self.inner.take(state.inner, index), best)

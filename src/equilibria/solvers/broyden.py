@@ -7,14 +7,16 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from equilibria.engine.history import History
 from equilibria.engine.options import check_number, options
 from equilibria.engine.solver import Point, Solver
 from equilibria.engine.tree import (
+    History,
     Leaves,
+    add,
     sample_dot,
     sample_norm,
     scale_samples,
+    subtract,
     where_sample,
     without_graph,
 )
@@ -73,17 +75,15 @@ class Broyden(Solver):
             state = replace(state, rank=0, valid=valid)
         if state.rank == 0:
             # H = −I, but s may come from another H: form Hy = g_old − g itself.
-            h_g = [-x for x in g]
-            h_y = [old - new for old, new in zip(state.g, g, strict=True)]
-            v = [-x for x in s]
+            h_g, h_y, v = [-x for x in g], subtract(state.g, g), [-x for x in s]
         else:
             usable = valid[:, : state.rank]
-            h_g = _minus(state.u.combine(state.v.dot(g) * usable), g)
+            h_g = subtract(state.u.combine(state.v.dot(g) * usable), g)
             # s = −H g_old by construction, so that Hy = Hg + s; not so where H was reset since.
-            h_y = [a + b for a, b in zip(h_g, s, strict=True)]
+            h_y = add(h_g, s)
             if state.fresh is not None:
-                h_y = where_sample(state.fresh, _minus(state.g, g), h_y)
-            v = _minus(state.v.combine(state.u.dot(s) * usable), s)
+                h_y = where_sample(state.fresh, subtract(state.g, g), h_y)
+            v = subtract(state.v.combine(state.u.dot(s) * usable), s)
         # uvᵀ does not depend on the length of s. Taken as 1, neither 1/sᵀHy nor its derivative
         # (sᵀHy)⁻² can overflow, however short the last steps of a solve are.
         length = sample_norm(without_graph(s))
@@ -91,18 +91,16 @@ class Broyden(Solver):
         s, h_y, v = scale_samples(unit, s), scale_samples(unit, h_y), scale_samples(unit, v)
         restarted = self._restarted(point, state)
         inverse = self._safe_inverse(sample_dot(s, h_y), restarted)
-        u = scale_samples(inverse, _minus(s, h_y))
-        v_g = sample_dot(v, g)
-        step = _minus([-x for x in h_g], scale_samples(v_g, u))
+        u = scale_samples(inverse, subtract(s, h_y))
+        step = subtract([-x for x in h_g], scale_samples(sample_dot(v, g), u))
         if restarted is not None:
             # H = −I for these samples: the step is g, and no earlier update counts.
             state = replace(state, valid=_forget(valid, restarted, state.rank))
-            mask = [restarted.view(-1, *([1] * (x.dim() - 1))) for x in g]
-            step = [torch.where(m, a, b) for m, a, b in zip(mask, g, step, strict=True)]
+            step = where_sample(restarted, g, step)
         state.u.write(state.rank, u)
         state.v.write(state.rank, v)
-        z = [a + b for a, b in zip(point.z, step, strict=True)]
-        return z, replace(state, s=step, g=g, norm=norm, rank=state.rank + 1, fresh=None)
+        state = replace(state, s=step, g=g, norm=norm, rank=state.rank + 1, fresh=None)
+        return add(point.z, step), state
 
     def _restarted(self, point: Point, state: BroydenState) -> Tensor | None:
         """[B]: samples that forget their H, having jumped or having nothing left to gain."""
@@ -138,10 +136,6 @@ class Broyden(Solver):
             state.rank,
             None if state.fresh is None else state.fresh.index_select(0, index),
         )
-
-
-def _minus(a: Leaves, b: Leaves) -> Leaves:
-    return [x - y for x, y in zip(a, b, strict=True)]
 
 
 def _forget(valid: Tensor, mask: Tensor, rank: int) -> Tensor:

@@ -3,7 +3,7 @@
     0 ∈ (I − W)z − c + ∂f(z),   I − W ⪰ mI,   L ≥ ‖I − W‖.
 
 A splitting replaces the layer's own map z ↦ prox_f(Wz + c), which may expand, by one that contracts
-and has the same solution. It asks for the inclusion's face below and knows nothing of layers.
+and has the same solution.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from equilibria.engine.maps import Surrogate
 from equilibria.engine.options import check_number, options
 from equilibria.engine.solver import Bounds, Choice, Point, Solver
 from equilibria.engine.transforms import functorch_active
-from equilibria.engine.tree import Leaves, accumulation_dtype
+from equilibria.engine.tree import Leaves, accumulation_dtype, map_tensors
 
 __all__ = [
     "ForwardBackward",
@@ -34,8 +34,6 @@ __all__ = [
     "forward_backward_factor",
     "proximal_slack",
 ]
-
-_SHARED = tuple(f.name for f in dataclasses.fields(Solver))
 
 
 class Inclusion(Protocol):
@@ -98,10 +96,6 @@ def blend(a: float | Tensor, x: Any, b: float | Tensor, y: Any) -> Any:
     return tuple(blend(a, p, b, q) for p, q in zip(x, y, strict=True))
 
 
-def _cast(z: Any, dtype: torch.dtype) -> Any:
-    return z.to(dtype) if isinstance(z, Tensor) else tuple(part.to(dtype) for part in z)
-
-
 @options
 class SplittingIteration(Solver):
     """u ← S(u): what the engine runs for a splitting, forward and (on S's transposed Jacobian)
@@ -132,7 +126,7 @@ class SplittingSolver(Solver):
     def __post_init__(self) -> None:
         Solver.__post_init__(self)
         check_number(self, "alpha", low=0.0, low_open=True, optional=True)
-        shared = {name: getattr(self, name) for name in _SHARED}
+        shared = {field.name: getattr(self, field.name) for field in dataclasses.fields(Solver)}
         # Made here, not in a solve: torch.compile traces the use of options, not their making.
         object.__setattr__(self, "iteration", SplittingIteration(**shared))
 
@@ -182,27 +176,25 @@ class ForwardBackward(SplittingSolver):
 
     A contraction with the factor √(1 − 2αm + α²L²) (Proposition 3), which is least, √(1 − m²/L²),
     at α = m/L², the default; at the end 2m/L² it is exactly 1 (the paper closes the interval). A
-    step outside is an error; inside torch.compile and torch.func, where no number can be looked at,
-    it is not checked. One product with W a step, no inverse; many steps where m/L is small.
+    step outside is an error, but not checked inside torch.compile and torch.func. One product with
+    W a step, no inverse; many steps where m/L is small.
     """
 
     max_steps: int = 2000
     patience: int = 400
 
     def split(self, inclusion: Inclusion, z0: Any, c: Tensor) -> Splitting:
-        """The forward-backward step on the layer's own state.
-
-        Half-precision states are iterated in float32: a step of α·(T(z) − z) would be lost in their
-        rounding.
-        """
+        """The forward-backward step on the layer's own state, in float32 or better: a step of
+        α·(T(z) − z) would be lost in the rounding of half precision."""
         alpha, dtype = self.step_size(inclusion), c.dtype
+        wide = accumulation_dtype(dtype)
 
         def step(u: Any, c: Tensor) -> Any:
             image = inclusion.argument(read(u), c)
             return inclusion.prox(blend(1.0 - alpha, u, alpha, image), alpha)
 
         def read(u: Any) -> Any:
-            return _cast(u, dtype)
+            return map_tensors(lambda part: part.to(dtype), u)
 
         def own(u: Any, c: Tensor) -> tuple[Any, Any]:
             z = read(u)
@@ -210,7 +202,7 @@ class ForwardBackward(SplittingSolver):
 
         given = "m/L²" if self.alpha is None else f"{self.alpha:g}"
         reason = f"ForwardBackward with the step α = {given}"
-        slack, start = proximal_slack(alpha), _cast(z0, accumulation_dtype(dtype))
+        slack, start = proximal_slack(alpha), map_tensors(lambda part: part.to(wide), z0)
         return Splitting(step, own, lambda *_: slack, dtype, start, (c,), read, reason)
 
     def step_size(self, inclusion: Inclusion) -> float | Tensor:

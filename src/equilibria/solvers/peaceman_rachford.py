@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from equilibria.engine.options import options
+from equilibria.engine.tree import map_tensors
 
 from .forward_backward import Inclusion, Splitting, SplittingSolver, blend
 
@@ -32,9 +33,8 @@ class PeacemanRachford(SplittingSolver):
 
     Converges for every α > 0, with the factor √(1 − 4αm/(1 + 2αm + α²L²)): about 1 − m/L a step
     where forward-backward has 1 − m²/(2L²). V is computed once a solve (a dense inverse, or one by
-    FFT for convolutions), serves the backward pass too, and is kept nowhere. The default step is
-    √n/‖I − W‖_F, one over the root mean square of the singular values: in our trials within a small
-    factor of the best, whatever the scale of W.
+    FFT for convolutions) and serves the backward pass too. The default step is √n/‖I − W‖_F, one
+    over the root mean square of the singular values.
 
     The engine iterates u and judges z: ``stats.residual`` is ‖T(z) − z‖ of the layer's own map. A
     warm start z becomes u = z − α((I − W)z − c), which is the fixed point where z is the solution.
@@ -77,11 +77,9 @@ class PeacemanRachford(SplittingSolver):
 
 
 def _finite(u: Any) -> Any:
-    """u with zero for NaN and infinity: a sample whose c has them fails, but returns a number,
-    at which the gradients of the weights it shares with the others can be taken."""
-    if isinstance(u, Tensor):
-        return torch.where(torch.isfinite(u), u, 0.0)
-    return tuple(_finite(part) for part in u)
+    """u with zero for NaN and infinity: a failed sample returns a number, at which the gradients of
+    the weights it shares with the others can be taken."""
+    return map_tensors(lambda part: torch.where(torch.isfinite(part), part, 0.0), u)
 
 
 def _add(z: Any, c: Tensor) -> Any:

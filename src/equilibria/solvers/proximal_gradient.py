@@ -10,7 +10,7 @@ from torch import Tensor
 
 from equilibria.engine.options import check_number, options
 from equilibria.engine.solver import Bounds, Choice, Point, Solver
-from equilibria.engine.tree import Leaves, sample_dot, scale_samples
+from equilibria.engine.tree import Leaves, add, sample_dot, scale_samples, subtract
 
 
 @dataclass
@@ -27,9 +27,8 @@ class ProximalGradient(Solver):
 
     T_τ(z) = prox_{τf}(z − τ∇g(z)) has the fixed points of the layer's own map for every τ > 0, so
     this solves layers whose plain iteration oscillates. The step comes from the bounds
-    m ⪯ ∇²g ⪯ L: 1/L with acceleration, 2/(m + L) without (factor (L − m)/(L + m) where m > 0).
-    A sample's momentum restarts when it points uphill, ⟨y − z, z − z₋⟩ > 0 (O'Donoghue and Candès),
-    so that strong convexity is used without being known. State memory: 2 states.
+    m ⪯ ∇²g ⪯ L: 1/L with acceleration, 2/(m + L) without. A sample's momentum restarts when it
+    points uphill, ⟨y − z, z − z₋⟩ > 0 (O'Donoghue and Candès). State memory: 2 states.
     """
 
     max_steps: int = 500
@@ -57,14 +56,13 @@ class ProximalGradient(Solver):
     def step(self, point: Point, state: MomentumState) -> tuple[Leaves, MomentumState]:
         if not self.accelerate or state.last is None:
             return point.f, MomentumState(point.f, state.t)
-        moved = [a - b for a, b in zip(point.f, state.last, strict=True)]
+        moved = subtract(point.f, state.last)
         # y − z = −(T(y) − y): uphill where the residual opposes the last move.
         uphill = sample_dot(point.residual, moved) < 0
         t = torch.where(uphill, 1.0, state.t)
         following = 0.5 * (1.0 + torch.sqrt(1.0 + 4.0 * t * t))
         momentum = torch.where(uphill, 0.0, (t - 1.0) / following)
-        pushed = scale_samples(momentum, moved)
-        y = [a + b for a, b in zip(point.f, pushed, strict=True)]
+        y = add(point.f, scale_samples(momentum, moved))
         return y, MomentumState(point.f, following)
 
     def restart(self, state: MomentumState, stalled: Tensor) -> MomentumState:

@@ -31,16 +31,13 @@ class SequentialAveraging(Solver):
     points of T, and ρ, c > 0 with ρ + 2c < 1, z_k tends to z̄ (Theorem 5): of many fixed points, the
     one with the least R. A non-convex R is allowed and nothing is then promised.
 
-    It is slow: z_k is about β_k away from the fixed points, so ‖T(z) − z‖ falls like k^{−ρ} and
-    meets no usual tolerance. So the default is a fixed number of steps, K = ``max_steps``, as in
-    Algorithm 1. With ``rtol`` or ``atol`` a sample ends, as in every solver, when ‖T(z) − z‖ is
-    small: z is then close to *a* fixed point, which does not say that R is least there.
-
-    A state of several leaves is regularized leaf by leaf. No memory beside the iterate.
+    It is slow: ‖T(z) − z‖ falls like k^{−ρ} and meets no usual tolerance. So the default is a fixed
+    number of steps, as in Algorithm 1. With ``rtol`` or ``atol`` a sample ends when it is close to
+    *a* fixed point, which does not say that R is least there. Leaves are regularized one by one.
     """
 
     rtol: float | None = 0.0
-    """0 with ``atol=0``: exactly ``max_steps`` steps. None takes the tolerance of the dtype."""
+    """0 with ``atol=0``: exactly ``max_steps`` steps."""
     max_steps: int = 20
     """K; the paper takes 20 on CIFAR-10 and 5 on ImageNet."""
     regularizer: HasGradient | None = None
@@ -77,10 +74,9 @@ class SequentialAveraging(Solver):
             return float(self.lipschitz)
         if self.regularizer is None:
             return 1.0
-        curvature = getattr(self.regularizer, "curvature", None)
         bound = math.inf
-        if curvature is not None:
-            found = curvature()
+        if hasattr(self.regularizer, "curvature"):
+            found = self.regularizer.curvature()
             bound = max(abs(float(found.lower)), abs(float(found.upper)))
         if not 0.0 < bound < math.inf:
             raise ValueError(
