@@ -24,6 +24,7 @@ from tests.contracts.adjoint_contract import (
     assert_close,
     attempt,
     contraction,
+    dense,
     dense_of,
     draw,
     exact_propagator,
@@ -187,6 +188,21 @@ def test_functional_call_around_the_equilibrium(transform: Any) -> None:
 
     found = transform(run, argnums=(0, 1))(*TANH.parameters)
     assert_close(found, dense_of("tanh").sensitivities())
+
+
+def test_ensemble_of_weights_by_vmap_of_functional_call() -> None:
+    linear = nn.Linear(4, 4, bias=False).double()
+    weights = torch.stack([contraction(96 + i, 4, 4) for i in range(3)])
+    x = TANH.parameters[1]
+
+    def run(w: Tensor) -> Tensor:
+        return solve(
+            lambda z: torch.tanh(functional_call(linear, {"weight": w}, (z,)) + x), TANH.start
+        )
+
+    for w, z in zip(weights, vmap(run)(weights), strict=True):
+        assert_close([z.flatten()], [dense(TANH.fn, TANH.start, (w, x)).z])
+
 
 
 # Closures ------------------------------------------------------------------------------------

@@ -2,9 +2,9 @@
 
     images → stem → branches at S, S/2, S/4, S/4, S/8, S/8 pixels → average → fusion → head
 
-In the papers "output channels" are those of z and of the stem, "mid channels" those of U and W. They
-do not say whether branches see each other. As a chain, each also sees the sum of those before it,
-``geq_cifar_5m`` reaches the paper's accuracy; side by side it does not (docs/models.md).
+In the papers "output channels" are those of z and of the stem, "mid channels" those of U and W.
+They do not say whether branches see each other. Where each also sees the sum of those before it, a
+chain, ``geq_cifar_5m`` reaches the paper's accuracy; side by side it does not (docs/models.md).
 """
 
 from __future__ import annotations

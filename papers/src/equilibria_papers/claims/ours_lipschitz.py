@@ -187,7 +187,8 @@ def _value_hessian(layer: GaussLayer) -> Tensor:
     slope = layer.sigma.slope(layer.force(star))[:, None]
     whole = identity(len(star)) - layer.slope(star)
     moved = torch.linalg.solve(whole, slope * (a.mT @ block))
-    return block @ (identity(len(a)) - a @ moved)
+    hessian: Tensor = block @ (identity(len(a)) - a @ moved)
+    return hessian
 
 
 def _value_trial(layer: GaussLayer) -> Trial:
