@@ -187,12 +187,11 @@ def test_layers_add_up_and_an_inference_has_no_adjoint(clock: None) -> None:
     }
 
 
-@pytest.mark.parametrize("joint", [False, True])
-def test_branches_are_seen(joint: bool) -> None:
+def test_branches_are_seen() -> None:
     def branch() -> eq.nn.GEQ:
         return eq.nn.GEQ(4, 4, patch=eq.Patches(channels=2, size=2), hidden=None)
 
-    model = eq.nn.MultiBranch([branch(), branch()], (4, 2), joint=joint)
+    model = eq.nn.MultiBranch([branch(), branch()], (4, 2))
     x = torch.randn(2, 4, 4, 4)
     found = _marked(model, lambda: model(x).sum().backward(), CPU)
     assert min(found["map"], found["adjoint"], found["rest"]) > 0
