@@ -204,7 +204,6 @@ def test_ensemble_of_weights_by_vmap_of_functional_call() -> None:
         assert_close([z.flatten()], [dense(TANH.fn, TANH.start, (w, x)).z])
 
 
-
 # Closures ------------------------------------------------------------------------------------
 
 

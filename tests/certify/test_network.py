@@ -73,6 +73,7 @@ NETWORKS: dict[str, Any] = {
         nn.MaxPool2d(3, 2, 1),
         nn.Conv2d(6, 8, 3, stride=2, padding=1),
         nn.LeakyReLU(0.2),
+        nn.Dropout2d(0.5),
         *head(32),
     ),
     "skips": lambda: nn.Sequential(
@@ -240,9 +241,16 @@ class Shared(nn.Module):
         return x.flatten(1)[:, :4] - x.flatten(1)[:, :4].mean(0)
 
 
+class Exchanged(nn.Module):
+    """The samples of a square batch as features of each other."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.flatten(1)[:, :4].transpose(0, 1)
+
+
 def test_nothing_that_depends_on_the_input_escapes() -> None:
     x = torch.randn(4, *IMAGE)
-    for module in (Masked(), Shared()):
+    for module in (Masked(), Shared(), Exchanged()):
         assert (eq.certify(module, x).radius == 0).all()
     with pytest.raises(TypeError, match="decides by its numbers"):
         eq.certify(Deciding(), x)

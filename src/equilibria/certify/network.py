@@ -323,12 +323,20 @@ def _leaky(sources: list[_Tracked], args: Any, kwargs: Any, out: Tensor) -> _Tra
     return sources[0].passed(out, max(1.0, abs(float(slope))))
 
 
-def _arranged(sources: list[_Tracked], args: Any, kwargs: Any, out: Tensor) -> _Tracked | None:
+def _permuted(sources: list[_Tracked], args: Any, kwargs: Any, out: Tensor) -> _Tracked | None:
     """A permutation of dimensions that leaves the batch in its place."""
+    dims = pytree.tree_leaves((args[1:], kwargs))
+    return sources[0].passed(out, 1.0) if int(dims[0]) % out.ndim == 0 else None
+
+
+def _transposed(sources: list[_Tracked], args: Any, kwargs: Any, out: Tensor) -> _Tracked | None:
     dims = [int(d) % out.ndim for d in pytree.tree_leaves((args[1:], kwargs))]
-    swapped = len(dims) == 2 and out.ndim > 2  # transpose(a, b)
-    kept = 0 not in dims if swapped else dims[0] == 0
-    return sources[0].passed(out, 1.0) if kept else None
+    return sources[0].passed(out, 1.0) if 0 not in dims else None
+
+
+def _dropout(sources: list[_Tracked], args: Any, kwargs: Any, out: Tensor) -> _Tracked | None:
+    training = kwargs.get("training", args[2] if len(args) > 2 else True)
+    return None if training else sources[0].passed(out, 1.0)
 
 
 def _sum(sources: list[_Tracked], args: Any, kwargs: Any, out: Tensor) -> _Tracked | None:
@@ -527,8 +535,10 @@ def _rules() -> Iterator[tuple[str, Rule]]:
     for name in one:
         yield name, _unary(1.0)
     yield "leaky_relu", _leaky
-    yield "transpose", _arranged
-    yield "permute", _arranged
+    yield "transpose", _transposed
+    yield "permute", _permuted
+    for name in ("dropout", "dropout1d", "dropout2d", "feature_dropout"):
+        yield name, _dropout
     yield "sigmoid", _unary(0.25)
     yield "gelu", _unary(1.13)  # the largest slope is 1.1290
     yield "silu", _unary(1.1)  # 1.0998
