@@ -104,7 +104,9 @@ def test_value_is_infinite_outside(name: str) -> None:
     z = case.prior.prox(3 * state(case, seed=2))
     step = torch.linspace(1, -1, z[0].numel(), dtype=torch.float64).reshape(z.shape[1:])
     if name == "half-space":
-        step = torch.tensor(NORMAL, dtype=torch.float64)
+        step = 1e9 * torch.tensor(NORMAL, dtype=torch.float64)
+    if name == "entropy":
+        step = torch.ones(6, dtype=torch.float64)
     outside = z + 1e-6 * step + (z if name.startswith("ball") else 0.0)
     assert bool(case.prior.value(outside).isinf().all())
     assert bool(case.prior.value(case.prior.into_domain(outside)).isfinite().all())
@@ -207,18 +209,15 @@ def test_prox_minimizes_and_is_stationary(
 
 
 @each
-@settings(max_examples=15, deadline=None)
-@given(**draws)
-def test_least_subgradient_is_the_slope_of_steepest_descent(
-    case: Case, seed: int, log_tau: float, log_scale: float, near: bool
-) -> None:
+@pytest.mark.parametrize("seed", range(6))
+def test_least_subgradient_is_the_slope_of_steepest_descent(case: Case, seed: int) -> None:
     """dist(0, df(z) + g) = lim |z - prox_{t f}(z - t g)|/t as t -> 0, at a z on a kink."""
     z = case.prior.prox(state(case, 2, seed), 1.0)
     g = state(case, 2, seed + 7)
     least = case.prior.least_subgradient(z, g)
-    t = 1e-6
+    t = 1e-8
     moved = (z - case.prior.prox(z - t * g, t)) / t
-    if isinstance(case.prior, eq.Entropy) and float(z.min()) < 1e-3:
+    if isinstance(case.prior, eq.Entropy) and float(z.min()) < 0.05:
         return  # its derivative changes within t
     torch.testing.assert_close(moved, least, atol=2e-4, rtol=1e-4)
 
@@ -268,8 +267,10 @@ def test_prox_has_right_derivatives(case: Case) -> None:
     if isinstance(case.prior, eq.NuclearNorm):
         out = case.prior.prox(v, tau)
         (slope,) = torch.autograd.grad(out.sum(), v, create_graph=True)
-        with pytest.raises(RuntimeError, match="differentiat"):
+        with pytest.raises(NotImplementedError, match="once"):
             slope.sum().backward()
+        with pytest.raises(NotImplementedError, match="once"):
+            torch.func.hessian(lambda v: case.prior.prox(v).square().sum())(v.detach())
     else:
         assert gradgradcheck(case.prior.prox, (v, tau), eps=1e-6, atol=1e-4)
 
@@ -305,6 +306,7 @@ def test_nuclear_norm_differentiates_at_equal_and_zero_singular_values() -> None
     assert gradcheck(eq.NuclearNorm(0.5).prox, x, eps=1e-6, atol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @each
 def test_vmap_and_compile(case: Case) -> None:
     v = state(case, 2, seed=14)

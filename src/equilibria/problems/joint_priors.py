@@ -25,7 +25,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from equilibria.adjoints.quarantine import host_may_read
 from equilibria.problems.priors import (
@@ -144,15 +143,19 @@ class _AlongDim(JointPrior):
 # --- the simplex --------------------------------------------------------------------------------
 
 
-def _onto_simplex(v: Tensor, total: Parameter) -> Tensor:
-    """The projection of each line ``[..., n]`` onto ``z >= 0``, ``sum z = total``."""
-    v = v - v.detach().amax(-1, keepdim=True)  # changes nothing but the rounding
+def _simplex_level(v: Tensor, total: Parameter) -> Tensor:
+    """The ``t`` with ``sum max(v - t, 0) = total``, detached. ``[..., n]`` to ``[..., 1]``."""
     ordered = v.detach().sort(-1, descending=True).values
     limit = total.detach() if isinstance(total, Tensor) else total
     count = torch.arange(1, v.shape[-1] + 1, dtype=v.dtype, device=v.device)
-    theta = (ordered.cumsum(-1) - limit) / count
-    last = (ordered > theta).sum(-1, keepdim=True).clamp(min=1) - 1
-    kept = v.detach() > theta.gather(-1, last)
+    level = (ordered.cumsum(-1) - limit) / count
+    return level.gather(-1, (ordered > level).sum(-1, keepdim=True).clamp(min=1) - 1)
+
+
+def _onto_simplex(v: Tensor, total: Parameter) -> Tensor:
+    """The projection of each line ``[..., n]`` onto ``z >= 0``, ``sum z = total``."""
+    v = v - v.detach().amax(-1, keepdim=True)  # changes nothing but the rounding
+    kept = v.detach() > _simplex_level(v, total)
     level = (torch.where(kept, v, 0.0).sum(-1, keepdim=True) - total) / kept.sum(-1, keepdim=True)
     return torch.relu(v - level)
 
@@ -203,7 +206,7 @@ class Simplex(_AlongDim):
         return self._where_finite(z, self._back(least, z))
 
 
-_NEWTON = 24  # for the sum of an entropy prox; about ten are used
+_NEWTON = 8  # for the sum of an entropy prox
 
 
 @dataclass(frozen=True)
@@ -211,9 +214,11 @@ class Entropy(_AlongDim):
     """``f(z) = weight sum z log z`` if ``z >= 0`` and ``sum z = 1`` along ``dim``, else ``+inf``.
 
     The prox solves ``z + s log z = v - nu``, ``s = tau weight``, with the ``nu`` that makes the sum
-    1. The sum is convex and decreasing in ``nu``, so Newton's method is monotone from
-    ``nu = s logsumexp(v/s) - 1``, where it is at least 1 (``log z >= (v - nu - 1)/s`` for
-    ``z <= 1``). Two more steps on the live tensors carry derivatives, exact to the third.
+    1. The sum is convex and decreasing in ``nu``, so Newton's method is monotone from a ``nu``
+    where it is at least 1: ``s logsumexp(v/s) - 1``, as ``log z >= (v - nu - 1)/s`` for ``z <= 1``,
+    or the level of the projection onto the simplex, as ``z >= v - nu`` there. The first is close
+    for a large ``s``, the second for a small one. Two more steps on the live tensors carry
+    derivatives, exact to the third.
     """
 
     weight: Parameter = 1.0
@@ -252,6 +257,7 @@ def _entropy_prox(v: Tensor, s: Tensor) -> Tensor:
     v = v - top  # changes nu alone
     level, scale = v.detach(), s.detach()
     nu = scale * torch.logsumexp(level / scale, -1, keepdim=True) - 1.0
+    nu = torch.maximum(nu, _simplex_level(level, 1.0))
     for _ in range(_NEWTON):
         y = log_wright_omega((level - nu) / scale - scale.log()) + scale.log()
         x = y.exp()
@@ -292,9 +298,7 @@ class HalfSpace(JointPrior):
         else:
             none = self.normal == 0
         if none:
-            raise ValueError(
-                "HalfSpace(normal=...): got 0 for a sample, takes a normal that is not 0"
-            )
+            raise ValueError("HalfSpace(normal=...): got 0, takes a normal that is not 0")
 
     def _measured(self, z: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The normal shaped as ``z``; then ``[B]``: its square, the excess, and its rounding."""
@@ -318,8 +322,11 @@ class HalfSpace(JointPrior):
 
     def prox(self, v: Tensor, tau: float | Tensor = 1.0) -> Tensor:
         _step(tau, v)
-        normal, square, excess, _ = self._measured(v)
-        return (v - _column(torch.relu(excess) / square, v) * normal).to(v.dtype)
+        z = at_least_float32(v)
+        for _ in range(2):  # the first is off by the rounding of v, which may be large
+            normal, square, excess, _ = self._measured(z)
+            z = z - _column(torch.relu(excess) / square, v) * normal
+        return z.to(v.dtype)
 
     def least_subgradient(self, z: Tensor, g: Tensor) -> Tensor:
         normal, square, excess, off = self._measured(z)
@@ -463,25 +470,56 @@ class _Shrunk(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         _, u, sigma, vh = output
         ctx.mark_non_differentiable(u, sigma, vh)
-        ctx.save_for_backward(u, sigma, vh, inputs[1])
-        ctx.save_for_forward(u, sigma, vh, inputs[1])
+        ctx.save_for_backward(*inputs, u, sigma, vh)
+        ctx.save_for_forward(inputs[1], u, sigma, vh)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-        u, sigma, vh, t = ctx.saved_tensors
-        moved, along = _shrunk_derivative(u, sigma, vh, t, grad)
-        return moved, -along.sum(-1, keepdim=True)
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> Any:
+        return _ShrunkSlope.apply(grad, *ctx.saved_tensors)  # type: ignore[no-untyped-call]
+
+
+class _ShrunkEager(_Shrunk):
+    """The same with a forward derivative, which torch.compile cannot trace."""
 
     @staticmethod
     def jvp(ctx: Any, x: Tensor | None, t: Tensor | None) -> tuple[Tensor, None, None, None]:
-        u, sigma, vh, at = ctx.saved_tensors
+        at, u, sigma, vh = ctx.saved_tensors
         moved = torch.zeros_like(u @ vh)
         if x is not None:
             moved = moved + _shrunk_derivative(u, sigma, vh, at, x)[0]
         if t is not None:
             moved = moved - (u * ((sigma > at) * t).unsqueeze(-2)) @ vh
         return moved, None, None, None
+
+
+class _ShrunkSlope(torch.autograd.Function):
+    """The derivative of ``_Shrunk``, with ``X`` and ``t`` as inputs: a second one raises."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        grad: Tensor, x: Tensor, t: Tensor, u: Tensor, sigma: Tensor, vh: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        moved, along = _shrunk_derivative(u, sigma, vh, t, grad)
+        return moved, -along.sum(-1, keepdim=True)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise NotImplementedError("NuclearNorm.prox can be differentiated once, not twice.")
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise NotImplementedError("NuclearNorm.prox can be differentiated once, not twice.")
+
+
+def _finite_matrices(x: Tensor) -> Tensor:
+    """``[..., 1, 1]``. An SVD raises where an entry is not finite, for the whole batch."""
+    return x.detach().isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
 
 
 @dataclass(frozen=True)
@@ -508,7 +546,10 @@ class NuclearNorm(JointPrior):
 
     def value(self, z: Tensor) -> Tensor:
         weight = self._weight(z)
-        sigma = torch.linalg.svdvals(at_least_float32(z)).unsqueeze(-1)
+        wide = at_least_float32(z)
+        finite = _finite_matrices(wide)
+        sigma = torch.linalg.svdvals(torch.where(finite, wide, 0.0)).unsqueeze(-1)
+        sigma = torch.where(finite, sigma, math.nan)
         return _total((weight * sigma).to(sigma.dtype))
 
     def prox(self, v: Tensor, tau: float | Tensor = 1.0) -> Tensor:
@@ -519,19 +560,25 @@ class NuclearNorm(JointPrior):
         wide = at_least_float32(v)
         t = torch.as_tensor(threshold, dtype=wide.dtype, device=wide.device)
         t = t.expand(*wide.shape[:-2], 1, 1).squeeze(-1)
-        shrunk: Tensor = _Shrunk.apply(wide, t)[0]  # type: ignore[no-untyped-call]
-        return shrunk
+        finite = _finite_matrices(wide)
+        safe = torch.where(finite, wide, 0.0)
+        shrink = _Shrunk if torch.compiler.is_compiling() else _ShrunkEager
+        shrunk: Tensor = shrink.apply(safe, t)[0]  # type: ignore[no-untyped-call]
+        return torch.where(finite, shrunk, math.nan)
 
     def least_subgradient(self, z: Tensor, g: Tensor) -> Tensor:
         """``g + weight UV'`` on the ranges of ``z``; outside, the singular values of ``g`` less
         ``weight``."""
         weight = self._weight(z)
-        u, sigma, vh = torch.linalg.svd(at_least_float32(z), full_matrices=False)
+        wide = at_least_float32(z)
+        finite = _finite_matrices(wide)
+        u, sigma, vh = torch.linalg.svd(torch.where(finite, wide, 0.0), full_matrices=False)
         there = sigma > _slack(z, max(z.shape[-2:])) * sigma[..., :1]
         u, vh = u * there.unsqueeze(-2), vh * there.unsqueeze(-1)
         beside = g - u @ (u.mT @ g)
         beside = beside - (beside @ vh.mT) @ vh
-        return (g - beside + weight * (u @ vh) + self._shrink(beside, weight)).to(sigma.dtype)
+        least = g - beside + weight * (u @ vh) + self._shrink(beside, weight)
+        return torch.where(finite, least.to(sigma.dtype), math.nan)
 
 
 # --- total variation and isotonic regression ----------------------------------------------------
