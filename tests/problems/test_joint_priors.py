@@ -255,6 +255,37 @@ def test_projections_repeat_and_do_not_depend_on_the_batch(case: Case) -> None:
     assert bool(spoiled[1].isnan().any())
 
 
+@pytest.mark.parametrize("per", ["number", "sample", "channel"])
+def test_maps_of_features(per: str) -> None:
+    """[B, C, H, W]: along rows, over the channels of a pixel, with a weight of each kind."""
+    v = randn(2, 3, 4, 5, seed=20)
+    weight = {"number": torch.tensor(0.3), "sample": torch.tensor([0.2, 0.6])}.get(
+        per, torch.tensor([[0.2, 0.4, 0.6]])
+    )
+    weight = weight.double()
+    full = weight.reshape(*weight.shape, *[1] * (2 - weight.ndim)).expand(2, 3)
+    got = eq.TotalVariation(weight, dim=2).prox(v)
+    for b in range(2):
+        for c in range(3):
+            one = eq.TotalVariation(float(full[b, c])).prox(v[b, c].T).T
+            torch.testing.assert_close(got[b, c], one)
+    if per == "channel":
+        with pytest.raises(ValueError, match="weight"):
+            eq.GroupSoftThreshold(weight, dim=1).prox(v)
+        return
+    pixels = v.permute(0, 2, 3, 1).reshape(2, 20, 3)
+    makers: list[Callable[[Any, int], JointPrior]] = [
+        lambda t, d: eq.Simplex(t, dim=d),
+        lambda t, d: eq.Entropy(t, dim=d),
+        lambda t, d: eq.GroupSoftThreshold(t, dim=d),
+        lambda t, d: eq.Ball(t, dim=d),
+    ]
+    for make in makers:
+        got = make(weight, 1).prox(v).permute(0, 2, 3, 1).reshape(2, 20, 3)
+        for b in range(2):
+            torch.testing.assert_close(got[b], make(float(full[b, 0]), 1).prox(pixels[b]))
+
+
 # --- derivatives --------------------------------------------------------------------------------
 
 

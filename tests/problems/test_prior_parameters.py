@@ -13,7 +13,10 @@ from torch.autograd import gradcheck
 import equilibria as eq
 from equilibria.engine.adjoint import Adjoint
 from equilibria.problems import Prior, WithL1
+from tests.optional import optional
 from tests.problems.test_operators import randn
+
+cp = optional("cvxpy")
 
 B, N = 4, 5
 MAKERS: dict[str, Callable[[Tensor | float], Prior]] = {
@@ -199,6 +202,50 @@ def test_a_learned_weight_trains_moves_and_certifies() -> None:
     torch.testing.assert_close(numbers[0].stationarity, numbers[1].stationarity)
 
 
+def test_total_variation_denoising_with_a_learned_weight() -> None:
+    """The layer of docs/problems.md against cvxpy, and its gradient against differences."""
+    n = 40
+    layer = eq.nn.EquilibriumLayer(
+        lambda x, p: eq.Problem(eq.TotalVariation(p.exp()), eq.Linear(x.new_zeros(1, n), x)),
+        p=nn.Parameter(torch.tensor(-0.5, dtype=torch.float64)),
+    )
+    clean = (torch.arange(n) // 10 % 2).double().expand(3, n)
+    x = clean + 0.3 * randn(3, n, seed=16)
+    z = layer(x)
+    for row, got in zip(x.numpy(), z.detach().numpy(), strict=True):
+        found = cp.Variable(n)
+        cost = math.exp(-0.5) * cp.sum(cp.abs(cp.diff(found))) + cp.sum_squares(found - row) / 2
+        cp.Problem(cp.Minimize(cost)).solve(solver=cp.CLARABEL)
+        assert abs(got - found.value).max() < 1e-5
+    assert float(layer.problem(x).stationarity(z).detach().max()) < 1e-12
+
+    def loss(p: float) -> float:
+        layer.p.data.fill_(p)
+        return float((layer(x) - clean).square().mean().detach())
+
+    ((z - clean).square().mean()).backward()
+    slope = (loss(-0.5 + 1e-5) - loss(-0.5 - 1e-5)) / 2e-5
+    assert float(layer.p.grad) == pytest.approx(slope, rel=1e-6)
+
+
+def test_a_weight_that_a_network_makes_of_each_sample() -> None:
+    layer = eq.nn.EquilibriumLayer(
+        lambda x, net: eq.Problem(
+            eq.TotalVariation(net(x).exp().squeeze(1)), eq.Linear(x.new_zeros(1, 8), x)
+        ),
+        net=nn.Linear(8, 1, dtype=torch.float64),
+    )
+    x = randn(3, 8, seed=17)
+    alone = torch.cat([layer(x[k : k + 1]) for k in range(3)])
+    torch.testing.assert_close(layer(x), alone)
+    x[1, 2] = math.nan
+    with pytest.warns(eq.ConvergenceWarning):
+        z = layer(x)
+    torch.testing.assert_close(z[[0, 2]], alone[[0, 2]])
+    z[[0, 2]].square().sum().backward()
+    assert bool(layer.net.weight.grad.isfinite().all())
+
+
 def test_a_certificate_reads_what_a_problem_did_not() -> None:
     """A parameter may go out of range after the problem was made: then nothing is proven."""
     weight = torch.tensor(0.1, dtype=torch.float64)
@@ -216,6 +263,7 @@ def test_a_certificate_reads_what_a_problem_did_not() -> None:
         (lambda: eq.ShiftedNonNegative(torch.tensor([math.inf])), ["weight", "inf"]),
         (lambda: eq.LeakyNonNegative(torch.tensor([0.5, 0.0])), ["LeakyNonNegative", "slope", "0"]),
         (lambda: eq.Box(torch.tensor([0.0, 2.0]), 1.0), ["Box", "lower", "2", "upper", "1"]),
+        (lambda: eq.Box(torch.zeros(B), -torch.ones(1, N)), ["Box", "lower", "upper", "-1"]),
         (lambda: eq.Box(torch.tensor([0]), 1.0), ["Box", "floating point"]),
         (lambda: eq.SoftThreshold(torch.ones(N)).prox(randn(B, N)), ["(5,)", "(4, 5)", "[1, ...]"]),
         (lambda: eq.SoftThreshold(torch.ones(B, N, 1)).prox(randn(B, N)), ["(4, 5, 1)"]),

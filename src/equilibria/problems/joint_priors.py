@@ -352,7 +352,8 @@ class _OfNorms(JointPrior):
                 f"{type(self).__name__}(dim={given}): got a state of shape {tuple(z.shape)}, takes "
                 "dimensions of it that are not the batch (0), or None for all of them"
             )
-        return torch.linalg.vector_norm(at_least_float32(z), dim=dims, keepdim=True)
+        size: Tensor = torch.linalg.vector_norm(at_least_float32(z), dim=dims, keepdim=True)
+        return size
 
 
 @dataclass(frozen=True)
@@ -626,7 +627,10 @@ def _pushed(v: Tensor, cut: Tensor, down: Tensor, up: Tensor) -> Tensor:
     return v - torch.cat([force, zero], -1) + torch.cat([zero, force], -1)
 
 
-@torch.library.custom_op("equilibria::chain_cuts", mutates_args=())
+_CUTS = "(Tensor v, Tensor down, Tensor up) -> Tensor"
+
+
+@torch.library.custom_op("equilibria::chain_cuts", mutates_args=(), schema=_CUTS)
 def _chain_cuts(v: Tensor, down: Tensor, up: Tensor) -> Tensor:
     """Where the solution of ``chain_prox`` jumps: 1 down, -1 up, 0 not. ``[..., n-1]``, int64.
 
@@ -681,7 +685,7 @@ def chain_prox(v: Tensor, down: Tensor, up: Tensor) -> Tensor:
 
     ``v`` ``[..., n]``; ``down`` and ``up`` ``[..., n-1]``, not negative, perhaps infinite (but not
     both). Exact: the entries above a level ``t`` solve a problem of labels on a chain
-    (Darbon and Sigelle 2006; Hochbaum 2001), by dynamic programming. With ``t`` the mean of a
+    (Darbon and Sigelle 2006), by dynamic programming. With ``t`` the mean of a
     segment, either the segment splits or it is constant with the value ``t``, so at most ``n``
     rounds, about ``log n`` as a rule, all lines at once. A round asks the device whether there is
     another. Derivatives are those of the means of the segments, of all orders.

@@ -329,13 +329,14 @@ class Box(_LinearOnInterval):
             raise TypeError("Box: lower and upper take numbers or floating point tensors")
         if not all(map(host_may_read, ends)):
             return
-        deepest = max(ends, key=lambda end: end.ndim)
-        lower_, upper_ = (
-            step_tensor(aligned(self, name, deepest), deepest).detach() for name in self.parameters
+        depth = max(end.ndim for end in ends)
+        low, high = (
+            end.detach().reshape((*end.shape, *[1] * (depth - end.ndim)))
+            for end in map(torch.as_tensor, (self.lower, self.upper))
         )
-        wrong = (lower_ > upper_) | (lower_ == math.inf) | (upper_ == -math.inf)
+        wrong = (low > high) | (low == math.inf) | (high == -math.inf)
         if bool(wrong.any()):
-            pair = [float(end.expand_as(wrong)[wrong][0]) for end in (lower_, upper_)]
+            pair = [float(end.expand_as(wrong)[wrong][0]) for end in (low, high)]
             raise ValueError(
                 f"Box: lower got a tensor with the entry {pair[0]:g} where upper is {pair[1]:g}, "
                 "takes lower <= upper (an end may be infinite)"
