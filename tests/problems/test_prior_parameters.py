@@ -255,6 +255,25 @@ def test_a_certificate_reads_what_a_problem_did_not() -> None:
         eq.certify(problem)
 
 
+def test_a_lipschitz_constant_in_x_is_not_claimed_for_a_parameter_that_may_depend_on_x() -> None:
+    class Layer(eq.nn.EquilibriumLayer):
+        def problem(self, x: Tensor) -> eq.Problem:
+            return eq.Problem(eq.SoftThreshold(x.square().mean(1)), eq.Linear(W, x))
+
+        def input_norm_upper(self) -> float:
+            return 1.0
+
+    x = randn(1, N, seed=18)
+    found = eq.certify(Layer(), x)
+    assert found.lipschitz is None
+    assert found.lipschitz_local is None
+    assert "may depend on x" in found.lipschitz_note
+    in_c = eq.certify(Layer().problem(x))
+    assert in_c.lipschitz_in == "c"
+    assert in_c.lipschitz is not None
+    assert any("parameters of the prior fixed" in note for note in in_c.notes)
+
+
 @pytest.mark.parametrize(
     ("make", "names"),
     [
@@ -268,6 +287,14 @@ def test_a_certificate_reads_what_a_problem_did_not() -> None:
         (lambda: eq.SoftThreshold(torch.ones(N)).prox(randn(B, N)), ["(5,)", "(4, 5)", "[1, ...]"]),
         (lambda: eq.SoftThreshold(torch.ones(B, N, 1)).prox(randn(B, N)), ["(4, 5, 1)"]),
         (lambda: eq.nn.GEQ(3, 4, prior=eq.SoftThreshold(torch.ones(1, 4))), ["GEQ", "prior"]),
+        (
+            lambda: eq.nn.GEQ(
+                3,
+                4,
+                prior=WithL1(eq.Box(0.0, torch.ones(1))),
+            ),
+            ["GEQ", "prior"],
+        ),
     ],
 )
 def test_bad_parameters_are_named(make: Callable[[], object], names: list[str]) -> None:

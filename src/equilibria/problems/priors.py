@@ -190,7 +190,7 @@ class Prior(ABC):
         """``z`` moved to a nearest point where ``f`` is finite."""
         return torch.where(torch.isinf(self.value(z)), self.prox(z, 1e-12), z)
 
-    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def _per_sample(self) -> Iterator[tuple[str, Tensor]]:
         """Parameters with one row per sample."""
         for name in self.parameters:
             value = getattr(self, name)
@@ -199,12 +199,17 @@ class Prior(ABC):
 
     def inputs(self) -> tuple[Tensor, ...]:
         """The parameters ``[B, ...]`` that differ from sample to sample."""
-        return tuple(value for _, value in self._tensors())
+        return tuple(value for _, value in self._per_sample())
 
     def with_inputs(self, *inputs: Tensor) -> Self:
         """The same prior on other tensors in place of ``inputs()``, not checked anew."""
-        names = [name for name, _ in self._tensors()]
+        names = [name for name, _ in self._per_sample()]
         return replaced(self, **dict(zip(names, inputs, strict=True))) if names else self
+
+    @property
+    def has_tensors(self) -> bool:
+        """Whether a parameter is a tensor."""
+        return any(isinstance(getattr(self, name), Tensor) for name in self.parameters)
 
     def in_double(self) -> Self:
         """The same prior on the same numbers, detached and in float64; all of them checked."""
@@ -476,6 +481,10 @@ class WithL1(Prior):
                 "regularize='prox', SquaredNorm, or a prior of your own."
             )
         check_parameter(self, "weight", low=0.0)
+
+    @property
+    def has_tensors(self) -> bool:
+        return super().has_tensors or self.prior.has_tensors
 
     def inputs(self) -> tuple[Tensor, ...]:
         return (*super().inputs(), *self.prior.inputs())
