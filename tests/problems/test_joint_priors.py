@@ -138,6 +138,13 @@ def test_total_variation_satisfies_its_optimality_conditions(n: int, lam: float)
     assert bool(((dual + lam * jump.sign()).abs() <= off)[real].all())
 
 
+def test_long_signals_in_float32() -> None:
+    v = randn(3, 3000, seed=21).cumsum(1).float()
+    for prior in (eq.TotalVariation(1e-4), eq.TotalVariation(0.3), eq.Isotonic()):
+        off = (prior.prox(v).double() - prior.prox(v.double())).abs().max()
+        assert float(off) <= 1e-7 * float(v.abs().max())
+
+
 def test_the_entropy_prox_is_softmax_for_a_large_weight_and_a_projection_for_a_small_one() -> None:
     v = randn(5, 40, seed=8)
     got = eq.Entropy(1e9).prox(1e9 * v)

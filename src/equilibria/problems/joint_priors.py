@@ -692,11 +692,15 @@ def chain_prox(v: Tensor, down: Tensor, up: Tensor) -> Tensor:
     """
     if v.shape[-1] == 1:
         return v
-    down, up = (t.expand(*v.shape[:-1], v.shape[-1] - 1) for t in (down, up))
-    cut = _chain_cuts(v.detach(), down.detach(), up.detach())
+    # Sums over long segments, and what of them is rounding, want float64.
+    kind = v.dtype if v.device.type == "mps" else torch.float64
+    wide = v.to(kind)
+    down, up = (t.to(kind).expand(*v.shape[:-1], v.shape[-1] - 1) for t in (down, up))
+    cut = _chain_cuts(wide.detach(), down.detach(), up.detach())
     label = _segments(cut)
-    held = _pushed(v, cut, down, up)
-    return _sum_of_segments(held, label) / _sum_of_segments(torch.ones_like(held), label)
+    held = _pushed(wide, cut, down, up)
+    mean = _sum_of_segments(held, label) / _sum_of_segments(torch.ones_like(held), label)
+    return mean.to(v.dtype)
 
 
 def _jumps(lines: Tensor, eps: float) -> tuple[Tensor, Tensor]:
