@@ -237,6 +237,12 @@ def _certify(
     reach = math.inf if reach is None else reach
     lipschitz, lipschitz_note = global_lipschitz(problem, _number(lower), input_norm)
     local, local_note = local_lipschitz(problem, z, error, _number(lower), reach)
+    if isinstance(problem, Problem) and problem.effective_prior.has_tensors:
+        if input_norm is not None:
+            lipschitz = local = None
+            lipschitz_note = local_note = "a parameter of the prior is a tensor: it may depend on x"
+        else:
+            notes.append("Lipschitz constants are in c alone, the parameters of the prior fixed")
     return Certificate(
         kinds=tuple(_kind(*row) for row in zip(*columns, strict=True)),
         contraction=_number(plain.relaxation * factor + (1.0 - plain.relaxation)),

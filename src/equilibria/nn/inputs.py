@@ -42,6 +42,11 @@ def check_groups(owner: str, name: str, channels: int, groups: int) -> None:
 def check_prior(owner: str, prior: object) -> None:
     if not isinstance(prior, Prior):
         raise TypeError(f"{owner}(prior={prior!r}): expected a prior such as NonNegative().")
+    if prior.has_tensors or not prior.separable:
+        raise TypeError(
+            f"{owner}(prior={type(prior).__name__}(...)): expected an elementwise prior whose "
+            "parameters are numbers; write other problems down with EquilibriumLayer."
+        )
 
 
 def check_input(layer: nn.Module, x: object, channels: int, *, convolutional: bool) -> None:

@@ -539,6 +539,11 @@ class Activated(ImageCoupling):
         super().__init__(W, c)
         if not isinstance(prior, Prior):
             raise TypeError(f"Activated(prior={prior!r}): expected a prior such as NonNegative().")
+        if not prior.separable or prior.inputs():
+            raise TypeError(
+                f"Activated(prior={type(prior).__name__}(...)): expected an elementwise prior, its "
+                "parameters the same for all samples."
+            )
         if not 0.0 < nu < float("inf"):
             raise ValueError(f"Activated(nu={nu!r}): expected a positive finite number.")
         self.prior = prior

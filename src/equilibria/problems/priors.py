@@ -1,27 +1,38 @@
-"""Priors ``f``: the separable convex half of a hidden problem, and the activations they induce.
+"""Priors ``f``: the convex half of a hidden problem, and the activations they induce.
 
     ``sigma(v) = prox_f(v) = argmin_z f(z) + (z - v)^2 / 2``
 
 An activation that is monotone and 1-Lipschitz is the proximal operator of a convex ``f``
 (Xie et al. 2021, Theorem 1: ``f(z) = int (sigma^{-1}(t) - t) dt``). Here: the piecewise linear
-activations, then tanh, sigmoid and softplus; ``custom_prior`` has a user's own activation.
+activations, then tanh, sigmoid and softplus; ``custom_prior`` has a user's own activation, and
+``joint_priors`` those that are not elementwise (simplex, norms, total variation, ...).
 
-Conventions. Everything is elementwise, so shapes pass through. ``value``, ``conjugate`` and
+Conventions. Everything here is elementwise, so shapes pass through. ``value``, ``conjugate`` and
 ``subdifferential`` answer in float32 or better; ``prox`` answers in the type of ``v``. ``f`` is
 ``+inf`` outside its domain and never NaN for an input that is not NaN.
+
+A parameter (a weight, an end of a box) is a number or a tensor, perhaps learned. The dimensions of
+a tensor are aligned with those of ``z`` from the left, batch first: ``[]`` is one number, ``[B]``
+one per sample, ``[1, n]`` one per feature, ``[B, n]`` both.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from equilibria.engine.options import check_number
+from equilibria.adjoints.quarantine import host_may_read
+from equilibria.engine.options import OptionError, OptionTypeError, check_number
+from equilibria.problems.norms import replaced, twin_in_double
+
+Parameter = float | Tensor
 
 
 def at_least_float32(x: Tensor) -> Tensor:
@@ -52,12 +63,77 @@ def graph_zero(z: Tensor) -> Tensor:
     return torch.where(z.isfinite(), z, 0.0) * 0.0
 
 
+def check_parameter(
+    owner: object,
+    name: str,
+    *,
+    low: float = -math.inf,
+    high: float = math.inf,
+    low_open: bool = False,
+) -> None:
+    """Raise unless ``owner.name`` is in range: a finite number, or a tensor of them.
+
+    Entries of a tensor on a GPU, or under a compiler or transform, are not read here but by
+    ``Prior.in_double``, before anything is proven. NaN passes: it spoils its own sample alone.
+    """
+    value = getattr(owner, name)
+    if not isinstance(value, Tensor):
+        check_number(owner, name, low=low, high=high, low_open=low_open)
+        return
+    who = type(owner).__name__
+    if not value.is_floating_point():
+        given = {name: f"a tensor of {value.dtype}"}
+        raise OptionTypeError(who, given, ": expected a number or a floating point tensor.")
+    if not host_may_read(value):
+        return
+    held = value.detach()
+    wrong = held[held.isinf() | (held <= low if low_open else held < low) | (held > high)]
+    if wrong.numel():
+        raise OptionError(
+            who,
+            {name: f"a tensor with the entry {float(wrong[0]):g}"},
+            f" is out of range: expected numbers in {'(' if low_open else '['}{low:g}, {high:g}]. "
+            "A learned parameter stays positive as exp(p) or softplus(p), with p learned.",
+        )
+
+
+def aligned(owner: object, name: str, z: Tensor) -> Parameter:
+    """The parameter, a tensor shaped to broadcast over ``z``: dimensions match from the left."""
+    value: Parameter = getattr(owner, name)
+    if not isinstance(value, Tensor) or value.ndim == 0:
+        return value
+    fits = value.ndim <= z.ndim
+    if not fits or any(n not in (1, m) for n, m in zip(value.shape, z.shape, strict=False)):
+        raise ValueError(
+            f"{type(owner).__name__}({name}=...): got a tensor of shape {tuple(value.shape)} for a "
+            f"state of shape {tuple(z.shape)}, takes a number, [B] (one per sample), [1, ...] (one "
+            "per feature) or [B, ...]: its dimensions match those of the state from the left"
+        )
+    return value.reshape(*value.shape, *[1] * (z.ndim - value.ndim))
+
+
+def _largest(value: Parameter) -> float:
+    """The largest magnitude."""
+    return float(value.detach().abs().max()) if isinstance(value, Tensor) else abs(value)
+
+
 class Prior(ABC):
     """``f: R -> (-inf, inf]``, closed and convex, applied to each entry of ``z``.
 
-    A prior is an immutable description without parameters or state, shared freely between
-    problems, devices and types.
+    A prior is an immutable description without state, shared freely between problems, devices and
+    types (as far as its parameters are numbers).
     """
+
+    separable: ClassVar[bool] = True
+    """Whether ``f`` is a sum over entries; ``joint_priors.JointPrior`` says what changes if not."""
+    parameters: ClassVar[tuple[str, ...]] = ()
+    """The names of the options that may be tensors."""
+
+    def __post_init__(self) -> None:
+        self._check()
+
+    def _check(self) -> None:  # noqa: B027 — most have nothing to check
+        """Raise unless the parameters are in range."""
 
     @abstractmethod
     def value(self, z: Tensor) -> Tensor:
@@ -105,6 +181,43 @@ class Prior(ABC):
         """``sigma(v) = prox_f(v)``."""
         return self.prox(v)
 
+    def least_subgradient(self, z: Tensor, g: Tensor) -> Tensor:
+        """The element of least norm of ``df(z) + g``, ``inf`` outside the domain."""
+        lower, upper = self.subdifferential(z)
+        return torch.where(lower + g > 0, lower + g, (upper + g).clamp(max=0.0))
+
+    def into_domain(self, z: Tensor) -> Tensor:
+        """``z`` moved to a nearest point where ``f`` is finite."""
+        return torch.where(torch.isinf(self.value(z)), self.prox(z, 1e-12), z)
+
+    def _per_sample(self) -> Iterator[tuple[str, Tensor]]:
+        """Parameters with one row per sample."""
+        for name in self.parameters:
+            value = getattr(self, name)
+            if isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] != 1:
+                yield name, value
+
+    def inputs(self) -> tuple[Tensor, ...]:
+        """The parameters ``[B, ...]`` that differ from sample to sample."""
+        return tuple(value for _, value in self._per_sample())
+
+    def with_inputs(self, *inputs: Tensor) -> Self:
+        """The same prior on other tensors in place of ``inputs()``, not checked anew."""
+        names = [name for name, _ in self._per_sample()]
+        return replaced(self, **dict(zip(names, inputs, strict=True))) if names else self
+
+    @property
+    def has_tensors(self) -> bool:
+        """Whether a parameter is a tensor."""
+        return any(isinstance(getattr(self, name), Tensor) for name in self.parameters)
+
+    def in_double(self) -> Self:
+        """The same prior on the same numbers, detached and in float64; all of them checked."""
+        twin = twin_in_double(self)
+        held = {name: getattr(twin, name) for name in self.parameters}
+        replaced(twin, **{n: t.cpu() for n, t in held.items() if isinstance(t, Tensor)})._check()
+        return twin
+
     def conjugate(self, y: Tensor) -> Tensor:
         """``f*(y) = sup_z y z - f(z)`` where a closed form is known, else NotImplementedError."""
         raise NotImplementedError(f"{type(self).__name__} has no closed-form conjugate")
@@ -121,45 +234,54 @@ class _LinearOnInterval(Prior):
     ``f*(y) = max(lower (y - weight), upper (y - weight))``.
     """
 
-    lower: float = -math.inf
-    upper: float = math.inf
-    weight: float = 0.0
+    lower: Parameter = -math.inf
+    upper: Parameter = math.inf
+    weight: Parameter = 0.0
     piecewise_linear = True
 
     @property
     def shift(self) -> float:
-        return abs(self.weight)
+        return _largest(self.weight)
 
     def _ends(self, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """``lower``, ``upper``, and whether ``z`` is between them."""
         # Compare in the type of z: what prox returned must count as inside after rounding.
-        lower = torch.full((), self.lower, dtype=z.dtype, device=z.device)
-        upper = torch.full((), self.upper, dtype=z.dtype, device=z.device)
+        lower = step_tensor(aligned(self, "lower", z), z)
+        upper = step_tensor(aligned(self, "upper", z), z)
         return lower, upper, (z >= lower) & (z <= upper)
 
     def value(self, z: Tensor) -> Tensor:
         wide = at_least_float32(z)
-        linear = self.weight * wide if self.weight else graph_zero(wide)
+        weight = aligned(self, "weight", z)
+        flat = not isinstance(weight, Tensor) and not weight
+        linear = graph_zero(wide) if flat else (weight * wide).to(wide.dtype)
         return torch.where(self._ends(z)[2], linear, math.inf)
 
     def subdifferential(self, z: Tensor) -> tuple[Tensor, Tensor]:
         lower, upper, inside = self._ends(z)
-        slope = graph_zero(at_least_float32(z)) + self.weight
+        wide = at_least_float32(z)
+        slope = (graph_zero(wide) + aligned(self, "weight", z)).to(wide.dtype)
         down = torch.where((z == lower) & z.isfinite(), -math.inf, slope)
         up = torch.where((z == upper) & z.isfinite(), math.inf, slope)
         return interval(inside, down, up)
 
     def conjugate(self, y: Tensor) -> Tensor:
-        over = at_least_float32(y) - self.weight
+        weight = aligned(self, "weight", y)
+        over = at_least_float32(y) - weight
         zero = graph_zero(over)
 
-        def at(end: float, beyond: Tensor) -> Tensor:
+        def at(end: Parameter, beyond: Tensor) -> Tensor:
+            if isinstance(end, Tensor):
+                finite = end.isfinite()
+                product = torch.where(finite, end, 0.0).to(over.dtype) * over
+                return torch.where(finite, product, torch.where(beyond, math.inf, zero))
             if math.isinf(end):
                 return torch.where(beyond, math.inf, zero)
             return end * over if end else zero
 
-        low, high = at(self.lower, y < self.weight), at(self.upper, y > self.weight)
-        return torch.where(y >= self.weight, high, low)
+        low = at(aligned(self, "lower", y), y < weight)
+        high = at(aligned(self, "upper", y), y > weight)
+        return torch.where(y >= weight, high, low)
 
 
 @dataclass(frozen=True)
@@ -190,21 +312,46 @@ class Box(_LinearOnInterval):
     """``f(z) = 0`` for ``lower <= z <= upper``, else ``+inf``.
 
     ``sigma(v) = min(max(v, lower), upper)`` (clipped ReLU for ``Box(0, 1)``, hardtanh for
-    ``Box(-1, 1)``); ``f*(y) = max(lower y, upper y)``. One or both ends may be infinite.
+    ``Box(-1, 1)``); ``f*(y) = max(lower y, upper y)``. One or both ends may be infinite. Ends that
+    are tensors may meet, which fixes an entry.
     """
 
-    lower: float = 0.0
-    upper: float = 1.0
+    lower: Parameter = 0.0
+    upper: Parameter = 1.0
+    parameters = ("lower", "upper")
 
-    def __post_init__(self) -> None:
-        if not self.lower < self.upper or self.lower == math.inf or self.upper == -math.inf:
+    def _check(self) -> None:
+        ends = [end for end in (self.lower, self.upper) if isinstance(end, Tensor)]
+        if not ends:
+            lower, upper = float(self.lower), float(self.upper)
+            if not lower < upper or lower == math.inf or upper == -math.inf:
+                raise ValueError(
+                    f"Box: lower got {self.lower!r} and upper got {self.upper!r}, "
+                    "takes lower < upper (an end may be infinite)"
+                )
+            return
+        if not all(end.is_floating_point() for end in ends):
+            raise TypeError("Box: lower and upper take numbers or floating point tensors")
+        if not all(map(host_may_read, ends)):
+            return
+        depth = max(end.ndim for end in ends)
+        low, high = (
+            end.detach().reshape((*end.shape, *[1] * (depth - end.ndim)))
+            for end in map(torch.as_tensor, (self.lower, self.upper))
+        )
+        wrong = (low > high) | (low == math.inf) | (high == -math.inf)
+        if bool(wrong.any()):
+            pair = [float(end.expand_as(wrong)[wrong][0]) for end in (low, high)]
             raise ValueError(
-                f"Box: lower got {self.lower!r} and upper got {self.upper!r}, "
-                "takes lower < upper (an end may be infinite)"
+                f"Box: lower got a tensor with the entry {pair[0]:g} where upper is {pair[1]:g}, "
+                "takes lower <= upper (an end may be infinite)"
             )
 
     def prox(self, v: Tensor, tau: float | Tensor = 1.0) -> Tensor:
         check_step(tau)
+        if isinstance(self.lower, Tensor) or isinstance(self.upper, Tensor):
+            lower, upper, _ = self._ends(v)
+            return v.clamp(min=lower, max=upper)
         return v.clamp(min=self.lower, max=self.upper)
 
 
@@ -215,14 +362,15 @@ class ShiftedNonNegative(_LinearOnInterval):
     ``f*(y) = 0`` for ``y <= weight``, else ``+inf``. A negative weight shifts to the left.
     """
 
-    weight: float = 1.0
+    weight: Parameter = 1.0
     lower = 0.0
+    parameters = ("weight",)
 
-    def __post_init__(self) -> None:
-        check_number(self, "weight")
+    def _check(self) -> None:
+        check_parameter(self, "weight")
 
     def prox(self, v: Tensor, tau: float | Tensor = 1.0) -> Tensor:
-        return torch.relu(v - check_step(tau) * self.weight).to(v.dtype)
+        return torch.relu(v - check_step(tau) * aligned(self, "weight", v)).to(v.dtype)
 
 
 @dataclass(frozen=True)
@@ -232,30 +380,34 @@ class SoftThreshold(Prior):
     ``f*(y) = 0`` for ``|y| <= weight``, else ``+inf``.
     """
 
-    weight: float = 1.0
+    weight: Parameter = 1.0
     piecewise_linear = True
+    parameters = ("weight",)
 
-    def __post_init__(self) -> None:
-        check_number(self, "weight", low=0.0)
+    def _check(self) -> None:
+        check_parameter(self, "weight", low=0.0)
 
     @property
     def shift(self) -> float:
-        return self.weight
+        return _largest(self.weight)
 
     def value(self, z: Tensor) -> Tensor:
-        return self.weight * at_least_float32(z).abs()
+        wide = at_least_float32(z)
+        return (aligned(self, "weight", z) * wide.abs()).to(wide.dtype)
 
     def prox(self, v: Tensor, tau: float | Tensor = 1.0) -> Tensor:
-        threshold = check_step(tau) * self.weight
+        threshold = check_step(tau) * aligned(self, "weight", v)
         return (torch.relu(v - threshold) - torch.relu(-v - threshold)).to(v.dtype)
 
     def subdifferential(self, z: Tensor) -> tuple[Tensor, Tensor]:
         zero = graph_zero(at_least_float32(z))
-        lower = torch.where(z > 0, zero + self.weight, zero - self.weight)
-        return lower, torch.where(z < 0, zero - self.weight, zero + self.weight)
+        weight = aligned(self, "weight", z)
+        down, up = (zero - weight).to(zero.dtype), (zero + weight).to(zero.dtype)
+        return torch.where(z > 0, up, down), torch.where(z < 0, down, up)
 
     def conjugate(self, y: Tensor) -> Tensor:
-        return torch.where(y.abs() <= self.weight, graph_zero(at_least_float32(y)), math.inf)
+        inside = y.abs() <= aligned(self, "weight", y)
+        return torch.where(inside, graph_zero(at_least_float32(y)), math.inf)
 
 
 @dataclass(frozen=True)
@@ -267,31 +419,41 @@ class LeakyNonNegative(Prior):
     Slope 0 would be ``NonNegative``, slope 1 is ``Free``.
     """
 
-    slope: float = 0.01
+    slope: Parameter = 0.01
     shift = 0.0
     piecewise_linear = True
+    parameters = ("slope",)
 
-    def __post_init__(self) -> None:
-        check_number(self, "slope", low=0.0, high=1.0, low_open=True)
+    def _check(self) -> None:
+        check_parameter(self, "slope", low=0.0, high=1.0, low_open=True)
 
     def value(self, z: Tensor) -> Tensor:
         below = at_least_float32(z).clamp(max=0.0)
-        return (0.5 * (1.0 / self.slope - 1.0)) * below * below
+        slope = aligned(self, "slope", z)
+        return ((0.5 * (1.0 / slope - 1.0)) * below * below).to(below.dtype)
 
     def prox(self, v: Tensor, tau: float | Tensor = 1.0) -> Tensor:
-        factor = self.slope / (self.slope + check_step(tau) * (1.0 - self.slope))
+        slope = aligned(self, "slope", v)
+        factor = slope / (slope + check_step(tau) * (1.0 - slope))
         return torch.where(v >= 0, v, v * factor).to(v.dtype)
 
     def subdifferential(self, z: Tensor) -> tuple[Tensor, Tensor]:
-        derivative = (1.0 / self.slope - 1.0) * at_least_float32(z).clamp(max=0.0)
+        below = at_least_float32(z).clamp(max=0.0)
+        derivative = ((1.0 / aligned(self, "slope", z) - 1.0) * below).to(below.dtype)
         return derivative, derivative
 
     def conjugate(self, y: Tensor) -> Tensor:
+        slope = aligned(self, "slope", y)
         y = at_least_float32(y)
-        if self.slope == 1.0:
-            return torch.where(y == 0, graph_zero(y), math.inf)
         below = y.clamp(max=0.0)
-        return torch.where(y <= 0, (0.5 * self.slope / (1.0 - self.slope)) * below**2, math.inf)
+        if isinstance(slope, Tensor):
+            one = slope == 1.0
+            factor = 0.5 * slope / torch.where(one, 1.0, 1.0 - slope)
+            bent = torch.where(y <= 0, (factor * below**2).to(y.dtype), math.inf)
+            return torch.where(one, torch.where(y == 0, graph_zero(y), math.inf), bent)
+        if slope == 1.0:
+            return torch.where(y == 0, graph_zero(y), math.inf)
+        return torch.where(y <= 0, (0.5 * slope / (1.0 - slope)) * below**2, math.inf)
 
 
 @dataclass(frozen=True)
@@ -308,10 +470,29 @@ class WithL1(Prior):
     """
 
     prior: Prior
-    weight: float = 1.0
+    weight: Parameter = 1.0
+    parameters = ("weight",)
 
-    def __post_init__(self) -> None:
-        check_number(self, "weight", low=0.0)
+    def _check(self) -> None:
+        if not self.prior.separable:
+            raise TypeError(
+                f"WithL1 (a problem with the regularizer L1) takes a separable prior: the prox of "
+                f"{type(self.prior).__name__} + w|z| has no closed form here. Use "
+                "regularize='prox', SquaredNorm, or a prior of your own."
+            )
+        check_parameter(self, "weight", low=0.0)
+
+    @property
+    def has_tensors(self) -> bool:
+        return super().has_tensors or self.prior.has_tensors
+
+    def inputs(self) -> tuple[Tensor, ...]:
+        return (*super().inputs(), *self.prior.inputs())
+
+    def with_inputs(self, *inputs: Tensor) -> Self:
+        own = len(super().inputs())
+        prior = self.prior.with_inputs(*inputs[own:])
+        return replaced(super().with_inputs(*inputs[:own]), prior=prior)
 
     @property
     def expansion(self) -> float:
@@ -323,17 +504,17 @@ class WithL1(Prior):
 
     @property
     def shift(self) -> float | None:
-        return None if self.prior.shift is None else self.prior.shift + self.weight
+        return None if self.prior.shift is None else self.prior.shift + _largest(self.weight)
 
     @property
     def sampled(self) -> bool:
         return self.prior.sampled
 
     def value(self, z: Tensor) -> Tensor:
-        return self.prior.value(z) + self.weight * at_least_float32(z).abs()
+        return self.prior.value(z) + SoftThreshold(self.weight).value(z)
 
     def prox(self, v: Tensor, tau: float | Tensor = 1.0) -> Tensor:
-        shift = check_step(tau) * self.weight
+        shift = check_step(tau) * aligned(self, "weight", v)
         wide = at_least_float32(v)  # v -+ shift may leave the range of half precision
         right = self.prior.prox(wide - shift, tau)
         left = self.prior.prox(wide + shift, tau)

@@ -162,21 +162,27 @@ class Problem(HiddenProblem):
         return self._prior
 
     def inputs(self) -> tuple[Tensor, ...]:
-        return self.coupling.inputs()
+        return (*self.coupling.inputs(), *self._prior.inputs())
 
     def with_inputs(self, *inputs: Tensor) -> Problem:
-        return replaced(self, coupling=self.coupling.with_inputs(*inputs))
+        own = len(inputs) - len(self._prior.inputs())
+        coupling = self.coupling.with_inputs(*inputs[:own])
+        if own == len(inputs):
+            return replaced(self, coupling=coupling)
+        # The weight of L1 is a number, so both priors have the same tensors.
+        prior, effective = (f.with_inputs(*inputs[own:]) for f in (self.prior, self._prior))
+        return replaced(self, coupling=coupling, prior=prior, _prior=effective)
 
     def default_start(self, shape: Sequence[int] | None = None) -> Tensor:
         return self.coupling.default_start(shape)
 
     def into_domain(self, z: Tensor) -> Tensor:
-        """Entry by entry. The domain of ``f`` is convex and holds ``z*``: no farther from it."""
+        """The domain of ``f`` is convex and holds ``z*``: the answer is no farther from it."""
         if isinstance(self._prior, Free):
             return z
         if type(self._prior) is NonNegative and not torch.is_grad_enabled():
             return torch.relu(z)  # the same in one pass; its gradient at 0 is another
-        return torch.where(torch.isinf(self._prior.value(z)), self._prior.prox(z, 1e-12), z)
+        return self._prior.into_domain(z)
 
     def _force(self, z: Tensor) -> Tensor:
         """The gradient of the smooth part without ``|z|^2/2``."""
@@ -202,7 +208,9 @@ class Problem(HiddenProblem):
 
     def objective(self, z: Tensor) -> Tensor:
         wide = at_least_float32(z)
-        prior = per_sample_sum(self._prior.value(z))
+        prior = self._prior.value(z)
+        if self._prior.separable:
+            prior = per_sample_sum(prior)
         total = prior + 0.5 * per_sample_sum(wide * wide) + self.coupling.value(z)
         return total if self._smooth is None else total + self._penalty(self._smooth, z)
 
@@ -221,10 +229,8 @@ class Problem(HiddenProblem):
         return self._prior.prox(moved, tau)
 
     def minimal_subgradient(self, z: Tensor) -> Tensor:
-        """The element of least norm of ``dG(z)``: entrywise 0 moved into ``df(z) + g``."""
-        g = at_least_float32(self.gradient(z))
-        lower, upper = self._prior.subdifferential(z)
-        return torch.where(lower + g > 0, lower + g, (upper + g).clamp(max=0.0))
+        """The element of least norm of ``dG(z)``."""
+        return self._prior.least_subgradient(z, at_least_float32(self.gradient(z)))
 
     def curvature(self) -> Curvature:
         return self._with_rest(self.coupling.curvature())

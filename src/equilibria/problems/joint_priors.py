@@ -1,0 +1,777 @@
+"""Priors that are not elementwise: sets and norms that tie the entries of a state together.
+
+Each has ``value``, ``prox`` and ``least_subgradient`` in closed form or by a method that ends:
+
+- ``Simplex``, ``Entropy``: ``z >= 0`` with a given sum, without or with ``sum z log z``;
+- ``HalfSpace``, ``Ball``: ``<a, z> <= b``, ``|z| <= r``;
+- ``GroupSoftThreshold``, ``NuclearNorm``: a weighted sum of norms, or of singular values;
+- ``TotalVariation``, ``Isotonic``: along one dimension, by ``chain_prox``.
+
+What needs no separability holds for them as for every convex ``f``: the step, strong convexity and
+the error bounds of a certificate. What does need it refuses them: ``WithL1``, ``Activated``, the
+layers whose prior is an activation, ``subdifferential``.
+
+Conventions are those of ``priors``, but ``value`` is one number per sample, and so is ``tau``. The
+dimension ``dim`` counts as in torch, the batch is 0. A point counts as on the boundary of a set, or
+at a kink, if it rounds to one: what a prox returned does.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from equilibria.adjoints.quarantine import host_may_read
+from equilibria.problems.priors import (
+    Parameter,
+    Prior,
+    aligned,
+    at_least_float32,
+    check_parameter,
+    check_step,
+    graph_zero,
+    log_wright_omega,
+)
+
+
+def _total(t: Tensor) -> Tensor:
+    """The sum over all but the batch. [B, ...] → [B]."""
+    return t.flatten(1).sum(1) if t.ndim > 1 else t
+
+
+def _column(t: Tensor, z: Tensor) -> Tensor:
+    """``t`` ``[B]`` shaped to broadcast over ``z``."""
+    return t.reshape(-1, *[1] * (z.ndim - 1))
+
+
+def _step(tau: float | Tensor, v: Tensor) -> float | Tensor:
+    """``tau``, a number or one per sample, shaped to broadcast over ``v``."""
+    tau = check_step(tau)
+    if not isinstance(tau, Tensor) or tau.ndim == 0:
+        return tau
+    if tau.numel() != tau.shape[0] or tau.shape[0] not in (1, v.shape[0]):
+        raise ValueError(
+            f"tau got shape {tuple(tau.shape)} for a state of shape {tuple(v.shape)}: a prior that "
+            "is not elementwise takes a number or one per sample, [B]"
+        )
+    return _column(tau.reshape(-1), v)
+
+
+def _slack(z: Tensor, terms: int) -> float:
+    """How far, relatively, the rounding of ``z`` may move a sum of so many terms."""
+    return (terms + 8) * torch.finfo(z.dtype).eps
+
+
+class JointPrior(Prior):
+    """``f: R^n -> (-inf, inf]``, closed and convex, of the whole state ``[B, *state]`` of a sample.
+
+    Write ``value`` (``[B]``), ``prox`` and ``least_subgradient``.
+    """
+
+    separable: ClassVar[bool] = False
+
+    @abstractmethod
+    def value(self, z: Tensor) -> Tensor:
+        """``f(z)`` of each sample: ``[B, *state]`` to ``[B]``; ``+inf`` outside the domain."""
+
+    @abstractmethod
+    def prox(self, v: Tensor, tau: float | Tensor = 1.0) -> Tensor:
+        """``argmin_z f(z) + |z - v|^2/(2 tau)``; ``tau`` is a number or one per sample."""
+
+    @abstractmethod
+    def least_subgradient(self, z: Tensor, g: Tensor) -> Tensor:
+        """The element of least norm of ``df(z) + g``: ``-prox_h(-g)``, ``h(d) = f'(z; d)``."""
+
+    def subdifferential(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        raise TypeError(
+            f"{type(self).__name__} is not elementwise: its subdifferential is no interval per "
+            "entry. least_subgradient(z, g) has the element of least norm of df(z) + g."
+        )
+
+    def into_domain(self, z: Tensor) -> Tensor:
+        outside = _column(torch.isinf(self.value(z)), z)
+        return torch.where(outside, self.prox(z, 1e-12), z)
+
+    def _where_finite(self, z: Tensor, least: Tensor) -> Tensor:
+        return torch.where(_column(torch.isinf(self.value(z)), z), math.inf, least)
+
+
+def _indicator(z: Tensor, inside: Tensor) -> Tensor:
+    """0 where ``inside`` ``[B]`` holds, else ``+inf``."""
+    return torch.where(inside, _total(graph_zero(at_least_float32(z))), math.inf)
+
+
+def _all(t: Tensor) -> Tensor:
+    """Whether all entries of a sample hold. [B, ...] → [B]."""
+    return t.flatten(1).all(1) if t.ndim > 1 else t
+
+
+class _AlongDim(JointPrior):
+    """A sum over all lines of the state along ``dim``, which is not the batch."""
+
+    dim: int
+
+    def _dim(self, z: Tensor) -> int:
+        dim = self.dim
+        if not -z.ndim < dim < z.ndim or dim == 0:
+            raise ValueError(
+                f"{type(self).__name__}(dim={dim}): got a state of shape {tuple(z.shape)}, takes a "
+                "dimension of it that is not the batch (0)"
+            )
+        return dim
+
+    def _lines(self, z: Tensor) -> Tensor:
+        """``z`` in float32 or better, ``dim`` last."""
+        return at_least_float32(z).movedim(self._dim(z), -1)
+
+    def _like_lines(self, name: str, z: Tensor) -> Parameter:
+        """A parameter that broadcasts over the lines of ``z``."""
+        value = aligned(self, name, z.narrow(self._dim(z), 0, 1))
+        if not isinstance(value, Tensor) or value.ndim == 0:
+            return value
+        return value.movedim(self._dim(z), -1)
+
+    def _back(self, lines: Tensor, z: Tensor) -> Tensor:
+        return lines.movedim(-1, self._dim(z))
+
+
+# --- the simplex --------------------------------------------------------------------------------
+
+
+def _simplex_level(v: Tensor, total: Parameter) -> Tensor:
+    """The ``t`` with ``sum max(v - t, 0) = total``, detached. ``[..., n]`` to ``[..., 1]``."""
+    ordered = v.detach().sort(-1, descending=True).values
+    limit = total.detach() if isinstance(total, Tensor) else total
+    count = torch.arange(1, v.shape[-1] + 1, dtype=v.dtype, device=v.device)
+    level = (ordered.cumsum(-1) - limit) / count
+    return level.gather(-1, (ordered > level).sum(-1, keepdim=True).clamp(min=1) - 1)
+
+
+def _onto_simplex(v: Tensor, total: Parameter) -> Tensor:
+    """The projection of each line ``[..., n]`` onto ``z >= 0``, ``sum z = total``."""
+    v = v - v.detach().amax(-1, keepdim=True)  # changes nothing but the rounding
+    kept = v.detach() > _simplex_level(v, total)
+    level = (torch.where(kept, v, 0.0).sum(-1, keepdim=True) - total) / kept.sum(-1, keepdim=True)
+    return torch.relu(v - level)
+
+
+def _onto_tangent(h: Tensor, zero: Tensor) -> Tensor:
+    """The projection of ``h`` onto ``sum d = 0``, ``d >= 0`` where ``zero`` holds, line by line."""
+    ordered = torch.where(zero, h, -math.inf).sort(-1, descending=True).values
+    free = (~zero).sum(-1, keepdim=True)
+    base = torch.where(zero, 0.0, h).sum(-1, keepdim=True)
+    real = ordered > -math.inf
+    count = torch.arange(1, h.shape[-1] + 1, dtype=h.dtype, device=h.device)
+    level = (base + torch.where(real, ordered, 0.0).cumsum(-1)) / (free + count)
+    kept = (real & (ordered > level)).sum(-1, keepdim=True)
+    inner = level.gather(-1, (kept - 1).clamp(min=0))
+    nu = torch.where(kept > 0, inner, base / free)
+    moved = h - nu
+    return torch.where(zero, torch.relu(moved), moved)
+
+
+@dataclass(frozen=True)
+class Simplex(_AlongDim):
+    """``f(z) = 0`` if ``z >= 0`` and ``sum z = total`` along ``dim``, else ``+inf``.
+
+    ``sigma`` is the projection (sparsemax for ``total = 1``), by sorting.
+    """
+
+    total: Parameter = 1.0
+    dim: int = -1
+    parameters = ("total",)
+
+    def _check(self) -> None:
+        check_parameter(self, "total", low=0.0, low_open=True)
+
+    def value(self, z: Tensor) -> Tensor:
+        lines, total = self._lines(z), self._like_lines("total", z)
+        off = (lines.sum(-1, keepdim=True) - total).abs()
+        near = off <= _slack(z, lines.shape[-1]) * total
+        return _indicator(z, _all(near) & _all(lines >= 0))
+
+    def prox(self, v: Tensor, tau: float | Tensor = 1.0) -> Tensor:
+        _step(tau, v)
+        return self._back(_onto_simplex(self._lines(v), self._like_lines("total", v)), v).to(
+            v.dtype
+        )
+
+    def least_subgradient(self, z: Tensor, g: Tensor) -> Tensor:
+        least = -_onto_tangent(-self._lines(g), self._lines(z) <= 0)
+        return self._where_finite(z, self._back(least, z))
+
+
+_NEWTON = 8  # for the sum of an entropy prox
+
+
+@dataclass(frozen=True)
+class Entropy(_AlongDim):
+    """``f(z) = weight sum z log z`` if ``z >= 0`` and ``sum z = 1`` along ``dim``, else ``+inf``.
+
+    The prox solves ``z + s log z = v - nu``, ``s = tau weight``, with the ``nu`` that makes the sum
+    1. The sum is convex and decreasing in ``nu``, so Newton's method is monotone from a ``nu``
+    where it is at least 1: ``s logsumexp(v/s) - 1``, as ``log z >= (v - nu - 1)/s`` for ``z <= 1``,
+    or the level of the projection onto the simplex, as ``z >= v - nu`` there. The first is close
+    for a large ``s``, the second for a small one. Two more steps on the live tensors carry
+    derivatives, exact to the third.
+    """
+
+    weight: Parameter = 1.0
+    dim: int = -1
+    parameters = ("weight",)
+
+    def _check(self) -> None:
+        check_parameter(self, "weight", low=0.0, low_open=True)
+
+    def value(self, z: Tensor) -> Tensor:
+        lines = self._lines(z)
+        near = (lines.sum(-1) - 1.0).abs() <= _slack(z, lines.shape[-1])
+        inside = _all(near) & _all(lines >= 0)
+        safe = torch.where(_column(inside, lines), lines, 0.5)
+        entropy = (safe * safe.clamp(min=torch.finfo(z.dtype).tiny).log()).sum(-1, keepdim=True)
+        value = _total((self._like_lines("weight", z) * entropy).to(lines.dtype))
+        return torch.where(inside, value, math.inf)
+
+    def prox(self, v: Tensor, tau: float | Tensor = 1.0) -> Tensor:
+        lines = self._lines(v)
+        scale = _step(tau, v) * self._like_lines("weight", v)
+        s = torch.as_tensor(scale, dtype=lines.dtype, device=lines.device)
+        return self._back(_entropy_prox(lines, s), v).to(v.dtype)
+
+    def least_subgradient(self, z: Tensor, g: Tensor) -> Tensor:
+        lines = self._lines(z)
+        # Zero stands for all numbers that round to it, as in SmoothPrior.
+        tiny = torch.finfo(z.dtype).tiny
+        slope = lines.clamp(min=tiny).log()
+        pull = self._lines(g) + (self._like_lines("weight", z) * slope).to(lines.dtype)
+        return self._where_finite(z, self._back(-_onto_tangent(-pull, lines < tiny), z))
+
+
+def _entropy_prox(v: Tensor, s: Tensor) -> Tensor:
+    top = v.detach().amax(-1, keepdim=True)
+    v = v - top  # changes nu alone
+    level, scale = v.detach(), s.detach()
+    nu = scale * torch.logsumexp(level / scale, -1, keepdim=True) - 1.0
+    nu = torch.maximum(nu, _simplex_level(level, 1.0))
+    for _ in range(_NEWTON):
+        y = log_wright_omega((level - nu) / scale - scale.log()) + scale.log()
+        x = y.exp()
+        nu = nu + (x.sum(-1, keepdim=True) - 1.0) / (x / (x + scale)).sum(-1, keepdim=True)
+    y = log_wright_omega((level - nu) / scale - scale.log()) + scale.log()
+    for step in range(5):  # Newton's method for y and nu together; live at the end
+        at, width = (v, s) if step >= 3 else (level, scale)
+        x = y.exp()
+        miss = x + width * y - at + nu
+        share = x / (x + width)
+        gap = x.sum(-1, keepdim=True) - 1.0
+        move = (gap - (share * miss).sum(-1, keepdim=True)) / share.sum(-1, keepdim=True)
+        y = y - (miss + move) / (x + width)
+        nu = nu + move
+    return y.exp()
+
+
+# --- a half-space, balls, group norms -----------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class HalfSpace(JointPrior):
+    """``f(z) = 0`` if ``<normal, z> <= offset``, else ``+inf``; the product is of whole states.
+
+    ``prox(v) = v - max(<normal, v> - offset, 0) normal / |normal|^2``.
+    """
+
+    normal: Parameter
+    offset: Parameter = 0.0
+    parameters = ("normal", "offset")
+
+    def _check(self) -> None:
+        check_parameter(self, "normal")
+        check_parameter(self, "offset")
+        if isinstance(self.normal, Tensor):
+            rows = self.normal.detach().reshape(len(self.normal) if self.normal.ndim else 1, -1)
+            none = host_may_read(rows) and not bool(rows.any(1).all())
+        else:
+            none = self.normal == 0
+        if none:
+            raise ValueError("HalfSpace(normal=...): got 0, takes a normal that is not 0")
+
+    def _measured(self, z: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The normal shaped as ``z``; then ``[B]``: its square, the excess, and its rounding."""
+        wide = at_least_float32(z)
+        normal = torch.as_tensor(aligned(self, "normal", z), dtype=wide.dtype, device=z.device)
+        normal = normal.expand_as(wide)
+        offset = torch.as_tensor(self.offset, dtype=wide.dtype, device=z.device)
+        if offset.ndim and offset.numel() != offset.shape[0]:
+            raise ValueError(
+                f"HalfSpace(offset=...): got a tensor of shape {tuple(offset.shape)}, takes a "
+                "number or [B], one per sample"
+            )
+        offset = offset.flatten()
+        size = _total((normal * wide).abs().detach()) + offset.detach().abs()
+        excess = _total(normal * wide) - offset
+        return normal, _total(normal * normal), excess, _slack(z, z[0].numel()) * size
+
+    def value(self, z: Tensor) -> Tensor:
+        _, _, excess, off = self._measured(z)
+        return _indicator(z, excess <= off)
+
+    def prox(self, v: Tensor, tau: float | Tensor = 1.0) -> Tensor:
+        _step(tau, v)
+        z = at_least_float32(v)
+        for _ in range(2):  # the first is off by the rounding of v, which may be large
+            normal, square, excess, _ = self._measured(z)
+            z = z - _column(torch.relu(excess) / square, v) * normal
+        return z.to(v.dtype)
+
+    def least_subgradient(self, z: Tensor, g: Tensor) -> Tensor:
+        normal, square, excess, off = self._measured(z)
+        pull = torch.relu(-_total(normal * g)) / square
+        held = torch.where(excess >= -off, pull, 0.0)
+        return self._where_finite(z, g + _column(held, z) * normal)
+
+
+class _OfNorms(JointPrior):
+    """Of the norms of groups: all entries of a state, or those along ``dim`` (one or several)."""
+
+    dim: int | tuple[int, ...] | None
+
+    def _norm(self, z: Tensor) -> Tensor:
+        """``|z|`` of each group, kept as dimensions of size 1."""
+        given = self.dim
+        if given is None:
+            dims = tuple(range(1, z.ndim))
+        else:
+            dims = (given,) if isinstance(given, int) else tuple(given)
+        if any(not -z.ndim < d < z.ndim or d == 0 for d in dims):
+            raise ValueError(
+                f"{type(self).__name__}(dim={given}): got a state of shape {tuple(z.shape)}, takes "
+                "dimensions of it that are not the batch (0), or None for all of them"
+            )
+        size: Tensor = torch.linalg.vector_norm(at_least_float32(z), dim=dims, keepdim=True)
+        return size
+
+
+@dataclass(frozen=True)
+class Ball(_OfNorms):
+    """``f(z) = 0`` if ``|z| <= radius``, else ``+inf``; the norm of a state, or along ``dim``.
+
+    ``prox(v) = min(1, radius/|v|) v``.
+    """
+
+    radius: Parameter = 1.0
+    dim: int | tuple[int, ...] | None = None
+    parameters = ("radius",)
+
+    def _check(self) -> None:
+        check_parameter(self, "radius", low=0.0, low_open=True)
+
+    def _ends(self, z: Tensor) -> tuple[Tensor, Parameter, float]:
+        size = self._norm(z)
+        return size, aligned(self, "radius", size), _slack(z, z[0].numel())
+
+    def value(self, z: Tensor) -> Tensor:
+        size, radius, slack = self._ends(z)
+        return _indicator(z, _all(size <= (1.0 + slack) * radius))
+
+    def prox(self, v: Tensor, tau: float | Tensor = 1.0) -> Tensor:
+        _step(tau, v)
+        size, radius, _ = self._ends(v)
+        far = size > radius
+        return (v * torch.where(far, radius / torch.where(far, size, 1.0), 1.0)).to(v.dtype)
+
+    def least_subgradient(self, z: Tensor, g: Tensor) -> Tensor:
+        size, radius, slack = self._ends(z)
+        outward = at_least_float32(z) / size.clamp(min=torch.finfo(size.dtype).tiny)
+        inward = torch.relu(-(outward * g).sum_to_size(size.shape))
+        held = torch.where(size >= (1.0 - slack) * radius, inward, 0.0)
+        return self._where_finite(z, g + held * outward)
+
+
+@dataclass(frozen=True)
+class GroupSoftThreshold(_OfNorms):
+    """``f(z) = weight sum |z_g|`` over groups ``g``: a state, or its entries along ``dim``.
+
+    ``prox(v)_g = max(1 - tau weight/|v_g|, 0) v_g``, which sets whole groups to 0.
+    """
+
+    weight: Parameter = 1.0
+    dim: int | tuple[int, ...] | None = None
+    parameters = ("weight",)
+
+    def _check(self) -> None:
+        check_parameter(self, "weight", low=0.0)
+
+    def value(self, z: Tensor) -> Tensor:
+        size = self._norm(z)
+        return _total((aligned(self, "weight", size) * size).to(size.dtype))
+
+    @staticmethod
+    def _shrink(v: Tensor, size: Tensor, threshold: Parameter) -> Tensor:
+        kept = size > threshold
+        return v * torch.where(kept, 1.0 - threshold / torch.where(kept, size, 1.0), 0.0)
+
+    def prox(self, v: Tensor, tau: float | Tensor = 1.0) -> Tensor:
+        size = self._norm(v)
+        threshold = _step(tau, v) * aligned(self, "weight", size)
+        return self._shrink(v, size, threshold).to(v.dtype)
+
+    def least_subgradient(self, z: Tensor, g: Tensor) -> Tensor:
+        size = self._norm(z)
+        weight = aligned(self, "weight", size)
+        zero = size == 0
+        along = g + weight * z / torch.where(zero, 1.0, size)
+        return torch.where(zero, self._shrink(g, self._norm(g), weight), along).to(size.dtype)
+
+
+# --- the nuclear norm ---------------------------------------------------------------------------
+
+
+def _shrunk_derivative(
+    u: Tensor, sigma: Tensor, vh: Tensor, t: Tensor, change: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The derivative of ``X -> U max(sigma - t, 0) V'`` at ``X`` along ``change``, and ``U'HV``.
+
+    It is symmetric. No divided difference cancels, and equal singular values are no exception.
+    """
+    kept = (sigma > t).to(sigma.dtype)
+    shrunk = torch.relu(sigma - t)
+    row, column = sigma.unsqueeze(-1), sigma.unsqueeze(-2)
+    mixed = kept.unsqueeze(-1) != kept.unsqueeze(-2)
+    high = torch.maximum(row, column)
+    gap = torch.where(mixed, (row - column).abs(), 1.0)
+    both = kept.unsqueeze(-1) * kept.unsqueeze(-2)
+    even = torch.where(mixed, (high - t.unsqueeze(-1)) / gap, both)
+    around = (row + column).clamp(min=torch.finfo(sigma.dtype).tiny)
+    odd = (shrunk.unsqueeze(-1) + shrunk.unsqueeze(-2)) / around
+    inner = u.mT @ change @ vh.mT
+    core = 0.5 * (even * (inner + inner.mT) + odd * (inner - inner.mT))
+    ratio = shrunk / sigma.clamp(min=torch.finfo(sigma.dtype).tiny)
+    left = change @ vh.mT - u @ inner  # of the columns, outside of the range of U
+    right = u.mT @ change - inner @ vh
+    moved = u @ core @ vh + (left * ratio.unsqueeze(-2)) @ vh + (u * ratio.unsqueeze(-2)) @ right
+    return moved, inner.diagonal(dim1=-2, dim2=-1) * kept
+
+
+class _Shrunk(torch.autograd.Function):
+    """``U max(sigma - t, 0) V'`` of ``X = U sigma V'``, ``[..., m, n]``, ``t`` ``[..., 1]``."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, t: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        u, sigma, vh = torch.linalg.svd(x, full_matrices=False)
+        return (u * torch.relu(sigma - t).unsqueeze(-2)) @ vh, u, sigma, vh
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        _, u, sigma, vh = output
+        ctx.mark_non_differentiable(u, sigma, vh)
+        ctx.save_for_backward(*inputs, u, sigma, vh)
+        ctx.save_for_forward(inputs[1], u, sigma, vh)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> Any:
+        return _ShrunkSlope.apply(grad, *ctx.saved_tensors)  # type: ignore[no-untyped-call]
+
+
+class _ShrunkEager(_Shrunk):
+    """The same with a forward derivative, which torch.compile cannot trace."""
+
+    @staticmethod
+    def jvp(ctx: Any, x: Tensor | None, t: Tensor | None) -> tuple[Tensor, None, None, None]:
+        at, u, sigma, vh = ctx.saved_tensors
+        moved = torch.zeros_like(u @ vh)
+        if x is not None:
+            moved = moved + _shrunk_derivative(u, sigma, vh, at, x)[0]
+        if t is not None:
+            moved = moved - (u * ((sigma > at) * t).unsqueeze(-2)) @ vh
+        return moved, None, None, None
+
+
+class _ShrunkSlope(torch.autograd.Function):
+    """The derivative of ``_Shrunk``, with ``X`` and ``t`` as inputs: a second one raises."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        grad: Tensor, x: Tensor, t: Tensor, u: Tensor, sigma: Tensor, vh: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        moved, along = _shrunk_derivative(u, sigma, vh, t, grad)
+        return moved, -along.sum(-1, keepdim=True)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise NotImplementedError("NuclearNorm.prox can be differentiated once, not twice.")
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise NotImplementedError("NuclearNorm.prox can be differentiated once, not twice.")
+
+
+def _finite_matrices(x: Tensor) -> Tensor:
+    """``[..., 1, 1]``. An SVD raises where an entry is not finite, for the whole batch."""
+    return x.detach().isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
+
+
+@dataclass(frozen=True)
+class NuclearNorm(JointPrior):
+    """``f(z) = weight sum sigma_i(z)``, of the matrices in the last two dimensions of a state.
+
+    The prox shrinks singular values: ``U max(sigma - tau weight, 0) V'``. Its derivative is exact
+    also at equal singular values; a second derivative raises an error.
+    """
+
+    weight: Parameter = 1.0
+    parameters = ("weight",)
+
+    def _check(self) -> None:
+        check_parameter(self, "weight", low=0.0)
+
+    def _weight(self, z: Tensor) -> Parameter:
+        """``[..., 1, 1]`` over the matrices."""
+        if z.ndim < 3:
+            raise ValueError(
+                f"NuclearNorm takes states of matrices, [B, ..., m, n], got {tuple(z.shape)}"
+            )
+        return aligned(self, "weight", z[..., :1, :1])
+
+    def value(self, z: Tensor) -> Tensor:
+        weight = self._weight(z)
+        wide = at_least_float32(z)
+        finite = _finite_matrices(wide)
+        sigma = torch.linalg.svdvals(torch.where(finite, wide, 0.0)).unsqueeze(-1)
+        sigma = torch.where(finite, sigma, math.nan)
+        return _total((weight * sigma).to(sigma.dtype))
+
+    def prox(self, v: Tensor, tau: float | Tensor = 1.0) -> Tensor:
+        return self._shrink(v, _step(tau, v) * self._weight(v)).to(v.dtype)
+
+    @staticmethod
+    def _shrink(v: Tensor, threshold: Parameter) -> Tensor:
+        wide = at_least_float32(v)
+        t = torch.as_tensor(threshold, dtype=wide.dtype, device=wide.device)
+        t = t.expand(*wide.shape[:-2], 1, 1).squeeze(-1)
+        finite = _finite_matrices(wide)
+        safe = torch.where(finite, wide, 0.0)
+        shrink = _Shrunk if torch.compiler.is_compiling() else _ShrunkEager
+        shrunk: Tensor = shrink.apply(safe, t)[0]  # type: ignore[no-untyped-call]
+        return torch.where(finite, shrunk, math.nan)
+
+    def least_subgradient(self, z: Tensor, g: Tensor) -> Tensor:
+        """``g + weight UV'`` on the ranges of ``z``; outside, the singular values of ``g`` less
+        ``weight``."""
+        weight = self._weight(z)
+        wide = at_least_float32(z)
+        finite = _finite_matrices(wide)
+        u, sigma, vh = torch.linalg.svd(torch.where(finite, wide, 0.0), full_matrices=False)
+        there = sigma > _slack(z, max(z.shape[-2:])) * sigma[..., :1]
+        u, vh = u * there.unsqueeze(-2), vh * there.unsqueeze(-1)
+        beside = g - u @ (u.mT @ g)
+        beside = beside - (beside @ vh.mT) @ vh
+        least = g - beside + weight * (u @ vh) + self._shrink(beside, weight)
+        return torch.where(finite, least.to(sigma.dtype), math.nan)
+
+
+# --- total variation and isotonic regression ----------------------------------------------------
+
+
+def _messages(c: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    """``a_i = m_{i-1} + c_i`` with ``m_i = min(max(a_i, low_i), high_i)``, by doubling.
+
+    The maps ``x -> min(max(x + c, low), high)`` are closed under composition.
+    """
+    shift, floor, ceiling = c, low, high
+    reach, n = 1, c.shape[-1]
+    while reach < n:
+        late = [t[..., reach:] for t in (shift, floor, ceiling)]
+        early = [t[..., :-reach] for t in (shift, floor, ceiling)]
+        new = [
+            early[0] + late[0],
+            (early[1] + late[0]).clamp(late[1], late[2]),
+            (early[2] + late[0]).clamp(late[1], late[2]),
+        ]
+        shift, floor, ceiling = (
+            torch.cat([t[..., :reach], found], -1)
+            for t, found in zip((shift, floor, ceiling), new, strict=True)
+        )
+        reach *= 2
+    message = shift.clamp(floor, ceiling)
+    return torch.cat([c[..., :1], message[..., :-1] + c[..., 1:]], -1)
+
+
+def _segments(cut: Tensor) -> Tensor:
+    """The number of the segment of each entry, ``[..., n]``, for cuts ``[..., n-1]``."""
+    steps = torch.cat([torch.zeros_like(cut[..., :1]), cut.abs()], -1)
+    return steps.cumsum(-1)
+
+
+def _sum_of_segments(t: Tensor, label: Tensor) -> Tensor:
+    """The sum over its segment for each entry."""
+    return torch.zeros_like(t).scatter_add(-1, label, t).gather(-1, label)
+
+
+def _pushed(v: Tensor, cut: Tensor, down: Tensor, up: Tensor) -> Tensor:
+    """``v`` less the gradient of the terms at cuts: there the sign of the jump is known."""
+    force = torch.where(cut > 0, down, torch.where(cut < 0, -up, 0.0))
+    zero = torch.zeros_like(v[..., :1])
+    return v - torch.cat([force, zero], -1) + torch.cat([zero, force], -1)
+
+
+_CUTS = "(Tensor v, Tensor down, Tensor up) -> Tensor"
+
+
+@torch.library.custom_op("equilibria::chain_cuts", mutates_args=(), schema=_CUTS)
+def _chain_cuts(v: Tensor, down: Tensor, up: Tensor) -> Tensor:
+    """Where the solution of ``chain_prox`` jumps: 1 down, -1 up, 0 not. ``[..., n-1]``, int64.
+
+    An operator of its own, so that compilers and ``vmap`` need not follow the loop.
+    """
+    cut = torch.zeros_like(down, dtype=torch.int64)
+    n = v.shape[-1]
+    eps = torch.finfo(v.dtype).eps
+    place = torch.arange(n, device=v.device).expand(v.shape)
+    edge = torch.zeros_like(v[..., :1])
+    ones = torch.ones_like(v)
+    for _ in range(n):  # each round but the last cuts somewhere
+        label = _segments(cut)
+        held = _pushed(v, cut, down, up)
+        length = _sum_of_segments(ones, label)
+        c = held - _sum_of_segments(held, label) / length
+        noise = 4.0 * eps * _sum_of_segments(held.abs(), label)
+        high = torch.cat([torch.where(cut == 0, down, 0.0), edge], -1)
+        low = torch.cat([torch.where(cut == 0, -up, 0.0), edge], -1)
+        a = _messages(c, low, high)
+        # Which entries lie above the level of their segment: known here, else as on the right.
+        ends = torch.cat([cut != 0, torch.ones_like(cut[..., :1], dtype=torch.bool)], -1)
+        above = a > high + noise
+        known = above | (a < low - noise) | ends
+        right = torch.where(known, place, n - 1).flip(-1).cummin(-1).values.flip(-1)
+        above = above.gather(-1, right)
+        found = above[..., :-1].long() - above[..., 1:].long()
+        found = torch.where(cut == 0, found, 0)
+        if not bool(found.any()):
+            break
+        cut = cut + found
+    return cut
+
+
+@_chain_cuts.register_fake
+def _(v: Tensor, down: Tensor, up: Tensor) -> Tensor:
+    return torch.empty_like(down, dtype=torch.int64)
+
+
+@_chain_cuts.register_vmap
+def _(info: Any, in_dims: Any, v: Tensor, down: Tensor, up: Tensor) -> tuple[Tensor, int]:
+    size = info.batch_size
+    moved = [
+        t.expand(size, *t.shape) if dim is None else t.movedim(dim, 0)
+        for t, dim in zip((v, down, up), in_dims, strict=True)
+    ]
+    return _chain_cuts(*moved), 0
+
+
+def chain_prox(v: Tensor, down: Tensor, up: Tensor) -> Tensor:
+    """``argmin_z |z - v|^2/2 + sum_i down_i max(z_i - z_{i+1}, 0) + up_i max(z_{i+1} - z_i, 0)``.
+
+    ``v`` ``[..., n]``; ``down`` and ``up`` ``[..., n-1]``, not negative, perhaps infinite (but not
+    both). Exact: the entries above a level ``t`` solve a problem of labels on a chain
+    (Darbon and Sigelle 2006), by dynamic programming. With ``t`` the mean of a
+    segment, either the segment splits or it is constant with the value ``t``, so at most ``n``
+    rounds, about ``log n`` as a rule, all lines at once. A round asks the device whether there is
+    another. Derivatives are those of the means of the segments, of all orders.
+    """
+    if v.shape[-1] == 1:
+        return v
+    # Sums over long segments, and what of them is rounding, want float64.
+    kind = v.dtype if v.device.type == "mps" else torch.float64
+    wide = v.to(kind)
+    down, up = (t.to(kind).expand(*v.shape[:-1], v.shape[-1] - 1) for t in (down, up))
+    cut = _chain_cuts(wide.detach(), down.detach(), up.detach())
+    label = _segments(cut)
+    held = _pushed(wide, cut, down, up)
+    mean = _sum_of_segments(held, label) / _sum_of_segments(torch.ones_like(held), label)
+    return mean.to(v.dtype)
+
+
+def _jumps(lines: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """``z_{i+1} - z_i`` and whether it is more than rounding."""
+    left, right = lines[..., :-1], lines[..., 1:]
+    jump = right - left
+    return jump, jump.abs() > 8.0 * eps * torch.maximum(left.abs(), right.abs())
+
+
+@dataclass(frozen=True)
+class TotalVariation(_AlongDim):
+    """``f(z) = weight sum |z_{i+1} - z_i|`` along ``dim`` (total variation of signals).
+
+    The prox is exact (``chain_prox``) and differentiable, also in ``weight``.
+    """
+
+    weight: Parameter = 1.0
+    dim: int = -1
+    parameters = ("weight",)
+
+    def _check(self) -> None:
+        check_parameter(self, "weight", low=0.0)
+
+    def value(self, z: Tensor) -> Tensor:
+        lines = self._lines(z)
+        jumps = lines.diff(dim=-1).abs().sum(-1, keepdim=True)
+        return _total((self._like_lines("weight", z) * jumps).to(lines.dtype))
+
+    def prox(self, v: Tensor, tau: float | Tensor = 1.0) -> Tensor:
+        lines = self._lines(v)
+        weight = _bounds(_step(tau, v) * self._like_lines("weight", v), lines)
+        return self._back(chain_prox(lines, weight, weight), v).to(v.dtype)
+
+    def least_subgradient(self, z: Tensor, g: Tensor) -> Tensor:
+        lines = self._lines(z)
+        weight = _bounds(self._like_lines("weight", z), lines)
+        jump, real = _jumps(lines, torch.finfo(z.dtype).eps)
+        free = torch.where(real, 0.0, weight)
+        pull = _pushed(-self._lines(g), torch.where(real, -jump.sign(), 0.0), weight, weight)
+        return self._back(-chain_prox(pull, free, free), z)
+
+
+def _bounds(weight: Parameter, lines: Tensor) -> Tensor:
+    """The weight of every edge of the lines, ``[..., n-1]``."""
+    made = torch.as_tensor(weight, dtype=lines.dtype, device=lines.device)
+    return made.expand(*lines.shape[:-1], lines.shape[-1] - 1)
+
+
+@dataclass(frozen=True)
+class Isotonic(_AlongDim):
+    """``f(z) = 0`` if ``z_1 <= z_2 <= ...`` along ``dim``, else ``+inf``.
+
+    The prox is isotonic regression, exact (``chain_prox``) and differentiable.
+    """
+
+    dim: int = -1
+
+    def value(self, z: Tensor) -> Tensor:
+        jump, real = _jumps(self._lines(z), torch.finfo(z.dtype).eps)
+        return _indicator(z, _all((jump >= 0) | ~real))
+
+    def prox(self, v: Tensor, tau: float | Tensor = 1.0) -> Tensor:
+        _step(tau, v)
+        lines = self._lines(v)
+        return self._back(chain_prox(lines, _bounds(math.inf, lines), _bounds(0.0, lines)), v).to(
+            v.dtype
+        )
+
+    def least_subgradient(self, z: Tensor, g: Tensor) -> Tensor:
+        lines = self._lines(z)
+        real = _jumps(lines, torch.finfo(z.dtype).eps)[1]
+        down = torch.where(real, 0.0, _bounds(math.inf, lines))
+        least = -chain_prox(-self._lines(g), down, torch.zeros_like(down))
+        return self._where_finite(z, self._back(least, z))
