@@ -7,15 +7,16 @@ over the epochs that are left, whose first one begins after the batches that wer
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import json
-import os
 import platform
 import random
 import shlex
 import shutil
 import sys
+import zipfile
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -29,9 +30,10 @@ from torch import nn
 
 from equilibria import models
 from equilibria._version import __version__
-from equilibria.engine.files import SaveError, write_bytes, write_text
+from equilibria.engine.files import SaveError, remove_parts, write_bytes, write_text
 
 from .config import TrainConfig
+from .lock import FolderLock, RunInUseError
 from .run_data import RunData
 
 ENTRY = "equilibria"
@@ -46,9 +48,12 @@ class RunExistsError(FileExistsError):
         self.folder = folder
 
     def __str__(self) -> str:
+        resume = ""
+        if RunFolder(self.folder).checkpoint.exists():
+            resume = f"Resume it (resume={str(self.folder)!r}), replace"
         return (
-            f"{self.folder} already holds a run. Resume it (resume={str(self.folder)!r}), replace "
-            "it (overwrite=True), or set another folder (out=...)."
+            f"{self.folder} already holds a run. {resume or 'Replace'} it (overwrite=True), or set "
+            "another folder (out=...)."
         )
 
 
@@ -66,35 +71,67 @@ class RunFolder:
         self.logs = path / "tensorboard"
         self.epochs = path / "epochs"
         self._files = (self.config, self.history, self.checkpoint, self.weights, self.result)
+        self._files += (self.nonfinite,)
+        self.lock = FolderLock(path / "run.lock")
+        self._opened = False
 
     def epoch(self, number: int) -> Path:
         """Where the weights of an epoch are kept."""
         return self.epochs / f"epoch_{number:04d}.safetensors"
 
     def check(self, *, resume: bool, overwrite: bool) -> None:
-        """Refuse a folder that holds a run, unless that is what is wanted. Changes nothing."""
+        """Refuse a folder that holds a run or in which one is going on, unless that is wanted.
+
+        What a run left that saved nothing to go on from is no run: it may be started again.
+        Changes nothing but the lock, which is taken where the folder exists.
+        """
         if self.path.exists() and not self.path.is_dir():
             raise NotADirectoryError(f"{self.path} is a file; a run needs a folder.")
-        holds = any(file.exists() for file in (*self._files, self.nonfinite, self.logs))
+        if self.path.exists():
+            self._take_lock()
+        holds = any(file.exists() for file in (*self._files, self.logs))
+        if self.lock.stale and not self._saved():
+            holds = False
         if holds and not resume and not overwrite:
             raise RunExistsError(self.path)
 
-    def open(self, *, resume: bool) -> None:
-        """Make the folder; without ``resume`` remove the files of a run that was there, and only
-        those."""
+    def open(self, *, resume: bool, overwrite: bool = False) -> None:
+        """Make and lock the folder. Without ``resume`` remove the files of a run that was there,
+        and only those; what a write that was killed left behind is always removed."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             why = f"cannot make the folder {self.path}: {error.strerror}; set another one as out."
             raise OSError(error.errno, why) from error
-        if not os.access(self.path, os.W_OK):
-            raise PermissionError(f"{self.path} cannot be written to; set another folder as out.")
+        if not self.lock.held():  # another run may have come first
+            self.check(resume=resume, overwrite=overwrite)
+        self._opened = True
+        kept = list(self.epochs.glob("epoch_[0-9][0-9][0-9][0-9].safetensors"))
         if not resume:
-            kept = self.epochs.glob("epoch_[0-9][0-9][0-9][0-9].safetensors")
-            for file in (*self._files, self.nonfinite, *kept):
+            for file in (*self._files, *kept):
                 file.unlink(missing_ok=True)
             if self.logs.is_dir() and not self.logs.is_symlink():
                 shutil.rmtree(self.logs)
+        parts = self.epochs.glob(".epoch_[0-9][0-9][0-9][0-9].safetensors.*.part")
+        for file in (*self._files, *(part.with_name(part.name[1:23]) for part in parts)):
+            remove_parts(file)
+
+    def close(self) -> None:
+        """Release the lock; its file stays where a run began and left nothing to go on from."""
+        began = self._opened or self.lock.stale
+        self.lock.release(keep=began and not self._saved())
+
+    def _saved(self) -> bool:
+        return any(file.exists() for file in (self.checkpoint, self.result, self.nonfinite))
+
+    def _take_lock(self) -> None:
+        try:
+            self.lock.take()
+        except RunInUseError:
+            raise
+        except OSError as error:
+            why = f"{self.path} cannot be written to ({error.strerror}); set another folder as out."
+            raise OSError(error.errno, why) from error
 
     def write_history(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """The whole table anew: a resumed run has no row twice."""
@@ -138,10 +175,12 @@ class RunFolder:
                 metadata = {"library": __version__, "extra": json.dumps(extra)}
                 write_bytes(path, safetensors.torch.save(tensors, metadata))
         except OSError as error:
+            rest = "No checkpoint was written yet: free some space and start the run again"
+            if self.checkpoint.exists():
+                rest = f"The checkpoint {self.checkpoint} is complete: free some space and resume"
+                rest += f" from {self.path}"
             raise SaveError(
-                error.errno,
-                f"could not write {path}: {error.strerror or error}. The checkpoint beside it is "
-                f"complete: free some space and resume from {self.path}",
+                error.errno, f"could not write {path}: {error.strerror or error}. {rest}"
             ) from error
 
 
@@ -192,7 +231,12 @@ class CheckpointFile(TorchCheckpointIO):
     ) -> None:
         # To memory first: torch's own writer hides the error of a failed write behind another.
         buffer = io.BytesIO()
-        torch.save(checkpoint, buffer)
+        checksums = torch.serialization.get_crc32_options()
+        torch.serialization.set_crc32_options(True)  # read_checkpoint relies on them
+        try:
+            torch.save(checkpoint, buffer)
+        finally:
+            torch.serialization.set_crc32_options(checksums)
         write_bytes(path, buffer.getbuffer())
 
     def load_checkpoint(
@@ -205,23 +249,41 @@ def find_checkpoint(given: str | Path) -> Path:
     """The checkpoint that ``resume`` names: a file, or a run folder that holds last.ckpt."""
     path = Path(given)
     found = path / "last.ckpt" if path.is_dir() else path
-    if not found.is_file():
+    if found.is_file():
+        return found
+    config = found.parent / "config.yaml"
+    if path.is_dir() and config.is_file():
         raise CheckpointError(
-            f"there is no checkpoint {found}. Give the file or the folder of a run; a run has one "
-            "after its first epoch."
+            f"the run in {path} ended before its first checkpoint: there is nothing to resume. "
+            f"Start it again without resume, with its configuration {config}."
         )
-    return found
+    raise CheckpointError(
+        f"there is no checkpoint {found}. Give the file or the folder of a run; a run has one "
+        "after its first epoch."
+    )
+
+
+def find_place(config: TrainConfig, checkpoint: Path | None) -> Path:
+    """The folder of the run. One that is resumed stays where it lies, also after it was moved or
+    from another current folder: what its config.yaml says of ``out`` is no wish for another."""
+    if checkpoint is None:
+        return config.folder
+    own = None
+    with contextlib.suppress(OSError, TypeError, ValueError):
+        own = TrainConfig.from_yaml(checkpoint.parent / "config.yaml").out
+    return checkpoint.parent if config.out in (None, own) else Path(config.out)
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
     """Read one of our checkpoints, tensors on the CPU; anything else is an error, never run."""
     try:
+        _check_archive(path)
         found = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         why = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
         raise CheckpointError(
             f"{path} cannot be read as a checkpoint: it is damaged, cut short or of another kind "
-            f"({why})."
+            f"({why}). Take a copy of it, or start the run again (overwrite=True, --overwrite)."
         ) from error
     entry = found.get(ENTRY) if isinstance(found, dict) else None
     if not isinstance(entry, Mapping) or "state_dict" not in found:
@@ -237,6 +299,24 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         )
     assert isinstance(found, dict)
     return found
+
+
+def _check_archive(path: Path) -> None:
+    """Raise unless every record is whole, by the checksum (CRC-32) that torch.save stores with it,
+    and none is larger than the file: what is not compressed cannot expand. torch.load checks
+    neither."""
+    with zipfile.ZipFile(path) as archive:
+        records = archive.infolist()
+        packed = [
+            record.filename for record in records if record.compress_type != zipfile.ZIP_STORED
+        ]
+        if packed or sum(record.file_size for record in records) > path.stat().st_size:
+            raise ValueError(
+                "it has compressed or overlapping records, which torch.save never writes"
+            )
+        wrong = archive.testzip()
+    if wrong is not None:
+        raise ValueError(f"the checksum of {wrong} does not match")
 
 
 def check_checkpoint(
