@@ -54,6 +54,16 @@ def test_interval_is_half_open(value: float) -> None:
         Example(ratio=value)
 
 
+def test_integers_beyond_every_float_and_every_tensor() -> None:
+    assert Example(count=2**63 - 1).count == 2**63 - 1
+    with pytest.raises(ValueError, match=r"Example\(count=1000+ \.\.\.\) is out .* 64 bits"):
+        Example(count=10**400)
+    with pytest.raises(ValueError, match=r"Example\(ratio=an integer of thousands of digits\)"):
+        Example(ratio=10**5000)
+    with pytest.raises(TypeError, match=r"no option 'rato' \(got rato=an integer of thousands"):
+        Example(rato=10**5000)  # type: ignore[call-arg]
+
+
 @law
 @given(value=st.floats(-3, 3))
 def test_optional_interval_open_above(value: float) -> None:

@@ -145,7 +145,8 @@ class Run(Checkpoint):
         self.resume = None if resume is None else run_folder.find_checkpoint(resume)
         place = run_folder.find_place(config, self.resume)
         self.folder = run_folder.RunFolder(place)
-        self.config = config.with_overrides(out=str(place)).resolved()
+        # Of a run that was moved ``out`` stays as it was: the next resume has to know it again.
+        self.config = config.with_overrides(out=config.out or str(place)).resolved()
         self.main = _rank() == 0
         self.saved: dict[str, Any] = {}
         self._given, self._overwrite = (data, model), overwrite
