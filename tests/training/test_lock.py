@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import platform
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from equilibria.training import RunExistsError, RunInUseError
+from equilibria.training import RunExistsError, RunInUseError, read_checkpoint
 from equilibria.training.lock import FolderLock
 
 from .small import At, RaiseAt, config, run
@@ -127,6 +128,26 @@ def test_the_next_holder_keeps_the_file(tmp_path: Path) -> None:
     first.take()
     assert first.stale
     first.release()
+
+
+def test_a_lock_that_somebody_removes_is_made_again(tmp_path: Path) -> None:
+    found = run(config(tmp_path), callbacks=[At(8, (tmp_path / "run.lock").unlink)])
+    assert len(found.history) == 3
+    assert not (tmp_path / "run.lock").exists()
+
+
+def test_a_run_that_came_in_between_is_not_written_over(tmp_path: Path) -> None:
+    """The folder was removed under the run, and another training ran there."""
+    other: list[Any] = []
+
+    def replaced() -> None:
+        shutil.rmtree(tmp_path / "a")
+        other.append(run(config(tmp_path / "a", epochs=1, seed=1)))
+
+    with pytest.raises(RunExistsError):
+        run(config(tmp_path / "a"), callbacks=[At(8, replaced)])
+    assert read_checkpoint(other[0].checkpoint)["equilibria"]["config"]["seed"] == 1
+    assert not (tmp_path / "a" / "run.lock").exists()
 
 
 def test_a_failed_run_leaves_no_lock_where_it_can_be_resumed(tmp_path: Path) -> None:

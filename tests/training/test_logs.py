@@ -43,7 +43,7 @@ def test_a_folder_that_is_lost_under_the_run(
     if how == "removed":
         with pytest.raises(SaveError) as caught:
             run(place, callbacks=[lose])
-        assert "was removed while the run was writing" in str(caught.value)
+        assert "was removed or moved while the run was writing" in str(caught.value)
         found = run(place, resume=place.folder)
     else:
         with pytest.warns(UserWarning, match=r"the tensorboard log in .* ends here") as seen:

@@ -308,7 +308,7 @@ from tests.training.test_resume import RICH
 folder = Path(sys.argv[2])
 resume = folder if (folder / "last.ckpt").exists() else None
 print("begin", flush=True)
-result = run(config(folder, **RICH, epochs=8), dropout=0.2, resume=resume)
+run(config(folder, **RICH, epochs=8), dropout=0.2, resume=resume)
 """
 
 
@@ -321,26 +321,24 @@ def test_killed_twenty_times_at_random_moments(tmp_path: Path) -> None:
     begin = time.perf_counter()
     expected = run(config(tmp_path / "whole", **settings), dropout=0.2)
     length = time.perf_counter() - begin
-    moments, folder, round_, done = random.Random(0), tmp_path / "a", 0, 0
     names = {path.name for path in expected.folder.iterdir()}
-    for _ in range(20):
+    moments, kills, folder, rounds = random.Random(0), 0, tmp_path / "0", 0
+    while kills < 20 or rounds:
         command = [sys.executable, "-c", KILLED, str(ROOT), str(folder)]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         assert process.stdout is not None
         assert process.stdout.readline() == b"begin\n"
-        time.sleep(moments.uniform(0.0, 0.6 * length))
-        process.kill()
+        if rounds < 4:
+            time.sleep(moments.uniform(0.0, 0.6 * length))
+            process.kill()
         _, said = process.communicate()
         assert process.returncode in (0, -signal.SIGKILL), said.decode()
-        if process.returncode == 0 or round_ == 4:
-            resume = folder if (folder / "last.ckpt").exists() else None
-            found = run(config(folder, **settings), dropout=0.2, resume=resume)
+        kills, rounds = kills + (process.returncode != 0), rounds + 1
+        if process.returncode == 0:
+            found = run(config(folder, **settings), dropout=0.2, resume=folder)
             assert_same_run(found, expected)
             assert {path.name for path in folder.iterdir()} == names
-            done, round_, folder = done + 1, 0, tmp_path / f"a{done}"
-        else:
-            round_ += 1
-    assert done
+            folder, rounds = tmp_path / str(kills), 0
 
 
 @pytest.mark.slow

@@ -290,18 +290,28 @@ class Run(Checkpoint):
     def save(self, trainer: pl.Trainer) -> None:
         """Write last.ckpt, whole or not at all; also where the folder was removed under the run,
         which then ends: its logs and the weights of earlier epochs are gone."""
-        lost = self.main and not self.folder.lock.held()
+        lost = self._lost()
         if lost:
-            self.folder.open(resume=True)
+            self.folder.open(resume=False)
             write_text(self.folder.config, self.config.to_yaml())
         trainer.save_checkpoint(self.folder.checkpoint, weights_only=False)
         if lost:
             raise SaveError(
                 errno.ENOENT,
-                f"{self.folder.path} was removed while the run was writing to it. It was made "
-                "again, with config.yaml and last.ckpt: nothing of the training is lost. Resume "
-                f"from {self.folder.path}",
+                f"{self.folder.path} was removed or moved while the run was writing to it. It was "
+                "made again, with config.yaml and last.ckpt: nothing of the training is lost. "
+                f"Resume from {self.folder.path}",
             )
+
+    def _lost(self) -> bool:
+        """Whether the folder is the run's no more. A lock that alone was removed is made again."""
+        if not self.main or self.folder.lock.held():
+            return False
+        file = self.folder.config
+        there = file.is_file() and file.read_text(encoding="utf-8") == self.config.to_yaml()
+        if there:
+            self.folder.lock.take()
+        return not there
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.module.step = self.progress.step
@@ -359,7 +369,7 @@ class Run(Checkpoint):
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._check_finite()
-        if self.main and not self.folder.lock.held():
+        if self._lost():
             self.save(trainer)
         metrics = self.module.metrics
         if trainer.world_size > 1:

@@ -70,8 +70,8 @@ class RunFolder:
         self.nonfinite = path / "nonfinite.json"
         self.logs = path / "tensorboard"
         self.epochs = path / "epochs"
-        self._files = (self.config, self.history, self.checkpoint, self.weights, self.result)
-        self._files += (self.nonfinite,)
+        saved = (self.checkpoint, self.weights, self.result, self.nonfinite)
+        self._files = (self.config, self.history, *saved)
         self.lock = FolderLock(path / "run.lock")
         self._opened = False
 
@@ -254,8 +254,8 @@ def find_checkpoint(given: str | Path) -> Path:
     config = found.parent / "config.yaml"
     if path.is_dir() and config.is_file():
         raise CheckpointError(
-            f"the run in {path} ended before its first checkpoint: there is nothing to resume. "
-            f"Start it again without resume, with its configuration {config}."
+            f"the run in {path} has no checkpoint yet: there is nothing to resume. If it has "
+            f"ended, start it again without resume, with its configuration {config}."
         )
     raise CheckpointError(
         f"there is no checkpoint {found}. Give the file or the folder of a run; a run has one "
@@ -283,7 +283,8 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         why = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
         raise CheckpointError(
             f"{path} cannot be read as a checkpoint: it is damaged, cut short or of another kind "
-            f"({why}). Take a copy of it, or start the run again (overwrite=True, --overwrite)."
+            f"({why}). Resume from an older copy, or start the run again (overwrite=True, "
+            "--overwrite)."
         ) from error
     entry = found.get(ENTRY) if isinstance(found, dict) else None
     if not isinstance(entry, Mapping) or "state_dict" not in found:
@@ -307,12 +308,12 @@ def _check_archive(path: Path) -> None:
     neither."""
     with zipfile.ZipFile(path) as archive:
         records = archive.infolist()
-        packed = [
-            record.filename for record in records if record.compress_type != zipfile.ZIP_STORED
-        ]
-        if packed or sum(record.file_size for record in records) > path.stat().st_size:
+        packed = any(record.compress_type != zipfile.ZIP_STORED for record in records)
+        size, most = sum(record.file_size for record in records), path.stat().st_size
+        if packed or size > most:
             raise ValueError(
-                "it has compressed or overlapping records, which torch.save never writes"
+                f"its records are compressed or overlap, {size:,} bytes in a file of {most:,}; "
+                "torch.save writes no such file, and no option reads one"
             )
         wrong = archive.testzip()
     if wrong is not None:
