@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import platform
 import shutil
@@ -16,28 +15,46 @@ from typing import Any
 import pytest
 
 from equilibria.training import RunExistsError, RunInUseError, read_checkpoint
+from equilibria.training import lock as lock_module
 from equilibria.training.lock import FolderLock
 
 from .small import At, RaiseAt, config, run
 
-HOLD = """
-import sys, time
+# By its path, which needs no import of torch.
+TAKE = f"""
+import runpy, sys, time
 from pathlib import Path
-from equilibria.training.lock import FolderLock
-lock = FolderLock(Path(sys.argv[1]))
-lock.take()
+found = runpy.run_path({lock_module.__file__!r})
+FolderLock, RunInUseError = found["FolderLock"], found["RunInUseError"]
+folder = Path(sys.argv[1])
+"""
+HOLD = """
+FolderLock(folder / "run.lock").take()
 print("held", flush=True)
 time.sleep(60)
 """
+COUNT = """
+number, done = folder / "number", 0
+while done < 200:
+    lock = FolderLock(folder / "run.lock")
+    try:
+        lock.take()
+    except RunInUseError:
+        continue
+    number.write_text(str(int(number.read_text()) + 1))
+    lock.release()
+    done += 1
+"""
+
+
+def start(script: str, folder: Path, **options: Any) -> Any:
+    return subprocess.Popen([sys.executable, "-c", TAKE + script, str(folder)], **options)
 
 
 @pytest.fixture
 def holder(tmp_path: Path) -> Any:
     """Another process that holds the lock of ``tmp_path``."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(tmp_path / "run.lock")], stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
+    process = start(HOLD, tmp_path, stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "held\n"
     yield process
     process.kill()
@@ -89,30 +106,11 @@ def test_two_runs_of_one_process(tmp_path: Path) -> None:
     assert not (tmp_path / "run.lock").exists()
 
 
-def _count(folder: str, rounds: int) -> None:
-    path, number = Path(folder) / "run.lock", Path(folder) / "number"
-    done = 0
-    while done < rounds:
-        lock = FolderLock(path)
-        try:
-            lock.take()
-        except RunInUseError:
-            continue
-        number.write_text(str(int(number.read_text()) + 1))
-        lock.release()
-        done += 1
-
-
 def test_no_two_processes_hold_it_at_once(tmp_path: Path) -> None:
     """Each adds to a number in a file, which loses counts wherever two are inside."""
     (tmp_path / "number").write_text("0")
-    context = multiprocessing.get_context("spawn")
-    group = [context.Process(target=_count, args=(str(tmp_path), 200)) for _ in range(3)]
-    for process in group:
-        process.start()
-    for process in group:
-        process.join()
-        assert process.exitcode == 0
+    group = [start(COUNT, tmp_path) for _ in range(3)]
+    assert [process.wait() for process in group] == [0, 0, 0]
     assert (tmp_path / "number").read_text() == "600"
 
 
