@@ -27,6 +27,7 @@ from equilibria.training import (
     SaveError,
     TrainConfig,
     read_checkpoint,
+    run_folder,
 )
 from equilibria.training.lock import FolderLock
 from equilibria.training.run_folder import random_state, restore_random_state, seed_all
@@ -277,6 +278,58 @@ def test_a_checkpoint_that_expands_is_refused_before_it_is_read(tmp_path: Path, 
         read_checkpoint(path)
     assert tracemalloc.get_traced_memory()[1] < 2**24
     tracemalloc.stop()
+
+
+def replaced_pickle(path: Path, content: bytes) -> None:
+    """A checkpoint of torch's own making with another pickle inside."""
+    torch.save({"a": torch.zeros(2)}, path.with_suffix(".pt"))
+    with zipfile.ZipFile(path.with_suffix(".pt")) as read, zipfile.ZipFile(path, "w") as made:
+        for name in read.namelist():
+            made.writestr(name, content if name.endswith("data.pkl") else read.read(name))
+
+
+@pytest.mark.parametrize("name", ["__builtin__\nbytearray", "torch\nFloatTensor", "torch\nTensor"])
+@pytest.mark.parametrize("parts", [False, True])
+def test_a_pickle_that_asks_for_gigabytes_is_refused(
+    tmp_path: Path, name: str, parts: bool
+) -> None:
+    """weights_only lets it have a bytearray or a tensor of any size."""
+    words = name.split("\n")
+    named = b"c" + name.encode() + b"\n"
+    if parts:
+        named = b"".join(b"X" + len(w).to_bytes(4, "little") + w.encode() for w in words) + b"\x93"
+    size = (2**40).to_bytes(6, "little")
+    replaced_pickle(tmp_path / "last.ckpt", b"\x80\x02" + named + b"\x8a\x06" + size + b"\x85R.")
+    with pytest.raises(CheckpointError, match="ask for any size"):
+        read_checkpoint(tmp_path / "last.ckpt")
+
+
+def test_values_that_are_more_than_what_is_stored_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_folder, "MOST_VALUES", 2**16)
+    laughs: list[Any] = [1]
+    for _ in range(40):
+        laughs = [laughs, laughs]
+    path = tmp_path / "last.ckpt"
+    for wide, said in (
+        (torch.zeros(1).expand(2**40), "fewer stored values"),
+        (torch.empty(2**40, device="meta"), "fewer stored values"),
+        (laughs, "MOST_VALUES"),
+    ):
+        content = {"equilibria": {"format": 2}, "state_dict": {}, "callbacks": {"a": [wide]}}
+        torch.save(content, path)
+        with pytest.raises(CheckpointError, match=said):
+            read_checkpoint(path)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="pipes of POSIX")
+def test_a_pipe_is_no_checkpoint(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "last.ckpt")
+    with pytest.raises(CheckpointError, match="not a regular file"):
+        read_checkpoint(tmp_path / "last.ckpt")
+    with pytest.raises(CheckpointError, match="no checkpoint"):
+        run(config(tmp_path / "out"), resume=tmp_path)
 
 
 def draw() -> list[float]:

@@ -11,8 +11,10 @@ import contextlib
 import csv
 import io
 import json
+import pickletools
 import platform
 import random
+import re
 import shlex
 import shutil
 import sys
@@ -38,6 +40,8 @@ from .run_data import RunData
 
 ENTRY = "equilibria"
 FORMAT = 2
+MOST_VALUES = 2**22
+"""Tensors, numbers and texts of a checkpoint."""
 
 
 class RunExistsError(FileExistsError):
@@ -279,6 +283,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     try:
         _check_archive(path)
         found = torch.load(path, map_location="cpu", weights_only=True)
+        _check_values(found)
     except Exception as error:
         why = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
         raise CheckpointError(
@@ -306,6 +311,8 @@ def _check_archive(path: Path) -> None:
     """Raise unless every record is whole, by the checksum (CRC-32) that torch.save stores with it,
     and none is larger than the file: what is not compressed cannot expand. torch.load checks
     neither."""
+    if path.exists() and not path.is_file():
+        raise ValueError("it is not a regular file")
     with zipfile.ZipFile(path) as archive:
         records = archive.infolist()
         packed = any(record.compress_type != zipfile.ZIP_STORED for record in records)
@@ -316,8 +323,42 @@ def _check_archive(path: Path) -> None:
                 "torch.save writes no such file, and no option reads one"
             )
         wrong = archive.testzip()
-    if wrong is not None:
-        raise ValueError(f"the checksum of {wrong} does not match")
+        if wrong is not None:
+            raise ValueError(f"the checksum of {wrong} does not match")
+        for name in archive.namelist():
+            if name.endswith("/data.pkl"):
+                _check_names(archive.read(name))
+
+
+# torch.load calls these with a number and allocates as much; torch.save writes none of them for
+# tensors and plain values.
+_SIZED = re.compile(r"(__builtin__|builtins)\.bytearray|torch\..*(Tensor|(Untyped|Typed)Storage)")
+
+
+def _check_names(pickled: bytes) -> None:
+    for opcode, name, _ in pickletools.genops(pickled):
+        named = str(name).replace(" ", ".")
+        if opcode.name == "STACK_GLOBAL" or (opcode.name == "GLOBAL" and _SIZED.fullmatch(named)):
+            raise ValueError(f"it names {named}, of which it could ask for any size")
+
+
+def _check_values(found: Any) -> None:
+    """Raise for a tensor of more values than are stored, of which a copy could take any size, and
+    for lists in lists that are one list many times."""
+    waiting, count = [found], 0
+    while waiting:
+        value, count = waiting.pop(), count + 1
+        if isinstance(value, torch.Tensor):
+            strided = value.layout == torch.strided and value.device.type == "cpu"
+            if not strided or value.nbytes > value.untyped_storage().nbytes():
+                raise ValueError(f"it holds a tensor {tuple(value.shape)} of fewer stored values")
+        elif isinstance(value, (Mapping, list, tuple)):
+            waiting += value.values() if isinstance(value, Mapping) else value
+        if count + len(waiting) > MOST_VALUES:
+            raise ValueError(
+                f"it holds more than {MOST_VALUES:,} values; the limit is "
+                "equilibria.training.run_folder.MOST_VALUES"
+            )
 
 
 def check_checkpoint(
