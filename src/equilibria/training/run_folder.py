@@ -183,9 +183,10 @@ class RunFolder:
             if self.checkpoint.exists():
                 rest = f"The checkpoint {self.checkpoint} is complete: free some space and resume"
                 rest += f" from {self.path}"
-            raise SaveError(
-                error.errno, f"could not write {path}: {error.strerror or error}. {rest}"
-            ) from error
+            why = str(error.strerror or error)
+            if not isinstance(error, SaveError):
+                why = f"could not write {path}: {why}"
+            raise SaveError(error.errno, f"{why}. {rest}") from error
 
 
 def provenance(started: datetime, device: torch.device, seed: int) -> dict[str, Any]:
