@@ -247,3 +247,52 @@ def test_files_of_different_sets_are_refused(tmp_path: Path, column: dict[str, l
     write_parquet(files[1], {**column, "label": list(range(11))})
     with pytest.raises(DataError, match="not parts of one data set"):
         ParquetFiles(files)
+
+
+def test_a_huge_label_is_refused_before_classes_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    columns = {"img": [png(p) for p in pictures(3)], "label": [0, 2**40, 1]}
+    write_parquet(tmp_path / "train.parquet", columns)
+    said = r"row 1: label is 1,099,511,627,776, .* below 65,536.*parquet\.MOST_CLASSES"
+    with pytest.raises(DataError, match=said):
+        data.load(tmp_path)
+    write_parquet(tmp_path / "train.parquet", {**columns, "label": [0, 2**16, 1]})
+    monkeypatch.setattr(parquet, "MOST_CLASSES", 2**17)
+    assert data.load(tmp_path).num_classes == 2**16 + 1
+
+
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize("how", ["repeated", "compressed"])
+def test_a_small_file_that_expands_to_gigabytes_is_refused(
+    tmp_path: Path, how: str, plain: bool
+) -> None:
+    """One image that every row refers to, or pages of zeros: 4 GB in a few kilobytes."""
+    path, count = tmp_path / "train.parquet", 1024
+    one = b"\0" * 2**22 if how == "repeated" else b"\0" * 2**20
+    picture = pa.array([one], pa.binary())
+    kind: Any = pa.binary()
+    if not plain:
+        kind = pa.struct([("bytes", pa.binary())])
+        picture = pa.StructArray.from_arrays([picture], ["bytes"])
+    schema = pa.schema([("img", kind), ("label", pa.int64())])
+    options = {"compression": "zstd", "use_dictionary": how == "repeated"}
+    with pq.ParquetWriter(path, schema, dictionary_pagesize_limit=2**30, **options) as writer:
+        for k in range(0, count, 16):
+            rows = pa.table([picture.take([0] * 16), [k % 2] * 16], schema=schema)
+            writer.write_table(rows) if how == "compressed" else None
+            if k % 64 == 0 and how == "repeated":
+                writer.write_table(pa.concat_tables([rows] * 4).combine_chunks())
+    assert path.stat().st_size < 2**20
+    before = pa.default_memory_pool().max_memory()
+    with pytest.raises(DataError, match=r"train\.parquet: .* bytes expand to .*MOST_EXPANSION"):
+        data.load(tmp_path, image_size=8, progress=False)
+    assert pa.default_memory_pool().max_memory() < before + 2**28
+
+
+def test_too_many_rows_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A billion rows of one value take a few bytes in the file."""
+    write_split(tmp_path / "train.parquet", 8)
+    monkeypatch.setattr(parquet, "MOST_ROWS", 7)
+    with pytest.raises(DataError, match=r"8 rows, and more than 7 are refused.*MOST_ROWS"):
+        data.load(tmp_path)

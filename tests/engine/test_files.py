@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +13,14 @@ import numpy as np
 import pytest
 import torch
 
-from equilibria.engine.files import SaveError, json_value, write_bytes, write_json, write_text
+from equilibria.engine.files import (
+    SaveError,
+    json_value,
+    remove_parts,
+    write_bytes,
+    write_json,
+    write_text,
+)
 
 
 @dataclass
@@ -75,3 +84,18 @@ def test_a_failed_write_keeps_the_earlier_file(
     if isinstance(error, OSError):
         assert "the earlier one is unchanged" in str(raised.value)
         assert str(path) in str(raised.value)
+
+
+def test_parts_that_a_killed_write_left_are_removed(tmp_path: Path) -> None:
+    """Those that nobody has written to for an hour; with a lock, all of them; no other file's."""
+    path, day = tmp_path / "a[1].json", 24 * 3600
+    old, new = tmp_path / ".a[1].json.7-8.part", tmp_path / ".a[1].json.8-9.part"
+    others = [tmp_path / ".a1.json.7-8.part", tmp_path / "a[1].json.part"]
+    for part in (old, new, *others):
+        part.write_bytes(b"half")
+        os.utime(part, (0, time.time() - (0 if part == new else day)))
+    write_json(path, 1)
+    assert not old.exists()
+    assert new.exists()
+    remove_parts(path)
+    assert sorted(tmp_path.iterdir()) == sorted([path, *others])

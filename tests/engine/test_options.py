@@ -55,6 +55,16 @@ def test_ends_of_intervals(name: str) -> None:
             Example(**{name: value})
 
 
+def test_integers_beyond_every_float_and_every_tensor() -> None:
+    assert Example(count=2**63 - 1).count == 2**63 - 1
+    with pytest.raises(ValueError, match=r"Example\(count=1000+ \.\.\.\) is out .* 64 bits"):
+        Example(count=10**400)
+    with pytest.raises(ValueError, match=r"Example\(ratio=an integer of thousands of digits\)"):
+        Example(ratio=10**5000)
+    with pytest.raises(TypeError, match=r"no option 'rato' \(got rato=an integer of thousands"):
+        Example(rato=10**5000)  # type: ignore[call-arg]
+
+
 @pytest.mark.parametrize("value", ["3", True, 2.0, None, [3]])
 def test_wrong_types_are_named(value: Any) -> None:
     with pytest.raises(TypeError, match=rf"count=.*expected an integer.*{type(value).__name__}"):

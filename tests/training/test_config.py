@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import runpy
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import equilibria as eq
+from equilibria.engine import OptionError
 from equilibria.training import TrainConfig
 
 
@@ -140,6 +143,60 @@ def test_a_bad_or_missing_file_is_named(tmp_path: Path, text: Any, said: str) ->
         path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises((TypeError, ValueError, FileNotFoundError), match=said):
         TrainConfig.from_yaml(path)
+
+
+BOMB = "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
+    f"{b}: &{b} [{', '.join([f'*{a}'] * 10)}]\n" for a, b in pairwise("abcdefghi")
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (BOMB, r"line \d+: more than 10,000 values with all aliases.*MOST_VALUES"),
+        (BOMB.replace("[*", "[<<, *"), "MOST_VALUES"),
+        ("base: &b {k: 1}\n" + "x: {<<: [" + "*b, " * 20_000 + "]}\n", "MOST_VALUES"),
+        ("model_options: &a {b: *a}\n", "line 1: a value that contains itself"),
+        ("augment: &a [*a]\n", "line 1: a value that contains itself"),
+        ("lr: 0.1\nepochs: 3\nlr: 0.2\n", "line 3: 'lr' is given twice"),
+        ("model_options: {depth: 1, depth: 2}\n", "'depth' is given twice"),
+        ("augment: " + "[" * 200 + "]" * 200, "MOST_DEPTH"),
+        ("augment: " + "[" * 20_000, "MOST_DEPTH"),
+        ("lr: " + "9" * 5000, r"line 1: a value of 5,000 characters.*MOST_LETTERS"),
+        ("#" * 300_000, "MOST_CHARACTERS"),
+        ("lr: " + "9" * 400, r"lr=9+ \.\.\.\) is out of range"),
+        ("epochs: 0x" + "f" * 4000, r"epochs=an integer of thousands of digits\) is out of"),
+    ],
+)
+def test_a_file_that_is_small_and_means_harm(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "part.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=rf"{path}.*{said}"):
+        TrainConfig.from_yaml(path)
+
+
+def test_aliases_are_read_within_the_limits(tmp_path: Path) -> None:
+    path = tmp_path / "part.yaml"
+    path.write_text(
+        "model_options: {first: &o {depth: 2}, second: *o, third: {<<: *o, width: 3}}\n"
+    )
+    found = TrainConfig.from_yaml(path).model_options
+    assert found["second"] == {"depth": 2}
+    assert found["third"] == {"depth": 2, "width": 3}
+
+
+@pytest.mark.skipif(os.name == "nt", reason="a device of POSIX")
+def test_an_endless_file(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="MOST_CHARACTERS"):
+        TrainConfig.from_yaml("/dev/zero")
+
+
+@pytest.mark.parametrize("name", TrainConfig().to_dict())
+def test_a_huge_integer_is_refused_by_the_name_of_its_option(name: str) -> None:
+    for value in (10**400, -(10**400), 16**5000):
+        for one in (value, [value]):
+            with pytest.raises(OptionError, match=rf"TrainConfig\({name}="):
+                TrainConfig(**{name: one})
 
 
 def test_overrides_are_checked_again() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -189,6 +190,29 @@ def test_resume_in_the_folder_of_the_checkpoint_and_in_another(tmp_path: Path) -
     assert_same_run(same, other)
 
 
+def test_a_resumed_run_stays_where_it_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its config.yaml says ``out: runs/a``, and it was moved, or the current folder is another."""
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    whole = run(config(tmp_path / "whole"))
+    with pytest.raises(Interrupted):
+        run(config(Path("runs") / "a"), callbacks=[RaiseAt(8)])
+    (tmp_path / "runs").rename(tmp_path / "moved")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    folder = Path("..") / "moved" / "a"
+    settings = TrainConfig.from_yaml(folder / "config.yaml")
+    assert settings.out == "runs/a"
+    for error in (RuntimeError, Interrupted):
+        with pytest.raises(error):
+            run(settings, resume=folder, callbacks=[RaiseAt(1, error("", None))])
+    (tmp_path / "moved").rename(tmp_path / "again")
+    folder = tmp_path / "again" / "a"
+    found = run(settings, resume=folder / "last.ckpt")
+    assert found.folder == folder
+    assert not list((tmp_path / "elsewhere").iterdir())
+    assert_same_run(found, whole)
+
+
 def test_the_first_asks_the_second_raises_and_the_handlers_come_back() -> None:
     before = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
     said: list[int] = []
@@ -272,6 +296,49 @@ class Slow(pl.Callback):
 
 run(config(Path(sys.argv[2]), epochs=50), callbacks=[Slow()])
 """
+
+
+KILLED = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from pathlib import Path
+from tests.training.small import config, run
+from tests.training.test_resume import RICH
+
+folder = Path(sys.argv[2])
+resume = folder if (folder / "last.ckpt").exists() else None
+print("begin", flush=True)
+run(config(folder, **RICH, epochs=8), dropout=0.2, resume=resume)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name == "nt", reason="signals of POSIX")
+def test_killed_twenty_times_at_random_moments(tmp_path: Path) -> None:
+    """kill -9 anywhere, in writes too: a plain restart before the first checkpoint, else a resume,
+    and in the end the uninterrupted run, with no file left over."""
+    settings = {**RICH, "epochs": 8}
+    begin = time.perf_counter()
+    expected = run(config(tmp_path / "whole", **settings), dropout=0.2)
+    length = time.perf_counter() - begin
+    names = {path.name for path in expected.folder.iterdir()}
+    moments, kills, folder, rounds = random.Random(0), 0, tmp_path / "0", 0
+    while kills < 20 or rounds:
+        command = [sys.executable, "-c", KILLED, str(ROOT), str(folder)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"begin\n"
+        if rounds < 4:
+            time.sleep(moments.uniform(0.0, 0.6 * length))
+            process.kill()
+        _, said = process.communicate()
+        assert process.returncode in (0, -signal.SIGKILL), said.decode()
+        kills, rounds = kills + (process.returncode != 0), rounds + 1
+        if process.returncode == 0:
+            found = run(config(folder, **settings), dropout=0.2, resume=folder)
+            assert_same_run(found, expected)
+            assert {path.name for path in folder.iterdir()} == names
+            folder, rounds = tmp_path / str(kills), 0
 
 
 @pytest.mark.slow

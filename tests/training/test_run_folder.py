@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import errno
 import io
 import os
 import random
 import resource
+import tracemalloc
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +23,13 @@ from hypothesis import strategies as st
 from equilibria.training import (
     CheckpointError,
     Interrupted,
+    RunExistsError,
     SaveError,
     TrainConfig,
     read_checkpoint,
+    run_folder,
 )
+from equilibria.training.lock import FolderLock
 from equilibria.training.run_folder import random_state, restore_random_state, seed_all
 
 from .small import At, RaiseAt, Tiny, assert_same_run, config, run
@@ -85,6 +91,42 @@ def test_full_at_the_very_end_resume_writes_the_rest(
     found = run(place, resume=place.folder)
     assert_same_run(found, run(config(tmp_path / "whole", ema=0.9)))
     assert (place.folder / "result.json").exists()
+
+
+@pytest.mark.parametrize("select", ["last", "best"])
+@pytest.mark.parametrize("kill", [False, True])
+def test_ended_before_the_first_checkpoint_it_starts_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kill: bool, select: str
+) -> None:
+    """By a full disk or by kill -9, which leaves parts of files too."""
+    place = config(tmp_path / "run", select=select, keep_every=1, loggers=["tensorboard"])
+    with monkeypatch.context() as patch:
+        patch.setattr("equilibria.training.run_folder.write_bytes", full)
+        if kill:
+            let_go = FolderLock.release
+            patch.setattr(FolderLock, "release", lambda self, keep: let_go(self, keep=True))
+        with pytest.raises(SaveError if select == "best" or kill else OSError) as caught:
+            run(place)
+    assert "checkpoint" not in str(caught.value) or "No checkpoint was written" in str(caught.value)
+    assert not (place.folder / "last.ckpt").exists()
+    for name in (".last.ckpt.1-2.part", "epochs/.epoch_0001.safetensors.3-4.part"):
+        (place.folder / name).parent.mkdir(exist_ok=True)
+        (place.folder / name).write_bytes(b"half")
+    with pytest.raises(CheckpointError, match=r"no checkpoint yet.*without resume"):
+        run(place, resume=place.folder)
+    assert_same_run(run(place), run(config(tmp_path / "whole", select=select, keep_every=1)))
+    assert not [*place.folder.rglob("*.part"), *place.folder.glob("*.lock")]
+
+
+def test_what_was_saved_is_not_started_over(tmp_path: Path) -> None:
+    """A configuration of the user's own, weights from elsewhere, a report: none is replaced."""
+    for name in ("config.yaml", "model.safetensors", "nonfinite.json"):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / name).write_text("mine")
+        with pytest.raises(RunExistsError, match=r"already holds a run\. Replace it"):
+            run(config(folder))
+        assert [(p.name, p.read_text()) for p in folder.iterdir()] == [(name, "mine")]
 
 
 def test_another_configuration_is_refused(cut: Path, tmp_path: Path) -> None:
@@ -169,15 +211,125 @@ def test_foreign_and_older_files(tmp_path: Path, content: Any, said: str) -> Non
 
 
 @given(st.data())
-@settings(deadline=None, max_examples=40, suppress_health_check=list(HealthCheck))
-def test_damaged_bytes_are_an_error_of_ours_or_do_no_harm(cut: Path, data: st.DataObject) -> None:
+@settings(deadline=None, max_examples=200, suppress_health_check=list(HealthCheck))
+def test_damaged_bytes_are_found_or_do_no_harm(cut: Path, data: st.DataObject) -> None:
+    """Every changed byte of every tensor is an error; one between the records changes nothing."""
     whole = bytearray((cut / "last.ckpt").read_bytes())
-    for _ in range(data.draw(st.integers(0, 8))):
+    for _ in range(data.draw(st.integers(0, 3))):
         whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
     path = cut / "damaged.ckpt"
-    path.write_bytes(bytes(whole[: data.draw(st.integers(1, len(whole)))]))
+    path.write_bytes(bytes(whole[: data.draw(st.just(len(whole)) | st.integers(1, len(whole)))]))
     with contextlib.suppress(CheckpointError):
-        assert "state_dict" in read_checkpoint(path)
+        found = read_checkpoint(path)
+        assert same(found, torch.load(cut / "last.ckpt", weights_only=True))
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return a == b or (a != a and b != b)
+
+
+def test_the_error_of_a_flipped_bit_names_the_record(cut: Path, tmp_path: Path) -> None:
+    whole = bytearray((cut / "last.ckpt").read_bytes())
+    weight = torch.load(cut / "last.ckpt", weights_only=True)["state_dict"]["model.head.weight"]
+    whole[whole.index(weight.numpy().tobytes()) + 5] ^= 1
+    path = tmp_path / "last.ckpt"
+    path.write_bytes(whole)
+    torch.load(path, weights_only=True)  # which does not look
+    said = rf"{path} .*checksum of .*data/\d+ does not match.*start the run again"
+    with pytest.raises(CheckpointError, match=said):
+        run(config(tmp_path / "out", ema=0.9), resume=path)
+
+
+def test_checksums_that_somebody_turned_off_are_written(cut: Path, tmp_path: Path) -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        run(config(tmp_path, epochs=1))
+        assert not torch.serialization.get_crc32_options()
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert read_checkpoint(tmp_path / "last.ckpt")["equilibria"]["finished"]
+
+
+@pytest.mark.parametrize("how", ["deflated", "overlapping"])
+def test_a_checkpoint_that_expands_is_refused_before_it_is_read(tmp_path: Path, how: str) -> None:
+    path, plain = tmp_path / "last.ckpt", tmp_path / "plain.pt"
+    torch.save({"equilibria": {"format": 2}, "state_dict": {"a": torch.zeros(2**24)}}, plain)
+    kind = zipfile.ZIP_DEFLATED if how == "deflated" else zipfile.ZIP_STORED
+    with zipfile.ZipFile(plain) as read, zipfile.ZipFile(path, "w", kind) as made:
+        for name in read.namelist():
+            made.writestr(name, read.read(name) if kind == zipfile.ZIP_DEFLATED else b"x" * 64)
+        if how == "overlapping":  # a thousand names of one record
+            first = made.filelist[0]
+            for k in range(1000):
+                again = copy.copy(first)
+                again.filename = f"{first.filename}{k}"
+                made.filelist.append(again)
+                made.NameToInfo[again.filename] = again
+            made._didModify = True
+    assert path.stat().st_size < 2**18
+    tracemalloc.start()
+    with pytest.raises(CheckpointError, match="compressed or overlap"):
+        read_checkpoint(path)
+    assert tracemalloc.get_traced_memory()[1] < 2**24
+    tracemalloc.stop()
+
+
+def replaced_pickle(path: Path, content: bytes) -> None:
+    """A checkpoint of torch's own making with another pickle inside."""
+    torch.save({"a": torch.zeros(2)}, path.with_suffix(".pt"))
+    with zipfile.ZipFile(path.with_suffix(".pt")) as read, zipfile.ZipFile(path, "w") as made:
+        for name in read.namelist():
+            made.writestr(name, content if name.endswith("data.pkl") else read.read(name))
+
+
+@pytest.mark.parametrize("name", ["__builtin__\nbytearray", "torch\nFloatTensor", "torch\nTensor"])
+@pytest.mark.parametrize("parts", [False, True])
+def test_a_pickle_that_asks_for_gigabytes_is_refused(
+    tmp_path: Path, name: str, parts: bool
+) -> None:
+    """weights_only lets it have a bytearray or a tensor of any size."""
+    words = name.split("\n")
+    named = b"c" + name.encode() + b"\n"
+    if parts:
+        named = b"".join(b"X" + len(w).to_bytes(4, "little") + w.encode() for w in words) + b"\x93"
+    size = (2**40).to_bytes(6, "little")
+    replaced_pickle(tmp_path / "last.ckpt", b"\x80\x02" + named + b"\x8a\x06" + size + b"\x85R.")
+    with pytest.raises(CheckpointError, match="ask for any size"):
+        read_checkpoint(tmp_path / "last.ckpt")
+
+
+def test_values_that_are_more_than_what_is_stored_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_folder, "MOST_VALUES", 2**16)
+    laughs: list[Any] = [1]
+    for _ in range(40):
+        laughs = [laughs, laughs]
+    path = tmp_path / "last.ckpt"
+    for wide, said in (
+        (torch.zeros(1).expand(2**40), "fewer stored values"),
+        (torch.empty(2**40, device="meta"), "fewer stored values"),
+        (laughs, "MOST_VALUES"),
+    ):
+        content = {"equilibria": {"format": 2}, "state_dict": {}, "callbacks": {"a": [wide]}}
+        torch.save(content, path)
+        with pytest.raises(CheckpointError, match=said):
+            read_checkpoint(path)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="pipes of POSIX")
+def test_a_pipe_is_no_checkpoint(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "last.ckpt")
+    with pytest.raises(CheckpointError, match="not a regular file"):
+        read_checkpoint(tmp_path / "last.ckpt")
+    with pytest.raises(CheckpointError, match="no checkpoint"):
+        run(config(tmp_path / "out"), resume=tmp_path)
 
 
 def draw() -> list[float]:

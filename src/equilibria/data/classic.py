@@ -20,12 +20,12 @@ from torch import Tensor
 
 from equilibria.engine.optional import needs
 
+from . import sources
 from .catalog import DataCard, describe, resolve_split
 from .sampling import held_out
-from .sources import DataError, Found
+from .sources import DataError, Found, check_expansion, read_file
 
 _PIXELS = 3 * 32 * 32
-_MOST_BYTES = 2**32
 _CIFAR: dict[str, dict[str, tuple[str, ...]]] = {
     "cifar10": {"train": tuple(f"data_batch_{k}" for k in range(1, 6)), "test": ("test_batch",)},
     "cifar100": {"train": ("train",), "test": ("test",)},
@@ -98,7 +98,7 @@ def _pickled(file: Path, name: str) -> tuple[Tensor, ...]:
 
 def _binary(file: Path, name: str) -> tuple[Tensor, ...]:
     labels = 1 if name == "cifar10" else 2  # CIFAR-100 stores coarse, then fine
-    raw = torch.frombuffer(bytearray(file.read_bytes() or b"\0"), dtype=torch.uint8)
+    raw = torch.frombuffer(bytearray(_bytes(file) or b"\0"), dtype=torch.uint8)
     record = labels + _PIXELS
     if len(raw) % record:
         raise DataError(
@@ -108,6 +108,13 @@ def _binary(file: Path, name: str) -> tuple[Tensor, ...]:
     rows = raw.view(-1, record)
     images = rows[:, labels:].reshape(-1, 3, 32, 32)
     return images, *(rows[:, k].long() for k in reversed(range(labels)))
+
+
+def _bytes(file: Path) -> bytes:
+    try:
+        return read_file(file)
+    except OSError as error:
+        raise DataError(f"{file} cannot be read ({error}).") from error
 
 
 def read_idx(folder: Path, asked: str, card: DataCard | None) -> Found | None:
@@ -147,8 +154,13 @@ def _idx(path: Path, dims: int) -> Tensor:
                 raise DataError(f"{path} is not an idx file of {dims}-dimensional bytes.")
             shape = [int.from_bytes(head[4 + 4 * k : 8 + 4 * k], "big") for k in range(dims)]
             count = math.prod(shape)
-            if count > _MOST_BYTES:
-                raise DataError(f"{path}: says it holds {shape} values; refused.")
+            check_expansion(path, count)
+            if count > sources.MOST_FILE_BYTES:
+                raise DataError(
+                    f"{path}: says it holds {shape} values, and more than "
+                    f"{sources.MOST_FILE_BYTES:,} are refused; the limit is "
+                    "equilibria.data.sources.MOST_FILE_BYTES."
+                )
             body = file.read(count + 1)  # one more than there should be, and no more than that
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path} cannot be read ({error}). Fetch it again.") from error
@@ -159,11 +171,9 @@ def _idx(path: Path, dims: int) -> Tensor:
 
 def read_pickle(path: Path) -> dict[str, Any]:
     """The dict in the pickle at ``path``: text, numbers, lists of them, and arrays as tensors."""
-    size = path.stat().st_size
-    if size > _MOST_BYTES:
-        raise DataError(f"{path}: {size:,} bytes are more than a batch of images holds.")
+    content = _bytes(path)
     try:
-        found = _value(_Reader(io.BytesIO(path.read_bytes()), encoding="latin-1").load())
+        found = _value(_Reader(io.BytesIO(content), encoding="latin-1").load())
     except _RefusedError as error:
         raise DataError(f"{path}: refused to read it: {error}.") from None
     # A damaged pickle can raise nearly anything: the format has no checks.

@@ -22,7 +22,16 @@ from torch import Tensor
 from equilibria.engine.files import replacing
 from equilibria.engine.optional import needs
 
-from .sources import CorruptImageError, DataError, Encoded, Found, Task, cache_dir, fingerprint
+from .sources import (
+    CorruptImageError,
+    DataError,
+    Encoded,
+    Found,
+    Task,
+    cache_dir,
+    fingerprint,
+    read_file,
+)
 
 OnCorrupt = Literal["raise", "skip"]
 
@@ -66,9 +75,15 @@ def decode_mask(data: bytes, size: int | None) -> Tensor:
 def read_image(path: str | Path, channels: int = 3, size: int | None = None) -> Tensor:
     """The image file at ``path`` as ``load`` would read it, uint8 [channels, H, W]."""
     try:
-        return decode_image(Path(path).read_bytes(), channels, size)
+        return decode_image(_read(Path(path)), channels, size)
     except (CorruptImageError, OSError) as error:
         raise CorruptImageError(f"{path}: not a readable image ({error}).") from error
+
+
+def _read(source: Encoded) -> bytes:
+    return (
+        read_file(source, "MOST_IMAGE_BYTES") if isinstance(source, Path) else source.read_bytes()
+    )
 
 
 def reshape_pixels(image: Tensor, channels: int, size: int | None) -> Tensor:
@@ -90,7 +105,8 @@ def _opened(data: bytes) -> Any:
         width, height = image.size
         if width * height > MOST_PIXELS:
             raise CorruptImageError(
-                f"it claims {width} × {height} pixels; more than {MOST_PIXELS:,} are refused"
+                f"it claims {width} × {height} pixels; more than {MOST_PIXELS:,} are refused, the "
+                "limit equilibria.data.decoding.MOST_PIXELS"
             )
         image.load()
     except CorruptImageError:
@@ -261,7 +277,7 @@ class Rows:
     def __call__(self, i: int) -> Tensor:
         """Row ``i``, or CorruptImageError with its name."""
         try:
-            row = self.decode(self.column[i].read_bytes())
+            row = self.decode(_read(self.column[i]))
         except (CorruptImageError, OSError) as error:
             raise CorruptImageError(
                 f"{self.column[i]}: not a readable image ({error}). Repair or remove it, or pass "

@@ -20,13 +20,26 @@ from equilibria.engine.files import replacing
 from equilibria.engine.optional import needs
 
 from .catalog import DataCard, camvid_ids, resolve_split
-from .sources import DataError, Found, PartMissingError, cache_dir, fingerprint
+from .sources import (
+    DataError,
+    Found,
+    PartMissingError,
+    cache_dir,
+    check_expansion,
+    check_regular,
+    fingerprint,
+)
 
 _STEMS = {"train": "train", "val": "val|valid|validation", "test": "test"}
 _IMAGES = ("img", "image", "images")
 _LABELS = ("label", "fine_label", "labels", "target")
 _MASKS = ("mask", "label", "annotation", "segmentation")
 _COARSE = "coarse_label"
+MOST_CLASSES = 2**16
+"""The most classes that labels without names may stand for: each gets a name."""
+MOST_ROWS = 2**24
+"""The most rows of a split: each is an object in memory before its image is read."""
+_AT_ONCE = 16  # rows: a value that is stored once may stand in every row
 _IN_MEMORY = 2**31
 """Encoded bytes up to this many are kept in memory; above, an Arrow file is mapped instead."""
 
@@ -92,10 +105,19 @@ class ParquetFiles:
         self._opened: dict[str, Any] = {}
         self._lock = threading.Lock()
         for path in paths:
-            with _reading(path), pq.ParquetFile(path) as file:
-                meta, schema = file.metadata, file.schema_arrow
+            with _reading(path):
+                check_regular(path)
+                with pq.ParquetFile(path) as file:
+                    meta, schema = file.metadata, file.schema_arrow
             self.rows.append(meta.num_rows)
-            self.bytes += sum(meta.row_group(k).total_byte_size for k in range(meta.num_row_groups))
+            if sum(self.rows) > MOST_ROWS:
+                raise DataError(
+                    f"{path}: {sum(self.rows):,} rows, and more than {MOST_ROWS:,} are refused; "
+                    "the limit is equilibria.data.parquet.MOST_ROWS."
+                )
+            size = sum(meta.row_group(k).total_byte_size for k in range(meta.num_row_groups))
+            check_expansion(path, size)
+            self.bytes += size
             self.schema = self.schema or schema
             if not schema.equals(self.schema):
                 raise DataError(
@@ -151,7 +173,15 @@ class ParquetFiles:
         labels = torch.from_numpy(values.to_numpy().astype("int64"))
         names = self._names(column)
         classes = tuple(str(name) for name in names) if isinstance(names, list) else classes
-        classes = classes or tuple(str(k) for k in range(count or int(labels.max()) + 1))
+        if not classes:
+            count = count or int(labels.max()) + 1
+            if count > MOST_CLASSES:
+                raise DataError(
+                    f"{self.row_name(int(labels.argmax()))}: {column} is {count - 1:,}, and labels "
+                    f"without names must be below {MOST_CLASSES:,}. Number the classes from 0, or "
+                    "raise equilibria.data.parquet.MOST_CLASSES."
+                )
+            classes = tuple(str(k) for k in range(count))
         wrong = (labels < 0) | (labels >= len(classes))
         if bool(wrong.any()):
             row = int(wrong.nonzero()[0])
@@ -171,12 +201,19 @@ class ParquetFiles:
             return None  # a note for people: data without it is as good
 
     def batches(self, column: str) -> Iterator[Any]:
-        """A column in pieces of 1,024 rows, file after file."""
+        """A column in pieces of some rows, file after file. A file whose values take far more
+        memory than it has bytes is refused on the way: one stored value can be that of every row.
+        """
         import pyarrow.parquet as pq
 
+        rows = _AT_ONCE if column in self.images() else 2**16
         for path in self.paths:
+            size = 0
             with _reading(path), pq.ParquetFile(path) as file:
-                yield from file.iter_batches(1024, columns=[column])
+                for batch in file.iter_batches(rows, columns=[column]):
+                    size += batch.nbytes
+                    check_expansion(path, size)
+                    yield batch
 
     def column(self, column: str) -> Any:
         """A whole column, in memory."""

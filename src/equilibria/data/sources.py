@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import stat
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +19,13 @@ Task = Literal["classification", "segmentation"]
 IGNORE = 255
 """The label of pixels that belong to no class; ``ignore_index`` of every segmentation set."""
 CACHE_VARIABLE = "EQUILIBRIA_DATA"
+MOST_FILE_BYTES = 2**32
+"""4 GiB: a larger file is not read into memory whole."""
+MOST_IMAGE_BYTES = 2**29
+"""The same for the file of one image: 67 megapixels of four channels and 16 bits."""
+MOST_EXPANSION = 32
+"""How many times its size a compressed file may expand to. Images are compressed already."""
+_SMALL = 2**24  # what is no larger may expand as it likes
 
 
 class DataError(ValueError):
@@ -74,6 +82,48 @@ class Found:
         return replace(self, **taken, split=split or self.split)
 
 
+def read_file(path: Path, limit: str = "MOST_FILE_BYTES") -> bytes:
+    """The bytes of a regular file: never of a pipe or a device, which may not end.
+
+    Raises OSError, also for more bytes than the constant of this module that ``limit`` names.
+    """
+    check_regular(path)
+    size, most = path.stat().st_size, int(globals()[limit])
+    if size > most:
+        raise OSError(
+            f"it has {size:,} bytes, and more than {most:,} are refused; the limit is "
+            f"equilibria.data.sources.{limit}"
+        )
+    return path.read_bytes()
+
+
+def check_regular(path: Path) -> None:
+    """Raise OSError for a pipe, a device, a socket or a folder; a link is what it points to."""
+    mode = path.stat().st_mode
+    if not stat.S_ISREG(mode):
+        raise OSError(f"it is {_KINDS.get(stat.S_IFMT(mode), 'no regular file')}, not a file")
+
+
+_KINDS = {
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFDIR: "a folder",
+}
+
+
+def check_expansion(path: Path, size: int) -> None:
+    """Raise DataError where ``path`` would expand to ``size`` bytes, absurdly more than it has."""
+    stored = path.stat().st_size
+    if size > max(_SMALL, MOST_EXPANSION * stored):
+        raise DataError(
+            f"{path}: {stored:,} bytes expand to {size:,} or more, over {MOST_EXPANSION} times as "
+            "many: refused, since this is rather an attack than images. If you trust the file, "
+            "raise equilibria.data.sources.MOST_EXPANSION."
+        )
+
+
 def cache_dir() -> Path:
     """The folder for downloads and decoded copies: $EQUILIBRIA_DATA, or the system's cache."""
     if named := os.environ.get(CACHE_VARIABLE):
@@ -86,6 +136,6 @@ def cache_dir() -> Path:
 def fingerprint(*words: object, files: Sequence[Path]) -> str:
     """A key for what is made from ``files``: it changes with their names, sizes and times."""
     stats = [(str(file.resolve()), file.stat()) for file in files]
-    seen = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+    seen = [(name, found.st_size, found.st_mtime_ns) for name, found in stats]
     text = json.dumps([[str(word) for word in words], seen])
     return hashlib.sha256(text.encode()).hexdigest()[:24]

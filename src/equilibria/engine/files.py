@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import glob
 import json
 import math
 import os
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 __all__ = ["SaveError", "json_text", "json_value"]
-__all__ += ["replacing", "write_bytes", "write_json", "write_text"]
+__all__ += ["remove_parts", "replacing", "write_bytes", "write_json", "write_text"]
 
 
 _CHUNK = 1 << 24  # bytes at a time, so that Ctrl-C is heard in between
+_ABANDONED = 3600.0  # seconds after which nobody writes to a part any more
 
 
 class SaveError(OSError):
@@ -33,6 +36,7 @@ def replacing(path: Path | str) -> Iterator[Path]:
     path = Path(path)
     beside = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.part")
     path.parent.mkdir(parents=True, exist_ok=True)
+    remove_parts(path, older=_ABANDONED)
     try:
         yield beside
         with beside.open("rb+") as file:
@@ -42,6 +46,18 @@ def replacing(path: Path | str) -> Iterator[Path]:
     finally:
         with contextlib.suppress(OSError):
             beside.unlink(missing_ok=True)
+
+
+def remove_parts(path: Path | str, *, older: float = 0.0) -> None:
+    """Remove what writes of ``path`` that were killed left beside it.
+
+    Without a lock only what nobody has written to for a while: its writer may be on another host.
+    """
+    path = Path(path)
+    for part in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
+        with contextlib.suppress(OSError):
+            if time.time() - part.stat().st_mtime >= older:
+                part.unlink()
 
 
 def write_bytes(path: Path | str, content: bytes | memoryview) -> Path:

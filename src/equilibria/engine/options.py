@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, dataclass_transform
 
 T = TypeVar("T")
+_LONG = 200  # characters of a value in a message
+_LARGEST = 2**63 - 1  # what a tensor's size or a count can be
 
 
 class OptionError(ValueError):
@@ -26,9 +28,18 @@ class OptionError(ValueError):
         self.owner, self.given, self.text = owner, given, text
 
     def __str__(self) -> str:
-        options = ", ".join(f"{name}={value!r}" for name, value in self.given.items())
+        options = ", ".join(f"{name}={shown(value)}" for name, value in self.given.items())
         source = "" if self.source is None else f"{self.source}: "
         return f"{source}{self.owner}({options}){self.text}"
+
+
+def shown(value: Any) -> str:
+    """``repr``, cut where it is long; Python refuses that of an integer of thousands of digits."""
+    try:
+        text = repr(value)
+    except ValueError:
+        return "an integer of thousands of digits"
+    return text if len(text) <= _LONG else f"{text[: _LONG - 4]} ..."
 
 
 class OptionTypeError(OptionError, TypeError):
@@ -50,7 +61,7 @@ def _helpful_init(cls: type, init: Callable[..., None]) -> Callable[..., None]:
         if unknown:
             close = difflib.get_close_matches(unknown[0], allowed, n=1)
             hint = f" Did you mean '{close[0]}'?" if close else ""
-            given = f"{unknown[0]}={kwargs[unknown[0]]!r}"
+            given = f"{unknown[0]}={shown(kwargs[unknown[0]])}"
             raise TypeError(
                 f"{name} has no option '{unknown[0]}' (got {given}).{hint}"
                 f" It takes: {', '.join(allowed) or 'no options'}."
@@ -96,5 +107,12 @@ def check_number(
     inside = (value > low if low_open else value >= low) and (
         value < high if high_open else value <= high
     )
-    if math.isnan(value) or math.isinf(value) or not inside:
+    if integer and abs(value) > _LARGEST:
+        inside, allowed = False, f"{allowed}, of at most 64 bits"
+    elif not integer and isinstance(value, int):
+        try:
+            float(value)
+        except OverflowError:
+            inside, allowed = False, f"{allowed}, of at most 1.8e308"
+    if not inside or (isinstance(value, float) and not math.isfinite(value)):
         raise OptionError(who, {name: value}, f" is out of range: expected {allowed}.")

@@ -26,7 +26,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from equilibria.adjoints.quarantine import host_may_read
+from equilibria.adjoints.graph import host_may_read
 from equilibria.problems.priors import (
     Parameter,
     Prior,

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from equilibria.adjoints.quarantine import host_may_read
+from equilibria.adjoints.graph import host_may_read
 from equilibria.engine.options import OptionError, OptionTypeError, check_number
 from equilibria.problems.norms import replaced, twin_in_double
 

@@ -16,6 +16,7 @@ from .graphed_model import GraphedModel
 
 if TYPE_CHECKING:
     from .average import WeightAverage, settle_norms
+    from .lock import RunInUseError
     from .module import EquilibriumModule
     from .nonfinite import NonFiniteLoss
     from .progress import Interrupted
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
     from .run_folder import CheckpointError, RunExistsError, read_checkpoint
 
 __all__ = ["CheckpointError", "EquilibriumModule", "GraphedModel", "Interrupted", "NonFiniteLoss"]
-__all__ += ["Run", "RunExistsError", "SaveError", "TrainConfig", "TrainResult", "WeightAverage"]
-__all__ += ["fit", "read_checkpoint", "settle_norms"]
+__all__ += ["Run", "RunExistsError", "RunInUseError", "SaveError", "TrainConfig", "TrainResult"]
+__all__ += ["WeightAverage", "fit", "read_checkpoint", "settle_norms"]
 
 
 def __getattr__(name: str) -> Any:
@@ -33,9 +34,9 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'equilibria.training' has no attribute {name!r}")
     with needs("lightning", "equilibria.training"):
         import lightning.pytorch  # noqa: F401
-    from . import average, module, nonfinite, progress, run, run_folder
+    from . import average, lock, module, nonfinite, progress, run, run_folder
 
-    files = (average, module, nonfinite, progress, run, run_folder)
+    files = (average, lock, module, nonfinite, progress, run, run_folder)
     found = next(getattr(file, name) for file in files if hasattr(file, name))
     globals()[name] = found
     return found

@@ -11,8 +11,10 @@ from typing import Any, NoReturn
 
 from equilibria.data import build_augmentation
 from equilibria.engine.optional import needs
-from equilibria.engine.options import OptionError, OptionTypeError, check_number, options
+from equilibria.engine.options import OptionError, OptionTypeError, check_number, options, shown
 from equilibria.models.values import to_json
+
+from .yaml_values import MOST_CHARACTERS, parse_yaml
 
 _LOGGERS = ("tensorboard", "csv", "wandb", "mlflow")
 _SHORT = {"32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed", "64": "64-true"}
@@ -62,7 +64,7 @@ def _check_text(name: str, value: Any, optional: bool) -> None:
 
 
 def _one_of(given: object, choices: Sequence[str]) -> str:
-    close = difflib.get_close_matches(str(given), choices, n=1)
+    close = difflib.get_close_matches(given if isinstance(given, str) else shown(given), choices, 1)
     start = f"did you mean {close[0]!r}? Expected" if close else "expected"
     return f"{start} one of {', '.join(map(repr, choices))}"
 
@@ -71,7 +73,7 @@ def _number(value: Any) -> Any:
     """An integer or the text of a number as a float: YAML reads ``1e-3`` as text."""
     try:
         return value if isinstance(value, bool) or value is None else float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return value
 
 
@@ -110,7 +112,8 @@ def _loggers(value: Any) -> tuple[str, ...]:
 
 def _integers(value: Any, least: int) -> bool:
     return isinstance(value, (list, tuple)) and all(
-        isinstance(item, int) and not isinstance(item, bool) and item >= least for item in value
+        isinstance(item, int) and not isinstance(item, bool) and least <= item < 2**31
+        for item in value
     )
 
 
@@ -200,7 +203,7 @@ class TrainConfig:
         "Decay of the running average of the weights, which is then what is validated and saved; "
         "not given: no average.", "Training", **_SHARE, low_open=True)
     precision: str = option("32-true", "As Lightning's", "Machine", choices=_PRECISIONS,
-        parse=lambda value: _SHORT.get(str(value), str(value)))
+        parse=lambda value: _SHORT.get(shown(value).strip("'"), value))
     channels_last: bool = option(False,
         "Memory format of images and convolutions; faster with tensor cores.", "Machine")
     compile: bool = option(False,
@@ -344,7 +347,9 @@ class TrainConfig:
         with needs("yaml", "a configuration file"):
             import yaml  # type: ignore[import-untyped, unused-ignore]
         try:
-            found = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+            with Path(path).open("rb") as file:  # a device may not end
+                text = file.read(4 * MOST_CHARACTERS + 1).decode("utf-8")
+            found = parse_yaml(text) or {}
             if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
                 raise ValueError(f"expected lines 'name: value', got {str(found)[:60]!r}")
             return cls(**found)
@@ -361,7 +366,8 @@ class TrainConfig:
             error.source = str(path)
             raise
         except (TypeError, ValueError) as error:
-            raise type(error)(f"{path}: {error}") from error
+            kind = TypeError if isinstance(error, TypeError) else ValueError
+            raise kind(f"{path}: {error}") from error
 
     def to_yaml(self, path: str | Path | None = None) -> str:
         """The text of a file that ``from_yaml`` reads; written there too if a path is given."""

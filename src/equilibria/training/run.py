@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import errno
 import logging
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -17,7 +18,6 @@ from typing import Any, NoReturn
 import lightning.pytorch as pl
 import safetensors.torch
 import torch
-from lightning.pytorch import loggers
 from lightning.pytorch.callbacks import Checkpoint, LambdaCallback
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.utilities import rank_zero_only
@@ -26,13 +26,13 @@ from torch import nn
 from equilibria import models
 from equilibria._version import __version__
 from equilibria.data import ImageData
-from equilibria.engine.files import write_bytes, write_json, write_text
-from equilibria.engine.optional import needs
+from equilibria.engine.files import SaveError, write_bytes, write_json, write_text
 
 from . import run_folder
 from .average import WeightAverage
 from .config import TrainConfig
 from .epoch_metrics import EpochMetrics, warn_unsettled
+from .logs import make_loggers, quiet_writers
 from .module import EquilibriumModule
 from .nonfinite import NonFiniteLoss, describe
 from .progress import Interrupted, Progress, StopRequest, TrainingBar, epoch_line
@@ -73,7 +73,8 @@ def fit(
 
     Args:
         config: what to train, on what, how, where to.
-        resume: a checkpoint or the folder of a run, to go on from there. On one CPU the resumed run
+        resume: a checkpoint or the folder of a run, to go on from there, and in that folder unless
+            ``config.out`` names another than the run's config.yaml does. On one CPU the resumed run
             repeats the uninterrupted one bit for bit, from the end of an epoch and from Ctrl-C.
         data: (training, validation) instead of what ``config.data`` names; the second may be None.
         progress: whether to show a bar and the lines of the epochs on stderr.
@@ -86,6 +87,7 @@ def fit(
         Interrupted: Ctrl-C or SIGTERM; the run was saved, the message says how to go on.
         CheckpointError: ``resume`` is no checkpoint, or one of another run.
         RunExistsError: the folder holds a run, and neither resume nor overwrite was given.
+        RunInUseError: another training is writing to the folder; the message says whose it is.
         SaveError: a file could not be written, say on a full disk; the older one is intact.
     """
     if not isinstance(config, TrainConfig):
@@ -96,7 +98,7 @@ def fit(
     bar = TrainingBar() if progress and _rank() == 0 else None
     before = run_folder.random_state()
     try:
-        with _lightning_without_remarks():
+        with _lightning_without_remarks(), quiet_writers():
             return Run(config, resume, data, model, bar, overwrite).go(callbacks)
     finally:
         run_folder.restore_random_state(before)
@@ -141,37 +143,48 @@ class Run(Checkpoint):
         # The random numbers after the last step of an epoch that is not yet closed.
         self._ended: dict[str, Any] | None = None
         self.resume = None if resume is None else run_folder.find_checkpoint(resume)
-        place = config.folder
-        if self.resume is not None and config.out is None:
-            place = self.resume.parent
+        place = run_folder.find_place(config, self.resume)
         self.folder = run_folder.RunFolder(place)
-        self.config = config.with_overrides(out=str(place)).resolved()
-        continues = self.resume is not None and self.resume.parent.resolve() == place.resolve()
+        # Of a run that was moved ``out`` stays as it was: the next resume has to know it again.
+        self.config = config.with_overrides(out=config.out or str(place)).resolved()
         self.main = _rank() == 0
+        self.saved: dict[str, Any] = {}
+        self._given, self._overwrite = (data, model), overwrite
+
+    def go(self, callbacks: Sequence[pl.Callback]) -> TrainResult:
+        """Train, and write what is written at the end; the folder is locked meanwhile."""
+        try:
+            self._prepare(*self._given)
+            return self._train(callbacks)
+        finally:
+            if self.main:
+                self.folder.close()
+
+    def _prepare(self, data: Any, model: nn.Module | None) -> None:
+        config, place, bar = self.config, self.folder.path, self.bar
+        continues = self.resume is not None and self.resume.parent.resolve() == place.resolve()
         if self.main:
-            self.folder.check(resume=continues, overwrite=overwrite)
+            self.folder.check(resume=continues, overwrite=self._overwrite)
         run_folder.seed_all(config.seed)
-        self.data = load_data(self.config, data, progress=bar is not None)
-        self.model = _make_model(self.config, model, self.data.train)
+        self.data = load_data(config, data, progress=bar is not None)
+        self.model = _make_model(config, model, self.data.train)
         # A copy stays whole where the strategy cuts the model in pieces.
         self.whole = copy.deepcopy(self.model) if config.strategy == "fsdp" else self.model
-        self.saved: dict[str, Any] = {}
         if self.resume is not None:
             self.saved = run_folder.read_checkpoint(self.resume)
-            run_folder.check_checkpoint(self.resume, self.saved, self.config, self.model)
+            run_folder.check_checkpoint(self.resume, self.saved, config, self.model)
             self._restore(self.saved[run_folder.ENTRY])
         self.average = None if config.ema is None else WeightAverage(config.ema)
         if self.main:
             # Not before all of the above went well: an old run is not lost to a typing error.
-            self.folder.open(resume=continues)
-            write_text(self.folder.config, self.config.to_yaml())
+            self.folder.open(resume=continues, overwrite=self._overwrite)
+            write_text(self.folder.config, config.to_yaml())
             if self.resume is not None and not continues and config.select == "best":
                 best = run_folder.RunFolder(self.resume.parent).weights
                 if best.exists():  # of an epoch before the checkpoint
                     write_bytes(self.folder.weights, best.read_bytes())
 
-    def go(self, callbacks: Sequence[pl.Callback]) -> TrainResult:
-        """Train, and write what is written at the end."""
+    def _train(self, callbacks: Sequence[pl.Callback]) -> TrainResult:
         complete = self.progress.epoch >= self.config.epochs
         if complete or (self.finished and self.config.early_stop is not None):
             # Everything is trained; what may be missing are the files at the end.
@@ -220,7 +233,7 @@ class Run(Checkpoint):
             callbacks=[*own, *callbacks, self],
             plugins=[run_folder.CheckpointFile()],
             default_root_dir=self.folder.path,
-            logger=_loggers(config, self.folder, self.progress.step) or False,
+            logger=make_loggers(config, self.folder, self.progress.step) or False,
             log_every_n_steps=1,
             enable_progress_bar=self.bar is not None,
             enable_model_summary=False,
@@ -275,8 +288,30 @@ class Run(Checkpoint):
         self.finished, self._restored = entry["finished"], entry
 
     def save(self, trainer: pl.Trainer) -> None:
-        """Write last.ckpt, whole or not at all."""
+        """Write last.ckpt, whole or not at all; also where the folder was removed under the run,
+        which then ends: its logs and the weights of earlier epochs are gone."""
+        lost = self._lost()
+        if lost:
+            self.folder.open(resume=False)
+            write_text(self.folder.config, self.config.to_yaml())
         trainer.save_checkpoint(self.folder.checkpoint, weights_only=False)
+        if lost:
+            raise SaveError(
+                errno.ENOENT,
+                f"{self.folder.path} was removed or moved while the run was writing to it. It was "
+                "made again, with config.yaml and last.ckpt: nothing of the training is lost. "
+                f"Resume from {self.folder.path}",
+            )
+
+    def _lost(self) -> bool:
+        """Whether the folder is the run's no more. A lock that alone was removed is made again."""
+        if not self.main or self.folder.lock.held():
+            return False
+        file = self.folder.config
+        there = file.is_file() and file.read_text(encoding="utf-8") == self.config.to_yaml()
+        if there:
+            self.folder.lock.take()
+        return not there
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.module.step = self.progress.step
@@ -334,6 +369,8 @@ class Run(Checkpoint):
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._check_finite()
+        if self._lost():
+            self.save(trainer)
         metrics = self.module.metrics
         if trainer.world_size > 1:
             metrics.reduce(self.module.device)
@@ -558,20 +595,6 @@ def _make_model(config: TrainConfig, given: nn.Module | None, train: ImageData) 
         raise TypeError(f"model must be a torch.nn.Module, got {type(given).__name__}.")
     # Before a checkpoint is read: Lightning converts after it, and float64 would be rounded.
     return given.to(_DTYPES[config.precision]) if config.precision in _DTYPES else given
-
-
-def _loggers(config: TrainConfig, folder: run_folder.RunFolder, step: int) -> list[Any]:
-    """Lightning's loggers of the configuration; a resumed run drops what came after ``step``."""
-    path, name = folder.path, folder.path.name
-    purge: dict[str, Any] = {"purge_step": step or None}
-    make: dict[str, Callable[[], Any]] = {
-        "tensorboard": lambda: loggers.TensorBoardLogger(path, folder.logs.name, "", **purge),
-        "csv": lambda: loggers.CSVLogger(path, "csv"),
-        "wandb": lambda: loggers.WandbLogger(name, path, project="equilibria"),
-        "mlflow": lambda: loggers.MLFlowLogger("equilibria", name),
-    }
-    with needs(" and ".join(config.loggers), f"loggers={config.loggers!r}"):
-        return [make[kind]() for kind in config.loggers]
 
 
 @contextmanager

@@ -7,15 +7,18 @@ over the epochs that are left, whose first one begins after the batches that wer
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import json
-import os
+import pickletools
 import platform
 import random
+import re
 import shlex
 import shutil
 import sys
+import zipfile
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -29,13 +32,16 @@ from torch import nn
 
 from equilibria import models
 from equilibria._version import __version__
-from equilibria.engine.files import SaveError, write_bytes, write_text
+from equilibria.engine.files import SaveError, remove_parts, write_bytes, write_text
 
 from .config import TrainConfig
+from .lock import FolderLock, RunInUseError
 from .run_data import RunData
 
 ENTRY = "equilibria"
 FORMAT = 2
+MOST_VALUES = 2**22
+"""Tensors, numbers and texts of a checkpoint."""
 
 
 class RunExistsError(FileExistsError):
@@ -46,9 +52,12 @@ class RunExistsError(FileExistsError):
         self.folder = folder
 
     def __str__(self) -> str:
+        resume = ""
+        if RunFolder(self.folder).checkpoint.exists():
+            resume = f"Resume it (resume={str(self.folder)!r}), replace"
         return (
-            f"{self.folder} already holds a run. Resume it (resume={str(self.folder)!r}), replace "
-            "it (overwrite=True), or set another folder (out=...)."
+            f"{self.folder} already holds a run. {resume or 'Replace'} it (overwrite=True), or set "
+            "another folder (out=...)."
         )
 
 
@@ -65,36 +74,68 @@ class RunFolder:
         self.nonfinite = path / "nonfinite.json"
         self.logs = path / "tensorboard"
         self.epochs = path / "epochs"
-        self._files = (self.config, self.history, self.checkpoint, self.weights, self.result)
+        saved = (self.checkpoint, self.weights, self.result, self.nonfinite)
+        self._files = (self.config, self.history, *saved)
+        self.lock = FolderLock(path / "run.lock")
+        self._opened = False
 
     def epoch(self, number: int) -> Path:
         """Where the weights of an epoch are kept."""
         return self.epochs / f"epoch_{number:04d}.safetensors"
 
     def check(self, *, resume: bool, overwrite: bool) -> None:
-        """Refuse a folder that holds a run, unless that is what is wanted. Changes nothing."""
+        """Refuse a folder that holds a run or in which one is going on, unless that is wanted.
+
+        What a run left that saved nothing to go on from is no run: it may be started again.
+        Changes nothing but the lock, which is taken where the folder exists.
+        """
         if self.path.exists() and not self.path.is_dir():
             raise NotADirectoryError(f"{self.path} is a file; a run needs a folder.")
-        holds = any(file.exists() for file in (*self._files, self.nonfinite, self.logs))
+        if self.path.exists():
+            self._take_lock()
+        holds = any(file.exists() for file in (*self._files, self.logs))
+        if self.lock.stale and not self._saved():
+            holds = False
         if holds and not resume and not overwrite:
             raise RunExistsError(self.path)
 
-    def open(self, *, resume: bool) -> None:
-        """Make the folder; without ``resume`` remove the files of a run that was there, and only
-        those."""
+    def open(self, *, resume: bool, overwrite: bool = False) -> None:
+        """Make and lock the folder. Without ``resume`` remove the files of a run that was there,
+        and only those; what a write that was killed left behind is always removed."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             why = f"cannot make the folder {self.path}: {error.strerror}; set another one as out."
             raise OSError(error.errno, why) from error
-        if not os.access(self.path, os.W_OK):
-            raise PermissionError(f"{self.path} cannot be written to; set another folder as out.")
+        if not self.lock.held():  # another run may have come first
+            self.check(resume=resume, overwrite=overwrite)
+        self._opened = True
+        kept = list(self.epochs.glob("epoch_[0-9][0-9][0-9][0-9].safetensors"))
         if not resume:
-            kept = self.epochs.glob("epoch_[0-9][0-9][0-9][0-9].safetensors")
-            for file in (*self._files, self.nonfinite, *kept):
+            for file in (*self._files, *kept):
                 file.unlink(missing_ok=True)
             if self.logs.is_dir() and not self.logs.is_symlink():
                 shutil.rmtree(self.logs)
+        parts = self.epochs.glob(".epoch_[0-9][0-9][0-9][0-9].safetensors.*.part")
+        for file in (*self._files, *(part.with_name(part.name[1:23]) for part in parts)):
+            remove_parts(file)
+
+    def close(self) -> None:
+        """Release the lock; its file stays where a run began and left nothing to go on from."""
+        began = self._opened or self.lock.stale
+        self.lock.release(keep=began and not self._saved())
+
+    def _saved(self) -> bool:
+        return any(file.exists() for file in (self.checkpoint, self.result, self.nonfinite))
+
+    def _take_lock(self) -> None:
+        try:
+            self.lock.take()
+        except RunInUseError:
+            raise
+        except OSError as error:
+            why = f"{self.path} cannot be written to ({error.strerror}); set another folder as out."
+            raise OSError(error.errno, why) from error
 
     def write_history(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """The whole table anew: a resumed run has no row twice."""
@@ -138,11 +179,14 @@ class RunFolder:
                 metadata = {"library": __version__, "extra": json.dumps(extra)}
                 write_bytes(path, safetensors.torch.save(tensors, metadata))
         except OSError as error:
-            raise SaveError(
-                error.errno,
-                f"could not write {path}: {error.strerror or error}. The checkpoint beside it is "
-                f"complete: free some space and resume from {self.path}",
-            ) from error
+            rest = "No checkpoint was written yet: free some space and start the run again"
+            if self.checkpoint.exists():
+                rest = f"The checkpoint {self.checkpoint} is complete: free some space and resume"
+                rest += f" from {self.path}"
+            why = str(error.strerror or error)
+            if not isinstance(error, SaveError):
+                why = f"could not write {path}: {why}"
+            raise SaveError(error.errno, f"{why}. {rest}") from error
 
 
 def provenance(started: datetime, device: torch.device, seed: int) -> dict[str, Any]:
@@ -192,7 +236,12 @@ class CheckpointFile(TorchCheckpointIO):
     ) -> None:
         # To memory first: torch's own writer hides the error of a failed write behind another.
         buffer = io.BytesIO()
-        torch.save(checkpoint, buffer)
+        checksums = torch.serialization.get_crc32_options()
+        torch.serialization.set_crc32_options(True)  # read_checkpoint relies on them
+        try:
+            torch.save(checkpoint, buffer)
+        finally:
+            torch.serialization.set_crc32_options(checksums)
         write_bytes(path, buffer.getbuffer())
 
     def load_checkpoint(
@@ -205,23 +254,43 @@ def find_checkpoint(given: str | Path) -> Path:
     """The checkpoint that ``resume`` names: a file, or a run folder that holds last.ckpt."""
     path = Path(given)
     found = path / "last.ckpt" if path.is_dir() else path
-    if not found.is_file():
+    if found.is_file():
+        return found
+    config = found.parent / "config.yaml"
+    if path.is_dir() and config.is_file():
         raise CheckpointError(
-            f"there is no checkpoint {found}. Give the file or the folder of a run; a run has one "
-            "after its first epoch."
+            f"the run in {path} has no checkpoint yet: there is nothing to resume. If it has "
+            f"ended, start it again without resume, with its configuration {config}."
         )
-    return found
+    raise CheckpointError(
+        f"there is no checkpoint {found}. Give the file or the folder of a run; a run has one "
+        "after its first epoch."
+    )
+
+
+def find_place(config: TrainConfig, checkpoint: Path | None) -> Path:
+    """The folder of the run. One that is resumed stays where it lies, also after it was moved or
+    from another current folder: what its config.yaml says of ``out`` is no wish for another."""
+    if checkpoint is None:
+        return config.folder
+    own = None
+    with contextlib.suppress(OSError, TypeError, ValueError):
+        own = TrainConfig.from_yaml(checkpoint.parent / "config.yaml").out
+    return checkpoint.parent if config.out in (None, own) else Path(config.out)
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
     """Read one of our checkpoints, tensors on the CPU; anything else is an error, never run."""
     try:
+        _check_archive(path)
         found = torch.load(path, map_location="cpu", weights_only=True)
+        _check_values(found)
     except Exception as error:
         why = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
         raise CheckpointError(
             f"{path} cannot be read as a checkpoint: it is damaged, cut short or of another kind "
-            f"({why})."
+            f"({why}). Resume from an older copy, or start the run again (overwrite=True, "
+            "--overwrite)."
         ) from error
     entry = found.get(ENTRY) if isinstance(found, dict) else None
     if not isinstance(entry, Mapping) or "state_dict" not in found:
@@ -237,6 +306,60 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         )
     assert isinstance(found, dict)
     return found
+
+
+def _check_archive(path: Path) -> None:
+    """Raise unless every record is whole, by the checksum (CRC-32) that torch.save stores with it,
+    and none is larger than the file: what is not compressed cannot expand. torch.load checks
+    neither."""
+    if path.exists() and not path.is_file():
+        raise ValueError("it is not a regular file")
+    with zipfile.ZipFile(path) as archive:
+        records = archive.infolist()
+        packed = any(record.compress_type != zipfile.ZIP_STORED for record in records)
+        size, most = sum(record.file_size for record in records), path.stat().st_size
+        if packed or size > most:
+            raise ValueError(
+                f"its records are compressed or overlap, {size:,} bytes in a file of {most:,}; "
+                "torch.save writes no such file, and no option reads one"
+            )
+        wrong = archive.testzip()
+        if wrong is not None:
+            raise ValueError(f"the checksum of {wrong} does not match")
+        for name in archive.namelist():
+            if name.endswith("/data.pkl"):
+                _check_names(archive.read(name))
+
+
+# torch.load calls these with a number and allocates as much; torch.save writes none of them for
+# tensors and plain values.
+_SIZED = re.compile(r"(__builtin__|builtins)\.bytearray|torch\..*(Tensor|(Untyped|Typed)Storage)")
+
+
+def _check_names(pickled: bytes) -> None:
+    for opcode, name, _ in pickletools.genops(pickled):
+        named = str(name).replace(" ", ".")
+        if opcode.name == "STACK_GLOBAL" or (opcode.name == "GLOBAL" and _SIZED.fullmatch(named)):
+            raise ValueError(f"it names {named}, of which it could ask for any size")
+
+
+def _check_values(found: Any) -> None:
+    """Raise for a tensor of more values than are stored, of which a copy could take any size, and
+    for lists in lists that are one list many times."""
+    waiting, count = [found], 0
+    while waiting:
+        value, count = waiting.pop(), count + 1
+        if isinstance(value, torch.Tensor):
+            strided = value.layout == torch.strided and value.device.type == "cpu"
+            if not strided or value.nbytes > value.untyped_storage().nbytes():
+                raise ValueError(f"it holds a tensor {tuple(value.shape)} of fewer stored values")
+        elif isinstance(value, (Mapping, list, tuple)):
+            waiting += value.values() if isinstance(value, Mapping) else value
+        if count + len(waiting) > MOST_VALUES:
+            raise ValueError(
+                f"it holds more than {MOST_VALUES:,} values; the limit is "
+                "equilibria.training.run_folder.MOST_VALUES"
+            )
 
 
 def check_checkpoint(
