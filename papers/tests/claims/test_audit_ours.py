@@ -24,6 +24,7 @@ VERDICTS = {
         ours.fact3.rate ours.fact4 ours.fact4.plain ours.fact4.tight ours.certificate
         ours.fact5 ours.fact5.sharp ours.fact5.local ours.fact5.mean ours.fact5.min
         ours.fact6.linear ours.fact6.sigmoid ours.fact6.unique ours.fact6.polynomial
+        ours.fact7 ours.fact7.layer
     """,
     "holds under": "ours.fact4.usual ours.fact5.rule ours.fact5.mean_sharp ours.polynomial",
 }
