@@ -302,7 +302,8 @@ def proof(n: dict[str, Any]) -> str:
     contracts = all(layer["contraction"] < 1 for layer in layers)
     worst = max(layer["contraction"] for layer in layers)
     if unique and contracts:
-        words = f"""<p>Five runs are evidence, not a proof. The proof is short:</p>
+        words = f"""<p>{n["solve"]["starts"]} runs are evidence, not a proof. Here is the
+proof:</p>
 <div class="short"><p>Take any two states and let both make one step. Afterwards they are closer: at
 most <strong>{percent(worst)}</strong> of the distance is left, wherever they were. The weights of
 the network were kept small enough in training for this, and it was checked again for this
@@ -405,6 +406,14 @@ def radius(n: dict[str, Any]) -> str:
             f"The same change, made larger, gives another label ({broken['label']}) at "
             f"{broken['distance']:.2f}. Between the two numbers nothing is proven."
         )
+    promise = (
+        f"""No picture within <strong>{own:.3f}</strong> of this one gets another label. That is one
+pixel changed by {percent(own, 0)} of the way from white to black, or all 64 pixels by
+{percent(own / 8)} each, or anything between."""
+        if own > 0
+        else f"Nothing is proven for this picture (radius {own:.3f})."
+    )
+    truth = "" if found["label"] == digit["truth"] else f" (wrong: it is a {digit['truth']})"
     curve = [(p["radius"], p["accuracy"]) for p in found["curve"]]
     attacks = [(p["radius"], p["accuracy"]) for p in found["attacks"]]
     return section(
@@ -418,10 +427,9 @@ less, the label is proven to stay, whatever the change is. Distance here is the 
 the squared changes of all 64 pixels, each from 0 (white) to 1 (black).</p>
 <p>For large radii a network must be made for it. So a second, smaller equilibrium network was
 trained (a monotone one, {found["parameters"]:,} parameters, a little less accurate:
-{percent(found["accuracy"])}). It reads the picture as <strong>{found["label"]}</strong>, and:</p>
-<div class="short"><p>No picture within <strong>{own:.3f}</strong> of this one gets another label.
-That is one pixel changed by {percent(own, 0)} of the way from white to black, or all 64 pixels by
-{percent(own / 8)} each, or anything between.</p></div>
+{percent(found["accuracy"])}). It reads the picture as
+<strong>{found["label"]}</strong>{truth}.</p>
+<div class="short"><p>{promise}</p></div>
 <div class="card">{tiles(shots)}<p class="note">The change is the one that this network minds most,
 towards a {found["nearest"]}. {between} Of {found["random_tried"]:,} random changes of size
 {own:.3f}, {found["random_changed"] or "none"} changed the label.</p></div>"""
@@ -515,8 +523,8 @@ def letters(n: dict[str, Any]) -> str:
     ]
     count = len(shots)
     told = (
-        "So low confidence is a hint that something is not a digit, but no proof: some letters pass "
-        "for digits."
+        "So low confidence is a hint that something is not a digit, but no more than a hint: some "
+        "letters pass for digits."
         if found["sure"]
         else "So here low confidence gives every letter away."
     )
@@ -599,7 +607,8 @@ def twins(n: dict[str, Any]) -> str:
     fastest = min(networks, key=lambda name: networks[name]["seconds"])
     quick = networks["explicit"]["seconds"]
     cost = (
-        f"The ordinary network trains {networks['GEQ']['seconds'] / quick:.0f} times faster. If accuracy on digits is all that you need, take it."
+        f"The ordinary network trains {networks['GEQ']['seconds'] / quick:.0f} times faster. If "
+        "accuracy on digits is all that you need, take it."
         if fastest == "explicit"
         else ""
     )
