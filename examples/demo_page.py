@@ -41,7 +41,8 @@ margin:1.2rem 0}
 .two{display:grid;gap:1rem;margin:1.2rem 0}.two .card{margin:0}
 @media(min-width:44rem){.two{grid-template-columns:1fr 1fr}}
 figure{margin:0}figcaption,.note{color:var(--soft);font-size:.85rem;line-height:1.45}
-figcaption{margin-top:.5rem}svg{display:block;width:100%;height:auto}
+figcaption{margin-top:.5rem}.card>.note{margin-bottom:0}sup{line-height:0}
+svg{display:block;width:100%;height:auto}figure.card{max-width:34rem;margin-inline:auto}
 svg text{fill:var(--soft);font-size:12px}svg .axis{stroke:var(--line);stroke-width:1}
 svg path,svg circle{fill:none;stroke-width:2;stroke-linejoin:round}
 .a{color:var(--a)}.b{color:var(--b)}.c{color:var(--c)}.s{color:var(--soft)}
@@ -50,8 +51,11 @@ svg .dash{stroke-dasharray:5 4}svg .thin{opacity:.75}
 .legend{display:flex;flex-wrap:wrap;gap:.2rem 1.1rem;font-size:.85rem;margin:.3rem 0 0;padding:0;
 list-style:none}.legend li{color:var(--ink)}.legend i{display:inline-block;width:1.1rem;height:0;
 border-top:3px solid;vertical-align:middle;margin-right:.4rem}.legend .dash{border-top-style:dashed}
-.tiles{display:grid;grid-template-columns:repeat(auto-fill,minmax(5.4rem,1fr));gap:.8rem;margin:0;
-padding:0;list-style:none}.tiles li{text-align:center;font:.85rem/1.35 system-ui,sans-serif}
+.legend .dot{width:.7rem;height:.7rem;border:2px solid;border-radius:50%}
+.tiles{display:grid;grid-template-columns:repeat(var(--phone),minmax(0,8rem));gap:.8rem;margin:0;
+padding:0;list-style:none}.tiles li{text-align:center;font:.8rem/1.35 system-ui,sans-serif}
+@media(min-width:44rem){.tiles{grid-template-columns:repeat(var(--wide),minmax(0,8rem))}
+td,thead th{padding-inline:.9rem}}
 img{display:block;width:100%;aspect-ratio:1;image-rendering:pixelated;border-radius:.4rem;
 border:1px solid var(--line);margin-bottom:.35rem}
 .hero{display:grid;gap:1.2rem;grid-template-columns:minmax(6rem,9rem) 1fr;align-items:center}
@@ -62,8 +66,10 @@ font:.85rem/1.3 system-ui,sans-serif}.bars b{font-weight:600}
 .good{color:var(--good)}.bad{color:var(--bad)}
 table{border-collapse:collapse;width:100%;font-size:.88rem;line-height:1.4}
 th,td{border-bottom:1px solid var(--line);padding:.55rem .4rem;text-align:left;vertical-align:top}
-tbody th{font-weight:600;width:44%}tbody th small{display:block;font-weight:400;color:var(--soft)}
-td{font-variant-numeric:tabular-nums}
+tbody th{font-weight:600}tbody th small{display:block;font-weight:400;color:var(--soft)}
+td,thead th{font-variant-numeric:tabular-nums;white-space:nowrap}
+@media(max-width:30rem){.hero{grid-template-columns:1fr;gap:.4rem}.hero img{width:8rem}
+table{font-size:.8rem}th,td{padding:.5rem .25rem}}
 dl{margin:.6rem 0 0;font-size:.9rem}dt{font-weight:600;margin-top:.6rem}dd{margin:0;
 color:var(--soft)}details{margin:1.2rem 0}summary{cursor:pointer;color:var(--a);font-size:.95rem}
 code{font-size:.85em}footer{margin-top:3rem;color:var(--soft);font-size:.85rem}
@@ -94,7 +100,7 @@ def _small(value: float) -> str:
 
 def _ten(value: float) -> str:
     power = math.floor(math.log10(abs(value)))
-    return f"{value / 10**power:.1f} · 10<sup>{_minus(power)}</sup>"
+    return f"{value / 10**power:.1f}\u00a0·\u00a010<sup>{_minus(power)}</sup>"
 
 
 def _minus(value: object) -> str:
@@ -104,7 +110,7 @@ def _minus(value: object) -> str:
 def percent(value: float, digits: int = 1) -> str:
     """A share in percent; never 100% for less than all."""
     text = f"{100 * value:.{digits}f}%"
-    return f"over {100 - 10**-digits:.{digits}f}%" if value < 1 and text.startswith("100") else text
+    return f">{100 - 10**-digits:.{digits}f}%" if value < 1 and text.startswith("100") else text
 
 
 def chart(
@@ -120,12 +126,12 @@ def chart(
     """Curves on one pair of axes as an inline SVG with a legend; ``share`` prints y in percent."""
     xs = [x for line in lines for x, _ in line.points]
     ys = [math.log10(y) if log else y for line in lines for _, y in line.points]
-    ticks = list(MaxNLocator(nbins=4, integer=log).tick_values(min(ys), max(ys)))
-    low, high = min(*ys, *ticks[1:]), max(*ys, *ticks[:-1])
-    if top is not None:
-        low, high = 0.0, top
+    low, high = (min(ys), max(ys)) if top is None else (0.0, top)
+    ticks = list(MaxNLocator(nbins=4, integer=log).tick_values(low, high))
+    if top is None:  # room for one more line where it is near
+        low, high = min(low, ticks[1]), max(high, ticks[-2])
     ticks = [t for t in ticks if low - 1e-9 <= t <= high + 1e-9]
-    left, right, upper, lower = 52, 352, 26, 206
+    left, right, upper, lower = 52, 344, 26, 206
     span = (max(xs) - min(xs)) or 1.0
 
     def at(x: float, y: float) -> str:
@@ -144,14 +150,16 @@ def chart(
         y = float(at(min(xs), 10**tick if log else tick).split()[1])
         parts.append(f'<line class="axis" x1="{left}" x2="{right}" y1="{y}" y2="{y}"/>')
         parts.append(f'<text x="{left - 7}" y="{y + 4}" text-anchor="end">{named(tick)}</text>')
-    for tick in MaxNLocator(nbins=5, integer=span > 5).tick_values(min(xs), max(xs)):
+    for tick in MaxNLocator(nbins=5, integer=span > 5, steps=[1, 2, 5, 10]).tick_values(
+        min(xs), max(xs)
+    ):
         if min(xs) - 1e-9 <= tick <= max(xs) + 1e-9:
             x = left + (right - left) * (tick - min(xs)) / span
             parts.append(f'<text x="{x:.1f}" y="224" text-anchor="middle">{tick:g}</text>')
     parts.append(f'<text x="2" y="13">{html.escape(ylabel)}</text>')
     parts.append(f'<text x="{right}" y="242" text-anchor="end">{html.escape(xlabel)}</text>')
     for line in lines:
-        kind = f"{line.color}{' dash' if line.dash else ''}{' thin' if line.thin else ''}"
+        kind = f"{line.color}{' dash' * line.dash}{' thin' * line.thin}"
         if line.dots:
             for point in line.points:
                 x, y = at(*point).split()
@@ -160,7 +168,7 @@ def chart(
             path = "M" + "L".join(at(*point) for point in line.points)
             parts.append(f'<path class="{kind}" d="{path}"/>')
     legend = "".join(
-        f'<li><i class="{line.color}{" dash" if line.dash else ""}"></i>'
+        f'<li><i class="{line.color}{" dash" * line.dash}{" dot" * line.dots}"></i>'
         f"{html.escape(line.name)}</li>"
         for line in lines
         if line.name
@@ -194,7 +202,12 @@ def figure(image: str, caption: str) -> str:
 
 
 def tiles(items: Sequence[str]) -> str:
-    return f'<ul class="tiles">{"".join(f"<li>{item}</li>" for item in items)}</ul>'
+    """Pictures with a line below each: four to a row on a phone, eight at most elsewhere."""
+    count = len(items)
+    phone = 4 if count % 4 == 0 else 3
+    wide = count if count <= 8 else 6
+    listed = "".join(f"<li>{item}</li>" for item in items)
+    return f'<ul class="tiles" style="--phone:{phone};--wide:{wide}">{listed}</ul>'
 
 
 def opening(n: dict[str, Any]) -> str:
@@ -204,7 +217,8 @@ def opening(n: dict[str, Any]) -> str:
     proven = all(layer["unique"] for layer in layers)
     proof = (
         "For this picture there is provably exactly one answer, and the computed one is within "
-        f"{_small(max(n['error_bounds'].values()))} of it."
+        f"{_small(max(n['error_bounds'].values()))} of it. That is a theorem, checked for these "
+        "weights and this picture, not a statistic."
         if proven
         else "For this picture it is not proven that there is only one answer."
     )
@@ -219,8 +233,7 @@ with {" and ".join(f"{layer['unknowns']:,}" for layer in layers)} unknowns and r
 a <strong>{digit["label"]}</strong> ({right}).</p>
 <p><strong>How sure it is.</strong> {sure}. Over {n["test_digits"]} digits that it had never seen,
 {percent(n["networks"]["GEQ"]["metrics"]["accuracy"])} of its answers are right.</p>
-<p><strong>Why to believe it.</strong> {proof} That is a theorem checked for these weights and this
-picture, not a statistic.</p></div>"""
+<p><strong>Why to believe it.</strong> {proof}</p></div>"""
 
 
 def solve(n: dict[str, Any]) -> str:
@@ -228,27 +241,24 @@ def solve(n: dict[str, Any]) -> str:
     count, layers = found["starts"], found["layers"]
     falls = apart = ""
     for i, layer in enumerate(layers):
-        steps = min(12, len(layer["apart"]) - 1)
+        paths, minimum = layer["objective"], layer["minimum"]
+        steps = len(paths[0]) - 1
         runs = [
-            Line(
-                f"{count} random starts" if k == 0 else "",
-                "abc"[k % 3],
-                list(enumerate(path[: steps + 1])),
-                thin=True,
-            )
-            for k, path in enumerate(layer["objective"])
+            Line(f"{count} random starts" if k == 0 else "", "a", list(enumerate(path)), thin=True)
+            for k, path in enumerate(paths)
         ]
-        least = Line("minimum", "s", [(0, layer["minimum"]), (steps, layer["minimum"])], dash=True)
+        least = Line("minimum", "b", [(0, minimum), (steps, minimum)], dash=True)
+        left = max(path[-1] for path in paths) - minimum
         falls += figure(
             chart(
                 [*runs, least],
-                alt=f"Problem {i + 1}: the objective of {count} random starts falls within "
-                f"{steps} steps to {layer['minimum']:.2f}",
+                alt=f"Problem {i + 1}: the objective falls from {count} random starts to the same "
+                f"minimum, {minimum:.2f}",
                 xlabel="step",
                 ylabel="objective",
             ),
-            f"Problem {i + 1}. Every step lowers the objective; all {count} runs end at "
-            f"{least.points[0][1]:,.2f}.".replace("-", "−"),
+            f"Problem {i + 1}. After {steps} steps all {count} are within {_small(left)} of the "
+            f"minimum, {minimum:,.2f}.".replace("-", "−"),
         )
         seen = [(k, d) for k, d in enumerate(layer["apart"]) if d > 0]
         rate = layer["contraction"]
@@ -290,7 +300,8 @@ the two that are farthest apart differ by {ends}, in states of length
 {f"the same, <strong>{found['labels'][0]}</strong>" if same else "not the same"}.</p>
 <div class="two">{apart}</div>
 <p class="note">Drawn with the plain method and in double precision, so that the rule at work is
-visible. The network itself uses a faster method (Anderson acceleration) and needs
+visible; in the first two pictures with steps of a quarter of the usual length. The network itself
+uses a faster method (Anderson acceleration) and needs
 {" and ".join(f"{s:.1f}" for s in n["networks"]["GEQ"]["steps"])} steps on average.</p>""",
     )
 
@@ -419,7 +430,7 @@ pixel changed by {percent(own, 0)} of the way from white to black, or all 64 pix
     return section(
         "radius",
         "4 · how far the picture may change",
-        "No small change can flip the label",
+        "How large must a change be to flip the label?",
         f"""<p>Many networks change their mind when a few pixels change by amounts that nobody
 sees. A
 <strong>certified radius</strong> excludes this. It is a distance: as long as the picture changes by
@@ -447,8 +458,8 @@ towards a {found["nearest"]}. {between} Of {found["random_tried"]:,} random chan
                 top=1.0,
             ),
             f"All {n['test_digits']} test digits. Half of them have a radius above "
-            f"{found['median']:.2f}. An attack searches for a change that flips the label; it can "
-            "never get below the proven line, and did not.",
+            f"{found['median']:.2f}. An attack searches for a change that flips the label; by the "
+            "proof it cannot get below the line.",
         )
         + f"""<p class="note">The first network, which was not made for this, has a proven radius of
 only {_small(found["geq_radius"])} for the same picture. That need not be fragile; it is only what
@@ -638,10 +649,9 @@ class="card"><table><thead><tr><th></th>{head}</tr></thead><tbody>{"".join(rows)
             ),
             "How training went: the loss of each network.",
         )
-        + f"""<p>Between the best and the worst there {"is" if round(spread) == 1 else "are"}
-{round(spread)} of {n["test_digits"]} digits. {cost} What the equilibrium networks bring is the rest
-of this page: a problem that can be written down, one answer to it, and a bound on how far the
-computed answer is from it.</p>""",
+        + f"""<p>The best and the worst of them differ by {round(spread)} of {n["test_digits"]}
+digits. {cost} What the equilibrium networks bring is the rest of this page: a problem that can be written
+down, one answer to it, and a bound on how far the computed answer is from it.</p>""",
     )
 
 
