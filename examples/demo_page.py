@@ -650,8 +650,8 @@ class="card"><table><thead><tr><th></th>{head}</tr></thead><tbody>{"".join(rows)
             "How training went: the loss of each network.",
         )
         + f"""<p>The best and the worst of them differ by {round(spread)} of {n["test_digits"]}
-digits. {cost} What the equilibrium networks bring is the rest of this page: a problem that can be written
-down, one answer to it, and a bound on how far the computed answer is from it.</p>""",
+digits. {cost} What the equilibrium networks bring is the rest of this page: a problem that can be
+written down, one answer to it, and a bound on how far the computed answer is from it.</p>""",
     )
 
 
