@@ -216,7 +216,7 @@ def opening(n: dict[str, Any]) -> str:
     right = "right" if digit["label"] == digit["truth"] else f"wrong: it is a {digit['truth']}"
     proven = all(layer["unique"] for layer in layers)
     proof = (
-        "For this picture there is provably exactly one answer, and the computed one is within "
+        "Each problem provably has exactly one answer, and what was computed is within "
         f"{_small(max(n['error_bounds'].values()))} of it. That is a theorem, checked for these "
         "weights and this picture, not a statistic."
         if proven
@@ -336,15 +336,16 @@ answers. Train with smaller weights to exclude it.</p></div>"""
 <dd>A step leaves at most the share ρ = {layer["contraction"]:.4f} of any distance.</dd>
 <dd>The objective G curves upwards by at least m = {layer["modulus"]:.4f} and at most
 L = {layer["smoothness"]:.4f} in every direction (its smooth part).</dd>
-<dd>Computed in single precision, the answer z is near the exact z*: ‖z − z*‖ ≤
+<dd>Computed in single precision, the answer z is near the exact z* for the same input: ‖z − z*‖ ≤
 {_small(bound)}.</dd>"""
     return section(
         "proof",
         "2 · why there is no other answer",
         "One answer, and a proof",
         f"""{words}<p>The same argument says how good the computed answer is. A computer stops after
-finitely many steps and rounds every number. All of that counted, the answer is at most
-{" and ".join(_small(b) for b in bounds)} away from the exact one.</p>
+finitely many steps and rounds every number. All of that counted, the answers to the
+{len(bounds)} problems are at most {" and ".join(_small(b) for b in bounds)} away from the exact
+ones.</p>
 <details><summary>The same in symbols</summary><dl>{rows}
 <dt>Where this comes from</dt><dd>Each problem is to minimize G(z; x) = f(z) + ½‖z‖² + q(z; x)
 over z; f keeps z nonnegative, and q is a Gaussian kernel between the state and the picture. A
