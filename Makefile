@@ -35,7 +35,7 @@ help: ## list the targets
 setup: $(DEV) ## create .venv and install both packages with the dev extra
 	@:
 
-demo: $(DEV) ## train a GEQ and its twins on digits, certify it, write demo/report.html
+demo: $(DEV) ## the story of one digit: train, solve, certify; write demo/report.html
 	$(PY) examples/demo.py
 
 test: $(DEV) ## run the tests except the slow ones
