@@ -18,13 +18,14 @@ from .engine import (
     jacobian_penalty,
     spectral_radius,
 )
-from .entry import fixed_point, linear_solve
+from .entry import fixed_point, linear_solve, root
 from .problems import (
     HSIC,
     L1,
     Box,
     CustomPrior,
     Decorrelation,
+    Equilibria,
     FeatureIncay,
     FixedGamma,
     Free,
@@ -46,6 +47,7 @@ from .problems import (
     SquaredNorm,
     Tanh,
     minimize,
+    multistart,
 )
 from .solvers import (
     Anderson,
@@ -53,6 +55,7 @@ from .solvers import (
     BestIterate,
     Broyden,
     ForwardBackward,
+    NewtonKrylov,
     PeacemanRachford,
     Picard,
     ProximalGradient,
@@ -73,6 +76,7 @@ __all__ = [
     "ConvergenceWarning",
     "CustomPrior",
     "Decorrelation",
+    "Equilibria",
     "FeatureIncay",
     "FixedGamma",
     "ForwardBackward",
@@ -85,6 +89,7 @@ __all__ = [
     "Logistic",
     "MeanPatchEnergy",
     "MinPatchEnergy",
+    "NewtonKrylov",
     "NonNegative",
     "NotConvergedError",
     "OneStep",
@@ -112,7 +117,9 @@ __all__ = [
     "jacobian_penalty",
     "linear_solve",
     "minimize",
+    "multistart",
     "nn",
+    "root",
     "spectral_radius",
 ]
 

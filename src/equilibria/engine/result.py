@@ -93,7 +93,7 @@ class Stats:
     """Evaluations of the map until this sample stopped."""
     residual: Tensor
     """‖T(z) − z‖ of the returned z, T the layer's own map. After a fixed-step solve: of the iterate
-    before it."""
+    before it. Of ``root``: ‖f(z)‖."""
     relative: Tensor
     """The same over ‖T(z)‖, which the tolerance rtol is compared with."""
     evaluations: int

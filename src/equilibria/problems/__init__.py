@@ -30,6 +30,7 @@ from .kernels import (
     Polynomial,
     Sigmoidal,
 )
+from .multistart import Equilibria, multistart
 from .norms import NormBound, dense_norm, metric_root
 from .operators import (
     ConvOperator,
@@ -72,6 +73,7 @@ __all__ = [
     "Decorrelation",
     "DegenerateKernelWarning",
     "DenseOperator",
+    "Equilibria",
     "FeatureIncay",
     "FixedGamma",
     "Free",
@@ -110,6 +112,7 @@ __all__ = [
     "gaussian_sensitivity",
     "metric_root",
     "minimize",
+    "multistart",
     "truncated_gaussian_coupling",
     "truncation_error_bound",
 ]
