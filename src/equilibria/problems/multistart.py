@@ -51,7 +51,9 @@ class Equilibria:
         by = torch.where((self.label >= 0).any(0), by.double(), self.residual.double())
         lowest = torch.where((self.label == 0) | (self.count == 0), by, torch.inf)
         index = lowest.nan_to_num(torch.inf).argmin(0)
-        return map_tensors(lambda t: t[index, torch.arange(len(index), device=t.device)], self.value)
+        return map_tensors(
+            lambda t: t[index, torch.arange(len(index), device=t.device)], self.value
+        )
 
     def of_sample(self, sample: int) -> Any:
         """The distinct equilibria of one sample, [K, ...], the best one first."""
@@ -110,7 +112,11 @@ def multistart(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)
         solution = _solve(fn, problem, z0, _repeated(given, count, batch), solver, adjoint)
-    split = lambda t: t.unflatten(0, (count, batch))  # noqa: E731
+
+    def split(t: Tensor) -> Tensor:
+        parted: Tensor = t.unflatten(0, (count, batch))
+        return parted
+
     objective = None
     if problem is not None:
         with torch.no_grad():
