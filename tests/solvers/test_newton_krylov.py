@@ -260,7 +260,7 @@ def test_options_are_checked() -> None:
         eq.NewtonKrylov(linear="gmres")
     with pytest.raises(ValueError, match="undamped"):
         eq.NewtonKrylov(undamped=-1)
-    with pytest.raises(RuntimeError, match="torch.func"):
+    with pytest.raises(RuntimeError, match=r"torch\.func"):
         torch.func.vmap(lambda z: eq.root(torch.sin, z))(z0[None])
     with pytest.raises(ValueError, match="shape"):
         eq.root(lambda z: z[:, :1], z0)
