@@ -88,12 +88,14 @@ class NewtonKrylov:
         """
         if torch.is_autocast_enabled(z0[0].device.type):
             return in_state_dtype(fn, z0, lambda cast: self.solve(cast, z0))
-        size = fn.group
+        size, spent, waited = fn.group, 0, 0
         if not (fn.coupled and size > 1):
             done, norm = _Run(fn, z0, self).solve()
             if not done.coupled:
                 return done, norm
+            spent, waited = done.evaluations, done.syncs
         joined, norm = _Run(fn.joined(), join_samples(z0, size), self).solve()
+        joined.evaluations, joined.syncs = joined.evaluations + spent, joined.syncs + waited
         return spread(joined, size), repeat_samples(norm, size)
 
 
