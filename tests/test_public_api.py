@@ -11,9 +11,18 @@ import pytest
 import equilibria as eq
 
 PROMISED = {
-    *("fixed_point", "linear_solve", "Solution", "Stats", "Result"),
+    *(
+        "fixed_point",
+        "linear_solve",
+        "root",
+        "multistart",
+        "Equilibria",
+        "Solution",
+        "Stats",
+        "Result",
+    ),
     *("ConvergenceWarning", "NotConvergedError"),
-    *("Picard", "Anderson", "Broyden", "BestIterate", "GMRES", "CG"),
+    *("Picard", "Anderson", "Broyden", "NewtonKrylov", "BestIterate", "GMRES", "CG"),
     *("Implicit", "Phantom", "OneStep", "Unrolled", "jacobian_penalty", "spectral_radius"),
 }
 

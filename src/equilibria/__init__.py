@@ -18,7 +18,7 @@ from .engine import (
     jacobian_penalty,
     spectral_radius,
 )
-from .entry import fixed_point, linear_solve
+from .entry import fixed_point, linear_solve, root
 from .problems import (
     HSIC,
     L1,
@@ -27,6 +27,7 @@ from .problems import (
     CustomPrior,
     Decorrelation,
     Entropy,
+    Equilibria,
     FeatureIncay,
     FixedGamma,
     Free,
@@ -54,6 +55,7 @@ from .problems import (
     Tanh,
     TotalVariation,
     minimize,
+    multistart,
 )
 from .solvers import (
     Anderson,
@@ -61,6 +63,7 @@ from .solvers import (
     BestIterate,
     Broyden,
     ForwardBackward,
+    NewtonKrylov,
     PeacemanRachford,
     Picard,
     ProximalGradient,
@@ -83,6 +86,7 @@ __all__ = [
     "CustomPrior",
     "Decorrelation",
     "Entropy",
+    "Equilibria",
     "FeatureIncay",
     "FixedGamma",
     "ForwardBackward",
@@ -98,6 +102,7 @@ __all__ = [
     "Logistic",
     "MeanPatchEnergy",
     "MinPatchEnergy",
+    "NewtonKrylov",
     "NonNegative",
     "NotConvergedError",
     "NuclearNorm",
@@ -128,7 +133,9 @@ __all__ = [
     "jacobian_penalty",
     "linear_solve",
     "minimize",
+    "multistart",
     "nn",
+    "root",
     "spectral_radius",
 ]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from .adjoints import Implicit
 from .adjoints.implicit import attach_linear
 from .engine.adjoint import Adjoint
-from .engine.iterate import Callback
+from .engine.iterate import Callback, Iterated
 from .engine.krylov import GMRES, LinearSolver
 from .engine.maps import Map
 from .engine.result import (
@@ -24,12 +24,19 @@ from .engine.result import (
     warn_failures,
 )
 from .engine.solver import SolverOptions
-from .engine.transforms import transforms_active, uncached
-from .engine.tree import Leaves, flatten_state, sample_norm, unflatten
-from .solvers import Anderson
+from .engine.transforms import outside_compile, transforms_active, uncached
+from .engine.tree import (
+    Leaves,
+    flatten_state,
+    power_of_two,
+    sample_norm,
+    scale_samples,
+    unflatten,
+)
+from .solvers import Anderson, NewtonKrylov
 
 # Made once: torch.compile traces their use but not their construction.
-_SOLVER, _ADJOINT, _LINEAR = Anderson(), Implicit(), GMRES()
+_SOLVER, _ADJOINT, _LINEAR, _ROOT = Anderson(), Implicit(), GMRES(), NewtonKrylov()
 
 TrajectoryCallback = Callable[[int, Any, Tensor], None]
 
@@ -90,6 +97,86 @@ def fixed_point(
     if counts is not None:
         _report(counts, solution, throw, "fixed_point", chosen, leaves[0].dtype)
     return solution
+
+
+def root(
+    f: Callable[..., Any],
+    z0: Any,
+    args: Any = (),
+    *,
+    solver: NewtonKrylov | None = None,
+    adjoint: Implicit | None = None,
+    coupled: bool = False,
+    throw: bool = False,
+) -> Solution[Any]:
+    """Solve f(z, *args) = 0 from z0, with gradients.
+
+    Args:
+        f: The function; its value has the structure and the shapes of z. It must be differentiable
+            twice by autograd.
+        z0: Where to start: a floating tensor [B, ...] or a tree (tuple, list, dict) of such
+            tensors.
+        args: A tuple of further arguments (anything else is one argument). Gradients reach them,
+            and everything that ``f`` captures, alike.
+        solver: ``NewtonKrylov()`` if not given.
+        adjoint: ``Implicit()`` if not given: the implicit function theorem,
+            dz = −(∂f/∂z)⁻¹ ∂f.
+        coupled: Say that ``f`` makes the samples of a batch depend on each other; they are then
+            solved as one system. Without it coupling is found out where samples do not converge.
+        throw: Raise ``NotConvergedError`` (which holds the solution) where the default warns.
+
+    Returns:
+        A ``Solution``: ``value`` as z0, ``result`` codes [B], and ``stats`` with ``residual`` =
+        ‖f(z)‖ of the returned z, ``relative`` = ‖f(z)‖/‖J(z)w‖ (see ``NewtonKrylov``), and
+        ``evaluations``, which counts products with the Jacobian too.
+    """
+    if not callable(f):
+        raise TypeError(f"f must be callable as f(z, *args), got {type(f).__name__}.")
+    solver = _ROOT if solver is None else solver
+    adjoint = _ADJOINT if adjoint is None else adjoint
+    ways: tuple[object, object] = solver, adjoint
+    if not isinstance(ways[0], NewtonKrylov):
+        raise TypeError(
+            f"solver must be NewtonKrylov(...), got {solver!r}. To use a fixed-point solver, write "
+            "fixed_point(lambda z: z - f(z), z0, solver=...)."
+        )
+    if not isinstance(ways[1], Implicit):
+        raise TypeError(f"adjoint must be Implicit(...), got {adjoint!r}.")
+    if transforms_active():
+        raise RuntimeError(
+            "root has no rule for torch.func or forward-mode AD; call it outside of the transform, "
+            "or write fixed_point(lambda z: z - f(z), z0), which has."
+        )
+    leaves, spec = flatten_state(z0)
+    given = args if isinstance(args, tuple) else (args,)
+    map_ = Map(f, given, spec, leaves, coupled=coupled)
+    backward = BackwardStats()
+    with uncached(leaves[0]):
+        done = _find_root(map_, leaves, solver, adjoint, backward)
+    stats = Stats(done.steps, done.residual, done.relative, done.evaluations, done.syncs, backward)
+    solution: Solution[Any] = Solution(unflatten(done.value, spec), done.result, stats)
+    _report(done.counts or {}, solution, throw, "root", solver, leaves[0].dtype)
+    return solution
+
+
+@outside_compile("root reads after each step which samples are done; compile f instead")
+def _find_root(
+    fn: Map, z0: Leaves, solver: NewtonKrylov, adjoint: Implicit, backward: BackwardStats
+) -> Iterated:
+    with torch.no_grad():
+        done, norm = solver.solve(fn, [z.detach().clone() for z in z0])
+    if not torch.is_grad_enabled():
+        return done
+    inverse = 1.0 / power_of_two(norm)
+
+    def step(f: Callable[..., Any], z: Any, *args: Any) -> Any:
+        # z + f(z)/‖J‖: of z + f(z) alone rounding would leave nothing of a small f.
+        image = scale_samples(inverse, flatten_state(f(z, *args), "f(z)")[0])
+        pairs = zip(flatten_state(z)[0], image, strict=True)
+        return unflatten([x + y.to(x.dtype) for x, y in pairs], fn.spec)
+
+    done.value = adjoint.attached(fn.wrapped(step), done, backward)
+    return done
 
 
 def check_ways(solver: object, adjoint: object) -> None:

@@ -111,16 +111,22 @@ class Implicit(Adjoint):
         callback: Callback,
         backward: BackwardStats,
     ) -> Iterated:
-        given = self.solver
-        # Auto is Anderson here; a splitting, which refuses plain maps, is taken as it is.
-        own = given if isinstance(given, (LinearSolver, Solver)) else given.for_map()
         if transforms_active():
-            return solve_functional(fn, z0, solver, own, callback, backward)
+            return solve_functional(fn, z0, solver, self._own_solver(), callback, backward)
         with torch.no_grad():
             done = iterate(fn, [z.detach() for z in z0], solver, callback)
         if torch.is_grad_enabled():
-            done.value = _attach_outside_compile(fn, done, own, backward)
+            done.value = self.attached(fn, done, backward)
         return done
+
+    def attached(self, fn: Map, done: Iterated, backward: BackwardStats) -> Leaves:
+        """The answer of a solve of z = fn(z), however it was found, with its gradient."""
+        return _attach_outside_compile(fn, done, self._own_solver(), backward)
+
+    def _own_solver(self) -> LinearSolver | Solver:
+        given = self.solver
+        # Auto is Anderson here; a splitting, which refuses plain maps, is taken as it is.
+        return given if isinstance(given, (LinearSolver, Solver)) else given.for_map()
 
 
 @outside_compile("Implicit reads the autograd graph; compile the map instead")

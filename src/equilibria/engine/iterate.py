@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -45,6 +45,8 @@ from .tree import (
     where_sample,
     without_graph,
 )
+
+R = TypeVar("R")
 
 HEALTH = 16
 """Steps between two looks at divergence, NaN and stagnation."""
@@ -73,17 +75,17 @@ class Iterated:
 def iterate(fn: Map, z0: Leaves, solver: Solver, callback: Callback = None) -> Iterated:
     """Solve z = T(z) from z0 by ``solver``."""
     if torch.is_autocast_enabled(z0[0].device.type):
-        return _run_in_state_dtype(fn, z0, solver, callback)
+        return in_state_dtype(fn, z0, lambda cast: iterate(cast, z0, solver, callback))
     if not solver.fixed_steps:
         return _Run(fn, z0, solver, callback).solve()
     if not (fn.coupled and solver.joins):
         return _run_fixed(fn, z0, solver, callback)
     size = fn.group
     done = _run_fixed(fn.joined(), join_samples(z0, size), solver, _each(callback, size))
-    return _spread(done, size)
+    return spread(done, size)
 
 
-def _run_in_state_dtype(fn: Map, z0: Leaves, solver: Solver, callback: Callback) -> Iterated:
+def in_state_dtype(fn: Map, z0: Leaves, run: Callable[[Map], R]) -> R:
     """Under autocast the map keeps it, but the solver's own algebra stays in the state's dtype."""
     device = z0[0].device.type
     dtype, cache = torch.get_autocast_dtype(device), torch.is_autocast_cache_enabled()
@@ -93,7 +95,7 @@ def _run_in_state_dtype(fn: Map, z0: Leaves, solver: Solver, callback: Callback)
             return inner(z, *args)
 
     with torch.autocast(device, enabled=False):
-        return iterate(fn.wrapped(cast), z0, solver, callback)
+        return run(fn.wrapped(cast))
 
 
 def _each(callback: Callback, size: int) -> Callback:
@@ -103,7 +105,7 @@ def _each(callback: Callback, size: int) -> Callback:
     return lambda step, z, norm: callback(step, part_samples(z), repeat_samples(norm, size))
 
 
-def _spread(done: Iterated, size: int) -> Iterated:
+def spread(done: Iterated, size: int) -> Iterated:
     """The outcome of joined samples, for each: codes and numbers are those of its group."""
     return replace(
         done,
@@ -554,7 +556,7 @@ class _Run:
         *value, residual, relative, code, steps = self.out
         counted = self.evaluations, self.syncs, self.counts, self.coupled
         done = Iterated(value, code, steps, residual, relative, *counted)
-        return _spread(done, self.judge.size) if self.judge.size else done
+        return spread(done, self.judge.size) if self.judge.size else done
 
     def _compact(self, state: Any) -> Any:
         """Keep the rows that are still active. The host reads which they are."""

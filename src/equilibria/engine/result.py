@@ -39,7 +39,7 @@ _MESSAGES = {
 }
 
 
-def _advice(code: Result, options: object, dtype: torch.dtype | None) -> str:
+def _advice(code: Result, what: str, options: object, dtype: torch.dtype | None) -> str:
     """What helps, leaving out what these options (of a solver) have or cannot have."""
     damping = getattr(options, "damping", None)
     damp = [] if damping is None else ["damp the solver" if damping == 1.0 else "lower damping"]
@@ -53,6 +53,8 @@ def _advice(code: Result, options: object, dtype: torch.dtype | None) -> str:
         found = ["check this sample's input and the map's scale"]
     else:
         found = ["loosen rtol (the dtype may not resolve it)", *damp]
+        if what == "root":
+            found.append("start elsewhere (multistart), as it may be a local minimum of ‖f‖")
         if dtype is not torch.float64:
             found.append("use float64")
     return found[0] if len(found) == 1 else ", ".join(found[:-1]) + " or " + found[-1]
@@ -93,7 +95,7 @@ class Stats:
     """Evaluations of the map until this sample stopped."""
     residual: Tensor
     """‖T(z) − z‖ of the returned z, T the layer's own map. After a fixed-step solve: of the iterate
-    before it."""
+    before it. Of ``root``: ‖f(z)‖."""
     relative: Tensor
     """The same over ‖T(z)‖, which the tolerance rtol is compared with."""
     evaluations: int
@@ -151,10 +153,10 @@ def describe_failures(
     if not failed:
         return None
     total = sum(counts.values())
-    parts = [
-        f"{n} of {total} samples {code.name} ({code.message}: {_advice(code, options, dtype)})"
-        for code, n in failed.items()
-    ]
+    parts = []
+    for code, n in failed.items():
+        advice = _advice(code, what, options, dtype)
+        parts.append(f"{n} of {total} samples {code.name} ({code.message}: {advice})")
     return f"{what} did not converge for all samples: " + "; ".join(parts) + "."
 
 

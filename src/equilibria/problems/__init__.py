@@ -41,6 +41,7 @@ from .kernels import (
     Polynomial,
     Sigmoidal,
 )
+from .multistart import Equilibria, multistart
 from .norms import NormBound, dense_norm, metric_root
 from .operators import (
     ConvOperator,
@@ -85,6 +86,7 @@ __all__ = [
     "DegenerateKernelWarning",
     "DenseOperator",
     "Entropy",
+    "Equilibria",
     "FeatureIncay",
     "FixedGamma",
     "Free",
@@ -130,6 +132,7 @@ __all__ = [
     "gaussian_sensitivity",
     "metric_root",
     "minimize",
+    "multistart",
     "truncated_gaussian_coupling",
     "truncation_error_bound",
 ]

@@ -1,10 +1,11 @@
-"""Fixed-point solvers, one file each, and ``Auto``, which lets a function choose one."""
+"""Solvers, one file each: of fixed points, ``Auto``, which chooses one, and of roots."""
 
 from .anderson import Anderson
 from .auto import Auto, choose_solver
 from .best import BestIterate
 from .broyden import Broyden
 from .forward_backward import ForwardBackward, SplittingSolver
+from .newton_krylov import NewtonKrylov
 from .peaceman_rachford import PeacemanRachford
 from .picard import Picard
 from .proximal_gradient import ProximalGradient
@@ -16,6 +17,7 @@ __all__ = [
     "BestIterate",
     "Broyden",
     "ForwardBackward",
+    "NewtonKrylov",
     "PeacemanRachford",
     "Picard",
     "ProximalGradient",
