@@ -1,6 +1,6 @@
 """Check what the documentation says about torchdeq 0.1.0, one line each.
 
-    python benchmarks/compare_libraries.py          (needs the extra "bench")
+    python benchmarks/compare_libraries.py          (needs torchdeq, in the extras dev and bench)
 
 The map is z ↦ tanh(Wz + x) with ‖W‖₂ = 0.5 in float64. The oracle of derivatives unrolls 200 plain
 steps and differentiates them by autograd. Forward tolerances are 1e-12 for both; backward each
