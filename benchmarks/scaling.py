@@ -144,7 +144,9 @@ def run_all(options: argparse.Namespace, file: Path) -> dict[str, Any]:
             entry = {"axis": axis, "contestant": name, "point": point, **row}
             record["points"][keys[name]] = entry
             speed = row.get("train", {}).get("images_per_second", 0.0)
-            print(f"{keys[name]}: {row.get('failed') or f'{speed:,.0f} training images a second'}")
+            print(
+                f"{keys[name]}: {row.get('failed') or f'{speed:,.0f} training images per second'}"
+            )
         print(f"({took:.1f} s)", flush=True)
         write(record, file)
     return record
@@ -211,7 +213,7 @@ def draw(record: dict[str, Any], axis: str, stem: Path) -> list[Path]:
             panel.fill_between(at, low, high, color=COLORS[i], alpha=0.15, linewidth=0)
         panels[2].plot(at, [r["train"]["peak_bytes"] / 2**20 for r in mine], **look)
     titles = ("training", "inference", "peak memory of a training step")
-    units = ("images a second", "images a second", "MiB")
+    units = ("images per second", "images per second", "MiB")
     for panel, title, unit in zip(panels, titles, units, strict=True):
         panel.set_xscale("log", base=2)
         panel.set_yscale("log")

@@ -201,9 +201,102 @@ def certified() -> None:
     save(figure, "certified")
 
 
+def one_solve() -> dict[str, torch.Tensor]:
+    """A layer of a network trained on the digits solves one of them from five random starts."""
+    torch.manual_seed(0)
+    train, test = (eq.data.load("digits", split) for split in ("train", "test"))
+    model = eq.models.create("geq_digits")
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    x, y = train.normalize(train.images[:]), train.targets
+    for _ in range(4):
+        for rows in torch.randperm(len(x)).split(128):
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(model(x[rows]), y[rows]).backward()
+            optimizer.step()
+    model.double().eval()
+    layer = model.stages[0].layer
+    inputs: list[torch.Tensor] = []
+    layer.register_forward_pre_hook(lambda module, given: inputs.append(given[0]))
+    with torch.no_grad():
+        confidence, label = model(test.normalize(test.images[:1]).double()).softmax(1).max(1)
+        problem = layer.problem(inputs[0].expand(5, -1, -1, -1))
+        exact = eq.minimize(problem, solver=eq.Picard(rtol=1e-14, max_steps=500)).value
+        scales = exact.std() * torch.tensor([8.0, 0.1, 0.5, 2.0, 30.0]).view(5, 1, 1, 1)
+        states: list[torch.Tensor] = []
+        eq.minimize(
+            problem,
+            scales * torch.rand(exact.shape, dtype=torch.float64),
+            solver=eq.Picard(rtol=0.0, atol=0.0, max_steps=13),
+            callback=lambda step, z, residual: states.append(z.clone()),
+        )
+        proofs = [eq.certify(problem, z=z) for z in states]
+        found = {
+            "image": test.images[0, 0],
+            "label": label,
+            "confidence": confidence,
+            "states": torch.stack([z[3].norm(dim=0) for z in states]),
+            "gaps": torch.stack([problem.objective(z) - problem.objective(exact) for z in states]),
+            "errors": torch.stack([(z - exact).flatten(1).norm(dim=1) for z in states]),
+            "bounds": torch.stack([proof.error_bound for proof in proofs]),
+            "contraction": torch.as_tensor(proofs[-1].contraction).max(),
+        }
+    assert proofs[-1].unique
+    assert (found["errors"] <= found["bounds"]).all()
+    return found
+
+
+def overview(found: dict[str, torch.Tensor] | None = None) -> None:
+    """The picture of the README, for light and for dark pages: input, equilibrium, certificate."""
+    found = one_solve() if found is None else found
+    for name, ink, faint in (("light", "#1f2328", "#8b949e"), ("dark", "#e6edf3", "#6e7681")):
+        inks = ("text.color", "axes.labelcolor", "xtick.color", "ytick.color")
+        look = {"axes.edgecolor": faint, "axes.spines.top": False, "axes.spines.right": False}
+        with mpl.rc_context({**dict.fromkeys(inks, ink), **look, "font.size": 10}):
+            figure = plt.figure(figsize=(11, 4.3))
+            heads = {0.02: "1  The input", 0.25: "2  The equilibrium forms", 0.68: "3  The proof"}
+            for left, head in heads.items():
+                figure.text(left, 0.93, head, fontsize=14, weight="bold")
+            axis = figure.add_axes((0.02, 0.38, 0.18, 0.46))
+            axis.imshow(found["image"], cmap="gray_r" if name == "light" else "gray")
+            axis.set_axis_off()
+            text = f"an image of the test set\nanswer: {int(found['label'])}"
+            figure.text(0.11, 0.34, text, ha="center", va="top")
+            top = float(found["states"][-1].max())
+            for column, step in enumerate((0, 1, 2, 4, 8)):
+                axis = figure.add_axes((0.25 + 0.077 * column, 0.62, 0.07, 0.22))
+                axis.imshow(found["states"][step], cmap="viridis", vmin=0, vmax=top)
+                axis.set_axis_off()
+                axis.set_title(f"step {step}", fontsize=8, pad=3)
+            axis = figure.add_axes((0.31, 0.14, 0.32, 0.42))
+            for gaps, color in zip(found["gaps"].T, COLORS, strict=False):
+                axis.semilogy(gaps.clamp_min(1e-16), color=color, lw=1.8)
+            axis.set(ylim=(1e-10, None), xlabel="step", ylabel="objective − minimum")
+            axis.set_xlim(0, 12)
+            axis.text(
+                12, axis.get_ylim()[1] / 9, "five random starts,\none answer", ha="right", va="top"
+            )
+            bounds, errors = found["bounds"].amax(1), found["errors"].amax(1)
+            words = (
+                "There is one equilibrium, and no other.",
+                f"Each step shrinks the error to {float(found['contraction']):.0%} or less.",
+                f"After {len(bounds) - 1} steps it is at most {float(bounds[-1]):.0e}.",
+            )
+            for line, word in enumerate(words):
+                figure.text(0.68, 0.83 - 0.075 * line, "✓", color=COLORS[2], weight="bold")
+                figure.text(0.70, 0.83 - 0.075 * line, word)
+            axis = figure.add_axes((0.75, 0.14, 0.23, 0.42))
+            axis.semilogy(bounds, "--", color=COLORS[1], lw=1.8, label="proven bound")
+            axis.semilogy(errors, color=COLORS[5], lw=1.8, label="true error")
+            axis.set(xlabel="step", ylabel="distance to z*", xlim=(0, 12))
+            axis.legend(frameon=False)
+            path = OUT / f"overview-{name}.svg"
+            figure.savefig(path, metadata={"Date": None}, transparent=True)
+            plt.close(figure)
+
+
 if __name__ == "__main__":
     mpl.use("Agg")
     mpl.rcParams["svg.hashsalt"] = "equilibria"
     OUT.mkdir(parents=True, exist_ok=True)
-    for draw in (problem, kernels, priors, certificate, feature_map, certified):
+    for draw in (overview, problem, kernels, priors, certificate, feature_map, certified):
         draw()

@@ -38,5 +38,20 @@ def test_code_blocks_run_as_printed(
         torch.set_default_dtype(before)
 
 
+def test_readme_prints_what_it_shows(capsys: pytest.CaptureFixture[str]) -> None:
+    """The output below the README's code: same words, and numbers within a factor of two."""
+    text = (ROOT / "README.md").read_text("utf-8")
+    found = re.search(r"^```python\n(.*?)^```\n+```text\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    assert found is not None
+    exec(compile(found[1], "README.md", "exec", dont_inherit=True), {"__name__": "__main__"})
+    printed, number = capsys.readouterr().out, re.compile(r"-?\d[\d.]*(?:e-?\d+)?")
+    assert number.sub("n", printed) == number.sub("n", found[2])
+    ratios = [
+        float(ours) / float(shown)
+        for ours, shown in zip(number.findall(printed), number.findall(found[2]), strict=True)
+    ]
+    assert all(0.5 < ratio < 2 for ratio in ratios)
+
+
 def test_blocks_are_found() -> None:
     assert sum(len(blocks(p)) for p in PAGES) >= 8

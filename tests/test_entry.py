@@ -39,7 +39,7 @@ def no_solution(z: Tensor) -> Tensor:
 
 
 def test_the_example_of_the_design() -> None:
-    """The first lines of the public face, word for word; one entry a sample in each report."""
+    """The first lines of the public face, word for word; one entry per sample in each report."""
     fn, z0, args = TANH.fn, TANH.start.float(), tuple(p.float() for p in TANH.parameters)
     sol = eq.fixed_point(
         fn, z0, args, solver=eq.Anderson(memory=5, rtol=1e-4), adjoint=eq.Implicit()

@@ -25,7 +25,7 @@ def run(*arguments: str | Path) -> int:
 def test_a_network_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("bench", "--model", "geq_digits", *SMALL, "--out", tmp_path / "b") == 0
     said = capsys.readouterr().out
-    for word in ("images a second", "map", "solver", "adjoint", "rest", "steps", "help"):
+    for word in ("images per second", "map", "solver", "adjoint", "rest", "steps", "help"):
         assert word in said
     assert sorted(p.name for p in (tmp_path / "b").iterdir()) == ["bench.json"]
     found = json.loads((tmp_path / "b" / "bench.json").read_text())

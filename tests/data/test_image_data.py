@@ -107,7 +107,7 @@ def test_normalization_of_saved_weights() -> None:
         ({"mean": (0.5,)}, "1 means and 3"),
         ({"std": (0.2, 0.0, 0.1)}, "must be positive"),
         ({"task": "detection"}, "task='detection'"),
-        ({"superclasses": torch.zeros(3).long()}, "one a sample"),
+        ({"superclasses": torch.zeros(3).long()}, "one per sample"),
         (
             {"targets": torch.full((40, 6, 5), 9), "task": "segmentation", "ignore_index": 255},
             "sample 0 has label 9",

@@ -246,7 +246,7 @@ def test_a_folder_is_checked_without_expectations(tmp_path: Path) -> None:
     assert report.ok
     assert {f.split for f in report.findings} == {"train", "val"}
     found = {(f.split, f.what): f.found for f in report.findings}
-    assert found["train", "images a class"] == "3 to 5"
+    assert found["train", "images per class"] == "3 to 5"
 
 
 def test_corrupt_images_and_wrong_counts_are_wrong(tmp_path: Path) -> None:
@@ -257,7 +257,7 @@ def test_corrupt_images_and_wrong_counts_are_wrong(tmp_path: Path) -> None:
     report = data.check("cifar10", root=tmp_path)
     assert not report.ok
     wrong = {f.what for f in report.findings if not f.ok}
-    assert wrong == {"images", "unreadable", "images a class", "mean of 255"}
+    assert wrong == {"images", "unreadable", "images per class", "mean of 255"}
     assert all("row 3" in f.found for f in report.findings if f.what == "unreadable")
     console = Console(record=True, width=200, stderr=True)
     console.print(report.table())

@@ -1,4 +1,4 @@
-"""γ policies: formulas, positivity, independence of batch mates, Lipschitz factors."""
+"""γ policies: formulas, positivity, independence of the batch, Lipschitz factors."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ WRONG = {
     "ntk": [
         ("", "--model"),
         ("nowhere --model geq_digits", "--model"),
-        ("nowhere", "there is no nowhere"),
+        ("nowhere", "nowhere does not exist"),
         ("--model geq_digits --outputs some", "all, trace, sum"),
         ("--model geq_digitz", "geq_digits"),
         ("--model explicit_digits --samples 3 --memory 0.001", "memory"),
@@ -35,11 +35,11 @@ WRONG = {
         ("--model resnet18_cifar", "has no equilibrium layer"),
         ("--model nothing", "there is no model 'nothing'"),
         ("weights --model geq_digits", "not both"),
-        ("nowhere.safetensors", "there is no nowhere.safetensors"),
+        ("nowhere.safetensors", "nowhere.safetensors does not exist"),
     ],
     "bounds": [
         ("--data digits", "WEIGHTS"),
-        ("none.safetensors", "there is no"),
+        ("none.safetensors", "none.safetensors does not exist"),
         ("--margin -1", "--margin -1: expected a positive number"),
         ("--margin nan", "--margin nan: expected a positive number"),
         ("--delta 2", "--delta 2: expected a probability between 0 and 1"),

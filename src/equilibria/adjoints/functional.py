@@ -78,7 +78,7 @@ def solve_functional(
             "forward-mode AD over forward-mode AD has no rule here; use reverse over forward or "
             "forward over reverse, as torch.func.hessian does (jacfwd of jacrev)."
         )
-    # What may hold a row a sample is a dependency too: NaN of failed samples is cleaned there.
+    # What may hold a row per sample is a dependency too: NaN of failed samples is cleaned there.
     sources = [
         t for t in watch(fn, z0) if _tracked(t) or (t.is_floating_point() and has_batch(t, z0[0]))
     ]

@@ -292,7 +292,7 @@ def finite_samples(leaves: Leaves) -> Tensor:
 
 
 def has_batch(t: Any, failed: Tensor) -> bool:
-    """Whether t may hold one row a sample."""
+    """Whether t may hold one row per sample."""
     return isinstance(t, Tensor) and t.dim() > 0 and t.shape[0] == failed.shape[0]
 
 

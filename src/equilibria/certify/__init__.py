@@ -1,6 +1,6 @@
 """What is proven about an answer: uniqueness, distance from the exact one, dependence on the input.
 
-Certificates of problems, of maps and of layers, in float64 with rounding paid for. The bounds of a
+Certificates of problems, of maps and of layers, in float64, rounding included. The bounds of a
 kernel, a prior, an operator or a regularizer are its own (``problems``): here they are asked for.
 """
 

@@ -140,7 +140,7 @@ class Certificate(Proven):
             ("stationarity", spread(self.stationarity)),
             ("residual", spread(self.residual)),
             ("‖z − z*‖ ≤", spread(self.error_bound)),
-            ("rounding", f"{spread(self.rounding)} (of the residual; paid for in the bound)"),
+            ("rounding", f"{spread(self.rounding)} (of the residual; included in the bound)"),
             (f"Lipschitz in {self.lipschitz_in}", f"{lipschitz} ({self.lipschitz_note})"),
         ]
         if self.lipschitz_local is not None:

@@ -1,4 +1,4 @@
-"""‖z − z*‖ from above: a posteriori bounds for the minimizer of G, with rounding paid for.
+"""‖z − z*‖ from above: a posteriori bounds for the minimizer of G, rounding included.
 
 G = f + g with a convex f and m ⪯ ∇²g ⪯ L. For every τ > 0 the point z⁺ = T_τ(z) has the subgradient
 u = (z − z⁺)/τ − (∇g(z) − ∇g(z⁺)) ∈ ∂G(z⁺), ‖u‖ ≤ max(|1/τ − m|, |L − 1/τ|)·‖z − z⁺‖. So

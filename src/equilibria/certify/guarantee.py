@@ -96,7 +96,7 @@ class Proven(Guaranteed):
     error_bound: Tensor
     """‖z − z*‖ is at most this, rounding included; inf where nothing is proven. [B]."""
     rounding: Tensor
-    """The exact residual is within this of ``residual``; ``error_bound`` has it paid for. [B]."""
+    """The exact residual is within this of ``residual``; ``error_bound`` includes it. [B]."""
     lipschitz: float | None
     """A Lipschitz constant of x → z* for all inputs, or None; ``lipschitz_note`` says why."""
     lipschitz_note: str

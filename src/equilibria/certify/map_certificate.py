@@ -55,7 +55,7 @@ class MapCertificate(Proven):
         rows += [
             ("residual", spread(self.residual)),
             ("‖z − z*‖ ≤", spread(self.error_bound)),
-            ("rounding", f"{spread(self.rounding)} (of the residual; paid for in the bound)"),
+            ("rounding", f"{spread(self.rounding)} (of the residual; included in the bound)"),
             ("Lipschitz in x", f"{known} ({self.lipschitz_note})"),
             *self.numbers.items(),
             ("solver", self.solver),

@@ -9,7 +9,7 @@ both. With logits l = Vh + d
     |(l_y − l_j)(x′) − (l_y − l_j)(x)| ≤ ‖V_y − V_j‖·Lip(h)·‖x′ − x‖,
 
 so that the label y holds within the least of (l_y − l_j)/(‖V_y − V_j‖·Lip(h)) over the classes j,
-the error of the margin paid for.
+after subtracting the error of the margin.
 """
 
 from __future__ import annotations

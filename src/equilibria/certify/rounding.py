@@ -31,7 +31,7 @@ def norm(t: Tensor) -> Tensor:
 
 
 def _column(values: Tensor | float, z: Tensor) -> Tensor:
-    """A number, or one a sample [B], as a tensor that broadcasts over z."""
+    """A number, or one per sample [B], as a tensor that broadcasts over z."""
     column = torch.as_tensor(values, dtype=z.dtype, device=z.device)
     return column.reshape(-1, *[1] * (z.ndim - 1)) if column.ndim == 1 else column
 

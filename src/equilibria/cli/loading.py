@@ -60,7 +60,7 @@ def load(path: Path, device: torch.device) -> nn.Module:
 
     file = path / "model.safetensors" if path.is_dir() else path
     if not file.exists():
-        where = f"{path} holds no model.safetensors" if path.is_dir() else f"there is no {path}"
+        where = f"{path} holds no model.safetensors" if path.is_dir() else f"{path} does not exist"
         raise fail(
             f"{where}.",
             "Give the run folder that `equilibria train` printed, or its model.safetensors.",

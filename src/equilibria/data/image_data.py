@@ -71,7 +71,7 @@ class ImageData:
                 )
         above = shape[:1] if self.superclasses is None else tuple(self.superclasses.shape)
         if above != shape[:1]:
-            return f"superclasses of shape {above} for {shape[0]} samples; expected one a sample"
+            return f"superclasses of shape {above} for {shape[0]} samples; expected one per sample"
         return ""
 
     def __len__(self) -> int:
@@ -109,7 +109,7 @@ class ImageData:
         return table
 
     def _each(self, change: Any) -> ImageData:
-        """``change`` of everything that has one row a sample."""
+        """``change`` of everything that has one row per sample."""
         above = None if self.superclasses is None else change(self.superclasses)
         return replace(
             self, images=change(self.images), targets=change(self.targets), superclasses=above

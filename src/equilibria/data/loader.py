@@ -372,7 +372,7 @@ def _findings(
     elif data.task == "classification":
         sizes = torch.bincount(data.targets, minlength=data.num_classes)
         least, most = int(sizes.min()), int(sizes.max())
-        found.append(one("images a class", f"{least:,} to {most:,}", "none empty", least > 0))
+        found.append(one("images per class", f"{least:,} to {most:,}", "none empty", least > 0))
     else:
         ignored = float(torch.eq(data.targets, IGNORE).double().mean())
         found.append(one("pixels ignored", f"{ignored:.1%}", ok=True))

@@ -14,8 +14,10 @@ from .tree import Leaves
 
 
 class Watch:
-    """Told of a solve that is one operation, of so many evaluations, and of its backward pass, of
-    so many terms. Does nothing; a profiler hands out one of its own (``Adjoint.watch``)."""
+    """Receives the number of evaluations of a fused solve and of terms of its backward pass.
+
+    Does nothing; a profiler passes one of its own (``Adjoint.watch``).
+    """
 
     def solving(self, evaluations: int) -> AbstractContextManager[object]:
         return nullcontext()
@@ -35,7 +37,7 @@ class Adjoint(ABC):
 
     @property
     def watch(self) -> Watch:
-        """Who is told of solves that do not go through ``run``."""
+        """The observer of solves that do not go through ``run``."""
         return Watch()
 
     @abstractmethod

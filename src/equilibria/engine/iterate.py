@@ -12,7 +12,7 @@ sample passes its test at the same z. Where steps are differentiated, and in a s
 long, one evaluation asks for coupling (``Map.couples``).
 
 A problem so small or large that products under- or overflow is solved for w = z/unit. Units are
-powers of two, one a sample: no digit of the answer changes.
+powers of two, one per sample: no digit of the answer changes.
 """
 
 from __future__ import annotations

@@ -187,7 +187,7 @@ class _Check:
         some = [torch.arange(v.numel(), device=v.device).cos().to(v.dtype).view_as(v) for v in x]
         found = sample_norm(self.matvec(keep_samples(~worst, some)))
         self.syncs += 1
-        size = found.nan_to_num(0.0, 0.0, 0.0).mean()  # a mate may have NaN, and keeps it
+        size = found.nan_to_num(0.0, 0.0, 0.0).mean()  # another sample may have NaN, and keeps it
         return bool((worst & (found > 4 * torch.finfo(x[0].dtype).eps * size)).any())
 
     def outcome(self) -> LinearIterated:

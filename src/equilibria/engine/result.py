@@ -82,14 +82,14 @@ class BackwardStats:
     masked: int = 0
     """Number of samples whose gradient was set to zero: their forward solve blew up."""
     steps: Tensor | None = None
-    """Steps a sample of the latest backward solve, [B]."""
+    """Steps per sample of the latest backward solve, [B]."""
     residual: Tensor | None = None
     """‖u − g − Jᵀu‖/‖g‖ of the latest backward solve's u, [B]; of the batch where J couples it."""
 
 
 @dataclass(frozen=True)
 class Stats:
-    """One entry a sample, [B]."""
+    """One entry per sample, [B]."""
 
     steps: Tensor
     """Evaluations of the map until this sample stopped."""

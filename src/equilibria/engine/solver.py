@@ -168,7 +168,7 @@ class Solver(SolverOptions):
         return None
 
     def restart(self, state: Any, stalled: Tensor) -> Any:
-        """Told which samples [B] made no progress lately; may forget their history."""
+        """Called with the samples [B] that made no progress lately; may forget their history."""
         return state
 
     def take(self, state: Any, index: Tensor) -> Any:

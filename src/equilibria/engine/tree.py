@@ -209,7 +209,7 @@ def part_samples(leaves: Sequence[Tensor]) -> Leaves:
 
 
 def repeat_samples(x: Tensor, size: int) -> Tensor:
-    """One entry a group, [G], as one entry a sample, [G·size]."""
+    """One entry per group, [G], as one entry per sample, [G·size]."""
     return x.unsqueeze(1).expand(-1, size).flatten()
 
 

@@ -123,7 +123,7 @@ def gradcam(
     Args:
         model: gives logits [B, K]; it is left as it is (a copy runs).
         x: where it is judged.
-        target: the class (one, or one an image) whose logit is explained; None: the predicted one.
+        target: the class (one, or one per image) whose logit is explained; None: the predicted one.
         layer: whose output is weighed, by name or itself; None: see ``gradcam_layer``. The maps of
             a layer with several outputs (tiers) are added.
         adjoint: how gradients pass the equilibria; None: ``Implicit()``, the exact gradient.

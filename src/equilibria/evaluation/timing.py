@@ -114,7 +114,7 @@ class Profile:
         main, passes = self.main, [p for p in (self.train, self.inference) if p is not None]
         rows = [
             ["time", *(_ms(p.seconds) for p in passes)],
-            ["images a second", *(f"{p.images_per_second:,.4g}" for p in passes)],
+            ["images per second", *(f"{p.images_per_second:,.4g}" for p in passes)],
             *([q, *(f"{_ms(p.parts[q])} {p.share(q):4.0%}" for p in passes)] for q in PARTS),
             ["the parts, with marks", *(_ms(p.total) for p in passes)],
             ["peak memory", *(f"{p.peak_memory / 2**20:,.1f} MiB" for p in passes)],
@@ -181,7 +181,7 @@ class _Marks:
 class _Marked(Adjoint, Watch):
     """Another adjoint with marks: a solve goes through it, and the gradients of its value too.
 
-    Of a fused solve, where map and update are one operation, it is told as a ``Watch``.
+    A fused solve, where map and update are one operation, reports to it as a ``Watch``.
     """
 
     inner: Adjoint

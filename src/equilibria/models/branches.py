@@ -51,7 +51,7 @@ class BranchNet(Network):
 
     ``layer(channels, mid, **options)`` makes a branch. With ``downsample`` the stem is two stride-2
     convolutions, 7 × 7 and 3 × 3 (ImageNet), else one 3 × 3 (CIFAR). ``mids`` and ``scales`` have
-    one number a branch: the channels of U and W, and by what the stem's pixels are divided. A
+    one number per branch: the channels of U and W, and by what the stem's pixels are divided. A
     branch reads the stem and, where ``reading`` is "chain", the sum of the branches before it.
     ``balanced``: see BalancedBranches.
     """

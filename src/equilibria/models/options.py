@@ -91,7 +91,7 @@ OPTIONS: dict[str, Option] = {
     "widths": _integer("channels of each stage"),
     # Numbers and choices.
     "alpha": _one_or_more(
-        _number("α of the blocks, one or one a block", "(0, 1]", lambda v: 0.0 < v <= 1.0)
+        _number("α of the blocks, one or one per block", "(0, 1]", lambda v: 0.0 < v <= 1.0)
     ),
     "bias": _flag("whether Ux has a bias"),
     "dropout": _number("probability that a channel is left out in training", *_SHARE),

@@ -194,9 +194,9 @@ class DeepOptEq(FeatureLayer, MapLayer):
 
     Args:
         channels, in_channels: channels of z; of x, which None makes the same.
-        mids: channels of W_l z and U_l x, one number a block; its length is L.
+        mids: channels of W_l z and U_l x, one number per block; its length is L.
         separable: W_l and U_l are depthwise-separable convolutions, pointwise ∘ depthwise.
-        alpha: α in (0, 1], one number or one a block.
+        alpha: α in (0, 1], one number or one per block.
         learn_alpha: make each α_l a parameter, sigmoid(``alpha_logits``), started at ``alpha``.
         prior, constraint, bias: f with σ = prox_f, on every W_l, b_l; as in ``LayerOptions``.
         regularizer, regularize: R of §5.1, or None, and its form, see above.
@@ -364,7 +364,7 @@ def _start_alphas(
     if len(values) != count:
         raise ValueError(
             f"DeepOptEq(alpha={alpha!r}) gives {len(values)} numbers for the {count} blocks of "
-            "mids: expected one for all, or one a block."
+            "mids: expected one for all, or one per block."
         )
     allowed = "(0, 1), which a sigmoid can reach," if learned else "(0, 1]"
     for value in values:

@@ -23,7 +23,7 @@ from .opteq import OptEq
 
 __all__ = ["Envelope"]
 
-_MARGIN = 1.03  # norms are held by estimates; with this room the proven ones suffice as a rule
+_MARGIN = 1.03  # norms are held by estimates; with this margin the proven ones usually hold too
 
 
 class Envelope(nn.Module):
@@ -39,7 +39,7 @@ class Envelope(nn.Module):
       convex-potential layer x − 2Uᵀσ(Ux + b) (Meunier et al. 2022).
 
     x and y: [B, in_channels] or [B, in_channels, H, W], the input of the layer. The norms of the
-    constraints are estimates with 3% of room; ``lipschitz(x)`` is proven, 1 as a rule.
+    constraints are estimates with a margin of 3%; ``lipschitz(x)`` is proven, usually 1.
 
     Args:
         layer: a GEQ or OptEq with ``constraint=NormBounded(...)``. Its U is constrained too.

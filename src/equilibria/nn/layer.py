@@ -66,7 +66,7 @@ class _SolvedLayer(nn.Module):
         raise NotImplementedError
 
     def observed_solve(self, x: Any, z0: Any = None, **options: Any) -> Solution[Any]:
-        """``solve``, told to who observes this layer or collects its penalty."""
+        """``solve``, reported to the observers of this layer and to its penalty."""
         solution = self.solve(x, z0, **options)
         report(self, solution)
         return solution
@@ -146,7 +146,7 @@ class EquilibriumLayer(_SolvedLayer):
     def nominal_bounds(self, problem: HiddenProblem) -> tuple[Any, Any] | None:
         """(m, L) from a constraint instead of the weights, to choose a solver; None: not known.
 
-        Certificates take the proven ``problem.curvature()``, too dear for every training step.
+        Certificates take the proven ``problem.curvature()``, too slow for every training step.
         """
         return None
 

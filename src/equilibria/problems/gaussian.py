@@ -275,7 +275,7 @@ class Gaussian(ImageCoupling):
         """Rigorous upper bound on μ = ‖A‖₂, A: z → (rows of Wz)W_h, for every map size.
 
         A dense W gives ‖W_hᵀW‖₂ itself. Otherwise it is ‖W‖₂‖W_h‖₂; ``tight`` (convolutions with
-        patches) takes A as the one strided convolution that it is: closer, and dearer to compute.
+        patches) takes A as the one strided convolution that it is: tighter, and slower to compute.
         """
         if tight not in self._mu_upper:
             self._mu_upper[tight] = self._compute_mu_upper(tight)

@@ -119,7 +119,7 @@ def step_of(
         # how a problem is rebuilt on others.
         return lambda z: problem.step(z, tau), ()
     if isinstance(tau, Tensor) and tau.ndim == 1:
-        # One step a sample must follow its sample when finished ones are dropped (compact=True).
+        # One step per sample must follow its sample when finished ones are dropped (compact=True).
         return lambda z, *c: problem.with_inputs(*c[:-1]).step(z, c[-1]), (*inputs, tau)
     return lambda z, *c: problem.with_inputs(*c).step(z, tau), inputs
 

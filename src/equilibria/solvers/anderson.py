@@ -167,7 +167,7 @@ class Anderson(Solver):
         return state
 
     def restart(self, state: AndersonState, stalled: Tensor) -> AndersonState:
-        """Forget the history of stalled samples: their slots become unusable, not their mates'."""
+        """Forget the history of stalled samples: their slots become unusable, no others."""
         stalled = stalled.view(-1, 1, 1)
         eye = torch.eye(self.memory, dtype=state.gram.dtype, device=state.gram.device)
         gram = torch.where(stalled, eye, state.gram)

@@ -41,8 +41,8 @@ class Broyden(Solver):
     """z ← z − Hg,  H ← H + (s − Hy)sᵀH / sᵀHy  (good Broyden),  g = T(z) − z, H₀ = −I.
 
     After ``memory`` updates H starts again from its latest secant pair, so memory does not grow:
-    2m + 4 states. A sample whose residual jumps by a factor of ten forgets its H (its mates keep
-    theirs), and an update with |sᵀHy| < safeguard·‖s‖² is skipped.
+    2m + 4 states. A sample whose residual jumps by a factor of ten forgets its H (the others
+    keep theirs), and an update with |sᵀHy| < safeguard·‖s‖² is skipped.
     """
 
     memory: int = 10

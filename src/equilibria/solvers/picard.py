@@ -14,7 +14,7 @@ class Picard(Solver):
     """Plain (damped) iteration z ← (1 − β)z + βT(z).
 
     Converges linearly where T is a contraction; with β < 1 also where T is averaged or its
-    spectrum lies to the left of 1 within a disc. One evaluation a step and no memory.
+    spectrum lies to the left of 1 within a disc. One evaluation per step and no memory.
     """
 
     damping: float = 1.0

@@ -1,4 +1,4 @@
-"""How far a run has come: counted, shown by Lightning's bar, a line an epoch; its end by Ctrl-C."""
+"""Progress of a run: counted, shown by Lightning's bar, a line per epoch; its end by Ctrl-C."""
 
 from __future__ import annotations
 

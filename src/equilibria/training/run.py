@@ -54,7 +54,7 @@ class TrainResult:
     metrics: dict[str, float]
     """Of the epoch whose weights were saved."""
     history: list[dict[str, Any]]
-    """One entry an epoch."""
+    """One entry per epoch."""
     model: nn.Module = field(repr=False)
     """The model with those weights, on the CPU, in eval mode."""
 

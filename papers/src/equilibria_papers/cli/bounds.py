@@ -123,7 +123,7 @@ def _show(found: Any, full: bool) -> None:
     layers, rows = found.summary()
     if len(layers) <= 3:
         heads, cells = ["", *layers], [[name, *texts] for name, texts in rows]
-    else:  # a network: one row a layer, the shortest words that still say it
+    else:  # a network: one row per layer, in few words
         kept = [(name, texts) for name, texts in rows if "Eq" in name or "measured" in name]
         heads = ["layer", *(name.removeprefix("Prop ") for name, _ in kept)]
         cells = [[layer, *(texts[i] for _, texts in kept)] for i, layer in enumerate(layers)]

@@ -68,7 +68,7 @@ def reproduce(
     stand_in: Annotated[
         bool,
         typer.Option(
-            "--stand-in", help="Take other data where the paper's are not at hand; it is said."
+            "--stand-in", help="Use other data where the paper's are missing; tables name them."
         ),
     ] = False,
     minutes: Annotated[

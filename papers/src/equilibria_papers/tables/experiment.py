@@ -65,7 +65,7 @@ class Job:
     graphs: bool = False
     """Whether the training step is replayed as CUDA graphs on a GPU: for fixed steps."""
     rate: float = 5000.0
-    """Images a second that a training on one H200 sees: an estimate, for the cost."""
+    """Images per second that a training on one H200 sees: an estimate, for the cost."""
     images: int = 45_000
     """Training images, for the cost."""
     stand_in: Mapping[str, Any] = field(default_factory=dict)

@@ -124,7 +124,7 @@ def times(scene: Scene) -> dict[str, float]:
 
 
 def throughput(scene: Scene) -> dict[str, float]:
-    """OptEq Table 9: training images a second, a step being forward, backward and SGD's."""
+    """OptEq Table 9: training images per second, a step being forward, backward and SGD's."""
     size, timed = (8, 2) if scene.smoke else (scene.train_batch, _TIMED)
     x, y = _batch(scene, size)
     with _training_copy(scene.model) as model:

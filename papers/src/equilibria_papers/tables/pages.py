@@ -181,7 +181,7 @@ class Shown(JupyterMixin):
             yield Text(f"- {remark}")
 
     def _wide(self, width: int) -> Any:
-        """A line a row; None where numbers would have to be cut."""
+        """A line per row; None where numbers would have to be cut."""
         given = {f.cell.column for row in self.rows for f in self._of(row) if _has_number(f)}
         columns = [one for one in self.result.experiment.columns if one in given]
         texts = [[pair(self.cells.get((row, one))) for row in self.rows] for one in columns]
@@ -195,7 +195,7 @@ class Shown(JupyterMixin):
         return None
 
     def _long(self, width: int) -> Any:
-        """A line a cell, under the names of the rows; two where its number leaves no room."""
+        """A line per cell, under the names of the rows; two where its number leaves no room."""
         cells = {row: [f for f in self._of(row) if _has_number(f)] for row in self.rows}
         numbers = _width([pair(found) for each in cells.values() for found in each])
         names = _width([found.cell.column for each in cells.values() for found in each])

@@ -97,7 +97,7 @@ THESIS = _recipe(
 )
 """Thesis §4.2.1: Adam (AdamW without decay is Adam), rate 0.001, cosine, batches of 100."""
 
-# Training images a second on an H200. Measured alone: Gaussian branches 20,150 and GEQ stacks
+# Training images per second on an H200. Measured alone: Gaussian branches 20,150 and GEQ stacks
 # 28,519 at 3 M (results/geq_step.json), 17,200 at 5 M, 10,100 at 8 M, explicit stacks 54,019 at 3 M
 # (a probe), ResNet-18 22,000. The others are guesses, some from trainings that shared a GPU.
 RATES: Mapping[str, float] = MappingProxyType(

@@ -135,7 +135,7 @@ def reproduce(
     Args:
         experiment: an id of ``names()``, or an Experiment.
         choices: seeds, rows, folders, device; None: the defaults.
-        tell: is told what happens, a sentence a job.
+        tell: called with what happens, a sentence per job.
 
     Returns:
         The table, as written to ``choices.out``. Jobs whose data are not at hand are left out and

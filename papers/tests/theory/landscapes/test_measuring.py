@@ -260,7 +260,7 @@ def test_errors_say_what_to_do(tmp_path: Path) -> None:
         measure_landscape(model, x, grid=grid)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="23 inputs and 3 targets"):
         measure_landscape(model, (x, y[:3]), grid=grid)
-    with pytest.raises(ValueError, match="one number a sample"):
+    with pytest.raises(ValueError, match="one number per sample"):
         measure_landscape(model, (x, y), grid=grid, loss=nn.functional.mse_loss)
     with pytest.raises(ValueError, match="1 direction"):
         measure_landscape(model, (x, y), random_directions(model, 1), grid=grid)

@@ -157,9 +157,9 @@ class ImageNoise:
 
     u = h(h(place ⊕ k₁) + k₂)/2³²
 
-    h an integer hash, (k₁, k₂) the image's keys. The noise of an image depends neither on its batch
-    mates nor on its place among them, and is the same on every device. Products stay below 2⁶³:
-    factors are below 2³¹, values below 2³².
+    h an integer hash, (k₁, k₂) the image's keys. The noise of an image depends neither on the
+    rest of the batch nor on its place in it, and is the same on every device. Products
+    stay below 2⁶³: factors are below 2³¹, values below 2³².
     """
 
     def __init__(self, images: Tensor, salt: Sequence[int]) -> None:

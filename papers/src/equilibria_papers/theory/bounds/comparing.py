@@ -21,7 +21,7 @@ from .margin import margin_report
 from .report import Report
 from .similarity import similarity_report
 
-Told = Callable[[str], None]  # Is told what is being done
+Told = Callable[[str], None]  # Called with what is being done
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,7 +177,7 @@ def compare_bounds(
         images: how many inputs the Lipschitz constants are measured on.
         pairs, draws: of inputs for the similarity, and how many U it draws.
         seed: of the draws and searches.
-        told: is told what is being done.
+        told: called with what is being done.
     """
     generator = torch.Generator().manual_seed(seed)
     made: list[Report] = []

@@ -110,7 +110,7 @@ def surface_figure(surface: Surface, *, log: bool = False, top: float | None = N
 
 
 def curve_figure(surfaces: Sequence[Surface], *, log: bool = False) -> Any:
-    """Loss and accuracy along one direction, one line a network."""
+    """Loss and accuracy along one direction, one line per network."""
     given = _checked(surfaces, curve=True)
     figure = new_figure(7.2, 3.2)
     loss, accuracy = figure.subplots(1, 2)

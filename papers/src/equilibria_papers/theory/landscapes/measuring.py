@@ -142,7 +142,7 @@ class Scorer:
         loss = self.loss(outputs, targets)
         if loss.shape != (len(x),):
             raise ValueError(
-                f"the loss must give one number a sample, [{len(x)}], got shape "
+                f"the loss must give one number per sample, [{len(x)}], got shape "
                 f"{tuple(loss.shape)}: use reduction='none'."
             )
         if targets.is_floating_point():
@@ -253,7 +253,7 @@ def measure_landscape(
             normalized random ones of ``seed`` if not given.
         grid: 51 × 51 over [−1, 1]² if not given.
         name: for legends; the model's own if empty.
-        loss: (outputs, targets) → one number a sample.
+        loss: (outputs, targets) → one number per sample.
         solver: in place of every equilibrium layer's own, such as ``Anderson(rtol=1e-2)``.
         file: where to keep the surface (safetensors).
         overwrite: whether a file that holds another landscape may be replaced.

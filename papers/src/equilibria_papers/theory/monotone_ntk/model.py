@@ -220,7 +220,7 @@ def find_equilibrium(
     """Z* with Z* = σ(WZ* + UX), X [d, N]; ``start`` gives the first pattern of signs.
 
     Newton: where the pattern D = 1[Wz + c > 0] is known, z = (I − DW)⁻¹Dc. All systems are n × n,
-    one a sample: Q = I − D(I_N ⊗ W) (Lemma 3.2.1) is block diagonal and is never formed. Samples
+    one per sample: Q = I − D(I_N ⊗ W) (Lemma 3.2.1) is block diagonal and is never formed. Samples
     for which the patterns go round are taken by Peaceman–Rachford splitting, which converges for
     every W of the model, and polished again.
     """

@@ -46,7 +46,7 @@ from .model import (
     square_loss,
 )
 
-Progress = Callable[[float], None]  # Told how much of the run is done, 0 to 1
+Progress = Callable[[float], None]  # Called with the share of the run that is done
 
 
 @dataclass(frozen=True, kw_only=True)

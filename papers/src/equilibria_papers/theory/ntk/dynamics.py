@@ -47,7 +47,7 @@ def _evolve(
     if start.shape != targets.shape or start.numel() != len(matrix):
         raise ValueError(
             f"outputs {list(start.shape)}, targets {list(targets.shape)} and a kernel of "
-            f"{len(matrix)} rows do not fit: the first two must have one entry a row."
+            f"{len(matrix)} rows do not fit: the first two must have one entry per row."
         )
     values, vectors = torch.linalg.eigh((matrix + matrix.mT) / 2)
     away = vectors.mT @ (start - targets).detach().double().flatten().to(matrix.device)

@@ -155,7 +155,7 @@ def empirical_ntk(
         parameters: glob patterns of names; None: all that are trained.
         layers: also keep the kernel of each module.
         projection: estimate from random combinations of the gradient's entries; a number is the
-            size of a sparse one. Needs r in place of P numbers a row.
+            size of a sparse one. Needs r in place of P numbers per row.
         method: "vmap" (torch.func), "autograd" (one sample after the other), or "auto", which
             tries the first and falls back on the second.
         memory: bytes for rows of the Jacobian and for kernels. What the model itself needs to
@@ -297,7 +297,7 @@ class _Job:
             features = both * self.outputs.pulled * projection.size * self.dtype.itemsize
             held += features * len(self.groups)
         if held > memory:
-            what = "kernel" if kernels == 1 else f"{kernels} kernels (one a layer, and their sum)"
+            what = "kernel" if kernels == 1 else f"{kernels} kernels (one per layer, and their sum)"
             raise MemoryError(
                 f"the {what} of {n} × {m} samples with {k} output(s) each take {_readable(held)}, "
                 f"more than memory={_readable(memory)}. Give more memory, fewer samples, or "

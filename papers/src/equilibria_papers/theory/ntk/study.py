@@ -46,7 +46,7 @@ class KernelStudy:
         return {name: spectrum(kernel) for name, kernel in self.kernels.items()}
 
     def rows(self) -> list[dict[str, Any]]:
-        """One entry a network: spectrum, alignment with the labels, drift from the first."""
+        """One entry per network: spectrum, alignment with the labels, drift from the first."""
         first = next(iter(self.kernels.values()))
         found = []
         for name, kernel in self.kernels.items():

@@ -166,7 +166,7 @@ def follow_training(
         solver, steps: as ``record_path``.
     """
     if labels.shape != (len(x),):
-        raise ValueError(f"labels must be [{len(x)}], one a sample, got {tuple(labels.shape)}.")
+        raise ValueError(f"labels must be [{len(x)}], one per sample, got {tuple(labels.shape)}.")
     found = (layer_input(model, x, layer) for model in models)
     paths = [record_path(part, given, solver=solver, steps=steps) for part, given in found]
     if not paths:
