@@ -71,7 +71,10 @@ def load(path: Path, device: torch.device) -> nn.Module:
 
 def trained_size(model: Any) -> int | None:
     """The size of the images that the network was trained on, where its file says one."""
-    return int(model.preprocessing.size) if model.extra.get("image_size") else None
+    from equilibria.models.preprocessing import trained_side
+
+    size = model.extra.get("image_size")
+    return trained_side(size, model.task == "segmentation") if size else None
 
 
 def prepared(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -18,7 +17,7 @@ from equilibria.ops.pooling import average_pool
 
 from .options import option
 from .prediction import Prediction, predictions
-from .preprocessing import InputWarning, Preprocessing
+from .preprocessing import Preprocessing, warn_input
 from .values import from_json, short
 
 
@@ -84,11 +83,11 @@ class Network(nn.Module, ABC):
     def preprocess(self, images: Any, *, names: Sequence[str] | None = None) -> Tensor:
         """Images as the network was trained on them: (pixels − mean)/std, [B, C, S, S].
 
-        The middle square of each image is resized to S × S pixels (bilinear with antialiasing), S
-        the size of the training images; an image of that size is left as it is. For a network that
-        segments, the whole image is resized so that its shorter side has S pixels. ``mean`` and
-        ``std`` are those saved with the weights; without them pixels stay from 0 to 1. The result
-        has the device and the dtype of the network.
+        The middle square of each image is resized to S × S pixels by Pillow, bilinear with
+        antialiasing, S the size of the training images; an image of that size stays as it is.
+        For a network that segments, the whole image is resized so that its shorter side has S
+        pixels. ``mean`` and ``std`` are those saved with the weights; without them pixels stay from
+        0 to 1. The result has the device and the dtype of the network.
 
         An ``InputWarning`` says which images are unlike those of training: values outside of 0 to
         1 (normalized already, or 0 to 255 in floating point), no contrast, or a mean more than two
@@ -184,12 +183,10 @@ class Network(nn.Module, ABC):
             return
         low, high = map(float, torch.aminmax(x.detach()))
         if (made.normalizes and low >= 0.0 and high <= 1.0) or high > 10.0 * made.largest:
-            warnings.warn(
+            warn_input(
                 f"{self.config.name} takes images normalized as in training, and these look like "
                 f"plain pixels (from {low:.3g} to {high:.3g}): use model(model.preprocess(images)) "
-                "or model.predict(images).",
-                InputWarning,
-                stacklevel=6,
+                "or model.predict(images)."
             )
 
 

@@ -16,6 +16,8 @@ from equilibria.certify import certify_network
 from equilibria.engine.result import ConvergenceWarning
 from equilibria.nn import observe
 
+from .preprocessing import InputWarning
+
 
 @dataclass(frozen=True)
 class Prediction:
@@ -66,6 +68,7 @@ def predictions(
         model = copy.deepcopy(model).eval()
     with torch.no_grad(), observe(model) as seen, warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)  # convergence is a field of the answer
+        warnings.simplefilter("ignore", InputWarning)  # preprocess has looked at the images
         logits = model(x)
     solved = [solution for each in seen.solutions.values() for solution in each]
     steps: list[int | None] = [None] * len(x)

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from equilibria.engine.optional import needs
 
 LARGEST_SIDE = 4096
 """Pixels of a side that a network may be laid out for, or ask images to be resized to."""
@@ -28,6 +29,16 @@ _TAKES = (
 
 class InputWarning(UserWarning):
     """Images that are far from those that a network was trained on."""
+
+
+def warn_input(message: str) -> None:
+    """Warn at the line that called the library."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None:
+        if frame.f_globals.get("__name__", "").split(".")[0] not in ("equilibria", "torch"):
+            break
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, InputWarning, stacklevel=level)
 
 
 @dataclass(frozen=True)
@@ -50,7 +61,7 @@ class Preprocessing:
         std = _numbers("std", extra.get("std") or [1.0] * channels, channels)
         if min(std) <= 0:
             raise ValueError(f"the weights store std={list(std)}: expected positive numbers.")
-        size = _side(extra.get("image_size") or image_size, whole)
+        size = trained_side(extra.get("image_size") or image_size, whole)
         return cls(channels, size, mean, std, whole)
 
     @property
@@ -77,11 +88,8 @@ class Preprocessing:
         doubts: dict[str, list[str]] = {}
         made: list[Tensor] = []
         for image, name in zip(given, names, strict=True):
-            pixels = self._pixels(image, name).to(device)
-            if pixels.dtype == torch.uint8:  # rounded again after resizing, as in training
-                x = torch.round(self._resized(pixels.float())) / 255.0
-            else:
-                x = self._resized(pixels.float())
+            pixels = self._resized(self._pixels(image, name)).to(device)
+            x = pixels / 255.0 if pixels.dtype == torch.uint8 else pixels.float()
             mean, std = (x.new_tensor(v).view(-1, 1, 1) for v in (self.mean, self.std))
             made.append((x - mean) / std)
             doubt = _range_doubt(x) or self._doubt(made[-1])
@@ -96,7 +104,7 @@ class Preprocessing:
             )
         for doubt, whose in doubts.items():
             others = "" if len(whose) == 1 else f" and {len(whose) - 1} more"
-            warnings.warn(f"{whose[0]}{others}: {doubt}", InputWarning, stacklevel=4)
+            warn_input(f"{whose[0]}{others}: {doubt}")
         return torch.stack(made)
 
     def _pixels(self, image: Any, name: str) -> Tensor:
@@ -142,25 +150,36 @@ class Preprocessing:
         return image
 
     def _resized(self, x: Tensor) -> Tensor:
-        """x [C, H, W]: the middle square at size × size, or the whole at its shorter side."""
+        """x [C, H, W]: the middle square at size × size, or the whole at its shorter side.
+
+        By Pillow, channel after channel, as images are resized for training: uint8 in whole
+        numbers, floating point in float32.
+        """
         height, width = x.shape[1:]
         side = min(height, width)
+        box = (0, 0, width, height)
+        target = (self.size, self.size)
         if self.whole:
-            target = [max(1, round(n * self.size / side)) for n in (height, width)]
-            if max(target) > 4 * LARGEST_SIDE:
-                raise ValueError(
-                    f"an image of {height} × {width} pixels would be resized to {target[0]} × "
-                    f"{target[1]}; the limit is {4 * LARGEST_SIDE} for a side."
-                )
+            target = (round(width * self.size / side), round(height * self.size / side))
         else:
-            target = [self.size, self.size]
-            top, left = (height - side) // 2, (width - side) // 2
-            x = x[:, top : top + side, left : left + side]
-        if list(x.shape[1:]) == target:
+            left, top = (width - side) // 2, (height - side) // 2
+            box = (left, top, left + side, top + side)
+        if target == (width, height):
             return x
-        return F.interpolate(
-            x[None], size=target, mode="bilinear", antialias=True, align_corners=False
-        )[0]
+        if max(target) > 4 * LARGEST_SIDE:
+            raise ValueError(
+                f"an image of {height} × {width} pixels would be resized to {target[1]} × "
+                f"{target[0]}; the limit is {4 * LARGEST_SIDE} for a side."
+            )
+        with needs("pillow", "Resizing images"):
+            import PIL.Image as pillow
+        kind = torch.uint8 if x.dtype == torch.uint8 else torch.float32
+        made = []
+        for channel in x.to("cpu", kind).contiguous():
+            image = pillow.fromarray(channel.numpy())
+            image = image.resize(target, pillow.Resampling.BILINEAR, box=box)
+            made.append(torch.frombuffer(bytearray(image.tobytes()), dtype=kind))
+        return torch.stack(made).view(-1, target[1], target[0])
 
     def _doubt(self, x: Tensor) -> str:
         """What makes a normalized image [C, H, W] unlike those of training; empty: nothing.
@@ -217,7 +236,7 @@ def _numbers(key: str, given: Any, channels: int) -> tuple[float, ...]:
     return tuple(float(v) for v in given)
 
 
-def _side(given: Any, whole: bool) -> int:
+def trained_side(given: Any, whole: bool) -> int:
     """The side of the square images that the network was trained on, or their shorter one."""
     sides = list(given) if isinstance(given, (list, tuple)) else [given]
     whole_numbers = all(isinstance(s, int) and not isinstance(s, bool) and s > 0 for s in sides)
