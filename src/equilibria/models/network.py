@@ -126,7 +126,8 @@ class Network(nn.Module, ABC):
         self, x: Tensor, *, top: int = 1, certify: bool = False, batch_size: int = 64
     ) -> list[Prediction]:
         """``predict`` of images x [B, C, H, W] that ``preprocess`` made."""
-        for name, value in (("top", top), ("batch_size", batch_size)):
+        sizes: dict[str, Any] = {"top": top, "batch_size": batch_size}
+        for name, value in sizes.items():
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name}={value!r}: expected an integer of at least 1.")
         if self.task == "segmentation":
@@ -173,9 +174,9 @@ class Network(nn.Module, ABC):
         """Warn if x holds pixels that were not normalized; on CPUs alone, as the host waits."""
         if self.training or not self.extra.get("mean") or type(x) is not Tensor or x.numel() == 0:
             return
-        if x.device.type != "cpu" or torch.compiler.is_compiling() or torch.jit.is_tracing():
+        if x.device.type != "cpu" or torch.compiler.is_compiling() or transforms_active():
             return
-        if transforms_active():
+        if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call, unused-ignore]
             return
         try:
             made = self.preprocessing

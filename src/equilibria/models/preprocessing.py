@@ -134,20 +134,19 @@ class Preprocessing:
                 f"{name}: got a tensor of {image.dtype}; {_TAKES}. Use images.to(torch.uint8) for "
                 "values from 0 to 255."
             )
-        image = image.detach()
-        image = image[None] if image.ndim == 2 else image
-        if image.ndim != 3 or image.shape[0] != self.channels or image.numel() == 0:
-            last = image.ndim == 3 and image.shape[-1] == self.channels
+        made: Tensor = image.detach()[None] if image.ndim == 2 else image.detach()
+        if made.ndim != 3 or made.shape[0] != self.channels or made.numel() == 0:
+            last = made.ndim == 3 and made.shape[-1] == self.channels
             hint = " Channels come first: use .permute(2, 0, 1)." if last else ""
-            if image.ndim == 3 and (image.shape[0], self.channels) == (1, 3):
+            if made.ndim == 3 and (made.shape[0], self.channels) == (1, 3):
                 hint = " Use .expand(3, -1, -1) for a gray image."
             raise ValueError(
-                f"{name}: got shape {list(image.shape)}, expected [{self.channels}, height, "
+                f"{name}: got shape {list(made.shape)}, expected [{self.channels}, height, "
                 f"width].{hint}"
             )
-        if image.is_floating_point() and not bool(torch.isfinite(image).all()):
+        if made.is_floating_point() and not bool(torch.isfinite(made).all()):
             raise ValueError(f"{name}: it holds NaN or infinity; expected pixels from 0 to 1.")
-        return image
+        return made
 
     def _resized(self, x: Tensor) -> Tensor:
         """x [C, H, W]: the middle square at size × size, or the whole at its shorter side.

@@ -123,7 +123,8 @@ def save(
 
 def _checksum(tensor: Tensor) -> str:
     """SHA-256 of the bytes of a tensor on the CPU, as they lie in the file (little endian)."""
-    return hashlib.sha256(tensor.reshape(-1).view(torch.uint8).numpy()).hexdigest()
+    data: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+    return hashlib.sha256(data).hexdigest()
 
 
 def _metadata_checksum(metadata: Mapping[str, str]) -> str:
