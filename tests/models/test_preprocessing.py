@@ -197,6 +197,9 @@ def test_pixels_that_were_not_normalized_are_noticed(model: models.Network) -> N
         model(model.preprocess(photo))
         model(normal(model))
         torch.func.vmap(model)(photo[None] / 255)
+        explicit = make("explicit_digits", in_channels=3).eval()
+        explicit.extra = dict(model.extra)
+        torch.compile(explicit, fullgraph=True, backend="eager")(photo / 255)
         plain = make("geq_digits", in_channels=3).eval()  # nothing is known of its training
         plain(photo / 255)
 

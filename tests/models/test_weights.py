@@ -381,6 +381,11 @@ def _nested(depth: int) -> list[Any]:
         ({"image_size": 30000}, r"image_size=30000, expected an integer in \[1, 4096\]"),
         ({"options": {"widths": [10**4000]}}, "a list of 1 to 16 values"),
         ({"options": {"widths": _nested(900)}}, "cannot build"),
+        (
+            {"options": {"depth": 64}},
+            r"depth=64 in 2 stage\(s\), more layers than the limit, .*, 31",
+        ),
+        ({"options": {"depth": 10**4000}}, "more layers than the limit"),
         *(
             ({"options": {option: {"kind": kind, **fields}}}, match)
             for option, kind, fields, match in (
@@ -400,7 +405,7 @@ def _nested(depth: int) -> list[Any]:
         ({"image_size": 7}, "image_size=7 is no multiple of"),
         ({"name": "geq_digitz"}, "there is no model 'geq_digitz'. Did you mean geq_digits"),
         ({"name": "__main__"}, "there is no model '__main__'"),
-        ({"options": {"depth": 10**9}}, "option depth=1000000000"),
+        ({"options": {"depth": 10**9}}, "depth=1000000000 in 2 stage"),
         ({"options": {"num_classes": 3}}, "cannot build"),
         ({"options": {"name": "x"}}, "cannot build"),
         ({"options": {"novelty": 3}}, "has no option 'novelty'"),

@@ -172,9 +172,9 @@ class Network(nn.Module, ABC):
 
     def _check_range(self, x: Tensor) -> None:
         """Warn if x holds pixels that were not normalized; on CPUs alone, as the host waits."""
-        if self.training or not self.extra.get("mean") or type(x) is not Tensor or x.numel() == 0:
+        if torch.compiler.is_compiling() or self.training or not self.extra.get("mean"):
             return
-        if x.device.type != "cpu" or torch.compiler.is_compiling() or transforms_active():
+        if type(x) is not Tensor or x.device.type != "cpu" or x.numel() == 0 or transforms_active():
             return
         if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call, unused-ignore]
             return

@@ -207,7 +207,7 @@ def load(
     with _opened(path) as file:
         header = _header(Path(path), file)
         if not trusted:
-            _check_limits(path, header["config"]["options"])
+            _check_limits(path, header["config"]["options"], len(header["tensors"]))
         model = _build(path, header)
         quantized = header["quantization"] is not None
         _check_tensors(path, header["tensors"], model, quantized)
@@ -336,8 +336,18 @@ def _build(path: str | os.PathLike[str], header: Mapping[str, Any]) -> Network:
         ) from error
 
 
-def _check_limits(path: str | os.PathLike[str], options: Mapping[str, Any]) -> None:
-    """Raise if an object (solver, adjoint, …) of the configuration holds too large an integer."""
+def _check_limits(path: str | os.PathLike[str], options: Mapping[str, Any], tensors: int) -> None:
+    """Raise if an object (solver, adjoint, …) of the configuration holds too large an integer.
+
+    Nor may it ask for more layers than there are tensors: laying out many takes long.
+    """
+    depth, widths = options.get("depth"), options.get("widths")
+    if isinstance(depth, int) and isinstance(widths, list) and depth * len(widths) > tensors:
+        _refuse(
+            path,
+            f"its config has depth={_shortened(depth, 40)} in {len(widths):,} stage(s), more "
+            f"layers than the limit, the number of its tensors, {tensors:,}",
+        )
     left: list[Any] = list(options.values())
     while left:
         value = left.pop()
