@@ -125,6 +125,30 @@ def test_wrong_options_say_what_is_wrong(
     assert not (tmp_path / "run" / "model.safetensors").exists()
 
 
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ("geq_stack_cifar_3m", "made for classification of images of 3 × 32 × 32"),
+        ("geq_mnist", "made for classification of images of 1 × 28 × 28"),
+        ("mdeq_seg", "made for segmentation of images of 3 × 180 × 180"),
+    ],
+)
+def test_a_model_for_other_images_asks_for_data(
+    model: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(f"model: {model}\n")
+    for flags in (("--model", model), ("--config", file)):
+        assert run("train", *flags, "--dry-run") == 1
+        text = " ".join(capsys.readouterr().err.split())
+        assert said in text
+        assert "Give --data: " in text
+    file.write_text(f"model: {model}\ndata: digits\n")
+    for flags in (("--model", model, "--data", "digits"), ("--config", file)):
+        assert run("train", *flags, "--dry-run") == 0
+        assert yaml.safe_load(capsys.readouterr().out)["data"] == "digits"
+
+
 # ---------------------------------------------------------------------- evaluate
 
 
@@ -286,7 +310,9 @@ def test_a_corrupt_image_is_named_and_refused_or_skipped(
 
 def test_predict_reads_any_mode_and_size(trained: Path, tmp_path: Path) -> None:
     for mode in ("RGB", "RGBA", "P", "1", "I;16"):
-        Image.new(mode, (33, 20)).save(tmp_path / f"{mode.replace(';', '')}.png")
+        picture = Image.new("I;16" if mode == "I;16" else "L", (33, 20))
+        picture.paste(60_000 if mode == "I;16" else 250, (5, 5, 20, 15))
+        picture.convert(mode).save(tmp_path / f"{mode.replace(';', '')}.png")
     assert run("predict", trained, tmp_path, "--json") == 0
 
 
@@ -304,6 +330,9 @@ def test_models_are_listed_with_their_sizes(capsys: pytest.CaptureFixture[str]) 
     shown = capsys.readouterr().out
     assert all(name in shown for name in eq.models.describe("geq_digits").options)
     assert run("models", "nothing*") == 1
+    assert "Did you mean" not in capsys.readouterr().err
+    assert run("models", "geq_digit") == 1
+    assert "Did you mean geq_digits" in " ".join(capsys.readouterr().err.split())
     assert run("models", "--task", "talking") == 1
     assert "--task talking: expected classification or segm" in capsys.readouterr().err
 

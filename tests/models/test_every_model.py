@@ -114,7 +114,7 @@ def test_bad_images_are_refused_with_the_models_name(name: str) -> None:
     with pytest.raises(ValueError, match=r"got a tensor of shape \(3, 7,"):
         model(torch.zeros(3, 7, *good.shape[2:]))
     with pytest.raises(
-        TypeError, match=r"in floating point, got torch.uint8; use x.float\(\) / 255"
+        TypeError, match=r"in floating point, got torch\.uint8; use model\.preprocess"
     ):
         model((good * 10).to(torch.uint8))
     with pytest.raises(TypeError, match="as a tensor, got list"):

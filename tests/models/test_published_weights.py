@@ -31,6 +31,24 @@ def test_a_file_is_the_network_of_its_card(path: Path) -> None:
     assert all(bool(torch.isfinite(value).all()) for value in model.state_dict().values())
 
 
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_plain_pixels_work_through_preprocess(path: Path) -> None:
+    """(pixels − mean)/std by hand, and what happens without it."""
+    model = models.load(path)
+    mean, std = (torch.tensor(model.extra[key]).view(1, -1, 1, 1) for key in ("mean", "std"))
+    rough = torch.rand(2, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+    images = torch.nn.functional.interpolate(rough, size=(32, 32), mode="bicubic").clamp(0, 1)
+    with torch.no_grad():
+        wanted = model((images - mean) / std).softmax(1)
+        torch.testing.assert_close(model(model.preprocess(images)).softmax(1), wanted)
+        for answer, p in zip(model.predict(images), wanted, strict=True):
+            assert answer.label == model.classes[int(p.argmax())]
+            assert answer.confidence == pytest.approx(float(p.max()), abs=1e-4)
+        with pytest.warns(models.InputWarning, match=r"plain pixels \(from 0 to 1\)"):
+            other = model(images).softmax(1)
+    assert float((other - wanted).abs().max()) > 0.1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_every_layer_has_one_equilibrium(path: Path) -> None:

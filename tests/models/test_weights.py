@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import pickle
+import re
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -61,8 +63,12 @@ Change = Callable[[dict[str, Any]], Any]
 
 
 def _rewrite(path: Path, change: Change) -> None:
-    """Change a file's header through ``change(header)``; tensors stay."""
+    """Change a file's header through ``change(header)``; tensors stay.
+
+    Without checksums, as older versions wrote it: what the header says is to be refused.
+    """
     header, body = _parts(path.read_bytes())
+    header["__metadata__"].pop("sha256", None)
     change(header)
     path.write_bytes(_file(header, body))
 
@@ -134,7 +140,7 @@ def test_a_file_holds_the_state_in_the_precision_asked_for(
 ) -> None:
     path = models.save(model, tmp_path / "m", dtype=dtype, extra={"n": 1})
     found, metadata = _contents(path)
-    assert metadata.keys() == {"format", "config", "library", "extra"}
+    assert metadata.keys() == {"format", "config", "library", "extra", "sha256"}
     tensors = {
         key: value.to(dtype) if dtype is not None and value.is_floating_point() else value
         for key, value in model.state_dict().items()
@@ -168,6 +174,8 @@ def test_what_a_header_tells(good: bytes, tmp_path: Path) -> None:
     assert header["library"] == eq.__version__
     assert header["bytes"] == len(good)
     assert header["quantization"] is None
+    raw = {name: value.numpy().tobytes() for name, value in _contents(path)[0].items()}
+    assert header["sha256"] == {name: hashlib.sha256(d).hexdigest() for name, d in raw.items()}
     found = {name: tuple(value.shape) for name, value in _contents(path)[0].items()}
     assert found == {name: entry["shape"] for name, entry in header["tensors"].items()}
 
@@ -354,6 +362,13 @@ def _config(model: models.Network, change: dict[str, Any]) -> Change:
     return _field("__metadata__", config=text)
 
 
+def _nested(depth: int) -> list[Any]:
+    made: list[Any] = []
+    for _ in range(depth):
+        made = [made]
+    return made
+
+
 @pytest.mark.parametrize(
     ("change", "match"),
     [
@@ -362,10 +377,35 @@ def _config(model: models.Network, change: dict[str, Any]) -> Change:
         ({"options": {"depth": 2}}, r"its network: tensors \d+ missing \(.*, …\)"),
         ({"num_classes": 0}, "num_classes=0, expected an integer"),
         ({"num_classes": 10**12}, "expected an integer in"),
+        ({"num_classes": 10**4000}, r"expected an integer in \[1, 65536\]"),
+        ({"image_size": 30000}, r"image_size=30000, expected an integer in \[1, 4096\]"),
+        ({"options": {"widths": [10**4000]}}, "a list of 1 to 16 values"),
+        ({"options": {"widths": _nested(900)}}, "cannot build"),
+        (
+            {"options": {"depth": 64}},
+            r"depth=64 in 2 stage\(s\), more layers than the limit, .*, 31",
+        ),
+        ({"options": {"depth": 10**4000}}, "more layers than the limit"),
+        *(
+            ({"options": {option: {"kind": kind, **fields}}}, match)
+            for option, kind, fields, match in (
+                ("solver", "Anderson", {"max_steps": 10**9}, "max_steps=1000000000 in Anderson"),
+                ("solver", "Anderson", {"max_steps": 10**4000}, "in Anderson; the limit is 100,00"),
+                ("solver", "Anderson", {"memory": 10**9}, r"in Anderson; the limit is 1,000 \("),
+                ("solver", "Anderson", {"rtol": 10**400}, "in Anderson; the limit is 10,000"),
+                ("adjoint", "Phantom", {"steps": 10**6}, "in Phantom; the limit is 10,000"),
+                (
+                    "adjoint",
+                    "Implicit",
+                    {"solver": {"kind": "GMRES", "restart": 10**9}},
+                    "restart=1000000000 in GMRES; the limit is 1,000",
+                ),
+            )
+        ),
         ({"image_size": 7}, "image_size=7 is no multiple of"),
         ({"name": "geq_digitz"}, "there is no model 'geq_digitz'. Did you mean geq_digits"),
         ({"name": "__main__"}, "there is no model '__main__'"),
-        ({"options": {"depth": 10**9}}, "option depth=1000000000"),
+        ({"options": {"depth": 10**9}}, "depth=1000000000 in 2 stage"),
         ({"options": {"num_classes": 3}}, "cannot build"),
         ({"options": {"name": "x"}}, "cannot build"),
         ({"options": {"novelty": 3}}, "has no option 'novelty'"),
@@ -377,8 +417,100 @@ def test_configurations_that_do_not_fit(
 ) -> None:
     path = models.save(model, tmp_path / "m")
     _rewrite(path, _config(model, change))
-    with pytest.raises(models.ModelFileError, match=match):
+    with pytest.raises(models.ModelFileError, match=match) as caught:
         models.load(path)
+    assert len(str(caught.value)) < 1000 + len(str(path))  # numbers of any length are cut short
+
+
+def test_limits_are_for_files_of_others(tmp_path: Path) -> None:
+    solver = eq.Anderson(max_steps=10**6)
+    path = models.save(make("geq_digits", solver=solver), tmp_path / "m")
+    with pytest.raises(models.ModelFileError, match=r"load\(path, trusted=True\) has none"):
+        models.load(path)
+    loaded = models.load(path, trusted=True)
+    assert {layer.solver for layer in eq.nn.equilibrium_layers(loaded).values()} == {solver}
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (
+            lambda header: header["stem.weight"].update(shape=[1] * 10**5 + [8, 1, 3, 3]),
+            "stem.weight has 100,004 dimensions; the limit is 8",
+        ),
+        (
+            lambda header: header["__metadata__"].update(extra=json.dumps("x" * 2**22)),
+            "its extra has 4,194,306 characters; the limit is 4,194,304",
+        ),
+    ],
+)
+def test_headers_beyond_the_limits(good: bytes, tmp_path: Path, change: Change, match: str) -> None:
+    path = tmp_path / "m"
+    path.write_bytes(good)
+    _rewrite(path, change)
+    _refused(path, match)
+
+
+# ---------------------------------------------------------------------- damage and values
+
+
+@pytest.mark.parametrize(("dtype", "count"), [(None, 400), (torch.bfloat16, 25), (torch.int8, 25)])
+def test_flipped_bytes_of_the_data_are_found(
+    tmp_path: Path, dtype: torch.dtype | None, count: int
+) -> None:
+    path = models.save(make("explicit_digits"), tmp_path / "m", dtype=dtype)
+    data = path.read_bytes()
+    header, body = _parts(data)
+    start = len(data) - len(body)
+    places = np.random.default_rng(0).choice(len(body), count, replace=False).tolist()
+    for place in places:
+        damaged = bytearray(data)
+        damaged[start + place] ^= 1 << place % 8
+        path.write_bytes(damaged)
+        (hit,) = (
+            name
+            for name, entry in header.items()
+            if name != "__metadata__"
+            and entry["data_offsets"][0] <= place < entry["data_offsets"][1]
+        )
+        with pytest.raises(models.ModelFileError, match=rf"m is not .*: {re.escape(hit)} does not"):
+            models.load(path)
+    path.write_bytes(data)
+    models.load(path)
+
+
+def test_flipped_bytes_of_the_configuration_are_found(good: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "m"
+    for old, new in ((b"[0.5]", b"[0.7]"), (b'"a', b'"c'), (b"explicit_", b"explicid_")):
+        assert old in good.replace(b'\\"', b'"')
+        changed = good.replace(old.replace(b'"', b'\\"'), new.replace(b'"', b'\\"'))
+        assert changed != good
+        path.write_bytes(changed)
+        _refused(path, "its metadata do not have the checksum")
+
+
+def test_a_checksum_that_is_missing_is_damage(good: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "m"
+    header, body = _parts(good)
+    sums = json.loads(header["__metadata__"]["sha256"])
+    del sums["stem.weight"]
+    header["__metadata__"]["sha256"] = json.dumps(sums)
+    path.write_bytes(_file(header, body))
+    with pytest.raises(models.ModelFileError, match=r"stem\.weight does not have the SHA-256"):
+        models.load(path)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("key", ["stem.weight", "head.0.running_var"])
+def test_values_that_are_not_finite_are_named(
+    model: models.Network, tmp_path: Path, key: str, bad: float
+) -> None:
+    with torch.no_grad():
+        model.state_dict()[key].view(-1)[1] = bad
+    path = models.save(model, tmp_path / "m")
+    with pytest.raises(models.ModelFileError, match=rf"m is not .*: {key} holds NaN or infinity"):
+        models.load(path)
+    assert not torch.isfinite(models.load(path, trusted=True).state_dict()[key]).all()
 
 
 COUNT = "stages.0.norm.num_batches_tracked"
@@ -612,8 +744,12 @@ Lie = Callable[[dict[str, Tensor], dict[str, str]], Any]
 
 
 def _damage(path: Path, change: Lie) -> None:
-    """Write the file again with other tensors or metadata; the header's sizes stay honest."""
+    """Write the file again with other tensors or metadata; the header's sizes stay honest.
+
+    Without checksums, as older versions wrote it.
+    """
     tensors, metadata = _contents(path)
+    metadata.pop("sha256", None)
     change(tensors, metadata)
     path.write_bytes(safetensors.torch.save(tensors, metadata))
 

@@ -9,7 +9,7 @@ import typer
 
 from .console import fail, make_folder, output, print_json
 from .flags import pairs
-from .loading import Batch, Device, Root, device_of, load
+from .loading import Batch, Device, Root, device_of, load, trained_size
 
 __all__ = ["bench"]
 
@@ -114,9 +114,7 @@ def _loaded(data: str, root: Path | None, weights: Path | None, device: Any) -> 
 
     size = None
     if weights is not None:
-        network: Any = load(weights, device)
-        size = network.extra.get("image_size")
-        size = size[0] if isinstance(size, list) and len(set(size)) == 1 else size
+        size = trained_size(load(weights, device))
     return datasets.load(data, "test", root=root, image_size=size)
 
 

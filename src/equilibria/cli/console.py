@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,36 @@ from rich.text import Text
 
 from equilibria.engine import json_text
 
-error_console = Console(stderr=True)
+# C0 but tab and newline, DEL, C1, marks that change the direction of writing, lone surrogates.
+_CONTROL = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+
+
+def printable(text: str) -> str:
+    """The text with control characters written out, ESC as ``\\x1b``: a terminal obeys none."""
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+class PlainConsole(Console):
+    """Prints text as it is: file and class names are not read as markup, emoji or escape codes.
+
+    Cells of tables and all strings pass ``render_str``. Styles are set by ``Text`` and ``style=``.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(markup=False, emoji=False, **options)
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(printable(text), **options)
+
+
+error_console = PlainConsole(stderr=True)
 
 
 def output() -> Console:
     """A console on the present stdout: made when needed, so that it can be redirected."""
-    return Console()
+    return PlainConsole()
 
 
 def print_table(*columns: Column | str, rows: Iterable[Sequence[str]], **style: Any) -> None:
@@ -32,12 +57,12 @@ def print_table(*columns: Column | str, rows: Iterable[Sequence[str]], **style: 
 
 def complain(label: str, message: str, style: str) -> None:
     """One message on stderr, its label in color; wrapped as one text."""
-    error_console.print(Text.assemble((label, style), " ", message))
+    error_console.print(Text.assemble((label, style), " ", printable(message)))
 
 
 def say(text: str, style: str = "dim") -> None:
     """Lines on stderr that are not wrapped: they may hold a command to copy."""
-    error_console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+    error_console.print(text, style=style, highlight=False, soft_wrap=True)
 
 
 def fail(message: str, hint: str = "") -> typer.Exit:

@@ -69,6 +69,14 @@ def load(path: Path, device: torch.device) -> nn.Module:
     return models.load(file, device=str(device), dtype=torch.float32)
 
 
+def trained_size(model: Any) -> int | None:
+    """The size of the images that the network was trained on, where its file says one."""
+    from equilibria.models.preprocessing import trained_side
+
+    size = model.extra.get("image_size")
+    return trained_side(size, model.task == "segmentation") if size else None
+
+
 def prepared(
     weights: Path,
     data: str | None,
@@ -90,9 +98,7 @@ def prepared(
     name = data or extra.get("data")
     if name is None:
         raise fail("these weights do not say what they were trained on.", "Give --data.")
-    size = extra.get("image_size")
-    square = size[0] if isinstance(size, list) and len(set(size)) == 1 else size
-    dataset = datasets.load(name, split, root=root, image_size=square)
+    dataset = datasets.load(name, split, root=root, image_size=trained_size(model))
     if extra.get("mean"):
         channels, given = len(extra["mean"]), dataset.images.shape[1]
         if channels != given:

@@ -26,12 +26,16 @@ def models(
     For a single one its options follow: `equilibria train --option NAME=VALUE` sets them.
     """
     from equilibria import models as zoo
+    from equilibria.models.registry import nearest
 
     if task not in (None, "classification", "segmentation"):
         raise fail(f"--task {task}: expected classification or segmentation.")
     cards = [zoo.describe(name) for name in zoo.names(pattern, task)]
     if not cards:
-        raise fail(f"no model matches {pattern!r}", "`equilibria models` lists them all.")
+        raise fail(
+            f"no model matches {pattern!r}.{nearest(pattern)}",
+            "`equilibria models` lists them all.",
+        )
     sizes = [zoo.count_parameters(zoo.create(card.name)) if count else None for card in cards]
     if as_json:
         shown = ("name", "task", "paper_parameters", "paper", "text")

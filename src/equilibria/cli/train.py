@@ -99,7 +99,33 @@ def _settings(
         own = (resume if resume.is_dir() else resume.parent) / "config.yaml"
         config = own if own.exists() else None
     base = TrainConfig() if config is None else TrainConfig.from_yaml(config)
+    _check_default_data(str(given.get("model", base.model)), config, given)
     chosen = pairs("option", option)
     if chosen:
         given["model_options"] = {**base.model_options, **given.get("model_options", {}), **chosen}
     return base.with_overrides(given)
+
+
+def _check_default_data(model: str, config: Path | None, given: dict[str, Any]) -> None:
+    """Ask for --data where nothing names it and the model was made for other images."""
+    from equilibria import data, models
+
+    if "data" in given or model not in models.names():
+        return
+    if config is not None:
+        import yaml  # type: ignore[import-untyped, unused-ignore]
+
+        if "data" in (yaml.safe_load(config.read_text("utf-8")) or {}):
+            return
+    card, usual = models.describe(model), data.describe(TrainConfig().data)
+    made_for = (card.task, card.in_channels, card.image_size)
+    if made_for == (usual.task, usual.channels, usual.image_size):
+        return
+    known = [data.describe(name) for name in data.names()]
+    fits = [d for d in known if (d.task, d.channels) == (card.task, card.in_channels)]
+    near = [d.name for d in fits if d.image_size == card.image_size] or [d.name for d in fits]
+    size = f"{card.in_channels} × {card.image_size} × {card.image_size}"
+    raise fail(
+        f"--model {model} was made for {card.task} of images of {size}; no --data was given.",
+        f"Give --data: {', '.join(near)}, or a folder of images.",
+    )

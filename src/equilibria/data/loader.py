@@ -313,7 +313,7 @@ class CheckReport:
             from rich.table import Table
         table = Table("split", "what", "found", "expected", "", title=self.name)
         for f in self.findings:
-            verdict = "ok" if f.ok else "[red]wrong[/red]"
+            verdict = "ok" if f.ok else "wrong"
             table.add_row(f.split, f.what, f.found, f.expected, verdict)
         return table
 

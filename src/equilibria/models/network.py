@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -12,9 +12,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from equilibria.engine.transforms import transforms_active
 from equilibria.ops.pooling import average_pool
 
 from .options import option
+from .prediction import Prediction, predictions
+from .preprocessing import Preprocessing, warn_input
 from .values import from_json, short
 
 
@@ -43,13 +46,19 @@ class ModelConfig:
         return asdict(self)
 
 
+Task = Literal["classification", "segmentation"]
+
+
 class Network(nn.Module, ABC):
     """x [B, C, H, W], normalized images ↦ logits [B, num_classes], or [B, num_classes, H, W].
 
     Made by ``models.create``, which sets ``config``; ``models.load`` sets ``extra`` too.
+    ``model(model.preprocess(images))`` takes images as they are; ``model.predict(images)`` names
+    their classes.
     """
 
     config: ModelConfig
+    task: Task = "classification"
     extra: dict[str, Any]
     """What was saved beside the weights: class names, mean and deviation, metrics."""
 
@@ -57,6 +66,87 @@ class Network(nn.Module, ABC):
         super().__init__()
         self.in_channels = in_channels
         self.extra = {}
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """The names of the classes, as saved with the weights; without any "0", "1", …"""
+        count = self.config.num_classes
+        names = self.extra.get("classes") or [str(i) for i in range(count)]
+        if not isinstance(names, (list, tuple)) or len(names) != count:
+            found = len(names) if isinstance(names, (list, tuple)) else type(names).__name__
+            raise ValueError(
+                f"the weights name {found} classes and {self.config.name} has {count}: set "
+                'model.extra["classes"] to the names in the order of the logits.'
+            )
+        return tuple(map(str, names))
+
+    def preprocess(self, images: Any, *, names: Sequence[str] | None = None) -> Tensor:
+        """Images as the network was trained on them: (pixels − mean)/std, [B, C, S, S].
+
+        The middle square of each image is resized to S × S pixels by Pillow, bilinear with
+        antialiasing, S the size of the training images; an image of that size stays as it is.
+        For a network that segments, the whole image is resized so that its shorter side has S
+        pixels. ``mean`` and ``std`` are those saved with the weights; without them pixels stay from
+        0 to 1. The result has the device and the dtype of the network.
+
+        An ``InputWarning`` says which images are unlike those of training: values outside of 0 to
+        1 (normalized already, or 0 to 255 in floating point), no contrast, or a mean more than two
+        standard deviations away.
+
+        Args:
+            images: a uint8 tensor of pixels from 0 to 255, or a floating one from 0 to 1, [B, C, H,
+                W], [C, H, W] or, for one channel, [H, W]; a PIL image of any mode of 8 bits, which
+                becomes gray or RGB; or a list of them, of any sizes.
+            names: what the images are called in errors and warnings; None: by their position.
+        """
+        held = next(self.parameters(), None)
+        device = None if held is None else held.device
+        x = self.preprocessing(images, names, device)
+        return x if held is None else x.to(held.dtype)
+
+    def predict(
+        self, images: Any, *, top: int = 1, certify: bool = False, batch_size: int = 64
+    ) -> list[Prediction]:
+        """One Prediction for each image: label, confidence, steps, converged, radius.
+
+        The network runs in evaluation mode and is left as it is. A solve that does not converge is
+        reported by its Prediction and does not warn.
+
+        Args:
+            images: what ``preprocess`` takes.
+            top: how many of the likeliest classes.
+            certify: add the proven ``radius`` of the label (ℓ2, pixels from 0 to 1 after resizing).
+            batch_size: images at a time.
+        """
+        return self.predict_normalized(
+            self.preprocess(images), top=top, certify=certify, batch_size=batch_size
+        )
+
+    def predict_normalized(
+        self, x: Tensor, *, top: int = 1, certify: bool = False, batch_size: int = 64
+    ) -> list[Prediction]:
+        """``predict`` of images x [B, C, H, W] that ``preprocess`` made."""
+        sizes: dict[str, Any] = {"top": top, "batch_size": batch_size}
+        for name, value in sizes.items():
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}={value!r}: expected an integer of at least 1.")
+        if self.task == "segmentation":
+            raise ValueError(
+                f"{self.config.name} segments images; a prediction is one class an image. Use a "
+                "classification network, or model(model.preprocess(images)) for scores by pixel."
+            )
+        unit = min(self.preprocessing.std) if certify else None
+        return [
+            answer
+            for part in x.split(batch_size)
+            for answer in predictions(self, part, self.classes, top=top, radius_unit=unit)
+        ]
+
+    @property
+    def preprocessing(self) -> Preprocessing:
+        """Size, mean and std of the images that the network takes, as saved with the weights."""
+        config, whole = self.config, self.task == "segmentation"
+        return Preprocessing.of(config.in_channels, config.image_size, whole, self.extra)
 
     @abstractmethod
     def logits(self, x: Tensor) -> Tensor:
@@ -75,7 +165,30 @@ class Network(nn.Module, ABC):
         if x.ndim != 4 or x.shape[1] != self.in_channels:
             raise ValueError(f"{expected}, got a tensor of shape {tuple(x.shape)}.")
         if not x.is_floating_point():
-            raise TypeError(f"{expected} in floating point, got {x.dtype}; use x.float() / 255.")
+            raise TypeError(
+                f"{expected} in floating point, got {x.dtype}; use model.preprocess(images)."
+            )
+        self._check_range(x)
+
+    def _check_range(self, x: Tensor) -> None:
+        """Warn if x holds pixels that were not normalized; on CPUs alone, as the host waits."""
+        if torch.compiler.is_compiling() or self.training or not self.extra.get("mean"):
+            return
+        if type(x) is not Tensor or x.device.type != "cpu" or x.numel() == 0 or transforms_active():
+            return
+        if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call, unused-ignore]
+            return
+        try:
+            made = self.preprocessing
+        except ValueError:  # of what was saved with the weights: preprocess says so
+            return
+        low, high = map(float, torch.aminmax(x.detach()))
+        if (made.normalizes and low >= 0.0 and high <= 1.0) or high > 10.0 * made.largest:
+            warn_input(
+                f"{self.config.name} takes images normalized as in training, and these look like "
+                f"plain pixels (from {low:.3g} to {high:.3g}): use model(model.preprocess(images)) "
+                "or model.predict(images)."
+            )
 
 
 def count_parameters(model: nn.Module) -> int:
@@ -96,7 +209,7 @@ class ModelCard:
     name: str
     text: str
     """One line."""
-    task: Literal["classification", "segmentation"] = "classification"
+    task: Task = "classification"
     paper: str = "ours"
     """Where it comes from, or "ours"."""
     paper_parameters: int | None = None

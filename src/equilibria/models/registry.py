@@ -9,6 +9,7 @@ from typing import Any
 
 from . import branches, certified, deep_opteq, mdeq, monotone, resnet, stacks
 from .network import ModelCard, ModelConfig, ModelSpec, Network, Shape, prefixed
+from .preprocessing import LARGEST_SIDE
 from .values import to_json
 
 SPECS: Mapping[str, ModelSpec] = {
@@ -16,7 +17,13 @@ SPECS: Mapping[str, ModelSpec] = {
     for family in (branches, stacks, certified, deep_opteq, monotone, mdeq, resnet)
     for spec in family.SPECS
 }
-_LARGEST = 1 << 16
+_LARGEST = {"num_classes": 1 << 16, "in_channels": 1 << 16, "image_size": LARGEST_SIDE}
+
+
+def nearest(name: str) -> str:
+    """A sentence that offers the nearest names, after a space; empty where none is near."""
+    close = difflib.get_close_matches(name, SPECS, n=3, cutoff=0.5)
+    return f" Did you mean {', '.join(close)}?" if close else ""
 
 
 def find(name: str) -> ModelSpec:
@@ -24,11 +31,9 @@ def find(name: str) -> ModelSpec:
     if not isinstance(name, str):
         raise TypeError(f"a model is named by a string, got {name!r}.")
     if name not in SPECS:
-        close = difflib.get_close_matches(name, SPECS, n=3, cutoff=0.5)
-        hint = f" Did you mean {', '.join(close)}?" if close else ""
         raise ValueError(
-            f"there is no model {name!r}.{hint} models.names() and `equilibria models` list "
-            f"all {len(SPECS)}."
+            f"there is no model {name!r}.{nearest(name)} models.names() and `equilibria models` "
+            f"list all {len(SPECS)}."
         )
     return SPECS[name]
 
@@ -84,12 +89,13 @@ def create(
         "image_size": spec.card.image_size if image_size is None else image_size,
     }
     for what, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= _LARGEST:
-            raise ValueError(f"{name}: {what}={size!r}, expected an integer in [1, {_LARGEST}].")
+        if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= _LARGEST[what]:
+            high = _LARGEST[what]
+            raise ValueError(f"{name}: {what}={size!r}, expected an integer in [1, {high}].")
     stored = {key: to_json(value) for key, value in options.items()}
     try:
         model = spec.build(Shape(**sizes), **options)
     except (TypeError, ValueError) as error:
         raise prefixed(error, name) from error
-    model.config = ModelConfig(name, **sizes, options=stored)
+    model.config, model.task = ModelConfig(name, **sizes, options=stored), spec.card.task
     return model

@@ -8,11 +8,15 @@ index of the first dimension, an output channel:
 Parameters of two or more dimensions are kept so. Buffers of two or more dimensions are kept in
 float16, and all that has fewer (norms, biases, running means) in float32. The scales of the tensor
 ``name`` are the tensor ``name`` + ".scale.": no name of a state dict ends with a dot.
+
+The metadata hold the SHA-256 of each tensor's bytes, and of the other metadata under the name
+"__metadata__", so that damage is found. Older files have none, and load without that test.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -28,6 +32,7 @@ from equilibria.engine.optional import needs
 
 from .network import ModelConfig, Network
 from .registry import create
+from .values import KINDS
 
 FORMAT = "equilibria-model/1"
 _SCALE = ".scale."
@@ -40,6 +45,12 @@ _FLOATS = {
     torch.float16: "F16",
 }
 _NAMES = {**_FLOATS, torch.int64: "I64", torch.int8: "I8"}
+_METADATA = "__metadata__"  # no tensor of a safetensors file can have this name
+_MOST_DIMENSIONS = 8
+_MOST_TEXT = 1 << 22
+_MOST = {"max_steps": 100_000, "memory": 1000, "restart": 1000}
+_MOST_ELSE = 10_000
+"""What a file may ask of a solver, an adjoint, …: the cost of a solve grows with each of them."""
 
 
 class ModelFileError(ValueError):
@@ -105,7 +116,20 @@ def save(
         stored[name] = _rounded(name, value.detach(), kind).cpu().contiguous().clone()
     if dtype == torch.int8:
         metadata["quantization"] = json.dumps({**_QUANTIZATION, "tensors": quantized})
+    sums = {name: _checksum(value) for name, value in stored.items()}
+    metadata["sha256"] = json.dumps({**sums, _METADATA: _metadata_checksum(metadata)})
     return write_bytes(place, _safetensors().torch.save(stored, metadata))
+
+
+def _checksum(tensor: Tensor) -> str:
+    """SHA-256 of the bytes of a tensor on the CPU, as they lie in the file (little endian)."""
+    data: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+    return hashlib.sha256(data).hexdigest()
+
+
+def _metadata_checksum(metadata: Mapping[str, str]) -> str:
+    others = {key: value for key, value in metadata.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(others, sort_keys=True).encode()).hexdigest()
 
 
 def _check_dtype(dtype: torch.dtype | None, allowed: tuple[torch.dtype, ...]) -> None:
@@ -145,8 +169,8 @@ def read_header(path: str | os.PathLike[str]) -> dict[str, Any]:
 
     Returns a dictionary with ``config`` (name, num_classes, in_channels, image_size, options),
     ``library`` (the version that wrote it), ``extra``, ``quantization`` (which tensors are in eight
-    bits, and how; None where none is), ``tensors`` (name → dtype and shape) and ``bytes`` (the size
-    of the file).
+    bits, and how; None where none is), ``sha256`` (name → checksum of the tensor's bytes; None in
+    older files), ``tensors`` (name → dtype and shape) and ``bytes`` (the size of the file).
 
     Raises:
         FileNotFoundError: no such file.
@@ -161,13 +185,19 @@ def load(
     *,
     device: str | torch.device = "cpu",
     dtype: torch.dtype | None = None,
+    trusted: bool = False,
 ) -> Network:
     """The network of a file that ``save`` wrote, in evaluation mode.
 
-    ``model.config`` says what it is, ``model.extra`` what was saved with it. The dtype is the
-    file's if not given, and float32 for a file in eight bits, whose weights are q·s. Names, shapes
-    and dtypes are checked against the network that the configuration describes before a weight is
-    taken over.
+    ``model.config`` says what it is, ``model.extra`` what was saved with it, ``model.preprocess``
+    brings images into its form. The dtype is the file's if not given, and float32 for a file in
+    eight bits, whose weights are q·s. Names, shapes and dtypes are checked against the network that
+    the configuration describes before a weight is taken over; then the checksums, and that all
+    values are finite.
+
+    ``trusted=True`` is for files of your own: it also loads weights that are NaN or infinite, and a
+    configuration beyond the limits (max_steps of 100,000, memory and restart of 1,000, other
+    integers of solvers and adjoints of 10,000), which keep a file from asking for endless work.
 
     Raises:
         FileNotFoundError: no such file.
@@ -176,14 +206,24 @@ def load(
     _check_dtype(dtype, tuple(_FLOATS))
     with _opened(path) as file:
         header = _header(Path(path), file)
+        if not trusted:
+            _check_limits(path, header["config"]["options"], len(header["tensors"]))
         model = _build(path, header)
         quantized = header["quantization"] is not None
         _check_tensors(path, header["tensors"], model, quantized)
         # Copies: the reader's tensors are windows into the file, which another may cut short.
         stored = {name: file.get_tensor(name).clone() for name in header["tensors"]}
+    _check_sums(path, stored, header["sha256"])
     if quantized:
         stored = _in_full(path, stored)
         dtype = torch.float32 if dtype is None else dtype
+    for name, value in stored.items():
+        if not (trusted or _finite(value)):
+            _refuse(
+                path,
+                f"{name} holds NaN or infinity, as after a training that diverged; "
+                "models.load(path, trusted=True) loads it as it is",
+            )
     tensors = {name: _rounded(name, value, dtype) for name, value in stored.items()}
     # The network was laid out without memory; the file's tensors become its weights.
     model.load_state_dict(tensors, strict=True, assign=True)
@@ -192,7 +232,13 @@ def load(
 
 
 def _refuse(path: str | os.PathLike[str], why: str) -> NoReturn:
-    raise ModelFileError(f"{path} is not a usable model file: {why}.")
+    raise ModelFileError(f"{path} is not a usable model file: {_shortened(why)}.")
+
+
+def _shortened(text: object, most: int = 600) -> str:
+    """A text of a length that can be printed: files hold numbers and names of any length."""
+    shown = str(text)
+    return shown if len(shown) <= most else f"{shown[: most // 2]} … {shown[-most // 2 :]}"
 
 
 @contextlib.contextmanager
@@ -220,14 +266,18 @@ def _opened(path: str | os.PathLike[str]) -> Iterator[Any]:
 
 def _header(path: Path, file: Any) -> dict[str, Any]:
     metadata = file.metadata() or {}
+    for key, text in metadata.items():
+        if len(text) > _MOST_TEXT:
+            _refuse(path, f"its {key} has {len(text):,} characters; the limit is {_MOST_TEXT:,}")
     if metadata.get("format") != FORMAT:
         _refuse(
             path,
             "it is a safetensors file without the mark of models.save "
             f"(format={metadata.get('format')!r}, expected {FORMAT!r})",
         )
-    config, extra, quantization = (
-        _json(path, key, metadata.get(key, "{}")) for key in ("config", "extra", "quantization")
+    config, extra, quantization, sums = (
+        _json(path, key, metadata.get(key, "{}"))
+        for key in ("config", "extra", "quantization", "sha256")
     )
     wanted = {"name": str, "num_classes": int, "in_channels": int, "image_size": int}
     for key, kind in {**wanted, "options": dict}.items():
@@ -237,12 +287,19 @@ def _header(path: Path, file: Any) -> dict[str, Any]:
         if quantization.get(key) != known:
             has = f"its quantization has {key}={quantization.get(key)!r}, and this version reads"
             _refuse(path, f"{has} {known!r}; use the version of the library that wrote the file")
+    if "sha256" in metadata and sums.pop(_METADATA, None) != _metadata_checksum(metadata):
+        _refuse(path, "its metadata do not have the checksum that they were written with: damaged")
     slices = {name: file.get_slice(name) for name in list(file.keys())}
+    for name, part in slices.items():
+        if len(part.get_shape()) > _MOST_DIMENSIONS:
+            count = len(part.get_shape())
+            _refuse(path, f"{name} has {count:,} dimensions; the limit is {_MOST_DIMENSIONS}")
     return {
         "config": config,
         "library": metadata.get("library"),
         "extra": extra,
         "quantization": quantization or None,
+        "sha256": sums if "sha256" in metadata else None,
         "tensors": {
             name: {"dtype": part.get_dtype(), "shape": tuple(part.get_shape())}
             for name, part in slices.items()
@@ -272,11 +329,54 @@ def _build(path: str | os.PathLike[str], header: Mapping[str, Any]) -> Network:
             if "fusion" in options:  # six branches; files of 0.1.0 have no reading
                 options.setdefault("reading", "parallel")
             return create(config["name"], **shape, **options)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise ModelFileError(
-            f"{path} was written by version {header['library']} and describes a network that "
-            f"version {__version__} cannot build: {error}"
+            f"{path} was written by version {_shortened(header['library'], 40)} and describes a "
+            f"network that version {__version__} cannot build: {_shortened(error)}"
         ) from error
+
+
+def _check_limits(path: str | os.PathLike[str], options: Mapping[str, Any], tensors: int) -> None:
+    """Raise if an object (solver, adjoint, …) of the configuration holds too large an integer.
+
+    Nor may it ask for more layers than there are tensors: laying out many takes long.
+    """
+    depth, widths = options.get("depth"), options.get("widths")
+    if isinstance(depth, int) and isinstance(widths, list) and depth * len(widths) > tensors:
+        _refuse(
+            path,
+            f"its config has depth={_shortened(depth, 40)} in {len(widths):,} stage(s), more "
+            f"layers than the limit, the number of its tensors, {tensors:,}",
+        )
+    left: list[Any] = list(options.values())
+    while left:
+        value = left.pop()
+        if isinstance(value, list):
+            left += value
+        if not isinstance(value, dict):
+            continue
+        left += value.values()
+        for key, number in value.items():
+            most = _MOST.get(key, _MOST_ELSE)
+            if isinstance(number, int) and abs(number) > most:
+                kind = value.get("kind")
+                name = kind if isinstance(kind, str) and kind in KINDS else "an option"
+                _refuse(
+                    path,
+                    f"its config has {_shortened(key, 40)}={_shortened(number, 40)} in {name}; the "
+                    f"limit is {most:,} (models.load(path, trusted=True) has none)",
+                )
+
+
+def _check_sums(
+    path: str | os.PathLike[str], stored: Mapping[str, Tensor], sums: Mapping[str, Any] | None
+) -> None:
+    """Raise at the first tensor whose bytes are not those that were written."""
+    if sums is None:
+        return
+    for name, value in stored.items():
+        if sums.get(name) != _checksum(value):
+            _refuse(path, f"{name} does not have the SHA-256 that it was written with: damaged")
 
 
 def _check_tensors(
@@ -311,7 +411,7 @@ def _check_tensors(
 
 
 def _some(names: list[str]) -> str:
-    shown = ", ".join(names[:3])
+    shown = ", ".join(_shortened(name, 200) for name in names[:3])
     return f"{shown}, …" if len(names) > 3 else shown
 
 
@@ -333,8 +433,12 @@ def _stored_as(value: Tensor) -> torch.dtype:
     return torch.int8 if isinstance(value, nn.Parameter) else torch.float16
 
 
+def _finite(value: Tensor) -> bool:
+    return not value.is_floating_point() or bool(torch.isfinite(value).all())
+
+
 def _check_finite(name: str, value: Tensor) -> None:
-    if value.is_floating_point() and not bool(torch.isfinite(value).all()):
+    if not _finite(value):
         raise ValueError(
             f"{name} holds NaN or infinity, and a file in eight bits (dtype=torch.int8) holds "
             "finite numbers alone; repair it, or save with dtype=None to keep it as it is"
@@ -383,8 +487,6 @@ def _in_full(path: str | os.PathLike[str], stored: Mapping[str, Tensor]) -> dict
         for name, value in stored.items():
             if value.dtype == torch.int8:
                 made[name] = _dequantize(name, value, made.pop(name + _SCALE))
-        for name, value in made.items():
-            _check_finite(name, value)
     except ValueError as error:
         _refuse(path, str(error))
     return made

@@ -1,0 +1,93 @@
+"""What a network says of an image: label, confidence, solver steps, certified radius."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from equilibria.certify import certify_network
+from equilibria.engine.result import ConvergenceWarning
+from equilibria.nn import observe
+
+from .preprocessing import InputWarning
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a network says of one image."""
+
+    labels: tuple[tuple[str, float], ...]
+    """The likeliest classes with their probabilities, best first."""
+    steps: int | None
+    """Evaluations of the map, the most that any layer took; None without equilibrium layers."""
+    converged: bool | None
+    """Whether every layer's solve passed its tolerance; None where it runs fixed steps."""
+    radius: float | None = None
+    """No image within this ℓ2 distance, pixels from 0 to 1 after resizing, has another label; None:
+    not asked."""
+    file: Path | None = None
+    """The file that held the image, if any."""
+
+    @property
+    def label(self) -> str:
+        """The likeliest class."""
+        return self.labels[0][0]
+
+    @property
+    def confidence(self) -> float:
+        """Its probability."""
+        return self.labels[0][1]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as plain values."""
+        labels = [{"label": label, "confidence": p} for label, p in self.labels]
+        file = None if self.file is None else str(self.file)
+        return {**vars(self), "file": file, "labels": labels}
+
+
+def predictions(
+    model: nn.Module,
+    x: Tensor,
+    classes: Sequence[str],
+    *,
+    top: int = 1,
+    radius_unit: float | None = None,
+) -> list[Prediction]:
+    """One Prediction for each normalized image of x [B, C, H, W], by the model in eval mode.
+
+    ``radius_unit``: certify the labels too, a distance of 1 in x being at least this in pixels.
+    """
+    if any(module.training for module in model.modules()):
+        model = copy.deepcopy(model).eval()
+    with torch.no_grad(), observe(model) as seen, warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)  # convergence is a field of the answer
+        warnings.simplefilter("ignore", InputWarning)  # preprocess has looked at the images
+        logits = model(x)
+    solved = [solution for each in seen.solutions.values() for solution in each]
+    steps: list[int | None] = [None] * len(x)
+    converged: list[bool | None] = [None] * len(x)
+    if solved:
+        steps = torch.stack([s.stats.steps.cpu() for s in solved]).amax(0).tolist()
+    tested = [s.converged.cpu() for s in solved if s.stats.syncs > 0]
+    if tested:
+        converged = torch.stack(tested).all(0).tolist()
+    best = logits.float().softmax(1).topk(min(top, len(classes)), dim=1)
+    named = [[classes[k] for k in row] for row in best.indices.tolist()]
+    labels = [
+        tuple(zip(*row, strict=True)) for row in zip(named, best.values.tolist(), strict=True)
+    ]
+    answers = list(map(Prediction, labels, steps, converged))
+    if radius_unit is None:
+        return answers
+    proven = certify_network(model, x)
+    # 0 where the network at its exact equilibria has another label.
+    same = (proven.label == logits.argmax(1)).cpu()
+    radii = proven.radius.cpu() * same * radius_unit * (1.0 - 1e-6)
+    return [replace(a, radius=r) for a, r in zip(answers, radii.tolist(), strict=True)]
