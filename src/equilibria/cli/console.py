@@ -12,8 +12,6 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from equilibria.engine import json_text
-
 error_console = Console(stderr=True)
 
 
@@ -56,6 +54,8 @@ def stop(message: str = "") -> typer.Exit:
 
 def print_json(value: Any) -> None:
     """One JSON document on stdout, and nothing else."""
+    from equilibria.engine import json_text
+
     typer.echo(json_text(value))
 
 
