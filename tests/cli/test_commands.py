@@ -362,6 +362,28 @@ def test_the_list_of_commands_says_what_their_own_help_says() -> None:
         assert " ".join(full.split("\n\n")[0].split()) == short, name
 
 
+def test_small_images_train_on_one_thread_unless_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from equilibria.cli.train import _on_threads
+
+    before = torch.get_num_threads()
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+
+    def used(asked: int | None, data: str) -> int:
+        with _on_threads(asked, data):
+            return torch.get_num_threads()
+
+    assert used(None, "digits") == 1
+    assert used(None, "cifar10") == before
+    assert used(None, "/a/folder") == before
+    assert used(2, "digits") == 2
+    monkeypatch.setenv("OMP_NUM_THREADS", str(before))
+    assert used(None, "digits") == before
+    assert torch.get_num_threads() == before
+
+
 @pytest.mark.slow
 def test_python_m_equilibria_is_the_command() -> None:
     done = subprocess.run(

@@ -288,7 +288,8 @@ def _top_ritz(
     shape = (-1, *[1] * (v.ndim - 1))
 
     def length(t: Tensor) -> Tensor:
-        return torch.linalg.vector_norm(t, dim=dims)
+        found: Tensor = torch.linalg.vector_norm(t, dim=dims)
+        return found
 
     tiny = torch.finfo(length(v).dtype).tiny
     v = v / length(v).clamp_min(tiny).reshape(shape)
