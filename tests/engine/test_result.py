@@ -82,7 +82,8 @@ def test_a_warning_points_at_the_line_of_the_user() -> None:
     """Through fixed_point, a layer, a layer in torch's containers, a backward pass."""
     few = eq.Picard(max_steps=1, rtol=1e-9)
     x = torch.randn(2, 3, generator=torch.Generator().manual_seed(0), requires_grad=True)
-    layer = eq.nn.GEQ(3, 4, solver=few)
+    torch.manual_seed(0)
+    layer = eq.nn.GEQ(16, 16, in_channels=3, solver=few)  # wide: its equilibrium is not 0
     bad = eq.Implicit(solver=eq.GMRES(max_steps=1, rtol=1e-12))
     calls = [
         lambda: eq.fixed_point(lambda z: 0.9 * z + x, x, solver=few),
