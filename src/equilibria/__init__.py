@@ -1,74 +1,79 @@
 """Equilibrium layers whose answer is the solution of a problem you can read, with a certificate."""
 
+import sys as _sys
 from importlib import import_module as _import_module
 from types import ModuleType as _ModuleType
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
 
-from . import nn
 from ._version import __version__
-from .adjoints import Implicit, OneStep, Phantom, Unrolled
-from .certify import Certificate, certify
-from .engine import (
-    CG,
-    GMRES,
-    ConvergenceWarning,
-    NotConvergedError,
-    Result,
-    Solution,
-    Stats,
-    jacobian_penalty,
-    spectral_radius,
-)
-from .entry import fixed_point, linear_solve, root
-from .problems import (
-    HSIC,
-    L1,
-    Ball,
-    Box,
-    CustomPrior,
-    Decorrelation,
-    Entropy,
-    Equilibria,
-    FeatureIncay,
-    FixedGamma,
-    Free,
-    Gaussian,
-    GroupSoftThreshold,
-    HalfSpace,
-    Isotonic,
-    LeakyNonNegative,
-    LearnedGamma,
-    Linear,
-    Logistic,
-    MeanPatchEnergy,
-    MinPatchEnergy,
-    NonNegative,
-    NuclearNorm,
-    Patches,
-    Polynomial,
-    Problem,
-    ShiftedNonNegative,
-    Sigmoidal,
-    Simplex,
-    Softplus,
-    SoftThreshold,
-    SquaredNorm,
-    Tanh,
-    TotalVariation,
-    minimize,
-    multistart,
-)
-from .solvers import (
-    Anderson,
-    Auto,
-    BestIterate,
-    Broyden,
-    ForwardBackward,
-    NewtonKrylov,
-    PeacemanRachford,
-    Picard,
-    ProximalGradient,
-    SequentialAveraging,
-)
+
+if _TYPE_CHECKING:
+    from . import nn
+    from .adjoints import Implicit, OneStep, Phantom, Unrolled
+    from .certify import Certificate, certify
+    from .engine import (
+        CG,
+        GMRES,
+        ConvergenceWarning,
+        NotConvergedError,
+        Result,
+        Solution,
+        Stats,
+        jacobian_penalty,
+        spectral_radius,
+    )
+    from .entry import fixed_point, linear_solve, root
+    from .problems import (
+        HSIC,
+        L1,
+        Ball,
+        Box,
+        CustomPrior,
+        Decorrelation,
+        Entropy,
+        Equilibria,
+        FeatureIncay,
+        FixedGamma,
+        Free,
+        Gaussian,
+        GroupSoftThreshold,
+        HalfSpace,
+        Isotonic,
+        LeakyNonNegative,
+        LearnedGamma,
+        Linear,
+        Logistic,
+        MeanPatchEnergy,
+        MinPatchEnergy,
+        NonNegative,
+        NuclearNorm,
+        Patches,
+        Polynomial,
+        Problem,
+        ShiftedNonNegative,
+        Sigmoidal,
+        Simplex,
+        Softplus,
+        SoftThreshold,
+        SquaredNorm,
+        Tanh,
+        TotalVariation,
+        minimize,
+        multistart,
+    )
+    from .solvers import (
+        Anderson,
+        Auto,
+        BestIterate,
+        Broyden,
+        ForwardBackward,
+        NewtonKrylov,
+        PeacemanRachford,
+        Picard,
+        ProximalGradient,
+        SequentialAveraging,
+    )
 
 __all__ = [
     "CG",
@@ -140,8 +145,42 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> _ModuleType:
-    """The packages above the core, imported on first access: they may need an extra."""
+def _load() -> None:
+    """Import the core and bind its public names: on first use, as it brings torch with it."""
+    core = (
+        _import_module("equilibria.engine"),
+        _import_module("equilibria.solvers"),
+        _import_module("equilibria.adjoints"),
+        _import_module("equilibria.entry"),
+        _import_module("equilibria.problems"),
+        _import_module("equilibria.certify"),
+    )
+    globals()["nn"] = _import_module("equilibria.nn")
+    for part in core:
+        shared = vars(part).keys() & set(__all__) - {"certify"}
+        globals().update({name: vars(part)[name] for name in shared})
+
+
+class _Package(_ModuleType):
+    """``eq.certify`` is a function, also after the package of that name was imported."""
+
+    @property
+    def certify(self) -> _Any:
+        return _import_module("equilibria.certify").certify
+
+    @certify.setter
+    def certify(self, module: _Any) -> None:
+        """The import system binds a package's name in its parent: not here."""
+
+
+_sys.modules[__name__].__class__ = _Package
+
+
+def __getattr__(name: str) -> _Any:
+    """The public names of the core, and the packages above it, which may need an extra."""
+    if name in __all__:
+        _load()
+        return globals()[name]
     match name:
         case "data":
             return _import_module("equilibria.data")

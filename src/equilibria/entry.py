@@ -200,12 +200,12 @@ def _observer(callback: TrajectoryCallback | None, spec: Any) -> Callback | None
 
 
 def _report(counts: dict[Result, int], solution: Solution[Any], throw: bool, *about: Any) -> None:
-    """Raise, or warn where the caller's caller stands, if samples did not converge."""
+    """Raise, or warn at the user's line, if samples did not converge."""
     if set(counts) == {Result.converged}:
         return
     if throw:
         raise NotConvergedError(describe_failures(counts, *about) or "", solution)
-    warn_failures(counts, 3, *about)
+    warn_failures(counts, *about)
 
 
 def linear_solve(

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 import yaml
 from PIL import Image
 from torch import Tensor
@@ -361,6 +362,55 @@ def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
 def test_without_a_command_there_is_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert run() in (0, 2)
     assert "train" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("flag", ["--version", "--help"])
+def test_help_and_version_import_no_torch(flag: str) -> None:
+    """A terminal must not wait for torch to read a line of text."""
+    program = (
+        "import sys; from equilibria.cli.app import main\n"
+        "try: main(sys.argv[1:])\n"
+        "except SystemExit: print('torch' in sys.modules, 'rich' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, flag], capture_output=True, text=True, check=True
+    )
+    shown, loaded = done.stdout.strip().rsplit("\n", 1)
+    assert "equilibria" in shown
+    assert loaded == "False True"
+
+
+def test_the_list_of_commands_says_what_their_own_help_says() -> None:
+    from equilibria.cli.app import COMMANDS, make_app
+
+    whole = typer.main.get_command(make_app())
+    listed = typer.main.get_command(make_app(""))
+    assert sorted(whole.commands) == sorted(listed.commands)
+    for name in COMMANDS:
+        full, short = whole.commands[name].help, listed.commands[name].help
+        assert " ".join(full.split("\n\n")[0].split()) == short, name
+
+
+def test_small_images_train_on_one_thread_unless_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from equilibria.cli.train import _on_threads
+
+    before = torch.get_num_threads()
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+
+    def used(asked: int | None, data: str) -> int:
+        with _on_threads(asked, data):
+            return torch.get_num_threads()
+
+    assert used(None, "digits") == 1
+    assert used(None, "cifar10") == before
+    assert used(None, "/a/folder") == before
+    assert used(2, "digits") == 2
+    monkeypatch.setenv("OMP_NUM_THREADS", str(before))
+    assert used(None, "digits") == before
+    assert torch.get_num_threads() == before
 
 
 @pytest.mark.slow

@@ -76,3 +76,34 @@ def test_linear_solve_warns_by_its_own_name() -> None:
     assert seen[0].filename == __file__
     with pytest.raises(NotConvergedError, match="linear_solve"):
         eq.linear_solve(lambda x: x @ shift.T, b, solver=eq.GMRES(max_steps=3), throw=True)
+
+
+def test_a_warning_points_at_the_line_of_the_user() -> None:
+    """Through fixed_point, a layer, a layer in torch's containers, a backward pass."""
+    few = eq.Picard(max_steps=1, rtol=1e-9)
+    x = torch.randn(2, 3, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    torch.manual_seed(0)
+    layer = eq.nn.GEQ(16, 16, in_channels=3, solver=few)  # wide: its equilibrium is not 0
+    bad = eq.Implicit(solver=eq.GMRES(max_steps=1, rtol=1e-12))
+    calls = [
+        lambda: eq.fixed_point(lambda z: 0.9 * z + x, x, solver=few),
+        lambda: layer(x),
+        lambda: torch.nn.Sequential(layer)(x),
+        lambda: layer.solve(x),
+        lambda: (
+            eq.fixed_point(
+                lambda z: (
+                    0.5 * torch.sin(z @ torch.tensor([[1.0, 2, 0], [0, 1, 1], [1, 0, 1]])) + x
+                ),
+                torch.zeros(2, 3),
+                solver=eq.Picard(max_steps=200, rtol=1e-6),
+                adjoint=bad,
+            )
+            .value.sum()
+            .backward()
+        ),
+    ]
+    for call in calls:
+        with pytest.warns(ConvergenceWarning) as caught:
+            call()
+        assert {each.filename for each in caught} == {__file__}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch.utils import _pytree as pytree
 from equilibria.engine.iterate import iterate
 from equilibria.engine.krylov import LinearIterated, LinearSolver, MatVec
 from equilibria.engine.maps import Map
-from equilibria.engine.result import BackwardStats, ConvergenceWarning, Result
+from equilibria.engine.result import BackwardStats, Result, warn_user
 from equilibria.engine.solver import Solver
 from equilibria.engine.tree import Leaves, add, repeat_samples, sample_norm, subtract
 
@@ -68,11 +67,9 @@ def note_backward(stats: BackwardStats, outcome: LinearIterated) -> None:
     missed = int((outcome.result != int(Result.converged)).sum())
     stats.unconverged += missed
     if missed:
-        warnings.warn(
+        warn_user(
             f"the backward solve missed its tolerance for {missed} of {len(outcome.result)} "
             f"samples (relative residual up to {float(outcome.relative.max()):.1e} after "
             f"{int(outcome.steps.max())} steps): gradients are off by about that much. Raise "
-            "max_steps or restart of Implicit(solver=GMRES(...)), or bound the norm of the map.",
-            ConvergenceWarning,
-            stacklevel=2,
+            "max_steps or restart of Implicit(solver=GMRES(...)), or bound the norm of the map."
         )

@@ -274,5 +274,5 @@ def _run(problem: _Problem, z0: Leaves, deps: list[Tensor]) -> Iterated:
     how.coupled = how.coupled or done.coupled
     problem.counted[:] = done.evaluations, done.syncs
     if done.counts is not None:
-        warn_failures(done.counts, stacklevel=2, options=problem.solver, dtype=z0[0].dtype)
+        warn_failures(done.counts, options=problem.solver, dtype=z0[0].dtype)
     return done

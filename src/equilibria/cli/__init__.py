@@ -1,10 +1,13 @@
 """The command line: parse, call, print. What is exported is for commands of other distributions."""
 
-from equilibria.engine import write_json
+from typing import TYPE_CHECKING, Any
 
-from .console import complain, error_console, fail, make_folder, output, print_json, stop
-from .flags import as_flags, pairs
-from .loading import Batch, Device, Root, device_of, load, prepared
+if TYPE_CHECKING:
+    from equilibria.engine import write_json
+
+    from .console import complain, error_console, fail, make_folder, output, print_json, stop
+    from .flags import as_flags, pairs
+    from .loading import Batch, Device, Root, device_of, load, prepared
 
 __all__ = [
     "Batch",
@@ -24,3 +27,14 @@ __all__ = [
     "stop",
     "write_json",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """On first use: `equilibria --help` needs no torch."""
+    if name in __all__:
+        import equilibria.engine as engine
+
+        from . import console, flags, loading
+
+        return next(vars(m)[name] for m in (console, flags, loading, engine) if name in vars(m))
+    raise AttributeError(f"module 'equilibria.cli' has no attribute {name!r}")

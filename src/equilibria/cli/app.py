@@ -6,29 +6,39 @@ import io
 import sys
 import traceback
 import warnings
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Annotated, Any
 
 import typer
 
 from equilibria._version import __version__
 
-from . import bench, certify, data, evaluate, info, models, predict, train
 from .console import complain, error_console, fail, stop
 from .flags import as_flags
 
 # ClickException: newer versions of typer have a click of their own inside.
 _WrongUsage: Any = typer.BadParameter.__mro__[2]
 
-app = typer.Typer(
-    name="equilibria",
-    help="Train, evaluate and certify equilibrium networks: layers whose output is the solution "
-    "of an optimization problem.",
-    no_args_is_help=True,
-    rich_markup_mode="rich",
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+_TEXT = (
+    "Train, evaluate and certify equilibrium networks: layers whose output is the solution "
+    "of an optimization problem."
 )
+# Each in the module of its name, with what its help begins with: listing them imports none.
+COMMANDS = {
+    "train": "Train a network. Without options: a small GEQ on the digits, in half a minute.",
+    "evaluate": "Accuracy, calibration, solver statistics and certificates on a data set.",
+    "predict": "Classify images with a trained network.",
+    "certify": "Is each layer's equilibrium unique, and how far from it is the answer?",
+    "bench": "Where the time goes: map, solver, adjoint, rest; steps per sample; and what would "
+    "help.",
+    "models": "List the networks, their size beside the papers', and what they are.",
+    "data": "List, download and check data sets.",
+    "info": "Versions of everything and the devices at hand.",
+}
+_OF_THE_PAPERS = {
+    "theory": "What the papers prove, on your own model, and an audit of every proposition.",
+    "reproduce": "The papers' tables and figures, beside ours.",
+}
 
 
 def _version(asked: bool) -> None:
@@ -37,7 +47,6 @@ def _version(asked: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def _common(
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
     version: Annotated[
@@ -48,41 +57,88 @@ def _common(
     """Train, evaluate and certify equilibrium networks."""
 
 
-app.command("train")(train.train)
-app.command("evaluate")(evaluate.evaluate)
-app.command("predict")(predict.predict)
-app.command("certify")(certify.certify)
-app.command("bench")(bench.bench)
-app.command("models")(models.models)
-app.add_typer(data.app, name="data")
-app.command("info")(info.info)
+def make_app(wanted: str | None = None) -> typer.Typer:
+    """The command line; with ``wanted`` only that command is imported, the others have a name.
 
-_OF_THE_PAPERS = {
-    "theory": "What the papers prove, on your own model, and an audit of every proposition.",
-    "reproduce": "The papers' tables and figures, beside ours.",
-}
-
-
-def _plug_in() -> None:
-    """Add the commands of other distributions: a function, or a Typer of several.
-
-    They are entry points of the group ``equilibria.commands``. Where those of the papers are not
-    installed, their names stay, and say what to install.
+    Commands of other distributions, a function or a Typer of several, are entry points of the
+    group ``equilibria.commands``. Where those of the papers are not installed, their names stay,
+    and say what to install.
     """
-    found = {entry.name: entry for entry in entry_points(group="equilibria.commands")}
-    for name, entry in sorted(found.items(), reverse=True):
-        command = entry.load()
-        if isinstance(command, typer.Typer):
-            app.add_typer(command, name=name)
+    app = typer.Typer(
+        name="equilibria",
+        help=_TEXT,
+        no_args_is_help=True,
+        rich_markup_mode="rich",
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback()(_common)
+    plugged = {entry.name: entry for entry in entry_points(group="equilibria.commands")}
+    known = COMMANDS | _OF_THE_PAPERS
+    for name in [*COMMANDS, *sorted({*plugged, *_OF_THE_PAPERS}, reverse=True)]:
+        if wanted not in (None, name) and name in known:
+            app.command(name, help=known[name])(_listed)
+        elif name in COMMANDS or name in plugged:
+            _add(app, name, plugged.get(name))
         else:
-            app.command(name)(command)
-    for name in _OF_THE_PAPERS.keys() - found.keys():
-        app.command(
-            name,
-            help=f"{_OF_THE_PAPERS[name]} Needs equilibria-papers.",
-            context_settings={"ignore_unknown_options": True},
-            add_help_option=False,
-        )(_absent)
+            app.command(
+                name,
+                help=f"{_OF_THE_PAPERS[name]} Needs equilibria-papers.",
+                context_settings={"ignore_unknown_options": True},
+                add_help_option=False,
+            )(_absent)
+    return app
+
+
+def _add(app: typer.Typer, name: str, entry: EntryPoint | None) -> None:
+    """Import one command and put it in its place."""
+    command = _own(name) if entry is None else entry.load()
+    if isinstance(command, typer.Typer):
+        app.add_typer(command, name=name)
+    else:
+        app.command(name)(command)
+
+
+def _own(name: str) -> Any:
+    """The command of this name; an import for each, so that only one is imported."""
+    match name:
+        case "train":
+            from .train import train
+
+            return train
+        case "evaluate":
+            from .evaluate import evaluate
+
+            return evaluate
+        case "predict":
+            from .predict import predict
+
+            return predict
+        case "certify":
+            from .certify import certify
+
+            return certify
+        case "bench":
+            from .bench import bench
+
+            return bench
+        case "models":
+            from .models import models
+
+            return models
+        case "data":
+            from . import data
+
+            return data.app
+        case "info":
+            from .info import info
+
+            return info
+    raise KeyError(name)
+
+
+def _listed() -> None:
+    """Stands for a command that is only listed."""
 
 
 def _absent(
@@ -94,7 +150,11 @@ def _absent(
     )
 
 
-_plug_in()
+def __getattr__(name: str) -> Any:
+    """``app``: the whole command line, for those who inspect it."""
+    if name == "app":
+        return make_app()
+    raise AttributeError(f"module 'equilibria.cli.app' has no attribute {name!r}")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -110,6 +170,8 @@ def main(arguments: list[str] | None = None) -> None:
         arguments = [a for a in given if a != "--debug"]
         with warnings.catch_warnings():
             warnings.showwarning = _warn
+            wanted = next((a for a in arguments if not a.startswith("-")), "")
+            app = make_app(wanted)
             code = app(args=arguments, prog_name="equilibria", standalone_mode=False)
     except typer.Abort:
         error_console.print("interrupted", style="yellow")

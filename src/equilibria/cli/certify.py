@@ -58,7 +58,7 @@ def certify(
     if radii is not None:
         _labels(model, dataset, radii, attack, out, as_json)
         return
-    whole = evaluation.certify_dataset(model, dataset, images)
+    whole = evaluation.certify_dataset(model, dataset, images, progress=not as_json)
     rows = [_row(name, part) for name, part in whole.items()]
     unique = all(part.unique for part in whole.values())
     rigorous = all(bool(getattr(part, "rigorous", False)) for part in whole.values())

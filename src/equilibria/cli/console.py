@@ -13,8 +13,6 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from equilibria.engine import json_text
-
 # C0 but tab and newline, DEL, C1, marks that change the direction of writing, lone surrogates.
 _CONTROL = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
@@ -81,6 +79,8 @@ def stop(message: str = "") -> typer.Exit:
 
 def print_json(value: Any) -> None:
     """One JSON document on stdout, and nothing else."""
+    from equilibria.engine import json_text
+
     typer.echo(json_text(value))
 
 

@@ -12,8 +12,6 @@ from typing import Annotated, Any
 
 import typer
 
-from equilibria.engine import OptionError
-
 _SIMPLE = (bool, int, float, str)
 _OWNERS = ("TrainConfig", "profile_model")  # whose options are the flags of a command
 
@@ -35,6 +33,8 @@ def _listed(value: Any) -> str:
 
 def as_flags(error: BaseException) -> str:
     """The message; what is a flag of a command is written as one, ``--lr -1.0 is out of range``."""
+    from equilibria.engine import OptionError
+
     if not isinstance(error, OptionError) or error.owner not in _OWNERS:
         return str(error)
     source = "" if error.source is None else f"{error.source}: "

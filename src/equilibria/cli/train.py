@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +17,7 @@ from .console import fail, print_json, print_table, say, stop
 from .flags import from_flags, pairs, with_flags
 from .loading import Json
 
+_SMALL = 16  # pixels a side: digits have 8, CIFAR's images 32
 _PANELS = ("What", "Training", "Machine", "Other")
 
 
@@ -46,6 +50,14 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the resolved configuration and stop.")
     ] = False,
+    threads: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="CPU threads; not given: OMP_NUM_THREADS, else one for images of up to "
+            f"{_SMALL} pixels a side and torch's own number for larger ones.",
+        ),
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")] = False,
     as_json: Json = False,
     **given: Any,
@@ -62,9 +74,10 @@ def train(
         typer.echo(settings.resolved().to_yaml(), nl=False)
         return
     try:
-        result = training.fit(
-            settings, resume=resume, overwrite=overwrite, progress=not (quiet or as_json)
-        )
+        with _on_threads(threads, settings.data):
+            result = training.fit(
+                settings, resume=resume, overwrite=overwrite, progress=not (quiet or as_json)
+            )
     except training.RunExistsError as error:
         raise fail(
             f"{error.folder} already holds a run.",
@@ -83,6 +96,29 @@ def train(
     rows = [(name, f"{value:.4g}") for name, value in result.metrics.items()]
     print_table("result", "value", rows=rows)
     say(f"weights in {result.weights}\nnext: {_next(result.folder, settings)}")
+
+
+@contextmanager
+def _on_threads(asked: int | None, data: str) -> Iterator[None]:
+    """Run on so many CPU threads; docs/training.md says why small images get one."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(asked or _threads_for(data) or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _threads_for(data: str) -> int | None:
+    """1 for small images, where the environment does not say; None: torch's own number."""
+    from equilibria import data as datasets
+
+    if os.environ.get("OMP_NUM_THREADS") or os.environ.get("MKL_NUM_THREADS"):
+        return None
+    size = datasets.describe(data).image_size if data in datasets.names() else None
+    return 1 if size is not None and size <= _SMALL else None
 
 
 def _next(folder: Path, settings: TrainConfig) -> str:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import enum
+import os
+import sys
 import warnings
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Generic, TypeVar
 
 import torch
@@ -160,13 +163,27 @@ def describe_failures(
     return f"{what} did not converge for all samples: " + "; ".join(parts) + "."
 
 
+# The folders of this package and of torch: what stands there is not the user's.
+_LIBRARIES = (str(Path(__file__).parents[1]) + os.sep, str(Path(torch.__file__).parent) + os.sep)
+
+
+def warn_user(message: str) -> None:
+    """A ``ConvergenceWarning`` at the line of the user's code that led here.
+
+    Layers, adjoints and torch's own modules stand in between, so no fixed ``stacklevel`` fits.
+    """
+    level, frame = 2, sys._getframe(1)
+    while frame.f_code.co_filename.startswith(_LIBRARIES) and frame.f_back is not None:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, ConvergenceWarning, stacklevel=level)
+
+
 def warn_failures(
     counts: dict[Result, int],
-    stacklevel: int,
     what: str = "fixed_point",
     options: object = None,
     dtype: torch.dtype | None = None,
 ) -> None:
     message = describe_failures(counts, what, options, dtype)
     if message is not None:
-        warnings.warn(message, ConvergenceWarning, stacklevel=stacklevel + 1)
+        warn_user(message)

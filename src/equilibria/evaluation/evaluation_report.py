@@ -326,7 +326,7 @@ def evaluate(
             check_finite(flipped.nonfinite, len(dataset), f"{name} on mirror images", optional=True)
     certificate: Any = None
     if certify > 0 and equilibrium_layers(model):
-        certificate = certify_dataset(model, dataset, certify)
+        certificate = certify_dataset(model, dataset, certify, progress=progress)
     converged = None
     if len(subjects) == 2:
         converged = Converged(repr(solver), metrics[1], statistics[1], float(agree) / guesses)

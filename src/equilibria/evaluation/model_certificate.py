@@ -16,12 +16,15 @@ from equilibria.nn.observing import equilibrium_layers, observe
 
 from .layer_solvers import layer_label
 from .model_on_data import check_pair, check_whole, device_of, evaluating, model_input
+from .rich_output import progress_bar
 
 _NOTE = "each layer on its own input; the errors of earlier layers belong to that input"
 
 
 @torch.no_grad()
-def certify_model(model: nn.Module, x: Tensor) -> CompositeCertificate | dict[str, Guaranteed]:
+def certify_model(
+    model: nn.Module, x: Tensor, *, progress: bool = False
+) -> CompositeCertificate | dict[str, Guaranteed]:
     """What is proven of each equilibrium layer of ``model`` for the batch x [B, ...].
 
     The model runs once, in eval mode and with its own solvers; hooks catch what each layer gets,
@@ -29,6 +32,8 @@ def certify_model(model: nn.Module, x: Tensor) -> CompositeCertificate | dict[st
     used twice has a second part "name#2". A layer without a certificate of its own counts as
     "nothing is proven". Where layers see batches of different sizes (patches folded into the
     batch), the parts do not compose and come as a dict. The model is left as it is.
+
+    ``progress`` shows a bar over the layers, with the time left, where stderr is a terminal.
     """
     layers = equilibrium_layers(model)
     if not layers:
@@ -48,12 +53,15 @@ def certify_model(model: nn.Module, x: Tensor) -> CompositeCertificate | dict[st
         with evaluating(model), observe(model) as seen:
             model(x)
             solved = {name: iter(list(found)) for name, found in seen.solutions.items()}
-            for name, inputs in calls.copy():
-                counts[name] += 1
-                number = "" if counts[name] == 1 else f"#{counts[name]}"
-                found = next(solved.get(name, iter(())), None)
-                made = _part(name, layers[name], inputs, found)
-                parts.update(_leaves(layer_label(name) + number, made))
+            made_here = calls.copy()
+            with progress_bar(len(made_here), "certifying layers", progress) as advance:
+                for name, inputs in made_here:
+                    counts[name] += 1
+                    number = "" if counts[name] == 1 else f"#{counts[name]}"
+                    found = next(solved.get(name, iter(())), None)
+                    made = _part(name, layers[name], inputs, found)
+                    parts.update(_leaves(layer_label(name) + number, made))
+                    advance()
     finally:
         for hook in hooks:
             hook.remove()
@@ -78,13 +86,13 @@ def _leaves(name: str, part: Guaranteed) -> dict[str, Guaranteed]:
 
 
 def certify_dataset(
-    model: nn.Module, dataset: ImageData, count: int = 64
+    model: nn.Module, dataset: ImageData, count: int = 64, *, progress: bool = False
 ) -> CompositeCertificate | dict[str, Guaranteed]:
     """``certify_model`` on the first ``count`` images of a data set, normalized."""
     check_whole("count", count, 1)
     check_pair(model, dataset)
     images = dataset.images[slice(0, min(count, len(dataset)))].to(device_of(model))
-    return certify_model(model, model_input(model, dataset, images))
+    return certify_model(model, model_input(model, dataset, images), progress=progress)
 
 
 def _part(

@@ -19,7 +19,13 @@ from equilibria.problems import (
     Problem,
     as_gamma,
 )
-from equilibria.problems.norms import convolution_norm_upper, dense_norm, exact, patched_kernel
+from equilibria.problems.norms import (
+    convolution_norm_upper,
+    dense_norm,
+    exact,
+    is_flat,
+    patched_kernel,
+)
 
 from .constraints import NormBounded, constrain
 from .inputs import check_sizes
@@ -143,11 +149,14 @@ class GEQ(WeightedLayer):
         slack = 4 * torch.finfo(torch.float64).eps * width * float(w_h.norm() * weight.norm())
         if self.patch is None:
             return dense_norm(w_h.mT @ weight).upper + slack
+        product = u.norm_upper() * dense_norm(w_h).upper
+        if is_flat(w_h):
+            return product
         channels, size = self.patch.channels, self.patch.size
         kernel, stride = patched_kernel(weight, w_h, stride=(1, 1), channels=channels, size=size)
         # One term of W_h may stand at p² places of the kernel, so the slack counts each.
         through = convolution_norm_upper(kernel, stride=stride) + size**2 * slack
-        return min(u.norm_upper() * dense_norm(w_h).upper, through)
+        return min(product, through)
 
 
 class KerDEQ(GEQ):

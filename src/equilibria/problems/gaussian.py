@@ -31,10 +31,11 @@ from equilibria.problems.norms import (
     NormBound,
     convolution_norm_upper,
     dense_norm,
+    estimated_norm,
     exact,
+    is_flat,
     metric_root,
     patched_kernel,
-    power_norm,
     replaced,
     sum_error,
 )
@@ -276,6 +277,7 @@ class Gaussian(ImageCoupling):
 
         A dense W gives ‖W_hᵀW‖₂ itself. Otherwise it is ‖W‖₂‖W_h‖₂; ``tight`` (convolutions with
         patches) takes A as the one strided convolution that it is: tighter, and slower to compute.
+        Where W_h scales all directions alike, as a fresh one does, the product is as close.
         """
         if tight not in self._mu_upper:
             self._mu_upper[tight] = self._compute_mu_upper(tight)
@@ -287,6 +289,7 @@ class Gaussian(ImageCoupling):
         root, root_norm = metric_root(self.metric)
         product = self.norm_upper() * root_norm
         w, cut = self.operator, self.patches
+        tight = tight and not is_flat(root)
         if isinstance(w, DenseOperator):
             through = dense_norm(root.mT @ exact(w.weight)).upper
         elif tight and cut is not None and isinstance(w, (ConvOperator, SeparableConvOperator)):
@@ -305,7 +308,7 @@ class Gaussian(ImageCoupling):
         return min(math.sqrt(through**2 + slack * product**2), product)
 
     def mu(self, in_shape: Sequence[int] | None = None, *, tight: bool = False) -> NormBound:
-        """μ = ‖A‖₂ on states of ``in_shape``: power iteration on A, and the rigorous bound."""
+        """μ = ‖A‖₂ on states of ``in_shape``: Lanczos's method on AᵀA, and the rigorous bound."""
         shape = self.operator.in_shape if in_shape is None else tuple(in_shape)
         if shape is None:
             raise ValueError("Gaussian.mu needs in_shape, e.g. (channels, H, W).")
@@ -319,7 +322,7 @@ class Gaussian(ImageCoupling):
             return w.adjoint(self._merge(rows if metric is None else rows @ metric, wv), shape)
 
         upper = self.mu_upper(tight=tight)
-        estimate = power_norm(gram, shape, dtype=w.dtype, device=w.device)
+        estimate = estimated_norm(gram, shape, dtype=w.dtype, device=w.device)
         return NormBound(min(estimate, upper), upper)
 
     def curvature(self, *, tight: bool = False) -> Curvature:

@@ -31,13 +31,14 @@ import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from equilibria.engine.tree import sample_norm, scale_samples
+from equilibria.engine.tree import sample_norm
 
 Part = TypeVar("Part")
 
@@ -131,6 +132,17 @@ def metric_root(metric: Tensor) -> tuple[Tensor, float]:
     return root, math.sqrt(top * (1.0 + slack))
 
 
+def is_flat(factor: Tensor) -> bool:
+    """Whether σmin ≥ (1 − 1e-4)·σmax > 0 for the factor [k, m] of a metric, one value for each row.
+
+    Then ‖AR‖ ≥ (1 − 1e-4)·‖A‖‖R‖ for every A: no bound on it is closer to it than the product.
+    """
+    if factor.shape[0] > factor.shape[1]:
+        return False
+    sigma = torch.linalg.svdvals(exact(factor))
+    return float(sigma[-1]) >= (1.0 - 1e-4) * float(sigma[0]) > 0.0
+
+
 def _polyphase(weight: Tensor, stride: tuple[int, int]) -> Tensor:
     """[G, o, i, kh, kw] with stride s → stride 1: [G, o, i·s_h·s_w, ⌈kh/s_h⌉, ⌈kw/s_w⌉]."""
     g, o, i, kh, kw = weight.shape
@@ -184,68 +196,123 @@ def _symbol_norm_upper(w: Tensor, stride: tuple[int, int], groups: int) -> float
         return 0.0
     # Squares of tiny entries would underflow, and the bound with them.
     w = _polyphase((w / scale).reshape(groups, -1, *w.shape[1:]), stride)
-    g, o, i, th, tw = w.shape
+    w = w if w.shape[1] <= w.shape[2] else w.transpose(1, 2)  # ‖K̂‖ = ‖K̂ᵀ‖: the smaller Gram matrix
+    g, n, terms, th, tw = w.shape
     nh, nw = (max(1, _SAMPLES_PER_TAP * (taps - 1)) for taps in (th, tw))
+    lags, even, odd = _autocorrelation(w)
     # A real kernel has K̂(−θ) = conj K̂(θ): half of the last axis is enough.
-    eh, ew = waves(nh, nh, th, w), waves(nw // 2 + 1, nw, tw, w)
-    half = torch.einsum("lb,goiab->lgoia", ew, w.to(ew.dtype))
+    turns = torch.cartesian_prod(
+        torch.arange(nh, dtype=torch.float64) / nh,
+        torch.arange(nw // 2 + 1, dtype=torch.float64) / nw,
+    )
+    angles = (2 * math.pi * turns @ lags.T).to(w.device)
     best = 0.0
-    step = max(1, _CHUNK // max(1, g * o * i * ew.shape[0]))
-    for start in range(0, nh, step):
-        symbol = torch.einsum("ja,lgoia->jlgoi", eh[start : start + step], half).flatten(0, 2)
-        best = _largest(symbol @ symbol.mH if o <= i else symbol.mH @ symbol, best)
+    for part in angles.split(max(1, _CHUNK // (g * n * n))):
+        real, imaginary = part.cos() @ even, part.sin() @ odd
+        best = _largest(torch.complex(real, imaginary).reshape(-1, n, n), best)
     shrink = math.cos(math.pi * (th - 1) / 2 / nh) * math.cos(math.pi * (tw - 1) / 2 / nw)
-    # Rounding: the symbol's entries, the Gram matrix and the eigenvalue, relative to Frobenius.
-    rounding = 16 * _EPS * (o + i + th * tw) * math.sqrt(th * tw) * float(w.norm())
-    return scale * (math.sqrt(best) / shrink + rounding)
+    # Rounding of the Gram matrices: sums of that many products, of the size (Σ_a ‖K_a‖)² at most.
+    taps = th * tw
+    rounding = 16 * _EPS * (terms * taps + len(lags) + 4) * taps * float(w.square().sum())
+    return scale * math.sqrt(best + rounding) / shrink * (1.0 + 8 * _EPS)
 
 
-_CHEAP = 64  # rows up to which eigenvalues cost less than what avoids them
-_ABOVE = 1e-6  # what a bound by Cholesky lies above an eigenvalue that was computed
+def _autocorrelation(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """C_l = Σ_a K_{a+l}K_aᵀ for one of each pair ±l of lags, as C_l + C_lᵀ and C_l − C_lᵀ.
+
+    K̂(θ)K̂(θ)* = Σ_l (C_l + C_lᵀ) cos⟨l,θ⟩ + i(C_l − C_lᵀ) sin⟨l,θ⟩ with C_0 halved: the sums over
+    taps are made once, not for every frequency. w [G, n, m, th, tw] → lags float64 [L, 2], and
+    [L, G·n·n] twice.
+    """
+    g, n, _, th, tw = w.shape
+    lags = [(p, q) for p in range(th) for q in range(1 - tw, tw) if p > 0 or q >= 0]
+    products = []
+    for p, q in lags:
+        far = w[..., p:, max(q, 0) : tw + min(q, 0)]
+        near = w[..., : th - p, max(-q, 0) : tw - max(q, 0)]
+        products.append(far.reshape(g, n, -1) @ near.reshape(g, n, -1).mT)
+    products[lags.index((0, 0))] *= 0.5
+    c = torch.stack(products)
+    even, odd = ((c + sign * c.mT).flatten(1) for sign in (1, -1))
+    return torch.tensor(lags, dtype=torch.float64), even, odd
+
+
+_CHEAP = 16  # rows up to which eigenvalues cost no more than what avoids them
+_ABOVE = 1e-5  # what a bound by Cholesky lies above an eigenvalue that was computed
 
 
 def _largest(gram: Tensor, best: float) -> float:
-    """max(best, λmax of each), from above by at most 1e-6. gram [N, n, n], Hermitian, ≥ 0.
+    """max(best, λmax of each), from above by at most 2e-5. gram [N, n, n], Hermitian, ≥ 0.
 
-    G ≤ t·I exactly where t·I − G has a Cholesky factor, at a tenth of the price of eigenvalues: so
-    these are computed where a few power iterations see the largest, and the rest is compared.
+    G ≤ t·I exactly where t·I − G has a Cholesky factor, at a tenth of the price of eigenvalues. So
+    all are compared with the largest seen so far; those above it raise it, by a Lanczos estimate
+    and, where that is not enough for the next comparison, by an eigenvalue.
     """
-    # λmax ≤ ‖·‖_F: what cannot raise the maximum needs nothing.
-    gram = gram[~(torch.linalg.matrix_norm(gram) <= best)]
     n = gram.shape[-1]
-    if gram.shape[0] == 0:
-        return best
-    if n <= _CHEAP or gram.shape[0] == 1:
+    if n <= _CHEAP or (gram.shape[0] == 1 and best == 0.0):
         return max(best, float(torch.linalg.eigvalsh(gram).amax()))
     # The factor is exact for a matrix within (n + 1)² eps of the given one (Higham, Theorem 10.3).
-    slack = _ABOVE + 16 * (n + 1) ** 2 * _EPS
-    seen = _by_power(gram)
-    while gram.shape[0]:
-        top = int(seen.argmax())
-        best = max(best, float(torch.linalg.eigvalsh(gram[top])[-1]) * (1.0 + slack))
-        others = torch.arange(len(seen), device=seen.device) != top
-        gram, seen = gram[others], seen[others]
-        below = _below(gram, best / (1.0 + slack) * (1.0 + _ABOVE))
-        gram, seen = gram[~below], seen[~below]
-    return best
+    slack = 1.0 + 16 * (n + 1) ** 2 * _EPS
+    level, estimated = best / slack, False
+    while True:
+        gram = gram[~_below(gram, level)] if level > 0.0 else gram
+        if gram.shape[0] == 0:
+            return max(best, level * slack)
+        if estimated:
+            found = float(torch.linalg.eigvalsh(gram[0])[-1])
+        else:
+            source = torch.Generator().manual_seed(0)
+            start = torch.randn(n, 1, generator=source, dtype=torch.float64).to(gram)
+            ritz = _top_ritz(partial(torch.matmul, gram), start.expand(len(gram), -1, -1))
+            found = float(ritz.amax())
+        level, estimated = max(level, found * (1.0 + _ABOVE)), True
 
 
 def _below(gram: Tensor, bound: float) -> Tensor:
     """[N] bool: bound·I − G has a Cholesky factor, so that G ≤ bound·I up to its rounding."""
-    distance = torch.diag_embed(torch.full_like(gram[..., 0].real, bound)) - gram
+    distance = -gram
+    distance.diagonal(dim1=1, dim2=2).add_(bound)
     failed: Tensor = torch.linalg.cholesky_ex(distance).info
     return failed == 0
 
 
-def _by_power(gram: Tensor, iterations: int = 12) -> Tensor:
-    """Estimates of λmax from below. gram [N, n, n] → float64 [N]."""
-    source = torch.Generator().manual_seed(0)
-    v = torch.randn(gram.shape[-1], 1, generator=source, dtype=torch.float64).to(gram)
-    v = v.expand(gram.shape[0], -1, -1)
-    for _ in range(iterations):
-        v = gram @ v
-        v = v / torch.linalg.vector_norm(v, dim=1, keepdim=True).clamp_min(1e-300)
-    found: Tensor = torch.linalg.vector_norm(gram @ v, dim=(1, 2))
+def _top_ritz(
+    apply: Callable[[Tensor], Tensor], v: Tensor, *, steps: int = 96, rtol: float = 1e-7
+) -> Tensor:
+    """λmax of self-adjoint maps by Lanczos's method: from below, up to rounding. v [N, ...] → [N].
+
+    It ends when the largest Ritz value has not changed by ``rtol`` in the last eight steps. A loss
+    of orthogonality gives copies of Ritz values, and does not raise the largest one.
+    """
+    dims = tuple(range(1, v.ndim))
+    shape = (-1, *[1] * (v.ndim - 1))
+
+    def length(t: Tensor) -> Tensor:
+        found: Tensor = torch.linalg.vector_norm(t, dim=dims)
+        return found
+
+    tiny = torch.finfo(length(v).dtype).tiny
+    v = v / length(v).clamp_min(tiny).reshape(shape)
+    before, beta = torch.zeros_like(v), torch.zeros_like(length(v))
+    diagonal: list[Tensor] = []
+    beside: list[Tensor] = []
+    found = torch.zeros_like(beta)
+    for step in range(1, steps + 1):
+        image = apply(v)
+        alpha = (v.conj() * image).sum(dims).real
+        image = image - alpha.reshape(shape) * v - beta.reshape(shape) * before
+        diagonal.append(alpha)
+        if step % 8 == 0 or step == steps:
+            last, t = found, torch.diag_embed(torch.stack(diagonal, 1))
+            if beside:
+                off = torch.stack(beside, 1)
+                t = t + torch.diag_embed(off, 1) + torch.diag_embed(off, -1)
+            found = torch.linalg.eigvalsh(t)[:, -1]
+            if bool((found <= last * (1.0 + rtol)).all()):
+                break
+        beta = length(image)
+        beside.append(beta)
+        before, v = v, image / beta.clamp_min(tiny).reshape(shape)
     return found
 
 
@@ -273,32 +340,18 @@ def patched_kernel(
 
 
 @torch.no_grad()
-def power_norm(
+def estimated_norm(
     gram: Callable[[Tensor], Tensor],
     shape: Sequence[int],
     *,
     dtype: torch.dtype,
     device: torch.device,
-    iterations: int = 300,
-    rtol: float = 1e-7,
 ) -> float:
-    """√λmax of a positive semidefinite map z → AᵀAz by power iteration: from below, up to rounding.
+    """√λmax of a positive semidefinite map z → AᵀAz by Lanczos's method: from below, to rounding.
 
-    Two fixed starts run side by side in the batch, and the larger Rayleigh quotient is returned.
+    Two fixed starts run side by side in the batch, and the larger value is returned.
     """
     source = torch.Generator().manual_seed(0)
     work = torch.promote_types(dtype, torch.float32)
-    v = torch.randn((2, *shape), generator=source, dtype=work).to(device)
-    dims = tuple(range(1, v.ndim))
-    tiny = torch.finfo(work).tiny
-    best = 0.0
-    for _ in range(iterations):
-        v = scale_samples(1.0 / sample_norm([v]).clamp_min(tiny), [v])[0]
-        image = gram(v.to(dtype)).to(work)
-        current = float((v * image).sum(dims).amax())
-        if current <= best * (1.0 + rtol):
-            best = max(best, current)
-            break
-        best = current
-        v = image
-    return math.sqrt(max(best, 0.0))
+    start = torch.randn((2, *shape), generator=source, dtype=work).to(device)
+    return math.sqrt(max(float(_top_ritz(lambda v: gram(v.to(dtype)).to(work), start).amax()), 0.0))

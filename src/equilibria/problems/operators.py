@@ -21,8 +21,8 @@ from equilibria.problems.norms import (
     NormBound,
     convolution_norm_upper,
     dense_norm,
+    estimated_norm,
     exact,
-    power_norm,
 )
 
 
@@ -98,7 +98,7 @@ class LinearOperator(ABC):
         return self.weight.device
 
     def norm(self, in_shape: Sequence[int] | None = None) -> NormBound:
-        """‖W‖₂ on maps of ``in_shape``: power iteration from below, rigorous bound from above."""
+        """‖W‖₂ on maps of ``in_shape``: Lanczos's method from below, rigorous bound from above."""
         shape = self.in_shape if in_shape is None else tuple(in_shape)
         if shape is None:
             raise ValueError(f"{type(self).__name__}.norm needs in_shape, e.g. (channels, H, W).")
@@ -106,7 +106,7 @@ class LinearOperator(ABC):
         upper = self.norm_upper()
         w = self.cast(torch.float64)
         gram = lambda v: w.adjoint(w(v), shape)  # noqa: E731
-        estimate = power_norm(gram, shape, dtype=w.dtype, device=w.device)
+        estimate = estimated_norm(gram, shape, dtype=w.dtype, device=w.device)
         return NormBound(min(estimate, upper), upper)
 
 
