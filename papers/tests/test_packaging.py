@@ -7,7 +7,6 @@ import tomllib
 from pathlib import Path
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
 import equilibria
@@ -42,10 +41,8 @@ def test_old_paths_name_the_new_ones(old: str, new: str) -> None:
 def test_without_the_papers_their_commands_say_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    bare = typer.Typer()
-    monkeypatch.setattr(module, "app", bare)
     monkeypatch.setattr(module, "entry_points", lambda group: ())
-    module._plug_in()
+    bare = module.make_app()
     for command in (["theory", "audit", "--only", "x"], ["reproduce", "list"], ["theory", "-h"]):
         found = CliRunner().invoke(bare, command)
         assert found.exit_code == 1
