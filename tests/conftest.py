@@ -19,6 +19,28 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+# Tests that compile, inherited by many classes: how many of each run every day. The rest are slow.
+COMPILED = {
+    "test_a_fixed_step_layer_compiles_whole": 4,
+    "test_fixed_steps_compile_into_one_graph": 3,
+    "test_fixed_steps_compile_to_one_graph": 3,
+    "test_the_map_compiles": 3,
+    "test_vmap_and_compile": 8,
+}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Before slow tests are deselected: mark those of COMPILED beyond their number."""
+    left = dict(COMPILED)
+    for item in items:
+        name = getattr(item, "originalname", item.name)
+        if name in left and item.get_closest_marker("slow") is None:
+            left[name] -= 1
+            if left[name] < 0:
+                item.add_marker(pytest.mark.slow)
+
+
 def pytest_collection_finish() -> None:
     """Thousands of tests and every import live to the end; a walk over them finds no garbage.
 

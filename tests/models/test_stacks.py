@@ -26,6 +26,7 @@ def _benchmark() -> ModuleType:
     return module
 
 
+@pytest.mark.slow
 def test_cifar_3m_is_the_benchmarks_network_to_the_bit() -> None:
     # Same seed, same order of construction: the weights are the same numbers, not just shapes.
     torch.manual_seed(5)

@@ -218,7 +218,7 @@ def test_trees_and_gradients() -> None:
     assert torch.autograd.gradgradcheck(run, (a, weight), atol=1e-4)
 
 
-@pytest.mark.parametrize("coupled", [False, True])
+@pytest.mark.parametrize("coupled", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_coupled_samples_are_one_system(coupled: bool) -> None:
     a = draw(4, 2).requires_grad_()
     f = lambda z, a: cubic(z, a) + 2.0 * z.mean(0)

@@ -68,6 +68,7 @@ def soon(found: Callable[[], bool], then: Callable[[], Any]) -> threading.Thread
     return thread
 
 
+@pytest.mark.slow
 def test_the_same_numbers_as_one_after_another_and_what_is_shared_once(tmp_path: Path) -> None:
     shared = tiny.job()
     first = table("first", shared, other("slow", 0.01))
@@ -138,6 +139,7 @@ def test_a_smoke_test_passes_nothing_over(tmp_path: Path) -> None:
         reproduce(table("smoke", broken), choices)
 
 
+@pytest.mark.slow
 def test_ctrl_c_reaches_a_worker_which_saves(tmp_path: Path) -> None:
     choices = tiny.choices(tmp_path, parallel=2)
     job = tiny.job(recipe=LONG)

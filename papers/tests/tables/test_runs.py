@@ -362,6 +362,7 @@ def test_the_list_knows_an_earlier_recipe(tmp_path: Path, monkeypatch: pytest.Mo
         assert (line.status, line.measured) == expected
 
 
+@pytest.mark.slow
 def test_a_stop_in_the_last_validation_does_not_lose_the_end(tmp_path: Path) -> None:
     """All is trained then, so that no callback runs again."""
     cells = tables.describe("thesis-figure4.3").cells
