@@ -42,7 +42,8 @@ print("CROSSED", len(files))
 """
 _JOBS = {
     "Anderson solve": (
-        "import equilibria as eq\nW = 0.1 * torch.randn(8, 8)\nx = torch.randn(4, 8)",
+        "import equilibria as eq\neq.Anderson, eq.fixed_point  # bound on first use\n"
+        "W = 0.1 * torch.randn(8, 8)\nx = torch.randn(4, 8)",
         "eq.fixed_point(lambda z, x: torch.tanh(z @ W.T + x), torch.zeros(4, 8), (x,), "
         "solver=eq.Anderson())",
     ),
@@ -52,7 +53,8 @@ _JOBS = {
         "deq(lambda z: torch.tanh(z @ W.T + x), torch.zeros(4, 8))",
     ),
     "train on digits": (
-        "from equilibria.cli.app import main",
+        "from equilibria.cli.app import main\nimport equilibria.cli.app as cli\n"
+        "cli.app, __import__('equilibria').nn, __import__('equilibria.training')",
         "main(['train', '--epochs', '1', '--samples', '64', '--quiet', '--out', sys.argv[3]])",
     ),
 }
