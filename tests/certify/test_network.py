@@ -205,8 +205,15 @@ def test_the_model_is_left_as_it_is() -> None:
 def test_what_has_no_constant_has_the_radius_zero_and_says_why() -> None:
     _, x = made("linear")
     flat = [nn.Flatten(), nn.Linear(192, 4)]
-    for module, name in ((nn.GroupNorm(1, 3), "group_norm"), (nn.Softmax(1), "softmax")):
-        certificate = eq.certify(nn.Sequential(module, *flat).eval(), x)
+    pooled = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 4)]
+    for module, name in (
+        (nn.GroupNorm(1, 3), "group_norm"),
+        (nn.Softmax(1), "softmax"),
+        (nn.AvgPool2d(2, divisor_override=1), "avg_pool2d"),  # a sum
+        (nn.MaxPool2d(3, 2, dilation=2), "max_pool2d"),  # an input is seen more often
+    ):
+        network = nn.Sequential(module, *(pooled if "pool" in name else flat)).eval()
+        certificate = eq.certify(network, x)
         assert (certificate.radius == 0).all()
         assert math.isinf(certificate.lipschitz)
         assert any(name in note for note in certificate.notes)

@@ -313,6 +313,7 @@ def _unary(constant: float) -> Rule:
 
     def rule(sources: list[_Tracked], args: Any, kwargs: Any, out: Tensor) -> _Tracked | None:
         single = len(sources) == 1 and _same_batch(sources[0], out)
+        single = single and out.dtype == sources[0].dtype  # not the bits read as another type
         return sources[0].passed(out, constant) if single else None
 
     return rule
@@ -469,9 +470,12 @@ def _pool(maximum: bool) -> Rule:
     """Blocks of k pixels: each output sees k inputs, and each input is seen by ⌈k/s⌉ at most."""
 
     def rule(sources: list[_Tracked], args: Any, kwargs: Any, out: Tensor) -> _Tracked | None:
-        names = ("input", "kernel_size", "stride", "padding", "rest")
+        rest = "dilation ceil_mode" if maximum else "ceil_mode count_include_pad divisor_override"
+        names = f"input kernel_size stride padding {rest}".split()
         given: dict[str, Any] = {"stride": None}
         given |= dict(zip(names, args, strict=False)) | kwargs
+        if given.get("dilation", 1) not in (1, (1, 1)) or given.get("divisor_override"):
+            return None
         kernel = _pair(given["kernel_size"])
         step = _pair(given["stride"]) if given["stride"] else kernel
         seen = math.prod(math.ceil(k / s) for k, s in zip(kernel, step, strict=True))
