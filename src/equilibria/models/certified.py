@@ -9,6 +9,7 @@ images are not standardized by the network. ``eq.certify(model, x)`` gives the r
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -18,9 +19,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from equilibria.adjoints import Phantom
+from equilibria.certify import Enclosed
+from equilibria.engine.tree import sample_norm
 from equilibria.nn import GEQ, Envelope, NormBounded, OptEq, constrain
 from equilibria.problems import FixedGamma, Patches
-from equilibria.solvers import Picard, ProximalGradient
+from equilibria.problems.norms import SAFETY, sum_error
+from equilibria.problems.operators import ConvOperator
+from equilibria.solvers import ProximalGradient
 
 from .network import ModelSpec, Network, Shape, check_pixels, entry
 
@@ -32,11 +37,41 @@ class BoundedConv(nn.Module):
         super().__init__()
         conv = nn.Conv2d(channels, channels, 3, padding=1)
         nn.init.dirac_(conv.weight)
-        self.conv = constrain(conv, "weight", NormBounded(bound=0.97))
+        self.conv = constrain(conv, "weight", NormBounded(bound=0.97, steps=1))
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.conv(x)
         return out.abs()
+
+
+class ConvexPotential(nn.Module):
+    """x ↦ x − 2Uᵀσ(Ux + b) with ‖U‖ ≤ 1 (Meunier et al. 2022): an ``Envelope`` with W = 0."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        conv = nn.Conv2d(channels, channels, 3, padding=1)
+        self.conv = constrain(conv, "weight", NormBounded(bound=0.97, steps=1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = F.relu(self.conv(x))
+        return x - 2.0 * F.conv_transpose2d(hidden, self.conv.weight, padding=1)
+
+    @torch.no_grad()
+    def enclose(self, x: Tensor) -> Enclosed:
+        """The output at x with what is proven of it, for ``certify.certify_network``."""
+        u = ConvOperator(self.conv.weight).norm_upper()
+        y, (count, _, *kernel) = ConvexPotential.forward(self, x), self.conv.weight.shape
+        terms = 8 * count * math.prod(kernel) + 64
+        size = sample_norm([x]) + sample_norm([y]) + sample_norm([self.conv(x)])
+        rounding = SAFETY * sum_error(terms) * math.sqrt(x[0].numel()) * size
+        return Enclosed(y, max(1.0, 2.0 * u**2 - 1.0) * (1.0 + 1e-13), rounding)
+
+
+def _haar(x: Tensor) -> Tensor:
+    """Averages, then differences, of 2 × 2 pixels: orthonormal. [B, C, 2H, 2W] → [B, 4C, H, W]."""
+    a, b, c, d = (x[..., i::2, j::2] for i in (0, 1) for j in (0, 1))
+    s, t, u, v = a + b, a - b, c + d, c - d
+    return 0.5 * torch.cat([s + u, s - u, t + v, t - v], 1)
 
 
 class CertifiedNet(Network):
@@ -78,7 +113,7 @@ class CertifiedNet(Network):
         x = F.pixel_unshuffle(x, self.unshuffle)
         for i, (width, stage) in enumerate(zip(self.widths, self.stages, strict=True)):
             if i:
-                x = 2.0 * F.avg_pool2d(x, 2)  # of norm 1
+                x = _haar(x)[:, :width]
             x = stage(F.pad(x, [0, 0, 0, 0, 0, width - x.shape[1]]))
         out: Tensor = self.head(torch.flatten(x, 1))
         return out
@@ -92,14 +127,6 @@ def _opteq(width: int, **options: Any) -> nn.Module:
     return Envelope(OptEq(width, width, kernel_size=3, form="hidden", **options))
 
 
-def _potential(width: int) -> nn.Module:
-    """The envelope of an OptEq with W ≈ 0: x − 2Uᵀσ(Ux + b)."""
-    held = NormBounded(bound=1e-4)
-    one = Picard(rtol=0.0, atol=0.0, max_steps=1)
-    options: dict[str, Any] = {"form": "hidden", "constraint": held, "solver": one}
-    return Envelope(OptEq(1, width, in_channels=width, kernel_size=3, **options))
-
-
 _SOLVING = {
     "solver": ProximalGradient(rtol=0.0, atol=0.0, max_steps=4, accelerate=False),
     "adjoint": Phantom(steps=3, damping=1.0, form="neumann"),
@@ -108,10 +135,10 @@ _GAUSSIAN = {
     "patch": Patches(channels=8, size=2),
     "hidden": 32,
     "gamma": FixedGamma(0.5),
-    "constraint": NormBounded(bound=0.95),
+    "constraint": NormBounded(bound=0.95, steps=1),
     **_SOLVING,
 }
-_LINEAR = {"constraint": NormBounded(bound=0.7), **_SOLVING}
+_LINEAR = {"constraint": NormBounded(bound=0.7, steps=1), **_SOLVING}
 
 
 def _family(
@@ -122,7 +149,7 @@ def _family(
     kinds: tuple[tuple[str, Callable[..., nn.Module], str, dict[str, Any]], ...] = (
         ("geq", _geq, "envelopes of GEQ layers", _GAUSSIAN),
         ("opteq", _opteq, "envelopes of OptEq layers", _LINEAR),
-        ("potential", _potential, "convex-potential layers", {}),
+        ("potential", ConvexPotential, "convex-potential layers", {}),
         ("bounded", BoundedConv, "bounded convolutions with |·|", {}),
     )
     return tuple(

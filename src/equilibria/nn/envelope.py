@@ -36,7 +36,8 @@ class Envelope(nn.Module):
     - GEQ with a γ that does not depend on x: p = ∇φ(c) + κc, ∇φ(c) = unpatch(eᵢrᵢM) at z*,
       κ = b/(1 − b‖W‖²), b = 2e^{−3/2}, L = 1 + κ.
     - OptEq with ``form="hidden"``: p = ζ*(c), L = 1/(1 − ‖W‖²). With W = 0 this is the
-      convex-potential layer x − 2Uᵀσ(Ux + b) (Meunier et al. 2022).
+      convex-potential layer x − 2Uᵀσ(Ux + b) (Meunier et al. 2022), so that training chooses how
+      far to leave it: κ and L follow the estimate of ‖W‖, not its bound.
 
     x and y: [B, in_channels] or [B, in_channels, H, W], the input of the layer. The norms of the
     constraints are estimates with a margin of 3%; ``lipschitz(x)`` is proven, usually 1.
@@ -77,18 +78,21 @@ class Envelope(nn.Module):
         size, steps = layer.constraint.size, layer.constraint.steps
         constrain(layer.U, "weight", NormBounded(bound=1.0 / _MARGIN, size=size, steps=steps))
 
-    def _scale(self, problem: Problem) -> tuple[float, float]:
-        """The shift κ and the top L of p, by the nominal bound on ‖W‖."""
-        constraint: Any = self.layer.constraint
-        nominal = problem.coupling.value_curvature(_MARGIN * constraint.bound)
-        low, high = float(nominal.lower), float(nominal.upper)
-        return (0.0, -low) if high <= 0.0 else (-low, high - low)
+    def _scale(self, problem: Problem) -> tuple[Any, Any]:
+        """The shift κ and the top L of p, by the estimate of ‖W‖, through which gradients pass."""
+        held: Any = self.layer.W.parametrizations
+        (bounded,) = held.weight
+        norm = bounded.sigma(held.weight.original).clamp_max(bounded.bound)
+        nominal = problem.coupling.value_curvature(_MARGIN * norm)
+        low, high = nominal.lower, nominal.upper
+        return (0.0, -low) if isinstance(self.layer, OptEq) else (-low, high - low)
 
     def _output(self, x: Tensor, problem: Problem, z: Tensor) -> Tensor:
         shift, top = self._scale(problem)
         field = problem.coupling.value_gradient(z)
-        field = field + shift * problem.coupling.c if shift else -field
-        return x - (2.0 / top) * self.layer.input_operator().adjoint(field, x.shape[1:])
+        field = -field if isinstance(self.layer, OptEq) else field + shift * problem.coupling.c
+        branch = self.layer.input_operator().adjoint(field, x.shape[1:])
+        return x - (2.0 / top).to(branch.dtype) * branch
 
     def forward(self, x: Tensor) -> Tensor:
         with parametrize.cached():
@@ -101,7 +105,7 @@ class Envelope(nn.Module):
 
     def _constant(self, problem: Problem) -> tuple[float, float]:
         """Proven: the Lipschitz constant of the layer, and how far an error of z moves y."""
-        shift, top = self._scale(problem)
+        shift, top = map(float, self._scale(problem))
         proven = problem.coupling.value_curvature()
         low, high = float(proven.lower), float(proven.upper)
         least, most = (low + shift, high + shift) if shift else (-high, -low)

@@ -234,12 +234,13 @@ class Gaussian(ImageCoupling):
         self.check_state(z)
         return self._message(self.operator(z), True)
 
-    def value_curvature(self, norm: float | None = None) -> Curvature:
+    def value_curvature(self, norm: float | Tensor | None = None) -> Curvature:
         """−w²b/(1 − bμ²) ≤ ∇²φ ≤ w² with w = ‖W_h‖ and b = 2e^{−3/2}, γ fixed."""
         w = self.features_norm() if norm is None else 1.0
         mu = self.mu_upper(tight=True) if norm is None else norm
         room = 1.0 - GAUSSIAN_CONCAVITY * mu**2
-        lower = -(w**2) * GAUSSIAN_CONCAVITY / room * (1.0 + 1e-14) if room > 0.0 else -math.inf
+        unique = norm is not None or room > 0.0
+        lower = -(w**2) * GAUSSIAN_CONCAVITY / room * (1.0 + 1e-14) if unique else -math.inf
         return Curvature(lower, w**2, norm is None, "every c, every convex prior, γ fixed")
 
     def value_slope(self) -> float:

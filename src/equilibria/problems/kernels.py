@@ -167,8 +167,11 @@ class Coupling(ABC):
         """∇φ(c) at the minimizer z, shaped as c."""
         raise NotImplementedError(f"no optimal value is derived for {type(self).__name__}")
 
-    def value_curvature(self, norm: float | None = None) -> Curvature:
-        """Bounds on ∇²φ for every c; with ``norm`` for ‖W‖ ≤ norm and ‖W_h‖ ≤ 1, else proven."""
+    def value_curvature(self, norm: float | Tensor | None = None) -> Curvature:
+        """Bounds on ∇²φ for every c; with ``norm`` for ‖W‖ ≤ norm and ‖W_h‖ ≤ 1, else proven.
+
+        A given norm is one for which the equilibrium is unique; a tensor keeps its gradient.
+        """
         raise NotImplementedError(f"no optimal value is derived for {type(self).__name__}")
 
     def value_slope(self) -> float:
@@ -390,10 +393,11 @@ class Linear(_WithLinearTerm):
     def value_gradient(self, z: Tensor) -> Tensor:
         return -z
 
-    def value_curvature(self, norm: float | None = None) -> Curvature:
+    def value_curvature(self, norm: float | Tensor | None = None) -> Curvature:
         """−1/(1 − ‖W‖²) ≤ ∇²φ ≤ 0: z* is the gradient of the convex function −φ."""
         w = self.norm_upper() if norm is None else norm
-        lower = -1.0 / (1.0 - w**2) * (1.0 + 1e-14) if w < 1.0 else -math.inf
+        unique = norm is not None or w < 1.0
+        lower = -1.0 / (1.0 - w**2) * (1.0 + 1e-14) if unique else -math.inf
         return Curvature(lower, 0.0, norm is None, "every c and every convex prior")
 
     def value_slope(self) -> float:
