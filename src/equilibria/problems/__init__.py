@@ -65,7 +65,7 @@ from .priors import (
     Tanh,
     WithL1,
 )
-from .problem import AffineProblem, HiddenProblem, MoreauProblem, Problem
+from .problem import HiddenProblem, Problem
 from .regularizers import HSIC, L1, Decorrelation, FeatureIncay, Regularizer, SquaredNorm
 from .solving import minimize
 
@@ -75,7 +75,6 @@ __all__ = [
     "HSIC",
     "L1",
     "Activated",
-    "AffineProblem",
     "Ball",
     "Box",
     "ConvOperator",
@@ -105,7 +104,6 @@ __all__ = [
     "MeanPatchEnergy",
     "MinPatchEnergy",
     "ModuleOperator",
-    "MoreauProblem",
     "NonMonotoneActivation",
     "NonNegative",
     "NormBound",
