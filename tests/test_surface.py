@@ -76,12 +76,20 @@ DROPPED: dict[str, str] = {
     },
     "equilibria bench --repeats": "--budget says how long it measures",
     "equilibria bench --try": "suggestions are no longer tried",
-    "equilibria.evaluation.KnownUnknown.table": "without use",
-    "equilibria.evaluation.KnownUnknown.to_dict": "dataclasses.asdict gives the same",
-    "equilibria.evaluation.SuperclassResult.table": "without use",
-    "equilibria.evaluation.SuperclassResult.to_dict": "vars gives the same",
-    "equilibria.evaluation.superclass_accuracy(held_out": "one class is held out, as in the paper",
-    "equilibria.evaluation.superclass_split(held_out": "one class is held out, as in the paper",
+    **{
+        f"equilibria.evaluation.{name}": "the papers' tables alone use it, and have it now"
+        for name in (
+            *("KnownUnknown", "SuperclassResult", "known_unknown_kl", "select_classes"),
+            *("superclass_accuracy", "superclass_split"),
+        )
+    },
+    **{
+        f"equilibria.evaluation.{name}": "constants are those of CIFAR-10-C, to 64 pixels"
+        for name in (
+            *("corrupt(scale", "corruption_study(scale", "save_corruption_sheet(scale"),
+            *("corruptions.Scale", "corruptions.corrupt(scale"),
+        )
+    },
     "equilibria.evaluation.gradcam(normalize": "maps are scaled to 0 … 1, as they always were",
     **{
         f"{place}.Auto.{name}": "Auto is options; the solver that it chooses has it"

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from . import distortions, weather
 from .filters import ImageNoise
-from .severities import SEVERITIES, TABLES, Scale, scale_for
+from .severities import CONSTANTS, SEVERITIES
 
-__all__ = ["CORRUPTIONS", "SEVERITIES", "Scale", "check_kinds", "check_severities", "corrupt"]
+__all__ = ["CORRUPTIONS", "SEVERITIES", "check_kinds", "check_severities", "corrupt"]
 
 _KINDS: dict[str, Callable[[Tensor, Any, ImageNoise], Tensor]] = {
     "gaussian_noise": distortions.gaussian_noise,
@@ -42,7 +42,8 @@ CORRUPTIONS: tuple[str, ...] = tuple(_KINDS)
 
 _CHUNK = 1 << 23
 """Values worked on at a time: some steps hold a dozen float64 copies of them."""
-_SMALLEST = 4
+_SMALLEST, _LARGEST = 4, 64
+"""Of the shorter side: on larger images the constants would change next to nothing."""
 
 
 def check_kinds(kinds: Any) -> tuple[str, ...]:
@@ -72,30 +73,23 @@ def check_severities(severities: Any) -> tuple[int, ...]:
 
 
 @torch.no_grad()
-def corrupt(
-    images: Tensor, kind: str, severity: int, *, seed: int = 0, scale: Scale | None = None
-) -> Tensor:
+def corrupt(images: Tensor, kind: str, severity: int, *, seed: int = 0) -> Tensor:
     """Corrupt uint8 images [N, C, H, W], C 1 or 3; the same shape, dtype and device come back.
 
     What happens to an image depends on its pixels, ``kind``, ``severity`` and ``seed`` alone: not
     on the rest of the batch, and not on the device (up to one level of 255 by rounding).
 
     Args:
-        images: uint8.
+        images: uint8, the shorter side of 4 to 64 pixels: the constants are those of CIFAR-10-C.
         kind: one of ``CORRUPTIONS``.
         severity: 1 (weak) to 5.
         seed: another seed draws other noise.
-        scale: whose constants to take: "cifar", "tiny" (64 pixels) or "imagenet"; None chooses by
-            the shorter side (up to 48 pixels, up to 120, above).
     """
     _check_images(images)
     (name,), (strength,) = check_kinds(kind), check_severities(severity)
-    if scale is not None and scale not in TABLES:
-        raise ValueError(f"scale={scale!r}: expected one of {list(TABLES)} or None.")
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise TypeError(f"seed={seed!r}: expected an integer.")
-    table = TABLES[scale or scale_for(images.shape[-2], images.shape[-1])]
-    chosen = table[name][strength - 1]
+    chosen = CONSTANTS[name][strength - 1]
     salt = (seed, CORRUPTIONS.index(name), strength)
     out = torch.empty_like(images)
     count = max(1, _CHUNK // max(1, images[:1].numel()))
@@ -119,8 +113,8 @@ def _check_images(images: Any) -> None:
             "corrupt takes images [N, C, H, W] with C 1 (gray) or 3 (RGB), got shape "
             f"{tuple(images.shape)}."
         )
-    if min(images.shape[-2:]) < _SMALLEST:
+    if not _SMALLEST <= min(images.shape[-2:]) <= _LARGEST:
         raise ValueError(
-            f"corrupt takes images of at least {_SMALLEST} pixels a side, got "
-            f"{tuple(images.shape[-2:])}."
+            f"corrupt takes images of at least {_SMALLEST} pixels a side, the shorter one of at "
+            f"most {_LARGEST}, got {tuple(images.shape[-2:])}; load them with a smaller image_size."
         )
