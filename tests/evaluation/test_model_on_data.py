@@ -98,19 +98,6 @@ def test_logits_must_be_logits() -> None:
         model_on_data.check_logits(torch.zeros(2, 4), data, "net")
 
 
-def test_batches_hold_everything_in_order() -> None:
-    data = random_data(10)
-    parts = list(model_on_data.batches(data, 4, torch.device("cpu")))
-    assert [len(y) for _, y in parts] == [4, 4, 2]
-    assert torch.equal(torch.cat([x for x, _ in parts]), data.images)
-    assert torch.equal(torch.cat([y for _, y in parts]), data.targets)
-    assert model_on_data.steps_in(data, 4) == 3
-    with pytest.raises(ValueError, match="batch_size=0"):
-        next(model_on_data.batches(data, 0, torch.device("cpu")))
-    with pytest.raises(TypeError, match=r"batch_size=2\.5"):
-        model_on_data.steps_in(data, 2.5)  # type: ignore[arg-type]
-
-
 def test_the_bar_shows_its_text_and_silence_is_silent(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -151,8 +151,3 @@ def test_a_loss_that_is_not_finite() -> None:
     x, y = data()
     with pytest.raises(RuntimeError, match=r"loss is .* after epoch .*Lower lr"):
         EquilibriumRegressor(layer="explicit", lr=1e200, weight_decay=0.0).fit(x, y)
-
-
-def test_certificate() -> None:
-    x, y = data()
-    assert EquilibriumRegressor(**QUICK).fit(x, y).certify(x[:4]).unique
