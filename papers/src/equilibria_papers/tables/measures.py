@@ -252,14 +252,15 @@ def corruptions(scene: Scene) -> dict[str, float]:
 def known_and_unknown(scene: Scene) -> dict[str, float]:
     """KerDEQ Table 3: accuracy and KL on learned classes, KL to uniform on the others."""
     known = known_classes(scene.test)
-    found = known_unknown_kl(scene.model, scene.test, known, scene.batch_size)
+    found = known_unknown_kl(scene.model, scene.test, known, scene.batch_size, scene.device)
     names = ("known.accuracy", "known.kl", "unknown.kl")
     return {**dict(zip(names, (100 * found[0], *found[1:]), strict=True)), **_size(scene.model)}
 
 
 def superclass(scene: Scene) -> dict[str, float]:
     """GEQ Table 3: accuracy on superclasses, for learned and for unseen classes."""
-    known, unknown = superclass_accuracy(scene.model, scene.test, scene.batch_size)
+    where = (scene.batch_size, scene.device)
+    known, unknown = superclass_accuracy(scene.model, scene.test, *where)
     found = {"known_accuracy": 100 * known, "unknown_accuracy": 100 * unknown}
     return {**found, **_size(scene.model)}
 

@@ -14,7 +14,6 @@ them apart from the first four classes of each ("known"); the fifth is met in th
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Sequence
 
@@ -40,12 +39,11 @@ def select_classes(dataset: ImageData, classes: Sequence[int]) -> ImageData:
 
 
 @torch.no_grad()
-def _logits(model: nn.Module, dataset: ImageData, batch_size: int) -> Tensor:
-    held = next(itertools.chain(model.parameters(), model.buffers()))
+def _logits(model: nn.Module, dataset: ImageData, batch_size: int, device: torch.device) -> Tensor:
     with evaluating(model):
         found = [
             model(model_input(model, dataset, images)).double().cpu()
-            for images, _ in batches(dataset, batch_size, held.device)
+            for images, _ in batches(dataset, batch_size, device)
         ]
     logits = torch.cat(found)
     if not bool(logits.isfinite().all()):
@@ -54,7 +52,11 @@ def _logits(model: nn.Module, dataset: ImageData, batch_size: int) -> Tensor:
 
 
 def known_unknown_kl(
-    model: nn.Module, dataset: ImageData, known: Sequence[int], batch_size: int
+    model: nn.Module,
+    dataset: ImageData,
+    known: Sequence[int],
+    batch_size: int,
+    device: torch.device,
 ) -> tuple[float, float, float]:
     """Accuracy and KL on the known classes, and the KL on the others, on all of ``dataset``.
 
@@ -64,7 +66,7 @@ def known_unknown_kl(
     own = labels >= 0
     if not 0 < int(own.sum()) < len(own):
         raise ValueError(f"{dataset.name}: samples of known and of unknown classes are needed.")
-    logits = _logits(model, dataset, batch_size)
+    logits = _logits(model, dataset, batch_size, device)
     judged = classification_metrics(logits[own], labels[own])
     p = logits[~own].softmax(1)
     certainty = math.log(len(known)) + torch.xlogy(p, p).sum(1)  # 0 at p = 0
@@ -92,11 +94,11 @@ def superclass_split(dataset: ImageData) -> tuple[ImageData, ImageData]:
 
 
 def superclass_accuracy(
-    model: nn.Module, dataset: ImageData, batch_size: int
+    model: nn.Module, dataset: ImageData, batch_size: int, device: torch.device
 ) -> tuple[float, float]:
     """On known and on unseen classes, of a model trained on ``superclass_split(train)[0]``."""
-    found = [
-        classification_metrics(_logits(model, part, batch_size), part.targets[:].cpu()).accuracy
-        for part in superclass_split(dataset)
-    ]
+    found = []
+    for part in superclass_split(dataset):
+        logits = _logits(model, part, batch_size, device)
+        found.append(classification_metrics(logits, part.targets[:].cpu()).accuracy)
     return found[0], found[1]
