@@ -14,7 +14,7 @@ from sklearn.utils import check_random_state
 from torch import Tensor, nn
 
 from equilibria.sklearn import EquilibriumRegressor
-from equilibria.sklearn.network import build
+from equilibria.sklearn.base import build
 
 QUICK: dict[str, Any] = {"hidden": 10, "max_iter": 40, "lr": 0.05, "random_state": 0}
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from equilibria.sklearn.network import (
+from equilibria.sklearn.base import (
     PREDICTION_SOLVER,
     TRAINING_SOLVER,
     Network,
