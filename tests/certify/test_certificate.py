@@ -313,32 +313,6 @@ def test_layers_of_the_library_are_certified(name: str) -> None:
 # Problems of other kinds
 
 
-def test_a_skip_connection_keeps_the_bound_and_slows_the_contraction() -> None:
-    problem = TinyLayer().problem(randn(4, 3, dtype=torch.float32))
-    z = torch.ones(4, 5)
-    plain, skip = certify(problem, z=z), certify(problem.moreau(0.3), z=z)
-    torch.testing.assert_close(plain.error_bound, skip.error_bound)
-    assert skip.contraction == pytest.approx(0.3 * plain.contraction + 0.7, rel=1e-12)
-    assert "α = 0.3" in str(skip)
-
-
-def test_a_change_of_variable_bounds_the_distance_in_the_new_variable() -> None:
-    problem = TinyLayer().problem(randn(40, 3, dtype=torch.float32))
-    matrix = randn(5, 5, seed=4) + 2 * torch.eye(5, dtype=torch.float64)
-    shift = randn(5, seed=5)
-    other = problem.affine(matrix, shift)
-    y = randn(40, 5, seed=6)
-    exact = equilibrium(problem.coupling.operator.weight, problem.coupling.c, 0.5)
-    goal = np.linalg.solve(matrix.numpy(), (exact - shift.numpy()).T).T
-    found = certify(other, z=y)
-    assert (errors(y, goal) <= found.error_bound.numpy()).all()
-    assert found.kind is Guarantee.contraction
-    # A unit of z is 20 units of y, more than any slack of the bound.
-    scaled = certify(problem.affine(0.05), z=y)
-    assert (errors(y, exact / 0.05) <= scaled.error_bound.numpy()).all()
-    assert (scaled.error_bound.numpy() <= 6 * errors(y, exact / 0.05)).all()
-
-
 def test_a_regularizer_enters_the_modulus() -> None:
     c = randn(3, 7)
     w = TinyLayer(mu=1.6).W.detach().double()

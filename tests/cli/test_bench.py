@@ -25,12 +25,12 @@ def run(*arguments: str | Path) -> int:
 def test_a_network_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("bench", "--model", "geq_digits", *SMALL, "--out", tmp_path / "b") == 0
     said = capsys.readouterr().out
-    for word in ("images per second", "map", "solver", "adjoint", "rest", "steps", "help"):
+    for word in ("images per second", "layers", "rest", "backward", "steps", "help"):
         assert word in said
     assert sorted(p.name for p in (tmp_path / "b").iterdir()) == ["bench.json"]
     found = json.loads((tmp_path / "b" / "bench.json").read_text())
     assert found["shape"] == [8, 1, 8, 8]
-    assert list(found["train"]["parts"]) == ["map", "solver", "adjoint", "rest"]
+    assert list(found["train"]["parts"]) == ["layers", "rest", "backward"]
 
 
 def test_trained_weights_on_their_data_as_json(

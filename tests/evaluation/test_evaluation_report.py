@@ -30,7 +30,6 @@ from equilibria.evaluation import (
     segmentation_metrics,
 )
 from equilibria.evaluation.evaluation_report import _log_probabilities, _mean_log_probabilities
-from equilibria.evaluation.figures import save_confusion, save_per_class
 from tests.evaluation.standins import FromTable, dataset, random_data, table_data, tiny_geq
 
 
@@ -145,6 +144,7 @@ def test_logits_that_are_not_finite_are_named() -> None:
     [
         ({"nonfinite": "skip"}, ValueError, "nonfinite='skip'"),
         ({"certify": -1}, ValueError, "certify=-1"),
+        ({"certify": 2.5}, TypeError, "certify=2.5"),
         ({"batch_size": 0}, ValueError, "batch_size=0"),
         ({"solver": "auto"}, TypeError, "solver='auto'"),
         ({"flip": "no"}, TypeError, "flip='no': expected True or False"),
@@ -466,15 +466,3 @@ def test_a_plain_network_and_segmentation(tmp_path: Path) -> None:
     assert names == ["report.json", "confusion.png", "per_class.png"]
     assert "mIoU" in str(report)
     assert None in report.to_dict()["metrics"]["iou"]  # a class that nowhere occurs
-
-
-def test_many_classes(tmp_path: Path) -> None:
-    classes = tuple(f"a class with a name {k}" for k in range(100))
-    confusion = torch.eye(100, dtype=torch.long)
-    save_confusion(confusion, classes, tmp_path / "c.png", "title")
-    values = torch.linspace(0, 1, 100)
-    values[3] = math.nan
-    save_per_class(values, classes, "accuracy", tmp_path / "p.png", "title")
-    for name in ("c.png", "p.png"):
-        with Image.open(tmp_path / name) as picture:
-            assert max(picture.size) < 4000

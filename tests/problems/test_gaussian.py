@@ -409,24 +409,6 @@ def test_policy_sees_each_sample_alone_at_zero() -> None:
 # Formats, dtypes, transforms
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 3e-2), (torch.float16, 5e-3)])
-def test_half_precision(dtype: torch.dtype, tolerance: float) -> None:
-    case = dense_case(3, out=16, n=12, hid=16, gamma=0.1)
-    assert isinstance(case.operator, DenseOperator)
-    assert case.hidden is not None
-    parts = (0.3 * case.operator.weight, case.c, 0.3 * case.hidden)
-    weight, c, hidden = (t.to(dtype) for t in parts)
-    z = states(case).to(dtype)
-    low = eq.Gaussian(weight, c, 0.1, hidden=hidden)
-    high = eq.Gaussian(weight.double(), c.double(), 0.1, hidden=hidden.double())
-    assert low.gamma.dtype == torch.float32
-    assert low.value(z).dtype == torch.float32
-    grad = low.grad(z)
-    assert grad.dtype == dtype
-    exact = high.grad(z.double())
-    assert (grad.double() - exact).norm() <= tolerance * exact.norm()
-
-
 @pytest.mark.parametrize("name", ["dense-hidden", "conv"])
 def test_compile_vmap_and_copies(name: str) -> None:
     case = CASES[name](7)

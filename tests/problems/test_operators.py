@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import numpy as np
 import pytest
 import torch
@@ -234,17 +232,6 @@ def test_as_operator_says_what_is_wrong(w: object, error: type[Exception], words
 def test_bad_options_are_named(make, words: str) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(ValueError, match=words):
         make()
-
-
-def test_operators_copy_compile_and_vmap() -> None:
-    op = ConvOperator(randn(3, 2, 3, 3), stride=2)
-    z = randn(4, 2, 2, 6, 6)
-    there = lambda t: op.adjoint(op(t), t.shape[1:])
-    expected = torch.stack([there(t) for t in z])
-    torch.testing.assert_close(torch.func.vmap(there)(z), expected)
-    compiled = torch.compile(there, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(z[0]), expected[0])
-    torch.testing.assert_close(copy.deepcopy(op)(z[0]), op(z[0]))
 
 
 def test_channels_last_maps_on_a_cpu_take_another_path_to_the_same_numbers() -> None:

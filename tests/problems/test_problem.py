@@ -326,96 +326,6 @@ def test_curvature_holds_on_the_hessian(regularizer: str) -> None:
         assert float(bounds.upper) == pytest.approx(1 + 1.1**2 + 0.6 / 1.6, abs=1e-6)
 
 
-# --- transforms of Table 1 ----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("alpha", [0.05, 0.5, 1.0])
-def test_moreau_keeps_the_fixed_point(alpha: float) -> None:
-    problem = build("tanh", "none")
-    skip = problem.moreau(alpha)
-    start = torch.full((3, N), 0.3, dtype=torch.float64)
-    z = solve(problem, start, tau=0.8)
-    torch.testing.assert_close(solve(skip, start, tau=1.0), z, rtol=0, atol=1e-11)
-    other = z + 0.1
-    torch.testing.assert_close(skip.step(other), alpha * problem.step(other) + (1 - alpha) * other)
-    torch.testing.assert_close(skip.objective(other), problem.objective(other))
-    torch.testing.assert_close(skip.stationarity(other), problem.stationarity(other))
-    assert skip.curvature() == problem.curvature()
-
-
-@pytest.mark.parametrize("kind", ["scale", "rotation", "general"])
-def test_affine_keeps_the_fixed_points_and_says_what_else(kind: str) -> None:
-    problem = build("relu", "none", quadratic(seed=4, low=0.05, high=1.4))
-    matrix: float | Tensor = {
-        "scale": -1.7,
-        "rotation": torch.linalg.qr(randn(N, N, seed=8))[0],
-        "general": randn(N, N, seed=8) + 3 * torch.eye(N, dtype=torch.float64),
-    }[kind]
-    shift = randn(N, seed=9)
-    moved = problem.affine(matrix, shift)
-    dense = matrix if isinstance(matrix, Tensor) else matrix * torch.eye(N, dtype=torch.float64)
-    z = solve(problem, torch.zeros(3, N, dtype=torch.float64))
-    y = torch.linalg.solve(dense, (z - shift).T).T
-    torch.testing.assert_close(moved.to_state(y), z)
-    torch.testing.assert_close(moved.from_state(z), y)
-    torch.testing.assert_close(moved.step(y), y, rtol=0, atol=1e-11)
-    torch.testing.assert_close(moved.objective(y), problem.objective(z))
-    assert float(moved.stationarity(y).max()) < 1e-10
-    assert moved.orthogonal == (kind == "rotation")
-    far = y + 0.1
-    # The chain rule, and the proximal-gradient step of G(A .) where the prior allows a check.
-    free = build("free", "none", quadratic(seed=4, low=0.05, high=1.4)).affine(matrix, shift)
-    live = far.clone().requires_grad_()
-    (want,) = torch.autograd.grad(free.objective(live).sum(), live)
-    torch.testing.assert_close(free.gradient(far), want)
-    torch.testing.assert_close(free.stationarity(far), torch.linalg.vector_norm(want, dim=1))
-    is_gradient_step = torch.allclose(free.step(far, 0.4), far - 0.4 * want)
-    assert is_gradient_step == (kind == "rotation")
-    hessian = torch.func.jacrev(free.gradient)(far)[0, :, 0]
-    values = torch.linalg.eigvalsh(hessian)
-    bounds = free.curvature()
-    assert float(bounds.lower) <= float(values[0]) + 1e-12
-    assert float(values[-1]) <= float(bounds.upper) + 1e-12
-
-
-def test_affine_of_an_indefinite_problem_and_outside_the_domain() -> None:
-    problem = build("relu", "none", quadratic(seed=4, low=-3.0, high=-2.0))
-    matrix = torch.diag(torch.tensor([0.5, 1, 1, 1, 3], dtype=torch.float64))
-    moved = problem.affine(matrix)
-    bounds = moved.curvature()  # m = -2, L = -1 before
-    assert bounds.lower == pytest.approx(-18.0, rel=1e-9)
-    assert bounds.upper == pytest.approx(-0.25, rel=1e-9)
-    y = torch.ones(3, N, dtype=torch.float64)
-    y[1, 2] = -1.0
-    assert moved.stationarity(y)[[0, 2]].isfinite().all()
-    assert float(moved.stationarity(y)[1]) == math.inf
-
-
-def test_affine_forgives_rounding_and_its_stationarity_bounds_the_distance() -> None:
-    """dist(0, A'(g + cone)) by cvxpy is at most the norm returned."""
-    problem = eq.Problem(eq.NonNegative(), Quadratic(quadratic(seed=4).h, randn(1, N)))
-    matrix = randn(N, N, seed=8) + 2 * torch.eye(N, dtype=torch.float64)
-    moved = problem.affine(matrix)
-    z = torch.relu(randn(1, N, seed=3))
-    y = moved.from_state(z)  # A y is z up to rounding: the zeros are zeros no more
-    assert not torch.equal(moved.to_state(y), z)
-    assert bool(moved.objective(y).isfinite().all())
-    zero = (z[0] == 0).numpy()
-    assert 0 < zero.sum() < N
-    x = cp.Variable(N)
-    constraints = [x[k] <= 0 if zero[k] else x[k] == 0 for k in range(N)]
-    goal = cp.norm(matrix.numpy().T @ (problem.gradient(z)[0].numpy() + x))
-    least = cp.Problem(cp.Minimize(goal), constraints).solve(solver=cp.CLARABEL)
-    assert 1e-3 < least <= float(moved.stationarity(y)) + 1e-6
-
-
-def test_transforms_compose() -> None:
-    problem = build("softplus", "none")
-    both = problem.affine(2.0).moreau(0.5).affine(-1.0)
-    z = solve(problem, torch.full((3, N), 0.3, dtype=torch.float64), tau=0.8)
-    torch.testing.assert_close(both.step(-z / 2), -z / 2, rtol=0, atol=1e-11)
-
-
 # --- derivatives, types, compilation, errors ----------------------------------------------------
 
 
@@ -483,19 +393,6 @@ def test_a_step_of_one_does_not_touch_the_old_state() -> None:
         (lambda q: eq.Problem(eq.Free(), q, 0.1), TypeError, ["regularizer", "float"]),  # type: ignore[arg-type]
         (lambda q: eq.Problem(eq.Free(), q, eq.L1(), "grad"), ValueError, ["'grad'", "'gradient'"]),  # type: ignore[arg-type]
         (lambda q: eq.Problem(eq.Free(), q, eq.HSIC(), "prox"), ValueError, ["prox", "HSIC", "L1"]),
-        (lambda q: eq.Problem(eq.Free(), q).moreau(0.0), ValueError, ["alpha", "0.0"]),
-        (lambda q: eq.Problem(eq.Free(), q).moreau(1.5), ValueError, ["alpha", "1.5"]),
-        (lambda q: eq.Problem(eq.Free(), q).affine(0.0), ValueError, ["matrix", "invertible"]),
-        (
-            lambda q: eq.Problem(eq.Free(), q).affine(torch.ones(2, 3)),
-            ValueError,
-            ["(2, 3)", "square"],
-        ),
-        (
-            lambda q: eq.Problem(eq.Free(), q).affine(torch.ones(3, 3)),
-            ValueError,
-            ["singular values"],
-        ),
         (lambda q: eq.Problem(eq.Free(), q).step(q.c, -1.0), ValueError, ["tau", "-1.0"]),
         (
             lambda q: eq.Problem(eq.Free(), q).step(q.c, torch.ones(2)),

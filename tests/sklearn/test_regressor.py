@@ -14,7 +14,7 @@ from sklearn.utils import check_random_state
 from torch import Tensor, nn
 
 from equilibria.sklearn import EquilibriumRegressor
-from equilibria.sklearn.network import build
+from equilibria.sklearn.base import build
 
 QUICK: dict[str, Any] = {"hidden": 10, "max_iter": 40, "lr": 0.05, "random_state": 0}
 
@@ -151,8 +151,3 @@ def test_a_loss_that_is_not_finite() -> None:
     x, y = data()
     with pytest.raises(RuntimeError, match=r"loss is .* after epoch .*Lower lr"):
         EquilibriumRegressor(layer="explicit", lr=1e200, weight_decay=0.0).fit(x, y)
-
-
-def test_certificate() -> None:
-    x, y = data()
-    assert EquilibriumRegressor(**QUICK).fit(x, y).certify(x[:4]).unique

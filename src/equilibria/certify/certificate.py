@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
@@ -23,7 +23,7 @@ from equilibria.engine.result import Solution
 from equilibria.engine.tree import sample_norm
 from equilibria.problems.kernels import Curvature
 from equilibria.problems.norms import UNIT, NormBound, exact
-from equilibria.problems.problem import AffineProblem, HiddenProblem, MoreauProblem, Problem
+from equilibria.problems.problem import HiddenProblem, Problem
 from equilibria.problems.solving import minimize
 
 from .error_bounds import global_bound, local_bound, local_modulus, tight_curvature
@@ -192,9 +192,8 @@ def _number(values: Tensor) -> float | Tensor:
 def _certify(
     given: HiddenProblem, state: Tensor, input_norm: float | None, solver: str
 ) -> Certificate:
-    plain = _unwrap(given.in_double(), exact(state))
-    problem, z, notes = plain.problem, plain.z, list(plain.notes)
-    batch = z.shape[0]
+    problem, z, batch = given.in_double(), exact(state), state.shape[0]
+    notes: list[str] = []
     if isinstance(problem, Problem):
         problem.coupling.check_state(z)
     together = problem.couples_batch
@@ -245,18 +244,18 @@ def _certify(
             notes.append("Lipschitz constants are in c alone, the parameters of the prior fixed")
     return Certificate(
         kinds=tuple(_kind(*row) for row in zip(*columns, strict=True)),
-        contraction=_number(plain.relaxation * factor + (1.0 - plain.relaxation)),
+        contraction=_number(factor),
         modulus=_number(lower),
         smoothness=_number(upper),
         modulus_local=torch.maximum(near, m),
         objective=objective,
         stationarity=problem.stationarity(z),
         residual=residual,
-        error_bound=plain.scale * (error + plain.off),
+        error_bound=error,
         rounding=off,
-        lipschitz=None if lipschitz is None else plain.scale * lipschitz,
+        lipschitz=lipschitz,
         lipschitz_note=lipschitz_note,
-        lipschitz_local=None if local is None else plain.scale * local,
+        lipschitz_local=local,
         lipschitz_local_note=local_note,
         lipschitz_in="c" if input_norm is None else "x",
         numbers=Numbers(**shown, input_norm=input_norm),
@@ -283,49 +282,6 @@ def _outward(curvature: Curvature, z: Tensor, *, together: bool) -> tuple[Tensor
     if together:
         lower, upper = lower.min(), upper.max()
     return lower, upper, torch.maximum((1.0 - lower).abs(), (upper - 1.0).abs())
-
-
-@dataclass(frozen=True)
-class _Plain:
-    """A problem at z = Ay + shift in place of the one at y: ‖y − y*‖ ≤ scale·(‖z − z*‖ + off)."""
-
-    problem: HiddenProblem
-    z: Tensor
-    scale: float = 1.0
-    off: float | Tensor = 0.0
-    relaxation: float = 1.0
-    """α of the skip connections αT + (1 − α)I around the layer's map."""
-    notes: tuple[str, ...] = ()
-
-
-def _unwrap(problem: HiddenProblem, z: Tensor) -> _Plain:
-    """Look through skip connections (same fixed points) and affine changes of variable."""
-    if isinstance(problem, MoreauProblem):
-        inner = _unwrap(problem.problem, z)
-        note = f"skip connection α = {problem.alpha:g}: bounds are those of the map T inside it"
-        alpha = inner.relaxation * problem.alpha
-        return replace(inner, relaxation=alpha, notes=(*inner.notes, note))
-    if isinstance(problem, AffineProblem):
-        moved = problem.to_state(z)
-        inner = _unwrap(problem.problem, moved)
-        low, high = _singular_values(problem.matrix)
-        size = z[0].numel() if isinstance(problem.matrix, Tensor) else 1
-        scale = torch.linalg.vector_norm(z.flatten(1), dim=1) * high
-        scale = scale + torch.linalg.vector_norm(moved.flatten(1), dim=1)
-        off = inner.off + 4e-16 * (size + 4) * math.sqrt(size) * scale
-        note = "change of variable z = Ay + shift: m, L, residual and stationarity are those of z"
-        notes = (*inner.notes, note)
-        return replace(inner, scale=inner.scale / low, off=off, notes=notes)
-    return _Plain(problem, z)
-
-
-def _singular_values(matrix: float | Tensor) -> tuple[float, float]:
-    """Bounds on the extreme singular values of A, in float64."""
-    if not isinstance(matrix, Tensor):
-        return abs(float(matrix)), abs(float(matrix))
-    values = torch.linalg.svdvals(exact(matrix))
-    slack = 16 * torch.finfo(torch.float64).eps * 2 * len(values) * float(values[0])
-    return float(values[-1]) - slack, float(values[0]) + slack
 
 
 def _own_modulus(problem: Problem) -> Tensor:

@@ -59,7 +59,7 @@ def bench(
     out: Annotated[Path | None, typer.Option(help="Write bench.json into this folder.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Where the time goes: map, solver, adjoint, rest; steps per sample; and what would help.
+    """Where the time goes: equilibrium layers, rest, backward; steps; and what would help.
 
     A copy of the network runs real training steps and inferences. The optimizer's rate is 0, so
     that its weights stay as they are.

@@ -11,7 +11,7 @@ from torch import Tensor
 from .catalog import CITYSCAPES_IDS, IMAGENETTE_WNIDS, DataCard, camvid_ids, resolve_split
 from .sources import IGNORE, DataError, Found
 
-_SUFFIXES = frozenset(
+SUFFIXES = frozenset(
     {".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
 )
 _SPLITS = {
@@ -58,7 +58,7 @@ def read_class_folders(folder: Path, asked: str, card: DataCard | None) -> Found
     images = {name: sorted(_images(path)) for name, path in inside.items()}
     empty = [path for name, path in inside.items() if not images[name]]
     if empty:
-        kinds = ", ".join(sorted(_SUFFIXES))
+        kinds = ", ".join(sorted(SUFFIXES))
         raise DataError(f"{empty[0]}: the class {empty[0].name!r} has no image ({kinds}).")
     if len(classes) < 2:
         raise DataError(
@@ -86,7 +86,7 @@ def _any_image(classes: dict[str, Path]) -> bool:
 
 
 def _is_image(path: Path) -> bool:
-    return path.suffix.lower() in _SUFFIXES and not path.name.startswith(".")
+    return path.suffix.lower() in SUFFIXES and not path.name.startswith(".")
 
 
 def read_camvid(folder: Path, asked: str, card: DataCard | None) -> Found | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager, nullcontext
 
 from .iterate import Callback, Iterated
 from .maps import Map
@@ -13,32 +12,9 @@ from .solver import Solver
 from .tree import Leaves
 
 
-class Watch:
-    """Receives the number of evaluations of a fused solve and of terms of its backward pass.
-
-    Does nothing; a profiler passes one of its own (``Adjoint.watch``).
-    """
-
-    def solving(self, evaluations: int) -> AbstractContextManager[object]:
-        return nullcontext()
-
-    def pulling(self, terms: int) -> AbstractContextManager[object]:
-        return nullcontext()
-
-
 @options
 class Adjoint(ABC):
     """Final subclasses: Implicit, Phantom, OneStep, Unrolled."""
-
-    @property
-    def plain(self) -> Adjoint:
-        """The adjoint itself, without what may have been put around it to watch it."""
-        return self
-
-    @property
-    def watch(self) -> Watch:
-        """The observer of solves that do not go through ``run``."""
-        return Watch()
 
     @abstractmethod
     def run(

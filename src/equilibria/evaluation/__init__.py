@@ -24,24 +24,15 @@ from .model_on_data import batches, check_pair, evaluating, model_input
 from .predictions import Prediction, predict_files
 from .saliency import gradcam
 from .timing import profile_model
-from .unseen_classes import (
-    KnownUnknown,
-    SuperclassResult,
-    known_unknown_kl,
-    select_classes,
-    superclass_accuracy,
-    superclass_split,
-)
 
 # fmt: off
 __all__ = [
     "CORRUPTIONS", "CertifiedAccuracy", "ClassificationMetrics", "Converged", "CorruptionReport",
-    "KnownUnknown", "NonFiniteError", "Prediction", "Reliability", "Report", "SegmentationMetrics",
-    "SolverStatistics", "SuperclassResult", "attacked_accuracy", "batches", "certified_accuracy",
-    "certify_dataset", "certify_model", "check_pair", "classification_metrics", "corrupt",
-    "corruption_study", "evaluate", "evaluating", "gradcam", "known_unknown_kl", "model_input",
-    "predict_files", "profile_model", "replaced", "save_corruption_sheet", "save_gradcam",
-    "segmentation_metrics", "select_classes", "superclass_accuracy", "superclass_split", "timing",
+    "NonFiniteError", "Prediction", "Reliability", "Report", "SegmentationMetrics",
+    "SolverStatistics", "attacked_accuracy", "batches", "certified_accuracy", "certify_dataset",
+    "certify_model", "check_pair", "classification_metrics", "corrupt", "corruption_study",
+    "evaluate", "evaluating", "gradcam", "model_input", "predict_files", "profile_model",
+    "replaced", "save_corruption_sheet", "save_gradcam", "segmentation_metrics", "timing",
     "with_solver",
 ]
 # fmt: on

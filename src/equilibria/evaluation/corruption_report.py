@@ -16,11 +16,21 @@ from torch import Tensor, nn
 from equilibria.data.image_data import ImageData
 from equilibria.engine.files import json_value, write_json
 
-from .corruptions import SEVERITIES, Scale, check_kinds, check_severities, corrupt
+from .corruptions import SEVERITIES, check_kinds, check_severities, corrupt
 from .figures import save_accuracies
 from .metrics import ClassificationMeter
-from .model_on_data import check_pair, judge_batches, model_name, on_device
-from .rich_output import make_table
+from .model_on_data import (
+    batches,
+    check_logits,
+    check_pair,
+    device_of,
+    evaluating,
+    model_input,
+    model_name,
+    on_device,
+    steps_in,
+)
+from .rich_output import make_table, progress_bar
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,6 +120,7 @@ class CorruptionReport:
         ]
 
 
+@torch.no_grad()
 def corruption_study(
     model: nn.Module,
     dataset: ImageData,
@@ -119,42 +130,33 @@ def corruption_study(
     batch_size: int = 256,
     device: torch.device | str | None = None,
     seed: int = 0,
-    scale: Scale | None = None,
     progress: bool = True,
 ) -> CorruptionReport:
     """Accuracy and calibration on every corruption (None: all 19) at every severity.
 
-    Images are read once and corrupted on the device, as ``corrupt`` does it with this ``seed`` and
-    ``scale``, then normalized. Samples with logits that are not finite count as wrong.
+    Images are read once and corrupted on the device, as ``corrupt`` does it with this ``seed``,
+    then normalized. Samples with logits that are not finite count as wrong.
     """
     names, levels = check_kinds(kinds), check_severities(severities)
     model = on_device(model, device)
     check_pair(model, dataset, task="classification")
-    classes = len(dataset.classes)
     cells = [(kind, severity) for kind in names for severity in levels]
-    meters = {cell: ClassificationMeter(classes) for cell in [None, *cells]}
-
-    def change(images: Tensor, cell: tuple[str, int] | None) -> Tensor:
-        return images if cell is None else corrupt(images, *cell, seed=seed, scale=scale)
-
-    judge_batches(
-        model,
-        dataset,
-        classes,
-        lambda cell, logits, y: meters[cell].update(logits, y),
-        batch_size=batch_size,
-        progress=progress,
-        text="clean",
-        cases=list(meters),
-        change=change,
-    )
+    meters = {cell: ClassificationMeter(len(dataset.classes)) for cell in [None, *cells]}
+    total, name = steps_in(dataset, batch_size) * len(meters), model_name(model)
+    with progress_bar(total, "clean", progress) as advance, evaluating(model):
+        for images, y in batches(dataset, batch_size, device_of(model)):
+            for cell, meter in meters.items():
+                shown = images if cell is None else corrupt(images, *cell, seed=seed)
+                logits = model(model_input(model, dataset, shown))
+                meter.update(check_logits(logits, dataset, name), y)
+                advance("clean" if cell is None else " ".join(map(str, cell)))
     found = {cell: meter.compute() for cell, meter in meters.items()}
 
     def table(values: list[Any], dtype: torch.dtype = torch.float64) -> Tensor:
         return torch.tensor(values, dtype=dtype).view(len(names), len(levels))
 
     return CorruptionReport(
-        model=model_name(model),
+        model=name,
         dataset=dataset.name,
         split=dataset.split_name,
         samples=len(dataset),

@@ -248,7 +248,7 @@ class _Subject:
                 f"{tuple(x.shape)}, {x.dtype}, on {x.device}."
             )
             raise
-        return check_logits(logits, self.dataset, len(self.dataset.classes), self.name)
+        return check_logits(logits, self.dataset, self.name)
 
 
 @torch.no_grad()

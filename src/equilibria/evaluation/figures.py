@@ -14,7 +14,7 @@ from equilibria.data.image_data import ImageData
 from equilibria.engine.files import write_bytes
 from equilibria.engine.optional import needs
 
-from .corruptions import SEVERITIES, Scale, check_kinds, check_severities, corrupt
+from .corruptions import SEVERITIES, check_kinds, check_severities, corrupt
 from .layer_solvers import SolverStatistics, layer_label
 from .metrics import Reliability
 from .model_on_data import check_pair, device_of, evaluating, model_input
@@ -199,7 +199,6 @@ def save_corruption_sheet(
     severities: Sequence[int] = SEVERITIES,
     *,
     seed: int = 0,
-    scale: Scale | None = None,
 ) -> Path:
     """Draw a uint8 image [C, H, W] under every kind (None: all 19) at every severity.
 
@@ -214,7 +213,7 @@ def save_corruption_sheet(
         for column, level in enumerate((0, *levels)):
             shown = image[None]
             if level:
-                shown = corrupt(shown, kind, level, seed=seed, scale=scale)
+                shown = corrupt(shown, kind, level, seed=seed)
             one = axes[row, column]
             one.imshow(_pixels(shown[0]), cmap="gray", vmin=0, vmax=255, interpolation="nearest")
             one.set(xticks=[], yticks=[])

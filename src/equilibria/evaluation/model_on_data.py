@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from operator import sub
 from typing import Any
@@ -15,8 +15,6 @@ from torch import Tensor, nn
 
 from equilibria.data.image_data import ImageData
 from equilibria.engine.result import ConvergenceWarning
-
-from .rich_output import progress_bar
 
 
 def check_whole(name: str, value: object, low: int) -> int:
@@ -89,39 +87,8 @@ def batches(
         yield dataset.images[rows].to(device), dataset.targets[rows].to(device)
 
 
-@torch.no_grad()
-def judge_batches(
-    model: nn.Module,
-    dataset: ImageData,
-    classes: int,
-    judge: Callable[[Any, Tensor, Tensor], None],
-    *,
-    batch_size: int,
-    progress: bool,
-    text: str,
-    cases: Sequence[Any] = (None,),
-    change: Callable[[Tensor, Any], Tensor] = lambda images, case: images,
-) -> None:
-    """``judge(case, logits, targets)`` of every batch in every case, its images changed to suit.
-
-    Images are read once.
-    """
-    name, total = model_name(model), steps_in(dataset, batch_size) * len(cases)
-    with progress_bar(total, text, progress) as advance, evaluating(model):
-        for images, y in batches(dataset, batch_size, device_of(model)):
-            for case in cases:
-                logits = model(model_input(model, dataset, change(images, case)))
-                judge(case, check_logits(logits, dataset, classes, name), y)
-                advance(text if case is None else " ".join(map(str, case)))
-
-
-def check_pair(
-    model: nn.Module, dataset: ImageData, *, classes: int | None = None, task: str | None = None
-) -> list[str]:
-    """Raise where the model cannot be judged on these data; what is odd comes back as notes.
-
-    ``classes``: what the model should tell apart, if not the classes of the data set.
-    """
+def check_pair(model: nn.Module, dataset: ImageData, *, task: str | None = None) -> list[str]:
+    """Raise where the model cannot be judged on these data; what is odd comes back as notes."""
     if not isinstance(dataset, ImageData):
         raise TypeError(
             f"expected data from equilibria.data.load(...), got {type(dataset).__name__}."
@@ -138,17 +105,17 @@ def check_pair(
             f"{name} takes images of {takes}, and {where} has {has}: convert the images, or "
             f"train a model with in_channels={dataset.channels}."
         )
-    wanted = len(dataset.classes) if classes is None else classes
     known = getattr(config, "num_classes", None)
-    if known is not None and known != wanted:
-        raise ValueError(_class_mismatch(name, known, wanted, where))
-    return _notes(model, dataset) if classes is None else []
+    if known not in (None, len(dataset.classes)):
+        raise ValueError(_class_mismatch(name, known, dataset))
+    return _notes(model, dataset)
 
 
-def _class_mismatch(name: str, known: int, wanted: int, where: str) -> str:
+def _class_mismatch(name: str, known: int, dataset: ImageData) -> str:
+    wanted = len(dataset.classes)
     return (
-        f"{name} tells {known} classes apart and {where} asks for {wanted}: take the data set "
-        f"that it was trained on, or a model with num_classes={wanted}."
+        f"{name} tells {known} classes apart and {dataset.name} ({dataset.split_name}) asks for "
+        f"{wanted}: take the data set that it was trained on, or a model with num_classes={wanted}."
     )
 
 
@@ -173,7 +140,7 @@ def _notes(model: nn.Module, dataset: ImageData) -> list[str]:
     return notes
 
 
-def check_logits(logits: Any, dataset: ImageData, classes: int, name: str) -> Tensor:
+def check_logits(logits: Any, dataset: ImageData, name: str) -> Tensor:
     """Raise unless these are logits [B, K] (or [B, K, H, W]) for this task."""
     where = f"{dataset.name} ({dataset.split_name})"
     if not isinstance(logits, Tensor):
@@ -184,6 +151,6 @@ def check_logits(logits: Any, dataset: ImageData, classes: int, name: str) -> Te
             f"{name} returned a tensor of shape {tuple(logits.shape)}; {dataset.task} on {where} "
             f"takes logits {shape}."
         )
-    if logits.shape[1] != classes:
-        raise ValueError(_class_mismatch(name, logits.shape[1], classes, where))
+    if logits.shape[1] != len(dataset.classes):
+        raise ValueError(_class_mismatch(name, logits.shape[1], dataset))
     return logits

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from equilibria.data import read_image
+from equilibria.data.folders import SUFFIXES
 from equilibria.engine.solver import SolverOptions
 from equilibria.models import Network, Prediction
 
@@ -19,10 +20,6 @@ from .model_on_data import check_whole
 from .rich_output import progress_bar
 
 __all__ = ["Prediction", "predict_files"]
-
-_SUFFIXES = frozenset(
-    {".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
-)
 
 
 def predict_files(
@@ -89,9 +86,9 @@ def _files(paths: Iterable[str | Path]) -> list[Path]:
         if not path.is_dir():
             found.append(path)
             continue
-        inside = sorted(p for p in path.rglob("*") if p.suffix.lower() in _SUFFIXES)
+        inside = sorted(p for p in path.rglob("*") if p.suffix.lower() in SUFFIXES)
         if not inside:
-            kinds = ", ".join(sorted(_SUFFIXES))
+            kinds = ", ".join(sorted(SUFFIXES))
             raise ValueError(f"{path}: the folder holds no image ({kinds}).")
         found += inside
     if not found:

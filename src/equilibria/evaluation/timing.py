@@ -1,7 +1,7 @@
 """profile_model: where the time of a model goes, and what to do about it.
 
 Whole passes are timed by torch.utils.benchmark, operators and memory come from torch.profiler. The
-parts (map, solver, adjoint, rest) come from passes with marks around every map, solve and adjoint.
+parts (layers, rest, backward) come from passes with marks around equilibrium layers and backward.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,21 +20,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import register_multi_grad_hook
 from torch.profiler import ProfilerActivity, profile
 from torch.utils import _pytree as pytree
 from torch.utils.benchmark import Timer
 
-from equilibria.adjoints import Implicit, Unrolled
-from equilibria.engine.adjoint import Adjoint, Watch
+from equilibria.adjoints import Implicit
 from equilibria.engine.files import json_value, write_json
-from equilibria.engine.iterate import Callback, Iterated
-from equilibria.engine.maps import Map
-from equilibria.engine.options import OptionError, options
-from equilibria.engine.result import BackwardStats, ConvergenceWarning
-from equilibria.engine.solver import Solver
-from equilibria.engine.tree import Leaves
-from equilibria.nn.observing import observe
+from equilibria.engine.options import OptionError
+from equilibria.engine.result import ConvergenceWarning
+from equilibria.nn.observing import equilibrium_layers, observe
 
 from .layer_solvers import SolverRecorder, SolverStatistics, solver_table
 from .model_on_data import device_of, model_name
@@ -43,7 +36,7 @@ from .rich_output import as_text, group, make_table
 
 __all__ = ["PassProfile", "Profile", "profile_model"]
 
-PARTS = ("map", "solver", "adjoint", "rest")
+PARTS = ("layers", "rest", "backward")
 PRECISIONS = {"32-true": None, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 """As in training: the dtype of autocast, or None for the model's own."""
 
@@ -58,7 +51,8 @@ class PassProfile:
     """Median of passes as they run, without marks."""
     images_per_second: float
     parts: Mapping[str, float]
-    """Seconds by part (map, solver, adjoint, rest) of the marked pass of median length."""
+    """Seconds by part of the marked pass of median length: ``layers``, the forward pass of the
+    equilibrium layers; ``rest``, the other layers, loss and optimizer; ``backward``."""
     operators: tuple[tuple[str, int, float], ...]
     """By torch.profiler: (name, calls, seconds of its own), the most expensive first."""
     peak_memory: int
@@ -142,29 +136,17 @@ class _Marks:
     for a GPU until ``seconds()`` is asked for.
     """
 
-    # No __dict__: adjoints look through closures for tensors, and must find nothing here.
-    __slots__ = ("_device", "_marks")
-
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._marks: list[tuple[Any, str]] = []
 
-    def to(self, part: str) -> str:
-        """From now on the time is this part's; whose it was."""
+    def to(self, part: str, *_: Any) -> None:
+        """From now on the time is this part's; a hook's arguments are left aside."""
         now: Any = time.perf_counter()
         if self._device.type == "cuda":
             now = torch.cuda.Event(enable_timing=True)
             now.record(torch.cuda.current_stream(self._device))
         self._marks.append((now, part))
-        return self._marks[-2][1] if len(self._marks) > 1 else "rest"
-
-    def hook(self, part: str) -> Callable[[Any], None]:
-        """A tensor hook: the gradient has come here, and from now on the time is this part's."""
-
-        def switch(_: Any) -> None:
-            self.to(part)
-
-        return switch
 
     def seconds(self) -> dict[str, float]:
         """By part; the time after the last mark is nobody's."""
@@ -177,101 +159,25 @@ class _Marks:
         return found
 
 
-@options
-class _Marked(Adjoint, Watch):
-    """Another adjoint with marks: a solve goes through it, and the gradients of its value too.
-
-    A fused solve, where map and update are one operation, reports to it as a ``Watch``.
-    """
-
-    inner: Adjoint
-    marks: _Marks
-
-    @property
-    def plain(self) -> Adjoint:
-        return self.inner.plain
-
-    @property
-    def watch(self) -> Watch:
-        return self
-
-    @contextmanager
-    def solving(self, evaluations: int) -> Iterator[None]:
-        before = self.marks.to("map")
-        yield
-        self.marks.to(before)
-
-    @contextmanager
-    def pulling(self, terms: int) -> Iterator[None]:
-        self.marks.to("adjoint")
-        yield
-        self.marks.to("rest")
-
-    def run(
-        self,
-        fn: Map,
-        z0: Leaves,
-        solver: Solver,
-        callback: Callback | None,
-        backward: BackwardStats,
-    ) -> Iterated:
-        marks = self.marks
-        before = marks.to("solver")
-        args = _gated(fn.args, marks) if torch.is_grad_enabled() else fn.args
-        timed = partial(_timed, fn.fn, marks, isinstance(self.inner, Unrolled))
-        map_ = Map(timed, args, fn.spec, z0, fn.surrogate, coupled=fn.coupled, group=fn.group)
-        done = self.inner.run(map_, z0, solver, callback, backward)
-        for value in done.value:
-            if value.requires_grad:
-                value.register_hook(marks.hook("adjoint"))
-        marks.to(before)
-        return done
-
-
-def _timed(fn: Callable[..., Any], marks: _Marks, unrolled: bool, z: Any, *args: Any) -> Any:
-    """T with marks: an evaluation with a graph, and what follows it, is the adjoint's.
-
-    Of an unrolled solve it is the solve's own, but not when it is evaluated again backward.
-    """
-    before = marks.to("map")
-    if before == "adjoint" or (torch.is_grad_enabled() and not unrolled):
-        before = marks.to("adjoint")
-        return fn(z, *args)
-    out = fn(z, *args)
-    marks.to(before)
-    return out
-
-
-def _gated(args: tuple[Any, ...], marks: _Marks) -> tuple[Any, ...]:
-    """Views of the tensors that take gradients: past them, gradients have left the solve."""
-    leaves, spec = pytree.tree_flatten(args)
-    takes = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
-    views = [t.view_as(t) if gate else t for t, gate in zip(leaves, takes, strict=True)]
-    if any(takes):
-        register_multi_grad_hook(tuple(itertools.compress(views, takes)), marks.hook("rest"))
-    found: tuple[Any, ...] = pytree.tree_unflatten(views, spec)
-    return found
-
-
-def _marked(model: nn.Module, run: Callable[[], None], device: torch.device) -> dict[str, float]:
-    """Seconds by part of one run, with marks in all solves of the model, which is then as before.
-
-    A layer that holds layers (a MultiBranch) may solve by its own adjoint or by theirs.
-    """
+def _marked(
+    model: nn.Module, run: Callable[[Callable[[str], None]], None], device: torch.device
+) -> dict[str, float]:
+    """Seconds by part of one run, which marks its own backward pass."""
     marks = _Marks(device)
-    layers: list[Any] = [
-        m for m in model.modules() if isinstance(getattr(m, "adjoint", 0), Adjoint)
-    ]
-    adjoints = [layer.adjoint for layer in layers]
+    layers = equilibrium_layers(model).values()
+    inside = {id(m) for layer in layers for m in layer.modules() if m is not layer}
+    hooks = []
+    for layer in layers:
+        if id(layer) not in inside:
+            hooks.append(layer.register_forward_pre_hook(partial(marks.to, "layers")))
+            hooks.append(layer.register_forward_hook(partial(marks.to, "rest")))
     try:
-        for layer in layers:
-            layer.adjoint = _Marked(inner=layer.adjoint, marks=marks)
         marks.to("rest")
-        run()
+        run(marks.to)
         marks.to("rest")
     finally:
-        for layer, adjoint in zip(layers, adjoints, strict=True):
-            layer.adjoint = adjoint
+        for hook in hooks:
+            hook.remove()
     return marks.seconds()
 
 
@@ -314,11 +220,11 @@ def profile_model(
 ) -> Profile:
     """Seconds of a training step and of an inference on the batch x, split into parts.
 
-    The parts are: evaluations of the map; the rest of the forward solves; the adjoints
-    (evaluations with a graph, backward solves); everything else. A copy of the model runs; the
-    user's own keeps its weights and statistics. The optimizer is SGD with momentum and a rate of 0,
-    so that every pass solves the same problems. A model from torch.compile is timed compiled, and
-    its parts are those of the same model run eagerly: what was fused cannot be told apart.
+    The parts are: equilibrium layers in the forward pass; the rest of the forward pass, loss and
+    optimizer; backward. A copy of the model runs; the user's own keeps its weights and statistics.
+    The optimizer is SGD with momentum and a rate of 0, so that every pass solves the same problems.
+    A model from torch.compile is timed compiled, and its parts are those of the same model run
+    eagerly: what was fused cannot be told apart.
 
     Args:
         model: on the device to measure on; x is moved there.
@@ -348,7 +254,7 @@ def profile_model(
     optimizer = torch.optim.SGD(trained or [torch.zeros(1)], lr=0.0, momentum=0.9)
     dtype = PRECISIONS[precision]
 
-    def run(network: Any, kind: str) -> None:
+    def run(network: Any, kind: str, mark: Callable[[str], None] = lambda part: None) -> None:
         """Once: forward, loss, backward and optimizer, or a forward pass without a graph."""
         with (
             torch.set_grad_enabled(kind == "train"),
@@ -365,7 +271,9 @@ def profile_model(
                 value = sum(leaf.float().square().mean() for leaf in pytree.tree_leaves(out))
         del out
         optimizer.zero_grad(set_to_none=True)
+        mark("backward")
         value.backward()
+        mark("rest")
         optimizer.step()
 
     passes = {}
@@ -402,7 +310,7 @@ def _pass(
     kind: str,
     model: nn.Module,
     run: Callable[[], None],
-    eagerly: Callable[[], None],
+    eagerly: Callable[..., None],
     x: Tensor,
     budget: float,
 ) -> PassProfile:
@@ -434,31 +342,30 @@ def _pass(
     )
 
 
-_ADVICE = (
-    (
-        *("fixed steps", ("solver",), "is the solver's own work (tests, norms, algebra)"),
-        "dataclasses.replace(layer.solver, rtol=0.0, atol=0.0, max_steps=...), or block=8",
+_ADVICE = {
+    "layers": (
+        "fewer evaluations",
+        "is in solves to a tolerance",
+        "eq.Anderson(...) where another solver runs, 10 times its rtol, compact=True where few "
+        "samples take long, or fixed steps (rtol=0.0, atol=0.0, max_steps=...); check the accuracy "
+        "on your data",
     ),
-    (
-        *("fewer evaluations", ("map", "solver"), "is in solves to a tolerance"),
-        "eq.Anderson(...) where another solver runs, 10 times its rtol, or compact=True where few "
-        "samples take long; check the accuracy on your data",
-    ),
-    (
-        *("looser adjoint", ("adjoint",), "is in backward solves"),
+    "backward": (
+        "looser adjoint",
+        "is in the backward pass, by implicit gradients",
         "adjoint=eq.Implicit(solver=eq.GMRES(rtol=1e-3)), or eq.Phantom(...)",
     ),
-)
-"""Name, parts, reason, what to do."""
+}
+"""Of a part: name, reason, what to do."""
 
 
 def _suggestions(model: nn.Module, main: PassProfile, x: Tensor, precision: str) -> Iterator[str]:
     """What to do about parts above 30%, and what the device offers and is not used."""
     implicit = any(isinstance(getattr(m, "adjoint", None), Implicit) for m in model.modules())
     fixed = all(layer.fixed_steps for layer in main.layers.values())
-    for name, parts, reason, do in _ADVICE:
-        share = main.share(*parts)
-        if share > 0.3 and (implicit if parts == ("adjoint",) else not fixed):
+    for part, (name, reason, do) in _ADVICE.items():
+        share = main.share(part)
+        if share > 0.3 and (implicit if part == "backward" else not fixed):
             gain = 1 / max(1 - share, 1e-3)
             yield f"{name}: {share:.0%} of the pass {reason} (at best {gain:.2f}×). {do}"
     if main.idle > 0.3:

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from equilibria.adjoints import Phantom
-from equilibria.engine.adjoint import Adjoint, Watch
+from equilibria.engine.adjoint import Adjoint
 from equilibria.engine.result import BackwardStats, Result, Solution, Stats
 from equilibria.engine.solver import Choice, Solver
 from equilibria.engine.transforms import functorch_active, transforms_active
@@ -53,8 +53,7 @@ def serves(problem: Problem, choice: Choice, adjoint: Adjoint | None) -> bool:
         return False
     if not torch.is_grad_enabled():
         return True
-    asked = None if adjoint is None else adjoint.plain
-    return isinstance(asked, Phantom) and asked.form == "neumann" and asked.damping == 1.0
+    return isinstance(adjoint, Phantom) and adjoint.form == "neumann" and adjoint.damping == 1.0
 
 
 def _steps_alone(solver: Solver) -> bool:
@@ -84,7 +83,6 @@ class _Solve:
     cut: tuple[int, int]
     divergence: float
     zero_start: bool
-    watch: Watch
     found: tuple[Tensor, Tensor, Tensor] | None = None  # residual, scale and result code, [B]
 
 
@@ -99,17 +97,15 @@ def fused_solve(
     assert q.metric is not None
     assert isinstance(choice.tau, float)
     q.check_state(z0)
-    asked = None if adjoint is None else adjoint.plain
     run = _Solve(
         tau=choice.tau,
         steps=choice.solver.max_steps,
-        terms=asked.steps if isinstance(asked, Phantom) else 1,
+        terms=adjoint.steps if isinstance(adjoint, Phantom) else 1,
         cut=(q.patches.channels, q.patches.size),
         divergence=choice.solver.divergence,
         zero_start=zero_start,
-        watch=Watch() if adjoint is None else adjoint.watch,
     )
-    with torch.autocast(z0.device.type, enabled=False), run.watch.solving(run.steps):
+    with torch.autocast(z0.device.type, enabled=False):
         value: Tensor = _FusedSteps.apply(  # type: ignore[no-untyped-call]
             q.c, q.operator.weight, q.metric, q.gamma, z0.to(q.c.dtype), run
         )
@@ -160,8 +156,7 @@ class _FusedSteps(torch.autograd.Function):
                 "Implicit()."
             )
         run: _Solve = ctx.run
-        with run.watch.pulling(run.terms):
-            return (*_pull(run, ctx.saved_tensors, gradients[0], ctx.needs_input_grad), None, None)
+        return (*_pull(run, ctx.saved_tensors, gradients[0], ctx.needs_input_grad), None, None)
 
 
 def _pull(

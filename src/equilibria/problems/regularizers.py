@@ -11,7 +11,6 @@ batch*: they answer one scalar for the batch, an answer then depends on the othe
 
 from __future__ import annotations
 
-import functools
 import math
 from abc import ABC, abstractmethod
 from dataclasses import KW_ONLY, dataclass
@@ -186,17 +185,6 @@ def feature_rows(z: Tensor, features: Features) -> Tensor:
     return rows.movedim(1, 0)
 
 
-def _gram_norm(c: Tensor) -> Tensor:
-    """``|C C'|_F^2`` summed over the leading dimension, formed on the smaller side of ``C``."""
-    gram = c @ c.mT if c.shape[-2] <= c.shape[-1] else c.mT @ c
-    return (gram * gram).sum()
-
-
-def _gram_times(c: Tensor) -> Tensor:
-    """``C C' C``, formed on the smaller side of ``C``."""
-    return (c @ c.mT) @ c if c.shape[-2] <= c.shape[-1] else c @ (c.mT @ c)
-
-
 def from_feature_rows(rows: Tensor, like: Tensor) -> Tensor:
     """The inverse of ``feature_rows``, in the shape and type of ``like``."""
     return rows.movedim(0, 1).reshape(like.shape).to(like.dtype)
@@ -243,16 +231,17 @@ class Decorrelation(_OverBatch):
 
     def value(self, z: Tensor) -> Tensor:
         unit, _, alive = self._unit_rows(z)
-        count, length = unit.shape
-        if count <= length:
+        if unit.shape[0] <= unit.shape[1]:
             gram = unit @ unit.mT
             gram = gram - torch.diag_embed(gram.diagonal())
             return 0.5 * self.weight * (gram * gram).sum()
-        return 0.5 * self.weight * (_gram_norm(unit) - alive.to(unit.dtype).sum())
+        gram = unit.mT @ unit  # the smaller side
+        return 0.5 * self.weight * ((gram * gram).sum() - alive.to(unit.dtype).sum())
 
     def grad(self, z: Tensor) -> Tensor:
         unit, inverse, _ = self._unit_rows(z)
-        pulled = _gram_times(unit)
+        rows_first = unit.shape[0] <= unit.shape[1]  # products on the smaller side
+        pulled = (unit @ unit.mT) @ unit if rows_first else unit @ (unit.mT @ unit)
         # The projection removes the term j = i as well.
         across = pulled - (pulled * unit).sum(1, keepdim=True) * unit
         rows = 2.0 * self.weight * inverse * across
@@ -263,33 +252,13 @@ class Decorrelation(_OverBatch):
         return Curvature(-math.inf, math.inf, True, note)
 
 
-@functools.lru_cache(maxsize=64)
-def _drawn(length: int, count: int, seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(length, count, generator=generator, dtype=torch.float64)
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _frequencies(length: int, count: int, seed: int) -> Tensor:
-    """Normal frequencies ``[length, count]``: torch.compile traces no generator and no cache."""
-    return _drawn(length, count, seed)
-
-
-def _center(features: Tensor) -> Tensor:
-    """``H F`` for ``F`` of shape ``[m, B, D]``."""
-    return features - features.mean(1, keepdim=True)
-
-
 @dataclass(frozen=True)
 class HSIC(_OverBatch):
     """``R(Z) = weight sum_{i<j} HSIC(Z_i, Z_j)``, a scalar for the batch; small = independent.
 
     ``HSIC(X, Y) = tr(K_X H K_Y H) / (B-1)^2``, ``H = I - 11'/B``: the biased estimator with
     Gaussian kernels ``exp(-|x-y|^2 / (2 bandwidth^2))``. With centered ``A_i = H K_i H`` the sum
-    over pairs is ``(|sum_i A_i|^2 - sum_i |A_i|^2) / 2``. ``random_features=D`` replaces ``K_i`` by
-    ``F_i F_i'``, ``F_i = [cos, sin](Z_i w)/sqrt(D)`` with ``D`` random frequencies from ``seed``
-    (an error of order ``1/sqrt(D)``): with ``C_i = H F_i`` stacked into ``C`` the sum is
-    ``(|C'C|^2 - sum_i |C_i'C_i|^2) / 2``; the default is exact, at ``m B^2`` memory.
+    over pairs is ``(|sum_i A_i|^2 - sum_i |A_i|^2) / 2``, at ``m B^2`` memory.
 
     ``features="all"``: every entry of the state is a variable; ``"channels"``: each channel map is
     one, vector valued. Not convex. A batch of one has no dependence to measure: 0.
@@ -297,14 +266,11 @@ class HSIC(_OverBatch):
 
     _: KW_ONLY
     bandwidth: float = 1.0
-    random_features: int | None = None
-    seed: int = 0
     features: Features = "all"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_number(self, "bandwidth", low=0.0, low_open=True)
-        check_number(self, "random_features", low=1, integer=True, optional=True)
 
     def _scale(self, batch: int) -> float:
         return self.weight / max(batch - 1, 1) ** 2
@@ -323,47 +289,24 @@ class HSIC(_OverBatch):
         centered = kernel - kernel.mean(1, keepdim=True)
         return kernel, centered - centered.mean(2, keepdim=True)
 
-    def _fourier(self, rows: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """``cos`` and ``sin`` features ``[m, B, D]`` and the frequencies ``[k, D]``."""
-        w = _frequencies(rows.shape[2], count, self.seed).to(rows) / self.bandwidth
-        angle = rows @ w
-        size = 1.0 / math.sqrt(count)
-        return size * torch.cos(angle), size * torch.sin(angle), w
-
     def value(self, z: Tensor) -> Tensor:
         rows = feature_rows(at_least_float32(z), self.features)
-        batch = rows.shape[1]
-        if self.random_features is None:
-            _, centered = self._kernels(rows)
-            total = centered.sum(0)
-            own = (centered * centered).sum()
-            return 0.5 * self._scale(batch) * ((total * total).sum() - own)
-        cos, sin, _ = self._fourier(rows, self.random_features)
-        stacked = _center(torch.cat([cos, sin], 2))
-        wide = stacked.movedim(1, 0).reshape(batch, -1)
-        return 0.5 * self._scale(batch) * (_gram_norm(wide) - _gram_norm(stacked))
+        _, centered = self._kernels(rows)
+        total = centered.sum(0)
+        own = (centered * centered).sum()
+        return 0.5 * self._scale(rows.shape[1]) * ((total * total).sum() - own)
 
     def grad(self, z: Tensor) -> Tensor:
         """With ``M_i = (sum_j A_j - A_i)/(B-1)^2`` and ``V = M_i * K_i`` entrywise,
 
-        ``dR/dx_b = -(2 weight / bandwidth^2) sum_c V_bc (x_b - x_c)``; with Fourier features
-        ``dR/dF_i = 2 weight M_i F_i`` is pulled back through cos and sin.
+        ``dR/dx_b = -(2 weight / bandwidth^2) sum_c V_bc (x_b - x_c)``.
         """
         rows = feature_rows(at_least_float32(z), self.features)
-        count, batch, _ = rows.shape
-        scale = 2.0 * self._scale(batch)
-        if self.random_features is None:
-            kernel, centered = self._kernels(rows)
-            pull = (centered.sum(0) - centered) * kernel
-            moved = pull.sum(2, keepdim=True) * rows - pull @ rows
-            return from_feature_rows((-scale / self.bandwidth**2) * moved, z)
-        cos, sin, w = self._fourier(rows, self.random_features)
-        stacked = _center(torch.cat([cos, sin], 2))
-        wide = stacked.movedim(1, 0).reshape(batch, -1)
-        total = _gram_times(wide).reshape(batch, count, -1).movedim(1, 0)
-        outer = scale * (total - _gram_times(stacked))
-        by_cos, by_sin = outer.chunk(2, 2)
-        return from_feature_rows((by_sin * cos - by_cos * sin) @ w.mT, z)
+        scale = 2.0 * self._scale(rows.shape[1])
+        kernel, centered = self._kernels(rows)
+        pull = (centered.sum(0) - centered) * kernel
+        moved = pull.sum(2, keepdim=True) * rows - pull @ rows
+        return from_feature_rows((-scale / self.bandwidth**2) * moved, z)
 
     def curvature(self) -> Curvature:
         return Curvature(-math.inf, math.inf, True, "HSIC: no bound is derived")

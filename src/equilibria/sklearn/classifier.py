@@ -22,8 +22,7 @@ from torch import Tensor
 from equilibria.engine.adjoint import Adjoint
 from equilibria.engine.solver import SolverOptions
 
-from .base import Array, BaseEquilibrium, Rows
-from .network import LayerChoice
+from .base import Array, BaseEquilibrium, LayerChoice, Rows
 
 
 class EquilibriumClassifier(ClassifierMixin, BaseEquilibrium):  # type: ignore[misc]

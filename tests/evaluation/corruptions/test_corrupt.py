@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from equilibria.evaluation import CORRUPTIONS, corrupt
-from equilibria.evaluation.corruptions.severities import TABLES, scale_for
 from tests.evaluation.standins import picture_tensor
 
 # Mean |corrupted − clean| of 255 over ``pictures()`` at severities 1 … 5, as the published code for
@@ -75,25 +74,6 @@ def test_any_shape_and_repeatable(kind: str, channels: int) -> None:
         assert torch.equal(found, corrupt(images.clone(), kind, 5))
 
 
-@pytest.mark.parametrize("scale", TABLES)
-def test_constants_of_all_scales_run(scale: str) -> None:
-    images = picture_tensor(1, 48)
-    for kind in CORRUPTIONS:
-        for severity in (1, 5):
-            found = corrupt(images, kind, severity, scale=scale)
-            assert not torch.equal(found, images)
-
-
-def test_the_scale_is_the_nearest_published_one() -> None:
-    sides = {8: "cifar", 32: "cifar", 48: "cifar", 64: "tiny", 120: "tiny", 121: "imagenet"}
-    assert {side: scale_for(side, 300) for side in sides} == sides
-    assert scale_for(300, 32) == "cifar"
-    images = picture_tensor(1, 64)
-    auto = corrupt(images, "gaussian_noise", 2)
-    assert torch.equal(auto, corrupt(images, "gaussian_noise", 2, scale="tiny"))
-    assert not torch.equal(auto, corrupt(images, "gaussian_noise", 2, scale="imagenet"))
-
-
 def test_other_seeds_draw_other_noise() -> None:
     random = [
         k
@@ -145,8 +125,8 @@ def test_errors_say_what_is_allowed() -> None:
         corrupt(IMAGES[:, :2], "fog", 1)
     with pytest.raises(ValueError, match="at least 4 pixels"):
         corrupt(IMAGES[..., :3, :3], "fog", 1)
-    with pytest.raises(ValueError, match="scale='big'"):
-        corrupt(IMAGES, "fog", 1, scale="big")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="at most 64"):
+        corrupt(torch.zeros(1, 3, 80, 65, dtype=torch.uint8), "fog", 1)
     with pytest.raises(TypeError, match="seed=None"):
         corrupt(IMAGES, "fog", 1, seed=None)  # type: ignore[arg-type]
 

@@ -66,17 +66,14 @@ X = picture_tensor(3).double() / 255
 NOISE = Noise(picture_tensor(3), (0,))
 
 
-@pytest.mark.parametrize("radius", [0.3, 1.0, 1.5, 3.0, 6.0, 8.0, 10.0])
+@pytest.mark.parametrize("radius", [0.3, 1.0, 1.5, 3.0])
 def test_disk_is_a_smoothed_disk_of_sum_one(radius: float) -> None:
     kernel = distortions.disk(radius, 0.5).numpy()
-    reach = 8 if radius <= 8 else int(radius)
-    v, u = np.mgrid[-reach : reach + 1, -reach : reach + 1]
+    v, u = np.mgrid[-8:9, -8:9]
     hard = ((u**2 + v**2) <= radius**2).astype(float)
-    edge = 1 if radius <= 8 else 2
-    expected = ndimage.gaussian_filter(hard / hard.sum(), 0.5, radius=edge, mode="mirror")
+    expected = ndimage.gaussian_filter(hard / hard.sum(), 0.5, radius=1, mode="mirror")
     np.testing.assert_allclose(kernel, expected, atol=1e-12)
-    if radius < 8:  # at 8 the disk touches the border, and reflections add a little
-        assert kernel.sum() == pytest.approx(1.0)
+    assert kernel.sum() == pytest.approx(1.0)
 
 
 def published_pass(image: np.ndarray, offsets: np.ndarray, reach: int) -> np.ndarray:

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from equilibria import data as module
 from equilibria.data import IGNORE, ImageData
-from equilibria.evaluation import select_classes, superclass_split
 
 from .plan import RANDOM, Planned, data_folder
+from .unseen_classes import select_classes, superclass_split
 
 _HELD_OUT_SEED = 0  # the same images for every seed of the training: choices never see another part
 _SMOKE_TRAIN, _SMOKE_TEST = 96, 64

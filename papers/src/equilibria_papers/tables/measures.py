@@ -38,6 +38,7 @@ from equilibria_papers.theory.trajectories import (
 
 from .images import known_classes
 from .thesis import STAGES
+from .unseen_classes import known_unknown_kl, superclass_accuracy
 
 
 @dataclass(frozen=True, eq=False)
@@ -250,31 +251,18 @@ def corruptions(scene: Scene) -> dict[str, float]:
 
 def known_and_unknown(scene: Scene) -> dict[str, float]:
     """KerDEQ Table 3: accuracy and KL on learned classes, KL to uniform on the others."""
-    found = evaluation.known_unknown_kl(
-        scene.model,
-        scene.test,
-        known_classes(scene.test),
-        batch_size=scene.batch_size,
-        progress=scene.progress,
-    )
-    return {
-        "known.accuracy": 100 * found.accuracy,
-        "known.kl": found.known_kl,
-        "unknown.kl": found.unknown_kl,
-        **_size(scene.model),
-    }
+    known = known_classes(scene.test)
+    found = known_unknown_kl(scene.model, scene.test, known, scene.batch_size, scene.device)
+    names = ("known.accuracy", "known.kl", "unknown.kl")
+    return {**dict(zip(names, (100 * found[0], *found[1:]), strict=True)), **_size(scene.model)}
 
 
 def superclass(scene: Scene) -> dict[str, float]:
     """GEQ Table 3: accuracy on superclasses, for learned and for unseen classes."""
-    found = evaluation.superclass_accuracy(
-        scene.model, scene.test, batch_size=scene.batch_size, progress=scene.progress
-    )
-    return {
-        "known_accuracy": 100 * found.known_accuracy,
-        "unknown_accuracy": 100 * found.unknown_accuracy,
-        **_size(scene.model),
-    }
+    where = (scene.batch_size, scene.device)
+    known, unknown = superclass_accuracy(scene.model, scene.test, *where)
+    found = {"known_accuracy": 100 * known, "unknown_accuracy": 100 * unknown}
+    return {**found, **_size(scene.model)}
 
 
 def saliency(scene: Scene) -> dict[str, float]:

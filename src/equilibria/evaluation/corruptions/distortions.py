@@ -67,10 +67,9 @@ def gaussian_blur(x: Tensor, sigma: float, noise: ImageNoise) -> Tensor:
 
 def disk(radius: float, smoothing: float) -> Tensor:
     """[k, k], of sum 1: the pixels within ``radius``, their edge smoothed by a small Gaussian."""
-    reach, edge = (8, 1) if radius <= 8 else (int(radius), 2)
-    place = torch.arange(-reach, reach + 1, dtype=torch.float64)
+    place = torch.arange(-8, 9, dtype=torch.float64)
     inside = (place[:, None] ** 2 + place**2 <= radius**2).double()
-    smooth = gaussian_matrix(2 * reach + 1, smoothing, edge, "mirror")
+    smooth = gaussian_matrix(len(place), smoothing, 1, "mirror")
     return smooth @ (inside / inside.sum()) @ smooth.mT
 
 

@@ -14,9 +14,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-_LARGE = 7
-"""From this width on, a kernel is applied by Fourier transforms."""
-
 Border = Literal["nearest", "reflect", "mirror"]
 """aaa|abc|ccc, cba|abc|cba, cb|abc|ba."""
 
@@ -105,13 +102,7 @@ def correlate(x: Tensor, kernel: Tensor) -> Tensor:
         x = x.index_select(dim, places.to(x.device))
     planes = x.flatten(0, -3).double()
     kernel = kernel.to(x.device, torch.float64)
-    if kernel.shape[-1] < _LARGE:
-        found = F.conv2d(planes.unsqueeze(1), kernel[None, None]).squeeze(1)
-    else:
-        height, width = planes.shape[-2:]
-        product = torch.fft.rfft2(planes) * torch.fft.rfft2(kernel, s=(height, width)).conj()
-        found = torch.fft.irfft2(product, s=(height, width))
-        found = found[..., : height - 2 * reach, : width - 2 * reach]
+    found = F.conv2d(planes.unsqueeze(1), kernel[None, None]).squeeze(1)
     return found.reshape(x.shape[:-2] + found.shape[-2:]).to(x.dtype)
 
 

@@ -7,9 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from equilibria.nn import GEQ, DeepOptEq, OptEq
-from equilibria.sklearn.network import (
-    ADJOINT,
+from equilibria.sklearn.base import (
     PREDICTION_SOLVER,
     TRAINING_SOLVER,
     Network,
@@ -22,16 +20,6 @@ from equilibria.solvers import Picard
 def made(choice: object = "geq", **options: object) -> Network:
     given = {"bound": 0.9, "solver": None, "adjoint": None, "seed": 3, **options}
     return build(choice, 5, 8, 2, **given)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("choice", "kind"), [("geq", GEQ), ("opteq", OptEq), ("deep_opteq", DeepOptEq)]
-)
-def test_layers(choice: str, kind: type) -> None:
-    network = made(choice)
-    assert isinstance(network.layer, kind)
-    assert network.layer.adjoint == ADJOINT
-    assert network(torch.randn(3, 5)).shape == (3, 2)
 
 
 def test_the_explicit_twin_has_as_many_weights() -> None:
