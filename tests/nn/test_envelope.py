@@ -234,3 +234,22 @@ def test_the_limits_of_the_gaussian_are_those_of_the_facts() -> None:
     bounds = coupling.value_curvature(1.0)
     assert float(bounds.lower) == pytest.approx(-GAUSSIAN_CONCAVITY / (1 - GAUSSIAN_CONCAVITY))
     assert float(bounds.upper) == 1.0
+
+
+@pytest.mark.parametrize("kind", ["linear", "gaussian"])
+def test_the_gradient_passes_the_norm_that_scales_the_branch(kind: str) -> None:
+    layer = dense(kind, 0.9, 0)
+    with torch.no_grad():  # inside the bound, where the scale moves with the weight
+        layer.layer.W.weight = layer.layer.W.weight * 0.5
+    x = torch.randn(3, 5, dtype=torch.float64)
+    weight = layer.layer.W.parametrizations.weight.original
+    (slope,) = torch.autograd.grad(layer(x).square().sum(), weight)
+    direction = torch.randn_like(weight)
+    values = []
+    for step in (1e-5, -1e-5):
+        with torch.no_grad():
+            layer.layer.W.weight = weight + step * direction
+            values.append(float(layer(x).square().sum()))
+            layer.layer.W.weight = weight - step * direction
+    found = (values[0] - values[1]) / 2e-5
+    assert float((slope * direction).sum()) == pytest.approx(found, rel=1e-5)

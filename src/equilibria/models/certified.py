@@ -75,7 +75,7 @@ def _haar(x: Tensor) -> Tensor:
 
 
 class CertifiedNet(Network):
-    """Stages of ``depth`` 1-Lipschitz layers; between them pixels are halved, channels padded.
+    """Stages of ``depth`` 1-Lipschitz layers; between them 2 × 2 pixels become channels.
 
     x [B, C, S, S] → logits. The first stage has widths[0] channels: those of the image, rearranged
     by a pixel unshuffle of ``unshuffle`` pixels, and zeros.
@@ -158,6 +158,7 @@ def _family(
             partial(CertifiedNet, layer=layer),
             f"1-Lipschitz network of {about}, for certified radii",
             {**shared, **own},
+            revision=1,  # 0 pooled by averages and scaled envelopes by the bound on ‖W‖
             **card,
         )
         for kind, layer, about, own in kinds
