@@ -17,13 +17,11 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from equilibria.engine import write_text
-
-from .drawing import Random
 
 
 class Trial(NamedTuple):
@@ -115,37 +113,6 @@ PAPERS = {
     "ours": "ours",
 }
 """A paper's name → its short name, with which the ids of its claims begin."""
-
-Trials: TypeAlias = Mapping[str, Variant | Mapping[str, Variant]]
-"""The id of a claim → how it is tried, or the names of its readings → how each is."""
-
-
-def tried(
-    random: Callable[..., Trial | None],
-    adversarial: Callable[..., Iterable[Trial | None]] | None = None,
-    *,
-    tolerance: float = 1e-6,
-    cost: float = 1.0,
-    climbs: bool = True,
-    **given: Any,
-) -> Variant:
-    """How a reading is tried; ``given`` are arguments of both functions.
-
-    Its name, what it needs and its proof come from the TOML file of the paper.
-    """
-
-    def drawing(function: Callable[..., Any]) -> Callable[[torch.Generator], Any]:
-        return lambda generator: function(Random(generator), **given)
-
-    return Variant(
-        name="as printed",
-        random=drawing(random),
-        adversarial=None if adversarial is None else drawing(adversarial),
-        tolerance=tolerance,
-        cost=cost,
-        climbs=climbs,
-    )
-
 
 Verdict = Literal["holds", "holds under", "fails", "vacuous"]
 Source = Literal["random", "adversarial", "climb"]

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .claim import Trial, Trials, tried
+from .claim import Trial
 from .drawing import Random, spectral
 
 _B = 2.0 * math.exp(-1.5)
@@ -146,14 +146,3 @@ def feature_map_trial(g: Random, *, square: bool, half: bool, constant: bool = F
     (push,) = torch.autograd.grad(q, point)
     gap = float((push.clamp_min(0.0) - z).norm() / z.norm())
     return Trial(gap / _SMALL, {"n": n, "m": m, "gamma": gamma, "relative distance": gap})
-
-
-TRIALS: Trials = {
-    "geq.eq4": tried(_eq4),
-    "geq.table4": tried(_table4),
-    "geq.prop1": {
-        "as printed": tried(feature_map_trial, square=False, half=False),
-        "with the square only": tried(feature_map_trial, square=True, half=False),
-        "with 1/2γ and the square": tried(feature_map_trial, square=True, half=True),
-    },
-}

@@ -11,7 +11,7 @@ from torch import Tensor
 from equilibria_papers.theory.bounds.lipschitz import eq11, eq12, ours_at_the_data
 from equilibria_papers.theory.bounds.report import AssumptionError
 
-from .claim import Trial, Trials, tried
+from .claim import Trial
 from .drawing import Random, exponential, identity, logistic, ones, spectral, tensor, zeros
 from .geq_layer import geq, opteq, scalar_beta, scalar_geq, unit
 from .numerics import climb
@@ -61,6 +61,10 @@ def _printed(p: _Pair) -> float:
 
 def _at_data(p: _Pair) -> float:
     return ours_at_the_data(p.w, p.u, p.beta_max, p.gamma, float(p.r.norm(dim=1).max()))
+
+
+def _ours(g: Random) -> Trial | None:
+    return _against(_at_data, _pair(g, bias=True))
 
 
 def _against(limit: Callable[[_Pair], float], pair: _Pair) -> Trial | None:
@@ -159,7 +163,7 @@ def _eq46(g: Random) -> Trial:
     return Trial(left / right if right > 1e-12 else 0.0, p.case())
 
 
-def _remark2(g: Random, *, layer: bool, bias: bool) -> Trial | None:
+def _remark2(g: Random, *, layer: bool, bias: bool = False) -> Trial | None:
     """L_geq < L_opteq where β_max < 0.8, B < 1, √γ < 0.2, on a layer or as algebra alone."""
     if layer:
         p = _pair(g, bias=bias)
@@ -175,22 +179,3 @@ def _remark2(g: Random, *, layer: bool, bias: bool) -> Trial | None:
         return None
     case = {"mu": mu, "beta_max": beta, "B": bound, "gamma": gamma}
     return Trial(eq11(mu, beta, gamma, bound) / eq12(mu), case)
-
-
-TRIALS: Trials = {
-    "geq.prop3.eq11": {
-        "as printed": tried(_eq11, _known, bias=True, cost=4),
-        "without a bias": tried(_eq11, _search, bias=False, cost=4),
-        "ours: from the largest residual": tried(
-            lambda g: _against(_at_data, _pair(g, bias=True)), cost=4
-        ),
-    },
-    "geq.prop3.eq12": tried(_eq12, _eq12_worst, cost=4),
-    "geq.eq44": tried(_eq44, _eq44_worst, cost=4),
-    "geq.eq46": tried(_eq46, cost=4),
-    "geq.remark2": {
-        "as printed": tried(_remark2, layer=True, bias=False, cost=4),
-        "the algebra alone": tried(_remark2, layer=False, bias=False),
-        "with a bias": tried(_remark2, layer=True, bias=True, cost=4),
-    },
-}

@@ -13,7 +13,7 @@ from equilibria.problems import gaussian_sensitivity
 from equilibria_papers.theory.bounds import report as remarks
 from equilibria_papers.theory.bounds import similarity as formulas
 
-from .claim import Trial, Trials, tried
+from .claim import Trial
 from .drawing import Random, identity, spectral, tensor
 from .geq_layer import geq, opteq, unit
 
@@ -212,7 +212,7 @@ def _eq14_family(g: Random, *, limit: Limit, **_: object) -> Iterator[Trial]:
         yield found.against(limit(found))
 
 
-def _lemma3(g: Random, *, width: int | None) -> Trial:
+def _lemma3(g: Random, *, width: int | None = None) -> Trial:
     """Eq 50 against quadrature of one neuron, times the width of the layer (None: one neuron)."""
     theta = g.uniform(0.0, math.pi)
     n = g.integer(2, 64) if width is None else width
@@ -221,7 +221,7 @@ def _lemma3(g: Random, *, width: int | None) -> Trial:
     return Trial(abs(left - right) / (1e-5 * (1e-3 + right)), {"theta/pi": theta / math.pi, "n": n})
 
 
-def _entrywise(g: Random, *, kind: str | None) -> Trial | None:
+def _entrywise(g: Random, *, kind: str | None = None) -> Trial | None:
     """Eq 51: σ(WᵀWz₁)ᵀz₂ ≤ μ²z₁ᵀz₂ for z₁, z₂ ≥ 0."""
     n = g.integer(2, 6)
     w = family(kind or g.choice(("mean", "centering", "random")), n, g.uniform(0.2, 0.95), g)
@@ -292,40 +292,3 @@ def _remark3_ratio(
 def _remark3_known(g: Random, *, printed: bool) -> Iterator[Trial]:
     """γ = 0.2, B = 20, μ = 0.95, β_max → 1."""
     yield _remark3_ratio(0.2, 20.0, 0.95, 1.0, 1.0, printed)
-
-
-EQ15 = {
-    "as printed": tried(similarity, _eq15_family, limit=_eq15, gaussian=False, cost=10),
-    "W = μI": tried(_eq15_identity, cost=2),
-    "ours: free of the angle": tried(similarity, limit=_free_of_angle, gaussian=False, cost=10),
-}
-FREE_OF_ANGLE = {
-    "ours: free of the angle": tried(
-        similarity, _eq14_family, limit=_free_of_angle_geq, gaussian=True, cost=10
-    )
-}
-
-TRIALS: Trials = {
-    "geq.lemma3": {"as printed": tried(_lemma3, width=None), "per neuron": tried(_lemma3, width=1)},
-    "geq.eq51": {
-        "as printed": tried(_entrywise, _entrywise_worst, kind=None),
-        "W = μI": tried(_entrywise, kind="identity"),
-    },
-    "geq.prop4.eq15": EQ15,
-    "geq.eq58": {
-        "as printed": tried(_eq58, _eq58_worst, squared=False, cost=4),
-        "with B²": tried(_eq58, squared=True, cost=4),
-    },
-    "geq.prop4.eq14": {
-        "as printed": tried(similarity, _eq14_family, limit=_eq14, gaussian=True, cost=10),
-        "W = μI, D with B²": tried(
-            similarity, limit=_eq14_derived, gaussian=True, kind="identity", cost=10
-        ),
-        **FREE_OF_ANGLE,
-    },
-    "geq.prop4.eq48": tried(similarity, _eq14_family, limit=_eq48, gaussian=True, cost=10),
-    "geq.remark3": {
-        "as printed": tried(_remark3, _remark3_known, printed=True),
-        "with 1/γ": tried(_remark3, printed=False),
-    },
-}

@@ -8,11 +8,10 @@ from collections.abc import Iterator
 from equilibria_papers.theory.bounds.report import kerdeq_remark1
 from equilibria_papers.theory.bounds.similarity import kerdeq_eq10
 
-from .claim import Trial, Trials, tried
+from .claim import Trial
 from .drawing import Random, spectral
-from .geq_layer import feature_map_trial
-from .geq_margin import MARGIN, remark1_at
-from .geq_similarity import EQ15, FREE_OF_ANGLE, Similarity, measured, similarity
+from .geq_margin import remark1_at
+from .geq_similarity import Similarity, measured
 
 
 def _remark1(g: Random) -> Trial | None:
@@ -22,12 +21,16 @@ def _remark1(g: Random) -> Trial | None:
     return None if mu > 0.9 + 1e-9 else Trial(0.0, {"mu": mu})
 
 
-def _remark1_limit(g: Random, *, mu: float, limit: float) -> Trial:
+_ROOT = math.sqrt(0.9)
+_LIMIT = kerdeq_remark1(0.9)
+
+
+def _remark1_limit(g: Random, *, mu: float = _ROOT, limit: float = _LIMIT) -> Trial:
     """Both ratios of Remark 1 for β below the limit."""
     return remark1_at(g.uniform(0.0, limit), mu, 0.9)
 
 
-def _remark1_edge(g: Random, *, mu: float, limit: float) -> Iterator[Trial]:
+def _remark1_edge(g: Random, *, mu: float = _ROOT, limit: float = _LIMIT) -> Iterator[Trial]:
     yield Trial(remark1_at(limit - 1e-12, mu, 0.9).ratio, {"beta": limit, "mu": mu, "m": 0.9})
 
 
@@ -44,27 +47,3 @@ def _theorem3_family(g: Random, **_: object) -> Iterator[Trial]:
     ):
         found = measured(g, kind=kind, n=40, mu=mu, theta=theta * math.pi, gamma=gamma, draws=2000)
         yield found.against(_eq10(found))
-
-
-_ROOT = math.sqrt(0.9)
-
-TRIALS: Trials = {
-    "kerdeq.theorem1": {
-        "as printed": tried(feature_map_trial, square=True, half=False, constant=True),
-        "λ of z, with 1/2γ": tried(feature_map_trial, square=True, half=True),
-    },
-    "kerdeq.theorem2": MARGIN,
-    "kerdeq.remark1": {
-        "as printed": tried(_remark1),
-        "as numbers": tried(_remark1_limit, _remark1_edge, mu=0.9, limit=0.83),
-        "μ = √0.9, β < 0.83": tried(_remark1_limit, _remark1_edge, mu=_ROOT, limit=0.83),
-        "μ = √0.9, β < 0.8259": tried(
-            _remark1_limit, _remark1_edge, mu=_ROOT, limit=kerdeq_remark1(0.9)
-        ),
-    },
-    "kerdeq.theorem3.eq10": {
-        "as printed": tried(similarity, _theorem3_family, limit=_eq10, gaussian=True, cost=10),
-        **FREE_OF_ANGLE,
-    },
-    "kerdeq.theorem3.eq11": EQ15,
-}

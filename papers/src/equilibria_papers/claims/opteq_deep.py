@@ -13,7 +13,7 @@ from torch import Tensor
 
 from equilibria_papers.theory.deep_opteq import Block, MultiBlock
 
-from .claim import Trial, Trials, tried
+from .claim import Trial
 from .drawing import ACTIVATIONS, Random, identity, norm, spectral, tensor, zeros
 from .numerics import program, solve
 from .opteq_layer import Layer, off
@@ -233,21 +233,3 @@ def _contraction(draw: Random) -> Trial:
     for layer in deep.layers:
         allowed *= 1.0 - deep.alpha * (1.0 - spectral(layer.w) ** 2)
     return Trial(norm(deep(a) - deep(b)) / (allowed * norm(a - b)), deep.case())
-
-
-TRIALS: Trials = {
-    "opteq.lemma3": {
-        "as printed": tried(_lemma3, inside=False, cost=2.0),
-        "with P inside": tried(_lemma3, inside=True, cost=2.0),
-    },
-    "opteq.theorem2": {
-        "as printed": tried(_theorem2, inside=False, cost=4.0),
-        "with P inside": tried(_theorem2, inside=True, cost=4.0),
-    },
-    "opteq.corollary1": {
-        "as printed": tried(_corollary1, inside=False, cost=4.0),
-        "with P inside": tried(_corollary1, inside=True, cost=4.0),
-    },
-    "opteq.theorem3": tried(_theorem3_random, _theorem3_adversarial, cost=4.0),
-    "opteq.section6.1": tried(_contraction),
-}

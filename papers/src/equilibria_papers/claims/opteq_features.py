@@ -9,7 +9,7 @@ from torch import Tensor
 
 from equilibria.problems import Decorrelation, FeatureIncay
 
-from .claim import Trial, Trials, tried
+from .claim import Trial
 from .drawing import ACTIVATIONS, Random, identity, norm, spectral, zeros
 from .numerics import bisect, crossings, solve
 from .opteq_layer import EXACT, Layer, draw_layer, off
@@ -72,7 +72,7 @@ def _prox_form(draw: Random, *, envelope: bool) -> Trial:
     return Trial(off(star, least), {**layer.case(), "gamma": gamma, "z*": star, "argmin": least})
 
 
-def _prox_row(draw: Random, kind: str) -> Trial:
+def _prox_row(draw: Random, *, kind: str) -> Trial:
     """prox_{γR} entrywise: the zero of the rising u − z + γ∂R(u)."""
     z, gamma = draw.normal(6) * 3.0, draw.uniform(0.01, 3.0)
     slope: Callable[[Tensor], Tensor] = (lambda u: u) if kind == "norm" else torch.sign
@@ -164,6 +164,10 @@ def _incay_minimum(draw: Random) -> Trial:
     return _incay_points(w, gamma, eps, c)
 
 
+def _incay_family(draw: Random) -> Iterator[Trial]:
+    return (_incay_points(w, 1.0, 0.2, zeros(1)) for w in (0.3, 0.6, 0.9))
+
+
 def _incay_points(w: float, gamma: float, eps: float, c: Tensor) -> Trial:
     """φ(z) = ½(1/w² − 1)‖z‖² − ⟨c, z⟩/w. Along ±c all fixed points are zeros of one function."""
     size = norm(c)
@@ -184,28 +188,3 @@ def _incay_points(w: float, gamma: float, eps: float, c: Tensor) -> Trial:
     worst = max(heights) - min(heights)
     case = {"w": w, "gamma": gamma, "epsilon": eps, "c": c, "fixed points along c": roots}
     return Trial(worst / (EXACT * (1.0 + abs(min(heights)))), case)
-
-
-TRIALS: Trials = {
-    "opteq.theorem4": tried(_theorem4, _theorem4_smooth, cost=2.0),
-    "opteq.section5.1": {
-        "as printed": tried(_prox_form, envelope=False, cost=2.0),
-        "with the envelope": tried(_prox_form, envelope=True, cost=2.0),
-    },
-    "opteq.table2.norm": tried(lambda draw: _prox_row(draw, "norm")),
-    "opteq.table2.l1": tried(lambda draw: _prox_row(draw, "l1")),
-    "opteq.table2.incay": {"as printed": tried(_incay, sign=-1.0), "plus": tried(_incay, sign=1.0)},
-    "opteq.table2.decorrelation": {
-        "as printed": tried(_decorrelation, printed=True),
-        "corrected": tried(_decorrelation, printed=False),
-    },
-    "opteq.table2.convex": {
-        "as printed": tried(
-            _incay_minimum,
-            lambda draw: (_incay_points(w, 1.0, 0.2, zeros(1)) for w in (0.3, 0.6, 0.9)),
-        ),
-        "convex": tried(_theorem4, cost=2.0),
-    },
-    "opteq.eq13": tried(_eq13),
-    "opteq.section7.2.2": tried(_two_incays),
-}

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .claim import Trial, Trials, tried
+from .claim import Trial
 from .drawing import ACTIVATIONS, Activation, Random, identity, norm, ones, spectral, zeros
 from .numerics import bisect, climb, relu_prox, solve
 
@@ -247,26 +247,3 @@ def _multivariate(draw: Random, *, definite: bool) -> Trial:
     if lowest <= 0:  # a saddle or a maximum is not a solution
         ratio = math.inf
     return Trial(ratio, {"W": w, "S": s, "c": c, "lowest curvature": lowest})
-
-
-TRIALS: Trials = {
-    "opteq.theorem1": tried(_theorem1, _theorem1_adversarial),
-    "opteq.wellposed": {
-        "as printed": tried(_strictly_convex, _softplus_family),
-        "with a contraction": tried(_contractive, cost=2.0),
-    },
-    "opteq.eq4": {
-        "as printed": tried(_eq4, at_zero=math.inf, cost=2.0),
-        "0 at 0": tried(_eq4, at_zero=0.0, cost=2.0),
-    },
-    "opteq.table1.skip": tried(_skip, cost=2.0),
-    "opteq.table1.affine": {
-        "as printed": tried(_affine, read="prox"),
-        "orthogonal": tried(_affine, read="orthogonal"),
-        "fixed points only": tried(_affine, read="fixed points", cost=2.0),
-    },
-    "opteq.table1.multivariate": {
-        "as printed": tried(_multivariate, definite=False),
-        "definite": tried(_multivariate, definite=True),
-    },
-}

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from equilibria_papers.theory.converters import to_deep_opteq, to_hidden_units
 
-from .claim import Trial, Trials, tried
+from .claim import Trial
 from .drawing import ACTIVATIONS, Random, identity, spectral, tensor, zeros
 from .opteq_deep import Deep
 from .opteq_layer import Layer, off
@@ -160,12 +160,3 @@ def _lemma2_one(draw: Random) -> Trial:
     x = draw.normal(3, network[0].in_features)  # type: ignore[arg-type]
     made = to_deep_opteq(network)
     return Trial(off(made(x), network(x)), {"activation": sigma, "network": str(network)})
-
-
-TRIALS: Trials = {
-    "opteq.lemma1": tried(_lemma1, cost=2.0),
-    "opteq.lemma2": {
-        "as printed, by our cyclic weights": tried(_lemma2, climbs=False),
-        "alpha = 1, by the paper's products": tried(_lemma2_one, cost=8.0),
-    },
-}

@@ -15,7 +15,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from .claim import Trial, Trials, tried
+from .claim import Trial
 from .drawing import Random, identity, norm, spectral, tensor, zeros
 from .numerics import program, solve
 
@@ -161,12 +161,3 @@ def _training(draw: Random) -> Trial:
         for parameter, g in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
             parameter.data.sub_(eta * g)
     return Trial(worst, {"eta": eta, "smallest eigenvalue of K(0)": values[0], "step": at})
-
-
-TRIALS: Trials = {
-    "opteq.theorem5": {
-        "as printed": tried(_sam, _sam_families, printed=True, cost=8.0),
-        "with exponents rho and c": tried(_sam, _sam_families, printed=False, cost=8.0),
-    },
-    "opteq.theorem6": tried(_training, cost=20.0),
-}

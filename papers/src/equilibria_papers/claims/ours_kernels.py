@@ -19,7 +19,7 @@ from equilibria.problems import (
     Sigmoidal,
 )
 
-from .claim import Trial, Trials, tried
+from .claim import Trial
 from .drawing import ACTIVATIONS, Activation, Random, norm, spectral, zeros
 from .numerics import newton, solve
 from .ours_gaussian import PRIORS
@@ -130,15 +130,3 @@ def _degenerate(draw: Random, *, offset: float) -> Trial:
     after = norm(problem.step(zeros(1, len(c))))
     case = {"W": w, "c": c, "degree": degree, "T(0)": after}
     return Trial(1e-6 * norm(c) / after if after > 0 else math.inf, case)
-
-
-TRIALS: Trials = {
-    "ours.fact6.linear": tried(_linear, cost=4.0),
-    "ours.fact6.sigmoid": tried(_sigmoid, cost=2.0),
-    "ours.fact6.unique": tried(_sigmoid_unique, cost=4.0),
-    "ours.fact6.polynomial": tried(_polynomial, cost=2.0),
-    "ours.polynomial": {
-        "as printed": tried(_degenerate, offset=0.0),
-        "offset 1": tried(_degenerate, offset=1.0),
-    },
-}

@@ -16,7 +16,7 @@ from torch import Tensor
 from equilibria.certify import certify
 from equilibria.problems import MeanPatchEnergy, gaussian_sensitivity
 
-from .claim import Trial, Trials, Variant, tried
+from .claim import Trial
 from .drawing import Random, identity, norm, spectral, tensor
 from .numerics import climb, evolve
 from .ours_gaussian import B, GaussLayer, draw_gauss, scalar_layer
@@ -66,14 +66,14 @@ def _two_inputs(
     return Trial(moved / (_constant(layer.mu, kind) * apart + 1e-11), case)
 
 
-def _random_inputs(draw: Random, *, rule: Rule | None, kind: str) -> Trial | None:
+def _random_inputs(draw: Random, *, kind: str, rule: Rule | None = None) -> Trial | None:
     layer = draw_gauss(draw, 0.05, 1.45)
     first = layer.features
     change = draw.normal(*first.shape) * 10.0 ** draw.uniform(-4.0, 0.5)
     return _two_inputs(layer, first, first + change / math.sqrt(layer.gamma), rule, kind)
 
 
-def _search_inputs(draw: Random, *, rule: Rule | None, kind: str) -> Iterator[Trial | None]:
+def _search_inputs(draw: Random, *, kind: str, rule: Rule | None = None) -> Iterator[Trial | None]:
     """n = 1, two patches of one channel, two nearby inputs; Nelder–Mead, Powell, evolution."""
     for mu in (0.4, 0.7, 0.95, 1.3):
         for name in ("identity", "relu"):
@@ -238,30 +238,3 @@ def _envelope_random(draw: Random) -> Trial:
     after = norm(_envelope(layer, u, first) - _envelope(layer, u, second))
     case = {**layer.case(), "U": u, "x1": first, "x2": second}
     return Trial((after - 1e-10) / norm(first - second), case)
-
-
-def _compared(rule: Rule | None, kind: str, *, searched: bool = True) -> Variant:
-    """Two inputs of one layer, at random and by optimizers."""
-    search = _search_inputs if searched else None
-    return tried(_random_inputs, search, rule=rule, kind=kind, tolerance=1e-5, cost=2.0)
-
-
-TRIALS: Trials = {
-    "ours.fact5": _compared(None, "sharp"),
-    "ours.fact5.sharp": tried(_sharp, tolerance=1e-3, cost=8.0),
-    "ours.fact5.local": tried(_local, cost=4.0),
-    "ours.fact5.rule": {
-        "gamma = 0.2 / min energy (GEQ Section 4.1)": tried(
-            _random_inputs, _any_rule, rule=_min_rule, kind="plain", tolerance=1e-5, cost=2.0
-        ),
-        "gamma fixed": _compared(None, "plain"),
-    },
-    "ours.fact5.mean": _compared(_mean_rule, "mean"),
-    "ours.fact5.mean_sharp": {
-        "gamma = 0.2 / mean energy": _compared(_mean_rule, "sharp"),
-        "gamma fixed": _compared(None, "sharp", searched=False),
-    },
-    "ours.fact5.min": tried(_min_growth, tolerance=1e-4, cost=2.0),
-    "ours.fact7": tried(_value_random, _value_search, cost=2.0),
-    "ours.fact7.layer": tried(_envelope_random, cost=3.0),
-}

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from equilibria_papers.theory.monotone_ntk import ThesisModel, find_equilibrium
 
-from .claim import Trial, Trials, tried
+from .claim import Trial
 from .drawing import Random, identity, norm, ones, spectral, tensor, zeros
 from .numerics import climb
 from .thesis_models import Case, case_of, draw_case, draw_model
@@ -60,6 +60,10 @@ def _any_gate(draw: Random, gated: bool) -> Trial:
         J = J.round()
     size = _row_norm(model.W, J, model.u, gated=gated)
     return Trial(size * model.m / norm(model.u), {"n": n, "m": model.m, "J": J.tolist()})
+
+
+def _state(draw: Random) -> Trial:
+    return _state_norm(draw_case(draw))
 
 
 def _state_norm(case: Case) -> Trial:
@@ -135,19 +139,3 @@ def _weight_change(draw: Random) -> Trial | None:
     a = spectral(dA)
     bound = 2 * spectral(A) * a + a * a + 2 * spectral(dB)
     return Trial(max(size / bound, 1.0 + 1e3 * abs(printed - size) / size), s.sizes())
-
-
-TRIALS: Trials = {
-    "thesis.lemma3.3.2": {
-        "as printed": tried(_rows, _rows_family, gated=False),
-        "with D": tried(_rows, _rows_family, gated=True),
-    },
-    "thesis.lemmaC.0.4": {
-        "as printed": tried(_any_gate, gated=False),
-        "with J": tried(_any_gate, gated=True),
-    },
-    "thesis.lemma3.3.3": tried(lambda draw: _state_norm(draw_case(draw)), _state_family),
-    "thesis.lemma3.3.4a": tried(_change, _change_family, measure=_state_change),
-    "thesis.lemma3.3.4b": tried(_change, _change_family, measure=_output_change),
-    "thesis.lemma3.3.6": tried(_weight_change, tolerance=1e-5),
-}

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from equilibria_papers.theory.monotone_ntk import ThesisModel, find_equilibrium
 
-from .claim import Trial, Trials, tried
+from .claim import Trial
 from .drawing import Random, identity, norm, spectral, tensor
 from .thesis_models import Case, away_from_kinks, case_of, commutation, draw_case, draw_model, kron
 
@@ -180,27 +180,3 @@ def _contractive_random(draw: Random, closed: bool) -> Trial:
     alpha = end * (1.0 if closed and draw.integer(0, 1) else draw.uniform(0.01, 0.99))
     size = spectral(eye - alpha * (eye - model.W))
     return Trial(size if size < 1 - 1e-12 else 1.0 + 1e-3, {"m": model.m, "alpha": alpha})
-
-
-TRIALS: Trials = {
-    "thesis.prop3": tried(_contraction),
-    "thesis.section3.2.2": {
-        "as printed": tried(_contractive_random, _contractive, closed=True),
-        "open": tried(_contractive_random, _contractive, closed=False),
-    },
-    "thesis.lemma3.2.1": tried(_of_residual, one_sample=False, cost=5.0),
-    "thesis.lemmaC.0.1": tried(_of_residual, one_sample=True, cost=5.0),
-    "thesis.lemma3.2.2": tried(_of_state, appendix=False, cost=10.0),
-    "thesis.lemmaC.0.2": {
-        "as printed": tried(_of_state, appendix=True, cost=10.0),
-        "as in the main text": tried(_of_state, appendix=False, cost=10.0),
-    },
-    "thesis.lemma3.2.3": {
-        "as printed": tried(_of_loss, printed=True, cost=10.0),
-        "swapped": tried(_of_loss, printed=False, cost=10.0),
-    },
-    "thesis.prop4": {
-        "as printed": tried(_of_outputs, printed=True, cost=10.0),
-        "swapped": tried(_of_outputs, printed=False, cost=10.0),
-    },
-}
