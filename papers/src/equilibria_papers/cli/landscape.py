@@ -36,14 +36,6 @@ def landscape(
             "with the same weights (the thesis: 6,11,18).",
         ),
     ] = "",
-    along_training: Annotated[
-        bool,
-        typer.Option(
-            "--along-training",
-            help="WEIGHTS are checkpoints of one training: the plane of its largest movements, "
-            "around the last; --radius then is a share of the way.",
-        ),
-    ] = False,
     rtol: Annotated[
         float | None,
         typer.Option(
@@ -97,10 +89,6 @@ def landscape(
         make_folder(out)
         found, dataset = networks(weights or [], model, data, root, split, device, seed)
         pair = images_of(dataset, images, seed, device)
-        plane = None
-        if along_training:
-            plane, grid = _plane(found, grid)
-            found = dict([list(found.items())[-1]])
         surfaces = []
         for name, network, is_twin in _with_twins(found, twins):
             file = out / f"{name.replace('/', '-').replace(' ', '-')}.landscape.safetensors"
@@ -108,7 +96,6 @@ def landscape(
                 surface = module.measure_landscape(
                     network,
                     pair,
-                    plane,
                     grid=grid,
                     name=name,
                     seed=seed,
@@ -140,24 +127,6 @@ def _with_twins(found: dict[str, Any], repeats: list[int]) -> list[tuple[str, An
         made.append((name, network, False))
         made += [(f"{name} repeat-{k}", repeated(network, k), True) for k in repeats]
     return made
-
-
-def _plane(found: dict[str, Any], grid: Any) -> tuple[Any, Any]:
-    """The plane of the checkpoints, and a grid that holds their way with a margin."""
-    import dataclasses
-
-    from equilibria_papers.theory.landscapes import training_plane
-
-    if len(found) < 3:
-        raise fail(
-            f"--along-training needs three checkpoints at least, got {len(found)}.",
-            "Give the weights of several epochs, in their order.",
-        )
-    plane = training_plane(found.values(), grid.dims)
-    furthest = float(plane.path.abs().max())
-    if furthest == 0.0:
-        raise fail("--along-training: all checkpoints have the same weights.")
-    return plane, dataclasses.replace(grid, radius=1.1 * furthest * grid.radius)
 
 
 def _draw(surfaces: list[Any], out: Path, log: bool, top: float | None) -> list[Path]:

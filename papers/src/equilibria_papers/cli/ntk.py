@@ -35,12 +35,7 @@ def ntk(
         typer.Option("--parameters", help="Only parameters whose name fits, such as 'head.*'."),
     ] = None,
     layers: Annotated[bool, typer.Option(help="Also the share of each layer.")] = True,
-    projection: Annotated[
-        int | None,
-        typer.Option(min=1, help="Estimate from so many random combinations of the gradient."),
-    ] = None,
     method: Annotated[str, typer.Option(help="auto, vmap or autograd.")] = "auto",
-    memory: Annotated[float, typer.Option(min=0.001, help="Gradients and kernels, in GiB.")] = 2.0,
     batch_size: Annotated[
         int | None, typer.Option("--batch-size", min=1, help="Images to differentiate at once.")
     ] = None,
@@ -85,8 +80,7 @@ def ntk(
     if implicit is not None:
         found = {name: _implicit(each, implicit) for name, each in found.items()}
     x, y = images_of(dataset, samples, seed, device, "--samples")
-    budget = int(memory * 2**30)
-    options: dict[str, Any] = {"method": method, "memory": budget, "parameters": parameters or None}
+    options: dict[str, Any] = {"method": method, "parameters": parameters or None}
     shown = not as_json
     compared = None
     if train_steps:
@@ -106,7 +100,6 @@ def ntk(
             about={"data": dataset.name, "split": dataset.split_name, "seed": seed},
             outputs=chosen,
             layers=layers,
-            projection=projection,
             batch_size=batch_size,
             **options,
         )
@@ -140,8 +133,6 @@ def _show(study: Any) -> None:
         table.add_row(row["network"], *(f"{v:.4g}" for v in (*numbers, *more)))
     output().print(table)
     name, last = list(study.kernels.items())[-1]
-    if last.relative_error is not None:
-        output().print(f"projected: relative error of the kernel about {last.relative_error:.2g}")
     if last.parts:
         shares = Table(
             *("layer", "of the trace", "of the parameters"),

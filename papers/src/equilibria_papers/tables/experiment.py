@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import re
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 _NUMBER = r"(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
@@ -13,6 +15,15 @@ _FORM = re.compile(
     rf"(?P<sign>[<>]?)\s*(?P<value>-?{_NUMBER})\s*(?:±\s*(?P<spread>{_NUMBER}))?\s*"
     r"(?P<unit>%|s|/s|M|k)?"
 )
+
+
+WORDS: dict[str, Any] = tomllib.loads(Path(__file__).with_name("papers.toml").read_text("utf-8"))
+
+
+def printed(name: str) -> list[list[str]]:
+    """The rows of a table in papers.toml: the row's name, our network, what the paper prints."""
+    rows: list[list[str]] = WORDS[name]["rows"]
+    return rows
 
 
 @dataclass(frozen=True)

@@ -2,35 +2,14 @@
 
 from __future__ import annotations
 
-from .experiment import Cell, Job, cells
+from .experiment import Cell, Job, cells, printed
 from .geq import corruption_cells, imagenet_cells, patch_cells, sized
 from .recipes import cifar, one_branch
-
-_TABLE_1 = (
-    ("ResNet-18", "resnet18_cifar", "10M", "93.5 ± 0.2%", "74.5 ± 0.2%"),
-    ("MDEQ", "mdeq_cifar", "10M", "94.2 ± 0.3%", "74.7 ± 0.3%"),
-    ("MOptEq", "mopteq_cifar_8m", "8M", "94.6 ± 0.2%", "75.6 ± 0.2%"),
-    ("KerDEQ 5M", "kerdeq_cifar_5m", "5M", "94.7 ± 0.1%", "76.5 ± 0.3%"),
-    ("KerDEQ 8M", "kerdeq_cifar_8m", "8M", "95.3 ± 0.2%", "77.8 ± 0.2%"),
-)
-_TABLE_2 = (
-    ("ResNet-18", "resnet18_imagenet", "ImageNette", "12M", "92.3 ± 0.1%"),
-    ("MDEQ", "mdeq_cifar", "ImageNette", "10M", "91.5 ± 0.2%"),
-    ("MOptEq", "mopteq_imagenet_13m", "ImageNette", "10M", "92.4 ± 0.2%"),
-    ("KerDEQ 6M", "kerdeq_imagenet_6m", "ImageNette", "6M", "92.9 ± 0.2%"),
-    ("KerDEQ 13M", "kerdeq_imagenet_13m", "ImageNette", "13M", "93.2 ± 0.1%"),
-    ("ResNet-18", "resnet18_imagenet", "ImageNet-100", "11M", "80.9%"),
-    ("ResNet-50", "resnet50_imagenet", "ImageNet-100", "23M", "81.7%"),
-    ("MDEQ", "mdeq_cifar", "ImageNet-100", "10M", "81.3%"),
-    ("MOptEq", "mopteq_imagenet_13m", "ImageNet-100", "13M", "81.5%"),
-    ("KerDEQ 6M", "kerdeq_imagenet_6m", "ImageNet-100", "6M", "82.2%"),
-    ("KerDEQ 13M", "kerdeq_imagenet_13m", "ImageNet-100", "13M", "83.9%"),
-)
 
 
 def _cifar_cells() -> list[Cell]:
     made: list[Cell] = []
-    for row, model, size, ten, hundred in _TABLE_1:
+    for row, model, size, ten, hundred in printed("kerdeq-table1"):
         made += sized(row, "CIFAR-10", cifar(model), size, ten)
         made += sized(row, "CIFAR-100", cifar(model, "cifar100"), size, hundred)
     return made
@@ -38,7 +17,7 @@ def _cifar_cells() -> list[Cell]:
 
 def _large_cells() -> list[Cell]:
     made: list[Cell] = []
-    for row, model, title, *numbers in _TABLE_2:
+    for row, model, title, *numbers in printed("kerdeq-table2"):
         # Patches of 4 pixels want maps that 4 divides: larger images where CIFAR stands in.
         pixels = 128 if model.startswith("kerdeq") else 64
         made += imagenet_cells(row, model, numbers, title, title.lower(), pixels)

@@ -9,30 +9,23 @@ squared loss ‖g‖² = 2L and the bound on ‖∇L‖²/(2L) is λ_min itself 
 
 from __future__ import annotations
 
-import copy
-import csv
-import io
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
-from equilibria.engine import write_text
 from equilibria_papers.theory.ntk.jacobian import (
     Choice,
     Filter,
     Method,
     evaluating,
     flat_outputs,
-    following,
     select_parameters,
 )
-from equilibria_papers.theory.ntk.kernel import Projection, TangentKernel, empirical_ntk
+from equilibria_papers.theory.ntk.kernel import TangentKernel, empirical_ntk
 from equilibria_papers.theory.ntk.spectrum import (
     kernel_distance,
     kernel_drift,
@@ -40,9 +33,7 @@ from equilibria_papers.theory.ntk.spectrum import (
     spectrum,
 )
 
-__all__ = ["BallConditioning", "KernelMonitor", "KernelProbe", "conditioning_on_ball"]
-
-_SETTLE = 8  # evaluations in which the vectors of norm bounds settle on the weights of a new point
+__all__ = ["KernelMonitor", "KernelProbe"]
 
 Loss = Callable[[Tensor, Tensor], Tensor]  # (outputs [N, K], targets) ↦ a number
 
@@ -61,8 +52,8 @@ class KernelProbe:
         x: the batch, [N, …].
         targets: classes [N] or values; None: no loss, no alignment.
         loss: (outputs [N, K], targets) ↦ a number; the theory is about ½‖f − y‖², the default.
-        outputs, parameters, projection, method, memory: as in ``empirical_ntk``. The bound on the
-            PL* ratio needs outputs="all" and no projection.
+        outputs, parameters, method: as in ``empirical_ntk``. The bound on the PL* ratio needs
+            outputs="all".
     """
 
     def __init__(
@@ -73,20 +64,13 @@ class KernelProbe:
         loss: Loss = squared_loss,
         outputs: Choice = "all",
         parameters: Filter = None,
-        projection: Projection | int | None = None,
         method: Method = "auto",
-        memory: int = 2**30,
     ) -> None:
         if targets is not None and len(targets) != len(x):
             raise ValueError(f"{len(x)} samples and {len(targets)} targets: expected one each.")
         self.x, self.targets, self.loss, self.parameters = x, targets, loss, parameters
-        self.options: dict[str, Any] = {
-            "outputs": outputs,
-            "parameters": parameters,
-            "projection": projection,
-            "method": method,
-            "memory": memory,
-        }
+        self.options: dict[str, Any]
+        self.options = {"outputs": outputs, "parameters": parameters, "method": method}
         self.start_kernel: Tensor | None = None
         """K_0, on the CPU."""
         self.start: list[Tensor] = []
@@ -95,7 +79,7 @@ class KernelProbe:
     @property
     def bounds(self) -> bool:
         """Whether λ_min of the kernel that is computed bounds the PL* ratio."""
-        return self.options["outputs"] == "all" and self.options["projection"] is None
+        return bool(self.options["outputs"] == "all")
 
     def measure(self, model: nn.Module) -> dict[str, float]:
         """λ_min, λ_max, drift, distance from the start and, with targets, loss and PL* ratio."""
@@ -162,75 +146,6 @@ class KernelProbe:
         self.start = list(state["parameters"])
 
 
-@dataclass(frozen=True, eq=False)
-class BallConditioning:
-    """λ_min and λ_max of K at the center and at points of a ball."""
-
-    distances: Tensor  # ‖θ − θ_0‖ of each point; the first is the center, 0. [P + 1].
-    smallest: Tensor  # λ_min at each, [P + 1]
-    largest: Tensor  # λ_max at each, [P + 1]
-
-    @property
-    def lambda_min(self) -> float:
-        """The smallest λ_min that was seen."""
-        return float(self.smallest.min())
-
-    @property
-    def lambda_max(self) -> float:
-        """The largest λ_max that was seen."""
-        return float(self.largest.max())
-
-
-@torch.no_grad()
-def conditioning_on_ball(
-    model: nn.Module,
-    x: Tensor,
-    radius: float,
-    *,
-    points: int = 8,
-    seed: int = 0,
-    parameters: Filter = None,
-    **options: Any,
-) -> BallConditioning:
-    """λ_min and λ_max of K at ``points`` random points θ_0 + r·v, ‖v‖ = 1, r = R/P, 2R/P, … R.
-
-    What is found bounds the infimum from above and the supremum from below: points that were not
-    looked at may be worse.
-
-    Args:
-        model: its parameters are θ_0; it is left as it is.
-        x: samples, [N, …].
-        radius: R > 0.
-        points: P, random directions.
-        seed: of the directions.
-        parameters: which parameters move and are differentiated; as in ``empirical_ntk``.
-        **options: of ``empirical_ntk``.
-    """
-    if not (math.isfinite(radius) and radius > 0):
-        raise ValueError(f"radius={radius!r}: expected a positive number.")
-    if points < 1:
-        raise ValueError(f"points={points}: expected 1 or more.")
-    generator = torch.Generator().manual_seed(seed)
-    moved = copy.deepcopy(model)
-    chosen = list(select_parameters(moved, parameters).values())
-    start = [p.detach().clone() for p in chosen]
-    distances, low, high = [], [], []
-    for k in range(points + 1):
-        if k:
-            steps = [torch.randn(p.shape, generator=generator, dtype=torch.float64) for p in start]
-            size = math.sqrt(sum(float(s.square().sum()) for s in steps))
-            for p, q, s in zip(chosen, start, steps, strict=True):
-                p.copy_(q + (s * (radius * k / points / size)).to(q))
-            with evaluating(moved), following(moved):
-                for _ in range(_SETTLE):
-                    moved(x[:1])
-        found = spectrum(empirical_ntk(moved, x, parameters=parameters, **options))
-        distances.append(radius * k / points)
-        low.append(found.smallest)
-        high.append(found.largest)
-    return BallConditioning(*(torch.tensor(v, dtype=torch.float64) for v in (distances, low, high)))
-
-
 class KernelMonitor(pl.Callback):
     """Measure ``module.model``, or the module itself, at the start and every so often.
 
@@ -243,7 +158,6 @@ class KernelMonitor(pl.Callback):
         every: measure every so many ``unit``s.
         unit: "epoch" or "step" (of the optimizer).
         name: before the names of the logged numbers; two monitors of a run need two names.
-        file: a CSV file of the rows, written whole after each measurement.
     """
 
     def __init__(
@@ -253,14 +167,12 @@ class KernelMonitor(pl.Callback):
         every: int = 1,
         unit: Literal["epoch", "step"] = "epoch",
         name: str = "ntk",
-        file: str | Path | None = None,
     ) -> None:
         if unit not in ("epoch", "step"):
             raise ValueError(f"unit={unit!r}: expected 'epoch' or 'step'.")
         if type(every) is not int or every < 1:
             raise ValueError(f"every={every!r}: expected a positive integer.")
         self.probe, self.every, self.unit, self.name = probe, every, unit, name
-        self.file = None if file is None else Path(file)
         self.rows: list[dict[str, float]] = []
         self.step = self.epoch = 0
         self._seen = 0
@@ -333,12 +245,6 @@ class KernelMonitor(pl.Callback):
         named = {f"{self.name}/{key}": value for key, value in found.items()}
         for logger in trainer.loggers:
             logger.log_metrics(named, step=self.step)
-        if self.file is not None:
-            text = io.StringIO()
-            table = csv.DictWriter(text, list(self.rows[0]), lineterminator="\n")
-            table.writeheader()
-            table.writerows(self.rows)
-            write_text(self.file, text.getvalue())
         return named
 
     def _log(self, module: pl.LightningModule, named: dict[str, float], *, on_step: bool) -> None:

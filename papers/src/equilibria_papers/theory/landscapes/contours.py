@@ -13,7 +13,6 @@ from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
 from equilibria_papers.theory.pictures import (
-    COLORS,
     GRAY,
     SEQUENTIAL,
     look,
@@ -34,7 +33,7 @@ def contour_figure(
     """Filled contours of Φ(a, b), side by side, all on one color scale.
 
     Holes (a loss that is not finite) are gray. Where more than half of the solves blew up the
-    plane is hatched. A training's path is drawn where the surface has one.
+    plane is hatched.
 
     Args:
         surfaces: of two dimensions.
@@ -174,9 +173,6 @@ def _contours(axis: Any, surface: Surface, edges: Any, log: bool, over: str) -> 
         failed = torch.nan_to_num(measured, nan=0.0).T.numpy()
         if failed.max() > _FAILED:
             axis.contourf(a, b, failed, levels=[_FAILED, 1.1], colors="none", hatches=["///"])
-    if surface.path is not None and surface.path.shape[1] == 2:
-        way = surface.path.numpy()
-        axis.plot(*way.T, color=COLORS[4], marker="o", markersize=2, linewidth=1)
     axis.plot(0, 0, marker="+", color="white", markersize=6, zorder=3)
     axis.set_xlim(a[0], a[-1])
     axis.set_ylim(b[0], b[-1])

@@ -8,14 +8,10 @@ and then scaled back onto the bound, so there the step that acts is not the filt
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor, nn
 
 from equilibria_papers.theory.checks import check_sizes
-from equilibria_papers.theory.trajectories.training_path import principal_components
 
 Direction = dict[str, Tensor]
 """name of a parameter → step of its shape; parameters that stay where they are do not appear."""
@@ -70,59 +66,3 @@ def _filter_norms(weight: Tensor, dim: int) -> Tensor:
     others = [d for d in range(weight.ndim) if d != dim]
     norms: Tensor = torch.linalg.vector_norm(weight.detach().double(), dim=others, keepdim=True)
     return norms
-
-
-@dataclass(frozen=True)
-class TrainingPlane:
-    """The plane of a training's largest movements, through its last weights."""
-
-    directions: tuple[Direction, ...]  # Unit vectors of the whole weight space
-    path: Tensor  # [E, k]: where each checkpoint lies in the plane; the last is the origin
-    explained: Tensor  # [k]: the share of the movement that each direction keeps
-
-
-def training_plane(
-    checkpoints: Iterable[nn.Module | Mapping[str, Tensor]], count: int = 2
-) -> TrainingPlane:
-    """The principal components of θ_e − θ_E over the checkpoints e of a training (Li et al., §7).
-
-    Args:
-        checkpoints: models (what trains of them), or mappings of names to weights, in the order of
-            training; three at least. The last is the center.
-        count: 1 or 2 directions.
-    """
-    states = [_weights(each) for each in checkpoints]
-    if len(states) < 3:
-        raise ValueError(f"training_plane needs three checkpoints at least, got {len(states)}.")
-    last = states[-1]
-    shapes = {name: tuple(value.shape) for name, value in last.items()}
-    for index, state in enumerate(states):
-        if {name: tuple(value.shape) for name, value in state.items()} != shapes:
-            raise ValueError(f"checkpoint {index} has other weights than the last one.")
-    moved = torch.stack(
-        [
-            torch.cat([(state[n].double() - last[n].double()).flatten() for n in last])
-            for state in states[:-1]
-        ]
-    )
-    # Around the last weights, not around the mean: the origin of the picture is the minimum found.
-    plane = principal_components(torch.cat([moved, -moved]), count)
-    sizes = [value.numel() for value in last.values()]
-    directions = tuple(
-        {
-            name: part.view(last[name].shape).to(last[name].dtype)
-            for name, part in zip(last, row.split(sizes), strict=True)
-        }
-        for row in plane.components
-    )
-    path = torch.cat([moved, moved.new_zeros(1, moved.shape[1])]) @ plane.components.T
-    return TrainingPlane(directions, path, plane.explained)
-
-
-def _weights(given: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
-    found: dict[str, Tensor]
-    if isinstance(given, nn.Module):
-        found = {n: p for n, p in given.named_parameters() if p.requires_grad}
-    else:
-        found = {n: t for n, t in given.items() if t.is_floating_point()}
-    return {name: value.detach().cpu() for name, value in found.items()}

@@ -23,7 +23,7 @@ from equilibria.solvers import Picard, SplittingSolver
 from equilibria_papers.theory.checks import check_sizes
 from equilibria_papers.theory.progress import progress_bar
 
-from .directions import Direction, TrainingPlane, random_directions
+from .directions import Direction, random_directions
 from .surface import LandscapeFileError, Surface
 
 CHANNELS = ("loss", "accuracy", "converged", "failed", "steps")
@@ -226,7 +226,7 @@ class Grid:
 def measure_landscape(
     model: nn.Module,
     data: ImageData | tuple[Tensor, Tensor],
-    directions: Sequence[Direction] | TrainingPlane | None = None,
+    directions: Sequence[Direction] | None = None,
     *,
     grid: Grid | None = None,
     name: str = "",
@@ -249,8 +249,7 @@ def measure_landscape(
 
     Args:
         data: images with classes, or a pair (x [N, ...], targets [N, ...]) as the model takes them.
-        directions: one or two, as from ``random_directions``, or a ``TrainingPlane``; filter-
-            normalized random ones of ``seed`` if not given.
+        directions: one or two; filter-normalized random ones of ``seed`` if not given.
         grid: 51 × 51 over [−1, 1]² if not given.
         name: for legends; the model's own if empty.
         loss: (outputs, targets) → one number per sample.
@@ -261,9 +260,6 @@ def measure_landscape(
         on_row: called with the surface so far after every row.
     """
     chosen = Grid() if grid is None else grid
-    path = None
-    if isinstance(directions, TrainingPlane):
-        path, directions = directions.path, directions.directions
     if directions is None:
         directions = random_directions(model, chosen.dims, seed=seed)
     if len(directions) < chosen.dims:
@@ -272,7 +268,7 @@ def measure_landscape(
         )
     steps = directions[: chosen.dims]
     scorer = Scorer(model, data, steps, loss=loss, batch_size=batch_size, solver=solver)
-    surface = _fresh(model, scorer, chosen, name or model_name(model), path)
+    surface = _fresh(model, scorer, chosen, name or model_name(model))
     place = None if file is None else Path(file)
     if place is not None:
         surface = _resumed(surface, place, overwrite)
@@ -297,7 +293,7 @@ def model_name(model: nn.Module) -> str:
     return str(getattr(getattr(model, "config", None), "name", type(model).__name__))
 
 
-def _fresh(model: nn.Module, scorer: Scorer, grid: Grid, name: str, path: Tensor | None) -> Surface:
+def _fresh(model: nn.Module, scorer: Scorer, grid: Grid, name: str) -> Surface:
     a, b = grid.axes()
     loss = scorer.loss
     steps = {f"{i}.{n}": t for i, d in enumerate(scorer.directions) for n, t in d.items()}
@@ -318,7 +314,7 @@ def _fresh(model: nn.Module, scorer: Scorer, grid: Grid, name: str, path: Tensor
     nothing = torch.full((len(a), len(b)), torch.nan, dtype=torch.float64)
     values = {channel: nothing.clone() for channel in scorer.channels}
     done = torch.zeros(len(a), dtype=torch.bool)
-    return Surface(name, a, b, values, done, about, path)
+    return Surface(name, a, b, values, done, about)
 
 
 def _resumed(fresh: Surface, place: Path, overwrite: bool) -> Surface:
@@ -344,7 +340,7 @@ def _resumed(fresh: Surface, place: Path, overwrite: bool) -> Surface:
             f"{place} holds another landscape: {', '.join(parts)}. Give another file, or "
             "overwrite=True (--overwrite) to replace it."
         )
-    return dataclasses.replace(held, name=fresh.name, path=fresh.path)
+    return dataclasses.replace(held, name=fresh.name)
 
 
 def _measure_row(scorer: Scorer, surface: Surface, row: int) -> Tensor:

@@ -40,7 +40,6 @@ class Surface:
     done: Tensor
     about: Mapping[str, Any] = field(default_factory=dict)
     """What was measured: fingerprints of weights, data and directions, and settings."""
-    path: Tensor | None = None  # [E, 2]: where the checkpoints of a training lie in the plane
 
     @property
     def is_curve(self) -> bool:
@@ -102,8 +101,6 @@ class Surface:
         place = Path(path)
         tensors = {f"values.{name}": value.contiguous() for name, value in self.values.items()}
         tensors |= {"a": self.a, "b": self.b, "done": self.done}
-        if self.path is not None:
-            tensors["path"] = self.path.contiguous()
         about = json.dumps(dict(self.about), sort_keys=True)
         header = {"format": _FORMAT, "name": self.name, "about": about}
         write_bytes(place, safetensors.torch.save(tensors, header))
@@ -134,7 +131,7 @@ class Surface:
             }
             a, b, done = (tensors[name] for name in ("a", "b", "done"))
             about = json.loads(header["about"])
-            made = cls(header["name"], a, b, values, done, about, tensors.get("path"))
+            made = cls(header["name"], a, b, values, done, about)
             shape = (len(a), len(b))
             if any(v.shape != shape for v in values.values()) or len(done) != shape[0]:
                 raise KeyError("values of the grid's shape")

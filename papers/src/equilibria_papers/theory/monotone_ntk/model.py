@@ -287,53 +287,6 @@ def _solve(W: Tensor, D: Tensor, right: Tensor, *, transposed: bool) -> Tensor:
     return torch.cat(parts).T.contiguous()
 
 
-class OutputJacobians(NamedTuple):
-    """∂ŷ/∂ vec A, B [N, n²], U [N, n d], u [N, n] and b [N, n] (or None)."""
-
-    A: Tensor
-    B: Tensor
-    U: Tensor
-    u: Tensor
-    b: Tensor | None
-
-
-def commutation_matrix(
-    rows: int, columns: int | None = None, *, device: torch.device | str | None = None
-) -> Tensor:
-    """K with K vec(M) = vec(Mᵀ) for M [rows, columns], vec by columns; a permutation, float64."""
-    columns = rows if columns is None else columns
-    check_sizes("commutation_matrix", {"rows": rows, "columns": columns})
-    # Entry (i, j) of M stands at j·rows + i of vec(M) and at i·columns + j of vec(Mᵀ).
-    place = torch.arange(rows * columns, device=device).reshape(columns, rows).T.reshape(-1)
-    return torch.eye(rows * columns, dtype=torch.float64, device=device)[place]
-
-
-def output_jacobians(
-    model: ThesisModel, X: Tensor, found: Equilibrium | None = None
-) -> OutputJacobians:
-    """Lemma 3.2.3 and Proposition 4: J_A = (I_N ⊗ uᵀ)Q⁻¹D[Zᵀ ⊗ I_n]P_A, and by B, U, u, b.
-
-    vec goes by columns, P_A = ∂ vec W/∂ vec A = −(I + K)(I_n ⊗ Aᵀ), P_B = I − K, K the commutation
-    matrix. Where the thesis prints uᵀ ⊗ I_N it must read I_N ⊗ uᵀ: vec stacks the samples' states.
-    Dense, N n × n² entries; for the kernel alone take ``closed_form_kernel``.
-    """
-    X = check_data(model, X)
-    found = find_equilibrium(model, X) if found is None else found
-    V = sensitivities(model, found)  # the rows of (I_N ⊗ uᵀ)Q⁻¹D
-    by_weight = torch.einsum("ji,ki->ijk", found.Z, V).reshape(X.shape[1], -1)
-    n = model.width
-    swap = commutation_matrix(n, device=X.device)
-    one = torch.eye(n * n, dtype=torch.float64, device=X.device)
-    blocks = torch.block_diag(*[model.A.T] * n)  # I_n ⊗ Aᵀ
-    return OutputJacobians(
-        A=by_weight @ (-(one + swap) @ blocks),
-        B=by_weight @ (one - swap),
-        U=torch.einsum("ji,ki->ijk", X, V).reshape(X.shape[1], -1),
-        u=found.Z.T,
-        b=None if model.b is None else V.T,
-    )
-
-
 @dataclass(frozen=True)
 class ClosedFormKernel:
     """K = J_AJ_Aᵀ + J_BJ_Bᵀ + J_UJ_Uᵀ + ZᵀZ (+ J_bJ_bᵀ), each [N, N], Eq 3.7."""

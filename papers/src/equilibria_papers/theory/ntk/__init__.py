@@ -5,9 +5,8 @@ from .dynamics import (
     TrainingComparison,
     compare_training,
     linear_gradient_descent,
-    linear_gradient_flow,
 )
-from .kernel import Projection, TangentKernel, empirical_ntk
+from .kernel import TangentKernel, empirical_ntk
 from .spectrum import (
     Spectrum,
     kernel_alignment,
@@ -21,7 +20,6 @@ from .study import KernelStudy, study_kernels
 __all__ = [
     "KernelStudy",
     "LinearCurve",
-    "Projection",
     "Spectrum",
     "TangentKernel",
     "TrainingComparison",
@@ -32,7 +30,6 @@ __all__ = [
     "kernel_drift",
     "label_alignment",
     "linear_gradient_descent",
-    "linear_gradient_flow",
     "spectrum",
     "study_kernels",
 ]

@@ -1,17 +1,16 @@
-"""Training by the squared loss L = (s/2)‖f − y‖² where the kernel stays as it is.
+"""Gradient descent on L = (s/2)‖f − y‖² where the kernel stays as it is: f_t in closed form.
 
-    gradient flow       f(t) = y + e^{−sKt}(f(0) − y)
-    gradient descent    f_t  = y + (I − ηsK)ᵗ(f(0) − y)
+    f_t = y + (I − ηsK)ᵗ(f(0) − y)
 
-Both in closed form from the eigenvectors of K. A network follows them as far as it is linear in its
-parameters over the way that training takes it; ``compare_training`` measures how far.
+A network follows it as far as it is linear in its parameters over the way that training takes it;
+``compare_training`` measures how far.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,61 +26,11 @@ _RATE = 0.2
 
 @dataclass(frozen=True, eq=False)
 class LinearCurve:
-    """What the linear model does at each of T times or steps."""
+    """What the linear model does after each of T numbers of steps."""
 
     times: Tensor  # [T]
     outputs: Tensor  # [T, *shape of f(0)], float64
     losses: Tensor  # (s/2)‖f − y‖², [T]
-
-
-def _evolve(
-    kernel: TangentKernel | Tensor,
-    start: Tensor,
-    targets: Tensor,
-    times: Tensor | Sequence[float],
-    scale: float,
-    factors: Callable[[Tensor, Tensor], Tensor],
-) -> LinearCurve:
-    """f = y + U·factors(λ, t)·Uᵀ(f(0) − y) for K = UλUᵀ; factors of λ [n] and t [T, 1]: [T, n]."""
-    matrix = as_matrix(kernel).double()
-    if start.shape != targets.shape or start.numel() != len(matrix):
-        raise ValueError(
-            f"outputs {list(start.shape)}, targets {list(targets.shape)} and a kernel of "
-            f"{len(matrix)} rows do not fit: the first two must have one entry per row."
-        )
-    values, vectors = torch.linalg.eigh((matrix + matrix.mT) / 2)
-    away = vectors.mT @ (start - targets).detach().double().flatten().to(matrix.device)
-    when = torch.as_tensor(times, dtype=torch.float64).flatten().to(values.device)
-    apart = factors(values, when[:, None]) * away
-    outputs = targets.detach().double().flatten().to(apart.device) + apart @ vectors.mT
-    losses = 0.5 * scale * apart.square().sum(1)
-    return LinearCurve(when, outputs.view(len(when), *targets.shape), losses)
-
-
-@torch.no_grad()
-def linear_gradient_flow(
-    kernel: TangentKernel | Tensor,
-    start: Tensor,
-    targets: Tensor,
-    times: Tensor | Sequence[float],
-    *,
-    scale: float = 1.0,
-) -> LinearCurve:
-    """f(t) = y + e^{−sKt}(f(0) − y) at each of ``times``.
-
-    Args:
-        kernel: [n, n].
-        start, targets: f(0) and y, n entries in the kernel's order ([N, k] for k outputs).
-        times: t ≥ 0.
-        scale: s of L = (s/2)‖f − y‖²; 1/N for a mean over samples.
-    """
-    if not bool((torch.as_tensor(times) >= 0).all()):
-        raise ValueError("times must be 0 or more.")
-
-    def factors(values: Tensor, when: Tensor) -> Tensor:
-        return torch.exp(-scale * values.clamp_min(0.0) * when)
-
-    return _evolve(kernel, start, targets, times, scale, factors)
 
 
 @torch.no_grad()
@@ -96,21 +45,35 @@ def linear_gradient_descent(
 ) -> LinearCurve:
     """f_t = y + (I − ηsK)ᵗ(f(0) − y) after 0, 1, … ``steps`` steps, or after each of a list.
 
-    It falls where η < 2/(s·λ_max). Arguments as in ``linear_gradient_flow``.
+    It falls where η < 2/(s·λ_max).
+
+    Args:
+        kernel: [n, n].
+        start, targets: f(0) and y, n entries in the kernel's order ([N, k] for k outputs).
+        lr: η.
+        scale: s of L = (s/2)‖f − y‖²; 1/N for a mean over samples.
     """
     if not (math.isfinite(lr) and lr > 0):
         raise ValueError(f"lr={lr!r}: expected a positive number.")
     counts = list(range(steps + 1)) if isinstance(steps, int) else list(steps)
     if any(s < 0 for s in counts) or not counts:
         raise ValueError(f"steps={steps!r}: expected numbers of steps, 0 or more.")
-
-    def factors(values: Tensor, when: Tensor) -> Tensor:
-        base = 1.0 - lr * scale * values
-        # Signs apart: a negative base to a float power is NaN.
-        odd = torch.where(when % 2 == 1, base.sign(), torch.ones_like(base))
-        return odd * base.abs().pow(when)
-
-    return _evolve(kernel, start, targets, counts, scale, factors)
+    matrix = as_matrix(kernel).double()
+    if start.shape != targets.shape or start.numel() != len(matrix):
+        raise ValueError(
+            f"outputs {list(start.shape)}, targets {list(targets.shape)} and a kernel of "
+            f"{len(matrix)} rows do not fit: the first two must have one entry per row."
+        )
+    values, vectors = torch.linalg.eigh((matrix + matrix.mT) / 2)
+    away = vectors.mT @ (start - targets).detach().double().flatten().to(matrix.device)
+    when = torch.as_tensor(counts, dtype=torch.float64).to(values.device)
+    base = 1.0 - lr * scale * values
+    # Signs apart: a negative base to a float power is NaN.
+    odd = torch.where(when[:, None] % 2 == 1, base.sign(), torch.ones_like(base))
+    apart = odd * base.abs().pow(when[:, None]) * away
+    outputs = targets.detach().double().flatten().to(apart.device) + apart @ vectors.mT
+    losses = 0.5 * scale * apart.square().sum(1)
+    return LinearCurve(when, outputs.view(len(when), *targets.shape), losses)
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,7 +113,6 @@ def compare_training(
     record: int = 1,
     parameters: Filter = None,
     method: Method = "auto",
-    memory: int = 2**30,
     progress: Tell | None = None,
 ) -> TrainingComparison:
     """Train a copy by full-batch gradient descent on (s/2)‖f(x) − y‖² and predict its curve.
@@ -163,7 +125,7 @@ def compare_training(
         targets: y, of the shape of f(x).
         lr: η; None: 0.2/(s·λ_max), which stays stable while λ_max grows tenfold.
         record: every so many steps a point of the curves.
-        parameters, method, memory: as in ``empirical_ntk``; the parameters are what is trained.
+        parameters, method: as in ``empirical_ntk``; the parameters are what is trained.
         progress: called with (steps done, of how many).
     """
     if steps < 1 or record < 1:
@@ -178,7 +140,7 @@ def compare_training(
             raise ValueError(
                 f"targets have the shape {list(targets.shape)}, the outputs {list(begin.shape)}."
             )
-        kernel = empirical_ntk(trained, x, parameters=parameters, method=method, memory=memory)
+        kernel = empirical_ntk(trained, x, parameters=parameters, method=method)
         top = float(torch.linalg.eigvalsh(kernel.matrix.double())[-1])
         rate = _RATE / (scale * top) if lr is None else lr
         when = sorted({*range(0, steps + 1, record), steps})
@@ -189,7 +151,7 @@ def compare_training(
         diverged = len(outputs) < len(when)
         when, end = when[: len(outputs)], kernel
         if not diverged:
-            end = empirical_ntk(trained, x, parameters=parameters, method=method, memory=memory)
+            end = empirical_ntk(trained, x, parameters=parameters, method=method)
     away = outputs.double() - y.double()
     expected = linear.outputs[: len(when)]
     moved = [(p.detach() - q).norm() for p, q in zip(chosen, first, strict=True)]

@@ -167,29 +167,20 @@ def flat_outputs(model: nn.Module, x: Tensor) -> Tensor:
     return out.reshape(out.shape[0], -1)
 
 
-def functional(
-    model: nn.Module, names: Sequence[str], outputs: Outputs
-) -> tuple[Callable[[dict[str, Tensor], Tensor], Tensor], dict[str, Tensor]]:
-    """(θ, x) ↦ the chosen outputs [N, pulled], and θ: the named parameters, detached."""
-    fixed = {n: p.detach() for n, p in model.named_parameters()}
-    chosen = {n: fixed.pop(n) for n in names}
-    fixed |= dict(model.named_buffers())
-
-    def value(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
-        out = functional_call(model, {**fixed, **parameters}, (x,))
-        return outputs.take(out.reshape(out.shape[0], -1))
-
-    return value, chosen
-
-
 def vmapped(model: nn.Module, outputs: Outputs) -> Rows:
     """Rows by torch.func."""
 
     def rows(x: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
-        value, chosen = functional(model, names, outputs)
+        fixed = {n: p.detach() for n, p in model.named_parameters()}
+        chosen = {n: fixed.pop(n) for n in names}
+        fixed |= dict(model.named_buffers())
+
+        def value(parameters: dict[str, Tensor], sample: Tensor) -> Tensor:
+            out = functional_call(model, {**fixed, **parameters}, (sample[None],))
+            return outputs.take(out.reshape(-1))
 
         def one(sample: Tensor) -> dict[str, Tensor]:
-            found, pull = vjp(lambda parameters: value(parameters, sample[None])[0], chosen)[:2]
+            found, pull = vjp(lambda parameters: value(parameters, sample), chosen)[:2]
             basis = torch.eye(len(found), dtype=found.dtype, device=found.device)
             pulled: dict[str, Tensor] = vmap(lambda v: pull(v)[0])(basis)
             return {n: g.flatten(1) for n, g in pulled.items()}

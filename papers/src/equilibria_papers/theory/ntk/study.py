@@ -55,8 +55,6 @@ class KernelStudy:
                 row["alignment"] = label_alignment(kernel, self.targets)
             row["drift"] = kernel_drift(kernel, first)
             row["distance"] = kernel_distance(kernel, first)
-            if kernel.relative_error is not None:
-                row["relative_error"] = kernel.relative_error
             if kernel.parts:
                 row["shares"] = kernel.shares()
             found.append(row)

@@ -1,8 +1,8 @@
 """The way of a solver to an equilibrium, and how it changes (the NTK thesis, §4.1).
 
 ``record_path`` writes down every iterate of a layer's solve with its residual (Eq 4.2),
-``at_scale`` draws the layer's weights anew at a scale (§4.1.1), ``follow_training`` and
-``training_recorder`` look at a training's checkpoints (§4.1.2), and the figures draw it.
+``at_scale`` draws the layer's weights anew at a scale (§4.1.1), ``follow_training`` looks at a
+training's checkpoints (§4.1.2), and the figures draw it.
 """
 
 from .path_figures import class_figure, path_figure, residual_figure, training_figure
@@ -12,7 +12,6 @@ from .training_path import (
     TrainingPath,
     follow_training,
     principal_components,
-    training_recorder,
 )
 
 __all__ = [
@@ -29,5 +28,4 @@ __all__ = [
     "record_path",
     "residual_figure",
     "training_figure",
-    "training_recorder",
 ]

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
@@ -16,15 +13,6 @@ from equilibria.engine import SolverOptions
 from equilibria_papers.theory.checks import check_sizes
 
 from .recording import SolverPath, layer_input, record_path
-
-_CHUNK = 1 << 14  # columns at a time in float64, so that a wide float32 cloud is not doubled
-
-
-def _centered(flat: Tensor, mean: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Columns of p − μ in float64, a part at a time."""
-    for begin in range(0, flat.shape[1], _CHUNK):
-        columns = slice(begin, begin + _CHUNK)
-        yield columns, flat[:, columns].double() - mean[columns]
 
 
 @dataclass(frozen=True)
@@ -38,11 +26,7 @@ class PCA:
 
     def project(self, points: Tensor) -> Tensor:
         """[..., n] → [..., k] in float64."""
-        flat = points.reshape(-1, points.shape[-1])
-        total = flat.new_zeros(len(flat), len(self.components), dtype=torch.float64)
-        for columns, part in _centered(flat, self.mean):
-            total += part @ self.components[:, columns].T
-        return total.reshape(*points.shape[:-1], -1)
+        return (points.double() - self.mean) @ self.components.T
 
 
 def principal_components(points: Tensor, count: int = 2) -> PCA:
@@ -65,16 +49,19 @@ def principal_components(points: Tensor, count: int = 2) -> PCA:
             f"principal_components needs two finite points at least, got {len(flat)} of "
             f"{points.numel() // max(points.shape[-1], 1)}."
         )
-    mean = torch.cat([part.double().mean(0) for part in flat.split(_CHUNK, 1)])
-    if len(flat) <= flat.shape[1]:
-        values, components = _by_gram(flat, mean, count)
+    flat = flat.double()
+    mean = flat.mean(0)
+    centered = flat - mean
+    if len(flat) <= flat.shape[1]:  # C = Vᵀ X / σ from the N × N matrix X Xᵀ = V σ² Vᵀ
+        values, vectors = torch.linalg.eigh(centered @ centered.T)
+        values = values.clamp_min(0)
+        components = vectors.flip(1)[:, :count].T @ centered
+        norm = torch.linalg.vector_norm(components, dim=1, keepdim=True)
+        components = components / torch.where(norm == 0, 1.0, norm)
     else:
-        centered = flat.double() - mean
         values, vectors = torch.linalg.eigh(centered.T @ centered)
-        values, components = values.flip(0)[:count], vectors.flip(1).T[:count]
-    total = torch.zeros((), dtype=torch.float64, device=flat.device)
-    for _, part in _centered(flat, mean):
-        total += part.square().sum()
+        components = vectors.flip(1).T[:count]
+    values, total = values.flip(0)[:count], centered.square().sum()
     # Components that carry rounding alone, and those beyond the cloud's rank, are zero.
     kept = (values > 1e-13 * total) & (values > 0)
     missing = max(0, count - len(values))
@@ -84,18 +71,6 @@ def principal_components(points: Tensor, count: int = 2) -> PCA:
     signs = components.gather(1, components.abs().argmax(1, keepdim=True)).sign()
     components = components * torch.where(signs == 0, 1.0, signs)
     return PCA(mean, components, values / total if total > 0 else torch.zeros_like(values))
-
-
-def _by_gram(flat: Tensor, mean: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Fewer points than dimensions: C = Vᵀ X / σ from the N × N matrix X Xᵀ = V σ² Vᵀ."""
-    gram = flat.new_zeros(len(flat), len(flat), dtype=torch.float64)
-    for _, part in _centered(flat, mean):
-        gram += part @ part.T
-    values, vectors = torch.linalg.eigh(gram)
-    values, vectors = values.flip(0)[:count].clamp_min(0), vectors.flip(1)[:, :count]
-    components = torch.cat([vectors.T @ part for _, part in _centered(flat, mean)], 1)
-    norm = torch.linalg.vector_norm(components, dim=1, keepdim=True)
-    return values, components / torch.where(norm == 0, 1.0, norm)
 
 
 @dataclass(frozen=True)
@@ -175,64 +150,3 @@ def follow_training(
     if len(names) != len(paths):
         raise ValueError(f"{len(names)} moments were named for {len(paths)} checkpoints.")
     return TrainingPath(names, labels.cpu(), tuple(paths))
-
-
-def training_recorder(
-    x: Tensor,
-    labels: Tensor,
-    *,
-    every: int = 1,
-    layer: str | None = None,
-    solver: SolverOptions | None = None,
-    steps: int | None = None,
-) -> Any:
-    """A Lightning callback that records the solver's way for x at the start and after epochs.
-
-    Give it to ``training.fit(..., callbacks=[recorder])`` or to a Trainer; afterwards
-    ``recorder.training_path()`` has what it saw. The model is copied and looked at in eval mode:
-    nothing of the training changes. Only the first process records, every ``every`` epochs; the
-    others are as in ``follow_training``.
-    """
-    check_sizes("training_recorder", {"every": every})
-
-    class TrainingRecorder(pl.Callback):
-        """Looks at the model before the first epoch and after every ``every``-th."""
-
-        def __init__(self) -> None:
-            self._seen: list[TrainingPath] = []
-
-        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            self._look(trainer, pl_module, int(trainer.current_epoch))
-
-        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-            epoch = int(trainer.current_epoch) + 1
-            if epoch % every == 0:
-                self._look(trainer, pl_module, epoch)
-
-        def _look(self, trainer: Any, pl_module: Any, epoch: int) -> None:
-            if not trainer.is_global_zero:
-                return
-            model = copy.deepcopy(getattr(pl_module, "model", pl_module)).eval()
-            like = next(model.parameters())
-            found = follow_training(
-                [model],
-                x.to(like.device, like.dtype),
-                labels,
-                moments=[str(epoch)],
-                layer=layer,
-                solver=solver,
-                steps=steps,
-            )
-            self._seen.append(found)
-
-        def training_path(self) -> TrainingPath:
-            """What was seen so far."""
-            if not self._seen:
-                raise RuntimeError("nothing was recorded yet: the training has not begun.")
-            return dataclasses.replace(
-                self._seen[0],
-                moments=tuple(m for found in self._seen for m in found.moments),
-                paths=tuple(p for found in self._seen for p in found.paths),
-            )
-
-    return TrainingRecorder()
