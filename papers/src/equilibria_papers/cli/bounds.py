@@ -29,10 +29,7 @@ from .common import Data, Json, Split, answer, narrow_table, note, put_in_place,
 def bounds(
     weights: Annotated[
         Path | None,
-        typer.Argument(
-            help="A trained network: model.safetensors, or the folder of a run. Without it a GEQ "
-            "and an OptEq of equal size are trained on the digits first."
-        ),
+        typer.Argument(help="A run folder or model.safetensors; a pair on the digits if none."),
     ] = None,
     data: Data = None,
     root: Root = None,

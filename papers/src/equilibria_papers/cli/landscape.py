@@ -15,10 +15,7 @@ from .common import Data, Json, Model, Split, answer, images_of, narrow_table, n
 
 def landscape(
     weights: Annotated[
-        list[Path] | None,
-        typer.Argument(
-            help="Trained networks: model.safetensors or run folders; several are set side by side."
-        ),
+        list[Path] | None, typer.Argument(help="Run folders or model.safetensors, side by side.")
     ] = None,
     model: Model = None,
     data: Data = None,
@@ -29,19 +26,10 @@ def landscape(
     radius: Annotated[float, typer.Option(help="The grid goes from −RADIUS to RADIUS.")] = 1.0,
     curve: Annotated[bool, typer.Option("--curve", help="Along one direction only.")] = False,
     repeats: Annotated[
-        str,
-        typer.Option(
-            metavar="K,K",
-            help="Beside each network its weight-tied twins, which repeat the layer's map K times "
-            "with the same weights (the thesis: 6,11,18).",
-        ),
+        str, typer.Option(metavar="K,K", help="Also twins that repeat the layer's map K times.")
     ] = "",
     rtol: Annotated[
-        float | None,
-        typer.Option(
-            help="Solve every layer by Anderson to this relative residual in place of the "
-            "network's own solver; 1e-2 is fast and enough for a picture."
-        ),
+        float | None, typer.Option(help="Solve by Anderson to this; 1e-2 is enough for a picture.")
     ] = None,
     max_steps: Annotated[
         int, typer.Option("--max-steps", min=1, help="Of the solver that --rtol asks for.")
@@ -54,11 +42,7 @@ def landscape(
     ] = None,
     redraw: Annotated[
         list[Path] | None,
-        typer.Option(
-            "--redraw",
-            metavar="FILE",
-            help="Draw measured grids again; may be given several times. Nothing is measured.",
-        ),
+        typer.Option("--redraw", metavar="FILE", help="Draw measured grids again; repeatable."),
     ] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace grids of other settings in the folder.")

@@ -16,10 +16,7 @@ from .common import Data, Json, Model, Split, answer, images_of, networks
 def ntk(
     weights: Annotated[
         list[Path] | None,
-        typer.Argument(
-            help="Trained networks: model.safetensors or run folders. Several are checkpoints of "
-            "one training, and the drift of the kernel is from the first."
-        ),
+        typer.Argument(help="Run folders or model.safetensors; the drift is from the first."),
     ] = None,
     model: Model = None,
     data: Data = None,
@@ -42,20 +39,13 @@ def ntk(
     implicit: Annotated[
         float | None,
         typer.Option(
-            "--implicit",
             metavar="RTOL",
-            help="Solve every layer to this relative residual and differentiate the equilibrium "
-            "itself, in place of the solver and the gradient that the network was trained with.",
+            help="Solve every layer to this and differentiate the equilibrium itself.",
         ),
     ] = None,
     train_steps: Annotated[
         int,
-        typer.Option(
-            "--train-steps",
-            min=0,
-            help="Also train a copy of the first network by so many steps of gradient descent on "
-            "the squared loss, beside what its kernel predicts.",
-        ),
+        typer.Option(min=0, help="Also train a copy by gradient descent, beside the prediction."),
     ] = 0,
     seed: Annotated[int, typer.Option(min=0, help="Of the images, and of --model.")] = 0,
     device: Device = None,

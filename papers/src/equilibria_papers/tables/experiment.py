@@ -32,10 +32,8 @@ class Published:
 
     text: str
     value: float
-    spread: float | None = None
-    """What follows ±, if anything does."""
-    limit: str = ""
-    """">" or "<" where the paper prints no more than a limit."""
+    spread: float | None = None  # What follows ±, if anything does
+    limit: str = ""  # ">" or "<" where the paper prints no more than a limit
 
     @classmethod
     def read(cls, text: str) -> Published:
@@ -60,25 +58,20 @@ class Job:
     """
 
     name: str
-    model: str
-    """A name of ``models.names()``, or of ``networks.NETWORKS``."""
+    model: str  # A name of ``models.names()``, or of ``networks.NETWORKS``
     options: Mapping[str, Any] = field(default_factory=dict)
     """Options of the model, in JSON's types."""
     data: str
-    recipe: Mapping[str, Any]
-    """Options of TrainConfig."""
-    classes: str = "all"
-    """"all"; "first half": only those are learned; "superclass": GEQ §4.3."""
-    measures: tuple[str, ...] = ("quality",)
-    """Names of ``measures.MEASURES``."""
+    recipe: Mapping[str, Any]  # Options of TrainConfig
+    classes: str = "all"  # "all"; "first half": only those are learned; "superclass": GEQ §4.3
+    measures: tuple[str, ...] = ("quality",)  # Names of ``measures.MEASURES``
     trained: bool = True
     """False: the network is measured as it is drawn (throughput, paths at the start)."""
     graphs: bool = False
     """Whether the training step is replayed as CUDA graphs on a GPU: for fixed steps."""
     rate: float = 5000.0
     """Images per second that a training on one H200 sees: an estimate, for the cost."""
-    images: int = 45_000
-    """Training images, for the cost."""
+    images: int = 45_000  # Training images, for the cost
     stand_in: Mapping[str, Any] = field(default_factory=dict)
     """TrainConfig's options for data that stand in: ``{"data": "cifar10"}``; empty: none does."""
     smoke: Mapping[str, Any] = field(default_factory=dict)
@@ -101,8 +94,7 @@ class Cell:
     published: Published | None = None
     job: Job | None = None
     """None: the paper's number is quoted, and we have nothing to measure beside it."""
-    metric: str = "accuracy"
-    """A number that the job's measures give."""
+    metric: str = "accuracy"  # A number that the job's measures give
     note: str = ""
 
 
@@ -124,15 +116,12 @@ class Experiment:
     id: str
     paper: str
     title: str
-    source: str
-    """Where the printed numbers were copied from."""
+    source: str  # Where the printed numbers were copied from
     cells: tuple[Cell, ...]
-    claim: str = ""
-    """What the paper reads off it."""
+    claim: str = ""  # What the paper reads off it
     notes: tuple[str, ...] = ()
     """Where our run differs from the paper's, and what we chose where the paper is silent."""
-    picture: str = ""
-    """"line" or "bars": how the cells are drawn; "": not."""
+    picture: str = ""  # "line" or "bars": how the cells are drawn; "": not
 
     def __post_init__(self) -> None:
         places = [(cell.row, cell.column) for cell in self.cells]

@@ -49,19 +49,14 @@ class Scene:
     test: ImageData
     folder: Path
     device: torch.device
-    batch_size: int
-    """Images at a time, of the test."""
-    train_batch: int
-    """Images of a training step."""
-    precision: str
-    """Of the training, in Lightning's words."""
+    batch_size: int  # Images at a time, of the test
+    train_batch: int  # Images of a training step
+    precision: str  # Of the training, in Lightning's words
     seed: int
     progress: bool
     smoke: bool
-    held_out: ImageData | None = None
-    """What choices may look at."""
-    epochs: int = 0
-    """Of the whole training."""
+    held_out: ImageData | None = None  # What choices may look at
+    epochs: int = 0  # Of the whole training
 
 
 _BATCHES, _BATCH = 80, 125  # OptEq §7.4: "the total time for 80 iteration steps", batches of 125

@@ -69,10 +69,8 @@ class Listed:
 
     experiment: Experiment
     status: str
-    measured: int
-    """Cells with a number of ours."""
-    missing: tuple[str, ...]
-    """Data that are not at hand."""
+    measured: int  # Cells with a number of ours
+    missing: tuple[str, ...]  # Data that are not at hand
 
 
 def listing(out: Path, data_root: Path | None) -> list[Listed]:

@@ -36,10 +36,8 @@ class Stop:
 
     until: float | None = None
     """A time of ``time.time()``: other clocks need not agree between processes."""
-    file: Path | None = None
-    """Where it exists, a stop is asked for."""
-    parent: int | None = None
-    """The process that waits for this one: where it is gone, nobody does."""
+    file: Path | None = None  # Where it exists, a stop is asked for
+    parent: int | None = None  # The process that waits for this one: where it is gone, nobody does
 
     def late(self) -> bool:
         return self.until is not None and time.time() >= self.until
@@ -117,8 +115,7 @@ class Outcome:
     """What a job gave."""
 
     values: dict[str, float]
-    seconds: float
-    """Of training and measuring, over all calls that it took."""
+    seconds: float  # Of training and measuring, over all calls that it took
     made_by: dict[str, Any]
 
 

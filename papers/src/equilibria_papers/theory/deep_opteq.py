@@ -21,13 +21,7 @@ from equilibria import fixed_point
 from equilibria.adjoints import Implicit
 from equilibria.engine import Solution
 from equilibria.nn import DeepOptEq, OptEq, OptEqBlock
-from equilibria.problems import (
-    Activated,
-    LinearOperator,
-    NonNegative,
-    Prior,
-    as_operator,
-)
+from equilibria.problems import Activated, LinearOperator, NonNegative, Prior, as_operator
 from equilibria.solvers import Anderson
 
 __all__ = [
@@ -325,12 +319,7 @@ def moreau_envelope(block: Block, z: Tensor) -> Tensor:
 
 
 def two_layer_objective(
-    layer: Deep,
-    x: Tensor | None,
-    z0: Tensor,
-    z1: Tensor | None = None,
-    *,
-    check: bool = True,
+    layer: Deep, x: Tensor | None, z0: Tensor, z1: Tensor | None = None, *, check: bool = True
 ) -> Tensor:
     """α M_{φ_1}^{1−α}(z_1) + α M_{φ_2}^{1−α}(z_0) + ½‖z_1 − z_0‖² (Corollary 1), [B], in float64.
 

@@ -7,13 +7,7 @@ Each report has the numbers, what they are made of, which assumptions hold, and 
 papers' formulas are in the modules of the same names.
 """
 
-from .comparing import (
-    Comparison,
-    Demonstration,
-    compare_bounds,
-    demonstration_pair,
-    network_bounds,
-)
+from .comparing import Comparison, Demonstration, compare_bounds, demonstration_pair, network_bounds
 from .curves import Curves, demonstration_curves, draw_curves, network_curves
 from .feature_map import FeatureMapReport, feature_map_report
 from .lipschitz import LipschitzReport, lipschitz_report

@@ -20,12 +20,7 @@ import torch
 from torch import Tensor
 
 from equilibria.certify import global_lipschitz, local_lipschitz, tight_curvature
-from equilibria.problems import (
-    GAUSSIAN_CONCAVITY,
-    MeanPatchEnergy,
-    Problem,
-    gaussian_sensitivity,
-)
+from equilibria.problems import GAUSSIAN_CONCAVITY, MeanPatchEnergy, Problem, gaussian_sensitivity
 
 from .layer_numbers import (
     LayerNumbers,

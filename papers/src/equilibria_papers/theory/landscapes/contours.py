@@ -12,13 +12,7 @@ from matplotlib.colors import LogNorm, Normalize
 from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
-from equilibria_papers.theory.pictures import (
-    GRAY,
-    SEQUENTIAL,
-    look,
-    new_figure,
-    plain_ticks,
-)
+from equilibria_papers.theory.pictures import GRAY, SEQUENTIAL, look, new_figure, plain_ticks
 
 from .surface import Surface
 

@@ -1,11 +1,6 @@
 """The empirical neural tangent kernel of any model: the kernel, its spectrum, its training."""
 
-from .dynamics import (
-    LinearCurve,
-    TrainingComparison,
-    compare_training,
-    linear_gradient_descent,
-)
+from .dynamics import LinearCurve, TrainingComparison, compare_training, linear_gradient_descent
 from .kernel import TangentKernel, empirical_ntk
 from .spectrum import (
     Spectrum,

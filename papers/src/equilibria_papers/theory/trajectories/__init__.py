@@ -7,12 +7,7 @@ training's checkpoints (§4.1.2), and the figures draw it.
 
 from .path_figures import class_figure, path_figure, residual_figure, training_figure
 from .recording import SolverPath, at_scale, clipped_stds, layer_input, record_path
-from .training_path import (
-    PCA,
-    TrainingPath,
-    follow_training,
-    principal_components,
-)
+from .training_path import PCA, TrainingPath, follow_training, principal_components
 
 __all__ = [
     "PCA",
