@@ -27,7 +27,7 @@ from .claim import (
     read_records,
     write_records,
 )
-from .drawing import Random
+from .numerics import Random
 from .page import audit_page, claim_section
 
 __all__ = [

@@ -15,9 +15,8 @@ from equilibria_papers.theory.bounds.margin import Sizes, geq_change, opteq_chan
 from equilibria_papers.theory.bounds.report import remark1_ratios
 
 from .claim import Trial
-from .drawing import Random, exponential, logistic, ones, spectral
 from .geq_layer import geq, opteq, scalar_beta, scalar_geq
-from .numerics import climb
+from .numerics import Random, climb, exponential, logistic, ones, spectral
 
 
 def _general(W: Tensor, c: Tensor) -> Tensor:

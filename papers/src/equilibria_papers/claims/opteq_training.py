@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from .claim import Trial
-from .drawing import Random, identity, norm, spectral, tensor, zeros
-from .numerics import program, solve
+from .numerics import Random, identity, norm, program, solve, spectral, tensor, zeros
 
 _STEPS = 4096
 _TINY = 1e-4

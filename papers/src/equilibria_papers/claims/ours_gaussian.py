@@ -23,20 +23,25 @@ from equilibria.certify import certify
 from equilibria.problems import Gaussian, Patches, Prior, Problem
 
 from .claim import Trial
-from .drawing import (
+from .numerics import (
     ACTIVATIONS,
     Activation,
     Random,
+    Unsolved,
+    climb,
+    crossings,
+    evolve,
     exponential,
     identity,
     logistic,
+    newton,
     norm,
     ones,
+    solve,
     spectral,
     tensor,
     zeros,
 )
-from .numerics import Unsolved, climb, crossings, evolve, newton, solve
 
 B = 2.0 * math.exp(-1.5)
 THRESHOLD = math.exp(0.75) / math.sqrt(2.0)

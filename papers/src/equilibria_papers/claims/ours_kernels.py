@@ -20,8 +20,7 @@ from equilibria.problems import (
 )
 
 from .claim import Trial
-from .drawing import ACTIVATIONS, Activation, Random, norm, spectral, zeros
-from .numerics import newton, solve
+from .numerics import ACTIVATIONS, Activation, Random, newton, norm, solve, spectral, zeros
 from .ours_gaussian import PRIORS
 
 _STEEP = 4.0 / (3.0 * math.sqrt(3.0))

@@ -17,8 +17,7 @@ from equilibria.certify import certify
 from equilibria.problems import MeanPatchEnergy, gaussian_sensitivity
 
 from .claim import Trial
-from .drawing import Random, identity, norm, spectral, tensor
-from .numerics import climb, evolve
+from .numerics import Random, climb, evolve, identity, norm, spectral, tensor
 from .ours_gaussian import B, GaussLayer, draw_gauss, scalar_layer
 
 Rule = Callable[[Tensor], float]

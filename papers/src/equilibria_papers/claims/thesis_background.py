@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .claim import Trial
-from .drawing import Random, identity, norm, ones, spectral, zeros
+from .numerics import Random, identity, norm, ones, spectral, zeros
 
 EXACT = 1e-8
 """How far two computations of one number may lie apart, relative to its size."""

@@ -22,8 +22,8 @@ from equilibria_papers.theory.monotone_ntk import (
 )
 
 from .claim import Trial
-from .drawing import Random, identity, norm, spectral, tensor, zeros
-from .thesis_models import Case, case_of, draw_case, near_labels
+from .numerics import Random, identity, norm, spectral, tensor, zeros
+from .thesis_model import Case, case_of, draw_case, near_labels
 
 
 def _flow(draw: Random) -> Trial | None:

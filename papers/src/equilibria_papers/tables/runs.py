@@ -22,10 +22,10 @@ from equilibria.training import Run, TrainConfig
 
 from .images import Supplied, supply
 from .measures import MEASURES, Scene, snapshot_epochs
-from .networks import NETWORKS
 from .plan import Choices, Planned
 from .provenance import Log, made_by
 from .results import in_json
+from .thesis import NETWORKS
 
 _FILE = "measured.json"
 

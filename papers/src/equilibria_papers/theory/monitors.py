@@ -17,15 +17,16 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
-from equilibria_papers.theory.ntk.jacobian import (
+from equilibria_papers.theory.ntk.kernel import (
     Choice,
     Filter,
     Method,
+    TangentKernel,
+    empirical_ntk,
     evaluating,
     flat_outputs,
     select_parameters,
 )
-from equilibria_papers.theory.ntk.kernel import TangentKernel, empirical_ntk
 from equilibria_papers.theory.ntk.spectrum import (
     kernel_distance,
     kernel_drift,

@@ -5,10 +5,16 @@ the directions, ``repeated`` the weight-tied twin repeat-K, ``Surface`` is what 
 saved, and the figures draw it.
 """
 
-from .contours import contour_figure, curve_figure, surface_figure
-from .directions import Direction, random_directions
-from .measuring import Grid, cross_entropy, measure_landscape, repeated, squared_error
-from .surface import LandscapeFileError, Surface
+from .measuring import (
+    Direction,
+    Grid,
+    cross_entropy,
+    measure_landscape,
+    random_directions,
+    repeated,
+    squared_error,
+)
+from .surface import LandscapeFileError, Surface, contour_figure, curve_figure, surface_figure
 
 __all__ = [
     "Direction",

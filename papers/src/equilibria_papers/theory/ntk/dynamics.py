@@ -17,8 +17,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .jacobian import Filter, Method, evaluating, flat_outputs, following, select_parameters
-from .kernel import TangentKernel, Tell, empirical_ntk
+from .kernel import (
+    Filter,
+    Method,
+    TangentKernel,
+    Tell,
+    empirical_ntk,
+    evaluating,
+    flat_outputs,
+    following,
+    select_parameters,
+)
 from .spectrum import as_matrix, kernel_distance, kernel_drift
 
 _RATE = 0.2

@@ -5,9 +5,17 @@
 training's checkpoints (§4.1.2), and the figures draw it.
 """
 
-from .path_figures import class_figure, path_figure, residual_figure, training_figure
 from .recording import SolverPath, at_scale, clipped_stds, layer_input, record_path
-from .training_path import PCA, TrainingPath, follow_training, principal_components
+from .training_path import (
+    PCA,
+    TrainingPath,
+    class_figure,
+    follow_training,
+    path_figure,
+    principal_components,
+    residual_figure,
+    training_figure,
+)
 
 __all__ = [
     "PCA",

@@ -27,7 +27,7 @@ from equilibria.engine import (
 from equilibria.nn import equilibrium_layers
 from equilibria.solvers import SplittingSolver
 from equilibria_papers.theory.checks import check_sizes
-from equilibria_papers.theory.ntk.jacobian import evaluating
+from equilibria_papers.theory.ntk.kernel import evaluating
 
 _CLIPPED = 0.9  # of the standard deviation that was asked for
 # A tolerance small enough never to pass unless the residual is zero, and no zero, which would make

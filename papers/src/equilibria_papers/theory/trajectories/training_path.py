@@ -1,16 +1,22 @@
-"""How the states of a layer move through training, class by class (the NTK thesis, §4.1.2)."""
+"""How the states of a layer move, through a solver and through training (the NTK thesis, §4.1).
+
+Principal components, the states class by class, and the pictures of a solver's way: residual curves
+(Figure 4.1), paths in a plane (4.2), training (4.3).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from matplotlib.lines import Line2D
 from torch import Tensor, nn
 
 from equilibria.engine import SolverOptions
 from equilibria_papers.theory.checks import check_sizes
+from equilibria_papers.theory.pictures import COLORS, GRAY, MARKERS, look, new_figure, on_log_axis
 
 from .recording import SolverPath, layer_input, record_path
 
@@ -150,3 +156,173 @@ def follow_training(
     if len(names) != len(paths):
         raise ValueError(f"{len(names)} moments were named for {len(paths)} checkpoints.")
     return TrainingPath(names, labels.cpu(), tuple(paths))
+
+
+_SAMPLES = 8  # lines in a panel of paths
+_PANELS, _COLUMNS = 6, 3  # of the moments of a training
+# A moment whose states are this much larger than those of the middle one has diverged.
+_FLUNG = 10.0
+# Ten classes need ten looks: eight colors, two of them again with another marker.
+_TEN = (*COLORS[:6], "#999999", "#000000", "#8B4513", "#F0E442")
+
+
+def residual_figure(groups: Mapping[str, Mapping[str, SolverPath]]) -> Any:
+    """The relative residual of Eq 4.2 over the steps, a panel for each group (Figure 4.1).
+
+    ``groups["N(0, 1)"]["Anderson"]`` is a path. The line is the mean over the samples, the band
+    goes from the 10% to the 90% quantile, the dotted line is the tolerance.
+    """
+    _check(groups)
+    figure = new_figure(3.0 * len(groups) + 0.8, 3.0)
+    axes = figure.subplots(1, len(groups), squeeze=False, sharey=True)[0]
+    for axis, (title, paths) in zip(axes, groups.items(), strict=True):
+        for i, (name, path) in enumerate(paths.items()):
+            steps = range(1, path.steps + 1)
+            marks = {"markersize": 3, "markevery": max(1, path.steps // 10)}
+            axis.plot(steps, on_log_axis(path.mean_curve()), label=name, **look(i), **marks)
+            low, high = (on_log_axis(path.quantile_curve(q)) for q in (0.1, 0.9))
+            axis.fill_between(
+                steps, low, high, color=COLORS[i % len(COLORS)], alpha=0.15, linewidth=0
+            )
+        limit = max(path.tolerance for path in paths.values())
+        if limit > 0:
+            axis.axhline(limit, color=GRAY, linestyle=":", linewidth=0.8, label="tolerance")
+        axis.set_yscale("log")
+        axis.set_title(title)
+        axis.set_xlabel("evaluations of $f$")
+    axes[0].set_ylabel("$\\|f(z) - z\\| \\,/\\, \\|f(z)\\|$")
+    axes[-1].legend(frameon=False, fontsize=8)
+    return figure
+
+
+def path_figure(groups: Mapping[str, SolverPath]) -> Any:
+    """z^[0], z^[1], … in the plane of its two principal components, a panel each (Figure 4.2).
+
+    Every panel has its own plane. A line is one of the first eight samples; it starts at the
+    circle, ends at the cross.
+    """
+    _check(groups)
+    figure = new_figure(3.2 * len(groups), 3.1)
+    axes = figure.subplots(1, len(groups), squeeze=False)[0]
+    for axis, (title, path) in zip(axes, groups.items(), strict=True):
+        states = path.states[:, :_SAMPLES]
+        plane = principal_components(states)
+        ways = plane.project(states).numpy()
+        for i in range(states.shape[1]):
+            way, color = ways[:, i], _TEN[i % len(_TEN)]
+            axis.plot(*way.T, color=color, linewidth=1.0, alpha=0.9, marker=".", markersize=3)
+            axis.plot(*way[0], marker="o", color=color, markerfacecolor="white", markersize=5)
+            axis.plot(*way[-1], marker="x", color=color, markersize=6)
+        axis.set_title(title)
+        axis.set(xlabel=_share(plane, 0), ylabel=_share(plane, 1))
+    looks: dict[str, dict[str, Any]] = {
+        "start": {"marker": "o", "markerfacecolor": "white", "linestyle": "none"},
+        "end": {"marker": "x", "linestyle": "none"},
+        "one color a sample": {"marker": ".", "markersize": 3},
+    }
+    handles = [Line2D([], [], color=GRAY, label=text, **each) for text, each in looks.items()]
+    figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False, fontsize=8)
+    return figure
+
+
+def class_figure(training: TrainingPath) -> Any:
+    """z* of every sample by class, with the class means drawn as a path through training.
+
+    Small points are the samples at the last moment; the line joins the means of a class over the
+    moments, from the open circle to the filled marker.
+    """
+    plane = training.plane()
+    points = plane.project(training.equilibria)
+    means = training.class_means(points)
+    figure = new_figure(5.2, 4.2)
+    axis = figure.subplots()
+    for i, label in enumerate(training.classes):
+        color, marker = _TEN[i % len(_TEN)], MARKERS[i % len(MARKERS)]
+        mine = points[-1, training.labels == label]
+        axis.scatter(*mine.T.numpy(), s=6, color=color, alpha=0.35, linewidths=0)
+        way = means[:, i].numpy()
+        axis.plot(*way.T, color=color, linewidth=1.2)
+        axis.plot(*way[0], marker="o", color=color, markerfacecolor="white", markersize=5)
+        end = {"marker": marker, "markersize": 6, "linestyle": "", "label": str(label)}
+        axis.plot(*way[-1], color=color, **end)
+    axis.set(xlabel=_share(plane, 0), ylabel=_share(plane, 1))
+    axis.set_title(f"$z^*$ from {training.moments[0]} to {training.moments[-1]}")
+    beside = {"loc": "center left", "bbox_to_anchor": (1, 0.5)}
+    axis.legend(frameon=False, fontsize=8, title="class", **beside)
+    return figure
+
+
+def training_figure(training: TrainingPath) -> Any:
+    """The mean way of every class through the solver, a panel for each moment (Figure 4.3).
+
+    Six moments at most. All panels share one plane and one frame, of all iterates of all moments; a
+    moment whose states are more than ten times as large as those of the middle one (a training that
+    diverged) counts for neither, and its panel says that it leaves the frame. Thin lines are
+    samples.
+    """
+    count = len(training.paths)
+    wanted = min(_PANELS, count)
+    # Evenly spread, the first and the last among them.
+    shown = [round(i * (count - 1) / max(1, wanted - 1)) for i in range(wanted)]
+    steady = _steady(training)
+    kept = [path.states for path, calm in zip(training.paths, steady, strict=True) if calm]
+    plane = principal_components(torch.cat(kept))
+    columns = min(_COLUMNS, len(shown))
+    rows = -(-len(shown) // columns)
+    figure = new_figure(2.6 * columns + 0.8, 2.5 * rows)
+    axes = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
+    colors = {label: _TEN[i % len(_TEN)] for i, label in enumerate(training.classes)}
+    framed = []
+    for axis, index in zip(axes.flat, shown, strict=False):
+        ways = plane.project(training.paths[index].states)
+        for b, label in enumerate(training.labels.tolist()):
+            axis.plot(*ways[:, b].T.numpy(), color=colors[label], linewidth=0.4, alpha=0.3)
+        means = training.class_means(ways)
+        for i, label in enumerate(training.classes):
+            marks = {"marker": MARKERS[i % len(MARKERS)], "markersize": 2.5, "linewidth": 1.2}
+            axis.plot(*means[:, i].T.numpy(), color=colors[label], label=str(label), **marks)
+        beyond = "" if steady[index] else ", leaves the frame"
+        axis.set_title(f"after {training.moments[index]}{beyond}", fontsize=9)
+        framed += [ways.reshape(-1, 2)] if steady[index] else []
+    _frame(axes.flat[0], framed)
+    for axis in axes.flat[len(shown) :]:
+        axis.set_visible(False)
+    for axis in axes[:, 0]:
+        axis.set_ylabel(_share(plane, 1))
+    for axis in axes[-1]:
+        axis.set_xlabel(_share(plane, 0))
+    handles, texts = axes.flat[0].get_legend_handles_labels()
+    figure.legend(handles, texts, loc="outside right center", frameon=False, title="class")
+    return figure
+
+
+def _steady(training: TrainingPath) -> list[bool]:
+    """Of each moment: whether its finite states are of the size of most others."""
+    sizes = []
+    for path in training.paths:
+        size = torch.linalg.vector_norm(path.states.double(), dim=-1)
+        finite = size[torch.isfinite(size)]
+        sizes.append(float(finite.max()) if len(finite) else float("inf"))
+    middle = sorted(sizes)[(len(sizes) - 1) // 2]
+    return [size <= _FLUNG * middle or middle == 0.0 for size in sizes]
+
+
+def _frame(axis: Any, points: list[Tensor]) -> None:
+    """The limits of axes that are shared: the box of these points, with a margin."""
+    found = torch.cat([torch.zeros(0, 2, dtype=torch.float64), *points])
+    found = found[torch.isfinite(found).all(1)]
+    if not len(found):
+        return
+    low, high = found.amin(0), found.amax(0)
+    margin = torch.where(high > low, 0.05 * (high - low), 1.0)
+    axis.set_xlim(float(low[0] - margin[0]), float(high[0] + margin[0]))
+    axis.set_ylim(float(low[1] - margin[1]), float(high[1] + margin[1]))
+
+
+def _share(plane: PCA, i: int) -> str:
+    return f"component {i + 1} ({100 * float(plane.explained[i]):.0f}%)"
+
+
+def _check(groups: Mapping[str, Any]) -> None:
+    if not groups:
+        raise ValueError("there is no path to draw: give one at least.")
