@@ -124,10 +124,6 @@ def _draw(surfaces: list[Any], out: Path, log: bool, top: float | None) -> list[
         written += save_picture(module.curve_figure(curves, log=log), out / "curves")
     if planes:
         written += save_picture(module.contour_figure(planes, log=log, top=top), out / "contours")
-    for surface in planes:
-        stem = surface.name.replace("/", "-").replace(" ", "-")
-        figure = module.surface_figure(surface, log=log, top=top)
-        written += save_picture(figure, out / f"surface-{stem}")
     return written
 
 

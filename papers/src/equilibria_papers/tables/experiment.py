@@ -20,9 +20,9 @@ _FORM = re.compile(
 WORDS: dict[str, Any] = tomllib.loads(Path(__file__).with_name("papers.toml").read_text("utf-8"))
 
 
-def printed(name: str) -> list[list[str]]:
+def printed(name: str) -> list[list[Any]]:
     """The rows of a table in papers.toml: the row's name, our network, what the paper prints."""
-    rows: list[list[str]] = WORDS[name]["rows"]
+    rows: list[list[Any]] = WORDS[name]["rows"]
     return rows
 
 

@@ -31,6 +31,7 @@ from equilibria_papers.theory.landscapes import Grid, contour_figure, measure_la
 from equilibria_papers.theory.trajectories import (
     PCA,
     SolverPath,
+    TrainingPath,
     layer_input,
     principal_components,
     record_path,
@@ -375,25 +376,13 @@ def _first_step(states: Tensor) -> float:
     return 100.0 * float((lengths[0][kept] / total[kept]).mean())
 
 
-def _separation(points: Tensor, classes: Tensor) -> float:
-    """Variance between the class means over the whole variance of points [B, n], in percent."""
-    points = points.double()
-    center = points.mean(0)
-    between = sum(
-        float((classes == k).sum()) * float((points[classes == k].mean(0) - center).square().sum())
-        for k in classes.unique().tolist()
-    )
-    whole = float((points - center).square().sum())
-    return 100.0 * between / whole if whole else 0.0
-
-
-def _states(path: SolverPath) -> Tensor:
-    assert path.states is not None
-    return path.states
+def _separation(path: SolverPath, classes: Tensor) -> float:
+    """Variance between the class means over the whole variance of the last states, in percent."""
+    return 100.0 * float(TrainingPath(("end",), classes, (path,)).spread())
 
 
 def _plane(path: SolverPath) -> PCA:
-    return principal_components(_states(path)[:, :_SPANNED], 2)
+    return principal_components(path.states[:, :_SPANNED], 2)
 
 
 def path_measure(scene: Scene) -> dict[str, float]:
@@ -402,13 +391,13 @@ def path_measure(scene: Scene) -> dict[str, float]:
     curve, plane = path.mean_curve(), _plane(path)
     found = {f"path.residual.{k}": float(curve[k - 1]) for k in (5, 20, 50)}
     found["path.settled"] = 100.0 * float((path.steps_to(_TOLERANCE) > 0).double().mean())
-    found["path.first_step"] = _first_step(_states(path))
+    found["path.first_step"] = _first_step(path.states)
     found["path.plane"] = 100.0 * float(plane.explained.sum())
     figure = pictures.new_figure(8.0, 3.4)
     left, right = figure.subplots(1, 2)
     left.semilogy(range(1, path.steps + 1), curve.tolist(), color=pictures.COLORS[0])
     left.set(xlabel="step", ylabel="relative residual (Eq 4.2)")
-    _draw(right, plane.project(_states(path)), classes)
+    _draw(right, plane.project(path.states), classes)
     pictures.save_picture(figure, scene.folder / "paths")
     return found
 
@@ -432,11 +421,11 @@ def training_paths(scene: Scene) -> dict[str, float]:
         model.load_state_dict(load_file(file))
         path, classes = _path(model.eval(), scene, scene.train)
         steps = path.steps_to(_TOLERANCE)
-        found[f"stage.{stage}.first_step"] = _first_step(_states(path))
-        found[f"stage.{stage}.separation"] = _separation(_states(path)[-1], classes)
+        found[f"stage.{stage}.first_step"] = _first_step(path.states)
+        found[f"stage.{stage}.separation"] = _separation(path, classes)
         taken = torch.where(steps > 0, steps, path.steps).double().mean()
         found[f"stage.{stage}.steps"] = float(taken)
-        _draw(axes, _plane(path).project(_states(path)), classes)
+        _draw(axes, _plane(path).project(path.states), classes)
         axes.set_title(f"{stage} (epoch {epoch})", fontsize=8)
     pictures.save_picture(figure, scene.folder / "training_paths")
     return found
@@ -467,19 +456,11 @@ def local_minima(loss: Tensor) -> int:
     return int(lowest.sum())
 
 
-def landscape_measure(scene: Scene) -> dict[str, float]:
-    """Figure 4.4, of training images."""
-    return _landscape(scene, scene.train, "landscape")
-
-
-def landscape_of_test(scene: Scene) -> dict[str, float]:
-    """Figure 4.5, of test images; ImageNet's own are 50 a class, the first 1,024 of 21 classes."""
-    return _landscape(scene, scene.test, "test_landscape")
-
-
 def _landscape(scene: Scene, data: ImageData, name: str) -> dict[str, float]:
     """Φ(a, b) around the weights, 25 × 25 over [−1, 1]², filter-normalized.
 
+    Figure 4.4 is of training images, Figure 4.5 of test images: ImageNet's own are 50 a class, the
+    first 1,024 of 21 classes.
     Rows are kept as they are measured, so that an interrupted landscape goes on.
     """
     count = min(32 if scene.smoke else _EXAMPLES, len(data))
@@ -520,8 +501,8 @@ MEASURES: Mapping[str, Measure] = MappingProxyType(
         "throughput": throughput,
         "paths": path_measure,
         "paths of training images": training_paths,
-        "landscape": landscape_measure,
-        "landscape of test images": landscape_of_test,
+        "landscape": lambda scene: _landscape(scene, scene.train, "landscape"),
+        "landscape of test images": lambda scene: _landscape(scene, scene.test, "test_landscape"),
     }
 )
 """name → what a job measures."""

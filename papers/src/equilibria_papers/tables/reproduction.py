@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
-from . import geq, kerdeq, opteq, ours, thesis
+from . import geq, opteq, ours, thesis
 from .experiment import WORDS, Cell, Experiment
 from .pages import copy_pictures, draw
 from .parallel import Task, Tell, handled, run_beside, split
@@ -36,7 +36,7 @@ def _declared() -> dict[str, Experiment]:
     """The words of papers.toml with the cells of the modules, in the order of the former."""
     words = {name: dict(said) for name, said in WORDS.items()}
     shared, made = words.pop("shared"), {}
-    for module in (geq, kerdeq, opteq, thesis, ours):
+    for module in (geq, opteq, thesis, ours):
         for name, cells in module.CELLS.items():
             said = words[name]
             said.pop("rows", None)

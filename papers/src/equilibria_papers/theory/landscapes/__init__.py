@@ -14,7 +14,7 @@ from .measuring import (
     repeated,
     squared_error,
 )
-from .surface import LandscapeFileError, Surface, contour_figure, curve_figure, surface_figure
+from .surface import LandscapeFileError, Surface, contour_figure, curve_figure
 
 __all__ = [
     "Direction",
@@ -28,5 +28,4 @@ __all__ = [
     "random_directions",
     "repeated",
     "squared_error",
-    "surface_figure",
 ]

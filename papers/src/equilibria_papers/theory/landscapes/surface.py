@@ -1,6 +1,6 @@
 """A measured landscape: the grid, what was measured on it, the file that holds both, and pictures.
 
-Contours on one scale, surfaces, curves (Figures 4.4 and 4.5).
+Contours on one scale, curves (Figures 4.4 and 4.5).
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import safetensors
 import safetensors.torch
 import torch
 from matplotlib.colors import LogNorm, Normalize
-from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
 from equilibria.engine import write_bytes
@@ -198,43 +197,6 @@ def contour_figure(
     return figure
 
 
-def surface_figure(surface: Surface, *, log: bool = False, top: float | None = None) -> Any:
-    """Φ(a, b) as a surface in three dimensions; holes are left out.
-
-    What lies above ``top`` (the largest value if None) is cut off there.
-    """
-    (given,) = _checked([surface], curve=False)
-    grid = given.loss
-    highest = float(grid[torch.isfinite(grid)].max()) if top is None else top
-    shown = grid.clamp(max=highest)
-    if log:
-        shown = shown.clamp_min(highest * 10**-_DECADES).log10()
-    a, b = torch.meshgrid(given.a, given.b, indexing="ij")
-    figure = new_figure(5.2, 4.2)
-    axis = figure.add_subplot(projection="3d")
-    heights = numpy.ma.masked_invalid(shown.numpy())
-    low, high = float(heights.min()), float(heights.max())
-    drawn = axis.plot_surface(
-        *(a.numpy(), b.numpy(), heights.filled(numpy.nan)),
-        cmap=SEQUENTIAL,
-        vmin=low,
-        vmax=high if high > low else low + 1.0,
-        rstride=1,
-        cstride=1,
-        linewidth=0.1,
-        antialiased=True,
-    )
-    for part in (axis.xaxis, axis.yaxis):
-        part.set_major_locator(MaxNLocator(5))
-    axis.set_xlabel("along $d_1$")
-    axis.set_ylabel("along $d_2$")
-    label = "$\\log_{10}$ loss" if log else "loss"
-    axis.set_zlabel(label)
-    figure.colorbar(drawn, ax=axis, label=label, shrink=0.6, pad=0.12)
-    axis.set_title(given.name)
-    return figure
-
-
 def curve_figure(surfaces: Sequence[Surface], *, log: bool = False) -> Any:
     """Loss and accuracy along one direction, one line per network."""
     given = _checked(surfaces, curve=True)
@@ -263,7 +225,7 @@ def _checked(surfaces: Sequence[Surface], *, curve: bool) -> list[Surface]:
         raise ValueError("there is no landscape to draw: give one at least.")
     for surface in given:
         if surface.is_curve != curve:
-            other = "curve_figure" if surface.is_curve else "contour_figure or surface_figure"
+            other = "curve_figure" if surface.is_curve else "contour_figure"
             raise ValueError(
                 f"{surface.name} is a {'curve' if surface.is_curve else 'surface'}: use {other}."
             )

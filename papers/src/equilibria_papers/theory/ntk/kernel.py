@@ -139,7 +139,10 @@ def _restored(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Every module in eval mode inside: no dropout, no statistics of the batch; then as before."""
+    """Every module in eval mode inside: no dropout, no statistics of the batch; then as before.
+
+    Unlike the evaluation's own it lets warnings of solves pass: nothing counts them here.
+    """
     with _restored(model.modules()):
         model.eval()
         yield
