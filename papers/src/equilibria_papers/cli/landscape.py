@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Column, Table
 
-from equilibria.cli import Batch, Device, Root, fail, make_folder, output, stop, write_json
+from equilibria.cli import Batch, Device, Root, make_folder, output, stop, write_json
 
 from .common import Data, Json, Model, Split, answer, images_of, narrow_table, networks, numbers_of
 
@@ -24,7 +24,6 @@ def landscape(
     images: Annotated[int, typer.Option(min=1, help="How many, drawn by --seed.")] = 1024,
     points: Annotated[int, typer.Option(min=3, help="Of the grid in each direction; odd.")] = 51,
     radius: Annotated[float, typer.Option(help="The grid goes from −RADIUS to RADIUS.")] = 1.0,
-    curve: Annotated[bool, typer.Option("--curve", help="Along one direction only.")] = False,
     repeats: Annotated[
         str, typer.Option(metavar="K,K", help="Also twins that repeat the layer's map K times.")
     ] = "",
@@ -39,10 +38,6 @@ def landscape(
     log: Annotated[bool, typer.Option("--log/--linear", help="Spacing of the levels.")] = True,
     top: Annotated[
         float | None, typer.Option(help="The highest level that is drawn; the largest loss if not.")
-    ] = None,
-    redraw: Annotated[
-        list[Path] | None,
-        typer.Option("--redraw", metavar="FILE", help="Draw measured grids again; repeatable."),
     ] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace grids of other settings in the folder.")
@@ -60,43 +55,38 @@ def landscape(
     """
     from equilibria.solvers import Anderson
     from equilibria_papers.theory import landscapes as module
+    from equilibria_papers.theory.pictures import save_picture
 
-    if redraw:
-        if weights or model is not None:
-            raise fail("--redraw draws measured grids: give no weights and no --model with it.")
-        surfaces = [module.Surface.load(file) for file in redraw]
-        make_folder(out)
-    else:
-        twins = numbers_of("--repeats", repeats, "6,11,18", whole=True)
-        grid = module.Grid(points=points, radius=radius, dims=1 if curve else 2)
-        solver = None if rtol is None else Anderson(rtol=rtol, max_steps=max_steps)
-        make_folder(out)
-        found, dataset = networks(weights or [], model, data, root, split, device, seed)
-        pair = images_of(dataset, images, seed, device)
-        surfaces = []
-        for name, network, is_twin in _with_twins(found, twins):
-            file = out / f"{name.replace('/', '-').replace(' ', '-')}.landscape.safetensors"
-            try:
-                surface = module.measure_landscape(
-                    network,
-                    pair,
-                    grid=grid,
-                    name=name,
-                    seed=seed,
-                    # A twin's steps are counted: it has no tolerance to meet.
-                    solver=None if is_twin else solver,
-                    batch_size=batch_size,
-                    file=file,
-                    overwrite=overwrite,
-                    progress=not as_json,
-                )
-            except KeyboardInterrupt:
-                raise stop(
-                    f"interrupted: the rows measured so far are kept in {file}; the same command "
-                    "goes on from there"
-                ) from None
-            surfaces.append(surface)
-    written = _draw(surfaces, out, log, top)
+    twins = numbers_of("--repeats", repeats, "6,11,18", whole=True)
+    grid = module.Grid(points=points, radius=radius)
+    solver = None if rtol is None else Anderson(rtol=rtol, max_steps=max_steps)
+    make_folder(out)
+    found, dataset = networks(weights or [], model, data, root, split, device, seed)
+    pair = images_of(dataset, images, seed, device)
+    surfaces = []
+    for name, network, is_twin in _with_twins(found, twins):
+        file = out / f"{name.replace('/', '-').replace(' ', '-')}.landscape.safetensors"
+        try:
+            surface = module.measure_landscape(
+                network,
+                pair,
+                grid=grid,
+                name=name,
+                seed=seed,
+                # A twin's steps are counted: it has no tolerance to meet.
+                solver=None if is_twin else solver,
+                batch_size=batch_size,
+                file=file,
+                overwrite=overwrite,
+                progress=not as_json,
+            )
+        except KeyboardInterrupt:
+            raise stop(
+                f"interrupted: the rows measured so far are kept in {file}; the same command "
+                "goes on from there"
+            ) from None
+        surfaces.append(surface)
+    written = save_picture(module.contour_figure(surfaces, log=log, top=top), out / "contours")
     record = [{**s.summary(), "about": dict(s.about)} for s in surfaces]
     written.append(write_json(out / "landscape.json", record))
     answer(record, as_json, lambda: output().print(_table(record)), written)
@@ -111,20 +101,6 @@ def _with_twins(found: dict[str, Any], repeats: list[int]) -> list[tuple[str, An
         made.append((name, network, False))
         made += [(f"{name} repeat-{k}", repeated(network, k), True) for k in repeats]
     return made
-
-
-def _draw(surfaces: list[Any], out: Path, log: bool, top: float | None) -> list[Path]:
-    from equilibria_papers.theory import landscapes as module
-    from equilibria_papers.theory.pictures import save_picture
-
-    written: list[Path] = []
-    curves = [s for s in surfaces if s.is_curve]
-    planes = [s for s in surfaces if not s.is_curve]
-    if curves:
-        written += save_picture(module.curve_figure(curves, log=log), out / "curves")
-    if planes:
-        written += save_picture(module.contour_figure(planes, log=log, top=top), out / "contours")
-    return written
 
 
 def _table(record: list[dict[str, Any]]) -> Table:

@@ -71,7 +71,6 @@ def trajectory(
         if len(found) > 1 and not scales:
             training = module.TrainingPath(tuple(found), labels.cpu(), tuple(drawn.values()))
             written += save_picture(module.class_figure(training), out / "classes")
-            written += save_picture(module.training_figure(training), out / "training")
     rows = [_row(g, s, path) for g, paths in recorded.items() for s, path in paths.items()]
     record: dict[str, Any] = {
         "data": {"name": dataset.name, "split": dataset.split_name, "images": len(x)},

@@ -29,12 +29,13 @@ from equilibria.solvers import Anderson
 from equilibria_papers.theory import pictures
 from equilibria_papers.theory.landscapes import Grid, contour_figure, measure_landscape
 from equilibria_papers.theory.trajectories import (
-    PCA,
     SolverPath,
     TrainingPath,
     layer_input,
+    path_figure,
     principal_components,
     record_path,
+    residual_figure,
 )
 
 from .images import known_classes
@@ -349,7 +350,7 @@ def snapshot_epochs(epochs: int) -> tuple[int, ...]:
     return (0, 1, max(1, epochs // 4), max(1, epochs // 2), epochs)
 
 
-_SAMPLES, _STEPS, _DRAWN = 256, 50, 10
+_SAMPLES, _STEPS = 256, 50
 _SPANNED = 32  # samples whose paths span the plane: all 256 would be 13,056 points of 37,632
 _TOLERANCE = 1e-2
 _EXAMPLES, _GRID = 1024, 25
@@ -381,42 +382,26 @@ def _separation(path: SolverPath, classes: Tensor) -> float:
     return 100.0 * float(TrainingPath(("end",), classes, (path,)).spread())
 
 
-def _plane(path: SolverPath) -> PCA:
-    return principal_components(path.states[:, :_SPANNED], 2)
-
-
 def path_measure(scene: Scene) -> dict[str, float]:
     """Figures 4.1 and 4.2: the residual by step, and how the path lies in a plane."""
-    path, classes = _path(scene.model, scene, scene.test)
-    curve, plane = path.mean_curve(), _plane(path)
+    path, _ = _path(scene.model, scene, scene.test)
+    curve, plane = path.mean_curve(), principal_components(path.states[:, :_SPANNED])
     found = {f"path.residual.{k}": float(curve[k - 1]) for k in (5, 20, 50)}
     found["path.settled"] = 100.0 * float((path.steps_to(_TOLERANCE) > 0).double().mean())
     found["path.first_step"] = _first_step(path.states)
     found["path.plane"] = 100.0 * float(plane.explained.sum())
-    figure = pictures.new_figure(8.0, 3.4)
-    left, right = figure.subplots(1, 2)
-    left.semilogy(range(1, path.steps + 1), curve.tolist(), color=pictures.COLORS[0])
-    left.set(xlabel="step", ylabel="relative residual (Eq 4.2)")
-    _draw(right, plane.project(path.states), classes)
-    pictures.save_picture(figure, scene.folder / "paths")
+    name = scene.folder.name.rsplit("-", 1)[0]
+    pictures.save_picture(residual_figure({name: {"Anderson": path}}), scene.folder / "residuals")
+    pictures.save_picture(path_figure({name: path}), scene.folder / "paths")
     return found
-
-
-def _draw(axes: Any, points: Tensor, classes: Tensor) -> None:
-    """Some paths [K, B, 2] in their plane, a color for each class."""
-    for b in range(min(_DRAWN, points.shape[1])):
-        color = pictures.COLORS[int(classes[b]) % len(pictures.COLORS)]
-        axes.plot(*points[:, b].T.tolist(), color=color, linewidth=0.8, marker=".", markersize=3)
-    axes.set(xlabel="first component", ylabel="second component")
 
 
 def training_paths(scene: Scene) -> dict[str, float]:
     """Figure 4.3: paths of training images at the start, after 1, a quarter, half, all epochs."""
     found: dict[str, float] = {}
-    figure = pictures.new_figure(2.6 * len(STAGES), 2.8)
-    panels = figure.subplots(1, len(STAGES))
-    moments = zip(STAGES, _snapshots(scene.folder / "snapshots", scene.epochs), strict=True)
-    for axes, (stage, (epoch, file)) in zip(panels, moments, strict=True):
+    drawn: dict[str, SolverPath] = {}
+    moments = zip(STAGES, _snapshots(scene.folder / "epochs", scene.epochs), strict=True)
+    for stage, (epoch, file) in moments:
         model = copy.deepcopy(scene.model)
         model.load_state_dict(load_file(file))
         path, classes = _path(model.eval(), scene, scene.train)
@@ -425,15 +410,14 @@ def training_paths(scene: Scene) -> dict[str, float]:
         found[f"stage.{stage}.separation"] = _separation(path, classes)
         taken = torch.where(steps > 0, steps, path.steps).double().mean()
         found[f"stage.{stage}.steps"] = float(taken)
-        _draw(axes, _plane(path).project(path.states), classes)
-        axes.set_title(f"{stage} (epoch {epoch})", fontsize=8)
-    pictures.save_picture(figure, scene.folder / "training_paths")
+        drawn[f"{stage} (epoch {epoch})"] = path
+    pictures.save_picture(path_figure(drawn), scene.folder / "training_paths")
     return found
 
 
 def _snapshots(folder: Path, end: int) -> list[tuple[int, Path]]:
     """Epoch and weights of each stage. In a short run stages fall together, on the same epoch."""
-    files = {int(p.stem.split("_")[1]): p for p in folder.glob("weights_*.safetensors")}
+    files = {int(p.stem.split("_")[1]): p for p in folder.glob("epoch_*.safetensors")}
     wanted = snapshot_epochs(end)
     if set(wanted) - set(files):
         held = f"the weights of epochs {sorted(files)} alone" if files else "no weights"

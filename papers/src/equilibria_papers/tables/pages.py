@@ -283,7 +283,7 @@ def _pick(values: Sequence[Any], number: int) -> Any:
 
 # What measures draw into a run's folder and what a figure of a paper shows; the corruptions' own
 # picture is left there, for the figure has all networks in one.
-_DRAWN = ("paths.png", "training_paths.png", "landscape.png", "test_landscape.png", "gradcam.png")
+_DRAWN = ("residuals", "paths", "training_paths", "landscape", "test_landscape", "gradcam")
 
 
 def copy_pictures(result: Result, runs: Iterable[tuple[str, Path]], folder: Path) -> Result:
@@ -291,7 +291,7 @@ def copy_pictures(result: Result, runs: Iterable[tuple[str, Path]], folder: Path
     stem = result_path(folder, result.experiment.id, result.smoke, result.change).with_suffix("")
     names = []
     for job, run in dict(runs).items():
-        for found in (run / name for name in _DRAWN):
+        for found in (run / f"{name}.png" for name in _DRAWN):
             if found.exists():
                 stem.parent.mkdir(parents=True, exist_ok=True)
                 names.append(f"{stem.name}--{job}--{found.name}")

@@ -153,11 +153,7 @@ class Result:
     def to_dict(self) -> dict[str, Any]:
         experiment = self.experiment
         return {
-            "id": experiment.id,
-            "paper": experiment.paper,
-            "title": experiment.title,
-            "source": experiment.source,
-            "claim": experiment.claim,
+            **{k: getattr(experiment, k) for k in ("id", "paper", "title", "source", "claim")},
             "smoke": self.smoke,
             "warning": _WARNING if self.smoke else "",
             "status": self.status,

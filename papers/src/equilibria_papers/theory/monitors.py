@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
+from equilibria_papers.theory.checks import check_sizes
 from equilibria_papers.theory.ntk.kernel import (
     Choice,
     Filter,
@@ -148,108 +149,57 @@ class KernelProbe:
 
 
 class KernelMonitor(pl.Callback):
-    """Measure ``module.model``, or the module itself, at the start and every so often.
+    """Measure ``module.model``, or the module itself, at the start and after every so many epochs.
 
-    ``rows`` holds what was found. Each number also goes to the trainer's loggers and to its
-    ``callback_metrics`` as ``name/…``. The run itself is not changed: the model is measured in eval
-    mode, on its own, and no random number is drawn.
+    ``rows`` holds what was found. Each number also goes to the trainer's loggers, as ``name/…``.
+    The run itself is not changed: the model is measured in eval mode, on its own, and no random
+    number is drawn.
 
     Args:
         probe: the batch, and what is computed on it.
-        every: measure every so many ``unit``s.
-        unit: "epoch" or "step" (of the optimizer).
+        every: measure every so many epochs.
         name: before the names of the logged numbers; two monitors of a run need two names.
     """
 
-    def __init__(
-        self,
-        probe: KernelProbe,
-        *,
-        every: int = 1,
-        unit: Literal["epoch", "step"] = "epoch",
-        name: str = "ntk",
-    ) -> None:
-        if unit not in ("epoch", "step"):
-            raise ValueError(f"unit={unit!r}: expected 'epoch' or 'step'.")
-        if type(every) is not int or every < 1:
-            raise ValueError(f"every={every!r}: expected a positive integer.")
-        self.probe, self.every, self.unit, self.name = probe, every, unit, name
+    def __init__(self, probe: KernelProbe, *, every: int = 1, name: str = "ntk") -> None:
+        check_sizes("KernelMonitor", {"every": every})
+        self.probe, self.every, self.name = probe, every, name
         self.rows: list[dict[str, float]] = []
-        self.step = self.epoch = 0
-        self._seen = 0
+        self.epoch = 0
 
     @property
     def state_key(self) -> str:
         return f"KernelMonitor{{{self.name}}}"
 
-    def ball(self) -> dict[str, float]:
-        """Uniform conditioning along the run: radius, and λ_min and λ_max over what was visited."""
-        if not self.rows:
-            raise ValueError("nothing was measured yet: give the monitor to a trainer first.")
-        return {
-            "radius": max(row["moved"] for row in self.rows),
-            "lambda_min": min(row["lambda_min"] for row in self.rows),
-            "lambda_max": max(row["lambda_max"] for row in self.rows),
-        }
-
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if "FSDP" in type(trainer.strategy).__name__:
-            raise ValueError(
-                "KernelMonitor needs all parameters in one place, and FSDP shards them; use "
-                "strategy 'ddp' or 'auto'."
-            )
+            raise ValueError("KernelMonitor needs all parameters in one place: use strategy 'ddp'.")
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._seen = trainer.global_step
         if not self.rows:
             self._measure(trainer, pl_module)
 
-    def on_train_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
-        moved, self._seen = trainer.global_step > self._seen, trainer.global_step
-        self.step += moved
-        if self.unit == "step" and moved and self.step % self.every == 0:
-            self._log(pl_module, self._measure(trainer, pl_module), on_step=True)
-
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.epoch += 1
-        if self.unit == "epoch" and self.epoch % self.every == 0:
-            self._log(pl_module, self._measure(trainer, pl_module), on_step=False)
+        if self.epoch % self.every == 0:
+            self._measure(trainer, pl_module)
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "rows": [dict(row) for row in self.rows],
-            "step": self.step,
-            "epoch": self.epoch,
-            "probe": self.probe.state_dict(),
-        }
+        rows = [dict(row) for row in self.rows]
+        return {"rows": rows, "epoch": self.epoch, "probe": self.probe.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.rows = [dict(row) for row in state_dict["rows"]]
-        self.step, self.epoch = state_dict["step"], state_dict["epoch"]
+        self.epoch = state_dict["epoch"]
         self.probe.load_state_dict(state_dict["probe"])
 
-    def _measure(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, float]:
+    def _measure(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """A row; on the first process only, as all hold the same weights."""
         if not trainer.is_global_zero:
-            return {}
+            return
         inner = getattr(pl_module, "model", None)
-        own = inner if isinstance(inner, nn.Module) else pl_module
-        found = self.probe.measure(own)
-        self.rows.append({"step": self.step, "epoch": self.epoch, **found})
+        found = self.probe.measure(inner if isinstance(inner, nn.Module) else pl_module)
+        self.rows.append({"epoch": self.epoch, **found})
         named = {f"{self.name}/{key}": value for key, value in found.items()}
         for logger in trainer.loggers:
-            logger.log_metrics(named, step=self.step)
-        return named
-
-    def _log(self, module: pl.LightningModule, named: dict[str, float], *, on_step: bool) -> None:
-        """To callback_metrics; loggers have had it, at the step where it was measured."""
-        how: dict[str, Any] = {"on_step": on_step, "on_epoch": not on_step, "rank_zero_only": True}
-        if named:
-            module.log_dict(named, logger=False, **how)
+            logger.log_metrics(named, step=trainer.global_step)

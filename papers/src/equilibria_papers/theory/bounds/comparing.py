@@ -15,10 +15,9 @@ from equilibria.nn import GEQ, MultiBranch, NormBounded, OptEq, constrain, equil
 from equilibria_papers.theory.checks import check_sizes, first_inputs
 
 from .feature_map import feature_map_report
-from .layer_numbers import PAPERS_LAYERS, Provable
 from .lipschitz import lipschitz_report
 from .margin import margin_report
-from .report import Report
+from .report import PAPERS_LAYERS, Provable, Report
 from .similarity import similarity_report
 
 Told = Callable[[str], None]  # Called with what is being done

@@ -16,11 +16,10 @@ from equilibria.nn import GEQ, OptEq
 from equilibria.problems import FixedGamma, dense_norm
 from equilibria_papers.theory.pictures import COLORS, MARKERS, new_figure, on_log_axis, plain_ticks
 
-from .comparing import Comparison, Demonstration, Told, fresh_pair
-from .layer_numbers import Provable, double
+from .comparing import Demonstration, Told, fresh_pair
 from .lipschitz import LipschitzReport, lipschitz_report
 from .margin import MarginReport, margin_report
-from .report import Report
+from .report import Provable, Report, double
 from .similarity import similarity_report
 
 NORMS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0, 1.1, 1.2, 1.3)
@@ -308,23 +307,3 @@ def demonstration_curves(
         margin_curves("width", _WIDTHS, of_width, pair[0], margin),
     ]
     return {"lipschitz": [lipschitz], "similarity": similarity, "margin": margins}
-
-
-def network_curves(found: Comparison) -> dict[str, list[Curves]]:
-    """{"lipschitz"}: printed, ours and measured over the layers of a network, in their order."""
-    reports = [r for r in found.reports if isinstance(r, LipschitzReport)]
-    lines: list[Line] = []
-    for family, gaussian in (("GEQ", True), ("OptEq", False)):
-        own = [r if (r.gamma is not None) == gaussian else None for r in reports]
-        wanted: Wanted = {
-            "measured": ("measured", "measured"),
-            "Eq 11" if gaussian else "Eq 12": ("printed", "printed"),
-            "ours": ("ours", "ours"),
-            "ours, local": ("ours, other", "local"),
-        }
-        if any(own):
-            lines += _lines(family, own, wanted)
-    axis = tuple(float(i + 1) for i in range(len(reports)))
-    unit = "Lipschitz constant of x → z*"
-    panel = Curves("Proposition 3, layer by layer", "layer", unit, axis, tuple(lines))
-    return {"lipschitz": [panel]}

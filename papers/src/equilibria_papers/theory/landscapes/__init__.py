@@ -14,7 +14,7 @@ from .measuring import (
     repeated,
     squared_error,
 )
-from .surface import LandscapeFileError, Surface, contour_figure, curve_figure
+from .surface import LandscapeFileError, Surface, contour_figure
 
 __all__ = [
     "Direction",
@@ -23,7 +23,6 @@ __all__ = [
     "Surface",
     "contour_figure",
     "cross_entropy",
-    "curve_figure",
     "measure_landscape",
     "random_directions",
     "repeated",

@@ -62,7 +62,7 @@ def random_directions(model: nn.Module, count: int = 2, *, seed: int = 0) -> tup
 
     Args:
         model: whose weights are the center; its parameters are only read.
-        count: 1 for a curve, 2 for a surface.
+        count: how many.
         seed: the same seed gives the same directions on every device.
     """
     check_sizes("random_directions", {"count": count})
@@ -264,24 +264,21 @@ class Grid:
 
     points: int = 51  # In each direction; odd, so that the center is among them
     radius: float = 1.0  # How far to go, in units of the directions
-    dims: int = 2  # 2 for a surface, 1 for a curve
 
     def __post_init__(self) -> None:
         check_number(self, "points", low=3, high=10_001, integer=True)
         check_number(self, "radius", low=0.0, low_open=True)
-        check_number(self, "dims", low=1, high=2, integer=True)
         if self.points % 2 == 0:
             raise ValueError(
                 f"Grid(points={self.points}): expected an odd number, so that the center is one of "
                 f"the points; take {self.points + 1}."
             )
 
-    def axes(self) -> tuple[Tensor, Tensor]:
-        """(a, b) in float64; b is [0] for a curve."""
+    def axis(self) -> Tensor:
+        """The points of both directions, in float64."""
         half = self.points // 2
         # −half … half over half: exactly symmetric, with an exact zero.
-        axis = torch.arange(-half, half + 1, dtype=torch.float64) * (self.radius / half)
-        return axis, axis.clone() if self.dims == 2 else torch.zeros(1, dtype=torch.float64)
+        return torch.arange(-half, half + 1, dtype=torch.float64) * (self.radius / half)
 
 
 def measure_landscape(
@@ -310,7 +307,7 @@ def measure_landscape(
 
     Args:
         data: images with classes, or a pair (x [N, ...], targets [N, ...]) as the model takes them.
-        directions: one or two; filter-normalized random ones of ``seed`` if not given.
+        directions: two; filter-normalized random ones of ``seed`` if not given.
         grid: 51 × 51 over [−1, 1]² if not given.
         name: for legends; the model's own if empty.
         loss: (outputs, targets) → one number per sample.
@@ -322,13 +319,10 @@ def measure_landscape(
     """
     chosen = Grid() if grid is None else grid
     if directions is None:
-        directions = random_directions(model, chosen.dims, seed=seed)
-    if len(directions) < chosen.dims:
-        raise ValueError(
-            f"{len(directions)} direction(s) were given for a grid of {chosen.dims} dims."
-        )
-    steps = directions[: chosen.dims]
-    scorer = Scorer(model, data, steps, loss=loss, batch_size=batch_size, solver=solver)
+        directions = random_directions(model, seed=seed)
+    if len(directions) != 2:
+        raise ValueError(f"{len(directions)} direction(s) were given for a grid in a plane.")
+    scorer = Scorer(model, data, directions, loss=loss, batch_size=batch_size, solver=solver)
     surface = _fresh(model, scorer, chosen, name or model_name(model))
     place = None if file is None else Path(file)
     if place is not None:
@@ -355,7 +349,7 @@ def model_name(model: nn.Module) -> str:
 
 
 def _fresh(model: nn.Module, scorer: Scorer, grid: Grid, name: str) -> Surface:
-    a, b = grid.axes()
+    a = grid.axis()
     loss = scorer.loss
     steps = {f"{i}.{n}": t for i, d in enumerate(scorer.directions) for n, t in d.items()}
     about: dict[str, Any] = {
@@ -367,15 +361,15 @@ def _fresh(model: nn.Module, scorer: Scorer, grid: Grid, name: str) -> Surface:
         "directions": fingerprint(steps),
         "points": grid.points,
         "radius": grid.radius,
-        "dims": grid.dims,
+        "dims": 2,
         "loss": getattr(loss, "__name__", type(loss).__name__),
         "samples": len(scorer.x),
         "fixed_steps": scorer.fixed_steps,
     }
-    nothing = torch.full((len(a), len(b)), torch.nan, dtype=torch.float64)
+    nothing = torch.full((len(a), len(a)), torch.nan, dtype=torch.float64)
     values = {channel: nothing.clone() for channel in scorer.channels}
     done = torch.zeros(len(a), dtype=torch.bool)
-    return Surface(name, a, b, values, done, about)
+    return Surface(name, a, a.clone(), values, done, about)
 
 
 def _resumed(fresh: Surface, place: Path, overwrite: bool) -> Surface:
@@ -407,8 +401,7 @@ def _resumed(fresh: Surface, place: Path, overwrite: bool) -> Surface:
 def _measure_row(scorer: Scorer, surface: Surface, row: int) -> Tensor:
     """[channels, len(b)] on the CPU: the device is read once a row."""
     first = float(surface.a[row])
-    flat = len(scorer.directions) == 1
-    columns = [scorer.at(first) if flat else scorer.at(first, float(b)) for b in surface.b]
+    columns = [scorer.at(first, float(b)) for b in surface.b]
     return torch.stack(columns, 1).cpu()
 
 

@@ -1,6 +1,6 @@
 """A measured landscape: the grid, what was measured on it, the file that holds both, and pictures.
 
-Contours on one scale, curves (Figures 4.4 and 4.5).
+Contours on one scale (Figures 4.4 and 4.5).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from matplotlib.colors import LogNorm, Normalize
 from torch import Tensor
 
 from equilibria.engine import write_bytes
-from equilibria_papers.theory.pictures import GRAY, SEQUENTIAL, look, new_figure, plain_ticks
+from equilibria_papers.theory.pictures import GRAY, SEQUENTIAL, new_figure
 
 _FORMAT = "equilibria-landscape-1"
 
@@ -32,7 +32,7 @@ class LandscapeFileError(ValueError):
 
 @dataclass(frozen=True)
 class Surface:
-    """Φ(a, b) = L(θ* + a d₁ + b d₂) on a grid; a curve Φ(a) has the one column b = 0.
+    """Φ(a, b) = L(θ* + a d₁ + b d₂) on a grid.
 
     ``values[channel]`` is [len(a), len(b)] in float64: "loss", "accuracy", and for networks with
     equilibrium layers "converged" and "failed" (shares of the samples) and "steps" (a sample's, all
@@ -46,10 +46,6 @@ class Surface:
     done: Tensor
     about: Mapping[str, Any] = field(default_factory=dict)
     """What was measured: fingerprints of weights, data and directions, and settings."""
-
-    @property
-    def is_curve(self) -> bool:
-        return len(self.b) == 1
 
     @property
     def complete(self) -> bool:
@@ -162,11 +158,16 @@ def contour_figure(
     plane is hatched.
 
     Args:
-        surfaces: of two dimensions.
+        surfaces: what ``measure_landscape`` gave.
         log: whether levels are spaced evenly in log Φ.
         top: the highest level; what lies above has its color. The largest value if None.
     """
-    given = _checked(surfaces, curve=False)
+    given = list(surfaces)
+    if not given:
+        raise ValueError("there is no landscape to draw: give one at least.")
+    for surface in given:
+        if not bool(torch.isfinite(surface.loss).any()):
+            raise ValueError(f"{surface.name} has no finite loss: there is nothing to draw.")
     edges = _levels(torch.cat([s.loss[torch.isfinite(s.loss)] for s in given]), log, top)
     columns = min(len(given), 4)
     rows = -(-len(given) // columns)
@@ -195,43 +196,6 @@ def contour_figure(
         bar.set_ticks(ticks, labels=[f"{t:.3g}" for t in ticks])
         bar.ax.minorticks_off()
     return figure
-
-
-def curve_figure(surfaces: Sequence[Surface], *, log: bool = False) -> Any:
-    """Loss and accuracy along one direction, one line per network."""
-    given = _checked(surfaces, curve=True)
-    figure = new_figure(7.2, 3.2)
-    loss, accuracy = figure.subplots(1, 2)
-    for i, surface in enumerate(given):
-        marks = {"markevery": max(1, len(surface.a) // 10), "markersize": 4, "label": surface.name}
-        loss.plot(surface.a.numpy(), surface.loss[:, 0].numpy(), **look(i), **marks)
-        right = surface.values["accuracy"][:, 0]
-        if bool(torch.isfinite(right).any()):
-            accuracy.plot(surface.a.numpy(), 100 * right.numpy(), **look(i), **marks)
-    if log:
-        loss.set_yscale("log")
-        plain_ticks(loss)
-    loss.set_ylabel("loss")
-    accuracy.set_ylabel("accuracy (%)")
-    for axis in (loss, accuracy):
-        axis.set_xlabel("along $d_1$")
-    loss.legend(frameon=False)
-    return figure
-
-
-def _checked(surfaces: Sequence[Surface], *, curve: bool) -> list[Surface]:
-    given = list(surfaces)
-    if not given:
-        raise ValueError("there is no landscape to draw: give one at least.")
-    for surface in given:
-        if surface.is_curve != curve:
-            other = "curve_figure" if surface.is_curve else "contour_figure"
-            raise ValueError(
-                f"{surface.name} is a {'curve' if surface.is_curve else 'surface'}: use {other}."
-            )
-        if not bool(torch.isfinite(surface.loss).any()):
-            raise ValueError(f"{surface.name} has no finite loss: there is nothing to draw.")
-    return given
 
 
 def _levels(values: Tensor, log: bool, top: float | None) -> Any:

@@ -1,13 +1,16 @@
 """The empirical neural tangent kernel of any model: the kernel, its spectrum, its training."""
 
-from .dynamics import LinearCurve, TrainingComparison, compare_training, linear_gradient_descent
 from .kernel import TangentKernel, empirical_ntk
 from .spectrum import (
+    LinearCurve,
     Spectrum,
+    TrainingComparison,
+    compare_training,
     kernel_alignment,
     kernel_distance,
     kernel_drift,
     label_alignment,
+    linear_gradient_descent,
     spectrum,
 )
 from .study import KernelStudy, study_kernels

@@ -23,11 +23,15 @@ from equilibria_papers.theory.pictures import (
     save_picture,
 )
 
-from .dynamics import TrainingComparison
 from .kernel import TangentKernel, Tell, empirical_ntk
-from .spectrum import Spectrum, kernel_distance, kernel_drift, label_alignment, spectrum
-
-_MOST = 24  # bars that can be read in a picture of one page; the rest is summed up
+from .spectrum import (
+    Spectrum,
+    TrainingComparison,
+    kernel_distance,
+    kernel_drift,
+    label_alignment,
+    spectrum,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,11 +104,6 @@ class KernelStudy:
 
     def _figures(self) -> dict[str, Any]:
         found = {"spectrum": _spectra_figure(self.spectra)}
-        name, last = list(self.kernels.items())[-1]
-        if last.parts:
-            found["layers"] = _shares_figure(last.shares(), last.sizes, name)
-        if len(self.kernels) > 1:
-            found["drift"] = _drift_figure(self.rows())
         if self.training is not None:
             found["training"] = _training_figure(self.training)
         return found
@@ -168,44 +167,6 @@ def _spectra_figure(spectra: Mapping[str, Spectrum]) -> Any:
     plain_ticks(axes)
     # Below: inside it would lie on a curve that falls from corner to corner.
     figure.legend(loc="outside lower center", ncols=columns, fontsize=8, frameon=False)
-    return figure
-
-
-def _shares_figure(shares: Mapping[str, float], sizes: Mapping[str, int], name: str) -> Any:
-    """tr K_layer/tr K beside the layer's share of the parameters, the largest on top."""
-    ranked = sorted(shares, key=lambda name: -shares[name])
-    kept, rest = ranked[:_MOST], ranked[_MOST:]
-    total = sum(sizes.values())
-    of_trace = [shares[n] for n in kept]
-    of_size = [sizes[n] / total for n in kept]
-    if rest:
-        kept = [*kept, f"{len(rest)} others"]
-        of_trace.append(sum(shares[n] for n in rest))
-        of_size.append(sum(sizes[n] for n in rest) / total)
-    figure, axes = _axes(1.2 + 0.24 * len(kept))
-    rows = range(len(kept))
-    above, below = [r - 0.2 for r in rows], [r + 0.2 for r in rows]
-    axes.barh(above, of_trace, 0.4, color=COLORS[0], label="of the kernel's trace")
-    hatched = {"color": COLORS[1], "hatch": "//", "edgecolor": "white"}
-    axes.barh(below, of_size, 0.4, label="of the parameters", **hatched)
-    axes.set_yticks(list(rows), kept)
-    axes.invert_yaxis()
-    axes.set_xlabel("share")
-    axes.set_title(name, fontsize="medium")
-    axes.legend(frameon=False, loc="lower right")
-    return figure
-
-
-def _drift_figure(rows: list[dict[str, Any]]) -> Any:
-    """‖K − K_0‖/‖K_0‖ and 1 − cos∠(K, K_0) of the kernels of several networks."""
-    figure, axes = _axes()
-    names = [row["network"] for row in rows]
-    labels = {"drift": "drift ‖K − K₀‖/‖K₀‖", "distance": "distance 1 − cos∠(K, K₀)"}
-    for i, (key, label) in enumerate(labels.items()):
-        axes.plot(range(len(rows)), [row[key] for row in rows], label=label, **look(i))
-    axes.set_xticks(range(len(rows)), names, rotation=20 if max(map(len, names)) > 8 else 0)
-    axes.set_ylabel("from the first network's kernel")
-    axes.legend(frameon=False)
     return figure
 
 

@@ -14,7 +14,6 @@ from .training_path import (
     path_figure,
     principal_components,
     residual_figure,
-    training_figure,
 )
 
 __all__ = [
@@ -30,5 +29,4 @@ __all__ = [
     "principal_components",
     "record_path",
     "residual_figure",
-    "training_figure",
 ]

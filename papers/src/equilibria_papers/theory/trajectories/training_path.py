@@ -1,7 +1,7 @@
 """How the states of a layer move, through a solver and through training (the NTK thesis, §4.1).
 
 Principal components, the states class by class, and the pictures of a solver's way: residual curves
-(Figure 4.1), paths in a plane (4.2), training (4.3).
+(Figure 4.1), paths in a plane (4.2, and 4.3 for the checkpoints of a training).
 """
 
 from __future__ import annotations
@@ -159,9 +159,6 @@ def follow_training(
 
 
 _SAMPLES = 8  # lines in a panel of paths
-_PANELS, _COLUMNS = 6, 3  # of the moments of a training
-# A moment whose states are this much larger than those of the middle one has diverged.
-_FLUNG = 10.0
 # Ten classes need ten looks: eight colors, two of them again with another marker.
 _TEN = (*COLORS[:6], "#999999", "#000000", "#8B4513", "#F0E442")
 
@@ -250,73 +247,6 @@ def class_figure(training: TrainingPath) -> Any:
     beside = {"loc": "center left", "bbox_to_anchor": (1, 0.5)}
     axis.legend(frameon=False, fontsize=8, title="class", **beside)
     return figure
-
-
-def training_figure(training: TrainingPath) -> Any:
-    """The mean way of every class through the solver, a panel for each moment (Figure 4.3).
-
-    Six moments at most. All panels share one plane and one frame, of all iterates of all moments; a
-    moment whose states are more than ten times as large as those of the middle one (a training that
-    diverged) counts for neither, and its panel says that it leaves the frame. Thin lines are
-    samples.
-    """
-    count = len(training.paths)
-    wanted = min(_PANELS, count)
-    # Evenly spread, the first and the last among them.
-    shown = [round(i * (count - 1) / max(1, wanted - 1)) for i in range(wanted)]
-    steady = _steady(training)
-    kept = [path.states for path, calm in zip(training.paths, steady, strict=True) if calm]
-    plane = principal_components(torch.cat(kept))
-    columns = min(_COLUMNS, len(shown))
-    rows = -(-len(shown) // columns)
-    figure = new_figure(2.6 * columns + 0.8, 2.5 * rows)
-    axes = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
-    colors = {label: _TEN[i % len(_TEN)] for i, label in enumerate(training.classes)}
-    framed = []
-    for axis, index in zip(axes.flat, shown, strict=False):
-        ways = plane.project(training.paths[index].states)
-        for b, label in enumerate(training.labels.tolist()):
-            axis.plot(*ways[:, b].T.numpy(), color=colors[label], linewidth=0.4, alpha=0.3)
-        means = training.class_means(ways)
-        for i, label in enumerate(training.classes):
-            marks = {"marker": MARKERS[i % len(MARKERS)], "markersize": 2.5, "linewidth": 1.2}
-            axis.plot(*means[:, i].T.numpy(), color=colors[label], label=str(label), **marks)
-        beyond = "" if steady[index] else ", leaves the frame"
-        axis.set_title(f"after {training.moments[index]}{beyond}", fontsize=9)
-        framed += [ways.reshape(-1, 2)] if steady[index] else []
-    _frame(axes.flat[0], framed)
-    for axis in axes.flat[len(shown) :]:
-        axis.set_visible(False)
-    for axis in axes[:, 0]:
-        axis.set_ylabel(_share(plane, 1))
-    for axis in axes[-1]:
-        axis.set_xlabel(_share(plane, 0))
-    handles, texts = axes.flat[0].get_legend_handles_labels()
-    figure.legend(handles, texts, loc="outside right center", frameon=False, title="class")
-    return figure
-
-
-def _steady(training: TrainingPath) -> list[bool]:
-    """Of each moment: whether its finite states are of the size of most others."""
-    sizes = []
-    for path in training.paths:
-        size = torch.linalg.vector_norm(path.states.double(), dim=-1)
-        finite = size[torch.isfinite(size)]
-        sizes.append(float(finite.max()) if len(finite) else float("inf"))
-    middle = sorted(sizes)[(len(sizes) - 1) // 2]
-    return [size <= _FLUNG * middle or middle == 0.0 for size in sizes]
-
-
-def _frame(axis: Any, points: list[Tensor]) -> None:
-    """The limits of axes that are shared: the box of these points, with a margin."""
-    found = torch.cat([torch.zeros(0, 2, dtype=torch.float64), *points])
-    found = found[torch.isfinite(found).all(1)]
-    if not len(found):
-        return
-    low, high = found.amin(0), found.amax(0)
-    margin = torch.where(high > low, 0.05 * (high - low), 1.0)
-    axis.set_xlim(float(low[0] - margin[0]), float(high[0] + margin[0]))
-    axis.set_ylim(float(low[1] - margin[1]), float(high[1] + margin[1]))
 
 
 def _share(plane: PCA, i: int) -> str:
