@@ -43,10 +43,6 @@ def ntk(
             help="Solve every layer to this and differentiate the equilibrium itself.",
         ),
     ] = None,
-    train_steps: Annotated[
-        int,
-        typer.Option(min=0, help="Also train a copy by gradient descent, beside the prediction."),
-    ] = 0,
     seed: Annotated[int, typer.Option(min=0, help="Of the images, and of --model.")] = 0,
     device: Device = None,
     out: Annotated[
@@ -56,8 +52,6 @@ def ntk(
     as_json: Json = False,
 ) -> None:
     """The neural tangent kernel: spectrum, shares of the layers, fit to the labels, drift."""
-    from torch.nn.functional import one_hot
-
     from equilibria_papers import theory
     from equilibria_papers.theory.progress import progress_bar
 
@@ -70,28 +64,18 @@ def ntk(
     if implicit is not None:
         found = {name: _implicit(each, implicit) for name, each in found.items()}
     x, y = images_of(dataset, samples, seed, device, "--samples")
-    options: dict[str, Any] = {"method": method, "parameters": parameters or None}
-    shown = not as_json
-    compared = None
-    if train_steps:
-        with progress_bar("training", shown) as tell:
-            first = next(iter(found.values()))
-            targets = one_hot(y, dataset.num_classes).float()
-            compared = theory.compare_training(
-                first, x, targets, steps=train_steps, progress=tell, **options
-            )
-    with progress_bar("kernel", shown) as tell:
+    with progress_bar("kernel", not as_json) as tell:
         study = theory.study_kernels(
             found,
             x,
             y,
             progress=tell,
-            training=compared,
             about={"data": dataset.name, "split": dataset.split_name, "seed": seed},
             outputs=chosen,
             layers=layers,
             batch_size=batch_size,
-            **options,
+            method=method,
+            parameters=parameters or None,
         )
     answer(study.to_dict(), as_json, lambda: _show(study), [] if out is None else study.save(out))
 
@@ -132,11 +116,3 @@ def _show(study: Any) -> None:
         for layer, share in sorted(last.shares().items(), key=lambda pair: -pair[1]):
             shares.add_row(layer, f"{share:.2%}", f"{last.sizes[layer] / total:.2%}")
         output().print(shares)
-    if study.training is not None:
-        found = study.training
-        ended = "it diverged" if found.diverged else f"drift of the kernel {found.drift:.3g}"
-        output().print(
-            f"gradient descent, {int(found.steps[-1])} steps: loss {float(found.actual[0]):.4g} → "
-            f"{float(found.actual[-1]):.4g}, predicted {float(found.predicted[-1]):.4g}; {ended}",
-            soft_wrap=True,
-        )

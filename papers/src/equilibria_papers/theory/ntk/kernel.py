@@ -24,8 +24,6 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vjp, vmap
 
-from equilibria.nn import OperatorNorm
-
 Filter: TypeAlias = str | Sequence[str] | None
 """A glob pattern of parameter names such as ``"head.*"``, or several; None takes all."""
 Choice: TypeAlias = str | int | Sequence[int]
@@ -145,19 +143,6 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     """
     with _restored(model.modules()):
         model.eval()
-        yield
-
-
-@contextlib.contextmanager
-def following(model: nn.Module) -> Iterator[None]:
-    """Norm bounds follow the weights inside, also in eval mode, where their vectors stand still.
-
-    For weights that move: with the vectors of the start a norm runs ahead of its bound.
-    """
-    bounds = [m for m in model.modules() if isinstance(m, OperatorNorm)]
-    with _restored(bounds):
-        for module in bounds:
-            module.training = True
         yield
 
 

@@ -15,8 +15,6 @@ from torch import Tensor, nn
 
 from equilibria.engine import write_json
 from equilibria_papers.theory.pictures import (
-    COLORS,
-    GRAY,
     look,
     new_figure,
     plain_ticks,
@@ -26,7 +24,6 @@ from equilibria_papers.theory.pictures import (
 from .kernel import TangentKernel, Tell, empirical_ntk
 from .spectrum import (
     Spectrum,
-    TrainingComparison,
     kernel_distance,
     kernel_drift,
     label_alignment,
@@ -40,7 +37,6 @@ class KernelStudy:
 
     kernels: Mapping[str, TangentKernel]  # By the name of the network
     targets: Tensor | None = None
-    training: TrainingComparison | None = None
     about: Mapping[str, Any] = field(default_factory=dict)
     """What goes to the JSON file beside the numbers."""
 
@@ -74,8 +70,6 @@ class KernelStudy:
             "method": first.method,
             "networks": self.rows(),
         }
-        if self.training is not None:
-            found["training"] = self.training.to_dict()
         return found
 
     def save(self, folder: str | Path) -> list[Path]:
@@ -104,8 +98,6 @@ class KernelStudy:
 
     def _figures(self) -> dict[str, Any]:
         found = {"spectrum": _spectra_figure(self.spectra)}
-        if self.training is not None:
-            found["training"] = _training_figure(self.training)
         return found
 
 
@@ -116,7 +108,6 @@ def study_kernels(
     *,
     progress: Tell | None = None,
     about: Mapping[str, Any] | None = None,
-    training: TrainingComparison | None = None,
     **options: Any,
 ) -> KernelStudy:
     """The kernel of each network on the same samples.
@@ -126,7 +117,6 @@ def study_kernels(
         targets: classes [N], for the alignment.
         progress: called with (samples done, of how many), over all networks.
         about: what else the JSON file should say.
-        training: a comparison to save with it.
         **options: of ``empirical_ntk``.
     """
     if not networks:
@@ -145,7 +135,7 @@ def study_kernels(
                 "checkpoints of one architecture."
             )
     kept = None if targets is None else torch.as_tensor(targets)
-    return KernelStudy(made, kept, training, dict(about or {}))
+    return KernelStudy(made, kept, dict(about or {}))
 
 
 def _axes(height: float = 3.6) -> tuple[Any, Any]:
@@ -167,19 +157,4 @@ def _spectra_figure(spectra: Mapping[str, Spectrum]) -> Any:
     plain_ticks(axes)
     # Below: inside it would lie on a curve that falls from corner to corner.
     figure.legend(loc="outside lower center", ncols=columns, fontsize=8, frameon=False)
-    return figure
-
-
-def _training_figure(found: TrainingComparison) -> Any:
-    """The loss of gradient descent, beside that of the linear model."""
-    figure, axes = _axes()
-    steps = found.steps.tolist()
-    axes.semilogy(steps, found.actual.tolist(), color=COLORS[0], label="network")
-    label = "predicted by the kernel at step 0"
-    axes.semilogy(steps, found.predicted.tolist(), color=COLORS[4], linestyle="--", label=label)
-    axes.set(xlabel="step of gradient descent", ylabel="loss")
-    plain_ticks(axes)
-    axes.legend(frameon=False)
-    said = "it diverged" if found.diverged else f"drift of the kernel {found.drift:.2g}"
-    axes.set_title(said, loc="right", color=GRAY, fontsize="medium")
     return figure
