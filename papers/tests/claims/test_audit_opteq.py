@@ -21,8 +21,8 @@ from equilibria_papers.claims import (
     opteq_networks,
     opteq_training,
 )
-from equilibria_papers.claims.drawing import ACTIVATIONS, Random
-from equilibria_papers.claims.opteq_networks import cyclic_deep
+from equilibria_papers.claims.numerics import ACTIVATIONS, Random
+from equilibria_papers.claims.opteq_deep import cyclic_deep
 
 VERDICTS = {
     "holds": """

@@ -21,8 +21,8 @@ from equilibria.data import ImageData
 from equilibria_papers.tables import images as supplying
 from equilibria_papers.tables import measures
 from equilibria_papers.tables.geq import KINDS
-from equilibria_papers.tables.networks import ResidualNet
 from equilibria_papers.tables.plan import plan_of
+from equilibria_papers.tables.thesis import ResidualNet
 
 from . import tiny
 from .scenes import Array, Linear, TwoLayers, contraction, digits, iterates, numbered, scene_of

@@ -28,11 +28,11 @@ def audit(
     ] = 20.0,
     only: Annotated[
         list[str] | None,
-        typer.Option("--only", metavar="ID", help="Such as 'opteq.lemma*'; repeatable."),
+        typer.Option(metavar="ID", help="Claims such as 'opteq.lemma*'. May be repeated."),
     ] = None,
     paper: Annotated[
         list[str] | None,
-        typer.Option("--paper", metavar="NAME", help="GEQ, KerDEQ, OptEq, 'NTK thesis', ours."),
+        typer.Option(metavar="NAME", help="GEQ, OptEq, 'NTK thesis', … May be repeated."),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of all random trials.")] = 0,
     show: Annotated[

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import equilibria as eq
-from equilibria_papers.theory.bounds.layer_numbers import measure_layer
+from equilibria_papers.theory.bounds.report import measure_layer
 from papers.tests.theory.bounds.layers import drawn, geq, iterate_geq, iterate_opteq, opteq
 
 

@@ -9,12 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from equilibria_papers.theory.landscapes import (
-    Surface,
-    contour_figure,
-    curve_figure,
-    surface_figure,
-)
+from equilibria_papers.theory.landscapes import Surface, contour_figure
 from equilibria_papers.theory.pictures import save_picture
 
 
@@ -71,15 +66,7 @@ def test_holes_and_failed_solves_are_drawn_apart(tmp_path: Path) -> None:
         for c in figure.axes[0].collections
         if hasattr(c, "hatches")
     )
-    for made in (figure, surface_figure(surface), surface_figure(surface, log=True)):
-        assert all(p.stat().st_size > 1000 for p in save_picture(made, tmp_path / "holes"))
-
-
-def test_a_training_s_path_is_drawn() -> None:
-    way = torch.tensor([[0.9, 0.5], [0.2, 0.1], [0.0, 0.0]], dtype=torch.float64)
-    figure = contour_figure([dataclasses.replace(bowl(), path=way)])
-    lines = [np.stack(x.get_data(), 1) for x in figure.axes[0].get_lines()]
-    assert any(line.shape == (3, 2) and np.allclose(line, way) for line in lines)
+    assert all(p.stat().st_size > 1000 for p in save_picture(figure, tmp_path / "holes"))
 
 
 def test_flat_surfaces() -> None:
@@ -87,23 +74,6 @@ def test_flat_surfaces() -> None:
     flat.values["loss"].fill_(1.0)
     for log in (True, False):
         contour_figure([flat], log=log)
-    surface_figure(flat)
-
-
-def test_curves_are_the_numbers() -> None:
-    axis = torch.linspace(-1, 1, 5, dtype=torch.float64)
-    loss = (axis**2).unsqueeze(1)
-    values = {"loss": loss, "accuracy": 1 - loss / 2}
-    done = torch.ones(5, dtype=torch.bool)
-    curve = Surface("curve", axis, torch.zeros(1, dtype=torch.float64), values, done)
-    figure = curve_figure([curve], log=True)
-    left, right = figure.axes
-    np.testing.assert_allclose(left.get_lines()[0].get_ydata(), axis**2)
-    np.testing.assert_allclose(right.get_lines()[0].get_ydata(), 100 - 50 * axis**2)
-    with pytest.raises(ValueError, match="use curve_figure"):
-        contour_figure([curve])
-    with pytest.raises(ValueError, match="use contour_figure"):
-        curve_figure([bowl()])
 
 
 def test_what_cannot_be_drawn() -> None:
@@ -112,4 +82,4 @@ def test_what_cannot_be_drawn() -> None:
     empty = bowl()
     empty.values["loss"].fill_(torch.nan)
     with pytest.raises(ValueError, match="no finite loss"):
-        surface_figure(empty)
+        contour_figure([empty])

@@ -1,4 +1,4 @@
-"""Filter norms by numpy; planes of a training by SVD."""
+"""Filter norms by numpy."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from equilibria_papers.theory.landscapes import random_directions, training_plane
-from equilibria_papers.theory.landscapes.directions import filter_dims
+from equilibria_papers.theory.landscapes import random_directions
+from equilibria_papers.theory.landscapes.measuring import filter_dims
 
 
 def network() -> nn.Sequential:
@@ -63,53 +63,3 @@ def test_frozen_and_missing_parameters() -> None:
         random_directions(nn.BatchNorm1d(3))
     with pytest.raises(ValueError, match="count"):
         random_directions(model, 0)
-
-
-def walk(count: int) -> list[dict[str, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    start = {"a": torch.randn(3, 4, generator=generator), "b": torch.randn(5, generator=generator)}
-    return [
-        {n: w + i * 0.3 + torch.randn(w.shape, generator=generator) for n, w in start.items()}
-        for i in range(count)
-    ]
-
-
-def test_the_plane_of_a_training_by_svd() -> None:
-    states = walk(7)
-    plane = training_plane(states)
-    flat = np.stack([np.concatenate([s[n].double().numpy().ravel() for n in s]) for s in states])
-    moved = flat[:-1] - flat[-1]
-    _, values, rows = np.linalg.svd(moved, full_matrices=False)
-    found = np.stack(
-        [
-            np.concatenate([d[n].double().numpy().ravel() for n in states[0]])
-            for d in plane.directions
-        ]
-    )
-    np.testing.assert_allclose(found @ found.T, np.eye(2), atol=1e-5)
-    for i in range(2):
-        np.testing.assert_allclose(abs(found[i] @ rows[i]), 1.0, rtol=1e-5)
-        share = values[i] ** 2 / (values**2).sum()
-        np.testing.assert_allclose(float(plane.explained[i]), share, rtol=1e-6)
-    expected = np.concatenate([moved, np.zeros((1, moved.shape[1]))]) @ found.T
-    np.testing.assert_allclose(plane.path.numpy(), expected, atol=1e-4)
-
-
-def test_models_give_the_same_plane_as_their_weights() -> None:
-    models = []
-    for i in range(3):
-        torch.manual_seed(i)
-        models.append(nn.Linear(3, 2))
-    one = training_plane(models)
-    two = training_plane([dict(m.named_parameters()) for m in models])
-    torch.testing.assert_close(one.path, two.path)
-    assert float(one.path[-1].abs().max()) == 0.0
-
-
-def test_errors_of_training_plane() -> None:
-    with pytest.raises(ValueError, match="three checkpoints"):
-        training_plane(walk(2))
-    states = walk(3)
-    states[1]["a"] = torch.zeros(2, 2)
-    with pytest.raises(ValueError, match="checkpoint 1 has other weights"):
-        training_plane(states)

@@ -22,7 +22,6 @@ from equilibria_papers.theory.landscapes import (
     random_directions,
     repeated,
     squared_error,
-    training_plane,
 )
 from equilibria_papers.theory.landscapes.measuring import with_solver
 
@@ -53,11 +52,6 @@ def test_a_linear_model_with_squared_loss_is_a_quadratic(
         for j, b in enumerate(axis):
             q = ((rest + a * u + b * v) ** 2).sum()
             np.testing.assert_allclose(float(found.loss[i, j]), 0.5 * q / 23, rtol=1e-9)
-    curve = measure_landscape(
-        model, (x, y), (first,), grid=Grid(points=points, radius=radius, dims=1), loss=squared_error
-    )
-    assert curve.is_curve
-    torch.testing.assert_close(curve.loss[:, 0], found.loss[:, points // 2])
     assert bool(torch.isnan(found.values["accuracy"]).all())
 
 
@@ -98,7 +92,7 @@ def test_the_center_is_the_model_and_the_model_stays() -> None:
 def test_a_dataset_is_normalized_as_it_says() -> None:
     model = deq().eval()
     part = eq.data.load("digits", "train").subset(range(16))
-    grid = Grid(points=3, dims=1)
+    grid = Grid(points=3)
     one = measure_landscape(model, part, grid=grid)
     two = measure_landscape(model, (part.normalize(part.images), part.targets), grid=grid)
     torch.testing.assert_close(one.loss, two.loss)
@@ -191,7 +185,7 @@ def test_the_share_of_solves_that_blew_up_is_recorded() -> None:
     x = torch.rand(6, 2) + 0.5
     step = {"0.block.w": torch.tensor([[1.0]])}
     found = measure_landscape(
-        model, (x, torch.zeros(6, 2)), [step], grid=Grid(points=5, dims=1), loss=squared_error
+        model, (x, torch.zeros(6, 2)), [step, {}], grid=Grid(points=5), loss=squared_error
     )
     # w = −0.5, 0, 0.5, 1, 1.5
     assert found.values["converged"][:3, 0].tolist() == [1.0, 1.0, 1.0]
@@ -202,19 +196,6 @@ def test_the_share_of_solves_that_blew_up_is_recorded() -> None:
     assert found.values["steps"][1, 0] < found.values["steps"][2, 0]
 
 
-def test_a_plane_of_training_carries_its_path(tmp_path: Path) -> None:
-    models = [linear(seed)[0] for seed in range(3)]
-    _, x, y = linear()
-    plane = training_plane(models)
-    radius = float(plane.path.abs().max())
-    found = measure_landscape(
-        models[-1], (x, y), plane, grid=Grid(points=3, radius=radius), loss=squared_error
-    )
-    assert found.path is plane.path
-    found.save(tmp_path / "grid.safetensors")
-    assert torch.equal(Surface.load(tmp_path / "grid.safetensors").path, plane.path)  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("repeats", [1, 6, 11])
 def test_repeat_k_is_the_weight_tied_network(repeats: int) -> None:
     model, (x, y) = deq(std=0.1), digits(8)
@@ -223,7 +204,7 @@ def test_repeat_k_is_the_weight_tied_network(repeats: int) -> None:
     explicit[2] = explicit[2].repeated(repeats)
     with torch.no_grad():
         torch.testing.assert_close(twin(x), explicit(x), rtol=1e-5, atol=1e-6)
-    found = measure_landscape(twin, (x, y), grid=Grid(points=3, dims=1))
+    found = measure_landscape(twin, (x, y), grid=Grid(points=3))
     assert "converged" not in found.summary()
     assert found.summary()["steps"] == repeats
     assert isinstance(model[2].solver, eq.Anderson)
@@ -251,7 +232,7 @@ def test_small_loss_share_of_a_known_bowl() -> None:
 
 
 def test_errors_say_what_to_do(tmp_path: Path) -> None:
-    for options in ({"points": 4}, {"points": 1}, {"radius": 0.0}, {"dims": 3}):
+    for options in ({"points": 4}, {"points": 1}, {"radius": 0.0}):
         with pytest.raises(ValueError, match=next(iter(options))):
             Grid(**options)  # type: ignore[arg-type]
     model, x, y = linear()

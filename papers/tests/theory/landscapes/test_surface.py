@@ -27,7 +27,6 @@ def test_there_and_back(tmp_path: Path) -> None:
     found = Surface.load(file)
     assert found.name == given.name
     assert found.about == given.about
-    assert found.path is None
     for name in ("a", "b", "done", "holes"):
         assert torch.equal(getattr(found, name), getattr(given, name)), name
     torch.testing.assert_close(found.loss, given.loss, equal_nan=True)

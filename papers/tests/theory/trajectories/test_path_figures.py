@@ -15,7 +15,6 @@ from equilibria_papers.theory.trajectories import (
     class_figure,
     path_figure,
     residual_figure,
-    training_figure,
 )
 
 
@@ -70,35 +69,11 @@ def test_paths_are_projections_of_the_states() -> None:
     assert words == ["start", "end", "one color a sample"]
 
 
-def test_one_diverging_moment_does_not_set_the_frame() -> None:
-    calm = training()
-    framed = training_figure(calm)
-    limits = framed.axes[0].get_xlim(), framed.axes[0].get_ylim()
-    flung = path(3)
-    flung.states.mul_(1e6)
-    wild = TrainingPath((*calm.moments, "epoch 3"), calm.labels, (*calm.paths, flung))
-    figure = training_figure(wild)
-    np.testing.assert_allclose((figure.axes[0].get_xlim(), figure.axes[0].get_ylim()), limits)
-    titles = [a.get_title() for a in figure.axes[:4]]
-    assert titles[2:] == ["after epoch 2", "after epoch 3, leaves the frame"]
-
-
-def test_the_frame_holds_every_way() -> None:
-    figure = training_figure(training())
-    for axis in figure.axes:
-        (left, right), (low, high) = axis.get_xlim(), axis.get_ylim()
-        for line in axis.get_lines():
-            x, y = (np.asarray(part) for part in line.get_data())
-            assert ((x >= left) & (x <= right) & (y >= low) & (y <= high)).all()
-
-
 def test_training_pictures_name_classes_and_moments(tmp_path: Path) -> None:
     figure = class_figure(training())
     assert [t.get_text() for t in figure.axes[0].get_legend().get_texts()] == ["0", "1", "2"]
-    panels = training_figure(training())
-    titles = [a.get_title() for a in panels.axes]
-    assert titles == ["after start", "after epoch 1", "after epoch 2"]
-    written = save_picture(panels, tmp_path / "training")
+    assert figure.axes[0].get_title() == "$z^*$ from start to epoch 2"
+    written = save_picture(figure, tmp_path / "training")
     assert [p.suffix for p in written] == [".png", ".svg"]
     assert all(p.stat().st_size > 1000 for p in written)
 

@@ -1,10 +1,9 @@
-"""States through training: class means, shares between classes, the callback."""
+"""States through training: class means, shares between classes."""
 
 from __future__ import annotations
 
 import copy
 
-import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
@@ -18,7 +17,6 @@ from equilibria_papers.theory.trajectories import (
     TrainingPath,
     follow_training,
     principal_components,
-    training_recorder,
 )
 
 # Principal components against numpy's SVD.
@@ -45,16 +43,14 @@ def test_components_are_those_of_the_svd(points: int, dims: int, seed: int, coun
     assert not bool(found.components[rank:].any())
 
 
-def test_neither_order_nor_precision_nor_chunks_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_neither_order_nor_precision_matters() -> None:
     generator = torch.Generator().manual_seed(0)
     for shape in ((50, 7), (3, 4, 25)):
         cloud = torch.randn(shape, generator=generator) * torch.arange(1.0, shape[-1] + 1)
         first = principal_components(cloud)
-        with monkeypatch.context() as patch:
-            patch.setattr("equilibria_papers.theory.trajectories.training_path._CHUNK", 4)
-            again = principal_components(cloud.flip(0).double())
-            torch.testing.assert_close(first.components, again.components, rtol=1e-5, atol=1e-6)
-            projected = again.project(cloud)
+        again = principal_components(cloud.flip(0).double())
+        torch.testing.assert_close(first.components, again.components, rtol=1e-5, atol=1e-6)
+        projected = again.project(cloud)
         assert projected.shape == (*shape[:-1], 2)
         torch.testing.assert_close(first.project(cloud), projected, rtol=1e-4, atol=1e-4)
 
@@ -142,36 +138,3 @@ def test_errors_of_follow_training() -> None:
         follow_training([], x, labels)
     with pytest.raises(ValueError, match="2 moments"):
         follow_training([tiny()], x, labels, moments=["a", "b"], steps=2)
-    with pytest.raises(ValueError, match="every"):
-        training_recorder(x, labels, every=0)
-
-
-class Module(pl.LightningModule):  # type: ignore[misc]
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = tiny()
-
-    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
-        return nn.functional.cross_entropy(self.model(batch[0]), batch[1])
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), 0.1)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_the_callback_sees_the_weights_of_every_epoch() -> None:
-    x, labels = torch.randn(8, 1, 4, 4), torch.arange(8) % 2
-    module = Module()
-    first = copy.deepcopy(module.model)
-    recorder = training_recorder(x, labels, every=2, steps=30)
-    with pytest.raises(RuntimeError, match="not begun"):
-        recorder.training_path()
-    off = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    trainer = pl.Trainer(max_epochs=4, accelerator="cpu", callbacks=[recorder], **off)
-    data = torch.utils.data.TensorDataset(x, labels)
-    trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=4))
-    found = recorder.training_path()
-    assert found.moments == ("0", "2", "4")
-    ends = follow_training([first, module.model.eval()], x, labels, steps=30)
-    torch.testing.assert_close(found.equilibria[[0, 2]], ends.equilibria)
-    assert not torch.equal(found.equilibria[0], found.equilibria[2])

@@ -203,7 +203,8 @@ def layer_inputs(model: nn.Module, x: Tensor) -> dict[str, tuple[Provable, Tenso
     }
     found: dict[str, tuple[Provable, Tensor]] = {}
     for name, given in first_inputs(model, x, layers).items():
-        layer, parts = layers[name], {name: (layers[name], given)}
+        layer = layers[name]
+        parts: dict[str, tuple[nn.Module, Tensor]] = {name: (layer, given)}
         if isinstance(layer, MultiBranch):  # it solves its branches without calling them
             pairs = zip(layer.branches, layer.split(given), strict=True)
             parts = {f"{name}.branches.{i}": pair for i, pair in enumerate(pairs)}
