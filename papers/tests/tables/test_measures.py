@@ -67,14 +67,6 @@ def test_first_steps_share_of_a_path() -> None:
     assert measures._first_step(points[..., None]) == pytest.approx(100 * (0.75 + 1.0) / 2)
 
 
-def test_separation_is_the_share_between_classes() -> None:
-    points = torch.tensor([[0.0], [2.0], [10.0], [12.0]])
-    classes = torch.tensor([0, 0, 1, 1])
-    # Means 1 and 11 about 6: 4·25 of a whole of 36 + 16 + 16 + 36.
-    assert measures._separation(points, classes) == pytest.approx(100 * 100 / 104)
-    assert measures._separation(torch.zeros(4, 1), classes) == 0.0
-
-
 def test_times_leave_the_network_as_it_is(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = ResidualNet(10, 1, channels=16, inner=16, repeats=2)

@@ -154,7 +154,7 @@ def test_landscape_in_closed_form(tmp_path: Path, root: bool, smoke: bool) -> No
     model = Rows((2.0, 0.5, 1.3), root)
     # Of seed 0 both directions have the same signs: a plane in which all lies on one line.
     scene = scene_of(model, data, tmp_path, smoke=smoke, seed=3, batch_size=512)
-    found = measures.landscape_measure(scene)
+    found = measures.MEASURES["landscape"](scene)
     count, points, step = (32, 5, 1) if smoke else (1024, 25, 6)
     t = (np.arange(1100) % 256 / 255.0 / deviation)[:count]
     kept = safetensors.torch.load_file(tmp_path / "landscape.safetensors")["values.loss"].numpy()
@@ -196,7 +196,7 @@ def test_landscape_of_test_images(tmp_path: Path) -> None:
     network = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
     scene = scene_of(network, digits(32)[0], tmp_path, smoke=True)
     data = scene.train.subset(range(0, len(scene.train), 2))
-    found = measures.landscape_of_test(dataclasses.replace(scene, test=data))
+    found = measures.MEASURES["landscape of test images"](dataclasses.replace(scene, test=data))
     x = data.normalize(torch.as_tensor(data.images))
     with torch.no_grad():
         loss = nn.functional.cross_entropy(scene.model(x), torch.as_tensor(data.targets))
