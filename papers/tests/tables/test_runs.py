@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import signal
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,12 +16,13 @@ from typing import Any
 import pytest
 
 from equilibria import training
-from equilibria.training import Run
+from equilibria.training import Interrupted, Run, read_checkpoint
 from equilibria_papers import tables
 from equilibria_papers.tables import reproduce, runs
 from equilibria_papers.tables.measures import MEASURES, Scene
 from equilibria_papers.tables.provenance import read_log
 from equilibria_papers.tables.runs import Stop, StopWhenAsked
+from tests.training.small import SignalAt, config, run
 
 from . import tiny
 
@@ -365,6 +369,70 @@ def test_figure_4_3_has_the_weights_of_its_epochs(tmp_path: Path) -> None:
     assert kept == [f"epoch_{epoch:04d}.safetensors" for epoch in range(planned.config.epochs + 1)]
     assert found.values["stage.at the end.steps"] >= 1
     assert (planned.folder / "training_paths.png").exists()
+
+
+# Callbacks: a limit of time, and copies of the weights on the way.
+
+
+def _progress(folder: Path) -> dict[str, int]:
+    found: dict[str, int] = read_checkpoint(folder / "last.ckpt")["equilibria"]["progress"]
+    return found
+
+
+def test_it_stops_after_a_step_without_a_signal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[int] = []
+    monkeypatch.setattr(signal, "raise_signal", sent.append)
+    with pytest.raises(Interrupted, match="Go on with"):
+        run(config(tmp_path), callbacks=[StopWhenAsked(Stop(time.time()))])
+    assert _progress(tmp_path) == {"epoch": 0, "batch": 1, "step": 1}
+    assert not sent
+
+
+def test_outside_the_main_thread_it_stops_the_training_and_nothing_else(tmp_path: Path) -> None:
+    caught: list[Any] = []
+    reached: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: reached.append(number))
+
+    def work() -> None:
+        try:
+            caught.append(run(config(tmp_path), callbacks=[StopWhenAsked(Stop(time.time()))]))
+        except Interrupted as stopped:
+            caught.append(stopped)
+
+    try:
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert isinstance(caught[0], Interrupted)
+    assert _progress(tmp_path)["step"] == 1
+    assert reached == []
+
+
+def test_ctrl_c_in_the_same_step_does_not_cut_it(tmp_path: Path) -> None:
+    """The limit is no second Ctrl-C, nor is a Ctrl-C after it."""
+    late = StopWhenAsked(Stop(time.time()))
+    for folder, own in (("a", [SignalAt(1), late]), ("b", [late, SignalAt(1)])):
+        with pytest.raises(Interrupted) as caught:
+            run(config(tmp_path / folder), callbacks=own)
+        assert caught.value.exact
+        assert _progress(tmp_path / folder)["step"] == 1
+
+
+def test_before_its_time_it_does_nothing(tmp_path: Path) -> None:
+    result = run(config(tmp_path, epochs=1), callbacks=[StopWhenAsked(Stop(time.time() + 1e6))])
+    assert result.history[-1]["epoch"] == 1
+
+
+def test_a_file_or_a_parent_that_is_gone_ask_too(tmp_path: Path) -> None:
+    file = tmp_path / "stop"
+    assert not Stop(file=file, parent=os.getppid()).asked()
+    assert Stop(parent=1_000_000_000).asked()
+    file.touch()
+    assert Stop(file=file).asked()
 
 
 def test_a_trainer_of_somebody_else_is_refused() -> None:
