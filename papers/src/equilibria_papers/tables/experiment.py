@@ -58,7 +58,7 @@ class Job:
     """
 
     name: str
-    model: str  # A name of ``models.names()``, or of ``networks.NETWORKS``
+    model: str  # A name of ``models.names()``, or of ``thesis.NETWORKS``
     options: Mapping[str, Any] = field(default_factory=dict)
     """Options of the model, in JSON's types."""
     data: str

@@ -212,7 +212,7 @@ def to_deep_opteq(network: nn.Sequential, skips: Sequence[Skip] | None = None) -
     three stages on; with fewer a first block with W = 0 forgets the state instead (the paper, too,
     has one block more than the network has stages). For α < 1 the skip
     (1 − α)z carries every W_lᵀσ_l around the loop; another construction, in which every layer holds
-    all hidden units, works there (``claims/opteq_networks.py``), but its equilibrium need not be
+    all hidden units, works there (``claims/opteq_deep.py``), but its equilibrium need not be
     the only one.
 
     Args:
