@@ -186,7 +186,7 @@ def some_rows(
     model: nn.Module, pair: tuple[Tensor, Tensor], points: int, count: int
 ) -> dict[str, Any]:
     """``count`` rows of the grid, spread evenly, and what all of them would take."""
-    axis = landscapes.Grid(points=points).axes()[0].tolist()
+    axis = landscapes.Grid(points=points).axis().tolist()
     chosen = [axis[(2 * i + 1) * points // (2 * count)] for i in range(count)]
     scorer = Scorer(model, pair, landscapes.random_directions(model, 2), solver=FAST)
     rows, found = [], []
@@ -277,7 +277,6 @@ def main() -> None:
     (out / "landscape.json").write_text(json.dumps(record, indent=1) + "\n")
     if surface is not None:
         save_picture(landscapes.contour_figure([surface]), out / "landscape_mnist_deq")
-        save_picture(landscapes.surface_figure(surface), out / "landscape_mnist_deq_surface")
     print(json.dumps(record, indent=1))
 
 

@@ -147,6 +147,64 @@ DROPPED: dict[str, str] = {
     **_theory("the claims have it", "monotone_ntk.StateJacobians", "monotone_ntk.state_jacobians"),
     **_theory("the claims have it", "monotone_ntk.residual_jacobians"),
     **_theory("the claims have it", "monotone_ntk.weight_jacobians"),
+    **_theory("the claims have it", *_both("monotone_ntk", "commutation_matrix")),
+    **_theory("the claims have it", "monotone_ntk.OutputJacobians"),
+    **_theory("the claims have it", "monotone_ntk.output_jacobians"),
+    **{
+        key: "the thesis has no bias"
+        for word in ("(b)", ".b", ".without_bias")
+        for key in _theory("", *_both("monotone_ntk", f"ThesisModel{word}"))
+    },
+    **_theory("the thesis has no bias", "monotone_ntk.ClosedFormKernel(b)"),
+    **_theory("the thesis has no bias", "monotone_ntk.ClosedFormKernel.b"),
+    **_theory("a line of torch", "MultiBlock.permutation", "MultiBlock.weight"),
+    **_theory("it is added where it is needed", "to_deep_opteq(reset)"),
+    **{
+        key: 'outputs="sum", fewer samples or parameters; 1 GiB of gradients is kept'
+        for package, names in {
+            "ntk": (
+                *("Projection", "empirical_ntk(projection)", "empirical_ntk(memory)"),
+                *(f"TangentKernel{dot}projection" for dot in "(."),
+                *(f"TangentKernel{dot}relative_error" for dot in "(."),
+            ),
+            "monitors": ("KernelProbe(projection)", "KernelProbe(memory)"),
+        }.items()
+        for name in names
+        for key in _theory("", *_both(package, name))
+    },
+    **_theory("the drift says whether training is linear", *_both("ntk", "LinearCurve")),
+    **_theory("the drift says whether training is linear", *_both("ntk", "TrainingComparison")),
+    **_theory("the drift says whether training is linear", *_both("ntk", "compare_training")),
+    **_theory("the drift says whether training is linear", *_both("ntk", "linear_gradient_")),
+    **_theory("the drift says whether training is linear", *_both("ntk", "study_kernels(training")),
+    **_theory("the drift says whether training is linear", *_both("ntk", "KernelStudy(training")),
+    **_theory("the drift says whether training is linear", *_both("ntk", "KernelStudy.training")),
+    **_theory("it proves nothing", *_both("monitors", "BallConditioning")),
+    **_theory("it proves nothing", *_both("monitors", "conditioning_on_ball")),
+    **{
+        key: "epochs; the loggers write files; the rows have the rest"
+        for word in ("(unit", "(file", ".ball", ".on_train_batch_end")
+        for key in _theory("", *_both("monitors", f"KernelMonitor{word}"))
+    },
+    **_theory("follow_training, on the weights of --keep-every", "training_recorder"),
+    **_theory("follow_training, on the weights of --keep-every", "trajectories.training_recorder"),
+    **_theory("path_figure has a panel for each checkpoint", "trajectories.training_figure"),
+    **_theory("random directions, as in the thesis", *_both("landscapes", "training_plane")),
+    **_theory("random directions, as in the thesis", "landscapes.TrainingPlane"),
+    **_theory("random directions, as in the thesis", *_both("landscapes", "Surface(path")),
+    **_theory("random directions, as in the thesis", *_both("landscapes", "Surface.path")),
+    **_theory("contours in a plane", *_both("landscapes", "Grid(dims")),
+    **_theory("contours in a plane", *_both("landscapes", "Grid.dims")),
+    **_theory("contours in a plane", *_both("landscapes", "Grid.axes")),
+    **_theory("contours in a plane", *_both("landscapes", "Surface.is_curve")),
+    **_theory("contours in a plane", "landscapes.curve_figure", "landscapes.surface_figure"),
+    **_theory("the table has a row for each layer", "bounds.network_curves"),
+    "equilibria theory landscape --along-training": "random directions, as in the thesis",
+    "equilibria theory landscape --curve": "contours in a plane",
+    "equilibria theory landscape --redraw": "contour_figure([Surface.load(file)])",
+    "equilibria theory ntk --memory": "1 GiB of gradients is kept",
+    "equilibria theory ntk --projection": "--outputs sum, or fewer --samples",
+    "equilibria theory ntk --train-steps": "the drift says whether training is linear",
     **_theory("the states are always kept", *_both("trajectories", "record_path(keep_states)")),
     **_theory("the layer's own start is taken", *_both("trajectories", "record_path(z0)")),
     **_theory("classes have their numbers", "trajectories.class_figure(names)"),

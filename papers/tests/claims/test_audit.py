@@ -22,8 +22,9 @@ from equilibria_papers import claims as audit
 from equilibria_papers.claims import Claim, Settings, Trial, Variant, page
 from equilibria_papers.claims import audit as running
 from equilibria_papers.claims import claim as records
-from equilibria_papers.claims.drawing import ACTIVATIONS, Random
 from equilibria_papers.claims.numerics import (
+    ACTIVATIONS,
+    Random,
     Unsolved,
     climb,
     evolve,
@@ -233,12 +234,6 @@ def test_a_changed_statement_is_tried_anew() -> None:
         lambda: Settings(seconds=0.0),
         lambda: Settings(seconds=math.nan),
         lambda: Settings(seed=-1),
-        lambda: constant(0.5, ""),
-        lambda: Variant(name="a", random=drawn, cost=0.0),
-        lambda: Variant(name="a", random=drawn, tolerance=-1.0),
-        lambda: claim(),
-        lambda: claim(constant(0.5), constant(0.5, "repair")),
-        lambda: claim(constant(0.5), constant(0.5, needs="x")),
         lambda: audit.load_claims(["no such paper"]),
         lambda: audit.load_claims(["OptEq"], ["opteq.lemma9"]),
     ],
@@ -247,6 +242,16 @@ def test_wrong_input_is_an_error(wrong: object) -> None:
     assert callable(wrong)
     with pytest.raises(ValueError, match=r"got|expected|there|has|must|needs"):
         wrong()
+
+
+def test_readings_are_declared_whole() -> None:
+    """Names that differ, what a later reading needs, costs and tolerances that make sense."""
+    for each in audit.load_claims():
+        names = [variant.name for variant in each.variants]
+        assert all(names), each.id
+        assert len(set(names)) == len(names) > 0, each.id
+        assert all(variant.needs for variant in each.variants[1:]), each.id
+        assert all(v.cost > 0 and v.tolerance >= 0 for v in each.variants), each.id
 
 
 def test_claims_are_found_by_paper_and_pattern() -> None:

@@ -14,8 +14,7 @@ from equilibria_papers import claims as audit
 from equilibria_papers.claims import Claim, Settings, Trial, Variant
 from equilibria_papers.claims import audit as running
 from equilibria_papers.claims.audit import REACH, SAMPLES, Tape, climb_draws
-from equilibria_papers.claims.drawing import Random
-from equilibria_papers.claims.numerics import Unsolved
+from equilibria_papers.claims.numerics import Random, Unsolved
 
 
 def seeded(seed: int) -> torch.Generator:

@@ -11,7 +11,6 @@ import torch
 import equilibria as eq
 from equilibria_papers.claims import Settings, load_claims, run_claim
 from equilibria_papers.claims.claim import Trial, Variant
-from equilibria_papers.claims.drawing import Random
 from equilibria_papers.claims.geq_layer import geq, opteq, scalar_geq
 from equilibria_papers.claims.geq_similarity import (
     below,
@@ -20,6 +19,7 @@ from equilibria_papers.claims.geq_similarity import (
     one_neuron,
     sample_pair,
 )
+from equilibria_papers.claims.numerics import Random
 from equilibria_papers.theory.bounds import similarity as formulas
 
 CLAIMS = {claim.id: claim for claim in load_claims(["GEQ", "KerDEQ"])}

@@ -16,13 +16,11 @@ from torch import Tensor
 from equilibria_papers import claims as audit
 from equilibria_papers.claims import (
     opteq_deep,
-    opteq_features,
     opteq_layer,
-    opteq_networks,
     opteq_training,
 )
-from equilibria_papers.claims.drawing import ACTIVATIONS, Random
-from equilibria_papers.claims.opteq_networks import cyclic_deep
+from equilibria_papers.claims.numerics import ACTIVATIONS, Random
+from equilibria_papers.claims.opteq_deep import cyclic_deep
 
 VERDICTS = {
     "holds": """
@@ -85,7 +83,7 @@ def test_a_layer_whose_mu_is_too_small_is_no_prox() -> None:
 
 
 def test_incay_has_a_maximum_for_a_fixed_point() -> None:
-    trial = opteq_features._incay_points(0.6, 1.0, 0.2, torch.zeros(1).double())
+    trial = opteq_layer._incay_points(0.6, 1.0, 0.2, torch.zeros(1).double())
     roots = sorted(float(t) for t in trial.case["fixed points along c"])
     # (1/w² − 1)t = 4γt/(t² + 2ε)²: t = 0 and t² = √(4γ/(1/w² − 1)) − 2ε.
     away = math.sqrt(math.sqrt(4.0 / (1 / 0.36 - 1.0)) - 0.4)
@@ -175,25 +173,25 @@ def test_theorem3_falls_like_alpha() -> None:
 
 
 def test_a_wrong_gradient_of_the_library_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = opteq_features.FeatureIncay.grad
+    real = opteq_layer.FeatureIncay.grad
     monkeypatch.setattr(
-        opteq_features.FeatureIncay, "grad", lambda self, z: -real(self, z), raising=True
+        opteq_layer.FeatureIncay, "grad", lambda self, z: -real(self, z), raising=True
     )
     assert quick("opteq.table2.incay").verdict == "fails"
-    wrong = opteq_features.Decorrelation.grad
+    wrong = opteq_layer.Decorrelation.grad
     monkeypatch.setattr(
-        opteq_features.Decorrelation, "grad", lambda self, z: 0.5 * wrong(self, z), raising=True
+        opteq_layer.Decorrelation, "grad", lambda self, z: 0.5 * wrong(self, z), raising=True
     )
     assert quick("opteq.table2.decorrelation").verdict == "fails"
 
 
 def test_a_wrong_converter_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = opteq_networks.to_hidden_units
+    real = opteq_deep.to_hidden_units
 
     def wrong(network: torch.nn.Sequential, skips: object) -> object:
         return real(network, None)  # forgets the input skips
 
-    monkeypatch.setattr(opteq_networks, "to_hidden_units", wrong)
+    monkeypatch.setattr(opteq_deep, "to_hidden_units", wrong)
     assert quick("opteq.lemma1").verdict == "fails"
 
 

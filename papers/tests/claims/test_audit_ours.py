@@ -13,9 +13,8 @@ import equilibria as eq
 from equilibria.problems import Gaussian, MeanPatchEnergy
 from equilibria.problems.kernels import Curvature
 from equilibria_papers import claims as audit
-from equilibria_papers.claims import ours_gaussian, ours_lipschitz
-from equilibria_papers.claims.drawing import ACTIVATIONS, Random
-from equilibria_papers.claims.numerics import newton
+from equilibria_papers.claims import ours_gaussian, ours_sensitivity
+from equilibria_papers.claims.numerics import ACTIVATIONS, Random, newton
 from equilibria_papers.claims.ours_gaussian import THRESHOLD, B, GaussLayer, draw_gauss
 
 VERDICTS = {
@@ -101,7 +100,7 @@ def test_three_equilibria_ready_made() -> None:
 @pytest.mark.parametrize(("patches", "ratio"), [(1, 1.89), (4, 3.69), (16, 7.35), (64, 14.67)])
 def test_the_min_rule_grows_with_the_patches(patches: int, ratio: float) -> None:
     """The first audit's numbers, with its large step; ours is the slope 1.8332√P."""
-    trial = ours_lipschitz._min_family(patches, 0.6, 1.0)
+    trial = ours_sensitivity._min_family(patches, 0.6, 1.0)
     m = 1.0 - B * 0.36
     met = trial.case["met"] / (0.6 / m)
     assert met == pytest.approx(1.8332 * math.sqrt(patches), rel=1e-3)
@@ -110,7 +109,7 @@ def test_the_min_rule_grows_with_the_patches(patches: int, ratio: float) -> None
 
 def test_the_mean_rule_has_the_proven_factor() -> None:
     assert MeanPatchEnergy(0.2).lipschitz_factor == pytest.approx(2.833, abs=1e-3)
-    assert ours_lipschitz._constant(0.6, "mean") == pytest.approx(
+    assert ours_sensitivity._constant(0.6, "mean") == pytest.approx(
         2.8332 * 0.6 / (1 - B * 0.36), rel=1e-4
     )
 
@@ -120,7 +119,7 @@ def test_the_search_reaches_the_sharp_constant() -> None:
     draw = Random(torch.Generator().manual_seed(0))
     found = [
         trial.ratio
-        for trial in ours_lipschitz._search_inputs(draw, rule=None, kind="sharp")
+        for trial in ours_sensitivity._search_inputs(draw, rule=None, kind="sharp")
         if trial
     ]
     assert 0.999 < max(found) <= 1.0 + 1e-5
@@ -152,10 +151,10 @@ def test_a_curvature_that_is_too_small_is_caught(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_lipschitz_constant_that_is_too_small_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = ours_lipschitz.gaussian_sensitivity
-    monkeypatch.setattr(ours_lipschitz, "gaussian_sensitivity", lambda mu: 0.9 * real(mu))
+    real = ours_sensitivity.gaussian_sensitivity
+    monkeypatch.setattr(ours_sensitivity, "gaussian_sensitivity", lambda mu: 0.9 * real(mu))
     assert run("ours.fact5", trials=800, seconds=3.0, search=False).verdict == "fails"
-    monkeypatch.setattr(ours_lipschitz, "gaussian_sensitivity", lambda mu: 1.05 * real(mu))
+    monkeypatch.setattr(ours_sensitivity, "gaussian_sensitivity", lambda mu: 1.05 * real(mu))
     assert run("ours.fact5.sharp").verdict == "fails"
 
 

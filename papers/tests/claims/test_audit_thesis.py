@@ -10,7 +10,7 @@ import torch
 
 from equilibria_papers.claims import load_claims, thesis_training
 from equilibria_papers.claims.claim import Claim, Variant
-from equilibria_papers.claims.drawing import Random
+from equilibria_papers.claims.numerics import Random
 from equilibria_papers.theory.monotone_ntk import Radii, check_condition, ingredients
 
 CLAIMS = load_claims(["NTK thesis"])

@@ -87,18 +87,18 @@ def test_wrong_values_are_said_and_cost_nothing(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("geq-table1", "--gather", "--parallel", "4"), "leave out --parallel 4, or"),
-        (("geq-table1", "--gather", "--parallel", "1"), "leave out --parallel 1, or"),
-        (("geq-table1", "--gather", "--minutes", "9"), "leave out --minutes 9, or"),
-        (("geq-table1", "--gather", "--device", "cpu"), "leave out --device cpu, or"),
-        (("geq-table1", "--gather", "--data-root", "."), "leave out --data-root ., or"),
+        (("geq-table1", "--gather", "--parallel", "4"), "leave out --parallel, or"),
+        (("geq-table1", "--gather", "--parallel", "1"), "leave out --parallel, or"),
+        (("geq-table1", "--gather", "--minutes", "9"), "leave out --minutes, or"),
+        (("geq-table1", "--gather", "--device", "cpu"), "leave out --device, or"),
+        (("geq-table1", "--gather", "--data-root", "."), "leave out --data-root, or"),
         (("geq-table1", "--dry-run", "--gather"), "leave out --dry-run, or"),
         (
             ("geq-table1", "--minutes", "9", "--gather", "--parallel", "4"),
-            "leave out --minutes 9, --parallel 4, or leave out --gather to train",
+            "leave out --minutes, --parallel, or leave out --gather to train",
         ),
-        (("list", "--gather", "--seeds", "0"), "--json; leave out --seeds 0, --gather."),
-        (("list", "--only", "GEQ", "--only", "b"), "--json; leave out --only GEQ, --only b."),
+        (("list", "--gather", "--seeds", "0"), "--json; leave out --seeds, --gather."),
+        (("list", "--only", "GEQ", "--only", "b"), "--json; leave out --only."),
         (("list", "-q"), "--json; leave out --quiet."),
         (("list", "--smoke"), "leave out --smoke."),
         (("geq-table1", "--epochs", "3", "--set", "epochs=4"), "3, and --set epochs=4"),
@@ -130,8 +130,7 @@ def test_rows_of_nothing_are_a_sentence_and_notes_stand_once(
     assert run(*ids, "--gather", *places) == 1
     shown = capsys.readouterr()
     assert len(shown.out.splitlines()) < 15  # 92 cells
-    for row in (row for name in ids for row in describe(name).rows):
-        assert row in " ".join(shown.out.split())
+    assert "no run folder has it" in " ".join(shown.out.split())
     notes = [note for name in ids for note in describe(name).notes]
     assert len(set(notes)) < len(notes)
     for note in notes:

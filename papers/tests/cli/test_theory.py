@@ -14,9 +14,6 @@ WRONG = {
         ("--repeats 6,0", "--repeats 6,0: expected positive numbers"),
         ("--repeats six", "--repeats six: expected positive numbers"),
         ("--radius 0", "radius"),
-        ("--redraw grid --model geq_digits", "--redraw draws measured grids"),
-        ("--redraw none.safetensors", "there is no landscape file none.safetensors"),
-        ("--along-training --model geq_digits", "three checkpoints"),
     ],
     "ntk": [
         ("", "--model"),
@@ -24,7 +21,6 @@ WRONG = {
         ("nowhere", "nowhere does not exist"),
         ("--model geq_digits --outputs some", "all, trace, sum"),
         ("--model geq_digitz", "geq_digits"),
-        ("--model explicit_digits --samples 3 --memory 0.001", "memory"),
         ("--model explicit_digits --samples 3 --parameters tail", "fits none"),
     ],
     "trajectory": [

@@ -52,8 +52,7 @@ def test_a_network(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     assert "Proposition 3, Lipschitz constant of x → z*" in text
     assert "Proposition 2 is about one layer" in text
-    names = {p.name for p in (tmp_path / "o").iterdir()}
-    assert names == {"bounds.json", "lipschitz.png", "lipschitz.svg"}
+    assert [p.name for p in (tmp_path / "o").iterdir()] == ["bounds.json"]
 
 
 def test_fewer_images_than_asked_for_are_told(

@@ -33,9 +33,8 @@ def test_a_network_beside_its_weight_tied_twins(
     assert found[0]["center_loss"] == surface.center_loss()
     assert found[0]["converged"] == 1.0
     assert "converged" not in found[1]
-    for name in ("contours", "surface-epoch2", "surface-epoch2-repeat-6"):
-        for suffix in (".png", ".svg"):
-            assert (tmp_path / f"{name}{suffix}").stat().st_size > 1000
+    for suffix in (".png", ".svg"):
+        assert (tmp_path / f"contours{suffix}").stat().st_size > 1000
     # The center is the network itself on these images.
     model = eq.models.load(checkpoints[-1])
     data = eq.data.load("digits", "train")
@@ -61,27 +60,10 @@ def test_the_tolerance_is_kept_whatever_a_run_is_called(
         return plain(*arguments, **options)
 
     monkeypatch.setattr(landscapes, "measure_landscape", watched)
-    out = ("--curve", "--rtol", "0.5", "--repeats", "2", "--out", tmp_path / "out")
+    out = ("--rtol", "0.5", "--repeats", "2", "--out", tmp_path / "out")
     assert run(named, *SMALL, *out) == 0
     assert solvers["repeat-run"].rtol == 0.5
     assert solvers["repeat-run repeat-2"] is None
-
-
-def test_redraw_needs_no_network(
-    checkpoints: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    first, again = tmp_path / "first", tmp_path / "again"
-    assert run(*checkpoints[:2], *SMALL, "--out", first) == 0
-    capsys.readouterr()
-    files = sorted(first.glob("*.landscape.safetensors"))
-    assert len(files) == 2
-    arguments = [part for file in files for part in ("--redraw", file)]
-    assert run(*arguments, "--linear", "--top", "5", "--out", again) == 0
-    printed = capsys.readouterr().out
-    assert "epoch0" in printed
-    assert "epoch1" in printed
-    assert (again / "contours.svg").stat().st_size > 1000
-    assert not list(again.glob("*.safetensors"))
 
 
 def test_an_interruption_keeps_rows_and_the_same_command_goes_on(
@@ -102,7 +84,7 @@ def test_an_interruption_keeps_rows_and_the_same_command_goes_on(
         return plain(*arguments)
 
     monkeypatch.setattr(measuring, "_measure_row", stopping)
-    command = (checkpoints[0], *SMALL, "--curve", "--out", tmp_path)
+    command = (checkpoints[0], *SMALL, "--out", tmp_path)
     assert run(*command) == 130
     said = " ".join(capsys.readouterr().err.split())
     assert "the same command goes on from there" in said
@@ -116,32 +98,18 @@ def test_an_interruption_keeps_rows_and_the_same_command_goes_on(
 def test_other_settings_are_refused_until_told(
     checkpoints: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(checkpoints[0], *SMALL, "--curve", "--out", tmp_path) == 0
-    assert run(checkpoints[0], *SMALL, "--curve", "--out", tmp_path, "--seed", "1") == 1
+    assert run(checkpoints[0], *SMALL, "--out", tmp_path) == 0
+    assert run(checkpoints[0], *SMALL, "--out", tmp_path, "--seed", "1") == 1
     said = " ".join(capsys.readouterr().err.split())
     assert "holds another landscape" in said
     assert "--overwrite" in said
-    assert (
-        run(checkpoints[0], *SMALL, "--curve", "--out", tmp_path, "--seed", "1", "--overwrite") == 0
-    )
-
-
-def test_along_a_training_and_a_curve(checkpoints: list[Path], tmp_path: Path) -> None:
-    assert run(*checkpoints, *SMALL, "--along-training", "--out", tmp_path / "plane") == 0
-    surface = Surface.load(tmp_path / "plane" / "epoch2.landscape.safetensors")
-    assert surface.path is not None
-    assert surface.path.shape == (3, 2)
-    assert float(surface.path.abs().max()) < float(surface.a.max())
-    code = run(checkpoints[0], *SMALL, "--curve", "--rtol", "1e-2", "--out", tmp_path / "curve")
-    assert code == 0
-    assert (tmp_path / "curve" / "curves.svg").stat().st_size > 1000
-    assert Surface.load(tmp_path / "curve" / "epoch0.landscape.safetensors").is_curve
+    assert run(checkpoints[0], *SMALL, "--out", tmp_path, "--seed", "1", "--overwrite") == 0
 
 
 def test_a_fresh_network_says_that_it_is_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code = run("--model", "opteq_digits", "--curve", *SMALL, "--out", tmp_path)
+    code = run("--model", "opteq_digits", *SMALL, "--out", tmp_path)
     assert code == 0
     said = " ".join(capsys.readouterr().err.split())
     assert "opteq_digits with fresh weights (seed 0), untrained" in said

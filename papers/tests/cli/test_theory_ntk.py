@@ -61,25 +61,18 @@ def test_the_drift_between_two_checkpoints(
     jacobian = torch.stack(rows)
     torch.testing.assert_close(before, jacobian @ jacobian.mT, rtol=1e-3, atol=1e-4)
     assert sorted(p.name for p in out.iterdir()) == sorted(
-        ["ntk.json", "ntk.safetensors"]
-        + [f"{s}.{e}" for s in ("spectrum", "layers", "drift") for e in ("png", "svg")]
+        ["ntk.json", "ntk.safetensors", "spectrum.png", "spectrum.svg"]
     )
 
 
-def test_a_named_network_projected_as_json(capsys: pytest.CaptureFixture[str]) -> None:
-    code = run(
-        *("--model", "explicit_digits", "--samples", "4", "--outputs", "sum", "--json"),
-        *("--projection", "128", "--no-layers", "--train-steps", "2", "--memory", "0.1"),
-    )
-    assert code == 0
+def test_a_named_network_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    few = ("--samples", "4", "--outputs", "sum", "--json", "--no-layers")
+    assert run("--model", "explicit_digits", *few) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["samples"] == 4
     assert found["parameters"] == 77162
     (row,) = found["networks"]
-    assert 0 < row["relative_error"] < 1
     assert "shares" not in row
-    assert found["training"]["steps"] == [0, 1, 2]
-    assert found["training"]["actual"][2] < found["training"]["actual"][0]
 
 
 def test_the_kernel_of_the_equilibrium_itself(capsys: pytest.CaptureFixture[str]) -> None:

@@ -80,5 +80,4 @@ def test_checkpoints_are_drawn_by_class(
     assert all(0 <= v <= 1 for v in found["between_classes"].values())
     assert {row["solver"] for row in found["rows"]} == {"own", "anderson"}
     assert all(math.isfinite(row["last_residual"]) for row in found["rows"])
-    for name in ("classes.svg", "training.svg"):
-        assert (tmp_path / name).stat().st_size > 1000
+    assert (tmp_path / "classes.svg").stat().st_size > 1000

@@ -21,8 +21,8 @@ from equilibria.data import ImageData
 from equilibria_papers.tables import images as supplying
 from equilibria_papers.tables import measures
 from equilibria_papers.tables.geq import KINDS
-from equilibria_papers.tables.networks import ResidualNet
 from equilibria_papers.tables.plan import plan_of
+from equilibria_papers.tables.thesis import ResidualNet
 
 from . import tiny
 from .scenes import Array, Linear, TwoLayers, contraction, digits, iterates, numbered, scene_of
@@ -65,14 +65,6 @@ def test_first_steps_share_of_a_path() -> None:
     # One sample goes 3, then 1; the other leaps once; the third blows up and is left out.
     points = torch.tensor([[0.0, 0.0, 0.0], [3.0, 2.0, 1.0], [4.0, 2.0, torch.inf]])
     assert measures._first_step(points[..., None]) == pytest.approx(100 * (0.75 + 1.0) / 2)
-
-
-def test_separation_is_the_share_between_classes() -> None:
-    points = torch.tensor([[0.0], [2.0], [10.0], [12.0]])
-    classes = torch.tensor([0, 0, 1, 1])
-    # Means 1 and 11 about 6: 4·25 of a whole of 36 + 16 + 16 + 36.
-    assert measures._separation(points, classes) == pytest.approx(100 * 100 / 104)
-    assert measures._separation(torch.zeros(4, 1), classes) == 0.0
 
 
 def test_times_leave_the_network_as_it_is(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import equilibria as eq
 from equilibria_papers.tables import measures
-from equilibria_papers.tables.networks import ResidualNet
+from equilibria_papers.tables.thesis import ResidualNet
 
 from .scenes import Array, TwoLayers, contraction, digits, iterates, numbered, scene_of
 
@@ -64,11 +64,11 @@ def test_training_paths_of_scalar_maps(tmp_path: Path) -> None:
     scene = scene_of(Scaled(0.9), data.subset(range(260, 300)), tmp_path, train=data, epochs=8)
     with pytest.raises(FileNotFoundError, match="holds no weights"):
         measures.training_paths(scene)
-    folder = tmp_path / "snapshots"
+    folder = tmp_path / "epochs"
     folder.mkdir()
     for epoch, a in slopes.items():
         weights = dict(Scaled(a).state_dict())
-        safetensors.torch.save_file(weights, folder / f"weights_{epoch}.safetensors")
+        safetensors.torch.save_file(weights, folder / f"epoch_{epoch:04d}.safetensors")
     found = measures.training_paths(scene)
     classes = torch.as_tensor(data.targets).numpy()[:256]  # 256 samples are looked at
     for stage, epoch in {**stages, "at the end": 8}.items():
@@ -154,7 +154,7 @@ def test_landscape_in_closed_form(tmp_path: Path, root: bool, smoke: bool) -> No
     model = Rows((2.0, 0.5, 1.3), root)
     # Of seed 0 both directions have the same signs: a plane in which all lies on one line.
     scene = scene_of(model, data, tmp_path, smoke=smoke, seed=3, batch_size=512)
-    found = measures.landscape_measure(scene)
+    found = measures.MEASURES["landscape"](scene)
     count, points, step = (32, 5, 1) if smoke else (1024, 25, 6)
     t = (np.arange(1100) % 256 / 255.0 / deviation)[:count]
     kept = safetensors.torch.load_file(tmp_path / "landscape.safetensors")["values.loss"].numpy()
@@ -196,7 +196,7 @@ def test_landscape_of_test_images(tmp_path: Path) -> None:
     network = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
     scene = scene_of(network, digits(32)[0], tmp_path, smoke=True)
     data = scene.train.subset(range(0, len(scene.train), 2))
-    found = measures.landscape_of_test(dataclasses.replace(scene, test=data))
+    found = measures.MEASURES["landscape of test images"](dataclasses.replace(scene, test=data))
     x = data.normalize(torch.as_tensor(data.images))
     with torch.no_grad():
         loss = nn.functional.cross_entropy(scene.model(x), torch.as_tensor(data.targets))
@@ -212,10 +212,10 @@ def test_stages_of_a_short_run_are_the_epochs_they_name(
 ) -> None:
     """Half of three epochs is one, not the end."""
     for epoch in set(epochs):
-        (tmp_path / f"weights_{epoch}.safetensors").touch()
+        (tmp_path / f"epoch_{epoch:04d}.safetensors").touch()
     found = measures._snapshots(tmp_path, end)
     assert [epoch for epoch, _ in found] == epochs
-    assert [file.name for _, file in found] == [f"weights_{e}.safetensors" for e in epochs]
-    (tmp_path / f"weights_{end}.safetensors").unlink()
+    assert [file.name for _, file in found] == [f"epoch_{e:04d}.safetensors" for e in epochs]
+    (tmp_path / f"epoch_{end:04d}.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match=r"holds the weights of epochs \[0.* alone"):
         measures._snapshots(tmp_path, end)

@@ -10,8 +10,8 @@ from equilibria import models
 from equilibria.models.registry import find
 from equilibria_papers.tables import Choices, Experiment, Job, describe, names, plan
 from equilibria_papers.tables.measures import MEASURES
-from equilibria_papers.tables.networks import NETWORKS
 from equilibria_papers.tables.reproduction import EXPERIMENTS
+from equilibria_papers.tables.thesis import NETWORKS
 
 IDS = (
     *("geq-table1", "geq-table2", "geq-table3", "geq-table5"),

@@ -14,8 +14,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import safetensors.torch
-import torch
 
 from equilibria import training
 from equilibria.training import Interrupted, Run, read_checkpoint
@@ -23,8 +21,8 @@ from equilibria_papers import tables
 from equilibria_papers.tables import reproduce, runs
 from equilibria_papers.tables.measures import MEASURES, Scene
 from equilibria_papers.tables.provenance import read_log
-from equilibria_papers.tables.runs import Snapshots, Stop, StopWhenAsked
-from tests.training.small import RaiseAt, SignalAt, config, run
+from equilibria_papers.tables.runs import Stop, StopWhenAsked
+from tests.training.small import SignalAt, config, run
 
 from . import tiny
 
@@ -363,20 +361,14 @@ def test_the_list_knows_an_earlier_recipe(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.slow
-def test_a_stop_in_the_last_validation_does_not_lose_the_end(tmp_path: Path) -> None:
-    """All is trained then, so that no callback runs again."""
-    cells = tables.describe("thesis-figure4.3").cells
+def test_figure_4_3_has_the_weights_of_its_epochs(tmp_path: Path) -> None:
     choices = tiny.choices(tmp_path, smoke=True)
-    (planned,) = tables.plan(cells, choices)
-    log = runs.Log(tmp_path, "thesis-figure4.3", "")
-    first = runs.run_job(planned, choices, log)
-    end = planned.folder / "snapshots" / f"weights_{planned.config.epochs}.safetensors"
-    kept = end.read_bytes()
-    for path in (end, *(planned.folder / n for n in ("measured.json", "result.json"))):
-        path.unlink()
-    again = runs.run_job(planned, choices, log)
-    assert end.read_bytes() == kept
-    assert again.values["stage.at the end.steps"] == first.values["stage.at the end.steps"]
+    (planned,) = tables.plan(tables.describe("thesis-figure4.3").cells, choices)
+    found = runs.run_job(planned, choices, runs.Log(tmp_path, "thesis-figure4.3", ""))
+    kept = sorted(path.name for path in (planned.folder / "epochs").iterdir())
+    assert kept == [f"epoch_{epoch:04d}.safetensors" for epoch in range(planned.config.epochs + 1)]
+    assert found.values["stage.at the end.steps"] >= 1
+    assert (planned.folder / "training_paths.png").exists()
 
 
 # Callbacks: a limit of time, and copies of the weights on the way.
@@ -447,44 +439,3 @@ def test_a_trainer_of_somebody_else_is_refused() -> None:
     other: Any = SimpleNamespace(callbacks=[])
     with pytest.raises(RuntimeError, match=r"equilibria\.training\.fit"):
         StopWhenAsked(Stop(0.0)).on_train_batch_end(other)
-
-
-@pytest.mark.parametrize("cut", [None, 2, 6, 8, 14, "validation"])
-def test_snapshots_are_the_weights_after_their_epochs(
-    cut: int | str | None, tmp_path: Path
-) -> None:
-    """Six steps an epoch; also of a training that was stopped and went on."""
-    kept: dict[int, dict[str, torch.Tensor]] = {}
-
-    class Watch(SignalAt):
-        """Copies of its own, without a stop: the weights before step 1 and after 6 and 18."""
-
-        def on_train_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
-            if self.seen == 0:
-                kept[0] = {k: v.clone() for k, v in module.model.state_dict().items()}
-
-        def on_train_batch_end(self, trainer: Any = None, module: Any = None, *_: Any) -> None:
-            super().on_train_batch_end()
-            if self.seen % 6 == 0:
-                copied = {k: v.clone() for k, v in module.model.state_dict().items()}
-                kept[self.seen // 6] = copied
-
-    run(config(tmp_path / "whole"), callbacks=[Watch(-1)])
-    folder = tmp_path / "snapshots"
-    own = [Snapshots(folder, (0, 1, 3))]
-    if cut is None:
-        run(config(tmp_path / "other"), callbacks=own)
-    else:
-        second = RaiseAt(1, KeyboardInterrupt(), "on_validation_batch_end")
-        stop = SignalAt(cut) if isinstance(cut, int) else second
-        with pytest.raises(Interrupted):
-            run(config(tmp_path / "other"), callbacks=[*own, stop])
-        again = [Snapshots(folder, (0, 1, 3))]
-        run(config(tmp_path / "other"), resume=tmp_path / "other", callbacks=again)
-    assert sorted(path.name for path in folder.iterdir()) == [
-        f"weights_{k}.safetensors" for k in (0, 1, 3)
-    ]
-    for epoch in (0, 1, 3):
-        found = safetensors.torch.load_file(folder / f"weights_{epoch}.safetensors")
-        assert found.keys() == kept[epoch].keys()
-        assert all(torch.equal(found[name], kept[epoch][name]) for name in found)

@@ -73,13 +73,12 @@ def test_outputs_are_equal(seed: int, sizes: list[int], name: str, head: bool) -
     scale = 1.0 + np.abs(expected).max()
     units = to_hidden_units(net, skips)
     np.testing.assert_allclose(units(x).detach(), expected, atol=1e-9 * scale)
-    for reset in [None, True] if len(sizes) < 3 else [None, True, False]:
-        deep = to_deep_opteq(net, skips, reset=reset)
-        np.testing.assert_allclose(deep(x).detach(), expected, atol=1e-9 * scale)
-        # It is an equilibrium, not only the end of three steps.
-        layer = deep[0]
-        z = layer(x)
-        torch.testing.assert_close(layer.step(z, *layer.inject(x)), z, atol=1e-9 * scale, rtol=0)
+    deep = to_deep_opteq(net, skips)
+    np.testing.assert_allclose(deep(x).detach(), expected, atol=1e-9 * scale)
+    # It is an equilibrium, not only the end of three steps.
+    layer = deep[0]
+    z = layer(x)
+    torch.testing.assert_close(layer.step(z, *layer.inject(x)), z, atol=1e-9 * scale, rtol=0)
 
 
 @pytest.mark.parametrize("name", ["relu", "tanh"])
@@ -87,7 +86,7 @@ def test_float32_to_1e6(name: str) -> None:
     torch.manual_seed(0)
     net = network([16, 12, 8], name, scale=1.0).float()
     x = torch.randn(32, 3)
-    for made in (to_hidden_units(net), to_deep_opteq(net), to_deep_opteq(net, reset=True)):
+    for made in (to_hidden_units(net), to_deep_opteq(net)):
         assert next(made.parameters()).dtype == torch.float32
         torch.testing.assert_close(made(x), net(x), atol=1e-6, rtol=0)
 
@@ -162,8 +161,6 @@ class TestBadInput:
             to_hidden_units(net, [torch.zeros(6, 2)])
 
     def test_lemma_2(self) -> None:
-        with pytest.raises(ValueError, match="reset=True"):
-            to_deep_opteq(network([4, 6], "relu"), reset=False)
         mixed = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2), nn.Tanh())
         with pytest.raises(ValueError, match="one activation"):
             to_deep_opteq(mixed)

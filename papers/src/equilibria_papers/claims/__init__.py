@@ -1,14 +1,14 @@
 """The audit: every proposition of the papers, and our own facts, against thousands of trials.
 
 ``load_claims`` gathers the claims, ``run_audit`` tries them, ``audit_page`` writes what was found.
-What is claimed stands in a TOML file for each paper, how it is tried in the modules beside it.
+A TOML file for each paper says what is claimed and by which functions of the modules beside it each
+reading is tried.
 """
 
 from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from fnmatch import fnmatchcase
 from importlib import import_module
 from pathlib import Path
@@ -27,6 +27,7 @@ from .claim import (
     read_records,
     write_records,
 )
+from .numerics import Random
 from .page import audit_page, claim_section
 
 __all__ = [
@@ -48,15 +49,6 @@ __all__ = [
     "run_claim",
     "write_records",
 ]
-
-
-_MODULES = {
-    "geq": "geq_layer geq_margin geq_lipschitz geq_similarity",
-    "kerdeq": "kerdeq",
-    "opteq": "opteq_layer opteq_networks opteq_deep opteq_features opteq_training",
-    "thesis": "thesis_background thesis_calculus thesis_bounds thesis_training",
-    "ours": "ours_gaussian ours_lipschitz ours_kernels",
-}
 
 
 def load_claims(
@@ -86,32 +78,27 @@ def _paper(name: str) -> str:
 
 def _claims_of(paper: str) -> list[Claim]:
     """In the order of the TOML file. The trials import much of the library: only those needed."""
-    folder, short = Path(__file__).parent, PAPERS[paper]
-    words = tomllib.loads((folder / f"{short}.toml").read_text("utf-8"))
-    trials: dict[str, Any] = {}
-    for module in _MODULES[short].split():
-        trials |= import_module(f".{module}", __name__).TRIALS
-    if set(words) != set(trials):
-        raise ValueError(
-            f"{short}.toml and the trials differ in {sorted(set(words) ^ set(trials))}."
-        )
-    return [_claim(key, paper, text, trials[key]) for key, text in words.items()]
+    words = tomllib.loads(Path(__file__).with_name(f"{PAPERS[paper]}.toml").read_text("utf-8"))
+    return [
+        Claim(id=key, paper=paper, variants=tuple(map(_variant, text.pop("readings"))), **text)
+        for key, text in words.items()
+    ]
 
 
-def _claim(
-    key: str, paper: str, text: Mapping[str, Any], ways: Variant | Mapping[str, Variant]
-) -> Claim:
-    readings = text.get("readings", [{"name": "as printed"}])
-    if isinstance(ways, Variant):  # the only reading
-        ways = {readings[0]["name"]: ways}
-    if [each["name"] for each in readings] != list(ways):
-        raise ValueError(f"{key}: its readings are {readings}, the trials {list(ways)}.")
-    variants = tuple(replace(ways[each["name"]], **each) for each in readings)
-    return Claim(
-        id=key,
-        paper=paper,
-        where=text["where"],
-        statement=text["statement"],
-        note=text.get("note", ""),
-        variants=variants,
-    )
+def _variant(reading: dict[str, Any]) -> Variant:
+    """A reading of a TOML file: its functions by name, called with what is given to both."""
+    given = reading.pop("given", {})
+    given |= {key: _named(name) for key, name in reading.pop("functions", {}).items()}
+    trial, adversary = _named(reading.pop("trial")), reading.pop("adversary", None)
+    search = None if adversary is None else _drawing(_named(adversary), given)
+    return Variant(random=_drawing(trial, given), adversarial=search, **reading)
+
+
+def _named(name: str) -> Any:
+    """``geq_layer._eq4``: a function of one of the modules beside."""
+    module, _, function = name.partition(".")
+    return getattr(import_module(f".{module}", __name__), function)
+
+
+def _drawing(function: Any, given: Mapping[str, Any]) -> Any:
+    return lambda generator: function(Random(generator), **given)

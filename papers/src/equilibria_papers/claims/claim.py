@@ -17,13 +17,11 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from equilibria.engine import write_text
-
-from .drawing import Random
 
 
 class Trial(NamedTuple):
@@ -66,14 +64,6 @@ class Variant:
     climbs: bool = True
     proof: str = ""
 
-    def __post_init__(self) -> None:
-        if not self.name:
-            raise ValueError("a variant needs a name, such as 'as printed'; got an empty one")
-        if not self.cost > 0:
-            raise ValueError(f"cost must be positive (1 for a usual trial); got {self.cost}")
-        if not self.tolerance >= 0:
-            raise ValueError(f"tolerance must be 0 or more; got {self.tolerance}")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
@@ -93,19 +83,6 @@ class Claim:
     variants: tuple[Variant, ...]
     note: str = ""
 
-    def __post_init__(self) -> None:
-        if not self.variants:
-            raise ValueError(f"claim {self.id!r} has no variants; give the printed one at least")
-        names = [variant.name for variant in self.variants]
-        if len(set(names)) != len(names):
-            raise ValueError(f"claim {self.id!r} has variants of the same name: {names}")
-        for variant in self.variants[1:]:
-            if not variant.needs:
-                raise ValueError(
-                    f"variant {variant.name!r} of claim {self.id!r} must say in needs= what it adds"
-                    " to the printed reading"
-                )
-
 
 PAPERS = {
     "GEQ": "geq",
@@ -115,37 +92,6 @@ PAPERS = {
     "ours": "ours",
 }
 """A paper's name → its short name, with which the ids of its claims begin."""
-
-Trials: TypeAlias = Mapping[str, Variant | Mapping[str, Variant]]
-"""The id of a claim → how it is tried, or the names of its readings → how each is."""
-
-
-def tried(
-    random: Callable[..., Trial | None],
-    adversarial: Callable[..., Iterable[Trial | None]] | None = None,
-    *,
-    tolerance: float = 1e-6,
-    cost: float = 1.0,
-    climbs: bool = True,
-    **given: Any,
-) -> Variant:
-    """How a reading is tried; ``given`` are arguments of both functions.
-
-    Its name, what it needs and its proof come from the TOML file of the paper.
-    """
-
-    def drawing(function: Callable[..., Any]) -> Callable[[torch.Generator], Any]:
-        return lambda generator: function(Random(generator), **given)
-
-    return Variant(
-        name="as printed",
-        random=drawing(random),
-        adversarial=None if adversarial is None else drawing(adversarial),
-        tolerance=tolerance,
-        cost=cost,
-        climbs=climbs,
-    )
-
 
 Verdict = Literal["holds", "holds under", "fails", "vacuous"]
 Source = Literal["random", "adversarial", "climb"]

@@ -14,10 +14,9 @@ from equilibria_papers.theory.bounds import margin as bounds
 from equilibria_papers.theory.bounds.margin import Sizes, geq_change, opteq_change
 from equilibria_papers.theory.bounds.report import remark1_ratios
 
-from .claim import Trial, Trials, tried
-from .drawing import Random, exponential, logistic, ones, spectral
+from .claim import Trial
 from .geq_layer import geq, opteq, scalar_beta, scalar_geq
-from .numerics import climb
+from .numerics import Random, climb, exponential, logistic, ones, spectral
 
 
 def _general(W: Tensor, c: Tensor) -> Tensor:
@@ -295,43 +294,3 @@ def _remark1(g: Random) -> Trial:
 def _remark1_corner(g: Random) -> Iterator[Trial]:
     """The corner β = 0.8, μ = 1, m = 0.9, where both ratios are largest: 0.2857 and 0.9286."""
     yield remark1_at(0.8 - 1e-9, 1.0 - 1e-9, 0.9 + 1e-9)
-
-
-MARGIN = {
-    "as printed": tried(_prop2, gaussian=True),
-    "ours: β moves": tried(_eq35, ours=True, cost=4),
-}
-"""The GEQ half of Proposition 2."""
-
-TRIALS: Trials = {
-    "geq.lemma1": tried(_lemma1, cost=4),
-    "geq.lemma2": tried(_lemma2, cost=2),
-    "geq.eq29": {
-        "as printed": tried(_eq29, _eq29_worst, second=False),
-        "with ω²": tried(_eq29, second=True),
-    },
-    "geq.eq30": {
-        "as printed": tried(_eq30, _eq30_aligned, power=2, cost=4),
-        "Eq 31, first order": tried(_eq30, power=3, tolerance=1e-2, cost=4),
-        "ours: all orders": tried(_eq30, _eq30_aligned, power=3, ours=True, cost=4),
-    },
-    "geq.eq33": {
-        "as printed": tried(_eq33_input, _eq33_known, ours=False),
-        "ours: β moves": tried(_eq33_input, ours=True),
-    },
-    "geq.eq33.weights": {
-        "as printed": tried(_eq33_weights, _eq33_weights_worst, ours=False),
-        "ours: β moves": tried(_eq33_weights, _eq33_weights_worst, ours=True),
-    },
-    "geq.eq35": {
-        "as printed": tried(_eq35, _eq35_search, ours=False, cost=4),
-        "ours: β moves": tried(_eq35, _eq35_search, ours=True, cost=4),
-    },
-    "geq.prop2": {
-        "as printed": tried(_prop2, gaussian=False),
-        "ours: all orders": tried(_eq30, power=3, ours=True, cost=4),
-    },
-    "geq.prop2.geq": MARGIN,
-    "geq.prop2.size": tried(_frobenius),
-    "geq.remark1": tried(_remark1, _remark1_corner),
-}

@@ -1,4 +1,4 @@
-"""GEQ's Proposition 4 and Remark 3: the output similarity κ, with the steps of their proofs."""
+"""GEQ's Proposition 4 and Remark 3: the output similarity κ; and what KerDEQ claims otherwise."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ from torch import Tensor
 from equilibria.problems import gaussian_sensitivity
 from equilibria_papers.theory.bounds import report as remarks
 from equilibria_papers.theory.bounds import similarity as formulas
+from equilibria_papers.theory.bounds.report import kerdeq_remark1
+from equilibria_papers.theory.bounds.similarity import kerdeq_eq10
 
-from .claim import Trial, Trials, tried
-from .drawing import Random, identity, spectral, tensor
+from .claim import Trial
 from .geq_layer import geq, opteq, unit
+from .geq_margin import remark1_at
+from .numerics import Random, identity, spectral, tensor
 
 
 def one_neuron(theta: float) -> float:
@@ -212,7 +215,7 @@ def _eq14_family(g: Random, *, limit: Limit, **_: object) -> Iterator[Trial]:
         yield found.against(limit(found))
 
 
-def _lemma3(g: Random, *, width: int | None) -> Trial:
+def _lemma3(g: Random, *, width: int | None = None) -> Trial:
     """Eq 50 against quadrature of one neuron, times the width of the layer (None: one neuron)."""
     theta = g.uniform(0.0, math.pi)
     n = g.integer(2, 64) if width is None else width
@@ -221,7 +224,7 @@ def _lemma3(g: Random, *, width: int | None) -> Trial:
     return Trial(abs(left - right) / (1e-5 * (1e-3 + right)), {"theta/pi": theta / math.pi, "n": n})
 
 
-def _entrywise(g: Random, *, kind: str | None) -> Trial | None:
+def _entrywise(g: Random, *, kind: str | None = None) -> Trial | None:
     """Eq 51: σ(WᵀWz₁)ᵀz₂ ≤ μ²z₁ᵀz₂ for z₁, z₂ ≥ 0."""
     n = g.integer(2, 6)
     w = family(kind or g.choice(("mean", "centering", "random")), n, g.uniform(0.2, 0.95), g)
@@ -294,38 +297,36 @@ def _remark3_known(g: Random, *, printed: bool) -> Iterator[Trial]:
     yield _remark3_ratio(0.2, 20.0, 0.95, 1.0, 1.0, printed)
 
 
-EQ15 = {
-    "as printed": tried(similarity, _eq15_family, limit=_eq15, gaussian=False, cost=10),
-    "W = μI": tried(_eq15_identity, cost=2),
-    "ours: free of the angle": tried(similarity, limit=_free_of_angle, gaussian=False, cost=10),
-}
-FREE_OF_ANGLE = {
-    "ours: free of the angle": tried(
-        similarity, _eq14_family, limit=_free_of_angle_geq, gaussian=True, cost=10
-    )
-}
+def _remark1(g: Random) -> Trial | None:
+    """m = 0.9 and μ = 0.9: no W has them, as μ ≥ ‖W‖ = √m."""
+    w = g.weights(g.integer(1, 4), g.integer(1, 4), g.uniform(0.5, 0.999))
+    mu = spectral(w * math.sqrt(0.9 / spectral(w.mT @ w)))
+    return None if mu > 0.9 + 1e-9 else Trial(0.0, {"mu": mu})
 
-TRIALS: Trials = {
-    "geq.lemma3": {"as printed": tried(_lemma3, width=None), "per neuron": tried(_lemma3, width=1)},
-    "geq.eq51": {
-        "as printed": tried(_entrywise, _entrywise_worst, kind=None),
-        "W = μI": tried(_entrywise, kind="identity"),
-    },
-    "geq.prop4.eq15": EQ15,
-    "geq.eq58": {
-        "as printed": tried(_eq58, _eq58_worst, squared=False, cost=4),
-        "with B²": tried(_eq58, squared=True, cost=4),
-    },
-    "geq.prop4.eq14": {
-        "as printed": tried(similarity, _eq14_family, limit=_eq14, gaussian=True, cost=10),
-        "W = μI, D with B²": tried(
-            similarity, limit=_eq14_derived, gaussian=True, kind="identity", cost=10
-        ),
-        **FREE_OF_ANGLE,
-    },
-    "geq.prop4.eq48": tried(similarity, _eq14_family, limit=_eq48, gaussian=True, cost=10),
-    "geq.remark3": {
-        "as printed": tried(_remark3, _remark3_known, printed=True),
-        "with 1/γ": tried(_remark3, printed=False),
-    },
-}
+
+_ROOT = math.sqrt(0.9)
+_LIMIT = kerdeq_remark1(0.9)
+
+
+def _remark1_limit(g: Random, *, mu: float = _ROOT, limit: float = _LIMIT) -> Trial:
+    """Both ratios of Remark 1 for β below the limit."""
+    return remark1_at(g.uniform(0.0, limit), mu, 0.9)
+
+
+def _remark1_edge(g: Random, *, mu: float = _ROOT, limit: float = _LIMIT) -> Iterator[Trial]:
+    yield Trial(remark1_at(limit - 1e-12, mu, 0.9).ratio, {"beta": limit, "mu": mu, "m": 0.9})
+
+
+def _eq10(s: Similarity) -> float:
+    return kerdeq_eq10(*s.start(), largest=s.largest, **s.rest())
+
+
+def _theorem3_family(g: Random, **_: object) -> Iterator[Trial]:
+    """W = 0.5I at θ = 0.75π, and W = 0.9(I − 11ᵀ/n), γ = 3 at θ = 0.9π."""
+    for kind, mu, theta, gamma in (
+        ("identity", 0.5, 0.75, 1.0),
+        ("identity", 0.5, 0.75, 3.0),
+        ("centering", 0.9, 0.9, 3.0),
+    ):
+        found = measured(g, kind=kind, n=40, mu=mu, theta=theta * math.pi, gamma=gamma, draws=2000)
+        yield found.against(_eq10(found))

@@ -15,9 +15,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from .claim import Trial, Trials, tried
-from .drawing import Random, identity, norm, spectral, tensor, zeros
-from .numerics import program, solve
+from .claim import Trial
+from .numerics import Random, identity, norm, program, solve, spectral, tensor, zeros
 
 _STEPS = 4096
 _TINY = 1e-4
@@ -161,12 +160,3 @@ def _training(draw: Random) -> Trial:
         for parameter, g in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
             parameter.data.sub_(eta * g)
     return Trial(worst, {"eta": eta, "smallest eigenvalue of K(0)": values[0], "step": at})
-
-
-TRIALS: Trials = {
-    "opteq.theorem5": {
-        "as printed": tried(_sam, _sam_families, printed=True, cost=8.0),
-        "with exponents rho and c": tried(_sam, _sam_families, printed=False, cost=8.0),
-    },
-    "opteq.theorem6": tried(_training, cost=20.0),
-}

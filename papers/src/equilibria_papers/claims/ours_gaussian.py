@@ -22,21 +22,26 @@ from equilibria import problems
 from equilibria.certify import certify
 from equilibria.problems import Gaussian, Patches, Prior, Problem
 
-from .claim import Trial, Trials, tried
-from .drawing import (
+from .claim import Trial
+from .numerics import (
     ACTIVATIONS,
     Activation,
     Random,
+    Unsolved,
+    climb,
+    crossings,
+    evolve,
     exponential,
     identity,
     logistic,
+    newton,
     norm,
     ones,
+    solve,
     spectral,
     tensor,
     zeros,
 )
-from .numerics import Unsolved, climb, crossings, evolve, newton, solve
 
 B = 2.0 * math.exp(-1.5)
 THRESHOLD = math.exp(0.75) / math.sqrt(2.0)
@@ -416,22 +421,3 @@ def _certificate(draw: Random) -> Trial | None:
     if not ratios:
         return None
     return Trial(max(ratios), {**layer.case(), "kinds": [str(kind) for kind in found.kinds]})
-
-
-TRIALS: Trials = {
-    "ours.fact1": tried(_fact1, _fact1_adversarial, cost=2.0),
-    "ours.fact1.sharp": tried(_fact1_sharp),
-    "ours.bend": tried(_bend),
-    "ours.fact2": tried(_step, _step_adversarial, best=False),
-    "ours.fact3": tried(_fact3, _fact3_adversarial),
-    "ours.fact3.sharp": tried(_fact3_sharp, cost=4.0),
-    "ours.fact3.rate": tried(_step, _step_adversarial, best=True),
-    "ours.fact4": tried(_fact4, simple=False, cost=2.0),
-    "ours.fact4.plain": tried(_fact4, simple=True, cost=2.0),
-    "ours.fact4.tight": tried(_tight, _tight_adversarial, high=0.999, usual=False, cost=2.0),
-    "ours.fact4.usual": {
-        "for every mu < 1": tried(_tight, _tight_adversarial, high=0.999, usual=True, cost=2.0),
-        "mu at most 0.9045": tried(_tight, _tight_adversarial, high=0.9045, usual=True, cost=2.0),
-    },
-    "ours.certificate": tried(_certificate, cost=4.0),
-}

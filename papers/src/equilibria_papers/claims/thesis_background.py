@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .claim import Trial, Trials, tried
-from .drawing import Random, identity, norm, ones, spectral, zeros
+from .claim import Trial
+from .numerics import Random, identity, norm, ones, spectral, zeros
 
 EXACT = 1e-8
 """How far two computations of one number may lie apart, relative to its size."""
@@ -327,46 +327,3 @@ def _weight_tied(draw: Random) -> Trial:
         parts = (big @ z + source + torch.cat(bs)).split(n)
         z = torch.cat([sigma(part) for sigma, part in zip(sigmas, parts, strict=True)])
     return Trial(norm(z[-n:] - wanted) / EXACT, {"depth": depth, "n": n})
-
-
-TRIALS: Trials = {
-    "thesis.lemma2.3.1": tried(_subgradients),
-    "thesis.lemma2.3.2": {
-        "as printed": tried(_strongly, factor=1.0),
-        "twice": tried(_strongly, factor=2.0),
-    },
-    "thesis.prop1": tried(_parametrized),
-    "thesis.eq2.6": {
-        "as printed": tried(_norm_is_radius, normal_only=False),
-        "normal": tried(_norm_is_radius, normal_only=True),
-    },
-    "thesis.eq2.8": {
-        "as printed": tried(_least_singular, by_norm=False),
-        "by the norm": tried(_least_singular, by_norm=True),
-    },
-    "thesis.definition2.5.2": {
-        "as printed": tried(_cocoercive, reverse=False),
-        "reversed": tried(_cocoercive, reverse=True),
-    },
-    "thesis.prop2": tried(_descent),
-    "thesis.theorem2.5.1": tried(_critical, cost=2.0),
-    "thesis.lemma2.5.2": tried(_gradient_bounds),
-    "thesis.theorem2.5.3": tried(_rate),
-    "thesis.theorem2.5.4": {
-        "as printed": tried(_pl_rate, _pl_family, half=False),
-        "half the rate": tried(_pl_rate, _pl_family, half=True),
-    },
-    "thesis.path": {
-        "as printed": tried(_path_length, constant=2.0, cost=2.0),
-        "twice the length": tried(_path_length, constant=4.0, cost=2.0),
-    },
-    "thesis.theorem2.6.1": tried(_spectral_theorem),
-    "thesis.lemma2.6.2": {
-        "as printed": tried(_output_flow, mean=True),
-        "the sum": tried(_output_flow, mean=False),
-    },
-    "thesis.theorem2.6.3": tried(_globally, cost=3.0),
-    "thesis.theorem2.6.4": tried(_uniformly_conditioned),
-    "thesis.theoremA.0.1": tried(_implicit_function, cost=3.0),
-    "thesis.theoremB.0.1": tried(_weight_tied),
-}

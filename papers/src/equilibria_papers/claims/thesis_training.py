@@ -21,9 +21,9 @@ from equilibria_papers.theory.monotone_ntk import (
     square_loss,
 )
 
-from .claim import Trial, Trials, tried
-from .drawing import Random, identity, norm, spectral, tensor, zeros
-from .thesis_models import Case, case_of, draw_case, near_labels
+from .claim import Trial
+from .numerics import Random, identity, norm, spectral, tensor, zeros
+from .thesis_model import Case, case_of, draw_case, near_labels
 
 
 def _flow(draw: Random) -> Trial | None:
@@ -274,38 +274,3 @@ def _large_steps(draw: Random, *, near: bool) -> Iterator[Trial | None]:
     """Lemma 3.3.7's line on W asks for (3.16): a large η shows it."""
     for _ in range(40):
         yield _parameter_steps(draw, near=near)
-
-
-TRIALS: Trials = {
-    "thesis.theorem3.3.1": tried(_flow, _flow_family, tolerance=1e-5, cost=20.0),
-    "thesis.condition2": {
-        "as printed": tried(_small_m, cost=5.0),
-        "with the powers of m": tried(_satisfiable, condition="2m", cost=10.0),
-        "Condition 2′": tried(_satisfiable, condition="2'", cost=10.0),
-    },
-    "thesis.theorem3.3.5": {
-        "as printed": tried(_printed_descent, _counterexample, cost=10.0),
-        "Condition 2′": tried(_repaired_descent, _repaired_family, tolerance=1e-5, cost=20.0),
-    },
-    "thesis.lemma3.3.7": {
-        "as printed": tried(_parameter_steps, _large_steps, near=False, cost=5.0),
-        "with (3.16)": tried(_parameter_steps, near=True, cost=10.0),
-    },
-    "thesis.prop5": {
-        "as printed": tried(_stay, frobenius=True, cost=10.0),
-        "spectral norms": tried(_stay, frobenius=False, cost=10.0),
-    },
-    "thesis.prop6": {
-        "as printed": tried(_features_stay, restored=False, cost=10.0),
-        "with the powers of m": tried(_features_stay, restored=True, cost=10.0),
-    },
-    "thesis.lemma3.3.8": {
-        "as printed": tried(_progress, which="I1", restored=False, cost=10.0),
-        "with the powers of m": tried(_progress, which="I1", restored=True, cost=10.0),
-    },
-    "thesis.lemma3.3.9": {
-        "as printed": tried(_progress, which="I2", restored=False, cost=10.0),
-        "with the powers of m": tried(_progress, which="I2", restored=True, cost=10.0),
-    },
-    "thesis.lemma3.3.10": tried(_progress, which="I3", restored=True, cost=10.0),
-}

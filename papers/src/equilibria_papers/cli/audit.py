@@ -20,38 +20,19 @@ _STYLES = {"holds": "green", "holds under": "yellow", "fails": "red", "vacuous":
 
 def audit(
     out: Annotated[
-        Path | None,
-        typer.Option(
-            help="A folder for audit.json and audit.md. Claims that its audit.json holds under the "
-            "same settings are not run again."
-        ),
+        Path | None, typer.Option(help="A folder for audit.json and audit.md; goes on from there.")
     ] = None,
-    trials: Annotated[
-        int,
-        typer.Option(min=1, help="Random trials of each reading (fewer where one is expensive)."),
-    ] = 2000,
+    trials: Annotated[int, typer.Option(min=1, help="Random trials of each reading.")] = 2000,
     seconds: Annotated[
-        float,
-        typer.Option(
-            help="At most so much processor time for a reading's random trials, as long again for "
-            "its adversarial ones, and a fifth of it for hill climbing."
-        ),
+        float, typer.Option(help="Processor time for a reading's random trials, at most.")
     ] = 20.0,
     only: Annotated[
         list[str] | None,
-        typer.Option(
-            "--only",
-            metavar="ID",
-            help="These claims; patterns such as 'opteq.lemma*'. May be repeated.",
-        ),
+        typer.Option(metavar="ID", help="Claims such as 'opteq.lemma*'. May be repeated."),
     ] = None,
     paper: Annotated[
         list[str] | None,
-        typer.Option(
-            "--paper",
-            metavar="NAME",
-            help="GEQ, KerDEQ, OptEq, 'NTK thesis', ours. May be repeated.",
-        ),
+        typer.Option(metavar="NAME", help="GEQ, OptEq, 'NTK thesis', … May be repeated."),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of all random trials.")] = 0,
     show: Annotated[
@@ -67,7 +48,8 @@ def audit(
     """What holds: random trials, adversarial ones, hill climbing; the verdict is counted.
 
     Each claim is tried as printed and, where that fails, with the change that repairs it. Ctrl-C
-    keeps the claims that are done; the same command goes on from there.
+    keeps the claims that are done; the same command goes on from there. Expensive readings have
+    fewer random trials; adversarial ones have as many seconds again, hill climbing a fifth of them.
     """
     from equilibria_papers import claims as module
     from equilibria_papers.theory.progress import progress_bar

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,10 +27,7 @@ from .common import Data, Json, Split, answer, narrow_table, note, put_in_place,
 def bounds(
     weights: Annotated[
         Path | None,
-        typer.Argument(
-            help="A trained network: model.safetensors, or the folder of a run. Without it a GEQ "
-            "and an OptEq of equal size are trained on the digits first."
-        ),
+        typer.Argument(help="A run folder or model.safetensors; a pair on the digits if none."),
     ] = None,
     data: Data = None,
     root: Root = None,
@@ -68,7 +63,8 @@ def bounds(
         make_folder(out)
     numbers: dict[str, Any] = {"pairs": pairs, "draws": draws, "seed": seed}
     panels: dict[str, Any] = {}
-    with _telling(not as_json) as told:
+    with error_console.status("") as status:
+        told = status.update
         if weights is not None:
             model, whole = prepared(weights, data, root, split, device)
             say_if_fewer("--images", images, whole)
@@ -90,9 +86,6 @@ def bounds(
                 panels = module.demonstration_curves(
                     pair, images=images, draws=draws, margin=margin, seed=seed, told=told
                 )
-        if weights is not None and out is not None:
-            told("curves")
-            panels = module.network_curves(found)
     curves = {k: [c.to_dict() for c in v] for k, v in panels.items()}
     record = {**found.to_dict(), "curves": curves}
     written: list[Path] = []
@@ -107,16 +100,6 @@ def bounds(
 def _say_if_fewer_pairs(pairs: int, images: int) -> None:
     if pairs > images // 2:
         note(f"--pairs {pairs}: {images} images make {images // 2}; so many are taken.")
-
-
-@contextmanager
-def _telling(shown: bool) -> Iterator[Callable[[str], None]]:
-    """A spinner on stderr that says what is being done."""
-    if not shown:
-        yield lambda _: None
-        return
-    with error_console.status("") as status:
-        yield status.update
 
 
 def _show(found: Any, full: bool) -> None:

@@ -106,7 +106,7 @@ def _fresh(name: str, dataset: Any, seed: int) -> Any:
     import torch
 
     from equilibria import models
-    from equilibria_papers.tables.networks import NETWORKS
+    from equilibria_papers.tables.thesis import NETWORKS
 
     torch.manual_seed(seed)
     channels, classes = int(dataset.images.shape[1]), dataset.num_classes

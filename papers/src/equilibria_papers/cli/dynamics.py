@@ -16,12 +16,7 @@ from .common import Json, Quiet, answer, narrow_table, put_in_place
 
 def dynamics(
     scenario: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--scenario",
-            help="guaranteed-flow, guaranteed-descent, guaranteed-random, usual-flow, "
-            "usual-descent or counterexample; may be given several times.",
-        ),
+        list[str] | None, typer.Option(help="One of those above; may be repeated.")
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="All scenarios.")] = False,
     seed: Annotated[int, typer.Option(min=0, help="Of the usual initialization and its data.")] = 0,
@@ -33,8 +28,9 @@ def dynamics(
 ) -> None:
     """Does training keep the rate that the NTK thesis proves? One run a scenario.
 
-    The loss with the guaranteed curve drawn in, where the condition on λ₀ holds, where it does
-    not, and where the printed theorem breaks.
+    The loss with the guaranteed curve drawn in, where the condition on λ₀ holds (guaranteed-flow,
+    guaranteed-descent, guaranteed-random), where it does not (usual-flow, usual-descent), and where
+    the printed theorem breaks (counterexample).
     """
     from equilibria_papers.theory import monotone_ntk
     from equilibria_papers.theory.progress import progress_bar

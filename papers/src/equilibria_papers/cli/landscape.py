@@ -8,17 +8,14 @@ from typing import Annotated, Any
 import typer
 from rich.table import Column, Table
 
-from equilibria.cli import Batch, Device, Root, fail, make_folder, output, stop, write_json
+from equilibria.cli import Batch, Device, Root, make_folder, output, stop, write_json
 
 from .common import Data, Json, Model, Split, answer, images_of, narrow_table, networks, numbers_of
 
 
 def landscape(
     weights: Annotated[
-        list[Path] | None,
-        typer.Argument(
-            help="Trained networks: model.safetensors or run folders; several are set side by side."
-        ),
+        list[Path] | None, typer.Argument(help="Run folders or model.safetensors, side by side.")
     ] = None,
     model: Model = None,
     data: Data = None,
@@ -27,29 +24,11 @@ def landscape(
     images: Annotated[int, typer.Option(min=1, help="How many, drawn by --seed.")] = 1024,
     points: Annotated[int, typer.Option(min=3, help="Of the grid in each direction; odd.")] = 51,
     radius: Annotated[float, typer.Option(help="The grid goes from −RADIUS to RADIUS.")] = 1.0,
-    curve: Annotated[bool, typer.Option("--curve", help="Along one direction only.")] = False,
     repeats: Annotated[
-        str,
-        typer.Option(
-            metavar="K,K",
-            help="Beside each network its weight-tied twins, which repeat the layer's map K times "
-            "with the same weights (the thesis: 6,11,18).",
-        ),
+        str, typer.Option(metavar="K,K", help="Also twins that repeat the layer's map K times.")
     ] = "",
-    along_training: Annotated[
-        bool,
-        typer.Option(
-            "--along-training",
-            help="WEIGHTS are checkpoints of one training: the plane of its largest movements, "
-            "around the last; --radius then is a share of the way.",
-        ),
-    ] = False,
     rtol: Annotated[
-        float | None,
-        typer.Option(
-            help="Solve every layer by Anderson to this relative residual in place of the "
-            "network's own solver; 1e-2 is fast and enough for a picture."
-        ),
+        float | None, typer.Option(help="Solve by Anderson to this; 1e-2 is enough for a picture.")
     ] = None,
     max_steps: Annotated[
         int, typer.Option("--max-steps", min=1, help="Of the solver that --rtol asks for.")
@@ -59,14 +38,6 @@ def landscape(
     log: Annotated[bool, typer.Option("--log/--linear", help="Spacing of the levels.")] = True,
     top: Annotated[
         float | None, typer.Option(help="The highest level that is drawn; the largest loss if not.")
-    ] = None,
-    redraw: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--redraw",
-            metavar="FILE",
-            help="Draw measured grids again; may be given several times. Nothing is measured.",
-        ),
     ] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace grids of other settings in the folder.")
@@ -84,48 +55,38 @@ def landscape(
     """
     from equilibria.solvers import Anderson
     from equilibria_papers.theory import landscapes as module
+    from equilibria_papers.theory.pictures import save_picture
 
-    if redraw:
-        if weights or model is not None:
-            raise fail("--redraw draws measured grids: give no weights and no --model with it.")
-        surfaces = [module.Surface.load(file) for file in redraw]
-        make_folder(out)
-    else:
-        twins = numbers_of("--repeats", repeats, "6,11,18", whole=True)
-        grid = module.Grid(points=points, radius=radius, dims=1 if curve else 2)
-        solver = None if rtol is None else Anderson(rtol=rtol, max_steps=max_steps)
-        make_folder(out)
-        found, dataset = networks(weights or [], model, data, root, split, device, seed)
-        pair = images_of(dataset, images, seed, device)
-        plane = None
-        if along_training:
-            plane, grid = _plane(found, grid)
-            found = dict([list(found.items())[-1]])
-        surfaces = []
-        for name, network, is_twin in _with_twins(found, twins):
-            file = out / f"{name.replace('/', '-').replace(' ', '-')}.landscape.safetensors"
-            try:
-                surface = module.measure_landscape(
-                    network,
-                    pair,
-                    plane,
-                    grid=grid,
-                    name=name,
-                    seed=seed,
-                    # A twin's steps are counted: it has no tolerance to meet.
-                    solver=None if is_twin else solver,
-                    batch_size=batch_size,
-                    file=file,
-                    overwrite=overwrite,
-                    progress=not as_json,
-                )
-            except KeyboardInterrupt:
-                raise stop(
-                    f"interrupted: the rows measured so far are kept in {file}; the same command "
-                    "goes on from there"
-                ) from None
-            surfaces.append(surface)
-    written = _draw(surfaces, out, log, top)
+    twins = numbers_of("--repeats", repeats, "6,11,18", whole=True)
+    grid = module.Grid(points=points, radius=radius)
+    solver = None if rtol is None else Anderson(rtol=rtol, max_steps=max_steps)
+    make_folder(out)
+    found, dataset = networks(weights or [], model, data, root, split, device, seed)
+    pair = images_of(dataset, images, seed, device)
+    surfaces = []
+    for name, network, is_twin in _with_twins(found, twins):
+        file = out / f"{name.replace('/', '-').replace(' ', '-')}.landscape.safetensors"
+        try:
+            surface = module.measure_landscape(
+                network,
+                pair,
+                grid=grid,
+                name=name,
+                seed=seed,
+                # A twin's steps are counted: it has no tolerance to meet.
+                solver=None if is_twin else solver,
+                batch_size=batch_size,
+                file=file,
+                overwrite=overwrite,
+                progress=not as_json,
+            )
+        except KeyboardInterrupt:
+            raise stop(
+                f"interrupted: the rows measured so far are kept in {file}; the same command "
+                "goes on from there"
+            ) from None
+        surfaces.append(surface)
+    written = save_picture(module.contour_figure(surfaces, log=log, top=top), out / "contours")
     record = [{**s.summary(), "about": dict(s.about)} for s in surfaces]
     written.append(write_json(out / "landscape.json", record))
     answer(record, as_json, lambda: output().print(_table(record)), written)
@@ -140,42 +101,6 @@ def _with_twins(found: dict[str, Any], repeats: list[int]) -> list[tuple[str, An
         made.append((name, network, False))
         made += [(f"{name} repeat-{k}", repeated(network, k), True) for k in repeats]
     return made
-
-
-def _plane(found: dict[str, Any], grid: Any) -> tuple[Any, Any]:
-    """The plane of the checkpoints, and a grid that holds their way with a margin."""
-    import dataclasses
-
-    from equilibria_papers.theory.landscapes import training_plane
-
-    if len(found) < 3:
-        raise fail(
-            f"--along-training needs three checkpoints at least, got {len(found)}.",
-            "Give the weights of several epochs, in their order.",
-        )
-    plane = training_plane(found.values(), grid.dims)
-    furthest = float(plane.path.abs().max())
-    if furthest == 0.0:
-        raise fail("--along-training: all checkpoints have the same weights.")
-    return plane, dataclasses.replace(grid, radius=1.1 * furthest * grid.radius)
-
-
-def _draw(surfaces: list[Any], out: Path, log: bool, top: float | None) -> list[Path]:
-    from equilibria_papers.theory import landscapes as module
-    from equilibria_papers.theory.pictures import save_picture
-
-    written: list[Path] = []
-    curves = [s for s in surfaces if s.is_curve]
-    planes = [s for s in surfaces if not s.is_curve]
-    if curves:
-        written += save_picture(module.curve_figure(curves, log=log), out / "curves")
-    if planes:
-        written += save_picture(module.contour_figure(planes, log=log, top=top), out / "contours")
-    for surface in planes:
-        stem = surface.name.replace("/", "-").replace(" ", "-")
-        figure = module.surface_figure(surface, log=log, top=top)
-        written += save_picture(figure, out / f"surface-{stem}")
-    return written
 
 
 def _table(record: list[dict[str, Any]]) -> Table:

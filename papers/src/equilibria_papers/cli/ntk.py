@@ -16,10 +16,7 @@ from .common import Data, Json, Model, Split, answer, images_of, networks
 def ntk(
     weights: Annotated[
         list[Path] | None,
-        typer.Argument(
-            help="Trained networks: model.safetensors or run folders. Several are checkpoints of "
-            "one training, and the drift of the kernel is from the first."
-        ),
+        typer.Argument(help="Run folders or model.safetensors; the drift is from the first."),
     ] = None,
     model: Model = None,
     data: Data = None,
@@ -35,33 +32,17 @@ def ntk(
         typer.Option("--parameters", help="Only parameters whose name fits, such as 'head.*'."),
     ] = None,
     layers: Annotated[bool, typer.Option(help="Also the share of each layer.")] = True,
-    projection: Annotated[
-        int | None,
-        typer.Option(min=1, help="Estimate from so many random combinations of the gradient."),
-    ] = None,
     method: Annotated[str, typer.Option(help="auto, vmap or autograd.")] = "auto",
-    memory: Annotated[float, typer.Option(min=0.001, help="Gradients and kernels, in GiB.")] = 2.0,
     batch_size: Annotated[
         int | None, typer.Option("--batch-size", min=1, help="Images to differentiate at once.")
     ] = None,
     implicit: Annotated[
         float | None,
         typer.Option(
-            "--implicit",
             metavar="RTOL",
-            help="Solve every layer to this relative residual and differentiate the equilibrium "
-            "itself, in place of the solver and the gradient that the network was trained with.",
+            help="Solve every layer to this and differentiate the equilibrium itself.",
         ),
     ] = None,
-    train_steps: Annotated[
-        int,
-        typer.Option(
-            "--train-steps",
-            min=0,
-            help="Also train a copy of the first network by so many steps of gradient descent on "
-            "the squared loss, beside what its kernel predicts.",
-        ),
-    ] = 0,
     seed: Annotated[int, typer.Option(min=0, help="Of the images, and of --model.")] = 0,
     device: Device = None,
     out: Annotated[
@@ -71,8 +52,6 @@ def ntk(
     as_json: Json = False,
 ) -> None:
     """The neural tangent kernel: spectrum, shares of the layers, fit to the labels, drift."""
-    from torch.nn.functional import one_hot
-
     from equilibria_papers import theory
     from equilibria_papers.theory.progress import progress_bar
 
@@ -85,30 +64,18 @@ def ntk(
     if implicit is not None:
         found = {name: _implicit(each, implicit) for name, each in found.items()}
     x, y = images_of(dataset, samples, seed, device, "--samples")
-    budget = int(memory * 2**30)
-    options: dict[str, Any] = {"method": method, "memory": budget, "parameters": parameters or None}
-    shown = not as_json
-    compared = None
-    if train_steps:
-        with progress_bar("training", shown) as tell:
-            first = next(iter(found.values()))
-            targets = one_hot(y, dataset.num_classes).float()
-            compared = theory.compare_training(
-                first, x, targets, steps=train_steps, progress=tell, **options
-            )
-    with progress_bar("kernel", shown) as tell:
+    with progress_bar("kernel", not as_json) as tell:
         study = theory.study_kernels(
             found,
             x,
             y,
             progress=tell,
-            training=compared,
             about={"data": dataset.name, "split": dataset.split_name, "seed": seed},
             outputs=chosen,
             layers=layers,
-            projection=projection,
             batch_size=batch_size,
-            **options,
+            method=method,
+            parameters=parameters or None,
         )
     answer(study.to_dict(), as_json, lambda: _show(study), [] if out is None else study.save(out))
 
@@ -140,8 +107,6 @@ def _show(study: Any) -> None:
         table.add_row(row["network"], *(f"{v:.4g}" for v in (*numbers, *more)))
     output().print(table)
     name, last = list(study.kernels.items())[-1]
-    if last.relative_error is not None:
-        output().print(f"projected: relative error of the kernel about {last.relative_error:.2g}")
     if last.parts:
         shares = Table(
             *("layer", "of the trace", "of the parameters"),
@@ -151,11 +116,3 @@ def _show(study: Any) -> None:
         for layer, share in sorted(last.shares().items(), key=lambda pair: -pair[1]):
             shares.add_row(layer, f"{share:.2%}", f"{last.sizes[layer] / total:.2%}")
         output().print(shares)
-    if study.training is not None:
-        found = study.training
-        ended = "it diverged" if found.diverged else f"drift of the kernel {found.drift:.3g}"
-        output().print(
-            f"gradient descent, {int(found.steps[-1])} steps: loss {float(found.actual[0]):.4g} → "
-            f"{float(found.actual[-1]):.4g}, predicted {float(found.predicted[-1]):.4g}; {ended}",
-            soft_wrap=True,
-        )

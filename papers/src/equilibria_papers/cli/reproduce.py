@@ -26,24 +26,16 @@ from equilibria.cli import (
 from .common import Json
 
 _LIST = "list"
+_OUT = Path("results/reproduce")
 _OF_LIST = frozenset({"out", "data_root", "as_json"})
 _OF_TRAINING = frozenset({"parallel", "minutes", "device", "data_root", "dry_run"})
 
 
 def reproduce(
     context: typer.Context,
-    names: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="ID",
-            help="Tables or figures: what they share is trained once. Or 'list' for all of them.",
-        ),
-    ],
+    names: Annotated[list[str], typer.Argument(metavar="ID", help="Tables or figures, or 'list'.")],
     smoke: Annotated[
-        bool,
-        typer.Option(
-            "--smoke", help="Tiny networks on the digits, in a minute: a test, no result."
-        ),
+        bool, typer.Option("--smoke", help="Tiny networks on the digits: a test, no result.")
     ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the trainings with their options and stop.")
@@ -61,47 +53,28 @@ def reproduce(
         typer.Option(
             "--set",
             metavar="KEY=VALUE",
-            help="Another option of `equilibria train` than the recipe's, such as batch_size=256; "
-            "may be repeated, and the table says so.",
+            help="Another option of a training than the recipe's: batch_size=256; may be repeated.",
         ),
     ] = None,
     stand_in: Annotated[
-        bool,
-        typer.Option(
-            "--stand-in", help="Use other data where the paper's are missing; tables name them."
-        ),
+        bool, typer.Option("--stand-in", help="Other data where the paper's are missing.")
     ] = False,
     minutes: Annotated[
-        float | None,
-        typer.Option(help="Stop training after this long; the same command goes on from there."),
+        float | None, typer.Option(help="Stop training after this long, as by Ctrl-C.")
     ] = None,
     gather: Annotated[
-        bool,
-        typer.Option(
-            "--gather",
-            help="Train nothing: write the tables of what the run folders hold. Not with "
-            "--parallel, --minutes, --device, --data-root, --dry-run.",
-        ),
+        bool, typer.Option("--gather", help="Train nothing: the tables of what --runs holds.")
     ] = False,
     parallel: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            metavar="N",
-            help="N trainings at once, each in a process of its own; times are measured alone.",
-        ),
+        int, typer.Option(min=1, metavar="N", help="Trainings at once; times are measured alone.")
     ] = 1,
     device: Device = None,
     data_root: Annotated[
         Path | None, typer.Option("--data-root", help="The folder that holds the data.")
     ] = None,
-    out: Annotated[Path, typer.Option(help="Where tables and the log are written.")] = Path(
-        "results/reproduce"
-    ),
+    out: Annotated[Path, typer.Option(help="Where tables and the log are written.")] = _OUT,
     runs: Annotated[Path, typer.Option(help="Where trainings are kept.")] = Path("runs/reproduce"),
-    quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="The tables alone: no progress, no notes.")
-    ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="The tables alone.")] = False,
     as_json: Json = False,
 ) -> None:
     """Train what tables of the papers need and print the papers' numbers beside ours.
@@ -111,7 +84,7 @@ def reproduce(
     """
     from equilibria_papers import tables
 
-    _check_together(names, _given(context), gather)
+    _check_together(context, names, gather)
     if names == [_LIST]:
         _show_list(out, data_root, as_json)
         return
@@ -155,44 +128,25 @@ def reproduce(
         raise fail(f"nothing was run of {', '.join(idle)}.", f"See the reasons above; {way}")
 
 
-def _given(context: typer.Context) -> dict[str, str]:
-    """The flags of this call with their values, by the names of their parameters."""
-    found = {}
-    for parameter in context.command.params:
-        name = str(parameter.name)
-        source = context.get_parameter_source(name)
-        if name != "names" and source is not None and source.name == "COMMANDLINE":
-            value = context.params[name]
-            each = value if isinstance(value, list) else [value]
-            found[name] = ", ".join(_flag(parameter.opts[0], one) for one in each)
-    return found
-
-
-def _flag(name: str, value: Any) -> str:
-    if value is True:
-        return name
-    return f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}"
-
-
-def _check_together(names: list[str], given: dict[str, str], gather: bool) -> None:
+def _check_together(context: typer.Context, names: list[str], gather: bool) -> None:
     """Flags that would do nothing beside others are wrong usage."""
+    given = {}
+    for parameter in context.command.params:
+        source = context.get_parameter_source(str(parameter.name))
+        if parameter.name != "names" and source is not None and source.name == "COMMANDLINE":
+            given[parameter.name] = parameter.opts[0]
     if _LIST in names:
         if len(names) > 1:
             others = " ".join(name for name in names if name != _LIST) or _LIST
             raise fail(f"'list' stands alone; it was given with {others}.")
         idle = [flag for name, flag in given.items() if name not in _OF_LIST]
         if idle:
-            raise typer.BadParameter(
-                f"it takes --out, --data-root and --json; leave out {', '.join(idle)}.",
-                param_hint=_LIST,
-            )
+            said = f"it takes --out, --data-root and --json; leave out {', '.join(idle)}."
+            raise typer.BadParameter(said, param_hint=_LIST)
     idle = [flag for name, flag in given.items() if name in _OF_TRAINING]
     if gather and idle:
-        raise typer.BadParameter(
-            f"it trains nothing and reads no data; leave out {', '.join(idle)}, or leave out "
-            "--gather to train.",
-            param_hint="--gather",
-        )
+        said = f"it trains nothing and reads no data; leave out {', '.join(idle)}, or leave out "
+        raise typer.BadParameter(f"{said}--gather to train.", param_hint="--gather")
 
 
 def _overrides(change: list[str], epochs: int | None) -> dict[str, Any]:
@@ -253,27 +207,19 @@ def _show_results(results: list[Any], out: Path, quiet: bool) -> None:
         error_console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
 
 
+def _listed(one: Any) -> dict[str, Any]:
+    words = {name: getattr(one.experiment, name) for name in ("id", "paper", "title")}
+    state = {name: getattr(one, name) for name in ("missing", "status", "measured")}
+    more = {"gpu_minutes": one.experiment.minutes, "data": one.experiment.data}
+    return {**words, **more, **state, "cells": len(one.experiment.cells)}
+
+
 def _show_list(out: Path, data_root: Path | None, as_json: bool) -> None:
     from equilibria_papers import tables
 
     found = tables.listing(out, data_root)
     if as_json:
-        print_json(
-            [
-                {
-                    "id": one.experiment.id,
-                    "paper": one.experiment.paper,
-                    "title": one.experiment.title,
-                    "gpu_minutes": one.experiment.minutes,
-                    "data": list(one.experiment.data),
-                    "missing": list(one.missing),
-                    "status": one.status,
-                    "measured": one.measured,
-                    "cells": len(one.experiment.cells),
-                }
-                for one in found
-            ]
-        )
+        print_json([_listed(one) for one in found])
         return
     table = Table(caption="cost: GPU time of one seed, estimated for one H200; ✗: not at hand")
     table.add_column("id", no_wrap=True)
@@ -322,14 +268,9 @@ def _plan_rows(planned: list[Any]) -> list[dict[str, Any]]:
     return [
         {
             "job": one.job.name,
-            "seed": one.seed,
-            "key": one.key,
+            **{name: getattr(one, name) for name in ("seed", "key", "stands_in", "missing")},
+            **{name: getattr(one.job, name) for name in ("measures", "classes", "trained")},
             "folder": str(one.folder),
-            "measures": list(one.job.measures),
-            "classes": one.job.classes,
-            "trained": one.job.trained,
-            "stands_in": one.stands_in,
-            "missing": one.missing,
             "options": {
                 k: now for k, (now, _) in one.config.differences(usual).items() if k != "out"
             },

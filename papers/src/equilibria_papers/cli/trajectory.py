@@ -16,18 +16,11 @@ from .common import THESIS, Data, Json, Split, answer, images_of, networks, numb
 def trajectory(
     weights: Annotated[
         list[Path] | None,
-        typer.Argument(
-            help="Trained networks: model.safetensors or run folders. Several are checkpoints of "
-            "one training, in its order; the states are then also drawn by class."
-        ),
+        typer.Argument(help="Run folders or model.safetensors, in the order of one training."),
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option(
-            "--model",
-            help=f"A network by name, untrained, in place of WEIGHTS; {THESIS} is the "
-            "thesis' own, and what is taken if neither is given.",
-        ),
+        typer.Option(help=f"A network by name, untrained; {THESIS}, the thesis' own, if none."),
     ] = None,
     data: Data = None,
     root: Root = None,
@@ -42,12 +35,7 @@ def trajectory(
     steps: Annotated[int, typer.Option(min=1, help="Evaluations of the map to follow.")] = 50,
     init_scales: Annotated[
         str,
-        typer.Option(
-            "--init-scales",
-            metavar="STD,STD",
-            help="Draw the layer's weights anew with these standard deviations (the thesis: "
-            "1,0.01) and set them side by side. A layer with a norm bound clips them.",
-        ),
+        typer.Option(metavar="STD,STD", help="Draw the layer's weights anew; the thesis: 1,0.01."),
     ] = "",
     seed: Annotated[int, typer.Option(min=0, help="Of the images and of drawn weights.")] = 0,
     device: Device = None,
@@ -83,7 +71,6 @@ def trajectory(
         if len(found) > 1 and not scales:
             training = module.TrainingPath(tuple(found), labels.cpu(), tuple(drawn.values()))
             written += save_picture(module.class_figure(training), out / "classes")
-            written += save_picture(module.training_figure(training), out / "training")
     rows = [_row(g, s, path) for g, paths in recorded.items() for s, path in paths.items()]
     record: dict[str, Any] = {
         "data": {"name": dataset.name, "split": dataset.split_name, "images": len(x)},

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import re
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 _NUMBER = r"(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
@@ -15,16 +17,23 @@ _FORM = re.compile(
 )
 
 
+WORDS: dict[str, Any] = tomllib.loads(Path(__file__).with_name("papers.toml").read_text("utf-8"))
+
+
+def printed(name: str) -> list[list[Any]]:
+    """The rows of a table in papers.toml: the row's name, our network, what the paper prints."""
+    rows: list[list[Any]] = WORDS[name]["rows"]
+    return rows
+
+
 @dataclass(frozen=True)
 class Published:
     """What stands in the paper, and the number that it is; units are those of the table."""
 
     text: str
     value: float
-    spread: float | None = None
-    """What follows ±, if anything does."""
-    limit: str = ""
-    """">" or "<" where the paper prints no more than a limit."""
+    spread: float | None = None  # What follows ±, if anything does
+    limit: str = ""  # ">" or "<" where the paper prints no more than a limit
 
     @classmethod
     def read(cls, text: str) -> Published:
@@ -49,25 +58,20 @@ class Job:
     """
 
     name: str
-    model: str
-    """A name of ``models.names()``, or of ``networks.NETWORKS``."""
+    model: str  # A name of ``models.names()``, or of ``thesis.NETWORKS``
     options: Mapping[str, Any] = field(default_factory=dict)
     """Options of the model, in JSON's types."""
     data: str
-    recipe: Mapping[str, Any]
-    """Options of TrainConfig."""
-    classes: str = "all"
-    """"all"; "first half": only those are learned; "superclass": GEQ §4.3."""
-    measures: tuple[str, ...] = ("quality",)
-    """Names of ``measures.MEASURES``."""
+    recipe: Mapping[str, Any]  # Options of TrainConfig
+    classes: str = "all"  # "all"; "first half": only those are learned; "superclass": GEQ §4.3
+    measures: tuple[str, ...] = ("quality",)  # Names of ``measures.MEASURES``
     trained: bool = True
     """False: the network is measured as it is drawn (throughput, paths at the start)."""
     graphs: bool = False
     """Whether the training step is replayed as CUDA graphs on a GPU: for fixed steps."""
     rate: float = 5000.0
     """Images per second that a training on one H200 sees: an estimate, for the cost."""
-    images: int = 45_000
-    """Training images, for the cost."""
+    images: int = 45_000  # Training images, for the cost
     stand_in: Mapping[str, Any] = field(default_factory=dict)
     """TrainConfig's options for data that stand in: ``{"data": "cifar10"}``; empty: none does."""
     smoke: Mapping[str, Any] = field(default_factory=dict)
@@ -90,8 +94,7 @@ class Cell:
     published: Published | None = None
     job: Job | None = None
     """None: the paper's number is quoted, and we have nothing to measure beside it."""
-    metric: str = "accuracy"
-    """A number that the job's measures give."""
+    metric: str = "accuracy"  # A number that the job's measures give
     note: str = ""
 
 
@@ -113,15 +116,12 @@ class Experiment:
     id: str
     paper: str
     title: str
-    source: str
-    """Where the printed numbers were copied from."""
+    source: str  # Where the printed numbers were copied from
     cells: tuple[Cell, ...]
-    claim: str = ""
-    """What the paper reads off it."""
+    claim: str = ""  # What the paper reads off it
     notes: tuple[str, ...] = ()
     """Where our run differs from the paper's, and what we chose where the paper is silent."""
-    picture: str = ""
-    """"line" or "bars": how the cells are drawn; "": not."""
+    picture: str = ""  # "line" or "bars": how the cells are drawn; "": not
 
     def __post_init__(self) -> None:
         places = [(cell.row, cell.column) for cell in self.cells]

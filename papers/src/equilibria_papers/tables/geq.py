@@ -1,4 +1,4 @@
-"""The cells of GEQ (Gaussian kernel inspired equilibrium models): Tables 1–3, 5, Figures 2–4."""
+"""The cells of GEQ (Tables 1–3, 5, Figures 2–4) and of KerDEQ, its earlier version."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from .experiment import Cell, Job, cells
-from .recipes import cifar, imagenet
+from .experiment import Cell, Job, cells, printed
+from .recipes import cifar, imagenet, one_branch
 
 # MOptEqs of 10 M on ImageNette: the widths of the 13 M network times 7/8.
 TEN_MILLION = {"channels": 336, "mids": [42, 84, 168, 168, 336, 336]}
@@ -16,38 +16,6 @@ _PROVEN = ("geq_", "mopteq_", "opteq_", "kerdeq_", "deep_opteq_")
 # Rows that are a named network with an option.
 _AFTER: dict[str, Any] = {"tag": "norm-after", "options": {"norm": "after"}}
 _CHANGED = {f"GEQ stack {size}, norm after (ours)": _AFTER for size in ("5M", "8M")}
-
-_TABLE_1 = (
-    ("ResNet-18", "resnet18_cifar", "10M", "93.5 ± 0.2%", "10M", "74.5 ± 0.2%"),
-    ("ResNet-50", "resnet50_cifar", "23M", "95.2 ± 0.2", "23M", "77.9 ± 0.1%"),
-    ("MDEQ", "mdeq_cifar", "10M", "94.2 ± 0.3%", "10M", "74.7 ± 0.3%"),
-    ("MOptEqs", "mopteq_cifar_8m", "8M", "94.6 ± 0.2%", "8M", "75.6 ± 0.2%"),
-    ("GEQ 5M", "geq_cifar_5m", "5M", "94.8 ± 0.1%", "5M", "76.4 ± 0.3%"),
-    ("GEQ 8M", "geq_cifar_8m", "8M", "95.6 ± 0.2%", "8M", "78.2 ± 0.2%"),
-    # Ours: what the paper does not have, by the same recipe.
-    ("GEQ stack 5M (ours)", "geq_stack_cifar_5m", "", "", "", ""),
-    ("GEQ stack 8M (ours)", "geq_stack_cifar_8m", "", "", "", ""),
-    ("GEQ stack 5M, norm after (ours)", "geq_stack_cifar_5m", "", "", "", ""),
-    ("GEQ stack 8M, norm after (ours)", "geq_stack_cifar_8m", "", "", "", ""),
-    ("OptEq stack 5M (ours)", "opteq_stack_cifar_5m", "", "", "", ""),
-    ("explicit twin 5M (ours)", "explicit_stack_cifar_5m", "", "", "", ""),
-    ("KerDEQ 5M", "kerdeq_cifar_5m", "", "", "", ""),
-    ("deep OptEq 199k", "deep_opteq_199k", "", "", "", ""),
-)
-_TABLE_2 = (
-    ("ResNet-18", "resnet18_imagenet", "11M", "92.3 ± 0.1%", "11M", "80.9 ± 0.3%"),
-    ("ResNet-50", "resnet50_imagenet", "23M", "93.0 ± 0.2%", "23M", "81.7 ± 0.2%"),
-    ("MDEQ", "mdeq_cifar", "10M", "91.5 ± 0.2%", "10M", "81.3 ± 0.2%"),
-    ("MOptEqs", "mopteq_imagenet_13m", "10M", "92.4 ± 0.2%", "13M", "81.5 ± 0.4%"),
-    ("GEQ 6M", "geq_imagenet_6m", "6M", "92.9 ± 0.2%", "6M", "82.2 ± 0.2%"),
-    ("GEQ 13M", "geq_imagenet_13m", "13M", "93.2 ± 0.1%", "13M", "83.9 ± 0.3%"),
-)
-_TABLE_5 = (
-    ("MOptEqs", "mopteq_cifar_8m", "75.6 ± 0.2%"),
-    ("MOptEqs (Polynomial)", "mopteq_polynomial_cifar_8m", "75.1 ± 0.4%"),
-    ("MOptEqs (Sigmoid)", "mopteq_sigmoid_cifar_8m", "76.1 ± 0.3%"),
-    ("GEQ", "geq_cifar_8m", "78.2 ± 0.2%"),
-)
 
 
 def sized(row: str, title: str, job: Job, size: str, accuracy: str) -> list[Cell]:
@@ -62,7 +30,7 @@ def sized(row: str, title: str, job: Job, size: str, accuracy: str) -> list[Cell
 
 def _cifar_cells() -> list[Cell]:
     made: list[Cell] = []
-    for row, model, *numbers in _TABLE_1:
+    for row, model, *numbers in printed("geq-table1"):
         training = partial(cifar, model, **_CHANGED.get(row, {}))
         made += sized(row, "CIFAR-10", training(data="cifar10"), *numbers[:2])
         made += sized(row, "CIFAR-100", training(data="cifar100"), *numbers[2:])
@@ -91,7 +59,7 @@ def imagenet_cells(
 
 def _large_cells() -> list[Cell]:
     made: list[Cell] = []
-    for row, model, *numbers in _TABLE_2:
+    for row, model, *numbers in printed("geq-table2"):
         made += imagenet_cells(row, model, numbers[:2], "ImageNette", "imagenette")
         made += imagenet_cells(row, model, numbers[2:], "ImageNet-100", "imagenet-100")
     return made
@@ -153,6 +121,43 @@ def patch_cells(model: str) -> list[Cell]:
     return splits + [one(f"p = {p}, c_s = 8", 8, p) for p in (1, 2, 4)]
 
 
+# KerDEQ, the earlier version of GEQ: Tables 1–3, Figures 2–4.
+
+
+def _kerdeq_cifar() -> list[Cell]:
+    made: list[Cell] = []
+    for row, model, size, ten, hundred in printed("kerdeq-table1"):
+        made += sized(row, "CIFAR-10", cifar(model), size, ten)
+        made += sized(row, "CIFAR-100", cifar(model, "cifar100"), size, hundred)
+    return made
+
+
+def _kerdeq_large() -> list[Cell]:
+    made: list[Cell] = []
+    for row, model, title, *numbers in printed("kerdeq-table2"):
+        # Patches of 4 pixels want maps that 4 divides: larger images where CIFAR stands in.
+        pixels = 128 if model.startswith("kerdeq") else 64
+        made += imagenet_cells(row, model, numbers, title, title.lower(), pixels)
+    return made
+
+
+def _known_unknown(row: str, model: str, accuracy: str, known: str, unknown: str) -> list[Cell]:
+    return cells(
+        row,
+        one_branch(model),
+        ("accuracy in %", "known.accuracy", accuracy),
+        ("known KL", "known.kl", known),
+        ("unknown KL", "unknown.kl", unknown),
+    )
+
+
+def _gamma(value: float, data: str) -> Job:
+    if value == 0.5:  # the paper's choice is the network of the tables
+        return cifar("kerdeq_cifar_5m", data)
+    policy = {"kind": "FixedGamma", "value": value}
+    return cifar("kerdeq_cifar_5m", data, tag=f"gamma-{value:g}", options={"gamma": policy})
+
+
 CELLS = {
     "geq-table1": _cifar_cells(),
     "geq-table2": _large_cells(),
@@ -162,7 +167,7 @@ CELLS = {
     ],
     "geq-table5": [
         cell
-        for row, model, text in _TABLE_5
+        for row, model, text in printed("geq-table5")
         for cell in sized(row, "CIFAR-100", cifar(model, "cifar100"), "8M", text)
     ],
     "geq-figure2": corruption_cells(
@@ -178,4 +183,23 @@ CELLS = {
         *_saliency("GEQ", "geq_imagenet_13m"),
     ],
     "geq-figure4": patch_cells("geq_cifar_5m"),
+    "kerdeq-table1": _kerdeq_cifar(),
+    "kerdeq-table2": _kerdeq_large(),
+    "kerdeq-table3": [
+        *_known_unknown("OptEq", "mopteq_cifar_5m", "90.56%", "0.38", "1.51"),
+        *_known_unknown("KerDEQ", "kerdeq_cifar_5m", "92.42%", "0.306", "1.21"),
+    ],
+    "kerdeq-figure2": corruption_cells(
+        {
+            "KerDEQ 8M": "kerdeq_cifar_8m",
+            "MOptEq 8M": "mopteq_cifar_8m",
+            "ResNet-18": "resnet18_cifar",
+        }
+    ),
+    "kerdeq-figure3": [
+        Cell(row=f"γ = {value:g}", column=f"{title}, accuracy in %", job=_gamma(value, data))
+        for value in (0.05, 0.1, 0.25, 0.5, 1.0, 2.0)
+        for title, data in (("CIFAR-10", "cifar10"), ("CIFAR-100", "cifar100"))
+    ],
+    "kerdeq-figure4": patch_cells("kerdeq_cifar_5m"),
 }

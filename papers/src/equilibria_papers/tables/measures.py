@@ -29,11 +29,13 @@ from equilibria.solvers import Anderson
 from equilibria_papers.theory import pictures
 from equilibria_papers.theory.landscapes import Grid, contour_figure, measure_landscape
 from equilibria_papers.theory.trajectories import (
-    PCA,
     SolverPath,
+    TrainingPath,
     layer_input,
+    path_figure,
     principal_components,
     record_path,
+    residual_figure,
 )
 
 from .images import known_classes
@@ -50,19 +52,14 @@ class Scene:
     test: ImageData
     folder: Path
     device: torch.device
-    batch_size: int
-    """Images at a time, of the test."""
-    train_batch: int
-    """Images of a training step."""
-    precision: str
-    """Of the training, in Lightning's words."""
+    batch_size: int  # Images at a time, of the test
+    train_batch: int  # Images of a training step
+    precision: str  # Of the training, in Lightning's words
     seed: int
     progress: bool
     smoke: bool
-    held_out: ImageData | None = None
-    """What choices may look at."""
-    epochs: int = 0
-    """Of the whole training."""
+    held_out: ImageData | None = None  # What choices may look at
+    epochs: int = 0  # Of the whole training
 
 
 _BATCHES, _BATCH = 80, 125  # OptEq §7.4: "the total time for 80 iteration steps", batches of 125
@@ -341,7 +338,7 @@ def snapshot_epochs(epochs: int) -> tuple[int, ...]:
     return (0, 1, max(1, epochs // 4), max(1, epochs // 2), epochs)
 
 
-_SAMPLES, _STEPS, _DRAWN = 256, 50, 10
+_SAMPLES, _STEPS = 256, 50
 _SPANNED = 32  # samples whose paths span the plane: all 256 would be 13,056 points of 37,632
 _TOLERANCE = 1e-2
 _EXAMPLES, _GRID = 1024, 25
@@ -368,76 +365,47 @@ def _first_step(states: Tensor) -> float:
     return 100.0 * float((lengths[0][kept] / total[kept]).mean())
 
 
-def _separation(points: Tensor, classes: Tensor) -> float:
-    """Variance between the class means over the whole variance of points [B, n], in percent."""
-    points = points.double()
-    center = points.mean(0)
-    between = sum(
-        float((classes == k).sum()) * float((points[classes == k].mean(0) - center).square().sum())
-        for k in classes.unique().tolist()
-    )
-    whole = float((points - center).square().sum())
-    return 100.0 * between / whole if whole else 0.0
-
-
-def _states(path: SolverPath) -> Tensor:
-    assert path.states is not None
-    return path.states
-
-
-def _plane(path: SolverPath) -> PCA:
-    return principal_components(_states(path)[:, :_SPANNED], 2)
+def _separation(path: SolverPath, classes: Tensor) -> float:
+    """Variance between the class means over the whole variance of the last states, in percent."""
+    return 100.0 * float(TrainingPath(("end",), classes, (path,)).spread())
 
 
 def path_measure(scene: Scene) -> dict[str, float]:
     """Figures 4.1 and 4.2: the residual by step, and how the path lies in a plane."""
-    path, classes = _path(scene.model, scene, scene.test)
-    curve, plane = path.mean_curve(), _plane(path)
+    path, _ = _path(scene.model, scene, scene.test)
+    curve, plane = path.mean_curve(), principal_components(path.states[:, :_SPANNED])
     found = {f"path.residual.{k}": float(curve[k - 1]) for k in (5, 20, 50)}
     found["path.settled"] = 100.0 * float((path.steps_to(_TOLERANCE) > 0).double().mean())
-    found["path.first_step"] = _first_step(_states(path))
+    found["path.first_step"] = _first_step(path.states)
     found["path.plane"] = 100.0 * float(plane.explained.sum())
-    figure = pictures.new_figure(8.0, 3.4)
-    left, right = figure.subplots(1, 2)
-    left.semilogy(range(1, path.steps + 1), curve.tolist(), color=pictures.COLORS[0])
-    left.set(xlabel="step", ylabel="relative residual (Eq 4.2)")
-    _draw(right, plane.project(_states(path)), classes)
-    pictures.save_picture(figure, scene.folder / "paths")
+    name = scene.folder.name.rsplit("-", 1)[0]
+    pictures.save_picture(residual_figure({name: {"Anderson": path}}), scene.folder / "residuals")
+    pictures.save_picture(path_figure({name: path}), scene.folder / "paths")
     return found
-
-
-def _draw(axes: Any, points: Tensor, classes: Tensor) -> None:
-    """Some paths [K, B, 2] in their plane, a color for each class."""
-    for b in range(min(_DRAWN, points.shape[1])):
-        color = pictures.COLORS[int(classes[b]) % len(pictures.COLORS)]
-        axes.plot(*points[:, b].T.tolist(), color=color, linewidth=0.8, marker=".", markersize=3)
-    axes.set(xlabel="first component", ylabel="second component")
 
 
 def training_paths(scene: Scene) -> dict[str, float]:
     """Figure 4.3: paths of training images at the start, after 1, a quarter, half, all epochs."""
     found: dict[str, float] = {}
-    figure = pictures.new_figure(2.6 * len(STAGES), 2.8)
-    panels = figure.subplots(1, len(STAGES))
-    moments = zip(STAGES, _snapshots(scene.folder / "snapshots", scene.epochs), strict=True)
-    for axes, (stage, (epoch, file)) in zip(panels, moments, strict=True):
+    drawn: dict[str, SolverPath] = {}
+    moments = zip(STAGES, _snapshots(scene.folder / "epochs", scene.epochs), strict=True)
+    for stage, (epoch, file) in moments:
         model = copy.deepcopy(scene.model)
         model.load_state_dict(load_file(file))
         path, classes = _path(model.eval(), scene, scene.train)
         steps = path.steps_to(_TOLERANCE)
-        found[f"stage.{stage}.first_step"] = _first_step(_states(path))
-        found[f"stage.{stage}.separation"] = _separation(_states(path)[-1], classes)
+        found[f"stage.{stage}.first_step"] = _first_step(path.states)
+        found[f"stage.{stage}.separation"] = _separation(path, classes)
         taken = torch.where(steps > 0, steps, path.steps).double().mean()
         found[f"stage.{stage}.steps"] = float(taken)
-        _draw(axes, _plane(path).project(_states(path)), classes)
-        axes.set_title(f"{stage} (epoch {epoch})", fontsize=8)
-    pictures.save_picture(figure, scene.folder / "training_paths")
+        drawn[f"{stage} (epoch {epoch})"] = path
+    pictures.save_picture(path_figure(drawn), scene.folder / "training_paths")
     return found
 
 
 def _snapshots(folder: Path, end: int) -> list[tuple[int, Path]]:
     """Epoch and weights of each stage. In a short run stages fall together, on the same epoch."""
-    files = {int(p.stem.split("_")[1]): p for p in folder.glob("weights_*.safetensors")}
+    files = {int(p.stem.split("_")[1]): p for p in folder.glob("epoch_*.safetensors")}
     wanted = snapshot_epochs(end)
     if set(wanted) - set(files):
         held = f"the weights of epochs {sorted(files)} alone" if files else "no weights"
@@ -460,19 +428,11 @@ def local_minima(loss: Tensor) -> int:
     return int(lowest.sum())
 
 
-def landscape_measure(scene: Scene) -> dict[str, float]:
-    """Figure 4.4, of training images."""
-    return _landscape(scene, scene.train, "landscape")
-
-
-def landscape_of_test(scene: Scene) -> dict[str, float]:
-    """Figure 4.5, of test images; ImageNet's own are 50 a class, the first 1,024 of 21 classes."""
-    return _landscape(scene, scene.test, "test_landscape")
-
-
 def _landscape(scene: Scene, data: ImageData, name: str) -> dict[str, float]:
     """Φ(a, b) around the weights, 25 × 25 over [−1, 1]², filter-normalized.
 
+    Figure 4.4 is of training images, Figure 4.5 of test images: ImageNet's own are 50 a class, the
+    first 1,024 of 21 classes.
     Rows are kept as they are measured, so that an interrupted landscape goes on.
     """
     count = min(32 if scene.smoke else _EXAMPLES, len(data))
@@ -513,8 +473,8 @@ MEASURES: Mapping[str, Measure] = MappingProxyType(
         "throughput": throughput,
         "paths": path_measure,
         "paths of training images": training_paths,
-        "landscape": landscape_measure,
-        "landscape of test images": landscape_of_test,
+        "landscape": lambda scene: _landscape(scene, scene.train, "landscape"),
+        "landscape of test images": lambda scene: _landscape(scene, scene.test, "test_landscape"),
     }
 )
 """name → what a job measures."""

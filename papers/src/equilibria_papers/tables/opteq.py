@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from . import recipes
-from .experiment import Cell, Job, cells
+from .experiment import Cell, Job, cells, printed
 from .recipes import RATES, deep_opteq, job
 
 ALPHAS = (0.01, 0.1, 0.4, 0.8, 1.0)
@@ -54,23 +54,14 @@ _SETTINGS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "HSIC†": ("hsic-sam", averaging(_HSIC, 1.0)),
     "HSIC*": ("hsic", changed(_HSIC)),
 }
-_TABLE_5 = {
-    "no Reg": "58.4% 56.8% 86.9% 87.4% 87.2%",
-    "(½‖z‖²)†": "69.4% 61.9% 87.3% 87.3% 87.4%",
-    "(2/(‖z‖²+2ε))†": "75.0% 63.2% 78.4% 87.3% 87.0%",
-    "(2/(‖z‖²+2ε))*": "64.9% 64.7% 87.7% 87.5% 87.6%",
-    "F_Dz†": "72.7% 61.5% 86.5% 87.0% 87.7%",
-    "F_Dz*": "72.6% 60.0% 88.0% 87.6% 87.5%",
-    "HSIC†": "70.6% 66.1% 85.1% 87.6% 88.1%",
-    "HSIC*": "72.2% 64.5% 85.5% 87.5% 87.9%",
-}
+_TABLE_5 = {row: texts for row, *texts in printed("opteq-table5")}
 
 
 def _by_alpha(row: str, setting: str) -> list[Cell]:
     """A row of Table 5, by whatever name; Table 3 prints some of them again."""
     tag, options = _SETTINGS[setting]
     made: list[Cell] = []
-    for alpha, text in zip(ALPHAS, _TABLE_5[setting].split(), strict=True):
+    for alpha, text in zip(ALPHAS, _TABLE_5[setting], strict=True):
         one = deep_opteq("deep_opteq_199k", f"{tag}-alpha-{alpha:g}", {**options, "alpha": alpha})
         made += cells(row, one, (f"α = {alpha:g}, accuracy in %", "accuracy", text))
     return made
@@ -143,24 +134,6 @@ _OURS = {
     "OptEq-small": _imagenet("deep_opteq_small", "", _SMALL),
     "OptEq-Mid.": _imagenet("deep_opteq_middle", "", _SMALL),
 }
-_TABLE_7 = (
-    ("ResNet-18", "70.2%", "89.9%", "13 M"),
-    ("ResNet-34", "74.8%", "91.1%", "21 M"),
-    ("Inception-V2", "74.8%", "92.2%", "12 M"),
-    ("ResNet-50", "75.1%", "92.5%", "26 M"),
-    ("Res-Extr. + Cls.", "71.2%", "89.5%", "11 M"),
-    ("HRNet-W18", "76.8%", "93.4%", "21 M"),
-    ("MDEQ-single branch", "72.9%", "91.0%", "18 M"),
-    ("MDEQ-small", "75.5%", "92.7%", "18 M"),
-    ("OptEq (learnable α's)", "76.7%", "93.1%", "18 M"),
-    ("OptEq-small", "76.9%", "93.1%", "18 M"),
-    ("ResNet-101", "77.1%", "93.5%", "52 M"),
-    ("W-ResNet-50", "78.1%", "93.9%", "69 M"),
-    ("W-Res-Extr. + Cls.", "73.4%", "90.9%", "27 M"),
-    ("MDEQ-large", "77.5%", "93.6%", "63 M"),
-    ("MDEQ (Unrolled)", "75.9%", "93.0%", "63 M"),
-    ("OptEq-Mid.", "78.3%", "94.0%", "40 M"),
-)
 
 
 def _large(row: str, top1: str, top5: str, size: str) -> list[Cell]:
@@ -247,7 +220,7 @@ CELLS = {
         for cell in _compared(row, size, accuracy, one)
     ],
     "opteq-table5": [cell for row in _TABLE_5 for cell in _by_alpha(row, row)],
-    "opteq-table7": [cell for row in _TABLE_7 for cell in _large(*row)],
+    "opteq-table7": [cell for row in printed("opteq-table7") for cell in _large(*row)],
     "opteq-table8": [
         *_unrolled(5, "83.52%", "1.3s", "1.8s", "1.22e-02"),
         *_unrolled(10, "87.28%", "2.2 s", "3.3 s", "4.88e-03"),

@@ -5,16 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 import shutil
-import textwrap
 from collections.abc import Iterable, Sequence
-from itertools import starmap
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
-from rich.jupyter import JupyterMixin
-from rich.table import Table
+from rich.measure import Measurement
+from rich.table import Column, Table
 from rich.text import Text
 
 from equilibria_papers.theory import pictures
@@ -154,145 +152,58 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|")
 
 
-# For the terminal: what has numbers of ours, and in a sentence what has none. A line for each row
-# where the terminal is wide enough; a line for each cell, under the name of its row, where not.
+# For the terminal: a line for each row where it is wide enough; where not, a line for each cell,
+# under the name of its row.
 
-_HEADS = (60, 24, 16, 12, 0)  # widths that a heading may be wrapped to; no word is cut
-_NAMES = (60, 26)  # the same of a row's name
-_FEW = 3  # rows that are named beside a column
-_EDGES = 3  # a column's: a space on each side, and a line
+_NAME = 24  # to which a row's name may be wrapped
 
 
-class Shown(JupyterMixin):
-    """For ``Console.print`` and notebooks: it looks at the width of the console."""
+@dataclass(frozen=True)
+class Shown:
+    """For ``Console.print``: it looks at the width of the console."""
 
-    def __init__(self, result: Result) -> None:
-        self.result = result
-        measured = {found.cell.row for found in result.cells if found.samples}
-        self.rows = [row for row in result.experiment.rows if row in measured]
-        self.cells = {(found.cell.row, found.cell.column): found for found in result.cells}
+    result: Result
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield Text(heading(self.result), style="bold")
-        if self.rows:
-            yield self._wide(options.max_width) or self._long(options.max_width)
-        yield Text(self._caption(), style="dim")
-        for remark in (*self._absent(), *self._partial(), *unsettled(self.result)):
-            yield Text(f"- {remark}")
-
-    def _wide(self, width: int) -> Any:
-        """A line per row; None where numbers would have to be cut."""
-        given = {f.cell.column for row in self.rows for f in self._of(row) if _has_number(f)}
-        columns = [one for one in self.result.experiment.columns if one in given]
-        texts = [[pair(self.cells.get((row, one))) for row in self.rows] for one in columns]
-        for name_width in _NAMES:
-            names = [_wrapped(row, name_width, "  ") for row in self.rows]
-            for head_width in _HEADS:
-                heads = [_wrapped(one, head_width) for one in columns]
-                grid = list(zip(["", *heads], [names, *texts], strict=True))
-                if sum(_width([head, *below]) + _EDGES for head, below in grid) < width:
-                    return _grid(grid)
-        return None
-
-    def _long(self, width: int) -> Any:
-        """A line per cell, under the names of the rows; two where its number leaves no room."""
-        cells = {row: [f for f in self._of(row) if _has_number(f)] for row in self.rows}
-        numbers = _width([pair(found) for each in cells.values() for found in each])
-        names = _width([found.cell.column for each in cells.values() for found in each])
-        beside = numbers + 2 * _EDGES + min(names, _NAMES[-1]) < width
-        table = Table()
-        table.add_column("what", overflow="fold")
-        if beside:
-            table.add_column("ours / paper", justify="right", no_wrap=True)
-        for row, each in cells.items():
-            table.add_section()
-            table.add_row(Text(row, style="bold"))
-            for found in each:
-                texts = [Text(found.cell.column), Text(pair(found), justify="right")]
-                for line in [texts] if beside else [[text] for text in texts]:
-                    table.add_row(*line)
-        return table
-
-    def _of(self, row: str) -> list[CellResult]:
-        return [found for found in self.result.cells if found.cell.row == row]
-
-    def _caption(self) -> str:
-        """State, seconds, and what was changed of the recipe."""
         result = self.result
+        yield Text(heading(result), style="bold")
+        if any(found.samples for found in result.cells):
+            wide = self._wide()
+            needed = Measurement.get(console, options.update(max_width=10_000), wide).minimum
+            yield wide if needed <= options.max_width else self._long()
         change = f" Changed recipe: {result.change}." if result.change else ""
         said = f"{result.status}; {result.seconds:,.0f} s of training and measuring.{change}"
-        beside = any(found.cell.published for row in self.rows for found in self._of(row))
-        return f"{'ours / paper; ' if beside else ''}{said}"
+        yield Text(f"ours / paper; {said}", style="dim")
+        for remark in _remarks(result):
+            yield Text(remark)
 
-    def _partial(self) -> list[str]:
-        """What is to be said of single cells of the rows that are shown, by column."""
-        said: dict[str, dict[str, list[str]]] = {}
-        for row, column, state in _states(self.result):
-            if row in self.rows:
-                said.setdefault(_said(state), {}).setdefault(column, []).append(row)
-        return [
-            f"{state}, of the rows above: {'; '.join(starmap(self._part, places.items()))}."
-            for state, places in said.items()
-        ]
+    def _wide(self) -> Table:
+        columns = self.result.experiment.columns
+        cells = {(found.cell.row, found.cell.column): found for found in self.result.cells}
+        names = self.result.experiment.rows
+        # The names of rows and columns may be wrapped, numbers may not.
+        table = Table(Column(min_width=min(_NAME, max(map(len, names)))))
+        texts = {one: [pair(cells.get((row, one))) for row in names] for one in columns}
+        for column, below in texts.items():
+            table.add_column(Text(column), justify="right", min_width=max(map(len, below)))
+        for row, *numbers in zip(names, *texts.values(), strict=True):
+            table.add_row(Text(row), *map(Text, numbers))
+        return table
 
-    def _part(self, column: str, rows: list[str]) -> str:
-        """The column, with its rows where they are not all."""
-        whole = sum((row, column) in self.cells for row in self.rows)
-        if len(rows) == whole:
-            return column
-        return f"{column} ({_listed(rows) if len(rows) <= _FEW else f'{len(rows)} of {whole}'})"
-
-    def _absent(self) -> list[str]:
-        """The rows of which nothing is ours, by the reason."""
-        states: dict[str, dict[str, None]] = {}
-        for row, _, state in _states(self.result):
-            if row not in self.rows:
-                states.setdefault(row, {})[_said(state)] = None
-        reasons: dict[str, list[str]] = {}
-        for row, why in states.items():
-            reasons.setdefault("; ".join(why), []).append(row)
-        return [f"{why}: {_listed(rows)}." for why, rows in reasons.items()]
+    def _long(self) -> Table:
+        table = Table("what", Column("ours / paper", justify="right"))
+        for row in self.result.experiment.rows:
+            table.add_section()
+            table.add_row(Text(row, style="bold"))
+            for found in self.result.cells:
+                if found.cell.row == row:
+                    table.add_row(Text(found.cell.column), Text(pair(found)))
+        return table
 
 
 def rich_table(result: Result) -> Shown:
     """For ``Console.print``: as the terminal is wide."""
     return Shown(result)
-
-
-def _has_number(found: CellResult) -> bool:
-    """Of ours or of the paper."""
-    return bool(found.samples) or found.cell.published is not None
-
-
-def _said(state: str) -> str:
-    """``not run (no run folder has it)``: what follows is names."""
-    head, _, why = state.partition(": ")
-    return f"{head} ({why})" if why else head
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ("; " if any("," in name for name in names) else ", ").join(names)
-
-
-def _wrapped(text: str, width: int, indent: str = "") -> str:
-    """In lines of this width, or of the longest word."""
-    longest = max(map(len, text.split()), default=1) + len(indent)
-    return textwrap.fill(
-        text, max(width, longest), subsequent_indent=indent, break_on_hyphens=False
-    )
-
-
-def _width(texts: Sequence[str]) -> int:
-    return max((cell_len(line) for text in texts for line in text.splitlines()), default=0)
-
-
-def _grid(columns: Sequence[tuple[str, Sequence[str]]]) -> Any:
-    table = Table()
-    for number, (head, _) in enumerate(columns):
-        table.add_column(Text(head), justify="right" if number else "left", no_wrap=True)
-    for texts in zip(*(below for _, below in columns), strict=True):
-        table.add_row(*map(Text, texts))
-    return table
 
 
 # A figure of a paper from our numbers: lines or bars, one color a column.
@@ -372,7 +283,7 @@ def _pick(values: Sequence[Any], number: int) -> Any:
 
 # What measures draw into a run's folder and what a figure of a paper shows; the corruptions' own
 # picture is left there, for the figure has all networks in one.
-_DRAWN = ("paths.png", "training_paths.png", "landscape.png", "test_landscape.png", "gradcam.png")
+_DRAWN = ("residuals", "paths", "training_paths", "landscape", "test_landscape", "gradcam")
 
 
 def copy_pictures(result: Result, runs: Iterable[tuple[str, Path]], folder: Path) -> Result:
@@ -380,7 +291,7 @@ def copy_pictures(result: Result, runs: Iterable[tuple[str, Path]], folder: Path
     stem = result_path(folder, result.experiment.id, result.smoke, result.change).with_suffix("")
     names = []
     for job, run in dict(runs).items():
-        for found in (run / name for name in _DRAWN):
+        for found in (run / f"{name}.png" for name in _DRAWN):
             if found.exists():
                 stem.parent.mkdir(parents=True, exist_ok=True)
                 names.append(f"{stem.name}--{job}--{found.name}")

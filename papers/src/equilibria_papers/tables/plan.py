@@ -37,24 +37,17 @@ _TOGETHER = ("schedule", "milestones", "epochs", "compile", "jacobian_weight", "
 class Choices:
     """What the user of ``reproduce`` chooses; checked when made."""
 
-    seeds: tuple[int, ...] = (0,)
-    """One training of every job for each."""
-    only: tuple[str, ...] = ()
-    """Rows of the table; none: all."""
-    smoke: bool = False
-    """Tiny networks on the digits, by the same code: a test, not a result."""
-    stand_in: bool = False
-    """Whether other data may stand in for data that are not at hand."""
+    seeds: tuple[int, ...] = (0,)  # One training of every job for each
+    only: tuple[str, ...] = ()  # Rows of the table; none: all
+    smoke: bool = False  # Tiny networks on the digits, by the same code: a test, not a result
+    stand_in: bool = False  # Whether other data may stand in for data that are not at hand
     overrides: Mapping[str, Any] = field(default_factory=dict)
     """Options of TrainConfig in place of the recipe's; the table says so."""
-    device: str | None = None
-    """"cpu", "cuda", "cuda:1"; None: a GPU where there is one."""
+    device: str | None = None  # "cpu", "cuda", "cuda:1"; None: a GPU where there is one
     data_root: Path | None = None
     """Where data sets are looked for; None: the places of equilibria.data."""
-    out: Path = Path("results/reproduce")
-    """Where tables are written."""
-    runs: Path = Path("runs/reproduce")
-    """Where trainings are kept."""
+    out: Path = Path("results/reproduce")  # Where tables are written
+    runs: Path = Path("runs/reproduce")  # Where trainings are kept
     minutes: float | None = None
     """Stop training after this long, as by Ctrl-C: the same command goes on from there."""
     parallel: int = 1
@@ -62,8 +55,7 @@ class Choices:
     gather: bool = False
     """Train and measure nothing: the tables of what the run folders hold, such as those that
     another machine filled."""
-    progress: bool = True
-    """Whether to show bars."""
+    progress: bool = True  # Whether to show bars
 
     def __post_init__(self) -> None:
         if not self.seeds or len(set(self.seeds)) != len(self.seeds):
@@ -129,14 +121,10 @@ class Planned:
     job: Job
     seed: int
     config: TrainConfig
-    key: str
-    """Ten hexadecimal digits of the settings and the seed."""
-    group: str
-    """The same without the seed: runs of one group are averaged."""
-    stands_in: str
-    """The data that stand in for the job's, or empty."""
-    missing: str
-    """The data that are not at hand, or empty: then it cannot be run."""
+    key: str  # Ten hexadecimal digits of the settings and the seed
+    group: str  # The same without the seed: runs of one group are averaged
+    stands_in: str  # The data that stand in for the job's, or empty
+    missing: str  # The data that are not at hand, or empty: then it cannot be run
     smoke: bool = False
 
     @property

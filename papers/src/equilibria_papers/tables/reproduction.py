@@ -5,15 +5,14 @@ from __future__ import annotations
 import difflib
 import signal
 import time
-import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
-from . import geq, kerdeq, opteq, ours, thesis
-from .experiment import Cell, Experiment
+from . import geq, opteq, ours, thesis
+from .experiment import WORDS, Cell, Experiment
 from .pages import copy_pictures, draw
 from .parallel import Task, Tell, handled, run_beside, split
 from .plan import Choices, Planned, at_hand, cells_asked, plan, plan_of
@@ -35,11 +34,12 @@ from .runs import Stop, chosen_device, complete, is_trained, remembered, run_job
 
 def _declared() -> dict[str, Experiment]:
     """The words of papers.toml with the cells of the modules, in the order of the former."""
-    words = tomllib.loads(Path(__file__).with_name("papers.toml").read_text("utf-8"))
+    words = {name: dict(said) for name, said in WORDS.items()}
     shared, made = words.pop("shared"), {}
-    for module in (geq, kerdeq, opteq, thesis, ours):
+    for module in (geq, opteq, thesis, ours):
         for name, cells in module.CELLS.items():
             said = words[name]
+            said.pop("rows", None)
             notes = [note for part in said.pop("shared", ()) for note in shared[part]]
             notes += said.pop("notes", ())
             made[name] = Experiment(id=name, cells=tuple(cells), notes=tuple(notes), **said)
@@ -69,10 +69,8 @@ class Listed:
 
     experiment: Experiment
     status: str
-    measured: int
-    """Cells with a number of ours."""
-    missing: tuple[str, ...]
-    """Data that are not at hand."""
+    measured: int  # Cells with a number of ours
+    missing: tuple[str, ...]  # Data that are not at hand
 
 
 def listing(out: Path, data_root: Path | None) -> list[Listed]:

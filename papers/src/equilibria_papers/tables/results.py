@@ -26,8 +26,7 @@ class Sample:
 
     seed: int
     value: float
-    group: str
-    """Runs of the same settings have the same."""
+    group: str  # Runs of the same settings have the same
     seconds: float
     made_by: Mapping[str, Any]
     stands_in: str = ""
@@ -42,8 +41,7 @@ class CellResult:
 
     cell: Cell
     samples: tuple[Sample, ...] = ()
-    why: str = ""
-    """Why there is no sample."""
+    why: str = ""  # Why there is no sample
     group: str = ""
     """Of the settings as they are declared now; samples of other settings are out of date."""
 
@@ -131,12 +129,10 @@ class Result:
     experiment: Experiment
     cells: tuple[CellResult, ...]
     smoke: bool
-    change: str
-    """Overrides of the recipe, in words."""
+    change: str  # Overrides of the recipe, in words
     made_by: Mapping[str, Any]
     files: tuple[str, ...] = field(default=())
-    overrides: Mapping[str, Any] = field(default_factory=dict)
-    """The same as values."""
+    overrides: Mapping[str, Any] = field(default_factory=dict)  # The same as values
 
     @property
     def status(self) -> str:
@@ -157,11 +153,7 @@ class Result:
     def to_dict(self) -> dict[str, Any]:
         experiment = self.experiment
         return {
-            "id": experiment.id,
-            "paper": experiment.paper,
-            "title": experiment.title,
-            "source": experiment.source,
-            "claim": experiment.claim,
+            **{k: getattr(experiment, k) for k in ("id", "paper", "title", "source", "claim")},
             "smoke": self.smoke,
             "warning": _WARNING if self.smoke else "",
             "status": self.status,

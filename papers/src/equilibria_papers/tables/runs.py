@@ -17,15 +17,15 @@ from torch import nn
 
 from equilibria import models, training
 from equilibria.data import ImageData
-from equilibria.engine import write_bytes, write_json
+from equilibria.engine import write_json
 from equilibria.training import Run, TrainConfig
 
 from .images import Supplied, supply
-from .measures import MEASURES, Scene, snapshot_epochs
-from .networks import NETWORKS
+from .measures import MEASURES, Scene
 from .plan import Choices, Planned
 from .provenance import Log, made_by
 from .results import in_json
+from .thesis import NETWORKS
 
 _FILE = "measured.json"
 
@@ -36,10 +36,8 @@ class Stop:
 
     until: float | None = None
     """A time of ``time.time()``: other clocks need not agree between processes."""
-    file: Path | None = None
-    """Where it exists, a stop is asked for."""
-    parent: int | None = None
-    """The process that waits for this one: where it is gone, nobody does."""
+    file: Path | None = None  # Where it exists, a stop is asked for
+    parent: int | None = None  # The process that waits for this one: where it is gone, nobody does
 
     def late(self) -> bool:
         return self.until is not None and time.time() >= self.until
@@ -71,45 +69,8 @@ def _run(trainer: pl.Trainer) -> Run:
         if isinstance(callback, Run):
             return callback
     raise RuntimeError(
-        "StopWhenAsked and Snapshots belong to runs of equilibria.training.fit; this trainer is "
-        "another's."
+        "StopWhenAsked belongs to runs of equilibria.training.fit; this trainer is another's."
     )
-
-
-class Snapshots(pl.Callback):
-    """Writes the weights to ``folder/weights_<epoch>.safetensors`` after chosen epochs."""
-
-    def __init__(self, folder: Path, epochs: tuple[int, ...]) -> None:
-        super().__init__()
-        self.folder = folder
-        self.epochs = frozenset(epochs)
-        self.done = 0
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # A run resumed inside an epoch has nothing to write. At an epoch's end it writes again: a
-        # stop in the validation came before on_train_epoch_end.
-        here = _run(trainer).progress
-        self.done = here.epoch
-        if here.batch == 0:
-            self._write(pl_module)
-
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.done += 1
-        self._write(pl_module)
-
-    def _write(self, module: pl.LightningModule) -> None:
-        if self.done in self.epochs:
-            self.write(module.model, self.done)
-
-    def write(self, model: Any, epoch: int) -> None:
-        """Keep the weights of ``model`` as those after ``epoch``."""
-        tensors = {k: v.detach().cpu().contiguous().clone() for k, v in model.state_dict().items()}
-        self.folder.mkdir(parents=True, exist_ok=True)
-        write_bytes(self.path(epoch), safetensors.torch.save(tensors))
-
-    def path(self, epoch: int) -> Path:
-        """Where the weights after ``epoch`` are."""
-        return self.folder / f"weights_{epoch}.safetensors"
 
 
 @dataclass(frozen=True)
@@ -117,8 +78,7 @@ class Outcome:
     """What a job gave."""
 
     values: dict[str, float]
-    seconds: float
-    """Of training and measuring, over all calls that it took."""
+    seconds: float  # Of training and measuring, over all calls that it took
     made_by: dict[str, Any]
 
 
@@ -275,11 +235,9 @@ def _made_fast(planned: Planned, choices: Choices) -> TrainConfig:
 
 def _train(planned: Planned, images: Supplied, choices: Choices, stop: Stop | None) -> nn.Module:
     own: list[Any] = [] if stop is None else [StopWhenAsked(stop)]
-    snapshots: Snapshots | None = None
-    end = planned.config.epochs
+    config = _made_fast(planned, choices)
     if "paths of training images" in planned.job.measures:
-        snapshots = Snapshots(planned.folder / "snapshots", snapshot_epochs(end))
-        own.append(snapshots)
+        config = config.with_overrides(keep_every=1)
     given: dict[str, Any] = {}
     if planned.config.model in NETWORKS:
         torch.manual_seed(planned.seed)
@@ -287,7 +245,7 @@ def _train(planned: Planned, images: Supplied, choices: Choices, stop: Stop | No
     left = planned.folder / "last.ckpt"
     # A folder without a checkpoint holds a run that did not come to the end of its first epoch.
     result = training.fit(
-        _made_fast(planned, choices),
+        config,
         data=(images.train, images.held_out),
         resume=planned.folder if left.exists() else None,
         overwrite=not left.exists(),
@@ -295,6 +253,4 @@ def _train(planned: Planned, images: Supplied, choices: Choices, stop: Stop | No
         callbacks=own,
         **given,
     )
-    if snapshots is not None and not snapshots.path(end).exists():
-        snapshots.write(result.model, end)  # stopped in the last validation, with all trained
     return result.model

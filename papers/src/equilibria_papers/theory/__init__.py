@@ -11,20 +11,29 @@ The NTK thesis, chapter 3: ``monotone_ntk``; chapter 4: ``trajectories`` and ``l
 The names of all of them can be imported from here, too.
 """
 
-from . import bounds, converters, deep_opteq, landscapes, monitors, monotone_ntk, ntk, trajectories
+from . import (
+    bounds,
+    converters,
+    landscapes,
+    monitors,
+    monotone_ntk,
+    ntk,
+    opteq_theorems,
+    trajectories,
+)
 from .bounds import *  # noqa: F403
 from .converters import *  # noqa: F403
-from .deep_opteq import *  # noqa: F403
 from .landscapes import *  # noqa: F403
 from .monitors import *  # noqa: F403
 from .monotone_ntk import *  # noqa: F403
 from .ntk import *  # noqa: F403
+from .opteq_theorems import *  # noqa: F403
 from .trajectories import *  # noqa: F403
 
 __all__: list[str] = []
 __all__ += bounds.__all__
 __all__ += converters.__all__
-__all__ += deep_opteq.__all__
+__all__ += opteq_theorems.__all__
 __all__ += landscapes.__all__
 __all__ += monitors.__all__
 __all__ += monotone_ntk.__all__

@@ -1,8 +1,14 @@
-"""Sizes that a caller gives, checked."""
+"""What several packages of the theory share: sizes that a caller gives, inputs that layers get."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from equilibria.evaluation import evaluating
 
 
 def check_sizes(owner: str, sizes: Mapping[str, object]) -> None:
@@ -10,3 +16,25 @@ def check_sizes(owner: str, sizes: Mapping[str, object]) -> None:
     for name, value in sizes.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{owner}({name}={value!r}): expected an integer of at least 1.")
+
+
+@torch.no_grad()
+def first_inputs(model: nn.Module, x: Any, layers: Mapping[str, nn.Module]) -> dict[str, Any]:
+    """Name → what each of these layers gets first, when ``model`` in eval mode is applied to x."""
+    found: dict[str, Any] = {}
+
+    def caught(name: str) -> Any:
+        def hook(_: nn.Module, inputs: tuple[Any, ...]) -> None:
+            if inputs:
+                found.setdefault(name, inputs[0])
+
+        return hook
+
+    hooks = [each.register_forward_pre_hook(caught(name)) for name, each in layers.items()]
+    try:
+        with evaluating(model):
+            model(x)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found

@@ -205,23 +205,20 @@ def to_hidden_units(network: nn.Sequential, skips: Sequence[Skip] | None = None)
 
 
 @torch.no_grad()
-def to_deep_opteq(
-    network: nn.Sequential, skips: Sequence[Skip] | None = None, *, reset: bool | None = None
-) -> nn.Sequential:
+def to_deep_opteq(network: nn.Sequential, skips: Sequence[Skip] | None = None) -> nn.Sequential:
     """Lemma 2: a deep OptEq (α = 1) and a head whose output is that of ``network``.
 
     Beside W_{l+1}W_lᵀ = A_{l+1} the loop must carry nothing back, W_1W_Lᵀ = 0. That can be had from
-    three stages on; with fewer, or with ``reset=True``, a first block with W = 0 forgets the state
-    instead (the paper, too, has one block more than the network has stages). For α < 1 the skip
+    three stages on; with fewer a first block with W = 0 forgets the state instead (the paper, too,
+    has one block more than the network has stages). For α < 1 the skip
     (1 − α)z carries every W_lᵀσ_l around the loop; another construction, in which every layer holds
-    all hidden units, works there (``claims/opteq_networks.py``), but its equilibrium need not be
+    all hidden units, works there (``claims/opteq_deep.py``), but its equilibrium need not be
     the only one.
 
     Args:
         network: an ``nn.Sequential`` of Linear and activations, the first a Linear, all
             activations alike.
         skips: input skips U_k of the stages after the first: nn.Linear, matrix [n_k, d] or None.
-        reset: whether to add the forgetting block; None: where it is needed.
 
     Returns:
         ``nn.Sequential(DeepOptEq, Linear)`` with the dtype and device of ``network``.
@@ -235,13 +232,7 @@ def to_deep_opteq(
             "multiply them first."
         )
     sizes = [len(stage.bias) for stage in stages]
-    if reset is None:
-        reset = len(sizes) < 3
-    if not reset and len(sizes) < 3:
-        raise ValueError(
-            f"W_1W_Lᵀ = 0 contradicts W_{{l+1}}W_lᵀ = A_{{l+1}} for {len(sizes)} stage(s); it can "
-            "be had from three on. Use reset=True."
-        )
+    reset = len(sizes) < 3
     need = [a + b for a, b in pairwise(sizes)]
     if not reset:
         need = need[:1] + [sizes[0] + n for n in need[1:]]

@@ -9,30 +9,25 @@ squared loss ‖g‖² = 2L and the bound on ‖∇L‖²/(2L) is λ_min itself 
 
 from __future__ import annotations
 
-import copy
-import csv
-import io
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
-from equilibria.engine import write_text
-from equilibria_papers.theory.ntk.jacobian import (
+from equilibria_papers.theory.checks import check_sizes
+from equilibria_papers.theory.ntk.kernel import (
     Choice,
     Filter,
     Method,
+    TangentKernel,
+    empirical_ntk,
     evaluating,
     flat_outputs,
-    following,
     select_parameters,
 )
-from equilibria_papers.theory.ntk.kernel import Projection, TangentKernel, empirical_ntk
 from equilibria_papers.theory.ntk.spectrum import (
     kernel_distance,
     kernel_drift,
@@ -40,9 +35,7 @@ from equilibria_papers.theory.ntk.spectrum import (
     spectrum,
 )
 
-__all__ = ["BallConditioning", "KernelMonitor", "KernelProbe", "conditioning_on_ball"]
-
-_SETTLE = 8  # evaluations in which the vectors of norm bounds settle on the weights of a new point
+__all__ = ["KernelMonitor", "KernelProbe"]
 
 Loss = Callable[[Tensor, Tensor], Tensor]  # (outputs [N, K], targets) ↦ a number
 
@@ -61,8 +54,8 @@ class KernelProbe:
         x: the batch, [N, …].
         targets: classes [N] or values; None: no loss, no alignment.
         loss: (outputs [N, K], targets) ↦ a number; the theory is about ½‖f − y‖², the default.
-        outputs, parameters, projection, method, memory: as in ``empirical_ntk``. The bound on the
-            PL* ratio needs outputs="all" and no projection.
+        outputs, parameters, method: as in ``empirical_ntk``. The bound on the PL* ratio needs
+            outputs="all".
     """
 
     def __init__(
@@ -73,20 +66,13 @@ class KernelProbe:
         loss: Loss = squared_loss,
         outputs: Choice = "all",
         parameters: Filter = None,
-        projection: Projection | int | None = None,
         method: Method = "auto",
-        memory: int = 2**30,
     ) -> None:
         if targets is not None and len(targets) != len(x):
             raise ValueError(f"{len(x)} samples and {len(targets)} targets: expected one each.")
         self.x, self.targets, self.loss, self.parameters = x, targets, loss, parameters
-        self.options: dict[str, Any] = {
-            "outputs": outputs,
-            "parameters": parameters,
-            "projection": projection,
-            "method": method,
-            "memory": memory,
-        }
+        self.options: dict[str, Any]
+        self.options = {"outputs": outputs, "parameters": parameters, "method": method}
         self.start_kernel: Tensor | None = None
         """K_0, on the CPU."""
         self.start: list[Tensor] = []
@@ -95,7 +81,7 @@ class KernelProbe:
     @property
     def bounds(self) -> bool:
         """Whether λ_min of the kernel that is computed bounds the PL* ratio."""
-        return self.options["outputs"] == "all" and self.options["projection"] is None
+        return bool(self.options["outputs"] == "all")
 
     def measure(self, model: nn.Module) -> dict[str, float]:
         """λ_min, λ_max, drift, distance from the start and, with targets, loss and PL* ratio."""
@@ -162,187 +148,58 @@ class KernelProbe:
         self.start = list(state["parameters"])
 
 
-@dataclass(frozen=True, eq=False)
-class BallConditioning:
-    """λ_min and λ_max of K at the center and at points of a ball."""
-
-    distances: Tensor  # ‖θ − θ_0‖ of each point; the first is the center, 0. [P + 1].
-    smallest: Tensor  # λ_min at each, [P + 1]
-    largest: Tensor  # λ_max at each, [P + 1]
-
-    @property
-    def lambda_min(self) -> float:
-        """The smallest λ_min that was seen."""
-        return float(self.smallest.min())
-
-    @property
-    def lambda_max(self) -> float:
-        """The largest λ_max that was seen."""
-        return float(self.largest.max())
-
-
-@torch.no_grad()
-def conditioning_on_ball(
-    model: nn.Module,
-    x: Tensor,
-    radius: float,
-    *,
-    points: int = 8,
-    seed: int = 0,
-    parameters: Filter = None,
-    **options: Any,
-) -> BallConditioning:
-    """λ_min and λ_max of K at ``points`` random points θ_0 + r·v, ‖v‖ = 1, r = R/P, 2R/P, … R.
-
-    What is found bounds the infimum from above and the supremum from below: points that were not
-    looked at may be worse.
-
-    Args:
-        model: its parameters are θ_0; it is left as it is.
-        x: samples, [N, …].
-        radius: R > 0.
-        points: P, random directions.
-        seed: of the directions.
-        parameters: which parameters move and are differentiated; as in ``empirical_ntk``.
-        **options: of ``empirical_ntk``.
-    """
-    if not (math.isfinite(radius) and radius > 0):
-        raise ValueError(f"radius={radius!r}: expected a positive number.")
-    if points < 1:
-        raise ValueError(f"points={points}: expected 1 or more.")
-    generator = torch.Generator().manual_seed(seed)
-    moved = copy.deepcopy(model)
-    chosen = list(select_parameters(moved, parameters).values())
-    start = [p.detach().clone() for p in chosen]
-    distances, low, high = [], [], []
-    for k in range(points + 1):
-        if k:
-            steps = [torch.randn(p.shape, generator=generator, dtype=torch.float64) for p in start]
-            size = math.sqrt(sum(float(s.square().sum()) for s in steps))
-            for p, q, s in zip(chosen, start, steps, strict=True):
-                p.copy_(q + (s * (radius * k / points / size)).to(q))
-            with evaluating(moved), following(moved):
-                for _ in range(_SETTLE):
-                    moved(x[:1])
-        found = spectrum(empirical_ntk(moved, x, parameters=parameters, **options))
-        distances.append(radius * k / points)
-        low.append(found.smallest)
-        high.append(found.largest)
-    return BallConditioning(*(torch.tensor(v, dtype=torch.float64) for v in (distances, low, high)))
-
-
 class KernelMonitor(pl.Callback):
-    """Measure ``module.model``, or the module itself, at the start and every so often.
+    """Measure ``module.model``, or the module itself, at the start and after every so many epochs.
 
-    ``rows`` holds what was found. Each number also goes to the trainer's loggers and to its
-    ``callback_metrics`` as ``name/…``. The run itself is not changed: the model is measured in eval
-    mode, on its own, and no random number is drawn.
+    ``rows`` holds what was found. Each number also goes to the trainer's loggers, as ``name/…``.
+    The run itself is not changed: the model is measured in eval mode, on its own, and no random
+    number is drawn.
 
     Args:
         probe: the batch, and what is computed on it.
-        every: measure every so many ``unit``s.
-        unit: "epoch" or "step" (of the optimizer).
+        every: measure every so many epochs.
         name: before the names of the logged numbers; two monitors of a run need two names.
-        file: a CSV file of the rows, written whole after each measurement.
     """
 
-    def __init__(
-        self,
-        probe: KernelProbe,
-        *,
-        every: int = 1,
-        unit: Literal["epoch", "step"] = "epoch",
-        name: str = "ntk",
-        file: str | Path | None = None,
-    ) -> None:
-        if unit not in ("epoch", "step"):
-            raise ValueError(f"unit={unit!r}: expected 'epoch' or 'step'.")
-        if type(every) is not int or every < 1:
-            raise ValueError(f"every={every!r}: expected a positive integer.")
-        self.probe, self.every, self.unit, self.name = probe, every, unit, name
-        self.file = None if file is None else Path(file)
+    def __init__(self, probe: KernelProbe, *, every: int = 1, name: str = "ntk") -> None:
+        check_sizes("KernelMonitor", {"every": every})
+        self.probe, self.every, self.name = probe, every, name
         self.rows: list[dict[str, float]] = []
-        self.step = self.epoch = 0
-        self._seen = 0
+        self.epoch = 0
 
     @property
     def state_key(self) -> str:
         return f"KernelMonitor{{{self.name}}}"
 
-    def ball(self) -> dict[str, float]:
-        """Uniform conditioning along the run: radius, and λ_min and λ_max over what was visited."""
-        if not self.rows:
-            raise ValueError("nothing was measured yet: give the monitor to a trainer first.")
-        return {
-            "radius": max(row["moved"] for row in self.rows),
-            "lambda_min": min(row["lambda_min"] for row in self.rows),
-            "lambda_max": max(row["lambda_max"] for row in self.rows),
-        }
-
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if "FSDP" in type(trainer.strategy).__name__:
-            raise ValueError(
-                "KernelMonitor needs all parameters in one place, and FSDP shards them; use "
-                "strategy 'ddp' or 'auto'."
-            )
+            raise ValueError("KernelMonitor needs all parameters in one place: use strategy 'ddp'.")
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._seen = trainer.global_step
         if not self.rows:
             self._measure(trainer, pl_module)
 
-    def on_train_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
-        moved, self._seen = trainer.global_step > self._seen, trainer.global_step
-        self.step += moved
-        if self.unit == "step" and moved and self.step % self.every == 0:
-            self._log(pl_module, self._measure(trainer, pl_module), on_step=True)
-
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.epoch += 1
-        if self.unit == "epoch" and self.epoch % self.every == 0:
-            self._log(pl_module, self._measure(trainer, pl_module), on_step=False)
+        if self.epoch % self.every == 0:
+            self._measure(trainer, pl_module)
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "rows": [dict(row) for row in self.rows],
-            "step": self.step,
-            "epoch": self.epoch,
-            "probe": self.probe.state_dict(),
-        }
+        rows = [dict(row) for row in self.rows]
+        return {"rows": rows, "epoch": self.epoch, "probe": self.probe.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.rows = [dict(row) for row in state_dict["rows"]]
-        self.step, self.epoch = state_dict["step"], state_dict["epoch"]
+        self.epoch = state_dict["epoch"]
         self.probe.load_state_dict(state_dict["probe"])
 
-    def _measure(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, float]:
+    def _measure(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """A row; on the first process only, as all hold the same weights."""
         if not trainer.is_global_zero:
-            return {}
+            return
         inner = getattr(pl_module, "model", None)
-        own = inner if isinstance(inner, nn.Module) else pl_module
-        found = self.probe.measure(own)
-        self.rows.append({"step": self.step, "epoch": self.epoch, **found})
+        found = self.probe.measure(inner if isinstance(inner, nn.Module) else pl_module)
+        self.rows.append({"epoch": self.epoch, **found})
         named = {f"{self.name}/{key}": value for key, value in found.items()}
         for logger in trainer.loggers:
-            logger.log_metrics(named, step=self.step)
-        if self.file is not None:
-            text = io.StringIO()
-            table = csv.DictWriter(text, list(self.rows[0]), lineterminator="\n")
-            table.writeheader()
-            table.writerows(self.rows)
-            write_text(self.file, text.getvalue())
-        return named
-
-    def _log(self, module: pl.LightningModule, named: dict[str, float], *, on_step: bool) -> None:
-        """To callback_metrics; loggers have had it, at the step where it was measured."""
-        how: dict[str, Any] = {"on_step": on_step, "on_epoch": not on_step, "rank_zero_only": True}
-        if named:
-            module.log_dict(named, logger=False, **how)
+            logger.log_metrics(named, step=trainer.global_step)

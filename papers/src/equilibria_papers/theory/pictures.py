@@ -10,7 +10,7 @@ from typing import Any
 from matplotlib import rc_context
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import FormatStrFormatter, LogLocator, MaxNLocator, NullLocator
 
 # Okabe and Ito's palette, in the order in which its colors stay apart in gray too.
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#000000", "#F0E442")
@@ -68,14 +68,5 @@ def plain_ticks(axes: Any) -> None:
     if len(powers) >= _FEWEST:
         return
     axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _plain(value)))
+    axes.yaxis.set_major_formatter(FormatStrFormatter("%.6g"))
     axes.yaxis.set_minor_locator(NullLocator())
-
-
-def _plain(value: float) -> str:
-    """0.25, 3, 20000; a power of ten only where the digits would be many."""
-    if 1e-3 <= value < 1e6:
-        return f"{value:.6g}"
-    mantissa, exponent = f"{value:.3e}".split("e")
-    digits = mantissa.rstrip("0").rstrip(".")
-    return rf"${digits} \times 10^{{{int(exponent)}}}$"

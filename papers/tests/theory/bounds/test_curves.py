@@ -15,8 +15,6 @@ from equilibria_papers.theory.bounds import (
     Curves,
     Demonstration,
     draw_curves,
-    network_bounds,
-    network_curves,
 )
 from equilibria_papers.theory.bounds.curves import (
     Line,
@@ -139,12 +137,3 @@ def test_a_zero_stands_at_the_bottom() -> None:
     assert places[1][0] < places[0][0] - 5  # beside the first, not upon it
     plain = draw_curves([Curves("t", "x", "y", (0.0, 1.0), lines[:1])]).axes[0]
     assert not plain.texts
-
-
-def test_a_network_layer_by_layer() -> None:
-    model = nn.Sequential(geq(drawn(0, 3, 3, 0.7), drawn(1, 3, 2, 0.8), 0.5))
-    (panel,) = network_curves(network_bounds(model, drawn(4, 4, 2, 1.0), pairs=1, draws=2))[
-        "lipschitz"
-    ]
-    assert panel.x == (1.0,)
-    assert {each.layer for each in panel.lines} == {"GEQ"}

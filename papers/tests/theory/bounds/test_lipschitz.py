@@ -12,8 +12,8 @@ from scipy import optimize
 
 import equilibria as eq
 from equilibria_papers.theory.bounds import AssumptionError, lipschitz_report
-from equilibria_papers.theory.bounds.layer_numbers import measured_around, measured_pairs
 from equilibria_papers.theory.bounds.lipschitz import BEND, eq11, eq12, ours_at_the_data, remark2
+from equilibria_papers.theory.bounds.report import measured_around, measured_pairs
 from papers.tests.theory.bounds.layers import drawn, geq, iterate_geq, opteq
 
 

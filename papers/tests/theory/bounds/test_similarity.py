@@ -16,7 +16,7 @@ from equilibria_papers.theory.bounds import (
     SimilarityReport,
     similarity_report,
 )
-from equilibria_papers.theory.bounds.layer_numbers import double
+from equilibria_papers.theory.bounds.report import double
 from equilibria_papers.theory.bounds.similarity import (
     Draws,
     arc_cosine,

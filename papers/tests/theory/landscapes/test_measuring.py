@@ -22,9 +22,8 @@ from equilibria_papers.theory.landscapes import (
     random_directions,
     repeated,
     squared_error,
-    training_plane,
 )
-from equilibria_papers.theory.landscapes.measuring import with_solver
+from equilibria_papers.theory.landscapes.measuring import filter_dims, with_solver
 
 
 def linear(seed: int = 0) -> tuple[nn.Linear, Tensor, Tensor]:
@@ -53,11 +52,6 @@ def test_a_linear_model_with_squared_loss_is_a_quadratic(
         for j, b in enumerate(axis):
             q = ((rest + a * u + b * v) ** 2).sum()
             np.testing.assert_allclose(float(found.loss[i, j]), 0.5 * q / 23, rtol=1e-9)
-    curve = measure_landscape(
-        model, (x, y), (first,), grid=Grid(points=points, radius=radius, dims=1), loss=squared_error
-    )
-    assert curve.is_curve
-    torch.testing.assert_close(curve.loss[:, 0], found.loss[:, points // 2])
     assert bool(torch.isnan(found.values["accuracy"]).all())
 
 
@@ -98,7 +92,7 @@ def test_the_center_is_the_model_and_the_model_stays() -> None:
 def test_a_dataset_is_normalized_as_it_says() -> None:
     model = deq().eval()
     part = eq.data.load("digits", "train").subset(range(16))
-    grid = Grid(points=3, dims=1)
+    grid = Grid(points=3)
     one = measure_landscape(model, part, grid=grid)
     two = measure_landscape(model, (part.normalize(part.images), part.targets), grid=grid)
     torch.testing.assert_close(one.loss, two.loss)
@@ -191,7 +185,7 @@ def test_the_share_of_solves_that_blew_up_is_recorded() -> None:
     x = torch.rand(6, 2) + 0.5
     step = {"0.block.w": torch.tensor([[1.0]])}
     found = measure_landscape(
-        model, (x, torch.zeros(6, 2)), [step], grid=Grid(points=5, dims=1), loss=squared_error
+        model, (x, torch.zeros(6, 2)), [step, {}], grid=Grid(points=5), loss=squared_error
     )
     # w = −0.5, 0, 0.5, 1, 1.5
     assert found.values["converged"][:3, 0].tolist() == [1.0, 1.0, 1.0]
@@ -202,19 +196,6 @@ def test_the_share_of_solves_that_blew_up_is_recorded() -> None:
     assert found.values["steps"][1, 0] < found.values["steps"][2, 0]
 
 
-def test_a_plane_of_training_carries_its_path(tmp_path: Path) -> None:
-    models = [linear(seed)[0] for seed in range(3)]
-    _, x, y = linear()
-    plane = training_plane(models)
-    radius = float(plane.path.abs().max())
-    found = measure_landscape(
-        models[-1], (x, y), plane, grid=Grid(points=3, radius=radius), loss=squared_error
-    )
-    assert found.path is plane.path
-    found.save(tmp_path / "grid.safetensors")
-    assert torch.equal(Surface.load(tmp_path / "grid.safetensors").path, plane.path)  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("repeats", [1, 6, 11])
 def test_repeat_k_is_the_weight_tied_network(repeats: int) -> None:
     model, (x, y) = deq(std=0.1), digits(8)
@@ -223,7 +204,7 @@ def test_repeat_k_is_the_weight_tied_network(repeats: int) -> None:
     explicit[2] = explicit[2].repeated(repeats)
     with torch.no_grad():
         torch.testing.assert_close(twin(x), explicit(x), rtol=1e-5, atol=1e-6)
-    found = measure_landscape(twin, (x, y), grid=Grid(points=3, dims=1))
+    found = measure_landscape(twin, (x, y), grid=Grid(points=3))
     assert "converged" not in found.summary()
     assert found.summary()["steps"] == repeats
     assert isinstance(model[2].solver, eq.Anderson)
@@ -251,7 +232,7 @@ def test_small_loss_share_of_a_known_bowl() -> None:
 
 
 def test_errors_say_what_to_do(tmp_path: Path) -> None:
-    for options in ({"points": 4}, {"points": 1}, {"radius": 0.0}, {"dims": 3}):
+    for options in ({"points": 4}, {"points": 1}, {"radius": 0.0}):
         with pytest.raises(ValueError, match=next(iter(options))):
             Grid(**options)  # type: ignore[arg-type]
     model, x, y = linear()
@@ -278,3 +259,57 @@ def test_errors_say_what_to_do(tmp_path: Path) -> None:
         repeated(model, 6)
     with pytest.raises(ValueError, match="repeats"):
         repeated(deq(), 0)
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(2, 6, 3),
+        nn.BatchNorm2d(6),
+        nn.ConvTranspose2d(6, 4, 3),
+        nn.GroupNorm(2, 4),
+        nn.Flatten(),
+        nn.Linear(4 * 16, 5),
+    )
+
+
+def test_every_filter_has_the_norm_of_the_weights_filter() -> None:
+    model = network()
+    weights = {n: p.detach().double().numpy() for n, p in model.named_parameters()}
+    for direction in random_directions(model, 2, seed=1):
+        # Biases and the gains of norms do not move.
+        assert set(direction) == {"0.weight", "2.weight", "5.weight"}
+        for name, step in direction.items():
+            d, w = step.double().numpy(), weights[name]
+            filters = d.shape[1] if name == "2.weight" else d.shape[0]
+            for i in range(filters):
+                mine, theirs = (a[:, i] if name == "2.weight" else a[i] for a in (d, w))
+                size = np.sqrt((theirs**2).sum())
+                np.testing.assert_allclose(np.sqrt((mine**2).sum()), size, rtol=1e-6)
+
+
+def test_seeds() -> None:
+    model = network()
+    first, second = random_directions(model, 2, seed=3)
+    again = random_directions(model, 1, seed=3)[0]
+    assert all(torch.equal(first[n], again[n]) for n in first)
+    assert not torch.equal(first["5.weight"], second["5.weight"])
+
+
+def test_a_filter_of_zeros_stays() -> None:
+    model = nn.Linear(3, 2)
+    with torch.no_grad():
+        model.weight[0] = 0.0
+    (d,) = random_directions(model, 1)
+    assert d["weight"][0].tolist() == [0.0, 0.0, 0.0]
+    assert bool(torch.isfinite(d["weight"]).all())
+
+
+def test_frozen_and_missing_parameters() -> None:
+    model = network()
+    model[0].weight.requires_grad_(False)
+    assert set(filter_dims(model)) == {"2.weight", "5.weight"}
+    with pytest.raises(ValueError, match="no parameter"):
+        random_directions(nn.BatchNorm1d(3))
+    with pytest.raises(ValueError, match="count"):
+        random_directions(model, 0)

@@ -13,7 +13,7 @@ def state(p: dict[str, Tensor], X: Tensor, m: float, steps: int = 600) -> Tensor
     n = p["A"].shape[0]
     eye = torch.eye(n, dtype=torch.float64)
     W = (1 - m) * eye - p["A"].T @ p["A"] + p["B"] - p["B"].T
-    c = p["U"] @ X + (p["b"][:, None] if "b" in p else 0.0)
+    c = p["U"] @ X
     L = float(torch.linalg.matrix_norm((eye - W).detach(), 2))
     alpha = m / L**2
     Z = torch.zeros_like(c)
@@ -47,8 +47,3 @@ def jacobian(model: Any, X: Tensor) -> dict[str, Tensor]:
         for k, g in zip(p, found, strict=True):
             rows[k].append(g)
     return {k: torch.stack(v) for k, v in rows.items()}
-
-
-def columns_vec(rows: Tensor) -> Tensor:
-    """[N, a, b] → [N, ab], vec by columns."""
-    return rows.transpose(1, 2).reshape(rows.shape[0], -1)

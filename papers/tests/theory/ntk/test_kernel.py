@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.func import functional_call, jacrev
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import equilibria as eq
-from equilibria_papers.theory import Projection, empirical_ntk
-from equilibria_papers.theory.ntk.kernel import make_plan, standard_error
+from equilibria.engine.transforms import functorch_active
+from equilibria_papers.theory import empirical_ntk
+from equilibria_papers.theory.ntk import kernel
 
 TIGHT: dict[str, Any] = {"solver": eq.Anderson(rtol=1e-12, max_steps=400)}
 
@@ -142,25 +141,33 @@ def test_parametrized_weights_belong_to_their_layer() -> None:
     assert not any("parametrizations" in name for name in found.parts)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     samples=st.integers(1, 9),
     chunk=st.one_of(st.none(), st.integers(1, 5)),
-    spare=st.integers(0, 40_000),
+    held=st.integers(1, 40_000),
     choice=st.sampled_from(["all", "trace", "sum", 1, (0, 2)]),
 )
-def test_any_budget_gives_the_same_kernel(
-    samples: int, chunk: int | None, spare: int, choice: Any
+def test_however_much_is_held_the_kernel_is_the_same(
+    samples: int, chunk: int | None, held: int, choice: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From rows that all fit to one parameter tensor at a time."""
+    """From gradients that all fit to one chunk at a time."""
     model = mlp()
     x = torch.randn(samples, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     dense = empirical_ntk(model, x, outputs=choice)
-    # The kernel, and four times the rows of one sample in the largest tensor (36 entries).
-    least = dense.matrix.numel() * 8 + 4 * 3 * 36 * 8
-    tight = empirical_ntk(model, x, outputs=choice, memory=least + spare, batch_size=chunk)
+    told: list[tuple[int, int]] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(kernel, "_HELD", held)
+        tight = empirical_ntk(
+            model, x, outputs=choice, batch_size=chunk, progress=lambda *done: told.append(done)
+        )
+        cross = empirical_ntk(model, x, x[:2], outputs=choice, batch_size=chunk)
     torch.testing.assert_close(tight.matrix, dense.matrix)
+    torch.testing.assert_close(cross.matrix, dense.matrix[:, : cross.matrix.shape[1]])
     assert torch.equal(tight.matrix, tight.matrix.mT)
+    assert told[-1][0] == told[-1][1]
     if choice == "all":
         torch.testing.assert_close(dense.matrix, by_jacrev(model, x))
 
@@ -220,9 +227,7 @@ def test_parameters_without_a_part_and_shared_ones() -> None:
         ({"parameters": [3]}, "a pattern"),
         ({"layers": "head"}, "True or False"),
         ({"method": "fast"}, "'auto', 'vmap' or 'autograd'"),
-        ({"memory": 0}, "positive integer"),
         ({"batch_size": 0}, "positive integer"),
-        ({"projection": "half"}, "Projection"),
         ({"x2": torch.zeros(2, 5)}, "x and x2 differ"),
     ],
 )
@@ -249,172 +254,39 @@ def test_bad_models_and_inputs_say_what_is_wrong() -> None:
         empirical_ntk(mlp(), x).shares()
 
 
-def test_a_budget_that_is_too_small_names_what_it_needs() -> None:
-    x = torch.zeros(9, 4, dtype=torch.float64)
-    with pytest.raises(MemoryError, match=r"take 5\.695 KiB, more than memory=1000 bytes"):
-        empirical_ntk(mlp(), x, memory=1000)
-    with pytest.raises(MemoryError, match=r"'2\.weight'"):
-        empirical_ntk(mlp(), x, memory=27 * 27 * 8 + 100)
+# When vmap is trusted and when plain autograd takes over.
 
 
-# Budgets are kept: by the plan's own arithmetic, and by the tensors that are alive.
+class Twofold(nn.Module):
+    """Twice as large where ``test`` of the input says so."""
 
-
-@settings(max_examples=100, deadline=None)
-@given(
-    sizes=st.dictionaries(st.text(min_size=1), st.integers(1, 5000), min_size=1, max_size=8),
-    samples=st.integers(1, 300),
-    outputs=st.integers(1, 12),
-    spare=st.integers(0, 10**8),
-    batch=st.one_of(st.none(), st.integers(1, 64)),
-)
-def test_a_plan_covers_every_parameter_once_and_fits(
-    sizes: dict[str, int], samples: int, outputs: int, spare: int, batch: int | None
-) -> None:
-    memory = 1000 + 4 * outputs * 4 * max(sizes.values()) + spare
-    held = {"itemsize": 4, "memory": memory, "held": 1000}
-    plan = make_plan(sizes, samples=samples, outputs=outputs, batch_size=batch, **held)
-    assert [n for names in plan.passes for n in names] == list(sizes)
-    assert 1 <= plan.chunk <= min(samples, batch or samples)
-    largest = max(sum(sizes[n] for n in names) for names in plan.passes)
-    rows = plan.chunk * outputs * largest * 4
-    # Kept chunks, and the new one three times: as gradients, inside autograd, as a matrix.
-    kept = min(plan.resident, -(-samples // plan.chunk))
-    assert 1000 + (kept + 3) * rows <= memory
-
-
-class Live(TorchDispatchMode):
-    """The most bytes that tensors made inside held at once."""
-
-    def __init__(self) -> None:
+    def __init__(self, test: Callable[[Tensor], bool]) -> None:
         super().__init__()
-        self.sizes: dict[Any, int] = {}
-        self.peak = 0
+        self.linear = nn.Linear(3, 2).double()
+        self.test = test
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for t in pytree.tree_leaves(out):
-            if isinstance(t, torch.Tensor):
-                storage = t.untyped_storage()
-                self.sizes[StorageWeakRef(storage)] = storage.nbytes()
-        self.sizes = {ref: n for ref, n in self.sizes.items() if not ref.expired()}
-        self.peak = max(self.peak, sum(self.sizes.values()))
-        return out
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear(x)
+        return 2 * out if self.test(x) else out
 
 
-def test_live_tensors_stay_within_the_budget() -> None:
-    """Rows of all samples would take four times the budget; the model itself is small."""
-    model = nn.Sequential(nn.Linear(8, 400), nn.ReLU(), nn.Linear(400, 4))
-    x = torch.randn(60, 8)
-    whole = 60 * 4 * sum(p.numel() for p in model.parameters()) * 4
-    budget = 1_250_000
-    assert whole > 3 * budget
-    with Live() as seen:
-        found = empirical_ntk(model, x, memory=budget, batch_size=2, method="vmap")
-    assert found.matrix.numel() * 4 < seen.peak < 1.05 * budget
-
-
-# Projected kernels: unbiased, with the stated spread, of both kinds.
-
-
-def small() -> tuple[nn.Module, Tensor]:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 2)).double()
-    return model, torch.randn(4, 6, dtype=torch.float64)
-
-
-@pytest.mark.parametrize("kind", ["sparse", "gaussian"])
-@pytest.mark.parametrize("outputs", ["all", "trace"])
-def test_the_mean_is_the_kernel_and_the_spread_is_bounded(kind: Any, outputs: str) -> None:
-    model, x = small()
-    exact = empirical_ntk(model, x, outputs=outputs).matrix
-    size, trials = 16, 150
-    found = torch.stack(
-        [
-            empirical_ntk(
-                model, x, outputs=outputs, method="vmap",
-                projection=Projection(size=size, kind=kind, seed=seed),
-            ).matrix
-            for seed in range(trials)
-        ]
-    )  # fmt: skip
-    diagonal = exact.diagonal()
-    bound = standard_error(exact, diagonal, diagonal, size, sums=outputs == "trace")
-    # Five standard errors of the mean, in 4 to 64 entries.
-    assert bool(((found.mean(0) - exact).abs() < 5 * bound / trials**0.5).all())
-    spread = found.std(0)
-    assert bool((spread < 1.25 * bound).all())
-    if kind == "gaussian" and outputs == "all":  # there the bound is an equality
-        torch.testing.assert_close(spread, bound, rtol=0.35, atol=0.0)
-    relative = (found - exact).square().sum((1, 2)).mean().sqrt() / exact.norm()
-    told = empirical_ntk(
-        model, x, outputs=outputs, projection=Projection(size=256, kind=kind)
-    ).relative_error
-    # Told from one projection of 256; the truth at 16 is four times that, at most.
-    assert told is not None
-    assert float(relative) < 1.5 * 4 * told
-    assert float(relative) > 0.3 * 4 * told
-
-
-@pytest.mark.parametrize("kind", ["sparse", "gaussian"])
-def test_parts_of_a_projection_fit_together(kind: Any) -> None:
-    model, x = small()
-    projection = Projection(size=40, kind=kind, seed=3)
-    whole = empirical_ntk(model, x, projection=projection)
-    cross = empirical_ntk(model, x[:1], x[1:], projection=projection)
-    torch.testing.assert_close(cross.matrix, whole.matrix[:2, 2:])
-    again = empirical_ntk(model, x, projection=projection, batch_size=1)
-    torch.testing.assert_close(again.matrix, whole.matrix)
-    parts = empirical_ntk(model, x, projection=projection, layers=True)
-    torch.testing.assert_close(sum(parts.parts.values()), parts.matrix)
-    other = empirical_ntk(model, x, projection=Projection(size=40, kind=kind, seed=4))
-    assert not torch.allclose(other.matrix, whole.matrix)
-
-
-def test_equilibrium_networks_project_both_ways() -> None:
-    torch.manual_seed(0)
-    model = eq.models.create("opteq_digits")
-    x = torch.randn(3, 1, 8, 8)
-    exact = empirical_ntk(model, x, outputs="trace").matrix
-    for kind in ("sparse", "gaussian"):
-        found = empirical_ntk(
-            model, x, outputs="trace", projection=Projection(size=64, kind=kind)  # type: ignore[arg-type]
-        )  # fmt: skip
-        assert found.relative_error is not None
-        off = float((found.matrix - exact).norm() / exact.norm())
-        assert off < 2.5 * found.relative_error < 1.0
-
-
-def test_a_model_without_forward_mode_is_told_of_the_other_kind() -> None:
-    class Square(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            ctx.save_for_backward(x)
-            return x * x
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-            return 2 * ctx.saved_tensors[0] * grad
-
-    class Model(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = Square.apply(super().forward(x))
-            return out
-
-    model, x = Model(3, 2), torch.randn(2, 3)
-    with pytest.raises(RuntimeError, match="kind='sparse'"):
-        empirical_ntk(model, x, projection=Projection(kind="gaussian", size=4))
-    found = empirical_ntk(model, x, projection=Projection(size=4000))
+def test_autograd_takes_over_where_vmap_cannot_follow() -> None:
+    """It reads a number from the data."""
+    model, x = (
+        Twofold(lambda x: float(x.sum()) < 0),
+        torch.tensor([[1.0, 2, 3], [-1, -2, -3]]).double(),
+    )
+    found = empirical_ntk(model, x)
     assert found.method == "autograd"
-    exact = empirical_ntk(model, x)
-    torch.testing.assert_close(found.matrix, exact.matrix, rtol=0.2, atol=0.2)
+    scale = torch.tensor([1.0, 2.0]).double()
+    expected = torch.outer(scale, scale) * (x @ x.mT + 1)
+    torch.testing.assert_close(found.kernel[:, :, 0, 0], expected)
+    with pytest.raises(RuntimeError, match=r"vmap|item"):
+        empirical_ntk(model, x, method="vmap")
 
 
-def test_options_of_projections_are_checked() -> None:
-    with pytest.raises(ValueError, match="out of range"):
-        Projection(size=0)
-    with pytest.raises(ValueError, match="'sparse' or 'gaussian'"):
-        Projection(kind="hadamard")  # type: ignore[arg-type]
-    model, x = small()
-    with pytest.raises(MemoryError, match="more than memory"):
-        empirical_ntk(model, x, projection=10**6, memory=10**6)
+def test_autograd_takes_over_where_vmap_gives_another_gradient() -> None:
+    model, x = Twofold(lambda x: functorch_active()), torch.randn(2, 3, dtype=torch.float64)
+    found = empirical_ntk(model, x)
+    assert found.method == "autograd"
+    torch.testing.assert_close(found.kernel[:, :, 1, 1], x @ x.mT + 1)

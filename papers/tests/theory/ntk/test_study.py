@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from equilibria_papers.theory import compare_training, empirical_ntk, study_kernels
+from equilibria_papers.theory import empirical_ntk, study_kernels
 from equilibria_papers.theory.ntk import study as module
 
 
@@ -27,11 +27,7 @@ def networks() -> dict[str, nn.Module]:
 def test_a_study_compares_with_the_first(tmp_path: Path) -> None:
     both, x, y = networks(), torch.randn(6, 4), torch.arange(6) % 3
     told: list[tuple[int, int]] = []
-    one_hot = nn.functional.one_hot(y).float()
-    training = compare_training(both["start"], x, one_hot, steps=3)
-    study = study_kernels(
-        both, x, y, layers=True, training=training, progress=lambda *a: told.append(a)
-    )
+    study = study_kernels(both, x, y, layers=True, progress=lambda *a: told.append(a))
     rows = study.rows()
     assert [row["network"] for row in rows] == ["start", "later"]
     assert rows[0]["drift"] == 0
@@ -40,8 +36,7 @@ def test_a_study_compares_with_the_first(tmp_path: Path) -> None:
     assert told[-1] == (12, 12)
     assert [done for done, _ in told] == sorted(done for done, _ in told)
     written = study.save(tmp_path)
-    stems = {"spectrum", "layers", "drift", "training"}
-    expected = {"ntk.json", "ntk.safetensors"} | {f"{s}.{e}" for s in stems for e in ("png", "svg")}
+    expected = {"ntk.json", "ntk.safetensors", "spectrum.png", "spectrum.svg"}
     assert {p.name for p in written} == expected == {p.name for p in tmp_path.iterdir()}
     saved = load_file(tmp_path / "ntk.safetensors")
     torch.testing.assert_close(saved["later/kernel"], b)
@@ -58,7 +53,7 @@ def test_an_interruption_leaves_nothing_half_written(
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(module, "_drift_figure", stop)
+    monkeypatch.setattr(module, "_spectra_figure", stop)
     with pytest.raises(KeyboardInterrupt):
         study.save(tmp_path / "out")
     assert not list((tmp_path / "out").iterdir())

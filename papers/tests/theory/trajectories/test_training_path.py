@@ -1,10 +1,10 @@
-"""States through training: class means, shares between classes, the callback."""
+"""States through training: class means, shares between classes."""
 
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
-import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
@@ -13,12 +13,15 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import equilibria as eq
+from equilibria_papers.theory.pictures import save_picture
 from equilibria_papers.theory.trajectories import (
     SolverPath,
     TrainingPath,
+    class_figure,
     follow_training,
+    path_figure,
     principal_components,
-    training_recorder,
+    residual_figure,
 )
 
 # Principal components against numpy's SVD.
@@ -45,16 +48,14 @@ def test_components_are_those_of_the_svd(points: int, dims: int, seed: int, coun
     assert not bool(found.components[rank:].any())
 
 
-def test_neither_order_nor_precision_nor_chunks_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_neither_order_nor_precision_matters() -> None:
     generator = torch.Generator().manual_seed(0)
     for shape in ((50, 7), (3, 4, 25)):
         cloud = torch.randn(shape, generator=generator) * torch.arange(1.0, shape[-1] + 1)
         first = principal_components(cloud)
-        with monkeypatch.context() as patch:
-            patch.setattr("equilibria_papers.theory.trajectories.training_path._CHUNK", 4)
-            again = principal_components(cloud.flip(0).double())
-            torch.testing.assert_close(first.components, again.components, rtol=1e-5, atol=1e-6)
-            projected = again.project(cloud)
+        again = principal_components(cloud.flip(0).double())
+        torch.testing.assert_close(first.components, again.components, rtol=1e-5, atol=1e-6)
+        projected = again.project(cloud)
         assert projected.shape == (*shape[:-1], 2)
         torch.testing.assert_close(first.project(cloud), projected, rtol=1e-4, atol=1e-4)
 
@@ -142,36 +143,68 @@ def test_errors_of_follow_training() -> None:
         follow_training([], x, labels)
     with pytest.raises(ValueError, match="2 moments"):
         follow_training([tiny()], x, labels, moments=["a", "b"], steps=2)
-    with pytest.raises(ValueError, match="every"):
-        training_recorder(x, labels, every=0)
 
 
-class Module(pl.LightningModule):  # type: ignore[misc]
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = tiny()
-
-    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
-        return nn.functional.cross_entropy(self.model(batch[0]), batch[1])
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), 0.1)
+def path(seed: int = 0, steps: int = 6, batch: int = 5) -> SolverPath:
+    generator = torch.Generator().manual_seed(seed)
+    relative = 0.5 ** torch.arange(1.0, steps + 1).unsqueeze(1) * torch.rand(
+        steps, batch, generator=generator
+    )
+    states = torch.randn(steps, batch, 7, generator=generator)
+    return SolverPath("Anderson", 1e-3, relative, relative, states)
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_the_callback_sees_the_weights_of_every_epoch() -> None:
-    x, labels = torch.randn(8, 1, 4, 4), torch.arange(8) % 2
-    module = Module()
-    first = copy.deepcopy(module.model)
-    recorder = training_recorder(x, labels, every=2, steps=30)
-    with pytest.raises(RuntimeError, match="not begun"):
-        recorder.training_path()
-    off = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    trainer = pl.Trainer(max_epochs=4, accelerator="cpu", callbacks=[recorder], **off)
-    data = torch.utils.data.TensorDataset(x, labels)
-    trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=4))
-    found = recorder.training_path()
-    assert found.moments == ("0", "2", "4")
-    ends = follow_training([first, module.model.eval()], x, labels, steps=30)
-    torch.testing.assert_close(found.equilibria[[0, 2]], ends.equilibria)
-    assert not torch.equal(found.equilibria[0], found.equilibria[2])
+def training() -> TrainingPath:
+    labels = torch.tensor([0, 1, 2, 1, 0])
+    return TrainingPath(("start", "epoch 1", "epoch 2"), labels, tuple(path(i) for i in range(3)))
+
+
+def test_residual_curves_are_the_means() -> None:
+    first, second = path(0), path(1)
+    figure = residual_figure({"a": {"one": first, "two": second}, "b": {"one": second}})
+    axes = figure.axes
+    assert [a.get_title() for a in axes] == ["a", "b"]
+    lines = {line.get_label(): line for line in axes[0].get_lines()}
+    np.testing.assert_allclose(lines["two"].get_ydata(), second.relative.double().mean(1))
+    assert set(lines["tolerance"].get_ydata()) == {1e-3}
+    assert axes[0].get_yscale() == "log"
+
+
+def test_zero_and_infinite_residuals_leave_gaps() -> None:
+    given = path()
+    given.relative[2] = 0.0
+    given.relative[4] = torch.inf
+    figure = residual_figure({"": {"one": given}})
+    drawn = np.asarray(figure.axes[0].get_lines()[0].get_ydata())
+    assert np.isnan(drawn[[2, 4]]).all()
+    assert np.isfinite(drawn[[0, 1, 3, 5]]).all()
+
+
+def test_paths_are_projections_of_the_states() -> None:
+    given = path()
+    figure = path_figure({"left": given, "right": path(1)})
+    lines = [x for x in figure.axes[0].get_lines() if len(x.get_xdata()) == 6]
+    assert len(lines) == 5
+    cloud = given.states.double().numpy()
+    flat = cloud.reshape(-1, 7)
+    _, _, rows = np.linalg.svd(flat - flat.mean(0))
+    for i, line in enumerate(lines):
+        expected = (cloud[:, i] - flat.mean(0)) @ rows[0]
+        drawn = np.asarray(line.get_xdata())
+        np.testing.assert_allclose(np.abs(drawn), np.abs(expected), atol=1e-6)
+    words = [t.get_text() for t in figure.legends[0].get_texts()]
+    assert words == ["start", "end", "one color a sample"]
+
+
+def test_training_pictures_name_classes_and_moments(tmp_path: Path) -> None:
+    figure = class_figure(training())
+    assert [t.get_text() for t in figure.axes[0].get_legend().get_texts()] == ["0", "1", "2"]
+    assert figure.axes[0].get_title() == "$z^*$ from start to epoch 2"
+    written = save_picture(figure, tmp_path / "training")
+    assert [p.suffix for p in written] == [".png", ".svg"]
+    assert all(p.stat().st_size > 1000 for p in written)
+
+
+def test_what_cannot_be_drawn() -> None:
+    with pytest.raises(ValueError, match="no path"):
+        residual_figure({})

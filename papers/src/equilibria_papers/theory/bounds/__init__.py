@@ -7,14 +7,8 @@ Each report has the numbers, what they are made of, which assumptions hold, and 
 papers' formulas are in the modules of the same names.
 """
 
-from .comparing import (
-    Comparison,
-    Demonstration,
-    compare_bounds,
-    demonstration_pair,
-    network_bounds,
-)
-from .curves import Curves, demonstration_curves, draw_curves, network_curves
+from .comparing import Comparison, Demonstration, compare_bounds, demonstration_pair, network_bounds
+from .curves import Curves, demonstration_curves, draw_curves
 from .feature_map import FeatureMapReport, feature_map_report
 from .lipschitz import LipschitzReport, lipschitz_report
 from .margin import MarginReport, margin_report
@@ -40,6 +34,5 @@ __all__ = [
     "lipschitz_report",
     "margin_report",
     "network_bounds",
-    "network_curves",
     "similarity_report",
 ]

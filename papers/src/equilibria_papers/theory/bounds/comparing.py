@@ -12,13 +12,12 @@ from torch import Tensor, nn
 
 from equilibria.engine import ConvergenceWarning
 from equilibria.nn import GEQ, MultiBranch, NormBounded, OptEq, constrain, equilibrium_layers
-from equilibria_papers.theory.checks import check_sizes
+from equilibria_papers.theory.checks import check_sizes, first_inputs
 
 from .feature_map import feature_map_report
-from .layer_numbers import PAPERS_LAYERS, Provable
 from .lipschitz import lipschitz_report
 from .margin import margin_report
-from .report import Report
+from .report import PAPERS_LAYERS, Provable, Report
 from .similarity import similarity_report
 
 Told = Callable[[str], None]  # Called with what is being done
@@ -197,38 +196,21 @@ def layer_inputs(model: nn.Module, x: Tensor) -> dict[str, tuple[Provable, Tenso
     The model runs once in eval mode; branches of a MultiBranch are looked into. A layer that runs
     twice is taken at its first input.
     """
+    layers = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, (*PAPERS_LAYERS, MultiBranch))
+    }
     found: dict[str, tuple[Provable, Tensor]] = {}
-    hooks = []
-
-    def keep(name: str, layer: nn.Module, x: Tensor) -> None:
-        if name not in found and isinstance(layer, PAPERS_LAYERS):
-            found[name] = (layer, x.detach())
-
-    def caught(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, inputs: tuple[Any, ...]) -> None:
-            if not inputs:
-                return
-            if isinstance(module, MultiBranch):  # it solves its branches without calling them
-                for i, given in enumerate(module.split(inputs[0])):
-                    keep(f"{name}.branches.{i}", module.branches[i], given)
-            else:
-                keep(name, module, inputs[0])
-
-        return hook
-
-    was = model.training
-    for name, module in model.named_modules():
-        if isinstance(module, (*PAPERS_LAYERS, MultiBranch)):
-            hooks.append(module.register_forward_pre_hook(caught(name)))
-    try:
-        model.eval()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ConvergenceWarning)
-            model(x)
-    finally:
-        model.train(was)
-        for hook in hooks:
-            hook.remove()
+    for name, given in first_inputs(model, x, layers).items():
+        layer = layers[name]
+        parts: dict[str, tuple[nn.Module, Tensor]] = {name: (layer, given)}
+        if isinstance(layer, MultiBranch):  # it solves its branches without calling them
+            pairs = zip(layer.branches, layer.split(given), strict=True)
+            parts = {f"{name}.branches.{i}": pair for i, pair in enumerate(pairs)}
+        for place, (one, part) in parts.items():
+            if isinstance(one, PAPERS_LAYERS):
+                found.setdefault(place, (one, part.detach()))
     return found
 
 

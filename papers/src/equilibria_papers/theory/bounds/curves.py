@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -15,11 +16,10 @@ from equilibria.nn import GEQ, OptEq
 from equilibria.problems import FixedGamma, dense_norm
 from equilibria_papers.theory.pictures import COLORS, MARKERS, new_figure, on_log_axis, plain_ticks
 
-from .comparing import Comparison, Demonstration, Told, fresh_pair
-from .layer_numbers import Provable, double
+from .comparing import Demonstration, Told, fresh_pair
 from .lipschitz import LipschitzReport, lipschitz_report
 from .margin import MarginReport, margin_report
-from .report import Report
+from .report import Provable, Report, double
 from .similarity import similarity_report
 
 NORMS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0, 1.1, 1.2, 1.3)
@@ -28,6 +28,21 @@ _WIDTH = 32  # of the layers whose similarity is drawn
 _STYLE = {"printed": "--", "derived": ":", "ours": "-", "ours, other": "-."}
 _FAMILY = {"GEQ": 0, "OptEq": 4}
 Role = Literal["measured", "printed", "derived", "ours", "ours, other"]
+Wanted = Mapping[str, tuple[Role, str]]  # Label of a line: its role, and the field of the reports
+
+_LIPSCHITZ: dict[str, Wanted] = {
+    "GEQ": {
+        "measured": ("measured", "measured"),
+        "Eq 11": ("printed", "printed"),
+        "ours, Λ(μ)": ("ours", "fixed"),
+        "ours, at the data": ("ours, other", "at_data"),
+    },
+    "OptEq": {
+        "measured": ("measured", "measured"),
+        "Eq 12": ("printed", "printed"),
+        "ours": ("ours", "ours"),
+    },
+}
 
 
 @dataclass(frozen=True)
@@ -58,10 +73,8 @@ def _family(layer: Provable) -> str:
     return "GEQ" if isinstance(layer, GEQ) else "OptEq"
 
 
-def _lines(
-    family: str, reports: Sequence[Report | None], wanted: Mapping[str, tuple[Role, str]]
-) -> list[Line]:
-    """A line for each (label: role, field of the reports); a gap where there is no report."""
+def _lines(family: str, reports: Sequence[Report | None], wanted: Wanted) -> list[Line]:
+    """A line for each label; a gap where there is no report."""
     return [
         Line(f"{family}, {label}", family, role, tuple(getattr(r, name, None) for r in reports))
         for label, (role, name) in wanted.items()
@@ -76,21 +89,26 @@ def rescaled(layer: Provable, w_norm: float) -> Provable:
         raise TypeError("rescaled takes dense layers; a convolution's norm depends on the map.")
     inner, outer = _weights(exact)
     shared: dict[str, Any] = {"in_channels": exact.in_channels, "prior": exact.prior}
-    shared |= {"constraint": None, "bias": outer.bias is not None}
-    made: Provable
+    shared |= {"bias": outer.bias is not None}
     if isinstance(exact, GEQ):
         if exact.hidden is not None or not isinstance(exact.gamma, FixedGamma):
             raise ValueError("rescaled takes a GEQ of Eq 6: hidden=None and a fixed γ.")
-        made = GEQ(exact.channels, exact.mid, hidden=None, gamma=exact.gamma, **shared)
+        made = _plain(exact.channels, exact.mid, gamma=exact.gamma, **shared)
     else:
-        made = OptEq(exact.channels, exact.mid, form="hidden", nu=exact.nu, **shared)
-    made = made.double().eval()
+        made = _plain(exact.channels, exact.mid, nu=exact.nu, **shared)
     W, U = _weights(made)
     W.weight.copy_(inner.weight * (w_norm / dense_norm(inner.weight).estimate))
     U.weight.copy_(outer.weight)
     if outer.bias is not None:
         U.bias.copy_(outer.bias)
     return made
+
+
+def _plain(channels: int, mid: int, gamma: Any = None, **options: Any) -> Provable:
+    """A layer of Eq 6 with this γ, or of Eq 4 without one; no constraint, float64, in eval mode."""
+    if gamma is None:
+        return OptEq(channels, mid, form="hidden", constraint=None, **options).double().eval()
+    return GEQ(channels, mid, hidden=None, gamma=gamma, constraint=None, **options).double().eval()
 
 
 def _weights(layer: Provable) -> tuple[Any, Any]:
@@ -119,29 +137,9 @@ def lipschitz_curves(
                 reports.append(lipschitz_report(rescaled(layer, mu), x, generator=generator))
             else:
                 reports.append(None)
-        wanted: dict[str, tuple[Role, str]] = {"measured": ("measured", "measured")}
-        if isinstance(layer, GEQ):
-            wanted |= {"Eq 11": ("printed", "printed"), "ours, Λ(μ)": ("ours", "fixed")}
-            wanted |= {"ours, at the data": ("ours, other", "at_data")}
-        else:
-            wanted |= {"Eq 12": ("printed", "printed"), "ours": ("ours", "ours")}
-        lines += _lines(_family(layer), reports, wanted)
+        lines += _lines(_family(layer), reports, _LIPSCHITZ[_family(layer)])
     unit = "Lipschitz constant of x → z*"
     return Curves("Proposition 3", "‖W‖₂", unit, tuple(norms), tuple(lines))
-
-
-@torch.no_grad()
-def _square(kind: Literal["GEQ", "OptEq"], w: Tensor, gamma: float) -> Provable:
-    n = len(w)
-    made: Provable
-    if kind == "GEQ":
-        made = GEQ(n, n, hidden=None, gamma=gamma, constraint=None, bias=False)
-    else:
-        made = OptEq(n, n, form="hidden", constraint=None, bias=False)
-    W, U = _weights(made.double().eval())
-    W.weight.copy_(w if kind == "GEQ" else w.mT)
-    U.weight.fill_(1.0 / math.sqrt(n))  # E[U²] = 1/n
-    return made
 
 
 def similarity_curves(
@@ -165,12 +163,14 @@ def similarity_curves(
     x2 = torch.zeros_like(x1)
     x2[:, 0], x2[:, 1] = size * theta.cos(), size * theta.sin()
     lines: list[Line] = []
-    kinds: tuple[Literal["GEQ", "OptEq"], ...] = ("GEQ", "OptEq")
-    for kind in kinds:
+    for kind, equation in (("GEQ", "Eq 14"), ("OptEq", "Eq 15")):
         generator = torch.Generator().manual_seed(seed)
-        layer = _square(kind, w.double(), gamma)
+        layer = _plain(n, n, gamma if kind == "GEQ" else None, bias=False)
+        with torch.no_grad():
+            W, U = _weights(layer)
+            W.weight.copy_(w if kind == "GEQ" else w.mT)
+            U.weight.fill_(1.0 / math.sqrt(n))  # E[U²] = 1/n
         r = similarity_report(layer, x1, x2, draws=draws, variance=1.0 / n, generator=generator)
-        equation = "Eq 14" if kind == "GEQ" else "Eq 15"
         lines += [
             Line(f"{kind}, measured κ", kind, "measured", r.kappa),
             Line(f"{kind}, {equation}", kind, "printed", r.printed),
@@ -196,7 +196,7 @@ def margin_curves(
     lines: list[Line] = []
     for family, reports in rows.items():
         heuristic = ", heuristic" if family == "GEQ" else ""
-        wanted: dict[str, tuple[Role, str]] = {
+        wanted: Wanted = {
             f"printed{heuristic}": ("printed", "printed_excess"),
             f"derived{heuristic}": ("derived", "derived_excess"),
             "ours, proven": ("ours", "ours_excess"),
@@ -247,20 +247,17 @@ def _zeros(axes: Any, panel: Curves) -> None:
         return
     low, high = axes.get_ylim()
     axes.set_ylim(low * (low / high) ** 0.12, high)  # room below all points
-    taken: dict[float, int] = {}
+    taken: Counter[float] = Counter()
     for line in panel.lines:
         look = {"marker": "v", "markerfacecolor": "white", "markersize": 6, **_look(line)}
         if line.role == "measured":
             look["markerfacecolor"] = look["color"]
         look["linestyle"] = "none"
-        for x, value in zip(panel.x, line.values, strict=True):
-            if value != 0.0:
-                continue
-            place = taken.setdefault(x, 0)
-            taken[x] += 1
+        for x in (x for x, value in zip(panel.x, line.values, strict=True) if value == 0.0):
             # In points from the place itself: the size of the panel does not matter.
-            aside = ScaledTranslation(-10 * place / 72, 4 / 72, axes.figure.dpi_scale_trans)
+            aside = ScaledTranslation(-10 * taken[x] / 72, 4 / 72, axes.figure.dpi_scale_trans)
             at = axes.get_xaxis_transform() + aside
+            taken[x] += 1
             axes.plot([x], [0.0], transform=at, **look)
             above = {"xycoords": at, "xytext": (0, 4), "textcoords": "offset points"}
             words = {"ha": "center", "va": "bottom", "fontsize": 7, "color": look["color"]}
@@ -295,14 +292,13 @@ def demonstration_curves(
         return [(rescaled(one.layer, mu), one.head) for one in pair]
 
     def of_width(width: float) -> list[tuple[Provable, nn.Linear]]:
-        with torch.random.fork_rng(devices=[]):
+        made: list[tuple[Provable, nn.Linear]] = []
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(seed)
-            made: list[tuple[Provable, nn.Linear]] = []
             for layer in fresh_pair(int(width)):
                 # Norms as those of the pair, so that the width alone changes.
                 head = nn.Linear(int(width), 10)
-                with torch.no_grad():
-                    head.weight *= 0.85 / float(torch.linalg.matrix_norm(head.weight, 2))
+                head.weight *= 0.85 / float(torch.linalg.matrix_norm(head.weight, 2))
                 made.append((rescaled(layer, 0.85), head))
         return made
 
@@ -311,23 +307,3 @@ def demonstration_curves(
         margin_curves("width", _WIDTHS, of_width, pair[0], margin),
     ]
     return {"lipschitz": [lipschitz], "similarity": similarity, "margin": margins}
-
-
-def network_curves(found: Comparison) -> dict[str, list[Curves]]:
-    """{"lipschitz"}: printed, ours and measured over the layers of a network, in their order."""
-    reports = [r for r in found.reports if isinstance(r, LipschitzReport)]
-    lines: list[Line] = []
-    for family, gaussian in (("GEQ", True), ("OptEq", False)):
-        own = [r if (r.gamma is not None) == gaussian else None for r in reports]
-        wanted: dict[str, tuple[Role, str]] = {
-            "measured": ("measured", "measured"),
-            "Eq 11" if gaussian else "Eq 12": ("printed", "printed"),
-            "ours": ("ours", "ours"),
-            "ours, local": ("ours, other", "local"),
-        }
-        if any(own):
-            lines += _lines(family, own, wanted)
-    axis = tuple(float(i + 1) for i in range(len(reports)))
-    unit = "Lipschitz constant of x → z*"
-    panel = Curves("Proposition 3, layer by layer", "layer", unit, axis, tuple(lines))
-    return {"lipschitz": [panel]}

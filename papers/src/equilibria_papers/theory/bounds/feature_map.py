@@ -22,8 +22,7 @@ from equilibria.problems import (
     truncation_error_bound,
 )
 
-from .layer_numbers import double, measure_layer
-from .report import Assumption, Report, Row, number
+from .report import Assumption, Report, Row, double, measure_layer, number
 
 _TERMS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 _SMALL = 1e-6

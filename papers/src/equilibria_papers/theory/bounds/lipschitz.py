@@ -20,22 +20,23 @@ import torch
 from torch import Tensor
 
 from equilibria.certify import global_lipschitz, local_lipschitz, tight_curvature
-from equilibria.problems import (
-    GAUSSIAN_CONCAVITY,
-    MeanPatchEnergy,
-    Problem,
-    gaussian_sensitivity,
-)
+from equilibria.problems import GAUSSIAN_CONCAVITY, MeanPatchEnergy, Problem, gaussian_sensitivity
 
-from .layer_numbers import (
+from .report import (
+    Assumption,
+    AssumptionError,
     LayerNumbers,
     Provable,
+    Report,
+    Row,
+    check_positive,
     double,
     measure_layer,
     measured_around,
     measured_pairs,
+    number,
+    refusing,
 )
-from .report import Assumption, AssumptionError, Report, Row, check_positive, number, refusing
 
 _PEAK = (3.0 + math.sqrt(17.0)) / 4.0
 BEND = 2.0 * math.exp(-_PEAK) * (_PEAK - 1.0) / math.sqrt(_PEAK) * (1.0 + 1e-14)
@@ -203,15 +204,8 @@ def lipschitz_report(
         mean_rule=mean_rule,
         pairs=measured_pairs(x, n.z),
         around=float(measured_around(layer, x, generator=generator).max()),
-        mu=n.mu,
-        w_norm=n.w_norm,
-        u_norm=n.u_norm,
-        bias_norm=n.bias_norm,
-        bound=n.bound,
-        beta_max=n.beta_max,
-        gamma=n.gamma,
-        reach=n.reach,
         remark2=remark,
+        **n.taken("mu", "w_norm", "u_norm", "bias_norm", "bound", "beta_max", "gamma", "reach"),
     )
 
 

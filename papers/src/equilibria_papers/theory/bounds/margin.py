@@ -28,13 +28,15 @@ from torch import Tensor, nn
 from equilibria.nn import GEQ, OptEq
 from equilibria.problems import GAUSSIAN_CONCAVITY, FixedGamma, dense_norm, gaussian_sensitivity
 
-from .layer_numbers import Provable, double, measure_layer
 from .report import (
     Assumption,
     AssumptionError,
+    Provable,
     Report,
     Row,
     check_positive,
+    double,
+    measure_layer,
     number,
     refusing,
     remark1,

@@ -32,8 +32,18 @@ from equilibria.problems import (
     gaussian_sensitivity,
 )
 
-from .layer_numbers import Provable, double, solved
-from .report import Assumption, AssumptionError, Report, Row, check_positive, number, remark3
+from .report import (
+    Assumption,
+    AssumptionError,
+    Provable,
+    Report,
+    Row,
+    check_positive,
+    double,
+    number,
+    remark3,
+    solved,
+)
 
 _BATCH = 1 << 12  # states solved at a time
 

@@ -1,4 +1,11 @@
-"""Measure a landscape row by row, keep what is done, go on where it stopped."""
+"""Measure a landscape row by row, keep what is done, go on where it stopped.
+
+Directions in weight space that can be compared between networks: d_i ← d_i ‖w_i‖ / ‖d_i‖, filter
+normalization (Li et al. 2018). Every filter of a random direction gets the norm of the weights'
+filter at the same place, so that a step of 1 changes each filter by its own size, however the
+network is scaled. A weight with a norm bound (``NormBounded``) is moved by its raw parameter and
+then scaled back onto the bound, so there the step that acts is not the filter's norm.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +30,62 @@ from equilibria.solvers import Picard, SplittingSolver
 from equilibria_papers.theory.checks import check_sizes
 from equilibria_papers.theory.progress import progress_bar
 
-from .directions import Direction, TrainingPlane, random_directions
 from .surface import LandscapeFileError, Surface
+
+Direction = dict[str, Tensor]
+"""name of a parameter → step of its shape; parameters that stay where they are do not appear."""
+
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+
+def filter_dims(model: nn.Module) -> dict[str, int]:
+    """name → the dimension that counts filters, of every parameter that a direction moves.
+
+    A filter is what makes one output: a kernel of a convolution, a row of a matrix. Vectors
+    (biases, gains of norms) are left out, as by Li et al., and so are parameters that do not train.
+    """
+    transposed = {id(m.weight) for m in model.modules() if isinstance(m, _TRANSPOSED)}
+    found = {
+        name: 1 if id(weight) in transposed else 0
+        for name, weight in model.named_parameters()
+        if weight.ndim >= 2 and weight.is_floating_point() and weight.requires_grad
+    }
+    if not found:
+        raise ValueError(
+            f"{type(model).__name__} has no parameter of two or more dimensions to move."
+        )
+    return found
+
+
+def random_directions(model: nn.Module, count: int = 2, *, seed: int = 0) -> tuple[Direction, ...]:
+    """``count`` Gaussian directions, each filter with the norm of the weights' own.
+
+    Args:
+        model: whose weights are the center; its parameters are only read.
+        count: how many.
+        seed: the same seed gives the same directions on every device.
+    """
+    check_sizes("random_directions", {"count": count})
+    dims = filter_dims(model)
+    weights = dict(model.named_parameters())
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(weight: Tensor, dim: int) -> Tensor:
+        # On the CPU in float64: the same numbers on every device and in every precision.
+        drawn = torch.randn(weight.shape, generator=generator, dtype=torch.float64)
+        drawn = drawn.to(weight.device)
+        scale = _filter_norms(weight, dim) / _filter_norms(drawn, dim).clamp_min(1e-300)
+        return (drawn * scale).to(weight.dtype)
+
+    return tuple({name: draw(weights[name], d) for name, d in dims.items()} for _ in range(count))
+
+
+def _filter_norms(weight: Tensor, dim: int) -> Tensor:
+    """‖w_i‖ of each filter i in float64, shaped to multiply the weight."""
+    others = [d for d in range(weight.ndim) if d != dim]
+    norms: Tensor = torch.linalg.vector_norm(weight.detach().double(), dim=others, keepdim=True)
+    return norms
+
 
 CHANNELS = ("loss", "accuracy", "converged", "failed", "steps")
 """What is measured at a point; the last three for networks with equilibrium layers."""
@@ -203,30 +264,27 @@ class Grid:
 
     points: int = 51  # In each direction; odd, so that the center is among them
     radius: float = 1.0  # How far to go, in units of the directions
-    dims: int = 2  # 2 for a surface, 1 for a curve
 
     def __post_init__(self) -> None:
         check_number(self, "points", low=3, high=10_001, integer=True)
         check_number(self, "radius", low=0.0, low_open=True)
-        check_number(self, "dims", low=1, high=2, integer=True)
         if self.points % 2 == 0:
             raise ValueError(
                 f"Grid(points={self.points}): expected an odd number, so that the center is one of "
                 f"the points; take {self.points + 1}."
             )
 
-    def axes(self) -> tuple[Tensor, Tensor]:
-        """(a, b) in float64; b is [0] for a curve."""
+    def axis(self) -> Tensor:
+        """The points of both directions, in float64."""
         half = self.points // 2
         # −half … half over half: exactly symmetric, with an exact zero.
-        axis = torch.arange(-half, half + 1, dtype=torch.float64) * (self.radius / half)
-        return axis, axis.clone() if self.dims == 2 else torch.zeros(1, dtype=torch.float64)
+        return torch.arange(-half, half + 1, dtype=torch.float64) * (self.radius / half)
 
 
 def measure_landscape(
     model: nn.Module,
     data: ImageData | tuple[Tensor, Tensor],
-    directions: Sequence[Direction] | TrainingPlane | None = None,
+    directions: Sequence[Direction] | None = None,
     *,
     grid: Grid | None = None,
     name: str = "",
@@ -249,8 +307,7 @@ def measure_landscape(
 
     Args:
         data: images with classes, or a pair (x [N, ...], targets [N, ...]) as the model takes them.
-        directions: one or two, as from ``random_directions``, or a ``TrainingPlane``; filter-
-            normalized random ones of ``seed`` if not given.
+        directions: two; filter-normalized random ones of ``seed`` if not given.
         grid: 51 × 51 over [−1, 1]² if not given.
         name: for legends; the model's own if empty.
         loss: (outputs, targets) → one number per sample.
@@ -261,18 +318,12 @@ def measure_landscape(
         on_row: called with the surface so far after every row.
     """
     chosen = Grid() if grid is None else grid
-    path = None
-    if isinstance(directions, TrainingPlane):
-        path, directions = directions.path, directions.directions
     if directions is None:
-        directions = random_directions(model, chosen.dims, seed=seed)
-    if len(directions) < chosen.dims:
-        raise ValueError(
-            f"{len(directions)} direction(s) were given for a grid of {chosen.dims} dims."
-        )
-    steps = directions[: chosen.dims]
-    scorer = Scorer(model, data, steps, loss=loss, batch_size=batch_size, solver=solver)
-    surface = _fresh(model, scorer, chosen, name or model_name(model), path)
+        directions = random_directions(model, seed=seed)
+    if len(directions) != 2:
+        raise ValueError(f"{len(directions)} direction(s) were given for a grid in a plane.")
+    scorer = Scorer(model, data, directions, loss=loss, batch_size=batch_size, solver=solver)
+    surface = _fresh(model, scorer, chosen, name or model_name(model))
     place = None if file is None else Path(file)
     if place is not None:
         surface = _resumed(surface, place, overwrite)
@@ -297,8 +348,8 @@ def model_name(model: nn.Module) -> str:
     return str(getattr(getattr(model, "config", None), "name", type(model).__name__))
 
 
-def _fresh(model: nn.Module, scorer: Scorer, grid: Grid, name: str, path: Tensor | None) -> Surface:
-    a, b = grid.axes()
+def _fresh(model: nn.Module, scorer: Scorer, grid: Grid, name: str) -> Surface:
+    a = grid.axis()
     loss = scorer.loss
     steps = {f"{i}.{n}": t for i, d in enumerate(scorer.directions) for n, t in d.items()}
     about: dict[str, Any] = {
@@ -310,15 +361,15 @@ def _fresh(model: nn.Module, scorer: Scorer, grid: Grid, name: str, path: Tensor
         "directions": fingerprint(steps),
         "points": grid.points,
         "radius": grid.radius,
-        "dims": grid.dims,
+        "dims": 2,
         "loss": getattr(loss, "__name__", type(loss).__name__),
         "samples": len(scorer.x),
         "fixed_steps": scorer.fixed_steps,
     }
-    nothing = torch.full((len(a), len(b)), torch.nan, dtype=torch.float64)
+    nothing = torch.full((len(a), len(a)), torch.nan, dtype=torch.float64)
     values = {channel: nothing.clone() for channel in scorer.channels}
     done = torch.zeros(len(a), dtype=torch.bool)
-    return Surface(name, a, b, values, done, about, path)
+    return Surface(name, a, a.clone(), values, done, about)
 
 
 def _resumed(fresh: Surface, place: Path, overwrite: bool) -> Surface:
@@ -344,14 +395,13 @@ def _resumed(fresh: Surface, place: Path, overwrite: bool) -> Surface:
             f"{place} holds another landscape: {', '.join(parts)}. Give another file, or "
             "overwrite=True (--overwrite) to replace it."
         )
-    return dataclasses.replace(held, name=fresh.name, path=fresh.path)
+    return dataclasses.replace(held, name=fresh.name)
 
 
 def _measure_row(scorer: Scorer, surface: Surface, row: int) -> Tensor:
     """[channels, len(b)] on the CPU: the device is read once a row."""
     first = float(surface.a[row])
-    flat = len(scorer.directions) == 1
-    columns = [scorer.at(first) if flat else scorer.at(first, float(b)) for b in surface.b]
+    columns = [scorer.at(first, float(b)) for b in surface.b]
     return torch.stack(columns, 1).cpu()
 
 

@@ -1,8 +1,8 @@
 """Monotone DEQ and the NTK thesis (chapter 3), in closed form and in float64.
 
-``ThesisModel`` z = σ(Wz + Ux), f = uᵀz; ``find_equilibrium``; the Jacobians of Lemmas 3.2.1–3.2.3
-and the kernel K of Proposition 4; Conditions 1, 2 and 2′ with the radii searched for; gradient flow
-and gradient descent with the guaranteed curve beside the loss.
+``ThesisModel`` z = σ(Wz + Ux), f = uᵀz; ``find_equilibrium``; the kernel K of Proposition 4;
+Conditions 1, 2 and 2′ with the radii searched for; gradient flow and gradient descent with the
+guaranteed curve beside the loss.
 """
 
 from .conditions import (
@@ -20,13 +20,10 @@ from .conditions import (
 from .model import (
     ClosedFormKernel,
     Equilibrium,
-    OutputJacobians,
     ThesisModel,
     closed_form_gradient,
     closed_form_kernel,
-    commutation_matrix,
     find_equilibrium,
-    output_jacobians,
     sensitivities,
     square_loss,
 )
@@ -51,7 +48,6 @@ __all__ = [
     "Inequality",
     "Ingredients",
     "Outcome",
-    "OutputJacobians",
     "Radii",
     "Run",
     "Scenario",
@@ -59,13 +55,11 @@ __all__ = [
     "check_condition",
     "closed_form_gradient",
     "closed_form_kernel",
-    "commutation_matrix",
     "draw_outcome",
     "find_equilibrium",
     "gradient_descent",
     "gradient_flow",
     "ingredients",
-    "output_jacobians",
     "run_scenario",
     "search_radii",
     "sensitivities",

@@ -42,10 +42,7 @@ class Radii:
 
 @dataclass(frozen=True, kw_only=True)
 class Ingredients:
-    """What the conditions are made of: λ₀, ‖X‖_F, √(2L(θ₀)), m, N, n and the initial norms ‖·‖₂.
-
-    ``norm_U`` is ‖[U b]‖₂ and ``norm_X`` is ‖[X; 1]‖_F where the model has a bias.
-    """
+    """What the conditions are made of: λ₀, ‖X‖_F, √(2L(θ₀)), m, N, n and the initial norms ‖·‖₂."""
 
     lambda0: float
     norm_X: float
@@ -73,22 +70,21 @@ def ingredients(
     X = check_data(model, X, y)
     found = find_equilibrium(model, X) if found is None else found
     loss, _ = square_loss(model, found, y)
-    plain, wide = model.without_bias(X)
 
     def norm(part: Tensor) -> float:
         return float(torch.linalg.svdvals(part)[0] if part.ndim == 2 else part.norm())
 
     return Ingredients(
         lambda0=smallest_singular(found.Z),
-        norm_X=float(wide.norm()),
+        norm_X=float(X.norm()),
         misfit=math.sqrt(2.0 * loss),
         m=float(model.m),
         samples=X.shape[1],
         width=model.width,
-        norm_A=norm(plain.A),
-        norm_B=norm(plain.B),
-        norm_U=norm(plain.U),
-        norm_u=norm(plain.u),
+        norm_A=norm(model.A),
+        norm_B=norm(model.B),
+        norm_U=norm(model.U),
+        norm_u=norm(model.u),
     )
 
 

@@ -1,11 +1,11 @@
 """The model of the NTK thesis (Definition 3.2.1), its equilibrium, tangent kernel and gradient.
 
-z = σ(Wz + Ux (+ b)),  W = (1 − m)I − AᵀA + B − Bᵀ,  σ = ReLU,  f(x) = uᵀz
+z = σ(Wz + Ux),  W = (1 − m)I − AᵀA + B − Bᵀ,  σ = ReLU,  f(x) = uᵀz
 
 With vᵢᵀ = uᵀQᵢ⁻¹Dᵢ the Jacobian of f(xᵢ) = uᵀzᵢ is (Lemmas 3.2.2 and 3.2.3, matrix by matrix)
 
     ∂/∂W = vᵢzᵢᵀ,  ∂/∂A = −A(vᵢzᵢᵀ + zᵢvᵢᵀ),  ∂/∂B = vᵢzᵢᵀ − zᵢvᵢᵀ,
-    ∂/∂U = vᵢxᵢᵀ,  ∂/∂u = zᵢ,  ∂/∂b = vᵢ
+    ∂/∂U = vᵢxᵢᵀ,  ∂/∂u = zᵢ
 
 so that each JJᵀ is a sum of entrywise products of N × N Gram matrices: O(N n³ + N² n) operations,
 and no J_A of N × n² entries.
@@ -35,10 +35,10 @@ _UNIT = 2.0**-53
 
 @dataclass(frozen=True, kw_only=True)
 class ThesisModel:
-    """θ = (A, B [n, n], U [n, d], u [n], b [n] or None) and m > 0, Eq 3.1–3.3; all in float64.
+    """θ = (A, B [n, n], U [n, d], u [n]) and m > 0, Eq 3.1–3.3; all in float64.
 
-    Samples are columns, as in the thesis: X [d, N], Z [n, N]. The thesis has no b. With b the model
-    is the thesis' own on inputs with a further row of ones: see ``without_bias``.
+    Samples are columns, as in the thesis: X [d, N], Z [n, N]. A bias is a further column of U, on
+    inputs with a further row of ones.
     """
 
     A: Tensor
@@ -46,7 +46,6 @@ class ThesisModel:
     U: Tensor
     u: Tensor
     m: float
-    b: Tensor | None = None
 
     def __post_init__(self) -> None:
         for name in self.names:
@@ -56,7 +55,7 @@ class ThesisModel:
             object.__setattr__(self, name, value.detach().to(torch.float64))
         n = self.A.shape[0] if self.A.ndim else 0
         wanted: dict[str, tuple[int | str, ...]] = {"A": (n, n), "B": (n, n), "U": (n, "d")}
-        wanted |= {"u": (n,), "b": (n,)}
+        wanted |= {"u": (n,)}
         for name in self.names:
             given = tuple(getattr(self, name).shape)
             fits = len(given) == len(wanted[name]) and all(
@@ -76,7 +75,7 @@ class ThesisModel:
     @property
     def names(self) -> tuple[str, ...]:
         """The parameters' names, in the order of ``vector``."""
-        return ("A", "B", "U", "u") if self.b is None else ("A", "B", "U", "u", "b")
+        return ("A", "B", "U", "u")
 
     @property
     def width(self) -> int:
@@ -95,12 +94,11 @@ class ThesisModel:
         return (1.0 - self.m) * eye - self.A.T @ self.A + self.B - self.B.T
 
     def source(self, X: Tensor) -> Tensor:
-        """UX (+ b), [n, N]."""
-        found = self.U @ X
-        return found if self.b is None else found + self.b[:, None]
+        """UX, [n, N]."""
+        return self.U @ X
 
     def vector(self) -> Tensor:
-        """θ = (vec A, vec B, vec U, u (, b)), row by row, [p]."""
+        """θ = (vec A, vec B, vec U, u), row by row, [p]."""
         return torch.cat([getattr(self, name).reshape(-1) for name in self.names])
 
     def at(self, vector: Tensor) -> ThesisModel:
@@ -112,15 +110,6 @@ class ThesisModel:
         }
         return dataclasses.replace(self, **shaped)
 
-    def without_bias(self, X: Tensor) -> tuple[ThesisModel, Tensor]:
-        """The same model as the thesis has it: [U b] on [X; 1], whose JJᵀ is J_UJ_Uᵀ + J_bJ_bᵀ."""
-        X = check_data(self, X)
-        if self.b is None:
-            return self, X
-        wide = torch.cat([self.U, self.b[:, None]], dim=1)
-        ones = torch.ones(1, X.shape[1], dtype=torch.float64, device=X.device)
-        return dataclasses.replace(self, U=wide, b=None), torch.cat([X, ones])
-
     @classmethod
     def usual(
         cls,
@@ -129,24 +118,17 @@ class ThesisModel:
         *,
         m: float = 0.5,
         scale: float = 1.0,
-        bias: bool = False,
         generator: torch.Generator | None = None,
     ) -> ThesisModel:
-        """A usual initialization: entries N(0, scale²/fan-in), b zero."""
+        """A usual initialization: entries N(0, scale²/fan-in)."""
         check_sizes("ThesisModel.usual", {"width": width, "inputs": inputs})
 
         def draw(*shape: int) -> Tensor:
             found = torch.randn(*shape, dtype=torch.float64, generator=generator)
             return scale * found / math.sqrt(shape[-1])
 
-        return cls(
-            A=draw(width, width),
-            B=draw(width, width),
-            U=draw(width, inputs),
-            u=draw(width),
-            m=m,
-            b=torch.zeros(width, dtype=torch.float64) if bias else None,
-        )
+        parts = {"A": draw(width, width), "B": draw(width, width), "U": draw(width, inputs)}
+        return cls(**parts, u=draw(width), m=m)
 
     @classmethod
     def from_layer(cls, layer: nn.Module, readout: Tensor) -> ThesisModel:
@@ -163,28 +145,23 @@ class ThesisModel:
             )
         weights: Any = layer.W
         source: Any = layer.U
-        return cls(
-            A=weights.A.clone(),
-            B=weights.B.clone(),
-            U=source.weight.clone(),
-            u=readout,
-            m=float(layer.m),
-            b=None if source.bias is None else source.bias.clone(),
-        )
+        if source.bias is not None:
+            raise ValueError(
+                "ThesisModel.from_layer: the thesis has no bias; build with bias=False."
+            )
+        A, B, U = (t.clone() for t in (weights.A, weights.B, source.weight))
+        return cls(A=A, B=B, U=U, u=readout, m=float(layer.m))
 
     @torch.no_grad()
     def to_layer(self) -> MonotoneDEQ:
         """The layer x ↦ z without the readout, in float64; x [N, d] by rows."""
-        layer = MonotoneDEQ(
-            self.width, in_channels=self.inputs, m=float(self.m), bias=self.b is not None
-        ).to(self.A)
+        layer = MonotoneDEQ(self.width, in_channels=self.inputs, m=float(self.m), bias=False)
+        layer = layer.to(self.A)
         weights: Any = layer.W
         source: Any = layer.U
         weights.A.copy_(self.A)
         weights.B.copy_(self.B)
         source.weight.copy_(self.U)
-        if self.b is not None:
-            source.bias.copy_(self.b)
         return layer
 
 
@@ -287,68 +264,19 @@ def _solve(W: Tensor, D: Tensor, right: Tensor, *, transposed: bool) -> Tensor:
     return torch.cat(parts).T.contiguous()
 
 
-class OutputJacobians(NamedTuple):
-    """∂ŷ/∂ vec A, B [N, n²], U [N, n d], u [N, n] and b [N, n] (or None)."""
-
-    A: Tensor
-    B: Tensor
-    U: Tensor
-    u: Tensor
-    b: Tensor | None
-
-
-def commutation_matrix(
-    rows: int, columns: int | None = None, *, device: torch.device | str | None = None
-) -> Tensor:
-    """K with K vec(M) = vec(Mᵀ) for M [rows, columns], vec by columns; a permutation, float64."""
-    columns = rows if columns is None else columns
-    check_sizes("commutation_matrix", {"rows": rows, "columns": columns})
-    # Entry (i, j) of M stands at j·rows + i of vec(M) and at i·columns + j of vec(Mᵀ).
-    place = torch.arange(rows * columns, device=device).reshape(columns, rows).T.reshape(-1)
-    return torch.eye(rows * columns, dtype=torch.float64, device=device)[place]
-
-
-def output_jacobians(
-    model: ThesisModel, X: Tensor, found: Equilibrium | None = None
-) -> OutputJacobians:
-    """Lemma 3.2.3 and Proposition 4: J_A = (I_N ⊗ uᵀ)Q⁻¹D[Zᵀ ⊗ I_n]P_A, and by B, U, u, b.
-
-    vec goes by columns, P_A = ∂ vec W/∂ vec A = −(I + K)(I_n ⊗ Aᵀ), P_B = I − K, K the commutation
-    matrix. Where the thesis prints uᵀ ⊗ I_N it must read I_N ⊗ uᵀ: vec stacks the samples' states.
-    Dense, N n × n² entries; for the kernel alone take ``closed_form_kernel``.
-    """
-    X = check_data(model, X)
-    found = find_equilibrium(model, X) if found is None else found
-    V = sensitivities(model, found)  # the rows of (I_N ⊗ uᵀ)Q⁻¹D
-    by_weight = torch.einsum("ji,ki->ijk", found.Z, V).reshape(X.shape[1], -1)
-    n = model.width
-    swap = commutation_matrix(n, device=X.device)
-    one = torch.eye(n * n, dtype=torch.float64, device=X.device)
-    blocks = torch.block_diag(*[model.A.T] * n)  # I_n ⊗ Aᵀ
-    return OutputJacobians(
-        A=by_weight @ (-(one + swap) @ blocks),
-        B=by_weight @ (one - swap),
-        U=torch.einsum("ji,ki->ijk", X, V).reshape(X.shape[1], -1),
-        u=found.Z.T,
-        b=None if model.b is None else V.T,
-    )
-
-
 @dataclass(frozen=True)
 class ClosedFormKernel:
-    """K = J_AJ_Aᵀ + J_BJ_Bᵀ + J_UJ_Uᵀ + ZᵀZ (+ J_bJ_bᵀ), each [N, N], Eq 3.7."""
+    """K = J_AJ_Aᵀ + J_BJ_Bᵀ + J_UJ_Uᵀ + ZᵀZ, each [N, N], Eq 3.7."""
 
     A: Tensor
     B: Tensor
     U: Tensor
     u: Tensor
-    b: Tensor | None
 
     @property
     def total(self) -> Tensor:
         """K, [N, N]."""
-        found = self.A + self.B + self.U + self.u
-        return found if self.b is None else found + self.b
+        return self.A + self.B + self.U + self.u
 
     def smallest(self) -> float:
         """λ_min(K); K is positive semidefinite, so what rounding puts below zero is zero."""
@@ -370,7 +298,6 @@ def closed_form_kernel(
         B=2.0 * (VV * ZZ - VZ * VZ.T),
         U=VV * (X.T @ X),
         u=ZZ,
-        b=None if model.b is None else VV,
     )
 
 
@@ -385,6 +312,4 @@ def closed_form_gradient(model: ThesisModel, X: Tensor, found: Equilibrium, rest
     V = sensitivities(model, found) * rest
     G = V @ found.Z.T  # ∂L/∂W
     parts = [-model.A @ (G + G.T), G - G.T, V @ X.T, found.Z @ rest]
-    if model.b is not None:
-        parts.append(V.sum(1))
     return torch.cat([part.reshape(-1) for part in parts])

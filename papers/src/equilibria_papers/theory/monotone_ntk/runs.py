@@ -509,8 +509,7 @@ def draw_outcome(outcome: Outcome, stem: Path) -> list[Path]:
     if run.lambda0 > 0:
         axes[1].axhline(run.lambda0**2 / 4, color=GRAY, linestyle=":", label=r"$\lambda_0^2/4$")
     for i, (name, values) in enumerate(run.moved.items()):
-        radius = getattr(outcome.report.radii, "U" if name == "b" else name)
-        shares = [value / radius for value in values]
+        shares = [value / getattr(outcome.report.radii, name) for value in values]
         if max(shares) > 0.0:  # a parameter that never moves has no place on a log axis
             label = rf"$\|{name}-{name}(0)\|_F/R_{{{name}}}$"
             axes[2].semilogy(run.times, on_log_axis(shares), label=label, **look(i, marker=False))

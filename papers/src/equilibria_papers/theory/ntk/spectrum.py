@@ -4,6 +4,8 @@
 exp(−Σ p_i ln p_i),  p_i = λ_i/Σλ       the effective rank (Roy and Vetterli 2007)
 (Σλ)²/Σλ²                               the participation ratio
 Σλ/λ_max                                the stable rank of J
+
+Where K stays as it is, gradient descent on (s/2)‖f − y‖² has f_t = y + (I − ηsK)ᵗ(f(0) − y).
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .kernel import TangentKernel
+from .kernel import (
+    TangentKernel,
+)
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,19 +15,20 @@ from torch import Tensor, nn
 
 from equilibria.engine import write_json
 from equilibria_papers.theory.pictures import (
-    COLORS,
-    GRAY,
     look,
     new_figure,
     plain_ticks,
     save_picture,
 )
 
-from .dynamics import TrainingComparison
 from .kernel import TangentKernel, Tell, empirical_ntk
-from .spectrum import Spectrum, kernel_distance, kernel_drift, label_alignment, spectrum
-
-_MOST = 24  # bars that can be read in a picture of one page; the rest is summed up
+from .spectrum import (
+    Spectrum,
+    kernel_distance,
+    kernel_drift,
+    label_alignment,
+    spectrum,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +37,6 @@ class KernelStudy:
 
     kernels: Mapping[str, TangentKernel]  # By the name of the network
     targets: Tensor | None = None
-    training: TrainingComparison | None = None
     about: Mapping[str, Any] = field(default_factory=dict)
     """What goes to the JSON file beside the numbers."""
 
@@ -55,8 +55,6 @@ class KernelStudy:
                 row["alignment"] = label_alignment(kernel, self.targets)
             row["drift"] = kernel_drift(kernel, first)
             row["distance"] = kernel_distance(kernel, first)
-            if kernel.relative_error is not None:
-                row["relative_error"] = kernel.relative_error
             if kernel.parts:
                 row["shares"] = kernel.shares()
             found.append(row)
@@ -72,8 +70,6 @@ class KernelStudy:
             "method": first.method,
             "networks": self.rows(),
         }
-        if self.training is not None:
-            found["training"] = self.training.to_dict()
         return found
 
     def save(self, folder: str | Path) -> list[Path]:
@@ -102,13 +98,6 @@ class KernelStudy:
 
     def _figures(self) -> dict[str, Any]:
         found = {"spectrum": _spectra_figure(self.spectra)}
-        name, last = list(self.kernels.items())[-1]
-        if last.parts:
-            found["layers"] = _shares_figure(last.shares(), last.sizes, name)
-        if len(self.kernels) > 1:
-            found["drift"] = _drift_figure(self.rows())
-        if self.training is not None:
-            found["training"] = _training_figure(self.training)
         return found
 
 
@@ -119,7 +108,6 @@ def study_kernels(
     *,
     progress: Tell | None = None,
     about: Mapping[str, Any] | None = None,
-    training: TrainingComparison | None = None,
     **options: Any,
 ) -> KernelStudy:
     """The kernel of each network on the same samples.
@@ -129,7 +117,6 @@ def study_kernels(
         targets: classes [N], for the alignment.
         progress: called with (samples done, of how many), over all networks.
         about: what else the JSON file should say.
-        training: a comparison to save with it.
         **options: of ``empirical_ntk``.
     """
     if not networks:
@@ -148,7 +135,7 @@ def study_kernels(
                 "checkpoints of one architecture."
             )
     kept = None if targets is None else torch.as_tensor(targets)
-    return KernelStudy(made, kept, training, dict(about or {}))
+    return KernelStudy(made, kept, dict(about or {}))
 
 
 def _axes(height: float = 3.6) -> tuple[Any, Any]:
@@ -170,57 +157,4 @@ def _spectra_figure(spectra: Mapping[str, Spectrum]) -> Any:
     plain_ticks(axes)
     # Below: inside it would lie on a curve that falls from corner to corner.
     figure.legend(loc="outside lower center", ncols=columns, fontsize=8, frameon=False)
-    return figure
-
-
-def _shares_figure(shares: Mapping[str, float], sizes: Mapping[str, int], name: str) -> Any:
-    """tr K_layer/tr K beside the layer's share of the parameters, the largest on top."""
-    ranked = sorted(shares, key=lambda name: -shares[name])
-    kept, rest = ranked[:_MOST], ranked[_MOST:]
-    total = sum(sizes.values())
-    of_trace = [shares[n] for n in kept]
-    of_size = [sizes[n] / total for n in kept]
-    if rest:
-        kept = [*kept, f"{len(rest)} others"]
-        of_trace.append(sum(shares[n] for n in rest))
-        of_size.append(sum(sizes[n] for n in rest) / total)
-    figure, axes = _axes(1.2 + 0.24 * len(kept))
-    rows = range(len(kept))
-    above, below = [r - 0.2 for r in rows], [r + 0.2 for r in rows]
-    axes.barh(above, of_trace, 0.4, color=COLORS[0], label="of the kernel's trace")
-    hatched = {"color": COLORS[1], "hatch": "//", "edgecolor": "white"}
-    axes.barh(below, of_size, 0.4, label="of the parameters", **hatched)
-    axes.set_yticks(list(rows), kept)
-    axes.invert_yaxis()
-    axes.set_xlabel("share")
-    axes.set_title(name, fontsize="medium")
-    axes.legend(frameon=False, loc="lower right")
-    return figure
-
-
-def _drift_figure(rows: list[dict[str, Any]]) -> Any:
-    """‖K − K_0‖/‖K_0‖ and 1 − cos∠(K, K_0) of the kernels of several networks."""
-    figure, axes = _axes()
-    names = [row["network"] for row in rows]
-    labels = {"drift": "drift ‖K − K₀‖/‖K₀‖", "distance": "distance 1 − cos∠(K, K₀)"}
-    for i, (key, label) in enumerate(labels.items()):
-        axes.plot(range(len(rows)), [row[key] for row in rows], label=label, **look(i))
-    axes.set_xticks(range(len(rows)), names, rotation=20 if max(map(len, names)) > 8 else 0)
-    axes.set_ylabel("from the first network's kernel")
-    axes.legend(frameon=False)
-    return figure
-
-
-def _training_figure(found: TrainingComparison) -> Any:
-    """The loss of gradient descent, beside that of the linear model."""
-    figure, axes = _axes()
-    steps = found.steps.tolist()
-    axes.semilogy(steps, found.actual.tolist(), color=COLORS[0], label="network")
-    label = "predicted by the kernel at step 0"
-    axes.semilogy(steps, found.predicted.tolist(), color=COLORS[4], linestyle="--", label=label)
-    axes.set(xlabel="step of gradient descent", ylabel="loss")
-    plain_ticks(axes)
-    axes.legend(frameon=False)
-    said = "it diverged" if found.diverged else f"drift of the kernel {found.drift:.2g}"
-    axes.set_title(said, loc="right", color=GRAY, fontsize="medium")
     return figure

@@ -1,18 +1,19 @@
 """The way of a solver to an equilibrium, and how it changes (the NTK thesis, §4.1).
 
 ``record_path`` writes down every iterate of a layer's solve with its residual (Eq 4.2),
-``at_scale`` draws the layer's weights anew at a scale (§4.1.1), ``follow_training`` and
-``training_recorder`` look at a training's checkpoints (§4.1.2), and the figures draw it.
+``at_scale`` draws the layer's weights anew at a scale (§4.1.1), ``follow_training`` looks at a
+training's checkpoints (§4.1.2), and the figures draw it.
 """
 
-from .path_figures import class_figure, path_figure, residual_figure, training_figure
 from .recording import SolverPath, at_scale, clipped_stds, layer_input, record_path
 from .training_path import (
     PCA,
     TrainingPath,
+    class_figure,
     follow_training,
+    path_figure,
     principal_components,
-    training_recorder,
+    residual_figure,
 )
 
 __all__ = [
@@ -28,6 +29,4 @@ __all__ = [
     "principal_components",
     "record_path",
     "residual_figure",
-    "training_figure",
-    "training_recorder",
 ]

@@ -26,17 +26,12 @@ from equilibria.engine import (
 )
 from equilibria.nn import equilibrium_layers
 from equilibria.solvers import SplittingSolver
-from equilibria_papers.theory.checks import check_sizes
-from equilibria_papers.theory.ntk.jacobian import evaluating
+from equilibria_papers.theory.checks import check_sizes, first_inputs
 
 _CLIPPED = 0.9  # of the standard deviation that was asked for
 # A tolerance small enough never to pass unless the residual is zero, and no zero, which would make
 # it a solve of fixed steps: those do not restart samples that stall, so their iterates are others.
 _NEVER = 1e-30
-
-
-class _Reached(Exception):
-    """The layer was called: nothing after it is needed."""
 
 
 def layer_input(model: nn.Module, x: Any, name: str | None = None) -> tuple[nn.Module, Any]:
@@ -57,23 +52,10 @@ def layer_input(model: nn.Module, x: Any, name: str | None = None) -> tuple[nn.M
     layer = layers[wanted]
     if layer is model:
         return layer, x
-    caught: list[Any] = []
-
-    def stop(module: nn.Module, args: tuple[Any, ...]) -> None:
-        caught.append(args[0])
-        raise _Reached
-
-    handle = layer.register_forward_pre_hook(stop)
-    try:
-        with torch.no_grad(), evaluating(model):
-            model(x)
-    except _Reached:
-        pass
-    finally:
-        handle.remove()
+    caught = first_inputs(model, x, {wanted: layer})
     if not caught:
         raise ValueError(f"the network's forward did not reach its layer {wanted!r}.")
-    return layer, caught[0]
+    return layer, caught[wanted]
 
 
 def at_scale(model: nn.Module, std: float, *, seed: int = 0) -> nn.Module:

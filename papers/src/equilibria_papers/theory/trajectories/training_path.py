@@ -1,30 +1,24 @@
-"""How the states of a layer move through training, class by class (the NTK thesis, §4.1.2)."""
+"""How the states of a layer move, through a solver and through training (the NTK thesis, §4.1).
+
+Principal components, the states class by class, and the pictures of a solver's way: residual curves
+(Figure 4.1), paths in a plane (4.2, and 4.3 for the checkpoints of a training).
+"""
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
+from matplotlib.lines import Line2D
 from torch import Tensor, nn
 
 from equilibria.engine import SolverOptions
 from equilibria_papers.theory.checks import check_sizes
+from equilibria_papers.theory.pictures import COLORS, GRAY, MARKERS, look, new_figure, on_log_axis
 
 from .recording import SolverPath, layer_input, record_path
-
-_CHUNK = 1 << 14  # columns at a time in float64, so that a wide float32 cloud is not doubled
-
-
-def _centered(flat: Tensor, mean: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Columns of p − μ in float64, a part at a time."""
-    for begin in range(0, flat.shape[1], _CHUNK):
-        columns = slice(begin, begin + _CHUNK)
-        yield columns, flat[:, columns].double() - mean[columns]
 
 
 @dataclass(frozen=True)
@@ -38,11 +32,7 @@ class PCA:
 
     def project(self, points: Tensor) -> Tensor:
         """[..., n] → [..., k] in float64."""
-        flat = points.reshape(-1, points.shape[-1])
-        total = flat.new_zeros(len(flat), len(self.components), dtype=torch.float64)
-        for columns, part in _centered(flat, self.mean):
-            total += part @ self.components[:, columns].T
-        return total.reshape(*points.shape[:-1], -1)
+        return (points.double() - self.mean) @ self.components.T
 
 
 def principal_components(points: Tensor, count: int = 2) -> PCA:
@@ -65,16 +55,19 @@ def principal_components(points: Tensor, count: int = 2) -> PCA:
             f"principal_components needs two finite points at least, got {len(flat)} of "
             f"{points.numel() // max(points.shape[-1], 1)}."
         )
-    mean = torch.cat([part.double().mean(0) for part in flat.split(_CHUNK, 1)])
-    if len(flat) <= flat.shape[1]:
-        values, components = _by_gram(flat, mean, count)
+    flat = flat.double()
+    mean = flat.mean(0)
+    centered = flat - mean
+    if len(flat) <= flat.shape[1]:  # C = Vᵀ X / σ from the N × N matrix X Xᵀ = V σ² Vᵀ
+        values, vectors = torch.linalg.eigh(centered @ centered.T)
+        values = values.clamp_min(0)
+        components = vectors.flip(1)[:, :count].T @ centered
+        norm = torch.linalg.vector_norm(components, dim=1, keepdim=True)
+        components = components / torch.where(norm == 0, 1.0, norm)
     else:
-        centered = flat.double() - mean
         values, vectors = torch.linalg.eigh(centered.T @ centered)
-        values, components = values.flip(0)[:count], vectors.flip(1).T[:count]
-    total = torch.zeros((), dtype=torch.float64, device=flat.device)
-    for _, part in _centered(flat, mean):
-        total += part.square().sum()
+        components = vectors.flip(1).T[:count]
+    values, total = values.flip(0)[:count], centered.square().sum()
     # Components that carry rounding alone, and those beyond the cloud's rank, are zero.
     kept = (values > 1e-13 * total) & (values > 0)
     missing = max(0, count - len(values))
@@ -84,18 +77,6 @@ def principal_components(points: Tensor, count: int = 2) -> PCA:
     signs = components.gather(1, components.abs().argmax(1, keepdim=True)).sign()
     components = components * torch.where(signs == 0, 1.0, signs)
     return PCA(mean, components, values / total if total > 0 else torch.zeros_like(values))
-
-
-def _by_gram(flat: Tensor, mean: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Fewer points than dimensions: C = Vᵀ X / σ from the N × N matrix X Xᵀ = V σ² Vᵀ."""
-    gram = flat.new_zeros(len(flat), len(flat), dtype=torch.float64)
-    for _, part in _centered(flat, mean):
-        gram += part @ part.T
-    values, vectors = torch.linalg.eigh(gram)
-    values, vectors = values.flip(0)[:count].clamp_min(0), vectors.flip(1)[:, :count]
-    components = torch.cat([vectors.T @ part for _, part in _centered(flat, mean)], 1)
-    norm = torch.linalg.vector_norm(components, dim=1, keepdim=True)
-    return values, components / torch.where(norm == 0, 1.0, norm)
 
 
 @dataclass(frozen=True)
@@ -177,62 +158,101 @@ def follow_training(
     return TrainingPath(names, labels.cpu(), tuple(paths))
 
 
-def training_recorder(
-    x: Tensor,
-    labels: Tensor,
-    *,
-    every: int = 1,
-    layer: str | None = None,
-    solver: SolverOptions | None = None,
-    steps: int | None = None,
-) -> Any:
-    """A Lightning callback that records the solver's way for x at the start and after epochs.
+_SAMPLES = 8  # lines in a panel of paths
+# Ten classes need ten looks: eight colors, two of them again with another marker.
+_TEN = (*COLORS[:6], "#999999", "#000000", "#8B4513", "#F0E442")
 
-    Give it to ``training.fit(..., callbacks=[recorder])`` or to a Trainer; afterwards
-    ``recorder.training_path()`` has what it saw. The model is copied and looked at in eval mode:
-    nothing of the training changes. Only the first process records, every ``every`` epochs; the
-    others are as in ``follow_training``.
+
+def residual_figure(groups: Mapping[str, Mapping[str, SolverPath]]) -> Any:
+    """The relative residual of Eq 4.2 over the steps, a panel for each group (Figure 4.1).
+
+    ``groups["N(0, 1)"]["Anderson"]`` is a path. The line is the mean over the samples, the band
+    goes from the 10% to the 90% quantile, the dotted line is the tolerance.
     """
-    check_sizes("training_recorder", {"every": every})
-
-    class TrainingRecorder(pl.Callback):
-        """Looks at the model before the first epoch and after every ``every``-th."""
-
-        def __init__(self) -> None:
-            self._seen: list[TrainingPath] = []
-
-        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            self._look(trainer, pl_module, int(trainer.current_epoch))
-
-        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-            epoch = int(trainer.current_epoch) + 1
-            if epoch % every == 0:
-                self._look(trainer, pl_module, epoch)
-
-        def _look(self, trainer: Any, pl_module: Any, epoch: int) -> None:
-            if not trainer.is_global_zero:
-                return
-            model = copy.deepcopy(getattr(pl_module, "model", pl_module)).eval()
-            like = next(model.parameters())
-            found = follow_training(
-                [model],
-                x.to(like.device, like.dtype),
-                labels,
-                moments=[str(epoch)],
-                layer=layer,
-                solver=solver,
-                steps=steps,
+    _check(groups)
+    figure = new_figure(3.0 * len(groups) + 0.8, 3.0)
+    axes = figure.subplots(1, len(groups), squeeze=False, sharey=True)[0]
+    for axis, (title, paths) in zip(axes, groups.items(), strict=True):
+        for i, (name, path) in enumerate(paths.items()):
+            steps = range(1, path.steps + 1)
+            marks = {"markersize": 3, "markevery": max(1, path.steps // 10)}
+            axis.plot(steps, on_log_axis(path.mean_curve()), label=name, **look(i), **marks)
+            low, high = (on_log_axis(path.quantile_curve(q)) for q in (0.1, 0.9))
+            axis.fill_between(
+                steps, low, high, color=COLORS[i % len(COLORS)], alpha=0.15, linewidth=0
             )
-            self._seen.append(found)
+        limit = max(path.tolerance for path in paths.values())
+        if limit > 0:
+            axis.axhline(limit, color=GRAY, linestyle=":", linewidth=0.8, label="tolerance")
+        axis.set_yscale("log")
+        axis.set_title(title)
+        axis.set_xlabel("evaluations of $f$")
+    axes[0].set_ylabel("$\\|f(z) - z\\| \\,/\\, \\|f(z)\\|$")
+    axes[-1].legend(frameon=False, fontsize=8)
+    return figure
 
-        def training_path(self) -> TrainingPath:
-            """What was seen so far."""
-            if not self._seen:
-                raise RuntimeError("nothing was recorded yet: the training has not begun.")
-            return dataclasses.replace(
-                self._seen[0],
-                moments=tuple(m for found in self._seen for m in found.moments),
-                paths=tuple(p for found in self._seen for p in found.paths),
-            )
 
-    return TrainingRecorder()
+def path_figure(groups: Mapping[str, SolverPath]) -> Any:
+    """z^[0], z^[1], … in the plane of its two principal components, a panel each (Figure 4.2).
+
+    Every panel has its own plane. A line is one of the first eight samples; it starts at the
+    circle, ends at the cross.
+    """
+    _check(groups)
+    figure = new_figure(3.2 * len(groups), 3.1)
+    axes = figure.subplots(1, len(groups), squeeze=False)[0]
+    for axis, (title, path) in zip(axes, groups.items(), strict=True):
+        states = path.states[:, :_SAMPLES]
+        plane = principal_components(states)
+        ways = plane.project(states).numpy()
+        for i in range(states.shape[1]):
+            way, color = ways[:, i], _TEN[i % len(_TEN)]
+            axis.plot(*way.T, color=color, linewidth=1.0, alpha=0.9, marker=".", markersize=3)
+            axis.plot(*way[0], marker="o", color=color, markerfacecolor="white", markersize=5)
+            axis.plot(*way[-1], marker="x", color=color, markersize=6)
+        axis.set_title(title)
+        axis.set(xlabel=_share(plane, 0), ylabel=_share(plane, 1))
+    looks: dict[str, dict[str, Any]] = {
+        "start": {"marker": "o", "markerfacecolor": "white", "linestyle": "none"},
+        "end": {"marker": "x", "linestyle": "none"},
+        "one color a sample": {"marker": ".", "markersize": 3},
+    }
+    handles = [Line2D([], [], color=GRAY, label=text, **each) for text, each in looks.items()]
+    figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False, fontsize=8)
+    return figure
+
+
+def class_figure(training: TrainingPath) -> Any:
+    """z* of every sample by class, with the class means drawn as a path through training.
+
+    Small points are the samples at the last moment; the line joins the means of a class over the
+    moments, from the open circle to the filled marker.
+    """
+    plane = training.plane()
+    points = plane.project(training.equilibria)
+    means = training.class_means(points)
+    figure = new_figure(5.2, 4.2)
+    axis = figure.subplots()
+    for i, label in enumerate(training.classes):
+        color, marker = _TEN[i % len(_TEN)], MARKERS[i % len(MARKERS)]
+        mine = points[-1, training.labels == label]
+        axis.scatter(*mine.T.numpy(), s=6, color=color, alpha=0.35, linewidths=0)
+        way = means[:, i].numpy()
+        axis.plot(*way.T, color=color, linewidth=1.2)
+        axis.plot(*way[0], marker="o", color=color, markerfacecolor="white", markersize=5)
+        end = {"marker": marker, "markersize": 6, "linestyle": "", "label": str(label)}
+        axis.plot(*way[-1], color=color, **end)
+    axis.set(xlabel=_share(plane, 0), ylabel=_share(plane, 1))
+    axis.set_title(f"$z^*$ from {training.moments[0]} to {training.moments[-1]}")
+    beside = {"loc": "center left", "bbox_to_anchor": (1, 0.5)}
+    axis.legend(frameon=False, fontsize=8, title="class", **beside)
+    return figure
+
+
+def _share(plane: PCA, i: int) -> str:
+    return f"component {i + 1} ({100 * float(plane.explained[i]):.0f}%)"
+
+
+def _check(groups: Mapping[str, Any]) -> None:
+    if not groups:
+        raise ValueError("there is no path to draw: give one at least.")

@@ -21,14 +21,7 @@ from equilibria import fixed_point
 from equilibria.adjoints import Implicit
 from equilibria.engine import Solution
 from equilibria.nn import DeepOptEq, OptEq, OptEqBlock
-from equilibria.problems import (
-    Activated,
-    DenseOperator,
-    LinearOperator,
-    NonNegative,
-    Prior,
-    as_operator,
-)
+from equilibria.problems import Activated, LinearOperator, NonNegative, Prior, as_operator
 from equilibria.solvers import Anderson
 
 __all__ = [
@@ -259,26 +252,6 @@ class MultiBlock:
         """‖z̃ − step(z̃)‖, [B]; zero exactly at the multi-block forms of deep equilibria."""
         return _norms(z - self.step(z, as_printed=as_printed))
 
-    def permutation(self) -> Tensor:
-        """P as a matrix [mL, mL] on the flattened z̃, m the size of one state."""
-        size = self.blocks[0].start()[0].numel()
-        like = self.blocks[0].c
-        shift = torch.roll(torch.eye(len(self)).to(like), 1, dims=0)
-        return torch.kron(shift, torch.eye(size).to(like))
-
-    def weight(self) -> Tensor:
-        """W̃ = blockdiag(W_1, …, W_L) as a matrix [Σn_l, mL]; dense blocks only."""
-        found = []
-        for number, block in enumerate(self.blocks, 1):
-            if not isinstance(block.W, DenseOperator):
-                raise TypeError(
-                    f"MultiBlock.weight writes W̃ as a matrix, and block {number} has a "
-                    f"{type(block.W).__name__}; use step(z̃), which needs no matrix."
-                )
-            found.append(block.W.weight)
-        matrix: Tensor = torch.block_diag(*found)
-        return matrix
-
 
 def _norms(states: Tensor) -> Tensor:
     """‖·‖ of each sample, [B, ...] → [B]."""
@@ -346,12 +319,7 @@ def moreau_envelope(block: Block, z: Tensor) -> Tensor:
 
 
 def two_layer_objective(
-    layer: Deep,
-    x: Tensor | None,
-    z0: Tensor,
-    z1: Tensor | None = None,
-    *,
-    check: bool = True,
+    layer: Deep, x: Tensor | None, z0: Tensor, z1: Tensor | None = None, *, check: bool = True
 ) -> Tensor:
     """α M_{φ_1}^{1−α}(z_1) + α M_{φ_2}^{1−α}(z_0) + ½‖z_1 − z_0‖² (Corollary 1), [B], in float64.
 
