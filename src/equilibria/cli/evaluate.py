@@ -27,6 +27,13 @@ def evaluate(
             "image and its mirror image. The plain numbers stay.",
         ),
     ] = False,
+    stop: Annotated[
+        str | None,
+        typer.Option(
+            help="label: also with each image stopping when its label is proven to be that of the "
+            "converged network; steps and time saved."
+        ),
+    ] = None,
     certify: Annotated[
         int, typer.Option(min=0, help="Certify every layer on this many images; 0 for none.")
     ] = 64,
@@ -48,11 +55,14 @@ def evaluate(
     # What is wrong with the flags is said before minutes are spent.
     levels = _severities(severities) if corruptions else ()
     solver = solver_of(converged)
+    if stop not in (None, "label"):
+        raise fail(f"--stop {stop}: expected label.")
     if out is not None:
         make_folder(out)
     model, dataset = prepared(weights, data, root, split, device, limit)
     how: dict[str, Any] = {"batch_size": batch_size, "progress": not as_json}
-    report = evaluation.evaluate(model, dataset, certify=certify, solver=solver, flip=flip, **how)
+    asked: dict[str, Any] = {"certify": certify, "solver": solver, "flip": flip, "stop": stop}
+    report = evaluation.evaluate(model, dataset, **asked, **how)
     found: dict[str, Any] = report.to_dict()
     written = [] if out is None else report.save(out)
     if not as_json:
