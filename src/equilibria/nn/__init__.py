@@ -13,6 +13,7 @@ from .monotone import MonotoneDEQ, TransposedSplitting
 from .multi_branch import BranchSolution, MultiBranch
 from .observing import Observed, Penalties, collect_penalties, equilibrium_layers, observe
 from .opteq import OptEq
+from .steps import set_steps
 
 __all__ = [
     "DEQ",
@@ -48,6 +49,7 @@ __all__ = [
     "constraints",
     "equilibrium_layers",
     "observe",
+    "set_steps",
     "training_way",
 ]
 
