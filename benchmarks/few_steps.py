@@ -39,9 +39,9 @@ import torch.nn.functional as F
 from _measure import Spread, race, wait
 from _record import commit, parser, write
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import remove_parametrizations
 
 from equilibria import data, models
+from equilibria.certify.network import plain_copy
 from equilibria.nn import set_steps
 from equilibria.training import GraphedModel
 
@@ -398,14 +398,6 @@ def measured(
     return found
 
 
-def frozen(model: nn.Module) -> nn.Module:
-    """Constrained weights as plain ones."""
-    for module in model.eval().modules():
-        for name in list(getattr(module, "parametrizations", {})):
-            remove_parametrizations(module, name, leave_parametrized=True)
-    return model
-
-
 def twin_of(model: models.Network) -> models.Network | None:
     """The explicit network of equal size, where there is one: two convolutions for each layer."""
     name = model.config.name.replace("geq", "explicit", 1)
@@ -424,7 +416,7 @@ def speeds(student: models.Network, options: Namespace, device: torch.device) ->
     contestants: dict[str, Any] = {}
     for k in sorted({1, options.steps, options.teacher_steps}):
         contestants[f"{k} steps"] = set_steps(copy.deepcopy(student), k)
-        contestants[f"{k} steps, frozen"] = frozen(set_steps(copy.deepcopy(student), k))
+        contestants[f"{k} steps, frozen"] = plain_copy(contestants[f"{k} steps"])
     twin = twin_of(student)
     if twin is not None:
         contestants["explicit twin"] = twin
