@@ -4,8 +4,10 @@
         --data FOLDER --epochs 4 --out results
     python benchmarks/few_steps.py RUN_FOLDER --data FOLDER ...     (a chain, geq_cifar_5m)
 
-The student starts from the weights of the teacher and takes ``--steps`` steps in each layer. Its
-loss on a batch is
+The student starts from the weights of the teacher and takes ``--steps`` steps in each layer, of the
+length that ``nn.calibrate_steps`` finds on 256 training images. ``before`` is the teacher with so
+many steps of the certificate's length, ``calibrated`` with this length, both untrained. The loss of
+a batch is
 
     (1 − a)·CE(labels, smoothed) + a·T²·KL(teacher ‖ student at temperature T) + f·‖Δfeatures‖²
 
@@ -42,7 +44,7 @@ from torch import Tensor, nn
 
 from equilibria import data, models
 from equilibria.certify.network import plain_copy
-from equilibria.nn import set_steps
+from equilibria.nn import calibrate_steps, set_steps
 from equilibria.training import GraphedModel
 
 STEPS = (1, 2, 3, 4)
@@ -58,9 +60,12 @@ def main() -> None:
     teacher = set_steps(teacher, options.teacher_steps)
     teacher = teacher.to(device, memory_format=torch.channels_last).eval().requires_grad_(False)
     kept, held, test = images(options, teacher, device)
-    student = of_steps(teacher, options.steps, options.terms).to(
-        device, memory_format=torch.channels_last
-    )
+    tau, plain = options.tau, of_steps(teacher, options.steps, options.terms)
+    plain.to(device, memory_format=torch.channels_last).eval()
+    if tau is None:
+        tau = calibrate_steps(copy.deepcopy(plain), calm(kept), options.steps)[1]
+    student = of_steps(teacher, options.steps, options.terms, tau or None)
+    student.to(device, memory_format=torch.channels_last)
     tuning = Tuning(student, teacher, kept, options)
     path = options.out / f"few_steps_{options.tag or teacher.config.name}"
     record = {
@@ -70,13 +75,16 @@ def main() -> None:
         "machine": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
         "options": {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items()},
         "model": teacher.config.name,
+        "tau": tau or "that of the certificate",
         "held_out": len(held[1]),
         "held_out_is": "the last training images; the student is not trained on them, published "
         "weights were",
     }
     found = tuning.resume(path.with_suffix(".ckpt"), record)
     if not found:
-        found = {**record, "before": measured(student, teacher, held, test, options), "epochs": []}
+        found = {**record, "before": measured(plain, teacher, held, test, options)}
+        found["calibrated"] = measured(student, teacher, held, test, options)
+        found["epochs"] = []
     for epoch in range(len(found["epochs"]), options.epochs):
         row = tuning.epoch(epoch)
         right, seconds = accuracy(student, held, options, options.steps)
@@ -93,7 +101,7 @@ def main() -> None:
     set_steps(student, options.steps)
     extra = {**teacher.extra, "steps_of_the_teacher": options.teacher_steps}
     models.save(student.float().cpu(), path.with_suffix(".safetensors"), extra=extra)
-    for name in ("before", "after", "speed"):
+    for name in ("before", "calibrated", "after", "speed"):
         print(name, found[name])
 
 
@@ -106,6 +114,7 @@ def arguments() -> Namespace:
     add("--epochs", type=int, default=4)
     add("--steps", type=int, default=2, help="of the student")
     add("--teacher-steps", type=int, help="default: those that the network was trained with")
+    add("--tau", type=float, help="step of the student; default: calibrated, 0: the certificate's")
     add("--terms", type=int, help="of the backward series; default: the model's own")
     add("--random", action="store_true", help="also train with other numbers of steps")
     add("--batch", type=int, default=512)
@@ -147,12 +156,22 @@ def steps_of(model: nn.Module) -> int:
     return max(m.solver.max_steps for m in model.modules() if hasattr(m, "solver"))
 
 
-def of_steps(model: models.Network, steps: int, terms: int | None = None) -> models.Network:
+def calm(batches: data.Batches) -> Tensor:
+    """256 training images as they are."""
+    part = batches.dataset.subset(range(min(256, len(batches.dataset)))).to(batches.device)
+    return part.normalize(part.images).to(memory_format=torch.channels_last)
+
+
+def of_steps(
+    model: models.Network, steps: int, terms: int | None = None, tau: float | None = None
+) -> models.Network:
     """The same weights in a network that takes ``steps`` steps, also by its configuration."""
     config = model.config
     made = dict(config.options)
     solver = next(m.solver for m in model.modules() if hasattr(m, "solver"))
     made["solver"] = replace(solver, max_steps=steps)
+    if tau is not None:
+        made["solver"] = replace(made["solver"], tau=tau)
     if terms is not None:
         adjoint = next(m.adjoint for m in model.modules() if hasattr(m, "adjoint"))
         made["adjoint"] = replace(adjoint, steps=terms)
@@ -311,7 +330,18 @@ class Tuning:
 
 
 _PARTS = ("student", "optimizer", "schedule")
-_SAME = ("weights", "epochs", "steps", "teacher_steps", "random", "batch", "lr", "seed", "distill")
+_SAME = (
+    "weights",
+    "epochs",
+    "steps",
+    "tau",
+    "teacher_steps",
+    "random",
+    "batch",
+    "lr",
+    "seed",
+    "distill",
+)
 
 
 def autocast(options: Namespace) -> Any:

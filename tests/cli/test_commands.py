@@ -229,6 +229,7 @@ def test_evaluate_reports_the_flip_apart(
         (["", "--split", "tset"], "--split tset: expected train, val or test"),
         (["", "--converged", "-1"], "--converged -1.0 is out of range"),
         (["", "--stop", "labels"], "--stop labels: expected label"),
+        (["", "--steps", "2"], "--steps 2: steps=2: layer "),
         (["", "--out", __file__], "--out "),
     ],
 )

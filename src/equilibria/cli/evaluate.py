@@ -19,6 +19,12 @@ def evaluate(
     batch_size: Batch = 256,
     device: Device = None,
     converged: Converged = None,
+    steps: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Let every layer take this many steps, where it takes a fixed number."
+        ),
+    ] = None,
     flip: Annotated[
         bool,
         typer.Option(
@@ -51,6 +57,7 @@ def evaluate(
 ) -> None:
     """Accuracy, calibration, solver statistics and certificates on a data set."""
     from equilibria import evaluation
+    from equilibria.nn import set_steps
 
     # What is wrong with the flags is said before minutes are spent.
     levels = _severities(severities) if corruptions else ()
@@ -60,6 +67,11 @@ def evaluate(
     if out is not None:
         make_folder(out)
     model, dataset = prepared(weights, data, root, split, device, limit)
+    if steps is not None:
+        try:
+            set_steps(model, steps)
+        except ValueError as error:
+            raise fail(f"--steps {steps}: {error}") from None
     how: dict[str, Any] = {"batch_size": batch_size, "progress": not as_json}
     asked: dict[str, Any] = {"certify": certify, "solver": solver, "flip": flip, "stop": stop}
     report = evaluation.evaluate(model, dataset, **asked, **how)
