@@ -31,7 +31,8 @@ def set_steps(model: Model, steps: int) -> Model:
     Weights, step sizes and gradients stay what they are. Layers whose solver stops by a tolerance
     (``rtol`` or ``atol`` above 0) have no number of steps to set: an error names them.
     """
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+    given: Any = steps
+    if isinstance(given, bool) or not isinstance(given, int) or given < 1:
         raise ValueError(f"steps={steps!r}: expected an integer of at least 1.")
     layers = {
         name or "(the model)": module
