@@ -177,3 +177,8 @@ def test_without_layers_and_wrong_steps() -> None:
     assert found.proven.all()
     with pytest.raises(ValueError, match=r"steps=\(2, 1\)"):
         LabelStopping(plain, steps=(2, 1))
+
+
+def test_a_network_of_one_step_is_tried_once() -> None:
+    model = dense_network(3)
+    assert LabelStopping(eq.nn.set_steps(model, 1)).steps == (1,)

@@ -326,26 +326,21 @@ def distance(layer: Any, x: Tensor, z: Any) -> Distance:
     if isinstance(layer, SelfCertifying):
         found = layer.certify(x, z)
         error, known = found.error_bound, found.certified
+        lipschitz, note = found.lipschitz, found.lipschitz_note
     else:
         bound = getattr(layer, "input_norm_upper", None)
         with direct_convolutions(z):
             found = _measured(layer.problem(x), z, None if bound is None else float(bound()))
-        problem = found.plain.problem
+        lipschitz, note = found.lipschitz, found.lipschitz_note
         m, _, rho = (t.expand(len(nothing)) for t in found.bounds)
         error = (1.0 + rho / m) * (found.residual + found.off) * (1.0 + 32 * UNIT)
         error = found.plain.scale * (error + found.plain.off)
-        known = (m > 0) & error.isfinite()
-        if problem.couples_batch:
-            known = torch.zeros_like(known)
+        known = (m > 0) & error.isfinite() & (not found.plain.problem.couples_batch)
         if bound is None:
-            return Distance(
-                torch.where(known, error, math.inf) if found.rigorous else nothing,
-                None,
-                "no bound on the norm of its input map is known",
-            )
+            lipschitz, note = None, "no bound on the norm of its input map is known"
     if not found.rigorous:
         return Distance(nothing, None, "its bounds are estimates")
-    return Distance(torch.where(known, error, math.inf), found.lipschitz, found.lipschitz_note)
+    return Distance(torch.where(known, error, math.inf), lipschitz, note)
 
 
 def _kind(unique: bool, contracts: bool, near: bool) -> Guarantee:

@@ -39,7 +39,7 @@ class LabelCertificate:
     """Which samples have the label of the converged network, and after how many steps."""
 
     logits: Tensor
-    """[B, classes], float64, of the last steps that the sample took; NaN if it took none."""
+    """[B, classes], float64, of the last steps that the sample took."""
     proven: Tensor
     """Whether the network at its exact equilibria has the label of ``logits``, [B] bool."""
     steps: Tensor
@@ -73,7 +73,7 @@ class LabelStopping:
         self._own = plain_copy(model)
         self._layers: dict[str, Any] = dict(self._own.named_modules())
         self.steps = _doubling(self._layers.values()) if steps is None else tuple(steps)
-        if sorted(set(self.steps)) != list(self.steps) or min(self.steps, default=1) < 1:
+        if sorted(set(self.steps)) != list(self.steps) or min(self.steps, default=0) < 1:
             raise ValueError(f"steps={steps!r}: expected rising integers of at least 1.")
         self._tracked = TrackedNetwork(model, self._advance)
         self._states: dict[tuple[str, int], Any] = {}
@@ -111,8 +111,6 @@ class LabelStopping:
         notes: dict[str, None] = {}
         self._states.clear()
         for before, steps in zip((0, *self.steps), self.steps, strict=False):
-            if not len(rest):
-                break
             self._calls.clear()
             self._more = steps - before
             found = self._tracked.certify(x[rest])
@@ -126,21 +124,19 @@ class LabelStopping:
             # Where no bound is finite, more steps do not make one.
             keep = (~done & found.logits.isfinite().all(1) & found.error.isfinite()).nonzero()[:, 0]
             rest = rest[keep]
+            if not len(rest):
+                break
             for key, state in self._states.items():
-                self._states[key] = pytree.tree_map_only(Tensor, partial(_kept, keep), state)
+                keeping = partial(torch.index_select, dim=0, index=keep)
+                self._states[key] = pytree.tree_map_only(Tensor, keeping, state)
         self._states.clear()
-        if logits is None:
-            logits = x.new_full((len(x), 1), math.nan, dtype=torch.float64)
+        assert logits is not None
         return LabelCertificate(logits, proven, taken, error, tuple(notes))
-
-
-def _kept(samples: Tensor, t: Tensor) -> Tensor:
-    return t.index_select(0, samples)
 
 
 def _doubling(modules: Any) -> tuple[int, ...]:
     """1, 2, 4, … below the steps that the layers take, or up to 64."""
     layers = [m for m in modules if getattr(m, "is_equilibrium", False) and hasattr(m, "solver")]
-    fixed = bool(layers) and all(layer.solver.fixed_steps for layer in layers)
-    most = max((layer.solver.max_steps for layer in layers), default=2) if fixed else _MOST + 1
-    return tuple(2**k for k in range(most.bit_length()) if 2**k < most) if layers else (1,)
+    fixed = all(layer.solver.fixed_steps for layer in layers)
+    most = max((layer.solver.max_steps for layer in layers), default=1) if fixed else _MOST + 1
+    return tuple(2**k for k in range(most.bit_length()) if 2**k < most) or (1,)

@@ -83,7 +83,7 @@ class StoppedSubject:
     """The labels of a model whose samples stop early; ``full`` solves the rest."""
 
     def __init__(self, model: nn.Module, classes: int, full: Callable[[Tensor], Tensor]) -> None:
-        self.model, self.full, self.classes = model, full, classes
+        self.model, self.full = model, full
         self.stopping = LabelStopping(model)
         self.meter = ClassificationMeter(classes)
         self.seconds = 0.0
@@ -97,8 +97,6 @@ class StoppedSubject:
         rest = (~found.proven).nonzero()[:, 0]
         logits = found.logits
         if len(rest):
-            if logits.shape[1] != self.classes:  # no level was run
-                logits = logits.expand(-1, self.classes).clone()
             with evaluating(self.model):
                 logits[rest] = self.full(x[rest]).to(logits)
         self.seconds += clock(x) - began
