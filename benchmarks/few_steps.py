@@ -63,7 +63,7 @@ def main() -> None:
     tau, plain = options.tau, of_steps(teacher, options.steps, options.terms)
     plain.to(device, memory_format=torch.channels_last).eval()
     if tau is None:
-        tau = calibrate_steps(copy.deepcopy(plain), calm(kept), options.steps)[1]
+        tau = calibrate_steps(copy.deepcopy(teacher), calm(kept), options.steps)[1]
     student = of_steps(teacher, options.steps, options.terms, tau or None)
     student.to(device, memory_format=torch.channels_last)
     tuning = Tuning(student, teacher, kept, options)

@@ -1,4 +1,4 @@
-"""Steps of a network's layers: how many, and the length that ends nearest to the equilibria."""
+"""Steps of a network's layers: how many, and the length that changes the answer least."""
 
 from __future__ import annotations
 
@@ -49,52 +49,44 @@ def test_set_steps_names_the_layer_that_has_no_steps_and_changes_none() -> None:
         set_steps(nn.Linear(2, 2), 2)
 
 
-def distances(model: nn.Sequential, x: Tensor, taus: list[float], steps: int) -> list[float]:
-    """Mean relative distance to the equilibria for each τ, by steps written out in float64.
-
-    z ← z − τ(z − Wᵀσ(Wz + c)): the gradient of ½‖z‖² − 1ᵀσ̃(Wz + c).
-    """
-    value, total = x.double(), [0.0] * len(taus)
+def by_hand(model: nn.Sequential, x: Tensor, tau: float, steps: int) -> Tensor:
+    """The logits by steps written out in float64: z ← z − τ(z − Wᵀσ(Wz + c))."""
+    value = x.double()
     for layer in list(model)[:2]:
         assert isinstance(layer, eq.nn.OptEq)
-        w, u = layer.W.weight.double(), layer.U.weight.double()
-        c = value @ u.T + layer.U.bias.double()
-
-        def run(count: int, step: float, c: Tensor = c, w: Tensor = w) -> Tensor:
-            z = torch.zeros(len(c), w.shape[1], dtype=torch.float64)
-            for _ in range(count):
-                z = z - step * (z - (z @ w.T + c).relu() @ w)
-            return z
-
-        exact = run(300, 0.9)
-        for i, tau in enumerate(taus):
-            off = (run(steps, tau) - exact).norm(dim=1) / exact.norm(dim=1).clamp_min(1e-30)
-            total[i] += float(off.mean())
-        value = exact
-    return total
+        w = layer.W.weight.double()
+        c = value @ layer.U.weight.double().T + layer.U.bias.double()
+        value = torch.zeros(len(c), w.shape[1], dtype=torch.float64)
+        for _ in range(steps):
+            value = value - tau * (value - (value @ w.T + c).relu() @ w)
+    head = model[2]
+    assert isinstance(head, nn.Linear)
+    return value @ head.weight.double().T + head.bias.double()
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_the_chosen_step_ends_nearest_to_the_equilibria(seed: int) -> None:
-    model, x = network(seed), torch.randn(32, 5)
+@pytest.mark.parametrize("seed", range(3))
+@torch.no_grad()
+def test_the_chosen_step_changes_the_answer_least(seed: int) -> None:
+    model, x = network(seed, solver=fixed(6, 0.9)), torch.randn(32, 5)
     weights = copy.deepcopy(model.state_dict())
+    goal = by_hand(model, x, 0.9, 6)
     taus = [0.5 + 0.1 * i for i in range(16)]
     same, tau = calibrate_steps(model, x, 2, taus=taus)
     assert same is model
     assert [model[i].solver for i in (0, 1)] == [fixed(2, tau)] * 2
     assert all(torch.equal(t, weights[k]) for k, t in model.state_dict().items())
-    with torch.no_grad():
-        found = distances(model, x, taus, 2)
-    assert found[taus.index(tau)] <= min(found) * 1.02
+    off = [(by_hand(model, x, t, 2) - goal).norm(dim=1) / goal.norm(dim=1) for t in taus]
+    means = [float(t.mean()) for t in off]
+    assert means[taus.index(tau)] <= min(means) * (1 + 1e-4)
 
 
-def test_a_calibrated_patch_network_is_nearer_and_saves_its_step() -> None:
+def test_a_calibrated_patch_network_is_nearer() -> None:
     torch.manual_seed(0)
     small: Any = {"widths": (16, 16), "depth": 1, "hidden": 8}
     model = eq.models.create("geq_stack_cifar_3m", 4, in_channels=1, image_size=8, **small).eval()
     x = torch.randn(16, 1, 8, 8)
     with torch.no_grad():
-        goal = set_steps(copy.deepcopy(model), 64)(x)
+        goal = model(x)
         plain = set_steps(copy.deepcopy(model), 2)(x)
         calibrated = calibrate_steps(copy.deepcopy(model), x, 2)[0](x)
     assert (calibrated - goal).norm() < 0.5 * (plain - goal).norm()

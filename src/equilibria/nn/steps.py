@@ -5,17 +5,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from equilibria.engine.result import Solution
 from equilibria.engine.solver import SolverOptions
 from equilibria.engine.tree import sample_norm
-from equilibria.problems import HiddenProblem
-from equilibria.problems.solving import choice_for
 from equilibria.solvers import Picard, ProximalGradient
 
 from .layer import EquilibriumLayer
@@ -23,6 +19,8 @@ from .layer import EquilibriumLayer
 __all__ = ["calibrate_steps", "set_steps"]
 
 Model = TypeVar("Model", bound=nn.Module)
+TAUS = tuple(round(0.5 + 0.04 * i, 2) for i in range(26))
+"""0.5 to 1.5; τ = 1 is the layer's own map."""
 
 
 def set_steps(model: Model, steps: int) -> Model:
@@ -34,11 +32,7 @@ def set_steps(model: Model, steps: int) -> Model:
     given: Any = steps
     if isinstance(given, bool) or not isinstance(given, int) or given < 1:
         raise ValueError(f"steps={steps!r}: expected an integer of at least 1.")
-    layers = {
-        name or "(the model)": module
-        for name, module in model.named_modules()
-        if isinstance(getattr(module, "solver", None), SolverOptions)
-    }
+    layers = _layers(model)
     if not layers:
         raise ValueError(f"{type(model).__name__} has no equilibrium layers.")
     for name, layer in layers.items():
@@ -55,76 +49,52 @@ def set_steps(model: Model, steps: int) -> Model:
 
 @torch.no_grad()
 def calibrate_steps(
-    model: Model, x: Tensor, steps: int, *, taus: Sequence[float] | None = None
+    model: Model, x: Tensor, steps: int, *, taus: Sequence[float] = TAUS
 ) -> tuple[Model, float]:
-    """Let every layer take ``steps`` steps of the length τ that ends nearest to the equilibria.
+    """Let every layer take ``steps`` steps of the length τ that changes the network's answer least.
 
-    The step τ = 2/(m + L) of the certificate is the best against the worst direction, and too
-    short for most: with few steps a longer one ends nearer. One pass over x [B, ...], a sample of
-    inputs without labels, in evaluation mode: each layer is solved with each τ, at the input that
-    it sees, and τ is the one with the least mean relative distance over all layers. It is the
-    same for all of them, so that a configuration holds it; a certificate judges any answer, so
-    those of this step too. Returns the model itself, changed, and τ.
+    The step τ = 2/(m + L) of a certificate is the best against the worst direction, and too short
+    for most: with few steps a longer one ends nearer. The network runs over x [B, ...], a sample
+    of inputs without labels, once as it is and once with each τ, in evaluation mode; the τ with the
+    least mean relative distance of the outputs is set in all layers. A certificate judges any
+    state, so those of this step too. Returns the model itself, changed, and τ.
 
     Args:
         model: its layers have ``ProximalGradient(rtol=0, atol=0, accelerate=False)`` or
             ``Picard(rtol=0, atol=0)``, which becomes ``ProximalGradient``.
-        x: as the model takes it.
+        x: as the model takes it; its output is one tensor [B, ...].
         steps: how many each layer takes.
-        taus: what to try; None: 0.4 to 1.6 times the present step, which the layers share.
+        taus: what to try.
     """
-    set_steps(model, steps)
-    layers = [m for m in model.modules() if isinstance(getattr(m, "solver", None), SolverOptions)]
-    for layer in layers:
-        if not isinstance(layer, EquilibriumLayer) or not isinstance(
-            layer.solver, (Picard, ProximalGradient)
-        ):
+    trial = set_steps(copy.deepcopy(model), steps).eval()
+    for layer in _layers(model).values():
+        own = layer.solver
+        plain = isinstance(own, Picard) or (
+            isinstance(own, ProximalGradient) and not own.accelerate
+        )
+        if not isinstance(layer, EquilibriumLayer) or not plain:
             raise ValueError(
-                f"calibrate_steps: {type(layer).__name__} with {layer.solver!r} has no step τ; "
-                "expected a layer of a hidden problem with ProximalGradient or Picard."
+                f"calibrate_steps: {type(layer).__name__} with {own!r} has no step τ; expected a "
+                "layer of a hidden problem with ProximalGradient(accelerate=False) or Picard."
             )
-    trial = _Trial(steps, taus)
-    copied = copy.deepcopy(model).eval()
-    for module in copied.modules():
-        if isinstance(module, EquilibriumLayer):
-            module.solve_posed = partial(trial.solve, module)  # type: ignore[method-assign]
-    copied(x)
-    tau = trial.best()
-    for layer in layers:
-        layer.solver = trial.solver(tau)  # type: ignore[assignment]
-    return model, tau
+    goal = copy.deepcopy(model).eval()(x)
+    size = sample_norm([goal]).clamp_min(torch.finfo(goal.dtype).tiny)
+    off = [float((sample_norm([_stepping(trial, steps, t)(x) - goal]) / size).mean()) for t in taus]
+    tau = float(min(zip(off, taus, strict=True))[1])
+    return _stepping(model, steps, tau), tau
 
 
-class _Trial:
-    """The mean relative distance of each τ, layer by layer."""
+def _stepping(model: Model, steps: int, tau: float) -> Model:
+    for layer in _layers(model).values():
+        layer.solver = ProximalGradient(
+            rtol=0.0, atol=0.0, max_steps=steps, accelerate=False, tau=tau
+        )
+    return model
 
-    def __init__(self, steps: int, taus: Sequence[float] | None) -> None:
-        self.steps, self.taus = steps, None if taus is None else list(taus)
-        self.distances: list[list[float]] = []
 
-    def solver(self, tau: float | None, times: int = 1) -> ProximalGradient:
-        steps = times * self.steps
-        return ProximalGradient(rtol=0.0, atol=0.0, max_steps=steps, accelerate=False, tau=tau)
-
-    def solve(
-        self, layer: EquilibriumLayer, problem: HiddenProblem, start: Tensor, **options: Any
-    ) -> Solution[Tensor]:
-        run = partial(type(layer).solve_posed, layer, problem, start, **options)
-        goal = run(solver=self.solver(None, times=8))
-        if self.taus is None:
-            bounds = partial(layer.nominal_bounds, problem)
-            own = choice_for(problem, self.solver(None), bounds).tau
-            own = float(own.mean()) if isinstance(own, Tensor) else own
-            self.taus = [own * (0.4 + 0.05 * i) for i in range(25)]
-        scale = sample_norm([goal.value]).clamp_min(1e-30)
-        row = []
-        for tau in self.taus:
-            off = sample_norm([run(solver=self.solver(tau)).value - goal.value])
-            row.append(float((off / scale).mean()))
-        self.distances.append(row)
-        return goal
-
-    def best(self) -> float:
-        assert self.taus is not None
-        means = [sum(column) for column in zip(*self.distances, strict=True)]
-        return self.taus[min(range(len(means)), key=means.__getitem__)]
+def _layers(model: nn.Module) -> dict[str, Any]:
+    return {
+        name or "(the model)": module
+        for name, module in model.named_modules()
+        if isinstance(getattr(module, "solver", None), SolverOptions)
+    }
