@@ -84,7 +84,7 @@ class StoppedSubject:
 
     def __init__(self, model: nn.Module, classes: int, full: Callable[[Tensor], Tensor]) -> None:
         self.model, self.full = model, full
-        self.stopping = LabelStopping(model)
+        self.stopping = LabelStopping(getattr(model, "_orig_mod", model))  # of torch.compile
         self.meter = ClassificationMeter(classes)
         self.seconds = 0.0
         self.kept: list[tuple[Tensor, ...]] = []
