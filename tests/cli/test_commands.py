@@ -210,8 +210,11 @@ def test_evaluate_reports_the_flip_apart(
     assert found["flip"]["nll"] == pytest.approx(float(-own.log().mean()), rel=1e-3)
     assert found["flip"]["nll"] != found["metrics"]["nll"]
     assert json.loads((tmp_path / "report.json").read_text("utf-8"))["flip"] == found["flip"]
-    assert run("evaluate", trained, "--certify", "0", "--limit", "16", "--flip") == 0
-    assert "with flip" in capsys.readouterr().out
+    flags = ("--certify", "0", "--limit", "16", "--flip", "--stop", "label")
+    assert run("evaluate", trained, *flags) == 0
+    shown = capsys.readouterr().out
+    assert "with flip" in shown
+    assert 'stop="label"' in shown
 
 
 @pytest.mark.parametrize(
@@ -225,6 +228,8 @@ def test_evaluate_reports_the_flip_apart(
         (["", "--device", "abacus"], "--device abacus: expected cpu"),
         (["", "--split", "tset"], "--split tset: expected train, val or test"),
         (["", "--converged", "-1"], "--converged -1.0 is out of range"),
+        (["", "--stop", "labels"], "--stop labels: expected label"),
+        (["", "--steps", "2"], "--steps 2: steps=2: layer "),
         (["", "--out", __file__], "--out "),
     ],
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -58,7 +60,12 @@ def table_data(targets: Tensor, classes: int) -> ImageData:
 
 
 def tiny_geq(
-    classes: int = 3, *, channels: int = 1, seed: int = 0, solver: eq.Auto | None = None
+    classes: int = 3,
+    *,
+    channels: int = 1,
+    seed: int = 0,
+    solver: eq.Auto | None = None,
+    **options: Any,
 ) -> nn.Sequential:
     """Convolution, GEQ, pooling, linear: about 300 parameters."""
     torch.manual_seed(seed)
@@ -68,6 +75,7 @@ def tiny_geq(
         patch=eq.Patches(channels=2, size=2),
         hidden=None,
         solver=eq.Picard(max_steps=4, rtol=0.0) if solver is None else solver,
+        **options,
     )
     return nn.Sequential(
         nn.Conv2d(channels, 4, 3, padding=1),

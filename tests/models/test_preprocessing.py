@@ -248,6 +248,22 @@ def test_predict_leaves_a_training_network_as_it_is() -> None:
         made.predict(_photo(8, 8, 1), top=0)
 
 
+def test_an_image_stops_when_its_label_is_proven() -> None:
+    torch.manual_seed(0)
+    made = models.create("geq_certified_digits", widths=(8,), depth=1).eval()
+    photos = torch.stack([_photo(8, 8, 1, seed=i) for i in range(6)])
+    plain, found = made.predict(photos, top=2), made.predict(photos, top=2, stop="label")
+    exact = eq.certify(made, made.preprocess(photos)).label.tolist()
+    assert any(answer.proven for answer in found)
+    for answer, other, label in zip(found, plain, exact, strict=True):
+        assert other.proven is None
+        assert answer.labels == other.labels or answer.proven
+        assert not answer.proven or answer.label == str(label)
+        assert answer.steps in ((1, 2) if answer.proven else (4,))
+    with pytest.raises(ValueError, match="stop='label': expected None or, without certify"):
+        made.predict(photos, stop="label", certify=True)
+
+
 def test_a_radius_holds_against_random_changes() -> None:
     torch.manual_seed(0)
     made = models.create("geq_certified_digits", widths=(8,), depth=1).eval()

@@ -7,6 +7,7 @@ kernel, a prior, an operator or a regularizer are its own (``problems``): here t
 from .certificate import Certificate, Numbers, global_lipschitz, local_lipschitz
 from .error_bounds import tight_curvature
 from .guarantee import Guarantee, Guaranteed
+from .label import LabelCertificate, LabelStopping
 from .map_certificate import CompositeCertificate, MapCertificate
 from .network import Enclosed, NetworkCertificate, certify, certify_network
 
@@ -16,6 +17,8 @@ __all__ = [
     "Enclosed",
     "Guarantee",
     "Guaranteed",
+    "LabelCertificate",
+    "LabelStopping",
     "MapCertificate",
     "NetworkCertificate",
     "Numbers",

@@ -43,10 +43,12 @@ from .rounding import direct_convolutions, residual_rounding
 __all__ = [
     "Certifiable",
     "Certificate",
+    "Distance",
     "Guarantee",
     "Numbers",
     "SelfCertifying",
     "certify_layer",
+    "distance",
     "global_lipschitz",
     "local_lipschitz",
 ]
@@ -192,27 +194,20 @@ def _number(values: Tensor) -> float | Tensor:
 def _certify(
     given: HiddenProblem, state: Tensor, input_norm: float | None, solver: str
 ) -> Certificate:
-    problem, z, batch = given.in_double(), exact(state), state.shape[0]
+    found = _measured(given, state, input_norm)
+    problem, z, curvature = found.problem, found.z, found.curvature
+    batch, together = z.shape[0], problem.couples_batch
     notes: list[str] = []
-    if isinstance(problem, Problem):
-        problem.coupling.check_state(z)
-    together = problem.couples_batch
     if together:
         notes.append("the regularizer couples the batch: error bounds are those of all samples")
-
-    curvature = tight_curvature(problem)
-    lower, upper, factor = _outward(curvature, z, together=together)
-    m, high, rho = (t.expand(batch) for t in (lower, upper, factor))
-
-    image = problem.step(z)
-    residual = sample_norm([z - image])
-    off, derived = residual_rounding(problem, z, image)
-    if not derived:
+    lower, upper, factor = found.bounds
+    m, high, rho = (t.expand(batch) for t in found.bounds)
+    image, residual, off = found.image, found.residual, found.off
+    if not found.derived:
         notes.append("rounding is an estimate: none is derived for this kind of problem")
     if not curvature.rigorous:
         notes.append("the bounds on the Hessian are estimates")
-    sampled = isinstance(problem, Problem) and problem.effective_prior.sampled
-    if sampled:
+    if found.sampled:
         notes.append(SAMPLED)
     near = local_modulus(problem, z)
     finite = (residual + off).isfinite()
@@ -234,12 +229,11 @@ def _certify(
         reach = problem.coupling.features_norm() if reach is None else reach
         shown = problem.coupling.numbers(tuple(z.shape[1:]))
     reach = math.inf if reach is None else reach
-    lipschitz, lipschitz_note = global_lipschitz(problem, _number(lower), input_norm)
+    lipschitz, lipschitz_note = found.lipschitz, found.lipschitz_note
     local, local_note = local_lipschitz(problem, z, error, _number(lower), reach)
     if isinstance(problem, Problem) and problem.effective_prior.has_tensors:
         if input_norm is not None:
-            lipschitz = local = None
-            lipschitz_note = local_note = "a parameter of the prior is a tensor: it may depend on x"
+            local, local_note = None, lipschitz_note
         else:
             notes.append("Lipschitz constants are in c alone, the parameters of the prior fixed")
     return Certificate(
@@ -260,9 +254,91 @@ def _certify(
         lipschitz_in="c" if input_norm is None else "x",
         numbers=Numbers(**shown, input_norm=input_norm),
         solver=solver,
-        rigorous=derived and curvature.rigorous and not sampled,
+        rigorous=found.rigorous,
         notes=tuple(notes),
     )
+
+
+@dataclass(frozen=True, eq=False)
+class _Measured:
+    """What one evaluation of T at z says, in float64; the rest of a certificate costs more."""
+
+    problem: HiddenProblem
+    z: Tensor
+    curvature: Curvature
+    bounds: tuple[Tensor, Tensor, Tensor]
+    """m, L and ρ, each [] or [B]."""
+    image: Tensor
+    residual: Tensor
+    off: Tensor
+    """The exact residual is within this of ``residual``, [B]."""
+    derived: bool
+    sampled: bool
+    lipschitz: float | None
+    lipschitz_note: str
+
+    @property
+    def rigorous(self) -> bool:
+        return self.derived and self.curvature.rigorous and not self.sampled
+
+
+def _measured(given: HiddenProblem, state: Tensor, input_norm: float | None) -> _Measured:
+    problem, z = given.in_double(), exact(state)
+    if isinstance(problem, Problem):
+        problem.coupling.check_state(z)
+    curvature = tight_curvature(problem)
+    bounds = _outward(curvature, z, together=problem.couples_batch)
+    image = problem.step(z)
+    off, derived = residual_rounding(problem, z, image)
+    sampled = isinstance(problem, Problem) and problem.effective_prior.sampled
+    lipschitz, note = global_lipschitz(problem, _number(bounds[0]), input_norm)
+    tensors = isinstance(problem, Problem) and problem.effective_prior.has_tensors
+    if tensors and input_norm is not None:
+        lipschitz, note = None, "a parameter of the prior is a tensor: it may depend on x"
+    residual = sample_norm([z - image])
+    return _Measured(
+        problem, z, curvature, bounds, image, residual, off, derived, sampled, lipschitz, note
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Distance:
+    """‖z − z*‖ for the only equilibrium z* of each sample, and how far an input moves z*."""
+
+    error: Tensor
+    """A proven bound [B], float64; inf where none is proven, or not that there is one z*."""
+    lipschitz: float | None
+    """A Lipschitz constant of x → z* for all inputs, or None; ``note`` says why."""
+    note: str
+
+
+@torch.no_grad()
+def distance(layer: Any, x: Tensor, z: Any) -> Distance:
+    """What ``certify_layer(layer, x, z)`` proves of ‖z − z*‖ by one evaluation of the layer's map.
+
+    The layer is in eval mode. Of a hidden problem the bound is (1 + ρ/m)·‖z − T(z)‖ alone.
+    """
+    nothing = torch.full((x.shape[0],), math.inf, dtype=torch.float64, device=x.device)
+    if not isinstance(layer, (SelfCertifying, Certifiable)) or not isinstance(z, Tensor):
+        return Distance(nothing, None, "nothing is proven of it")
+    found: Any
+    if isinstance(layer, SelfCertifying):
+        found = layer.certify(x, z)
+        error, known = found.error_bound, found.certified
+        lipschitz, note = found.lipschitz, found.lipschitz_note
+    else:
+        bound = getattr(layer, "input_norm_upper", None)
+        with direct_convolutions(z):
+            found = _measured(layer.problem(x), z, None if bound is None else float(bound()))
+        lipschitz, note = found.lipschitz, found.lipschitz_note
+        m, _, rho = (t.expand(len(nothing)) for t in found.bounds)
+        error = (1.0 + rho / m) * (found.residual + found.off) * (1.0 + 32 * UNIT)
+        known = (m > 0) & error.isfinite() & (not found.problem.couples_batch)
+        if bound is None:
+            lipschitz, note = None, "no bound on the norm of its input map is known"
+    if not found.rigorous:
+        return Distance(nothing, None, "its bounds are estimates")
+    return Distance(torch.where(known, error, math.inf), lipschitz, note)
 
 
 def _kind(unique: bool, contracts: bool, near: bool) -> Guarantee:

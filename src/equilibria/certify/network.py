@@ -34,11 +34,22 @@ from equilibria.problems.norms import SAFETY, UNIT, dense_norm, sum_error
 from equilibria.problems.operators import ConvOperator, DenseOperator
 from equilibria.problems.problem import HiddenProblem
 
-from .certificate import Certifiable, Certificate, SelfCertifying, certify_layer
+from .certificate import Certifiable, Certificate, SelfCertifying, certify_layer, distance
 from .guarantee import number, spread
 from .rounding import direct_convolutions
 
-__all__ = ["Enclosed", "NetworkCertificate", "certify", "certify_network", "tight_solver"]
+__all__ = [
+    "Enclosed",
+    "NetworkCertificate",
+    "TrackedNetwork",
+    "certify",
+    "certify_network",
+    "plain_copy",
+    "tight_solver",
+]
+
+Solve = Callable[..., Solution[Any]]
+Solved = Callable[[str, Any, Solve, Tensor, Any], Solution[Any]]
 
 _RTOL, _STEPS = 1e-11, 5000
 _UP = 1.0 + 1e-13
@@ -134,7 +145,6 @@ def certify(layer: Any, x: Tensor | None = None, z: Any = None) -> Any:
     return certify_network(layer, x)
 
 
-@torch.no_grad()
 def certify_network(model: nn.Module, x: Tensor) -> NetworkCertificate:
     """The certified label of every sample of x [B, ...]; see ``certify``.
 
@@ -143,25 +153,44 @@ def certify_network(model: nn.Module, x: Tensor) -> NetworkCertificate:
     operation has no known Lipschitz constant, the radius is 0 and a note names it. Radii are in
     units of x: for images normalized by (pixels − mean)/std multiply by the smallest std.
     """
-    network = _plain_copy(model)
-    notes: list[str] = []
-    inside: set[nn.Module] = set()  # of modules that answer for all that they hold
-    for name, module in network.named_modules():
-        if module not in inside:
-            _intercept(name, module, notes)
-        if hasattr(module, "enclose"):
-            inside |= set(module.modules())
-    exact = x.detach().double()
-    start = _Tracked.wrap(exact, 1.0, exact.new_zeros(len(x)), notes)
-    with warnings.catch_warnings(), direct_convolutions(x):
-        warnings.simplefilter("ignore", ConvergenceWarning)
-        logits = network(start)
-    if not isinstance(logits, _Tracked) or logits.ndim != 2 or logits.shape[1] < 2:
-        raise TypeError(
-            f"certify takes a network with logits [B, classes], and {type(model).__name__} gave "
-            f"{getattr(logits, 'shape', type(logits).__name__)}."
-        )
-    return _judged(logits, tuple(dict.fromkeys(notes)))
+    return TrackedNetwork(model).certify(x)
+
+
+def _tightly(name: str, layer: Any, solve: Solve, x: Tensor, z0: Any) -> Solution[Any]:
+    return solve(x, z0, solver=tight_solver(layer))
+
+
+class TrackedNetwork:
+    """A copy in float64 whose layers answer with bounds; ``solved`` says how each is solved.
+
+    ``solved(name, layer, solve, x, z0)`` gives a Solution of the layer, whose own solve of x, in
+    float64, is ``solve``. Any z will do: what is proven of it is asked of the layer.
+    """
+
+    def __init__(self, model: nn.Module, solved: Solved = _tightly) -> None:
+        self.name, self.notes = type(model).__name__, list[str]()
+        self.network = plain_copy(model).double()
+        inside: set[nn.Module] = set()  # of modules that answer for all that they hold
+        for name, module in self.network.named_modules():
+            _intercept(name, module, self.notes, solved, tracked=module not in inside)
+            if hasattr(module, "enclose"):
+                inside |= set(module.modules()) - {module}
+
+    @torch.no_grad()
+    def certify(self, x: Tensor) -> NetworkCertificate:
+        """What is proven of the labels of x [B, ...] by the states that the solves gave."""
+        self.notes.clear()
+        exact = x.detach().double()
+        start = _Tracked.wrap(exact, 1.0, exact.new_zeros(len(x)), self.notes)
+        with warnings.catch_warnings(), direct_convolutions(x):
+            warnings.simplefilter("ignore", ConvergenceWarning)
+            logits = self.network(start)
+        if not isinstance(logits, _Tracked) or logits.ndim != 2 or logits.shape[1] < 2:
+            raise TypeError(
+                f"certify takes a network with logits [B, classes], and {self.name} gave "
+                f"{getattr(logits, 'shape', type(logits).__name__)}."
+            )
+        return _judged(logits, tuple(dict.fromkeys(self.notes)))
 
 
 def _judged(logits: _Tracked, notes: tuple[str, ...]) -> NetworkCertificate:
@@ -188,23 +217,36 @@ def _judged(logits: _Tracked, notes: tuple[str, ...]) -> NetworkCertificate:
     return NetworkCertificate(label, radius, nearest, values, error, lipschitz, notes)
 
 
-def _plain_copy(model: nn.Module) -> nn.Module:
-    """A copy in evaluation mode and float64; constrained weights are those of the model's dtype."""
+def plain_copy(model: nn.Module) -> nn.Module:
+    """A copy in evaluation mode; constrained weights are those of the model's dtype, made once."""
     network = copy.deepcopy(model).eval()
     for module in network.modules():
         for name, made in getattr(module, "parametrizations", {}).items():
-            weight = getattr(module, name).detach().double()
-            made.forward = partial(torch.clone, weight)
-    return network.double()
+            weight = getattr(module, name).detach()
+            made.register_buffer("made", weight)
+            made.forward = partial(_made, made)
+    return network
 
 
-def _intercept(name: str, module: nn.Module, notes: list[str]) -> None:
+def _made(constrained: nn.Module) -> Tensor:
+    """The weight, which moves with the module."""
+    made: Tensor = constrained.get_buffer("made").clone()
+    return made
+
+
+def _intercept(
+    name: str, module: nn.Module, notes: list[str], solved: Solved, *, tracked: bool
+) -> None:
     """Let the module answer with bounds when it is called with a tracked tensor."""
     changed: Any = module
     if isinstance(module, Enclosing):
         changed.forward = partial(_enclosed, module)
     elif getattr(module, "is_equilibrium", False) and not hasattr(module, "branches"):
-        changed.solve = partial(_solved, name or "(the network)", module, changed.solve, notes)
+        inner = partial(_plainly, name, module, changed.solve, solved)
+        if not tracked:  # the module around it asks for the solve, and for what is proven
+            changed.solve = inner
+            return
+        changed.solve = partial(_solved, name or "(the network)", module, inner, notes)
         changed.observed_solve = changed.solve  # of layers that watch their own map
         changed.forward = lambda x, z0=None: changed.solve(x, z0).value
 
@@ -214,31 +256,30 @@ def _enclosed(module: Enclosing, x: _Tracked) -> Tensor:
     return x.passed(found.value, found.lipschitz, found.error)
 
 
+def _plainly(
+    name: str, layer: Any, solve: Solve, solved: Solved, x: Tensor, z0: Any = None, **options: Any
+) -> Solution[Any]:
+    """A solve as ``solved`` wants it, with the other options that were given."""
+    options.pop("solver", None)
+    return solved(name, layer, partial(solve, **options), x, z0)
+
+
 def _solved(
     name: str,
     layer: Any,
-    solve: Callable[..., Solution[Any]],
+    solve: Solve,
     notes: list[str],
     x: _Tracked,
     z0: Any = None,
     **options: Any,
 ) -> Solution[Any]:
-    """A tight solve whose answer carries what the layer's certificate proves."""
-    solution = solve(x.plain(), z0, **{**options, "solver": tight_solver(layer)})
-    constant: float | None = None
-    error, why = torch.full_like(x.error, math.inf), "nothing is proven of it"
-    one = isinstance(solution.value, Tensor)
-    if one and (isinstance(layer, (Certifiable, SelfCertifying))):
-        found: Any = certify_layer(layer, x.plain(), solution.value)
-        constant, error, why = found.lipschitz, found.error_bound, found.lipschitz_note
-        if getattr(found, "lipschitz_in", "x") != "x":
-            constant, why = None, "no bound on the norm of its input map is known"
-        if not found.rigorous:
-            constant, why = None, "its bounds are estimates"
-    if constant is None:
-        notes.append(f"layer {name}: {why}")
-        constant = math.inf
-    wrap = partial(x.passed, constant=constant, own=error)
+    """A solve whose answer carries what the layer's certificate proves."""
+    solution = solve(x.plain(), z0, **options)
+    found = distance(layer, x.plain(), solution.value)
+    if found.lipschitz is None:
+        notes.append(f"layer {name}: {found.note}")
+    constant = math.inf if found.lipschitz is None else found.lipschitz
+    wrap = partial(x.passed, constant=constant, own=found.error)
     value = pytree.tree_map_only(Tensor, wrap, solution.value)
     return dataclasses.replace(solution, value=value)
 

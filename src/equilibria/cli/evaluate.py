@@ -19,6 +19,12 @@ def evaluate(
     batch_size: Batch = 256,
     device: Device = None,
     converged: Converged = None,
+    steps: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Let every layer take this many steps, where it takes a fixed number."
+        ),
+    ] = None,
     flip: Annotated[
         bool,
         typer.Option(
@@ -27,6 +33,13 @@ def evaluate(
             "image and its mirror image. The plain numbers stay.",
         ),
     ] = False,
+    stop: Annotated[
+        str | None,
+        typer.Option(
+            help="label: also with each image stopping when its label is proven to be that of the "
+            "converged network; steps and time saved."
+        ),
+    ] = None,
     certify: Annotated[
         int, typer.Option(min=0, help="Certify every layer on this many images; 0 for none.")
     ] = 64,
@@ -44,15 +57,24 @@ def evaluate(
 ) -> None:
     """Accuracy, calibration, solver statistics and certificates on a data set."""
     from equilibria import evaluation
+    from equilibria.nn import set_steps
 
     # What is wrong with the flags is said before minutes are spent.
     levels = _severities(severities) if corruptions else ()
     solver = solver_of(converged)
+    if stop not in (None, "label"):
+        raise fail(f"--stop {stop}: expected label.")
     if out is not None:
         make_folder(out)
     model, dataset = prepared(weights, data, root, split, device, limit)
+    if steps is not None:
+        try:
+            set_steps(model, steps)
+        except ValueError as error:
+            raise fail(f"--steps {steps}: {error}") from None
     how: dict[str, Any] = {"batch_size": batch_size, "progress": not as_json}
-    report = evaluation.evaluate(model, dataset, certify=certify, solver=solver, flip=flip, **how)
+    asked: dict[str, Any] = {"certify": certify, "solver": solver, "flip": flip, "stop": stop}
+    report = evaluation.evaluate(model, dataset, **asked, **how)
     found: dict[str, Any] = report.to_dict()
     written = [] if out is None else report.save(out)
     if not as_json:

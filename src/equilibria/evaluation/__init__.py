@@ -10,6 +10,7 @@ from .corruption_report import CorruptionReport, corruption_study
 from .corruptions import CORRUPTIONS, corrupt
 from .evaluation_report import Converged, Report, evaluate
 from .figures import save_corruption_sheet, save_gradcam
+from .label_stopping import LabelStopped
 from .layer_solvers import SolverStatistics, replaced, with_solver
 from .metrics import (
     ClassificationMetrics,
@@ -28,7 +29,7 @@ from .timing import profile_model
 # fmt: off
 __all__ = [
     "CORRUPTIONS", "CertifiedAccuracy", "ClassificationMetrics", "Converged", "CorruptionReport",
-    "NonFiniteError", "Prediction", "Reliability", "Report", "SegmentationMetrics",
+    "LabelStopped", "NonFiniteError", "Prediction", "Reliability", "Report", "SegmentationMetrics",
     "SolverStatistics", "attacked_accuracy", "batches", "certified_accuracy", "certify_dataset",
     "certify_model", "check_pair", "classification_metrics", "corrupt", "corruption_study",
     "evaluate", "evaluating", "gradcam", "model_input", "predict_files", "profile_model",

@@ -19,6 +19,7 @@ from equilibria.models.network import count_parameters
 from equilibria.nn.observing import equilibrium_layers, observe
 
 from . import figures
+from .label_stopping import LabelStopped, StoppedSubject, clock
 from .layer_solvers import SolverRecorder, SolverStatistics, solver_table, with_solver
 from .metrics import (
     ClassificationMeter,
@@ -90,6 +91,8 @@ class Report:
     flip: Metrics | None = None
     """With test-time flip (the mean of the probabilities of each image and its mirror image), or
     None where it was not asked for. ``metrics`` and ``accuracy`` are always without."""
+    stopped: LabelStopped | None = None
+    """With ``stop="label"``: steps and time saved by stopping samples whose label is proven."""
     notes: tuple[str, ...] = ()
 
     @property
@@ -107,6 +110,8 @@ class Report:
         if self.statistics:
             others = {} if self.converged is None else self.converged.statistics
             parts += ["", solver_table(self.statistics, others)]
+        if self.stopped is not None:
+            parts += ["", self.stopped.table()]
         if self.certificate is not None:
             parts += ["", _certificate_table(self.certificate)]
         return group(*parts, *(f"note: {note}" for note in self.notes))
@@ -216,6 +221,8 @@ class _Subject:
         self.model, self.dataset, self.name = model, dataset, name
         self.meter, self.flipped = self._meter(), self._meter() if flip else None
         self.recorder = SolverRecorder(model)
+        self.seconds = 0.0
+        """Of the plain passes of ``run``."""
 
     def _meter(self) -> ClassificationMeter | SegmentationMeter:
         classes = len(self.dataset.classes)
@@ -226,20 +233,22 @@ class _Subject:
     def run(self, x: Tensor, y: Tensor) -> Tensor:
         """Judge one batch; the predictions."""
         with evaluating(self.model):
+            began = clock(x)
             with observe(self.model) as seen:
-                logits = self._logits(x)
+                logits = self.logits(x)
+            self.seconds += clock(x) - began
             self.meter.update(logits, y)
             self.recorder.add(seen)
             guess = logits.argmax(1)
             if self.flipped is not None:
                 # A new tensor: a second pass may write over the logits of the first (CUDA graphs).
                 own = _log_probabilities(logits)
-                other = self._logits(x.flip(-1))
+                other = self.logits(x.flip(-1))
                 other = other.flip(-1) if other.ndim == 4 else other
                 self.flipped.update(_mean_log_probabilities(own, _log_probabilities(other)), y)
         return guess
 
-    def _logits(self, x: Tensor) -> Tensor:
+    def logits(self, x: Tensor) -> Tensor:
         try:
             logits = self.model(x)
         except Exception as error:
@@ -263,6 +272,7 @@ def evaluate(
     solver: SolverOptions | None = None,
     flip: bool = False,
     nonfinite: Literal["raise", "report"] = "raise",
+    stop: Literal["label"] | None = None,
 ) -> Report:
     """How good ``model`` is on ``dataset``: a Report to print, save or read.
 
@@ -288,7 +298,17 @@ def evaluate(
             Statistics and certificates are of the plain pass. See ``Report.flip``.
         nonfinite: what to do with samples whose logits are NaN or infinite: "raise" names them,
             "report" counts them as wrong and lists them.
+        stop: "label": one more pass, in which a sample stops stepping when its label is proven to
+            be that of the converged network (``certify.LabelStopping``), and the others get the
+            full solve: by ``solver`` if it is given, else by the model as it is. See
+            ``Report.stopped``.
     """
+    if stop not in (None, "label"):
+        raise ValueError(f"stop={stop!r}: expected 'label' or None.")
+    if stop is not None and dataset.task != "classification":
+        raise ValueError(
+            f"stop={stop!r} is for classification; {dataset.name} is for segmentation."
+        )
     if nonfinite not in ("raise", "report"):
         raise ValueError(f"nonfinite={nonfinite!r}: expected 'raise' or 'report'.")
     if not isinstance(flip, bool):
@@ -305,6 +325,10 @@ def evaluate(
     elif solver is not None:
         notes.append(f"{name} has no equilibrium layers: solver={solver!r} changes nothing")
 
+    stopping = None
+    if stop == "label":
+        last = subjects[-1]
+        stopping = StoppedSubject(last.model, len(dataset.classes), last.logits)
     began = time.perf_counter()
     agree = torch.zeros((), dtype=torch.float64, device=at)
     guesses = 0
@@ -314,6 +338,8 @@ def evaluate(
             found = [subject.run(x, y) for subject in subjects]
             agree += (found[0] == found[-1]).double().sum()
             guesses += found[0].numel()
+            if stopping is not None:
+                stopping.run(x, y, found[-1])
             advance()
     metrics: list[Metrics] = [subject.meter.compute() for subject in subjects]
     statistics = [subject.recorder.compute() for subject in subjects]
@@ -330,6 +356,14 @@ def evaluate(
     converged = None
     if len(subjects) == 2:
         converged = Converged(repr(solver), metrics[1], statistics[1], float(agree) / guesses)
+    stopped = None
+    if stopping is not None:
+        full, last = "as it is" if converged is None else repr(solver), subjects[-1]
+        stopped = stopping.compute(full, metrics[-1].accuracy, last.seconds, statistics[-1])
+        notes += stopped.notes
+        if nonfinite == "raise":
+            bad = stopped.metrics.nonfinite
+            check_finite(bad, len(dataset), f"{name} with stop={stop!r}", optional=True)
     return Report(
         model=name,
         dataset=dataset.name,
@@ -344,5 +378,6 @@ def evaluate(
         converged=converged,
         certificate=certificate,
         flip=flipped,
+        stopped=stopped,
         notes=tuple(notes),
     )

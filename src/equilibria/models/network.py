@@ -12,11 +12,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from equilibria.certify import LabelStopping
 from equilibria.engine.transforms import transforms_active
 from equilibria.ops.pooling import average_pool
 
 from .options import option
-from .prediction import Prediction, predictions
+from .prediction import Prediction, predictions, stopped_predictions
 from .preprocessing import Preprocessing, warn_input
 from .values import from_json, short
 
@@ -105,7 +106,13 @@ class Network(nn.Module, ABC):
         return x if held is None else x.to(held.dtype)
 
     def predict(
-        self, images: Any, *, top: int = 1, certify: bool = False, batch_size: int = 64
+        self,
+        images: Any,
+        *,
+        top: int = 1,
+        certify: bool = False,
+        batch_size: int = 64,
+        stop: Literal["label"] | None = None,
     ) -> list[Prediction]:
         """One Prediction for each image: label, confidence, steps, converged, radius.
 
@@ -117,15 +124,24 @@ class Network(nn.Module, ABC):
             top: how many of the likeliest classes.
             certify: add the proven ``radius`` of the label (ℓ2, pixels from 0 to 1 after resizing).
             batch_size: images at a time.
+            stop: "label": stop each image when its label is proven to be that of the converged
+                network (``certify.LabelStopping``); the others get the full solve.
         """
-        return self.predict_normalized(
-            self.preprocess(images), top=top, certify=certify, batch_size=batch_size
-        )
+        how: dict[str, Any] = {"top": top, "certify": certify, "batch_size": batch_size}
+        return self.predict_normalized(self.preprocess(images), stop=stop, **how)
 
     def predict_normalized(
-        self, x: Tensor, *, top: int = 1, certify: bool = False, batch_size: int = 64
+        self,
+        x: Tensor,
+        *,
+        top: int = 1,
+        certify: bool = False,
+        batch_size: int = 64,
+        stop: Literal["label"] | None = None,
     ) -> list[Prediction]:
         """``predict`` of images x [B, C, H, W] that ``preprocess`` made."""
+        if stop not in (None, "label") or (stop is not None and certify):
+            raise ValueError(f"stop={stop!r}: expected None or, without certify=True, 'label'.")
         sizes: dict[str, Any] = {"top": top, "batch_size": batch_size}
         for name, value in sizes.items():
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -136,11 +152,11 @@ class Network(nn.Module, ABC):
                 "classification network, or model(model.preprocess(images)) for scores by pixel."
             )
         unit = min(self.preprocessing.std) if certify else None
-        return [
-            answer
-            for part in x.split(batch_size)
-            for answer in predictions(self, part, self.classes, top=top, radius_unit=unit)
-        ]
+        run = partial(predictions, radius_unit=unit)
+        if stop is not None:
+            run = partial(stopped_predictions, LabelStopping(self))
+        parts = x.split(batch_size)
+        return [answer for part in parts for answer in run(self, part, self.classes, top=top)]
 
     @property
     def preprocessing(self) -> Preprocessing:

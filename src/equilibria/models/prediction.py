@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from equilibria.certify import certify_network
+from equilibria.certify import LabelStopping, certify_network
 from equilibria.engine.result import ConvergenceWarning
 from equilibria.nn import observe
 
@@ -34,6 +34,8 @@ class Prediction:
     not asked."""
     file: Path | None = None
     """The file that held the image, if any."""
+    proven: bool | None = None
+    """Whether few steps prove the label to be that of the converged network; None: not asked."""
 
     @property
     def label(self) -> str:
@@ -78,12 +80,7 @@ def predictions(
     tested = [s.converged.cpu() for s in solved if s.stats.syncs > 0]
     if tested:
         converged = torch.stack(tested).all(0).tolist()
-    best = logits.float().softmax(1).topk(min(top, len(classes)), dim=1)
-    named = [[classes[k] for k in row] for row in best.indices.tolist()]
-    labels = [
-        tuple(zip(*row, strict=True)) for row in zip(named, best.values.tolist(), strict=True)
-    ]
-    answers = list(map(Prediction, labels, steps, converged))
+    answers = list(map(Prediction, _best(logits, classes, top), steps, converged))
     if radius_unit is None:
         return answers
     proven = certify_network(model, x)
@@ -91,3 +88,24 @@ def predictions(
     same = (proven.label == logits.argmax(1)).cpu()
     radii = proven.radius.cpu() * same * radius_unit * (1.0 - 1e-6)
     return [replace(a, radius=r) for a, r in zip(answers, radii.tolist(), strict=True)]
+
+
+def _best(logits: Tensor, classes: Sequence[str], top: int) -> list[Any]:
+    """The likeliest classes of each sample with their probabilities."""
+    best = logits.float().softmax(1).topk(min(top, len(classes)), dim=1)
+    named = [[classes[k] for k in row] for row in best.indices.tolist()]
+    return [tuple(zip(*row, strict=True)) for row in zip(named, best.values.tolist(), strict=True)]
+
+
+def stopped_predictions(
+    stopping: LabelStopping, model: nn.Module, x: Tensor, classes: Sequence[str], *, top: int = 1
+) -> list[Prediction]:
+    """``predictions`` of samples that stop when their label is proven; the model does the rest."""
+    found = stopping.certify(x)
+    rest = x[~found.proven]
+    full = iter(predictions(model, rest, classes, top=top) if len(rest) else ())
+    early = zip(_best(found.logits, classes, top), found.steps.tolist(), strict=True)
+    return [
+        Prediction(labels, steps, None, proven=True) if done else replace(next(full), proven=False)
+        for (labels, steps), done in zip(early, found.proven.tolist(), strict=True)
+    ]

@@ -13,6 +13,7 @@ from .monotone import MonotoneDEQ, TransposedSplitting
 from .multi_branch import BranchSolution, MultiBranch
 from .observing import Observed, Penalties, collect_penalties, equilibrium_layers, observe
 from .opteq import OptEq
+from .steps import calibrate_steps, set_steps
 
 __all__ = [
     "DEQ",
@@ -43,11 +44,13 @@ __all__ = [
     "SigmoidEq",
     "TransposedSplitting",
     "WeightNormalized",
+    "calibrate_steps",
     "collect_penalties",
     "constrain",
     "constraints",
     "equilibrium_layers",
     "observe",
+    "set_steps",
     "training_way",
 ]
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from equilibria.certify import Enclosed, certify
+from equilibria.certify import Enclosed
+from equilibria.certify.certificate import distance
 from equilibria.certify.network import tight_solver
 from equilibria.engine.tree import sample_norm
 from equilibria.problems import Problem
@@ -128,13 +129,10 @@ class Envelope(nn.Module):
         problem = self.layer.problem(x)
         assert isinstance(problem, Problem)
         constant, slope = self._constant(problem)
-        found = certify(self.layer, x, z)
-        distance: Tensor = found.error_bound
-        if not found.rigorous:
-            distance = torch.full_like(distance, math.inf)
+        off = distance(self.layer, x, z).error
         y = self._output(x, problem, z)
         terms = self.layer.input_operator().magnitude()
         count = 64 if terms is None else 8 * terms[1] + 64
         size = sample_norm([x]) + sample_norm([y]) + sample_norm([problem.coupling.c])
         rounding = SAFETY * sum_error(count) * math.sqrt(x[0].numel()) * size
-        return Enclosed(y, constant, slope * distance + rounding)
+        return Enclosed(y, constant, slope * off + rounding)

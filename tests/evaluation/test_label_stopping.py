@@ -1,0 +1,74 @@
+"""evaluate(stop="label") against the converged network and against the plain evaluation."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import equilibria as eq
+from equilibria.evaluation import evaluate
+from tests.evaluation.standins import dataset, random_data, tiny_geq
+
+
+class Exponential(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.exp()
+
+
+@pytest.mark.parametrize("solver", [None, eq.Auto(rtol=1e-7)])
+def test_the_report_counts_every_sample_once(solver: eq.Auto | None) -> None:
+    data, model = random_data(23), tiny_geq(gamma=0.5)
+    with torch.no_grad():  # margins of many sizes
+        model[4].bias -= 0.9 * model(data.normalize(data.images)).mean(0)
+    plain = evaluate(model, data, batch_size=5, certify=0, progress=False, solver=solver)
+    report = evaluate(
+        model, data, batch_size=5, certify=0, progress=False, solver=solver, stop="label"
+    )
+    assert plain.stopped is None
+    assert report.accuracy == plain.accuracy
+    found = report.stopped
+    assert found is not None
+    assert 0.0 < found.proven <= 1.0
+    assert sum(part.samples for part in found.levels) == 23
+    assert found.proven == pytest.approx(float((found.samples_steps > 0).double().mean()))
+    right = sum(part.samples * (part.accuracy or 0.0) for part in found.levels)
+    assert found.metrics.accuracy == pytest.approx(right / 23)
+    assert found.agreement > 0.9  # four steps and convergence may differ
+    if solver is None:
+        assert found.full_steps == 4.0
+    else:
+        assert found.agreement == 1.0
+    x = data.normalize(data.images)
+    stopped = found.samples_steps > 0
+    exact = eq.certify(model, x).label
+    assert stopped.any()
+    assert found.mean_steps < found.full_steps + 4
+    assert int((exact[stopped] == data.targets[stopped]).sum()) == round(
+        sum(part.samples * (part.accuracy or 0.0) for part in found.levels if part.steps)
+    )
+    assert 'stop="label"' in str(report)
+    written = json.loads(json.dumps(report.to_dict()))["stopped"]
+    assert written["samples_steps"] == found.samples_steps.tolist()
+    assert written["accuracy"] == found.metrics.accuracy
+
+
+def test_where_nothing_is_proven_the_answers_are_those_of_the_full_solve() -> None:
+    data, model = random_data(9), tiny_geq()
+    model.insert(0, Exponential())
+    report = evaluate(model, data, certify=0, progress=False, stop="label")
+    assert report.stopped is not None
+    assert report.stopped.proven == 0.0
+    assert report.stopped.agreement == 1.0
+    assert report.stopped.metrics.accuracy == report.accuracy
+    assert any("exp" in note for note in report.notes)
+
+
+def test_wrong_options() -> None:
+    with pytest.raises(ValueError, match="stop='labels': expected 'label' or None"):
+        evaluate(tiny_geq(), random_data(3), stop="labels", progress=False)  # type: ignore[arg-type]
+    maps = dataset(torch.zeros(2, 1, 8, 8).byte(), torch.zeros(2, 8, 8).long(), 3)
+    with pytest.raises(ValueError, match="for classification"):
+        evaluate(tiny_geq(), maps, stop="label", progress=False)
