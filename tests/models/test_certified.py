@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import equilibria as eq
-from equilibria.models.certified import ConvexPotential, _haar
+from equilibria.models.certified import ConvexPotential, Haar
 
 
 @settings(max_examples=20, deadline=None)
@@ -16,7 +16,7 @@ from equilibria.models.certified import ConvexPotential, _haar
 def test_pooling_keeps_the_norm(channels: int, pixels: int, seed: int) -> None:
     source = torch.Generator().manual_seed(seed)
     x = torch.randn(2, channels, 2 * pixels, 2 * pixels, generator=source, dtype=torch.float64)
-    y = _haar(x)
+    y = Haar()(x)
     assert y.shape == (2, 4 * channels, pixels, pixels)
     torch.testing.assert_close(y.flatten(1).norm(dim=1), x.flatten(1).norm(dim=1))
     torch.testing.assert_close(y[:, :channels], 2.0 * torch.nn.functional.avg_pool2d(x, 2))
@@ -49,6 +49,7 @@ def test_no_label_changes_within_its_radius(kind: str) -> None:
     x = torch.rand(4, 1, 8, 8, dtype=torch.float64)
     found = eq.certify(model, x)
     assert bool((found.radius > 0).all())
+    assert found.lipschitz <= 1.001 * float(torch.linalg.matrix_norm(model.head.weight.detach(), 2))
     assert not found.notes
     radius = found.radius.view(-1, 1, 1, 1)
     moved = torch.randn_like(x)

@@ -23,7 +23,7 @@ from equilibria.certify import Enclosed
 from equilibria.engine.tree import sample_norm
 from equilibria.nn import GEQ, Envelope, NormBounded, OptEq, constrain
 from equilibria.problems import FixedGamma, Patches
-from equilibria.problems.norms import SAFETY, sum_error
+from equilibria.problems.norms import SAFETY, UNIT, sum_error
 from equilibria.problems.operators import ConvOperator
 from equilibria.solvers import ProximalGradient
 
@@ -54,24 +54,34 @@ class ConvexPotential(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = F.relu(self.conv(x))
-        return x - 2.0 * F.conv_transpose2d(hidden, self.conv.weight, padding=1)
+        return x - 2.0 * F.conv_transpose2d(hidden, self._weight(), padding=1)
+
+    def _weight(self) -> Tensor:
+        weight = self.conv.weight
+        assert isinstance(weight, Tensor)
+        return weight
 
     @torch.no_grad()
     def enclose(self, x: Tensor) -> Enclosed:
         """The output at x with what is proven of it, for ``certify.certify_network``."""
-        u = ConvOperator(self.conv.weight).norm_upper()
-        y, (count, _, *kernel) = ConvexPotential.forward(self, x), self.conv.weight.shape
-        terms = 8 * count * math.prod(kernel) + 64
+        y, weight = ConvexPotential.forward(self, x), self._weight()
+        u, terms = ConvOperator(weight).norm_upper(), 8 * weight[0].numel() + 64
         size = sample_norm([x]) + sample_norm([y]) + sample_norm([self.conv(x)])
         rounding = SAFETY * sum_error(terms) * math.sqrt(x[0].numel()) * size
         return Enclosed(y, max(1.0, 2.0 * u**2 - 1.0) * (1.0 + 1e-13), rounding)
 
 
-def _haar(x: Tensor) -> Tensor:
+class Haar(nn.Module):
     """Averages, then differences, of 2 × 2 pixels: orthonormal. [B, C, 2H, 2W] → [B, 4C, H, W]."""
-    a, b, c, d = (x[..., i::2, j::2] for i in (0, 1) for j in (0, 1))
-    s, t, u, v = a + b, a - b, c + d, c - d
-    return 0.5 * torch.cat([s + u, s - u, t + v, t - v], 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b, c, d = (x[..., i::2, j::2] for i in (0, 1) for j in (0, 1))
+        s, t, u, v = a + b, a - b, c + d, c - d
+        return 0.5 * torch.cat([s + u, s - u, t + v, t - v], 1)
+
+    def enclose(self, x: Tensor) -> Enclosed:
+        """The output at x, whose norm is that of x."""
+        return Enclosed(Haar.forward(self, x), 1.0, 8 * UNIT * sample_norm([x]))
 
 
 class CertifiedNet(Network):
@@ -101,7 +111,7 @@ class CertifiedNet(Network):
             raise ValueError(
                 f"widths={widths}: expected widths that do not fall, the first at least {first}."
             )
-        self.widths, self.unshuffle = widths, unshuffle
+        self.widths, self.unshuffle, self.pool = widths, unshuffle, Haar()
         self.stages = nn.ModuleList(
             nn.Sequential(*(layer(width, **options) for _ in range(depth))) for width in widths
         )
@@ -113,7 +123,7 @@ class CertifiedNet(Network):
         x = F.pixel_unshuffle(x, self.unshuffle)
         for i, (width, stage) in enumerate(zip(self.widths, self.stages, strict=True)):
             if i:
-                x = _haar(x)[:, :width]
+                x = self.pool(x)[:, :width]
             x = stage(F.pad(x, [0, 0, 0, 0, 0, width - x.shape[1]]))
         out: Tensor = self.head(torch.flatten(x, 1))
         return out

@@ -93,7 +93,8 @@ class Envelope(nn.Module):
         field = problem.coupling.value_gradient(z)
         field = -field if isinstance(self.layer, OptEq) else field + shift * problem.coupling.c
         branch = self.layer.input_operator().adjoint(field, x.shape[1:])
-        return x - (2.0 / top).to(branch.dtype) * branch
+        out: Tensor = x - (2.0 / top).to(branch.dtype) * branch
+        return out
 
     def forward(self, x: Tensor) -> Tensor:
         with parametrize.cached():
