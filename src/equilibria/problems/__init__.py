@@ -43,9 +43,11 @@ from .kernels import (
 )
 from .multistart import Equilibria, multistart
 from .norms import NormBound, dense_norm, metric_root
+from .objective import LeastSquares, Smooth
 from .operators import (
     ConvOperator,
     DenseOperator,
+    IdentityOperator,
     LinearOperator,
     ModuleOperator,
     SeparableConvOperator,
@@ -67,9 +69,11 @@ from .priors import (
 )
 from .problem import AffineProblem, HiddenProblem, MoreauProblem, Problem
 from .regularizers import HSIC, L1, Decorrelation, FeatureIncay, Regularizer, SquaredNorm
-from .solving import minimize
+from .solving import BoundsWarning, minimize
+from .splitting import ADMM, ChambollePock, Composite, DouglasRachford
 
 __all__ = [
+    "ADMM",
     "GAUSSIAN_BEND",
     "GAUSSIAN_CONCAVITY",
     "HSIC",
@@ -77,7 +81,10 @@ __all__ = [
     "Activated",
     "AffineProblem",
     "Ball",
+    "BoundsWarning",
     "Box",
+    "ChambollePock",
+    "Composite",
     "ConvOperator",
     "Coupling",
     "Curvature",
@@ -85,6 +92,7 @@ __all__ = [
     "Decorrelation",
     "DegenerateKernelWarning",
     "DenseOperator",
+    "DouglasRachford",
     "Entropy",
     "Equilibria",
     "FeatureIncay",
@@ -95,10 +103,12 @@ __all__ = [
     "GroupSoftThreshold",
     "HalfSpace",
     "HiddenProblem",
+    "IdentityOperator",
     "Isotonic",
     "JointPrior",
     "LeakyNonNegative",
     "LearnedGamma",
+    "LeastSquares",
     "Linear",
     "LinearOperator",
     "Logistic",
@@ -120,6 +130,7 @@ __all__ = [
     "ShiftedNonNegative",
     "Sigmoidal",
     "Simplex",
+    "Smooth",
     "SoftThreshold",
     "Softplus",
     "SquaredNorm",

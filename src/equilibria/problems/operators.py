@@ -61,6 +61,10 @@ class LinearOperator(ABC):
     def norm_upper(self) -> float:
         """Rigorous upper bound on ‖W‖₂ for every input size (inf where none is known)."""
 
+    def norm_lower(self) -> float:
+        """Rigorous lower bound on ‖Wz‖/‖z‖, the least singular value; 0 where none is known."""
+        return 0.0
+
     def input_shape(self, out_shape: Sequence[int]) -> tuple[int, ...]:
         """The shape of a z whose Wz has ``out_shape``; with a stride the multiple of it."""
         self.check_output(out_shape)
@@ -156,11 +160,53 @@ class DenseOperator(_OfOneShape):
     def norm_upper(self) -> float:
         return dense_norm(self.weight).upper
 
+    def norm_lower(self) -> float:
+        """By a float64 SVD, less its backward error."""
+        if self.weight.shape[0] < self.weight.shape[1]:
+            return 0.0
+        sigma = torch.linalg.svdvals(exact(self.weight))
+        slack = 16 * torch.finfo(torch.float64).eps * sum(self.weight.shape) * float(sigma[0])
+        return max(0.0, float(sigma[-1]) - slack)
+
     def norm(self, in_shape: Sequence[int] | None = None) -> NormBound:
         """‖W‖₂ by a float64 SVD."""
         if in_shape is not None:
             self.output_shape(in_shape)
         return dense_norm(self.weight)
+
+
+class IdentityOperator(LinearOperator):
+    """Wz = z, for states of every shape; ``like`` has its dtype and device."""
+
+    def __init__(self, like: Tensor) -> None:
+        self.weight = like.new_ones(())
+
+    def __call__(self, z: Tensor) -> Tensor:
+        return z
+
+    def adjoint(self, y: Tensor, in_shape: Sequence[int] | None = None) -> Tensor:
+        return y
+
+    def output_shape(self, in_shape: Sequence[int]) -> tuple[int, ...]:
+        return tuple(in_shape)
+
+    def input_shape(self, out_shape: Sequence[int]) -> tuple[int, ...]:
+        return tuple(out_shape)
+
+    def check_output(self, out_shape: Sequence[int]) -> None:
+        pass
+
+    def cast(self, dtype: torch.dtype) -> IdentityOperator:
+        return IdentityOperator(self.weight.detach().to(dtype))
+
+    def magnitude(self) -> tuple[LinearOperator, int]:
+        return self, 1
+
+    def norm_upper(self) -> float:
+        return 1.0
+
+    def norm_lower(self) -> float:
+        return 1.0
 
 
 Pair = int | tuple[int, int]
