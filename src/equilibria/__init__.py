@@ -65,6 +65,7 @@ if _TYPE_CHECKING:
         SquaredNorm,
         Tanh,
         TotalVariation,
+        TotalVariation2d,
         minimize,
         multistart,
     )
@@ -143,6 +144,7 @@ __all__ = [
     "Stats",
     "Tanh",
     "TotalVariation",
+    "TotalVariation2d",
     "Unrolled",
     "__version__",
     "certify",

@@ -25,9 +25,11 @@ from equilibria.problems.kernels import Curvature
 from equilibria.problems.norms import UNIT, NormBound, exact
 from equilibria.problems.problem import AffineProblem, HiddenProblem, MoreauProblem, Problem
 from equilibria.problems.solving import minimize
+from equilibria.problems.splitting import Composite
 
 from .claims import refuted
 from .error_bounds import global_bound, local_bound, local_modulus, tight_curvature
+from .gap import certify_sum
 from .guarantee import (
     SAMPLED,
     Guarantee,
@@ -183,6 +185,8 @@ def certify_layer(layer: Any, x: Tensor | None = None, z: Any = None) -> Any:
         input_norm = None if bound is None else float(bound())
         z, solver = solved(lambda: model.solve(x), z)
     with direct_convolutions(z):
+        if isinstance(problem, Composite):
+            return certify_sum(problem, z, solver)
         return _certify(problem, z, input_norm, solver)
 
 

@@ -14,7 +14,7 @@ from equilibria.problems.objective import ritz_ends
 from equilibria.problems.priors import Prior
 from equilibria.problems.problem import Problem
 
-__all__ = ["refuted", "refuted_prox"]
+__all__ = ["refuted", "refuted_bounds", "refuted_prox"]
 
 _PAIRS = 6
 _SLACK = 1e-7  # relative: what rounding and an inner solve may do
@@ -37,12 +37,13 @@ def _cloud(z: Tensor, count: int) -> list[Tensor]:
 
 def refuted(problem: Problem, z: Tensor) -> list[str]:
     """Which claims of the problem's own parts samples around z contradict, in words."""
-    found = _refuted_bounds(problem.coupling, z)
+    found = refuted_bounds(problem.coupling, z)
     wrong = refuted_prox(problem.effective_prior, z - problem.gradient(z))
     return [text for text in (found, wrong) if text is not None]
 
 
-def _refuted_bounds(q: Coupling, z: Tensor) -> str | None:
+def refuted_bounds(q: Coupling, z: Tensor) -> str | None:
+    """Which of m and L a Ritz value of the Hessian around z lies outside of, or None."""
     parts = [part for part, _ in q.parts] if isinstance(q, SumCoupling) else [q]
     bounds = q.curvature()
     if bounds.basis == "estimated" or (bounds.rigorous and all(_ours(part) for part in parts)):

@@ -47,6 +47,7 @@ from .objective import LeastSquares, Smooth
 from .operators import (
     ConvOperator,
     DenseOperator,
+    DifferenceOperator,
     IdentityOperator,
     LinearOperator,
     ModuleOperator,
@@ -71,6 +72,7 @@ from .problem import AffineProblem, HiddenProblem, MoreauProblem, Problem
 from .regularizers import HSIC, L1, Decorrelation, FeatureIncay, Regularizer, SquaredNorm
 from .solving import BoundsWarning, minimize
 from .splitting import ADMM, ChambollePock, Composite, DouglasRachford
+from .total_variation import TotalVariation2d
 
 __all__ = [
     "ADMM",
@@ -92,6 +94,7 @@ __all__ = [
     "Decorrelation",
     "DegenerateKernelWarning",
     "DenseOperator",
+    "DifferenceOperator",
     "DouglasRachford",
     "Entropy",
     "Equilibria",
@@ -136,6 +139,7 @@ __all__ = [
     "SquaredNorm",
     "Tanh",
     "TotalVariation",
+    "TotalVariation2d",
     "WithL1",
     "as_gamma",
     "as_operator",

@@ -209,6 +209,51 @@ class IdentityOperator(LinearOperator):
         return 1.0
 
 
+class DifferenceOperator(LinearOperator):
+    """Differences to the next entry along each of ``dims``, 0 at the end: [B, *s] → [B, k, *s].
+
+    ``dims`` count from the end: (−2, −1) is the gradient of images. ‖D‖² ≤ 4k.
+    """
+
+    def __init__(self, dims: Sequence[int] = (-2, -1)) -> None:
+        if not dims or any(dim >= 0 for dim in dims):
+            raise ValueError(f"DifferenceOperator(dims={dims!r}): expected negative dimensions.")
+        self.dims = tuple(dims)
+        self.weight = torch.ones(())
+
+    def __call__(self, z: Tensor) -> Tensor:
+        return torch.stack([z.roll(-1, d).sub(z) * self._inside(z, d) for d in self.dims], 1)
+
+    @staticmethod
+    def _inside(z: Tensor, dim: int) -> Tensor:
+        n = z.shape[dim]
+        return (torch.arange(n, device=z.device) < n - 1).view(-1, *[1] * (-1 - dim)).to(z.dtype)
+
+    def adjoint(self, y: Tensor, in_shape: Sequence[int] | None = None) -> Tensor:
+        held = [
+            part * self._inside(part, d) for part, d in zip(y.unbind(1), self.dims, strict=True)
+        ]
+        moved = [part.roll(1, d) - part for part, d in zip(held, self.dims, strict=True)]
+        return torch.stack(moved).sum(0)
+
+    def output_shape(self, in_shape: Sequence[int]) -> tuple[int, ...]:
+        if len(in_shape) < -min(self.dims):
+            raise ValueError(f"Differences along {self.dims} do not fit {_batched(in_shape)}.")
+        return (len(self.dims), *in_shape)
+
+    def check_output(self, out_shape: Sequence[int]) -> None:
+        self.output_shape(out_shape[1:])
+
+    def input_shape(self, out_shape: Sequence[int]) -> tuple[int, ...]:
+        return tuple(out_shape[1:])
+
+    def cast(self, dtype: torch.dtype) -> DifferenceOperator:
+        return self
+
+    def norm_upper(self) -> float:
+        return 2.0 * math.sqrt(len(self.dims)) * (1.0 + 1e-15)
+
+
 Pair = int | tuple[int, int]
 
 

@@ -443,7 +443,8 @@ def duality_gap(problem: Composite, z: Tensor, y: Sequence[Tensor]) -> tuple[Ten
         v = image + dual
         w = h.prox(v)
         duals.append(v - w)
-        bregman = prior_value(h, image) - prior_value(h, w) - inner(v - w, image - w)
-        gap = gap + bregman.clamp_min(0.0)
+        ends = prior_value(h, image), prior_value(h, w), inner(v - w, image - w)
+        noise = torch.finfo(v.dtype).eps * math.sqrt(v[0].numel()) * sum(t.abs() for t in ends)
+        gap = gap + (ends[0] - ends[1] - ends[2]).clamp_min(0.0) + 8.0 * noise
     force = problem.gradient(z) + problem.pull(duals, z)
     return problem.prior.least_subgradient(z, force).flatten(1).norm(dim=1), gap
