@@ -116,9 +116,14 @@ class BoundsWarning(UserWarning):
 def warn_refuted(problem: Problem, start: Tensor, end: Tensor) -> None:
     """Warn where the mean curvature between two states lies outside of bounds that were given."""
     bounds = problem.curvature()
-    a, b = start.detach(), end.detach()
+    if bounds.basis != "given":
+        return
+    a = start.detach()
+    still = (end.detach() == a).flatten(1).all(1).reshape(-1, *[1] * (a.ndim - 1))
+    # What diverged is given back as it began.
+    b = torch.where(still, problem.step(a, problem.unit_step()), end.detach())
     square = inner(b - a, b - a)
-    if bounds.basis != "given" or not host_may_read(square):
+    if not host_may_read(square):
         return
     mean = inner(problem.gradient(b) - problem.gradient(a), b - a) / square
     low, high = (torch.as_tensor(t, device=a.device) for t in (bounds.lower, bounds.upper))
