@@ -677,7 +677,8 @@ class SumCoupling(Coupling):
             low, high = low + m - 8 * UNIT * m.abs(), high + upper + 8 * UNIT * upper.abs()
         kinds = {c.basis for c in found}
         return Curvature(
-            *(t if t.ndim else float(t) for t in (low, high)),
+            low if low.ndim else float(low),
+            high if high.ndim else float(high),
             all(c.rigorous for c in found),
             "; ".join(dict.fromkeys(c.note for c in found)),
             "estimated" if "estimated" in kinds else "given" if "given" in kinds else "",

@@ -92,7 +92,7 @@ class Smooth(Coupling):
 
     def _call(self, z: Tensor) -> Tensor:
         args = [part for part in (self.x, self.theta) if part is not None]
-        value = self.fn(z, *args)
+        value: Any = self.fn(z, *args)
         if not isinstance(value, Tensor) or value.shape != z.shape[:1]:
             got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise ValueError(
@@ -205,7 +205,7 @@ def _derivative(fn: Callable[[Tensor], Tensor], z: Tensor) -> Tensor:
         value = fn(point)
         if not value.requires_grad:
             return torch.zeros_like(z)
-        (slope,) = torch.autograd.grad(value, point, create_graph=live, allow_unused=True)
+        slope: Any = torch.autograd.grad(value, point, create_graph=live, allow_unused=True)[0]
     return torch.zeros_like(z) if slope is None else slope
 
 

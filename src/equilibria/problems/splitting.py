@@ -70,12 +70,16 @@ class Composite(HiddenProblem):
         identity = IdentityOperator(torch.empty(0))
         self.terms = tuple((h, identity if K is None else as_operator(K)) for h, K in terms)
         self.prior, self.smooth, self.inverse = prior, smooth, inverse
-        for part in (prior, *(h for h, _ in self.terms)):
-            if not isinstance(part, Prior):
-                raise TypeError(f"Composite takes priors f and (h, K), got a {type(part).__name__}")
-        if not isinstance(smooth, Coupling | None):
-            name = type(smooth).__name__
-            raise TypeError(f"Composite: smooth got a {name}, takes LeastSquares or Smooth(fn, x)")
+        held: list[tuple[object, type]] = [
+            (part, Prior) for part in (prior, *(h for h, _ in self.terms))
+        ]
+        held += [] if smooth is None else [(smooth, Coupling)]
+        for part, kind in held:
+            if not isinstance(part, kind):
+                raise TypeError(
+                    f"Composite got a {type(part).__name__}, takes priors f and (h, K), and smooth "
+                    "as LeastSquares(A, x) or Smooth(fn, x)"
+                )
 
     @property
     def has_prior(self) -> bool:
@@ -183,7 +187,8 @@ class Composite(HiddenProblem):
             )
         eye = torch.eye(n, dtype=torch.float64, device=z.device).to(z.dtype)
         matrix = self.normal(eye.reshape(n, *z.shape[1:]), rho, own=own).reshape(n, n).double()
-        return torch.linalg.pinv(matrix, hermitian=True).to(z.dtype)
+        inverse: Tensor = torch.linalg.pinv(matrix, hermitian=True).to(z.dtype)
+        return inverse
 
     def solve(self, rhs: Tensor, rho: float, factor: Tensor | None, *, own: bool) -> Tensor:
         if factor is None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from equilibria.engine.options import options
 from equilibria.engine.solver import Point
-from equilibria.engine.tree import Leaves, map_tensors, where_sample
+from equilibria.engine.tree import Leaves, select_samples, where_sample
 
 from .anderson import Anderson, AndersonState
 
@@ -59,7 +59,6 @@ class Guarded(Anderson):
         return GuardedState(inner, state.image, state.least, state.plain)
 
     def take(self, state: Any, index: Tensor) -> Any:
-        rest = map_tensors(
-            lambda t: t.index_select(0, index), (state.image, state.least, state.plain)
-        )
-        return GuardedState(Anderson.take(self, state.inner, index), *rest)
+        image = None if state.image is None else select_samples(state.image, index)
+        rest = (t.index_select(0, index) for t in (state.least, state.plain))
+        return GuardedState(Anderson.take(self, state.inner, index), image, *rest)
