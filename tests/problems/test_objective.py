@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import warnings
 from typing import Any
@@ -77,6 +78,25 @@ def test_least_squares_is_dense_algebra() -> None:
     assert bounds.rigorous
     assert bounds.lower <= low <= bounds.lower * (1 + 1e-9)
     assert high <= bounds.upper <= high * (1 + 1e-9)
+
+
+def test_a_copy_with_another_prior_stays_in_its_form() -> None:
+    A, x = data()
+    problem = eq.Problem(eq.Free(), smooth=eq.LeastSquares(A, x))
+    other = dataclasses.replace(problem, prior=eq.SoftThreshold(0.3))
+    z = randn(3, N)
+    value = 0.5 * (z @ A.T - x).square().sum(1) + 0.3 * z.abs().sum(1)
+    torch.testing.assert_close(other.objective(z), value)
+
+
+@pytest.mark.parametrize("m", [0.05, torch.tensor([0.05, 0.5, 2.0])])
+def test_one_end_of_the_bounds_may_differ_by_sample(m: float | Tensor) -> None:
+    x = randn(3, N)
+    problem = eq.Problem(
+        eq.SoftThreshold(0.1), smooth=lambda z, x: (z - x).square().sum(1), x=x, bounds=(m, 2.0)
+    )
+    want = eq.SoftThreshold(0.05).prox(x)
+    torch.testing.assert_close(eq.minimize(problem).value, want, atol=1e-6, rtol=1e-6)
 
 
 def test_a_sum_over_scales_is_one_problem() -> None:

@@ -55,7 +55,7 @@ def test_gradients_in_weight_and_image(isotropic: bool) -> None:
     v, weight = randn(2, 5, 4, seed=2), torch.tensor([0.3, 0.6], dtype=torch.float64)
 
     def prox(v: Tensor, weight: Tensor) -> Tensor:
-        return eq.TotalVariation2d(weight, isotropic=isotropic, rtol=1e-11).prox(v)
+        return eq.TotalVariation2d(weight, isotropic=isotropic, rtol=1e-10).prox(v)
 
     inputs = [v.requires_grad_(), weight.requires_grad_()]
     assert gradcheck(prox, inputs, eps=1e-5, atol=1e-4, rtol=1e-3, fast_mode=True)
@@ -86,6 +86,7 @@ def test_one_row_is_the_exact_total_variation() -> None:
         torch.testing.assert_close(found, eq.TotalVariation(0.4).prox(v), atol=1e-6, rtol=0)
 
 
+@pytest.mark.slow
 def test_certificates_count_the_inner_solve() -> None:
     """A prox to three digits: the bound still holds."""
     x = randn(2, 5, 5, seed=5)

@@ -139,6 +139,7 @@ class Problem(HiddenProblem):
         theta: Its shared arguments: a tensor, a module, a tuple or dict of them.
         bounds: ``(m, L)`` with ``m <= Hessian <= L`` for every ``z``; None: estimated.
         state: The shape of ``z`` without the batch; None: that of ``x``.
+        ridge: The weight of ``|z|^2/2``: 1 with ``coupling``, 0 with ``smooth``.
     """
 
     prior: Prior
@@ -151,7 +152,7 @@ class Problem(HiddenProblem):
     theta: InitVar[Any] = None
     bounds: InitVar[tuple[float | Tensor, float | Tensor] | None] = None
     state: InitVar[Sequence[int] | None] = None
-    ridge: float = field(init=False, repr=False)  # the weight of |z|^2/2: 1, or 0 with ``smooth``
+    ridge: float = 1.0
     _prior: Prior = field(init=False, repr=False)  # with the non-smooth regularizer, if any
     _smooth: Regularizer | None = field(init=False, repr=False)  # what is left of it
 
@@ -166,8 +167,10 @@ class Problem(HiddenProblem):
         if (smooth is None) == (self.coupling is None):
             given = "neither" if smooth is None else "both"
             raise TypeError(f"Problem: takes one of coupling and smooth, got {given}")
-        object.__setattr__(self, "ridge", 1.0 if smooth is None else 0.0)
+        if self.ridge not in (0.0, 1.0):
+            raise ValueError(f"Problem: ridge got {self.ridge!r}, takes 1.0 (a layer) or 0.0")
         if smooth is not None:
+            object.__setattr__(self, "ridge", 0.0)
             object.__setattr__(self, "coupling", as_smooth(smooth, x, theta, bounds, state))
         elif any(part is not None for part in (x, theta, bounds, state)):
             raise TypeError("Problem: x, theta, bounds and state go with smooth, not with coupling")

@@ -157,7 +157,8 @@ def choice_for(
 
     if isinstance(unit, float) and unit == 1.0:
         return solver.for_problem(bounds)
-    if isinstance(solver, Auto) and isinstance(unit, float) and bounds()[0] < _FLAT:
+    flat = isinstance(unit, float) and bool((torch.as_tensor(bounds()[0]) < _FLAT).any())
+    if flat and isinstance(solver, Auto):
         # Anderson's method may stall where the active set of a prior changes for long.
         return momentum(solver, unit, f"the step 1/L, as m/L is below {_FLAT:g}")
     chosen = solver.for_problem(bounds)

@@ -23,8 +23,7 @@ from equilibria.engine.adjoint import Adjoint
 from equilibria.engine.krylov import GMRES
 from equilibria.engine.options import check_number, options
 from equilibria.engine.result import Solution
-from equilibria.engine.solver import Bounds, Choice, Point, Solver, SolverOptions
-from equilibria.engine.tree import Leaves
+from equilibria.engine.solver import Bounds, Choice, SolverOptions
 from equilibria.entry import TrajectoryCallback, fixed_point
 from equilibria.problems.kernels import Coupling, Curvature, SumCoupling, inner, per_sample_sum
 from equilibria.problems.norms import replaced
@@ -206,7 +205,7 @@ class Composite(HiddenProblem):
 
 
 @options
-class SplittingOfSum(Solver):
+class SplittingOfSum(SolverOptions):
     """A splitting of a ``Composite``: its steps, its map, and how ``u`` gives ``z`` and ``y``."""
 
     max_steps: int = 4000
@@ -235,12 +234,6 @@ class SplittingOfSum(Solver):
     def for_problem(self, bounds: Bounds) -> Choice:
         self.for_map()
 
-    def init(self, z: Leaves) -> Any:
-        raise NotImplementedError("the engine iterates the map with solvers.guarded.Guarded")
-
-    def step(self, point: Point, state: Any) -> NoReturn:
-        raise NotImplementedError("the engine iterates the map with solvers.guarded.Guarded")
-
 
 @options
 class ADMM(SplittingOfSum):
@@ -255,7 +248,7 @@ class ADMM(SplittingOfSum):
     of a subgradient over that of ``z``."""
 
     def __post_init__(self) -> None:
-        Solver.__post_init__(self)
+        SolverOptions.__post_init__(self)
         check_number(self, "rho", low=0.0, low_open=True, optional=True)
 
     def prepare(self, problem: Composite, z: Tensor) -> tuple[float, Tensor | None]:
@@ -304,7 +297,7 @@ class DouglasRachford(SplittingOfSum):
     that of a subgradient."""
 
     def __post_init__(self) -> None:
-        Solver.__post_init__(self)
+        SolverOptions.__post_init__(self)
         check_number(self, "gamma", low=0.0, low_open=True, optional=True)
 
     def prepare(self, problem: Composite, z: Tensor) -> tuple[float, Tensor | None]:
@@ -356,7 +349,7 @@ class ChambollePock(SplittingOfSum):
     """None takes ``L/(2 sum |K|^2)``, or ``1/sqrt(sum |K|^2)`` without ``g``."""
 
     def __post_init__(self) -> None:
-        Solver.__post_init__(self)
+        SolverOptions.__post_init__(self)
         check_number(self, "tau", low=0.0, low_open=True, optional=True)
         check_number(self, "sigma", low=0.0, low_open=True, optional=True)
 
@@ -420,7 +413,7 @@ def split(
             "ChambollePock(...) or Auto(), as it has no single prox."
         )
     chosen, prepared = way, way.prepare(problem, z0)
-    shared = {field.name: getattr(way, field.name) for field in dataclasses.fields(Solver)}
+    shared = {field.name: getattr(way, field.name) for field in dataclasses.fields(SolverOptions)}
     found = fixed_point(
         lambda u, *given: chosen.advance(problem.with_inputs(*given), u, prepared),
         way.start(problem, z0),
