@@ -19,6 +19,7 @@ from torch.autograd import gradcheck, gradgradcheck
 import equilibria as eq
 from equilibria.certify import Guarantee
 from equilibria.problems import BoundsWarning, JointPrior
+from equilibria.problems.objective import ritz_ends
 from tests.problems.test_operators import randn
 
 N = 5
@@ -230,6 +231,14 @@ def test_wrong_bounds_are_refuted(bounds: tuple[float, float], text: str | None)
         assert not certificate.unique
         assert not certificate.rigorous
         assert bool(certificate.error_bound.isinf().all())
+
+
+@pytest.mark.parametrize("scale", [2.0, -0.5])
+def test_a_multiple_of_the_identity_is_estimated_right(scale: float) -> None:
+    """One product exhausts the Krylov space: no Ritz value but the right one may come of it."""
+    q = eq.Smooth(lambda z, x: 0.5 * scale * z.square().sum(1), randn(2, 4))
+    for end in ritz_ends(q, randn(2, 4)):
+        torch.testing.assert_close(end, torch.full((2,), scale).double())
 
 
 def test_a_nonconvex_function_that_claims_convexity_is_found() -> None:

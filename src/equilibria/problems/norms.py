@@ -300,6 +300,8 @@ def top_ritz(
     for step in range(1, steps + 1):
         image = apply(v)
         alpha = (v.conj() * image).sum(dims).real
+        if diagonal:  # an invariant space is exhausted where v = 0: repeat a value inside
+            alpha = torch.where(length(v) > 0, alpha, diagonal[0])
         image = image - alpha.reshape(shape) * v - beta.reshape(shape) * before
         diagonal.append(alpha)
         if step % 8 == 0 or step == steps:
