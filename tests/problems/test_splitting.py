@@ -184,6 +184,8 @@ def test_samples_are_independent_and_errors_say_what_to_do() -> None:
         eq.fixed_point(lambda z: 0.5 * z, both, solver=eq.ADMM())
     with pytest.raises(TypeError, match="sum of two"):
         eq.minimize(problem, solver=eq.DouglasRachford())
+    with pytest.raises(ValueError, match="rho"):
+        eq.ADMM(rho=-1.0)
     with pytest.raises(ValueError, match="too large"):
         eq.minimize(problem, solver=eq.ChambollePock(tau=100.0))
     smooth = eq.Smooth(lambda z, x: (z - x).cosh().sum(1), X[:, :5])

@@ -98,6 +98,19 @@ def test_certificates_count_the_inner_solve() -> None:
     assert not found.rigorous
 
 
+@pytest.mark.filterwarnings("ignore::equilibria.ConvergenceWarning")
+def test_a_bad_sample_harms_no_other() -> None:
+    v = randn(3, 4, 4, seed=8)
+    want = eq.TotalVariation2d(0.4).prox(v)
+    v[1, 2, 2] = torch.nan
+    found = eq.TotalVariation2d(0.4).prox(v.requires_grad_())
+    torch.testing.assert_close(found[::2], want[::2], atol=1e-6, rtol=0)
+    assert bool(found[1].isnan().any())
+    found[::2].square().sum().backward()
+    assert v.grad is not None
+    assert bool(v.grad[::2].isfinite().all())
+
+
 def test_differences_have_their_adjoint() -> None:
     K = DifferenceOperator()
     z, y = randn(2, 3, 4, 5, seed=6), randn(2, 2, 3, 4, 5, seed=7)

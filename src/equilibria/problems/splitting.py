@@ -211,6 +211,11 @@ class SplittingOfSum(SolverOptions):
     max_steps: int = 4000
     patience: int = 2000
 
+    def __post_init__(self) -> None:
+        SolverOptions.__post_init__(self)
+        for name in {"rho", "gamma", "tau", "sigma"} & {f.name for f in dataclasses.fields(self)}:
+            check_number(self, name, low=0.0, low_open=True, optional=True)
+
     @abstractmethod
     def prepare(self, problem: Composite, z: Tensor) -> Any:
         """What is computed once a solve, without gradients: steps, checked, and a factor."""
@@ -246,10 +251,6 @@ class ADMM(SplittingOfSum):
     rho: float | None = None
     """None takes ``sqrt(max(m, L/100) L)/sum |K|^2``; without ``g`` 1; best is the size
     of a subgradient over that of ``z``."""
-
-    def __post_init__(self) -> None:
-        SolverOptions.__post_init__(self)
-        check_number(self, "rho", low=0.0, low_open=True, optional=True)
 
     def prepare(self, problem: Composite, z: Tensor) -> tuple[float, Tensor | None]:
         rho, own = self.rho, problem.has_prior
@@ -295,10 +296,6 @@ class DouglasRachford(SplittingOfSum):
     gamma: float | None = None
     """None takes ``1/sqrt(max(m, L/100) L)``; without ``g`` 1; best is the size of ``z`` over
     that of a subgradient."""
-
-    def __post_init__(self) -> None:
-        SolverOptions.__post_init__(self)
-        check_number(self, "gamma", low=0.0, low_open=True, optional=True)
 
     def prepare(self, problem: Composite, z: Tensor) -> tuple[float, Tensor | None]:
         plain = all(isinstance(K, IdentityOperator) for _, K in problem.terms)
@@ -347,11 +344,6 @@ class ChambollePock(SplittingOfSum):
     """None takes the largest."""
     sigma: float | None = None
     """None takes ``L/(2 sum |K|^2)``, or ``1/sqrt(sum |K|^2)`` without ``g``."""
-
-    def __post_init__(self) -> None:
-        SolverOptions.__post_init__(self)
-        check_number(self, "tau", low=0.0, low_open=True, optional=True)
-        check_number(self, "sigma", low=0.0, low_open=True, optional=True)
 
     def prepare(self, problem: Composite, z: Tensor) -> tuple[float, float]:
         _, high, norm = problem.sizes()
