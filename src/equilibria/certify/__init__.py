@@ -6,6 +6,7 @@ kernel, a prior, an operator or a regularizer are its own (``problems``): here t
 
 from .certificate import Certificate, Numbers, global_lipschitz, local_lipschitz
 from .error_bounds import tight_curvature
+from .gap import GapCertificate
 from .guarantee import Guarantee, Guaranteed
 from .label import LabelCertificate, LabelStopping
 from .map_certificate import CompositeCertificate, MapCertificate
@@ -15,6 +16,7 @@ __all__ = [
     "Certificate",
     "CompositeCertificate",
     "Enclosed",
+    "GapCertificate",
     "Guarantee",
     "Guaranteed",
     "LabelCertificate",

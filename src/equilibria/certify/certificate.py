@@ -25,8 +25,11 @@ from equilibria.problems.kernels import Curvature
 from equilibria.problems.norms import UNIT, NormBound, exact
 from equilibria.problems.problem import HiddenProblem, Problem
 from equilibria.problems.solving import minimize
+from equilibria.problems.splitting import Composite
 
+from .claims import refuted
 from .error_bounds import global_bound, local_bound, local_modulus, tight_curvature
+from .gap import certify_sum
 from .guarantee import (
     SAMPLED,
     Guarantee,
@@ -184,6 +187,8 @@ def certify_layer(layer: Any, x: Tensor | None = None, z: Any = None) -> Any:
         input_norm = None if bound is None else float(bound())
         z, solver = solved(lambda: model.solve(x), z)
     with direct_convolutions(z):
+        if isinstance(problem, Composite):
+            return certify_sum(problem, z, solver)
         return _certify(problem, z, input_norm, solver)
 
 
@@ -205,8 +210,12 @@ def _certify(
     image, residual, off = found.image, found.residual, found.off
     if not found.derived:
         notes.append("rounding is an estimate: none is derived for this kind of problem")
-    if not curvature.rigorous:
+    if curvature.basis == "given":
+        notes.append("m and L were given: the certificate is as good as they are")
+    elif not curvature.rigorous:
         notes.append("the bounds on the Hessian are estimates")
+    wrong = refuted(problem, z) if isinstance(problem, Problem) else []
+    notes += [f"REFUTED: {text}" for text in wrong]
     if found.sampled:
         notes.append(SAMPLED)
     near = local_modulus(problem, z)
@@ -216,6 +225,10 @@ def _certify(
         local_bound(problem, z, image, residual + off, off, m, high),
     )
     error = torch.where(finite, error, math.inf)
+    if curvature.basis == "estimated" and not wrong:
+        notes.append(f"nothing follows from estimates; if m and L hold, ‖z − z*‖ ≤ {spread(error)}")
+    believed = curvature.basis != "estimated" and not wrong
+    error = error if believed else torch.full_like(error, math.inf)
     objective = problem.objective(z)
     outside = int((objective.isinf() & finite).sum())
     if outside:
@@ -223,7 +236,7 @@ def _certify(
             f"{outside} of {batch} states lie outside the domain of the prior, where G is infinite "
             "(a solver extrapolated); T(z) lies inside, within the residual of z"
         )
-    columns = (t.tolist() for t in (finite & (m > 0), rho < 1, error.isfinite()))
+    columns = (t.tolist() for t in (finite & (m > 0) & believed, rho < 1, error.isfinite()))
     reach, shown = input_norm, {}
     if isinstance(problem, Problem):
         reach = problem.coupling.features_norm() if reach is None else reach
@@ -231,7 +244,10 @@ def _certify(
     reach = math.inf if reach is None else reach
     lipschitz, lipschitz_note = found.lipschitz, found.lipschitz_note
     local, local_note = local_lipschitz(problem, z, error, _number(lower), reach)
-    if isinstance(problem, Problem) and problem.effective_prior.has_tensors:
+    if not believed:
+        lipschitz = local = None
+        lipschitz_note = local_note = "m and L are not known"
+    elif isinstance(problem, Problem) and problem.effective_prior.has_tensors:
         if input_norm is not None:
             local, local_note = None, lipschitz_note
         else:
@@ -254,7 +270,7 @@ def _certify(
         lipschitz_in="c" if input_norm is None else "x",
         numbers=Numbers(**shown, input_norm=input_norm),
         solver=solver,
-        rigorous=found.rigorous,
+        rigorous=found.rigorous and not wrong,
         notes=tuple(notes),
     )
 
@@ -361,9 +377,9 @@ def _outward(curvature: Curvature, z: Tensor, *, together: bool) -> tuple[Tensor
 
 
 def _own_modulus(problem: Problem) -> Tensor:
-    """a: the modulus of everything in G but the prior and the coupling (1 without regularizer)."""
+    """a: the modulus of everything in G but the prior and the coupling (without R, 1 or 0)."""
     if problem.regularizer is None:
-        return torch.ones((), dtype=torch.float64)
+        return torch.full((), problem.ridge, dtype=torch.float64)
     whole = torch.as_tensor(problem.curvature().lower, dtype=torch.float64)
     part = torch.as_tensor(problem.coupling.curvature().lower, dtype=torch.float64)
     return (whole - part) * (1.0 - 1e-14)

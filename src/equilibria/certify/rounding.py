@@ -60,7 +60,11 @@ def residual_rounding(
     if force_off is None or shift is None or not isinstance(problem, Problem):
         # n + 64 roundings of everything in sight.
         scale = norm(z) + norm(image) + norm(problem.gradient(z))
-        return SAFETY * sum_error(z[0].numel() + 64) * scale, False
+        delta = SAFETY * sum_error(z[0].numel() + 64) * scale
+        if isinstance(problem, Problem):  # a prox by an inner solve
+            argument = z - problem.gradient(z) * _column(tau, z)
+            delta = delta + problem.effective_prior.prox_error(argument, tau)
+        return delta, False
     step = _column(tau, z)
     force = z.abs() + problem.gradient(z).abs()
     gap = (z - image).abs()

@@ -43,9 +43,12 @@ from .kernels import (
 )
 from .multistart import Equilibria, multistart
 from .norms import NormBound, dense_norm, metric_root
+from .objective import LeastSquares, Smooth
 from .operators import (
     ConvOperator,
     DenseOperator,
+    DifferenceOperator,
+    IdentityOperator,
     LinearOperator,
     ModuleOperator,
     SeparableConvOperator,
@@ -67,21 +70,25 @@ from .priors import (
 )
 from .problem import HiddenProblem, Problem
 from .regularizers import HSIC, L1, Decorrelation, FeatureIncay, Regularizer, SquaredNorm
-from .solving import minimize
+from .solving import BoundsWarning, minimize
+from .splitting import ADMM, ChambollePock, Composite, DouglasRachford
+from .total_variation import TotalVariation2d
 
 # fmt: off
 __all__ = [
-    "GAUSSIAN_BEND", "GAUSSIAN_CONCAVITY", "HSIC", "L1", "Activated", "Ball", "Box", "ConvOperator",
-    "Coupling", "Curvature", "CustomPrior", "Decorrelation", "DegenerateKernelWarning",
-    "DenseOperator", "Entropy", "Equilibria", "FeatureIncay", "FixedGamma", "Free", "GammaPolicy",
-    "Gaussian", "GroupSoftThreshold", "HalfSpace", "HiddenProblem", "Isotonic", "JointPrior",
-    "LeakyNonNegative", "LearnedGamma", "Linear", "LinearOperator", "Logistic", "MeanPatchEnergy",
-    "MinPatchEnergy", "ModuleOperator", "NonMonotoneActivation", "NonNegative", "NormBound",
-    "NotNonexpansive", "NuclearNorm", "Patches", "Polynomial", "Prior", "Problem", "Regularizer",
-    "SeparableConvOperator", "ShiftedNonNegative", "Sigmoidal", "Simplex", "SoftThreshold",
-    "Softplus", "SquaredNorm", "Tanh", "TotalVariation", "WithL1", "as_gamma", "as_operator",
-    "dense_norm", "gaussian_sensitivity", "metric_root", "minimize", "multistart",
-    "truncated_gaussian_coupling", "truncation_error_bound",
+    "ADMM", "GAUSSIAN_BEND", "GAUSSIAN_CONCAVITY", "HSIC", "L1", "Activated", "Ball",
+    "BoundsWarning", "Box", "ChambollePock", "Composite", "ConvOperator", "Coupling", "Curvature",
+    "CustomPrior", "Decorrelation", "DegenerateKernelWarning", "DenseOperator",
+    "DifferenceOperator", "DouglasRachford", "Entropy", "Equilibria", "FeatureIncay", "FixedGamma",
+    "Free", "GammaPolicy", "Gaussian", "GroupSoftThreshold", "HalfSpace", "HiddenProblem",
+    "IdentityOperator", "Isotonic", "JointPrior", "LeakyNonNegative", "LearnedGamma",
+    "LeastSquares", "Linear", "LinearOperator", "Logistic", "MeanPatchEnergy", "MinPatchEnergy",
+    "ModuleOperator", "NonMonotoneActivation", "NonNegative", "NormBound", "NotNonexpansive",
+    "NuclearNorm", "Patches", "Polynomial", "Prior", "Problem", "Regularizer",
+    "SeparableConvOperator", "ShiftedNonNegative", "Sigmoidal", "Simplex", "Smooth",
+    "SoftThreshold", "Softplus", "SquaredNorm", "Tanh", "TotalVariation", "TotalVariation2d",
+    "WithL1", "as_gamma", "as_operator", "dense_norm", "gaussian_sensitivity", "metric_root",
+    "minimize", "multistart", "truncated_gaussian_coupling", "truncation_error_bound",
 ]
 # fmt: on
 

@@ -43,7 +43,7 @@ def serves(problem: Problem, choice: Choice, adjoint: Adjoint | None) -> bool:
     q = problem.coupling
     if type(problem.prior) is not NonNegative or type(q) is not Gaussian:
         return False
-    if problem.regularizer is not None:
+    if problem.regularizer is not None or not problem.ridge:
         return False
     if q.patches is None or q.metric is None or not _plain(q.operator, q.c):
         return False

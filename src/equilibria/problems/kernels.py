@@ -10,9 +10,10 @@ from __future__ import annotations
 import math
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from functools import partial
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ from equilibria.problems.norms import (
     sum_error,
     twin_in_double,
 )
-from equilibria.problems.operators import Weights, as_operator
+from equilibria.problems.operators import LinearOperator, Weights, as_operator
 from equilibria.problems.priors import Prior, at_least_float32
 
 Reasoned = tuple[float | None, str]  # a constant or None, and why
@@ -50,6 +51,9 @@ class Curvature:
     upper: float | Tensor
     rigorous: bool
     note: str
+    basis: Literal["", "given", "estimated"] = ""
+    """Where bounds that are not rigorous come from: the user, or a sample of the spectrum, from
+    which nothing may be concluded."""
 
 
 def per_sample_sum(t: Tensor) -> Tensor:
@@ -87,6 +91,15 @@ class Coupling(ABC):
         self.operator = as_operator(W)
         self.c = c
         self._norm_upper: float | None = None
+
+    def __add__(self, other: Coupling) -> SumCoupling:
+        """q₁ + q₂, each with its own operator: a problem at several scales is one problem."""
+        sides = [q.parts if isinstance(q, SumCoupling) else ((q, None),) for q in (self, other)]
+        return SumCoupling(*sides[0], *sides[1])
+
+    def compose(self, K: Weights) -> SumCoupling:
+        """z ↦ q(Kz), with bounds from those of q and the norms of K."""
+        return SumCoupling((self, as_operator(K)))
 
     @abstractmethod
     def value(self, z: Tensor) -> Tensor:
@@ -623,3 +636,96 @@ class Activated(ImageCoupling):
         """The global bounds: σ′ jumps at kinks, where a bound at one point says nothing."""
         self.check_state(z)
         return self.curvature()
+
+
+class SumCoupling(Coupling):
+    """Σ qᵢ(Kᵢz), each with its own linear operator or none; made by ``+`` and ``compose``."""
+
+    def __init__(self, *parts: tuple[Coupling, LinearOperator | None]) -> None:
+        self.parts = parts
+
+    def _each(self, z: Tensor) -> Iterator[tuple[Coupling, Tensor, Callable[[Tensor], Tensor]]]:
+        """qᵢ, Kᵢz and Kᵢᵀ."""
+        for q, K in self.parts:
+            yield (
+                (q, z, lambda y: y)
+                if K is None
+                else (q, K(z), partial(K.adjoint, in_shape=z.shape[1:]))
+            )
+
+    def value(self, z: Tensor) -> Tensor:
+        return torch.stack([q.value(image) for q, image, _ in self._each(z)]).sum(0)
+
+    def grad(self, z: Tensor) -> Tensor:
+        return torch.stack([back(q.grad(image)) for q, image, back in self._each(z)]).sum(0)
+
+    def hvp(self, z: Tensor, v: Tensor) -> Tensor:
+        pairs = zip(self._each(z), self._each(v), strict=True)
+        return torch.stack([back(q.hvp(a, b)) for (q, a, back), (_, b, _) in pairs]).sum(0)
+
+    def curvature(self) -> Curvature:
+        """The sum of the parts' bounds; mKᵀK is at least mσmin² for m ≥ 0 and m‖K‖² below."""
+        return self._sum([q.tight_curvature() for q, _ in self.parts])
+
+    def local_curvature(self, z: Tensor) -> Curvature:
+        return self._sum([q.tight_local_curvature(image) for q, image, _ in self._each(z)])
+
+    def _sum(self, found: list[Curvature]) -> Curvature:
+        low: Any = 0.0
+        high: Any = 0.0
+        for c, (_, K) in zip(found, self.parts, strict=True):
+            least, most = (1.0, 1.0) if K is None else (K.norm_lower() ** 2, K.norm_upper() ** 2)
+            m, upper = (torch.as_tensor(t, dtype=torch.float64) for t in (c.lower, c.upper))
+            m = torch.where(m >= 0, m * least, m * most)
+            upper = torch.where(upper >= 0, upper * most, upper * least)
+            low, high = low + m - 8 * UNIT * m.abs(), high + upper + 8 * UNIT * upper.abs()
+        kinds = {c.basis for c in found}
+        return Curvature(
+            low if low.ndim else float(low),
+            high if high.ndim else float(high),
+            all(c.rigorous for c in found),
+            "; ".join(dict.fromkeys(c.note for c in found)),
+            "estimated" if "estimated" in kinds else "given" if "given" in kinds else "",
+        )
+
+    def hessian_lipschitz(self) -> Tensor | float | None:
+        total: Tensor | float = 0.0
+        for q, K in self.parts:
+            bend = q.hessian_lipschitz()
+            if bend is None:
+                return None
+            total = total + bend * (1.0 if K is None else K.norm_upper() ** 3) * (1 + 16 * UNIT)
+        return total
+
+    def rounding_error(self, z: Tensor) -> Tensor | None:
+        total = torch.zeros_like(z)
+        for q, image, back in self._each(z):
+            off = q.rounding_error(image) if image is z else None  # behind a K none is derived
+            if off is None:
+                return None
+            total = total + off + sum_error(len(self.parts)) * back(q.grad(image)).abs()
+        return total
+
+    def check_state(self, z: Tensor) -> None:
+        for q, image, _ in self._each(z):
+            q.check_state(image)
+
+    def default_start(self, shape: Sequence[int] | None = None) -> Tensor:
+        q, K = self.parts[0]
+        if K is None:
+            return q.default_start(shape)
+        image = q.default_start()
+        full = (image.shape[0], *K.input_shape(image.shape[1:]))
+        return image.new_zeros(full if shape is None else tuple(shape))
+
+    def inputs(self) -> tuple[Tensor, ...]:
+        return tuple(t for q, _ in self.parts for t in q.inputs())
+
+    def with_inputs(self, *inputs: Tensor) -> Self:
+        given = iter(inputs)
+        parts = [(q.with_inputs(*(next(given) for _ in q.inputs())), K) for q, K in self.parts]
+        return replaced(self, parts=tuple(parts))
+
+    def in_double(self) -> Self:
+        parts = [(q.in_double(), None if K is None else K.in_double()) for q, K in self.parts]
+        return replaced(self, parts=tuple(parts))

@@ -263,7 +263,7 @@ def _largest(gram: Tensor, best: float) -> float:
         else:
             source = torch.Generator().manual_seed(0)
             start = torch.randn(n, 1, generator=source, dtype=torch.float64).to(gram)
-            ritz = _top_ritz(partial(torch.matmul, gram), start.expand(len(gram), -1, -1))
+            ritz = top_ritz(partial(torch.matmul, gram), start.expand(len(gram), -1, -1))
             found = float(ritz.amax())
         level, estimated = max(level, found * (1.0 + _ABOVE)), True
 
@@ -276,7 +276,7 @@ def _below(gram: Tensor, bound: float) -> Tensor:
     return failed == 0
 
 
-def _top_ritz(
+def top_ritz(
     apply: Callable[[Tensor], Tensor], v: Tensor, *, steps: int = 96, rtol: float = 1e-7
 ) -> Tensor:
     """λmax of self-adjoint maps by Lanczos's method: from below, up to rounding. v [N, ...] → [N].
@@ -300,6 +300,8 @@ def _top_ritz(
     for step in range(1, steps + 1):
         image = apply(v)
         alpha = (v.conj() * image).sum(dims).real
+        if diagonal:  # an invariant space is exhausted where v = 0: repeat a value inside
+            alpha = torch.where(length(v) > 0, alpha, diagonal[0])
         image = image - alpha.reshape(shape) * v - beta.reshape(shape) * before
         diagonal.append(alpha)
         if step % 8 == 0 or step == steps:
@@ -354,4 +356,4 @@ def estimated_norm(
     source = torch.Generator().manual_seed(0)
     work = torch.promote_types(dtype, torch.float32)
     start = torch.randn((2, *shape), generator=source, dtype=work).to(device)
-    return math.sqrt(max(float(_top_ritz(lambda v: gram(v.to(dtype)).to(work), start).amax()), 0.0))
+    return math.sqrt(max(float(top_ritz(lambda v: gram(v.to(dtype)).to(work), start).amax()), 0.0))

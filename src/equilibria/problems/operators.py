@@ -61,6 +61,10 @@ class LinearOperator(ABC):
     def norm_upper(self) -> float:
         """Rigorous upper bound on ‖W‖₂ for every input size (inf where none is known)."""
 
+    def norm_lower(self) -> float:
+        """Rigorous lower bound on ‖Wz‖/‖z‖, the least singular value; 0 where none is known."""
+        return 0.0
+
     def input_shape(self, out_shape: Sequence[int]) -> tuple[int, ...]:
         """The shape of a z whose Wz has ``out_shape``; with a stride the multiple of it."""
         self.check_output(out_shape)
@@ -156,11 +160,98 @@ class DenseOperator(_OfOneShape):
     def norm_upper(self) -> float:
         return dense_norm(self.weight).upper
 
+    def norm_lower(self) -> float:
+        """By a float64 SVD, less its backward error."""
+        if self.weight.shape[0] < self.weight.shape[1]:
+            return 0.0
+        sigma = torch.linalg.svdvals(exact(self.weight))
+        slack = 16 * torch.finfo(torch.float64).eps * sum(self.weight.shape) * float(sigma[0])
+        return max(0.0, float(sigma[-1]) - slack)
+
     def norm(self, in_shape: Sequence[int] | None = None) -> NormBound:
         """‖W‖₂ by a float64 SVD."""
         if in_shape is not None:
             self.output_shape(in_shape)
         return dense_norm(self.weight)
+
+
+class IdentityOperator(LinearOperator):
+    """Wz = z, for states of every shape; ``like`` has its dtype and device."""
+
+    def __init__(self, like: Tensor) -> None:
+        self.weight = like.new_ones(())
+
+    def __call__(self, z: Tensor) -> Tensor:
+        return z
+
+    def adjoint(self, y: Tensor, in_shape: Sequence[int] | None = None) -> Tensor:
+        return y
+
+    def output_shape(self, in_shape: Sequence[int]) -> tuple[int, ...]:
+        return tuple(in_shape)
+
+    def input_shape(self, out_shape: Sequence[int]) -> tuple[int, ...]:
+        return tuple(out_shape)
+
+    def check_output(self, out_shape: Sequence[int]) -> None:
+        pass
+
+    def cast(self, dtype: torch.dtype) -> IdentityOperator:
+        return IdentityOperator(self.weight.detach().to(dtype))
+
+    def magnitude(self) -> tuple[LinearOperator, int]:
+        return self, 1
+
+    def norm_upper(self) -> float:
+        return 1.0
+
+    def norm_lower(self) -> float:
+        return 1.0
+
+
+class DifferenceOperator(LinearOperator):
+    """Differences to the next entry along each of ``dims``, 0 at the end: [B, *s] → [B, k, *s].
+
+    ``dims`` count from the end: (−2, −1) is the gradient of images. ‖D‖² ≤ 4k.
+    """
+
+    def __init__(self, dims: Sequence[int] = (-2, -1)) -> None:
+        if not dims or any(dim >= 0 for dim in dims):
+            raise ValueError(f"DifferenceOperator(dims={dims!r}): expected negative dimensions.")
+        self.dims = tuple(dims)
+        self.weight = torch.ones(())
+
+    def __call__(self, z: Tensor) -> Tensor:
+        return torch.stack([z.roll(-1, d).sub(z) * self._inside(z, d) for d in self.dims], 1)
+
+    @staticmethod
+    def _inside(z: Tensor, dim: int) -> Tensor:
+        n = z.shape[dim]
+        return (torch.arange(n, device=z.device) < n - 1).view(-1, *[1] * (-1 - dim)).to(z.dtype)
+
+    def adjoint(self, y: Tensor, in_shape: Sequence[int] | None = None) -> Tensor:
+        held = [
+            part * self._inside(part, d) for part, d in zip(y.unbind(1), self.dims, strict=True)
+        ]
+        moved = [part.roll(1, d) - part for part, d in zip(held, self.dims, strict=True)]
+        return torch.stack(moved).sum(0)
+
+    def output_shape(self, in_shape: Sequence[int]) -> tuple[int, ...]:
+        if len(in_shape) < -min(self.dims):
+            raise ValueError(f"Differences along {self.dims} do not fit {_batched(in_shape)}.")
+        return (len(self.dims), *in_shape)
+
+    def check_output(self, out_shape: Sequence[int]) -> None:
+        self.output_shape(out_shape[1:])
+
+    def input_shape(self, out_shape: Sequence[int]) -> tuple[int, ...]:
+        return tuple(out_shape[1:])
+
+    def cast(self, dtype: torch.dtype) -> DifferenceOperator:
+        return self
+
+    def norm_upper(self) -> float:
+        return 2.0 * math.sqrt(len(self.dims)) * (1.0 + 1e-15)
 
 
 Pair = int | tuple[int, int]

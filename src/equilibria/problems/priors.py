@@ -172,6 +172,10 @@ class Prior(ABC):
         """
         return None
 
+    def prox_error(self, v: Tensor, tau: float | Tensor = 1.0) -> Tensor | float:
+        """A bound on what an inner solve leaves of ``prox(v, tau)``, ``[B]``; 0 if it has none."""
+        return 0.0
+
     @property
     def sampled(self) -> bool:
         """Whether the activation is known from samples alone: what rests on it is not proven."""
@@ -505,6 +509,10 @@ class WithL1(Prior):
     @property
     def shift(self) -> float | None:
         return None if self.prior.shift is None else self.prior.shift + _largest(self.weight)
+
+    def prox_error(self, v: Tensor, tau: float | Tensor = 1.0) -> Tensor | float:
+        """A bound on what an inner solve leaves of ``prox(v, tau)``, ``[B]``; 0 if it has none."""
+        return 0.0
 
     @property
     def sampled(self) -> bool:

@@ -20,9 +20,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Literal, Self
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, InitVar, dataclass, field, replace
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ from torch import Tensor
 from equilibria.engine.tree import sample_norm
 from equilibria.problems.kernels import Coupling, Curvature, per_sample_sum
 from equilibria.problems.norms import replaced, twin_in_double
+from equilibria.problems.objective import as_smooth
 from equilibria.problems.priors import (
     Free,
     NonNegative,
@@ -89,6 +90,10 @@ class HiddenProblem(ABC):
     def default_start(self, shape: Sequence[int] | None = None) -> Tensor:
         """A state to start a solver from; ``shape`` ``[B, *state]`` where the input has less."""
 
+    def unit_step(self) -> float | Tensor:
+        """The ``tau`` of the map ``T_tau`` by which a solve is judged: 1, or ``1/L`` ``[B]``."""
+        return 1.0
+
     def in_double(self) -> Self:
         """The same problem on the same numbers (weights, c and γ), detached and in float64."""
         return twin_in_double(self)
@@ -111,17 +116,56 @@ class HiddenProblem(ABC):
 class Problem(HiddenProblem):
     """``G(z) = sum f(z) + |z|^2/2 + q(z)``, plus ``R(z)`` or its Moreau envelope.
 
-    ``coupling`` is bound to its input, so a problem is made for a batch and thrown away.
+    Or, with ``smooth`` in place of ``coupling``, ``G(z) = f(z) + smooth(z, x, theta)`` and nothing
+    added: any objective, by a function or by a ``Coupling`` (``LeastSquares``, a kernel, a sum).
+
+    A problem is bound to its input, so it is made for a batch and thrown away.
+
+    Args:
+        prior: ``f``.
+        coupling: ``q``, in the form of a layer.
+        regularizer: ``R``.
+        regularize: Whether ``R`` is added, or its Moreau envelope.
+        smooth: A function that returns one number per sample, ``[B]``, or a ``Coupling``.
+        x: The per-sample arguments of that function: a tensor ``[B, ...]`` or a tuple of them.
+        theta: Its shared arguments: a tensor, a module, a tuple or dict of them.
+        bounds: ``(m, L)`` with ``m <= Hessian <= L`` for every ``z``; None: estimated.
+        state: The shape of ``z`` without the batch; None: that of ``x``.
+        ridge: The weight of ``|z|^2/2``: 1 with ``coupling``, 0 with ``smooth``.
     """
 
     prior: Prior
-    coupling: Coupling
+    coupling: Coupling = None  # type: ignore[assignment]  # made of ``smooth``, if not given
     regularizer: Regularizer | None = None
     regularize: Literal["gradient", "prox"] = "gradient"
+    _: KW_ONLY
+    smooth: InitVar[Callable[..., Tensor] | Coupling | None] = None
+    x: InitVar[Tensor | tuple[Tensor, ...] | None] = None
+    theta: InitVar[Any] = None
+    bounds: InitVar[tuple[float | Tensor, float | Tensor] | None] = None
+    state: InitVar[Sequence[int] | None] = None
+    ridge: float = 1.0
     _prior: Prior = field(init=False, repr=False)  # with the non-smooth regularizer, if any
     _smooth: Regularizer | None = field(init=False, repr=False)  # what is left of it
 
-    def __post_init__(self) -> None:
+    def __post_init__(
+        self,
+        smooth: Callable[..., Tensor] | Coupling | None,
+        x: Tensor | tuple[Tensor, ...] | None,
+        theta: Any,
+        bounds: tuple[float | Tensor, float | Tensor] | None,
+        state: Sequence[int] | None,
+    ) -> None:
+        if (smooth is None) == (self.coupling is None):
+            given = "neither" if smooth is None else "both"
+            raise TypeError(f"Problem: takes one of coupling and smooth, got {given}")
+        if self.ridge not in (0.0, 1.0):
+            raise ValueError(f"Problem: ridge got {self.ridge!r}, takes 1.0 (a layer) or 0.0")
+        if smooth is not None:
+            object.__setattr__(self, "ridge", 0.0)
+            object.__setattr__(self, "coupling", as_smooth(smooth, x, theta, bounds, state))
+        elif any(part is not None for part in (x, theta, bounds, state)):
+            raise TypeError("Problem: x, theta, bounds and state go with smooth, not with coupling")
         kinds = {"prior": Prior, "coupling": Coupling, "regularizer": Regularizer | None}
         for name, kind in kinds.items():
             part = getattr(self, name)
@@ -132,21 +176,21 @@ class Problem(HiddenProblem):
             raise ValueError(
                 f"Problem: regularize got {self.regularize!r}, takes 'gradient' or 'prox'"
             )
-        prior, smooth = self.prior, self.regularizer
-        if smooth is not None and self.regularize == "prox" and not smooth.has_prox:
+        prior, rest = self.prior, self.regularizer
+        if rest is not None and self.regularize == "prox" and not rest.has_prox:
             raise ValueError(
                 f"Problem: regularize='prox' needs a regularizer with a closed prox (SquaredNorm, "
-                f"L1), got {type(smooth).__name__}; use regularize='gradient'"
+                f"L1), got {type(rest).__name__}; use regularize='gradient'"
             )
-        if self.regularize == "gradient" and isinstance(smooth, L1):
-            prior, smooth = WithL1(prior, smooth.weight), None
-        elif self.regularize == "gradient" and smooth is not None and not smooth.smooth:
+        if self.regularize == "gradient" and isinstance(rest, L1):
+            prior, rest = WithL1(prior, rest.weight), None
+        elif self.regularize == "gradient" and rest is not None and not rest.smooth:
             raise ValueError(
                 f"Problem: regularize='gradient' takes a smooth regularizer or L1, got "
-                f"{type(smooth).__name__}; use regularize='prox'"
+                f"{type(rest).__name__}; use regularize='prox'"
             )
         object.__setattr__(self, "_prior", prior)
-        object.__setattr__(self, "_smooth", smooth)
+        object.__setattr__(self, "_smooth", rest)
 
     @property
     def effective_prior(self) -> Prior:
@@ -203,15 +247,27 @@ class Problem(HiddenProblem):
         prior = self._prior.value(z)
         if self._prior.separable:
             prior = per_sample_sum(prior)
-        total = prior + 0.5 * per_sample_sum(wide * wide) + self.coupling.value(z)
+        total = prior + self.coupling.value(z)
+        if self.ridge:
+            total = total + 0.5 * per_sample_sum(wide * wide)
         return total if self._smooth is None else total + self._penalty(self._smooth, z)
 
     def gradient(self, z: Tensor) -> Tensor:
-        return z + self._force(z)
+        return z + self._force(z) if self.ridge else self._force(z)
+
+    def unit_step(self) -> float | Tensor:
+        if self.ridge:
+            return 1.0
+        upper = self.curvature().upper
+        if isinstance(upper, Tensor):
+            return torch.where(upper.isfinite() & (upper > 0), 1.0 / upper, 1.0)
+        return 1.0 / upper if 0.0 < upper < math.inf else 1.0
 
     def step(self, z: Tensor, tau: float | Tensor = 1.0) -> Tensor:
         tau = per_sample(tau, z)
         pushed = self.coupling.descent(z) if self._smooth is None else -self._force(z)
+        if not self.ridge:
+            return self._prior.prox((z + tau * pushed).to(z.dtype), tau)
         if isinstance(tau, float) and tau == 1.0:
             return self._prior.prox(pushed)
         if isinstance(tau, float):
@@ -240,11 +296,11 @@ class Problem(HiddenProblem):
     def _with_rest(self, q: Curvature) -> Curvature:
         """Add the identity of ``|z|^2/2`` and the regularizer to the bounds of ``q``."""
         if self._smooth is None:
-            return Curvature(1.0 + q.lower, 1.0 + q.upper, q.rigorous, q.note)
+            return replace(q, lower=self.ridge + q.lower, upper=self.ridge + q.upper)
         r = self._smooth.curvature()
         if self.regularize == "prox":  # h/(1+h) is increasing: the envelope's Hessian
             ends = [1.0 if h == math.inf else h / (1.0 + h) for h in (r.lower, r.upper)]
             r = Curvature(ends[0], ends[1], r.rigorous, f"envelope of: {r.note}")
         note = f"{q.note}; {r.note}"
-        lower, upper = 1.0 + q.lower + r.lower, 1.0 + q.upper + r.upper
-        return Curvature(lower, upper, q.rigorous and r.rigorous, note)
+        lower, upper = self.ridge + q.lower + r.lower, self.ridge + q.upper + r.upper
+        return Curvature(lower, upper, q.rigorous and r.rigorous, note, q.basis)

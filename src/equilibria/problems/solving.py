@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from equilibria.adjoints.graph import host_may_read
 from equilibria.engine.adjoint import Adjoint
 from equilibria.engine.maps import Surrogate
 from equilibria.engine.result import Solution
 from equilibria.engine.solver import Choice, SolverOptions
 from equilibria.entry import TrajectoryCallback, fixed_point
 from equilibria.solvers import Auto
+from equilibria.solvers.auto import momentum
 from equilibria.solvers.forward_backward import proximal_slack
 
 from .fused import fused_solve, serves
+from .kernels import inner
 from .problem import HiddenProblem, Problem
+from .splitting import Composite, split
 
 
 def minimize(
@@ -68,7 +73,12 @@ def minimize_from(
 
     ``bounds`` gives (m, L) good enough to choose a solver by, or None; the start may be zero.
     """
-    choice = choice_for(problem, Auto() if solver is None else solver, bounds)
+    if isinstance(problem, Composite):
+        return split(
+            problem, start, solver=solver, adjoint=adjoint, throw=throw, callback=callback
+        )[0]
+    unit = problem.unit_step()
+    choice = choice_for(problem, Auto() if solver is None else solver, bounds, unit)
     # A compiler follows the general path; the fused path has nothing left to fuse.
     plain = callback is None and not throw and not torch.compiler.is_compiling()
     if plain and isinstance(problem, Problem) and serves(problem, choice, adjoint):
@@ -76,7 +86,8 @@ def minimize_from(
         return dataclasses.replace(quick, choice=choice.reason)
     tau = choice.tau
     step, args = step_of(problem, tau)
-    if not (isinstance(tau, float) and tau == 1.0) and not torch.compiler.is_compiling():
+    same = isinstance(tau, float) and isinstance(unit, float) and tau == unit
+    if not same and not torch.compiler.is_compiling():
         step = _judged_by_own_map(problem, step, tau)
     found = fixed_point(
         step,
@@ -88,14 +99,52 @@ def minimize_from(
         throw=throw,
         callback=callback,
     )
+    if isinstance(problem, Problem) and not problem.ridge and not torch.compiler.is_compiling():
+        warn_refuted(problem, start, found.value)
     # Solvers that extrapolate may end a little outside (ReLU: −1e-6), where G is infinite.
     return dataclasses.replace(found, value=problem.into_domain(found.value), choice=choice.reason)
+
+
+_FLAT = 0.05
+
+
+class BoundsWarning(UserWarning):
+    """A Hessian left the bounds that were given for it, so the step was wrong."""
+
+
+@torch.no_grad()
+def warn_refuted(problem: Problem, start: Tensor, end: Tensor) -> None:
+    """Warn where the mean curvature between two states lies outside of bounds that were given."""
+    bounds = problem.curvature()
+    if bounds.basis != "given":
+        return
+    a = start.detach()
+    still = (end.detach() == a).flatten(1).all(1).reshape(-1, *[1] * (a.ndim - 1))
+    # What diverged is given back as it began.
+    b = torch.where(still, problem.step(a, problem.unit_step()), end.detach())
+    square = inner(b - a, b - a)
+    if not host_may_read(square):
+        return
+    mean = inner(problem.gradient(b) - problem.gradient(a), b - a) / square
+    low, high = (torch.as_tensor(t, device=a.device) for t in (bounds.lower, bounds.upper))
+    rounding = 64 * torch.finfo(a.dtype).eps * (inner(a, a) / square).sqrt()
+    slack = (1e-3 + rounding) * torch.maximum(low.abs(), high.abs())
+    outside = (mean < low - slack) | (mean > high + slack)
+    if bool(outside.any()):
+        warnings.warn(
+            f"bounds=({float(low.min()):.4g}, {float(high.max()):.4g}) are wrong: between the "
+            f"start and the answer the mean curvature is {float(mean[outside][0]):.4g}. Correct "
+            "them, or leave them out to have them estimated.",
+            BoundsWarning,
+            stacklevel=4,
+        )
 
 
 def choice_for(
     problem: HiddenProblem,
     solver: SolverOptions,
     nominal: Callable[[], tuple[Any, Any] | None] = lambda: None,
+    unit: float | Tensor = 1.0,
 ) -> Choice:
     """What the problem is solved with, by its nominal bounds (m, L), else by the proven ones."""
 
@@ -104,9 +153,18 @@ def choice_for(
         if known is not None:
             return known
         found = problem.curvature()
-        return found.lower, found.upper
+        return found.lower * unit, found.upper * unit
 
-    return solver.for_problem(bounds)
+    if isinstance(unit, float) and unit == 1.0:
+        return solver.for_problem(bounds)
+    flat = isinstance(unit, float) and bool((torch.as_tensor(bounds()[0]) < _FLAT).any())
+    if flat and isinstance(solver, Auto):
+        # Anderson's method may stall where the active set of a prior changes for long.
+        return momentum(solver, unit, f"the step 1/L, as m/L is below {_FLAT:g}")
+    chosen = solver.for_problem(bounds)
+    # In units of 1/L, unless the user gave a step.
+    given = getattr(solver, "tau", None) is not None
+    return chosen if given else dataclasses.replace(chosen, tau=chosen.tau * unit)
 
 
 def step_of(
@@ -133,9 +191,10 @@ def _judged_by_own_map(
     def own(z: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
         bound = problem.with_inputs(*(inputs[:-1] if per_sample else inputs))
         inside = bound.into_domain(z)
-        return inside, bound.step(inside)
+        return inside, bound.step(inside, bound.unit_step())
 
     def near(*inputs: Tensor) -> float | Tensor:
-        return proximal_slack(inputs[-1] if per_sample else tau)
+        bound = problem.with_inputs(*(inputs[:-1] if per_sample else inputs))
+        return proximal_slack((inputs[-1] if per_sample else tau) / bound.unit_step())
 
     return Surrogate(step, own, near, None)

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from equilibria.engine.options import options
 from equilibria.engine.solver import Bounds, Choice, Solver, SolverOptions
@@ -49,8 +50,7 @@ def choose_solver(auto: Auto, bounds: Bounds) -> Choice:
     upper = torch.as_tensor(smoothness, dtype=torch.float64)
 
     def descent(why: str) -> Choice:
-        tau = proximal_step(modulus, smoothness, accelerate=True)
-        return Choice(_with_options(auto, ProximalGradient), tau, f"ProximalGradient: {why}")
+        return momentum(auto, proximal_step(modulus, smoothness, accelerate=True), why)
 
     if (m.ndim or upper.ndim) and bool(torch.isfinite(upper).all()):
         return descent("the bounds differ from sample to sample; a step for each")
@@ -75,6 +75,11 @@ def choose_solver(auto: Auto, bounds: Bounds) -> Choice:
         f"contracts with {rate:.3g}"
     )
     return Choice(_with_options(auto, Anderson), tau, reason)
+
+
+def momentum(auto: Auto, tau: float | Tensor, why: str) -> Choice:
+    """ProximalGradient with this step."""
+    return Choice(_with_options(auto, ProximalGradient), tau, f"ProximalGradient: {why}")
 
 
 def _with_options(auto: Auto, kind: type[Solver], **own: Any) -> Solver:

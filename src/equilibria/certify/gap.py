@@ -1,0 +1,105 @@
+"""Certificates of sums f + g + Σ hᵢ(Kᵢz), which have no single prox: by the duality gap.
+
+With m that of f + g, r the least element of ∂f(z) + ∇g(z) + Kᵀy and the gap of (z, y),
+
+    m‖z − z*‖² ≤ ‖r‖‖z − z*‖ + gap   and   G(z) − G(z*) ≤ gap + ‖r‖²/(2m),
+
+for every y. The y is found by a splitting, in float64.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from equilibria.engine.result import ConvergenceWarning
+from equilibria.problems.norms import UNIT, exact
+from equilibria.problems.splitting import Composite, duality_gap, split
+
+from .claims import refuted_bounds, refuted_prox
+from .guarantee import Guarantee, Proven, either, guarantee_rows, lines, spread
+
+__all__ = ["GapCertificate", "certify_sum"]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class GapCertificate(Proven):
+    """What is proven for a batch of minimizers of a sum; [B] tensors are float64.
+
+    ``residual`` is ‖r‖, the distance of 0 from ∂f(z) + ∇g(z) + Kᵀy.
+    """
+
+    modulus: float | Tensor
+    """m ≤ ∇²g, rounded down."""
+    objective: Tensor
+    """G(z), [B]."""
+    gap: Tensor
+    """Σ hᵢ(Kᵢz) + hᵢ*(yᵢ) − ⟨yᵢ, Kᵢz⟩ ≥ 0, [B]; inf where an hᵢ(Kᵢz) is."""
+    value_bound: Tensor
+    """G(z) − G(z*) is at most this, [B]; inf where nothing is proven."""
+
+    def __str__(self) -> str:
+        rows = [
+            *guarantee_rows(self),
+            ("modulus m", either(self.modulus)),
+            ("objective", spread(self.objective)),
+            ("duality gap", spread(self.gap)),
+            ("residual", spread(self.residual)),
+            ("‖z − z*‖ ≤", spread(self.error_bound)),
+            ("G(z) − G(z*) ≤", spread(self.value_bound)),
+            ("solver", self.solver),
+            *(("note", note) for note in self.notes),
+        ]
+        return lines(self, rows, rigorous=self.rigorous)
+
+
+def certify_sum(given: Composite, state: Tensor, solver: str) -> GapCertificate:
+    """Judge z as the minimizer of a sum."""
+    problem, z = given.in_double(), exact(state)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        y = split(problem, z)[1]
+    rest, gap = duality_gap(problem, z, y)
+    bounds = problem.curvature()
+    m = torch.as_tensor(bounds.lower, dtype=z.dtype, device=z.device).expand(z.shape[0])
+    m = m - 16 * UNIT * m.abs()
+    notes = ["rounding is an estimate: none is derived for a sum"]
+    if bounds.basis:
+        notes.append(f"m and L are {bounds.basis}: the certificate is as good as they are")
+    wrong = [
+        refuted_prox(h, image)
+        for (h, _), image in zip(problem.terms, problem.images(z), strict=True)
+    ]
+    wrong.append(refuted_prox(problem.prior, z))
+    if problem.smooth is not None:
+        wrong.append(refuted_bounds(problem.smooth, z))
+    notes += [f"REFUTED: {text}" for text in wrong if text is not None]
+    if not bool((m > 0).all()):
+        notes.append("f + g is not known to be strongly convex: a gap bounds no distance")
+    if bool(gap.isinf().any()):
+        notes.append("a term h(Kz) is infinite at z (a constraint that z meets up to rounding)")
+    believed = bounds.basis != "estimated" and not any(text is not None for text in wrong)
+    holds = (m > 0) & (rest + gap).isfinite() & believed
+    safe = torch.where(holds, m, 1.0)
+    error = (rest + (rest * rest + 4.0 * safe * gap).sqrt()) / (2.0 * safe)
+    value = gap + rest * rest / (2.0 * safe)
+    unique = ((m > 0) & z.flatten(1).isfinite().all(1) & believed).tolist()
+    return GapCertificate(
+        kinds=tuple(Guarantee.strong_convexity if one else Guarantee.none for one in unique),
+        residual=rest,
+        error_bound=torch.where(holds, error * (1 + 64 * UNIT), math.inf),
+        rounding=torch.zeros_like(rest),
+        lipschitz=None,
+        lipschitz_note="no constant is derived for a sum",
+        solver=solver,
+        rigorous=False,
+        notes=tuple(notes),
+        modulus=bounds.lower,
+        objective=problem.objective(z),
+        gap=gap,
+        value_bound=torch.where(holds, value * (1 + 64 * UNIT), math.inf),
+    )

@@ -1,0 +1,307 @@
+"""Smooth parts of an objective: any function of yours, and least squares.
+
+    ``q(z) = fn(z, x, theta)``,   ``q(z) = (w/2)|Az - c|^2``
+
+Both are couplings, so they mix with the kernels: ``eq.Gaussian(W, c) + eq.LeastSquares(A, x)``. The
+bounds on the Hessian of least squares are proven. Those of a function are given by the user, or
+estimated; neither is called proven.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from equilibria.engine.transforms import transforms_active
+from equilibria.problems.kernels import (
+    Coupling,
+    Curvature,
+    ImageCoupling,
+    Reasoned,
+    inner,
+    unproven,
+)
+from equilibria.problems.norms import UNIT, exact, replaced, sum_error, top_ritz
+from equilibria.problems.operators import IdentityOperator, Weights
+
+Function = Callable[..., Tensor]
+Bounds = tuple[float | Tensor, float | Tensor]
+
+_RITZ = 24  # products with the Hessian to estimate one end of its spectrum
+_MARGIN = 1.1  # a Ritz value is from below
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [t for t in pytree.tree_leaves(tree) if isinstance(t, Tensor)]
+
+
+def _double(part: Any) -> Any:
+    """The same numbers in float64: tensors, modules, anything with ``in_double``."""
+    if isinstance(part, Tensor):
+        return exact(part) if part.is_floating_point() else part
+    if isinstance(part, nn.Module):
+        return copy.deepcopy(part).double()
+    return part.in_double() if hasattr(part, "in_double") else part
+
+
+class Smooth(Coupling):
+    """``q(z) = fn(z, x, theta)``, any function that autograd differentiates twice.
+
+    Gradients and Hessian products are autograd's.
+
+    Args:
+        fn: ``[B, *state]`` to one number per sample, ``[B]``. It is called as ``fn(z)``,
+            ``fn(z, x)`` or ``fn(z, x, theta)``, with what is given; samples must not mix.
+        x: What differs from sample to sample: a tensor ``[B, ...]`` or a tuple of them.
+        theta: What all samples share: tensors, modules, a tuple or dict of them.
+        bounds: ``(m, L)`` with ``m <= Hessian <= L`` for every ``z``, numbers or ``[B]``. None:
+            estimated at the start by Lanczos's method, about 100 Hessian products a solve.
+        state: The shape of ``z`` without the batch; None: that of ``x`` (of its first tensor).
+    """
+
+    def __init__(
+        self,
+        fn: Function,
+        x: Tensor | tuple[Tensor, ...] | None = None,
+        theta: Any = None,
+        *,
+        bounds: Bounds | None = None,
+        state: Sequence[int] | None = None,
+    ) -> None:
+        if not callable(fn):
+            raise TypeError(
+                f"smooth got a {type(fn).__name__}, takes a function of z or a Coupling"
+            )
+        for t in _tensors(x):
+            if not t.is_floating_point() or t.ndim < 1:
+                raise TypeError(
+                    f"x got a tensor {tuple(t.shape)} of {t.dtype}, takes floating point tensors "
+                    "[B, ...]; what all samples share belongs in theta"
+                )
+        if theta is not None and x is None:
+            raise TypeError("theta is passed after x, and x was not given; fn may capture it")
+        self.fn, self.x, self.theta, self.state = fn, x, theta, state
+        self.bounds = None if bounds is None else _checked(bounds)
+        self._estimate: tuple[Tensor, Tensor] | None = None
+
+    def _call(self, z: Tensor) -> Tensor:
+        args = [part for part in (self.x, self.theta) if part is not None]
+        value: Any = self.fn(z, *args)
+        if not isinstance(value, Tensor) or value.shape != z.shape[:1]:
+            got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise ValueError(
+                f"smooth returned {got} for a state of shape {tuple(z.shape)}, takes one number "
+                f"per sample, ({z.shape[0]},): sum over all dimensions but the first"
+            )
+        return value
+
+    def value(self, z: Tensor) -> Tensor:
+        found = self._call(z)
+        return found.float() if found.dtype in (torch.float16, torch.bfloat16) else found
+
+    def grad(self, z: Tensor) -> Tensor:
+        return _derivative(lambda t: self._call(t).sum(), z)
+
+    def hvp(self, z: Tensor, v: Tensor) -> Tensor:
+        def slope(t: Tensor) -> Tensor:
+            return (_derivative(lambda s: self._call(s).sum(), t) * v).sum()
+
+        return _derivative(slope, z)
+
+    def curvature(self) -> Curvature:
+        if self.bounds is not None:
+            return Curvature(*self.bounds, False, "given as bounds=(m, L)", "given")
+        if self._estimate is None:
+            self._estimate = self._ends(self.default_start())
+        return Curvature(*self._estimate, False, "Ritz values at two states", "estimated")
+
+    @torch.no_grad()
+    def _ends(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        """Ritz values at z and after a gradient step from it, with a margin."""
+        low, high = ritz_ends(self, z)
+        step = 1.0 / torch.maximum(high, -low).clamp_min(torch.finfo(high.dtype).tiny)
+        moved = z - (step.reshape(-1, *[1] * (z.ndim - 1)) * self.grad(z)).to(z.dtype)
+        other = ritz_ends(self, moved)
+        high = _MARGIN * torch.maximum(high, other[1])
+        return torch.minimum(low, other[0]), torch.where(high > 0, high, 1.0)
+
+    def local_curvature(self, z: Tensor) -> Curvature:
+        if self.bounds is not None:
+            return self.curvature()
+        return Curvature(*ritz_ends(self, z), False, "Ritz values at this z", "estimated")
+
+    def check_state(self, z: Tensor) -> None:
+        self._call(z)
+
+    def default_start(self, shape: Sequence[int] | None = None) -> Tensor:
+        held = _tensors(self.x)
+        if not held:
+            raise TypeError("smooth without x does not say the shape of z: give z0, or x and state")
+        given = held[0].shape[1:] if self.state is None else self.state
+        full = (held[0].shape[0], *given) if shape is None else tuple(shape)
+        return held[0].new_zeros(full)
+
+    def _rows(self) -> list[Tensor]:
+        """Bounds that differ from sample to sample."""
+        return [t for t in self._estimate or self.bounds or () if isinstance(t, Tensor)]
+
+    def inputs(self) -> tuple[Tensor, ...]:
+        return (*_tensors(self.x), *self._rows())
+
+    def with_inputs(self, *inputs: Tensor) -> Self:
+        count, rows = len(_tensors(self.x)), iter(inputs[len(_tensors(self.x)) :])
+        x = inputs[0] if isinstance(self.x, Tensor) else inputs[:count] or None
+        changes: dict[str, Any] = {}
+        for name in ("_estimate",) if self._estimate else ("bounds",) if self.bounds else ():
+            ends = getattr(self, name)
+            changes[name] = tuple(next(rows) if isinstance(t, Tensor) else t for t in ends)
+        return replaced(self, x=x, **changes)
+
+    def in_double(self) -> Self:
+        x, theta, bounds = (pytree.tree_map(_double, t) for t in (self.x, self.theta, self.bounds))
+        twin = replaced(self, x=x, theta=theta, bounds=bounds, _estimate=None)
+        if not self.inputs():
+            return twin
+        try:
+            twin.value(twin.default_start())
+        except RuntimeError as error:
+            raise TypeError(
+                f"certify evaluates in float64, and smooth does not take it ({error}). Pass the "
+                "tensors that it captures as theta, or make them float64."
+            ) from error
+        return twin
+
+    def numbers(self, in_shape: Sequence[int]) -> dict[str, Any]:
+        return {}
+
+
+def _checked(bounds: Bounds) -> Bounds:
+    try:
+        m, upper = bounds
+    except (TypeError, ValueError):
+        raise TypeError(f"bounds got {bounds!r}, takes a pair (m, L)") from None
+    low, high = (torch.as_tensor(t, dtype=torch.float64) for t in (m, upper))
+    if low.ndim > 1 or high.ndim > 1 or not bool((low <= high).all() & (high > 0).all()):
+        raise ValueError(
+            f"bounds got {bounds!r}, takes (m, L) with m <= L and L > 0: numbers, or one per sample"
+        )
+    return tuple(t if isinstance(t, Tensor) and t.ndim else float(t) for t in (m, upper))  # type: ignore[return-value]
+
+
+def _derivative(fn: Callable[[Tensor], Tensor], z: Tensor) -> Tensor:
+    """The gradient of a scalar function; it can be differentiated where gradients are enabled."""
+    if transforms_active():
+        found: Tensor = torch.func.grad(fn)(z)
+        return found
+    live = torch.is_grad_enabled()
+    with torch.enable_grad():
+        point = z if live and z.requires_grad else z.detach().requires_grad_()
+        value = fn(point)
+        if not value.requires_grad:
+            return torch.zeros_like(z)
+        slope: Any = torch.autograd.grad(value, point, create_graph=live, allow_unused=True)[0]
+    return torch.zeros_like(z) if slope is None else slope
+
+
+@torch.no_grad()
+def ritz_ends(q: Coupling, z: Tensor, steps: int = _RITZ) -> tuple[Tensor, Tensor]:
+    """Numbers inside of the spectrum of the Hessian at z, near its ends. ``[B]`` each."""
+    source = torch.Generator().manual_seed(0)
+    start = torch.randn(z.shape[1:], generator=source, dtype=torch.float64).to(z).expand_as(z)
+
+    def product(sign: float, v: Tensor) -> Tensor:
+        return sign * q.hvp(z, v)
+
+    high = top_ritz(lambda v: product(1.0, v), start, steps=steps)
+    return -top_ritz(lambda v: product(-1.0, v), start, steps=steps), high
+
+
+class LeastSquares(ImageCoupling):
+    """``q(z) = (weight/2)|Az - c|^2``: a fit to ``c``, ``[B, *out]``; ``A = None``: to ``c = z``.
+
+    ``weight sigma_min(A)^2 <= Hessian <= weight |A|^2``. ``weight`` is a positive number, or a
+    tensor with one number (learned).
+    """
+
+    def __init__(self, A: Weights | None, c: Tensor, weight: float | Tensor = 1.0) -> None:
+        super().__init__(IdentityOperator(c) if A is None else A, c)
+        if (isinstance(weight, Tensor) and weight.numel() != 1) or not float(weight) > 0.0:
+            raise ValueError(f"LeastSquares(weight={weight!r}): expected one positive number.")
+        self.weight = weight
+        self._known: Curvature | None = None
+
+    def _residual(self, z: Tensor) -> Tensor:
+        self.check_state(z)
+        return self.operator(z) - self.c
+
+    def value(self, z: Tensor) -> Tensor:
+        r = self._residual(z)
+        return 0.5 * self.weight * inner(r, r)
+
+    def grad(self, z: Tensor) -> Tensor:
+        return self.weight * self.operator.adjoint(self._residual(z), z.shape[1:])
+
+    def hvp(self, z: Tensor, v: Tensor) -> Tensor:
+        return self.weight * self.operator.adjoint(self.operator(v), z.shape[1:])
+
+    def curvature(self) -> Curvature:
+        if self._known is None:
+            w = float(self.weight)
+            least, most = self.operator.norm_lower(), self.norm_upper()
+            low, high = w * least**2 * (1.0 - 4 * UNIT), w * most**2 * (1.0 + 4 * UNIT)
+            self._known = Curvature(low, high, True, "every z: the Hessian is weight AᵀA")
+        return self._known
+
+    def local_curvature(self, z: Tensor) -> Curvature:
+        return self.curvature()
+
+    def hessian_lipschitz(self) -> float:
+        return 0.0
+
+    def rounding_error(self, z: Tensor) -> Tensor | None:
+        magnitude = self.operator.magnitude()
+        if magnitude is None:
+            return None
+        size, terms = magnitude
+        r = self._residual(z).abs()
+        off = sum_error(terms + 2) * (size(z.abs()) + self.c.abs() + r)
+        return float(self.weight) * (1 + 8 * UNIT) * size.adjoint(off + 4 * UNIT * r, z.shape[1:])
+
+    def lipschitz(self, modulus: float, rest: Tensor, reach: float, *, in_x: bool) -> Reasoned:
+        """``weight |A| reach/m``: the derivative of the gradient in c is ``-weight A'``."""
+        missing = unproven(modulus, reach)
+        if missing is not None:
+            return None, missing
+        steep = float(self.weight) * self.norm_upper() * (1.0 + 1e-14)
+        return steep * reach / modulus, "every input: weight ‖A‖/m·‖U‖"
+
+    def local_lipschitz(
+        self, z: Tensor, error: Tensor, modulus: Tensor, local: Tensor, rest: Tensor
+    ) -> tuple[Tensor | None, str]:
+        m = modulus.expand_as(error)
+        steep = float(self.weight) * self.norm_upper() * (1.0 + 1e-14)
+        return torch.where(m > 0, steep / m, math.inf), "as for every input"
+
+
+def as_smooth(
+    smooth: Function | Coupling, x: Any, theta: Any, bounds: Bounds | None, state: Any
+) -> Coupling:
+    """A part as it is, or a function with what it is called on."""
+    if not isinstance(smooth, Coupling):
+        return Smooth(smooth, x, theta, bounds=bounds, state=state)
+    for name, value in {"x": x, "theta": theta, "bounds": bounds, "state": state}.items():
+        if value is not None:
+            raise TypeError(
+                f"Problem: {name} belongs to a smooth function, and smooth is a "
+                f"{type(smooth).__name__}, which has its own"
+            )
+    return smooth
+
+
+__all__ = ["LeastSquares", "Smooth", "as_smooth"]

@@ -1,0 +1,440 @@
+"""Objectives without a single prox, and splittings that minimize them.
+
+    ``G(z) = f(z) + g(z) + sum_i h_i(K_i z)``
+
+with priors ``f`` and ``h_i``, a smooth ``g`` and linear operators ``K_i``. A splitting is a map S
+of a state ``u``, a tuple of tensors, that does not expand (in a suitable norm). From its fixed
+point ``z`` and the duals ``y_i`` in ``dh_i(K_i z)`` are read. The engine does the rest.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, Self
+
+import torch
+from torch import Tensor
+
+from equilibria.adjoints import Implicit
+from equilibria.engine.adjoint import Adjoint
+from equilibria.engine.krylov import GMRES
+from equilibria.engine.options import check_number, options
+from equilibria.engine.result import Solution
+from equilibria.engine.solver import Bounds, Choice, SolverOptions
+from equilibria.entry import TrajectoryCallback, fixed_point
+from equilibria.problems.kernels import Coupling, Curvature, SumCoupling, inner, per_sample_sum
+from equilibria.problems.norms import replaced
+from equilibria.problems.objective import LeastSquares
+from equilibria.problems.operators import IdentityOperator, Weights, as_operator
+from equilibria.problems.priors import Free, Prior
+from equilibria.problems.problem import HiddenProblem
+from equilibria.solvers import Auto
+from equilibria.solvers.guarded import Guarded
+
+State = tuple[Tensor, ...]
+Inverse = Callable[[Tensor, float], Tensor]
+
+_DENSE = 2048  # largest state of which ADMM inverts a matrix
+_ADJOINT = Implicit(solver=GMRES(restart=60, max_steps=2000))  # J may have eigenvalues near 1
+
+
+def prior_value(prior: Prior, z: Tensor) -> Tensor:
+    """``f(z)`` of each sample, ``[B]``."""
+    return per_sample_sum(prior.value(z)) if prior.separable else prior.value(z)
+
+
+class Composite(HiddenProblem):
+    """``G(z) = f(z) + g(z) + sum_i h_i(K_i z)``, for ``minimize`` by a splitting.
+
+    Args:
+        prior: ``f``; ``Free()`` for none.
+        terms: Pairs ``(h, K)`` of a prior and an operator (a matrix, a kernel, a
+            ``LinearOperator``); ``K = None`` is the identity.
+        smooth: ``g``, such as ``LeastSquares(A, x)`` or ``Smooth(fn, x)``; None for none.
+        inverse: ``(rhs, rho) -> z`` with ``(H + rho sum K'K) z = rhs``, ``H`` the Hessian of ``g``,
+            where ADMM shall not invert a matrix.
+    """
+
+    def __init__(
+        self,
+        prior: Prior,
+        terms: Sequence[tuple[Prior, Weights | None]],
+        smooth: Coupling | None = None,
+        *,
+        inverse: Inverse | None = None,
+    ) -> None:
+        identity = IdentityOperator(torch.empty(0))
+        self.terms = tuple((h, identity if K is None else as_operator(K)) for h, K in terms)
+        self.prior, self.smooth, self.inverse = prior, smooth, inverse
+        held: list[tuple[object, type]] = [
+            (part, Prior) for part in (prior, *(h for h, _ in self.terms))
+        ]
+        held += [] if smooth is None else [(smooth, Coupling)]
+        for part, kind in held:
+            if not isinstance(part, kind):
+                raise TypeError(
+                    f"Composite got a {type(part).__name__}, takes priors f and (h, K), and smooth "
+                    "as LeastSquares(A, x) or Smooth(fn, x)"
+                )
+
+    @property
+    def has_prior(self) -> bool:
+        return not isinstance(self.prior, Free)
+
+    @property
+    def quadratic(self) -> bool:
+        """Whether ``g`` is known to be quadratic, with one Hessian for all samples."""
+        parts = (
+            self.smooth.parts if isinstance(self.smooth, SumCoupling) else ((self.smooth, None),)
+        )
+        return all(part is None or isinstance(part, LeastSquares) for part, _ in parts)
+
+    def images(self, z: Tensor) -> list[Tensor]:
+        """``K_i z``."""
+        return [K(z) for _, K in self.terms]
+
+    def pull(self, y: Sequence[Tensor], z: Tensor) -> Tensor:
+        """``sum_i K_i' y_i``, shaped as ``z``."""
+        total = torch.zeros_like(z)
+        for (_, K), part in zip(self.terms, y, strict=True):
+            total = total + K.adjoint(part, z.shape[1:])
+        return total
+
+    def sizes(self) -> tuple[float, float, float]:
+        """m, L and ``sum_i |K_i|^2``."""
+        bounds = self.curvature()
+        ends = [float(torch.as_tensor(t).max()) for t in (bounds.lower, bounds.upper)]
+        return ends[0], ends[1], float(sum(K.norm_upper() ** 2 for _, K in self.terms))
+
+    def objective(self, z: Tensor) -> Tensor:
+        total = prior_value(self.prior, z)
+        if self.smooth is not None:
+            total = total + self.smooth.value(z)
+        for (h, _), image in zip(self.terms, self.images(z), strict=True):
+            total = total + prior_value(h, image)
+        return total
+
+    def gradient(self, z: Tensor) -> Tensor:
+        return torch.zeros_like(z) if self.smooth is None else self.smooth.grad(z)
+
+    def curvature(self) -> Curvature:
+        if self.smooth is None:
+            return Curvature(0.0, 0.0, True, "no smooth part")
+        return self.smooth.curvature()
+
+    def step(self, z: Tensor, tau: float | Tensor = 1.0) -> NoReturn:
+        raise TypeError(
+            "A Composite has no single prox, so no step and no stationarity. minimize solves it by "
+            "ADMM(), DouglasRachford() or ChambollePock(); certify(problem, z=z) judges an answer."
+        )
+
+    def minimal_subgradient(self, z: Tensor) -> NoReturn:
+        self.step(z)
+
+    def _holders(self) -> list[Any]:
+        smooth = [] if self.smooth is None else [self.smooth]
+        return [self.prior, *(h for h, _ in self.terms), *smooth]
+
+    def _with(self, held: list[Any], operators: Sequence[Any]) -> Self:
+        terms = tuple(zip(held[1 : len(operators) + 1], operators, strict=True))
+        smooth = None if self.smooth is None else held[-1]
+        return replaced(self, prior=held[0], terms=terms, smooth=smooth)
+
+    def inputs(self) -> State:
+        return tuple(t for part in self._holders() for t in part.inputs())
+
+    def with_inputs(self, *inputs: Tensor) -> Self:
+        given = iter(inputs)
+        held = [p.with_inputs(*(next(given) for _ in p.inputs())) for p in self._holders()]
+        return self._with(held, [K for _, K in self.terms])
+
+    def in_double(self) -> Self:
+        held = [part.in_double() for part in self._holders()]
+        return self._with(held, [K.in_double() for _, K in self.terms])
+
+    def default_start(self, shape: Sequence[int] | None = None) -> Tensor:
+        if self.smooth is not None:
+            return self.smooth.default_start(shape)
+        rows = self.inputs()
+        state = next((K.in_shape for _, K in self.terms if K.in_shape is not None), None)
+        if not rows or state is None:
+            raise TypeError("Composite: z has no known shape without a smooth part; give z0")
+        return rows[0].new_zeros((rows[0].shape[0], *state) if shape is None else tuple(shape))
+
+    # (H + rho (sum K'K [+ I])) z = rhs, for a quadratic g.
+
+    def normal(self, v: Tensor, rho: float, *, own: bool) -> Tensor:
+        found = rho * v if own else torch.zeros_like(v)
+        if self.smooth is not None:
+            found = found + self.smooth.hvp(v, v)
+        return found + rho * self.pull(self.images(v), v) if self.terms else found
+
+    @torch.no_grad()
+    def factor(self, z: Tensor, rho: float, *, own: bool) -> Tensor | None:
+        """The inverse of the matrix, ``[n, n]``; None where ``inverse`` is there to do it."""
+        if self.inverse is not None:
+            return None
+        n = z[0].numel()
+        if not self.quadratic or n > _DENSE:
+            raise TypeError(
+                "ADMM and DouglasRachford need a quadratic smooth part (LeastSquares, a sum of "
+                f"them, or none) and at most {_DENSE} unknowns (here {n}), or "
+                "Composite(inverse=...); ChambollePock() takes every smooth part and size."
+            )
+        eye = torch.eye(n, dtype=torch.float64, device=z.device).to(z.dtype)
+        matrix = self.normal(eye.reshape(n, *z.shape[1:]), rho, own=own).reshape(n, n).double()
+        inverse: Tensor = torch.linalg.pinv(matrix, hermitian=True).to(z.dtype)
+        return inverse
+
+    def solve(self, rhs: Tensor, rho: float, factor: Tensor | None, *, own: bool) -> Tensor:
+        if factor is None:
+            assert self.inverse is not None
+            return self.inverse(rhs, rho)
+
+        def apply(t: Tensor) -> Tensor:
+            return (t.flatten(1) @ factor).reshape(t.shape)
+
+        z = apply(rhs.detach())
+        # Steps of refinement on the live numbers carry derivatives: the first and the second.
+        for _ in range(2 if torch.is_grad_enabled() else 0):
+            z = z + apply(rhs - self.normal(z, rho, own=own))
+        return z
+
+
+@options
+class SplittingOfSum(SolverOptions):
+    """A splitting of a ``Composite``: its steps, its map, and how ``u`` gives ``z`` and ``y``."""
+
+    max_steps: int = 4000
+    patience: int = 2000
+
+    def __post_init__(self) -> None:
+        SolverOptions.__post_init__(self)
+        for name in {"rho", "gamma", "tau", "sigma"} & {f.name for f in dataclasses.fields(self)}:
+            check_number(self, name, low=0.0, low_open=True, optional=True)
+
+    @abstractmethod
+    def prepare(self, problem: Composite, z: Tensor) -> Any:
+        """What is computed once a solve, without gradients: steps, checked, and a factor."""
+
+    @abstractmethod
+    def start(self, problem: Composite, z: Tensor) -> State:
+        """The ``u`` to start from, for a guess of ``z``."""
+
+    @abstractmethod
+    def advance(self, problem: Composite, u: State, prepared: Any) -> State:
+        """``S(u)``."""
+
+    @abstractmethod
+    def read(self, problem: Composite, u: State, prepared: Any) -> tuple[Tensor, list[Tensor]]:
+        """``z`` and the duals."""
+
+    def for_map(self) -> NoReturn:
+        name = type(self).__name__
+        raise TypeError(f"{name} splits a Composite; elsewhere use Auto() or Anderson().")
+
+    def for_problem(self, bounds: Bounds) -> Choice:
+        self.for_map()
+
+
+@options
+class ADMM(SplittingOfSum):
+    """``w = prox_{h/rho}(s)``, ``z = argmin g + rho/2 |Kz - 2w + s|^2``, ``s <- s + Kz - w``.
+
+    The alternating direction method of multipliers, for a quadratic ``g``; ``y = rho (s - w)``. A
+    prior ``f`` is one more term. The matrix of the linear system is inverted once a solve.
+    """
+
+    rho: float | None = None
+    """None takes ``sqrt(max(m, L/100) L)/sum |K|^2``; without ``g`` 1; best is the size
+    of a subgradient over that of ``z``."""
+
+    def prepare(self, problem: Composite, z: Tensor) -> tuple[float, Tensor | None]:
+        rho, own = self.rho, problem.has_prior
+        if rho is None:
+            m, high, norm = problem.sizes()
+            rho = math.sqrt(max(m, 0.01 * high) * high) / (norm + own) if high > 0 else 1.0
+        if not math.isfinite(rho) or rho == 0.0:
+            raise ValueError("ADMM: no bound on a norm is known; give rho")
+        return rho, problem.factor(z, rho, own=own)
+
+    def start(self, problem: Composite, z: Tensor) -> State:
+        return (*problem.images(z), *([z] if problem.has_prior else []))
+
+    def _moved(
+        self, problem: Composite, u: State, prepared: tuple[float, Tensor | None]
+    ) -> tuple[list[Tensor], Tensor]:
+        (rho, factor), own = prepared, problem.has_prior
+        priors = [*(h for h, _ in problem.terms), *([problem.prior] if own else [])]
+        w = [h.prox(s, 1.0 / rho) for h, s in zip(priors, u, strict=True)]
+        aim = [2.0 * a - s for a, s in zip(w, u, strict=True)]
+        like = aim[-1] if own else problem.terms[0][1].adjoint(aim[0])
+        rhs = rho * aim.pop() if own else torch.zeros_like(like)
+        rhs = rhs + rho * problem.pull(aim, like) - problem.gradient(torch.zeros_like(like))
+        return w, problem.solve(rhs, rho, factor, own=own)
+
+    def advance(self, problem: Composite, u: State, prepared: Any) -> State:
+        w, z = self._moved(problem, u, prepared)
+        return tuple(s + b - a for a, b, s in zip(w, self.start(problem, z), u, strict=True))
+
+    def read(self, problem: Composite, u: State, prepared: Any) -> tuple[Tensor, list[Tensor]]:
+        w, z = self._moved(problem, u, prepared)
+        y = [prepared[0] * (s - a) for a, s in zip(w, u, strict=True)]
+        return (w[-1], y[:-1]) if problem.has_prior else (z, y)
+
+
+@options
+class DouglasRachford(SplittingOfSum):
+    """``z = prox_{gamma f}(s)``, ``w = prox_{gamma h}(2z - s)``, ``s <- s + w - z``.
+
+    For a sum of two: a prior and one term without an operator, or a prior and a quadratic ``g``.
+    """
+
+    gamma: float | None = None
+    """None takes ``1/sqrt(max(m, L/100) L)``; without ``g`` 1; best is the size of ``z`` over
+    that of a subgradient."""
+
+    def prepare(self, problem: Composite, z: Tensor) -> tuple[float, Tensor | None]:
+        plain = all(isinstance(K, IdentityOperator) for _, K in problem.terms)
+        if len(problem.terms) + (problem.smooth is not None) != 1 or not plain:
+            raise TypeError(
+                "DouglasRachford takes a sum of two: Composite(f, [(h, None)]) or "
+                "Composite(f, [], LeastSquares(...)); ADMM() and ChambollePock() take h(Kz) and "
+                "any number of terms."
+            )
+        m, high, _ = problem.sizes()
+        gamma = self.gamma or (1.0 / math.sqrt(max(m, 0.01 * high) * high) if high > 0 else 1.0)
+        return gamma, problem.factor(z, 1.0 / gamma, own=True) if not problem.terms else None
+
+    def start(self, problem: Composite, z: Tensor) -> State:
+        return (z,)
+
+    def _halves(
+        self, problem: Composite, u: State, prepared: tuple[float, Tensor | None]
+    ) -> tuple[Tensor, Tensor]:
+        gamma, factor = prepared
+        z = problem.prior.prox(u[0], gamma)
+        aim = 2.0 * z - u[0]
+        if problem.terms:
+            return z, problem.terms[0][0].prox(aim, gamma)
+        rhs = aim / gamma - problem.gradient(torch.zeros_like(aim))
+        return z, problem.solve(rhs, 1.0 / gamma, factor, own=True)
+
+    def advance(self, problem: Composite, u: State, prepared: Any) -> State:
+        z, w = self._halves(problem, u, prepared)
+        return (u[0] + w - z,)
+
+    def read(self, problem: Composite, u: State, prepared: Any) -> tuple[Tensor, list[Tensor]]:
+        z, w = self._halves(problem, u, prepared)
+        return z, [(2.0 * z - u[0] - w) / prepared[0]] if problem.terms else []
+
+
+@options
+class ChambollePock(SplittingOfSum):
+    """``z+ = prox_{tau f}(z - tau (dg(z) + K'y))``, ``y+ = prox_{sigma h*}(y + sigma K(2z+ - z))``.
+
+    The primal-dual method of Chambolle and Pock, with the gradient of a smooth part (Condat, Vu).
+    No linear system. It converges for ``tau (L/2 + sigma sum |K|^2) <= 1``.
+    """
+
+    tau: float | None = None
+    """None takes the largest."""
+    sigma: float | None = None
+    """None takes ``L/(2 sum |K|^2)``, or ``1/sqrt(sum |K|^2)`` without ``g``."""
+
+    def prepare(self, problem: Composite, z: Tensor) -> tuple[float, float]:
+        _, high, norm = problem.sizes()
+        if not math.isfinite(high + norm):
+            raise ValueError(
+                f"ChambollePock needs finite bounds and found L = {high:g}, Σ‖K‖² = {norm:g}. Give "
+                "bounds=(m, L) to Smooth, and norm_bound to ModuleOperator."
+            )
+        norm = max(norm, 1e-12 * high, 1e-300)
+        sigma = self.sigma or (0.5 * high / norm if high > 0 else norm**-0.5)
+        limit = 1.0 / (0.5 * high + sigma * norm)
+        if self.tau is not None and self.tau > limit * (1 + 1e-9):
+            raise ValueError(
+                f"ChambollePock(tau={self.tau:g}) is too large: with sigma = {sigma:g} it "
+                f"converges for tau up to 1/(L/2 + sigma·Σ‖K‖²) = {limit:.4g}."
+            )
+        return self.tau or limit, sigma
+
+    def start(self, problem: Composite, z: Tensor) -> State:
+        return (z, *(torch.zeros_like(t) for t in problem.images(z)))
+
+    def read(self, problem: Composite, u: State, prepared: Any) -> tuple[Tensor, list[Tensor]]:
+        tau, sigma = prepared
+        unit = math.sqrt(sigma / tau)  # u holds the duals in the unit of z
+        z, y = u[0], [unit * t for t in u[1:]]
+        force = problem.gradient(z) + problem.pull(y, z)
+        new = problem.prior.prox(z - tau * force, tau)
+        found = []
+        images = problem.images(2.0 * new - z)
+        for (h, _), dual, image in zip(problem.terms, y, images, strict=True):
+            v = dual / sigma + image
+            found.append(sigma * (v - h.prox(v, 1.0 / sigma)))  # Moreau's identity
+        return new, found
+
+    def advance(self, problem: Composite, u: State, prepared: Any) -> State:
+        z, y = self.read(problem, u, prepared)
+        return (z, *(math.sqrt(prepared[0] / prepared[1]) * t for t in y))
+
+
+def split(
+    problem: Composite,
+    z0: Tensor,
+    *,
+    solver: SolverOptions | None = None,
+    adjoint: Adjoint | None = None,
+    throw: bool = False,
+    callback: TrajectoryCallback | None = None,
+) -> tuple[Solution[Tensor], list[Tensor]]:
+    """The minimizer of a ``Composite``, with gradients, and the duals."""
+    way = Auto() if solver is None else solver
+    if isinstance(way, Auto):
+        shared = dataclasses.asdict(way)
+        shared = {name: value for name, value in shared.items() if value != getattr(Auto, name)}
+        direct = problem.inverse or (problem.quadratic and z0[0].numel() <= _DENSE)
+        way = ADMM(**shared) if direct else ChambollePock(**shared)
+    if not isinstance(way, SplittingOfSum):
+        raise TypeError(
+            f"solver got {solver!r}; a Composite takes ADMM(...), DouglasRachford(...), "
+            "ChambollePock(...) or Auto(), as it has no single prox."
+        )
+    chosen, prepared = way, way.prepare(problem, z0)
+    shared = {field.name: getattr(way, field.name) for field in dataclasses.fields(SolverOptions)}
+    found = fixed_point(
+        lambda u, *given: chosen.advance(problem.with_inputs(*given), u, prepared),
+        way.start(problem, z0),
+        problem.inputs(),
+        solver=Guarded(**shared),
+        adjoint=_ADJOINT if adjoint is None or adjoint == Implicit() else adjoint,
+        throw=throw,
+        callback=callback,
+    )
+    z, y = way.read(problem, found.value, prepared)
+    steps = ", ".join(f"{step:.4g}" for step in prepared if isinstance(step, float))
+    reason = f"{type(way).__name__} with the steps {steps}"
+    return dataclasses.replace(found, value=z, choice=reason), y
+
+
+def duality_gap(problem: Composite, z: Tensor, y: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """``|r|`` and ``gap``, ``[B]`` each: ``G(z) - min G <= gap + |r|^2/(2m)``, m that of ``f + g``.
+
+    ``y_i`` becomes an element of ``dh_i(w_i)`` for a ``w_i`` near ``K_i z``, so its conjugate is
+    known: ``gap = sum_i h_i(K_i z) - h_i(w_i) - <y_i, K_i z - w_i>``. ``r`` is the element of least
+    norm of ``df(z) + grad g(z) + K'y``. And ``m |z - z*|^2 <= |r| |z - z*| + gap``.
+    """
+    gap, duals = z.new_zeros(z.shape[0]), []
+    for (h, _), image, dual in zip(problem.terms, problem.images(z), y, strict=True):
+        v = image + dual
+        w = h.prox(v)
+        duals.append(v - w)
+        ends = prior_value(h, image), prior_value(h, w), inner(v - w, image - w)
+        noise = torch.finfo(v.dtype).eps * math.sqrt(v[0].numel()) * sum(t.abs() for t in ends)
+        gap = gap + (ends[0] - ends[1] - ends[2]).clamp_min(0.0) + 8.0 * noise
+    force = problem.gradient(z) + problem.pull(duals, z)
+    return problem.prior.least_subgradient(z, force).flatten(1).norm(dim=1), gap

@@ -1,0 +1,195 @@
+"""Splittings against cvxpy and dense algebra, their gradients against finite differences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.autograd import gradcheck
+
+import equilibria as eq
+from equilibria.certify import GapCertificate, Guarantee
+from equilibria.problems import DifferenceOperator
+from equilibria.problems.splitting import SplittingOfSum
+from tests.optional import optional
+from tests.problems.test_operators import randn
+
+cp = optional("cvxpy")
+
+A, X = randn(7, 5, seed=1), randn(2, 7, seed=2)
+D = torch.diff(torch.eye(5, dtype=torch.float64), dim=0)
+TIGHT: dict[str, Any] = {"rtol": 1e-10, "max_steps": 20000, "patience": 20000}
+
+
+def fit() -> eq.LeastSquares:
+    return eq.LeastSquares(A, X)
+
+
+def _squares(z: Any, x: np.ndarray) -> Any:
+    return 0.5 * cp.sum_squares(A.numpy() @ z - x)
+
+
+Modeled = Callable[[Any, np.ndarray], tuple[Any, list[Any]]]
+CASES: dict[str, tuple[Callable[[], eq.Composite], Modeled]] = {
+    "lasso": (
+        lambda: eq.Composite(eq.SoftThreshold(0.5), [], fit()),
+        lambda z, x: (_squares(z, x) + 0.5 * cp.norm1(z), []),
+    ),
+    "box": (  # constrained least squares
+        lambda: eq.Composite(eq.Box(0.0, 0.3), [], fit()),
+        lambda z, x: (_squares(z, x), [z >= 0, z <= 0.3]),
+    ),
+    "fused": (  # two terms and a constraint
+        lambda: eq.Composite(
+            eq.NonNegative(), [(eq.SoftThreshold(0.4), D), (eq.SoftThreshold(0.2), None)], fit()
+        ),
+        lambda z, x: (_squares(z, x) + 0.4 * cp.norm1(D.numpy() @ z) + 0.2 * cp.norm1(z), [z >= 0]),
+    ),
+    "pursuit": (  # basis pursuit: no smooth part
+        lambda: eq.Composite(eq.SoftThreshold(1.0), [(eq.Box(X[:, :2], X[:, :2]), A[:2])]),
+        lambda z, x: (cp.norm1(z), [A[:2].numpy() @ z == x[:2]]),
+    ),
+    "two sets": (
+        lambda: eq.Composite(
+            eq.Simplex(), [(eq.HalfSpace(A[:1], -0.1), None)], eq.LeastSquares(None, X[:, :5])
+        ),
+        lambda z, x: (
+            0.5 * cp.sum_squares(z - x[:5]),
+            [z >= 0, cp.sum(z) == 1, z @ A[0].numpy() <= -0.1],
+        ),
+    ),
+}
+
+
+def wanted(name: str) -> np.ndarray:
+    rows = []
+    for x in X.numpy():
+        z = cp.Variable(5)
+        cost, constraints = CASES[name][1](z, x)
+        tight = {"tol_gap_abs": 1e-11, "tol_gap_rel": 1e-11, "tol_feas": 1e-11}
+        cp.Problem(cp.Minimize(cost), constraints).solve(solver=cp.CLARABEL, **tight)
+        rows.append(z.value)
+    return np.stack(rows)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_minimizer_is_cvxpys(name: str) -> None:
+    want = wanted(name)
+    solvers: list[SplittingOfSum] = [eq.ADMM(), eq.ChambollePock()]
+    if name in ("lasso", "box"):
+        solvers.append(eq.DouglasRachford())
+    for solver in solvers:
+        found = eq.minimize(CASES[name][0](), solver=solver)
+        assert found.result.tolist() == [0, 0], solver
+        np.testing.assert_allclose(found.value.numpy(), want, atol=2e-5, err_msg=str(solver))
+
+
+def test_douglas_rachford_meets_two_sets() -> None:
+    """A prior and a term without an operator: the feasible point of two sets."""
+    problem = eq.Composite(eq.Simplex(), [(eq.HalfSpace(A[:1], -0.1), None)])
+    z = eq.minimize(problem, X[:, :5], solver=eq.DouglasRachford()).value
+    torch.testing.assert_close(z.sum(1), torch.ones(2).double())
+    assert bool((z >= 0).all())
+    assert bool((z @ A[0] <= -0.1 + 1e-7).all())
+
+
+@pytest.mark.parametrize(
+    "solver",
+    [eq.ADMM(**TIGHT), eq.DouglasRachford(**TIGHT), eq.ChambollePock(**TIGHT)],
+    ids=lambda s: type(s).__name__,
+)
+def test_gradients_in_weight_data_and_operator(solver: SplittingOfSum) -> None:
+    level = torch.tensor(0.4, dtype=torch.float64)
+
+    def solved(a: Tensor, x: Tensor, level: Tensor) -> Tensor:
+        smooth = eq.LeastSquares(a, x)
+        problem = eq.Composite(eq.SoftThreshold(level), [], smooth)
+        if not isinstance(solver, eq.DouglasRachford):
+            problem = eq.Composite(eq.NonNegative(), [(eq.SoftThreshold(level), a[:3])], smooth)
+        value: Tensor = eq.minimize(problem, solver=solver).value
+        return value
+
+    inputs = [t.clone().requires_grad_() for t in (A, X, level)]
+    assert gradcheck(solved, inputs, atol=1e-5, rtol=1e-4, fast_mode=True)
+
+
+@settings(max_examples=5, deadline=None)
+@given(st.integers(0, 10**6), st.floats(0.05, 2.0))
+def test_the_bound_of_a_certificate_holds(seed: int, level: float) -> None:
+    """Of an answer that is off: in distance and in value, against a solve to twelve digits."""
+    x, w = randn(2, 4, seed=seed), randn(3, 4, seed=seed + 1)
+    problem = eq.Composite(eq.Free(), [(eq.SoftThreshold(level), w)], eq.LeastSquares(None, x))
+    best = eq.minimize(problem, solver=eq.ADMM(rtol=1e-13, max_steps=20000)).value
+    z = best + 10.0 ** -(seed % 5) * randn(2, 4, seed=seed + 2)
+    found = eq.certify(problem, z=z)
+    assert isinstance(found, GapCertificate)
+    assert found.unique
+    assert not found.rigorous
+    far = (z - best).norm(dim=1)
+    assert bool((far <= found.error_bound * (1 + 1e-6)).all())
+    assert bool((problem.objective(z) - problem.objective(best) <= found.value_bound + 1e-12).all())
+
+
+def test_what_is_not_proven_is_said() -> None:
+    found = eq.certify(CASES["pursuit"][0]())
+    assert found.kind is Guarantee.none
+    assert bool(found.error_bound.isinf().all())
+    assert any("strongly convex" in note for note in found.notes)
+    assert any("infinite" in note for note in found.notes)
+
+
+def test_a_smooth_function_and_a_layer() -> None:
+    torch.manual_seed(0)
+    layer = eq.nn.EquilibriumLayer(
+        lambda x, p: eq.Composite(
+            eq.Free(),
+            [(eq.GroupSoftThreshold(p.exp(), dim=1), DifferenceOperator())],
+            eq.Smooth(
+                lambda z, x: (1 + (z - x).square()).sqrt().flatten(1).sum(1), x, bounds=(0, 1)
+            ),
+        ),
+        p=nn.Parameter(torch.tensor(-1.0)),
+    )
+    x = torch.randn(2, 4, 4)
+    found = layer.solve(x)
+    assert "ChambollePock" in (found.choice or "")
+    found.value.square().sum().backward()
+    step = 1e-3
+    with torch.no_grad():
+        ends = []
+        for sign in (1, -1):
+            layer.p += sign * step
+            ends.append(layer.double().solve(x.double()).value.square().sum())
+            layer.p -= sign * step
+    assert layer.p.grad is not None
+    assert float(layer.p.grad) == pytest.approx(float(ends[0] - ends[1]) / (2 * step), rel=2e-2)
+
+
+def test_samples_are_independent_and_errors_say_what_to_do() -> None:
+    problem = CASES["fused"][0]()
+    both = eq.minimize(problem).value
+    one = eq.Composite(problem.prior, problem.terms, eq.LeastSquares(A, X[1:]))
+    torch.testing.assert_close(eq.minimize(one).value, both[1:], atol=1e-6, rtol=1e-6)
+    with pytest.raises(TypeError, match="ADMM"):
+        problem.stationarity(both)
+    with pytest.raises(TypeError, match="no single prox"):
+        eq.minimize(problem, solver=eq.Anderson())
+    with pytest.raises(TypeError, match="splits a Composite"):
+        eq.fixed_point(lambda z: 0.5 * z, both, solver=eq.ADMM())
+    with pytest.raises(TypeError, match="sum of two"):
+        eq.minimize(problem, solver=eq.DouglasRachford())
+    with pytest.raises(ValueError, match="rho"):
+        eq.ADMM(rho=-1.0)
+    with pytest.raises(ValueError, match="too large"):
+        eq.minimize(problem, solver=eq.ChambollePock(tau=100.0))
+    smooth = eq.Smooth(lambda z, x: (z - x).cosh().sum(1), X[:, :5])
+    with pytest.raises(TypeError, match="quadratic"):
+        eq.minimize(eq.Composite(eq.NonNegative(), [], smooth), solver=eq.ADMM())
+    with pytest.raises(TypeError, match="give z0"):
+        eq.minimize(eq.Composite(eq.NonNegative(), [(eq.Free(), A)]))
