@@ -65,6 +65,8 @@ class EquilibriumModule(pl.LightningModule):
         """Optimizer steps taken since the run began."""
         self.counts = True
         """Whether the module counts its steps and logs; not under ``fit``, where the run does."""
+        self.weighs = False
+        """Whether processes count different numbers of labels: each loss then weighs by its own."""
         self.metrics = EpochMetrics()
         self.guard = Guard(deferred=False)
         self.on_nonfinite: Callable[[dict[str, Any]], NoReturn] = _raise
@@ -169,6 +171,11 @@ class EquilibriumModule(pl.LightningModule):
                 counted = self._counted(y)
                 right, count = right & counted, counted.sum()
             self.metrics.add(loss.detach(), right.sum(), count)
+        if self.weighs:  # Lightning takes the mean over processes: make it that over all labels
+            mine = torch.as_tensor(count, device=loss.device).to(loss.dtype)
+            total = mine.clone()
+            torch.distributed.all_reduce(total)
+            loss = loss * (mine * self.trainer.world_size / total.clamp_min(1))
         if penalties:
             loss = loss + torch.stack([part.float() for part in penalties]).sum()
         if self.guard.sees(loss, self.step):
