@@ -149,7 +149,8 @@ def test_a_step_of_several_is_that_of_one_on_the_joined_batch(tmp_path: Path, wo
         close = {"rtol": 1e-4, "atol": 1e-5} if name == "sharded" else {"rtol": 1e-9, "atol": 1e-12}
         for found in ranks:
             for a, b in zip(found[name]["history"], one["history"], strict=True):
-                assert a == pytest.approx(b, rel=close["rtol"]), name
+                assert a["train_loss"] == pytest.approx(b["train_loss"], rel=close["rtol"]), name
+                assert a == pytest.approx(b, rel=max(1e-6, close["rtol"])), name  # in float32
             if name not in ("sharded", "resumed"):  # shards have no whole gradient
                 torch.testing.assert_close(found[name]["gradients"], one["gradients"], **close)
             torch.testing.assert_close(found[name]["weights"], one["weights"], **close)
@@ -175,7 +176,9 @@ def test_a_process_that_dies_or_freezes_ends_the_run_which_one_process_resumes(
     assert time.monotonic() - began < 60
     assert process.returncode != 0
     assert "is complete: resume from it" in text, text
-    assert not any(Path(f"/proc/{child}").exists() for child in listed)
+    for child in listed:  # gone, or dead and not yet collected
+        stat = Path(f"/proc/{child}/stat")
+        assert not stat.exists() or stat.read_text().rsplit(")", 1)[1].split()[0] == "Z"
     done = read_checkpoint(out / "last.ckpt")["equilibria"]["progress"]["epoch"]
     found = run(config(out, **{**options, "epochs": done + 2}), resume=out)
     assert [row["epoch"] for row in found.history] == list(range(1, done + 3))

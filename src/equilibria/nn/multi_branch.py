@@ -69,7 +69,8 @@ def worst(codes: Sequence[Tensor]) -> Tensor:
     stacked = torch.stack(list(codes))
     order = torch.zeros_like(stacked)
     # From bad to worse, above Result.converged.
-    bad = (Result.max_steps, Result.stagnated, Result.diverged, Result.nonfinite)
+    bad = (Result.fixed_steps, Result.max_steps, Result.stagnated, Result.diverged)
+    bad += (Result.nonfinite,)
     for rank, code in enumerate(bad, start=1):
         order = torch.where(stacked == int(code), rank, order)
     found: Tensor = stacked.gather(0, order.argmax(0, keepdim=True))[0]
