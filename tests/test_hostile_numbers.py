@@ -41,6 +41,7 @@ LAYERS: dict[str, tuple[Callable[..., nn.Module], tuple[int, ...]]] = {
     "DeepOptEq": (lambda: eq.nn.DeepOptEq(4, (5, 3), in_channels=3), (3,)),
     "MonotoneDEQ": (lambda: eq.nn.MonotoneDEQ(4, in_channels=3), (3,)),
     "DEQ": (_deq, (4, 6, 6)),
+    "MDEQ": (lambda: eq.nn.MDEQ((4, 4), groups=2), (4, 8, 8)),
     "Envelope": (lambda: eq.nn.Envelope(eq.nn.GEQ(6, 7, in_channels=5, hidden=7, **BOUND)), (5,)),
     "MultiBranch": (
         lambda: eq.nn.MultiBranch([eq.nn.OptEq(3, 4, kernel_size=3) for _ in range(2)], [4, 2]),
@@ -95,12 +96,18 @@ FAULTS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
 WHOLE_BATCH = ("denormal", "no sample", "one sample", "weights 1e6", "weights 1e-6")
 
 
+def joined(out: Any) -> Tensor:
+    """The scales of an MDEQ side by side."""
+    if isinstance(out, Tensor):
+        return out
+    return torch.cat([part.flatten(1) for part in out], 1)
+
+
 def survives(module: nn.Module, x: Tensor, expected: Tensor | None = None) -> None:
     """Solve, check the reports, train one step, check the parameters."""
     with eq.nn.observe(module) as seen, warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)
-        out = module(x)
-        out = torch.cat([part.flatten(1) for part in out], 1) if isinstance(out, tuple) else out
+        out = joined(module(x))
         rows = out.flatten(1)
         finite = torch.isfinite(rows).all(1)
         solved = torch.ones(len(x), dtype=torch.bool)
@@ -137,7 +144,7 @@ def test_layers(name: str, fault: str) -> None:
     expected = None
     if fault not in WHOLE_BATCH and "float16" not in fault and "half" not in fault:
         with torch.no_grad():
-            expected = copy.deepcopy(layer)(x)
+            expected = joined(copy.deepcopy(layer)(x))
     given = FAULTS[fault](layer, x)
     if fault == "no sample":
         with pytest.raises(ValueError, match=r"batch size zero|has no samples"):

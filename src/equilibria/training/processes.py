@@ -167,7 +167,8 @@ class _OnCPU(_BatchNorm):
         each, shape = [0, *range(2, x.ndim)], [1, -1, *[1] * (x.ndim - 2)]
         wide = x.double()  # E[x²] − E[x]² cancels
         count = wide.new_tensor([x.numel() / x.shape[1]])
-        sums = _Sum.apply(torch.cat([count, wide.sum(each), wide.square().sum(each)]))
+        parts = torch.cat([count, wide.sum(each), wide.square().sum(each)])
+        sums: Tensor = _Sum.apply(parts)  # type: ignore[no-untyped-call]
         n, (total, squares) = sums[0].detach(), sums[1:].chunk(2)
         mean = total / n
         variance = (squares / n - mean.square()).clamp_min(0.0)
@@ -182,7 +183,8 @@ class _OnCPU(_BatchNorm):
         out = (wide - mean.view(shape)) * (variance + self.eps).rsqrt().view(shape)
         if self.affine:
             out = out * self.weight.view(shape) + self.bias.view(shape)
-        return out.to(x.dtype)
+        found: Tensor = out.to(x.dtype)
+        return found
 
 
 class _Sum(torch.autograd.Function):
@@ -195,5 +197,5 @@ class _Sum(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        return _Sum.apply(grad)
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _Sum.apply(grad)  # type: ignore[no-untyped-call]
