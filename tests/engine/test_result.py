@@ -40,7 +40,8 @@ def test_description_of_failures() -> None:
     assert "2 of 6 samples diverged" in text
     assert "1 of 6 samples max_steps" in text
     assert "converged (" not in text
-    for code in list(Result)[1:]:
+    assert describe_failures({Result.fixed_steps: 4}) is None  # no test, no failure
+    for code in list(Result)[1:5]:
         told = describe_failures({code: 1}) or ""
         assert f"({code.message}: " in told  # what happened: what helps
 

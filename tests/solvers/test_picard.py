@@ -93,13 +93,20 @@ def test_divergence_option_sets_the_bound() -> None:
         assert codes(solution) == [code]
 
 
-def test_fixed_steps_report_an_exact_hit_and_divergence() -> None:
+def test_fixed_steps_are_never_called_converged_and_report_divergence() -> None:
     solution = solve(problems.mixed(), Picard(rtol=0.0, max_steps=3))
-    assert codes(solution) == [Result.converged, *[Result.max_steps] * 5]
+    assert codes(solution) == [Result.fixed_steps] * 6
+    assert solution.summary().startswith("6 fixed_steps;")
     assert float(solution.stats.residual[0]) == 0.0
     problem = problems.with_bad_sample(problems.GROWS, 1)
     found = codes(solve(problem, Picard(rtol=0.0, max_steps=20)))
     assert found.count(Result.diverged) == 1
+    half = eq.fixed_point(
+        lambda z: 0.992 * z + 1,
+        torch.zeros(2, 3, dtype=torch.bfloat16),
+        solver=Picard(rtol=0.0, max_steps=4),
+    )
+    assert codes(half) == [Result.fixed_steps] * 2  # a residual of the dtype's own rounding
     assert found[1] == Result.diverged
 
 

@@ -200,3 +200,15 @@ def test_layers_with_a_weight_of_their_own_keep_it() -> None:
 def test_a_model_without_equilibrium_layers_is_refused() -> None:
     with pytest.raises(ValueError, match="there is none"):
         JacobianPenalty(nn.Linear(2, 2), 1.0)
+
+
+def test_the_validation_loss_is_the_mean_over_images_also_of_a_short_last_batch(
+    tmp_path: Path,
+) -> None:
+    """64 + 37 images; the mean of the two batches' means is another number."""
+    valid = eq.data.load("digits", progress=False).subset(range(192, 293))
+    result = run(config(tmp_path, epochs=1), data=(digits()[0], valid))
+    x, y = next(iter(eq.data.Batches(valid, len(valid))))
+    with torch.no_grad():
+        expected = torch.nn.functional.cross_entropy(result.model(x), y)
+    assert result.metrics["val_loss"] == pytest.approx(float(expected), rel=1e-5)

@@ -50,8 +50,12 @@ def solve_adjoint(
         norm = _together(norm, size)
         residual = _together(residual, size) if solver.fixed_steps else residual
     relative = residual / norm.clamp_min(torch.finfo(norm.dtype).tiny)
+    result = done.result
+    if solver.fixed_steps:  # without a test: anything but an exact gradient is worth a warning
+        exact = (relative <= 2 * torch.finfo(norm.dtype).eps) & (result == Result.fixed_steps)
+        result = torch.where(exact, int(Result.converged), result).to(result.dtype)
     return LinearIterated(
-        done.value, done.result, done.steps, relative, done.syncs, coupled=done.coupled
+        done.value, result, done.steps, relative, done.syncs, coupled=done.coupled
     )
 
 

@@ -25,6 +25,8 @@ def models(
 
     For a single one its options follow: `equilibria train --option NAME=VALUE` sets them.
     """
+    import torch
+
     from equilibria import models as zoo
     from equilibria.models.registry import nearest
 
@@ -36,7 +38,8 @@ def models(
             f"no model matches {pattern!r}.{nearest(pattern)}",
             "`equilibria models` lists them all.",
         )
-    sizes = [zoo.count_parameters(zoo.create(card.name)) if count else None for card in cards]
+    with torch.device("meta"):  # shapes without numbers: there is nothing to initialize
+        sizes = [zoo.count_parameters(zoo.create(card.name)) if count else None for card in cards]
     if as_json:
         shown = ("name", "task", "paper_parameters", "paper", "text")
         rows = [{key: getattr(card, key) for key in shown} for card in cards]

@@ -90,6 +90,8 @@ def train(
         # On a line of its own, without a full stop: it is there to be copied.
         go_on = "" if stopped.folder is None else f" Go on with\n  {again}"
         raise stop(f"{stopped.message}{go_on}") from None
+    if training.processes.rank():  # of several processes the first one says it
+        return
     if as_json:
         print_json({"folder": str(result.folder), "metrics": result.metrics})
         return

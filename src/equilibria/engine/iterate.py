@@ -182,7 +182,7 @@ def _hold_limit(fn: Map, point: Point, solver: Solver, limit: Tensor) -> Tensor:
 
 def _run_fixed(fn: Map, z0: Leaves, solver: Solver, callback: Callback) -> Iterated:
     z, state = z0, solver.init(z0)
-    hold, epsilons = None, [torch.finfo(d).eps for d in fn.dtypes(z0)]
+    hold = None
     for step in range(1, solver.max_steps + 1):
         point = Point(z, fn(z), solver.residual_memory(state))
         if step == 1:
@@ -195,7 +195,6 @@ def _run_fixed(fn: Map, z0: Leaves, solver: Solver, callback: Callback) -> Itera
         last = state
         if step == solver.max_steps:  # before the step, which may overwrite the residual
             residual, scale = _judged_norms(fn, point)
-            judged = _weighted(point.residual, residual, epsilons)
         following, state = solver.step(point, state)
         z = _hold(point, following, hold)
         if step < solver.max_steps:
@@ -204,9 +203,7 @@ def _run_fixed(fn: Map, z0: Leaves, solver: Solver, callback: Callback) -> Itera
     kept = solver.fallback(point, last)
     if kept is not None:
         z, residual, scale = _own_norms(fn, kept)
-        judged = residual
-    code = torch.full_like(residual, int(Result.max_steps), dtype=torch.int8)
-    code = torch.where(judged <= 2 * max(epsilons) * scale, int(Result.converged), code)
+    code = torch.full_like(residual, int(Result.fixed_steps), dtype=torch.int8)
     code = torch.where(residual > limit, int(Result.diverged), code)
     finite = torch.isfinite(residual) & torch.isfinite(scale)
     finite = finite & torch.isfinite(sample_norm(without_graph(z)))

@@ -19,13 +19,15 @@ V = TypeVar("V")
 
 
 class Result(enum.IntEnum):
-    """How the solve of one sample ended. Only ``converged`` means that the test was passed."""
+    """How the solve of one sample ended. Only ``converged`` means that the test was passed;
+    ``fixed_steps`` is the end of a solve that has none (rtol = atol = 0)."""
 
     converged = 0
     max_steps = 1
     diverged = 2
     nonfinite = 3
     stagnated = 4
+    fixed_steps = 5
 
     @property
     def message(self) -> str:
@@ -39,6 +41,7 @@ _MESSAGES = {
     Result.diverged: "the residual grew without bound",
     Result.nonfinite: "NaN or infinity appeared",
     Result.stagnated: "the residual stopped falling",
+    Result.fixed_steps: "the fixed steps were taken, without a test",
 }
 
 
@@ -152,7 +155,8 @@ def describe_failures(
 
     ``options`` is the solver and ``dtype`` that of the state: nothing is advised that is in use.
     """
-    failed = {code: n for code, n in counts.items() if code is not Result.converged and n}
+    fine = (Result.converged, Result.fixed_steps)
+    failed = {code: n for code, n in counts.items() if code not in fine and n}
     if not failed:
         return None
     total = sum(counts.values())

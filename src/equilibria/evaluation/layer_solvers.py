@@ -92,7 +92,7 @@ class SolverStatistics:
 
     @property
     def converged(self) -> float:
-        """Share of solves that passed their tolerance; with fixed steps: that became exact."""
+        """Share of solves that passed their tolerance; 0 with fixed steps, which test none."""
         return self.results.get(Result.converged.name, 0) / self.solves
 
     @property

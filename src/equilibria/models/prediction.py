@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from equilibria.adjoints.graph import blown_up
 from equilibria.certify import LabelStopping, certify_network
 from equilibria.engine.result import ConvergenceWarning
 from equilibria.nn import observe
@@ -28,7 +29,8 @@ class Prediction:
     steps: int | None
     """Evaluations of the map, the most that any layer took; None without equilibrium layers."""
     converged: bool | None
-    """Whether every layer's solve passed its tolerance; None where it runs fixed steps."""
+    """Whether every layer's solve passed its tolerance; None where it runs fixed steps. False also
+    where fixed steps diverged or met NaN, and where the scores are not finite."""
     radius: float | None = None
     """No image within this ℓ2 distance, pixels from 0 to 1 after resizing, has another label; None:
     not asked."""
@@ -80,6 +82,12 @@ def predictions(
     tested = [s.converged.cpu() for s in solved if s.stats.syncs > 0]
     if tested:
         converged = torch.stack(tested).all(0).tolist()
+    failed = ~torch.isfinite(logits).all(1).cpu()
+    for solution in solved:
+        failed |= blown_up(solution.result).cpu()
+    converged = [
+        False if bad else state for bad, state in zip(failed.tolist(), converged, strict=True)
+    ]
     answers = list(map(Prediction, _best(logits, classes, top), steps, converged))
     if radius_unit is None:
         return answers

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from equilibria.adjoints.graph import failed_codes, lend
 from equilibria.certify import Enclosed
 from equilibria.certify.certificate import distance
 from equilibria.certify.network import tight_solver
@@ -103,7 +104,13 @@ class Envelope(nn.Module):
             solution = self.layer.solve_posed(problem, start, zero_start=zero)
             report(self.layer, solution)
             assert isinstance(problem, Problem)
-            return self._output(x, problem, solution.value)
+            # U and W are applied once more here: not to NaN, whose gradient 0·NaN they would get.
+            failed = failed_codes(solution.result)
+            if failed is None:
+                return self._output(x, problem, solution.value)
+            healthy = problem.with_inputs(*(lend(t, failed) for t in problem.inputs()))
+            found = self._output(lend(x, failed), healthy, lend(solution.value, failed))
+            return torch.where(failed.view(-1, *[1] * (x.ndim - 1)), torch.nan, found)
 
     def _constant(self, problem: Problem) -> tuple[float, float]:
         """Proven: the Lipschitz constant of the layer, and how far an error of z moves y."""

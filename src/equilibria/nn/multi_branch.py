@@ -69,8 +69,8 @@ def worst(codes: Sequence[Tensor]) -> Tensor:
     stacked = torch.stack(list(codes))
     order = torch.zeros_like(stacked)
     # From bad to worse, above Result.converged.
-    bad = (Result.max_steps, Result.stagnated, Result.diverged, Result.nonfinite)
-    for rank, code in enumerate(bad, start=1):
+    names = ("fixed_steps", "max_steps", "stagnated", "diverged", "nonfinite")
+    for rank, code in enumerate((Result[name] for name in names), start=1):
         order = torch.where(stacked == int(code), rank, order)
     found: Tensor = stacked.gather(0, order.argmax(0, keepdim=True))[0]
     return found

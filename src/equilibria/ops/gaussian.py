@@ -41,8 +41,9 @@ def _energies(rows: Tensor, v: Tensor, metric: Tensor | None) -> Tensor:
     if metric is not None and v.dtype in (torch.float16, torch.bfloat16):
         # s ≥ ‖v‖²/‖M‖. Where M is singular the rounding of v in half precision can leave s far
         # below, and 2γe‖v‖² of the derivative, at most ‖M‖ in truth, overflows for a large γ. The
-        # trace is no less than the norm, and the 2 keeps healthy rows as they are.
-        trace = metric.diagonal().to(s.dtype).sum().clamp_min(torch.finfo(s.dtype).tiny)
+        # trace is no less than the norm, and the 2 keeps healthy rows as they are. It is a constant
+        # of the derivative: of an overflowed row even 0 times that is NaN for the M of all rows.
+        trace = metric.detach().diagonal().to(s.dtype).sum().clamp_min(torch.finfo(s.dtype).tiny)
         s = torch.maximum(s, _row_inner(v, v) / (2.0 * trace))
     return s.clamp(0.0, torch.finfo(s.dtype).max)
 

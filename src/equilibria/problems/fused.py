@@ -138,7 +138,7 @@ class _FusedSteps(torch.autograd.Function):
                     limit = run.divergence * (residual + scale)
             z = following
         assert z is not None
-        failed = _judge(run, residual, scale, limit, z.dtype)
+        failed = _judge(run, residual, scale, limit)
         if run.zero_start:
             z = clean = blank(z, failed)
         else:
@@ -188,16 +188,11 @@ def _pull(
     )
 
 
-def _judge(
-    run: _Solve, residual: Tensor, scale: Tensor, limit: Tensor, dtype: torch.dtype
-) -> Tensor:
+def _judge(run: _Solve, residual: Tensor, scale: Tensor, limit: Tensor) -> Tensor:
     """Write down each sample's result; the mask [B] of those that failed."""
     infinite = ~(torch.isfinite(residual) & torch.isfinite(scale))
     diverged = (residual > limit) & ~infinite
-    code = torch.full_like(residual, int(Result.max_steps), dtype=torch.int8)
-    # ‖T(z) − z‖ ≤ max(1, 1/τ)·‖T_τ(z) − z‖.
-    exact = max(1.0, 1.0 / run.tau) * residual <= 2 * torch.finfo(dtype).eps * scale
-    code = torch.where(exact, int(Result.converged), code)
+    code = torch.full_like(residual, int(Result.fixed_steps), dtype=torch.int8)
     code = torch.where(diverged, int(Result.diverged), code)
     code = torch.where(infinite, int(Result.nonfinite), code).to(torch.int8)
     run.found = residual, scale, code

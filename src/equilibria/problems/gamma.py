@@ -87,10 +87,15 @@ class _PatchEnergy(GammaPolicy):
         """E. [B, P] → [B]."""
 
     def __call__(self, energies: Tensor) -> Tensor:
-        energy = self._reduced(_check_energies(energies.detach() if self.detach else energies))
+        energies = _check_energies(energies.detach() if self.detach else energies)
+        energy = self._reduced(energies)
         # No gradient where the floor acts. A NaN takes the floor too: c is NaN there as well, so
         # nothing is hidden, and a sample that failed gets a gradient of 0 and not of 0·NaN.
-        return self.scale / torch.where(energy > self.floor, energy, self.floor)
+        over = (energies >= torch.finfo(energies.dtype).max).any(-1) | torch.isinf(energy)
+        usual = (energy > self.floor) & ~over
+        gamma = self.scale / torch.where(usual, energy, self.floor)
+        # Energies that overflow say nothing of γ: the sample fails, and its result code says so.
+        return torch.where(over, torch.nan, gamma)
 
 
 @dataclass(frozen=True)

@@ -82,13 +82,15 @@ def proximal_step(
         return 2.0 / (modulus + smoothness) if known else 1.0 / smoothness
     m = torch.as_tensor(modulus, dtype=torch.float64)
     upper = torch.as_tensor(smoothness, dtype=torch.float64)
-    if bool(torch.isinf(upper).any()) or bool((upper <= 0).any()):
+    unknown = torch.isinf(upper) | (upper <= 0)
+    if bool(unknown.all()):
         raise ValueError(
             "ProximalGradient needs a finite bound on the curvature of this problem and found "
             f"L = {float(upper.max()):g}. Give the step itself, ProximalGradient(tau=...), or "
             "bound the norm of W."
         )
-    tau = 1.0 / upper
+    # Of one sample among others: NaN, so that its result code says that it failed.
+    tau = torch.where(unknown, math.nan, 1.0 / upper)
     if not accelerate:
         tau = torch.where(torch.isfinite(m) & (m > 0), 2.0 / (m + upper), tau)
     return float(tau) if tau.ndim == 0 else tau

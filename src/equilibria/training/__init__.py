@@ -19,12 +19,21 @@ if TYPE_CHECKING:
     from .lock import RunInUseError
     from .module import EquilibriumModule
     from .nonfinite import NonFiniteLoss
+    from .processes import ProcessLostError
     from .progress import Interrupted
     from .run import Run, TrainResult, fit
     from .run_folder import CheckpointError, RunExistsError, read_checkpoint
 
 __all__ = ["CheckpointError", "EquilibriumModule", "GraphedModel", "Interrupted", "NonFiniteLoss"]
-__all__ += ["Run", "RunExistsError", "RunInUseError", "SaveError", "TrainConfig", "TrainResult"]
+__all__ += [
+    "ProcessLostError",
+    "Run",
+    "RunExistsError",
+    "RunInUseError",
+    "SaveError",
+    "TrainConfig",
+    "TrainResult",
+]
 __all__ += ["WeightAverage", "fit", "read_checkpoint", "settle_norms"]
 
 
@@ -34,9 +43,9 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'equilibria.training' has no attribute {name!r}")
     with needs("lightning", "equilibria.training"):
         import lightning.pytorch  # noqa: F401
-    from . import average, lock, module, nonfinite, progress, run, run_folder
+    from . import average, lock, module, nonfinite, processes, progress, run, run_folder
 
-    files = (average, lock, module, nonfinite, progress, run, run_folder)
+    files = (average, lock, module, nonfinite, processes, progress, run, run_folder)
     found = next(getattr(file, name) for file in files if hasattr(file, name))
     globals()[name] = found
     return found

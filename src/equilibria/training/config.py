@@ -232,6 +232,12 @@ class TrainConfig:
     # Spawned and forked processes cannot hand their history back: Lightning's own limit.
     strategy: str = option("auto", "As Lightning's", "Machine",
         choices=("auto", "ddp", "ddp_find_unused_parameters_true", "fsdp"))
+    sync_batchnorm: bool = option(False,
+        "Whether batch norms take their statistics over all processes, not each over its own "
+        "images; those inside an equilibrium layer do not.", "Machine")
+    process_timeout: float = option(45.0,
+        "Seconds that a process waits for the others before the run ends with an error; with "
+        "compile Lightning's own half hour.", "Machine", **_POSITIVE)
     workers: int = option(3,
         "Batches that threads make ready ahead, where the images are not all on the device.",
         "Machine", low=0, integer=True)

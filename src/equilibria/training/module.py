@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torchmetrics.aggregation import MeanMetric
+from torchmetrics.aggregation import SumMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassJaccardIndex
 
 from equilibria.engine import OptionError
@@ -65,6 +65,8 @@ class EquilibriumModule(pl.LightningModule):
         """Optimizer steps taken since the run began."""
         self.counts = True
         """Whether the module counts its steps and logs; not under ``fit``, where the run does."""
+        self.weighs = False
+        """Whether processes count different numbers of labels: each loss then weighs by its own."""
         self.metrics = EpochMetrics()
         self.guard = Guard(deferred=False)
         self.on_nonfinite: Callable[[dict[str, Any]], NoReturn] = _raise
@@ -82,7 +84,9 @@ class EquilibriumModule(pl.LightningModule):
         labels["validate_args"] = False
         self._metrics: Any = nn.ModuleDict(
             {
-                "val_loss": MeanMetric(nan_strategy="disable"),
+                # Not a MeanMetric: without its test for NaN, which waits, it forgets the weights.
+                "val_loss": SumMetric(nan_strategy="disable"),
+                "val_count": SumMetric(nan_strategy="disable"),
                 "val_accuracy": MulticlassAccuracy(average="micro", **labels),
             }
         )
@@ -169,6 +173,11 @@ class EquilibriumModule(pl.LightningModule):
                 counted = self._counted(y)
                 right, count = right & counted, counted.sum()
             self.metrics.add(loss.detach(), right.sum(), count)
+        if self.weighs:  # Lightning takes the mean over processes: make it that over all labels
+            mine = torch.as_tensor(count, device=loss.device).to(loss.dtype)
+            total = mine.clone()
+            torch.distributed.all_reduce(total)
+            loss = loss * (mine * self.trainer.world_size / total.clamp_min(1))
         if penalties:
             loss = loss + torch.stack([part.float() for part in penalties]).sum()
         if self.guard.sees(loss, self.step):
@@ -245,13 +254,15 @@ class EquilibriumModule(pl.LightningModule):
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         x, y = batch
         logits = self.forward(x).float()
-        count = len(y) if self.ignore_index is None else self._counted(y).sum()
+        count = self._counted(y).sum()
+        sums = {"val_loss": self.loss(logits, y, 0.0) * count, "val_count": count}
         for name, metric in self._metrics.items():
-            given = (self.loss(logits, y, 0.0), count) if name == "val_loss" else (logits, y)
-            metric.update(*given)
+            metric.update(sums[name]) if name in sums else metric.update(logits, y)
 
     def on_validation_epoch_end(self) -> None:
-        self.validation = {name: float(m.compute()) for name, m in self._metrics.items()}
+        found = {name: float(m.compute()) for name, m in self._metrics.items()}
+        found["val_loss"] /= max(found.pop("val_count"), 1.0)
+        self.validation = found
         if self.counts:
             self.log_dict(self.validation, sync_dist=True)
 

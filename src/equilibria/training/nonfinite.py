@@ -89,7 +89,7 @@ def examine(
 
     handles = [m.register_forward_hook(look(n)) for n, m in model.named_modules() if n]
     try:
-        with observe(model) as seen, warnings.catch_warnings():
+        with torch.no_grad(), observe(model) as seen, warnings.catch_warnings():
             warnings.simplefilter("ignore", ConvergenceWarning)  # it is what the report is about
             logits = model.forward(x)  # not through a compiled call, which shows no layers
     finally:

@@ -19,8 +19,6 @@ import lightning.pytorch as pl
 import safetensors.torch
 import torch
 from lightning.pytorch.callbacks import Checkpoint, LambdaCallback
-from lightning.pytorch.strategies import FSDPStrategy
-from lightning.pytorch.utilities import rank_zero_only
 from torch import nn
 
 from equilibria import models
@@ -28,13 +26,14 @@ from equilibria._version import __version__
 from equilibria.data import ImageData
 from equilibria.engine.files import SaveError, write_bytes, write_json, write_text
 
-from . import run_folder
+from . import processes, run_folder
 from .average import WeightAverage
 from .config import TrainConfig
 from .epoch_metrics import EpochMetrics, warn_unsettled
 from .logs import make_loggers, quiet_writers
 from .module import EquilibriumModule
 from .nonfinite import NonFiniteLoss, describe
+from .processes import ProcessLostError
 from .progress import Interrupted, Progress, StopRequest, TrainingBar, epoch_line
 from .run_data import TrainBatches, load_data
 
@@ -89,13 +88,14 @@ def fit(
         RunExistsError: the folder holds a run, and neither resume nor overwrite was given.
         RunInUseError: another training is writing to the folder; the message says whose it is.
         SaveError: a file could not be written, say on a full disk; the older one is intact.
+        ProcessLostError: another process of the run was killed, failed or froze; resume.
     """
     if not isinstance(config, TrainConfig):
         raise TypeError(
             f"fit takes a TrainConfig, got {type(config).__name__}; TrainConfig.from_yaml(path) "
             "reads a file."
         )
-    bar = TrainingBar() if progress and _rank() == 0 else None
+    bar = TrainingBar() if progress and processes.rank() == 0 else None
     before = run_folder.random_state()
     try:
         with _lightning_without_remarks(), quiet_writers():
@@ -147,7 +147,7 @@ class Run(Checkpoint):
         self.folder = run_folder.RunFolder(place)
         # Of a run that was moved ``out`` stays as it was: the next resume has to know it again.
         self.config = config.with_overrides(out=config.out or str(place)).resolved()
-        self.main = _rank() == 0
+        self.main = processes.rank() == 0
         self.saved: dict[str, Any] = {}
         self._given, self._overwrite = (data, model), overwrite
 
@@ -197,15 +197,24 @@ class Run(Checkpoint):
         self.batches = TrainBatches(self.data, self.config, self.progress, **place)
         self.module = self._module(trainer)
         try:
-            with self.request:
+            with self.request, processes.announced(self._advice):
                 trainer.fit(self.module, self.batches, self.batches.valid, ckpt_path=self.resume)
                 result = self._finish(trainer)
         except (_Stop, KeyboardInterrupt):  # the latter: a second Ctrl-C at the end
-            raise self._interrupted() from None
+            raise self._interrupted(trainer) from None
         except SystemExit as error:  # how Lightning ends after a KeyboardInterrupt
             if isinstance(error.__context__, KeyboardInterrupt):
-                raise self._interrupted() from None
+                raise self._interrupted(trainer) from None
             raise
+        except RuntimeError as error:
+            if trainer.world_size == 1 or not processes.is_lost(error):
+                raise
+            processes.leave_children(trainer, kill=True)
+            raise ProcessLostError(
+                "The processes of the training lost each other: one was killed, failed (it says "
+                "why itself), or did not answer for process_timeout="
+                f"{self.config.process_timeout:g} s. {self._advice()}"
+            ) from error
         if self.request.asked:  # too late to cut anything short; who asked wants nothing to follow
             said = "Interrupted as the last epoch ended: the training is complete, with all its"
             said += f" files in {result.folder}. There is nothing left to resume."
@@ -220,18 +229,16 @@ class Run(Checkpoint):
             on_train_batch_start=self._begin_step, on_train_batch_end=self._count_step
         )
         own = [callback for callback in (self.average, count, self.bar) if callback is not None]
-        strategy: Any = config.strategy
-        if strategy == "fsdp":
-            strategy = FSDPStrategy(state_dict_type="full")
+        joint = [processes.JointNorms()] if config.sync_batchnorm else []
         return pl.Trainer(
             max_epochs=config.epochs - self.progress.epoch,
             accelerator=config.accelerator,
             devices=list(config.devices) if isinstance(config.devices, tuple) else config.devices,
             num_nodes=config.nodes,
-            strategy=strategy,
+            strategy=processes.make_strategy(config),
             precision=config.precision,  # type: ignore[arg-type]
             callbacks=[*own, *callbacks, self],
-            plugins=[run_folder.CheckpointFile()],
+            plugins=[run_folder.CheckpointFile(), *joint],
             default_root_dir=self.folder.path,
             logger=make_loggers(config, self.folder, self.progress.step) or False,
             log_every_n_steps=1,
@@ -244,6 +251,15 @@ class Run(Checkpoint):
             # The batches are shared out already.
             use_distributed_sampler=False,
         )
+
+    def _advice(self) -> str:
+        if self.folder.checkpoint.exists():
+            return f"The checkpoint {self.folder.checkpoint} is complete: resume from it."
+        return "No checkpoint was written yet: start the run again."
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if trainer.world_size > 1 and not self.config.compile:  # which takes minutes, of each
+            processes.limit_wait(self.config.process_timeout)
 
     def _module(self, trainer: pl.Trainer) -> EquilibriumModule:
         if self.config.channels_last:
@@ -258,6 +274,8 @@ class Run(Checkpoint):
             steps_per_epoch=self.batches.per_epoch,
         )
         module.counts = False
+        uneven = self.data.train.ignore_index is not None or self.batches.uneven
+        module.weighs = trainer.world_size > 1 and uneven
         module.on_nonfinite = lambda found: self._nonfinite(found, trainer)
         return module
 
@@ -431,7 +449,7 @@ class Run(Checkpoint):
 
     def _share_buffers(self, trainer: pl.Trainer) -> None:
         """The statistics of batch norms are each process's own: take those of the first."""
-        if trainer.world_size > 1 and self.config.strategy != "fsdp":
+        if trainer.world_size > 1:
             for buffer in self.model.buffers():
                 torch.distributed.broadcast(buffer, src=0)
 
@@ -496,7 +514,8 @@ class Run(Checkpoint):
         write_json(path, report)
         raise NonFiniteLoss(f"{describe(report)} The report is {path}.", report, path)
 
-    def _interrupted(self) -> Interrupted:
+    def _interrupted(self, trainer: pl.Trainer) -> Interrupted:
+        processes.leave_children(trainer, kill=False)
         here, folder = self.progress, self.folder
         where = f"{here.epoch} of {self.config.epochs} epochs and {here.batch} batches of the next"
         if not folder.checkpoint.exists():
@@ -568,11 +587,6 @@ def _score(row: Mapping[str, float]) -> tuple[float, float]:
 
 def _rate(trainer: pl.Trainer) -> float:
     return float(trainer.optimizers[0].param_groups[0]["lr"])
-
-
-def _rank() -> int:
-    """This process among all, known before there is a trainer: from the environment."""
-    return int(getattr(rank_zero_only, "rank", 0) or 0)
 
 
 def _make_model(config: TrainConfig, given: nn.Module | None, train: ImageData) -> nn.Module:

@@ -132,6 +132,8 @@ class TrainBatches:
             )
         size = config.batch_size // place["world"]
         place |= {"channels_last": config.channels_last, "prefetch": max(1, config.workers)}
+        self.uneven = len(data.train) < config.batch_size
+        """Whether processes may have batches of different sizes."""
         self._batches = Batches(
             data.train,
             size,
@@ -140,7 +142,7 @@ class TrainBatches:
             augment=build_augmentation(config.augment, num_classes=data.train.num_classes),
             # Whole batches, so that every step weighs the same and compiles once; a set smaller
             # than one batch is a batch.
-            drop_last=len(data.train) >= config.batch_size,
+            drop_last=not self.uneven,
             **place,
         )
         # Without gradients twice as many fit.

@@ -220,6 +220,7 @@ def provenance(started: datetime, device: torch.device, seed: int) -> dict[str, 
 _FREE = frozenset({
     "out", "data_root", "download", "workers", "log_every", "loggers", "on_corrupt", "keep_every",
     "accelerator", "devices", "nodes", "strategy", "compile", "cuda_graphs", "early_stop",
+    "process_timeout",
 })
 # fmt: on
 
