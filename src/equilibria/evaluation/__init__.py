@@ -25,6 +25,7 @@ from .model_on_data import batches, check_pair, evaluating, model_input
 from .predictions import Prediction, predict_files
 from .saliency import gradcam
 from .timing import profile_model
+from .training_report import write_training_report
 from .unseen_classes import (
     KnownUnknown,
     SuperclassResult,
@@ -44,5 +45,6 @@ __all__ = [
     "explain", "explanation_page", "gradcam", "known_unknown_kl", "model_input", "predict_files",
     "profile_model", "replaced", "save_corruption_sheet", "save_gradcam", "segmentation_metrics",
     "select_classes", "superclass_accuracy", "superclass_split", "timing", "with_solver",
+    "write_training_report",
 ]
 # fmt: on

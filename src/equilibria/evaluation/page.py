@@ -92,6 +92,10 @@ def chart(
     xs = [x for x, _ in points]
     ys = [math.log10(y) if log else y for _, y in points]
     low, high = (min(ys), max(ys)) if top is None else (0.0, top)
+    if log and high - low < 2.0:  # whole decades around it
+        low, high = float(math.floor(low)), float(max(math.ceil(high), math.floor(low) + 1))
+    elif high - low < 1e-9 * max(abs(high), 1.0):
+        low, high = low - 1.0, high + 1.0
     ticks = list(MaxNLocator(nbins=4, integer=log).tick_values(low, high))
     if top is None:  # room for one more line where it is near
         low, high = min(low, ticks[1]), max(high, ticks[-2])
