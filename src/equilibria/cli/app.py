@@ -30,6 +30,7 @@ COMMANDS = {
     "predict": "Classify images with a trained network.",
     "explain": "Explain predictions: image, answer, gates, GradCAM, every solver step, the "
     "certificate.",
+    "explore": "Draw an image, see its equilibrium form, change kernel, γ, solver and tolerance.",
     "certify": "Is each layer's equilibrium unique, and how far from it is the answer?",
     "bench": "Where the time goes: map, solver, adjoint, rest; steps per sample; and what would "
     "help.",
@@ -120,6 +121,10 @@ def _own(name: str) -> Any:
             from .explain import explain
 
             return explain
+        case "explore":
+            from .explore import explore
+
+            return explore
         case "certify":
             from .certify import certify
 

@@ -10,6 +10,7 @@ from .corruption_report import CorruptionReport, corruption_study
 from .corruptions import CORRUPTIONS, corrupt
 from .evaluation_report import Converged, Report, evaluate
 from .explanation import Explanation, SolvedLayer, explain, explanation_page
+from .explorer import Explorer, explorer_app
 from .figures import save_corruption_sheet, save_gradcam
 from .layer_solvers import SolverStatistics, replaced, with_solver
 from .metrics import (
@@ -38,13 +39,13 @@ from .unseen_classes import (
 # fmt: off
 __all__ = [
     "CORRUPTIONS", "CertifiedAccuracy", "ClassificationMetrics", "Converged", "CorruptionReport",
-    "Explanation", "KnownUnknown", "NonFiniteError", "Prediction", "Reliability", "Report",
-    "SegmentationMetrics", "SolvedLayer", "SolverStatistics", "SuperclassResult",
+    "Explanation", "Explorer", "KnownUnknown", "NonFiniteError", "Prediction", "Reliability",
+    "Report", "SegmentationMetrics", "SolvedLayer", "SolverStatistics", "SuperclassResult",
     "attacked_accuracy", "batches", "certified_accuracy", "certify_dataset", "certify_model",
     "check_pair", "classification_metrics", "corrupt", "corruption_study", "evaluate", "evaluating",
-    "explain", "explanation_page", "gradcam", "known_unknown_kl", "model_input", "predict_files",
-    "profile_model", "replaced", "save_corruption_sheet", "save_gradcam", "segmentation_metrics",
-    "select_classes", "superclass_accuracy", "superclass_split", "timing", "with_solver",
-    "write_training_report",
+    "explain", "explanation_page", "explorer_app", "gradcam", "known_unknown_kl", "model_input",
+    "predict_files", "profile_model", "replaced", "save_corruption_sheet", "save_gradcam",
+    "segmentation_metrics", "select_classes", "superclass_accuracy", "superclass_split", "timing",
+    "with_solver", "write_training_report",
 ]
 # fmt: on

@@ -85,6 +85,8 @@ class SolvedLayer:
     contraction: float | None
     gate: Tensor | None
     """How far the Gaussian gate is open over patches, 0 to 1, [h, w]; None for other layers."""
+    frames: Tensor | None
+    """The mean of |z| over channels, [iterates, h, w]; None where the state is no map."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,14 +157,7 @@ def _explained(
             inputs.append(network.preprocess(pixels, names=[each.file.name]))
         doubts.append(tuple(str(w.message) for w in said if w.category is InputWarning))
     x = torch.cat(inputs)
-    with torch.no_grad(), evaluating(network), _recording(network) as solves:
-        network(x)
-    layers: list[list[SolvedLayer]] = [[] for _ in given]
-    with progress_bar(len(solves), "looking into layers", progress and certified) as advance:
-        for solve in solves:
-            for own, story in zip(layers, _stories(solve, certified), strict=True):
-                own.append(story)
-            advance()
+    _, layers = solved_layers(network, x, certify=certified, progress=progress)
     shape = (-1, 1, 1)
     mean, std = (torch.tensor(v).view(shape) for v in _statistics(network))
     seen = ((x.float().cpu() * std + mean).clamp(0, 1) * 255).round().to(torch.uint8)
@@ -171,6 +166,21 @@ def _explained(
         Explanation(each, seen[i], tuple(layers[i]), None if maps is None else maps[i], doubts[i])
         for i, each in enumerate(given)
     ]
+
+
+def solved_layers(
+    network: nn.Module, x: Tensor, *, certify: bool, progress: bool = False
+) -> tuple[Tensor, list[list[SolvedLayer]]]:
+    """The logits of x [B, ...], and for each image its layers in the order in which they ran."""
+    with torch.no_grad(), evaluating(network), _recording(network) as solves:
+        logits: Tensor = network(x)
+    layers: list[list[SolvedLayer]] = [[] for _ in x]
+    with progress_bar(len(solves), "looking into layers", progress and certify) as advance:
+        for solve in solves:
+            for own, story in zip(layers, _stories(solve, certify), strict=True):
+                own.append(story)
+            advance()
+    return logits, layers
 
 
 def _statistics(network: Network) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -273,6 +283,7 @@ def _stories(solve: _Solve, certified: bool) -> Iterator[SolvedLayer]:
             kind=None if proven is None else proven.kinds[ends[b + 1] - 1],
             contraction=None if proven is None else _at(proven.contraction, ends[b + 1] - 1),
             gate=None if gates is None else gates[b],
+            frames=states[own].abs().mean(1).float().cpu() if _is_map(states) else None,
         )
 
 
@@ -285,6 +296,10 @@ def _same(z: Any, value: Any, b: int) -> bool:
 def _solver_name(solver: SolverOptions, choice: str) -> str:
     chosen = isinstance(solver, Auto) and choice
     return choice.split(":")[0] if chosen else type(solver).__name__
+
+
+def _is_map(states: Any) -> bool:
+    return isinstance(states, Tensor) and states.ndim == 4
 
 
 def _at(value: Any, row: int) -> float | None:
@@ -353,7 +368,7 @@ def _overview(explanations: Sequence[Explanation]) -> str:
 def _image(i: int, each: Explanation, step: str) -> str:
     said, layers = each.prediction, each.layers
     shown = photo(each.pixels, f"{_file(each)}, {each.pixels.shape[-1]} pixels wide")
-    story = _solved_words(layers) if layers else "It has no equilibrium layer: it solves nothing."
+    story = solved_words(layers) if layers else "It has no equilibrium layer: it solves nothing."
     text = f'<div class="hero">{shown}<p>{story}</p></div>'
     text += "".join(f'<p class="note bad">{html.escape(doubt)}</p>' for doubt in each.doubts)
     others = [label for label, _ in said.labels[1:]]
@@ -366,7 +381,7 @@ def _image(i: int, each: Explanation, step: str) -> str:
     return section(f"image-{i + 1}", step, title, text)
 
 
-def _solved_words(layers: Sequence[SolvedLayer]) -> str:
+def solved_words(layers: Sequence[SolvedLayer]) -> str:
     count = len(layers)
     what = "problem" if all(layer.objective for layer in layers) else "equilibrium"
     each = " and ".join(f"{layer.unknowns:,}" for layer in layers[:2])
@@ -433,7 +448,7 @@ def _looked(each: Explanation, shown: str) -> str:
 
 def _charts(layers: Sequence[SolvedLayer]) -> str:
     """Of the first layers in the open, of the others behind a line to click."""
-    drawn = [_layer_charts(i, layer) for i, layer in enumerate(layers)]
+    drawn = [layer_charts(layer) for layer in layers]
     text = "".join(drawn[:2])
     if len(drawn) > 2:
         rest = f"<summary>The other {len(drawn) - 2} layers, step by step</summary>"
@@ -441,7 +456,8 @@ def _charts(layers: Sequence[SolvedLayer]) -> str:
     return text + _layer_table(layers)
 
 
-def _layer_charts(i: int, layer: SolvedLayer) -> str:
+def layer_charts(layer: SolvedLayer) -> str:
+    """The objective and the residual of each step, with what is proven."""
     parts, name = [], f"{html.escape(layer.name)} ({layer.layer})"
     if layer.objective:
         points = list(enumerate(layer.objective))
