@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image, ImageDraw
@@ -19,9 +20,7 @@ from PIL import Image, ImageDraw
 import equilibria as eq
 from equilibria.evaluation import Explorer, explorer_app
 from tests.cli.running import run
-from tests.optional import optional
 
-fastapi = optional("fastapi")
 CHROMIUM = Path("/usr/bin/chromium")
 PLAIN = {"kernel": "gaussian", "gamma": 1.0, "solver": "Anderson", "rtol": 1e-4}
 
@@ -42,8 +41,8 @@ def drawing() -> bytes:
 
 def test_a_tighter_tolerance_takes_more_steps_and_proves_more() -> None:
     explorer = Explorer(small())
-    pixels = explorer.pixels(drawing(), drawn=True)
-    loose, tight = (explorer.solve(pixels, **{**PLAIN, "rtol": r}) for r in (1e-1, 1e-6))
+    image = explorer.read(drawing(), drawn=True)
+    loose, tight = (explorer.solve(image, **{**PLAIN, "rtol": r}) for r in (1e-1, 1e-6))
     for one, other in zip(loose["layers"], tight["layers"], strict=True):
         assert other["steps"] > one["steps"]
         assert other["bound"] < one["bound"]
@@ -55,17 +54,17 @@ def test_a_tighter_tolerance_takes_more_steps_and_proves_more() -> None:
 def test_gamma_and_kernel_change_the_solution_but_not_the_model() -> None:
     explorer = Explorer(small())
     before = {k: v.clone() for k, v in explorer.model.state_dict().items()}
-    pixels = explorer.pixels(drawing(), drawn=True)
-    plain = explorer.solve(pixels, **PLAIN)
-    narrow = explorer.solve(pixels, **{**PLAIN, "gamma": 10.0})
-    linear = explorer.solve(pixels, **{**PLAIN, "kernel": "linear"})
+    image = explorer.read(drawing(), drawn=True)
+    plain = explorer.solve(image, **PLAIN)
+    narrow = explorer.solve(image, **{**PLAIN, "gamma": 10.0})
+    linear = explorer.solve(image, **{**PLAIN, "kernel": "linear"})
     assert plain["bars"] != narrow["bars"] != linear["bars"]
     # The linear kernel contracts with ‖W‖² ≤ 0.95²; both kinds are proven here.
     assert linear["layers"][0]["kind"] == plain["layers"][0]["kind"] == "contraction"
     assert linear["layers"][0]["contraction"] < 0.97
     for key, value in explorer.model.state_dict().items():
         assert torch.equal(value, before[key])
-    assert explorer.solve(pixels, **PLAIN) == plain
+    assert explorer.solve(image, **PLAIN) == plain
 
 
 def test_a_drawing_is_cut_to_its_ink_and_centered() -> None:
@@ -77,14 +76,16 @@ def test_a_drawing_is_cut_to_its_ink_and_centered() -> None:
     for image in (near, far):
         file = io.BytesIO()
         image.save(file, format="PNG")
-        found.append(explorer.pixels(file.getvalue(), drawn=True))
-    assert found[0].shape == (1, 8, 8)
-    assert int((found[0].int() - found[1].int()).abs().max()) <= 8
-    assert bool(found[0][0, :, 3:5].min() > 200)  # as high as the square
-    assert bool(found[0][0, :, 0].max() == 0)
+        found.append(np.array(explorer.read(file.getvalue(), drawn=True)).astype(int))
+    assert found[0].shape == (8, 8)
+    assert abs(found[0] - found[1]).max() <= 8
+    assert found[0][:, 3:5].min() > 200  # as high as the square
+    assert found[0][:, 0].max() == 0
 
 
 def test_the_requests_are_checked() -> None:
+    pytest.importorskip("fastapi")
+    pytest.importorskip("httpx")
     from fastapi.testclient import TestClient
 
     client = TestClient(explorer_app(Explorer(small())), base_url="http://127.0.0.1")
@@ -117,6 +118,8 @@ def test_the_requests_are_checked() -> None:
 def test_a_port_in_use_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import socket
 
+    pytest.importorskip("fastapi")
+    pytest.importorskip("uvicorn")
     weights = tmp_path / "w.safetensors"
     eq.models.save(small(), weights)
     with socket.socket() as taken:
@@ -133,6 +136,7 @@ def test_a_port_in_use_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A running server with a network that was trained for a few epochs."""
+    pytest.importorskip("fastapi")
     uvicorn = pytest.importorskip("uvicorn")
     out = tmp_path_factory.mktemp("explore") / "run"
     options = {"widths": [16, 32], "hidden": 16}

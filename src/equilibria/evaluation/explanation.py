@@ -48,7 +48,6 @@ from .page import (
     section,
     shell,
     small,
-    table,
     tiles,
 )
 from .rich_output import progress_bar
@@ -158,10 +157,11 @@ def _explained(
         doubts.append(tuple(str(w.message) for w in said if w.category is InputWarning))
     x = torch.cat(inputs)
     _, layers = solved_layers(network, x, certify=certified, progress=progress)
-    shape = (-1, 1, 1)
-    mean, std = (torch.tensor(v).view(shape) for v in _statistics(network))
-    seen = ((x.float().cpu() * std + mean).clamp(0, 1) * 255).round().to(torch.uint8)
-    maps = _saliency(network, x)
+    seen = seen_pixels(network, x)
+    try:
+        maps: Tensor | None = gradcam(network, x).float().cpu()
+    except ValueError:  # no layer gives a map
+        maps = None
     return [
         Explanation(each, seen[i], tuple(layers[i]), None if maps is None else maps[i], doubts[i])
         for i, each in enumerate(given)
@@ -183,16 +183,11 @@ def solved_layers(
     return logits, layers
 
 
-def _statistics(network: Network) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def seen_pixels(network: Network, x: Tensor) -> Tensor:
+    """uint8 pixels of normalized images x [B, C, S, S]."""
     made = network.preprocessing
-    return made.mean, made.std
-
-
-def _saliency(network: nn.Module, x: Tensor) -> Tensor | None:
-    try:
-        return gradcam(network, x).float().cpu()
-    except ValueError:  # no layer gives a map
-        return None
+    mean, std = (torch.tensor(v).view(-1, 1, 1) for v in (made.mean, made.std))
+    return ((x.float().cpu() * std + mean).clamp(0, 1) * 255).round().to(torch.uint8)
 
 
 @contextmanager
@@ -453,7 +448,7 @@ def _charts(layers: Sequence[SolvedLayer]) -> str:
     if len(drawn) > 2:
         rest = f"<summary>The other {len(drawn) - 2} layers, step by step</summary>"
         text += f"<details>{rest}{''.join(drawn[2:])}</details>"
-    return text + _layer_table(layers)
+    return text
 
 
 def layer_charts(layer: SolvedLayer) -> str:
@@ -486,31 +481,13 @@ def layer_charts(layer: SolvedLayer) -> str:
         band=proven,
     )
     ends = f"By {layer.solver}, {layer.steps} steps"
+    if layer.kind is not None:
+        factor = "" if layer.contraction is None else f" (ρ = {layer.contraction:.4g})"
+        ends += f". Guarantee: {layer.kind}{factor}"
     if proven:
         ends += f". The exact answer is within {small(proven[-1][2])} of the last"
     parts.append(figure(drawn, f"{name}. {ends}."))
     return f'<div class="two">{"".join(parts)}</div>' if len(parts) > 1 else parts[0]
-
-
-def _layer_table(layers: Sequence[SolvedLayer]) -> str:
-    if not layers:
-        return ""
-    heads = ("layer", "steps", "‖T(z) − z‖", "guarantee", "ρ", "‖z − z*‖ ≤", "‖z‖")
-    rows = []
-    for layer in layers:
-        last = layer.bound[-1] if layer.bound else math.inf
-        rows.append(
-            (
-                f"{html.escape(layer.name)}<small>{layer.layer}, {layer.solver}</small>",
-                str(layer.steps),
-                small(layer.residual[-1]),
-                "–" if layer.kind is None else str(layer.kind),
-                "–" if layer.contraction is None else f"{layer.contraction:.4g}",
-                small(last) if math.isfinite(last) else "–",
-                f"{layer.length:.3g}",
-            )
-        )
-    return f"<details><summary>The same in numbers</summary>{table(heads, rows)}</details>"
 
 
 def _proof(explanations: Sequence[Explanation]) -> str:

@@ -14,10 +14,10 @@ import io
 import math
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from equilibria.data import ImageData
@@ -27,7 +27,7 @@ from equilibria.models import Network
 from equilibria.problems import Gaussian, Linear, Polynomial, Problem, Sigmoidal
 from equilibria.solvers import Anderson, Broyden, Picard, ProximalGradient
 
-from .explanation import SolvedLayer, layer_charts, solved_layers, solved_words
+from .explanation import SolvedLayer, layer_charts, seen_pixels, solved_layers, solved_words
 from .layer_solvers import with_solver
 from .page import STYLE, bars, percent, photo, proof_words
 
@@ -65,29 +65,29 @@ class Explorer:
         """Whether there is a γ to change."""
         return any(hasattr(m, "gamma") and hasattr(m, "patch") for m in self.model.modules())
 
-    def pixels(self, data: bytes, *, drawn: bool) -> Tensor:
-        """The image file as the network takes it; what was ``drawn`` is cut to its ink."""
+    def read(self, data: bytes, *, drawn: bool) -> Any:
+        """An image file as a PIL image; what was ``drawn``, light on dark, is cut to its ink."""
         with needs("pillow", "Reading images"):
             from PIL import Image, UnidentifiedImageError
         try:
-            image = Image.open(io.BytesIO(data))
-            image = image.convert("L" if self.model.in_channels == 1 else "RGB")
+            image = Image.open(io.BytesIO(data)).convert(
+                "L" if self.model.in_channels == 1 else "RGB"
+            )
         except (UnidentifiedImageError, OSError, Image.DecompressionBombError) as error:
             raise ValueError(f"this is not a readable image ({error}).") from None
         if drawn and self.model.in_channels == 1:
             image = _fitted(image, self.model.preprocessing.size)
-        values = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
-        return values.view(image.height, image.width, -1).permute(2, 0, 1)
+        return image
 
     def solve(
-        self, pixels: Tensor, *, kernel: str, gamma: float, solver: str, rtol: float
+        self, image: Any, *, kernel: str, gamma: float, solver: str, rtol: float
     ) -> dict[str, Any]:
-        """Label, probabilities, charts and states of uint8 ``pixels`` [C, H, W], for the page.
+        """What the page shows of an image: label, probabilities, charts, states.
 
         ``gamma`` multiplies the γ that was trained.
         """
         made = self._changed(kernel, gamma, solver, rtol)
-        x = made.preprocess(pixels)
+        x = made.preprocess(image)
         with self._lock:
             logits, layers = solved_layers(made, x, certify=True)
         shares, order = logits[0].float().softmax(0).sort(descending=True)
@@ -97,21 +97,15 @@ class Explorer:
             "label": top[0][0],
             "confidence": percent(top[0][1], 2),
             "bars": bars(top, f"The likeliest classes; {top[0][0]} has {percent(top[0][1], 2)}"),
-            "seen": photo(self._seen(x), "What the network sees of the image"),
+            "seen": photo(seen_pixels(made, x)[0], "What the network sees of the image"),
             "words": solved_words(layers[0]) if layers[0] else "It solves nothing.",
-            "layers": [_shown(layer) for layer in layers[0]],
+            "layers": [_shown(layer, kernel) for layer in layers[0]],
         }
 
-    def _seen(self, x: Tensor) -> Tensor:
-        made = self.model.preprocessing
-        mean, std = (torch.tensor(v).view(-1, 1, 1) for v in (made.mean, made.std))
-        return ((x[0].float().cpu() * std + mean).clamp(0, 1) * 255).round().to(torch.uint8)
-
     def _changed(self, kernel: str, gamma: float, solver: str, rtol: float) -> Network:
-        if kernel not in KERNELS:
-            raise ValueError(f"kernel={kernel!r}: expected {', '.join(KERNELS)}.")
-        if solver not in SOLVERS:
-            raise ValueError(f"solver={solver!r}: expected {', '.join(SOLVERS)}.")
+        for name, value, known in (("kernel", kernel, KERNELS), ("solver", solver, SOLVERS)):
+            if value not in known:
+                raise ValueError(f"{name}={value!r}: expected {', '.join(known)}.")
         if not 0.01 <= gamma <= 100.0:
             raise ValueError(f"gamma={gamma!r}: expected a factor from 0.01 to 100.")
         if not 1e-9 <= rtol <= 0.5:
@@ -148,7 +142,9 @@ def _change(layer: Any, kernel: str, gamma: float) -> None:
         layer.nominal_bounds = lambda _: None
 
 
-def _shown(layer: SolvedLayer) -> dict[str, Any]:
+def _shown(layer: SolvedLayer, kernel: str) -> dict[str, Any]:
+    if kernel != "gaussian":
+        layer = replace(layer, layer=f"{kernel} kernel")
     frames: list[list[list[int]]] = []
     if layer.frames is not None:
         largest = layer.frames[-1].max().clamp_min(1e-12)
@@ -229,12 +225,12 @@ def explorer_app(explorer: Explorer) -> Any:
             if len(given) > _LARGEST:
                 raise ValueError(f"the image is larger than {_LARGEST >> 20} MiB.")
             data = base64.b64decode(given, validate=True)
-            pixels = explorer.pixels(data, drawn=asked.get("drawn") is True)
-            if not bool(pixels.any()):
+            image = explorer.read(data, drawn=asked.get("drawn") is True)
+            if image.getbbox() is None:
                 raise ValueError("the picture is empty: draw something.")
             kernel = str(asked.get("kernel", "gaussian"))
             return explorer.solve(
-                pixels,
+                image,
                 kernel="gaussian" if kernel == "as trained" else kernel,
                 gamma=float(asked.get("gamma", 1.0)),
                 solver=str(asked.get("solver", "Anderson")),

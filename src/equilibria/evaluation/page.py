@@ -99,7 +99,6 @@ def chart(
     ticks = list(MaxNLocator(nbins=4, integer=log).tick_values(low, high))
     if top is None:  # room for one more line where it is near
         low, high = min(low, ticks[1]), max(high, ticks[-2])
-    low_edge = low
     ticks = [t for t in ticks if low - 1e-9 <= t <= high + 1e-9]
     left, right, upper, lower = 52, 344, 26, 206
     span = (max(xs) - min(xs)) or 1.0
@@ -129,7 +128,7 @@ def chart(
     parts.append(f'<text x="2" y="13">{html.escape(ylabel)}</text>')
     parts.append(f'<text x="{right}" y="242" text-anchor="end">{html.escape(xlabel)}</text>')
     if band:
-        under = [(x, 10**low_edge if log else y) for x, y, _ in band]
+        under = [(x, 10**low if log else y) for x, y, _ in band]
         around = [(x, high) for x, _, high in band] + under[::-1]
         parts.append(f'<path class="fill" d="M{"L".join(at(*point) for point in around)}Z"/>')
     for line in lines:
@@ -137,9 +136,8 @@ def chart(
             continue
         kind = f"{line.color}{' dash' * line.dash}{' thin' * line.thin}"
         if line.dots:
-            for point in line.points:
-                x, y = at(*point).split()
-                parts.append(f'<circle class="{kind}" cx="{x}" cy="{y}" r="4"/>')
+            for cx, cy in (at(*point).split() for point in line.points):
+                parts.append(f'<circle class="{kind}" cx="{cx}" cy="{cy}" r="4"/>')
         else:
             path = "M" + "L".join(at(*point) for point in line.points)
             parts.append(f'<path class="{kind}" d="{path}"/>')
@@ -203,17 +201,6 @@ def bars(shares: Iterable[tuple[str, float]], alt: str) -> str:
         for name, share in shares
     )
     return f'<div class="bars" role="img" aria-label="{html.escape(alt)}">{rows}</div>'
-
-
-def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Cells are HTML; the first of a row is its heading."""
-    top = "".join(f"<th>{head}</th>" for head in heads)
-    body = "".join(
-        f"<tr><th>{first}</th>{''.join(f'<td>{cell}</td>' for cell in rest)}</tr>"
-        for first, *rest in rows
-    )
-    inside = f"<thead><tr>{top}</tr></thead><tbody>{body}</tbody>"
-    return f'<div class="card wide"><table>{inside}</table></div>'
 
 
 def section(name: str, step: str, title: str, body: str) -> str:

@@ -48,9 +48,10 @@ def write_training_report(
         count = min(len(dataset), max(64, int(3.0 * speed * _SECONDS)))
         dataset = dataset.subset(range(count))
         logits = _logits(model, dataset)
-        metrics = classification_metrics(logits, dataset.targets.long())
+        targets = dataset.targets[slice(0, count)].long()
+        metrics = classification_metrics(logits, targets)
         judged = _confusion(metrics, dataset) + _reliability(metrics, dataset)
-        judged += _mistakes(logits, dataset)
+        judged += _mistakes(logits, targets, dataset)
     name = model_name(model)
     body = _opening(name, history, result, metrics, dataset)
     body += _curves(history) + _solver(history) + judged + _repeat(place, result)
@@ -175,59 +176,30 @@ def _solver(history: Sequence[Mapping[str, float]]) -> str:
 
 
 def _confusion(metrics: ClassificationMetrics, dataset: ImageData) -> str:
-    """A grid of shares, with counts where they fit; the pairs that are mixed up most."""
+    """A grid of shares, with names and counts where they fit; the pairs mixed up most."""
     counts, names = metrics.confusion, dataset.classes
-    k, total = len(names), counts.sum(1, keepdim=True).clamp_min(1)
-    shares = counts.double() / total
-    named = k <= _NAMED
-    left, top = (64, 18) if named else (6, 6)
-    side = (360 - left - 6) / k
-    parts = []
-    for i in range(k):
-        if named:
-            y = top + (i + 0.5) * side + 4
-            parts.append(
-                f'<text x="{left - 6}" y="{y:.1f}" text-anchor="end">{_cut(names[i])}</text>'
-            )
-        for j in range(k):
-            share = float(shares[i, j])
-            if not share and not named:
-                continue
-            x, y = left + j * side, top + i * side
-            kind = "cell" if i == j else "wrong"
-            strength = 0.0 if not share else 0.15 + 0.85 * share
-            size = f'width="{side - 1:.2f}" height="{side - 1:.2f}"'
-            parts.append(
-                f'<rect class="{kind}" x="{x:.2f}" y="{y:.2f}" {size} opacity="{strength:.2f}"/>'
-            )
-            if named and share:
-                strong = " strong" if strength > 0.6 else ""
-                parts.append(
-                    f'<text class="count{strong}" x="{x + side / 2:.1f}" '
-                    f'y="{y + side / 2 + 3:.1f}" text-anchor="middle">{int(counts[i, j])}</text>'
-                )
-    if named:
-        parts.append(f'<text x="{left}" y="12">read as: the same order, from left to right</text>')
+    k, named = len(names), len(names) <= _NAMED
+    shares = (counts / counts.sum(1, keepdim=True).clamp_min(1)).tolist()
+    cells = ""
+    for i, row in enumerate(shares):
+        cells += f"<b>{html.escape(names[i])}</b>" if named else ""
+        for j, share in enumerate(row):
+            kind = f"{'a' if i == j else 'b'}{' full' if share > 0.5 else ''}" if share else ""
+            cells += f'<i class="{kind}" style="--s:{100 * share:.0f}%">'
+            cells += f"{int(counts[i, j])}</i>" if named and share else "</i>"
     alt = f"Confusion matrix of {k} classes; {percent(metrics.accuracy)} on the diagonal"
-    height = top + k * side + 2
-    drawn = (
-        f'<svg viewBox="0 0 360 {height:.0f}" role="img" aria-label="{alt}">{"".join(parts)}</svg>'
-    )
-    wrong = counts.clone().fill_diagonal_(0)
-    order = wrong.flatten().argsort(descending=True)[:5].tolist()
+    first = "max-content " if named else ""
+    style = f"grid-template-columns:{first}repeat({k},minmax(0,1fr))"
+    drawn = f'<div class="grid" role="img" aria-label="{alt}" style="{style}">{cells}</div>'
+    wrong = counts.clone().fill_diagonal_(0).flatten()
     pairs = [
-        f"{html.escape(names[at // k])} read as {html.escape(names[at % k])} "
-        f"({int(wrong.flatten()[at])})"
-        for at in order
-        if int(wrong.flatten()[at])
+        f"{html.escape(names[at // k])} read as {html.escape(names[at % k])} ({int(wrong[at])})"
+        for at in wrong.argsort(descending=True)[:5].tolist()
+        if wrong[at]
     ]
     most = f"Mixed up most: {', '.join(pairs)}." if pairs else "Nothing was mixed up."
-    caption = f"A row is a class, a column what it was read as. {most}"
+    caption = f"A row is a class, a column what it was read as, in the same order. {most}"
     return section("confusion", "3 · answers", "Which classes it mixes up", figure(drawn, caption))
-
-
-def _cut(name: str) -> str:
-    return html.escape(name if len(name) <= 9 else f"{name[:8]}…")
 
 
 def _reliability(metrics: ClassificationMetrics, dataset: ImageData) -> str:
@@ -257,10 +229,9 @@ def _reliability(metrics: ClassificationMetrics, dataset: ImageData) -> str:
     return section("reliability", "4 · confidence", title, figure(drawn, words))
 
 
-def _mistakes(logits: Tensor, dataset: ImageData) -> str:
+def _mistakes(logits: Tensor, truth: Tensor, dataset: ImageData) -> str:
     """The wrong answers that it was surest of; without any, the right ones it was least sure of."""
     sure, said = logits.softmax(1).max(1)
-    truth = dataset.targets.long()
     wrong = (said != truth).nonzero().flatten()
     chosen = wrong[sure[wrong].argsort(descending=True)][:_SHOWN]
     words = f"{len(wrong)} of {len(truth)} answers are wrong; the surest come first."
