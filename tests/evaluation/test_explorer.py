@@ -130,6 +130,25 @@ def test_a_port_in_use_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "it cannot be used" in capsys.readouterr().err
 
 
+def test_the_network_for_the_digits_is_trained_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from equilibria.cli.explore import _digits
+
+    made: list[Path] = []
+
+    def fit(config: Any, **_: Any) -> None:
+        made.append(Path(config.out))
+        made[-1].mkdir(parents=True)
+        (made[-1] / "result.json").write_text("{}")
+
+    monkeypatch.setenv("EQUILIBRIA_DATA", str(tmp_path))
+    monkeypatch.setattr("equilibria.training.fit", fit)
+    assert _digits() == _digits() == made[0]
+    assert made[0].is_relative_to(tmp_path)
+    assert len(made) == 1
+
+
 # ---------------------------------------------------------------------- in a browser
 
 

@@ -54,9 +54,12 @@ def _digits() -> Path:
     """The run of a small GEQ on the digits, in the cache."""
     from equilibria import data, training
 
+    from .train import on_threads
+
     folder = data.cache_dir() / "explore" / "geq_digits"
     if not (folder / "result.json").exists():
         say("training a small network on the digits, once; this takes about half a minute")
         settings = training.TrainConfig(out=str(folder), loggers=())
-        training.fit(settings, overwrite=True)
+        with on_threads(None, settings.data):
+            training.fit(settings, overwrite=True)
     return folder

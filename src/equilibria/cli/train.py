@@ -77,7 +77,7 @@ def train(
         typer.echo(settings.resolved().to_yaml(), nl=False)
         return
     try:
-        with _on_threads(threads, settings.data):
+        with on_threads(threads, settings.data):
             result = training.fit(
                 settings, resume=resume, overwrite=overwrite, progress=not (quiet or as_json)
             )
@@ -125,7 +125,7 @@ def _write_report(result: Any, settings: TrainConfig) -> Path | None:
 
 
 @contextmanager
-def _on_threads(asked: int | None, data: str) -> Iterator[None]:
+def on_threads(asked: int | None, data: str) -> Iterator[None]:
     """Run on so many CPU threads; docs/training.md says why small images get one."""
     import torch
 

@@ -237,11 +237,12 @@ def _stories(solve: _Solve, certified: bool) -> Iterator[SolvedLayer]:
     """One for each image of the batch."""
     layer, given, value = solve.layer, solve.given, solve.solution.value
     gates = _gates(given, value)
-    steps = solve.solution.stats.steps.tolist()
+    seen = len(solve.path)
+    steps = [min(count, seen) for count in solve.solution.stats.steps.tolist()]
     paths = [*(z for z, _ in solve.path), value]
     # Of each image its own iterates (after its end the solver holds its state), the answer last.
-    last = [count - _same(paths[count - 1], value, b) for b, count in enumerate(steps)]
-    rows = [(b, k) for b, count in enumerate(last) for k in [*range(count), len(solve.path)]]
+    last = [k - (k > 0 and _same(paths[k - 1], value, b)) for b, k in enumerate(steps)]
+    rows = [(b, k) for b, count in enumerate(last) for k in [*range(count), seen]]
     states = pytree.tree_map(lambda *z: torch.stack([z[k][b] for b, k in rows]), *paths)
     chosen = [b for b, _ in rows]
     objective: list[float] = []
@@ -330,7 +331,8 @@ def explanation_page(explanations: Sequence[Explanation], model: nn.Module) -> s
         raise ValueError("explanation_page got no explanation.")
     name, count = model_name(model), len(explanations)
     what = f"in {_file(explanations[0])}" if count == 1 else f"in {count} images"
-    title = f"What {name} saw {what}, and why to believe it"
+    proven = any(layer.kind is not None for each in explanations for layer in each.layers)
+    title = f"What {name} saw {what}{', and why to believe it' * proven}"
     body = f"<h1>{html.escape(title)}</h1>" + _overview(explanations)
     for i, each in enumerate(explanations):
         body += _image(i, each, f"image {i + 1} of {count}" if count > 1 else "the answer")
@@ -463,7 +465,8 @@ def layer_charts(layer: SolvedLayer) -> str:
             lines.append(Line("proven: not below", "b", [(k, v) for k, v, _ in proven], dash=True))
         alt = f"{layer.name}: the objective of each step, {layer.objective[-1]:.4g} at the end"
         drawn = chart(lines, alt=alt, xlabel="step", ylabel="objective", band=proven)
-        ends = f"It ends at {layer.objective[-1]:,.4g}".replace("-", "−")
+        at = layer.objective[-1]
+        ends = f"It ends at {f'{at:,.2f}' if abs(at) >= 10 else f'{at:.4g}'}".replace("-", "−")
         if proven and proven[-1][0] == len(points) - 1:
             gap = layer.objective[-1] - proven[-1][1]
             ends += f"; the minimum is at most {small(gap)} lower"

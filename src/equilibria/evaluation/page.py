@@ -100,19 +100,22 @@ def chart(
     if top is None:  # room for one more line where it is near
         low, high = min(low, ticks[1]), max(high, ticks[-2])
     ticks = [t for t in ticks if low - 1e-9 <= t <= high + 1e-9]
-    left, right, upper, lower = 52, 344, 26, 206
-    span = (max(xs) - min(xs)) or 1.0
-
-    def at(x: float, y: float) -> str:
-        y = math.log10(y) if log else y
-        across = left + (right - left) * (x - min(xs)) / span
-        return f"{across:.1f} {lower - (lower - upper) * (y - low) / ((high - low) or 1.0):.1f}"
 
     def named(tick: float) -> str:
         if log:
             power = _minus(round(tick))
             return f'10<tspan dy="-5" font-size="9">{power}</tspan>'
         return f"{100 * tick:.0f}%" if share else _minus(f"{tick:,.6g}")
+
+    # Room for the longest number beside the axis.
+    left = 52 if log else max(52, 12 + 7 * max(len(named(tick)) for tick in ticks))
+    right, upper, lower = 344, 26, 206
+    span = (max(xs) - min(xs)) or 1.0
+
+    def at(x: float, y: float) -> str:
+        y = math.log10(y) if log else y
+        across = left + (right - left) * (x - min(xs)) / span
+        return f"{across:.1f} {lower - (lower - upper) * (y - low) / ((high - low) or 1.0):.1f}"
 
     parts = []
     for tick in ticks:
