@@ -294,7 +294,10 @@ def test_a_phone_has_no_overflow_and_text_has_contrast(
 
 # Every text that is shown, against the backgrounds behind it; WCAG 2 asks for 4.5.
 CONTRAST = """() => {
-  const numbers = c => [...c.match(/[\\d.]+/g).map(Number), 1].slice(0, 4);
+  const numbers = c => {
+    const v = [...c.match(/[\\d.]+/g).map(Number), 1].slice(0, 4);
+    return c.startsWith("color(") ? [...v.slice(0, 3).map(x => 255 * x), v[3]] : v;
+  };
   const over = (top, below) => [0, 1, 2].map(i => top[i] * top[3] + below[i] * (1 - top[3]));
   const light = c => c.slice(0, 3).map(v => v / 255).map(v => v <= 0.03928 ? v / 12.92 :
     ((v + 0.055) / 1.055) ** 2.4).reduce((s, v, i) => s + v * [0.2126, 0.7152, 0.0722][i], 0);

@@ -184,7 +184,7 @@ def _confusion(metrics: ClassificationMetrics, dataset: ImageData) -> str:
     for i, row in enumerate(shares):
         cells += f"<b>{html.escape(names[i])}</b>" if named else ""
         for j, share in enumerate(row):
-            kind = f"{'a' if i == j else 'b'}{' full' if share > 0.5 else ''}" if share else ""
+            kind = ("a" if i == j else "b") if share else ""
             cells += f'<i class="{kind}" style="--s:{100 * share:.0f}%">'
             cells += f"{int(counts[i, j])}</i>" if named and share else "</i>"
     alt = f"Confusion matrix of {k} classes; {percent(metrics.accuracy)} on the diagonal"
