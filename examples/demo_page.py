@@ -1,213 +1,27 @@
 """The page of demo.py: its numbers as one self-contained HTML file. Nothing is computed here.
 
-``page(numbers)`` takes what report.json holds. Charts are inline SVG in the colors of the style
-sheet, so that one file is right in light and in dark; pictures are PNGs inside the page.
+``page(numbers)`` takes what report.json holds.
 """
 
 from __future__ import annotations
 
-import base64
 import html
-import io
 import itertools
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from matplotlib.ticker import MaxNLocator
-from PIL import Image
-
-STYLE = """
-:root{color-scheme:light dark;--page:#faf7f1;--card:#fffdf9;--ink:#23272f;--soft:#5f6672;
---line:#e2dccf;--a:#0f6e66;--b:#b4540a;--c:#6d5aa8;--wash:#e6f1ee;--good:#0f6e66;--bad:#b3261e}
-@media(prefers-color-scheme:dark){:root{--page:#14171b;--card:#1c2026;--ink:#e8e6e0;--soft:#a3a9b3;
---line:#343a43;--a:#5cc9ba;--b:#f0a35e;--c:#b3a2ea;--wash:#18302d;--good:#5cc9ba;--bad:#ff8a80}}
-*{box-sizing:border-box}
-body{margin:0;background:var(--page);color:var(--ink);font:17px/1.6 Georgia,"Iowan Old Style",serif;
-overflow-wrap:anywhere}
-main{max-width:46rem;margin:0 auto;padding:2.5rem 1.1rem 4rem}
-h1{font-size:2rem;line-height:1.2;margin:0 0 1rem}
-h2{font-size:1.4rem;line-height:1.25;margin:0 0 .8rem}
-section{margin-top:3.2rem}
-p{margin:.8rem 0}small,figcaption,.note,table,.chips,.legend,.step,dl,summary,svg,footer{
-font-family:system-ui,-apple-system,"Segoe UI",sans-serif}
-.step{color:var(--a);font-size:.8rem;font-weight:600;letter-spacing:.06em;margin:0 0 .2rem;
-text-transform:uppercase}
-.short{background:var(--wash);border-left:4px solid var(--a);border-radius:.4rem;
-padding:.9rem 1.1rem;margin:1.4rem 0}.short p{margin:.4rem 0}
-.card{background:var(--card);border:1px solid var(--line);border-radius:.7rem;padding:1rem;
-margin:1.2rem 0}
-.two{display:grid;gap:1rem;margin:1.2rem 0}.two .card{margin:0}
-@media(min-width:44rem){.two{grid-template-columns:1fr 1fr}}
-figure{margin:0}figcaption,.note{color:var(--soft);font-size:.85rem;line-height:1.45}
-figcaption{margin-top:.5rem}.card>.note{margin-bottom:0}sup{line-height:0}
-svg{display:block;width:100%;height:auto}figure.card{max-width:34rem;margin-inline:auto}
-svg text{fill:var(--soft);font-size:12px}svg .axis{stroke:var(--line);stroke-width:1}
-svg path,svg circle{fill:none;stroke-width:2;stroke-linejoin:round}
-.a{color:var(--a)}.b{color:var(--b)}.c{color:var(--c)}.s{color:var(--soft)}
-svg .a,svg .b,svg .c,svg .s{stroke:currentColor}svg circle{fill:var(--card)}
-svg .dash{stroke-dasharray:5 4}svg .thin{opacity:.75}
-.legend{display:flex;flex-wrap:wrap;gap:.2rem 1.1rem;font-size:.85rem;margin:.3rem 0 0;padding:0;
-list-style:none}.legend li{color:var(--ink)}.legend i{display:inline-block;width:1.1rem;height:0;
-border-top:3px solid;vertical-align:middle;margin-right:.4rem}.legend .dash{border-top-style:dashed}
-.legend .dot{width:.7rem;height:.7rem;border:2px solid;border-radius:50%}
-.tiles{display:grid;grid-template-columns:repeat(var(--phone),minmax(0,8rem));gap:.8rem;margin:0;
-padding:0;list-style:none}.tiles li{text-align:center;font:.8rem/1.35 system-ui,sans-serif}
-@media(min-width:44rem){.tiles{grid-template-columns:repeat(var(--wide),minmax(0,8rem))}
-td,thead th{padding-inline:.9rem}}
-img{display:block;width:100%;aspect-ratio:1;image-rendering:pixelated;border-radius:.4rem;
-border:1px solid var(--line);margin-bottom:.35rem}
-.hero{display:grid;gap:1.2rem;grid-template-columns:minmax(6rem,9rem) 1fr;align-items:center}
-.bars{display:grid;grid-template-columns:1.2rem 1fr 4rem;gap:.15rem .6rem;align-items:center;
-font:.85rem/1.3 system-ui,sans-serif}.bars b{font-weight:600}
-.bars span:nth-child(3n+2){background:var(--line);border-radius:.3rem;height:.6rem}
-.bars span i{display:block;height:100%;border-radius:.3rem;background:var(--a)}
-.good{color:var(--good)}.bad{color:var(--bad)}
-table{border-collapse:collapse;width:100%;font-size:.88rem;line-height:1.4}
-th,td{border-bottom:1px solid var(--line);padding:.55rem .4rem;text-align:left;vertical-align:top}
-tbody th{font-weight:600}tbody th small{display:block;font-weight:400;color:var(--soft)}
-td,thead th{font-variant-numeric:tabular-nums;white-space:nowrap}
-@media(max-width:30rem){.hero{grid-template-columns:1fr;gap:.4rem}.hero img{width:8rem}
-table{font-size:.8rem}th,td{padding:.5rem .25rem}}
-dl{margin:.6rem 0 0;font-size:.9rem}dt{font-weight:600;margin-top:.6rem}dd{margin:0;
-color:var(--soft)}details{margin:1.2rem 0}summary{cursor:pointer;color:var(--a);font-size:.95rem}
-code{font-size:.85em}footer{margin-top:3rem;color:var(--soft);font-size:.85rem}
-"""
-
-
-@dataclass(frozen=True)
-class Line:
-    """A curve, or dots, in one of the colors a, b, c, s (soft) of the style sheet."""
-
-    name: str
-    color: str
-    points: Sequence[tuple[float, float]]
-    dash: bool = False
-    thin: bool = False
-    dots: bool = False
-
-
-def _small(value: float) -> str:
-    """A number that is easy to read: 0.000008 rather than 7.9e-06."""
-    if value == 0.0:
-        return "0"
-    if abs(value) >= 0.001:
-        return f"{value:.3g}"
-    power = math.floor(math.log10(abs(value)))
-    return f"{value:.{1 - power}f}" if power >= -7 else _ten(value)
-
-
-def _ten(value: float) -> str:
-    power = math.floor(math.log10(abs(value)))
-    return f"{value / 10**power:.1f}\u00a0·\u00a010<sup>{_minus(power)}</sup>"
-
-
-def _minus(value: object) -> str:
-    return str(value).replace("-", "−")
-
-
-def percent(value: float, digits: int = 1) -> str:
-    """A share in percent; never 100% for less than all."""
-    text = f"{100 * value:.{digits}f}%"
-    return f">{100 - 10**-digits:.{digits}f}%" if value < 1 and text.startswith("100") else text
-
-
-def chart(
-    lines: Sequence[Line],
-    *,
-    alt: str,
-    xlabel: str,
-    ylabel: str,
-    log: bool = False,
-    share: bool = False,
-    top: float | None = None,
-) -> str:
-    """Curves on one pair of axes as an inline SVG with a legend; ``share`` prints y in percent."""
-    xs = [x for line in lines for x, _ in line.points]
-    ys = [math.log10(y) if log else y for line in lines for _, y in line.points]
-    low, high = (min(ys), max(ys)) if top is None else (0.0, top)
-    ticks = list(MaxNLocator(nbins=4, integer=log).tick_values(low, high))
-    if top is None:  # room for one more line where it is near
-        low, high = min(low, ticks[1]), max(high, ticks[-2])
-    ticks = [t for t in ticks if low - 1e-9 <= t <= high + 1e-9]
-    left, right, upper, lower = 52, 344, 26, 206
-    span = (max(xs) - min(xs)) or 1.0
-
-    def at(x: float, y: float) -> str:
-        y = math.log10(y) if log else y
-        across = left + (right - left) * (x - min(xs)) / span
-        return f"{across:.1f} {lower - (lower - upper) * (y - low) / ((high - low) or 1.0):.1f}"
-
-    def named(tick: float) -> str:
-        if log:
-            power = _minus(round(tick))
-            return f'10<tspan dy="-5" font-size="9">{power}</tspan>'
-        return f"{100 * tick:.0f}%" if share else _minus(f"{tick:,.6g}")
-
-    parts = []
-    for tick in ticks:
-        y = float(at(min(xs), 10**tick if log else tick).split()[1])
-        parts.append(f'<line class="axis" x1="{left}" x2="{right}" y1="{y}" y2="{y}"/>')
-        parts.append(f'<text x="{left - 7}" y="{y + 4}" text-anchor="end">{named(tick)}</text>')
-    for tick in MaxNLocator(nbins=5, integer=span > 5, steps=[1, 2, 5, 10]).tick_values(
-        min(xs), max(xs)
-    ):
-        if min(xs) - 1e-9 <= tick <= max(xs) + 1e-9:
-            x = left + (right - left) * (tick - min(xs)) / span
-            parts.append(f'<text x="{x:.1f}" y="224" text-anchor="middle">{tick:g}</text>')
-    parts.append(f'<text x="2" y="13">{html.escape(ylabel)}</text>')
-    parts.append(f'<text x="{right}" y="242" text-anchor="end">{html.escape(xlabel)}</text>')
-    for line in lines:
-        kind = f"{line.color}{' dash' * line.dash}{' thin' * line.thin}"
-        if line.dots:
-            for point in line.points:
-                x, y = at(*point).split()
-                parts.append(f'<circle class="{kind}" cx="{x}" cy="{y}" r="4"/>')
-        else:
-            path = "M" + "L".join(at(*point) for point in line.points)
-            parts.append(f'<path class="{kind}" d="{path}"/>')
-    legend = "".join(
-        f'<li><i class="{line.color}{" dash" * line.dash}{" dot" * line.dots}"></i>'
-        f"{html.escape(line.name)}</li>"
-        for line in lines
-        if line.name
-    )
-    title = html.escape(alt)
-    return (
-        f'<svg viewBox="0 0 360 246" role="img" aria-label="{title}">{"".join(parts)}</svg>'
-        f'<ul class="legend">{legend}</ul>'
-    )
-
-
-def picture(shades: list[list[int]], alt: str) -> str:
-    """Ink on paper, 8 × 8; the browser enlarges the pixels."""
-    file = io.BytesIO()
-    image = Image.new("L", (len(shades[0]), len(shades)))
-    image.putdata([255 - shade for row in shades for shade in row])
-    image.save(file, format="PNG")
-    data = base64.b64encode(file.getvalue()).decode()
-    return f'<img alt="{html.escape(alt)}" src="data:image/png;base64,{data}">'
-
-
-def section(name: str, step: str, title: str, body: str) -> str:
-    return (
-        f'<section id="{name}"><p class="step">{step}</p><h2>{html.escape(title)}</h2>'
-        f"{body}</section>"
-    )
-
-
-def figure(image: str, caption: str) -> str:
-    return f'<figure class="card">{image}<figcaption>{caption}</figcaption></figure>'
-
-
-def tiles(items: Sequence[str]) -> str:
-    """Pictures with a line below each: four to a row on a phone, eight at most elsewhere."""
-    count = len(items)
-    phone = 4 if count % 4 == 0 else 3
-    wide = count if count <= 8 else 6
-    listed = "".join(f"<li>{item}</li>" for item in items)
-    return f'<ul class="tiles" style="--phone:{phone};--wide:{wide}">{listed}</ul>'
+from equilibria.evaluation.page import (
+    Line,
+    bars,
+    chart,
+    figure,
+    percent,
+    picture,
+    proof_words,
+    section,
+    shell,
+    small,
+    tiles,
+)
 
 
 def opening(n: dict[str, Any]) -> str:
@@ -217,7 +31,7 @@ def opening(n: dict[str, Any]) -> str:
     proven = all(layer["unique"] for layer in layers)
     proof = (
         "Each problem provably has exactly one answer, and what was computed is within "
-        f"{_small(max(n['error_bounds'].values()))} of it. That is a theorem, checked for these "
+        f"{small(max(n['error_bounds'].values()))} of it. That is a theorem, checked for these "
         "weights and this picture, not a statistic."
         if proven
         else "For this picture it is not proven that there is only one answer."
@@ -257,7 +71,7 @@ def solve(n: dict[str, Any]) -> str:
                 xlabel="step",
                 ylabel="objective",
             ),
-            f"Problem {i + 1}. After {steps} steps all {count} are within {_small(left)} of the "
+            f"Problem {i + 1}. After {steps} steps all {count} are within {small(left)} of the "
             f"minimum, {minimum:,.2f}.".replace("-", "−"),
         )
         seen = [(k, d) for k, d in enumerate(layer["apart"]) if d > 0]
@@ -285,7 +99,7 @@ def solve(n: dict[str, Any]) -> str:
         for before, after in itertools.pairwise(path)
     )
     same = len(set(found["labels"])) == 1
-    ends = " and ".join(_small(layer["apart"][-1]) for layer in layers)
+    ends = " and ".join(small(layer["apart"][-1]) for layer in layers)
     return section(
         "solve",
         "1 · what it solved",
@@ -312,24 +126,11 @@ def proof(n: dict[str, Any]) -> str:
     unique = all(layer["unique"] for layer in layers)
     contracts = all(layer["contraction"] < 1 for layer in layers)
     worst = max(layer["contraction"] for layer in layers)
-    if unique and contracts:
+    kind = "contraction" if unique and contracts else "strong convexity" if unique else "none"
+    words = proof_words(kind, worst)
+    if kind == "contraction":
         words = f"""<p>{n["solve"]["starts"]} runs are evidence, not a proof. Here is the
-proof:</p>
-<div class="short"><p>Take any two states and let both make one step. Afterwards they are closer: at
-most <strong>{percent(worst)}</strong> of the distance is left, wherever they were. The weights of
-the network were kept small enough in training for this, and it was checked again for this
-picture.</p>
-<p>Now suppose that there were two answers. An answer is a state that a step does not move. So a
-step
-would leave the two exactly as far apart as before. But it must bring them closer. So there are no
-two answers: <strong>there is one, and every start leads to it.</strong></p></div>"""
-    elif unique:
-        words = """<div class="short"><p>The objective curves upwards in every direction, like a
-bowl.
-A bowl has one lowest point: <strong>there is one answer.</strong></p></div>"""
-    else:
-        words = """<div class="short"><p>For this picture nothing is proven: there may be several
-answers. Train with smaller weights to exclude it.</p></div>"""
+proof:</p>{words}"""
     rows = ""
     for i, (layer, bound) in enumerate(zip(layers, bounds, strict=True)):
         rows += f"""<dt>Problem {i + 1}: {html.escape(layer["kind"].replace("_", " "))}</dt>
@@ -337,14 +138,14 @@ answers. Train with smaller weights to exclude it.</p></div>"""
 <dd>The objective G curves upwards by at least m = {layer["modulus"]:.4f} and at most
 L = {layer["smoothness"]:.4f} in every direction (its smooth part).</dd>
 <dd>Computed in single precision, the answer z is near the exact z* for the same input: ‖z − z*‖ ≤
-{_small(bound)}.</dd>"""
+{small(bound)}.</dd>"""
     return section(
         "proof",
         "2 · why there is no other answer",
         "One answer, and a proof",
         f"""{words}<p>The same argument says how good the computed answer is. A computer stops after
 finitely many steps and rounds every number. All of that counted, the answers to the
-{len(bounds)} problems are at most {" and ".join(_small(b) for b in bounds)} away from the exact
+{len(bounds)} problems are at most {" and ".join(small(b) for b in bounds)} away from the exact
 ones.</p>
 <details><summary>The same in symbols</summary><dl>{rows}
 <dt>Where this comes from</dt><dd>Each problem is to minimize G(z; x) = f(z) + ½‖z‖² + q(z; x)
@@ -359,9 +160,10 @@ next.</p>""",
 
 def confidence(n: dict[str, Any]) -> str:
     digit, found = n["digit"], n["confidence"]
-    bars = "".join(
-        f"<b>{k}</b><span><i style='width:{100 * p:.2f}%'></i></span><span>{percent(p, 2)}</span>"
-        for k, p in enumerate(digit["probabilities"])
+    chances = bars(
+        ((str(k), p) for k, p in enumerate(digit["probabilities"])),
+        f"Probability of each of the ten digits; {digit['label']} has "
+        f"{percent(digit['probabilities'][digit['label']], 2)}",
     )
     rows = ""
     for group in found["groups"]:
@@ -383,11 +185,7 @@ def confidence(n: dict[str, Any]) -> str:
         "confidence",
         "3 · how sure it is",
         f"“It is a {digit['label']}”, in percent",
-        f"""<div class="card"><div class="bars" role="img" aria-label="Probability of each of the
-ten
-digits; {digit["label"]} has {percent(digit["probabilities"][digit["label"]], 2)}">{
-            bars
-        }</div></div>
+        f"""<div class="card">{chances}</div>
 <p>Such a percentage is worth something only if it is true on average. So count: how often is the
 network right when it says that it is that sure?</p>
 <div class="card"><table><thead><tr><th>it says</th><th>digits</th><th>right</th><th>share</th></tr>
@@ -463,7 +261,7 @@ towards a {found["nearest"]}. {between} Of {found["random_tried"]:,} random chan
             "proof it cannot get below the line.",
         )
         + f"""<p class="note">The first network, which was not made for this, has a proven radius of
-only {_small(found["geq_radius"])} for the same picture. That need not be fragile; it is only what
+only {small(found["geq_radius"])} for the same picture. That need not be fragile; it is only what
 can be
 proven.</p>""",
     )
@@ -604,7 +402,7 @@ def twins(n: dict[str, Any]) -> str:
         row(
             "error at most",
             "distance to the exact answer, worst of 64 digits",
-            given("error_bound", _small),
+            given("error_bound", small),
         ),
         row("training time", "on this machine, in this run", lambda v: f"{v['seconds']:.0f} s"),
     ]
@@ -661,13 +459,7 @@ def page(numbers: dict[str, Any]) -> str:
     body = "".join(
         part(n) for part in (opening, solve, proof, confidence, radius, noise, letters, twins)
     )
-    return f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8">
-<meta name="viewport" content="width=device-width,initial-scale=1">
-<meta name="color-scheme" content="light dark"><title>equilibria: the story of one digit</title>
-<style>{STYLE}</style></head><body><main>{body}
-<footer>Made by <code>make demo</code> in {n["seconds"]:.0f} seconds: equilibria
+    footer = f"""Made by <code>make demo</code> in {n["seconds"]:.0f} seconds: equilibria
 {versions["equilibria"]}, torch {versions["torch"]}, Python {versions["python"]}, seed {n["seed"]},
-test digit {n["digit"]["index"]}. Every number on this page is in report.json beside it.</footer>
-</main></body></html>
-"""
+test digit {n["digit"]["index"]}. Every number on this page is in report.json beside it."""
+    return shell("equilibria: the story of one digit", body, footer)

@@ -399,14 +399,14 @@ def test_the_list_of_commands_says_what_their_own_help_says() -> None:
 def test_small_images_train_on_one_thread_unless_told_otherwise(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from equilibria.cli.train import _on_threads
+    from equilibria.cli.train import on_threads
 
     before = torch.get_num_threads()
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
 
     def used(asked: int | None, data: str) -> int:
-        with _on_threads(asked, data):
+        with on_threads(asked, data):
             return torch.get_num_threads()
 
     assert used(None, "digits") == 1

@@ -44,8 +44,9 @@ def test_the_bar_shows_every_number_in_one_line(
         run(settings, progress=True, callbacks=[SignalAt(2)])
     run(settings, progress=True, resume=tmp_path)
     shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capfd.readouterr().err)
-    numbers = r"loss: \d\.\d+ acc: \d+\.\d% steps: 3\.0 res: \d\.\de-\d\d"
-    bar = r".*\d:\d\d:\d\d" if columns > 110 else ""
+    numbers = r"acc: \d+\.\d% steps: 3\.0 res: \d\.\de-\d\d img/s: \d+ left: 0:\d\d:\d\d"
+    numbers = r"loss: \d\.\d+ " + numbers if columns > 132 else numbers
+    bar = r".*\d:\d\d:\d\d" if columns > 132 else ""
     assert re.search(rf"epoch 1/2 .*\d/6{bar} .*{numbers}", shown)
     assert re.search(rf"epoch 2/2 .*6/6{bar} .*{numbers}", shown)
     assert "stopping after this step" in shown

@@ -28,6 +28,9 @@ COMMANDS = {
     "train": "Train a network. Without options: a small GEQ on the digits, in half a minute.",
     "evaluate": "Accuracy, calibration, solver statistics and certificates on a data set.",
     "predict": "Classify images with a trained network.",
+    "explain": "Explain predictions: image, answer, gates, GradCAM, every solver step, the "
+    "certificate.",
+    "explore": "Draw an image, see its equilibrium form, change kernel, γ, solver and tolerance.",
     "certify": "Is each layer's equilibrium unique, and how far from it is the answer?",
     "bench": "Where the time goes: map, solver, adjoint, rest; steps per sample; and what would "
     "help.",
@@ -114,6 +117,14 @@ def _own(name: str) -> Any:
             from .predict import predict
 
             return predict
+        case "explain":
+            from .explain import explain
+
+            return explain
+        case "explore":
+            from .explore import explore
+
+            return explore
         case "certify":
             from .certify import certify
 

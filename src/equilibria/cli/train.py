@@ -13,7 +13,7 @@ import typer
 
 from equilibria.training.config import TrainConfig
 
-from .console import fail, print_json, print_table, say, stop
+from .console import complain, fail, print_json, print_table, say, stop
 from .flags import from_flags, pairs, with_flags
 from .loading import Json
 
@@ -58,6 +58,9 @@ def train(
             f"{_SMALL} pixels a side and torch's own number for larger ones.",
         ),
     ] = None,
+    report: Annotated[
+        bool, typer.Option(help="Write report.html: curves, mistakes, solver, configuration.")
+    ] = True,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")] = False,
     as_json: Json = False,
     **given: Any,
@@ -65,7 +68,7 @@ def train(
     """Train a network. Without options: a small GEQ on the digits, in half a minute.
 
     The run's folder holds the weights (model.safetensors), the last checkpoint, the history and
-    the resolved configuration. Ctrl-C saves and says how to go on.
+    the resolved configuration, and report.html shows them. Ctrl-C saves and says how to go on.
     """
     from equilibria import training
 
@@ -74,7 +77,7 @@ def train(
         typer.echo(settings.resolved().to_yaml(), nl=False)
         return
     try:
-        with _on_threads(threads, settings.data):
+        with on_threads(threads, settings.data):
             result = training.fit(
                 settings, resume=resume, overwrite=overwrite, progress=not (quiet or as_json)
             )
@@ -92,16 +95,39 @@ def train(
         raise stop(f"{stopped.message}{go_on}") from None
     if training.processes.rank():  # of several processes the first one says it
         return
+    page = _write_report(result, settings) if report else None
     if as_json:
         print_json({"folder": str(result.folder), "metrics": result.metrics})
         return
     rows = [(name, f"{value:.4g}") for name, value in result.metrics.items()]
     print_table("result", "value", rows=rows)
+    if page is not None:
+        say(f"report in {page}")
     say(f"weights in {result.weights}\nnext: {_next(result.folder, settings)}")
 
 
+def _write_report(result: Any, settings: TrainConfig) -> Path | None:
+    """report.html of the run, by its first process; where that fails, a warning and None."""
+    from lightning.pytorch.utilities import rank_zero_only
+
+    from equilibria import data, evaluation
+    from equilibria.training.run_data import load_data
+
+    if getattr(rank_zero_only, "rank", 0):
+        return None
+    try:
+        held = load_data(settings, None, progress=False).valid
+        if held is None:
+            root, size = settings.data_root, settings.image_size
+            held = data.load(settings.data, "test", root=root, image_size=size, progress=False)
+        return evaluation.write_training_report(result.folder, result.model, held)
+    except Exception as error:  # noqa: BLE001 — the training is done, and all its files are written
+        complain("warning:", f"report.html was not written: {error}", "yellow")
+        return None
+
+
 @contextmanager
-def _on_threads(asked: int | None, data: str) -> Iterator[None]:
+def on_threads(asked: int | None, data: str) -> Iterator[None]:
     """Run on so many CPU threads; docs/training.md says why small images get one."""
     import torch
 

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from lightning.pytorch.callbacks import RichProgressBar
 from equilibria.engine.optional import needs
 
 _PAUSE = 0.1  # seconds between two movements of the bar
-_WIDE = 110  # columns that the bar, the time and the numbers need
+_WIDE = 132  # columns that the bar, the time and the numbers need
 _FORMS = {
     "loss": "loss {:.3f}",
     "accuracy": "acc {:.1%}",
@@ -25,6 +26,7 @@ _FORMS = {
     "residual": "res {:.1e}",
     "converged": "conv {:.0%}",
     "failed": "failed {:.1%}",
+    "samples_per_second": "img/s {:.0f}",
 }
 
 
@@ -38,7 +40,8 @@ class Progress:
 
 
 class TrainingBar(RichProgressBar):
-    """Loss, accuracy, solver steps, residual and share converged beside Lightning's bar.
+    """Loss, accuracy, solver steps, residual, share converged, images/s and the time that is left
+    of the run beside Lightning's bar; in a narrow terminal without loss and share.
 
     Where stderr is no terminal only the lines of the epochs are written.
     """
@@ -51,19 +54,31 @@ class TrainingBar(RichProgressBar):
         self.latest: Mapping[str, float] = {}
         self.follow(Progress(), 0)
         self._moved = 0.0
+        self._began, self._done, self._left = 0.0, 0, 0.0
         if not self._lines.is_terminal:
             self.disable()
 
     def get_metrics(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule
     ) -> dict[str, int | str | float | dict[str, float]]:
-        found: dict[str, Any] = dict(part.split(" ") for part in _numbers(self.latest))
-        return found
+        latest = dict(self.latest)
+        if self._narrow():
+            latest = {k: v for k, v in latest.items() if k not in ("loss", "converged")}
+        found: dict[str, Any] = dict(part.split(" ") for part in _numbers(latest))
+        return {**found, "left": str(timedelta(seconds=round(self._left)))} if found else {}
+
+    def _narrow(self) -> bool:
+        return self._lines.width < _WIDE
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *step: Any
     ) -> None:
-        now, last = time.perf_counter(), step[-1] + 1 == self.total_train_batches
+        now, total = time.perf_counter(), int(self.total_train_batches)
+        last, epochs = step[-1] + 1 == total, self._epochs - self._run.epoch - 1
+        self._began = self._began or now  # the first step also warms up
+        rest = total - step[-1] - 1 + max(epochs, 0) * total
+        self._left = (now - self._began) / max(self._done, 1) * rest
+        self._done += 1
         if last or now - self._moved > _PAUSE:  # a movement takes as long as a small step
             self._moved = now
             super().on_train_batch_end(trainer, pl_module, *step)
@@ -71,8 +86,7 @@ class TrainingBar(RichProgressBar):
     def configure_columns(self, trainer: pl.Trainer) -> list[Any]:
         # In a narrow terminal rich would drop the count of batches to make room for the numbers.
         columns = super().configure_columns(trainer)
-        narrow = self._lines.width < _WIDE
-        return [columns[0], columns[2]] if narrow else columns[:-1]
+        return [columns[0], columns[2]] if self._narrow() else columns[:-1]
 
     def follow(self, progress: Progress, epochs: int) -> None:
         """Name the epochs by ``progress``: Lightning counts from that of a resume, and from 0."""

@@ -1,0 +1,65 @@
+"""``equilibria explore``: a local page on which to draw an image and watch it being solved."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from .console import fail, say
+from .loading import Device, device_of, load
+
+
+def explore(
+    weights: Annotated[
+        Path | None,
+        typer.Argument(
+            help="A trained network: model.safetensors, or the folder of a run. Not given: a "
+            "small one for the digits, trained once and kept in the cache."
+        ),
+    ] = None,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: one that is free.")] = 8080,
+    device: Device = None,
+) -> None:
+    """Draw an image, see its equilibrium form, change kernel, γ, solver and tolerance.
+
+    Serves a page on this machine only (127.0.0.1). Ctrl-C ends it.
+    """
+    from equilibria import data, evaluation
+    from equilibria.engine.optional import needs
+
+    with needs("uvicorn", "equilibria explore", extra="explore"):
+        import uvicorn
+    place = _digits() if weights is None else weights
+    model: Any = load(place, device_of(device))
+    examples = None
+    if model.extra.get("data") == "digits":
+        examples = data.load("digits", "test", progress=False)
+    app = evaluation.explorer_app(evaluation.Explorer(model, examples))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
+    with socket.socket() as bound:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            bound.bind(("127.0.0.1", port))
+        except OSError as error:
+            why = f"--port {port}: it cannot be used ({error.strerror})."
+            raise fail(why, "Give another one, or 0 for one that is free.") from None
+        say(f"open http://127.0.0.1:{bound.getsockname()[1]} (Ctrl-C ends it)")
+        server.run(sockets=[bound])
+
+
+def _digits() -> Path:
+    """The run of a small GEQ on the digits, in the cache."""
+    from equilibria import data, training
+
+    from .train import on_threads
+
+    folder = data.cache_dir() / "explore" / "geq_digits"
+    if not (folder / "result.json").exists():
+        say("training a small network on the digits, once; this takes about half a minute")
+        settings = training.TrainConfig(out=str(folder), loggers=())
+        with on_threads(None, settings.data):
+            training.fit(settings, overwrite=True)
+    return folder
