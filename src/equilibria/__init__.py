@@ -188,6 +188,8 @@ def __getattr__(name: str) -> _Any:
             return _import_module("equilibria.evaluation")
         case "models":
             return _import_module("equilibria.models")
+        case "serving":
+            return _import_module("equilibria.serving")
         case "sklearn":
             return _import_module("equilibria.sklearn")
         case "training":
@@ -201,5 +203,5 @@ def __getattr__(name: str) -> _Any:
 
 
 def __dir__() -> list[str]:
-    packages = ["data", "evaluation", "models", "sklearn", "training"]
+    packages = ["data", "evaluation", "models", "serving", "sklearn", "training"]
     return sorted([*__all__, *packages])

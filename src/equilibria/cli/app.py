@@ -28,6 +28,8 @@ COMMANDS = {
     "train": "Train a network. Without options: a small GEQ on the digits, in half a minute.",
     "evaluate": "Accuracy, calibration, solver statistics and certificates on a data set.",
     "predict": "Classify images with a trained network.",
+    "export": "Write a network as a program for other runtimes: torch.export (.pt2) or ONNX.",
+    "serve": "Answer images over HTTP, with limits, batching and metrics.",
     "certify": "Is each layer's equilibrium unique, and how far from it is the answer?",
     "bench": "Where the time goes: map, solver, adjoint, rest; steps per sample; and what would "
     "help.",
@@ -114,6 +116,14 @@ def _own(name: str) -> Any:
             from .predict import predict
 
             return predict
+        case "export":
+            from .export import export
+
+            return export
+        case "serve":
+            from .serve import serve
+
+            return serve
         case "certify":
             from .certify import certify
 

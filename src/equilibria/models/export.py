@@ -1,8 +1,8 @@
 """Networks as programs that run without this library: torch.export (.pt2) and ONNX (.onnx).
 
-The program maps normalized images [B, C, S, S], any B, to logits [B, K]; its metadata say how images
-are normalized and what the classes are called. With early stop it also gives the steps [B] that the
-slowest layer took and whether all layers passed their tolerance [B].
+The program maps normalized images [B, C, S, S], any B, to logits [B, K]; its metadata say how
+images are normalized and what the classes are called. With early stop it also gives the steps [B]
+that the slowest layer took and whether all layers passed their tolerance [B].
 
 In eight bits the parameters of two or more dimensions are q·s as in ``models.save``; the file holds
 q in int8 and one s for each row, and the runtime multiplies them.
@@ -94,8 +94,8 @@ def export(
         steps: the number of steps of every solve, in place of the network's own solvers'
             tolerances. None keeps fixed steps as they are; a solver with a tolerance then needs
             ``early_stop``.
-        early_stop: keep tolerances. Solves run in blocks of eight steps, restarted after each, until
-            every sample has passed (torch's ``while_loop``, ONNX's Loop) or ``max_steps``.
+        early_stop: keep tolerances. Solves run in blocks of eight steps, restarted after each,
+            until every sample has passed or ``max_steps`` (torch's ``while_loop``, ONNX's Loop).
         int8: keep the weights in eight bits (ONNX only).
     """
     place = Path(path)
@@ -214,8 +214,8 @@ def _set_solvers(network: Network, steps: int | None, early_stop: bool) -> int:
             module.solver = own  # type: ignore[assignment]
         elif not (own.fixed_steps or early_stop):
             raise ExportError(
-                f"{name} solves to a tolerance ({type(own).__name__}). Export with a fixed number of "
-                "steps, steps=N (--steps N), or with early_stop=True (--early-stop)."
+                f"{name} solves to a tolerance ({type(own).__name__}). Export with a fixed number "
+                "of steps, steps=N (--steps N), or with early_stop=True (--early-stop)."
             )
         most = max(most, own.max_steps)
     return most
