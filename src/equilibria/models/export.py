@@ -192,8 +192,12 @@ def _frozen(model: Network) -> Network:
     network = network.to("cpu", torch.float32).eval().requires_grad_(False)
     for module in network.modules():
         if parametrize.is_parametrized(module):
-            for name in list(module.parametrizations):  # type: ignore[arg-type]
-                parametrize.remove_parametrizations(module, name, leave_parametrized=True)
+            # Not remove_parametrizations: it changes the class, which the original shares.
+            made = {name: getattr(module, name) for name in module.parametrizations}  # type: ignore[union-attr]
+            module.__class__ = parametrize.type_before_parametrizations(module)
+            del module.parametrizations
+            for name, value in made.items():
+                setattr(module, name, nn.Parameter(value.detach(), requires_grad=False))
     return network
 
 
@@ -211,7 +215,7 @@ def _set_solvers(network: Network, steps: int | None, early_stop: bool) -> int:
             )
         if steps is not None:
             own = dataclasses.replace(own, rtol=0.0, atol=0.0, max_steps=steps)
-            module.solver = own  # type: ignore[assignment]
+            module.solver = own
         elif not (own.fixed_steps or early_stop):
             raise ExportError(
                 f"{name} solves to a tolerance ({type(own).__name__}). Export with a fixed number "
@@ -333,7 +337,7 @@ def load_onnx(path: str | os.PathLike[str], *, threads: int = 0) -> OnnxNetwork:
         about = json.loads(text or "{}")
         if about.get("format") != FORMAT:
             raise ValueError(f"format={about.get('format')!r}, expected {FORMAT!r}")
-        network = OnnxNetwork(session, about)
+        network = OnnxNetwork(session, about).eval()
         _ = network.preprocessing, network.classes
         (given,) = session.get_inputs()
         size = network.preprocessing.size

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 import warnings
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
@@ -280,7 +280,7 @@ async def _images(request: Request, chosen: ServeOptions) -> list[bytes]:
         found = [body] if body else []
     else:
 
-        async def stream() -> AsyncIterator[bytes]:
+        async def stream() -> AsyncGenerator[bytes, None]:
             yield body
 
         parser = MultiPartParser(
