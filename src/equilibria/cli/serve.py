@@ -60,7 +60,7 @@ def serve(
         host=host,
         port=port,
         log_level="warning",
-        timeout_keep_alive=5,
+        timeout_keep_alive=30,
         timeout_graceful_shutdown=30,
         server_header=False,
     )

@@ -109,8 +109,7 @@ def export(
     if steps is not None and early_stop:
         raise ValueError(f"steps={steps} fixes what early_stop=True leaves open: give one of them.")
     network = _frozen(model)
-    most = _set_solvers(network, steps, early_stop)
-    early_stop = early_stop and most > 0
+    most, early_stop = _set_solvers(network, steps, early_stop)
     eight = _quantize(network) if int8 else {}
     about = {
         "format": FORMAT,
@@ -140,7 +139,7 @@ def export(
         except Exception as error:
             raise ExportError(
                 f"{network.config.name} cannot be exported to {kind} by torch {torch.__version__}: "
-                f"{str(error).strip()[:600]}"
+                f"{_cause(error)}"
             ) from error
         run = _runner(kind, data)
         # With early stop the program restarts its solver and the library does not: compared is
@@ -175,7 +174,7 @@ class _Program(nn.Module):
             logits = self.network(images)
         found = [s for each in seen.solutions.values() for s in each]
         steps = torch.stack([s.stats.steps.to(torch.int64) for s in found]).amax(0)
-        passed = torch.stack([s.converged for s in found]).all(0)
+        passed = torch.stack([s.converged for s in found if s.stats.syncs]).all(0)
         return logits, steps, passed
 
 
@@ -201,9 +200,9 @@ def _frozen(model: Network) -> Network:
     return network
 
 
-def _set_solvers(network: Network, steps: int | None, early_stop: bool) -> int:
-    """Give every layer the solver that is exported; the most steps of a solve, 0 without layers."""
-    most = 0
+def _set_solvers(network: Network, steps: int | None, early_stop: bool) -> tuple[int, bool]:
+    """Give every layer its solver; the most steps of a solve (0: no layers), whether any stops."""
+    most, stops = 0, False
     for name, module in network.named_modules():
         own = getattr(module, "solver", None)
         if not isinstance(own, SolverOptions):
@@ -221,8 +220,8 @@ def _set_solvers(network: Network, steps: int | None, early_stop: bool) -> int:
                 f"{name} solves to a tolerance ({type(own).__name__}). Export with a fixed number "
                 "of steps, steps=N (--steps N), or with early_stop=True (--early-stop)."
             )
-        most = max(most, own.max_steps)
-    return most
+        most, stops = max(most, own.max_steps), stops or not own.fixed_steps
+    return most, stops
 
 
 def _quantize(network: Network) -> dict[str, tuple[Tensor, Tensor]]:
@@ -279,11 +278,26 @@ def _onnx(traced: Any, about: Mapping[str, Any], eight: Mapping[str, Any]) -> by
     for entry in list(proto.metadata_props):
         proto.metadata_props.remove(entry)
     proto.metadata_props.add(key=_KEY, value=json.dumps(about))
-    for node in graph.node:  # where in the Python code it comes from: paths of this machine
-        del node.metadata_props[:]
-        node.doc_string = ""
+    _strip(graph)
     data: bytes = proto.SerializeToString()
     return data
+
+
+def _strip(graph: Any) -> None:
+    """Remove where in Python each node comes from: most of the bytes, and paths of this machine."""
+    for node in graph.node:
+        del node.metadata_props[:]
+        node.doc_string = ""
+        for attribute in node.attribute:
+            if attribute.HasField("g"):
+                _strip(attribute.g)
+
+
+def _cause(error: BaseException) -> str:
+    """What torch says at the bottom of its explanations."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return str(error).strip().partition("\n")[0][:400]
 
 
 def _runner(kind: str, data: bytes) -> Any:
