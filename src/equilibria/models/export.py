@@ -312,25 +312,20 @@ def _runner(kind: str, data: bytes) -> Any:
 # ---------------------------------------------------------------------- run an ONNX file
 
 
-def _session(source: str | bytes, threads: int = 0) -> Any:
+def _session(source: str | bytes) -> Any:
     with needs("onnxruntime", "Running an ONNX file", extra="export"):
         import onnxruntime
     options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = threads
     options.log_severity_level = 3
     return onnxruntime.InferenceSession(source, options, providers=["CPUExecutionProvider"])
 
 
-def load_onnx(path: str | os.PathLike[str], *, threads: int = 0) -> OnnxNetwork:
+def load_onnx(path: str | os.PathLike[str]) -> OnnxNetwork:
     """The network in an ONNX file that ``export`` wrote, run by onnxruntime on the CPU.
 
     It classifies as the network that it was made from: ``preprocess``, ``predict``, ``classes``,
     and the evaluation. It has no weights to train and no layers to certify. The graph runs no code
     of its own, but may be of any size: open only files whose origin you know.
-
-    Args:
-        path: the file.
-        threads: threads of an operation; 0 leaves it to onnxruntime.
     """
     place = Path(path)
     if not place.is_file():
@@ -338,7 +333,7 @@ def load_onnx(path: str | os.PathLike[str], *, threads: int = 0) -> OnnxNetwork:
     if place.stat().st_size > _MOST_BYTES:
         raise ModelFileError(f"{place} is larger than {_MOST_BYTES:,} bytes, the limit.")
     try:
-        session = _session(str(place), threads)
+        session = _session(str(place))
         text = session.get_modelmeta().custom_metadata_map.get(_KEY, "")
     except ImportError:
         raise

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from dataclasses import field
 from functools import partial
 from typing import Any
 
@@ -44,22 +45,22 @@ _BODY_SECONDS = 20.0
 _LOG = logging.getLogger(__name__)
 
 
+def _limit(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text, "panel": "Limits"})
+
+
 @options
 class ServeOptions:
     """What a server takes on."""
 
-    max_batch: int = 32
-    """Images that are answered together."""
-    max_bytes: int = 8 * 2**20
-    """Bytes of a request."""
-    max_images: int = 32
-    """Images of a request."""
-    rate: float = 0.0
-    """Requests a second from one address, 0 for any number; twice as many may come at once."""
-    queue: int = 128
-    """Images that wait, and requests whose bodies are read; more are refused (503)."""
-    certify: bool = True
-    """Whether each answer says if its equilibria are unique, and how far from them it is."""
+    max_batch: int = _limit(32, "Images that are answered together.")
+    max_bytes: int = _limit(8 * 2**20, "Bytes of a request.")
+    max_images: int = _limit(32, "Images of a request.")
+    rate: float = _limit(0.0, "Requests a second from one address, with bursts; 0 for any number.")
+    queue: int = _limit(128, "Images that wait, and bodies that are read; more are refused (503).")
+    certify: bool = _limit(
+        True, "Say with each answer whether its equilibria are unique, and how far it is from them."
+    )
 
     def __post_init__(self) -> None:
         for name in ("max_batch", "max_bytes", "max_images", "queue"):
