@@ -37,33 +37,38 @@ def image(size: int, channels: int) -> bytes:
     return file.getvalue()
 
 
-async def load(url: str, body: bytes, in_flight: int, seconds: float) -> dict[str, Any]:
-    """Keep ``in_flight`` requests open; a refused client comes back at once."""
+async def load(port: int, body: bytes, in_flight: int, seconds: float) -> dict[str, Any]:
+    """Keep ``in_flight`` requests open, each on a connection; who is refused comes back at once.
+
+    Plain sockets: a pool of connections would cost more than the server.
+    """
     codes: Counter[int] = Counter()
     times: list[float] = []
     refusals: list[float] = []
     without = 0
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    end = time.perf_counter() + seconds
+    head = f"POST /predict HTTP/1.1\r\nHost: here\r\nContent-Length: {len(body)}\r\n\r\n"
+    began = time.perf_counter()
 
-    async def client(http: httpx.AsyncClient) -> None:
+    async def client() -> None:
         nonlocal without
-        while time.perf_counter() < end:
-            began = time.perf_counter()
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        while (start := time.perf_counter()) < began + seconds:
+            writer.write(head.encode() + body)
             try:
-                answer = await http.post(f"{url}/predict", content=body)
-            except httpx.TransportError:
+                answer = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+                await reader.readexactly(int(answer.split("content-length: ")[1].split()[0]))
+            except (OSError, asyncio.IncompleteReadError):
                 codes[0] += 1
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
                 continue
-            codes[answer.status_code] += 1
-            took = time.perf_counter() - began
-            (times if answer.status_code == 200 else refusals).append(took)
-            without += answer.status_code == 503 and "retry-after" not in answer.headers
+            code = int(answer.split()[1])
+            codes[code] += 1
+            (times if code == 200 else refusals).append(time.perf_counter() - start)
+            without += code == 503 and "retry-after" not in answer
+        writer.close()
 
-    async with httpx.AsyncClient(limits=limits, timeout=120) as http:
-        began = time.perf_counter()
-        await asyncio.gather(*(client(http) for _ in range(in_flight)))
-        took = time.perf_counter() - began
+    await asyncio.gather(*(client() for _ in range(in_flight)))
+    took = time.perf_counter() - began
 
     def at(values: list[float], share: float) -> float | None:
         ranked = sorted(values)
@@ -104,7 +109,7 @@ def run(weights: Path, flags: list[str], levels: list[int], seconds: float) -> d
                 time.sleep(0.2)
         rows = []
         for level in levels:
-            rows.append(asyncio.run(load(url, body, level, seconds)))
+            rows.append(asyncio.run(load(port, body, level, seconds)))
             after = httpx.post(f"{url}/predict", content=body, timeout=120).status_code
             rows[-1]["then"] = after
             print(rows[-1], flush=True)
