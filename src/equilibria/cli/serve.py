@@ -40,5 +40,5 @@ def serve(
     app = create_app(model, options)
     say(f"serving {weights} at http://{host}:{port} (Ctrl-C ends it)")
     quiet: Any = {"log_level": "warning", "server_header": False}
-    seconds = {"timeout_keep_alive": 30, "timeout_graceful_shutdown": 30}
+    seconds: Any = {"timeout_keep_alive": 30, "timeout_graceful_shutdown": 30}
     uvicorn.run(app, host=host, port=port, **quiet, **seconds)
