@@ -202,6 +202,8 @@ def __getattr__(name: str) -> _Any:
             return _import_module("equilibria.evaluation")
         case "models":
             return _import_module("equilibria.models")
+        case "serving":
+            return _import_module("equilibria.serving")
         case "sklearn":
             return _import_module("equilibria.sklearn")
         case "training":
@@ -215,5 +217,5 @@ def __getattr__(name: str) -> _Any:
 
 
 def __dir__() -> list[str]:
-    packages = ["data", "evaluation", "models", "sklearn", "training"]
+    packages = ["data", "evaluation", "models", "serving", "sklearn", "training"]
     return sorted([*__all__, *packages])

@@ -31,6 +31,8 @@ COMMANDS = {
     "explain": "Explain predictions: image, answer, gates, GradCAM, every solver step, the "
     "certificate.",
     "explore": "Draw an image, see its equilibrium form, change kernel, γ, solver and tolerance.",
+    "export": "Write a network as a program for other runtimes: torch.export (.pt2) or ONNX.",
+    "serve": "Answer images over HTTP, with limits, batching and metrics.",
     "certify": "Is each layer's equilibrium unique, and how far from it is the answer?",
     "bench": "Where the time goes: map, solver, adjoint, rest; steps per sample; and what would "
     "help.",
@@ -125,6 +127,14 @@ def _own(name: str) -> Any:
             from .explore import explore
 
             return explore
+        case "export":
+            from .export import export
+
+            return export
+        case "serve":
+            from .serve import serve
+
+            return serve
         case "certify":
             from .certify import certify
 

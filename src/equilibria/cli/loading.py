@@ -16,7 +16,8 @@ from .console import fail
 Weights = Annotated[
     Path,
     typer.Argument(
-        help="A trained network: model.safetensors, or the folder of a run that holds it."
+        help="A trained network: model.safetensors, the folder of a run that holds it, or an "
+        "exported .onnx file."
     ),
 ]
 Device = Annotated[
@@ -65,6 +66,8 @@ def load(path: Path, device: torch.device) -> nn.Module:
             f"{where}.",
             "Give the run folder that `equilibria train` printed, or its model.safetensors.",
         )
+    if file.suffix.lower() == ".onnx":
+        return models.load_onnx(file)
     # Published weights may be stored in half precision; images come in float32.
     return models.load(file, device=str(device), dtype=torch.float32)
 

@@ -9,7 +9,7 @@ import typer
 
 from equilibria.engine import write_json
 
-from .console import fail, print_json, print_table
+from .console import fail, print_json, print_table, say
 from .loading import Batch, Converged, Device, Json, Weights, device_of, load, solver_of
 
 
@@ -20,6 +20,10 @@ def predict(
     batch_size: Batch = 64,
     device: Device = None,
     converged: Converged = None,
+    runtime: Annotated[
+        str | None,
+        typer.Option(help="torch, or onnx for an exported file; by the file's name if not given."),
+    ] = None,
     on_corrupt: Annotated[
         str, typer.Option(help="What to do with a file that is no readable image: raise or skip.")
     ] = "raise",
@@ -39,7 +43,20 @@ def predict(
 
     if on_corrupt not in ("raise", "skip"):
         raise fail(f"--on-corrupt {on_corrupt}: expected raise or skip.")
-    model = load(weights, device_of(device))
+    onnx = weights.suffix.lower() == ".onnx"
+    if runtime not in (None, "onnx" if onnx else "torch"):
+        expected = "an exported .onnx file" if runtime == "onnx" else "a model.safetensors"
+        known = runtime in ("onnx", "torch")
+        raise fail(
+            f"--runtime {runtime}: expected {expected}, got {weights}."
+            if known
+            else f"--runtime {runtime}: expected torch or onnx."
+        )
+    if onnx and (radius or converged is not None):
+        raise fail("--radius and --converged need the layers of a network; an ONNX file has none.")
+    model = load(weights, device_of("cpu" if onnx else device))
+    if onnx and not as_json:
+        say("run by onnxruntime: no residuals and no certificates")
     try:
         answers = evaluation.predict_files(
             model,

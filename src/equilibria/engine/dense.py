@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["inverse_each", "solve_each"]
+__all__ = ["eliminate", "inverse_each", "solve_each"]
 
 
 def _one_by_one(a: Tensor) -> bool:
@@ -37,3 +37,16 @@ def inverse_each(a: Tensor) -> Tensor:
         return torch.stack(parts).view(a.shape)
     inverse: Tensor = torch.linalg.inv_ex(a).inverse
     return inverse
+
+
+def eliminate(a: Tensor, b: Tensor) -> Tensor:
+    """x with Ax = b by Gauss-Jordan without pivots; a [B, n, n] positive definite, b [B, n, 1].
+
+    For a few rows, and where there is no LU: ONNX has none.
+    """
+    both, eye = torch.cat([a, b], dim=2), torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
+    for k in range(a.shape[-1]):
+        row = both.narrow(1, k, 1)
+        # Row k is divided by its pivot, and of the others as much is taken as makes their k-th 0.
+        both = both - (both.narrow(2, k, 1) - eye.narrow(1, k, 1)) * (row / row.narrow(2, k, 1))
+    return both[:, :, -1:]

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch._higher_order_ops.while_loop import while_loop
 
 from .maps import Map
 from .result import Result
@@ -48,6 +49,7 @@ from .tree import (
 
 R = TypeVar("R")
 
+_EXPORTED_BLOCK = 8  # steps between two tests in an exported program
 HEALTH = 16
 """Steps between two looks at divergence, NaN and stagnation."""
 
@@ -76,6 +78,8 @@ def iterate(fn: Map, z0: Leaves, solver: Solver, callback: Callback = None) -> I
     """Solve z = T(z) from z0 by ``solver``."""
     if torch.is_autocast_enabled(z0[0].device.type):
         return in_state_dtype(fn, z0, lambda cast: iterate(cast, z0, solver, callback))
+    if not solver.fixed_steps and torch.compiler.is_exporting():
+        return _run_exported(fn, z0, solver)
     if not solver.fixed_steps:
         return _Run(fn, z0, solver, callback).solve()
     if not (fn.coupled and solver.joins):
@@ -211,6 +215,46 @@ def _run_fixed(fn: Map, z0: Leaves, solver: Solver, callback: Callback) -> Itera
     z = where_sample(finite, z, z0)
     steps = torch.full_like(code, solver.max_steps, dtype=torch.int32)
     return Iterated(z, code, steps, residual, _relative(residual, scale), solver.max_steps, 0)
+
+
+def _run_exported(fn: Map, z0: Leaves, solver: Solver) -> Iterated:
+    """Blocks of fixed steps in one ``while_loop``, until every sample has passed or steps run out.
+
+    For torch.export, which cannot follow a test that the host reads; in ONNX it is a Loop. Each
+    block starts afresh from z, tests each sample at its end, and freezes those that pass.
+    """
+    length = min(_EXPORTED_BLOCK, solver.max_steps)
+    block = replace(solver, rtol=0.0, atol=0.0, max_steps=length)
+    judge = _Judge(fn, z0, solver, None, 0)
+    most = solver.max_steps - length
+
+    def unfinished(steps: Tensor, done: Tensor, *rest: Tensor) -> Tensor:
+        return (~done & (steps <= most)).any()
+
+    def advance(
+        steps: Tensor, done: Tensor, residual: Tensor, scale: Tensor, *z: Tensor
+    ) -> tuple[Tensor, ...]:
+        own = fn.with_args(fn.args)  # a map counts its evaluations: not across the loop
+        reached = _run_fixed(own, list(z), block, None).value
+        point = Point(reached, own(reached))
+        found, size = _judged_norms(own, point)
+        passed = judge.passes(point, found, size)
+        passed = passed.all().expand_as(done) if own.coupled else passed
+        kept = where_sample(done, list(z), reached)
+        return (
+            torch.where(done, steps, steps + length),
+            done | passed,
+            torch.where(done, residual, found),
+            torch.where(done, scale, size),
+            *(x.contiguous() for x in kept),
+        )
+
+    start = [x.contiguous() for x in z0]
+    none = torch.zeros_like(sample_norm(start))
+    state = (none.to(torch.int64), none > 0, none.clone(), none.clone(), *start)
+    steps, done, residual, scale, *z = while_loop(unfinished, advance, state)
+    code = torch.where(done, int(Result.converged), int(Result.max_steps)).to(torch.int8)
+    return Iterated(z, code, steps, residual, _relative(residual, scale), solver.max_steps, 1)
 
 
 def _weighted(leaves: Leaves, norm: Tensor, tolerances: list[float]) -> Tensor:

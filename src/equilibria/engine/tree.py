@@ -39,7 +39,7 @@ def flatten_state(tree: Any, what: str = "z0") -> tuple[Leaves, TreeSpec]:
         if leaf.dim() == 0:
             raise ValueError(f"{name} is a scalar; the batch stands in dim 0, so write it as [1].")
     sizes = [leaf.shape[0] for leaf in leaves]
-    if len(set(sizes)) != 1:
+    if any(size != sizes[0] for size in sizes):  # a traced size has no hash
         raise ValueError(f"the leaves of {what} differ in batch size (dim 0): {sizes}.")
     if sizes[0] == 0:
         raise ValueError(f"{what} has batch size zero: there is nothing to solve.")

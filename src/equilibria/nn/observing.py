@@ -82,7 +82,7 @@ def observe(model: nn.Module) -> Iterator[Observed]:
 
 def report(layer: nn.Module, solution: Solution[Any]) -> None:
     """Called by every layer after its solve."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
         return
     for observer in _OBSERVERS.get():
         observer.add(layer, solution.detach())

@@ -41,14 +41,15 @@ def can_use_winograd(x: Tensor, weight: Tensor) -> bool:
     x [B, C, H, W] in float32 on a CPU and channels-last, H and W multiples of 4, weight 3 × 3.
     Not under torch.func, forward-mode AD, torch.compile or autocast.
     """
+    # First: a compiler would take a test of the sizes below for a limit on them.
+    if torch.compiler.is_compiling() or functorch_active() or transforms_active():
+        return False
     if x.device.type != "cpu" or x.dtype != torch.float32 or weight.dtype != torch.float32:
         return False
     if x.ndim != 4 or tuple(weight.shape[2:]) != (3, 3) or min(weight.shape[:2]) < _NARROWEST:
         return False
     b, _, h, w = x.shape
     if h % 4 or w % 4 or b * h * w < 16 * _LEAST_TILES or x.stride(1) != 1:
-        return False
-    if torch.compiler.is_compiling() or functorch_active() or transforms_active():
         return False
     return not torch.is_autocast_enabled("cpu")
 

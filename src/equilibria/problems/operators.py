@@ -372,7 +372,7 @@ class ConvOperator(LinearOperator):
         """How many strides fit into the padded map beside the kernel, and what is left, an axis."""
         kernel = self.weight.shape[2:]
         axes = zip(in_size, self.padding, kernel, self.stride, strict=True)
-        return [divmod(n + 2 * p - k, s) for n, p, k, s in axes]
+        return [((n + 2 * p - k) // s, (n + 2 * p - k) % s) for n, p, k, s in axes]
 
     def _output_padding(
         self, out_size: Sequence[int], in_shape: Sequence[int] | None

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from equilibria.engine.dense import eliminate
 from equilibria.engine.options import check_number, options
 from equilibria.engine.solver import Point, Solver
 from equilibria.engine.tree import (
@@ -193,5 +194,9 @@ def _balanced(gram: Tensor, ones: Tensor) -> Tensor:
     """
     unit = gram.detach().diagonal(dim1=1, dim2=2).rsqrt().unsqueeze(2)
     right = unit / unit.amax(1, keepdim=True)
-    solution: Tensor = right * torch.linalg.solve_ex(unit * gram * unit.mT, right * ones).result
+    system, given = unit * gram * unit.mT, right * ones
+    if torch.compiler.is_exporting():
+        solution = right * eliminate(system, given)
+    else:
+        solution = right * torch.linalg.solve_ex(system, given).result
     return solution / solution.sum(1, keepdim=True)

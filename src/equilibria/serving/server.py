@@ -1,0 +1,313 @@
+"""The web server: /predict, /health and /metrics, with limits on all that a request can cost.
+
+Images are untrusted. They are decoded by the loader of ``data``, which refuses formats that run
+code and images that claim more than ``MOST_PIXELS``, in two threads, to the size that the network
+takes; only that waits in the queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import warnings
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from equilibria._version import __version__
+from equilibria.data import CorruptImageError
+from equilibria.data.decoding import decode_image
+from equilibria.engine import json_value
+from equilibria.engine.optional import needs
+from equilibria.engine.options import check_number, options
+from equilibria.evaluation import certify_model
+from equilibria.models import Network, OnnxNetwork
+from equilibria.nn import equilibrium_layers
+
+from .batching import Batcher, Busy
+
+with needs("fastapi and python-multipart", "Serving a network", extra="serve"):
+    from fastapi import FastAPI, HTTPException, Request, Response
+    from fastapi.responses import JSONResponse
+    from starlette.formparsers import MultiPartException, MultiPartParser
+with needs("prometheus-client", "Serving a network", extra="serve"):
+    import prometheus_client as prometheus
+
+_CLIENTS = 10_000  # addresses whose rate is remembered
+_BODY_SECONDS = 20.0
+_LOG = logging.getLogger(__name__)
+
+
+def _limit(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text, "panel": "Limits"})
+
+
+@options
+class ServeOptions:
+    """What a server takes on."""
+
+    max_batch: int = _limit(32, "Images that are answered together.")
+    max_bytes: int = _limit(8 * 2**20, "Bytes of a request.")
+    max_images: int = _limit(32, "Images of a request.")
+    rate: float = _limit(0.0, "Requests a second from one address, with bursts; 0 for any number.")
+    queue: int = _limit(128, "Images that wait, and bodies that are read; more are refused (503).")
+    certify: bool = _limit(
+        True, "Say with each answer whether its equilibria are unique, and how far it is from them."
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("max_batch", "max_bytes", "max_images", "queue"):
+            check_number(self, name, low=1, integer=True)
+        check_number(self, "rate", low=0.0)
+
+
+class _Judge:
+    """Pixels, a uint8 [C, S, S] each ↦ an answer each; in one thread."""
+
+    def __init__(self, model: Network, certify: bool) -> None:
+        self.model = model
+        proven = bool(equilibrium_layers(model)) and not isinstance(model, OnnxNetwork)
+        self.certify = certify and proven
+
+    def __call__(self, pixels: list[Tensor]) -> list[dict[str, Any]]:
+        made, doubts = [], []
+        for image in pixels:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                made.append(self.model.preprocess(image, names=["the image"]))
+            doubts.append("; ".join(str(warning.message) for warning in caught) or None)
+        x = torch.cat(made)
+        found = self.model.predict_normalized(x, batch_size=len(x))
+        proofs = self._certificates(x) if self.certify else [None] * len(x)
+        return [
+            {
+                "label": answer.label,
+                "confidence": answer.confidence,
+                "steps": answer.steps,
+                "converged": answer.converged,
+                "certificate": proof,
+                "warning": doubt,
+            }
+            for answer, proof, doubt in zip(found, proofs, doubts, strict=True)
+        ]
+
+    def _certificates(self, x: Tensor) -> list[dict[str, Any] | None]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            parts: Mapping[str, Any] = certify_model(self.model, x)
+        if any(len(part.kinds) != len(x) for part in parts.values()):
+            return [None] * len(x)  # layers that see patches: no certificate an image
+        return [
+            {
+                "unique": all(bool(part.certified[i]) for part in parts.values()),
+                "layers": {
+                    name: {
+                        "guarantee": str(part.kinds[i]),
+                        "error_bound": json_value(float(part.error_bound[i])),
+                    }
+                    for name, part in parts.items()
+                },
+            }
+            for i in range(len(x))
+        ]
+
+    def warm_up(self) -> None:
+        """The first solve and the norms of the weights take long: before the first request."""
+        shape = (self.model.in_channels, *[self.model.preprocessing.size] * 2)
+        self([torch.randint(0, 256, shape, dtype=torch.uint8)])
+
+
+class _Rate:
+    """A bucket of tokens for each address."""
+
+    def __init__(self, rate: float) -> None:
+        self.rate, self.burst = rate, max(1.0, 2 * rate)
+        self.buckets: dict[str, tuple[float, float]] = {}
+
+    def wait(self, who: str) -> float:
+        """0 where a request may pass, else the seconds until it may."""
+        if self.rate == 0.0:
+            return 0.0
+        now = time.monotonic()
+        left, last = self.buckets.pop(who, (self.burst, now))
+        left = min(self.burst, left + self.rate * (now - last))
+        passes = left >= 1.0
+        self.buckets[who] = (left - 1.0 if passes else left, now)  # last in the order of the dict
+        if len(self.buckets) > _CLIENTS:
+            del self.buckets[next(iter(self.buckets))]
+        return 0.0 if passes else (1.0 - left) / self.rate
+
+
+class _Metrics:
+    """What /metrics shows, of this server alone."""
+
+    def __init__(self, batcher: Batcher[Tensor, dict[str, Any]]) -> None:
+        self.registry = prometheus.CollectorRegistry()
+        own: dict[str, Any] = {"namespace": "equilibria", "registry": self.registry}
+        self.requests = prometheus.Counter("requests", "Requests", ["path", "status"], **own)
+        self.seconds = prometheus.Histogram("predict_seconds", "Time of a prediction", **own)
+        self.steps = prometheus.Histogram(
+            "solver_steps", "Solver steps of an image", buckets=[1, 2, 4, 8, 16, 32, 64, 128], **own
+        )
+        sizes = prometheus.Histogram(
+            "batch_size", "Images answered together", buckets=[1, 2, 4, 8, 16, 32, 64, 128], **own
+        )
+        batcher.sizes = sizes.observe
+        prometheus.Gauge("queue_images", "Images that wait", **own).set_function(
+            lambda: len(batcher)
+        )
+
+
+def create_app(model: Network, given: ServeOptions | None = None) -> FastAPI:
+    """The web application that serves ``model``, for uvicorn or another ASGI server.
+
+    * ``POST /predict``: one image as the body, or any number as files of a multipart form; an
+      answer for each.
+    * ``GET /health``: what is served.
+    * ``GET /metrics``: for Prometheus.
+
+    Refusals: 400 not an image, 408 body too slow, 413 too large, 429 too many requests of one
+    address, 503 queue full; 429 and 503 say when to come back (``Retry-After``).
+    """
+    chosen = ServeOptions() if given is None else given
+    if model.task != "classification":
+        raise ValueError(f"{model.config.name} segments images; serve a classification network.")
+    judge = _Judge(model, chosen.certify)
+    rate = _Rate(chosen.rate)
+    decoders = ThreadPoolExecutor(2, thread_name_prefix="decode")
+    held: dict[str, Any] = {"reading": 0}
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        batcher = Batcher[Tensor, dict[str, Any]](judge, chosen.max_batch, chosen.queue)
+        held.update(batcher=batcher, metrics=_Metrics(batcher))
+        await asyncio.get_running_loop().run_in_executor(None, judge.warm_up)
+        worker = asyncio.create_task(batcher.run())
+        yield
+        batcher.close()
+        await worker
+        decoders.shutdown(wait=False, cancel_futures=True)
+
+    app = FastAPI(title="equilibria", version=__version__, lifespan=lifespan, docs_url=None)
+    app.router.redirect_slashes = False
+
+    @app.middleware("http")
+    async def count(request: Request, following: Any) -> Response:
+        began = time.perf_counter()
+        response: Response = await following(request)
+        known = request.url.path in ("/predict", "/health", "/metrics")
+        path = request.url.path if known else "other"
+        metrics: _Metrics = held["metrics"]
+        metrics.requests.labels(path, response.status_code).inc()
+        if path == "/predict" and response.status_code == 200:
+            metrics.seconds.observe(time.perf_counter() - began)
+        return response
+
+    @app.get("/health")
+    async def health() -> dict[str, Any]:
+        waiting = len(held["batcher"])
+        served = {"model": model.config.name, "classes": list(model.classes)}
+        return {"status": "ok", "version": __version__, **served, "waiting": waiting}
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        text = prometheus.generate_latest(held["metrics"].registry)
+        return Response(text, media_type=prometheus.CONTENT_TYPE_LATEST)
+
+    @app.post("/predict")
+    async def predict(request: Request) -> Response:
+        wait = rate.wait(request.client.host if request.client else "")
+        if wait > 0.0:
+            raise _later(429, f"more than {chosen.rate:g} requests a second", wait)
+        batcher: Batcher[Tensor, dict[str, Any]] = held["batcher"]
+        if held["reading"] >= chosen.queue or len(batcher) >= chosen.queue:
+            raise _later(503, "the server is busy", 1.0)
+        held["reading"] += 1
+        try:
+            images = await _images(request, chosen)
+            pixels = await _decoded(images, model, decoders)
+        finally:
+            held["reading"] -= 1
+        try:
+            answers = await batcher.ask(pixels)
+        except Busy as busy:
+            raise _later(503, "the server is busy", busy.seconds) from None
+        except Exception:  # noqa: BLE001  # a batch that fails must not end the server
+            _LOG.exception("a batch failed")
+            raise HTTPException(500, "the network failed on this batch") from None
+        for answer in answers:
+            if answer["steps"] is not None:
+                held["metrics"].steps.observe(answer["steps"])
+        return JSONResponse({"predictions": json_value(answers)})
+
+    return app
+
+
+def _later(status: int, why: str, seconds: float) -> HTTPException:
+    return HTTPException(status, why, {"Retry-After": str(max(1, round(seconds)))})
+
+
+async def _body(request: Request, most: int) -> bytes:
+    """The whole body, refused as soon as it is known to be too large."""
+    refusal = HTTPException(
+        413, f"the request is larger than {most:,} bytes", {"Connection": "close"}
+    )
+    length = request.headers.get("content-length", "0")
+    if not length.isdecimal() or int(length[:20]) > most:
+        raise refusal
+    body = bytearray()
+    try:
+        async with asyncio.timeout(_BODY_SECONDS):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > most:
+                    raise refusal
+    except TimeoutError:
+        raise HTTPException(408, f"the body took more than {_BODY_SECONDS:g} s") from None
+    return bytes(body)
+
+
+async def _images(request: Request, chosen: ServeOptions) -> list[bytes]:
+    """The encoded images of a request: its body, or the files of its form."""
+    body = await _body(request, chosen.max_bytes)
+    if not request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
+        found = [body] if body else []
+    else:
+
+        async def stream() -> AsyncGenerator[bytes, None]:
+            yield body
+
+        parser = MultiPartParser(
+            request.headers, stream(), max_files=chosen.max_images, max_fields=chosen.max_images
+        )
+        try:
+            form = await parser.parse()
+        except (MultiPartException, KeyError, ValueError) as error:
+            why = getattr(error, "message", "") or "it cannot be parsed"
+            raise HTTPException(400, f"multipart form: {why}") from None
+        found = [await part.read() for _, part in form.multi_items() if not isinstance(part, str)]
+        await form.close()
+    if not found:
+        raise HTTPException(400, "no image: send one as the body, or files in a multipart form")
+    return found
+
+
+async def _decoded(
+    images: list[bytes], model: Network, threads: ThreadPoolExecutor
+) -> list[Tensor]:
+    size, loop = model.preprocessing.size, asyncio.get_running_loop()
+    pixels = []
+    for place, data in enumerate(images):
+        decode = partial(decode_image, data, model.in_channels, size)
+        try:
+            pixels.append(await loop.run_in_executor(threads, decode))
+        except CorruptImageError as error:
+            raise HTTPException(400, f"image {place}: {error}") from None
+    return pixels

@@ -1,0 +1,100 @@
+"""``equilibria export``, ``predict --runtime onnx`` and the options of ``serve``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from equilibria import models
+from tests.cli.running import run
+from tests.models.small import make
+from tests.models.test_export import written
+
+
+@pytest.fixture
+def picture(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    pixels = torch.randint(120, 256, (10, 12), dtype=torch.uint8)
+    Image.fromarray(pixels.numpy()).save(tmp_path / "a.png")
+    return tmp_path / "a.png"
+
+
+def test_predict_by_onnxruntime_prints_what_torch_prints(
+    tmp_path: Path, picture: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = written(tmp_path / "m.onnx")
+    assert run("predict", file, picture, "--runtime", "onnx", "--json") == 0
+    (answer,) = json.loads(capsys.readouterr().out)
+    assert answer["labels"][0]["label"] == "z"
+    assert set(answer) == {"labels", "steps", "converged", "radius", "file"}
+    assert answer["steps"] == 6
+    assert answer["converged"] is None
+    assert run("predict", file, picture) == 0
+    shown = capsys.readouterr()
+    assert "6 steps" in shown.out
+    assert "no certificates" in shown.err
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--runtime", "torch"], "--runtime torch: expected a model.safetensors"),
+        (["--runtime", "tflite"], "--runtime tflite: expected torch or onnx"),
+        (["--radius"], "--radius"),
+    ],
+)
+def test_predict_names_what_an_onnx_file_cannot(
+    tmp_path: Path, picture: Path, flags: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("predict", written(tmp_path / "m.onnx"), picture, *flags) == 1
+    assert said in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--out", "a.bin"], "--out a.bin"),
+        (["--out", "a.onnx", "--format", "pt2"], "--format pt2"),
+        (["--out", "nowhere/a.onnx"], "folder does not exist"),
+        (["--out", "a.pt2", "--int8"], "--int8"),
+        (["--out", "a.onnx"], "--steps N"),
+    ],
+)
+def test_export_names_the_option(
+    tmp_path: Path,
+    flags: list[str],
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    file = models.save(make("geq_digits"), tmp_path / "m.safetensors")
+    monkeypatch.chdir(tmp_path)
+    assert run("export", file, *flags) == 1
+    assert said in " ".join(capsys.readouterr().err.split())
+
+
+def test_serve_names_the_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = models.save(make("geq_digits"), tmp_path / "m.safetensors")
+    assert run("serve", file, "--queue", "0") == 1
+    assert "queue=0" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_export_prints_the_difference_and_what_eight_bits_cost(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    small = ("-o", "widths=[8]", "-o", "hidden=8")
+    assert run("train", "--epochs", "1", *small, "--quiet", "--out", folder) == 0
+    capsys.readouterr()
+    out = tmp_path / "m.onnx"
+    flags = ("--steps", "4", "--int8", "--limit", "100", "--json")
+    assert run("export", folder, "--out", out, *flags) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert max(found["difference"].values()) <= 1e-5
+    assert abs(found["accuracy"]["torch"] - found["accuracy"]["exported"]) <= 0.05
+    assert models.load_onnx(out).classes == tuple("0123456789")
