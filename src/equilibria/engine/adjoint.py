@@ -28,7 +28,7 @@ class Watch:
 
 @options
 class Adjoint(ABC):
-    """Final subclasses: Implicit, Phantom, OneStep, Unrolled."""
+    """Final subclasses: Implicit, Phantom, OneStep, Reversible, Unrolled."""
 
     @property
     def plain(self) -> Adjoint:

@@ -154,6 +154,8 @@ class Solver(SolverOptions):
     """A residual below this times the least one so far counts as a fall."""
     accelerated: ClassVar[bool] = False
     """Whether there is no faster solver to recommend."""
+    relaxes: ClassVar[bool] = False
+    """Whether a step is z ← (1 − β)z + βT(z), β the option ``damping``."""
     joins: ClassVar[bool] = True
     """Whether samples that the map couples may be handed to ``step`` as one sample [1, B, ...].
     False where a step looks at the shape of a state."""

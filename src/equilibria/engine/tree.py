@@ -31,13 +31,13 @@ def flatten_state(tree: Any, what: str = "z0") -> tuple[Leaves, TreeSpec]:
         if not isinstance(leaf, Tensor):
             kind = type(leaf).__name__
             raise TypeError(f"{name} is a {kind}; every leaf must be a torch.Tensor.")
+        if leaf.dim() == 0:
+            raise ValueError(f"{name} is a scalar; the batch stands in dim 0, so write it as [1].")
         if not leaf.is_floating_point():
             raise TypeError(
                 f"{name} has dtype {leaf.dtype}; a fixed point needs a floating dtype "
                 "(bfloat16, float16, float32, float64). Convert it with .float() or .double()."
             )
-        if leaf.dim() == 0:
-            raise ValueError(f"{name} is a scalar; the batch stands in dim 0, so write it as [1].")
     sizes = [leaf.shape[0] for leaf in leaves]
     if len(set(sizes)) != 1:
         raise ValueError(f"the leaves of {what} differ in batch size (dim 0): {sizes}.")
