@@ -74,7 +74,7 @@ def test_samples_that_stop_at_their_tolerance_have_their_own_steps() -> None:
     solver = eq.Picard(damping=0.5, rtol=1e-3, block=1)
     sol = eq.fixed_point(tanh_map, z0, (w, x), solver=solver, adjoint=eq.Reversible())
     assert len(set(sol.stats.steps.tolist())) > 1
-    assert int(sol.stats.steps.max()) < 25  # 2²⁵ roundings of 1e-16 are 3e-9
+    assert int(sol.stats.steps.max()) < 30  # 2³⁰ roundings of 1e-16 are 1e-7
     image = tanh_map(sol.value, w, x)
     assert bool(((image - sol.value).norm(dim=1) <= 1.001e-3 * image.norm(dim=1)).all())
     found = torch.autograd.grad(sol.value.sum(), (z0, w, x))
@@ -83,7 +83,7 @@ def test_samples_that_stop_at_their_tolerance_have_their_own_steps() -> None:
     ]
     wanted = torch.autograd.grad(torch.cat(each).sum(), (z0, w, x))
     for a, b in zip(found, wanted, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-9)
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
 
 
 def test_float32_keeps_its_digits_through_many_steps() -> None:
