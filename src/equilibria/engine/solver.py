@@ -98,7 +98,7 @@ class SolverOptions(ABC):
     """Evaluations of the map, at most."""
     block: int | None = None
     """Steps between two tests of convergence; None takes 4 on a GPU and where a sample's state is
-    so small (128 numbers) that a test costs a good part of a step (never of Broyden's), else 1."""
+    so small (512 numbers) that a test costs a good part of a step (never of Broyden's), else 1."""
     compact: bool = False
     """Drop finished samples from the batch once they are more than half of it."""
     divergence: float = 1e4
@@ -142,7 +142,7 @@ class SolverOptions(ABC):
     def block_length(self, z: Leaves) -> int:
         if self.block is not None:
             return self.block
-        small = sum(x[0].numel() for x in z) <= (0 if self.heavy else 128)
+        small = sum(x[0].numel() for x in z) <= (0 if self.heavy else 512)
         return 4 if small or z[0].device.type != "cpu" else 1
 
 
