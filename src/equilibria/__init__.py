@@ -10,7 +10,7 @@ from ._version import __version__
 
 if _TYPE_CHECKING:
     from . import nn
-    from .adjoints import Implicit, OneStep, Phantom, Unrolled
+    from .adjoints import Implicit, OneStep, Phantom, Reversible, Unrolled
     from .certify import Certificate, certify
     from .engine import (
         CG,
@@ -132,6 +132,7 @@ __all__ = [
     "Problem",
     "ProximalGradient",
     "Result",
+    "Reversible",
     "SequentialAveraging",
     "ShiftedNonNegative",
     "Sigmoidal",

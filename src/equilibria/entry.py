@@ -11,6 +11,7 @@ from torch import Tensor
 from .adjoints import Implicit
 from .adjoints.implicit import attach_linear
 from .engine.adjoint import Adjoint
+from .engine.complexes import ComplexState
 from .engine.iterate import Callback, Iterated
 from .engine.krylov import GMRES, LinearSolver
 from .engine.maps import Map
@@ -51,13 +52,14 @@ def fixed_point(
     coupled: bool = False,
     throw: bool = False,
     callback: TrajectoryCallback | None = None,
+    aux: bool = False,
 ) -> Solution[Any]:
     """Solve z = fn(z, *args) from z0, with gradients.
 
     Args:
         fn: The map T. Takes the state and ``args``, returns the state's shape.
-        z0: Where to start: a floating tensor [B, ...] or a tree (tuple, list, dict) of such
-            tensors. To warm-start, give the value of an earlier solution.
+        z0: Where to start: a floating or complex tensor [B, ...] or a tree (tuple, list, dict) of
+            such tensors. To warm-start, give the value of an earlier solution.
         args: A tuple of further arguments (anything else is one argument). Gradients reach them,
             and everything that ``fn`` captures, alike. With ``compact=True`` every tensor among
             them must carry the batch in dim 0.
@@ -70,6 +72,9 @@ def fixed_point(
         throw: Raise ``NotConvergedError`` (which holds the solution) where the default warns.
         callback: Called after each evaluation with (step, z, ‖T(z) − z‖ [B]), for trajectories. It
             must not change z. A callback that reads values makes a GPU solve wait at each step.
+        aux: Say that ``fn`` returns (T(z), aux), aux anything that it computes beside the state.
+            ``Solution.aux`` is that of the value returned: ``fn`` is called once more there, with a
+            graph, so that gradients of a loss of aux are right.
 
     Returns:
         A ``Solution``: ``value`` as z0, ``result`` codes [B], ``stats`` (steps, residual, …).
@@ -82,14 +87,22 @@ def fixed_point(
     solver = _SOLVER if solver is None else solver
     check_ways(solver, adjoint)
     chosen = solver.for_map()
+    whole, view = fn, ComplexState(z0)
+    fn = _without_aux(fn) if aux else fn
+    if view:
+        fn, z0 = view.on_parts(fn), view.real(z0)
     leaves, spec = flatten_state(z0)
     given = args if isinstance(args, tuple) else (args,)
     map_ = Map(fn, given, spec, leaves, coupled=coupled)
-    backward = BackwardStats()
+    backward, beside = BackwardStats(), None
     with uncached(leaves[0]):
-        done = adjoint.run(map_, leaves, chosen, _observer(callback, spec), backward)
+        done = adjoint.run(map_, leaves, chosen, _observer(callback, spec, view), backward)
+        value = view.complex(unflatten(done.value, spec)) if view else unflatten(done.value, spec)
+        if aux:
+            beside = whole(value, *given)[1]
+            done.evaluations += 1
     stats = Stats(done.steps, done.residual, done.relative, done.evaluations, done.syncs, backward)
-    solution: Solution[Any] = Solution(unflatten(done.value, spec), done.result, stats)
+    solution: Solution[Any] = Solution(value, done.result, stats, aux=beside)
     counts = done.counts
     if counts is None and throw:  # fixed steps: running out of them is no failure
         found = solution.counts()
@@ -114,8 +127,8 @@ def root(
     Args:
         f: The function; its value has the structure and the shapes of z. It must be differentiable
             twice by autograd.
-        z0: Where to start: a floating tensor [B, ...] or a tree (tuple, list, dict) of such
-            tensors.
+        z0: Where to start: a floating or complex tensor [B, ...] or a tree (tuple, list, dict) of
+            such tensors.
         args: A tuple of further arguments (anything else is one argument). Gradients reach them,
             and everything that ``f`` captures, alike.
         solver: ``NewtonKrylov()`` if not given.
@@ -147,6 +160,9 @@ def root(
             "root has no rule for torch.func or forward-mode AD; call it outside of the transform, "
             "or write fixed_point(lambda z: z - f(z), z0), which has."
         )
+    view = ComplexState(z0)
+    if view:
+        f, z0 = view.on_parts(f), view.real(z0)
     leaves, spec = flatten_state(z0)
     given = args if isinstance(args, tuple) else (args,)
     map_ = Map(f, given, spec, leaves, coupled=coupled)
@@ -154,7 +170,8 @@ def root(
     with uncached(leaves[0]):
         done = _find_root(map_, leaves, solver, adjoint, backward)
     stats = Stats(done.steps, done.residual, done.relative, done.evaluations, done.syncs, backward)
-    solution: Solution[Any] = Solution(unflatten(done.value, spec), done.result, stats)
+    value = view.complex(unflatten(done.value, spec)) if view else unflatten(done.value, spec)
+    solution: Solution[Any] = Solution(value, done.result, stats)
     _report(done.counts or {}, solution, throw, "root", solver, leaves[0].dtype)
     return solution
 
@@ -189,12 +206,30 @@ def check_ways(solver: object, adjoint: object) -> None:
         raise TypeError(f"adjoint must be an object such as Implicit(), got {adjoint!r}.")
 
 
-def _observer(callback: TrajectoryCallback | None, spec: Any) -> Callback | None:
+def _without_aux(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The state alone of a map that returns (T(z), aux)."""
+
+    def state(z: Any, *args: Any) -> Any:
+        found = fn(z, *args)
+        if not isinstance(found, tuple) or len(found) != 2:
+            raise TypeError(
+                "fixed_point(aux=True): fn must return a tuple (T(z), aux), got "
+                f"{type(found).__name__}."
+            )
+        return found[0]
+
+    return state
+
+
+def _observer(
+    callback: TrajectoryCallback | None, spec: Any, view: ComplexState
+) -> Callback | None:
     if callback is None:
         return None
 
     def observe(step: int, z: Leaves, residual: Tensor) -> None:
-        callback(step, unflatten([x.detach() for x in z], spec), residual)
+        shown = unflatten([x.detach() for x in z], spec)
+        callback(step, view.complex(shown) if view else shown, residual)
 
     return observe
 
@@ -221,7 +256,8 @@ def linear_solve(
     Where A turns out to couple samples, the batch is solved as one system.
 
     ``b`` is a tensor [B, ...] or a tree of them; ``solver`` is ``GMRES()`` (default) or ``CG()``
-    where A is symmetric positive definite. Gradients reach b and what ``matvec`` captures.
+    where A is symmetric (for complex b: Hermitian) positive definite. Gradients reach b and what
+    ``matvec`` captures.
     ``stats.residual`` and ``stats.relative`` hold ‖b − Ax‖ and ‖b − Ax‖/‖b‖ of the x returned (of
     the batch, for each sample, where A couples samples).
     """
@@ -233,6 +269,9 @@ def linear_solve(
             "linear_solve has no rule for torch.func or forward-mode AD; write the system as a "
             "fixed point, fixed_point(lambda x: x + b - A(x), b), which has."
         )
+    view = ComplexState(b)
+    if view:
+        matvec, b, x0 = view.on_parts(matvec), view.real(b), x0 if x0 is None else view.real(x0)
     right, spec = flatten_state(b, "b")
     start: Leaves | None = None
     if x0 is not None:
@@ -253,6 +292,7 @@ def linear_solve(
         norm = sample_norm([norm.unsqueeze(0)]).expand_as(norm)
     residual = done.relative * norm
     stats = Stats(done.steps, residual, done.relative, product.evaluations, done.syncs, backward)
-    solution: Solution[Any] = Solution(unflatten(value, spec), done.result, stats)
+    answer = view.complex(unflatten(value, spec)) if view else unflatten(value, spec)
+    solution: Solution[Any] = Solution(answer, done.result, stats)
     _report(solution.counts(), solution, throw, "linear_solve", solver, right[0].dtype)
     return solution

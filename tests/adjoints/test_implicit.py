@@ -28,6 +28,7 @@ from tests.contracts.adjoint_contract import (
     contraction,
     dense,
     dense_of,
+    draw,
     exact_propagator,
     flat,
     loss_of,
@@ -461,6 +462,55 @@ def test_compile_around_the_solve_breaks_the_graph_and_stays_right(fresh_compile
     torch.testing.assert_close(value, plain, **CLOSE)
     found = torch.autograd.grad(loss_of(value), (weight, x))
     assert_close(found, torch.autograd.grad(loss_of(plain), (weight, x)))
+
+
+FIXED = {"rtol": 0.0, "atol": 0.0, "max_steps": 12}
+SLOW = pytest.mark.slow
+
+
+class _Outer(nn.Module):
+    """A network with an implicit layer in the middle; its map captures a weight and a feature."""
+
+    def __init__(self, solver: Any, adjoint: Any, *, coupled: bool = False) -> None:
+        super().__init__()
+        self.first, self.weight = nn.Linear(3, 4), nn.Parameter(contraction(1, 4, 4))
+        self.solver, self.adjoint, self.coupled = solver, adjoint, coupled
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+
+        def fn(z: Tensor) -> Tensor:
+            mean = 0.3 * z.mean(0, keepdim=True) if self.coupled else 0.0
+            return torch.tanh(z @ self.weight.mT + h + mean)
+
+        how = {"solver": self.solver, "adjoint": self.adjoint, "coupled": self.coupled}
+        return torch.relu(eq.fixed_point(fn, torch.zeros_like(h), **how).value)
+
+
+@pytest.mark.parametrize(
+    ("solver", "back", "coupled"),
+    [
+        (eq.Picard(rtol=0.0, max_steps=3), eq.Picard(rtol=0.0, max_steps=3), False),
+        pytest.param(eq.Picard(**FIXED), eq.GMRES(**FIXED, restart=4), False, marks=SLOW),
+        pytest.param(eq.Picard(**FIXED), eq.GMRES(**FIXED, restart=8), True, marks=SLOW),
+        pytest.param(eq.Anderson(**FIXED), eq.Anderson(**FIXED), False, marks=SLOW),
+    ],
+    ids=["picard", "gmres", "coupled", "anderson"],
+)
+@dynamo_warns
+@pytest.mark.filterwarnings("ignore:the backward solve missed its tolerance")
+def test_an_outer_graph_goes_through_the_layer(
+    fresh_compiler: None, solver: Any, back: Any, coupled: bool
+) -> None:
+    """fullgraph=True around a network: value and gradients are those of the network run eagerly."""
+    net = _Outer(solver, eq.Implicit(solver=back), coupled=coupled).double()
+    x = draw(2, 2, 3).requires_grad_()
+    sources = [x, *net.parameters()]
+    wanted = net(x)
+    plain = torch.autograd.grad(wanted.square().sum(), sources)
+    value = torch.compile(net, fullgraph=True, backend="aot_eager")(x)
+    torch.testing.assert_close(value, wanted, **CLOSE)
+    assert_close(torch.autograd.grad(value.square().sum(), sources), plain)
 
 
 # The peer ------------------------------------------------------------------------------------

@@ -119,7 +119,6 @@ BAD_STATES = [
     (np.zeros((2, 3)), TypeError, "is a ndarray"),
     (torch.zeros(2, 3, dtype=torch.long), TypeError, r"torch.int64.*floating.*\.float\(\)"),
     (torch.zeros(2, 3, dtype=torch.bool), TypeError, "torch.bool"),
-    (torch.zeros(2, 3, dtype=torch.complex64), TypeError, "torch.complex64"),
     ({"a": torch.zeros(2), "b": torch.zeros(2).int()}, TypeError, "leaf 1 of z0 has dtype"),
     (torch.tensor(1.0), ValueError, r"is a scalar.*\[1\]"),
     (torch.zeros(0, 3), ValueError, "batch size zero"),

@@ -32,7 +32,7 @@ from equilibria.engine.transforms import (
 from equilibria.engine.tree import Leaves, add, keep_samples
 
 from .backward import note_backward, solve_adjoint
-from .graph import Substitute, blown_up, clean, has_batch, lend, survey, watch
+from .graph import Substitute, blown_up, clean, has_batch, has_nan, lend, survey, watch
 
 Explicit = Callable[[Leaves, Sequence[Tensor]], Leaves]
 """(leaves of z, dependencies) ↦ leaves of T(z)."""
@@ -79,9 +79,7 @@ def solve_functional(
             "forward over reverse, as torch.func.hessian does (jacfwd of jacrev)."
         )
     # What may hold a row per sample is a dependency too: NaN of failed samples is cleaned there.
-    sources = [
-        t for t in watch(fn, z0) if _tracked(t) or (t.is_floating_point() and has_batch(t, z0[0]))
-    ]
+    sources = [t for t in watch(fn, z0) if _tracked(t) or (has_nan(t) and has_batch(t, z0[0]))]
     explicit = make_explicit(fn, sources, survey(fn.fn).modules)
     how = Backward(rule, backward, len(z0[0]), fn.coupled)
     problem = _Problem(explicit, len(z0), solver, how, callback=callback)

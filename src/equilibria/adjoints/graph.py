@@ -296,9 +296,14 @@ def has_batch(t: Any, failed: Tensor) -> bool:
     return isinstance(t, Tensor) and t.dim() > 0 and t.shape[0] == failed.shape[0]
 
 
+def has_nan(t: Tensor) -> bool:
+    """Whether a tensor of this dtype can hold NaN."""
+    return t.is_floating_point() or t.is_complex()
+
+
 def clean(t: Tensor, failed: Tensor | None) -> Tensor:
     """t with NaN and infinity in the rows of failed samples replaced by zero."""
-    if failed is None or not has_batch(t, failed) or not t.is_floating_point():
+    if failed is None or not has_batch(t, failed) or not has_nan(t):
         return t
     return torch.where(per_sample(failed, t) & ~torch.isfinite(t), 0.0, t)
 
@@ -313,7 +318,7 @@ def lend(t: Tensor, failed: Tensor | None) -> Tensor:
         return t
     first = torch.argmax((~failed).to(torch.int8)).view(1)
     row = t.detach().index_select(0, first)
-    if t.is_floating_point():
+    if has_nan(t):
         row = torch.where(failed.all() & ~torch.isfinite(row), 0.0, row)
     return torch.where(per_sample(failed, t) & (t != row), row, t)
 

@@ -27,11 +27,20 @@ from equilibria.engine.result import BackwardStats
 from equilibria.engine.solver import Solver, SolverOptions
 from equilibria.engine.spectral import pull
 from equilibria.engine.transforms import outside_compile, transforms_active
-from equilibria.engine.tree import Leaves, keep_samples
+from equilibria.engine.tree import Leaves, join_samples, keep_samples, part_samples, subtract
 
 from .backward import note_backward, solve_adjoint
 from .functional import Backward, Explicit, backward_functional, make_explicit, solve_functional
-from .graph import Evaluation, cut_off, evaluate, evaluate_isolated, without_gradient
+from .graph import (
+    Evaluation,
+    blown_up,
+    cleaned,
+    cut_off,
+    evaluate,
+    evaluate_isolated,
+    lend,
+    without_gradient,
+)
 
 
 @dataclass(kw_only=True)
@@ -94,7 +103,8 @@ class Implicit(Adjoint):
     """
 
     solver: LinearSolver | SolverOptions = GMRES()
-    """Backward: GMRES (default), CG where J is symmetric, or any fixed-point solver."""
+    """Backward: GMRES (default), CG where J is symmetric, or any fixed-point solver. With a fixed
+    number of steps (``GMRES(rtol=0, restart=8)``: so many products) torch.compile traces it."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.solver, (LinearSolver, SolverOptions)):
@@ -121,12 +131,67 @@ class Implicit(Adjoint):
 
     def attached(self, fn: Map, done: Iterated, backward: BackwardStats) -> Leaves:
         """The answer of a solve of z = fn(z), however it was found, with its gradient."""
-        return _attach_outside_compile(fn, done, self._own_solver(), backward)
+        solver = self._own_solver()
+        if torch.compiler.is_compiling() and _is_blind(solver):
+            return _attach_compiled(fn, done, solver)
+        return _attach_outside_compile(fn, done, solver, backward)
 
     def _own_solver(self) -> LinearSolver | Solver:
         given = self.solver
         # Auto is Anderson here; a splitting, which refuses plain maps, is taken as it is.
         return given if isinstance(given, (LinearSolver, Solver)) else given.for_map()
+
+
+def _is_blind(solver: LinearSolver | Solver) -> bool:
+    """Whether a backward solve reads no number, so that it can be traced by a compiler."""
+    if isinstance(solver, Solver):
+        return solver.fixed_steps
+    return isinstance(solver, GMRES) and solver.rtol == solver.atol == 0.0
+
+
+def _attach_compiled(fn: Map, done: Iterated, solver: LinearSolver | Solver) -> Leaves:
+    """The same inside torch.compile, which traces T(z*) itself: what T depends on needs not be
+    searched for. Products with Jᵀ are those of T evaluated once more in the backward pass."""
+    failed = blown_up(done.result)
+    part = cleaned(fn, failed)
+    z = [lend(x, failed).detach() for x in done.value]
+
+    def step(*leaves: Tensor) -> tuple[Tensor, ...]:
+        return tuple(part.bare(list(leaves)))
+
+    group = fn.group if fn.coupled else 1
+    found = _CompiledFunction.apply(step, solver, group, len(z), *step(*z), *z)
+    return cut_off(failed, list(found), done.value)
+
+
+class _CompiledFunction(torch.autograd.Function):
+    """(T(z*), z*) ↦ z*; the gradient to T(z*) is u = g + Jᵀu."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, step: Any, solver: Any, group: int, n: int, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.step, ctx.solver, ctx.group = step, solver, group
+        ctx.save_for_backward(*tensors[n:])
+        return tuple(t.view_as(t) for t in tensors[n:])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        z, solver, group = ctx.saved_tensors, ctx.solver, ctx.group
+        pulled = torch.func.vjp(ctx.step, *z)[1]
+
+        def transpose(v: Leaves) -> Leaves:
+            return list(pulled(tuple(v)))
+
+        def joined(v: Leaves) -> Leaves:
+            return subtract(v, join_samples(transpose(part_samples(v)), group))
+
+        if isinstance(solver, GMRES):
+            u = part_samples(solver.solve_blind(joined, join_samples(grads, group)))
+        else:
+            how = {"coupled": group > 1, "group": group}
+            u = solve_adjoint(solver, transpose, list(grads), **how).value
+        return (None, None, None, None, *u, *[None] * len(z))
 
 
 @outside_compile("Implicit reads the autograd graph; compile the map instead")

@@ -14,7 +14,7 @@ from .tree import Leaves
 
 @options
 class Adjoint(ABC):
-    """Final subclasses: Implicit, Phantom, OneStep, Unrolled."""
+    """Final subclasses: Implicit, Phantom, OneStep, Reversible, Unrolled."""
 
     @abstractmethod
     def run(

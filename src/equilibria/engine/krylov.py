@@ -258,6 +258,20 @@ class GMRES(LinearSolver):
         LinearSolver.__post_init__(self)
         check_number(self, "restart", low=1, integer=True)
 
+    def solve_blind(self, matvec: MatVec, b: Leaves) -> Leaves:
+        """One cycle of ``restart`` products without a test: for a compiler, which cannot read."""
+        dtypes, scale = [x.dtype for x in b], _unit(_wide(b))
+        b = scale_samples(1.0 / scale, _wide(b))
+        norm = sample_norm(b)
+        limit = min(self.restart, self.max_steps)
+        cycle = _Cycle(_widened(matvec, dtypes), b, norm, norm == 0, limit)
+        weight = torch.ones_like(norm)
+        for _ in range(limit):
+            weight = cycle.extend(weight)
+        cycle.columns_of = torch.full_like(norm, limit)
+        found = scale_samples(scale, cycle.correction())
+        return [x.to(d) for x, d in zip(found, dtypes, strict=True)]
+
     def run(
         self, matvec: MatVec, b: Leaves, x0: Leaves | None, norm: Tensor, target: Tensor
     ) -> LinearIterated:
@@ -322,7 +336,7 @@ class _Cycle:
     def run(self, target: Tensor, block: int, taken: int) -> None:
         weight = torch.ones_like(self.norm)  # ‖n‖²
         while self.size < self.limit:
-            weight = self._extend(weight)
+            weight = self.extend(weight)
             last = self.size == self.limit
             if not last and (taken + self.size) % block:
                 continue
@@ -341,7 +355,7 @@ class _Cycle:
                 self.all_done = True
                 return
 
-    def _extend(self, weight: Tensor) -> Tensor:
+    def extend(self, weight: Tensor) -> Tensor:
         """One product with A, orthogonalized twice against the basis; returns the new ‖n‖²."""
         w, column = orthogonalized(self.matvec(self.vector), self.basis)
         length = sample_norm(w)

@@ -94,6 +94,11 @@ class Map:
             self._check(z, found)
         return [f if f.dtype == x.dtype else f.to(x.dtype) for f, x in zip(found, z, strict=True)]
 
+    def bare(self, z: Leaves) -> Leaves:
+        """T(z) without a check and without counting, for a compiler that allows no side effect."""
+        found = pytree.tree_leaves(self.fn(unflatten(z, self.spec), *self.args))
+        return [f.to(x.dtype) for f, x in zip(found, z, strict=True)]
+
     def judged(self, surrogate: Surrogate, z: Leaves) -> tuple[Leaves, Leaves]:
         """What z stands for, and its image under the map that is meant."""
         with torch.no_grad():

@@ -8,7 +8,7 @@ import sys
 import warnings
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -120,6 +120,8 @@ class Solution(Generic[V]):
     stats: Stats
     choice: str = ""
     """Which solver ran and why, where it was chosen for the problem (``Auto``)."""
+    aux: Any = None
+    """What the map returned beside T(z) for this value, with ``fixed_point(..., aux=True)``."""
 
     @property
     def converged(self) -> Tensor:
@@ -128,7 +130,8 @@ class Solution(Generic[V]):
 
     def detach(self) -> Solution[V]:
         """The same without a graph."""
-        return replace(self, value=map_tensors(lambda t: t.detach(), self.value))
+        value, aux = map_tensors(lambda t: t.detach(), (self.value, self.aux))
+        return replace(self, value=value, aux=aux)
 
     def counts(self) -> dict[Result, int]:
         """How many samples ended in which way (synchronizes)."""

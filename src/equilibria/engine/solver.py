@@ -98,7 +98,7 @@ class SolverOptions(ABC):
     """Evaluations of the map, at most."""
     block: int | None = None
     """Steps between two tests of convergence; None takes 4 on a GPU and where a sample's state is
-    so small (4,096 numbers) that a test costs as much as a step, else 1."""
+    so small (512 numbers) that a test costs a good part of a step (never of Broyden's), else 1."""
     compact: bool = False
     """Drop finished samples from the batch once they are more than half of it."""
     divergence: float = 1e4
@@ -106,6 +106,9 @@ class SolverOptions(ABC):
     patience: int = 48
     """Steps without a fall of the residual by 1% (of ProximalGradient and splittings, which
     converge slowly but surely: without any fall) that end a sample as stagnated."""
+
+    heavy: ClassVar[bool] = False
+    """Whether a step costs much more than a test, however small the state."""
 
     def __post_init__(self) -> None:
         check_number(self, "rtol", low=0.0, optional=True)
@@ -139,7 +142,7 @@ class SolverOptions(ABC):
     def block_length(self, z: Leaves) -> int:
         if self.block is not None:
             return self.block
-        small = sum(x[0].numel() for x in z) <= 4096
+        small = sum(x[0].numel() for x in z) <= (0 if self.heavy else 512)
         return 4 if small or z[0].device.type != "cpu" else 1
 
 
@@ -151,6 +154,8 @@ class Solver(SolverOptions):
     """A residual below this times the least one so far counts as a fall."""
     accelerated: ClassVar[bool] = False
     """Whether there is no faster solver to recommend."""
+    relaxes: ClassVar[bool] = False
+    """Whether a step is z ← (1 − β)z + βT(z), β the option ``damping``."""
     joins: ClassVar[bool] = True
     """Whether samples that the map couples may be handed to ``step`` as one sample [1, B, ...].
     False where a step looks at the shape of a state."""

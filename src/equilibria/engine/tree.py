@@ -31,13 +31,13 @@ def flatten_state(tree: Any, what: str = "z0") -> tuple[Leaves, TreeSpec]:
         if not isinstance(leaf, Tensor):
             kind = type(leaf).__name__
             raise TypeError(f"{name} is a {kind}; every leaf must be a torch.Tensor.")
+        if leaf.dim() == 0:
+            raise ValueError(f"{name} is a scalar; the batch stands in dim 0, so write it as [1].")
         if not leaf.is_floating_point():
             raise TypeError(
                 f"{name} has dtype {leaf.dtype}; a fixed point needs a floating dtype "
                 "(bfloat16, float16, float32, float64). Convert it with .float() or .double()."
             )
-        if leaf.dim() == 0:
-            raise ValueError(f"{name} is a scalar; the batch stands in dim 0, so write it as [1].")
     sizes = [leaf.shape[0] for leaf in leaves]
     if any(size != sizes[0] for size in sizes):  # a traced size has no hash
         raise ValueError(f"the leaves of {what} differ in batch size (dim 0): {sizes}.")
@@ -154,6 +154,9 @@ def sample_dot(a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:
 
 def _leaf_dot(x: Tensor, y: Tensor) -> Tensor:
     wide = accumulation_dtype(x.dtype)
+    if x.dtype == y.dtype == wide and x.dim() == 2:
+        dot: Tensor = torch.linalg.vecdot(x, y)
+        return dot
     product = x.to(wide) * y.to(wide)
     return product if x.dim() == 1 else product.flatten(1).sum(1)
 
@@ -185,7 +188,8 @@ def subtract(a: Sequence[Tensor], b: Sequence[Tensor]) -> Leaves:
 
 def scale_samples(scale: Tensor, leaves: Sequence[Tensor]) -> Leaves:
     """scale[b]·leaf[b]: computed in the wider of both dtypes, returned in the leaf's."""
-    return [(x * per_sample(scale, x)).to(x.dtype) for x in leaves]
+    found = [x * per_sample(scale, x) for x in leaves]
+    return [y if y.dtype == x.dtype else y.to(x.dtype) for x, y in zip(leaves, found, strict=True)]
 
 
 def where_sample(mask: Tensor, a: Sequence[Tensor], b: Sequence[Tensor]) -> Leaves:
@@ -291,6 +295,18 @@ class History:
                     view.copy_(x)
         self.filled(index)
 
+    def write_scaled(self, index: int, scale: Tensor, leaves: Sequence[Tensor]) -> Leaves:
+        """Put scale[b]·leaf[b] into a slot, and return it."""
+        if self.functional:
+            scaled = scale_samples(scale, leaves)
+            self.write(index, scaled)
+            return scaled
+        kept = self.slot(index)
+        for view, x in zip(kept, leaves, strict=True):
+            torch.mul(x, per_sample(scale, x), out=view)
+        self.filled(index)
+        return kept
+
     def _matrices(self) -> tuple[Leaves, Leaves]:
         """Each leaf's slots as [B, used, N], and transposed."""
         if self.functional:
@@ -323,13 +339,27 @@ class History:
             total = total + _wide_bmm(row, matrix)
         return total
 
-    def combine(self, weights: Tensor) -> Leaves:
-        """Σᵢ weights[:, i]·slot i, shaped as the state; weights [B, used] or [B, 1, used]."""
+    def combine(
+        self,
+        weights: Tensor,
+        onto: Sequence[Tensor] | None = None,
+        *,
+        beta: float = 1.0,
+        alpha: float = 1.0,
+    ) -> Leaves:
+        """β·onto + α·Σᵢ weights[:, i]·slot i, shaped as the state; weights [B, used] or [B, 1,
+        used]; without ``onto`` the sum alone."""
         row = weights if weights.dim() == 3 else weights.unsqueeze(1)
-        return [
-            lay.leaf(torch.bmm(row if row.dtype == h.dtype else row.to(h.dtype), h))
-            for h, lay in zip(self._matrices()[0], self.layouts, strict=True)
-        ]
+        found = []
+        for i, (h, lay) in enumerate(zip(self._matrices()[0], self.layouts, strict=True)):
+            cast = row if row.dtype == h.dtype else row.to(h.dtype)
+            if onto is None:
+                flat = torch.bmm(cast, h)
+            else:
+                start = lay.flat(onto[i]).unsqueeze(1)
+                flat = torch.baddbmm(start, cast, h, beta=beta, alpha=alpha)
+            found.append(lay.leaf(flat))
+        return found
 
     def clear(self) -> None:
         self.used = 0

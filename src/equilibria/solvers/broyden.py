@@ -13,6 +13,7 @@ from equilibria.engine.tree import (
     History,
     Leaves,
     add,
+    quick_norm,
     sample_dot,
     sample_norm,
     scale_samples,
@@ -28,11 +29,11 @@ class BroydenState:
 
     u: History
     v: History
-    valid: Tensor | None  # [B, m]: 0 where a sample was restarted; None before the first step
-    s: Leaves
+    valid: Tensor  # [B, used]: 0 where a sample was restarted after this update
+    one: Tensor  # [B, 1]
+    s: Leaves  # empty before the first step
     g: Leaves
     norm: Tensor  # ‖g‖
-    rank: int
     fresh: Tensor | None = None  # [B]: samples whose H was reset after the step s was taken
 
 
@@ -50,6 +51,7 @@ class Broyden(Solver):
     safeguard: float | None = 1e-3
     """Skip updates that are nearly singular, and restart samples that jump; None: never."""
     accelerated = True
+    heavy = True
 
     def __post_init__(self) -> None:
         Solver.__post_init__(self)
@@ -59,85 +61,96 @@ class Broyden(Solver):
         )
 
     def init(self, z: Leaves) -> BroydenState:
-        norm = torch.zeros(0, device=z[0].device)
-        return BroydenState(History(z, self.memory), History(z, self.memory), None, [], [], norm, 0)
+        none = torch.zeros(0, device=z[0].device)
+        u, v = History(z, self.memory), History(z, self.memory)
+        return BroydenState(u, v, none, none, [], [], none)
 
     def step(self, point: Point, state: BroydenState) -> tuple[Leaves, BroydenState]:
-        g, norm = point.residual, point.residual_norm
-        if state.valid is None:
-            valid = torch.ones(norm.shape[0], self.memory, dtype=norm.dtype, device=norm.device)
-            return point.f, replace(state, valid=valid, s=g, g=g, norm=norm)
-        s, valid = state.s, state.valid
-        if state.rank == self.memory:
+        g, norm, s = point.residual, self._norm(point, state), state.s
+        if not s:
+            one = torch.ones_like(norm).unsqueeze(1)
+            return point.f, replace(state, valid=one[:, :0], one=one, s=g, g=g, norm=norm)
+        valid, fresh = state.valid, state.fresh
+        if state.u.used == self.memory:
             state.u.clear()
             state.v.clear()
-            valid = torch.ones_like(valid)
-            state = replace(state, rank=0, valid=valid)
-        if state.rank == 0:
-            # H = −I, but s may come from another H: form Hy = g_old − g itself.
-            h_g, h_y, v = [-x for x in g], subtract(state.g, g), [-x for x in s]
-        else:
-            usable = valid[:, : state.rank]
-            h_g = subtract(state.u.combine(state.v.dot(g) * usable), g)
-            # s = −H g_old by construction, so that Hy = Hg + s; not so where H was reset since.
-            h_y = add(h_g, s)
-            if state.fresh is not None:
-                h_y = where_sample(state.fresh, subtract(state.g, g), h_y)
-            v = subtract(state.v.combine(state.u.dot(s) * usable), s)
+            valid, fresh = valid[:, :0], None
+        keep = self._kept(point, state, norm)
+        if keep is not None:
+            # H = −I for the others: no earlier update counts, and the step is g.
+            valid = valid * keep.unsqueeze(1)
         # uvᵀ does not depend on the length of s. Taken as 1, neither 1/sᵀHy nor its derivative
         # (sᵀHy)⁻² can overflow, however short the last steps of a solve are.
-        length = sample_norm(without_graph(s))
-        unit = 1.0 / torch.where(length > 0, length, 1.0)
-        s, h_y, v = scale_samples(unit, s), scale_samples(unit, h_y), scale_samples(unit, v)
-        restarted = self._restarted(point, state)
-        inverse = self._safe_inverse(sample_dot(s, h_y), restarted)
-        u = scale_samples(inverse, subtract(s, h_y))
-        step = subtract([-x for x in h_g], scale_samples(sample_dot(v, g), u))
-        if restarted is not None:
-            # H = −I for these samples: the step is g, and no earlier update counts.
-            state = replace(state, valid=_forget(valid, restarted, state.rank))
-            step = where_sample(restarted, g, step)
-        state.u.write(state.rank, u)
-        state.v.write(state.rank, v)
-        state = replace(state, s=step, g=g, norm=norm, rank=state.rank + 1, fresh=None)
-        return add(point.z, step), state
+        length = quick_norm(s) if self._in_units(state) else sample_norm(without_graph(s))
+        unit = length.clamp_min(torch.finfo(length.dtype).tiny).reciprocal()
+        s, rank = scale_samples(unit, s), state.u.used
+        if rank == 0:
+            d, v = g, [-x for x in s]  # d = −Hg, v = Hᵀs
+        else:
+            d = state.u.combine(state.v.dot(g) * valid, g, alpha=-1.0)
+            v = state.v.combine(state.u.dot(s) * valid, s, beta=-1.0)
+        # s = −H g_old by construction, so that e = s − Hy is d; not so where H was reset since.
+        e = d
+        if rank == 0 and state.s is not state.g:
+            e = self._apart(g, state)
+        elif fresh is not None:
+            e = where_sample(fresh, self._apart(g, state), d)
+        s_e = s_d = sample_dot(s, state.u.write_scaled(rank, unit, e))
+        if e is not d:
+            s_d = sample_dot(s, d) * unit
+        s_s = sample_dot(s, s) if state.u.functional else 1.0
+        inverse = self._safe_inverse(s_s - s_e, keep)
+        # H ← H + e vᵀ/sᵀHy, and vᵀg = −sᵀd.
+        state.v.write_scaled(rank, inverse, v)
+        if e is d:
+            step = scale_samples(1.0 + s_d * inverse, d)
+        else:
+            step = add(d, scale_samples(s_d * inverse, e))
+        valid = torch.cat([valid, state.one], 1)
+        return add(point.z, step), replace(state, valid=valid, s=step, g=g, norm=norm, fresh=None)
 
-    def _restarted(self, point: Point, state: BroydenState) -> Tensor | None:
-        """[B]: samples that forget their H, having jumped or having nothing left to gain."""
-        jumped = None if self.safeguard is None else point.residual_norm > 10.0 * state.norm
+    def _in_units(self, state: BroydenState) -> bool:
+        """Whether the driver sees to it that squares of norms are ordinary numbers."""
+        return not (self.fixed_steps or state.u.functional)
+
+    def _norm(self, point: Point, state: BroydenState) -> Tensor:
+        return quick_norm(point.residual) if self._in_units(state) else point.residual_norm
+
+    def _apart(self, g: Leaves, state: BroydenState) -> Leaves:
+        """s − Hy with H = −I."""
+        return add(state.s, subtract(g, state.g))
+
+    def _kept(self, point: Point, state: BroydenState, norm: Tensor) -> Tensor | None:
+        """[B]: samples that keep their H, having neither jumped nor nothing left to gain."""
+        keep = None if self.safeguard is None else norm <= 10.0 * state.norm
         if not state.u.functional:
-            return jumped
-        return point.settled if jumped is None else jumped | point.settled
+            return keep
+        return ~point.settled if keep is None else keep & ~point.settled
 
-    def _safe_inverse(self, denominator: Tensor, restarted: Tensor | None) -> Tensor:
+    def _safe_inverse(self, denominator: Tensor, keep: Tensor | None) -> Tensor:
         """1/sᵀHy for ‖s‖ = 1, zero where the update is to be skipped."""
         usable = denominator.abs() > (self.safeguard or torch.finfo(denominator.dtype).eps)
-        if restarted is not None:
-            usable = usable & ~restarted
-        return torch.where(usable, 1.0 / torch.where(usable, denominator, 1.0), 0.0)
+        if keep is not None:
+            usable = usable & keep
+        return denominator.masked_fill(~usable, torch.inf).reciprocal()
 
     def restart(self, state: BroydenState, stalled: Tensor) -> BroydenState:
-        if state.valid is None:
+        if not state.s:
             return state
         # The slot about to be written stays usable; earlier ones are forgotten.
         fresh = stalled if state.fresh is None else stalled | state.fresh
-        return replace(state, valid=_forget(state.valid, stalled, state.rank), fresh=fresh)
+        return replace(state, valid=state.valid * ~stalled.unsqueeze(1), fresh=fresh)
 
     def take(self, state: BroydenState, index: Tensor) -> BroydenState:
-        if state.valid is None:
+        if not state.s:
             return state
         return BroydenState(
             state.u.take(index),
             state.v.take(index),
             state.valid.index_select(0, index),
+            state.one.index_select(0, index),
             [x.index_select(0, index) for x in state.s],
             [x.index_select(0, index) for x in state.g],
             state.norm.index_select(0, index),
-            state.rank,
             None if state.fresh is None else state.fresh.index_select(0, index),
         )
-
-
-def _forget(valid: Tensor, mask: Tensor, rank: int) -> Tensor:
-    past = torch.arange(valid.shape[1], device=valid.device) < rank
-    return torch.where(mask.unsqueeze(1) & past, 0.0, valid)

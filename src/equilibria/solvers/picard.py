@@ -19,6 +19,7 @@ class Picard(Solver):
 
     damping: float = 1.0
     """β in (0, 1]; 1 is plain iteration."""
+    relaxes = True
 
     def __post_init__(self) -> None:
         Solver.__post_init__(self)
