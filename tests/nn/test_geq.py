@@ -185,39 +185,33 @@ def conv_objective(layer: eq.nn.GEQ, x: Tensor, rule: str) -> Objective:
     return Objective(w, c, lambda r: r[order], back, hidden, gamma)
 
 
-@pytest.mark.parametrize("rule", list(POLICIES))
-@pytest.mark.parametrize("prior", list(PRIORS))
-def test_a_vector_layer_finds_scipys_minimizer(prior: str, rule: str) -> None:
-    torch.manual_seed(3)
-    layer = eq.nn.GEQ(5, 7, in_channels=4, hidden=6, gamma=POLICIES[rule], prior=PRIORS[prior])
-    layer = layer.double().eval()
-    layer.solver = TIGHT
-    x = randn(3, 4, seed=4)
-    z = layer(x).detach().numpy()
-    for i in range(3):
-        objective = vector_objective(layer, x[i], rule)
-        expected = objective.minimize(prior, 0.3 * randn(5, seed=i).numpy())
-        np.testing.assert_allclose(z[i], expected, atol=1e-6)
+CONVOLVED = [
+    ("relu", "mean"),
+    ("relu", "min"),
+    ("box", "fixed"),
+    ("soft", "mean"),
+    ("tanh", "fixed"),
+]
 
 
 @pytest.mark.parametrize(
-    ("prior", "rule"),
-    [("relu", "mean"), ("relu", "min"), ("box", "fixed"), ("soft", "mean"), ("tanh", "fixed")],
+    ("patch", "prior", "rule"),
+    [
+        *((None, prior, rule) for prior in PRIORS for rule in POLICIES),
+        *((eq.Patches(channels=2, size=2), prior, rule) for prior, rule in CONVOLVED),
+    ],
 )
-def test_a_convolutional_layer_finds_scipys_minimizer(prior: str, rule: str) -> None:
+def test_a_layer_finds_scipys_minimizer(patch: Any, prior: str, rule: str) -> None:
     torch.manual_seed(3)
-    patch = eq.Patches(channels=2, size=2)
-    layer = eq.nn.GEQ(
-        3, 4, in_channels=2, patch=patch, hidden=5, gamma=POLICIES[rule], prior=PRIORS[prior]
-    )
-    layer = layer.double().eval()
-    layer.solver = TIGHT
-    x = randn(2, 2, 6, 4, seed=4)
-    z = layer(x).detach().numpy()
-    for i in range(2):
-        objective = conv_objective(layer, x[i], rule)
-        expected = objective.minimize(prior, 0.3 * randn(72, seed=i).numpy())
-        np.testing.assert_allclose(z[i].ravel(), expected, atol=1e-6)
+    sizes = (5, 7, 4) if patch is None else (3, 4, 2)
+    options: dict[str, Any] = {"hidden": 6 if patch is None else 5, "solver": TIGHT, "patch": patch}
+    options |= {"gamma": POLICIES[rule], "prior": PRIORS[prior], "in_channels": sizes[2]}
+    layer = eq.nn.GEQ(*sizes[:2], **options).double().eval()
+    x = randn(3, 4, seed=4) if patch is None else randn(2, 2, 6, 4, seed=4)
+    for i, z in enumerate(layer(x).detach().flatten(1).numpy()):
+        objective = (vector_objective if patch is None else conv_objective)(layer, x[i], rule)
+        expected = objective.minimize(prior, 0.3 * randn(len(z), seed=i).numpy())
+        np.testing.assert_allclose(z, expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("bound", [0.5, 1.2, 1.45])
