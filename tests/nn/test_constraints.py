@@ -199,6 +199,16 @@ def test_autocast_leaves_the_norm_in_full_precision() -> None:
         assert torch.equal(module.weight, expected)
 
 
+def test_meta_device() -> None:
+    with torch.device("meta"):
+        module = constrain(nn.Conv2d(4, 6, 3, padding=1, bias=False), "weight", NormBounded())
+    assert module.weight.is_meta
+    real = module.to_empty(device="cpu")
+    state = constrain(conv().float(), "weight", NormBounded())
+    real.load_state_dict(state.state_dict())
+    assert torch.equal(real.eval().weight, state.eval().weight)
+
+
 # ---------------------------------------------------------------------- specs, errors
 
 

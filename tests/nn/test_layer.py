@@ -27,6 +27,24 @@ def made(**options: Any) -> eq.nn.EquilibriumLayer:
     return eq.nn.EquilibriumLayer(gaussian, W=W, U=U, **options).double()
 
 
+def test_an_l1_norm_in_the_problem() -> None:
+    """z = relu(−∇q(z) − λ) at the answer, written out."""
+    torch.manual_seed(0)
+    layer = eq.nn.EquilibriumLayer(
+        lambda x, W, U: eq.Problem(eq.NonNegative(), eq.Gaussian(W, U(x), gamma=0.5), eq.L1(0.01)),
+        W=nn.Linear(8, 16, bias=False),
+        U=nn.Linear(4, 16),
+    ).double()
+    x = 0.5 * randn(5, 4)
+    layer.W.weight.data.mul_(0.5)
+    assert {name for name, _ in layer.named_parameters()} == {"W.weight", "U.weight", "U.bias"}
+    z = layer.solve(x, solver=TIGHT).value
+    r = layer.U(x) - layer.W(z)
+    message = torch.exp(-0.5 * r.square().sum(1, keepdim=True)) * (r @ layer.W.weight)
+    assert 0 < int((z > 0).sum()) < z.numel()
+    torch.testing.assert_close(z, torch.relu(message - 0.01), rtol=0, atol=1e-10)
+
+
 def test_a_parameter_as_a_part() -> None:
     weight = nn.Parameter(0.1 * torch.randn(5, 4))
     layer = eq.nn.EquilibriumLayer(
