@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
@@ -24,7 +24,6 @@ from tests.contracts.adjoint_contract import (
     assert_close,
     attempt,
     contraction,
-    dense,
     dense_of,
     draw,
     exact_propagator,
@@ -160,24 +159,6 @@ def test_statistics_under_vmap_belong_to_each_sample() -> None:
         assert (relative[i] <= 1e-13).all()
 
 
-def test_gradients_a_sample_of_a_module_by_functional_call() -> None:
-    """The usual recipe: vmap(grad(functional_call)), against a loop of backward passes."""
-    torch.manual_seed(0)
-    layer = nn.Sequential(nn.Linear(3, 4).double(), Layer())
-    with torch.no_grad():
-        layer[1].inner.weight.mul_(0.5)
-    x = draw(95, 5, 3)
-    parameters = {k: v.detach() for k, v in layer.named_parameters()}
-
-    def loss(p: dict[str, Tensor], x: Tensor) -> Tensor:
-        return functional_call(layer, p, (x.unsqueeze(0),)).sin().sum()
-
-    found = vmap(grad(loss), in_dims=(None, 0))(parameters, x)
-    for i in range(5):
-        wanted = torch.autograd.grad(layer(x[i : i + 1]).sin().sum(), tuple(layer.parameters()))
-        assert_close([found[k][i] for k in parameters], wanted)
-
-
 @pytest.mark.parametrize("transform", [jacrev, jacfwd])
 def test_functional_call_around_the_equilibrium(transform: Any) -> None:
     """Parameters given to functional_call, other numbers than the module's own."""
@@ -188,20 +169,6 @@ def test_functional_call_around_the_equilibrium(transform: Any) -> None:
 
     found = transform(run, argnums=(0, 1))(*TANH.parameters)
     assert_close(found, dense_of("tanh").sensitivities())
-
-
-def test_ensemble_of_weights_by_vmap_of_functional_call() -> None:
-    linear = nn.Linear(4, 4, bias=False).double()
-    weights = torch.stack([contraction(96 + i, 4, 4) for i in range(3)])
-    x = TANH.parameters[1]
-
-    def run(w: Tensor) -> Tensor:
-        return solve(
-            lambda z: torch.tanh(functional_call(linear, {"weight": w}, (z,)) + x), TANH.start
-        )
-
-    for w, z in zip(weights, vmap(run)(weights), strict=True):
-        assert_close([z.flatten()], [dense(TANH.fn, TANH.start, (w, x)).z])
 
 
 # Closures ------------------------------------------------------------------------------------

@@ -160,9 +160,3 @@ def test_forward_mode_and_jacobians_of_the_unrolled_form_agree() -> None:
     direction = weights_of_loss(x).view(3, 4)
     pushed = torch.func.jvp(run, (x,), (direction,))[1]
     assert_close([pushed], [torch.tensordot(wanted, direction, 2)])
-
-
-@pytest.mark.parametrize("given", [("steps", 0), ("damping", 0.0), ("form", "series")])
-def test_options_out_of_range_are_errors_that_name_them(given: tuple[str, Any]) -> None:
-    with pytest.raises(ValueError, match=given[0]):
-        eq.Phantom(**dict([given]))

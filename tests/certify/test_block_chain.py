@@ -15,7 +15,7 @@ from torch import Tensor
 
 import equilibria as eq
 from equilibria import L1, Decorrelation, FeatureIncay, SquaredNorm, Tanh
-from equilibria.certify import Guarantee, MapCertificate
+from equilibria.certify import Guarantee
 from equilibria.certify.block_chain import regularizer_factor
 from equilibria.nn import NormBounded
 from equilibria.nn.deep_opteq import DeepOptEq
@@ -80,7 +80,6 @@ def test_the_error_bound_and_its_rounding(kind: str, form: str) -> None:
     for scale in (1.0, 1e-6, 0.0):
         z = exact_state + scale * randn(*exact_state.shape, seed=3)
         found = layer.certify(x, z)
-        assert isinstance(found, MapCertificate)
         assert found.rigorous
         assert found.kind == Guarantee.contraction
         for i in range(2):
@@ -120,7 +119,6 @@ def test_no_two_states_come_apart_faster_than_the_factor(
     a, b = scale * randn(*shape, seed=seed), scale * randn(*shape, seed=seed + 1)
     with torch.no_grad():
         moved = layer.step(a, *c) - layer.step(b, *c)
-    assert isinstance(found.contraction, float)
     assert float(moved.norm()) <= found.contraction * float((a - b).norm()) * (1 + 1e-12)
 
 
@@ -153,29 +151,11 @@ def test_the_factor_and_the_lipschitz_constant_are_reached() -> None:
 def test_the_lipschitz_constant_bounds_the_jacobian(form: str, prior: Any) -> None:
     layer, x = made(form, prior=prior), drawn(form, 1)
     known = layer.certify(x).lipschitz
-    assert known is not None
     jacobian = torch.autograd.functional.jacobian(layer, x)
     steepest = float(torch.linalg.matrix_norm(jacobian.reshape(-1, x.numel()), 2))
     assert steepest <= known
     if form == "dense":
         assert known < 40 * steepest
-
-
-def test_one_block_has_the_constants_of_opteq() -> None:
-    from equilibria.nn import OptEq
-
-    deep = made(mids=(5,), alpha=1.0)
-    twin = OptEq(4, 5, in_channels=3).double().eval()
-    twin.W.load_state_dict(deep.blocks[0].W.state_dict())
-    twin.U.load_state_dict(deep.blocks[0].U.state_dict())
-    x = drawn()
-    ours, theirs = deep.certify(x), eq.certify(twin, x)
-    assert ours.contraction == pytest.approx(theirs.contraction, rel=1e-12)
-    assert ours.lipschitz == pytest.approx(theirs.lipschitz, rel=1e-10)
-    # α does not move the fixed point: the same constant in x, whatever α.
-    for alpha in (0.2, 0.7):
-        relaxed = made(mids=(5,), alpha=alpha)
-        assert relaxed.certify(x).lipschitz == pytest.approx(ours.lipschitz, rel=1e-9)
 
 
 # ---------------------------------------------------------------------- regularizers
@@ -228,7 +208,6 @@ def test_without_a_contraction_it_says_what_is_known(norm: float, text: str) -> 
     assert not found.unique
     assert torch.isinf(found.error_bound).all()
     assert found.lipschitz is None
-    assert found.contraction is not None
     assert found.contraction >= 1.0
     assert text in str(found)
 

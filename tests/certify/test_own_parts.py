@@ -12,17 +12,7 @@ from torch import Tensor
 
 import equilibria as eq
 from equilibria.certify import Guarantee
-from equilibria.problems import (
-    Coupling,
-    Curvature,
-    Free,
-    Linear,
-    LinearOperator,
-    NonNegative,
-    Prior,
-    Problem,
-    Regularizer,
-)
+from equilibria.problems import Coupling, Curvature, LinearOperator, Prior, Regularizer
 from equilibria.problems.norms import UNIT, sum_error
 from tests.problems.test_operators import randn
 
@@ -165,7 +155,7 @@ class Pull(Regularizer):
 D = torch.tensor([-0.5, 0.2, 1.5, 3.0], dtype=torch.float64)
 
 
-def certified(problem: Problem, exact: Tensor) -> Any:
+def certified(problem: eq.Problem, exact: Tensor) -> Any:
     """The certificate of a z nearby, its error bound checked against the exact minimizer."""
     near = exact + 1e-4 * randn(*exact.shape)
     found = eq.certify(problem, z=problem.into_domain(near))
@@ -176,7 +166,9 @@ def certified(problem: Problem, exact: Tensor) -> Any:
 
 def test_a_kernel_with_all_its_bounds_is_certified() -> None:
     c = randn(5, 4)
-    found = certified(Problem(NonNegative(), Stated(Diagonal(D), c)), (c / (1 + D)).clamp_min(0.0))
+    found = certified(
+        eq.Problem(eq.NonNegative(), Stated(Diagonal(D), c)), (c / (1 + D)).clamp_min(0.0)
+    )
     assert found.rigorous
     assert found.kind is Guarantee.strong_convexity
     assert found.unique
@@ -192,16 +184,18 @@ def test_what_a_kernel_does_not_state_is_not_claimed() -> None:
     c = randn(5, 4).float().double()
     exact = (c / (1 + D.float().double())).clamp_min(0.0)
     # The numbers of a float32 problem are certified as they are.
-    single = eq.certify(Problem(NonNegative(), Quadratic(Diagonal(D.float()), c.float())), z=exact)
+    single = eq.certify(
+        eq.Problem(eq.NonNegative(), Quadratic(Diagonal(D.float()), c.float())), z=exact
+    )
     assert float(single.residual.max()) < 1e-15
-    found = certified(Problem(NonNegative(), Quadratic(Diagonal(D), c)), exact)
+    found = certified(eq.Problem(eq.NonNegative(), Quadratic(Diagonal(D), c)), exact)
     assert not found.rigorous
     assert "estimate" in str(found)
     assert found.lipschitz is None
     assert found.lipschitz_local is None
     assert "Quadratic" in found.lipschitz_note
     # Not convex and with an unknown change of the Hessian: nothing is proven near z either.
-    bent = Problem(NonNegative(), Quadratic(Diagonal(D - 1.0), c))
+    bent = eq.Problem(eq.NonNegative(), Quadratic(Diagonal(D - 1.0), c))
     assert eq.certify(bent, z=torch.zeros_like(c)).kind is Guarantee.none
 
 
@@ -209,7 +203,7 @@ def test_what_a_kernel_does_not_state_is_not_claimed() -> None:
 def test_an_operator_states_its_magnitude(kind: type[Diagonal]) -> None:
     c = randn(5, 4)
     half = 0.5 * D / D.abs().max()
-    found = certified(Problem(Free(), Linear(kind(half), c)), c / (1 - half**2))
+    found = certified(eq.Problem(eq.Free(), eq.Linear(kind(half), c)), c / (1 - half**2))
     assert found.rigorous is (kind is Diagonal)
     assert found.unique
 
@@ -224,7 +218,7 @@ class Unstated(AtLeast):
 def test_a_prior_and_a_regularizer_state_theirs(prior: type[AtLeast]) -> None:
     c = randn(5, 4)
     exact = ((c - 1.0) / (1 + D)).clamp_min(-0.25)
-    found = certified(Problem(prior(-0.25), Stated(Diagonal(D), c), Pull()), exact)
+    found = certified(eq.Problem(prior(-0.25), Stated(Diagonal(D), c), Pull()), exact)
     assert found.rigorous is (prior is AtLeast)
     assert found.unique
     layer = eq.nn.MonotoneDEQ(4, prior=prior(-0.25), solver=eq.Picard(max_steps=3))

@@ -13,30 +13,18 @@ import pytest
 import torch
 from torch import Tensor
 
+import equilibria as eq
 from equilibria.certify.rounding import residual_rounding, subgradient_rounding
-from equilibria.problems.gaussian import Gaussian
-from equilibria.problems.kernels import Activated, Coupling, Linear, Polynomial, Sigmoidal
+from equilibria.problems.kernels import Activated, Coupling
 from equilibria.problems.operators import (
     ConvOperator,
     DenseOperator,
     SeparableConvOperator,
     TransposedOperator,
 )
-from equilibria.problems.patches import Patches
-from equilibria.problems.priors import (
-    Box,
-    Free,
-    LeakyNonNegative,
-    Logistic,
-    NonNegative,
-    ShiftedNonNegative,
-    Softplus,
-    SoftThreshold,
-    Tanh,
-    WithL1,
-)
-from equilibria.problems.problem import Problem
-from equilibria.problems.regularizers import L1, FeatureIncay, Regularizer, SquaredNorm
+from equilibria.problems.priors import WithL1
+from equilibria.problems.regularizers import Regularizer
+from tests import oracles
 from tests.problems.test_operators import conv_matrix, randn
 from tests.problems.test_patches import rows_by_loops
 
@@ -44,25 +32,8 @@ Long = np.longdouble
 needs_long = pytest.mark.skipif(np.finfo(Long).nmant < 63, reason="longdouble is no wider here")
 
 PROXES = {
-    "relu": (NonNegative(), lambda v, t: np.maximum(v, 0)),
-    "box": (Box(-0.3, 0.8), lambda v, t: np.clip(v, Long(-0.3), Long(0.8))),
-    "soft": (
-        SoftThreshold(0.2),
-        lambda v, t: np.sign(v) * np.maximum(np.abs(v) - t * Long(0.2), 0),
-    ),
-    "shifted": (ShiftedNonNegative(0.1), lambda v, t: np.maximum(v - t * Long(0.1), 0)),
-    "leaky": (
-        LeakyNonNegative(0.1),
-        lambda v, t: np.where(v >= 0, v, v * Long(0.1) / (Long(0.1) + t * (1 - Long(0.1)))),
-    ),
-    "identity": (Free(), lambda v, t: v),
-    "with_l1": (
-        WithL1(NonNegative(), 0.2),
-        lambda v, t: np.maximum(v - t * Long(0.2), 0),
-    ),
-    "tanh": (Tanh(), lambda v, t: np.tanh(v)),
-    "logistic": (Logistic(), lambda v, t: 1 / (1 + np.exp(-v))),
-    "softplus": (Softplus(), lambda v, t: np.logaddexp(Long(0), v)),
+    **oracles.PROXES,
+    "with_l1": (WithL1(eq.NonNegative(), 0.2), lambda v, t: np.maximum(v - t * Long(0.2), 0)),
 }
 
 
@@ -70,7 +41,7 @@ def wide(t: Tensor) -> np.ndarray:
     return t.detach().numpy().astype(Long)
 
 
-def gaussian_force(q: Gaussian, matrix: np.ndarray, z: Tensor) -> np.ndarray:
+def gaussian_force(q: eq.Gaussian, matrix: np.ndarray, z: Tensor) -> np.ndarray:
     """−∇q in longdouble. matrix: W, dense."""
     w = matrix.astype(Long)
     r = wide(q.c).reshape(len(z), -1) - wide(z).reshape(len(z), -1) @ w.T
@@ -90,12 +61,12 @@ def gaussian_force(q: Gaussian, matrix: np.ndarray, z: Tensor) -> np.ndarray:
     return merged @ w
 
 
-def make_gaussian(kind: str, scale: float, gamma: float) -> tuple[Gaussian, np.ndarray, tuple]:
+def make_gaussian(kind: str, scale: float, gamma: float) -> tuple[eq.Gaussian, np.ndarray, tuple]:
     if kind == "dense":
         weight, hidden = randn(7, 5, seed=1), randn(7, 4, seed=2)
         c = randn(6, 7, seed=3) * scale
-        return Gaussian(weight, c, gamma, hidden=hidden), weight.numpy(), (5,)
-    patches, c = Patches(channels=2, size=2), randn(6, 4, 4, 4, seed=3) * scale
+        return eq.Gaussian(weight, c, gamma, hidden=hidden), weight.numpy(), (5,)
+    patches, c = eq.Patches(channels=2, size=2), randn(6, 4, 4, 4, seed=3) * scale
     hidden = randn(8, 5, seed=2) * 0.4
     if kind == "conv":
         weight = randn(4, 2, 3, 3, seed=1) * 0.4
@@ -107,10 +78,10 @@ def make_gaussian(kind: str, scale: float, gamma: float) -> tuple[Gaussian, np.n
         matrix = conv_matrix(point, 4, 4).astype(Long) @ conv_matrix(
             depth, 4, 4, padding=1, groups=2
         ).astype(Long)
-    return Gaussian(operator, c, gamma, patches=patches, hidden=hidden), matrix, (2, 4, 4)
+    return eq.Gaussian(operator, c, gamma, patches=patches, hidden=hidden), matrix, (2, 4, 4)
 
 
-def check(problem: Problem, z: Tensor, force: np.ndarray, prox, tau: float = 1.0) -> float:
+def check(problem: eq.Problem, z: Tensor, force: np.ndarray, prox, tau: float = 1.0) -> float:
     """Assert that the bound holds; how much of it the true error used at most."""
     image = problem.step(z, tau)
     bound, derived = residual_rounding(problem, z, image, tau)
@@ -140,9 +111,9 @@ def test_gaussian_residuals_are_within_the_bound(kind: str, name: str) -> None:
         for seed in range(4):
             z = randn(6, *state, seed=seed) * scale
             force = gaussian_force(q, matrix, z)
-            used.append(check(Problem(prior, q), z, force, prox))
+            used.append(check(eq.Problem(prior, q), z, force, prox))
             if name not in ("tanh", "logistic", "softplus"):
-                used.append(check(Problem(prior, q), z, force, prox, tau=0.37))
+                used.append(check(eq.Problem(prior, q), z, force, prox, tau=0.37))
     assert max(used) > 1e-4  # loose by less than four digits in the worst case
 
 
@@ -158,46 +129,46 @@ def test_other_couplings_are_within_the_bound(name: str) -> None:
         t = (cl * zl).sum(1, keepdims=True)
         gram = zl @ big.T @ big
         cases: list[tuple[Coupling, np.ndarray]] = [
-            (Linear(w, c), gram + cl),
-            (Linear(TransposedOperator(DenseOperator(w.T.contiguous())), c), gram + cl),
-            (Sigmoidal(w, c), gram + cl / np.cosh(t) ** 2),
-            (Polynomial(w, c, degree=2), gram + 2 * (1 + t) * cl),
-            (Polynomial(w, c, degree=3), gram + 3 * (1 + t) ** 2 * cl),
+            (eq.Linear(w, c), gram + cl),
+            (eq.Linear(TransposedOperator(DenseOperator(w.T.contiguous())), c), gram + cl),
+            (eq.Sigmoidal(w, c), gram + cl / np.cosh(t) ** 2),
+            (eq.Polynomial(w, c, degree=2), gram + 2 * (1 + t) * cl),
+            (eq.Polynomial(w, c, degree=3), gram + 3 * (1 + t) ** 2 * cl),
         ]
         for q, force in cases:
-            check(Problem(prior, q), z, force, prox)
+            check(eq.Problem(prior, q), z, force, prox)
         before = zl @ big.T + wide(randn(8, 6, seed=4)) * 1
         inner = Activated(w, randn(8, 6, seed=4), prior, nu=1.7)
         force = prox(before, Long(1)) @ big / Long(1.7)
-        check(Problem(Free(), inner), z, force, lambda v, t: v)
+        check(eq.Problem(eq.Free(), inner), z, force, lambda v, t: v)
 
 
 @needs_long
 @pytest.mark.parametrize(
     ("regularizer", "form"),
     [
-        (SquaredNorm(0.3), "gradient"),
-        (SquaredNorm(0.3), "prox"),
-        (FeatureIncay(0.5, 0.7), "gradient"),
-        (L1(0.2), "prox"),
-        (L1(0.2), "gradient"),
+        (eq.SquaredNorm(0.3), "gradient"),
+        (eq.SquaredNorm(0.3), "prox"),
+        (eq.FeatureIncay(0.5, 0.7), "gradient"),
+        (eq.L1(0.2), "prox"),
+        (eq.L1(0.2), "gradient"),
     ],
 )
 def test_regularizers_are_within_the_bound(regularizer: Regularizer, form: str) -> None:
     q, matrix, state = make_gaussian("dense", 1.0, 0.5)
     z = randn(6, *state, seed=9)
     zl, prox = wide(z), PROXES["relu"][1]
-    if isinstance(regularizer, SquaredNorm):
+    if isinstance(regularizer, eq.SquaredNorm):
         w = Long(0.3)
         extra = w * zl if form == "gradient" else zl - zl / (1 + w)
-    elif isinstance(regularizer, FeatureIncay):
+    elif isinstance(regularizer, eq.FeatureIncay):
         size = np.square(zl).sum(1, keepdims=True) + 2 * Long(0.7)
         extra = -4 * Long(0.5) * zl / size**2
     elif form == "prox":
         extra = np.clip(zl, -Long(0.2), Long(0.2))
     else:
         extra, prox = 0 * zl, PROXES["with_l1"][1]
-    problem = Problem(NonNegative(), q, regularizer, regularize=form)  # type: ignore[arg-type]
+    problem = eq.Problem(eq.NonNegative(), q, regularizer, regularize=form)  # type: ignore[arg-type]
     check(problem, z, gaussian_force(q, matrix, z) - extra, prox)
 
 
@@ -208,10 +179,9 @@ def test_the_least_subgradient_is_within_its_bound(kind: str) -> None:
     for gamma, scale in [(0.5, 1.0), (1e3, 0.03), (1e-3, 30.0)]:
         q, matrix, state = make_gaussian(kind, scale, gamma)
         z = torch.relu(randn(6, *state, seed=5)) * scale
-        problem = Problem(NonNegative(), q)
+        problem = eq.Problem(eq.NonNegative(), q)
         least = problem.minimal_subgradient(z)
         bound = subgradient_rounding(problem, z, least)
-        assert bound is not None
         zl = wide(z).reshape(6, -1)
         g = zl - gaussian_force(q, matrix, z)
         exact = np.sqrt(np.square(np.where(zl > 0, g, np.minimum(g, 0))).sum(1))
@@ -228,8 +198,8 @@ def test_the_error_of_the_exponent_is_counted() -> None:
     w, z = 1e3, torch.from_numpy(rng.uniform(0.5, 2, (count, 1)))
     gamma = 1e6
     apart = torch.from_numpy(rng.uniform(2.5, 3.5, (count, 1)) / math.sqrt(gamma))
-    q = Gaussian(torch.tensor([[w]], dtype=torch.float64), w * z + apart, gamma)
-    used = check(Problem(Free(), q), z, gaussian_force(q, np.array([[w]]), z), lambda v, t: v)
+    q = eq.Gaussian(torch.tensor([[w]], dtype=torch.float64), w * z + apart, gamma)
+    used = check(eq.Problem(eq.Free(), q), z, gaussian_force(q, np.array([[w]]), z), lambda v, t: v)
     assert used > 0.1
 
 
@@ -246,16 +216,16 @@ def test_the_error_of_a_cancelling_inner_product_is_counted() -> None:
     gram = zl @ w.numpy().astype(Long).T @ w.numpy().astype(Long)
     state, features = torch.from_numpy(z), torch.from_numpy(c)
     for q, slope in [
-        (Sigmoidal(w, features), 1 / np.cosh(t) ** 2),
-        (Polynomial(w, features, degree=3), 3 * (1 + t) ** 2),
+        (eq.Sigmoidal(w, features), 1 / np.cosh(t) ** 2),
+        (eq.Polynomial(w, features, degree=3), 3 * (1 + t) ** 2),
     ]:
-        check(Problem(Free(), q), state, gram + slope * cl, lambda v, t: v)
+        check(eq.Problem(eq.Free(), q), state, gram + slope * cl, lambda v, t: v)
 
 
 def test_no_bound_is_derived_for_smooth_priors_away_from_step_one() -> None:
     q, _, state = make_gaussian("dense", 1.0, 0.5)
     z = torch.rand(6, *state, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    problem = Problem(Tanh(), q)
+    problem = eq.Problem(eq.Tanh(), q)
     assert residual_rounding(problem, z, problem.step(z))[1]
     assert not residual_rounding(problem, z, problem.step(z, 0.5), 0.5)[1]
     assert subgradient_rounding(problem, z, problem.minimal_subgradient(z)) is None
@@ -265,6 +235,6 @@ def test_weights_that_overflow_or_underflow_leave_a_finite_or_infinite_bound_nev
     for scale in (1e-160, 1e8, 1e150):
         q, _, state = make_gaussian("dense", scale, 1.0)
         z = randn(6, *state, seed=0) * scale
-        problem = Problem(NonNegative(), q)
+        problem = eq.Problem(eq.NonNegative(), q)
         bound, _ = residual_rounding(problem, z, problem.step(z))
         assert not bound.isnan().any()

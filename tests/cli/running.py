@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,3 +18,15 @@ def run(*arguments: str | Path) -> int:
     code = ended.value.code
     assert isinstance(code, int)
     return code
+
+
+def run_json(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> Any:
+    """What ``equilibria ARGUMENTS --json`` prints."""
+    assert run(*arguments, "--json") == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
+    """The error with which ``equilibria ARGUMENTS`` ends, in one line."""
+    assert run(*arguments) == 1
+    return " ".join(capsys.readouterr().err.split())

@@ -19,7 +19,7 @@ from torch import Tensor
 
 import equilibria as eq
 from equilibria.training import TrainConfig
-from tests.cli.running import run
+from tests.cli.running import refused, run, run_json
 
 
 @pytest.fixture(scope="module")
@@ -42,13 +42,6 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # ---------------------------------------------------------------------- train
-
-
-def test_train_writes_a_run(trained: Path) -> None:
-    for name in ("config.yaml", "history.csv", "last.ckpt", "model.safetensors", "result.json"):
-        assert (trained / name).stat().st_size > 0, name
-    model = eq.models.load(trained / "model.safetensors")
-    assert model.extra["data"] == "digits"
 
 
 def test_flags_go_before_the_file_and_the_file_before_the_defaults(
@@ -140,8 +133,7 @@ def test_a_model_for_other_images_asks_for_data(
     file = tmp_path / "run.yaml"
     file.write_text(f"model: {model}\n")
     for flags in (("--model", model), ("--config", file)):
-        assert run("train", *flags, "--dry-run") == 1
-        text = " ".join(capsys.readouterr().err.split())
+        text = refused(capsys, "train", *flags, "--dry-run")
         assert said in text
         assert "Give --data: " in text
     file.write_text(f"model: {model}\ndata: digits\n")
@@ -165,9 +157,7 @@ def by_hand(trained: Path) -> tuple[torch.nn.Module, Tensor, Tensor]:
 def test_evaluate_agrees_with_a_count_by_hand(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code = run("evaluate", trained, "--json", "--certify", "4", "--out", tmp_path / "report")
-    assert code == 0
-    found = json.loads(capsys.readouterr().out)
+    found = run_json(capsys, "evaluate", trained, "--certify", "4", "--out", tmp_path / "report")
     model, x, targets = by_hand(trained)
     with torch.no_grad():
         right = float((model(x).argmax(1) == targets).double().mean())
@@ -179,12 +169,8 @@ def test_evaluate_agrees_with_a_count_by_hand(
 def test_evaluate_at_the_converged_equilibrium_and_under_corruptions(
     trained: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code = run(
-        *("evaluate", trained, "--limit", "16", "--certify", "0", "--converged", "1e-3"),
-        *("--corruptions", "--severities", "1", "--json"),
-    )
-    assert code == 0
-    found = json.loads(capsys.readouterr().out)
+    flags = ("--limit", "16", "--certify", "0", "--corruptions", "--severities", "1")
+    found = run_json(capsys, "evaluate", trained, *flags, "--converged", "1e-3")
     assert found["converged"] is not None
     assert found["metrics"]["samples"] == 16
     assert found["corruptions"]
@@ -193,11 +179,8 @@ def test_evaluate_at_the_converged_equilibrium_and_under_corruptions(
 def test_evaluate_reports_the_flip_apart(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = ("--certify", "0", "--json")
-    assert run("evaluate", trained, *flags) == 0
-    plain = json.loads(capsys.readouterr().out)
-    assert run("evaluate", trained, *flags, "--flip", "--out", tmp_path) == 0
-    found = json.loads(capsys.readouterr().out)
+    plain = run_json(capsys, "evaluate", trained, "--certify", "0")
+    found = run_json(capsys, "evaluate", trained, "--certify", "0", "--flip", "--out", tmp_path)
     assert plain["flip"] is None
     assert found["metrics"] == plain["metrics"]
     assert found["layers"] == plain["layers"]
@@ -236,8 +219,7 @@ def test_evaluate_reports_the_flip_apart(
 def test_evaluate_refuses_nonsense(
     flags: list[str], said: str, trained: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run("evaluate", trained / flags[0], *flags[1:], "--limit", "2") == 1
-    assert said in " ".join(capsys.readouterr().err.split())
+    assert said in refused(capsys, "evaluate", trained / flags[0], *flags[1:], "--limit", "2")
 
 
 # ---------------------------------------------------------------------- certify
@@ -246,8 +228,7 @@ def test_evaluate_refuses_nonsense(
 def test_certify_gives_the_numbers_of_the_layers(
     trained: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run("certify", trained, "--images", "3", "--json") == 0
-    found = json.loads(capsys.readouterr().out)
+    found = run_json(capsys, "certify", trained, "--images", "3")
     assert found["unique"] is True
     model = eq.models.load(trained / "model.safetensors")
     assert len(found["layers"]) == len(eq.nn.equilibrium_layers(model))
@@ -278,8 +259,7 @@ def test_certify_exits_with_1_where_nothing_is_proven(
 def test_predict_names_the_class_of_a_file(
     trained: Path, pictures: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run("predict", trained, pictures, "--top", "3", "--json") == 0
-    found = json.loads(capsys.readouterr().out)
+    found = run_json(capsys, "predict", trained, pictures, "--top", "3")
     assert [Path(each["file"]).name for each in found] == ["0.png", "1.png", "2.png"]
     model, x, _ = by_hand(trained)
     with torch.no_grad():
@@ -307,11 +287,9 @@ def test_a_corrupt_image_is_named_and_refused_or_skipped(
     said = capsys.readouterr().err
     assert "warning: skipped 1 file" in said
     assert "bad.png" in said.replace("\n", "")
-    assert run("predict", trained, tmp_path / "none.png") == 1
-    assert "no such file" in " ".join(capsys.readouterr().err.split())
+    assert "no such file" in refused(capsys, "predict", trained, tmp_path / "none.png")
     (tmp_path / "empty").mkdir()
-    assert run("predict", trained, tmp_path / "empty") == 1
-    assert "no image" in " ".join(capsys.readouterr().err.split())
+    assert "no image" in refused(capsys, "predict", trained, tmp_path / "empty")
 
 
 def test_predict_reads_any_mode_and_size(trained: Path, tmp_path: Path) -> None:
@@ -326,8 +304,7 @@ def test_predict_reads_any_mode_and_size(trained: Path, tmp_path: Path) -> None:
 
 
 def test_models_are_listed_with_their_sizes(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("models", "geq_dig*", "--json") == 0
-    (found,) = json.loads(capsys.readouterr().out)
+    (found,) = run_json(capsys, "models", "geq_dig*")
     model = eq.models.create("geq_digits")
     assert found["parameters"] == sum(p.numel() for p in model.parameters())
     assert run("models", "*", "--no-count") == 0
@@ -335,24 +312,19 @@ def test_models_are_listed_with_their_sizes(capsys: pytest.CaptureFixture[str]) 
     assert run("models", "geq_digits", "--no-count") == 0
     shown = capsys.readouterr().out
     assert all(name in shown for name in eq.models.describe("geq_digits").options)
-    assert run("models", "nothing*") == 1
-    assert "Did you mean" not in capsys.readouterr().err
-    assert run("models", "geq_digit") == 1
-    assert "Did you mean geq_digits" in " ".join(capsys.readouterr().err.split())
-    assert run("models", "--task", "talking") == 1
-    assert "--task talking: expected classification or segm" in capsys.readouterr().err
+    assert "Did you mean" not in refused(capsys, "models", "nothing*")
+    assert "Did you mean geq_digits" in refused(capsys, "models", "geq_digit")
+    assert "--task talking: expected classif" in refused(capsys, "models", "--task", "talking")
 
 
 def test_data_is_listed_and_checked(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("data", "list", "--json") == 0
-    assert {"digits", "cifar10"} <= {card["name"] for card in json.loads(capsys.readouterr().out)}
+    assert {"digits", "cifar10"} <= {card["name"] for card in run_json(capsys, "data", "list")}
     assert run("data", "check", "digits") == 0
     assert run("data", "check", "nowhere") == 1
 
 
 def test_info_names_the_versions(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("info", "--json") == 0
-    found = json.loads(capsys.readouterr().out)
+    found = run_json(capsys, "info")
     assert found["torch"] == torch.__version__
     assert found["equilibria"] == eq.__version__
     assert run("--version") == 0
@@ -447,8 +419,7 @@ def test_certify_radius_states_what_is_proven_and_what_an_attack_leaves(
 ) -> None:
     out = tmp_path / "radii.json"
     asked = ("--radius", "0.02,36/255", "--attack", "--images", "24", "--out", out)
-    assert run("certify", certified, *asked, "--json") == 0
-    found = json.loads(capsys.readouterr().out)
+    found = run_json(capsys, "certify", certified, *asked)
     assert found == json.loads(out.read_text())
     assert out.with_suffix(".png").stat().st_size > 1000
     small, large = found["certified"]
@@ -464,16 +435,13 @@ def test_certify_radius_states_what_is_proven_and_what_an_attack_leaves(
 def test_a_radius_that_is_none_is_refused(
     given: str, certified: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run("certify", certified, "--radius", given) == 1
-    assert "expected positive numbers" in capsys.readouterr().err
+    assert "expected positive numbers" in refused(capsys, "certify", certified, "--radius", given)
 
 
 def test_predict_tells_the_radius(
     certified: Path, pictures: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run("predict", certified, pictures, "--radius", "--json") == 0
-    radii = [answer["radius"] for answer in json.loads(capsys.readouterr().out)]
+    radii = [a["radius"] for a in run_json(capsys, "predict", certified, pictures, "--radius")]
     assert len(radii) == 3
     assert max(radii) > 0.01
-    assert run("predict", certified, pictures, "--json") == 0
-    assert all(a["radius"] is None for a in json.loads(capsys.readouterr().out))
+    assert all(a["radius"] is None for a in run_json(capsys, "predict", certified, pictures))

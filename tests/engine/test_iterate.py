@@ -22,7 +22,6 @@ from tests.contracts.solver_contract import (
     HEALTH_INTERVAL,
     SolverContract,
     assert_answers,
-    assert_same,
     codes,
     solve,
     solve_quietly,
@@ -81,13 +80,6 @@ def test_restart_is_asked_for_stalled_samples_only(compact: bool) -> None:
     # Even samples finished before; odd ones need the restart, at the second look.
     assert (solution.stats.steps[1::2] > 2 * HEALTH_INTERVAL).all()
     assert (solution.stats.steps[::2] < 2 * HEALTH_INTERVAL).all()
-
-
-def test_without_a_restart_the_same_samples_stagnate() -> None:
-    solution = solve_quietly(reflections(), Picard(rtol=1e-8, max_steps=400, patience=32))
-    assert codes(solution) == [Result.converged, Result.stagnated] * 2
-    # First look at 16 sets the mark; 32 steps without progress after it.
-    assert solution.stats.steps[1::2].tolist() == [48, 48]
 
 
 def test_every_result_code_in_one_batch() -> None:
@@ -153,21 +145,6 @@ def test_converged_at_the_last_step_counts() -> None:
     assert again.converged.all()
     short = solve_quietly(problem, Picard(rtol=1e-8, block=1, max_steps=steps - 1))
     assert not short.converged.all()
-
-
-def test_compaction_happens_again_and_again() -> None:
-    problem, seen = problems.recording(problems.mixed(12))
-    plain = solve(problem, Picard(rtol=1e-8, max_steps=2000, block=1))
-    seen.clear()
-    order = [7, 3, 11, 0, 5, 9, 1, 10, 2, 8, 6, 4]
-    shuffled = problems.replace(problem.take(order), fn=problem.fn)
-    compact = solve(shuffled, Picard(rtol=1e-8, max_steps=2000, block=1, compact=True))
-    assert len({len(z) for z in seen}) >= 4
-    assert_same(compact.value, plain.value[order])
-    assert compact.stats.steps.tolist() == plain.stats.steps[order].tolist()
-    torch.testing.assert_close(
-        compact.stats.residual, plain.stats.residual[order], rtol=1e-6, atol=1e-14
-    )
 
 
 def test_compaction_reads_are_counted() -> None:

@@ -36,7 +36,6 @@ def test_description_of_failures() -> None:
     assert describe_failures({Result.converged: 4}) is None
     assert describe_failures({}) is None
     text = describe_failures({Result.converged: 3, Result.diverged: 2, Result.max_steps: 1})
-    assert text is not None
     assert "2 of 6 samples diverged" in text
     assert "1 of 6 samples max_steps" in text
     assert "converged (" not in text

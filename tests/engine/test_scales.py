@@ -271,7 +271,6 @@ def test_norms_over_a_coupled_batch_and_over_branches(size: float) -> None:
     with pytest.warns(ConvergenceWarning):
         (sol.value * b).sum().backward()
     residual = sol.stats.backward.residual
-    assert residual is not None
     assert ((residual > 1e-6) & (residual < 1.0)).all()
     parts = [eq.fixed_point(lambda z: 0.5 * z + b, torch.zeros_like(b)) for _ in range(2)]
     both, one = combine(parts).stats.residual.double(), parts[0].stats.residual.double()

@@ -27,7 +27,6 @@ from tests.contracts.problems import randn
 
 law = settings(max_examples=30, deadline=None, derandomize=True)
 shapes = st.lists(st.integers(1, 3), max_size=3).map(tuple)
-DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 
 
 def leaves_of(batch: int, kinds: list[tuple[int, ...]], seed: int) -> list[Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -23,15 +24,27 @@ def test_names_by_pattern_and_task() -> None:
         models.names(task="regression")
 
 
-def test_unknown_names_bring_the_nearest() -> None:
-    with pytest.raises(ValueError, match=r"no model 'geq_digit'\. Did you mean geq_digits"):
-        models.create("geq_digit")
-    with pytest.raises(ValueError, match=r"no model 'resnet18'\. Did you mean .*resnet18_cifar"):
-        models.describe("resnet18")
-    with pytest.raises(ValueError, match=r"no model 'zzzz'\. models\.names\(\) .* list all"):
-        models.create("zzzz")
-    with pytest.raises(TypeError, match="named by a string"):
-        models.create(3)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("name", "options", "error", "message"),
+    [
+        ("geq_digit", {}, ValueError, r"no model 'geq_digit'\. Did you mean geq_digits"),
+        ("resnet18", {}, ValueError, r"no model 'resnet18'\. Did you mean .*resnet18_cifar"),
+        ("zzzz", {}, ValueError, r"no model 'zzzz'\. models\.names\(\) .* list all"),
+        (3, {}, TypeError, "named by a string"),
+        (
+            "geq_digits",
+            {"widht": 3},
+            TypeError,
+            r"'widht' \(got 3\)\. Did you mean 'widths'\? .*: wi",
+        ),
+        ("resnet18_cifar", {"depth": 3}, TypeError, r"'depth' \(got 3\)\. Its options: none"),
+    ],
+)
+def test_names_and_options_that_are_unknown(
+    name: Any, options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        models.create(name, **options)
 
 
 def test_options_land_in_the_configuration() -> None:
@@ -45,17 +58,6 @@ def test_options_land_in_the_configuration() -> None:
     assert json.loads(json.dumps(config.to_dict())) == config.to_dict()
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.name = "other"  # type: ignore[misc]
-
-
-def test_bad_options() -> None:
-    wrong = r"geq_digits has no option 'widht' \(got 3\)\. Did you mean 'widths'\? .*: widths, "
-    with pytest.raises(TypeError, match=wrong):
-        models.create("geq_digits", widht=3)
-    wrong = r"resnet18_cifar has no option 'depth' \(got 3\)\. Its options: none"
-    with pytest.raises(TypeError, match=wrong):
-        models.create("resnet18_cifar", depth=3)
-    with pytest.raises(TypeError, match=r"^geq_digits: option solver=.*has no option 'stepz'"):
-        models.create("geq_digits", solver={"kind": "Picard", "stepz": 3})
 
 
 @pytest.mark.parametrize("key", ["num_classes", "in_channels", "image_size"])
@@ -99,11 +101,3 @@ def test_cards(name: str) -> None:
         assert line in str(card)
     with torch.device("meta"):
         assert set(card.options) == set(models.create(name).config.options)
-
-
-def test_a_solver_of_the_users_own_is_refused_with_advice() -> None:
-    class Mine(eq.Picard):
-        pass
-
-    with pytest.raises(TypeError, match=r"Set it on the layer after the model is made"):
-        models.create("geq_digits", solver=Mine())

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
-import os
 import pickle
 import re
 import struct
@@ -24,7 +22,6 @@ from torch import Tensor, nn
 
 import equilibria as eq
 from equilibria import models
-from equilibria.engine import SaveError
 from equilibria.models.weights import quantize
 from tests.models.small import images, make
 
@@ -204,40 +201,6 @@ def test_dtypes_that_are_none(model: models.Network, tmp_path: Path, dtype: Any)
     with pytest.raises(ValueError, match=r"one of torch\.float64, .*torch\.float16, torch\.int8\."):
         models.save(model, tmp_path / "m", dtype=dtype)
     assert list(tmp_path.iterdir()) == []
-
-
-# ---------------------------------------------------------------------- all or nothing
-
-
-@pytest.mark.parametrize("dtype", [None, torch.int8])
-def test_a_real_limit_on_file_sizes_leaves_the_old_file(
-    model: models.Network, tmp_path: Path, dtype: torch.dtype | None
-) -> None:
-    resource = pytest.importorskip("resource")
-    path = models.save(model, tmp_path / "m.safetensors")
-    old = path.read_bytes()
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (len(old) // 8, limits[1]))
-    try:
-        with pytest.raises(SaveError, match=os.strerror(errno.EFBIG)):
-            models.save(make("geq_digits", seed=9), path, dtype=dtype)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert path.read_bytes() == old
-    assert [p.name for p in tmp_path.iterdir()] == ["m.safetensors"]
-
-
-def test_the_bytes_are_on_the_disk_before_the_name_is(
-    model: models.Network, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    happened: list[str] = []
-    sync, replace = os.fsync, Path.replace
-    monkeypatch.setattr(os, "fsync", lambda handle: (happened.append("sync"), sync(handle)))
-    monkeypatch.setattr(
-        Path, "replace", lambda self, target: (happened.append("rename"), replace(self, target))[1]
-    )
-    models.save(model, tmp_path / "m")
-    assert happened[:2] == ["sync", "rename"]
 
 
 # ---------------------------------------------------------------------- files that are none

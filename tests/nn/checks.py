@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 import equilibria as eq
-from tests.contracts.layer_contract import LayerContract
+from tests.contracts.layer_contract import LayerContract, check_gradients
+
+__all__ = ["check_gradients"]
 
 
 class MapContract(LayerContract):
@@ -54,26 +55,6 @@ class SlowCompile(MapContract):
 
 def leaves(z: Any) -> list[Tensor]:
     return pytree.tree_leaves(z)
-
-
-def check_gradients(
-    layer: nn.Module,
-    x: Tensor,
-    *,
-    second: bool = False,
-    atol: float = 1e-5,
-    rtol: float = 1e-4,
-    fast: bool = True,
-) -> None:
-    """To x and every parameter, against finite differences; fast: random projections of them."""
-    names, values = zip(*layer.named_parameters(), strict=True)
-
-    def run(x: Tensor, *values: Tensor) -> Any:
-        return functional_call(layer, dict(zip(names, values, strict=True)), (x,))
-
-    inputs = [t.detach().clone().requires_grad_() for t in (x, *values)]
-    check = torch.autograd.gradgradcheck if second else torch.autograd.gradcheck
-    assert check(run, inputs, eps=1e-6, atol=atol, rtol=rtol, fast_mode=fast)
 
 
 def check_copies(made: Callable[..., nn.Module], x: Tensor) -> None:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import copy
 import pickle
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-import scipy.optimize
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
@@ -23,10 +22,8 @@ from equilibria.nn import (
     constrain,
 )
 from tests.contracts.layer_contract import EXACT, TIGHT
-from tests.nn.checks import MapContract, check_gradients
+from tests.nn.checks import MapContract
 from tests.problems.test_operators import conv_matrix, randn
-
-PICARD = eq.Picard(rtol=1e-13, max_steps=500)
 
 
 class TanhBlock(nn.Module):
@@ -80,14 +77,15 @@ class BlockContract(MapContract):
     """Less what the block decides."""
 
     infinite_inputs_fail = False
+    wrong_options: ClassVar = [
+        ("jacobian_weight", -1.0, ValueError, r"jacobian_weight=-1.* is out of range"),
+        ("jacobian_samples", 1.5, TypeError, r"jacobian_samples=1.5.*an integer"),
+    ]
 
     def test_wrong_number_of_channels(self) -> None:
         layer, x = self.made(), self.drawn()
         with pytest.raises((ValueError, RuntimeError)):
             layer(torch.cat([x, x], 1))
-
-    def test_wrong_number_of_dimensions(self) -> None:
-        pytest.skip("the block decides what it takes")
 
     def test_wrong_dtype_says_what_to_do(self) -> None:
         layer, x = self.made(), self.drawn()
@@ -103,19 +101,6 @@ class BlockContract(MapContract):
         z = layer(x).detach()
         with pytest.raises((ValueError, RuntimeError)):
             layer(x, torch.cat([z, z], 1))
-
-    def test_wrong_options(self) -> None:
-        with pytest.raises(TypeError, match="solver must be a solver object"):
-            self.layer(solver="anderson")
-        with pytest.raises(TypeError, match="adjoint must be an object"):
-            self.layer(adjoint="implicit")
-        with pytest.raises(ValueError, match=r"jacobian_weight=-1.* is out of range"):
-            self.layer(jacobian_weight=-1.0)
-        with pytest.raises(TypeError, match=r"jacobian_samples=1.5.*an integer"):
-            self.layer(jacobian_samples=1.5)
-
-    def test_repr_names_the_parts(self) -> None:
-        assert "solver=" in repr(self.layer())
 
 
 class TestVectorDEQ(BlockContract):
@@ -137,9 +122,6 @@ class TestResidualDEQ(BlockContract):
     def inputs(self, batch: int = 3) -> Tensor:
         return 2.0 * torch.randn(batch, 4, 6, 6)
 
-    def test_deepcopy_of_a_trained_layer_trains_on(self) -> None:
-        pytest.skip("group norm fixes the size of z, which that test wants to shrink")
-
     def test_zero_input_gives_no_nan(self) -> None:
         layer = self.made()
         x = torch.zeros_like(self.drawn()).requires_grad_()
@@ -147,35 +129,10 @@ class TestResidualDEQ(BlockContract):
         z = layer.solve(x, solver=eq.Picard(rtol=0.0, max_steps=5), adjoint=eq.Unrolled()).value
         z.sum().backward()
         assert torch.isfinite(z).all()
-        assert x.grad is not None
         assert torch.isfinite(x.grad).all()
 
 
 # ---------------------------------------------------------------------- fixed points and gradients
-
-
-def test_fixed_points_agree_with_scipy() -> None:
-    layer, x = made(solver=TIGHT), randn(3, 4)
-    w, u, b = (
-        t.detach().numpy() for t in (*layer.block.W.parameters(), *layer.block.U.parameters())
-    )
-    for sample, found in zip(x.numpy(), layer(x).detach().numpy(), strict=True):
-
-        def gap(z: Any, sample: Any = sample) -> Any:
-            return np.tanh(w @ z + u @ sample + b) - z
-
-        root = scipy.optimize.root(gap, np.zeros(5), tol=1e-13)
-        assert root.success
-        np.testing.assert_allclose(found, root.x, rtol=1e-9, atol=1e-11)
-
-
-@pytest.mark.parametrize(
-    "adjoint",
-    [EXACT, eq.Phantom(steps=50, damping=1.0), eq.Unrolled()],
-    ids=["implicit", "phantom", "unrolled"],
-)
-def test_gradients_with_every_adjoint(adjoint: Any) -> None:
-    check_gradients(made(solver=PICARD, adjoint=adjoint), randn(2, 4), atol=1e-7, rtol=1e-5)
 
 
 def test_a_state_that_is_a_tree() -> None:
@@ -302,15 +259,6 @@ def test_power_iterations_move_once_a_forward(kind: str, monkeypatch: pytest.Mon
     assert len(moves) == 1
 
 
-def test_dropout_in_the_block_is_refused() -> None:
-    block = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5))
-    with pytest.raises(ValueError, match=r"Dropout\(p=0.5.* at '1'.*new mask at every evaluation"):
-        DEQ(block)
-    with pytest.raises(ValueError, match="no fixed point"):
-        RepeatedBlock(nn.Dropout2d(0.1), repeats=2)
-    assert isinstance(DEQ(nn.Sequential(nn.Dropout(0.0))), DEQ)
-
-
 # ---------------------------------------------------------------------- the Jacobian
 
 
@@ -335,21 +283,6 @@ def test_spectral_radius_is_the_largest_eigenvalue() -> None:
     exact = np.abs(np.linalg.eigvals(jacobians)).max(1)
     np.testing.assert_allclose(layer.spectral_radius(x, z).numpy(), exact, rtol=1e-8)
     np.testing.assert_allclose(layer.spectral_radius(x).numpy(), exact, rtol=1e-6)
-
-
-def test_training_with_the_penalty_lowers_the_radius() -> None:
-    torch.manual_seed(0)
-    layer = DEQ(TanhBlock(scale=1.8), start=(5,), jacobian_weight=1.0).double()
-    x = randn(8, 4)
-    before = layer.spectral_radius(x).mean()
-    optimizer = torch.optim.Adam(layer.parameters(), lr=0.02)
-    for _ in range(30):
-        optimizer.zero_grad()
-        with eq.nn.collect_penalties(layer) as found:
-            layer(x)
-        found.total().backward()
-        optimizer.step()
-    assert layer.spectral_radius(x).mean() < 0.7 * before
 
 
 def test_a_bad_sample_moves_no_running_statistics() -> None:
@@ -412,6 +345,13 @@ def test_constraints_of_the_residual_block() -> None:
 # ---------------------------------------------------------------------- bad input
 
 
+def test_a_dropout_of_nothing_is_no_dropout() -> None:
+    assert DEQ(nn.Sequential(nn.Dropout(0.0))).block[0].p == 0.0
+
+
+DROPPED, RIGHT = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5)), torch.zeros(2, 8, 3, 3)
+
+
 def capturing(block: nn.Module) -> Any:
     return lambda z, x: block(z, x)
 
@@ -429,18 +369,25 @@ def capturing(block: nn.Module) -> Any:
         (lambda: ResidualBlock(8, kernel_size=4), ValueError, "odd kernel size"),
         (lambda: ResidualBlock(0), ValueError, r"channels=0\): expected an integer of at least 1"),
         (lambda: ResidualBlock(8, std=0.0), ValueError, r"std=0.*out of range"),
+        (
+            lambda: DEQ(DROPPED),
+            ValueError,
+            r"Dropout\(p=0.5.* at '1'.*new mask at every evaluation",
+        ),
+        (lambda: RepeatedBlock(nn.Dropout2d(0.1), repeats=2), ValueError, "no fixed point"),
+        (
+            lambda: DEQ(lambda z, x: z[:, :2], start=(4,))(torch.zeros(2, 4)),
+            ValueError,
+            r"T\(z\) and z must have one shape",
+        ),
+        (
+            lambda: ResidualBlock(8)(RIGHT[:, :4], RIGHT),
+            ValueError,
+            r"takes z \[B, 8.* \(2, 4, 3, 3\)",
+        ),
+        (lambda: ResidualBlock(8)(RIGHT, RIGHT[..., 0]), ValueError, r"takes x \[B, 8, H, W\]"),
     ],
 )
 def test_bad_options(make: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         make()
-
-
-def test_bad_shapes() -> None:
-    with pytest.raises(ValueError, match="T\\(z\\) and z must have one shape"):
-        DEQ(lambda z, x: z[:, :2], start=(4,))(torch.zeros(2, 4))
-    block, right = ResidualBlock(8), torch.zeros(2, 8, 3, 3)
-    with pytest.raises(ValueError, match=r"takes z \[B, 8, H, W\], got shape \(2, 4, 3, 3\)"):
-        block(right[:, :4], right)
-    with pytest.raises(ValueError, match=r"takes x \[B, 8, H, W\]"):
-        block(right, right[..., 0])

@@ -10,49 +10,46 @@ import torch
 from torch import Tensor, nn
 
 import equilibria as eq
-from equilibria.nn import EquilibriumLayer
 from equilibria.nn.layer import WeightedLayer
-from equilibria.problems import (
-    L1,
-    Gaussian,
-    Linear,
-    NonNegative,
-    Polynomial,
-    Problem,
-)
 from tests.contracts.layer_contract import EXACT, TIGHT
 from tests.nn.checks import check_gradients
 from tests.problems.test_operators import randn
 
 
-def gaussian(x: Tensor, W: nn.Linear, U: nn.Linear) -> Problem:
-    return Problem(NonNegative(), Gaussian(W, U(x), gamma=0.5))
+def gaussian(x: Tensor, W: nn.Linear, U: nn.Linear) -> eq.Problem:
+    return eq.Problem(eq.NonNegative(), eq.Gaussian(W, U(x), gamma=0.5))
 
 
-def made(**options: Any) -> EquilibriumLayer:
+def made(**options: Any) -> eq.nn.EquilibriumLayer:
     torch.manual_seed(0)
     W, U = nn.Linear(3, 5, bias=False), nn.Linear(4, 5)
     W.weight.data.mul_(0.5)
-    return EquilibriumLayer(gaussian, W=W, U=U, **options).double()
+    return eq.nn.EquilibriumLayer(gaussian, W=W, U=U, **options).double()
 
 
-def test_the_five_lines_of_the_issue() -> None:
-    layer = EquilibriumLayer(
-        lambda x, W, U: Problem(NonNegative(), Gaussian(W, U(x), gamma=0.5), L1(0.1)),
+def test_an_l1_norm_in_the_problem() -> None:
+    """z = relu(−∇q(z) − λ) at the answer, written out."""
+    torch.manual_seed(0)
+    layer = eq.nn.EquilibriumLayer(
+        lambda x, W, U: eq.Problem(eq.NonNegative(), eq.Gaussian(W, U(x), gamma=0.5), eq.L1(0.01)),
         W=nn.Linear(8, 16, bias=False),
         U=nn.Linear(4, 16),
-    )
-    x = torch.randn(5, 4)
-    z = layer(x)
-    z.square().sum().backward()
-    assert z.shape == (5, 8)
+    ).double()
+    x = 0.5 * randn(5, 4)
+    layer.W.weight.data.mul_(0.5)
     assert {name for name, _ in layer.named_parameters()} == {"W.weight", "U.weight", "U.bias"}
-    assert all(p.grad is not None for p in layer.parameters())
+    z = layer.solve(x, solver=TIGHT).value
+    r = layer.U(x) - layer.W(z)
+    message = torch.exp(-0.5 * r.square().sum(1, keepdim=True)) * (r @ layer.W.weight)
+    assert 0 < int((z > 0).sum()) < z.numel()
+    torch.testing.assert_close(z, torch.relu(message - 0.01), rtol=0, atol=1e-10)
 
 
 def test_a_parameter_as_a_part() -> None:
     weight = nn.Parameter(0.1 * torch.randn(5, 4))
-    layer = EquilibriumLayer(lambda x, W: Problem(NonNegative(), Linear(W, x)), W=weight)
+    layer = eq.nn.EquilibriumLayer(
+        lambda x, W: eq.Problem(eq.NonNegative(), eq.Linear(W, x)), W=weight
+    )
     x = torch.randn(3, 4)
     expected = torch.relu(layer(x) @ weight.mT @ weight + x)
     torch.testing.assert_close(layer(x), expected, rtol=1e-2, atol=1e-3)
@@ -74,20 +71,10 @@ def test_solve_tells_all_and_takes_options() -> None:
     torch.testing.assert_close(warm, other.value, rtol=1e-6, atol=1e-8)
 
 
-def test_a_start_away_from_zero() -> None:
-    layer = EquilibriumLayer(
-        lambda x, W: Problem(NonNegative(), Polynomial(W, 0.1 * x, offset=0.0)),
-        W=nn.Parameter(0.1 * torch.randn(2, 4)),
-    )
-    with pytest.warns(UserWarning, match="degenerate"):
-        problem = layer.problem(torch.randn(3, 4))
-    assert (layer.start(problem, torch.randn(3, 4)) != 0).any()
-
-
 def test_a_bad_sample_harms_no_weight_of_a_problem_function() -> None:
     torch.manual_seed(0)
-    layer = EquilibriumLayer(
-        lambda x, W, U: Problem(NonNegative(), Gaussian(W, U(x), gamma=0.5)),
+    layer = eq.nn.EquilibriumLayer(
+        lambda x, W, U: eq.Problem(eq.NonNegative(), eq.Gaussian(W, U(x), gamma=0.5)),
         W=nn.Linear(4, 5, bias=False),
         U=nn.Linear(3, 5),
     ).double()
@@ -111,19 +98,19 @@ def test_gradients() -> None:
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: EquilibriumLayer()(torch.zeros(1, 2)), TypeError, "has no problem"),
+        (lambda: eq.nn.EquilibriumLayer()(torch.zeros(1, 2)), TypeError, "has no problem"),
         (
-            lambda: EquilibriumLayer(lambda x: x)(torch.zeros(1, 2)),
+            lambda: eq.nn.EquilibriumLayer(lambda x: x)(torch.zeros(1, 2)),
             TypeError,
             "must return a Problem, got Tensor",
         ),
         (
-            lambda: EquilibriumLayer(gaussian, W=torch.zeros(2, 2)),
+            lambda: eq.nn.EquilibriumLayer(gaussian, W=torch.zeros(2, 2)),
             TypeError,
             "W=.*nn.Module or nn.Parameter, got Tensor",
         ),
-        (lambda: EquilibriumLayer(gaussian, "anderson"), TypeError, "solver must be"),
-        (lambda: EquilibriumLayer(gaussian, None, "implicit"), TypeError, "adjoint must be"),
+        (lambda: eq.nn.EquilibriumLayer(gaussian, "anderson"), TypeError, "solver must be"),
+        (lambda: eq.nn.EquilibriumLayer(gaussian, None, "implicit"), TypeError, "adjoint must be"),
         (
             lambda: capturing(nn.Linear(2, 2, bias=False)),
             ValueError,
@@ -136,8 +123,8 @@ def test_errors(make: Any, error: type[Exception], message: str) -> None:
         make()
 
 
-def capturing(weight: nn.Linear) -> EquilibriumLayer:
-    return EquilibriumLayer(lambda x: Problem(NonNegative(), Linear(weight, x)))
+def capturing(weight: nn.Linear) -> eq.nn.EquilibriumLayer:
+    return eq.nn.EquilibriumLayer(lambda x: eq.Problem(eq.NonNegative(), eq.Linear(weight, x)))
 
 
 # ---------------------------------------------------------------------- what all layers share

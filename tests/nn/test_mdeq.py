@@ -276,17 +276,6 @@ def test_parameter_counts(
         assert abs(found / paper - 1) < 0.03
 
 
-def test_the_network_runs_and_trains() -> None:
-    torch.manual_seed(0)
-    stem, layer = MDEQStem(8, downsample=1), MDEQ((8, 8), groups=4)
-    head = MDEQClassifier((8, 8), 3, head_channels=(2, 4), final_channels=6)
-    x = torch.randn(4, 3, 8, 8)
-    logits = head(layer(stem(x)))
-    assert logits.shape == (4, 3)
-    F.cross_entropy(logits, torch.tensor([0, 1, 2, 0])).backward()
-    assert all(p.grad is not None for m in (stem, layer, head) for p in m.parameters())
-
-
 @pytest.mark.parametrize(("downsample", "size"), [(0, 16), (1, 8), (2, 4), (3, 2)])
 def test_the_stem_halves(downsample: int, size: int) -> None:
     stem = MDEQStem(8, in_channels=1, downsample=downsample)
@@ -350,6 +339,9 @@ def test_the_segmenter() -> None:
 # ---------------------------------------------------------------------- bad input
 
 
+STATE = torch.zeros(1, 4, 2, 2)
+
+
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
@@ -363,6 +355,12 @@ def test_the_segmenter() -> None:
         (lambda: MDEQ((8, 8), calm=0.0), ValueError, r"calm=0.*out of range"),
         (lambda: MDEQStem(8, downsample=-1), ValueError, r"downsample=-1.*at least 0"),
         (lambda: MDEQSegmenter((4,), 3, kernel_size=2), ValueError, "odd kernel size"),
+        (
+            lambda: MDEQSegmenter((4, 8), 3)((STATE,)),
+            ValueError,
+            r"\(4, 8\), got states of \(4,\) ch",
+        ),
+        (lambda: MDEQSegmenter((4, 8), 3)(STATE), ValueError, "got Tensor"),
         (
             lambda: MDEQClassifier((4, 8), 3, head_channels=(2,), final_channels=5),
             ValueError,
@@ -398,11 +396,3 @@ def test_bad_options(make: Any, error: type[Exception], message: str) -> None:
 def test_bad_inputs(x: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         MDEQ((8, 8, 8))(x)
-
-
-def test_states_of_another_network() -> None:
-    head = MDEQSegmenter((4, 8), 3)
-    with pytest.raises(ValueError, match=r"channels \(4, 8\), got states of \(4,\) channels"):
-        head((torch.zeros(1, 4, 2, 2),))
-    with pytest.raises(ValueError, match="got Tensor"):
-        head(torch.zeros(1, 4, 2, 2))  # type: ignore[arg-type]

@@ -17,19 +17,7 @@ from torch import Tensor, nn
 
 import equilibria as eq
 from equilibria.certify import CompositeCertificate, Guarantee
-from equilibria.engine.result import BackwardStats, Result, Solution, Stats
-from equilibria.nn import (
-    DEQ,
-    GEQ,
-    MDEQ,
-    BranchSolution,
-    DeepOptEq,
-    KerDEQ,
-    MultiBranch,
-    OptEq,
-    ResidualBlock,
-)
-from equilibria.nn.monotone import MonotoneDEQ
+from equilibria.engine.result import BackwardStats
 from equilibria.nn.multi_branch import combine
 from tests.certify.test_map_certificate import certificate
 from tests.contracts.layer_contract import EXACT, TIGHT
@@ -46,19 +34,19 @@ PATCH = eq.Patches(channels=2, size=2)
 LAPS = eq.Picard(rtol=0.0, max_steps=3)
 
 
-def opteq(**options: Any) -> OptEq:
-    return OptEq(4, 6, in_channels=3, kernel_size=3, **options)
+def opteq(**options: Any) -> eq.nn.OptEq:
+    return eq.nn.OptEq(4, 6, in_channels=3, kernel_size=3, **options)
 
 
-def geq(**options: Any) -> GEQ:
-    return GEQ(4, 6, in_channels=3, patch=PATCH, hidden=4, gamma=0.3, **options)
+def geq(**options: Any) -> eq.nn.GEQ:
+    return eq.nn.GEQ(4, 6, in_channels=3, patch=PATCH, hidden=4, gamma=0.3, **options)
 
 
-def made(*, seed: int = 0, output: Any = None, **options: Any) -> MultiBranch:
+def made(*, seed: int = 0, output: Any = None, **options: Any) -> eq.nn.MultiBranch:
     """An OptEq at 8 pixels and two GEQs at 4 and 2, in float64."""
     torch.manual_seed(seed)
     layers = [opteq(**options), geq(**options), geq(**options)]
-    return MultiBranch(layers, (8, 4, 2), output=output).double()
+    return eq.nn.MultiBranch(layers, (8, 4, 2), output=output).double()
 
 
 def pool(x: np.ndarray, k: int) -> np.ndarray:
@@ -72,7 +60,7 @@ def pool(x: np.ndarray, k: int) -> np.ndarray:
 def test_states_and_output_against_scipy() -> None:
     """Two OptEq branches, each solved by scipy on its own pooled input, averaged by numpy."""
     torch.manual_seed(0)
-    model = MultiBranch([opteq(solver=TIGHT), opteq(solver=TIGHT)], (4, 2)).double().eval()
+    model = eq.nn.MultiBranch([opteq(solver=TIGHT), opteq(solver=TIGHT)], (4, 2)).double().eval()
     x = randn(1, 3, 4, 4)
     expected = []
     for branch, k in zip(model.branches, (1, 2), strict=True):
@@ -90,7 +78,6 @@ def test_states_and_output_against_scipy() -> None:
         assert root.success
         expected.append(root.x.reshape(shape))
     solution = model.solve(x)
-    assert isinstance(solution, BranchSolution)
     for a, b in zip(solution.value, expected, strict=True):
         np.testing.assert_allclose(a.detach().numpy(), b, rtol=1e-8, atol=1e-10)
     fused = (expected[0] + expected[1].repeat(2, 2).repeat(2, 3)) / 2
@@ -106,13 +93,13 @@ def test_gradients_with_every_adjoint(adjoint: Any) -> None:
     torch.manual_seed(0)
     own = {"solver": eq.Picard(rtol=1e-13, max_steps=400), "adjoint": adjoint, "constraint": None}
     layers = [
-        OptEq(2, 3, in_channels=2, kernel_size=3, **own),
-        GEQ(2, 4, in_channels=2, patch=PATCH, hidden=None, gamma=0.3, **own),
+        eq.nn.OptEq(2, 3, in_channels=2, kernel_size=3, **own),
+        eq.nn.GEQ(2, 4, in_channels=2, patch=PATCH, hidden=None, gamma=0.3, **own),
     ]
     with torch.no_grad():
         for layer in layers:
             layer.W.weight.mul_(0.3)
-    check_gradients(MultiBranch(layers, (4, 2)).double().eval(), randn(1, 2, 4, 4))
+    check_gradients(eq.nn.MultiBranch(layers, (4, 2)).double().eval(), randn(1, 2, 4, 4))
 
 
 @given(
@@ -122,7 +109,7 @@ def test_gradients_with_every_adjoint(adjoint: Any) -> None:
 @settings(max_examples=30, deadline=None)
 def test_split_and_merge_keep_the_mean(scales: list[int], output: int) -> None:
     """Average pooling and nearest upsampling both keep the mean over pixels of every channel."""
-    model = MultiBranch([opteq() for _ in scales], scales, output=output)
+    model = eq.nn.MultiBranch([opteq() for _ in scales], scales, output=output)
     x = randn(2, 3, 8, 8)
     parts = model.split(x)
     assert [tuple(p.shape) for p in parts] == [(2, 3, s, s) for s in scales]
@@ -135,16 +122,16 @@ def test_split_and_merge_keep_the_mean(scales: list[int], output: int) -> None:
 def test_every_kind_of_branch() -> None:
     torch.manual_seed(0)
     layers = [
-        GEQ(4, 8, patch=PATCH, hidden=4),
-        KerDEQ(4, 8, patch=PATCH, hidden=4),
-        OptEq(4, 8, kernel_size=3),
-        OptEq(8, 4, in_channels=4, kernel_size=3, form="hidden"),
+        eq.nn.GEQ(4, 8, patch=PATCH, hidden=4),
+        eq.nn.KerDEQ(4, 8, patch=PATCH, hidden=4),
+        eq.nn.OptEq(4, 8, kernel_size=3),
+        eq.nn.OptEq(8, 4, in_channels=4, kernel_size=3, form="hidden"),
         eq.nn.SigmoidEq(4, 8, kernel_size=3, radius=0.5),
-        DEQ(ResidualBlock(4, groups=2)),
-        DeepOptEq(4, (4, 4), kernel_size=3),
-        MonotoneDEQ(4, kernel_size=3),
+        eq.nn.DEQ(eq.nn.ResidualBlock(4, groups=2)),
+        eq.nn.DeepOptEq(4, (4, 4), kernel_size=3),
+        eq.nn.MonotoneDEQ(4, kernel_size=3),
     ]
-    model = MultiBranch(layers, (8, 4, 4, 4, 2, 4, 4, 4), output=4)
+    model = eq.nn.MultiBranch(layers, (8, 4, 4, 4, 2, 4, 4, 4), output=4)
     y = model(torch.randn(2, 4, 8, 8))
     assert y.shape == (2, 4, 4, 4)
     y.square().sum().backward()
@@ -171,7 +158,6 @@ def test_observing() -> None:
     with eq.nn.observe(model) as seen, eq.nn.observe(model[1].branches[1]) as inside:
         model(x)
     (solution,) = seen.solutions["1"]
-    assert isinstance(solution, BranchSolution)
     assert len(solution.value) == 3
     assert not solution.value[0].requires_grad
     assert torch.equal(inside.solutions[""][0].value, solution.value[1])
@@ -230,7 +216,9 @@ def test_the_norm_of_the_average(output: int) -> None:
 
 def test_a_branch_that_certifies_nothing() -> None:
     torch.manual_seed(0)
-    model = MultiBranch([OptEq(4, 6, kernel_size=3), DEQ(ResidualBlock(4, groups=2))], (4, 2))
+    model = eq.nn.MultiBranch(
+        [eq.nn.OptEq(4, 6, kernel_size=3), eq.nn.DEQ(eq.nn.ResidualBlock(4, groups=2))], (4, 2)
+    )
     found = model.certify(torch.randn(2, 4, 4, 4))
     assert found["branch 0"].unique
     assert found.kinds == (Guarantee.none,) * 2
@@ -243,16 +231,16 @@ def test_a_branch_that_certifies_nothing() -> None:
 def test_it_is_a_module_like_any_other() -> None:
     check_copies(made, randn(2, 3, 8, 8))
     check_bad_sample(made(solver=TIGHT).eval(), randn(3, 3, 8, 8))
-    layers = [OptEq(4, 6, kernel_size=3), DEQ(ResidualBlock(4, groups=2))]
-    check_autocast(MultiBranch(layers, (8, 4)), torch.randn(2, 4, 8, 8))
+    layers = [eq.nn.OptEq(4, 6, kernel_size=3), eq.nn.DEQ(eq.nn.ResidualBlock(4, groups=2))]
+    check_autocast(eq.nn.MultiBranch(layers, (8, 4)), torch.randn(2, 4, 8, 8))
 
 
 @pytest.mark.parametrize("chain", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_fixed_step_layer_compiles_whole(chain: bool) -> None:
     torch.manual_seed(0)
     fixed: dict[str, Any] = {"solver": LAPS, "adjoint": eq.Phantom(steps=1)}
-    layers = [OptEq(4, 4, kernel_size=3, **fixed), OptEq(4, 4, kernel_size=3, **fixed)]
-    model = MultiBranch(layers, (4, 2), chain=chain).train(not chain)
+    layers = [eq.nn.OptEq(4, 4, kernel_size=3, **fixed), eq.nn.OptEq(4, 4, kernel_size=3, **fixed)]
+    model = eq.nn.MultiBranch(layers, (4, 2), chain=chain).train(not chain)
     check_compiles(model, torch.randn(2, 4, 4, 4))
 
 
@@ -263,13 +251,13 @@ def test_memory_format_compaction_and_shapes() -> None:
     last = model(x.to(memory_format=torch.channels_last))
     assert last.is_contiguous(memory_format=torch.channels_last)
     torch.testing.assert_close(last, model(x), rtol=1e-6, atol=1e-7)
-    wide = MultiBranch([OptEq(4, 6, kernel_size=3)] * 2, [(4, 8), (2, 4)])
+    wide = eq.nn.MultiBranch([eq.nn.OptEq(4, 6, kernel_size=3)] * 2, [(4, 8), (2, 4)])
     assert wide(torch.randn(1, 4, 8, 16)).shape == (1, 4, 4, 8)
 
 
 @pytest.mark.parametrize("scale", [(8, 4), (4, 8), (2, 8)])
 def test_scales_that_differ_from_the_output_along_one_axis(scale: tuple[int, int]) -> None:
-    model = MultiBranch([opteq(), opteq()], (8, scale))
+    model = eq.nn.MultiBranch([opteq(), opteq()], (8, scale))
     z = torch.randn(2, 4, *scale)
     zero = torch.zeros(2, 4, 8, 8)
     expected = z.repeat_interleave(8 // scale[0], 2).repeat_interleave(8 // scale[1], 3) / 2
@@ -291,7 +279,7 @@ def test_scales_that_differ_from_the_output_along_one_axis(scale: tuple[int, int
         ([opteq(), opteq()], (8, 6), {}, ValueError, r"6 × 6 pixels cannot be pooled.*8 × 8"),
         ([opteq()], [(8, 2)], {"output": 4}, ValueError, "8 × 2 pixels cannot be pooled"),
         (
-            [DEQ(ResidualBlock(8, 8))],
+            [eq.nn.DEQ(eq.nn.ResidualBlock(8, 8))],
             (4,),
             {"chain": True},
             TypeError,
@@ -303,7 +291,7 @@ def test_bad_options(
     layers: Any, scales: Any, options: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        MultiBranch(layers, scales, **options)
+        eq.nn.MultiBranch(layers, scales, **options)
 
 
 @pytest.mark.parametrize(
@@ -318,21 +306,21 @@ def test_bad_options(
         ([opteq()], torch.zeros(3, 8, 8), ValueError, r"got shape \(3, 8, 8\)"),
         ([opteq()], None, TypeError, "takes a tensor"),
         (
-            [opteq(), OptEq(5, 6, in_channels=3, kernel_size=3)],
+            [opteq(), eq.nn.OptEq(5, 6, in_channels=3, kernel_size=3)],
             torch.randn(1, 3, 8, 8),
             ValueError,
             r"equal channels in all branches, got \[4, 5\]",
         ),
-        ([MDEQ((8, 8))], torch.randn(1, 8, 8, 8), ValueError, "feature map.*got a tuple"),
+        ([eq.nn.MDEQ((8, 8))], torch.randn(1, 8, 8, 8), ValueError, "feature map.*got a tuple"),
     ],
 )
 def test_bad_inputs(layers: Any, x: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        MultiBranch(layers, (8,) * len(layers))(x)
+        eq.nn.MultiBranch(layers, (8,) * len(layers))(x)
 
 
 def test_a_bad_start_of_a_branch() -> None:
-    deep = MultiBranch([DeepOptEq(3, (2,), kernel_size=3)], (8,))
+    deep = eq.nn.MultiBranch([eq.nn.DeepOptEq(3, (2,), kernel_size=3)], (8,))
     with pytest.raises(ValueError, match="the state of DeepOptEq for x"):
         deep.solve(torch.zeros(1, 3, 8, 8), [torch.zeros(1, 3, 4, 4)])
 
@@ -343,16 +331,16 @@ def test_a_bad_start_of_a_branch() -> None:
 CHAIN_SCALES = (8, 4, 4, 2)
 
 
-def chain(**options: Any) -> MultiBranch:
+def chain(**options: Any) -> eq.nn.MultiBranch:
     """Four branches of four channels in float64, with norms that have seen some data."""
     torch.manual_seed(0)
     layers = [
-        GEQ(4, 6, patch=PATCH, hidden=4, gamma=0.3, **options),
-        OptEq(4, 6, kernel_size=3, form="state", **options),
-        GEQ(4, 6, patch=PATCH, hidden=4, gamma=0.3, **options),
-        GEQ(4, 6, patch=PATCH, hidden=4, gamma=0.3, **options),
+        eq.nn.GEQ(4, 6, patch=PATCH, hidden=4, gamma=0.3, **options),
+        eq.nn.OptEq(4, 6, kernel_size=3, form="state", **options),
+        eq.nn.GEQ(4, 6, patch=PATCH, hidden=4, gamma=0.3, **options),
+        eq.nn.GEQ(4, 6, patch=PATCH, hidden=4, gamma=0.3, **options),
     ]
-    model = MultiBranch(layers, CHAIN_SCALES, output=4, chain=True).double()
+    model = eq.nn.MultiBranch(layers, CHAIN_SCALES, output=4, chain=True).double()
     for norm in model.norms:
         torch.nn.init.normal_(norm.weight)
         torch.nn.init.normal_(norm.bias)
@@ -361,7 +349,7 @@ def chain(**options: Any) -> MultiBranch:
     return model.eval()
 
 
-def chain_by_hand(model: MultiBranch, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+def chain_by_hand(model: eq.nn.MultiBranch, x: Tensor) -> tuple[Tensor, list[Tensor]]:
     """y and the inputs of the branches, written out with torch's own pooling and norms."""
     seen: list[Tensor] = []
     outputs: list[Tensor] = []
@@ -412,7 +400,7 @@ def test_the_error_of_a_chain_is_bounded() -> None:
     assert (error > 1e-6).all()
     assert (error <= bound).all()
     # Errors of early branches pass the later ones: without that the bound would be too small.
-    alone = MultiBranch(list(model.branches), CHAIN_SCALES, output=4).double()
+    alone = eq.nn.MultiBranch(list(model.branches), CHAIN_SCALES, output=4).double()
     assert (bound > alone.output_error(found)).all()
 
 
@@ -423,31 +411,16 @@ def test_norms_see_a_batch_once() -> None:
     assert [int(norm.num_batches_tracked) for norm in model.norms] == [n + 1 for n in before]
 
 
-@pytest.mark.parametrize("name", ["geq_cifar_5m", "mopteq_cifar_5m", "mopteq_sigmoid_cifar_5m"])
-def test_chains_by_name(name: str) -> None:
-    """A network in both readings: a chain has one batch norm a branch more, and trains."""
-    options: dict[str, Any] = {"channels": 16, "mids": (8, 8, 16), "scales": (1, 2, 2)}
-    if name.startswith("geq"):
-        options["hidden"] = 8
-    torch.manual_seed(0)
-    model = eq.models.create(name, image_size=8, reading="chain", **options)
-    parallel = eq.models.create(name, image_size=8, reading="parallel", **options)
-    count = [sum(p.numel() for p in m.parameters()) for m in (model, parallel)]
-    assert count[0] - count[1] == 3 * 2 * 16
-    model(torch.randn(4, 3, 8, 8)).square().mean().backward()
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
-
-
 # ---------------------------------------------------------------------- one Solution out of several
 
 
 def part(
     codes: list[int], steps: list[int], residual: list[float], choice: str = ""
-) -> Solution[Tensor]:
+) -> eq.Solution[Tensor]:
     r = torch.tensor(residual)
-    stats = Stats(torch.tensor(steps, dtype=torch.int32), r, r / 10, 7, 2)
+    stats = eq.Stats(torch.tensor(steps, dtype=torch.int32), r, r / 10, 7, 2)
     value = torch.ones(len(codes), 2, requires_grad=True) * 2
-    return Solution(value, torch.tensor(codes, dtype=torch.int8), stats, choice)
+    return eq.Solution(value, torch.tensor(codes, dtype=torch.int8), stats, choice)
 
 
 def test_numbers_of_a_branch_solution() -> None:
@@ -462,10 +435,10 @@ def test_numbers_of_a_branch_solution() -> None:
     assert float(found.stats.relative[0]) == pytest.approx(0.4)
     assert (found.stats.evaluations, found.stats.syncs) == (14, 4)
     assert found.choice == "0: Picard"
-    assert found.counts()[Result.converged] == 1
+    assert found.counts()[eq.Result.converged] == 1
     assert "1 converged" in found.summary()
     cut = found.detach()
-    assert isinstance(cut, BranchSolution)
+    assert isinstance(cut, eq.nn.BranchSolution)
     assert not any(z.requires_grad for z in (*cut.value, *(p.value for p in cut.parts)))
 
 

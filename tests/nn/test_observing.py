@@ -9,7 +9,6 @@ from torch import Tensor, nn
 import equilibria as eq
 from equilibria.nn import DEQ, MultiBranch, ResidualBlock, collect_penalties
 from tests.nn.test_deq import TanhBlock
-from tests.problems.test_operators import randn
 
 
 class Network(nn.Module):
@@ -100,7 +99,6 @@ def test_every_layer_and_call_is_collected_by_name() -> None:
     assert {name: len(parts) for name, parts in found.parts.items()} == {"a": 2, "b": 2}
     assert len(found) == 4
     total = found.total()
-    assert isinstance(total, Tensor)
     torch.testing.assert_close(total, sum(t for group in found.parts.values() for t in group))
     total.backward()
     assert model.a.block.W.weight.grad.abs().max() > 0
@@ -127,18 +125,6 @@ def test_layers_without_a_weight_other_models_and_branches() -> None:
     assert float(found.total().detach()) > 0  # type: ignore[union-attr]
 
 
-def test_the_penalty_is_that_of_the_exact_jacobian_in_the_mean() -> None:
-    torch.manual_seed(0)
-    layer = DEQ(TanhBlock(), start=(5,), jacobian_weight=3.0, jacobian_samples=4000).double()
-    x = randn(2, 4)
-    with torch.no_grad(), collect_penalties(layer) as found:
-        z = layer(x)
-    pre = z @ layer.block.W.weight.mT + layer.block.U(x)
-    j = (1 - torch.tanh(pre).square()).unsqueeze(2) * layer.block.W.weight
-    exact = 3.0 * j.square().sum((1, 2)).mean() / 5
-    torch.testing.assert_close(found.total(), exact.detach(), rtol=0.07, atol=0)
-
-
 def test_a_bad_sample_poisons_nothing() -> None:
     torch.manual_seed(0)
     layer, x = DEQ(TanhBlock(), start=(5,), jacobian_weight=1.0), torch.randn(3, 4)
@@ -149,7 +135,6 @@ def test_a_bad_sample_poisons_nothing() -> None:
     total.backward()  # type: ignore[union-attr]
     assert torch.isfinite(total)  # type: ignore[arg-type]
     for p in layer.parameters():
-        assert p.grad is not None
         assert torch.isfinite(p.grad).all()
     with pytest.warns(eq.ConvergenceWarning):
         _, penalty = layer.forward_with_penalty(x)

@@ -10,21 +10,10 @@ import scipy.optimize
 import torch
 from torch import Tensor
 
-from equilibria.nn import GEQ, OptEq
-from equilibria.problems import (
-    Box,
-    Free,
-    LeakyNonNegative,
-    NonNegative,
-    Patches,
-    Prior,
-    Softplus,
-    SoftThreshold,
-    Tanh,
-)
-from equilibria.solvers import Auto
+import equilibria as eq
 from tests.contracts.layer_contract import TIGHT, BoundedLayerContract
 from tests.optional import optional
+from tests.oracles import PROXES
 from tests.problems.test_operators import conv_matrix, randn
 
 cp = optional("cvxpy")
@@ -33,43 +22,43 @@ cp = optional("cvxpy")
 class TestStateForm(BoundedLayerContract):
     in_channels = 3
 
-    def layer(self, **options: Any) -> OptEq:
-        return OptEq(4, 5, in_channels=3, **options)
+    def layer(self, **options: Any) -> eq.nn.OptEq:
+        return eq.nn.OptEq(4, 5, in_channels=3, **options)
 
     def inputs(self, batch: int = 3) -> Tensor:
         return torch.randn(batch, 3)
 
 
 class TestHiddenForm(TestStateForm):
-    def layer(self, **options: Any) -> OptEq:
-        return OptEq(4, 5, in_channels=3, form="hidden", **options)
+    def layer(self, **options: Any) -> eq.nn.OptEq:
+        return eq.nn.OptEq(4, 5, in_channels=3, form="hidden", **options)
 
 
 class TestConvolutionalStateForm(BoundedLayerContract):
     convolutional = True
     in_channels = 2
 
-    def layer(self, **options: Any) -> OptEq:
-        return OptEq(3, 4, in_channels=2, kernel_size=3, **{"prior": Tanh(), **options})
+    def layer(self, **options: Any) -> eq.nn.OptEq:
+        return eq.nn.OptEq(3, 4, in_channels=2, kernel_size=3, **{"prior": eq.Tanh(), **options})
 
     def inputs(self, batch: int = 3) -> Tensor:
         return torch.randn(batch, 2, 4, 4)
 
 
 class TestConvolutionalHiddenForm(TestConvolutionalStateForm):
-    def layer(self, **options: Any) -> OptEq:
-        return OptEq(3, 4, in_channels=2, kernel_size=3, form="hidden", nu=1.3, **options)
+    def layer(self, **options: Any) -> eq.nn.OptEq:
+        return eq.nn.OptEq(3, 4, in_channels=2, kernel_size=3, form="hidden", nu=1.3, **options)
 
 
 # ---------------------------------------------------------------------- oracles
 
 
-def made(channels: int = 4, mid: int = 5, **options: Any) -> OptEq:
+def made(channels: int = 4, mid: int = 5, **options: Any) -> eq.nn.OptEq:
     torch.manual_seed(2)
-    return OptEq(channels, mid, in_channels=3, solver=TIGHT, **options).double().eval()
+    return eq.nn.OptEq(channels, mid, in_channels=3, solver=TIGHT, **options).double().eval()
 
 
-def matrices(layer: OptEq, x: Tensor) -> tuple[np.ndarray, np.ndarray]:
+def matrices(layer: eq.nn.OptEq, x: Tensor) -> tuple[np.ndarray, np.ndarray]:
     """W as a matrix, and c = Ux + b, one row a sample."""
     bias = layer.U.bias.detach().numpy()
     w, u = layer.W.weight, layer.U.weight
@@ -90,31 +79,26 @@ def cvxpy_hidden(w: np.ndarray, c: np.ndarray, nu: float, prior: str) -> np.ndar
     if prior == "relu":
         limits = [zeta >= 0]
     elif prior == "box":
-        limits = [zeta >= -0.2, zeta <= 0.4]
+        limits = [zeta >= -0.3, zeta <= 0.8]
     elif prior == "soft":
-        cost = cost + 0.3 * cp.norm1(zeta)
+        cost = cost + 0.2 * cp.norm1(zeta)
     cp.Problem(cp.Minimize(cost), limits).solve(
         solver=cp.CLARABEL, tol_gap_abs=1e-11, tol_gap_rel=1e-11, tol_feas=1e-10
     )
     return zeta.value
 
 
-PRIORS: dict[str, Prior] = {
-    "relu": NonNegative(),
-    "free": Free(),
-    "box": Box(-0.2, 0.4),
-    "soft": SoftThreshold(0.3),
-}
-
-
 @pytest.mark.parametrize(
     ("prior", "nu", "kernel_size"),
-    [*((prior, nu, None) for prior in PRIORS for nu in (1.0, 2.5)), ("relu", 1.0, 3)],
+    [
+        *((prior, nu, None) for prior in ("relu", "identity", "box", "soft") for nu in (1.0, 2.5)),
+        ("relu", 1.0, 3),
+    ],
 )
 def test_the_hidden_form_finds_cvxpys_minimizer(
     prior: str, nu: float, kernel_size: int | None
 ) -> None:
-    layer = made(form="hidden", prior=PRIORS[prior], nu=nu, kernel_size=kernel_size)
+    layer = made(form="hidden", prior=PROXES[prior][0], nu=nu, kernel_size=kernel_size)
     x = randn(3, 3, seed=5) if kernel_size is None else randn(2, 3, 4, 5, seed=5)
     zeta = layer(x).detach().flatten(1).numpy()
     w, c = matrices(layer, x)
@@ -151,20 +135,11 @@ def test_the_state_form_solves_equation_3_and_minimizes_its_objective(
         assert float(problem.objective(z)[i].detach()) == pytest.approx(found.fun, abs=1e-10)
 
 
-ACTIVATIONS = {
-    "relu": (NonNegative(), lambda v: np.maximum(v, 0)),
-    "tanh": (Tanh(), np.tanh),
-    "softplus": (Softplus(), lambda v: np.logaddexp(0, v)),
-    "leaky": (LeakyNonNegative(0.2), lambda v: np.where(v > 0, v, 0.2 * v)),
-    "soft": (SoftThreshold(0.3), lambda v: np.sign(v) * np.maximum(np.abs(v) - 0.3, 0)),
-}
-
-
-@pytest.mark.parametrize("activation", list(ACTIVATIONS))
+@pytest.mark.parametrize("activation", ["relu", "tanh", "softplus", "leaky", "soft"])
 @pytest.mark.parametrize("kernel_size", [None, 3])
 @pytest.mark.parametrize("nu", [1.0, 1.7])
 def test_the_two_forms_are_one_layer(activation: str, kernel_size: int | None, nu: float) -> None:
-    prior, sigma = ACTIVATIONS[activation]
+    prior, sigma = PROXES[activation]
     options: dict[str, Any] = {"prior": prior, "kernel_size": kernel_size, "nu": nu}
     state, hidden = made(form="state", **options), made(form="hidden", **options)
     hidden.load_state_dict(state.state_dict())
@@ -174,22 +149,10 @@ def test_the_two_forms_are_one_layer(activation: str, kernel_size: int | None, n
     torch.testing.assert_close(state.to_hidden(z, x), zeta, rtol=0, atol=1e-11)
     w, c = matrices(state, x)
     flat = zeta.detach().flatten(1).numpy()
-    np.testing.assert_allclose(flat, sigma(flat @ w @ w.T / nu + c), atol=1e-11)
+    np.testing.assert_allclose(flat, sigma(flat @ w @ w.T / nu + c, 1.0), atol=1e-11)
     # Their minima agree as well (Toland): ½‖z‖² − ψ(z) = G(ζ)/ν at the solution.
     left = state.problem(x).objective(z)
     torch.testing.assert_close(left, hidden.problem(x).objective(zeta) / nu, rtol=0, atol=1e-10)
-
-
-def test_both_forms_give_the_same_gradients() -> None:
-    x = randn(2, 3, seed=5)
-    found = []
-    for form in ("state", "hidden"):
-        layer = made(form=form)
-        z = layer(x) if form == "state" else layer.to_state(layer(x))
-        z.square().sum().backward()
-        found.append([p.grad for p in layer.parameters()])
-    for a, b in zip(*found, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-9)
 
 
 def test_nu_needed() -> None:
@@ -200,20 +163,12 @@ def test_nu_needed() -> None:
     scaled = made(constraint=None, nu=1.01 * layer.nu_needed())
     scaled.load_state_dict(layer.state_dict())
     x = randn(4, 3, seed=5)
-    solution = scaled.solve(x, solver=Auto(rtol=1e-10, max_steps=2000))
+    solution = scaled.solve(x, solver=eq.Auto(rtol=1e-10, max_steps=2000))
     assert bool(solution.converged.all())
     z = solution.value
     w, c = matrices(scaled, x)
     expected = np.maximum(z.detach().numpy() @ w.T + c, 0) @ w / scaled.nu
     np.testing.assert_allclose(z.detach().numpy(), expected, atol=1e-8)
-
-
-def test_the_linear_twin_of_a_geq_of_equal_size() -> None:
-    """MOptEq (docs/models.md): the hidden form keeps U: C → mid, so the sizes of U and W agree."""
-    geq = GEQ(8, 12, patch=Patches(channels=4, size=2), hidden=None)
-    twin = OptEq(8, 12, kernel_size=3, form="hidden")
-    assert sum(p.numel() for p in geq.parameters()) == sum(p.numel() for p in twin.parameters())
-    assert twin(torch.randn(2, 8, 4, 4)).shape == (2, 12, 4, 4)
 
 
 def test_input_norm() -> None:
@@ -237,4 +192,4 @@ def test_input_norm() -> None:
 )
 def test_bad_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        OptEq(**{"channels": 3, "mid": 4, **options})
+        eq.nn.OptEq(**{"channels": 3, "mid": 4, **options})

@@ -170,9 +170,3 @@ def test_every_step_for_one_number_is_a_secant_or_a_plain_one(memory: int) -> No
 def test_memory_does_not_grow_with_steps() -> None:
     found = state_bytes(Broyden(memory=3), batch=2, size=500)
     assert found <= (2 * 3 + 4) * 2 * 500 * 4 + 1024
-
-
-@pytest.mark.parametrize("options", [{"memory": 0}, {"safeguard": 0.0}, {"safeguard": 1.0}])
-def test_own_options_out_of_range(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=rf"Broyden\({next(iter(options))}=.* is out of range"):
-        Broyden(**options)

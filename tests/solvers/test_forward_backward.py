@@ -1,10 +1,11 @@
-"""ForwardBackward: its step, its bound (Proposition 3), its transposed Jacobian, its refusals."""
+"""ForwardBackward: its step, Jacobian and refusals; the contraction factors of both splittings."""
 
 from __future__ import annotations
 
 import copy
 import math
 import pickle
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,21 +20,13 @@ from equilibria.problems import Prior
 from equilibria.problems.monotone_operator import DenseMonotone, MonotoneInclusion
 from equilibria.solvers import ForwardBackward, PeacemanRachford
 from equilibria.solvers.forward_backward import SplittingSolver, forward_backward_factor
+from equilibria.solvers.peaceman_rachford import peaceman_rachford_factor
+from tests.oracles import PROXES
 from tests.problems.test_monotone_operator import numpy_w
 
 Array = NDArray[np.float64]
 
-PRIORS: list[Prior] = [
-    eq.NonNegative(),
-    eq.Box(-0.5, 1.0),
-    eq.SoftThreshold(0.3),
-    eq.ShiftedNonNegative(0.2),
-    eq.LeakyNonNegative(0.1),
-    eq.Free(),
-    eq.Tanh(),
-    eq.Logistic(),
-    eq.Softplus(),
-]
+PRIORS = [prior for prior, _ in PROXES.values()]
 law = settings(max_examples=20, deadline=None, derandomize=True)
 
 
@@ -84,42 +77,55 @@ def test_the_default_step_is_from_the_bounds() -> None:
     assert 0.4 / upper**2 * 6 ** (-1 / 64) * 0.999 <= alpha <= 0.4 / upper**2 * (1 + 1e-12)
 
 
-# ---------------------------------------------------------------------- Proposition 3
+# ---------------------------------------------------------------------- contraction factors
 
 
-@law
+@settings(law, max_examples=40)
 @given(
+    kind=st.sampled_from([ForwardBackward, PeacemanRachford]),
     seed=st.integers(0, 10**6),
     m=st.sampled_from([0.05, 0.4, 1.0, 3.0]),
     size=st.sampled_from([0.1, 0.6, 2.0]),
-    share=st.floats(0.05, 0.999),
+    share=st.floats(0.0, 0.999),
     prior=st.sampled_from(PRIORS),
 )
-def test_the_step_contracts_by_the_bound_of_proposition_3(
-    seed: int, m: float, size: float, share: float, prior: Prior
+def test_the_step_contracts_by_its_factor(
+    kind: type[SplittingSolver], seed: int, m: float, size: float, share: float, prior: Prior
 ) -> None:
+    """Proposition 3 for forward-backward, up to 2m/L²; for Peaceman–Rachford every step."""
     inclusion, w = drawn(seed, m=m, size=size, prior=prior)
     upper = float(np.linalg.norm(np.eye(6) - w, 2))
-    alpha = share * 2.0 * m / upper**2
-    splitting = ForwardBackward(alpha=alpha * (1 - 1e-12)).split(inclusion, states(0), states(1))
+    if kind is ForwardBackward:
+        alpha = max(share, 0.05) * 2.0 * m / upper**2
+        factor = forward_backward_factor(m, upper, alpha)
+    else:
+        alpha = 10.0 ** (4 * share - 2)
+        factor = peaceman_rachford_factor(m, upper, alpha)
+    splitting = kind(alpha=alpha * (1 - 1e-12)).split(inclusion, states(0), states(1))
     y, z, c = states(seed + 1), states(seed + 2), splitting.inputs[0]
     moved = torch.linalg.vector_norm(splitting.step(y, c) - splitting.step(z, c), dim=1)
     apart = torch.linalg.vector_norm(y - z, dim=1)
-    factor = forward_backward_factor(m, upper, alpha)
     assert factor < 1
     assert (moved <= factor * apart * (1 + 1e-9)).all()
 
 
-def test_the_bound_is_attained_and_is_one_at_the_end_of_the_interval() -> None:
-    """I − α(I − W) has the norm √(1 − 2αm + α²L²) for I − W = [[1, −1], [1, 1]]."""
-    for alpha in (0.1, 0.5, 0.9):
-        step = ForwardBackward(alpha=alpha).split(rotation(), states(0, n=2), states(1, n=2)).step
+@pytest.mark.parametrize(
+    ("kind", "bound", "alphas"),
+    [
+        (ForwardBackward, forward_backward_factor, (0.1, 0.5, 0.9)),
+        (PeacemanRachford, peaceman_rachford_factor, (0.1, 1 / math.sqrt(2), 3.0)),
+    ],
+)
+def test_the_factor_is_attained(kind: type[SplittingSolver], bound: Any, alphas: Any) -> None:
+    """By I − W = [[1, −1], [1, 1]], where every vector has t = m and s = L²."""
+    for alpha in alphas:
+        step = kind(alpha=alpha).split(rotation(), states(0, n=2), states(1, n=2)).step
         y, z = states(2, n=2), states(3, n=2)
         c = torch.zeros_like(y)
         ratio = (step(y, c) - step(z, c)).norm(dim=1) / (y - z).norm(dim=1)
-        expected = forward_backward_factor(1.0, math.sqrt(2.0), alpha)
-        np.testing.assert_allclose(ratio, expected, rtol=1e-12)
-    assert forward_backward_factor(1.0, math.sqrt(2.0), 1.0) == pytest.approx(1.0, abs=1e-15)
+        np.testing.assert_allclose(ratio, bound(1.0, math.sqrt(2.0), alpha), rtol=1e-12)
+    end = forward_backward_factor(1.0, math.sqrt(2.0), 1.0)
+    assert end == pytest.approx(1.0, abs=1e-15)
 
 
 # ---------------------------------------------------------------------- the step is checked
@@ -143,13 +149,6 @@ def test_a_step_that_only_the_close_bound_admits() -> None:
     ForwardBackward(alpha=0.9999 * 5.0).split(inclusion, states(0), states(1))
     with pytest.raises(ValueError, match="outside"):
         ForwardBackward(alpha=1.0001 * 5.0).split(inclusion, states(0), states(1))
-
-
-@pytest.mark.parametrize("kind", [ForwardBackward, PeacemanRachford])
-@pytest.mark.parametrize("alpha", [0.0, -1.0, math.inf, math.nan])
-def test_steps_that_are_never_allowed(kind: type[SplittingSolver], alpha: float) -> None:
-    with pytest.raises(ValueError, match="alpha"):
-        kind(alpha=alpha)
 
 
 # ---------------------------------------------------------------------- the transposed splitting

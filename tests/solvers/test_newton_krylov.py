@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
+import runpy
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,17 +22,7 @@ from equilibria import Result
 SUITE = Path(__file__).resolve().parents[2] / "benchmarks" / "nonlinear_suite.py"
 
 
-def load_suite() -> Any:
-    spec = importlib.util.spec_from_file_location("nonlinear_suite", SUITE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-suite = load_suite()
+suite = SimpleNamespace(**runpy.run_path(str(SUITE)))
 ROUGH = {"Powell singular": 1e-3, "sample problem 19": 1e-2, "Powell badly scaled": 1e-5}
 """Singular at the root, or published with few digits."""
 

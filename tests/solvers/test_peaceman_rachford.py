@@ -1,4 +1,4 @@
-"""PeacemanRachford: its step, its contraction factor, its warm start, its transposed Jacobian."""
+"""PeacemanRachford: its step, its warm start, its transposed Jacobian, its cost."""
 
 from __future__ import annotations
 
@@ -7,16 +7,11 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import equilibria as eq
 from equilibria.problems import Prior
 from equilibria.solvers import ForwardBackward, PeacemanRachford
-from equilibria.solvers.peaceman_rachford import peaceman_rachford_factor
-from tests.solvers.test_forward_backward import PRIORS, drawn, rotation, states
-
-law = settings(max_examples=20, deadline=None, derandomize=True)
+from tests.solvers.test_forward_backward import PRIORS, drawn, states
 
 
 def reflected(w: np.ndarray, alpha: float) -> tuple[np.ndarray, np.ndarray]:
@@ -48,40 +43,6 @@ def test_the_default_step_does_not_see_the_scale_of_the_problem() -> None:
         assert alpha * np.linalg.norm(np.eye(6) - w) == pytest.approx(math.sqrt(6))
 
 
-@law
-@given(
-    seed=st.integers(0, 10**6),
-    m=st.sampled_from([0.05, 0.4, 1.0, 3.0]),
-    size=st.sampled_from([0.1, 0.6, 2.0]),
-    alpha=st.sampled_from([1e-2, 0.3, 1.0, 5.0, 100.0]),
-    prior=st.sampled_from(PRIORS),
-)
-def test_the_step_contracts_by_its_factor_for_every_alpha(
-    seed: int, m: float, size: float, alpha: float, prior: Prior
-) -> None:
-    inclusion, w = drawn(seed, m=m, size=size, prior=prior)
-    upper = float(np.linalg.norm(np.eye(6) - w, 2))
-    splitting = PeacemanRachford(alpha=alpha).split(inclusion, states(0), states(1))
-    y, z, c = states(seed + 1), states(seed + 2), splitting.inputs[0]
-    moved = torch.linalg.vector_norm(splitting.step(y, c) - splitting.step(z, c), dim=1)
-    apart = torch.linalg.vector_norm(y - z, dim=1)
-    factor = peaceman_rachford_factor(m, upper, alpha)
-    assert factor < 1
-    assert (moved <= factor * apart * (1 + 1e-9)).all()
-
-
-@pytest.mark.parametrize("alpha", [0.1, 1 / math.sqrt(2), 3.0])
-def test_the_factor_is_attained(alpha: float) -> None:
-    """By I − W = [[1, −1], [1, 1]], where every vector has t = m and s = L²."""
-    splitting = PeacemanRachford(alpha=alpha).split(rotation(), states(0, n=2), states(1, n=2))
-    y, z = states(2, n=2), states(3, n=2)
-    c = torch.zeros_like(y)
-    ratio = (splitting.step(y, c) - splitting.step(z, c)).norm(dim=1) / (y - z).norm(dim=1)
-    np.testing.assert_allclose(
-        ratio, peaceman_rachford_factor(1.0, math.sqrt(2), alpha), rtol=1e-12
-    )
-
-
 def test_a_warm_start_at_the_solution_stands_still() -> None:
     """u = z − α((I − W)z − c) is the fixed point where z is the solution."""
     inclusion, _ = drawn(4)
@@ -108,8 +69,8 @@ def test_the_transposed_jacobian_is_the_transposed_splitting() -> None:
 
 
 def test_far_fewer_steps_than_forward_backward() -> None:
-    layer = eq.nn.MonotoneDEQ(20, in_channels=4, m=0.1).double()
     torch.manual_seed(0)
+    layer = eq.nn.MonotoneDEQ(20, in_channels=4, m=0.1).double()
     x = torch.randn(4, 4, dtype=torch.float64)
     steps = {}
     for solver in (PeacemanRachford(block=1), ForwardBackward(block=1)):
@@ -135,5 +96,4 @@ def test_the_inverse_is_computed_once_for_forward_and_backward(
     solution.value.square().sum().backward()
     assert len(calls) == 1
     assert int(solution.stats.steps.max()) > 1
-    assert solution.stats.backward.steps is not None
     assert int(solution.stats.backward.steps.max()) > 1

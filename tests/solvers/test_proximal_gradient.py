@@ -65,9 +65,3 @@ def test_step_per_sample_and_without_convexity() -> None:
     np.testing.assert_allclose(tau, [2 / 2.5, 1 / 4])
     with pytest.raises(ValueError, match="finite bound"):
         proximal_step(0.1, math.inf, accelerate=True)
-
-
-@pytest.mark.parametrize("tau", [0.0, -1.0, math.nan])
-def test_bad_steps_are_refused(tau: float) -> None:
-    with pytest.raises(ValueError, match="tau"):
-        eq.ProximalGradient(tau=tau)

@@ -282,22 +282,6 @@ def test_the_command_says_that_it_is_complete(
     assert "--resume" not in said
 
 
-SCRIPT = """
-import sys, time
-sys.path.insert(0, sys.argv[1])
-from pathlib import Path
-from tests.training.small import config, run
-import lightning.pytorch as pl
-
-class Slow(pl.Callback):
-    def on_train_batch_end(self, trainer, module, *args, **kwargs):
-        print("step", flush=True)
-        time.sleep(0.2)
-
-run(config(Path(sys.argv[2]), epochs=50), callbacks=[Slow()])
-"""
-
-
 KILLED = """
 import sys
 sys.path.insert(0, sys.argv[1])
@@ -326,7 +310,6 @@ def test_killed_twenty_times_at_random_moments(tmp_path: Path) -> None:
     while kills < 20 or rounds:
         command = [sys.executable, "-c", KILLED, str(ROOT), str(folder)]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        assert process.stdout is not None
         assert process.stdout.readline() == b"begin\n"
         if rounds < 4:
             time.sleep(moments.uniform(0.0, 0.6 * length))
@@ -339,25 +322,3 @@ def test_killed_twenty_times_at_random_moments(tmp_path: Path) -> None:
             assert_same_run(found, expected)
             assert {path.name for path in folder.iterdir()} == names
             folder, rounds = tmp_path / str(kills), 0
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(os.name == "nt", reason="signals of POSIX")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_to_a_process_of_its_own(tmp_path: Path, number: int) -> None:
-    out = tmp_path / "run"
-    process = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, str(ROOT), str(out)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "step\n"
-    time.sleep(0.1)
-    process.send_signal(number)
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode != 0
-    assert "Interrupted after 0 of 50 epochs" in errors
-    assert f"resume={str(out)!r}" in errors
-    assert read_checkpoint(out / "last.ckpt")["equilibria"]["exact"] is True
