@@ -34,8 +34,7 @@ COMMANDS = {
     "export": "Write a network as a program for other runtimes: torch.export (.pt2) or ONNX.",
     "serve": "Answer images over HTTP, with limits, batching and metrics.",
     "certify": "Is each layer's equilibrium unique, and how far from it is the answer?",
-    "bench": "Where the time goes: map, solver, adjoint, rest; steps per sample; and what would "
-    "help.",
+    "bench": "Where the time goes: equilibrium layers, rest, backward; steps; and what would help.",
     "models": "List the networks, their size beside the papers', and what they are.",
     "data": "List, download and check data sets.",
     "info": "Versions of everything and the devices at hand.",

@@ -37,7 +37,7 @@ class BoundedConv(nn.Module):
         super().__init__()
         conv = nn.Conv2d(channels, channels, 3, padding=1)
         nn.init.dirac_(conv.weight)
-        self.conv = constrain(conv, "weight", NormBounded(bound=0.97, steps=1))
+        self.conv = constrain(conv, "weight", NormBounded(bound=0.97))
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.conv(x)
@@ -145,10 +145,10 @@ _GAUSSIAN = {
     "patch": Patches(channels=8, size=2),
     "hidden": 32,
     "gamma": FixedGamma(0.5),
-    "constraint": NormBounded(bound=0.95, steps=1),
+    "constraint": NormBounded(bound=0.95),
     **_SOLVING,
 }
-_LINEAR = {"constraint": NormBounded(bound=0.7, steps=1), **_SOLVING}
+_LINEAR = {"constraint": NormBounded(bound=0.7), **_SOLVING}
 
 
 def _family(
