@@ -86,7 +86,7 @@ def _pull(repo: str, folder: Path | None, as_json: bool) -> None:
     from equilibria import models as zoo
     from equilibria.models.hub import fetch
 
-    file = fetch(repo, download=True, folder=folder)
+    file = fetch(repo, download=True, local_dir=folder)
     name = zoo.load(file).config.name
     if as_json:
         print_json({"name": name, "file": str(file)})
