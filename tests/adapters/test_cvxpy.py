@@ -44,7 +44,7 @@ PROBLEMS: dict[str, tuple[type, str, Callable[[Any, Any, np.ndarray], Made]]] = 
     "weighted l1": (
         eq.Problem,
         "SoftThreshold",
-        lambda x, s, a: (s + cp.sum(cp.abs(cp.multiply(np.abs(a[0]), x))) / 2, []),
+        lambda x, s, a: (s + 3.0 + cp.sum(cp.abs(cp.multiply(np.abs(a[0]), x))) / 2, []),
     ),
     "nonnegative": (eq.Problem, "NonNegative", lambda x, s, a: (s, [x >= 0])),
     "box": (eq.Problem, "Box", lambda x, s, a: (s / 2, [x >= -0.1, x[1:3] <= 0.2])),
@@ -201,6 +201,7 @@ UNKNOWN: dict[str, Callable[[Any], Made]] = {
     "huber": lambda x: (cp.sum(cp.huber(x)), []),
     "Pnorm": lambda x: (cp.sum_squares(x), [cp.norm(x) <= 1]),
     "cumsum": lambda x: (cp.sum_squares(cp.cumsum(x)), []),
+    "MulExpression": lambda x: (np.arange(4) @ cp.abs(x), []),
     "SOC": lambda x: (cp.sum_squares(x), [cp.SOC(x[0], x[1:])]),
     "AddExpression with a constant part": lambda x: (cp.norm1(x - 1), []),
 }

@@ -41,7 +41,7 @@ _AFFINE: dict[str, Callable[..., Tensor]] = {
     "Sum": lambda e, t: t.sum() if e.axis is None else t.sum(e.axis, keepdim=e.keepdims),
     "index": _indexed,
     "special_index": _indexed,
-    "transpose": lambda e, t: _swapped(t),
+    "transpose": lambda e, t: _swapped(t) if e.axes is None else t.permute(e.axes),
     "reshape": lambda e, t: (
         t.reshape(e.shape) if e.order == "C" else _swapped(_swapped(t).reshape(e.shape[::-1]))
     ),
@@ -126,7 +126,7 @@ class _Reader:
         """Collect w·e, a part of the objective."""
         kind, args = _kind(e), e.args
         fixed = [not a.variables() for a in args]
-        if args and all(fixed):
+        if not e.variables():
             return  # a constant moves no minimizer
         if e.is_affine():
             slope = (self.at(e, self.units) - self.at(e, self.zero))[..., 0]
@@ -134,7 +134,7 @@ class _Reader:
         elif kind in ("AddExpression", "NegExpression"):
             for a in args:
                 self.add(a, -w if kind == "NegExpression" else w)
-        elif kind in ("multiply", "MulExpression") and any(fixed):
+        elif kind == "multiply" and any(fixed):
             self.add(args[fixed.index(False)], w * self.number(args[fixed.index(True)]))
         elif kind == "DivExpression" and fixed[1]:
             self.add(args[0], w / self.number(args[1]))
@@ -150,7 +150,7 @@ class _Reader:
             self.norms(e if euclidean[0] else arg, w)  # norm1 of norms is their sum
         elif kind in ("norm1", "abs") and whole:
             self.absolute(arg, w)
-        elif kind == "Power" and float(getattr(e.p, "value", e.p)) == 2.0:
+        elif kind in ("Power", "power") and float(getattr(e.p, "value", e.p)) == 2.0:
             self.square(arg.args[0] if euclidean[1] else arg, w)
         elif kind == "quad_over_lin" and whole and not e.args[1].variables():
             self.square(arg, w / self.number(e.args[1]))
@@ -180,12 +180,12 @@ class _Reader:
 
     def absolute(self, e: Any, w: Tensor) -> None:
         K = self.linear(e)
-        step = self.units.diff(dim=0)
-        if K.requires_grad:  # entries that are 0 by chance have a gradient
-            self.terms.append((p.SoftThreshold(w), K))
-        elif len(K) == self.n and torch.equal(K, K.diagonal().diag()):
+        fixed = not K.requires_grad  # else entries that are 0 by chance have a gradient
+        if fixed and len(K) == self.n and torch.equal(K, K.diagonal().diag()):
             self.terms.append((p.SoftThreshold(w.reshape(-1, 1) * K.diagonal().abs()), None))
-        elif len(K) == self.n - 1 > 0 and torch.equal(K, K[0, 1] * step):
+        elif (
+            fixed and len(K) == self.n - 1 > 0 and torch.equal(K, K[0, 1] * self.units.diff(dim=0))
+        ):
             self.terms.append((p.TotalVariation(w * K[0, 1].abs()), None))
         else:
             self.terms.append((p.SoftThreshold(w), K))
