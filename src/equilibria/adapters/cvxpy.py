@@ -26,9 +26,11 @@ def _swapped(t: Tensor) -> Tensor:
 
 
 def _indexed(e: Any, t: Tensor) -> Tensor:
+    import numpy as np
+
     key = getattr(e, "_orig_key", e.key)  # index.key holds slices in a form of cvxpy's own
-    places = torch.arange(t.numel()).reshape(t.shape).numpy()[key]
-    return t.reshape(-1)[torch.as_tensor(places.copy())].reshape(e.shape)
+    places = np.arange(t.numel()).reshape(t.shape)[key].reshape(-1).tolist()
+    return t.reshape(-1)[places].reshape(e.shape)
 
 
 _AFFINE: dict[str, Callable[..., Tensor]] = {
@@ -94,25 +96,33 @@ class _Reader:
             raise _unknown(e)
         return _AFFINE[_kind(e)](e, *(self.evaluated(a, z, held) for a in e.args))
 
-    def at(self, e: Any, zs: Tensor, *, first: bool = False) -> Tensor:
-        """e at states zs [s, n], of each sample or of the first: [1 or B, s, m], rows first."""
+    def at(self, e: Any, ways: Tensor, *, first: bool = False) -> tuple[Tensor, Tensor]:
+        """e at z = 0, [1 or B, m], and its change along ways [s, n]: [1 or B, s, m]; rows first."""
         own = {q.id: self.rows[q.id] for q in e.parameters() if q.id in self.rows}
         rows = {i: t[:1] if first else t for i, t in own.items()}
 
-        def states(row: Mapping[int, Tensor]) -> Tensor:
-            held = {**self.held, **row}
-            return torch.vmap(lambda z: self.evaluated(e, z, held).reshape(-1))(zs)
+        def both(row: Mapping[int, Tensor]) -> tuple[Tensor, Tensor]:
+            def value(z: Tensor) -> Tensor:
+                return self.evaluated(e, z, {**self.held, **row}).reshape(-1)
 
-        return torch.vmap(states)(rows) if rows else states({})[None]
+            def change(way: Tensor) -> Tensor:
+                found: Tensor = torch.func.jvp(value, (self.zero[0],), (way,))[1]
+                return found
+
+            return value(self.zero[0]), torch.vmap(change)(ways)
+
+        if rows:
+            return torch.vmap(both)(rows)
+        value, change = both({})
+        return value[None], change[None]
 
     def affine(self, e: Any) -> tuple[Tensor, Tensor]:
         """K [m, n] and k [1 or B, m] of e = Kz + k."""
         probe = torch.linspace(1.0, 2.0, self.n, **self.options)
-        k, moved = self.at(e, torch.stack([0.0 * probe, probe])).unbind(1)
-        change = (moved - k).detach()
+        k, change = self.at(e, probe[None])
         if not torch.allclose(change, change[:1].expand_as(change), rtol=1e-4):
             raise _per_sample("multiplies the variable", e)
-        return (self.at(e, self.units, first=True)[0] - k[:1]).mT, k
+        return self.at(e, self.units, first=True)[1][0].mT, k
 
     def number(self, e: Any) -> Tensor:
         """An expression without the variable: [] or [B]."""
@@ -129,7 +139,7 @@ class _Reader:
         if not e.variables():
             return  # a constant moves no minimizer
         if e.is_affine():
-            slope = (self.at(e, self.units) - self.at(e, self.zero))[..., 0]
+            slope = self.at(e, self.units)[1][..., 0]
             self.smooth.append(p.Linear(self.zero, self.rowwise(-w.reshape(-1, 1) * slope)))
         elif kind in ("AddExpression", "NegExpression"):
             for a in args:
@@ -250,14 +260,14 @@ def _root(P: Tensor) -> Tensor:
     lower, failed = torch.linalg.cholesky_ex(P)
     if not failed:
         return lower.mT
-    sizes: Tensor
     sizes, vectors = torch.linalg.eigh(P.detach())
     if P.requires_grad or sizes[0] < -1e-6 * sizes.abs().max():
         raise ValueError(
             f"from_cvxpy: P of quad_form has the eigenvalue {float(sizes[0]):.3g}, takes a "
             "positive semidefinite P, for gradients a positive definite one."
         )
-    return sizes.clamp_min(0.0).sqrt()[:, None] * vectors.mT
+    root: Tensor = sizes.clamp_min(0.0).sqrt()[:, None] * vectors.mT
+    return root
 
 
 def from_cvxpy(problem: Any, values: Mapping[Any, Tensor] | None = None) -> p.Problem | p.Composite:
