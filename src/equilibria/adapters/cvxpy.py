@@ -332,7 +332,7 @@ def to_cvxpy(problem: p.HiddenProblem, sample: int = 0) -> Any:
     with needs("cvxpy", "to_cvxpy", extra="cvxpy"):
         import cvxpy
     cp: Any = cvxpy  # exports names that type checkers do not see
-    rows = [t[sample : sample + 1] for t in problem.inputs()]
+    rows = [t[[sample]] for t in problem.inputs()]
     shape = tuple(problem.default_start().shape[1:])
     held: Any = problem.with_inputs(*rows).in_double()
     z, n = cp.Variable(math.prod(shape), name="z"), math.prod(shape)
@@ -341,10 +341,12 @@ def to_cvxpy(problem: p.HiddenProblem, sample: int = 0) -> Any:
         prior, terms, smooth, bend = held.prior, held.terms, held.smooth, 0.0
     elif isinstance(problem, p.Problem):
         prior, smooth, bend = held.effective_prior, held.coupling, held.ridge
-        if held.regularizer is not None and not isinstance(held.regularizer, p.L1):
-            if not isinstance(held.regularizer, p.SquaredNorm) or held.regularize == "prox":
-                raise _not_written(held.regularizer)
-            bend = bend + held.regularizer.weight
+        added = held.regularizer
+        if added is not None and (
+            held.regularize == "prox" or not isinstance(added, p.L1 | p.SquaredNorm)
+        ):
+            raise _not_written(added)
+        bend = bend + (added.weight if isinstance(added, p.SquaredNorm) else 0.0)
     else:
         raise _not_written(problem)
     total, rules = _written(cp, prior, z, shape)
@@ -398,14 +400,14 @@ def _written(cp: Any, f: p.Prior, y: Any, shape: tuple[int, ...]) -> tuple[Any, 
         return [y[g.numpy()] for g in places.reshape(-1, places.shape[-len(given) :].numel())]
 
     def one(name: str) -> float:  # the parameter of a prior that is not elementwise
-        return float(getattr(f, name))
+        held = torch.as_tensor(getattr(f, name))
+        if held.numel() > 1:
+            raise TypeError(f"to_cvxpy: {name} of {type(f).__name__} must be one number a sample.")
+        return float(held)
 
     def ends() -> list[Any]:
-        low, high = each("lower"), each("upper")
-        rules = [y[low > -math.inf] >= low[low > -math.inf]] if (low > -math.inf).any() else []
-        return rules + (
-            [y[high < math.inf] <= high[high < math.inf]] if (high < math.inf).any() else []
-        )
+        pairs = [(-1.0, each("lower")), (1.0, each("upper"))]
+        return [s * y[w] <= s * end[w] for s, end in pairs if (w := abs(end) < math.inf).any()]
 
     if isinstance(f, p.WithL1):
         value, rules = _written(cp, f.prior, y, shape)
