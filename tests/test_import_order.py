@@ -1,7 +1,7 @@
 """Imports go down the order of dependence only, and the core needs torch alone.
 
     engine ← solvers, adjoints, ops ← entry ← problems ← certify ← nn ← models
-           ← training, evaluation, sklearn ← serving ← cli
+           ← training, evaluation, sklearn, adapters ← serving ← cli
 
 The study of the papers (``equilibria_papers``) imports what the packages of the library export, and
 nothing of their insides.
@@ -36,7 +36,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("certify",),
     ("nn",),
     ("models",),
-    ("training", "evaluation", "sklearn"),
+    ("training", "evaluation", "sklearn", "adapters"),
     ("serving",),
     ("cli",),
     ("__main__",),

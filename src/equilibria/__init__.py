@@ -197,6 +197,8 @@ def __getattr__(name: str) -> _Any:
         _load()
         return globals()[name]
     match name:
+        case "adapters":
+            return _import_module("equilibria.adapters")
         case "data":
             return _import_module("equilibria.data")
         case "evaluation":
@@ -218,5 +220,5 @@ def __getattr__(name: str) -> _Any:
 
 
 def __dir__() -> list[str]:
-    packages = ["data", "evaluation", "models", "serving", "sklearn", "training"]
+    packages = ["adapters", "data", "evaluation", "models", "serving", "sklearn", "training"]
     return sorted([*__all__, *packages])

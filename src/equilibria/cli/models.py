@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.table import Column
 
-from .console import fail, print_json, print_table
+from .console import fail, output, print_json, print_table
 from .loading import Json
 
 
 def models(
-    pattern: Annotated[str, typer.Argument(help="Show names that match, such as 'geq_*'.")] = "*",
+    pattern: Annotated[
+        str,
+        typer.Argument(
+            help="Show names that match, such as 'geq_*'. Or `pull`, with REPO: fetch a network."
+        ),
+    ] = "*",
+    repo: Annotated[
+        str | None, typer.Argument(help="For pull: the network's name on the hub, owner/name.")
+    ] = None,
+    folder: Annotated[
+        Path | None, typer.Option(help="For pull: where to; the hub's cache if not given.")
+    ] = None,
     task: Annotated[
         str | None, typer.Option(help="classification or segmentation; both if not given.")
     ] = None,
@@ -24,7 +36,16 @@ def models(
     """List the networks, their size beside the papers', and what they are.
 
     For a single one its options follow: `equilibria train --option NAME=VALUE` sets them.
+    `equilibria models pull REPO` fetches a trained network from the Hugging Face hub.
     """
+    if pattern == "pull" and repo is not None:
+        _pull(repo, folder, as_json)
+        return
+    if pattern == "pull" or repo is not None or folder is not None:
+        raise fail(
+            "REPO and --folder go with pull, and pull needs REPO.",
+            "`equilibria models pull owner/name`",
+        )
     import torch
 
     from equilibria import models as zoo
@@ -58,6 +79,19 @@ def models(
     if len(cards) == 1:
         options = cards[0].options.items()
         print_table(Column("option", no_wrap=True), "default: what it is", rows=options)
+
+
+def _pull(repo: str, folder: Path | None, as_json: bool) -> None:
+    """Fetch model.safetensors of a repository and check it as ``models.load`` does."""
+    from equilibria import models as zoo
+    from equilibria.models.hub import fetch
+
+    file = fetch(repo, download=True, local_dir=folder)
+    name = zoo.load(file).config.name
+    if as_json:
+        print_json({"name": name, "file": str(file)})
+    else:
+        output().print(f"{name}: {file}", soft_wrap=True)
 
 
 def _size(count: int | None) -> str:

@@ -16,6 +16,7 @@ from equilibria.certify import LabelStopping
 from equilibria.engine.transforms import transforms_active
 from equilibria.ops.pooling import average_pool
 
+from .hub import OnHub
 from .options import option
 from .prediction import Prediction, predictions, stopped_predictions
 from .preprocessing import Preprocessing, warn_input
@@ -50,12 +51,13 @@ class ModelConfig:
 Task = Literal["classification", "segmentation"]
 
 
-class Network(nn.Module, ABC):
+class Network(nn.Module, OnHub, ABC):
     """x [B, C, H, W], normalized images ↦ logits [B, num_classes], or [B, num_classes, H, W].
 
     Made by ``models.create``, which sets ``config``; ``models.load`` sets ``extra`` too.
     ``model(model.preprocess(images))`` takes images as they are; ``model.predict(images)`` names
-    their classes.
+    their classes. ``Network.from_pretrained``, ``model.save_pretrained`` and ``model.push_to_hub``
+    read and write folders and repositories of the Hugging Face hub.
     """
 
     config: ModelConfig

@@ -222,6 +222,10 @@ def ritz_ends(q: Coupling, z: Tensor, steps: int = _RITZ) -> tuple[Tensor, Tenso
     return -top_ritz(lambda v: product(-1.0, v), start, steps=steps), high
 
 
+def _float(weight: float | Tensor) -> float:
+    return float(weight.detach() if isinstance(weight, Tensor) else weight)
+
+
 class LeastSquares(ImageCoupling):
     """``q(z) = (weight/2)|Az - c|^2``: a fit to ``c``, ``[B, *out]``; ``A = None``: to ``c = z``.
 
@@ -231,7 +235,7 @@ class LeastSquares(ImageCoupling):
 
     def __init__(self, A: Weights | None, c: Tensor, weight: float | Tensor = 1.0) -> None:
         super().__init__(IdentityOperator(c) if A is None else A, c)
-        if (isinstance(weight, Tensor) and weight.numel() != 1) or not float(weight) > 0.0:
+        if (isinstance(weight, Tensor) and weight.numel() != 1) or not _float(weight) > 0.0:
             raise ValueError(f"LeastSquares(weight={weight!r}): expected one positive number.")
         self.weight = weight
         self._known: Curvature | None = None
@@ -252,7 +256,7 @@ class LeastSquares(ImageCoupling):
 
     def curvature(self) -> Curvature:
         if self._known is None:
-            w = float(self.weight)
+            w = _float(self.weight)
             least, most = self.operator.norm_lower(), self.norm_upper()
             low, high = w * least**2 * (1.0 - 4 * UNIT), w * most**2 * (1.0 + 4 * UNIT)
             self._known = Curvature(low, high, True, "every z: the Hessian is weight AᵀA")
@@ -271,21 +275,21 @@ class LeastSquares(ImageCoupling):
         size, terms = magnitude
         r = self._residual(z).abs()
         off = sum_error(terms + 2) * (size(z.abs()) + self.c.abs() + r)
-        return float(self.weight) * (1 + 8 * UNIT) * size.adjoint(off + 4 * UNIT * r, z.shape[1:])
+        return _float(self.weight) * (1 + 8 * UNIT) * size.adjoint(off + 4 * UNIT * r, z.shape[1:])
 
     def lipschitz(self, modulus: float, rest: Tensor, reach: float, *, in_x: bool) -> Reasoned:
         """``weight |A| reach/m``: the derivative of the gradient in c is ``-weight A'``."""
         missing = unproven(modulus, reach)
         if missing is not None:
             return None, missing
-        steep = float(self.weight) * self.norm_upper() * (1.0 + 1e-14)
+        steep = _float(self.weight) * self.norm_upper() * (1.0 + 1e-14)
         return steep * reach / modulus, "every input: weight ‖A‖/m·‖U‖"
 
     def local_lipschitz(
         self, z: Tensor, error: Tensor, modulus: Tensor, local: Tensor, rest: Tensor
     ) -> tuple[Tensor | None, str]:
         m = modulus.expand_as(error)
-        steep = float(self.weight) * self.norm_upper() * (1.0 + 1e-14)
+        steep = _float(self.weight) * self.norm_upper() * (1.0 + 1e-14)
         return torch.where(m > 0, steep / m, math.inf), "as for every input"
 
 
