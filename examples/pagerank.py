@@ -20,7 +20,7 @@ DOCS = Path(__file__).parents[1] / "docs"
 
 
 def link_graph() -> tuple[list[str], Tensor]:
-    """The pages, and [n, n] with 1 where the page of the row links to that of the column."""
+    """The pages, and 1 where the page of the row links to that of the column."""
     texts = {page.stem: page.read_text("utf-8") for page in sorted(DOCS.glob("*.md"))}
     names = list(texts)
     links = torch.zeros(len(names), len(names), dtype=torch.float64)
@@ -52,16 +52,14 @@ def main(quick: bool, out: str) -> dict[str, float]:
     dampings = np.linspace(0.1, 0.95, 4 if quick else 18)  # a sample for each, solved at once
     args = torch.from_numpy(dampings)[:, None].requires_grad_(), links.requires_grad_()
     start = torch.full((len(dampings), n), 1 / n, dtype=torch.float64)
-    solution = eq.fixed_point(step, start, args, solver=eq.Picard(max_steps=1000))
-    rank = solution.value
+    rank = eq.fixed_point(step, start, args, solver=eq.Picard(max_steps=1000)).value
     (by_damping,) = torch.autograd.grad(rank[:, page].sum(), args[0], retain_graph=True)
     (by_link,) = torch.autograd.grad(rank[-1, page], links)
-
     # Beside numpy: the ranks, and both derivatives by differences of its ranks.
     theirs = np.array([rank_numpy(d, matrix) for d in dampings])
     h, change = 1e-5, np.random.default_rng(0).random((n, n)) * matrix
     ends = [[rank_numpy(d + s, matrix)[page] for s in (-h, h)] for d in dampings]
-    slope = np.array([(b - a) / (2 * h) for a, b in ends])
+    slope = np.diff(ends)[:, 0] / (2 * h)
     down, up = (rank_numpy(dampings[-1], matrix + s * change)[page] for s in (-h, h))
     along = float((by_link * torch.from_numpy(change)).sum())
     agreement = {
@@ -69,7 +67,7 @@ def main(quick: bool, out: str) -> dict[str, float]:
         "in damping": float(np.abs(by_damping.flatten().numpy() - slope).max() / slope.max()),
         "in links": abs(along / ((up - down) / (2 * h)) - 1),
     }
-    print(f"{n} pages, {int(matrix.sum())} links; {solution.summary()}")
+    print(f"{n} pages, {int(matrix.sum())} links, {len(dampings)} values of damping")
     best = rank[-1].argsort(descending=True)[:5].tolist()
     print("highest:", ", ".join(f"{names[i]} {rank[-1, i]:.3f}" for i in best))
     row, column = divmod(int((by_link * links).argmax()), n)
@@ -80,7 +78,7 @@ def main(quick: bool, out: str) -> dict[str, float]:
     for i in best:
         axis.plot(dampings, rank[:, i].detach().numpy(), label=names[i])
     axis.set(xlabel="damping", ylabel="rank")
-    axis.legend(fontsize=7)
+    axis.legend()
     figure.savefig(out, metadata={"Date": None})
     return agreement
 
