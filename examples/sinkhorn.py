@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 import equilibria as eq
 
-EPS, MATCHES = 0.5, 20_000  # EPS is the weight of the entropy
-TRUE, I = np.array([2.0, 0.3, 1.0]), np.eye(3)
+EPS, MATCHES, TRUE, I = 0.5, 20_000, np.array([2.0, 0.3, 1.0]), np.eye(3)
 
 
 def sinkhorn(cost: Tensor, like: Tensor) -> Tensor:
