@@ -304,7 +304,10 @@ def tutorials() -> None:
     """The picture of each tutorial, and beside it what it prints."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
     for name in ("tv_denoising", "sparse_coding", "nmf", "sinkhorn", "pagerank", "bratu"):
-        with (OUT / f"{name}.txt").open("w", encoding="utf-8") as file, redirect_stdout(file):
+        look = mpl.rc_context(
+            {"axes.prop_cycle": mpl.cycler(color=COLORS), "image.cmap": "cividis"}
+        )
+        with look, (OUT / f"{name}.txt").open("w", encoding="utf-8") as file, redirect_stdout(file):
             import_module(name).main(quick=False, out=str(OUT / f"{name}.svg"))
 
 

@@ -78,7 +78,7 @@ def main(quick: bool, out: str) -> dict[str, float]:
     print(f"true w {TRUE}, learned from {MATCHES} matches {learned.round(3)}")
     print("apart from scipy:", ", ".join(f"{k} {v:.1e}" for k, v in agreement.items()))
     figure, axis = plt.subplots(figsize=(7, 4), layout="tight")
-    axis.imshow(np.hstack([table, plan]))
+    axis.imshow(np.hstack([table, np.nan * table[:, :1], plan]))
     figure.savefig(out, metadata={"Date": None})
     return agreement | {"from the truth": float(np.abs(learned - TRUE).max())}
 

@@ -76,8 +76,8 @@ def main(quick: bool, out: str, data_root: str | None = None) -> dict[str, float
     for axis, (title, t) in zip(axes, shots.items(), strict=False):
         axis.imshow(t[0].numpy(), cmap="gray", vmin=0, vmax=1)
         axis.set(title=title, xticks=[], yticks=[])
-    axes[3].semilogx(weights[1:], errors[1:], "o-")
-    axes[3].set(xlabel="weight (middle: learned)", ylabel="mean square error")
+    axes[3].plot(weights, errors, "o-")
+    axes[3].set(xlabel="weight (fourth: learned)", ylabel="mean square error")
     figure.savefig(out, metadata={"Date": None})
     return agreement | {"gain": min(errors) / errors[3]}
 
