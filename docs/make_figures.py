@@ -1,8 +1,14 @@
-"""Draw the figures of the docs: python docs/make_figures.py (writes docs/assets/figures/*.svg)."""
+"""Draw the figures of the docs: python docs/make_figures.py (writes docs/assets/figures/*.svg).
+
+With names, only these: python docs/make_figures.py problem tutorials
+"""
 
 from __future__ import annotations
 
+import sys
 import warnings
+from contextlib import redirect_stdout
+from importlib import import_module
 from pathlib import Path
 
 import matplotlib as mpl
@@ -294,9 +300,22 @@ def overview(found: dict[str, torch.Tensor] | None = None) -> None:
             plt.close(figure)
 
 
+def tutorials() -> None:
+    """The picture of each tutorial, and beside it what it prints."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+    for name in ("tv_denoising", "sparse_coding", "nmf", "sinkhorn", "pagerank", "bratu"):
+        look = mpl.rc_context(
+            {"axes.prop_cycle": mpl.cycler(color=COLORS), "image.cmap": "cividis"}
+        )
+        with look, (OUT / f"{name}.txt").open("w", encoding="utf-8") as file, redirect_stdout(file):
+            import_module(name).main(quick=False, out=str(OUT / f"{name}.svg"))
+
+
 if __name__ == "__main__":
     mpl.use("Agg")
     mpl.rcParams["svg.hashsalt"] = "equilibria"
     OUT.mkdir(parents=True, exist_ok=True)
-    for draw in (overview, problem, kernels, priors, certificate, feature_map, certified):
-        draw()
+    drawings = (overview, problem, kernels, priors, certificate, feature_map, certified, tutorials)
+    for draw in drawings:
+        if draw.__name__ in sys.argv[1:] or not sys.argv[1:]:
+            draw()
