@@ -18,10 +18,16 @@ def parts(text: str) -> dict[str, str]:
         (count,) = re.findall(rf"^- \*\*{re.escape(paper)}\*\*, (.*)$", intro, re.MULTILINE)
         # A row without a paper is a further reading of the claim above it.
         mine = re.findall(rf"^\| {re.escape(paper)} \|.*\n(?:\|  \|.*\n)*", rows, re.MULTILINE)
-        table = re.sub(r"^\|[^|]*", "", columns + "".join(mine), flags=re.MULTILINE)
+        table = "\n".join(map(_reordered, (columns + "".join(mine)).splitlines()))
         section = section.replace("\n### ", "\n## ")
         found[paper] = f"{count[0].upper()}{count[1:]}\n\n{table}\n{section}"
     return found
+
+
+def _reordered(row: str) -> str:
+    """Without the paper; the verdict beside the reading, where a phone shows it."""
+    _, _, claim, reading, *trials, verdict, _ = re.split(r"(?<!\\)\|", row)
+    return "|".join(["", claim, reading, verdict, *reversed(trials), ""])
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
