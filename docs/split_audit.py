@@ -19,7 +19,7 @@ def parts(text: str) -> dict[str, str]:
         # A row without a paper is a further reading of the claim above it.
         mine = re.findall(rf"^\| {re.escape(paper)} \|.*\n(?:\|  \|.*\n)*", rows, re.MULTILINE)
         table = "\n".join(map(_reordered, (columns + "".join(mine)).splitlines()))
-        section = section.replace("\n### ", "\n## ")
+        section = _raised(section.replace("\n### ", "\n## "))
         found[paper] = f"{count[0].upper()}{count[1:]}\n\n{table}\n{section}"
     return found
 
@@ -28,6 +28,13 @@ def _reordered(row: str) -> str:
     """Without the paper; the verdict beside the reading, where a phone shows it."""
     _, _, claim, reading, *trials, verdict, _ = re.split(r"(?<!\\)\|", row)
     return "|".join(["", claim, reading, verdict, *reversed(trials), ""])
+
+
+def _raised(text: str) -> str:
+    """Exponents outside of formulas and code, e^{−s}, as they look."""
+    pieces = re.split(r"(\$[^$]+\$|`[^`]+`)", text)
+    pieces[::2] = [re.sub(r"\^\{([^{}]*)\}", r"<sup>\1</sup>", piece) for piece in pieces[::2]]
+    return "".join(pieces)
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:

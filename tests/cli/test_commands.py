@@ -385,6 +385,16 @@ def test_help_and_version_import_no_torch(flag: str) -> None:
     assert loaded == "False True"
 
 
+@pytest.mark.parametrize("command", [[], ["train"], ["data", "list"]])
+def test_help_shows_no_type_of_a_flag(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*command, "--help") == 0
+    said = capsys.readouterr().out
+    assert "--help" in said
+    assert "bool" not in said.lower()
+
+
 def test_the_list_of_commands_says_what_their_own_help_says() -> None:
     from equilibria.cli.app import COMMANDS, make_app
 
