@@ -27,7 +27,9 @@ Data = Annotated[
     str | None,
     typer.Option("--data", help="A name or a folder; what it was trained on if not given."),
 ]
-Root = Annotated[Path | None, typer.Option("--root", help="The folder that holds the data.")]
+Root = Annotated[
+    Path | None, typer.Option("--data-root", "--root", help="The folder that holds the data.")
+]
 Split = Annotated[str, typer.Option(help="Which part of the data: train, val or test.")]
 Batch = Annotated[int, typer.Option("--batch-size", min=1, help="Images at a time.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
