@@ -60,7 +60,8 @@ def test_blocks_are_found() -> None:
 
 def test_no_claim_is_lost_between_the_pages_of_the_audit() -> None:
     spec = importlib.util.spec_from_file_location("split_audit", ROOT / "docs/split_audit.py")
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     hook = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(hook)
     whole = hook.AUDIT.read_text("utf-8")
