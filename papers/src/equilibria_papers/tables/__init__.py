@@ -1,5 +1,7 @@
 """The papers' tables and figures, beside ours.
 
+::
+
     result = tables.reproduce("kerdeq-table3", tables.Choices(seeds=(0, 1, 2)))
     result.status, result.cells[0].ours
 """
