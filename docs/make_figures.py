@@ -10,6 +10,7 @@ import warnings
 from contextlib import redirect_stdout
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
@@ -251,53 +252,139 @@ def one_solve() -> dict[str, torch.Tensor]:
     return found
 
 
+# Where the parts of the overview are, in shares of the figure: beside each other, and one below the
+# other for phones. Axes have left, bottom, width, height; words left, top, indent, line height.
+LAYOUTS = {
+    "": {
+        "size": (11, 4.3),
+        "heads": ((0.02, 0.93), (0.25, 0.93), (0.68, 0.93)),
+        "image": (0.02, 0.38, 0.18, 0.46),
+        "answer": (0.11, 0.34),
+        "states": (0.25, 0.62, 0.07, 0.22),
+        "gaps": (0.31, 0.14, 0.32, 0.42),
+        "words": (0.68, 0.83, 0.02, 0.075),
+        "bounds": (0.75, 0.14, 0.23, 0.42),
+    },
+    "narrow-": {
+        "size": (4.6, 9.2),
+        "heads": ((0.03, 0.965), (0.03, 0.745), (0.03, 0.375)),
+        "image": (0.03, 0.795, 0.30, 0.155),
+        "answer": (0.64, 0.89),
+        "states": (0.03, 0.63, 0.18, 0.09),
+        "gaps": (0.19, 0.45, 0.77, 0.155),
+        "words": (0.03, 0.34, 0.05, 0.03),
+        "bounds": (0.19, 0.06, 0.77, 0.165),
+    },
+}
+
+
 def overview(found: dict[str, torch.Tensor] | None = None) -> None:
-    """The picture of the README, for light and for dark pages: input, equilibrium, certificate."""
+    """The picture of the README, light and dark, wide and narrow: input, equilibrium, proof."""
     found = one_solve() if found is None else found
     for name, ink, faint in (("light", "#1f2328", "#8b949e"), ("dark", "#e6edf3", "#6e7681")):
         inks = ("text.color", "axes.labelcolor", "xtick.color", "ytick.color")
         look = {"axes.edgecolor": faint, "axes.spines.top": False, "axes.spines.right": False}
-        with mpl.rc_context({**dict.fromkeys(inks, ink), **look, "font.size": 10}):
-            figure = plt.figure(figsize=(11, 4.3))
-            heads = {0.02: "1  The input", 0.25: "2  The equilibrium forms", 0.68: "3  The proof"}
-            for left, head in heads.items():
-                figure.text(left, 0.93, head, fontsize=14, weight="bold")
-            axis = figure.add_axes((0.02, 0.38, 0.18, 0.46))
-            axis.imshow(found["image"], cmap="gray_r" if name == "light" else "gray")
-            axis.set_axis_off()
-            text = f"an image of the test set\nanswer: {int(found['label'])}"
-            figure.text(0.11, 0.34, text, ha="center", va="top")
-            top = float(found["states"][-1].max())
-            for column, step in enumerate((0, 1, 2, 4, 8)):
-                axis = figure.add_axes((0.25 + 0.077 * column, 0.62, 0.07, 0.22))
-                axis.imshow(found["states"][step], cmap="viridis", vmin=0, vmax=top)
-                axis.set_axis_off()
-                axis.set_title(f"step {step}", fontsize=8, pad=3)
-            axis = figure.add_axes((0.31, 0.14, 0.32, 0.42))
-            for gaps, color in zip(found["gaps"].T, COLORS, strict=False):
-                axis.semilogy(gaps.clamp_min(1e-16), color=color, lw=1.8)
-            axis.set(ylim=(1e-10, None), xlabel="step", ylabel="objective − minimum")
-            axis.set_xlim(0, 12)
-            axis.text(
-                12, axis.get_ylim()[1] / 9, "five random starts,\none answer", ha="right", va="top"
-            )
-            bounds, errors = found["bounds"].amax(1), found["errors"].amax(1)
-            words = (
-                "There is one equilibrium, and no other.",
-                f"Each step shrinks the error to {float(found['contraction']):.0%} or less.",
-                f"After {len(bounds) - 1} steps it is at most {float(bounds[-1]):.0e}.",
-            )
-            for line, word in enumerate(words):
-                figure.text(0.68, 0.83 - 0.075 * line, "✓", color=COLORS[2], weight="bold")
-                figure.text(0.70, 0.83 - 0.075 * line, word)
-            axis = figure.add_axes((0.75, 0.14, 0.23, 0.42))
-            axis.semilogy(bounds, "--", color=COLORS[1], lw=1.8, label="proven bound")
-            axis.semilogy(errors, color=COLORS[5], lw=1.8, label="true error")
-            axis.set(xlabel="step", ylabel="distance to z*", xlim=(0, 12))
-            axis.legend(frameon=False)
-            path = OUT / f"overview-{name}.svg"
-            figure.savefig(path, metadata={"Date": None}, transparent=True)
-            plt.close(figure)
+        for kind, place in LAYOUTS.items():
+            with mpl.rc_context({**dict.fromkeys(inks, ink), **look, "font.size": 10}):
+                figure = _overview(found, place, "gray_r" if name == "light" else "gray")
+                path = OUT / f"overview-{kind}{name}.svg"
+                figure.savefig(path, metadata={"Date": None}, transparent=True)
+                plt.close(figure)
+
+
+def _overview(found: dict[str, torch.Tensor], place: dict[str, Any], gray: str) -> plt.Figure:
+    figure = plt.figure(figsize=place["size"])
+    heads = ("1  The input", "2  The equilibrium forms", "3  The proof")
+    for (left, top), head in zip(place["heads"], heads, strict=True):
+        figure.text(left, top, head, fontsize=14, weight="bold")
+    axis = figure.add_axes(place["image"])
+    axis.imshow(found["image"], cmap=gray)
+    axis.set_axis_off()
+    text = f"an image of the test set\nanswer: {int(found['label'])}"
+    figure.text(*place["answer"], text, ha="center", va="top")
+    largest = float(found["states"][-1].max())
+    left, bottom, width, height = place["states"]
+    for column, step in enumerate((0, 1, 2, 4, 8)):
+        axis = figure.add_axes((left + 1.07 * width * column, bottom, width, height))
+        axis.imshow(found["states"][step], cmap="viridis", vmin=0, vmax=largest)
+        axis.set_axis_off()
+        axis.set_title(f"step {step}", fontsize=8, pad=3)
+    axis = figure.add_axes(place["gaps"])
+    for gaps, color in zip(found["gaps"].T, COLORS, strict=False):
+        axis.semilogy(gaps.clamp_min(1e-16), color=color, lw=1.8)
+    axis.set(ylim=(1e-10, None), xlabel="step", ylabel="objective − minimum", xlim=(0, 12))
+    top = axis.get_ylim()[1] / 9
+    axis.text(12, top, "five random starts,\none answer", ha="right", va="top")
+    bounds, errors = found["bounds"].amax(1), found["errors"].amax(1)
+    words = (
+        "There is one equilibrium, and no other.",
+        f"Each step shrinks the error to {float(found['contraction']):.0%} or less.",
+        f"After {len(bounds) - 1} steps it is at most {float(bounds[-1]):.0e}.",
+    )
+    left, top, indent, line = place["words"]
+    for number, word in enumerate(words):
+        figure.text(left, top - line * number, "✓", color=COLORS[2], weight="bold")
+        figure.text(left + indent, top - line * number, word)
+    axis = figure.add_axes(place["bounds"])
+    axis.semilogy(bounds, "--", color=COLORS[1], lw=1.8, label="proven bound")
+    axis.semilogy(errors, color=COLORS[5], lw=1.8, label="true error")
+    axis.set(xlabel="step", ylabel="distance to z*", xlim=(0, 12))
+    axis.legend(frameon=False)
+    return figure
+
+
+def equilibria() -> None:
+    """z and T(z) of a layer of one unit: one equilibrium or three, by the size of the weight."""
+    z = torch.linspace(0, 1.3, 401, dtype=torch.float64).view(-1, 1)
+    figure, axes = plt.subplots(1, 2, figsize=(8, 3.4), sharey=True)
+    for axis, mu in zip(axes, (0.95, 2.0), strict=True):
+        weight = torch.tensor([[mu]], dtype=torch.float64)
+        made = eq.Problem(eq.Free(), eq.Gaussian(weight, torch.full_like(z, 2.25), gamma=1.0))
+        image = made.step(z)
+        axis.plot(z, z, color="0.6", label="z")
+        axis.plot(z, image, color=COLORS[0], label="T(z)")
+        gap = (image - z)[:, 0]
+        crossed = (gap[:-1] * gap[1:] < 0).nonzero()[:, 0]
+        axis.plot(z[crossed], z[crossed], "o", color=COLORS[1], label="equilibria")
+        count = len(crossed)
+        words = "one equilibrium" if count == 1 else f"{count} equilibria"
+        axis.set(xlabel="z", title=f"weight {mu}: {words}")
+    axes[0].legend(fontsize=8)
+    save(figure, "equilibria")
+
+
+def adjoints() -> None:
+    """The error of the gradient by the steps of the forward solve, for each adjoint."""
+    torch.manual_seed(0)
+    weight = torch.randn(12, 12, dtype=torch.float64)
+    weight = 0.8 * weight / torch.linalg.matrix_norm(weight, 2)
+    x = torch.randn(1, 12, dtype=torch.float64, requires_grad=True)
+
+    def gradient(steps: int, adjoint: Any) -> torch.Tensor:
+        solver = eq.Picard(rtol=0.0, atol=0.0, max_steps=steps)
+        start = torch.zeros(1, 12, dtype=torch.float64)
+        solved = eq.fixed_point(
+            lambda z, x: torch.tanh(z @ weight + x), start, (x,), solver=solver, adjoint=adjoint
+        )
+        return torch.autograd.grad(solved.value.sum(), x)[0]
+
+    exact = gradient(400, eq.Implicit(solver=eq.GMRES(rtol=1e-13)))
+    made = {
+        "Implicit": eq.Implicit(solver=eq.GMRES(rtol=1e-12)),
+        "Unrolled": eq.Unrolled(),
+        "Phantom(steps=5)": eq.Phantom(steps=5),
+        "OneStep": eq.OneStep(),
+    }
+    figure, axis = plt.subplots(figsize=(6, 3.4))
+    steps = range(1, 41, 3)
+    for (name, adjoint), color in zip(made.items(), COLORS, strict=False):
+        errors = [(gradient(k, adjoint) - exact).norm() / exact.norm() for k in steps]
+        axis.semilogy(
+            steps, torch.stack(errors).clamp_min(1e-16), "o-", ms=3, color=color, label=name
+        )
+    axis.set(xlabel="steps of the solve", ylabel="relative error of the gradient")
+    axis.legend(fontsize=8)
+    save(figure, "adjoints")
 
 
 def tutorials() -> None:
@@ -315,7 +402,7 @@ if __name__ == "__main__":
     mpl.use("Agg")
     mpl.rcParams["svg.hashsalt"] = "equilibria"
     OUT.mkdir(parents=True, exist_ok=True)
-    drawings = (overview, problem, kernels, priors, certificate, feature_map, certified, tutorials)
-    for draw in drawings:
+    drawings = (overview, problem, kernels, priors, certificate, feature_map, certified)
+    for draw in (*drawings, equilibria, adjoints, tutorials):
         if draw.__name__ in sys.argv[1:] or not sys.argv[1:]:
             draw()

@@ -5,6 +5,7 @@ A block after the line ``<!-- not run: reason -->`` is left out.
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from pathlib import Path
 
@@ -55,3 +56,18 @@ def test_readme_prints_what_it_shows(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_blocks_are_found() -> None:
     assert sum(len(blocks(p)) for p in PAGES) >= 8
+
+
+def test_no_claim_is_lost_between_the_pages_of_the_audit() -> None:
+    spec = importlib.util.spec_from_file_location("split_audit", ROOT / "docs/split_audit.py")
+    assert spec is not None
+    assert spec.loader is not None
+    hook = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hook)
+    whole = hook.AUDIT.read_text("utf-8")
+    pages = [page.read_text("utf-8") for page in (ROOT / "docs/holds").glob("*.md")]
+    built = "".join(hook.on_page_markdown(page) for page in pages)
+    anchors = re.findall(r"\{#(\S+)\}", whole)
+    assert sorted(re.findall(r"\{#(\S+)\}", built)) == sorted(anchors)
+    assert sorted(re.findall(r"\]\(#(\S+)\)", built)) == sorted(anchors)
+    assert built.count("| **fails**") == whole.count("| **fails**")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import subprocess
 import sys
 import warnings
@@ -355,6 +356,45 @@ def test_help_and_version_import_no_torch(flag: str) -> None:
     shown, loaded = done.stdout.strip().rsplit("\n", 1)
     assert "equilibria" in shown
     assert loaded == "False True"
+
+
+def test_an_interrupted_run_says_how_to_resume_it(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copy(trained / "last.ckpt", tmp_path / "last.ckpt")
+    assert run("evaluate", tmp_path) == 1
+    said = " ".join(capsys.readouterr().err.split())
+    assert "has not ended" in said
+    assert "equilibria train --resume" in said
+
+
+def test_the_data_of_a_run_are_found_where_they_were(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from equilibria.cli.loading import prepared
+
+    folder = tmp_path / "run"
+    shutil.copytree(trained, folder)
+    written = yaml.safe_load((folder / "config.yaml").read_text())
+    (folder / "config.yaml").write_text(yaml.safe_dump({**written, "data_root": "there"}))
+    roots, load = [], eq.data.load
+    monkeypatch.setattr(
+        eq.data, "load", lambda *a, root, **k: (roots.append(root), load(*a, **k))[1]
+    )
+    prepared(folder, None, None, "test", "cpu")
+    prepared(folder, None, Path("here"), "test", "cpu")
+    prepared(folder, "digits", None, "test", "cpu")
+    assert roots == [Path("there"), Path("here"), None]
+
+
+@pytest.mark.parametrize("command", [[], ["train"], ["data", "list"]])
+def test_help_shows_no_type_of_a_flag(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*command, "--help") == 0
+    said = capsys.readouterr().out
+    assert "--help" in said
+    assert "bool" not in said.lower()
 
 
 def test_the_list_of_commands_says_what_their_own_help_says() -> None:

@@ -30,7 +30,7 @@ def test_predict_by_onnxruntime_prints_what_torch_prints(
     assert run("predict", file, picture, "--runtime", "onnx", "--json") == 0
     (answer,) = json.loads(capsys.readouterr().out)
     assert answer["labels"][0]["label"] == "z"
-    assert set(answer) == {"labels", "steps", "converged", "radius", "file"}
+    assert set(answer) == {"labels", "steps", "converged", "radius", "proven", "file"}
     assert answer["steps"] == 6
     assert answer["converged"] is None
     assert run("predict", file, picture) == 0

@@ -100,7 +100,7 @@ def test_a_run_that_is_stopped_says_how_to_go_on(
 
 def test_the_next_command_can_be_copied() -> None:
     settings = TrainConfig(data="mnist", data_root="my data")
-    assert _next(Path("a run"), settings) == "equilibria evaluate 'a run' --root 'my data'"
+    assert _next(Path("a run"), settings) == "equilibria evaluate 'a run' --data-root 'my data'"
     assert _next(Path("run"), TrainConfig()) == "equilibria evaluate run"
 
 

@@ -142,7 +142,7 @@ class Certificate(Proven):
             ("smoothness L", either(self.smoothness)),
             ("modulus at z", spread(self.modulus_local)),
             ("objective", spread(self.objective)),
-            ("stationarity", spread(self.stationarity)),
+            ("stationarity", f"{spread(self.stationarity)} (jumps at a kink of the prior)"),
             ("residual", spread(self.residual)),
             ("‖z − z*‖ ≤", spread(self.error_bound)),
             ("rounding", f"{spread(self.rounding)} (of the residual; included in the bound)"),

@@ -19,6 +19,7 @@ from .flags import as_flags
 # ClickException: newer versions of typer have a click of their own inside.
 _WrongUsage: Any = typer.BadParameter.__mro__[2]
 
+_HELP: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
 _TEXT = (
     "Train, evaluate and certify equilibrium networks: layers whose output is the solution "
     "of an optimization problem."
@@ -74,7 +75,7 @@ def make_app(wanted: str | None = None) -> typer.Typer:
         no_args_is_help=True,
         rich_markup_mode="rich",
         pretty_exceptions_enable=False,
-        context_settings={"help_option_names": ["-h", "--help"]},
+        context_settings=_HELP,
     )
     app.callback()(_common)
     plugged = {entry.name: entry for entry in entry_points(group="equilibria.commands")}
@@ -191,8 +192,9 @@ def main(arguments: list[str] | None = None) -> None:
         with warnings.catch_warnings():
             warnings.showwarning = _warn
             wanted = next((a for a in arguments if not a.startswith("-")), "")
-            app = make_app(wanted)
-            code = app(args=arguments, prog_name="equilibria", standalone_mode=False)
+            command = typer.main.get_command(make_app(wanted))
+            _show_no_type_of_flags(command)
+            code = command(args=arguments, prog_name="equilibria", standalone_mode=False)
     except typer.Abort:
         error_console.print("interrupted", style="yellow")
         raise SystemExit(130) from None
@@ -213,6 +215,15 @@ def main(arguments: list[str] | None = None) -> None:
             error_console.print("(--debug shows where)", style="dim")
         raise SystemExit(1) from None
     raise SystemExit(code if isinstance(code, int) else 0)
+
+
+def _show_no_type_of_flags(command: Any) -> None:
+    """A flag takes no value: its help shows no ``<bool>``, as newer typers do."""
+    for option in command.get_params(typer.Context(command, **_HELP)):
+        if getattr(option, "is_flag", False):
+            option.metavar = ""
+    for inner in getattr(command, "commands", {}).values():
+        _show_no_type_of_flags(inner)
 
 
 def _said(error: Exception) -> str:

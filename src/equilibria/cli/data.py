@@ -31,7 +31,7 @@ def download(
     name: Annotated[str, typer.Argument(help="A name from `equilibria data list`.")],
     root: Root = None,
 ) -> None:
-    """Fetch a data set into the local cache (or into --root) and decode it once."""
+    """Fetch a data set into the local cache (or into --data-root) and decode it once."""
     from equilibria import data
 
     for split in data.describe(name).splits:

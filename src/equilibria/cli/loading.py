@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,7 +28,9 @@ Data = Annotated[
     str | None,
     typer.Option("--data", help="A name or a folder; what it was trained on if not given."),
 ]
-Root = Annotated[Path | None, typer.Option("--root", help="The folder that holds the data.")]
+Root = Annotated[
+    Path | None, typer.Option("--data-root", "--root", help="The folder that holds the data.")
+]
 Split = Annotated[str, typer.Option(help="Which part of the data: train, val or test.")]
 Batch = Annotated[int, typer.Option("--batch-size", min=1, help="Images at a time.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -61,6 +64,9 @@ def load(path: Path, device: torch.device) -> nn.Module:
 
     file = path / "model.safetensors" if path.is_dir() else path
     if not file.exists():
+        if (path / "last.ckpt").exists():
+            again = shlex.join(["equilibria", "train", "--resume", str(path)])
+            raise fail(f"the training in {path} has not ended.", f"Resume it: {again}")
         where = f"{path} holds no model.safetensors" if path.is_dir() else f"{path} does not exist"
         raise fail(
             f"{where}.",
@@ -101,6 +107,8 @@ def prepared(
     name = data or extra.get("data")
     if name is None:
         raise fail("these weights do not say what they were trained on.", "Give --data.")
+    if root is None and data is None:
+        root = _own_root(weights)
     dataset = datasets.load(name, split, root=root, image_size=trained_size(model))
     if extra.get("mean"):
         channels, given = len(extra["mean"]), dataset.images.shape[1]
@@ -114,6 +122,17 @@ def prepared(
     if limit is not None:
         dataset = dataset.subset(range(min(limit, len(dataset))))
     return model, dataset
+
+
+def _own_root(weights: Path) -> Path | None:
+    """The folder of the data that a run was trained on, as its configuration has it."""
+    config = weights / "config.yaml"
+    if not config.exists():
+        return None
+    from equilibria.training import TrainConfig
+
+    root = TrainConfig.from_yaml(config).data_root
+    return None if root is None else Path(root)
 
 
 def solver_of(rtol: float | None) -> Any:

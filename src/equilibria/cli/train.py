@@ -151,7 +151,7 @@ def _threads_for(data: str) -> int | None:
 
 def _next(folder: Path, settings: TrainConfig) -> str:
     """The command that evaluates the run, to be copied."""
-    root = () if settings.data_root is None else ("--root", str(settings.data_root))
+    root = () if settings.data_root is None else ("--data-root", str(settings.data_root))
     return shlex.join(["equilibria", "evaluate", str(folder), *root])
 
 

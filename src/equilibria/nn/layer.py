@@ -84,7 +84,7 @@ class EquilibriumLayer(_SolvedLayer):
     """x ↦ z* = argmin_z G(z; x), a module whose forward is a solve and whose backward is exact.
 
     Give a function that writes down the problem, and by keyword the modules and parameters that it
-    uses; they are registered here (so they train, move, copy and save) and handed to the function::
+    uses; they are registered here (so they train, move, copy and save) and handed to the function:
 
         layer = eq.nn.EquilibriumLayer(
             lambda x, W, U: eq.Problem(eq.NonNegative(), eq.Gaussian(W, U(x), gamma=0.5)),

@@ -64,8 +64,6 @@ def equilibrium_layers(model: nn.Module) -> dict[str, nn.Module]:
 def observe(model: nn.Module) -> Iterator[Observed]:
     """Collect the Solution of every equilibrium layer of ``model`` that runs inside the block.
 
-    ::
-
         with eq.nn.observe(model) as seen:
             model(x)
         seen.solutions["layer1"][0].stats.steps  # [B]
@@ -113,8 +111,6 @@ class Penalties:
 @contextmanager
 def collect_penalties(model: nn.Module) -> Iterator[Penalties]:
     """Σ over layers of jacobian_weight·mean_b ‖J(z*_b)‖²_F/n, for the solves inside the block.
-
-    ::
 
         with eq.nn.collect_penalties(model) as found:
             loss = criterion(model(x), y)

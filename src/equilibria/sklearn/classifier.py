@@ -28,8 +28,6 @@ from .base import Array, BaseEquilibrium, LayerChoice, Rows
 class EquilibriumClassifier(ClassifierMixin, BaseEquilibrium):  # type: ignore[misc]
     """p(y | x) = softmax(Vz* + a), z* the equilibrium of a layer at the standardized x.
 
-    ::
-
         model = eq.sklearn.EquilibriumClassifier(random_state=0).fit(X, y)
         model.predict_proba(X)
         print(model.certify(X))  # what is proven of the equilibria

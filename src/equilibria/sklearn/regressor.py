@@ -16,8 +16,6 @@ from .base import Array, BaseEquilibrium, Rows
 class EquilibriumRegressor(RegressorMixin, BaseEquilibrium):  # type: ignore[misc]
     """ŷ = scale·(Vz* + a) + mean, z* the equilibrium of a layer at the standardized x.
 
-    ::
-
         model = eq.sklearn.EquilibriumRegressor(random_state=0).fit(X, y)
         model.score(X, y)  # R²
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.markdown import Markdown
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -14,6 +16,7 @@ from equilibria.cli import error_console, make_folder, output, stop
 from equilibria.engine import write_text
 
 from .common import Json, Quiet, answer
+from .plain_math import plain_math
 
 _STYLES = {"holds": "green", "holds under": "yellow", "fails": "red", "vacuous": "magenta"}
 
@@ -76,7 +79,8 @@ def audit(
     def printed() -> None:
         if show is not None:
             for record in records:
-                output().print(module.claim_section(record), markup=False, highlight=False)
+                text = re.sub(r" \{#.*\}$", "", module.claim_section(record), flags=re.MULTILINE)
+                output().print(Markdown(plain_math(text)))
             return
         output().print(_table(records))
         if file is not None:

@@ -249,7 +249,13 @@ def _override(recipe: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str
     return made
 
 
-_NEWER = {"samples": None, "margin": 0.0, "temperature": 1.0}
+_NEWER = {
+    "samples": None,
+    "margin": 0.0,
+    "temperature": 1.0,
+    "sync_batchnorm": False,
+    "process_timeout": 45.0,
+}
 """Options of TrainConfig that came after the first results, with their defaults: where they are not
 set they say nothing, so that results stay those of today's recipe."""
 
