@@ -388,11 +388,11 @@ class OnnxNetwork(Network):
 
     def _report(self, logits: Tensor, *rest: Tensor) -> None:
         unknown = torch.full((len(logits),), math.nan)
-        steps, code = torch.full((len(logits),), self.steps), int(Result.max_steps)
-        codes = torch.full((len(logits),), code, dtype=torch.int8)
+        steps = torch.full((len(logits),), self.steps)
+        codes = torch.full((len(logits),), int(Result.fixed_steps), dtype=torch.int8)
         if self.early_stop:
             steps, passed = rest
-            codes = torch.where(passed, int(Result.converged), code).to(torch.int8)
+            codes = torch.where(passed, int(Result.converged), int(Result.max_steps)).to(torch.int8)
         syncs = int(self.early_stop)
         stats = Stats(steps.int(), unknown, unknown, self.steps, syncs, BackwardStats())
         report(self, Solution(logits, codes, stats))
