@@ -211,8 +211,7 @@ def check_ways(solver: object, adjoint: object) -> None:
 
 
 def _without_aux(fn: Callable[..., Any], kept: list[Any]) -> Callable[..., Any]:
-    """The state alone of a map that returns (T(z), aux); the last aux goes to ``kept[0]``, if any.
-    """
+    """The state alone of a map that returns (T(z), aux); aux goes to ``kept`` if it holds one."""
 
     def state(z: Any, *args: Any) -> Any:
         found = fn(z, *args)

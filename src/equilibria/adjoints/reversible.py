@@ -42,8 +42,8 @@ class Reversible(Adjoint):
 
     It goes with ``Picard(damping=β)``, β < 1, which says when to stop; y and z start from z0, which
     receives a gradient. Undoing n steps enlarges rounding errors up to (1 − β)⁻ⁿ times, so y and z
-    are kept in float64: small β or few steps are exact to the rounding of T. Where the undone steps do
-    not end at z0 again, the gradient would be wrong, and is an error.
+    are kept in float64: small β or few steps are exact to the rounding of T. Steps whose undoing
+    does not end at z0 again are an error: their gradient would be wrong.
     """
 
     def run(

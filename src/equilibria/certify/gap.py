@@ -78,7 +78,8 @@ def certify_sum(given: Composite, state: Tensor, solver: str) -> GapCertificate:
     if problem.smooth is not None:
         wrong.append(refuted_bounds(problem.smooth, z))
     notes += [f"REFUTED: {text}" for text in wrong if text is not None]
-    pairs = [(problem.prior, z), *zip((h for h, _ in problem.terms), problem.images(z), strict=True)]
+    priors = [problem.prior, *(h for h, _ in problem.terms)]
+    pairs = zip(priors, [z, *problem.images(z)], strict=True)
     inner_solve = [h for h, at in pairs if bool((torch.as_tensor(h.prox_error(at)) > 0).any())]
     notes += [f"the prox of {type(h).__name__} is an inner solve: no gap" for h in inner_solve]
     if not bool((m > 0).all()):

@@ -33,7 +33,7 @@ from equilibria.engine import write_bytes
 from equilibria.engine.optional import needs
 from equilibria.engine.result import BackwardStats, Result, Solution, Stats
 from equilibria.engine.solver import Solver, SolverOptions
-from equilibria.nn import observe
+from equilibria.nn import Envelope, observe
 from equilibria.nn.observing import report
 
 from .network import ModelConfig, Network
@@ -189,6 +189,9 @@ def _frozen(model: Network) -> Network:
             "whose images have one size, are exported."
         )
     network = network.to("cpu", torch.float32).eval().requires_grad_(False)
+    for module in network.modules():
+        if isinstance(module, Envelope):
+            module.freeze()
     for module in network.modules():
         if parametrize.is_parametrized(module):
             # Not remove_parametrizations: it changes the class, which the original shares.
