@@ -37,7 +37,8 @@ def train(name: str, steps: int, optimizer: str, epochs: int = 3) -> dict[str, A
                 logits = model(digits.normalize(digits.images[index]))
                 loss = torch.nn.functional.cross_entropy(logits, digits.targets[index])
             for found in seen.solutions.values():
-                missed += sum(int((~each.converged).sum()) for each in found)
+                tested = [each for each in found if each.stats.syncs]  # not fixed steps
+                missed += sum(int((~each.converged).sum()) for each in tested)
                 solves += sum(len(each.result) for each in found)
             made.zero_grad()
             loss.backward()

@@ -327,7 +327,9 @@ def compared(each: Trained) -> dict[str, Any]:
         "history": each.history,
         "seconds": each.seconds,
         "steps": [s.mean_steps for s in report.statistics.values()],
-        "converged": min((s.converged for s in report.statistics.values()), default=None),
+        "converged": min(
+            (s.converged for s in report.statistics.values() if not s.fixed_steps), default=None
+        ),
         "unique": None,
         "error_bound": None,
     }

@@ -61,3 +61,22 @@ def test_warm_starts_over_a_sequence_take_fewer_steps() -> None:
         line += int(solve(x, 2 * last - before).stats.steps.sum())
         before, last = last, sol.value
     assert line < warm < 0.8 * cold
+
+
+@pytest.mark.parametrize("adjoint", [eq.Implicit(), eq.Unrolled()], ids=["implicit", "unrolled"])
+def test_a_bad_sample_does_not_spoil_the_gradient_of_aux(adjoint: Any) -> None:
+    def found(x: Tensor, rows: list[int]) -> tuple[Tensor, ...]:
+        w, start = contraction(0, 4, 4).requires_grad_(), torch.zeros(len(x), 4).double()
+        sol = eq.fixed_point(with_gates, start, (w, x), solver=SOLVER, adjoint=adjoint, aux=True)
+        loss = sol.aux["gate"][rows].sum() + sol.value[rows].sum()
+        return (sol.aux["gate"].detach(), *torch.autograd.grad(loss, w))
+
+    x = draw(1, 3, 4)
+    bad = x.clone()
+    bad[1, 2] = float("nan")
+    with pytest.warns(eq.ConvergenceWarning):
+        gate, slope = found(bad, [0, 2])
+    wanted = found(x[[0, 2]], [0, 1])
+    assert bool(gate[1].isnan().any())
+    torch.testing.assert_close(gate[[0, 2]], wanted[0])
+    torch.testing.assert_close(slope, wanted[1], rtol=1e-8, atol=1e-10)

@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from .adjoints import Implicit
+from .adjoints.graph import failed_samples, has_batch, isolate
 from .adjoints.implicit import attach_linear
 from .engine.adjoint import Adjoint
 from .engine.complexes import ComplexState
@@ -29,6 +31,7 @@ from .engine.transforms import outside_compile, transforms_active, uncached
 from .engine.tree import (
     Leaves,
     flatten_state,
+    per_sample,
     power_of_two,
     sample_norm,
     scale_samples,
@@ -88,7 +91,8 @@ def fixed_point(
     check_ways(solver, adjoint)
     chosen = solver.for_map()
     whole, view = fn, ComplexState(z0)
-    fn = _without_aux(fn) if aux else fn
+    kept: list[Any] = []
+    fn = _without_aux(fn, kept) if aux else fn
     if view:
         fn, z0 = view.on_parts(fn), view.real(z0)
     leaves, spec = flatten_state(z0)
@@ -99,7 +103,7 @@ def fixed_point(
         done = adjoint.run(map_, leaves, chosen, _observer(callback, spec, view), backward)
         value = view.complex(unflatten(done.value, spec)) if view else unflatten(done.value, spec)
         if aux:
-            beside = whole(value, *given)[1]
+            beside = _aux(map_, done, kept, lambda: whole(value, *given)[1])
             done.evaluations += 1
     stats = Stats(done.steps, done.residual, done.relative, done.evaluations, done.syncs, backward)
     solution: Solution[Any] = Solution(value, done.result, stats, aux=beside)
@@ -206,8 +210,8 @@ def check_ways(solver: object, adjoint: object) -> None:
         raise TypeError(f"adjoint must be an object such as Implicit(), got {adjoint!r}.")
 
 
-def _without_aux(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """The state alone of a map that returns (T(z), aux)."""
+def _without_aux(fn: Callable[..., Any], kept: list[Any]) -> Callable[..., Any]:
+    """The state alone of a map that returns (T(z), aux); aux goes to ``kept`` if it holds one."""
 
     def state(z: Any, *args: Any) -> Any:
         found = fn(z, *args)
@@ -216,9 +220,35 @@ def _without_aux(fn: Callable[..., Any]) -> Callable[..., Any]:
                 "fixed_point(aux=True): fn must return a tuple (T(z), aux), got "
                 f"{type(found).__name__}."
             )
+        kept[:1] = [found[1]] if kept else []
         return found[0]
 
     return state
+
+
+def _aux(fn: Map, done: Iterated, kept: list[Any], at_value: Callable[[], Any]) -> Any:
+    """The aux of the answer; its graph leaves out the samples that failed, as the answer's does."""
+    tracing = torch.compiler.is_compiling() or transforms_active()
+    failed = None if tracing or not torch.is_grad_enabled() else failed_samples(done)
+    if failed is None:
+        return at_value()
+    with torch.no_grad():
+        plain = at_value()
+    part = isolate(fn, done)
+    if part is None:
+        return plain
+    kept.append(None)
+    part.fn(part.z)
+    live = kept.pop()
+
+    def joined(a: Any, b: Any) -> Any:
+        if not isinstance(b, Tensor) or not b.requires_grad:
+            return a
+        # A number of the whole batch holds the failed samples too: then it has no gradient.
+        lost = per_sample(failed, b) if has_batch(b, failed) else a != b
+        return torch.where(lost, a, b)
+
+    return pytree.tree_map(joined, plain, live)
 
 
 def _observer(

@@ -142,3 +142,11 @@ def test_what_it_refuses() -> None:
     sol = eq.fixed_point(tanh_map, z0, (w, x), solver=steps(0.5, 3), adjoint=eq.Reversible())
     with pytest.raises(RuntimeError, match="no second derivative"):
         torch.autograd.grad(sol.value.sum(), w, create_graph=True)
+
+
+def test_steps_that_cannot_be_undone_are_an_error() -> None:
+    """The gradient would be off by 10²⁰ and more."""
+    z0, w, x = leaves()
+    sol = eq.fixed_point(tanh_map, z0, (w, x), solver=steps(0.6, 80), adjoint=eq.Reversible())
+    with pytest.raises(RuntimeError, match=r"80 steps with damping=0.6 cannot be undone"):
+        sol.value.sum().backward()

@@ -223,3 +223,35 @@ def test_a_prior_and_a_regularizer_state_theirs(prior: type[AtLeast]) -> None:
     assert found.unique
     layer = eq.nn.MonotoneDEQ(4, prior=prior(-0.25), solver=eq.Picard(max_steps=3))
     assert layer.certify(torch.zeros(2, 4)).rigorous is (prior is AtLeast)
+
+
+class Doubling(NonNegative):
+    """Its prox is none."""
+
+    def prox(self, v: Tensor, tau: float | Tensor = 1.0) -> Tensor:
+        return 2.0 * v
+
+
+@pytest.mark.parametrize("regularizer", [None, eq.L1(0.1)])
+def test_a_wrong_prox_is_refuted_under_a_regularizer_too(regularizer: Any) -> None:
+    problem = Problem(Doubling(), eq.LeastSquares(None, randn(2, 3), 0.1), regularizer)
+    proof = eq.certify(problem, z=randn(2, 3, seed=1).abs())
+    assert proof.kind is Guarantee.none
+    assert "REFUTED" in str(proof)
+
+
+def test_a_function_that_mixes_samples_is_refuted() -> None:
+    """z₀ has no residual of its own and is 0.005 off, because of z₁."""
+    x = randn(3, 4)
+    ring = torch.eye(3).roll(1, 0).double()
+    joint = torch.eye(3).double() + 0.3 * (ring + ring.T)
+    problem = eq.Problem(
+        Free(),
+        smooth=lambda z, x: 0.5 * (z - x).square().sum(1) + 0.3 * (z * z.roll(1, 0)).sum(1),
+        x=x,
+        bounds=(0.3, 1.7),
+    )
+    right = x + torch.tensor([[0.0], [1e-2], [0.0]]).double()
+    proof = eq.certify(problem, z=torch.linalg.solve(joint, right))
+    assert proof.kind is Guarantee.none
+    assert "depend on each other" in str(proof)

@@ -11,8 +11,10 @@ import torch
 
 from equilibria import models
 from equilibria.engine.dense import eliminate
+from equilibria.engine.result import Result
 from equilibria.models import ExportError, ModelFileError
 from equilibria.models.export import FORMAT
+from equilibria.nn import observe
 from equilibria.solvers import Anderson, Auto, Picard
 from tests.models.small import make
 from tests.optional import optional
@@ -89,6 +91,13 @@ def test_pt2_runs_on_any_batch_and_says_what_it_is(tmp_path: Path) -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+def test_an_envelope_keeps_its_scale(tmp_path: Path) -> None:
+    """It follows the estimate of the norm of W, which the constraint held."""
+    model = make("opteq_certified_digits", widths=(4,), depth=1).eval()
+    made = models.export(model, tmp_path / "a.pt2", steps=1)
+    assert max(made.difference.values()) <= 1e-5
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "options"),
@@ -97,6 +106,8 @@ def test_pt2_runs_on_any_batch_and_says_what_it_is(tmp_path: Path) -> None:
         ("geq_digits", {"early_stop": True}),
         ("opteq_digits", {"early_stop": True}),
         ("mdeq_cifar", {"steps": 2}),
+        ("geq_certified_digits", {}),
+        ("opteq_certified_digits", {"steps": 3}),
         ("geq_stack_digits", {"early_stop": True}),  # has fixed steps: nothing to stop
     ],
 )
@@ -115,6 +126,9 @@ def test_onnx_answers_as_pytorch(tmp_path: Path, name: str, options: dict[str, A
     else:
         assert {answer.steps for answer in answers} == {options.get("steps", 4)}
         assert {answer.converged for answer in answers} == {None}
+        with observe(loaded) as seen:
+            loaded(x)
+        assert [s.counts() for s in seen.solutions[""]] == [{Result.fixed_steps: 5}]
 
 
 @pytest.mark.slow

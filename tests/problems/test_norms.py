@@ -16,6 +16,7 @@ from equilibria.problems.norms import (
     dense_norm,
     metric_root,
     patched_kernel,
+    top_ritz,
 )
 from equilibria.problems.operators import ConvOperator, SeparableConvOperator
 from equilibria.problems.patches import Patches
@@ -289,3 +290,12 @@ def test_a_flat_hidden_matrix_needs_no_patched_kernel(monkeypatch: pytest.Monkey
         for other in (flat[:, :6], flat * torch.linspace(0.99, 1.0, 8)[:, None].double()):
             with pytest.raises(TypeError):
                 mu(other)
+
+
+def test_ritz_values_near_underflow() -> None:
+    """The Hessian of a saturated function: LAPACK does not converge on 1e-101 by itself."""
+    q = torch.linalg.qr(torch.randn(3, 5, 5, generator=torch.Generator().manual_seed(0)).double()).Q
+    size = torch.tensor([1e-101, 1e-21, 1.0], dtype=torch.float64)[:, None, None]
+    a = size * (q * torch.tensor([3.0, 1, 0, 0, -1]).double()) @ q.mT
+    found = top_ritz(lambda v: (a @ v[..., None])[..., 0], torch.ones(3, 5).double())
+    torch.testing.assert_close(found / size.flatten(), torch.full_like(found, 3.0))

@@ -119,3 +119,22 @@ def test_differences_have_their_adjoint() -> None:
     assert float(torch.linalg.matrix_norm(matrix, 2)) <= K.norm_upper()
     with pytest.raises(ValueError, match="negative"):
         DifferenceOperator((1,))
+
+
+def test_the_bound_on_the_prox_holds_its_rounding() -> None:
+    v = randn(2, 4, 3, seed=5)
+    for dtype in (torch.float32, torch.bfloat16):
+        prior, given = eq.TotalVariation2d(0.3), v.to(dtype)
+        exact = eq.TotalVariation2d(0.3, rtol=1e-11).prox(given.double())
+        off = (prior.prox(given).double() - exact).flatten(1).norm(dim=1)
+        assert bool((off <= prior.prox_error(given) * (1 + 1e-9)).all())
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_no_gap_is_claimed_with_a_loose_inner_solve(own: bool) -> None:
+    c, prior = randn(2, 4, 4, seed=3), eq.TotalVariation2d(0.5, rtol=0.3, max_steps=2)
+    fit, rest = eq.LeastSquares(None, c), eq.SoftThreshold(1e-9)
+    terms = (prior, [(rest, None)]) if own else (rest, [(prior, None)])
+    proof: Any = eq.certify(eq.Composite(*terms, fit), z=eq.TotalVariation2d(0.5).prox(c))
+    assert bool(proof.error_bound.isinf().all())
+    assert "TotalVariation2d is an inner solve" in str(proof)

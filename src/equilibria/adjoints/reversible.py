@@ -18,9 +18,18 @@ from equilibria.engine.result import BackwardStats
 from equilibria.engine.solver import Solver
 from equilibria.engine.spectral import pull
 from equilibria.engine.transforms import outside_compile, transforms_active
-from equilibria.engine.tree import Leaves, add, keep_samples, where_sample, without_graph
+from equilibria.engine.tree import (
+    Leaves,
+    add,
+    keep_samples,
+    sample_norm,
+    where_sample,
+    without_graph,
+)
 
 from .graph import cut_off, evaluate, evaluate_isolated, lend, without_gradient
+
+_LOST = 1e-3  # how far from z0 the undone steps may end, relative to the states
 
 
 @options
@@ -33,7 +42,8 @@ class Reversible(Adjoint):
 
     It goes with ``Picard(damping=β)``, β < 1, which says when to stop; y and z start from z0, which
     receives a gradient. Undoing n steps enlarges rounding errors up to (1 − β)⁻ⁿ times, so y and z
-    are kept in float64: small β or few steps are exact to the rounding of T.
+    are kept in float64: small β or few steps are exact to the rounding of T. Steps whose undoing
+    does not end at z0 again are an error: their gradient would be wrong.
     """
 
     def run(
@@ -162,7 +172,7 @@ class _ReversibleFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, steps: _Steps, n: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.steps, ctx.count = steps, n
-        ctx.save_for_backward(*tensors[n : 3 * n], *tensors[4 * n :])
+        ctx.save_for_backward(*tensors[n:])
         return tuple(t.view_as(t) for t in tensors[:n])
 
     @staticmethod
@@ -181,8 +191,24 @@ class _ReversibleFunction(torch.autograd.Function):
             active = steps.taken >= step
             z, g_z, g_y = _undo(steps.pair, active, z, y, g_z, g_y, total)
             y, g_y, g_z = _undo(steps.pair, active, y, z, g_y, g_z, total)
+        _check_undone(steps, [y, z], list(saved[2 * n : 3 * n]), list(saved[n : 2 * n]))
         start = steps.pair.narrow(add(g_y, g_z))
         return (None, None, *[None] * (3 * n), *start, *total.values())
+
+
+def _check_undone(steps: _Steps, found: list[Leaves], start: Leaves, end: Leaves) -> None:
+    """Raise unless both states are back at the start."""
+    size = sample_norm([t.double() for t in (*start, *end)])
+    off = [sample_norm([a - b for a, b in zip(x, start, strict=True)]) for x in found]
+    lost = torch.maximum(*off) / size.clamp_min(torch.finfo(size.dtype).tiny)
+    wrong = (steps.taken > 0) & ~(lost <= _LOST)
+    if bool(wrong.any()):
+        raise RuntimeError(
+            f"Reversible: {int(steps.taken.max())} steps with damping={steps.pair.beta:g} cannot "
+            f"be undone in float64: they end {float(lost[wrong].max()):.2g} of the state from z0, "
+            "so the gradient would be wrong. Take fewer steps (max_steps, rtol) or a smaller "
+            "damping, or use Implicit() or Unrolled()."
+        )
 
 
 def _undo(

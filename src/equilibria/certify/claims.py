@@ -51,6 +51,8 @@ def refuted_bounds(q: Coupling, z: Tensor) -> str | None:
     low, high = (
         torch.as_tensor(t, dtype=z.dtype, device=z.device) for t in (bounds.lower, bounds.upper)
     )
+    if _mixes(q, z):
+        return "smooth makes the samples of a batch depend on each other"
     for point in _cloud(z, 4):
         least, most = ritz_ends(q, point)
         slack = _SLACK * torch.maximum(least.abs(), most.abs())
@@ -65,13 +67,26 @@ def refuted_bounds(q: Coupling, z: Tensor) -> str | None:
     return None
 
 
+def _mixes(q: Coupling, z: Tensor) -> bool:
+    """Whether the gradient of a sample moves with another one; each pair differs in some bit."""
+    moved, index = _cloud(z, 2)[1], torch.arange(len(z), device=z.device)
+    here = q.grad(z)
+    for bit in range((len(z) - 1).bit_length()):
+        other = (index >> bit) % 2 == 1
+        found = q.grad(torch.where(other.reshape(-1, *[1] * (z.ndim - 1)), moved, z))
+        off = (found - here)[~other].abs()
+        if bool((off > _SLACK * here[~other].abs().max()).any()):
+            return True
+    return False
+
+
 def refuted_prox(prior: Prior, v: Tensor) -> str | None:
     """Why the prox of a prior is not that of its convex value, or None where samples agree.
 
     ``p = prox(u)`` means ``f(q) >= f(p) + <u - p, q - p>`` for all ``q``. Of two
     points it follows that the prox is firmly nonexpansive.
     """
-    if _ours(prior):
+    if _ours(prior) and _ours(getattr(prior, "prior", prior)):  # of WithL1
         return None
     points = _cloud(v, _PAIRS)
     images = [prior.prox(u) for u in points]

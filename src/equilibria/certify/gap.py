@@ -78,12 +78,16 @@ def certify_sum(given: Composite, state: Tensor, solver: str) -> GapCertificate:
     if problem.smooth is not None:
         wrong.append(refuted_bounds(problem.smooth, z))
     notes += [f"REFUTED: {text}" for text in wrong if text is not None]
+    priors = [problem.prior, *(h for h, _ in problem.terms)]
+    pairs = zip(priors, [z, *problem.images(z)], strict=True)
+    inner_solve = [h for h, at in pairs if bool((torch.as_tensor(h.prox_error(at)) > 0).any())]
+    notes += [f"the prox of {type(h).__name__} is an inner solve: no gap" for h in inner_solve]
     if not bool((m > 0).all()):
         notes.append("f + g is not known to be strongly convex: a gap bounds no distance")
     if bool(gap.isinf().any()):
         notes.append("a term h(Kz) is infinite at z (a constraint that z meets up to rounding)")
     believed = bounds.basis != "estimated" and not any(text is not None for text in wrong)
-    holds = (m > 0) & (rest + gap).isfinite() & believed
+    holds = (m > 0) & (rest + gap).isfinite() & (believed and not inner_solve)
     safe = torch.where(holds, m, 1.0)
     error = (rest + (rest * rest + 4.0 * safe * gap).sqrt()) / (2.0 * safe)
     value = gap + rest * rest / (2.0 * safe)

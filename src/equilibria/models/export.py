@@ -33,7 +33,7 @@ from equilibria.engine import write_bytes
 from equilibria.engine.optional import needs
 from equilibria.engine.result import BackwardStats, Result, Solution, Stats
 from equilibria.engine.solver import Solver, SolverOptions
-from equilibria.nn import observe
+from equilibria.nn import Envelope, observe
 from equilibria.nn.observing import report
 
 from .network import ModelConfig, Network
@@ -189,6 +189,9 @@ def _frozen(model: Network) -> Network:
             "whose images have one size, are exported."
         )
     network = network.to("cpu", torch.float32).eval().requires_grad_(False)
+    for module in network.modules():
+        if isinstance(module, Envelope):
+            module.freeze()
     for module in network.modules():
         if parametrize.is_parametrized(module):
             # Not remove_parametrizations: it changes the class, which the original shares.
@@ -388,11 +391,11 @@ class OnnxNetwork(Network):
 
     def _report(self, logits: Tensor, *rest: Tensor) -> None:
         unknown = torch.full((len(logits),), math.nan)
-        steps, code = torch.full((len(logits),), self.steps), int(Result.max_steps)
-        codes = torch.full((len(logits),), code, dtype=torch.int8)
+        steps = torch.full((len(logits),), self.steps)
+        codes = torch.full((len(logits),), int(Result.fixed_steps), dtype=torch.int8)
         if self.early_stop:
             steps, passed = rest
-            codes = torch.where(passed, int(Result.converged), code).to(torch.int8)
+            codes = torch.where(passed, int(Result.converged), int(Result.max_steps)).to(torch.int8)
         syncs = int(self.early_stop)
         stats = Stats(steps.int(), unknown, unknown, self.steps, syncs, BackwardStats())
         report(self, Solution(logits, codes, stats))

@@ -77,15 +77,27 @@ class Envelope(nn.Module):
                 "may exceed its bound a little."
             )
         self.layer: WeightedLayer = layer
+        self.norm: Tensor | None
+        self.register_buffer("norm", None, persistent=False)
         size, steps = layer.constraint.size, layer.constraint.steps
         constrain(layer.U, "weight", NormBounded(bound=1.0 / _MARGIN, size=size, steps=steps))
 
-    def _scale(self, problem: Problem) -> tuple[Any, Any]:
-        """The shift κ and the top L of p, by the estimate of ‖W‖, through which gradients pass."""
+    def freeze(self) -> None:
+        """Keep the estimate of ‖W‖ as it is, for a W that loses its constraint."""
+        self.norm = self._norm().detach()
+
+    def _norm(self) -> Tensor:
+        """The estimate of ‖W‖, through which gradients pass."""
+        if self.norm is not None:
+            return self.norm
         held: Any = self.layer.W.parametrizations
         (bounded,) = held.weight
-        norm = bounded.sigma(held.weight.original).clamp_max(bounded.bound)
-        nominal = problem.coupling.value_curvature(_MARGIN * norm)
+        found: Tensor = bounded.sigma(held.weight.original).clamp_max(bounded.bound)
+        return found
+
+    def _scale(self, problem: Problem) -> tuple[Any, Any]:
+        """The shift κ and the top L of p, by the estimate of ‖W‖."""
+        nominal = problem.coupling.value_curvature(_MARGIN * self._norm())
         low, high = nominal.lower, nominal.upper
         return (0.0, -low) if isinstance(self.layer, OptEq) else (-low, high - low)
 

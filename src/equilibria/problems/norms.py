@@ -309,7 +309,8 @@ def top_ritz(
             if beside:
                 off = torch.stack(beside, 1)
                 t = t + torch.diag_embed(off, 1) + torch.diag_embed(off, -1)
-            found = torch.linalg.eigvalsh(t)[:, -1]
+            size = t.abs().amax((1, 2)).clamp_min(tiny)  # LAPACK fails on numbers near underflow
+            found = torch.linalg.eigvalsh(t / size[:, None, None])[:, -1] * size
             if bool((found <= last * (1.0 + rtol)).all()):
                 break
         beta = length(image)

@@ -165,10 +165,11 @@ class TotalVariation2d(JointPrior):
 
     @torch.no_grad()
     def prox_error(self, v: Tensor, tau: float | Tensor = 1.0) -> Tensor:
-        """``|prox(v, tau) - exact| <= sqrt(gap)``, ``[B]``."""
+        """``|prox(v, tau) - exact| <= sqrt(gap)``, ``[B]``, with the rounding to the type of v."""
         problem, z, y = self._solve(v, self._scaled(v, tau))
         rest, gap = duality_gap(problem, z, [y])
-        return 0.5 * (rest + (rest * rest + 4.0 * gap).sqrt())
+        rounded: Tensor = (z - z.to(v.dtype).to(z.dtype)).flatten(1).norm(dim=1)
+        return rounded + 0.5 * (rest + (rest * rest + 4.0 * gap).sqrt())
 
     def least_subgradient(self, z: Tensor, g: Tensor) -> Tensor:
         """``-prox_h(-g)``, ``h`` the directional derivative; jumps of the size of rounding count as
