@@ -21,6 +21,7 @@ from torch import Tensor
 import equilibria as eq
 from equilibria.training import TrainConfig
 from tests.cli.running import refused, run, run_json
+from tests.data.made_files import write_parquet
 
 
 @pytest.fixture(scope="module")
@@ -271,6 +272,26 @@ def test_predict_names_the_class_of_a_file(
         assert best["label"] == str(int(truth.argmax()))
         assert best["confidence"] == pytest.approx(float(truth.max()), abs=5e-3)
         assert each["steps"] >= 1
+
+
+def test_predict_answers_every_row_of_parquet_files(
+    trained: Path, pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also of one part of several, and beside image files in a folder."""
+    encoded = [file.read_bytes() for file in sorted(pictures.iterdir())]
+    write_parquet(tmp_path / "test-00001-of-00002.parquet", {"image": encoded, "label": [0, 1, 2]})
+    (tmp_path / "z.png").write_bytes(encoded[0])
+    found = run_json(capsys, "predict", trained, tmp_path)
+    names = [Path(each.pop("file")).name for each in found]
+    assert names == [*(f"test-00001-of-00002.parquet row {i}" for i in range(3)), "z.png"]
+    expected = run_json(capsys, "predict", trained, pictures)
+    for each in expected:
+        each.pop("file")
+    assert found == [*expected, expected[0]]
+    write_parquet(tmp_path / "bad.parquet", {"image": [encoded[0], b"no image"]})
+    said = refused(capsys, "predict", trained, tmp_path / "bad.parquet")
+    assert "bad.parquet row 1" in said
+    assert "gone.parquet" in refused(capsys, "predict", trained, tmp_path / "gone.parquet")
 
 
 def test_a_corrupt_image_is_named_and_refused_or_skipped(

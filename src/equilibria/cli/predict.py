@@ -15,7 +15,10 @@ from .loading import Batch, Converged, Device, Json, Weights, device_of, load, s
 
 def predict(
     weights: Weights,
-    images: Annotated[list[Path], typer.Argument(help="Image files, or folders of them.")],
+    images: Annotated[
+        list[Path],
+        typer.Argument(help="Image files, Parquet files with images, or folders of them."),
+    ],
     top: Annotated[int, typer.Option(min=1, help="How many labels an image.")] = 1,
     batch_size: Batch = 64,
     device: Device = None,

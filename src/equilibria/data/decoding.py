@@ -72,10 +72,10 @@ def decode_mask(data: bytes, size: int | None) -> Tensor:
     return _tensor(image)[..., 0]
 
 
-def read_image(path: str | Path, channels: int = 3, size: int | None = None) -> Tensor:
+def read_image(path: str | Encoded, channels: int = 3, size: int | None = None) -> Tensor:
     """The image file at ``path`` as ``load`` would read it, uint8 [channels, H, W]."""
     try:
-        return decode_image(_read(Path(path)), channels, size)
+        return decode_image(_read(Path(path) if isinstance(path, str) else path), channels, size)
     except (CorruptImageError, OSError) as error:
         raise CorruptImageError(f"{path}: not a readable image ({error}).") from error
 

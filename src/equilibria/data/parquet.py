@@ -54,7 +54,9 @@ def read_parquet(folder: Path, asked: str, card: DataCard | None) -> Found | Non
     if not named and (card is not None or not groups):
         return None
     split = resolve_split(asked, tuple(named), str(folder)) if named else "all"
-    files = ParquetFiles(named[split] if named else groups[""])
+    parts = named[split] if named else groups[""]
+    _check_parts(parts)
+    files = ParquetFiles(parts)
     if sum(files.rows) == 0:
         raise DataError(f"{files.paths[0]}: the {split} split has no rows.")
     image = files.choose(files.images(), _IMAGES, "an image column")
@@ -74,6 +76,12 @@ def read_parquet(folder: Path, asked: str, card: DataCard | None) -> Found | Non
         return found
     above, names = files.labels(_COARSE, card.superclasses if card is not None else ())
     return replace(found, superclasses=above, superclass_names=names)
+
+
+def parquet_images(file: Path) -> list[ImageRow]:
+    """The encoded images of one Parquet file, whatever else it holds."""
+    files = ParquetFiles([file])
+    return files.image_rows(files.choose(files.images(), _IMAGES, "an image column"))
 
 
 def parquet_files(folder: Path) -> dict[str, list[Path]]:
@@ -97,7 +105,6 @@ class ParquetFiles:
     """
 
     def __init__(self, paths: Sequence[Path]) -> None:
-        _check_parts(paths)
         with needs("pyarrow", "Reading Parquet files"):
             import pyarrow.parquet as pq  # type: ignore[import-untyped, unused-ignore]
         self.paths, self.rows, self.bytes = tuple(paths), list[int](), 0

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from equilibria.data import read_image
 from equilibria.data.folders import SUFFIXES
+from equilibria.data.parquet import parquet_images
+from equilibria.data.sources import Encoded
 from equilibria.engine.solver import SolverOptions
 from equilibria.models import Network, Prediction
 
@@ -33,7 +35,10 @@ def predict_files(
     certify: bool = False,
     progress: bool = False,
 ) -> list[Prediction]:
-    """Classify image files (folders are searched), one Prediction a readable file, in order.
+    """Classify images, one Prediction for each readable one, in order.
+
+    A path is an image file, a Parquet file with a column of encoded images, or a folder that is
+    searched for both. Images are read batch by batch.
 
     ``model`` comes from ``models.load``, and a file is treated as an image by ``model.predict``:
     the middle square, resized and normalized as in training. ``solver`` replaces that of every
@@ -55,11 +60,11 @@ def predict_files(
     starts = range(0, len(files), batch_size)
     with progress_bar(len(starts), "predicting", progress and len(starts) > 1) as advance:
         for start in starts:
-            kept: list[Path] = []
+            kept: list[Encoded] = []
             images: list[Tensor] = []
             for file in files[start : start + batch_size]:
                 try:
-                    if not file.exists():
+                    if isinstance(file, Path) and not file.exists():
                         raise ValueError(f"{file}: no such file.")
                     pixels = read_image(file, network.in_channels)
                 except ValueError as error:
@@ -72,7 +77,8 @@ def predict_files(
                 images.append(network.preprocess(pixels, names=[str(file)]))
             if kept:
                 answers = network.predict_normalized(torch.cat(images), top=top, certify=certify)
-                found += [replace(a, file=f) for a, f in zip(answers, kept, strict=True)]
+                named = [f if isinstance(f, Path) else Path(str(f)) for f in kept]
+                found += [replace(a, file=f) for a, f in zip(answers, named, strict=True)]
             advance()
     if skipped:
         noun = "file" if len(skipped) == 1 else "files"
@@ -80,17 +86,19 @@ def predict_files(
     return found
 
 
-def _files(paths: Iterable[str | Path]) -> list[Path]:
-    found: list[Path] = []
+def _files(paths: Iterable[str | Path]) -> list[Encoded]:
+    """Image files, and the rows of Parquet files."""
+    known = {*SUFFIXES, ".parquet"}
+    found: list[Encoded] = []
     for path in map(Path, paths):
-        if not path.is_dir():
-            found.append(path)
-            continue
-        inside = sorted(p for p in path.rglob("*") if p.suffix.lower() in SUFFIXES)
-        if not inside:
-            kinds = ", ".join(sorted(SUFFIXES))
-            raise ValueError(f"{path}: the folder holds no image ({kinds}).")
-        found += inside
+        inside = [path]
+        if path.is_dir():
+            inside = sorted(p for p in path.rglob("*") if p.suffix.lower() in known)
+            if not inside:
+                kinds = ", ".join(sorted(known))
+                raise ValueError(f"{path}: the folder holds no image ({kinds}).")
+        for file in inside:
+            found += parquet_images(file) if file.suffix.lower() == ".parquet" else [file]
     if not found:
         raise ValueError("predict_files got no path: give image files or folders of them.")
     return found
