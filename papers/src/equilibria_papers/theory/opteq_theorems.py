@@ -23,6 +23,7 @@ from equilibria.engine import Solution
 from equilibria.nn import DeepOptEq, OptEq, OptEqBlock
 from equilibria.problems import Activated, LinearOperator, NonNegative, Prior, as_operator
 from equilibria.solvers import Anderson
+from equilibria_papers.theory.checks import norms_of
 
 __all__ = [
     "Block",
@@ -250,13 +251,7 @@ class MultiBlock:
 
     def residual(self, z: Tensor, *, as_printed: bool = False) -> Tensor:
         """‖z̃ − step(z̃)‖, [B]; zero exactly at the multi-block forms of deep equilibria."""
-        return _norms(z - self.step(z, as_printed=as_printed))
-
-
-def _norms(states: Tensor) -> Tensor:
-    """‖·‖ of each sample, [B, ...] → [B]."""
-    found: Tensor = torch.linalg.vector_norm(states.flatten(1), dim=1)
-    return found
+        return norms_of(z - self.step(z, as_printed=as_printed))
 
 
 def multi_block(layer: Deep, x: Tensor | None = None) -> MultiBlock:
@@ -302,7 +297,8 @@ def inclusion_residual(
             "where ∂Φ may be empty beside the equilibrium; use form='proximal'."
         )
     triples = zip(blocks, stacked.unbind(1), multi.permute(stacked).unbind(1), strict=True)
-    return _norms(torch.stack([block.inverse(own) - before for block, own, before in triples], 1))
+    rests = [block.inverse(own) - before for block, own, before in triples]
+    return norms_of(torch.stack(rests, 1))
 
 
 def moreau_envelope(block: Block, z: Tensor) -> Tensor:
