@@ -73,6 +73,14 @@ def numbers_of(flag: str, text: str, example: str, *, whole: bool = False) -> li
     return found
 
 
+def whole_numbers(flag: str, text: str, expected: str) -> list[int]:
+    """The integers of a list with commas."""
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise fail(f"{flag} {text}: expected {expected}.") from None
+
+
 def note(text: str) -> None:
     complain("note:", text, "yellow")
 

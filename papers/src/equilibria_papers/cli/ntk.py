@@ -10,7 +10,7 @@ from rich.table import Table
 
 from equilibria.cli import Device, Root, fail, make_folder, output
 
-from .common import Data, Json, Model, Split, answer, images_of, networks
+from .common import Data, Json, Model, Split, answer, images_of, networks, whole_numbers
 
 
 def ntk(
@@ -83,12 +83,7 @@ def ntk(
 def _outputs(text: str) -> Any:
     if text in ("all", "trace", "sum"):
         return text
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise fail(
-            f"--outputs {text}: expected all, trace, sum, or indices such as 3 or 0,1."
-        ) from None
+    return whole_numbers("--outputs", text, "all, trace, sum, or indices such as 3 or 0,1")
 
 
 def _implicit(model: Any, rtol: float) -> Any:

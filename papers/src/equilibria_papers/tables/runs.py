@@ -61,16 +61,11 @@ class StopWhenAsked(pl.Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
         if self.stop.asked():
-            _run(trainer).request.asked = True
-
-
-def _run(trainer: pl.Trainer) -> Run:
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, Run):
-            return callback
-    raise RuntimeError(
-        "StopWhenAsked belongs to runs of equilibria.training.fit; this trainer is another's."
-    )
+            callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+            run = next((one for one in callbacks if isinstance(one, Run)), None)
+            if run is None:
+                raise RuntimeError("StopWhenAsked belongs to runs of equilibria.training.fit.")
+            run.request.asked = True
 
 
 @dataclass(frozen=True)
@@ -157,8 +152,6 @@ def _measure_all(planned: Planned, choices: Choices, model: nn.Module, images: S
     config = planned.config
     scene = Scene(
         model=model.to(device).eval(),
-        train=images.train,
-        test=images.test,
         folder=planned.folder,
         device=device,
         batch_size=min(512, max(16, 2 * config.batch_size)),
@@ -167,8 +160,8 @@ def _measure_all(planned: Planned, choices: Choices, model: nn.Module, images: S
         seed=planned.seed,
         progress=choices.progress,
         smoke=planned.smoke,
-        held_out=images.held_out,
         epochs=config.epochs,
+        **vars(images),
     )
     planned.folder.mkdir(parents=True, exist_ok=True)
     for name in planned.job.measures:
