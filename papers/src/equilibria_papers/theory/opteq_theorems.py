@@ -242,11 +242,9 @@ class MultiBlock:
     def step(self, z: Tensor, *, as_printed: bool = False) -> Tensor:
         """α W̃ᵀσ(W̃Pz̃ + Ũx + b̃) + (1 − α)Pz̃; ``as_printed`` leaves the inner P out."""
         before = self.permute(z)
-        if not as_printed:
-            after = [block(v) for block, v in zip(self.blocks, before.unbind(1), strict=True)]
-        else:
-            pairs = zip(self.blocks, before.unbind(1), z.unbind(1), strict=True)
-            after = [b.alpha * b.proximal(own) + (1.0 - b.alpha) * left for b, left, own in pairs]
+        read = z if as_printed else before
+        triples = zip(self.blocks, before.unbind(1), read.unbind(1), strict=True)
+        after = [b.alpha * b.proximal(own) + (1.0 - b.alpha) * left for b, left, own in triples]
         return torch.stack(after, dim=1)
 
     def residual(self, z: Tensor, *, as_printed: bool = False) -> Tensor:
@@ -429,11 +427,10 @@ class WideLimitStudy:
     def __str__(self) -> str:
         head = f"{'α':>10}  {'max ‖z_l − limit‖':>18}  {'max ‖z_l − z_{l−1}‖':>20}  {'order':>6}"
         orders = ["", *(f"{order:6.3f}" for order in self.orders.mean(1).tolist())]
+        columns = zip(self.alphas, self.distance, self.gap, orders, strict=True)
         rows = [
             f"{alpha:10.3g}  {float(far.max()):18.3e}  {float(gap.max()):20.3e}  {order}"
-            for alpha, far, gap, order in zip(
-                self.alphas, self.distance, self.gap, orders, strict=True
-            )
+            for alpha, far, gap, order in columns
         ]
         return "\n".join([head, *rows])
 

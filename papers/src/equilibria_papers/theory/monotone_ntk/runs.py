@@ -181,7 +181,6 @@ def gradient_flow(
     else:
         times, states = _adaptive_steps(flow, points, method, rtol, max_evaluations)
     record = _Recorder(model, X, y)
-    here = model
     for t, theta in zip(times, states, strict=True):
         here, last, rest = flow.at(theta)
         record.take(t, here, last, closed_form_gradient(here, X, last, rest))
@@ -308,9 +307,7 @@ def gradient_descent(
     record = _Recorder(model, X, y)
     here, found = model, find_equilibrium(model, X)
     lambda0 = smallest_singular(found.Z)
-    taken = 0
     for k in range(steps + 1):
-        taken = k
         loss, rest = square_loss(here, found, y)
         gradient = closed_form_gradient(here, X, found, rest)
         if k % every == 0 or k == steps:
@@ -327,7 +324,7 @@ def gradient_descent(
         kind="descent",
         lambda0=lambda0,
         step=step,
-        evaluations=taken + 1,
+        evaluations=k + 1,
         final=here,
     )
 
