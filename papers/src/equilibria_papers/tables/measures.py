@@ -356,11 +356,6 @@ def _first_step(states: Tensor) -> float:
     return 100.0 * float((lengths[0][kept] / total[kept]).mean())
 
 
-def _separation(path: SolverPath, classes: Tensor) -> float:
-    """Variance between the class means over the whole variance of the last states, in percent."""
-    return 100.0 * float(TrainingPath(("end",), classes, (path,)).spread())
-
-
 def path_measure(scene: Scene) -> dict[str, float]:
     """Figures 4.1 and 4.2: the residual by step, and how the path lies in a plane."""
     path, _ = _path(scene.model, scene, scene.test)
@@ -386,7 +381,9 @@ def training_paths(scene: Scene) -> dict[str, float]:
         path, classes = _path(model.eval(), scene, scene.train)
         steps = path.steps_to(_TOLERANCE)
         found[f"stage.{stage}.first_step"] = _first_step(path.states)
-        found[f"stage.{stage}.separation"] = _separation(path, classes)
+        # Variance between the class means over the whole variance of the last states.
+        spread = TrainingPath((stage,), classes, (path,)).spread()
+        found[f"stage.{stage}.separation"] = 100.0 * float(spread)
         taken = torch.where(steps > 0, steps, path.steps).double().mean()
         found[f"stage.{stage}.steps"] = float(taken)
         drawn[f"{stage} (epoch {epoch})"] = path
