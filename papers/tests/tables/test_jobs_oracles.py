@@ -25,13 +25,17 @@ from equilibria_papers.tables import describe, measures, reproduce
 from equilibria_papers.tables import images as supplying
 from equilibria_papers.tables.experiment import Cell, Job
 from equilibria_papers.tables.plan import Planned, plan_of
-from equilibria_papers.tables.runs import _create
+from equilibria_papers.tables.thesis import create
 
 from . import tiny
 from .scenes import scene_of
 
 Array = npt.NDArray[np.float64]
 Step = Callable[[Array], Array]
+
+
+def _create(planned: Planned, images: ImageData) -> nn.Module:
+    return create(planned.config.model, images, **planned.config.model_options)
 
 
 def _convolved(z: Array, w: Array) -> Array:

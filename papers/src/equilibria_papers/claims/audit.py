@@ -161,10 +161,6 @@ Progress = Callable[[Claim, str, int, int], None]
 """Called with a claim, a reading's name, and trials done of how many."""
 
 
-def _silent(claim: Claim, reading: str, done: int, total: int) -> None:
-    """No progress is shown."""
-
-
 def generator_for(seed: int, *names: object) -> torch.Generator:
     """A generator whose stream depends on the seed and the names, and on nothing else."""
     text = "\x1f".join(map(str, (seed, *names)))
@@ -250,7 +246,7 @@ def rerun(claim: Claim, reading: str, worst: Worst, settings: Settings) -> Trial
     raise ValueError(f"{claim.id}, {reading}: there is no {worst.source} trial {worst.index}.")
 
 
-def run_claim(claim: Claim, settings: Settings, progress: Progress = _silent) -> Record:
+def run_claim(claim: Claim, settings: Settings, progress: Progress = lambda *_: None) -> Record:
     """All readings of one claim.
 
     A reading has ``settings.seconds`` for its ``trials / variant.cost`` random trials, as many for
@@ -309,7 +305,7 @@ def run_audit(
     *,
     out: Path | None = None,
     fresh: bool = False,
-    progress: Progress = _silent,
+    progress: Progress = lambda *_: None,
 ) -> list[Record]:
     """Every claim in order; one record each.
 

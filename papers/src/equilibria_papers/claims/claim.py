@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from equilibria.engine import write_text
+from equilibria.engine import check_number, write_text
 
 
 class Trial(NamedTuple):
@@ -109,12 +109,9 @@ class Settings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.trials < 1:
-            raise ValueError(f"trials={self.trials}: expected 1 or more.")
-        if not (math.isfinite(self.seconds) and self.seconds > 0):
-            raise ValueError(f"seconds={self.seconds}: expected a positive number per reading.")
-        if self.seed < 0:
-            raise ValueError(f"seed={self.seed}: expected 0 or more.")
+        check_number(self, "trials", low=1, integer=True)
+        check_number(self, "seconds", low=0.0, low_open=True)
+        check_number(self, "seed", low=0, integer=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,19 +217,15 @@ class Record:
 
 def plain(value: Any) -> Any:
     """JSON's types: tensors as lists, non-finite numbers as words."""
-    if isinstance(value, torch.Tensor):
-        value = value.detach().cpu().tolist()
+    if hasattr(value, "tolist"):  # tensors, and numpy's arrays and numbers
+        value = value.tolist()
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [plain(item) for item in value]
-    if value is None or isinstance(value, (bool, int, str)):
-        return value
-    try:
-        number = float(value)  # also numpy's numbers
-    except (TypeError, ValueError):
-        return str(value)
-    return number if math.isfinite(number) else str(number)
+    known = value is None or isinstance(value, (bool, int, str))
+    known = known or (isinstance(value, float) and math.isfinite(value))
+    return value if known else str(value)
 
 
 def write_records(path: Path, records: Iterable[Record], *, about: Mapping[str, Any]) -> Path:

@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import partial
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -66,20 +67,10 @@ class Random:
         return self.weights(rows, columns, size) if largest < 1e-9 else found * (size / largest)
 
 
-def identity(n: int) -> Tensor:
-    return torch.eye(n, dtype=torch.float64)
-
-
-def zeros(*shape: int) -> Tensor:
-    return torch.zeros(*shape, dtype=torch.float64)
-
-
-def ones(*shape: int) -> Tensor:
-    return torch.ones(*shape, dtype=torch.float64)
-
-
-def tensor(values: Any) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64)
+identity = partial(torch.eye, dtype=torch.float64)
+zeros = partial(torch.zeros, dtype=torch.float64)
+ones = partial(torch.ones, dtype=torch.float64)
+tensor = partial(torch.tensor, dtype=torch.float64)
 
 
 def logistic(t: Tensor, top: float) -> float:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from .claim import FEW, Outcome, Record, Worst
+from .claim import FEW, Outcome, Record, Verdict, Worst
 
 _WHY_NONE = (
     "the random trials already violate the reading or never met its premise, or it has no "
@@ -49,10 +50,8 @@ def audit_page(records: Sequence[Record], command: str) -> str:
 
 def _count(paper: str, records: Sequence[Record]) -> str:
     """One line: of how many claims the first reading holds, a later one, none."""
-    counts = dict.fromkeys(("holds", "holds under", "fails", "vacuous"), 0)
-    for record in records:
-        counts[record.verdict] += 1
-    parts = {
+    counts = Counter(record.verdict for record in records)
+    parts: dict[Verdict, str] = {
         "holds": "hold as we state them" if paper == "ours" else "hold as printed",
         "holds under": "hold with a change",
         "fails": "fail in every reading",
@@ -142,13 +141,9 @@ def _counterexample(worst: Worst) -> list[str]:
     which = f"{worst.source} trial {worst.index}"
     if worst.source == "climb":
         which = f"move {worst.index} of the climb from random trial {worst.start}"
-    rows = [
-        f"Counterexample ({which}, ratio {ratio_text(worst.ratio)}):",
-        "",
-        "| | |",
-        "| --- | --- |",
-    ]
-    return rows + [f"| {_cell(key)} | `{_value(item)}` |" for key, item in worst.case.items()]
+    said = f"Counterexample ({which}, ratio {ratio_text(worst.ratio)}):"
+    rows = [f"| {_cell(key)} | `{_value(item)}` |" for key, item in worst.case.items()]
+    return [said, "", "| | |", "| --- | --- |", *rows]
 
 
 def _value(item: Any) -> str:

@@ -113,13 +113,7 @@ def kron(a: Tensor, b: Tensor) -> Tensor:
 
 def commutation(n: int) -> Tensor:
     """K = Σ E_ij ⊗ E_ijᵀ, so that K vec(M) = vec(Mᵀ), vec by columns, [n², n²]."""
-    K = zeros(n * n, n * n)
-    for i in range(n):
-        for j in range(n):
-            unit = zeros(n, n)
-            unit[i, j] = 1.0
-            K += kron(unit, unit.T)
-    return K
+    return identity(n * n).reshape(n, n, n * n).transpose(0, 1).reshape(n * n, n * n)
 
 
 CLOSE = 1e-5

@@ -83,11 +83,7 @@ def _descent_trial(
 ) -> Trial | None:
     """A run with this share of the largest allowed step; None where the condition fails."""
     given = ingredients(*case)
-    report = (
-        search_radii(condition, given)
-        if radii is None
-        else check_condition(condition, given, radii)
-    )
+    report = check_condition(condition, given, radii)
     if not report.holds or report.step is None:
         return None
     run = gradient_descent(*case[:3], step=share * report.step, steps=steps)

@@ -16,6 +16,10 @@ from equilibria.cli import complain, device_of, fail, load, output, prepared, pr
 
 THESIS = "residual_deq"
 
+Weights = Annotated[
+    list[Path] | None,
+    typer.Argument(help="Run folders or model.safetensors; several in the order of training."),
+]
 Model = Annotated[
     str | None, typer.Option("--model", help="A network by name, untrained, in place of WEIGHTS.")
 ]
@@ -73,6 +77,14 @@ def numbers_of(flag: str, text: str, example: str, *, whole: bool = False) -> li
     return found
 
 
+def whole_numbers(flag: str, text: str, expected: str) -> list[int]:
+    """The integers of a list with commas."""
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise fail(f"{flag} {text}: expected {expected}.") from None
+
+
 def note(text: str) -> None:
     complain("note:", text, "yellow")
 
@@ -93,27 +105,16 @@ def networks(
         first, dataset = prepared(weights[0], data, root, split, device)
         rest = [load(w, device_of(device)) for w in weights[1:]]
         return dict(zip(_names(weights), [first, *rest], strict=True)), dataset
-    from equilibria import data as module
-
-    name = model or THESIS
-    target = device_of(device)
-    dataset = module.load(data or "digits", split, root=root)
-    note(f"no weights were given, so this is {name} with fresh weights (seed {seed}), untrained.")
-    return {name: _fresh(name, dataset, seed).to(target).eval()}, dataset
-
-
-def _fresh(name: str, dataset: Any, seed: int) -> Any:
     import torch
 
-    from equilibria import models
-    from equilibria_papers.tables.thesis import NETWORKS
+    from equilibria import data as module
+    from equilibria_papers.tables.thesis import create
 
+    name, target = model or THESIS, device_of(device)
+    dataset = module.load(data or "digits", split, root=root)
+    note(f"no weights were given, so this is {name} with fresh weights (seed {seed}), untrained.")
     torch.manual_seed(seed)
-    channels, classes = int(dataset.images.shape[1]), dataset.num_classes
-    if name in NETWORKS:
-        return NETWORKS[name](classes, channels)
-    size = int(dataset.images.shape[-1])
-    return models.create(name, num_classes=classes, in_channels=channels, image_size=size)
+    return {name: create(name, dataset).to(target).eval()}, dataset
 
 
 def _names(weights: list[Path]) -> list[str]:

@@ -55,10 +55,10 @@ def dynamics(
             for outcome in outcomes:
                 written += monotone_ntk.draw_outcome(outcome, aside / outcome.scenario.name)
             written.append(write_json(aside / "dynamics.json", found))
-    answer(found, as_json, partial(_show, outcomes, written))
+    answer(found, as_json, partial(_show, outcomes), written)
 
 
-def _show(outcomes: list[Any], written: list[Path]) -> None:
+def _show(outcomes: list[Any]) -> None:
     columns = ("slack", "holds", "loss at the end", "guaranteed", "worst ratio")
     rows = [
         (
@@ -70,5 +70,3 @@ def _show(outcomes: list[Any], written: list[Path]) -> None:
     output().print(narrow_table((Column("scenario", overflow="fold"), *columns), rows))
     for outcome in outcomes:
         output().print(f"{outcome.scenario.name}: {outcome.verdict}", highlight=False)
-    for path in written:
-        output().print(f"wrote {path}", markup=False, highlight=False, soft_wrap=True)

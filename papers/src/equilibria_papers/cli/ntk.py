@@ -10,14 +10,11 @@ from rich.table import Table
 
 from equilibria.cli import Device, Root, fail, make_folder, output
 
-from .common import Data, Json, Model, Split, answer, images_of, networks
+from .common import Data, Json, Model, Split, Weights, answer, images_of, networks, whole_numbers
 
 
 def ntk(
-    weights: Annotated[
-        list[Path] | None,
-        typer.Argument(help="Run folders or model.safetensors; the drift is from the first."),
-    ] = None,
+    weights: Weights = None,
     model: Model = None,
     data: Data = None,
     root: Root = None,
@@ -51,7 +48,7 @@ def ntk(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """The neural tangent kernel: spectrum, shares of the layers, fit to the labels, drift."""
+    """The neural tangent kernel: spectrum, layers, fit to the labels, drift from the first."""
     from equilibria_papers import theory
     from equilibria_papers.theory.progress import progress_bar
 
@@ -83,12 +80,7 @@ def ntk(
 def _outputs(text: str) -> Any:
     if text in ("all", "trace", "sum"):
         return text
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise fail(
-            f"--outputs {text}: expected all, trace, sum, or indices such as 3 or 0,1."
-        ) from None
+    return whole_numbers("--outputs", text, "all, trace, sum, or indices such as 3 or 0,1")
 
 
 def _implicit(model: Any, rtol: float) -> Any:

@@ -23,7 +23,7 @@ from equilibria.cli import (
     stop,
 )
 
-from .common import Json
+from .common import Json, whole_numbers
 
 _LIST = "list"
 _OUT = Path("results/reproduce")
@@ -92,7 +92,7 @@ def reproduce(
         device_of(device)
     try:
         choices = tables.Choices(
-            seeds=_numbers(seeds),
+            seeds=tuple(whole_numbers("--seeds", seeds, "whole numbers, such as 0,1,2")),
             only=tuple(only or ()),
             smoke=smoke,
             stand_in=stand_in,
@@ -159,13 +159,6 @@ def _overrides(change: list[str], epochs: int | None) -> dict[str, Any]:
             param_hint="--epochs",
         )
     return {**found, "epochs": epochs}
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise fail(f"--seeds {text}: expected whole numbers, such as 0,1,2.") from None
 
 
 def _run(names: list[str], choices: Any, quiet: bool) -> list[Any]:

@@ -10,14 +10,11 @@ from rich.table import Table
 
 from equilibria.cli import Device, Root, error_console, fail, make_folder, output, write_json
 
-from .common import THESIS, Data, Json, Split, answer, images_of, networks, numbers_of
+from .common import THESIS, Data, Json, Split, Weights, answer, images_of, networks, numbers_of
 
 
 def trajectory(
-    weights: Annotated[
-        list[Path] | None,
-        typer.Argument(help="Run folders or model.safetensors, in the order of one training."),
-    ] = None,
+    weights: Weights = None,
     model: Annotated[
         str | None,
         typer.Option(help=f"A network by name, untrained; {THESIS}, the thesis' own, if none."),

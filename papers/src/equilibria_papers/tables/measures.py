@@ -9,7 +9,7 @@ import copy
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -128,21 +128,16 @@ def throughput(scene: Scene) -> dict[str, float]:
     with _training_copy(scene.model) as model:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
-        def step() -> None:
-            optimizer.zero_grad(set_to_none=True)
-            with _autocast(scene):
-                loss = nn.functional.cross_entropy(model(x), y)
-            loss.backward()
-            optimizer.step()
+        def steps(count: int) -> None:
+            for _ in range(count):
+                optimizer.zero_grad(set_to_none=True)
+                with _autocast(scene):
+                    loss = nn.functional.cross_entropy(model(x), y)
+                loss.backward()
+                optimizer.step()
 
-        for _ in range(_WARM if not scene.smoke else 1):
-            step()
-
-        def steps() -> None:
-            for _ in range(timed):
-                step()
-
-        spent, _ = _seconds(scene.device, steps)
+        steps(1 if scene.smoke else _WARM)
+        spent, _ = _seconds(scene.device, lambda: steps(timed))
     count = sum(p.numel() for p in scene.model.parameters())
     return {"images_per_second": size * timed / spent, "parameters_m": count / 1e6}
 
@@ -295,15 +290,15 @@ def features(scene: Scene) -> dict[str, float]:
 
 @contextmanager
 def _without_tf32() -> Iterator[None]:
-    kept = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
+    places: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn)
+    kept = [place.allow_tf32 for place in places]
     try:
-        with torch.backends.cudnn.flags(
-            enabled=True, benchmark=torch.backends.cudnn.benchmark, allow_tf32=False
-        ):
-            yield
+        for place in places:
+            place.allow_tf32 = False
+        yield
     finally:
-        torch.backends.cuda.matmul.allow_tf32 = kept
+        for place, allowed in zip(places, kept, strict=True):
+            place.allow_tf32 = allowed
 
 
 @torch.no_grad()
@@ -312,21 +307,17 @@ def residual(scene: Scene) -> dict[str, float]:
 
     Without TF32, whose rounding alone leaves 1e-4 and more.
     """
-    layers = equilibrium_layers(scene.model)
     ratios: list[torch.Tensor] = []
 
     def watch(layer: nn.Module, inputs: tuple[torch.Tensor, ...], z: torch.Tensor) -> None:
         after = layer.step(z, *layer.inject(*inputs))  # type: ignore[operator]
         ratios.append((z - after).double().norm() / z.double().norm())
 
-    hooks = [layer.register_forward_hook(watch) for layer in layers.values()]
-    try:
-        with evaluating(scene.model), _without_tf32():
-            for images, _ in batches(scene.test, scene.batch_size, scene.device):
-                scene.model(model_input(scene.model, scene.test, images))
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with ExitStack() as hooks, evaluating(scene.model), _without_tf32():
+        for layer in equilibrium_layers(scene.model).values():
+            hooks.enter_context(layer.register_forward_hook(watch))
+        for images, _ in batches(scene.test, scene.batch_size, scene.device):
+            scene.model(model_input(scene.model, scene.test, images))
     return {"residual": float(torch.stack(ratios).mean())}
 
 
@@ -365,11 +356,6 @@ def _first_step(states: Tensor) -> float:
     return 100.0 * float((lengths[0][kept] / total[kept]).mean())
 
 
-def _separation(path: SolverPath, classes: Tensor) -> float:
-    """Variance between the class means over the whole variance of the last states, in percent."""
-    return 100.0 * float(TrainingPath(("end",), classes, (path,)).spread())
-
-
 def path_measure(scene: Scene) -> dict[str, float]:
     """Figures 4.1 and 4.2: the residual by step, and how the path lies in a plane."""
     path, _ = _path(scene.model, scene, scene.test)
@@ -395,7 +381,9 @@ def training_paths(scene: Scene) -> dict[str, float]:
         path, classes = _path(model.eval(), scene, scene.train)
         steps = path.steps_to(_TOLERANCE)
         found[f"stage.{stage}.first_step"] = _first_step(path.states)
-        found[f"stage.{stage}.separation"] = _separation(path, classes)
+        # Variance between the class means over the whole variance of the last states.
+        spread = TrainingPath((stage,), classes, (path,)).spread()
+        found[f"stage.{stage}.separation"] = 100.0 * float(spread)
         taken = torch.where(steps > 0, steps, path.steps).double().mean()
         found[f"stage.{stage}.steps"] = float(taken)
         drawn[f"{stage} (epoch {epoch})"] = path
@@ -419,13 +407,9 @@ def _snapshots(folder: Path, end: int) -> list[tuple[int, Path]]:
 def local_minima(loss: Tensor) -> int:
     """Points of a grid [H, W] below all their neighbors (up to eight); a hole is no neighbor."""
     padded = torch.nn.functional.pad(loss.nan_to_num(nan=torch.inf), (1, 1, 1, 1), value=torch.inf)
-    height, width = loss.shape
-    lowest = torch.isfinite(loss)
-    for i in range(3):
-        for j in range(3):
-            if (i, j) != (1, 1):
-                lowest &= loss < padded[i : i + height, j : j + width]
-    return int(lowest.sum())
+    around = padded.unfold(0, 3, 1).unfold(1, 3, 1).flatten(2)  # [H, W, 9], the point in the middle
+    lowest = (loss.unsqueeze(2) < around[:, :, [0, 1, 2, 3, 5, 6, 7, 8]]).all(2)
+    return int((torch.isfinite(loss) & lowest).sum())
 
 
 def _landscape(scene: Scene, data: ImageData, name: str) -> dict[str, float]:

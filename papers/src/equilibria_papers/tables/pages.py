@@ -248,7 +248,7 @@ def _bars(
     shift = width * (number - (count - 1) / 2)
     places = [rows.index(found.cell.row) + shift for found in cells]
     means, spread = zip(*((found.mean, found.std or 0.0) for found in cells), strict=True)
-    axes.bar(places, means, width, yerr=spread, color=_pick(pictures.COLORS, number), label=label)
+    axes.bar(places, means, width, yerr=spread, color=pictures.look(number)["color"], label=label)
 
 
 def _lines(
@@ -264,10 +264,8 @@ def _lines(
             [rows.index(row) for row in mine],
             means,
             spread,
-            color=_pick(pictures.COLORS, number),
-            marker=_pick(pictures.MARKERS, number),
-            linestyle=_pick(pictures.STYLES, number),
             label=label,
+            **pictures.look(number),
         )
         label = ""
 
@@ -275,10 +273,6 @@ def _lines(
 def _varied(row: str) -> str:
     """``γ`` of the row "γ = 0.5"; rows that name no quantity vary the same."""
     return row.split(" = ")[0] if " = " in row else ""
-
-
-def _pick(values: Sequence[Any], number: int) -> Any:
-    return values[number % len(values)]
 
 
 # What measures draw into a run's folder and what a figure of a paper shows; the corruptions' own

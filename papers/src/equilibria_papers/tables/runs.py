@@ -15,8 +15,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from equilibria import models, training
-from equilibria.data import ImageData
+from equilibria import training
 from equilibria.engine import write_json
 from equilibria.training import Run, TrainConfig
 
@@ -25,7 +24,7 @@ from .measures import MEASURES, Scene
 from .plan import Choices, Planned
 from .provenance import Log, made_by
 from .results import in_json
-from .thesis import NETWORKS
+from .thesis import NETWORKS, create
 
 _FILE = "measured.json"
 
@@ -61,16 +60,11 @@ class StopWhenAsked(pl.Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
         if self.stop.asked():
-            _run(trainer).request.asked = True
-
-
-def _run(trainer: pl.Trainer) -> Run:
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, Run):
-            return callback
-    raise RuntimeError(
-        "StopWhenAsked belongs to runs of equilibria.training.fit; this trainer is another's."
-    )
+            callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+            run = next((one for one in callbacks if isinstance(one, Run)), None)
+            if run is None:
+                raise RuntimeError("StopWhenAsked belongs to runs of equilibria.training.fit.")
+            run.request.asked = True
 
 
 @dataclass(frozen=True)
@@ -157,8 +151,6 @@ def _measure_all(planned: Planned, choices: Choices, model: nn.Module, images: S
     config = planned.config
     scene = Scene(
         model=model.to(device).eval(),
-        train=images.train,
-        test=images.test,
         folder=planned.folder,
         device=device,
         batch_size=min(512, max(16, 2 * config.batch_size)),
@@ -167,8 +159,8 @@ def _measure_all(planned: Planned, choices: Choices, model: nn.Module, images: S
         seed=planned.seed,
         progress=choices.progress,
         smoke=planned.smoke,
-        held_out=images.held_out,
         epochs=config.epochs,
+        **vars(images),
     )
     planned.folder.mkdir(parents=True, exist_ok=True)
     for name in planned.job.measures:
@@ -197,30 +189,15 @@ def _training_seconds(planned: Planned) -> float:
 
 
 def _network(planned: Planned, images: Supplied, choices: Choices, stop: Stop | None) -> nn.Module:
+    config = planned.config
     if not planned.job.trained:
         torch.manual_seed(planned.seed)
-        return _create(planned, images.train)
+        return create(config.model, images.train, **config.model_options)
     if is_trained(planned.folder):
-        model = _create(planned, images.train)
+        model = create(config.model, images.train, **config.model_options)
         model.load_state_dict(safetensors.torch.load_file(planned.folder / "model.safetensors"))
         return model
     return _train(planned, images, choices, stop)
-
-
-def _create(planned: Planned, train: ImageData) -> nn.Module:
-    """The network with fresh weights, laid out for the images."""
-    config = planned.config
-    if config.model in NETWORKS:
-        build = NETWORKS[config.model]
-        return build(train.num_classes, train.channels, **config.model_options)
-    height, width = train.images.shape[2:]
-    return models.create(
-        config.model,
-        train.num_classes,
-        in_channels=train.channels,
-        image_size=int(height) if height == width else None,
-        **config.model_options,
-    )
 
 
 def _made_fast(planned: Planned, choices: Choices) -> TrainConfig:
@@ -239,9 +216,9 @@ def _train(planned: Planned, images: Supplied, choices: Choices, stop: Stop | No
     if "paths of training images" in planned.job.measures:
         config = config.with_overrides(keep_every=1)
     given: dict[str, Any] = {}
-    if planned.config.model in NETWORKS:
+    if config.model in NETWORKS:
         torch.manual_seed(planned.seed)
-        given["model"] = _create(planned, images.train)
+        given["model"] = create(config.model, images.train, **config.model_options)
     left = planned.folder / "last.ckpt"
     # A folder without a checkpoint holds a run that did not come to the end of its first epoch.
     result = training.fit(

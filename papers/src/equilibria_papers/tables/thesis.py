@@ -8,7 +8,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from equilibria import models
 from equilibria.adjoints import Implicit
+from equilibria.data import ImageData
 from equilibria.engine import GMRES
 from equilibria.nn import DEQ, RepeatedBlock, ResidualBlock
 from equilibria.solvers import Anderson
@@ -22,13 +24,7 @@ STAGES = ("start", "after 1 epoch", "after a quarter", "after half", "at the end
 
 
 def _residual(
-    data: str,
-    tag: str,
-    options: Mapping[str, Any],
-    *,
-    measures: tuple[str, ...],
-    trained: bool = True,
-    epochs: int = 50,
+    data: str, tag: str, options: Mapping[str, Any], *, epochs: int = 50, **more: Any
 ) -> Job:
     return Job(
         name=f"{data}-residual_deq-{tag}",
@@ -36,12 +32,11 @@ def _residual(
         options=dict(options),
         data=data,
         recipe={**recipes.THESIS, "epochs": epochs},
-        measures=measures,
-        trained=trained,
         rate=RATES["deq"],
         images=54_000 if data == "mnist" else 45_000,
         stand_in={"data": "digits"},
         smoke={"channels": 16, "inner": 16, "image_size": 8},
+        **more,
     )
 
 
@@ -174,3 +169,13 @@ class ResidualNet(nn.Module):
 
 NETWORKS: Mapping[str, Callable[..., nn.Module]] = MappingProxyType({"residual_deq": ResidualNet})
 """name → build(classes, in_channels, **options)."""
+
+
+def create(name: str, data: ImageData, /, **options: Any) -> nn.Module:
+    """A network of the thesis or of the library, with fresh weights, laid out for the images."""
+    if name in NETWORKS:
+        return NETWORKS[name](data.num_classes, data.channels, **options)
+    height, width = data.images.shape[2:]
+    size = int(height) if height == width else None
+    given = {"in_channels": data.channels, "image_size": size, **options}
+    return models.create(name, data.num_classes, **given)

@@ -83,14 +83,14 @@ def superclass_split(dataset: ImageData) -> tuple[ImageData, ImageData]:
         raise ValueError(f"{dataset.name} needs a superclass and a sample of every class.")
     last = torch.tensor([int((above == k).nonzero().max()) for k in range(len(names))])
     unseen = torch.isin(dataset.targets[:].cpu(), last)
-    parts = []
-    for chosen, name in ((~unseen, "known classes"), (unseen, "unseen classes")):
-        part = dataset.subset(chosen)
-        assert part.superclasses is not None
-        split = f"{dataset.split_name}, {name}"
-        targets = part.superclasses.long()
-        parts.append(dataclasses.replace(part, targets=targets, classes=names, split_name=split))
-    return parts[0], parts[1]
+
+    def part(chosen: Tensor, name: str) -> ImageData:
+        found, split = dataset.subset(chosen), f"{dataset.split_name}, {name}"
+        assert found.superclasses is not None
+        targets = found.superclasses.long()
+        return dataclasses.replace(found, targets=targets, classes=names, split_name=split)
+
+    return part(~unseen, "known classes"), part(unseen, "unseen classes")
 
 
 def superclass_accuracy(

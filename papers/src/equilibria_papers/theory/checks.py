@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from equilibria.evaluation import evaluating
 
@@ -16,6 +17,12 @@ def check_sizes(owner: str, sizes: Mapping[str, object]) -> None:
     for name, value in sizes.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{owner}({name}={value!r}): expected an integer of at least 1.")
+
+
+def norms_of(t: Tensor) -> Tensor:
+    """‖·‖ of each sample. [B, ...] → [B]."""
+    found: Tensor = torch.linalg.vector_norm(t.flatten(1), dim=1)
+    return found
 
 
 @torch.no_grad()
@@ -30,11 +37,8 @@ def first_inputs(model: nn.Module, x: Any, layers: Mapping[str, nn.Module]) -> d
 
         return hook
 
-    hooks = [each.register_forward_pre_hook(caught(name)) for name, each in layers.items()]
-    try:
-        with evaluating(model):
-            model(x)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with ExitStack() as hooks, evaluating(model):
+        for name, each in layers.items():
+            hooks.enter_context(each.register_forward_pre_hook(caught(name)))
+        model(x)
     return found

@@ -86,7 +86,7 @@ def _read(
         width = linears[-1].out_features
         head_weight, head_bias = torch.eye(width).double(), torch.zeros(width).double()
     else:
-        head_weight, head_bias = _affine(linears.pop())
+        head_weight, head_bias = affine(linears.pop())
     given = [None] * (len(linears) - 1) if skips is None else list(skips)
     if len(given) != len(linears) - 1:
         raise ValueError(
@@ -95,7 +95,7 @@ def _read(
         )
     stages = []
     for number, (linear, prior) in enumerate(zip(linears, priors, strict=True)):
-        weight, bias = _affine(linear)
+        weight, bias = affine(linear)
         if number == 0:
             skip, weight = weight, weight.new_zeros(len(bias), 1)
         else:
@@ -130,7 +130,8 @@ def _split(network: nn.Sequential) -> tuple[list[nn.Linear], list[Prior]]:
     return linears, priors
 
 
-def _affine(linear: nn.Linear) -> tuple[Tensor, Tensor]:
+def affine(linear: nn.Linear) -> tuple[Tensor, Tensor]:
+    """Weight and bias in float64, without a graph; zero where there is no bias."""
     weight = linear.weight.detach().double()
     given: Tensor | None = linear.bias
     return weight, weight.new_zeros(len(weight)) if given is None else given.detach().double()
@@ -138,7 +139,7 @@ def _affine(linear: nn.Linear) -> tuple[Tensor, Tensor]:
 
 def _skip(skip: Skip, outputs: int, inputs: int, number: int) -> tuple[Tensor, Tensor]:
     if isinstance(skip, nn.Linear):
-        weight, bias = _affine(skip)
+        weight, bias = affine(skip)
     else:
         weight = torch.zeros(outputs, inputs) if skip is None else skip.detach()
         weight, bias = weight.double(), weight.new_zeros(outputs).double()

@@ -10,7 +10,7 @@ squared loss ‖g‖² = 2L and the bound on ‖∇L‖²/(2L) is λ_min itself 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
@@ -123,10 +123,8 @@ class KernelProbe:
             outputs = flat_outputs(model, self.x)
             loss = self.loss(outputs, targets)
             at_outputs = torch.autograd.grad(loss, outputs, retain_graph=True)[0]
-            given: Sequence[Tensor | None] = torch.autograd.grad(
-                loss, parameters, allow_unused=True
-            )
-        slope = sum([float(g.square().sum()) for g in given if g is not None], 0.0)
+            given = torch.autograd.grad(loss, parameters, materialize_grads=True)
+        slope = sum([float(g.square().sum()) for g in given], 0.0)
         value = float(loss.detach())
 
         def over_loss(squared: float) -> float:

@@ -23,6 +23,7 @@ from equilibria.engine import Solution
 from equilibria.nn import DeepOptEq, OptEq, OptEqBlock
 from equilibria.problems import Activated, LinearOperator, NonNegative, Prior, as_operator
 from equilibria.solvers import Anderson
+from equilibria_papers.theory.checks import norms_of
 
 __all__ = [
     "Block",
@@ -241,22 +242,14 @@ class MultiBlock:
     def step(self, z: Tensor, *, as_printed: bool = False) -> Tensor:
         """α W̃ᵀσ(W̃Pz̃ + Ũx + b̃) + (1 − α)Pz̃; ``as_printed`` leaves the inner P out."""
         before = self.permute(z)
-        if not as_printed:
-            after = [block(v) for block, v in zip(self.blocks, before.unbind(1), strict=True)]
-        else:
-            pairs = zip(self.blocks, before.unbind(1), z.unbind(1), strict=True)
-            after = [b.alpha * b.proximal(own) + (1.0 - b.alpha) * left for b, left, own in pairs]
+        read = z if as_printed else before
+        triples = zip(self.blocks, before.unbind(1), read.unbind(1), strict=True)
+        after = [b.alpha * b.proximal(own) + (1.0 - b.alpha) * left for b, left, own in triples]
         return torch.stack(after, dim=1)
 
     def residual(self, z: Tensor, *, as_printed: bool = False) -> Tensor:
         """‖z̃ − step(z̃)‖, [B]; zero exactly at the multi-block forms of deep equilibria."""
-        return _norms(z - self.step(z, as_printed=as_printed))
-
-
-def _norms(states: Tensor) -> Tensor:
-    """‖·‖ of each sample, [B, ...] → [B]."""
-    found: Tensor = torch.linalg.vector_norm(states.flatten(1), dim=1)
-    return found
+        return norms_of(z - self.step(z, as_printed=as_printed))
 
 
 def multi_block(layer: Deep, x: Tensor | None = None) -> MultiBlock:
@@ -302,7 +295,8 @@ def inclusion_residual(
             "where ∂Φ may be empty beside the equilibrium; use form='proximal'."
         )
     triples = zip(blocks, stacked.unbind(1), multi.permute(stacked).unbind(1), strict=True)
-    return _norms(torch.stack([block.inverse(own) - before for block, own, before in triples], 1))
+    rests = [block.inverse(own) - before for block, own, before in triples]
+    return norms_of(torch.stack(rests, 1))
 
 
 def moreau_envelope(block: Block, z: Tensor) -> Tensor:
@@ -433,11 +427,10 @@ class WideLimitStudy:
     def __str__(self) -> str:
         head = f"{'α':>10}  {'max ‖z_l − limit‖':>18}  {'max ‖z_l − z_{l−1}‖':>20}  {'order':>6}"
         orders = ["", *(f"{order:6.3f}" for order in self.orders.mean(1).tolist())]
+        columns = zip(self.alphas, self.distance, self.gap, orders, strict=True)
         rows = [
             f"{alpha:10.3g}  {float(far.max()):18.3e}  {float(gap.max()):20.3e}  {order}"
-            for alpha, far, gap, order in zip(
-                self.alphas, self.distance, self.gap, orders, strict=True
-            )
+            for alpha, far, gap, order in columns
         ]
         return "\n".join([head, *rows])
 

@@ -48,9 +48,6 @@ def save_picture(figure: Any, stem: Path) -> list[Path]:
     return written
 
 
-_FEWEST = 2  # powers of ten on an axis, for its ticks to be those
-
-
 def on_log_axis(values: Iterable[float | None]) -> list[float]:
     """NaN, which is not drawn, for what a logarithmic axis cannot show."""
     return [math.nan if v is None or not math.isfinite(v) or v <= 0.0 else float(v) for v in values]
@@ -65,7 +62,7 @@ def plain_ticks(axes: Any) -> None:
     if axes.get_yscale() != "log" or low <= 0.0:
         return
     powers = [t for t in LogLocator(10.0).tick_values(low, high) if low <= t <= high]
-    if len(powers) >= _FEWEST:
+    if len(powers) >= 2:
         return
     axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
     axes.yaxis.set_major_formatter(FormatStrFormatter("%.6g"))

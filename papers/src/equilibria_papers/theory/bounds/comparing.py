@@ -106,10 +106,6 @@ def _train(layer: Provable, head: nn.Linear, x: Tensor, labels: Tensor, epochs: 
                 _ = part.weight
 
 
-def _silent(_: str) -> None:
-    """No news."""
-
-
 @dataclass(frozen=True, eq=False)
 class Comparison:
     """Reports in the order in which they were made; ``print`` it, ``to_dict()`` for JSON."""
@@ -167,7 +163,7 @@ def compare_bounds(
     pairs: int = 4,
     draws: int = 256,
     seed: int = 0,
-    told: Told = _silent,
+    told: Told = lambda _: None,
 ) -> Comparison:
     """Propositions 1 to 4 on layers with classifiers, such as ``demonstration_pair()``.
 
@@ -221,7 +217,7 @@ def network_bounds(
     pairs: int = 4,
     draws: int = 64,
     seed: int = 0,
-    told: Told = _silent,
+    told: Told = lambda _: None,
 ) -> Comparison:
     """Propositions 1, 3 and 4 on every GEQ and OptEq of ``model``, at the inputs they get for x.
 

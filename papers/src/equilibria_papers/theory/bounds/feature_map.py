@@ -44,9 +44,8 @@ class FeatureMapReport(Report):
 
     def rows(self) -> list[Row]:
         made: list[Row] = []
-        for k, error, limit, width in zip(
-            self.terms, self.error, self.error_bound, self.features, strict=True
-        ):
+        columns = zip(self.terms, self.error, self.error_bound, self.features, strict=True)
+        for k, error, limit, width in columns:
             wide = "more than 1e18" if width is None else f"{width}"
             made.append((f"|q − q_K|, K = {k}", error, f"at most {limit:.3g}; {wide} features"))
         made.append(("|q − q|, Eq 7 as printed", self.printed_error, "all terms"))

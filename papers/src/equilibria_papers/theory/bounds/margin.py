@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, ClassVar
 
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from equilibria.nn import GEQ, OptEq
 from equilibria.problems import GAUSSIAN_CONCAVITY, FixedGamma, dense_norm, gaussian_sensitivity
+from equilibria_papers.theory.converters import affine
 
 from .report import (
     Assumption,
@@ -294,9 +295,7 @@ def margin_report(
             f"the head takes {head.in_features} features, the layer's state has {state.shape[1]}: "
             "Proposition 2 is about a linear classifier on the flattened state."
         )
-    weight = head.weight.detach().double()
-    own: Tensor | None = head.bias
-    offset = None if own is None else own.detach().double()
+    weight, offset = affine(head)
     hidden = exact.hidden_weight() if isinstance(exact, GEQ) else None
     inner: Any = exact.W.weight
     outer: Any = exact.U
@@ -324,12 +323,12 @@ def margin_report(
         patches=n.patches,
         has_hidden=hidden is not None,
         has_bias=outer.bias is not None,
-        has_head_bias=offset is not None,
+        has_head_bias=head.bias is not None,
     )
     mu, m = max(n.u_norm, n.w_norm, sizes.head, n.bias_norm), n.w_norm**2
     refused: dict[str, str] = {}
 
-    def bracket(*, derived: bool) -> float:
+    def bracket(derived: bool) -> float:
         if not mu < 1.0:
             raise AssumptionError(
                 f"Proposition 2 needs μ = max(‖U‖, ‖W‖, ‖W_c‖, ‖b‖) < 1, and it is {mu:.4g}: bound "
@@ -339,7 +338,6 @@ def margin_report(
             return bracket_opteq(mu, m, n.x_norm, derived=derived)
         return bracket_geq(mu, m, n.beta_max, n.x_norm, derived=derived)
 
-    logits = state @ weight.mT + (0.0 if offset is None else offset)
     return MarginReport(
         layer=name or n.kind,
         assumptions=(
@@ -352,25 +350,17 @@ def margin_report(
         ),
         warnings=(_SMALLER, *([_HEURISTIC] if n.kind == "GEQ" else [])),
         refused=refused,
-        empirical=margin_loss(logits, labels, margin),
-        printed_excess=refusing(
-            refused, "as printed", lambda: frame.printed(bracket(derived=False))
-        ),
-        derived_excess=refusing(
-            refused, "as derived", lambda: frame.derived(bracket(derived=True))
-        ),
+        empirical=margin_loss(state @ weight.mT + offset, labels, margin),
+        printed_excess=refusing(refused, "as printed", lambda: frame.printed(bracket(False))),
+        derived_excess=refusing(refused, "as derived", lambda: frame.derived(bracket(True))),
         ours_excess=refusing(refused, "ours", lambda: _ours(exact, sizes, squares, frame)),
         heuristic=n.kind == "GEQ",
-        margin=margin,
-        delta=delta,
-        samples=frame.samples,
-        width=frame.width,
         mu=mu,
         m=m,
         bound=n.x_norm,
         beta_max=n.beta_max,
-        size=frame.size,
         squares=squares,
+        **asdict(frame),
         remark1=remark1(1.0 if n.beta_max is None else n.beta_max, mu, m)[1],
     )
 

@@ -31,6 +31,7 @@ from equilibria.problems import (
     Problem,
     gaussian_sensitivity,
 )
+from equilibria_papers.theory.checks import norms_of
 
 from .report import (
     Assumption,
@@ -130,12 +131,6 @@ def kerdeq_eq10(
 def log_d_derived(gamma: float, mu: float, bound: float) -> float:
     """log D = γ‖W‖²B², what Eq 58 gives: ‖W(z₁ − z₂)‖² ≤ 2‖W‖²B² for z₁, z₂ ≥ 0."""
     return gamma * mu**2 * bound**2
-
-
-def norms_of(t: Tensor) -> Tensor:
-    """‖·‖ of each sample. [B, ...] → [B]."""
-    found: Tensor = torch.linalg.vector_norm(t.flatten(1), dim=1)
-    return found
 
 
 class Draws:

@@ -126,12 +126,8 @@ class Surface:
                 f"{header.get('format')!r}, expected {_FORMAT!r}."
             )
         try:
-            values = {
-                name.removeprefix("values."): value
-                for name, value in tensors.items()
-                if name.startswith("values.")
-            }
-            a, b, done = (tensors[name] for name in ("a", "b", "done"))
+            a, b, done = (tensors.pop(name) for name in ("a", "b", "done"))
+            values = {name.removeprefix("values."): value for name, value in tensors.items()}
             about = json.loads(header["about"])
             made = cls(header["name"], a, b, values, done, about)
             shape = (len(a), len(b))

@@ -22,6 +22,19 @@ from equilibria.engine import check_number, options
 
 from .model import Equilibrium, ThesisModel, check_data, find_equilibrium, square_loss
 
+__all__ = [
+    "CONDITIONS",
+    "Condition",
+    "ConditionReport",
+    "Inequality",
+    "Ingredients",
+    "Radii",
+    "check_condition",
+    "ingredients",
+    "search_radii",
+    "smallest_singular",
+]
+
 _FREE = ("A", "U", "u")
 _SPAN = 25.0  # each radius is searched for within e^±25 of its natural scale
 
@@ -81,10 +94,7 @@ def ingredients(
         m=float(model.m),
         samples=X.shape[1],
         width=model.width,
-        norm_A=norm(model.A),
-        norm_B=norm(model.B),
-        norm_U=norm(model.U),
-        norm_u=norm(model.u),
+        **{f"norm_{name}": norm(getattr(model, name)) for name in model.names},
     )
 
 
@@ -317,8 +327,10 @@ class ConditionReport:
         return "\n".join(lines)
 
 
-def check_condition(name: str, given: Ingredients, radii: Radii) -> ConditionReport:
-    """The condition "1", "2", "2m" or "2'" at these radii."""
+def check_condition(name: str, given: Ingredients, radii: Radii | None = None) -> ConditionReport:
+    """The condition "1", "2", "2m" or "2'" at these radii; None: at those of ``search_radii``."""
+    if radii is None:
+        return search_radii(name, given)
     condition = _find(name)
     values = asdict(radii)
     rows = condition.rows(given, values)

@@ -22,11 +22,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from equilibria.engine import ConvergenceWarning, solve_each
+from equilibria.engine import ConvergenceWarning, check_number, solve_each
 from equilibria.nn import MonotoneDEQ
 from equilibria.problems import NonNegative
 from equilibria.solvers import PeacemanRachford
 from equilibria_papers.theory.checks import check_sizes
+
+__all__ = [
+    "ClosedFormKernel",
+    "Equilibrium",
+    "ThesisModel",
+    "closed_form_gradient",
+    "closed_form_kernel",
+    "find_equilibrium",
+    "sensitivities",
+    "square_loss",
+]
 
 _NEWTON = 40
 _ENTRIES = 1 << 23  # of the stacked n × n systems held at once: 64 MiB
@@ -54,23 +65,16 @@ class ThesisModel:
                 raise TypeError(f"ThesisModel({name}=…): expected a tensor, got {type(value)}.")
             object.__setattr__(self, name, value.detach().to(torch.float64))
         n = self.A.shape[0] if self.A.ndim else 0
-        wanted: dict[str, tuple[int | str, ...]] = {"A": (n, n), "B": (n, n), "U": (n, "d")}
-        wanted |= {"u": (n,)}
-        for name in self.names:
-            given = tuple(getattr(self, name).shape)
-            fits = len(given) == len(wanted[name]) and all(
-                w in ("d", g) for g, w in zip(given, wanted[name], strict=True)
-            )
-            if not fits or 0 in given:
-                shape = "[" + ", ".join(str(w) for w in wanted[name]) + "]"
+        d = self.U.shape[-1] if self.U.ndim else 0
+        wanted = {"A": [n, n], "B": [n, n], "U": [n, d], "u": [n]}
+        for name, shape in wanted.items():
+            given = list(getattr(self, name).shape)
+            if given != shape or 0 in given:
                 raise ValueError(
                     f"ThesisModel: A is {list(self.A.shape)}, so {name} must be {shape} with no "
-                    f"empty side, got {list(given)}."
+                    f"empty side, got {given}."
                 )
-        if isinstance(self.m, bool) or not isinstance(self.m, (int, float)):
-            raise TypeError(f"ThesisModel(m={self.m!r}): expected a number above 0.")
-        if not (math.isfinite(self.m) and self.m > 0):
-            raise ValueError(f"ThesisModel(m={self.m!r}): expected a number above 0.")
+        check_number(self, "m", low=0.0, low_open=True)
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -46,6 +46,17 @@ from .model import (
     square_loss,
 )
 
+__all__ = [
+    "SCENARIOS",
+    "Outcome",
+    "Run",
+    "Scenario",
+    "draw_outcome",
+    "gradient_descent",
+    "gradient_flow",
+    "run_scenario",
+]
+
 Progress = Callable[[float], None]  # Called with the share of the run that is done
 
 
@@ -170,7 +181,6 @@ def gradient_flow(
     else:
         times, states = _adaptive_steps(flow, points, method, rtol, max_evaluations)
     record = _Recorder(model, X, y)
-    here = model
     for t, theta in zip(times, states, strict=True):
         here, last, rest = flow.at(theta)
         record.take(t, here, last, closed_form_gradient(here, X, last, rest))
@@ -297,9 +307,7 @@ def gradient_descent(
     record = _Recorder(model, X, y)
     here, found = model, find_equilibrium(model, X)
     lambda0 = smallest_singular(found.Z)
-    taken = 0
     for k in range(steps + 1):
-        taken = k
         loss, rest = square_loss(here, found, y)
         gradient = closed_form_gradient(here, X, found, rest)
         if k % every == 0 or k == steps:
@@ -316,7 +324,7 @@ def gradient_descent(
         kind="descent",
         lambda0=lambda0,
         step=step,
-        evaluations=taken + 1,
+        evaluations=k + 1,
         final=here,
     )
 
@@ -477,10 +485,7 @@ def run_scenario(name: str, *, seed: int = 0, progress: Progress | None = None) 
     scenario = SCENARIOS[name]
     model, X, y = scenario.build(seed)
     given = ingredients(model, X, y)
-    if scenario.radii is None:
-        report = search_radii(scenario.condition, given)
-    else:
-        report = check_condition(scenario.condition, given, scenario.radii)
+    report = check_condition(scenario.condition, given, scenario.radii)
     if scenario.kind == "flow":
         horizon = scenario.horizon / given.lambda0**2
         run = gradient_flow(model, X, y, method=scenario.method, horizon=horizon, progress=progress)
@@ -498,13 +503,9 @@ def draw_outcome(outcome: Outcome, stem: Path) -> list[Path]:
     figure = new_figure(10.4, 3.4)
     axes = figure.subplots(1, 3)
     _loss(axes[0], outcome)
-    for i, (values, label) in enumerate(
-        (
-            (run.pl, r"$\|\nabla L\|^2/(2L)$"),
-            (run.kernel, r"$\lambda_{\min}(K)$"),
-            (tuple(s * s for s in run.features), r"$\sigma_{\min}(Z)^2$"),
-        )
-    ):
+    lines = {r"$\|\nabla L\|^2/(2L)$": run.pl, r"$\lambda_{\min}(K)$": run.kernel}
+    lines[r"$\sigma_{\min}(Z)^2$"] = tuple(s * s for s in run.features)
+    for i, (label, values) in enumerate(lines.items()):
         axes[1].semilogy(run.times, on_log_axis(values), label=label, **look(i, marker=False))
     if run.lambda0 > 0:
         axes[1].axhline(run.lambda0**2 / 4, color=GRAY, linestyle=":", label=r"$\lambda_0^2/4$")

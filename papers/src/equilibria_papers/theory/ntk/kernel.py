@@ -22,7 +22,7 @@ from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, vjp, vmap
+from torch.func import functional_call, jacrev, vmap
 
 Filter: TypeAlias = str | Sequence[str] | None
 """A glob pattern of parameter names such as ``"head.*"``, or several; None takes all."""
@@ -125,25 +125,18 @@ def choose_outputs(choice: Choice, total: int) -> Outputs:
 
 
 @contextlib.contextmanager
-def _restored(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Each module is in its own mode again afterwards."""
-    modes = [(m, m.training) for m in modules]
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
-
-
-@contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Every module in eval mode inside: no dropout, no statistics of the batch; then as before.
 
     Unlike the evaluation's own it lets warnings of solves pass: nothing counts them here.
     """
-    with _restored(model.modules()):
-        model.eval()
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
         yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
 
 
 def flat_outputs(model: nn.Module, x: Tensor) -> Tensor:
@@ -171,9 +164,7 @@ def vmapped(model: nn.Module, outputs: Outputs) -> Rows:
             return outputs.take(out.reshape(-1))
 
         def one(sample: Tensor) -> dict[str, Tensor]:
-            found, pull = vjp(lambda parameters: value(parameters, sample), chosen)[:2]
-            basis = torch.eye(len(found), dtype=found.dtype, device=found.device)
-            pulled: dict[str, Tensor] = vmap(lambda v: pull(v)[0])(basis)
+            pulled: dict[str, Tensor] = jacrev(value)(chosen, sample)
             return {n: g.flatten(1) for n, g in pulled.items()}
 
         rows: dict[str, Tensor] = vmap(one)(x)
@@ -407,10 +398,8 @@ class _Work:
     def _chunks(self, data: Tensor, first: int, end: int) -> Iterator[_Chunk]:
         for start in range(first, min(end, len(data)), self.chunk):
             batch = data[start : start + self.chunk]
-            yield (
-                slice(start * self.width, (start + len(batch)) * self.width),
-                self.gradients(batch),
-            )
+            place = slice(start * self.width, (start + len(batch)) * self.width)
+            yield place, self.gradients(batch)
             self.done += len(batch)
             if self.tell is not None:
                 self.tell(self.done, self.total)

@@ -16,9 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .kernel import (
-    TangentKernel,
-)
+from .kernel import TangentKernel
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,21 +14,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from equilibria.engine import write_json
-from equilibria_papers.theory.pictures import (
-    look,
-    new_figure,
-    plain_ticks,
-    save_picture,
-)
+from equilibria_papers.theory.pictures import look, new_figure, plain_ticks, save_picture
 
 from .kernel import TangentKernel, Tell, empirical_ntk
-from .spectrum import (
-    Spectrum,
-    kernel_distance,
-    kernel_drift,
-    label_alignment,
-    spectrum,
-)
+from .spectrum import Spectrum, kernel_distance, kernel_drift, label_alignment, spectrum
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +51,7 @@ class KernelStudy:
 
     def to_dict(self) -> dict[str, Any]:
         first = next(iter(self.kernels.values()))
-        found = {
+        return {
             **self.about,
             "samples": len(first.traced),
             "outputs": first.outputs,
@@ -70,7 +59,6 @@ class KernelStudy:
             "method": first.method,
             "networks": self.rows(),
         }
-        return found
 
     def save(self, folder: str | Path) -> list[Path]:
         """ntk.json, ntk.safetensors (kernels, eigenvalues) and pictures; the paths.
@@ -83,8 +71,7 @@ class KernelStudy:
             beside = Path(name)
             made = [write_json(beside / "ntk.json", self.to_dict()), beside / "ntk.safetensors"]
             save_file(self._tensors(), made[1])
-            for stem, figure in self._figures().items():
-                made += save_picture(figure, beside / stem)
+            made += save_picture(_spectra_figure(self.spectra), beside / "spectrum")
             return [path.replace(place / path.name) for path in made]
 
     def _tensors(self) -> dict[str, Tensor]:
@@ -95,10 +82,6 @@ class KernelStudy:
         if self.targets is not None:
             tensors["targets"] = self.targets.cpu().contiguous()
         return tensors
-
-    def _figures(self) -> dict[str, Any]:
-        found = {"spectrum": _spectra_figure(self.spectra)}
-        return found
 
 
 def study_kernels(
@@ -138,17 +121,12 @@ def study_kernels(
     return KernelStudy(made, kept, dict(about or {}))
 
 
-def _axes(height: float = 3.6) -> tuple[Any, Any]:
-    figure = new_figure(5.2, height)
-    axes = figure.add_subplot()
-    axes.spines[["top", "right"]].set_visible(False)
-    return figure, axes
-
-
 def _spectra_figure(spectra: Mapping[str, Spectrum]) -> Any:
     """Eigenvalues, largest first, of one kernel or several, on logarithmic axes."""
     columns = 1 if len(spectra) < 3 else 2
-    figure, axes = _axes(3.6 + 0.2 * -(-len(spectra) // columns))
+    figure = new_figure(5.2, 3.6 + 0.2 * -(-len(spectra) // columns))
+    axes = figure.add_subplot()
+    axes.spines[["top", "right"]].set_visible(False)
     for i, (name, found) in enumerate(spectra.items()):
         values = found.eigenvalues[: found.rank].tolist()
         label = f"{name} (effective rank {found.effective_rank:.3g})"

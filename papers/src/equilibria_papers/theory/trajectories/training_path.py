@@ -58,15 +58,13 @@ def principal_components(points: Tensor, count: int = 2) -> PCA:
     flat = flat.double()
     mean = flat.mean(0)
     centered = flat - mean
-    if len(flat) <= flat.shape[1]:  # C = Vᵀ X / σ from the N × N matrix X Xᵀ = V σ² Vᵀ
-        values, vectors = torch.linalg.eigh(centered @ centered.T)
-        values = values.clamp_min(0)
-        components = vectors.flip(1)[:, :count].T @ centered
+    few = len(flat) <= flat.shape[1]
+    values, vectors = torch.linalg.eigh(centered @ centered.T if few else centered.T @ centered)
+    components = vectors.flip(1)[:, :count].T
+    if few:  # C = Vᵀ X / σ from the N × N matrix X Xᵀ = V σ² Vᵀ
+        components = components @ centered
         norm = torch.linalg.vector_norm(components, dim=1, keepdim=True)
         components = components / torch.where(norm == 0, 1.0, norm)
-    else:
-        values, vectors = torch.linalg.eigh(centered.T @ centered)
-        components = vectors.flip(1).T[:count]
     values, total = values.flip(0)[:count], centered.square().sum()
     # Components that carry rounding alone, and those beyond the cloud's rank, are zero.
     kept = (values > 1e-13 * total) & (values > 0)
@@ -178,9 +176,7 @@ def residual_figure(groups: Mapping[str, Mapping[str, SolverPath]]) -> Any:
             marks = {"markersize": 3, "markevery": max(1, path.steps // 10)}
             axis.plot(steps, on_log_axis(path.mean_curve()), label=name, **look(i), **marks)
             low, high = (on_log_axis(path.quantile_curve(q)) for q in (0.1, 0.9))
-            axis.fill_between(
-                steps, low, high, color=COLORS[i % len(COLORS)], alpha=0.15, linewidth=0
-            )
+            axis.fill_between(steps, low, high, color=look(i)["color"], alpha=0.15, linewidth=0)
         limit = max(path.tolerance for path in paths.values())
         if limit > 0:
             axis.axhline(limit, color=GRAY, linestyle=":", linewidth=0.8, label="tolerance")
