@@ -225,7 +225,7 @@ def test_a_prior_and_a_regularizer_state_theirs(prior: type[AtLeast]) -> None:
     assert layer.certify(torch.zeros(2, 4)).rigorous is (prior is AtLeast)
 
 
-class Doubling(NonNegative):
+class Doubling(eq.NonNegative):
     """Its prox is none."""
 
     def prox(self, v: Tensor, tau: float | Tensor = 1.0) -> Tensor:
@@ -234,7 +234,7 @@ class Doubling(NonNegative):
 
 @pytest.mark.parametrize("regularizer", [None, eq.L1(0.1)])
 def test_a_wrong_prox_is_refuted_under_a_regularizer_too(regularizer: Any) -> None:
-    problem = Problem(Doubling(), eq.LeastSquares(None, randn(2, 3), 0.1), regularizer)
+    problem = eq.Problem(Doubling(), eq.LeastSquares(None, randn(2, 3), 0.1), regularizer)
     proof = eq.certify(problem, z=randn(2, 3, seed=1).abs())
     assert proof.kind is Guarantee.none
     assert "REFUTED" in str(proof)
@@ -246,7 +246,7 @@ def test_a_function_that_mixes_samples_is_refuted() -> None:
     ring = torch.eye(3).roll(1, 0).double()
     joint = torch.eye(3).double() + 0.3 * (ring + ring.T)
     problem = eq.Problem(
-        Free(),
+        eq.Free(),
         smooth=lambda z, x: 0.5 * (z - x).square().sum(1) + 0.3 * (z * z.roll(1, 0)).sum(1),
         x=x,
         bounds=(0.3, 1.7),
