@@ -289,9 +289,9 @@ def test_predict_answers_every_row_of_parquet_files(
         each.pop("file")
     assert found == [*expected, expected[0]]
     write_parquet(tmp_path / "bad.parquet", {"image": [encoded[0], b"no image"]})
-    said = refused(capsys, "predict", trained, tmp_path / "bad.parquet")
-    assert "bad.parquet row 1" in said
-    assert "gone.parquet" in refused(capsys, "predict", trained, tmp_path / "gone.parquet")
+    for name, words in {"bad.parquet": "bad.parquetrow1", "gone.parquet": "gone.parquet"}.items():
+        said = refused(capsys, "predict", trained, tmp_path / name)
+        assert words in said.replace(" ", "")  # lines break anywhere in a long path
 
 
 def test_a_corrupt_image_is_named_and_refused_or_skipped(
