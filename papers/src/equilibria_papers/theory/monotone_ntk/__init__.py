@@ -5,12 +5,24 @@ Conditions 1, 2 and 2′ with the radii searched for; gradient flow and gradient
 guaranteed curve beside the loss.
 """
 
-from . import conditions, model, runs
-from .conditions import *  # noqa: F403
-from .model import *  # noqa: F403
-from .runs import *  # noqa: F403
+# fmt: off
+from .conditions import (
+    CONDITIONS, Condition, ConditionReport, Inequality, Ingredients, Radii, check_condition,
+    ingredients, search_radii, smallest_singular,
+)
+from .model import (
+    ClosedFormKernel, Equilibrium, ThesisModel, closed_form_gradient, closed_form_kernel,
+    find_equilibrium, sensitivities, square_loss,
+)
+from .runs import (
+    SCENARIOS, Outcome, Run, Scenario, draw_outcome, gradient_descent, gradient_flow, run_scenario,
+)
 
-__all__: list[str] = []
-__all__ += conditions.__all__
-__all__ += model.__all__
-__all__ += runs.__all__
+__all__ = [
+    "CONDITIONS", "SCENARIOS", "ClosedFormKernel", "Condition", "ConditionReport", "Equilibrium",
+    "Inequality", "Ingredients", "Outcome", "Radii", "Run", "Scenario", "ThesisModel",
+    "check_condition", "closed_form_gradient", "closed_form_kernel", "draw_outcome",
+    "find_equilibrium", "gradient_descent", "gradient_flow", "ingredients", "run_scenario",
+    "search_radii", "sensitivities", "smallest_singular", "square_loss",
+]
+# fmt: on
