@@ -7,15 +7,36 @@ guaranteed curve beside the loss.
 
 # fmt: off
 from .conditions import (
-    CONDITIONS, Condition, ConditionReport, Inequality, Ingredients, Radii, check_condition,
-    ingredients, search_radii, smallest_singular,
+    CONDITIONS,
+    Condition,
+    ConditionReport,
+    Inequality,
+    Ingredients,
+    Radii,
+    check_condition,
+    ingredients,
+    search_radii,
+    smallest_singular,
 )
 from .model import (
-    ClosedFormKernel, Equilibrium, ThesisModel, closed_form_gradient, closed_form_kernel,
-    find_equilibrium, sensitivities, square_loss,
+    ClosedFormKernel,
+    Equilibrium,
+    ThesisModel,
+    closed_form_gradient,
+    closed_form_kernel,
+    find_equilibrium,
+    sensitivities,
+    square_loss,
 )
 from .runs import (
-    SCENARIOS, Outcome, Run, Scenario, draw_outcome, gradient_descent, gradient_flow, run_scenario,
+    SCENARIOS,
+    Outcome,
+    Run,
+    Scenario,
+    draw_outcome,
+    gradient_descent,
+    gradient_flow,
+    run_scenario,
 )
 
 __all__ = [
