@@ -261,4 +261,5 @@ def test_what_backends_say_of_a_lost_process() -> None:
     said = "[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer"
     assert processes.is_lost(RuntimeError(said))
     assert processes.is_lost(RuntimeError("Timed out waiting 45000ms for recv operation"))
+    assert processes.is_lost(RuntimeError("Application timeout caused pair closure"))
     assert not processes.is_lost(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))

@@ -22,7 +22,9 @@ from equilibria.nn import MultiBranch
 
 from .config import TrainConfig
 
-_LOST = re.compile(r"(?i)gloo|nccl|connection (closed|reset)|timed out|process group|store")
+_LOST = re.compile(
+    r"(?i)gloo|nccl|connection (closed|reset)|timed out|timeout|pair closure|process group|store"
+)
 _OBSERVER = "lightning.fabric.strategies.launchers.subprocess_script"
 
 
