@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -60,3 +62,16 @@ def test_no_label_changes_within_its_radius(kind: str) -> None:
         margin = logits.gather(1, label) - logits.gather(1, found.nearest.view(-1, 1))
         assert bool((logits.argmax(1) == found.label).all())
         moved = (moved - 10.0 * torch.autograd.grad(margin.sum(), moved)[0]).detach()
+
+
+def test_a_file_of_another_pooling_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its weights would load, into a network with other answers."""
+    model = eq.models.create("potential_certified_digits")
+    eq.models.save(model, tmp_path / "now.safetensors")
+    eq.models.load(tmp_path / "now.safetensors")
+    monkeypatch.setattr("equilibria.models.weights.__version__", "0.2.0")
+    eq.models.save(model, tmp_path / "old.safetensors")
+    with pytest.raises(eq.models.ModelFileError, match=r"version 0\.2\.0.*train it again"):
+        eq.models.load(tmp_path / "old.safetensors")

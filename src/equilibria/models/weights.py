@@ -328,6 +328,8 @@ def _build(path: str | os.PathLike[str], header: Mapping[str, Any]) -> Network:
             options = dict(config["options"])
             if "fusion" in options:  # six branches; files of 0.1.0 have no reading
                 options.setdefault("reading", "parallel")
+            if "_certified_" in config["name"] and header["library"] == "0.2.0":
+                raise ValueError("its layers are pooled and scaled otherwise now: train it again")
             return create(config["name"], **shape, **options)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise ModelFileError(
