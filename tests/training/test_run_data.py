@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 import equilibria as eq
-from equilibria.training import TrainConfig
+from equilibria.training import TrainConfig, fit
 from equilibria.training.progress import Progress
 from equilibria.training.run_data import TrainBatches, few, load_data
 
@@ -81,3 +82,17 @@ def test_processes_share_the_images_of_each_step(tmp_path: Path, world: int) -> 
 def test_a_batch_that_cannot_be_shared(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="multiple of 3"):
         batches(tmp_path, Progress(), world=3)
+
+
+def test_certified_networks_divide_all_channels_by_one_number(tmp_path: Path) -> None:
+    """The radius in pixels counts the smallest deviation: unequal ones would give some of it away."""
+    colors = torch.randint(0, 256, (24, 3, 8, 8), dtype=torch.uint8)
+    whole = replace(
+        digits()[0].subset(range(24)), images=colors, mean=(0.1, 0.2, 0.3), std=(0.2, 0.3, 0.4)
+    )
+    options = {"widths": (4,), "depth": 1, "unshuffle": 1}
+    settings = config(tmp_path, model="potential_certified_digits", model_options=options, epochs=1)
+    fit(settings, data=(whole, whole), progress=False)
+    saved = eq.models.load(tmp_path / "model.safetensors").preprocessing
+    assert saved.mean == pytest.approx((0.1, 0.2, 0.3))
+    assert saved.std == pytest.approx((0.3, 0.3, 0.3))

@@ -91,6 +91,8 @@ class CertifiedNet(Network):
     by a pixel unshuffle of ``unshuffle`` pixels, and zeros.
     """
 
+    one_scale = True  # dividing channels by different numbers would stretch one of them most
+
     def __init__(
         self,
         shape: Shape,
@@ -168,7 +170,7 @@ def _family(
             partial(CertifiedNet, layer=layer),
             f"1-Lipschitz network of {about}, for certified radii",
             {**shared, **own},
-            revision=1,  # 0 pooled by averages and scaled envelopes by the bound on ‖W‖
+            revision=2,  # 0 pooled by averages, 1 had a std for each channel
             **card,
         )
         for kind, layer, about, own in kinds

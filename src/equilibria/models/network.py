@@ -62,6 +62,8 @@ class Network(nn.Module, OnHub, ABC):
 
     config: ModelConfig
     task: Task = "classification"
+    one_scale: bool = False
+    """Whether training divides all channels of the images by one number instead of their own."""
     extra: dict[str, Any]
     """What was saved beside the weights: class names, mean and deviation, metrics."""
 

@@ -168,6 +168,8 @@ class Run(Checkpoint):
         run_folder.seed_all(config.seed)
         self.data = load_data(config, data, progress=bar is not None)
         self.model = _make_model(config, model, self.data.train)
+        if getattr(self.model, "one_scale", False):
+            self.data = self.data.one_scale()
         # A copy stays whole where the strategy cuts the model in pieces.
         self.whole = copy.deepcopy(self.model) if config.strategy == "fsdp" else self.model
         if self.resume is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,13 @@ class RunData:
         """Names and counts, for result.json."""
         counts = {"train": len(self.train), "validation": len(self.valid or ())}
         return {"name": self.train.name, **counts, "classes": self.train.num_classes}
+
+    def one_scale(self) -> RunData:
+        """The same data, all channels divided by the mean of their standard deviations."""
+        mean, std = self.train.mean, self.train.std
+        std = (sum(std) / len(std),) * len(std)
+        valid = None if self.valid is None else self.valid.with_normalization(mean, std)
+        return replace(self, train=self.train.with_normalization(mean, std), valid=valid)
 
     def rows(self, indices: list[int]) -> list[int]:
         """Training images by their place in the data as it was loaded."""
