@@ -201,7 +201,7 @@ def _show_results(results: list[Any], out: Path, quiet: bool) -> None:
 
 
 def _listed(one: Any) -> dict[str, Any]:
-    words = {name: getattr(one.experiment, name) for name in ("id", "paper", "title")}
+    words = {name: getattr(one.experiment, name) for name in ("id", "paper", "title", "verdict")}
     state = {name: getattr(one, name) for name in ("missing", "status", "measured")}
     more = {"gpu_minutes": one.experiment.minutes, "data": one.experiment.data}
     return {**words, **more, **state, "cells": len(one.experiment.cells)}
@@ -216,7 +216,7 @@ def _show_list(out: Path, data_root: Path | None, as_json: bool) -> None:
         return
     table = Table(caption="cost: GPU time of one seed, estimated for one H200; ✗: not at hand")
     table.add_column("id", no_wrap=True)
-    for title in ("what", "cost", "data", "status"):
+    for title in ("what", "cost", "data", "status", "claim holds"):
         table.add_column(title, justify="right" if title == "cost" else "left")
     paper = ""
     for one in found:
@@ -231,6 +231,7 @@ def _show_list(out: Path, data_root: Path | None, as_json: bool) -> None:
             f"{minutes} min" if minutes < 120 else f"{minutes / 60:,.0f} h",
             ", ".join(n + (" ✗" if n in one.missing else "") for n in one.experiment.data),
             one.status + (f" ({one.measured} of {cells})" if one.measured else ""),
+            one.experiment.verdict,
         )
     output().print(table)
 

@@ -119,6 +119,8 @@ class Experiment:
     source: str  # Where the printed numbers were copied from
     cells: tuple[Cell, ...]
     claim: str = ""  # What the paper reads off it
+    verdict: str = "not tested"  # Whether our numbers support the claim, in a word or two
+    why: str = ""
     notes: tuple[str, ...] = ()
     """Where our run differs from the paper's, and what we chose where the paper is silent."""
     picture: str = ""  # "line" or "bars": how the cells are drawn; "": not
