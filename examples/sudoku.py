@@ -1,6 +1,6 @@
 """Sudoku by an equilibrium network: iterate until the state stands still, then read the digits.
 
-python examples/sudoku.py           writes sudoku.json, sudoku.safetensors (two minutes on a GPU)
+python examples/sudoku.py           writes sudoku.json, .md, .safetensors (two minutes on a GPU)
 python examples/sudoku.py --quick   4 × 4 boards, seconds on a CPU
 
 The state z has features of every (row, column, digit). One small cell is iterated to a fixed point
@@ -282,7 +282,8 @@ def main(
     record["test"] = [examine(cell, test, k) for k in (0, clues - 4, clues, clues + 4)]
     Path(out).write_text(json.dumps(record, indent=1) + "\n", "utf-8")
     save_file(cell.state_dict(), Path(out).with_suffix(".safetensors"))
-    print(table(record["test"]))
+    print(text := table(record["test"]))
+    Path(out).with_suffix(".md").write_text(text, "utf-8")
     return record
 
 
@@ -294,5 +295,5 @@ if __name__ == "__main__":
     parser.add_argument("--count", type=int, default=6000, help="puzzles; about 1/12 for the test")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="4 × 4 boards, a few seconds")
-    parser.add_argument("--out", default="sudoku.json", help="weights go beside it")
+    parser.add_argument("--out", default="sudoku.json", help="a table and the weights go beside it")
     main(**vars(parser.parse_args()))
