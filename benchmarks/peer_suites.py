@@ -19,6 +19,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any
 
 import numpy as np
@@ -204,7 +205,8 @@ def by_peers() -> dict[str, Solve]:
 
     def jaxopt_run(kind: str, root: bool, **options: Any) -> Solve:
         def run(image: Any, start: Any, s: Any, tolerance: float, case: Case) -> tuple[Any, Any]:
-            fn = (lambda z, s: image(z, s) - z) if root else image
+            # z − T(z): its Jacobian is near I, from which their Broyden starts.
+            fn = (lambda z, s: z - image(z, s)) if root else image
             memory = {"history_size": case.memory} if "Anderson" in kind else {}
             made = getattr(jaxopt, kind)(fn, tol=tolerance, **options, **memory)
             return made.run(start, s).params, 0
@@ -269,7 +271,8 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
 
 def main() -> None:
     if sys.argv[1:] == ["--as-peer"]:
-        print(json.dumps(measure(by_peers())))
+        versions = {name: version(name) for name in ("jax", "jaxopt", "optimistix")}
+        print(json.dumps({"cases": measure(by_peers()), "versions": versions}))
         return
     from _record import parser, save
 
@@ -283,8 +286,9 @@ def main() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         ours = measure({kind: by_us(kind) for kind in OURS})
-    rows = {name: {**row, **theirs[name]} for name, row in ours.items()}
-    save("peer_suites", given.out, cases=rows)
+    rows = {name: {**row, **theirs["cases"][name]} for name, row in ours.items()}
+    command = "python benchmarks/peer_suites.py --peers PYTHON"
+    save("peer_suites", given.out, command=command, versions=theirs["versions"], cases=rows)
     write_text(given.out / "peer_suites.md", table(rows))
 
 
