@@ -3,12 +3,15 @@
 #   make PYTHON=python3.12 setup      another interpreter (used when .venv is first made)
 #   make TORCH=torch setup            another torch
 #   make test PYTEST_ARGS="-k anderson -x"
+#   make soak MINUTES=120 SEED=7      stopped, it goes on where it was
 
 PYTHON      ?= python3
 TORCH       ?= torch==2.13.0
 WORKERS     ?= 2
 PYTEST_ARGS ?=
 BENCH_ARGS  ?=
+MINUTES     ?= 10
+SEED        ?= 1
 
 # Relative on purpose: make splits words at spaces, and the path of the checkout may contain some.
 VENV   := .venv
@@ -27,7 +30,7 @@ PYTEST := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(PY) -m pytest -n $(
 .DELETE_ON_ERROR:
 # Two pips must not write to one .venv, and the tests run in parallel already.
 .NOTPARALLEL:
-.PHONY: help setup demo test test-full test-gpu lint types format docs docs-serve bench clean
+.PHONY: help setup demo test test-full test-gpu soak fuzz floors lint types format docs docs-serve bench clean
 
 help: ## list the targets
 	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -46,6 +49,15 @@ test-full: $(DEV) ## run all tests
 
 test-gpu: $(DEV) ## run the tests that need a CUDA device, slow ones too, in one process
 	$(PY) -m pytest -m gpu -p no:cacheprovider $(PYTEST_ARGS)
+
+soak: $(DEV) ## random solves against float64 for MINUTES, by SEED
+	OMP_NUM_THREADS=1 $(PY) -m tests.adversarial --minutes $(MINUTES) --seed $(SEED) --state .soak-$(SEED).json
+
+fuzz: $(DEV) ## damaged files into every loader for MINUTES, by SEED
+	OMP_NUM_THREADS=1 $(PY) -m tests.fuzz --minutes $(MINUTES) --seed $(SEED) --state .fuzz-$(SEED).json
+
+floors: ## the tests at the lowest versions that pyproject.toml allows, in .venv-lowest
+	.ci/versions lowest
 
 lint: $(DEV) ## check style and formatting
 	$(PY) -m ruff check .

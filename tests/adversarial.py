@@ -715,8 +715,16 @@ def run_case(seed: int, number: int) -> tuple[str, list[str]]:
     return str(case), judge(case)
 
 
+Run = Callable[[int, int], tuple[str, list[str]]]
+
+
 def search(
-    seed: int, *, cases: int | None = None, seconds: float | None = None, state: Path | None = None
+    seed: int,
+    *,
+    cases: int | None = None,
+    seconds: float | None = None,
+    state: Path | None = None,
+    run: Run = run_case,
 ) -> tuple[int, list[str]]:
     """Run cases until a count or a time is reached; (cases run, failures). Resumes from state."""
     first, failures = 0, []
@@ -729,7 +737,7 @@ def search(
     for number in itertools.count(first):
         if (cases is not None and number >= cases) or (end is not None and time.monotonic() > end):
             break
-        text, wrong = run_case(seed, number)
+        text, wrong = run(seed, number)
         failures += [f"case {number} of seed {seed}: {text}: {w}" for w in wrong]
         if state is not None and number % 200 == 0:
             _save(state, seed, number + 1, failures)
@@ -745,8 +753,9 @@ def _save(state: Path, seed: int, following: int, failures: list[str]) -> None:
     part.replace(state)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(run: Run = run_case, text: str | None = __doc__) -> None:
+    """The command; tests/fuzz.py has the same."""
+    parser = argparse.ArgumentParser(description=(text or "").splitlines()[0])
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--cases", type=int, default=None, help="stop after this many")
     parser.add_argument("--seed", type=int, default=0)
@@ -754,11 +763,13 @@ def main() -> None:
     parser.add_argument("--only", type=int, default=None, help="run one case and tell about it")
     given = parser.parse_args()
     if given.only is not None:
-        text, wrong = run_case(given.seed, given.only)
+        text, wrong = run(given.seed, given.only)
         print(text, *wrong, sep="\n  ")  # noqa: T201
         return
     seconds = None if given.cases is not None else 60.0 * given.minutes
-    count, failures = search(given.seed, cases=given.cases, seconds=seconds, state=given.state)
+    count, failures = search(
+        given.seed, cases=given.cases, seconds=seconds, state=given.state, run=run
+    )
     print(*failures, f"{count} cases, {len(failures)} wrong", sep="\n")  # noqa: T201
     raise SystemExit(bool(failures))
 

@@ -29,6 +29,7 @@ def by_cvxpy(problem: Any) -> np.ndarray:
         names = ("tol_gap_abs", "tol_gap_rel", "tol_feas")
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Solution may be inaccurate")
+            warnings.filterwarnings("ignore", "You are solving a parameterized problem")  # 1.5
             problem.solve(solver="CLARABEL", **dict.fromkeys(names, tolerance))
         if problem.status == "optimal":
             break

@@ -270,6 +270,15 @@ def test_a_file_cannot_change_how_the_next_is_read(tmp_path: Path, name: bytes) 
     test_arrays_of_every_protocol(tmp_path, 2, "data")
 
 
+@pytest.mark.parametrize("put", [b"r\xff\xff\xff\x0f", b"p268435455\n"])
+def test_a_number_of_a_value_that_takes_gigabytes_is_refused(tmp_path: Path, put: bytes) -> None:
+    """The unpickler makes a table of twice that many places, 4 GiB."""
+    path = tmp_path / "batch"
+    path.write_bytes(b"\x80\x02}" + put + b".")
+    with pytest.raises(DataError, match="numbers value 2 as 268435455"):
+        read_pickle(path)
+
+
 def test_lists_that_grow_without_end_are_refused(tmp_path: Path) -> None:
     """A few hundred bytes that would unfold to 10¹² numbers, or to a list within itself."""
     deep: list[object] = [0] * 10

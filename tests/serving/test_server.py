@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import os
 import signal
@@ -129,6 +130,48 @@ def test_a_client_has_its_rate_and_the_queue_its_length(model: models.Network) -
     assert int(full.headers["retry-after"]) >= 1
 
 
+def test_a_refused_request_is_not_read_and_refusals_wait_for_each_other(
+    model: models.Network,
+) -> None:
+    asked = 0
+
+    async def call(app: Any, body: bytes | None) -> tuple[int, dict[bytes, bytes]]:
+        heard: list[Any] = []
+
+        async def receive() -> dict[str, Any]:
+            nonlocal asked
+            asked += 1
+            if body is None:
+                await asyncio.sleep(60)  # a client that never sends it
+            return {"type": "http.request", "body": body}
+
+        async def send(message: Any) -> None:
+            heard.append(message)
+
+        scope = {"type": "http", "method": "POST", "path": "/predict", "headers": []}
+        await app({**scope, "query_string": b"", "client": ("here", 1)}, receive, send)
+        return heard[0]["status"], dict(heard[0]["headers"])
+
+    async def main() -> tuple[list[Any], int, float, Any]:
+        app = create_app(model, ServeOptions(queue=1, certify=False))
+        async with app.router.lifespan_context(app):
+            slow = asyncio.create_task(call(app, None))
+            await asyncio.sleep(0.05)
+            began = time.perf_counter()
+            refused = await asyncio.gather(*(call(app, encoded()) for _ in range(30)))
+            took, before = time.perf_counter() - began, asked
+            slow.cancel()
+            await asyncio.gather(slow, return_exceptions=True)
+            return refused, before, took, await call(app, encoded())
+
+    refused, before, took, after = asyncio.run(main())
+    assert {status for status, _ in refused} == {503}
+    assert all(int(headers[b"retry-after"]) >= 1 for _, headers in refused)
+    assert before == 1  # by the one that is read
+    assert took > 0.25  # 100 a second
+    assert after[0] == 200
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="signals")
 def test_the_command_serves_and_ends_on_sigterm(model: models.Network, tmp_path: Path) -> None:
@@ -139,6 +182,7 @@ def test_the_command_serves_and_ends_on_sigterm(model: models.Network, tmp_path:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "equilibria", "serve", str(file), "--port", str(port)]
+    command += ["--connections", "3"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
         url = f"http://127.0.0.1:{port}"
@@ -150,6 +194,12 @@ def test_the_command_serves_and_ends_on_sigterm(model: models.Network, tmp_path:
                 time.sleep(0.1)
         found = httpx.post(f"{url}/predict", content=encoded(), timeout=60)
         assert found.json()["predictions"][0]["certificate"]["unique"] is True
+        idle = [socket.create_connection(("127.0.0.1", port)) for _ in range(3)]
+        assert httpx.get(f"{url}/health", timeout=60).status_code == 503
+        for connection in idle:
+            connection.close()
+        time.sleep(0.5)
+        assert httpx.get(f"{url}/health", timeout=60).status_code == 200
         process.send_signal(signal.SIGTERM)
         _, said = process.communicate(timeout=60)
     finally:

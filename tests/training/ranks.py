@@ -1,6 +1,6 @@
 """Trainings whose first gradients are compared: by one process here, by several under torchrun.
 
-``torchrun --nproc-per-node 2 -m tests.training.ranks FOLDER`` writes one file for each process.
+``torchrun --nproc-per-node 2 -m tests.training.ranks FOLDER cpu`` writes one file for each process.
 """
 
 from __future__ import annotations
@@ -23,15 +23,18 @@ from .small import Pixels, config, digits, masks
 
 
 class Gradients(pl.Callback):
-    """Those of the first step, after they were averaged over processes."""
+    """Those of the first step, after they were averaged over processes, and by what."""
 
     def __init__(self) -> None:
         self.found: dict[str, Any] = {}
+        self.backend = "none"
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         if not self.found:
             named = pl_module.model.named_parameters()
             self.found = {n: p.grad.clone() for n, p in named if p.grad is not None}
+            if torch.distributed.is_initialized():
+                self.backend = torch.distributed.get_backend()
 
 
 def network(norm: bool, rtol: float) -> nn.Module:
@@ -84,18 +87,19 @@ def case(name: str, out: Path, *, resume: Any = None, stop: Any = (), **more: An
     given: dict[str, Any] = {"data": data(name), "model": model, "resume": resume}
     result = fit(settings, progress=False, callbacks=[seen, *stop], **given)
     rows = [{k: row[k] for k in ("step", "train_loss", "val_loss")} for row in result.history]
-    return {"gradients": seen.found, "weights": result.model.state_dict(), "history": rows}
+    found = {"gradients": seen.found, "weights": result.model.state_dict(), "history": rows}
+    return {**found, "backend": seen.backend}
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, accelerator: str) -> None:
     world, found = int(os.environ["WORLD_SIZE"]), {}
     torch.set_num_threads(1)
     for name, options in CASES.items():
         resume = folder / "cut" if name == "resumed" else None
-        given = {"devices": world, "strategy": "ddp", **options}
+        given = {"devices": world, "strategy": "ddp", "accelerator": accelerator, **options}
         found[name] = case(name, folder / name, resume=resume, **given)
     torch.save(found, folder / f"rank{os.environ['RANK']}.pt")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2])

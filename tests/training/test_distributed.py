@@ -128,6 +128,33 @@ def test_a_signal_that_comes_as_the_processes_agree_is_not_lost(
     assert one._asked(trainer)
 
 
+def compare(tmp_path: Path, world: int, accelerator: str, backend: str) -> None:
+    """Trainings under torchrun with those of this process, which has no process group."""
+    with pytest.raises(Interrupted):
+        case("resumed", tmp_path / "cut", stop=[RaiseAt(4)], accelerator=accelerator)
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={world}"]
+    command += [f"--master-port={free_port()}", "-m", "tests.training.ranks", str(tmp_path)]
+    command.append(accelerator)
+    done = subprocess.run(
+        command, cwd=ROOT, env=clean(), capture_output=True, text=True, timeout=500
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    ranks = [torch.load(tmp_path / f"rank{k}.pt") for k in range(world)]
+    for name, options in CASES.items():
+        given = {**options, "strategy": "auto", "accelerator": accelerator, "devices": 1}
+        one = case(name, tmp_path / "one" / name, **given)
+        assert one["backend"] == "none"
+        close = {"rtol": 1e-4, "atol": 1e-5} if name == "sharded" else {"rtol": 1e-9, "atol": 1e-12}
+        for found in ranks:
+            assert found[name]["backend"] == backend
+            for a, b in zip(found[name]["history"], one["history"], strict=True):
+                assert a["train_loss"] == pytest.approx(b["train_loss"], rel=close["rtol"]), name
+                assert a == pytest.approx(b, rel=max(1e-6, close["rtol"])), name  # in float32
+            if name not in ("sharded", "resumed"):  # shards have no whole gradient
+                torch.testing.assert_close(found[name]["gradients"], one["gradients"], **close)
+            torch.testing.assert_close(found[name]["weights"], one["weights"], **close)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
 @pytest.mark.parametrize("world", [2, 4])
@@ -135,25 +162,16 @@ def test_a_step_of_several_is_that_of_one_on_the_joined_batch(tmp_path: Path, wo
     """Under torchrun: first gradients and final weights in float64, also where each process takes
     another number of solver steps, batches are uneven, labels do not count, batch norms are joint,
     weights are sharded, and the run was begun by one process."""
-    with pytest.raises(Interrupted):
-        case("resumed", tmp_path / "cut", stop=[RaiseAt(4)])
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={world}"]
-    command += [f"--master-port={free_port()}", "-m", "tests.training.ranks", str(tmp_path)]
-    done = subprocess.run(
-        command, cwd=ROOT, env=clean(), capture_output=True, text=True, timeout=500
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    ranks = [torch.load(tmp_path / f"rank{k}.pt") for k in range(world)]
-    for name, options in CASES.items():
-        one = case(name, tmp_path / "one" / name, **{**options, "strategy": "auto"})
-        close = {"rtol": 1e-4, "atol": 1e-5} if name == "sharded" else {"rtol": 1e-9, "atol": 1e-12}
-        for found in ranks:
-            for a, b in zip(found[name]["history"], one["history"], strict=True):
-                assert a["train_loss"] == pytest.approx(b["train_loss"], rel=close["rtol"]), name
-                assert a == pytest.approx(b, rel=max(1e-6, close["rtol"])), name  # in float32
-            if name not in ("sharded", "resumed"):  # shards have no whole gradient
-                torch.testing.assert_close(found[name]["gradients"], one["gradients"], **close)
-            torch.testing.assert_close(found[name]["weights"], one["weights"], **close)
+    compare(tmp_path, world, "cpu", "gloo")
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_one_process_of_nccl_trains_as_one_without(tmp_path: Path) -> None:
+    """The same trainings on a GPU, in a group of one process."""
+    assert torch.distributed.is_nccl_available()
+    compare(tmp_path, 1, "gpu", "nccl")
 
 
 @pytest.mark.slow

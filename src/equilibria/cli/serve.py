@@ -41,4 +41,5 @@ def serve(
     say(f"serving {weights} at http://{host}:{port} (Ctrl-C ends it)")
     quiet: Any = {"log_level": "warning", "server_header": False}
     seconds: Any = {"timeout_keep_alive": 30, "timeout_graceful_shutdown": 30}
-    uvicorn.run(app, host=host, port=port, **quiet, **seconds)
+    open_at_once: Any = {"limit_concurrency": options.connections + 1}  # it counts the one refused
+    uvicorn.run(app, host=host, port=port, **quiet, **seconds, **open_at_once)

@@ -10,6 +10,7 @@ import gzip
 import io
 import math
 import pickle
+import pickletools
 import zlib
 from dataclasses import replace
 from pathlib import Path
@@ -173,6 +174,7 @@ def read_pickle(path: Path) -> dict[str, Any]:
     """The dict in the pickle at ``path``: text, numbers, lists of them, and arrays as tensors."""
     content = _bytes(path)
     try:
+        _check_memo(content)
         found = _value(_Reader(io.BytesIO(content), encoding="latin-1").load())
     except _RefusedError as error:
         raise DataError(f"{path}: refused to read it: {error}.") from None
@@ -184,6 +186,13 @@ def read_pickle(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise DataError(f"{path}: holds a {type(found).__name__}, expected a dict of a batch.")
     return found
+
+
+def _check_memo(content: bytes) -> None:
+    """Raise where a value gets a number that no pickler gives it: the unpickler makes a table."""
+    for count, (code, number, _) in enumerate(pickletools.genops(content)):
+        if code.name in ("PUT", "BINPUT", "LONG_BINPUT") and number > count:
+            raise _RefusedError(f"it numbers value {count} as {number}")
 
 
 class _RefusedError(Exception):

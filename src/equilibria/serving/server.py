@@ -37,11 +37,13 @@ with needs("fastapi and python-multipart", "Serving a network", extra="serve"):
     from fastapi import FastAPI, HTTPException, Request, Response
     from fastapi.responses import JSONResponse
     from starlette.formparsers import MultiPartException, MultiPartParser
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 with needs("prometheus-client", "Serving a network", extra="serve"):
     import prometheus_client as prometheus
 
 _CLIENTS = 10_000  # addresses whose rate is remembered
 _BODY_SECONDS = 20.0
+_REFUSALS = 100  # a second: clients that come back at once must not take the time of answers
 _LOG = logging.getLogger(__name__)
 
 
@@ -58,12 +60,13 @@ class ServeOptions:
     max_images: int = _limit(32, "Images of a request.")
     rate: float = _limit(0.0, "Requests a second from one address, with bursts; 0 for any number.")
     queue: int = _limit(128, "Images that wait, and bodies that are read; more are refused (503).")
+    connections: int = _limit(2048, "Open connections; on more, every request is refused (503).")
     certify: bool = _limit(
         True, "Say with each answer whether its equilibria are unique, and how far it is from them."
     )
 
     def __post_init__(self) -> None:
-        for name in ("max_batch", "max_bytes", "max_images", "queue"):
+        for name in ("max_batch", "max_bytes", "max_images", "queue", "connections"):
             check_number(self, name, low=1, integer=True)
         check_number(self, "rate", low=0.0)
 
@@ -165,6 +168,55 @@ class _Metrics:
         )
 
 
+class _Gate:
+    """Counts requests, and refuses predictions before anything of them is parsed or read.
+
+    Refusals wait for each other, ``_REFUSALS`` a second and no longer than 5 s. uvicorn reads
+    little of a body that nobody asks for: a refusal that waits is a connection and a timer.
+    """
+
+    def __init__(self, app: ASGIApp, chosen: ServeOptions, held: dict[str, Any]) -> None:
+        self.app, self.chosen, self.held = app, chosen, held
+        self.rate, self.refusing = _Rate(chosen.rate), 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        began, status = time.perf_counter(), 500
+
+        async def seen(message: Message) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            await send(message)
+
+        path = scope["path"] if scope["path"] in ("/predict", "/health", "/metrics") else "other"
+        refusal = self._refusal(scope) if path == "/predict" else None
+        try:
+            if refusal is not None:
+                await self._in_turn()
+            await (refusal or self.app)(scope, receive, seen)
+        finally:
+            metrics: _Metrics = self.held["metrics"]
+            metrics.requests.labels(path, status).inc()
+            if path == "/predict" and status == 200:
+                metrics.seconds.observe(time.perf_counter() - began)
+
+    def _refusal(self, scope: Scope) -> Response | None:
+        wait = self.rate.wait((scope.get("client") or ("",))[0])
+        if wait > 0.0:
+            return _later(429, f"more than {self.chosen.rate:g} requests a second", wait)
+        if self.held["reading"] + len(self.held["batcher"]) >= self.chosen.queue:
+            return _later(503, "the server is busy", 1.0)
+        return None
+
+    async def _in_turn(self) -> None:
+        self.refusing += 1
+        try:
+            await asyncio.sleep(min(self.refusing / _REFUSALS, 5.0))
+        finally:
+            self.refusing -= 1
+
+
 def create_app(model: Network, given: ServeOptions | None = None) -> FastAPI:
     """The web application that serves ``model``, for uvicorn or another ASGI server.
 
@@ -180,7 +232,6 @@ def create_app(model: Network, given: ServeOptions | None = None) -> FastAPI:
     if model.task != "classification":
         raise ValueError(f"{model.config.name} segments images; serve a classification network.")
     judge = _Judge(model, chosen.certify)
-    rate = _Rate(chosen.rate)
     decoders = ThreadPoolExecutor(2, thread_name_prefix="decode")
     held: dict[str, Any] = {"reading": 0}
 
@@ -198,17 +249,7 @@ def create_app(model: Network, given: ServeOptions | None = None) -> FastAPI:
     app = FastAPI(title="equilibria", version=__version__, lifespan=lifespan, docs_url=None)
     app.router.redirect_slashes = False
 
-    @app.middleware("http")
-    async def count(request: Request, following: Any) -> Response:
-        began = time.perf_counter()
-        response: Response = await following(request)
-        known = request.url.path in ("/predict", "/health", "/metrics")
-        path = request.url.path if known else "other"
-        metrics: _Metrics = held["metrics"]
-        metrics.requests.labels(path, response.status_code).inc()
-        if path == "/predict" and response.status_code == 200:
-            metrics.seconds.observe(time.perf_counter() - began)
-        return response
+    app.add_middleware(_Gate, chosen=chosen, held=held)
 
     @app.get("/health")
     async def health() -> dict[str, Any]:
@@ -223,12 +264,7 @@ def create_app(model: Network, given: ServeOptions | None = None) -> FastAPI:
 
     @app.post("/predict")
     async def predict(request: Request) -> Response:
-        wait = rate.wait(request.client.host if request.client else "")
-        if wait > 0.0:
-            raise _later(429, f"more than {chosen.rate:g} requests a second", wait)
         batcher: Batcher[Tensor, dict[str, Any]] = held["batcher"]
-        if held["reading"] >= chosen.queue or len(batcher) >= chosen.queue:
-            raise _later(503, "the server is busy", 1.0)
         held["reading"] += 1
         try:
             images = await _images(request, chosen)
@@ -238,7 +274,7 @@ def create_app(model: Network, given: ServeOptions | None = None) -> FastAPI:
         try:
             answers = await batcher.ask(pixels)
         except Busy as busy:
-            raise _later(503, "the server is busy", busy.seconds) from None
+            return _later(503, "the server is busy", busy.seconds)
         except Exception:  # noqa: BLE001  # a batch that fails must not end the server
             _LOG.exception("a batch failed")
             raise HTTPException(500, "the network failed on this batch") from None
@@ -250,8 +286,9 @@ def create_app(model: Network, given: ServeOptions | None = None) -> FastAPI:
     return app
 
 
-def _later(status: int, why: str, seconds: float) -> HTTPException:
-    return HTTPException(status, why, {"Retry-After": str(max(1, round(seconds)))})
+def _later(status: int, why: str, seconds: float) -> Response:
+    headers = {"Retry-After": str(max(1, round(seconds)))}
+    return JSONResponse({"detail": why}, status, headers)
 
 
 async def _body(request: Request, most: int) -> bytes:
