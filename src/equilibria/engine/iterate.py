@@ -526,11 +526,9 @@ class _Run:
         alive = self._still_active(~passed)
         infinite = alive & ~(torch.isfinite(residual) & torch.isfinite(scale))
         diverged = alive & (residual > self.limit) & ~infinite
-        improved = residual < self.solver.fall * self.best
-        self.best = torch.where(improved, residual, self.best)
-        self.best_step = torch.where(improved, step, self.best_step)
-        stuck = alive & ~improved & ~infinite & ~diverged
-        ended = stuck & (step - self.best_step >= self.solver.patience)
+        alive = alive & ~infinite & ~diverged
+        stuck = alive & (residual >= self.solver.fall * self.best)
+        ended = alive & self._stagnates(point, residual, step)
         lost = self._lost(residual, scale)
         masks = [passed, infinite, diverged, ended, stuck, *lost]
         self.syncs += 1
@@ -557,6 +555,22 @@ class _Run:
         if counts[4] and self.left:
             state = self.solver.restart(state, stuck)
         return state
+
+    def _stagnates(self, point: Point, residual: Tensor, step: int) -> Tensor:
+        """Which samples, [B], have made no progress for ``patience`` steps and for a quarter of the
+        steps before.
+
+        Progress is a residual below the least one by more than rounding. Of plain steps it is also
+        a straight way since the last look, at least half as long as all the steps in between: where
+        soft thresholding moves z by the same T(z) − z each time, z gets nearer and no norm falls.
+        """
+        progress = residual < self.best * (1.0 - min(0.01, 256 * self.judge.eps))
+        self.best = torch.where(progress, residual, self.best)
+        if self.solver.stride is not None:
+            way = sample_norm(subtract(without_graph(point.z), without_graph(self.safe[0])))
+            progress |= way > 0.5 * HEALTH * self.solver.stride * point.residual_norm
+        self.best_step = torch.where(progress, step, self.best_step)
+        return step - self.best_step >= (0.25 * self.best_step).clamp_min(self.solver.patience)
 
     def _fallback(self, point: Point, state: Any) -> Reached | None:
         """What the solver has for samples that did not converge. Iterates of different steps do not

@@ -42,6 +42,10 @@ class ProximalGradient(Solver):
         Solver.__post_init__(self)
         check_number(self, "tau", low=0.0, low_open=True, optional=True)
 
+    @property
+    def stride(self) -> float | None:
+        return None if self.accelerate else 1.0
+
     def for_problem(self, bounds: Bounds) -> Choice:
         if self.tau is not None:
             return Choice(self, self.tau, f"ProximalGradient with the given step {self.tau:g}")
