@@ -107,6 +107,10 @@ class SolverOptions(ABC):
     """Steps without any progress that end a sample as stagnated; a quarter of the steps that it
     took so far, if those are more. A slow fall of the residual is progress."""
 
+    while_loop: bool = False
+    """Inside torch.compile: run a solve with a tolerance as a ``torch.while_loop``, which
+    ``fullgraph=True`` allows; else the host reads each test, and the graph breaks there."""
+
     heavy: ClassVar[bool] = False
     """Whether a step costs much more than a test, however small the state."""
 
@@ -182,6 +186,21 @@ class Solver(SolverOptions):
     def take(self, state: Any, index: Tensor) -> Any:
         """The state of some samples only (compaction)."""
         return map_tensors(lambda t: t.index_select(0, index), state)
+
+    def loop_state(self, z: Leaves) -> list[Tensor]:
+        """The state before the first step as tensors that keep their shapes: of a solve that is
+        compiled as a loop (``while_loop=True``)."""
+        if self.init(z) is not None:
+            raise TypeError(
+                f"{type(self).__name__} cannot run as a torch.while_loop, which while_loop=True "
+                "and torch.export need for a solve with a tolerance. Use Anderson(...) or "
+                "Picard(...), or a fixed number of steps (rtol=0, atol=0)."
+            )
+        return []
+
+    def loop_step(self, point: Point, held: list[Tensor]) -> tuple[Leaves, list[Tensor]]:
+        """``step``, from these tensors to those of the next turn; none may be returned as it is."""
+        return self.step(point, None)[0], []
 
     def fallback(self, point: Point, state: Any) -> Reached | None:
         """What to return for samples that did not converge, if any."""

@@ -69,6 +69,14 @@ class ProximalGradient(Solver):
         y = add(point.f, scale_samples(momentum, moved))
         return y, MomentumState(point.f, following)
 
+    def loop_state(self, z: Leaves) -> list[Tensor]:
+        return [self.init(z).t, *(x.clone() for x in z)]  # with t = 1, the last answer is unused
+
+    def loop_step(self, point: Point, held: list[Tensor]) -> tuple[Leaves, list[Tensor]]:
+        y, state = self.step(point, MomentumState(held[1:], held[0]))
+        assert state.last is not None
+        return y, [state.t.clone(), *(x.clone() for x in state.last)]
+
     def restart(self, state: MomentumState, stalled: Tensor) -> MomentumState:
         return MomentumState(state.last, torch.where(stalled, 1.0, state.t))
 
