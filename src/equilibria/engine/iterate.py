@@ -47,6 +47,8 @@ from .tree import (
     without_graph,
 )
 
+__all__ = ["HEALTH", "Callback", "Iterated", "in_state_dtype", "iterate", "spread"]
+
 R = TypeVar("R")
 
 HEALTH = 16
