@@ -48,7 +48,7 @@ def main(quick: bool, out: str) -> dict[str, float]:
         "w": 0.5 * torch.rand(1, len(digits), RANK, dtype=torch.float64),
         "h": 0.5 * torch.rand(1, RANK, 64, dtype=torch.float64),
     }
-    slow = eq.Picard(rtol=1e-10, max_steps=20_000, patience=20_000)
+    slow = eq.Picard(rtol=1e-10, max_steps=20_000)
     adjoint = eq.Implicit(solver=eq.GMRES(restart=100, max_steps=1000))
     solution = eq.fixed_point(step, start, x, solver=slow, adjoint=adjoint)
     found = solution.value

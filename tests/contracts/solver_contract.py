@@ -250,6 +250,24 @@ class SolverContract:
         _, scale = problem.residual(solution.value)
         assert (problem.error(solution.value) <= problem.gain * scale * 9 * 2.0**-23).all()
 
+    @pytest.mark.parametrize(
+        ("dtype", "rate"),
+        [(torch.float32, 0.999), (torch.float64, 0.999), (torch.float64, 0.99999)],
+    )
+    def test_slow_contraction_is_not_stagnation(self, dtype: torch.dtype, rate: float) -> None:
+        """Its residual falls by less than 2% in 16 steps, but at each."""
+        values = torch.tensor([[rate, 0.2], [-rate, 0.2]], dtype=torch.float64)
+        problem = problems.symmetric(values).to(dtype)
+        solution = solve_quietly(problem, self.solver(rtol=1e-6, max_steps=600))
+        assert set(codes(solution)) <= {Result.converged, Result.max_steps}
+
+    def test_rounding_ends_a_slow_contraction(self) -> None:
+        problem = problems.symmetric(torch.tensor([[0.98, 0.2]])).to(torch.float32)
+        solution = solve_quietly(problem, self.solver(rtol=1e-12, max_steps=20000))
+        assert set(codes(solution)) <= {Result.stagnated, Result.converged}
+        assert solution.stats.evaluations < 3000
+        assert float(solution.stats.relative) < 1e-6
+
     # ------------------------------------------------------------------ per sample
 
     @law

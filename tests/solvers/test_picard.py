@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import equilibria as eq
 from equilibria import Picard, Result
+from equilibria.engine.solver import Solver
 from tests.contracts import problems
 from tests.contracts.solver_contract import (
     HEALTH_INTERVAL,
@@ -112,7 +113,13 @@ def test_pure_rotation_stagnates() -> None:
         assert set(solution.stats.steps.tolist()) == {16 + patience}
 
 
-def test_slow_but_steady_is_not_stagnation() -> None:
-    problem = problems.symmetric(torch.tensor([[0.999, 0.2]]))
-    solution = solve(problem, Picard(rtol=1e-6, max_steps=20000))
-    assert_answers(problem, solution, rtol=1e-6)
+@pytest.mark.parametrize(
+    "solver", [Picard(max_steps=9000), Picard(max_steps=9000, damping=0.5),
+               eq.ProximalGradient(max_steps=9000, accelerate=False)]
+)  # fmt: skip
+def test_equal_steps_to_the_answer_are_not_stagnation(solver: Solver) -> None:
+    """The proximal step of λ|z|, λ = 2⁻¹²: 4096 steps of one length, then the answer."""
+    shrink = lambda z: torch.sign(z) * (z.abs() - 2.0**-12).clamp_min(0)
+    found = eq.fixed_point(shrink, torch.ones(2, 3), solver=solver)
+    assert codes(found) == [Result.converged] * 2
+    assert found.value.tolist() == torch.zeros(2, 3).tolist()

@@ -88,7 +88,7 @@ def _damping(fn: Map, solver: Solver) -> float:
             "use Unrolled() with a fixed number of steps, or Implicit()."
         )
     damping = getattr(solver, "damping", None)
-    if not solver.relaxes or damping is None or damping >= 1.0:
+    if solver.stride is None or damping is None or damping >= 1.0:
         raise ValueError(
             f"adjoint=Reversible() got solver={solver!r}: it takes Picard(damping=β) with β < 1, "
             "such as Picard(damping=0.5, max_steps=30)."

@@ -18,13 +18,14 @@ powers of two, one per sample: no digit of the answer changes.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch._higher_order_ops.while_loop import while_loop
 
+from .judge import Iterated, Judge, judged_norms, relative_norm, spread
+from .looped import run_looped
 from .maps import Map
 from .result import Result
 from .solver import Point, Reached, Solver
@@ -35,7 +36,6 @@ from .tree import (
     part_samples,
     place_samples,
     power_of_two,
-    quick_norm,
     repeat_samples,
     sample_norm,
     scale_samples,
@@ -47,9 +47,10 @@ from .tree import (
     without_graph,
 )
 
+__all__ = ["HEALTH", "Callback", "Iterated", "in_state_dtype", "iterate", "spread"]
+
 R = TypeVar("R")
 
-_EXPORTED_BLOCK = 8  # steps between two tests in an exported program
 HEALTH = 16
 """Steps between two looks at divergence, NaN and stagnation."""
 
@@ -57,29 +58,14 @@ Callback = Callable[[int, Leaves, Tensor], None] | None
 """Called after each evaluation with (step, leaves of z, residual norms [B]); or nothing is."""
 
 
-@dataclass
-class Iterated:
-    """The raw outcome of a solve, on leaves."""
-
-    value: Leaves
-    result: Tensor
-    steps: Tensor
-    residual: Tensor
-    relative: Tensor
-    evaluations: int
-    syncs: int
-    counts: dict[Result, int] | None = None
-    """How many samples ended in which way, where the host knows it without waiting."""
-    coupled: bool = False
-    """Whether samples are known to depend on each other."""
-
-
 def iterate(fn: Map, z0: Leaves, solver: Solver, callback: Callback = None) -> Iterated:
     """Solve z = T(z) from z0 by ``solver``."""
     if torch.is_autocast_enabled(z0[0].device.type):
         return in_state_dtype(fn, z0, lambda cast: iterate(cast, z0, solver, callback))
-    if not solver.fixed_steps and torch.compiler.is_exporting():
-        return _run_exported(fn, z0, solver)
+    traced = torch.compiler.is_exporting()
+    traced = traced or (solver.while_loop and torch.compiler.is_compiling())
+    if traced and not solver.fixed_steps:
+        return run_looped(fn, z0, solver)
     if not solver.fixed_steps:
         return _Run(fn, z0, solver, callback).solve()
     if not (fn.coupled and solver.joins):
@@ -109,20 +95,6 @@ def _each(callback: Callback, size: int) -> Callback:
     return lambda step, z, norm: callback(step, part_samples(z), repeat_samples(norm, size))
 
 
-def spread(done: Iterated, size: int) -> Iterated:
-    """The outcome of joined samples, for each: codes and numbers are those of its group."""
-    return replace(
-        done,
-        value=part_samples(done.value),
-        result=repeat_samples(done.result, size),
-        steps=repeat_samples(done.steps, size),
-        residual=repeat_samples(done.residual, size),
-        relative=repeat_samples(done.relative, size),
-        counts=None if done.counts is None else {c: n * size for c, n in done.counts.items()},
-        coupled=True,
-    )
-
-
 def _map_in_units(fn: Map, unit: Tensor) -> Map:
     """w ↦ T(unit·w)/unit."""
 
@@ -142,31 +114,10 @@ def _shown_in_units(callback: Callback, unit: Tensor) -> Callback:
     return lambda step, w, norm: callback(step, scale_samples(unit, w), norm * unit)
 
 
-def _judged_leaves(fn: Map, point: Point) -> tuple[Leaves, Leaves]:
-    """The leaves of T(z) − z and of T(z), of the map that is meant."""
-    if fn.surrogate is None:
-        return without_graph(point.residual), without_graph(point.f)
-    z, image = fn.judged(fn.surrogate, point.z)
-    return subtract(image, z), image
-
-
-def _judged_norms(fn: Map, point: Point) -> tuple[Tensor, Tensor]:
-    """‖T(z) − z‖ and ‖T(z)‖ of each sample, [B] each, right at any scale."""
-    if fn.surrogate is None:
-        return point.residual_norm, sample_norm(without_graph(point.f))
-    residual, image = _judged_leaves(fn, point)
-    return sample_norm(residual), sample_norm(image)
-
-
 def _own_norms(fn: Map, kept: Reached) -> Reached:
     """An iterate that a solver kept, with the norms of T where it knows those of a surrogate."""
     z = kept[0]
-    return kept if fn.surrogate is None else (z, *_judged_norms(fn, Point(z, z)))
-
-
-def _relative(residual: Tensor, scale: Tensor) -> Tensor:
-    # A residual of zero at T(z) = 0 is exact, not 0/0.
-    return torch.where(residual == 0, residual, residual / scale)
+    return kept if fn.surrogate is None else (z, *judged_norms(fn, Point(z, z)))
 
 
 def _hold(point: Point, following: Leaves, limit: Tensor | None) -> Leaves:
@@ -190,15 +141,15 @@ def _run_fixed(fn: Map, z0: Leaves, solver: Solver, callback: Callback) -> Itera
     for step in range(1, solver.max_steps + 1):
         point = Point(z, fn(z), solver.residual_memory(state))
         if step == 1:
-            residual, scale = _judged_norms(fn, point)
+            residual, scale = judged_norms(fn, point)
             limit = solver.divergence * (residual + scale)
             if torch.is_grad_enabled():
                 hold = _hold_limit(fn, point, solver, limit)
         if callback is not None:
-            callback(step, z, _judged_norms(fn, point)[0])
+            callback(step, z, judged_norms(fn, point)[0])
         last = state
         if step == solver.max_steps:  # before the step, which may overwrite the residual
-            residual, scale = _judged_norms(fn, point)
+            residual, scale = judged_norms(fn, point)
         following, state = solver.step(point, state)
         z = _hold(point, following, hold)
         if step < solver.max_steps:
@@ -214,57 +165,7 @@ def _run_fixed(fn: Map, z0: Leaves, solver: Solver, callback: Callback) -> Itera
     code = torch.where(finite & ~met_nan, code, int(Result.nonfinite)).to(torch.int8)
     z = where_sample(finite, z, z0)
     steps = torch.full_like(code, solver.max_steps, dtype=torch.int32)
-    return Iterated(z, code, steps, residual, _relative(residual, scale), solver.max_steps, 0)
-
-
-def _run_exported(fn: Map, z0: Leaves, solver: Solver) -> Iterated:
-    """Blocks of fixed steps in one ``while_loop``, until every sample has passed or steps run out.
-
-    For torch.export, which cannot follow a test that the host reads; in ONNX it is a Loop. Each
-    block starts afresh from z, tests each sample at its end, and freezes those that pass.
-    """
-    length = min(_EXPORTED_BLOCK, solver.max_steps)
-    block = replace(solver, rtol=0.0, atol=0.0, max_steps=length)
-    judge = _Judge(fn, z0, solver, None, 0)
-    most = solver.max_steps - length
-
-    def unfinished(steps: Tensor, done: Tensor, *rest: Tensor) -> Tensor:
-        return (~done & (steps <= most)).any()
-
-    def advance(
-        steps: Tensor, done: Tensor, residual: Tensor, scale: Tensor, *z: Tensor
-    ) -> tuple[Tensor, ...]:
-        own = fn.with_args(fn.args)  # a map counts its evaluations: not across the loop
-        reached = _run_fixed(own, list(z), block, None).value
-        point = Point(reached, own(reached))
-        found, size = _judged_norms(own, point)
-        passed = judge.passes(point, found, size)
-        passed = passed.all().expand_as(done) if own.coupled else passed
-        kept = where_sample(done, list(z), reached)
-        return (
-            torch.where(done, steps, steps + length),
-            done | passed,
-            torch.where(done, residual, found),
-            torch.where(done, scale, size),
-            *(x.contiguous() for x in kept),
-        )
-
-    start = [x.contiguous() for x in z0]
-    none = torch.zeros_like(sample_norm(start))
-    state = (none.to(torch.int64), none > 0, none.clone(), none.clone(), *start)
-    steps, done, residual, scale, *z = while_loop(unfinished, advance, state)
-    code = torch.where(done, int(Result.converged), int(Result.max_steps)).to(torch.int8)
-    return Iterated(z, code, steps, residual, _relative(residual, scale), solver.max_steps, 1)
-
-
-def _weighted(leaves: Leaves, norm: Tensor, tolerances: list[float]) -> Tensor:
-    """The norm of a residual for the largest of the leaves' tolerances: each leaf counts as much
-    more as its own is smaller, so that it is held to its own. [B]."""
-    if len(set(tolerances)) == 1 or len(leaves) != len(tolerances):
-        return norm
-    largest = max(tolerances)
-    parts = zip(without_graph(leaves), tolerances, strict=True)
-    return sample_norm([sample_norm([r]) * (largest / tol) for r, tol in parts])
+    return Iterated(z, code, steps, residual, relative_norm(residual, scale), solver.max_steps, 0)
 
 
 def _count(masks: list[Tensor]) -> list[int]:
@@ -274,61 +175,6 @@ def _count(masks: list[Tensor]) -> list[int]:
         return [sum(row) for row in stacked.tolist()]  # faster than a kernel, for so few
     found: list[int] = stacked.sum(1).tolist()
     return found
-
-
-class _Judge:
-    """When a sample has converged: ‖T(z) − z‖ ≤ atol + rtol·‖T(z)‖ of the map T that is meant.
-
-    ``size`` coupled samples may be joined to one (0: none are), which passes when all of them do.
-    """
-
-    def __init__(
-        self, fn: Map, z0: Leaves, solver: Solver, inverse_unit: Tensor | None, size: int
-    ) -> None:
-        device = z0[0].device.type
-        self.fn, self.size = fn, size
-        self.tolerances = [solver.relative_tolerance(d, device) for d in fn.dtypes(z0)]
-        self.rtol = max(self.tolerances)
-        self.eps = max(torch.finfo(x.dtype).eps for x in z0)
-        self.atol: float | Tensor = solver.atol
-        if inverse_unit is not None:
-            self.atol = solver.atol * (repeat_samples(inverse_unit, size) if size else inverse_unit)
-
-    def passes(self, point: Point, residual: Tensor, scale: Tensor) -> Tensor:
-        """Which samples have converged, [B], by these norms of the point."""
-        if self.size:
-            off, image = (part_samples(x) for x in _judged_leaves(self.fn, point))
-            norm = _weighted(off, sample_norm(off), self.tolerances)
-            passed = self._within(norm, sample_norm(image))
-            together: Tensor = passed.unflatten(0, (-1, self.size)).all(1)
-            return together
-        if self.fn.surrogate is None:
-            residual = _weighted(point.residual, residual, self.tolerances)
-        return self._within(residual, scale)
-
-    def quick(self, point: Point) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(passes, residual, scale, unsure), [B] each, from norms that are wrong at extreme scales.
-
-        Of a surrogate they are norms of its own, and passing says only that T's may be asked.
-        """
-        residual = quick_norm(without_graph(point.residual))
-        scale = quick_norm(without_graph(point.f))
-        surrogate = self.fn.surrogate
-        own = residual if surrogate is None else residual / surrogate.near(*self.fn.args)
-        # Beside an ordinary scale a residual that underflows passes, one that overflows not.
-        return self._within(own, scale), residual, scale, strange(scale)
-
-    def fails_now(self, residual: Tensor, scale: Tensor) -> Tensor:
-        """Which samples, [B], fail by more than a map that does not round the same way twice."""
-        allowed = self.rtol * scale + self.atol
-        slack = torch.minimum(4 * self.eps * scale, 0.5 * allowed)
-        return (residual > allowed + slack) & torch.isfinite(residual)
-
-    def _within(self, residual: Tensor, scale: Tensor) -> Tensor:
-        """residual ≤ atol + rtol·scale; an infinite scale never passes."""
-        # residual − rtol·scale: NaN where either is NaN, or where both are infinite.
-        passed = torch.add(residual, scale, alpha=-self.rtol) <= self.atol
-        return passed & (scale < torch.inf)
 
 
 class _Run:
@@ -344,7 +190,7 @@ class _Run:
         size: int = 0,
     ) -> None:
         self.fn, self.solver, self.callback = fn, solver, callback
-        self.judge = _Judge(fn, z0, solver, inverse_unit, size)
+        self.judge = Judge(fn, z0, solver, inverse_unit, size)
         self.in_units = inverse_unit is not None
         self.block = solver.block_length(z0)
         self.evaluations = self.syncs = 0
@@ -437,7 +283,7 @@ class _Run:
 
     def _start(self, point: Point, step: int) -> None:
         self.first = False
-        residual, scale = _judged_norms(self.fn, point)
+        residual, scale = judged_norms(self.fn, point)
         self.safe = point.z, residual, scale  # the latest iterate known to be bounded
         self.limit = self.solver.divergence * (residual + scale)
         if torch.is_grad_enabled():
@@ -509,7 +355,7 @@ class _Run:
             count, unsure, *regained = _count([passed, odd, *lost])
             exact = unsure > 0 or (count > 0 and not self.quick_decides)
         if exact:
-            residual, scale = _judged_norms(self.fn, point)
+            residual, scale = judged_norms(self.fn, point)
             passed = self._still_active(self.judge.passes(point, residual, scale))
             lost = self._lost(residual, scale)
             self.syncs += 1
@@ -521,16 +367,14 @@ class _Run:
 
     def _examine(self, point: Point, state: Any, step: int, *, final: bool) -> Any:
         """Converged, diverged, NaN, stagnated, out of steps? Four numbers are read at once."""
-        residual, scale = _judged_norms(self.fn, point)
+        residual, scale = judged_norms(self.fn, point)
         passed = self._still_active(self.judge.passes(point, residual, scale))
         alive = self._still_active(~passed)
         infinite = alive & ~(torch.isfinite(residual) & torch.isfinite(scale))
         diverged = alive & (residual > self.limit) & ~infinite
-        improved = residual < self.solver.fall * self.best
-        self.best = torch.where(improved, residual, self.best)
-        self.best_step = torch.where(improved, step, self.best_step)
-        stuck = alive & ~improved & ~infinite & ~diverged
-        ended = stuck & (step - self.best_step >= self.solver.patience)
+        alive = alive & ~infinite & ~diverged
+        stuck = alive & (residual >= self.solver.fall * self.best)
+        ended = alive & self._stagnates(point, residual, step)
         lost = self._lost(residual, scale)
         masks = [passed, infinite, diverged, ended, stuck, *lost]
         self.syncs += 1
@@ -558,6 +402,22 @@ class _Run:
             state = self.solver.restart(state, stuck)
         return state
 
+    def _stagnates(self, point: Point, residual: Tensor, step: int) -> Tensor:
+        """Which samples, [B], have made no progress for ``patience`` steps and for a quarter of the
+        steps before.
+
+        Progress is a residual below the least one by more than rounding. Of plain steps it is also
+        a straight way since the last look, at least half as long as all the steps in between: where
+        soft thresholding moves z by the same T(z) − z each time, z gets nearer and no norm falls.
+        """
+        progress = residual < self.best * (1.0 - min(0.01, 256 * self.judge.eps))
+        self.best = torch.where(progress, residual, self.best)
+        if self.solver.stride is not None:
+            way = sample_norm(subtract(without_graph(point.z), without_graph(self.safe[0])))
+            progress |= way > 0.5 * HEALTH * self.solver.stride * point.residual_norm
+        self.best_step = torch.where(progress, step, self.best_step)
+        return step - self.best_step >= (0.25 * self.best_step).clamp_min(self.solver.patience)
+
     def _fallback(self, point: Point, state: Any) -> Reached | None:
         """What the solver has for samples that did not converge. Iterates of different steps do not
         go together where samples are coupled."""
@@ -578,7 +438,7 @@ class _Run:
         steps = torch.full_like(residual, step, dtype=torch.int32)
         if z is self.origin:
             z = [x.clone() for x in z]  # the answer is not the caller's own memory
-        kept = [*z, residual, _relative(residual, scale), codes, steps]
+        kept = [*z, residual, relative_norm(residual, scale), codes, steps]
         if not self.out:
             self.out = kept
         elif self.rows is None:
@@ -634,7 +494,7 @@ class _Run:
     def _report(self, step: int, point: Point) -> None:
         """Tell the callback; rows that were compacted away stand at their final value."""
         assert self.callback is not None
-        z, norm = point.z, _judged_norms(self.fn, point)[0]
+        z, norm = point.z, judged_norms(self.fn, point)[0]
         if self.rows is not None:
             *z, norm = place_samples(self.out[: len(z) + 1], self.rows, [*z, norm])
         self.callback(step, z, norm)

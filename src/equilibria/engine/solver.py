@@ -104,8 +104,12 @@ class SolverOptions(ABC):
     divergence: float = 1e4
     """A residual this many times the start's ‖T(z0)‖ + ‖T(z0) − z0‖ ends a sample as diverged."""
     patience: int = 48
-    """Steps without a fall of the residual by 1% (of ProximalGradient and splittings, which
-    converge slowly but surely: without any fall) that end a sample as stagnated."""
+    """Steps without any progress that end a sample as stagnated; a quarter of the steps that it
+    took so far, if those are more. A slow fall of the residual is progress."""
+
+    while_loop: bool = False
+    """Inside torch.compile: run a solve with a tolerance as a ``torch.while_loop``, which
+    ``fullgraph=True`` allows; else the host reads each test, and the graph breaks there."""
 
     heavy: ClassVar[bool] = False
     """Whether a step costs much more than a test, however small the state."""
@@ -151,11 +155,9 @@ class Solver(SolverOptions):
     """One step of an iteration: ``init`` and ``step`` are what a solver adds to the options."""
 
     fall: ClassVar[float] = 0.99
-    """A residual below this times the least one so far counts as a fall."""
+    """A sample is restarted unless its residual is below this times the least one so far."""
     accelerated: ClassVar[bool] = False
     """Whether there is no faster solver to recommend."""
-    relaxes: ClassVar[bool] = False
-    """Whether a step is z ← (1 − β)z + βT(z), β the option ``damping``."""
     joins: ClassVar[bool] = True
     """Whether samples that the map couples may be handed to ``step`` as one sample [1, B, ...].
     False where a step looks at the shape of a state."""
@@ -168,6 +170,11 @@ class Solver(SolverOptions):
     def step(self, point: Point, state: Any) -> tuple[Leaves, Any]:
         """From z and f = T(z) to the next iterate. Samples must not mix; no host sync."""
 
+    @property
+    def stride(self) -> float | None:
+        """β where a step is z ← (1 − β)z + βT(z); None where it is another one."""
+        return None
+
     def residual_memory(self, state: Any) -> Leaves | None:
         """Where the next residual T(z) − z should be written, if the solver keeps it anyway."""
         return None
@@ -179,6 +186,21 @@ class Solver(SolverOptions):
     def take(self, state: Any, index: Tensor) -> Any:
         """The state of some samples only (compaction)."""
         return map_tensors(lambda t: t.index_select(0, index), state)
+
+    def loop_state(self, z: Leaves) -> list[Tensor]:
+        """The state before the first step as tensors that keep their shapes: of a solve that is
+        compiled as a loop (``while_loop=True``)."""
+        if self.init(z) is not None:
+            raise TypeError(
+                f"{type(self).__name__} cannot run as a torch.while_loop, which while_loop=True "
+                "and torch.export need for a solve with a tolerance. Use Anderson(...) or "
+                "Picard(...), or a fixed number of steps (rtol=0, atol=0)."
+            )
+        return []
+
+    def loop_step(self, point: Point, held: list[Tensor]) -> tuple[Leaves, list[Tensor]]:
+        """``step``, from these tensors to those of the next turn; none may be returned as it is."""
+        return self.step(point, None)[0], []
 
     def fallback(self, point: Point, state: Any) -> Reached | None:
         """What to return for samples that did not converge, if any."""

@@ -113,6 +113,26 @@ class Anderson(Solver):
             weights = solution / solution.sum(1, keepdim=True)
         return state.candidates.combine(weights.transpose(1, 2)), state
 
+    def loop_state(self, z: Leaves) -> list[Tensor]:
+        state = self.init(z)
+        every = torch.ones_like(state.ones[:, 0, 0], dtype=torch.bool)
+        state = self.restart(state, every)
+        empty = [x.new_zeros(self.memory, x.shape[0], x[0].numel()) for x in z]
+        return [state.gram, state.ones, *empty, *(x.clone() for x in empty)]
+
+    def loop_step(self, point: Point, held: list[Tensor]) -> tuple[Leaves, list[Tensor]]:
+        """Slot 0 holds the oldest residual and takes the new one; then all slots move by one."""
+        gram, ones, *slots = held
+        state, m = self.init(point.z), self.memory
+        for history, parts in ((state.residuals, slots), (state.candidates, slots[len(point.z) :])):
+            history.slots = [list(x.unbind(0)) for x, _ in zip(parts, point.z, strict=False)]
+            history.used = m
+        state = replace(state, gram=gram, ones=ones, restarted=True, count=m)
+        z, state = self.step(point, state)
+        kept = [*state.residuals.slots, *state.candidates.slots]
+        turned = [torch.stack([*slot[1:], slot[0]]) for slot in kept]
+        return z, [state.gram.roll((-1, -1), (1, 2)), state.ones.roll(-1, 1), *turned]
+
     def _scale(self, point: Point, state: AndersonState, slot: int) -> AndersonState:
         """Keep the residual in units of the first iterate, where its squares would leave the dtype.
 

@@ -47,6 +47,11 @@ class BestIterate(Solver):
     def __repr__(self) -> str:
         return f"BestIterate({self.inner!r})"
 
+    @property
+    def stride(self) -> float | None:
+        stride: float | None = self.inner.stride
+        return stride
+
     def for_map(self) -> Solver:
         return BestIterate(self.inner.for_map())
 

@@ -101,8 +101,8 @@ class SplittingIteration(Solver):
     """u ← S(u): what the engine runs for a splitting, forward and (on S's transposed Jacobian)
     backward."""
 
-    fall = 1.0
     accelerated = True
+    stride = 1.0
 
     def init(self, z: Leaves) -> None:
         return None

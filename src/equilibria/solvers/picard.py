@@ -19,11 +19,14 @@ class Picard(Solver):
 
     damping: float = 1.0
     """β in (0, 1]; 1 is plain iteration."""
-    relaxes = True
 
     def __post_init__(self) -> None:
         Solver.__post_init__(self)
         check_number(self, "damping", low=0.0, high=1.0, low_open=True)
+
+    @property
+    def stride(self) -> float:
+        return self.damping
 
     def init(self, z: Leaves) -> None:
         return None

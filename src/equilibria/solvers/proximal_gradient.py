@@ -42,6 +42,10 @@ class ProximalGradient(Solver):
         Solver.__post_init__(self)
         check_number(self, "tau", low=0.0, low_open=True, optional=True)
 
+    @property
+    def stride(self) -> float | None:
+        return None if self.accelerate else 1.0
+
     def for_problem(self, bounds: Bounds) -> Choice:
         if self.tau is not None:
             return Choice(self, self.tau, f"ProximalGradient with the given step {self.tau:g}")
@@ -64,6 +68,14 @@ class ProximalGradient(Solver):
         momentum = torch.where(uphill, 0.0, (t - 1.0) / following)
         y = add(point.f, scale_samples(momentum, moved))
         return y, MomentumState(point.f, following)
+
+    def loop_state(self, z: Leaves) -> list[Tensor]:
+        return [self.init(z).t, *(x.clone() for x in z)]  # with t = 1, the last answer is unused
+
+    def loop_step(self, point: Point, held: list[Tensor]) -> tuple[Leaves, list[Tensor]]:
+        y, state = self.step(point, MomentumState(held[1:], held[0]))
+        assert state.last is not None
+        return y, [state.t.clone(), *(x.clone() for x in state.last)]
 
     def restart(self, state: MomentumState, stalled: Tensor) -> MomentumState:
         return MomentumState(state.last, torch.where(stalled, 1.0, state.t))

@@ -1,0 +1,139 @@
+"""What a solve returns, and when a sample has converged."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from .maps import Map
+from .result import Result
+from .solver import Point, Solver
+from .tree import (
+    Leaves,
+    part_samples,
+    quick_norm,
+    repeat_samples,
+    sample_norm,
+    strange,
+    subtract,
+    without_graph,
+)
+
+
+@dataclass
+class Iterated:
+    """The raw outcome of a solve, on leaves."""
+
+    value: Leaves
+    result: Tensor
+    steps: Tensor
+    residual: Tensor
+    relative: Tensor
+    evaluations: int
+    syncs: int
+    counts: dict[Result, int] | None = None
+    """How many samples ended in which way, where the host knows it without waiting."""
+    coupled: bool = False
+    """Whether samples are known to depend on each other."""
+
+
+def spread(done: Iterated, size: int) -> Iterated:
+    """The outcome of joined samples, for each: codes and numbers are those of its group."""
+    return replace(
+        done,
+        value=part_samples(done.value),
+        result=repeat_samples(done.result, size),
+        steps=repeat_samples(done.steps, size),
+        residual=repeat_samples(done.residual, size),
+        relative=repeat_samples(done.relative, size),
+        counts=None if done.counts is None else {c: n * size for c, n in done.counts.items()},
+        coupled=True,
+    )
+
+
+def judged_leaves(fn: Map, point: Point) -> tuple[Leaves, Leaves]:
+    """The leaves of T(z) − z and of T(z), of the map that is meant."""
+    if fn.surrogate is None:
+        return without_graph(point.residual), without_graph(point.f)
+    z, image = fn.judged(fn.surrogate, point.z)
+    return subtract(image, z), image
+
+
+def judged_norms(fn: Map, point: Point) -> tuple[Tensor, Tensor]:
+    """‖T(z) − z‖ and ‖T(z)‖ of each sample, [B] each, right at any scale."""
+    if fn.surrogate is None:
+        return point.residual_norm, sample_norm(without_graph(point.f))
+    residual, image = judged_leaves(fn, point)
+    return sample_norm(residual), sample_norm(image)
+
+
+def relative_norm(residual: Tensor, scale: Tensor) -> Tensor:
+    # A residual of zero at T(z) = 0 is exact, not 0/0.
+    return torch.where(residual == 0, residual, residual / scale)
+
+
+def _weighted(leaves: Leaves, norm: Tensor, tolerances: list[float]) -> Tensor:
+    """The norm of a residual for the largest of the leaves' tolerances: each leaf counts as much
+    more as its own is smaller, so that it is held to its own. [B]."""
+    if len(set(tolerances)) == 1 or len(leaves) != len(tolerances):
+        return norm
+    largest = max(tolerances)
+    parts = zip(without_graph(leaves), tolerances, strict=True)
+    return sample_norm([sample_norm([r]) * (largest / tol) for r, tol in parts])
+
+
+class Judge:
+    """When a sample has converged: ‖T(z) − z‖ ≤ atol + rtol·‖T(z)‖ of the map T that is meant.
+
+    ``size`` coupled samples may be joined to one (0: none are), which passes when all of them do.
+    """
+
+    def __init__(
+        self, fn: Map, z0: Leaves, solver: Solver, inverse_unit: Tensor | None, size: int
+    ) -> None:
+        device = z0[0].device.type
+        self.fn, self.size = fn, size
+        self.tolerances = [solver.relative_tolerance(d, device) for d in fn.dtypes(z0)]
+        self.rtol = max(self.tolerances)
+        self.eps = max(torch.finfo(x.dtype).eps for x in z0)
+        self.atol: float | Tensor = solver.atol
+        if inverse_unit is not None:
+            self.atol = solver.atol * (repeat_samples(inverse_unit, size) if size else inverse_unit)
+
+    def passes(self, point: Point, residual: Tensor, scale: Tensor) -> Tensor:
+        """Which samples have converged, [B], by these norms of the point."""
+        if self.size:
+            off, image = (part_samples(x) for x in judged_leaves(self.fn, point))
+            norm = _weighted(off, sample_norm(off), self.tolerances)
+            passed = self._within(norm, sample_norm(image))
+            together: Tensor = passed.unflatten(0, (-1, self.size)).all(1)
+            return together
+        if self.fn.surrogate is None:
+            residual = _weighted(point.residual, residual, self.tolerances)
+        return self._within(residual, scale)
+
+    def quick(self, point: Point) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(passes, residual, scale, unsure), [B] each, from norms that are wrong at extreme scales.
+
+        Of a surrogate they are norms of its own, and passing says only that T's may be asked.
+        """
+        residual = quick_norm(without_graph(point.residual))
+        scale = quick_norm(without_graph(point.f))
+        surrogate = self.fn.surrogate
+        own = residual if surrogate is None else residual / surrogate.near(*self.fn.args)
+        # Beside an ordinary scale a residual that underflows passes, one that overflows not.
+        return self._within(own, scale), residual, scale, strange(scale)
+
+    def fails_now(self, residual: Tensor, scale: Tensor) -> Tensor:
+        """Which samples, [B], fail by more than a map that does not round the same way twice."""
+        allowed = self.rtol * scale + self.atol
+        slack = torch.minimum(4 * self.eps * scale, 0.5 * allowed)
+        return (residual > allowed + slack) & torch.isfinite(residual)
+
+    def _within(self, residual: Tensor, scale: Tensor) -> Tensor:
+        """residual ≤ atol + rtol·scale; an infinite scale never passes."""
+        # residual − rtol·scale: NaN where either is NaN, or where both are infinite.
+        passed = torch.add(residual, scale, alpha=-self.rtol) <= self.atol
+        return passed & (scale < torch.inf)
