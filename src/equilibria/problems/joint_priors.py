@@ -21,12 +21,13 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from equilibria.adjoints.graph import host_may_read
+from equilibria.problems.norms import replaced
 from equilibria.problems.priors import (
     Parameter,
     Prior,
@@ -99,6 +100,42 @@ class JointPrior(Prior):
 
     def _where_finite(self, z: Tensor, least: Tensor) -> Tensor:
         return torch.where(_column(torch.isinf(self.value(z)), z), math.inf, least)
+
+
+@dataclass(frozen=True)
+class Translated(Prior):
+    """``f(z) = prior(z + by)``, such as ``|z - b|``; ``by`` is a tensor ``[B or 1, ...]``."""
+
+    prior: Prior
+    by: Tensor
+    parameters = ("by",)
+
+    @property
+    def separable(self) -> bool:  # type: ignore[override]
+        return self.prior.separable
+
+    def inputs(self) -> tuple[Tensor, ...]:
+        return (*super().inputs(), *self.prior.inputs())
+
+    def with_inputs(self, *inputs: Tensor) -> Self:
+        own = len(super().inputs())
+        twin = super().with_inputs(*inputs[:own])
+        return replaced(twin, prior=self.prior.with_inputs(*inputs[own:]))
+
+    def value(self, z: Tensor) -> Tensor:
+        return self.prior.value(z + self.by)
+
+    def prox(self, v: Tensor, tau: float | Tensor = 1.0) -> Tensor:
+        return self.prior.prox(v + self.by, tau) - self.by
+
+    def prox_error(self, v: Tensor, tau: float | Tensor = 1.0) -> Tensor | float:
+        return self.prior.prox_error(v + self.by, tau)
+
+    def subdifferential(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        return self.prior.subdifferential(z + self.by)
+
+    def least_subgradient(self, z: Tensor, g: Tensor) -> Tensor:
+        return self.prior.least_subgradient(z + self.by, g)
 
 
 def _indicator(z: Tensor, inside: Tensor) -> Tensor:
