@@ -89,6 +89,24 @@ PROBLEMS: dict[str, tuple[type, str, Callable[[Any, Any, np.ndarray], Made]]] = 
         "Free",
         lambda x, s, a: (-s - cp.norm(x, 2) ** 2 - cp.sum(cp.square(x - 1)), []),
     ),
+    "distance": (
+        eq.Problem,
+        "Translated",
+        lambda x, s, a: (s + 3 * cp.norm1(cp.multiply([2, 1, 0, -1, 3], x) - a[0]), []),
+    ),
+    "least absolute deviations": (
+        eq.Composite,
+        "Box",
+        lambda x, s, a: (cp.norm1(a @ x - 1) + cp.norm(a[:3] @ x + a[:3, 0]), [x <= 0.2]),
+    ),
+    "norms of affine rows": (
+        eq.Composite,
+        "Free",
+        lambda x, s, a: (
+            s + 2 * cp.mixed_norm(cp.vstack([x - a[0], x + a[1]]), 2, 1) + cp.tv(x - a[2]),
+            [],
+        ),
+    ),
     "basis pursuit": (eq.Composite, "SoftThreshold", lambda x, s, a: (cp.norm1(x), [a @ x == 1])),
 }
 
@@ -154,6 +172,9 @@ def parametrized(kind: str) -> tuple[Any, dict[Any, np.ndarray], set[Any]]:
     s = cp.sum_squares(a @ x - c)
     if kind == "lasso":
         return cp.Problem(cp.Minimize(s + w * cp.norm1(x))), values, {c, w}
+    if kind == "distance":
+        goal = s + w * cp.norm(x) + cp.norm(x[1:] - c[2:6]) + 0.3 * cp.norm1(A @ x - c)
+        return cp.Problem(cp.Minimize(goal)), values, {c, w}
     if kind == "composite":
         goal = s + w * cp.tv(x) + 0.2 * cp.norm1(x)
         return cp.Problem(cp.Minimize(goal), [x <= 0.4]), values, {c, w}
@@ -168,7 +189,7 @@ def parametrized(kind: str) -> tuple[Any, dict[Any, np.ndarray], set[Any]]:
     return cp.Problem(cp.Minimize(cp.quad_form(x, P) + c[:5] @ x), [x >= -w / 6]), values, {c, w}
 
 
-KINDS = ["lasso", "composite", "box", "simplex", "weight", "quadratic"]
+KINDS = ["lasso", "distance", "composite", "box", "simplex", "weight", "quadratic"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -209,8 +230,9 @@ def test_parameters_per_sample(kind: str) -> None:
         np.testing.assert_allclose(solution[i].numpy(), by_cvxpy(problem), atol=1e-5)
         np.testing.assert_allclose(by_cvxpy(to_cvxpy(made, i)), by_cvxpy(problem), atol=1e-5)
     for q in values.keys() - own:
-        with pytest.raises(ValueError, match=r"is given per sample \[B, ...\]; give one value"):
-            from_cvxpy(problem, {**tensors, q: torch.tensor(rows[q])})
+        for wrong in (rows[q], np.stack([values[q]] * 3)):  # also if they are equal now
+            with pytest.raises(ValueError, match=r"is given per sample \[B, ...\]; give one value"):
+                from_cvxpy(problem, {**tensors, q: torch.tensor(wrong)})
 
 
 # --- refused ------------------------------------------------------------------------------------
@@ -223,7 +245,6 @@ UNKNOWN: dict[str, Callable[[Any], Made]] = {
     "cumsum": lambda x: (cp.sum_squares(cp.cumsum(x)), []),
     "MulExpression": lambda x: (np.arange(4) @ cp.abs(x), []),
     "SOC": lambda x: (cp.sum_squares(x), [cp.SOC(x[0], x[1:])]),
-    "AddExpression with a constant part": lambda x: (cp.norm1(x - 1), []),
 }
 
 

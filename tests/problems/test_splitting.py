@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -193,3 +194,21 @@ def test_samples_are_independent_and_errors_say_what_to_do() -> None:
         eq.minimize(eq.Composite(eq.NonNegative(), [], smooth), solver=eq.ADMM())
     with pytest.raises(TypeError, match="give z0"):
         eq.minimize(eq.Composite(eq.NonNegative(), [(eq.Free(), A)]))
+
+
+def test_an_inverse_that_solves_another_system_is_refused() -> None:
+    terms, c = [(eq.SoftThreshold(0.4), A)], X[:, :5]
+
+    def inverse(shift: float, rhs: Tensor, rho: float) -> Tensor:
+        matrix = (1.0 + shift * rho) * torch.eye(5).to(A) + rho * A.T @ A
+        return torch.linalg.solve(matrix, rhs.mT).mT
+
+    def solved(prior: eq.Prior, **options: Any) -> Tensor:
+        problem = eq.Composite(prior, terms, eq.LeastSquares(None, c), **options)
+        return eq.minimize(problem, solver=eq.ADMM(rtol=1e-10)).value
+
+    for prior, right in ((eq.NonNegative(), 1.0), (eq.Free(), 0.0)):
+        found = solved(prior, inverse=partial(inverse, right))
+        torch.testing.assert_close(found, solved(prior), atol=1e-8, rtol=0)
+        with pytest.raises(ValueError, match="does not solve"):
+            solved(prior, inverse=partial(inverse, 1.0 - right))

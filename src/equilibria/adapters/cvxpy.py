@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import reduce
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from equilibria import problems as p
 from equilibria.engine.optional import needs
+from equilibria.problems.joint_priors import Translated
 from equilibria.problems.kernels import SumCoupling
 from equilibria.problems.priors import aligned
 
@@ -52,7 +53,8 @@ _AFFINE: dict[str, Callable[..., Tensor]] = {
 }
 _KNOWN = (
     "sum_squares, quad_form, norm1, norm2 (also along an axis), tv of a vector, sums of abs and of "
-    f"squares, linear terms and constraints; of expressions with {', '.join(sorted(_AFFINE))}"
+    f"squares, linear terms and constraints; of expressions with {', '.join(sorted(_AFFINE))}. "
+    "Write it down with eq.Problem or eq.Composite."
 )
 
 
@@ -60,35 +62,33 @@ def _kind(e: Any) -> str:
     return type(e).__name__.removesuffix("Approx")
 
 
-def _unknown(e: Any, what: str = "") -> ValueError:
-    return ValueError(
-        f"from_cvxpy does not know {_kind(e)}{what}, in {str(e)[:80]}. Known are {_KNOWN}. Write "
-        "it down with eq.Problem or eq.Composite."
-    )
+def _unknown(e: Any) -> ValueError:
+    return ValueError(f"from_cvxpy does not know {_kind(e)}, in {str(e)[:80]}. Known are {_KNOWN}")
+
+
+def _per_sample(what: str, e: Any) -> ValueError:
+    given = f"a parameter that {what}, in {str(e)[:80]}, is given per sample [B, ...]"
+    return ValueError(f"from_cvxpy: {given}; give one value for all samples.")
 
 
 class _Reader:
     """Collects the parts of a problem in ``variable``; ``held`` and ``rows``: parameters by id."""
 
-    def __init__(self, variable: Any, held: Mapping[int, Tensor], rows: Mapping[int, Tensor]):
+    def __init__(self, variable: Any, like: Tensor, held: Any, rows: Any) -> None:
         self.variable, self.n, self.held, self.rows = variable, variable.size, held, rows
         self.batch = next((len(t) for t in rows.values()), 1)
-        like = next(iter((*held.values(), *rows.values())), torch.empty(0))
         self.options: dict[str, Any] = {"dtype": like.dtype, "device": like.device}
         self.smooth: list[p.Coupling] = []
         self.terms: list[tuple[p.Prior, Tensor | None]] = []
         self.totals: list[tuple[Tensor, Tensor]] = []  # sums of all entries that are fixed
         self.units = torch.eye(self.n, **self.options)
         self.zero = 0.0 * self.units[:1]
-        self.lower = torch.full((1, self.n), -math.inf, **self.options)
-        self.upper = -self.lower
+        self.lower, self.upper = self.zero - math.inf, self.zero + math.inf
 
     def evaluated(self, e: Any, z: Tensor, held: Mapping[int, Tensor]) -> Tensor:
         """An affine expression of one sample, in cvxpy's shape."""
-        if e is self.variable:
-            return z.reshape(e.shape)
-        if _kind(e) == "Parameter":
-            return held[e.id]
+        if e is self.variable or _kind(e) == "Parameter":
+            return z.reshape(e.shape) if e is self.variable else held[e.id]
         if not e.variables() and not e.parameters():
             value = e.value.toarray() if hasattr(e.value, "toarray") else e.value
             return torch.as_tensor(value, **self.options)
@@ -96,37 +96,31 @@ class _Reader:
             raise _unknown(e)
         return _AFFINE[_kind(e)](e, *(self.evaluated(a, z, held) for a in e.args))
 
-    def at(self, e: Any, ways: Tensor, *, first: bool = False) -> tuple[Tensor, Tensor]:
-        """e at z = 0, [1 or B, m], and its change along ways [s, n]: [1 or B, s, m]; rows first."""
-        own = {q.id: self.rows[q.id] for q in e.parameters() if q.id in self.rows}
-        rows = {i: t[:1] if first else t for i, t in own.items()}
+    def at(self, e: Any, ways: Tensor, change: Any = torch.clone) -> tuple[Tensor, Tensor]:
+        """e at z = 0, [1 or B, m], and slopes along ways, [1 or B, s, m]; rows by ``change``."""
+        own = {q.id: change(self.rows[q.id]) for q in e.parameters() if q.id in self.rows}
 
         def both(row: Mapping[int, Tensor]) -> tuple[Tensor, Tensor]:
             def value(z: Tensor) -> Tensor:
                 return self.evaluated(e, z, {**self.held, **row}).reshape(-1)
 
-            def change(way: Tensor) -> Tensor:
-                found: Tensor = torch.func.jvp(value, (self.zero[0],), (way,))[1]
-                return found
+            slopes = torch.vmap(lambda way: torch.func.jvp(value, (self.zero[0],), (way,))[1])
+            return value(self.zero[0]), slopes(ways)
 
-            return value(self.zero[0]), torch.vmap(change)(ways)
-
-        if rows:
-            return torch.vmap(both)(rows)
-        value, change = both({})
-        return value[None], change[None]
+        return torch.vmap(both)(own or {0: self.zero[:, 0]})
 
     def affine(self, e: Any) -> tuple[Tensor, Tensor]:
         """K [m, n] and k [1 or B, m] of e = Kz + k."""
-        probe = torch.linspace(1.0, 2.0, self.n, **self.options)
-        k, change = self.at(e, probe[None])
-        if not torch.allclose(change, change[:1].expand_as(change), rtol=1e-4):
+        probe = torch.linspace(1.0, 2.0, self.n, **self.options)[None]
+        shake = torch.vmap(lambda t, i: (1.0 + i) * t.detach() + 0.731 * i)  # equal by chance
+        slopes = self.at(e, probe, lambda t: shake(t, torch.arange(len(t), **self.options)))[1]
+        if not bool((slopes == slopes[:1]).all()):
             raise _per_sample("multiplies the variable", e)
-        return self.at(e, self.units, first=True)[1][0].mT, k
+        return self.at(e, self.units, lambda t: t[:1])[1][0].mT, self.at(e, probe)[0]
 
     def number(self, e: Any) -> Tensor:
         """An expression without the variable: [] or [B]."""
-        k = self.affine(e)[1][:, 0]
+        k = self.at(e, self.units[:1])[0][:, 0]
         return k[0] if len(k) == 1 else k
 
     def rowwise(self, t: Tensor) -> Tensor:
@@ -177,34 +171,30 @@ class _Reader:
         if P is not None:
             root = _root(P.reshape(e.size, e.size))
             K, k = root @ K, k @ root.mT
-        identity = len(K) == self.n and torch.equal(K, self.units)
-        weights = None if identity and not K.requires_grad else K
-        self.smooth.append(p.LeastSquares(weights, self.rowwise(-k), 2.0 * w))
+        plain = torch.equal(K, self.units) and not K.requires_grad
+        self.smooth.append(p.LeastSquares(None if plain else K, self.rowwise(-k), 2.0 * w))
 
-    def linear(self, e: Any) -> Tensor:
-        """K of e = Kz."""
-        K, k = self.affine(e)
-        if k.requires_grad or bool(k.any()):
-            raise _unknown(e, " with a constant part in a norm that is not squared")
-        return K
+    def term(self, h: p.Prior, K: Tensor | None, k: Tensor) -> None:
+        """Collect h(Kz + k)."""
+        self.terms.append((Translated(h, k) if k.requires_grad or k.any() else h, K))
 
     def absolute(self, e: Any, w: Tensor) -> None:
-        K = self.linear(e)
-        fixed = not K.requires_grad  # else entries that are 0 by chance have a gradient
+        K, k = self.affine(e)
+        fixed, steps = not K.requires_grad, self.units.diff(dim=0)  # zeros that no gradient changes
         if fixed and len(K) == self.n and torch.equal(K, K.diagonal().diag()):
-            self.terms.append((p.SoftThreshold(w.reshape(-1, 1) * K.diagonal().abs()), None))
-        elif (
-            fixed and len(K) == self.n - 1 > 0 and torch.equal(K, K[0, 1] * self.units.diff(dim=0))
-        ):
+            size, weight = K.diagonal(), w.reshape(-1, 1) * K.diagonal().abs()
+            self.term(p.SoftThreshold(weight), None, k / torch.where(size == 0, 1.0, size))
+        elif fixed and torch.equal(K, K[:1, 1:2] * steps) and not (k.requires_grad or k.any()):
             self.terms.append((p.TotalVariation(w * K[0, 1].abs()), None))
         else:
-            self.terms.append((p.SoftThreshold(w), K))
+            self.term(p.SoftThreshold(w), K, k)
 
     def norms(self, e: Any, w: Tensor) -> None:
-        K = self.linear(e.args[0])
+        K, k = self.affine(e.args[0])
         places = torch.arange(len(K)).reshape(e.args[0].shape)
-        groups = [places] if e.axis is None else places.movedim(e.axis, -1).flatten(0, -2)
-        self.terms += [(p.GroupSoftThreshold(w), K[group.flatten()]) for group in groups]
+        last = places.reshape(1, -1) if e.axis is None else places.movedim(e.axis, -1)
+        for group in last.flatten(0, -2):
+            self.term(p.GroupSoftThreshold(w), K[group], k[:, group])
 
     def constrain(self, e: Any, *, equal: bool) -> None:
         """e <= 0, or e = 0."""
@@ -229,8 +219,8 @@ class _Reader:
         positive = not live and not self.lower.any() and bool((self.upper == math.inf).all())
         simplex = positive and len(self.totals) == 1 and not self.totals[0][0].requires_grad
         if simplex:
-            total = (-self.totals[0][1] / self.totals[0][0][0, 0])[:, 0]
-            prior = p.Simplex(total if len(total) > 1 else total[0])
+            K, k = self.totals[0]
+            prior = p.Simplex((-k / K[0, 0])[:, 0] if len(k) > 1 else -k[0, 0] / K[0, 0])
         elif positive:
             prior = p.NonNegative()
         elif live or bool(self.lower.isfinite().any() | self.upper.isfinite().any()):
@@ -246,28 +236,17 @@ class _Reader:
         return p.Problem(prior, smooth=g)
 
 
-def _per_sample(what: str, e: Any) -> ValueError:
-    return ValueError(
-        f"from_cvxpy: a parameter that {what}, in {str(e)[:80]}, is given per sample [B, ...]; "
-        "give one value for all samples."
-    )
-
-
 def _root(P: Tensor) -> Tensor:
     """F with FᵀF = P for a positive semidefinite P."""
     P = 0.5 * (P + P.mT)
-    lower: Tensor
-    lower, failed = torch.linalg.cholesky_ex(P)
-    if not failed:
-        return lower.mT
+    found: tuple[Tensor, Tensor] = torch.linalg.cholesky_ex(P)
+    if not found[1]:
+        return found[0].mT
     sizes, vectors = torch.linalg.eigh(P.detach())
     if P.requires_grad or sizes[0] < -1e-6 * sizes.abs().max():
-        raise ValueError(
-            f"from_cvxpy: P of quad_form has the eigenvalue {float(sizes[0]):.3g}, takes a "
-            "positive semidefinite P, for gradients a positive definite one."
-        )
-    root: Tensor = sizes.clamp_min(0.0).sqrt()[:, None] * vectors.mT
-    return root
+        takes = "positive semidefinite P, for gradients a positive definite one"
+        raise ValueError(f"from_cvxpy: P has the eigenvalue {sizes[0]:.3g}, takes a {takes}.")
+    return torch.mul(sizes.clamp_min(0.0).sqrt()[:, None], vectors.mT)
 
 
 def from_cvxpy(problem: Any, values: Mapping[Any, Tensor] | None = None) -> p.Problem | p.Composite:
@@ -283,43 +262,35 @@ def from_cvxpy(problem: Any, values: Mapping[Any, Tensor] | None = None) -> p.Pr
             parts, bounds and weights of norms. A parameter that is not here has its ``value``.
     """
     variables, given = problem.variables(), {q.id: t for q, t in (values or {}).items()}
-    if len(variables) != 1:
-        raise ValueError(f"from_cvxpy takes a problem of one variable, got {len(variables)}.")
-    if not problem.is_dcp():
-        raise ValueError("from_cvxpy takes a convex problem, and problem.is_dcp() is false.")
+    if len(variables) != 1 or not problem.is_dcp():
+        got = f"{len(variables)}, problem.is_dcp() {problem.is_dcp()}"
+        raise ValueError(f"from_cvxpy takes a convex problem of one variable, got {got}.")
     like = next(iter(given.values()), torch.empty(0))
-    held: dict[int, Tensor] = {}
-    rows: dict[int, Tensor] = {}
+    kept: list[dict[int, Tensor]] = [{}, {}]  # of all samples, and one per sample
     for q in problem.parameters():
-        if q.id not in given and q.value is None:
-            raise ValueError(
-                f"from_cvxpy: the parameter {q.name()} has no value; give it in values."
-            )
-        t = (given.pop(q.id) if q.id in given else torch.as_tensor(q.value)).to(like)
-        if tuple(t.shape) != q.shape and tuple(t.shape[1:]) != q.shape:
+        value = given.pop(q.id, q.value)
+        if value is None:
+            raise ValueError(f"from_cvxpy: parameter {q.name()} has no value; give it in values.")
+        t = torch.as_tensor(value).to(like)
+        if q.shape not in (tuple(t.shape), tuple(t.shape[1:])):
             takes = f"{list(q.shape)}, or one of these per sample"
             raise ValueError(f"from_cvxpy: {q.name()} got shape {list(t.shape)}, takes {takes}.")
-        (held if tuple(t.shape) == q.shape else rows)[q.id] = t
-    if given or len({len(t) for t in rows.values()}) > 1:
+        kept[tuple(t.shape) != q.shape][q.id] = t
+    if given or len({len(t) for t in kept[1].values()}) > 1:
         what = "keys that are not its parameters" if given else "different numbers of samples"
         raise ValueError(f"from_cvxpy: values has {what}.")
-    reader, x = _Reader(variables[0], held, rows), variables[0]
+    x, reader = variables[0], _Reader(variables[0], like, *kept)
     one = torch.ones((), **reader.options)
     reader.add(problem.objective.args[0], -one if problem.objective.NAME == "maximize" else one)
-    for c in problem.constraints:
+    for name, made in x.attributes.items():
+        if name != "nonneg" and made is not None and made is not False:
+            raise ValueError(f"from_cvxpy: the variable has {name}={made!r}; write a constraint.")
+    for c in [*problem.constraints, *([x >= 0] if x.attributes["nonneg"] else [])]:
         if _kind(c) not in ("Inequality", "Equality", "NonNeg", "Zero"):
             raise _unknown(c)
         e = -c.expr if _kind(c) == "NonNeg" else c.expr
         reader.constrain(e, equal=_kind(c) in ("Equality", "Zero"))
-    for name, value in x.attributes.items():
-        if name == "nonneg" and value:
-            reader.constrain(-x, equal=False)
-        elif value is not None and value is not False:
-            raise ValueError(f"from_cvxpy: the variable has {name}={value!r}; write a constraint.")
     return reader.result()
-
-
-# ---------------------------------------------------------------------- and back
 
 
 def to_cvxpy(problem: p.HiddenProblem, sample: int = 0) -> Any:
@@ -335,18 +306,17 @@ def to_cvxpy(problem: p.HiddenProblem, sample: int = 0) -> Any:
     rows = [t[[sample]] for t in problem.inputs()]
     shape = tuple(problem.default_start().shape[1:])
     held: Any = problem.with_inputs(*rows).in_double()
-    z, n = cp.Variable(math.prod(shape), name="z"), math.prod(shape)
-    terms: Sequence[Any] = ()
+    z = cp.Variable(math.prod(shape), name="z")
+    same = torch.eye(z.size, dtype=torch.float64).numpy()
     if isinstance(problem, p.Composite):
-        prior, terms, smooth, bend = held.prior, held.terms, held.smooth, 0.0
+        prior, terms, smooth, quadratic = held.prior, held.terms, held.smooth, 0.0 * same
     elif isinstance(problem, p.Problem):
-        prior, smooth, bend = held.effective_prior, held.coupling, held.ridge
-        added = held.regularizer
-        if added is not None and (
-            held.regularize == "prox" or not isinstance(added, p.L1 | p.SquaredNorm)
-        ):
+        prior, terms, smooth, added = held.effective_prior, [], held.coupling, held.regularizer
+        known = held.regularize == "gradient" and isinstance(added, p.L1 | p.SquaredNorm)
+        if added is not None and not known:
             raise _not_written(added)
-        bend = bend + (added.weight if isinstance(added, p.SquaredNorm) else 0.0)
+        bend = added.weight if isinstance(added, p.SquaredNorm) else 0.0
+        quadratic = (held.ridge + bend) * same
     else:
         raise _not_written(problem)
     total, rules = _written(cp, prior, z, shape)
@@ -354,8 +324,6 @@ def to_cvxpy(problem: p.HiddenProblem, sample: int = 0) -> Any:
         matrix, out = _matrix(K, shape)
         value, more = _written(cp, h, matrix @ z, out)
         total, rules = total + value, rules + more
-    same = torch.eye(n, dtype=torch.float64).numpy()
-    quadratic = bend * same
     for q, K in smooth.parts if isinstance(smooth, SumCoupling) else [(smooth, None)]:
         matrix, inner = (same, shape) if K is None else _matrix(K, shape)
         if isinstance(q, p.LeastSquares):
@@ -375,9 +343,7 @@ def to_cvxpy(problem: p.HiddenProblem, sample: int = 0) -> Any:
 
 
 def _not_written(part: Any) -> TypeError:
-    return TypeError(
-        f"to_cvxpy does not know {type(part).__name__}; its docstring says what is known."
-    )
+    return TypeError(f"to_cvxpy does not know {type(part).__name__}; its docstring has the list.")
 
 
 def _matrix(K: p.LinearOperator, shape: tuple[int, ...]) -> tuple[Any, tuple[int, ...]]:
@@ -393,11 +359,12 @@ def _written(cp: Any, f: p.Prior, y: Any, shape: tuple[int, ...]) -> tuple[Any, 
     def each(name: str) -> Any:
         return torch.as_tensor(aligned(f, name, like)).expand_as(like).flatten().numpy()
 
-    def groups(dims: int | tuple[int, ...] | None) -> list[Any]:
-        given = (dims,) if isinstance(dims, int) else dims or tuple(range(1, like.ndim))
+    def groups() -> list[Any]:
+        dim: Any = getattr(f, "dim", None)
+        dims = (dim,) if isinstance(dim, int) else dim or tuple(range(1, like.ndim))
         places = torch.arange(like.numel()).reshape(like.shape)
-        places = places.movedim(given, tuple(range(-len(given), 0)))
-        return [y[g.numpy()] for g in places.reshape(-1, places.shape[-len(given) :].numel())]
+        places = places.movedim(dims, tuple(range(-len(dims), 0)))
+        return [y[g.numpy()] for g in places.reshape(-1, places.shape[-len(dims) :].numel())]
 
     def one(name: str) -> float:  # the parameter of a prior that is not elementwise
         held = torch.as_tensor(getattr(f, name))
@@ -409,26 +376,25 @@ def _written(cp: Any, f: p.Prior, y: Any, shape: tuple[int, ...]) -> tuple[Any, 
         pairs = [(-1.0, each("lower")), (1.0, each("upper"))]
         return [s * y[w] <= s * end[w] for s, end in pairs if (w := abs(end) < math.inf).any()]
 
-    if isinstance(f, p.WithL1):
-        value, rules = _written(cp, f.prior, y, shape)
-        return value + each("weight") @ cp.abs(y), rules
-    dim: Any = getattr(f, "dim", None)
-    table: dict[type[p.Prior], Callable[[], tuple[Any, list[Any]]]] = {
-        p.Free: lambda: (0.0, []),
-        p.NonNegative: lambda: (0.0, [y >= 0]),
-        p.ShiftedNonNegative: lambda: (each("weight") @ y, [y >= 0]),
-        p.Box: lambda: (0.0, ends()),
-        p.SoftThreshold: lambda: (each("weight") @ cp.abs(y), []),
-        p.HalfSpace: lambda: (0.0, [each("normal") @ y <= one("offset")]),
-        p.Simplex: lambda: (0.0, [y >= 0, *(cp.sum(g) == one("total") for g in groups(dim))]),
-        p.TotalVariation: lambda: (
-            one("weight") * sum(cp.norm1(cp.diff(g)) for g in groups(dim)),
-            [],
-        ),
-        p.Isotonic: lambda: (0.0, [cp.diff(g) >= 0 for g in groups(dim)]),
-        p.Ball: lambda: (0.0, [cp.norm(g, 2) <= one("radius") for g in groups(dim)]),
-        p.GroupSoftThreshold: lambda: (one("weight") * sum(cp.norm(g, 2) for g in groups(dim)), []),
+    if isinstance(f, Translated):
+        return _written(cp, f.prior, y + each("by"), shape)
+    if isinstance(f, p.WithL1 | p.ShiftedNonNegative):
+        plain, size = (f.prior, cp.abs(y)) if isinstance(f, p.WithL1) else (p.NonNegative(), y)
+        value, rules = _written(cp, plain, y, shape)
+        return value + each("weight") @ size, rules
+    table: dict[type[p.Prior], Callable[[], Any]] = {
+        p.Free: list,
+        p.NonNegative: lambda: [y >= 0],
+        p.Box: ends,
+        p.SoftThreshold: lambda: each("weight") @ cp.abs(y),
+        p.HalfSpace: lambda: [each("normal") @ y <= one("offset")],
+        p.Simplex: lambda: [y >= 0, *(cp.sum(g) == one("total") for g in groups())],
+        p.TotalVariation: lambda: one("weight") * sum(cp.norm1(cp.diff(g)) for g in groups()),
+        p.Isotonic: lambda: [cp.diff(g) >= 0 for g in groups()],
+        p.Ball: lambda: [cp.norm(g, 2) <= one("radius") for g in groups()],
+        p.GroupSoftThreshold: lambda: one("weight") * sum(cp.norm(g, 2) for g in groups()),
     }
     if type(f) not in table:
         raise _not_written(f)
-    return table[type(f)]()
+    found = table[type(f)]()
+    return (0.0, found) if isinstance(found, list) else (found, [])

@@ -70,23 +70,18 @@ def certify_sum(given: Composite, state: Tensor, solver: str) -> GapCertificate:
     notes = ["rounding is an estimate: none is derived for a sum"]
     if bounds.basis:
         notes.append(f"m and L are {bounds.basis}: the certificate is as good as they are")
-    wrong = [
-        refuted_prox(h, image)
-        for (h, _), image in zip(problem.terms, problem.images(z), strict=True)
-    ]
-    wrong.append(refuted_prox(problem.prior, z))
-    if problem.smooth is not None:
-        wrong.append(refuted_bounds(problem.smooth, z))
-    notes += [f"REFUTED: {text}" for text in wrong if text is not None]
-    priors = [problem.prior, *(h for h, _ in problem.terms)]
-    pairs = zip(priors, [z, *problem.images(z)], strict=True)
+    pairs = [(problem.prior, z), *((h, K(z)) for h, K in problem.terms)]
+    found = [refuted_prox(h, at) for h, at in pairs]
+    found += [] if problem.smooth is None else [refuted_bounds(problem.smooth, z)]
+    wrong = [f"REFUTED: {text}" for text in found if text is not None]
+    notes += wrong
     inner_solve = [h for h, at in pairs if bool((torch.as_tensor(h.prox_error(at)) > 0).any())]
     notes += [f"the prox of {type(h).__name__} is an inner solve: no gap" for h in inner_solve]
     if not bool((m > 0).all()):
         notes.append("f + g is not known to be strongly convex: a gap bounds no distance")
     if bool(gap.isinf().any()):
         notes.append("a term h(Kz) is infinite at z (a constraint that z meets up to rounding)")
-    believed = bounds.basis != "estimated" and not any(text is not None for text in wrong)
+    believed = bounds.basis != "estimated" and not wrong
     holds = (m > 0) & (rest + gap).isfinite() & (believed and not inner_solve)
     safe = torch.where(holds, m, 1.0)
     error = (rest + (rest * rest + 4.0 * safe * gap).sqrt()) / (2.0 * safe)

@@ -57,8 +57,8 @@ _WORDS = {
 
 
 SAMPLED = (
-    "the activation is monotone and nonexpansive at the samples that CustomPrior took; that it is "
-    "so everywhere, and its rounding, are assumed"
+    "the prox of the prior was checked at samples alone; that it is one everywhere, and its "
+    "rounding, are assumed"
 )
 
 

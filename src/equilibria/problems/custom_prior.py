@@ -162,13 +162,13 @@ class CustomPrior(Prior):
         """The grid, continued geometrically while the activation stays finite."""
         start, end = self.domain
         reach = max(end - start, 1.0)
-        outward = reach * 1.25 ** torch.arange(0, 120, dtype=torch.float64)
+        outward = reach * 1.25 ** torch.arange(120, dtype=torch.float64)
         outward = outward[outward < _REACH]
-        right, left = end + outward, (start - outward).flip(0)
-        good = _evaluate(self.sigma, right).isfinite().long().cumprod(0).bool()
-        right = right[good]
-        good = _evaluate(self.sigma, left).isfinite().long().flip(0).cumprod(0).flip(0).bool()
-        return torch.cat([left[good], grid, right])
+        left, right = (
+            points[_evaluate(self.sigma, points).isfinite().long().cumprod(0).bool()]
+            for points in (start - outward, end + outward)
+        )
+        return torch.cat([left.flip(0), grid, right])
 
     def _tabulate(self, grid: Tensor) -> _Table:
         """Cells split until one panel and two halves agree; then cumulative areas."""
@@ -178,19 +178,16 @@ class CustomPrior(Prior):
 
         points = torch.cat([grid, grid.new_zeros(1)]).sort().values
         points = points[torch.cat([points.diff() > 0, points.new_ones(1, dtype=torch.bool)])]
-        for _ in range(48):
+        for k in range(49):
             left, right = points[:-1], points[1:]
             middle = 0.5 * (left + right)
-            halves = _quadrature(sigma, left, middle) + _quadrature(sigma, middle, right)
-            size = halves.abs() + (right - left) * left.abs().maximum(right.abs())
-            rough = (halves - _quadrature(sigma, left, right)).abs() > _KINK * size + 1e-18
+            cells = _quadrature(sigma, left, middle) + _quadrature(sigma, middle, right)
+            size = cells.abs() + (right - left) * left.abs().maximum(right.abs())
+            rough = (cells - _quadrature(sigma, left, right)).abs() > _KINK * size + 1e-18
             rough &= (right - left) > 1e-9
-            if not bool(rough.any()):
+            if k == 48 or not bool(rough.any()):
                 break
             points = torch.cat([points, middle[rough]]).sort().values
-        left, right = points[:-1], points[1:]
-        middle = 0.5 * (left + right)
-        cells = _quadrature(sigma, left, middle) + _quadrature(sigma, middle, right)
         origin = int(torch.searchsorted(points, torch.zeros((), dtype=torch.float64)))
         # Outward from 0 on both sides: far cells are large and must not drown the near ones.
         before = -cells[:origin].flip(0).cumsum(0).flip(0)
@@ -281,20 +278,19 @@ class CustomPrior(Prior):
 
     def _solve(self, v: Tensor, tau: Tensor) -> Tensor:
         """The root of ``h(u) = tau u + (1-tau) sigma(u) - v``; ``h'`` is between 1 and ``tau``."""
-        height = self.sigma(v).detach()
-        miss = (1.0 - tau) * (height - v)
-        far = v - miss / tau
-        near = v - miss
+
+        def miss(u: Tensor) -> Tensor:
+            return tau * u + (1.0 - tau) * self.sigma(u).detach() - v
+
+        off = (1.0 - tau) * (self.sigma(v).detach() - v)
+        near, far = v - off, v - off / tau
         low, high = torch.minimum(near, far), torch.maximum(near, far)
         for k in range(2 * _BISECTIONS):
             middle = 0.5 * (low + high)
             if k % 2:  # every other step is Newton's, kept inside the bracket
                 slope = tau + (1.0 - tau) * self._slope(middle).detach()
-                newton = middle - self._miss(middle, v, tau) / slope
+                newton = middle - miss(middle) / slope
                 middle = torch.where((newton > low) & (newton < high), newton, middle)
-            above = self._miss(middle, v, tau) > 0
+            above = miss(middle) > 0
             low, high = torch.where(above, low, middle), torch.where(above, middle, high)
         return 0.5 * (low + high)
-
-    def _miss(self, u: Tensor, v: Tensor, tau: Tensor) -> Tensor:
-        return tau * u + (1.0 - tau) * self.sigma(u).detach() - v

@@ -20,13 +20,16 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from equilibria.adjoints.graph import host_may_read
+from equilibria.engine.tree import per_sample
+from equilibria.problems.norms import replaced
 from equilibria.problems.priors import (
     Parameter,
     Prior,
@@ -44,11 +47,6 @@ def _total(t: Tensor) -> Tensor:
     return t.flatten(1).sum(1) if t.ndim > 1 else t
 
 
-def _column(t: Tensor, z: Tensor) -> Tensor:
-    """``t`` ``[B]`` shaped to broadcast over ``z``."""
-    return t.reshape(-1, *[1] * (z.ndim - 1))
-
-
 def _step(tau: float | Tensor, v: Tensor) -> float | Tensor:
     """``tau``, a number or one per sample, shaped to broadcast over ``v``."""
     tau = check_step(tau)
@@ -59,7 +57,7 @@ def _step(tau: float | Tensor, v: Tensor) -> float | Tensor:
             f"tau got shape {tuple(tau.shape)} for a state of shape {tuple(v.shape)}: a prior that "
             "is not elementwise takes a number or one per sample, [B]"
         )
-    return _column(tau.reshape(-1), v)
+    return per_sample(tau.reshape(-1), v)
 
 
 def _slack(z: Tensor, terms: int) -> float:
@@ -94,11 +92,57 @@ class JointPrior(Prior):
         )
 
     def into_domain(self, z: Tensor) -> Tensor:
-        outside = _column(torch.isinf(self.value(z)), z)
+        outside = per_sample(torch.isinf(self.value(z)), z)
         return torch.where(outside, self.prox(z, 1e-12), z)
 
     def _where_finite(self, z: Tensor, least: Tensor) -> Tensor:
-        return torch.where(_column(torch.isinf(self.value(z)), z), math.inf, least)
+        return torch.where(per_sample(torch.isinf(self.value(z)), z), math.inf, least)
+
+
+@dataclass(frozen=True)
+class Translated(Prior):
+    """``f(z) = prior(z + by)``, such as ``|z - b|``; ``by`` is a tensor ``[B or 1, ...]``."""
+
+    prior: Prior
+    by: Tensor
+    parameters = ("by",)
+
+    @property
+    def separable(self) -> bool:  # type: ignore[override]
+        return self.prior.separable
+
+    def inputs(self) -> tuple[Tensor, ...]:
+        return (*super().inputs(), *self.prior.inputs())
+
+    def with_inputs(self, *inputs: Tensor) -> Self:
+        own = len(super().inputs())
+        twin = super().with_inputs(*inputs[:own])
+        return replaced(twin, prior=self.prior.with_inputs(*inputs[own:]))
+
+    def value(self, z: Tensor) -> Tensor:
+        return self.prior.value(z + self.by)
+
+    def prox(self, v: Tensor, tau: float | Tensor = 1.0) -> Tensor:
+        return self.prior.prox(v + self.by, tau) - self.by
+
+    def prox_error(self, v: Tensor, tau: float | Tensor = 1.0) -> Tensor | float:
+        return self.prior.prox_error(v + self.by, tau)
+
+    def subdifferential(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        return self.prior.subdifferential(z + self.by)
+
+    def least_subgradient(self, z: Tensor, g: Tensor) -> Tensor:
+        return self.prior.least_subgradient(z + self.by, g)
+
+
+class _InRange(JointPrior):
+    """All parameters are at least 0, or above 0 where ``above`` says so."""
+
+    above: ClassVar[bool] = False
+
+    def _check(self) -> None:
+        for name in self.parameters:
+            check_parameter(self, name, low=0.0, low_open=self.above)
 
 
 def _indicator(z: Tensor, inside: Tensor) -> Tensor:
@@ -111,7 +155,7 @@ def _all(t: Tensor) -> Tensor:
     return t.flatten(1).all(1) if t.ndim > 1 else t
 
 
-class _AlongDim(JointPrior):
+class _AlongDim(_InRange):
     """A sum over all lines of the state along ``dim``, which is not the batch."""
 
     dim: int
@@ -185,9 +229,7 @@ class Simplex(_AlongDim):
     total: Parameter = 1.0
     dim: int = -1
     parameters = ("total",)
-
-    def _check(self) -> None:
-        check_parameter(self, "total", low=0.0, low_open=True)
+    above = True
 
     def value(self, z: Tensor) -> Tensor:
         lines, total = self._lines(z), self._like_lines("total", z)
@@ -197,9 +239,8 @@ class Simplex(_AlongDim):
 
     def prox(self, v: Tensor, tau: float | Tensor = 1.0) -> Tensor:
         _step(tau, v)
-        return self._back(_onto_simplex(self._lines(v), self._like_lines("total", v)), v).to(
-            v.dtype
-        )
+        lines = _onto_simplex(self._lines(v), self._like_lines("total", v))
+        return self._back(lines, v).to(v.dtype)
 
     def least_subgradient(self, z: Tensor, g: Tensor) -> Tensor:
         least = -_onto_tangent(-self._lines(g), self._lines(z) <= 0)
@@ -224,15 +265,13 @@ class Entropy(_AlongDim):
     weight: Parameter = 1.0
     dim: int = -1
     parameters = ("weight",)
-
-    def _check(self) -> None:
-        check_parameter(self, "weight", low=0.0, low_open=True)
+    above = True
 
     def value(self, z: Tensor) -> Tensor:
         lines = self._lines(z)
         near = (lines.sum(-1) - 1.0).abs() <= _slack(z, lines.shape[-1])
         inside = _all(near) & _all(lines >= 0)
-        safe = torch.where(_column(inside, lines), lines, 0.5)
+        safe = torch.where(per_sample(inside, lines), lines, 0.5)
         entropy = (safe * safe.clamp(min=torch.finfo(z.dtype).tiny).log()).sum(-1, keepdim=True)
         value = _total((self._like_lines("weight", z) * entropy).to(lines.dtype))
         return torch.where(inside, value, math.inf)
@@ -325,17 +364,24 @@ class HalfSpace(JointPrior):
         z = at_least_float32(v)
         for _ in range(2):  # the first is off by the rounding of v, which may be large
             normal, square, excess, _ = self._measured(z)
-            z = z - _column(torch.relu(excess) / square, v) * normal
+            z = z - per_sample(torch.relu(excess) / square, v) * normal
         return z.to(v.dtype)
 
     def least_subgradient(self, z: Tensor, g: Tensor) -> Tensor:
         normal, square, excess, off = self._measured(z)
         pull = torch.relu(-_total(normal * g)) / square
         held = torch.where(excess >= -off, pull, 0.0)
-        return self._where_finite(z, g + _column(held, z) * normal)
+        return self._where_finite(z, g + per_sample(held, z) * normal)
 
 
-class _OfNorms(JointPrior):
+def sizes(t: Tensor, dims: int | tuple[int, ...]) -> Tensor:
+    """``|t|`` along dims, which stay; 30 times as fast as ``vector_norm`` along a short one."""
+    square = t.square().sum(dims, keepdim=True)
+    zero = square == 0
+    return torch.where(zero, 0.0, torch.where(zero, 1.0, square).sqrt())
+
+
+class _OfNorms(_InRange):
     """Of the norms of groups: all entries of a state, or those along ``dim`` (one or several)."""
 
     dim: int | tuple[int, ...] | None
@@ -352,8 +398,7 @@ class _OfNorms(JointPrior):
                 f"{type(self).__name__}(dim={given}): got a state of shape {tuple(z.shape)}, takes "
                 "dimensions of it that are not the batch (0), or None for all of them"
             )
-        size: Tensor = torch.linalg.vector_norm(at_least_float32(z), dim=dims, keepdim=True)
-        return size
+        return sizes(at_least_float32(z), dims)
 
 
 @dataclass(frozen=True)
@@ -366,9 +411,7 @@ class Ball(_OfNorms):
     radius: Parameter = 1.0
     dim: int | tuple[int, ...] | None = None
     parameters = ("radius",)
-
-    def _check(self) -> None:
-        check_parameter(self, "radius", low=0.0, low_open=True)
+    above = True
 
     def _ends(self, z: Tensor) -> tuple[Tensor, Parameter, float]:
         size = self._norm(z)
@@ -402,9 +445,6 @@ class GroupSoftThreshold(_OfNorms):
     weight: Parameter = 1.0
     dim: int | tuple[int, ...] | None = None
     parameters = ("weight",)
-
-    def _check(self) -> None:
-        check_parameter(self, "weight", low=0.0)
 
     def value(self, z: Tensor) -> Tensor:
         size = self._norm(z)
@@ -510,12 +550,10 @@ class _ShrunkSlope(torch.autograd.Function):
         pass
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
+    def backward(ctx: Any, *grads: Any) -> Any:
         raise NotImplementedError("NuclearNorm.prox can be differentiated once, not twice.")
 
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        raise NotImplementedError("NuclearNorm.prox can be differentiated once, not twice.")
+    jvp = backward
 
 
 def _finite_matrices(x: Tensor) -> Tensor:
@@ -524,7 +562,7 @@ def _finite_matrices(x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class NuclearNorm(JointPrior):
+class NuclearNorm(_InRange):
     """``f(z) = weight sum sigma_i(z)``, of the matrices in the last two dimensions of a state.
 
     The prox shrinks singular values: ``U max(sigma - tau weight, 0) V'``. Its derivative is exact
@@ -533,9 +571,6 @@ class NuclearNorm(JointPrior):
 
     weight: Parameter = 1.0
     parameters = ("weight",)
-
-    def _check(self) -> None:
-        check_parameter(self, "weight", low=0.0)
 
     def _weight(self, z: Tensor) -> Parameter:
         """``[..., 1, 1]`` over the matrices."""
@@ -710,8 +745,35 @@ def _jumps(lines: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return jump, jump.abs() > 8.0 * eps * torch.maximum(left.abs(), right.abs())
 
 
+class _Chain(_AlongDim):
+    """A price for each jump along ``dim``, down and up; the prox is that of ``chain_prox``."""
+
+    @abstractmethod
+    def _prices(self, z: Tensor, tau: float | Tensor) -> tuple[Parameter, Parameter]:
+        """Of a jump down, and up, times tau; shaped to broadcast over the lines."""
+
+    def _edges(self, z: Tensor, tau: float | Tensor = 1.0) -> Iterator[Tensor]:
+        """The prices at every edge of the lines, ``[..., n-1]``."""
+        lines = self._lines(z)
+        for price in self._prices(z, tau):
+            made = torch.as_tensor(price, dtype=lines.dtype, device=lines.device)
+            yield made.expand(*lines.shape[:-1], lines.shape[-1] - 1)
+
+    def prox(self, v: Tensor, tau: float | Tensor = 1.0) -> Tensor:
+        found = chain_prox(self._lines(v), *self._edges(v, _step(tau, v)))
+        return self._back(found, v).to(v.dtype)
+
+    def least_subgradient(self, z: Tensor, g: Tensor) -> Tensor:
+        down, up = self._edges(z)
+        jump, real = _jumps(self._lines(z), torch.finfo(z.dtype).eps)
+        finite = torch.where(down.isinf(), 0.0, down)
+        pull = _pushed(-self._lines(g), torch.where(real, -jump.sign(), 0.0), finite, up)
+        least = -chain_prox(pull, *(torch.where(real, 0.0, t) for t in (down, up)))
+        return self._where_finite(z, self._back(least, z))
+
+
 @dataclass(frozen=True)
-class TotalVariation(_AlongDim):
+class TotalVariation(_Chain):
     """``f(z) = weight sum |z_{i+1} - z_i|`` along ``dim`` (total variation of signals).
 
     The prox is exact (``chain_prox``) and differentiable, also in ``weight``.
@@ -721,36 +783,18 @@ class TotalVariation(_AlongDim):
     dim: int = -1
     parameters = ("weight",)
 
-    def _check(self) -> None:
-        check_parameter(self, "weight", low=0.0)
+    def _prices(self, z: Tensor, tau: float | Tensor) -> tuple[Parameter, Parameter]:
+        price = tau * self._like_lines("weight", z)
+        return price, price
 
     def value(self, z: Tensor) -> Tensor:
         lines = self._lines(z)
         jumps = lines.diff(dim=-1).abs().sum(-1, keepdim=True)
         return _total((self._like_lines("weight", z) * jumps).to(lines.dtype))
 
-    def prox(self, v: Tensor, tau: float | Tensor = 1.0) -> Tensor:
-        lines = self._lines(v)
-        weight = _bounds(_step(tau, v) * self._like_lines("weight", v), lines)
-        return self._back(chain_prox(lines, weight, weight), v).to(v.dtype)
-
-    def least_subgradient(self, z: Tensor, g: Tensor) -> Tensor:
-        lines = self._lines(z)
-        weight = _bounds(self._like_lines("weight", z), lines)
-        jump, real = _jumps(lines, torch.finfo(z.dtype).eps)
-        free = torch.where(real, 0.0, weight)
-        pull = _pushed(-self._lines(g), torch.where(real, -jump.sign(), 0.0), weight, weight)
-        return self._back(-chain_prox(pull, free, free), z)
-
-
-def _bounds(weight: Parameter, lines: Tensor) -> Tensor:
-    """The weight of every edge of the lines, ``[..., n-1]``."""
-    made = torch.as_tensor(weight, dtype=lines.dtype, device=lines.device)
-    return made.expand(*lines.shape[:-1], lines.shape[-1] - 1)
-
 
 @dataclass(frozen=True)
-class Isotonic(_AlongDim):
+class Isotonic(_Chain):
     """``f(z) = 0`` if ``z_1 <= z_2 <= ...`` along ``dim``, else ``+inf``.
 
     The prox is isotonic regression, exact (``chain_prox``) and differentiable.
@@ -758,20 +802,9 @@ class Isotonic(_AlongDim):
 
     dim: int = -1
 
+    def _prices(self, z: Tensor, tau: float | Tensor) -> tuple[Parameter, Parameter]:
+        return math.inf, 0.0
+
     def value(self, z: Tensor) -> Tensor:
         jump, real = _jumps(self._lines(z), torch.finfo(z.dtype).eps)
         return _indicator(z, _all((jump >= 0) | ~real))
-
-    def prox(self, v: Tensor, tau: float | Tensor = 1.0) -> Tensor:
-        _step(tau, v)
-        lines = self._lines(v)
-        return self._back(chain_prox(lines, _bounds(math.inf, lines), _bounds(0.0, lines)), v).to(
-            v.dtype
-        )
-
-    def least_subgradient(self, z: Tensor, g: Tensor) -> Tensor:
-        lines = self._lines(z)
-        real = _jumps(lines, torch.finfo(z.dtype).eps)[1]
-        down = torch.where(real, 0.0, _bounds(math.inf, lines))
-        least = -chain_prox(-self._lines(g), down, torch.zeros_like(down))
-        return self._where_finite(z, self._back(least, z))

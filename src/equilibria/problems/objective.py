@@ -29,6 +29,7 @@ from equilibria.problems.kernels import (
 )
 from equilibria.problems.norms import UNIT, exact, replaced, sum_error, top_ritz
 from equilibria.problems.operators import IdentityOperator, Weights
+from equilibria.problems.priors import at_least_float32
 
 Function = Callable[..., Tensor]
 Bounds = tuple[float | Tensor, float | Tensor]
@@ -102,17 +103,13 @@ class Smooth(Coupling):
         return value
 
     def value(self, z: Tensor) -> Tensor:
-        found = self._call(z)
-        return found.float() if found.dtype in (torch.float16, torch.bfloat16) else found
+        return at_least_float32(self._call(z))
 
     def grad(self, z: Tensor) -> Tensor:
         return _derivative(lambda t: self._call(t).sum(), z)
 
     def hvp(self, z: Tensor, v: Tensor) -> Tensor:
-        def slope(t: Tensor) -> Tensor:
-            return (_derivative(lambda s: self._call(s).sum(), t) * v).sum()
-
-        return _derivative(slope, z)
+        return _derivative(lambda t: (self.grad(t) * v).sum(), z)
 
     def curvature(self) -> Curvature:
         if self.bounds is not None:
@@ -157,11 +154,10 @@ class Smooth(Coupling):
     def with_inputs(self, *inputs: Tensor) -> Self:
         count, rows = len(_tensors(self.x)), iter(inputs[len(_tensors(self.x)) :])
         x = inputs[0] if isinstance(self.x, Tensor) else inputs[:count] or None
-        changes: dict[str, Any] = {}
-        for name in ("_estimate",) if self._estimate else ("bounds",) if self.bounds else ():
-            ends = getattr(self, name)
-            changes[name] = tuple(next(rows) if isinstance(t, Tensor) else t for t in ends)
-        return replaced(self, x=x, **changes)
+        name = "_estimate" if self._estimate else "bounds"
+        ends = getattr(self, name) or ()
+        made = tuple(next(rows) if isinstance(t, Tensor) else t for t in ends) or None
+        return replaced(self, x=x, **{name: made})
 
     def in_double(self) -> Self:
         x, theta, bounds = (pytree.tree_map(_double, t) for t in (self.x, self.theta, self.bounds))
@@ -214,12 +210,8 @@ def ritz_ends(q: Coupling, z: Tensor, steps: int = _RITZ) -> tuple[Tensor, Tenso
     """Numbers inside of the spectrum of the Hessian at z, near its ends. ``[B]`` each."""
     source = torch.Generator().manual_seed(0)
     start = torch.randn(z.shape[1:], generator=source, dtype=torch.float64).to(z).expand_as(z)
-
-    def product(sign: float, v: Tensor) -> Tensor:
-        return sign * q.hvp(z, v)
-
-    high = top_ritz(lambda v: product(1.0, v), start, steps=steps)
-    return -top_ritz(lambda v: product(-1.0, v), start, steps=steps), high
+    high = top_ritz(lambda v: q.hvp(z, v), start, steps=steps)
+    return -top_ritz(lambda v: -q.hvp(z, v), start, steps=steps), high
 
 
 def _float(weight: float | Tensor) -> float:
@@ -282,15 +274,16 @@ class LeastSquares(ImageCoupling):
         missing = unproven(modulus, reach)
         if missing is not None:
             return None, missing
-        steep = _float(self.weight) * self.norm_upper() * (1.0 + 1e-14)
-        return steep * reach / modulus, "every input: weight ‖A‖/m·‖U‖"
+        return self._steep() * reach / modulus, "every input: weight ‖A‖/m·‖U‖"
+
+    def _steep(self) -> float:
+        return _float(self.weight) * self.norm_upper() * (1.0 + 1e-14)
 
     def local_lipschitz(
         self, z: Tensor, error: Tensor, modulus: Tensor, local: Tensor, rest: Tensor
     ) -> tuple[Tensor | None, str]:
         m = modulus.expand_as(error)
-        steep = _float(self.weight) * self.norm_upper() * (1.0 + 1e-14)
-        return torch.where(m > 0, steep / m, math.inf), "as for every input"
+        return torch.where(m > 0, self._steep() / m, math.inf), "as for every input"
 
 
 def as_smooth(

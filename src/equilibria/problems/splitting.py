@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from equilibria.adjoints import Implicit
+from equilibria.adjoints.graph import host_may_read
 from equilibria.engine.adjoint import Adjoint
 from equilibria.engine.krylov import GMRES
 from equilibria.engine.options import check_number, options
@@ -36,6 +37,7 @@ from equilibria.solvers.guarded import Guarded
 
 State = tuple[Tensor, ...]
 Inverse = Callable[[Tensor, float], Tensor]
+Advanced = tuple[State, Tensor, list[Tensor]]
 
 _DENSE = 2048  # largest state of which ADMM inverts a matrix
 _ADJOINT = Implicit(solver=GMRES(restart=60, max_steps=2000))  # J may have eigenvalues near 1
@@ -54,8 +56,8 @@ class Composite(HiddenProblem):
         terms: Pairs ``(h, K)`` of a prior and an operator (a matrix, a kernel, a
             ``LinearOperator``); ``K = None`` is the identity.
         smooth: ``g``, such as ``LeastSquares(A, x)`` or ``Smooth(fn, x)``; None for none.
-        inverse: ``(rhs, rho) -> z`` with ``(H + rho sum K'K) z = rhs``, ``H`` the Hessian of ``g``,
-            where ADMM shall not invert a matrix.
+        inverse: ``(rhs, rho) -> z`` with ``(H + rho (sum K'K + P)) z = rhs``, ``H`` the Hessian of
+            ``g``, ``P = I`` if there is a prior, else 0; where ADMM shall not invert a matrix.
     """
 
     def __init__(
@@ -69,16 +71,13 @@ class Composite(HiddenProblem):
         identity = IdentityOperator(torch.empty(0))
         self.terms = tuple((h, identity if K is None else as_operator(K)) for h, K in terms)
         self.prior, self.smooth, self.inverse = prior, smooth, inverse
-        held: list[tuple[object, type]] = [
-            (part, Prior) for part in (prior, *(h for h, _ in self.terms))
-        ]
-        held += [] if smooth is None else [(smooth, Coupling)]
-        for part, kind in held:
-            if not isinstance(part, kind):
-                raise TypeError(
-                    f"Composite got a {type(part).__name__}, takes priors f and (h, K), and smooth "
-                    "as LeastSquares(A, x) or Smooth(fn, x)"
-                )
+        wrong = [f for f in (prior, *(h for h, _ in self.terms)) if not isinstance(f, Prior)]
+        wrong += [] if isinstance(smooth, Coupling | None) else [smooth]
+        if wrong:
+            raise TypeError(
+                f"Composite got a {type(wrong[0]).__name__}, takes priors f and (h, K), and smooth "
+                "as LeastSquares(A, x) or Smooth(fn, x)"
+            )
 
     @property
     def has_prior(self) -> bool:
@@ -87,10 +86,9 @@ class Composite(HiddenProblem):
     @property
     def quadratic(self) -> bool:
         """Whether ``g`` is known to be quadratic, with one Hessian for all samples."""
-        parts = (
-            self.smooth.parts if isinstance(self.smooth, SumCoupling) else ((self.smooth, None),)
-        )
-        return all(part is None or isinstance(part, LeastSquares) for part, _ in parts)
+        q = self.smooth
+        parts = [part for part, _ in q.parts] if isinstance(q, SumCoupling) else [q]
+        return all(isinstance(part, LeastSquares | None) for part in parts)
 
     def images(self, z: Tensor) -> list[Tensor]:
         """``K_i z``."""
@@ -104,17 +102,17 @@ class Composite(HiddenProblem):
         return total
 
     def sizes(self) -> tuple[float, float, float]:
-        """m, L and ``sum_i |K_i|^2``."""
+        """``sqrt(max(m, L/100) L)`` (1 without a smooth part), L, and ``sum_i |K_i|^2``."""
         bounds = self.curvature()
-        ends = [float(torch.as_tensor(t).max()) for t in (bounds.lower, bounds.upper)]
-        return ends[0], ends[1], float(sum(K.norm_upper() ** 2 for _, K in self.terms))
+        m, high = (float(torch.as_tensor(t).max()) for t in (bounds.lower, bounds.upper))
+        middle = math.sqrt(max(m, 0.01 * high) * high) if high > 0 else 1.0
+        return middle, high, float(sum(K.norm_upper() ** 2 for _, K in self.terms))
 
     def objective(self, z: Tensor) -> Tensor:
         total = prior_value(self.prior, z)
-        if self.smooth is not None:
-            total = total + self.smooth.value(z)
-        for (h, _), image in zip(self.terms, self.images(z), strict=True):
-            total = total + prior_value(h, image)
+        total = total if self.smooth is None else total + self.smooth.value(z)
+        for h, K in self.terms:
+            total = total + prior_value(h, K(z))
         return total
 
     def gradient(self, z: Tensor) -> Tensor:
@@ -167,15 +165,23 @@ class Composite(HiddenProblem):
     # (H + rho (sum K'K [+ I])) z = rhs, for a quadratic g.
 
     def normal(self, v: Tensor, rho: float, *, own: bool) -> Tensor:
-        found = rho * v if own else torch.zeros_like(v)
-        if self.smooth is not None:
-            found = found + self.smooth.hvp(v, v)
-        return found + rho * self.pull(self.images(v), v) if self.terms else found
+        found = rho * (self.pull(self.images(v), v) + (v if own else 0.0))
+        return found if self.smooth is None else found + self.smooth.hvp(v, v)
 
     @torch.no_grad()
     def factor(self, z: Tensor, rho: float, *, own: bool) -> Tensor | None:
         """The inverse of the matrix, ``[n, n]``; None where ``inverse`` is there to do it."""
         if self.inverse is not None:
+            probe = torch.linspace(1.0, 2.0, z[0].numel(), dtype=z.dtype, device=z.device)
+            probe = probe.reshape(1, *z.shape[1:]).expand_as(z)
+            off = (
+                (self.normal(self.inverse(probe, rho), rho, own=own) - probe).flatten(1).norm(dim=1)
+            )
+            if host_may_read(off) and bool((off > 0.01 * probe[0].norm()).any()):
+                raise ValueError(
+                    "Composite(inverse=...) does not solve (H + rho (sum K'K + P)) z = rhs, P = "
+                    f"{'I, as there is a prior' if own else '0'}, for the Hessian H of smooth."
+                )
             return None
         n = z[0].numel()
         if not self.quadratic or n > _DENSE:
@@ -225,12 +231,8 @@ class SplittingOfSum(SolverOptions):
         """The ``u`` to start from, for a guess of ``z``."""
 
     @abstractmethod
-    def advance(self, problem: Composite, u: State, prepared: Any) -> State:
-        """``S(u)``."""
-
-    @abstractmethod
-    def read(self, problem: Composite, u: State, prepared: Any) -> tuple[Tensor, list[Tensor]]:
-        """``z`` and the duals."""
+    def advance(self, problem: Composite, u: State, prepared: Any) -> Advanced:
+        """``S(u)``, ``z`` and the duals."""
 
     def for_map(self) -> NoReturn:
         name = type(self).__name__
@@ -255,8 +257,8 @@ class ADMM(SplittingOfSum):
     def prepare(self, problem: Composite, z: Tensor) -> tuple[float, Tensor | None]:
         rho, own = self.rho, problem.has_prior
         if rho is None:
-            m, high, norm = problem.sizes()
-            rho = math.sqrt(max(m, 0.01 * high) * high) / (norm + own) if high > 0 else 1.0
+            middle, high, norm = problem.sizes()
+            rho = middle / (norm + own) if high > 0 else 1.0
         if not math.isfinite(rho) or rho == 0.0:
             raise ValueError("ADMM: no bound on a norm is known; give rho")
         return rho, problem.factor(z, rho, own=own)
@@ -264,9 +266,7 @@ class ADMM(SplittingOfSum):
     def start(self, problem: Composite, z: Tensor) -> State:
         return (*problem.images(z), *([z] if problem.has_prior else []))
 
-    def _moved(
-        self, problem: Composite, u: State, prepared: tuple[float, Tensor | None]
-    ) -> tuple[list[Tensor], Tensor]:
+    def advance(self, problem: Composite, u: State, prepared: Any) -> Advanced:
         (rho, factor), own = prepared, problem.has_prior
         priors = [*(h for h, _ in problem.terms), *([problem.prior] if own else [])]
         w = [h.prox(s, 1.0 / rho) for h, s in zip(priors, u, strict=True)]
@@ -274,16 +274,10 @@ class ADMM(SplittingOfSum):
         like = aim[-1] if own else problem.terms[0][1].adjoint(aim[0])
         rhs = rho * aim.pop() if own else torch.zeros_like(like)
         rhs = rhs + rho * problem.pull(aim, like) - problem.gradient(torch.zeros_like(like))
-        return w, problem.solve(rhs, rho, factor, own=own)
-
-    def advance(self, problem: Composite, u: State, prepared: Any) -> State:
-        w, z = self._moved(problem, u, prepared)
-        return tuple(s + b - a for a, b, s in zip(w, self.start(problem, z), u, strict=True))
-
-    def read(self, problem: Composite, u: State, prepared: Any) -> tuple[Tensor, list[Tensor]]:
-        w, z = self._moved(problem, u, prepared)
-        y = [prepared[0] * (s - a) for a, s in zip(w, u, strict=True)]
-        return (w[-1], y[:-1]) if problem.has_prior else (z, y)
+        z = problem.solve(rhs, rho, factor, own=own)
+        new = tuple(s + b - a for a, b, s in zip(w, self.start(problem, z), u, strict=True))
+        y = [rho * (s - a) for a, s in zip(w, u, strict=True)]
+        return (new, w[-1], y[:-1]) if own else (new, z, y)
 
 
 @options
@@ -305,31 +299,22 @@ class DouglasRachford(SplittingOfSum):
                 "Composite(f, [], LeastSquares(...)); ADMM() and ChambollePock() take h(Kz) and "
                 "any number of terms."
             )
-        m, high, _ = problem.sizes()
-        gamma = self.gamma or (1.0 / math.sqrt(max(m, 0.01 * high) * high) if high > 0 else 1.0)
+        gamma = self.gamma or 1.0 / problem.sizes()[0]
         return gamma, problem.factor(z, 1.0 / gamma, own=True) if not problem.terms else None
 
     def start(self, problem: Composite, z: Tensor) -> State:
         return (z,)
 
-    def _halves(
-        self, problem: Composite, u: State, prepared: tuple[float, Tensor | None]
-    ) -> tuple[Tensor, Tensor]:
+    def advance(self, problem: Composite, u: State, prepared: Any) -> Advanced:
         gamma, factor = prepared
         z = problem.prior.prox(u[0], gamma)
         aim = 2.0 * z - u[0]
         if problem.terms:
-            return z, problem.terms[0][0].prox(aim, gamma)
-        rhs = aim / gamma - problem.gradient(torch.zeros_like(aim))
-        return z, problem.solve(rhs, 1.0 / gamma, factor, own=True)
-
-    def advance(self, problem: Composite, u: State, prepared: Any) -> State:
-        z, w = self._halves(problem, u, prepared)
-        return (u[0] + w - z,)
-
-    def read(self, problem: Composite, u: State, prepared: Any) -> tuple[Tensor, list[Tensor]]:
-        z, w = self._halves(problem, u, prepared)
-        return z, [(2.0 * z - u[0] - w) / prepared[0]] if problem.terms else []
+            w = problem.terms[0][0].prox(aim, gamma)
+        else:
+            rhs = aim / gamma - problem.gradient(torch.zeros_like(aim))
+            w = problem.solve(rhs, 1.0 / gamma, factor, own=True)
+        return (u[0] + w - z,), z, [(aim - w) / gamma] if problem.terms else []
 
 
 @options
@@ -365,7 +350,7 @@ class ChambollePock(SplittingOfSum):
     def start(self, problem: Composite, z: Tensor) -> State:
         return (z, *(torch.zeros_like(t) for t in problem.images(z)))
 
-    def read(self, problem: Composite, u: State, prepared: Any) -> tuple[Tensor, list[Tensor]]:
+    def advance(self, problem: Composite, u: State, prepared: Any) -> Advanced:
         tau, sigma = prepared
         unit = math.sqrt(sigma / tau)  # u holds the duals in the unit of z
         z, y = u[0], [unit * t for t in u[1:]]
@@ -376,11 +361,7 @@ class ChambollePock(SplittingOfSum):
         for (h, _), dual, image in zip(problem.terms, y, images, strict=True):
             v = dual / sigma + image
             found.append(sigma * (v - h.prox(v, 1.0 / sigma)))  # Moreau's identity
-        return new, found
-
-    def advance(self, problem: Composite, u: State, prepared: Any) -> State:
-        z, y = self.read(problem, u, prepared)
-        return (z, *(math.sqrt(prepared[0] / prepared[1]) * t for t in y))
+        return (new, *(math.sqrt(tau / sigma) * t for t in found)), new, found
 
 
 def split(
@@ -395,8 +376,7 @@ def split(
     """The minimizer of a ``Composite``, with gradients, and the duals."""
     way = Auto() if solver is None else solver
     if isinstance(way, Auto):
-        shared = dataclasses.asdict(way)
-        shared = {name: value for name, value in shared.items() if value != getattr(Auto, name)}
+        shared = {k: v for k, v in dataclasses.asdict(way).items() if v != getattr(Auto, k)}
         direct = problem.inverse or (problem.quadratic and z0[0].numel() <= _DENSE)
         way = ADMM(**shared) if direct else ChambollePock(**shared)
     if not isinstance(way, SplittingOfSum):
@@ -407,7 +387,7 @@ def split(
     chosen, prepared = way, way.prepare(problem, z0)
     shared = {field.name: getattr(way, field.name) for field in dataclasses.fields(SolverOptions)}
     found = fixed_point(
-        lambda u, *given: chosen.advance(problem.with_inputs(*given), u, prepared),
+        lambda u, *given: chosen.advance(problem.with_inputs(*given), u, prepared)[0],
         way.start(problem, z0),
         problem.inputs(),
         solver=Guarded(**shared),
@@ -415,7 +395,7 @@ def split(
         throw=throw,
         callback=callback,
     )
-    z, y = way.read(problem, found.value, prepared)
+    _, z, y = way.advance(problem, found.value, prepared)
     steps = ", ".join(f"{step:.4g}" for step in prepared if isinstance(step, float))
     reason = f"{type(way).__name__} with the steps {steps}"
     return dataclasses.replace(found, value=z, choice=reason), y

@@ -12,7 +12,7 @@ from equilibria.adjoints import Implicit
 from equilibria.engine.krylov import CG
 from equilibria.engine.options import check_number
 from equilibria.entry import fixed_point
-from equilibria.problems.joint_priors import GroupSoftThreshold, JointPrior
+from equilibria.problems.joint_priors import GroupSoftThreshold, JointPrior, sizes
 from equilibria.problems.objective import LeastSquares
 from equilibria.problems.operators import DifferenceOperator
 from equilibria.problems.priors import (
@@ -24,7 +24,7 @@ from equilibria.problems.priors import (
     check_parameter,
     check_step,
 )
-from equilibria.problems.splitting import ADMM, Composite, duality_gap, split
+from equilibria.problems.splitting import ADMM, Composite, Inverse, duality_gap, split
 from equilibria.solvers import Picard
 
 _D = DifferenceOperator()
@@ -39,10 +39,11 @@ def _cosines(n: int, like: Tensor) -> tuple[Tensor, Tensor]:
     return rows.to(like), (2.0 - 2.0 * torch.cos(math.pi / n * k)).to(like)
 
 
-def _inverse(rhs: Tensor, rho: float) -> Tensor:
+def _inverse(like: Tensor) -> Inverse:
     """``(I + rho D'D)^{-1} rhs``, by the cosine transform."""
-    (u, a), (v, b) = (_cosines(n, rhs) for n in rhs.shape[-2:])
-    return u.mT @ ((u @ rhs @ v.mT) / (1.0 + rho * (a.unsqueeze(1) + b))) @ v
+    (u, a), (v, b) = (_cosines(n, like) for n in like.shape[-2:])
+    squares = a.unsqueeze(1) + b
+    return lambda rhs, rho: u.mT @ ((u @ rhs @ v.mT) / (1.0 + rho * squares)) @ v
 
 
 def _components(flat: Tensor) -> Tensor:
@@ -98,7 +99,7 @@ class TotalVariation2d(JointPrior):
         check_number(self, "max_steps", low=1, integer=True)
 
     def _size(self, jumps: Tensor) -> Tensor:
-        return jumps.norm(dim=1, keepdim=True) if self.isotropic else jumps.abs()
+        return sizes(jumps, 1) if self.isotropic else jumps.abs()
 
     def _weight(self, z: Tensor) -> Tensor:
         """Of each pixel, ``[B or 1, 1, ...]``: beside the dimension of the differences."""
@@ -119,7 +120,7 @@ class TotalVariation2d(JointPrior):
         v, weight = v.to(kind), weight.to(kind)
         fixed, held = v.detach(), weight.detach()
         norm = GroupSoftThreshold(held, dim=1) if self.isotropic else SoftThreshold(held)
-        problem = Composite(Free(), [(norm, _D)], LeastSquares(None, fixed), inverse=_inverse)
+        problem = Composite(Free(), [(norm, _D)], LeastSquares(None, fixed), inverse=_inverse(v))
         # Of the size of a subgradient over that of a jump; it changes the speed, not the answer.
         scale = self._size(_D(fixed)).flatten(1).mean(1) / (16.0 * held.mean())
         scale = scale[scale.isfinite() & (scale > 0)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -55,8 +55,7 @@ class Guarded(Anderson):
         return y, GuardedState(inner, image, torch.fmin(state.least, norm), worse)
 
     def restart(self, state: Any, stalled: Tensor) -> Any:
-        inner = Anderson.restart(self, state.inner, stalled)
-        return GuardedState(inner, state.image, state.least, state.plain)
+        return replace(state, inner=Anderson.restart(self, state.inner, stalled))
 
     def take(self, state: Any, index: Tensor) -> Any:
         image = None if state.image is None else select_samples(state.image, index)
