@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -121,6 +121,55 @@ def test_convolution_upper_is_above_every_finite_matrix(
     assert bound.estimate <= sigma * (1 + 1e-12)
     assert bound.estimate >= 0.98 * sigma
     assert bound.estimate <= bound.upper
+
+
+@given(
+    k=st.tuples(st.integers(1, 5), st.integers(1, 5)),
+    stride=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    padding=st.tuples(st.integers(0, 6), st.integers(0, 6)),
+    size=st.tuples(st.integers(1, 7), st.integers(1, 7)),
+    groups=st.sampled_from([1, 2]),
+    seed=st.integers(0, 10**6),
+)
+@settings(max_examples=80, deadline=None)
+def test_the_bound_for_one_size_of_maps_is_above_its_matrix(
+    k: tuple[int, int],
+    stride: tuple[int, int],
+    padding: tuple[int, int],
+    size: tuple[int, int],
+    groups: int,
+    seed: int,
+) -> None:
+    """Columns of the matrix from torch's own convolution of unit vectors, in float64."""
+    assume(all(n + 2 * p >= side for n, p, side in zip(size, padding, k, strict=True)))
+    weight = randn(2 * groups, 2, *k, seed=seed)
+    units = torch.eye(2 * groups * math.prod(size), dtype=torch.float64)
+    units = units.reshape(-1, 2 * groups, *size)
+    image = torch.nn.functional.conv2d(units, weight, None, stride, padding, 1, groups)
+    sigma = spectral(image.flatten(1).numpy())
+    op = ConvOperator(weight, stride, padding, groups)
+    upper = op.norm_upper_on(image.shape[1:])
+    assert sigma <= upper <= op.norm_upper() * (1 + 1e-12)
+    unpadded = {"stride": stride, "groups": groups, "out_size": image.shape[2:]}
+    assert sigma <= convolution_norm_upper(weight, **unpadded)  # type: ignore[arg-type]
+
+
+def test_a_small_map_takes_few_frequencies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twenty channels on 4 × 4 pixels: 13 of 544 frequencies, and closer to the matrix."""
+    from equilibria.problems import norms
+
+    weight, seen, real = randn(20, 20, 3, 3), list[int](), norms._largest
+
+    def counted(gram: Tensor, best: float) -> float:
+        seen.append(len(gram))
+        return real(gram, best)
+
+    monkeypatch.setattr(norms, "_largest", counted)
+    upper = ConvOperator(weight).norm_upper_on((20, 4, 4))
+    assert sum(seen) == 13
+    sigma = spectral(conv_matrix(weight, 4, 4, padding=1))
+    assert sigma <= upper < convolution_norm_upper(weight)
+    assert sum(seen) == 13 + 32 * 15 + 2 * 17
 
 
 @pytest.mark.parametrize(("out", "cin", "groups"), [(1, 1, 1), (3, 1, 3), (3, 2, 1)])

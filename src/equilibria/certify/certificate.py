@@ -12,6 +12,7 @@ features that the coupling sees; ‖x → c̃‖ or ‖c → c̃‖ leads to x o
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -62,7 +63,8 @@ class Certifiable(Protocol):
     """What ``certify`` asks of a layer.
 
     It may also have ``input_norm_upper() -> float``, a rigorous bound on the norm of x → c̃, the
-    features that the coupling sees; with it the Lipschitz constants are in x, without it in c.
+    features that the coupling sees; with it the Lipschitz constants are in x, without it in c. If
+    it takes an argument, that is the shape of x without the batch: small maps have closer bounds.
     """
 
     def problem(self, x: Tensor) -> HiddenProblem: ...
@@ -96,7 +98,8 @@ class Numbers:
         known = []
         for name, bound in (("‖W‖", self.norm), ("μ", self.mu)):
             if bound is not None:
-                known.append((name, f"{number(bound.estimate)}, at most {number(bound.upper)}"))
+                estimate = f"{number(bound.estimate)}, " if bound.estimate else ""
+                known.append((name, f"{estimate}at most {number(bound.upper)}"))
         if self.hidden_norm is not None:
             known.append(("‖W_h‖", f"at most {number(self.hidden_norm)}"))
         if self.gamma is not None:
@@ -183,13 +186,19 @@ def certify_layer(layer: Any, x: Tensor | None = None, z: Any = None) -> Any:
     else:
         model = copy.deepcopy(layer).eval() if isinstance(layer, nn.Module) else layer
         problem = model.problem(x)
-        bound = getattr(model, "input_norm_upper", None)
-        input_norm = None if bound is None else float(bound())
+        input_norm = _input_norm(model, x)
         z, solver = solved(lambda: model.solve(x), z)
     with direct_convolutions(z):
         if isinstance(problem, Composite):
             return certify_sum(problem, z, solver)
         return _certify(problem, z, input_norm, solver)
+
+
+def _input_norm(layer: Any, x: Tensor) -> float | None:
+    bound = getattr(layer, "input_norm_upper", None)
+    if bound is None:
+        return None
+    return float(bound(x.shape[1:]) if inspect.signature(bound).parameters else bound())
 
 
 def _number(values: Tensor) -> float | Tensor:
@@ -343,9 +352,9 @@ def distance(layer: Any, x: Tensor, z: Any) -> Distance:
         error, known = found.error_bound, found.certified
         lipschitz, note = found.lipschitz, found.lipschitz_note
     else:
-        bound = getattr(layer, "input_norm_upper", None)
+        bound = _input_norm(layer, x)
         with direct_convolutions(z):
-            found = _measured(layer.problem(x), z, None if bound is None else float(bound()))
+            found = _measured(layer.problem(x), z, bound)
         lipschitz, note = found.lipschitz, found.lipschitz_note
         m, _, rho = (t.expand(len(nothing)) for t in found.bounds)
         error = (1.0 + rho / m) * (found.residual + found.off) * (1.0 + 32 * UNIT)

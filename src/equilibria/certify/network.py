@@ -474,7 +474,7 @@ def _convolution(sources: list[_Tracked], args: Any, kwargs: Any, out: Tensor) -
     norm = _magnitude(weight)
     if given["dilation"] in (1, (1, 1)):
         operator = ConvOperator(weight, given["stride"], given["padding"])
-        norm = min(norm, operator.norm_upper())
+        norm = min(norm, operator.norm_upper_on(out.shape[1:]))
     return _linear_map(sources[0], weight, given["bias"], out, norm)
 
 

@@ -130,7 +130,8 @@ class Envelope(nn.Module):
         proven = problem.coupling.value_curvature()
         low, high = float(proven.lower), float(proven.upper)
         least, most = (low + shift, high + shift) if shift else (-high, -low)
-        u, step = self.layer.input_operator().norm_upper(), 2.0 / top
+        u = self.layer.input_operator().norm_upper_on(problem.coupling.c.shape[1:])
+        step = 2.0 / top
         up = 1.0 + 1e-13
         found = max(1.0, 1.0 - step * u**2 * min(least, 0.0), step * u**2 * most - 1.0) * up
         return found, step * u * problem.coupling.value_slope() * up

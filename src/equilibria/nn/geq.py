@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Unpack
 
 import torch
@@ -137,26 +138,26 @@ class GEQ(WeightedLayer):
         return None if mu is None else (1.0 - GAUSSIAN_CONCAVITY * mu**2, 1.0 + mu**2)
 
     @torch.no_grad()
-    def input_norm_upper(self) -> float:
+    def input_norm_upper(self, in_shape: Sequence[int] | None = None) -> float:
         """A proven upper bound on the norm of x ↦ (patch rows of Ux)W_h (docs/facts.md, fact 5)."""
-        hidden = self.hidden_weight()
-        u = self.input_operator()
+        hidden, plain = self.hidden_weight(), super().input_norm_upper(in_shape)
         if hidden is None:
-            return u.norm_upper()
+            return plain
         weight, w_h = exact(self.U.weight), exact(hidden)  # type: ignore[arg-type]
         # Float64 rounding of the products with W_h, by the size of their terms.
         width = w_h.shape[0]
         slack = 4 * torch.finfo(torch.float64).eps * width * float(w_h.norm() * weight.norm())
         if self.patch is None:
             return dense_norm(w_h.mT @ weight).upper + slack
-        product = u.norm_upper() * dense_norm(w_h).upper
+        product = plain * dense_norm(w_h).upper
         if is_flat(w_h):
             return product
         channels, size = self.patch.channels, self.patch.size
         kernel, stride = patched_kernel(weight, w_h, stride=(1, 1), channels=channels, size=size)
         # One term of W_h may stand at p² places of the kernel, so the slack counts each.
-        through = convolution_norm_upper(kernel, stride=stride) + size**2 * slack
-        return min(product, through)
+        patches = None if in_shape is None else tuple(side // size for side in in_shape[1:])
+        through = convolution_norm_upper(kernel, stride=stride, out_size=patches)
+        return min(product, through + size**2 * slack)
 
 
 class KerDEQ(GEQ):

@@ -7,7 +7,7 @@ c = Ux + b from the input.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, ClassVar, Literal, TypedDict
 
@@ -345,9 +345,13 @@ class WeightedLayer(FeatureLayer, EquilibriumLayer):
         """U without its bias: the linear part of x ↦ c."""
         return weight_operator(self.U.weight)
 
-    def input_norm_upper(self) -> float:
-        """A proven upper bound on the norm of x ↦ c, for the Lipschitz certificate: ‖U‖₂."""
-        return self.input_operator().norm_upper()
+    def input_norm_upper(self, in_shape: Sequence[int] | None = None) -> float:
+        """A proven upper bound on the norm of x ↦ c, for the Lipschitz certificate: ‖U‖₂.
+
+        For every size of x, or for x of ``in_shape``: closer and faster where maps are small.
+        """
+        u = self.input_operator()
+        return u.norm_upper() if in_shape is None else u.norm_upper_on(u.output_shape(in_shape))
 
     def nominal_norm(self) -> float | None:
         """What the constraint says of ‖W‖₂, with a margin."""

@@ -24,7 +24,7 @@ from equilibria.ops.gaussian_patches import (
     plane_rows,
 )
 from equilibria.problems.gamma import GammaPolicy, as_gamma
-from equilibria.problems.kernels import Curvature, ImageCoupling, Reasoned, unproven
+from equilibria.problems.kernels import LARGE, Curvature, ImageCoupling, Reasoned, unproven
 from equilibria.problems.norms import (
     FUNCTION,
     UNIT,
@@ -146,7 +146,7 @@ class Gaussian(ImageCoupling):
         else:
             self.policy = as_gamma(gamma)
             self.gamma = self.policy(self._start_energies())
-        self._mu_upper: dict[bool, float] = {}
+        self._mu_upper: dict[tuple[bool, tuple[int, ...]], float] = {}
 
     def _start_energies(self) -> Tensor:
         """‖rᵢW_h‖² at z = 0, where r = c, with its gradient. [B, P]."""
@@ -274,15 +274,16 @@ class Gaussian(ImageCoupling):
         return self.operator.adjoint(self._merge(change, r), z.shape[1:])
 
     def mu_upper(self, *, tight: bool = False) -> float:
-        """Rigorous upper bound on μ = ‖A‖₂, A: z → (rows of Wz)W_h, for every map size.
+        """Rigorous upper bound on μ = ‖A‖₂, A: z → (rows of Wz)W_h, for maps as large as c.
 
         A dense W gives ‖W_hᵀW‖₂ itself. Otherwise it is ‖W‖₂‖W_h‖₂; ``tight`` (convolutions with
         patches) takes A as the one strided convolution that it is: tighter, and slower to compute.
         Where W_h scales all directions alike, as a fresh one does, the product is as close.
         """
-        if tight not in self._mu_upper:
-            self._mu_upper[tight] = self._compute_mu_upper(tight)
-        return self._mu_upper[tight]
+        key = tight, self._image_shape()
+        if key not in self._mu_upper:
+            self._mu_upper[key] = self._compute_mu_upper(tight)
+        return self._mu_upper[key]
 
     def _compute_mu_upper(self, tight: bool) -> float:
         if self.metric is None:
@@ -301,7 +302,8 @@ class Gaussian(ImageCoupling):
                 channels=cut.channels,
                 size=cut.size,
             )
-            through = convolution_norm_upper(kernel, stride=stride)
+            patches = tuple(side // cut.size for side in self.c.shape[2:])
+            through = convolution_norm_upper(kernel, stride=stride, out_size=patches)
         else:
             return product
         # R carries the rounding of M's eigenvalues: relative to ‖M‖, so added to μ².
@@ -446,7 +448,9 @@ class Gaussian(ImageCoupling):
     def numbers(self, in_shape: Sequence[int]) -> dict[str, Any]:
         return super().numbers(in_shape) | {
             "hidden_norm": self.features_norm(),
-            "mu": self.mu(in_shape, tight=True),
+            "mu": self.mu(in_shape, tight=True)
+            if math.prod(in_shape) <= LARGE
+            else NormBound(0.0, self.mu_upper(tight=True)),
             "gamma": "given for each sample" if self.policy is None else repr(self.policy),
         }
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from equilibria.problems.norms import (
     FUNCTION,
     UNIT,
+    NormBound,
     exact,
     norm_upper,
     replaced,
@@ -80,6 +81,9 @@ def _scaled(weight: Tensor, t: Tensor) -> Tensor:
     return (weight.reshape(-1, *[1] * (t.ndim - 1)) * t).to(t.dtype)
 
 
+LARGE = 1 << 13  # entries of a state above which a certificate shows no estimates of norms
+
+
 class Coupling(ABC):
     """q(z; x) with ∇q, ∇²q·v and bounds on the spectrum of ∇²q. z [B, *state]."""
 
@@ -90,7 +94,7 @@ class Coupling(ABC):
             raise ValueError(f"c must be [B, ...], batch first; got shape {tuple(c.shape)}.")
         self.operator = as_operator(W)
         self.c = c
-        self._norm_upper: float | None = None
+        self._norms: dict[tuple[int, ...] | None, float] = {}
 
     def __add__(self, other: Coupling) -> SumCoupling:
         """q₁ + q₂, each with its own operator: a problem at several scales is one problem."""
@@ -192,9 +196,15 @@ class Coupling(ABC):
         raise NotImplementedError(f"no optimal value is derived for {type(self).__name__}")
 
     def numbers(self, in_shape: Sequence[int]) -> dict[str, Any]:
-        """Norms for a certificate to show: ``norm``, and what else ``certify.Numbers`` has."""
+        """Norms for a certificate to show: ``norm``, and what else ``certify.Numbers`` has.
+
+        On large states the estimate beside the bound would take longer than all that is proven: 0.
+        """
         operator = getattr(self, "operator", None)
-        return {} if operator is None else {"norm": operator.norm(tuple(in_shape))}
+        if operator is None:
+            return {}
+        small = math.prod(in_shape) <= LARGE
+        return {"norm": operator.norm(in_shape) if small else NormBound(0.0, self.norm_upper())}
 
     def in_double(self) -> Self:
         """The same coupling on the same numbers, detached and in float64."""
@@ -211,9 +221,15 @@ class Coupling(ABC):
 
     def norm_upper(self) -> float:
         """Rigorous ‖W‖₂, computed on first use and kept: the weights are taken as constant."""
-        if self._norm_upper is None:
-            self._norm_upper = self.operator.norm_upper()
-        return self._norm_upper
+        shape = self._image_shape()
+        if shape not in self._norms:
+            w = self.operator
+            self._norms[shape] = w.norm_upper() if shape is None else w.norm_upper_on(shape)
+        return self._norms[shape]
+
+    def _image_shape(self) -> tuple[int, ...] | None:
+        """The shape of Wz, where c determines it."""
+        return None
 
 
 class ImageCoupling(Coupling):
@@ -225,6 +241,9 @@ class ImageCoupling(Coupling):
             self.operator.check_output(c.shape[1:])
         except ValueError as error:
             raise ValueError(f"{type(self).__name__}: c has the shape of Wz. {error}") from None
+
+    def _image_shape(self) -> tuple[int, ...]:
+        return tuple(self.c.shape[1:])
 
     def check_state(self, z: Tensor) -> None:
         expected = (z.shape[0], *self.operator.output_shape(z.shape[1:])) if z.ndim else ()
@@ -258,6 +277,9 @@ class _WithLinearTerm(Coupling):
                 f"{type(self).__name__}: c has the shape of the state z, here "
                 f"{tuple(c.shape)}, and W does not take it. {error}"
             ) from None
+
+    def _image_shape(self) -> tuple[int, ...]:
+        return self.operator.output_shape(self.c.shape[1:])
 
     @abstractmethod
     def _phi(self, t: Tensor) -> Tensor: ...

@@ -4,6 +4,12 @@ Convolutions. A zero-padded convolution on a finite map, with any padding, is a 
 (rows and columns left out) of the bi-infinite one, so ‖K‖ ≤ sup_θ ‖K̂(θ)‖₂ with the symbol
 K̂(θ) = Σ_a K_a e^{i⟨a,θ⟩}. With stride s the same holds for the polyphase kernel of ⌈k/s⌉ taps.
 
+Maps of a known size. An axis of n outputs reads n + ⌈k/s⌉ − 1 blocks of s pixels, so on a circle
+of N ≥ n + ⌈k/s⌉ − 1 blocks no window meets itself: the convolution is a compression of the circular
+one, and θ need only take the values 2πj/N. Of the p zeros on either side at stride 1 one half may
+serve for both, N ≥ n + k − 1 − p. Small maps have few frequencies, and no step from a grid to a
+supremum.
+
 From a grid to the supremum. With unit u, v and a phase chosen at the maximiser θ°, the function
 f(θ) = Re e^{iφ}u*K̂(θ)v is, along each axis and after centering, a real function of exponential
 type d = (taps − 1)/2 with f(θ°) = sup|f| = M, and then f(θ° + t) ≥ M cos(dt) for |t| ≤ π/d
@@ -162,19 +168,39 @@ def waves(points: int, size: int, taps: int, like: Tensor, origin: int = 0) -> T
 
 
 def convolution_norm_upper(
-    weight: Tensor, *, stride: tuple[int, int] = (1, 1), groups: int = 1
+    weight: Tensor,
+    *,
+    stride: tuple[int, int] = (1, 1),
+    groups: int = 1,
+    padding: tuple[int, int] = (0, 0),
+    out_size: Sequence[int] | None = None,
 ) -> float:
     """Rigorous sup_θ ‖K̂(θ)‖₂ of a convolution, for every map size and every zero padding.
 
     weight [out, in/groups, kh, kw] → float, at most 1.0% above the supremum (exact for one tap).
+    With ``out_size``, the pixels of its output, for maps of that size alone: closer, and much
+    faster where they are small. ``padding`` may be left out.
     """
     w = _finite(weight, "The convolution kernel")
-    key = _fingerprint(w, stride, groups)
+    axes = zip(w.shape[2:], stride, padding, out_size or (None, None), strict=True)
+    grid = tuple(_points(*axis) for axis in axes)
+    key = _fingerprint(w, stride, groups, grid)
     if key not in _KNOWN:
         if len(_KNOWN) >= _REMEMBERED:
             _KNOWN.pop(next(iter(_KNOWN)), None)
-        _KNOWN[key] = _symbol_norm_upper(w, stride, groups)
+        _KNOWN[key] = _symbol_norm_upper(w, stride, groups, grid)
     return _KNOWN[key]
+
+
+def _points(kernel: int, stride: int, padding: int, outputs: int | None) -> tuple[int, float]:
+    """How many frequencies of an axis, and which part of the supremum their maximum is at least."""
+    taps = -(-kernel // stride)
+    free = max(1, _SAMPLES_PER_TAP * (taps - 1))
+    if outputs is not None and taps > 1:
+        circle = outputs + taps - 1 - (padding if stride == 1 else 0)
+        if circle <= free + free // 8:  # a little more work is worth the last percent
+            return circle, 1.0
+    return free, math.cos(math.pi * (taps - 1) / 2 / free)
 
 
 _REMEMBERED = 256
@@ -183,14 +209,16 @@ _REMEMBERED = 256
 _KNOWN: dict[bytes, float] = {}
 
 
-def _fingerprint(w: Tensor, stride: tuple[int, int], groups: int) -> bytes:
-    said = f"{tuple(w.shape)} {w.dtype} {stride} {groups}".encode()
+def _fingerprint(w: Tensor, *how: object) -> bytes:
+    said = f"{tuple(w.shape)} {w.dtype} {how}".encode()
     plain = w.detach().cpu().contiguous()
     data = ctypes.string_at(plain.data_ptr(), plain.numel() * plain.element_size())
     return hashlib.blake2b(said + data, digest_size=32).digest()
 
 
-def _symbol_norm_upper(w: Tensor, stride: tuple[int, int], groups: int) -> float:
+def _symbol_norm_upper(
+    w: Tensor, stride: tuple[int, int], groups: int, grid: Sequence[tuple[int, float]]
+) -> float:
     scale = float(w.abs().max()) if w.numel() else 0.0
     if scale == 0.0:
         return 0.0
@@ -198,23 +226,21 @@ def _symbol_norm_upper(w: Tensor, stride: tuple[int, int], groups: int) -> float
     w = _polyphase((w / scale).reshape(groups, -1, *w.shape[1:]), stride)
     w = w if w.shape[1] <= w.shape[2] else w.transpose(1, 2)  # ‖K̂‖ = ‖K̂ᵀ‖: the smaller Gram matrix
     g, n, terms, th, tw = w.shape
-    nh, nw = (max(1, _SAMPLES_PER_TAP * (taps - 1)) for taps in (th, tw))
+    (nh, least), (nw, also) = grid
     lags, even, odd = _autocorrelation(w)
-    # A real kernel has K̂(−θ) = conj K̂(θ): half of the last axis is enough.
-    turns = torch.cartesian_prod(
-        torch.arange(nh, dtype=torch.float64) / nh,
-        torch.arange(nw // 2 + 1, dtype=torch.float64) / nw,
-    )
+    # A real kernel has K̂(−θ) = conj K̂(θ): one of each pair is enough.
+    i, j = torch.cartesian_prod(torch.arange(nh), torch.arange(nw // 2 + 1)).unbind(1)
+    once = (2 * j % nw != 0) | (2 * i <= nh)
+    turns = torch.stack([i[once].double() / nh, j[once].double() / nw], 1)
     angles = (2 * math.pi * turns @ lags.T).to(w.device)
-    best = 0.0
-    for part in angles.split(max(1, _CHUNK // (g * n * n))):
+    best, block = 0.0, _CHUNK * (16 if w.is_cuda else 1)
+    for part in angles.split(max(1, block // (g * n * n))):
         real, imaginary = part.cos() @ even, part.sin() @ odd
         best = _largest(torch.complex(real, imaginary).reshape(-1, n, n), best)
-    shrink = math.cos(math.pi * (th - 1) / 2 / nh) * math.cos(math.pi * (tw - 1) / 2 / nw)
     # Rounding of the Gram matrices: sums of that many products, of the size (Σ_a ‖K_a‖)² at most.
     taps = th * tw
     rounding = 16 * _EPS * (terms * taps + len(lags) + 4) * taps * float(w.square().sum())
-    return scale * math.sqrt(best + rounding) / shrink * (1.0 + 8 * _EPS)
+    return scale * math.sqrt(best + rounding) / (least * also) * (1.0 + 8 * _EPS)
 
 
 def _autocorrelation(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -238,6 +264,7 @@ def _autocorrelation(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 _CHEAP = 16  # rows up to which eigenvalues cost no more than what avoids them
+_FEW = 12  # steps that tell which of many has the largest eigenvalue, more or less
 _ABOVE = 1e-5  # what a bound by Cholesky lies above an eigenvalue that was computed
 
 
@@ -245,27 +272,27 @@ def _largest(gram: Tensor, best: float) -> float:
     """max(best, λmax of each), from above by at most 2e-5. gram [N, n, n], Hermitian, ≥ 0.
 
     G ≤ t·I exactly where t·I − G has a Cholesky factor, at a tenth of the price of eigenvalues. So
-    all are compared with the largest seen so far; those above it raise it, by a Lanczos estimate
-    and, where that is not enough for the next comparison, by an eigenvalue.
+    all are compared with the largest seen so far. Of those above it a few steps of Lanczos's method
+    choose one, which raises it by many steps or, where these are not enough, by an eigenvalue.
     """
     n = gram.shape[-1]
     if n <= _CHEAP or (gram.shape[0] == 1 and best == 0.0):
         return max(best, float(torch.linalg.eigvalsh(gram).amax()))
     # The factor is exact for a matrix within (n + 1)² eps of the given one (Higham, Theorem 10.3).
     slack = 1.0 + 16 * (n + 1) ** 2 * _EPS
-    level, estimated = best / slack, False
+    level = best / slack
+    source = torch.Generator().manual_seed(0)
+    start = torch.randn(n, 1, generator=source, dtype=torch.float64).to(gram)
     while True:
         gram = gram[~_below(gram, level)] if level > 0.0 else gram
         if gram.shape[0] == 0:
             return max(best, level * slack)
-        if estimated:
-            found = float(torch.linalg.eigvalsh(gram[0])[-1])
-        else:
-            source = torch.Generator().manual_seed(0)
-            start = torch.randn(n, 1, generator=source, dtype=torch.float64).to(gram)
-            ritz = top_ritz(partial(torch.matmul, gram), start.expand(len(gram), -1, -1))
-            found = float(ritz.amax())
-        level, estimated = max(level, found * (1.0 + _ABOVE)), True
+        v = start.expand(len(gram), -1, -1)
+        top = int(top_ritz(partial(torch.matmul, gram), v, steps=_FEW).argmax())
+        found = float(top_ritz(partial(torch.matmul, gram[top, None]), start[None]))
+        if found <= level:
+            found = float(torch.linalg.eigvalsh(gram[top])[-1])
+        level = max(level, found * (1.0 + _ABOVE))
 
 
 def _below(gram: Tensor, bound: float) -> Tensor:
