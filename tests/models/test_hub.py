@@ -167,8 +167,8 @@ def test_torch_hub(model: models.Network, tmp_path: Path) -> None:
 
 def test_timm_builds_our_networks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its registry is a stub: it keeps functions by their names and calls them with its options."""
+    monkeypatch.setitem(sys.modules, "timm.models", None)
     with pytest.raises(ImportError, match=r"pip install \"equilibria\[timm\]\""):
-        monkeypatch.setitem(sys.modules, "timm.models", None)
         models.register_timm()
     known: dict[str, Any] = {}
     stub = ModuleType("timm.models")
