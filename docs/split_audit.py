@@ -1,4 +1,5 @@
-"""A MkDocs hook: `<!-- audit: GEQ -->` in a page becomes that paper's part of results/audit.md."""
+"""A MkDocs hook. `<!-- audit: GEQ -->` in a page becomes that paper's part of results/audit.md, and
+W_l, e^{−s} outside of formulas and code become W with a small l, e with a raised −s."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+_ROWS = 16  # of a table that is shown without a click
 AUDIT = Path(__file__).parents[1] / "results" / "audit.md"
 
 
@@ -19,7 +21,7 @@ def parts(text: str) -> dict[str, str]:
         # A row without a paper is a further reading of the claim above it.
         mine = re.findall(rf"^\| {re.escape(paper)} \|.*\n(?:\|  \|.*\n)*", rows, re.MULTILINE)
         table = "\n".join(map(_reordered, (columns + "".join(mine)).splitlines()))
-        section = _raised(section.replace("\n### ", "\n## "))
+        section = _folded(raised(section.replace("\n### ", "\n## ")))
         found[paper] = f"{count[0].upper()}{count[1:]}\n\n{table}\n{section}"
     return found
 
@@ -30,16 +32,56 @@ def _reordered(row: str) -> str:
     return "|".join(["", claim, reading, verdict, *reversed(trials), ""])
 
 
-def _raised(text: str) -> str:
-    """Exponents outside of formulas and code, e^{−s}, as they look."""
-    pieces = re.split(r"(\$[^$]+\$|`[^`]+`)", text)
-    pieces[::2] = [re.sub(r"\^\{([^{}]*)\}", r"<sup>\1</sup>", piece) for piece in pieces[::2]]
+def _folded(text: str) -> str:
+    """Of each claim the statement and the verdict in the open, the trials behind a line to click."""
+    claims = []
+    for claim in re.split(r"^(?=## )", text, flags=re.MULTILINE):
+        shown, verdict, rest = re.match(  # type: ignore[union-attr]
+            r"(.*?)(\*\*Verdict:[^\n]*\n|\Z)(.*)", claim, re.DOTALL
+        ).groups()
+        inner = re.sub(r"^(?=.)", "    ", rest.strip("\n"), flags=re.MULTILINE)
+        title = "Trials and a counterexample" if "Counterexample" in rest else "Trials"
+        claims += [shown, verdict, f'\n??? quote "{title}"\n\n{inner}\n\n' if inner else ""]
+    return "".join(claims)
+
+
+# What is left as it is: fenced and indented code, code, formulas, comments, targets of links.
+_KEPT = re.compile(
+    r"(^```.*?^```|^ {4}.*?$|`[^`]+`|\$\$.+?\$\$|\$[^$]+\$|<!--.*?-->|\]\([^)]*\)|\{[#:][^}]*\}|^:::.*?$)",
+    re.DOTALL | re.MULTILINE,
+)
+# A subscript has braces, or is one letter or digit, min or max; not a part of a name like fog_blur.
+_LOW = re.compile(r"(?<=[^\W\d_]|[‖)\u0302-\u0304])_(?:\{([^{}]*)\}|(min|max|[^\W_])(?![a-z0-9_]))")
+
+
+def raised(text: str) -> str:
+    """Subscripts and exponents in the words of a page as they look."""
+    pieces = _KEPT.split(text)
+    for k in range(0, len(pieces), 2):
+        high = re.sub(r"\^(?:\{([^{}]*)\}|([\w.]+))", r"<sup>\1\2</sup>", pieces[k])
+        pieces[k] = _LOW.sub(r"<sub>\1\2</sub>", high)
     return "".join(pieces)
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    return re.sub(
-        r"<!-- audit: ?(.*?) -->",
-        lambda asked: parts(AUDIT.read_text("utf-8"))[asked[1]],
-        markdown,
+    return raised(
+        re.sub(
+            r"<!-- audit: ?(.*?) -->",
+            lambda asked: parts(AUDIT.read_text("utf-8"))[asked[1]],
+            markdown,
+        )
     )
+
+
+def on_page_content(html: str, *, page: Any, **_: Any) -> str:
+    """On the pages of a comparison, long tables behind a line to click."""
+    if not page.file.src_uri.startswith("solvers-"):
+        return html
+
+    def fold(table: re.Match[str]) -> str:
+        rows = table[0].count("<tr>") - 1
+        if rows <= _ROWS:
+            return table[0]
+        return f"<details><summary>Table of {rows} rows</summary>{table[0]}</details>"
+
+    return re.sub(r"<table>.*?</table>", fold, html, flags=re.DOTALL)
