@@ -40,12 +40,8 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64}
 _CHUNK = 4096  # rows solved at once in predictions
 
 # The layers by name, and the norm of W below which their equilibrium is unique (docs/facts.md).
-UNIQUE = {
-    "geq": math.sqrt(math.exp(1.5) / 2.0),
-    "opteq": 1.0,
-    "deep_opteq": 1.0,
-    "explicit": math.inf,
-}
+_GEQ = math.sqrt(math.exp(1.5) / 2.0)
+UNIQUE = {"geq": _GEQ, "opteq": 1.0, "deep_opteq": 1.0, "explicit": math.inf}
 LayerChoice = str | Callable[[int, int], nn.Module]
 
 # Training follows the equilibrium closely enough; what is predicted is solved to what the dtype can
@@ -188,11 +184,8 @@ def _check_parameters(estimator: Any) -> None:
         if not real or not (low < value if is_open else low <= value) or not value < high:
             allowed = f"expected a number in {'(' if is_open else '['}{low:g}, {high:g})."
             if key == "bound" and real and value >= high:
-                allowed += (
-                    " From there on several equilibria are possible. To allow them, make the layer "
-                    "yourself: layer=lambda inputs, hidden: eq.nn.GEQ(hidden, hidden, "
-                    "hidden=None, in_channels=inputs, constraint=eq.nn.NormBounded(bound=...))."
-                )
+                allowed += " From there on there may be several equilibria. To allow them, give "
+                allowed += "layer=lambda inputs, hidden: ... with a constraint of its own."
             raise refuse(key, allowed)
     if estimator.schedule not in ("cosine", "constant"):
         raise refuse("schedule", "expected 'cosine' or 'constant'.")
