@@ -33,7 +33,7 @@ def _reordered(row: str) -> str:
 
 
 def _folded(text: str) -> str:
-    """Of each claim the statement and the verdict in the open, the trials behind a line to click."""
+    """Of each claim statement and verdict in the open, the trials behind a line to click."""
     claims = []
     for claim in re.split(r"^(?=## )", text, flags=re.MULTILINE):
         shown, verdict, rest = re.match(  # type: ignore[union-attr]
@@ -47,7 +47,8 @@ def _folded(text: str) -> str:
 
 # What is left as it is: fenced and indented code, code, formulas, comments, targets of links.
 _KEPT = re.compile(
-    r"(^```.*?^```|^ {4}.*?$|`[^`]+`|\$\$.+?\$\$|\$[^$]+\$|<!--.*?-->|\]\([^)]*\)|\{[#:][^}]*\}|^:::.*?$)",
+    r"(^```.*?^```|^ {4}.*?$|`[^`]+`|\$\$.+?\$\$|\$[^$]+\$|<!--.*?-->|\]\([^)]*\)"
+    r"|\{[#:][^}]*\}|^:::.*?$)",
     re.DOTALL | re.MULTILINE,
 )
 # A subscript has braces, or is one letter or digit, min or max; not a part of a name like fog_blur.
