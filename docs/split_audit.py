@@ -75,8 +75,8 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def on_page_content(html: str, *, page: Any, **_: Any) -> str:
-    """On the pages of a comparison, long tables behind a line to click."""
-    if not page.file.src_uri.startswith("solvers-"):
+    """On some pages long tables are behind a line to click."""
+    if not page.file.src_uri.startswith(("solvers-", "training", "models")):
         return html
 
     def fold(table: re.Match[str]) -> str:
