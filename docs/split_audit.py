@@ -21,7 +21,7 @@ def parts(text: str) -> dict[str, str]:
         # A row without a paper is a further reading of the claim above it.
         mine = re.findall(rf"^\| {re.escape(paper)} \|.*\n(?:\|  \|.*\n)*", rows, re.MULTILINE)
         table = "\n".join(map(_reordered, (columns + "".join(mine)).splitlines()))
-        section = _folded(raised(section.replace("\n### ", "\n## ")))
+        section = _folded(section.replace("\n### ", "\n## "))
         found[paper] = f"{count[0].upper()}{count[1:]}\n\n{table}\n{section}"
     return found
 
@@ -45,37 +45,40 @@ def _folded(text: str) -> str:
     return "".join(claims)
 
 
-# What is left as it is: fenced and indented code, code, formulas, comments, targets of links.
+# What is left as it is: code, formulas, comments and tags.
 _KEPT = re.compile(
-    r"(^```.*?^```|^ {4}.*?$|`[^`]+`|\$\$.+?\$\$|\$[^$]+\$|<!--.*?-->|\]\([^)]*\)"
-    r"|\{[#:][^}]*\}|^:::.*?$)",
-    re.DOTALL | re.MULTILINE,
+    r"(<(pre|code|style|script)\b.*?</\2>|<(span|div) class=\"arithmatex\">.*?</\3>"
+    r"|<!--.*?-->|<[^>]+>)",
+    re.DOTALL,
 )
 # A subscript has braces, or is one letter or digit, min or max; not a part of a name like fog_blur.
-_LOW = re.compile(r"(?<=[^\W\d_]|[‖)\u0302-\u0304])_(?:\{([^{}]*)\}|(min|max|[^\W_])(?![a-z0-9_]))")
+_LOW = re.compile(
+    r"(?<=[^\W\d_]|[‖)²\u0302-\u0304])_(?:\{([^{}]*)\}|(min|max|[^\W_])(?![a-z0-9_]))"
+)
 
 
-def raised(text: str) -> str:
-    """Subscripts and exponents in the words of a page as they look."""
-    pieces = _KEPT.split(text)
-    for k in range(0, len(pieces), 2):
-        high = re.sub(r"\^(?:\{([^{}]*)\}|([\w.]+))", r"<sup>\1\2</sup>", pieces[k])
-        pieces[k] = _LOW.sub(r"<sub>\1\2</sub>", high)
-    return "".join(pieces)
+def raised(html: str) -> str:
+    """Subscripts and exponents in the words of a page as they look: W_l, e^{−s}."""
+    found, at = [], 0
+    for kept in [*_KEPT.finditer(html), None]:
+        end = len(html) if kept is None else kept.start()
+        high = re.sub(r"\^(?:\{([^{}]*)\}|([\w.]+))", r"<sup>\1\2</sup>", html[at:end])
+        found += [_LOW.sub(r"<sub>\1\2</sub>", high), "" if kept is None else kept[0]]
+        at = end if kept is None else kept.end()
+    return "".join(found)
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    return raised(
-        re.sub(
-            r"<!-- audit: ?(.*?) -->",
-            lambda asked: parts(AUDIT.read_text("utf-8"))[asked[1]],
-            markdown,
-        )
+    return re.sub(
+        r"<!-- audit: ?(.*?) -->",
+        lambda asked: parts(AUDIT.read_text("utf-8"))[asked[1]],
+        markdown,
     )
 
 
 def on_page_content(html: str, *, page: Any, **_: Any) -> str:
-    """On some pages long tables are behind a line to click."""
+    """Subscripts as they look; on some pages long tables are behind a line to click."""
+    html = raised(html)
     if not page.file.src_uri.startswith(("solvers-", "training", "models")):
         return html
 
