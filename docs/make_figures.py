@@ -15,12 +15,11 @@ from typing import Any
 import matplotlib as mpl
 import matplotlib.pyplot as plt
 import torch
+from concept_figures import COLORS, DRAWINGS
 
 import equilibria as eq
 
 OUT = Path(__file__).parent / "assets" / "figures"
-# Okabe and Ito: distinct for every kind of color vision.
-COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]
 
 
 def save(figure: plt.Figure, name: str) -> None:
@@ -406,3 +405,6 @@ if __name__ == "__main__":
     for draw in (*drawings, equilibria, adjoints, tutorials):
         if draw.__name__ in sys.argv[1:] or not sys.argv[1:]:
             draw()
+    for drawn in DRAWINGS:
+        if drawn.__name__ in sys.argv[1:] or not sys.argv[1:]:
+            save(drawn(), drawn.__name__)

@@ -29,27 +29,25 @@ def train(model: nn.Module, data: eq.data.ImageData, epochs: int) -> None:
     model.eval()
 
 
-def main() -> None:
+def main(data: str = "digits", root: str | None = None, m: float = 20.0, epochs: int = 60) -> None:
+    torch.manual_seed(0)
+    seen, test = (eq.data.load(data, split, root=root) for split in ("train", "test"))
+    layer = eq.nn.MonotoneDEQ(40, in_channels=seen.images[0].numel(), m=m)
+    model = nn.Sequential(nn.Flatten(), layer, nn.Linear(40, 10))
+    train(model, seen, epochs)
+
+    found = evaluation.certified_accuracy(model, test, batch_size=1000)
+    print(f"Lipschitz constant of the logits, per pixel from 0 to 1: {found.lipschitz:.4f}")
+    print(f"radius 0       right {found.accuracy:.1%}")
+    for radius in (0.1, 36 / 255, 72 / 255):
+        attacked = evaluation.attacked_accuracy(model, test, radius, batch_size=1000)
+        print(f"radius {radius:.4f}  proven {found.at(radius):.1%}  under attack {attacked:.1%}")
+
+
+if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--data", default="digits", help="digits or mnist")
     parser.add_argument("--root", help="the folder that holds the data")
     parser.add_argument("--m", type=float, default=20.0, help="modulus of the monotone layer")
     parser.add_argument("--epochs", type=int, default=60)
-    options = parser.parse_args()
-    torch.manual_seed(0)
-    data = {s: eq.data.load(options.data, s, root=options.root) for s in ("train", "test")}
-    pixels = data["train"].images[0].numel()
-    layer = eq.nn.MonotoneDEQ(40, in_channels=pixels, m=options.m)
-    model = nn.Sequential(nn.Flatten(), layer, nn.Linear(40, 10))
-    train(model, data["train"], options.epochs)
-
-    found = evaluation.certified_accuracy(model, data["test"], batch_size=1000)
-    print(f"Lipschitz constant of the logits, per pixel from 0 to 1: {found.lipschitz:.4f}")
-    print(f"radius 0       right {found.accuracy:.1%}")
-    for radius in (0.1, 36 / 255, 72 / 255):
-        attacked = evaluation.attacked_accuracy(model, data["test"], radius, batch_size=1000)
-        print(f"radius {radius:.4f}  proven {found.at(radius):.1%}  under attack {attacked:.1%}")
-
-
-if __name__ == "__main__":
-    main()
+    main(**vars(parser.parse_args()))

@@ -29,10 +29,12 @@ def opening(n: dict[str, Any]) -> str:
     sure = percent(digit["probabilities"][digit["label"]], 2)
     right = "right" if digit["label"] == digit["truth"] else f"wrong: it is a {digit['truth']}"
     proven = all(layer["unique"] for layer in layers)
+    bounds = zip(n["error_bounds"].values(), layers, strict=True)
+    off = max(bound / layer["length"] for bound, layer in bounds)
     proof = (
-        "Each problem provably has exactly one answer, and what was computed is within "
-        f"{small(max(n['error_bounds'].values()))} of it. That is a theorem, checked for these "
-        "weights and this picture, not a statistic."
+        "Each problem provably has exactly one answer, and what was computed is off by at most "
+        f"{small(100 * off)}% of its length. That is a theorem, checked for these weights and this "
+        "picture, not a statistic."
         if proven
         else "For this picture it is not proven that there is only one answer."
     )

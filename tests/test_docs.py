@@ -71,3 +71,8 @@ def test_no_claim_is_lost_between_the_pages_of_the_audit() -> None:
     assert sorted(re.findall(r"\{#(\S+)\}", built)) == sorted(anchors)
     assert sorted(re.findall(r"\]\(#(\S+)\)", built)) == sorted(anchors)
     assert built.count("| **fails**") == whole.count("| **fails**")
+    words = "<p>W_lᵀσ(W_hz) e^{−s} λ_min <code>W_l</code> fog_blur ‖J‖²_F</p>"
+    assert hook.raised(words) == (
+        "<p>W<sub>l</sub>ᵀσ(W_hz) e<sup>−s</sup> λ<sub>min</sub> <code>W_l</code> fog_blur "
+        "‖J‖²<sub>F</sub></p>"
+    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -69,3 +71,23 @@ def test_a_wrong_map_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(pagerank, "step", wrong)
     found = pagerank.main(quick=True, out=str(tmp_path / "picture.svg"))
     assert all(found[key] > 100 * limit for key, limit in LIMITS["pagerank"].items())
+
+
+def test_the_notebooks_are_those_of_the_scripts_and_ran_to_their_end() -> None:
+    spec = importlib.util.spec_from_file_location(
+        "books", EXAMPLES.parent / "docs/make_notebooks.py"
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    books = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(books)
+    assert {file.stem for file in books.OUT.iterdir()} == set(books.NAMES)
+    for name in books.NAMES:
+        cells = json.loads((books.OUT / f"{name}.ipynb").read_text("utf-8"))["cells"]
+        shown = [(cell["cell_type"], "".join(cell["source"])) for cell in cells]
+        assert shown == books.cells(name), f"run: python docs/make_notebooks.py {name}"
+        outputs = [output for cell in cells for output in cell.get("outputs", [])]
+        kinds = [output["output_type"] for output in outputs]
+        assert "error" not in kinds
+        assert "display_data" in kinds or name not in LIMITS
+        assert all(cell.get("execution_count", 1) for cell in cells)

@@ -109,10 +109,13 @@ def test_the_page_is_self_contained_and_names_are_escaped(files: list[Path]) -> 
     assert "a <b>.png" not in text
     assert text.count("<section") == 3
     assert "almost no contrast" in text
+    assert re.search(r"<h2>[^<]*\? It is unlike the images of training", text)
+    for words in ("What it did.", "How sure it is.", "Why to believe it."):
+        assert text.count(words) == len(found)
     assert "exactly one answer" in text
     assert "there is one, and every start leads to it" in text
     for each in found:
-        assert f"{each.prediction.label}, " in text
+        assert f"<strong>{each.prediction.label}</strong>" in text
     assert torch.equal(found[0].pixels[0], torch.from_numpy(np.array(Image.open(files[0]))))
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import pickle
+import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -162,3 +163,24 @@ def test_torch_hub(model: models.Network, tmp_path: Path) -> None:
     assert (made.config.name, made.config.num_classes) == ("geq_digits", 3)
     model.save_pretrained(tmp_path)
     same(model, torch.hub.load(str(ROOT), "equilibria_pretrained", str(tmp_path), source="local"))
+
+
+def test_timm_builds_our_networks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its registry is a stub: it keeps functions by their names and calls them with its options."""
+    monkeypatch.setitem(sys.modules, "timm.models", None)
+    with pytest.raises(ImportError, match=r"pip install \"equilibria\[timm\]\""):
+        models.register_timm()
+    known: dict[str, Any] = {}
+    stub = ModuleType("timm.models")
+    stub.register_model = lambda fn: known.setdefault(fn.__name__, fn)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "timm", ModuleType("timm"))
+    monkeypatch.setitem(sys.modules, "timm.models", stub)
+    assert models.register_timm() == list(known)
+    assert list(known) == [f"equilibria_{n}" for n in models.names(task="classification")]
+    build, always = known["equilibria_geq_digits"], {"pretrained_cfg": None, "drop_rate": 0.0}
+    model = build(pretrained=False, num_classes=3, in_chans=2, img_size=16, **always)
+    assert model(torch.randn(1, 2, 16, 16)).shape == (1, 3)
+    with pytest.raises(ValueError, match=r"pretrained=True.*from_pretrained"):
+        build(pretrained=True)
+    with pytest.raises(TypeError, match="drop_rate"):
+        build(drop_rate=0.5)

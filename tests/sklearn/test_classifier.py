@@ -204,7 +204,9 @@ class TestCertify:
         ({"hidden": 2.5}, "hidden=2.5"),
         ({"max_iter": True}, "max_iter=True"),
         ({"layer": "mlp"}, "'geq', 'opteq'"),
-        ({"bound": 0.0}, r"bound=0.0.*\(0, inf\)"),
+        ({"bound": 0.0}, r"bound=0.0.*\(0, 1.49695\)"),
+        ({"bound": 3.0}, r"bound=3.0.*\(0, 1.49695\).*several equilibria.*layer=lambda"),
+        ({"bound": 0.0, "layer": "explicit"}, r"\(0, inf\)\.$"),
         ({"bound": 1.0, "layer": "opteq"}, r"bound=1.0.*\(0, 1\)"),
         ({"lr": -1.0}, "lr=-1.0"),
         ({"lr": "fast"}, "lr='fast'"),
@@ -218,6 +220,17 @@ class TestCertify:
 def test_bad_options(options: dict[str, Any], message: str, iris: Data) -> None:
     with pytest.raises(ValueError, match=message):
         EquilibriumClassifier(**options).fit(*iris)
+
+
+def test_a_layer_of_ones_own_may_have_several_equilibria(iris: Data) -> None:
+    """What the error for bound=3.0 advises."""
+
+    def layer(inputs: int, hidden: int) -> torch.nn.Module:
+        free = eq.nn.NormBounded(bound=3.0)
+        return eq.nn.GEQ(hidden, hidden, hidden=None, in_channels=inputs, constraint=free)
+
+    model = EquilibriumClassifier(4, layer=layer, max_iter=1, random_state=0).fit(*iris)
+    assert model.module_.layer.constraint.bound == 3.0
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

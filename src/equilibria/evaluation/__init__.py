@@ -9,7 +9,8 @@ from .certified_accuracy import CertifiedAccuracy, attacked_accuracy, certified_
 from .corruption_report import CorruptionReport, corruption_study
 from .corruptions import CORRUPTIONS, corrupt
 from .evaluation_report import Converged, Report, evaluate
-from .explanation import Explanation, SolvedLayer, explain, explanation_page
+from .explanation import Explanation, SolvedLayer, explain
+from .explanation_html import explanation_page
 from .explorer import Explorer, explorer_app
 from .figures import save_corruption_sheet, save_gradcam
 from .label_stopping import LabelStopped

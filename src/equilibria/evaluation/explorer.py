@@ -7,7 +7,6 @@ charts and words are made here, by the same functions as those of ``explain``.
 from __future__ import annotations
 
 import base64
-import binascii
 import copy
 import html
 import io
@@ -27,7 +26,8 @@ from equilibria.models import Network
 from equilibria.problems import Gaussian, Linear, Polynomial, Problem, Sigmoidal
 from equilibria.solvers import Anderson, Broyden, Picard, ProximalGradient
 
-from .explanation import SolvedLayer, layer_charts, seen_pixels, solved_layers, solved_words
+from .explanation import SolvedLayer, doubted, seen_pixels, solved_layers
+from .explanation_html import layer_charts, story
 from .layer_solvers import with_solver
 from .page import STYLE, bars, percent, photo, proof_words
 
@@ -87,7 +87,7 @@ class Explorer:
         ``gamma`` multiplies the γ that was trained.
         """
         made = self._changed(kernel, gamma, solver, rtol)
-        x = made.preprocess(image)
+        x, doubts = doubted(made, image)
         with self._lock:
             logits, layers = solved_layers(made, x, certify=True)
         shares, order = logits[0].float().softmax(0).sort(descending=True)
@@ -98,7 +98,7 @@ class Explorer:
             "confidence": percent(top[0][1], 2),
             "bars": bars(top, f"The likeliest classes; {top[0][0]} has {percent(top[0][1], 2)}"),
             "seen": photo(seen_pixels(made, x)[0], "What the network sees of the image"),
-            "words": solved_words(layers[0]) if layers[0] else "It solves nothing.",
+            "words": story(layers[0], *top[0], doubts),
             "layers": [_shown(layer, kernel) for layer in layers[0]],
         }
 
@@ -150,7 +150,7 @@ def _shown(layer: SolvedLayer, kernel: str) -> dict[str, Any]:
         largest = layer.frames[-1].max().clamp_min(1e-12)
         frames = (layer.frames / largest * 255).clamp(0, 255).round().int().tolist()
     kind = "none" if layer.kind is None else str(layer.kind)
-    bound = layer.bound[-1] if layer.bound else math.inf
+    finite = layer.bound and math.isfinite(layer.bound[-1])
     return {
         "name": html.escape(f"{layer.name} ({layer.layer})"),
         "steps": layer.steps,
@@ -158,7 +158,7 @@ def _shown(layer: SolvedLayer, kernel: str) -> dict[str, Any]:
         "charts": layer_charts(layer),
         "kind": kind,
         "contraction": layer.contraction,
-        "bound": bound if math.isfinite(bound) else None,
+        "bound": layer.bound[-1] if finite else None,
         "proof": proof_words(kind, layer.contraction or 0.0),
     }
 
@@ -196,10 +196,11 @@ def explorer_app(explorer: Explorer) -> Any:
     text = Path(__file__).with_name("explorer.html").read_text(encoding="utf-8")
     model = explorer.model
     page = text.replace("/*STYLE*/", STYLE)
+    kernels = KERNELS if explorer.gaussian else ["as trained"]
     for key, value in {
         "{{name}}": html.escape(model.config.name),
-        "{{kernels}}": _options(list(KERNELS) if explorer.gaussian else ["as trained"]),
-        "{{solvers}}": _options(list(SOLVERS)),
+        "{{kernels}}": "".join(f"<option>{name}</option>" for name in kernels),
+        "{{solvers}}": "".join(f"<option>{name}</option>" for name in SOLVERS),
         "{{gaussian}}": "" if explorer.gaussian else "disabled",
         "{{examples}}": "" if explorer.examples is not None else "disabled",
     }.items():
@@ -219,28 +220,24 @@ def explorer_app(explorer: Explorer) -> Any:
         return {"image": shown.split('src="')[1].split('"')[0]}
 
     @app.post("/solve")
-    def solve(asked: dict[str, Any] = Body(...)) -> dict[str, Any]:  # noqa: B008
+    def solve(
+        image: str = Body(""),
+        drawn: bool = Body(False),
+        kernel: str = Body("gaussian"),
+        gamma: float = Body(1.0),
+        solver: str = Body("Anderson"),
+        rtol: float = Body(1e-4),
+    ) -> dict[str, Any]:
         try:
-            given = str(asked.get("image", "")).partition("base64,")[2]
+            given = image.partition("base64,")[2]
             if len(given) > _LARGEST:
                 raise ValueError(f"the image is larger than {_LARGEST >> 20} MiB.")
-            data = base64.b64decode(given, validate=True)
-            image = explorer.read(data, drawn=asked.get("drawn") is True)
-            if image.getbbox() is None:
+            seen = explorer.read(base64.b64decode(given, validate=True), drawn=drawn)
+            if seen.getbbox() is None:
                 raise ValueError("the picture is empty: draw something.")
-            kernel = str(asked.get("kernel", "gaussian"))
-            return explorer.solve(
-                image,
-                kernel="gaussian" if kernel == "as trained" else kernel,
-                gamma=float(asked.get("gamma", 1.0)),
-                solver=str(asked.get("solver", "Anderson")),
-                rtol=float(asked.get("rtol", 1e-4)),
-            )
-        except (ValueError, TypeError, binascii.Error) as error:
+            kind = "gaussian" if kernel == "as trained" else kernel
+            return explorer.solve(seen, kernel=kind, gamma=gamma, solver=solver, rtol=rtol)
+        except (ValueError, TypeError) as error:
             raise HTTPException(422, str(error)) from None
 
     return app
-
-
-def _options(names: list[str]) -> str:
-    return "".join(f"<option>{html.escape(name)}</option>" for name in names)

@@ -11,16 +11,25 @@ import base64
 import html
 import io
 import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
+import torch
 from torch import Tensor
 
 from equilibria.engine.optional import needs
 
-STYLE = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
+
+def _read(name: str) -> str:
+    return Path(__file__).with_name(name).read_text(encoding="utf-8")
+
+
+STYLE = _read("page.css")
+_PROOFS = dict(
+    re.findall(r'<template id="(.*?)">\n(.*?)</template>', _read("proofs.html"), re.DOTALL)
+)
 
 
 @dataclass(frozen=True)
@@ -80,120 +89,108 @@ def chart(
     ``band`` fills between two curves, (x, low, high); on a log axis from the bottom. Points that
     are not finite, and on a log axis not positive, are left out.
     """
-    with needs("matplotlib", "A chart"):
-        from matplotlib.ticker import MaxNLocator
     lines = [replace(line, points=_shown(line.points, log)) for line in lines]
     band = [row for row in band if len(_shown([(row[0], row[2])], log)) and row[1] > -math.inf]
-    filled = [(x, high) for x, _, high in band]
-    filled += [] if log else [(x, low) for x, low, _ in band]
-    points = [point for line in lines for point in line.points] + filled
+    points = [point for line in lines for point in line.points]
+    points += [(x, y) for x, *ends in band for y in ends[log:]]
     if not points:
         return ""
     xs = [x for x, _ in points]
-    ys = [math.log10(y) if log else y for _, y in points]
+    low, high, ticks = _ticks([math.log10(y) if log else y for _, y in points], log, top)
+
+    def named(tick: float) -> str:
+        if log:
+            return f'10<tspan dy="-5" font-size="9">{_minus(round(tick))}</tspan>'
+        return f"{100 * tick:.0f}%" if share else _minus(f"{tick:,.6g}")
+
+    # Room for the longest number beside the axis.
+    left = 52 if log else max(52, 12 + 7 * max(len(named(tick)) for tick in ticks))
+    right, upper, lower, first = 344, 26, 206, min(xs)
+    span = (max(xs) - first) or 1.0
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        """In pixels, of a y that is a logarithm already where the axis is one."""
+        down = lower - (lower - upper) * (y - low) / ((high - low) or 1.0)
+        return round(left + (right - left) * (x - first) / span, 1), round(down, 1)
+
+    def path(points: Iterable[tuple[float, float]]) -> str:
+        drawn = (place(x, math.log10(y) if log else y) for x, y in points)
+        return "M" + "L".join(f"{x} {y}" for x, y in drawn)
+
+    parts = []
+    for tick, y in ((tick, place(first, tick)[1]) for tick in ticks):
+        parts.append(f'<line class="axis" x1="{left}" x2="{right}" y1="{y}" y2="{y}"/>')
+        parts.append(f'<text x="{left - 7}" y="{y + 4}" text-anchor="end">{named(tick)}</text>')
+    for tick in _round_numbers(first, max(xs), 5, span > 5, [1, 2, 5, 10]):
+        x = place(tick, low)[0]
+        parts.append(f'<text x="{x}" y="224" text-anchor="middle">{tick:g}</text>')
+    parts.append(f'<text x="2" y="13">{html.escape(ylabel)}</text>')
+    parts.append(f'<text x="{right}" y="242" text-anchor="end">{html.escape(xlabel)}</text>')
+    if band:
+        under = [(x, 10**low if log else y) for x, y, _ in band]
+        around = path([*((x, high) for x, _, high in band), *under[::-1]])
+        parts.append(f'<path class="fill" d="{around}Z"/>')
+    legend = ""
+    for line in (line for line in lines if line.points):
+        kind = f"{line.color}{' dash' * line.dash}"
+        if line.dots:
+            spots = (spot.split() for spot in path(line.points)[1:].split("L"))
+            parts += [f'<circle class="{kind}" cx="{x}" cy="{y}" r="4"/>' for x, y in spots]
+        else:
+            parts.append(f'<path class="{kind}{" thin" * line.thin}" d="{path(line.points)}"/>')
+        if line.name:
+            legend += f'<li><i class="{kind}{" dot" * line.dots}"></i>{html.escape(line.name)}</li>'
+    return (
+        f'<svg viewBox="0 0 360 246" role="img" aria-label="{html.escape(alt)}">{"".join(parts)}'
+        f'</svg><ul class="legend">{legend}</ul>'
+    )
+
+
+def _round_numbers(
+    low: float, high: float, count: int, whole: bool, steps: list[int] | None = None
+) -> list[float]:
+    """At most about ``count`` round numbers from ``low`` to ``high``."""
+    with needs("matplotlib", "A chart"):
+        from matplotlib.ticker import MaxNLocator
+    found = MaxNLocator(nbins=count, integer=whole, steps=steps).tick_values(low, high)
+    return [float(tick) for tick in found if low - 1e-9 <= tick <= high + 1e-9]
+
+
+def _ticks(ys: list[float], log: bool, top: float | None) -> tuple[float, float, list[float]]:
+    """Both ends of the axis, and the numbers on it."""
     low, high = (min(ys), max(ys)) if top is None else (0.0, top)
     if log and high - low < 2.0:  # whole decades around it
         low, high = float(math.floor(low)), float(max(math.ceil(high), math.floor(low) + 1))
     elif high - low < 1e-9 * max(abs(high), 1.0):
         low, high = low - 1.0, high + 1.0
-    ticks = list(MaxNLocator(nbins=4, integer=log).tick_values(low, high))
-    if top is None:  # room for one more line where it is near
-        low, high = min(low, ticks[1]), max(high, ticks[-2])
-    ticks = [t for t in ticks if low - 1e-9 <= t <= high + 1e-9]
-
-    def named(tick: float) -> str:
-        if log:
-            power = _minus(round(tick))
-            return f'10<tspan dy="-5" font-size="9">{power}</tspan>'
-        return f"{100 * tick:.0f}%" if share else _minus(f"{tick:,.6g}")
-
-    # Room for the longest number beside the axis.
-    left = 52 if log else max(52, 12 + 7 * max(len(named(tick)) for tick in ticks))
-    right, upper, lower = 344, 26, 206
-    span = (max(xs) - min(xs)) or 1.0
-
-    def at(x: float, y: float) -> str:
-        y = math.log10(y) if log else y
-        across = left + (right - left) * (x - min(xs)) / span
-        return f"{across:.1f} {lower - (lower - upper) * (y - low) / ((high - low) or 1.0):.1f}"
-
-    parts = []
-    for tick in ticks:
-        y = float(at(min(xs), 10**tick if log else tick).split()[1])
-        parts.append(f'<line class="axis" x1="{left}" x2="{right}" y1="{y}" y2="{y}"/>')
-        parts.append(f'<text x="{left - 7}" y="{y + 4}" text-anchor="end">{named(tick)}</text>')
-    for tick in MaxNLocator(nbins=5, integer=span > 5, steps=[1, 2, 5, 10]).tick_values(
-        min(xs), max(xs)
-    ):
-        if min(xs) - 1e-9 <= tick <= max(xs) + 1e-9:
-            x = left + (right - left) * (tick - min(xs)) / span
-            parts.append(f'<text x="{x:.1f}" y="224" text-anchor="middle">{tick:g}</text>')
-    parts.append(f'<text x="2" y="13">{html.escape(ylabel)}</text>')
-    parts.append(f'<text x="{right}" y="242" text-anchor="end">{html.escape(xlabel)}</text>')
-    if band:
-        under = [(x, 10**low if log else y) for x, y, _ in band]
-        around = [(x, high) for x, _, high in band] + under[::-1]
-        parts.append(f'<path class="fill" d="M{"L".join(at(*point) for point in around)}Z"/>')
-    for line in lines:
-        if not line.points:
-            continue
-        kind = f"{line.color}{' dash' * line.dash}{' thin' * line.thin}"
-        if line.dots:
-            for cx, cy in (at(*point).split() for point in line.points):
-                parts.append(f'<circle class="{kind}" cx="{cx}" cy="{cy}" r="4"/>')
-        else:
-            path = "M" + "L".join(at(*point) for point in line.points)
-            parts.append(f'<path class="{kind}" d="{path}"/>')
-    legend = "".join(
-        f'<li><i class="{line.color}{" dash" * line.dash}{" dot" * line.dots}"></i>'
-        f"{html.escape(line.name)}</li>"
-        for line in lines
-        if line.name and line.points
-    )
-    title = html.escape(alt)
-    return (
-        f'<svg viewBox="0 0 360 246" role="img" aria-label="{title}">{"".join(parts)}</svg>'
-        f'<ul class="legend">{legend}</ul>'
-    )
+    return low, high, _round_numbers(low, high, 4, log)
 
 
 def picture(shades: Sequence[Sequence[int]], alt: str) -> str:
     """Ink on paper, 0 (white) to 255; the browser enlarges the pixels."""
-    with needs("pillow", "A picture"):
-        from PIL import Image
-    image = Image.new("L", (len(shades[0]), len(shades)))
-    image.putdata([255 - shade for row in shades for shade in row])
-    return _png(image, alt)
+    return photo(255 - torch.tensor(shades, dtype=torch.uint8)[None], alt)
 
 
 def photo(pixels: Tensor, alt: str) -> str:
-    """uint8 pixels [C, H, W] of one channel or three, as they are."""
+    """uint8 pixels [C, H, W] of one channel, three, or four with an alpha, as they are."""
     with needs("pillow", "A picture"):
         from PIL import Image
-    gray = pixels.shape[0] == 1
-    rows = pixels[0] if gray else pixels.permute(1, 2, 0)
-    size = (pixels.shape[2], pixels.shape[1])
-    data = bytes(rows.contiguous().flatten().tolist())
-    return _png(Image.frombytes("L" if gray else "RGB", size, data), alt)
+    channels, height, width = pixels.shape
+    data = bytes(pixels.permute(1, 2, 0).flatten().tolist())
+    image = Image.frombytes({1: "L", 3: "RGB", 4: "RGBA"}[channels], (width, height), data)
+    file = io.BytesIO()
+    image.save(file, format="PNG")
+    inside = base64.b64encode(file.getvalue()).decode()
+    return f'<img alt="{html.escape(alt)}" src="data:image/png;base64,{inside}">'
 
 
 def overlay(below: str, values: Tensor, color: str, alt: str) -> str:
     """A map [h, w] over a picture: clear at its least, in ``color`` (#rrggbb) at its largest."""
-    with needs("pillow", "A picture"):
-        from PIL import Image
     low, span = values.min(), (values.max() - values.min()).clamp_min(1e-12)
-    strength = ((values - low) / span * 210.0).round().int()
-    image = Image.new("RGBA", (values.shape[1], values.shape[0]))
-    solid = tuple(bytes.fromhex(color[1:]))
-    image.putdata([(*solid, a) for a in strength.flatten().tolist()])
-    return f'<span class="over">{below}{_png(image, alt)}</span>'
-
-
-def _png(image: Any, alt: str) -> str:
-    file = io.BytesIO()
-    image.save(file, format="PNG")
-    data = base64.b64encode(file.getvalue()).decode()
-    return f'<img alt="{html.escape(alt)}" src="data:image/png;base64,{data}">'
+    solid = torch.tensor(list(bytes.fromhex(color[1:]))).view(3, 1, 1).expand(3, *values.shape)
+    strength = ((values - low) / span * 210.0).round()
+    pixels = torch.cat([solid, strength[None]]).to(torch.uint8)
+    return f'<span class="over">{below}{photo(pixels, alt)}</span>'
 
 
 def bars(shares: Iterable[tuple[str, float]], alt: str) -> str:
@@ -229,37 +226,11 @@ def tiles(items: Sequence[str]) -> str:
 def proof_words(kind: str, share: float) -> str:
     """Why there is one answer, by the kind of guarantee (``Guarantee``), for a reader without
     mathematics; ``share`` of a distance is what a step of a contraction leaves at most."""
-    if kind == "contraction":
-        words = f"""<p>Take any two states and let both make one step. Afterwards they are closer:
-at most <strong>{percent(share)}</strong> of the distance is left, wherever they were. The weights
-of the network were kept small enough in training for this, and it was checked again for this
-picture.</p>
-<p>Now suppose that there were two answers. An answer is a state that a step does not move. So a
-step would leave the two exactly as far apart as before. But it must bring them closer. So there
-are no two answers: <strong>there is one, and every start leads to it.</strong></p>"""
-    elif kind == "strong convexity":
-        words = """<p>The objective curves upwards in every direction, like a bowl. A bowl has one
-lowest point: <strong>there is one answer.</strong></p>"""
-    elif kind == "strong monotonicity":
-        words = """<p>Move the state away from an answer, in any direction: the layer pulls it back,
-and harder the farther it is (it is strongly monotone). Between two answers nothing could pull. So
-<strong>there is one answer.</strong></p>"""
-    elif kind == "local":
-        words = """<p>Near the state that was computed there is exactly one answer. Farther away
-there may be others: that is not excluded.</p>"""
-    else:
-        words = """<p>For this picture nothing is proven: there may be several answers. Train with
-smaller weights to exclude it.</p>"""
+    words = _PROOFS.get(kind, _PROOFS["none"]).replace("{{share}}", percent(share))
     return f'<div class="short">{words}</div>'
 
 
 def shell(title: str, body: str, footer: str) -> str:
     """The whole page around ``body``."""
-    return f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8">
-<meta name="viewport" content="width=device-width,initial-scale=1">
-<meta name="color-scheme" content="light dark"><title>{html.escape(title)}</title>
-<style>{STYLE}</style></head><body><main>{body}
-<footer>{footer}</footer>
-</main></body></html>
-"""
+    parts = {"title": html.escape(title), "style": STYLE, "body": body, "footer": footer}
+    return re.sub(r"\{\{(\w+)\}\}", lambda name: parts[name[1]], _read("page.html"))

@@ -122,24 +122,17 @@ def _time(seconds: float) -> str:
 
 
 def _drawn(
-    history: Sequence[Mapping[str, float]],
-    names: Mapping[str, str],
-    caption: str,
-    ylabel: str,
-    *,
-    zero: bool = False,
-    **options: Any,
+    history: Sequence[Mapping[str, float]], names: str, caption: str, ylabel: str, **options: Any
 ) -> str:
-    """Columns of the history over the passes, with ``zero`` from 0 on; empty without any."""
-    colors = iter("abc")
-    lines = [
-        Line(shown, next(colors), [(row["epoch"], row[name]) for row in history if name in row])
-        for name, shown in names.items()
-        if any(name in row for row in history)
-    ]
+    """Columns of the history, "train_loss=training, …", over the passes; empty without any."""
+    lines = []
+    for each, color in zip(names.split(", "), "abc", strict=False):
+        key, _, name = each.partition("=")
+        if found := [(row["epoch"], row[key]) for row in history if key in row]:
+            lines.append(Line(name, color, found))
     if not lines:
         return ""
-    if zero:
+    if options.get("top") == 0.0:  # from zero on
         options["top"] = 1.15 * max(y for line in lines for _, y in line.points) or 1.0
     alt = f"{ylabel} over the passes: {', '.join(line.name for line in lines)}"
     drawn = chart(lines, alt=alt, xlabel="pass over the images", ylabel=ylabel, **options)
@@ -147,32 +140,28 @@ def _drawn(
 
 
 def _curves(history: Sequence[Mapping[str, float]]) -> str:
-    loss = {"train_loss": "training", "val_loss": "validation"}
-    right = {"train_accuracy": "training", "val_accuracy": "validation", "val_miou": "mIoU"}
+    loss = "train_loss=training, val_loss=validation"
+    right = "train_accuracy=training, val_accuracy=validation, val_miou=mIoU"
     parts = _drawn(history, loss, "What training makes small.", "loss")
     parts += _drawn(history, right, "Share of right answers.", "right", share=True, top=1.0)
     if len({row.get("lr") for row in history}) > 1:
-        parts += _drawn(history, {"lr": "learning rate"}, "Size of a training step.", "rate")
-    speed = {"images_per_second": "images per second"}
-    parts += _drawn(history, speed, "How fast it went.", "images/s", zero=True)
+        parts += _drawn(history, "lr=learning rate", "Size of a training step.", "rate")
+    speed = "images_per_second=images per second"
+    parts += _drawn(history, speed, "How fast it went.", "images/s", top=0.0)
     return section("curves", "1 · training", "Pass by pass", f'<div class="two">{parts}</div>')
 
 
 def _solver(history: Sequence[Mapping[str, float]]) -> str:
     """Steps, residual and shares over time; empty without equilibrium layers."""
-    steps = {"solver_steps": "steps, mean"}
     caption = "Evaluations of the map, mean over images and layers."
-    parts = _drawn(history, steps, caption, "steps", zero=True)
-    residual = {"residual": "‖T(z) − z‖/‖T(z)‖, mean"}
-    caption = "How far a solve was from its equilibrium when it stopped."
-    parts += _drawn(history, residual, caption, "residual", log=True)
-    if not parts:
-        return ""
+    parts = _drawn(history, "solver_steps=mean of all solves", caption, "steps", top=0.0)
+    caption = "How far a solve was from its equilibrium when it stopped: ‖T(z) − z‖/‖T(z)‖."
+    parts += _drawn(history, "residual=mean of all solves", caption, "residual", log=True)
     if any(row.get("converged", 1.0) < 1.0 or row.get("failed", 0.0) > 0.0 for row in history):
-        shares = {"converged": "reached the tolerance", "failed": "diverged or NaN"}
-        parts += _drawn(history, shares, "How solves ended.", "share", share=True, top=1.0)
-    title = "What the solver did"
-    return section("solver", "2 · solves", title, f'<div class="two">{parts}</div>')
+        ends = "converged=reached the tolerance, failed=diverged or NaN"
+        parts += _drawn(history, ends, "How solves ended.", "share", share=True, top=1.0)
+    text = f'<div class="two">{parts}</div>'
+    return section("solver", "2 · solves", "What the solver did", text) if parts else ""
 
 
 def _confusion(metrics: ClassificationMetrics, dataset: ImageData) -> str:

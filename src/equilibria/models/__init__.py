@@ -1,6 +1,7 @@
 """Whole networks by name, baselines beside them; saved and loaded without unpickling anything."""
 
 from .export import Exported, ExportError, OnnxNetwork, export, load_onnx
+from .hub import register_timm
 from .network import ModelCard, ModelConfig, Network, count_parameters
 from .prediction import Prediction
 from .preprocessing import InputWarning
@@ -25,5 +26,6 @@ __all__ = [
     "load_onnx",
     "names",
     "read_header",
+    "register_timm",
     "save",
 ]

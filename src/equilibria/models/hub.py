@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
 
@@ -119,6 +120,36 @@ def fetch(repo: str, *, download: bool, **options: Any) -> Path:
             f"from_pretrained(..., download=True), or `equilibria models pull {repo}`."
         ) from error
     return Path(found)
+
+
+def register_timm() -> list[str]:
+    """Make our classifiers known to timm: ``timm.create_model("equilibria_geq_cifar_5m")``.
+
+    Returns their names in timm, ours after "equilibria_". ``in_chans`` and ``img_size`` are timm's
+    options; the others are those of ``create``.
+    """
+    with needs("timm", "register_timm", extra="timm"):
+        from timm.models import register_model
+    from .registry import create, names
+
+    def entry(name: str) -> Callable[..., Network]:
+        def build(pretrained: bool = False, **options: Any) -> Network:
+            if pretrained:
+                raise ValueError(
+                    f"pretrained={pretrained!r}: timm has no weights of equilibria_{name}; trained "
+                    "networks are loaded by eq.models.Network.from_pretrained."
+                )
+            for key in ("pretrained_cfg", "pretrained_cfg_overlay", "cache_dir"):
+                options.pop(key, None)
+            if options.get("drop_rate") == 0:  # what timm's scripts always pass
+                del options["drop_rate"]
+            ours = {"in_chans": "in_channels", "img_size": "image_size"}
+            return create(name, **{ours.get(key, key): value for key, value in options.items()})
+
+        build.__name__ = f"equilibria_{name}"
+        return build
+
+    return [register_model(entry(name)).__name__ for name in names(task="classification")]
 
 
 def _card(model: Network) -> str:

@@ -39,7 +39,9 @@ Array = NDArray[Any]
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 _CHUNK = 4096  # rows solved at once in predictions
 
-LAYERS = ("geq", "opteq", "deep_opteq", "explicit")
+# The layers by name, and the norm of W below which their equilibrium is unique (docs/facts.md).
+_GEQ = math.sqrt(math.exp(1.5) / 2.0)
+UNIQUE = {"geq": _GEQ, "opteq": 1.0, "deep_opteq": 1.0, "explicit": math.inf}
 LayerChoice = str | Callable[[int, int], nn.Module]
 
 # Training follows the equilibrium closely enough; what is predicted is solved to what the dtype can
@@ -161,8 +163,8 @@ def _check_parameters(estimator: Any) -> None:
         given = f"{key}={getattr(estimator, key)!r}"
         return ValueError(f"{type(estimator).__name__}({given}): {allowed}")
 
-    if not callable(estimator.layer) and estimator.layer not in LAYERS:
-        names = ", ".join(map(repr, LAYERS))
+    if not callable(estimator.layer) and estimator.layer not in UNIQUE:
+        names = ", ".join(map(repr, UNIQUE))
         allowed = f"expected one of {names}, or a callable (in_features, hidden) -> nn.Module."
         raise refuse("layer", allowed)
     for key in ("hidden", "max_iter", "batch_size", "n_iter_no_change"):
@@ -170,7 +172,7 @@ def _check_parameters(estimator: Any) -> None:
         if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
             raise refuse(key, "expected an integer of at least 1.")
     limits = {
-        "bound": (0.0, 1.0 if estimator.layer in ("opteq", "deep_opteq") else math.inf, True),
+        "bound": (0.0, math.inf if callable(estimator.layer) else UNIQUE[estimator.layer], True),
         "lr": (0.0, math.inf, True),
         "weight_decay": (0.0, math.inf, False),
         "tol": (0.0, math.inf, False),
@@ -180,7 +182,11 @@ def _check_parameters(estimator: Any) -> None:
         value = getattr(estimator, key)
         real = isinstance(value, Real) and not isinstance(value, bool)
         if not real or not (low < value if is_open else low <= value) or not value < high:
-            raise refuse(key, f"expected a number in {'(' if is_open else '['}{low:g}, {high:g}).")
+            allowed = f"expected a number in {'(' if is_open else '['}{low:g}, {high:g})."
+            if key == "bound" and real and value >= high:
+                allowed += " From there on there may be several equilibria. To allow them, give "
+                allowed += "layer=lambda inputs, hidden: ... with a constraint of its own."
+            raise refuse(key, allowed)
     if estimator.schedule not in ("cosine", "constant"):
         raise refuse("schedule", "expected 'cosine' or 'constant'.")
     if estimator.dtype not in DTYPES:

@@ -40,7 +40,9 @@ class EquilibriumClassifier(ClassifierMixin, BaseEquilibrium):  # type: ignore[m
         layer: "geq" (Gaussian kernel), "opteq" (linear kernel), "deep_opteq" (two layers),
             "explicit" (two plain layers of equal size, for comparison), or a callable
             (in_features, hidden) -> nn.Module that maps [B, in_features] to [B, hidden].
-        bound: bound on the norm of W; "geq" is unique below 1.4969, the OptEq layers need < 1.
+        bound: bound on the norm of W. Where the equilibrium need not be unique it is refused:
+            from 1.4969 on for "geq", from 1 on for the OptEq layers. A callable ``layer`` sets its
+            own.
         max_iter: epochs, at most.
         batch_size: rows of a step.
         lr: AdamW's learning rate at the start.
