@@ -118,7 +118,7 @@ def test_autograd_agrees_to_third_order(name: str) -> None:
     assert torch.autograd.gradgradcheck(run, args)
 
 
-def _within(curvature: Curvature, eigenvalues: np.ndarray, b: int) -> None:
+def _check_within(curvature: Curvature, eigenvalues: np.ndarray, b: int) -> None:
     lower, upper = (
         float(t[b]) if isinstance(t, Tensor) else t for t in (curvature.lower, curvature.upper)
     )
@@ -154,8 +154,8 @@ def test_curvature_bounds_hold(seed: int, scale: float, name: str) -> None:
     for b in range(2):
         hessian = _dense_hessian(name, matrix, c[b].numpy(), z[b].numpy())
         eigenvalues = np.linalg.eigvalsh(hessian)
-        _within(glob, eigenvalues, b)
-        _within(local, eigenvalues, b)
+        _check_within(glob, eigenvalues, b)
+        _check_within(local, eigenvalues, b)
 
 
 def test_bounds_are_attained() -> None:
