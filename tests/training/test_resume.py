@@ -117,8 +117,9 @@ def test_crashes_go_back_to_the_end_of_an_epoch(tmp_path: Path, whole: Any) -> N
     interrupted_and_resumed(tmp_path / "a", "onecycle", whole, stop, RuntimeError)
     for step, resume in ((17, None), (8, place.folder)):  # once more on the way
         with pytest.raises(Interrupted):
-            run(place, dropout=0.2, resume=resume, callbacks=[RaiseAt(step)])
-    assert_same_run(run(place, dropout=0.2, resume=place.folder), whole("onecycle")[0])
+            run(place, dropout=0.2, resume=resume, callbacks=[RaiseAt(step), Losses()])
+    found = run(place, dropout=0.2, resume=place.folder, callbacks=[Losses()])
+    assert_same_run(found, whole("onecycle")[0])
 
 
 @pytest.mark.parametrize("epoch", [0, 1, 2])
