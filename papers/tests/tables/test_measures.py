@@ -51,16 +51,6 @@ def test_local_minima_are_counted(rows: list[list[int]]) -> None:
     assert measures.local_minima(grid) == expected
 
 
-def test_a_bowl_has_one_minimum_and_a_hole_is_none() -> None:
-    axis = torch.linspace(-1, 1, 11, dtype=torch.float64)
-    bowl = axis[:, None].square() + axis[None].square()
-    assert measures.local_minima(bowl) == 1
-    bowl[0, 0] = torch.nan
-    assert measures.local_minima(bowl) == 1
-    bowl[5, 5] = torch.nan
-    assert measures.local_minima(bowl) == 0  # its four neighbors tie
-
-
 def test_first_steps_share_of_a_path() -> None:
     # One sample goes 3, then 1; the other leaps once; the third blows up and is left out.
     points = torch.tensor([[0.0, 0.0, 0.0], [3.0, 2.0, 1.0], [4.0, 2.0, torch.inf]])
