@@ -308,21 +308,6 @@ def test_a_line_a_row_and_remarks_on_cells_without_numbers() -> None:
     assert "- not run: cifar100 is not at hand: fifth, accuracy in %; sixth, size in M." in said
 
 
-def test_a_narrow_terminal_has_a_line_a_cell() -> None:
-    lines = shown(mixed(), 40)
-    inside = [[p.strip() for p in line.split("│")[1:-1]] for line in lines if line[0] == "│"]
-    assert inside[:7] == [
-        ["first", ""],
-        ["accuracy in %", "91.50 / 94.8 ± 0.1%"],
-        ["size in M", "4.25"],
-        ["second", ""],
-        ["accuracy in %", "92.50"],
-        ["size in M", "– / 5M"],
-        ["nowhere", "–"],
-    ]
-    assert max(map(len, lines)) <= 40
-
-
 def test_where_nothing_was_run_there_is_no_grid() -> None:
     lines = shown(result([cell(name, "x", None, "no run folder has it") for name in "ab"]), 80)
     assert lines == [
