@@ -27,6 +27,7 @@ Array = NDArray[np.float64]
 # A fall by 1e-12 of what is left: splittings converge linearly, and float64 resolves 1e-16.
 PR = PeacemanRachford(rtol=1e-12)
 FB = ForwardBackward(rtol=1e-13, max_steps=5000)
+ANDERSON = eq.Anderson(rtol=1e-13, max_steps=400)
 
 
 # ---------------------------------------------------------------------- the layer contract
@@ -208,9 +209,7 @@ def _bias(layer: MonotoneDEQ, x: Tensor) -> tuple[Tensor, ...]:
 
 
 @pytest.mark.parametrize("name", list(ACTIVATIONS))
-@pytest.mark.parametrize(
-    "solver", [PR, FB, eq.Anderson(rtol=1e-13, max_steps=400)], ids=lambda s: type(s).__name__
-)
+@pytest.mark.parametrize("solver", [PR, FB, ANDERSON], ids=lambda s: type(s).__name__)
 def test_every_prior_and_solver(name: str, solver: Any) -> None:
     prior, sigma, slope = ACTIVATIONS[name]
     layer, x = drawn("dense", stretch=1.3, prior=prior, solver=solver, bias=False)
@@ -263,14 +262,17 @@ def test_a_solution_says_what_ran() -> None:
 
 
 @pytest.mark.parametrize(
-    "solver", [PR, FB, eq.Anderson(rtol=1e-13, max_steps=400)], ids=lambda s: type(s).__name__
+    ("solver", "adjoint"),
+    [
+        *((solver, eq.Unrolled()) for solver in (PR, FB)),
+        *((ANDERSON, adjoint) for adjoint in (TransposedSplitting(), EXACT, eq.Unrolled())),
+    ],
+    ids=lambda made: type(made).__name__,
 )
-@pytest.mark.parametrize(
-    "adjoint", [TransposedSplitting(), EXACT, eq.Unrolled()], ids=lambda a: type(a).__name__
-)
-def test_gradients_of_every_solver_and_adjoint(solver: Any, adjoint: Any) -> None:
-    layer, x = drawn("dense", stretch=1.3, solver=solver, adjoint=adjoint)
-    check_gradients(layer, x, rtol=1e-6, atol=1e-6)
+def test_gradients_with_another_solver_or_adjoint(solver: Any, adjoint: Any) -> None:
+    """Splittings with their own adjoint are below, those with GMRES in the contract."""
+    layer, x = drawn("dense", m=2.0, stretch=1.3, solver=solver, adjoint=adjoint)
+    check_gradients(layer, x[:1], rtol=1e-6, atol=1e-6)
 
 
 @each_form
