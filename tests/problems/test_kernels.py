@@ -22,8 +22,8 @@ from equilibria.problems import (
     Curvature,
     DegenerateKernelWarning,
     DenseOperator,
-    Prior,
 )
+from tests.oracles import PROXES
 from tests.problems.test_operators import conv_matrix, randn
 
 Objective = Callable[[np.ndarray, np.ndarray, np.ndarray], float]
@@ -237,17 +237,7 @@ def test_compile_vmap_and_channels_last(name: str) -> None:
 
 # OptEq's Eq 3: an activation between W and Wᵀ
 
-PRIORS: dict[str, Prior] = {
-    "relu": eq.NonNegative(),
-    "box": eq.Box(-0.3, 0.8),
-    "soft": eq.SoftThreshold(0.2),
-    "shifted": eq.ShiftedNonNegative(0.1),
-    "leaky": eq.LeakyNonNegative(0.3),
-    "free": eq.Free(),
-    "tanh": eq.Tanh(),
-    "sigmoid": eq.Logistic(),
-    "softplus": eq.Softplus(),
-}
+PRIORS = {name: prior for name, (prior, _) in PROXES.items()}
 
 
 @pytest.mark.parametrize("name", list(PRIORS))
