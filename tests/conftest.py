@@ -22,6 +22,7 @@ def pytest_configure() -> None:
 # Tests that compile, inherited by many classes: how many of each run every day. The rest are slow.
 COMPILED = {
     "test_a_fixed_step_layer_compiles_whole": 4,
+    "test_fixed_steps_of_anderson_compile_to_one_graph": 1,
     "test_fixed_steps_compile_into_one_graph": 3,
     "test_fixed_steps_compile_to_one_graph": 3,
     "test_the_map_compiles": 3,
@@ -36,8 +37,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         name = getattr(item, "originalname", item.name)
         if name in left and item.get_closest_marker("slow") is None:
-            left[name] -= 1
-            if left[name] < 0:
+            daily = getattr(getattr(item, "cls", None), "compiles_daily", True)
+            left[name] -= daily
+            if left[name] < 0 or not daily:
                 item.add_marker(pytest.mark.slow)
 
 

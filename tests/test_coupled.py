@@ -447,6 +447,24 @@ def test_a_sample_that_was_done_is_solved_on_when_its_mates_move() -> None:
         wanted = torch.tensor([15.0, 10.0, 20.0]).double().view(3, 1).expand(3, 2)
         torch.testing.assert_close(sol.value, wanted, rtol=1e-4, atol=0)
 
+    with pytest.warns(eq.ConvergenceWarning, match="1 of 3"):  # the one that had passed before
+        eq.fixed_point(fn, start, solver=eq.Anderson(rtol=1e-6, max_steps=3))
+
+
+def test_a_diverged_sample_is_a_constant_to_those_that_read_it() -> None:
+    """Fixed steps look for no coupling: sample 0 reads sample 1, whose gradient is zero."""
+    w = torch.tensor(0.4, dtype=torch.float64, requires_grad=True)
+    slope = torch.tensor([[1.0], [7.5]], dtype=torch.float64)
+
+    def fn(z: Tensor, w: Tensor) -> Tensor:
+        return w * slope * z + torch.cat([1 + 0.3 * torch.sin(z[1:]), torch.ones_like(z[:1])])
+
+    solver = eq.Picard(rtol=0.0, atol=0.0, max_steps=12, divergence=100.0)
+    sol = eq.fixed_point(fn, torch.zeros(2, 3, dtype=torch.float64), (w,), solver=solver)
+    assert sol.result[1] == eq.Result.diverged
+    (found,) = torch.autograd.grad(sol.value[0].sum(), w)
+    torch.testing.assert_close(found, sol.value[0].detach().sum() / 0.6)  # ∂z/∂w = z/(1 − w)
+
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_coupling_that_vanishes_at_the_start_is_found(seed: int) -> None:

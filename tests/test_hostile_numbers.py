@@ -103,7 +103,7 @@ def joined(out: Any) -> Tensor:
     return torch.cat([part.flatten(1) for part in out], 1)
 
 
-def survives(module: nn.Module, x: Tensor, expected: Tensor | None = None) -> None:
+def check_survives(module: nn.Module, x: Tensor, expected: Tensor | None = None) -> None:
     """Solve, check the reports, train one step, check the parameters."""
     network = isinstance(module, eq.models.Network)
     with eq.nn.observe(module) as seen, warnings.catch_warnings():
@@ -151,7 +151,7 @@ def test_layers(name: str, fault: str) -> None:
         with pytest.raises(ValueError, match=r"batch size zero|has no samples"):
             layer(given)
         return
-    survives(layer, given, expected)
+    check_survives(layer, given, expected)
 
 
 @pytest.mark.parametrize("gamma", [1e-6, 1e6])
@@ -159,7 +159,7 @@ def test_layers(name: str, fault: str) -> None:
 def test_gamma(name: str, gamma: float) -> None:
     make, shape = LAYERS[name]
     torch.manual_seed(0)
-    survives(make(gamma=eq.FixedGamma(gamma)), torch.randn(3, *shape))
+    check_survives(make(gamma=eq.FixedGamma(gamma)), torch.randn(3, *shape))
 
 
 @pytest.mark.slow
@@ -173,7 +173,7 @@ def test_networks(name: str, fault: str) -> None:
         with torch.no_grad():
             expected = copy.deepcopy(model)(x)
     given = FAULTS[fault](model, x)
-    survives(model, given, expected)
+    check_survives(model, given, expected)
     if model.task == "classification":
         for answer in model.predict_normalized(given):
             assert answer.converged is False or 0.0 <= answer.confidence <= 1.0

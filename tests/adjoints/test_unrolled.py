@@ -54,10 +54,6 @@ class TestUnrolledWithCheckpoint(TestUnrolled):
     def make_adjoint(self) -> Any:
         return eq.Unrolled(checkpoint=True)
 
-    @pytest.mark.slow
-    def test_fixed_steps_of_anderson_compile_to_one_graph(self) -> None:
-        super().test_fixed_steps_of_anderson_compile_to_one_graph()
-
 
 @pytest.mark.parametrize("checkpoint", [False, True])
 @pytest.mark.parametrize("problem", GENERAL, ids=lambda p: p.name)

@@ -20,13 +20,26 @@ def run(*arguments: str | Path) -> int:
     return code
 
 
-def run_json(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> Any:
-    """What ``equilibria ARGUMENTS --json`` prints."""
-    assert run(*arguments, "--json") == 0
-    return json.loads(capsys.readouterr().out)
+class Cli:
+    """``equilibria WORDS ...`` inside the tests' process, and what it printed."""
 
+    def __init__(self, capsys: pytest.CaptureFixture[str], *words: str) -> None:
+        self.read, self.words = capsys.readouterr, words
 
-def refused(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
-    """The error with which ``equilibria ARGUMENTS`` ends, in one line."""
-    assert run(*arguments) == 1
-    return " ".join(capsys.readouterr().err.split())
+    def __call__(self, *arguments: Any) -> int:
+        """The exit code."""
+        return run(*self.words, *arguments)
+
+    def shown(self, *arguments: Any) -> str:
+        """What it prints where it succeeds."""
+        assert self(*arguments) == 0
+        return self.read().out
+
+    def json(self, *arguments: Any) -> Any:
+        """What it prints with ``--json``."""
+        return json.loads(self.shown(*arguments, "--json"))
+
+    def err(self, *arguments: Any, code: int = 1) -> str:
+        """What it says where it ends with this code, in one line."""
+        assert self(*arguments) == code
+        return " ".join(self.read().err.split())

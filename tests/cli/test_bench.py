@@ -8,23 +8,13 @@ from pathlib import Path
 import pytest
 
 import equilibria as eq
-from equilibria.cli.app import main
+from tests.cli.running import Cli
 
 SMALL = ("-o", "widths=[8, 8]", "--batch-size", "8", "--budget", "0", "--device", "cpu")
 
 
-def run(*arguments: str | Path) -> int:
-    """The exit code of ``equilibria ARGUMENTS``."""
-    with pytest.raises(SystemExit) as ended:
-        main([str(a) for a in arguments])
-    code = ended.value.code
-    assert isinstance(code, int)
-    return code
-
-
-def test_a_network_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("bench", "--model", "geq_digits", *SMALL, "--out", tmp_path / "b") == 0
-    said = capsys.readouterr().out
+def test_a_network_by_name(tmp_path: Path, cli: Cli) -> None:
+    said = cli.shown("bench", "--model", "geq_digits", *SMALL, "--out", tmp_path / "b")
     for word in ("images per second", "layers", "rest", "backward", "steps", "help"):
         assert word in said
     assert sorted(p.name for p in (tmp_path / "b").iterdir()) == ["bench.json"]
@@ -33,27 +23,22 @@ def test_a_network_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert list(found["train"]["parts"]) == ["layers", "rest", "backward"]
 
 
-def test_trained_weights_on_their_data_as_json(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_trained_weights_on_their_data_as_json(tmp_path: Path, cli: Cli) -> None:
     model = eq.models.create("geq_digits", widths=[8, 8])
     file = tmp_path / "model.safetensors"
     eq.models.save(model, file)
-    code = run(
+    found = cli.json(
         *("bench", file, "--data", "digits", "--batch-size", "8", "--budget", "0"),
-        *("--device", "cpu", "--no-train", "--json"),
+        *("--device", "cpu", "--no-train"),
     )
-    assert code == 0
-    found = json.loads(capsys.readouterr().out)
     assert found["train"] is None
     assert found["shape"][0] == 8
     assert all(layer["mean_steps"] > 0 for layer in found["inference"]["layers"].values())
 
 
-def test_a_shape_lays_the_network_out(capsys: pytest.CaptureFixture[str]) -> None:
-    code = run("bench", "--model", "geq_digits", *SMALL, "--shape", "3,16,16", "--json")
-    assert code == 0
-    assert json.loads(capsys.readouterr().out)["shape"] == [8, 3, 16, 16]
+def test_a_shape_lays_the_network_out(cli: Cli) -> None:
+    found = cli.json("bench", "--model", "geq_digits", *SMALL, "--shape", "3,16,16")
+    assert found["shape"] == [8, 3, 16, 16]
 
 
 @pytest.mark.parametrize(
@@ -70,8 +55,5 @@ def test_a_shape_lays_the_network_out(capsys: pytest.CaptureFixture[str]) -> Non
         (("nowhere", "-o", "depth=2"), "--option is for --model"),
     ],
 )
-def test_wrong_usage_says_what_to_do(
-    arguments: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run("bench", *arguments, "--device", "cpu") == 1
-    assert said in " ".join(capsys.readouterr().err.split())
+def test_wrong_usage_says_what_to_do(arguments: tuple[str, ...], said: str, cli: Cli) -> None:
+    assert said in cli.err("bench", *arguments, "--device", "cpu")

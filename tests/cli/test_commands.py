@@ -20,7 +20,7 @@ from torch import Tensor
 
 import equilibria as eq
 from equilibria.training import TrainConfig
-from tests.cli.running import refused, run, run_json
+from tests.cli.running import Cli, run
 from tests.data.made_files import write_parquet
 
 
@@ -47,13 +47,13 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_flags_go_before_the_file_and_the_file_before_the_defaults(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, cli: Cli
 ) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("lr: 0.5\nepochs: 9\nmodel_options: {bound: 0.8}\n")
     flags = ("--epochs", "3", "--augment", "crop,flip", "--no-nesterov", "-o", "depth=2")
-    assert run("train", "--dry-run", "--config", file, *flags) == 0
-    found = yaml.safe_load(capsys.readouterr().out)
+    assert cli("train", "--dry-run", "--config", file, *flags) == 0
+    found = yaml.safe_load(cli.read().out)
     assert (found["lr"], found["epochs"], found["momentum"]) == (0.5, 3, 0.9)
     assert found["augment"] == ["crop", "flip"]
     assert found["nesterov"] is False
@@ -61,12 +61,10 @@ def test_flags_go_before_the_file_and_the_file_before_the_defaults(
     assert found["out"] == str(Path("runs") / "digits-geq_digits")
 
 
-def test_every_option_of_a_run_is_a_flag(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_option_of_a_run_is_a_flag(monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
     monkeypatch.setenv("COLUMNS", "400")  # no text is broken into lines
-    assert run("train", "--help") == 0
-    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert cli("train", "--help") == 0
+    text = " ".join(cli.read().out.replace("│", " ").split())
     for field in dataclasses.fields(TrainConfig):
         assert f"--{field.name.replace('_', '-')}" in text, field.name
         assert field.metadata["help"] in text, field.name
@@ -75,23 +73,18 @@ def test_every_option_of_a_run_is_a_flag(
     assert panels == sorted(panels)
 
 
-def test_a_folder_with_a_run_is_not_overwritten_by_accident(
-    trained: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_with_a_run_is_not_overwritten_by_accident(trained: Path, cli: Cli) -> None:
     before = (trained / "model.safetensors").read_bytes()
-    assert run("train", "--epochs", "1", "--quiet", "--out", trained) == 1
-    said = capsys.readouterr().err
+    said = cli.err("train", "--epochs", "1", "--quiet", "--out", trained)
     assert "--resume" in said
     assert "--overwrite" in said
     assert (trained / "model.safetensors").read_bytes() == before
 
 
-def test_resume_takes_the_runs_own_configuration(
-    trained: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_resume_takes_the_runs_own_configuration(trained: Path, cli: Cli) -> None:
     for place in (trained, trained / "last.ckpt"):
-        assert run("train", "--resume", place, "--dry-run") == 0
-        assert yaml.safe_load(capsys.readouterr().out)["batch_size"] == 128
+        assert cli("train", "--resume", place, "--dry-run") == 0
+        assert yaml.safe_load(cli.read().out)["batch_size"] == 128
 
 
 @pytest.mark.parametrize(
@@ -111,11 +104,11 @@ def test_resume_takes_the_runs_own_configuration(
     ],
 )
 def test_wrong_options_say_what_is_wrong(
-    arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], said: str, tmp_path: Path, cli: Cli
 ) -> None:
-    code = run("train", "--quiet", "--out", tmp_path / "run", *arguments)
+    code = cli("train", "--quiet", "--out", tmp_path / "run", *arguments)
     assert code in (1, 2)
-    text = capsys.readouterr().err
+    text = cli.read().err
     assert said in text
     assert "Traceback" not in text
     assert not (tmp_path / "run" / "model.safetensors").exists()
@@ -130,18 +123,18 @@ def test_wrong_options_say_what_is_wrong(
     ],
 )
 def test_a_model_for_other_images_asks_for_data(
-    model: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model: str, said: str, tmp_path: Path, cli: Cli
 ) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(f"model: {model}\n")
     for flags in (("--model", model), ("--config", file)):
-        text = refused(capsys, "train", *flags, "--dry-run")
+        text = cli.err("train", *flags, "--dry-run")
         assert said in text
         assert "Give --data: " in text
     file.write_text(f"model: {model}\ndata: digits\n")
     for flags in (("--model", model, "--data", "digits"), ("--config", file)):
-        assert run("train", *flags, "--dry-run") == 0
-        assert yaml.safe_load(capsys.readouterr().out)["data"] == "digits"
+        assert cli("train", *flags, "--dry-run") == 0
+        assert yaml.safe_load(cli.read().out)["data"] == "digits"
 
 
 # ---------------------------------------------------------------------- evaluate
@@ -156,10 +149,8 @@ def by_hand(trained: Path) -> tuple[torch.nn.Module, Tensor, Tensor]:
     return model, (digits.images.float() / 255 - mean) / std, digits.targets
 
 
-def test_evaluate_agrees_with_a_count_by_hand(
-    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    found = run_json(capsys, "evaluate", trained, "--certify", "4", "--out", tmp_path / "report")
+def test_evaluate_agrees_with_a_count_by_hand(trained: Path, tmp_path: Path, cli: Cli) -> None:
+    found = cli.json("evaluate", trained, "--certify", "4", "--out", tmp_path / "report")
     model, x, targets = by_hand(trained)
     with torch.no_grad():
         right = float((model(x).argmax(1) == targets).double().mean())
@@ -169,20 +160,18 @@ def test_evaluate_agrees_with_a_count_by_hand(
 
 
 def test_evaluate_at_the_converged_equilibrium_and_under_corruptions(
-    trained: Path, capsys: pytest.CaptureFixture[str]
+    trained: Path, cli: Cli
 ) -> None:
     flags = ("--limit", "16", "--certify", "0", "--corruptions", "--severities", "1")
-    found = run_json(capsys, "evaluate", trained, *flags, "--converged", "1e-3")
+    found = cli.json("evaluate", trained, *flags, "--converged", "1e-3")
     assert found["converged"] is not None
     assert found["metrics"]["samples"] == 16
     assert found["corruptions"]
 
 
-def test_evaluate_reports_the_flip_apart(
-    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    plain = run_json(capsys, "evaluate", trained, "--certify", "0")
-    found = run_json(capsys, "evaluate", trained, "--certify", "0", "--flip", "--out", tmp_path)
+def test_evaluate_reports_the_flip_apart(trained: Path, tmp_path: Path, cli: Cli) -> None:
+    plain = cli.json("evaluate", trained, "--certify", "0")
+    found = cli.json("evaluate", trained, "--certify", "0", "--flip", "--out", tmp_path)
     assert plain["flip"] is None
     assert found["metrics"] == plain["metrics"]
     assert found["layers"] == plain["layers"]
@@ -196,8 +185,7 @@ def test_evaluate_reports_the_flip_apart(
     assert found["flip"]["nll"] != found["metrics"]["nll"]
     assert json.loads((tmp_path / "report.json").read_text("utf-8"))["flip"] == found["flip"]
     flags = ("--certify", "0", "--limit", "16", "--flip", "--stop", "label")
-    assert run("evaluate", trained, *flags) == 0
-    shown = capsys.readouterr().out
+    shown = cli.shown("evaluate", trained, *flags)
     assert "with flip" in shown
     assert 'stop="label"' in shown
 
@@ -218,19 +206,15 @@ def test_evaluate_reports_the_flip_apart(
         (["", "--out", __file__], "--out "),
     ],
 )
-def test_evaluate_refuses_nonsense(
-    flags: list[str], said: str, trained: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert said in refused(capsys, "evaluate", trained / flags[0], *flags[1:], "--limit", "2")
+def test_evaluate_refuses_nonsense(flags: list[str], said: str, trained: Path, cli: Cli) -> None:
+    assert said in cli.err("evaluate", trained / flags[0], *flags[1:], "--limit", "2")
 
 
 # ---------------------------------------------------------------------- certify
 
 
-def test_certify_gives_the_numbers_of_the_layers(
-    trained: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    found = run_json(capsys, "certify", trained, "--images", "3")
+def test_certify_gives_the_numbers_of_the_layers(trained: Path, cli: Cli) -> None:
+    found = cli.json("certify", trained, "--images", "3")
     assert found["unique"] is True
     model = eq.models.load(trained / "model.safetensors")
     assert len(found["layers"]) == len(eq.nn.equilibrium_layers(model))
@@ -239,9 +223,7 @@ def test_certify_gives_the_numbers_of_the_layers(
         assert layer["error_bound"] >= layer["residual"] >= 0
 
 
-def test_certify_exits_with_1_where_nothing_is_proven(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_certify_exits_with_1_where_nothing_is_proven(tmp_path: Path, cli: Cli) -> None:
     small = {"widths": (8, 8), "hidden": 8}
     model = eq.models.create("geq_digits", **small, constraint=eq.nn.NormBounded(bound=20.0))
     with torch.no_grad():
@@ -251,17 +233,15 @@ def test_certify_exits_with_1_where_nothing_is_proven(
     digits = eq.data.load("digits")
     extra = {"data": "digits", "mean": digits.mean, "std": digits.std, "classes": digits.classes}
     eq.models.save(model, tmp_path / "wild.safetensors", extra=extra)
-    assert run("certify", tmp_path / "wild.safetensors", "--images", "2") == 1
-    assert "no" in capsys.readouterr().out
+    assert cli("certify", tmp_path / "wild.safetensors", "--images", "2") == 1
+    assert "no" in cli.read().out
 
 
 # ---------------------------------------------------------------------- predict
 
 
-def test_predict_names_the_class_of_a_file(
-    trained: Path, pictures: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    found = run_json(capsys, "predict", trained, pictures, "--top", "3")
+def test_predict_names_the_class_of_a_file(trained: Path, pictures: Path, cli: Cli) -> None:
+    found = cli.json("predict", trained, pictures, "--top", "3")
     assert [Path(each["file"]).name for each in found] == ["0.png", "1.png", "2.png"]
     model, x, _ = by_hand(trained)
     with torch.no_grad():
@@ -275,43 +255,43 @@ def test_predict_names_the_class_of_a_file(
 
 
 def test_predict_answers_every_row_of_parquet_files(
-    trained: Path, pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    trained: Path, pictures: Path, tmp_path: Path, cli: Cli
 ) -> None:
     """Also of one part of several, and beside image files in a folder."""
     encoded = [file.read_bytes() for file in sorted(pictures.iterdir())]
     write_parquet(tmp_path / "test-00001-of-00002.parquet", {"image": encoded, "label": [0, 1, 2]})
     (tmp_path / "z.png").write_bytes(encoded[0])
-    found = run_json(capsys, "predict", trained, tmp_path)
+    found = cli.json("predict", trained, tmp_path)
     names = [Path(each.pop("file")).name for each in found]
     assert names == [*(f"test-00001-of-00002.parquet row {i}" for i in range(3)), "z.png"]
-    expected = run_json(capsys, "predict", trained, pictures)
+    expected = cli.json("predict", trained, pictures)
     for each in expected:
         each.pop("file")
     assert found == [*expected, expected[0]]
     write_parquet(tmp_path / "bad.parquet", {"image": [encoded[0], b"no image"]})
     for name, words in {"bad.parquet": "bad.parquetrow1", "gone.parquet": "gone.parquet"}.items():
-        said = refused(capsys, "predict", trained, tmp_path / name)
+        said = cli.err("predict", trained, tmp_path / name)
         assert words in said.replace(" ", "")  # lines break anywhere in a long path
 
 
 def test_a_corrupt_image_is_named_and_refused_or_skipped(
-    trained: Path, pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    trained: Path, pictures: Path, tmp_path: Path, cli: Cli
 ) -> None:
     bad = tmp_path / "bad.png"
     bad.write_bytes((pictures / "0.png").read_bytes()[:40])
-    assert run("predict", trained, pictures / "0.png", bad) == 1
-    said = capsys.readouterr().err.replace("\n", "")
+    assert cli("predict", trained, pictures / "0.png", bad) == 1
+    said = cli.read().err.replace("\n", "")
     assert "bad.png" in said
     assert "--on-corrupt skip" in said
     with warnings.catch_warnings():
         warnings.simplefilter("always")
-        assert run("predict", trained, pictures / "0.png", bad, "--on-corrupt", "skip") == 0
-    said = capsys.readouterr().err
+        assert cli("predict", trained, pictures / "0.png", bad, "--on-corrupt", "skip") == 0
+    said = cli.read().err
     assert "warning: skipped 1 file" in said
     assert "bad.png" in said.replace("\n", "")
-    assert "no such file" in refused(capsys, "predict", trained, tmp_path / "none.png")
+    assert "no such file" in cli.err("predict", trained, tmp_path / "none.png")
     (tmp_path / "empty").mkdir()
-    assert "no image" in refused(capsys, "predict", trained, tmp_path / "empty")
+    assert "no image" in cli.err("predict", trained, tmp_path / "empty")
 
 
 def test_predict_reads_any_mode_and_size(trained: Path, tmp_path: Path) -> None:
@@ -325,42 +305,38 @@ def test_predict_reads_any_mode_and_size(trained: Path, tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- the rest
 
 
-def test_models_are_listed_with_their_sizes(capsys: pytest.CaptureFixture[str]) -> None:
-    (found,) = run_json(capsys, "models", "geq_dig*")
+def test_models_are_listed_with_their_sizes(cli: Cli) -> None:
+    (found,) = cli.json("models", "geq_dig*")
     model = eq.models.create("geq_digits")
     assert found["parameters"] == sum(p.numel() for p in model.parameters())
-    assert run("models", "*", "--no-count") == 0
-    assert "resnet18_cifar" in capsys.readouterr().out
-    assert run("models", "geq_digits", "--no-count") == 0
-    shown = capsys.readouterr().out
+    assert "resnet18_cifar" in cli.shown("models", "*", "--no-count")
+    shown = cli.shown("models", "geq_digits", "--no-count")
     assert all(name in shown for name in eq.models.describe("geq_digits").options)
-    assert "Did you mean" not in refused(capsys, "models", "nothing*")
-    assert "Did you mean geq_digits" in refused(capsys, "models", "geq_digit")
-    assert "--task talking: expected classif" in refused(capsys, "models", "--task", "talking")
+    assert "Did you mean" not in cli.err("models", "nothing*")
+    assert "Did you mean geq_digits" in cli.err("models", "geq_digit")
+    assert "--task talking: expected classif" in cli.err("models", "--task", "talking")
 
 
-def test_data_is_listed_and_checked(capsys: pytest.CaptureFixture[str]) -> None:
-    assert {"digits", "cifar10"} <= {card["name"] for card in run_json(capsys, "data", "list")}
-    assert run("data", "check", "digits") == 0
-    assert run("data", "check", "nowhere") == 1
+def test_data_is_listed_and_checked(cli: Cli) -> None:
+    assert {"digits", "cifar10"} <= {card["name"] for card in cli.json("data", "list")}
+    assert cli("data", "check", "digits") == 0
+    assert cli("data", "check", "nowhere") == 1
 
 
-def test_info_names_the_versions(capsys: pytest.CaptureFixture[str]) -> None:
-    found = run_json(capsys, "info")
+def test_info_names_the_versions(cli: Cli) -> None:
+    found = cli.json("info")
     assert found["torch"] == torch.__version__
     assert found["equilibria"] == eq.__version__
-    assert run("--version") == 0
-    assert eq.__version__ in capsys.readouterr().out
+    assert eq.__version__ in cli.shown("--version")
 
 
-def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("--debug", "train", "--lr", "-1", "--dry-run") == 1
-    assert "Traceback" in capsys.readouterr().err
+def test_debug_shows_the_traceback(cli: Cli) -> None:
+    assert "Traceback" in cli.err("--debug", "train", "--lr", "-1", "--dry-run")
 
 
-def test_without_a_command_there_is_help(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run() in (0, 2)
-    assert "train" in capsys.readouterr().out
+def test_without_a_command_there_is_help(cli: Cli) -> None:
+    assert cli() in (0, 2)
+    assert "train" in cli.read().out
 
 
 @pytest.mark.parametrize("flag", ["--version", "--help"])
@@ -379,12 +355,9 @@ def test_help_and_version_import_no_torch(flag: str) -> None:
     assert loaded == "False True"
 
 
-def test_an_interrupted_run_says_how_to_resume_it(
-    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_interrupted_run_says_how_to_resume_it(trained: Path, tmp_path: Path, cli: Cli) -> None:
     shutil.copy(trained / "last.ckpt", tmp_path / "last.ckpt")
-    assert run("evaluate", tmp_path) == 1
-    said = " ".join(capsys.readouterr().err.split())
+    said = cli.err("evaluate", tmp_path)
     assert "has not ended" in said
     assert "equilibria train --resume" in said
 
@@ -409,11 +382,8 @@ def test_the_data_of_a_run_are_found_where_they_were(
 
 
 @pytest.mark.parametrize("command", [[], ["train"], ["data", "list"]])
-def test_help_shows_no_type_of_a_flag(
-    command: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(*command, "--help") == 0
-    said = capsys.readouterr().out
+def test_help_shows_no_type_of_a_flag(command: list[str], cli: Cli) -> None:
+    said = cli.shown(*command, "--help")
     assert "--help" in said
     assert "bool" not in said.lower()
 
@@ -476,11 +446,11 @@ def certified(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_certify_radius_states_what_is_proven_and_what_an_attack_leaves(
-    certified: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    certified: Path, tmp_path: Path, cli: Cli
 ) -> None:
     out = tmp_path / "radii.json"
     asked = ("--radius", "0.02,36/255", "--attack", "--images", "24", "--out", out)
-    found = run_json(capsys, "certify", certified, *asked)
+    found = cli.json("certify", certified, *asked)
     assert found == json.loads(out.read_text())
     assert out.with_suffix(".png").stat().st_size > 1000
     small, large = found["certified"]
@@ -493,16 +463,12 @@ def test_certify_radius_states_what_is_proven_and_what_an_attack_leaves(
 
 
 @pytest.mark.parametrize("given", ["0", "a", "1/0", "36/255,-1", ""])
-def test_a_radius_that_is_none_is_refused(
-    given: str, certified: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert "expected positive numbers" in refused(capsys, "certify", certified, "--radius", given)
+def test_a_radius_that_is_none_is_refused(given: str, certified: Path, cli: Cli) -> None:
+    assert "expected positive numbers" in cli.err("certify", certified, "--radius", given)
 
 
-def test_predict_tells_the_radius(
-    certified: Path, pictures: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    radii = [a["radius"] for a in run_json(capsys, "predict", certified, pictures, "--radius")]
+def test_predict_tells_the_radius(certified: Path, pictures: Path, cli: Cli) -> None:
+    radii = [a["radius"] for a in cli.json("predict", certified, pictures, "--radius")]
     assert len(radii) == 3
     assert max(radii) > 0.01
-    assert all(a["radius"] is None for a in run_json(capsys, "predict", certified, pictures))
+    assert all(a["radius"] is None for a in cli.json("predict", certified, pictures))

@@ -12,33 +12,33 @@ from PIL import Image
 import equilibria as eq
 from equilibria.cli.console import complain, fail, output, print_table, printable, say
 from equilibria.evaluation.rich_output import make_table
-from tests.cli.running import run
+from tests.cli.running import Cli
 
 NAMES = ["photo [old].png", "[/x]", "[bold]b[/bold]", ":smile:", "[link=http://x]y[/link]"]
 EVIL = "a\x1b[31mred\x1b[0m\x9b2J\x07\x00\u202eb"
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_names_are_shown_as_they_are(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_are_shown_as_they_are(name: str, cli: Cli) -> None:
     print_table(f"{name} head", rows=[(name,)], title=f"{name} title")
     output().print(make_table(name, [name], [(name,)]))
     output().print(f"wrote {name}")
-    shown = capsys.readouterr().out
+    shown = cli.read().out
     assert shown.count(name) >= 6
     say(name)
     complain("error:", name, "bold red")
     fail(name, name)
-    assert capsys.readouterr().err.count(name) == 4
+    assert cli.read().err.count(name) == 4
 
 
-def test_no_control_character_reaches_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_control_character_reaches_the_terminal(cli: Cli) -> None:
     print_table(EVIL, rows=[(EVIL,)], title=EVIL)
     output().print(make_table(EVIL, [EVIL], [(EVIL,)]))
     output().print(EVIL)
     say(EVIL)
     complain("warning:", EVIL, "yellow")
     fail(EVIL, EVIL)
-    shown = capsys.readouterr()
+    shown = cli.read()
     for text in (shown.out, shown.err):
         assert not set(EVIL) & set(text) - set("a[31mred0m2Jb")
         assert r"\x1b[31mred\x1b[0m\x9b2J\x07\x00\u202eb" in text
@@ -67,15 +67,14 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_predict_prints_odd_names_of_files_and_classes(
     weights: Path,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    cli: Cli,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("COLUMNS", "300")
     digits = eq.data.load("digits", "test")
     for name in ("photo [old].png", "[x].png", "evil \x1b[31m.png"):
         Image.fromarray(digits.images[0, 0].numpy()).save(tmp_path / name)
-    assert run("predict", weights, tmp_path, "--top", "10") == 0
-    shown = capsys.readouterr().out
+    shown = cli.shown("predict", weights, tmp_path, "--top", "10")
     assert "photo [old].png" in shown
     assert "[x].png" in shown
     assert r"evil \x1b[31m.png" in shown
@@ -83,24 +82,21 @@ def test_predict_prints_odd_names_of_files_and_classes(
     assert "\x1b" not in shown
     bad = tmp_path / "bad [x] \x1b[31m.png"
     bad.write_bytes(b"no image")
-    assert run("predict", weights, bad) == 1
-    said = capsys.readouterr().err.replace("\n", " ")  # it may be wrapped there
+    assert cli("predict", weights, bad) == 1
+    said = cli.read().err.replace("\n", " ")  # it may be wrapped there
     assert r"bad [x] \x1b[31m.png" in said
     assert "\x1b" not in said
 
 
-def test_evaluate_prints_odd_names(weights: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("evaluate", weights, "--limit", "8", "--certify", "0", "--batch-size", "8") == 0
-    assert "\x1b" not in capsys.readouterr().out
-    assert run("evaluate", "no [/x] file \x1b[31m") == 1
-    said = capsys.readouterr().err
-    assert r"no [/x] file \x1b[31m" in " ".join(said.split())
+def test_evaluate_prints_odd_names(weights: Path, cli: Cli) -> None:
+    flags = ("--limit", "8", "--certify", "0", "--batch-size", "8")
+    assert "\x1b" not in cli.shown("evaluate", weights, *flags)
+    said = cli.err("evaluate", "no [/x] file \x1b[31m")
+    assert r"no [/x] file \x1b[31m" in said
     assert "\x1b" not in said
 
 
-def test_predict_doubts_a_plain_picture(
-    weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_predict_doubts_a_plain_picture(weights: Path, tmp_path: Path, cli: Cli) -> None:
     Image.new("RGB", (20, 20), "red").save(tmp_path / "red.png")
     with pytest.warns(eq.models.InputWarning, match=r"red\.png: almost no contrast"):
         eq.evaluation.predict_files(eq.models.load(weights), [tmp_path])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 from PIL import Image
 
 from equilibria import models
-from tests.cli.running import run
+from tests.cli.running import Cli
 from tests.models.small import make
 from tests.models.test_export import written
 
@@ -24,17 +23,16 @@ def picture(tmp_path: Path) -> Path:
 
 
 def test_predict_by_onnxruntime_prints_what_torch_prints(
-    tmp_path: Path, picture: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, picture: Path, cli: Cli
 ) -> None:
     file = written(tmp_path / "m.onnx")
-    assert run("predict", file, picture, "--runtime", "onnx", "--json") == 0
-    (answer,) = json.loads(capsys.readouterr().out)
+    (answer,) = cli.json("predict", file, picture, "--runtime", "onnx")
     assert answer["labels"][0]["label"] == "z"
     assert set(answer) == {"labels", "steps", "converged", "radius", "proven", "file"}
     assert answer["steps"] == 6
     assert answer["converged"] is None
-    assert run("predict", file, picture) == 0
-    shown = capsys.readouterr()
+    assert cli("predict", file, picture) == 0
+    shown = cli.read()
     assert "6 steps" in shown.out
     assert "no certificates" in shown.err
 
@@ -48,10 +46,9 @@ def test_predict_by_onnxruntime_prints_what_torch_prints(
     ],
 )
 def test_predict_names_what_an_onnx_file_cannot(
-    tmp_path: Path, picture: Path, flags: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, picture: Path, flags: list[str], said: str, cli: Cli
 ) -> None:
-    assert run("predict", written(tmp_path / "m.onnx"), picture, *flags) == 1
-    assert said in " ".join(capsys.readouterr().err.split())
+    assert said in cli.err("predict", written(tmp_path / "m.onnx"), picture, *flags)
 
 
 @pytest.mark.parametrize(
@@ -68,33 +65,28 @@ def test_export_names_the_option(
     tmp_path: Path,
     flags: list[str],
     said: str,
-    capsys: pytest.CaptureFixture[str],
+    cli: Cli,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     file = models.save(make("geq_digits"), tmp_path / "m.safetensors")
     monkeypatch.chdir(tmp_path)
-    assert run("export", file, *flags) == 1
-    assert said in " ".join(capsys.readouterr().err.split())
+    assert said in cli.err("export", file, *flags)
 
 
-def test_serve_names_the_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_serve_names_the_option(tmp_path: Path, cli: Cli) -> None:
     file = models.save(make("geq_digits"), tmp_path / "m.safetensors")
-    assert run("serve", file, "--queue", "0") == 1
-    assert "queue=0" in capsys.readouterr().err
+    assert "queue=0" in cli.err("serve", file, "--queue", "0")
 
 
 @pytest.mark.slow
-def test_export_prints_the_difference_and_what_eight_bits_cost(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_export_prints_the_difference_and_what_eight_bits_cost(tmp_path: Path, cli: Cli) -> None:
     folder = tmp_path / "run"
     small = ("-o", "widths=[8]", "-o", "hidden=8")
-    assert run("train", "--epochs", "1", *small, "--quiet", "--out", folder) == 0
-    capsys.readouterr()
+    assert cli("train", "--epochs", "1", *small, "--quiet", "--out", folder) == 0
+    cli.read()
     out = tmp_path / "m.onnx"
-    flags = ("--steps", "4", "--int8", "--limit", "100", "--json")
-    assert run("export", folder, "--out", out, *flags) == 0
-    found = json.loads(capsys.readouterr().out)
+    flags = ("--steps", "4", "--int8", "--limit", "100")
+    found = cli.json("export", folder, "--out", out, *flags)
     assert max(found["difference"].values()) <= 1e-5
     assert abs(found["accuracy"]["torch"] - found["accuracy"]["exported"]) <= 0.05
     assert models.load_onnx(out).classes == tuple("0123456789")

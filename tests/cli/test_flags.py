@@ -13,7 +13,7 @@ from equilibria.cli.flags import as_flags
 from equilibria.cli.train import _next
 from equilibria.engine import OptionError
 from equilibria.training.config import TrainConfig
-from tests.cli.running import run
+from tests.cli.running import Cli
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_other_options_and_errors_are_left_as_they_are() -> None:
 
 
 def test_the_commands_name_flags_and_commands(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
     (tmp_path / "cache").mkdir()
     monkeypatch.setenv("EQUILIBRIA_DATA", str(tmp_path / "cache"))
@@ -74,15 +74,12 @@ def test_the_commands_name_flags_and_commands(
         ),
         ((*train[:-1], tmp_path / "file" / "run"), ["cannot make the folder"]),
     ):
-        assert run(*arguments) == 1
-        text = " ".join(capsys.readouterr().err.split())
+        text = cli.err(*arguments)
         assert all(word in text for word in words), text
         assert "Errno" not in text
 
 
-def test_a_run_that_is_stopped_says_how_to_go_on(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_is_stopped_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
     from equilibria import training
 
     folder = Path("my run")
@@ -91,9 +88,8 @@ def test_a_run_that_is_stopped_says_how_to_go_on(
         raise training.Interrupted("Saved it.", folder / "last.ckpt", folder=folder)
 
     monkeypatch.setattr(training, "fit", stopped)
-    assert run("train", "--quiet") == 130
-    text = capsys.readouterr().err
-    assert text == "Saved it. Go on with\n  equilibria train --resume 'my run'\n"
+    assert cli("train", "--quiet") == 130
+    assert cli.read().err == "Saved it. Go on with\n  equilibria train --resume 'my run'\n"
     with pytest.raises(training.Interrupted, match=r"resume='my run'\)"):
         stopped()
 
@@ -104,9 +100,8 @@ def test_the_next_command_can_be_copied() -> None:
     assert _next(Path("run"), TrainConfig()) == "equilibria evaluate run"
 
 
-def test_other_channels_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_channels_are_named(tmp_path: Path, cli: Cli) -> None:
     model = eq.models.create("geq_digits", num_classes=10)
     extra = {"data": "digits", "mean": [0.5] * 3, "std": [0.5] * 3, "image_size": 8}
     path = eq.models.save(model, tmp_path / "m.safetensors", extra=extra)
-    assert run("certify", path, "--images", "2") == 1
-    assert "3 channel(s)" in capsys.readouterr().err
+    assert "3 channel(s)" in cli.err("certify", path, "--images", "2")

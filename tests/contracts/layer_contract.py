@@ -1,7 +1,7 @@
 """What every layer owes its users. Inherit, name the layer and an input, and get every test.
 
 Hooks: ``layer(**options)`` makes a small layer (float32, options go to its constructor),
-``inputs(batch)`` an input for it.
+``shape`` is that of one input (or ``inputs(batch)`` draws them).
 """
 
 from __future__ import annotations
@@ -75,21 +75,24 @@ def settle(layer: nn.Module) -> None:
 class LayerContract:
     """Inherited by the tests of each layer."""
 
-    convolutional: ClassVar[bool] = False
     tight: ClassVar[Solver] = TIGHT
     laps: ClassVar[Solver] = LAPS
-    in_channels: ClassVar[int]
+    shape: ClassVar[tuple[int, ...]]
     infinite_inputs_fail: ClassVar[bool] = True
     wrong_options: ClassVar[list[tuple[str, Any, type[Exception], str]]] = [
         ("prior", "relu", TypeError, "expected a prior"),
         ("constraint", 0.95, TypeError, "NormBounded"),
     ]
 
+    @property
+    def convolutional(self) -> bool:
+        return len(self.shape) > 1
+
     def layer(self, **options: Any) -> EquilibriumLayer:
         raise NotImplementedError("name the layer under test")
 
     def inputs(self, batch: int = 3) -> Tensor:
-        raise NotImplementedError("an input [batch, ...] in float32")
+        return torch.randn(batch, *self.shape)
 
     # ------------------------------------------------------------------ helpers
 

@@ -438,9 +438,11 @@ class SolverContract:
         z0, *args = (t.cuda() for t in (problem.z0, *problem.args))
         solver = self.solver(rtol=0.0, atol=0.0, max_steps=8)
         with torch.no_grad():
-            eq.fixed_point(problem.fn, z0, tuple(args), solver=solver)
+            expected = eq.fixed_point(problem.fn, z0, tuple(args), solver=solver)
             forbid_waits(True)
-            eq.fixed_point(problem.fn, z0, tuple(args), solver=solver)
+            found = eq.fixed_point(problem.fn, z0, tuple(args), solver=solver)
+            forbid_waits(False)
+        assert_same(found.value, expected.value)
 
     # ------------------------------------------------------------------ compaction
 

@@ -315,3 +315,13 @@ def test_a_slow_proximal_gradient_is_not_called_stagnated() -> None:
     with pytest.warns(ConvergenceWarning):
         found = eq.fixed_point(swinging, torch.full((1, 2), 0.75), solver=solver)
     assert found.result.tolist() == [int(eq.Result.stagnated)]
+
+
+def test_a_norm_beyond_the_dtype_never_passes() -> None:
+    """Entries of 3e38 fit float32 and their norm does not: rtol·∞ would admit any residual."""
+    target = torch.tensor([[3e38] * 4, [1.0] * 4])
+    with pytest.warns(ConvergenceWarning, match="1 of 2"):
+        sol = eq.fixed_point(
+            lambda z: target + 0 * z, torch.zeros(2, 4), solver=eq.Picard(damping=0.5)
+        )
+    assert sol.converged.tolist() == [False, True]

@@ -12,21 +12,12 @@ import equilibria as eq
 from equilibria.data import ImageData
 
 
-def dataset(
-    images: Tensor, targets: Tensor, classes: int, *, ignore_index: int | None = None
-) -> ImageData:
-    channels = images.shape[1]
-    return ImageData(
-        images=images,
-        targets=targets,
-        classes=tuple(f"class {k}" for k in range(classes)),
-        name="made up",
-        split_name="test",
-        mean=(0.5,) * channels,
-        std=(0.25,) * channels,
-        task="segmentation" if targets.ndim == 3 else "classification",
-        ignore_index=ignore_index,
-    )
+def dataset(images: Tensor, targets: Tensor, classes: int, **changes: Any) -> ImageData:
+    given: dict[str, Any] = {"images": images, "targets": targets, "name": "made up"}
+    given |= {"classes": tuple(f"class {k}" for k in range(classes)), "split_name": "test"}
+    given |= {"mean": (0.5,) * images.shape[1], "std": (0.25,) * images.shape[1]}
+    task = "segmentation" if targets.ndim == 3 else "classification"
+    return ImageData(**{**given, "task": task, **changes})
 
 
 def random_data(

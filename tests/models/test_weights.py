@@ -70,7 +70,7 @@ def _rewrite(path: Path, change: Change) -> None:
     path.write_bytes(_file(header, body))
 
 
-def _refused(path: Path, match: str) -> None:
+def _check_refused(path: Path, match: str) -> None:
     for read in (models.read_header, models.load):
         with pytest.raises(models.ModelFileError, match=match) as caught:
             read(path)  # type: ignore[operator]
@@ -180,7 +180,7 @@ def test_what_a_header_tells(good: bytes, tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- what save refuses
 
 
-def test_what_is_no_named_network_is_refused(tmp_path: Path) -> None:
+def test_what_is_no_named_network_is_check_refused(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"made by models\.create, got Linear without a config"):
         models.save(nn.Linear(2, 2), tmp_path / "m")
 
@@ -218,7 +218,7 @@ def test_pickles_are_recognized_and_not_opened(protocol: int | str, tmp_path: Pa
         path.write_bytes(pickle.dumps(_Bomb(), protocol))
     else:
         torch.save({"bomb": _Bomb()}, path)
-    _refused(path, "looks like a pickle .torch.save., which is never opened")
+    _check_refused(path, "looks like a pickle .torch.save., which is never opened")
 
 
 def test_a_length_that_reads_like_a_pickle_is_fine(good: bytes, tmp_path: Path) -> None:
@@ -249,7 +249,7 @@ def test_a_length_that_reads_like_a_pickle_is_fine(good: bytes, tmp_path: Path) 
 def test_files_that_are_none(good: bytes, damage: Callable[[bytes], bytes], tmp_path: Path) -> None:
     path = tmp_path / "m"
     path.write_bytes(damage(good))
-    _refused(path, "is not a usable model file")
+    _check_refused(path, "is not a usable model file")
 
 
 @given(cut=st.floats(0.0, 0.999999))
@@ -312,7 +312,7 @@ def test_headers_that_lie(good: bytes, tmp_path: Path, change: Change, match: st
     path = tmp_path / "m"
     path.write_bytes(good)
     _rewrite(path, change)
-    _refused(path, match)
+    _check_refused(path, match)
 
 
 # ---------------------------------------------------------------------- weights of another network
@@ -411,7 +411,7 @@ def test_headers_beyond_the_limits(good: bytes, tmp_path: Path, change: Change, 
     path = tmp_path / "m"
     path.write_bytes(good)
     _rewrite(path, change)
-    _refused(path, match)
+    _check_refused(path, match)
 
 
 # ---------------------------------------------------------------------- damage and values
@@ -449,7 +449,7 @@ def test_flipped_bytes_of_the_configuration_are_found(good: bytes, tmp_path: Pat
         changed = good.replace(old.replace(b'"', b'\\"'), new.replace(b'"', b'\\"'))
         assert changed != good
         path.write_bytes(changed)
-        _refused(path, "its metadata do not have the checksum")
+        _check_refused(path, "its metadata do not have the checksum")
 
 
 def test_a_checksum_that_is_missing_is_damage(good: bytes, tmp_path: Path) -> None:
@@ -788,7 +788,7 @@ def test_files_in_eight_bits_that_lie(
     _assert_equal(models.load(path).state_dict(), before)  # the damage is what is refused
     _damage(path, change)
     if (change, match) in HEADERS:
-        _refused(path, match)
+        _check_refused(path, match)
     with pytest.raises(models.ModelFileError, match=match) as caught:
         models.load(path)
     assert str(path) in str(caught.value)

@@ -29,8 +29,7 @@ class MapContract(LayerContract):
             z = layer(x)
             assert float((layer.step(z, *layer.inject(x)) - z).abs().max()) < 1e-10
 
-    def test_the_objective_is_finite_and_no_lower_anywhere_near(self) -> None:
-        pytest.skip("a map minimizes nothing")
+    test_the_objective_is_finite_and_no_lower_anywhere_near = None  # a map minimizes nothing
 
     def test_the_map_compiles(self) -> None:
         torch._dynamo.reset()
@@ -45,12 +44,7 @@ class MapContract(LayerContract):
 class SlowCompile(MapContract):
     """Compiled with the slow tests only: one form of a layer is enough for every day."""
 
-    @pytest.mark.slow
-    @pytest.mark.parametrize(
-        ("adjoint", "training"), [(eq.Phantom(steps=2), True), (eq.Unrolled(), False)]
-    )
-    def test_a_fixed_step_layer_compiles_whole(self, adjoint: Any, training: bool) -> None:
-        super().test_a_fixed_step_layer_compiles_whole(adjoint, training)
+    compiles_daily = False  # read by tests/conftest.py
 
 
 def leaves(z: Any) -> list[Tensor]:

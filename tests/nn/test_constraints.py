@@ -86,15 +86,6 @@ def test_the_norm_on_larger_maps_exceeds_the_bound_by_little_and_is_reported() -
     assert estimate <= upper < 0.95 * 1.03
 
 
-@pytest.mark.parametrize("shape", [(3, 3), (7, 2), (1, 9), (40, 60)])
-def test_the_leading_vector_is_that_of_the_svd(shape: tuple[int, int]) -> None:
-    weight = randn(*shape, seed=3)
-    v = leading_vector(DenseOperator(weight), (1, shape[1]))[0]
-    expected = torch.linalg.svd(weight)[2][0]
-    # A gap of a few percent and a residual of 1e-6: the vector is right to about 1e-5.
-    assert abs(float(v @ expected)) == pytest.approx(1.0, abs=1e-8)
-
-
 def test_construction_under_a_default_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """`with torch.device(...)` hands its device to every factory call that names none."""
     seen: list[object] = []

@@ -35,39 +35,28 @@ class DeepContract(MapContract):
 
 
 class TestDense(DeepContract):
-    in_channels = 3
+    shape = (3,)
 
     def layer(self, **options: Any) -> eq.nn.DeepOptEq:
         return eq.nn.DeepOptEq(4, (5, 3, 6), **{"in_channels": 3, **options})
-
-    def inputs(self, batch: int = 3) -> Tensor:
-        return torch.randn(batch, 3)
 
 
 class TestConvolutional(DeepContract, SlowCompile):
     """With learned α, and the start z₀ = x."""
 
-    convolutional = True
-    in_channels = 3
+    shape = (3, 4, 4)
 
     def layer(self, **options: Any) -> eq.nn.DeepOptEq:
         parts = {"prior": eq.Tanh(), "alpha": (0.6, 0.9), "learn_alpha": True, **options}
         return eq.nn.DeepOptEq(3, (4, 2), kernel_size=3, **parts)
 
-    def inputs(self, batch: int = 3) -> Tensor:
-        return torch.randn(batch, 3, 4, 4)
-
 
 class TestSeparable(DeepContract, SlowCompile):
-    convolutional = True
-    in_channels = 2
+    shape = (2, 4, 4)
 
     def layer(self, **options: Any) -> eq.nn.DeepOptEq:
         parts = {"prior": eq.LeakyNonNegative(0.2), "in_channels": 2, **options}
         return eq.nn.DeepOptEq(3, (4, 2), kernel_size=3, separable=True, **parts)
-
-    def inputs(self, batch: int = 3) -> Tensor:
-        return torch.randn(batch, 2, 4, 4)
 
 
 # ---------------------------------------------------------------------- oracles in numpy

@@ -104,23 +104,22 @@ class BlockContract(MapContract):
 
 
 class TestVectorDEQ(BlockContract):
+    shape = (4,)
+
     def layer(self, **options: Any) -> DEQ:
         return DEQ(TanhBlock(), start=(5,), **options)
-
-    def inputs(self, batch: int = 3) -> Tensor:
-        return torch.randn(batch, 4)
 
 
 class TestResidualDEQ(BlockContract):
     """Nguyen 2022, Eq 4.1, with default start: zero, shaped as x."""
 
-    convolutional = True
+    shape = (4, 6, 6)
 
     def layer(self, **options: Any) -> DEQ:
         return DEQ(ResidualBlock(4, 8, groups=2), **options)
 
     def inputs(self, batch: int = 3) -> Tensor:
-        return 2.0 * torch.randn(batch, 4, 6, 6)
+        return 2.0 * super().inputs(batch)
 
     def test_zero_input_gives_no_nan(self) -> None:
         layer = self.made()

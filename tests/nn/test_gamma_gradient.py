@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -16,6 +11,7 @@ from torch import Tensor
 import equilibria as eq
 from equilibria.problems import solving
 from equilibria.problems.fused import serves
+from tests.ops import run_interpreted
 
 POLICIES = {
     "mean": eq.MeanPatchEnergy(0.2),
@@ -175,8 +171,7 @@ def test_a_failed_sample_has_no_gradient_in_gamma(path: str) -> None:
 
 
 _SCRIPT = """
-import json, sys, warnings
-warnings.simplefilter("ignore")
+import json
 import torch
 from equilibria.ops import gaussian_patches, gaussian_steps
 from tests.nn.test_gamma_gradient import POLICIES, drawn, gradients, made
@@ -204,18 +199,9 @@ print(json.dumps(rows))
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 def test_the_kernels_in_tritons_interpreter() -> None:
     """Against the plain path in float64, whose gradient is that of finite differences (above)."""
-    done = subprocess.run(
-        [sys.executable, "-c", _SCRIPT],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    rows = json.loads(done.stdout)
+    rows = run_interpreted(_SCRIPT)
     assert len(rows) == 4
     for row in rows:
         bound = 1e-4 if row["dtype"] == "torch.float32" else 5e-2

@@ -23,18 +23,14 @@ from tests.problems.test_patches import rows_by_loops
 
 
 class TestVectorGEQ(BoundedLayerContract):
-    in_channels = 3
+    shape = (3,)
 
     def layer(self, **options: Any) -> eq.nn.GEQ:
         return eq.nn.GEQ(4, 5, in_channels=3, **{"hidden": 6, "gamma": 0.4, **options})
 
-    def inputs(self, batch: int = 3) -> Tensor:
-        return torch.randn(batch, 3)
-
 
 class TestConvolutionalGEQ(BoundedLayerContract):
-    convolutional = True
-    in_channels = 2
+    shape = (2, 4, 4)
 
     def layer(self, **options: Any) -> eq.nn.GEQ:
         patch = eq.Patches(channels=2, size=2)
@@ -45,9 +41,6 @@ class TestConvolutionalGEQ(BoundedLayerContract):
             patch=patch,
             **{"hidden": 5, "gamma": eq.FixedGamma(0.3), **options},
         )
-
-    def inputs(self, batch: int = 3) -> Tensor:
-        return torch.randn(batch, 2, 4, 4)
 
 
 class TestLearnedGammaGEQ(TestConvolutionalGEQ):
@@ -67,14 +60,10 @@ class TestMeanGammaGEQ(TestConvolutionalGEQ):
 
 
 class TestKerDEQ(BoundedLayerContract):
-    convolutional = True
-    in_channels = 3
+    shape = (3, 4, 4)
 
     def layer(self, **options: Any) -> eq.nn.KerDEQ:
         return eq.nn.KerDEQ(3, 4, **{"hidden": 8, **options})
-
-    def inputs(self, batch: int = 3) -> Tensor:
-        return torch.randn(batch, 3, 4, 4)
 
 
 # ---------------------------------------------------------------------- the oracle

@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 import scipy.optimize
 import torch
-from torch import Tensor
 
 from equilibria import ConvergenceWarning
 from equilibria.nn import NormBounded, PolynomialEq, SigmoidEq
-from equilibria.problems import DegenerateKernelWarning, Free
+from equilibria.problems import DegenerateKernelWarning
 from tests.contracts.layer_contract import TIGHT, BoundedLayerContract
 from tests.problems.test_operators import conv_matrix, randn
 
@@ -20,25 +19,18 @@ SMALL = NormBounded(bound=0.6)
 
 
 class TestPolynomialEq(BoundedLayerContract):
-    in_channels = 3
+    shape = (3,)
 
     def layer(self, **options: Any) -> PolynomialEq:
         return PolynomialEq(4, 5, in_channels=3, radius=0.4, **{"constraint": SMALL, **options})
 
-    def inputs(self, batch: int = 3) -> Tensor:
-        return torch.randn(batch, 3)
-
 
 class TestSigmoidEq(BoundedLayerContract):
-    convolutional = True
-    in_channels = 2
+    shape = (2, 4, 4)
 
     def layer(self, **options: Any) -> SigmoidEq:
         options = {"constraint": SMALL, **options}
         return SigmoidEq(3, 4, in_channels=2, kernel_size=3, radius=0.9, **options)
-
-    def inputs(self, batch: int = 3) -> Tensor:
-        return torch.randn(batch, 2, 4, 4)
 
 
 def minimizer(w: np.ndarray, c: np.ndarray, kind: str, start: np.ndarray) -> np.ndarray:
@@ -88,22 +80,6 @@ def test_scipys_minimizer(kind: str, kernel_size: int | None) -> None:
         expected = minimizer(w, c, kind, np.full(len(c), 0.1))
         assert np.linalg.norm(expected) > 1e-2
         np.testing.assert_allclose(z[i], expected, atol=1e-6)
-
-
-def test_the_maps_of_table_4() -> None:
-    x, z = randn(2, 4, seed=1), randn(2, 4, seed=2)
-    for degree in (2, 3, 4):
-        layer = PolynomialEq(4, 5, degree=degree, prior=Free()).double().eval()
-        c = layer.U(x)
-        w = layer.W.weight
-        t = (c * z).sum(1, keepdim=True)
-        expected = z @ w.mT @ w + degree * (1 + t) ** (degree - 1) * c
-        torch.testing.assert_close(layer.problem(x).step(z), expected)
-    sigmoid = SigmoidEq(4, 5, prior=Free()).double().eval()
-    c, w = sigmoid.U(x), sigmoid.W.weight
-    t = (c * z).sum(1, keepdim=True)
-    expected = z @ w.mT @ w + (1 - t.tanh() ** 2) * c
-    torch.testing.assert_close(sigmoid.problem(x).step(z), expected)
 
 
 def test_the_polynomial_as_printed_warns_and_starts_away_from_zero() -> None:

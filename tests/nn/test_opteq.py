@@ -20,13 +20,10 @@ cp = optional("cvxpy")
 
 
 class TestStateForm(BoundedLayerContract):
-    in_channels = 3
+    shape = (3,)
 
     def layer(self, **options: Any) -> eq.nn.OptEq:
         return eq.nn.OptEq(4, 5, in_channels=3, **options)
-
-    def inputs(self, batch: int = 3) -> Tensor:
-        return torch.randn(batch, 3)
 
 
 class TestHiddenForm(TestStateForm):
@@ -35,14 +32,10 @@ class TestHiddenForm(TestStateForm):
 
 
 class TestConvolutionalStateForm(BoundedLayerContract):
-    convolutional = True
-    in_channels = 2
+    shape = (2, 4, 4)
 
     def layer(self, **options: Any) -> eq.nn.OptEq:
         return eq.nn.OptEq(3, 4, in_channels=2, kernel_size=3, **{"prior": eq.Tanh(), **options})
-
-    def inputs(self, batch: int = 3) -> Tensor:
-        return torch.randn(batch, 2, 4, 4)
 
 
 class TestConvolutionalHiddenForm(TestConvolutionalStateForm):

@@ -22,8 +22,8 @@ from equilibria.problems import (
     Curvature,
     DegenerateKernelWarning,
     DenseOperator,
-    Prior,
 )
+from tests.oracles import PROXES
 from tests.problems.test_operators import conv_matrix, randn
 
 Objective = Callable[[np.ndarray, np.ndarray, np.ndarray], float]
@@ -118,7 +118,7 @@ def test_autograd_agrees_to_third_order(name: str) -> None:
     assert torch.autograd.gradgradcheck(run, args)
 
 
-def _within(curvature: Curvature, eigenvalues: np.ndarray, b: int) -> None:
+def _check_within(curvature: Curvature, eigenvalues: np.ndarray, b: int) -> None:
     lower, upper = (
         float(t[b]) if isinstance(t, Tensor) else t for t in (curvature.lower, curvature.upper)
     )
@@ -154,8 +154,8 @@ def test_curvature_bounds_hold(seed: int, scale: float, name: str) -> None:
     for b in range(2):
         hessian = _dense_hessian(name, matrix, c[b].numpy(), z[b].numpy())
         eigenvalues = np.linalg.eigvalsh(hessian)
-        _within(glob, eigenvalues, b)
-        _within(local, eigenvalues, b)
+        _check_within(glob, eigenvalues, b)
+        _check_within(local, eigenvalues, b)
 
 
 def test_bounds_are_attained() -> None:
@@ -237,17 +237,7 @@ def test_compile_vmap_and_channels_last(name: str) -> None:
 
 # OptEq's Eq 3: an activation between W and Wᵀ
 
-PRIORS: dict[str, Prior] = {
-    "relu": eq.NonNegative(),
-    "box": eq.Box(-0.3, 0.8),
-    "soft": eq.SoftThreshold(0.2),
-    "shifted": eq.ShiftedNonNegative(0.1),
-    "leaky": eq.LeakyNonNegative(0.3),
-    "free": eq.Free(),
-    "tanh": eq.Tanh(),
-    "sigmoid": eq.Logistic(),
-    "softplus": eq.Softplus(),
-}
+PRIORS = {name: prior for name, (prior, _) in PROXES.items()}
 
 
 @pytest.mark.parametrize("name", list(PRIORS))

@@ -80,6 +80,9 @@ class Losses(pl.Callback):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *args: Any) -> None:
         self.values.append(outputs["loss"].item())
 
+    def on_validation_batch_end(self, *_: Any, **__: Any) -> None:
+        torch.rand(())  # as a network may that draws numbers when it answers
+
 
 class At(pl.Callback):
     """Calls ``act`` at the call number ``count`` of a hook."""

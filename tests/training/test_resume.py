@@ -107,7 +107,9 @@ def test_stopped_in_the_middle_of_an_epoch(
 
 @pytest.mark.parametrize("name", [name for name in OPTIONS if name != "onecycle"])
 def test_whatever_is_trained(tmp_path: Path, name: str, whole: Any) -> None:
-    interrupted_and_resumed(tmp_path, name, whole, RaiseAt(17))
+    error = interrupted_and_resumed(tmp_path, name, whole, RaiseAt(17))
+    assert isinstance(error, Interrupted)
+    assert error.exact
 
 
 def test_crashes_go_back_to_the_end_of_an_epoch(tmp_path: Path, whole: Any) -> None:
@@ -115,8 +117,9 @@ def test_crashes_go_back_to_the_end_of_an_epoch(tmp_path: Path, whole: Any) -> N
     interrupted_and_resumed(tmp_path / "a", "onecycle", whole, stop, RuntimeError)
     for step, resume in ((17, None), (8, place.folder)):  # once more on the way
         with pytest.raises(Interrupted):
-            run(place, dropout=0.2, resume=resume, callbacks=[RaiseAt(step)])
-    assert_same_run(run(place, dropout=0.2, resume=place.folder), whole("onecycle")[0])
+            run(place, dropout=0.2, resume=resume, callbacks=[RaiseAt(step), Losses()])
+    found = run(place, dropout=0.2, resume=place.folder, callbacks=[Losses()])
+    assert_same_run(found, whole("onecycle")[0])
 
 
 @pytest.mark.parametrize("epoch", [0, 1, 2])
@@ -159,6 +162,7 @@ def test_cut_as_an_epoch_is_closed_it_is_closed_on_resume(
 
     monkeypatch.setattr(Path, "replace", cut)
     interrupted_and_resumed(tmp_path, "constant", whole, At(0, None))
+    assert not left  # the file was written, and the run was cut there
 
 
 def test_an_interruption_inside_a_step_says_that_it_is_not_exact(tmp_path: Path) -> None:

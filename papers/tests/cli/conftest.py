@@ -10,6 +10,13 @@ import torch
 from matplotlib.figure import Figure
 
 import equilibria as eq
+from tests.cli.running import Cli
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest) -> Cli:
+    """The command that a file of tests is about."""
+    return Cli(capsys, *request.module.COMMAND)
 
 
 @pytest.fixture(autouse=True)

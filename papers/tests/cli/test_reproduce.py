@@ -14,50 +14,43 @@ from pathlib import Path
 import pytest
 
 from equilibria_papers.tables import describe, names
+from tests.cli.running import Cli
 
-from .command import command
-
-run = command("reproduce")
+COMMAND = ("reproduce",)
 
 
-def test_list_names_every_id(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("list", "--out", tmp_path, "--data-root", tmp_path, "--json") == 0
-    found = json.loads(capsys.readouterr().out)
+def test_list_names_every_id(tmp_path: Path, cli: Cli) -> None:
+    found = cli.json("list", "--out", tmp_path, "--data-root", tmp_path)
     assert [one["id"] for one in found] == names()
     assert {one["status"] for one in found} == {"not run"}
     assert all(one["gpu_minutes"] >= 1 for one in found)
-    assert run("list", "--out", tmp_path, "--data-root", tmp_path) == 0
-    shown = capsys.readouterr().out
+    shown = cli.shown("list", "--out", tmp_path, "--data-root", tmp_path)
     assert all(name in shown for name in names())
 
 
 def test_dry_run_prints_trainings_and_writes_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert run("kerdeq-table3", "--dry-run", "--seeds", "0,1", "--epochs", "3") == 0
-    shown = capsys.readouterr().out
+    shown = cli.shown("kerdeq-table3", "--dry-run", "--seeds", "0,1", "--epochs", "3")
     assert "4 training(s)" in shown
     assert "cifar10-kerdeq_cifar_5m-one-branch, seed 1" in shown
     assert "epochs: 3" in shown
-    assert run("kerdeq-table3", "--dry-run", "--json", "--only", "OptEq") == 0
-    (job,) = json.loads(capsys.readouterr().out)["jobs"]
+    (job,) = cli.json("kerdeq-table3", "--dry-run", "--only", "OptEq")["jobs"]
     assert job["classes"] == "first half"
     assert job["options"]["model_options"]["scales"] == [1]
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.fixture
-def refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., str]:
+def refused(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     """What a call says that ends with this code; it leaves nothing behind."""
 
     def said(arguments: tuple[str, ...], code: int) -> str:
         monkeypatch.chdir(tmp_path)
-        assert run(*arguments) == code
+        found = cli.err(*arguments, code=code)
         assert list(tmp_path.iterdir()) == []
-        return " ".join(capsys.readouterr().err.replace("│", " ").split())
+        return " ".join(found.replace("│", " ").split())
 
     return said
 
@@ -111,24 +104,24 @@ def test_flags_that_would_do_nothing_are_wrong_usage(
 
 
 def test_gathering_takes_what_decides_the_table(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     chosen = ("--stand-in", "--epochs", "2", "--seeds", "0,1", "--only", "GEQ", "--set", "lr=0.1")
-    assert run("geq-table3", "--gather", *chosen) == 1  # there is nothing
-    assert "nothing was run of geq-table3" in capsys.readouterr().err
+    assert cli("geq-table3", "--gather", *chosen) == 1  # there is nothing
+    assert "nothing was run of geq-table3" in cli.read().err
     # What was asked for in vain leaves no page behind.
     assert not list((tmp_path / "results" / "reproduce").iterdir())
 
 
 def test_rows_of_nothing_are_a_sentence_and_notes_stand_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     places = ("--out", tmp_path / "out", "--runs", tmp_path / "runs")
     ids = ("geq-table1", "kerdeq-table1")
-    assert run(*ids, "--gather", *places) == 1
-    shown = capsys.readouterr()
+    assert cli(*ids, "--gather", *places) == 1
+    shown = cli.read()
     assert len(shown.out.splitlines()) < 15  # 92 cells
     assert "no run folder has it" in " ".join(shown.out.split())
     notes = [note for name in ids for note in describe(name).notes]
@@ -136,8 +129,8 @@ def test_rows_of_nothing_are_a_sentence_and_notes_stand_once(
     for note in notes:
         assert shown.err.count(note) == 1
     assert "written:" not in shown.err
-    assert run(*ids, "--gather", "-q", *places) == 1
-    quiet = capsys.readouterr()
+    assert cli(*ids, "--gather", "-q", *places) == 1
+    quiet = cli.read()
     assert quiet.out == shown.out
     assert quiet.err.startswith("error: nothing was run of geq-table1, kerdeq-table1.")
 
@@ -218,53 +211,48 @@ def test_ctrl_c_twice_is_quiet_and_leaves_nothing_half_written(
 
 
 def test_several_ids_are_planned_together(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert run("geq-table1", "kerdeq-table1", "--dry-run", "--json") == 0
-    found = json.loads(capsys.readouterr().out)
+    found = cli.json("geq-table1", "kerdeq-table1", "--dry-run")
     assert [one["id"] for one in found] == ["geq-table1", "kerdeq-table1"]
     keys = [{job["key"] for job in one["jobs"]} for one in found]
     assert len(keys[0] & keys[1]) == 8
-    assert run("geq-table1", "kerdeq-table1", "--dry-run") == 0
-    shown = capsys.readouterr().out
+    shown = cli.shown("geq-table1", "kerdeq-table1", "--dry-run")
     assert f"together: {len(keys[0] | keys[1])} training(s), shared ones once" in shown
-    assert run("geq-table1", "kerdeq-table1", "--only", "GEQ 5M", "--dry-run", "--json") == 0
-    (only,) = json.loads(capsys.readouterr().out)
+    (only,) = cli.json("geq-table1", "kerdeq-table1", "--only", "GEQ 5M", "--dry-run")
     assert only["id"] == "geq-table1"
-    assert run("geq-table1", "--parallel", "0", "--dry-run") == 2
+    assert cli("geq-table1", "--parallel", "0", "--dry-run") == 2
     assert list(tmp_path.iterdir()) == []
 
 
-def test_two_ids_in_one_call(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_ids_in_one_call(tmp_path: Path, cli: Cli) -> None:
     places = ("--out", tmp_path / "out", "--runs", tmp_path / "runs", "--device", "cpu")
-    assert run("thesis-figure4.2", "thesis-figure4.1", "--smoke", "--json", *places) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = cli.json("thesis-figure4.2", "thesis-figure4.1", "--smoke", *places)
     assert [one["id"] for one in found] == ["thesis-figure4.2", "thesis-figure4.1"]
     assert {one["status"] for one in found} == {"smoke only"}
     for one in found:
         kept = json.loads((tmp_path / "out" / "smoke" / f"{one['id']}.json").read_text())
         assert kept["cells"] == one["cells"]
         assert all(cell["n"] == 1 for cell in kept["cells"])
-    assert run("thesis-figure4.2", "thesis-figure4.1", "--smoke", *places) == 0
-    shown = capsys.readouterr()
+    assert cli("thesis-figure4.2", "thesis-figure4.1", "--smoke", *places) == 0
+    shown = cli.read()
     assert shown.out.index("thesis-figure4.2") < shown.out.index("thesis-figure4.1")
     assert shown.out.count("SMOKE TEST") == 2
     assert "done before" in shown.err
     assert not list((tmp_path / "out").glob("*.json"))  # a test takes no result's place
-    assert run("list", "--out", tmp_path / "out", "--json") == 0
-    states = {one["id"]: one["status"] for one in json.loads(capsys.readouterr().out)}
+    states = {one["id"]: one["status"] for one in cli.json("list", "--out", tmp_path / "out")}
     assert states["thesis-figure4.2"] == "smoke only"
     assert states["thesis-figure4.3"] == "not run"
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_side_by_side(tmp_path: Path, cli: Cli) -> None:
     places = ("--out", tmp_path / "out", "--runs", tmp_path / "runs", "--device", "cpu")
     ids = ("opteq-table9", "kerdeq-table3")
-    assert run(*ids, "--smoke", "--parallel", "2", *places) == 0
-    shown = capsys.readouterr()
+    assert cli(*ids, "--smoke", "--parallel", "2", *places) == 0
+    shown = cli.read()
     assert "opteq-table9" in shown.out
     assert "kerdeq-table3" in shown.out
     lines = [line for line in shown.err.splitlines() if "seed 0" in line]
@@ -273,19 +261,18 @@ def test_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert kinds == sorted(kinds, key=("train", "times").index)
     after = [line.split(": ")[1].split()[0] for line in lines if ", times:" in line]
     assert set(after) == {"in"}
-    assert run(*ids, "--smoke", "--json", *places) == 0
-    for one in json.loads(capsys.readouterr().out):
+    for one in cli.json(*ids, "--smoke", *places):
         assert one["status"] == "smoke only"
         assert all(cell["n"] == 1 for cell in one["cells"] if cell["status"] != "quoted")
 
 
 def test_nothing_at_hand_is_a_failure_that_says_why(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("EQUILIBRIA_DATA", str(tmp_path / "cache"))
     places = ("--out", tmp_path / "out", "--runs", tmp_path / "runs", "--data-root", tmp_path)
-    assert run("geq-table3", *places) == 1
-    shown = capsys.readouterr()
+    assert cli("geq-table3", *places) == 1
+    shown = cli.read()
     assert "cifar100 is not at hand" in shown.err
     assert "nothing was run" in shown.err
 
@@ -294,10 +281,9 @@ def test_nothing_at_hand_is_a_failure_that_says_why(
 @pytest.mark.timeout(900)
 @pytest.mark.filterwarnings("ignore:the layers are not at their equilibrium")  # a row of few steps
 @pytest.mark.parametrize("name", names())
-def test_every_id_smokes(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_id_smokes(name: str, tmp_path: Path, cli: Cli) -> None:
     places = ("--out", tmp_path / "out", "--runs", tmp_path / "runs", "--device", "cpu")
-    assert run(name, "--smoke", "--json", *places) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = cli.json(name, "--smoke", *places)
     assert found["status"] == "smoke only"
     for cell in found["cells"]:
         if cell["status"] != "quoted":

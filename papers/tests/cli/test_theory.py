@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from .command import command
+from tests.cli.running import Cli
 
+COMMAND = ("theory",)
 WRONG = {
     "landscape": [
         ("--points 4", "odd"),
@@ -57,7 +58,7 @@ def test_wrong_usage_is_said(
     arguments: str,
     words: str,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    cli: Cli,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def trained(**_: object) -> None:
@@ -65,6 +66,5 @@ def test_wrong_usage_is_said(
 
     monkeypatch.setattr("equilibria_papers.theory.bounds.demonstration_pair", trained)
     few = ("--images", 4) if name in ("landscape", "trajectory", "bounds") else ()
-    assert command("theory", name)(*arguments.split(), *few, "--out", tmp_path / "out") == 1
-    assert words in " ".join(capsys.readouterr().err.split())
+    assert words in cli.err(name, *arguments.split(), *few, "--out", tmp_path / "out")
     assert not list(tmp_path.rglob("*.*"))

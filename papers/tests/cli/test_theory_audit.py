@@ -9,19 +9,18 @@ from typing import Any
 import pytest
 
 from equilibria_papers.claims import audit as running
-
-from .command import command
+from tests.cli.running import Cli
 
 QUICK = ("--trials", "10", "--seconds", "0.5", "--quiet")
 FEW = ("--paper", "OptEq", "--only", "opteq.lemma3", "--only", "opteq.eq13")
 
 
-run = command("theory", "audit")
+COMMAND = ("theory", "audit")
 
 
-def test_it_writes_a_record_and_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("--out", tmp_path / "found", *FEW, *QUICK) == 0
-    said = capsys.readouterr()
+def test_it_writes_a_record_and_a_page(tmp_path: Path, cli: Cli) -> None:
+    assert cli("--out", tmp_path / "found", *FEW, *QUICK) == 0
+    said = cli.read()
     assert "opteq.lemma3" in said.out
     assert "holds under" in said.out
     record = json.loads((tmp_path / "found" / "audit.json").read_text())
@@ -33,7 +32,7 @@ def test_it_writes_a_record_and_a_page(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_it_goes_on_where_it_was_stopped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
     real, calls = running.run_claim, []
 
@@ -44,8 +43,8 @@ def test_it_goes_on_where_it_was_stopped(
         return real(claim, *rest)
 
     monkeypatch.setattr(running, "run_claim", stopping)
-    assert run("--out", tmp_path, *FEW, *QUICK) == 130
-    assert "keeps the claims that are done" in capsys.readouterr().err
+    said = cli.err("--out", tmp_path, *FEW, *QUICK, code=130)
+    assert "keeps the claims that are done" in said
     assert [c["id"] for c in json.loads((tmp_path / "audit.json").read_text())["claims"]] == [
         "opteq.lemma3"
     ]
@@ -55,20 +54,18 @@ def test_it_goes_on_where_it_was_stopped(
     monkeypatch.setattr(
         running, "run_claim", lambda claim, *rest: calls.append(claim.id) or real(claim, *rest)
     )
-    assert run("--out", tmp_path, *FEW, *QUICK) == 0
+    assert cli("--out", tmp_path, *FEW, *QUICK) == 0
     assert calls == ["opteq.eq13"]
     calls.clear()
-    assert run("--out", tmp_path, *FEW, *QUICK, "--fresh") == 0
+    assert cli("--out", tmp_path, *FEW, *QUICK, "--fresh") == 0
     assert len(calls) == 2
 
 
-def test_json_and_one_claim(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(*FEW, *QUICK, "--json") == 0
-    found = json.loads(capsys.readouterr().out)
+def test_json_and_one_claim(cli: Cli) -> None:
+    found = cli.json(*FEW, *QUICK)
     assert [each["id"] for each in found] == ["opteq.lemma3", "opteq.eq13"]
     assert found[0]["outcomes"][0]["violations"] > 0
-    assert run("--show", "opteq.table2.incay", "--paper", "opteq", *QUICK) == 0
-    said = capsys.readouterr().out
+    said = cli.shown("--show", "opteq.table2.incay", "--paper", "opteq", *QUICK)
     assert "Table 2, row 3" in said
     assert "Counterexample" in said
     assert "violated" in said
@@ -84,20 +81,19 @@ def test_json_and_one_claim(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_wrong_options_say_what_is_wrong(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    arguments: list[str], said: str, cli: Cli, tmp_path: Path
 ) -> None:
-    assert run(*arguments, "--out", tmp_path / "no") in (1, 2)
-    assert said in capsys.readouterr().err
+    assert cli(*arguments, "--out", tmp_path / "no") in (1, 2)
+    assert said in cli.read().err
     assert not (tmp_path / "no").exists()
 
 
 def test_the_table_names_the_reading_and_the_help_says_what_repeats(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    assert run("--paper", "ours", "--only", "ours.polynomial", *QUICK) == 0
-    said = capsys.readouterr().out
+    said = cli.shown("--paper", "ours", "--only", "ours.polynomial", *QUICK)
     assert "holds under: offset 1 (few trials)" in said
     assert "$" not in said
-    assert run("--help") == 0
-    assert capsys.readouterr().out.count("May be repeated") == 2
+    assert cli("--help") == 0
+    assert cli.read().out.count("May be repeated") == 2

@@ -9,19 +9,18 @@ import pytest
 import torch
 
 import equilibria as eq
-
-from .command import command
+from tests.cli.running import Cli
 
 SMALL = ("--width", "6", "--epochs", "1", "--images", "6", "--pairs", "2", "--draws", "4")
 
 
-run = command("theory", "bounds")
+COMMAND = ("theory", "bounds")
 
 
 @pytest.mark.slow
-def test_the_pair_on_the_digits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(*SMALL, "--out", tmp_path / "made") == 0
-    shown = capsys.readouterr()
+def test_the_pair_on_the_digits(tmp_path: Path, cli: Cli) -> None:
+    assert cli(*SMALL, "--out", tmp_path / "made") == 0
+    shown = cli.read()
     text = " ".join(shown.out.split())
     for part in ("GEQ", "OptEq", "Eq 11/12", "Eq 14/15", "ours", "heuristic", "wrote"):
         assert part in text, part
@@ -33,30 +32,30 @@ def test_the_pair_on_the_digits(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert set(found["curves"]) == {"lipschitz", "similarity", "margin"}
 
 
-def test_json_only(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(*SMALL, "--json") == 0
-    shown = capsys.readouterr()
+def test_json_only(cli: Cli) -> None:
+    assert cli(*SMALL, "--json") == 0
+    shown = cli.read()
     found = json.loads(shown.out)
     assert len(found["reports"]) == 7
     assert shown.err == ""
 
 
-def test_a_network(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_network(tmp_path: Path, cli: Cli) -> None:
     model = eq.models.create("geq_digits", widths=(8, 8), hidden=8)
     file = tmp_path / "model.safetensors"
     eq.models.save(model, file, extra={"data": "digits"})
-    code = run(
+    code = cli(
         file, "--images", "4", "--pairs", "1", "--draws", "2", "--full", "--out", tmp_path / "o"
     )
     assert code == 0
-    text = capsys.readouterr().out
+    text = cli.read().out
     assert "Proposition 3, Lipschitz constant of x → z*" in text
     assert "Proposition 2 is about one layer" in text
     assert [p.name for p in (tmp_path / "o").iterdir()] == ["bounds.json"]
 
 
 def test_fewer_images_than_asked_for_are_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from equilibria_papers.theory import bounds as room
 
@@ -71,8 +70,7 @@ def test_fewer_images_than_asked_for_are_told(
         return room.Comparison(())
 
     monkeypatch.setattr(room, "network_bounds", bounds)
-    assert run(file, "--images", "100000", "--pairs", "4") == 0
-    said = " ".join(capsys.readouterr().err.split())
+    said = cli.err(file, "--images", "100000", "--pairs", "4", code=0)
     assert "--images 100000: digits (test) has 3; all of them are taken" in said
     assert "--pairs 4: 3 images make 1" in said
     assert seen == [3]

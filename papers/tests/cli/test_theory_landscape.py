@@ -11,20 +11,18 @@ import torch
 
 import equilibria as eq
 from equilibria_papers.theory.landscapes import Surface
+from tests.cli.running import Cli
 
-from .command import command
-
-run = command("theory", "landscape")
+COMMAND = ("theory", "landscape")
 
 
 SMALL = ("--images", "16", "--points", "3")
 
 
 def test_a_network_beside_its_weight_tied_twins(
-    checkpoints: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    checkpoints: list[Path], tmp_path: Path, cli: Cli
 ) -> None:
-    assert run(checkpoints[-1], *SMALL, "--repeats", "1,6", "--out", tmp_path, "--json") == 0
-    found = json.loads(capsys.readouterr().out)
+    found = cli.json(checkpoints[-1], *SMALL, "--repeats", "1,6", "--out", tmp_path)
     assert [row["name"] for row in found] == ["epoch2", "epoch2 repeat-1", "epoch2 repeat-6"]
     assert found == json.loads((tmp_path / "landscape.json").read_text())
     surface = Surface.load(tmp_path / "epoch2.landscape.safetensors")
@@ -47,7 +45,7 @@ def test_a_network_beside_its_weight_tied_twins(
 
 
 def test_the_tolerance_is_kept_whatever_a_run_is_called(
-    checkpoints: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoints: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
     from equilibria_papers.theory import landscapes
 
@@ -61,7 +59,7 @@ def test_the_tolerance_is_kept_whatever_a_run_is_called(
 
     monkeypatch.setattr(landscapes, "measure_landscape", watched)
     out = ("--rtol", "0.5", "--repeats", "2", "--out", tmp_path / "out")
-    assert run(named, *SMALL, *out) == 0
+    assert cli(named, *SMALL, *out) == 0
     assert solvers["repeat-run"].rtol == 0.5
     assert solvers["repeat-run repeat-2"] is None
 
@@ -70,7 +68,7 @@ def test_an_interruption_keeps_rows_and_the_same_command_goes_on(
     checkpoints: list[Path],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    cli: Cli,
 ) -> None:
     from equilibria_papers.theory.landscapes import measuring
 
@@ -85,31 +83,27 @@ def test_an_interruption_keeps_rows_and_the_same_command_goes_on(
 
     monkeypatch.setattr(measuring, "_measure_row", stopping)
     command = (checkpoints[0], *SMALL, "--out", tmp_path)
-    assert run(*command) == 130
-    said = " ".join(capsys.readouterr().err.split())
+    said = cli.err(*command, code=130)
     assert "the same command goes on from there" in said
     file = tmp_path / "epoch0.landscape.safetensors"
     assert int(Surface.load(file).done.sum()) == 1
-    assert run(*command) == 0
+    assert cli(*command) == 0
     assert count == 4
     assert Surface.load(file).complete
 
 
 def test_other_settings_are_refused_until_told(
-    checkpoints: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    checkpoints: list[Path], tmp_path: Path, cli: Cli
 ) -> None:
-    assert run(checkpoints[0], *SMALL, "--out", tmp_path) == 0
-    assert run(checkpoints[0], *SMALL, "--out", tmp_path, "--seed", "1") == 1
-    said = " ".join(capsys.readouterr().err.split())
+    assert cli(checkpoints[0], *SMALL, "--out", tmp_path) == 0
+    said = cli.err(checkpoints[0], *SMALL, "--out", tmp_path, "--seed", "1")
     assert "holds another landscape" in said
     assert "--overwrite" in said
-    assert run(checkpoints[0], *SMALL, "--out", tmp_path, "--seed", "1", "--overwrite") == 0
+    assert cli(checkpoints[0], *SMALL, "--out", tmp_path, "--seed", "1", "--overwrite") == 0
 
 
-def test_a_fresh_network_says_that_it_is_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code = run("--model", "opteq_digits", *SMALL, "--out", tmp_path)
+def test_a_fresh_network_says_that_it_is_one(tmp_path: Path, cli: Cli) -> None:
+    code = cli("--model", "opteq_digits", *SMALL, "--out", tmp_path)
     assert code == 0
-    said = " ".join(capsys.readouterr().err.split())
+    said = " ".join(cli.read().err.split())
     assert "opteq_digits with fresh weights (seed 0), untrained" in said

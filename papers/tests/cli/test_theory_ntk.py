@@ -10,10 +10,9 @@ import torch
 from safetensors.torch import load_file
 
 import equilibria as eq
+from tests.cli.running import Cli
 
-from .command import command
-
-run = command("theory", "ntk")
+COMMAND = ("theory", "ntk")
 
 
 @pytest.fixture(scope="module")
@@ -33,11 +32,10 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 def test_the_drift_between_two_checkpoints(
-    checkpoints: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    checkpoints: list[Path], tmp_path: Path, cli: Cli
 ) -> None:
     out = tmp_path / "new" / "out"
-    assert run(*checkpoints, "--samples", "5", "--outputs", "0,1", "--out", out) == 0
-    said = capsys.readouterr().out
+    said = cli.shown(*checkpoints, "--samples", "5", "--outputs", "0,1", "--out", out)
     assert "effective" in said
     assert "head.4" in said
     assert "layers of after, the last" in said
@@ -65,21 +63,21 @@ def test_the_drift_between_two_checkpoints(
     )
 
 
-def test_a_named_network_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_named_network_as_json(cli: Cli) -> None:
     few = ("--samples", "4", "--outputs", "sum", "--json", "--no-layers")
-    assert run("--model", "explicit_digits", *few) == 0
-    found = json.loads(capsys.readouterr().out)
+    assert cli("--model", "explicit_digits", *few) == 0
+    found = json.loads(cli.read().out)
     assert found["samples"] == 4
     assert found["parameters"] == 77162
     (row,) = found["networks"]
     assert "shares" not in row
 
 
-def test_the_kernel_of_the_equilibrium_itself(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_kernel_of_the_equilibrium_itself(cli: Cli) -> None:
     options = ("--model", "geq_digits", "--samples", "2", "--outputs", "3", "--json")
-    assert run(*options) == 0
-    own = json.loads(capsys.readouterr().out)["networks"][0]
-    assert run(*options, "--implicit", "1e-5") == 0
-    exact = json.loads(capsys.readouterr().out)["networks"][0]
+    assert cli(*options) == 0
+    own = json.loads(cli.read().out)["networks"][0]
+    assert cli(*options, "--implicit", "1e-5") == 0
+    exact = json.loads(cli.read().out)["networks"][0]
     assert exact["trace"] != own["trace"]
     assert exact["trace"] == pytest.approx(own["trace"], rel=0.2)

@@ -9,19 +9,18 @@ from pathlib import Path
 import pytest
 
 import equilibria as eq
+from tests.cli.running import Cli
 
-from .command import command
-
-run = command("theory", "trajectory")
+COMMAND = ("theory", "trajectory")
 
 
 SMALL = ("--images", "12", "--steps", "12")
 
 
-def test_scales_without_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code = run(*SMALL, "--init-scales", "1,0.01", "--out", tmp_path / "out", "--json")
+def test_scales_without_weights(tmp_path: Path, cli: Cli) -> None:
+    code = cli(*SMALL, "--init-scales", "1,0.01", "--out", tmp_path / "out", "--json")
     assert code == 0
-    printed = capsys.readouterr()
+    printed = cli.read()
     assert "untrained" in printed.err
     assert "fresh weights" in " ".join(printed.err.split())
     found = json.loads(printed.out)
@@ -38,11 +37,11 @@ def test_scales_without_weights(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 @pytest.mark.filterwarnings("default:std=1 was asked for")
 def test_a_bounded_layer_is_named_by_the_scale_in_effect(
-    checkpoints: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    checkpoints: list[Path], tmp_path: Path, cli: Cli
 ) -> None:
     arguments = ("--init-scales", "1,0.001", "--solvers", "picard", "--out", tmp_path, "--json")
-    assert run(checkpoints[0], *SMALL, *arguments) == 0
-    printed = capsys.readouterr()
+    assert cli(checkpoints[0], *SMALL, *arguments) == 0
+    printed = cli.read()
     assert "holds them at a smaller standard deviation" in " ".join(printed.err.split())
     first, second = (row["network"] for row in json.loads(printed.out)["rows"])
     assert first.startswith("std 1 (bounded: 0.")
@@ -53,25 +52,23 @@ def test_a_bounded_layer_is_named_by_the_scale_in_effect(
 def test_fewer_images_than_asked_for_are_told(
     checkpoints: list[Path],
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    cli: Cli,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     digits = eq.data.load("digits", "test").subset(range(5))
     monkeypatch.setattr("equilibria.data.load", lambda *_, **__: digits)
     arguments = ("--images", "100000", "--steps", "2", "--solvers", "own", "--out", tmp_path)
-    assert run(checkpoints[0], *arguments, "--json") == 0
-    printed = capsys.readouterr()
+    assert cli(checkpoints[0], *arguments, "--json") == 0
+    printed = cli.read()
     said = " ".join(printed.err.split())
     assert "--images 100000: digits (test) has 5; all of them are taken" in said
     assert json.loads(printed.out)["data"]["images"] == 5
 
 
-def test_checkpoints_are_drawn_by_class(
-    checkpoints: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code = run(*checkpoints, *SMALL, "--solvers", "own,anderson", "--out", tmp_path)
+def test_checkpoints_are_drawn_by_class(checkpoints: list[Path], tmp_path: Path, cli: Cli) -> None:
+    code = cli(*checkpoints, *SMALL, "--solvers", "own,anderson", "--out", tmp_path)
     assert code == 0
-    printed = capsys.readouterr()
+    printed = cli.read()
     assert "untrained" not in printed.err
     assert "epoch2" in printed.out
     assert "wrote" in printed.out

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import equilibria as eq
 from equilibria.data import ImageData
 from equilibria_papers.tables.measures import Scene
+from tests.evaluation.standins import dataset
 
 Array = npt.NDArray[np.float64]
 
@@ -43,16 +44,8 @@ def numbered(targets: Any, classes: int, pixels: int = 2, **more: Any) -> ImageD
     made = np.zeros((len(targets), 1, pixels, pixels), dtype=np.uint8)
     number = np.arange(len(targets))
     made[:, 0, 0, 0], made[:, 0, 0, -1] = number // 256, number % 256
-    given: dict[str, Any] = {
-        "images": torch.from_numpy(made),
-        "targets": torch.as_tensor(targets).long(),
-        "classes": tuple(f"class {k}" for k in range(classes)),
-        "name": "numbered",
-        "split_name": "test",
-        "mean": (0.0,),
-        "std": (1.0,),
-    }
-    return ImageData(**{**given, **more})
+    more = {"name": "numbered", "mean": (0.0,), "std": (1.0,), **more}
+    return dataset(torch.from_numpy(made), torch.as_tensor(targets).long(), classes, **more)
 
 
 class Linear(nn.Module):

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from equilibria.data import ImageData
 from equilibria_papers.tables import images as supplying
 from equilibria_papers.tables.images import Supplied, supply
 from equilibria_papers.tables.plan import at_hand, plan_of
+from tests.evaluation.standins import dataset
 
 from . import tiny
 
@@ -39,15 +40,8 @@ def test_cifar10_stands_in_with_vehicles_and_animals(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship")
-    images = ImageData(
-        images=torch.zeros(40, 3, 4, 4, dtype=torch.uint8),
-        targets=torch.arange(40) % 10,
-        classes=(*names, "truck"),
-        name="cifar10",
-        split_name="train",
-        mean=(0.5,) * 3,
-        std=(0.25,) * 3,
-    )
+    images = dataset(torch.zeros(40, 3, 4, 4).byte(), torch.arange(40) % 10, 10, name="cifar10")
+    images = dataclasses.replace(images, classes=(*names, "truck"))
     monkeypatch.setattr(supplying, "_read", lambda *given: images)
     found = _supplied(tmp_path, data="cifar10", classes="superclass")
     assert found.train.classes == ("vehicles", "animals")

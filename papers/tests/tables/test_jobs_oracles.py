@@ -26,6 +26,7 @@ from equilibria_papers.tables import images as supplying
 from equilibria_papers.tables.experiment import Cell, Job
 from equilibria_papers.tables.plan import Planned, plan_of
 from equilibria_papers.tables.thesis import create
+from tests.evaluation.standins import dataset
 
 from . import tiny
 from .scenes import scene_of
@@ -136,15 +137,8 @@ def _carried_out(setting: str, apply: Step, z: Array) -> Array:
 
 
 def _images(count: int, size: int, name: str = "cifar10") -> ImageData:
-    return ImageData(
-        images=torch.zeros(count, 3, size, size, dtype=torch.uint8),
-        targets=torch.arange(count) % 10,
-        classes=tuple("0123456789"),
-        name=name,
-        split_name="train",
-        mean=(0.5,) * 3,
-        std=(0.25,) * 3,
-    )
+    pixels = torch.zeros(count, 3, size, size, dtype=torch.uint8)
+    return dataset(pixels, torch.arange(count) % 10, 10, name=name, split_name="train")
 
 
 def _layer(job: Job, folder: Path, smoke: bool) -> Any:

@@ -23,6 +23,7 @@ from equilibria_papers.tables import measures
 from equilibria_papers.tables.geq import KINDS
 from equilibria_papers.tables.plan import plan_of
 from equilibria_papers.tables.thesis import ResidualNet
+from tests.evaluation.test_metrics import numpy_ece, softmax
 
 from . import tiny
 from .scenes import Array, Linear, TwoLayers, contraction, digits, iterates, numbered, scene_of
@@ -49,16 +50,6 @@ def test_local_minima_are_counted(rows: list[list[int]]) -> None:
             ]
             expected += all(rows[i][j] < value for value in around)
     assert measures.local_minima(grid) == expected
-
-
-def test_a_bowl_has_one_minimum_and_a_hole_is_none() -> None:
-    axis = torch.linspace(-1, 1, 11, dtype=torch.float64)
-    bowl = axis[:, None].square() + axis[None].square()
-    assert measures.local_minima(bowl) == 1
-    bowl[0, 0] = torch.nan
-    assert measures.local_minima(bowl) == 1
-    bowl[5, 5] = torch.nan
-    assert measures.local_minima(bowl) == 0  # its four neighbors tie
 
 
 def test_first_steps_share_of_a_path() -> None:
@@ -97,24 +88,6 @@ class LookUp(nn.Module):
         return torch.where(other[:, None], self.mirrored[pixels[:, 0]], self.table[pixels[:, 1]])
 
 
-def _softmax(logits: Array) -> Array:
-    raised: Array = np.exp(logits - logits.max(1, keepdims=True))
-    share: Array = raised / raised.sum(1, keepdims=True)
-    return share
-
-
-def _ece(p: Array, targets: npt.NDArray[np.int64], bins: int = 15) -> float:
-    """Σ_b (n_b/N)·|accuracy_b − confidence_b| over bins (lo, hi] of the largest probability."""
-    confidence, right = p.max(1), p.argmax(1) == targets
-    total = 0.0
-    for b in range(bins):
-        inside = (confidence > b / bins) & (confidence <= (b + 1) / bins)
-        if inside.any():
-            gap = abs(right[inside].mean() - confidence[inside].mean())
-            total += inside.mean() * gap
-    return float(total)
-
-
 def _logits(count: int, classes: int, seed: int, scale: float = 2.0) -> Array:
     drawn: Array = scale * np.random.default_rng(seed).standard_normal((count, classes))
     return drawn
@@ -126,13 +99,13 @@ def test_quality_by_numpy(tmp_path: Path) -> None:
     logits[7, 3] = np.nan  # counts as wrong, and is in no mean of the others
     found = measures.quality(scene_of(LookUp(logits), numbered(targets, 12), tmp_path))
     kept = np.arange(200) != 7
-    p = _softmax(logits[kept])
+    p = softmax(logits[kept])
     order = np.argsort(-logits[kept], axis=1)
     near = (order[:, :5] == targets[kept, None]).any(1)
     assert found["accuracy"] == pytest.approx(100 * (order[:, 0] == targets[kept]).sum() / 200)
     assert found["top5"] == pytest.approx(100 * near.sum() / 200)
     assert found["nll"] == pytest.approx(-np.log(p[np.arange(199), targets[kept]]).mean())
-    assert found["ece"] == pytest.approx(100 * _ece(p, targets[kept]))
+    assert found["ece"] == pytest.approx(100 * numpy_ece(p, targets[kept], 15))
     assert found["nonfinite"] == 1.0
     assert found["parameters_m"] == found["parameters_k"] == 0.0
 
@@ -156,10 +129,10 @@ def test_flip_is_the_mean_of_probabilities(tmp_path: Path) -> None:
     # Number 0 is its own mirror image, so the images are numbered from 1.
     images = numbered(np.r_[0, targets], 6).subset(range(1, 151))
     found = measures.flipped(scene_of(LookUp(one, other), images, tmp_path))
-    p = (_softmax(one[1:]) + _softmax(other[1:])) / 2
+    p = (softmax(one[1:]) + softmax(other[1:])) / 2
     assert found["flip.accuracy"] == pytest.approx(100 * (p.argmax(1) == targets).mean())
     assert found["flip.nll"] == pytest.approx(-np.log(p[np.arange(150), targets]).mean())
-    assert found["flip.ece"] == pytest.approx(100 * _ece(p, targets))
+    assert found["flip.ece"] == pytest.approx(100 * numpy_ece(p, targets, 15))
     of_logits = ((one[1:] + other[1:]) / 2).argmax(1)
     assert (of_logits == targets).mean() != (p.argmax(1) == targets).mean()
 
@@ -229,7 +202,7 @@ def test_known_and_unknown_by_equation_13(tmp_path: Path, monkeypatch: pytest.Mo
         total: Array = terms.sum(1)
         return total
 
-    q, known = _softmax(logits), targets < 5
+    q, known = softmax(logits), targets < 5
     one_hot = np.eye(5)[targets[known]]
     assert found["known.kl"] == pytest.approx(kl(one_hot, q[known]).mean())
     uniform = np.full((150, 5), 0.2)

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 import equilibria as eq
 from equilibria_papers.tables import measures
-from equilibria_papers.tables.thesis import ResidualNet
 
 from .scenes import Array, TwoLayers, contraction, digits, iterates, numbered, scene_of
 
@@ -106,6 +105,7 @@ def test_a_path_by_its_powers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     points = path[:50, :32].reshape(-1, 64)
     values = np.linalg.svd(points - points.mean(0), compute_uv=False) ** 2
     assert found["path.plane"] == pytest.approx(100 * values[:2].sum() / values.sum(), rel=1e-4)
+    assert {path.suffix for path in tmp_path.glob("paths.*")} >= {".png", ".svg"}
 
 
 class Rows(nn.Module):
@@ -174,20 +174,6 @@ def test_landscape_in_closed_form(tmp_path: Path, root: bool, smoke: bool) -> No
     assert found["landscape.holes"] == np.isnan(loss).sum()
     assert bool(found["landscape.holes"]) == root
     assert 0.0 < found["landscape.flat"] < 100.0
-
-
-def test_paths_settle_for_small_weights_only(tmp_path: Path) -> None:
-    found = {}
-    for std in (0.01, 1.0):
-        torch.manual_seed(0)
-        model = ResidualNet(10, 1, channels=16, inner=16, std=std)
-        scene = scene_of(model, digits(32)[0], tmp_path, smoke=True)
-        found[std] = measures.path_measure(scene)
-    assert found[0.01]["path.settled"] == 100.0
-    assert found[0.01]["path.residual.20"] < 1e-2 < found[1.0]["path.residual.20"]
-    assert found[0.01]["path.first_step"] > found[1.0]["path.first_step"]
-    assert (tmp_path / "paths.png").exists()
-    assert (tmp_path / "paths.svg").exists()
 
 
 def test_landscape_of_test_images(tmp_path: Path) -> None:

@@ -118,15 +118,6 @@ def test_missing_data_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert (asked.stands_in, asked.missing) == ("camvid", "cityscapes")  # neither is there
 
 
-def test_data_that_stand_in(tmp_path: Path) -> None:
-    job = tiny.job(data="nowhere", stand_in={"data": "digits", "epochs": 1})
-    alone = plan_of(job, Choices(data_root=tmp_path))[0]
-    assert (alone.missing, alone.stands_in) == ("nowhere", "")
-    found = plan_of(job, Choices(data_root=tmp_path, stand_in=True))[0]
-    assert (found.missing, found.stands_in) == ("", "digits")
-    assert (found.config.data, found.config.epochs) == ("digits", 1)
-
-
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [

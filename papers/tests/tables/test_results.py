@@ -101,20 +101,13 @@ def test_seeds_of_earlier_calls_are_kept() -> None:
     )  # settings are not mixed
     assert [(s.seed, s.value) for s in kept] == [(1, 5.0)]
     assert _result((_sample(0), _sample(1))).seconds == 20.0  # two cells, two runs
-
-
-def test_numbers_of_an_earlier_recipe_stay_until_there_are_new_ones() -> None:
-    kept = merged([], [_sample(0, 1.0, "old")], "new")
+    kept = merged([], [_sample(0, 1.0, "old")], "new")  # they stay until there are new ones
     found = CellResult(tiny.table().cells[0], kept, group="new")
-    assert found.outdated
-    assert found.status == "partly"
-
-
-def test_real_data_are_not_replaced_by_what_stands_in() -> None:
-    kept = merged([_sample(0, 5.0, "b", "digits")], [_sample(0, 1.0)], "b")
-    assert [s.value for s in kept] == [1.0]
-    back = merged([_sample(0, 1.0)], [_sample(0, 5.0, "b", "digits")], "a")
-    assert [s.value for s in back] == [1.0]
+    assert (found.outdated, found.status) == (True, "partly")
+    # Real data are not replaced by what stands in.
+    real, instead = _sample(0, 1.0), _sample(0, 5.0, "b", "digits")
+    for new, earlier, group in (([instead], [real], "b"), ([real], [instead], "a")):
+        assert [s.value for s in merged(new, earlier, group)] == [1.0]
 
 
 def test_a_smoke_test_or_a_changed_recipe_never_takes_the_place_of_a_result(tmp_path: Path) -> None:
@@ -306,21 +299,6 @@ def test_a_line_a_row_and_remarks_on_cells_without_numbers() -> None:
     said = " ".join(after[1:])
     assert "- not run: no run folder has it: second, size in M; second, nowhere; third" in said
     assert "- not run: cifar100 is not at hand: fifth, accuracy in %; sixth, size in M." in said
-
-
-def test_a_narrow_terminal_has_a_line_a_cell() -> None:
-    lines = shown(mixed(), 40)
-    inside = [[p.strip() for p in line.split("│")[1:-1]] for line in lines if line[0] == "│"]
-    assert inside[:7] == [
-        ["first", ""],
-        ["accuracy in %", "91.50 / 94.8 ± 0.1%"],
-        ["size in M", "4.25"],
-        ["second", ""],
-        ["accuracy in %", "92.50"],
-        ["size in M", "– / 5M"],
-        ["nowhere", "–"],
-    ]
-    assert max(map(len, lines)) <= 40
 
 
 def test_where_nothing_was_run_there_is_no_grid() -> None:

@@ -46,7 +46,9 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     return counts
 
 
-def test_trains_and_judges_once(tmp_path: Path, counted: dict[str, int]) -> None:
+def test_trains_and_judges_once(
+    tmp_path: Path, counted: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = reproduce(tiny.table(), tiny.choices(tmp_path))
     assert first.status == "measured"
     assert counted == {"fit": 1, "quality": 1}
@@ -57,17 +59,9 @@ def test_trains_and_judges_once(tmp_path: Path, counted: dict[str, int]) -> None
     assert 10.0 < first.cells[0].mean <= 100.0
     # widths [4]: by hand 4·9 (stem) + BN 8 + two 3×3 of 4×4 (288) + BN 8 + head BN 8 + 50.
     assert first.cells[1].mean == pytest.approx((36 + 8 + 288 + 8 + 8 + 50) / 1000)
-
-
-def test_another_table_takes_the_training_and_measures_what_is_new(
-    tmp_path: Path, counted: dict[str, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reproduce(tiny.table(), tiny.choices(tmp_path))
-    new = {**runs.MEASURES, "new": lambda scene: {"answer": 42.0}}
-    monkeypatch.setattr(runs, "MEASURES", new)
-    job = tiny.job(measures=("quality", "new"))
-    cell = tables.Cell(row="r", column="c", job=job, metric="answer")
-    other = dataclasses.replace(tiny.table(), id="other", cells=(cell,))
+    # Another table takes the training and measures what is new.
+    monkeypatch.setattr(runs, "MEASURES", {**runs.MEASURES, "new": lambda scene: {"answer": 42.0}})
+    other = _second(tiny.job(measures=("quality", "new")), "answer")
     assert reproduce(other, tiny.choices(tmp_path)).cells[0].mean == 42.0
     assert counted == {"fit": 1, "quality": 1}
 
@@ -261,6 +255,9 @@ def test_listing_reads_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert state() == ("measured (epochs=1)", 2)
     reproduce(tiny.table(), tiny.choices(tmp_path))
     assert state() == ("measured; measured (epochs=1)", 2)
+    earlier = tiny.table(recipe={**tiny.RECIPE, "lr": 0.01})  # what was measured is of another one
+    monkeypatch.setattr(standing, "EXPERIMENTS", {"tiny-table": earlier})
+    assert state()[0].startswith("partly")
 
 
 def test_gathering_trains_nothing_and_takes_a_part(tmp_path: Path, counted: dict[str, int]) -> None:
@@ -344,20 +341,6 @@ def test_gathering_takes_the_papers_data_before_what_stands_in(tmp_path: Path) -
     (real.folder / "measured.json").write_text(json.dumps(kept))
     (cell,) = reproduce(table, asked).cells
     assert (cell.status, cell.values) == ("measured", [77.0])
-
-
-def test_the_list_knows_an_earlier_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from equilibria_papers.tables import reproduction as standing
-
-    choices = tiny.choices(tmp_path)
-    reproduce(tiny.table(), choices)
-    for table, expected in (
-        (tiny.table(), ("measured", 2)),
-        (tiny.table(recipe={**tiny.RECIPE, "lr": 0.01}), ("partly", 2)),
-    ):
-        monkeypatch.setattr(standing, "EXPERIMENTS", {"tiny-table": table})
-        (line,) = tables.listing(choices.out, None)
-        assert (line.status, line.measured) == expected
 
 
 @pytest.mark.slow

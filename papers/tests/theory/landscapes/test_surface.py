@@ -128,7 +128,8 @@ def test_flat_surfaces() -> None:
     flat = bowl()
     flat.values["loss"].fill_(1.0)
     for log in (True, False):
-        contour_figure([flat], log=log)
+        norm = contour_figure([flat], log=log).axes[0].collections[0].norm
+        assert 0 < norm.vmin <= 1.0 < norm.vmax
 
 
 def test_what_cannot_be_drawn() -> None:

@@ -12,7 +12,6 @@ from equilibria_papers.theory.monotone_ntk import (
     SCENARIOS,
     Outcome,
     ThesisModel,
-    draw_outcome,
     gradient_descent,
     gradient_flow,
     run_scenario,
@@ -153,17 +152,6 @@ def test_usual_runs_are_guaranteed_nothing(name: str) -> None:
     assert not outcome.report.holds
     assert "nothing is guaranteed" in outcome.verdict
     assert outcome.run.loss[-1] < 1e-6 * outcome.run.loss[0]
-
-
-def test_pictures(broken: Outcome, tmp_path: object) -> None:
-    from pathlib import Path
-
-    paths = draw_outcome(broken, Path(str(tmp_path)) / "run")
-    assert [p.suffix for p in paths] == [".png", ".svg"]
-    text = paths[1].read_text("utf-8")
-    assert "guaranteed" in text
-    assert "share of the radius" in text
-    assert paths[0].read_bytes()[:4] == b"\x89PNG"
 
 
 def test_wrong_arguments() -> None:

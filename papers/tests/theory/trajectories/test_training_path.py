@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,11 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import equilibria as eq
-from equilibria_papers.theory.pictures import save_picture
 from equilibria_papers.theory.trajectories import (
     SolverPath,
     TrainingPath,
-    class_figure,
     follow_training,
     path_figure,
     principal_components,
@@ -194,15 +191,6 @@ def test_paths_are_projections_of_the_states() -> None:
         np.testing.assert_allclose(np.abs(drawn), np.abs(expected), atol=1e-6)
     words = [t.get_text() for t in figure.legends[0].get_texts()]
     assert words == ["start", "end", "one color a sample"]
-
-
-def test_training_pictures_name_classes_and_moments(tmp_path: Path) -> None:
-    figure = class_figure(training())
-    assert [t.get_text() for t in figure.axes[0].get_legend().get_texts()] == ["0", "1", "2"]
-    assert figure.axes[0].get_title() == "$z^*$ from start to epoch 2"
-    written = save_picture(figure, tmp_path / "training")
-    assert [p.suffix for p in written] == [".png", ".svg"]
-    assert all(p.stat().st_size > 1000 for p in written)
 
 
 def test_what_cannot_be_drawn() -> None:
