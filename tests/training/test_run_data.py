@@ -85,7 +85,7 @@ def test_a_batch_that_cannot_be_shared(tmp_path: Path) -> None:
 
 
 def test_certified_networks_divide_all_channels_by_one_number(tmp_path: Path) -> None:
-    """The radius in pixels counts the smallest deviation: unequal ones would give some of it away."""
+    """A radius in pixels counts the smallest deviation: unequal ones give some of it away."""
     colors = torch.randint(0, 256, (24, 3, 8, 8), dtype=torch.uint8)
     whole = replace(
         digits()[0].subset(range(24)), images=colors, mean=(0.1, 0.2, 0.3), std=(0.2, 0.3, 0.4)
