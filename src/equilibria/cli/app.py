@@ -96,66 +96,14 @@ def make_app(wanted: str | None = None) -> typer.Typer:
 
 
 def _add(app: typer.Typer, name: str, entry: EntryPoint | None) -> None:
-    """Import one command and put it in its place."""
-    command = _own(name) if entry is None else entry.load()
+    """Import one command and put it in its place; ours is the function of that name in its file."""
+    inside = "app" if name == "data" else name
+    own = EntryPoint(name, f"equilibria.cli.{name}:{inside}", "equilibria.commands")
+    command = (entry or own).load()
     if isinstance(command, typer.Typer):
         app.add_typer(command, name=name)
     else:
         app.command(name)(command)
-
-
-def _own(name: str) -> Any:
-    """The command of this name; an import for each, so that only one is imported."""
-    match name:
-        case "train":
-            from .train import train
-
-            return train
-        case "evaluate":
-            from .evaluate import evaluate
-
-            return evaluate
-        case "predict":
-            from .predict import predict
-
-            return predict
-        case "explain":
-            from .explain import explain
-
-            return explain
-        case "explore":
-            from .explore import explore
-
-            return explore
-        case "export":
-            from .export import export
-
-            return export
-        case "serve":
-            from .serve import serve
-
-            return serve
-        case "certify":
-            from .certify import certify
-
-            return certify
-        case "bench":
-            from .bench import bench
-
-            return bench
-        case "models":
-            from .models import models
-
-            return models
-        case "data":
-            from . import data
-
-            return data.app
-        case "info":
-            from .info import info
-
-            return info
-    raise KeyError(name)
 
 
 def _listed() -> None:
