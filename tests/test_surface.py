@@ -99,7 +99,7 @@ DROPPED: dict[str, str] = {
     **{
         f"{place}.{prior}.{name}": reason
         for name, reason in {
-            "has_conjugate": "conjugate raises NotImplementedError where no form is known",
+            **dict.fromkeys(("conjugate", "has_conjugate"), "nothing in the library used it"),
             "subgradient_distance": "subdifferential gives the interval",
         }.items()
         for place, more in (("equilibria", ()), ("equilibria.problems", ("Prior", "WithL1")))

@@ -249,23 +249,6 @@ def test_a_saturated_activation_is_stationary(case: Case, dtype: torch.dtype) ->
     assert all(float(wrong[k]) > 100 for k in ends)
 
 
-@each_plain
-def test_conjugate_is_the_supremum(case: Case) -> None:
-    if case in SMOOTH.values():
-        with pytest.raises(NotImplementedError, match="conjugate"):
-            case.prior.conjugate(t64(0.0))
-        return
-    zs = {span: np.linspace(-span, span, 40001) for span in (20.0, 40.0)}
-    fs = {span: np.array([case.f(z) for z in grid]) for span, grid in zs.items()}
-    for y in (-2.0, -0.71, -0.7, -0.4, -0.1, 0.0, 0.3, 0.4, 0.41, 2.0):
-        near, far = (float(np.max(y * zs[s] - fs[s])) for s in zs)
-        got = float(case.prior.conjugate(t64(y)))
-        if far > near + 1e-2:
-            assert got == INF
-        else:
-            assert got == pytest.approx(far, abs=5e-3)  # the grid's own error: |y| times its step
-
-
 @each_smooth
 @pytest.mark.parametrize("tau", [1e-3, 0.3, 1.0, 1.7, 40.0])
 def test_prox_has_right_first_and_second_derivatives_in_v_and_tau(case: Case, tau: float) -> None:

@@ -7,9 +7,9 @@ An activation that is monotone and 1-Lipschitz is the proximal operator of a con
 activations, then tanh, sigmoid and softplus; ``custom_prior`` has a user's own activation, and
 ``joint_priors`` those that are not elementwise (simplex, norms, total variation, ...).
 
-Conventions. Everything here is elementwise, so shapes pass through. ``value``, ``conjugate`` and
-``subdifferential`` answer in float32 or better; ``prox`` answers in the type of ``v``. ``f`` is
-``+inf`` outside its domain and never NaN for an input that is not NaN.
+Conventions. Everything here is elementwise, so shapes pass through. ``value`` and
+``subdifferential`` answer in float32 or better, ``prox`` in the type of ``v``. ``f`` is ``+inf``
+outside its domain and never NaN for an input that is not NaN.
 
 A parameter (a weight, an end of a box) is a number or a tensor, perhaps learned. The dimensions of
 a tensor are aligned with those of ``z`` from the left, batch first: ``[]`` is one number, ``[B]``
@@ -222,10 +222,6 @@ class Prior(ABC):
         replaced(twin, **{n: t.cpu() for n, t in held.items() if isinstance(t, Tensor)})._check()
         return twin
 
-    def conjugate(self, y: Tensor) -> Tensor:
-        """``f*(y) = sup_z y z - f(z)`` where a closed form is known, else NotImplementedError."""
-        raise NotImplementedError(f"{type(self).__name__} has no closed-form conjugate")
-
 
 def interval(inside: Tensor, lower: Tensor, upper: Tensor) -> tuple[Tensor, Tensor]:
     """``(lower, upper)`` where ``inside`` holds, the empty interval elsewhere."""
@@ -233,10 +229,7 @@ def interval(inside: Tensor, lower: Tensor, upper: Tensor) -> tuple[Tensor, Tens
 
 
 class _LinearOnInterval(Prior):
-    """``f(z) = weight z`` for ``lower <= z <= upper``, else ``+inf``.
-
-    ``f*(y) = max(lower (y - weight), upper (y - weight))``.
-    """
+    """``f(z) = weight z`` for ``lower <= z <= upper``, else ``+inf``."""
 
     lower: Parameter = -math.inf
     upper: Parameter = math.inf
@@ -269,28 +262,10 @@ class _LinearOnInterval(Prior):
         up = torch.where((z == upper) & z.isfinite(), math.inf, slope)
         return interval(inside, down, up)
 
-    def conjugate(self, y: Tensor) -> Tensor:
-        weight = aligned(self, "weight", y)
-        over = at_least_float32(y) - weight
-        zero = graph_zero(over)
-
-        def at(end: Parameter, beyond: Tensor) -> Tensor:
-            if isinstance(end, Tensor):
-                finite = end.isfinite()
-                product = torch.where(finite, end, 0.0).to(over.dtype) * over
-                return torch.where(finite, product, torch.where(beyond, math.inf, zero))
-            if math.isinf(end):
-                return torch.where(beyond, math.inf, zero)
-            return end * over if end else zero
-
-        low = at(aligned(self, "lower", y), y < weight)
-        high = at(aligned(self, "upper", y), y > weight)
-        return torch.where(y >= weight, high, low)
-
 
 @dataclass(frozen=True)
 class Free(_LinearOnInterval):
-    """``f(z) = 0``: no prior. ``sigma(v) = v``, ``f*(y) = 0`` at ``y = 0``, else ``+inf``."""
+    """``f(z) = 0``: no prior. ``sigma(v) = v``."""
 
     def prox(self, v: Tensor, tau: float | Tensor = 1.0) -> Tensor:
         check_step(tau)
@@ -299,10 +274,7 @@ class Free(_LinearOnInterval):
 
 @dataclass(frozen=True)
 class NonNegative(_LinearOnInterval):
-    """``f(z) = 0`` for ``z >= 0``, else ``+inf``. ``sigma = relu``.
-
-    ``f*(y) = 0`` for ``y <= 0``, else ``+inf``.
-    """
+    """``f(z) = 0`` for ``z >= 0``, else ``+inf``. ``sigma = relu``."""
 
     lower = 0.0
 
@@ -316,8 +288,7 @@ class Box(_LinearOnInterval):
     """``f(z) = 0`` for ``lower <= z <= upper``, else ``+inf``.
 
     ``sigma(v) = min(max(v, lower), upper)`` (clipped ReLU for ``Box(0, 1)``, hardtanh for
-    ``Box(-1, 1)``); ``f*(y) = max(lower y, upper y)``. One or both ends may be infinite. Ends that
-    are tensors may meet, which fixes an entry.
+    ``Box(-1, 1)``). An end may be infinite. Ends that are tensors may meet, which fixes an entry.
     """
 
     lower: Parameter = 0.0
@@ -363,7 +334,7 @@ class Box(_LinearOnInterval):
 class ShiftedNonNegative(_LinearOnInterval):
     """``f(z) = weight z`` for ``z >= 0``, else ``+inf``. ``sigma(v) = relu(v - weight)``.
 
-    ``f*(y) = 0`` for ``y <= weight``, else ``+inf``. A negative weight shifts to the left.
+    A negative weight shifts to the left.
     """
 
     weight: Parameter = 1.0
@@ -379,10 +350,7 @@ class ShiftedNonNegative(_LinearOnInterval):
 
 @dataclass(frozen=True)
 class SoftThreshold(Prior):
-    """``f(z) = weight |z|``. ``sigma(v) = sign(v) max(|v| - weight, 0)``.
-
-    ``f*(y) = 0`` for ``|y| <= weight``, else ``+inf``.
-    """
+    """``f(z) = weight |z|``. ``sigma(v) = sign(v) max(|v| - weight, 0)``."""
 
     weight: Parameter = 1.0
     piecewise_linear = True
@@ -409,17 +377,12 @@ class SoftThreshold(Prior):
         down, up = (zero - weight).to(zero.dtype), (zero + weight).to(zero.dtype)
         return torch.where(z > 0, up, down), torch.where(z < 0, down, up)
 
-    def conjugate(self, y: Tensor) -> Tensor:
-        inside = y.abs() <= aligned(self, "weight", y)
-        return torch.where(inside, graph_zero(at_least_float32(y)), math.inf)
-
 
 @dataclass(frozen=True)
 class LeakyNonNegative(Prior):
     """``f(z) = (1/slope - 1) min(z, 0)^2 / 2``. ``sigma(v) = max(v, 0) + slope min(v, 0)``.
 
-    ``prox_{tau f}(v) = slope v / (slope + tau (1 - slope))`` for ``v < 0``;
-    ``f*(y) = slope y^2 / (2 (1 - slope))`` for ``y <= 0``, else ``+inf``. ``0 < slope <= 1``.
+    ``prox_{tau f}(v) = slope v / (slope + tau (1 - slope))`` for ``v < 0``; ``0 < slope <= 1``.
     Slope 0 would be ``NonNegative``, slope 1 is ``Free``.
     """
 
@@ -445,19 +408,6 @@ class LeakyNonNegative(Prior):
         below = at_least_float32(z).clamp(max=0.0)
         derivative = ((1.0 / aligned(self, "slope", z) - 1.0) * below).to(below.dtype)
         return derivative, derivative
-
-    def conjugate(self, y: Tensor) -> Tensor:
-        slope = aligned(self, "slope", y)
-        y = at_least_float32(y)
-        below = y.clamp(max=0.0)
-        if isinstance(slope, Tensor):
-            one = slope == 1.0
-            factor = 0.5 * slope / torch.where(one, 1.0, 1.0 - slope)
-            bent = torch.where(y <= 0, (factor * below**2).to(y.dtype), math.inf)
-            return torch.where(one, torch.where(y == 0, graph_zero(y), math.inf), bent)
-        if slope == 1.0:
-            return torch.where(y == 0, graph_zero(y), math.inf)
-        return torch.where(y <= 0, (0.5 * slope / (1.0 - slope)) * below**2, math.inf)
 
 
 @dataclass(frozen=True)
@@ -509,10 +459,6 @@ class WithL1(Prior):
     @property
     def shift(self) -> float | None:
         return None if self.prior.shift is None else self.prior.shift + _largest(self.weight)
-
-    def prox_error(self, v: Tensor, tau: float | Tensor = 1.0) -> Tensor | float:
-        """A bound on what an inner solve leaves of ``prox(v, tau)``, ``[B]``; 0 if it has none."""
-        return 0.0
 
     @property
     def sampled(self) -> bool:
@@ -792,19 +738,21 @@ class Softplus(SmoothPrior):
     low = 0.0
     high = math.inf
 
-    def _value(self, z: Tensor) -> Tensor:
+    @staticmethod
+    def _sides(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Whether z is left of log 2, and z on each side, any number there on the other."""
         near = z <= math.log(2.0)
-        inner = torch.where(near, z, 0.5)
-        outer = torch.where(near, 1.0, z)
+        return near, torch.where(near, z, 0.5), torch.where(near, 1.0, z)
+
+    def _value(self, z: Tensor) -> Tensor:
+        near, inner, outer = self._sides(z)
         reflected = math.pi**2 / 6.0 + inner * torch.log(-torch.expm1(-inner))
         reflected = reflected - _dilogarithm_of_one_minus_exp(inner)
         direct = _dilogarithm_of_one_minus_exp(-torch.log1p(-torch.exp(-outer)))
         return torch.where(near, reflected, direct)
 
     def _derivative(self, z: Tensor) -> Tensor:
-        near = z <= math.log(2.0)
-        inner = torch.where(near, z, 0.5)
-        outer = torch.where(near, 1.0, z)
+        near, inner, outer = self._sides(z)
         direct = torch.log1p(-torch.exp(-outer))
         return torch.where(near, torch.log(-torch.expm1(-inner)), direct)
 
