@@ -8,8 +8,8 @@ from typing import Annotated, Any
 import typer
 
 from .console import fail, make_folder, output, print_json
-from .flags import pairs
-from .loading import Batch, Device, Root, device_of, load, trained_size
+from .flags import numbers, pairs
+from .loading import Batch, Device, Json, ModelOption, Root, device_of, load, trained_size
 
 __all__ = ["bench"]
 
@@ -22,15 +22,7 @@ def bench(
     model: Annotated[
         str | None, typer.Option(help="A network by name, with weights at random, instead.")
     ] = None,
-    option: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--option",
-            "-o",
-            metavar="KEY=VALUE",
-            help="With --model: an option of it, such as depth=2; may be repeated.",
-        ),
-    ] = None,
+    option: ModelOption = None,
     data: Annotated[
         str | None,
         typer.Option("--data", help="Images to run on: a name or a folder; else random ones."),
@@ -57,7 +49,7 @@ def bench(
         float, typer.Option(min=0.0, help="Seconds for which passes of each kind are timed.")
     ] = 5.0,
     out: Annotated[Path | None, typer.Option(help="Write bench.json into this folder.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Where the time goes: equilibrium layers, rest, backward; steps; and what would help.
 
@@ -66,7 +58,7 @@ def bench(
     """
     import torch
 
-    from equilibria import evaluation
+    from equilibria import evaluation, models
 
     if (weights is None) == (model is None):
         raise fail("give weights or --model, one of them.", "`equilibria models` lists the names.")
@@ -82,12 +74,11 @@ def bench(
     if weights is not None:
         network: Any = load(weights, target)
     else:
-        network = _created(str(model), {**_sizes(images, shape), **options}).to(target)
-    x, y = (
-        _random(network, shape, batch_size)
-        if images is None
-        else _batch(network, images, batch_size)
-    )
+        network = models.create(str(model), **{**_sizes(images, shape), **options}).to(target)
+    if images is None:
+        x, y = _random(network, shape, batch_size), None
+    else:
+        x, y = _batch(network, images, batch_size)
     if channels_last:
         network = network.to(memory_format=torch.channels_last)
         x = x.contiguous(memory_format=torch.channels_last)
@@ -112,9 +103,7 @@ def _loaded(data: str, root: Path | None, weights: Path | None, device: Any) -> 
     """The test images, of the size that the weights were trained on."""
     from equilibria import data as datasets
 
-    size = None
-    if weights is not None:
-        size = trained_size(load(weights, device))
+    size = None if weights is None else trained_size(load(weights, device))
     return datasets.load(data, "test", root=root, image_size=size)
 
 
@@ -134,33 +123,19 @@ def _sizes(images: Any, shape: str | None) -> dict[str, int]:
     return {"in_channels": channels, "image_size": height}
 
 
-def _created(name: str, options: dict[str, Any]) -> Any:
-    from equilibria import models
-
-    return models.create(name, **options)
-
-
-def _parsed(shape: str) -> tuple[int, int, int]:
-    try:
-        found = tuple(int(part) for part in shape.split(","))
-    except ValueError:
-        found = ()
-    if len(found) != 3 or min(found) < 1:
-        raise fail(f"--shape {shape}: expected channels,height,width, such as 3,32,32.")
-    return found[0], found[1], found[2]
+def _parsed(shape: str) -> list[int]:
+    wanted = "channels,height,width, such as 3,32,32"
+    return numbers("--shape", shape, int, lambda found: len(found) == 3 and min(found) > 0, wanted)
 
 
-def _random(network: Any, shape: str | None, batch: int) -> tuple[Any, None]:
+def _random(network: Any, shape: str | None, batch: int) -> Any:
     """Standard normal images, as normalized ones are."""
     import torch
 
-    if shape is not None:
-        size = _parsed(shape)
-    else:
-        config = network.config
-        size = (config.in_channels, config.image_size, config.image_size)
+    config = network.config
+    size = [config.in_channels, config.image_size, config.image_size]
     draw = torch.Generator().manual_seed(0)
-    return torch.randn(batch, *size, generator=draw), None
+    return torch.randn(batch, *(size if shape is None else _parsed(shape)), generator=draw)
 
 
 def _batch(network: Any, images: Any, batch: int) -> tuple[Any, Any]:

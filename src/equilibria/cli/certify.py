@@ -13,6 +13,7 @@ from rich.table import Column
 from equilibria.engine import write_json
 
 from .console import fail, output, print_json, print_table, say
+from .flags import numbers
 from .loading import Data, Device, Json, Root, Split, Weights, prepared
 
 
@@ -51,7 +52,10 @@ def certify(
     """
     from equilibria import evaluation
 
-    radii = None if radius is None else _radii(radius)
+    radii = None
+    if radius is not None:
+        wanted = "positive numbers, such as 36/255,72/255 or 0.1,0.5"
+        radii = [float(r) for r in numbers("--radius", radius, Fraction, _positive, wanted)]
     if attack and radii is None:
         raise fail("--attack goes with --radius.", "Such as --radius 36/255,72/255 --attack.")
     model, dataset = prepared(weights, data, root, split, device, images)
@@ -85,15 +89,8 @@ def certify(
         raise typer.Exit(1)
 
 
-def _radii(text: str) -> list[float]:
-    """Numbers or fractions, with commas between."""
-    try:
-        found = [float(Fraction(part.strip())) for part in text.split(",")]
-    except (ValueError, ZeroDivisionError):
-        found = []
-    if not found or not all(r > 0.0 for r in found):
-        raise fail(f"--radius {text}: expected positive numbers, such as 36/255,72/255 or 0.1,0.5.")
-    return found
+def _positive(found: list[Fraction]) -> bool:
+    return min(found) > 0
 
 
 def _labels(

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from .console import fail, make_folder, output, print_json
+from .flags import numbers
 from .loading import Batch, Converged, Data, Device, Json, Root, Split, Weights, prepared, solver_of
 
 
@@ -60,7 +61,10 @@ def evaluate(
     from equilibria.nn import set_steps
 
     # What is wrong with the flags is said before minutes are spent.
-    levels = _severities(severities) if corruptions else ()
+    levels: list[int] = []
+    if corruptions:
+        known, wanted = lambda s: 1 <= min(s) <= max(s) <= 5, "numbers from 1 to 5, such as 1,3,5"
+        levels = numbers("--severities", severities, int, known, wanted)
     solver = solver_of(converged)
     if stop not in (None, "label"):
         raise fail(f"--stop {stop}: expected label.")
@@ -89,13 +93,3 @@ def evaluate(
         print_json(found)
     elif written:
         output().print("wrote " + ", ".join(str(path) for path in written), soft_wrap=True)
-
-
-def _severities(text: str) -> tuple[int, ...]:
-    try:
-        found = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        found = ()
-    if not found or any(not 1 <= s <= 5 for s in found):
-        raise fail(f"--severities {text}: expected numbers from 1 to 5, such as 1,3,5.")
-    return found

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from .console import fail, print_json, print_table
-from .loading import Data, Json, Root, Split, Weights, prepared
+from .loading import Data, Json, Root, Split, Weights, device_of, load, prepared
 
 
 def export(
@@ -40,8 +40,6 @@ def export(
     --data (and always with --int8) accuracies before and after are measured.
     """
     from equilibria import evaluation, models
-
-    from .loading import device_of, load
 
     ending = out.suffix.lstrip(".").lower()
     if ending not in ("pt2", "onnx") or kind not in (None, ending):

@@ -12,6 +12,8 @@ from typing import Annotated, Any
 
 import typer
 
+from .console import fail
+
 _SIMPLE = (bool, int, float, str)
 _OWNERS = ("TrainConfig", "profile_model")  # whose options are the flags of a command
 
@@ -120,6 +122,19 @@ def from_flags(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
             raise typer.BadParameter(
                 f"{value!r} cannot be read: {str(error).splitlines()[0]}.", param_hint=_flag(name)
             ) from None
+    return found
+
+
+def numbers(
+    flag: str, text: str, kind: Callable[[str], Any], fits: Callable[[Any], bool], wanted: str
+) -> list[Any]:
+    """The numbers of a text with commas between, if they are what the flag takes."""
+    try:
+        found = [kind(part.strip()) for part in text.split(",")]
+    except (ValueError, ZeroDivisionError):
+        found = []
+    if not found or not fits(found):
+        raise fail(f"{flag} {text}: expected {wanted}.")
     return found
 
 

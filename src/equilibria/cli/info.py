@@ -38,8 +38,7 @@ def _facts() -> dict[str, Any]:
     found |= {package: _version(package) for package in _PACKAGES}
     for index in range(torch.cuda.device_count()):
         about = torch.cuda.get_device_properties(index)
-        memory = about.total_memory / 2**30
-        found[f"cuda:{index}"] = f"{about.name}, {memory:.0f} GiB"
+        found[f"cuda:{index}"] = f"{about.name}, {about.total_memory / 2**30:.0f} GiB"
     if torch.backends.mps.is_available():
         found["mps"] = "available"
     return found

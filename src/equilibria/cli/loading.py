@@ -34,6 +34,14 @@ Root = Annotated[
 Split = Annotated[str, typer.Option(help="Which part of the data: train, val or test.")]
 Batch = Annotated[int, typer.Option("--batch-size", min=1, help="Images at a time.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+ModelOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        *("--option", "-o"),
+        metavar="KEY=VALUE",
+        help="An option of the model, such as depth=2; may be repeated.",
+    ),
+]
 Converged = Annotated[
     float | None,
     typer.Option(

@@ -48,13 +48,9 @@ def predict(
         raise fail(f"--on-corrupt {on_corrupt}: expected raise or skip.")
     onnx = weights.suffix.lower() == ".onnx"
     if runtime not in (None, "onnx" if onnx else "torch"):
-        expected = "an exported .onnx file" if runtime == "onnx" else "a model.safetensors"
-        known = runtime in ("onnx", "torch")
-        raise fail(
-            f"--runtime {runtime}: expected {expected}, got {weights}."
-            if known
-            else f"--runtime {runtime}: expected torch or onnx."
-        )
+        files = {"onnx": "an exported .onnx file", "torch": "a model.safetensors"}
+        wanted = f"{files[runtime]}, got {weights}" if runtime in files else "torch or onnx"
+        raise fail(f"--runtime {runtime}: expected {wanted}.")
     if onnx and (radius or converged is not None):
         raise fail("--radius and --converged need the layers of a network; an ONNX file has none.")
     model = load(weights, device_of("cpu" if onnx else device))
@@ -85,11 +81,8 @@ def predict(
     for answer in answers:
         state = "–" if answer.steps is None else f"{answer.steps} steps"
         state += "" if answer.converged in (None, True) else ", not converged"
-        for place, (label, confidence) in enumerate(answer.labels):
-            first = place == 0
-            name = str(answer.file) if first else ""
-            row = [name, label, f"{confidence:.1%}", state if first else ""]
-            if radius:
-                row.append(f"{answer.radius:.4g}" if first else "")
-            rows.append(row)
+        ends = [str(answer.file)], [state, *([f"{answer.radius:.4g}"] if radius else [])]
+        for label, confidence in answer.labels:
+            rows.append([*ends[0], label, f"{confidence:.1%}", *ends[1]])
+            ends = [""], [""] * len(ends[1])  # of the first label alone
     print_table("file", "label", "confidence", "solver", *["radius"] * radius, rows=rows)

@@ -15,7 +15,7 @@ from equilibria.training.config import TrainConfig
 
 from .console import complain, fail, print_json, print_table, say, stop
 from .flags import from_flags, pairs, with_flags
-from .loading import Json
+from .loading import Json, ModelOption
 
 _SMALL = 16  # pixels a side: digits have 8, CIFAR's images 32
 _PANELS = ("What", "Training", "Machine", "Other")
@@ -31,15 +31,7 @@ def train(
             help="A YAML file of options; flags on the command line go first.",
         ),
     ] = None,
-    option: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--option",
-            "-o",
-            metavar="KEY=VALUE",
-            help="An option of the model, such as depth=2; may be repeated.",
-        ),
-    ] = None,
+    option: ModelOption = None,
     resume: Annotated[
         Path | None,
         typer.Option(exists=True, help="Go on with this run: its folder, or its last.ckpt."),
@@ -107,14 +99,10 @@ def train(
 
 
 def _write_report(result: Any, settings: TrainConfig) -> Path | None:
-    """report.html of the run, by its first process; where that fails, a warning and None."""
-    from lightning.pytorch.utilities import rank_zero_only
-
+    """report.html of the run; where that fails, a warning and None."""
     from equilibria import data, evaluation
     from equilibria.training.run_data import load_data
 
-    if getattr(rank_zero_only, "rank", 0):
-        return None
     try:
         held = load_data(settings, None, progress=False).valid
         if held is None:
