@@ -96,7 +96,6 @@ def _positive(found: list[Fraction]) -> bool:
 def _labels(
     model: Any, dataset: Any, radii: list[float], attack: bool, out: Path | None, as_json: bool
 ) -> None:
-    """Certified accuracy, and what an attack leaves of it."""
     from equilibria import evaluation
 
     progress = not as_json
@@ -129,7 +128,6 @@ def _labels(
 
 
 def _row(name: str, part: Any) -> dict[str, Any]:
-    """One layer's certificate in plain numbers."""
     return {
         "layer": name or "(the network)",
         "guarantee": str(part.kind),

@@ -46,7 +46,6 @@ def output() -> Console:
 
 
 def print_table(*columns: Column | str, rows: Iterable[Sequence[str]], **style: Any) -> None:
-    """A table on stdout."""
     table = Table(*columns, **style)
     for row in rows:
         table.add_row(*row)

@@ -27,7 +27,6 @@ def _version(package: str) -> str:
 
 
 def _facts() -> dict[str, Any]:
-    """What runs here, by name."""
     found: dict[str, Any] = {
         "equilibria": __version__,
         "python": platform.python_version(),

@@ -82,7 +82,6 @@ class Batches:
 
     @property
     def batch_size(self) -> int:
-        """Samples a batch, on this process."""
         return self.shards.batch_size
 
     def __len__(self) -> int:
@@ -154,7 +153,6 @@ class Batches:
         return x.to(self.dtype).contiguous(memory_format=self.format), y
 
     def _fits(self, dataset: ImageData) -> bool:
-        """Whether the whole set may live on the device."""
         images, targets = dataset.images, dataset.targets
         if isinstance(images, LazyImages) or isinstance(targets, LazyImages):
             return False

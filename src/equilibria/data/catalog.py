@@ -41,7 +41,6 @@ class DataCard:
 
     @property
     def splits(self) -> tuple[str, ...]:
-        """The splits with labels."""
         return tuple(self.counts)
 
     @property
@@ -155,7 +154,6 @@ def names() -> list[str]:
 
 
 def describe(name: str) -> DataCard:
-    """What is known of the data set ``name``."""
     if name not in _CARDS:
         close = difflib.get_close_matches(name, _CARDS, n=1)
         hint = f" Did you mean '{close[0]}'?" if close else ""

@@ -72,7 +72,6 @@ def read_class_folders(folder: Path, asked: str, card: DataCard | None) -> Found
 
 
 def _class_folders(folder: Path) -> dict[str, Path]:
-    """The folder of each class, by name."""
     paths = sorted(path for path in folder.iterdir() if path.is_dir())
     return {path.name: path for path in paths if not path.name.startswith((".", "__"))}
 

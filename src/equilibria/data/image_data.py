@@ -40,7 +40,6 @@ class ImageData:
             raise DataError(f"{self.name} ({self.split_name}): {problem}.")
 
     def _problem(self) -> str:
-        """What is wrong with the fields, or nothing."""
         shape, targets = tuple(self.images.shape), self.targets
         if len(shape) != 4 or self.images.dtype != torch.uint8:
             return f"images are {self.images.dtype} {shape}; expected uint8 [N, C, H, W]"
@@ -86,17 +85,14 @@ class ImageData:
 
     @property
     def num_classes(self) -> int:
-        """How many classes there are."""
         return len(self.classes)
 
     @property
     def channels(self) -> int:
-        """C of [N, C, H, W]."""
         return int(self.images.shape[1])
 
     @property
     def is_lazy(self) -> bool:
-        """Whether images are decoded when they are asked for."""
         return isinstance(self.images, LazyImages)
 
     @property

@@ -300,15 +300,12 @@ class CheckReport:
 
     @property
     def ok(self) -> bool:
-        """Whether everything is as expected."""
         return all(finding.ok for finding in self.findings)
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as plain values."""
         return {"name": self.name, "ok": self.ok, "findings": [asdict(f) for f in self.findings]}
 
     def table(self) -> Table:
-        """The same as a table of rich."""
         with needs("rich", "The table of a check"):
             from rich.table import Table
         table = Table("split", "what", "found", "expected", "", title=self.name)

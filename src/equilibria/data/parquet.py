@@ -148,7 +148,6 @@ class ParquetFiles:
         ]
 
     def integers(self) -> list[str]:
-        """The columns of integers."""
         import pyarrow.types as kinds
 
         return [field.name for field in self.schema if kinds.is_integer(field.type)]
@@ -223,7 +222,6 @@ class ParquetFiles:
                     yield batch
 
     def column(self, column: str) -> Any:
-        """A whole column, in memory."""
         import pyarrow as pa  # type: ignore[import-untyped, unused-ignore]
 
         schema = pa.schema([self.schema.field(column)])

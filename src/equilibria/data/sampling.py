@@ -125,7 +125,6 @@ class Shards:
 
     @property
     def batches(self) -> int:
-        """How many batches every rank makes in an epoch."""
         together = self.batch_size * self.world
         return self.count // together if self.drop_last else -(-self.count // together)
 

@@ -55,12 +55,10 @@ class CorruptionReport:
 
     @property
     def by_kind(self) -> dict[str, float]:
-        """Mean over the severities."""
         return dict(zip(self.kinds, self.accuracy.mean(1).tolist(), strict=True))
 
     @property
     def mean_accuracy(self) -> float:
-        """Mean over kinds and severities."""
         return float(self.accuracy.mean())
 
     def mean_corruption_error(self, baseline: CorruptionReport) -> float:
@@ -89,7 +87,6 @@ class CorruptionReport:
         return dict(json_value({**found, "mean_accuracy": self.mean_accuracy, "kinds": kinds}))
 
     def table(self) -> Any:
-        """For ``rich.print``."""
         rows = []
         for kind, values, ece, lost in zip(
             self.kinds, self.accuracy, self.ece, self.nonfinite.sum(1).tolist(), strict=True

@@ -97,7 +97,6 @@ class Report:
 
     @property
     def accuracy(self) -> float:
-        """Share of right predictions (of pixels, for segmentation)."""
         return self.metrics.accuracy
 
     def table(self) -> Any:
@@ -117,7 +116,6 @@ class Report:
         return group(*parts, *(f"note: {note}" for note in self.notes))
 
     def __str__(self) -> str:
-        """The table as plain text, 100 columns wide."""
         return as_text(self.table())
 
     def _metrics_table(self) -> Any:

@@ -113,7 +113,6 @@ class ClassificationMetrics(_Counted):
 
     @property
     def headline(self) -> dict[str, float]:
-        """The numbers of a table, by name."""
         top = {f"top-{self.k}": self.top_k} if self.k > 1 else {}
         rest = {"nll": self.nll, "brier": self.brier, "ece": self.ece}
         return {"accuracy": self.accuracy, **top, **rest}
@@ -142,13 +141,11 @@ class SegmentationMetrics(_Counted):
 
     @property
     def accuracy(self) -> float:
-        """Share of pixels that are right."""
         total = int(self.confusion.sum())
         return float(self.confusion.diagonal().sum()) / total if total else float("nan")
 
     @property
     def headline(self) -> dict[str, float]:
-        """The numbers of a table, by name."""
         return {"mIoU": self.miou, "pixel accuracy": self.accuracy}
 
     def to_dict(self) -> dict[str, Any]:
@@ -233,7 +230,6 @@ class ClassificationMeter(_Meter):
         self._count(predicted, torch.where(finite, targets, _IGNORED), finite)
 
     def compute(self) -> ClassificationMetrics:
-        """Read the sums; here the host waits."""
         both = self._read()
         assert self._sums is not None
         sums = self._sums.cpu()
@@ -277,7 +273,6 @@ class SegmentationMeter(_Meter):
         self._count(logits.argmax(1), torch.where(counts, targets, _IGNORED), finite)
 
     def compute(self) -> SegmentationMetrics:
-        """Read the sums; here the host waits."""
         both = self._read()
         return SegmentationMetrics(**both, pixels=int(both["confusion"].sum()))
 

@@ -73,7 +73,6 @@ def model_input(model: nn.Module, dataset: ImageData, images: Tensor) -> Tensor:
 
 
 def steps_in(dataset: ImageData, batch_size: int) -> int:
-    """How many batches there are."""
     return -(-len(dataset) // check_whole("batch_size", batch_size, 1))
 
 

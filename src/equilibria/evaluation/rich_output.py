@@ -36,14 +36,12 @@ def make_table(
 
 
 def group(*parts: Any) -> Any:
-    """Tables and lines of text beneath each other."""
     with needs("rich", "A table"):
         from rich.console import Group
     return Group(*parts)
 
 
 def as_text(shown: Any) -> str:
-    """As plain text, 100 columns wide."""
     with needs("rich", "A table"):
         from rich.console import Console
     console = Console(width=100, color_system=None, legacy_windows=False)

@@ -64,11 +64,9 @@ class PassProfile:
 
     @property
     def total(self) -> float:
-        """Seconds of the marked pass."""
         return sum(self.parts.values())
 
     def share(self, *parts: str) -> float:
-        """Of the marked pass, 0 to 1."""
         return sum(self.parts[part] for part in parts) / self.total
 
 
@@ -93,7 +91,6 @@ class Profile:
         return self.inference if self.train is None else self.train
 
     def to_dict(self) -> dict[str, Any]:
-        """In types that JSON has."""
         return dict(json_value(vars(self)))
 
     def save(self, folder: str | Path) -> list[Path]:

@@ -71,7 +71,6 @@ class Exported:
     bytes: int
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as plain values."""
         return {**vars(self), "path": str(self.path)}
 
 
@@ -297,7 +296,6 @@ def _strip(graph: Any) -> None:
 
 
 def _cause(error: BaseException) -> str:
-    """What torch says at the bottom of its explanations."""
     while error.__cause__ is not None:
         error = error.__cause__
     return str(error).strip().partition("\n")[0][:400]

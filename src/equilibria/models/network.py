@@ -44,7 +44,6 @@ class ModelConfig:
     """Every option of the model, defaults included; objects as {"kind": ..., fields}."""
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as a dictionary that JSON can hold."""
         return asdict(self)
 
 
@@ -265,7 +264,6 @@ class ModelSpec:
     card: ModelCard
 
     def parse(self, overrides: Mapping[str, Any]) -> dict[str, Any]:
-        """Every option with its value, overrides checked."""
         made = dict(self.defaults)
         for name, value in overrides.items():
             if name not in made:
@@ -287,7 +285,6 @@ class ModelSpec:
 
 
 def prefixed(error: TypeError | ValueError, where: str) -> TypeError | ValueError:
-    """The same kind of error, with the place in front."""
     kind = TypeError if isinstance(error, TypeError) else ValueError
     return kind(f"{where}: {error}")
 
@@ -310,7 +307,6 @@ segmenter = partial(entry, image_size=180, task="segmentation")  # CamVid at 240
 
 
 def check_pixels(size: int, needed: int, why: str) -> None:
-    """Raise unless ``needed`` divides the image's side."""
     if size % needed:
         raise ValueError(f"image_size={size} is no multiple of {needed}: {why}.")
 

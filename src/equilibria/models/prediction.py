@@ -41,16 +41,13 @@ class Prediction:
 
     @property
     def label(self) -> str:
-        """The likeliest class."""
         return self.labels[0][0]
 
     @property
     def confidence(self) -> float:
-        """Its probability."""
         return self.labels[0][1]
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as plain values."""
         labels = [{"label": label, "confidence": p} for label, p in self.labels]
         file = None if self.file is None else str(self.file)
         return {**vars(self), "file": file, "labels": labels}
@@ -99,7 +96,6 @@ def predictions(
 
 
 def _best(logits: Tensor, classes: Sequence[str], top: int) -> list[Any]:
-    """The likeliest classes of each sample with their probabilities."""
     best = logits.float().softmax(1).topk(min(top, len(classes)), dim=1)
     named = [[classes[k] for k in row] for row in best.indices.tolist()]
     return [tuple(zip(*row, strict=True)) for row in zip(named, best.values.tolist(), strict=True)]

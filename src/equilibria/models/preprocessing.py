@@ -222,7 +222,6 @@ def _listed(images: Any) -> Iterator[Any]:
 
 
 def _numbers(key: str, given: Any, channels: int) -> tuple[float, ...]:
-    """One finite number for each channel."""
     listed = isinstance(given, (list, tuple)) and len(given) == channels
     if not listed or not all(
         isinstance(v, (int, float)) and abs(v) < 1e6 and math.isfinite(v) for v in given

@@ -309,7 +309,6 @@ def _header(path: Path, file: Any) -> dict[str, Any]:
 
 
 def _json(path: Path, key: str, text: str) -> dict[str, Any]:
-    """The object in one field of the metadata."""
     try:
         made = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -373,7 +372,6 @@ def _check_limits(path: str | os.PathLike[str], options: Mapping[str, Any], tens
 def _check_sums(
     path: str | os.PathLike[str], stored: Mapping[str, Tensor], sums: Mapping[str, Any] | None
 ) -> None:
-    """Raise at the first tensor whose bytes are not those that were written."""
     if sums is None:
         return
     for name, value in stored.items():

@@ -333,7 +333,6 @@ class DeepOptEq(FeatureLayer, MapLayer):
         return certify_block_chain(self, x, z)
 
     def check_state(self, z: object, x: Tensor) -> None:
-        """Raise unless z is shaped as the state for x."""
         expected = (x.shape[0], self.channels, *x.shape[2:])
         if not isinstance(z, Tensor) or tuple(z.shape) != expected:
             got = tuple(z.shape) if isinstance(z, Tensor) else type(z).__name__

@@ -190,7 +190,6 @@ class BlockHolder(nn.Module):
         return self
 
     def begin(self, x: Any) -> Any:
-        """z0 for the input x."""
         if callable(self.initial):
             return self.initial(x)
         leaves = [t for t in pytree.tree_leaves(x) if isinstance(t, Tensor)]
@@ -309,7 +308,6 @@ class DEQ(BlockHolder, MonitoredMapLayer):
         return (x,)
 
     def step(self, z: Any, *injected: Any) -> Any:
-        """block(z, x)."""
         return self.block(z, *injected)
 
     def start(self, x: Any, *injected: Any) -> Any:

@@ -261,7 +261,6 @@ class MDEQ(MonitoredMapLayer):
         return x, tuple(x.new_empty(x.shape[0], c, 1, 1).bernoulli_(keep) / keep for c in channels)
 
     def start(self, x: Tensor, *injected: Any) -> tuple[Tensor, ...]:
-        """Zero at every scale, in the memory format of x."""
         height, width = x.shape[2:]
         shapes = [(x.shape[0], c, height >> i, width >> i) for i, c in enumerate(self.channels)]
         return tuple(zeros_as(x, shape, solving_dtype(x)) for shape in shapes)
@@ -275,7 +274,6 @@ class MDEQ(MonitoredMapLayer):
         return tuple(lowered(conv.weight) for conv in convs)
 
     def step(self, z: Any, *injected: Any) -> tuple[Tensor, ...]:
-        """T(z; x)."""
         return self._map(self.weights(), z, *injected)
 
     def bound_step(self) -> Callable[..., Any]:

@@ -250,12 +250,10 @@ class MonotoneDEQ(FeatureLayer, MapLayer):
         return MonotoneInclusion(self.W.operator(self.state_sizes(x)), self.prior, self.tiers)
 
     def step(self, z: Any, *injected: Any) -> Any:
-        """T(z; x) = σ(Wz + c), the layer's own map."""
         (c,) = injected
         return self.inclusion(c).step(z, c)
 
     def start(self, x: Tensor, *injected: Any) -> Any:
-        """Zero, in the memory format of x and in the precision of c."""
         parts = [zeros_as(x, shape, injected[0].dtype) for shape in self._state_shapes(x)]
         return parts[0] if self.tiers == 1 else tuple(parts)
 
@@ -264,7 +262,6 @@ class MonotoneDEQ(FeatureLayer, MapLayer):
         return [(x.shape[0], c, *size) for c, size in zip(self.channels, sizes, strict=True)]
 
     def check_state(self, z: Any, x: Tensor) -> None:
-        """Raise unless z is shaped as the state for x."""
         shapes = self._state_shapes(x)
         parts = list(z) if self.tiers > 1 and isinstance(z, (tuple, list)) else [z]
         found = [tuple(getattr(part, "shape", ())) or type(part).__name__ for part in parts]

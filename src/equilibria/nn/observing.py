@@ -37,7 +37,6 @@ class Observed:
             self.solutions.setdefault(name, []).append(solution)
 
     def clear(self) -> None:
-        """Forget what was seen so far."""
         self.solutions.clear()
 
 

@@ -258,11 +258,9 @@ class MonotoneInclusion:
         return self.state(tuple(map(moved, self.parts(z))))
 
     def parts(self, z: Any) -> States:
-        """A state as a tuple."""
         return (z,) if self.tiers == 1 else tuple(z)
 
     def state(self, parts: States) -> Any:
-        """A tuple as a state."""
         return parts[0] if self.tiers == 1 else parts
 
 

@@ -67,7 +67,6 @@ class WeightAverage(pl.Callback):
 
     @torch.no_grad()
     def update(self) -> None:
-        """After an optimizer step."""
         self.updates += 1
         decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
         live = [t.detach().to(m.dtype) for t, m in zip(self._live, self._mean, strict=True)]

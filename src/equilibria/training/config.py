@@ -327,7 +327,6 @@ class TrainConfig:
 
     @property
     def folder(self) -> Path:
-        """Where the run is written: ``out`` or its default."""
         if self.out is not None:
             return Path(self.out)
         return Path("runs") / f"{Path(self.data).name or 'data'}-{self.model}"

@@ -76,7 +76,6 @@ class EpochMetrics:
         return {"seconds": round(seconds, 3), "images_per_second": round(rate, 1)}
 
     def reduce(self, device: torch.device) -> None:
-        """Add the sums of all processes."""
         self._sums = self._sums.to(device)
         torch.distributed.all_reduce(self._sums)
 

@@ -244,7 +244,6 @@ class EquilibriumModule(pl.LightningModule):
         self.on_nonfinite(found)
 
     def examine(self, x: Tensor, y: Tensor) -> dict[str, Any]:
-        """What a batch does in the model as it is now, for the report of a NaN."""
         return examine(self.model, x, y, self.losses)
 
     def on_validation_epoch_start(self) -> None:

@@ -132,7 +132,6 @@ def _solves(solutions: list[Any]) -> dict[str, Any]:
 
 
 def describe(report: dict[str, Any]) -> str:
-    """The report in a few sentences, with what helps."""
     bad, places = report["bad_samples"], report.get("indices") or []
     named = ", ".join(str(places[k]) for k in bad[:10] if k < len(places))
     where = f", at {named} of the training images" if named else ""

@@ -39,7 +39,6 @@ def rank() -> int:
 
 
 def make_strategy(config: TrainConfig) -> Any:
-    """What the trainer takes as its strategy."""
     return _Sharded(state_dict_type="full") if config.strategy == "fsdp" else config.strategy
 
 

@@ -119,7 +119,6 @@ def _numbers(latest: Mapping[str, float]) -> list[str]:
 
 
 def epoch_line(row: Mapping[str, Any], epochs: int) -> str:
-    """The line of a finished epoch."""
     trained = {**row, "loss": row["train_loss"], "accuracy": row["train_accuracy"]}
     parts = [f"epoch {row['epoch']:>{len(str(epochs))}}/{epochs}", " · ".join(_numbers(trained))]
     forms = {"val_loss": "loss {:.3f}", "val_accuracy": "acc {:.2%}", "val_miou": "mIoU {:.2%}"}

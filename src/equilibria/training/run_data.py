@@ -29,7 +29,6 @@ class RunData:
     the two parts were given."""
 
     def describe(self) -> dict[str, Any]:
-        """Names and counts, for result.json."""
         counts = {"train": len(self.train), "validation": len(self.valid or ())}
         return {"name": self.train.name, **counts, "classes": self.train.num_classes}
 
@@ -46,7 +45,6 @@ class RunData:
 
 
 def load_data(config: TrainConfig, given: Any, *, progress: bool) -> RunData:
-    """The images that the configuration names, or those that are given, checked."""
     found = _load(config, progress) if given is None else _check(given)
     if found.valid is None and (config.early_stop is not None or config.select == "best"):
         raise ValueError(

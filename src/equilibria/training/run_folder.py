@@ -80,7 +80,6 @@ class RunFolder:
         self._opened = False
 
     def epoch(self, number: int) -> Path:
-        """Where the weights of an epoch are kept."""
         return self.epochs / f"epoch_{number:04d}.safetensors"
 
     def check(self, *, resume: bool, overwrite: bool) -> None:
@@ -366,7 +365,6 @@ def _check_values(found: Any) -> None:
 def check_checkpoint(
     path: Path, checkpoint: Mapping[str, Any], config: TrainConfig, model: nn.Module
 ) -> None:
-    """Raise unless the checkpoint is one of this configuration and this model."""
     saved = TrainConfig(**checkpoint[ENTRY]["config"])
     differ = {k: v for k, v in config.differences(saved).items() if k not in _FREE}
     if config.schedule in ("constant", "step"):
