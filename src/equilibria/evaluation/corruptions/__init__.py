@@ -103,7 +103,8 @@ def corrupt(images: Tensor, kind: str, severity: int, *, seed: int = 0) -> Tenso
     (name,), (strength,) = check_kinds(kind), check_severities(severity)
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise TypeError(f"seed={seed!r}: expected an integer.")
-    made_by, chosen = _function(name), _CONSTANTS[name][strength - 1]
+    made_by = getattr(weather, name, None) or getattr(distortions, name)
+    chosen = _CONSTANTS[name][strength - 1]
     salt = (seed, CORRUPTIONS.index(name), strength)
     out = torch.empty_like(images)
     count = max(1, _CHUNK // max(1, images[:1].numel()))
@@ -112,10 +113,6 @@ def corrupt(images: Tensor, kind: str, severity: int, *, seed: int = 0) -> Tenso
         made = made_by(part.float() / 255, chosen, ImageNoise(part, salt))
         out[start : start + count] = (made.clamp(0.0, 1.0) * 255).round().to(torch.uint8)
     return out
-
-
-def _function(kind: str) -> Any:
-    return getattr(weather, kind, None) or getattr(distortions, kind)
 
 
 def _check_images(images: Any) -> None:
