@@ -143,13 +143,13 @@ def _family(
     channels: int,
     *,
     kernel_channels: int | None = None,
-    linear_printed: bool = False,
+    printed: bool = False,
 ) -> Iterator[ModelSpec]:
     """The networks of one size.
 
     ``kernel_channels``: of the polynomial and sigmoid kernels (CIFAR in the paper), whose U goes to
-    the space of z: as many as bring them to the same size. ``linear_printed``: whether the GEQ
-    paper has MOptEq in this size; elsewhere it is a twin of the GEQ's.
+    the space of z: as many as bring them to the same size. ``printed``: whether the GEQ paper has
+    MOptEq in this size; elsewhere it is a twin of the GEQ's.
     """
     imagenet = kernel_channels is None
     narrower = (8, 4, 2, 2, 1, 1) if imagenet else (4, 2, 2, 2, 1, 1)
@@ -174,53 +174,37 @@ def _family(
         "hidden": 128 if imagenet else 64,
         "gamma": MeanPatchEnergy(0.2),
     }
-    yield entry(
-        f"geq_{size}",
-        partial(network, layer=_gaussian),
-        "six GEQ branches in a chain",
-        gaussian,
-        paper="GEQ, Tables 1–2 and A.7",
-        revision=2,  # 0 had MeanPatchEnergy(detach=True), 1 parallel branches
-        **card,
-    )
+
+    def made(kind: str, layer: Any, text: str, options: Any, paper: str, **more: Any) -> ModelSpec:
+        build, about = partial(network, layer=layer), {**card, "revision": 1, **more}
+        return entry(f"{kind}_{size}", build, f"six {text}", options, paper=paper, **about)
+
+    # Revision 0 had parallel branches; of GEQ 1 had, and 0 also MeanPatchEnergy(detach=True).
+    text = "GEQ branches in a chain"
+    yield made("geq", _gaussian, text, gaussian, "GEQ, Tables 1–2 and A.7", revision=2)
     # KerDEQ cuts ImageNet's larger maps into larger patches.
     larger = {"patch": Patches(channels=4, size=4)} if imagenet else {}
-    yield entry(
-        f"kerdeq_{size}",
-        partial(network, layer=_gaussian),
-        "six KerDEQ branches in a chain, γ = 0.5",
-        {**gaussian, **larger, "gamma": FixedGamma(0.5)},
-        paper="KerDEQ, Tables 1–2",
-        revision=1,  # 0 had parallel branches
-        **card,
-    )
+    fixed = {**gaussian, **larger, "gamma": FixedGamma(0.5)}
+    text = "KerDEQ branches in a chain, γ = 0.5"
+    yield made("kerdeq", _gaussian, text, fixed, "KerDEQ, Tables 1–2")
     # z = Wᵀσ(Wz + Ux + b), σ in the space of Wz, which keeps the GEQ's size.
-    yield entry(
-        f"mopteq_{size}",
-        partial(network, layer=partial(OptEq, form="state")),
-        "six OptEq branches in a chain: the linear kernel",
-        {**shared, "constraint": NormBounded(bound=0.95), **_PAPER},
-        paper="GEQ, Tables 1–2",
-        revision=1,  # 0 had parallel branches
-        **{**card, "paper_parameters": parameters if linear_printed else None},
-    )
+    linear = {**shared, "constraint": NormBounded(bound=0.95), **_PAPER}
+    text, count = "OptEq branches in a chain: the linear kernel", parameters if printed else None
+    state = partial(OptEq, form="state")
+    yield made("mopteq", state, text, linear, "GEQ, Tables 1–2", paper_parameters=count)
     if not imagenet:
+        network = partial(network, balanced=True)
         bounded = {**shared, "channels": kernel_channels, "constraint": NormBounded(bound=0.7)}
         for kernel, (layer, radius) in _RADII.items():
-            yield entry(
-                f"mopteq_{kernel}_{size}",
-                partial(network, layer=layer, balanced=True),
-                f"six branches of the {kernel} kernel in a chain",
-                {**bounded, **_PAPER, "radius": radius},
-                paper="GEQ, Table 5 (no count printed)",
-                revision=1,  # 0 had parallel branches
-            )
+            text, options = f"branches of the {kernel} kernel in a chain", {**bounded, **_PAPER}
+            paper = {"paper": "GEQ, Table 5 (no count printed)", "paper_parameters": None}
+            yield made(f"mopteq_{kernel}", layer, text, {**options, "radius": radius}, **paper)
 
 
 SPECS = (
     *_family("cifar_5m", 5_000_000, 256, kernel_channels=224),
-    *_family("cifar_8m", 8_000_000, 320, kernel_channels=280, linear_printed=True),
+    *_family("cifar_8m", 8_000_000, 320, kernel_channels=280, printed=True),
     *_family("imagenet_6m", 6_000_000, 256),
-    *_family("imagenet_13m", 13_000_000, 384, linear_printed=True),
+    *_family("imagenet_13m", 13_000_000, 384, printed=True),
 )
 """geq_*, kerdeq_*, mopteq_*, mopteq_polynomial_*, mopteq_sigmoid_*."""

@@ -160,31 +160,18 @@ def _family(
     shared = {"widths": widths, "depth": depth, "norm": "before"}
     layers = f"{len(widths) * depth} layers of {' → '.join(map(str, widths))} channels"
     twin = f"twin of geq{suffix}"
+
+    def made(kind: str, layer: Layer, text: str, options: Any, revision: int = 0) -> ModelSpec:
+        build = partial(StackNet, layer=layer)
+        return entry(f"{kind}{suffix}", build, text, options, revision=revision, **card)
+
+    # Strongly convex below 1 only, where the Gaussian kernel goes to 1.4969.
+    bounded = {**shared, "constraint": NormBounded(bound=0.95), **linear}
     return (
-        entry(
-            f"geq{suffix}",
-            partial(StackNet, layer=_geq),
-            f"{layers} in sequence, GEQ with skips",
-            {**shared, **gaussian},
-            revision=1,  # 0 had MeanPatchEnergy(detach=True)
-            **card,
-        ),
-        entry(
-            f"opteq{suffix}",
-            partial(StackNet, layer=_opteq),
-            f"linear {twin}: OptEq layers",
-            # Strongly convex below 1 only, where the Gaussian kernel goes to 1.4969.
-            {**shared, "constraint": NormBounded(bound=0.95), **linear},
-            revision=revision,
-            **card,
-        ),
-        entry(
-            f"explicit{suffix}",
-            partial(StackNet, layer=ExplicitPair),
-            f"explicit {twin}: two convolutions for each layer",
-            shared,
-            **card,
-        ),
+        # Revision 0 had MeanPatchEnergy(detach=True).
+        made("geq", _geq, f"{layers} in sequence, GEQ with skips", {**shared, **gaussian}, 1),
+        made("opteq", _opteq, f"linear {twin}: OptEq layers", bounded, revision),
+        made("explicit", ExplicitPair, f"explicit {twin}: two convolutions for each layer", shared),
     )
 
 

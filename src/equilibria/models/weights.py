@@ -19,7 +19,7 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -34,16 +34,13 @@ from .network import ModelConfig, Network
 from .registry import create
 from .values import KINDS
 
+Place = str | os.PathLike[str]
 FORMAT = "equilibria-model/1"
 _SCALE = ".scale."
 _QUANTIZATION = {"version": 1, "scheme": "int8 rows", "suffix": _SCALE}
 _LARGEST = 127
-_FLOATS = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-}
+_FLOATS = {torch.float64: "F64", torch.float32: "F32"}
+_FLOATS |= {torch.bfloat16: "BF16", torch.float16: "F16"}
 _NAMES = {**_FLOATS, torch.int64: "I64", torch.int8: "I8"}
 _METADATA = "__metadata__"  # no tensor of a safetensors file can have this name
 _MOST_DIMENSIONS = 8
@@ -213,17 +210,17 @@ def load(
         _check_tensors(path, header["tensors"], model, quantized)
         # Copies: the reader's tensors are windows into the file, which another may cut short.
         stored = {name: file.get_tensor(name).clone() for name in header["tensors"]}
-    _check_sums(path, stored, header["sha256"])
+    sums = header["sha256"]
+    for name, value in {} if sums is None else stored.items():
+        if sums.get(name) != _checksum(value):
+            _refuse(path, f"{name} does not have the SHA-256 that it was written with: damaged")
     if quantized:
         stored = _in_full(path, stored)
         dtype = torch.float32 if dtype is None else dtype
     for name, value in stored.items():
         if not (trusted or _finite(value)):
-            _refuse(
-                path,
-                f"{name} holds NaN or infinity, as after a training that diverged; "
-                "models.load(path, trusted=True) loads it as it is",
-            )
+            why = "holds NaN or infinity, as after a training that diverged"
+            _refuse(path, f"{name} {why}; models.load(path, trusted=True) loads it as it is")
     tensors = {name: _rounded(name, value, dtype) for name, value in stored.items()}
     # The network was laid out without memory; the file's tensors become its weights.
     model.load_state_dict(tensors, strict=True, assign=True)
@@ -231,7 +228,7 @@ def load(
     return model.to(device).eval()
 
 
-def _refuse(path: str | os.PathLike[str], why: str) -> NoReturn:
+def _refuse(path: Place, why: str) -> NoReturn:
     raise ModelFileError(f"{path} is not a usable model file: {_shortened(why)}.")
 
 
@@ -242,7 +239,7 @@ def _shortened(text: object, most: int = 600) -> str:
 
 
 @contextlib.contextmanager
-def _opened(path: str | os.PathLike[str]) -> Iterator[Any]:
+def _opened(path: Place) -> Iterator[Any]:
     """The file behind safetensors' own reader, which checks every size and offset."""
     place = Path(path)
     if not place.is_file():
@@ -270,15 +267,10 @@ def _header(path: Path, file: Any) -> dict[str, Any]:
         if len(text) > _MOST_TEXT:
             _refuse(path, f"its {key} has {len(text):,} characters; the limit is {_MOST_TEXT:,}")
     if metadata.get("format") != FORMAT:
-        _refuse(
-            path,
-            "it is a safetensors file without the mark of models.save "
-            f"(format={metadata.get('format')!r}, expected {FORMAT!r})",
-        )
-    config, extra, quantization, sums = (
-        _json(path, key, metadata.get(key, "{}"))
-        for key in ("config", "extra", "quantization", "sha256")
-    )
+        found = f"format={metadata.get('format')!r}, expected {FORMAT!r}"
+        _refuse(path, f"it is a safetensors file without the mark of models.save ({found})")
+    keys = ("config", "extra", "quantization", "sha256")
+    config, extra, quantization, sums = (_json(path, k, metadata.get(k, "{}")) for k in keys)
     wanted = {"name": str, "num_classes": int, "in_channels": int, "image_size": int}
     for key, kind in {**wanted, "options": dict}.items():
         if not isinstance(config.get(key), kind):
@@ -291,8 +283,7 @@ def _header(path: Path, file: Any) -> dict[str, Any]:
         _refuse(path, "its metadata do not have the checksum that they were written with: damaged")
     slices = {name: file.get_slice(name) for name in list(file.keys())}
     for name, part in slices.items():
-        if len(part.get_shape()) > _MOST_DIMENSIONS:
-            count = len(part.get_shape())
+        if (count := len(part.get_shape())) > _MOST_DIMENSIONS:
             _refuse(path, f"{name} has {count:,} dimensions; the limit is {_MOST_DIMENSIONS}")
     return {
         "config": config,
@@ -318,7 +309,7 @@ def _json(path: Path, key: str, text: str) -> dict[str, Any]:
     return made
 
 
-def _build(path: str | os.PathLike[str], header: Mapping[str, Any]) -> Network:
+def _build(path: Place, header: Mapping[str, Any]) -> Network:
     """The network that the header describes, on the meta device: no memory, no random numbers."""
     config = header["config"]
     shape = {key: config[key] for key in ("num_classes", "in_channels", "image_size")}
@@ -337,18 +328,15 @@ def _build(path: str | os.PathLike[str], header: Mapping[str, Any]) -> Network:
         ) from error
 
 
-def _check_limits(path: str | os.PathLike[str], options: Mapping[str, Any], tensors: int) -> None:
+def _check_limits(path: Place, options: Mapping[str, Any], tensors: int) -> None:
     """Raise if an object (solver, adjoint, …) of the configuration holds too large an integer.
 
     Nor may it ask for more layers than there are tensors: laying out many takes long.
     """
     depth, widths = options.get("depth"), options.get("widths")
     if isinstance(depth, int) and isinstance(widths, list) and depth * len(widths) > tensors:
-        _refuse(
-            path,
-            f"its config has depth={_shortened(depth, 40)} in {len(widths):,} stage(s), more "
-            f"layers than the limit, the number of its tensors, {tensors:,}",
-        )
+        asked = f"depth={_shortened(depth, 40)} in {len(widths):,} stage(s)"
+        _refuse(path, f"its config has {asked}, more layers than the limit, {tensors:,} tensors")
     left: list[Any] = list(options.values())
     while left:
         value = left.pop()
@@ -362,25 +350,13 @@ def _check_limits(path: str | os.PathLike[str], options: Mapping[str, Any], tens
             if isinstance(number, int) and abs(number) > most:
                 kind = value.get("kind")
                 name = kind if isinstance(kind, str) and kind in KINDS else "an option"
-                _refuse(
-                    path,
-                    f"its config has {_shortened(key, 40)}={_shortened(number, 40)} in {name}; the "
-                    f"limit is {most:,} (models.load(path, trusted=True) has none)",
-                )
-
-
-def _check_sums(
-    path: str | os.PathLike[str], stored: Mapping[str, Tensor], sums: Mapping[str, Any] | None
-) -> None:
-    if sums is None:
-        return
-    for name, value in stored.items():
-        if sums.get(name) != _checksum(value):
-            _refuse(path, f"{name} does not have the SHA-256 that it was written with: damaged")
+                asked = f"{_shortened(key, 40)}={_shortened(number, 40)} in {name}"
+                limit = f"the limit is {most:,} (models.load(path, trusted=True) has none)"
+                _refuse(path, f"its config has {asked}; {limit}")
 
 
 def _check_tensors(
-    path: str | os.PathLike[str],
+    path: Place,
     found: Mapping[str, Mapping[str, Any]],
     model: Network,
     quantized: bool,
@@ -394,11 +370,9 @@ def _check_tensors(
         wanted[name] = (dtypes, tuple(value.shape))
         if dtype == torch.int8:
             wanted[name + _SCALE] = (("F32",), tuple(value.shape[:1]))
-    missing = [name for name in wanted if name not in found]
-    foreign = [name for name in found if name not in wanted]
-    problems = [f"{len(missing)} missing ({_some(missing)})"] if missing else []
-    if foreign:
-        problems.append(f"{len(foreign)} that the network does not have ({_some(foreign)})")
+    others = {"missing": wanted.keys() - found.keys()}
+    others["that the network does not have"] = found.keys() - wanted.keys()
+    problems = [f"{len(names)} {what} ({_some(names)})" for what, names in others.items() if names]
     if problems:
         raise ModelFileError(f"{path} does not fit its network: tensors {' and '.join(problems)}.")
     for name, (dtypes, shape) in wanted.items():
@@ -410,8 +384,8 @@ def _check_tensors(
             )
 
 
-def _some(names: list[str]) -> str:
-    shown = ", ".join(_shortened(name, 200) for name in names[:3])
+def _some(names: Set[str]) -> str:
+    shown = ", ".join(_shortened(name, 200) for name in sorted(names)[:3])
     return f"{shown}, …" if len(names) > 3 else shown
 
 
@@ -480,7 +454,7 @@ def _dequantize(name: str, whole: Tensor, scale: Tensor) -> Tensor:
     raise ValueError(f"{why}; the file is damaged, fetch or save it again")
 
 
-def _in_full(path: str | os.PathLike[str], stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _in_full(path: Place, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of a file in eight bits, with q·s in the place of q and s."""
     made = dict(stored)
     try:
