@@ -241,29 +241,18 @@ class DeepOptEq(FeatureLayer, MapLayer):
         _check_regularizer(regularizer, regularize)
         self.channels, self.in_channels = channels, inputs
         self.mids = _block_sizes(mids)
-        self.kernel_size = kernel_size
-        self.separable = separable
-        self.prior = prior
-        self.constraint = constraint
-        self.regularizer = regularizer
-        self.regularize = regularize
+        self.kernel_size, self.separable = kernel_size, separable
+        self.prior, self.constraint = prior, constraint
+        self.regularizer, self.regularize = regularizer, regularize
         values = _start_alphas(alpha, len(self.mids), learned=learn_alpha)
         self.alpha = None if learn_alpha else values
         self.register_parameter("alpha_logits", None)
         if learn_alpha:
             logits = [math.log(a) - math.log1p(-a) for a in values]
             self.alpha_logits = nn.Parameter(torch.tensor(logits))
+        how: Any = {"kernel_size": kernel_size, "separable": separable, "bias": bias}
         self.blocks = nn.ModuleList(
-            OptEqBlock(
-                channels,
-                mid,
-                inputs,
-                kernel_size=kernel_size,
-                separable=separable,
-                constraint=constraint,
-                bias=bias,
-            )
-            for mid in self.mids
+            OptEqBlock(channels, mid, inputs, constraint=constraint, **how) for mid in self.mids
         )
 
     def alphas(self) -> Tensor:

@@ -52,8 +52,7 @@ class MonitoredMapLayer(MapLayer):
         jacobian_samples: int = 1,
     ) -> None:
         super().__init__(solver, adjoint)
-        self.jacobian_weight = jacobian_weight
-        self.jacobian_samples = jacobian_samples
+        self.jacobian_weight, self.jacobian_samples = jacobian_weight, jacobian_samples
         check_number(self, "jacobian_weight", low=0.0)
         check_number(self, "jacobian_samples", low=1, integer=True)
 
@@ -173,8 +172,7 @@ class BlockHolder(nn.Module):
             _refuse_dropout(name, block)
         else:
             _refuse_captured(name, block)
-        self.block = block
-        self.initial = start
+        self.block, self.initial = block, start
         self.train(self.training)
 
     def _moving(self) -> list[nn.Module]:

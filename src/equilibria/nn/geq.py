@@ -92,9 +92,7 @@ class GEQ(WeightedLayer):
                 f"{name}(mid={mid}): patches of {patch.channels} channels do not divide it, "
                 f"{mid} % {patch.channels} = {mid % patch.channels}."
             )
-        self.patch = patch
-        self.hidden = hidden
-        self.gamma = as_gamma(gamma)
+        self.patch, self.hidden, self.gamma = patch, hidden, as_gamma(gamma)
         self.W_h: nn.Module | None = None
         if hidden is not None:
             check_sizes(name, {"hidden": hidden})

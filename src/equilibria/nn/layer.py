@@ -319,9 +319,7 @@ class WeightedLayer(FeatureLayer, EquilibriumLayer):
             check_kernel(name, kernel_size)
         check_prior(name, prior)
         self.channels, self.mid = channels, mid
-        self.kernel_size = kernel_size
-        self.prior = prior
-        self.constraint = constraint
+        self.kernel_size, self.prior, self.constraint = kernel_size, prior, constraint
         free = linear(channels, mid, kernel_size, bias=False)
         self.W = constrain(free, "weight", constraint)
         self.U = linear(self.in_channels, features, kernel_size, bias=bias)

@@ -200,8 +200,7 @@ class MonotoneDEQ(FeatureLayer, MapLayer):
         if in_channels is not None:
             check_sizes("MonotoneDEQ", {"in_channels": in_channels})
         self.in_channels = self.channels[0] if in_channels is None else in_channels
-        self.kernel_size = kernel_size
-        self.m = m
+        self.kernel_size, self.m = kernel_size, m
         check_number(self, "m", low=0.0, low_open=True)
         if padding not in ("zeros", "circular"):
             raise ValueError(f"MonotoneDEQ(padding={padding!r}): expected 'zeros' or 'circular'.")
@@ -312,9 +311,7 @@ class MonotoneDEQ(FeatureLayer, MapLayer):
     def input_norm_upper(self) -> float:
         """A proven upper bound on ‖U‖₂."""
         weight: Any = self.U.weight
-        if self.convolutional:
-            return convolution_norm_upper(weight)
-        return dense_norm(weight).upper
+        return convolution_norm_upper(weight) if self.convolutional else dense_norm(weight).upper
 
     def certify(self, x: Tensor, z: Any = None) -> MapCertificate:
         """What is proven at x, and about z (None: the layer's own answer); see docs/monotone.md."""

@@ -55,8 +55,7 @@ class OptEq(WeightedLayer):
         super().__init__(channels, mid, features=mid, **options)
         if form not in ("state", "hidden"):
             raise ValueError(f"OptEq(form={form!r}): expected 'state' or 'hidden'.")
-        self.form = form
-        self.nu = nu
+        self.form, self.nu = form, nu
         check_number(self, "nu", low=0.0, low_open=True)
 
     @property
