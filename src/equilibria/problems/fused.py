@@ -242,6 +242,4 @@ def _weight_gradient(x: Tensor, g: Tensor, weight: Tensor) -> Tensor:
 def _as(g: Tensor, like: Tensor) -> Tensor:
     """g in the dtype of ``like``, lying in memory as it does."""
     g = g.to(like.dtype)
-    if g.stride() == like.stride():
-        return g
-    return torch.empty_like(like).copy_(g)
+    return g if g.stride() == like.stride() else torch.empty_like(like).copy_(g)

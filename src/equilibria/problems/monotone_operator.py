@@ -174,9 +174,7 @@ class MonotoneInclusion:
     """
 
     def __init__(self, operator: MonotoneOperator, prior: Prior, tiers: int) -> None:
-        self.operator = operator
-        self.prior = prior
-        self.tiers = tiers
+        self.operator, self.prior, self.tiers = operator, prior, tiers
 
     @property
     def modulus(self) -> float:
@@ -250,12 +248,7 @@ class MonotoneInclusion:
 
     def into_domain(self, z: Any) -> Any:
         """z moved to the nearest point where f is finite (solvers that extrapolate leave it)."""
-
-        def moved(part: Tensor) -> Tensor:
-            outside = torch.isinf(self.prior.value(part))
-            return torch.where(outside, self.prior.prox(part, 1e-12), part)
-
-        return self.state(tuple(map(moved, self.parts(z))))
+        return self.state(tuple(map(self.prior.into_domain, self.parts(z))))
 
     def parts(self, z: Any) -> States:
         return (z,) if self.tiers == 1 else tuple(z)

@@ -147,9 +147,7 @@ Geometry = Plane | Torus
 
 
 def _wrap(z: Tensor, left: int, right: int) -> Tensor:
-    if left == 0 and right == 0:
-        return z
-    return F.pad(z, (left, right, left, right), mode="circular")
+    return F.pad(z, (left, right, left, right), mode="circular") if left or right else z
 
 
 def _unwrap(y: Tensor, left: int, right: int) -> Tensor:
