@@ -57,12 +57,6 @@ def _refuse(name: str, value: Any, why: str, kind: type[OptionError] = OptionErr
     raise kind("TrainConfig", {name: value}, f": {why}{got}.")
 
 
-def _check_text(name: str, value: Any, optional: bool) -> None:
-    if not isinstance(value, str) or not value:
-        also = " or None" if optional else ""
-        _refuse(name, value, f"expected a non-empty text{also}", OptionTypeError)
-
-
 def _one_of(given: object, choices: Sequence[str]) -> str:
     close = difflib.get_close_matches(given if isinstance(given, str) else shown(given), choices, 1)
     start = f"did you mean {close[0]!r}? Expected" if close else "expected"
@@ -252,6 +246,7 @@ class TrainConfig:
         for field in dataclasses.fields(self):
             name, known, optional = field.name, field.metadata, field.default is None
             value = getattr(self, name)
+            free = optional and value is None
             if known["parse"] is not None:
                 value = known["parse"](value)
             elif isinstance(value, Path):
@@ -265,52 +260,42 @@ class TrainConfig:
             elif isinstance(field.default, bool):
                 if not isinstance(value, bool):
                     _refuse(name, value, "expected True or False", OptionTypeError)
-            elif known["parse"] is None and not (optional and value is None):
-                _check_text(name, value, optional)
+            elif known["parse"] is None and not (value if isinstance(value, str) else free):
+                wanted = f"expected a non-empty text{' or None' * optional}"
+                _refuse(name, value, wanted, OptionTypeError)
         for wrong, names, why in self._conflicts():
             if wrong:
                 given = {name: getattr(self, name) for name in names.split()}
                 raise OptionError("TrainConfig", given, f": {why}")
 
+    # fmt: off
     def _conflicts(self) -> Iterator[tuple[bool, str, str]]:
         """Whether options do not go together, their names, and why."""
         last = self.milestones[-1] if self.milestones else 0
-        yield (
-            (self.schedule == "step") != bool(self.milestones) or last >= self.epochs,
+        yield ((self.schedule == "step") != bool(self.milestones) or last >= self.epochs,
             "schedule milestones epochs",
             "the schedule step needs milestones, the epochs after which the rate falls, all before "
             "the end of the run, and no other schedule has them; such as "
-            f"{self.epochs // 2} and {self.epochs * 3 // 4}.",
-        )
-        yield (
-            self.nesterov and self.optimizer == "sgd" and self.momentum == 0.0,
+            f"{self.epochs // 2} and {self.epochs * 3 // 4}.")
+        yield (self.nesterov and self.optimizer == "sgd" and self.momentum == 0.0,
             "nesterov momentum",
-            "Nesterov's form needs a momentum; turn it off, or set a momentum such as 0.9.",
-        )
-        yield (
-            self.validation == 0.0 and (self.early_stop is not None or self.select == "best"),
+            "Nesterov's form needs a momentum; turn it off, or set a momentum such as 0.9.")
+        yield (self.validation == 0.0 and (self.early_stop is not None or self.select == "best"),
             "validation early_stop select",
             "early stopping and the best epoch compare validation results, and nothing is held "
-            "out; hold out a share such as 0.1, or leave them out.",
-        )
-        yield (
-            self.cuda_graphs + self.compile + (self.jacobian_weight > 0.0) > 1,
+            "out; hold out a share such as 0.1, or leave them out.")
+        yield (self.cuda_graphs + self.compile + (self.jacobian_weight > 0.0) > 1,
             "cuda_graphs compile jacobian_weight",
             "a captured or compiled step is run as it is, and cannot be looked into for its "
-            "Jacobian; choose one of the three.",
-        )
-        yield (
-            self.cuda_graphs and (self.strategy != "auto" or self.nodes > 1),
+            "Jacobian; choose one of the three.")
+        yield (self.cuda_graphs and (self.strategy != "auto" or self.nodes > 1),
             "cuda_graphs strategy nodes",
-            "graphs are for one GPU; leave them out to train on several.",
-        )
+            "graphs are for one GPU; leave them out to train on several.")
         aside = self.ema is not None or self.keep_every is not None or self.select == "best"
-        yield (
-            self.strategy == "fsdp" and aside,
-            "strategy ema keep_every select",
+        yield (self.strategy == "fsdp" and aside, "strategy ema keep_every select",
             "sharded weights are not averaged or copied aside; leave these out, or use the "
-            "strategy ddp.",
-        )
+            "strategy ddp.")
+    # fmt: on
 
     @property
     def warmup_share(self) -> float:
