@@ -27,19 +27,10 @@ def evaluate(
         ),
     ] = None,
     flip: Annotated[
-        bool,
-        typer.Option(
-            "--flip",
-            help="Also, reported apart, with test-time flip: the mean of the probabilities of each "
-            "image and its mirror image. The plain numbers stay.",
-        ),
+        bool, typer.Option("--flip", help="Also, reported apart, averaged with the mirror images.")
     ] = False,
     stop: Annotated[
-        str | None,
-        typer.Option(
-            help="label: also with each image stopping when its label is proven to be that of the "
-            "converged network; steps and time saved."
-        ),
+        str | None, typer.Option(help="label: also with images that stop once it is proven.")
     ] = None,
     certify: Annotated[
         int, typer.Option(min=0, help="Certify every layer on this many images; 0 for none.")

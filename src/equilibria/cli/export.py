@@ -43,10 +43,8 @@ def export(
 
     ending = out.suffix.lstrip(".").lower()
     if ending not in ("pt2", "onnx") or kind not in (None, ending):
-        raise fail(
-            f"--out {out}" + ("" if kind is None else f" --format {kind}") + ": expected a name "
-            "that ends with .pt2 or .onnx, and the format that it says."
-        )
+        asked = f"--out {out}" + ("" if kind is None else f" --format {kind}")
+        raise fail(f"{asked}: expected a name that ends with .pt2 or .onnx, and its format.")
     if not out.parent.is_dir():
         raise fail(f"--out {out}: the folder does not exist.")
     measured = data is not None or int8
@@ -60,11 +58,9 @@ def export(
     made = models.export(model, out, steps=steps, early_stop=early_stop, int8=int8)
     found: dict[str, Any] = made.to_dict()
     if dataset is not None:
-        after = models.load_onnx(out)
-        judged = [
-            evaluation.evaluate(each, dataset, certify=0, progress=not as_json).accuracy
-            for each in (model, after)
-        ]
+        how: Any = {"certify": 0, "progress": not as_json}
+        both = (model, models.load_onnx(out))
+        judged = [evaluation.evaluate(each, dataset, **how).accuracy for each in both]
         found["accuracy"] = {"torch": judged[0], "exported": judged[1], "images": len(dataset)}
     if as_json:
         print_json(found)
@@ -73,11 +69,9 @@ def export(
     rows = [
         ("file", f"{out}, {made.bytes:,} bytes"),
         ("solves", solves if made.steps else "none"),
-        *(
-            (f"difference to PyTorch, batch of {count}", f"{gap:.2g}")
-            for count, gap in made.difference.items()
-        ),
     ]
+    for count, gap in made.difference.items():
+        rows.append((f"difference to PyTorch, batch of {count}", f"{gap:.2g}"))
     if dataset is not None:
         images = f"on {len(dataset)} images of {dataset.name}"
         before, later = judged

@@ -31,12 +31,7 @@ def predict(
         str, typer.Option(help="What to do with a file that is no readable image: raise or skip.")
     ] = "raise",
     radius: Annotated[
-        bool,
-        typer.Option(
-            "--radius",
-            help="Also the radius (ℓ2, pixels from 0 to 1) within which no image has another "
-            "label, proven.",
-        ),
+        bool, typer.Option("--radius", help="Also the proven radius of the label (ℓ2, pixels 0–1).")
     ] = False,
     out: Annotated[Path | None, typer.Option(help="Write the answers to this JSON file.")] = None,
     as_json: Json = False,

@@ -25,11 +25,7 @@ _PANELS = ("What", "Training", "Machine", "Other")
 def train(
     config: Annotated[
         Path | None,
-        typer.Option(
-            *("--config", "-c"),
-            exists=True,
-            help="A YAML file of options; flags on the command line go first.",
-        ),
+        typer.Option("--config", "-c", exists=True, help="A YAML file of options; flags go first."),
     ] = None,
     option: ModelOption = None,
     resume: Annotated[
