@@ -122,19 +122,10 @@ def load(
         values if len(values) == channels else (sum(values) / len(values),) * channels
         for values in (card.mean, card.std)
     )
-    return ImageData(
-        images=images,
-        targets=targets,
-        classes=found.classes,
-        name=str(name),
-        split_name=found.split,
-        mean=mean,
-        std=std,
-        task=card.task,
-        ignore_index=IGNORE if card.task == "segmentation" else None,
-        superclasses=found.superclasses,
-        superclass_names=found.superclass_names,
-    )
+    about: Any = {"name": str(name), "split_name": found.split, "classes": found.classes}
+    about |= {"task": card.task, "ignore_index": IGNORE if card.task == "segmentation" else None}
+    about |= {"superclasses": found.superclasses, "superclass_names": found.superclass_names}
+    return ImageData(images=images, targets=targets, mean=mean, std=std, **about)
 
 
 def _side(image_size: int | Sequence[int], square: bool) -> int:
