@@ -287,20 +287,42 @@ def evaluate(
         certify: how many samples to certify (0: none).
         progress: whether to show a bar.
         solver: beside the model as it is, judge a copy in which this solves every layer, such as
-            ``eq.Auto(rtol=1e-5)``: what the network gives at its equilibria. See
-            ``Report.converged``.
-        flip: beside the plain metrics, which stay as they are, also those of
-            p = (softmax f(x) + softmax f(x̃))/2, x̃ the image mirrored left to right: one more pass
-            of the model as it is. For segmentation f(x̃) is mirrored back first. The mean is of
-            probabilities, so NLL and Brier, convex in p, are at most the means of theirs.
-            Statistics and certificates are of the plain pass. See ``Report.flip``.
+            ``eq.Auto(rtol=1e-5)``: what the network gives at its equilibria (``Report.converged``).
+        flip: beside the plain metrics, those of p = (softmax f(x) + softmax f(x̃))/2, x̃ the image
+            mirrored left to right (``Report.flip``); for segmentation f(x̃) is mirrored back first.
+            NLL and Brier, convex in p, are at most the means of theirs.
         nonfinite: what to do with samples whose logits are NaN or infinite: "raise" names them,
             "report" counts them as wrong and lists them.
         stop: "label": one more pass, in which a sample stops stepping when its label is proven to
             be that of the converged network (``certify.LabelStopping``), and the others get the
-            full solve: by ``solver`` if it is given, else by the model as it is. See
-            ``Report.stopped``.
+            full solve: by ``solver`` if given, else by the model as it is (``Report.stopped``).
     """
+    _check_choices(dataset, flip, nonfinite, stop)
+    check_whole("certify", certify, 0)
+    check_whole("batch_size", batch_size, 1)
+    model = on_device(model, device)
+    notes = check_pair(model, dataset)
+    name, layers = model_name(model), bool(equilibrium_layers(model))
+    subjects = [_Subject(model, dataset, name, flip=flip)]
+    if solver is not None and layers:
+        solved = with_solver(model, solver)
+        subjects.append(_Subject(solved, dataset, f"{name} with {solver!r}", flip=False))
+    elif solver is not None:
+        notes.append(f"{name} has no equilibrium layers: solver={solver!r} changes nothing")
+    judged = _judged(subjects, solver, batch_size, progress, stop)
+    if nonfinite == "raise":
+        _check_finite(subjects, judged["stopped"], stop)
+    certificate = None
+    if certify > 0 and layers:
+        certificate = certify_dataset(model, dataset, certify, progress=progress)
+    notes += () if judged["stopped"] is None else judged["stopped"].notes
+    about: Any = {"model": name, "dataset": dataset.name, "split": dataset.split_name}
+    about |= {"task": dataset.task, "classes": dataset.classes, "device": str(device_of(model))}
+    about |= {"parameters": count_parameters(model), "certificate": certificate}
+    return Report(**about, **judged, notes=tuple(notes))
+
+
+def _check_choices(dataset: ImageData, flip: object, nonfinite: object, stop: object) -> None:
     if stop not in (None, "label"):
         raise ValueError(f"stop={stop!r}: expected 'label' or None.")
     if stop is not None and dataset.task != "classification":
@@ -311,71 +333,47 @@ def evaluate(
         raise ValueError(f"nonfinite={nonfinite!r}: expected 'raise' or 'report'.")
     if not isinstance(flip, bool):
         raise TypeError(f"flip={flip!r}: expected True or False.")
-    check_whole("certify", certify, 0)
-    total = steps_in(dataset, batch_size)
-    model = on_device(model, device)
-    notes = check_pair(model, dataset)
-    at, name = device_of(model), model_name(model)
-    subjects = [_Subject(model, dataset, name, flip=flip)]
-    if solver is not None and equilibrium_layers(model):
-        other = f"{name} with {solver!r}"
-        subjects.append(_Subject(with_solver(model, solver), dataset, other, flip=False))
-    elif solver is not None:
-        notes.append(f"{name} has no equilibrium layers: solver={solver!r} changes nothing")
 
-    stopping = None
+
+def _check_finite(subjects: list[_Subject], stopped: LabelStopped | None, stop: object) -> None:
+    first = subjects[0]
+    judged: dict[str, Metrics] = {subject.name: subject.meter.compute() for subject in subjects}
+    if first.flipped is not None:
+        judged[f"{first.name} on mirror images"] = first.flipped.compute()
+    if stopped is not None:
+        judged[f"{first.name} with stop={stop!r}"] = stopped.metrics
+    for what, metrics in judged.items():
+        check_finite(metrics.nonfinite, len(first.dataset), what, optional=True)
+
+
+def _judged(
+    subjects: list[_Subject], solver: object, batch_size: int, progress: bool, stop: object
+) -> dict[str, Any]:
+    """All of them over the data: what is measured of a Report, by name."""
+    first, last, began = subjects[0], subjects[-1], time.perf_counter()
+    dataset, at, stopping = first.dataset, device_of(first.model), None
     if stop == "label":
-        last = subjects[-1]
         stopping = StoppedSubject(last.model, len(dataset.classes), last.logits)
-    began = time.perf_counter()
-    agree = torch.zeros((), dtype=torch.float64, device=at)
-    guesses = 0
-    with progress_bar(total, f"evaluating {name}", progress) as advance:
+    agree, guesses = torch.zeros((), dtype=torch.float64, device=at), 0
+    total, text = steps_in(dataset, batch_size), f"evaluating {first.name}"
+    with progress_bar(total, text, progress) as advance:
         for images, y in batches(dataset, batch_size, at):
-            x = model_input(model, dataset, images)
+            x = model_input(first.model, dataset, images)
             found = [subject.run(x, y) for subject in subjects]
             agree += (found[0] == found[-1]).double().sum()
             guesses += found[0].numel()
             if stopping is not None:
                 stopping.run(x, y, found[-1])
             advance()
-    metrics: list[Metrics] = [subject.meter.compute() for subject in subjects]
+    metrics = [subject.meter.compute() for subject in subjects]
     statistics = [subject.recorder.compute() for subject in subjects]
-    flipped = None if subjects[0].flipped is None else subjects[0].flipped.compute()
-    seconds = time.perf_counter() - began
-    if nonfinite == "raise":
-        for subject, part in zip(subjects, metrics, strict=True):
-            check_finite(part.nonfinite, len(dataset), subject.name, optional=True)
-        if flipped is not None:
-            check_finite(flipped.nonfinite, len(dataset), f"{name} on mirror images", optional=True)
-    certificate: Any = None
-    if certify > 0 and equilibrium_layers(model):
-        certificate = certify_dataset(model, dataset, certify, progress=progress)
-    converged = None
+    flipped = None if first.flipped is None else first.flipped.compute()
+    judged: dict[str, Any] = {"metrics": metrics[0], "statistics": statistics[0], "flip": flipped}
+    judged |= {"seconds": time.perf_counter() - began, "converged": None, "stopped": None}
     if len(subjects) == 2:
-        converged = Converged(repr(solver), metrics[1], statistics[1], float(agree) / guesses)
-    stopped = None
+        share = float(agree) / guesses
+        judged["converged"] = Converged(repr(solver), metrics[1], statistics[1], share)
     if stopping is not None:
-        full, last = "as it is" if converged is None else repr(solver), subjects[-1]
-        stopped = stopping.compute(full, metrics[-1].accuracy, last.seconds, statistics[-1])
-        notes += stopped.notes
-        if nonfinite == "raise":
-            bad = stopped.metrics.nonfinite
-            check_finite(bad, len(dataset), f"{name} with stop={stop!r}", optional=True)
-    return Report(
-        model=name,
-        dataset=dataset.name,
-        split=dataset.split_name,
-        task=dataset.task,
-        classes=dataset.classes,
-        parameters=count_parameters(model),
-        device=str(at),
-        seconds=seconds,
-        metrics=metrics[0],
-        statistics=statistics[0],
-        converged=converged,
-        certificate=certificate,
-        flip=flipped,
-        stopped=stopped,
-        notes=tuple(notes),
-    )
+        full, accuracy = "as it is" if first is last else repr(solver), metrics[-1].accuracy
+        judged["stopped"] = stopping.compute(full, accuracy, last.seconds, statistics[-1])
+    return judged
