@@ -197,7 +197,7 @@ def _family(
         bounded = {**shared, "channels": kernel_channels, "constraint": NormBounded(bound=0.7)}
         for kernel, (layer, radius) in _RADII.items():
             text, options = f"branches of the {kernel} kernel in a chain", {**bounded, **_PAPER}
-            paper = {"paper": "GEQ, Table 5 (no count printed)", "paper_parameters": None}
+            paper: Any = {"paper": "GEQ, Table 5 (no count printed)", "paper_parameters": None}
             yield made(f"mopteq_{kernel}", layer, text, {**options, "radius": radius}, **paper)
 
 
