@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import equilibria as eq
+from equilibria.certify.monotone_layer import entrywise
 
 IMAGE = (3, 8, 8)
 
@@ -130,11 +131,17 @@ def converged(model: nn.Module) -> nn.Module:
 
 
 @pytest.mark.filterwarnings("ignore::equilibria.ConvergenceWarning")
-@pytest.mark.parametrize("name", list(NETWORKS))
-def test_no_attack_within_the_radius_changes_the_label(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "norm"),
+    [(name, "2") for name in NETWORKS]
+    + [
+        (name, "inf") for name in ("linear", "convolutions", "skips", "GEQ", "monotone", "envelope")
+    ],
+)
+def test_no_attack_within_the_radius_changes_the_label(name: str, norm: str) -> None:
     """Gradient descent on every margin, on the sphere of the radius; and no slope exceeds L."""
     model, x = made(name)
-    certificate = eq.certify(model, x)
+    certificate = eq.certify(model, x, norm=norm)
     assert (certificate.radius > 0).all()
     assert not certificate.notes
     network = converged(model)
@@ -144,21 +151,23 @@ def test_no_attack_within_the_radius_changes_the_label(name: str) -> None:
     assert torch.equal(certificate.label, logits.argmax(1))
     jacobian = torch.autograd.functional.jacobian(network, wide[:1]).flatten(2)[0, :, :]
     steepest = float(torch.linalg.matrix_norm(jacobian.flatten(1), 2))
+    if norm == "inf":  # at corners of the cube, those of the largest rows among them
+        corners = torch.cat([jacobian.flatten(1), torch.randn(64, 192, dtype=torch.float64)]).sign()
+        steepest = float((jacobian.flatten(1) @ corners.T).norm(dim=0).max())
     assert steepest <= certificate.lipschitz * (1 + 1e-6)
     assert certificate.lipschitz < 1e4 * max(steepest, 1e-3)  # it says something
     own = F.one_hot(certificate.label, 4).bool()
     step = torch.randn_like(wide)
     for _ in range(20):
-        length = step.flatten(1).norm(dim=1).clamp_min(1e-12)
+        length = torch.linalg.vector_norm(step.flatten(1), float(norm), 1).clamp_min(1e-12)
         step = step * (certificate.radius / length).view(-1, 1, 1, 1)
         moved = (wide + step).requires_grad_()
         out = network(moved)
         margin = out[own] - out.masked_fill(own, -math.inf).amax(1)
         assert (margin > -1e-9).all()
         (slope,) = torch.autograd.grad(margin.sum(), moved)
-        step = step - 10 * certificate.radius.view(-1, 1, 1, 1) * F.normalize(
-            slope.flatten(1)
-        ).view_as(step)
+        way = slope.sign() if norm == "inf" else F.normalize(slope.flatten(1)).view_as(step)
+        step = step - 10 * certificate.radius.view(-1, 1, 1, 1) * way
 
 
 def test_a_linear_network_has_the_exact_radius() -> None:
@@ -179,6 +188,49 @@ def test_a_linear_network_has_the_exact_radius() -> None:
         way = weight[nearest] - weight[y]
         outside = x[b].flatten().double() + 1.001 * min(radii) * way / way.norm()
         assert int((outside @ weight.T + bias).argmax()) == nearest
+
+
+def test_a_linear_network_has_the_exact_radius_in_the_maximum_norm() -> None:
+    """min_j (l_y − l_j)/‖V_y − V_j‖₁: the corner of the cube just outside it has another label."""
+    model, x = made("linear")
+    certificate = eq.certify(model, x, norm="inf")
+    weight, bias = (p.detach().double() for p in model.parameters())
+    logits = x.flatten(1).double() @ weight.T + bias
+    for b, (y, j) in enumerate(zip(certificate.label, certificate.nearest, strict=True)):
+        radius = float((logits[b, y] - logits[b, j]) / (weight[y] - weight[j]).abs().sum())
+        assert float(certificate.radius[b]) == pytest.approx(radius, rel=1e-8)
+        outside = x[b].flatten().double() + 1.001 * radius * (weight[j] - weight[y]).sign()
+        assert int((outside @ weight.T + bias).argmax()) != int(y)
+    with pytest.raises(ValueError, match="norm='1': expected"):
+        eq.certify(model, x, norm="1")
+    with pytest.raises(ValueError, match="what certify proves of a layer"):
+        eq.certify(eq.nn.MonotoneDEQ(4), torch.zeros(1, 4), norm="inf")
+
+
+@pytest.mark.parametrize("size", [0.0, 0.15, 1.0])
+def test_entries_of_a_monotone_layer_move_less_than_their_bounds(size: float) -> None:
+    """Against steps of ascent in float64, for a W that is diagonal, dominated by it, and not so."""
+    torch.manual_seed(0)
+    layer = eq.nn.MonotoneDEQ(12, in_channels=9, m=1.0, bias=False).double().eval()
+    with torch.no_grad():
+        layer.W.A.mul_(size)
+        layer.W.B.mul_(size)
+    bound = torch.rand(1, 9, dtype=torch.float64)
+    total, entries = entrywise(layer, torch.zeros(1, 9, dtype=torch.float64), bound)
+    assert (entries is None) == (size == 1.0)
+    x = torch.randn(256, 9, dtype=torch.float64)
+    step = bound * torch.randn(256, 9, dtype=torch.float64).sign()
+    for _ in range(6):
+        step.requires_grad_()
+        moved = layer(x + step) - layer(x)
+        assert (moved.norm(dim=1) <= total).all()
+        if entries is not None:
+            assert (moved.abs() <= entries + 1e-9).all()
+        (slope,) = torch.autograd.grad(moved.square().sum(), step)
+        step = bound * slope.sign()
+    if size == 0.0:  # W = 0: |Δz| ≤ |U||Δx|
+        assert entries is not None
+        torch.testing.assert_close(entries, bound @ layer.U.weight.detach().abs().T)
 
 
 def test_the_constant_of_a_monotone_network() -> None:

@@ -17,17 +17,23 @@ made in its own dtype, with bounds on the rounding.
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from equilibria.engine.result import Solution
 from equilibria.engine.solver import SolverOptions
 from equilibria.engine.tree import sample_norm
-from equilibria.problems.monotone_operator import MonotoneInclusion, MonotoneOperator, States
-from equilibria.problems.norms import FUNCTION, SAFETY, UNIT, exact
+from equilibria.problems.monotone_operator import (
+    DenseMonotone,
+    MonotoneInclusion,
+    MonotoneOperator,
+    States,
+)
+from equilibria.problems.norms import FUNCTION, SAFETY, UNIT, dense_norm, exact, sum_error
 from equilibria.problems.priors import Prior
 from equilibria.solvers.forward_backward import ForwardBackward, forward_backward_factor
 from equilibria.solvers.peaceman_rachford import PeacemanRachford, peaceman_rachford_factor
@@ -36,7 +42,7 @@ from .guarantee import SAMPLED, Guarantee, solved
 from .map_certificate import MapCertificate
 from .rounding import direct_convolutions
 
-__all__ = ["certify_monotone"]
+__all__ = ["certify_monotone", "entrywise"]
 
 _UP = 1.0 + 1e-12
 
@@ -114,6 +120,47 @@ def _certify(
         numbers=_numbers(layer, operator, m, upper, norm),
         notes=tuple(notes),
     )
+
+
+@torch.no_grad()
+def entrywise(layer: Any, x: Tensor, entries: Tensor) -> tuple[float, Tensor | None]:
+    """Bounds on ‖Δz*‖₂ and, where there is one, on each |Δz*|, for |Δx| ≤ entries [1, ...].
+
+    ‖Δz*‖ ≤ ‖Δc‖/m with |Δc| ≤ |U|·entries; for a dense U also ‖Δc‖ ≤ ‖UP⁻¹‖‖P·entries‖ for every
+    P = diag(p) > 0, of which p = ‖columns of U‖^α are tried. Entry by entry, σ is monotone and
+    nonexpansive, so that Δz = D(WΔz + Δc) with D = diag(d), 0 ≤ d ≤ 1. I − W ⪰ mI gives
+    1 − Wᵢᵢ ≥ m > 0, and as d/(1 − dWᵢᵢ) ≤ 1/(1 − Wᵢᵢ),
+
+        (1 − Wᵢᵢ)|Δzᵢ| ≤ Σ_{j≠i} |Wᵢⱼ||Δzⱼ| + |Δcᵢ|,    that is   N|Δz| ≤ |Δc|.
+
+    N has no positive entry beside its diagonal. If some t > 0 has Nt ≥ s > 0, N is an M-matrix and
+    N⁻¹ ≥ 0, so that |Δz| ≤ t where |Δc| ≤ s. Such a t is sought by a linear solve and checked with
+    its rounding; where there is none (rows of W that are large beside their diagonal), the second
+    bound is None. Dense layers alone have it.
+    """
+    u = copy.deepcopy(layer.U)
+    u.weight.abs_()
+    if u.bias is not None:
+        u.bias.zero_()
+    c: Tensor = u(entries) * (1.0 + 1e-9)
+    operator = layer.inclusion(x).operator.double()
+    m = operator.modulus_lower()
+    reach = [float(c.norm())]
+    if isinstance(u, nn.Linear):
+        columns = u.weight.norm(dim=0)
+        for alpha in (0.0, 0.25, 0.5, 0.75, 1.0):
+            p = columns.clamp_min(1e-6 * float(columns.max()) + 1e-300) ** alpha
+            reach.append(dense_norm(layer.U.weight / p).upper * float((p * entries).norm()))
+    size = min(reach) / m * (1.0 + 1e-9) if m > 0 else math.inf
+    if not isinstance(operator, DenseMonotone):
+        return size, None
+    matrix = -operator.weight.abs()
+    matrix.diagonal().copy_(1.0 - operator.weight.diagonal())
+    need = c[0] + 1e-12 * c.amax() + 1e-300
+    t = torch.linalg.solve_ex(matrix, need[:, None]).result * (1.0 + 1e-9)
+    slack = 4 * sum_error(len(t) + 4) * (matrix.abs() @ t)
+    proven = bool((t > 0).all() & (matrix @ t - slack >= need[:, None]).all())
+    return size, t.mT if proven else None
 
 
 def _rounding(

@@ -10,6 +10,12 @@ both. With logits l = Vh + d
 
 so that the label y holds within the least of (l_y − l_j)/(‖V_y − V_j‖·Lip(h)) over the classes j,
 after subtracting the error of the margin.
+
+Radii in ℓ∞. With ‖x′ − x‖∞ ≤ ε the input moves by at most √n·ε in ℓ2, which gives every network a
+radius. Beside it, as far as it is known, goes a bound on each entry, |y(x′) − y(x)| ≤ ε·e: e = 1 at
+the input, |W|e after a linear map, e after a function that is applied entrywise and nonexpansive,
+and what ``monotone_layer.entrywise`` derives after a monotone layer. Then ‖y(x′) − y(x)‖ ≤ ε·‖e‖,
+and |V_y − V_j|e bounds how a margin can move.
 """
 
 from __future__ import annotations
@@ -36,6 +42,7 @@ from equilibria.problems.problem import HiddenProblem
 
 from .certificate import Certifiable, Certificate, SelfCertifying, certify_layer, distance
 from .guarantee import number, spread
+from .monotone_layer import entrywise
 from .rounding import direct_convolutions
 
 __all__ = [
@@ -44,6 +51,7 @@ __all__ = [
     "TrackedNetwork",
     "certify",
     "certify_network",
+    "check_norm",
     "plain_copy",
     "tight_solver",
 ]
@@ -80,7 +88,7 @@ class NetworkCertificate:
     label: Tensor
     """The class of the largest logit, [B]."""
     radius: Tensor
-    """No input within this ℓ2 distance of x has another label; 0 where nothing is proven. [B]."""
+    """No input within this distance of x has another label; 0 where nothing is proven. [B]."""
     nearest: Tensor
     """The class that limits the radius, [B]."""
     logits: Tensor
@@ -88,8 +96,10 @@ class NetworkCertificate:
     error: Tensor
     """The exact logits lie within this of ``logits``, ℓ2, [B]."""
     lipschitz: float
-    """A Lipschitz constant of x ↦ logits for all inputs, ℓ2; inf where none is proven."""
+    """A Lipschitz constant of x ↦ logits for all inputs, from ``norm`` to ℓ2; inf: none proven."""
     notes: tuple[str, ...] = ()
+    norm: str = "2"
+    """Of the radius: "2" or "inf"."""
 
     def __str__(self) -> str:
         rows = [
@@ -100,7 +110,8 @@ class NetworkCertificate:
             *(("note", note) for note in self.notes),
         ]
         proven = int((self.radius > 0).sum())
-        head = f"label proven within the radius (ℓ2) for {proven} of {len(self.radius)} samples"
+        kind = "ℓ∞" if self.norm == "inf" else "ℓ2"
+        head = f"label proven within the radius ({kind}) for {proven} of {len(self.radius)} samples"
         width = max(len(name) for name, _ in rows)
         return "\n".join([head, *(f"  {name:<{width}}  {text}" for name, text in rows)])
 
@@ -122,10 +133,10 @@ def certify(
 
 
 @overload
-def certify(layer: nn.Module, x: Tensor) -> NetworkCertificate: ...
+def certify(layer: nn.Module, x: Tensor, *, norm: str = "2") -> NetworkCertificate: ...
 
 
-def certify(layer: Any, x: Tensor | None = None, z: Any = None) -> Any:
+def certify(layer: Any, x: Tensor | None = None, z: Any = None, *, norm: str = "2") -> Any:
     """What is proven about the equilibrium of a layer at x and about z, or of a network's label.
 
     ``certify(layer, x)`` solves with the layer's own solver (of a copy in eval mode: the layer is
@@ -135,17 +146,29 @@ def certify(layer: Any, x: Tensor | None = None, z: Any = None) -> Any:
     is asked itself, and answers with a ``MapCertificate`` or a ``CompositeCertificate``.
 
     ``certify(model, x)`` of any other module with logits [B, classes] gives for each sample the
-    radius within which its label cannot change (``certify_network``).
+    radius within which its label cannot change (``certify_network``), in the ℓ2 norm or, with
+    ``norm="inf"``, in the maximum norm.
     """
     layers = isinstance(layer, (HiddenProblem, SelfCertifying, Certifiable))
     if layers or z is not None or not isinstance(layer, nn.Module):
+        if norm != "2":
+            raise ValueError(
+                f"norm={norm!r} is for the radius of a network's label; what certify proves of a "
+                'layer or a problem is in ℓ2. Leave norm out, or give norm="2".'
+            )
         return certify_layer(layer, x, z)
     if x is None:
         raise TypeError(f"certify({type(layer).__name__}, x) needs the input x [B, ...].")
-    return certify_network(layer, x)
+    return certify_network(layer, x, norm)
 
 
-def certify_network(model: nn.Module, x: Tensor) -> NetworkCertificate:
+def check_norm(norm: object) -> None:
+    """Raise unless it is a norm of radii."""
+    if norm not in ("2", "inf"):
+        raise ValueError(f'norm={norm!r}: expected "2" or "inf".')
+
+
+def certify_network(model: nn.Module, x: Tensor, norm: str = "2") -> NetworkCertificate:
     """The certified label of every sample of x [B, ...]; see ``certify``.
 
     The network that is certified is the one in evaluation mode at its exact equilibria: weights and
@@ -153,7 +176,7 @@ def certify_network(model: nn.Module, x: Tensor) -> NetworkCertificate:
     operation has no known Lipschitz constant, the radius is 0 and a note names it. Radii are in
     units of x: for images normalized by (pixels − mean)/std multiply by the smallest std.
     """
-    return TrackedNetwork(model).certify(x)
+    return TrackedNetwork(model).certify(x, norm)
 
 
 def _tightly(name: str, layer: Any, solve: Solve, x: Tensor, z0: Any) -> Solution[Any]:
@@ -177,11 +200,14 @@ class TrackedNetwork:
                 inside |= set(module.modules()) - {module}
 
     @torch.no_grad()
-    def certify(self, x: Tensor) -> NetworkCertificate:
+    def certify(self, x: Tensor, norm: str = "2") -> NetworkCertificate:
         """What is proven of the labels of x [B, ...] by the states that the solves gave."""
+        check_norm(norm)
         self.notes.clear()
         exact = x.detach().double()
-        start = _Tracked.wrap(exact, 1.0, exact.new_zeros(len(x)), self.notes)
+        lipschitz = 1.0 if norm == "2" else math.sqrt(x[0].numel()) * _UP
+        start = _Tracked.wrap(exact, lipschitz, exact.new_zeros(len(x)), self.notes)
+        start.entries = None if norm == "2" else torch.ones_like(exact[:1])
         with warnings.catch_warnings(), direct_convolutions(x):
             warnings.simplefilter("ignore", ConvergenceWarning)
             logits = self.network(start)
@@ -190,7 +216,8 @@ class TrackedNetwork:
                 f"certify takes a network with logits [B, classes], and {self.name} gave "
                 f"{getattr(logits, 'shape', type(logits).__name__)}."
             )
-        return _judged(logits, tuple(dict.fromkeys(self.notes)))
+        found = _judged(logits, tuple(dict.fromkeys(self.notes)))
+        return dataclasses.replace(found, norm=norm)
 
 
 def _judged(logits: _Tracked, notes: tuple[str, ...]) -> NetworkCertificate:
@@ -205,6 +232,9 @@ def _judged(logits: _Tracked, notes: tuple[str, ...]) -> NetworkCertificate:
         weight, before = rows
         gap = (weight[label][:, None] - weight[None]).norm(dim=2) * (1.0 + 1e-12)
         reach, off = gap * before.lipschitz, gap * before.error[:, None]
+        if before.entries is not None:
+            moved = (weight[label][:, None] - weight[None]).abs() @ before.entries[0]
+            reach = torch.minimum(reach, moved * (1.0 + 1e-12))
     off = off + 64 * UNIT * (values.abs().amax(1, keepdim=True) + values.abs())
     if rows is not None:
         weight, before = rows
@@ -281,6 +311,10 @@ def _solved(
     constant = math.inf if found.lipschitz is None else found.lipschitz
     wrap = partial(x.passed, constant=constant, own=found.error)
     value = pytree.tree_map_only(Tensor, wrap, solution.value)
+    if x.entries is not None and found.lipschitz is not None and hasattr(layer, "inclusion"):
+        size, entries = entrywise(layer, x.plain(), x.entries)
+        value.lipschitz = min(value.lipschitz, size)
+        value.bounded(entries)
     return dataclasses.replace(solution, value=value)
 
 
@@ -294,13 +328,22 @@ class _Tracked(Tensor):
     error: Tensor
     rows: tuple[Tensor, _Tracked] | None
     """V and h, where this is Vh + d."""
+    entries: Tensor | None
+    """e [1, ...]: no entry moves by more than ε·e when the input moves by ε in ℓ∞."""
     notes: list[str]
 
     @staticmethod
     def wrap(value: Tensor, lipschitz: float, error: Tensor, notes: list[str]) -> _Tracked:
         made: _Tracked = value.as_subclass(_Tracked)
         made.lipschitz, made.error, made.rows, made.notes = lipschitz, error, None, notes
+        made.entries = None
         return made
+
+    def bounded(self, entries: Tensor | None) -> None:
+        """Take a bound on each entry, and what follows for the norm."""
+        self.entries = entries
+        if entries is not None:
+            self.lipschitz = min(self.lipschitz, float(entries.norm()) * (1.0 + 1e-9))
 
     def plain(self) -> Tensor:
         return self.as_subclass(Tensor)
@@ -336,7 +379,37 @@ class _Tracked(Tensor):
                 first = sources[0]
                 first.notes.append(f"no Lipschitz constant is known for {name}")
                 found = cls.wrap(out, math.inf, torch.full_like(first.error, math.inf), first.notes)
+            elif len(sources) == 1 and sources[0].entries is not None:
+                found.bounded(_moved(name, func, sources[0].entries, plain, named))
             return found
+
+
+_ENTRYWISE = {"relu", "tanh", "softplus", "clamp", "clamp_min", "clamp_max", "abs", "neg", "relu6"}
+_MOVES = {
+    "flatten",
+    "reshape",
+    "view",
+    "contiguous",
+    "clone",
+    "detach",
+    "double",
+    "pixel_unshuffle",
+}
+
+
+def _moved(name: str, func: Any, e: Tensor, args: Any, kwargs: Any) -> Tensor | None:
+    """The bound on each entry after an operation on values with the bound e [1, ...]; or None."""
+    if name in _ENTRYWISE:
+        return e
+    if name in _MOVES and args:
+        moved: Tensor = func(e.expand_as(args[0]).contiguous(), *args[1:], **kwargs)
+        return moved[:1]
+    if name not in ("linear", "conv2d"):
+        return None
+    rest = {key: value for key, value in kwargs.items() if key not in ("input", "weight", "bias")}
+    weight = kwargs["weight"] if "weight" in kwargs else args[1]
+    image: Tensor = func(e, weight.abs(), None, *args[3:], **rest)
+    return image * (1.0 + 1e-9)  # and its rounding
 
 
 _READS = {"__bool__", "__float__", "__int__", "__index__", "item", "tolist", "numpy", "equal"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich import box
@@ -29,9 +29,12 @@ def certify(
         typer.Option(
             metavar="R,R",
             help="Instead of the layers, certify the labels: accuracy that is proven within these "
-            "radii (ℓ2, pixels from 0 to 1), such as 36/255,72/255,108/255.",
+            "radii (pixels from 0 to 1), such as 36/255,72/255,108/255.",
         ),
     ] = None,
+    norm: Annotated[
+        Literal["2", "inf"], typer.Option(help="The norm of --radius: ℓ2, or ℓ∞ (every pixel).")
+    ] = "2",
     attack: Annotated[
         bool, typer.Option("--attack", help="With --radius, also the accuracy under an attack.")
     ] = False,
@@ -48,6 +51,8 @@ def certify(
 
     With --radius: which labels are proven not to change within it?
 
+    An attack that gets under a certified radius is an error.
+
     Exits with 1 if some layer's equilibrium is not certified to be unique.
     """
     from equilibria import evaluation
@@ -60,7 +65,7 @@ def certify(
         raise fail("--attack goes with --radius.", "Such as --radius 36/255,72/255 --attack.")
     model, dataset = prepared(weights, data, root, split, device, images)
     if radii is not None:
-        _labels(model, dataset, radii, attack, out, as_json)
+        _labels(model, dataset, radii, norm, attack, out, as_json)
         return
     whole = evaluation.certify_dataset(model, dataset, images, progress=not as_json)
     rows = [_row(name, part) for name, part in whole.items()]
@@ -94,17 +99,24 @@ def _positive(found: list[Fraction]) -> bool:
 
 
 def _labels(
-    model: Any, dataset: Any, radii: list[float], attack: bool, out: Path | None, as_json: bool
+    model: Any,
+    dataset: Any,
+    radii: list[float],
+    norm: str,
+    attack: bool,
+    out: Path | None,
+    as_json: bool,
 ) -> None:
     from equilibria import evaluation
 
-    progress = not as_json
-    found = evaluation.certified_accuracy(model, dataset, progress=progress)
+    on_gpu = next(model.parameters()).is_cuda
+    options = {"norm": norm, "batch_size": 256 if on_gpu else 64, "progress": not as_json}
+    found = evaluation.certified_accuracy(model, dataset, **options)
     report = found.to_dict(radii)
     if attack:
         for each in report["certified"]:
             each["attacked"] = evaluation.attacked_accuracy(
-                model, dataset, each["radius"], progress=progress
+                model, dataset, each["radius"], certified=found, **options
             )
     if out is not None:
         write_json(out, report)
@@ -121,7 +133,8 @@ def _labels(
     print_table(*columns, rows=[[cell for cell in row if cell is not None] for row in rows])
     say(
         f"{len(found.right)} images, median radius {report['median_radius']:.4g}, Lipschitz "
-        f"constant {found.lipschitz:.4g} (ℓ2, pixels from 0 to 1); the network at its equilibria."
+        f"constant {found.lipschitz:.4g} ({'ℓ∞' if norm == 'inf' else 'ℓ2'}, pixels from 0 to 1); "
+        "the network at its equilibria."
     )
     for note in found.notes:
         say(f"note: {note}")

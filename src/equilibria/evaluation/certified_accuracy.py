@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from equilibria.certify import certify_network
+from equilibria.certify.network import TrackedNetwork, check_norm
 from equilibria.data.image_data import ImageData
 
 from .model_on_data import (
@@ -32,7 +33,7 @@ RADII = (36 / 255, 72 / 255, 108 / 255)
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class CertifiedAccuracy:
-    """What is proven of the labels of a data set. Radii are ℓ2, in pixels from 0 to 1."""
+    """What is proven of the labels of a data set. Radii are in pixels from 0 to 1, in ``norm``."""
 
     model: str
     right: Tensor
@@ -42,6 +43,7 @@ class CertifiedAccuracy:
     lipschitz: float
     """A Lipschitz constant of the logits, per pixel from 0 to 1."""
     notes: tuple[str, ...]
+    norm: str = "2"
 
     @property
     def accuracy(self) -> float:
@@ -56,6 +58,7 @@ class CertifiedAccuracy:
         return {
             "model": self.model,
             "samples": len(self.right),
+            "norm": self.norm,
             "accuracy": self.accuracy,
             "certified": [{"radius": r, "accuracy": self.at(r)} for r in radii],
             "median_radius": float(self.radius.median()),
@@ -71,19 +74,26 @@ class CertifiedAccuracy:
 
 
 def certified_accuracy(
-    model: nn.Module, dataset: ImageData, *, batch_size: int = 64, progress: bool = False
+    model: nn.Module,
+    dataset: ImageData,
+    *,
+    batch_size: int = 64,
+    norm: str = "2",
+    progress: bool = False,
 ) -> CertifiedAccuracy:
     """``certify`` on every image; the normalization of the input is counted in the radius.
 
-    What is judged is the network at its exact equilibria (``certify_network``).
+    What is judged is the network at its exact equilibria (``certify_network``); ``norm`` is that of
+    the radius, "2" or "inf".
     """
     check_pair(model, dataset, task="classification")
     scale = min(dataset.std)
     right, radius, lipschitz = [], [], 0.0
     notes: list[str] = []
+    network = TrackedNetwork(model)
     with progress_bar(steps_in(dataset, batch_size), "certifying", progress) as advance:
         for images, y in batches(dataset, batch_size, device_of(model)):
-            found = certify_network(model, model_input(model, dataset, images))
+            found = network.certify(model_input(model, dataset, images), norm)
             right.append((found.label == y).cpu())
             radius.append((found.radius * scale * (1.0 - 1e-6)).cpu())
             lipschitz = max(lipschitz, found.lipschitz / scale)
@@ -95,6 +105,7 @@ def certified_accuracy(
         radius=torch.cat(radius),
         lipschitz=lipschitz,
         notes=tuple(dict.fromkeys(notes)),
+        norm=norm,
     )
 
 
@@ -107,18 +118,30 @@ def attacked_accuracy(
     restarts: int = 2,
     batch_size: int = 64,
     seed: int = 0,
+    norm: str = "2",
+    certified: CertifiedAccuracy | None = None,
     progress: bool = False,
 ) -> float:
-    """Accuracy under an attack: projected gradient descent on the margin, ℓ2 ball of ``radius``.
+    """Accuracy under an attack: projected gradient descent on the margin, in a ball of ``radius``.
 
-    Pixels stay from 0 to 1. The true robust accuracy lies between the certified one and this.
+    Pixels stay from 0 to 1. The true robust accuracy lies between the certified one and this. An
+    image whose label is lost leaves the attack.
+
+    Args:
+        norm: of the ball, "2" or "inf".
+        certified: ``certified_accuracy(model, dataset, norm=norm)``. An image that has another
+            label inside its certified radius is then a RuntimeError: the certificate is wrong. It
+            is judged at the exact equilibria, as the certificate is; where only the model's own
+            solves, which stop early, give another label, a warning counts such images.
     """
     check_pair(model, dataset, task="classification")
     check_whole("steps", steps, 1)
     check_whole("restarts", restarts, 1)
     if not radius > 0.0:
         raise ValueError(f"radius={radius!r}: expected a positive number of pixels from 0 to 1.")
+    check_norm(norm)
     generator = torch.Generator().manual_seed(seed)
+    judge = None if certified is None else _Judge(model, dataset, certified)
     safe = 0
     with (
         evaluating(model),
@@ -126,18 +149,62 @@ def attacked_accuracy(
     ):
         for images, y in batches(dataset, batch_size, device_of(model)):
             pixels = images.float() / 255.0
-            holds = torch.ones_like(y, dtype=torch.bool)
+            point, holds = pixels.clone(), torch.ones_like(y, dtype=torch.bool)
             for restart in range(restarts):
                 noise = torch.randn(pixels.shape, generator=generator).to(pixels)
-                start = _within(noise, radius) * (restart > 0)
-                holds &= _attack(model, dataset, pixels, y, start, radius, steps)
+                start = _within(noise, radius, norm) * (restart > 0)
+                _attack(model, dataset, pixels, y, start, radius, norm, steps, point, holds)
+            if judge is not None:
+                judge.look(pixels, point, y, holds)
             safe += int(holds.sum())
             advance()
+    if judge is not None:
+        judge.report()
     return safe / len(dataset)
 
 
-def _within(step: Tensor, radius: float) -> Tensor:
+class _Judge:
+    """Whether points that an attack found contradict the certificates, batch after batch."""
+
+    def __init__(self, model: nn.Module, dataset: ImageData, certified: CertifiedAccuracy) -> None:
+        self.model, self.dataset, self.certified = model, dataset, certified
+        self.network = TrackedNetwork(model)
+        self.seen, self.early, self.refuted = 0, 0, list[int]()
+
+    def look(self, pixels: Tensor, point: Tensor, y: Tensor, holds: Tensor) -> None:
+        first, self.seen = self.seen, self.seen + len(y)
+        rows, scale = slice(first, self.seen), min(self.dataset.std)
+        reach = (self.certified.radius[rows] / scale * self.certified.right[rows]).to(y.device)
+        before, after = (model_input(self.model, self.dataset, t).double() for t in (pixels, point))
+        far = torch.linalg.vector_norm((after - before).flatten(1), float(self.certified.norm), 1)
+        inside = (~holds & (far < reach)).nonzero()[:, 0]
+        if len(inside):
+            exact = self.network.certify(after[inside])
+            wrong = (exact.label != y[inside]) & (exact.radius > 0.0)
+            self.refuted += (inside[wrong] + first).tolist()
+            self.early += int((~wrong).sum())
+
+    def report(self) -> None:
+        if self.refuted:
+            shown = ", ".join(map(str, self.refuted[:8])) + (", …" if len(self.refuted) > 8 else "")
+            raise RuntimeError(
+                f"the certificate of {self.certified.model} is wrong: inside the proven radius an "
+                f"attack found another label for {len(self.refuted)} of {self.seen} images of "
+                f"{self.dataset.name} ({self.dataset.split_name}): {shown}. This is a bug of "
+                "equilibria; please report it with the weights."
+            )
+        if self.early:
+            warnings.warn(
+                f"{self.early} images have another label inside their certified radius where the "
+                "solves of the model stop early; at its equilibria, which are certified, none has.",
+                stacklevel=3,
+            )
+
+
+def _within(step: Tensor, radius: float, norm: str) -> Tensor:
     """The nearest point of the ball, sample by sample."""
+    if norm == "inf":
+        return step.clamp(-radius, radius)
     length = step.flatten(1).norm(dim=1).clamp_min(1e-12).view(-1, 1, 1, 1)
     near: Tensor = step * (radius / length).clamp_max(1.0)
     return near
@@ -150,17 +217,25 @@ def _attack(
     y: Tensor,
     start: Tensor,
     radius: float,
+    norm: str,
     steps: int,
-) -> Tensor:
-    """Whether the true label held at every point that was tried, [B]."""
-    step, holds = start, torch.ones_like(y, dtype=torch.bool)
+    point: Tensor,
+    holds: Tensor,
+) -> None:
+    """Where the label does not hold, say so in ``holds`` [B] and leave the image in ``point``."""
+    rest = holds.nonzero()[:, 0]
+    step = start[rest]
     for _ in range(steps + 1):
-        moved = (pixels + step).clamp(0.0, 1.0).requires_grad_()
+        if not len(rest):
+            return
+        moved = (pixels[rest] + step).clamp(0.0, 1.0).requires_grad_()
         logits = model(model_input(model, dataset, moved))
-        own = F.one_hot(y, logits.shape[1]).bool()
+        own = F.one_hot(y[rest], logits.shape[1]).bool()
         margin = logits[own] - logits.masked_fill(own, -torch.inf).amax(1)
-        holds = holds & (margin.detach() > 0.0)
         (slope,) = torch.autograd.grad(margin.sum(), moved)
-        direction = F.normalize(slope.flatten(1), dim=1).view_as(step)
-        step = _within(step - 2.5 * radius / steps * direction, radius)
-    return holds
+        keep = margin.detach() > 0.0
+        lost = rest[~keep]
+        holds[lost], point[lost] = False, moved.detach()[~keep]
+        unit = slope.sign() if norm == "inf" else F.normalize(slope.flatten(1), dim=1)
+        moved_on = step - 2.5 * radius / steps * unit.view_as(step)
+        rest, step = rest[keep], _within(moved_on, radius, norm)[keep]

@@ -1,0 +1,84 @@
+"""Certified accuracy beside an attack: no image is lost inside its radius, or it is an error."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import equilibria as eq
+from equilibria.data import ImageData
+from equilibria.evaluation import attacked_accuracy, certified_accuracy
+
+
+@pytest.fixture(scope="module")
+def data() -> ImageData:
+    return eq.data.load("digits", "test").subset(torch.arange(120))
+
+
+@pytest.fixture(scope="module")
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    train = eq.data.load("digits", "train")
+    layer = eq.nn.MonotoneDEQ(20, in_channels=64, m=5.0)
+    network = nn.Sequential(nn.Flatten(), layer, nn.Linear(20, 10))
+    optimizer = torch.optim.Adam(network.parameters(), 1e-2)
+    x = train.normalize(train.images[:])
+    for _ in range(30):
+        optimizer.zero_grad()
+        F.cross_entropy(network(x), train.targets).backward()
+        optimizer.step()
+    return network.eval()
+
+
+@pytest.mark.parametrize(("norm", "radius"), [("2", 0.25), ("inf", 0.03)])
+def test_the_attack_stays_above_what_is_proven(
+    norm: str, radius: float, model: nn.Module, data: ImageData
+) -> None:
+    found = certified_accuracy(model, data, norm=norm)
+    held = attacked_accuracy(
+        model, data, radius, norm=norm, steps=10, batch_size=50, certified=found
+    )
+    assert found.accuracy > held >= found.at(radius) > 0.0
+    plain = attacked_accuracy(model, data, radius, norm=norm, steps=10, batch_size=50)
+    assert held == plain
+
+
+@pytest.mark.parametrize("norm", ["2", "inf"])
+def test_an_image_lost_inside_its_radius_is_an_error(
+    norm: str, model: nn.Module, data: ImageData
+) -> None:
+    """A certificate that claims too much is refuted, image by image."""
+    found = certified_accuracy(model, data, norm=norm)
+    forged = dataclasses.replace(found, radius=found.radius * 100)
+    radius = 0.5 if norm == "2" else 0.08
+    with pytest.raises(RuntimeError, match=r"is wrong: inside the proven radius .* of 120 images"):
+        attacked_accuracy(model, data, radius, norm=norm, steps=10, certified=forged)
+
+
+def test_a_label_lost_by_an_early_stop_is_no_error_of_the_certificate(
+    model: nn.Module, data: ImageData
+) -> None:
+    """The certificate is of the equilibrium; one step of the solver may have another label."""
+    stopped = nn.Sequential(*model)
+    layer: eq.nn.MonotoneDEQ = stopped[1]  # type: ignore[assignment]
+    solver = layer.solver
+    try:
+        layer.solver = eq.ForwardBackward(alpha=0.01, rtol=0.0, atol=0.0, max_steps=1)
+        found = certified_accuracy(stopped, data)
+        with pytest.warns(UserWarning, match="solves of the model stop early"):
+            attacked_accuracy(stopped, data, 0.001, steps=1, restarts=1, certified=found)
+    finally:
+        layer.solver = solver
+
+
+def test_a_norm_that_is_none_is_refused(model: nn.Module, data: ImageData) -> None:
+    for call in (
+        lambda: certified_accuracy(model, data, norm="1"),
+        lambda: attacked_accuracy(model, data, 0.1, norm="l2"),
+    ):
+        with pytest.raises(ValueError, match='expected "2" or "inf"'):
+            call()
