@@ -36,6 +36,7 @@ from .tree import (
     part_samples,
     place_samples,
     power_of_two,
+    quick_norm,
     repeat_samples,
     sample_norm,
     scale_samples,
@@ -348,7 +349,11 @@ class _Run:
         """Which samples have converged? An exact test follows where the quick one is not enough."""
         exact = bool(self.judge.size)
         if not exact:
-            passed, residual, scale, odd = self.judge.quick(point)
+            residual, scale = point.quick_norm, quick_norm(without_graph(point.f))
+            if self.quick_decides and self.judge.changes_nothing(residual, scale, self.active):
+                self.syncs += 1
+                return
+            passed, odd = self.judge.quick(residual, scale)
             passed, odd = self._still_active(passed), self._still_active(odd)
             lost = self._lost(residual, scale) if self.fn.surrogate is None else []
             self.syncs += 1

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .options import check_number, options
 from .transforms import convolutions_take_tf32, products_take_tf32
-from .tree import Leaves, map_tensors, sample_norm, subtract, without_graph
+from .tree import Leaves, map_tensors, quick_norm, sample_norm, subtract, without_graph
 
 _RTOL = {torch.float64: 1e-8, torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 _TF32_RTOL = 1e-3
@@ -27,7 +27,7 @@ without (benchmarks/tf32_floor.py)."""
 class Point:
     """An iterate z with f = T(z); the residual f − z and its norm are computed when asked, once."""
 
-    __slots__ = ("_memory", "_norm", "_residual", "f", "z")
+    __slots__ = ("_memory", "_norm", "_quick", "_residual", "f", "z")
 
     def __init__(self, z: Leaves, f: Leaves, memory: Leaves | None = None) -> None:
         self.z = z
@@ -35,6 +35,7 @@ class Point:
         self._memory = memory
         self._residual: Leaves | None = None
         self._norm: Tensor | None = None
+        self._quick: Tensor | None = None
 
     @property
     def residual(self) -> Leaves:
@@ -53,6 +54,13 @@ class Point:
         if self._norm is None:
             self._norm = sample_norm(without_graph(self.residual))
         return self._norm
+
+    @property
+    def quick_norm(self) -> Tensor:
+        """The same where that is an ordinary number (``tree.quick_norm``)."""
+        if self._quick is None:
+            self._quick = quick_norm(without_graph(self.residual))
+        return self._quick
 
     @property
     def settled(self) -> Tensor:

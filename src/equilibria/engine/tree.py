@@ -74,6 +74,8 @@ class Layout:
     def flat(self, leaf: Tensor) -> Tensor:
         """[B, ...] → [B, N], a view where the leaf has this layout."""
         moved = leaf if self.permutation is None else leaf.permute(self.permutation)
+        if moved.dim() == 2:
+            return moved
         return moved.reshape(moved.shape[0], -1)
 
     def leaf(self, flat: Tensor) -> Tensor:
@@ -87,19 +89,24 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-_ORDINARY = {torch.float32: (2.0**-30, 2.0**40), torch.float64: (2.0**-400, 2.0**400)}
+ORDINARY = {torch.float32: (2.0**-30, 2.0**40), torch.float64: (2.0**-400, 2.0**400)}
 """Where squares of a norm, and of what rounding leaves of it, are ordinary numbers."""
 
 
 def strange(norm: Tensor) -> Tensor:
     """[B] bool: whether ``quick_norm`` may be wrong here, and products of such vectors too."""
-    low, high = _ORDINARY[norm.dtype]
+    low, high = ORDINARY[norm.dtype]
     return norm.clamp(low, high) != norm
+
+
+def read_freely(x: Tensor) -> bool:
+    """Whether the host may read x, [B], for less than a kernel costs: on a CPU nothing waits."""
+    return x.device.type == "cpu" and len(x) <= 64
 
 
 def quick_norm(leaves: Sequence[Tensor]) -> Tensor:
     """``sample_norm`` where that is not ``strange``: squares may under- or overflow there."""
-    if len(leaves) == 1 and leaves[0].dim() == 2 and leaves[0].dtype in _ORDINARY:
+    if len(leaves) == 1 and leaves[0].dim() == 2 and leaves[0].dtype in ORDINARY:
         norm: Tensor = torch.linalg.vector_norm(leaves[0], dim=1)
         return norm
     norms = [_plain_norm(x, accumulation_dtype(x.dtype)) for x in leaves]
@@ -320,8 +327,12 @@ class History:
 
     def dot(self, leaves: Sequence[Tensor]) -> Tensor:
         """⟨slot i, x⟩ of each sample, [B, used], in float32 or better."""
+        return self.dot_row(leaves).squeeze(1)
+
+    def dot_row(self, leaves: Sequence[Tensor]) -> Tensor:
+        """The same as [B, 1, used]."""
         pairs = zip(self.layouts, leaves, strict=True)
-        return self._dot([lay.flat(x).unsqueeze(1) for lay, x in pairs]).squeeze(1)
+        return self._dot([lay.flat(x).unsqueeze(1) for lay, x in pairs])
 
     def dot_slot(self, index: int) -> Tensor:
         """⟨slot i, slot index⟩ of each sample, [B, 1, used], in float32 or better."""

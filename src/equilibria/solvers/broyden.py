@@ -14,6 +14,7 @@ from equilibria.engine.tree import (
     Leaves,
     add,
     quick_norm,
+    read_freely,
     sample_dot,
     sample_norm,
     scale_samples,
@@ -29,12 +30,21 @@ class BroydenState:
 
     u: History
     v: History
-    valid: Tensor  # [B, used]: 0 where a sample was restarted after this update
-    one: Tensor  # [B, 1]
+    valid: Tensor | None  # [B, 1, used]: 0 where a sample was restarted after it; None: nowhere
     s: Leaves  # empty before the first step
     g: Leaves
     norm: Tensor  # ‖g‖
     fresh: Tensor | None = None  # [B]: samples whose H was reset after the step s was taken
+
+    def marks(self, valid: Tensor | None) -> Tensor:
+        return self.norm.new_ones(len(self.norm), 1, self.u.used) if valid is None else valid
+
+
+def _clearly_below(norm: Tensor, last: Tensor) -> bool:
+    """Whether no norm is near 10 times the last one, where the host may read them."""
+    if not read_freely(norm):
+        return False
+    return all(a < 9.99 * b for a, b in zip(norm.tolist(), last.tolist(), strict=True))
 
 
 @options
@@ -63,22 +73,21 @@ class Broyden(Solver):
     def init(self, z: Leaves) -> BroydenState:
         none = torch.zeros(0, device=z[0].device)
         u, v = History(z, self.memory), History(z, self.memory)
-        return BroydenState(u, v, none, none, [], [], none)
+        return BroydenState(u, v, None, [], [], none)
 
     def step(self, point: Point, state: BroydenState) -> tuple[Leaves, BroydenState]:
         g, norm, s = point.residual, self._norm(point, state), state.s
         if not s:
-            one = torch.ones_like(norm).unsqueeze(1)
-            return point.f, replace(state, valid=one[:, :0], one=one, s=g, g=g, norm=norm)
+            return point.f, replace(state, s=g, g=g, norm=norm)
         valid, fresh = state.valid, state.fresh
         if state.u.used == self.memory:
             state.u.clear()
             state.v.clear()
-            valid, fresh = valid[:, :0], None
+            valid, fresh = None, None
         keep = self._kept(point, state, norm)
         if keep is not None:
             # H = −I for the others: no earlier update counts, and the step is g.
-            valid = valid * keep.unsqueeze(1)
+            valid = state.marks(valid) * keep.view(-1, 1, 1)
         # uvᵀ does not depend on the length of s. Taken as 1, neither 1/sᵀHy nor its derivative
         # (sᵀHy)⁻² can overflow, however short the last steps of a solve are.
         length = quick_norm(s) if self._in_units(state) else sample_norm(without_graph(s))
@@ -87,8 +96,11 @@ class Broyden(Solver):
         if rank == 0:
             d, v = g, [-x for x in s]  # d = −Hg, v = Hᵀs
         else:
-            d = state.u.combine(state.v.dot(g) * valid, g, alpha=-1.0)
-            v = state.v.combine(state.u.dot(s) * valid, s, beta=-1.0)
+            left, right = state.v.dot_row(g), state.u.dot_row(s)
+            if valid is not None:
+                left, right = left * valid, right * valid
+            d = state.u.combine(left, g, alpha=-1.0)
+            v = state.v.combine(right, s, beta=-1.0)
         # s = −H g_old by construction, so that e = s − Hy is d; not so where H was reset since.
         e = d
         if rank == 0 and state.s is not state.g:
@@ -106,15 +118,16 @@ class Broyden(Solver):
             step = scale_samples(1.0 + s_d * inverse, d)
         else:
             step = add(d, scale_samples(s_d * inverse, e))
-        valid = torch.cat([valid, state.one], 1)
-        return add(point.z, step), replace(state, valid=valid, s=step, g=g, norm=norm, fresh=None)
+        if valid is not None:
+            valid = torch.cat([valid, valid.new_ones(len(valid), 1, 1)], 2)
+        return add(point.z, step), BroydenState(state.u, state.v, valid, step, g, norm)
 
     def _in_units(self, state: BroydenState) -> bool:
         """Whether the driver sees to it that squares of norms are ordinary numbers."""
         return not (self.fixed_steps or state.u.functional)
 
     def _norm(self, point: Point, state: BroydenState) -> Tensor:
-        return quick_norm(point.residual) if self._in_units(state) else point.residual_norm
+        return point.quick_norm if self._in_units(state) else point.residual_norm
 
     def _apart(self, g: Leaves, state: BroydenState) -> Leaves:
         """s − Hy with H = −I."""
@@ -122,24 +135,28 @@ class Broyden(Solver):
 
     def _kept(self, point: Point, state: BroydenState, norm: Tensor) -> Tensor | None:
         """[B]: samples that keep their H, having neither jumped nor nothing left to gain."""
-        keep = None if self.safeguard is None else norm <= 10.0 * state.norm
+        keep = None
+        if self.safeguard is not None:
+            sure = self._in_units(state) and _clearly_below(norm, state.norm)
+            keep = None if sure else norm <= 10.0 * state.norm
         if not state.u.functional:
             return keep
         return ~point.settled if keep is None else keep & ~point.settled
 
     def _safe_inverse(self, denominator: Tensor, keep: Tensor | None) -> Tensor:
         """1/sᵀHy for ‖s‖ = 1, zero where the update is to be skipped."""
-        usable = denominator.abs() > (self.safeguard or torch.finfo(denominator.dtype).eps)
+        skip = denominator.abs() <= (self.safeguard or torch.finfo(denominator.dtype).eps)
         if keep is not None:
-            usable = usable & keep
-        return denominator.masked_fill(~usable, torch.inf).reciprocal()
+            skip = skip | ~keep
+        return denominator.masked_fill(skip, torch.inf).reciprocal()
 
     def restart(self, state: BroydenState, stalled: Tensor) -> BroydenState:
         if not state.s:
             return state
         # The slot about to be written stays usable; earlier ones are forgotten.
         fresh = stalled if state.fresh is None else stalled | state.fresh
-        return replace(state, valid=state.valid * ~stalled.unsqueeze(1), fresh=fresh)
+        valid = state.marks(state.valid) * ~stalled.view(-1, 1, 1)
+        return replace(state, valid=valid, fresh=fresh)
 
     def take(self, state: BroydenState, index: Tensor) -> BroydenState:
         if not state.s:
@@ -147,8 +164,7 @@ class Broyden(Solver):
         return BroydenState(
             state.u.take(index),
             state.v.take(index),
-            state.valid.index_select(0, index),
-            state.one.index_select(0, index),
+            None if state.valid is None else state.valid.index_select(0, index),
             [x.index_select(0, index) for x in state.s],
             [x.index_select(0, index) for x in state.g],
             state.norm.index_select(0, index),
