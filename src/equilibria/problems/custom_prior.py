@@ -66,16 +66,12 @@ def _quadrature(sigma: Activation, start: Tensor, end: Tensor) -> Tensor:
 def _evaluate(activation: Activation, points: Tensor) -> Tensor:
     """``activation(points)``, checked to be elementwise, float64 and finite."""
     heights: object = activation(points)
-    if not isinstance(heights, Tensor) or heights.shape != points.shape:
-        got = tuple(heights.shape) if isinstance(heights, Tensor) else type(heights).__name__
+    made = isinstance(heights, Tensor) and (tuple(heights.shape), heights.dtype)
+    if not isinstance(heights, Tensor) or made != (tuple(points.shape), points.dtype):
         raise ValueError(
-            f"CustomPrior: activation got a tensor of shape {tuple(points.shape)} and returned "
-            f"{got}, takes an elementwise function of tensors"
-        )
-    if heights.dtype != points.dtype:
-        raise ValueError(
-            f"CustomPrior: activation returned {heights.dtype} for a {points.dtype} input, "
-            "takes a function that keeps the type"
+            f"CustomPrior: activation got a tensor {tuple(points.shape)} of {points.dtype} and "
+            f"returned {made or type(heights).__name__}, takes an elementwise function of tensors "
+            "that keeps the type"
         )
     return heights.detach()
 

@@ -101,7 +101,7 @@ class JointPrior(Prior):
 
 @dataclass(frozen=True)
 class Translated(Prior):
-    """``f(z) = prior(z + by)``, such as ``|z - b|``; ``by`` is a tensor ``[B or 1, ...]``."""
+    """``f(z) = prior(z + by)`` for a norm, such as ``|z - b|``; ``by`` is ``[B or 1, ...]``."""
 
     prior: Prior
     by: Tensor
@@ -125,24 +125,35 @@ class Translated(Prior):
     def prox(self, v: Tensor, tau: float | Tensor = 1.0) -> Tensor:
         return self.prior.prox(v + self.by, tau) - self.by
 
-    def prox_error(self, v: Tensor, tau: float | Tensor = 1.0) -> Tensor | float:
-        return self.prior.prox_error(v + self.by, tau)
-
     def subdifferential(self, z: Tensor) -> tuple[Tensor, Tensor]:
         return self.prior.subdifferential(z + self.by)
+
+    def into_domain(self, z: Tensor) -> Tensor:
+        return z  # a norm is finite
 
     def least_subgradient(self, z: Tensor, g: Tensor) -> Tensor:
         return self.prior.least_subgradient(z + self.by, g)
 
 
-class _InRange(JointPrior):
-    """All parameters are at least 0, or above 0 where ``above`` says so."""
+class _AlongDims(JointPrior):
+    """Of lines or groups along ``dim``; parameters are at least 0, or above it (``above``)."""
 
+    dim: int | tuple[int, ...] | None = None
     above: ClassVar[bool] = False
 
     def _check(self) -> None:
         for name in self.parameters:
             check_parameter(self, name, low=0.0, low_open=self.above)
+
+    def _dims(self, z: Tensor) -> tuple[int, ...]:
+        given = tuple(range(1, z.ndim)) if self.dim is None else self.dim
+        dims = (given,) if isinstance(given, int) else given
+        if any(not -z.ndim < d < z.ndim or d == 0 for d in dims):
+            raise ValueError(
+                f"{type(self).__name__}(dim={self.dim}): got a state of shape {tuple(z.shape)}, "
+                "takes dimensions of it that are not the batch (0)"
+            )
+        return dims
 
 
 def _indicator(z: Tensor, inside: Tensor) -> Tensor:
@@ -155,45 +166,37 @@ def _all(t: Tensor) -> Tensor:
     return t.flatten(1).all(1) if t.ndim > 1 else t
 
 
-class _AlongDim(_InRange):
-    """A sum over all lines of the state along ``dim``, which is not the batch."""
-
-    dim: int
-
-    def _dim(self, z: Tensor) -> int:
-        dim = self.dim
-        if not -z.ndim < dim < z.ndim or dim == 0:
-            raise ValueError(
-                f"{type(self).__name__}(dim={dim}): got a state of shape {tuple(z.shape)}, takes a "
-                "dimension of it that is not the batch (0)"
-            )
-        return dim
+class _AlongDim(_AlongDims):
+    """A sum over all lines of the state along ``dim``, which is one."""
 
     def _lines(self, z: Tensor) -> Tensor:
         """``z`` in float32 or better, ``dim`` last."""
-        return at_least_float32(z).movedim(self._dim(z), -1)
+        return at_least_float32(z).movedim(self._dims(z)[0], -1)
 
     def _like_lines(self, name: str, z: Tensor) -> Parameter:
         """A parameter that broadcasts over the lines of ``z``."""
-        value = aligned(self, name, z.narrow(self._dim(z), 0, 1))
+        value = aligned(self, name, z.narrow(self._dims(z)[0], 0, 1))
         if not isinstance(value, Tensor) or value.ndim == 0:
             return value
-        return value.movedim(self._dim(z), -1)
+        return value.movedim(self._dims(z)[0], -1)
 
     def _back(self, lines: Tensor, z: Tensor) -> Tensor:
-        return lines.movedim(-1, self._dim(z))
+        return lines.movedim(-1, self._dims(z)[0])
 
 
-# --- the simplex --------------------------------------------------------------------------------
+def _level(ordered: Tensor, base: Parameter, free: Tensor | int) -> tuple[Tensor, Tensor]:
+    """``t`` with ``base + sum max(ordered - t, 0) = free t``; how many are above. ``[..., 1]``."""
+    count = torch.arange(1, ordered.shape[-1] + 1, dtype=ordered.dtype, device=ordered.device)
+    sums = torch.where(ordered > -math.inf, ordered, 0.0).cumsum(-1)
+    level = (base + sums) / (free + count)
+    kept = (ordered > level).sum(-1, keepdim=True)
+    return level.gather(-1, (kept - 1).clamp(min=0)), kept
 
 
 def _simplex_level(v: Tensor, total: Parameter) -> Tensor:
     """The ``t`` with ``sum max(v - t, 0) = total``, detached. ``[..., n]`` to ``[..., 1]``."""
-    ordered = v.detach().sort(-1, descending=True).values
     limit = total.detach() if isinstance(total, Tensor) else total
-    count = torch.arange(1, v.shape[-1] + 1, dtype=v.dtype, device=v.device)
-    level = (ordered.cumsum(-1) - limit) / count
-    return level.gather(-1, (ordered > level).sum(-1, keepdim=True).clamp(min=1) - 1)
+    return _level(v.detach().sort(-1, descending=True).values, -limit, 0)[0]
 
 
 def _onto_simplex(v: Tensor, total: Parameter) -> Tensor:
@@ -206,14 +209,11 @@ def _onto_simplex(v: Tensor, total: Parameter) -> Tensor:
 
 def _onto_tangent(h: Tensor, zero: Tensor) -> Tensor:
     """The projection of ``h`` onto ``sum d = 0``, ``d >= 0`` where ``zero`` holds, line by line."""
-    ordered = torch.where(zero, h, -math.inf).sort(-1, descending=True).values
     free = (~zero).sum(-1, keepdim=True)
     base = torch.where(zero, 0.0, h).sum(-1, keepdim=True)
-    real = ordered > -math.inf
-    count = torch.arange(1, h.shape[-1] + 1, dtype=h.dtype, device=h.device)
-    level = (base + torch.where(real, ordered, 0.0).cumsum(-1)) / (free + count)
-    kept = (real & (ordered > level)).sum(-1, keepdim=True)
-    inner = level.gather(-1, (kept - 1).clamp(min=0))
+    inner, kept = _level(
+        torch.where(zero, h, -math.inf).sort(-1, descending=True).values, base, free
+    )
     nu = torch.where(kept > 0, inner, base / free)
     moved = h - nu
     return torch.where(zero, torch.relu(moved), moved)
@@ -292,8 +292,7 @@ class Entropy(_AlongDim):
 
 
 def _entropy_prox(v: Tensor, s: Tensor) -> Tensor:
-    top = v.detach().amax(-1, keepdim=True)
-    v = v - top  # changes nu alone
+    v = v - v.detach().amax(-1, keepdim=True)  # changes nu alone
     level, scale = v.detach(), s.detach()
     nu = scale * torch.logsumexp(level / scale, -1, keepdim=True) - 1.0
     nu = torch.maximum(nu, _simplex_level(level, 1.0))
@@ -314,9 +313,6 @@ def _entropy_prox(v: Tensor, s: Tensor) -> Tensor:
     return y.exp()
 
 
-# --- a half-space, balls, group norms -----------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class HalfSpace(JointPrior):
     """``f(z) = 0`` if ``<normal, z> <= offset``, else ``+inf``; the product is of whole states.
@@ -331,12 +327,9 @@ class HalfSpace(JointPrior):
     def _check(self) -> None:
         check_parameter(self, "normal")
         check_parameter(self, "offset")
-        if isinstance(self.normal, Tensor):
-            rows = self.normal.detach().reshape(len(self.normal) if self.normal.ndim else 1, -1)
-            none = host_may_read(rows) and not bool(rows.any(1).all())
-        else:
-            none = self.normal == 0
-        if none:
+        rows = torch.as_tensor(self.normal).detach()
+        rows = rows.reshape(len(rows) if rows.ndim else 1, -1)
+        if host_may_read(rows) and not bool(rows.any(1).all()):
             raise ValueError("HalfSpace(normal=...): got 0, takes a normal that is not 0")
 
     def _measured(self, z: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -376,29 +369,20 @@ class HalfSpace(JointPrior):
 
 def sizes(t: Tensor, dims: int | tuple[int, ...]) -> Tensor:
     """``|t|`` along dims, which stay; 30 times as fast as ``vector_norm`` along a short one."""
+    if t.dtype != torch.float64:  # squares of float32 leave its range
+        size: Tensor = torch.linalg.vector_norm(t, dim=dims, keepdim=True)
+        return size
     square = t.square().sum(dims, keepdim=True)
     zero = square == 0
     return torch.where(zero, 0.0, torch.where(zero, 1.0, square).sqrt())
 
 
-class _OfNorms(_InRange):
+class _OfNorms(_AlongDims):
     """Of the norms of groups: all entries of a state, or those along ``dim`` (one or several)."""
-
-    dim: int | tuple[int, ...] | None
 
     def _norm(self, z: Tensor) -> Tensor:
         """``|z|`` of each group, kept as dimensions of size 1."""
-        given = self.dim
-        if given is None:
-            dims = tuple(range(1, z.ndim))
-        else:
-            dims = (given,) if isinstance(given, int) else tuple(given)
-        if any(not -z.ndim < d < z.ndim or d == 0 for d in dims):
-            raise ValueError(
-                f"{type(self).__name__}(dim={given}): got a state of shape {tuple(z.shape)}, takes "
-                "dimensions of it that are not the batch (0), or None for all of them"
-            )
-        return sizes(at_least_float32(z), dims)
+        return sizes(at_least_float32(z), self._dims(z))
 
 
 @dataclass(frozen=True)
@@ -466,9 +450,6 @@ class GroupSoftThreshold(_OfNorms):
         zero = size == 0
         along = g + weight * z / torch.where(zero, 1.0, size)
         return torch.where(zero, self._shrink(g, self._norm(g), weight), along).to(size.dtype)
-
-
-# --- the nuclear norm ---------------------------------------------------------------------------
 
 
 def _shrunk_derivative(
@@ -562,7 +543,7 @@ def _finite_matrices(x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class NuclearNorm(_InRange):
+class NuclearNorm(_AlongDims):
     """``f(z) = weight sum sigma_i(z)``, of the matrices in the last two dimensions of a state.
 
     The prox shrinks singular values: ``U max(sigma - tau weight, 0) V'``. Its derivative is exact
@@ -615,9 +596,6 @@ class NuclearNorm(_InRange):
         beside = beside - (beside @ vh.mT) @ vh
         least = g - beside + weight * (u @ vh) + self._shrink(beside, weight)
         return torch.where(finite, least.to(sigma.dtype), math.nan)
-
-
-# --- total variation and isotonic regression ----------------------------------------------------
 
 
 def _messages(c: Tensor, low: Tensor, high: Tensor) -> Tensor:
