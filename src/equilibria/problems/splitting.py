@@ -71,11 +71,12 @@ class Composite(HiddenProblem):
         identity = IdentityOperator(torch.empty(0))
         self.terms = tuple((h, identity if K is None else as_operator(K)) for h, K in terms)
         self.prior, self.smooth, self.inverse = prior, smooth, inverse
-        wrong = [f for f in (prior, *(h for h, _ in self.terms)) if not isinstance(f, Prior)]
-        wrong += [] if isinstance(smooth, Coupling | None) else [smooth]
+        held: list[tuple[Any, Any]] = [(f, Prior) for f in (prior, *(h for h, _ in self.terms))]
+        held.append((smooth, Coupling | None))
+        wrong = [type(part).__name__ for part, kind in held if not isinstance(part, kind)]
         if wrong:
             raise TypeError(
-                f"Composite got a {type(wrong[0]).__name__}, takes priors f and (h, K), and smooth "
+                f"Composite got a {wrong[0]}, takes priors f and (h, K), and smooth "
                 "as LeastSquares(A, x) or Smooth(fn, x)"
             )
 
