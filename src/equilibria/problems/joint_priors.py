@@ -380,9 +380,10 @@ def sizes(t: Tensor, dims: int | tuple[int, ...]) -> Tensor:
 class _OfNorms(_AlongDims):
     """Of the norms of groups: all entries of a state, or those along ``dim`` (one or several)."""
 
-    def _norm(self, z: Tensor) -> Tensor:
-        """``|z|`` of each group, kept as dimensions of size 1."""
-        return sizes(at_least_float32(z), self._dims(z))
+    def _norm(self, z: Tensor) -> tuple[Tensor, Parameter]:
+        """``|z|`` of each group, kept as dimensions of size 1, and the parameter of each."""
+        size = sizes(at_least_float32(z), self._dims(z))
+        return size, aligned(self, self.parameters[0], size)
 
 
 @dataclass(frozen=True)
@@ -397,25 +398,21 @@ class Ball(_OfNorms):
     parameters = ("radius",)
     above = True
 
-    def _ends(self, z: Tensor) -> tuple[Tensor, Parameter, float]:
-        size = self._norm(z)
-        return size, aligned(self, "radius", size), _slack(z, z[0].numel())
-
     def value(self, z: Tensor) -> Tensor:
-        size, radius, slack = self._ends(z)
-        return _indicator(z, _all(size <= (1.0 + slack) * radius))
+        size, radius = self._norm(z)
+        return _indicator(z, _all(size <= (1.0 + _slack(z, z[0].numel())) * radius))
 
     def prox(self, v: Tensor, tau: float | Tensor = 1.0) -> Tensor:
         _step(tau, v)
-        size, radius, _ = self._ends(v)
+        size, radius = self._norm(v)
         far = size > radius
         return (v * torch.where(far, radius / torch.where(far, size, 1.0), 1.0)).to(v.dtype)
 
     def least_subgradient(self, z: Tensor, g: Tensor) -> Tensor:
-        size, radius, slack = self._ends(z)
+        size, radius = self._norm(z)
         outward = at_least_float32(z) / size.clamp(min=torch.finfo(size.dtype).tiny)
         inward = torch.relu(-(outward * g).sum_to_size(size.shape))
-        held = torch.where(size >= (1.0 - slack) * radius, inward, 0.0)
+        held = torch.where(size >= (1.0 - _slack(z, z[0].numel())) * radius, inward, 0.0)
         return self._where_finite(z, g + held * outward)
 
 
@@ -431,8 +428,8 @@ class GroupSoftThreshold(_OfNorms):
     parameters = ("weight",)
 
     def value(self, z: Tensor) -> Tensor:
-        size = self._norm(z)
-        return _total((aligned(self, "weight", size) * size).to(size.dtype))
+        size, weight = self._norm(z)
+        return _total((weight * size).to(size.dtype))
 
     @staticmethod
     def _shrink(v: Tensor, size: Tensor, threshold: Parameter) -> Tensor:
@@ -440,16 +437,14 @@ class GroupSoftThreshold(_OfNorms):
         return v * torch.where(kept, 1.0 - threshold / torch.where(kept, size, 1.0), 0.0)
 
     def prox(self, v: Tensor, tau: float | Tensor = 1.0) -> Tensor:
-        size = self._norm(v)
-        threshold = _step(tau, v) * aligned(self, "weight", size)
-        return self._shrink(v, size, threshold).to(v.dtype)
+        size, weight = self._norm(v)
+        return self._shrink(v, size, _step(tau, v) * weight).to(v.dtype)
 
     def least_subgradient(self, z: Tensor, g: Tensor) -> Tensor:
-        size = self._norm(z)
-        weight = aligned(self, "weight", size)
+        size, weight = self._norm(z)
         zero = size == 0
         along = g + weight * z / torch.where(zero, 1.0, size)
-        return torch.where(zero, self._shrink(g, self._norm(g), weight), along).to(size.dtype)
+        return torch.where(zero, self._shrink(g, self._norm(g)[0], weight), along).to(size.dtype)
 
 
 def _shrunk_derivative(
@@ -606,16 +601,12 @@ def _messages(c: Tensor, low: Tensor, high: Tensor) -> Tensor:
     shift, floor, ceiling = c, low, high
     reach, n = 1, c.shape[-1]
     while reach < n:
-        late = [t[..., reach:] for t in (shift, floor, ceiling)]
-        early = [t[..., :-reach] for t in (shift, floor, ceiling)]
-        new = [
-            early[0] + late[0],
-            (early[1] + late[0]).clamp(late[1], late[2]),
-            (early[2] + late[0]).clamp(late[1], late[2]),
-        ]
+        held = (shift, floor, ceiling)
+        by, least, most = (t[..., reach:] for t in held)
+        moved = [t[..., :-reach] + by for t in held]
+        new = [moved[0], *(t.clamp(least, most) for t in moved[1:])]
         shift, floor, ceiling = (
-            torch.cat([t[..., :reach], found], -1)
-            for t, found in zip((shift, floor, ceiling), new, strict=True)
+            torch.cat([t[..., :reach], found], -1) for t, found in zip(held, new, strict=True)
         )
         reach *= 2
     message = shift.clamp(floor, ceiling)
