@@ -177,6 +177,8 @@ def test_samples_are_independent_and_errors_say_what_to_do() -> None:
     both = eq.minimize(problem).value
     one = eq.Composite(problem.prior, problem.terms, eq.LeastSquares(A, X[1:]))
     torch.testing.assert_close(eq.minimize(one).value, both[1:], atol=1e-6, rtol=1e-6)
+    alone = eq.Composite(eq.Free(), [], eq.LeastSquares(None, X))
+    torch.testing.assert_close(eq.minimize(alone).value, X)
     with pytest.raises(TypeError, match="ADMM"):
         problem.stationarity(both)
     with pytest.raises(TypeError, match="no single prox"):

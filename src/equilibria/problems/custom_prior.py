@@ -66,16 +66,12 @@ def _quadrature(sigma: Activation, start: Tensor, end: Tensor) -> Tensor:
 def _evaluate(activation: Activation, points: Tensor) -> Tensor:
     """``activation(points)``, checked to be elementwise, float64 and finite."""
     heights: object = activation(points)
-    if not isinstance(heights, Tensor) or heights.shape != points.shape:
-        got = tuple(heights.shape) if isinstance(heights, Tensor) else type(heights).__name__
+    made = isinstance(heights, Tensor) and (tuple(heights.shape), heights.dtype)
+    if not isinstance(heights, Tensor) or made != (tuple(points.shape), points.dtype):
         raise ValueError(
-            f"CustomPrior: activation got a tensor of shape {tuple(points.shape)} and returned "
-            f"{got}, takes an elementwise function of tensors"
-        )
-    if heights.dtype != points.dtype:
-        raise ValueError(
-            f"CustomPrior: activation returned {heights.dtype} for a {points.dtype} input, "
-            "takes a function that keeps the type"
+            f"CustomPrior: activation got a tensor {tuple(points.shape)} of {points.dtype} and "
+            f"returned {made or type(heights).__name__}, takes an elementwise function of tensors "
+            "that keeps the type"
         )
     return heights.detach()
 
@@ -170,20 +166,18 @@ class CustomPrior(Prior):
         )
         return torch.cat([left.flip(0), grid, right])
 
+    @torch.no_grad()
     def _tabulate(self, grid: Tensor) -> _Table:
         """Cells split until one panel and two halves agree; then cumulative areas."""
-
-        def sigma(u: Tensor) -> Tensor:
-            return self.sigma(u).detach()
 
         points = torch.cat([grid, grid.new_zeros(1)]).sort().values
         points = points[torch.cat([points.diff() > 0, points.new_ones(1, dtype=torch.bool)])]
         for k in range(49):
             left, right = points[:-1], points[1:]
             middle = 0.5 * (left + right)
-            cells = _quadrature(sigma, left, middle) + _quadrature(sigma, middle, right)
+            cells = _quadrature(self.sigma, left, middle) + _quadrature(self.sigma, middle, right)
             size = cells.abs() + (right - left) * left.abs().maximum(right.abs())
-            rough = (cells - _quadrature(sigma, left, right)).abs() > _KINK * size + 1e-18
+            rough = (cells - _quadrature(self.sigma, left, right)).abs() > _KINK * size + 1e-18
             rough &= (right - left) > 1e-9
             if k == 48 or not bool(rough.any()):
                 break
@@ -192,7 +186,7 @@ class CustomPrior(Prior):
         # Outward from 0 on both sides: far cells are large and must not drown the near ones.
         before = -cells[:origin].flip(0).cumsum(0).flip(0)
         area = torch.cat([before, cells.new_zeros(1), cells[origin:].cumsum(0)])
-        heights = sigma(points).cummax(0).values  # rounding must not spoil the search
+        heights = self.sigma(points).detach().cummax(0).values  # rounding must not spoil the search
         return _Table(points, heights, area)
 
     def _table(self, device: torch.device) -> _Table:
@@ -203,8 +197,7 @@ class CustomPrior(Prior):
 
     def _slope(self, u: Tensor) -> Tensor:
         """``sigma'(u)``, differentiable."""
-        pull = torch.func.vjp(self.sigma, u)[1]
-        slope: Tensor = pull(torch.ones_like(u))[0]
+        slope: Tensor = torch.func.vjp(self.sigma, u)[1](torch.ones_like(u))[0]
         return slope
 
     def _inverse(self, z: Tensor, table: _Table, *, right: bool) -> tuple[Tensor, Tensor]:
@@ -237,8 +230,7 @@ class CustomPrior(Prior):
         u, cell = self._inverse(target, table, right=False)
         other, other_cell = self._inverse(target, table, right=True)
         # At a flat end of sigma one side of the preimage is infinite; at both it is constant.
-        cell = torch.where(u.isinf(), other_cell, cell)
-        u = torch.where(u.isinf(), other, u)
+        cell, u = torch.where(u.isinf(), other_cell, cell), torch.where(u.isinf(), other, u)
         u = torch.where(u.isinf(), table.point[cell], u)
         # One Newton step puts z into the graph of u where sigma is strictly increasing.
         slope = self._slope(u)

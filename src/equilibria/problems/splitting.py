@@ -71,17 +71,19 @@ class Composite(HiddenProblem):
         identity = IdentityOperator(torch.empty(0))
         self.terms = tuple((h, identity if K is None else as_operator(K)) for h, K in terms)
         self.prior, self.smooth, self.inverse = prior, smooth, inverse
-        wrong = [f for f in (prior, *(h for h, _ in self.terms)) if not isinstance(f, Prior)]
-        wrong += [] if isinstance(smooth, Coupling | None) else [smooth]
+        held: list[tuple[Any, Any]] = [(f, Prior) for f in (prior, *(h for h, _ in self.terms))]
+        held.append((smooth, Coupling | None))
+        wrong = [type(part).__name__ for part, kind in held if not isinstance(part, kind)]
         if wrong:
             raise TypeError(
-                f"Composite got a {type(wrong[0]).__name__}, takes priors f and (h, K), and smooth "
+                f"Composite got a {wrong[0]}, takes priors f and (h, K), and smooth "
                 "as LeastSquares(A, x) or Smooth(fn, x)"
             )
 
     @property
     def has_prior(self) -> bool:
-        return not isinstance(self.prior, Free)
+        """Whether ``f`` is one more term; a sum of ``g`` alone has it, too."""
+        return not isinstance(self.prior, Free) or not self.terms
 
     @property
     def quadratic(self) -> bool:
@@ -132,26 +134,24 @@ class Composite(HiddenProblem):
     def minimal_subgradient(self, z: Tensor) -> NoReturn:
         self.step(z)
 
-    def _holders(self) -> list[Any]:
-        smooth = [] if self.smooth is None else [self.smooth]
-        return [self.prior, *(h for h, _ in self.terms), *smooth]
-
-    def _with(self, held: list[Any], operators: Sequence[Any]) -> Self:
-        terms = tuple(zip(held[1 : len(operators) + 1], operators, strict=True))
-        smooth = None if self.smooth is None else held[-1]
-        return replaced(self, prior=held[0], terms=terms, smooth=smooth)
-
     def inputs(self) -> State:
-        return tuple(t for part in self._holders() for t in part.inputs())
+        held = [self.prior, *(h for h, _ in self.terms), self.smooth]
+        return tuple(t for part in held if part is not None for t in part.inputs())
+
+    def _changed(self, part: Callable[[Any], Any], operator: Callable[[Any], Any]) -> Self:
+        prior = part(self.prior)
+        terms = tuple((part(h), operator(K)) for h, K in self.terms)
+        smooth = None if self.smooth is None else part(self.smooth)
+        return replaced(self, prior=prior, terms=terms, smooth=smooth)
 
     def with_inputs(self, *inputs: Tensor) -> Self:
         given = iter(inputs)
-        held = [p.with_inputs(*(next(given) for _ in p.inputs())) for p in self._holders()]
-        return self._with(held, [K for _, K in self.terms])
+        return self._changed(
+            lambda p: p.with_inputs(*(next(given) for _ in p.inputs())), lambda K: K
+        )
 
     def in_double(self) -> Self:
-        held = [part.in_double() for part in self._holders()]
-        return self._with(held, [K.in_double() for _, K in self.terms])
+        return self._changed(lambda part: part.in_double(), lambda K: K.in_double())
 
     def default_start(self, shape: Sequence[int] | None = None) -> Tensor:
         if self.smooth is not None:
