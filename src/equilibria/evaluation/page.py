@@ -27,7 +27,7 @@ def _read(name: str) -> str:
 
 
 STYLE = _read("page.css")
-_PROOFS = dict(
+_PROOFS: dict[str, str] = dict(
     re.findall(r'<template id="(.*?)">\n(.*?)</template>', _read("proofs.html"), re.DOTALL)
 )
 
