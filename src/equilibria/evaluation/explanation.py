@@ -11,6 +11,7 @@ The gate of a Gaussian layer is eᵢ = exp(−γsᵢ), the share of the message 
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -128,15 +129,13 @@ def explain(
 def _explained(
     network: Network, given: Sequence[Prediction], certified: bool, progress: bool
 ) -> list[Explanation]:
-    inputs, doubts = [], []
+    inputs = []
     for each in given:
         if each.file is None:
             raise ValueError("explain takes predictions of image files: one has no file.")
         pixels = read_image(each.file, network.in_channels)
-        x, said = doubted(network, pixels, names=[each.file.name])
-        inputs.append(x)
-        doubts.append(said)
-    x = torch.cat(inputs)
+        inputs.append(doubted(network, pixels, names=[each.file.name]))
+    x = torch.cat([given for given, _ in inputs])
     _, layers = solved_layers(network, x, certify=certified, progress=progress)
     seen = seen_pixels(network, x)
     try:
@@ -144,7 +143,7 @@ def _explained(
     except ValueError:  # no layer gives a map
         maps = [None] * len(given)
     return [
-        Explanation(each, seen[i], tuple(layers[i]), maps[i], doubts[i])
+        Explanation(each, seen[i], tuple(layers[i]), maps[i], inputs[i][1])
         for i, each in enumerate(given)
     ]
 
@@ -202,7 +201,7 @@ def _recording(model: nn.Module) -> Iterator[list[_Solve]]:
     changed: list[tuple[Any, str]] = []
     try:
         for name, layer in model.named_modules():
-            if _innermost(layer):
+            if [m for m in layer.modules() if getattr(m, "is_equilibrium", False)] == [layer]:
                 posed = hasattr(layer, "solve_posed")
                 for way in ("solve_posed",) if posed else ("observed_solve", "solve"):
                     if hasattr(layer, way):
@@ -212,13 +211,6 @@ def _recording(model: nn.Module) -> Iterator[list[_Solve]]:
     finally:
         for layer, way in changed:
             delattr(layer, way)
-
-
-def _innermost(module: nn.Module) -> bool:
-    """An equilibrium layer that holds no other."""
-    return getattr(module, "is_equilibrium", False) and not any(
-        getattr(child, "is_equilibrium", False) for child in module.modules() if child is not module
-    )
 
 
 @torch.no_grad()
@@ -244,25 +236,21 @@ def _stories(solve: _Solve, certified: bool) -> Iterator[SolvedLayer]:
             proven = certify(problem, z=states)
     elif certified and hasattr(layer, "certify") and not layer.couples_batch():
         proven = certify(layer, pytree.tree_map(lambda t: t[chosen], given), states)
-    ends = [0]
-    for count in last:
-        ends.append(ends[-1] + count + 1)
+    ends = [0, *itertools.accumulate(count + 1 for count in last)]
     lengths = torch.stack([z.double().flatten(1).norm(dim=1) for z in pytree.tree_leaves(value)])
     chosen_by_auto = isinstance(layer.solver, Auto) and solve.solution.choice.split(":")[0]
     is_map = isinstance(states, Tensor) and states.ndim == 4
     unknowns = sum(z[0].numel() for z in pytree.tree_leaves(value))
     for b, count in enumerate(steps):
         own = slice(ends[b], ends[b + 1])
-        residual = [float(solve.path[k][1][b]) for k in range(count)]
-        if proven is not None:
-            residual = proven.residual[own].tolist()
+        norms = [float(solve.path[k][1][b]) for k in range(count)]
         yield SolvedLayer(
             name=layer_label(solve.name),
             layer=type(layer).__name__,
             solver=chosen_by_auto or type(layer.solver).__name__,
             unknowns=unknowns,
             steps=count,
-            residual=residual,
+            residual=norms if proven is None else proven.residual[own].tolist(),
             objective=objective[own],
             least=[] if proven is None or not objective else _least(proven, objective, own),
             bound=[] if proven is None else proven.error_bound[own].tolist(),

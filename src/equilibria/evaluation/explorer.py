@@ -34,10 +34,7 @@ from .page import STYLE, bars, percent, photo, proof_words
 __all__ = ["Explorer", "explorer_app"]
 
 SOLVERS: dict[str, Callable[..., SolverOptions]] = {
-    "Anderson": Anderson,
-    "Picard": Picard,
-    "ProximalGradient": ProximalGradient,
-    "Broyden": Broyden,
+    kind.__name__: kind for kind in (Anderson, Picard, ProximalGradient, Broyden)
 }
 # The twins of the Gaussian kernel scale c into a ball in which they are convex (docs/kernels.md).
 KERNELS: dict[str, tuple[Any, float | None]] = {
@@ -115,8 +112,7 @@ class Explorer:
         for layer in made.modules():
             if getattr(layer, "is_equilibrium", False) and hasattr(layer, "problem"):
                 _change(layer, kernel, gamma)
-        assert isinstance(made, Network)
-        return made
+        return made  # type: ignore[return-value]
 
 
 def _change(layer: Any, kernel: str, gamma: float) -> None:
@@ -193,12 +189,11 @@ def explorer_app(explorer: Explorer) -> Any:
     app = FastAPI(title="equilibria explore", docs_url=None, redoc_url=None, openapi_url=None)
     # Another site that a browser has open cannot reach it under a name of its own.
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=_HOSTS)
-    text = Path(__file__).with_name("explorer.html").read_text(encoding="utf-8")
-    model = explorer.model
-    page = text.replace("/*STYLE*/", STYLE)
+    page = Path(__file__).with_name("explorer.html").read_text(encoding="utf-8")
     kernels = KERNELS if explorer.gaussian else ["as trained"]
     for key, value in {
-        "{{name}}": html.escape(model.config.name),
+        "/*STYLE*/": STYLE,
+        "{{name}}": html.escape(explorer.model.config.name),
         "{{kernels}}": "".join(f"<option>{name}</option>" for name in kernels),
         "{{solvers}}": "".join(f"<option>{name}</option>" for name in SOLVERS),
         "{{gaussian}}": "" if explorer.gaussian else "disabled",

@@ -27,8 +27,8 @@ def _read(name: str) -> str:
 
 
 STYLE = _read("page.css")
-_PROOFS = dict(
-    re.findall(r'<template id="(.*?)">\n(.*?)</template>', _read("proofs.html"), re.DOTALL)
+_PROOFS: dict[str, str] = dict(
+    re.findall(r'<template id="(.*?)">(.*?)</template>', _read("proofs.html"), re.DOTALL)
 )
 
 
@@ -51,11 +51,8 @@ def small(value: float) -> str:
     if abs(value) >= 0.001:
         return f"{value:.3g}"
     power = math.floor(math.log10(abs(value)))
-    return f"{value:.{1 - power}f}" if power >= -7 else _ten(value)
-
-
-def _ten(value: float) -> str:
-    power = math.floor(math.log10(abs(value)))
+    if power >= -7:
+        return f"{value:.{1 - power}f}"
     return f"{value / 10**power:.1f}\u00a0·\u00a010<sup>{_minus(power)}</sup>"
 
 
@@ -216,9 +213,7 @@ def figure(image: str, caption: str) -> str:
 
 def tiles(items: Sequence[str]) -> str:
     """Pictures with a line below each: four to a row on a phone, eight at most elsewhere."""
-    count = len(items)
-    phone = 4 if count % 4 == 0 else 3
-    wide = count if count <= 8 else 6
+    phone, wide = 3 + (len(items) % 4 == 0), len(items) if len(items) <= 8 else 6
     listed = "".join(f"<li>{item}</li>" for item in items)
     return f'<ul class="tiles" style="--phone:{phone};--wide:{wide}">{listed}</ul>'
 

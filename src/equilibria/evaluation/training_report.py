@@ -105,12 +105,14 @@ def _opening(
             f"off by {percent(metrics.ece)} on average.</p>"
         )
     if "solver_steps" in last:
-        reached = percent(last["converged"]) if "converged" in last else ""
+        tested = "converged" in last  # solves of fixed steps are not
+        reached = (
+            f", and {percent(last['converged'])} of them reached their tolerance" if tested else ""
+        )
         text += (
-            "<p><strong>How well it was solved.</strong> In the last pass a solve took "
-            f"{last['solver_steps']:.1f} steps on average"
-            + (f" and {reached} of them reached their tolerance" if reached else "")
-            + f". A further step would move the state by {small(last['residual'])} of its size.</p>"
+            "<p><strong>How well it was solved.</strong> In the last pass solves took "
+            f"{last['solver_steps']:.1f} steps on average{reached}. A further step would move the "
+            f"state by {small(last['residual'])} of its size.</p>"
         )
     return text + "</div>"
 
