@@ -53,6 +53,18 @@ def test_zero_energy_gives_a_finite_gamma(policy: GammaPolicy, dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("policy", [eq.MinPatchEnergy(), eq.MeanPatchEnergy()])
+def test_energies_that_overflow_fail_their_sample(policy: GammaPolicy) -> None:
+    """They say nothing of γ: a solve with any other number would be called converged."""
+    top = torch.finfo(torch.float32).max
+    gamma = policy(torch.tensor([[1.0, top], [1.0, math.inf], [1.0, 3.0]]))
+    assert gamma.isnan().tolist() == [True, True, False]
+    layer, x = eq.nn.GEQ(4, 5, gamma=policy), torch.randn(2, 4)
+    with pytest.warns(eq.ConvergenceWarning, match="1 of 2"):
+        found = layer.solve(torch.stack([1e25 * x[0], x[1]]))
+    assert found.result.tolist() == [eq.Result.nonfinite, eq.Result.converged]
+
+
+@pytest.mark.parametrize("policy", [eq.MinPatchEnergy(), eq.MeanPatchEnergy()])
 def test_gradients_are_finite_at_the_floor_and_above(policy: GammaPolicy) -> None:
     """Below the floor γ is constant; just above it its slope −0.2/E² is large and finite."""
     energies = torch.tensor([[0.0, 0.0], [9e-13, 9e-13], [2e-12, 2e-12], [math.nan, 1.0]])
