@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from equilibria.engine import ConvergenceWarning
 
 
 class _Shell(nn.Module):
@@ -70,7 +73,9 @@ class GraphedModel:
         # Warm-up runs move batch statistics and power iterations: they are put back.
         buffers = [(b, b.detach().clone()) for b in self.model.buffers()]
         try:
-            with cast:
+            with cast, warnings.catch_warnings():
+                # torch warms up with gradients of uninitialized memory.
+                warnings.simplefilter("ignore", ConvergenceWarning)
                 torch.cuda.make_graphed_callables(shell, (x.detach().clone(),))
         except torch.OutOfMemoryError:
             raise
