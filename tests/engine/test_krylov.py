@@ -515,3 +515,24 @@ def test_the_size_of_b_does_not_matter(
     assert found.converged.all()
     error = norm(found.value.double() / sizes - expected) / norm(expected)
     assert float(error.max()) < (1e-4 if dtype == torch.float32 else 1e-8)
+
+
+def test_a_product_that_is_not_linear_is_never_called_converged() -> None:
+    """The recursion believes its own residual; b − A(x) of the x that is returned decides."""
+    b = randn(3, 6, seed=1)
+    with pytest.warns(ConvergenceWarning, match="3 of 3"):
+        found = eq.linear_solve(lambda v: v + 0.3 * v.abs(), b, solver=CG())
+    residual = norm(b - found.value - 0.3 * found.value.abs()) / norm(b)
+    assert not found.converged.any()
+    np.testing.assert_allclose(found.stats.relative, residual, rtol=1e-6)
+
+
+def test_products_that_round_more_than_their_dtype_are_no_failure() -> None:
+    """As those of TF32 or bfloat16: A(1.1x)/1.1 shows how much of b − Ax is their rounding."""
+    matrix = torch.eye(6) + 0.3 * randn(6, 6, seed=0).float() / 6
+
+    def product(v: Tensor) -> Tensor:
+        return (v.bfloat16() @ matrix.bfloat16().T).float()
+
+    found = eq.linear_solve(product, randn(3, 6, seed=1).float(), solver=GMRES(rtol=1e-4))
+    assert found.converged.all()
