@@ -205,9 +205,9 @@ class TrackedNetwork:
         check_norm(norm)
         self.notes.clear()
         exact = x.detach().double()
-        lipschitz = 1.0 if norm == "2" else math.sqrt(x[0].numel()) * _UP
+        lipschitz = 1.0 if norm == "2" else math.sqrt(math.prod(x.shape[1:])) * _UP
         start = _Tracked.wrap(exact, lipschitz, exact.new_zeros(len(x)), self.notes)
-        start.entries = None if norm == "2" else torch.ones_like(exact[:1])
+        start.entries = None if norm == "2" else exact.new_ones((1, *x.shape[1:]))
         with warnings.catch_warnings(), direct_convolutions(x):
             warnings.simplefilter("ignore", ConvergenceWarning)
             logits = self.network(start)

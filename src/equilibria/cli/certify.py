@@ -110,7 +110,8 @@ def _labels(
     from equilibria import evaluation
 
     on_gpu = next(model.parameters()).is_cuda
-    options = {"norm": norm, "batch_size": 256 if on_gpu else 64, "progress": not as_json}
+    options: dict[str, Any] = {"norm": norm, "batch_size": 256 if on_gpu else 64}
+    options["progress"] = not as_json
     found = evaluation.certified_accuracy(model, dataset, **options)
     report = found.to_dict(radii)
     if attack:
