@@ -102,7 +102,9 @@ def test_the_bar_shows_its_text_and_silence_is_silent(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for color, shown, said in (("", True, False), ("1", False, False), ("1", True, True)):
-        monkeypatch.setenv("FORCE_COLOR", color)  # what rich takes for a terminal
+        monkeypatch.delenv("FORCE_COLOR", raising=False)
+        if color:
+            monkeypatch.setenv("FORCE_COLOR", color)  # what rich takes for a terminal
         with progress_bar(2, "first words", shown) as advance:
             advance("then others")
             advance()

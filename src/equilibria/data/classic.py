@@ -191,7 +191,7 @@ def read_pickle(path: Path) -> dict[str, Any]:
 def _check_memo(content: bytes) -> None:
     """Raise where a value gets a number that no pickler gives it: the unpickler makes a table."""
     for count, (code, number, _) in enumerate(pickletools.genops(content)):
-        if code.name in ("PUT", "BINPUT", "LONG_BINPUT") and number > count:
+        if code.name in ("PUT", "BINPUT", "LONG_BINPUT") and (number or 0) > count:
             raise _RefusedError(f"it numbers value {count} as {number}")
 
 
