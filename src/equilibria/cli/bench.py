@@ -58,7 +58,7 @@ def bench(
     """
     import torch
 
-    from equilibria import evaluation, models
+    from equilibria import evaluation
 
     if (weights is None) == (model is None):
         raise fail("give weights or --model, one of them.", "`equilibria models` lists the names.")
@@ -68,17 +68,7 @@ def bench(
         raise fail("--option is for --model; trained weights have their options.")
     if out is not None:
         make_folder(out)
-    target = device_of(device)
-    options = pairs("option", option or [])
-    images = None if data is None else _loaded(data, root, weights, target)
-    if weights is not None:
-        network: Any = load(weights, target)
-    else:
-        network = models.create(str(model), **{**_sizes(images, shape), **options}).to(target)
-    if images is None:
-        x, y = _random(network, shape, batch_size), None
-    else:
-        x, y = _batch(network, images, batch_size)
+    network, x, y = _subject(weights, model, option, data, root, shape, batch_size, device)
     if channels_last:
         network = network.to(memory_format=torch.channels_last)
         x = x.contiguous(memory_format=torch.channels_last)
@@ -97,6 +87,25 @@ def bench(
         console.print()
     if written:
         console.print("wrote " + ", ".join(str(path) for path in written), soft_wrap=True)
+
+
+def _subject(
+    weights: Path | None, model: str | None, option: Any, data: Any, root: Any, shape: Any,
+    batch_size: int, device: str | None,
+) -> tuple[Any, Any, Any]:  # fmt: skip
+    """The network, a batch as it takes it, and its targets."""
+    from equilibria import models
+
+    target = device_of(device)
+    images = None if data is None else _loaded(data, root, weights, target)
+    if weights is not None:
+        network: Any = load(weights, target)
+    else:
+        sizes = {**_sizes(images, shape), **pairs("option", option or [])}
+        network = models.create(str(model), **sizes).to(target)
+    if images is None:
+        return network, _random(network, shape, batch_size), None
+    return network, *_batch(network, images, batch_size)
 
 
 def _loaded(data: str, root: Path | None, weights: Path | None, device: Any) -> Any:
