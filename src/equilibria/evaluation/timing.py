@@ -232,47 +232,14 @@ def profile_model(
         precision: "32-true", "bf16-mixed" or "16-mixed" (autocast).
         loss: loss(output, y); if not given, cross-entropy, and without y the mean of squares.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"expected a model (torch.nn.Module), got {type(model).__name__}.")
-    shape = tuple(getattr(x, "shape", ()))
-    if not shape or shape[0] < 1:
-        got = f"{type(x).__name__} of shape {shape}"
-        raise ValueError(f"x must be a batch, a tensor [B, ...] with B ≥ 1, got {got}.")
-    if not budget >= 0.0:
-        raise ValueError(f"budget={budget!r}: expected seconds, a number of at least 0.")
-    if precision not in PRECISIONS:
-        wrong = f": expected one of {', '.join(PRECISIONS)}."
-        raise OptionError("profile_model", {"precision": precision}, wrong)
+    _check_asked(model, x, budget, precision)
     copied: Any = copy.deepcopy(getattr(model, "_orig_mod", model))
     compiled, device = hasattr(model, "_orig_mod"), device_of(copied)
     called = torch.compile(copied) if compiled else copied
     x, y = x.to(device), y.to(device) if isinstance(y, Tensor) else y
     trained = [p for p in copied.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(trained or [torch.zeros(1)], lr=0.0, momentum=0.9)
-    dtype = PRECISIONS[precision]
-
-    def run(network: Any, kind: str, mark: Callable[[str], None] = lambda part: None) -> None:
-        """Once: forward, loss, backward and optimizer, or a forward pass without a graph."""
-        with (
-            torch.set_grad_enabled(kind == "train"),
-            torch.autocast(device.type, dtype=dtype, enabled=dtype is not None),
-        ):
-            out = network(x)
-            if kind == "inference":
-                return
-            if loss is not None:
-                value = loss(out, y)
-            elif y is not None:
-                value = nn.functional.cross_entropy(out, y)
-            else:
-                value = sum(leaf.float().square().mean() for leaf in pytree.tree_leaves(out))
-        del out
-        optimizer.zero_grad(set_to_none=True)
-        mark("backward")
-        value.backward()
-        mark("rest")
-        optimizer.step()
-
+    run = partial(_once, x=x, y=y, loss=loss, optimizer=optimizer, dtype=PRECISIONS[precision])
     passes = {}
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         for kind in ("train", "inference") if train and trained else ("inference",):
@@ -293,7 +260,7 @@ def profile_model(
     return Profile(
         model=model_name(copied),
         parameters=sum(p.numel() for p in copied.parameters()),
-        shape=shape,
+        shape=tuple(x.shape),
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
         precision=precision,
         train=passes.get("train"),
@@ -301,6 +268,44 @@ def profile_model(
         suggestions=tuple(_suggestions(copied, main, x, precision)),
         notes=tuple(notes),
     )
+
+
+def _check_asked(model: object, x: object, budget: float, precision: str) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"expected a model (torch.nn.Module), got {type(model).__name__}.")
+    shape = tuple(getattr(x, "shape", ()))
+    if not shape or shape[0] < 1:
+        got = f"{type(x).__name__} of shape {shape}"
+        raise ValueError(f"x must be a batch, a tensor [B, ...] with B ≥ 1, got {got}.")
+    if not budget >= 0.0:
+        raise ValueError(f"budget={budget!r}: expected seconds, a number of at least 0.")
+    if precision not in PRECISIONS:
+        wrong = f": expected one of {', '.join(PRECISIONS)}."
+        raise OptionError("profile_model", {"precision": precision}, wrong)
+
+
+def _once(network: Any, kind: str, mark: Any = None, *, x: Any, y: Any, **how: Any) -> None:
+    """Forward, loss, backward and optimizer, or a forward pass without a graph."""
+    loss, optimizer, dtype = how["loss"], how["optimizer"], how["dtype"]
+    cast = torch.autocast(x.device.type, dtype=dtype, enabled=dtype is not None)
+    with torch.set_grad_enabled(kind == "train"), cast:
+        out = network(x)
+        if kind == "inference":
+            return
+        if loss is not None:
+            value = loss(out, y)
+        elif y is not None:
+            value = nn.functional.cross_entropy(out, y)
+        else:
+            value = sum(leaf.float().square().mean() for leaf in pytree.tree_leaves(out))
+    del out
+    optimizer.zero_grad(set_to_none=True)
+    if mark is not None:
+        mark("backward")
+    value.backward()
+    if mark is not None:
+        mark("rest")
+    optimizer.step()
 
 
 def _pass(
