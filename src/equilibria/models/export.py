@@ -98,27 +98,13 @@ def export(
         int8: keep the weights in eight bits (ONNX only).
     """
     place = Path(path)
-    kind = place.suffix.lstrip(".").lower()
-    if kind not in ("pt2", "onnx"):
-        raise ValueError(f"path={place}: expected a name that ends with .pt2 or .onnx.")
-    if int8 and kind != "onnx":
-        raise ValueError("int8=True: a .pt2 file keeps weights in float32; export to .onnx.")
-    if steps is not None and (isinstance(steps, bool) or not 1 <= steps <= 1000):
-        raise ValueError(f"steps={steps!r}: expected an integer from 1 to 1000.")
-    if steps is not None and early_stop:
-        raise ValueError(f"steps={steps} fixes what early_stop=True leaves open: give one of them.")
+    kind = _checked_kind(place, steps, early_stop, int8)
     network = _frozen(model)
     most, early_stop = _set_solvers(network, steps, early_stop)
     eight = _quantize(network) if int8 else {}
-    about = {
-        "format": FORMAT,
-        "library": __version__,
-        "config": network.config.to_dict(),
-        "extra": network.extra,
-        "steps": most,
-        "early_stop": early_stop,
-        "int8": int8,
-    }
+    about: dict[str, Any] = {"format": FORMAT, "library": __version__}
+    about |= {"config": network.config.to_dict(), "extra": network.extra, "steps": most}
+    about |= {"early_stop": early_stop, "int8": int8}
     size, channels = network.preprocessing.size, network.in_channels
     program = _Program(network, early_stop).eval()
     source = torch.Generator().manual_seed(0)
@@ -128,12 +114,8 @@ def export(
 
     with _quiet(), torch.no_grad():
         try:
-            traced = torch.export.export(
-                program,
-                (images(3),),
-                dynamic_shapes=({0: torch.export.Dim("batch")},),
-                strict=False,
-            )
+            sizes: Any = ({0: torch.export.Dim("batch")},)
+            traced = torch.export.export(program, (images(3),), dynamic_shapes=sizes, strict=False)
             data = _pt2(traced, about) if kind == "pt2" else _onnx(traced, about, eight)
         except Exception as error:
             raise ExportError(
@@ -157,6 +139,19 @@ def export(
             difference[count] = gap
     write_bytes(place, data)
     return Exported(place, kind, most, early_stop, int8, difference, len(data))
+
+
+def _checked_kind(place: Path, steps: int | None, early_stop: bool, int8: bool) -> str:
+    kind = place.suffix.lstrip(".").lower()
+    if kind not in ("pt2", "onnx"):
+        raise ValueError(f"path={place}: expected a name that ends with .pt2 or .onnx.")
+    if int8 and kind != "onnx":
+        raise ValueError("int8=True: a .pt2 file keeps weights in float32; export to .onnx.")
+    if steps is not None and (isinstance(steps, bool) or not 1 <= steps <= 1000):
+        raise ValueError(f"steps={steps!r}: expected an integer from 1 to 1000.")
+    if steps is not None and early_stop:
+        raise ValueError(f"steps={steps} fixes what early_stop=True leaves open: give one of them.")
+    return kind
 
 
 class _Program(nn.Module):
