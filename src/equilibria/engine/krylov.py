@@ -402,9 +402,9 @@ def orthogonalized(w: Leaves, basis: History) -> tuple[Leaves, Tensor]:
     Twice, so that the rounding of the first does not stay.
     """
     column = basis.dot(w)
-    w = basis.combine(column, w, alpha=-1.0)
+    w = subtract(w, basis.combine(column))
     again = basis.dot(w)
-    return basis.combine(again, w, alpha=-1.0), column + again
+    return subtract(w, basis.combine(again)), column + again
 
 
 def _by_qr(hessenberg: Tensor, beta: Tensor, unused: Tensor) -> Tensor:
