@@ -14,3 +14,17 @@ from tests.contracts.solver_contract import SolverContract
 class TestGuarded(SolverContract):
     def solver(self, **options: Any) -> Guarded:
         return Guarded(**{"memory": 5, **options})
+
+
+def test_a_far_iterate_is_not_called_converged() -> None:
+    """Where S moves by a constant, the residual is small beside an iterate that is far away."""
+    goal = torch.tensor([[1.0, -2.0, 0.5]], dtype=torch.float64)
+
+    def drift(u: torch.Tensor) -> torch.Tensor:
+        return goal + (u - goal).sign() * torch.relu((u - goal).abs() - 1e-5)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        found = eq.fixed_point(drift, 0.0 * goal, solver=Guarded(rtol=1e-6, max_steps=300))
+    assert not bool(found.converged)
+    assert float(found.value.norm()) < 10.0
