@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
+import torch
 
+import equilibria as eq
+from equilibria.engine.result import ConvergenceWarning
 from equilibria.solvers.guarded import Guarded
 from tests.contracts.solver_contract import SolverContract
 
