@@ -11,13 +11,21 @@ import torch
 import equilibria as eq
 from equilibria.engine.result import ConvergenceWarning
 from equilibria.solvers.guarded import Guarded
-from tests.contracts.solver_contract import SolverContract
+from tests.contracts import problems
+from tests.contracts.solver_contract import RTOL, SolverContract, solve_quietly
 
 
 @pytest.mark.slow
 class TestGuarded(SolverContract):
     def solver(self, **options: Any) -> Guarded:
         return Guarded(**{"memory": 5, **options})
+
+    def test_nearly_singular_map_is_solved_or_reported(self) -> None:
+        """Its answer is 1e5 times the first scale: reported, as no long step is taken there."""
+        problem = problems.nearly_singular()
+        solution = solve_quietly(problem, self.precise(max_steps=300))
+        residual, scale = problem.residual(solution.value)
+        assert torch.equal(solution.converged, residual <= RTOL * scale)
 
 
 def test_a_far_iterate_is_not_called_converged() -> None:
