@@ -10,7 +10,7 @@ from torch import Tensor
 
 from equilibria.engine.options import options
 from equilibria.engine.solver import Point
-from equilibria.engine.tree import Leaves, select_samples, where_sample
+from equilibria.engine.tree import Leaves, sample_norm, select_samples, where_sample, without_graph
 
 from .anderson import Anderson, AndersonState
 
@@ -21,6 +21,7 @@ class GuardedState:
 
     inner: AndersonState
     image: Leaves | None
+    scale: Tensor  # [B]: of the first image
     least: Tensor  # [B]
     plain: Tensor  # [B]: whether the iterate is such an image
 
@@ -29,7 +30,9 @@ class GuardedState:
 class Guarded(Anderson):
     """Anderson's method; where the residual is above twice the least, u ← S of the last accepted.
 
-    Plain steps of a nonexpansive S bring the residual to zero, so this converges where they do.
+    Plain steps of a nonexpansive S bring the residual to zero, so this converges where they do. No
+    step leads to more than 100 times the first scale, but a plain one: where S moves by a constant,
+    a long step makes the residual small beside the iterate, and not small.
     """
 
     memory: int = 10
@@ -38,7 +41,7 @@ class Guarded(Anderson):
     def init(self, z: Leaves) -> Any:
         inner = Anderson.init(self, z)
         least = inner.ones.new_full((z[0].shape[0],), torch.inf)
-        return GuardedState(inner, None, least, torch.ones_like(least, dtype=torch.bool))
+        return GuardedState(inner, None, least, least, torch.ones_like(least, dtype=torch.bool))
 
     def residual_memory(self, state: Any) -> Leaves | None:
         return Anderson.residual_memory(self, state.inner)
@@ -46,18 +49,22 @@ class Guarded(Anderson):
     def step(self, point: Point, state: Any) -> tuple[Leaves, Any]:
         norm = point.residual_norm.to(state.least.dtype)
         worse = ~state.plain & ~(norm <= 2.0 * state.least)
+        scale = state.scale
         image = [x.clone() for x in point.f]
         y, inner = Anderson.step(self, point, state.inner)
-        if state.image is not None:
+        if state.image is None:
+            scale = norm + sample_norm(without_graph(image)).to(norm.dtype)
+        else:
             image = where_sample(worse, state.image, image)
-            y = where_sample(worse, image, y)
-            inner = Anderson.restart(self, inner, worse)
-        return y, GuardedState(inner, image, torch.fmin(state.least, norm), worse)
+        worse = worse | (sample_norm(without_graph(y)).to(norm.dtype) > 100.0 * scale)
+        y = where_sample(worse, image, y)
+        inner = Anderson.restart(self, inner, worse)
+        return y, GuardedState(inner, image, scale, torch.fmin(state.least, norm), worse)
 
     def restart(self, state: Any, stalled: Tensor) -> Any:
         return replace(state, inner=Anderson.restart(self, state.inner, stalled))
 
     def take(self, state: Any, index: Tensor) -> Any:
         image = None if state.image is None else select_samples(state.image, index)
-        rest = (t.index_select(0, index) for t in (state.least, state.plain))
+        rest = (t.index_select(0, index) for t in (state.scale, state.least, state.plain))
         return GuardedState(Anderson.take(self, state.inner, index), image, *rest)
