@@ -76,12 +76,6 @@ def test_a_tensor_of_one_number_changes_no_digit() -> None:
         assert torch.equal(make(number).prox(v), make(tensor).prox(v))
 
 
-def test_a_slope_of_one_in_a_tensor_is_that_of_free() -> None:
-    y = torch.tensor([[-1.0, 0.0, 2.0]])
-    found = eq.LeakyNonNegative(torch.tensor([[1.0, 1.0, 1.0]])).conjugate(y)
-    assert torch.equal(found, eq.Free().conjugate(y))
-
-
 @each
 @shaped
 def test_prox_and_value_have_right_derivatives(

@@ -336,7 +336,8 @@ def _check_limits(path: Place, options: Mapping[str, Any], tensors: int) -> None
     depth, widths = options.get("depth"), options.get("widths")
     if isinstance(depth, int) and isinstance(widths, list) and depth * len(widths) > tensors:
         asked = f"depth={_shortened(depth, 40)} in {len(widths):,} stage(s)"
-        _refuse(path, f"its config has {asked}, more layers than the limit, {tensors:,} tensors")
+        over = f"more layers than the limit, the number of tensors, {tensors:,}"
+        _refuse(path, f"its config has {asked}, {over}")
     left: list[Any] = list(options.values())
     while left:
         value = left.pop()
