@@ -28,7 +28,7 @@ PAPERS = {
 def page() -> str:
     """A table of verdicts, then for each table the printed numbers beside ours."""
     every = [describe(name) for name in names()]
-    lines = ["| table or figure | the paper's reading | does it hold here? |", "|---|---|---|"]
+    lines = ["| table or figure | what the paper concludes | does it hold here? |", "|---|---|---|"]
     for one in every:
         if one.paper == "ours":
             continue
