@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from .judge import Iterated, Judge, judged_norms, relative_norm, spread
+from .judge import HEALTH, Iterated, Judge, judged_norms, relative_norm, spread
 from .looped import run_looped
 from .maps import Map
 from .result import Result
@@ -51,9 +51,6 @@ from .tree import (
 __all__ = ["HEALTH", "Callback", "Iterated", "in_state_dtype", "iterate", "spread"]
 
 R = TypeVar("R")
-
-HEALTH = 16
-"""Steps between two looks at divergence, NaN and stagnation."""
 
 Callback = Callable[[int, Leaves, Tensor], None] | None
 """Called after each evaluation with (step, leaves of z, residual norms [B]); or nothing is."""
@@ -289,11 +286,16 @@ class _Run:
         self.limit = self.solver.divergence * (residual + scale)
         if torch.is_grad_enabled():
             self.hold = _hold_limit(self.fn, point, self.solver, self.limit)
-        self.best = torch.full_like(residual, float("inf"))
+        self.peak, self.best = residual, torch.full_like(residual, float("inf"))
         self.best_step = torch.full_like(residual, step - 1)
 
     def _still_active(self, mask: Tensor) -> Tensor:
         return mask if self.active is None else mask & self.active
+
+    def _fallen(self, passed: Tensor, residual: Tensor, step: int) -> Tensor:
+        """Without the samples that pass by their growth alone."""
+        late = step > self.judge.patience
+        return passed & self.judge.fell(residual, self.peak) if late else passed
 
     def _test_start(self, point: Point) -> Tensor | None:
         """Is the start the answer? If not: the units to solve in, where they are not all 1."""
@@ -354,6 +356,7 @@ class _Run:
                 self.syncs += 1
                 return
             passed, odd = self.judge.quick(residual, scale)
+            passed = self._fallen(passed, residual, step) if self.quick_decides else passed
             passed, odd = self._still_active(passed), self._still_active(odd)
             lost = self._lost(residual, scale) if self.fn.surrogate is None else []
             self.syncs += 1
@@ -362,6 +365,7 @@ class _Run:
         if exact:
             residual, scale = judged_norms(self.fn, point)
             passed = self._still_active(self.judge.passes(point, residual, scale))
+            passed = self._fallen(passed, residual, step)
             lost = self._lost(residual, scale)
             self.syncs += 1
             count, *regained = _count([passed, *lost])
@@ -374,6 +378,8 @@ class _Run:
         """Converged, diverged, NaN, stagnated, out of steps? Four numbers are read at once."""
         residual, scale = judged_norms(self.fn, point)
         passed = self._still_active(self.judge.passes(point, residual, scale))
+        self.peak = torch.fmax(self.peak, residual)
+        passed = self._fallen(passed, residual, step)
         alive = self._still_active(~passed)
         infinite = alive & ~(torch.isfinite(residual) & torch.isfinite(scale))
         diverged = alive & (residual > self.limit) & ~infinite
@@ -485,8 +491,9 @@ class _Run:
         self.rows = index if self.rows is None else self.rows.index_select(0, index)
         self.z = select_samples(self.z, index)
         safe, *norms = self.safe
-        norms += [self.limit, self.best, self.best_step]
-        first, second, self.limit, self.best, self.best_step = select_samples(norms, index)
+        norms += [self.limit, self.peak, self.best, self.best_step]
+        kept = select_samples(norms, index)
+        first, second, self.limit, self.peak, self.best, self.best_step = kept
         self.safe = select_samples(safe, index), first, second
         if self.hold is not None:
             self.hold = self.hold.index_select(0, index)
