@@ -237,7 +237,7 @@ class _Run:
                 if unit is not None:
                     return self._again(unit)
             elif step % self.block == 0:
-                self._test(point, step)
+                self._test(point, state, step)
             if self.callback is not None:
                 self._report(step, point)
             if self.left == 0:
@@ -297,6 +297,11 @@ class _Run:
         late = step > self.judge.patience
         return passed & self.judge.fell(residual, self.peak) if late else passed
 
+    def _believed(self, passed: Tensor, point: Point, state: Any) -> Tensor:
+        """Without the samples that the solver doubts."""
+        doubts = self.solver.doubts(point, state)
+        return passed if doubts is None else passed & ~doubts
+
     def _test_start(self, point: Point) -> Tensor | None:
         """Is the start the answer? If not: the units to solve in, where they are not all 1."""
         _, residual, scale = self.safe
@@ -347,7 +352,7 @@ class _Run:
         if not self.counts[Result.converged]:
             del self.counts[Result.converged]
 
-    def _test(self, point: Point, step: int) -> None:
+    def _test(self, point: Point, state: Any, step: int) -> None:
         """Which samples have converged? An exact test follows where the quick one is not enough."""
         exact = bool(self.judge.size)
         if not exact:
@@ -357,7 +362,8 @@ class _Run:
                 return
             passed, odd = self.judge.quick(residual, scale)
             passed = self._fallen(passed, residual, step) if self.quick_decides else passed
-            passed, odd = self._still_active(passed), self._still_active(odd)
+            passed = self._believed(self._still_active(passed), point, state)
+            odd = self._still_active(odd)
             lost = self._lost(residual, scale) if self.fn.surrogate is None else []
             self.syncs += 1
             count, unsure, *regained = _count([passed, odd, *lost])
@@ -365,7 +371,7 @@ class _Run:
         if exact:
             residual, scale = judged_norms(self.fn, point)
             passed = self._still_active(self.judge.passes(point, residual, scale))
-            passed = self._fallen(passed, residual, step)
+            passed = self._believed(self._fallen(passed, residual, step), point, state)
             lost = self._lost(residual, scale)
             self.syncs += 1
             count, *regained = _count([passed, *lost])
@@ -379,7 +385,7 @@ class _Run:
         residual, scale = judged_norms(self.fn, point)
         passed = self._still_active(self.judge.passes(point, residual, scale))
         self.peak = torch.fmax(self.peak, residual)
-        passed = self._fallen(passed, residual, step)
+        passed = self._believed(self._fallen(passed, residual, step), point, state)
         alive = self._still_active(~passed)
         infinite = alive & ~(torch.isfinite(residual) & torch.isfinite(scale))
         diverged = alive & (residual > self.limit) & ~infinite
