@@ -233,6 +233,21 @@ def test_entries_of_a_monotone_layer_move_less_than_their_bounds(size: float) ->
         torch.testing.assert_close(entries, bound @ layer.U.weight.detach().abs().T)
 
 
+def test_entries_of_a_monotone_layer_whose_input_map_is_constrained() -> None:
+    """The magnitudes of the weight that the constraint makes: |Δz| ≤ |U||Δx| at W = 0."""
+    torch.manual_seed(0)
+    layer = eq.nn.MonotoneDEQ(6, in_channels=9, m=1.0, bias=False).double().eval()
+    with torch.no_grad():
+        layer.W.A.zero_()
+        layer.W.B.zero_()
+    nn.utils.parametrizations.weight_norm(layer.U)
+    one = torch.ones(1, 9, dtype=torch.float64)
+    total, entries = entrywise(layer, one, one)
+    weight = layer.U.weight.detach()
+    torch.testing.assert_close(entries, one @ weight.abs().T)
+    assert total >= float((weight @ weight[0].sign()).clamp_min(0.0).norm())
+
+
 def test_the_constant_of_a_monotone_network() -> None:
     """‖U‖/m times the norms around it (Pabbaraju, Winston and Kolter), m that of these weights."""
     model, x = made("monotone")
@@ -279,6 +294,33 @@ def test_what_has_no_constant_has_the_radius_zero_and_says_why() -> None:
     certificate = eq.certify(nn.Sequential(layer, *head(16)).eval(), x)
     assert (certificate.radius == 0).all()
     assert any("none exists" in note for note in certificate.notes)
+
+
+class Calls(nn.Module):
+    def __init__(self, fn: Any) -> None:
+        super().__init__()
+        self.fn = fn
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fn(x.flatten(1)[:, :1])
+
+
+@pytest.mark.parametrize("norm", ["2", "inf"])
+@pytest.mark.parametrize(
+    ("name", "fn"),
+    [
+        ("clamp", lambda x: x.clamp(min=torch.zeros(4))),  # four copies of one entry
+        ("div", lambda x: torch.div(x.reshape(2, -1), 3.0, rounding_mode="floor")),  # jumps
+        ("softplus", lambda x: F.softplus(x, threshold=0.1)),  # jumps by log(1 + e^{-0.1})
+    ],
+)
+def test_options_that_break_a_constant_are_seen(name: str, fn: Any, norm: str) -> None:
+    _, x = made("linear")
+    model = nn.Sequential(Calls(fn), nn.LazyLinear(3)).eval()
+    model(x[:2])
+    certificate = eq.certify(model, x[:2], norm=norm)
+    assert (certificate.radius == 0).all()
+    assert any(name in note for note in certificate.notes)
 
 
 class Masked(nn.Module):

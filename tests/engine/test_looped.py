@@ -69,6 +69,21 @@ def test_a_coupled_map_is_one_problem() -> None:
     torch.testing.assert_close(value, torch.full((3, 2), 5.0).double(), rtol=1e-7, atol=0)
 
 
+def test_a_drift_to_infinity_never_converges() -> None:
+    """T(z) = z + b: the residual never falls, and is small beside an iterate that is far away."""
+    solver = eq.Picard(rtol=1e-2, while_loop=True, max_steps=150)
+
+    def run(z: Tensor, rate: Tensor) -> tuple[Tensor, Tensor]:
+        found = eq.fixed_point(lambda z, r: r * z + 1.0, z, (rate,), solver=solver)
+        return found.result, found.stats.relative
+
+    rate = torch.tensor([[1.0], [0.5]])
+    with torch.no_grad():
+        code, relative = compiled(run)(0.0 * rate, rate)
+    assert relative[0] < 1e-2
+    assert code.tolist() == [Result.max_steps, Result.converged]
+
+
 def test_a_solver_whose_history_cannot_be_carried_says_so() -> None:
     solver = eq.Broyden(while_loop=True)
     with pytest.raises(torch._dynamo.exc.TorchDynamoException, match="Broyden cannot run as a"):

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from equilibria.problems.norms import (
+    _largest,
     convolution_norm_upper,
     dense_norm,
     metric_root,
@@ -348,3 +349,9 @@ def test_ritz_values_near_underflow() -> None:
     a = size * (q * torch.tensor([3.0, 1, 0, 0, -1]).double()) @ q.mT
     found = top_ritz(lambda v: (a @ v[..., None])[..., 0], torch.ones(3, 5).double())
     torch.testing.assert_close(found / size.flatten(), torch.full_like(found, 3.0))
+
+
+def test_a_block_of_frequencies_where_the_symbol_vanishes() -> None:
+    """A difference along rows has K̂ = 0 at all frequencies along columns; this did not end."""
+    block = torch.zeros(3, 20, 20, dtype=torch.complex128)
+    assert _largest(block, 0.0) == 0.0

@@ -69,6 +69,16 @@ def test_a_function_is_minimized_as_by_scipy(bounds: str | None, scale: float) -
         np.testing.assert_allclose(got.detach().numpy(), want.x, atol=2e-5)
 
 
+def test_curvature_of_least_squares_is_that_of_the_maps_at_hand() -> None:
+    """Asked on 2 pixels first: z_{i+1} − z_{i−1} has the norm 1 there, and nearly 2 on 40."""
+    kernel = torch.tensor([[[[1.0, 0.0, -1.0]]]], dtype=torch.float64)
+    small = eq.LeastSquares(kernel, torch.zeros(1, 1, 1, 2, dtype=torch.float64))
+    assert small.curvature().upper < 3.1
+    large = small.with_inputs(torch.zeros(1, 1, 1, 40, dtype=torch.float64))
+    dense = np.eye(40, k=1) - np.eye(40, k=-1)
+    assert large.curvature().upper >= np.linalg.norm(dense, 2) ** 2
+
+
 def test_least_squares_is_dense_algebra() -> None:
     A, x = data()
     problem = eq.Problem(eq.Free(), smooth=eq.LeastSquares(A, x, weight=3.0))

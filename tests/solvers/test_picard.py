@@ -123,3 +123,17 @@ def test_equal_steps_to_the_answer_are_not_stagnation(solver: Solver) -> None:
     found = eq.fixed_point(shrink, torch.ones(2, 3), solver=solver)
     assert codes(found) == [Result.converged] * 2
     assert found.value.tolist() == torch.zeros(2, 3).tolist()
+
+
+@pytest.mark.parametrize("rate", [1.0, 1.001])
+@pytest.mark.parametrize("block", [1, 4])
+@pytest.mark.parametrize("compact", [False, True])
+def test_a_drift_to_infinity_never_converges(rate: float, block: int, compact: bool) -> None:
+    """T(z) = rate·z + 1 from 0: a residual that never falls is small beside far iterates."""
+    rates = torch.tensor([[rate], [0.5], [0.25], [rate]], dtype=torch.float64)
+    solver = Picard(rtol=1e-2, max_steps=400, block=block, compact=compact)
+    with pytest.warns(eq.ConvergenceWarning):
+        found = eq.fixed_point(lambda z, r: r * z + 1.0, 0.0 * rates, rates, solver=solver)
+    assert found.stats.relative[0] < 1e-2
+    wanted = [Result.max_steps, Result.converged, Result.converged, Result.max_steps]
+    assert codes(found) == wanted

@@ -17,11 +17,11 @@ made in its own dtype, with bounds on the rounding.
 
 from __future__ import annotations
 
-import copy
 import math
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from equilibria.engine.result import Solution
@@ -138,19 +138,18 @@ def entrywise(layer: Any, x: Tensor, entries: Tensor) -> tuple[float, Tensor | N
     its rounding; where there is none (rows of W that are large beside their diagonal), the second
     bound is None. Dense layers alone have it.
     """
-    u = copy.deepcopy(layer.U)
-    u.weight.abs_()
-    if u.bias is not None:
-        u.bias.zero_()
-    c: Tensor = u(entries) * (1.0 + 1e-9)
+    u, dense = layer.U, isinstance(layer.U, nn.Linear)
+    weight = u.weight.abs()  # of a constrained U too, which makes its weight anew for every call
+    image = F.linear(entries, weight) if dense else u._conv_forward(entries, weight, None)
+    c: Tensor = image * (1.0 + 1e-9)
     operator = layer.inclusion(x).operator.double()
     m = operator.modulus_lower()
     reach = [float(c.norm())]
-    if isinstance(u, nn.Linear):
-        columns = u.weight.norm(dim=0)
+    if dense:
+        columns = weight.norm(dim=0)
         for alpha in (0.0, 0.25, 0.5, 0.75, 1.0):
             p = columns.clamp_min(1e-6 * float(columns.max()) + 1e-300) ** alpha
-            reach.append(dense_norm(layer.U.weight / p).upper * float((p * entries).norm()))
+            reach.append(dense_norm(u.weight / p).upper * float((p * entries).norm()))
     size = min(reach) / m * (1.0 + 1e-9) if m > 0 else math.inf
     if not isinstance(operator, DenseMonotone):
         return size, None

@@ -427,10 +427,17 @@ def _unary(constant: float) -> Rule:
 
     def rule(sources: list[_Tracked], args: Any, kwargs: Any, out: Tensor) -> _Tracked | None:
         single = len(sources) == 1 and _same_batch(sources[0], out)
+        single = single and out.numel() == sources[0].numel()  # no copies, by broadcasting
         single = single and out.dtype == sources[0].dtype  # not the bits read as another type
         return sources[0].passed(out, constant) if single else None
 
     return rule
+
+
+def _softplus(sources: list[_Tracked], args: Any, kwargs: Any, out: Tensor) -> _Tracked | None:
+    """Above its threshold torch takes x, a jump of log(1 + e^{−threshold})/β: rounding at 20."""
+    threshold = kwargs.get("threshold", args[2] if len(args) > 2 else 20.0)
+    return sources[0].passed(out, 1.0) if threshold >= 20.0 else None
 
 
 def _leaky(sources: list[_Tracked], args: Any, kwargs: Any, out: Tensor) -> _Tracked | None:
@@ -479,6 +486,8 @@ def _scaled(sources: list[_Tracked], args: Any, kwargs: Any, out: Tensor) -> _Tr
 
 def _quotient(sources: list[_Tracked], args: Any, kwargs: Any, out: Tensor) -> _Tracked | None:
     if len(sources) != 1 or len(args) != 2 or not isinstance(args[1], (int, float)):
+        return None
+    if kwargs.get("rounding_mode") is not None:
         return None
     return sources[0].passed(out, 1.0 / abs(float(args[1])) * _UP)
 
@@ -646,12 +655,13 @@ def _item(sources: list[_Tracked], args: Any, kwargs: Any, out: Tensor) -> _Trac
 
 def _rules() -> Iterator[tuple[str, Rule]]:
     one = (
-        "relu", "tanh", "softplus", "clamp", "clamp_min", "clamp_max", "abs", "neg", "hardtanh",
+        "relu", "tanh", "clamp", "clamp_min", "clamp_max", "abs", "neg", "hardtanh",
         "relu6", "softshrink", "flatten", "reshape", "view", "contiguous", "unsqueeze", "detach",
         "clone", "double", "pixel_unshuffle", "pixel_shuffle", "unflatten",
     )  # fmt: skip
     for name in one:
         yield name, _unary(1.0)
+    yield "softplus", _softplus
     yield "leaky_relu", _leaky
     yield "transpose", _transposed
     yield "permute", _permuted

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from .judge import Iterated, Judge, judged_norms, relative_norm, spread
+from .judge import HEALTH, Iterated, Judge, judged_norms, relative_norm, spread
 from .looped import run_looped
 from .maps import Map
 from .result import Result
@@ -51,9 +51,6 @@ from .tree import (
 __all__ = ["HEALTH", "Callback", "Iterated", "in_state_dtype", "iterate", "spread"]
 
 R = TypeVar("R")
-
-HEALTH = 16
-"""Steps between two looks at divergence, NaN and stagnation."""
 
 Callback = Callable[[int, Leaves, Tensor], None] | None
 """Called after each evaluation with (step, leaves of z, residual norms [B]); or nothing is."""
@@ -240,7 +237,7 @@ class _Run:
                 if unit is not None:
                     return self._again(unit)
             elif step % self.block == 0:
-                self._test(point, step)
+                self._test(point, state, step)
             if self.callback is not None:
                 self._report(step, point)
             if self.left == 0:
@@ -289,11 +286,21 @@ class _Run:
         self.limit = self.solver.divergence * (residual + scale)
         if torch.is_grad_enabled():
             self.hold = _hold_limit(self.fn, point, self.solver, self.limit)
-        self.best = torch.full_like(residual, float("inf"))
+        self.peak, self.best = residual, torch.full_like(residual, float("inf"))
         self.best_step = torch.full_like(residual, step - 1)
 
     def _still_active(self, mask: Tensor) -> Tensor:
         return mask if self.active is None else mask & self.active
+
+    def _fallen(self, passed: Tensor, residual: Tensor, step: int) -> Tensor:
+        """Without the samples that pass by their growth alone."""
+        late = step > self.judge.patience
+        return passed & self.judge.fell(residual, self.peak) if late else passed
+
+    def _believed(self, passed: Tensor, point: Point, state: Any) -> Tensor:
+        """Without the samples that the solver doubts."""
+        doubts = self.solver.doubts(point, state)
+        return passed if doubts is None else passed & ~doubts
 
     def _test_start(self, point: Point) -> Tensor | None:
         """Is the start the answer? If not: the units to solve in, where they are not all 1."""
@@ -345,7 +352,7 @@ class _Run:
         if not self.counts[Result.converged]:
             del self.counts[Result.converged]
 
-    def _test(self, point: Point, step: int) -> None:
+    def _test(self, point: Point, state: Any, step: int) -> None:
         """Which samples have converged? An exact test follows where the quick one is not enough."""
         exact = bool(self.judge.size)
         if not exact:
@@ -354,7 +361,9 @@ class _Run:
                 self.syncs += 1
                 return
             passed, odd = self.judge.quick(residual, scale)
-            passed, odd = self._still_active(passed), self._still_active(odd)
+            passed = self._fallen(passed, residual, step) if self.quick_decides else passed
+            passed = self._believed(self._still_active(passed), point, state)
+            odd = self._still_active(odd)
             lost = self._lost(residual, scale) if self.fn.surrogate is None else []
             self.syncs += 1
             count, unsure, *regained = _count([passed, odd, *lost])
@@ -362,6 +371,7 @@ class _Run:
         if exact:
             residual, scale = judged_norms(self.fn, point)
             passed = self._still_active(self.judge.passes(point, residual, scale))
+            passed = self._believed(self._fallen(passed, residual, step), point, state)
             lost = self._lost(residual, scale)
             self.syncs += 1
             count, *regained = _count([passed, *lost])
@@ -374,6 +384,8 @@ class _Run:
         """Converged, diverged, NaN, stagnated, out of steps? Four numbers are read at once."""
         residual, scale = judged_norms(self.fn, point)
         passed = self._still_active(self.judge.passes(point, residual, scale))
+        self.peak = torch.fmax(self.peak, residual)
+        passed = self._believed(self._fallen(passed, residual, step), point, state)
         alive = self._still_active(~passed)
         infinite = alive & ~(torch.isfinite(residual) & torch.isfinite(scale))
         diverged = alive & (residual > self.limit) & ~infinite
@@ -485,8 +497,9 @@ class _Run:
         self.rows = index if self.rows is None else self.rows.index_select(0, index)
         self.z = select_samples(self.z, index)
         safe, *norms = self.safe
-        norms += [self.limit, self.best, self.best_step]
-        first, second, self.limit, self.best, self.best_step = select_samples(norms, index)
+        norms += [self.limit, self.peak, self.best, self.best_step]
+        kept = select_samples(norms, index)
+        first, second, self.limit, self.peak, self.best, self.best_step = kept
         self.safe = select_samples(safe, index), first, second
         if self.hold is not None:
             self.hold = self.hold.index_select(0, index)

@@ -22,6 +22,9 @@ from .tree import (
     without_graph,
 )
 
+HEALTH = 16
+"""Steps between two looks at divergence, NaN and stagnation."""
+
 
 @dataclass
 class Iterated:
@@ -88,6 +91,8 @@ def _weighted(leaves: Leaves, norm: Tensor, tolerances: list[float]) -> Tensor:
 class Judge:
     """When a sample has converged: ‖T(z) − z‖ ≤ atol + rtol·‖T(z)‖ of the map T that is meant.
 
+    After ``patience`` steps the residual must also lie below its ``peak``, the largest one at the
+    start and at each look: where z only runs away from it, as in T(z) = z + 1, the scale grows.
     ``size`` coupled samples may be joined to one (0: none are), which passes when all of them do.
     """
 
@@ -95,7 +100,7 @@ class Judge:
         self, fn: Map, z0: Leaves, solver: Solver, inverse_unit: Tensor | None, size: int
     ) -> None:
         device = z0[0].device.type
-        self.fn, self.size = fn, size
+        self.fn, self.size, self.patience = fn, size, solver.patience
         self.tolerances = [solver.relative_tolerance(d, device) for d in fn.dtypes(z0)]
         self.rtol = max(self.tolerances)
         self.eps = max(torch.finfo(x.dtype).eps for x in z0)
@@ -114,6 +119,10 @@ class Judge:
         if self.fn.surrogate is None:
             residual = _weighted(point.residual, residual, self.tolerances)
         return self._within(residual, scale)
+
+    def fell(self, residual: Tensor, peak: Tensor) -> Tensor:
+        """Which samples, [B], would not pass by the growth of their scale alone."""
+        return (residual < 0.99 * peak) | (residual == 0)
 
     def changes_nothing(self, residual: Tensor, scale: Tensor, active: Tensor | None) -> bool:
         """Whether, by these quick norms, clearly no active sample passes and no other fails.

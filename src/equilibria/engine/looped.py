@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._higher_order_ops.while_loop import while_loop
 
-from .judge import Iterated, Judge, judged_norms, relative_norm, spread
+from .judge import HEALTH, Iterated, Judge, judged_norms, relative_norm, spread
 from .maps import Map
 from .result import Result
 from .solver import Point, Solver
@@ -41,6 +41,7 @@ def run_looped(fn: Map, z0: Leaves, solver: Solver) -> Iterated:
         residual: Tensor,
         scale: Tensor,
         limit: Tensor,
+        peak: Tensor,
         *rest: Tensor,
     ) -> tuple[Tensor, ...]:
         z, held = list(rest[:count]), list(rest[count:])
@@ -48,9 +49,13 @@ def run_looped(fn: Map, z0: Leaves, solver: Solver) -> Iterated:
         point = Point(z, image(z))
         found, length = judged_norms(meant, point)
         limit = torch.where(step == 1, solver.divergence * (found + length), limit)
+        look = (step == 1) | (step % HEALTH == 0)
+        peak = torch.where(look, torch.maximum(found, peak), peak)
+        fell = judge.fell(found, peak) | (step <= judge.patience)
+        passed = judge.passes(point, found, length) & fell
         finite = torch.isfinite(found) & torch.isfinite(length)
         ended = torch.where(found > limit, int(Result.diverged), _RUNNING)
-        ended = torch.where(judge.passes(point, found, length), int(Result.converged), ended)
+        ended = torch.where(passed, int(Result.converged), ended)
         ended = torch.where(finite, ended, int(Result.nonfinite)).to(torch.int8)
         following, held = solver.loop_step(point, held)
         move = active & (ended == _RUNNING) & (step < last)
@@ -61,6 +66,7 @@ def run_looped(fn: Map, z0: Leaves, solver: Solver) -> Iterated:
             torch.where(active, found, residual),
             torch.where(active, length, scale),
             limit,
+            peak,
             *(x.contiguous() for x in where_sample(move, following, z)),
             *(x.contiguous() for x in held),
         )
@@ -68,8 +74,8 @@ def run_looped(fn: Map, z0: Leaves, solver: Solver) -> Iterated:
     none = torch.zeros_like(sample_norm(start))
     code = torch.full_like(none, _RUNNING, dtype=torch.int8)
     zero = torch.zeros((), dtype=torch.int64, device=none.device)
-    state = (zero, code, none.to(torch.int64), *(none.clone() for _ in range(3)), *start)
-    _, code, steps, residual, scale, _, *rest = while_loop(
+    state = (zero, code, none.to(torch.int64), *(none.clone() for _ in range(4)), *start)
+    _, code, steps, residual, scale, _, _, *rest = while_loop(
         unfinished, advance, (*state, *solver.loop_state(start))
     )
     z = rest[:count]

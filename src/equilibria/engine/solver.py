@@ -187,6 +187,10 @@ class Solver(SolverOptions):
         """Where the next residual T(z) − z should be written, if the solver keeps it anyway."""
         return None
 
+    def doubts(self, point: Point, state: Any) -> Tensor | None:
+        """Which samples, [B], may not be called converged here, whatever their residual."""
+        return None
+
     def restart(self, state: Any, stalled: Tensor) -> Any:
         """Called with the samples [B] that made no progress lately; may forget their history."""
         return state

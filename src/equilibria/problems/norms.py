@@ -293,6 +293,8 @@ def _largest(gram: Tensor, best: float) -> float:
         if found <= level:
             found = float(torch.linalg.eigvalsh(gram[top])[-1])
         level = max(level, found * (1.0 + _ABOVE))
+        if level <= 0.0:  # zero at all frequencies of this block: a difference, along one axis
+            return max(best, float(torch.linalg.eigvalsh(gram).amax()))
 
 
 def _below(gram: Tensor, bound: float) -> Tensor:

@@ -230,7 +230,7 @@ class LeastSquares(ImageCoupling):
         if (isinstance(weight, Tensor) and weight.numel() != 1) or not _float(weight) > 0.0:
             raise ValueError(f"LeastSquares(weight={weight!r}): expected one positive number.")
         self.weight = weight
-        self._known: Curvature | None = None
+        self._known: dict[tuple[int, ...], Curvature] = {}  # by the size of c
 
     def _residual(self, z: Tensor) -> Tensor:
         self.check_state(z)
@@ -247,12 +247,14 @@ class LeastSquares(ImageCoupling):
         return self.weight * self.operator.adjoint(self.operator(v), z.shape[1:])
 
     def curvature(self) -> Curvature:
-        if self._known is None:
+        shape = self._image_shape()
+        if shape not in self._known:
             w = _float(self.weight)
             least, most = self.operator.norm_lower(), self.norm_upper()
             low, high = w * least**2 * (1.0 - 4 * UNIT), w * most**2 * (1.0 + 4 * UNIT)
-            self._known = Curvature(low, high, True, "every z: the Hessian is weight AᵀA")
-        return self._known
+            note = "every z: the Hessian is weight AᵀA"
+            self._known[shape] = Curvature(low, high, True, note)
+        return self._known[shape]
 
     def local_curvature(self, z: Tensor) -> Curvature:
         return self.curvature()

@@ -21,7 +21,8 @@ class GuardedState:
 
     inner: AndersonState
     image: Leaves | None
-    scale: Tensor  # [B]: of the first image
+    scale: Tensor  # [B]: where the residual was last halved
+    mark: Tensor  # [B]: that residual
     least: Tensor  # [B]
     plain: Tensor  # [B]: whether the iterate is such an image
 
@@ -30,9 +31,10 @@ class GuardedState:
 class Guarded(Anderson):
     """Anderson's method; where the residual is above twice the least, u ← S of the last accepted.
 
-    Plain steps of a nonexpansive S bring the residual to zero, so this converges where they do. No
-    step leads to more than 100 times the first scale, but a plain one: where S moves by a constant,
-    a long step makes the residual small beside the iterate, and not small.
+    Plain steps of a nonexpansive S bring the residual to zero, so this converges where they do.
+    Where S moves by a constant, a long step makes the residual small beside the iterate, and not
+    small. So an iterate of more than twice the scale counts as converged, and one of more than 100
+    times the scale is accepted, if it halves the residual.
     """
 
     memory: int = 10
@@ -40,31 +42,42 @@ class Guarded(Anderson):
 
     def init(self, z: Leaves) -> Any:
         inner = Anderson.init(self, z)
-        least = inner.ones.new_full((z[0].shape[0],), torch.inf)
-        return GuardedState(inner, None, least, least, torch.ones_like(least, dtype=torch.bool))
+        no = inner.ones.new_full((z[0].shape[0],), torch.inf)
+        return GuardedState(inner, None, no, no, no, torch.ones_like(no, dtype=torch.bool))
 
     def residual_memory(self, state: Any) -> Leaves | None:
         return Anderson.residual_memory(self, state.inner)
 
+    def doubts(self, point: Point, state: Any) -> Tensor:
+        return self._grown(point, state, 2.0)
+
+    def _grown(self, point: Point, state: GuardedState, times: float) -> Tensor:
+        """Iterates, [B], of more than so many times the scale that do not halve the residual."""
+        far = sample_norm(without_graph(point.f)) > times * state.scale
+        return far & ~(point.residual_norm <= 0.5 * state.mark)
+
     def step(self, point: Point, state: Any) -> tuple[Leaves, Any]:
         norm = point.residual_norm.to(state.least.dtype)
-        worse = ~state.plain & ~(norm <= 2.0 * state.least)
-        scale = state.scale
+        worse = ~(norm <= 2.0 * state.least) | self._grown(point, state, 100.0)
+        worse = worse & ~state.plain
+        size = norm + sample_norm(without_graph(point.f)).to(norm.dtype)
+        halved = ~worse & (norm <= 0.5 * state.mark)
+        mark = torch.where(halved, norm, state.mark)
+        scale = torch.where(halved, size, state.scale)
         image = [x.clone() for x in point.f]
         y, inner = Anderson.step(self, point, state.inner)
-        if state.image is None:
-            scale = norm + sample_norm(without_graph(image)).to(norm.dtype)
-        else:
+        if state.image is not None:
             image = where_sample(worse, state.image, image)
-        worse = worse | (sample_norm(without_graph(y)).to(norm.dtype) > 100.0 * scale)
         y = where_sample(worse, image, y)
         inner = Anderson.restart(self, inner, worse)
-        return y, GuardedState(inner, image, scale, torch.fmin(state.least, norm), worse)
+        least = torch.where(worse, state.least, torch.fmin(state.least, norm))
+        return y, GuardedState(inner, image, scale, mark, least, worse)
 
     def restart(self, state: Any, stalled: Tensor) -> Any:
         return replace(state, inner=Anderson.restart(self, state.inner, stalled))
 
     def take(self, state: Any, index: Tensor) -> Any:
         image = None if state.image is None else select_samples(state.image, index)
-        rest = (t.index_select(0, index) for t in (state.scale, state.least, state.plain))
+        kept = (state.scale, state.mark, state.least, state.plain)
+        rest = (t.index_select(0, index) for t in kept)
         return GuardedState(Anderson.take(self, state.inner, index), image, *rest)
