@@ -47,6 +47,8 @@ def options(name: str) -> dict[str, Any]:
     family = name.split("_")[0]
     if "stack" in name or name.endswith(("digits", "mnist")):
         return {"image_size": 8, "widths": (8, 16), "depth": 1}
+    if "certified" in name:
+        return {"image_size": 16, "widths": (16, 24), "depth": 1}
     if family in ("geq", "kerdeq"):
         size = 32 if "imagenet" in name else 8
         size *= 2 if name.startswith("kerdeq_imagenet") else 1
