@@ -18,12 +18,15 @@ event_file_writer = optional("tensorboard.summary.writer.event_file_writer")
 
 
 def spoil(folder: Path, how: str) -> None:
-    """The folder is removed, or its log cannot be written any more (for root too)."""
-    if how == "removed":
-        shutil.rmtree(folder)
-    else:
-        shutil.rmtree(folder / "tensorboard")
-        (folder / "tensorboard").write_text("")
+    """The folder is removed, or its log cannot be written any more (for root too).
+
+    It is moved away first, at one stroke: the thread of the log may write at this moment.
+    """
+    lost = folder if how == "removed" else folder / "tensorboard"
+    lost.rename(folder.parent / "lost")
+    if how == "unwritable":
+        lost.write_text("")
+    shutil.rmtree(folder.parent / "lost", ignore_errors=True)
     time.sleep(0.05)
 
 
