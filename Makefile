@@ -44,8 +44,8 @@ demo: $(DEV) ## the story of one digit: train, solve, certify; write demo/report
 test: $(DEV) ## run the tests except the slow ones
 	$(PYTEST) $(PYTEST_ARGS)
 
-test-full: $(DEV) ## run all tests
-	$(PYTEST) -m "" $(PYTEST_ARGS)
+test-full: $(DEV) ## run all tests, with new random examples
+	$(PYTEST) -m "" --hypothesis-profile=default $(PYTEST_ARGS)
 
 test-gpu: $(DEV) ## run the tests that need a CUDA device, slow ones too, in one process
 	$(PY) -m pytest -m gpu -p no:cacheprovider $(PYTEST_ARGS)
