@@ -95,6 +95,6 @@ def test_a_small_network_learns_to_solve_puzzles(sudoku: Any, tmp_path: Path) ->
     found = sudoku.main(**given, quick=True, out=str(out))
     hardest = found["test"][0]
     assert hardest["solved of these"] >= 0.9 * hardest["puzzles"] >= 30
-    assert hardest["solved after"][8] <= hardest["solved after"][128]
+    assert hardest["solved after"][8] <= hardest["solved after"][256]
     assert json.loads(out.read_text("utf-8"))["test"][0]["puzzles"] == hardest["puzzles"]
     assert out.with_suffix(".safetensors").stat().st_size > 4 * found["parameters"]
