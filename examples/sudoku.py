@@ -259,7 +259,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 def main(device: str, steps: int, count: int, seed: int, quick: bool, out: str) -> dict[str, Any]:
     record: dict[str, Any] = {"options": dict(locals()), "torch": torch.__version__}
     torch.manual_seed(seed)
-    b, width, hidden, steps, count = (2, 12, 24, 150, 600) if quick else (3, 24, 64, steps, count)
+    b, width, hidden, steps, count = (2, 12, 24, 400, 600) if quick else (3, 24, 64, steps, count)
     learn, test = ([t.to(device) for t in part] for part in puzzles(count, b, seed))
     cell = Cell(width, hidden).to(device)
     record["parameters"] = sum(p.numel() for p in cell.parameters())
