@@ -159,8 +159,8 @@ def train(cell: Cell, data: Data, batch: int, steps: int) -> list[Any]:
     """Deep supervision and refill; returns [step, seconds, loss, share solved] every 25 steps.
 
     A few steps towards the equilibrium, a gradient step there, on from there without the graph.
-    The first puzzles have many clues. One that is solved and stands still, or has had its time,
-    makes place for a new one."""
+    The first puzzles have many clues. By chance some make place for new ones, more likely those
+    that are solved and stand still."""
     device, begin, cells = data[0].device, time.perf_counter(), data[0][0].numel()
     optimizer = torch.optim.AdamW(cell.parameters(), betas=(0.9, 0.95), weight_decay=0.01)
 
