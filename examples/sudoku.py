@@ -30,7 +30,7 @@ from torch import Tensor, nn
 import equilibria as eq
 
 RATE = 5e-3  # of learning, at first
-HALT = 1e-4  # the relative residual of a state that stands still
+HALT = 5e-4  # the relative residual of a state that stands still
 BUDGETS = (8, 16, 32, 64, 128, 256)  # steps
 Data = tuple[Tensor, Tensor]  # solutions and clues, [M, n, n] each
 # A board has n = b·b rows. While searching, digits are bits (1, 2, 4, …); 0 is empty.
@@ -186,7 +186,7 @@ def train(cell: Cell, data: Data, batch: int, steps: int) -> list[Any]:
         (loss + (right * moves).mean()).backward()  # a solution stands still
         nn.utils.clip_grad_norm_(cell.parameters(), 1.0)
         optimizer.step()
-        chance = torch.where(right & (moves < 5 * HALT), 1 / 4, 1 / 50)  # some stay for long
+        chance = torch.where(right & (moves < HALT), 1 / 4, 1 / 20)  # few stay for 100 segments
         leaves = torch.rand_like(moves) < chance
         sums += torch.stack([loss.detach(), (leaves & right).sum(), leaves.sum()])
         new_y, new_x = fresh(step / steps)
