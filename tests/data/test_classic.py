@@ -159,6 +159,14 @@ def test_damage_is_named(tmp_path: Path, change, message: str) -> None:
         data.load("mnist", root=tmp_path)
 
 
+def test_images_that_are_not_square(tmp_path: Path) -> None:
+    write_mnist(tmp_path)
+    write_idx(tmp_path / "train-images-idx3-ubyte", GRAY[:, :, 4:24])
+    assert np.array_equal(data.load(tmp_path).images[:, 0], GRAY[:, :, 4:24])
+    assert tuple(data.load(tmp_path, image_size=28).images.shape) == (7, 1, 28, 28)
+    assert np.array_equal(data.load(tmp_path, image_size=20).images[:, 0], GRAY[:, 4:24, 4:24])
+
+
 def test_damaged_gzip_and_a_bomb(tmp_path: Path) -> None:
     write_mnist(tmp_path, packed=True)
     path = tmp_path / "train-images-idx3-ubyte.gz"
