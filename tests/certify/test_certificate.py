@@ -12,9 +12,6 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from scipy.optimize import brentq
 from torch import Tensor, nn
 
 from equilibria.certify import Guarantee, certify
@@ -404,32 +401,6 @@ def test_a_metric_that_rounding_made_indefinite_is_certified_as_the_nearest_one(
 # The face
 
 
-@given(st.floats(-30.0, 30.0))
-@settings(max_examples=60, deadline=None)
-def test_a_local_guarantee_has_an_equilibrium_within_its_bound(z: float) -> None:
-    """z = 10 used to be called a strict local minimizer, with an infinite bound."""
-    w, c, gamma = 1.55, 1.880956005, 1.0
-    grid = np.linspace(0, 2, 4001)
-    gap = lambda t: w * np.exp(-gamma * (c - w * t) ** 2) * (c - w * t) - t
-    signs = np.nonzero(np.diff(np.sign(gap(grid))))[0]
-    roots = np.array([brentq(gap, grid[i], grid[i + 1], xtol=1e-15) for i in signs])
-    assert len(roots) == 3
-    coupling = Gaussian(
-        torch.tensor([[w]], dtype=torch.float64), torch.tensor([[c]], dtype=torch.float64), gamma
-    )
-    for at in (z, *(roots + 1e-5 * z)):
-        found = certify(Problem(Free(), coupling), z=torch.tensor([[at]], dtype=torch.float64))
-        near = np.abs(roots - at) <= float(found.error_bound)
-        if found.kind is Guarantee.local:
-            assert near.sum() == 1
-            root = roots[near][0]
-            assert gap(root + 1e-6) < 0 < gap(root - 1e-6)  # −G′: a minimum of G
-        else:
-            assert found.kind is Guarantee.none
-            assert "strict local" not in str(found)
-    assert certify(Problem(Free(), coupling), z=torch.full((1, 1), 10.0)).kind is Guarantee.none
-
-
 def test_a_state_outside_the_domain_is_told() -> None:
     layer, x = TinyLayer(), randn(3, 3, dtype=torch.float32)
     z = layer.solve(x).value.detach().clone()
@@ -441,7 +412,7 @@ def test_a_state_outside_the_domain_is_told() -> None:
 
 
 def test_a_certificate_can_be_read() -> None:
-    """Every number has its name, mixed guarantees their counts."""
+    """Every number has its name."""
     layer = TinyLayer()
     text = str(certify(layer, randn(4, 3, dtype=torch.float32)))
     lines = [line.strip() for line in text.splitlines()]
@@ -451,14 +422,6 @@ def test_a_certificate_can_be_read() -> None:
     for name in names:
         assert any(line.startswith(name) for line in lines), name
     assert "1 sample:" in str(certify(layer, randn(1, 3, dtype=torch.float32)))
-    w = torch.tensor([[1.55]], dtype=torch.float64)
-    c = torch.full((3, 1), 1.880956005, dtype=torch.float64)
-    z = torch.tensor([[0.2396931], [0.4203373], [0.5820372]], dtype=torch.float64)
-    text = str(certify(Problem(Free(), Gaussian(w, c, 1.0)), z=z))
-    local = "local: one equilibrium within the bound below, a strict local minimizer; others may"
-    assert f"{local} exist (2 of 3 samples)" in text
-    assert "none: nothing is proven (1 of 3 samples)" in text
-    assert "certified for 0 of 3 samples" in text
 
 
 X = randn(4, 3, dtype=torch.float32)

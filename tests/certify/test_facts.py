@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from scipy.optimize import brentq
 from torch import Tensor
 
@@ -189,27 +191,31 @@ def test_fact_3_is_certified_up_to_the_threshold_and_not_beyond() -> None:
         assert certify(eq.Problem(eq.Free(), eq.Gaussian(w, c, 1.0)), z=z).unique is certain
 
 
+def gap_beyond(z: Array) -> Array:
+    """G′ of a layer of one unit just beyond the threshold, γ = 1: it has three zeros."""
+    r = 1.880956005 - 1.55 * z
+    return z - 1.55 * r * np.exp(-r * r)
+
+
+def layer_beyond(z: Array, prior: Prior) -> tuple[eq.Problem, Tensor]:
+    """The same of the library, for the states z [B]."""
+    w = torch.tensor([[1.55]], dtype=torch.float64)
+    c = torch.full((len(z), 1), 1.880956005, dtype=torch.float64)
+    return eq.Problem(prior, eq.Gaussian(w, c, 1.0)), torch.from_numpy(z)[:, None]
+
+
+def equilibria_beyond() -> Array:
+    grid = np.linspace(0, 2, 4001)
+    edges = np.nonzero(np.diff(np.sign(gap_beyond(grid))))[0]
+    roots = [brentq(gap_beyond, grid[i], grid[i + 1], xtol=1e-15) for i in edges]
+    np.testing.assert_allclose(roots, [0.2396931, 0.4203373, 0.5820372], atol=5e-8)
+    return np.array(roots)
+
+
 @pytest.mark.parametrize("prior", [eq.Free(), eq.NonNegative()], ids=["identity", "relu"])
 def test_fact_3_three_equilibria_just_beyond_are_found_and_not_certified(prior: Prior) -> None:
-    w, c, gamma = 1.55, 1.880956005, 1.0
-
-    def gap(z: float) -> float:
-        r = c - w * z
-        return z - w * r * math.exp(-gamma * r * r)
-
-    grid = np.linspace(0, 2, 4001)
-    signs = np.sign([gap(z) for z in grid])
-    edges = np.nonzero(np.diff(signs))[0]
-    roots = [brentq(gap, grid[i], grid[i + 1], xtol=1e-15) for i in edges]
-    np.testing.assert_allclose(sorted(roots), [0.2396931, 0.4203373, 0.5820372], atol=5e-8)
-
-    z = torch.tensor(sorted(roots), dtype=torch.float64).reshape(3, 1)
-    coupling = eq.Gaussian(
-        torch.tensor([[w]], dtype=torch.float64),
-        torch.full((3, 1), c, dtype=torch.float64),
-        gamma,
-    )
-    found = certify(eq.Problem(prior, coupling), z=z)
+    problem, z = layer_beyond(equilibria_beyond(), prior)
+    found = certify(problem, z=z)
     assert not found.unique
     assert not found.certified.any()
     assert found.modulus < 0
@@ -219,6 +225,29 @@ def test_fact_3_three_equilibria_just_beyond_are_found_and_not_certified(prior: 
     assert found.error_bound[[0, 2]].max() < 1e-12
     assert found.error_bound[1] == math.inf
     assert found.lipschitz is None
+    text = str(found)
+    local = "local: one equilibrium within the bound below, a strict local minimizer; others may"
+    assert f"{local} exist (2 of 3 samples)" in text
+    assert "none: nothing is proven (1 of 3 samples)" in text
+    assert "certified for 0 of 3 samples" in text
+
+
+@given(st.floats(-30.0, 30.0))
+@settings(max_examples=40, deadline=None)
+def test_fact_3_a_local_guarantee_has_an_equilibrium_within_its_bound(at: float) -> None:
+    """z = 10 used to be called a strict local minimizer, with an infinite bound."""
+    roots = equilibria_beyond()
+    states = np.array([at, 10.0, *(roots + 1e-5 * at)])
+    problem, z = layer_beyond(states, eq.Free())
+    found = certify(problem, z=z)
+    assert found.kinds[1] is Guarantee.none
+    for state, kind, bound in zip(states, found.kinds, found.error_bound.tolist(), strict=True):
+        near = np.abs(roots - state) <= bound
+        assert kind in (Guarantee.local, Guarantee.none)
+        assert kind is Guarantee.none or near.sum() == 1
+        if kind is Guarantee.local:
+            root = roots[near][0]
+            assert gap_beyond(root - 1e-6) < 0 < gap_beyond(root + 1e-6)  # a minimum of G
 
 
 @EVERY_KIND
