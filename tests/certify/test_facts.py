@@ -528,10 +528,14 @@ def test_fact_6_the_sigmoid_layer_is_unique_where_w2_and_c2_leave_room() -> None
     w *= 0.6 / np.linalg.norm(w, 2)
     c = rng.standard_normal((200, 4))
     c *= (rng.uniform(0, 1.5, 200) / np.linalg.norm(c, axis=1))[:, None]
-    z = np.zeros_like(c)
-    for _ in range(4000):  # damped: converges beyond the contractive inputs too
-        t = np.tanh((c * z).sum(1, keepdims=True))
-        z = 0.5 * z + 0.5 * (z @ w.T @ w + (1 - t**2) * c)
+
+    def solve(z: Array, c: Array) -> Array:
+        for _ in range(4000):  # damped: converges beyond the contractive inputs too
+            t = np.tanh((c * z).sum(1, keepdims=True))
+            z = 0.5 * z + 0.5 * (z @ w.T @ w + (1 - t**2) * c)
+        return z
+
+    z = solve(np.zeros_like(c), c)
     off = rng.standard_normal(c.shape) * 10 ** rng.uniform(-6, 0, (200, 1))
     problem = eq.Problem(eq.Free(), eq.Sigmoidal(torch.from_numpy(w), torch.from_numpy(c)))
     found = certify(problem, z=torch.from_numpy(z + off))
@@ -543,14 +547,17 @@ def test_fact_6_the_sigmoid_layer_is_unique_where_w2_and_c2_leave_room() -> None
     assert np.isfinite(bound[room > 0]).all()
     assert (np.linalg.norm(off, axis=1) <= bound + 1e-10)[room > 0].all()
     assert found.lipschitz is None
+    # Near z the equilibrium is known to be the only one for inputs beyond, too.
+    near = z + 1e-4 * rng.standard_normal(z.shape)
+    found = certify(problem, z=torch.from_numpy(near))
+    bound = found.error_bound.numpy()
+    assert (np.linalg.norm(near - z, axis=1) <= bound).all()
+    assert bound[np.isfinite(bound)].max() < 0.05
+    assert found.kinds.count(Guarantee.local) > 10
     # The local Lipschitz constant in c, against differences of the equilibrium.
-    local = certify(problem, z=torch.from_numpy(z)).lipschitz_local.numpy()
+    local = found.lipschitz_local.numpy()
     direction = rng.standard_normal(c.shape)
     direction /= np.linalg.norm(direction, axis=1, keepdims=True)
-    moved, near = z.copy(), c + 1e-6 * direction
-    for _ in range(4000):
-        t = np.tanh((near * moved).sum(1, keepdims=True))
-        moved = 0.5 * moved + 0.5 * (moved @ w.T @ w + (1 - t**2) * near)
-    slope = np.linalg.norm(moved - z, axis=1) / 1e-6
+    slope = np.linalg.norm(solve(z, c + 1e-6 * direction) - z, axis=1) / 1e-6
     assert np.isfinite(local[room > 0]).all()
     assert (slope <= local * (1 + 1e-3))[np.isfinite(local)].all()
