@@ -14,7 +14,18 @@ from torch import Tensor
 
 from equilibria.engine.result import ConvergenceWarning, Solution
 
-__all__ = ["SAMPLED", "Guarantee", "Guaranteed", "Proven", "Rows", "number", "solved", "spread"]
+__all__ = [
+    "SAMPLED",
+    "Guarantee",
+    "Guaranteed",
+    "Proven",
+    "Rows",
+    "aligned",
+    "number",
+    "solved",
+    "spread",
+    "where_known",
+]
 
 Rows = list[tuple[str, str]]
 
@@ -89,11 +100,9 @@ class Guaranteed:
                 head.append(("" if head else "guarantee", f"{kind}: {kind.words}{share}"))
         certain = f"certified for {int(self.certified.sum())} of {total} samples"
         rows = [*head, ("unique", "yes" if self.unique else certain), *rows]
-        width = max(len(name) for name, _ in rows)
         samples = "1 sample" if total == 1 else f"{total} samples"
         status = "proven, in float64" if self.rigorous else "partly estimated, see the notes"
-        made = [f"  {name:<{width}}  {text}".rstrip() for name, text in rows]
-        return "\n".join([f"Certificate for {samples}: {status}", *made])
+        return aligned(f"Certificate for {samples}: {status}", rows)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -139,6 +148,17 @@ class Proven(Guaranteed):
             ("rounding", f"{spread(self.rounding)} (of the residual; included in the bound)"),
             (f"Lipschitz in {of}", f"{lipschitz} ({self.lipschitz_note})"),
         ]
+
+
+def aligned(heading: str, rows: Rows) -> str:
+    width = max(len(name) for name, _ in rows)
+    made = [f"  {name:<{width}}  {text}".rstrip() for name, text in rows]
+    return "\n".join([heading, *made])
+
+
+def where_known(known: Tensor, kind: Guarantee) -> tuple[Guarantee, ...]:
+    """``kind`` for the samples of ``known`` [B], none for the others."""
+    return tuple(kind if one else Guarantee.none for one in known.tolist())
 
 
 def number(value: float) -> str:

@@ -21,7 +21,7 @@ from equilibria.engine.spectral import spectral_radius
 from equilibria.engine.tree import flatten_state, sample_norm
 from equilibria.problems.norms import UNIT
 
-from .guarantee import Guarantee, Guaranteed, Proven, Rows, spread
+from .guarantee import Guarantee, Guaranteed, Proven, Rows, spread, where_known
 
 __all__ = ["CompositeCertificate", "MapCertificate", "certify_map"]
 
@@ -152,9 +152,8 @@ def certify_map(model: GeneralMap, x: Any, z: Any, solver: str) -> MapCertificat
     holds = finite & _believed(bound, radius, notes)
     rho = math.inf if bound is None else bound
     error = torch.where(holds, (residual + rounding) / (1.0 - rho) * (1 + 8 * UNIT), math.inf)
-    kind = {True: Guarantee.contraction, False: Guarantee.none}
     return MapCertificate(
-        kinds=tuple(kind[known] for known in holds.tolist()),
+        kinds=where_known(holds, Guarantee.contraction),
         residual=residual,
         error_bound=error,
         rounding=rounding,

@@ -41,7 +41,7 @@ from equilibria.problems.operators import ConvOperator, DenseOperator
 from equilibria.problems.problem import HiddenProblem
 
 from .certificate import Certifiable, Certificate, SelfCertifying, certify_layer, distance
-from .guarantee import number, spread
+from .guarantee import aligned, number, spread
 from .monotone_layer import entrywise
 from .rounding import direct_convolutions
 
@@ -112,8 +112,7 @@ class NetworkCertificate:
         proven = int((self.radius > 0).sum())
         kind = "ℓ∞" if self.norm == "inf" else "ℓ2"
         head = f"label proven within the radius ({kind}) for {proven} of {len(self.radius)} samples"
-        width = max(len(name) for name, _ in rows)
-        return "\n".join([head, *(f"  {name:<{width}}  {text}" for name, text in rows)])
+        return aligned(head, rows)
 
 
 def tight_solver(layer: Any) -> Any:
@@ -225,28 +224,25 @@ class TrackedNetwork:
 def _judged(logits: _Tracked, notes: tuple[str, ...]) -> NetworkCertificate:
     values = logits.plain()
     label = values.argmax(1)
-    rows, lipschitz, error = logits.rows, logits.lipschitz, logits.error
     margin = values.gather(1, label[:, None]) - values
-    if rows is None:
-        gap = torch.full_like(margin, math.sqrt(2.0) * _UP)
-        reach, off = gap * lipschitz, gap * error[:, None]
+    off = 64 * UNIT * (values.abs().amax(1, keepdim=True) + values.abs())
+    if logits.rows is None:
+        gap, before = torch.full_like(margin, math.sqrt(2.0) * _UP), logits
     else:
-        weight, before = rows
-        gap = (weight[label][:, None] - weight[None]).norm(dim=2) * (1.0 + 1e-12)
-        reach, off = gap * before.lipschitz, gap * before.error[:, None]
-        if before.entries is not None:
-            moved = (weight[label][:, None] - weight[None]).abs() @ before.entries[0]
-            reach = torch.minimum(reach, moved * (1.0 + 1e-12))
-    off = off + 64 * UNIT * (values.abs().amax(1, keepdim=True) + values.abs())
-    if rows is not None:
-        weight, before = rows
+        weight, before = logits.rows
+        apart = weight[label][:, None] - weight[None]
+        gap = apart.norm(dim=2) * (1.0 + 1e-12)
         size = sample_norm([before.plain()])[:, None] * weight.abs().sum(1).max()
         off = off + 4 * sum_error(weight.shape[1] + 1) * size
+    off, reach = off + gap * before.error[:, None], gap * before.lipschitz
+    if logits.rows is not None and before.entries is not None:
+        moved = apart.abs() @ before.entries[0]
+        reach = torch.minimum(reach, moved * (1.0 + 1e-12))
     radii = (margin - off) / reach * (1.0 - 1e-13)
     radii = torch.where(radii > 0.0, radii, 0.0)  # NaN too
     radii.scatter_(1, label[:, None], math.inf)
     radius, nearest = radii.min(1)
-    return NetworkCertificate(label, radius, nearest, values, error, lipschitz, notes)
+    return NetworkCertificate(label, radius, nearest, values, logits.error, logits.lipschitz, notes)
 
 
 def plain_copy(model: nn.Module) -> nn.Module:
