@@ -311,7 +311,7 @@ WAYS: dict[str, Any] = {
     "another type": lambda x: x[:, :4] + (x[:, :4] > 0).to(x.dtype),  # jumps
     "the mean of a batch": lambda x: x[:, :4] - x[:, :4].mean(0),
     "samples as features": lambda x: x[:, :4].transpose(0, 1),
-    "samples as channels": lambda x: F.conv2d(x.view(4, 2, 4), X_KERNEL).flatten(1)[:, :4],
+    "samples as channels": lambda x: F.conv2d(x.view(4, 2, 4), MIXING).flatten(1)[:, :4],
     "samples moved": lambda x: F.pad(x[:, :4], [0, 0, 1, -1]),
     "a branch": lambda x: x[:, :4] if bool(x.sum() > 0) else -x[:, :4],
     "a branch by nonzero": lambda x: x[:, :4] if torch.is_nonzero(x[0, 0] > 0) else -x[:, :4],
@@ -331,10 +331,16 @@ WAYS: dict[str, Any] = {
     "a resize by a fraction": lambda x: F.interpolate(
         x.view(-1, 1, 1, 8), scale_factor=(1.0, 1.7), mode="bilinear"
     ).flatten(1),
+    "a resize of both kinds": lambda x: F.interpolate(
+        x.view(-1, 1, 2, 4), (2, 2), None, "bilinear", True, antialias=True
+    ).flatten(1),
+    "no padding": lambda x: F.conv2d(x.view(-1, 1, 2, 4), KERNEL, padding="valid").flatten(1),
+    "uneven padding": lambda x: F.conv2d(x.view(-1, 1, 2, 4), KERNEL, padding="same").flatten(1),
     "an adaptive pool of matrices": lambda x: F.adaptive_avg_pool2d(x[:, None], (9, 8)).flatten(1),
 }
 ONE = torch.tensor([1.0, 0.0, 0.0, 0.0], dtype=torch.float64)
-X_KERNEL = torch.ones(4, 4, 1, 1, dtype=torch.float64)
+MIXING = torch.ones(4, 4, 1, 1, dtype=torch.float64)
+KERNEL = torch.linspace(-1.0, 3.0, 8, dtype=torch.float64).view(2, 1, 2, 2)
 
 
 class Way(nn.Module):
@@ -347,7 +353,7 @@ class Way(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:This overload of add is deprecated")
-@pytest.mark.filterwarnings("ignore:The default behavior for interpolate:UserWarning")
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
 @pytest.mark.parametrize("name", WAYS)
 def test_nothing_that_depends_on_the_input_escapes(name: str) -> None:
     """It is refused, or the constant is at least the slope that differences show."""

@@ -392,8 +392,9 @@ class _Tracked(Tensor):
                 )
             if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(out)):
                 return out
-            one = isinstance(out, Tensor)
-            found = _bounds(name, func, sources, plain, named, out) if one else None
+            found = None
+            if isinstance(out, Tensor):
+                found = _bounds(name, func, sources, plain, named, out)
             if found is None:
                 sources[0].notes.append(f"no Lipschitz constant is known for {name}")
                 return pytree.tree_map_only(Tensor, sources[0].unknown, out)
@@ -507,7 +508,7 @@ def _rule(*names: str) -> Callable[[Rule], Rule]:
 def _named(
     args: Any, kwargs: Any, names: str = "input weight bias stride padding dilation groups"
 ) -> dict[str, Any]:
-    return dict(zip(names.split(), args, strict=False)) | kwargs
+    return {**dict(zip(names.split(), args, strict=False)), **kwargs}
 
 
 def _same_entries(constant: float) -> Rule:
@@ -629,9 +630,11 @@ def _convolution(u: Tensor, args: Any, kwargs: Any, out: Tensor) -> Bound | None
     weight = given["weight"]
     if u.ndim != 4 or given.get("groups", 1) != 1:
         return None
-    norm = _magnitude(weight)
-    if given.get("dilation", 1) in (1, (1, 1)):
-        operator = ConvOperator(weight, given.get("stride", 1), given.get("padding", 0))
+    norm, padding = _magnitude(weight), given.get("padding", 0)
+    uneven = padding == "same" and not all(side % 2 for side in weight.shape[2:])
+    if given.get("dilation", 1) in (1, (1, 1)) and not uneven:
+        padding = 0 if padding == "valid" else padding
+        operator = ConvOperator(weight, given.get("stride", 1), padding)
         norm = min(norm, operator.norm_upper_on(out.shape[1:]))
     return _linear_map(u, weight, given.get("bias"), out, norm)
 
@@ -684,7 +687,8 @@ _rule("max_pool2d")(_pool(maximum=True))
 @_rule("interpolate")
 def _resized(u: Tensor, args: Any, kwargs: Any, out: Tensor) -> Bound | None:
     """A resize of maps, the same along rows and columns: ‖A ⊗ B‖ = ‖A‖‖B‖, from its matrices."""
-    if u.ndim != 4:
+    # With both options torch's weights along an axis depend on the size of the other.
+    if u.ndim != 4 or (kwargs["antialias"] and kwargs["align_corners"]):
         return None
     constant = magnitude = 1.0
     key = "size" if kwargs["scale_factor"] is None else "scale_factor"
