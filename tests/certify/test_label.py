@@ -53,7 +53,7 @@ def by_numpy(model: nn.Sequential, x: Tensor) -> Array:
     return value
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     seed=st.integers(0, 10_000),
     bound=st.floats(0.3, 0.95),
