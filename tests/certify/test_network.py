@@ -208,6 +208,7 @@ def test_entries_of_a_monotone_layer_move_less_than_their_bounds(
         layer.W.B.mul_(size)
     if constrained:
         nn.utils.parametrizations.weight_norm(layer.U)
+        layer.U.parametrizations.weight.original0.data.mul_(2.0)
     bound = torch.rand(1, 9, dtype=torch.float64)
     total, entries = entrywise(layer, torch.zeros(1, 9, dtype=torch.float64), bound)
     assert (entries is None) == (size == 1.0)
