@@ -65,6 +65,13 @@ def geq(bound: float = 0.9) -> nn.Module:
     return layer
 
 
+class Louder(eq.nn.OptEq):
+    """A layer whose output is more than its equilibrium."""
+
+    def forward(self, x: Tensor, z0: Tensor | None = None) -> Tensor:
+        return 3.0 * super().forward(x, z0)
+
+
 NETWORKS: dict[str, Any] = {
     "linear": lambda: nn.Sequential(nn.Flatten(), nn.Linear(192, 4)),
     "convolutions": lambda: nn.Sequential(
@@ -95,6 +102,9 @@ NETWORKS: dict[str, Any] = {
         nn.Flatten(),
         eq.nn.DeepOptEq(192, (8,), alpha=0.8, constraint=eq.nn.NormBounded(bound=0.8)),
         nn.Linear(192, 4),
+    ),
+    "louder": lambda: nn.Sequential(
+        nn.Flatten(), Louder(10, 12, in_channels=192), nn.Linear(10, 4)
     ),
     "envelope": lambda: nn.Sequential(eq.nn.Envelope(geq()), *head(12)),
     "branches": lambda: nn.Sequential(eq.nn.MultiBranch([geq(), geq()], scales=(8, 4)), *head(16)),

@@ -275,8 +275,7 @@ def _intercept(
             changed.solve = inner
             return
         changed.solve = partial(_solved, name or "(the network)", module, inner, notes)
-        changed.observed_solve = changed.solve  # of layers that watch their own map
-        changed.forward = lambda x, z0=None: changed.solve(x, z0).value
+        changed.observed_solve = changed.solve  # which forward calls
 
 
 def _enclosed(module: Enclosing, x: _Tracked) -> Tensor:
