@@ -100,7 +100,7 @@ def test_the_error_bound_and_its_rounding(kind: str, form: str) -> None:
             assert float(found.rounding[i]) < 1e-11
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=15, deadline=None, derandomize=True)
 @given(
     seed=st.integers(0, 10**6),
     alpha=st.floats(0.05, 1.0),

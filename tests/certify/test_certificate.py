@@ -12,9 +12,6 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from scipy.optimize import brentq
 from torch import Tensor, nn
 
 from equilibria.certify import Guarantee, certify
@@ -156,30 +153,22 @@ KINDS: dict[str, tuple[Any, tuple[int, ...]]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_certify_leaves_the_layer_as_it_is(kind: str) -> None:
+def test_a_nan_sample_is_not_certified_and_the_layer_is_left_as_it_is(kind: str) -> None:
     """A norm constraint moves its power iteration in training mode: not here."""
     torch.manual_seed(0)
     make, shape = KINDS[kind]
-    layer, x = make().train(), randn(4, *shape, dtype=torch.float32)
+    layer, x = make().train(), randn(3, *shape, dtype=torch.float32)
+    x[1].view(-1)[0] = math.nan
     before, drawn = copy.deepcopy(layer.state_dict()), torch.get_rng_state()
-    certify(layer, x.requires_grad_())
+    found = certify(layer, x.requires_grad_())
+    assert found.certified.tolist() == [True, False, True]
+    assert found.error_bound.isinf().tolist() == [False, True, False]
     assert layer.training
     assert torch.equal(torch.get_rng_state(), drawn)
     for name, value in layer.state_dict().items():
         assert torch.equal(value, before[name]), name
         assert value.dtype == before[name].dtype
     assert all(p.grad is None and p.requires_grad for p in layer.parameters())
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_nan_sample_is_not_certified_and_the_others_are(kind: str) -> None:
-    torch.manual_seed(0)
-    make, shape = KINDS[kind]
-    x = randn(3, *shape, dtype=torch.float32)
-    x[1].view(-1)[0] = math.nan
-    found = certify(make(), x)
-    assert found.certified.tolist() == [True, False, True]
-    assert found.error_bound.isinf().tolist() == [False, True, False]
 
 
 def test_a_residual_of_zero_still_pays_for_rounding() -> None:
@@ -286,7 +275,7 @@ LAYERS = {
 
 @pytest.mark.parametrize("name", list(LAYERS))
 def test_layers_of_the_library_are_certified(name: str) -> None:
-    """z* by 3,000 short steps of the problem in float64; the layer's answer is within the bound."""
+    """z* by 1,000 short steps of the problem in float64; the layer's answer is within the bound."""
     torch.manual_seed(0)
     layer, x = LAYERS[name]()
     layer.eval()
@@ -296,7 +285,7 @@ def test_layers_of_the_library_are_certified(name: str) -> None:
         problem = layer.problem(x).in_double()
         exact = z.double()
         tau = 1.0 / torch.as_tensor(problem.curvature().upper, dtype=torch.float64)
-        for _ in range(3000):
+        for _ in range(1000):
             exact = problem.step(exact, tau)
     assert found.rigorous
     proven = torch.isfinite(found.error_bound)
@@ -370,25 +359,6 @@ def test_samples_that_a_regularizer_couples_share_their_error() -> None:
     assert mixed.modulus == pytest.approx(1 - 4 / (3 * math.sqrt(3)) * 0.81, rel=1e-12)
 
 
-def test_local_certificates_of_the_sigmoid_kernel_name_the_equilibrium_nearby() -> None:
-    w = TinyLayer(mu=0.5).W.detach().double()
-    c = randn(60, 5, seed=3) * 0.6
-    wn, cn = w.numpy(), c.numpy()
-    exact = np.zeros((60, 5))
-    for _ in range(6000):
-        t = np.tanh((cn * exact).sum(1, keepdims=True))
-        exact = 0.7 * exact + 0.3 * (exact @ wn.T @ wn + (1 - t**2) * cn)
-    z = torch.from_numpy(exact) + 1e-4 * randn(60, 5, seed=4)
-    found = certify(Problem(Free(), Sigmoidal(w, c)), z=z)
-    kinds = set(found.kinds)
-    assert Guarantee.local in kinds
-    local = np.array([kind is Guarantee.local for kind in found.kinds])
-    bound = found.error_bound.numpy()
-    assert np.isfinite(bound[local]).sum() > 10
-    assert (errors(z, exact) <= bound).all()
-    assert bound[np.isfinite(bound)].max() < 0.05
-
-
 def test_a_metric_that_rounding_made_indefinite_is_certified_as_the_nearest_one() -> None:
     hidden = randn(6, 2, dtype=torch.float32)
     w, c = randn(6, 4, dtype=torch.float32) * 0.1, randn(3, 6, dtype=torch.float32)
@@ -404,32 +374,6 @@ def test_a_metric_that_rounding_made_indefinite_is_certified_as_the_nearest_one(
 # The face
 
 
-@given(st.floats(-30.0, 30.0))
-@settings(max_examples=60, deadline=None)
-def test_a_local_guarantee_has_an_equilibrium_within_its_bound(z: float) -> None:
-    """z = 10 used to be called a strict local minimizer, with an infinite bound."""
-    w, c, gamma = 1.55, 1.880956005, 1.0
-    grid = np.linspace(0, 2, 4001)
-    gap = lambda t: w * np.exp(-gamma * (c - w * t) ** 2) * (c - w * t) - t
-    signs = np.nonzero(np.diff(np.sign(gap(grid))))[0]
-    roots = np.array([brentq(gap, grid[i], grid[i + 1], xtol=1e-15) for i in signs])
-    assert len(roots) == 3
-    coupling = Gaussian(
-        torch.tensor([[w]], dtype=torch.float64), torch.tensor([[c]], dtype=torch.float64), gamma
-    )
-    for at in (z, *(roots + 1e-5 * z)):
-        found = certify(Problem(Free(), coupling), z=torch.tensor([[at]], dtype=torch.float64))
-        near = np.abs(roots - at) <= float(found.error_bound)
-        if found.kind is Guarantee.local:
-            assert near.sum() == 1
-            root = roots[near][0]
-            assert gap(root + 1e-6) < 0 < gap(root - 1e-6)  # −G′: a minimum of G
-        else:
-            assert found.kind is Guarantee.none
-            assert "strict local" not in str(found)
-    assert certify(Problem(Free(), coupling), z=torch.full((1, 1), 10.0)).kind is Guarantee.none
-
-
 def test_a_state_outside_the_domain_is_told() -> None:
     layer, x = TinyLayer(), randn(3, 3, dtype=torch.float32)
     z = layer.solve(x).value.detach().clone()
@@ -441,7 +385,7 @@ def test_a_state_outside_the_domain_is_told() -> None:
 
 
 def test_a_certificate_can_be_read() -> None:
-    """Every number has its name, mixed guarantees their counts."""
+    """Every number has its name."""
     layer = TinyLayer()
     text = str(certify(layer, randn(4, 3, dtype=torch.float32)))
     lines = [line.strip() for line in text.splitlines()]
@@ -451,14 +395,6 @@ def test_a_certificate_can_be_read() -> None:
     for name in names:
         assert any(line.startswith(name) for line in lines), name
     assert "1 sample:" in str(certify(layer, randn(1, 3, dtype=torch.float32)))
-    w = torch.tensor([[1.55]], dtype=torch.float64)
-    c = torch.full((3, 1), 1.880956005, dtype=torch.float64)
-    z = torch.tensor([[0.2396931], [0.4203373], [0.5820372]], dtype=torch.float64)
-    text = str(certify(Problem(Free(), Gaussian(w, c, 1.0)), z=z))
-    local = "local: one equilibrium within the bound below, a strict local minimizer; others may"
-    assert f"{local} exist (2 of 3 samples)" in text
-    assert "none: nothing is proven (1 of 3 samples)" in text
-    assert "certified for 0 of 3 samples" in text
 
 
 X = randn(4, 3, dtype=torch.float32)

@@ -53,7 +53,7 @@ def by_numpy(model: nn.Sequential, x: Tensor) -> Array:
     return value
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     seed=st.integers(0, 10_000),
     bound=st.floats(0.3, 0.95),
@@ -113,40 +113,28 @@ def test_a_bad_sample_is_never_proven_and_harms_no_other() -> None:
     torch.testing.assert_close(found.logits[rest], clean.logits[rest])
 
 
-def geq(**options: Any) -> nn.Sequential:
+def geq() -> nn.Module:
+    return eq.nn.GEQ(4, 4, patch=eq.Patches(channels=2, size=2), gamma=0.5, hidden=None)
+
+
+LAYERS: dict[str, Any] = {
+    "geq": geq,
+    "chain": lambda: eq.nn.MultiBranch([geq(), geq()], scales=(4, 2), chain=True),
+    "envelope": lambda: eq.nn.Envelope(geq()),
+    "monotone": lambda: eq.nn.MonotoneDEQ(4, kernel_size=3, m=1.0),
+}
+
+
+def with_layer(name: str) -> nn.Sequential:
     torch.manual_seed(0)
-    patch = eq.Patches(channels=2, size=2)
-    layer = eq.nn.GEQ(4, 4, patch=patch, hidden=None, **options)
     rest = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3))
-    return nn.Sequential(nn.Conv2d(1, 4, 1), layer, *rest).eval()
-
-
-def monotone() -> nn.Sequential:
-    torch.manual_seed(0)
-    layer = eq.nn.MonotoneDEQ(6, in_channels=16, m=1.0)
-    return nn.Sequential(nn.Flatten(), layer, nn.Linear(6, 3)).eval()
-
-
-def branches() -> nn.Sequential:
-    torch.manual_seed(0)
-    made: Any = {"patch": eq.Patches(channels=2, size=2), "gamma": 0.5, "hidden": None}
-    pair = [eq.nn.GEQ(4, 4, **made) for _ in range(2)]
-    chain = eq.nn.MultiBranch(pair, scales=(4, 2), chain=True)
-    rest = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3))
-    return nn.Sequential(nn.Conv2d(1, 4, 1), chain, *rest).eval()
-
-
-def envelope() -> nn.Sequential:
-    torch.manual_seed(0)
-    layer = eq.nn.GEQ(4, 4, patch=eq.Patches(channels=2, size=2), gamma=0.5, hidden=None)
-    rest = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3))
-    return nn.Sequential(nn.Conv2d(1, 4, 1), eq.nn.Envelope(layer), *rest).eval()
+    return nn.Sequential(nn.Conv2d(1, 4, 1), LAYERS[name](), *rest).eval()
 
 
 @pytest.mark.filterwarnings("ignore::equilibria.ConvergenceWarning")
-@pytest.mark.parametrize("make", [lambda: geq(gamma=0.5), monotone, branches, envelope])
-def test_other_layers_and_the_model_is_left_as_it_is(make: Any) -> None:
-    model, x = make(), torch.randn(8, 1, 4, 4)
+@pytest.mark.parametrize("name", LAYERS)
+def test_other_layers_and_the_model_is_left_as_it_is(name: str) -> None:
+    model, x = with_layer(name), torch.randn(8, 1, 4, 4)
     before, kept = model(x), copy.deepcopy(model.state_dict())
     found = LabelStopping(model).certify(x)
     assert found.proven.any()
@@ -164,7 +152,7 @@ class Exponential(nn.Module):
 
 
 def test_where_nothing_is_proven_one_try_says_why() -> None:
-    model = nn.Sequential(Exponential(), geq(gamma=0.5))
+    model = nn.Sequential(Exponential(), with_layer("geq"))
     found = LabelStopping(model).certify(torch.randn(3, 1, 4, 4))
     assert not found.proven.any()
     assert found.steps.tolist() == [1, 1, 1]

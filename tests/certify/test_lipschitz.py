@@ -38,7 +38,7 @@ def supremum(mu: float, b: float, top: float, a: float) -> float:
     top=st.floats(0.02, 1.0),
     a=st.floats(0.3, 3.0),
 )
-@settings(deadline=None, derandomize=True, max_examples=150)
+@settings(deadline=None, derandomize=True, max_examples=60)
 def test_the_closed_form_is_the_supremum(mu: float, b: float, top: float, a: float) -> None:
     found = float(gaussian_sensitivity(mu, concavity=b, top=top, modulus=a))
     if b * mu**2 >= a * (1 - 1e-9):

@@ -29,7 +29,7 @@ from equilibria.problems.priors import Free, Prior
 from equilibria.problems.problem import Problem
 from equilibria.problems.regularizers import Regularizer
 
-from .guarantee import Guarantee, solved
+from .guarantee import Guarantee, solved, where_known
 from .map_certificate import MapCertificate
 from .rounding import direct_convolutions, norm, residual_rounding
 
@@ -144,14 +144,12 @@ def _certify(
     contracts = rho < 1.0
     error = (residual + off) / (1.0 - rho) * _UP if contracts else torch.full_like(off, math.inf)
     error = torch.where(finite, error, math.inf)
-    kind = Guarantee.contraction if contracts else Guarantee.none
-    kinds = tuple(kind if known else Guarantee.none for known in finite.tolist())
     lipschitz, why = None, "the fixed point is not certified to be unique"
     if contracts:
         lipschitz = numbers.sensitivity() / (1.0 - rho) * _UP
         why = "every input: Σ α_l L_σ‖W_l‖‖U_l‖ q_{l+1}⋯q_L/(1 − ρ)"
     return MapCertificate(
-        kinds=kinds,
+        kinds=where_known(finite & contracts, Guarantee.contraction),
         residual=residual,
         error_bound=error,
         rounding=off,

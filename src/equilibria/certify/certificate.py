@@ -29,19 +29,9 @@ from equilibria.problems.solving import minimize
 from equilibria.problems.splitting import Composite
 
 from .claims import refuted
-from .error_bounds import global_bound, local_bound, local_modulus, tight_curvature
+from .error_bounds import error_bound, local_modulus, tight_curvature
 from .gap import certify_sum
-from .guarantee import (
-    SAMPLED,
-    Guarantee,
-    Proven,
-    either,
-    guarantee_rows,
-    lines,
-    number,
-    solved,
-    spread,
-)
+from .guarantee import SAMPLED, Guarantee, Proven, Rows, number, solved, spread
 from .rounding import direct_convolutions, residual_rounding
 
 __all__ = [
@@ -93,9 +83,9 @@ class Numbers:
     input_norm: float | None = None
     """An upper bound on ‖x → c̃‖₂, where the layer gives one."""
 
-    def rows(self) -> list[tuple[str, str]]:
+    def rows(self) -> Rows:
         """The known ones, in words."""
-        known = []
+        known: Rows = []
         for name, bound in (("‖W‖", self.norm), ("μ", self.mu)):
             if bound is not None:
                 estimate = f"{number(bound.estimate)}, " if bound.estimate else ""
@@ -136,27 +126,22 @@ class Certificate(Proven):
     """Whether both are in the layer's input x or, where its norm is not known, in c."""
     numbers: Numbers
 
-    def __str__(self) -> str:
-        lipschitz = "none" if self.lipschitz is None else number(self.lipschitz)
-        rows = [
-            *guarantee_rows(self),
-            ("contraction ρ", either(self.contraction)),
-            ("modulus m", either(self.modulus)),
-            ("smoothness L", either(self.smoothness)),
+    def first_rows(self) -> Rows:
+        return [
+            ("contraction ρ", spread(self.contraction)),
+            ("modulus m", spread(self.modulus)),
+            ("smoothness L", spread(self.smoothness)),
             ("modulus at z", spread(self.modulus_local)),
             ("objective", spread(self.objective)),
             ("stationarity", f"{spread(self.stationarity)} (jumps at a kink of the prior)"),
-            ("residual", spread(self.residual)),
-            ("‖z − z*‖ ≤", spread(self.error_bound)),
-            ("rounding", f"{spread(self.rounding)} (of the residual; included in the bound)"),
-            (f"Lipschitz in {self.lipschitz_in}", f"{lipschitz} ({self.lipschitz_note})"),
         ]
+
+    def last_rows(self, of: str = "x") -> Rows:
+        rows = super().last_rows(self.lipschitz_in)
         if self.lipschitz_local is not None:
             text = f"{spread(self.lipschitz_local)} ({self.lipschitz_local_note})"
             rows.append(("  at this input", text))
-        rows += [*self.numbers.rows(), ("solver", self.solver)]
-        rows += [("note", note) for note in self.notes]
-        return lines(self, rows, rigorous=self.rigorous)
+        return rows + self.numbers.rows()
 
 
 @torch.no_grad()
@@ -209,71 +194,46 @@ def _certify(
     given: HiddenProblem, state: Tensor, input_norm: float | None, solver: str
 ) -> Certificate:
     found = _measured(given, state, input_norm)
-    problem, z, curvature = found.problem, found.z, found.curvature
-    batch, together = z.shape[0], problem.couples_batch
-    notes: list[str] = []
-    if together:
-        notes.append("the regularizer couples the batch: error bounds are those of all samples")
+    problem, z = found.problem, found.z
     lower, upper, factor = found.bounds
-    m, high, rho = (t.expand(batch) for t in found.bounds)
-    image, residual, off = found.image, found.residual, found.off
-    if not found.derived:
-        notes.append("rounding is an estimate: none is derived for this kind of problem")
-    if curvature.basis == "given":
-        notes.append("m and L were given: the certificate is as good as they are")
-    elif not curvature.rigorous:
-        notes.append("the bounds on the Hessian are estimates")
-    wrong = refuted(problem, z) if isinstance(problem, Problem) else []
-    notes += [f"REFUTED: {text}" for text in wrong]
-    if found.sampled:
-        notes.append(SAMPLED)
-    near = local_modulus(problem, z)
-    finite = (residual + off).isfinite()
-    error = torch.minimum(
-        global_bound(problem, z, residual + off, m, high, together=together),
-        local_bound(problem, z, image, residual + off, off, m, high),
-    )
+    m, high, rho = (t.expand(len(z)) for t in found.bounds)
+    gap = found.residual + found.off
+    finite = gap.isfinite()
+    error = error_bound(problem, z, found.image, gap, found.off, m, high)
     error = torch.where(finite, error, math.inf)
-    if curvature.basis == "estimated" and not wrong:
-        notes.append(f"nothing follows from estimates; if m and L hold, ‖z − z*‖ ≤ {spread(error)}")
-    believed = curvature.basis != "estimated" and not wrong
-    error = error if believed else torch.full_like(error, math.inf)
     objective = problem.objective(z)
-    outside = int((objective.isinf() & finite).sum())
-    if outside:
-        notes.append(
-            f"{outside} of {batch} states lie outside the domain of the prior, where G is infinite "
-            "(a solver extrapolated); T(z) lies inside, within the residual of z"
-        )
+    wrong = refuted(problem, z) if isinstance(problem, Problem) else []
+    notes = _notes(found, wrong, error, int((objective.isinf() & finite).sum()))
+    believed = found.curvature.basis != "estimated" and not wrong
+    error = error if believed else torch.full_like(error, math.inf)
     columns = (t.tolist() for t in (finite & (m > 0) & believed, rho < 1, error.isfinite()))
-    reach, shown = input_norm, {}
+    shown: dict[str, Any] = {}
+    reach = math.inf if input_norm is None else input_norm
     if isinstance(problem, Problem):
-        reach = problem.coupling.features_norm() if reach is None else reach
         shown = problem.coupling.numbers(tuple(z.shape[1:]))
-    reach = math.inf if reach is None else reach
-    lipschitz, lipschitz_note = found.lipschitz, found.lipschitz_note
+        reach = problem.coupling.features_norm() if input_norm is None else input_norm
+    lipschitz, note = found.lipschitz, found.lipschitz_note
     local, local_note = local_lipschitz(problem, z, error, _number(lower), reach)
     if not believed:
         lipschitz = local = None
-        lipschitz_note = local_note = "m and L are not known"
-    elif isinstance(problem, Problem) and problem.effective_prior.has_tensors:
-        if input_norm is not None:
-            local, local_note = None, lipschitz_note
-        else:
-            notes.append("Lipschitz constants are in c alone, the parameters of the prior fixed")
+        note = local_note = "m and L are not known"
+    elif found.prior_varies and input_norm is not None:
+        local, local_note = None, note
+    elif found.prior_varies:
+        notes.append("Lipschitz constants are in c alone, the parameters of the prior fixed")
     return Certificate(
         kinds=tuple(_kind(*row) for row in zip(*columns, strict=True)),
         contraction=_number(factor),
         modulus=_number(lower),
         smoothness=_number(upper),
-        modulus_local=torch.maximum(near, m),
+        modulus_local=torch.maximum(local_modulus(problem, z), m),
         objective=objective,
         stationarity=problem.stationarity(z),
-        residual=residual,
+        residual=found.residual,
         error_bound=error,
-        rounding=off,
+        rounding=found.off,
         lipschitz=lipschitz,
-        lipschitz_note=lipschitz_note,
+        lipschitz_note=note,
         lipschitz_local=local,
         lipschitz_local_note=local_note,
         lipschitz_in="c" if input_norm is None else "x",
@@ -282,6 +242,30 @@ def _certify(
         rigorous=found.rigorous and not wrong,
         notes=tuple(notes),
     )
+
+
+def _notes(found: _Measured, wrong: list[str], error: Tensor, outside: int) -> list[str]:
+    """What a reader must know of the bounds; ``outside`` states are not in the prior's domain."""
+    basis, notes = found.curvature.basis, list[str]()
+    if found.problem.couples_batch:
+        notes.append("the regularizer couples the batch: error bounds are those of all samples")
+    if not found.derived:
+        notes.append("rounding is an estimate: none is derived for this kind of problem")
+    if basis == "given":
+        notes.append("m and L were given: the certificate is as good as they are")
+    elif not found.curvature.rigorous:
+        notes.append("the bounds on the Hessian are estimates")
+    notes += [f"REFUTED: {text}" for text in wrong]
+    if found.sampled:
+        notes.append(SAMPLED)
+    if basis == "estimated" and not wrong:
+        notes.append(f"nothing follows from estimates; if m and L hold, ‖z − z*‖ ≤ {spread(error)}")
+    if outside:
+        notes.append(
+            f"{outside} of {len(error)} states lie outside the domain of the prior, where G is "
+            "infinite (a solver extrapolated); T(z) lies inside, within the residual of z"
+        )
+    return notes
 
 
 @dataclass(frozen=True, eq=False)
@@ -299,6 +283,8 @@ class _Measured:
     """The exact residual is within this of ``residual``, [B]."""
     derived: bool
     sampled: bool
+    prior_varies: bool
+    """Whether a parameter of the prior is a tensor, which may depend on x."""
     lipschitz: float | None
     lipschitz_note: str
 
@@ -309,20 +295,31 @@ class _Measured:
 
 def _measured(given: HiddenProblem, state: Tensor, input_norm: float | None) -> _Measured:
     problem, z = given.in_double(), exact(state)
+    sampled = prior_varies = False
     if isinstance(problem, Problem):
         problem.coupling.check_state(z)
+        prior = problem.effective_prior
+        sampled, prior_varies = prior.sampled, prior.has_tensors
     curvature = tight_curvature(problem)
     bounds = _outward(curvature, z, together=problem.couples_batch)
     image = problem.step(z)
     off, derived = residual_rounding(problem, z, image)
-    sampled = isinstance(problem, Problem) and problem.effective_prior.sampled
     lipschitz, note = global_lipschitz(problem, _number(bounds[0]), input_norm)
-    tensors = isinstance(problem, Problem) and problem.effective_prior.has_tensors
-    if tensors and input_norm is not None:
+    if prior_varies and input_norm is not None:
         lipschitz, note = None, "a parameter of the prior is a tensor: it may depend on x"
-    residual = sample_norm([z - image])
     return _Measured(
-        problem, z, curvature, bounds, image, residual, off, derived, sampled, lipschitz, note
+        problem=problem,
+        z=z,
+        curvature=curvature,
+        bounds=bounds,
+        image=image,
+        residual=sample_norm([z - image]),
+        off=off,
+        derived=derived,
+        sampled=sampled,
+        prior_varies=prior_varies,
+        lipschitz=lipschitz,
+        lipschitz_note=note,
     )
 
 

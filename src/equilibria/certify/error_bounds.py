@@ -26,7 +26,7 @@ from equilibria.problems.problem import HiddenProblem, Problem
 
 from .rounding import norm, residual_rounding, subgradient_rounding
 
-__all__ = ["global_bound", "local_bound", "local_modulus", "tight_curvature"]
+__all__ = ["error_bound", "local_modulus", "tight_curvature"]
 
 _UP = 1.0 + 32 * UNIT  # the last few operations of a bound, each rounded once
 
@@ -40,36 +40,6 @@ def _smaller(a: Tensor, b: Tensor) -> Tensor:
 def _pool(t: Tensor, together: bool) -> Tensor:
     """Norms [B]; where samples are coupled, the norm over the batch for each of them."""
     return norm(t.unsqueeze(0)).expand_as(t) if together else t
-
-
-def global_bound(
-    problem: HiddenProblem,
-    z: Tensor,
-    gap: Tensor,
-    m: Tensor,
-    upper: Tensor,
-    *,
-    together: bool = False,
-) -> Tensor:
-    """The smallest of the bounds for m > 0, inf elsewhere. gap [B] ≥ ‖z − T(z)‖; m, L [B] → [B].
-
-    T_τ with τ = 2/(m + L) and the subgradient are used where their rounding is derived.
-    """
-    factor = torch.maximum((1.0 - m).abs(), (upper - 1.0).abs())
-    best = (1.0 + factor / m) * _pool(gap, together)
-    if isinstance(problem, Problem) and problem.effective_prior.piecewise_linear:
-        least = problem.minimal_subgradient(z)
-        off = subgradient_rounding(problem, z, least)
-        if off is not None:
-            best = _smaller(best, _pool(norm(least) + off, together) / m)
-            tau = 2.0 / (m + upper)  # T_τ has the factor (L − m)/(L + m)
-            tau = torch.where((m > 0) & tau.isfinite() & (tau > 0), tau, 1.0)
-            image = problem.step(z, tau)
-            off = residual_rounding(problem, z, image, tau)[0]
-            factor = torch.maximum((1.0 / tau - m).abs(), (upper - 1.0 / tau).abs())
-            best = _smaller(best, (1.0 + factor / m) * _pool(norm(z - image) + off, together))
-    best = torch.where(best.isnan(), math.inf, best * _UP)
-    return torch.where(m > 0, best, math.inf)
 
 
 def tight_curvature(problem: HiddenProblem, z: Tensor | None = None) -> Curvature:
@@ -98,7 +68,7 @@ def _radius(m: Tensor, s: Tensor, bend: Tensor) -> Tensor:
     return torch.where((m > 0) & (left > 0) & found.isfinite(), found, math.inf)
 
 
-def local_bound(
+def error_bound(
     problem: HiddenProblem,
     z: Tensor,
     image: Tensor,
@@ -107,24 +77,44 @@ def local_bound(
     m: Tensor,
     upper: Tensor,
 ) -> Tensor:
-    """A radius around z that holds exactly one equilibrium, or inf where none is proven. [B].
+    """‖z − z*‖ for the only equilibrium z*, or the only one that close; inf: none proven. [B].
 
-    ``image`` is the computed T(z), ``off`` a bound on its error, ``gap`` ≥ ‖z − T(z)‖. Two centers
-    are tried: T(z), for every prior, and z itself where the subgradient is known.
+    ``image`` is the computed T(z), ``off`` [B] a bound on its error, ``gap`` [B] ≥ ‖z − T(z)‖,
+    m and L [B] hold everywhere. Where samples are coupled, the bound is that of all together.
     """
-    nothing = torch.full_like(gap, math.inf)
-    if not isinstance(problem, Problem) or problem.couples_batch:
-        return nothing
-    found = problem.coupling.hessian_lipschitz()
-    if found is None:
-        return nothing
-    bend = torch.as_tensor(found, dtype=gap.dtype, device=gap.device)
+    together = problem.couples_batch
     factor = torch.maximum((1.0 - m).abs(), (upper - 1.0).abs())
-    around = _radius(local_modulus(problem, image) - bend * off, factor * gap, bend)
-    best = (gap + around) * _UP
-    if problem.effective_prior.piecewise_linear:
-        least = problem.minimal_subgradient(z)
-        extra = subgradient_rounding(problem, z, least)
-        if extra is not None:
-            best = _smaller(best, _radius(local_modulus(problem, z), norm(least) + extra, bend))
-    return torch.where(best.isnan(), math.inf, best)
+    everywhere, near = (1.0 + factor / m) * _pool(gap, together), torch.full_like(gap, math.inf)
+    bend = None
+    if isinstance(problem, Problem):
+        bend = None if together else problem.coupling.hessian_lipschitz()
+        bend = None if bend is None else torch.as_tensor(bend, dtype=gap.dtype, device=gap.device)
+        if bend is not None:  # around T(z), for every prior
+            around = _radius(local_modulus(problem, image) - bend * off, factor * gap, bend)
+            near = (gap + around) * _UP
+        steepest = _subgradient(problem, z)
+        if steepest is not None:
+            everywhere = _smaller(everywhere, _pool(steepest, together) / m)
+            everywhere = _smaller(everywhere, _best_step(problem, z, m, upper))
+            if bend is not None:  # around z itself
+                near = _smaller(near, _radius(local_modulus(problem, z), steepest, bend))
+    return _smaller(torch.where(m > 0, everywhere * _UP, math.inf), near)
+
+
+def _subgradient(problem: Problem, z: Tensor) -> Tensor | None:
+    """dist(0, ∂G(z)) from above, [B]; None where its rounding is not derived."""
+    if not problem.effective_prior.piecewise_linear:
+        return None
+    least = problem.minimal_subgradient(z)
+    off = subgradient_rounding(problem, z, least)
+    return None if off is None else norm(least) + off
+
+
+def _best_step(problem: Problem, z: Tensor, m: Tensor, upper: Tensor) -> Tensor:
+    """The bound by T_τ with τ = 2/(m + L), which has the factor (L − m)/(L + m); [B]."""
+    tau = 2.0 / (m + upper)
+    tau = torch.where((m > 0) & tau.isfinite() & (tau > 0), tau, 1.0)
+    image = problem.step(z, tau)
+    off = residual_rounding(problem, z, image, tau)[0]
+    factor = torch.maximum((1.0 / tau - m).abs(), (upper - 1.0 / tau).abs())
+    return (1.0 + factor / m) * _pool(norm(z - image) + off, problem.couples_batch)

@@ -21,7 +21,7 @@ from equilibria.problems.norms import UNIT, exact
 from equilibria.problems.splitting import Composite, duality_gap, split
 
 from .claims import refuted_bounds, refuted_prox
-from .guarantee import Guarantee, Proven, either, guarantee_rows, lines, spread
+from .guarantee import Guarantee, Proven, Rows, spread, where_known
 
 __all__ = ["GapCertificate", "certify_sum"]
 
@@ -42,19 +42,15 @@ class GapCertificate(Proven):
     value_bound: Tensor
     """G(z) − G(z*) is at most this, [B]; inf where nothing is proven."""
 
-    def __str__(self) -> str:
-        rows = [
-            *guarantee_rows(self),
-            ("modulus m", either(self.modulus)),
+    def first_rows(self) -> Rows:
+        return [
+            ("modulus m", spread(self.modulus)),
             ("objective", spread(self.objective)),
             ("duality gap", spread(self.gap)),
-            ("residual", spread(self.residual)),
-            ("‖z − z*‖ ≤", spread(self.error_bound)),
-            ("G(z) − G(z*) ≤", spread(self.value_bound)),
-            ("solver", self.solver),
-            *(("note", note) for note in self.notes),
         ]
-        return lines(self, rows, rigorous=self.rigorous)
+
+    def last_rows(self, of: str = "x") -> Rows:
+        return [("G(z) − G(z*) ≤", spread(self.value_bound))]
 
 
 def certify_sum(given: Composite, state: Tensor, solver: str) -> GapCertificate:
@@ -86,9 +82,9 @@ def certify_sum(given: Composite, state: Tensor, solver: str) -> GapCertificate:
     safe = torch.where(holds, m, 1.0)
     error = (rest + (rest * rest + 4.0 * safe * gap).sqrt()) / (2.0 * safe)
     value = gap + rest * rest / (2.0 * safe)
-    unique = ((m > 0) & z.flatten(1).isfinite().all(1) & believed).tolist()
+    unique = (m > 0) & z.flatten(1).isfinite().all(1) & believed
     return GapCertificate(
-        kinds=tuple(Guarantee.strong_convexity if one else Guarantee.none for one in unique),
+        kinds=where_known(unique, Guarantee.strong_convexity),
         residual=rest,
         error_bound=torch.where(holds, error * (1 + 64 * UNIT), math.inf),
         rounding=torch.zeros_like(rest),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import warnings
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,13 +19,15 @@ __all__ = [
     "Guarantee",
     "Guaranteed",
     "Proven",
-    "either",
-    "guarantee_rows",
-    "lines",
+    "Rows",
+    "aligned",
     "number",
     "solved",
     "spread",
+    "where_known",
 ]
+
+Rows = list[tuple[str, str]]
 
 
 class Guarantee(enum.StrEnum):
@@ -67,6 +70,8 @@ class Guaranteed:
 
     kinds: tuple[Guarantee, ...]
     residual: Tensor
+    error_bound: Tensor
+    rigorous: bool
 
     @property
     def certified(self) -> Tensor:
@@ -83,6 +88,21 @@ class Guaranteed:
         """The weakest guarantee in the batch."""
         order = list(Guarantee)
         return max(self.kinds, key=order.index) if self.kinds else Guarantee.none
+
+    def written(self, rows: Rows) -> str:
+        """A heading, the guarantees in words, and rows of (name, text), aligned."""
+        total = len(self.kinds)
+        head: Rows = []
+        for kind in Guarantee:
+            count = self.kinds.count(kind)
+            if count:
+                share = "" if count == total else f" ({count} of {total} samples)"
+                head.append(("" if head else "guarantee", f"{kind}: {kind.words}{share}"))
+        certain = f"certified for {int(self.certified.sum())} of {total} samples"
+        rows = [*head, ("unique", "yes" if self.unique else certain), *rows]
+        samples = "1 sample" if total == 1 else f"{total} samples"
+        status = "proven, in float64" if self.rigorous else "partly estimated, see the notes"
+        return aligned(f"Certificate for {samples}: {status}", rows)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -106,13 +126,49 @@ class Proven(Guaranteed):
     """Whether every bound is proven; False where an estimate had to be used (see ``notes``)."""
     notes: tuple[str, ...] = ()
 
+    def __str__(self) -> str:
+        rows = [
+            *self.first_rows(),
+            ("residual", spread(self.residual)),
+            ("‖z − z*‖ ≤", spread(self.error_bound)),
+            *self.last_rows(),
+            ("solver", self.solver),
+            *(("note", note) for note in self.notes),
+        ]
+        return self.written(rows)
+
+    @abstractmethod
+    def first_rows(self) -> Rows:
+        """What is written before the residual and the error bound."""
+
+    def last_rows(self, of: str = "x") -> Rows:
+        """What is written after them."""
+        lipschitz = "none" if self.lipschitz is None else number(self.lipschitz)
+        return [
+            ("rounding", f"{spread(self.rounding)} (of the residual; included in the bound)"),
+            (f"Lipschitz in {of}", f"{lipschitz} ({self.lipschitz_note})"),
+        ]
+
+
+def aligned(heading: str, rows: Rows) -> str:
+    width = max(len(name) for name, _ in rows)
+    made = [f"  {name:<{width}}  {text}".rstrip() for name, text in rows]
+    return "\n".join([heading, *made])
+
+
+def where_known(known: Tensor, kind: Guarantee) -> tuple[Guarantee, ...]:
+    """``kind`` for the samples of ``known`` [B], none for the others."""
+    return tuple(kind if one else Guarantee.none for one in known.tolist())
+
 
 def number(value: float) -> str:
     return f"{value:.4g}"
 
 
-def spread(values: Tensor) -> str:
+def spread(values: float | Tensor) -> str:
     """One number, or min, median and max; NaN samples are counted apart."""
+    if not isinstance(values, Tensor):
+        return number(values)
     flat = values.detach().flatten().double().cpu()
     known = flat[~flat.isnan()]
     if flat.numel() == 1 or known.numel() == 0:
@@ -123,34 +179,6 @@ def spread(values: Tensor) -> str:
     if least == largest:
         text = number(least)
     return f"{text} ({lost} NaN)" if lost else text
-
-
-def either(value: float | Tensor) -> str:
-    return spread(value) if isinstance(value, Tensor) else number(value)
-
-
-def guarantee_rows(certificate: Guaranteed) -> list[tuple[str, str]]:
-    """The guarantees in words, and whether every sample has exactly one equilibrium."""
-    total = len(certificate.kinds)
-    rows: list[tuple[str, str]] = []
-    for kind in Guarantee:
-        count = certificate.kinds.count(kind)
-        if count:
-            share = "" if count == total else f" ({count} of {total} samples)"
-            rows.append(("guarantee" if not rows else "", f"{kind}: {kind.words}{share}"))
-    certain = f"certified for {int(certificate.certified.sum())} of {total} samples"
-    return [*rows, ("unique", "yes" if certificate.unique else certain)]
-
-
-def lines(certificate: Guaranteed, rows: list[tuple[str, str]], *, rigorous: bool) -> str:
-    """A heading and aligned rows of (name, text)."""
-    total = len(certificate.kinds)
-    width = max(len(name) for name, _ in rows)
-    samples = "1 sample" if total == 1 else f"{total} samples"
-    status = "proven, in float64" if rigorous else "partly estimated, see the notes"
-    made = [f"Certificate for {samples}: {status}"]
-    made += [f"  {name:<{width}}  {text}".rstrip() for name, text in rows]
-    return "\n".join(made)
 
 
 def solved(run: Callable[[], Solution[Any]], z: Any = None) -> tuple[Any, str]:

@@ -21,16 +21,7 @@ from equilibria.engine.spectral import spectral_radius
 from equilibria.engine.tree import flatten_state, sample_norm
 from equilibria.problems.norms import UNIT
 
-from .guarantee import (
-    Guarantee,
-    Guaranteed,
-    Proven,
-    either,
-    guarantee_rows,
-    lines,
-    number,
-    spread,
-)
+from .guarantee import Guarantee, Guaranteed, Proven, Rows, spread, where_known
 
 __all__ = ["CompositeCertificate", "MapCertificate", "certify_map"]
 
@@ -46,22 +37,13 @@ class MapCertificate(Proven):
     numbers: Mapping[str, str] = field(default_factory=dict)
     """What the bounds were made of, name by name, in words."""
 
-    def __str__(self) -> str:
-        known = "none" if self.lipschitz is None else number(self.lipschitz)
-        factor = "not known" if self.contraction is None else either(self.contraction)
-        rows = [*guarantee_rows(self), ("contraction ρ", factor)]
-        if self.modulus is not None:
-            rows.append(("modulus m", either(self.modulus)))
-        rows += [
-            ("residual", spread(self.residual)),
-            ("‖z − z*‖ ≤", spread(self.error_bound)),
-            ("rounding", f"{spread(self.rounding)} (of the residual; included in the bound)"),
-            ("Lipschitz in x", f"{known} ({self.lipschitz_note})"),
-            *self.numbers.items(),
-            ("solver", self.solver),
-            *(("note", note) for note in self.notes),
-        ]
-        return lines(self, rows, rigorous=self.rigorous)
+    def first_rows(self) -> Rows:
+        factor = "not known" if self.contraction is None else spread(self.contraction)
+        modulus = [] if self.modulus is None else [("modulus m", spread(self.modulus))]
+        return [("contraction ρ", factor), *modulus]
+
+    def last_rows(self, of: str = "x") -> Rows:
+        return [*super().last_rows(of), *self.numbers.items()]
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,22 +85,18 @@ class CompositeCertificate(Guaranteed, Mapping[str, Guaranteed]):
         return _together([part.residual for part in self.parts.values()])
 
     @property
-    def error_bound(self) -> Tensor:
+    def error_bound(self) -> Tensor:  # type: ignore[override]
         """A bound on the distance of all states together, [B]; inf where a part has none."""
-        found = [getattr(part, "error_bound", None) for part in self.parts.values()]
-        if any(t is None for t in found):
-            return torch.full_like(self.residual, math.inf)
-        return _together([t for t in found if t is not None])
+        return _together([part.error_bound for part in self.parts.values()])
 
     @property
-    def rigorous(self) -> bool:
-        return all(bool(getattr(part, "rigorous", False)) for part in self.parts.values())
+    def rigorous(self) -> bool:  # type: ignore[override]
+        return all(part.rigorous for part in self.parts.values())
 
     def __str__(self) -> str:
-        rows = [*guarantee_rows(self), ("residual", spread(self.residual))]
-        rows.append(("‖z − z*‖ ≤", spread(self.error_bound)))
+        rows = [("residual", spread(self.residual)), ("‖z − z*‖ ≤", spread(self.error_bound))]
         rows += [("note", self.note)] if self.note else []
-        text = [lines(self, rows, rigorous=self.rigorous)]
+        text = [self.written(rows)]
         for name, part in self.parts.items():
             body = str(part).splitlines()
             text.append(f"  {name}: {body[0]}")
@@ -174,9 +152,8 @@ def certify_map(model: GeneralMap, x: Any, z: Any, solver: str) -> MapCertificat
     holds = finite & _believed(bound, radius, notes)
     rho = math.inf if bound is None else bound
     error = torch.where(holds, (residual + rounding) / (1.0 - rho) * (1 + 8 * UNIT), math.inf)
-    kind = {True: Guarantee.contraction, False: Guarantee.none}
     return MapCertificate(
-        kinds=tuple(kind[known] for known in holds.tolist()),
+        kinds=where_known(holds, Guarantee.contraction),
         residual=residual,
         error_bound=error,
         rounding=rounding,

@@ -38,7 +38,7 @@ from equilibria.problems.priors import Prior
 from equilibria.solvers.forward_backward import ForwardBackward, forward_backward_factor
 from equilibria.solvers.peaceman_rachford import PeacemanRachford, peaceman_rachford_factor
 
-from .guarantee import SAMPLED, Guarantee, solved
+from .guarantee import SAMPLED, Guarantee, solved, where_known
 from .map_certificate import MapCertificate
 from .rounding import direct_convolutions
 
@@ -100,14 +100,13 @@ def _certify(
             f"the rounding of W exceeds the modulus m = {layer.m:g}: take a wider dtype or a "
             "larger m"
         )
-    kinds = tuple(proven if known else Guarantee.none for known in finite.tolist())
     derived, sampled = layer.prior.shift is not None, layer.prior.sampled
     if not derived:
         notes.append("rounding is an estimate: none is derived for this prior")
     if sampled:
         notes.append(SAMPLED)
     return MapCertificate(
-        kinds=kinds,
+        kinds=where_known(finite, proven),
         residual=residual,
         error_bound=error,
         rounding=off,

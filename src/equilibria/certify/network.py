@@ -24,26 +24,26 @@ import copy
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, overload, runtime_checkable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from equilibria.engine.result import ConvergenceWarning, Solution
 from equilibria.engine.tree import sample_norm
-from equilibria.problems.norms import SAFETY, UNIT, dense_norm, sum_error
-from equilibria.problems.operators import ConvOperator, DenseOperator
+from equilibria.problems.norms import UNIT, sum_error
 from equilibria.problems.problem import HiddenProblem
 
 from .certificate import Certifiable, Certificate, SelfCertifying, certify_layer, distance
-from .guarantee import number, spread
+from .function_bounds import UP
+from .guarantee import aligned, number, spread
 from .monotone_layer import entrywise
 from .rounding import direct_convolutions
+from .tracked import Tracked
 
 __all__ = [
     "Enclosed",
@@ -60,7 +60,6 @@ Solve = Callable[..., Solution[Any]]
 Solved = Callable[[str, Any, Solve, Tensor, Any], Solution[Any]]
 
 _RTOL, _STEPS = 1e-11, 5000
-_UP = 1.0 + 1e-13
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,8 +111,7 @@ class NetworkCertificate:
         proven = int((self.radius > 0).sum())
         kind = "ℓ∞" if self.norm == "inf" else "ℓ2"
         head = f"label proven within the radius ({kind}) for {proven} of {len(self.radius)} samples"
-        width = max(len(name) for name, _ in rows)
-        return "\n".join([head, *(f"  {name:<{width}}  {text}" for name, text in rows)])
+        return aligned(head, rows)
 
 
 def tight_solver(layer: Any) -> Any:
@@ -199,52 +197,51 @@ class TrackedNetwork:
             if hasattr(module, "enclose"):
                 inside |= set(module.modules()) - {module}
 
+    @torch.inference_mode(False)  # it would not count changes in place
     @torch.no_grad()
     def certify(self, x: Tensor, norm: str = "2") -> NetworkCertificate:
         """What is proven of the labels of x [B, ...] by the states that the solves gave."""
         check_norm(norm)
         self.notes.clear()
-        exact = x.detach().double()
-        lipschitz = 1.0 if norm == "2" else math.sqrt(math.prod(x.shape[1:])) * _UP
-        start = _Tracked.wrap(exact, lipschitz, exact.new_zeros(len(x)), self.notes)
+        exact = x.detach().double().clone()
+        lipschitz = 1.0 if norm == "2" else math.sqrt(math.prod(x.shape[1:])) * UP
+        start = Tracked.wrap(exact, lipschitz, exact.new_zeros(len(x)), self.notes)
         start.entries = None if norm == "2" else exact.new_ones((1, *x.shape[1:]))
         with warnings.catch_warnings(), direct_convolutions(x):
             warnings.simplefilter("ignore", ConvergenceWarning)
             logits = self.network(start)
-        if not isinstance(logits, _Tracked) or logits.ndim != 2 or logits.shape[1] < 2:
+        if not isinstance(logits, Tracked) or logits.ndim != 2 or logits.shape[1] < 2:
             raise TypeError(
                 f"certify takes a network with logits [B, classes], and {self.name} gave "
                 f"{getattr(logits, 'shape', type(logits).__name__)}."
             )
+        logits = logits.current()
         found = _judged(logits, tuple(dict.fromkeys(self.notes)))
         return dataclasses.replace(found, norm=norm)
 
 
-def _judged(logits: _Tracked, notes: tuple[str, ...]) -> NetworkCertificate:
+def _judged(logits: Tracked, notes: tuple[str, ...]) -> NetworkCertificate:
     values = logits.plain()
     label = values.argmax(1)
-    rows, lipschitz, error = logits.rows, logits.lipschitz, logits.error
     margin = values.gather(1, label[:, None]) - values
-    if rows is None:
-        gap = torch.full_like(margin, math.sqrt(2.0) * _UP)
-        reach, off = gap * lipschitz, gap * error[:, None]
+    off = 64 * UNIT * (values.abs().amax(1, keepdim=True) + values.abs())
+    if logits.rows is None:
+        gap, before = torch.full_like(margin, math.sqrt(2.0) * UP), logits
     else:
-        weight, before = rows
-        gap = (weight[label][:, None] - weight[None]).norm(dim=2) * (1.0 + 1e-12)
-        reach, off = gap * before.lipschitz, gap * before.error[:, None]
-        if before.entries is not None:
-            moved = (weight[label][:, None] - weight[None]).abs() @ before.entries[0]
-            reach = torch.minimum(reach, moved * (1.0 + 1e-12))
-    off = off + 64 * UNIT * (values.abs().amax(1, keepdim=True) + values.abs())
-    if rows is not None:
-        weight, before = rows
+        weight, before = logits.rows
+        apart = weight[label][:, None] - weight[None]
+        gap = apart.norm(dim=2) * (1.0 + 1e-12)
         size = sample_norm([before.plain()])[:, None] * weight.abs().sum(1).max()
         off = off + 4 * sum_error(weight.shape[1] + 1) * size
+    off, reach = off + gap * before.error[:, None], gap * before.lipschitz
+    if logits.rows is not None and before.entries is not None:
+        moved = apart.abs() @ before.entries[0]
+        reach = torch.minimum(reach, moved * (1.0 + 1e-12))
     radii = (margin - off) / reach * (1.0 - 1e-13)
     radii = torch.where(radii > 0.0, radii, 0.0)  # NaN too
     radii.scatter_(1, label[:, None], math.inf)
     radius, nearest = radii.min(1)
-    return NetworkCertificate(label, radius, nearest, values, error, lipschitz, notes)
+    return NetworkCertificate(label, radius, nearest, values, logits.error, logits.lipschitz, notes)
 
 
 def plain_copy(model: nn.Module) -> nn.Module:
@@ -277,11 +274,11 @@ def _intercept(
             changed.solve = inner
             return
         changed.solve = partial(_solved, name or "(the network)", module, inner, notes)
-        changed.observed_solve = changed.solve  # of layers that watch their own map
-        changed.forward = lambda x, z0=None: changed.solve(x, z0).value
+        changed.observed_solve = changed.solve  # which forward calls
 
 
-def _enclosed(module: Enclosing, x: _Tracked) -> Tensor:
+def _enclosed(module: Enclosing, x: Tracked) -> Tensor:
+    x = x.current()
     found = module.enclose(x.plain())
     return x.passed(found.value, found.lipschitz, found.error)
 
@@ -299,11 +296,12 @@ def _solved(
     layer: Any,
     solve: Solve,
     notes: list[str],
-    x: _Tracked,
+    x: Tracked,
     z0: Any = None,
     **options: Any,
 ) -> Solution[Any]:
     """A solve whose answer carries what the layer's certificate proves."""
+    x = x.current()
     solution = solve(x.plain(), z0, **options)
     found = distance(layer, x.plain(), solution.value)
     if found.lipschitz is None:
@@ -316,377 +314,3 @@ def _solved(
         value.lipschitz = min(value.lipschitz, size)
         value.bounded(entries)
     return dataclasses.replace(solution, value=value)
-
-
-# ---------------------------------------------------------------------- tracked tensors
-
-
-class _Tracked(Tensor):
-    """A tensor [B, ...] with a Lipschitz constant in the input and an error bound [B]."""
-
-    lipschitz: float
-    error: Tensor
-    rows: tuple[Tensor, _Tracked] | None
-    """V and h, where this is Vh + d."""
-    entries: Tensor | None
-    """e [1, ...]: no entry moves by more than ε·e when the input moves by ε in ℓ∞."""
-    notes: list[str]
-
-    @staticmethod
-    def wrap(value: Tensor, lipschitz: float, error: Tensor, notes: list[str]) -> _Tracked:
-        made: _Tracked = value.as_subclass(_Tracked)
-        made.lipschitz, made.error, made.rows, made.notes = lipschitz, error, None, notes
-        made.entries = None
-        return made
-
-    def bounded(self, entries: Tensor | None) -> None:
-        """Take a bound on each entry, and what follows for the norm."""
-        self.entries = entries
-        if entries is not None:
-            self.lipschitz = min(self.lipschitz, float(entries.norm()) * (1.0 + 1e-9))
-
-    def plain(self) -> Tensor:
-        return self.as_subclass(Tensor)
-
-    def passed(self, value: Tensor, constant: float, own: Tensor | float = 0.0) -> _Tracked:
-        """``value``: of a function with this constant at self, with an error of its own."""
-        rounding = SAFETY * 8 * UNIT * sample_norm([value])
-        carried = torch.where(self.error > 0.0, self.error * constant, 0.0)
-        lipschitz = self.lipschitz * constant if self.lipschitz else 0.0
-        error = (carried + own + rounding) * _UP
-        return _Tracked.wrap(value, lipschitz * _UP, error, self.notes)
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, name = kwargs or {}, getattr(func, "__name__", str(func))
-        if name in _READS:
-            raise TypeError(
-                f"certify cannot follow a network that decides by its numbers ({name} of a value "
-                "that depends on the input)."
-            )
-        with torch._C.DisableTorchFunctionSubclass():
-            if name == "as_subclass":
-                return func(*args, **kwargs)
-            unwrap = partial(Tensor.as_subclass, cls=Tensor)
-            plain, named = pytree.tree_map_only(cls, unwrap, (args, kwargs))
-            out = func(*plain, **named)
-            if not isinstance(out, Tensor):
-                return out
-            sources = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, cls)]
-            rule = _RULES.get(name)
-            found = None if rule is None else rule(sources, plain, named, out)
-            if found is None:
-                first = sources[0]
-                first.notes.append(f"no Lipschitz constant is known for {name}")
-                found = cls.wrap(out, math.inf, torch.full_like(first.error, math.inf), first.notes)
-            elif len(sources) == 1 and sources[0].entries is not None:
-                found.bounded(_moved(name, func, sources[0].entries, plain, named))
-            return found
-
-
-_ENTRYWISE = {"relu", "tanh", "softplus", "clamp", "clamp_min", "clamp_max", "abs", "neg", "relu6"}
-_MOVES = {
-    "flatten",
-    "reshape",
-    "view",
-    "contiguous",
-    "clone",
-    "detach",
-    "double",
-    "pixel_unshuffle",
-}
-
-
-def _moved(name: str, func: Any, e: Tensor, args: Any, kwargs: Any) -> Tensor | None:
-    """The bound on each entry after an operation on values with the bound e [1, ...]; or None."""
-    if name in _ENTRYWISE:
-        return e
-    if name in _MOVES and args:
-        moved: Tensor = func(e.expand_as(args[0]).contiguous(), *args[1:], **kwargs)
-        return moved[:1]
-    if name not in ("linear", "conv2d"):
-        return None
-    rest = {key: value for key, value in kwargs.items() if key not in ("input", "weight", "bias")}
-    weight = kwargs["weight"] if "weight" in kwargs else args[1]
-    image: Tensor = func(e, weight.abs(), None, *args[3:], **rest)
-    return image * (1.0 + 1e-9)  # and its rounding
-
-
-_READS = {"__bool__", "__float__", "__int__", "__index__", "item", "tolist", "numpy", "equal"}
-"""What would let a network branch on its numbers, or leave torch with them."""
-
-Rule = Callable[[list[_Tracked], Any, Any, Tensor], "_Tracked | None"]
-
-
-def _same_batch(u: _Tracked, out: Tensor) -> bool:
-    return out.ndim > 0 and len(out) == len(u)
-
-
-def _unary(constant: float) -> Rule:
-    """An elementwise function, or a rearrangement, with this constant."""
-
-    def rule(sources: list[_Tracked], args: Any, kwargs: Any, out: Tensor) -> _Tracked | None:
-        single = len(sources) == 1 and _same_batch(sources[0], out)
-        single = single and out.numel() == sources[0].numel()  # no copies, by broadcasting
-        single = single and out.dtype == sources[0].dtype  # not the bits read as another type
-        return sources[0].passed(out, constant) if single else None
-
-    return rule
-
-
-def _softplus(sources: list[_Tracked], args: Any, kwargs: Any, out: Tensor) -> _Tracked | None:
-    """Above its threshold torch takes x, a jump of log(1 + e^{−threshold})/β: rounding at 20."""
-    threshold = kwargs.get("threshold", args[2] if len(args) > 2 else 20.0)
-    return sources[0].passed(out, 1.0) if threshold >= 20.0 else None
-
-
-def _leaky(sources: list[_Tracked], args: Any, kwargs: Any, out: Tensor) -> _Tracked | None:
-    slope = kwargs.get("negative_slope", args[1] if len(args) > 1 else 0.01)
-    return sources[0].passed(out, max(1.0, abs(float(slope))))
-
-
-def _permuted(sources: list[_Tracked], args: Any, kwargs: Any, out: Tensor) -> _Tracked | None:
-    """A permutation of dimensions that leaves the batch in its place."""
-    dims = pytree.tree_leaves((args[1:], kwargs))
-    return sources[0].passed(out, 1.0) if int(dims[0]) % out.ndim == 0 else None
-
-
-def _transposed(sources: list[_Tracked], args: Any, kwargs: Any, out: Tensor) -> _Tracked | None:
-    dims = [int(d) % out.ndim for d in pytree.tree_leaves((args[1:], kwargs))]
-    return sources[0].passed(out, 1.0) if 0 not in dims else None
-
-
-def _dropout(sources: list[_Tracked], args: Any, kwargs: Any, out: Tensor) -> _Tracked | None:
-    training = kwargs.get("training", args[2] if len(args) > 2 else True)
-    return None if training else sources[0].passed(out, 1.0)
-
-
-def _sum(sources: list[_Tracked], args: Any, kwargs: Any, out: Tensor) -> _Tracked | None:
-    scale = kwargs.get("alpha", 1)
-    if scale != 1 or not all(_same_batch(u, out) and u.shape == out.shape for u in sources):
-        return None
-    first = sources[0].passed(out, 1.0)
-    for other in sources[1:]:
-        first.lipschitz = (first.lipschitz + other.lipschitz) * _UP
-        first.error = (first.error + other.error) * _UP
-    return first
-
-
-def _scaled(sources: list[_Tracked], args: Any, kwargs: Any, out: Tensor) -> _Tracked | None:
-    """Multiplication with, or division by, a number."""
-    if len(sources) != 1 or len(args) != 2:
-        return None
-    first, second = args
-    divided = isinstance(first, Tensor) and isinstance(second, (int, float))
-    factor = second if divided else first
-    if not isinstance(factor, (int, float)):
-        return None
-    return sources[0].passed(out, abs(float(factor)))
-
-
-def _quotient(sources: list[_Tracked], args: Any, kwargs: Any, out: Tensor) -> _Tracked | None:
-    if len(sources) != 1 or len(args) != 2 or not isinstance(args[1], (int, float)):
-        return None
-    if kwargs.get("rounding_mode") is not None:
-        return None
-    return sources[0].passed(out, 1.0 / abs(float(args[1])) * _UP)
-
-
-def _cat(sources: list[_Tracked], args: Any, kwargs: Any, out: Tensor) -> _Tracked | None:
-    dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
-    parts = args[0] if args else kwargs["tensors"]
-    if dim == 0 or len(sources) != len(parts) or not _same_batch(sources[0], out):
-        return None
-    lipschitz = math.sqrt(sum(u.lipschitz**2 for u in sources)) * _UP
-    error = torch.stack([u.error for u in sources]).norm(dim=0) * _UP
-    return _Tracked.wrap(out, lipschitz, error, sources[0].notes)
-
-
-def _mean(sources: list[_Tracked], args: Any, kwargs: Any, out: Tensor) -> _Tracked | None:
-    if len(sources) != 1 or not _same_batch(sources[0], out):
-        return None
-    dims = pytree.tree_leaves((args[1:], {k: v for k, v in kwargs.items() if k == "dim"}))
-    if not dims or any(d % sources[0].ndim == 0 for d in dims if not isinstance(d, bool)):
-        return None
-    count = sources[0].numel() // max(out.numel(), 1)
-    return _averaged(sources[0], out, 1.0 / math.sqrt(count), count)
-
-
-def _averaged(u: _Tracked, out: Tensor, constant: float, terms: int) -> _Tracked:
-    """A linear map of norm ``constant`` and of the norm of its magnitude, sums of ``terms``."""
-    return u.passed(out, constant * _UP, SAFETY * sum_error(terms) * sample_norm([u.plain()]))
-
-
-def _magnitude(weight: Tensor) -> float:
-    """‖|W|‖₂ ≤ √(‖W‖₁‖W‖∞) of a matrix or a convolution, any stride, padding and dilation."""
-    rows = weight.abs().flatten(1).sum(1).max()
-    columns = weight.abs().transpose(0, 1).flatten(1).sum(1).max()
-    return float((rows * columns).sqrt()) * (1.0 + 1e-12)
-
-
-def _linear_map(
-    u: _Tracked, weight: Tensor, bias: Tensor | None, out: Tensor, norm: float
-) -> _Tracked:
-    terms = weight[0].numel() + 1
-    size = _magnitude(weight) * sample_norm([u.plain()])
-    if bias is not None:
-        size = size + bias.abs().max() * math.sqrt(out[0].numel())
-    return u.passed(out, norm, SAFETY * sum_error(terms) * size)
-
-
-def _dense(sources: list[_Tracked], args: Any, kwargs: Any, out: Tensor) -> _Tracked | None:
-    given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
-    if len(sources) != 1 or sources[0].ndim != 2:
-        return None
-    weight = given["weight"]
-    found = _linear_map(
-        sources[0], weight, given.get("bias"), out, DenseOperator(weight).norm_upper()
-    )
-    found.rows = (weight, sources[0])
-    return found
-
-
-def _convolution(sources: list[_Tracked], args: Any, kwargs: Any, out: Tensor) -> _Tracked | None:
-    names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
-    given: dict[str, Any] = {"bias": None, "stride": 1, "padding": 0, "dilation": 1, "groups": 1}
-    given |= dict(zip(names, args, strict=False)) | kwargs
-    weight, groups = given["weight"], given["groups"]
-    if len(sources) != 1 or weight.ndim != 4 or groups != 1:
-        return None
-    norm = _magnitude(weight)
-    if given["dilation"] in (1, (1, 1)):
-        operator = ConvOperator(weight, given["stride"], given["padding"])
-        norm = min(norm, operator.norm_upper_on(out.shape[1:]))
-    return _linear_map(sources[0], weight, given["bias"], out, norm)
-
-
-def _batch_norm(sources: list[_Tracked], args: Any, kwargs: Any, out: Tensor) -> _Tracked | None:
-    names = (
-        "input",
-        "running_mean",
-        "running_var",
-        "weight",
-        "bias",
-        "training",
-        "momentum",
-        "eps",
-    )
-    given: dict[str, Any] = {"weight": None, "bias": None, "training": False, "eps": 1e-5}
-    given |= dict(zip(names, args, strict=False)) | kwargs
-    if len(sources) != 1 or given["training"] or given["running_var"] is None:
-        return None
-    factor = (given["running_var"] + given["eps"]).rsqrt()
-    if given["weight"] is not None:
-        factor = factor * given["weight"].abs()
-    shift = given["running_mean"].abs() * factor
-    if given["bias"] is not None:
-        shift = shift + given["bias"].abs()
-    own = SAFETY * 8 * UNIT * shift.max() * math.sqrt(out[0].numel())
-    return sources[0].passed(out, float(factor.max()) * _UP, own)
-
-
-def _pair(value: Any) -> tuple[int, int]:
-    return (value, value) if isinstance(value, int) else tuple(value)
-
-
-def _pool(maximum: bool) -> Rule:
-    """Blocks of k pixels: each output sees k inputs, and each input is seen by ⌈k/s⌉ at most."""
-
-    def rule(sources: list[_Tracked], args: Any, kwargs: Any, out: Tensor) -> _Tracked | None:
-        rest = "dilation ceil_mode" if maximum else "ceil_mode count_include_pad divisor_override"
-        names = f"input kernel_size stride padding {rest}".split()
-        given: dict[str, Any] = {"stride": None}
-        given |= dict(zip(names, args, strict=False)) | kwargs
-        if given.get("dilation", 1) not in (1, (1, 1)) or given.get("divisor_override"):
-            return None
-        kernel = _pair(given["kernel_size"])
-        step = _pair(given["stride"]) if given["stride"] else kernel
-        seen = math.prod(math.ceil(k / s) for k, s in zip(kernel, step, strict=True))
-        padded = given.get("padding", 0) not in (0, (0, 0)) or given.get("ceil_mode", False)
-        if maximum:
-            constant = math.sqrt(seen)
-        else:  # rows of sum 1, columns of at most seen/k; at an edge fewer may be averaged
-            constant = math.sqrt(seen) if padded else math.sqrt(seen / math.prod(kernel))
-        return _averaged(sources[0], out, constant, math.prod(kernel))
-
-    return rule
-
-
-def _separable(sources: list[_Tracked], args: Any, kwargs: Any, out: Tensor) -> _Tracked | None:
-    """A resize of maps, the same along rows and columns: ‖A ⊗ B‖ = ‖A‖‖B‖, from its matrices."""
-    (u,) = sources
-    if u.ndim != 4:
-        return None
-    constant = 1.0
-    for axis in (2, 3):
-        eye = torch.eye(u.shape[axis], dtype=torch.float64)[:, None]
-        line = eye[..., None] if axis == 2 else eye[:, :, None]
-        given = dict(zip(("input", "size", "scale_factor", "mode"), args, strict=False)) | kwargs
-        size = (out.shape[2], 1) if axis == 2 else (1, out.shape[3])
-        mode = given.get("mode", "nearest")
-        extra = {} if mode == "nearest" else {"align_corners": given.get("align_corners")}
-        moved = F.interpolate(line, size=size, mode=mode, **extra)
-        constant *= dense_norm(moved.flatten(1)).upper
-    return _averaged(u, out, constant, 16)
-
-
-def _adaptive(sources: list[_Tracked], args: Any, kwargs: Any, out: Tensor) -> _Tracked | None:
-    (u,) = sources
-    pairs = list(zip(u.shape[2:], out.shape[2:], strict=True))
-    if any(a % b for a, b in pairs):
-        return None
-    count = math.prod(a // b for a, b in pairs)
-    return _averaged(u, out, 1.0 / math.sqrt(count), count)
-
-
-def _padded(sources: list[_Tracked], args: Any, kwargs: Any, out: Tensor) -> _Tracked | None:
-    mode = kwargs.get("mode", args[2] if len(args) > 2 else "constant")
-    return sources[0].passed(out, 1.0) if mode == "constant" and len(sources) == 1 else None
-
-
-def _item(sources: list[_Tracked], args: Any, kwargs: Any, out: Tensor) -> _Tracked | None:
-    """Slices keep some entries; of the batch, all."""
-    index = args[1] if isinstance(args[1], tuple) else (args[1],)
-    kept = all(isinstance(i, slice) or i is Ellipsis for i in index)
-    if not kept or not _same_batch(sources[0], out):
-        return None
-    return sources[0].passed(out, 1.0)
-
-
-def _rules() -> Iterator[tuple[str, Rule]]:
-    one = (
-        "relu", "tanh", "clamp", "clamp_min", "clamp_max", "abs", "neg", "hardtanh",
-        "relu6", "softshrink", "flatten", "reshape", "view", "contiguous", "unsqueeze", "detach",
-        "clone", "double", "pixel_unshuffle", "pixel_shuffle", "unflatten",
-    )  # fmt: skip
-    for name in one:
-        yield name, _unary(1.0)
-    yield "softplus", _softplus
-    yield "leaky_relu", _leaky
-    yield "transpose", _transposed
-    yield "permute", _permuted
-    for name in ("dropout", "dropout1d", "dropout2d", "feature_dropout"):
-        yield name, _dropout
-    yield "sigmoid", _unary(0.25)
-    yield "gelu", _unary(1.13)  # the largest slope is 1.1290
-    yield "silu", _unary(1.1)  # 1.0998
-    for name in ("add", "__add__", "__radd__", "sub", "__sub__", "__rsub__"):
-        yield name, _sum
-    for name in ("mul", "__mul__", "__rmul__"):
-        yield name, _scaled
-    for name in ("div", "__truediv__", "true_divide"):
-        yield name, _quotient
-    yield "cat", _cat
-    yield "mean", _mean
-    yield "linear", _dense
-    yield "conv2d", _convolution
-    yield "batch_norm", _batch_norm
-    yield "avg_pool2d", _pool(maximum=False)
-    yield "max_pool2d", _pool(maximum=True)
-    yield "adaptive_avg_pool2d", _adaptive
-    yield "interpolate", _separable
-    yield "pad", _padded
-    yield "__getitem__", _item
-
-
-_RULES: dict[str, Rule] = dict(_rules())

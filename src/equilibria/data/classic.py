@@ -23,7 +23,6 @@ from equilibria.engine.optional import needs
 
 from . import sources
 from .catalog import DataCard, describe, resolve_split
-from .sampling import held_out
 from .sources import DataError, Found, check_expansion, read_file
 
 _PIXELS = 3 * 32 * 32
@@ -40,18 +39,14 @@ _SIGNS = {
 }
 
 
-def read_digits(asked: str) -> Found:
-    """1,797 images 8×8, values round(255 v / 16); a fixed fifth of each class is the test split."""
+def read_digits() -> Found:
+    """1,797 images 8×8, values round(255 v / 16), as one set ("all"); ``load`` splits it."""
     with needs("scikit-learn", "The data set digits"):
         from sklearn.datasets import load_digits  # type: ignore[import-untyped, unused-ignore]
-    card = describe("digits")
-    split = resolve_split(asked, card.splits, card.name)
     bunch = load_digits()
     images = torch.from_numpy(bunch.images).mul(255 / 16).round().to(torch.uint8).unsqueeze(1)
     targets = torch.from_numpy(bunch.target).long()
-    test = held_out(targets, len(targets), 0.2, seed=0)
-    found = Found(images, targets, card.classes, split, ())
-    return found.chosen((test if split == "test" else ~test).nonzero().flatten())
+    return Found(images, targets, describe("digits").classes, "all", ())
 
 
 def read_cifar_batches(folder: Path, asked: str, card: DataCard | None) -> Found | None:

@@ -300,7 +300,8 @@ def decode(
     """Images, targets, and what was found without the samples that were skipped."""
     source, where = found.images, f"{name} ({found.split})"
     if isinstance(source, Tensor):
-        if source.shape[1] != channels or size not in (None, source.shape[2]):
+        wanted = source.shape[2:] if size is None else (size, size)
+        if source.shape[1:] != (channels, *wanted):
             source = torch.stack([reshape_pixels(image, channels, size) for image in source])
         return source, cast(Tensor, found.targets), found
     square, index = task == "classification", torch.arange(len(source))

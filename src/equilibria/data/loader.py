@@ -122,10 +122,19 @@ def load(
         values if len(values) == channels else (sum(values) / len(values),) * channels
         for values in (card.mean, card.std)
     )
-    about: Any = {"name": str(name), "split_name": found.split, "classes": found.classes}
-    about |= {"task": card.task, "ignore_index": IGNORE if card.task == "segmentation" else None}
-    about |= {"superclasses": found.superclasses, "superclass_names": found.superclass_names}
-    return ImageData(images=images, targets=targets, mean=mean, std=std, **about)
+    return ImageData(
+        images=images,
+        targets=targets,
+        classes=found.classes,
+        name=str(name),
+        split_name=found.split,
+        mean=mean,
+        std=std,
+        task=card.task,
+        ignore_index=IGNORE if card.task == "segmentation" else None,
+        superclasses=found.superclasses,
+        superclass_names=found.superclass_names,
+    )
 
 
 def _side(image_size: int | Sequence[int], square: bool) -> int:
@@ -146,7 +155,7 @@ def find_named(
     """The split of a named set, not yet decoded, from the first place that has it."""
     card = describe(name)
     if name == "digits":
-        return read_digits(split)
+        return _part(read_digits(), split, name)
     places = {cache_dir(): f"the cache {cache_dir() / name} (set by the variable {CACHE_VARIABLE})"}
     if root is not None:
         root = root.expanduser()
@@ -209,10 +218,12 @@ def _find_folder(path: Path, split: str) -> Found:
             f"{folder} holds no data that can be read (it holds: {', '.join(there[:6])}); expected "
             "one folder of images for each class, or Parquet files with an image and a label."
         )
-    if found.split != "all":
-        return found
-    # A folder without splits: a fifth of each class is test, the rest train.
-    split = resolve_split(split, ("train", "test"), str(path))
+    return _part(found, split, str(path)) if found.split == "all" else found
+
+
+def _part(found: Found, asked: str, where: str) -> Found:
+    """The split of a set that comes without: a fifth of each class is test, the rest train."""
+    split = resolve_split(asked, ("train", "test"), where)
     test = held_out(found.targets, len(found.images), 0.2, seed=0)
     return found.chosen((test if split == "test" else ~test).nonzero().flatten(), split)
 

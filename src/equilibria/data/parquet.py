@@ -233,11 +233,10 @@ class ParquetFiles:
 
     def opened(self, column: str) -> Any:
         """The bytes of every image of a column."""
-        if column not in self._opened:
-            with self._lock:
-                if column not in self._opened:
-                    self._opened[column] = self._open(column)
-        return self._opened[column]
+        with self._lock:  # rows are read in threads
+            if column not in self._opened:
+                self._opened[column] = self._open(column)
+            return self._opened[column]
 
     def _open(self, column: str) -> Any:
         import pyarrow as pa

@@ -1,0 +1,188 @@
+"""Tensors that carry a Lipschitz constant in the network's input and a bound on their error.
+
+Every function of torch that sees one answers with one: by a rule (``function_bounds``), or where
+none is known, with an infinite constant and a note. What leaves torch is refused.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from equilibria.engine.tree import sample_norm
+from equilibria.problems.norms import SAFETY, UNIT
+
+from .function_bounds import RULES, UP, named
+
+__all__ = ["Tracked"]
+
+
+class Tracked(Tensor):
+    """A tensor [B, ...] with a Lipschitz constant in the input and an error bound [B]."""
+
+    lipschitz: float
+    error: Tensor
+    rows: tuple[Tensor, Tracked] | None
+    """V and h, where this is Vh + d."""
+    entries: Tensor | None
+    """e [1, ...]: no entry moves by more than ε·e when the input moves by ε in ℓ∞."""
+    notes: list[str]
+    version: int
+    """Of the numbers: where torch counts another one, they were changed in place since."""
+
+    @staticmethod
+    def wrap(value: Tensor, lipschitz: float, error: Tensor, notes: list[str]) -> Tracked:
+        made: Tracked = value.as_subclass(Tracked)
+        made.lipschitz, made.error, made.rows, made.notes = lipschitz, error, None, notes
+        made.entries, made.version = None, value._version
+        return made
+
+    def bounded(self, entries: Tensor | None) -> None:
+        """Take a bound on each entry, and what follows for the norm."""
+        self.entries = entries
+        if entries is not None:
+            self.lipschitz = min(self.lipschitz, float(entries.norm()) * (1.0 + 1e-9))
+
+    def plain(self) -> Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            return Tensor.as_subclass(self, Tensor)
+
+    def as_subclass(self, cls: Any) -> Any:
+        """Itself: a network cannot take off what is known of it."""
+        return self
+
+    def current(self) -> Tracked:
+        """Itself, or where its numbers were changed in place, them with nothing known."""
+        value = self.plain()
+        if value._version == self.version:
+            return self
+        self.notes.append("no Lipschitz constant is known for a value that is changed in place")
+        return self.unknown(value)
+
+    def passed(self, value: Tensor, constant: float, own: Tensor | float = 0.0) -> Tracked:
+        """``value``: of a function with this constant at self, with an error of its own."""
+        rounding = SAFETY * 8 * UNIT * sample_norm([value])
+        carried = torch.where(self.error > 0.0, self.error * constant, 0.0)
+        lipschitz = self.lipschitz * constant if self.lipschitz else 0.0
+        error = (carried + own + rounding) * UP
+        return Tracked.wrap(value, lipschitz * UP, error, self.notes)
+
+    def unknown(self, value: Tensor) -> Tracked:
+        """``value``: made from self in a way of which nothing is known."""
+        return Tracked.wrap(value, math.inf, torch.full_like(self.error, math.inf), self.notes)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", str(func))
+        leaves = pytree.tree_leaves((args, kwargs))
+        sources = [leaf.current() for leaf in leaves if isinstance(leaf, cls)]
+        with torch._C.DisableTorchFunctionSubclass():
+            if func == _DATA:  # the same memory, but changes of it would not be counted
+                func, name = Tensor.detach, "detach"
+            plain, options = pytree.tree_map_only(cls, cls.plain, (args, kwargs))
+            out = None if name in _READS else func(*plain, **options)
+            if name in _READS or not _known_kinds(out):
+                raise TypeError(
+                    f"certify cannot follow a network that decides by its numbers ({name} of a "
+                    "value that depends on the input)."
+                )
+            if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(out)):
+                return out
+            found = None
+            if isinstance(out, Tensor):
+                found = _bounds(name, func, sources, plain, options, out)
+            if found is None:
+                sources[0].notes.append(f"no Lipschitz constant is known for {name}")
+                return pytree.tree_map_only(Tensor, sources[0].unknown, out)
+            if out is plain[0]:  # such as relu(x, inplace=True): x has these bounds, too
+                vars(args[0]).update(vars(found))
+            return found
+
+
+_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
+_READS = {
+    "__bool__", "__float__", "__int__", "__index__", "__contains__", "item", "tolist", "equal",
+    "allclose", "is_nonzero",
+}  # fmt: skip
+"""What would let a network branch on its numbers."""
+_FACTS = (int, str, type(None), torch.Size, torch.dtype, torch.device, torch.layout)
+"""What may be known of a tensor apart from its numbers: shapes, kinds, places."""
+
+
+def _known_kinds(out: Any) -> bool:
+    """Whether an answer is made of tensors and facts: an array, say, would leave torch."""
+    return all(isinstance(leaf, (Tensor, *_FACTS)) for leaf in pytree.tree_leaves(out))
+
+
+def _bounds(
+    name: str, func: Any, sources: list[Tracked], args: Any, kwargs: Any, out: Tensor
+) -> Tracked | None:
+    """``out`` of a function of ``sources`` with what is proven of it; None where nothing is."""
+    if name in ("add", "__add__", "__radd__", "sub", "__sub__", "__rsub__"):
+        return _sum(sources, args, kwargs, out)
+    if name == "cat":
+        return _cat(sources, args, kwargs, out)
+    u, rule = sources[0], RULES.get(name)
+    if rule is None or len(sources) > 1 or out.ndim == 0 or len(out) != len(u):
+        return None
+    bound = rule(u.plain(), args, kwargs, out)
+    if bound is None:
+        return None
+    found = u.passed(out, *bound)
+    if name == "linear":
+        found.rows = (named(args, kwargs)["weight"], u)
+    if u.entries is not None:
+        found.bounded(_moved(name, func, u.entries, args, kwargs))
+    return found
+
+
+def _sum(sources: list[Tracked], args: Any, kwargs: Any, out: Tensor) -> Tracked | None:
+    if kwargs.get("alpha", 1) != 1 or len(args) > 2 or any(u.shape != out.shape for u in sources):
+        return None
+    first = sources[0].passed(out, 1.0)
+    for other in sources[1:]:
+        first.lipschitz = (first.lipschitz + other.lipschitz) * UP
+        first.error = (first.error + other.error) * UP
+    return first
+
+
+def _cat(sources: list[Tracked], args: Any, kwargs: Any, out: Tensor) -> Tracked | None:
+    dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
+    parts = args[0] if args else kwargs["tensors"]
+    if dim == 0 or len(sources) != len(parts) or len(out) != len(sources[0]):
+        return None
+    lipschitz = math.sqrt(sum(u.lipschitz**2 for u in sources)) * UP
+    error = torch.stack([u.error for u in sources]).norm(dim=0) * UP
+    return Tracked.wrap(out, lipschitz, error, sources[0].notes)
+
+
+_ENTRYWISE = {"relu", "tanh", "softplus", "clamp", "clamp_min", "clamp_max", "abs", "neg", "relu6"}
+_MOVES = {
+    "flatten",
+    "reshape",
+    "view",
+    "contiguous",
+    "clone",
+    "detach",
+    "double",
+    "pixel_unshuffle",
+}
+
+
+def _moved(name: str, func: Any, e: Tensor, args: Any, kwargs: Any) -> Tensor | None:
+    """The bound on each entry after an operation on values with the bound e [1, ...]; or None."""
+    if name in _ENTRYWISE:
+        return e
+    if name in _MOVES and args:
+        moved: Tensor = func(e.expand_as(args[0]).contiguous(), *args[1:], **kwargs)
+        return moved[:1]
+    if name not in ("linear", "conv2d"):
+        return None
+    rest = {key: value for key, value in kwargs.items() if key not in ("input", "weight", "bias")}
+    weight = named(args, kwargs)["weight"]
+    image: Tensor = func(e, weight.abs(), None, *args[3:], **rest)
+    return image * (1.0 + 1e-9)  # and its rounding

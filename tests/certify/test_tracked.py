@@ -1,0 +1,141 @@
+"""Tracked tensors: no value of the input escapes, and no error of a function is forgotten."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import equilibria as eq
+
+
+class Calls(nn.Module):
+    def __init__(self, fn: Any) -> None:
+        super().__init__()
+        self.fn = fn
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fn(x.flatten(1)[:, :1])
+
+
+@pytest.mark.parametrize("norm", ["2", "inf"])
+@pytest.mark.parametrize(
+    ("name", "fn"),
+    [
+        ("clamp", lambda x: x.clamp(min=torch.zeros(4))),  # four copies of one entry
+        ("div", lambda x: torch.div(x.reshape(2, -1), 3.0, rounding_mode="floor")),  # jumps
+        ("softplus", lambda x: F.softplus(x, threshold=0.1)),  # jumps by log(1 + e^{-0.1})
+    ],
+)
+def test_options_that_break_a_constant_are_seen(name: str, fn: Any, norm: str) -> None:
+    x = torch.randn(2, 3, 8, 8)
+    model = nn.Sequential(Calls(fn), nn.LazyLinear(3)).eval()
+    model(x)
+    certificate = eq.certify(model, x, norm=norm)
+    assert (certificate.radius == 0).all()
+    assert any(name in note for note in certificate.notes)
+
+
+def changed(change: Any) -> Any:
+    """The logits x₀ … x₃ after an in-place change of them by (h, x)."""
+
+    def logits(x: Tensor) -> Tensor:
+        h = x[:, :4] * 1.0
+        change(h, x)
+        return h
+
+    return logits
+
+
+def with_array(x: Tensor) -> Tensor:
+    return x[:, :4] + 99 * torch.from_numpy(x.numpy())[:, 4:]
+
+
+# What a network may do with its numbers beside taking functions of them. [B, 8] → [B, 4].
+WAYS: dict[str, Any] = {
+    "another type": lambda x: x[:, :4] + (x[:, :4] > 0).to(x.dtype),  # jumps
+    "the mean of a batch": lambda x: x[:, :4] - x[:, :4].mean(0),
+    "samples as features": lambda x: x[:, :4].transpose(0, 1),
+    "samples as channels": lambda x: F.conv2d(x.view(4, 2, 4), MIXING).flatten(1)[:, :4],
+    "samples moved": lambda x: F.pad(x[:, :4], [0, 0, 1, -1]),
+    "a branch": lambda x: x[:, :4] if bool(x.sum() > 0) else -x[:, :4],
+    "a branch by nonzero": lambda x: x[:, :4] if torch.is_nonzero(x[0, 0] > 0) else -x[:, :4],
+    "a branch by allclose": lambda x: -x[:, :4] if torch.allclose(x, x.abs()) else x[:, :4],
+    "an array": with_array,
+    "parts": lambda x: x[:, :4] + 99 * x.chunk(2, 1)[1],
+    "a maximum with its place": lambda x: x[:, :4] + 99 * x.max(1, keepdim=True)[0] * ONE,
+    "rows": lambda x: x[:, :4] + 99 * torch.stack(list(x))[:, 4:],
+    "another class": lambda x: x[:, :4] + 99 * x.as_subclass(Tensor)[:, 4:],
+    "a factor of the second": lambda x: torch.add(x[:, :4], 99, x[:, 4:]),
+    "an entry written": changed(lambda h, x: h.__setitem__((slice(None), 0), 99 * x[:, 5])),
+    "a product in place": changed(lambda h, x: h.mul_(99 * ONE)),
+    "a function in place": changed(lambda h, x: F.leaky_relu(h, 99.0, inplace=True)),
+    "an output": changed(lambda h, x: torch.mul(x[:, 4:], 99, out=h)),
+    "a view in place": changed(lambda h, x: h[:, 0].mul_(99)),
+    "data in place": changed(lambda h, x: h.data.mul_(99)),
+    "a resize by a fraction": lambda x: F.interpolate(
+        x.view(-1, 1, 1, 8), scale_factor=(1.0, 1.7), mode="bilinear"
+    ).flatten(1),
+    "a resize of both kinds": lambda x: F.interpolate(
+        x.view(-1, 1, 2, 4), (2, 2), None, "bilinear", True, antialias=True
+    ).flatten(1),
+    "no padding": lambda x: F.conv2d(x.view(-1, 1, 2, 4), KERNEL, padding="valid").flatten(1),
+    "uneven padding": lambda x: F.conv2d(x.view(-1, 1, 2, 4), KERNEL, padding="same").flatten(1),
+    "an adaptive pool of matrices": lambda x: F.adaptive_avg_pool2d(x[:, None], (9, 8)).flatten(1),
+}
+ONE = torch.tensor([1.0, 0.0, 0.0, 0.0], dtype=torch.float64)
+MIXING = torch.ones(4, 4, 1, 1, dtype=torch.float64)
+KERNEL = torch.linspace(-1.0, 3.0, 8, dtype=torch.float64).view(2, 1, 2, 2)
+
+
+class Way(nn.Module):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def forward(self, x: Tensor) -> Tensor:
+        return WAYS[self.name](x)
+
+
+@pytest.mark.filterwarnings("ignore:This overload of add is deprecated")
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
+@pytest.mark.parametrize("name", WAYS)
+def test_nothing_that_depends_on_the_input_escapes(name: str) -> None:
+    """It is refused, or the constant is at least the slope that differences show."""
+    x = torch.linspace(-1.0, 1.5, 32, dtype=torch.float64).view(4, 8).sin().contiguous()
+    network = Way(name)
+    try:
+        certificate = eq.certify(network, x.float())
+    except TypeError as error:
+        assert "cannot follow" in str(error)  # noqa: PT017
+        return
+    x = x.float().double()
+    for b in range(4):
+        moved = x.repeat(8, 1, 1)
+        moved[:, b] += 1e-6 * torch.eye(8, dtype=torch.float64)
+        slopes = torch.stack([network(each) - network(x.clone()) for each in moved]) / 1e-6
+        own, others = slopes[:, b], slopes[:, [k for k in range(4) if k != b]]
+        steepest = float(torch.linalg.matrix_norm(own, 2))
+        assert steepest <= certificate.lipschitz * (1 + 1e-6)
+        assert math.isinf(certificate.lipschitz) or not others.any()
+    if math.isinf(certificate.lipschitz):
+        assert (certificate.radius == 0).all()
+        assert certificate.notes
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "exact"),
+    [
+        ("gelu", -6.0, -3.0 * math.erfc(6.0 / math.sqrt(2.0))),  # torch has 1 + erf, which cancels
+        ("softplus", 22.0, 22.0 + math.log1p(math.exp(-22.0))),  # torch has x there
+    ],
+)
+def test_the_error_of_a_function_is_charged(name: str, value: float, exact: float) -> None:
+    x = torch.full((1, 3), value, dtype=torch.float64)
+    found = eq.certify(Calls(lambda _: getattr(F, name)(x + 0 * _)), x)
+    off = float((found.logits - exact).norm())
+    assert 0 < off <= float(found.error)
