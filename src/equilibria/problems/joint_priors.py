@@ -22,14 +22,13 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from equilibria.adjoints.graph import host_may_read
 from equilibria.engine.tree import per_sample
-from equilibria.problems.norms import replaced
 from equilibria.problems.priors import (
     Parameter,
     Prior,
@@ -105,19 +104,11 @@ class Translated(Prior):
 
     prior: Prior
     by: Tensor
-    parameters = ("by",)
+    parameters = ("by", "prior")
 
     @property
     def separable(self) -> bool:  # type: ignore[override]
         return self.prior.separable
-
-    def inputs(self) -> tuple[Tensor, ...]:
-        return (*super().inputs(), *self.prior.inputs())
-
-    def with_inputs(self, *inputs: Tensor) -> Self:
-        own = len(super().inputs())
-        twin = super().with_inputs(*inputs[:own])
-        return replaced(twin, prior=self.prior.with_inputs(*inputs[own:]))
 
     def value(self, z: Tensor) -> Tensor:
         return self.prior.value(z + self.by)

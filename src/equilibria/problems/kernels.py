@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -24,11 +24,10 @@ from equilibria.problems.norms import (
     NormBound,
     exact,
     norm_upper,
-    replaced,
     sum_error,
-    twin_in_double,
 )
 from equilibria.problems.operators import LinearOperator, Weights, as_operator
+from equilibria.problems.parts import Part
 from equilibria.problems.priors import Prior, at_least_float32
 
 Reasoned = tuple[float | None, str]  # a constant or None, and why
@@ -84,8 +83,10 @@ def _scaled(weight: Tensor, t: Tensor) -> Tensor:
 LARGE = 1 << 13  # entries of a state above which a certificate shows no estimates of norms
 
 
-class Coupling(ABC):
+class Coupling(Part, ABC):
     """q(z; x) with ∇q, ∇²q·v and bounds on the spectrum of ∇²q. z [B, *state]."""
+
+    parameters = ("c",)
 
     def __init__(self, W: Weights, c: Tensor) -> None:
         if not c.is_floating_point():
@@ -205,19 +206,6 @@ class Coupling(ABC):
             return {}
         small = math.prod(in_shape) <= LARGE
         return {"norm": operator.norm(in_shape) if small else NormBound(0.0, self.norm_upper())}
-
-    def in_double(self) -> Self:
-        """The same coupling on the same numbers, detached and in float64."""
-        return twin_in_double(self)
-
-    def inputs(self) -> tuple[Tensor, ...]:
-        """The tensors [B, ...] through which the coupling depends on the sample: c."""
-        return (self.c,)
-
-    def with_inputs(self, *inputs: Tensor) -> Self:
-        """The same coupling on other tensors in place of ``inputs()``, not checked anew."""
-        (c,) = inputs
-        return replaced(self, c=c)
 
     def norm_upper(self) -> float:
         """Rigorous ‖W‖₂, computed on first use and kept: the weights are taken as constant."""
@@ -663,6 +651,8 @@ class Activated(ImageCoupling):
 class SumCoupling(Coupling):
     """Σ qᵢ(Kᵢz), each with its own linear operator or none; made by ``+`` and ``compose``."""
 
+    parameters = ("parts",)
+
     def __init__(self, *parts: tuple[Coupling, LinearOperator | None]) -> None:
         self.parts = parts
 
@@ -739,15 +729,3 @@ class SumCoupling(Coupling):
         image = q.default_start()
         full = (image.shape[0], *K.input_shape(image.shape[1:]))
         return image.new_zeros(full if shape is None else tuple(shape))
-
-    def inputs(self) -> tuple[Tensor, ...]:
-        return tuple(t for q, _ in self.parts for t in q.inputs())
-
-    def with_inputs(self, *inputs: Tensor) -> Self:
-        given = iter(inputs)
-        parts = [(q.with_inputs(*(next(given) for _ in q.inputs())), K) for q, K in self.parts]
-        return replaced(self, parts=tuple(parts))
-
-    def in_double(self) -> Self:
-        parts = [(q.in_double(), None if K is None else K.in_double()) for q, K in self.parts]
-        return replaced(self, parts=tuple(parts))

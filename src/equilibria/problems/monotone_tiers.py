@@ -37,10 +37,10 @@ from equilibria.problems.norms import (
     UNIT,
     convolution_norm_upper,
     exact,
-    replaced,
     sum_error,
     waves,
 )
+from equilibria.problems.parts import replaced
 from equilibria.problems.priors import at_least_float32
 
 

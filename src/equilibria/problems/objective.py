@@ -27,8 +27,9 @@ from equilibria.problems.kernels import (
     inner,
     unproven,
 )
-from equilibria.problems.norms import UNIT, exact, replaced, sum_error, top_ritz
+from equilibria.problems.norms import UNIT, exact, sum_error, top_ritz
 from equilibria.problems.operators import IdentityOperator, Weights
+from equilibria.problems.parts import replaced
 from equilibria.problems.priors import at_least_float32
 
 Function = Callable[..., Tensor]
@@ -66,6 +67,8 @@ class Smooth(Coupling):
         state: The shape of ``z`` without the batch; None: that of ``x`` (of its first tensor).
     """
 
+    parameters = ("x", "bounds")
+
     def __init__(
         self,
         fn: Function,
@@ -87,9 +90,10 @@ class Smooth(Coupling):
                 )
         if theta is not None and x is None:
             raise TypeError("theta is passed after x, and x was not given; fn may capture it")
-        self.fn, self.x, self.theta, self.state = fn, x, theta, state
+        self.x = tuple(x) if isinstance(x, list) else x
+        self.fn, self.theta, self.state = fn, theta, state
         self.bounds = None if bounds is None else _checked(bounds)
-        self._estimate: tuple[Tensor, Tensor] | None = None
+        self._given = bounds is not None
 
     def _call(self, z: Tensor) -> Tensor:
         args = [part for part in (self.x, self.theta) if part is not None]
@@ -112,11 +116,11 @@ class Smooth(Coupling):
         return _derivative(lambda t: (self.grad(t) * v).sum(), z)
 
     def curvature(self) -> Curvature:
-        if self.bounds is not None:
+        if self._given and self.bounds is not None:
             return Curvature(*self.bounds, False, "given as bounds=(m, L)", "given")
-        if self._estimate is None:
-            self._estimate = self._ends(self.default_start())
-        return Curvature(*self._estimate, False, "Ritz values at two states", "estimated")
+        if self.bounds is None:
+            self.bounds = self._ends(self.default_start())
+        return Curvature(*self.bounds, False, "Ritz values at two states", "estimated")
 
     @torch.no_grad()
     def _ends(self, z: Tensor) -> tuple[Tensor, Tensor]:
@@ -129,7 +133,7 @@ class Smooth(Coupling):
         return torch.minimum(low, other[0]), torch.where(high > 0, high, 1.0)
 
     def local_curvature(self, z: Tensor) -> Curvature:
-        if self.bounds is not None:
+        if self._given:
             return self.curvature()
         return Curvature(*ritz_ends(self, z), False, "Ritz values at this z", "estimated")
 
@@ -144,24 +148,10 @@ class Smooth(Coupling):
         full = (held[0].shape[0], *given) if shape is None else tuple(shape)
         return held[0].new_zeros(full)
 
-    def _rows(self) -> list[Tensor]:
-        """Bounds that differ from sample to sample."""
-        return [t for t in self._estimate or self.bounds or () if isinstance(t, Tensor)]
-
-    def inputs(self) -> tuple[Tensor, ...]:
-        return (*_tensors(self.x), *self._rows())
-
-    def with_inputs(self, *inputs: Tensor) -> Self:
-        count, rows = len(_tensors(self.x)), iter(inputs[len(_tensors(self.x)) :])
-        x = inputs[0] if isinstance(self.x, Tensor) else inputs[:count] or None
-        name = "_estimate" if self._estimate else "bounds"
-        ends = getattr(self, name) or ()
-        made = tuple(next(rows) if isinstance(t, Tensor) else t for t in ends) or None
-        return replaced(self, x=x, **{name: made})
-
     def in_double(self) -> Self:
-        x, theta, bounds = (pytree.tree_map(_double, t) for t in (self.x, self.theta, self.bounds))
-        twin = replaced(self, x=x, theta=theta, bounds=bounds, _estimate=None)
+        bounds = self.bounds if self._given else None
+        x, theta, bounds = (pytree.tree_map(_double, t) for t in (self.x, self.theta, bounds))
+        twin = replaced(self, x=x, theta=theta, bounds=bounds)
         if not self.inputs():
             return twin
         try:

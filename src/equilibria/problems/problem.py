@@ -29,8 +29,8 @@ from torch import Tensor
 
 from equilibria.engine.tree import sample_norm
 from equilibria.problems.kernels import Coupling, Curvature, per_sample_sum
-from equilibria.problems.norms import replaced, twin_in_double
 from equilibria.problems.objective import as_smooth
+from equilibria.problems.parts import Part, replaced
 from equilibria.problems.priors import (
     Free,
     NonNegative,
@@ -55,7 +55,7 @@ def per_sample(tau: float | Tensor, z: Tensor) -> float | Tensor:
     return tau
 
 
-class HiddenProblem(ABC):
+class HiddenProblem(Part, ABC):
     """What solvers, certificates and layers may ask of a problem. ``z`` is ``[B, *state]``."""
 
     @abstractmethod
@@ -79,24 +79,12 @@ class HiddenProblem(ABC):
         """``m`` and ``L``: bounds on the Hessian of the smooth part, valid for every ``z``."""
 
     @abstractmethod
-    def inputs(self) -> tuple[Tensor, ...]:
-        """The tensors ``[B, ...]`` through which the problem depends on the sample."""
-
-    @abstractmethod
-    def with_inputs(self, *inputs: Tensor) -> HiddenProblem:
-        """The same problem on other tensors in place of ``inputs()``."""
-
-    @abstractmethod
     def default_start(self, shape: Sequence[int] | None = None) -> Tensor:
         """A state to start a solver from; ``shape`` ``[B, *state]`` where the input has less."""
 
     def unit_step(self) -> float | Tensor:
         """The ``tau`` of the map ``T_tau`` by which a solve is judged: 1, or ``1/L`` ``[B]``."""
         return 1.0
-
-    def in_double(self) -> Self:
-        """The same problem on the same numbers (weights, c and γ), detached and in float64."""
-        return twin_in_double(self)
 
     @property
     def couples_batch(self) -> bool:
@@ -147,6 +135,7 @@ class Problem(HiddenProblem):
     ridge: float = 1.0
     _prior: Prior = field(init=False, repr=False)  # with the non-smooth regularizer, if any
     _smooth: Regularizer | None = field(init=False, repr=False)  # what is left of it
+    parameters = ("coupling", "prior")
 
     def __post_init__(
         self,
@@ -197,11 +186,8 @@ class Problem(HiddenProblem):
         """The prior whose prox ``step`` takes: ``f``, or ``f + w|.|`` with an L1 regularizer."""
         return self._prior
 
-    def inputs(self) -> tuple[Tensor, ...]:
-        return (*self.coupling.inputs(), *self._prior.inputs())
-
-    def with_inputs(self, *inputs: Tensor) -> Problem:
-        own = len(inputs) - len(self._prior.inputs())
+    def with_inputs(self, *inputs: Tensor) -> Self:
+        own = len(inputs) - len(self.prior.inputs())
         coupling = self.coupling.with_inputs(*inputs[:own])
         if own == len(inputs):
             return replaced(self, coupling=coupling)

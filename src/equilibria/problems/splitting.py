@@ -13,7 +13,7 @@ import dataclasses
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -27,7 +27,6 @@ from equilibria.engine.result import Solution
 from equilibria.engine.solver import Bounds, Choice, SolverOptions
 from equilibria.entry import TrajectoryCallback, fixed_point
 from equilibria.problems.kernels import Coupling, Curvature, SumCoupling, inner, per_sample_sum
-from equilibria.problems.norms import replaced
 from equilibria.problems.objective import LeastSquares
 from equilibria.problems.operators import IdentityOperator, Weights, as_operator
 from equilibria.problems.priors import Free, Prior
@@ -59,6 +58,8 @@ class Composite(HiddenProblem):
         inverse: ``(rhs, rho) -> z`` with ``(H + rho (sum K'K + P)) z = rhs``, ``H`` the Hessian of
             ``g``, ``P = I`` if there is a prior, else 0; where ADMM shall not invert a matrix.
     """
+
+    parameters = ("prior", "terms", "smooth")
 
     def __init__(
         self,
@@ -133,25 +134,6 @@ class Composite(HiddenProblem):
 
     def minimal_subgradient(self, z: Tensor) -> NoReturn:
         self.step(z)
-
-    def inputs(self) -> State:
-        held = [self.prior, *(h for h, _ in self.terms), self.smooth]
-        return tuple(t for part in held if part is not None for t in part.inputs())
-
-    def _changed(self, part: Callable[[Any], Any], operator: Callable[[Any], Any]) -> Self:
-        prior = part(self.prior)
-        terms = tuple((part(h), operator(K)) for h, K in self.terms)
-        smooth = None if self.smooth is None else part(self.smooth)
-        return replaced(self, prior=prior, terms=terms, smooth=smooth)
-
-    def with_inputs(self, *inputs: Tensor) -> Self:
-        given = iter(inputs)
-        return self._changed(
-            lambda p: p.with_inputs(*(next(given) for _ in p.inputs())), lambda K: K
-        )
-
-    def in_double(self) -> Self:
-        return self._changed(lambda part: part.in_double(), lambda K: K.in_double())
 
     def default_start(self, shape: Sequence[int] | None = None) -> Tensor:
         if self.smooth is not None:
