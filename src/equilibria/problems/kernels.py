@@ -13,11 +13,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
+from equilibria.engine.options import check_number
+from equilibria.engine.tree import per_sample
 from equilibria.problems.norms import (
     FUNCTION,
     UNIT,
@@ -28,7 +30,7 @@ from equilibria.problems.norms import (
 )
 from equilibria.problems.operators import LinearOperator, Weights, as_operator
 from equilibria.problems.parts import Part
-from equilibria.problems.priors import Prior, at_least_float32
+from equilibria.problems.priors import Prior, at_least_float32, per_sample_sum
 
 Reasoned = tuple[float | None, str]  # a constant or None, and why
 
@@ -56,12 +58,6 @@ class Curvature:
     which nothing may be concluded."""
 
 
-def per_sample_sum(t: Tensor) -> Tensor:
-    """Sum over all but the batch, in float32 or better. [B, ...] → [B]."""
-    dtype = torch.promote_types(t.dtype, torch.float32)
-    return t.sum(tuple(range(1, t.ndim)), dtype=dtype)
-
-
 def inner(a: Tensor, b: Tensor) -> Tensor:
     """⟨a, b⟩ per sample, in float32 or better, whatever the memory formats. [B, ...] → [B]."""
     dtype = torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32)
@@ -77,7 +73,7 @@ def unproven(modulus: float, reach: float) -> str | None:
 
 def _scaled(weight: Tensor, t: Tensor) -> Tensor:
     """weight[b]·t[b] in the dtype of t. [B], [B, ...] → [B, ...]."""
-    return (weight.reshape(-1, *[1] * (t.ndim - 1)) * t).to(t.dtype)
+    return (per_sample(weight, t) * t).to(t.dtype)
 
 
 LARGE = 1 << 13  # entries of a state above which a certificate shows no estimates of norms
@@ -86,7 +82,7 @@ LARGE = 1 << 13  # entries of a state above which a certificate shows no estimat
 class Coupling(Part, ABC):
     """q(z; x) with ∇q, ∇²q·v and bounds on the spectrum of ∇²q. z [B, *state]."""
 
-    parameters = ("c",)
+    parameters: ClassVar[tuple[str, ...]] = ("c",)
 
     def __init__(self, W: Weights, c: Tensor) -> None:
         if not c.is_floating_point():
@@ -449,15 +445,11 @@ class Polynomial(_WithLinearTerm):
 
     def __init__(self, W: Weights, c: Tensor, degree: int = 2, offset: float = 1.0) -> None:
         super().__init__(W, c)
-        if isinstance(degree, bool) or not isinstance(degree, int):
-            raise TypeError(f"Polynomial(degree={degree!r}): expected an integer of at least 2.")
-        if degree < 2:
-            raise ValueError(
-                f"Polynomial(degree={degree}) is out of range: expected an integer of at least 2 "
-                "(degree 1 is the Linear coupling)."
-            )
+        self.degree = degree
+        check_number(self, "degree", low=2, integer=True)  # degree 1 is the Linear coupling
         if offset not in (0.0, 1.0):
             raise ValueError(f"Polynomial(offset={offset!r}): expected 0.0 (as printed) or 1.0.")
+        self.offset = float(offset)
         if offset == 0.0:
             warnings.warn(
                 "Polynomial(offset=0.0), the kernel as printed, is degenerate: z = 0 is an "
@@ -466,7 +458,6 @@ class Polynomial(_WithLinearTerm):
                 DegenerateKernelWarning,
                 stacklevel=2,
             )
-        self.degree, self.offset = degree, float(offset)
 
     def _phi(self, t: Tensor) -> Tensor:
         return (self.offset + t) ** self.degree
@@ -571,10 +562,8 @@ class Activated(ImageCoupling):
                 f"Activated(prior={type(prior).__name__}(...)): expected an elementwise prior, its "
                 "parameters the same for all samples."
             )
-        if not 0.0 < nu < float("inf"):
-            raise ValueError(f"Activated(nu={nu!r}): expected a positive finite number.")
-        self.prior = prior
-        self.nu = float(nu)
+        self.prior, self.nu = prior, nu
+        check_number(self, "nu", low=0.0, low_open=True)
 
     def _before(self, z: Tensor) -> Tensor:
         """Wz + c."""

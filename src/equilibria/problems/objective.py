@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from equilibria.engine.transforms import transforms_active
+from equilibria.engine.tree import per_sample
 from equilibria.problems.kernels import (
     Coupling,
     Curvature,
@@ -90,7 +91,7 @@ class Smooth(Coupling):
                 )
         if theta is not None and x is None:
             raise TypeError("theta is passed after x, and x was not given; fn may capture it")
-        self.x = tuple(x) if isinstance(x, list) else x
+        self.x = x if x is None or isinstance(x, Tensor) else tuple(x)
         self.fn, self.theta, self.state = fn, theta, state
         self.bounds = None if bounds is None else _checked(bounds)
         self._given = bounds is not None
@@ -127,7 +128,7 @@ class Smooth(Coupling):
         """Ritz values at z and after a gradient step from it, with a margin."""
         low, high = ritz_ends(self, z)
         step = 1.0 / torch.maximum(high, -low).clamp_min(torch.finfo(high.dtype).tiny)
-        moved = z - (step.reshape(-1, *[1] * (z.ndim - 1)) * self.grad(z)).to(z.dtype)
+        moved = z - (per_sample(step, z) * self.grad(z)).to(z.dtype)
         other = ritz_ends(self, moved)
         high = _MARGIN * torch.maximum(high, other[1])
         return torch.minimum(low, other[0]), torch.where(high > 0, high, 1.0)
@@ -276,21 +277,3 @@ class LeastSquares(ImageCoupling):
     ) -> tuple[Tensor | None, str]:
         m = modulus.expand_as(error)
         return torch.where(m > 0, self._steep() / m, math.inf), "as for every input"
-
-
-def as_smooth(
-    smooth: Function | Coupling, x: Any, theta: Any, bounds: Bounds | None, state: Any
-) -> Coupling:
-    """A part as it is, or a function with what it is called on."""
-    if not isinstance(smooth, Coupling):
-        return Smooth(smooth, x, theta, bounds=bounds, state=state)
-    for name, value in {"x": x, "theta": theta, "bounds": bounds, "state": state}.items():
-        if value is not None:
-            raise TypeError(
-                f"Problem: {name} belongs to a smooth function, and smooth is a "
-                f"{type(smooth).__name__}, which has its own"
-            )
-    return smooth
-
-
-__all__ = ["LeastSquares", "Smooth", "as_smooth"]

@@ -29,6 +29,7 @@ from torch.nn.functional import logsigmoid
 
 from equilibria.adjoints.graph import host_may_read
 from equilibria.engine.options import OptionError, OptionTypeError, check_number
+from equilibria.engine.tree import per_sample
 from equilibria.problems.parts import Part, replaced
 
 Parameter = float | Tensor
@@ -41,6 +42,12 @@ def at_least_float32(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
+def per_sample_sum(t: Tensor) -> Tensor:
+    """Sum over all but the batch, in float32 or better. [B, ...] → [B]."""
+    dtype = torch.promote_types(t.dtype, torch.float32)
+    return t.sum(tuple(range(1, t.ndim)), dtype=dtype)
+
+
 def check_step(tau: float | Tensor) -> float | Tensor:
     """``tau`` itself; a Python number must be positive and finite (a tensor is not inspected)."""
     if isinstance(tau, Tensor):
@@ -48,6 +55,19 @@ def check_step(tau: float | Tensor) -> float | Tensor:
     if not (math.isfinite(tau) and tau > 0):
         raise ValueError(f"tau got {tau!r}, takes a positive finite number or a tensor of them")
     return float(tau)
+
+
+def step_of_samples(tau: float | Tensor, z: Tensor) -> float | Tensor:
+    """``tau``, a number or one per sample, shaped to broadcast over ``z``."""
+    tau = check_step(tau)
+    if not isinstance(tau, Tensor) or tau.ndim == 0:
+        return tau
+    if tau.numel() != tau.shape[0] or tau.shape[0] not in (1, z.shape[0]):
+        raise ValueError(
+            f"tau got shape {tuple(tau.shape)} for a state of shape {tuple(z.shape)}, takes a "
+            "number or one per sample, [B]"
+        )
+    return per_sample(tau.reshape(-1), z)
 
 
 def step_tensor(tau: float | Tensor, like: Tensor) -> Tensor:
@@ -135,6 +155,11 @@ class Prior(Part, ABC):
     @abstractmethod
     def value(self, z: Tensor) -> Tensor:
         """``f(z)`` elementwise, the shape of ``z``; ``+inf`` outside the domain."""
+
+    def sample_value(self, z: Tensor) -> Tensor:
+        """``f(z)`` of each sample, ``[B]``."""
+        value = self.value(z)
+        return per_sample_sum(value) if self.separable else value
 
     @abstractmethod
     def prox(self, v: Tensor, tau: float | Tensor = 1.0) -> Tensor:
@@ -256,6 +281,9 @@ class Free(_LinearOnInterval):
         check_step(tau)
         return v
 
+    def into_domain(self, z: Tensor) -> Tensor:
+        return z
+
 
 @dataclass(frozen=True)
 class NonNegative(_LinearOnInterval):
@@ -266,6 +294,11 @@ class NonNegative(_LinearOnInterval):
     def prox(self, v: Tensor, tau: float | Tensor = 1.0) -> Tensor:
         check_step(tau)
         return torch.relu(v)
+
+    def into_domain(self, z: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            return super().into_domain(z)
+        return torch.relu(z)  # the same in one pass; its gradient at 0 is another
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from equilibria.engine.options import check_number, options
 from equilibria.engine.result import Solution
 from equilibria.engine.solver import Bounds, Choice, SolverOptions
 from equilibria.entry import TrajectoryCallback, fixed_point
-from equilibria.problems.kernels import Coupling, Curvature, SumCoupling, inner, per_sample_sum
+from equilibria.problems.kernels import Coupling, Curvature, SumCoupling, inner
 from equilibria.problems.objective import LeastSquares
 from equilibria.problems.operators import IdentityOperator, Weights, as_operator
 from equilibria.problems.priors import Free, Prior
@@ -40,11 +40,6 @@ Advanced = tuple[State, Tensor, list[Tensor]]
 
 _DENSE = 2048  # largest state of which ADMM inverts a matrix
 _ADJOINT = Implicit(solver=GMRES(restart=60, max_steps=2000))  # J may have eigenvalues near 1
-
-
-def prior_value(prior: Prior, z: Tensor) -> Tensor:
-    """``f(z)`` of each sample, ``[B]``."""
-    return per_sample_sum(prior.value(z)) if prior.separable else prior.value(z)
 
 
 class Composite(HiddenProblem):
@@ -112,10 +107,10 @@ class Composite(HiddenProblem):
         return middle, high, float(sum(K.norm_upper() ** 2 for _, K in self.terms))
 
     def objective(self, z: Tensor) -> Tensor:
-        total = prior_value(self.prior, z)
+        total = self.prior.sample_value(z)
         total = total if self.smooth is None else total + self.smooth.value(z)
         for h, K in self.terms:
-            total = total + prior_value(h, K(z))
+            total = total + h.sample_value(K(z))
         return total
 
     def gradient(self, z: Tensor) -> Tensor:
@@ -395,7 +390,7 @@ def duality_gap(problem: Composite, z: Tensor, y: Sequence[Tensor]) -> tuple[Ten
         v = image + dual
         w = h.prox(v)
         duals.append(v - w)
-        ends = prior_value(h, image), prior_value(h, w), inner(v - w, image - w)
+        ends = h.sample_value(image), h.sample_value(w), inner(v - w, image - w)
         noise = torch.finfo(v.dtype).eps * math.sqrt(v[0].numel()) * sum(t.abs() for t in ends)
         gap = gap + (ends[0] - ends[1] - ends[2]).clamp_min(0.0) + 8.0 * noise
     force = problem.gradient(z) + problem.pull(duals, z)
