@@ -465,8 +465,7 @@ class Gaussian(ImageCoupling):
 
 def _exponents(c: Tensor, y: Tensor, gamma: float, terms: int) -> tuple[Tensor, Tensor]:
     """2γ⟨c, y⟩ and log λ = −γ(‖c‖² + ‖y‖²), [B] each, of checked arguments."""
-    if not (math.isfinite(gamma) and gamma > 0):
-        raise ValueError(f"gamma={gamma!r} is out of range: γ must be a positive finite number.")
+    as_gamma(gamma)  # checks it
     if isinstance(terms, bool) or int(terms) != terms or terms < 1:
         raise ValueError(f"terms={terms!r}: expected an integer of at least 1.")
     if c.ndim != 2 or c.shape != y.shape:

@@ -164,9 +164,6 @@ class Smooth(Coupling):
             ) from error
         return twin
 
-    def numbers(self, in_shape: Sequence[int]) -> dict[str, Any]:
-        return {}
-
 
 def _checked(bounds: Bounds) -> Bounds:
     try:
@@ -197,12 +194,12 @@ def _derivative(fn: Callable[[Tensor], Tensor], z: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def ritz_ends(q: Coupling, z: Tensor, steps: int = _RITZ) -> tuple[Tensor, Tensor]:
+def ritz_ends(q: Coupling, z: Tensor) -> tuple[Tensor, Tensor]:
     """Numbers inside of the spectrum of the Hessian at z, near its ends. ``[B]`` each."""
     source = torch.Generator().manual_seed(0)
     start = torch.randn(z.shape[1:], generator=source, dtype=torch.float64).to(z).expand_as(z)
-    high = top_ritz(lambda v: q.hvp(z, v), start, steps=steps)
-    return -top_ritz(lambda v: -q.hvp(z, v), start, steps=steps), high
+    high = top_ritz(lambda v: q.hvp(z, v), start, steps=_RITZ)
+    return -top_ritz(lambda v: -q.hvp(z, v), start, steps=_RITZ), high
 
 
 def _float(weight: float | Tensor) -> float:
