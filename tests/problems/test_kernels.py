@@ -201,19 +201,21 @@ def test_bad_input_is_named(make, error: type[Exception], words: str) -> None:  
         make(W, c)
 
 
-@pytest.mark.parametrize("name", ["linear", "polynomial-3", "sigmoid"])
-def test_compile_vmap_and_channels_last(name: str) -> None:
+def test_compile_vmap_and_channels_last() -> None:
     W, _, c, z = _example(True, 4)
-    coupling = CASES[name][0](W, c)
-    both = lambda t: (coupling.value(t), coupling.grad(t), coupling.hvp(t, t))
-    expected = both(z)
-    compiled = torch.compile(both, fullgraph=True, dynamic=False, backend="aot_eager")
-    stacked = torch.func.vmap(both)(torch.stack([z, z]))
-    last = both(z.contiguous(memory_format=torch.channels_last))
-    for a, b, d, e in zip(expected, compiled(z), stacked, last, strict=True):
-        torch.testing.assert_close(b, a)
-        torch.testing.assert_close(d, torch.stack([a, a]))
-        torch.testing.assert_close(e, a)
+    couplings = [make(W, c) for make, _, _ in CASES.values()]
+
+    def everything(t: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
+        return [(q.value(t), q.grad(t), q.hvp(t, t)) for q in couplings]
+
+    expected = everything(z)
+    compiled = torch.compile(everything, fullgraph=True, dynamic=False, backend="aot_eager")
+    torch.testing.assert_close(compiled(z), expected)
+    stacked = torch.func.vmap(everything)(torch.stack([z, z]))
+    first = [tuple(t[0] for t in one) for one in stacked]
+    torch.testing.assert_close(first, expected)
+    last = everything(z.contiguous(memory_format=torch.channels_last))
+    torch.testing.assert_close(last, expected)
 
 
 # OptEq's Eq 3: an activation between W and Wᵀ
@@ -300,8 +302,7 @@ def test_activated_errors() -> None:
         Activated(w, randn(2, 4), eq.NonNegative())
     with pytest.raises(TypeError, match="expected a prior"):
         Activated(w, c, torch.relu)  # type: ignore[arg-type]
-    for nu in (0.0, -1.0, float("inf"), float("nan")):
-        with pytest.raises(ValueError, match="nu="):
-            Activated(w, c, eq.NonNegative(), nu)
+    with pytest.raises(ValueError, match=r"nu=0\.0"):
+        Activated(w, c, eq.NonNegative(), 0.0)
     with pytest.raises(ValueError, match="W takes a state"):
         Activated(w, c, eq.NonNegative()).grad(randn(3, 3))
