@@ -445,11 +445,16 @@ class Polynomial(_WithLinearTerm):
 
     def __init__(self, W: Weights, c: Tensor, degree: int = 2, offset: float = 1.0) -> None:
         super().__init__(W, c)
-        self.degree = degree
-        check_number(self, "degree", low=2, integer=True)  # degree 1 is the Linear coupling
+        if isinstance(degree, bool) or not isinstance(degree, int):
+            raise TypeError(f"Polynomial(degree={degree!r}): expected an integer of at least 2.")
+        if degree < 2:
+            raise ValueError(
+                f"Polynomial(degree={degree}) is out of range: expected an integer of at least 2 "
+                "(degree 1 is the Linear coupling)."
+            )
         if offset not in (0.0, 1.0):
             raise ValueError(f"Polynomial(offset={offset!r}): expected 0.0 (as printed) or 1.0.")
-        self.offset = float(offset)
+        self.degree, self.offset = degree, float(offset)
         if offset == 0.0:
             warnings.warn(
                 "Polynomial(offset=0.0), the kernel as printed, is degenerate: z = 0 is an "
