@@ -147,6 +147,27 @@ def test_bounds_of_sums_hold(seed: int, rows: int, middle: int) -> None:
     assert float(ends[-1]) <= bounds.upper + 1e-12
 
 
+def test_sums_state_their_rounding_and_how_fast_they_bend() -> None:
+    """Against numpy in extended precision, and differences of Hessians; none behind an operator."""
+    A, x = data()
+    W, c, K, z = randn(4, N, seed=4), randn(3, N, seed=5), 0.7 * randn(3, N, seed=6), randn(3, N)
+    q = eq.LeastSquares(A, 1e3 * x) + eq.Linear(W, c)
+    wide = [t.numpy().astype(np.longdouble) for t in (A, 1e3 * x, W, c, z)]
+    a, b, w, e, point = wide
+    exact = (point @ a.T - b) @ a - point @ w.T @ w - e
+    error, bound = np.abs(q.grad(z).numpy() - exact), q.rounding_error(z)
+    assert bound is not None
+    assert (error <= bound.numpy()).all()
+    assert float(bound.max()) < 1e-9
+    assert eq.certify(eq.Problem(eq.Box(-1.0, 1.0), smooth=q)).rigorous
+    bent = q + eq.Gaussian(randn(4, 3, seed=7), randn(3, 4, seed=8), 0.5).compose(K)
+    assert bent.rounding_error(z) is None
+    v, steep = randn(3, N, seed=9), bent.hessian_lipschitz()
+    for step in (0.1, 1.0):
+        moved = (bent.hvp(z + step * v, v) - bent.hvp(z, v)).norm(dim=1) / v.norm(dim=1)
+        assert bool((moved <= steep * step * v.norm(dim=1)).all())
+
+
 # --- gradients ----------------------------------------------------------------------------------
 
 
