@@ -5,12 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 import torch
 from scipy.integrate import quad
 from scipy.optimize import brentq
-from scipy.special import ndtr
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
@@ -102,31 +100,26 @@ def steps(v: Tensor) -> Tensor:
     return v.clamp(max=-1.00003) + middle + right - 0.1
 
 
-def cdf(v: Tensor) -> Tensor:
-    return 0.5 * (1 + torch.erf(v / math.sqrt(2)))
-
-
-def _steps(u: float) -> float:
-    middle, right = 0.5 * (min(max(u, -0.4), 0.61803) + 0.4), 0.25 * max(u - 1.41421, 0)
-    return min(u, -1.00003) + middle + right - 0.1
-
-
 @pytest.mark.parametrize(
-    ("sigma", "plain", "points"),
+    ("sigma", "points"),
     [
-        (cdf, ndtr, [0.01, 0.2, 0.5, 0.77, 0.999]),
-        (steps, _steps, [-3.0, -1.10003, -0.9, -0.7, -0.591015 + 1e-9, -0.3, 0.4]),
-        (lambda v: torch.asinh(v), np.arcsinh, [-4.0, -0.5, 0.0, 1.0, 5.0]),
+        (torch.special.ndtr, [0.01, 0.2, 0.5, 0.77, 0.999]),
+        (steps, [-3.0, -1.10003, -0.9, -0.7, -0.591015 + 1e-9, -0.3, 0.4]),
+        (torch.asinh, [-4.0, -0.5, 0.0, 1.0, 5.0]),
     ],
     ids=["normal cdf", "steps", "asinh"],
 )
 def test_value_of_an_unknown_activation_by_scipy(
-    sigma: Callable[[Tensor], Tensor], plain: Callable[[float], float], points: list[float]
+    sigma: Callable[[Tensor], Tensor], points: list[float]
 ) -> None:
     """f(z) = sup_u z u - int_0^u sigma - z^2/2, with scipy's root finder and quadrature."""
     prior = eq.CustomPrior(sigma)
+
+    def plain(u: float) -> float:
+        return float(sigma(t64(u)))
+
     for z in points:
-        u = brentq(lambda u, z=z: float(plain(u)) - z, -200, 200, xtol=1e-13)
+        u = brentq(lambda u, z=z: plain(u) - z, -200, 200, xtol=1e-13)
         kinks = [k for k in (-1.00003, -0.4, 0.0, 0.61803, 1.41421) if min(0, u) < k < max(0, u)]
         area, _ = quad(plain, 0, u, points=kinks or None, epsabs=1e-13, epsrel=1e-13)
         assert float(prior.value(t64(z))) == pytest.approx(z * u - area - z * z / 2, abs=1e-11)
@@ -138,7 +131,7 @@ def test_derivatives() -> None:
     for tau in (0.3, 1.0, 5.0):
         step = torch.full_like(v, tau, requires_grad=True)
         assert gradcheck(prior.prox, (v, step))
-        assert gradgradcheck(prior.prox, (v, step), atol=1e-4)
+        assert gradgradcheck(prior.prox, (v, step), atol=1e-4, fast_mode=True)
     z = t64(-0.9, -0.2, 0.3, 0.8).requires_grad_()
     assert gradcheck(prior.value, z)
     assert gradgradcheck(prior.value, z, atol=1e-4)

@@ -115,15 +115,11 @@ def test_learned_gamma_is_positive_and_has_a_gradient() -> None:
     ("make", "error", "words"),
     [
         (lambda: eq.FixedGamma(0.0), ValueError, "value=0.0"),
-        (lambda: eq.FixedGamma(-1.0), ValueError, "value=-1.0"),
-        (lambda: eq.FixedGamma(math.nan), ValueError, "value=nan"),
         (lambda: eq.MinPatchEnergy(0.0), ValueError, "scale=0.0"),
-        (lambda: eq.MeanPatchEnergy(-0.2), ValueError, "scale=-0.2"),
         (lambda: eq.MeanPatchEnergy(0.2, floor=0.0), ValueError, "floor=0.0"),
         (lambda: eq.MeanPatchEnergy(0.2, detach=1), TypeError, "detach=1.*True or False"),  # type: ignore[arg-type]
         (lambda: eq.LearnedGamma(0.0), ValueError, "init=0.0"),
         (lambda: as_gamma(0.0), ValueError, "gamma=0.0"),
-        (lambda: as_gamma(-2), ValueError, "gamma=-2"),
         (lambda: as_gamma(math.inf), ValueError, "gamma=inf"),
         (lambda: as_gamma("mean"), TypeError, "'mean'"),  # type: ignore[arg-type]
         (lambda: as_gamma(True), TypeError, "bool"),

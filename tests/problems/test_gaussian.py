@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -83,65 +84,58 @@ class Case:
         return total
 
 
+def gammas(gamma: float, batch: int) -> Tensor:
+    return gamma * torch.linspace(1.0, 1.5, batch, dtype=torch.float64)
+
+
 def dense_case(
-    seed: int,
-    *,
-    out: int = 4,
-    n: int = 3,
-    hid: int | None = None,
-    mu: float | None = None,
-    gamma: float = 0.5,
-    batch: int = 2,
+    seed: int, *, hid: int | None = None, scale: float = 1.0, gamma: float = 0.5, batch: int = 2
 ) -> Case:
-    weight = randn(out, n, seed=seed)
-    hidden = None if hid is None else randn(out, hid, seed=seed + 1)
-    if mu is not None:
-        a = weight if hidden is None else hidden.T @ weight
-        weight = weight * (mu / float(torch.linalg.matrix_norm(a, 2)))
-    gammas = gamma * torch.linspace(1.0, 1.5, batch, dtype=torch.float64)
-    return Case(
-        DenseOperator(weight),
-        randn(batch, out, seed=seed + 2),
-        gammas,
-        None,
-        hidden,
-        (n,),
-        lambda r: r[None],
-        weight.numpy(),
-    )
+    weight = scale * randn(4, 3, seed=seed)
+    hidden = None if hid is None else randn(4, hid, seed=seed + 1)
+    c = randn(batch, 4, seed=seed + 2)
+    rows = lambda r: r[None]
+    values = gammas(gamma, batch)
+    return Case(DenseOperator(weight), c, values, None, hidden, (3,), rows, weight.numpy())
+
+
+def operator_of(
+    kind: str, weight: Tensor, stride: int, n: int
+) -> tuple[LinearOperator, np.ndarray]:
+    """A convolution of two maps of n × n pixels to four, and its matrix."""
+    if kind == "grouped":
+        kernel = weight[:, :1]
+        return ConvOperator(kernel, groups=2), conv_matrix(kernel, n, n, padding=1, groups=2)
+    if kind == "separable":
+        kernel, mixing = weight[:2, :1], randn(4, 2, 1, 1, seed=1)
+        depthwise = conv_matrix(kernel, n, n, padding=1, groups=2)
+        return SeparableConvOperator(kernel, mixing), conv_matrix(mixing, n, n) @ depthwise
+    conv = ConvOperator(weight, stride)
+    matrix = conv_matrix(weight, n, n, stride=stride, padding=1)
+    if kind == "module":
+        return ModuleOperator(conv, conv.adjoint, (2, n, n), dtype=torch.float64), matrix
+    return conv, matrix
 
 
 def conv_case(
     seed: int,
     *,
+    kind: str = "plain",
     stride: int = 1,
     size: int = 2,
     hid: int | None = 5,
-    mu: float | None = None,
+    scale: float = 1.0,
     gamma: float = 0.5,
     n: int = 4,
     batch: int = 2,
 ) -> Case:
-    weight = 0.4 * randn(4, 2, 3, 3, seed=seed)
+    operator, matrix = operator_of(kind, 0.4 * scale * randn(4, 2, 3, 3, seed=seed), stride, n)
     patches = eq.Patches(channels=2, size=size)
     hidden = None if hid is None else 0.4 * randn(patches.width, hid, seed=seed + 1)
     m = (n - 1) // stride + 1
-    gammas = gamma * torch.linspace(1.0, 1.5, batch, dtype=torch.float64)
-    case = Case(
-        ConvOperator(weight, stride),
-        randn(batch, 4, m, m, seed=seed + 2),
-        gammas,
-        patches,
-        hidden,
-        (2, n, n),
-        lambda r: rows_by_loops(r.reshape(1, 4, m, m), 2, size)[0],
-        conv_matrix(weight, n, n, stride=stride, padding=1),
-    )
-    if mu is not None:
-        factor = mu / norm(case)
-        case.operator = ConvOperator(weight * factor, stride)
-        case.matrix = case.matrix * factor
-    return case
+    c = randn(batch, 4, m, m, seed=seed + 2)
+    rows = lambda r: rows_by_loops(r.reshape(1, 4, m, m), 2, size)[0]
+    return Case(operator, c, gammas(gamma, batch), patches, hidden, (2, n, n), rows, matrix)
 
 
 def norm(case: Case) -> float:
@@ -149,37 +143,19 @@ def norm(case: Case) -> float:
     return float(np.linalg.svd(a.reshape(-1, a.shape[-1]), compute_uv=False)[0])
 
 
-def operator_case(seed: int, kind: str, mu: float | None = None, **options: Any) -> Case:
-    """The convolutional case with another kind of operator."""
-    case = conv_case(seed, **options)
-    n, scale = case.state[1], 1.0
-    for _ in range(2):  # the second time with the norm asked for
-        kernel = 0.4 * scale * randn(4 if kind == "grouped" else 2, 1, 3, 3, seed=seed)
-        case.matrix = conv_matrix(kernel, n, n, padding=1, groups=2)
-        if kind == "grouped":
-            case.operator = ConvOperator(kernel, groups=2)
-        elif kind == "separable":
-            mixing = randn(4, 2, 1, 1, seed=seed + 1)
-            case.operator = SeparableConvOperator(kernel, mixing)
-            case.matrix = conv_matrix(mixing, n, n) @ case.matrix
-        else:
-            plain = ConvOperator(kernel.repeat(2, 2, 1, 1))
-            case.operator = ModuleOperator(plain, plain.adjoint, case.state, dtype=torch.float64)
-            case.matrix = conv_matrix(plain.weight, n, n, padding=1)
-        scale = 1.0 if mu is None else mu / norm(case)
-    return case
+def with_norm(make: Callable[..., Case], mu: float, seed: int, **options: Any) -> Case:
+    """The case with ‖A‖ = mu."""
+    return make(seed, scale=mu / norm(make(seed, **options)), **options)
 
 
 CASES: dict[str, Callable[..., Case]] = {
     "dense": dense_case,
-    "dense-hidden": lambda seed, **o: dense_case(seed, hid=6, **o),
-    "dense-narrow": lambda seed, **o: dense_case(seed, hid=1, **o),
+    "dense-hidden": partial(dense_case, hid=6),
+    "dense-narrow": partial(dense_case, hid=1),
     "conv": conv_case,
-    "conv-stride": lambda seed, **o: conv_case(seed, stride=2, n=8, **o),
-    "conv-pixels": lambda seed, **o: conv_case(seed, size=1, hid=None, **o),
-    "grouped": lambda seed, **o: operator_case(seed, "grouped", **o),
-    "separable": lambda seed, **o: operator_case(seed, "separable", **o),
-    "module": lambda seed, **o: operator_case(seed, "module", **o),
+    "conv-stride": partial(conv_case, stride=2, n=8),
+    "conv-pixels": partial(conv_case, size=1, hid=None),
+    **{kind: partial(conv_case, kind=kind) for kind in ("grouped", "separable", "module")},
 }
 
 
@@ -259,7 +235,7 @@ def test_fact_1_spectrum_within_its_bounds(
     name: str, seed: int, log_gamma: float, mu: float, energy: float
 ) -> None:
     gamma = 10.0**log_gamma
-    case = CASES[name](seed, mu=mu, gamma=gamma, batch=1)
+    case = with_norm(CASES[name], mu, seed, gamma=gamma, batch=1)
     # Residuals of every size around s = 1.5, the dangerous one, whatever γ.
     case.c = case.c * math.sqrt(energy / gamma)
     z = states(case, seed) * (0.1 / math.sqrt(gamma))
@@ -291,7 +267,7 @@ def test_fact_1_is_attained(name: str, mu: float, gamma: float) -> None:
 
     Both are inputs c that someone could meet, so neither side of the bound can be improved.
     """
-    case = CASES[name](1, mu=mu, gamma=gamma, batch=1)
+    case = with_norm(CASES[name], mu, 1, gamma=gamma, batch=1)
     a = case.blocks
     left, _, _ = np.linalg.svd(a.reshape(-1, a.shape[-1]), full_matrices=False)
     top = left[:, 0].reshape(a.shape[:2])

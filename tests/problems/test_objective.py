@@ -147,6 +147,27 @@ def test_bounds_of_sums_hold(seed: int, rows: int, middle: int) -> None:
     assert float(ends[-1]) <= bounds.upper + 1e-12
 
 
+def test_sums_state_their_rounding_and_how_fast_they_bend() -> None:
+    """Against numpy in extended precision, and the third derivative in one dimension."""
+    A, x = data()
+    W, c, z = randn(4, N, seed=4), randn(3, N, seed=5), randn(3, N)
+    q = eq.LeastSquares(A, 1e3 * x) + eq.Linear(W, c)
+    wide = [t.numpy().astype(np.longdouble) for t in (A, 1e3 * x, W, c, z)]
+    a, b, w, e, point = wide
+    exact = (point @ a.T - b) @ a - point @ w.T @ w - e
+    error, bound = np.abs(q.grad(z).numpy() - exact), q.rounding_error(z)
+    assert bound is not None
+    assert (error <= bound.numpy()).all()
+    assert float(bound.max()) < 1e-9
+    assert eq.certify(eq.Problem(eq.Box(-1.0, 1.0), smooth=q)).rigorous
+    single = eq.LeastSquares(A.float(), x.float()) + eq.Linear(W.float(), c.float())
+    assert single.in_double().grad(z).dtype == torch.float64
+    one, points = torch.ones(1, 1).double(), torch.linspace(-1, 1, 2001).double()[:, None]
+    bent = eq.Gaussian(one, torch.zeros_like(points), 0.5).compose(3.0 * one)
+    steepest = float(bent.hvp(points, torch.ones_like(points))[:, 0].diff().abs().max()) / 1e-3
+    assert steepest <= float(torch.as_tensor(bent.hessian_lipschitz()).max()) <= 1.01 * steepest
+
+
 # --- gradients ----------------------------------------------------------------------------------
 
 

@@ -15,7 +15,7 @@ from equilibria.engine.tree import per_sample, power_of_two
 from equilibria.entry import fixed_point
 from equilibria.nn.observing import report
 from equilibria.problems import JointPrior
-from equilibria.problems.norms import replaced, twin_in_double
+from equilibria.problems.parts import replaced
 from equilibria.problems.priors import Parameter, aligned, check_parameter, check_step
 
 
@@ -127,4 +127,4 @@ class DeepinvPrior(JointPrior):
         return (z - self.prox(z - tau * g, tau)) / tau
 
     def in_double(self) -> Self:
-        return replaced(twin_in_double(self), prior=copy.deepcopy(self.prior).double())
+        return replaced(super().in_double(), prior=copy.deepcopy(self.prior).double())

@@ -36,7 +36,6 @@ from equilibria.problems.norms import (
     is_flat,
     metric_root,
     patched_kernel,
-    replaced,
     sum_error,
 )
 from equilibria.problems.operators import (
@@ -123,6 +122,8 @@ class Gaussian(ImageCoupling):
         metric: M, [k, k] symmetric positive semidefinite, in place of hidden.
     """
 
+    parameters = ("c", "gamma")
+
     def __init__(
         self,
         W: Weights,
@@ -188,14 +189,6 @@ class Gaussian(ImageCoupling):
         if not _holds((gamma > 0) & gamma.isfinite()):
             raise ValueError(f"gamma must be positive and finite for every sample, got {gamma}.")
         return gamma.to(torch.promote_types(gamma.dtype, torch.float32)).expand(batch)
-
-    def inputs(self) -> tuple[Tensor, ...]:
-        """c and γ."""
-        return self.c, self.gamma
-
-    def with_inputs(self, *inputs: Tensor) -> Self:
-        c, gamma = inputs
-        return replaced(self, c=c, gamma=gamma)
 
     def _rows(self, r: Tensor) -> Tensor:
         """[B, *out] → [B, P, k]."""
@@ -472,8 +465,7 @@ class Gaussian(ImageCoupling):
 
 def _exponents(c: Tensor, y: Tensor, gamma: float, terms: int) -> tuple[Tensor, Tensor]:
     """2γ⟨c, y⟩ and log λ = −γ(‖c‖² + ‖y‖²), [B] each, of checked arguments."""
-    if not (math.isfinite(gamma) and gamma > 0):
-        raise ValueError(f"gamma={gamma!r} is out of range: γ must be a positive finite number.")
+    as_gamma(gamma)  # checks it
     if isinstance(terms, bool) or int(terms) != terms or terms < 1:
         raise ValueError(f"terms={terms!r}: expected an integer of at least 1.")
     if c.ndim != 2 or c.shape != y.shape:

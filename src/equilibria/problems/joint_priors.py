@@ -22,42 +22,28 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from equilibria.adjoints.graph import host_may_read
 from equilibria.engine.tree import per_sample
-from equilibria.problems.norms import replaced
 from equilibria.problems.priors import (
     Parameter,
     Prior,
     aligned,
     at_least_float32,
     check_parameter,
-    check_step,
     graph_zero,
     log_wright_omega,
+    step_of_samples,
 )
 
 
 def _total(t: Tensor) -> Tensor:
     """The sum over all but the batch. [B, ...] → [B]."""
     return t.flatten(1).sum(1) if t.ndim > 1 else t
-
-
-def _step(tau: float | Tensor, v: Tensor) -> float | Tensor:
-    """``tau``, a number or one per sample, shaped to broadcast over ``v``."""
-    tau = check_step(tau)
-    if not isinstance(tau, Tensor) or tau.ndim == 0:
-        return tau
-    if tau.numel() != tau.shape[0] or tau.shape[0] not in (1, v.shape[0]):
-        raise ValueError(
-            f"tau got shape {tuple(tau.shape)} for a state of shape {tuple(v.shape)}: a prior that "
-            "is not elementwise takes a number or one per sample, [B]"
-        )
-    return per_sample(tau.reshape(-1), v)
 
 
 def _slack(z: Tensor, terms: int) -> float:
@@ -105,19 +91,11 @@ class Translated(Prior):
 
     prior: Prior
     by: Tensor
-    parameters = ("by",)
+    parameters = ("by", "prior")
 
     @property
     def separable(self) -> bool:  # type: ignore[override]
         return self.prior.separable
-
-    def inputs(self) -> tuple[Tensor, ...]:
-        return (*super().inputs(), *self.prior.inputs())
-
-    def with_inputs(self, *inputs: Tensor) -> Self:
-        own = len(super().inputs())
-        twin = super().with_inputs(*inputs[:own])
-        return replaced(twin, prior=self.prior.with_inputs(*inputs[own:]))
 
     def value(self, z: Tensor) -> Tensor:
         return self.prior.value(z + self.by)
@@ -238,7 +216,7 @@ class Simplex(_AlongDim):
         return _indicator(z, _all(near) & _all(lines >= 0))
 
     def prox(self, v: Tensor, tau: float | Tensor = 1.0) -> Tensor:
-        _step(tau, v)
+        step_of_samples(tau, v)
         lines = _onto_simplex(self._lines(v), self._like_lines("total", v))
         return self._back(lines, v).to(v.dtype)
 
@@ -278,7 +256,7 @@ class Entropy(_AlongDim):
 
     def prox(self, v: Tensor, tau: float | Tensor = 1.0) -> Tensor:
         lines = self._lines(v)
-        scale = _step(tau, v) * self._like_lines("weight", v)
+        scale = step_of_samples(tau, v) * self._like_lines("weight", v)
         s = torch.as_tensor(scale, dtype=lines.dtype, device=lines.device)
         return self._back(_entropy_prox(lines, s), v).to(v.dtype)
 
@@ -353,7 +331,7 @@ class HalfSpace(JointPrior):
         return _indicator(z, excess <= off)
 
     def prox(self, v: Tensor, tau: float | Tensor = 1.0) -> Tensor:
-        _step(tau, v)
+        step_of_samples(tau, v)
         z = at_least_float32(v)
         for _ in range(2):  # the first is off by the rounding of v, which may be large
             normal, square, excess, _ = self._measured(z)
@@ -403,7 +381,7 @@ class Ball(_OfNorms):
         return _indicator(z, _all(size <= (1.0 + _slack(z, z[0].numel())) * radius))
 
     def prox(self, v: Tensor, tau: float | Tensor = 1.0) -> Tensor:
-        _step(tau, v)
+        step_of_samples(tau, v)
         size, radius = self._norm(v)
         far = size > radius
         return (v * torch.where(far, radius / torch.where(far, size, 1.0), 1.0)).to(v.dtype)
@@ -438,7 +416,7 @@ class GroupSoftThreshold(_OfNorms):
 
     def prox(self, v: Tensor, tau: float | Tensor = 1.0) -> Tensor:
         size, weight = self._norm(v)
-        return self._shrink(v, size, _step(tau, v) * weight).to(v.dtype)
+        return self._shrink(v, size, step_of_samples(tau, v) * weight).to(v.dtype)
 
     def least_subgradient(self, z: Tensor, g: Tensor) -> Tensor:
         size, weight = self._norm(z)
@@ -565,7 +543,7 @@ class NuclearNorm(_AlongDims):
         return _total((weight * sigma).to(sigma.dtype))
 
     def prox(self, v: Tensor, tau: float | Tensor = 1.0) -> Tensor:
-        return self._shrink(v, _step(tau, v) * self._weight(v)).to(v.dtype)
+        return self._shrink(v, step_of_samples(tau, v) * self._weight(v)).to(v.dtype)
 
     @staticmethod
     def _shrink(v: Tensor, threshold: Parameter) -> Tensor:
@@ -729,7 +707,7 @@ class _Chain(_AlongDim):
             yield made.expand(*lines.shape[:-1], lines.shape[-1] - 1)
 
     def prox(self, v: Tensor, tau: float | Tensor = 1.0) -> Tensor:
-        found = chain_prox(self._lines(v), *self._edges(v, _step(tau, v)))
+        found = chain_prox(self._lines(v), *self._edges(v, step_of_samples(tau, v)))
         return self._back(found, v).to(v.dtype)
 
     def least_subgradient(self, z: Tensor, g: Tensor) -> Tensor:

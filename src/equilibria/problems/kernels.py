@@ -13,23 +13,24 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
+from equilibria.engine.options import check_number
+from equilibria.engine.tree import per_sample
 from equilibria.problems.norms import (
     FUNCTION,
     UNIT,
     NormBound,
     exact,
     norm_upper,
-    replaced,
     sum_error,
-    twin_in_double,
 )
 from equilibria.problems.operators import LinearOperator, Weights, as_operator
-from equilibria.problems.priors import Prior, at_least_float32
+from equilibria.problems.parts import Part
+from equilibria.problems.priors import Prior, at_least_float32, per_sample_sum
 
 Reasoned = tuple[float | None, str]  # a constant or None, and why
 
@@ -57,12 +58,6 @@ class Curvature:
     which nothing may be concluded."""
 
 
-def per_sample_sum(t: Tensor) -> Tensor:
-    """Sum over all but the batch, in float32 or better. [B, ...] → [B]."""
-    dtype = torch.promote_types(t.dtype, torch.float32)
-    return t.sum(tuple(range(1, t.ndim)), dtype=dtype)
-
-
 def inner(a: Tensor, b: Tensor) -> Tensor:
     """⟨a, b⟩ per sample, in float32 or better, whatever the memory formats. [B, ...] → [B]."""
     dtype = torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32)
@@ -78,14 +73,16 @@ def unproven(modulus: float, reach: float) -> str | None:
 
 def _scaled(weight: Tensor, t: Tensor) -> Tensor:
     """weight[b]·t[b] in the dtype of t. [B], [B, ...] → [B, ...]."""
-    return (weight.reshape(-1, *[1] * (t.ndim - 1)) * t).to(t.dtype)
+    return (per_sample(weight, t) * t).to(t.dtype)
 
 
 LARGE = 1 << 13  # entries of a state above which a certificate shows no estimates of norms
 
 
-class Coupling(ABC):
+class Coupling(Part, ABC):
     """q(z; x) with ∇q, ∇²q·v and bounds on the spectrum of ∇²q. z [B, *state]."""
+
+    parameters: ClassVar[tuple[str, ...]] = ("c",)
 
     def __init__(self, W: Weights, c: Tensor) -> None:
         if not c.is_floating_point():
@@ -205,19 +202,6 @@ class Coupling(ABC):
             return {}
         small = math.prod(in_shape) <= LARGE
         return {"norm": operator.norm(in_shape) if small else NormBound(0.0, self.norm_upper())}
-
-    def in_double(self) -> Self:
-        """The same coupling on the same numbers, detached and in float64."""
-        return twin_in_double(self)
-
-    def inputs(self) -> tuple[Tensor, ...]:
-        """The tensors [B, ...] through which the coupling depends on the sample: c."""
-        return (self.c,)
-
-    def with_inputs(self, *inputs: Tensor) -> Self:
-        """The same coupling on other tensors in place of ``inputs()``, not checked anew."""
-        (c,) = inputs
-        return replaced(self, c=c)
 
     def norm_upper(self) -> float:
         """Rigorous ‖W‖₂, computed on first use and kept: the weights are taken as constant."""
@@ -470,6 +454,7 @@ class Polynomial(_WithLinearTerm):
             )
         if offset not in (0.0, 1.0):
             raise ValueError(f"Polynomial(offset={offset!r}): expected 0.0 (as printed) or 1.0.")
+        self.degree, self.offset = degree, float(offset)
         if offset == 0.0:
             warnings.warn(
                 "Polynomial(offset=0.0), the kernel as printed, is degenerate: z = 0 is an "
@@ -478,7 +463,6 @@ class Polynomial(_WithLinearTerm):
                 DegenerateKernelWarning,
                 stacklevel=2,
             )
-        self.degree, self.offset = degree, float(offset)
 
     def _phi(self, t: Tensor) -> Tensor:
         return (self.offset + t) ** self.degree
@@ -583,10 +567,8 @@ class Activated(ImageCoupling):
                 f"Activated(prior={type(prior).__name__}(...)): expected an elementwise prior, its "
                 "parameters the same for all samples."
             )
-        if not 0.0 < nu < float("inf"):
-            raise ValueError(f"Activated(nu={nu!r}): expected a positive finite number.")
-        self.prior = prior
-        self.nu = float(nu)
+        self.prior, self.nu = prior, nu
+        check_number(self, "nu", low=0.0, low_open=True)
 
     def _before(self, z: Tensor) -> Tensor:
         """Wz + c."""
@@ -662,6 +644,8 @@ class Activated(ImageCoupling):
 
 class SumCoupling(Coupling):
     """Σ qᵢ(Kᵢz), each with its own linear operator or none; made by ``+`` and ``compose``."""
+
+    parameters = ("parts",)
 
     def __init__(self, *parts: tuple[Coupling, LinearOperator | None]) -> None:
         self.parts = parts
@@ -739,15 +723,3 @@ class SumCoupling(Coupling):
         image = q.default_start()
         full = (image.shape[0], *K.input_shape(image.shape[1:]))
         return image.new_zeros(full if shape is None else tuple(shape))
-
-    def inputs(self) -> tuple[Tensor, ...]:
-        return tuple(t for q, _ in self.parts for t in q.inputs())
-
-    def with_inputs(self, *inputs: Tensor) -> Self:
-        given = iter(inputs)
-        parts = [(q.with_inputs(*(next(given) for _ in q.inputs())), K) for q, K in self.parts]
-        return replaced(self, parts=tuple(parts))
-
-    def in_double(self) -> Self:
-        parts = [(q.in_double(), None if K is None else K.in_double()) for q, K in self.parts]
-        return replaced(self, parts=tuple(parts))

@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from equilibria.engine.transforms import functorch_active
-from equilibria.problems.norms import UNIT, dense_norm, exact, replaced, sum_error
+from equilibria.problems.norms import UNIT, dense_norm, exact, sum_error
+from equilibria.problems.parts import replaced
 from equilibria.problems.priors import Prior, at_least_float32
 
 States = tuple[Tensor, ...]

@@ -37,10 +37,10 @@ from equilibria.problems.norms import (
     UNIT,
     convolution_norm_upper,
     exact,
-    replaced,
     sum_error,
     waves,
 )
+from equilibria.problems.parts import replaced
 from equilibria.problems.priors import at_least_float32
 
 
@@ -76,12 +76,8 @@ class Plane:
 
     p: int
 
-    def same(self, z: Tensor, kernel: Tensor) -> Tensor:
-        """A convolution with the taps of the composed kernel; [B, c, H, W] → the same."""
-        return F.conv2d(z, kernel, padding=2 * self.p)
-
     def out(self, z: Tensor, a: Tensor) -> Tensor:
-        """Az with every output that it reaches."""
+        """Az with every output that it reaches; with the composed kernel, on the map itself."""
         return F.conv2d(z, a, padding=2 * self.p)
 
     def out_adjoint(self, y: Tensor, a: Tensor) -> Tensor:
@@ -114,14 +110,12 @@ class Torus:
         """N's first output reads from the pixel −shift on."""
         return 2 * (self.p // 2) if self.border else self.p
 
-    def same(self, z: Tensor, kernel: Tensor) -> Tensor:
-        return F.conv2d(_wrap(z, 2 * self.p, 2 * self.p), kernel)
-
     def out(self, z: Tensor, a: Tensor) -> Tensor:
-        return F.conv2d(_wrap(z, self.p, self.p), a)
+        side = a.shape[-1] // 2
+        return F.conv2d(_wrap(z, side, side), a)
 
     def out_adjoint(self, y: Tensor, a: Tensor) -> Tensor:
-        return F.conv2d(_wrap(y, self.p, self.p), transposed_kernel(a))
+        return self.out(y, transposed_kernel(a))
 
     def _sides(self) -> tuple[int, int]:
         return self.shift, max(0, 2 * self.p - 1 - self.shift)
@@ -265,7 +259,7 @@ class TieredMonotone(MonotoneOperator):
         space, out = self.geometry, []
         below: Tensor | None = None
         for i, part in enumerate(z):
-            value = space.same(part, self.kernels[i])
+            value = space.out(part, self.kernels[i])
             if below is not None:
                 value = value + 2.0 * self.sign * space.out_adjoint(below, self.a[i])
             if i < len(self.n):
@@ -277,7 +271,7 @@ class TieredMonotone(MonotoneOperator):
     def adjoint(self, g: States) -> States:
         space, out = self.geometry, []
         for i, part in enumerate(g):
-            value = space.same(part, transposed_kernel(self.kernels[i]))
+            value = space.out(part, transposed_kernel(self.kernels[i]))
             if i < len(self.n):
                 y = space.down(part, self.n[i]) + 2.0 * space.out(g[i + 1], self.a[i + 1])
                 value = value + self.sign * space.down_adjoint(y, self.n[i])

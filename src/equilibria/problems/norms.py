@@ -38,15 +38,12 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from equilibria.engine.tree import sample_norm
-
-Part = TypeVar("Part")
 
 UNIT = 2.0**-53
 FUNCTION = 8 * UNIT  # 4 units in the last place, of a number in [1, 2)
@@ -79,25 +76,6 @@ def exact(t: Tensor) -> Tensor:
     """The same numbers in float64, detached (on the CPU where the device has no float64)."""
     device = torch.device("cpu") if t.device.type == "mps" else t.device
     return t.detach().to(device=device, dtype=torch.float64)
-
-
-def replaced(part: Part, **changes: object) -> Part:
-    """A copy with other attributes, not checked anew."""
-    twin = object.__new__(type(part))  # copy.copy is not traced by every torch.compile
-    twin.__dict__.update(part.__dict__)
-    twin.__dict__.update(changes)
-    return twin
-
-
-def twin_in_double(part: Part) -> Part:
-    """A copy with the same numbers, detached and in float64, and so its parts' (``in_double``)."""
-    changes: dict[str, object] = {}
-    for name, value in vars(part).items():
-        if isinstance(value, Tensor) and value.is_floating_point():
-            changes[name] = exact(value)
-        elif hasattr(value, "in_double"):
-            changes[name] = value.in_double()
-    return replaced(part, **changes)
 
 
 def _finite(t: Tensor, what: str) -> Tensor:

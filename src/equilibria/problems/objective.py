@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from equilibria.engine.transforms import transforms_active
+from equilibria.engine.tree import per_sample
 from equilibria.problems.kernels import (
     Coupling,
     Curvature,
@@ -27,8 +28,9 @@ from equilibria.problems.kernels import (
     inner,
     unproven,
 )
-from equilibria.problems.norms import UNIT, exact, replaced, sum_error, top_ritz
+from equilibria.problems.norms import UNIT, exact, sum_error, top_ritz
 from equilibria.problems.operators import IdentityOperator, Weights
+from equilibria.problems.parts import replaced
 from equilibria.problems.priors import at_least_float32
 
 Function = Callable[..., Tensor]
@@ -66,6 +68,8 @@ class Smooth(Coupling):
         state: The shape of ``z`` without the batch; None: that of ``x`` (of its first tensor).
     """
 
+    parameters = ("x", "bounds")
+
     def __init__(
         self,
         fn: Function,
@@ -87,9 +91,10 @@ class Smooth(Coupling):
                 )
         if theta is not None and x is None:
             raise TypeError("theta is passed after x, and x was not given; fn may capture it")
-        self.fn, self.x, self.theta, self.state = fn, x, theta, state
+        self.x = x if x is None or isinstance(x, Tensor) else tuple(x)
+        self.fn, self.theta, self.state = fn, theta, state
         self.bounds = None if bounds is None else _checked(bounds)
-        self._estimate: tuple[Tensor, Tensor] | None = None
+        self._given = bounds is not None
 
     def _call(self, z: Tensor) -> Tensor:
         args = [part for part in (self.x, self.theta) if part is not None]
@@ -112,24 +117,24 @@ class Smooth(Coupling):
         return _derivative(lambda t: (self.grad(t) * v).sum(), z)
 
     def curvature(self) -> Curvature:
-        if self.bounds is not None:
+        if self._given and self.bounds is not None:
             return Curvature(*self.bounds, False, "given as bounds=(m, L)", "given")
-        if self._estimate is None:
-            self._estimate = self._ends(self.default_start())
-        return Curvature(*self._estimate, False, "Ritz values at two states", "estimated")
+        if self.bounds is None:
+            self.bounds = self._ends(self.default_start())
+        return Curvature(*self.bounds, False, "Ritz values at two states", "estimated")
 
     @torch.no_grad()
     def _ends(self, z: Tensor) -> tuple[Tensor, Tensor]:
         """Ritz values at z and after a gradient step from it, with a margin."""
         low, high = ritz_ends(self, z)
         step = 1.0 / torch.maximum(high, -low).clamp_min(torch.finfo(high.dtype).tiny)
-        moved = z - (step.reshape(-1, *[1] * (z.ndim - 1)) * self.grad(z)).to(z.dtype)
+        moved = z - (per_sample(step, z) * self.grad(z)).to(z.dtype)
         other = ritz_ends(self, moved)
         high = _MARGIN * torch.maximum(high, other[1])
         return torch.minimum(low, other[0]), torch.where(high > 0, high, 1.0)
 
     def local_curvature(self, z: Tensor) -> Curvature:
-        if self.bounds is not None:
+        if self._given:
             return self.curvature()
         return Curvature(*ritz_ends(self, z), False, "Ritz values at this z", "estimated")
 
@@ -144,24 +149,10 @@ class Smooth(Coupling):
         full = (held[0].shape[0], *given) if shape is None else tuple(shape)
         return held[0].new_zeros(full)
 
-    def _rows(self) -> list[Tensor]:
-        """Bounds that differ from sample to sample."""
-        return [t for t in self._estimate or self.bounds or () if isinstance(t, Tensor)]
-
-    def inputs(self) -> tuple[Tensor, ...]:
-        return (*_tensors(self.x), *self._rows())
-
-    def with_inputs(self, *inputs: Tensor) -> Self:
-        count, rows = len(_tensors(self.x)), iter(inputs[len(_tensors(self.x)) :])
-        x = inputs[0] if isinstance(self.x, Tensor) else inputs[:count] or None
-        name = "_estimate" if self._estimate else "bounds"
-        ends = getattr(self, name) or ()
-        made = tuple(next(rows) if isinstance(t, Tensor) else t for t in ends) or None
-        return replaced(self, x=x, **{name: made})
-
     def in_double(self) -> Self:
-        x, theta, bounds = (pytree.tree_map(_double, t) for t in (self.x, self.theta, self.bounds))
-        twin = replaced(self, x=x, theta=theta, bounds=bounds, _estimate=None)
+        bounds = self.bounds if self._given else None
+        x, theta, bounds = (pytree.tree_map(_double, t) for t in (self.x, self.theta, bounds))
+        twin = replaced(self, x=x, theta=theta, bounds=bounds)
         if not self.inputs():
             return twin
         try:
@@ -172,9 +163,6 @@ class Smooth(Coupling):
                 "tensors that it captures as theta, or make them float64."
             ) from error
         return twin
-
-    def numbers(self, in_shape: Sequence[int]) -> dict[str, Any]:
-        return {}
 
 
 def _checked(bounds: Bounds) -> Bounds:
@@ -206,12 +194,12 @@ def _derivative(fn: Callable[[Tensor], Tensor], z: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def ritz_ends(q: Coupling, z: Tensor, steps: int = _RITZ) -> tuple[Tensor, Tensor]:
+def ritz_ends(q: Coupling, z: Tensor) -> tuple[Tensor, Tensor]:
     """Numbers inside of the spectrum of the Hessian at z, near its ends. ``[B]`` each."""
     source = torch.Generator().manual_seed(0)
     start = torch.randn(z.shape[1:], generator=source, dtype=torch.float64).to(z).expand_as(z)
-    high = top_ritz(lambda v: q.hvp(z, v), start, steps=steps)
-    return -top_ritz(lambda v: -q.hvp(z, v), start, steps=steps), high
+    high = top_ritz(lambda v: q.hvp(z, v), start, steps=_RITZ)
+    return -top_ritz(lambda v: -q.hvp(z, v), start, steps=_RITZ), high
 
 
 def _float(weight: float | Tensor) -> float:
@@ -286,21 +274,3 @@ class LeastSquares(ImageCoupling):
     ) -> tuple[Tensor | None, str]:
         m = modulus.expand_as(error)
         return torch.where(m > 0, self._steep() / m, math.inf), "as for every input"
-
-
-def as_smooth(
-    smooth: Function | Coupling, x: Any, theta: Any, bounds: Bounds | None, state: Any
-) -> Coupling:
-    """A part as it is, or a function with what it is called on."""
-    if not isinstance(smooth, Coupling):
-        return Smooth(smooth, x, theta, bounds=bounds, state=state)
-    for name, value in {"x": x, "theta": theta, "bounds": bounds, "state": state}.items():
-        if value is not None:
-            raise TypeError(
-                f"Problem: {name} belongs to a smooth function, and smooth is a "
-                f"{type(smooth).__name__}, which has its own"
-            )
-    return smooth
-
-
-__all__ = ["LeastSquares", "Smooth", "as_smooth"]

@@ -349,10 +349,17 @@ class ConvOperator(LinearOperator):
         return F.conv2d(z, self.weight, None, self.stride, self.padding, 1, self.groups)
 
     def adjoint(self, y: Tensor, in_shape: Sequence[int] | None = None) -> Tensor:
-        extra = self._output_padding(y.shape[-2:], in_shape)
+        in_shape = self.input_shape(y.shape[1:]) if in_shape is None else in_shape
+        if tuple(y.shape[1:]) != self.output_shape(in_shape):
+            raise ValueError(
+                f"No input of shape {tuple(in_shape)} gives an output of {tuple(y.shape[1:])} "
+                f"(kernel {tuple(self.weight.shape[2:])}, stride {self.stride}, padding "
+                f"{self.padding}); pass the right in_shape to adjoint."
+            )
         if self._winograd_serves(y):
             there, back = self._transformed()
             return winograd(y, self.weight, back, there, adjoint=True)
+        extra = [left for _, left in self._strides(in_shape[1:])]
         return F.conv_transpose2d(
             y, self.weight, None, self.stride, self.padding, extra, self.groups
         )
@@ -377,25 +384,6 @@ class ConvOperator(LinearOperator):
         axes = zip(in_size, self.padding, kernel, self.stride, strict=True)
         return [((n + 2 * p - k) // s, (n + 2 * p - k) % s) for n, p, k, s in axes]
 
-    def _output_padding(
-        self, out_size: Sequence[int], in_shape: Sequence[int] | None
-    ) -> tuple[int, int]:
-        """What the transposed convolution must add to come back to the input's size."""
-        if in_shape is None:
-            in_shape = self._multiple(out_size)
-        if tuple(out_size) != self.output_shape(in_shape)[1:]:
-            raise ValueError(
-                f"No input of shape {tuple(in_shape)} gives an output of {tuple(out_size)} pixels "
-                f"(kernel {tuple(self.weight.shape[2:])}, stride {self.stride}, padding "
-                f"{self.padding}); pass the right in_shape to adjoint."
-            )
-        (_, down), (_, across) = self._strides(in_shape[1:])
-        return down, across
-
-    def _multiple(self, out_size: Sequence[int]) -> tuple[int, ...]:
-        pixels = [s * n for s, n in zip(self.stride, out_size, strict=True)]
-        return (self.in_channels, *pixels)
-
     def output_shape(self, in_shape: Sequence[int]) -> tuple[int, ...]:
         if len(in_shape) != 3 or in_shape[0] != self.in_channels:
             raise ValueError(
@@ -419,10 +407,12 @@ class ConvOperator(LinearOperator):
 
     def input_shape(self, out_shape: Sequence[int]) -> tuple[int, ...]:
         self.check_output(out_shape)
-        found = self._multiple(out_shape[1:])
+        pixels = [s * n for s, n in zip(self.stride, out_shape[1:], strict=True)]
+        found = (self.in_channels, *pixels)
         if self.output_shape(found) != tuple(out_shape):
             raise ValueError(
-                f"No input of {found[1:]} pixels gives W an output of {tuple(out_shape)}."
+                f"No input of {found[1:]} pixels gives W an output of {tuple(out_shape)}; give the "
+                "shape of the input (in_shape of adjoint, the start z0 of a solve)."
             )
         return found
 

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
@@ -30,7 +29,8 @@ from torch.nn.functional import logsigmoid
 
 from equilibria.adjoints.graph import host_may_read
 from equilibria.engine.options import OptionError, OptionTypeError, check_number
-from equilibria.problems.norms import replaced, twin_in_double
+from equilibria.engine.tree import per_sample
+from equilibria.problems.parts import Part, replaced
 
 Parameter = float | Tensor
 
@@ -42,6 +42,12 @@ def at_least_float32(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
+def per_sample_sum(t: Tensor) -> Tensor:
+    """Sum over all but the batch, in float32 or better. [B, ...] → [B]."""
+    dtype = torch.promote_types(t.dtype, torch.float32)
+    return t.sum(tuple(range(1, t.ndim)), dtype=dtype)
+
+
 def check_step(tau: float | Tensor) -> float | Tensor:
     """``tau`` itself; a Python number must be positive and finite (a tensor is not inspected)."""
     if isinstance(tau, Tensor):
@@ -49,6 +55,19 @@ def check_step(tau: float | Tensor) -> float | Tensor:
     if not (math.isfinite(tau) and tau > 0):
         raise ValueError(f"tau got {tau!r}, takes a positive finite number or a tensor of them")
     return float(tau)
+
+
+def step_of_samples(tau: float | Tensor, z: Tensor) -> float | Tensor:
+    """``tau``, a number or one per sample, shaped to broadcast over ``z``."""
+    tau = check_step(tau)
+    if not isinstance(tau, Tensor) or tau.ndim == 0:
+        return tau
+    if tau.numel() != tau.shape[0] or tau.shape[0] not in (1, z.shape[0]):
+        raise ValueError(
+            f"tau got shape {tuple(tau.shape)} for a state of shape {tuple(z.shape)}, takes a "
+            "number or one per sample, [B]"
+        )
+    return per_sample(tau.reshape(-1), z)
 
 
 def step_tensor(tau: float | Tensor, like: Tensor) -> Tensor:
@@ -117,7 +136,7 @@ def _largest(value: Parameter) -> float:
     return float(value.detach().abs().max()) if isinstance(value, Tensor) else abs(value)
 
 
-class Prior(ABC):
+class Prior(Part, ABC):
     """``f: R -> (-inf, inf]``, closed and convex, applied to each entry of ``z``.
 
     A prior is an immutable description without state, shared freely between problems, devices and
@@ -126,18 +145,21 @@ class Prior(ABC):
 
     separable: ClassVar[bool] = True
     """Whether ``f`` is a sum over entries; ``joint_priors.JointPrior`` says what changes if not."""
-    parameters: ClassVar[tuple[str, ...]] = ()
-    """The names of the options that may be tensors."""
 
     def __post_init__(self) -> None:
         self._check()
 
-    def _check(self) -> None:  # noqa: B027 — most have nothing to check
+    def _check(self) -> None:
         """Raise unless the parameters are in range."""
 
     @abstractmethod
     def value(self, z: Tensor) -> Tensor:
         """``f(z)`` elementwise, the shape of ``z``; ``+inf`` outside the domain."""
+
+    def sample_value(self, z: Tensor) -> Tensor:
+        """``f(z)`` of each sample, ``[B]``."""
+        value = self.value(z)
+        return per_sample_sum(value) if self.separable else value
 
     @abstractmethod
     def prox(self, v: Tensor, tau: float | Tensor = 1.0) -> Tensor:
@@ -194,30 +216,18 @@ class Prior(ABC):
         """``z`` moved to a nearest point where ``f`` is finite."""
         return torch.where(torch.isinf(self.value(z)), self.prox(z, 1e-12), z)
 
-    def _per_sample(self) -> Iterator[tuple[str, Tensor]]:
-        """Parameters with one row per sample."""
-        for name in self.parameters:
-            value = getattr(self, name)
-            if isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] != 1:
-                yield name, value
-
-    def inputs(self) -> tuple[Tensor, ...]:
-        """The parameters ``[B, ...]`` that differ from sample to sample."""
-        return tuple(value for _, value in self._per_sample())
-
-    def with_inputs(self, *inputs: Tensor) -> Self:
-        """The same prior on other tensors in place of ``inputs()``, not checked anew."""
-        names = [name for name, _ in self._per_sample()]
-        return replaced(self, **dict(zip(names, inputs, strict=True))) if names else self
+    def _differs(self, value: object) -> bool:
+        return isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] != 1
 
     @property
     def has_tensors(self) -> bool:
         """Whether a parameter is a tensor."""
-        return any(isinstance(getattr(self, name), Tensor) for name in self.parameters)
+        held = [getattr(self, name) for name in self.parameters]
+        return any(isinstance(v, Tensor) or (isinstance(v, Prior) and v.has_tensors) for v in held)
 
     def in_double(self) -> Self:
         """The same prior on the same numbers, detached and in float64; all of them checked."""
-        twin = twin_in_double(self)
+        twin = super().in_double()
         held = {name: getattr(twin, name) for name in self.parameters}
         replaced(twin, **{n: t.cpu() for n, t in held.items() if isinstance(t, Tensor)})._check()
         return twin
@@ -271,6 +281,9 @@ class Free(_LinearOnInterval):
         check_step(tau)
         return v
 
+    def into_domain(self, z: Tensor) -> Tensor:
+        return z
+
 
 @dataclass(frozen=True)
 class NonNegative(_LinearOnInterval):
@@ -281,6 +294,11 @@ class NonNegative(_LinearOnInterval):
     def prox(self, v: Tensor, tau: float | Tensor = 1.0) -> Tensor:
         check_step(tau)
         return torch.relu(v)
+
+    def into_domain(self, z: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            return super().into_domain(z)
+        return torch.relu(z)  # the same in one pass; its gradient at 0 is another
 
 
 @dataclass(frozen=True)
@@ -425,7 +443,7 @@ class WithL1(Prior):
 
     prior: Prior
     weight: Parameter = 1.0
-    parameters = ("weight",)
+    parameters = ("weight", "prior")
 
     def _check(self) -> None:
         if not self.prior.separable:
@@ -435,18 +453,6 @@ class WithL1(Prior):
                 "regularize='prox', SquaredNorm, or a prior of your own."
             )
         check_parameter(self, "weight", low=0.0)
-
-    @property
-    def has_tensors(self) -> bool:
-        return super().has_tensors or self.prior.has_tensors
-
-    def inputs(self) -> tuple[Tensor, ...]:
-        return (*super().inputs(), *self.prior.inputs())
-
-    def with_inputs(self, *inputs: Tensor) -> Self:
-        own = len(super().inputs())
-        prior = self.prior.with_inputs(*inputs[own:])
-        return replaced(super().with_inputs(*inputs[:own]), prior=prior)
 
     @property
     def expansion(self) -> float:

@@ -28,34 +28,20 @@ import torch
 from torch import Tensor
 
 from equilibria.engine.tree import sample_norm
-from equilibria.problems.kernels import Coupling, Curvature, per_sample_sum
-from equilibria.problems.norms import replaced, twin_in_double
-from equilibria.problems.objective import as_smooth
+from equilibria.problems.kernels import Coupling, Curvature
+from equilibria.problems.objective import Smooth
+from equilibria.problems.parts import Part, replaced
 from equilibria.problems.priors import (
-    Free,
-    NonNegative,
     Prior,
     WithL1,
     at_least_float32,
-    check_step,
+    per_sample_sum,
+    step_of_samples,
 )
 from equilibria.problems.regularizers import L1, Regularizer
 
 
-def per_sample(tau: float | Tensor, z: Tensor) -> float | Tensor:
-    """A number, or one step per sample ``[B]`` shaped to broadcast over ``z``."""
-    tau = check_step(tau)
-    if isinstance(tau, Tensor) and tau.ndim == 1 and z.ndim > 1:
-        if tau.shape[0] not in (1, z.shape[0]):
-            raise ValueError(
-                f"tau got shape {tuple(tau.shape)} for a batch of {z.shape[0]}, takes one number "
-                "per sample"
-            )
-        return tau.reshape(-1, *[1] * (z.ndim - 1))
-    return tau
-
-
-class HiddenProblem(ABC):
+class HiddenProblem(Part, ABC):
     """What solvers, certificates and layers may ask of a problem. ``z`` is ``[B, *state]``."""
 
     @abstractmethod
@@ -79,24 +65,12 @@ class HiddenProblem(ABC):
         """``m`` and ``L``: bounds on the Hessian of the smooth part, valid for every ``z``."""
 
     @abstractmethod
-    def inputs(self) -> tuple[Tensor, ...]:
-        """The tensors ``[B, ...]`` through which the problem depends on the sample."""
-
-    @abstractmethod
-    def with_inputs(self, *inputs: Tensor) -> HiddenProblem:
-        """The same problem on other tensors in place of ``inputs()``."""
-
-    @abstractmethod
     def default_start(self, shape: Sequence[int] | None = None) -> Tensor:
         """A state to start a solver from; ``shape`` ``[B, *state]`` where the input has less."""
 
     def unit_step(self) -> float | Tensor:
         """The ``tau`` of the map ``T_tau`` by which a solve is judged: 1, or ``1/L`` ``[B]``."""
         return 1.0
-
-    def in_double(self) -> Self:
-        """The same problem on the same numbers (weights, c and γ), detached and in float64."""
-        return twin_in_double(self)
 
     @property
     def couples_batch(self) -> bool:
@@ -145,8 +119,10 @@ class Problem(HiddenProblem):
     bounds: InitVar[tuple[float | Tensor, float | Tensor] | None] = None
     state: InitVar[Sequence[int] | None] = None
     ridge: float = 1.0
-    _prior: Prior = field(init=False, repr=False)  # with the non-smooth regularizer, if any
+    effective_prior: Prior = field(init=False, repr=False)
+    """The prior whose prox ``step`` takes: ``f``, or ``f + w|.|`` with an L1 regularizer."""
     _smooth: Regularizer | None = field(init=False, repr=False)  # what is left of it
+    parameters = ("coupling", "prior")
 
     def __post_init__(
         self,
@@ -161,11 +137,17 @@ class Problem(HiddenProblem):
             raise TypeError(f"Problem: takes one of coupling and smooth, got {given}")
         if self.ridge not in (0.0, 1.0):
             raise ValueError(f"Problem: ridge got {self.ridge!r}, takes 1.0 (a layer) or 0.0")
+        options = {"x": x, "theta": theta, "bounds": bounds, "state": state}
+        own = [name for name, value in options.items() if value is not None]
+        if own and (smooth is None or isinstance(smooth, Coupling)):
+            raise TypeError(
+                f"Problem: {own[0]} belongs to a smooth function: x, theta, bounds and state go "
+                "with smooth=function, and a Coupling has its own"
+            )
         if smooth is not None:
+            made = smooth if isinstance(smooth, Coupling) else Smooth(smooth, **options)
             object.__setattr__(self, "ridge", 0.0)
-            object.__setattr__(self, "coupling", as_smooth(smooth, x, theta, bounds, state))
-        elif any(part is not None for part in (x, theta, bounds, state)):
-            raise TypeError("Problem: x, theta, bounds and state go with smooth, not with coupling")
+            object.__setattr__(self, "coupling", made)
         kinds = {"prior": Prior, "coupling": Coupling, "regularizer": Regularizer | None}
         for name, kind in kinds.items():
             part = getattr(self, name)
@@ -189,36 +171,25 @@ class Problem(HiddenProblem):
                 f"Problem: regularize='gradient' takes a smooth regularizer or L1, got "
                 f"{type(rest).__name__}; use regularize='prox'"
             )
-        object.__setattr__(self, "_prior", prior)
+        object.__setattr__(self, "effective_prior", prior)
         object.__setattr__(self, "_smooth", rest)
 
-    @property
-    def effective_prior(self) -> Prior:
-        """The prior whose prox ``step`` takes: ``f``, or ``f + w|.|`` with an L1 regularizer."""
-        return self._prior
-
-    def inputs(self) -> tuple[Tensor, ...]:
-        return (*self.coupling.inputs(), *self._prior.inputs())
-
-    def with_inputs(self, *inputs: Tensor) -> Problem:
-        own = len(inputs) - len(self._prior.inputs())
+    def with_inputs(self, *inputs: Tensor) -> Self:
+        own = len(inputs) - len(self.prior.inputs())
         coupling = self.coupling.with_inputs(*inputs[:own])
         if own == len(inputs):
             return replaced(self, coupling=coupling)
         # The weight of L1 is a number, so both priors have the same tensors.
-        prior, effective = (f.with_inputs(*inputs[own:]) for f in (self.prior, self._prior))
-        return replaced(self, coupling=coupling, prior=prior, _prior=effective)
+        both = (self.prior, self.effective_prior)
+        prior, effective = (f.with_inputs(*inputs[own:]) for f in both)
+        return replaced(self, coupling=coupling, prior=prior, effective_prior=effective)
 
     def default_start(self, shape: Sequence[int] | None = None) -> Tensor:
         return self.coupling.default_start(shape)
 
     def into_domain(self, z: Tensor) -> Tensor:
         """The domain of ``f`` is convex and holds ``z*``: the answer is no farther from it."""
-        if isinstance(self._prior, Free):
-            return z
-        if type(self._prior) is NonNegative and not torch.is_grad_enabled():
-            return torch.relu(z)  # the same in one pass; its gradient at 0 is another
-        return self._prior.into_domain(z)
+        return self.effective_prior.into_domain(z)
 
     def _force(self, z: Tensor) -> Tensor:
         """The gradient of the smooth part without ``|z|^2/2``."""
@@ -244,10 +215,7 @@ class Problem(HiddenProblem):
 
     def objective(self, z: Tensor) -> Tensor:
         wide = at_least_float32(z)
-        prior = self._prior.value(z)
-        if self._prior.separable:
-            prior = per_sample_sum(prior)
-        total = prior + self.coupling.value(z)
+        total = self.effective_prior.sample_value(z) + self.coupling.value(z)
         if self.ridge:
             total = total + 0.5 * per_sample_sum(wide * wide)
         return total if self._smooth is None else total + self._penalty(self._smooth, z)
@@ -264,21 +232,21 @@ class Problem(HiddenProblem):
         return 1.0 / upper if 0.0 < upper < math.inf else 1.0
 
     def step(self, z: Tensor, tau: float | Tensor = 1.0) -> Tensor:
-        tau = per_sample(tau, z)
+        tau = step_of_samples(tau, z)
         pushed = self.coupling.descent(z) if self._smooth is None else -self._force(z)
         if not self.ridge:
-            return self._prior.prox((z + tau * pushed).to(z.dtype), tau)
+            return self.effective_prior.prox((z + tau * pushed).to(z.dtype), tau)
         if isinstance(tau, float) and tau == 1.0:
-            return self._prior.prox(pushed)
+            return self.effective_prior.prox(pushed)
         if isinstance(tau, float):
             moved = torch.add((1.0 - tau) * z, pushed, alpha=tau).to(z.dtype)
         else:
             moved = ((1.0 - tau) * z + tau * pushed).to(z.dtype)
-        return self._prior.prox(moved, tau)
+        return self.effective_prior.prox(moved, tau)
 
     def minimal_subgradient(self, z: Tensor) -> Tensor:
         """The element of least norm of ``dG(z)``."""
-        return self._prior.least_subgradient(z, at_least_float32(self.gradient(z)))
+        return self.effective_prior.least_subgradient(z, at_least_float32(self.gradient(z)))
 
     def curvature(self) -> Curvature:
         return self._with_rest(self.coupling.curvature())

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from equilibria.engine.options import check_number
-from equilibria.engine.tree import sample_norm
-from equilibria.problems.kernels import Curvature, per_sample_sum
+from equilibria.engine.tree import per_sample, sample_norm
+from equilibria.problems.kernels import Curvature
 from equilibria.problems.norms import UNIT
-from equilibria.problems.priors import SoftThreshold, at_least_float32, check_step
+from equilibria.problems.priors import SoftThreshold, at_least_float32, check_step, per_sample_sum
 
 Features = Literal["all", "channels"]
 
@@ -162,7 +162,7 @@ class FeatureIncay(_Weighted):
         wide = at_least_float32(z)
         size = per_sample_sum(wide * wide) + 2.0 * self.eps
         factor = (-4.0 * self.weight / size) / size
-        return (factor.reshape(-1, *[1] * (z.ndim - 1)) * wide).to(z.dtype)
+        return (per_sample(factor, z) * wide).to(z.dtype)
 
     def curvature(self) -> Curvature:
         bend = self.weight / self.eps**2

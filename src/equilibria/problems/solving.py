@@ -15,6 +15,7 @@ from equilibria.engine.adjoint import Adjoint
 from equilibria.engine.maps import Surrogate
 from equilibria.engine.result import Solution
 from equilibria.engine.solver import Choice, SolverOptions
+from equilibria.engine.tree import per_sample
 from equilibria.entry import TrajectoryCallback, fixed_point
 from equilibria.solvers import Auto
 from equilibria.solvers.auto import momentum
@@ -119,7 +120,7 @@ def warn_refuted(problem: Problem, start: Tensor, end: Tensor) -> None:
     if bounds.basis != "given":
         return
     a = start.detach()
-    still = (end.detach() == a).flatten(1).all(1).reshape(-1, *[1] * (a.ndim - 1))
+    still = per_sample((end.detach() == a).flatten(1).all(1), a)
     # What diverged is given back as it began.
     b = torch.where(still, problem.step(a, problem.unit_step()), end.detach())
     square = inner(b - a, b - a)

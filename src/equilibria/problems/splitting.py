@@ -13,7 +13,7 @@ import dataclasses
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -26,8 +26,7 @@ from equilibria.engine.options import check_number, options
 from equilibria.engine.result import Solution
 from equilibria.engine.solver import Bounds, Choice, SolverOptions
 from equilibria.entry import TrajectoryCallback, fixed_point
-from equilibria.problems.kernels import Coupling, Curvature, SumCoupling, inner, per_sample_sum
-from equilibria.problems.norms import replaced
+from equilibria.problems.kernels import Coupling, Curvature, SumCoupling, inner
 from equilibria.problems.objective import LeastSquares
 from equilibria.problems.operators import IdentityOperator, Weights, as_operator
 from equilibria.problems.priors import Free, Prior
@@ -43,11 +42,6 @@ _DENSE = 2048  # largest state of which ADMM inverts a matrix
 _ADJOINT = Implicit(solver=GMRES(restart=60, max_steps=2000))  # J may have eigenvalues near 1
 
 
-def prior_value(prior: Prior, z: Tensor) -> Tensor:
-    """``f(z)`` of each sample, ``[B]``."""
-    return per_sample_sum(prior.value(z)) if prior.separable else prior.value(z)
-
-
 class Composite(HiddenProblem):
     """``G(z) = f(z) + g(z) + sum_i h_i(K_i z)``, for ``minimize`` by a splitting.
 
@@ -59,6 +53,8 @@ class Composite(HiddenProblem):
         inverse: ``(rhs, rho) -> z`` with ``(H + rho (sum K'K + P)) z = rhs``, ``H`` the Hessian of
             ``g``, ``P = I`` if there is a prior, else 0; where ADMM shall not invert a matrix.
     """
+
+    parameters = ("prior", "terms", "smooth")
 
     def __init__(
         self,
@@ -111,10 +107,10 @@ class Composite(HiddenProblem):
         return middle, high, float(sum(K.norm_upper() ** 2 for _, K in self.terms))
 
     def objective(self, z: Tensor) -> Tensor:
-        total = prior_value(self.prior, z)
+        total = self.prior.sample_value(z)
         total = total if self.smooth is None else total + self.smooth.value(z)
         for h, K in self.terms:
-            total = total + prior_value(h, K(z))
+            total = total + h.sample_value(K(z))
         return total
 
     def gradient(self, z: Tensor) -> Tensor:
@@ -133,25 +129,6 @@ class Composite(HiddenProblem):
 
     def minimal_subgradient(self, z: Tensor) -> NoReturn:
         self.step(z)
-
-    def inputs(self) -> State:
-        held = [self.prior, *(h for h, _ in self.terms), self.smooth]
-        return tuple(t for part in held if part is not None for t in part.inputs())
-
-    def _changed(self, part: Callable[[Any], Any], operator: Callable[[Any], Any]) -> Self:
-        prior = part(self.prior)
-        terms = tuple((part(h), operator(K)) for h, K in self.terms)
-        smooth = None if self.smooth is None else part(self.smooth)
-        return replaced(self, prior=prior, terms=terms, smooth=smooth)
-
-    def with_inputs(self, *inputs: Tensor) -> Self:
-        given = iter(inputs)
-        return self._changed(
-            lambda p: p.with_inputs(*(next(given) for _ in p.inputs())), lambda K: K
-        )
-
-    def in_double(self) -> Self:
-        return self._changed(lambda part: part.in_double(), lambda K: K.in_double())
 
     def default_start(self, shape: Sequence[int] | None = None) -> Tensor:
         if self.smooth is not None:
@@ -413,7 +390,7 @@ def duality_gap(problem: Composite, z: Tensor, y: Sequence[Tensor]) -> tuple[Ten
         v = image + dual
         w = h.prox(v)
         duals.append(v - w)
-        ends = prior_value(h, image), prior_value(h, w), inner(v - w, image - w)
+        ends = h.sample_value(image), h.sample_value(w), inner(v - w, image - w)
         noise = torch.finfo(v.dtype).eps * math.sqrt(v[0].numel()) * sum(t.abs() for t in ends)
         gap = gap + (ends[0] - ends[1] - ends[2]).clamp_min(0.0) + 8.0 * noise
     force = problem.gradient(z) + problem.pull(duals, z)
