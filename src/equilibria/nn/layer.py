@@ -95,7 +95,7 @@ class EquilibriumLayer(_SolvedLayer):
     Or subclass it and write the method ``problem(x)``, as GEQ and OptEq do.
     """
 
-    default_solver = Auto()
+    default_solver: ClassVar[SolverOptions] = Auto()
 
     def __init__(
         self,
@@ -184,7 +184,7 @@ class MapLayer(_SolvedLayer, ABC):
     ``inject``, not at every evaluation.
     """
 
-    default_solver = Anderson()
+    default_solver: ClassVar[SolverOptions] = Anderson()
 
     @abstractmethod
     def inject(self, x: Tensor) -> tuple[Any, ...]:
