@@ -225,7 +225,7 @@ class LayerContract:
 
     def test_gradients_to_the_input_and_every_parameter(self) -> None:
         # Solves at 1e-13 and a difference step of 1e-6: the quotient is right to about 1e-7.
-        check_gradients(self.precise(), self.drawn(2).double(), fast=self.convolutional)
+        check_gradients(self.precise(), self.drawn(2).double())
 
     def test_a_warm_start_gives_the_same_answer_in_fewer_steps(self) -> None:
         layer, x = self.precise(), self.drawn().double()

@@ -73,7 +73,7 @@ def test_solve_tells_all_and_takes_options() -> None:
 
 def test_gradients() -> None:
     layer = made(solver=TIGHT, adjoint=EXACT)
-    check_gradients(layer, randn(2, 4), atol=1e-6, fast=False)
+    check_gradients(layer, randn(2, 4), atol=1e-6)
     check_gradients(layer, randn(1, 4), second=True)
 
 

@@ -67,6 +67,13 @@ class MonitoredMapLayer(MapLayer):
     def observed_solve(self, x: Any, z0: Any = None, **options: Any) -> Solution[Any]:
         step, start, injected = self.prepared(x, z0)
         solution = self.solve_map(step, start, injected, **options)
+        self.tell(solution, step, injected)
+        return solution
+
+    def tell(
+        self, solution: Solution[Any], step: Callable[..., Any], injected: tuple[Any, ...]
+    ) -> None:
+        """Hand the solution to who observes this layer, and its penalty to who collects them."""
         report(self, solution)
         wanted = collectors(self) if self.jacobian_weight > 0 else []
         if wanted:
@@ -74,7 +81,6 @@ class MonitoredMapLayer(MapLayer):
             mean = values.sum() / kept.sum().clamp_min(1)
             for found in wanted:
                 found.add(self, self.jacobian_weight * mean)
-        return solution
 
     def forward_with_penalty(self, x: Any, z0: Any = None) -> tuple[Any, Tensor]:
         """(z*, ‖J‖²_F/n of each sample [B]), both with a graph, from one map.
