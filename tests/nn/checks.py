@@ -1,22 +1,26 @@
-"""What several layers are checked for beside the contract: gradients, copies, precisions."""
+"""The layer contract for maps, and what layers are checked for whose state is a tuple."""
 
 from __future__ import annotations
 
-import copy
-import io
-import pickle
-from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+from torch import Tensor
 
 import equilibria as eq
-from tests.contracts.layer_contract import LayerContract, check_gradients
+from tests.contracts.layer_contract import (
+    LayerContract,
+    check_autocast,
+    check_compiles,
+    check_copies,
+    check_gradients,
+    leaves,
+)
+from tests.problems.test_operators import conv_matrix
 
-__all__ = ["check_gradients"]
+__all__ = ["check_autocast", "check_compiles", "check_copies", "check_gradients"]
 
 
 class MapContract(LayerContract):
@@ -47,50 +51,15 @@ class SlowCompile(MapContract):
     compiles_daily = False  # read by tests/conftest.py
 
 
-def leaves(z: Any) -> list[Tensor]:
-    return pytree.tree_leaves(z)
-
-
-def check_copies(made: Callable[..., nn.Module], x: Tensor) -> None:
-    """Deep copies, pickles and a fresh layer with the state dict answer alike, independently."""
-    layer, fresh = made().eval(), made(seed=4).eval()
-    expected = leaves(layer(x))
-    assert not torch.equal(leaves(fresh(x))[0], expected[0])
-    file = io.BytesIO()
-    torch.save(layer.state_dict(), file)
-    file.seek(0)
-    fresh.load_state_dict(torch.load(file, weights_only=True))
-    for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), fresh):
-        assert all(torch.equal(a, b) for a, b in zip(leaves(twin(x)), expected, strict=True))
-        with torch.no_grad():
-            next(twin.parameters()).add_(1.0)
-    assert torch.equal(leaves(layer(x))[0], expected[0])
-
-
-def check_autocast(layer: nn.Module, x: Tensor) -> None:
-    expected = leaves(layer(x))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = leaves(layer(x))
-    for z, known in zip(found, expected, strict=True):
-        scale = float(known.detach().abs().max())
-        torch.testing.assert_close(z.float(), known, rtol=0, atol=0.2 * scale)
-    sum(z.float().square().sum() for z in found).backward()
-    for name, p in layer.named_parameters():
-        assert p.grad is not None, name
-        assert p.grad.dtype == torch.float32, name
-        assert torch.isfinite(p.grad).all(), name
-
-
-def check_compiles(layer: nn.Module, x: Tensor) -> None:
-    """As one graph, with the same answer, and with gradients it trains. Solves of fixed steps."""
-    torch._dynamo.reset()
-    twin = copy.deepcopy(layer)
-    compiled = torch.compile(twin, backend="aot_eager", fullgraph=True)
-    for a, b in zip(leaves(compiled(x)), leaves(layer(x)), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-    if torch.is_grad_enabled():
-        sum(z.square().sum() for z in leaves(compiled(x))).backward()
-        assert all(p.grad is not None for p in twin.parameters())
+def matrices(layer: Any, x: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """W as a matrix, and c = Ux + b with one row a sample; W and U dense, or 3 × 3."""
+    bias = layer.U.bias.detach().numpy()
+    if layer.convolutional:
+        size = x.shape[2:]
+        w, u = (conv_matrix(m.weight, *size, padding=1) for m in (layer.W, layer.U))
+        return w, x.flatten(1).numpy() @ u.T + np.repeat(bias, size.numel())
+    w, u = (m.weight.detach().numpy() for m in (layer.W, layer.U))
+    return w, x.numpy() @ u.T + bias
 
 
 def check_bad_sample(layer: Any, x: Tensor) -> None:

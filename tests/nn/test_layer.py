@@ -71,27 +71,9 @@ def test_solve_tells_all_and_takes_options() -> None:
     torch.testing.assert_close(warm, other.value, rtol=1e-6, atol=1e-8)
 
 
-def test_a_bad_sample_harms_no_weight_of_a_problem_function() -> None:
-    torch.manual_seed(0)
-    layer = eq.nn.EquilibriumLayer(
-        lambda x, W, U: eq.Problem(eq.NonNegative(), eq.Gaussian(W, U(x), gamma=0.5)),
-        W=nn.Linear(4, 5, bias=False),
-        U=nn.Linear(3, 5),
-    ).double()
-    x = torch.randn(3, 3, dtype=torch.float64)
-    wanted = torch.autograd.grad(layer(x[[0, 2]]).sum(), list(layer.parameters()))
-    x[1, 0] = float("nan")
-    with pytest.warns(eq.ConvergenceWarning):
-        solution = layer.solve(x)
-    found = torch.autograd.grad(solution.value[[0, 2]].sum(), list(layer.parameters()))
-    assert solution.result[1] == eq.Result.nonfinite
-    for a, b in zip(found, wanted, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-8)
-
-
 def test_gradients() -> None:
     layer = made(solver=TIGHT, adjoint=EXACT)
-    check_gradients(layer, randn(2, 4), atol=1e-6, fast=False)
+    check_gradients(layer, randn(2, 4), atol=1e-6)
     check_gradients(layer, randn(1, 4), second=True)
 
 

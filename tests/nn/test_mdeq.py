@@ -1,12 +1,10 @@
-"""MDEQ, its stem and heads: against their formulas, the fixed point against scipy, dropout."""
+"""MDEQ, its stem and heads: against their formulas; dropout."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
-import scipy.optimize
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -104,33 +102,21 @@ def test_the_map_is_the_formula(channels: tuple[int, ...], options: dict[str, An
             torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
 
-def test_fixed_points_agree_with_scipy() -> None:
-    layer, x = made(solver=TIGHT), randn(1, 4, 4, 4)
-    shapes = [(1, 4, 4, 4), (1, 4, 2, 2)]
-
-    def split(flat: Any) -> list[Tensor]:
-        parts = np.split(flat, [64])
-        return [torch.from_numpy(p).reshape(s) for p, s in zip(parts, shapes, strict=True)]
-
-    def gap(flat: Any) -> Any:
-        with torch.no_grad():
-            out = reference(layer, split(flat), x)
-        return np.concatenate([t.numpy().ravel() for t in out]) - flat
-
-    root = scipy.optimize.root(gap, np.zeros(80), tol=1e-12)
-    assert root.success
-    for a, b in zip(layer(x), split(root.x), strict=True):
-        torch.testing.assert_close(a.detach(), b, rtol=1e-7, atol=1e-9)
+def test_the_answer_is_a_fixed_point_of_the_formula() -> None:
+    layer, x = made(solver=TIGHT), randn(2, 4, 4, 4)
+    z = layer(x)
+    for a, b in zip(reference(layer, z, x), z, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize(
     "adjoint",
-    [EXACT, eq.Phantom(steps=50, damping=1.0), eq.Unrolled()],
-    ids=["implicit", "phantom", "unrolled"],
+    [EXACT, eq.Unrolled()],
+    ids=["implicit", "unrolled"],
 )
-def test_gradients_with_every_adjoint(adjoint: Any) -> None:
+def test_gradients_with_both_kinds_of_adjoint(adjoint: Any) -> None:
     solver = eq.Picard(rtol=1e-11, max_steps=300)
-    layer, x = made(solver=solver, adjoint=adjoint), randn(1, 4, 4, 4)
+    layer, x = made((2, 2), solver=solver, adjoint=adjoint), randn(1, 2, 4, 4)
     assert bool(layer.solve(x).converged.all())
     check_gradients(layer, x)
 
@@ -379,20 +365,13 @@ def test_bad_options(make: Any, error: type[Exception], message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("x", "error", "message"),
+    ("x", "message"),
     [
-        (torch.zeros(1, 8, 6, 8), ValueError, "multiples of 4, got x of 6 × 8 pixels"),
-        (torch.zeros(1, 4, 8, 8), ValueError, r"takes x \[B, 8, H, W\], got shape \(1, 4, 8, 8\)"),
-        (None, TypeError, "takes a tensor"),
-        (torch.zeros(1, 8, 8, 8).long(), TypeError, "floating-point"),
-        (
-            torch.zeros(1, 8, 8, 8).double(),
-            TypeError,
-            r"of torch.float32 and got x of torch.float64",
-        ),
-        (torch.zeros(1, 8, 8, 8, device="meta"), ValueError, "lives on cpu and got x on meta"),
+        (torch.zeros(1, 8, 6, 8), "multiples of 4, got x of 6 × 8 pixels"),
+        (torch.zeros(1, 4, 8, 8), r"takes x \[B, 8, H, W\], got shape \(1, 4, 8, 8\)"),
+        (torch.zeros(1, 8, 8, 8, device="meta"), "lives on cpu and got x on meta"),
     ],
 )
-def test_bad_inputs(x: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
+def test_bad_inputs(x: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         MDEQ((8, 8, 8))(x)

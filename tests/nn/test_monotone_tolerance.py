@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import warnings
 from typing import Any
 
@@ -70,25 +71,6 @@ def test_one_large_negative_input_does_not_hide_the_rest() -> None:
         assert done.all()
 
 
-def test_strongly_biased_inputs() -> None:
-    """With a bias of −3 one sample of 64 was 10% off at rtol 1e-4."""
-    for seed in range(3):
-        layer = made(seed, 16, m=1.0)
-        with torch.no_grad():
-            layer.U.bias.fill_(-3.0)
-            layer.U.weight.mul_(3.0)
-        x = torch.randn(64, 16)
-        found = layer.solve(x)
-        w, c = dense(layer, x)
-        exact = newton(w, c, *RELU)
-        miss = np.linalg.norm(found.value.detach().double().numpy() - exact, axis=1)
-        assert found.converged.all()
-        assert relative(w, c, found.value).max() <= 1.1e-4
-        # I − W ⪰ mI: ‖z − z*‖ ≤ (1 + ‖I − W‖)/m·‖T(z) − z‖
-        reach = (1 + np.linalg.norm(np.eye(16) - w, 2)) / layer.m
-        assert (miss <= reach * 1.1e-4 * np.linalg.norm(exact, axis=1) + 1e-7).all()
-
-
 @given(
     seed=st.integers(0, 10**6),
     solver=st.sampled_from(SOLVERS),
@@ -115,17 +97,9 @@ def test_the_tolerance_means_the_same_for_every_solver(
     if isinstance(solver, eq.ForwardBackward) and solver.alpha is not None:
         solver = eq.ForwardBackward(alpha=0.5 * m / layer.bounds()[1] ** 2, max_steps=50000)
     rtol = 1e-3 if dtype == torch.float32 else 1e-6
-    solver = type(solver)(
-        **{
-            name: getattr(solver, name)
-            for name in ("alpha", "max_steps", "patience")
-            if hasattr(solver, name)
-        },
-        rtol=rtol,
-    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)
-        found = layer.solve(x, solver=solver)
+        found = layer.solve(x, solver=dataclasses.replace(solver, rtol=rtol))
     w, c = dense(layer, x)
     left = relative(w / 1.0, c / size, found.value.double() / size)
     done = found.converged.numpy()
@@ -136,7 +110,7 @@ def test_the_tolerance_means_the_same_for_every_solver(
         assert done.all()
 
 
-@pytest.mark.parametrize("alpha", [None, 0.1, 0.01])
+@pytest.mark.parametrize("alpha", [None, 0.02])
 def test_gradients_do_not_lose_digits_with_the_step(alpha: float | None) -> None:
     """Of a layer with the step scaled down, against dense algebra in float64."""
     layer = made(0, 6, m=0.5)
@@ -159,7 +133,7 @@ def test_gradients_do_not_lose_digits_with_the_step(alpha: float | None) -> None
     )
 
 
-@pytest.mark.parametrize("tau", [1.0, 0.1, 0.01, 0.001])
+@pytest.mark.parametrize("tau", [1.0, 0.001])
 def test_a_small_proximal_step_does_not_loosen_the_tolerance(tau: float) -> None:
     """‖T_τ(z) − z‖ is τ times ‖T(z) − z‖: with τ = 0.001 and rtol 1e-4 the answer was 10% off."""
     generator = torch.Generator().manual_seed(0)
@@ -176,11 +150,3 @@ def test_a_small_proximal_step_does_not_loosen_the_tolerance(tau: float) -> None
         left = torch.linalg.vector_norm(image - z, dim=1)
         assert (left <= 1.05e-4 * torch.linalg.vector_norm(image, dim=1)).all()
         torch.testing.assert_close(found.stats.residual.double(), left, rtol=0.05, atol=1e-7)
-
-
-def test_a_polynomial_of_odd_degree_runs_with_its_own_solver() -> None:
-    torch.manual_seed(0)
-    layer = eq.nn.PolynomialEq(4, 5, degree=3, radius=0.1)
-    z = layer(torch.randn(3, 4))
-    assert torch.isfinite(z).all()
-    assert layer.solve(torch.randn(3, 4)).converged.all()

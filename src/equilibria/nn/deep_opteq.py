@@ -29,7 +29,7 @@ from equilibria.problems import (
 from equilibria.solvers import Picard, SequentialAveraging
 
 from .constraints import Constraint, NormBounded, OperatorNorm, constrain
-from .inputs import check_kernel, check_prior, check_sizes, lowered, zeros_as
+from .inputs import check_sizes, lowered, zeros_as
 from .layer import FeatureLayer, MapLayer, linear, weight_operator
 
 __all__ = ["BoundBlock", "DeepOptEq", "OptEqBlock", "SeparableConv", "training_way"]
@@ -229,20 +229,14 @@ class DeepOptEq(FeatureLayer, MapLayer):
         adjoint: Adjoint | None = None,
     ) -> None:
         super().__init__(solver, adjoint)
-        inputs = channels if in_channels is None else in_channels
-        check_sizes("DeepOptEq", {"channels": channels, "in_channels": inputs})
-        if kernel_size is not None:
-            check_kernel("DeepOptEq", kernel_size)
-        elif separable:
+        self._describe(channels, in_channels, kernel_size, prior)
+        if separable and kernel_size is None:
             raise ValueError(
                 "DeepOptEq(separable=True) is for convolutions: give kernel_size as well."
             )
-        check_prior("DeepOptEq", prior)
         _check_regularizer(regularizer, regularize)
-        self.channels, self.in_channels = channels, inputs
-        self.mids = _block_sizes(mids)
-        self.kernel_size, self.separable = kernel_size, separable
-        self.prior, self.constraint = prior, constraint
+        self.channels, self.mids = channels, _block_sizes(mids)
+        self.separable, self.constraint = separable, constraint
         self.regularizer, self.regularize = regularizer, regularize
         values = _start_alphas(alpha, len(self.mids), learned=learn_alpha)
         self.alpha = None if learn_alpha else values
@@ -252,7 +246,8 @@ class DeepOptEq(FeatureLayer, MapLayer):
             self.alpha_logits = nn.Parameter(torch.tensor(logits))
         how: Any = {"kernel_size": kernel_size, "separable": separable, "bias": bias}
         self.blocks = nn.ModuleList(
-            OptEqBlock(channels, mid, inputs, constraint=constraint, **how) for mid in self.mids
+            OptEqBlock(channels, mid, self.in_channels, constraint=constraint, **how)
+            for mid in self.mids
         )
 
     def alphas(self) -> Tensor:

@@ -187,17 +187,23 @@ class BlockHolder(nn.Module):
             module.training = False
         return self
 
+    def check_input(self, x: Any) -> list[Tensor]:
+        """The leaves of x; raise unless they are tensors, one of them of floating point."""
+        name, leaves = type(self).__name__, pytree.tree_leaves(x)
+        if not leaves or not all(isinstance(t, Tensor) for t in leaves):
+            raise TypeError(
+                f"{name} takes a tensor [B, ...] or a tree of them, got {type(x).__name__}."
+            )
+        if not any(t.is_floating_point() for t in leaves):
+            raise TypeError(f"{name} takes a floating-point x, got {leaves[0].dtype}.")
+        return leaves
+
     def begin(self, x: Any) -> Any:
         if callable(self.initial):
             return self.initial(x)
-        leaves = [t for t in pytree.tree_leaves(x) if isinstance(t, Tensor)]
-        if not leaves:
-            raise TypeError(
-                f"{type(self).__name__} takes a tensor [B, ...] or a tree of them, got "
-                f"{type(x).__name__}."
-            )
+        leaves = self.check_input(x)
         if self.initial is not None:
-            like = next((t for t in leaves if t.is_floating_point()), leaves[0])
+            like = next(t for t in leaves if t.is_floating_point())
             return like.new_zeros(like.shape[0], *self.initial, dtype=solving_dtype(like))
         if not isinstance(x, Tensor):
             raise TypeError(
@@ -295,14 +301,7 @@ class DEQ(BlockHolder, MonitoredMapLayer):
         self._hold(block, start)
 
     def inject(self, x: Any) -> tuple[Any, ...]:
-        name = type(self).__name__
-        leaves = pytree.tree_leaves(x)
-        if not leaves or not all(isinstance(t, Tensor) for t in leaves):
-            raise TypeError(
-                f"{name} takes a tensor [B, ...] or a tree of them, got {type(x).__name__}."
-            )
-        if not any(t.is_floating_point() for t in leaves):
-            raise TypeError(f"{name} takes a floating-point x, got {leaves[0].dtype}.")
+        self.check_input(x)
         return (x,)
 
     def step(self, z: Any, *injected: Any) -> Any:

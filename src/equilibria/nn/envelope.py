@@ -19,7 +19,6 @@ from equilibria.problems.norms import SAFETY, sum_error
 
 from .constraints import NormBounded, constrain
 from .geq import GEQ
-from .layer import WeightedLayer
 from .observing import report
 from .opteq import OptEq
 
@@ -76,7 +75,7 @@ class Envelope(nn.Module):
                 f"{limit / _MARGIN:.4f}: the equilibrium is unique below {limit:.4f}, and the norm "
                 "may exceed its bound a little."
             )
-        self.layer: WeightedLayer = layer
+        self.layer: GEQ | OptEq = layer
         self.norm: Tensor | None
         self.register_buffer("norm", None, persistent=False)
         size, steps = layer.constraint.size, layer.constraint.steps
@@ -95,16 +94,24 @@ class Envelope(nn.Module):
         found: Tensor = bounded.sigma(held.weight.original).clamp_max(bounded.bound)
         return found
 
+    @property
+    def _sign(self) -> float:
+        """−1 where φ is concave."""
+        return -1.0 if isinstance(self.layer, OptEq) else 1.0
+
+    def _range(self, problem: Problem, norm: Tensor | None = None) -> tuple[Any, Any]:
+        """Bounds on ±∇²φ, for this norm of W or proven."""
+        found = problem.coupling.value_curvature(norm)
+        return (-found.upper, -found.lower) if self._sign < 0 else (found.lower, found.upper)
+
     def _scale(self, problem: Problem) -> tuple[Any, Any]:
-        """The shift κ and the top L of p, by the estimate of ‖W‖."""
-        nominal = problem.coupling.value_curvature(_MARGIN * self._norm())
-        low, high = nominal.lower, nominal.upper
-        return (0.0, -low) if isinstance(self.layer, OptEq) else (-low, high - low)
+        """The shift κ and the top L of p = ±∇φ + κc, by the estimate of ‖W‖."""
+        low, high = self._range(problem, _MARGIN * self._norm())
+        return -low, high - low
 
     def _output(self, x: Tensor, problem: Problem, z: Tensor) -> Tensor:
         shift, top = self._scale(problem)
-        field = problem.coupling.value_gradient(z)
-        field = -field if isinstance(self.layer, OptEq) else field + shift * problem.coupling.c
+        field = self._sign * problem.coupling.value_gradient(z) + shift * problem.coupling.c
         branch = self.layer.input_operator().adjoint(field, x.shape[1:])
         out: Tensor = x - (2.0 / top).to(branch.dtype) * branch
         return out
@@ -127,9 +134,7 @@ class Envelope(nn.Module):
     def _constant(self, problem: Problem) -> tuple[float, float]:
         """Proven: the Lipschitz constant of the layer, and how far an error of z moves y."""
         shift, top = map(float, self._scale(problem))
-        proven = problem.coupling.value_curvature()
-        low, high = float(proven.lower), float(proven.upper)
-        least, most = (low + shift, high + shift) if shift else (-high, -low)
+        least, most = (float(bound) + shift for bound in self._range(problem))
         u = self.layer.input_operator().norm_upper_on(problem.coupling.c.shape[1:])
         step = 2.0 / top
         up = 1.0 + 1e-13
@@ -139,16 +144,13 @@ class Envelope(nn.Module):
     @torch.no_grad()
     def lipschitz(self, x: Tensor) -> float:
         """A proven Lipschitz constant for all inputs; x [B, ...] only says the shape."""
-        problem = self.layer.problem(x)
-        assert isinstance(problem, Problem)
-        return self._constant(problem)[0]
+        return self._constant(self.layer.problem(x))[0]
 
     @torch.no_grad()
     def enclose(self, x: Tensor) -> Enclosed:
         """The output at x with what is proven of it, for ``certify.certify_network``."""
         z = self.layer.solve(x, solver=tight_solver(self.layer)).value
         problem = self.layer.problem(x)
-        assert isinstance(problem, Problem)
         constant, slope = self._constant(problem)
         off = distance(self.layer, x, z).error
         y = self._output(x, problem, z)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor
 
 from equilibria.engine.options import check_number
-from equilibria.problems import Coupling, HiddenProblem, Polynomial, Problem, Sigmoidal
+from equilibria.problems import HiddenProblem, Polynomial, Problem, Sigmoidal
 from equilibria.problems.kernels import SIGMOID_CURVATURE, inner
 from equilibria.solvers import Anderson, ProximalGradient
 
@@ -21,6 +20,7 @@ __all__ = ["PolynomialEq", "SigmoidEq"]
 class _ScalarKernelLayer(WeightedLayer):
     """G(z) = 1ᵀf(z) + ½‖z‖² − φ(⟨c, z⟩) − ½‖Wz‖², c = Ux + b in the space of z."""
 
+    default_solver = ProximalGradient()
     shown: ClassVar[tuple[str, ...]] = (*WeightedLayer.shown, "radius")
 
     def __init__(
@@ -31,8 +31,6 @@ class _ScalarKernelLayer(WeightedLayer):
         radius: float | None = None,
         **options: Unpack[LayerOptions],
     ) -> None:
-        if options.get("solver") is None:
-            options["solver"] = ProximalGradient()
         super().__init__(channels, mid, features=channels, **options)
         self.radius = radius
         check_number(self, "radius", low=0.0, low_open=True, optional=True)
@@ -44,14 +42,6 @@ class _ScalarKernelLayer(WeightedLayer):
             return c
         size = inner(c, c).clamp_min(self.radius**2).sqrt()  # no square root near zero
         return (c * (self.radius / size).view(-1, *[1] * (c.ndim - 1))).to(c.dtype)
-
-    @abstractmethod
-    def _coupling(self, c: Tensor) -> Coupling:
-        """The coupling of this kernel on the features c."""
-
-    def problem(self, x: Tensor) -> Problem:
-        """G(·; x). In training mode this moves W's power iteration."""
-        return Problem(self.prior, self._coupling(self.features(x)))
 
     def start(self, problem: HiddenProblem, x: Tensor) -> Tensor:
         return problem.default_start()
@@ -94,8 +84,10 @@ class PolynomialEq(_ScalarKernelLayer):
         # Checks both options, and warns of the kernel as printed, before the first input.
         Polynomial(torch.zeros(1, 1), torch.zeros(1, 1), degree, offset)
 
-    def _coupling(self, c: Tensor) -> Coupling:
-        return Polynomial(self.operator(), c, self.degree, self.offset)
+    def problem(self, x: Tensor) -> Problem:
+        """G(·; x). In training mode this moves W's power iteration."""
+        c = self.features(x)
+        return Problem(self.prior, Polynomial(self.operator(), c, self.degree, self.offset))
 
     def nominal_bounds(self, problem: HiddenProblem) -> tuple[Any, Any] | None:
         norm = self.nominal_norm()
@@ -113,8 +105,10 @@ class SigmoidEq(_ScalarKernelLayer):
     options as in PolynomialEq; scaling into the ball does not expand, so that ‖U‖₂ bounds x ↦ c.
     """
 
-    def _coupling(self, c: Tensor) -> Coupling:
-        return Sigmoidal(self.operator(), c)
+    def problem(self, x: Tensor) -> Problem:
+        """G(·; x). In training mode this moves W's power iteration."""
+        c = self.features(x)
+        return Problem(self.prior, Sigmoidal(self.operator(), c))
 
     def nominal_bounds(self, problem: HiddenProblem) -> tuple[Any, Any] | None:
         norm = self.nominal_norm()

@@ -50,15 +50,15 @@ class _SolvedLayer(nn.Module):
     """A solver and an adjoint; ``forward`` is ``solve``, shown to who observes the layer."""
 
     is_equilibrium: ClassVar[bool] = True
+    default_solver: ClassVar[SolverOptions]
+    default_adjoint: ClassVar[Adjoint] = Implicit()
     shown: ClassVar[tuple[str, ...]] = ()
     """The attributes that ``repr`` shows before the solver and the adjoint."""
 
-    def __init__(
-        self, solver: SolverOptions | None, adjoint: Adjoint | None, default: SolverOptions
-    ) -> None:
+    def __init__(self, solver: SolverOptions | None = None, adjoint: Adjoint | None = None) -> None:
         super().__init__()
-        self.solver: SolverOptions = default if solver is None else solver
-        self.adjoint: Adjoint = Implicit() if adjoint is None else adjoint
+        self.solver: SolverOptions = self.default_solver if solver is None else solver
+        self.adjoint: Adjoint = self.default_adjoint if adjoint is None else adjoint
         check_ways(self.solver, self.adjoint)
 
     def solve(self, x: Any, z0: Any = None, **options: Any) -> Solution[Any]:
@@ -95,6 +95,8 @@ class EquilibriumLayer(_SolvedLayer):
     Or subclass it and write the method ``problem(x)``, as GEQ and OptEq do.
     """
 
+    default_solver: ClassVar[SolverOptions] = Auto()
+
     def __init__(
         self,
         problem_fn: Callable[..., HiddenProblem] | None = None,
@@ -102,7 +104,7 @@ class EquilibriumLayer(_SolvedLayer):
         adjoint: Adjoint | None = None,
         **parts: nn.Module | nn.Parameter,
     ) -> None:
-        super().__init__(solver, adjoint, Auto())
+        super().__init__(solver, adjoint)
         self._problem_fn = problem_fn
         self._parts = tuple(parts)
         for name, part in parts.items():
@@ -182,8 +184,7 @@ class MapLayer(_SolvedLayer, ABC):
     ``inject``, not at every evaluation.
     """
 
-    def __init__(self, solver: SolverOptions | None = None, adjoint: Adjoint | None = None) -> None:
-        super().__init__(solver, adjoint, Anderson())
+    default_solver: ClassVar[SolverOptions] = Anderson()
 
     @abstractmethod
     def inject(self, x: Tensor) -> tuple[Any, ...]:
@@ -253,6 +254,19 @@ class FeatureLayer(nn.Module):
 
     in_channels: int
     kernel_size: int | None
+    prior: Prior
+
+    def _describe(
+        self, channels: int, in_channels: int | None, kernel_size: int | None, prior: Prior
+    ) -> None:
+        """Check and keep what every such layer is given; x has ``channels`` if not said."""
+        name = type(self).__name__
+        self.in_channels = channels if in_channels is None else in_channels
+        check_sizes(name, {"channels": channels, "in_channels": self.in_channels})
+        if kernel_size is not None:
+            check_kernel(name, kernel_size)
+        check_prior(name, prior)
+        self.kernel_size, self.prior = kernel_size, prior
 
     @property
     def convolutional(self) -> bool:
@@ -312,14 +326,9 @@ class WeightedLayer(FeatureLayer, EquilibriumLayer):
         adjoint: Adjoint | None = None,
     ) -> None:
         super().__init__(None, solver, adjoint)
-        name = type(self).__name__
-        self.in_channels = channels if in_channels is None else in_channels
-        check_sizes(name, {"channels": channels, "mid": mid, "in_channels": self.in_channels})
-        if kernel_size is not None:
-            check_kernel(name, kernel_size)
-        check_prior(name, prior)
-        self.channels, self.mid = channels, mid
-        self.kernel_size, self.prior, self.constraint = kernel_size, prior, constraint
+        self._describe(channels, in_channels, kernel_size, prior)
+        check_sizes(type(self).__name__, {"mid": mid})
+        self.channels, self.mid, self.constraint = channels, mid, constraint
         free = linear(channels, mid, kernel_size, bias=False)
         self.W = constrain(free, "weight", constraint)
         self.U = linear(self.in_channels, features, kernel_size, bias=bias)

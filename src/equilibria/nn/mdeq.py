@@ -229,8 +229,9 @@ class MDEQ(MonitoredMapLayer):
         adjoint: Adjoint | None = None,
     ) -> None:
         super().__init__(solver, adjoint, jacobian_weight, jacobian_samples)
-        self.channels = _counts("channels", channels, None)
-        self.blocks = _counts("blocks", blocks, len(self.channels))
+        self.channels = _counts("MDEQ", "channels", channels)
+        each = (blocks,) * len(self.channels) if isinstance(blocks, int) else blocks
+        self.blocks = _counts("MDEQ", "blocks", each, len(self.channels))
         check_sizes("MDEQ", {"expansion": expansion, "groups": groups})
         check_kernel("MDEQ", kernel_size)
         for i, c in enumerate(self.channels):
@@ -299,15 +300,13 @@ class MDEQ(MonitoredMapLayer):
         check_halving("MDEQ", x, len(self.channels) - 1)
 
 
-def _counts(name: str, value: object, length: int | None) -> tuple[int, ...]:
-    """A tuple of positive integers; one number stands for ``length`` of them."""
-    if length is not None and isinstance(value, int):
-        value = (value,) * length
+def _counts(owner: str, name: str, value: object, length: int | None = None) -> tuple[int, ...]:
+    """A tuple of positive integers, ``length`` of them if it is given."""
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
-        raise TypeError(f"MDEQ({name}={value!r}): expected a sequence of integers.")
+        raise TypeError(f"{owner}({name}={value!r}): expected a sequence of integers.")
     if length is not None and len(value) != length:
-        raise ValueError(f"MDEQ({name}={value!r}): expected {length} entries, one a scale.")
-    check_sizes("MDEQ", {f"{name}[{i}]": v for i, v in enumerate(value)})
+        raise ValueError(f"{owner}({name}={value!r}): expected {length} entries, one a scale.")
+    check_sizes(owner, {f"{name}[{i}]": v for i, v in enumerate(value)})
     return tuple(value)
 
 
@@ -384,18 +383,12 @@ class MDEQClassifier(nn.Module):
         final_channels: int,
     ) -> None:
         super().__init__()
-        self.channels = tuple(channels)
-        if len(head_channels) != len(self.channels):
-            raise ValueError(
-                f"MDEQClassifier(head_channels={tuple(head_channels)}): expected "
-                f"{len(self.channels)} entries, one for each of channels={self.channels}."
-            )
-        sizes = {"num_classes": num_classes, "final_channels": final_channels}
-        sizes |= {f"channels[{i}]": c for i, c in enumerate(self.channels)}
-        sizes |= {f"head_channels[{i}]": c for i, c in enumerate(head_channels)}
-        check_sizes("MDEQClassifier", sizes)
-        wide = [_EXPANSION * c for c in head_channels]
-        pairs = zip(self.channels, head_channels, strict=True)
+        name = "MDEQClassifier"
+        check_sizes(name, {"num_classes": num_classes, "final_channels": final_channels})
+        self.channels = _counts(name, "channels", channels)
+        heads = _counts(name, "head_channels", head_channels, len(self.channels))
+        wide = [_EXPANSION * c for c in heads]
+        pairs = zip(self.channels, heads, strict=True)
         self.widen = nn.ModuleList(_Bottleneck(a, b) for a, b in pairs)
         self.down = nn.ModuleList(
             nn.Sequential(*_normalized(_conv(a, b, 3, stride=2, bias=True)))
@@ -425,10 +418,8 @@ class MDEQSegmenter(nn.Module):
 
     def __init__(self, channels: Sequence[int], num_classes: int, *, kernel_size: int = 1) -> None:
         super().__init__()
-        self.channels = tuple(channels)
-        sizes = {"num_classes": num_classes}
-        sizes |= {f"channels[{i}]": c for i, c in enumerate(self.channels)}
-        check_sizes("MDEQSegmenter", sizes)
+        check_sizes("MDEQSegmenter", {"num_classes": num_classes})
+        self.channels = _counts("MDEQSegmenter", "channels", channels)
         check_kernel("MDEQSegmenter", kernel_size)
         total = sum(self.channels)
         self.mix = nn.Sequential(*_normalized(_conv(total, total, 1, bias=True)))

@@ -33,7 +33,7 @@ from equilibria.problems.norms import convolution_norm_upper, dense_norm
 from equilibria.solvers.forward_backward import Splitting, SplittingIteration, SplittingSolver
 from equilibria.solvers.peaceman_rachford import PeacemanRachford
 
-from .inputs import check_halving, check_kernel, check_prior, check_sizes, solving_dtype, zeros_as
+from .inputs import check_halving, check_sizes, solving_dtype, zeros_as
 from .layer import FeatureLayer, MapLayer, linear
 
 __all__ = ["MonotoneDEQ", "TransposedSplitting"]
@@ -177,6 +177,8 @@ class MonotoneDEQ(FeatureLayer, MapLayer):
             solved by the transposed splitting. All other adjoints work, on the splitting's step.
     """
 
+    default_solver = PeacemanRachford()
+    default_adjoint = TransposedSplitting()
     shown = ("channels", "in_channels", "kernel_size", "padding", "m", "prior")
 
     def __init__(
@@ -192,21 +194,14 @@ class MonotoneDEQ(FeatureLayer, MapLayer):
         solver: SolverOptions | None = None,
         adjoint: Adjoint | None = None,
     ) -> None:
-        super().__init__(
-            PeacemanRachford() if solver is None else solver,
-            TransposedSplitting() if adjoint is None else adjoint,
-        )
+        super().__init__(solver, adjoint)
         self.channels = _tiers(channels, kernel_size)
-        if in_channels is not None:
-            check_sizes("MonotoneDEQ", {"in_channels": in_channels})
-        self.in_channels = self.channels[0] if in_channels is None else in_channels
-        self.kernel_size, self.m = kernel_size, m
+        self._describe(self.channels[0], in_channels, kernel_size, prior)
+        self.m = m
         check_number(self, "m", low=0.0, low_open=True)
         if padding not in ("zeros", "circular"):
             raise ValueError(f"MonotoneDEQ(padding={padding!r}): expected 'zeros' or 'circular'.")
         self.padding = padding
-        check_prior("MonotoneDEQ", prior)
-        self.prior = prior
         self.U = linear(self.in_channels, self.channels[0], kernel_size, bias=bias, padding=padding)
         self.W: DenseWeights | TieredWeights
         if kernel_size is None:
@@ -327,9 +322,7 @@ def _tiers(channels: object, kernel_size: int | None) -> tuple[int, ...]:
         check_sizes("MonotoneDEQ", {"channels": value})
     if not found:
         raise ValueError("MonotoneDEQ(channels=()): expected at least one tier.")
-    if kernel_size is not None:
-        check_kernel("MonotoneDEQ", kernel_size)
-    elif isinstance(channels, Sequence):
+    if kernel_size is None and isinstance(channels, Sequence):
         raise ValueError(
             f"MonotoneDEQ(channels={channels!r}): several tiers are convolutional; give "
             "kernel_size, an odd number such as 3."

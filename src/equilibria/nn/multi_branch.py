@@ -274,26 +274,25 @@ class MultiBranch(nn.Module):
         ``output_error`` turns them into a bound for y. In a chain the input of a branch is made
         from the states of those before it: the given ones, or those of a solve.
         """
-        seen = list(self.split(x))
-        states = self._one_each("z", z)
+        inputs, states = self.split(x), self._one_each("z", z)
+        seen: list[Tensor] = []
         if self.chain:
             quiet = copy.deepcopy(self).eval()
+
+            def answer(i: int, own: Tensor) -> Any:
+                seen.append(own)
+                layer: Any = quiet.branches[i]
+                if states[i] is None:
+                    states[i] = layer.solve(own).value
+                return states[i]
+
             with torch.no_grad(), warnings.catch_warnings():
                 warnings.simplefilter("ignore", ConvergenceWarning)
-                if z is None:
-                    states = list(quiet.solve(x).value)
-                inputs, seen = tuple(seen), []
-
-                def given(i: int, own: Tensor) -> Tensor:
-                    seen.append(own)
-                    state: Tensor = states[i]
-                    return state
-
-                quiet._walk(inputs, given)
+                quiet._walk(inputs, answer)
         found: dict[str, Guaranteed] = {}
         for i, branch in enumerate(self.branches):
             asked: Any = branch
-            found[f"branch {i}"] = certify(asked, seen[i], states[i])
+            found[f"branch {i}"] = certify(asked, (seen or inputs)[i], states[i])
         note = "the whole is certified where each branch is, at the input that it sees"
         return CompositeCertificate(found, note)
 

@@ -1,4 +1,4 @@
-"""The Gaussian message over rows: v = rM, s = ⟨r, v⟩, message = exp(−γs)·v.
+"""The Gaussian message over rows, and over maps cut into rows: v = rM, s = ⟨r, v⟩, exp(−γs)·v.
 
 The inner operation of GEQ's Algorithm 1 (GEQ full, Eq 16) written with M = W_hW_hᵀ, so that no
 hidden tensor of width c_hid is ever made: the plain PyTorch forms, differentiable to any order,
@@ -11,12 +11,24 @@ that is asked is that rM is finite in its own dtype.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from equilibria.engine.tree import accumulation_dtype
 
-__all__ = ["gaussian_energies", "gaussian_message", "gaussian_message_jvp", "gaussian_weights"]
+__all__ = [
+    "gaussian_energies",
+    "gaussian_message",
+    "gaussian_message_jvp",
+    "gaussian_weights",
+    "merge_rows",
+    "permuted",
+    "plain_message",
+    "restored",
+    "split_rows",
+]
 
 
 def _per_row(gamma: float | Tensor) -> float | Tensor:
@@ -96,3 +108,45 @@ def gaussian_message_jvp(
     slope = (2.0 * e * _per_row(gamma)) * _row_inner(tangent, v)
     tm = _apply_metric(tangent, metric)
     return (e.unsqueeze(-1) * tm - slope.unsqueeze(-1) * v).to(tm.dtype)
+
+
+def split_rows(r: Tensor, channels: int, size: int) -> Tensor:
+    """[B, C, H, W] → [B, P, c_s·p²], columns in the order (channel, dy, dx)."""
+    b, c, h, w = r.shape
+    blocks = r.reshape(b, c // channels, channels, h // size, size, w // size, size)
+    return blocks.permute(0, 1, 3, 5, 2, 4, 6).reshape(b, -1, channels * size * size)
+
+
+def merge_rows(
+    rows: Tensor, shape: Sequence[int], channels: int, size: int, *, channels_last: bool
+) -> Tensor:
+    """The inverse, [B, P, c_s·p²] → ``shape`` [B, C, H, W], lying in memory as asked: one copy."""
+    b, c, h, w = shape
+    blocks = rows.reshape(b, c // channels, h // size, w // size, channels, size, size)
+    if channels_last:
+        pixels = blocks.permute(0, 2, 5, 3, 6, 1, 4).reshape(b, h, w, c)
+        return pixels.contiguous().permute(0, 3, 1, 2)
+    return blocks.permute(0, 1, 4, 2, 5, 3, 6).reshape(b, c, h, w).contiguous()
+
+
+def plain_message(
+    a: Tensor, c: Tensor, metric: Tensor, gamma: Tensor, channels: int, size: int
+) -> Tensor:
+    """The message in plain PyTorch: the twin, and the oracle, of the fused form."""
+    r = a - c
+    message, _ = gaussian_message(split_rows(r, channels, size), metric, gamma)
+    last = r.stride(1) == 1 and r.shape[1] > 1
+    return merge_rows(message, r.shape, channels, size, channels_last=last)
+
+
+def permuted(metric: Tensor, channels: int, size: int) -> Tensor:
+    """M with rows and columns from the order (channel, dy, dx) to (dy, dx, channel)."""
+    k, p = channels, size
+    m = metric.view(k, p, p, k, p, p).permute(1, 2, 0, 4, 5, 3)
+    return m.reshape(k * p * p, k * p * p).contiguous()
+
+
+def restored(metric: Tensor, channels: int, size: int) -> Tensor:
+    """The inverse of ``permuted``: from the order (dy, dx, channel) to (channel, dy, dx)."""
+    k, p = channels, size
+    return metric.view(p, p, k, p, p, k).permute(2, 0, 1, 5, 3, 4).reshape(metric.shape)

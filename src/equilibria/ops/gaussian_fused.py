@@ -7,7 +7,6 @@ derivative of the derivative is that of the plain form: right to any order, fuse
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch.library import triton_op, wrap_triton
 from equilibria.engine.spectral import pull_with_graph
 
 from . import gaussian_triton as kernels
-from .gaussian import gaussian_message
+from .gaussian import plain_message, restored
 
 __all__ = ["message", "row_energies"]
 
@@ -47,7 +46,10 @@ class _Message(torch.autograd.Function):
         saved, needs, (g,) = ctx.saved_tensors, ctx.needs_input_grad[:4], gradients
         channels, size = ctx.cut
         if torch.is_grad_enabled():
-            plain = functools.partial(plain_in_kernel_order, channels=channels, size=size)
+
+            def plain(a: Tensor, c: Tensor, metric: Tensor, gamma: Tensor) -> Tensor:
+                return plain_message(a, c, restored(metric, channels, size), gamma, channels, size)
+
             return (*pull_with_graph(plain, saved, needs, g), None, None)
         a, c, metric, gamma = saved
         found = kernels.backward(
@@ -67,18 +69,6 @@ def _spread(
         dm.to(dtype) if needs[2] else None,
         dgamma if needs[3] else None,
     )
-
-
-def plain_in_kernel_order(
-    a: Tensor, c: Tensor, metric: Tensor, gamma: Tensor, channels: int, size: int
-) -> Tensor:
-    """The plain form with columns in the order (dy, dx, channel)."""
-    b, n, h, w = a.shape
-    r = (a - c).reshape(b, n // channels, channels, h // size, size, w // size, size)
-    rows = r.permute(0, 1, 3, 5, 4, 6, 2).reshape(b, -1, channels * size * size)
-    found, _ = gaussian_message(rows, metric, gamma)
-    blocks = found.reshape(b, n // channels, h // size, w // size, size, size, channels)
-    return blocks.permute(0, 1, 6, 2, 4, 3, 5).reshape(b, n, h, w)
 
 
 @triton_op("equilibria::gaussian_patches", mutates_args=())

@@ -20,7 +20,14 @@ from torch import Tensor
 from equilibria.engine.spectral import pull_with_graph
 from equilibria.engine.transforms import functorch_active, transforms_active
 
-from .gaussian import gaussian_energies, gaussian_message
+from .gaussian import (
+    gaussian_energies,
+    merge_rows,
+    permuted,
+    plain_message,
+    restored,
+    split_rows,
+)
 
 __all__ = [
     "TRITON",
@@ -51,25 +58,6 @@ if TRITON:
     from .gaussian_fused import row_energies as _row_energies
 
 
-def split_rows(r: Tensor, channels: int, size: int) -> Tensor:
-    """[B, C, H, W] → [B, P, c_s·p²], columns in the order (channel, dy, dx)."""
-    b, c, h, w = r.shape
-    blocks = r.reshape(b, c // channels, channels, h // size, size, w // size, size)
-    return blocks.permute(0, 1, 3, 5, 2, 4, 6).reshape(b, -1, channels * size * size)
-
-
-def merge_rows(
-    rows: Tensor, shape: Sequence[int], channels: int, size: int, *, channels_last: bool
-) -> Tensor:
-    """The inverse, [B, P, c_s·p²] → ``shape`` [B, C, H, W], lying in memory as asked: one copy."""
-    b, c, h, w = shape
-    blocks = rows.reshape(b, c // channels, h // size, w // size, channels, size, size)
-    if channels_last:
-        pixels = blocks.permute(0, 2, 5, 3, 6, 1, 4).reshape(b, h, w, c)
-        return pixels.contiguous().permute(0, 3, 1, 2)
-    return blocks.permute(0, 1, 4, 2, 5, 3, 6).reshape(b, c, h, w).contiguous()
-
-
 def can_unshuffle(r: Tensor) -> bool:
     """Whether ``plane_rows`` of r [B, C, H, W] is faster: channels-last on a CPU."""
     return r.device.type == "cpu" and r.shape[1] > 1 and r.stride(1) == 1 and not functorch_active()
@@ -92,16 +80,6 @@ def merge_planes(rows: Tensor, shape: Sequence[int], size: int) -> Tensor:
     return F.pixel_shuffle(planes, size)
 
 
-def plain_message(
-    a: Tensor, c: Tensor, metric: Tensor, gamma: Tensor, channels: int, size: int
-) -> Tensor:
-    """The message in plain PyTorch: the twin, and the oracle, of the fused form."""
-    r = a - c
-    message, _ = gaussian_message(split_rows(r, channels, size), metric, gamma)
-    last = r.stride(1) == 1 and r.shape[1] > 1
-    return merge_rows(message, r.shape, channels, size, channels_last=last)
-
-
 def can_fuse(a: Tensor, c: Tensor, metric: Tensor | None, channels: int, size: int) -> bool:
     """Whether the fused form serves: a GPU, one dtype of 16 or 32 bits, short rows, no torch.func.
 
@@ -117,19 +95,6 @@ def can_fuse(a: Tensor, c: Tensor, metric: Tensor | None, channels: int, size: i
         return False
     # Offsets are 32-bit integers.
     return a.numel() < 2**31 and not transforms_active() and not functorch_active()
-
-
-def permuted(metric: Tensor, channels: int, size: int) -> Tensor:
-    """M with rows and columns from the order (channel, dy, dx) to (dy, dx, channel)."""
-    k, p = channels, size
-    m = metric.view(k, p, p, k, p, p).permute(1, 2, 0, 4, 5, 3)
-    return m.reshape(k * p * p, k * p * p).contiguous()
-
-
-def restored(metric: Tensor, channels: int, size: int) -> Tensor:
-    """The inverse of ``permuted``: from the order (dy, dx, channel) to (channel, dy, dx)."""
-    k, p = channels, size
-    return metric.view(p, p, k, p, p, k).permute(2, 0, 1, 5, 3, 4).reshape(metric.shape)
 
 
 def fused_message(
