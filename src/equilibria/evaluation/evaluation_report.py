@@ -343,7 +343,7 @@ def _check_finite(subjects: list[_Subject], stopped: LabelStopped | None, stop: 
     if stopped is not None:
         judged[f"{first.name} with stop={stop!r}"] = stopped.metrics
     for what, metrics in judged.items():
-        check_finite(metrics.nonfinite, len(first.dataset), what, optional=True)
+        check_finite(metrics.nonfinite, len(first.dataset), what)
 
 
 def _judged(

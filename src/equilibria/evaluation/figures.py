@@ -125,10 +125,7 @@ def save_steps(sets: Mapping[str, Mapping[str, SolverStatistics]], path: Path, t
     for number, (label, statistics) in enumerate(sets.items()):
         color, shift = (BLUE, ORANGE)[number], (number - (len(sets) - 1) / 2) * 0.8 / len(sets)
         for place, name in enumerate(names):
-            part = statistics.get(name)
-            if part is None:
-                continue
-            y = place + shift
+            part, y = statistics[name], place + shift
             steps = part.histogram.nonzero()[:, 0]
             # The area of a dot is the share of solves that took so many steps.
             area = 12 + 120 * part.histogram[steps].double() / part.solves

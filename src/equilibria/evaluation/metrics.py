@@ -33,18 +33,15 @@ class NonFiniteError(ValueError):
         self.samples = samples
 
 
-def check_finite(
-    nonfinite: tuple[int, ...], total: int, what: str, *, optional: bool = False
-) -> None:
-    """Raise ``NonFiniteError`` if there are any; ``optional``: the caller could go on instead."""
+def check_finite(nonfinite: tuple[int, ...], total: int, what: str) -> None:
+    """Raise ``NonFiniteError`` if there are any."""
     if nonfinite:
         some = ", ".join(str(i) for i in nonfinite[:10])
         more = f" and {len(nonfinite) - 10} more" if len(nonfinite) > 10 else ""
-        end = ", or pass nonfinite='report' to count them as wrong." if optional else "."
         raise NonFiniteError(
             f"{what}: {len(nonfinite)} of {total} samples have logits with NaN or infinity: "
             f"numbers {some}{more}. Look at these inputs and at the weights: a solve may have "
-            f"diverged{end}",
+            "diverged, or pass nonfinite='report' to count them as wrong.",
             nonfinite,
         )
 

@@ -110,9 +110,11 @@ def chart(
         down = lower - (lower - upper) * (y - low) / ((high - low) or 1.0)
         return round(left + (right - left) * (x - first) / span, 1), round(down, 1)
 
+    def spots(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+        return [place(x, math.log10(y) if log else y) for x, y in points]
+
     def path(points: Iterable[tuple[float, float]]) -> str:
-        drawn = (place(x, math.log10(y) if log else y) for x, y in points)
-        return "M" + "L".join(f"{x} {y}" for x, y in drawn)
+        return "M" + "L".join(f"{x} {y}" for x, y in spots(points))
 
     parts = []
     for tick, y in ((tick, place(first, tick)[1]) for tick in ticks):
@@ -131,8 +133,8 @@ def chart(
     for line in (line for line in lines if line.points):
         kind = f"{line.color}{' dash' * line.dash}"
         if line.dots:
-            spots = (spot.split() for spot in path(line.points)[1:].split("L"))
-            parts += [f'<circle class="{kind}" cx="{x}" cy="{y}" r="4"/>' for x, y in spots]
+            for x, y in spots(line.points):
+                parts.append(f'<circle class="{kind}" cx="{x}" cy="{y}" r="4"/>')
         else:
             parts.append(f'<path class="{kind}{" thin" * line.thin}" d="{path(line.points)}"/>')
         if line.name:

@@ -13,6 +13,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -145,17 +146,13 @@ def _marked(
             now.record(torch.cuda.current_stream(device))
         marks.append((now, part))
 
-    hooks = []
-    for layer in equilibrium_layers(model).values():
-        hooks.append(layer.register_forward_pre_hook(partial(mark, "layers")))
-        hooks.append(layer.register_forward_hook(partial(mark, "rest")))
-    try:
+    with ExitStack() as hooks:
+        for layer in equilibrium_layers(model).values():
+            hooks.enter_context(layer.register_forward_pre_hook(partial(mark, "layers")))
+            hooks.enter_context(layer.register_forward_hook(partial(mark, "rest")))
         mark("rest")
         run(mark)
         mark("rest")
-    finally:
-        for hook in hooks:
-            hook.remove()
     found = dict.fromkeys(PARTS, 0.0)
     if cuda:
         torch.cuda.synchronize(device)
