@@ -42,14 +42,6 @@ class FromTable(nn.Module):
         return table[row]
 
 
-def table_data(targets: Tensor, classes: int) -> ImageData:
-    """Image i holds the number i, so that ``FromTable`` finds its row."""
-    count = len(targets)
-    assert count <= 256
-    images = torch.arange(count, dtype=torch.uint8)[:, None, None, None].expand(count, 1, 4, 4)
-    return dataset(images.contiguous(), targets, classes)
-
-
 def tiny_geq(
     classes: int = 3,
     *,
