@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -103,18 +104,19 @@ def test_what_is_not_finite_is_counted() -> None:
     assert float(found.accuracy[0, 1]) == 0.0
 
 
-def test_wrong_input() -> None:
-    model = tiny_geq()
-    with pytest.raises(ValueError, match="Did you mean 'snow'"):
-        corruption_study(model, random_data(), ["snwo"])
-    with pytest.raises(ValueError, match="kinds is empty"):
-        corruption_study(model, random_data(), [])
-    with pytest.raises(ValueError, match="severity 7 is out of range"):
-        corruption_study(model, random_data(), severities=[7])
-    with pytest.raises(ValueError, match="severities is empty"):
-        corruption_study(model, random_data(), severities=[])
-    with pytest.raises(ValueError, match="tells 3 classes apart"):
-        corruption_study(model, random_data(classes=4), ["fog"], [1], progress=False)
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        ({"kinds": ["snwo"]}, "Did you mean 'snow'"),
+        ({"kinds": []}, "kinds is empty"),
+        ({"severities": [7]}, "severity 7 is out of range"),
+        ({"severities": []}, "severities is empty"),
+        ({"dataset": random_data(classes=4)}, "tells 3 classes apart"),
+    ],
+)
+def test_wrong_input(given: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        corruption_study(tiny_geq(), **{"dataset": random_data(), "progress": False, **given})
 
 
 def test_sheet(tmp_path: Path) -> None:
