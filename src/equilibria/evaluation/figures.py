@@ -44,9 +44,8 @@ def _save(figure: Any, path: Path | str) -> Path:
 
 
 def _pixels(image: Tensor) -> Any:
-    """uint8 [C, H, W] as imshow takes it: [H, W] or [H, W, 3]."""
-    pixels = image.cpu().permute(1, 2, 0)
-    return (pixels[..., 0] if pixels.shape[-1] == 1 else pixels[..., :3]).numpy()
+    """uint8 [C, H, W], C 1 or 3, as imshow takes it: [H, W] or [H, W, 3]."""
+    return image.cpu().permute(1, 2, 0).squeeze(2).numpy()
 
 
 def _write_numbers(axes: Any, percents: Tensor) -> None:

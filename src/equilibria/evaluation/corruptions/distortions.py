@@ -8,6 +8,7 @@ from io import BytesIO
 import torch
 from torch import Tensor
 
+from equilibria.data.decoding import decode_image
 from equilibria.engine.optional import needs
 
 from .filters import (
@@ -235,14 +236,10 @@ def jpeg_compression(x: Tensor, quality: int, noise: ImageNoise) -> Tensor:
     """Encode as JPEG and decode, by Pillow, on the CPU."""
     with needs("pillow", "JPEG compression"):
         from PIL import Image
-    levels = (x * 255).round().to(torch.uint8).cpu()
-    made = torch.empty_like(levels)
-    size, mode = (x.shape[3], x.shape[2]), "L" if x.shape[1] == 1 else "RGB"
-    for number, level in enumerate(levels):
+    made = []
+    for level in (x * 255).round().to(torch.uint8).cpu():
         stream = BytesIO()
-        pixels = level.permute(1, 2, 0).contiguous().numpy().tobytes()
-        Image.frombytes(mode, size, pixels).save(stream, "JPEG", quality=quality)
-        with Image.open(stream) as decoded:
-            read = torch.frombuffer(bytearray(decoded.tobytes()), dtype=torch.uint8)
-        made[number] = read.reshape(size[1], size[0], x.shape[1]).permute(2, 0, 1)
-    return made.to(x.device, x.dtype) / 255
+        pixels = level.permute(1, 2, 0).squeeze(2).contiguous().numpy()
+        Image.fromarray(pixels).save(stream, "JPEG", quality=quality)
+        made.append(decode_image(stream.getvalue(), len(level), None))
+    return torch.stack(made).to(x.device, x.dtype) / 255
