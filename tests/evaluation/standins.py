@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,17 @@ def random_data(
     images = torch.randint(0, 256, (count, channels, size, size), generator=draw, dtype=torch.uint8)
     targets = torch.arange(count) % classes
     return dataset(images, targets, classes)
+
+
+class Wired(nn.Module):
+    """``forward(x, *parts)`` of the given parts as a module."""
+
+    def __init__(self, forward: Callable[..., Tensor], *parts: nn.Module) -> None:
+        super().__init__()
+        self.wiring, self.parts = forward, nn.ModuleList(parts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.wiring(x, *self.parts)
 
 
 class FromTable(nn.Module):

@@ -32,12 +32,12 @@ def data(rows: int = 120, columns: int = 1) -> tuple[np.ndarray, np.ndarray]:
     [
         pytest.param(load_diabetes(return_X_y=True), -0.05, marks=pytest.mark.slow),
         # What a line cannot do.
-        (make_friedman1(300, 6, noise=0.5, random_state=0), 0.05),
+        (make_friedman1(250, 6, noise=0.5, random_state=0), 0.05),
     ],
     ids=["diabetes", "friedman"],
 )
 def test_beside_ridge(rows: Any, gain: float) -> None:
-    folds = KFold(3, shuffle=True, random_state=0)
+    folds = KFold(2, shuffle=True, random_state=0)
     models = EquilibriumRegressor(random_state=0), RidgeCV(np.logspace(-3, 3, 13))
     ours, ridge = (cross_val_score(model, *rows, cv=folds).mean() for model in models)
     assert ours > ridge + gain
@@ -65,14 +65,6 @@ def test_a_constant_target() -> None:
     x, _ = data()
     model = EquilibriumRegressor(**QUICK).fit(x, np.full(120, 42.0))
     np.testing.assert_allclose(model.predict(x), 42.0, atol=0.5)
-
-
-def test_loss_is_half_the_squared_error() -> None:
-    """The last epoch's loss, taken before its last tiny step, beside the final predictions."""
-    x, y = data()
-    model = EquilibriumRegressor(**QUICK).fit(x, y)
-    expected = 0.5 * ((model.predict(x) - y) ** 2).mean() / y.var()
-    assert model.loss_ == pytest.approx(expected, rel=0.05)
 
 
 class Seen(nn.Identity):

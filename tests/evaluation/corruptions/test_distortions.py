@@ -131,19 +131,17 @@ def as_tensor(image: np.ndarray) -> torch.Tensor:
 
 @pytest.mark.parametrize("image", [IMAGE, COLORS], ids=["picture", "colors"])
 @pytest.mark.parametrize("amount", [0.05, 0.5])
-def test_brightness_is_value_in_hsv(image: np.ndarray, amount: float) -> None:
-    found = distortions.brightness(as_tensor(image), amount, NONE)[0].permute(1, 2, 0)
+@pytest.mark.parametrize("factor", [0.1, 2.0, 20.0])
+def test_brightness_and_saturation_are_those_of_hsv(
+    image: np.ndarray, amount: float, factor: float
+) -> None:
+    x = as_tensor(image)
+    bright = distortions.brightness(x, amount, NONE)[0].permute(1, 2, 0)
     expected = in_hsv(image, lambda h, s, v: (h, s, min(1.0, v + amount)))
-    np.testing.assert_allclose(found.numpy(), expected, atol=1e-12)
-
-
-@pytest.mark.parametrize("image", [IMAGE, COLORS], ids=["picture", "colors"])
-@pytest.mark.parametrize("constants", [(0.1, 0.0), (2.0, 0.1), (20.0, 0.2)])
-def test_saturate_is_saturation_in_hsv(image: np.ndarray, constants: tuple[float, float]) -> None:
-    found = distortions.saturate(as_tensor(image), constants, NONE)[0].permute(1, 2, 0)
-    a, b = constants
-    expected = in_hsv(image, lambda h, s, v: (h, min(1.0, a * s + b), v))
-    np.testing.assert_allclose(found.numpy(), expected, atol=1e-12)
+    np.testing.assert_allclose(bright.numpy(), expected, atol=1e-12)
+    colored = distortions.saturate(x, (factor, amount), NONE)[0].permute(1, 2, 0)
+    expected = in_hsv(image, lambda h, s, v: (h, min(1.0, factor * s + amount), v))
+    np.testing.assert_allclose(colored.numpy(), expected, atol=1e-12)
 
 
 def test_gray_images_have_no_saturation_and_their_own_value() -> None:
