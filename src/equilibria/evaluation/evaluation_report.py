@@ -301,7 +301,6 @@ def evaluate(
     """
     _check_choices(dataset, flip, nonfinite, stop)
     check_whole("certify", certify, 0)
-    check_whole("batch_size", batch_size, 1)
     model = on_device(model, device)
     notes = check_pair(model, dataset)
     name, layers = model_name(model), bool(equilibrium_layers(model))

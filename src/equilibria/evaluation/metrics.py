@@ -192,10 +192,6 @@ class ClassificationMeter(_Meter):
 
     def update(self, logits: Tensor, targets: Tensor) -> None:
         """logits [N, K] floating, targets [N] long of 0 … K − 1."""
-        if logits.ndim != 2 or logits.shape[1] != self.classes:
-            raise ValueError(
-                f"expected logits [N, {self.classes}], got shape {tuple(logits.shape)}."
-            )
         if targets.shape != logits.shape[:1]:
             raise ValueError(
                 f"expected targets [{logits.shape[0]}], got shape {tuple(targets.shape)}."
@@ -254,10 +250,6 @@ class SegmentationMeter(_Meter):
 
     def update(self, logits: Tensor, targets: Tensor) -> None:
         """logits [N, K, H, W], targets [N, H, W] long of 0 … K − 1 or ``ignore_index``."""
-        if logits.ndim != 4 or logits.shape[1] != self.classes:
-            raise ValueError(
-                f"expected logits [N, {self.classes}, H, W], got shape {tuple(logits.shape)}."
-            )
         if targets.shape != (logits.shape[0], *logits.shape[2:]):
             raise ValueError(
                 f"the model gives maps of {tuple(logits.shape[2:])} pixels and the targets are "

@@ -53,7 +53,7 @@ def write_training_report(
         judged = _confusion(metrics, dataset) + _reliability(metrics, dataset)
         judged += _mistakes(logits, targets, dataset)
     name = model_name(model)
-    body = _opening(name, history, result, metrics, dataset)
+    body = _opening(name, history, result, metrics)
     body += _curves(history) + _solver(history) + judged + _repeat(place, result)
     footer = (
         f"Made by <code>equilibria train</code>: equilibria {result['version']}, torch "
@@ -88,7 +88,6 @@ def _opening(
     history: Sequence[Mapping[str, float]],
     result: Mapping[str, Any],
     metrics: ClassificationMetrics | None,
-    dataset: ImageData | None,
 ) -> str:
     data, last = result["data"], history[-1]
     text = (
@@ -98,7 +97,7 @@ def _opening(
         f"{_time(sum(row.get('seconds', 0.0) for row in history))}. Kept: the weights of pass "
         f"{result['epoch']}.</p>"
     )
-    if metrics is not None and dataset is not None:
+    if metrics is not None:
         text += (
             f"<p><strong>How good it is.</strong> {percent(metrics.accuracy, 2)} of "
             f"{metrics.samples:,} images that it was not trained on are right. Its confidence is "

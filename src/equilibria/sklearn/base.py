@@ -285,7 +285,7 @@ class BaseEquilibrium(BaseEstimator):  # type: ignore[misc]
                 break
         if weights is not None:
             self.module_.load_state_dict(weights)
-        self._optimizer_state = optimizer.state_dict()
+        self._optimizer_state: dict[str, Any] | None = optimizer.state_dict()
 
     def _partial_fit(self, x: Array, y: Array, weight: Array, outputs: int, first: bool) -> None:
         """One pass over checked rows, from where the last one ended."""
@@ -320,7 +320,7 @@ class BaseEquilibrium(BaseEstimator):  # type: ignore[misc]
         self.module_: Network = network.to(device=self.device_, dtype=DTYPES[self.dtype]).eval()
         self._input_scaler = StandardScaler()
         self._shuffle_seed = 0
-        self._optimizer_state: dict[str, Any] | None = None
+        self._optimizer_state = None
         self.n_iter_ = 0
         self.loss_curve_: list[float] = []
 

@@ -93,7 +93,7 @@ def correlate(x: Tensor, kernel: Tensor) -> Tensor:
 def pixels_at(x: Tensor, places: Tensor) -> Tensor:
     """x [N, C, H, W] read at places [N, H', W'], each row·W + column."""
     found = x.flatten(2).gather(2, places.flatten(1)[:, None].expand(-1, x.shape[1], -1))
-    return found.unflatten(2, places.shape[1:])
+    return found.view(*x.shape[:2], *places.shape[1:])
 
 
 def bilinear(x: Tensor, rows: Tensor, columns: Tensor, border: Border) -> Tensor:
