@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,17 @@ def random_data(
     return dataset(images, targets, classes)
 
 
+class Wired(nn.Module):
+    """``forward(x, *parts)`` of the given parts as a module."""
+
+    def __init__(self, forward: Callable[..., Tensor], *parts: nn.Module) -> None:
+        super().__init__()
+        self.wiring, self.parts = forward, nn.ModuleList(parts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.wiring(x, *self.parts)
+
+
 class FromTable(nn.Module):
     """Gives prepared logits: the first pixel of the image is the row of the table."""
 
@@ -40,14 +52,6 @@ class FromTable(nn.Module):
         row = ((x[:, 0, 0, 0] * 0.25 + 0.5) * 255).round().long()
         table: Tensor = self.table  # type: ignore[assignment]
         return table[row]
-
-
-def table_data(targets: Tensor, classes: int) -> ImageData:
-    """Image i holds the number i, so that ``FromTable`` finds its row."""
-    count = len(targets)
-    assert count <= 256
-    images = torch.arange(count, dtype=torch.uint8)[:, None, None, None].expand(count, 1, 4, 4)
-    return dataset(images.contiguous(), targets, classes)
 
 
 def tiny_geq(

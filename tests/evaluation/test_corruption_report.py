@@ -6,11 +6,12 @@ import dataclasses
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from PIL import Image
-from torch import Tensor, nn
+from torch import Tensor
 
 from equilibria.evaluation import (
     CORRUPTIONS,
@@ -20,7 +21,7 @@ from equilibria.evaluation import (
     corruption_study,
     save_corruption_sheet,
 )
-from tests.evaluation.standins import dataset, picture_tensor, random_data, tiny_geq
+from tests.evaluation.standins import Wired, dataset, picture_tensor, random_data, tiny_geq
 
 DATA = dataset(picture_tensor(12, 8), torch.arange(12) % 3, 3)
 
@@ -91,30 +92,30 @@ def test_error_against_a_baseline(report: CorruptionReport) -> None:
 
 
 def test_what_is_not_finite_is_counted() -> None:
-    class Fragile(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            bright = x.mean((1, 2, 3), keepdim=False)
-            value = torch.where(bright > 0.5, math.nan, bright)
-            return torch.stack([value, -value, 0 * value], 1)
+    def fragile(x: Tensor) -> Tensor:
+        bright = x.mean((1, 2, 3))
+        value = torch.where(bright > 0.5, math.nan, bright)
+        return torch.stack([value, -value, 0 * value], 1)
 
     dark = dataset(torch.full((4, 1, 8, 8), 100, dtype=torch.uint8), torch.zeros(4).long(), 3)
-    found = corruption_study(Fragile(), dark, ["brightness"], (1, 5), progress=False)
+    found = corruption_study(Wired(fragile), dark, ["brightness"], (1, 5), progress=False)
     assert found.nonfinite.tolist() == [[0, 4]]
     assert float(found.accuracy[0, 1]) == 0.0
 
 
-def test_wrong_input() -> None:
-    model = tiny_geq()
-    with pytest.raises(ValueError, match="Did you mean 'snow'"):
-        corruption_study(model, random_data(), ["snwo"])
-    with pytest.raises(ValueError, match="kinds is empty"):
-        corruption_study(model, random_data(), [])
-    with pytest.raises(ValueError, match="severity 7 is out of range"):
-        corruption_study(model, random_data(), severities=[7])
-    with pytest.raises(ValueError, match="severities is empty"):
-        corruption_study(model, random_data(), severities=[])
-    with pytest.raises(ValueError, match="tells 3 classes apart"):
-        corruption_study(model, random_data(classes=4), ["fog"], [1], progress=False)
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        ({"kinds": ["snwo"]}, "Did you mean 'snow'"),
+        ({"kinds": []}, "kinds is empty"),
+        ({"severities": [7]}, "severity 7 is out of range"),
+        ({"severities": []}, "severities is empty"),
+        ({"dataset": random_data(classes=4)}, "tells 3 classes apart"),
+    ],
+)
+def test_wrong_input(given: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        corruption_study(tiny_geq(), **{"dataset": random_data(), "progress": False, **given})
 
 
 def test_sheet(tmp_path: Path) -> None:

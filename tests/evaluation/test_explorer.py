@@ -31,12 +31,16 @@ def small() -> Any:
     return model
 
 
-def drawing() -> bytes:
-    image = Image.new("L", (256, 256))
-    ImageDraw.Draw(image).line([(60, 50), (200, 50), (90, 220)], fill=255, width=24)
+def png(image: Image.Image) -> bytes:
     file = io.BytesIO()
     image.save(file, format="PNG")
     return file.getvalue()
+
+
+def drawing() -> bytes:
+    image = Image.new("L", (256, 256))
+    ImageDraw.Draw(image).line([(60, 50), (200, 50), (90, 220)], fill=255, width=24)
+    return png(image)
 
 
 def test_a_tighter_tolerance_takes_more_steps_and_proves_more() -> None:
@@ -69,14 +73,11 @@ def test_gamma_and_kernel_change_the_solution_but_not_the_model() -> None:
 
 def test_a_drawing_is_cut_to_its_ink_and_centered() -> None:
     explorer = Explorer(small())
-    near, far = Image.new("L", (256, 256)), Image.new("L", (256, 256))
-    ImageDraw.Draw(near).rectangle([10, 10, 40, 70], fill=255)
-    ImageDraw.Draw(far).rectangle([150, 120, 210, 240], fill=255)
     found = []
-    for image in (near, far):
-        file = io.BytesIO()
-        image.save(file, format="PNG")
-        found.append(np.array(explorer.read(file.getvalue(), drawn=True)).astype(int))
+    for box in ([10, 10, 40, 70], [150, 120, 210, 240]):
+        image = Image.new("L", (256, 256))
+        ImageDraw.Draw(image).rectangle(box, fill=255)
+        found.append(np.array(explorer.read(png(image), drawn=True)).astype(int))
     assert found[0].shape == (8, 8)
     assert abs(found[0] - found[1]).max() <= 8
     assert found[0][:, 3:5].min() > 200  # as high as the square

@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import equilibria as eq
 from equilibria.certify import CompositeCertificate, Guarantee
@@ -14,7 +14,7 @@ from equilibria.engine.files import json_value
 from equilibria.evaluation import certify_dataset, certify_model
 from equilibria.evaluation.model_certificate import certificate_dict
 from equilibria.nn.multi_branch import MultiBranch
-from tests.evaluation.standins import random_data, tiny_geq
+from tests.evaluation.standins import Wired, random_data, tiny_geq
 from tests.evaluation.test_layer_solvers import Scaled
 
 
@@ -64,40 +64,26 @@ def test_the_bound_holds() -> None:
 
 
 def test_a_layer_used_twice_has_two_parts() -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = eq.nn.GEQ(4, 4, hidden=None)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layer(self.layer(x))  # type: ignore[no-any-return]
-
     torch.manual_seed(0)
-    model, x = Twice(), torch.randn(3, 4)
+    layer, x = eq.nn.GEQ(4, 4, hidden=None), torch.randn(3, 4)
+    model = Wired(lambda x, layer: layer(layer(x)), layer)
     found = certify_model(model, x)
-    assert list(found) == ["layer", "layer#2"]
+    assert list(found) == ["parts.0", "parts.0#2"]
     with torch.no_grad():
-        again = eq.certify(model.layer, model.layer(x), model(x))
-    torch.testing.assert_close(found["layer#2"].residual, again.residual)
+        again = eq.certify(layer, layer(x), model(x))
+    torch.testing.assert_close(found["parts.0#2"].residual, again.residual)
 
 
 def test_the_state_that_was_found_is_judged_and_not_another() -> None:
     """A warm start leads the three steps elsewhere than the start from zero would."""
 
-    class Warm(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = eq.nn.GEQ(4, 4, hidden=None, solver=eq.Picard(max_steps=3, rtol=0.0))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layer(x, torch.full_like(x, 5.0))  # type: ignore[no-any-return]
-
     torch.manual_seed(0)
-    model, x = Warm(), torch.randn(3, 4)
+    layer = eq.nn.GEQ(4, 4, hidden=None, solver=eq.Picard(max_steps=3, rtol=0.0))
+    model, x = Wired(lambda x, layer: layer(x, torch.full_like(x, 5.0)), layer), torch.randn(3, 4)
     with torch.no_grad():
-        expected = eq.certify(model.layer, x, model(x))
-        cold = eq.certify(model.layer, x)
-    found = certify_model(model, x)["layer"]
+        expected = eq.certify(layer, x, model(x))
+        cold = eq.certify(layer, x)
+    found = certify_model(model, x)["parts.0"]
     torch.testing.assert_close(found.residual, expected.residual)
     assert not torch.allclose(found.residual, cold.residual, rtol=1e-2)
 
@@ -127,18 +113,11 @@ def test_a_layer_without_a_proof_says_so() -> None:
 
 
 def test_parts_of_other_batch_sizes_come_as_a_dict() -> None:
-    class Folded(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = eq.nn.GEQ(4, 4, hidden=None)
-            self.second = eq.nn.GEQ(2, 2, hidden=None)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.second(self.first(x).reshape(-1, 2))  # type: ignore[no-any-return]
-
-    found = certify_model(Folded(), torch.randn(3, 4))
+    layers = eq.nn.GEQ(4, 4, hidden=None), eq.nn.GEQ(2, 2, hidden=None)
+    model = Wired(lambda x, first, second: second(first(x).reshape(-1, 2)), *layers)
+    found = certify_model(model, torch.randn(3, 4))
     assert type(found) is dict
-    assert {name: len(part.kinds) for name, part in found.items()} == {"first": 3, "second": 6}
+    assert {name: len(part.kinds) for name, part in found.items()} == {"parts.0": 3, "parts.1": 6}
 
 
 def test_on_a_data_set() -> None:
@@ -155,13 +134,6 @@ def test_nothing_to_certify() -> None:
     with pytest.raises(ValueError, match="has no equilibrium layers"):
         certify_model(nn.Linear(2, 2), torch.zeros(1, 2))
 
-    class Idle(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = eq.nn.GEQ(2, 2, hidden=None)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x
-
-    with pytest.raises(ValueError, match="no equilibrium layer of Idle ran"):
-        certify_model(Idle(), torch.zeros(1, 2))
+    idle = Wired(lambda x, layer: x, eq.nn.GEQ(2, 2, hidden=None))
+    with pytest.raises(ValueError, match=r"no equilibrium layer of Wired ran .*\(parts\.0\)"):
+        certify_model(idle, torch.zeros(1, 2))

@@ -13,7 +13,7 @@ import equilibria as eq
 from equilibria.evaluation import gradcam, save_gradcam
 from equilibria.evaluation.saliency import gradcam_layer
 from equilibria.nn.monotone import MonotoneDEQ
-from tests.evaluation.standins import random_data, tiny_geq
+from tests.evaluation.standins import Wired, random_data, tiny_geq
 
 TIGHT = eq.Auto(rtol=1e-13, max_steps=2000)
 
@@ -85,42 +85,34 @@ def test_the_layer_that_is_taken() -> None:
 
 
 def test_a_layer_that_does_not_see_the_image() -> None:
-    class Blind(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv = nn.Conv2d(1, 2, 3, padding=1)
-            nn.init.uniform_(self.conv.weight, 0.1, 1.0)
-
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.conv(torch.ones_like(x)).sum((2, 3)) + x.mean()
-            return out
-
     torch.manual_seed(0)
-    model, x = Blind(), torch.randn(2, 1, 8, 8)
-    expected = model.conv(torch.ones_like(x))[:, 1].relu().detach()
+    conv, x = nn.Conv2d(1, 2, 3, padding=1), torch.randn(2, 1, 8, 8)
+    nn.init.uniform_(conv.weight, 0.1, 1.0)
+    model = Wired(lambda x, conv: conv(torch.ones_like(x)).sum((2, 3)) + x.mean(), conv)
+    expected = conv(torch.ones_like(x))[:, 1].relu().detach()
     torch.testing.assert_close(gradcam(model, x, 1), scaled(expected))
 
 
-def test_tiers_are_added() -> None:
-    """A layer with two maps, of which the head reads the second alone."""
-
-    class Tiers(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = MonotoneDEQ((2, 3), in_channels=1, kernel_size=3)
-            self.head = nn.Linear(3, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.head(self.layer(x)[1].mean((2, 3)))
-            return out
-
+@pytest.mark.parametrize("read", [(1,), (0, 1)])
+def test_tiers_are_added(read: tuple[int, ...]) -> None:
+    """A layer with two maps, of which the head reads the second alone, or both."""
     torch.manual_seed(0)
-    model, x = Tiers(), torch.randn(2, 1, 8, 8)
-    found = gradcam(model, x, 1)
-    z = model.layer(x)[1].detach()
-    weight = model.head.weight[1].detach() / z[0, 0].numel()
-    expected = torch.relu((weight[:, None, None] * z).sum(1, keepdim=True))
-    expected = nn.functional.interpolate(expected, (8, 8), mode="bilinear")[:, 0]
+    layer, x = MonotoneDEQ((2, 3), in_channels=1, kernel_size=3), torch.randn(2, 1, 8, 8)
+    head = nn.Linear(sum(layer(x)[k].shape[1] for k in read), 4)
+    nn.init.uniform_(head.weight, 0.1, 1.0)
+
+    def forward(x: Tensor, layer: nn.Module, head: nn.Module) -> Tensor:
+        tiers = layer(x)
+        out: Tensor = head(torch.cat([tiers[k].mean((2, 3)) for k in read], 1))
+        return out
+
+    found = gradcam(Wired(forward, layer, head), x, 1)
+    tiers = [layer(x)[k].detach() for k in read]
+    weights = head.weight[1].detach().split([z.shape[1] for z in tiers])
+    expected = torch.zeros(2, 8, 8)
+    for weight, z in zip(weights, tiers, strict=True):
+        part = torch.relu((weight[:, None, None] / z[0, 0].numel() * z).sum(1, keepdim=True))
+        expected += nn.functional.interpolate(part, (8, 8), mode="bilinear")[:, 0]
     torch.testing.assert_close(found, scaled(expected), rtol=1e-3, atol=1e-6)
 
 

@@ -27,21 +27,20 @@ def data(rows: int = 120, columns: int = 1) -> tuple[np.ndarray, np.ndarray]:
     return x, y[:, 0] if columns == 1 else y
 
 
-@pytest.mark.slow
-def test_diabetes_beside_ridge() -> None:
-    x, y = load_diabetes(return_X_y=True)
-    folds = KFold(3, shuffle=True, random_state=0)
-    ours = cross_val_score(EquilibriumRegressor(random_state=0), x, y, cv=folds).mean()
-    ridge = cross_val_score(RidgeCV(np.logspace(-3, 3, 13)), x, y, cv=folds).mean()
-    assert ours > ridge - 0.05
-
-
-def test_what_a_line_cannot_do() -> None:
-    x, y = make_friedman1(300, 6, noise=0.5, random_state=0)
-    folds = KFold(3, shuffle=True, random_state=0)
-    ours = cross_val_score(EquilibriumRegressor(random_state=0), x, y, cv=folds).mean()
-    ridge = cross_val_score(RidgeCV(np.logspace(-3, 3, 13)), x, y, cv=folds).mean()
-    assert ours > ridge + 0.05
+@pytest.mark.parametrize(
+    ("rows", "gain"),
+    [
+        pytest.param(load_diabetes(return_X_y=True), -0.05, marks=pytest.mark.slow),
+        # What a line cannot do.
+        (make_friedman1(250, 6, noise=0.5, random_state=0), 0.05),
+    ],
+    ids=["diabetes", "friedman"],
+)
+def test_beside_ridge(rows: Any, gain: float) -> None:
+    folds = KFold(2, shuffle=True, random_state=0)
+    models = EquilibriumRegressor(random_state=0), RidgeCV(np.logspace(-3, 3, 13))
+    ours, ridge = (cross_val_score(model, *rows, cv=folds).mean() for model in models)
+    assert ours > ridge + gain
 
 
 def test_units_of_the_target_do_not_matter() -> None:
@@ -66,14 +65,6 @@ def test_a_constant_target() -> None:
     x, _ = data()
     model = EquilibriumRegressor(**QUICK).fit(x, np.full(120, 42.0))
     np.testing.assert_allclose(model.predict(x), 42.0, atol=0.5)
-
-
-def test_loss_is_half_the_squared_error() -> None:
-    """The last epoch's loss, taken before its last tiny step, beside the final predictions."""
-    x, y = data()
-    model = EquilibriumRegressor(**QUICK).fit(x, y)
-    expected = 0.5 * ((model.predict(x) - y) ** 2).mean() / y.var()
-    assert model.loss_ == pytest.approx(expected, rel=0.05)
 
 
 class Seen(nn.Identity):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from equilibria.certify.network import TrackedNetwork, check_norm
 from equilibria.data.image_data import ImageData
 
+from .figures import save_certified
 from .model_on_data import (
     batches,
     check_pair,
@@ -68,8 +69,6 @@ class CertifiedAccuracy:
 
     def save(self, path: Path | str) -> Path:
         """The curve of certified accuracy over the radius, as a PNG."""
-        from .figures import save_certified
-
         return save_certified(self.right, self.radius, path, self.model)
 
 
@@ -149,11 +148,9 @@ def attacked_accuracy(
     ):
         for images, y in batches(dataset, batch_size, device_of(model)):
             pixels = images.float() / 255.0
-            point, holds = pixels.clone(), torch.ones_like(y, dtype=torch.bool)
-            for restart in range(restarts):
-                noise = torch.randn(pixels.shape, generator=generator).to(pixels)
-                start = _within(noise, radius, norm) * (restart > 0)
-                _attack(model, dataset, pixels, y, start, radius, norm, steps, point, holds)
+            noises = (torch.randn(pixels.shape, generator=generator) for _ in range(restarts))
+            starts = (_within(n.to(pixels), radius, norm) * (i > 0) for i, n in enumerate(noises))
+            point, holds = _attack(model, dataset, pixels, y, starts, radius, norm, steps)
             if judge is not None:
                 judge.look(pixels, point, y, holds)
             safe += int(holds.sum())
@@ -215,27 +212,28 @@ def _attack(
     dataset: ImageData,
     pixels: Tensor,
     y: Tensor,
-    start: Tensor,
+    starts: Iterable[Tensor],
     radius: float,
     norm: str,
     steps: int,
-    point: Tensor,
-    holds: Tensor,
-) -> None:
-    """Where the label does not hold, say so in ``holds`` [B] and leave the image in ``point``."""
-    rest = holds.nonzero()[:, 0]
-    step = start[rest]
-    for _ in range(steps + 1):
-        if not len(rest):
-            return
-        moved = (pixels[rest] + step).clamp(0.0, 1.0).requires_grad_()
-        logits = model(model_input(model, dataset, moved))
-        own = F.one_hot(y[rest], logits.shape[1]).bool()
-        margin = logits[own] - logits.masked_fill(own, -torch.inf).amax(1)
-        (slope,) = torch.autograd.grad(margin.sum(), moved)
-        keep = margin.detach() > 0.0
-        lost = rest[~keep]
-        holds[lost], point[lost] = False, moved.detach()[~keep]
-        unit = slope.sign() if norm == "inf" else F.normalize(slope.flatten(1), dim=1)
-        moved_on = step - 2.5 * radius / steps * unit.view_as(step)
-        rest, step = rest[keep], _within(moved_on, radius, norm)[keep]
+) -> tuple[Tensor, Tensor]:
+    """Images near ``pixels``, and whether each still has its label, [B]."""
+    point, holds = pixels.clone(), torch.ones_like(y, dtype=torch.bool)
+    for start in starts:
+        rest = holds.nonzero()[:, 0]
+        step = start[rest]
+        for _ in range(steps + 1):
+            if not len(rest):
+                break
+            moved = (pixels[rest] + step).clamp(0.0, 1.0).requires_grad_()
+            logits = model(model_input(model, dataset, moved))
+            own = F.one_hot(y[rest], logits.shape[1]).bool()
+            margin = logits[own] - logits.masked_fill(own, -torch.inf).amax(1)
+            (slope,) = torch.autograd.grad(margin.sum(), moved)
+            keep = margin.detach() > 0.0
+            lost = rest[~keep]
+            holds[lost], point[lost] = False, moved.detach()[~keep]
+            unit = slope.sign() if norm == "inf" else F.normalize(slope.flatten(1), dim=1)
+            moved_on = step - 2.5 * radius / steps * unit.view_as(step)
+            rest, step = rest[keep], _within(moved_on, radius, norm)[keep]
+    return point, holds

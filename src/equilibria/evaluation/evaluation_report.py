@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -215,7 +215,9 @@ def _mean_log_probabilities(one: Tensor, other: Tensor) -> Tensor:
 class _Subject:
     """One model under test: its metrics and its solves; apart from them the metrics with flip."""
 
-    def __init__(self, model: nn.Module, dataset: ImageData, name: str, *, flip: bool) -> None:
+    def __init__(
+        self, model: nn.Module, dataset: ImageData, name: str, *, flip: bool = False
+    ) -> None:
         self.model, self.dataset, self.name = model, dataset, name
         self.meter, self.flipped = self._meter(), self._meter() if flip else None
         self.recorder = SolverRecorder(model)
@@ -299,27 +301,24 @@ def evaluate(
     """
     _check_choices(dataset, flip, nonfinite, stop)
     check_whole("certify", certify, 0)
-    check_whole("batch_size", batch_size, 1)
     model = on_device(model, device)
     notes = check_pair(model, dataset)
     name, layers = model_name(model), bool(equilibrium_layers(model))
-    subjects = [_Subject(model, dataset, name, flip=flip)]
+    first = last = _Subject(model, dataset, name, flip=flip)
     if solver is not None and layers:
-        solved = with_solver(model, solver)
-        subjects.append(_Subject(solved, dataset, f"{name} with {solver!r}", flip=False))
+        last = _Subject(with_solver(model, solver), dataset, f"{name} with {solver!r}")
     elif solver is not None:
         notes.append(f"{name} has no equilibrium layers: solver={solver!r} changes nothing")
-    judged = _judged(subjects, solver, batch_size, progress, stop)
+    stopping = None
+    if stop is not None:
+        stopping = StoppedSubject(last.model, len(dataset.classes), last.logits)
+    report = _judged(first, last, stopping, repr(solver), batch_size, progress)
     if nonfinite == "raise":
-        _check_finite(subjects, judged["stopped"], stop)
-    certificate = None
+        _check_finite(report)
     if certify > 0 and layers:
         certificate = certify_dataset(model, dataset, certify, progress=progress)
-    notes += () if judged["stopped"] is None else judged["stopped"].notes
-    about: Any = {"model": name, "dataset": dataset.name, "split": dataset.split_name}
-    about |= {"task": dataset.task, "classes": dataset.classes, "device": str(device_of(model))}
-    about |= {"parameters": count_parameters(model), "certificate": certificate}
-    return Report(**about, **judged, notes=tuple(notes))
+        report = replace(report, certificate=certificate)
+    return replace(report, notes=(*notes, *report.notes))
 
 
 def _check_choices(dataset: ImageData, flip: object, nonfinite: object, stop: object) -> None:
@@ -335,45 +334,64 @@ def _check_choices(dataset: ImageData, flip: object, nonfinite: object, stop: ob
         raise TypeError(f"flip={flip!r}: expected True or False.")
 
 
-def _check_finite(subjects: list[_Subject], stopped: LabelStopped | None, stop: object) -> None:
-    first = subjects[0]
-    judged: dict[str, Metrics] = {subject.name: subject.meter.compute() for subject in subjects}
-    if first.flipped is not None:
-        judged[f"{first.name} on mirror images"] = first.flipped.compute()
-    if stopped is not None:
-        judged[f"{first.name} with stop={stop!r}"] = stopped.metrics
+def _check_finite(report: Report) -> None:
+    name = report.model
+    judged = {name: report.metrics}
+    if report.converged is not None:
+        judged[f"{name} with {report.converged.solver}"] = report.converged.metrics
+    if report.flip is not None:
+        judged[f"{name} on mirror images"] = report.flip
+    if report.stopped is not None:
+        judged[f"{name} with stop='label'"] = report.stopped.metrics
     for what, metrics in judged.items():
-        check_finite(metrics.nonfinite, len(first.dataset), what, optional=True)
+        check_finite(metrics.nonfinite, metrics.samples, what)
 
 
 def _judged(
-    subjects: list[_Subject], solver: object, batch_size: int, progress: bool, stop: object
-) -> dict[str, Any]:
-    """All of them over the data: what is measured of a Report, by name."""
-    first, last, began = subjects[0], subjects[-1], time.perf_counter()
-    dataset, at, stopping = first.dataset, device_of(first.model), None
-    if stop == "label":
-        stopping = StoppedSubject(last.model, len(dataset.classes), last.logits)
-    agree, guesses = torch.zeros((), dtype=torch.float64, device=at), 0
+    first: _Subject,
+    last: _Subject,
+    stopping: StoppedSubject | None,
+    solver: str,
+    batch_size: int,
+    progress: bool,
+) -> Report:
+    """All of them over the data: a Report without certificates. ``last`` may be ``first``."""
+    model, dataset, began = first.model, first.dataset, time.perf_counter()
+    agree, guesses = torch.zeros((), dtype=torch.float64, device=device_of(model)), 0
     total, text = steps_in(dataset, batch_size), f"evaluating {first.name}"
     with progress_bar(total, text, progress) as advance:
-        for images, y in batches(dataset, batch_size, at):
-            x = model_input(first.model, dataset, images)
-            found = [subject.run(x, y) for subject in subjects]
-            agree += (found[0] == found[-1]).double().sum()
-            guesses += found[0].numel()
+        for images, y in batches(dataset, batch_size, device_of(model)):
+            x = model_input(model, dataset, images)
+            guess = other = first.run(x, y)
+            if last is not first:
+                other = last.run(x, y)
+            agree += (guess == other).double().sum()
+            guesses += guess.numel()
             if stopping is not None:
-                stopping.run(x, y, found[-1])
+                stopping.run(x, y, other)
             advance()
-    metrics = [subject.meter.compute() for subject in subjects]
-    statistics = [subject.recorder.compute() for subject in subjects]
-    flipped = None if first.flipped is None else first.flipped.compute()
-    judged: dict[str, Any] = {"metrics": metrics[0], "statistics": statistics[0], "flip": flipped}
-    judged |= {"seconds": time.perf_counter() - began, "converged": None, "stopped": None}
-    if len(subjects) == 2:
-        share = float(agree) / guesses
-        judged["converged"] = Converged(repr(solver), metrics[1], statistics[1], share)
+    metrics, statistics = last.meter.compute(), last.recorder.compute()
+    converged = stopped = None
     if stopping is not None:
-        full, accuracy = "as it is" if first is last else repr(solver), metrics[-1].accuracy
-        judged["stopped"] = stopping.compute(full, accuracy, last.seconds, statistics[-1])
-    return judged
+        full = "as it is" if last is first else solver
+        stopped = stopping.compute(full, metrics.accuracy, last.seconds, statistics)
+    if last is not first:
+        converged = Converged(solver, metrics, statistics, float(agree) / guesses)
+        metrics, statistics = first.meter.compute(), first.recorder.compute()
+    return Report(
+        model=first.name,
+        dataset=dataset.name,
+        split=dataset.split_name,
+        task=dataset.task,
+        classes=dataset.classes,
+        parameters=count_parameters(model),
+        device=str(device_of(model)),
+        seconds=time.perf_counter() - began,
+        metrics=metrics,
+        statistics=statistics,
+        converged=converged,
+        certificate=None,
+        flip=None if first.flipped is None else first.flipped.compute(),
+        stopped=stopped,
+        notes=() if stopped is None else stopped.notes,
+    )

@@ -15,7 +15,7 @@ import itertools
 import math
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -198,19 +198,15 @@ def _recording(model: nn.Module) -> Iterator[list[_Solve]]:
 
         return solve
 
-    changed: list[tuple[Any, str]] = []
-    try:
+    with ExitStack() as changes:
         for name, layer in model.named_modules():
             if [m for m in layer.modules() if getattr(m, "is_equilibrium", False)] == [layer]:
                 posed = hasattr(layer, "solve_posed")
                 for way in ("solve_posed",) if posed else ("observed_solve", "solve"):
                     if hasattr(layer, way):
                         setattr(layer, way, recorded(name, layer, getattr(layer, way)))
-                        changed.append((layer, way))
+                        changes.callback(delattr, layer, way)
         yield found
-    finally:
-        for layer, way in changed:
-            delattr(layer, way)
 
 
 @torch.no_grad()

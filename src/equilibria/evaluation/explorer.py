@@ -14,7 +14,6 @@ import math
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -29,7 +28,7 @@ from equilibria.solvers import Anderson, Broyden, Picard, ProximalGradient
 from .explanation import SolvedLayer, doubted, seen_pixels, solved_layers
 from .explanation_html import layer_charts, story
 from .layer_solvers import with_solver
-from .page import STYLE, bars, percent, photo, proof_words
+from .page import STYLE, bars, data_url, fill, percent, photo, proof_words
 
 __all__ = ["Explorer", "explorer_app"]
 
@@ -189,17 +188,16 @@ def explorer_app(explorer: Explorer) -> Any:
     app = FastAPI(title="equilibria explore", docs_url=None, redoc_url=None, openapi_url=None)
     # Another site that a browser has open cannot reach it under a name of its own.
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=_HOSTS)
-    page = Path(__file__).with_name("explorer.html").read_text(encoding="utf-8")
     kernels = KERNELS if explorer.gaussian else ["as trained"]
-    for key, value in {
-        "/*STYLE*/": STYLE,
-        "{{name}}": html.escape(explorer.model.config.name),
-        "{{kernels}}": "".join(f"<option>{name}</option>" for name in kernels),
-        "{{solvers}}": "".join(f"<option>{name}</option>" for name in SOLVERS),
-        "{{gaussian}}": "" if explorer.gaussian else "disabled",
-        "{{examples}}": "" if explorer.examples is not None else "disabled",
-    }.items():
-        page = page.replace(key, value)
+    page = fill(
+        "explorer.html",
+        style=STYLE,
+        name=html.escape(explorer.model.config.name),
+        kernels="".join(f"<option>{name}</option>" for name in kernels),
+        solvers="".join(f"<option>{name}</option>" for name in SOLVERS),
+        gaussian="" if explorer.gaussian else "disabled",
+        examples="" if explorer.examples is not None else "disabled",
+    )
 
     @app.get("/", response_class=HTMLResponse)
     def index() -> str:
@@ -211,8 +209,7 @@ def explorer_app(explorer: Explorer) -> Any:
         if data is None:
             raise HTTPException(404, "this network came without example images.")
         at = number % len(data)
-        shown = photo(data.images[at : at + 1][0], f"Example {at}")
-        return {"image": shown.split('src="')[1].split('"')[0]}
+        return {"image": data_url(data.images[at : at + 1][0])}
 
     @app.post("/solve")
     def solve(

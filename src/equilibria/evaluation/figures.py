@@ -44,9 +44,8 @@ def _save(figure: Any, path: Path | str) -> Path:
 
 
 def _pixels(image: Tensor) -> Any:
-    """uint8 [C, H, W] as imshow takes it: [H, W] or [H, W, 3]."""
-    pixels = image.cpu().permute(1, 2, 0)
-    return (pixels[..., 0] if pixels.shape[-1] == 1 else pixels[..., :3]).numpy()
+    """uint8 [C, H, W], C 1 or 3, as imshow takes it: [H, W] or [H, W, 3]."""
+    return image.cpu().permute(1, 2, 0).squeeze(2).numpy()
 
 
 def _write_numbers(axes: Any, percents: Tensor) -> None:
@@ -125,10 +124,7 @@ def save_steps(sets: Mapping[str, Mapping[str, SolverStatistics]], path: Path, t
     for number, (label, statistics) in enumerate(sets.items()):
         color, shift = (BLUE, ORANGE)[number], (number - (len(sets) - 1) / 2) * 0.8 / len(sets)
         for place, name in enumerate(names):
-            part = statistics.get(name)
-            if part is None:
-                continue
-            y = place + shift
+            part, y = statistics[name], place + shift
             steps = part.histogram.nonzero()[:, 0]
             # The area of a dot is the share of solves that took so many steps.
             area = 12 + 120 * part.histogram[steps].double() / part.solves

@@ -33,18 +33,15 @@ class NonFiniteError(ValueError):
         self.samples = samples
 
 
-def check_finite(
-    nonfinite: tuple[int, ...], total: int, what: str, *, optional: bool = False
-) -> None:
-    """Raise ``NonFiniteError`` if there are any; ``optional``: the caller could go on instead."""
+def check_finite(nonfinite: tuple[int, ...], total: int, what: str) -> None:
+    """Raise ``NonFiniteError`` if there are any."""
     if nonfinite:
         some = ", ".join(str(i) for i in nonfinite[:10])
         more = f" and {len(nonfinite) - 10} more" if len(nonfinite) > 10 else ""
-        end = ", or pass nonfinite='report' to count them as wrong." if optional else "."
         raise NonFiniteError(
             f"{what}: {len(nonfinite)} of {total} samples have logits with NaN or infinity: "
             f"numbers {some}{more}. Look at these inputs and at the weights: a solve may have "
-            f"diverged{end}",
+            "diverged, or pass nonfinite='report' to count them as wrong.",
             nonfinite,
         )
 
@@ -195,10 +192,6 @@ class ClassificationMeter(_Meter):
 
     def update(self, logits: Tensor, targets: Tensor) -> None:
         """logits [N, K] floating, targets [N] long of 0 … K − 1."""
-        if logits.ndim != 2 or logits.shape[1] != self.classes:
-            raise ValueError(
-                f"expected logits [N, {self.classes}], got shape {tuple(logits.shape)}."
-            )
         if targets.shape != logits.shape[:1]:
             raise ValueError(
                 f"expected targets [{logits.shape[0]}], got shape {tuple(targets.shape)}."
@@ -257,10 +250,6 @@ class SegmentationMeter(_Meter):
 
     def update(self, logits: Tensor, targets: Tensor) -> None:
         """logits [N, K, H, W], targets [N, H, W] long of 0 … K − 1 or ``ignore_index``."""
-        if logits.ndim != 4 or logits.shape[1] != self.classes:
-            raise ValueError(
-                f"expected logits [N, {self.classes}, H, W], got shape {tuple(logits.shape)}."
-            )
         if targets.shape != (logits.shape[0], *logits.shape[2:]):
             raise ValueError(
                 f"the model gives maps of {tuple(logits.shape[2:])} pixels and the targets are "

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,30 +43,27 @@ def certify_model(
             f"{type(model).__name__} has no equilibrium layers (modules with is_equilibrium = "
             "True): there is nothing to certify."
         )
-    calls: list[tuple[str, tuple[Any, ...]]] = []
+    calls: list[tuple[str, tuple[Any, ...], Solution[Any] | None]] = []
 
-    def caught(name: str) -> Any:
-        return lambda module, inputs: calls.append((name, inputs))
+    def catch(name: str, layer: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        calls.append((name, inputs, seen.solutions.get(name, [None])[-1]))
 
-    hooks = [layer.register_forward_pre_hook(caught(name)) for name, layer in layers.items()]
+    with evaluating(model), observe(model) as seen, ExitStack() as hooks:
+        for name, layer in layers.items():
+            hooks.enter_context(layer.register_forward_hook(partial(catch, name)))
+        model(x)
     parts: dict[str, Guaranteed] = {}
     counts: Counter[str] = Counter()
-    try:
-        with evaluating(model), observe(model) as seen:
-            model(x)
-            solved = {name: iter(list(found)) for name, found in seen.solutions.items()}
-            made_here = calls.copy()
-            with progress_bar(len(made_here), "certifying layers", progress) as advance:
-                for name, inputs in made_here:
-                    counts[name] += 1
-                    number = "" if counts[name] == 1 else f"#{counts[name]}"
-                    found = next(solved.get(name, iter(())), None)
-                    made = _part(name, layers[name], inputs, found)
-                    parts.update(_leaves(layer_label(name) + number, made))
-                    advance()
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with (
+        evaluating(model),
+        progress_bar(len(calls), "certifying layers", progress) as advance,
+    ):
+        for name, inputs, found in calls:
+            counts[name] += 1
+            number = "" if counts[name] == 1 else f"#{counts[name]}"
+            made = _part(name, layers[name], inputs, found)
+            parts.update(_leaves(layer_label(name) + number, made))
+            advance()
     if not parts:
         raise ValueError(
             f"no equilibrium layer of {type(model).__name__} ran in its forward pass "

@@ -26,6 +26,11 @@ def _read(name: str) -> str:
     return Path(__file__).with_name(name).read_text(encoding="utf-8")
 
 
+def fill(file: str, /, **parts: str) -> str:
+    """A file of this folder, {{key}} in it replaced by parts[key]."""
+    return re.sub(r"\{\{(\w+)\}\}", lambda key: parts[key[1]], _read(file))
+
+
 STYLE = _read("page.css")
 _PROOFS: dict[str, str] = dict(
     re.findall(r'<template id="(.*?)">(.*?)</template>', _read("proofs.html"), re.DOTALL)
@@ -110,9 +115,11 @@ def chart(
         down = lower - (lower - upper) * (y - low) / ((high - low) or 1.0)
         return round(left + (right - left) * (x - first) / span, 1), round(down, 1)
 
+    def spots(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+        return [place(x, math.log10(y) if log else y) for x, y in points]
+
     def path(points: Iterable[tuple[float, float]]) -> str:
-        drawn = (place(x, math.log10(y) if log else y) for x, y in points)
-        return "M" + "L".join(f"{x} {y}" for x, y in drawn)
+        return "M" + "L".join(f"{x} {y}" for x, y in spots(points))
 
     parts = []
     for tick, y in ((tick, place(first, tick)[1]) for tick in ticks):
@@ -131,8 +138,8 @@ def chart(
     for line in (line for line in lines if line.points):
         kind = f"{line.color}{' dash' * line.dash}"
         if line.dots:
-            spots = (spot.split() for spot in path(line.points)[1:].split("L"))
-            parts += [f'<circle class="{kind}" cx="{x}" cy="{y}" r="4"/>' for x, y in spots]
+            for x, y in spots(line.points):
+                parts.append(f'<circle class="{kind}" cx="{x}" cy="{y}" r="4"/>')
         else:
             parts.append(f'<path class="{kind}{" thin" * line.thin}" d="{path(line.points)}"/>')
         if line.name:
@@ -170,15 +177,17 @@ def picture(shades: Sequence[Sequence[int]], alt: str) -> str:
 
 def photo(pixels: Tensor, alt: str) -> str:
     """uint8 pixels [C, H, W] of one channel, three, or four with an alpha, as they are."""
+    return f'<img alt="{html.escape(alt)}" src="{data_url(pixels)}">'
+
+
+def data_url(pixels: Tensor) -> str:
+    """The same pixels as a PNG inside an address."""
     with needs("pillow", "A picture"):
         from PIL import Image
-    channels, height, width = pixels.shape
-    data = bytes(pixels.permute(1, 2, 0).flatten().tolist())
-    image = Image.frombytes({1: "L", 3: "RGB", 4: "RGBA"}[channels], (width, height), data)
     file = io.BytesIO()
+    image = Image.fromarray(pixels.cpu().permute(1, 2, 0).squeeze(2).contiguous().numpy())
     image.save(file, format="PNG")
-    inside = base64.b64encode(file.getvalue()).decode()
-    return f'<img alt="{html.escape(alt)}" src="data:image/png;base64,{inside}">'
+    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
 def overlay(below: str, values: Tensor, color: str, alt: str) -> str:
@@ -227,5 +236,4 @@ def proof_words(kind: str, share: float) -> str:
 
 def shell(title: str, body: str, footer: str) -> str:
     """The whole page around ``body``."""
-    parts = {"title": html.escape(title), "style": STYLE, "body": body, "footer": footer}
-    return re.sub(r"\{\{(\w+)\}\}", lambda name: parts[name[1]], _read("page.html"))
+    return fill("page.html", title=html.escape(title), style=STYLE, body=body, footer=footer)

@@ -10,6 +10,8 @@ read one.)
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,25 +37,22 @@ def _outputs(model: nn.Module, x: Tensor) -> tuple[Tensor, dict[str, tuple[Any, 
     """Logits, and what every module gave that runs once, the last to run last."""
     found: dict[str, tuple[Any, ...]] = {}
 
-    def keeper(name: str) -> Any:
-        def keep(module: nn.Module, inputs: Any, output: Any) -> None:
-            found.pop(name, None)
-            found[name] = output if isinstance(output, tuple) else (output,)
-            for part in found[name]:
-                if torch.is_grad_enabled() and isinstance(part, Tensor) and part.is_leaf:
-                    part.requires_grad_()  # what does not depend on x has a gradient, too
+    def keep(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        found.pop(name, None)
+        found[name] = output if isinstance(output, tuple) else (output,)
+        for part in found[name]:
+            if torch.is_grad_enabled() and isinstance(part, Tensor) and part.is_leaf:
+                part.requires_grad_()  # what does not depend on x has a gradient, too
 
-        return keep
-
-    modules = _single_run_modules(model)
-    hooks = [module.register_forward_hook(keeper(name)) for name, module in modules.items()]
-    try:
-        with evaluating(model):
-            logits: Tensor = model(x)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with evaluating(model), ExitStack() as hooks:
+        for name, module in _single_run_modules(model).items():
+            hooks.enter_context(module.register_forward_hook(partial(keep, name)))
+        logits: Tensor = model(x)
     return logits, found
+
+
+def _are_maps(parts: tuple[Any, ...]) -> bool:
+    return all(isinstance(part, Tensor) and part.ndim == 4 for part in parts)
 
 
 @torch.no_grad()
@@ -65,8 +64,7 @@ def gradcam_layer(model: nn.Module, x: Tensor) -> str:
     maps = [
         name
         for name, parts in _outputs(model, x[:1])[1].items()
-        if all(isinstance(p, Tensor) and p.ndim == 4 for p in parts)
-        and any(p.shape[-1] > 1 for p in parts)
+        if _are_maps(parts) and any(part.shape[-1] > 1 for part in parts)
     ]
     convolutions = {name for name, m in model.named_modules() if isinstance(m, nn.Conv2d)}
     for kind in (set(equilibrium_layers(model)), convolutions):
@@ -144,7 +142,7 @@ def gradcam(
             )
         own = logits.gather(1, _check_target(target, logits)[:, None]).sum()
         kept = outputs.get(name, ())
-        if not kept or not all(isinstance(a, Tensor) and a.ndim == 4 for a in kept):
+        if not kept or not _are_maps(kept):
             raise ValueError(f"layer '{name}' gives no maps [B, C, H, W]: choose another.")
         slopes = torch.autograd.grad(own, kept, allow_unused=True)
     maps = torch.zeros_like(x[:, 0])

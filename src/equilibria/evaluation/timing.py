@@ -13,6 +13,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -126,56 +127,38 @@ def _ms(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 1.0 else f"{1e3 * seconds:.3g} ms"
 
 
-class _Marks:
-    """Marks on one time axis: a clock reading on a CPU, an event in the stream of a GPU.
-
-    All time between two marks belongs to one part, so that the parts make the whole. Nothing waits
-    for a GPU until ``seconds()`` is asked for.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._marks: list[tuple[Any, str]] = []
-
-    def to(self, part: str, *_: Any) -> None:
-        """From now on the time is this part's; a hook's arguments are left aside."""
-        now: Any = time.perf_counter()
-        if self._device.type == "cuda":
-            now = torch.cuda.Event(enable_timing=True)
-            now.record(torch.cuda.current_stream(self._device))
-        self._marks.append((now, part))
-
-    def seconds(self) -> dict[str, float]:
-        """By part; the time after the last mark is nobody's."""
-        found = dict.fromkeys(PARTS, 0.0)
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        for (start, part), (end, _) in itertools.pairwise(self._marks):
-            cuda = self._device.type == "cuda"
-            found[part] += start.elapsed_time(end) * 1e-3 if cuda else end - start
-        return found
-
-
 def _marked(
     model: nn.Module, run: Callable[[Callable[[str], None]], None], device: torch.device
 ) -> dict[str, float]:
-    """Seconds by part of one run, which marks its own backward pass."""
-    marks = _Marks(device)
-    layers = equilibrium_layers(model).values()
-    inside = {id(m) for layer in layers for m in layer.modules() if m is not layer}
-    hooks = []
-    for layer in layers:
-        if id(layer) not in inside:
-            hooks.append(layer.register_forward_pre_hook(partial(marks.to, "layers")))
-            hooks.append(layer.register_forward_hook(partial(marks.to, "rest")))
-    try:
-        marks.to("rest")
-        run(marks.to)
-        marks.to("rest")
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return marks.seconds()
+    """Seconds by part of one run, which marks its own backward pass.
+
+    A mark is a clock reading on a CPU, an event in the stream of a GPU, which is not waited for
+    until the end. All time between two marks belongs to one part, so that the parts make the whole.
+    """
+    cuda = device.type == "cuda"
+    marks: list[tuple[Any, str]] = []
+
+    def mark(part: str, *_: Any) -> None:
+        """From now on the time is this part's; a hook's arguments are left aside."""
+        now: Any = time.perf_counter()
+        if cuda:
+            now = torch.cuda.Event(enable_timing=True)
+            now.record(torch.cuda.current_stream(device))
+        marks.append((now, part))
+
+    with ExitStack() as hooks:
+        for layer in equilibrium_layers(model).values():
+            hooks.enter_context(layer.register_forward_pre_hook(partial(mark, "layers")))
+            hooks.enter_context(layer.register_forward_hook(partial(mark, "rest")))
+        mark("rest")
+        run(mark)
+        mark("rest")
+    found = dict.fromkeys(PARTS, 0.0)
+    if cuda:
+        torch.cuda.synchronize(device)
+    for (start, part), (end, _) in itertools.pairwise(marks):
+        found[part] += start.elapsed_time(end) * 1e-3 if cuda else end - start
+    return found
 
 
 def _profiled(
@@ -239,6 +222,7 @@ def profile_model(
     x, y = x.to(device), y.to(device) if isinstance(y, Tensor) else y
     trained = [p for p in copied.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(trained or [torch.zeros(1)], lr=0.0, momentum=0.9)
+    loss = loss or (_squares if y is None else nn.functional.cross_entropy)
     run = partial(_once, x=x, y=y, loss=loss, optimizer=optimizer, dtype=PRECISIONS[precision])
     passes = {}
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
@@ -284,27 +268,33 @@ def _check_asked(model: object, x: object, budget: float, precision: str) -> Non
         raise OptionError("profile_model", {"precision": precision}, wrong)
 
 
-def _once(network: Any, kind: str, mark: Any = None, *, x: Any, y: Any, **how: Any) -> None:
+def _squares(out: Any, _: Any) -> Any:
+    return sum(leaf.float().square().mean() for leaf in pytree.tree_leaves(out))
+
+
+def _once(
+    network: Any,
+    kind: str,
+    mark: Callable[[str], None] = lambda part: None,
+    *,
+    x: Tensor,
+    y: Any,
+    loss: Callable[[Any, Any], Tensor],
+    optimizer: torch.optim.Optimizer,
+    dtype: torch.dtype | None,
+) -> None:
     """Forward, loss, backward and optimizer, or a forward pass without a graph."""
-    loss, optimizer, dtype = how["loss"], how["optimizer"], how["dtype"]
     cast = torch.autocast(x.device.type, dtype=dtype, enabled=dtype is not None)
     with torch.set_grad_enabled(kind == "train"), cast:
         out = network(x)
         if kind == "inference":
             return
-        if loss is not None:
-            value = loss(out, y)
-        elif y is not None:
-            value = nn.functional.cross_entropy(out, y)
-        else:
-            value = sum(leaf.float().square().mean() for leaf in pytree.tree_leaves(out))
+        value = loss(out, y)
     del out
     optimizer.zero_grad(set_to_none=True)
-    if mark is not None:
-        mark("backward")
+    mark("backward")
     value.backward()
-    if mark is not None:
-        mark("rest")
+    mark("rest")
     optimizer.step()
 
 

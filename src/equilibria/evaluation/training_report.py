@@ -53,7 +53,7 @@ def write_training_report(
         judged = _confusion(metrics, dataset) + _reliability(metrics, dataset)
         judged += _mistakes(logits, targets, dataset)
     name = model_name(model)
-    body = _opening(name, history, result, metrics, dataset)
+    body = _opening(name, history, result, metrics)
     body += _curves(history) + _solver(history) + judged + _repeat(place, result)
     footer = (
         f"Made by <code>equilibria train</code>: equilibria {result['version']}, torch "
@@ -88,7 +88,6 @@ def _opening(
     history: Sequence[Mapping[str, float]],
     result: Mapping[str, Any],
     metrics: ClassificationMetrics | None,
-    dataset: ImageData | None,
 ) -> str:
     data, last = result["data"], history[-1]
     text = (
@@ -98,7 +97,7 @@ def _opening(
         f"{_time(sum(row.get('seconds', 0.0) for row in history))}. Kept: the weights of pass "
         f"{result['epoch']}.</p>"
     )
-    if metrics is not None and dataset is not None:
+    if metrics is not None:
         text += (
             f"<p><strong>How good it is.</strong> {percent(metrics.accuracy, 2)} of "
             f"{metrics.samples:,} images that it was not trained on are right. Its confidence is "
@@ -124,12 +123,15 @@ def _time(seconds: float) -> str:
 
 
 def _drawn(
-    history: Sequence[Mapping[str, float]], names: str, caption: str, ylabel: str, **options: Any
+    history: Sequence[Mapping[str, float]],
+    columns: Mapping[str, str],
+    caption: str,
+    ylabel: str,
+    **options: Any,
 ) -> str:
-    """Columns of the history, "train_loss=training, …", over the passes; empty without any."""
+    """Columns of the history, each with its name, over the passes; empty without any."""
     lines = []
-    for each, color in zip(names.split(", "), "abc", strict=False):
-        key, _, name = each.partition("=")
+    for (key, name), color in zip(columns.items(), "abc", strict=False):
         if found := [(row["epoch"], row[key]) for row in history if key in row]:
             lines.append(Line(name, color, found))
     if not lines:
@@ -142,13 +144,13 @@ def _drawn(
 
 
 def _curves(history: Sequence[Mapping[str, float]]) -> str:
-    loss = "train_loss=training, val_loss=validation"
-    right = "train_accuracy=training, val_accuracy=validation, val_miou=mIoU"
+    loss = {"train_loss": "training", "val_loss": "validation"}
+    right = {"train_accuracy": "training", "val_accuracy": "validation", "val_miou": "mIoU"}
     parts = _drawn(history, loss, "What training makes small.", "loss")
     parts += _drawn(history, right, "Share of right answers.", "right", share=True, top=1.0)
     if len({row.get("lr") for row in history}) > 1:
-        parts += _drawn(history, "lr=learning rate", "Size of a training step.", "rate")
-    speed = "images_per_second=images per second"
+        parts += _drawn(history, {"lr": "learning rate"}, "Size of a training step.", "rate")
+    speed = {"images_per_second": "images per second"}
     parts += _drawn(history, speed, "How fast it went.", "images/s", top=0.0)
     return section("curves", "1 · training", "Pass by pass", f'<div class="two">{parts}</div>')
 
@@ -156,11 +158,11 @@ def _curves(history: Sequence[Mapping[str, float]]) -> str:
 def _solver(history: Sequence[Mapping[str, float]]) -> str:
     """Steps, residual and shares over time; empty without equilibrium layers."""
     caption = "Evaluations of the map, mean over images and layers."
-    parts = _drawn(history, "solver_steps=mean of all solves", caption, "steps", top=0.0)
+    parts = _drawn(history, {"solver_steps": "mean of all solves"}, caption, "steps", top=0.0)
     caption = "How far a solve was from its equilibrium when it stopped: ‖T(z) − z‖/‖T(z)‖."
-    parts += _drawn(history, "residual=mean of all solves", caption, "residual", log=True)
+    parts += _drawn(history, {"residual": "mean of all solves"}, caption, "residual", log=True)
     if any(row.get("converged", 1.0) < 1.0 or row.get("failed", 0.0) > 0.0 for row in history):
-        ends = "converged=reached the tolerance, failed=diverged or NaN"
+        ends = {"converged": "reached the tolerance", "failed": "diverged or NaN"}
         parts += _drawn(history, ends, "How solves ended.", "share", share=True, top=1.0)
     text = f'<div class="two">{parts}</div>'
     return section("solver", "2 · solves", "What the solver did", text) if parts else ""

@@ -8,7 +8,7 @@ import sys
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from numbers import Integral, Real
 from typing import Any
 
@@ -199,51 +199,29 @@ def _check_parameters(estimator: Any) -> None:
         raise refuse("device", "torch sees no GPU here; use 'auto' or 'cpu'.")
 
 
+@dataclass(eq=False, repr=False)
 class BaseEquilibrium(BaseEstimator):  # type: ignore[misc]
     """x̂ = (x − mean)/scale, z* = layer(x̂), output = Vz* + a, trained by AdamW."""
 
-    _optimizer_state: dict[str, Any] | None
-
-    def __init__(
-        self,
-        hidden: int = 64,
-        *,
-        layer: LayerChoice = "geq",
-        bound: float = 0.95,
-        max_iter: int = 60,
-        batch_size: int = 256,
-        lr: float = 0.01,
-        schedule: str = "cosine",
-        weight_decay: float = 0.1,
-        tol: float = 1e-4,
-        n_iter_no_change: int = 10,
-        early_stopping: bool = False,
-        validation_fraction: float = 0.1,
-        solver: SolverOptions | None = None,
-        adjoint: Adjoint | None = None,
-        random_state: Any = None,
-        device: str = "cpu",
-        dtype: str = "float64",
-        verbose: bool = False,
-    ) -> None:
-        self.hidden = hidden
-        self.layer = layer
-        self.bound = bound
-        self.max_iter = max_iter
-        self.batch_size = batch_size
-        self.lr = lr
-        self.schedule = schedule
-        self.weight_decay = weight_decay
-        self.tol = tol
-        self.n_iter_no_change = n_iter_no_change
-        self.early_stopping = early_stopping
-        self.validation_fraction = validation_fraction
-        self.solver = solver
-        self.adjoint = adjoint
-        self.random_state = random_state
-        self.device = device
-        self.dtype = dtype
-        self.verbose = verbose
+    hidden: int = 64
+    _: KW_ONLY
+    layer: LayerChoice = "geq"
+    bound: float = 0.95
+    max_iter: int = 60
+    batch_size: int = 256
+    lr: float = 0.01
+    schedule: str = "cosine"
+    weight_decay: float = 0.1
+    tol: float = 1e-4
+    n_iter_no_change: int = 10
+    early_stopping: bool = False
+    validation_fraction: float = 0.1
+    solver: SolverOptions | None = None
+    adjoint: Adjoint | None = None
+    random_state: Any = None
+    device: str = "cpu"
+    dtype: str = "float64"
+    verbose: bool = False
 
     @abstractmethod
     def _encode(self, y: Array) -> Array:
@@ -307,7 +285,7 @@ class BaseEquilibrium(BaseEstimator):  # type: ignore[misc]
                 break
         if weights is not None:
             self.module_.load_state_dict(weights)
-        self._optimizer_state = optimizer.state_dict()
+        self._optimizer_state: dict[str, Any] | None = optimizer.state_dict()
 
     def _partial_fit(self, x: Array, y: Array, weight: Array, outputs: int, first: bool) -> None:
         """One pass over checked rows, from where the last one ended."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import numpy as np
@@ -19,12 +20,10 @@ from sklearn.utils.validation import (
 )
 from torch import Tensor
 
-from equilibria.engine.adjoint import Adjoint
-from equilibria.engine.solver import SolverOptions
-
-from .base import Array, BaseEquilibrium, LayerChoice, Rows
+from .base import Array, BaseEquilibrium, Rows
 
 
+@dataclass(eq=False, repr=False)
 class EquilibriumClassifier(ClassifierMixin, BaseEquilibrium):  # type: ignore[misc]
     """p(y | x) = softmax(Vz* + a), z* the equilibrium of a layer at the standardized x.
 
@@ -72,39 +71,8 @@ class EquilibriumClassifier(ClassifierMixin, BaseEquilibrium):  # type: ignore[m
         module_: the torch network; ``module_.layer`` is the equilibrium layer.
     """
 
-    def __init__(
-        self,
-        hidden: int = 64,
-        *,
-        layer: LayerChoice = "geq",
-        bound: float = 0.95,
-        max_iter: int = 60,
-        batch_size: int = 256,
-        lr: float = 0.01,
-        schedule: str = "cosine",
-        weight_decay: float = 0.1,
-        tol: float = 1e-4,
-        n_iter_no_change: int = 10,
-        early_stopping: bool = False,
-        validation_fraction: float = 0.1,
-        class_weight: dict[Any, float] | str | None = None,
-        solver: SolverOptions | None = None,
-        adjoint: Adjoint | None = None,
-        random_state: Any = None,
-        device: str = "cpu",
-        dtype: str = "float64",
-        verbose: bool = False,
-    ) -> None:
-        # fmt: off
-        super().__init__(
-            hidden, layer=layer, bound=bound, max_iter=max_iter, batch_size=batch_size, lr=lr,
-            schedule=schedule, weight_decay=weight_decay, tol=tol,
-            n_iter_no_change=n_iter_no_change, early_stopping=early_stopping,
-            validation_fraction=validation_fraction, solver=solver, adjoint=adjoint,
-            random_state=random_state, device=device, dtype=dtype, verbose=verbose,
-        )
-        # fmt: on
-        self.class_weight = class_weight
+    _: KW_ONLY
+    class_weight: dict[Any, float] | str | None = None
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> EquilibriumClassifier:
         """Train anew on X [n, features] and labels y [n]; ``sample_weight`` [n] if wanted."""

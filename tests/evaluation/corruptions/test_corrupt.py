@@ -66,6 +66,7 @@ def test_an_image_does_not_know_its_batch(kind: str) -> None:
 def test_any_shape_and_repeatable(kind: str, channels: int) -> None:
     for size in ((8, 8), (28, 28), (20, 33)):
         images = picture_tensor(2, 40)[:, :channels, : size[0], : size[1]]
+        images[1] = 0  # black
         before = images.clone()
         found = corrupt(images, kind, 5)
         assert found.dtype == torch.uint8
@@ -101,14 +102,11 @@ def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(corrupt(IMAGES[:7], "snow", 2), whole)
 
 
-def test_black_images() -> None:
-    black = torch.zeros(1, 3, 16, 16, dtype=torch.uint8)
-    for kind in CORRUPTIONS:
-        found = corrupt(black, kind, 5)
-        assert found.dtype == torch.uint8, kind
-        assert found.shape == black.shape, kind
-        if "blur" in kind or kind in ("contrast", "pixelate", "jpeg_compression"):
-            assert int(found.max()) <= 1, kind  # nothing to spread, nothing to lose
+@pytest.mark.parametrize(
+    "kind", [k for k in CORRUPTIONS if "blur" in k] + ["contrast", "pixelate", "jpeg_compression"]
+)
+def test_black_images_have_nothing_to_spread(kind: str) -> None:
+    assert int(corrupt(torch.zeros(1, 3, 16, 16, dtype=torch.uint8), kind, 5).max()) <= 1
 
 
 def test_errors_say_what_is_allowed() -> None:

@@ -38,6 +38,18 @@ def given(count: int = 1, seed: int = 0) -> tuple[Given, Noise]:
     return made, cast(Any, made)
 
 
+def half_line(angle: float, radius: int, sigma: float) -> np.ndarray:
+    """The kernel of ImageMagick's motion blur: taps on a line from the middle on."""
+    width = 2 * radius + 1
+    kernel = np.zeros((2 * width + 1, 2 * width + 1))
+    weights = np.exp(-(np.arange(width) ** 2) / (2 * sigma**2))
+    for i, weight in enumerate(weights / weights.sum()):
+        down = math.ceil(i * math.sin(math.radians(angle)) - 0.5)
+        right = math.ceil(i * math.cos(math.radians(angle)) - 0.5)
+        kernel[width + down, width + right] += weight
+    return kernel
+
+
 def numpy_plasma(size: int, decay: float, fields: list[np.ndarray]) -> np.ndarray:
     """Diamond-square on a torus, point by point; ``fields`` are uniform numbers, level by level."""
     a = np.zeros((size, size))
@@ -45,54 +57,34 @@ def numpy_plasma(size: int, decay: float, fields: list[np.ndarray]) -> np.ndarra
     numbers = iter(fields)
     while step >= 2:
         half = step // 2
-        places = range(0, size, step)
-        square, above, beside = (next(numbers) for _ in range(3))
-        for i, y in enumerate(places):
-            for j, x in enumerate(places):
-                corners = [a[y, x], a[(y + step) % size, x], a[y, (x + step) % size]]
-                corners.append(a[(y + step) % size, (x + step) % size])
-                jump = wobble * (wobble * (2 * square[i, j] - 1))
-                a[y + half, x + half] = sum(corners) / 4 + jump
-        for i, y in enumerate(places):
-            for j, x in enumerate(places):
-                near = [a[y, x], a[y, (x + step) % size]]
-                near += [a[y + half, x + half], a[(y - half) % size, x + half]]
-                a[y, x + half] = sum(near) / 4 + wobble * wobble * (2 * above[i, j] - 1)
-        for i, y in enumerate(places):
-            for j, x in enumerate(places):
-                near = [a[y, x], a[(y + step) % size, x]]
-                near += [a[y + half, x + half], a[y + half, (x - half) % size]]
-                a[y + half, x] = sum(near) / 4 + wobble * wobble * (2 * beside[i, j] - 1)
+        across = [(-half, -half), (-half, half), (half, -half), (half, half)]
+        beside = [(-half, 0), (half, 0), (0, -half), (0, half)]
+        # Where a new point lies in its cell, and the four whose mean it is.
+        for down, right, near in ((half, half, across), (0, half, beside), (half, 0, beside)):
+            drawn = next(numbers)
+            for i, j in np.ndindex(drawn.shape):
+                y, x = i * step + down, j * step + right
+                mean = sum(a[(y + dy) % size, (x + dx) % size] for dy, dx in near) / 4
+                a[y, x] = mean + wobble**2 * (2 * drawn[i, j] - 1)
         step, wobble = half, wobble / decay
     a -= a.min()
     return a / a.max()
 
 
-@pytest.mark.parametrize("size", [2, 8, 32])
-def test_plasma_point_by_point(size: int) -> None:
-    known, noise = given(2)
-    found = weather.plasma(size, 1.75, noise)
-    for row in range(2):
-        fields = [known.made[stream][row] for stream in sorted(known.made)]
-        expected = numpy_plasma(size, 1.75, fields)
-        np.testing.assert_allclose(found[row].numpy(), expected, atol=1e-12)
-    assert float(found.min()) == 0.0
-    assert float(found.max()) == 1.0
-
-
-@pytest.mark.parametrize(("height", "width"), [(32, 32), (20, 28)])
+@pytest.mark.parametrize(("height", "width"), [(32, 32), (20, 28), (8, 5)])
 def test_fog(height: int, width: int) -> None:
     x = (picture_tensor(1).double() / 255)[..., :height, :width]
     known, noise = given()
     found = weather.fog(x, (0.75, 2.5), noise)
     fields = [known.made[stream][0] for stream in sorted(known.made)]
-    cloud = numpy_plasma(32, 2.5, fields)[:height, :width]
+    size = 8 if height == 8 else 32
+    cloud = numpy_plasma(size, 2.5, fields)[:height, :width]
     image, top = x[0].numpy(), float(x.max())
     np.testing.assert_allclose(found[0].numpy(), (image + 0.75 * cloud) * top / (top + 0.75))
 
 
 def test_snow() -> None:
-    """No zoom, so that a loop over taps is enough of an oracle."""
+    """No zoom, so that a correlation is enough of an oracle."""
     mean, deviation, threshold, radius, sigma, kept = 0.1, 0.2, 0.3, 8, 3.0, 0.9
     image = pictures(1)[0] / 255
     known, noise = given()
@@ -101,15 +93,8 @@ def test_snow() -> None:
     flakes = mean + deviation * known.made[0][0, 0]
     flakes[flakes < threshold] = 0
     flakes = np.clip(flakes, 0, 1)
-    angle = math.radians(90 * known.made[1][0] - 135)
-    assert -135 <= math.degrees(angle) <= -45
-    weights = np.exp(-(np.arange(17) ** 2) / (2 * sigma**2))
-    weights /= weights.sum()
-    padded, smeared = np.pad(flakes, 17, mode="edge"), np.zeros((32, 32))
-    for i, weight in enumerate(weights):
-        down = math.ceil(i * math.sin(angle) - 0.5)
-        right = math.ceil(i * math.cos(angle) - 0.5)
-        smeared += weight * padded[17 + down : 49 + down, 17 + right : 49 + right]
+    angle = 90 * known.made[1][0] - 135
+    smeared = ndimage.correlate(flakes, half_line(angle, radius, sigma), mode="nearest")
     gray = image @ [0.299, 0.587, 0.114]
     white = np.maximum(image, (1.5 * gray + 0.5)[..., None])
     expected = kept * image + (1 - kept) * white

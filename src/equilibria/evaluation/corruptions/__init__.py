@@ -24,8 +24,8 @@ _CONSTANTS: dict[str, tuple[Any, ...]] = {
     "impulse_noise": (0.01, 0.02, 0.03, 0.05, 0.07),  # share of values hit
     # radius, blur that smooths the disk's edge
     "defocus_blur": ((0.3, 0.4), (0.4, 0.5), (0.5, 0.6), (1.0, 0.2), (1.5, 0.1)),
-    # blur before and after, reach of a move, passes
-    "glass_blur": ((0.05, 1, 1), (0.25, 1, 1), (0.4, 1, 1), (0.25, 1, 2), (0.4, 1, 2)),
+    # blur before and after, passes in which pixels move by one
+    "glass_blur": ((0.05, 1), (0.25, 1), (0.4, 1), (0.25, 2), (0.4, 2)),
     "motion_blur": ((6, 1.0), (6, 1.5), (6, 2.0), (8, 2.0), (9, 2.5)),  # radius, sigma
     "zoom_blur": tuple(  # factors
         tuple(1.0 + i * 0.01 for i in range(n)) for n in (7, 12, 16, 21, 26)),

@@ -8,6 +8,7 @@ from io import BytesIO
 import torch
 from torch import Tensor
 
+from equilibria.data.decoding import decode_image
 from equilibria.engine.optional import needs
 
 from .filters import (
@@ -17,6 +18,7 @@ from .filters import (
     correlate,
     gaussian,
     gaussian_matrix,
+    pixels_at,
     zoom,
 )
 
@@ -50,7 +52,7 @@ def shot_noise(x: Tensor, photons: float, noise: ImageNoise) -> Tensor:
     sought = noise.uniform(0, *x.shape[1:]) + value
     found = torch.searchsorted((table + rows).flatten(), sought)
     count = found - value.long() * table.shape[1]
-    return (count.clamp(0, table.shape[1] - 1).double() / photons).to(x.dtype)
+    return (count.double() / photons).to(x.dtype)
 
 
 def impulse_noise(x: Tensor, share: float, noise: ImageNoise) -> Tensor:
@@ -66,48 +68,40 @@ def gaussian_blur(x: Tensor, sigma: float, noise: ImageNoise) -> Tensor:
 
 
 def disk(radius: float, smoothing: float) -> Tensor:
-    """[k, k], of sum 1: the pixels within ``radius``, their edge smoothed by a small Gaussian."""
-    place = torch.arange(-8, 9, dtype=torch.float64)
+    """[7, 7], of sum 1: the pixels within ``radius`` < 2, smoothed by a small Gaussian."""
+    place = torch.arange(-3, 4, dtype=torch.float64)
     inside = (place[:, None] ** 2 + place**2 <= radius**2).double()
-    smooth = gaussian_matrix(len(place), smoothing, 1, "mirror")
+    smooth = gaussian_matrix(len(place), smoothing, 1, "nearest")
     return smooth @ (inside / inside.sum()) @ smooth.mT
 
 
 def defocus_blur(x: Tensor, constants: tuple[float, float], noise: ImageNoise) -> Tensor:
     """Correlation with a disk: a lens out of focus."""
-    kernel = disk(*constants)
-    used = kernel.abs().sum(0).nonzero()[:, 0]  # the border of zeros only costs time
-    first, last = int(used[0]), int(used[-1]) + 1
-    return correlate(x, kernel[first:last, first:last])
+    return correlate(x, disk(*constants))
 
 
-def glass_blur(x: Tensor, constants: tuple[float, int, int], noise: ImageNoise) -> Tensor:
+def glass_blur(x: Tensor, constants: tuple[float, int], noise: ImageNoise) -> Tensor:
     """Blur, let each pixel take the value of a near one, blur again: frosted glass."""
-    sigma, reach, passes = constants
+    sigma, passes = constants
     # Cut to whole levels as the published code does; the small addition is for rounding.
     moved = (gaussian(x, sigma) * 255 + 1e-3).clamp(0, 255).floor() / 255
     for number in range(passes):
-        offsets = noise.integers(number, -reach, reach, 2, *x.shape[-2:])
-        moved = take_neighbors(moved, offsets, reach)
+        moved = take_neighbors(moved, noise.integers(number, -1, 1, 2, *x.shape[-2:]))
     return gaussian(moved, sigma)
 
 
-def take_neighbors(x: Tensor, offsets: Tensor, reach: int) -> Tensor:
+def take_neighbors(x: Tensor, offsets: Tensor) -> Tensor:
     """One pass over the pixels, last row first, each copying the pixel at its offset.
 
-    ``offsets`` [N, 2, H, W] holds (dy, dx) in −reach … reach − 1. The pass is sequential: where
-    the source came earlier, its new value is copied, so sources form chains. The chains are
-    followed in parallel by pointer doubling. (The published code means to swap the two pixels;
-    its assignment of numpy views copies one onto the other, and the published images have that.)
+    ``offsets`` [N, 2, H, W] holds (dy, dx), each −1 or 0. The pass is sequential: where the source
+    came earlier, its new value is copied, so sources form chains. The chains are followed in
+    parallel by pointer doubling. (The published code means to swap the two pixels; its assignment
+    of numpy views copies one onto the other, and the published images have that.)
     """
     height, width = x.shape[-2:]
-    if min(height, width) < 2 * reach + 1:
-        return x
-    rows = torch.arange(height, device=x.device)[:, None].expand(height, width)
-    columns = torch.arange(width, device=x.device)[None].expand(height, width)
-    # The pass goes over rows height − reach … reach + 1 and columns alike.
-    visited = (rows > reach) & (rows <= height - reach) & (columns > reach)
-    visited = visited & (columns <= width - reach)
+    rows = torch.arange(height, device=x.device)[:, None]
+    columns = torch.arange(width, device=x.device)
+    visited = (rows > 1) & (columns > 1)
     here = rows * width + columns
     source = torch.where(visited, here + offsets[:, 0] * width + offsets[:, 1], here)
     source = source.flatten(1)
@@ -118,10 +112,7 @@ def take_neighbors(x: Tensor, offsets: Tensor, reach: int) -> Tensor:
     link = torch.where(earlier, source, place)
     for _ in range(math.ceil(math.log2(height * width))):
         link = link.gather(1, link)
-    origin = source.gather(1, link)
-    flat = x.flatten(2)
-    taken = flat.gather(2, origin[:, None].expand(-1, x.shape[1], -1))
-    return taken.reshape(x.shape)
+    return pixels_at(x, source.gather(1, link).view(-1, height, width))
 
 
 def motion(x: Tensor, radius: int, sigma: float, angle: Tensor) -> Tensor:
@@ -139,12 +130,11 @@ def motion(x: Tensor, radius: int, sigma: float, angle: Tensor) -> Tensor:
     right = torch.ceil(taps * torch.cos(turned) - 0.5).long()
     rows = torch.arange(height, device=x.device)[:, None]
     columns = torch.arange(width, device=x.device)
-    flat, total = x.flatten(2), torch.zeros_like(x)
+    total = torch.zeros_like(x)
     for tap in range(2 * radius + 1):
         i = (rows + down[:, tap, None, None]).clamp(0, height - 1)
         j = (columns + right[:, tap, None, None]).clamp(0, width - 1)
-        places = (i * width + j).flatten(1)[:, None].expand(-1, x.shape[1], -1)
-        total += weights[tap] * flat.gather(2, places).unflatten(2, (height, width))
+        total += weights[tap] * pixels_at(x, i * width + j)
     return total
 
 
@@ -225,21 +215,20 @@ def _affine_places(
     there = here + shift * (2.0 * noise.uniform(0, 3, 2) - 1.0)
     # back · (there_i − there_0) = here_i − here_0 for i = 1, 2
     edges = (there[:, 1:] - there[:, :1]).mT
-    inverse, _ = torch.linalg.inv_ex(edges)
-    back = (here[1:] - here[:1]).mT @ inverse
+    # A point moves too little to come near the line through the others. inv_ex does not wait.
+    back = (here[1:] - here[:1]).mT @ torch.linalg.inv_ex(edges).inverse
     y = torch.arange(height, device=device, dtype=torch.float64)[:, None].expand(height, width)
     x = torch.arange(width, device=device, dtype=torch.float64).expand(height, width)
     points = torch.stack([x, y]).flatten(1)
     found = back @ (points - there[:, 0, :, None]) + here[0][:, None]
-    # Three points all but on a line (no draw made them yet) would lead to infinity.
-    found = found.nan_to_num(0.0).clamp(-1e6, 1e6).unflatten(2, (height, width))
-    return found[:, 1], found[:, 0]
+    columns, rows = found.unflatten(2, (height, width)).unbind(1)
+    return rows, columns
 
 
 def pixelate(x: Tensor, share: float, noise: ImageNoise) -> Tensor:
     """Resize to ``share`` of the side and back, with the box filter."""
     height, width = x.shape[-2:]
-    small = box_resize(x * 255, max(1, int(height * share)), max(1, int(width * share))).round()
+    small = box_resize(x * 255, int(height * share), int(width * share)).round()
     return box_resize(small, height, width) / 255
 
 
@@ -247,14 +236,10 @@ def jpeg_compression(x: Tensor, quality: int, noise: ImageNoise) -> Tensor:
     """Encode as JPEG and decode, by Pillow, on the CPU."""
     with needs("pillow", "JPEG compression"):
         from PIL import Image
-    levels = (x * 255).round().to(torch.uint8).cpu()
-    made = torch.empty_like(levels)
-    size, mode = (x.shape[3], x.shape[2]), "L" if x.shape[1] == 1 else "RGB"
-    for number, level in enumerate(levels):
+    made = []
+    for level in (x * 255).round().to(torch.uint8).cpu():
         stream = BytesIO()
-        pixels = level.permute(1, 2, 0).contiguous().numpy().tobytes()
-        Image.frombytes(mode, size, pixels).save(stream, "JPEG", quality=quality)
-        with Image.open(stream) as decoded:
-            read = torch.frombuffer(bytearray(decoded.tobytes()), dtype=torch.uint8)
-        made[number] = read.reshape(size[1], size[0], x.shape[1]).permute(2, 0, 1)
-    return made.to(x.device, x.dtype) / 255
+        pixels = level.permute(1, 2, 0).squeeze(2).contiguous().numpy()
+        Image.fromarray(pixels).save(stream, "JPEG", quality=quality)
+        made.append(decode_image(stream.getvalue(), len(level), None))
+    return torch.stack(made).to(x.device, x.dtype) / 255

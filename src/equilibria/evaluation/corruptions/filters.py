@@ -20,7 +20,7 @@ Border = Literal["nearest", "reflect", "mirror"]
 
 def border_index(index: Tensor, size: int, border: Border) -> Tensor:
     """Where an index outside 0 … size − 1 reads, for any distance."""
-    if border == "nearest" or size == 1:
+    if border == "nearest":
         return index.clamp(0, size - 1)
     if border == "reflect":
         wrapped = index.remainder(2 * size)
@@ -37,8 +37,6 @@ def separable(x: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
 
 def gaussian_matrix(size: int, sigma: float, radius: int, border: Border) -> Tensor:
     """[size, size]: correlation with exp(−d²/2σ²), |d| ≤ radius, normalized."""
-    if sigma <= 0.0 or radius == 0:
-        return torch.eye(size, dtype=torch.float64)
     offsets = torch.arange(-radius, radius + 1)
     weights = torch.exp(-0.5 * (offsets.double() / sigma) ** 2)
     weights /= weights.sum()
@@ -56,26 +54,18 @@ def gaussian(
     return separable(x, rows, columns)
 
 
-def _zoom_matrix(size: int, factor: float) -> Tensor:
-    """[size, size]: cut the middle, stretch it linearly by ``factor``, cut the middle again."""
-    cut = math.ceil(size / factor)
-    top = (size - cut) // 2
-    stretched = round(cut * factor)
-    trim = (stretched - size) // 2
-    step = (cut - 1) / (stretched - 1) if stretched > 1 else 0.0
-    at = (torch.arange(size, dtype=torch.float64) + trim) * step
-    low = at.floor().clamp(0, cut - 1).long()
-    high = (low + 1).clamp_max(cut - 1)
-    share = (at - low)[:, None]
-    matrix = torch.zeros(size, size, dtype=torch.float64)
-    matrix.scatter_add_(1, top + low[:, None], 1.0 - share)
-    return matrix.scatter_add_(1, top + high[:, None], share)
+def _middle(x: Tensor, height: int, width: int) -> Tensor:
+    top, left = (x.shape[-2] - height) // 2, (x.shape[-1] - width) // 2
+    return x[..., top : top + height, left : left + width]
 
 
 def zoom(x: Tensor, factor: float) -> Tensor:
-    """Zoom into the middle of [..., H, W] by factor ≥ 1, the size kept."""
-    rows, columns = (_zoom_matrix(n, factor) for n in x.shape[-2:])
-    return separable(x, rows, columns)
+    """Zoom into the middle of [N, C, H, W] by factor ≥ 1, linearly, the size kept."""
+    cut = [math.ceil(n / factor) for n in x.shape[-2:]]
+    stretched = [round(n * factor) for n in cut]
+    middle = _middle(x.double(), *cut)
+    large = F.interpolate(middle, stretched, mode="bilinear", align_corners=True)
+    return _middle(large, *x.shape[-2:]).to(x.dtype)
 
 
 def _box_matrix(size: int, target: int) -> Tensor:
@@ -95,15 +85,15 @@ def box_resize(x: Tensor, height: int, width: int) -> Tensor:
 
 def correlate(x: Tensor, kernel: Tensor) -> Tensor:
     """Correlation of every plane of [N, C, H, W] with an odd kernel [k, k], border ``mirror``."""
-    reach = kernel.shape[-1] // 2
-    for dim in (-2, -1):
-        size = x.shape[dim]
-        places = border_index(torch.arange(-reach, size + reach), size, "mirror")
-        x = x.index_select(dim, places.to(x.device))
-    planes = x.flatten(0, -3).double()
+    wide = F.pad(x.double(), [kernel.shape[-1] // 2] * 4, mode="reflect")
     kernel = kernel.to(x.device, torch.float64)
-    found = F.conv2d(planes.unsqueeze(1), kernel[None, None]).squeeze(1)
-    return found.reshape(x.shape[:-2] + found.shape[-2:]).to(x.dtype)
+    return F.conv2d(wide.flatten(0, 1)[:, None], kernel[None, None]).view_as(x).to(x.dtype)
+
+
+def pixels_at(x: Tensor, places: Tensor) -> Tensor:
+    """x [N, C, H, W] read at places [N, H', W'], each row·W + column."""
+    found = x.flatten(2).gather(2, places.flatten(1)[:, None].expand(-1, x.shape[1], -1))
+    return found.view(*x.shape[:2], *places.shape[1:])
 
 
 def bilinear(x: Tensor, rows: Tensor, columns: Tensor, border: Border) -> Tensor:
@@ -111,15 +101,12 @@ def bilinear(x: Tensor, rows: Tensor, columns: Tensor, border: Border) -> Tensor
     height, width = x.shape[-2:]
     top, left = rows.floor(), columns.floor()
     down, right = (rows - top)[:, None].to(x.dtype), (columns - left)[:, None].to(x.dtype)
-    flat = x.flatten(2)
     total = torch.zeros((), dtype=x.dtype, device=x.device)
     for dy, dx in ((0, 0), (0, 1), (1, 0), (1, 1)):
         i = border_index(top.long() + dy, height, border)
         j = border_index(left.long() + dx, width, border)
-        places = (i * width + j).flatten(1)[:, None].expand(-1, x.shape[1], -1)
-        values = flat.gather(2, places).unflatten(2, rows.shape[1:])
         weight = (down if dy else 1 - down) * (right if dx else 1 - right)
-        total = total + weight * values
+        total = total + weight * pixels_at(x, i * width + j)
     return total
 
 
