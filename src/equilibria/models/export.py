@@ -37,9 +37,7 @@ from equilibria.nn import Envelope, observe
 from equilibria.nn.observing import report
 
 from .network import ModelConfig, Network
-from .weights import ModelFileError, quantize
-
-__all__ = ["ExportError", "Exported", "OnnxNetwork", "export", "load_onnx"]
+from .weights import ModelFileError, dequantize, quantize
 
 FORMAT = "equilibria-export/1"
 TOLERANCE = 1e-5
@@ -227,7 +225,7 @@ def _quantize(network: Network) -> dict[str, tuple[Tensor, Tensor]]:
     for name, weight in network.named_parameters():
         if weight.ndim >= 2:
             whole, scale = made[name] = quantize(name, weight)
-            weight.copy_((whole.flatten(1).float() * scale[:, None]).view(whole.shape))
+            weight.copy_(dequantize(whole, scale))
     return made
 
 
