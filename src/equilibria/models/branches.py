@@ -20,16 +20,18 @@ from torch import Tensor, nn
 from equilibria.adjoints import Phantom
 from equilibria.nn import GEQ, MultiBranch, NormBounded, OptEq, PolynomialEq, SigmoidEq
 from equilibria.problems import FixedGamma, MeanPatchEnergy, Patches
-from equilibria.solvers import Anderson, ProximalGradient
+from equilibria.solvers import Anderson
 
 from .network import (
+    ModelConfig,
     ModelSpec,
     Network,
-    Shape,
     check_pixels,
     conv_norm_relu,
     entry,
     features_to_logits,
+    few_steps,
+    patch_size,
 )
 
 
@@ -58,7 +60,7 @@ class BranchNet(Network):
 
     def __init__(
         self,
-        shape: Shape,
+        config: ModelConfig,
         *,
         layer: Callable[..., nn.Module],
         downsample: bool,
@@ -70,23 +72,23 @@ class BranchNet(Network):
         balanced: bool = False,
         **options: Any,
     ) -> None:
-        super().__init__(shape.in_channels)
+        super().__init__(config.in_channels)
         if len(mids) != len(scales):
             raise ValueError(
                 f"mids={mids} and scales={scales} give {len(mids)} and {len(scales)} branches; "
                 "expected as many of one as of the other."
             )
-        patch: int = options["patch"].size if "patch" in options else 1
+        patch = patch_size(options)
         factor = 4 if downsample else 1
         seen = f"the branches see 1/{factor} of it divided by {scales}"
         needed = factor * patch * math.lcm(*scales)
-        check_pixels(shape.image_size, needed, f"{seen}, cut into patches of {patch} pixels")
-        pixels = [shape.image_size // factor // scale for scale in scales]
+        check_pixels(config.image_size, needed, f"{seen}, cut into patches of {patch} pixels")
+        pixels = [config.image_size // factor // scale for scale in scales]
         if downsample:
-            stem = conv_norm_relu(shape.in_channels, channels, 7, 2, kaiming=True)
+            stem = conv_norm_relu(config.in_channels, channels, 7, 2, kaiming=True)
             stem += conv_norm_relu(channels, channels, 3, 2, kaiming=True)
         else:
-            stem = conv_norm_relu(shape.in_channels, channels, 3, kaiming=True)
+            stem = conv_norm_relu(config.in_channels, channels, 3, kaiming=True)
         self.stem = nn.Sequential(*stem)
         kind = BalancedBranches if balanced else MultiBranch
         middle = sorted(pixels)[len(pixels) // 2]
@@ -97,7 +99,7 @@ class BranchNet(Network):
             mixed += [nn.BatchNorm2d(channels), nn.ReLU()]
             mixed.append(nn.Conv2d(channels, channels, 3, padding=1, bias=False))
         self.fusion = nn.Sequential(*mixed)
-        self.head = features_to_logits(channels, shape.num_classes)
+        self.head = features_to_logits(channels, config.num_classes)
 
     def logits(self, x: Tensor) -> Tensor:
         out: Tensor = self.head(self.fusion(self.branches(self.stem(x))))
@@ -129,10 +131,7 @@ _PAPER = {
 # For the Gaussian kernel: five steps of the certificate's size leave less residual than ten of
 # Anderson's in bf16, and as many terms of the backward series; a training step is 6.8 times as fast
 # on an H200 (docs/performance.md). ``solver`` and ``adjoint`` take the papers' way back.
-_FUSED = {
-    "solver": ProximalGradient(rtol=0.0, atol=0.0, max_steps=5, accelerate=False),
-    "adjoint": Phantom(steps=5, damping=1.0, form="neumann"),
-}
+_FUSED = few_steps(5, 5)
 # With ‖W‖ ≤ 0.7 these keep ‖W‖² + 2‖c‖² and ‖W‖² + 0.7698‖c‖² below 1, so G is strongly convex.
 _RADII = {"polynomial": (PolynomialEq, 0.45), "sigmoid": (SigmoidEq, 0.75)}
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import sys
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from equilibria.engine.optional import needs
+from equilibria.engine.result import warn_user
 
 LARGEST_SIDE = 4096
 """Pixels of a side that a network may be laid out for, or ask images to be resized to."""
@@ -29,16 +29,6 @@ _TAKES = (
 
 class InputWarning(UserWarning):
     """Images that are far from those that a network was trained on."""
-
-
-def warn_input(message: str) -> None:
-    """Warn at the line that called the library."""
-    frame, level = sys._getframe(1), 2
-    while frame.f_back is not None:
-        if frame.f_globals.get("__name__", "").split(".")[0] not in ("equilibria", "torch"):
-            break
-        frame, level = frame.f_back, level + 1
-    warnings.warn(message, InputWarning, stacklevel=level)
 
 
 @dataclass(frozen=True)
@@ -104,7 +94,7 @@ class Preprocessing:
             )
         for doubt, whose in doubts.items():
             others = "" if len(whose) == 1 else f" and {len(whose) - 1} more"
-            warn_input(f"{whose[0]}{others}: {doubt}")
+            warn_user(f"{whose[0]}{others}: {doubt}", InputWarning)
         return torch.stack(made)
 
     def _pixels(self, image: Any, name: str) -> Tensor:

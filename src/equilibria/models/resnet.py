@@ -12,7 +12,7 @@ from typing import ClassVar, Literal
 
 from torch import Tensor, nn
 
-from .network import ModelSpec, Network, Shape, conv_norm_relu, entry, segmenter, upsample
+from .network import ModelConfig, ModelSpec, Network, conv_norm_relu, entry, segmenter, upsample
 
 Stem = Literal["cifar", "imagenet"]
 
@@ -105,11 +105,13 @@ class Trunk(nn.Module):
 class ResNet(Network):
     """A trunk of four stages, the mean over pixels, a linear head."""
 
-    def __init__(self, shape: Shape, *, block: Block, blocks: tuple[int, ...], stem: Stem) -> None:
-        super().__init__(shape.in_channels)
-        self.trunk = Trunk(shape.in_channels, block, blocks, stem)
+    def __init__(
+        self, config: ModelConfig, *, block: Block, blocks: tuple[int, ...], stem: Stem
+    ) -> None:
+        super().__init__(config.in_channels)
+        self.trunk = Trunk(config.in_channels, block, blocks, stem)
         self.pool = nn.AdaptiveAvgPool2d(1)
-        self.head = nn.Linear(self.trunk.channels[-1], shape.num_classes)
+        self.head = nn.Linear(self.trunk.channels[-1], config.num_classes)
 
     def logits(self, x: Tensor) -> Tensor:
         out: Tensor = self.head(self.pool(self.trunk(x)[-1]).flatten(1))
@@ -122,11 +124,11 @@ class FCN(Network):
     Each coarser score is brought up by bilinear interpolation and added to the next finer one.
     """
 
-    def __init__(self, shape: Shape) -> None:
-        super().__init__(shape.in_channels)
-        self.trunk = Trunk(shape.in_channels, Basic, BASIC_18, "imagenet")
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config.in_channels)
+        self.trunk = Trunk(config.in_channels, Basic, BASIC_18, "imagenet")
         self.scores = nn.ModuleList(
-            nn.Conv2d(c, shape.num_classes, 1) for c in self.trunk.channels[1:]
+            nn.Conv2d(c, config.num_classes, 1) for c in self.trunk.channels[1:]
         )
 
     def logits(self, x: Tensor) -> Tensor:
