@@ -13,7 +13,7 @@ from torch import nn
 
 import equilibria as eq
 from equilibria import models
-from tests.models.small import KINDS, LARGE, NAMES, images, make
+from tests.models.small import KINDS, LARGE, NAMES, images, laid_out, make
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -104,8 +104,7 @@ def test_bad_images_are_refused_with_the_models_name() -> None:
 @pytest.mark.parametrize("name", models.names())
 def test_lays_out_without_memory(name: str) -> None:
     # What models.load relies on: every weight and buffer is in the state_dict, none elsewhere.
-    with torch.device("meta"):
-        model = models.create(name)
+    model = laid_out(name)
     state = model.state_dict()
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     assert set(tensors) == set(state)

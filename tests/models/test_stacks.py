@@ -12,6 +12,7 @@ from torch import nn
 import equilibria as eq
 from equilibria import models
 from equilibria.models.stacks import Block, ExplicitPair
+from tests.models.small import laid_out
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "geq_cifar.py"
 
@@ -50,8 +51,7 @@ def test_explicit_pair_sees_its_input_through_relu() -> None:
 
 @pytest.mark.parametrize("kind", ["geq", "opteq", "explicit"])
 def test_twins_share_everything_but_the_layer(kind: str) -> None:
-    with torch.device("meta"):
-        model, geq = models.create(f"{kind}_digits"), models.create("geq_digits")
+    model, geq = laid_out(f"{kind}_digits"), laid_out("geq_digits")
     found = [type(m.layer).__name__ for m in model.modules() if isinstance(m, Block)]
     assert found == [{"geq": "GEQ", "opteq": "OptEq", "explicit": "ExplicitPair"}[kind]] * 2
     shapes = {
@@ -64,9 +64,7 @@ def test_twins_share_everything_but_the_layer(kind: str) -> None:
 @pytest.mark.parametrize("size", ["digits", "stack_digits", "stack_mnist", "stack_cifar_3m"])
 def test_bounds_lie_where_the_equilibrium_is_unique(size: str) -> None:
     for kind, largest in (("geq", 1.4969), ("opteq", 1.0)):
-        with torch.device("meta"):
-            model = models.create(f"{kind}_{size}")
-        for layer in eq.nn.equilibrium_layers(model).values():
+        for layer in eq.nn.equilibrium_layers(laid_out(f"{kind}_{size}")).values():
             assert layer.constraint.bound < largest
 
 
