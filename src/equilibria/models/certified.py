@@ -62,8 +62,7 @@ class ConvexPotential(nn.Module):
     @torch.no_grad()
     def enclose(self, x: Tensor) -> Enclosed:
         """The output at x with what is proven of it, for ``certify.certify_network``."""
-        weight, inner = self._weight(), self.conv(x)
-        y = x - 2.0 * F.conv_transpose2d(F.relu(inner), weight, padding=1)
+        weight, inner, y = self._weight(), self.conv(x), ConvexPotential.forward(self, x)
         u, terms = ConvOperator(weight).norm_upper_on(x.shape[1:]), 8 * weight[0].numel() + 64
         size = sample_norm([x]) + sample_norm([y]) + sample_norm([inner])
         rounding = SAFETY * sum_error(terms) * math.sqrt(x[0].numel()) * size

@@ -25,7 +25,7 @@ from .network import (
     segmenter,
     upsample,
 )
-from .resnet import Bottleneck, Trunk
+from .resnet import Trunk
 from .stacks import Block, ExplicitPair
 
 
@@ -67,7 +67,7 @@ class DeepOptEqImageNet(Network):
         **options: Any,
     ) -> None:
         super().__init__(config.in_channels)
-        self.extractor = Trunk(config.in_channels, Bottleneck, (3, 4), "imagenet", widen)
+        self.extractor = Trunk(config.in_channels, (3, 4), "imagenet", bottleneck=True, widen=widen)
         channels = self.extractor.channels[-1]
         self.layer = DeepOptEq(channels, mids, kernel_size=3, separable=True, **options)
         if wide_kernels:

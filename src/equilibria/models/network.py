@@ -126,8 +126,10 @@ class Network(nn.Module, OnHub, ABC):
             stop: "label": stop each image when its label is proven to be that of the converged
                 network (``certify.LabelStopping``); the others get the full solve.
         """
-        how: dict[str, Any] = {"top": top, "certify": certify, "batch_size": batch_size}
-        return self.predict_normalized(self.preprocess(images), stop=stop, **how)
+        x = self.preprocess(images)
+        return self.predict_normalized(
+            x, top=top, certify=certify, batch_size=batch_size, stop=stop
+        )
 
     def predict_normalized(
         self,
@@ -141,8 +143,7 @@ class Network(nn.Module, OnHub, ABC):
         """``predict`` of images x [B, C, H, W] that ``preprocess`` made."""
         if stop not in (None, "label") or (stop is not None and certify):
             raise ValueError(f"stop={stop!r}: expected None or, without certify=True, 'label'.")
-        sizes: dict[str, Any] = {"top": top, "batch_size": batch_size}
-        for name, value in sizes.items():
+        for name, value in {"top": top, "batch_size": batch_size}.items():
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name}={value!r}: expected an integer of at least 1.")
         if self.task == "segmentation":

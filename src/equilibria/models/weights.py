@@ -44,7 +44,7 @@ _FLOATS |= {torch.bfloat16: "BF16", torch.float16: "F16"}
 _NAMES = {**_FLOATS, torch.int64: "I64", torch.int8: "I8"}
 _METADATA = "__metadata__"  # no tensor of a safetensors file can have this name
 _MOST_DIMENSIONS = 8
-_MOST_TEXT = 1 << 22
+MOST_TEXT = 1 << 22
 _MOST = {"max_steps": 100_000, "memory": 1000, "restart": 1000}
 _MOST_ELSE = 10_000
 """What a file may ask of a solver, an adjoint, …: the cost of a solve grows with each of them."""
@@ -273,8 +273,8 @@ def _opened(path: Place) -> Iterator[Any]:
 def _header(path: Path, file: Any) -> dict[str, Any]:
     metadata = file.metadata() or {}
     for key, text in metadata.items():
-        if len(text) > _MOST_TEXT:
-            _refuse(path, f"its {key} has {len(text):,} characters; the limit is {_MOST_TEXT:,}")
+        if len(text) > MOST_TEXT:
+            _refuse(path, f"its {key} has {len(text):,} characters; the limit is {MOST_TEXT:,}")
     if metadata.get("format") != FORMAT:
         found = f"format={metadata.get('format')!r}, expected {FORMAT!r}"
         _refuse(path, f"it is a safetensors file without the mark of models.save ({found})")
