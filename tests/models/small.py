@@ -14,8 +14,6 @@ from equilibria.models.registry import create
 
 _BRANCHES: dict[str, Any] = {"channels": 8, "mids": (8, 8, 16), "scales": (1, 2, 2)}
 _DEEP: dict[str, Any] = {"channels": 6, "mids": (4, 8)}
-# Their sizes are those of a ResNet-50 and cannot be cut.
-LARGE = ("deep_opteq_small", "deep_opteq_middle", "resnet50_cifar", "resnet50_imagenet")
 # One of each kind; the others differ in numbers alone (or are large), and the slow tests run them.
 KINDS = [
     "geq_cifar_5m",
@@ -39,7 +37,7 @@ KINDS = [
     "mdeq_seg",
     "fcn_seg",
 ]
-_OTHERS = [name for name in models.names() if name not in (*LARGE, *KINDS)]
+_OTHERS = [name for name in models.names() if name not in KINDS]
 NAMES = [*KINDS, *(pytest.param(name, marks=pytest.mark.slow) for name in _OTHERS)]
 
 
@@ -58,6 +56,8 @@ def options(name: str) -> dict[str, Any]:
         return {"image_size": 32 if "imagenet" in name else 8, **_BRANCHES}
     if name.endswith("_seg") and family != "mdeq":
         return _DEEP
+    if name in ("deep_opteq_small", "deep_opteq_middle"):
+        return {"image_size": 64}  # as wide as a ResNet-50, which cannot be cut
     if family == "deep":
         return {"image_size": 8, **_DEEP}
     if name == "mdeq_cifar":

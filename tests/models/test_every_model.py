@@ -13,7 +13,7 @@ from torch import nn
 
 import equilibria as eq
 from equilibria import models
-from tests.models.small import KINDS, LARGE, NAMES, images, laid_out, make
+from tests.models.small import KINDS, NAMES, images, laid_out, make
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -130,23 +130,6 @@ def test_count_parameters() -> None:
     tied = nn.ModuleList([layer, layer])
     assert models.count_parameters(tied) == 12
     assert models.count_parameters(nn.BatchNorm2d(5)) == 10  # running statistics are buffers
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", LARGE)
-def test_the_large_ones_run_and_come_back(name: str, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model = models.create(name, 5, image_size=64)
-    x = torch.randn(2, 3, 64, 64)
-    logits = model(x)
-    assert logits.shape == (2, 5)
-    torch.nn.functional.cross_entropy(logits, torch.tensor([0, 1])).backward()
-    assert all(
-        p.grad is not None and bool(torch.isfinite(p.grad).all()) for p in model.parameters()
-    )
-    loaded = models.load(models.save(model, tmp_path / "large.safetensors"))
-    with torch.no_grad():
-        assert torch.equal(loaded(x), model.eval()(x))
 
 
 @pytest.mark.slow

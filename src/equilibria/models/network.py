@@ -143,7 +143,8 @@ class Network(nn.Module, OnHub, ABC):
         """``predict`` of images x [B, C, H, W] that ``preprocess`` made."""
         if stop not in (None, "label") or (stop is not None and certify):
             raise ValueError(f"stop={stop!r}: expected None or, without certify=True, 'label'.")
-        for name, value in {"top": top, "batch_size": batch_size}.items():
+        sizes: dict[str, Any] = {"top": top, "batch_size": batch_size}
+        for name, value in sizes.items():
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name}={value!r}: expected an integer of at least 1.")
         if self.task == "segmentation":

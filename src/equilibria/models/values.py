@@ -18,8 +18,10 @@ from equilibria.nn import NormBounded, WeightNormalized
 from equilibria.problems import GammaPolicy, Patches, Regularizer
 from equilibria.solvers import BestIterate
 
-_BASES = (SolverOptions, Adjoint, LinearSolver, GammaPolicy, Patches, Regularizer)
-_BASES += (NormBounded, WeightNormalized)
+_BASES = (
+    *(SolverOptions, Adjoint, LinearSolver, GammaPolicy, Patches, Regularizer),
+    *(NormBounded, WeightNormalized),
+)
 _PUBLIC = [
     getattr(package, name)
     for package in (solvers, adjoints, engine, nn, problems)
