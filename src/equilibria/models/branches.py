@@ -55,7 +55,7 @@ class BranchNet(Network):
     convolutions, 7 × 7 and 3 × 3 (ImageNet), else one 3 × 3 (CIFAR). ``mids`` and ``scales`` have
     one number per branch: the channels of U and W, and by what the stem's pixels are divided. A
     branch reads the stem and, where ``reading`` is "chain", the sum of the branches before it.
-    ``balanced``: see BalancedBranches.
+    Branches with a ``radius`` are BalancedBranches.
     """
 
     def __init__(
@@ -69,7 +69,6 @@ class BranchNet(Network):
         scales: tuple[int, ...],
         fusion: int,
         reading: str,
-        balanced: bool = False,
         **options: Any,
     ) -> None:
         super().__init__(config.in_channels)
@@ -90,7 +89,7 @@ class BranchNet(Network):
         else:
             stem = conv_norm_relu(config.in_channels, channels, 3, kaiming=True)
         self.stem = nn.Sequential(*stem)
-        kind = BalancedBranches if balanced else MultiBranch
+        kind = BalancedBranches if "radius" in options else MultiBranch
         middle = sorted(pixels)[len(pixels) // 2]
         layers = [layer(channels, mid, kernel_size=3, **options) for mid in mids]
         self.branches = kind(layers, pixels, output=middle, chain=reading == "chain")
@@ -159,7 +158,6 @@ def _family(
         "fusion": 2 if imagenet else 1,
         "reading": "chain",
     }
-    network = partial(BranchNet, downsample=imagenet)
     card: dict[str, Any] = {
         "image_size": 256 if imagenet else 32,
         "paper_parameters": parameters,
@@ -175,7 +173,8 @@ def _family(
     }
 
     def made(kind: str, layer: Any, text: str, options: Any, paper: str, **more: Any) -> ModelSpec:
-        build, about = partial(network, layer=layer), {**card, "revision": 1, **more}
+        build = partial(BranchNet, layer=layer, downsample=imagenet)
+        about = {**card, "revision": 1, **more}
         return entry(f"{kind}_{size}", build, f"six {text}", options, paper=paper, **about)
 
     # Revision 0 had parallel branches; of GEQ 1 had, and 0 also MeanPatchEnergy(detach=True).
@@ -192,12 +191,14 @@ def _family(
     state = partial(OptEq, form="state")
     yield made("mopteq", state, text, linear, "GEQ, Tables 1–2", paper_parameters=count)
     if not imagenet:
-        network = partial(network, balanced=True)
-        bounded = {**shared, "channels": kernel_channels, "constraint": NormBounded(bound=0.7)}
+        bounded = {**linear, "channels": kernel_channels, "constraint": NormBounded(bound=0.7)}
         for kernel, (layer, radius) in _RADII.items():
-            text, options = f"branches of the {kernel} kernel in a chain", {**bounded, **_PAPER}
-            paper: Any = {"paper": "GEQ, Table 5 (no count printed)", "paper_parameters": None}
-            yield made(f"mopteq_{kernel}", layer, text, {**options, "radius": radius}, **paper)
+            text, options = (
+                f"branches of the {kernel} kernel in a chain",
+                {**bounded, "radius": radius},
+            )
+            paper = "GEQ, Table 5 (no count printed)"
+            yield made(f"mopteq_{kernel}", layer, text, options, paper, paper_parameters=None)
 
 
 SPECS = (
