@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -9,12 +10,11 @@ import torch
 from torch import Tensor
 
 from equilibria import models
+from equilibria.models.registry import create
 
 _BRANCHES: dict[str, Any] = {"channels": 8, "mids": (8, 8, 16), "scales": (1, 2, 2)}
 _DEEP: dict[str, Any] = {"channels": 6, "mids": (4, 8)}
-# Their sizes are those of a ResNet-50 and cannot be cut.
-LARGE = ("deep_opteq_small", "deep_opteq_middle", "resnet50_cifar", "resnet50_imagenet")
-# One of each kind; the others differ in numbers alone, and the slow tests run them.
+# One of each kind; the others differ in numbers alone (or are large), and the slow tests run them.
 KINDS = [
     "geq_cifar_5m",
     "geq_imagenet_6m",
@@ -36,9 +36,8 @@ KINDS = [
     "deep_opteq_seg",
     "mdeq_seg",
     "fcn_seg",
-    "fcn_resnet18",
 ]
-_OTHERS = [name for name in models.names() if name not in (*LARGE, *KINDS)]
+_OTHERS = [name for name in models.names() if name not in KINDS]
 NAMES = [*KINDS, *(pytest.param(name, marks=pytest.mark.slow) for name in _OTHERS)]
 
 
@@ -57,6 +56,8 @@ def options(name: str) -> dict[str, Any]:
         return {"image_size": 32 if "imagenet" in name else 8, **_BRANCHES}
     if name.endswith("_seg") and family != "mdeq":
         return _DEEP
+    if name in ("deep_opteq_small", "deep_opteq_middle"):
+        return {"image_size": 64}  # as wide as a ResNet-50, which cannot be cut
     if family == "deep":
         return {"image_size": 8, **_DEEP}
     if name == "mdeq_cifar":
@@ -73,6 +74,18 @@ def options(name: str) -> dict[str, Any]:
 def make(name: str, num_classes: int = 5, seed: int = 0, **more: Any) -> models.Network:
     torch.manual_seed(seed)
     return models.create(name, num_classes, **{**options(name), **more})
+
+
+def laid_out(name: str, num_classes: int | None = None) -> models.Network:
+    """The network in full, without memory; with as many classes as its paper's if not given."""
+    return _laid_out(name, num_classes or models.describe(name).paper_classes)
+
+
+@cache
+def _laid_out(name: str, num_classes: int) -> models.Network:
+    """Each once: all of them take seconds, and several tests look at every one."""
+    with torch.device("meta"):
+        return create(name, num_classes)
 
 
 def images(model: models.Network, batch: int = 3, seed: int = 1) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 
 import equilibria as eq
 from equilibria import models
-from tests.models.small import images, make
+from tests.models.small import images, laid_out, make
 
 
 def test_options_of_the_paper() -> None:
@@ -29,8 +29,7 @@ def test_options_of_the_paper() -> None:
 
 
 def test_middle_alternates_its_kernels() -> None:
-    with torch.device("meta"):
-        model = models.create("deep_opteq_middle")
+    model = laid_out("deep_opteq_middle")
     kernels = [block.W.depthwise.weight.shape for block in model.layer.blocks]
     assert kernels == [(512, 1, 5, 5), (512, 1, 3, 3)] * 3
     mids = [block.W.pointwise.weight.shape[0] for block in model.layer.blocks]

@@ -13,7 +13,7 @@ from torch import nn
 
 import equilibria as eq
 from equilibria import models
-from tests.models.small import KINDS, LARGE, NAMES, images, make
+from tests.models.small import KINDS, NAMES, images, laid_out, make
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -34,7 +34,7 @@ def test_forward_and_backward(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_saved_and_loaded_logits_are_equal(name: str, tmp_path: Path) -> None:
+def test_files_copies_and_pickles_answer_as_the_network(name: str, tmp_path: Path) -> None:
     model = make(name)
     x = images(model)
     with torch.no_grad():
@@ -44,28 +44,16 @@ def test_saved_and_loaded_logits_are_equal(name: str, tmp_path: Path) -> None:
     state = torch.get_rng_state()
     loaded = models.load(path)
     assert torch.equal(state, torch.get_rng_state()), "loading used random numbers"
-    assert type(loaded) is type(model)
-    assert loaded.config == model.config
     assert loaded.extra == {"seen": name}
     assert not loaded.training
-    with torch.no_grad():
-        assert torch.equal(loaded(x), expected)
     grads = {key: p.requires_grad for key, p in model.named_parameters()}
     assert {key: p.requires_grad for key, p in loaded.named_parameters()} == grads
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_deep_copies_and_pickles(name: str) -> None:
-    model = make(name).eval()
-    x = images(model)
     with torch.no_grad():
-        expected = model(x)
-        for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-            assert torch.equal(twin(x), expected)
+        for twin in (loaded, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert type(twin) is type(model)
             assert twin.config == model.config
-            first = next(twin.parameters())
-            first.add_(1.0)
-    with torch.no_grad():
+            assert torch.equal(twin(x), expected)
+            next(twin.parameters()).add_(1.0)
         assert torch.equal(model(x), expected)
 
 
@@ -74,18 +62,11 @@ def test_seed_and_config_give_the_network_again(name: str) -> None:
     model = make(name, seed=3)
     config = json.loads(json.dumps(model.config.to_dict()))
     torch.manual_seed(3)
-    again = models.create(
-        config["name"],
-        config["num_classes"],
-        in_channels=config["in_channels"],
-        image_size=config["image_size"],
-        **config["options"],
-    )
+    again = models.create(**config.pop("options"), **config)
     assert again.config == model.config
-    pairs = zip(model.state_dict().items(), again.state_dict().items(), strict=True)
-    for (key, a), (other, b) in pairs:
-        assert key == other
-        assert torch.equal(a, b), key
+    state, other = model.state_dict(), again.state_dict()
+    assert list(state) == list(other)
+    assert all(torch.equal(state[key], other[key]) for key in state)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -105,11 +86,10 @@ def test_every_equilibrium_layer_reports_and_has_the_chosen_solver(name: str) ->
             assert part.solver.max_steps == options["solver"]["max_steps"]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_bad_images_are_refused_with_the_models_name(name: str) -> None:
-    model = make(name)
+def test_bad_images_are_refused_with_the_models_name() -> None:
+    model = make("geq_digits")
     good = images(model)
-    with pytest.raises(ValueError, match=rf"{name} takes normalized images \[B, "):
+    with pytest.raises(ValueError, match=r"geq_digits takes normalized images \[B, "):
         model(good[0])
     with pytest.raises(ValueError, match=r"got a tensor of shape \(3, 7,"):
         model(torch.zeros(3, 7, *good.shape[2:]))
@@ -124,8 +104,7 @@ def test_bad_images_are_refused_with_the_models_name(name: str) -> None:
 @pytest.mark.parametrize("name", models.names())
 def test_lays_out_without_memory(name: str) -> None:
     # What models.load relies on: every weight and buffer is in the state_dict, none elsewhere.
-    with torch.device("meta"):
-        model = models.create(name)
+    model = laid_out(name)
     state = model.state_dict()
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     assert set(tensors) == set(state)
@@ -151,23 +130,6 @@ def test_count_parameters() -> None:
     tied = nn.ModuleList([layer, layer])
     assert models.count_parameters(tied) == 12
     assert models.count_parameters(nn.BatchNorm2d(5)) == 10  # running statistics are buffers
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", LARGE)
-def test_the_large_ones_run_and_come_back(name: str, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model = models.create(name, 5, image_size=64)
-    x = torch.randn(2, 3, 64, 64)
-    logits = model(x)
-    assert logits.shape == (2, 5)
-    torch.nn.functional.cross_entropy(logits, torch.tensor([0, 1])).backward()
-    assert all(
-        p.grad is not None and bool(torch.isfinite(p.grad).all()) for p in model.parameters()
-    )
-    loaded = models.load(models.save(model, tmp_path / "large.safetensors"))
-    with torch.no_grad():
-        assert torch.equal(loaded(x), model.eval()(x))
 
 
 @pytest.mark.slow

@@ -60,7 +60,7 @@ def test_uint8_floats_and_pictures_are_the_same_image(model: models.Network) -> 
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(0, 99))
 def test_any_size_becomes_pillow_s_middle_square(height: int, width: int, seed: int) -> None:
     made = make("explicit_digits", in_channels=3)
@@ -208,8 +208,9 @@ def test_digits_raise_no_doubt() -> None:
     digits = eq.data.load("digits")
     made = make("geq_digits").eval()
     made.extra = {"mean": list(digits.mean), "std": list(digits.std)}
-    x = made.preprocess(digits.images)  # a warning is an error here
-    torch.testing.assert_close(x, digits.normalize(digits.images))
+    some = digits.images[:300]
+    x = made.preprocess(some)  # a warning is an error here
+    torch.testing.assert_close(x, digits.normalize(some))
     made(x[:64])
 
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from equilibria.models.resnet import Basic, Bottleneck, Trunk
+from equilibria.models.resnet import Residual, Trunk
 
 
 def _norm(x: Tensor, norm: nn.Module) -> Tensor:
@@ -25,21 +25,18 @@ def _stir(module: nn.Module) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "before", "stride", "convolutions"),
+    ("before", "stride", "convolutions"),
     [
-        *((Basic, 6, stride, [(3, stride), (3, 1)]) for stride in (1, 2)),
-        *((Bottleneck, 6, stride, [(1, 1), (3, stride), (1, 1)]) for stride in (1, 2)),
-        (Bottleneck, 16, 1, [(1, 1), (3, 1), (1, 1)]),
+        *((6, stride, [(3, stride), (3, 1)]) for stride in (1, 2)),
+        *((6, stride, [(1, 1), (3, stride), (1, 1)]) for stride in (1, 2)),
+        (16, 1, [(1, 1), (3, 1), (1, 1)]),
     ],
 )
 def test_blocks_from_their_formula(
-    kind: type[Basic] | type[Bottleneck],
-    before: int,
-    stride: int,
-    convolutions: list[tuple[int, int]],
+    before: int, stride: int, convolutions: list[tuple[int, int]]
 ) -> None:
     torch.manual_seed(0)
-    block = kind(before, 4, stride, 4).eval()
+    block = Residual(before, 4, 16, stride, bottleneck=len(convolutions) == 3).eval()
     _stir(block)
     x = torch.randn(2, before, 8, 8)
     with torch.no_grad():
@@ -62,11 +59,11 @@ def test_blocks_from_their_formula(
 def test_pixels_and_channels_of_the_stages(stem: str, sizes: list[int]) -> None:
     side = 32 if stem == "cifar" else 64
     with torch.device("meta"):
-        for block, channels in (
-            (Basic, [64, 128, 256, 512]),
-            (Bottleneck, [256, 512, 1024, 2048]),
+        for bottleneck, channels in (
+            (False, [64, 128, 256, 512]),
+            (True, [256, 512, 1024, 2048]),
         ):
-            trunk = Trunk(3, block, (1, 1, 1, 1), stem)  # type: ignore[arg-type]
+            trunk = Trunk(3, (1, 1, 1, 1), stem, bottleneck=bottleneck)  # type: ignore[arg-type]
             maps = trunk(torch.zeros(2, 3, side, side))
             assert [tuple(m.shape) for m in maps] == [
                 (2, c, s, s) for c, s in zip(channels, sizes, strict=True)

@@ -12,6 +12,7 @@ from torch import nn
 import equilibria as eq
 from equilibria import models
 from equilibria.models.stacks import Block, ExplicitPair
+from tests.models.small import laid_out
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "geq_cifar.py"
 
@@ -38,22 +39,6 @@ def test_cifar_3m_is_the_benchmarks_network_to_the_bit() -> None:
     assert torch.equal(model(x), measured(x))
 
 
-def test_block_is_skip_plus_layer_of_norm() -> None:
-    torch.manual_seed(0)
-    block = Block(3, 5, lambda a, b: nn.Conv2d(a, b, 1)).eval()
-    with torch.no_grad():
-        block.norm.weight.fill_(3.0)
-        block.norm.bias.fill_(0.5)
-    x = torch.randn(2, 3, 4, 4)
-    scaled = 3.0 * x / (1 + 1e-5) ** 0.5 + 0.5  # running mean 0 and variance 1
-    weight = block.skip.weight.flatten(1)
-    skip = torch.einsum("oc,bchw->bohw", weight, x)
-    expected = skip + block.layer(scaled)
-    torch.testing.assert_close(block(x), expected)
-    same = Block(4, 4, lambda a, b: nn.Conv2d(a, b, 1))
-    assert isinstance(same.skip, nn.Identity)
-
-
 def test_explicit_pair_sees_its_input_through_relu() -> None:
     torch.manual_seed(0)
     pair = ExplicitPair(3, 4, 5).eval()
@@ -66,22 +51,20 @@ def test_explicit_pair_sees_its_input_through_relu() -> None:
 
 @pytest.mark.parametrize("kind", ["geq", "opteq", "explicit"])
 def test_twins_share_everything_but_the_layer(kind: str) -> None:
-    model = models.create(f"{kind}_digits")
+    model, geq = laid_out(f"{kind}_digits"), laid_out("geq_digits")
     found = [type(m.layer).__name__ for m in model.modules() if isinstance(m, Block)]
     assert found == [{"geq": "GEQ", "opteq": "OptEq", "explicit": "ExplicitPair"}[kind]] * 2
     shapes = {
         key: tuple(value.shape) for key, value in model.state_dict().items() if ".layer." not in key
     }
-    other = models.create("geq_digits").state_dict()
+    other = geq.state_dict()
     assert shapes == {k: tuple(v.shape) for k, v in other.items() if ".layer." not in k}
 
 
 @pytest.mark.parametrize("size", ["digits", "stack_digits", "stack_mnist", "stack_cifar_3m"])
 def test_bounds_lie_where_the_equilibrium_is_unique(size: str) -> None:
     for kind, largest in (("geq", 1.4969), ("opteq", 1.0)):
-        with torch.device("meta"):
-            model = models.create(f"{kind}_{size}")
-        for layer in eq.nn.equilibrium_layers(model).values():
+        for layer in eq.nn.equilibrium_layers(laid_out(f"{kind}_{size}")).values():
             assert layer.constraint.bound < largest
 
 
@@ -149,6 +132,9 @@ def test_norms_stand_where_they_are_asked_for() -> None:
     # What a rectified layer adds has one sign, and both behind a norm.
     assert (made["before"] - x).min() >= -1e-6
     assert (made["both"] - x).min() < -0.1
+    wider = Block(3, 5, lambda a, b: nn.Conv2d(a, b, 1))
+    skip = torch.einsum("oc,bchw->bohw", wider.skip.weight.flatten(1), x)
+    torch.testing.assert_close(wider(x), skip + wider.layer(_normalized(x)))
 
 
 def test_a_shifted_block_is_the_layer_on_a_map_with_a_border_of_zeros() -> None:
@@ -174,7 +160,7 @@ def test_a_shifted_block_is_the_layer_on_a_map_with_a_border_of_zeros() -> None:
 
 
 def test_every_second_layer_of_a_stage_is_shifted_by_half_a_patch() -> None:
-    model = models.create("geq_stack_digits", depth=3, shift=True)
+    model = models.create("geq_stack_digits", widths=(4, 8), depth=3, shift=True)
     shifts = [m.shift for m in model.modules() if isinstance(m, Block)]
     assert shifts == [0, 1, 0, 0, 1, 0]
     assert model(torch.randn(2, 1, 8, 8)).shape == (2, 10)

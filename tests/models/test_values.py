@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import equilibria as eq
@@ -43,6 +43,7 @@ def test_every_kind_comes_back_equal(name: str) -> None:
     assert again == value
 
 
+@settings(max_examples=40, deadline=None)
 @given(
     rtol=st.none() | st.floats(0.0, 0.5),
     steps=st.integers(1, 10**6),

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from torch import Tensor, nn
@@ -25,6 +25,12 @@ from equilibria import models
 from equilibria.models.weights import quantize
 from tests.models.small import images, make
 
+STEM = "stem.weight"
+SCALE = f"{STEM}.scale."
+BUFFER = "stages.0.layer.W_h.parametrizations.weight.0.v"
+EXTRA = {"classes": ["a", "b"], "mean": [0.5]}
+DTYPES = [None, torch.int8]
+
 
 @pytest.fixture
 def model() -> models.Network:
@@ -32,11 +38,15 @@ def model() -> models.Network:
 
 
 @pytest.fixture(scope="module")
-def good(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """The bytes of a file."""
-    path = tmp_path_factory.mktemp("good") / "model.safetensors"
-    extra = {"classes": ["a", "b"], "mean": [0.5]}
-    return models.save(make("explicit_digits").eval(), path, extra=extra).read_bytes()
+def written(tmp_path_factory: pytest.TempPathFactory) -> dict[torch.dtype | None, bytes]:
+    """The bytes of a file in full precision, under None, and of one in eight bits."""
+    path, made = tmp_path_factory.mktemp("written") / "m", make("geq_digits").eval()
+    return {d: models.save(made, path, dtype=d, extra=EXTRA).read_bytes() for d in DTYPES}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "m"
 
 
 def _contents(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -46,51 +56,14 @@ def _contents(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     return safetensors.torch.load_file(path), metadata
 
 
-def _parts(data: bytes) -> tuple[dict[str, Any], bytes]:
-    (length,) = struct.unpack("<Q", data[:8])
-    return json.loads(data[8 : 8 + length]), data[8 + length :]
-
-
-def _file(header: Any, body: bytes) -> bytes:
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    return struct.pack("<Q", len(text)) + text + body
-
-
-Change = Callable[[dict[str, Any]], Any]
-
-
-def _rewrite(path: Path, change: Change) -> None:
-    """Change a file's header through ``change(header)``; tensors stay.
-
-    Without checksums, as older versions wrote it: what the header says is to be refused.
-    """
-    header, body = _parts(path.read_bytes())
-    header["__metadata__"].pop("sha256", None)
-    change(header)
-    path.write_bytes(_file(header, body))
-
-
-def _check_refused(path: Path, match: str) -> None:
-    for read in (models.read_header, models.load):
-        with pytest.raises(models.ModelFileError, match=match) as caught:
-            read(path)  # type: ignore[operator]
-        assert str(path) in str(caught.value)
+def _assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for key, value in wanted.items():
+        assert found[key].dtype == value.dtype, key
+        assert torch.equal(found[key], value), key
 
 
 # ---------------------------------------------------------------------- what is kept
-
-
-def test_solver_and_adjoint_come_back(tmp_path: Path) -> None:
-    solver = eq.BestIterate(eq.Anderson(memory=3, rtol=1e-2, max_steps=11, damping=0.9))
-    adjoint = eq.Implicit(solver=eq.CG(rtol=1e-3))
-    model = make("geq_digits", solver=solver, adjoint=adjoint, gamma=eq.LearnedGamma(0.4))
-    loaded = models.load(models.save(model, tmp_path / "m"))
-    layers = eq.nn.equilibrium_layers(loaded)
-    assert len(layers) == 2
-    for layer in layers.values():
-        assert layer.solver == solver
-        assert layer.adjoint == adjoint
-        assert layer.gamma == eq.LearnedGamma(0.4)
 
 
 def test_extra_travels_and_is_kept_on_the_next_save(model: models.Network, tmp_path: Path) -> None:
@@ -104,9 +77,9 @@ def test_extra_travels_and_is_kept_on_the_next_save(model: models.Network, tmp_p
     assert not (tmp_path / "d").exists()
 
 
-@pytest.mark.parametrize("dtype", [None, torch.int8])
-def test_a_loaded_network_trains_on(tmp_path: Path, dtype: torch.dtype | None) -> None:
-    path = models.save(make("geq_digits"), tmp_path / "m", dtype=dtype)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_loaded_network_trains_on(path: Path, dtype: torch.dtype | None) -> None:
+    models.save(make("geq_digits"), path, dtype=dtype)
     loaded, fresh = models.load(path).train(), models.load(path)
     before = {key: value.clone() for key, value in loaded.state_dict().items()}
     loaded(images(loaded)).square().sum().backward()
@@ -120,23 +93,22 @@ def test_a_loaded_network_trains_on(tmp_path: Path, dtype: torch.dtype | None) -
 
 @pytest.mark.slow
 def test_compiled_and_channels_last_networks_are_saved_as_they_are(
-    model: models.Network, tmp_path: Path
+    model: models.Network, path: Path
 ) -> None:
     x = images(model)
     with torch.no_grad():
         expected = model(x)
     wrapped = torch.compile(model.to(memory_format=torch.channels_last))
-    loaded = models.load(models.save(wrapped, tmp_path / "m"))
+    loaded = models.load(models.save(wrapped, path))
     with torch.no_grad():
         torch.testing.assert_close(loaded(x), expected)
 
 
 @pytest.mark.parametrize("dtype", [None, torch.float32, torch.bfloat16, torch.float16])
 def test_a_file_holds_the_state_in_the_precision_asked_for(
-    model: models.Network, tmp_path: Path, dtype: torch.dtype | None
+    model: models.Network, path: Path, dtype: torch.dtype | None
 ) -> None:
-    path = models.save(model, tmp_path / "m", dtype=dtype, extra={"n": 1})
-    found, metadata = _contents(path)
+    found, metadata = _contents(models.save(model, path, dtype=dtype, extra={"n": 1}))
     assert metadata.keys() == {"format", "config", "library", "extra", "sha256"}
     tensors = {
         key: value.to(dtype) if dtype is not None and value.is_floating_point() else value
@@ -144,45 +116,34 @@ def test_a_file_holds_the_state_in_the_precision_asked_for(
     }
     # The library orders metadata as it likes; length and tensors are all that it leaves to us.
     assert path.stat().st_size == len(safetensors.torch.save(tensors, metadata))
-    as_stored, in_full = models.load(path), models.load(path, dtype=torch.float32)
-    assert found.keys() == tensors.keys()
-    for key, value in tensors.items():
-        for other in (found[key], as_stored.state_dict()[key]):
-            assert other.dtype == value.dtype, key
-            assert torch.equal(other, value), key
-        wide = value.float() if value.is_floating_point() else value
-        assert torch.equal(in_full.state_dict()[key], wide), key
+    for state in (found, models.load(path).state_dict()):
+        _assert_equal(state, tensors)
+    wide = {k: v.float() if v.is_floating_point() else v for k, v in tensors.items()}
+    _assert_equal(models.load(path, dtype=torch.float32).state_dict(), wide)
 
 
-def test_precisions_may_be_mixed(model: models.Network, tmp_path: Path) -> None:
-    model.stem.half()  # type: ignore[union-attr]
-    path = models.save(model, tmp_path / "m")
-    assert models.load(path).stem.weight.dtype == torch.float16  # type: ignore[union-attr]
-    assert {p.dtype for p in models.load(path, dtype=torch.float32).parameters()} == {torch.float32}
-
-
-def test_what_a_header_tells(good: bytes, tmp_path: Path) -> None:
-    path = tmp_path / "m.safetensors"
-    path.write_bytes(good)
+def test_what_a_header_tells(written: dict[Any, bytes], path: Path) -> None:
+    path.write_bytes(written[None])
     header = models.read_header(path)
-    assert header["config"]["name"] == "explicit_digits"
+    assert header["config"]["name"] == "geq_digits"
     assert header["config"]["num_classes"] == 5
-    assert header["extra"] == {"classes": ["a", "b"], "mean": [0.5]}
+    assert header["extra"] == EXTRA
     assert header["library"] == eq.__version__
-    assert header["bytes"] == len(good)
+    assert header["bytes"] == len(written[None])
     assert header["quantization"] is None
-    raw = {name: value.numpy().tobytes() for name, value in _contents(path)[0].items()}
-    assert header["sha256"] == {name: hashlib.sha256(d).hexdigest() for name, d in raw.items()}
-    found = {name: tuple(value.shape) for name, value in _contents(path)[0].items()}
-    assert found == {name: entry["shape"] for name, entry in header["tensors"].items()}
+    found = _contents(path)[0]
+    sums = {n: hashlib.sha256(value.numpy().tobytes()).hexdigest() for n, value in found.items()}
+    assert header["sha256"] == sums
+    shapes = {name: tuple(value.shape) for name, value in found.items()}
+    assert shapes == {name: entry["shape"] for name, entry in header["tensors"].items()}
 
 
-# ---------------------------------------------------------------------- what save refuses
+# ---------------------------------------------------------------------- what is no option, no place
 
 
-def test_what_is_no_named_network_is_check_refused(tmp_path: Path) -> None:
+def test_what_is_no_named_network_is_refused(path: Path) -> None:
     with pytest.raises(TypeError, match=r"made by models\.create, got Linear without a config"):
-        models.save(nn.Linear(2, 2), tmp_path / "m")
+        models.save(nn.Linear(2, 2), path)
 
 
 def test_places_that_are_no_place(model: models.Network, tmp_path: Path) -> None:
@@ -197,13 +158,40 @@ def test_places_that_are_no_place(model: models.Network, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("dtype", [torch.int16, torch.uint8, torch.complex64, torch.bool, "int8"])
-def test_dtypes_that_are_none(model: models.Network, tmp_path: Path, dtype: Any) -> None:
+def test_dtypes_that_are_none(model: models.Network, path: Path, dtype: Any) -> None:
     with pytest.raises(ValueError, match=r"one of torch\.float64, .*torch\.float16, torch\.int8\."):
-        models.save(model, tmp_path / "m", dtype=dtype)
-    assert list(tmp_path.iterdir()) == []
+        models.save(model, path, dtype=dtype)
+    assert not path.exists()
 
 
-# ---------------------------------------------------------------------- files that are none
+def test_no_network_computes_in_eight_bits(written: dict[Any, bytes], path: Path) -> None:
+    path.write_bytes(written[torch.int8])
+    with pytest.raises(ValueError, match=r"torch\.int8: weights are kept.*torch\.float16\.$"):
+        models.load(path, dtype=torch.int8)
+
+
+# ---------------------------------------------------------------------- damaged files
+
+Damage = Callable[[bytes], bytes]
+
+
+def _check_refused(path: Path, match: str, *readers: Callable[[Path], Any]) -> None:
+    for read in readers or (models.read_header, models.load):
+        with pytest.raises(models.ModelFileError, match=match) as caught:
+            read(path)
+        text = str(caught.value)
+        assert str(path) in text
+        assert len(text) < 1000 + len(str(path))  # numbers of any length are cut short
+
+
+def _parts(data: bytes) -> tuple[dict[str, Any], bytes]:
+    (length,) = struct.unpack("<Q", data[:8])
+    return json.loads(data[8 : 8 + length]), data[8 + length :]
+
+
+def _file(header: Any, body: bytes) -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + body
 
 
 class _Bomb:
@@ -212,8 +200,7 @@ class _Bomb:
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5, "torch"])
-def test_pickles_are_recognized_and_not_opened(protocol: int | str, tmp_path: Path) -> None:
-    path = tmp_path / "m.pt"
+def test_pickles_are_recognized_and_not_opened(protocol: int | str, path: Path) -> None:
     if isinstance(protocol, int):
         path.write_bytes(pickle.dumps(_Bomb(), protocol))
     else:
@@ -221,23 +208,19 @@ def test_pickles_are_recognized_and_not_opened(protocol: int | str, tmp_path: Pa
     _check_refused(path, "looks like a pickle .torch.save., which is never opened")
 
 
-def test_a_length_that_reads_like_a_pickle_is_fine(good: bytes, tmp_path: Path) -> None:
+def test_a_length_that_reads_like_a_pickle_is_fine(written: dict[Any, bytes], path: Path) -> None:
     # The header is padded to a multiple of 8, so one file in 32 begins with the byte 0x80.
-    header, body = _parts(good)
-    path = tmp_path / "m"
+    header, body = _parts(written[None])
     text = json.dumps(header).encode()
-    for low in range(0, 256, 8):
-        padded = text + b" " * ((low - len(text)) % 256)
-        data = _file(padded, body)
-        assert data[0] == low
-        path.write_bytes(data)
-        assert models.load(path).extra["mean"] == [0.5]
+    path.write_bytes(_file(text + b" " * ((0x80 - len(text)) % 256), body))
+    assert path.read_bytes()[0] == 0x80
+    assert models.load(path).extra == EXTRA
 
 
 @pytest.mark.parametrize(
     "damage",
     [
-        *(lambda data, n=n: data[:n] for n in (0, 1, 8)),
+        *(lambda data, n=n: data[:n] for n in (0, 1, 7, 8, 9, 500, 20_000, -1)),
         *(lambda data, n=n: struct.pack("<Q", n) + data[8:] for n in (0, 1, 2**40, 2**64 - 1)),
         lambda data: data + b"\0\0\0",
         *(
@@ -246,83 +229,144 @@ def test_a_length_that_reads_like_a_pickle_is_fine(good: bytes, tmp_path: Path) 
         ),
     ],
 )
-def test_files_that_are_none(good: bytes, damage: Callable[[bytes], bytes], tmp_path: Path) -> None:
-    path = tmp_path / "m"
-    path.write_bytes(damage(good))
+def test_files_that_are_none(written: dict[Any, bytes], damage: Damage, path: Path) -> None:
+    path.write_bytes(damage(written[None]))
     _check_refused(path, "is not a usable model file")
 
 
-@given(cut=st.floats(0.0, 0.999999))
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_every_truncation_is_found(good: bytes, tmp_path: Path, cut: float) -> None:
-    path = tmp_path / "m"
-    path.write_bytes(good[: int(cut * len(good))])
-    with pytest.raises(models.ModelFileError, match="truncated or damaged"):
-        models.load(path)
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.int8])
+def test_a_flipped_bit_of_any_tensor_is_found(path: Path, dtype: torch.dtype | None) -> None:
+    data = models.save(make("explicit_digits"), path, dtype=dtype).read_bytes()
+    header, body = _parts(data)
+    source = np.random.default_rng(0)
+    for name in header.keys() - {"__metadata__"}:
+        place = len(data) - len(body) + int(source.integers(*header[name]["data_offsets"]))
+        damaged = bytearray(data)
+        damaged[place] ^= 1 << place % 8
+        path.write_bytes(damaged)
+        _check_refused(path, rf"m is not .*: {re.escape(name)} does not have the SHA", models.load)
+    path.write_bytes(data)
+    models.load(path)
 
 
-@given(data=st.data())
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_a_damaged_header_never_raises_anything_else(
-    good: bytes, tmp_path: Path, data: st.DataObject
+def test_flipped_bytes_of_the_configuration_are_found(
+    written: dict[Any, bytes], path: Path
 ) -> None:
-    (length,) = struct.unpack("<Q", good[:8])
-    place = data.draw(st.integers(0, 8 + length - 1))
-    byte = data.draw(st.integers(0, 255))
-    path = tmp_path / "m"
-    path.write_bytes(good[:place] + bytes([byte]) + good[place + 1 :])
-    try:
-        model = models.load(path)
-    except models.ModelFileError:
-        return
-    # A byte inside extra, or one that says the same: the network is whole.
-    with torch.no_grad():
-        assert torch.isfinite(model(images(model))).all()
+    for old, new in ((b"[0.5]", b"[0.7]"), (rb"\"a", rb"\"c"), (b"geq_digits", b"geq_digitz")):
+        changed = written[None].replace(old, new)
+        assert changed != written[None]
+        path.write_bytes(changed)
+        _check_refused(path, "its metadata do not have the checksum")
 
 
-def _field(name: str, **fields: Any) -> Change:
-    return lambda header: header[name].update(fields)
+def test_a_checksum_that_is_missing_is_damage(written: dict[Any, bytes], path: Path) -> None:
+    header, body = _parts(written[None])
+    sums = json.loads(header["__metadata__"]["sha256"])
+    del sums[STEM]
+    header["__metadata__"]["sha256"] = json.dumps(sums)
+    path.write_bytes(_file(header, body))
+    _check_refused(path, r"stem\.weight does not have the SHA-256", models.load)
 
 
-@pytest.mark.parametrize(
-    ("change", "match"),
-    [
-        (_field("stem.weight", dtype="F128"), "truncated or damaged"),
-        (_field("stem.weight", shape=[9]), "truncated or damaged"),
-        (_field("stem.weight", shape=[2**62, 2**62]), "truncated or damaged"),
-        (_field("stem.weight", data_offsets=[4, 0]), "truncated or damaged"),
-        (lambda header: header.update({"stem.weight": 3}), "truncated or damaged"),
-        *(
-            (_field("__metadata__", **fields), match)
-            for fields, match in (
-                ({"format": "pt"}, r"without the mark of models.save \(format='pt'"),
-                ({"format": "equilibria-model/2"}, "format='equilibria-model/2'"),
-                ({"config": "{"}, "its config is not valid JSON"),
-                ({"config": "[]"}, "its config is a JSON list"),
-                ({"config": '{"name": 3}'}, "its config has name=3, expected str"),
-                ({"config": '{"name": "geq_digits"}'}, "num_classes=None, expected int"),
-                ({"extra": "nothing"}, "its extra is not valid JSON"),
-                ({"library": None}, "truncated or damaged"),
-            )
-        ),
-        (lambda header: header.pop("__metadata__"), "without the mark of models.save"),
-    ],
-)
-def test_headers_that_lie(good: bytes, tmp_path: Path, change: Change, match: str) -> None:
-    path = tmp_path / "m"
-    path.write_bytes(good)
-    _rewrite(path, change)
+# ---------------------------------------------------------------------- files that lie
+# Without checksums, as older versions wrote them: what a file says is to be refused.
+
+
+def _header(change: Callable[[dict[str, Any]], Any]) -> Damage:
+    """Change the header; tensors stay."""
+
+    def damage(data: bytes) -> bytes:
+        header, body = _parts(data)
+        header["__metadata__"].pop("sha256", None)
+        change(header)
+        return _file(header, body)
+
+    return damage
+
+
+def _field(name: str, **fields: Any) -> Damage:
+    return _header(lambda header: header[name].update(fields))
+
+
+def _metadata(**fields: Any) -> Damage:
+    return _field("__metadata__", **fields)
+
+
+def _json(key: str, **fields: Any) -> Damage:
+    """Change an object of the metadata, and where a field of it is an object, that."""
+
+    def change(header: dict[str, Any]) -> None:
+        held = json.loads(header["__metadata__"][key])
+        for name, value in fields.items():
+            inner = held.get(name)
+            held[name] = {**inner, **value} if isinstance(inner, dict) else value
+        header["__metadata__"][key] = json.dumps(held)
+
+    return _header(change)
+
+
+def _tensor(name: str, value: Callable[[Tensor], Tensor] | None) -> Damage:
+    """Write another tensor, or none; the header's sizes stay honest."""
+
+    def damage(data: bytes) -> bytes:
+        tensors, metadata = safetensors.torch.load(data), _parts(data)[0]["__metadata__"]
+        del metadata["sha256"]
+        old = tensors.pop(name)
+        if value is not None:
+            tensors[name] = value(old).contiguous()
+        return safetensors.torch.save(tensors, metadata)
+
+    return damage
+
+
+def test_older_files_without_checksums_load(written: dict[Any, bytes], path: Path) -> None:
+    for data in written.values():
+        path.write_bytes(data)
+        expected = models.load(path).state_dict()
+        for damage in (_header(lambda header: None), _tensor(STEM, lambda value: value)):
+            path.write_bytes(damage(data))
+            assert models.read_header(path)["sha256"] is None
+            _assert_equal(models.load(path).state_dict(), expected)
+
+
+HEADERS: list[tuple[Damage, str]] = [
+    (_field(STEM, dtype="F128"), "truncated or damaged"),
+    (_field(STEM, shape=[9]), "truncated or damaged"),
+    (_field(STEM, shape=[2**62, 2**62]), "truncated or damaged"),
+    (_field(STEM, data_offsets=[4, 0]), "truncated or damaged"),
+    (_header(lambda header: header.update({STEM: 3})), "truncated or damaged"),
+    (_metadata(library=None), "truncated or damaged"),
+    (_metadata(format="pt"), r"without the mark of models.save \(format='pt'"),
+    (_metadata(format="equilibria-model/2"), "format='equilibria-model/2'"),
+    (_header(lambda header: header.pop("__metadata__")), "without the mark of models.save"),
+    (_metadata(config="{"), "its config is not valid JSON"),
+    (_metadata(config="[]"), "its config is a JSON list"),
+    (_metadata(config='{"name": 3}'), "its config has name=3, expected str"),
+    (_metadata(config='{"name": "geq_digits"}'), "num_classes=None, expected int"),
+    (_metadata(extra="nothing"), "its extra is not valid JSON"),
+    (_metadata(quantization="null"), "its quantization is a JSON NoneType, not an object"),
+    (_metadata(quantization="[" * 100_000), "its quantization is not valid JSON"),
+    (_metadata(quantization="{}"), "its quantization has version=None"),
+    (_json("quantization", version=2), "has version=2, and this version reads 1; use the version"),
+    (_json("quantization", scheme="int4"), "scheme='int4', and this version reads 'int8 rows'"),
+    (_json("quantization", suffix=""), r"suffix='', and this version reads '\.scale\.'"),
+    (
+        _field(STEM, shape=[1] * 10**5 + [8, 1, 3, 3]),
+        "stem.weight has 100,004 dimensions; the limit is 8",
+    ),
+    (
+        _metadata(extra=json.dumps("x" * 2**22)),
+        "its extra has 4,194,306 characters; the limit is 4,194,304",
+    ),
+]
+
+
+@pytest.mark.parametrize(("damage", "match"), HEADERS)
+def test_headers_that_lie(
+    written: dict[Any, bytes], path: Path, damage: Damage, match: str
+) -> None:
+    path.write_bytes(damage(written[torch.int8]))
     _check_refused(path, match)
-
-
-# ---------------------------------------------------------------------- weights of another network
-
-
-def _config(model: models.Network, change: dict[str, Any]) -> Change:
-    config = model.config.to_dict()
-    options = {**config["options"], **change.get("options", {})}
-    text = json.dumps({**config, **change, "options": options})
-    return _field("__metadata__", config=text)
 
 
 def _nested(depth: int) -> list[Any]:
@@ -332,171 +376,120 @@ def _nested(depth: int) -> list[Any]:
     return made
 
 
-@pytest.mark.parametrize(
-    ("change", "match"),
-    [
-        ({"num_classes": 6}, r"head.4.weight is F32 of shape \(5, 16\), expected .* \(6, 16\)"),
-        ({"in_channels": 2}, r"shape \(8, 1, 3, 3\), expected .* \(8, 2, 3, 3\)"),
-        ({"options": {"depth": 2}}, r"its network: tensors \d+ missing \(.*, …\)"),
-        ({"num_classes": 0}, "num_classes=0, expected an integer"),
-        ({"num_classes": 10**12}, "expected an integer in"),
-        ({"num_classes": 10**4000}, r"expected an integer in \[1, 65536\]"),
-        ({"image_size": 30000}, r"image_size=30000, expected an integer in \[1, 4096\]"),
-        ({"options": {"widths": [10**4000]}}, "a list of 1 to 16 values"),
-        ({"options": {"widths": _nested(900)}}, "cannot build"),
-        (
-            {"options": {"depth": 64}},
-            r"depth=64 in 2 stage\(s\), more layers than the limit, .*, 31",
-        ),
-        ({"options": {"depth": 10**4000}}, "more layers than the limit"),
-        *(
-            ({"options": {option: {"kind": kind, **fields}}}, match)
-            for option, kind, fields, match in (
-                ("solver", "Anderson", {"max_steps": 10**9}, "max_steps=1000000000 in Anderson"),
-                ("solver", "Anderson", {"max_steps": 10**4000}, "in Anderson; the limit is 100,00"),
-                ("solver", "Anderson", {"memory": 10**9}, r"in Anderson; the limit is 1,000 \("),
-                ("solver", "Anderson", {"rtol": 10**400}, "in Anderson; the limit is 10,000"),
-                ("adjoint", "Phantom", {"steps": 10**6}, "in Phantom; the limit is 10,000"),
-                (
-                    "adjoint",
-                    "Implicit",
-                    {"solver": {"kind": "GMRES", "restart": 10**9}},
-                    "restart=1000000000 in GMRES; the limit is 1,000",
-                ),
-            )
-        ),
-        ({"image_size": 7}, "image_size=7 is no multiple of"),
-        ({"name": "geq_digitz"}, "there is no model 'geq_digitz'. Did you mean geq_digits"),
-        ({"name": "__main__"}, "there is no model '__main__'"),
-        ({"options": {"depth": 10**9}}, "depth=1000000000 in 2 stage"),
-        ({"options": {"num_classes": 3}}, "cannot build"),
-        ({"options": {"name": "x"}}, "cannot build"),
-        ({"options": {"novelty": 3}}, "has no option 'novelty'"),
-        ({"options": {"solver": {"kind": "Popen", "args": "true"}}}, "kind='Popen' is not known"),
-    ],
-)
+def _solver(kind: str, **fields: Any) -> dict[str, Any]:
+    return {"options": {"solver": {"kind": kind, **fields}}}
+
+
+def _adjoint(kind: str, **fields: Any) -> dict[str, Any]:
+    return {"options": {"adjoint": {"kind": kind, **fields}}}
+
+
+CONFIGURATIONS: list[tuple[dict[str, Any], str]] = [
+    ({"num_classes": 6}, r"head.4.weight is F32 of shape \(5, 16\), expected .* \(6, 16\)"),
+    ({"options": {"depth": 2}}, r"its network: tensors \d+ missing \(.*, …\)"),
+    ({"num_classes": 10**4000}, r"expected an integer in \[1, 65536\]"),
+    ({"image_size": 30000}, r"image_size=30000, expected an integer in \[1, 4096\]"),
+    ({"image_size": 7}, "image_size=7 is no multiple of"),
+    ({"name": "__main__"}, "there is no model '__main__'"),
+    ({"options": {"num_classes": 3}}, "cannot build"),
+    ({"options": {"name": "x"}}, "cannot build"),
+    ({"options": {"novelty": 3}}, "has no option 'novelty'"),
+    ({"options": {"widths": [10**4000]}}, "a list of 1 to 16 values"),
+    ({"options": {"widths": _nested(900)}}, "cannot build"),
+    ({"options": {"depth": 64}}, r"depth=64 in 2 stage\(s\), more layers than the limit, .*, 31"),
+    ({"options": {"depth": 10**4000}}, "more layers than the limit"),
+    (_solver("Popen", args="true"), "kind='Popen' is not known"),
+    (_solver("Anderson", max_steps=10**9), "max_steps=1000000000 in Anderson"),
+    (_solver("Anderson", max_steps=10**4000), "in Anderson; the limit is 100,000"),
+    (_solver("Anderson", memory=10**9), r"in Anderson; the limit is 1,000 \("),
+    (_solver("Anderson", rtol=10**400), "in Anderson; the limit is 10,000"),
+    (_adjoint("Phantom", steps=10**6), "in Phantom; the limit is 10,000"),
+    (
+        _adjoint("Implicit", solver={"kind": "GMRES", "restart": 10**9}),
+        "restart=1000000000 in GMRES; the limit is 1,000",
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "match"), CONFIGURATIONS)
 def test_configurations_that_do_not_fit(
-    model: models.Network, tmp_path: Path, change: dict[str, Any], match: str
+    written: dict[Any, bytes], path: Path, change: dict[str, Any], match: str
 ) -> None:
-    path = models.save(model, tmp_path / "m")
-    _rewrite(path, _config(model, change))
-    with pytest.raises(models.ModelFileError, match=match) as caught:
-        models.load(path)
-    assert len(str(caught.value)) < 1000 + len(str(path))  # numbers of any length are cut short
+    path.write_bytes(_json("config", **change)(written[None]))
+    _check_refused(path, match, models.load)
 
 
-def test_limits_are_for_files_of_others(tmp_path: Path) -> None:
-    solver = eq.Anderson(max_steps=10**6)
-    path = models.save(make("geq_digits", solver=solver), tmp_path / "m")
+def test_limits_are_for_files_of_others_and_options_come_back(path: Path) -> None:
+    chosen = (eq.BestIterate(eq.Anderson(max_steps=10**6)), eq.Implicit(solver=eq.CG(rtol=1e-3)))
+    models.save(make("geq_digits", solver=chosen[0], adjoint=chosen[1]), path)
     with pytest.raises(models.ModelFileError, match=r"load\(path, trusted=True\) has none"):
         models.load(path)
-    loaded = models.load(path, trusted=True)
-    assert {layer.solver for layer in eq.nn.equilibrium_layers(loaded).values()} == {solver}
+    layers = eq.nn.equilibrium_layers(models.load(path, trusted=True)).values()
+    assert [(layer.solver, layer.adjoint) for layer in layers] == [chosen] * 2
+
+
+COUNT = "stages.0.norm.num_batches_tracked"
+TENSORS: list[tuple[Damage, str]] = [
+    (_field(COUNT, dtype="F64"), rf"{COUNT} is F64 of shape .*, expected I64"),
+    (_field(STEM, dtype="I32"), "stem.weight is I32 of shape .*, expected F64 or F32"),
+    (
+        _header(lambda header: header.update({"stam.weight": header.pop(STEM)})),
+        r"1 missing \(stem.weight\) and 1 that the network does not have \(stam.weight\)",
+    ),
+]
+
+
+def _row(value: float) -> Damage:
+    return _tensor(SCALE, lambda scale: scale.index_fill(0, torch.tensor([2]), value))
+
+
+QUANTIZED: list[tuple[Damage, str]] = [
+    (_tensor(SCALE, None), r"1 missing \(stem.weight.scale.\)"),
+    (_tensor(SCALE, lambda s: s[:7]), r"F32 of shape \(7,\), expected F32.*\(8,\)"),
+    (_tensor(SCALE, lambda s: s[:, None]), r"of shape \(8, 1\), expected F32"),
+    (_tensor(SCALE, lambda s: s.half()), r"is F16 of shape \(8,\), expected F32"),
+    (_row(0.0), r"a scale of stem.weight is 0, expected a positive finite"),
+    (_row(-0.1), r"a scale of stem.weight is -0.1"),
+    (_row(float("nan")), r"a scale of stem.weight is nan"),
+    (_row(float("inf")), r"a scale of stem.weight is inf"),
+    (_row(3e38), r"stem.weight times its scales, up to 3e\+38, exceeds float32"),
+    (_tensor(STEM, lambda q: torch.full_like(q, -128)), r"holds -128, expected −127 to 127"),
+    (_tensor(STEM, lambda q: q[:7]), r"is I8 of shape \(7, 1, 3, 3\), expected I8 of .* \(8, 1"),
+    (_tensor(STEM, lambda q: q.float()), r"is F32 of shape \(8, 1, 3, 3\), expected I8"),
+    (_tensor(BUFFER, lambda v: v.to(torch.int8)), r"0\.v is I8 of shape .*, expected F16"),
+    (_tensor("head.0.weight", lambda w: w.half()), r"is F16 of shape .*, expected F32"),
+    (_tensor("head.0.running_var", lambda v: v * torch.nan), "running_var holds NaN or infinity"),
+    (
+        _header(lambda header: header["__metadata__"].pop("quantization")),
+        r"network does not have \(.*scale",
+    ),
+]
 
 
 @pytest.mark.parametrize(
-    ("change", "match"),
-    [
-        (
-            lambda header: header["stem.weight"].update(shape=[1] * 10**5 + [8, 1, 3, 3]),
-            "stem.weight has 100,004 dimensions; the limit is 8",
-        ),
-        (
-            lambda header: header["__metadata__"].update(extra=json.dumps("x" * 2**22)),
-            "its extra has 4,194,306 characters; the limit is 4,194,304",
-        ),
-    ],
+    ("dtype", "damage", "match"),
+    [*((None, *lie) for lie in TENSORS), *((torch.int8, *lie) for lie in QUANTIZED)],
 )
-def test_headers_beyond_the_limits(good: bytes, tmp_path: Path, change: Change, match: str) -> None:
-    path = tmp_path / "m"
-    path.write_bytes(good)
-    _rewrite(path, change)
-    _check_refused(path, match)
-
-
-# ---------------------------------------------------------------------- damage and values
-
-
-@pytest.mark.parametrize(("dtype", "count"), [(None, 400), (torch.bfloat16, 25), (torch.int8, 25)])
-def test_flipped_bytes_of_the_data_are_found(
-    tmp_path: Path, dtype: torch.dtype | None, count: int
+def test_tensors_that_do_not_fit(
+    written: dict[Any, bytes], path: Path, dtype: torch.dtype | None, damage: Damage, match: str
 ) -> None:
-    path = models.save(make("explicit_digits"), tmp_path / "m", dtype=dtype)
-    data = path.read_bytes()
-    header, body = _parts(data)
-    start = len(data) - len(body)
-    places = np.random.default_rng(0).choice(len(body), count, replace=False).tolist()
-    for place in places:
-        damaged = bytearray(data)
-        damaged[start + place] ^= 1 << place % 8
-        path.write_bytes(damaged)
-        (hit,) = (
-            name
-            for name, entry in header.items()
-            if name != "__metadata__"
-            and entry["data_offsets"][0] <= place < entry["data_offsets"][1]
-        )
-        with pytest.raises(models.ModelFileError, match=rf"m is not .*: {re.escape(hit)} does not"):
-            models.load(path)
-    path.write_bytes(data)
-    models.load(path)
+    path.write_bytes(damage(written[dtype]))
+    _check_refused(path, match, models.load)
 
 
-def test_flipped_bytes_of_the_configuration_are_found(good: bytes, tmp_path: Path) -> None:
-    path = tmp_path / "m"
-    for old, new in ((b"[0.5]", b"[0.7]"), (b'"a', b'"c'), (b"explicit_", b"explicid_")):
-        assert old in good.replace(b'\\"', b'"')
-        changed = good.replace(old.replace(b'"', b'\\"'), new.replace(b'"', b'\\"'))
-        assert changed != good
-        path.write_bytes(changed)
-        _check_refused(path, "its metadata do not have the checksum")
-
-
-def test_a_checksum_that_is_missing_is_damage(good: bytes, tmp_path: Path) -> None:
-    path = tmp_path / "m"
-    header, body = _parts(good)
-    sums = json.loads(header["__metadata__"]["sha256"])
-    del sums["stem.weight"]
-    header["__metadata__"]["sha256"] = json.dumps(sums)
-    path.write_bytes(_file(header, body))
-    with pytest.raises(models.ModelFileError, match=r"stem\.weight does not have the SHA-256"):
-        models.load(path)
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("key", ["stem.weight", "head.0.running_var"])
+@pytest.mark.parametrize("bad", [float("nan"), -float("inf")])
+@pytest.mark.parametrize("key", [STEM, "head.0.bias", "head.0.running_var", BUFFER])
 def test_values_that_are_not_finite_are_named(
     model: models.Network, tmp_path: Path, key: str, bad: float
 ) -> None:
     with torch.no_grad():
         model.state_dict()[key].view(-1)[1] = bad
+    with pytest.raises(ValueError, match=rf"{key} holds NaN or infinity.*dtype=None"):
+        models.save(model, tmp_path / "eight", dtype=torch.int8)
+    assert list(tmp_path.iterdir()) == []
     path = models.save(model, tmp_path / "m")
-    with pytest.raises(models.ModelFileError, match=rf"m is not .*: {key} holds NaN or infinity"):
-        models.load(path)
+    _check_refused(path, rf"m is not .*: {key} holds NaN or infinity", models.load)
     assert not torch.isfinite(models.load(path, trusted=True).state_dict()[key]).all()
-
-
-COUNT = "stages.0.norm.num_batches_tracked"
-
-
-@pytest.mark.parametrize(
-    ("change", "match"),
-    [
-        (
-            lambda header: header.update({"stam.weight": header.pop("stem.weight")}),
-            r"1 missing \(stem.weight\) and 1 that the network does not have \(stam.weight\)",
-        ),
-        (_field(COUNT, dtype="F64"), rf"{COUNT} is F64 of shape .*, expected I64"),
-        (_field("stem.weight", dtype="I32"), "stem.weight is I32 of shape .*, expected F64 or F32"),
-    ],
-)
-def test_tensors_that_do_not_fit(
-    model: models.Network, tmp_path: Path, change: Change, match: str
-) -> None:
-    path = models.save(model, tmp_path / "m")
-    _rewrite(path, change)
-    with pytest.raises(models.ModelFileError, match=match):
-        models.load(path)
 
 
 # ---------------------------------------------------------------------- eight bits: the rule
@@ -522,7 +515,7 @@ def _rows() -> st.SearchStrategy[Any]:
     return shapes.flatmap(lambda shape: arrays(np.float32, shape, elements=entries))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(_rows())
 def test_integers_and_scales_are_numpy_s_and_within_half_a_step(w: Array) -> None:
     made, scale = quantize("w", torch.from_numpy(w))
@@ -555,21 +548,15 @@ def test_rows_by_hand() -> None:
     assert s[2] >= torch.finfo(torch.float32).tiny
 
 
-@pytest.mark.parametrize("size", [1e39, 1e300])
-def test_weights_beyond_float32(size: float) -> None:
-    with pytest.raises(ValueError, match=r"head\.weight holds a weight of size 1e\+3"):
-        quantize("head.weight", torch.tensor([[1.0, -size]], dtype=torch.float64))
+def test_what_eight_bits_cannot_hold(model: models.Network, path: Path) -> None:
+    with pytest.raises(ValueError, match=r"head\.weight holds a weight of size 1e\+39"):
+        quantize("head.weight", torch.tensor([[1.0, -1e39]], dtype=torch.float64))
+    model.get_buffer(BUFFER).view(-1)[0] = 1e6  # kept in float16
+    with pytest.raises(ValueError, match=rf"size 1e\+06 does not fit \({BUFFER}\)"):
+        models.save(model, path, dtype=torch.int8)
 
 
 # ---------------------------------------------------------------------- eight bits: whole networks
-
-FAMILIES = [
-    *("geq_digits", "opteq_digits", "geq_cifar_5m", "kerdeq_cifar_5m", "mopteq_cifar_5m"),
-    *("deep_opteq_199k", "mondeq_multi", "mdeq_cifar", "explicit_digits", "deep_opteq_seg"),
-]
-STEM = "stem.weight"
-SCALE = f"{STEM}.scale."
-BUFFER = "stages.0.layer.W_h.parametrizations.weight.0.v"
 
 
 def _expected(model: nn.Module) -> dict[str, Tensor]:
@@ -589,69 +576,33 @@ def _expected(model: nn.Module) -> dict[str, Tensor]:
     return wanted
 
 
-def _assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    assert found.keys() == wanted.keys()
-    for key, value in wanted.items():
-        assert found[key].dtype == value.dtype, key
-        assert torch.equal(found[key], value), key
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_round_trip(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", ["geq_digits", "geq_cifar_5m", "deep_opteq_199k", "mondeq_multi", "mdeq_cifar"]
+)
+def test_round_trip(name: str, path: Path) -> None:
     model = make(name)
     model(images(model))  # running means and vectors of power iterations that are no defaults
-    path = models.save(model.eval(), tmp_path / "m", dtype=torch.int8, extra={"classes": ["a"]})
-    wanted = _expected(model)
-    found, metadata = _contents(path)
+    models.save(model.eval(), path, dtype=torch.int8)
+    wanted, (found, metadata) = _expected(model), _contents(path)
     _assert_equal(found, wanted)
     note = json.loads(metadata["quantization"])
     assert models.read_header(path)["quantization"] == note
     assert (note["version"], note["scheme"], note["suffix"]) == (1, "int8 rows", ".scale.")
-    assert {f"{key}.scale." for key in note["tensors"]} == wanted.keys() - model.state_dict().keys()
-    assert all(wanted[key].dtype == torch.int8 for key in note["tensors"])
+    assert note["tensors"] == [k for k in model.state_dict() if wanted[k].dtype == torch.int8]
 
-    loaded = models.load(path)
-    assert loaded.extra == {"classes": ["a"]}
-    assert loaded.config == model.config
-    assert not loaded.training
-    for key, value in loaded.state_dict().items():
-        scale = wanted.get(f"{key}.scale.")
-        stored = wanted[key]
+    in_full: dict[str, Tensor] = {}
+    for key, value in model.state_dict().items():
+        stored, scale = wanted[key], wanted.get(f"{key}.scale.")
         if scale is not None:
             stored = stored.float() * scale.view(-1, *[1] * (stored.ndim - 1))
-        floating = model.state_dict()[key].is_floating_point()
-        assert torch.equal(value, stored.float() if floating else stored), key
-        assert value.dtype == (torch.float32 if floating else torch.int64), key
-
-    again, _ = _contents(models.save(loaded, tmp_path / "again", dtype=torch.int8))
-    assert again.keys() == found.keys()
-    for key, value in again.items():
-        if not key.endswith(".scale."):
-            assert torch.equal(value, found[key]), key
-
-
-def test_logits_stay_close(model: models.Network, tmp_path: Path) -> None:
-    with torch.no_grad():
-        model.train()(images(model, batch=16))  # norms that fit the images
-        x = images(model.eval(), batch=16, seed=5)
-        expected = model(x)
-        loaded = models.load(models.save(model, tmp_path / "m", dtype=torch.int8))
-        error = torch.linalg.vector_norm(loaded(x) - expected) / torch.linalg.vector_norm(expected)
-    assert 0 < float(error) < 0.05
-
-
-def test_a_quarter_of_the_size(tmp_path: Path) -> None:
-    model = make("resnet18_cifar")
-    whole = models.save(model, tmp_path / "whole").stat().st_size
-    assert models.save(model, tmp_path / "m", dtype=torch.int8).stat().st_size < 0.26 * whole
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-def test_load_casts_once(model: models.Network, tmp_path: Path, dtype: torch.dtype) -> None:
-    path = models.save(model, tmp_path / "m", dtype=torch.int8)
-    plain, cast = models.load(path).state_dict(), models.load(path, dtype=dtype).state_dict()
-    for key, value in plain.items():
-        assert torch.equal(cast[key], value.to(dtype) if value.is_floating_point() else value), key
+        in_full[key] = stored.float() if value.is_floating_point() else stored
+    loaded = models.load(path)
+    _assert_equal(loaded.state_dict(), in_full)
+    rounded = {k: v.bfloat16() if v.is_floating_point() else v for k, v in in_full.items()}
+    _assert_equal(models.load(path, dtype=torch.bfloat16).state_dict(), rounded)  # rounded once
+    again, _ = _contents(models.save(loaded, path, dtype=torch.int8))
+    same = [key for key in found if not key.endswith(".scale.")]
+    _assert_equal({k: again[k] for k in same}, {k: found[k] for k in same})
 
 
 @pytest.mark.parametrize(
@@ -663,132 +614,10 @@ def test_load_casts_once(model: models.Network, tmp_path: Path, dtype: torch.dty
     ],
 )
 def test_what_does_not_change_the_file(
-    model: models.Network, tmp_path: Path, change: Callable[[nn.Module], object]
+    model: models.Network, path: Path, change: Callable[[nn.Module], object]
 ) -> None:
-    plain = _contents(models.save(model, tmp_path / "plain", dtype=torch.int8))
+    plain = _contents(models.save(model, path, dtype=torch.int8))
     change(model)
-    tensors, metadata = _contents(models.save(model, tmp_path / "other", dtype=torch.int8))
+    tensors, metadata = _contents(models.save(model, path, dtype=torch.int8))
     assert metadata == plain[1]
     _assert_equal(tensors, plain[0])
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("key", [STEM, "head.0.bias", "head.0.running_var", BUFFER])
-def test_weights_that_are_no_numbers(
-    model: models.Network, tmp_path: Path, key: str, bad: float
-) -> None:
-    path = models.save(model, tmp_path / "m", dtype=torch.int8)
-    with torch.no_grad():
-        model.state_dict()[key].view(-1)[1] = bad
-    with pytest.raises(ValueError, match=rf"{key} holds NaN or infinity.*dtype=None"):
-        models.save(model, tmp_path / "other", dtype=torch.int8)
-    assert [p.name for p in tmp_path.iterdir()] == ["m"]
-    if key != STEM:
-        _damage(path, _tensor(key, lambda value: torch.full_like(value, bad)))
-        with pytest.raises(models.ModelFileError, match=rf"{key} holds NaN or infinity"):
-            models.load(path)
-
-
-def test_no_network_computes_in_eight_bits(model: models.Network, tmp_path: Path) -> None:
-    path = models.save(model, tmp_path / "m", dtype=torch.int8)
-    with pytest.raises(ValueError, match=r"torch\.int8: weights are kept.*torch\.float16\.$"):
-        models.load(path, dtype=torch.int8)
-
-
-def test_a_buffer_that_float16_cannot_hold(model: models.Network, tmp_path: Path) -> None:
-    model.get_buffer(BUFFER).view(-1)[0] = 1e6
-    with pytest.raises(ValueError, match=rf"size 1e\+06 does not fit \({BUFFER}\)"):
-        models.save(model, tmp_path / "m", dtype=torch.int8)
-
-
-# ---------------------------------------------------------------------- eight bits: files that lie
-
-Lie = Callable[[dict[str, Tensor], dict[str, str]], Any]
-
-
-def _damage(path: Path, change: Lie) -> None:
-    """Write the file again with other tensors or metadata; the header's sizes stay honest.
-
-    Without checksums, as older versions wrote it.
-    """
-    tensors, metadata = _contents(path)
-    metadata.pop("sha256", None)
-    change(tensors, metadata)
-    path.write_bytes(safetensors.torch.save(tensors, metadata))
-
-
-def _tensor(name: str, value: Callable[[Tensor], Tensor] | None) -> Lie:
-    def apply(tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-        old = tensors.pop(name)
-        if value is not None:
-            tensors[name] = value(old).contiguous()
-
-    return apply
-
-
-def _note(text: str | None = None, **fields: Any) -> Lie:
-    def apply(tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-        changed = json.dumps({**json.loads(metadata["quantization"]), **fields})
-        metadata["quantization"] = changed if text is None else text
-
-    return apply
-
-
-def _row(value: float) -> Lie:
-    return _tensor(SCALE, lambda scale: scale.index_fill(0, torch.tensor([2]), value))
-
-
-def _seven_rows(tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    tensors[STEM], tensors[SCALE] = tensors[STEM][:7].clone(), tensors[SCALE][:7].clone()
-
-
-HEADERS: list[tuple[Lie, str]] = [
-    (_note(version=2), r"has version=2, and this version reads 1; use the version"),
-    (_note(version=None), r"has version=None"),
-    (_note(scheme="int4"), r"scheme='int4', and this version reads 'int8 rows'"),
-    (_note(suffix=""), r"suffix='', and this version reads '\.scale\.'"),
-    (_note("{"), r"its quantization is not valid JSON"),
-    (_note("{}"), r"has version=None"),
-    (_note("[1]"), r"its quantization is a JSON list, not an object"),
-    (_note("null"), r"is a JSON NoneType, not an object"),
-    (_note("[" * 100_000), r"is not valid JSON"),
-]
-BODIES: list[tuple[Lie, str]] = [
-    (_tensor(SCALE, None), r"1 missing \(stem.weight.scale.\)"),
-    (_tensor(SCALE, lambda s: s[:7]), r"F32 of shape \(7,\), expected F32.*\(8,\)"),
-    (_tensor(SCALE, lambda s: s[:, None]), r"of shape \(8, 1\), expected F32"),
-    (_tensor(SCALE, lambda s: s.half()), r"is F16 of shape \(8,\), expected F32"),
-    (lambda tensors, metadata: metadata.pop("quantization"), r"network does not have \(.*scale"),
-    (_tensor(STEM, lambda q: q.flatten()), r"is I8 of shape \(72,\), expected"),
-    (_row(0.0), r"a scale of stem.weight is 0, expected a positive finite"),
-    (_row(-0.1), r"a scale of stem.weight is -0.1"),
-    (_row(float("nan")), r"a scale of stem.weight is nan"),
-    (_row(float("inf")), r"a scale of stem.weight is inf"),
-    (_row(3e38), r"stem.weight times its scales, up to 3e\+38, exceeds float32"),
-    (_tensor(STEM, lambda q: torch.full_like(q, -128)), r"holds -128, expected −127 to 127"),
-    (
-        lambda tensors, metadata: tensors.update({"ghost.scale.": torch.ones(3)}),
-        r"1 that the network does not have \(ghost.scale.\)",
-    ),
-    (_seven_rows, r"is I8 of shape \(7, 1, 3, 3\), expected I8 of shape \(8, 1, 3, 3\)"),
-    (_tensor(STEM, lambda q: q.float()), r"is F32 of shape \(8, 1, 3, 3\), expected I8"),
-    (_tensor(BUFFER, lambda v: v.to(torch.int8)), r"0\.v is I8 of shape .*, expected F16"),
-    (_tensor("head.0.weight", lambda w: w.half()), r"is F16 of shape .*, expected F32"),
-    (_tensor("head.4.bias", None), r"1 missing \(head.4.bias\)"),
-]
-
-
-@pytest.mark.parametrize(("change", "match"), [*HEADERS, *BODIES])
-def test_files_in_eight_bits_that_lie(
-    model: models.Network, tmp_path: Path, change: Lie, match: str
-) -> None:
-    path = models.save(model, tmp_path / "m", dtype=torch.int8)
-    before = models.load(path).state_dict()
-    _damage(path, lambda tensors, metadata: None)
-    _assert_equal(models.load(path).state_dict(), before)  # the damage is what is refused
-    _damage(path, change)
-    if (change, match) in HEADERS:
-        _check_refused(path, match)
-    with pytest.raises(models.ModelFileError, match=match) as caught:
-        models.load(path)
-    assert str(path) in str(caught.value)

@@ -174,15 +174,15 @@ def describe_failures(
 _LIBRARIES = (str(Path(__file__).parents[1]) + os.sep, str(Path(torch.__file__).parent) + os.sep)
 
 
-def warn_user(message: str) -> None:
-    """A ``ConvergenceWarning`` at the line of the user's code that led here.
+def warn_user(message: str, kind: type[Warning] = ConvergenceWarning) -> None:
+    """A warning at the line of the user's code that led here.
 
     Layers, adjoints and torch's own modules stand in between, so no fixed ``stacklevel`` fits.
     """
     level, frame = 2, sys._getframe(1)
     while frame.f_code.co_filename.startswith(_LIBRARIES) and frame.f_back is not None:
         level, frame = level + 1, frame.f_back
-    warnings.warn(message, ConvergenceWarning, stacklevel=level)
+    warnings.warn(message, kind, stacklevel=level)
 
 
 def warn_failures(

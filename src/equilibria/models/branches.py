@@ -20,16 +20,18 @@ from torch import Tensor, nn
 from equilibria.adjoints import Phantom
 from equilibria.nn import GEQ, MultiBranch, NormBounded, OptEq, PolynomialEq, SigmoidEq
 from equilibria.problems import FixedGamma, MeanPatchEnergy, Patches
-from equilibria.solvers import Anderson, ProximalGradient
+from equilibria.solvers import Anderson
 
 from .network import (
+    ModelConfig,
     ModelSpec,
     Network,
-    Shape,
     check_pixels,
     conv_norm_relu,
     entry,
     features_to_logits,
+    few_steps,
+    patch_size,
 )
 
 
@@ -53,12 +55,12 @@ class BranchNet(Network):
     convolutions, 7 × 7 and 3 × 3 (ImageNet), else one 3 × 3 (CIFAR). ``mids`` and ``scales`` have
     one number per branch: the channels of U and W, and by what the stem's pixels are divided. A
     branch reads the stem and, where ``reading`` is "chain", the sum of the branches before it.
-    ``balanced``: see BalancedBranches.
+    Branches with a ``radius`` are BalancedBranches.
     """
 
     def __init__(
         self,
-        shape: Shape,
+        config: ModelConfig,
         *,
         layer: Callable[..., nn.Module],
         downsample: bool,
@@ -67,28 +69,27 @@ class BranchNet(Network):
         scales: tuple[int, ...],
         fusion: int,
         reading: str,
-        balanced: bool = False,
         **options: Any,
     ) -> None:
-        super().__init__(shape.in_channels)
+        super().__init__(config.in_channels)
         if len(mids) != len(scales):
             raise ValueError(
                 f"mids={mids} and scales={scales} give {len(mids)} and {len(scales)} branches; "
                 "expected as many of one as of the other."
             )
-        patch: int = options["patch"].size if "patch" in options else 1
+        patch = patch_size(options)
         factor = 4 if downsample else 1
         seen = f"the branches see 1/{factor} of it divided by {scales}"
         needed = factor * patch * math.lcm(*scales)
-        check_pixels(shape.image_size, needed, f"{seen}, cut into patches of {patch} pixels")
-        pixels = [shape.image_size // factor // scale for scale in scales]
+        check_pixels(config.image_size, needed, f"{seen}, cut into patches of {patch} pixels")
+        pixels = [config.image_size // factor // scale for scale in scales]
         if downsample:
-            stem = conv_norm_relu(shape.in_channels, channels, 7, 2, kaiming=True)
+            stem = conv_norm_relu(config.in_channels, channels, 7, 2, kaiming=True)
             stem += conv_norm_relu(channels, channels, 3, 2, kaiming=True)
         else:
-            stem = conv_norm_relu(shape.in_channels, channels, 3, kaiming=True)
+            stem = conv_norm_relu(config.in_channels, channels, 3, kaiming=True)
         self.stem = nn.Sequential(*stem)
-        kind = BalancedBranches if balanced else MultiBranch
+        kind = BalancedBranches if "radius" in options else MultiBranch
         middle = sorted(pixels)[len(pixels) // 2]
         layers = [layer(channels, mid, kernel_size=3, **options) for mid in mids]
         self.branches = kind(layers, pixels, output=middle, chain=reading == "chain")
@@ -97,7 +98,7 @@ class BranchNet(Network):
             mixed += [nn.BatchNorm2d(channels), nn.ReLU()]
             mixed.append(nn.Conv2d(channels, channels, 3, padding=1, bias=False))
         self.fusion = nn.Sequential(*mixed)
-        self.head = features_to_logits(channels, shape.num_classes)
+        self.head = features_to_logits(channels, config.num_classes)
 
     def logits(self, x: Tensor) -> Tensor:
         out: Tensor = self.head(self.fusion(self.branches(self.stem(x))))
@@ -129,10 +130,7 @@ _PAPER = {
 # For the Gaussian kernel: five steps of the certificate's size leave less residual than ten of
 # Anderson's in bf16, and as many terms of the backward series; a training step is 6.8 times as fast
 # on an H200 (docs/performance.md). ``solver`` and ``adjoint`` take the papers' way back.
-_FUSED = {
-    "solver": ProximalGradient(rtol=0.0, atol=0.0, max_steps=5, accelerate=False),
-    "adjoint": Phantom(steps=5, damping=1.0, form="neumann"),
-}
+_FUSED = few_steps(5, 5)
 # With ‖W‖ ≤ 0.7 these keep ‖W‖² + 2‖c‖² and ‖W‖² + 0.7698‖c‖² below 1, so G is strongly convex.
 _RADII = {"polynomial": (PolynomialEq, 0.45), "sigmoid": (SigmoidEq, 0.75)}
 
@@ -160,7 +158,6 @@ def _family(
         "fusion": 2 if imagenet else 1,
         "reading": "chain",
     }
-    network = partial(BranchNet, downsample=imagenet)
     card: dict[str, Any] = {
         "image_size": 256 if imagenet else 32,
         "paper_parameters": parameters,
@@ -176,7 +173,8 @@ def _family(
     }
 
     def made(kind: str, layer: Any, text: str, options: Any, paper: str, **more: Any) -> ModelSpec:
-        build, about = partial(network, layer=layer), {**card, "revision": 1, **more}
+        build = partial(BranchNet, layer=layer, downsample=imagenet)
+        about = {**card, "revision": 1, **more}
         return entry(f"{kind}_{size}", build, f"six {text}", options, paper=paper, **about)
 
     # Revision 0 had parallel branches; of GEQ 1 had, and 0 also MeanPatchEnergy(detach=True).
@@ -193,12 +191,14 @@ def _family(
     state = partial(OptEq, form="state")
     yield made("mopteq", state, text, linear, "GEQ, Tables 1–2", paper_parameters=count)
     if not imagenet:
-        network = partial(network, balanced=True)
-        bounded = {**shared, "channels": kernel_channels, "constraint": NormBounded(bound=0.7)}
+        bounded = {**linear, "channels": kernel_channels, "constraint": NormBounded(bound=0.7)}
         for kernel, (layer, radius) in _RADII.items():
-            text, options = f"branches of the {kernel} kernel in a chain", {**bounded, **_PAPER}
-            paper: Any = {"paper": "GEQ, Table 5 (no count printed)", "paper_parameters": None}
-            yield made(f"mopteq_{kernel}", layer, text, {**options, "radius": radius}, **paper)
+            text, options = (
+                f"branches of the {kernel} kernel in a chain",
+                {**bounded, "radius": radius},
+            )
+            paper = "GEQ, Table 5 (no count printed)"
+            yield made(f"mopteq_{kernel}", layer, text, options, paper, paper_parameters=None)
 
 
 SPECS = (

@@ -18,16 +18,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from equilibria.adjoints import Phantom
 from equilibria.certify import Enclosed
 from equilibria.engine.tree import sample_norm
 from equilibria.nn import GEQ, Envelope, NormBounded, OptEq, constrain
 from equilibria.problems import FixedGamma, Patches
 from equilibria.problems.norms import SAFETY, UNIT, sum_error
 from equilibria.problems.operators import ConvOperator
-from equilibria.solvers import ProximalGradient
 
-from .network import ModelSpec, Network, Shape, check_pixels, entry
+from .network import ModelConfig, ModelSpec, Network, check_pixels, entry, few_steps, patch_size
 
 
 class BoundedConv(nn.Module):
@@ -64,8 +62,7 @@ class ConvexPotential(nn.Module):
     @torch.no_grad()
     def enclose(self, x: Tensor) -> Enclosed:
         """The output at x with what is proven of it, for ``certify.certify_network``."""
-        weight, inner = self._weight(), self.conv(x)
-        y = x - 2.0 * F.conv_transpose2d(F.relu(inner), weight, padding=1)
+        weight, inner, y = self._weight(), self.conv(x), ConvexPotential.forward(self, x)
         u, terms = ConvOperator(weight).norm_upper_on(x.shape[1:]), 8 * weight[0].numel() + 64
         size = sample_norm([x]) + sample_norm([y]) + sample_norm([inner])
         rounding = SAFETY * sum_error(terms) * math.sqrt(x[0].numel()) * size
@@ -96,7 +93,7 @@ class CertifiedNet(Network):
 
     def __init__(
         self,
-        shape: Shape,
+        config: ModelConfig,
         *,
         widths: tuple[int, ...],
         depth: int,
@@ -104,12 +101,12 @@ class CertifiedNet(Network):
         layer: Callable[..., nn.Module],
         **options: Any,
     ) -> None:
-        super().__init__(shape.in_channels)
-        patch: int = options["patch"].size if "patch" in options else 1
+        super().__init__(config.in_channels)
+        patch = patch_size(options)
         halvings = 2 ** (len(widths) - 1)
         why = f"unshuffle={unshuffle}, {len(widths)} stages and patches of {patch} pixels need that"
-        check_pixels(shape.image_size, patch * unshuffle * halvings, why)
-        first = shape.in_channels * unshuffle**2
+        check_pixels(config.image_size, patch * unshuffle * halvings, why)
+        first = config.in_channels * unshuffle**2
         if sorted(widths) != list(widths) or widths[0] < first:
             raise ValueError(
                 f"widths={widths}: expected widths that do not fall, the first at least {first}."
@@ -118,8 +115,8 @@ class CertifiedNet(Network):
         self.stages = nn.ModuleList(
             nn.Sequential(*(layer(width, **options) for _ in range(depth))) for width in widths
         )
-        pixels = shape.image_size // unshuffle // halvings
-        head = nn.Linear(widths[-1] * pixels**2, shape.num_classes)
+        pixels = config.image_size // unshuffle // halvings
+        head = nn.Linear(widths[-1] * pixels**2, config.num_classes)
         self.head = constrain(head, "weight", NormBounded(bound=1.0))
 
     def logits(self, x: Tensor) -> Tensor:
@@ -140,18 +137,14 @@ def _opteq(width: int, **options: Any) -> nn.Module:
     return Envelope(OptEq(width, width, kernel_size=3, form="hidden", **options))
 
 
-_SOLVING = {
-    "solver": ProximalGradient(rtol=0.0, atol=0.0, max_steps=4, accelerate=False),
-    "adjoint": Phantom(steps=3, damping=1.0, form="neumann"),
-}
 _GAUSSIAN = {
     "patch": Patches(channels=8, size=2),
     "hidden": 32,
     "gamma": FixedGamma(0.5),
     "constraint": NormBounded(bound=0.95),
-    **_SOLVING,
+    **few_steps(4, 3),
 }
-_LINEAR = {"constraint": NormBounded(bound=0.7), **_SOLVING}
+_LINEAR = {"constraint": NormBounded(bound=0.7), **few_steps(4, 3)}
 
 
 def _family(

@@ -16,16 +16,16 @@ from equilibria.nn import DeepOptEq, NormBounded, OptEqBlock
 from equilibria.solvers import Anderson
 
 from .network import (
+    ModelConfig,
     ModelSpec,
     Network,
-    Shape,
     conv_norm_relu,
     entry,
     features_to_logits,
     segmenter,
     upsample,
 )
-from .resnet import Bottleneck, Trunk
+from .resnet import Trunk
 from .stacks import Block, ExplicitPair
 
 
@@ -36,12 +36,12 @@ class DeepOptEqNet(Network):
     """
 
     def __init__(
-        self, shape: Shape, *, channels: int, mids: tuple[int, ...], **options: Any
+        self, config: ModelConfig, *, channels: int, mids: tuple[int, ...], **options: Any
     ) -> None:
-        super().__init__(shape.in_channels)
-        self.extractor = nn.Sequential(*conv_norm_relu(shape.in_channels, channels, 3))
+        super().__init__(config.in_channels)
+        self.extractor = nn.Sequential(*conv_norm_relu(config.in_channels, channels, 3))
         self.layer = DeepOptEq(channels, mids, kernel_size=3, **options)
-        self.head = features_to_logits(channels, shape.num_classes)
+        self.head = features_to_logits(channels, config.num_classes)
 
     def logits(self, x: Tensor) -> Tensor:
         out: Tensor = self.head(self.layer(self.extractor(x)))
@@ -59,15 +59,15 @@ class DeepOptEqImageNet(Network):
 
     def __init__(
         self,
-        shape: Shape,
+        config: ModelConfig,
         *,
         widen: int,
         mids: tuple[int, ...],
         wide_kernels: bool,
         **options: Any,
     ) -> None:
-        super().__init__(shape.in_channels)
-        self.extractor = Trunk(shape.in_channels, Bottleneck, (3, 4), "imagenet", widen)
+        super().__init__(config.in_channels)
+        self.extractor = Trunk(config.in_channels, (3, 4), "imagenet", bottleneck=True, widen=widen)
         channels = self.extractor.channels[-1]
         self.layer = DeepOptEq(channels, mids, kernel_size=3, separable=True, **options)
         if wide_kernels:
@@ -83,7 +83,7 @@ class DeepOptEqImageNet(Network):
             nn.MaxPool2d(2),
             nn.AdaptiveAvgPool2d(1),
             nn.Flatten(),
-            nn.Linear(4 * channels, shape.num_classes),
+            nn.Linear(4 * channels, config.num_classes),
         )
 
     def logits(self, x: Tensor) -> Tensor:
@@ -99,17 +99,22 @@ class BackboneSegmenter(Network):
     """
 
     def __init__(
-        self, shape: Shape, *, backbone: Callable[..., nn.Module], channels: int, **options: Any
+        self,
+        config: ModelConfig,
+        *,
+        backbone: Callable[..., nn.Module],
+        channels: int,
+        **options: Any,
     ) -> None:
-        super().__init__(shape.in_channels)
+        super().__init__(config.in_channels)
         made, half = backbone(channels, **options), (channels + 1) // 2
         self.stem = nn.Sequential(
-            *conv_norm_relu(shape.in_channels, half, 3, stride=2),
+            *conv_norm_relu(config.in_channels, half, 3, stride=2),
             *conv_norm_relu(half, channels, 3, stride=2),
         )
         self.backbone = made
         self.head = nn.Sequential(
-            nn.BatchNorm2d(channels), nn.ReLU(), nn.Conv2d(channels, shape.num_classes, 1)
+            nn.BatchNorm2d(channels), nn.ReLU(), nn.Conv2d(channels, config.num_classes, 1)
         )
 
     def logits(self, x: Tensor) -> Tensor:

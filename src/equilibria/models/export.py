@@ -37,9 +37,7 @@ from equilibria.nn import Envelope, observe
 from equilibria.nn.observing import report
 
 from .network import ModelConfig, Network
-from .weights import ModelFileError, quantize
-
-__all__ = ["ExportError", "Exported", "OnnxNetwork", "export", "load_onnx"]
+from .weights import MOST_TEXT, ModelFileError, dequantize, quantize
 
 FORMAT = "equilibria-export/1"
 TOLERANCE = 1e-5
@@ -47,7 +45,6 @@ TOLERANCE = 1e-5
 BATCHES = (1, 7)
 """The batch sizes that an exported program is compared at; it was traced with another."""
 _KEY = "equilibria"
-_MOST_TEXT = 1 << 22
 _MOST_BYTES = 2 << 30  # what an ONNX file without data beside it can hold
 
 
@@ -227,7 +224,7 @@ def _quantize(network: Network) -> dict[str, tuple[Tensor, Tensor]]:
     for name, weight in network.named_parameters():
         if weight.ndim >= 2:
             whole, scale = made[name] = quantize(name, weight)
-            weight.copy_((whole.flatten(1).float() * scale[:, None]).view(whole.shape))
+            weight.copy_(dequantize(whole, scale))
     return made
 
 
@@ -337,8 +334,8 @@ def load_onnx(path: str | os.PathLike[str]) -> OnnxNetwork:
         why = str(error).strip()[:300]
         raise ModelFileError(f"{place} is not a usable ONNX file: {why}") from error
     try:
-        if len(text) > _MOST_TEXT:
-            raise ValueError(f"metadata of {len(text):,} characters; the limit is {_MOST_TEXT:,}")
+        if len(text) > MOST_TEXT:
+            raise ValueError(f"metadata of {len(text):,} characters; the limit is {MOST_TEXT:,}")
         about = json.loads(text or "{}")
         if about.get("format") != FORMAT:
             raise ValueError(f"format={about.get('format')!r}, expected {FORMAT!r}")

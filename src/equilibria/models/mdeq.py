@@ -10,18 +10,18 @@ from equilibria.adjoints import Phantom
 from equilibria.nn import MDEQ, MDEQClassifier, MDEQSegmenter, MDEQStem
 from equilibria.solvers import Anderson
 
-from .network import Network, Shape, check_pixels, entry, segmenter
+from .network import ModelConfig, Network, check_pixels, entry, segmenter
 
 
 class _MDEQNetwork(Network):
     """The stem and one equilibrium of several scales; ``options`` are those of ``nn.MDEQ``."""
 
     def __init__(
-        self, shape: Shape, *, channels: tuple[int, ...], downsample: int, **options: Any
+        self, config: ModelConfig, *, channels: tuple[int, ...], downsample: int, **options: Any
     ) -> None:
-        super().__init__(shape.in_channels)
+        super().__init__(config.in_channels)
         self.multiple = 2 ** (downsample + len(channels) - 1)
-        self.stem = MDEQStem(channels[0], in_channels=shape.in_channels, downsample=downsample)
+        self.stem = MDEQStem(channels[0], in_channels=config.in_channels, downsample=downsample)
         self.layer = MDEQ(channels, post_affine=False, **options)
 
 
@@ -30,7 +30,7 @@ class MDEQNet(_MDEQNetwork):
 
     def __init__(
         self,
-        shape: Shape,
+        config: ModelConfig,
         *,
         channels: tuple[int, ...],
         downsample: int,
@@ -38,12 +38,12 @@ class MDEQNet(_MDEQNetwork):
         final_channels: int,
         **options: Any,
     ) -> None:
-        super().__init__(shape, channels=channels, downsample=downsample, **options)
+        super().__init__(config, channels=channels, downsample=downsample, **options)
         scales = f"the {len(channels)} scales {len(channels) - 1} time(s)"
         why = f"the stem halves it {downsample} and {scales}"
-        check_pixels(shape.image_size, self.multiple, why)
+        check_pixels(config.image_size, self.multiple, why)
         self.head = MDEQClassifier(
-            channels, shape.num_classes, head_channels=head_channels, final_channels=final_channels
+            channels, config.num_classes, head_channels=head_channels, final_channels=final_channels
         )
 
     def logits(self, x: Tensor) -> Tensor:
@@ -58,9 +58,9 @@ class MDEQSegmentation(_MDEQNetwork):
     and the scores cut to size.
     """
 
-    def __init__(self, shape: Shape, *, channels: tuple[int, ...], **options: Any) -> None:
-        super().__init__(shape, channels=channels, **options)
-        self.head = MDEQSegmenter(channels, shape.num_classes)
+    def __init__(self, config: ModelConfig, *, channels: tuple[int, ...], **options: Any) -> None:
+        super().__init__(config, channels=channels, **options)
+        self.head = MDEQSegmenter(channels, config.num_classes)
 
     def logits(self, x: Tensor) -> Tensor:
         height, width = x.shape[-2:]

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from equilibria.nn import MonotoneDEQ, TransposedSplitting
 from equilibria.solvers import PeacemanRachford
 
-from .network import ModelSpec, Network, Shape, check_pixels, entry
+from .network import ModelConfig, ModelSpec, Network, check_pixels, entry
 
 
 class MonotoneNet(Network):
@@ -21,23 +21,23 @@ class MonotoneNet(Network):
     """
 
     def __init__(
-        self, shape: Shape, *, channels: tuple[int, ...], pool: int, **options: Any
+        self, config: ModelConfig, *, channels: tuple[int, ...], pool: int, **options: Any
     ) -> None:
-        super().__init__(shape.in_channels)
+        super().__init__(config.in_channels)
         halved = len(channels) - 1
         unit = pool * 2**halved
         why = f"{len(channels)} tier(s) halve it {halved} time(s), and it is pooled by {pool}"
-        check_pixels(shape.image_size, unit, why)
-        self.image_size = shape.image_size
+        check_pixels(config.image_size, unit, why)
+        self.image_size = config.image_size
         self.layer = MonotoneDEQ(
             channels if len(channels) > 1 else channels[0],
-            in_channels=shape.in_channels,
+            in_channels=config.in_channels,
             kernel_size=3,
             **options,
         )
         self.pool = nn.AvgPool2d(pool)
-        side = shape.image_size // unit
-        self.head = nn.Linear(channels[-1] * side * side, shape.num_classes)
+        side = config.image_size // unit
+        self.head = nn.Linear(channels[-1] * side * side, config.num_classes)
 
     def logits(self, x: Tensor) -> Tensor:
         if x.shape[-2:] != (self.image_size, self.image_size):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -12,29 +11,26 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from equilibria.adjoints import Phantom
 from equilibria.certify import LabelStopping
+from equilibria.engine.result import warn_user
 from equilibria.engine.transforms import transforms_active
 from equilibria.ops.pooling import average_pool
+from equilibria.solvers import ProximalGradient
 
 from .hub import OnHub
 from .options import option
 from .prediction import Prediction, predictions, stopped_predictions
-from .preprocessing import Preprocessing, warn_input
-from .values import from_json, short
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What goes in and out: images [B, in_channels, image_size, image_size] → num_classes."""
-
-    num_classes: int
-    in_channels: int
-    image_size: int
+from .preprocessing import InputWarning, Preprocessing
+from .values import from_json, hint, short
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """All that ``models.create`` needs to build a network again, in JSON's types."""
+    """All that ``models.create`` needs to build a network again, in JSON's types.
+
+    Images [B, in_channels, image_size, image_size] → num_classes.
+    """
 
     name: str
     num_classes: int
@@ -130,8 +126,10 @@ class Network(nn.Module, OnHub, ABC):
             stop: "label": stop each image when its label is proven to be that of the converged
                 network (``certify.LabelStopping``); the others get the full solve.
         """
-        how: dict[str, Any] = {"top": top, "certify": certify, "batch_size": batch_size}
-        return self.predict_normalized(self.preprocess(images), stop=stop, **how)
+        x = self.preprocess(images)
+        return self.predict_normalized(
+            x, top=top, certify=certify, batch_size=batch_size, stop=stop
+        )
 
     def predict_normalized(
         self,
@@ -203,10 +201,11 @@ class Network(nn.Module, OnHub, ABC):
             return
         low, high = map(float, torch.aminmax(x.detach()))
         if (made.normalizes and low >= 0.0 and high <= 1.0) or high > 10.0 * made.largest:
-            warn_input(
+            warn_user(
                 f"{self.config.name} takes images normalized as in training, and these look like "
                 f"plain pixels (from {low:.3g} to {high:.3g}): use model(model.preprocess(images)) "
-                "or model.predict(images)."
+                "or model.predict(images).",
+                InputWarning,
             )
 
 
@@ -257,7 +256,7 @@ class ModelCard:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """An entry of the table: ``build(shape, **options)``, the defaults and the card."""
+    """An entry of the table: ``build(config, **options)``, the defaults and the card."""
 
     build: Callable[..., Network]
     defaults: Mapping[str, Any]
@@ -267,10 +266,8 @@ class ModelSpec:
         made = dict(self.defaults)
         for name, value in overrides.items():
             if name not in made:
-                close = difflib.get_close_matches(name, made, n=1)
-                hint = f" Did you mean {close[0]!r}?" if close else ""
                 raise TypeError(
-                    f"{self.card.name} has no option {name!r} (got {value!r}).{hint} "
+                    f"{self.card.name} has no option {name!r} (got {value!r}).{hint(name, made)} "
                     f"Its options: {', '.join(made) or 'none'}."
                 )
             where, allowed = f"{self.card.name}: option {name}={value!r}", option(name, made[name])
@@ -309,6 +306,22 @@ segmenter = partial(entry, image_size=180, task="segmentation")  # CamVid at 240
 def check_pixels(size: int, needed: int, why: str) -> None:
     if size % needed:
         raise ValueError(f"image_size={size} is no multiple of {needed}: {why}.")
+
+
+def patch_size(options: Mapping[str, Any]) -> int:
+    """Pixels of a side of the layers' patches; 1 where the kernel has none."""
+    return options["patch"].size if "patch" in options else 1
+
+
+def few_steps(steps: int, terms: int) -> dict[str, Any]:
+    """``steps`` of the certificate's size and ``terms`` of the backward series.
+
+    Nothing waits for the device, and Gaussian layers take the fused path (problems/fused.py).
+    """
+    return {
+        "solver": ProximalGradient(rtol=0.0, atol=0.0, max_steps=steps, accelerate=False),
+        "adjoint": Phantom(steps=terms, damping=1.0, form="neumann"),
+    }
 
 
 def conv_norm_relu(

@@ -13,6 +13,8 @@ from equilibria.engine import Adjoint, SolverOptions
 from equilibria.nn import NormBounded, WeightNormalized
 from equilibria.problems import GammaPolicy, Patches, Regularizer
 
+from .preprocessing import LARGEST_SIDE
+
 
 @dataclass(frozen=True)
 class Option:
@@ -69,6 +71,12 @@ def _one_or_more(one: Option) -> Option:
     return Option(one.about, allowed, lambda v: one.accepts(v) or many.accepts(v))
 
 
+SIZES: dict[str, Option] = {
+    "num_classes": _integer("logits of the head"),
+    "in_channels": _integer("channels of the images"),
+    "image_size": _integer("pixels of a side of the images", high=LARGEST_SIDE),
+}
+"""What every network has, beside its own options."""
 _POSITIVE: tuple[str, Callable[[float], bool]] = ("(0, 1e+06]", lambda v: 0.0 < v <= 1e6)
 _SHARE: tuple[str, Callable[[float], bool]] = ("[0, 1)", lambda v: 0.0 <= v < 1.0)
 

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from equilibria.engine.optional import needs
+from equilibria.engine.result import warn_user
 
 LARGEST_SIDE = 4096
 """Pixels of a side that a network may be laid out for, or ask images to be resized to."""
@@ -29,16 +29,6 @@ _TAKES = (
 
 class InputWarning(UserWarning):
     """Images that are far from those that a network was trained on."""
-
-
-def warn_input(message: str) -> None:
-    """Warn at the line that called the library."""
-    frame, level = sys._getframe(1), 2
-    while frame.f_back is not None:
-        if frame.f_globals.get("__name__", "").split(".")[0] not in ("equilibria", "torch"):
-            break
-        frame, level = frame.f_back, level + 1
-    warnings.warn(message, InputWarning, stacklevel=level)
 
 
 @dataclass(frozen=True)
@@ -79,7 +69,8 @@ class Preprocessing:
         self, images: Any, names: Sequence[str] | None = None, device: torch.device | None = None
     ) -> Tensor:
         """One image or several, see ``Network.preprocess``; float32 [B, C, H, W]."""
-        given = list(_listed(images))
+        batch = isinstance(images, Tensor) and images.ndim == 4
+        given = list(images) if batch or isinstance(images, (list, tuple)) else [images]
         if not given:
             raise ValueError(f"there is no image: {_TAKES}.")
         names = [f"image {i}" for i in range(len(given))] if names is None else names
@@ -92,7 +83,7 @@ class Preprocessing:
             x = pixels / 255.0 if pixels.dtype == torch.uint8 else pixels.float()
             mean, std = (x.new_tensor(v).view(-1, 1, 1) for v in (self.mean, self.std))
             made.append((x - mean) / std)
-            doubt = _range_doubt(x) or self._doubt(made[-1])
+            doubt = self._doubt(x, made[-1])
             if doubt:
                 doubts.setdefault(doubt, []).append(name)
         shapes = {tuple(x.shape) for x in made}
@@ -104,7 +95,7 @@ class Preprocessing:
             )
         for doubt, whose in doubts.items():
             others = "" if len(whose) == 1 else f" and {len(whose) - 1} more"
-            warn_input(f"{whose[0]}{others}: {doubt}")
+            warn_user(f"{whose[0]}{others}: {doubt}", InputWarning)
         return torch.stack(made)
 
     def _pixels(self, image: Any, name: str) -> Tensor:
@@ -180,11 +171,18 @@ class Preprocessing:
             made.append(torch.frombuffer(bytearray(image.tobytes()), dtype=kind))
         return torch.stack(made).view(-1, target[1], target[0])
 
-    def _doubt(self, x: Tensor) -> str:
-        """What makes a normalized image [C, H, W] unlike those of training; empty: nothing.
+    def _doubt(self, pixels: Tensor, x: Tensor) -> str:
+        """What makes an image [C, H, W] unlike those of training; empty: nothing.
 
-        Over all pixels of the training images x has mean 0 and standard deviation 1.
+        Pixels should be from 0 to 1. Normalized, x has mean 0 and standard deviation 1 over all
+        pixels of the training images.
         """
+        low, high = float(pixels.min()), float(pixels.max())
+        if low < -0.01 or high > 1.01:
+            found = f"values from {low:.3g} to {high:.3g} where pixels from 0 to 1 are expected"
+            if low < 0 and max(-low, high) < 20:
+                return f"{found}; if it is normalized already, call model(x) without preprocess"
+            return f"{found}; divide by 255, or give uint8"
         if not self.normalizes or x[0].numel() == 1:
             return ""
         contrast, mean = float(x.flatten(1).std(1).max()), float(x.mean())
@@ -200,25 +198,6 @@ class Preprocessing:
                 f"{mean:+.1f} standard deviations): are its colors inverted?"
             )
         return ""
-
-
-def _range_doubt(pixels: Tensor) -> str:
-    """What is odd about pixels that should be from 0 to 1."""
-    low, high = float(pixels.min()), float(pixels.max())
-    if low >= -0.01 and high <= 1.01:
-        return ""
-    found = f"values from {low:.3g} to {high:.3g} where pixels from 0 to 1 are expected"
-    if low < 0 and max(-low, high) < 20:
-        return f"{found}; if it is normalized already, call model(x) without preprocess"
-    return f"{found}; divide by 255, or give uint8"
-
-
-def _listed(images: Any) -> Iterator[Any]:
-    """The images one by one; a single one is a list of one."""
-    if isinstance(images, (list, tuple)) or (isinstance(images, Tensor) and images.ndim == 4):
-        yield from images
-    else:
-        yield images
 
 
 def _numbers(key: str, given: Any, channels: int) -> tuple[float, ...]:

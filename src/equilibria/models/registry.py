@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from . import branches, certified, deep_opteq, mdeq, monotone, resnet, stacks
-from .network import ModelCard, ModelConfig, ModelSpec, Network, Shape, prefixed
-from .preprocessing import LARGEST_SIDE
+from .network import ModelCard, ModelConfig, ModelSpec, Network, prefixed
+from .options import SIZES
 from .values import to_json
 
 SPECS: Mapping[str, ModelSpec] = {
@@ -17,7 +17,6 @@ SPECS: Mapping[str, ModelSpec] = {
     for family in (branches, stacks, certified, deep_opteq, monotone, mdeq, resnet)
     for spec in family.SPECS
 }
-_LARGEST = {"num_classes": 1 << 16, "in_channels": 1 << 16, "image_size": LARGEST_SIDE}
 
 
 def nearest(name: str) -> str:
@@ -89,13 +88,13 @@ def create(
         "image_size": spec.card.image_size if image_size is None else image_size,
     }
     for what, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= _LARGEST[what]:
-            high = _LARGEST[what]
-            raise ValueError(f"{name}: {what}={size!r}, expected an integer in [1, {high}].")
+        if not SIZES[what].accepts(size):
+            raise ValueError(f"{name}: {what}={size!r}, expected {SIZES[what].allowed}.")
     stored = {key: to_json(value) for key, value in options.items()}
+    config = ModelConfig(name, **sizes, options=stored)
     try:
-        model = spec.build(Shape(**sizes), **options)
+        model = spec.build(config, **options)
     except (TypeError, ValueError) as error:
         raise prefixed(error, name) from error
-    model.config, model.task = ModelConfig(name, **sizes, options=stored), spec.card.task
+    model.config, model.task = config, spec.card.task
     return model

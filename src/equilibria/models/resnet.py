@@ -8,22 +8,29 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import pairwise
-from typing import ClassVar, Literal
+from typing import Literal
 
 from torch import Tensor, nn
 
-from .network import ModelSpec, Network, Shape, conv_norm_relu, entry, segmenter, upsample
+from .network import ModelConfig, ModelSpec, Network, conv_norm_relu, entry, segmenter, upsample
 
 Stem = Literal["cifar", "imagenet"]
 
 
-class _Residual(nn.Module):
-    """ReLU(body(x) + shortcut(x)); the shortcut is a 1 × 1 convolution where the shape changes."""
+class Residual(nn.Module):
+    """ReLU(body(x) + shortcut(x)); the shortcut is a 1 × 1 convolution where the shape changes.
 
-    expansion: ClassVar[int]
+    The body is BN(C₂ ReLU(BN(C₁x))), both 3 × 3, or as a bottleneck
+    BN(C₃ ReLU(BN(C₂ ReLU(BN(C₁x))))), 1 × 1, 3 × 3, 1 × 1; inside it has ``mid`` channels.
+    """
 
-    def __init__(self, before: int, after: int, stride: int, body: list[nn.Module]) -> None:
+    def __init__(self, before: int, mid: int, after: int, stride: int, bottleneck: bool) -> None:
         super().__init__()
+        if bottleneck:
+            body = conv_norm_relu(before, mid, 1) + conv_norm_relu(mid, mid, 3, stride)
+            body += conv_norm_relu(mid, after, 1)
+        else:
+            body = conv_norm_relu(before, mid, 3, stride) + conv_norm_relu(mid, after, 3)
         self.body = nn.Sequential(*body[:-1])  # its last ReLU comes after the sum
         if before == after and stride == 1:
             self.shortcut: nn.Module = nn.Identity()
@@ -36,42 +43,26 @@ class _Residual(nn.Module):
         return out
 
 
-class Basic(_Residual):
-    """ReLU(BN(C₂ ReLU(BN(C₁x))) + shortcut(x)), both 3 × 3."""
-
-    expansion = 1
-
-    def __init__(self, before: int, width: int, stride: int, mid: int) -> None:
-        first = conv_norm_relu(before, mid, 3, stride)
-        super().__init__(before, width, stride, [*first, *conv_norm_relu(mid, width, 3)])
-
-
-class Bottleneck(_Residual):
-    """ReLU(BN(C₃ ReLU(BN(C₂ ReLU(BN(C₁x))))) + shortcut(x)): 1 × 1, 3 × 3, 1 × 1."""
-
-    expansion = 4
-
-    def __init__(self, before: int, width: int, stride: int, mid: int) -> None:
-        after = self.expansion * width
-        body = conv_norm_relu(before, mid, 1) + conv_norm_relu(mid, mid, 3, stride)
-        super().__init__(before, after, stride, body + conv_norm_relu(mid, after, 1))
-
-
 BASIC_18 = (2, 2, 2, 2)
 DEEP_50 = (3, 4, 6, 3)
-Block = type[Basic] | type[Bottleneck]
 
 
 class Trunk(nn.Module):
     """The stem and the first stages: x [B, C, S, S] → one map a stage, the finest first.
 
-    Stage i has blocks[i] blocks, the first of stride 2 (except at i = 0), and block.expansion·64·2ⁱ
-    channels. With the imagenet stem its maps are S/4, S/8, S/16, S/32 pixels wide. The middle of
-    each block is ``widen`` times wider (2: Wide-ResNet-50-2).
+    Stage i has blocks[i] blocks, the first of stride 2 (except at i = 0), and 64·2ⁱ channels, of
+    bottlenecks 4·64·2ⁱ. With the imagenet stem its maps are S/4, S/8, S/16, S/32 pixels wide. The
+    middle of each block is ``widen`` times wider (2: Wide-ResNet-50-2).
     """
 
     def __init__(
-        self, in_channels: int, block: Block, blocks: tuple[int, ...], stem: Stem, widen: int = 1
+        self,
+        in_channels: int,
+        blocks: tuple[int, ...],
+        stem: Stem,
+        *,
+        bottleneck: bool,
+        widen: int = 1,
     ) -> None:
         super().__init__()
         size, stride = (3, 1) if stem == "cifar" else (7, 2)
@@ -82,11 +73,12 @@ class Trunk(nn.Module):
         before, stages, self.channels = 64, [], []
         for index, count in enumerate(blocks):
             width = 64 * 2**index
+            after = 4 * width if bottleneck else width
             stage: list[nn.Module] = []
             for k in range(count):
                 stride = 2 if index and not k else 1
-                stage.append(block(before, width, stride, widen * width))
-                before = block.expansion * width
+                stage.append(Residual(before, widen * width, after, stride, bottleneck))
+                before = after
             stages.append(nn.Sequential(*stage))
             self.channels.append(before)
         self.stages = nn.ModuleList(stages)
@@ -105,11 +97,13 @@ class Trunk(nn.Module):
 class ResNet(Network):
     """A trunk of four stages, the mean over pixels, a linear head."""
 
-    def __init__(self, shape: Shape, *, block: Block, blocks: tuple[int, ...], stem: Stem) -> None:
-        super().__init__(shape.in_channels)
-        self.trunk = Trunk(shape.in_channels, block, blocks, stem)
+    def __init__(
+        self, config: ModelConfig, *, bottleneck: bool, blocks: tuple[int, ...], stem: Stem
+    ) -> None:
+        super().__init__(config.in_channels)
+        self.trunk = Trunk(config.in_channels, blocks, stem, bottleneck=bottleneck)
         self.pool = nn.AdaptiveAvgPool2d(1)
-        self.head = nn.Linear(self.trunk.channels[-1], shape.num_classes)
+        self.head = nn.Linear(self.trunk.channels[-1], config.num_classes)
 
     def logits(self, x: Tensor) -> Tensor:
         out: Tensor = self.head(self.pool(self.trunk(x)[-1]).flatten(1))
@@ -122,11 +116,11 @@ class FCN(Network):
     Each coarser score is brought up by bilinear interpolation and added to the next finer one.
     """
 
-    def __init__(self, shape: Shape) -> None:
-        super().__init__(shape.in_channels)
-        self.trunk = Trunk(shape.in_channels, Basic, BASIC_18, "imagenet")
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config.in_channels)
+        self.trunk = Trunk(config.in_channels, BASIC_18, "imagenet", bottleneck=False)
         self.scores = nn.ModuleList(
-            nn.Conv2d(c, shape.num_classes, 1) for c in self.trunk.channels[1:]
+            nn.Conv2d(c, config.num_classes, 1) for c in self.trunk.channels[1:]
         )
 
     def logits(self, x: Tensor) -> Tensor:
@@ -138,13 +132,11 @@ class FCN(Network):
         return upsample(out, x)
 
 
-def _spec(
-    name: str, text: str, block: Block, blocks: tuple[int, ...], stem: Stem, published: int
-) -> ModelSpec:
+def _spec(name: str, text: str, blocks: tuple[int, ...], stem: Stem, published: int) -> ModelSpec:
     cifar = stem == "cifar"
     return entry(
         name,
-        partial(ResNet, block=block, blocks=blocks, stem=stem),
+        partial(ResNet, bottleneck=blocks == DEEP_50, blocks=blocks, stem=stem),
         text,
         {},
         image_size=32 if cifar else 224,
@@ -155,10 +147,10 @@ def _spec(
 
 
 SPECS = (
-    _spec("resnet18_cifar", "ResNet-18, 3 × 3 stem", Basic, BASIC_18, "cifar", 11_170_000),
-    _spec("resnet50_cifar", "ResNet-50, 3 × 3 stem", Bottleneck, DEEP_50, "cifar", 23_500_000),
-    _spec("resnet18_imagenet", "ResNet-18", Basic, BASIC_18, "imagenet", 11_690_000),
-    _spec("resnet50_imagenet", "ResNet-50", Bottleneck, DEEP_50, "imagenet", 25_560_000),
+    _spec("resnet18_cifar", "ResNet-18, 3 × 3 stem", BASIC_18, "cifar", 11_170_000),
+    _spec("resnet50_cifar", "ResNet-50, 3 × 3 stem", DEEP_50, "cifar", 23_500_000),
+    _spec("resnet18_imagenet", "ResNet-18", BASIC_18, "imagenet", 11_690_000),
+    _spec("resnet50_imagenet", "ResNet-50", DEEP_50, "imagenet", 25_560_000),
     segmenter(
         "fcn_resnet18", FCN, "FCN-8s on a ResNet-18", {}, paper="Shelhamer, Long and Darrell 2017"
     ),

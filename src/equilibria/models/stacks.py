@@ -19,9 +19,19 @@ from equilibria.adjoints import Implicit, Phantom
 from equilibria.engine import GMRES
 from equilibria.nn import GEQ, NormBounded, OptEq
 from equilibria.problems import MeanPatchEnergy, Patches
-from equilibria.solvers import Anderson, Picard, ProximalGradient
+from equilibria.solvers import Anderson, Picard
 
-from .network import AveragePool, ModelSpec, Network, Shape, check_pixels, entry, features_to_logits
+from .network import (
+    AveragePool,
+    ModelConfig,
+    ModelSpec,
+    Network,
+    check_pixels,
+    entry,
+    features_to_logits,
+    few_steps,
+    patch_size,
+)
 
 Layer = Callable[..., nn.Module]
 """(channels in, channels out, **options) → a module that keeps the pixels."""
@@ -96,7 +106,7 @@ class StackNet(Network):
 
     def __init__(
         self,
-        shape: Shape,
+        config: ModelConfig,
         *,
         layer: Layer,
         widths: tuple[int, ...],
@@ -105,13 +115,13 @@ class StackNet(Network):
         shift: bool = False,
         **options: Any,
     ) -> None:
-        super().__init__(shape.in_channels)
-        patch: int = options["patch"].size if "patch" in options else 1
+        super().__init__(config.in_channels)
+        patch = patch_size(options)
         _check_shift(shift, patch, depth)
         halved = len(widths) - 1
         why = f"{len(widths)} stages halve it {halved} time(s), and patches of {patch} pixels must"
-        check_pixels(shape.image_size, patch * 2**halved, f"{why} divide the last map")
-        self.stem = nn.Conv2d(shape.in_channels, widths[0], 3, padding=1, bias=False)
+        check_pixels(config.image_size, patch * 2**halved, f"{why} divide the last map")
+        self.stem = nn.Conv2d(config.in_channels, widths[0], 3, padding=1, bias=False)
         stages: list[nn.Module] = []
         made = partial(layer, **options)
         before = widths[0]
@@ -123,7 +133,7 @@ class StackNet(Network):
                 stages.append(Block(before, width, made, norm=norm, shift=pixels))
                 before = width
         self.stages = nn.Sequential(*stages)
-        self.head = features_to_logits(before, shape.num_classes)
+        self.head = features_to_logits(before, config.num_classes)
 
     def logits(self, x: Tensor) -> Tensor:
         out: Tensor = self.head(self.stages(self.stem(x)))
@@ -175,9 +185,7 @@ def _family(
     )
 
 
-# For CIFAR, a few steps of the certificate's size and as many terms of the backward series: nothing
-# waits for the device, and Gaussian layers take the fused path (problems/fused.py). Four such steps
-# leave the residual of six of damped iteration (docs/performance.md).
+# For CIFAR; four such steps leave the residual of six of damped iteration (docs/performance.md).
 _CIFAR = {
     "patch": Patches(channels=8, size=2),
     "hidden": 64,
@@ -185,8 +193,7 @@ _CIFAR = {
     "constraint": NormBounded(bound=1.2),
     "bias": False,  # the norm before U has a shift of its own (with norm="after" U has neither)
     "shift": False,
-    "solver": ProximalGradient(rtol=0.0, atol=0.0, max_steps=4, accelerate=False),
-    "adjoint": Phantom(steps=3, damping=1.0, form="neumann"),
+    **few_steps(4, 3),
 }
 # The linear twin's bounds are 1 − ‖W‖² ⪯ ∇²g ⪯ 1, so that the certificate's step is 1.8 at a norm
 # of 0.95: best against the worst direction, but it turns the many in which W is small over and

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from equilibria import adjoints, engine, nn, problems, solvers
@@ -18,7 +18,10 @@ from equilibria.nn import NormBounded, WeightNormalized
 from equilibria.problems import GammaPolicy, Patches, Regularizer
 from equilibria.solvers import BestIterate
 
-_BASES = (SolverOptions, Adjoint, LinearSolver, GammaPolicy, Patches, Regularizer)
+_BASES = (
+    *(SolverOptions, Adjoint, LinearSolver, GammaPolicy, Patches, Regularizer),
+    *(NormBounded, WeightNormalized),
+)
 _PUBLIC = [
     getattr(package, name)
     for package in (solvers, adjoints, engine, nn, problems)
@@ -28,9 +31,7 @@ _PUBLIC = [
 KINDS: Mapping[str, type[Any]] = {
     item.__name__: item
     for item in _PUBLIC
-    if inspect.isclass(item)
-    and issubclass(item, (*_BASES, NormBounded, WeightNormalized))
-    and not inspect.isabstract(item)
+    if inspect.isclass(item) and issubclass(item, _BASES) and not inspect.isabstract(item)
 }
 """The classes that a configuration may name: all public solvers, adjoints, constraints, …"""
 
@@ -60,11 +61,16 @@ def from_json(value: Any) -> Any:
     name = value.get("kind")
     kind = KINDS.get(name) if isinstance(name, str) else None
     if kind is None:
-        close = difflib.get_close_matches(str(name), KINDS, n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
-        raise ValueError(f"kind={name!r} is not known.{hint} Kinds: {', '.join(KINDS)}.")
+        close = hint(str(name), KINDS)
+        raise ValueError(f"kind={name!r} is not known.{close} Kinds: {', '.join(KINDS)}.")
     given = {str(key): from_json(item) for key, item in value.items() if key != "kind"}
     return kind(**given)
+
+
+def hint(name: str, known: Iterable[str]) -> str:
+    """A sentence that offers the nearest name, after a space; empty where none is near."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f" Did you mean {close[0]!r}?" if close else ""
 
 
 def short(value: Any) -> str:

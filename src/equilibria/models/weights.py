@@ -44,7 +44,7 @@ _FLOATS |= {torch.bfloat16: "BF16", torch.float16: "F16"}
 _NAMES = {**_FLOATS, torch.int64: "I64", torch.int8: "I8"}
 _METADATA = "__metadata__"  # no tensor of a safetensors file can have this name
 _MOST_DIMENSIONS = 8
-_MOST_TEXT = 1 << 22
+MOST_TEXT = 1 << 22
 _MOST = {"max_steps": 100_000, "memory": 1000, "restart": 1000}
 _MOST_ELSE = 10_000
 """What a file may ask of a solver, an adjoint, …: the cost of a solve grows with each of them."""
@@ -101,21 +101,30 @@ def save(
         "extra": _extra_text(network.extra if extra is None else extra),
     }
     stored: dict[str, Tensor] = {}
-    quantized: list[str] = []
     for name, value in network.state_dict(keep_vars=True).items():
-        kind = _stored_as(value) if dtype == torch.int8 else dtype
-        if kind == torch.int8:
-            stored[name], stored[name + _SCALE] = quantize(name, value)
-            quantized.append(name)
-            continue
-        if dtype == torch.int8:
-            _check_finite(name, value)
-        stored[name] = _rounded(name, value.detach(), kind).cpu().contiguous().clone()
+        stored |= _encoded(name, value, dtype)
     if dtype == torch.int8:
+        quantized = [name for name, value in stored.items() if value.dtype == torch.int8]
         metadata["quantization"] = json.dumps({**_QUANTIZATION, "tensors": quantized})
     sums = {name: _checksum(value) for name, value in stored.items()}
     metadata["sha256"] = json.dumps({**sums, _METADATA: _metadata_checksum(metadata)})
     return write_bytes(place, _safetensors().torch.save(stored, metadata))
+
+
+def _encoded(name: str, value: Tensor, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """What a file holds of an entry of the state dict, ``dtype`` that of ``save``."""
+    kind = dtype
+    if dtype == torch.int8:
+        if not _finite(value):
+            raise ValueError(
+                f"{name} holds NaN or infinity, and a file in eight bits (dtype=torch.int8) holds "
+                "finite numbers alone; repair it, or save with dtype=None to keep it as it is"
+            )
+        kind = _stored_as(value)
+    if kind == torch.int8:
+        whole, scale = quantize(name, value)
+        return {name: whole, name + _SCALE: scale}
+    return {name: _rounded(name, value.detach(), kind).cpu().contiguous().clone()}
 
 
 def _checksum(tensor: Tensor) -> str:
@@ -264,8 +273,8 @@ def _opened(path: Place) -> Iterator[Any]:
 def _header(path: Path, file: Any) -> dict[str, Any]:
     metadata = file.metadata() or {}
     for key, text in metadata.items():
-        if len(text) > _MOST_TEXT:
-            _refuse(path, f"its {key} has {len(text):,} characters; the limit is {_MOST_TEXT:,}")
+        if len(text) > MOST_TEXT:
+            _refuse(path, f"its {key} has {len(text):,} characters; the limit is {MOST_TEXT:,}")
     if metadata.get("format") != FORMAT:
         found = f"format={metadata.get('format')!r}, expected {FORMAT!r}"
         _refuse(path, f"it is a safetensors file without the mark of models.save ({found})")
@@ -412,14 +421,6 @@ def _finite(value: Tensor) -> bool:
     return not value.is_floating_point() or bool(torch.isfinite(value).all())
 
 
-def _check_finite(name: str, value: Tensor) -> None:
-    if not _finite(value):
-        raise ValueError(
-            f"{name} holds NaN or infinity, and a file in eight bits (dtype=torch.int8) holds "
-            "finite numbers alone; repair it, or save with dtype=None to keep it as it is"
-        )
-
-
 def quantize(name: str, weight: Tensor) -> tuple[Tensor, Tensor]:
     """w [R, …] ↦ q = round(w/s) in int8 [R, …] and s = max|w|/127 in float32 [R].
 
@@ -428,7 +429,6 @@ def quantize(name: str, weight: Tensor) -> tuple[Tensor, Tensor]:
     """
     # Exact to float32's rounding: a quotient in float32 misses ties by up to 8e-6 of a step.
     exact = weight.detach().cpu().double().flatten(1)
-    _check_finite(name, exact)
     scale = (exact.abs().amax(1) / _LARGEST).float()
     scale[scale < torch.finfo(torch.float32).tiny] = 1.0
     whole = torch.round(exact / scale[:, None].double()).clamp_(-_LARGEST, _LARGEST)
@@ -440,28 +440,29 @@ def quantize(name: str, weight: Tensor) -> tuple[Tensor, Tensor]:
     return whole.to(torch.int8).view(weight.shape), scale
 
 
-def _dequantize(name: str, whole: Tensor, scale: Tensor) -> Tensor:
-    """q int8 [R, …], s float32 [R] ↦ q·s, computed in float32. Neither q nor s is trusted."""
-    made = (whole.flatten(1).float() * scale[:, None]).view(whole.shape)
-    unusable = scale[~(torch.isfinite(scale) & (scale > 0))]
-    if unusable.numel():
-        why = f"a scale of {name} is {float(unusable[0]):.3g}, expected a positive finite number"
-    elif bool((whole < -_LARGEST).any()):
-        why = f"{name} holds {int(whole.min())}, expected −{_LARGEST} to {_LARGEST}"
-    elif not bool(torch.isfinite(made).all()):
-        why = f"{name} times its scales, up to {float(scale.max()):.3g}, exceeds float32"
-    else:
-        return made
-    raise ValueError(f"{why}; the file is damaged, fetch or save it again")
+def dequantize(whole: Tensor, scale: Tensor) -> Tensor:
+    """q int8 [R, …], s float32 [R] ↦ q·s, computed in float32."""
+    return (whole.flatten(1).float() * scale[:, None]).view(whole.shape)
 
 
 def _in_full(path: Place, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a file in eight bits, with q·s in the place of q and s."""
+    """The tensors of a file in eight bits, q·s in the place of q and s, neither of them trusted."""
     made = dict(stored)
-    try:
-        for name, value in stored.items():
-            if value.dtype == torch.int8:
-                made[name] = _dequantize(name, value, made.pop(name + _SCALE))
-    except ValueError as error:
-        _refuse(path, str(error))
+    for name, whole in stored.items():
+        if whole.dtype != torch.int8:
+            continue
+        scale = made.pop(name + _SCALE)
+        made[name] = dequantize(whole, scale)
+        unusable = scale[~(torch.isfinite(scale) & (scale > 0))]
+        if unusable.numel():
+            why = (
+                f"a scale of {name} is {float(unusable[0]):.3g}, expected a positive finite number"
+            )
+        elif bool((whole < -_LARGEST).any()):
+            why = f"{name} holds {int(whole.min())}, expected −{_LARGEST} to {_LARGEST}"
+        elif not _finite(made[name]):
+            why = f"{name} times its scales, up to {float(scale.max()):.3g}, exceeds float32"
+        else:
+            continue
+        _refuse(path, f"{why}; the file is damaged, fetch or save it again")
     return made

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 import warnings
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import field
@@ -175,9 +175,11 @@ class _Gate:
     little of a body that nobody asks for: a refusal that waits is a connection and a timer.
     """
 
-    def __init__(self, app: ASGIApp, chosen: ServeOptions, held: dict[str, Any]) -> None:
-        self.app, self.chosen, self.held = app, chosen, held
-        self.rate, self.refusing = _Rate(chosen.rate), 0
+    def __init__(
+        self, app: ASGIApp, rate: float, full: Callable[[], bool], metrics: _Metrics
+    ) -> None:
+        self.app, self.full, self.metrics = app, full, metrics
+        self.rate, self.refusing = _Rate(rate), 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -196,18 +198,15 @@ class _Gate:
                 await self._in_turn()
             await (refusal or self.app)(scope, receive, seen)
         finally:
-            metrics: _Metrics = self.held["metrics"]
-            metrics.requests.labels(path, status).inc()
+            self.metrics.requests.labels(path, status).inc()
             if path == "/predict" and status == 200:
-                metrics.seconds.observe(time.perf_counter() - began)
+                self.metrics.seconds.observe(time.perf_counter() - began)
 
     def _refusal(self, scope: Scope) -> Response | None:
         wait = self.rate.wait((scope.get("client") or ("",))[0])
         if wait > 0.0:
-            return _later(429, f"more than {self.chosen.rate:g} requests a second", wait)
-        if self.held["reading"] + len(self.held["batcher"]) >= self.chosen.queue:
-            return _later(503, "the server is busy", 1.0)
-        return None
+            return _later(429, f"more than {self.rate.rate:g} requests a second", wait)
+        return _later(503, "the server is busy", 1.0) if self.full() else None
 
     async def _in_turn(self) -> None:
         self.refusing += 1
@@ -233,12 +232,12 @@ def create_app(model: Network, given: ServeOptions | None = None) -> FastAPI:
         raise ValueError(f"{model.config.name} segments images; serve a classification network.")
     judge = _Judge(model, chosen.certify)
     decoders = ThreadPoolExecutor(2, thread_name_prefix="decode")
-    held: dict[str, Any] = {"reading": 0}
+    batcher = Batcher[Tensor, dict[str, Any]](judge, chosen.max_batch, chosen.queue)
+    metrics = _Metrics(batcher)
+    reading = 0  # requests whose images are read and decoded
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        batcher = Batcher[Tensor, dict[str, Any]](judge, chosen.max_batch, chosen.queue)
-        held.update(batcher=batcher, metrics=_Metrics(batcher))
         await asyncio.get_running_loop().run_in_executor(None, judge.warm_up)
         worker = asyncio.create_task(batcher.run())
         yield
@@ -249,28 +248,30 @@ def create_app(model: Network, given: ServeOptions | None = None) -> FastAPI:
     app = FastAPI(title="equilibria", version=__version__, lifespan=lifespan, docs_url=None)
     app.router.redirect_slashes = False
 
-    app.add_middleware(_Gate, chosen=chosen, held=held)
+    def full() -> bool:
+        return reading + len(batcher) >= chosen.queue
+
+    app.add_middleware(_Gate, rate=chosen.rate, full=full, metrics=metrics)
 
     @app.get("/health")
     async def health() -> dict[str, Any]:
-        waiting = len(held["batcher"])
         served = {"model": model.config.name, "classes": list(model.classes)}
-        return {"status": "ok", "version": __version__, **served, "waiting": waiting}
+        return {"status": "ok", "version": __version__, **served, "waiting": len(batcher)}
 
     @app.get("/metrics")
-    async def metrics() -> Response:
-        text = prometheus.generate_latest(held["metrics"].registry)
+    async def measured() -> Response:
+        text = prometheus.generate_latest(metrics.registry)
         return Response(text, media_type=prometheus.CONTENT_TYPE_LATEST)
 
     @app.post("/predict")
     async def predict(request: Request) -> Response:
-        batcher: Batcher[Tensor, dict[str, Any]] = held["batcher"]
-        held["reading"] += 1
+        nonlocal reading
+        reading += 1
         try:
             images = await _images(request, chosen)
             pixels = await _decoded(images, model, decoders)
         finally:
-            held["reading"] -= 1
+            reading -= 1
         try:
             answers = await batcher.ask(pixels)
         except Busy as busy:
@@ -280,7 +281,7 @@ def create_app(model: Network, given: ServeOptions | None = None) -> FastAPI:
             raise HTTPException(500, "the network failed on this batch") from None
         for answer in answers:
             if answer["steps"] is not None:
-                held["metrics"].steps.observe(answer["steps"])
+                metrics.steps.observe(answer["steps"])
         return JSONResponse({"predictions": json_value(answers)})
 
     return app
