@@ -95,6 +95,9 @@ def test_early_stop_counts_epochs_without_a_better_one(tmp_path: Path) -> None:
     assert len(result.history) == best + 1 + 2 < 40
     # It is complete: resuming trains no further. More patience does, from where it stopped.
     assert len(run(settings, resume=tmp_path).history) == len(result.history)
+    longer = run(settings.with_overrides(early_stop=4), resume=tmp_path)
+    assert longer.history[: best + 3] == result.history
+    assert len(longer.history) >= best + 1 + 4
 
 
 @pytest.mark.parametrize("ema", [None, 0.9])

@@ -135,8 +135,6 @@ class Run(Checkpoint):
             self.request = StopRequest(partial(bar.say, said))
             bar.follow(self.progress, config.epochs)
         self.history: list[dict[str, Any]] = []
-        self.best, self.best_epoch = (-math.inf, -math.inf), 0
-        self.finished = False  # all epochs done, or stopped early
         self.in_step, self.exact = False, True
         self.final_state: dict[str, Any] = {}
         self._restored: dict[str, Any] = {}
@@ -187,8 +185,7 @@ class Run(Checkpoint):
                     write_bytes(self.folder.weights, best.read_bytes())
 
     def _train(self, callbacks: Sequence[pl.Callback]) -> TrainResult:
-        complete = self.progress.epoch >= self.config.epochs
-        if complete or (self.finished and self.config.early_stop is not None):
+        if self.finished:
             # Everything is trained; what may be missing are the files at the end.
             self.final_state = self._stored_weights()
             return self._finish(None)
@@ -292,7 +289,6 @@ class Run(Checkpoint):
             "revision": self.config.model_revision,
             "progress": vars(self.progress).copy(),
             "history": [dict(row) for row in self.history],
-            "best": [*self.best, self.best_epoch],
             "finished": self.finished,
             "exact": self.exact,
             "random": self._ended or run_folder.random_state(),
@@ -303,9 +299,13 @@ class Run(Checkpoint):
         """Go back to where ``on_save_checkpoint`` left off."""
         vars(self.progress).update(entry["progress"])  # in place: the bar holds it too
         self.history = [dict(row) for row in entry["history"]]
-        *best, self.best_epoch = entry["best"]
-        self.best = (best[0], best[1])
-        self.finished, self._restored = entry["finished"], entry
+        self._restored = entry
+
+    @property
+    def finished(self) -> bool:
+        """Whether all epochs are done, or too many went by without a better one."""
+        done, patience = len(self.history), self.config.early_stop or math.inf
+        return done >= self.config.epochs or done - _best_epoch(self.history) >= patience
 
     def save(self, trainer: pl.Trainer) -> None:
         """Write last.ckpt, whole or not at all; also where the folder was removed under the run,
@@ -407,18 +407,14 @@ class Run(Checkpoint):
         }
         # Files first, then what the checkpoint will say of them: one that is written in between, on
         # a second Ctrl-C, stands before all this, and it is done again.
-        score = _score(row)
-        self._write_epoch(row, best=score > self.best and self.config.select == "best")
+        self._write_epoch(row)
         self.request.held = True
         self.history.append(row)
-        if score > self.best:
-            self.best, self.best_epoch = score, row["epoch"]
         self.progress.epoch, self.progress.batch, self._ended = row["epoch"], 0, None
         self.module.metrics, self.module.validation = EpochMetrics(), {}
         self.request.held = False
-        self.finished = row["epoch"] >= self.config.epochs
-        if row["epoch"] - self.best_epoch >= (self.config.early_stop or math.inf):
-            self.finished = trainer.should_stop = True
+        if self.finished:
+            trainer.should_stop = True
         self.save(trainer)
         self._log(trainer, "epoch", row)
         if self.bar is not None:
@@ -475,11 +471,12 @@ class Run(Checkpoint):
         for logger in trainer.loggers:
             logger.log_metrics(finite, self.progress.step)
 
-    def _write_epoch(self, row: dict[str, Any], *, best: bool) -> None:
+    def _write_epoch(self, row: dict[str, Any]) -> None:
         """The files of an epoch: the history, and the weights if it is the best or one to keep."""
+        rows, every = [*self.history, row], self.config.keep_every
         if self.main:
-            self.folder.write_history([*self.history, row])
-        every = self.config.keep_every
+            self.folder.write_history(rows)
+        best = self.config.select == "best" and _best_epoch(rows) == row["epoch"]
         kept = every is not None and row["epoch"] % every == 0
         if best or kept:
             with nullcontext() if self.average is None else self.average.in_place():
@@ -543,7 +540,7 @@ class Run(Checkpoint):
     def _finish(self, trainer: pl.Trainer | None) -> TrainResult:
         model, row = self.whole.cpu(), dict(self.history[-1])
         if self.config.select == "best" and self.folder.weights.exists():
-            row = dict(self.history[self.best_epoch - 1])
+            row = dict(self.history[_best_epoch(self.history) - 1])
             if trainer is not None:
                 trainer.strategy.barrier("best weights written")
             model.load_state_dict(safetensors.torch.load_file(self.folder.weights))
@@ -580,11 +577,14 @@ class Run(Checkpoint):
         return TrainResult(*files, metrics, self.history, model.eval())
 
 
-def _score(row: Mapping[str, float]) -> tuple[float, float]:
-    """What the best epoch has most of: mean IoU or accuracy, and at equal ones a small loss."""
-    if "val_loss" not in row:
-        return (-math.inf, -math.inf)
-    return (row.get("val_miou", row["val_accuracy"]), -row["val_loss"])
+def _best_epoch(history: Sequence[Mapping[str, float]]) -> int:
+    """The first with the highest mean IoU or accuracy, and at equal ones the smallest loss; 0 where
+    nothing was validated."""
+    scores = [(-math.inf, -math.inf)]
+    for row in history:
+        right = row.get("val_miou", row.get("val_accuracy", -math.inf))
+        scores.append((right, -row.get("val_loss", math.inf)))
+    return max(range(len(scores)), key=scores.__getitem__)
 
 
 def _rate(trainer: pl.Trainer) -> float:
