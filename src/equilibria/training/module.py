@@ -22,7 +22,7 @@ from .config import TrainConfig
 from .epoch_metrics import EpochMetrics, solver_numbers
 from .graphed_model import GraphedModel
 from .nonfinite import Guard, NonFiniteLoss, describe, examine
-from .optimizer import gradient_norm, make_optimizer, make_schedule
+from .optimizer import make_optimizer, make_schedule
 
 _WATCHED = 64  # samples that are solved once more where the compiled solve cannot be seen
 
@@ -224,9 +224,7 @@ class EquilibriumModule(pl.LightningModule):
             if limit is not None:
                 self.clip_gradients(optimizer, limit, "norm")
             return
-        norm = gradient_norm(self._trained)
-        if norm is None:
-            return
+        norm = torch.nn.utils.get_total_norm([p.grad for p in self._trained if p.grad is not None])
         self.metrics.gradient_norm = norm
         if limit is not None:
             torch.nn.utils.clip_grads_with_norm_(self._trained, limit, norm)
