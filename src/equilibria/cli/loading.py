@@ -33,6 +33,7 @@ Root = Annotated[
 ]
 Split = Annotated[str, typer.Option(help="Which part of the data: train, val or test.")]
 Batch = Annotated[int, typer.Option("--batch-size", min=1, help="Images at a time.")]
+Limit = Annotated[int | None, typer.Option(min=1, help="Only the first so many images.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 ModelOption = Annotated[
     list[str] | None,
