@@ -37,7 +37,8 @@ def test_trained_weights_on_their_data_as_json(tmp_path: Path, cli: Cli) -> None
 
 
 def test_a_shape_lays_the_network_out(cli: Cli) -> None:
-    found = cli.json("bench", "--model", "geq_digits", *SMALL, "--shape", "3,16,16")
+    flags = ("--shape", "3,16,16", "--no-train")
+    found = cli.json("bench", "--model", "geq_digits", *SMALL, *flags)
     assert found["shape"] == [8, 3, 16, 16]
 
 

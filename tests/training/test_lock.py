@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import shutil
@@ -18,11 +17,11 @@ from equilibria.training import RunExistsError, RunInUseError, read_checkpoint
 from equilibria.training import lock as lock_module
 from equilibria.training.lock import FolderLock
 
-from .small import At, RaiseAt, config, run
+from .small import At, config, run
 
 # By its path, which needs no import of torch.
 TAKE = f"""
-import runpy, sys, time
+import runpy, sys
 from pathlib import Path
 found = runpy.run_path({lock_module.__file__!r})
 FolderLock, RunInUseError = found["FolderLock"], found["RunInUseError"]
@@ -31,11 +30,11 @@ folder = Path(sys.argv[1])
 HOLD = """
 FolderLock(folder / "run.lock").take()
 print("held", flush=True)
-time.sleep(60)
+sys.stdin.read()
 """
 COUNT = """
 number, done = folder / "number", 0
-while done < 200:
+while done < 50:
     lock = FolderLock(folder / "run.lock")
     try:
         lock.take()
@@ -54,12 +53,11 @@ def start(script: str, folder: Path, **options: Any) -> Any:
 @pytest.fixture
 def holder(tmp_path: Path) -> Any:
     """Another process that holds the lock of ``tmp_path``."""
-    process = start(HOLD, tmp_path, stdout=subprocess.PIPE, text=True)
-    assert process.stdout.readline() == "held\n"
-    yield process
-    process.kill()
-    process.wait()
-    process.stdout.close()
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with start(HOLD, tmp_path, **pipes, text=True) as process:
+        assert process.stdout.readline() == "held\n"
+        yield process
+        process.kill()
 
 
 @pytest.mark.parametrize("options", [{}, {"overwrite": True}])
@@ -82,7 +80,7 @@ def test_a_lock_ends_with_its_holder_and_is_then_stale(tmp_path: Path, holder: A
     lock = FolderLock(tmp_path / "run.lock")
     lock.take()
     assert lock.stale
-    assert json.loads(lock.path.read_text())["pid"] == os.getpid()
+    assert f"process {os.getpid()} on " in lock.path.read_text()
     lock.release()
     assert not lock.path.exists()
 
@@ -111,7 +109,7 @@ def test_no_two_processes_hold_it_at_once(tmp_path: Path) -> None:
     (tmp_path / "number").write_text("0")
     group = [start(COUNT, tmp_path) for _ in range(3)]
     assert [process.wait() for process in group] == [0, 0, 0]
-    assert (tmp_path / "number").read_text() == "600"
+    assert (tmp_path / "number").read_text() == "150"
 
 
 def test_the_next_holder_keeps_the_file(tmp_path: Path) -> None:
@@ -146,9 +144,3 @@ def test_a_run_that_came_in_between_is_not_written_over(tmp_path: Path) -> None:
         run(config(tmp_path / "a"), callbacks=[At(8, replaced)])
     assert read_checkpoint(other[0].checkpoint)["equilibria"]["config"]["seed"] == 1
     assert not (tmp_path / "a" / "run.lock").exists()
-
-
-def test_a_failed_run_leaves_no_lock_where_it_can_be_resumed(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="power"):
-        run(config(tmp_path), callbacks=[RaiseAt(8, RuntimeError("power"))])
-    assert not (tmp_path / "run.lock").exists()

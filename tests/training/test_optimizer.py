@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, MultiStepLR, OneCycleLR
 
 import equilibria as eq
 from equilibria.training import TrainConfig
-from equilibria.training.optimizer import decay_groups, gradient_norm, make_optimizer, make_schedule
+from equilibria.training.optimizer import decay_groups, make_optimizer, make_schedule
 
 
 class Mixed(nn.Module):
@@ -54,17 +54,6 @@ def test_the_options_reach_the_optimizer() -> None:
 def test_a_model_without_parameters_is_refused() -> None:
     with pytest.raises(ValueError, match="nothing to train"):
         make_optimizer(nn.ReLU(), TrainConfig())
-
-
-@pytest.mark.parametrize("dtypes", [(torch.float32,) * 3, (torch.float32, torch.float64) * 2])
-def test_the_norm_of_all_gradients(dtypes: tuple[torch.dtype, ...]) -> None:
-    torch.manual_seed(0)
-    parameters = [nn.Parameter(torch.zeros(3, k + 1, dtype=d)) for k, d in enumerate(dtypes)]
-    assert gradient_norm(parameters) is None
-    for p in parameters[1:]:
-        p.grad = torch.randn_like(p)
-    flat = torch.cat([p.grad.double().flatten() for p in parameters if p.grad is not None])
-    assert float(gradient_norm(parameters)) == pytest.approx(float(flat.norm()), rel=1e-6)
 
 
 def sgd() -> torch.optim.SGD:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from tests.optional import optional
 from .small import RaiseAt, SignalAt, config, run
 
 accumulator = optional("tensorboard.backend.event_processing.event_accumulator")
+event_file_writer = optional("tensorboard.summary.writer.event_file_writer")
 
 BARE: dict[str, Any] = {"epoch": 3, "train_loss": 0.4123, "train_accuracy": 0.875, "seconds": 1.24}
 SOLVER = {"solver_steps": 4.0, "residual": 0.0031, "converged": 0.995, "failed": 0.0}
@@ -82,12 +84,16 @@ def test_tensorboard_has_the_numbers_of_the_run(tmp_path: Path) -> None:
     assert found["epoch/val_accuracy"][1][1] == pytest.approx(result.metrics["val_accuracy"])
 
 
-def test_after_a_resume_no_step_is_logged_twice(tmp_path: Path) -> None:
+def test_after_a_resume_no_step_is_logged_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     place = config(tmp_path, epochs=3, log_every=2, loggers=["tensorboard"])
     with pytest.raises(RuntimeError, match="power cut"):
         # The checkpoint is of step 6; steps 7, 9 and 11 are in the log already.
         run(place, callbacks=[RaiseAt(11, RuntimeError("power cut"))])
-    time.sleep(1.1)  # the files of one process and second are read in the order of 0, 1, 10, 2
+    # The files of one process and second are read in the order of 0, 1, 10, 2: a later second.
+    later = SimpleNamespace(time=lambda: time.time() + 2.0)
+    monkeypatch.setattr(event_file_writer, "time", later)
     run(place, resume=tmp_path)
     steps = [step for step, _ in scalars(tmp_path)["train/loss"]]
     assert steps == sorted(set(steps))

@@ -19,6 +19,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.utils._pytree import tree_map_only
 
 from equilibria.training import (
     CheckpointError,
@@ -26,6 +27,7 @@ from equilibria.training import (
     RunExistsError,
     SaveError,
     TrainConfig,
+    TrainResult,
     read_checkpoint,
     run_folder,
 )
@@ -55,7 +57,7 @@ def limit_files() -> None:
 
 @pytest.mark.parametrize("fault", ["fsync", "write"])
 def test_a_full_disk_leaves_the_old_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, whole_run: TrainResult
 ) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     kept: list[bytes] = []
@@ -64,7 +66,7 @@ def test_a_full_disk_leaves_the_old_checkpoint(
         kept.append((tmp_path / "last.ckpt").read_bytes())
         limit_files() if fault == "write" else monkeypatch.setattr(os, "fsync", full)
 
-    settings = config(tmp_path, log_every=1000, loggers=[])
+    settings = config(tmp_path)
     try:
         with pytest.raises(SaveError, match=r"could not write .*unchanged") as caught:
             run(settings, callbacks=[At(2, fill, "on_train_epoch_start")])
@@ -75,21 +77,21 @@ def test_a_full_disk_leaves_the_old_checkpoint(
     assert len(kept[0]) > 8192
     assert (tmp_path / "last.ckpt").read_bytes() == kept[0]
     assert not list(tmp_path.glob(".*"))
-    found = run(settings, resume=tmp_path)
-    assert_same_run(found, run(config(tmp_path / "other", log_every=1000)))
+    assert_same_run(run(settings, resume=tmp_path), whole_run)
 
 
 def test_full_at_the_very_end_resume_writes_the_rest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place = config(tmp_path / "full", ema=0.9)
+    options: dict[str, Any] = {"epochs": 1, "ema": 0.9}
+    place = config(tmp_path / "full", **options)
     with monkeypatch.context() as patch:
         patch.setattr("safetensors.torch.save", full)
         with pytest.raises(SaveError, match="resume from"):
             run(place)
     assert not (place.folder / "model.safetensors").exists()
     found = run(place, resume=place.folder)
-    assert_same_run(found, run(config(tmp_path / "whole", ema=0.9)))
+    assert_same_run(found, run(config(tmp_path / "whole", **options)))
     assert (place.folder / "result.json").exists()
 
 
@@ -99,7 +101,8 @@ def test_ended_before_the_first_checkpoint_it_starts_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kill: bool, select: str
 ) -> None:
     """By a full disk or by kill -9, which leaves parts of files too."""
-    place = config(tmp_path / "run", select=select, keep_every=1, loggers=["tensorboard"])
+    options: dict[str, Any] = {"epochs": 1, "select": select, "keep_every": 1}
+    place = config(tmp_path / "run", **options, loggers=["tensorboard"])
     with monkeypatch.context() as patch:
         patch.setattr("equilibria.training.run_folder.write_bytes", full)
         if kill:
@@ -114,7 +117,7 @@ def test_ended_before_the_first_checkpoint_it_starts_again(
         (place.folder / name).write_bytes(b"half")
     with pytest.raises(CheckpointError, match=r"no checkpoint yet.*without resume"):
         run(place, resume=place.folder)
-    assert_same_run(run(place), run(config(tmp_path / "whole", select=select, keep_every=1)))
+    assert_same_run(run(place), run(config(tmp_path / "whole", **options)))
     assert not [*place.folder.rglob("*.part"), *place.folder.glob("*.lock")]
 
 
@@ -210,8 +213,13 @@ def test_foreign_and_older_files(tmp_path: Path, content: Any, said: str) -> Non
     assert not (tmp_path / "out").exists()
 
 
+def plain(found: Any) -> Any:
+    """Tensors as arrays, which numpy compares inside mappings and lists."""
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.numpy(), found)
+
+
 @given(st.data())
-@settings(deadline=None, max_examples=200, suppress_health_check=list(HealthCheck))
+@settings(deadline=None, max_examples=100, suppress_health_check=list(HealthCheck))
 def test_damaged_bytes_are_found_or_do_no_harm(cut: Path, data: st.DataObject) -> None:
     """Every changed byte of every tensor is an error; one between the records changes nothing."""
     whole = bytearray((cut / "last.ckpt").read_bytes())
@@ -220,18 +228,8 @@ def test_damaged_bytes_are_found_or_do_no_harm(cut: Path, data: st.DataObject) -
     path = cut / "damaged.ckpt"
     path.write_bytes(bytes(whole[: data.draw(st.just(len(whole)) | st.integers(1, len(whole)))]))
     with contextlib.suppress(CheckpointError):
-        found = read_checkpoint(path)
-        assert same(found, torch.load(cut / "last.ckpt", weights_only=True))
-
-
-def same(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor):
-        return a.dtype == b.dtype and torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(same, a, b))
-    return a == b or (a != a and b != b)
+        expected = torch.load(cut / "last.ckpt", weights_only=True)
+        np.testing.assert_equal(plain(read_checkpoint(path)), plain(expected))
 
 
 def test_the_error_of_a_flipped_bit_names_the_record(cut: Path, tmp_path: Path) -> None:
@@ -259,7 +257,7 @@ def test_checksums_that_somebody_turned_off_are_written(cut: Path, tmp_path: Pat
 @pytest.mark.parametrize("how", ["deflated", "overlapping"])
 def test_a_checkpoint_that_expands_is_refused_before_it_is_read(tmp_path: Path, how: str) -> None:
     path, plain = tmp_path / "last.ckpt", tmp_path / "plain.pt"
-    torch.save({"equilibria": {"format": 2}, "state_dict": {"a": torch.zeros(2**24)}}, plain)
+    torch.save({"equilibria": {"format": 2}, "state_dict": {"a": torch.zeros(2**20)}}, plain)
     kind = zipfile.ZIP_DEFLATED if how == "deflated" else zipfile.ZIP_STORED
     with zipfile.ZipFile(plain) as read, zipfile.ZipFile(path, "w", kind) as made:
         for name in read.namelist():
@@ -276,7 +274,7 @@ def test_a_checkpoint_that_expands_is_refused_before_it_is_read(tmp_path: Path, 
     tracemalloc.start()
     with pytest.raises(CheckpointError, match="compressed or overlap"):
         read_checkpoint(path)
-    assert tracemalloc.get_traced_memory()[1] < 2**24
+    assert tracemalloc.get_traced_memory()[1] < 2**21  # less than the values that it promises
     tracemalloc.stop()
 
 

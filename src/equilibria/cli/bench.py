@@ -9,7 +9,7 @@ import typer
 
 from .console import fail, make_folder, output, print_json
 from .flags import numbers, pairs
-from .loading import Batch, Device, Json, ModelOption, Root, device_of, load, trained_size
+from .loading import Batch, Device, Json, ModelOption, Root, device_of, load, prepared
 
 __all__ = ["bench"]
 
@@ -94,26 +94,29 @@ def _subject(
     batch_size: int, device: str | None,
 ) -> tuple[Any, Any, Any]:  # fmt: skip
     """The network, a batch as it takes it, and its targets."""
+    from equilibria import data as datasets
     from equilibria import models
+    from equilibria.evaluation import check_pair, model_input
 
-    target = device_of(device)
-    images = None if data is None else _loaded(data, root, weights, target)
-    if weights is not None:
-        network: Any = load(weights, target)
+    target, images = device_of(device), None
+    network: Any
+    if weights is not None and data is not None:
+        network, images = prepared(weights, data, root, "test", device, batch_size)
+    elif weights is not None:
+        network = load(weights, target)
     else:
+        if data is not None:
+            images = datasets.load(data, "test", root=root)
+            images = images.subset(range(min(batch_size, len(images))))
         sizes = {**_sizes(images, shape), **pairs("option", option or [])}
         network = models.create(str(model), **sizes).to(target)
     if images is None:
         return network, _random(network, shape, batch_size), None
-    return network, *_batch(network, images, batch_size)
-
-
-def _loaded(data: str, root: Path | None, weights: Path | None, device: Any) -> Any:
-    """The test images, of the size that the weights were trained on."""
-    from equilibria import data as datasets
-
-    size = None if weights is None else trained_size(load(weights, device))
-    return datasets.load(data, "test", root=root, image_size=size)
+    check_pair(network, images)
+    targets: Any = images.targets.long()
+    if images.ignore_index is not None:
+        targets = targets.masked_fill(targets == images.ignore_index, -100)
+    return network, model_input(network, images, images.images), targets
 
 
 def _sizes(images: Any, shape: str | None) -> dict[str, int]:
@@ -145,17 +148,3 @@ def _random(network: Any, shape: str | None, batch: int) -> Any:
     size = [config.in_channels, config.image_size, config.image_size]
     draw = torch.Generator().manual_seed(0)
     return torch.randn(batch, *(size if shape is None else _parsed(shape)), generator=draw)
-
-
-def _batch(network: Any, images: Any, batch: int) -> tuple[Any, Any]:
-    """The first images, normalized as the network was trained, and their targets."""
-    from equilibria.evaluation import check_pair, model_input
-
-    if getattr(network, "extra", {}).get("mean"):
-        images = images.with_normalization_of(network.extra)
-    check_pair(network, images)
-    part = images.subset(range(min(batch, len(images))))
-    targets = part.targets.long()
-    if images.ignore_index is not None:
-        targets = targets.masked_fill(targets == images.ignore_index, -100)
-    return model_input(network, part, part.images), targets

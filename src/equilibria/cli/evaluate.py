@@ -9,7 +9,19 @@ import typer
 
 from .console import fail, make_folder, output, print_json
 from .flags import numbers
-from .loading import Batch, Converged, Data, Device, Json, Root, Split, Weights, prepared, solver_of
+from .loading import (
+    Batch,
+    Converged,
+    Data,
+    Device,
+    Json,
+    Limit,
+    Root,
+    Split,
+    Weights,
+    prepared,
+    solver_of,
+)
 
 
 def evaluate(
@@ -41,7 +53,7 @@ def evaluate(
     severities: Annotated[
         str, typer.Option(help="Severities of the corruptions, 1 to 5.")
     ] = "1,2,3,4,5",
-    limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many images.")] = None,
+    limit: Limit = None,
     out: Annotated[
         Path | None, typer.Option(help="Write report.json and pictures into this folder.")
     ] = None,

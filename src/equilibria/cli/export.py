@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from .console import fail, print_json, print_table
-from .loading import Data, Json, Root, Split, Weights, device_of, load, prepared
+from .loading import Data, Json, Limit, Root, Split, Weights, device_of, load, prepared
 
 
 def export(
@@ -31,7 +31,7 @@ def export(
     data: Data = None,
     root: Root = None,
     split: Split = "test",
-    limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many images.")] = None,
+    limit: Limit = None,
     as_json: Json = False,
 ) -> None:
     """Write a network as a program for other runtimes: torch.export (.pt2) or ONNX.

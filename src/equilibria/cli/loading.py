@@ -33,6 +33,7 @@ Root = Annotated[
 ]
 Split = Annotated[str, typer.Option(help="Which part of the data: train, val or test.")]
 Batch = Annotated[int, typer.Option("--batch-size", min=1, help="Images at a time.")]
+Limit = Annotated[int | None, typer.Option(min=1, help="Only the first so many images.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 ModelOption = Annotated[
     list[str] | None,
@@ -86,7 +87,7 @@ def load(path: Path, device: torch.device) -> nn.Module:
     return models.load(file, device=str(device), dtype=torch.float32)
 
 
-def trained_size(model: Any) -> int | None:
+def _trained_size(model: Any) -> int | None:
     """The size of the images that the network was trained on, where its file says one."""
     from equilibria.models.preprocessing import trained_side
 
@@ -117,7 +118,7 @@ def prepared(
         raise fail("these weights do not say what they were trained on.", "Give --data.")
     if root is None and data is None:
         root = _own_root(weights)
-    dataset = datasets.load(name, split, root=root, image_size=trained_size(model))
+    dataset = datasets.load(name, split, root=root, image_size=_trained_size(model))
     if extra.get("mean"):
         channels, given = len(extra["mean"]), dataset.images.shape[1]
         if channels != given:

@@ -38,6 +38,7 @@ def predict(
 ) -> None:
     """Classify images with a trained network."""
     from equilibria import evaluation
+    from equilibria.data import CorruptImageError
 
     if on_corrupt not in ("raise", "skip"):
         raise fail(f"--on-corrupt {on_corrupt}: expected raise or skip.")
@@ -62,9 +63,7 @@ def predict(
             certify=radius,
             progress=not as_json,
         )
-    except ValueError as error:
-        if "not a readable image" not in str(error):
-            raise
+    except CorruptImageError as error:
         raise fail(str(error), "--on-corrupt skip goes on without such files.") from error
     found = [answer.to_dict() for answer in answers]
     if out is not None:

@@ -38,11 +38,9 @@ class EpochMetrics:
         self.gradient_norm: Tensor | None = None
         """Of the latest step."""
 
-    def add(self, loss: Tensor, right: Tensor, count: Tensor | int) -> None:
+    def add(self, loss: Tensor, right: Tensor, count: Tensor) -> None:
         """A step: mean loss, number of right answers, of how many. Does not wait for the device."""
         sums = self._on(loss.device)
-        if isinstance(count, int):
-            count = torch.full_like(loss, count, dtype=sums.dtype)
         row = (loss.to(sums.dtype) * count, right, count)
         sums[:3] += torch.stack([value.to(sums.dtype) for value in row])
 

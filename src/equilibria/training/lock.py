@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import socket
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 if sys.platform == "win32":
     import msvcrt
@@ -46,17 +44,20 @@ class FolderLock:
             try:
                 _lock(handle)
             except OSError as error:
-                holder = _read(handle)
+                holder = _read(handle) or "another process"
                 os.close(handle)
                 if error.errno in _TAKEN:
-                    raise RunInUseError(_in_use(self.path.parent, holder)) from None
+                    raise RunInUseError(
+                        f"{self.path.parent} is in use by another training ({holder}). Wait until "
+                        "it ends, or set another folder (out=..., --out)."
+                    ) from None
                 raise
             # Its last holder may have removed the file after it was opened here: then once more.
             self._handle = handle
         assert self._handle is not None
         self.stale = bool(_read(self._handle)) or self.stale
         now = datetime.now(UTC).isoformat(timespec="seconds")
-        mine = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": now})
+        mine = f"process {os.getpid()} on {socket.gethostname()}, since {now}"
         os.ftruncate(self._handle, 0)
         os.lseek(self._handle, 0, os.SEEK_SET)
         os.write(self._handle, mine.encode())
@@ -97,21 +98,6 @@ def _lock(handle: int) -> None:
             raise
 
 
-def _read(handle: int) -> dict[str, Any]:
+def _read(handle: int) -> str:
     os.lseek(handle, 0, os.SEEK_SET)
-    text = os.read(handle, 4096)
-    try:
-        found = json.loads(text)
-    except ValueError:
-        return {"text": text} if text else {}
-    return found if isinstance(found, dict) else {"text": text}
-
-
-def _in_use(folder: Path, holder: dict[str, Any]) -> str:
-    who = "another process"
-    if {"host", "pid", "since"} <= holder.keys():
-        who = f"process {holder['pid']} on {holder['host']}, since {holder['since']}"
-    return (
-        f"{folder} is in use by another training ({who}). Wait until it ends, or set another "
-        "folder (out=..., --out)."
-    )
+    return os.read(handle, 4096).decode(errors="replace")

@@ -22,7 +22,7 @@ from .config import TrainConfig
 from .epoch_metrics import EpochMetrics, solver_numbers
 from .graphed_model import GraphedModel
 from .nonfinite import Guard, NonFiniteLoss, describe, examine
-from .optimizer import gradient_norm, make_optimizer, make_schedule
+from .optimizer import make_optimizer, make_schedule
 
 _WATCHED = 64  # samples that are solved once more where the compiled solve cannot be seen
 
@@ -42,8 +42,8 @@ class EquilibriumModule(pl.LightningModule):
         ignore_index: label of pixels that do not count.
         total_steps, steps_per_epoch: for the schedule; None: what the trainer plans.
 
-    With a trainer of your own the module counts its steps itself and logs train_loss,
-    train_accuracy, val_loss, … with Lightning's ``log``; under ``fit`` the run does.
+    With a trainer of your own the module logs train_loss, train_accuracy, val_loss, … with
+    Lightning's ``log``; under ``fit`` the run does.
     """
 
     def __init__(
@@ -63,8 +63,8 @@ class EquilibriumModule(pl.LightningModule):
         self.total_steps, self.steps_per_epoch = total_steps, steps_per_epoch
         self.step = 0
         """Optimizer steps taken since the run began."""
-        self.counts = True
-        """Whether the module counts its steps and logs; not under ``fit``, where the run does."""
+        self.logs = True
+        """Whether the module logs the means of an epoch; not under ``fit``, where the run does."""
         self.weighs = False
         """Whether processes count different numbers of labels: each loss then weighs by its own."""
         self.metrics = EpochMetrics()
@@ -166,15 +166,12 @@ class EquilibriumModule(pl.LightningModule):
             logits = self._run(x, watched)
         loss = self.training_loss(logits, y)
         with torch.no_grad():
-            mixed = y.is_floating_point()
-            right = logits.argmax(1) == (y.argmax(1) if mixed else y)
-            count: Tensor | int = right.numel()
-            if self.ignore_index is not None:
-                counted = self._counted(y)
-                right, count = right & counted, counted.sum()
-            self.metrics.add(loss.detach(), right.sum(), count)
+            labels = y.argmax(1) if y.is_floating_point() else y
+            counted = self._counted(labels)
+            right = (logits.argmax(1) == labels) & counted
+            self.metrics.add(loss.detach(), right.sum(), counted.sum())
         if self.weighs:  # Lightning takes the mean over processes: make it that over all labels
-            mine = torch.as_tensor(count, device=loss.device).to(loss.dtype)
+            mine = counted.sum().to(loss.dtype)
             total = mine.clone()
             torch.distributed.all_reduce(total)
             loss = loss * (mine * self.trainer.world_size / total.clamp_min(1))
@@ -203,10 +200,10 @@ class EquilibriumModule(pl.LightningModule):
         return logits
 
     def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
-        self.step += self.counts
+        self.step += 1
 
     def on_train_epoch_end(self) -> None:
-        if self.counts:
+        if self.logs:
             row = self.metrics.row()
             means = {f"train_{name}": row.pop(name) for name in ("loss", "accuracy")}
             self.log_dict({**means, **row}, sync_dist=True)
@@ -224,9 +221,7 @@ class EquilibriumModule(pl.LightningModule):
             if limit is not None:
                 self.clip_gradients(optimizer, limit, "norm")
             return
-        norm = gradient_norm(self._trained)
-        if norm is None:
-            return
+        norm = torch.nn.utils.get_total_norm([p.grad for p in self._trained if p.grad is not None])
         self.metrics.gradient_norm = norm
         if limit is not None:
             torch.nn.utils.clip_grads_with_norm_(self._trained, limit, norm)
@@ -262,7 +257,7 @@ class EquilibriumModule(pl.LightningModule):
         found = {name: float(m.compute()) for name, m in self._metrics.items()}
         found["val_loss"] /= max(found.pop("val_count"), 1.0)
         self.validation = found
-        if self.counts:
+        if self.logs:
             self.log_dict(self.validation, sync_dist=True)
 
     @property

@@ -14,6 +14,8 @@ from torch.optim import Optimizer
 from equilibria.engine.result import ConvergenceWarning, Result
 from equilibria.nn import observe
 
+_MOST = 20  # samples or tensors that a report lists
+
 
 class NonFiniteLoss(RuntimeError):
     """The loss or its gradient became NaN or infinite; ``report`` tells of the batch.
@@ -67,11 +69,7 @@ class Guard:
 
 @torch.no_grad()
 def examine(
-    model: nn.Module,
-    x: Tensor,
-    y: Tensor,
-    losses: Callable[[Tensor, Tensor], Tensor],
-    most: int = 20,
+    model: nn.Module, x: Tensor, y: Tensor, losses: Callable[[Tensor, Tensor], Tensor]
 ) -> dict[str, Any]:
     """Run the batch once more and look at every layer; the model's buffers stay as they were.
 
@@ -89,7 +87,7 @@ def examine(
 
     handles = [m.register_forward_hook(look(n)) for n, m in model.named_modules() if n]
     try:
-        with torch.no_grad(), observe(model) as seen, warnings.catch_warnings():
+        with observe(model) as seen, warnings.catch_warnings():
             warnings.simplefilter("ignore", ConvergenceWarning)  # it is what the report is about
             logits = model.forward(x)  # not through a compiled call, which shows no layers
     finally:
@@ -102,15 +100,15 @@ def examine(
     parameters = dict(model.named_parameters())
     return {
         "samples": len(x),
-        "input_bad_samples": _places(~torch.isfinite(x.flatten(1)).all(1))[:most],
+        "input_bad_samples": _places(~torch.isfinite(x.flatten(1)).all(1))[:_MOST],
         "bad_samples": _places(~torch.isfinite(each)),
         "first_nonfinite_module": first[0] if first else None,
         "solvers": layers,
         "failed_layers": [name for name, found in layers.items() if found["failed"]],
-        "nonfinite_parameters": [n for n, p in parameters.items() if _bad(p)][:most],
+        "nonfinite_parameters": [n for n, p in parameters.items() if _bad(p)][:_MOST],
         "nonfinite_gradients": [
             n for n, p in parameters.items() if p.grad is not None and _bad(p.grad)
-        ][:most],
+        ][:_MOST],
     }
 
 
@@ -128,7 +126,7 @@ def _solves(solutions: list[Any]) -> dict[str, Any]:
     failed = _places((result == int(Result.diverged)) | (result == int(Result.nonfinite)))
     counts = {code.name: int((result == int(code)).sum()) for code in Result}
     results = {name: n for name, n in counts.items() if n}
-    return {"results": results, "failed": len(failed), "failed_samples": failed[:20]}
+    return {"results": results, "failed": len(failed), "failed_samples": failed[:_MOST]}
 
 
 def describe(report: dict[str, Any]) -> str:

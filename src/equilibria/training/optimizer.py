@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils import parametrize
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
@@ -63,18 +62,6 @@ def make_optimizer(model: nn.Module, config: TrainConfig, *, fused: bool = False
         for parameter in trained:
             made.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return made
-
-
-def gradient_norm(parameters: Sequence[nn.Parameter]) -> Tensor | None:
-    """‖g‖₂ over the parameters that have a gradient, on their device; None if none has."""
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    if not gradients:
-        return None
-    if len({(g.device, g.dtype) for g in gradients}) > 1:
-        return torch.nn.utils.get_total_norm(gradients)
-    # The same in two calls, where torch's function first sorts tensors by device and type.
-    norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
-    return norm
 
 
 class _Factor:

@@ -46,13 +46,14 @@ class TrainingBar(RichProgressBar):
     Where stderr is no terminal only the lines of the epochs are written.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, progress: Progress, epochs: int) -> None:
         with needs("rich", "a progress bar"):
             from rich.console import Console
         super().__init__(refresh_rate=10, console_kwargs={"stderr": True})
         self._lines = Console(stderr=True)
         self.latest: Mapping[str, float] = {}
-        self.follow(Progress(), 0)
+        # Epochs are named by it: Lightning counts from that of a resume, and from 0.
+        self._run, self._epochs = progress, epochs
         self._moved = 0.0
         self._began, self._done, self._left = 0.0, 0, 0.0
         if not self._lines.is_terminal:
@@ -87,10 +88,6 @@ class TrainingBar(RichProgressBar):
         # In a narrow terminal rich would drop the count of batches to make room for the numbers.
         columns = super().configure_columns(trainer)
         return [columns[0], columns[2]] if self._narrow() else columns[:-1]
-
-    def follow(self, progress: Progress, epochs: int) -> None:
-        """Name the epochs by ``progress``: Lightning counts from that of a resume, and from 0."""
-        self._run, self._epochs = progress, epochs
 
     def _get_train_description(self, current_epoch: int) -> str:
         return f"epoch {min(self._run.epoch + 1, self._epochs)}/{self._epochs}"

@@ -95,15 +95,12 @@ def fit(
             f"fit takes a TrainConfig, got {type(config).__name__}; TrainConfig.from_yaml(path) "
             "reads a file."
         )
-    bar = TrainingBar() if progress and processes.rank() == 0 else None
     before = run_folder.random_state()
     try:
         with _lightning_without_remarks(), quiet_writers():
-            return Run(config, resume, data, model, bar, overwrite).go(callbacks)
+            return Run(config, resume, progress).go(data, model, overwrite, callbacks)
     finally:
         run_folder.restore_random_state(before)
-        if bar is not None:
-            bar.close()
 
 
 class _Stop(Exception):
@@ -119,24 +116,12 @@ class Run(Checkpoint):
     checkpoint, and OnExceptionCheckpoint saves a step that was cut in two as if it were whole.
     """
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        resume: str | Path | None,
-        data: Any,
-        model: nn.Module | None,
-        bar: TrainingBar | None,
-        overwrite: bool,
-    ) -> None:
-        self.started, self.bar = datetime.now(UTC), bar
-        self.progress, self.request = Progress(), StopRequest()
-        if bar is not None:
-            said = "stopping after this step; Ctrl-C again stops at once"
-            self.request = StopRequest(partial(bar.say, said))
-            bar.follow(self.progress, config.epochs)
+    def __init__(self, config: TrainConfig, resume: str | Path | None, shown: bool) -> None:
+        self.started, self.main = datetime.now(UTC), processes.rank() == 0
+        self.progress = Progress()
+        stopping = "stopping after this step; Ctrl-C again stops at once"
+        self.request = StopRequest(partial(self._say, stopping))
         self.history: list[dict[str, Any]] = []
-        self.best, self.best_epoch = (-math.inf, -math.inf), 0
-        self.finished = False  # all epochs done, or stopped early
         self.in_step, self.exact = False, True
         self.final_state: dict[str, Any] = {}
         self._restored: dict[str, Any] = {}
@@ -147,52 +132,64 @@ class Run(Checkpoint):
         self.folder = run_folder.RunFolder(place)
         # Of a run that was moved ``out`` stays as it was: the next resume has to know it again.
         self.config = config.with_overrides(out=config.out or str(place)).resolved()
-        self.main = processes.rank() == 0
-        self.saved: dict[str, Any] = {}
-        self._given, self._overwrite = (data, model), overwrite
+        self.bar = TrainingBar(self.progress, config.epochs) if shown and self.main else None
 
-    def go(self, callbacks: Sequence[pl.Callback]) -> TrainResult:
+    def go(
+        self,
+        data: Any,
+        model: nn.Module | None,
+        overwrite: bool,
+        callbacks: Sequence[pl.Callback],
+    ) -> TrainResult:
         """Train, and write what is written at the end; the folder is locked meanwhile."""
         try:
-            self._prepare(*self._given)
+            saved = self._prepare(data, model, overwrite)
+            if self.finished:
+                # Everything is trained; what may be missing are the files at the end.
+                self.final_state = self._stored_weights(saved)
+                return self._finish(None)
+            del saved  # Lightning reads it again; two copies are not needed
             return self._train(callbacks)
         finally:
             if self.main:
                 self.folder.close()
+            if self.bar is not None:
+                self.bar.close()
 
-    def _prepare(self, data: Any, model: nn.Module | None) -> None:
-        config, place, bar = self.config, self.folder.path, self.bar
+    def _say(self, text: str) -> None:
+        if self.bar is not None:
+            self.bar.say(text)
+
+    def _prepare(self, data: Any, model: nn.Module | None, overwrite: bool) -> dict[str, Any]:
+        """Make data, model and folder ready; the checkpoint to resume from, if there is one."""
+        config, place = self.config, self.folder.path
         continues = self.resume is not None and self.resume.parent.resolve() == place.resolve()
         if self.main:
-            self.folder.check(resume=continues, overwrite=self._overwrite)
+            self.folder.check(resume=continues, overwrite=overwrite)
         run_folder.seed_all(config.seed)
-        self.data = load_data(config, data, progress=bar is not None)
+        self.data = load_data(config, data, progress=self.bar is not None)
         self.model = _make_model(config, model, self.data.train)
         if getattr(self.model, "one_scale", False):
             self.data = self.data.one_scale()
         # A copy stays whole where the strategy cuts the model in pieces.
         self.whole = copy.deepcopy(self.model) if config.strategy == "fsdp" else self.model
+        saved: dict[str, Any] = {}
         if self.resume is not None:
-            self.saved = run_folder.read_checkpoint(self.resume)
-            run_folder.check_checkpoint(self.resume, self.saved, config, self.model)
-            self._restore(self.saved[run_folder.ENTRY])
+            saved = run_folder.read_checkpoint(self.resume)
+            run_folder.check_checkpoint(self.resume, saved, config, self.model)
+            self._restore(saved[run_folder.ENTRY])
         self.average = None if config.ema is None else WeightAverage(config.ema)
         if self.main:
             # Not before all of the above went well: an old run is not lost to a typing error.
-            self.folder.open(resume=continues, overwrite=self._overwrite)
+            self.folder.open(resume=continues, overwrite=overwrite)
             write_text(self.folder.config, config.to_yaml())
             if self.resume is not None and not continues and config.select == "best":
                 best = run_folder.RunFolder(self.resume.parent).weights
                 if best.exists():  # of an epoch before the checkpoint
                     write_bytes(self.folder.weights, best.read_bytes())
+        return saved
 
     def _train(self, callbacks: Sequence[pl.Callback]) -> TrainResult:
-        complete = self.progress.epoch >= self.config.epochs
-        if complete or (self.finished and self.config.early_stop is not None):
-            # Everything is trained; what may be missing are the files at the end.
-            self.final_state = self._stored_weights()
-            return self._finish(None)
-        self.saved = {}  # Lightning reads it again; two copies are not needed
         trainer = self._trainer(callbacks)
         place: dict[str, Any] = {"device": trainer.strategy.root_device}
         place |= {"rank": trainer.global_rank, "world": trainer.world_size}
@@ -275,7 +272,7 @@ class Run(Checkpoint):
             total_steps=self.config.epochs * self.batches.per_epoch,
             steps_per_epoch=self.batches.per_epoch,
         )
-        module.counts = False
+        module.logs = False
         uneven = self.data.train.ignore_index is not None or self.batches.uneven
         module.weighs = trainer.world_size > 1 and uneven
         module.on_nonfinite = lambda found: self._nonfinite(found, trainer)
@@ -292,7 +289,6 @@ class Run(Checkpoint):
             "revision": self.config.model_revision,
             "progress": vars(self.progress).copy(),
             "history": [dict(row) for row in self.history],
-            "best": [*self.best, self.best_epoch],
             "finished": self.finished,
             "exact": self.exact,
             "random": self._ended or run_folder.random_state(),
@@ -303,9 +299,13 @@ class Run(Checkpoint):
         """Go back to where ``on_save_checkpoint`` left off."""
         vars(self.progress).update(entry["progress"])  # in place: the bar holds it too
         self.history = [dict(row) for row in entry["history"]]
-        *best, self.best_epoch = entry["best"]
-        self.best = (best[0], best[1])
-        self.finished, self._restored = entry["finished"], entry
+        self._restored = entry
+
+    @property
+    def finished(self) -> bool:
+        """Whether all epochs are done, or too many went by without a better one."""
+        done, patience = len(self.history), self.config.early_stop or math.inf
+        return done >= self.config.epochs or done - _best_epoch(self.history) >= patience
 
     def save(self, trainer: pl.Trainer) -> None:
         """Write last.ckpt, whole or not at all; also where the folder was removed under the run,
@@ -361,7 +361,6 @@ class Run(Checkpoint):
     def _count_step(self, *_: Any) -> None:
         self.progress.batch += 1
         self.progress.step += 1
-        self.module.step = self.progress.step
         self.in_step = False
 
     def on_train_batch_end(
@@ -407,22 +406,17 @@ class Run(Checkpoint):
         }
         # Files first, then what the checkpoint will say of them: one that is written in between, on
         # a second Ctrl-C, stands before all this, and it is done again.
-        score = _score(row)
-        self._write_epoch(row, best=score > self.best and self.config.select == "best")
+        self._write_epoch(row)
         self.request.held = True
         self.history.append(row)
-        if score > self.best:
-            self.best, self.best_epoch = score, row["epoch"]
         self.progress.epoch, self.progress.batch, self._ended = row["epoch"], 0, None
         self.module.metrics, self.module.validation = EpochMetrics(), {}
         self.request.held = False
-        self.finished = row["epoch"] >= self.config.epochs
-        if row["epoch"] - self.best_epoch >= (self.config.early_stop or math.inf):
-            self.finished = trainer.should_stop = True
+        if self.finished:
+            trainer.should_stop = True
         self.save(trainer)
         self._log(trainer, "epoch", row)
-        if self.bar is not None:
-            self.bar.say(epoch_line(row, self.config.epochs))
+        self._say(epoch_line(row, self.config.epochs))
         # Over processes all have to ask. A run that is finished goes on to write its files.
         if self._asked(trainer) and not self.finished:
             raise _Stop
@@ -475,11 +469,12 @@ class Run(Checkpoint):
         for logger in trainer.loggers:
             logger.log_metrics(finite, self.progress.step)
 
-    def _write_epoch(self, row: dict[str, Any], *, best: bool) -> None:
+    def _write_epoch(self, row: dict[str, Any]) -> None:
         """The files of an epoch: the history, and the weights if it is the best or one to keep."""
+        rows, every = [*self.history, row], self.config.keep_every
         if self.main:
-            self.folder.write_history([*self.history, row])
-        every = self.config.keep_every
+            self.folder.write_history(rows)
+        best = self.config.select == "best" and _best_epoch(rows) == row["epoch"]
         kept = every is not None and row["epoch"] % every == 0
         if best or kept:
             with nullcontext() if self.average is None else self.average.in_place():
@@ -530,12 +525,12 @@ class Run(Checkpoint):
             folder=folder.path,
         )
 
-    def _stored_weights(self) -> dict[str, Any]:
+    def _stored_weights(self, saved: dict[str, Any]) -> dict[str, Any]:
         """The weights that a complete checkpoint stands for: its average, if it has one."""
-        state = self.saved["state_dict"]
+        state = saved["state_dict"]
         self.model.load_state_dict({k.removeprefix("model."): v for k, v in state.items()})
         if self.average is not None:
-            self.average.load_state_dict(self.saved["callbacks"][self.average.state_key])
+            self.average.load_state_dict(saved["callbacks"][self.average.state_key])
             self.average.follow(self.model)
             self.average.apply()
         return dict(self.model.state_dict())
@@ -543,7 +538,7 @@ class Run(Checkpoint):
     def _finish(self, trainer: pl.Trainer | None) -> TrainResult:
         model, row = self.whole.cpu(), dict(self.history[-1])
         if self.config.select == "best" and self.folder.weights.exists():
-            row = dict(self.history[self.best_epoch - 1])
+            row = dict(self.history[_best_epoch(self.history) - 1])
             if trainer is not None:
                 trainer.strategy.barrier("best weights written")
             model.load_state_dict(safetensors.torch.load_file(self.folder.weights))
@@ -580,11 +575,14 @@ class Run(Checkpoint):
         return TrainResult(*files, metrics, self.history, model.eval())
 
 
-def _score(row: Mapping[str, float]) -> tuple[float, float]:
-    """What the best epoch has most of: mean IoU or accuracy, and at equal ones a small loss."""
-    if "val_loss" not in row:
-        return (-math.inf, -math.inf)
-    return (row.get("val_miou", row["val_accuracy"]), -row["val_loss"])
+def _best_epoch(history: Sequence[Mapping[str, float]]) -> int:
+    """The first with the highest mean IoU or accuracy, and at equal ones the smallest loss; 0 where
+    nothing was validated."""
+    scores = [(-math.inf, -math.inf)]
+    for row in history:
+        right = row.get("val_miou", row.get("val_accuracy", -math.inf))
+        scores.append((right, -row.get("val_loss", math.inf)))
+    return max(range(len(scores)), key=scores.__getitem__)
 
 
 def _rate(trainer: pl.Trainer) -> float:

@@ -66,9 +66,8 @@ def _load(config: TrainConfig, progress: bool) -> RunData:
     )
     train, valid, kept = whole, None, None
     if config.validation > 0.0:
-        train, valid = whole.split(config.validation, config.seed)
         mask = held_out(_labels(whole), len(whole), config.validation, config.seed)
-        kept = (~mask).nonzero().flatten()
+        train, valid, kept = whole.subset(~mask), whole.subset(mask), (~mask).nonzero().flatten()
     if config.samples is not None:
         chosen = few(train, config.samples, config.seed)
         train = train.subset(chosen)
