@@ -101,7 +101,7 @@ def test_milestones_move_with_the_epochs() -> None:
     assert milestones(epochs=20, milestones=[7]) == (7,)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=20)
 @given(epochs=st.integers(1, 400))
 def test_any_number_of_epochs_can_be_asked_for(epochs: int) -> None:
     job = describe("opteq-table8").jobs[0]
