@@ -97,10 +97,11 @@ def test_what_is_judged_and_in_which_unit(tmp_path: Path) -> None:
     tests."""
     right, wrong = np.r_[9.0, np.zeros(5)], np.r_[-9.0, np.zeros(4), 4.0]
     table = np.stack([right] * 6 + [wrong, np.full(6, np.nan), wrong, wrong, right])
+    table[8, 0] = 3.0  # the second best
     images = numbered([0] * 11, 6)
     scene = scene_of(LookUp(table, table[::-1].copy()), images.subset(range(1, 9)), tmp_path)
     found = measures.quality(scene)
-    assert [found[k] for k in ("accuracy", "top5", "nonfinite")] == [62.5, 62.5, 1.0]
+    assert [found[k] for k in ("accuracy", "top5", "nonfinite")] == [62.5, 75.0, 1.0]
     p = softmax(table[[1, 2, 3, 4, 5, 6, 8]])
     assert found["nll"] == pytest.approx(-np.log(p[:, 0]).mean())
     assert found["ece"] == pytest.approx(100 * numpy_ece(p, np.zeros(7), 15))

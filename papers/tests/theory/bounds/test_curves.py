@@ -50,15 +50,14 @@ def test_lipschitz_over_the_norm() -> None:
         geq(drawn(0, 3, 3, 1), drawn(1, 3, 2, 0.8), 0.05),
         opteq(drawn(2, 3, 3, 1), drawn(3, 3, 2, 0.8)),
     ]
-    curves = lipschitz_curves(layers, drawn(4, 4, 2, 1.0), norms=(0.3, 0.8, 1.2))
+    curves = lipschitz_curves(layers, drawn(4, 4, 2, 1.0), norms=(0.8, 1.2))
     measured, ours = line(curves, "GEQ, measured"), line(curves, "GEQ, ours, Λ(μ)")
     for a, b in zip(measured, ours, strict=True):
         assert a is not None
         assert b is not None
         assert a <= b * (1 + 1e-6)
-    assert line(curves, "GEQ, Eq 11")[2] is None  # μ ≥ 1
-    assert line(curves, "OptEq, measured")[2] is None
-    assert curves == lipschitz_curves(layers, drawn(4, 4, 2, 1.0), norms=(0.3, 0.8, 1.2))
+    assert line(curves, "GEQ, Eq 11")[1] is None  # μ ≥ 1
+    assert line(curves, "OptEq, measured")[1] is None
     assert json.loads(json.dumps(curves.to_dict()))["lines"][0]["layer"] == "GEQ"
 
 
