@@ -1,5 +1,5 @@
-"""For every test: Ctrl-C is heard, and what collecting has made is no garbage. For GPU tests:
-waits for the device as errors.
+"""For every test: Ctrl-C is heard, hypothesis tries the same examples every day, and what
+collecting has made is no garbage. For GPU tests: waits for the device as errors.
 """
 
 from __future__ import annotations
@@ -11,10 +11,15 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from hypothesis import settings
+
+# A test that fails once in a hundred runs says nothing about a change; ``make soak`` searches.
+settings.register_profile("daily", derandomize=True)
 
 
 def pytest_configure() -> None:
     """A shell's background job is born deaf to Ctrl-C, and some tests press it."""
+    settings.load_profile("daily")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

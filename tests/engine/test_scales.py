@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -92,6 +92,7 @@ def test_a_small_or_large_problem_is_solved(solver: eq.Solver, size: float) -> N
     st.floats(0, 1),
     st.booleans(),
 )
+@example(0, eq.Anderson(), torch.float32, 0.375, True)
 @law
 def test_a_power_of_two_changes_no_digit(
     seed: int, solver: eq.Solver, dtype: torch.dtype, where: float, relu: bool
@@ -107,8 +108,13 @@ def test_a_power_of_two_changes_no_digit(
         found = eq.fixed_point(fn, torch.zeros_like(b), size * b, solver=solver)
     assert torch.equal(found.result, plain.result)
     assert torch.equal(found.stats.steps, plain.stats.steps)
-    assert torch.equal(found.value, size * plain.value)
-    torch.testing.assert_close(found.stats.relative, plain.stats.relative, rtol=1e-4, atol=1e-12)
+    # Below 2⁻³⁰ all is solved in other units. Close above, samples that have converged and step on
+    # until they are looked at have residuals whose squares are denormal in float32.
+    near = dtype == torch.float32 and 2.0**-36 < size < 2.0**-20
+    gap = (found.value - size * plain.value).abs()
+    assert (gap <= (5e-5 if near else 0.0) * size * b.abs().amax(1, keepdim=True)).all()
+    relative = found.stats.relative, plain.stats.relative
+    torch.testing.assert_close(*relative, rtol=1e-4, atol=5e-5 if near else 1e-12)
 
 
 @given(
