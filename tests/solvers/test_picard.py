@@ -30,14 +30,6 @@ class TestPicard(SolverContract):
         return Picard(**options)
 
 
-class TestDampedPicard(SolverContract):
-    accelerated = False
-    damped = True
-
-    def solver(self, **options: Any) -> Picard:
-        return Picard(damping=0.7, **options)
-
-
 @settings(deadline=None, derandomize=True, max_examples=20)
 @given(damping=st.floats(0.05, 1.0) | st.just(1.0), steps=st.integers(1, 12))
 def test_damped_step_is_the_weighted_mean(damping: float, steps: int) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-import equilibria as eq
 from tests.cli.running import Cli
 
 COMMAND = ("theory", "trajectory")
@@ -47,22 +46,6 @@ def test_a_bounded_layer_is_named_by_the_scale_in_effect(
     assert first.startswith("std 1 (bounded: 0.")
     assert second == "std 0.001"
     assert first in (tmp_path / "residuals.svg").read_text("utf-8")
-
-
-def test_fewer_images_than_asked_for_are_told(
-    checkpoints: list[Path],
-    tmp_path: Path,
-    cli: Cli,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    digits = eq.data.load("digits", "test").subset(range(5))
-    monkeypatch.setattr("equilibria.data.load", lambda *_, **__: digits)
-    arguments = ("--images", "100000", "--steps", "2", "--solvers", "own", "--out", tmp_path)
-    assert cli(checkpoints[0], *arguments, "--json") == 0
-    printed = cli.read()
-    said = " ".join(printed.err.split())
-    assert "--images 100000: digits (test) has 5; all of them are taken" in said
-    assert json.loads(printed.out)["data"]["images"] == 5
 
 
 def test_checkpoints_are_drawn_by_class(checkpoints: list[Path], tmp_path: Path, cli: Cli) -> None:
